@@ -1,0 +1,177 @@
+"""What a case is, and the small tools the case modules share.
+
+A case module (`rms_norm.py` beside this file is the model) defines
+
+* `NAME`, `CASES`, `make(case, device, dtype, seed) -> Inputs`
+* `tigon_fn`, `eager_fn` (the plain same-precision PyTorch formulation) and `oracle_fn` (the same
+  mathematics, called with fp64 copies); all three take `*inputs.args, **inputs.kwargs`
+* `bytes_fwd`, `bytes_bwd` (least traffic) and `flops_fwd`, `flops_bwd` (0 where memory bound)
+* `PEERS`: provider name -> factory(case, inputs) -> callable or None; a factory imports its peer
+  lazily, an ImportError means "not installed", None means "does not support this case".
+
+Tags: `test` correctness, `grad` its gradients too, `bench` a GPU benchmark, `bench_cpu` a CPU one,
+`smoke` a benchmark of milliseconds, `large` needs much memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One set of sizes and options under a readable name."""
+
+    name: str
+    params: dict[str, Any]
+    tags: frozenset[str] = frozenset({"test", "grad"})
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclasses.dataclass
+class Inputs:
+    """The arguments of one call; `grads` are the indices of `args` that require a gradient.
+
+    Tensors in `kwargs` that should get a gradient are named in `grad_kwargs`.
+    `grad_outputs` has one upstream gradient per output; None means ones.
+    """
+
+    args: tuple
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    grads: tuple[int, ...] = ()
+    grad_outputs: tuple | None = None
+    grad_kwargs: tuple[str, ...] = ()
+
+
+def test_case(name: str, *, grad: bool = True, **params) -> Case:
+    """A correctness case."""
+    return Case(name, params, frozenset({"test", "grad"} if grad else {"test"}))
+
+
+test_case.__test__ = False  # a maker of cases, not a test for pytest to collect
+
+
+def bench_case(name: str, *tags: str, **params) -> Case:
+    """A benchmark case, by default for the GPU."""
+    return Case(name, params, frozenset(tags or ("bench",)))
+
+
+def select(cases: Iterable[Case], tag: str) -> list[Case]:
+    """The cases that carry a tag."""
+    return [case for case in cases if tag in case.tags]
+
+
+def itemsize(dtype: torch.dtype) -> int:
+    """Bytes of one element."""
+    return torch.empty((), dtype=dtype).element_size()
+
+
+def upcast(x: torch.Tensor) -> torch.Tensor:
+    """x in fp32, or in fp64 when it is fp64: where plain formulations call `.float()`."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class Maker:
+    """Draws reproducible tensors in awkward layouts.
+
+    Small tensors are drawn on the CPU so that every device sees the same numbers; large ones are
+    drawn where they live.
+    """
+
+    def __init__(self, case: Case, device: str | torch.device, dtype: torch.dtype, seed: int):
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.seed = (seed * 1_000_003 + zlib.crc32(case.name.encode())) % (2**62)
+        self._generators: dict[str, torch.Generator] = {}
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        key = str(device)
+        if key not in self._generators:
+            self._generators[key] = torch.Generator(device).manual_seed(self.seed)
+        return self._generators[key]
+
+    def randn(
+        self,
+        *shape: int,
+        layout: str = "contiguous",
+        scale: float = 1.0,
+        mean: float = 0.0,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """Normal numbers; `layout` names how the tensor lies in memory (see `lay_out`)."""
+        dtype = dtype or self.dtype
+        large = math.prod(shape) > 2**22
+        where = self.device if large else torch.device("cpu")
+        draw = torch.float32 if large and dtype != torch.float64 else torch.float64
+        if large and dtype in (torch.bfloat16, torch.float16):
+            draw = dtype
+        x = torch.randn(shape, generator=self._generator(where), device=where, dtype=draw)
+        if scale != 1.0:
+            x.mul_(scale)
+        if mean != 0.0:
+            x.add_(mean)
+        return lay_out(x.to(self.device, dtype), layout)
+
+    def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        """int64 in [low, high)."""
+        cpu = torch.device("cpu")
+        return torch.randint(low, high, shape, generator=self._generator(cpu)).to(self.device)
+
+    def labels(
+        self, vocab: int, *shape: int, masked: float = 0.0, ignore_index: int = -100
+    ) -> torch.Tensor:
+        """Labels in [0, vocab), a fraction of them (1.0: all) replaced by `ignore_index`."""
+        target = self.integers(0, vocab, *shape)
+        if masked:
+            cpu = torch.device("cpu")
+            draw = torch.rand(shape, generator=self._generator(cpu)).to(self.device)
+            target = torch.where(draw < masked, ignore_index, target)
+        return target
+
+
+def lay_out(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values in another memory layout.
+
+    contiguous; offset1: storage offset of one element, so never aligned to a vector;
+    rows: every row lies in a longer row (last dimension contiguous); columns: last dimension
+    strided by two; transposed: the last two dimensions swapped in memory; heads: HF's
+    [B, H, T, D] view of [B, T, H, D] memory; expanded: first dimension of stride 0 (all its
+    entries become the first one), which is what the gradient of a sum looks like.
+    """
+    if layout == "contiguous":
+        return x.contiguous()
+    if layout == "offset1":
+        flat = torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)
+        view = flat[1:].view(x.shape)
+    elif layout == "rows":
+        view = x.new_empty(*x.shape[:-1], x.shape[-1] + 3)[..., : x.shape[-1]]
+    elif layout == "columns":
+        view = x.new_empty(*x.shape[:-1], 2 * x.shape[-1])[..., ::2]
+    elif layout == "transposed":
+        view = x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    elif layout == "heads":
+        view = x.transpose(1, 2).contiguous().transpose(1, 2)
+    elif layout == "expanded":
+        return x[:1].contiguous().expand(x.shape)
+    else:
+        raise ValueError(f"unknown layout {layout!r}")
+    return view.copy_(x)
+
+
+def params(case: Case, defaults: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of a case over a module's defaults; an unknown name is an error."""
+    unknown = set(case.params) - set(defaults)
+    if unknown:
+        raise KeyError(f"case {case.name}: unknown parameters {sorted(unknown)}")
+    return defaults | case.params
+
+
+Factory = Callable[[Case, Inputs], Callable | None]

@@ -1,0 +1,242 @@
+"""Cases of cross_entropy: the loss of given logits."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case, upcast
+from .losses import eager_loss, oracle_loss
+
+NAME = "cross_entropy"
+
+DEFAULTS = {
+    "N": 9,
+    "V": 50,
+    "layout": "contiguous",
+    "masked": 0.0,  # fraction of labels that are ignored; 1.0: all
+    "ignore_index": -100,
+    "label_smoothing": 0.0,
+    "softcap": None,
+    "z_loss": 0.0,
+    "class_weight": False,
+    "reduction": "mean",
+    "denominator": None,  # a number, or "tensor" or "int_tensor" for a 0-dim tensor
+    "scale": 2.0,
+    "fill": None,  # "nan", "-inf": one logit of a row that counts
+    "grads": (0,),
+}
+
+CASES = [
+    test_case("9x50"),
+    test_case("odd_7x33", N=7, V=33, masked=0.3),
+    test_case("one_row", N=1, V=1000),
+    test_case("one_column", N=5, V=1),
+    test_case("two_columns", N=5, V=2),
+    test_case("empty", N=0),
+    test_case("empty_sum", N=0, reduction="sum"),
+    test_case("empty_none", N=0, reduction="none"),
+    test_case("empty_denominator", N=0, denominator=4.0),
+    test_case("129x1031", N=129, V=1031, masked=0.2),
+    test_case("wide", N=3, V=70001),
+    test_case("vocab_32000", N=17, V=32000, masked=0.2),
+    test_case("rows", V=130, layout="rows"),
+    test_case("columns", V=130, layout="columns"),
+    test_case("transposed", V=130, layout="transposed"),
+    test_case("misaligned", V=256, layout="offset1"),
+    test_case("sum", reduction="sum", masked=0.3),
+    test_case("none", reduction="none", masked=0.3),
+    test_case("denominator", denominator=7.5, masked=0.3),
+    test_case("denominator_tensor", denominator="tensor", masked=0.3),
+    test_case("denominator_int_tensor", denominator="int_tensor", masked=0.3),
+    test_case("denominator_sum", denominator=7.5, reduction="sum"),
+    test_case("ignore_zero", ignore_index=0, masked=0.3),
+    test_case("ignore_minus_one", ignore_index=-1, masked=0.3),
+    test_case("all_masked_mean", masked=1.0),
+    test_case("all_masked_sum", masked=1.0, reduction="sum"),
+    test_case("all_masked_none", masked=1.0, reduction="none"),
+    test_case("all_masked_denominator", masked=1.0, denominator=3.0),
+    test_case("smoothing", label_smoothing=0.1, masked=0.2),
+    test_case("smoothing_one", label_smoothing=1.0),
+    test_case("smoothing_wide", N=3, V=32001, label_smoothing=0.2),
+    test_case("softcap", softcap=5.0, masked=0.2),
+    test_case("softcap_saturated", softcap=2.0, scale=20.0),
+    test_case("z_loss", z_loss=1e-2, masked=0.2),
+    test_case("z_loss_none", z_loss=1e-2, reduction="none", masked=0.2),
+    test_case("weights", class_weight=True, masked=0.2),
+    test_case("weights_none", class_weight=True, masked=0.2, reduction="none"),
+    test_case("weights_smoothing", class_weight=True, masked=0.2, label_smoothing=0.1),
+    test_case("weights_smoothing_softcap_sum", class_weight=True, masked=0.2, reduction="sum",
+              label_smoothing=0.1, softcap=4.0),
+    test_case("weights_all_masked", class_weight=True, masked=1.0),
+    test_case("everything", N=23, V=517, class_weight=True, masked=0.2, label_smoothing=0.1,
+              softcap=6.0, z_loss=1e-3, denominator="tensor", layout="rows"),
+    test_case("everything_none", N=23, V=517, class_weight=True, masked=0.2, label_smoothing=0.1,
+              softcap=6.0, z_loss=1e-3, reduction="none", layout="columns"),
+    test_case("confident", N=23, V=517, scale=40.0),
+    test_case("flat", N=23, V=517, scale=1e-3),
+    test_case("nan_row", fill="nan", reduction="none"),
+    test_case("nan_mean", fill="nan"),
+    test_case("minus_inf", fill="-inf", reduction="none"),
+    bench_case("8192x32000", N=8192, V=32000),
+    bench_case("8192x128256", N=8192, V=128256),
+    bench_case("4096x262144", N=4096, V=262144),
+    bench_case("1024x32000", "bench_cpu", N=1024, V=32000),
+    bench_case("256x1024", "smoke", N=256, V=1024),
+]  # fmt: skip
+
+
+def make_denominator(value, device):
+    """None, a number, or a 0-dim tensor of some dtype."""
+    if value == "tensor":
+        return torch.tensor(6.25, device=device)
+    if value == "int_tensor":
+        return torch.tensor(7, device=device)
+    return value
+
+
+def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
+    """Draw the inputs of a case."""
+    p = params(case, DEFAULTS)
+    draw = Maker(case, device, dtype, seed)
+    logits = draw.randn(p["N"], p["V"], layout=p["layout"], scale=p["scale"])
+    masked, ignore = p["masked"], p["ignore_index"]
+    target = draw.labels(p["V"], p["N"], masked=masked, ignore_index=ignore)
+    if p["fill"] is not None:
+        target[1] = 0
+        logits[1, 3] = float(p["fill"])
+    wide = torch.promote_types(dtype, torch.float32)
+    weight = draw.randn(p["V"], dtype=wide).abs() + 0.1 if p["class_weight"] else None
+    none = p["reduction"] == "none" and p["denominator"] is None
+    grad = draw.randn(p["N"], dtype=wide) if none else torch.tensor(0.7, dtype=wide, device=device)
+    names = ("ignore_index", "label_smoothing", "softcap", "z_loss", "reduction")
+    return Inputs(
+        args=(logits, target),
+        kwargs={
+            "weight": weight,
+            "denominator": make_denominator(p["denominator"], device),
+            **{name: p[name] for name in names},
+        },
+        grads=p["grads"],
+        grad_outputs=(grad,),
+    )
+
+
+def tigon_fn(logits, target, **options):
+    """Tigon's own."""
+    import tigon
+
+    return tigon.cross_entropy(logits, target, **options)
+
+
+def eager_fn(logits, target, **options):
+    """Upcast, then torch's own, as Hugging Face does."""
+    return eager_loss(upcast(logits), target, **options)
+
+
+def oracle_fn(logits, target, **options):
+    """The formula, for fp64."""
+    return oracle_loss(logits, target, **options)
+
+
+def _bytes(case: Case, dtype: torch.dtype) -> int:
+    return case.params["N"] * case.params["V"] * itemsize(dtype)
+
+
+def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
+    """Read the logits."""
+    return _bytes(case, dtype)
+
+
+def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
+    """Read the logits, write their gradient."""
+    return 2 * _bytes(case, dtype)
+
+
+def bytes_step(case: Case, dtype: torch.dtype) -> int:
+    """Loss and gradient in one pass: one read and one write."""
+    return 2 * _bytes(case, dtype)
+
+
+def flops_fwd(case: Case) -> int:
+    """Memory bound."""
+    return 0
+
+
+def flops_bwd(case: Case) -> int:
+    """Memory bound."""
+    return 0
+
+
+def _inplace(case, inputs):
+    import tigon
+
+    # A view of the leaf, since the gradient of a leaf cannot take the leaf's own place.
+    return lambda x, *a, **k: tigon.cross_entropy(x.view_as(x), *a, inplace=True, **k)
+
+
+def _aten(case, inputs):
+    if inputs.kwargs["softcap"] or inputs.kwargs["z_loss"]:
+        return None
+    if inputs.kwargs["denominator"] is not None:
+        return None
+
+    def fn(logits, target, *, weight, ignore_index, label_smoothing, reduction, **_):
+        return F.cross_entropy(
+            logits,
+            target,
+            weight=weight,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+        )
+
+    return fn
+
+
+def _liger(case, inputs):
+    from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+
+    if inputs.kwargs["denominator"] is not None:
+        return None
+
+    def fn(x, target, *, weight, ignore_index, z_loss, label_smoothing, reduction, softcap, **_):
+        return LigerCrossEntropyFunction.apply(
+            x, target, weight, ignore_index, z_loss, label_smoothing, reduction, softcap
+        )[0]
+
+    return fn
+
+
+def _quack(inplace):
+    def factory(case, inputs):
+        from quack import cross_entropy
+
+        kwargs = inputs.kwargs
+        if kwargs["softcap"] or kwargs["z_loss"] or kwargs["label_smoothing"]:
+            return None
+        if kwargs["denominator"] is not None:
+            return None
+
+        def fn(x, target, *, weight, ignore_index, reduction, **_):
+            return cross_entropy(
+                x.view_as(x) if inplace else x,
+                target,
+                weight=weight,
+                ignore_index=ignore_index,
+                reduction=reduction,
+                inplace_backward=inplace,
+            )
+
+        return fn
+
+    return factory
+
+
+PEERS = {
+    "tigon_inplace": _inplace,
+    "aten": _aten,
+    "liger": _liger,
+    "quack": _quack(False),
+    "quack_inplace": _quack(True),
+}

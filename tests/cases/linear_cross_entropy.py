@@ -1,0 +1,286 @@
+"""Cases of linear_cross_entropy: hidden states x head weight x labels -> loss, without logits."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from .case import Case, Inputs, Maker, bench_case, itemsize, lay_out, params, test_case, upcast
+from .cross_entropy import make_denominator
+from .losses import eager_loss, oracle_loss
+
+NAME = "linear_cross_entropy"
+
+DEFAULTS = {
+    "lead": (13,),  # leading shape of hidden and target
+    "H": 32,
+    "V": 67,
+    "bias": False,
+    "layout": "contiguous",  # of hidden
+    "weight_layout": "contiguous",
+    "masked": 0.0,
+    "ignore_index": -100,
+    "label_smoothing": 0.0,
+    "softcap": None,
+    "logit_scale": 1.0,
+    "z_loss": 0.0,
+    "class_weight": False,
+    "reduction": "mean",
+    "denominator": None,
+    "shift": False,
+    "chunk_rows": None,
+    "fill": None,
+    "scale": 2.0,  # spread of the logits
+    "grads": (0, 1),
+    "grad_bias": True,
+}
+
+CASES = [
+    test_case("13x32x67"),
+    test_case("odd_7x33x51", lead=(7,), H=33, V=51, masked=0.3),
+    test_case("one_row", lead=(1,), V=1000),
+    test_case("one_hidden", H=1),
+    test_case("one_class", V=1),
+    test_case("empty", lead=(0,)),
+    test_case("empty_sum", lead=(2, 0), reduction="sum"),
+    test_case("empty_denominator", lead=(0,), denominator=3.0),
+    test_case("rank3", lead=(2, 9), masked=0.2),
+    test_case("rank4", lead=(2, 3, 4), masked=0.2),
+    test_case("chunks", lead=(37,), chunk_rows=8, masked=0.2),
+    test_case("chunks_of_one", lead=(5,), chunk_rows=1),
+    test_case("chunk_larger", lead=(5,), chunk_rows=4096),
+    test_case("chunks_sum", lead=(37,), chunk_rows=16, reduction="sum", masked=0.2),
+    test_case("chunks_none", lead=(37,), chunk_rows=16, reduction="none", masked=0.2),
+    test_case("larger", lead=(4, 65), H=128, V=1031, masked=0.2, chunk_rows=64),
+    test_case("wide_vocab", lead=(6,), H=16, V=32001),
+    test_case("rows", lead=(2, 9), layout="rows"),
+    test_case("columns", lead=(2, 9), layout="columns"),
+    test_case("transposed", layout="transposed"),
+    test_case("misaligned", H=64, layout="offset1", weight_layout="offset1"),
+    test_case("weight_rows", weight_layout="rows"),
+    test_case("weight_transposed", weight_layout="transposed"),
+    test_case("sum", reduction="sum", masked=0.3),
+    test_case("none", reduction="none", masked=0.3),
+    test_case("none_rank3", lead=(2, 9), reduction="none", masked=0.3),
+    test_case("denominator", denominator=7.5, masked=0.3),
+    test_case("denominator_tensor", denominator="tensor", masked=0.3),
+    test_case("denominator_int_tensor", denominator="int_tensor", masked=0.3, chunk_rows=4),
+    test_case("ignore_zero", ignore_index=0, masked=0.3),
+    test_case("all_masked_mean", masked=1.0),
+    test_case("all_masked_sum", masked=1.0, reduction="sum", bias=True),
+    test_case("all_masked_none", masked=1.0, reduction="none"),
+    test_case("all_masked_denominator", masked=1.0, denominator=3.0),
+    test_case("mostly_masked", lead=(64,), masked=0.9, chunk_rows=16),
+    test_case("bias", bias=True, masked=0.2),
+    test_case("bias_chunks", lead=(37,), bias=True, masked=0.2, chunk_rows=8),
+    test_case("hidden_only", grads=(0,)),
+    test_case("weight_only", grads=(1,)),
+    test_case("bias_only", bias=True, grads=()),
+    test_case("hidden_and_bias", bias=True, grads=(0,)),
+    test_case("weight_and_bias", bias=True, grads=(1,)),
+    test_case("frozen_bias", bias=True, grad_bias=False),
+    test_case("no_grad", grads=(), grad=False),
+    test_case("weight_only_none", grads=(1,), reduction="none", masked=0.2),
+    test_case("hidden_only_none", grads=(0,), reduction="none", masked=0.2, chunk_rows=4),
+    test_case("smoothing", label_smoothing=0.1, masked=0.2),
+    test_case("softcap", softcap=3.0, masked=0.2),
+    test_case("logit_scale", logit_scale=0.25, scale=8.0),
+    test_case("scale_and_softcap", logit_scale=0.5, softcap=3.0, bias=True),
+    test_case("z_loss", z_loss=1e-2, masked=0.2),
+    test_case("weights", class_weight=True, masked=0.2),
+    test_case("weights_smoothing", class_weight=True, label_smoothing=0.1, chunk_rows=4),
+    test_case("shift", lead=(3, 8), shift=True),
+    test_case("shift_masked", lead=(3, 8), shift=True, masked=0.3, chunk_rows=4),
+    test_case("shift_sum", lead=(3, 8), shift=True, reduction="sum", layout="rows"),
+    test_case("shift_denominator", lead=(1, 9), shift=True, denominator=5),
+    test_case("shift_one_token", lead=(3, 1), shift=True, reduction="sum"),
+    test_case("everything", lead=(2, 23), H=48, V=517, bias=True, class_weight=True, masked=0.2,
+              label_smoothing=0.1, softcap=6.0, logit_scale=0.7, z_loss=1e-3, shift=True,
+              denominator="tensor", layout="rows", chunk_rows=10),
+    test_case("everything_none", lead=(2, 23), H=48, V=517, bias=True, class_weight=True,
+              masked=0.2, label_smoothing=0.1, softcap=6.0, logit_scale=0.7, z_loss=1e-3,
+              reduction="none", layout="columns", chunk_rows=10),
+    test_case("nan_row", fill="nan", reduction="none", grads=(0,)),
+    test_case("nan_mean", fill="nan"),
+    bench_case("8192x4096x32000", lead=(8192,), H=4096, V=32000),
+    bench_case("8192x4096x128256", lead=(8192,), H=4096, V=128256),
+    bench_case("2048x512x32000", "bench_cpu", lead=(2048,), H=512, V=32000),
+    bench_case("1024x2048x128256", "bench_cpu", lead=(1024,), H=2048, V=128256),
+    bench_case("256x128x1024", "smoke", lead=(256,), H=128, V=1024),
+]  # fmt: skip
+
+
+def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
+    """Draw the inputs of a case; the logits have the spread `scale`."""
+    p = params(case, DEFAULTS)
+    draw = Maker(case, device, dtype, seed)
+    lead, hidden_size, vocab = p["lead"], p["H"], p["V"]
+    hidden = draw.randn(*lead, hidden_size, layout=p["layout"])
+    weight = draw.randn(vocab, hidden_size, scale=p["scale"] / math.sqrt(hidden_size))
+    weight = lay_out(weight, p["weight_layout"])
+    bias = draw.randn(vocab) if p["bias"] else None
+    masked, ignore = p["masked"], p["ignore_index"]
+    target = draw.labels(vocab, *lead, masked=masked, ignore_index=ignore)
+    if p["fill"] is not None:
+        target.view(-1)[1] = 0
+        hidden.view(-1, hidden_size)[1, 3] = float(p["fill"])
+    wide = torch.promote_types(dtype, torch.float32)
+    class_weight = draw.randn(vocab, dtype=wide).abs() + 0.1 if p["class_weight"] else None
+    none = p["reduction"] == "none" and p["denominator"] is None
+    grad = draw.randn(*lead, dtype=wide) if none else torch.tensor(0.7, dtype=wide, device=device)
+    names = ("ignore_index", "label_smoothing", "softcap", "logit_scale", "z_loss", "reduction")
+    return Inputs(
+        args=(hidden, weight, target),
+        kwargs={
+            "bias": bias,
+            "class_weight": class_weight,
+            "denominator": make_denominator(p["denominator"], device),
+            **{name: p[name] for name in (*names, "shift", "chunk_rows")},
+        },
+        grads=p["grads"],
+        grad_outputs=(grad,),
+        grad_kwargs=("bias",) if p["bias"] and p["grad_bias"] else (),
+    )
+
+
+def tigon_fn(hidden, weight, target, **options):
+    """Tigon's own."""
+    import tigon
+
+    return tigon.linear_cross_entropy(hidden, weight, target, **options)
+
+
+def _from_logits(loss, hidden, weight, target, options):
+    """The logits of every row that takes part, then a loss of logits."""
+    options = dict(options)
+    bias, class_weight = options.pop("bias"), options.pop("class_weight")
+    options.pop("chunk_rows")
+    if options.pop("shift"):
+        hidden, target = hidden[:, :-1], target[:, 1:]
+    logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
+    value = loss(upcast(logits), target.reshape(-1), weight=class_weight, **options)
+    return value.view(target.shape) if value.dim() else value
+
+
+def eager_fn(hidden, weight, target, **options):
+    """Logits in the model's dtype, upcast, torch's cross-entropy: Hugging Face's loss."""
+    return _from_logits(eager_loss, hidden, weight, target, options)
+
+
+def oracle_fn(hidden, weight, target, **options):
+    """The formula, for fp64."""
+    return _from_logits(oracle_loss, hidden, weight, target, options)
+
+
+def _sizes(case: Case) -> tuple[int, int, int]:
+    p = params(case, DEFAULTS)
+    return math.prod(p["lead"]), p["H"], p["V"]
+
+
+def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
+    """Read hidden and weight."""
+    rows, hidden, vocab = _sizes(case)
+    return (rows * hidden + vocab * hidden) * itemsize(dtype)
+
+
+def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
+    """Read both again, write both gradients."""
+    return 2 * bytes_fwd(case, dtype)
+
+
+def flops_fwd(case: Case) -> int:
+    """One product."""
+    return 2 * math.prod(_sizes(case))
+
+
+def flops_bwd(case: Case) -> int:
+    """Two products; recomputing the logits is a choice, not counted."""
+    return 2 * flops_fwd(case)
+
+
+def _plain(kwargs) -> bool:
+    """No option that this benchmark's peers lack."""
+    return not (kwargs["shift"] or kwargs["denominator"] or kwargs["logit_scale"] != 1.0)
+
+
+def _aten(case, inputs):
+    fused = getattr(F, "linear_cross_entropy", None)
+    if fused is None:
+        raise ImportError("this torch has no linear_cross_entropy")
+    if not _plain(inputs.kwargs) or inputs.kwargs["softcap"] or inputs.kwargs["z_loss"]:
+        return None
+
+    def fn(hidden, weight, target, *, ignore_index, label_smoothing, reduction, **_):
+        return fused(
+            hidden,
+            weight,
+            target,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            reduction=reduction,
+        )
+
+    return fn
+
+
+def _liger(accumulate):
+    def factory(case, inputs):
+        from liger_kernel.ops.fused_linear_cross_entropy import (
+            LigerFusedLinearCrossEntropyFunction,
+        )
+
+        if not _plain(inputs.kwargs):
+            return None
+
+        def fn(hidden, weight, target, **options):
+            return LigerFusedLinearCrossEntropyFunction.apply(
+                hidden,
+                weight,
+                target,
+                options["bias"],
+                options["class_weight"],
+                options["ignore_index"],
+                options["z_loss"],
+                options["label_smoothing"],
+                options["reduction"],
+                options["softcap"],
+                False,
+                accumulate,
+            )[0]
+
+        return fn
+
+    return factory
+
+
+def _quack(scaled):
+    def factory(case, inputs):
+        from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+        kwargs = inputs.kwargs
+        if not _plain(kwargs) or kwargs["softcap"] or kwargs["z_loss"]:
+            return None
+        if kwargs["label_smoothing"] or kwargs["bias"] is not None:
+            return None
+        # The scaled-exp path refuses a chunk as long as the hidden size.
+        chunk = 2048 if scaled and inputs.args[0].shape[-1] == 4096 else 4096
+
+        def fn(hidden, weight, target, *, ignore_index, reduction, **_):
+            return chunked_linear_cross_entropy(
+                hidden, weight, target, chunk, ignore_index, reduction, use_scaled_exp=scaled
+            )
+
+        return fn
+
+    return factory
+
+
+PEERS = {
+    "aten": _aten,
+    "liger": _liger(None),
+    "liger_fp32": _liger(torch.float32),
+    "quack": _quack(False),
+    "quack_scaled": _quack(True),
+}

@@ -1,0 +1,180 @@
+"""Cases of rms_norm: y = x / sqrt(mean(x^2) + eps) * (offset + weight)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case, upcast
+
+NAME = "rms_norm"
+
+DEFAULTS = {
+    "shape": (4, 64),
+    "weight": True,
+    "eps": 1e-6,
+    "offset": 0.0,
+    "rounding": "llama",
+    "layout": "contiguous",
+    "weight_layout": "contiguous",
+    "grad_layout": "contiguous",
+    "fill": None,  # "nan": one row holds a NaN; "inf": an infinity; "zero": one row of zeros
+    "scale": 1.0,
+    "grads": (0, 1),
+}
+
+CASES = [
+    test_case("4x64"),
+    test_case("odd_3x7", shape=(3, 7)),
+    test_case("one_row", shape=(1, 1000)),
+    test_case("one_column", shape=(5, 1)),
+    test_case("one_element", shape=(1, 1)),
+    test_case("vector", shape=(96,)),
+    test_case("empty", shape=(0, 64)),
+    test_case("empty_inner", shape=(3, 0, 64)),
+    test_case("rank4_odd", shape=(2, 3, 5, 33)),
+    test_case("qk_norm", shape=(2, 4, 31, 128), layout="heads", grad_layout="heads"),
+    test_case("tall", shape=(1031, 64)),
+    test_case("257x384", shape=(257, 384)),
+    test_case("33x4096", shape=(33, 4096)),
+    test_case("5x4097", shape=(5, 4097)),
+    test_case("wide", shape=(2, 70001)),
+    test_case("rows", shape=(9, 130), layout="rows", grad_layout="rows"),
+    test_case("columns", shape=(9, 130), layout="columns", grad_layout="columns"),
+    test_case("transposed", shape=(9, 130), layout="transposed", grad_layout="transposed"),
+    test_case("misaligned", shape=(7, 256), layout="offset1", grad_layout="offset1"),
+    test_case("misaligned_weight", shape=(7, 256), weight_layout="offset1"),
+    test_case("strided_weight", shape=(7, 256), weight_layout="columns"),
+    test_case("grad_expanded", shape=(7, 256), grad_layout="expanded"),
+    test_case("gemma", shape=(9, 257), rounding="gemma"),
+    test_case("gemma_offset", shape=(9, 257), rounding="gemma", offset=1.0),
+    test_case("llama_offset", shape=(9, 257), offset=1.0),
+    test_case("none", shape=(9, 257), rounding="none"),
+    test_case("none_offset", shape=(9, 257), rounding="none", offset=0.5),
+    test_case("weightless", shape=(9, 257), weight=False),
+    test_case("weightless_gemma", shape=(9, 257), weight=False, rounding="gemma"),
+    test_case("weightless_none_rows", shape=(9, 257), weight=False, rounding="none", layout="rows"),
+    test_case("frozen_weight", shape=(9, 257), grads=(0,)),
+    test_case("frozen_input", shape=(9, 257), grads=(1,)),
+    test_case("eps_large", shape=(9, 257), eps=0.5),
+    test_case("eps_zero", shape=(9, 257), eps=0.0),
+    test_case("small_values", shape=(9, 257), scale=1e-3, eps=1e-5),
+    test_case("large_values", shape=(9, 257), scale=50.0),
+    test_case("nan_row", shape=(5, 130), fill="nan"),
+    test_case("inf_row", shape=(5, 130), fill="inf", grad=False),
+    test_case("zero_row", shape=(5, 130), fill="zero"),
+    bench_case("16384x2048", shape=(16384, 2048)),
+    bench_case("16384x4096", shape=(16384, 4096)),
+    bench_case("16384x8192", shape=(16384, 8192)),
+    bench_case("16384x16384", shape=(16384, 16384)),
+    bench_case("262144x128", shape=(262144, 128)),
+    bench_case("4096x512", "bench_cpu", shape=(4096, 512)),
+    bench_case("4096x4096", "bench_cpu", shape=(4096, 4096)),
+    bench_case("128x1024", "smoke", shape=(128, 1024)),
+]
+
+
+def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
+    """Draw the inputs of a case."""
+    p = params(case, DEFAULTS)
+    draw = Maker(case, device, dtype, seed)
+    x = draw.randn(*p["shape"], layout=p["layout"], scale=p["scale"])
+    if p["fill"] is not None:
+        row = x.view(-1, x.shape[-1])[1]
+        if p["fill"] == "zero":
+            row.zero_()
+        else:
+            row[3] = float(p["fill"])
+    weight = None
+    if p["weight"]:
+        layout = p["weight_layout"]
+        weight = draw.randn(p["shape"][-1], layout=layout, scale=0.3, mean=1.0 - p["offset"])
+    grad = draw.randn(*p["shape"], layout=p["grad_layout"])
+    return Inputs(
+        args=(x, weight),
+        kwargs={"eps": p["eps"], "offset": p["offset"], "rounding": p["rounding"]},
+        grads=tuple(i for i in p["grads"] if i == 0 or p["weight"]),
+        grad_outputs=(grad,),
+    )
+
+
+def tigon_fn(x, weight, **options):
+    """Tigon's own."""
+    import tigon
+
+    return tigon.rms_norm(x, weight, **options)
+
+
+def eager_fn(x, weight, *, eps, offset, rounding):
+    """LlamaRMSNorm and GemmaRMSNorm of Hugging Face, and the formula in the input's own dtype."""
+    if rounding == "none":
+        y = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+        return y if weight is None else y * (offset + weight)
+    h = upcast(x)
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    if rounding == "gemma":
+        return (h if weight is None else h * (offset + upcast(weight))).to(x.dtype)
+    h = h.to(x.dtype)
+    return h if weight is None else (offset + weight if offset else weight) * h
+
+
+def oracle_fn(x, weight, *, eps, offset, rounding):
+    """The formula, for fp64: rounding policies make no difference there."""
+    rms = torch.sqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)
+    return x / rms if weight is None else x / rms * (weight + offset)
+
+
+def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
+    """Read x, write y."""
+    return 2 * math.prod(case.params["shape"]) * itemsize(dtype)
+
+
+def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
+    """Read x and dy, write dx; the weight's gradient is a row."""
+    return 3 * math.prod(case.params["shape"]) * itemsize(dtype)
+
+
+def flops_fwd(case: Case) -> int:
+    """Memory bound."""
+    return 0
+
+
+def flops_bwd(case: Case) -> int:
+    """Memory bound."""
+    return 0
+
+
+def _aten(case, inputs):
+    if inputs.kwargs["offset"]:
+        return None
+
+    def fn(x, weight, *, eps, **_):
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+    return fn
+
+
+def _liger(case, inputs):
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    def fn(x, weight, *, eps, offset, rounding):
+        return LigerRMSNormFunction.apply(x, weight, eps, offset, rounding, False, None)
+
+    return fn
+
+
+def _quack(case, inputs):
+    from quack import rmsnorm
+
+    if inputs.args[1] is None:
+        return None
+
+    def fn(x, weight, *, eps, offset, **_):
+        return rmsnorm(x, weight, eps=eps, weight_offset=offset)
+
+    return fn
+
+
+PEERS = {"aten": _aten, "liger": _liger, "quack": _quack}

@@ -1,0 +1,126 @@
+"""Cases of swiglu: silu(gate) * up."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case
+
+NAME = "swiglu"
+
+DEFAULTS = {
+    "shape": (4, 64),
+    "layout": "contiguous",  # of gate; "halves": gate and up are the halves of one tensor
+    "up_layout": None,  # as gate
+    "grad_layout": "contiguous",
+    "scale": 2.0,
+    "fill": None,
+    "grads": (0, 1),
+}
+
+CASES = [
+    test_case("4x64"),
+    test_case("odd_3x7", shape=(3, 7)),
+    test_case("one_row", shape=(1, 1000)),
+    test_case("one_column", shape=(5, 1)),
+    test_case("one_element", shape=(1, 1)),
+    test_case("scalar", shape=()),
+    test_case("vector", shape=(97,)),
+    test_case("empty", shape=(0, 64)),
+    test_case("empty_columns", shape=(3, 0)),
+    test_case("rank3", shape=(2, 5, 333)),
+    test_case("rank5", shape=(2, 1, 3, 2, 9)),
+    test_case("129x1031", shape=(129, 1031)),
+    test_case("wide", shape=(2, 70001)),
+    test_case("rows", shape=(9, 130), layout="rows", grad_layout="rows"),
+    test_case("columns", shape=(9, 130), layout="columns", grad_layout="columns"),
+    test_case("transposed", shape=(9, 130), layout="transposed", grad_layout="transposed"),
+    test_case("mixed_layouts", shape=(9, 130), layout="transposed", up_layout="rows"),
+    test_case("heads", shape=(2, 3, 5, 16), layout="heads"),
+    test_case("misaligned", shape=(7, 256), layout="offset1", grad_layout="offset1"),
+    test_case("misaligned_up", shape=(7, 256), up_layout="offset1"),
+    test_case("halves", shape=(7, 256), layout="halves"),
+    test_case("halves_odd", shape=(2, 3, 33), layout="halves"),
+    test_case("expanded", shape=(7, 96), layout="expanded", grads=(1,)),
+    test_case("grad_expanded", shape=(7, 256), grad_layout="expanded"),
+    test_case("gate_only", shape=(7, 33), grads=(0,)),
+    test_case("up_only", shape=(7, 33), grads=(1,)),
+    test_case("saturated", shape=(7, 256), scale=60.0),
+    test_case("tiny", shape=(7, 256), scale=1e-3),
+    test_case("nan_row", shape=(5, 130), fill="nan"),
+    test_case("inf_row", shape=(5, 130), fill="inf", grad=False),
+    test_case("zeros", shape=(5, 130), fill="zero"),
+    bench_case("16384x14336", shape=(16384, 14336)),
+    bench_case("16384x4096", shape=(16384, 4096)),
+    bench_case("4096x1536", "bench_cpu", shape=(4096, 1536)),
+    bench_case("1024x8192", "bench_cpu", shape=(1024, 8192)),
+    bench_case("128x1024", "smoke", shape=(128, 1024)),
+]
+
+
+def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
+    """Draw the inputs of a case."""
+    p = params(case, DEFAULTS)
+    draw = Maker(case, device, dtype, seed)
+    shape, scale = p["shape"], p["scale"]
+    if p["layout"] == "halves":
+        both = draw.randn(*shape[:-1], 2 * shape[-1], scale=scale)
+        gate, up = both.chunk(2, dim=-1)
+    else:
+        gate = draw.randn(*shape, layout=p["layout"], scale=scale)
+        up = draw.randn(*shape, layout=p["up_layout"] or p["layout"])
+    if p["fill"] == "zero":
+        gate.view(-1, shape[-1])[1].zero_()
+    elif p["fill"] is not None:
+        gate.view(-1, shape[-1])[1, 3] = float(p["fill"])
+    grad = draw.randn(*shape, layout=p["grad_layout"])
+    return Inputs(args=(gate, up), grads=p["grads"], grad_outputs=(grad,))
+
+
+def tigon_fn(gate, up):
+    """Tigon's own."""
+    import tigon
+
+    return tigon.swiglu(gate, up)
+
+
+def eager_fn(gate, up):
+    """As LlamaMLP has it between its products."""
+    return F.silu(gate) * up
+
+
+def oracle_fn(gate, up):
+    """The formula, for fp64."""
+    return gate * torch.sigmoid(gate) * up
+
+
+def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
+    """Read gate and up, write the product."""
+    return 3 * math.prod(case.params["shape"]) * itemsize(dtype)
+
+
+def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
+    """Read gate, up and dy, write dgate and dup."""
+    return 5 * math.prod(case.params["shape"]) * itemsize(dtype)
+
+
+def flops_fwd(case: Case) -> int:
+    """Memory bound."""
+    return 0
+
+
+def flops_bwd(case: Case) -> int:
+    """Memory bound."""
+    return 0
+
+
+def _liger(case, inputs):
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return lambda gate, up: LigerSiLUMulFunction.apply(gate, up)
+
+
+PEERS = {"liger": _liger}
