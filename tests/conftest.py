@@ -1,0 +1,79 @@
+"""Fixtures of all tests: where to find things, which devices there are, seeds, poison."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+TESTS = Path(__file__).resolve().parent
+for folder in (TESTS / "ops", TESTS):
+    sys.path.insert(0, str(folder))
+
+# The C++ tree beside the tests is called tigon too: only a package with an __init__ is Python's.
+_spec = importlib.util.find_spec("tigon")
+if _spec is None or _spec.origin is None:
+    sys.modules.pop("tigon", None)
+    _package = str(TESTS.parent / "python")
+    sys.path.insert(0, _package)
+    # Commands the tests start look there too.
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (_package, os.environ.get("PYTHONPATH")))
+    )
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+
+
+def pytest_configure(config):
+    """Declare the marks of this suite."""
+    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; skipped without one")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Skip what needs hardware that is not there, and say which."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU: torch sees no CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request) -> str:
+    """Every device of this machine in turn."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@contextlib.contextmanager
+def poisoned():
+    """Fill memory that torch hands out uninitialised with NaN, so an unwritten element shows."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before, warn_only=warn_only)
+            torch.utils.deterministic.fill_uninitialized_memory = filled
+
+
+@pytest.fixture
+def poison():
+    """`with poison(): ...` runs a block on poisoned memory."""
+    return poisoned

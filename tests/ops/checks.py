@@ -1,0 +1,157 @@
+"""The rule every op is tested by.
+
+An op computes in storage precision what the formula says in real numbers, so some error is right.
+How much is not written down by hand: the same inputs go through the op, through the plain PyTorch
+formulation of the same precision, and through the formula in fp64, and the op's error may be at
+most twice the plain formulation's, in the maximum norm and in the root mean square.
+
+The plain formulation is now and then exact by luck, so a floor is added, measured in units in the
+last place of the output's dtype: one ulp at the largest value for the maximum norm, half an ulp of
+the root mean square for that one (a correctly rounded result is off by up to half an ulp
+everywhere). The smaller a tensor, the more its error is a single draw: n numbers widen the floor
+by 1 + 3/sqrt(n), four ulp for a lone loss. For fp64 the oracle has the precision of what it
+judges, hence 64 ulp.
+
+Besides: the same shapes and dtypes, NaN and infinities at the same places as in the oracle, inputs
+untouched, the same bits in a second run, and every output element written (the first run works on
+memory filled with NaN).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+
+import torch
+from cases.case import Case, Inputs
+from conftest import poisoned
+
+FACTOR = 2.0
+
+
+@dataclasses.dataclass
+class Result:
+    """Outputs and gradients of one run, by name."""
+
+    tensors: dict[str, torch.Tensor | None]
+
+
+def _outputs(value) -> tuple:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _copy(value, dtype):
+    """A detached tensor on the same memory, or in another dtype; anything else as it is."""
+    if not torch.is_tensor(value) or not value.is_floating_point():
+        return value
+    return value.detach() if dtype is None else value.detach().to(dtype)
+
+
+def run(fn, inputs: Inputs, *, grad: bool = True, dtype: torch.dtype | None = None) -> Result:
+    """Call `fn`, and its backward where the case asks for gradients; `dtype` converts the inputs.
+
+    Without `dtype` the function sees the very memory of `inputs`.
+    """
+    args = [_copy(value, dtype) for value in inputs.args]
+    kwargs = {name: _copy(value, dtype) for name, value in inputs.kwargs.items()}
+    leaves: dict[str, torch.Tensor] = {}
+    if grad:
+        leaves |= {f"d(arg {i})": args[i].requires_grad_() for i in inputs.grads}
+        leaves |= {f"d({name})": kwargs[name].requires_grad_() for name in inputs.grad_kwargs}
+    with torch.set_grad_enabled(grad):
+        outputs = _outputs(fn(*args, **kwargs))
+    tensors = {f"output {i}": out.detach() for i, out in enumerate(outputs)}
+    if leaves:
+        upstream = inputs.grad_outputs or tuple(torch.ones_like(out) for out in outputs)
+        upstream = [_copy(value, dtype) for value in upstream]
+        pairs = [pair for pair in zip(outputs, upstream, strict=True) if pair[0].requires_grad]
+        grads = torch.autograd.grad(
+            [out for out, _ in pairs], list(leaves.values()), [g for _, g in pairs],
+            allow_unused=True,
+        )  # fmt: skip
+        tensors |= dict(zip(leaves, grads, strict=True))
+    return Result(tensors)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, for comparisons in which NaN equals NaN and -0 differs from 0."""
+    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Equal shape, dtype and bytes."""
+    if a is None or b is None:
+        return a is b
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+
+
+def check_close(name: str, got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> None:
+    """The rule of this file for one tensor; `exact` is fp64."""
+    assert got.shape == eager.shape, f"{name}: shape {tuple(got.shape)}, not {tuple(eager.shape)}"
+    assert got.dtype == eager.dtype, f"{name}: dtype {got.dtype}, not {eager.dtype}"
+    rounded = exact.to(got.dtype)
+    for what, places in (("NaN", torch.isnan), ("inf", torch.isinf)):
+        differ = places(got) != places(rounded)
+        assert not differ.any(), f"{name}: {what} at other places, first {differ.nonzero()[0]}"
+    finite = torch.isfinite(rounded) & torch.isfinite(eager)
+    if not finite.any():
+        return
+    value = exact[finite]
+    ours, theirs = (x[finite].double() - value for x in (got, eager))
+    ulp = torch.finfo(got.dtype).eps * (1 + 3 / math.sqrt(value.numel()))
+    if got.dtype == torch.float64:
+        ulp *= 64
+    for norm, of, share in (("max", _largest, 1.0), ("rms", _rms, 0.5)):
+        error, bound = of(ours), FACTOR * of(theirs) + share * ulp * of(value)
+        assert error <= bound, (
+            f"{name}: {norm} error {error:.3e} over {bound:.3e}; "
+            f"plain PyTorch has {of(theirs):.3e}, the values {of(value):.3e}"
+        )
+
+
+def _largest(x: torch.Tensor) -> float:
+    return x.abs().max().item()
+
+
+def _rms(x: torch.Tensor) -> float:
+    return x.square().mean().sqrt().item()
+
+
+def _tensors(inputs: Inputs) -> list[torch.Tensor]:
+    values = (*inputs.args, *inputs.kwargs.values(), *(inputs.grad_outputs or ()))
+    return [value for value in values if torch.is_tensor(value)]
+
+
+def check_case(
+    module: types.ModuleType,
+    case: Case,
+    device: str,
+    dtype: torch.dtype,
+    *,
+    seed: int = 0,
+    fn=None,
+) -> None:
+    """Hold an op (`fn`, by default the module's `tigon_fn`) to the rule on one case."""
+    fn = fn or module.tigon_fn
+    inputs = module.make(case, device, dtype, seed)
+    before = [value.clone() for value in _tensors(inputs)]
+    grad = "grad" in case.tags
+    with poisoned():
+        got = run(fn, inputs, grad=grad)
+    for value, kept in zip(_tensors(inputs), before, strict=True):
+        assert same_bits(value, kept), "an input was modified"
+    again = run(fn, inputs, grad=grad)
+    eager = run(module.eager_fn, inputs, grad=grad)
+    exact = run(module.oracle_fn, inputs, grad=grad, dtype=torch.float64)
+    assert got.tensors.keys() == eager.tensors.keys()
+    for name, value in got.tensors.items():
+        assert same_bits(value, again.tensors[name]), f"{name}: two runs differ"
+        if eager.tensors[name] is None:
+            continue
+        assert value is not None, f"{name}: no gradient"
+        check_close(name, value, eager.tensors[name], exact.tensors[name])
+    if grad:
+        plain = run(fn, inputs, grad=False)
+        for name, value in plain.tensors.items():
+            assert same_bits(value, got.tensors[name]), f"{name}: differs without gradients"

@@ -1,0 +1,78 @@
+"""Every case of every op, on every device and dtype, by the rule in checks.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import cross_entropy, linear_cross_entropy, rms_norm, rope, swiglu
+from cases.case import select
+from checks import check_case, run, same_bits
+
+MODULES = [rms_norm, swiglu, rope, cross_entropy, linear_cross_entropy]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def _pairs(tag: str):
+    return [
+        pytest.param(module, case, id=f"{module.NAME}-{case.name}")
+        for module in MODULES
+        for case in select(module.CASES, tag)
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("module, case", _pairs("test"))
+def test_case(module, case, device, dtype):
+    """Error at most twice the plain formulation's; see checks.py for the rest."""
+    if dtype == torch.float64 and device != "cpu":
+        pytest.skip("fp64 is computed on the CPU only")
+    check_case(module, case, device, dtype)
+
+
+SMALL = {
+    "rms_norm": ("odd_3x7", "gemma_offset", "weightless"),
+    "swiglu": ("odd_3x7", "halves_odd"),
+    "rope": ("odd_half", "partial_odd", "random_tables_partial"),
+    "cross_entropy": ("odd_7x33", "weights_smoothing_softcap_sum", "z_loss_none"),
+    "linear_cross_entropy": ("bias", "everything_none", "shift_masked"),
+}
+
+
+def _small():
+    return [
+        pytest.param(module, next(c for c in module.CASES if c.name == name), id=f"{module.NAME}-{name}")
+        for module in MODULES
+        for name in SMALL[module.NAME]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("module, case", _small())
+def test_oracle_against_finite_differences(module, case):
+    """The gradients all others are measured by are themselves the slopes of the formula."""
+    inputs = module.make(case, "cpu", torch.float64, 0)
+    leaves = [inputs.args[i].detach().clone() for i in inputs.grads]
+    leaves += [inputs.kwargs[name].detach().clone() for name in inputs.grad_kwargs]
+
+    def fn(*values):
+        args, kwargs = list(inputs.args), dict(inputs.kwargs)
+        for i, value in zip(inputs.grads, values, strict=False):
+            args[i] = value
+        rest = values[len(inputs.grads) :]
+        for name, value in zip(inputs.grad_kwargs, rest, strict=True):
+            kwargs[name] = value
+        return module.oracle_fn(*args, **kwargs)
+
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    assert torch.autograd.gradcheck(fn, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("module, case", _small())
+def test_compiled_is_eager(module, case, device, dtype):
+    """torch.compile traces the op whole and gives the same bits."""
+    torch._dynamo.reset()
+    inputs = module.make(case, device, dtype, 0)
+    compiled = torch.compile(module.tigon_fn, fullgraph=True, backend="aot_eager")
+    eager, traced = run(module.tigon_fn, inputs), run(compiled, inputs)
+    for name, value in eager.tensors.items():
+        assert same_bits(value, traced.tensors[name]), name
