@@ -1,0 +1,11 @@
+"""Tigon: fused, exact, memory-lean kernels for training large language models."""
+
+from tigon.error import Error
+from tigon.ops.rms_norm import rms_norm
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Error",
+    "rms_norm",
+]

@@ -1,0 +1,120 @@
+"""From raw forward and backward operators to one differentiable callable.
+
+Three routes, one formula (``setup_context`` and ``backward`` are shared):
+
+* eager, gradient needed: a classic ``torch.autograd.Function`` around the raw operators (lowest host cost, measured);
+* eager, no gradient: the raw forward operator alone;
+* under ``torch.compile`` or a functorch transform: the operator ``tigon::<name>``, opaque to the compiler, with a fake
+  kernel and the same backward attached by ``torch.library.register_autograd``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tigon._load import native
+from tigon.error import Error
+
+
+def _as_error(exc: RuntimeError) -> Error | None:
+    """The native library's refusal as :class:`Error`; ``None`` for anything else."""
+    text = str(exc)
+    return Error(text.split("\n", 1)[0]) if text.startswith("[") else None
+
+
+def raw(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """``tigon::name`` with its fake kernel registered; refusals arrive as :class:`Error`."""
+    overload = native(name)
+    torch.library.register_fake(f"tigon::{name}", fake)
+
+    def call(*args):
+        try:
+            return overload(*args)
+        except RuntimeError as exc:
+            error = _as_error(exc)
+            if error is None:
+                raise
+        raise error
+
+    return call
+
+
+class Op:
+    """A differentiable operator.
+
+    Args:
+        name: ``tigon::<name>`` and ``tigon::<name>_fwd`` share schema and kernel.
+        fake: shapes, dtypes and strides of the results for fake tensors.
+        setup_context: ``(ctx, inputs, output)``, saves what ``backward`` needs.
+        backward: ``(ctx, *grad_outputs)``, one gradient (or ``None``) per input.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        fake: Callable[..., Any],
+        setup_context: Callable[..., None],
+        backward: Callable[..., Any],
+    ) -> None:
+        self.name = name
+        self.registered = native(name)
+        self.forward = raw(f"{name}_fwd", fake)
+        torch.library.register_fake(f"tigon::{name}", fake)
+        torch.library.register_autograd(f"tigon::{name}", backward, setup_context=setup_context)
+
+        def function_forward(ctx, *inputs):
+            output = self.forward(*inputs)
+            setup_context(ctx, inputs, output)
+            return output
+
+        self.function = type(
+            f"Tigon_{name}",
+            (torch.autograd.Function,),
+            {
+                "forward": staticmethod(function_forward),
+                "backward": staticmethod(torch.autograd.function.once_differentiable(backward)),
+            },
+        )
+
+    def __call__(self, *args):
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return self.registered(*args)
+        if torch.is_grad_enabled() and _any_requires_grad(args):
+            return self.function.apply(*args)
+        return self.forward(*args)
+
+
+def _any_requires_grad(args: Sequence[Any]) -> bool:
+    return any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+
+
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_fallbacks_reported: set[tuple[str, str]] = set()
+
+
+def has_kernel(op: str, *tensors: torch.Tensor | None) -> bool:
+    """True when every float tensor has a kernel dtype and lives on CPU or CUDA.
+
+    Otherwise the caller takes its eager reference; said once per op and reason on the ``tigon`` logger.
+    """
+    for t in tensors:
+        if t is None:
+            continue
+        if t.dtype not in _KERNEL_DTYPES:
+            return _report_fallback(op, str(t.dtype))
+        if t.device.type not in ("cpu", "cuda", "meta"):
+            return _report_fallback(op, f"device {t.device.type}")
+    return True
+
+
+def _report_fallback(op: str, reason: str) -> bool:
+    if not torch.compiler.is_compiling() and (op, reason) not in _fallbacks_reported:
+        import logging
+
+        _fallbacks_reported.add((op, reason))
+        logging.getLogger("tigon").info("[%s] %s has no kernel: the eager reference is used", op, reason)
+    return False

@@ -1,0 +1,1 @@
+"""One module per op: eager reference, fake kernels, autograd, public function."""

@@ -1,0 +1,107 @@
+"""RMSNorm (Zhang & Sennrich 2019, eq. 4). Contract: ``tigon/ops/rms_norm/rms_norm.h``."""
+
+from __future__ import annotations
+
+import torch
+
+from tigon._op import Op, has_kernel, raw
+from tigon.error import check
+
+_ROUNDINGS = {"llama": 0, "gemma": 1, "none": 2}
+
+
+def reference(x, weight=None, eps=1e-6, *, offset=0.0, rounding="llama"):
+    """The same formula in plain PyTorch operations (any float dtype, any device)."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    h = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if rounding == "llama":
+        h = h.to(x.dtype)
+        return h if weight is None else h * (offset + weight if offset else weight)
+    if weight is None:
+        return h.to(x.dtype)
+    y = h * (offset + weight.to(h.dtype))
+    return y.to(x.dtype if rounding == "gemma" else torch.promote_types(x.dtype, weight.dtype))
+
+
+def _result_dtype(x, weight, rounding):
+    gemma = rounding == _ROUNDINGS["gemma"]
+    return x.dtype if weight is None or gemma else torch.promote_types(x.dtype, weight.dtype)
+
+
+def _fake(x, weight, eps, offset, rounding):
+    y = x.new_empty(x.shape, dtype=_result_dtype(x, weight, rounding))
+    return y, x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
+
+
+def _fake_bwd(dy, x, weight, rstd, offset, rounding, need_dx, need_dweight):
+    dx = x.new_empty(x.shape if need_dx else (0,))
+    return dx, weight.new_empty(weight.shape) if need_dweight else x.new_empty(0)
+
+
+_bwd = raw("rms_norm_bwd", _fake_bwd)
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, _, ctx.offset, ctx.rounding = inputs
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dy, _=None):
+    if dy is None:
+        return None, None, None, None, None
+    x, weight, rstd = ctx.saved_tensors
+    need_dx, need_dweight = ctx.needs_input_grad[0], weight is not None and ctx.needs_input_grad[1]
+    call = torch.ops.tigon.rms_norm_bwd if torch.compiler.is_compiling() else _bwd
+    dx, dweight = call(dy, x, weight, rstd, ctx.offset, ctx.rounding, need_dx, need_dweight)
+    return dx if need_dx else None, dweight if need_dweight else None, None, None, None
+
+
+_op = Op("rms_norm", fake=_fake, setup_context=_setup_context, backward=_backward)
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    rounding: str = "llama",
+) -> torch.Tensor:
+    """Root-mean-square normalisation over the last dimension: ``x * rsqrt(mean(x^2) + eps) * (offset + weight)``.
+
+    Args:
+        x: ``[..., C]`` float32, bfloat16 or float16, any leading strides (rows dense, or copied once).
+            float64 runs the eager reference.
+        weight: ``[C]`` or ``None``; x's dtype or float32 (any other float dtype is converted).
+        eps: added to the mean square, >= 0.
+        offset: added to the weight (Gemma: 1).
+        rounding: ``"llama"`` rounds the normalised x to its dtype before the weight, result in
+            ``promote(x, weight)``; ``"gemma"`` rounds once, result in x's dtype; ``"none"`` rounds once, result in
+            ``promote(x, weight)``, as :func:`torch.nn.functional.rms_norm`.
+
+    Returns:
+        ``[..., C]``, contiguous. Differentiable in x and weight; accumulation in float32; bitwise deterministic.
+
+    Raises:
+        tigon.Error: shape, dtype, device or eps does not fit.
+
+    Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
+    """
+    check("rms_norm", rounding in _ROUNDINGS, f"rounding must be one of {sorted(_ROUNDINGS)}, got {rounding!r}")
+    check("rms_norm", x.is_floating_point(), f"x must be a float tensor, got {x.dtype}")
+    check("rms_norm", x.dim() > 0, "x must have at least one dimension, got 0")
+    if weight is not None:
+        check("rms_norm", weight.is_floating_point(), f"weight must be a float tensor, got {weight.dtype}")
+        check(
+            "rms_norm",
+            weight.dim() == 1 and weight.shape[0] == x.shape[-1],
+            f"weight must be [{x.shape[-1]}], got {list(weight.shape)}",
+        )
+    check("rms_norm", eps >= 0, f"eps must be >= 0, got {eps}")
+    if not has_kernel("rms_norm", x, weight):
+        return reference(x, weight, eps, offset=offset, rounding=rounding)
+    if weight is not None and weight.dtype not in (x.dtype, torch.float32):
+        weight = weight.to(torch.promote_types(x.dtype, weight.dtype))
+    return _op(x, weight, eps, offset, _ROUNDINGS[rounding])[0]

@@ -1,0 +1,74 @@
+// What a call runs with: device, stream, threads, scratch memory, matrix products.
+// The core allocates nothing itself: scratch comes from here, so that a framework's caching allocator, an arena or a
+// poisoning test allocator can serve it. Scratch lives until the Context dies.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "tigon/base/export.h"
+#include "tigon/base/tensor.h"
+
+namespace tigon {
+
+// Runs fn(arg, i) for i in [0, tasks). Tasks are a function of shape only, never of the thread count, and write disjoint
+// memory: results are bitwise equal for any number of threads. fn does not throw.
+class TIGON_API Executor {
+ public:
+  virtual ~Executor() = default;
+  virtual int threads() const = 0;
+  virtual void run(int64_t tasks, void (*fn)(void*, int64_t), void* arg) = 0;
+};
+
+// C[m,n] = alpha * op(A)[m,k] op(B)[k,n] + beta * C, row major, fp32 accumulation. beta is 0 or 1.
+// c_dtype may be f32 with 16-bit operands: then sums are never rounded to 16 bits (CPU providers may round one product
+// to the operand type once, and say so).
+struct Gemm {
+  int64_t m = 0, n = 0, k = 0;
+  const void* a = nullptr;
+  int64_t lda = 0;
+  bool trans_a = false;
+  const void* b = nullptr;
+  int64_t ldb = 0;
+  bool trans_b = false;
+  void* c = nullptr;
+  int64_t ldc = 0;
+  DType ab_dtype = DType::f32;
+  DType c_dtype = DType::f32;
+  float alpha = 1.0f;
+  float beta = 0.0f;
+};
+
+class TIGON_API Context {
+ public:
+  virtual ~Context() = default;
+  virtual Device device() const = 0;
+  virtual void* stream() const = 0;  // cudaStream_t; nullptr on the CPU
+  virtual Executor& executor() = 0;
+  virtual void* scratch(size_t bytes) = 0;  // 256-byte aligned, uninitialised
+  virtual void gemm(const Gemm& g) = 0;
+
+  template <class T>
+  T* scratch_of(int64_t n) {
+    return static_cast<T*>(scratch(sizeof(T) * size_t(n > 0 ? n : 1)));
+  }
+};
+
+// The standalone CPU context: own thread pool (hardware threads unless told), malloc, built-in matrix product.
+TIGON_API std::unique_ptr<Context> make_cpu_context(int threads = 0);
+// The standalone CUDA context on the current device: cudaMallocAsync, cuBLASLt opened at run time.
+// Throws tigon::Error when the library was built without CUDA.
+TIGON_API std::unique_ptr<Context> make_cuda_context(void* stream = nullptr);
+TIGON_API bool built_with_cuda();
+
+// fn(i) for i in [0, tasks) on the context's executor; runs in place when one task is left.
+template <class Fn>
+void parallel(Context& ctx, int64_t tasks, const Fn& fn) {
+  if (tasks == 1) return fn(0);
+  if (tasks <= 0) return;
+  ctx.executor().run(tasks, [](void* arg, int64_t i) { (*static_cast<const Fn*>(arg))(i); }, const_cast<Fn*>(&fn));
+}
+
+}  // namespace tigon

@@ -1,0 +1,115 @@
+// The standalone CPU context. Inside PyTorch another Context is used (tigon/torch), with the framework's pool and GEMM.
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <mutex>
+#include <thread>
+
+#include "tigon/base/context.h"
+#include "tigon/base/error.h"
+#include "tigon/base/gemm_cpu.h"
+
+namespace tigon {
+namespace {
+
+// Static partition: worker w runs tasks [w*n/W, (w+1)*n/W).
+class ThreadPool final : public Executor {
+ public:
+  explicit ThreadPool(int threads) {
+    for (int w = 1; w < threads; ++w) workers_.emplace_back([this, w] { work(w); });
+  }
+  ~ThreadPool() override {
+    {
+      std::lock_guard lock(mutex_);
+      stop_ = true;
+      ++generation_;
+    }
+    wake_.notify_all();
+    for (auto& t : workers_) t.join();
+  }
+  int threads() const override { return int(workers_.size()) + 1; }
+
+  void run(int64_t tasks, void (*fn)(void*, int64_t), void* arg) override {
+    if (workers_.empty() || inside_) {
+      for (int64_t i = 0; i < tasks; ++i) fn(arg, i);
+      return;
+    }
+    std::lock_guard one_caller(callers_);
+    {
+      std::lock_guard lock(mutex_);
+      tasks_ = tasks, fn_ = fn, arg_ = arg;
+      pending_ = int(workers_.size());
+      ++generation_;
+    }
+    wake_.notify_all();
+    share(0);
+    std::unique_lock lock(mutex_);
+    done_.wait(lock, [this] { return pending_ == 0; });
+  }
+
+ private:
+  void share(int w) {
+    inside_ = true;
+    int64_t n = threads();
+    for (int64_t i = tasks_ * w / n, end = tasks_ * (w + 1) / n; i < end; ++i) fn_(arg_, i);
+    inside_ = false;
+  }
+  void work(int w) {
+    uint64_t seen = 0;
+    for (;;) {
+      {
+        std::unique_lock lock(mutex_);
+        wake_.wait(lock, [&] { return generation_ != seen; });
+        seen = generation_;
+        if (stop_) return;
+      }
+      share(w);
+      std::lock_guard lock(mutex_);
+      if (--pending_ == 0) done_.notify_one();
+    }
+  }
+
+  static thread_local bool inside_;
+  std::vector<std::thread> workers_;
+  std::mutex mutex_, callers_;
+  std::condition_variable wake_, done_;
+  int64_t tasks_ = 0;
+  void (*fn_)(void*, int64_t) = nullptr;
+  void* arg_ = nullptr;
+  int pending_ = 0;
+  uint64_t generation_ = 0;
+  bool stop_ = false;
+};
+thread_local bool ThreadPool::inside_ = false;
+
+class CpuContext final : public Context {
+ public:
+  explicit CpuContext(int threads) : pool_(threads) {}
+  ~CpuContext() override {
+    for (void* p : blocks_) std::free(p);
+  }
+  Device device() const override { return Device::cpu; }
+  void* stream() const override { return nullptr; }
+  Executor& executor() override { return pool_; }
+  void* scratch(size_t bytes) override {
+    void* p = std::aligned_alloc(256, (std::max<size_t>(bytes, 1) + 255) / 256 * 256);
+    TIGON_CHECK("context", p != nullptr, "scratch allocation of ", bytes, " bytes failed");
+    blocks_.push_back(p);
+    return p;
+  }
+  void gemm(const Gemm& g) override { cpu::builtin_gemm(*this, g); }
+
+ private:
+  ThreadPool pool_;
+  std::vector<void*> blocks_;
+};
+
+}  // namespace
+
+std::unique_ptr<Context> make_cpu_context(int threads) {
+  if (threads <= 0) threads = int(std::max(1u, std::thread::hardware_concurrency()));
+  return std::make_unique<CpuContext>(threads);
+}
+
+}  // namespace tigon

@@ -1,0 +1,80 @@
+// The standalone CUDA context and what every CUDA context shares: device facts.
+#include <cuda_runtime.h>
+
+#include <array>
+#include <mutex>
+#include <vector>
+
+#include "tigon/base/context.h"
+#include "tigon/base/cuda/gemm_cublaslt.h"
+#include "tigon/base/cuda/launch.cuh"
+
+namespace tigon {
+namespace cuda {
+
+const DeviceFacts& device_facts() {
+  constexpr int kMaxDevices = 64;
+  static std::array<DeviceFacts, kMaxDevices> facts;
+  static std::array<std::once_flag, kMaxDevices> known;
+  int device = 0;
+  TIGON_CUDA_CHECK("device", cudaGetDevice(&device));
+  TIGON_CHECK("device", device < kMaxDevices, "device index must be below ", kMaxDevices, ", got ", device);
+  std::call_once(known[size_t(device)], [device] {
+    DeviceFacts f;
+    int major = 0, minor = 0;
+    cudaDeviceGetAttribute(&f.sms, cudaDevAttrMultiProcessorCount, device);
+    cudaDeviceGetAttribute(&f.shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    f.capability = major * 10 + minor;
+    facts[size_t(device)] = f;
+  });
+  return facts[size_t(device)];
+}
+
+namespace {
+
+class InlineExecutor final : public Executor {
+ public:
+  int threads() const override { return 1; }
+  void run(int64_t tasks, void (*fn)(void*, int64_t), void* arg) override {
+    for (int64_t i = 0; i < tasks; ++i) fn(arg, i);
+  }
+};
+
+class CudaContext final : public Context {
+ public:
+  explicit CudaContext(void* stream) : stream_(static_cast<cudaStream_t>(stream)) {}
+  ~CudaContext() override {
+    for (void* p : blocks_) cudaFreeAsync(p, stream_);
+  }
+  Device device() const override { return Device::cuda; }
+  void* stream() const override { return stream_; }
+  Executor& executor() override { return executor_; }
+  void* scratch(size_t bytes) override {
+    void* p = nullptr;
+    TIGON_CUDA_CHECK("context", cudaMallocAsync(&p, bytes > 0 ? bytes : 1, stream_));
+    blocks_.push_back(p);
+    return p;
+  }
+  void gemm(const Gemm& g) override {
+    int device = 0;
+    TIGON_CUDA_CHECK("gemm", cudaGetDevice(&device));
+    if (gemm_workspace_ == nullptr) gemm_workspace_ = scratch(kGemmWorkspace);
+    cublaslt_gemm(g, device, gemm_workspace_, stream_);
+  }
+
+ private:
+  cudaStream_t stream_;
+  InlineExecutor executor_;
+  std::vector<void*> blocks_;
+  void* gemm_workspace_ = nullptr;
+};
+
+}  // namespace
+}  // namespace cuda
+
+std::unique_ptr<Context> make_cuda_context(void* stream) { return std::make_unique<cuda::CudaContext>(stream); }
+bool built_with_cuda() { return true; }
+
+}  // namespace tigon

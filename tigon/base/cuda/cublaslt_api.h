@@ -1,0 +1,49 @@
+// The handful of cuBLASLt entry points used here, declared by hand: the library is opened at run time, and machines that
+// build Tigon need not have its headers. tests/cpp/cublaslt_api_check.cpp compares these with the real header where one is.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace tigon::cuda::lt {
+
+using Handle = struct HandleOpaque*;
+using MatmulDesc = struct MatmulDescOpaque*;
+using Layout = struct LayoutOpaque*;
+using Preference = struct PreferenceOpaque*;
+using Status = int;  // cublasStatus_t; 0 is success
+
+struct Algo {
+  uint64_t data[8];
+};
+struct HeuristicResult {
+  Algo algo;
+  size_t workspace_size;
+  Status state;
+  float waves;
+  int reserved[4];
+};
+
+enum : int { kR32F = 0, kR16F = 2, kR16BF = 14 };                       // cudaDataType_t
+enum : int { kCompute32F = 68 };                                        // cublasComputeType_t
+enum : int { kOpN = 0, kOpT = 1 };                                      // cublasOperation_t
+enum : int { kDescTransA = 3, kDescTransB = 4 };                        // cublasLtMatmulDescAttributes_t
+enum : int { kPrefMaxWorkspace = 1, kPrefAlignA = 5, kPrefAlignB = 6, kPrefAlignC = 7, kPrefAlignD = 8 };
+
+struct Api {
+  Status (*create)(Handle*);
+  Status (*matmul_desc_create)(MatmulDesc*, int compute, int scale_type);
+  Status (*matmul_desc_set)(MatmulDesc, int attribute, const void*, size_t);
+  Status (*layout_create)(Layout*, int type, uint64_t rows, uint64_t cols, int64_t ld);
+  Status (*preference_create)(Preference*);
+  Status (*preference_set)(Preference, int attribute, const void*, size_t);
+  Status (*preference_destroy)(Preference);
+  Status (*heuristic)(Handle, MatmulDesc, Layout, Layout, Layout, Layout, Preference, int, HeuristicResult*, int*);
+  Status (*matmul)(Handle, MatmulDesc, const void* alpha, const void* a, Layout, const void* b, Layout, const void* beta,
+                   const void* c, Layout, void* d, Layout, const Algo*, void* workspace, size_t, void* stream);
+};
+
+// Opened on first use; throws tigon::Error naming what was looked for when it is not there.
+const Api& api();
+
+}  // namespace tigon::cuda::lt

@@ -1,0 +1,126 @@
+#include "tigon/base/cuda/gemm_cublaslt.h"
+
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "tigon/base/cuda/cublaslt_api.h"
+#include "tigon/base/dynlib.h"
+#include "tigon/base/error.h"
+
+namespace tigon::cuda {
+namespace lt {
+
+const Api& api() {
+  static const Api table = [] {
+    void* lib = open_library({"libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"});
+    TIGON_CHECK("gemm", lib != nullptr, "cuBLASLt must be installed (looked for libcublasLt.so.13 and .12), found none");
+    Api a{};
+    auto bind = [&](auto& fn, const char* name) {
+      fn = reinterpret_cast<std::remove_reference_t<decltype(fn)>>(find_symbol(lib, name));
+      TIGON_CHECK("gemm", fn != nullptr, "cuBLASLt lacks the symbol ", name);
+    };
+    bind(a.create, "cublasLtCreate");
+    bind(a.matmul_desc_create, "cublasLtMatmulDescCreate");
+    bind(a.matmul_desc_set, "cublasLtMatmulDescSetAttribute");
+    bind(a.layout_create, "cublasLtMatrixLayoutCreate");
+    bind(a.preference_create, "cublasLtMatmulPreferenceCreate");
+    bind(a.preference_set, "cublasLtMatmulPreferenceSetAttribute");
+    bind(a.preference_destroy, "cublasLtMatmulPreferenceDestroy");
+    bind(a.heuristic, "cublasLtMatmulAlgoGetHeuristic");
+    bind(a.matmul, "cublasLtMatmul");
+    return a;
+  }();
+  return table;
+}
+
+}  // namespace lt
+
+namespace {
+
+void check(lt::Status status, const char* call) {
+  TIGON_CHECK("gemm", status == 0, call, " failed with cublasStatus_t ", status);
+}
+
+int data_type(DType t) { return t == DType::f32 ? lt::kR32F : t == DType::bf16 ? lt::kR16BF : lt::kR16F; }
+
+uint32_t alignment(const void* p) {
+  auto bits = reinterpret_cast<uintptr_t>(p);
+  uint32_t a = 256;
+  while (bits % a != 0) a /= 2;
+  return a;
+}
+
+// Everything the choice of a kernel depends on.
+using Key = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, uint32_t, uint32_t, uint32_t>;
+
+struct Plan {
+  lt::MatmulDesc desc = nullptr;
+  lt::Layout a = nullptr, b = nullptr, c = nullptr;
+  lt::Algo algo{};
+};
+
+lt::Handle handle_of(int device) {
+  static std::map<int, lt::Handle> handles;  // callers hold the plan lock
+  lt::Handle& h = handles[device];
+  if (h == nullptr) check(lt::api().create(&h), "cublasLtCreate");
+  return h;
+}
+
+// Row major C = A B is column major C^T = B^T A^T: our B is cuBLASLt's A.
+Plan make_plan(const Gemm& g, lt::Handle handle) {
+  const lt::Api& api = lt::api();
+  Plan p;
+  check(api.matmul_desc_create(&p.desc, lt::kCompute32F, lt::kR32F), "cublasLtMatmulDescCreate");
+  int op_a = g.trans_b ? lt::kOpT : lt::kOpN, op_b = g.trans_a ? lt::kOpT : lt::kOpN;
+  check(api.matmul_desc_set(p.desc, lt::kDescTransA, &op_a, sizeof op_a), "cublasLtMatmulDescSetAttribute");
+  check(api.matmul_desc_set(p.desc, lt::kDescTransB, &op_b, sizeof op_b), "cublasLtMatmulDescSetAttribute");
+  auto layout = [&](lt::Layout& l, DType t, int64_t rows, int64_t cols, int64_t ld) {
+    check(api.layout_create(&l, data_type(t), uint64_t(cols), uint64_t(rows), ld), "cublasLtMatrixLayoutCreate");
+  };
+  layout(p.a, g.ab_dtype, g.trans_b ? g.n : g.k, g.trans_b ? g.k : g.n, g.ldb);
+  layout(p.b, g.ab_dtype, g.trans_a ? g.k : g.m, g.trans_a ? g.m : g.k, g.lda);
+  layout(p.c, g.c_dtype, g.m, g.n, g.ldc);
+  lt::Preference pref = nullptr;
+  check(api.preference_create(&pref), "cublasLtMatmulPreferenceCreate");
+  size_t workspace = kGemmWorkspace;
+  uint32_t align_a = alignment(g.b), align_b = alignment(g.a), align_c = alignment(g.c);
+  api.preference_set(pref, lt::kPrefMaxWorkspace, &workspace, sizeof workspace);
+  api.preference_set(pref, lt::kPrefAlignA, &align_a, sizeof align_a);
+  api.preference_set(pref, lt::kPrefAlignB, &align_b, sizeof align_b);
+  api.preference_set(pref, lt::kPrefAlignC, &align_c, sizeof align_c);
+  api.preference_set(pref, lt::kPrefAlignD, &align_c, sizeof align_c);
+  lt::HeuristicResult best{};
+  int found = 0;
+  lt::Status status = api.heuristic(handle, p.desc, p.a, p.b, p.c, p.c, pref, 1, &best, &found);
+  api.preference_destroy(pref);
+  TIGON_CHECK("gemm", status == 0 && found > 0, "cuBLASLt has no kernel for a ", g.m, " x ", g.n, " x ", g.k,
+              " product of ", name_of(g.ab_dtype), " into ", name_of(g.c_dtype), " (cublasStatus_t ", status, ")");
+  p.algo = best.algo;
+  return p;
+}
+
+}  // namespace
+
+void cublaslt_gemm(const Gemm& g, int device, void* workspace, void* stream) {
+  if (g.m == 0 || g.n == 0) return;
+  int flags = int(g.trans_a) | int(g.trans_b) << 1 | int(g.beta != 0.0f) << 2;
+  Key key{device, g.m, g.n, g.k, g.lda, g.ldb, g.ldc, int(g.ab_dtype) * 16 + int(g.c_dtype), flags,
+          alignment(g.a), alignment(g.b), alignment(g.c)};
+  static std::mutex mutex;
+  static std::map<Key, Plan> plans;
+  const Plan* plan = nullptr;
+  lt::Handle handle = nullptr;
+  {
+    std::lock_guard lock(mutex);
+    handle = handle_of(device);
+    auto it = plans.find(key);
+    if (it == plans.end()) it = plans.emplace(key, make_plan(g, handle)).first;
+    plan = &it->second;  // map nodes never move and are never erased
+  }
+  check(lt::api().matmul(handle, plan->desc, &g.alpha, g.b, plan->a, g.a, plan->b, &g.beta, g.c, plan->c, g.c, plan->c,
+                         &plan->algo, workspace, kGemmWorkspace, stream),
+        "cublasLtMatmul");
+}
+
+}  // namespace tigon::cuda

@@ -1,0 +1,48 @@
+// Checked launches and the few facts about the device that launchers need. No allocation, no synchronisation.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <mutex>
+
+#include "tigon/base/context.h"
+#include "tigon/base/error.h"
+
+#define TIGON_CUDA_CHECK(op, expr)                                                                               \
+  do {                                                                                                           \
+    cudaError_t status_ = (expr);                                                                                \
+    TIGON_CHECK(op, status_ == cudaSuccess, #expr, " failed: ", cudaGetErrorString(status_));                    \
+  } while (0)
+
+namespace tigon::cuda {
+
+struct DeviceFacts {
+  int sms = 0;
+  int shared_per_block = 0;  // opt-in limit, bytes
+  int capability = 0;        // 90 for sm_90
+};
+// Facts of the current device, read once per device.
+const DeviceFacts& device_facts();
+
+struct Grid {
+  int64_t blocks = 1;
+  int threads = 1;
+  size_t shared = 0;
+};
+
+template <class... Params, class... Args>
+void launch(const char* op, Context& ctx, void (*kernel)(Params...), Grid grid, Args&&... args) {
+  if (grid.blocks <= 0) return;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(unsigned(grid.blocks));
+  config.blockDim = dim3(unsigned(grid.threads));
+  config.dynamicSmemBytes = grid.shared;
+  config.stream = static_cast<cudaStream_t>(ctx.stream());
+  cudaError_t status = cudaLaunchKernelEx(&config, kernel, Params(args)...);
+  TIGON_CHECK(op, status == cudaSuccess, "kernel launch failed (", grid.blocks, " blocks of ", grid.threads,
+              " threads): ", cudaGetErrorString(status));
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace tigon::cuda

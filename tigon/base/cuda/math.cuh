@@ -1,0 +1,35 @@
+// The vocabulary of the shared <op>_math.inc formulas for one fp32 value per thread. Approximate instructions are chosen
+// here, by name, with their error; nothing depends on a fast-math flag.
+#pragma once
+
+#include <math_constants.h>
+
+#define TIGON_FN __device__ __forceinline__
+
+namespace tigon::cuda {
+
+TIGON_FN float constant(float, float c) { return c; }
+TIGON_FN float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+TIGON_FN float abs(float x) { return fabsf(x); }
+TIGON_FN float select(bool m, float a, float b) { return m ? a : b; }
+TIGON_FN bool lt(float a, float b) { return a < b; }
+TIGON_FN bool gt(float a, float b) { return a > b; }
+
+// 2^t, ex2.approx: 2 ulp over the full range, NaN and infinities as IEEE.
+TIGON_FN float exp2_approx(float t) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(t));
+  return r;
+}
+TIGON_FN float exp2_neg(float t) { return exp2_approx(t); }
+// e^x with the rounding error of x*log2(e) carried to the exponent: < 3 ulp for every finite x.
+TIGON_FN float exp(float x) {
+  float t = x * 1.44269504f, low = __fmaf_rn(x, 1.44269504f, -t) + x * 1.92596303e-8f;
+  float r = exp2_approx(t);
+  return isfinite(r) ? __fmaf_rn(r, low * 0.693147181f, r) : r;
+}
+// rcp.approx.ftz would flush 1/huge; the division below is exact to 2 ulp for |denominator| < 2^126 and 0 beyond.
+TIGON_FN float sigmoid(float x) { return __fdividef(1.0f, 1.0f + exp(-x)); }
+TIGON_FN float tanh(float x) { return ::tanhf(x); }
+
+}  // namespace tigon::cuda

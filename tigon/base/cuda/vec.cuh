@@ -1,0 +1,113 @@
+// Storage types, 16-byte packs and cached loads for kernels. Arithmetic is fp32; rounding happens once, on store.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "tigon/base/dtype.h"
+
+namespace tigon::cuda {
+
+// Device image of a host storage type.
+template <class T>
+struct DeviceType {
+  using type = T;
+};
+template <>
+struct DeviceType<bf16> {
+  using type = __nv_bfloat16;
+};
+template <>
+struct DeviceType<f16> {
+  using type = __half;
+};
+
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
+
+template <class T>
+__device__ __forceinline__ T narrow(float x);
+template <>
+__device__ __forceinline__ float narrow<float>(float x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+template <>
+__device__ __forceinline__ __half narrow<__half>(float x) {
+  return __float2half_rn(x);
+}
+
+// Value after a round trip through storage type T.
+template <class T>
+__device__ __forceinline__ float round_to(float x) {
+  return widen(narrow<T>(x));
+}
+
+// N adjacent elements moved in one instruction (N * sizeof(T) = 2, 4, 8 or 16 bytes, pointer aligned to it), or in the
+// fewest when larger than 16 bytes.
+template <class T, int N>
+struct alignas(sizeof(T) * N <= 16 ? sizeof(T) * N : 16) Pack {
+  T v[N];
+
+  __device__ __forceinline__ float operator[](int i) const { return widen(v[i]); }
+  __device__ __forceinline__ void set(int i, float x) { v[i] = narrow<T>(x); }
+};
+
+template <int Bytes>
+struct Word;
+template <>
+struct Word<2> {
+  using type = unsigned short;
+};
+template <>
+struct Word<4> {
+  using type = unsigned int;
+};
+template <>
+struct Word<8> {
+  using type = uint2;
+};
+template <>
+struct Word<16> {
+  using type = uint4;
+};
+
+// Streaming load: read once, keep it out of L1, first to leave L2.
+template <class T, int N>
+__device__ __forceinline__ Pack<T, N> load_stream(const T* p) {
+  Pack<T, N> r;
+  constexpr int kBytes = sizeof(T) * N, kWord = kBytes < 16 ? kBytes : 16;
+  using W = typename Word<kWord>::type;
+#pragma unroll
+  for (int i = 0; i < kBytes / kWord; ++i) reinterpret_cast<W*>(&r)[i] = __ldcs(reinterpret_cast<const W*>(p) + i);
+  return r;
+}
+// Ordinary load through the read-only path (weights, tables: reused across rows).
+template <class T, int N>
+__device__ __forceinline__ Pack<T, N> load(const T* p) {
+  Pack<T, N> r;
+  constexpr int kBytes = sizeof(T) * N, kWord = kBytes < 16 ? kBytes : 16;
+  using W = typename Word<kWord>::type;
+#pragma unroll
+  for (int i = 0; i < kBytes / kWord; ++i) reinterpret_cast<W*>(&r)[i] = __ldg(reinterpret_cast<const W*>(p) + i);
+  return r;
+}
+template <class T, int N>
+__device__ __forceinline__ void store(T* p, const Pack<T, N>& r) {
+  constexpr int kBytes = sizeof(T) * N, kWord = kBytes < 16 ? kBytes : 16;
+  using W = typename Word<kWord>::type;
+#pragma unroll
+  for (int i = 0; i < kBytes / kWord; ++i) reinterpret_cast<W*>(p)[i] = reinterpret_cast<const W*>(&r)[i];
+}
+
+// True when rows that start at p and follow every `stride` elements can be read in packs of 16 bytes.
+inline bool packs_align(const void* p, int64_t stride, int64_t cols, size_t element) {
+  int64_t n = int64_t(16 / element);
+  return reinterpret_cast<uintptr_t>(p) % 16 == 0 && stride % n == 0 && cols % n == 0;
+}
+
+}  // namespace tigon::cuda

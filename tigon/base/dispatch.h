@@ -1,0 +1,32 @@
+// From a run-time dtype or flag to a template parameter: a templated lambda, no macro.
+#pragma once
+
+#include <type_traits>
+
+#include "tigon/base/error.h"
+#include "tigon/base/tensor.h"
+
+namespace tigon {
+
+template <class T>
+struct Type {
+  using type = T;
+};
+
+// fn(Type<float>{}) | fn(Type<bf16>{}) | fn(Type<f16>{})
+template <class Fn>
+decltype(auto) dispatch_float(const char* op, const char* what, DType t, Fn&& fn) {
+  switch (t) {
+    case DType::f32: return fn(Type<float>{});
+    case DType::bf16: return fn(Type<bf16>{});
+    case DType::f16: return fn(Type<f16>{});
+    default: detail::fail(op, what, " must be float32, bfloat16 or float16, got ", name_of(t));
+  }
+}
+
+template <class Fn>
+decltype(auto) dispatch_bool(bool b, Fn&& fn) {
+  return b ? fn(std::true_type{}) : fn(std::false_type{});
+}
+
+}  // namespace tigon

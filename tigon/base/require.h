@@ -1,0 +1,42 @@
+// The checks that every op's entry makes, in the words every op uses; and the one dispatch on device.
+#pragma once
+
+#include "tigon/base/context.h"
+#include "tigon/base/error.h"
+
+namespace tigon {
+
+inline void require_float(const char* op, const char* name, DType t) {
+  TIGON_CHECK(op, is_kernel_float(t), name, " must be float32, bfloat16 or float16, got ", name_of(t));
+}
+
+inline void require_dtype(const char* op, const char* name, DType given, DType expected) {
+  TIGON_CHECK(op, given == expected, name, " must be ", name_of(expected), ", got ", name_of(given));
+}
+
+inline void require_matrix(const char* op, const char* name, const Matrix& m, int64_t rows, int64_t cols, DType dtype) {
+  TIGON_CHECK(op, m.rows == rows && m.cols == cols, name, " must be [", rows, ", ", cols, "], got [", m.rows, ", ",
+              m.cols, "]");
+  require_dtype(op, name, m.dtype, dtype);
+}
+
+inline void require_vector(const char* op, const char* name, const Vector& v, int64_t size, DType dtype) {
+  TIGON_CHECK(op, v.size == size, name, " must be [", size, "], got [", v.size, "]");
+  require_dtype(op, name, v.dtype, dtype);
+}
+
+// Runs the backend of the context's device. `on_cuda` is TIGON_ON_CUDA(call): empty in builds without CUDA.
+template <class OnCpu, class OnCuda>
+void on_device(const char* op, Context& ctx, OnCpu&& on_cpu, OnCuda&& on_cuda) {
+  if (ctx.device() == Device::cpu) return on_cpu();
+  TIGON_CHECK(op, built_with_cuda(), "this build of Tigon has no CUDA backend");
+  on_cuda();
+}
+
+}  // namespace tigon
+
+#if TIGON_WITH_CUDA
+#define TIGON_ON_CUDA(...) [&] { __VA_ARGS__; }
+#else
+#define TIGON_ON_CUDA(...) [] {}
+#endif

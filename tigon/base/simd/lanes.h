@@ -1,0 +1,60 @@
+// Sixteen fp32 lanes, one vocabulary, three instruction sets: scalar (float[16]), AVX2+FMA+F16C (2 x 8), AVX-512 (1 x 16).
+//
+// A CPU kernel is written once in an <op>_cpu.inc file against the names below and compiled for every set by
+//
+//     #define TIGON_KERNELS "tigon/ops/<op>/<op>_cpu.inc"
+//     #include "tigon/base/simd/foreach_isa.h"
+//
+// which includes it inside `namespace tigon::cpu::{scalar,avx2,avx512}` with matching target pragmas. The file ends with a
+// `const Table kTable{...}` of function pointers; `select_isa` picks one table at run time. No -m flags are used, so no
+// inline function of a standard header is ever compiled for an instruction set the machine may lack.
+//
+// Every operation rounds exactly as IEEE says and sums follow one fixed tree: all three sets give the same bits.
+//
+//   V            value of 16 lanes with + - * / and unary -
+//   M            lane mask: lt, gt, eq, is_nan; select(m, a, b)
+//   set1 load store (float, bf16, f16; round to nearest even) load_n store_n (first n lanes, the rest reads as a fill value)
+//   fma max min  max/min return the SECOND operand when either is NaN: put data second and NaN survives
+//   round_even scale2 (p * 2^n, one rounding) sum hmax
+//   exp exp2_neg sigmoid tanh  (lanes_math.inc)
+#pragma once
+
+#include "tigon/base/dtype.h"
+
+namespace tigon::cpu {
+
+enum class Isa : int { scalar, avx2, avx512 };
+
+// Best set of this machine, or the one named by TIGON_CPU_ISA=scalar|avx2|avx512 (never above what the machine has).
+Isa active_isa();
+// For tests: overrides active_isa until called again; returns false when the machine lacks it.
+bool force_isa(Isa isa);
+
+template <class Table>
+const Table& select_isa(const Table& scalar, const Table& avx2, const Table& avx512) {
+  switch (active_isa()) {
+    case Isa::avx512: return avx512;
+    case Isa::avx2: return avx2;
+    default: return scalar;
+  }
+}
+
+}  // namespace tigon::cpu
+
+#if defined(__x86_64__)
+#define TIGON_X86 1
+#include <immintrin.h>
+#endif
+#include <cmath>
+#include <cstring>
+
+#define TIGON_LANE [[gnu::always_inline]] static inline
+// The same word in shared <op>_math.inc formulas: a lane function here, a __device__ function in CUDA.
+#define TIGON_FN [[gnu::always_inline]] static inline
+// At the end of an <op>_cpu.cpp: the table of the running machine.
+#if defined(TIGON_X86)
+#define TIGON_SELECT(table) \
+  ::tigon::cpu::select_isa(::tigon::cpu::scalar::table, ::tigon::cpu::avx2::table, ::tigon::cpu::avx512::table)
+#else
+#define TIGON_SELECT(table) ::tigon::cpu::scalar::table
+#endif

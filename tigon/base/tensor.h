@@ -1,0 +1,40 @@
+// A tensor as the core sees it: a plain view, no ownership, no framework.
+#pragma once
+
+#include <cstdint>
+
+#include "tigon/base/dtype.h"
+
+namespace tigon {
+
+enum class Device : int8_t { cpu, cuda };
+constexpr const char* name_of(Device d) { return d == Device::cpu ? "cpu" : "cuda"; }
+
+// rows x cols, elements of a row adjacent, rows `stride` elements apart (stride may exceed cols: views of wider tensors).
+struct Matrix {
+  void* data = nullptr;
+  DType dtype = DType::f32;
+  int64_t rows = 0;
+  int64_t cols = 0;
+  int64_t stride = 0;
+
+  template <class T>
+  T* row(int64_t r) const {
+    return static_cast<T*>(data) + r * stride;
+  }
+  explicit operator bool() const { return data != nullptr || rows * cols == 0; }
+};
+
+struct Vector {
+  void* data = nullptr;
+  DType dtype = DType::f32;
+  int64_t size = 0;
+
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data);
+  }
+  explicit operator bool() const { return data != nullptr; }
+};
+
+}  // namespace tigon

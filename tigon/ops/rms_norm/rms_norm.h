@@ -1,0 +1,62 @@
+// RMSNorm over the last dimension (Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4).
+//
+// Formula     h = x * rstd,  rstd = (mean(x^2) + eps)^-1/2,  y = h * (offset + weight)        (weight absent: y = h)
+// Gradients   g = dy * (offset + weight);  dx = rstd * (g - h * mean(g * h));  dweight = sum over rows of dy * h
+// Shapes      x, y, dy, dx [rows, cols], any row stride; weight, dweight [cols]; rstd [rows]
+// Dtypes      x f32 | bf16 | f16; weight of x's dtype or f32; rstd f32; dweight of weight's dtype; accumulation f32
+// Rounding    llama: h is rounded to x's dtype before the weight, y in promote(x, weight)   (Hugging Face Llama, Qwen, ...)
+//             gemma: one rounding at the end, y in x's dtype                                (Gemma with offset 1, OLMo 2)
+//             none:  one rounding at the end, y in promote(x, weight)                       (torch.nn.functional.rms_norm)
+//             The backward uses h with the same rounding in dweight, and rounds dx once.
+// Saved       x, weight, rstd (4 bytes a row)
+// Aliasing    y may not overlap x; dx may be dy (same shape and strides) but no other input
+// Determinism bitwise: fixed trees inside a row, fixed order over rows
+// Traffic     forward 1 read + 1 write of x; backward 2 reads + 1 write, weights and row statistics besides
+// Refused     cols < 1, eps < 0, sizes or dtypes that do not fit: tigon::Error before anything is written
+#pragma once
+
+#include "tigon/base/context.h"
+
+namespace tigon {
+
+enum class Rounding : int { llama = 0, gemma = 1, none = 2 };
+
+struct RmsNormFwd {
+  Matrix x;
+  Vector weight;  // empty: none
+  Matrix y;
+  Vector rstd;
+  float eps = 1e-6f;
+  float offset = 0.0f;
+  Rounding rounding = Rounding::llama;
+};
+
+struct RmsNormBwd {
+  Matrix dy;
+  Matrix x;
+  Vector weight;
+  Vector rstd;
+  Matrix dx;       // empty: not wanted
+  Vector dweight;  // empty: not wanted
+  float offset = 0.0f;
+  Rounding rounding = Rounding::llama;
+};
+
+TIGON_API void rms_norm_fwd(Context& ctx, const RmsNormFwd& a);
+TIGON_API void rms_norm_bwd(Context& ctx, const RmsNormBwd& a);
+
+// dtype of y for given inputs (weight_dtype of an absent weight: x_dtype)
+constexpr DType rms_norm_result(DType x, DType weight, Rounding rounding) {
+  return rounding == Rounding::gemma ? x : promote(x, weight);
+}
+
+namespace cpu {
+void rms_norm_fwd(Context& ctx, const RmsNormFwd& a);
+void rms_norm_bwd(Context& ctx, const RmsNormBwd& a);
+}  // namespace cpu
+namespace cuda {
+void rms_norm_fwd(Context& ctx, const RmsNormFwd& a);
+void rms_norm_bwd(Context& ctx, const RmsNormBwd& a);
+}  // namespace cuda
+
+}  // namespace tigon

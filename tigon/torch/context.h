@@ -1,0 +1,12 @@
+// Contexts backed by PyTorch.
+#pragma once
+
+#include "tigon/torch/shim.h"
+
+namespace tigon::torch_shim {
+
+std::unique_ptr<Context> make_cpu_context(const Tensor& t);
+// Only in builds with CUDA; elsewhere it throws.
+std::unique_ptr<Context> make_cuda_context(const Tensor& t);
+
+}  // namespace tigon::torch_shim

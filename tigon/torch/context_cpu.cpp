@@ -1,0 +1,121 @@
+// CPU calls inside PyTorch: its thread pool (one pool per process: a second OpenMP runtime costs milliseconds a call), its
+// allocator for scratch, its matrix product.
+#include <algorithm>
+#include <vector>
+
+#include "tigon/base/dispatch.h"
+#include "tigon/base/gemm_cpu.h"
+#include "tigon/torch/context.h"
+
+namespace tigon::torch_shim {
+namespace {
+
+using torch::headeronly::ScalarType;
+
+class TorchExecutor final : public Executor {
+ public:
+  int threads() const override { return int(torch::stable::get_num_threads()); }
+  void run(int64_t tasks, void (*fn)(void*, int64_t), void* arg) override {
+    torch::stable::parallel_for(0, tasks, 1, [=](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) fn(arg, i);
+    });
+  }
+};
+
+class TorchCpuContext final : public Context {
+ public:
+  explicit TorchCpuContext(const Tensor& like) : like_(like) {}
+  Device device() const override { return Device::cpu; }
+  void* stream() const override { return nullptr; }
+  Executor& executor() override { return executor_; }
+  void* scratch(size_t bytes) override {
+    blocks_.push_back(make(like_, {int64_t(std::max<size_t>(bytes, 1)) + 255}, DType::u8));
+    auto address = reinterpret_cast<uintptr_t>(blocks_.back().data_ptr());
+    return reinterpret_cast<void*>((address + 255) / 256 * 256);
+  }
+
+  // aten::mm writes its operands' dtype. A wider result is summed here: one rounding per product for bf16. float16 goes
+  // through float32 (aten's own float16 product is two orders of magnitude slower on machines without fp16 arithmetic).
+  void gemm(const Gemm& g) override {
+    if (g.m == 0 || g.n == 0) return;
+    if (g.ab_dtype == DType::f16) return widened_gemm(g);
+    if (g.ab_dtype == g.c_dtype && g.beta == 0.0f) return mm(g, g.c, g.ldc);
+    size_t first = blocks_.size();
+    void* product = scratch(size_of(g.ab_dtype) * size_t(g.m * g.n));
+    mm(g, product, g.n);
+    add(product, g.ab_dtype, g);
+    blocks_.resize(first, like_);
+  }
+
+ private:
+  static Tensor view(const void* data, int64_t rows, int64_t cols, int64_t ld, bool transposed, DType dtype) {
+    auto type = dtype == DType::f32 ? ScalarType::Float : dtype == DType::bf16 ? ScalarType::BFloat16 : ScalarType::Half;
+    int64_t sizes[2] = {rows, cols}, strides[2] = {transposed ? 1 : ld, transposed ? ld : 1};
+    return torch::stable::from_blob(const_cast<void*>(data), {sizes, 2}, {strides, 2},
+                                    torch::stable::Device(torch::headeronly::DeviceType::CPU, -1), type);
+  }
+
+  void mm(const Gemm& g, void* c, int64_t ldc) {
+    TIGON_CHECK("gemm", g.alpha == 1.0f, "alpha must be 1 on the CPU, got ", g.alpha);
+    StableIValue stack[3] = {
+        torch::stable::detail::from(view(g.a, g.m, g.k, g.lda, g.trans_a, g.ab_dtype)),
+        torch::stable::detail::from(view(g.b, g.k, g.n, g.ldb, g.trans_b, g.ab_dtype)),
+        torch::stable::detail::from(view(c, g.m, g.n, ldc, false, g.ab_dtype)),
+    };
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack, TORCH_ABI_VERSION));
+    torch::stable::detail::to<Tensor>(stack[0]);  // takes and drops the returned handle
+  }
+
+  void widened_gemm(const Gemm& g) {
+    size_t first = blocks_.size();
+    auto wide = [&](const void* p, int64_t rows, int64_t cols, int64_t ld) {
+      float* out = scratch_of<float>(rows * cols);
+      parallel(*this, rows, [&](int64_t r) {
+        cpu::widen(static_cast<const f16*>(p) + r * ld, DType::f16, out + r * cols, cols);
+      });
+      return out;
+    };
+    Gemm w = g;
+    w.ab_dtype = DType::f32;
+    w.lda = g.trans_a ? g.m : g.k;
+    w.ldb = g.trans_b ? g.k : g.n;
+    w.a = wide(g.a, g.trans_a ? g.k : g.m, w.lda, g.lda);
+    w.b = wide(g.b, g.trans_b ? g.n : g.k, w.ldb, g.ldb);
+    if (g.c_dtype == DType::f32 && g.beta == 0.0f) {
+      mm(w, g.c, g.ldc);
+    } else {
+      void* product = scratch_of<float>(g.m * g.n);
+      mm(w, product, g.n);
+      add(product, DType::f32, g);
+    }
+    blocks_.resize(first, like_);
+  }
+
+  // C = product, or C += product when beta is 1.
+  void add(const void* product, DType dtype, const Gemm& g) {
+    dispatch_float("gemm", "product", dtype, [&](auto p) {
+      using P = typename decltype(p)::type;
+      dispatch_float("gemm", "result", g.c_dtype, [&](auto c) {
+        using C = typename decltype(c)::type;
+        parallel(*this, g.m, [&](int64_t r) {
+          const P* from = static_cast<const P*>(product) + r * g.n;
+          C* to = static_cast<C*>(g.c) + r * g.ldc;
+          if (g.beta == 0.0f)
+            for (int64_t i = 0; i < g.n; ++i) to[i] = from_float<C>(to_float(from[i]));
+          else
+            for (int64_t i = 0; i < g.n; ++i) to[i] = from_float<C>(to_float(to[i]) + to_float(from[i]));
+        });
+      });
+    });
+  }
+
+  TorchExecutor executor_;
+  Tensor like_;
+  std::vector<Tensor> blocks_;
+};
+
+}  // namespace
+
+std::unique_ptr<Context> make_cpu_context(const Tensor& t) { return std::make_unique<TorchCpuContext>(t); }
+
+}  // namespace tigon::torch_shim

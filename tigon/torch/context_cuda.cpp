@@ -1,0 +1,70 @@
+// CUDA calls inside PyTorch: its current stream and caching allocator. libtorch_cuda is not linked: its one function used
+// here is looked up in the running process, so that the same binary loads beside a CPU-only PyTorch.
+#include <torch/csrc/stable/accelerator.h>
+
+#include <vector>
+
+#include "tigon/base/dynlib.h"
+#include "tigon/torch/context.h"
+#if TIGON_WITH_CUDA
+#include "tigon/base/cuda/gemm_cublaslt.h"
+#endif
+
+namespace tigon::torch_shim {
+
+#if TIGON_WITH_CUDA
+namespace {
+
+void* current_stream(int32_t device) {
+  using Fn = AOTITorchError (*)(int32_t, void**);
+  static const Fn fn = reinterpret_cast<Fn>(find_symbol(loaded_library("libtorch_cuda.so"), "aoti_torch_get_current_cuda_stream"));
+  TIGON_CHECK("context", fn != nullptr, "libtorch_cuda.so must be loaded for CUDA tensors, found none");
+  void* stream = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(fn(device, &stream));
+  return stream;
+}
+
+class InlineExecutor final : public Executor {
+ public:
+  int threads() const override { return 1; }
+  void run(int64_t tasks, void (*fn)(void*, int64_t), void* arg) override {
+    for (int64_t i = 0; i < tasks; ++i) fn(arg, i);
+  }
+};
+
+class TorchCudaContext final : public Context {
+ public:
+  explicit TorchCudaContext(const Tensor& like)
+      : guard_(like.get_device_index()), stream_(current_stream(like.get_device_index())), like_(like) {}
+  Device device() const override { return Device::cuda; }
+  void* stream() const override { return stream_; }
+  Executor& executor() override { return executor_; }
+  // Caching-allocator blocks are 512-byte aligned and ordered by the stream: freeing them after the launch is safe.
+  void* scratch(size_t bytes) override {
+    blocks_.push_back(make(like_, {int64_t(bytes > 0 ? bytes : 1)}, DType::u8));
+    return blocks_.back().data_ptr();
+  }
+  void gemm(const Gemm& g) override {
+    if (gemm_workspace_ == nullptr) gemm_workspace_ = scratch(cuda::kGemmWorkspace);
+    cuda::cublaslt_gemm(g, like_.get_device_index(), gemm_workspace_, stream_);
+  }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+  void* stream_;
+  InlineExecutor executor_;
+  Tensor like_;
+  std::vector<Tensor> blocks_;
+  void* gemm_workspace_ = nullptr;
+};
+
+}  // namespace
+
+std::unique_ptr<Context> make_cuda_context(const Tensor& t) { return std::make_unique<TorchCudaContext>(t); }
+#else
+std::unique_ptr<Context> make_cuda_context(const Tensor&) {
+  detail::fail("context", "this build of Tigon has no CUDA backend (rebuild with nvcc and -DTIGON_CUDA=ON)");
+}
+#endif
+
+}  // namespace tigon::torch_shim

@@ -1,0 +1,129 @@
+#include "tigon/torch/shim.h"
+
+#include <array>
+#include <vector>
+
+#include "tigon/base/dynlib.h"
+#include "tigon/torch/context.h"
+
+namespace tigon::torch_shim {
+
+using torch::headeronly::ScalarType;
+
+namespace {
+
+std::optional<DType> known_dtype(ScalarType t) {
+  switch (t) {
+    case ScalarType::Float: return DType::f32;
+    case ScalarType::BFloat16: return DType::bf16;
+    case ScalarType::Half: return DType::f16;
+    case ScalarType::Double: return DType::f64;
+    case ScalarType::Int: return DType::i32;
+    case ScalarType::Long: return DType::i64;
+    case ScalarType::Byte:
+    case ScalarType::Bool: return DType::u8;
+    default: return std::nullopt;
+  }
+}
+
+ScalarType torch_dtype(DType t) {
+  switch (t) {
+    case DType::f32: return ScalarType::Float;
+    case DType::bf16: return ScalarType::BFloat16;
+    case DType::f16: return ScalarType::Half;
+    case DType::f64: return ScalarType::Double;
+    case DType::i32: return ScalarType::Int;
+    case DType::i64: return ScalarType::Long;
+    case DType::u8: return ScalarType::Byte;
+  }
+  return ScalarType::Byte;
+}
+
+}  // namespace
+
+DType dtype_of(const char* op, const char* name, const Tensor& t) {
+  auto known = known_dtype(t.scalar_type());
+  TIGON_CHECK(op, known.has_value(), name, " must be a float32, bfloat16, float16 or integer tensor, got ScalarType ",
+              int(t.scalar_type()));
+  return *known;
+}
+
+Device device_of(const char* op, const Tensor& t) {
+  TIGON_CHECK(op, t.is_cuda() || t.is_cpu(), "tensors must be on cpu or cuda, got another device");
+  return t.is_cuda() ? Device::cuda : Device::cpu;
+}
+
+void check_same_device(const char* op, const char* name, const Tensor& t, const Tensor& like) {
+  bool same = t.is_cuda() == like.is_cuda() && t.get_device_index() == like.get_device_index();
+  auto print = [](const Tensor& x) { return x.is_cuda() ? "cuda:" + std::to_string(x.get_device_index()) : "cpu"; };
+  TIGON_CHECK(op, same, name, " must be on ", print(like), ", got ", print(t));
+}
+
+Matrix rows_of(const char* op, const char* name, Tensor& t) {
+  int64_t dims = t.dim();
+  TIGON_CHECK(op, dims >= 1, name, " must have at least one dimension, got 0");
+  auto collapsed_stride = [&]() -> int64_t {  // stride between rows, or -1
+    int64_t cols = t.size(dims - 1);
+    if (cols > 1 && t.stride(dims - 1) != 1) return -1;
+    int64_t stride = cols, expected = -1;
+    for (int64_t d = dims - 2; d >= 0; --d) {
+      if (t.size(d) == 1) continue;
+      if (expected < 0)
+        stride = t.stride(d);
+      else if (t.stride(d) != expected)
+        return -1;
+      expected = t.stride(d) * t.size(d);
+    }
+    return stride;
+  };
+  int64_t stride = t.numel() == 0 ? t.size(dims - 1) : collapsed_stride();
+  if (stride < 0) {
+    t = torch::stable::contiguous(t);
+    stride = t.size(dims - 1);
+  }
+  int64_t cols = t.size(dims - 1);
+  return {.data = t.data_ptr(), .dtype = dtype_of(op, name, t), .rows = cols == 0 ? 0 : t.numel() / cols,
+          .cols = cols, .stride = stride};
+}
+
+Vector vector_of(const char* op, const char* name, Tensor& t) {
+  TIGON_CHECK(op, t.dim() == 1, name, " must have one dimension, got ", t.dim());
+  if (t.size(0) > 1 && t.stride(0) != 1) t = torch::stable::contiguous(t);
+  return {.data = t.data_ptr(), .dtype = dtype_of(op, name, t), .size = t.size(0)};
+}
+
+Vector vector_of(const char* op, const char* name, OptionalTensor& t) {
+  return t.has_value() ? vector_of(op, name, *t) : Vector{};
+}
+
+Tensor empty(const Tensor& like, const int64_t* sizes, int64_t dims, DType dtype) {
+  std::array<int64_t, 8> strides;
+  TIGON_CHECK("empty", dims <= int64_t(strides.size()), "tensors must have at most 8 dimensions, got ", dims);
+  int64_t step = 1;
+  for (int64_t d = dims - 1; d >= 0; --d) {
+    strides[size_t(d)] = step;
+    step *= sizes[d] > 1 ? sizes[d] : 1;
+  }
+  AtenTensorHandle handle = nullptr;
+  int32_t device_type = like.is_cuda() ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dims, sizes, strides.data(), int32_t(torch_dtype(dtype)),
+                                                         device_type, like.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
+Tensor make(const Tensor& like, std::initializer_list<int64_t> sizes, DType dtype) {
+  return empty(like, sizes.begin(), int64_t(sizes.size()), dtype);
+}
+Tensor make_like(const Tensor& like, DType dtype) {
+  auto sizes = like.sizes();
+  return empty(like, sizes.data(), int64_t(sizes.size()), dtype);
+}
+Tensor nothing(const Tensor& like, DType dtype) { return make(like, {0}, dtype); }
+
+std::unique_ptr<Context> make_context(const Tensor& t) {
+  return t.is_cuda() ? make_cuda_context(t) : make_cpu_context(t);
+}
+
+}  // namespace tigon::torch_shim
+
+STABLE_TORCH_LIBRARY(tigon, m) { (void)m; }  // the namespace; each op adds its fragment

@@ -1,0 +1,57 @@
+// What every <op>_torch.cpp uses: tensors of the LibTorch Stable ABI as views of the core, a Context backed by PyTorch
+// (its stream, caching allocator, thread pool and CPU matrix product), and allocation of results.
+// Only stable headers here: an ATen or c10 header would tie the binary to one PyTorch release.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <memory>
+#include <optional>
+#include <tuple>
+
+#include "tigon/base/context.h"
+#include "tigon/base/error.h"
+
+namespace tigon::torch_shim {
+
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+DType dtype_of(const char* op, const char* name, const Tensor& t);
+Device device_of(const char* op, const Tensor& t);
+bool is_kernel_dtype(const Tensor& t);
+
+// Throws unless `t` lives where `like` does.
+void check_same_device(const char* op, const char* name, const Tensor& t, const Tensor& like);
+
+// [..., C] as rows x C without a copy where the leading dimensions collapse to one stride and the last is dense;
+// otherwise `t` is replaced by a contiguous copy first.
+Matrix rows_of(const char* op, const char* name, Tensor& t);
+// 1-D dense vector; a strided one is replaced by a copy first.
+Vector vector_of(const char* op, const char* name, Tensor& t);
+Vector vector_of(const char* op, const char* name, OptionalTensor& t);
+
+// Uninitialised result on the device of `like`.
+Tensor empty(const Tensor& like, const int64_t* sizes, int64_t dims, DType dtype);
+Tensor make(const Tensor& like, std::initializer_list<int64_t> sizes, DType dtype);
+Tensor make_like(const Tensor& like, DType dtype);  // contiguous, same sizes
+Tensor nothing(const Tensor& like, DType dtype);    // 0 elements: a result that was not asked for
+
+// The context of a call whose tensors live where `t` does. Switches to t's device until destroyed.
+std::unique_ptr<Context> make_context(const Tensor& t);
+
+}  // namespace tigon::torch_shim
+
+// Each <op>_torch.cpp defines `OP_fwd`-style schemas once and the same adaptor for both devices:
+//   TIGON_TORCH_SCHEMAS(m) { m.def("..."); }
+//   TIGON_TORCH_KERNELS(m) { m.impl("...", TORCH_BOX(&adaptor)); }
+#define TIGON_TORCH_SCHEMAS(m) STABLE_TORCH_LIBRARY_FRAGMENT(tigon, m)
+#define TIGON_TORCH_KERNELS(m)                                     \
+  static void tigon_kernels(torch::stable::detail::StableLibrary&); \
+  STABLE_TORCH_LIBRARY_IMPL(tigon, CPU, library) { tigon_kernels(library); } \
+  STABLE_TORCH_LIBRARY_IMPL(tigon, CUDA, library) {                 \
+    if (::tigon::built_with_cuda()) tigon_kernels(library);         \
+  }                                                                 \
+  void tigon_kernels(torch::stable::detail::StableLibrary& m)
