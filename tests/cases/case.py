@@ -6,10 +6,13 @@ A case module (`rms_norm.py` beside this file is the model) defines
 * `tigon_fn`, `eager_fn` (the plain same-precision PyTorch formulation) and `oracle_fn` (the same
   mathematics, called with fp64 copies); all three take `*inputs.args, **inputs.kwargs`
 * `bytes_fwd`, `bytes_bwd` (least traffic) and `flops_fwd`, `flops_bwd` (0 where memory bound)
+* where it applies, `bytes_step` (least traffic of forward and backward together, if that is less
+  than their sum), `gemms(inputs, step)` (the bare products that bound a compute-bound op), and
+  `LOSS = True` (the gradient may be made in the forward: no separate time of the backward)
 * `PEERS`: provider name -> factory(case, inputs) -> callable or None; a factory imports its peer
   lazily, an ImportError means "not installed", None means "does not support this case".
 
-Tags: `test` correctness, `grad` its gradients too, `bench` a GPU benchmark, `bench_cpu` a CPU one,
+Tags: `test` correctness, `grad` its gradients too, `small` tests that repeat or trace the op too, `bench` a GPU benchmark, `bench_cpu` a CPU one,
 `smoke` a benchmark of milliseconds, `large` needs much memory.
 """
 
@@ -51,9 +54,10 @@ class Inputs:
     grad_kwargs: tuple[str, ...] = ()
 
 
-def test_case(name: str, *, grad: bool = True, **params) -> Case:
-    """A correctness case."""
-    return Case(name, params, frozenset({"test", "grad"} if grad else {"test"}))
+def test_case(name: str, *, grad: bool = True, small: bool = False, **params) -> Case:
+    """A correctness case, with gradients unless told otherwise."""
+    tags = {"test"} | ({"grad"} if grad else set()) | ({"small"} if small else set())
+    return Case(name, params, frozenset(tags))
 
 
 test_case.__test__ = False  # a maker of cases, not a test for pytest to collect

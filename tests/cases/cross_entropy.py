@@ -9,6 +9,7 @@ from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case, 
 from .losses import eager_loss, oracle_loss
 
 NAME = "cross_entropy"
+LOSS = True
 
 DEFAULTS = {
     "N": 9,
@@ -29,7 +30,7 @@ DEFAULTS = {
 
 CASES = [
     test_case("9x50"),
-    test_case("odd_7x33", N=7, V=33, masked=0.3),
+    test_case("odd_7x33", small=True, N=7, V=33, masked=0.3),
     test_case("one_row", N=1, V=1000),
     test_case("one_column", N=5, V=1),
     test_case("two_columns", N=5, V=2),
@@ -62,11 +63,11 @@ CASES = [
     test_case("softcap", softcap=5.0, masked=0.2),
     test_case("softcap_saturated", softcap=2.0, scale=20.0),
     test_case("z_loss", z_loss=1e-2, masked=0.2),
-    test_case("z_loss_none", z_loss=1e-2, reduction="none", masked=0.2),
+    test_case("z_loss_none", small=True, z_loss=1e-2, reduction="none", masked=0.2),
     test_case("weights", class_weight=True, masked=0.2),
     test_case("weights_none", class_weight=True, masked=0.2, reduction="none"),
     test_case("weights_smoothing", class_weight=True, masked=0.2, label_smoothing=0.1),
-    test_case("weights_smoothing_softcap_sum", class_weight=True, masked=0.2, reduction="sum",
+    test_case("weights_smoothing_softcap_sum", small=True, class_weight=True, masked=0.2, reduction="sum",
               label_smoothing=0.1, softcap=4.0),
     test_case("weights_all_masked", class_weight=True, masked=1.0),
     test_case("everything", N=23, V=517, class_weight=True, masked=0.2, label_smoothing=0.1,

@@ -12,6 +12,7 @@ from .cross_entropy import make_denominator
 from .losses import eager_loss, oracle_loss
 
 NAME = "linear_cross_entropy"
+LOSS = True
 
 DEFAULTS = {
     "lead": (13,),  # leading shape of hidden and target
@@ -73,7 +74,7 @@ CASES = [
     test_case("all_masked_none", masked=1.0, reduction="none"),
     test_case("all_masked_denominator", masked=1.0, denominator=3.0),
     test_case("mostly_masked", lead=(64,), masked=0.9, chunk_rows=16),
-    test_case("bias", bias=True, masked=0.2),
+    test_case("bias", small=True, bias=True, masked=0.2),
     test_case("bias_chunks", lead=(37,), bias=True, masked=0.2, chunk_rows=8),
     test_case("hidden_only", grads=(0,)),
     test_case("weight_only", grads=(1,)),
@@ -92,14 +93,14 @@ CASES = [
     test_case("weights", class_weight=True, masked=0.2),
     test_case("weights_smoothing", class_weight=True, label_smoothing=0.1, chunk_rows=4),
     test_case("shift", lead=(3, 8), shift=True),
-    test_case("shift_masked", lead=(3, 8), shift=True, masked=0.3, chunk_rows=4),
+    test_case("shift_masked", small=True, lead=(3, 8), shift=True, masked=0.3, chunk_rows=4),
     test_case("shift_sum", lead=(3, 8), shift=True, reduction="sum", layout="rows"),
     test_case("shift_denominator", lead=(1, 9), shift=True, denominator=5),
     test_case("shift_one_token", lead=(3, 1), shift=True, reduction="sum"),
     test_case("everything", lead=(2, 23), H=48, V=517, bias=True, class_weight=True, masked=0.2,
               label_smoothing=0.1, softcap=6.0, logit_scale=0.7, z_loss=1e-3, shift=True,
               denominator="tensor", layout="rows", chunk_rows=10),
-    test_case("everything_none", lead=(2, 23), H=48, V=517, bias=True, class_weight=True,
+    test_case("everything_none", small=True, lead=(2, 23), H=48, V=517, bias=True, class_weight=True,
               masked=0.2, label_smoothing=0.1, softcap=6.0, logit_scale=0.7, z_loss=1e-3,
               reduction="none", layout="columns", chunk_rows=10),
     test_case("nan_row", fill="nan", reduction="none", grads=(0,)),
@@ -198,6 +199,20 @@ def flops_fwd(case: Case) -> int:
 def flops_bwd(case: Case) -> int:
     """Two products; recomputing the logits is a choice, not counted."""
     return 2 * flops_fwd(case)
+
+
+def gemms(inputs: Inputs, step: bool) -> list:
+    """The bare products on the same operands: logits, and for a step those of both gradients."""
+    hidden, weight, target = (value.detach() for value in inputs.args)
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    products = [lambda: hidden @ weight.t()]
+    if step:
+        # The gradient a loss really has: its values, mostly tiny, decide what power they draw.
+        grad = torch.softmax(hidden @ weight.t(), dim=-1)
+        grad[torch.arange(len(grad), device=grad.device), target.view(-1).clamp(min=0)] -= 1
+        grad /= len(grad)
+        products += [lambda: grad @ weight, lambda: grad.t() @ hidden]
+    return products
 
 
 def _plain(kwargs) -> bool:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import cross_entropy, linear_cross_entropy, rms_norm, rope, swiglu
+
+from cases import modules
 from cases.case import select
 from checks import check_case, run, same_bits
 
-MODULES = [rms_norm, swiglu, rope, cross_entropy, linear_cross_entropy]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def _pairs(tag: str):
     return [
         pytest.param(module, case, id=f"{module.NAME}-{case.name}")
-        for module in MODULES
+        for module in modules().values()
         for case in select(module.CASES, tag)
     ]
 
@@ -29,24 +29,7 @@ def test_case(module, case, device, dtype):
     check_case(module, case, device, dtype)
 
 
-SMALL = {
-    "rms_norm": ("odd_3x7", "gemma_offset", "weightless"),
-    "swiglu": ("odd_3x7", "halves_odd"),
-    "rope": ("odd_half", "partial_odd", "random_tables_partial"),
-    "cross_entropy": ("odd_7x33", "weights_smoothing_softcap_sum", "z_loss_none"),
-    "linear_cross_entropy": ("bias", "everything_none", "shift_masked"),
-}
-
-
-def _small():
-    return [
-        pytest.param(module, next(c for c in module.CASES if c.name == name), id=f"{module.NAME}-{name}")
-        for module in MODULES
-        for name in SMALL[module.NAME]
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("module, case", _small())
+@pytest.mark.parametrize("module, case", _pairs("small"))
 def test_oracle_against_finite_differences(module, case):
     """The gradients all others are measured by are themselves the slopes of the formula."""
     inputs = module.make(case, "cpu", torch.float64, 0)
@@ -67,7 +50,7 @@ def test_oracle_against_finite_differences(module, case):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("module, case", _small())
+@pytest.mark.parametrize("module, case", _pairs("small"))
 def test_compiled_is_eager(module, case, device, dtype):
     """torch.compile traces the op whole and gives the same bits."""
     torch._dynamo.reset()
