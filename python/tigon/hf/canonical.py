@@ -1,0 +1,373 @@
+"""Reduce the source of a small forward function to one canonical expression.
+
+Two functions that compute the same thing in different words (other names for locals, parameters
+and attributes, helpers, `pow(2)` or `square()`, `.float()` or `.to(torch.float32)`, operands of
+`+` and `*` in another order) reduce to the same text. What this file does not understand raises
+`Unrecognised`: a wrong match would train a wrong model, a missed one only leaves stock code.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+import re
+import textwrap
+import types
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+MAX_INLINING = 4
+
+# Functions and tensor methods that have one spelling in the canonical form.
+FUNCTIONS = {
+    torch.rsqrt: "rsqrt",
+    torch.sqrt: "sqrt",
+    torch.pow: "pow",
+    torch.square: "square",
+    torch.mean: "mean",
+    torch.tanh: "tanh",
+    torch.sigmoid: "sigmoid",
+    torch.cat: "cat",
+    torch.chunk: "chunk",
+    F.silu: "silu",
+    F.gelu: "gelu",
+    F.relu: "relu",
+}
+METHODS = {
+    "rsqrt", "sqrt", "pow", "square", "mean", "tanh", "sigmoid", "chunk", "unsqueeze", "float",
+    "to", "type", "type_as", "contiguous", "size",
+}  # fmt: skip
+# Names under which the arguments of these functions may be given.
+KEYWORDS = {"dim": 1, "keepdim": 2, "dtype": 1, "exponent": 1, "chunks": 1, "other": 1}
+OPERATORS = {
+    ast.Add: "add",
+    ast.Sub: "sub",
+    ast.Mult: "mul",
+    ast.Div: "div",
+    ast.FloorDiv: "floordiv",
+    ast.Pow: "pow",
+}
+
+
+class Unrecognised(Exception):
+    """The source uses something that has no canonical form; the text says what."""
+
+
+class NoSource(Unrecognised):
+    """There is no source to read."""
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """A canonical expression; `@1`, `@2` in its text are the attributes of self it reads."""
+
+    text: str
+    attributes: tuple[str, ...]
+
+
+def canonical_forward(cls: type) -> Canonical:
+    """Canonical expression of `cls.forward`, helper methods taken from `cls` and its bases."""
+    return _canonical(cls.forward, cls)
+
+
+def canonical_function(function) -> Canonical:
+    """Canonical expression of a plain function."""
+    return _canonical(function, None)
+
+
+@functools.lru_cache(maxsize=4096)
+def _canonical(function, cls) -> Canonical:
+    if hasattr(function, "__wrapped__"):
+        raise Unrecognised("decorated function")
+    node = _parse(function)
+    names, defaults = _parameters(node)
+    if cls is not None:
+        names = names[1:]
+    env = {name: ("arg", i) for i, name in enumerate(names)}
+    value = _Evaluator(function, cls, node, 0).block(node.body, env)
+    attributes: dict[str, str] = {}
+
+    def rename(match):
+        return attributes.setdefault(match[1], f"@{len(attributes) + 1}")
+
+    text = re.sub(r"@<(\w+)>", rename, f"{len(names)}{defaults} {_render(value)}")
+    return Canonical(text, tuple(attributes))
+
+
+def _parse(function) -> ast.FunctionDef:
+    if not isinstance(function, types.FunctionType):
+        raise NoSource("no Python source")
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+        tree = ast.parse(source)
+    except (OSError, TypeError, SyntaxError, IndentationError) as error:
+        raise NoSource("no Python source") from error
+    if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):
+        raise Unrecognised("not a plain function")
+    return tree.body[0]
+
+
+def _parameters(node: ast.FunctionDef) -> tuple[list[str], list[str]]:
+    arguments = node.args
+    if arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.posonlyargs:
+        raise Unrecognised("a signature with *, ** or /")
+    defaults = [ast.unparse(default) for default in arguments.defaults]
+    return [argument.arg for argument in arguments.args], defaults
+
+
+class _Evaluator:
+    """Evaluate the body of one function symbolically; expressions are nested tuples."""
+
+    def __init__(self, function, cls, node, depth):
+        self.globals = function.__globals__
+        self.cls = cls
+        self.depth = depth
+        self.self_name = node.args.args[0].arg if cls is not None and node.args.args else None
+
+    def block(self, statements: list, env: dict):
+        """Value returned by a list of statements."""
+        for index, statement in enumerate(statements):
+            rest = statements[index + 1 :]
+            match statement:
+                case ast.Expr(value=ast.Constant()):  # docstring
+                    pass
+                case ast.Assign(targets=[target], value=value):
+                    env = self.assign(target, self.expression(value, env), env)
+                case ast.AnnAssign(target=target, value=value) if value is not None:
+                    env = self.assign(target, self.expression(value, env), env)
+                case ast.AugAssign(target=ast.Name(id=name), op=op, value=value):
+                    new = self.binary(op, env.get(name), self.expression(value, env))
+                    env = {**env, name: new}
+                case ast.If(test=test, body=body, orelse=orelse):
+                    then, otherwise = self.block(body + rest, env), self.block(orelse + rest, env)
+                    return _cond(self.expression(test, env), then, otherwise)
+                case ast.Return(value=value) if value is not None:
+                    return self.expression(value, env)
+                case _:
+                    raise Unrecognised(f"statement `{ast.unparse(statement).splitlines()[0]}`")
+        raise Unrecognised("a path that returns nothing")
+
+    def assign(self, target, value, env):
+        match target:
+            case ast.Name(id=name):
+                return {**env, name: value}
+            case ast.Tuple(elts=targets):
+                if value[0] == "tuple" and len(value) - 1 != len(targets):
+                    raise Unrecognised(f"assignment to `{ast.unparse(target)}`")
+                for i, element in enumerate(targets):
+                    env = self.assign(element, _part(value, i), env)
+                return env
+        raise Unrecognised(f"assignment to `{ast.unparse(target)}`")
+
+    def expression(self, node, env):
+        match node:
+            case ast.Constant(value=value):
+                return _const(value)
+            case ast.Name(id=name):
+                return self.name(name, env)
+            case ast.Attribute(value=ast.Name(id=name), attr=attr) if name == self.self_name:
+                return ("attr", attr)
+            case ast.Attribute(value=value, attr=attr):
+                return self.attribute(self.expression(value, env), attr)
+            case ast.BinOp(left=left, op=op, right=right):
+                return self.binary(op, self.expression(left, env), self.expression(right, env))
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                value = self.expression(operand, env)
+                return _const(-value[1]) if value[0] == "const" else ("neg", value)
+            case ast.Tuple(elts=elements) | ast.List(elts=elements):
+                return ("tuple", *(self.expression(element, env) for element in elements))
+            case ast.Subscript(value=value, slice=index):
+                return _index(self.expression(value, env), self.index(index, env))
+            case ast.IfExp(test=test, body=body, orelse=orelse):
+                parts = (self.expression(part, env) for part in (test, body, orelse))
+                return _cond(*parts)
+            case ast.Compare(left=left, ops=[op], comparators=[right]):
+                sides = self.expression(left, env), self.expression(right, env)
+                return (type(op).__name__.lower(), *sides)
+            case ast.Call():
+                return self.call(node, env)
+        raise Unrecognised(f"expression `{ast.unparse(node)}`")
+
+    def name(self, name, env):
+        if name in env:
+            return env[name]
+        if name in self.globals:
+            return ("object", self.globals[name])
+        raise Unrecognised(f"name `{name}`")
+
+    def attribute(self, base, attr):
+        if base[0] == "object":  # torch.float32, nn.functional.silu
+            if not isinstance(base[1], types.ModuleType) or not hasattr(base[1], attr):
+                raise Unrecognised(f"attribute `{attr}`")
+            return ("object", getattr(base[1], attr))
+        if attr == "dtype":
+            return base[2] if base[0] == "cast" else ("dtype", base)
+        if attr == "shape":
+            return ("shape", base)
+        raise Unrecognised(f"attribute `{attr}`")
+
+    def index(self, node, env):
+        match node:
+            case ast.Tuple(elts=elements):
+                return ("tuple", *(self.index(element, env) for element in elements))
+            case ast.Slice(lower=lower, upper=upper, step=None):
+                ends = (
+                    None if end is None else self.expression(end, env) for end in (lower, upper)
+                )
+                return ("slice", *(("const", None) if end is None else end for end in ends))
+        return self.expression(node, env)
+
+    def binary(self, op, left, right):
+        name = OPERATORS.get(type(op))
+        if name is None or left is None:
+            raise Unrecognised(f"operator {type(op).__name__}")
+        return _build(name, [left, right])
+
+    def call(self, node, env):
+        if any(isinstance(argument, ast.Starred) for argument in node.args):
+            raise Unrecognised(f"call `{ast.unparse(node)}`")
+        arguments = [self.expression(argument, env) for argument in node.args]
+        keywords = {word.arg: self.expression(word.value, env) for word in node.keywords}
+        match node.func:
+            case ast.Attribute(value=ast.Name(id=name), attr=attr) if name == self.self_name:
+                return self.call_self(attr, arguments, keywords)
+            case ast.Attribute(value=value, attr=attr):
+                base = self.expression(value, env)
+                if base[0] != "object":
+                    if attr not in METHODS:
+                        raise Unrecognised(f"method `{attr}`")
+                    return _build(attr, _positional(attr, [base, *arguments], keywords))
+        function = self.expression(node.func, env)
+        if function[0] != "object":
+            raise Unrecognised(f"call `{ast.unparse(node)}`")
+        name = _known(function[1])
+        if name is not None:
+            return _build(name, _positional(name, arguments, keywords))
+        return self.inline(function[1], None, arguments, keywords)
+
+    def call_self(self, attr, arguments, keywords):
+        method = getattr(self.cls, attr, None)
+        if method is None:  # a child module
+            if keywords:
+                raise Unrecognised(f"keywords in a call of `{attr}`")
+            return ("call", ("attr", attr), *arguments)
+        return self.inline(method, self.cls, arguments, keywords)
+
+    def inline(self, function, cls, arguments, keywords):
+        if self.depth >= MAX_INLINING or keywords or hasattr(function, "__wrapped__"):
+            raise Unrecognised(f"call of `{getattr(function, '__name__', function)}`")
+        node = _parse(function)
+        names, defaults = _parameters(node)
+        if cls is not None:
+            names = names[1:]
+        if defaults or len(names) != len(arguments):
+            raise Unrecognised(f"call of `{node.name}`")
+        env = dict(zip(names, arguments, strict=True))
+        return _Evaluator(function, cls, node, self.depth + 1).block(node.body, env)
+
+
+def _known(function) -> str | None:
+    try:
+        return FUNCTIONS.get(function)
+    except TypeError:  # not hashable
+        return None
+
+
+def _positional(name, arguments, keywords):
+    """Arguments with the keywords this file knows in their places."""
+    if name == "chunk":
+        places = {"chunks": 1, "dim": 2}
+    elif name in ("silu", "relu"):
+        places = {}
+        if keywords.get("inplace") in (_const(False), None):
+            keywords = {}
+    else:
+        places = KEYWORDS
+    for word in sorted(keywords, key=lambda word: places.get(word, 99)):
+        if places.get(word) != len(arguments):
+            raise Unrecognised(f"keyword `{word}` of `{name}`")
+        arguments = [*arguments, keywords[word]]
+    return arguments
+
+
+def _const(value):
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return ("const", float(value) if number else value)
+
+
+def _part(value, i):
+    if value[0] == "tuple":
+        return value[i + 1]
+    return ("part", value, _const(i))
+
+
+def _cond(test, then, otherwise):
+    return then if then == otherwise else ("cond", test, then, otherwise)
+
+
+def _index(base, index):
+    if index[0] == "const" and isinstance(index[1], float):
+        if base[0] == "shape":
+            return ("size", base[1], index)
+        if base[0] in ("tuple", "chunk") and index[1] >= 0:
+            return _part(base, int(index[1]))
+    return ("index", base, index)
+
+
+def _cast(value, dtype):
+    if dtype == ("object", torch.float):
+        dtype = ("object", torch.float32)
+    return value if dtype == ("dtype", value) else ("cast", value, dtype)
+
+
+def _build(name, arguments):
+    """An operation in its one canonical spelling."""
+    match name, arguments:
+        case "float", [value]:
+            return _cast(value, ("object", torch.float32))
+        case "to" | "type", [value, dtype] if _is_dtype(dtype):
+            return _cast(value, dtype)
+        case "type_as", [value, other]:
+            return _cast(value, other[2] if other[0] == "cast" else ("dtype", other))
+        case "pow", [value, ("const", 2.0)]:
+            return ("square", value)
+        case "pow", [value, ("const", -0.5)]:
+            return ("rsqrt", value)
+        case "mul", [left, right] if left == right:
+            return ("square", left)
+        case "add" | "mul", [left, right]:
+            return (name, *sorted((left, right), key=_order))
+        case "mean", [value, ("const", -1.0), ("const", True)]:
+            return ("mean", value)
+        case "contiguous", [value]:
+            return value
+    if name in ("to", "type", "mean", "float"):
+        raise Unrecognised(f"this use of `{name}`")
+    return (name, *arguments)
+
+
+def _is_dtype(value) -> bool:
+    return value[0] == "dtype" or (value[0] == "object" and isinstance(value[1], torch.dtype))
+
+
+def _order(value) -> str:
+    # Attribute names must not decide the order: they differ between classes.
+    return re.sub(r"@<\w+>", "@", _render(value))
+
+
+def _render(value) -> str:
+    match value:
+        case ("arg", index):
+            return f"${index}"
+        case ("attr", name):
+            return f"@<{name}>"
+        case ("const", constant):
+            return repr(constant)
+        case ("object", thing):
+            return getattr(thing, "__name__", None) or repr(thing)
+        case (name, *arguments):
+            return f"{name}({', '.join(_render(argument) for argument in arguments)})"
+    raise Unrecognised(f"value {value!r}")

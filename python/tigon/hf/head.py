@@ -1,0 +1,127 @@
+"""The loss head: `lm_head` owes its logits while training, and the loss never forms them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from tigon.hf.forward import blocked, plain, stock
+from tigon.hf.lazy_logits import LazyLogits, LogitsRequest, LossRequest
+from tigon.hf.report import HeadCalls
+from tigon.ops.linear_cross_entropy import linear_cross_entropy
+
+# Hooks of these packages gather weights or move tensors; they do not look at the logits.
+INFRASTRUCTURE = ("torch.distributed", "deepspeed", "accelerate")
+
+
+@dataclass
+class HeadSpec:
+    """State of one patched head."""
+
+    calls: HeadCalls
+    compiled: bool = False  # its model's loss_function is ours, so tracing meets no torch function
+
+    def __deepcopy__(self, memo):
+        return self  # PEFT copies heads out of a patched model: they count into the same report
+
+
+def head_forward(module: nn.Linear, spec: HeadSpec, hidden, request=None):
+    """Forward of a patched head: lazy logits while training, logits or a loss on request."""
+    if isinstance(request, LossRequest):
+        return _loss(module, hidden, request)
+    if isinstance(request, LogitsRequest) or not _lazy(module, spec, hidden):
+        return stock(module, hidden)
+    dtype, autocast = hidden.dtype, None
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = autocast = torch.get_autocast_dtype(hidden.device.type)
+    if not torch.compiler.is_compiling():
+        spec.calls.lazy += 1
+    return LazyLogits(module, hidden, module.weight.shape[0], dtype, spec.calls, autocast)
+
+
+def _lazy(module, spec, hidden) -> bool:
+    """Whether logits may be owed; evaluation, generation and observers get real ones."""
+    if not (module.training and torch.is_grad_enabled() and plain(hidden, module.weight)):
+        return False
+    if torch.compiler.is_compiling() and not spec.compiled:
+        return False
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return False
+    mixed = hidden.dtype != module.weight.dtype
+    if mixed and not torch.is_autocast_enabled(hidden.device.type):
+        return False  # an error in stock, and it shall stay one
+    if module._backward_hooks or module._backward_pre_hooks:
+        return False
+    return not any(
+        map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))
+    )
+
+
+def _foreign(hook) -> bool:
+    """Whether a hook belongs to somebody who expects one call with logits."""
+    hook = getattr(hook, "func", hook)  # functools.partial
+    return not (getattr(hook, "__module__", None) or "").startswith(INFRASTRUCTURE)
+
+
+def _loss(module, hidden, request):
+    weight, bias = module.weight, module.bias
+    if request.columns is not None:
+        weight = weight[: request.columns]
+        bias = None if bias is None else bias[: request.columns]
+    if request.dtype is not None:
+        hidden, weight = hidden.to(request.dtype), weight.to(request.dtype)
+        bias = None if bias is None else bias.to(request.dtype)
+    target = request.target.to(hidden.device)
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):  # the casts are made; autocast must not add its own
+        with torch.autocast(device, enabled=False):
+            return linear_cross_entropy(hidden, weight, target, bias=bias, **request.options)
+    return linear_cross_entropy(hidden, weight, target, bias=bias, **request.options)
+
+
+def causal_lm_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100,
+                   shift_labels=None, **kwargs):  # fmt: skip
+    """transformers' ForCausalLMLoss that computes lazy logits' loss from the hidden states."""
+    if isinstance(logits, LazyLogits) and logits.shape[-1] == vocab_size:
+        target = shift_labels
+        if target is None:
+            target = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        flat = logits.view(-1, vocab_size)
+        if isinstance(flat, LazyLogits):
+            loss = flat.cross_entropy(
+                target.reshape(-1), ignore_index=ignore_index, denominator=num_items_in_batch
+            )
+            if loss is not None:
+                return loss
+    if isinstance(logits, LazyLogits):
+        logits = logits.materialise()
+    return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index,
+                           shift_labels, **kwargs)  # fmt: skip
+
+
+def plan_head(head: nn.Module) -> list[nn.Linear] | str:
+    """The Linear modules behind an output head, or why it is left."""
+    if hasattr(head, "modules_to_save") and hasattr(head, "original_module"):  # PEFT's wrapper
+        linears = [*head.modules_to_save.values(), head.original_module]
+    else:
+        linears = [head]
+    for linear in linears:
+        reason = _unfit(linear)
+        if reason is not None:
+            return reason
+    return linears
+
+
+def _unfit(head: nn.Module) -> str | None:
+    if hasattr(head, "base_layer"):
+        return f"{type(head).__name__} adds an adapter to the head; its logits must be computed"
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        return f"the head is {type(head).__name__}, not nn.Linear"
+    shape = tuple(getattr(head.weight, "ds_shape", head.weight.shape))  # ZeRO-3 keeps it there
+    if not head.weight.is_floating_point() or len(shape) != 2:
+        return f"the head's weight is {head.weight.dtype} of {shape}: quantised or flattened"
+    return blocked(head)

@@ -1,0 +1,482 @@
+"""Logits that are owed: hidden states and a head, multiplied only when somebody looks.
+
+`LazyLogits` is what a patched head returns while training. A loss takes the hidden states and
+never forms logits; anything else that touches the object gets the tensor stock code would have.
+It is a plain Python object and not a tensor subclass, so that torch.compile traces through it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+import torch.nn.functional as F
+
+from tigon.error import Error
+
+logger = logging.getLogger("tigon")
+
+
+class LossRequest:
+    """Handed to the head module by a loss: its forward then returns the loss, not logits.
+
+    The head module itself is called, so that FSDP and ZeRO have its weight gathered.
+    """
+
+    def __init__(self, target, dtype=None, columns=None, **options):
+        self.target = target
+        self.dtype = dtype  # autocast dtype at the time the logits were owed
+        self.columns = columns  # leading rows of the weight that take part
+        self.options = options
+
+
+class LogitsRequest:
+    """Handed to the head module to get real logits."""
+
+
+class LazyLogits:
+    """`head(hidden)` and a chain of cheap operations on it, computed when touched.
+
+    Known without computing: shape, size, dim, ndim, numel, device, dtype, requires_grad. Stay
+    lazy: float/to(dtype), * and / by a number, tanh, contiguous, view and reshape that keep the
+    last axis, row indexing, and [..., :n]. Everything else computes the logits, once.
+    """
+
+    def __init__(self, head, hidden, columns, dtype, calls, autocast=None):
+        self._head = head
+        self._hidden = hidden
+        self._columns = columns  # vocabulary entries still wanted
+        self._dtype = dtype
+        self._calls = calls
+        self._autocast = autocast
+        self._chain = ()  # ("mul", s) | ("div", s) | ("tanh",) | ("to", dtype)
+        self._limit = None  # columns when fewer than the head has
+        self._detached = False
+        self._real = None
+        self._seen = None  # the weight and its version, to notice an optimizer step in between
+        if not torch.compiler.is_compiling():
+            self._seen = (head.weight, head.weight._version)
+
+    # --- what is known ---------------------------------------------------------------------
+
+    @property
+    def shape(self):
+        """Shape of the logits."""
+        return torch.Size((*self._hidden.shape[:-1], self._columns))
+
+    @property
+    def ndim(self):
+        """Number of axes."""
+        return self._hidden.ndim
+
+    @property
+    def dtype(self):
+        """Dtype of the logits."""
+        return self._dtype
+
+    @property
+    def device(self):
+        """Device of the logits."""
+        return self._hidden.device
+
+    @property
+    def is_cuda(self):
+        """Whether they live on a CUDA device."""
+        return self._hidden.is_cuda
+
+    @property
+    def requires_grad(self):
+        """Whether the logits carry a graph."""
+        owed = self._hidden.requires_grad or self._head.weight.requires_grad
+        return owed and not self._detached
+
+    def size(self, dim=None):
+        """As Tensor.size."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self):
+        """As Tensor.dim."""
+        return self._hidden.ndim
+
+    def numel(self):
+        """As Tensor.numel."""
+        return math.prod(self.shape)
+
+    def is_floating_point(self):
+        """Always."""
+        return True
+
+    def __len__(self):
+        return self.shape[0]
+
+    # --- what stays lazy -------------------------------------------------------------------
+
+    def _with(self, hidden=None, link=None, dtype=None, limit=None, detach=False):
+        twin = LazyLogits.__new__(LazyLogits)
+        twin._head = self._head
+        twin._hidden = self._hidden if hidden is None else hidden
+        twin._columns = self._columns if limit is None else limit
+        twin._dtype = self._dtype if dtype is None else dtype
+        twin._calls = self._calls
+        twin._autocast = self._autocast
+        twin._chain = self._chain if link is None else (*self._chain, link)
+        twin._limit = self._limit if limit is None else limit
+        twin._detached = self._detached or detach
+        twin._real = None
+        twin._seen = self._seen
+        return twin
+
+    def to(self, *args, **kwargs):
+        """As Tensor.to; a change of dtype stays lazy."""
+        dtype = kwargs.get("dtype", args[0] if args else None)
+        if self._real is None and len(args) + len(kwargs) == 1 and isinstance(dtype, torch.dtype):
+            return self if dtype == self._dtype else self._with(link=("to", dtype), dtype=dtype)
+        return self.materialise().to(*args, **kwargs)
+
+    def float(self):
+        """As Tensor.float."""
+        return self.to(torch.float32)
+
+    def half(self):
+        """As Tensor.half."""
+        return self.to(torch.float16)
+
+    def bfloat16(self):
+        """As Tensor.bfloat16."""
+        return self.to(torch.bfloat16)
+
+    def double(self):
+        """As Tensor.double."""
+        return self.to(torch.float64)
+
+    def type_as(self, other):
+        """As Tensor.type_as."""
+        return self.to(other.dtype) if other.device == self.device else self.to(other)
+
+    def contiguous(self, *_, **__):
+        """Owed logits are contiguous."""
+        return self
+
+    def is_contiguous(self, *_, **__):
+        """Owed logits are contiguous."""
+        return True
+
+    def detach(self):
+        """As Tensor.detach; stays lazy."""
+        return self._with(detach=True) if self._real is None else self._real.detach()
+
+    def tanh(self):
+        """As Tensor.tanh; stays lazy."""
+        return self._with(link=("tanh",)) if self._real is None else self._real.tanh()
+
+    def _scaled(self, name, other):
+        if self._real is None and _is_scalar(other):
+            return self._with(link=(name, other))
+        value = self.materialise()
+        return value * other if name == "mul" else value / other
+
+    def __mul__(self, other):
+        return self._scaled("mul", other)
+
+    def __rmul__(self, other):
+        return self._scaled("mul", other)
+
+    def mul(self, other):
+        """As Tensor.mul; by a number it stays lazy."""
+        return self._scaled("mul", other)
+
+    def __truediv__(self, other):
+        return self._scaled("div", other)
+
+    def __imul__(self, other):
+        return self._scale_in_place("mul", other)
+
+    def __itruediv__(self, other):
+        return self._scale_in_place("div", other)
+
+    def _scale_in_place(self, name, other):
+        if self._real is None and _is_scalar(other):
+            self._chain = (*self._chain, (name, other))
+            return self
+        value = self.materialise()
+        return value.mul_(other) if name == "mul" else value.div_(other)
+
+    def div(self, other, **kwargs):
+        """As Tensor.div; by a number it stays lazy."""
+        if kwargs:
+            return self.materialise().div(other, **kwargs)
+        return self._scaled("div", other)
+
+    def view(self, *shape):
+        """As Tensor.view; where the last axis stays whole it stays lazy."""
+        sizes = tuple(shape[0]) if shape and isinstance(shape[0], tuple | list) else shape
+        if self._real is None and sizes and sizes[-1] == self._columns:
+            return self._with(hidden=self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1]))
+        return self.materialise().view(*shape)
+
+    def reshape(self, *shape):
+        """As Tensor.reshape; where the last axis stays whole it stays lazy."""
+        return self.view(*shape) if self._real is None else self._real.reshape(*shape)
+
+    def flatten(self, start_dim=0, end_dim=-1):
+        """As Tensor.flatten; over leading axes it stays lazy."""
+        if self._real is None and 0 <= start_dim <= end_dim < self.ndim - 1:
+            return self._with(hidden=self._hidden.flatten(start_dim, end_dim))
+        return self.materialise().flatten(start_dim, end_dim)
+
+    def __getitem__(self, key):
+        if self._real is not None:
+            return self._real[key]
+        keys = key if isinstance(key, tuple) else (key,)
+        rows, last = _split_index(keys, self.ndim)
+        if rows is None:
+            return self.materialise()[key]
+        picked = self if rows == () else self._with(hidden=self._hidden[(*rows, slice(None))])
+        if last is None or last == slice(None):
+            return picked
+        limit = _prefix(last, self._columns)
+        if limit is not None:
+            return picked._with(limit=limit)
+        return picked.materialise()[..., last]  # few rows first, then the product
+
+    # --- what computes ---------------------------------------------------------------------
+
+    def materialise(self) -> torch.Tensor:
+        """The logits as a tensor; computed once and kept."""
+        if self._real is not None:
+            return self._real
+        if not torch.compiler.is_compiling():
+            self._check_fresh()
+            if not self._calls.materialised:
+                logger.info("logits are computed because something reads them")
+            self._calls.materialised += 1
+        if torch.is_grad_enabled():
+            value = self._compute()
+        else:  # stock logits carry the graph of the forward pass wherever they are read later
+            with torch.inference_mode(False), torch.enable_grad():
+                value = self._compute()
+        self._real = value.detach() if self._detached else value
+        return self._real
+
+    def _compute(self):
+        value = self._call_head(LogitsRequest())
+        if self._limit is not None:
+            value = value[..., : self._limit]
+        for link in self._chain:
+            value = _replay(value, link)
+        return value
+
+    def _call_head(self, request):
+        if self._autocast is None:
+            return self._head(self._hidden, request)
+        with torch.autocast(self.device.type, dtype=self._autocast):
+            return self._head(self._hidden, request)
+
+    def _check_fresh(self):
+        if self._seen is None:
+            return
+        weight, version = self._seen
+        if self._head.weight is weight and weight._version != version:
+            raise Error(
+                "[lazy_logits] logits must be read before the head's weight changes, got a weight "
+                "changed since the forward pass (read output.logits before optimizer.step())"
+            )
+
+    def cross_entropy(self, target, *, weight=None, ignore_index=-100, reduction="mean",
+                      label_smoothing=0.0, denominator=None):  # fmt: skip
+        """Cross-entropy of these logits without forming them; None when it cannot be done."""
+        folded = None if self._real is not None or self._detached else _fold(self._chain)
+        if folded is None:
+            return None
+        scale, softcap = folded
+        if torch.compiler.is_compiling():
+            self._calls.traced = True
+        else:
+            self._check_fresh()
+            self._calls.fused += 1
+        request = LossRequest(
+            target,
+            dtype=self._autocast,
+            columns=self._limit,
+            class_weight=weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            denominator=denominator,
+            logit_scale=scale,
+            softcap=softcap,
+        )
+        return self._head(self._hidden, request)
+
+    def __setitem__(self, key, value):
+        self.materialise()[key] = value
+
+    def __getattr__(self, name):
+        # Called for names not found; only what tensors have is worth a product.
+        if name.startswith("__") or not hasattr(torch.Tensor, name):
+            raise AttributeError(f"LazyLogits has no attribute {name!r}")
+        return getattr(self.materialise(), name)
+
+    def __repr__(self):
+        if self._real is not None:
+            return repr(self._real)
+        return f"LazyLogits(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+
+    def __deepcopy__(self, memo):
+        import copy
+
+        return copy.deepcopy(self.materialise(), memo)
+
+    def __reduce_ex__(self, protocol):
+        return _identity, (self.materialise().detach(),)
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.cross_entropy:
+            return _functional_cross_entropy(*args, **kwargs)
+        if args and isinstance(args[0], cls) and func in _LAZY_FUNCTIONS:
+            return getattr(args[0], _LAZY_FUNCTIONS[func])(*args[1:], **kwargs)
+        return func(*_real_all(args), **{key: _real(value) for key, value in kwargs.items()})
+
+
+_LAZY_FUNCTIONS = {
+    torch.tanh: "tanh",
+    torch.mul: "mul",
+    torch.div: "div",
+    torch.true_divide: "div",
+    torch.reshape: "reshape",
+    torch.flatten: "flatten",
+}
+
+
+def _forward_to_tensor(name):
+    def method(self, *args):
+        return getattr(self.materialise(), name)(*_real_all(args))
+
+    method.__name__ = name
+    return method
+
+
+_TENSOR_OPERATORS = """
+    add radd sub rsub rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs
+    invert eq ne lt le gt ge and or xor bool float int contains array iter iadd isub format
+"""
+for _name in _TENSOR_OPERATORS.split():
+    setattr(LazyLogits, f"__{_name}__", _forward_to_tensor(f"__{_name}__"))
+LazyLogits.__hash__ = object.__hash__
+
+
+def _identity(value):
+    return value
+
+
+def _real(value):
+    if isinstance(value, LazyLogits):
+        return value.materialise()
+    return _real_all(value) if type(value) in (tuple, list) else value
+
+
+def _real_all(values):
+    return type(values)(_real(value) for value in values)
+
+
+def _is_scalar(value) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0 and value.is_floating_point() and not value.requires_grad
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _replay(value, link):
+    match link:
+        case ("mul", scalar):
+            return value * scalar
+        case ("div", scalar):
+            return value / scalar
+        case ("to", dtype):
+            return value.to(dtype)
+    return value.tanh()
+
+
+def _fold(chain) -> tuple[float, float | None] | None:
+    """(logit_scale, softcap) of a chain cap * tanh(scale * z / cap), or None if it is another.
+
+    Casts are dropped: the loss is computed in fp32 from the start.
+    """
+    before, after, seen_tanh = [1.0, 1.0], [1.0, 1.0], False  # products and divisors
+    for link in chain:
+        if link[0] == "to":
+            continue
+        if link[0] == "tanh":
+            if seen_tanh:
+                return None
+            seen_tanh = True
+            continue
+        scalar = link[1]
+        if isinstance(scalar, torch.Tensor):
+            if scalar.device.type != "cpu":  # reading it would make the host wait
+                return None
+            scalar = scalar.item()
+        side = after if seen_tanh else before
+        side[0 if link[0] == "mul" else 1] *= scalar
+    if not seen_tanh:
+        return before[0] / before[1], None
+    cap = after[0] / after[1]
+    return (before[0] * cap / before[1], cap) if cap > 0 else None
+
+
+def _split_index(keys, ndim):
+    """Index split at the vocabulary axis: (row part, last part); (None, None) where it mixes."""
+    used = sum(_axes(key) for key in keys)
+    dots = [i for i, key in enumerate(keys) if key is Ellipsis]
+    if len(dots) > 1 or used > ndim or any(_axes(key) < 0 for key in keys):
+        return None, None
+    fill = (slice(None),) * (ndim - used)
+    at = dots[0] if dots else len(keys)
+    keys = (*keys[:at], *fill, *keys[at + 1 :])
+    last, rows = keys[-1], keys[:-1]
+    if last is None or _axes(last) != 1:
+        return None, None
+    if not isinstance(last, slice) and not all(isinstance(key, slice | int) for key in rows):
+        return None, None  # indices on both sides broadcast together
+    if all(isinstance(key, slice) and key == slice(None) for key in rows):
+        rows = ()
+    return rows, last
+
+
+def _axes(key) -> int:
+    """Axes that one part of an index takes; -1 where this file does not know."""
+    if key is None or key is Ellipsis:
+        return 0
+    if isinstance(key, bool):
+        return -1
+    if isinstance(key, torch.Tensor):
+        return key.ndim if key.dtype == torch.bool else 1
+    return 1 if isinstance(key, slice | int | list) else -1
+
+
+def _prefix(last, columns) -> int | None:
+    """n of a slice [:n] of the vocabulary, or None."""
+    if not isinstance(last, slice) or last.step not in (None, 1) or last.start not in (None, 0):
+        return None
+    stop = columns if last.stop is None else last.stop
+    return min(stop, columns) if isinstance(stop, int) and stop > 0 else None
+
+
+def _functional_cross_entropy(input, target, weight=None, size_average=None, ignore_index=-100,
+                              reduce=None, reduction="mean", label_smoothing=0.0):  # fmt: skip
+    """torch.nn.functional.cross_entropy on lazy logits."""
+    usual = isinstance(input, LazyLogits) and size_average is None and reduce is None
+    if usual and input.ndim == 2 and not target.is_floating_point():
+        loss = input.cross_entropy(
+            target,
+            weight=weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+        if loss is not None:
+            return loss
+    return F.cross_entropy(_real(input), _real(target), weight, size_average, ignore_index, reduce,
+                           reduction, label_smoothing)  # fmt: skip

@@ -1,0 +1,83 @@
+"""Recognise functions that have no source by their numbers, accepting only equality.
+
+Compiled modules and remote code without files end here. A copy on the CPU with random parameters
+is compared bit for bit, in fp32 and bf16, with every reference of the table.
+"""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from tigon.hf.structures import NORMS, ROTARY, Match
+
+PROBE_EPS = 0.37  # large, so that a norm that ignores its eps attribute is told apart
+
+
+@torch.no_grad()
+def probe_norm(module: nn.Module) -> Match | None:
+    """The norm structure that equals this module's forward, or None."""
+    parameters = dict(module.named_parameters(recurse=False))
+    if len(parameters) > 1 or any(p.ndim != 1 for p in parameters.values()):
+        return None
+    weight = next(iter(parameters), None)
+    names = [name for name, value in vars(module).items() if isinstance(value, float)]
+    for eps in names:
+        for structure in NORMS:
+            if "with_weight" in structure.reference.__code__.co_names:
+                continue
+            needs_weight = "weight" in structure.reference.__code__.co_names
+            if needs_weight == (weight is not None) and _norm_equal(module, structure, weight, eps):
+                roles = {"eps": eps} | ({"weight": weight} if needs_weight else {})
+                return Match(structure, roles)
+    return None
+
+
+def _norm_equal(module, structure, weight, eps) -> bool:
+    size = 24 if weight is None else module._parameters[weight].shape[0]
+    for dtype in (torch.float32, torch.bfloat16):
+        twin = copy.copy(module)
+        twin.__dict__ = {**module.__dict__, eps: PROBE_EPS}
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(5, size, generator=generator).to(dtype)
+        role = SimpleNamespace(eps=PROBE_EPS)
+        if weight is not None:
+            role.weight = torch.randn(size, generator=generator).to(dtype)
+            twin.__dict__["_parameters"] = {weight: nn.Parameter(role.weight)}
+        if not _equal(type(module).forward, (twin, x), structure.reference(role, x)):
+            return False
+    return True
+
+
+@torch.no_grad()
+def probe_rotary(function) -> Match | None:
+    """The rotary structure that equals this function of (q, k, cos, sin), or None."""
+    for structure in ROTARY:
+        columns = 8 if structure.options["partial"] else 16
+        if all(_rotary_equal(function, structure.reference, columns, dtype) for dtype in
+               (torch.float32, torch.bfloat16)):  # fmt: skip
+            return Match(structure, {})
+    return None
+
+
+def _rotary_equal(function, reference, columns, dtype) -> bool:
+    generator = torch.Generator().manual_seed(1)
+    shapes = ((2, 3, 5, 16), (2, 1, 5, 16), (2, 5, columns), (2, 5, columns))
+    arguments = [torch.randn(*shape, generator=generator).to(dtype) for shape in shapes]
+    return _equal(function, arguments, reference(*arguments))
+
+
+def _equal(function, arguments, wanted) -> bool:
+    try:
+        value = function(*arguments)
+    except Exception:  # any failure of foreign code on made-up input: it is not this structure
+        return False
+    values = value if isinstance(value, tuple) else (value,)
+    wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+    return len(values) == len(wanted) and all(
+        isinstance(a, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+        for a, b in zip(values, wanted, strict=True)
+    )

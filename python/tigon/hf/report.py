@@ -1,0 +1,87 @@
+"""What `tigon.apply` did: structured, and readable when printed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tigon.error import Error
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One place in the model: replaced by something, or left for a reason."""
+
+    slot: str  # "norm", "mlp", "rope" or "loss"
+    path: str  # name of the module in the model, or module.function of a rotary function
+    kind: str  # class or function found there
+    by: str | None = None  # what replaced it
+    reason: str | None = None  # why it was left
+
+    @property
+    def replaced(self) -> bool:
+        return self.by is not None
+
+
+@dataclass
+class HeadCalls:
+    """What became of the logits the patched head owed; counted in eager mode."""
+
+    lazy: int = 0  # lazy logits handed out
+    fused: int = 0  # losses computed without logits
+    materialised: int = 0  # logits computed after all
+    traced: bool = False  # torch.compile has traced a fused loss; its calls are not counted
+
+    def __int__(self):
+        return self.fused
+
+
+@dataclass
+class Report:
+    """Result of `tigon.apply`."""
+
+    model: str
+    entries: list[Entry] = field(default_factory=list)
+    head_calls: HeadCalls = field(default_factory=HeadCalls, compare=False)
+
+    @property
+    def replaced(self) -> list[Entry]:
+        """Entries that Tigon runs now."""
+        return [entry for entry in self.entries if entry.replaced]
+
+    @property
+    def left(self) -> list[Entry]:
+        """Entries that stay stock, each with a reason."""
+        return [entry for entry in self.entries if not entry.replaced]
+
+    def count(self, slot: str) -> int:
+        """How many places of a slot were replaced."""
+        return sum(entry.slot == slot for entry in self.replaced)
+
+    def check(self) -> None:
+        """Raise `tigon.Error` if the head was patched and training steps have not used it.
+
+        Call it after the first training step: a patch that patched nothing must not stay silent.
+        """
+        calls = self.head_calls
+        if self.count("loss") and not calls.fused and not calls.traced:
+            raise Error(
+                "[apply] loss must be computed by the patched head in a training step, got "
+                f"{calls.lazy} lazy logits, {calls.materialised} materialised, 0 fused losses"
+            )
+
+    def __str__(self) -> str:
+        lines = [f"tigon.apply({self.model})"]
+        for (slot, kind, by, reason), paths in self._groups().items():
+            where = paths[0] if len(paths) == 1 else f"{len(paths)} x"
+            verdict = f"-> {by}" if by else f"left: {reason}"
+            lines.append(f"  {slot:<5} {where} {kind} {verdict}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _groups(self) -> dict:
+        groups: dict = {}
+        for entry in sorted(self.entries, key=lambda entry: not entry.replaced):
+            key = (entry.slot, entry.kind, entry.by, entry.reason)
+            groups.setdefault(key, []).append(entry.path)
+        return groups
