@@ -69,19 +69,29 @@ struct CrossEntropyTotal {
   Vector total;  // out: f32 [1]
 };
 
+// grad *= factor, rounded once: a kept gradient under an upstream gradient that only the device knows. Memory is not touched
+// when the factor is exactly 1. Used by linear_cross_entropy too.
+struct CrossEntropyRescale {
+  Matrix grad;    // f32 | bf16 | f16, any row stride
+  Vector factor;  // f32 [1]
+};
+
 TIGON_API void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a);
 TIGON_API void cross_entropy_scale(Context& ctx, const CrossEntropyScale& a);
 TIGON_API void cross_entropy_total(Context& ctx, const CrossEntropyTotal& a);
+TIGON_API void cross_entropy_rescale(Context& ctx, const CrossEntropyRescale& a);
 
 namespace cpu {
 void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a);
 void cross_entropy_scale(Context& ctx, const CrossEntropyScale& a);
 void cross_entropy_total(Context& ctx, const CrossEntropyTotal& a);
+void cross_entropy_rescale(Context& ctx, const CrossEntropyRescale& a);
 }  // namespace cpu
 namespace cuda {
 void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a);
 void cross_entropy_scale(Context& ctx, const CrossEntropyScale& a);
 void cross_entropy_total(Context& ctx, const CrossEntropyTotal& a);
+void cross_entropy_rescale(Context& ctx, const CrossEntropyRescale& a);
 }  // namespace cuda
 
 }  // namespace tigon
