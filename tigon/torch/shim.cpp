@@ -8,8 +8,6 @@
 
 namespace tigon::torch_shim {
 
-using torch::headeronly::ScalarType;
-
 namespace {
 
 std::optional<DType> known_dtype(ScalarType t) {
@@ -41,12 +39,13 @@ ScalarType torch_dtype(DType t) {
 
 }  // namespace
 
-DType dtype_of(const char* op, const char* name, const Tensor& t) {
-  auto known = known_dtype(t.scalar_type());
+DType dtype_of(const char* op, const char* name, ScalarType t) {
+  auto known = known_dtype(t);
   TIGON_CHECK(op, known.has_value(), name, " must be a float32, bfloat16, float16 or integer tensor, got ScalarType ",
-              int(t.scalar_type()));
+              int(t));
   return *known;
 }
+DType dtype_of(const char* op, const char* name, const Tensor& t) { return dtype_of(op, name, t.scalar_type()); }
 
 Device device_of(const char* op, const Tensor& t) {
   TIGON_CHECK(op, t.is_cuda() || t.is_cpu(), "tensors must be on cpu or cuda, got another device");
@@ -94,6 +93,11 @@ Vector vector_of(const char* op, const char* name, Tensor& t) {
 
 Vector vector_of(const char* op, const char* name, OptionalTensor& t) {
   return t.has_value() ? vector_of(op, name, *t) : Vector{};
+}
+
+Vector scalar_of(const char* op, const char* name, const Tensor& t) {
+  TIGON_CHECK(op, t.numel() == 1, name, " must have one element, got ", t.numel());
+  return {.data = t.data_ptr(), .dtype = dtype_of(op, name, t), .size = 1};
 }
 
 Tensor empty(const Tensor& like, const int64_t* sizes, int64_t dims, DType dtype) {

@@ -19,6 +19,8 @@ namespace tigon::torch_shim {
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
+using torch::headeronly::ScalarType;
+DType dtype_of(const char* op, const char* name, ScalarType t);
 DType dtype_of(const char* op, const char* name, const Tensor& t);
 Device device_of(const char* op, const Tensor& t);
 bool is_kernel_dtype(const Tensor& t);
@@ -32,6 +34,8 @@ Matrix rows_of(const char* op, const char* name, Tensor& t);
 // 1-D dense vector; a strided one is replaced by a copy first.
 Vector vector_of(const char* op, const char* name, Tensor& t);
 Vector vector_of(const char* op, const char* name, OptionalTensor& t);
+// One element, any number of dimensions.
+Vector scalar_of(const char* op, const char* name, const Tensor& t);
 
 // Uninitialised result on the device of `like`.
 Tensor empty(const Tensor& like, const int64_t* sizes, int64_t dims, DType dtype);

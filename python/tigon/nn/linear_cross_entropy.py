@@ -1,0 +1,58 @@
+"""The fused loss head as a module."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tigon.ops.linear_cross_entropy import linear_cross_entropy
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """:func:`tigon.linear_cross_entropy` with its options fixed; the head's weight stays with the model.
+
+    Args: as :func:`tigon.linear_cross_entropy`.
+
+    Shape: hidden ``[..., H]``, weight ``[V, H]``, target ``[...]`` -> scalar, or ``[...]`` with ``reduction="none"``.
+    """
+
+    def __init__(
+        self,
+        *,
+        ignore_index: int = -100,
+        class_weight: torch.Tensor | None = None,
+        label_smoothing: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        z_loss: float = 0.0,
+        reduction: str = "mean",
+        shift: bool = False,
+        chunk_rows: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("class_weight", class_weight)
+        self.options = {
+            "ignore_index": ignore_index,
+            "label_smoothing": label_smoothing,
+            "softcap": softcap,
+            "logit_scale": logit_scale,
+            "z_loss": z_loss,
+            "reduction": reduction,
+            "shift": shift,
+            "chunk_rows": chunk_rows,
+        }
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        denominator: float | torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return linear_cross_entropy(
+            hidden, weight, target, bias=bias, class_weight=self.class_weight, denominator=denominator, **self.options
+        )
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{k}={v!r}" for k, v in self.options.items())

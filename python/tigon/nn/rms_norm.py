@@ -1,0 +1,49 @@
+"""RMSNorm as a module."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tigon.ops.rms_norm import rms_norm
+
+
+class RMSNorm(nn.Module):
+    """:func:`tigon.rms_norm` with a learned weight.
+
+    Args:
+        hidden_size: size C of the last dimension.
+        eps: added to the mean square.
+        offset: added to the weight (Gemma: 1; the weight then starts at 0, else at 1).
+        rounding: ``"llama"``, ``"gemma"`` or ``"none"``, see :func:`tigon.rms_norm`.
+        elementwise_affine: ``False`` for no weight.
+
+    Shape: ``[..., C] -> [..., C]``.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        *,
+        offset: float = 0.0,
+        rounding: str = "llama",
+        elementwise_affine: bool = True,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.eps, self.offset, self.rounding = hidden_size, eps, offset, rounding
+        if elementwise_affine:
+            self.weight = nn.Parameter(torch.full((hidden_size,), 1.0 - offset, device=device, dtype=dtype))
+        else:
+            self.register_parameter("weight", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps, offset=self.offset, rounding=self.rounding)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.hidden_size}, eps={self.eps}, offset={self.offset}, rounding={self.rounding!r}, "
+            f"elementwise_affine={self.weight is not None}"
+        )
