@@ -1,0 +1,49 @@
+# Every target makes what it needs: .venv, pinned dependencies, the native library. See tools/bootstrap.sh.
+#   PYTHON=python3.12        interpreter of .venv            TIGON_CUDA=OFF        CPU only, even with nvcc
+#   ARGS="--steps 50"        options of train, test, bench   TIGON_CUDA_ARCHS=...  GPU architectures, e.g. 80-real
+#   JOBS=4                   parallel compilers
+PYTHON_FILES = python tests bench examples tools
+CPP_FILES = $(shell git ls-files --cached --others --exclude-standard \
+                '*.h' '*.cpp' '*.cu' '*.cuh' '*.inc' | while read -r f; do [ -f "$$f" ] && echo "$$f"; done)
+
+.PHONY: help train test build format lint bench clean
+
+help:
+	@echo 'make train   train a small Llama on real text, stock and with Tigon, side by side   (ARGS="--steps 50")'
+	@echo 'make test    C++ tests and Python tests                                             (ARGS="-k rms_norm")'
+	@echo 'make build   .venv and the native library: .venv/bin/python -c "import tigon"'
+	@echo 'make bench   time the ops against their peers                                       (ARGS="--ops rms_norm")'
+	@echo 'make lint    ruff, clang-format check, layout check        make format   rewrite files in the agreed format'
+	@echo 'make clean   remove build products; .venv stays'
+
+train:
+	@tools/bootstrap.sh train
+	.venv/bin/python examples/train.py $(ARGS)
+
+build:
+	@tools/bootstrap.sh train
+
+test:
+	@tools/bootstrap.sh dev
+	.venv/bin/ctest --test-dir build --output-on-failure
+	.venv/bin/python -m pytest $(ARGS)
+
+bench:
+	@tools/bootstrap.sh train
+	.venv/bin/python bench/run.py $(ARGS)
+
+lint: .venv/.stamp-dev
+	.venv/bin/ruff check $(PYTHON_FILES)
+	.venv/bin/python tools/check_tree.py
+	@.venv/bin/clang-format --dry-run -Werror $(CPP_FILES)
+	.venv/bin/ruff format --check $(PYTHON_FILES)
+
+format: .venv/.stamp-dev
+	@.venv/bin/clang-format -i $(CPP_FILES)
+	.venv/bin/ruff format $(PYTHON_FILES)
+
+.venv/.stamp-dev: requirements.txt requirements-dev.txt
+	@tools/bootstrap.sh dev
+
+clean:
+	rm -rf build dist out python/tigon/lib

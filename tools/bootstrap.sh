@@ -1,0 +1,144 @@
+#!/usr/bin/env bash
+# Makes .venv, installs pinned dependencies, builds. Usage: tools/bootstrap.sh train|dev
+#   train: what examples/train.py needs      dev: that, and the tests, their tools and the C++ tests
+# Quick when nothing changed: every step leaves a stamp that names what it was made from.
+# Environment: PYTHON (interpreter), JOBS (parallel compilers), TIGON_CUDA=AUTO|ON|OFF, TIGON_CUDA_ARCHS (e.g. 80-real)
+set -euo pipefail
+
+mode=${1:?usage: tools/bootstrap.sh train|dev}
+root=$(cd "$(dirname "$0")/.." && pwd)
+cd "$root"
+PATH=${PATH//"$root/.venv/bin:"/}  # an activated .venv is not the user's Python
+unset VIRTUAL_ENV PYTHONHOME
+readonly torch_pin=torch==2.13.0
+
+say() { printf '[tigon] %s\n' "$*"; }
+fail() { printf '[tigon] %s\n' "$*" >&2; exit 1; }
+
+# --- System tools: through apt when root, else one line says what is missing. -------------------------------------------
+need() {  # need PACKAGE TEST...: remembers the package when the test fails
+  local package=$1
+  shift
+  "$@" >/dev/null 2>&1 || missing+=("$package")
+}
+
+system_tools() {
+  local missing=()
+  need g++ sh -c 'command -v "${CXX:-c++}"'
+  find_python || missing+=(python3)
+  local versioned
+  versioned=$("${python:-python3}" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])' 2>/dev/null) || versioned=python3-venv
+  need "$versioned" "${python:-python3}" -c 'import ensurepip, venv'
+  if [[ $mode == dev ]]; then
+    # doctest: one header, no library, in Debian and Ubuntu as doctest-dev; PyPI has no maintained package of it or Catch2.
+    need doctest-dev sh -c 'echo "#include <doctest/doctest.h>" | "${CXX:-c++}" -std=c++20 -fsyntax-only -x c++ -'
+    need make sh -c 'command -v make'
+  fi
+  [[ ${#missing[@]} == 0 ]] && return
+  if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
+    say "installing system packages: ${missing[*]}"
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get update -qq >/dev/null && apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null </dev/null ||
+      fail "apt-get could not install: ${missing[*]}"
+    find_python || fail "Python >= 3.10 is needed; set PYTHON=/path/to/python3"
+  else
+    fail "missing: ${missing[*]}. Install with: sudo apt-get install ${missing[*]}"
+  fi
+}
+
+find_python() {
+  for python in ${PYTHON:-python3 python3.13 python3.12 python3.11 python3.10}; do
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && return
+  done
+  python=
+  [[ -z ${PYTHON:-} ]] || fail "PYTHON=$PYTHON must be Python >= 3.10"
+  return 1
+}
+
+# --- Python packages. ---------------------------------------------------------------------------------------------------
+# done_with STAMP KEY: true when the step was last done with the same key
+done_with() { [[ -f .venv/$1 && $(<".venv/$1") == "$2" ]]; }
+
+# Directory of the user's own torch >= 2.10, or nothing.
+users_torch() {
+  "$python" - <<'P' 2>/dev/null || true
+import importlib.metadata, importlib.util, pathlib
+version = importlib.metadata.version("torch")
+spec = importlib.util.find_spec("torch")
+if spec and tuple(int(part) for part in version.split(".")[:2]) >= (2, 10):
+    print(pathlib.Path(spec.origin).parent.parent)
+P
+}
+
+pip() { .venv/bin/python -m pip --disable-pip-version-check --no-input -qq "$@" </dev/null; }
+
+virtual_environment() {
+  local key torch_home packages
+  key=$("$python" -c 'import sys; print(sys.executable, sys.version.split()[0])')
+  done_with .stamp-python "$key" && return
+  torch_home=$(users_torch)
+  rm -rf .venv
+  if [[ -n $torch_home ]]; then
+    say "making .venv ($key), with the torch of that Python"
+    "$python" -m venv --system-site-packages .venv
+  else
+    say "making .venv ($key)"
+    "$python" -m venv .venv
+  fi
+  packages=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  # A torch inside another virtual environment is not among the system's packages: its directory is named to Python.
+  if [[ -n $torch_home ]] && ! .venv/bin/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'; then
+    echo "$torch_home" >"$packages/users_torch.pth"
+  fi
+  echo "$root/python" >"$packages/tigon_development.pth"
+  if [[ -z $torch_home ]]; then
+    say "installing $torch_pin (a large download the first time)"
+    pip install "$torch_pin"
+  fi
+  echo "$key" >.venv/.stamp-python
+}
+
+python_packages() {
+  local files=(requirements.txt) key
+  [[ $mode == dev ]] && files+=(requirements-dev.txt)
+  key=$(cat "${files[@]}" .venv/.stamp-python | sha256sum)
+  done_with .stamp-dev "$key" || done_with ".stamp-$mode" "$key" && return
+  say "installing the packages of ${files[*]: -1}"
+  pip install -r "${files[*]: -1}"
+  echo "$key" >".venv/.stamp-$mode"
+}
+
+# --- The native library. ------------------------------------------------------------------------------------------------
+# The architecture of this machine's GPU; Hopper where there is none to ask.
+cuda_archs() {
+  local capability
+  capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d '. ') || true
+  case $capability in
+    90 | 100 | 103) echo "${capability}a-real" ;;
+    [1-9][0-9]*) echo "$capability-real" ;;
+    *) echo 90a-real ;;
+  esac
+}
+
+build() {
+  local options=(-DCMAKE_MAKE_PROGRAM="$root/.venv/bin/ninja" -DPython_EXECUTABLE="$root/.venv/bin/python"
+    -DTIGON_CUDA="${TIGON_CUDA:-AUTO}" -DTIGON_CUDA_ARCHS="${TIGON_CUDA_ARCHS:-$(cuda_archs)}") targets=(tigon_torch)
+  local key="${options[*]} $(<.venv/.stamp-python)" log=build/configure.log
+  if [[ $mode == dev ]]; then
+    options+=(-DTIGON_TESTS=ON) targets=(all) key+=" with tests"  # a build with tests serves `make train` too
+  fi
+  # A build made for another Python or with other options is configured again; objects are kept where they still fit.
+  if [[ ! -f build/build.ninja || ! -f build/.stamp || $(<build/.stamp) != "$key"* ]]; then
+    mkdir -p build
+    rm -f build/CMakeCache.txt build/.stamp
+    .venv/bin/cmake -G Ninja -S . -B build "${options[@]}" >"$log" 2>&1 || { cat "$log" >&2; fail "configuring failed"; }
+    echo "$key" >build/.stamp
+    sed -n 's/^-- Tigon: /[tigon] building for /p' "$log"
+  fi
+  (cd build && NINJA_STATUS='[%f/%t] ' "$root/.venv/bin/ninja" -j "${JOBS:-$(nproc)}" "${targets[@]}")
+}
+
+system_tools
+virtual_environment
+python_packages
+build
