@@ -157,6 +157,7 @@ def train(plan: dict, provider: str) -> dict:
     """Run the plan; returns what train.py shows and plots."""
     import torch
     from tqdm import tqdm
+
     from train_data import batches
 
     device, steps = plan["device"], plan["steps"]
@@ -225,8 +226,9 @@ def probe(model, ids) -> float:
 def verify(plan: dict) -> dict:
     """Load the checkpoint with stock transformers, without tigon, and compute the probe."""
     import torch
-    from train_data import batches
     from transformers import AutoModelForCausalLM
+
+    from train_data import batches
 
     *_, rows = batches(plan["tokens_file"], plan["batch"], plan["seq"], plan["steps"], plan["seed"])
     model = AutoModelForCausalLM.from_pretrained(

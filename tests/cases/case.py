@@ -12,8 +12,9 @@ A case module (`rms_norm.py` beside this file is the model) defines
 * `PEERS`: provider name -> factory(case, inputs) -> callable or None; a factory imports its peer
   lazily, an ImportError means "not installed", None means "does not support this case".
 
-Tags: `test` correctness, `grad` its gradients too, `small` tests that repeat or trace the op too, `bench` a GPU benchmark, `bench_cpu` a CPU one,
-`smoke` a benchmark of milliseconds, `large` needs much memory.
+Tags: `test` correctness, `grad` its gradients too, `small` tests that repeat or trace the op too,
+`bench` a GPU benchmark, `bench_cpu` a CPU one, `smoke` a benchmark of milliseconds, `large` needs
+much memory.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def flops_bwd(case: Case) -> int:
 def _liger(case, inputs):
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
-    return lambda gate, up: LigerSiLUMulFunction.apply(gate, up)
+    return LigerSiLUMulFunction.apply
 
 
 PEERS = {"liger": _liger}

@@ -24,6 +24,7 @@ import math
 import types
 
 import torch
+
 from cases.case import Case, Inputs
 from conftest import poisoned
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from cases import rms_norm, swiglu
 from checks import check_case
 from conftest import poisoned

@@ -1,0 +1,293 @@
+"""Measure the ops side by side: eager, torch.compile, Tigon and the peers that are installed.
+
+    python bench/run.py --device cpu --providers eager,tigon
+    python bench/run.py --ops rms_norm,swiglu --providers eager,compile,tigon,liger,quack,aten
+
+All providers of a case run in this process on the same data, beside the limit of the same run: a
+large copy for memory-bound ops, the bare products for the loss head. The cases are those of
+tests/cases tagged `bench` (GPU), `bench_cpu` or `smoke`. Prints tables and writes JSON lines.
+docs/benchmarks.md explains the method.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "python"))
+sys.path.insert(0, str(ROOT / "tests"))
+
+import timing
+from cases import modules
+from cases.case import Case, select
+from providers import Runner, Unavailable, difference, find
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Peers are compared once with Tigon, only to see that they computed the same thing at all.
+LOOSE = {torch.float32: 1e-2, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    cuda = torch.cuda.is_available()
+    add("--ops", default=",".join(modules()))
+    add("--providers", default="eager,tigon", help="eager, compile, tigon, or a peer (or: all)")
+    add("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
+    add("--dtypes", default="bf16" if cuda else "fp32,bf16", help="of fp32, bf16, fp16")
+    add("--cases", default="bench", help="bench, smoke, or names of cases")
+    add("--passes", default="fwd,bwd,step")
+    add("--threads", type=int, default=0, help="CPU threads (torch's choice)")
+    add("--out", type=Path, help="JSON lines (bench/results/<device>/<commit>.jsonl)")
+    args = parser.parse_args(arguments)
+    if args.device == "cuda" and not cuda:
+        raise SystemExit(f"--device cuda: torch {torch.__version__} sees no CUDA device")
+    for name, known in (("ops", modules()), ("dtypes", DTYPES), ("passes", ("fwd", "bwd", "step"))):
+        given = getattr(args, name).split(",")
+        if set(given) - set(known):
+            raise SystemExit(f"--{name} {getattr(args, name)}: of {', '.join(known)}")
+        setattr(args, name, given)
+    return args
+
+
+def commit() -> str:
+    """The commit measured: from TIGON_COMMIT where the tree came without its history."""
+    if os.environ.get("TIGON_COMMIT"):
+        return os.environ["TIGON_COMMIT"]
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        return subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def device_name(device: torch.device) -> str:
+    """The card, or the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name()
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+        name = re.search(r"model name\s*:\s*(.+)", text)
+        return f"{name.group(1) if name else 'CPU'}, {torch.get_num_threads()} threads"
+    except OSError:
+        return f"CPU, {torch.get_num_threads()} threads"
+
+
+class Bench:
+    """One run: its settings, its limits, the file it writes."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args = args
+        self.device = torch.device(args.device)
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        self.common = {
+            "gpu": device_name(self.device),
+            "torch": torch.__version__,
+            "commit": commit(),
+        }
+        folder = re.sub(r"[^a-z0-9]+", "-", self.common["gpu"].lower()).strip("-")
+        results = ROOT / "bench" / "results"
+        self.path = args.out or results / folder / f"{self.common['commit']}.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text("")
+        self.copy = timing.copy_gbps(self.device)
+        print(f"{self.common['gpu']}, torch {torch.__version__}, commit {self.common['commit']}; "
+              f"copy {self.copy:.0f} GB/s")  # fmt: skip
+
+    def write(self, record: dict) -> None:
+        """One line, at once: a crash later loses nothing."""
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def names(self, module) -> list[str]:
+        """Providers asked for that can exist for this op."""
+        names = self.args.providers.split(",")
+        if names == ["all"]:
+            names = ["eager", "compile", "tigon", *module.PEERS]
+        extra = [f"{name}_{form}" for name in names for form in ("inplace", "fp32", "scaled")]
+        names += [name for name in extra if name in module.PEERS]
+        return [n for n in names if n in ("eager", "compile", "tigon") or n in module.PEERS]
+
+    def cases(self, module) -> list[Case]:
+        """Cases asked for, by tag or by name."""
+        wanted = self.args.cases
+        if wanted == "bench":
+            return select(module.CASES, "bench" if self.device.type == "cuda" else "bench_cpu")
+        if wanted == "smoke":
+            return select(module.CASES, "smoke")
+        return [case for case in module.CASES if case.name in wanted.split(",")]
+
+    def passes(self, module) -> list[str]:
+        """Passes asked for; a loss has no backward of its own."""
+        return [p for p in self.args.passes if p != "bwd" or not getattr(module, "LOSS", False)]
+
+    def limits(self, module, case: Case, inputs, dtype) -> dict[str, dict]:
+        """Least bytes, operations and milliseconds of every pass."""
+        moved = {"fwd": module.bytes_fwd(case, dtype), "bwd": module.bytes_bwd(case, dtype)}
+        both = getattr(module, "bytes_step", lambda *_: sum(moved.values()))
+        moved["step"] = both(case, dtype)
+        flops = {"fwd": module.flops_fwd(case), "bwd": module.flops_bwd(case)}
+        flops["step"] = flops["fwd"] + flops["bwd"]
+        limits = {}
+        for name in self.passes(module):
+            ms = moved[name] / self.copy / 1e6
+            if hasattr(module, "gemms"):
+                ms = sum(
+                    self.time_alone(product) for product in module.gemms(inputs, name != "fwd")
+                )
+            limits[name] = {"bytes": moved[name], "flops": flops[name], "limit_ms": ms}
+        return limits
+
+    def time_alone(self, call) -> float:
+        """Milliseconds of a bare call."""
+        if self.device.type == "cuda":
+            return timing.cuda_ms(lambda _: call())
+        return timing.cpu_ms({"": lambda _: call()})[""]
+
+    def open(self, module, case: Case, inputs, names: list[str], base: dict) -> dict:
+        """Runners of the providers that work on this case; the rest is recorded with a reason."""
+        dtype = DTYPES[base["dtype"]]
+        runners, reference = {}, None
+        order = sorted(names, key=lambda name: name != "tigon")  # Tigon first: the others' measure
+        for name in order:
+            try:
+                runner = Runner(find(module, name, case, inputs), inputs, self.device)
+                results = runner.everything()
+                if reference is None:
+                    reference = results
+                error = difference(results, reference)
+                if not error <= LOOSE[dtype]:
+                    raise ArithmeticError(f"result differs from {next(iter(runners))}: {error:.1e}")
+                runners[name] = runner
+            except Exception as error:
+                self.fail(base | {"provider": name}, error)
+        return {name: runners[name] for name in names if name in runners}
+
+    def fail(self, record: dict, error: Exception) -> None:
+        """Whatever a provider raises is its result: shown and recorded, not hidden."""
+        reason = (
+            str(error) if isinstance(error, Unavailable) else f"{type(error).__name__}: {error}"
+        )
+        reason = (reason.splitlines() or [""])[0][:200]
+        print(f"  {record['case']} {record['dtype']} {record['provider']}: {reason}", flush=True)
+        self.write({"pass": "all"} | record | {"error": reason})
+
+    def times(self, runners: dict[str, Runner], method: str, base: dict) -> dict[str, float]:
+        """Milliseconds of one pass, by provider."""
+        calls = {name: getattr(runner, method) for name, runner in runners.items()}
+        if self.device.type == "cpu":
+            return timing.cpu_ms(calls)
+        times = {}
+        for name, call in calls.items():
+            try:
+                times[name] = timing.cuda_ms(call)
+            except Exception as error:
+                self.fail(base | {"provider": name}, error)
+        return times
+
+    def host(self, module, names: list[str], dtype) -> dict[tuple[str, str], float]:
+        """Host microseconds of every provider and pass, on the op's smallest bench case."""
+        costs = {}
+        for case in select(module.CASES, "smoke")[:1]:
+            inputs = module.make(case, self.device, dtype, 0)
+            for name in names:
+                try:
+                    runner = Runner(find(module, name, case, inputs), inputs, self.device)
+                    for kind in self.passes(module):
+                        call = getattr(runner, METHODS[kind])
+                        costs[name, kind] = timing.host_us(call, self.device)
+                except Exception:  # the timed cases record the reason
+                    continue
+        return costs
+
+    def op(self, module) -> list[dict]:
+        """All records of one op."""
+        records = []
+        for dtype_name in self.args.dtypes:
+            dtype, names = DTYPES[dtype_name], self.names(module)
+            host = self.host(module, names, dtype)
+            for case in self.cases(module):
+                base = {"op": module.NAME, "case": case.name, "dtype": dtype_name} | self.common
+                inputs = module.make(case, self.device, dtype, 0)
+                limits = self.limits(module, case, inputs, dtype)
+                runners = self.open(module, case, inputs, names, base)
+                for kind, limit in limits.items():
+                    loss = kind == "fwd" and getattr(module, "LOSS", False)
+                    method = "inference" if loss else METHODS[kind]
+                    times = self.times(runners, method, base | {"pass": kind})
+                    for name, ms in times.items():
+                        peak = timing.peak_mb(getattr(runners[name], method), self.device)
+                        record = base | {"pass": kind, "provider": name}
+                        record |= figures(ms, limit) | {"peak_mb": peak}
+                        record["host_us"] = host.get((name, kind))
+                        self.write(record)
+                        records.append(record)
+        return records
+
+
+METHODS = {"fwd": "forward", "bwd": "backward", "step": "step"}
+
+
+def figures(ms: float, limit: dict) -> dict:
+    """Times into rates."""
+    return {
+        "ms": ms,
+        "bytes": limit["bytes"],
+        "gbps": limit["bytes"] / ms / 1e6,
+        "tflops": limit["flops"] / ms / 1e9,
+        "limit_ms": limit["limit_ms"],
+        "of_limit": limit["limit_ms"] / ms,
+    }
+
+
+def show(records: list[dict]) -> None:
+    """A table of one op: a line for each case and pass, a column for each provider."""
+    if not records:
+        return
+    providers = list(dict.fromkeys(r["provider"] for r in records))
+    lines: dict[tuple, dict[str, str]] = {}
+    for r in records:
+        key = (r["case"], r["dtype"], r["pass"], f"{r['limit_ms']:.3f}")
+        peak = "-" if r["peak_mb"] is None else f"{r['peak_mb']:.0f}"
+        host = "-" if r["host_us"] is None or math.isnan(r["host_us"]) else f"{r['host_us']:.0f}"
+        cell = f"{r['ms']:.3f} {r['of_limit']:4.0%} {peak} {host}"
+        lines.setdefault(key, {})[r["provider"]] = cell
+    head = ("case", "dtype", "pass", "limit ms", *providers)
+    rows = [head] + [(*key, *(v.get(p, "-") for p in providers)) for key, v in lines.items()]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    print(f"\n{records[0]['op']}: milliseconds, percent of the limit, peak MB, host us")
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row[:3], widths[:3], strict=True)]
+        cells += [cell.rjust(width) for cell, width in zip(row[3:], widths[3:], strict=True)]
+        print("  ".join(cells).rstrip())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, show, write."""
+    args = parse(arguments)
+    start = time.perf_counter()
+    bench = Bench(args)
+    for name in args.ops:
+        show(bench.op(modules()[name]))
+        if bench.device.type == "cuda":
+            torch.cuda.empty_cache()
+    print(f"\n{bench.path} ({time.perf_counter() - start:.0f} s)")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
