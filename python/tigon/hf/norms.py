@@ -9,11 +9,14 @@ from torch import nn
 from tigon.hf.canonical import NoSource, Unrecognised, canonical_forward
 from tigon.hf.forward import blocked, plain, stock
 from tigon.hf.probe import probe_norm
-from tigon.hf.structures import NORMS, Match, match
+from tigon.hf.structures import NORMS, Match, Structure, match
 from tigon.ops.rms_norm import rms_norm
 
-# torch.nn.RMSNorm calls one torch function: fp32 inside, rounded once at the end.
-TORCH_NORM = Match(NORMS[1], {"weight": "weight", "eps": "eps"})
+# torch.nn.RMSNorm calls one torch function: fp32 inside, rounded once, result promoted.
+TORCH_NORM = Match(
+    Structure("torch", nn.RMSNorm.forward, {"rounding": "none", "offset": 0.0}),
+    {"weight": "weight", "eps": "eps"},
+)
 
 
 @dataclass(frozen=True)

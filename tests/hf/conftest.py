@@ -1,0 +1,32 @@
+"""Fixtures of the Hugging Face tests: no patch survives a test."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("tigon.hf")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def no_patch_survives():
+    """Rotary globals are shared by all models of a package: give every test stock ones."""
+    yield
+    rope = importlib.import_module("tigon.hf.rope")
+    for key, entry in list(rope._rebound.items()):
+        for finalizer in entry.owners.values():
+            finalizer.detach()
+        setattr(sys.modules[key[0]], key[1], entry.original)
+    rope._rebound.clear()

@@ -1,0 +1,63 @@
+"""Every family: what is replaced, and loss and all gradients against stock and fp64."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tiny import FAMILIES, assert_step_as_good, batch, double, make, step
+
+from tigon.hf import apply, undo
+
+# norm, mlp, rope, loss: how many places of a two-layer model are replaced
+REPLACED = {
+    "llama": (5, 2, 1, 1),
+    "llama_bias_tied": (5, 2, 1, 1),
+    "mistral": (5, 2, 1, 1),
+    "qwen2": (5, 2, 1, 1),
+    "qwen3": (9, 2, 1, 1),  # with the norms of q and k
+    "gemma": (5, 0, 1, 1),  # GELU
+    "gemma2": (9, 0, 1, 1),
+    "phi3": (5, 2, 1, 1),
+    "granite": (5, 2, 1, 1),
+    "olmo2": (9, 2, 1, 1),
+    "mixtral": (5, 0, 1, 1),  # experts
+}
+LEFT = {"gemma": ("activation", 2), "gemma2": ("activation", 2), "mixtral": ("experts", 2)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_replaced_and_what_is_left(family):
+    report = apply(make(family))
+    slots = ("norm", "mlp", "rope", "loss")
+    assert tuple(report.count(slot) for slot in slots) == REPLACED[family]
+    word, count = LEFT.get(family, ("", 0))
+    assert len(report.left) == count, str(report)
+    assert all(word in entry.reason for entry in report.left)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_step_is_as_good_as_stock(family, device):
+    stock = make(family, device=device)
+    inputs = batch(device)
+    wanted, exact = step(stock, inputs), step(double(stock), inputs)
+    patched = copy.deepcopy(stock)
+    report = apply(patched)
+    got = step(patched, inputs)
+    assert report.head_calls.fused == 1
+    assert report.head_calls.materialised == 0
+    assert_step_as_good(got, wanted, exact)
+    undo(patched)
+    again = step(patched, inputs)
+    assert torch.equal(again[0], wanted[0])
+    assert all(torch.equal(again[1][name], grad) for name, grad in wanted[1].items())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "olmo2"])
+def test_bf16_step_is_as_good_as_stock(family, device):
+    stock = make(family, device=device, dtype=torch.bfloat16)
+    inputs = batch(device)
+    wanted, exact = step(stock, inputs), step(double(stock), inputs)
+    apply(stock)
+    assert_step_as_good(step(stock, inputs), wanted, exact, ulp=2.0**-8)

@@ -1,0 +1,208 @@
+"""The loss head: every way Hugging Face and users call the loss."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import VOCABULARY, batch, close, make, step
+
+from tigon.hf import LazyLogits, apply
+
+CALLS = {
+    "num_items_tensor": lambda device: {"num_items_in_batch": torch.tensor(37.0, device=device)},
+    "num_items_int": lambda _: {"num_items_in_batch": 37},
+    "num_items_on_cpu": lambda _: {"num_items_in_batch": torch.tensor(37)},
+    "shift_labels": lambda device: {"shift_labels": batch(device, seed=5)["labels"]},
+    "logits_to_keep": lambda device: {"logits_to_keep": 4,
+                                      "labels": batch(device)["labels"][:, -4:]},
+    "logits_to_keep_positions": lambda device: {
+        "logits_to_keep": torch.tensor([1, 3, 4], device=device),
+        "labels": batch(device)["labels"][:, [1, 3, 4]],
+    },
+    "ignore_index": lambda _: {"ignore_index": 5},
+    "extra_keywords": lambda _: {"skip_logits": None},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_loss_call(call, device):
+    stock = make(device=device)
+    inputs = {**batch(device, masked=0.25 if call != "ignore_index" else 0.0),
+              **CALLS[call](device)}  # fmt: skip
+    wanted = step(stock, inputs)
+    report = apply(stock)
+    got = step(stock, inputs)
+    close(got[0], wanted[0])
+    for name, grad in wanted[1].items():
+        close(got[1][name], grad, ulps=256)
+    assert report.head_calls.fused == 1 and report.head_calls.materialised == 0
+
+
+def test_mask_that_counts_differ_per_sample(device):
+    """logits_to_keep as a boolean mask flattens the rows; the labels are shifted by the caller."""
+    stock = make(device=device)
+    inputs = batch(device)
+    keep = torch.rand(inputs["input_ids"].shape, device=device) < 0.5
+    call = {**inputs, "logits_to_keep": keep, "shift_labels": inputs["labels"][keep]}
+    try:
+        wanted = step(stock, call)
+    except (IndexError, RuntimeError, ValueError):
+        pytest.skip("this transformers has no boolean logits_to_keep")
+    apply(stock)
+    close(step(stock, call)[0], wanted[0])
+
+
+def test_all_labels_masked(device):
+    model = make(device=device)
+    inputs = batch(device, masked=1.1)
+    apply(model)
+    assert model(**inputs).loss.isnan()
+    assert model(**inputs, num_items_in_batch=3).loss == 0
+
+
+def test_return_dict_false(device):
+    stock = make(device=device)
+    inputs = batch(device)
+    wanted = stock(**inputs, return_dict=False)
+    apply(stock)
+    got = stock(**inputs, return_dict=False)
+    assert len(got) == len(wanted) and isinstance(got[1], LazyLogits)
+    close(got[0], wanted[0])
+    close(got[1].materialise(), wanted[1])
+
+
+def test_head_with_bias(device):
+    stock = make(device=device)
+    stock.lm_head = torch.nn.Linear(32, VOCABULARY, bias=True, device=device)
+    inputs = batch(device)
+    wanted = step(stock, inputs)
+    apply(stock)
+    got = step(stock, inputs)
+    close(got[0], wanted[0])
+    close(got[1]["lm_head.bias"], wanted[1]["lm_head.bias"], ulps=256)
+
+
+@pytest.mark.parametrize("frozen", ["head", "trunk", "all but norms"])
+def test_frozen_parts(frozen, device):
+    stock = make(device=device)
+    for name, parameter in stock.named_parameters():
+        in_head = name.startswith("lm_head")
+        keep = {"head": not in_head, "trunk": in_head, "all but norms": "norm" in name}[frozen]
+        parameter.requires_grad_(keep)
+    inputs = batch(device)
+    wanted = step(stock, inputs)
+    apply(stock)
+    got = step(stock, inputs)
+    assert got[1].keys() == wanted[1].keys()
+    for name, grad in wanted[1].items():
+        close(got[1][name], grad, ulps=256)
+
+
+def test_tied_weights_get_one_gradient(device):
+    stock = make("llama_bias_tied", device=device)
+    assert stock.lm_head.weight is stock.model.embed_tokens.weight
+    inputs = batch(device)
+    wanted = step(stock, inputs)
+    apply(stock)
+    assert stock.lm_head.weight is stock.model.embed_tokens.weight
+    got = step(stock, inputs)
+    close(got[1]["model.embed_tokens.weight"], wanted[1]["model.embed_tokens.weight"], ulps=256)
+
+
+def test_custom_loss_function_is_kept_and_still_caught(device):
+    stock = make(device=device)
+
+    def loss_function(logits, labels, vocab_size, **_):
+        return 2 * F.cross_entropy(logits[:, :-1].float().reshape(-1, vocab_size),
+                                   labels[:, 1:].reshape(-1))  # fmt: skip
+
+    stock.loss_function = loss_function
+    inputs = batch(device)
+    wanted = step(stock, inputs)
+    report = apply(stock)
+    assert stock.loss_function is loss_function
+    close(step(stock, inputs)[0], wanted[0])
+    assert report.head_calls.fused == 1 and report.head_calls.materialised == 0
+
+
+def test_other_losses_of_transformers_keep_their_meaning(device):
+    """A model whose loss does not shift must not get the causal loss."""
+    stock = make(device=device)
+    stock.loss_type = "ForMaskedLM"
+    inputs = batch(device)
+    wanted = step(stock, inputs)
+    report = apply(stock)
+    close(step(stock, inputs)[0], wanted[0])
+    assert report.head_calls.fused == 1
+
+
+def test_router_loss_is_added_in_place(device):
+    """Mixtral adds its auxiliary loss to the returned loss in place."""
+    stock = make("mixtral", device=device, router_aux_loss_coef=0.5)
+    inputs = batch(device)
+    wanted = stock(**inputs)
+    apply(stock)
+    got = stock(**inputs)
+    close(got.loss, wanted.loss)
+    got.loss.backward()
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
+def test_hooks_on_the_head_see_what_stock_shows_them(kind, device):
+    stock = make(device=device)
+    inputs = batch(device)
+    seen = []
+
+    def hook(*arguments):
+        last = arguments[-1]
+        seen.append((last[0] if isinstance(last, tuple) else last).detach().clone())
+
+    getattr(stock.lm_head, f"register_{kind}_hook")(hook)
+    wanted = step(stock, inputs)
+    apply(stock)
+    got = step(stock, inputs)
+    close(got[0], wanted[0])
+    assert len(seen) == 2
+    close(seen[1], seen[0], ulps=256)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype, device):
+    stock = make(device=device)
+    inputs = batch(device)
+
+    def run(model):
+        model.zero_grad()
+        with torch.autocast(device, dtype=dtype):
+            output = model(**inputs)
+        output.loss.backward()
+        return output, model.lm_head.weight.grad.clone()
+
+    wanted, wanted_grad = run(stock)
+    patched = copy.deepcopy(stock)
+    apply(patched)
+    got, grad = run(patched)
+    assert got.loss.dtype == wanted.loss.dtype == torch.float32
+    assert got.logits.dtype == wanted.logits.dtype == dtype
+    assert grad.dtype == torch.float32
+    ulp = torch.finfo(dtype).eps
+    # The logits are near one: a unit in the last place of them bounds each of the differences.
+    assert (got.loss - wanted.loss).abs() <= 4 * ulp
+    assert (grad - wanted_grad).abs().max() <= 8 * ulp * wanted_grad.abs().max()
+    # Touched outside of autocast, logits come as the forward pass would have made them.
+    assert (got.logits.materialise() - wanted.logits).abs().max() <= 8 * ulp
+    assert got.logits.materialise().dtype == dtype
+
+
+def test_loss_outside_of_autocast(device):
+    stock = make(device=device)
+    inputs = batch(device)
+    apply(stock)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        output = stock(**inputs)
+    labels = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:].reshape(-1)
+    loss = F.cross_entropy(output.logits.float().view(-1, VOCABULARY), labels)
+    close(loss, output.loss)

@@ -1,0 +1,279 @@
+"""The contract of the lazy logits."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import VOCABULARY, batch, close, make, step
+
+import tigon
+from tigon.hf import LazyLogits, apply
+
+
+@pytest.fixture
+def pair(device):
+    """(stock logits, patched model, report, its lazy logits, inputs)."""
+    stock = make(device=device)
+    inputs = batch(device)
+    logits = stock(input_ids=inputs["input_ids"]).logits
+    report = apply(stock)
+    lazy = stock(**inputs).logits
+    assert isinstance(lazy, LazyLogits)
+    return logits, stock, report, lazy, inputs
+
+
+def test_known_without_computing(pair):
+    logits, _, report, lazy, _ = pair
+    assert lazy.shape == logits.shape and lazy.size() == logits.size()
+    assert lazy.size(-1) == VOCABULARY and lazy.dim() == lazy.ndim == 3
+    assert lazy.dtype == logits.dtype and lazy.device == logits.device
+    assert lazy.numel() == logits.numel() and len(lazy) == len(logits)
+    assert lazy.requires_grad and lazy.is_floating_point() and "LazyLogits" in repr(lazy)
+    assert report.head_calls.materialised == 0
+
+
+STAYS_LAZY = {
+    "float": lambda x: x.float(),
+    "double": lambda x: x.double(),
+    "to_dtype": lambda x: x.to(torch.float64),
+    "to_dtype_keyword": lambda x: x.to(dtype=torch.float64),
+    "times": lambda x: x * 0.5,
+    "times_from_the_left": lambda x: 2 * x,
+    "divided": lambda x: x / 3.0,
+    "times_scalar_tensor": lambda x: x * torch.tensor(0.5, device=x.device),
+    "mul": lambda x: x.mul(2.0),
+    "torch_mul": lambda x: torch.mul(x, 2.0),
+    "tanh": lambda x: x.tanh(),
+    "torch_tanh": lambda x: torch.tanh(x),
+    "functional_tanh": lambda x: F.tanh(x),
+    "softcap": lambda x: 30.0 * torch.tanh(x / 30.0),
+    "contiguous": lambda x: x.contiguous(),
+    "view": lambda x: x.view(-1, VOCABULARY),
+    "view_size": lambda x: x.view(x.shape),
+    "reshape": lambda x: x.reshape(-1, x.size(-1)),
+    "flatten": lambda x: x.flatten(0, 1),
+    "shift": lambda x: x[..., :-1, :],
+    "shift_contiguous": lambda x: x[:, :-1].contiguous().view(-1, VOCABULARY),
+    "row": lambda x: x[0],
+    "last": lambda x: x[:, -1],
+    "last_all": lambda x: x[:, -1, :],
+    "rows_by_mask": lambda x: x[torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)],
+    "rows_by_index": lambda x: x[:, torch.tensor([0, 2], device=x.device)],
+    "prefix": lambda x: x[..., :50],
+    "prefix_of_rows": lambda x: x[:, 1:, :50],
+    "new_axis": lambda x: x[None],
+    "detach": lambda x: x.detach(),
+    "in_place_scale": lambda x: _scaled_in_place(x),
+}
+
+
+def _scaled_in_place(x):
+    x = x[...] if isinstance(x, LazyLogits) else x.clone()
+    x /= 2.0
+    x *= 0.25
+    return x
+
+
+@pytest.mark.parametrize("name", STAYS_LAZY)
+def test_stays_lazy(pair, name):
+    logits, _, report, lazy, _ = pair
+    wanted, got = STAYS_LAZY[name](logits), STAYS_LAZY[name](lazy)
+    assert isinstance(got, LazyLogits)
+    assert got.shape == wanted.shape and got.dtype == wanted.dtype
+    assert got.requires_grad == wanted.requires_grad
+    assert report.head_calls.materialised == 0
+    close(got.materialise(), wanted)
+
+
+COMPUTES = {
+    "argmax": lambda x: x.argmax(-1),
+    "log_softmax": lambda x: F.log_softmax(x, dim=-1),
+    "log_softmax_method": lambda x: x.log_softmax(-1),
+    "plus": lambda x: x + 1,
+    "minus_from_the_left": lambda x: 1 - x,
+    "compared": lambda x: x > 0,
+    "matmul": lambda x: x @ torch.ones(VOCABULARY, 2, device=x.device),
+    "with_tensor": lambda x: x * torch.full_like(x.materialise() if isinstance(x, LazyLogits)
+                                                 else x, 2.0),
+    "tensor_with": lambda x: torch.ones(x.shape, device=x.device) + x,
+    "cat": lambda x: torch.cat([x, x], dim=1),
+    "stack": lambda x: torch.stack([row for row in x]),
+    "gather": lambda x: torch.gather(x, 2, torch.zeros_like(x[..., :1], dtype=torch.long)),
+    "one_column": lambda x: x[..., 5],
+    "one_element": lambda x: x[0, 1, 5],
+    "columns": lambda x: x[:, 1:, [3, 5]],
+    "late_columns": lambda x: x[..., 7:],
+    "new_last_axis": lambda x: x[..., None],
+    "transpose": lambda x: x.transpose(1, 2),
+    "view_other": lambda x: x.view(-1),
+    "to_device": lambda x: x.to(x.device),
+    "where": lambda x: torch.where(x > 0, x, torch.zeros((), device=x.device)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPUTES)
+def test_computes_when_touched(pair, name):
+    logits, _, report, lazy, _ = pair
+    wanted, got = COMPUTES[name](logits), COMPUTES[name](lazy)
+    assert isinstance(got, torch.Tensor) and got.dtype == wanted.dtype
+    close(got, wanted)
+    assert report.head_calls.materialised >= 1
+
+
+def test_computed_once(pair):
+    _, _, report, lazy, _ = pair
+    first = lazy.materialise()
+    assert lazy.materialise() is first and torch.equal(lazy.argmax(-1), first.argmax(-1))
+    assert report.head_calls.materialised == 1
+    assert lazy.view(-1, VOCABULARY).data_ptr() == first.data_ptr()
+
+
+def test_writing_makes_it_real(pair):
+    logits, _, _, lazy, _ = pair
+    lazy[..., 3] = -1.0
+    assert (lazy[..., 3] == -1).all()
+    flat = lazy.view(-1, VOCABULARY)
+    target = torch.full((flat.shape[0],), 3, device=flat.device)
+    changed = logits.clone()
+    changed[..., 3] = -1.0
+    close(F.cross_entropy(flat, target), F.cross_entropy(changed.view(-1, VOCABULARY), target))
+
+
+def test_touched_without_grad_still_trains(pair):
+    logits, model, _, lazy, inputs = pair
+    with torch.no_grad():
+        assert (lazy.argmax(-1) == logits.argmax(-1)).all()
+    target = inputs["labels"].view(-1)
+    F.cross_entropy(lazy.view(-1, VOCABULARY), target).backward()
+    assert model.lm_head.weight.grad.abs().sum() > 0
+
+
+def test_touched_in_inference_mode_still_trains(pair):
+    _, model, _, lazy, inputs = pair
+    with torch.inference_mode():
+        lazy.argmax(-1)
+    lazy.float().sum().backward()
+    assert model.lm_head.weight.grad.abs().sum() > 0
+
+
+def test_gradient_through_loss_and_logits_together(device):
+    stock = make(device=device)
+    inputs = batch(device)
+
+    def both(model):
+        model.zero_grad()
+        output = model(**inputs)
+        (output.loss + 0.1 * output.logits.float().square().mean()).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    wanted = both(stock)
+    apply(stock)
+    got = both(stock)
+    for name, grad in wanted.items():
+        close(got[name], grad, ulps=256)
+
+
+def test_reading_after_the_optimizer_step_is_refused(pair):
+    _, model, _, lazy, _ = pair
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+    with pytest.raises(tigon.Error, match="before optimizer.step"):
+        lazy.argmax(-1)
+
+
+def test_pickle_and_copy_give_tensors(pair):
+    logits, _, _, lazy, _ = pair
+    close(pickle.loads(pickle.dumps(lazy)), logits.detach())
+    close(copy.deepcopy(lazy.detach()), logits.detach())
+
+
+def test_only_lazy_while_training_with_grad(device):
+    model = make(device=device)
+    ids = batch(device)["input_ids"]
+    apply(model)
+    assert isinstance(model(ids).logits, LazyLogits)
+    with torch.no_grad():
+        assert isinstance(model(ids).logits, torch.Tensor)
+    with torch.inference_mode():
+        assert isinstance(model(ids).logits, torch.Tensor)
+    assert isinstance(model.eval()(ids).logits, torch.Tensor)
+    assert isinstance(model.train()(ids).logits, LazyLogits)
+
+
+def test_attributes_tensors_do_not_have_stay_absent(pair):
+    _, _, report, lazy, _ = pair
+    assert not hasattr(lazy, "no_such_attribute") and not hasattr(lazy, "__cuda_array__")
+    assert report.head_calls.materialised == 0
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_functional_cross_entropy_is_caught(device, reduction):
+    stock = make(device=device)
+    inputs = batch(device)
+    target = inputs["labels"].view(-1).clamp(min=0)
+    weight = torch.rand(VOCABULARY, device=device) + 0.5
+    options = {"weight": weight, "ignore_index": 4, "reduction": reduction, "label_smoothing": 0.1}
+    flat = stock(inputs["input_ids"]).logits.view(-1, VOCABULARY)
+    wanted = F.cross_entropy(flat, target, **options)
+    report = apply(stock)
+    flat = stock(inputs["input_ids"]).logits.view(-1, VOCABULARY)
+    close(F.cross_entropy(flat, target, **options), wanted)
+    close(torch.nn.CrossEntropyLoss(**options)(flat, target), wanted)
+    assert report.head_calls.fused == 2 and report.head_calls.materialised == 0
+
+
+def test_cross_entropy_with_probabilities_computes(device):
+    stock = make(device=device)
+    inputs = batch(device)
+    target = torch.rand(22, VOCABULARY, device=device).softmax(-1)
+    wanted = F.cross_entropy(stock(inputs["input_ids"]).logits.view(-1, VOCABULARY), target)
+    apply(stock)
+    flat = stock(inputs["input_ids"]).logits.view(-1, VOCABULARY)
+    close(F.cross_entropy(flat, target), wanted)
+
+
+@pytest.mark.parametrize("change", ["softcap", "scaled softcap", "prefix", "two tanh"])
+def test_chains_before_the_loss(device, change):
+    stock = make(device=device)
+    inputs = batch(device)
+    chains = {
+        "softcap": lambda x: torch.tanh(x / 0.5) * 0.5,
+        "scaled softcap": lambda x: torch.tanh((x * 3.0) / 2.0).float() * 2.0,
+        "prefix": lambda x: x[..., :80],
+        "two tanh": lambda x: x.tanh().tanh(),
+    }
+    labels = inputs["labels"].clamp(max=79)
+
+    def run():
+        stock.zero_grad()
+        logits = chains[change](stock(inputs["input_ids"]).logits)
+        loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.view(-1))
+        loss.backward()
+        return loss.detach(), stock.lm_head.weight.grad.clone()
+
+    wanted = run()
+    report = apply(stock)
+    for got, want in zip(run(), wanted, strict=True):
+        close(got, want, ulps=256)
+    assert report.head_calls.fused == (change != "two tanh")
+
+
+def test_step_never_forms_logits(device, monkeypatch):
+    """No tensor as large as the logits appears in the module: the head's stock forward is not run."""
+    model = make(device=device)
+    apply(model)
+    monkeypatch.setattr(torch.nn.Linear, "forward", torch.nn.Linear.forward)
+    calls = []
+    original = torch.nn.Linear.forward
+
+    def spy(self, x):
+        calls.append(self)
+        return original(self, x)
+
+    monkeypatch.setattr(torch.nn.Linear, "forward", spy)
+    step(model, batch(device))
+    assert model.lm_head not in calls and len(calls) > 0

@@ -1,0 +1,104 @@
+"""Tiny random models of the families under test, and what to compare of them."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import transformers
+
+VOCABULARY = 97
+SHARED = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attn_implementation": "eager",
+}
+HEAD_DIM = {"head_dim": 8}
+FAMILIES = {
+    "llama": ("Llama", {}),
+    "llama_bias_tied": ("Llama", {"attention_bias": True, "mlp_bias": True,
+                                  "tie_word_embeddings": True}),
+    "mistral": ("Mistral", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", HEAD_DIM),
+    "gemma": ("Gemma", HEAD_DIM),
+    "gemma2": ("Gemma2", {**HEAD_DIM, "query_pre_attn_scalar": 8}),
+    "phi3": ("Phi3", {"partial_rotary_factor": 0.5}),
+    "granite": ("Granite", {"logits_scaling": 3.0}),
+    "olmo2": ("Olmo2", {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "output_router_logits": True,
+                            "experts_implementation": "eager"}),
+}  # fmt: skip
+
+
+def config(family: str = "llama", **changes):
+    """The configuration of a tiny model."""
+    prefix, own = FAMILIES[family]
+    return getattr(transformers, f"{prefix}Config")(**{**SHARED, **own, **changes})
+
+
+def make(family: str = "llama", *, device="cpu", dtype=torch.float32, seed=0, **changes):
+    """A tiny random model in training mode; its norms are no identities."""
+    torch.manual_seed(seed)
+    prefix = FAMILIES[family][0]
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config(family, **changes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.to(device=device, dtype=dtype).train()
+
+
+def batch(device="cpu", rows=2, tokens=11, seed=1, masked=0.25):
+    """Token ids and labels, some of them masked."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (rows, tokens), generator=generator)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < masked, -100)
+    return {"input_ids": ids.to(device), "labels": labels.to(device)}
+
+
+def step(model, inputs) -> tuple[torch.Tensor, dict]:
+    """Loss and every gradient of one step."""
+    model.zero_grad(set_to_none=True)
+    loss = model(**inputs).loss
+    loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), grads
+
+
+def double(model):
+    """An fp64 twin of a stock model."""
+    return copy.deepcopy(model).double()
+
+
+def assert_as_good(got, stock, exact, ulp=2.0**-23, what=""):
+    """The house rule: at most twice stock's error against fp64.
+
+    The floor of four units in the last place of the largest element stands for the places where
+    stock's error happens to vanish: four replaced parts, each of which may round once more.
+    """
+    scale = exact.abs().max().item()
+    error = (got.double() - exact).abs().max().item()
+    allowed = 2 * (stock.double() - exact).abs().max().item() + 4 * ulp * scale
+    assert error <= allowed, f"{what}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+def assert_step_as_good(got, stock, exact, ulp=2.0**-23):
+    """Loss and all gradients of a step under the house rule."""
+    assert got[1].keys() == stock[1].keys()
+    assert_as_good(got[0], stock[0], exact[0], ulp, "loss")
+    for name, grad in exact[1].items():
+        assert_as_good(got[1][name], stock[1][name], grad, ulp, name)
+
+
+def close(got, stock, ulps=64.0):
+    """Equal within the rounding of fp32 sums in another order."""
+    torch.testing.assert_close(got, stock, rtol=ulps * 2.0**-23, atol=ulps * 2.0**-23)
