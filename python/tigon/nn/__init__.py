@@ -2,5 +2,6 @@
 
 from tigon.nn.linear_cross_entropy import LinearCrossEntropyLoss
 from tigon.nn.rms_norm import RMSNorm
+from tigon.nn.swiglu import SwiGLU
 
-__all__ = ["LinearCrossEntropyLoss", "RMSNorm"]
+__all__ = ["LinearCrossEntropyLoss", "RMSNorm", "SwiGLU"]

@@ -1,0 +1,230 @@
+// Pointwise ops: results = f(inputs), element by element, over rows x cols of one storage type at the speed
+// of a copy.
+//
+// The op gives a functor with the number of its inputs and results:
+//   struct Square {
+//     static constexpr int kIn = 1, kOut = 1;
+//     __device__ void operator()(const float (&in)[kIn], float (&out)[kOut]) const { out[0] = in[0] * in[0];
+//     }
+//   };
+// and calls pointwise(op, ctx, Pointwise<Square>{.in = {a.x}, .out = {a.y}}). Results without data are not
+// written. An input that no wanted result needs should name another input's matrix: the second read comes out
+// of the cache.
+#pragma once
+
+#include <algorithm>
+
+#include "tigon/base/cuda/launch.cuh"
+#include "tigon/base/cuda/vec.cuh"
+#include "tigon/base/dispatch.h"
+
+namespace tigon::cuda {
+
+template <class F>
+struct Pointwise {
+  F f = {};
+  Matrix in[F::kIn];
+  Matrix out[F::kOut];
+};
+
+namespace pointwise_detail {
+
+inline constexpr int kThreads = 256;
+
+// Streaming store: written once, first to leave L2.
+template <class T, int N>
+__device__ __forceinline__ void store_stream(T* p, const Pack<T, N>& r) {
+  using W = typename Word<sizeof(T) * N>::type;
+  __stcs(reinterpret_cast<W*>(p), *reinterpret_cast<const W*>(&r));
+}
+
+// Element i in fp32, taken out of the 32-bit word it arrived in: kept as words, a pack of bf16 costs half the
+// registers that the compiler spends on single 16-bit values.
+template <class T, int N>
+__device__ __forceinline__ float element(const Pack<T, N>& x, int i) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
+    uint32_t word = reinterpret_cast<const uint32_t*>(x.v)[i / 2];
+    return __uint_as_float(i % 2 == 0 ? word << 16 : word & 0xffff0000u);
+  } else {
+    return x[i];
+  }
+}
+
+// Quotients of 32-bit numbers below 2^31 by a divisor below 2^31: one multiplication, one addition, one
+// shift.
+struct Divider {
+  uint32_t divisor = 1, multiplier = 0, shift = 0;
+
+  explicit Divider(int64_t d) : divisor(uint32_t(d)) {
+    while ((uint64_t(1) << shift) < divisor) ++shift;
+    multiplier = uint32_t(((uint64_t(1) << 32) * ((uint64_t(1) << shift) - divisor)) / divisor + 1);
+  }
+  __device__ __forceinline__ uint32_t divide(uint32_t n) const {
+    return (__umulhi(n, multiplier) + n) >> shift;
+  }
+};
+
+template <class F, class T>
+struct Params {
+  F f;
+  const T* in[F::kIn];
+  int64_t in_stride[F::kIn];
+  T* out[F::kOut];
+  int64_t out_stride[F::kOut];
+  int64_t packs;    // of all rows
+  int tail;         // elements after the last pack (flat only)
+  Divider per_row;  // packs in a row (rows only)
+};
+
+// Packs of N elements; `Flat`: no gap between rows. A thread has `Held` packs of every input in flight: at
+// 1024 resident threads some 64 to 128 KB a multiprocessor, twice what covers the latency of memory.
+template <bool Flat, int N, int Held, class F, class T>
+__global__ void __launch_bounds__(kThreads, 4) pointwise_kernel(const __grid_constant__ Params<F, T> p) {
+  constexpr int kTile = kThreads * Held;
+  for (int64_t tile = blockIdx.x; tile * kTile < p.packs; tile += gridDim.x) {
+    int64_t first = tile * kTile, row[Held] = {};
+    uint32_t column[Held] = {};
+    int64_t first_row = Flat ? 0 : first / p.per_row.divisor;  // the only 64-bit division, once a tile
+    uint32_t first_column = Flat ? 0 : uint32_t(first - first_row * p.per_row.divisor);
+    Pack<T, N> x[Held][F::kIn];
+#pragma unroll
+    for (int h = 0; h < Held; ++h) {
+      uint32_t at = h * kThreads + threadIdx.x;
+      if constexpr (!Flat) {
+        uint32_t q = p.per_row.divide(first_column + at);
+        row[h] = first_row + q;
+        column[h] = first_column + at - q * p.per_row.divisor;
+      }
+      if (first + at < p.packs) {
+#pragma unroll
+        for (int i = 0; i < F::kIn; ++i)
+          x[h][i] = load_stream<T, N>(
+              p.in[i] + (Flat ? (first + at) * N : row[h] * p.in_stride[i] + int64_t(column[h]) * N));
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < Held; ++h) {
+      uint32_t at = h * kThreads + threadIdx.x;
+      if (first + at >= p.packs) break;
+      Pack<T, N> y[F::kOut];
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        float in[F::kIn], out[F::kOut];
+#pragma unroll
+        for (int i = 0; i < F::kIn; ++i) in[i] = element(x[h][i], n);
+        p.f(in, out);
+#pragma unroll
+        for (int o = 0; o < F::kOut; ++o) y[o].set(n, out[o]);
+      }
+#pragma unroll
+      for (int o = 0; o < F::kOut; ++o)
+        if (p.out[o] != nullptr)
+          store_stream<T, N>(
+              p.out[o] + (Flat ? (first + at) * N : row[h] * p.out_stride[o] + int64_t(column[h]) * N), y[o]);
+    }
+  }
+  if constexpr (Flat && N > 1) {
+    if (blockIdx.x == 0 && int(threadIdx.x) < p.tail) {
+      int64_t at = p.packs * N + threadIdx.x;
+      float in[F::kIn], out[F::kOut];
+#pragma unroll
+      for (int i = 0; i < F::kIn; ++i) in[i] = widen(p.in[i][at]);
+      p.f(in, out);
+#pragma unroll
+      for (int o = 0; o < F::kOut; ++o)
+        if (p.out[o] != nullptr) p.out[o][at] = narrow<T>(out[o]);
+    }
+  }
+}
+
+template <class F>
+bool every(const Pointwise<F>& call, bool (*holds)(const Matrix&)) {
+  for (const Matrix& m : call.in)
+    if (!holds(m)) return false;
+  for (const Matrix& m : call.out)
+    if (m.data != nullptr && !holds(m)) return false;
+  return true;
+}
+
+template <class F>
+bool is_flat(const Pointwise<F>& call) {
+  return every(call, [](const Matrix& m) { return m.stride == m.cols || m.rows == 1; });
+}
+template <class F>
+bool starts_align(const Pointwise<F>& call) {
+  return every(call, [](const Matrix& m) { return reinterpret_cast<uintptr_t>(m.data) % 16 == 0; });
+}
+template <class F>
+bool rows_align(const Pointwise<F>& call) {
+  return every(call, [](const Matrix& m) { return packs_align(m.data, m.stride, m.cols, size_of(m.dtype)); });
+}
+
+template <bool Flat, bool Packs, class F>
+void run(const char* op, Context& ctx, const Pointwise<F>& call) {
+  const Matrix& shape = call.in[0];
+  dispatch_float(op, "input", shape.dtype, [&](auto type) {
+    using T = typename DeviceType<typename decltype(type)::type>::type;
+    constexpr int N = Packs ? 16 / sizeof(T) : 1, kHeld = F::kIn > 2 ? 2 : 4;
+    int64_t all = shape.rows * shape.cols;
+    Params<F, T> p{.f = call.f,
+                   .in = {},
+                   .in_stride = {},
+                   .out = {},
+                   .out_stride = {},
+                   .packs = all / N,
+                   .tail = Flat ? int(all % N) : 0,
+                   .per_row = Divider(Flat ? 1 : shape.cols / N)};
+    for (int i = 0; i < F::kIn; ++i)
+      p.in[i] = call.in[i].template row<T>(0), p.in_stride[i] = call.in[i].stride;
+    for (int o = 0; o < F::kOut; ++o)
+      p.out[o] = call.out[o].template row<T>(0), p.out_stride[o] = call.out[o].stride;
+    int64_t tiles = std::max<int64_t>(1, ceil_div(p.packs, kThreads * kHeld));
+    launch(op, ctx, pointwise_kernel<Flat, N, kHeld, F, T>,
+           {.blocks = std::min<int64_t>(tiles, INT32_MAX), .threads = kThreads}, p);
+  });
+}
+
+template <class F>
+struct Variant {
+  const char* name;
+  bool (*supports)(const Pointwise<F>&);
+  void (*run)(const char* op, Context&, const Pointwise<F>&);
+};
+
+// The first that supports the call runs.
+template <class F>
+inline constexpr Variant<F> kVariants[] = {
+    {"flat, 16-byte packs", [](const Pointwise<F>& c) { return is_flat(c) && starts_align(c); },
+     &run<true, true, F>},
+    {"rows, 16-byte packs", [](const Pointwise<F>& c) { return rows_align(c); }, &run<false, true, F>},
+    {"flat, single elements", [](const Pointwise<F>& c) { return is_flat(c); }, &run<true, false, F>},
+    {"rows, single elements", [](const Pointwise<F>&) { return true; }, &run<false, false, F>},
+};
+
+}  // namespace pointwise_detail
+
+// Sizes and dtypes have been checked; nothing is done for no elements.
+template <class F>
+void pointwise(const char* op, Context& ctx, const Pointwise<F>& call) {
+  using namespace pointwise_detail;
+  const Matrix& shape = call.in[0];
+  if (shape.rows == 0 || shape.cols == 0) return;
+  constexpr int64_t kLongRow = int64_t(1) << 30;
+  if (shape.cols >= kLongRow && !is_flat(call)) {  // a divider's reach; a few such rows fill any memory
+    for (int64_t r = 0; r < shape.rows; ++r) {
+      Pointwise<F> row = call;
+      auto keep_row = [r](Matrix& m) {
+        if (m.data != nullptr) m.data = static_cast<char*>(m.data) + r * m.stride * int64_t(size_of(m.dtype));
+        m.rows = 1;
+      };
+      for (Matrix& m : row.in) keep_row(m);
+      for (Matrix& m : row.out) keep_row(m);
+      pointwise(op, ctx, row);
+    }
+    return;
+  }
+  for (const Variant<F>& v : kVariants<F>)
+    if (v.supports(call)) return v.run(op, ctx, call);
+}
+
+}  // namespace tigon::cuda
