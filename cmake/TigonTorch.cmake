@@ -2,22 +2,20 @@
 # loads beside every PyTorch >= 2.10, CPU or CUDA, and every Python. find_package(Torch) is not used: it drags in CUDA flags.
 find_package(Python REQUIRED COMPONENTS Interpreter)
 if(NOT TIGON_TORCH_DIR)
-  # Without PYTHONPATH: inside pip's isolated build environment this still finds the interpreter's own torch.
+  # Without pip's variables: inside its isolated build environment this still finds the interpreter's own torch.
   execute_process(
-    COMMAND ${CMAKE_COMMAND} -E env --unset=PYTHONPATH ${Python_EXECUTABLE} -c
+    COMMAND ${CMAKE_COMMAND} -E env --unset=PYTHONPATH --unset=PYTHONNOUSERSITE ${Python_EXECUTABLE} -c
             "import importlib.util as u, os; s = u.find_spec('torch'); print(os.path.dirname(s.origin) if s else '')"
     OUTPUT_VARIABLE TIGON_TORCH_DIR OUTPUT_STRIP_TRAILING_WHITESPACE)
 endif()
 set(TIGON_TORCH_DIR "${TIGON_TORCH_DIR}" CACHE PATH "Directory of the torch Python package")
 if(NOT EXISTS "${TIGON_TORCH_DIR}/include/torch/csrc/stable/ops.h")
   message(FATAL_ERROR "PyTorch >= 2.10 must be installed for ${Python_EXECUTABLE} before Tigon is built "
-                      "(pip install torch==2.13.0), or set TIGON_TORCH_DIR, or -DTIGON_TORCH=OFF for C++ only")
+                      "(pip install torch==2.13.0), or set TIGON_TORCH_DIR, or -DTIGON_TORCH=OFF for C++ only. "
+                      "uv and other isolated builds: --no-build-isolation, with scikit-build-core installed")
 endif()
 
 file(GLOB TIGON_TORCH_SOURCES CONFIGURE_DEPENDS tigon/torch/*.cpp tigon/ops/*/*_torch.cpp)
-if(NOT EXISTS ${PROJECT_SOURCE_DIR}/tigon/ops/cross_entropy/cross_entropy_cpu.cpp)  # TEMPORARY
-  list(FILTER TIGON_TORCH_SOURCES EXCLUDE REGEX "linear_cross_entropy")
-endif()
 add_library(tigon_torch MODULE ${TIGON_TORCH_SOURCES})
 target_link_libraries(tigon_torch PRIVATE tigon_objects ${TIGON_TORCH_DIR}/lib/libtorch_cpu.so)
 target_include_directories(tigon_torch SYSTEM PRIVATE ${TIGON_TORCH_DIR}/include)
