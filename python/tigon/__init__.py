@@ -1,13 +1,28 @@
-"""Tigon: fused, exact, memory-lean kernels for training large language models."""
+"""Tigon: fused, exact, memory-lean kernels for training large language models.
 
+Functions take and return plain tensors; :mod:`tigon.nn` wraps them in modules; :func:`tigon.apply` puts them into a
+Hugging Face model. Everything refused raises :class:`tigon.Error` before anything is modified.
+"""
+
+from tigon import nn
 from tigon.error import Error
 from tigon.ops.rms_norm import rms_norm
-from tigon.ops.swiglu import swiglu
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Error",
+    "apply",
+    "nn",
     "rms_norm",
-    "swiglu",
+    "undo",
 ]
+
+
+def __getattr__(name: str):
+    """``tigon.apply`` and ``tigon.undo``, imported when first used: the ops alone need no transformers."""
+    if name in ("apply", "undo"):
+        from tigon import hf
+
+        return getattr(hf, name)
+    raise AttributeError(f"module 'tigon' has no attribute {name!r}")

@@ -1,7 +1,6 @@
 """Modules around the functions of :mod:`tigon`."""
 
-from tigon.nn.linear_cross_entropy import LinearCrossEntropyLoss
 from tigon.nn.rms_norm import RMSNorm
 from tigon.nn.swiglu import SwiGLU
 
-__all__ = ["LinearCrossEntropyLoss", "RMSNorm", "SwiGLU"]
+__all__ = ["RMSNorm", "SwiGLU"]

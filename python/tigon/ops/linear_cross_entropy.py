@@ -134,37 +134,26 @@ _op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward)
 
 def _check(hidden, weight, target, bias, class_weight, label_smoothing, softcap, reduction, shift, chunk_rows):
     for name, t in (("hidden", hidden), ("weight", weight), ("bias", bias), ("class_weight", class_weight)):
-        check(_OP, t is None or t.is_floating_point(), f"{name} must be a float tensor, got {t.dtype if t is not None else ''}")
+        if t is not None:
+            check(_OP, t.is_floating_point(), "{} must be a float tensor, got {}", name, t.dtype)
     check(_OP, hidden.dim() >= 1, "hidden must have at least one dimension, got 0")
-    check(_OP, weight.dim() == 2, f"weight must be [V, H], got {weight.dim()} dimensions")
-    check(
-        _OP,
-        weight.shape[1] == hidden.shape[-1],
-        f"weight must be [V, {hidden.shape[-1]}] for hidden {list(hidden.shape)}, got {list(weight.shape)}",
-    )
-    check(_OP, weight.shape[0] > 0 and weight.shape[1] > 0, f"weight must not be empty, got {list(weight.shape)}")
-    check(
-        _OP,
-        target.dtype in (torch.int64, torch.int32),
-        f"target must be int64 (or int32), got {target.dtype}",
-    )
-    check(
-        _OP,
-        target.shape == hidden.shape[:-1],
-        f"target must be {list(hidden.shape[:-1])}, got {list(target.shape)}",
-    )
-    vocab = weight.shape[0]
+    check(_OP, weight.dim() == 2, "weight must be [V, H], got {}", weight.shape)
+    fits = weight.shape[1] == hidden.shape[-1]
+    check(_OP, fits, "weight must be [V, {}] to fit hidden {}, got {}", hidden.shape[-1], hidden.shape, weight.shape)
+    check(_OP, weight.shape[0] > 0 and weight.shape[1] > 0, "weight must not be empty, got {}", weight.shape)
+    integers = (torch.int64, torch.int32)
+    check(_OP, target.dtype in integers, "target must be int64 (or int32), got {}", target.dtype)
+    check(_OP, target.shape == hidden.shape[:-1], "target must be {}, got {}", hidden.shape[:-1], target.shape)
     for name, t in (("bias", bias), ("class_weight", class_weight)):
-        check(_OP, t is None or t.shape == (vocab,), f"{name} must be [{vocab}], got {list(t.shape) if t is not None else ''}")
-    check(_OP, not shift or target.dim() >= 1, "target must have a sequence dimension with shift=True, got 0 dimensions")
-    check(_OP, reduction in _REDUCTIONS, f"reduction must be one of {sorted(_REDUCTIONS)}, got {reduction!r}")
-    check(_OP, 0.0 <= label_smoothing <= 1.0, f"label_smoothing must be in [0, 1], got {label_smoothing}")
-    check(_OP, softcap is None or softcap > 0, f"softcap must be > 0 (or None), got {softcap}")
-    check(
-        _OP,
-        chunk_rows is None or (isinstance(chunk_rows, int) and chunk_rows >= 1),
-        f"chunk_rows must be an int >= 1 (or None), got {chunk_rows!r}",
-    )
+        if t is not None:
+            fits = t.dim() == 1 and t.shape[0] == weight.shape[0]
+            check(_OP, fits, "{} must be {}, got {}", name, weight.shape[:1], t.shape)
+    check(_OP, not shift or target.dim() >= 1, "target must have a sequence dimension with shift=True, got none")
+    check(_OP, reduction in _REDUCTIONS, "reduction must be one of {}, got {!r}", (*_REDUCTIONS,), reduction)
+    check(_OP, 0.0 <= label_smoothing <= 1.0, "label_smoothing must be in [0, 1], got {}", label_smoothing)
+    check(_OP, softcap is None or softcap > 0, "softcap must be > 0 (or None), got {}", softcap)
+    whole = chunk_rows is None or (isinstance(chunk_rows, int) and chunk_rows >= 1)
+    check(_OP, whole, "chunk_rows must be an int >= 1 (or None), got {!r}", chunk_rows)
 
 
 def linear_cross_entropy(
@@ -259,7 +248,7 @@ def split_denominator(denominator, device):
         return None, None
     if not isinstance(denominator, torch.Tensor):
         return float(denominator), None
-    check(_OP, denominator.numel() == 1, f"denominator must have one element, got {denominator.numel()}")
+    check(_OP, denominator.numel() == 1, "denominator must have one element, got {}", denominator.shape)
     if denominator.device.type == "cpu" and device.type != "cpu":
         return float(denominator), None
     if denominator.dtype not in (torch.float32, torch.float64, torch.int64, torch.int32):

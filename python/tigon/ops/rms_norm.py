@@ -89,17 +89,14 @@ def rms_norm(
 
     Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
     """
-    check("rms_norm", rounding in _ROUNDINGS, f"rounding must be one of {sorted(_ROUNDINGS)}, got {rounding!r}")
-    check("rms_norm", x.is_floating_point(), f"x must be a float tensor, got {x.dtype}")
+    check("rms_norm", rounding in _ROUNDINGS, "rounding must be one of {}, got {!r}", (*_ROUNDINGS,), rounding)
+    check("rms_norm", x.is_floating_point(), "x must be a float tensor, got {}", x.dtype)
     check("rms_norm", x.dim() > 0, "x must have at least one dimension, got 0")
     if weight is not None:
-        check("rms_norm", weight.is_floating_point(), f"weight must be a float tensor, got {weight.dtype}")
-        check(
-            "rms_norm",
-            weight.dim() == 1 and weight.shape[0] == x.shape[-1],
-            f"weight must be [{x.shape[-1]}], got {list(weight.shape)}",
-        )
-    check("rms_norm", eps >= 0, f"eps must be >= 0, got {eps}")
+        check("rms_norm", weight.is_floating_point(), "weight must be a float tensor, got {}", weight.dtype)
+        fits = weight.dim() == 1 and weight.shape[0] == x.shape[-1]
+        check("rms_norm", fits, "weight must be {}, got {}", x.shape[-1:], weight.shape)
+    check("rms_norm", eps >= 0, "eps must be >= 0, got {}", eps)
     if not has_kernel("rms_norm", x, weight):
         return reference(x, weight, eps, offset=offset, rounding=rounding)
     if weight is not None and weight.dtype not in (x.dtype, torch.float32):

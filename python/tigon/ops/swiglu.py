@@ -21,7 +21,8 @@ def _fake(gate, up):
 
 
 def _fake_bwd(dy, gate, up, need_dgate, need_dup):
-    return gate.new_empty(gate.shape if need_dgate else (0,)), gate.new_empty(gate.shape if need_dup else (0,))
+    dgate = gate.new_empty(gate.shape if need_dgate else (0,))
+    return dgate, gate.new_empty(gate.shape if need_dup else (0,))
 
 
 _bwd = raw("swiglu_bwd", _fake_bwd)
@@ -60,15 +61,15 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Gated activation ``silu(gate) * up`` with ``silu(x) = x / (1 + e^-x)``.
 
     Args:
-        gate: ``[..., F]`` float32, bfloat16 or float16. Rows may lie apart in memory (gate and up as the halves of
-            one ``[..., 2F]`` tensor are read where they are); any other layout is copied once. float64 runs the
-            eager reference.
+        gate: ``[..., F]`` float32, bfloat16 or float16. Rows may lie apart in memory (gate and up as the
+            halves of one ``[..., 2F]`` tensor are read where they are); any other layout is copied once.
+            float64 runs the eager reference.
         up: shape, dtype and device of gate.
 
     Returns:
-        ``[..., F]`` in the inputs' dtype, contiguous. Differentiable in both; arithmetic in float32, rounded once
-        (plain ``F.silu(gate) * up`` rounds twice in 16 bits); bitwise deterministic. gate and up are kept for the
-        backward by reference and never written.
+        ``[..., F]`` in the inputs' dtype, contiguous. Differentiable in both; arithmetic in float32, rounded
+        once (plain ``F.silu(gate) * up`` rounds twice in 16 bits); bitwise deterministic. gate and up are
+        kept for the backward by reference and never written.
 
     Raises:
         tigon.Error: shape, dtype or device does not fit.
