@@ -95,6 +95,7 @@ CASES = [
     test_case("shift", lead=(3, 8), shift=True),
     test_case("shift_masked", small=True, lead=(3, 8), shift=True, masked=0.3, chunk_rows=4),
     test_case("shift_sum", lead=(3, 8), shift=True, reduction="sum", layout="rows"),
+    test_case("shift_none", lead=(3, 8), shift=True, reduction="none", masked=0.2),
     test_case("shift_denominator", lead=(1, 9), shift=True, denominator=5),
     test_case("shift_one_token", lead=(3, 1), shift=True, reduction="sum"),
     test_case("everything", lead=(2, 23), H=48, V=517, bias=True, class_weight=True, masked=0.2,
@@ -158,11 +159,15 @@ def _from_logits(loss, hidden, weight, target, options):
     options = dict(options)
     bias, class_weight = options.pop("bias"), options.pop("class_weight")
     options.pop("chunk_rows")
-    if options.pop("shift"):
+    shift = options.pop("shift")
+    if shift:
         hidden, target = hidden[:, :-1], target[:, 1:]
     logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
     value = loss(upcast(logits), target.reshape(-1), weight=class_weight, **options)
-    return value.view(target.shape) if value.dim() else value
+    if value.dim() == 0:
+        return value
+    value = value.view(target.shape)
+    return F.pad(value, (0, 1)) if shift else value  # the last position has no label: 0
 
 
 def eager_fn(hidden, weight, target, **options):

@@ -1,0 +1,115 @@
+"""bench/run.py and bench/plot.py on the smallest cases."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cases import modules
+
+BENCH = Path(__file__).resolve().parents[1] / "bench"
+FIELDS = {
+    *("op", "case", "pass", "provider", "dtype", "ms", "bytes", "gbps", "tflops"),
+    *("limit_ms", "of_limit", "peak_mb", "host_us", "gpu", "torch", "commit"),
+}
+
+
+def _load(name):
+    sys.path.insert(0, str(BENCH))
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCH / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """bench/run.py with a budget of milliseconds."""
+    run = _load("run")
+    monkeypatch.setattr(run.timing, "BUDGET", 0.002)
+    monkeypatch.setattr(run.timing, "FEWEST", 3)
+    monkeypatch.setattr(run.timing, "copy_gbps", lambda device: 10.0)
+    monkeypatch.setenv("TIGON_COMMIT", "abc1234")
+    return run
+
+
+def test_every_op_every_field(quick, tmp_path, capsys):
+    """All ops on the CPU: complete records, a table, and pictures of them."""
+    path = tmp_path / "results" / "r.jsonl"
+    quick.main(["--device", "cpu", "--cases", "smoke", "--providers", "eager,tigon", "--dtypes",
+                "fp32", "--out", str(path)])  # fmt: skip
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert not [record for record in records if "error" in record]
+    shown = capsys.readouterr().out
+    for name, module in modules().items():
+        assert f"\n{name}: milliseconds" in shown
+        mine = [record for record in records if record["op"] == name]
+        passes = ("fwd", "step") if getattr(module, "LOSS", False) else ("fwd", "bwd", "step")
+        expected = {(kind, provider) for kind in passes for provider in ("eager", "tigon")}
+        assert {(r["pass"], r["provider"]) for r in mine} >= expected
+    for record in records:
+        assert set(record) == FIELDS
+        assert record["ms"] > 0 and record["bytes"] > 0 and record["commit"] == "abc1234"
+        assert record["of_limit"] == pytest.approx(record["limit_ms"] / record["ms"])
+    _load("plot").main([str(path), "--out", str(tmp_path / "img")])
+    assert {p.name for p in (tmp_path / "img").iterdir()} == {f"bench_{n}.png" for n in modules()}
+
+
+def test_failures_are_recorded(quick, tmp_path, monkeypatch):
+    """A peer that is wrong, raises, refuses or is absent is named in the results."""
+
+    def absent(case, inputs):
+        raise ImportError("No module named 'absent'")
+
+    def raising(case, inputs):
+        def fn(*args, **kwargs):
+            raise RuntimeError("out of order")
+
+        return fn
+
+    peers = {
+        "wrong": lambda case, inputs: lambda gate, up: gate + up,
+        "nan": lambda case, inputs: lambda gate, up: gate * up * float("nan"),
+        "raising": raising,
+        "refusing": lambda case, inputs: None,
+        "absent": absent,
+    }
+    monkeypatch.setattr(modules()["swiglu"], "PEERS", peers)
+    path = tmp_path / "r.jsonl"
+    names = ",".join(("eager", *peers))
+    quick.main(["--device", "cpu", "--cases", "smoke", "--providers", names, "--dtypes", "fp32",
+                "--ops", "swiglu", "--out", str(path)])  # fmt: skip
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    errors = {r["provider"]: r["error"] for r in records if "error" in r}
+    assert errors.keys() == peers.keys()
+    assert "differs" in errors["wrong"] and "differs" in errors["nan"]
+    assert errors["raising"] == "RuntimeError: out of order"
+    assert errors["refusing"] == "does not support this case"
+    assert errors["absent"].startswith("not installed")
+    assert {r["provider"] for r in records if "ms" in r} == {"eager"}
+
+
+def test_destructive_peers_harm_nobody(quick):
+    """Every provider works on its own copies."""
+    module = modules()["swiglu"]
+    case = next(case for case in module.CASES if "smoke" in case.tags)
+    inputs = module.make(case, "cpu", torch.float32, 0)
+    before = [value.clone() for value in (*inputs.args, *inputs.grad_outputs)]
+    runner = quick.Runner(module.eager_fn, inputs, torch.device("cpu"))
+    with torch.no_grad():
+        for value in (*runner.args[0], *runner.upstream):
+            value.zero_()
+    for value, kept in zip((*inputs.args, *inputs.grad_outputs), before, strict=True):
+        assert torch.equal(value, kept)
+
+
+@pytest.mark.parametrize("arguments", [["--ops", "no_op"], ["--dtypes", "fp8"], ["--passes", "x"]])
+def test_wrong_arguments_are_named(quick, arguments):
+    """One line says what is wrong."""
+    with pytest.raises(SystemExit, match=arguments[0]):
+        quick.main(["--device", "cpu", *arguments])
