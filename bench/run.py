@@ -27,9 +27,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))  # unless it is installed
 
 import timing
+from providers import Runner, Unavailable, difference, find
+
 from cases import modules
 from cases.case import Case, select
-from providers import Runner, Unavailable, difference, find
 
 ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -146,9 +147,7 @@ class Bench:
         for name in self.passes(module):
             ms = moved[name] / self.copy / 1e6
             if hasattr(module, "gemms"):
-                ms = sum(
-                    self.time_alone(product) for product in module.gemms(inputs, name != "fwd")
-                )
+                ms = sum(self.time_alone(product) for product in module.gemms(inputs, name != "fwd"))
             limits[name] = {"bytes": moved[name], "flops": flops[name], "limit_ms": ms}
         return limits
 
@@ -179,9 +178,7 @@ class Bench:
 
     def fail(self, record: dict, error: Exception) -> None:
         """Whatever a provider raises is its result: shown and recorded, not hidden."""
-        reason = (
-            str(error) if isinstance(error, Unavailable) else f"{type(error).__name__}: {error}"
-        )
+        reason = str(error) if isinstance(error, Unavailable) else f"{type(error).__name__}: {error}"
         reason = (reason.splitlines() or [""])[0][:200]
         print(f"  {record['case']} {record['dtype']} {record['provider']}: {reason}", flush=True)
         self.write({"pass": "all"} | record | {"error": reason})

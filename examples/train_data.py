@@ -84,9 +84,7 @@ def encode(tokenizer, texts: list[str], end: int | None):
     from tqdm import tqdm
 
     parts = []
-    for start in tqdm(
-        range(0, len(texts), 64), desc="tokens", unit="batch", leave=False, disable=None
-    ):
+    for start in tqdm(range(0, len(texts), 64), desc="tokens", unit="batch", leave=False, disable=None):
         for encoding in tokenizer.encode_batch(texts[start : start + 64], add_special_tokens=False):
             ids = encoding.ids + ([] if end is None else [end])
             parts.append(np.asarray(ids, dtype=np.int32))

@@ -157,7 +157,6 @@ def train(plan: dict, provider: str) -> dict:
     """Run the plan; returns what train.py shows and plots."""
     import torch
     from tqdm import tqdm
-
     from train_data import batches
 
     device, steps = plan["device"], plan["steps"]
@@ -186,9 +185,7 @@ def train(plan: dict, provider: str) -> dict:
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())  # waits for the device, so the time below is the step's
         seconds.append(time.perf_counter() - start)
-        bar.set_postfix_str(
-            f"loss {losses[-1]:.4f}, {tokens / seconds[-1]:,.0f} tokens/s", refresh=False
-        )
+        bar.set_postfix_str(f"loss {losses[-1]:.4f}, {tokens / seconds[-1]:,.0f} tokens/s", refresh=False)
         del loss
         if step == 0 and steps > 1:
             memory.start()  # the first step made the optimizer's state: not part of the peak
@@ -226,14 +223,11 @@ def probe(model, ids) -> float:
 def verify(plan: dict) -> dict:
     """Load the checkpoint with stock transformers, without tigon, and compute the probe."""
     import torch
+    from train_data import batches
     from transformers import AutoModelForCausalLM
 
-    from train_data import batches
-
     *_, rows = batches(plan["tokens_file"], plan["batch"], plan["seq"], plan["steps"], plan["seed"])
-    model = AutoModelForCausalLM.from_pretrained(
-        plan["checkpoint_out"], dtype=getattr(torch, plan["dtype"])
-    )
+    model = AutoModelForCausalLM.from_pretrained(plan["checkpoint_out"], dtype=getattr(torch, plan["dtype"]))
     model = model.to(plan["device"])
     result = {"checkpoint_loss": probe(model, torch.from_numpy(rows).to(plan["device"]))}
     assert "tigon" not in sys.modules

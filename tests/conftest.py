@@ -23,9 +23,7 @@ if _spec is None or _spec.origin is None:
     _package = str(TESTS.parent / "python")
     sys.path.insert(0, _package)
     # Commands the tests start look there too.
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, (_package, os.environ.get("PYTHONPATH")))
-    )
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_package, os.environ.get("PYTHONPATH"))))
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 

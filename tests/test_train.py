@@ -12,13 +12,11 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
-import train  # noqa: E402
-import train_data  # noqa: E402
-import train_worker  # noqa: E402
+import train
+import train_data
+import train_worker
 
-TINY = (
-    "hidden_size=64,intermediate_size=96,num_attention_heads=2,num_key_value_heads=1,vocab_size=500"
-)
+TINY = "hidden_size=64,intermediate_size=96,num_attention_heads=2,num_key_value_heads=1,vocab_size=500"
 
 
 @pytest.fixture

@@ -130,9 +130,7 @@ class Maker:
         cpu = torch.device("cpu")
         return torch.randint(low, high, shape, generator=self._generator(cpu)).to(self.device)
 
-    def labels(
-        self, vocab: int, *shape: int, masked: float = 0.0, ignore_index: int = -100
-    ) -> torch.Tensor:
+    def labels(self, vocab: int, *shape: int, masked: float = 0.0, ignore_index: int = -100) -> torch.Tensor:
         """Labels in [0, vocab), a fraction of them (1.0: all) replaced by `ignore_index`."""
         target = self.integers(0, vocab, *shape)
         if masked:

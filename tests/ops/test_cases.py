@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checks import check_case, run, same_bits
 
 from cases import modules
 from cases.case import select
-from checks import check_case, run, same_bits
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checks import check_case
 
 from cases import rms_norm, swiglu
-from checks import check_case
 from conftest import poisoned
 
 
