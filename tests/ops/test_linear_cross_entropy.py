@@ -1,0 +1,317 @@
+"""The fused loss head beyond the cases: chunks, combinations, refusals, memory, determinism."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import tigon
+import torch
+import torch.nn.functional as F
+from checks import check_close, same_bits
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from native import bits_under
+from tigon.ops.linear_cross_entropy import reference
+
+OP = torch.ops.tigon.linear_cross_entropy.default
+
+
+def _inputs(rows=12, h=16, v=40, *, dtype=torch.float32, device="cpu", masked=0.25):
+    hidden = torch.randn(rows, h, device=device).to(dtype).requires_grad_()
+    weight = torch.randn(v, h, device=device).div(h**0.5).to(dtype).requires_grad_()
+    target = torch.randint(0, v, (rows,), device=device)
+    target[torch.rand(rows, device=device) < masked] = -100
+    return hidden, weight, target
+
+
+def _all(fn, hidden, weight, target, upstream=None, **options):
+    loss = fn(hidden, weight, target, **options)
+    leaves = [t for t in (hidden, weight, options.get("bias")) if t is not None and t.requires_grad]
+    grads = torch.autograd.grad(loss, leaves, torch.ones_like(loss) if upstream is None else upstream)
+    return loss.detach(), *grads
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_combinations_of_options(data):
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 2**31), label="seed"))
+    rows, h, v = draw(st.integers(1, 40)), draw(st.integers(1, 33)), draw(st.integers(1, 130))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    options = {
+        "label_smoothing": draw(st.sampled_from([0.0, 0.1, 1.0])),
+        "softcap": draw(st.sampled_from([None, 2.0, 30.0])),
+        "logit_scale": draw(st.sampled_from([1.0, 0.3, 2.0])),
+        "z_loss": draw(st.sampled_from([0.0, 1e-2])),
+        "reduction": draw(st.sampled_from(["mean", "sum", "none"])),
+        "denominator": draw(st.sampled_from([None, 3, 7.5, torch.tensor(5.0), torch.tensor(9)])),
+        "chunk_rows": draw(st.sampled_from([None, 1, 3, 16])),
+    }
+    hidden, weight, target = _inputs(rows, h, v, dtype=dtype)
+    if draw(st.booleans(), label="bias"):
+        options["bias"] = torch.randn(v).to(dtype).requires_grad_()
+    if draw(st.booleans(), label="class_weight"):
+        options["class_weight"] = torch.rand(v) + 0.1
+    exact_options = {
+        k: t.detach().double().requires_grad_(t.requires_grad) if torch.is_tensor(t) and t.is_floating_point() else t
+        for k, t in options.items()
+    }
+    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    names = ["loss", "dhidden", "dweight", "dbias"]
+    got = _all(tigon.linear_cross_entropy, hidden, weight, target, **options)
+    eager = _all(reference, hidden, weight, target, **options)
+    exact = _all(reference, *wide, target, **exact_options)
+    for name, a, b, c in zip(names, got, eager, exact, strict=False):
+        check_close(name, a, b.to(a.dtype), c)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunking_does_not_show(dtype, device):
+    hidden, weight, target = _inputs(96, 64, 501, dtype=dtype, device=device)
+    whole = _all(tigon.linear_cross_entropy, hidden, weight, target, chunk_rows=96)
+    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    exact = _all(reference, *(t.cpu() for t in wide), target.cpu())
+    for rows in (1, 7, 32):
+        parts = _all(tigon.linear_cross_entropy, hidden, weight, target, chunk_rows=rows)
+        for a, b, c in zip(parts, whole, exact, strict=True):
+            error, bound = (x.double().cpu() - c for x in (a, b))
+            assert error.square().mean() <= 2 * bound.square().mean() + 1e-20
+
+
+def test_matches_torch_cross_entropy(device):
+    hidden, weight, target = _inputs(device=device)
+    loss = tigon.linear_cross_entropy(hidden, weight, target)
+    torch.testing.assert_close(loss, F.cross_entropy(hidden @ weight.t(), target))
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)))
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_every_requires_grad_combination(needs, reduction, device):
+    hidden, weight, target = _inputs(device=device)
+    bias = torch.randn(40, device=device, requires_grad=True)
+    full = _all(tigon.linear_cross_entropy, hidden, weight, target, bias=bias, reduction=reduction)
+    leaves = [t.detach().clone().requires_grad_(n) for t, n in zip((hidden, weight, bias), needs, strict=True)]
+    loss = tigon.linear_cross_entropy(leaves[0], leaves[1], target, bias=leaves[2], reduction=reduction)
+    assert loss.requires_grad == any(needs) and same_bits(loss, full[0])
+    if any(needs):
+        loss.sum().backward()
+    for leaf, want, need in zip(leaves, full[1:], needs, strict=True):
+        assert same_bits(leaf.grad, want if need else None)
+
+
+def test_backward_twice_gives_the_same_answer(device):
+    hidden, weight, target = _inputs(device=device)
+    for reduction in ("mean", "none"):
+        loss = tigon.linear_cross_entropy(hidden, weight, target, reduction=reduction)
+        upstream = torch.full_like(loss, 2.5)
+        first = torch.autograd.grad(loss, (hidden, weight), upstream, retain_graph=True)
+        second = torch.autograd.grad(loss, (hidden, weight), upstream)
+        assert all(same_bits(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_upstream_gradient_scales(device):
+    hidden, weight, target = _inputs(device=device)
+    one = _all(tigon.linear_cross_entropy, hidden, weight, target)
+    four = _all(tigon.linear_cross_entropy, hidden, weight, target, torch.tensor(0.25, device=device))
+    assert same_bits(one[1] / 4, four[1]) and same_bits(one[2] / 4, four[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_all_rows_masked(dtype, device):
+    hidden, weight, target = _inputs(dtype=dtype, device=device)
+    target.fill_(-100)
+    for options, want in (({}, float("nan")), ({"reduction": "sum"}, 0.0), ({"denominator": 3.0}, 0.0)):
+        loss, dh, dw = _all(tigon.linear_cross_entropy, hidden, weight, target, **options)
+        assert torch.equal(loss.isnan(), torch.tensor(want != want, device=device)) and (want != want or loss == want)
+        assert torch.count_nonzero(dh) == 0 and torch.count_nonzero(dw) == 0
+
+
+def test_shift_pairs_each_position_with_the_next_label(device):
+    hidden = torch.randn(3, 9, 16, device=device, requires_grad=True)
+    weight = torch.randn(40, 16, device=device, requires_grad=True)
+    target = torch.randint(0, 40, (3, 9), device=device)
+    got = tigon.linear_cross_entropy(hidden, weight, target, shift=True)
+    torch.testing.assert_close(got, F.cross_entropy((hidden[:, :-1] @ weight.t()).flatten(0, 1), target[:, 1:].flatten()))
+    assert tigon.linear_cross_entropy(hidden, weight, target, shift=True, reduction="none").shape == (3, 9)
+
+
+def test_float16_gradients_survive_a_large_count(device):
+    # 1/count in fp16 logit gradients would underflow: scale is folded in after the products.
+    hidden, weight, target = _inputs(64, 16, 40, dtype=torch.float16, device=device, masked=0.0)
+    got = _all(tigon.linear_cross_entropy, hidden, weight, target, denominator=2.0**14)
+    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    exact = _all(reference, *wide, target, denominator=2.0**14)
+    error = (got[2].double() - exact[2]).abs().max() / exact[2].abs().max()
+    assert error < 2e-3
+
+
+BAD = {
+    "hidden size": ({"hidden": (12, 15)}, r"weight must be \[V, 15\] to fit hidden \[12, 15\], got \[40, 16\]"),
+    "weight rank": ({"weight": (40, 16, 1)}, r"weight must be \[V, H\], got \[40, 16, 1\]"),
+    "target size": ({"target": torch.zeros(11, dtype=torch.long)}, r"target must be \[12\], got \[11\]"),
+    "target dtype": ({"target": torch.zeros(12)}, r"target must be int64 \(or int32\), got torch.float32"),
+    "bias size": ({"bias": torch.zeros(39)}, r"bias must be \[40\], got \[39\]"),
+    "bias dtype": ({"bias": torch.zeros(40, dtype=torch.long)}, r"bias must be a float tensor, got torch.int64"),
+    "class weight": ({"class_weight": torch.zeros(39)}, r"class_weight must be \[40\], got \[39\]"),
+    "chunk of zero": ({"chunk_rows": 0}, r"chunk_rows must be an int >= 1 \(or None\), got 0"),
+    "smoothing": ({"label_smoothing": 1.5}, r"label_smoothing must be in \[0, 1\], got 1.5"),
+    "softcap": ({"softcap": -1.0}, r"softcap must be > 0 \(or None\), got -1.0"),
+    "reduction": ({"reduction": "batchmean"}, r"reduction must be one of .*, got 'batchmean'"),
+    "denominator": ({"denominator": torch.ones(2)}, r"denominator must have one element, got \[2\]"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refusals(name, device):
+    changed, message = BAD[name]
+    hidden, weight, target = _inputs(device=device)
+    arguments = {"hidden": hidden, "weight": weight, "target": target}
+    for key, value in changed.items():
+        if isinstance(value, tuple):
+            value = torch.randn(value)
+        arguments[key] = value.to(device) if torch.is_tensor(value) else value
+    with pytest.raises(tigon.Error, match=r"\[linear_cross_entropy\] " + message):
+        tigon.linear_cross_entropy(**arguments)
+
+
+def test_integer_weight_is_refused(device):
+    hidden, weight, target = _inputs(device=device)
+    with pytest.raises(tigon.Error, match="weight must be a float tensor, got torch.int32"):
+        tigon.linear_cross_entropy(hidden, weight.detach().int(), target)
+
+
+@pytest.mark.parametrize("label", [40, -1, 2**40])
+def test_label_out_of_range_cpu(label):
+    hidden, weight, target = _inputs()
+    target[5] = label
+    with pytest.raises(tigon.Error, match=str(label)):
+        tigon.linear_cross_entropy(hidden, weight, target)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("label", [40, -1, 2**40])
+def test_label_out_of_range_cuda_is_a_nan_row(label):
+    hidden, weight, target = _inputs(device="cuda")
+    target[5] = label
+    loss = tigon.linear_cross_entropy(hidden, weight, target, reduction="none")
+    nan = torch.isnan(loss)
+    assert nan[5] and nan.sum() == 1
+
+
+def test_autocast(device):
+    hidden, weight, target = _inputs(24, 32, 60, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        got = _all(tigon.linear_cross_entropy, hidden, weight, target)
+    want = _all(tigon.linear_cross_entropy, hidden.detach().bfloat16().requires_grad_(),
+                weight.detach().bfloat16().requires_grad_(), target)  # fmt: skip
+    assert got[0].dtype == torch.float32 and got[1].dtype == torch.float32 and got[2].dtype == torch.float32
+    assert same_bits(got[0], want[0]) and same_bits(got[1], want[1].float()) and same_bits(got[2], want[2].float())
+
+
+def test_checkpointed(device):
+    from torch.utils.checkpoint import checkpoint
+
+    hidden, weight, target = _inputs(device=device)
+    want = _all(tigon.linear_cross_entropy, hidden, weight, target)
+    for reentrant in (False, True):
+        loss = checkpoint(tigon.linear_cross_entropy, hidden, weight, target, use_reentrant=reentrant)
+        hidden.grad = weight.grad = None
+        loss.backward()
+        assert same_bits(loss.detach(), want[0]) and same_bits(hidden.grad, want[1]) and same_bits(weight.grad, want[2])
+
+
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+def test_opcheck(reduction, device):
+    hidden, weight, target = _inputs(6, 8, 20, device=device)
+    bias = torch.randn(20, device=device, requires_grad=True)
+    sample = (hidden, weight, target, bias, None, None, None, -100, 0.1, 0.0, 1.0, 0.0, reduction, 4, True, True, True)
+    torch.library.opcheck(OP, sample)
+    frozen = (hidden.detach(), weight, target, None, None, torch.tensor(3.0, device=device), None, -100, 0.0, 2.0, 1.0,
+              0.0, reduction, 0, False, True, False)  # fmt: skip
+    torch.library.opcheck(OP, frozen)
+
+
+def test_compiled_with_dynamic_rows(device):
+    torch._dynamo.reset()
+    compiled = torch.compile(tigon.linear_cross_entropy, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (5, 9, 14):
+        hidden, weight, target = _inputs(rows, device=device)
+        for a, b in zip(_all(compiled, hidden, weight, target),
+                        _all(tigon.linear_cross_entropy, hidden, weight, target), strict=True):  # fmt: skip
+            assert same_bits(a, b)
+
+
+def test_no_grad_keeps_nothing(device):
+    hidden, weight, target = _inputs(device=device)
+    with torch.no_grad():
+        loss = tigon.linear_cross_entropy(hidden, weight, target)
+    assert loss.grad_fn is None
+    assert same_bits(loss, tigon.linear_cross_entropy(hidden, weight, target).detach())
+
+
+def test_module(device):
+    head = tigon.nn.LinearCrossEntropyLoss(softcap=5.0, label_smoothing=0.1, class_weight=torch.ones(40)).to(device)
+    hidden, weight, target = _inputs(device=device)
+    want = tigon.linear_cross_entropy(
+        hidden, weight, target, softcap=5.0, label_smoothing=0.1, class_weight=torch.ones(40, device=device), denominator=4
+    )
+    assert same_bits(head(hidden, weight, target, denominator=4), want) and "softcap=5.0" in repr(head)
+
+
+def test_same_bits_for_any_thread_count_of_the_row_pass():
+    # One row per product: aten's product of a single row does not depend on the thread count.
+    script = """
+import tigon
+torch.manual_seed(0)
+h, w = torch.randn(3, 8).requires_grad_(), torch.randn(2051, 8).requires_grad_()
+loss = tigon.linear_cross_entropy(h, w, torch.tensor([5, -100, 2050]), label_smoothing=0.1, chunk_rows=3)
+emit(loss)
+"""
+    assert len(bits_under(script, threads=(1, 2))) == 1
+
+
+@pytest.mark.gpu
+def test_logits_past_two_to_the_31_elements_cost_no_memory():
+    rows, h, v = 20480, 64, 128256
+    hidden, weight, target = _inputs(rows, h, v, dtype=torch.bfloat16, device="cuda")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    loss = tigon.linear_cross_entropy(hidden, weight, target)
+    loss.backward()
+    assert torch.cuda.max_memory_allocated() - before < rows * v * 2 / 2
+    part = slice(-7, None)
+    losses = tigon.linear_cross_entropy(hidden.detach(), weight.detach(), target, reduction="none")
+    want = reference(hidden.detach()[part], weight.detach(), target[part], reduction="none")
+    torch.testing.assert_close(losses[part], want, atol=2e-2, rtol=1e-2)
+
+
+@pytest.mark.gpu
+def test_one_chunk_past_two_to_the_31_elements():
+    rows, h, v = 17000, 32, 128256
+    hidden, weight, target = _inputs(rows, h, v, dtype=torch.bfloat16, device="cuda")
+    whole = _all(tigon.linear_cross_entropy, hidden, weight, target, reduction="none", chunk_rows=rows)
+    parts = _all(tigon.linear_cross_entropy, hidden, weight, target, reduction="none", chunk_rows=4096)
+    assert same_bits(whole[0][-4096:], parts[0][-4096:]) and torch.isfinite(whole[2]).all()
+
+
+@pytest.mark.gpu
+def test_no_synchronisation_and_graph_capture():
+    hidden, weight, target = _inputs(256, 64, 1000, dtype=torch.bfloat16, device="cuda")
+    count = torch.tensor(200.0, device="cuda")
+
+    def step():
+        return _all(tigon.linear_cross_entropy, hidden, weight, target, denominator=count, chunk_rows=100)
+
+    want = step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    graph.replay()
+    assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
