@@ -40,9 +40,7 @@ def test_oracle_against_finite_differences(module, case):
         args, kwargs = list(inputs.args), dict(inputs.kwargs)
         for i, value in zip(inputs.grads, values, strict=False):
             args[i] = value
-        rest = values[len(inputs.grads) :]
-        for name, value in zip(inputs.grad_kwargs, rest, strict=True):
-            kwargs[name] = value
+        kwargs |= zip(inputs.grad_kwargs, values[len(inputs.grads) :], strict=True)
         return module.oracle_fn(*args, **kwargs)
 
     leaves = [leaf.requires_grad_() for leaf in leaves]

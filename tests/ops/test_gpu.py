@@ -1,0 +1,208 @@
+"""What only a GPU can show: no wait for the device, capture in a graph, more than 2^31 elements."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checks import run, same_bits
+
+import tigon
+from cases import modules
+from cases.case import select
+
+pytestmark = pytest.mark.gpu
+
+
+def _pairs(tag: str):
+    return [
+        pytest.param(module, case, id=f"{module.NAME}-{case.name}")
+        for module in modules().values()
+        for case in select(module.CASES, tag)
+    ]
+
+
+@pytest.mark.parametrize("module, case", _pairs("test"))
+def test_nothing_waits_for_the_device(module, case):
+    """Forward and backward of every case, with torch told to raise on a synchronisation."""
+    inputs = module.make(case, "cuda", torch.bfloat16, 0)
+    run(module.tigon_fn, inputs, grad="grad" in case.tags)  # first calls may load modules
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(module.tigon_fn, inputs, grad="grad" in case.tags)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _tensors(inputs) -> list[torch.Tensor]:
+    values = (*inputs.args, *inputs.kwargs.values(), *inputs.grad_outputs)
+    return [value for value in values if torch.is_tensor(value)]
+
+
+@pytest.mark.parametrize("module, case", _pairs("small"))
+def test_captured_in_a_graph(module, case):
+    """Forward and backward in a CUDA graph; a replay on new data gives the bits of a plain run."""
+    inputs = module.make(case, "cuda", torch.bfloat16, 0)
+    fresh = module.make(case, "cuda", torch.bfloat16, 1)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            run(module.tigon_fn, inputs)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run(module.tigon_fn, inputs)
+    for value, new in zip(_tensors(inputs), _tensors(fresh), strict=True):
+        value.copy_(new)
+    graph.replay()
+    plain = run(module.tigon_fn, fresh)
+    for name, value in plain.tensors.items():
+        assert same_bits(value, captured.tensors[name]), name
+
+
+# More than 2^31 elements, where a 32-bit index overflows. An oracle of that size would take the
+# memory of several cards; instead the ends of a large result must be the result of the ends. The
+# sizes are arguments so that the logic of these tests can be tried on small tensors too.
+
+BIG = 2**31
+
+
+def _need(gigabytes: int) -> None:
+    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    if free < gigabytes * 1e9:
+        pytest.skip(f"needs {gigabytes} GB of free GPU memory, there are {free / 1e9:.0f}")
+
+
+def _randn(*shape, device="cuda"):
+    return torch.randn(shape, device=device, dtype=torch.bfloat16)
+
+
+def _ends(x: torch.Tensor, rows: int = 3) -> torch.Tensor:
+    return torch.cat((x[:rows], x[-rows:]))
+
+
+def _rows_op(fn, inputs: list[torch.Tensor]) -> None:
+    """A row op: outputs and gradients of the first and last rows are those of these rows alone."""
+    small = [_ends(value).requires_grad_() for value in inputs]
+    leaves = [value.requires_grad_() for value in inputs]
+    y = fn(*leaves)
+    dy = _randn(*y.shape, device=y.device)
+    grads = torch.autograd.grad(y, leaves, dy)
+    y_small = fn(*small)
+    grads_small = torch.autograd.grad(y_small, small, _ends(dy))
+    assert same_bits(_ends(y.detach()), y_small.detach())
+    for grad, grad_small in zip(grads, grads_small, strict=True):
+        assert same_bits(_ends(grad), grad_small)
+
+
+def big_rms_norm(rows=BIG // 4096 + 3, columns=4096, device="cuda"):
+    """x, y and their gradients of more than 2^31 elements."""
+    weight = 1 + 0.1 * _randn(columns, device=device)
+    _rows_op(lambda x: tigon.rms_norm(x, weight), [_randn(rows, columns, device=device)])
+
+
+def big_swiglu(rows=BIG // 16384 + 3, columns=16384, device="cuda"):
+    """Five tensors of more than 2^31 elements."""
+    _rows_op(tigon.swiglu, [_randn(rows, columns, device=device) for _ in range(2)])
+
+
+def big_rope(time=BIG // (128 * 128) + 3, heads=128, width=128, device="cuda"):
+    """q in Hugging Face's layout, one head of k."""
+
+    def tables(positions):
+        angles = positions[:, None] * 10000 ** -(torch.arange(width // 2) / (width // 2))
+        angles = torch.cat((angles, angles), -1)[None]
+        return [f(angles).to(device, torch.bfloat16) for f in (torch.cos, torch.sin)]
+
+    def turn(positions):
+        cos, sin = tables(positions)
+
+        def fn(q, k):  # [T, heads, width] here, so that rows are positions
+            q, k = tigon.rope(q[None].transpose(1, 2), k[None].transpose(1, 2), cos, sin)
+            return q[0].transpose(0, 1), k[0].transpose(0, 1)
+
+        return fn
+
+    positions = torch.arange(time, dtype=torch.float32)
+    q, k = _randn(time, heads, width, device=device), _randn(time, 1, width, device=device)
+    with torch.no_grad():
+        large = turn(positions)(q, k)
+        small = turn(_ends(positions))(_ends(q), _ends(k))
+    for a, b in zip(large, small, strict=True):
+        assert same_bits(_ends(a), b)
+    q.requires_grad_()
+    dy = _randn(time, heads, width, device=device)
+    (dq,) = torch.autograd.grad(turn(positions)(q, k)[0], q, dy)
+    q_small = _ends(q.detach()).requires_grad_()
+    (dq_small,) = torch.autograd.grad(turn(_ends(positions))(q_small, _ends(k))[0], q_small, _ends(dy))
+    assert same_bits(_ends(dq), dq_small)
+
+
+def big_cross_entropy(rows=BIG // 131080 + 3, vocab=131080, device="cuda"):
+    """Logits of more than 2^31 elements."""
+    target = torch.randint(0, vocab, (rows,), device=device)
+    logits = _randn(rows, vocab, device=device).requires_grad_()
+    upstream = torch.randn(rows, device=device)
+    loss = tigon.cross_entropy(logits, target, reduction="none")
+    (grad,) = torch.autograd.grad(loss, logits, upstream)
+    small = _ends(logits.detach()).requires_grad_()
+    loss_small = tigon.cross_entropy(small, _ends(target), reduction="none")
+    (grad_small,) = torch.autograd.grad(loss_small, small, _ends(upstream))
+    assert same_bits(_ends(loss.detach()), loss_small.detach())
+    assert same_bits(_ends(grad), grad_small)
+
+
+def _close(a: torch.Tensor, b: torch.Tensor, bound: float) -> None:
+    a, b = a.float(), b.float()
+    assert ((a - b).norm() / b.norm()).item() <= bound
+
+
+def big_head_weight(rows=64, hidden=8192, vocab=BIG // 8192 + 24, device="cuda"):
+    """A head of more than 2^31 weights, against logits made by torch."""
+    x = _randn(rows, hidden, device=device).requires_grad_()
+    weight = (_randn(vocab, hidden, device=device) / hidden**0.5).requires_grad_()
+    target = torch.randint(0, vocab, (rows,), device=device)
+    target[0], target[1] = 0, vocab - 1
+    loss = tigon.linear_cross_entropy(x, weight, target)
+    dx, dw = torch.autograd.grad(loss, (x, weight))
+    plain = torch.nn.functional.cross_entropy((x @ weight.t()).float(), target)
+    dx_plain, dw_plain = torch.autograd.grad(plain, (x, weight))
+    _close(loss, plain, 1e-3)  # bf16 logits in the plain one, three digits
+    _close(dx, dx_plain, 2e-2)
+    _close(_ends(dw, 1000), _ends(dw_plain, 1000), 2e-2)
+
+
+def big_head_logits(rows=BIG // 131080 + 3, hidden=64, vocab=131080, device="cuda"):
+    """One chunk of logits of more than 2^31 elements, against small chunks."""
+    x = _randn(rows, hidden, device=device).requires_grad_()
+    weight = (_randn(vocab, hidden, device=device) / hidden**0.5).requires_grad_()
+    target = torch.randint(0, vocab, (rows,), device=device)
+    results = []
+    for chunk in (rows, 1024):
+        loss = tigon.linear_cross_entropy(x, weight, target, chunk_rows=chunk)
+        results.append((loss, *torch.autograd.grad(loss, (x, weight))))
+    for a, b, bound in zip(*results, (1e-5, 1e-2, 1e-2), strict=True):
+        _close(a, b, bound)
+
+
+@pytest.mark.parametrize(
+    "test, gigabytes",
+    [
+        (big_rms_norm, 25),
+        (big_swiglu, 40),
+        (big_rope, 30),
+        (big_cross_entropy, 20),
+        (big_head_weight, 40),
+        (big_head_logits, 20),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_more_than_2_31_elements(test, gigabytes):
+    """Indices are 64 bits wide where they must be."""
+    torch.cuda.empty_cache()
+    _need(gigabytes)
+    try:
+        test()
+    finally:
+        torch.cuda.empty_cache()
