@@ -1,0 +1,84 @@
+#include "tigon/ops/cross_entropy/cross_entropy.h"
+
+#include "tigon/base/require.h"
+
+namespace tigon {
+namespace {
+
+constexpr const char* kOp = "cross_entropy";
+
+void check_result(const char* name, const Vector& v, int64_t rows, DType dtype) {
+  if (v) require_vector(kOp, name, v, rows, dtype);
+}
+
+void check_one(const char* name, const Vector& v) {
+  TIGON_CHECK(kOp, bool(v), name, " must be given, got none");
+  require_vector(kOp, name, v, 1, DType::f32);
+}
+
+}  // namespace
+
+void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
+  int64_t rows = a.logits.rows, cols = a.logits.cols;
+  require_float(kOp, "logits", a.logits.dtype);
+  TIGON_CHECK(kOp, cols >= 1, "logits must have at least one column, got ", cols);
+  require_vector(kOp, "target", a.target, rows, DType::i64);
+  if (a.bias) {
+    TIGON_CHECK(kOp, a.bias.size == cols, "bias must be [", cols, "], got [", a.bias.size, "]");
+    TIGON_CHECK(kOp, a.bias.dtype == a.logits.dtype || a.bias.dtype == DType::f32, "bias must be ",
+                name_of(a.logits.dtype), " or float32, got ", name_of(a.bias.dtype));
+  }
+  if (a.class_weight) require_vector(kOp, "class weight", a.class_weight, cols, DType::f32);
+  if (a.scale) {
+    TIGON_CHECK(kOp, a.scale.size == 1 || a.scale.size == rows, "scale must be [1] or [", rows, "], got [",
+                a.scale.size, "]");
+    require_dtype(kOp, "scale", a.scale.dtype, DType::f32);
+  }
+  if (a.dlogits.data != nullptr) {
+    require_matrix(kOp, "dlogits", a.dlogits, rows, cols, a.logits.dtype);
+    TIGON_CHECK(kOp, a.dlogits.data != a.logits.data || a.dlogits.stride == a.logits.stride,
+                "dlogits in place must have logits' row stride ", a.logits.stride, ", got ", a.dlogits.stride);
+    TIGON_CHECK(kOp, rows <= 1 || a.dlogits.stride >= cols, "dlogits must have rows that do not overlap (stride >= ",
+                cols, "), got stride ", a.dlogits.stride);
+  }
+  check_result("loss", a.loss, rows, DType::f32);
+  check_result("lse", a.lse, rows, DType::f32);
+  check_result("target_logit", a.target_logit, rows, DType::f32);
+  check_result("entropy", a.entropy, rows, DType::f32);
+  check_result("predicted", a.predicted, rows, DType::i64);
+  TIGON_CHECK(kOp, a.label_smoothing >= 0.0f && a.label_smoothing <= 1.0f, "label_smoothing must be in [0, 1], got ",
+              a.label_smoothing);
+  TIGON_CHECK(kOp, a.softcap >= 0.0f, "softcap must be > 0 or none, got ", a.softcap);
+  if (rows == 0) return;
+  on_device(kOp, ctx, [&] { cpu::cross_entropy_rows(ctx, a); }, TIGON_ON_CUDA(cuda::cross_entropy_rows(ctx, a)));
+}
+
+void cross_entropy_scale(Context& ctx, const CrossEntropyScale& a) {
+  check_one("scale", a.scale);
+  if (a.denominator) {
+    TIGON_CHECK(kOp, a.denominator.size == 1, "denominator must have one element, got ", a.denominator.size);
+    DType t = a.denominator.dtype;
+    TIGON_CHECK(kOp, t == DType::f32 || t == DType::f64 || t == DType::i64 || t == DType::i32,
+                "denominator must be float32, float64, int64 or int32, got ", name_of(t));
+  } else if (a.mean) {
+    require_dtype(kOp, "target", a.target.dtype, DType::i64);
+    if (a.class_weight) require_dtype(kOp, "class weight", a.class_weight.dtype, DType::f32);
+  }
+  on_device(kOp, ctx, [&] { cpu::cross_entropy_scale(ctx, a); }, TIGON_ON_CUDA(cuda::cross_entropy_scale(ctx, a)));
+}
+
+void cross_entropy_total(Context& ctx, const CrossEntropyTotal& a) {
+  require_dtype(kOp, "loss", a.loss.dtype, DType::f32);
+  if (a.scale) check_one("scale", a.scale);
+  check_one("total", a.total);
+  on_device(kOp, ctx, [&] { cpu::cross_entropy_total(ctx, a); }, TIGON_ON_CUDA(cuda::cross_entropy_total(ctx, a)));
+}
+
+void cross_entropy_rescale(Context& ctx, const CrossEntropyRescale& a) {
+  require_float(kOp, "grad", a.grad.dtype);
+  check_one("factor", a.factor);
+  if (a.grad.rows == 0 || a.grad.cols == 0) return;
+  on_device(kOp, ctx, [&] { cpu::cross_entropy_rescale(ctx, a); }, TIGON_ON_CUDA(cuda::cross_entropy_rescale(ctx, a)));
+}
+
+}  // namespace tigon

@@ -1,0 +1,144 @@
+#include <algorithm>
+#include <cmath>
+
+#include "tigon/base/require.h"
+#include "tigon/ops/cross_entropy/cross_entropy.h"
+
+namespace tigon::cpu {
+namespace {
+
+// What the rows of one call share.
+struct CrossEntropyCall {
+  int64_t cols, stride;
+  const void* bias;
+  bool bias_is_f32;
+  const float* class_weight;
+  double weight_sum;  // of class_weight, or cols
+  float logit_scale, softcap, inverse_cap, label_smoothing, z_loss;
+  bool statistics;  // of ignored rows too: lse, entropy or predicted is wanted
+  bool plain;       // z is the logit
+  bool entropy, predicted;
+};
+struct CrossEntropyRowResults {
+  float loss, lse, target_logit, entropy;
+  int64_t predicted;
+};
+struct CrossEntropyTable {
+  // target -1: ignored; dlogits nullptr: not wanted
+  void (*row[3])(const CrossEntropyCall& c, const void* logits, void* dlogits, int64_t target, float scale,
+                    CrossEntropyRowResults* out);
+  void (*rescale[3])(void* grad, float factor, int64_t n);
+};
+
+}  // namespace
+}  // namespace tigon::cpu
+
+#define TIGON_KERNELS "tigon/ops/cross_entropy/cross_entropy_cpu.inc"
+#include "tigon/base/simd/foreach_isa.h"
+
+namespace tigon::cpu {
+namespace {
+
+constexpr const char* kOp = "cross_entropy";
+constexpr int64_t kElementsPerTask = 32768;
+
+char* row_at(const Matrix& m, int64_t r) { return static_cast<char*>(m.data) + r * m.stride * int64_t(size_of(m.dtype)); }
+
+// Sum of f(i) over i < n in double, in an order that depends on n alone.
+template <class F>
+double ordered_sum(int64_t n, const F& f) {
+  double total = 0.0;
+  for (int64_t i = 0; i < n; ++i) total += double(f(i));
+  return total;
+}
+
+double value_of(const Vector& v) {
+  switch (v.dtype) {
+    case DType::f64: return *v.as<double>();
+    case DType::i64: return double(*v.as<int64_t>());
+    case DType::i32: return double(*v.as<int32_t>());
+    default: return double(*v.as<float>());
+  }
+}
+
+}  // namespace
+
+void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
+  int64_t rows = a.logits.rows, cols = a.logits.cols;
+  const int64_t* target = a.target.as<int64_t>();
+  for (int64_t r = 0; r < rows; ++r)
+    TIGON_CHECK(kOp, target[r] == a.ignore_index || (target[r] >= 0 && target[r] < cols), "target must be in [0, ", cols,
+                ") or ", a.ignore_index, " (ignored), got ", target[r], " in row ", r);
+
+  const float* class_weight = a.class_weight.as<float>();
+  CrossEntropyCall call = {
+      .cols = cols,
+      .stride = a.logits.stride,
+      .bias = a.bias.data,
+      .bias_is_f32 = a.bias.dtype == DType::f32,
+      .class_weight = class_weight,
+      .weight_sum = class_weight ? ordered_sum(cols, [&](int64_t i) { return class_weight[i]; }) : double(cols),
+      .logit_scale = a.logit_scale,
+      .softcap = a.softcap,
+      .inverse_cap = a.softcap > 0.0f ? 1.0f / a.softcap : 0.0f,
+      .label_smoothing = a.label_smoothing,
+      .z_loss = a.z_loss,
+      .statistics = a.lse || a.entropy || a.predicted,
+      .plain = !a.bias && a.logit_scale == 1.0f && a.softcap == 0.0f,
+      .entropy = bool(a.entropy),
+      .predicted = bool(a.predicted),
+  };
+  auto run = TIGON_SELECT(cross_entropy_table).row[int(a.logits.dtype)];
+  int64_t group = std::max<int64_t>(1, kElementsPerTask / cols);
+  parallel(ctx, (rows + group - 1) / group, [&](int64_t task) {
+    for (int64_t r = task * group, end = std::min(rows, r + group); r < end; ++r) {
+      CrossEntropyRowResults out = {};
+      float scale = a.scale ? a.scale.as<float>()[a.scale.size == 1 ? 0 : r] : 1.0f;
+      run(call, row_at(a.logits, r), a.dlogits.data ? row_at(a.dlogits, r) : nullptr,
+          target[r] == a.ignore_index ? -1 : target[r], scale, &out);
+      if (a.loss) a.loss.as<float>()[r] = out.loss;
+      if (a.lse) a.lse.as<float>()[r] = out.lse;
+      if (a.target_logit) a.target_logit.as<float>()[r] = out.target_logit;
+      if (a.entropy) a.entropy.as<float>()[r] = out.entropy;
+      if (a.predicted) a.predicted.as<int64_t>()[r] = out.predicted;
+    }
+  });
+}
+
+void cross_entropy_scale(Context&, const CrossEntropyScale& a) {
+  const int64_t* target = a.target.as<int64_t>();
+  const float* weight = a.class_weight.as<float>();
+  double divisor = 1.0;
+  if (a.denominator) {
+    divisor = value_of(a.denominator);
+  } else if (a.has_host_denominator || a.host_denominator > 0.0) {
+    divisor = a.host_denominator;
+  } else if (a.mean) {
+    divisor = ordered_sum(a.target.size, [&](int64_t r) {
+      int64_t y = target[r];
+      if (y == a.ignore_index) return 0.0f;
+      if (weight == nullptr) return 1.0f;
+      return y >= 0 && y < a.class_weight.size ? weight[y] : 0.0f;  // out of range: refused by the rows
+    });
+  }
+  *a.scale.as<float>() = float(1.0 / divisor);
+}
+
+void cross_entropy_total(Context&, const CrossEntropyTotal& a) {
+  const float* loss = a.loss.as<float>();
+  double total = ordered_sum(a.loss.size, [&](int64_t r) { return loss[r]; });
+  *a.total.as<float>() = float(total * (a.scale ? double(*a.scale.as<float>()) : 1.0));
+}
+
+void cross_entropy_rescale(Context& ctx, const CrossEntropyRescale& a) {
+  float factor = *a.factor.as<float>();
+  if (factor == 1.0f) return;
+  auto run = TIGON_SELECT(cross_entropy_table).rescale[int(a.grad.dtype)];
+  int64_t group = std::max<int64_t>(1, kElementsPerTask / a.grad.cols);
+  parallel(ctx, (a.grad.rows + group - 1) / group, [&](int64_t task) {
+    for (int64_t r = task * group, end = std::min(a.grad.rows, r + group); r < end; ++r)
+      run(row_at(a.grad, r), factor, a.grad.cols);
+  });
+}
+
+}  // namespace tigon::cpu
