@@ -6,15 +6,21 @@ Hugging Face model. Everything refused raises :class:`tigon.Error` before anythi
 
 from tigon import nn
 from tigon.error import Error
+from tigon.ops.cross_entropy import cross_entropy
 from tigon.ops.rms_norm import rms_norm
+from tigon.ops.rope import rope
+from tigon.ops.swiglu import swiglu
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Error",
     "apply",
+    "cross_entropy",
     "nn",
     "rms_norm",
+    "rope",
+    "swiglu",
     "undo",
 ]
 

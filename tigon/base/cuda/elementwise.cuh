@@ -13,23 +13,13 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/vec.cuh"
 #include "tigon/base/dispatch.h"
 
 namespace tigon::cuda {
-
-template <class F>
-struct Pointwise {
-  F f = {};
-  Matrix in[F::kIn];
-  Matrix out[F::kOut];
-};
-
-namespace pointwise_detail {
-
-inline constexpr int kThreads = 256;
 
 // Streaming store: written once, first to leave L2.
 template <class T, int N>
@@ -49,6 +39,17 @@ __device__ __forceinline__ float element(const Pack<T, N>& x, int i) {
     return x[i];
   }
 }
+
+template <class F>
+struct Pointwise {
+  F f = {};
+  Matrix in[F::kIn];
+  Matrix out[F::kOut];
+};
+
+namespace pointwise_detail {
+
+inline constexpr int kThreads = 256;
 
 // Quotients of 32-bit numbers below 2^31 by a divisor below 2^31: one multiplication, one addition, one
 // shift.
