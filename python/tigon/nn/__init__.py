@@ -1,6 +1,7 @@
 """Modules around the functions of :mod:`tigon`."""
 
+from tigon.nn.cross_entropy import CrossEntropyLoss
 from tigon.nn.rms_norm import RMSNorm
 from tigon.nn.swiglu import SwiGLU
 
-__all__ = ["RMSNorm", "SwiGLU"]
+__all__ = ["CrossEntropyLoss", "RMSNorm", "SwiGLU"]

@@ -37,20 +37,23 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
   if (a.dlogits.data != nullptr) {
     require_matrix(kOp, "dlogits", a.dlogits, rows, cols, a.logits.dtype);
     TIGON_CHECK(kOp, a.dlogits.data != a.logits.data || a.dlogits.stride == a.logits.stride,
-                "dlogits in place must have logits' row stride ", a.logits.stride, ", got ", a.dlogits.stride);
-    TIGON_CHECK(kOp, rows <= 1 || a.dlogits.stride >= cols, "dlogits must have rows that do not overlap (stride >= ",
-                cols, "), got stride ", a.dlogits.stride);
+                "dlogits in place must have logits' row stride ", a.logits.stride, ", got ",
+                a.dlogits.stride);
+    TIGON_CHECK(kOp, rows <= 1 || a.dlogits.stride >= cols,
+                "dlogits must have rows that do not overlap (stride >= ", cols, "), got stride ",
+                a.dlogits.stride);
   }
   check_result("loss", a.loss, rows, DType::f32);
   check_result("lse", a.lse, rows, DType::f32);
   check_result("target_logit", a.target_logit, rows, DType::f32);
   check_result("entropy", a.entropy, rows, DType::f32);
   check_result("predicted", a.predicted, rows, DType::i64);
-  TIGON_CHECK(kOp, a.label_smoothing >= 0.0f && a.label_smoothing <= 1.0f, "label_smoothing must be in [0, 1], got ",
-              a.label_smoothing);
+  TIGON_CHECK(kOp, a.label_smoothing >= 0.0f && a.label_smoothing <= 1.0f,
+              "label_smoothing must be in [0, 1], got ", a.label_smoothing);
   TIGON_CHECK(kOp, a.softcap >= 0.0f, "softcap must be > 0 or none, got ", a.softcap);
   if (rows == 0) return;
-  on_device(kOp, ctx, [&] { cpu::cross_entropy_rows(ctx, a); }, TIGON_ON_CUDA(cuda::cross_entropy_rows(ctx, a)));
+  on_device(
+      kOp, ctx, [&] { cpu::cross_entropy_rows(ctx, a); }, TIGON_ON_CUDA(cuda::cross_entropy_rows(ctx, a)));
 }
 
 void cross_entropy_scale(Context& ctx, const CrossEntropyScale& a) {
@@ -64,21 +67,25 @@ void cross_entropy_scale(Context& ctx, const CrossEntropyScale& a) {
     require_dtype(kOp, "target", a.target.dtype, DType::i64);
     if (a.class_weight) require_dtype(kOp, "class weight", a.class_weight.dtype, DType::f32);
   }
-  on_device(kOp, ctx, [&] { cpu::cross_entropy_scale(ctx, a); }, TIGON_ON_CUDA(cuda::cross_entropy_scale(ctx, a)));
+  on_device(
+      kOp, ctx, [&] { cpu::cross_entropy_scale(ctx, a); }, TIGON_ON_CUDA(cuda::cross_entropy_scale(ctx, a)));
 }
 
 void cross_entropy_total(Context& ctx, const CrossEntropyTotal& a) {
   require_dtype(kOp, "loss", a.loss.dtype, DType::f32);
   if (a.scale) check_one("scale", a.scale);
   check_one("total", a.total);
-  on_device(kOp, ctx, [&] { cpu::cross_entropy_total(ctx, a); }, TIGON_ON_CUDA(cuda::cross_entropy_total(ctx, a)));
+  on_device(
+      kOp, ctx, [&] { cpu::cross_entropy_total(ctx, a); }, TIGON_ON_CUDA(cuda::cross_entropy_total(ctx, a)));
 }
 
 void cross_entropy_rescale(Context& ctx, const CrossEntropyRescale& a) {
   require_float(kOp, "grad", a.grad.dtype);
   check_one("factor", a.factor);
   if (a.grad.rows == 0 || a.grad.cols == 0) return;
-  on_device(kOp, ctx, [&] { cpu::cross_entropy_rescale(ctx, a); }, TIGON_ON_CUDA(cuda::cross_entropy_rescale(ctx, a)));
+  on_device(
+      kOp, ctx, [&] { cpu::cross_entropy_rescale(ctx, a); },
+      TIGON_ON_CUDA(cuda::cross_entropy_rescale(ctx, a)));
 }
 
 }  // namespace tigon

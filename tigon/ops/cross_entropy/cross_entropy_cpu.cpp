@@ -26,7 +26,7 @@ struct CrossEntropyRowResults {
 struct CrossEntropyTable {
   // target -1: ignored; dlogits nullptr: not wanted
   void (*row[3])(const CrossEntropyCall& c, const void* logits, void* dlogits, int64_t target, float scale,
-                    CrossEntropyRowResults* out);
+                 CrossEntropyRowResults* out);
   void (*rescale[3])(void* grad, float factor, int64_t n);
 };
 
@@ -42,7 +42,9 @@ namespace {
 constexpr const char* kOp = "cross_entropy";
 constexpr int64_t kElementsPerTask = 32768;
 
-char* row_at(const Matrix& m, int64_t r) { return static_cast<char*>(m.data) + r * m.stride * int64_t(size_of(m.dtype)); }
+char* row_at(const Matrix& m, int64_t r) {
+  return static_cast<char*>(m.data) + r * m.stride * int64_t(size_of(m.dtype));
+}
 
 // Sum of f(i) over i < n in double, in an order that depends on n alone.
 template <class F>
@@ -54,10 +56,14 @@ double ordered_sum(int64_t n, const F& f) {
 
 double value_of(const Vector& v) {
   switch (v.dtype) {
-    case DType::f64: return *v.as<double>();
-    case DType::i64: return double(*v.as<int64_t>());
-    case DType::i32: return double(*v.as<int32_t>());
-    default: return double(*v.as<float>());
+    case DType::f64:
+      return *v.as<double>();
+    case DType::i64:
+      return double(*v.as<int64_t>());
+    case DType::i32:
+      return double(*v.as<int32_t>());
+    default:
+      return double(*v.as<float>());
   }
 }
 
@@ -67,8 +73,9 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
   int64_t rows = a.logits.rows, cols = a.logits.cols;
   const int64_t* target = a.target.as<int64_t>();
   for (int64_t r = 0; r < rows; ++r)
-    TIGON_CHECK(kOp, target[r] == a.ignore_index || (target[r] >= 0 && target[r] < cols), "target must be in [0, ", cols,
-                ") or ", a.ignore_index, " (ignored), got ", target[r], " in row ", r);
+    TIGON_CHECK(kOp, target[r] == a.ignore_index || (target[r] >= 0 && target[r] < cols),
+                "target must be in [0, ", cols, ") or ", a.ignore_index, " (ignored), got ", target[r],
+                " in row ", r);
 
   const float* class_weight = a.class_weight.as<float>();
   CrossEntropyCall call = {
@@ -77,7 +84,8 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
       .bias = a.bias.data,
       .bias_is_f32 = a.bias.dtype == DType::f32,
       .class_weight = class_weight,
-      .weight_sum = class_weight ? ordered_sum(cols, [&](int64_t i) { return class_weight[i]; }) : double(cols),
+      .weight_sum =
+          class_weight ? ordered_sum(cols, [&](int64_t i) { return class_weight[i]; }) : double(cols),
       .logit_scale = a.logit_scale,
       .softcap = a.softcap,
       .inverse_cap = a.softcap > 0.0f ? 1.0f / a.softcap : 0.0f,

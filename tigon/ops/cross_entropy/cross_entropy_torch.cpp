@@ -38,7 +38,9 @@ Tensor run(CrossEntropyRows a, const Tensor& logits, OptionalTensor& denominator
     cross_entropy_rows(*ctx, a);
     return rows;
   }
-  CrossEntropyScale scaling = {.target = a.target, .class_weight = a.class_weight, .ignore_index = a.ignore_index,
+  CrossEntropyScale scaling = {.target = a.target,
+                               .class_weight = a.class_weight,
+                               .ignore_index = a.ignore_index,
                                .mean = reduction == Reduction::mean,
                                .host_denominator = host_denominator.value_or(0.0),
                                .has_host_denominator = host_denominator.has_value()};
@@ -57,9 +59,10 @@ Tensor run(CrossEntropyRows a, const Tensor& logits, OptionalTensor& denominator
   return total;
 }
 
-std::tuple<Tensor, Tensor> forward(Tensor logits, Tensor target, OptionalTensor weight, OptionalTensor denominator,
-                                   std::optional<double> host_denominator, int64_t reduction, int64_t ignore_index,
-                                   double label_smoothing, double softcap, double z_loss, bool need_dlogits) {
+std::tuple<Tensor, Tensor> forward(Tensor logits, Tensor target, OptionalTensor weight,
+                                   OptionalTensor denominator, std::optional<double> host_denominator,
+                                   int64_t reduction, int64_t ignore_index, double label_smoothing,
+                                   double softcap, double z_loss, bool need_dlogits) {
   CrossEntropyRows a = arguments(logits, target, weight, {ignore_index, label_smoothing, softcap, z_loss});
   Tensor dlogits = need_dlogits ? make_like(logits, a.logits.dtype) : nothing(logits, a.logits.dtype);
   if (need_dlogits) a.dlogits = rows_of(kOp, "dlogits", dlogits);
@@ -72,7 +75,8 @@ Tensor forward_inplace(Tensor logits, Tensor target, OptionalTensor weight, Opti
                        double label_smoothing, double softcap, double z_loss) {
   const void* memory = logits.data_ptr();
   CrossEntropyRows a = arguments(logits, target, weight, {ignore_index, label_smoothing, softcap, z_loss});
-  TIGON_CHECK(kOp, logits.data_ptr() == memory, "logits must have a dense last dimension and evenly spaced rows with ",
+  TIGON_CHECK(kOp, logits.data_ptr() == memory,
+              "logits must have a dense last dimension and evenly spaced rows with ",
               "inplace=True, got other strides");
   a.dlogits = a.logits;
   return run(a, logits, denominator, host_denominator, reduction);
@@ -103,17 +107,25 @@ void rescale(Tensor grad, Tensor factor) {
 }  // namespace
 
 TIGON_TORCH_SCHEMAS(m) {
-  m.def("cross_entropy(Tensor logits, Tensor target, Tensor? weight, Tensor? denominator, float? host_denominator, "
-        "int reduction, int ignore_index, float label_smoothing, float softcap, float z_loss, bool need_dlogits) -> "
-        "(Tensor loss, Tensor dlogits)");
-  m.def("cross_entropy_fwd(Tensor logits, Tensor target, Tensor? weight, Tensor? denominator, float? host_denominator, "
-        "int reduction, int ignore_index, float label_smoothing, float softcap, float z_loss, bool need_dlogits) -> "
-        "(Tensor loss, Tensor dlogits)");
-  m.def("cross_entropy_inplace(Tensor(a!) logits, Tensor target, Tensor? weight, Tensor? denominator, "
-        "float? host_denominator, int reduction, int ignore_index, float label_smoothing, float softcap, "
-        "float z_loss) -> Tensor");
-  m.def("cross_entropy_bwd(Tensor dloss, Tensor logits, Tensor target, Tensor? weight, int ignore_index, "
-        "float label_smoothing, float softcap, float z_loss) -> Tensor");
+  m.def(
+      "cross_entropy(Tensor logits, Tensor target, Tensor? weight, Tensor? denominator, float? "
+      "host_denominator, "
+      "int reduction, int ignore_index, float label_smoothing, float softcap, float z_loss, bool "
+      "need_dlogits) -> "
+      "(Tensor loss, Tensor dlogits)");
+  m.def(
+      "cross_entropy_fwd(Tensor logits, Tensor target, Tensor? weight, Tensor? denominator, float? "
+      "host_denominator, "
+      "int reduction, int ignore_index, float label_smoothing, float softcap, float z_loss, bool "
+      "need_dlogits) -> "
+      "(Tensor loss, Tensor dlogits)");
+  m.def(
+      "cross_entropy_inplace(Tensor(a!) logits, Tensor target, Tensor? weight, Tensor? denominator, "
+      "float? host_denominator, int reduction, int ignore_index, float label_smoothing, float softcap, "
+      "float z_loss) -> Tensor");
+  m.def(
+      "cross_entropy_bwd(Tensor dloss, Tensor logits, Tensor target, Tensor? weight, int ignore_index, "
+      "float label_smoothing, float softcap, float z_loss) -> Tensor");
   m.def("cross_entropy_rescale(Tensor(a!) grad, Tensor factor) -> ()");
 }
 TIGON_TORCH_KERNELS(m) {

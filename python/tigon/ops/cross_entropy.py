@@ -1,0 +1,296 @@
+"""Softmax cross-entropy of given logits. Contract: ``tigon/ops/cross_entropy/cross_entropy.h``."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tigon._op import Op, has_kernel, raw
+from tigon.error import Error, check
+
+_OP = "cross_entropy"
+_REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+
+
+def reference(
+    logits,
+    target,
+    *,
+    weight=None,
+    ignore_index=-100,
+    label_smoothing=0.0,
+    softcap=None,
+    z_loss=0.0,
+    reduction="mean",
+    denominator=None,
+    inplace=False,
+):
+    """The same formula in plain PyTorch operations (any float dtype, any device)."""
+    del inplace
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)).reshape(-1, logits.shape[-1])
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    y = target.reshape(-1).long()
+    weight = None if weight is None else weight.to(z.dtype)
+    rows = F.cross_entropy(
+        z, y, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="none"
+    )
+    valid = y != ignore_index
+    if z_loss:
+        rows = rows + torch.where(valid, z_loss * torch.logsumexp(z, -1).square(), 0.0)
+    if denominator is not None:
+        return rows.sum() / (denominator.to(rows.device) if torch.is_tensor(denominator) else denominator)
+    if reduction == "none":
+        return rows.view(target.shape)
+    if reduction == "sum":
+        return rows.sum()
+    counted = valid if weight is None else torch.where(valid, weight[torch.where(valid, y, 0)], 0.0)
+    return rows.sum() / counted.sum()
+
+
+def split_denominator(op, denominator, device):
+    """A denominator as ``(tensor, number)``, one of them or both ``None``.
+
+    A number, or a CPU tensor beside CUDA logits, is read here; a tensor on the device is read by the kernel,
+    without a synchronisation.
+    """
+    if not isinstance(denominator, torch.Tensor):
+        return None, None if denominator is None else float(denominator)
+    check(op, denominator.numel() == 1, "denominator must have one element, got {}", denominator.numel())
+    denominator = denominator.detach()
+    if denominator.device != device and denominator.device.type == "cpu":
+        if not torch.compiler.is_compiling():
+            return None, float(denominator)
+        denominator = denominator.to(device)
+    if denominator.dtype not in (torch.float32, torch.float64, torch.int64, torch.int32):
+        denominator = denominator.float()
+    return denominator, None
+
+
+def check_target(op, target, shape):
+    """Dtype and shape; the labels themselves are read where the kernel runs."""
+    integer = not (target.is_floating_point() or target.is_complex() or target.dtype == torch.bool)
+    check(op, integer, "target must be an integer tensor of class indices, got {}", target.dtype)
+    check(op, target.shape == shape, "target must be {}, got {}", shape, target.shape)
+
+
+# Raw operators, in the argument order of the schemas.
+
+
+def _fake(
+    logits, target, weight, denominator, host_denominator, reduction, ignore_index, label_smoothing, softcap,
+    z_loss, need_dlogits,
+):  # fmt: skip
+    rows = (target.shape[0],) if reduction == _REDUCTIONS["none"] else ()
+    return (
+        logits.new_empty(rows, dtype=torch.float32),
+        logits.new_empty(logits.shape if need_dlogits else (0,)),
+    )
+
+
+def _fake_inplace(
+    logits,
+    target,
+    weight,
+    denominator,
+    host_denominator,
+    reduction,
+    ignore_index,
+    label_smoothing,
+    softcap,
+    z_loss,
+):
+    return logits.new_empty((), dtype=torch.float32)
+
+
+def _fake_bwd(dloss, logits, target, weight, ignore_index, label_smoothing, softcap, z_loss):
+    return logits.new_empty(logits.shape)
+
+
+def _fake_rescale(grad, factor):
+    return None
+
+
+_inplace = raw("cross_entropy_inplace", _fake_inplace)
+_bwd = raw("cross_entropy_bwd", _fake_bwd)
+_rescale = raw("cross_entropy_rescale", _fake_rescale)
+
+
+# Traced: torch.compile and functorch transforms. Everything functional and repeatable.
+
+
+def _setup_context(ctx, inputs, output):
+    logits, target, weight, _, _, reduction = inputs[:6]
+    ctx.scalar, ctx.options = reduction != _REDUCTIONS["none"], inputs[6:10]
+    ctx.save_for_backward(*((output[1],) if ctx.scalar else (logits, target, weight)))
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dloss, _=None):
+    if dloss is None:
+        return (None,) * 11
+    if ctx.scalar:  # plain operations: the compiler may fuse them, and their one rounding is the kernel's
+        (dlogits,) = ctx.saved_tensors
+        return (dlogits.float() * dloss).to(dlogits.dtype), *(None,) * 10
+    logits, target, weight = ctx.saved_tensors
+    dlogits = torch.ops.tigon.cross_entropy_bwd(dloss, logits, target, weight, *ctx.options)
+    return dlogits, *(None,) * 10
+
+
+_op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward)
+
+
+class _Eager(torch.autograd.Function):
+    """Eager with a gradient: a scalar loss forms it in the forward pass and hands that very buffer out, once.
+
+    A second backward would need the logits again, which are not kept (the buffer has their size): refused.
+    """
+
+    @staticmethod
+    def forward(ctx, inplace, *inputs):
+        logits, target, weight, _, _, reduction = inputs[:6]
+        ctx.scalar, ctx.options, ctx.spent = reduction != _REDUCTIONS["none"], inputs[6:], False
+        if not ctx.scalar:
+            ctx.save_for_backward(logits, target, weight)
+            return _op.forward(*inputs, False)[0]
+        if inplace:
+            loss, dlogits = _inplace(*inputs), logits.detach()
+            torch.autograd.graph.increment_version(dlogits)  # whoever saved the logits is told
+        else:
+            loss, dlogits = _op.forward(*inputs, True)
+        ctx.save_for_backward(dlogits)
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dloss):
+        if ctx.scalar:
+            if ctx.spent:
+                raise Error(
+                    "[cross_entropy] backward was already called: the gradient of a scalar loss is kept in one "
+                    "buffer, which the first call hands out; to call it again, reduce the rows of "
+                    'reduction="none"'
+                )
+            ctx.spent = True
+            (dlogits,) = ctx.saved_tensors
+            _rescale(dlogits, dloss)
+        else:
+            dlogits = _bwd(dloss, *ctx.saved_tensors, *ctx.options)
+        return None, dlogits, *(None,) * 9
+
+
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    denominator: float | torch.Tensor | None = None,
+    inplace: bool = False,
+) -> torch.Tensor:
+    """Cross-entropy of softmax(logits) against class indices, over the last dimension.
+
+    For each row, with ``z = softcap * tanh(logits / softcap)`` (or the logits), ``lse = logsumexp(z)``, ``y`` the
+    target, ``s = label_smoothing`` and ``w = weight`` (1 without)::
+
+        loss = (1 - s) w[y] (lse - z[y]) + s / V * sum_c w[c] (lse - z[c]) + z_loss * lse^2
+
+    Args:
+        logits: ``[..., V]`` float32, bfloat16 or float16, any leading strides (rows dense, or copied once).
+            float64 runs the eager reference.
+        target: ``[...]`` integer class indices in ``[0, V)``, or ``ignore_index`` (loss 0, gradient 0).
+        weight: ``[V]`` weight of each class or ``None``; converted to float32, not differentiable.
+        ignore_index: the label of rows that do not count; may lie in ``[0, V)``.
+        label_smoothing: in [0, 1].
+        softcap: > 0 or ``None``.
+        z_loss: factor of ``lse^2`` (not class-weighted).
+        reduction: ``"mean"`` (over the rows that count: divided by the sum of their ``w[y]``), ``"sum"`` or
+            ``"none"``.
+        denominator: a number or a tensor of one element: the loss is ``sum / denominator`` whatever ``reduction``
+            says. A tensor on the logits' device is read by the kernel, without synchronisation.
+        inplace: permission to write the gradient of a scalar loss over the logits instead of into fresh memory of
+            their size. The logits are then gone; autograd raises if another operation saved them. They must not be
+            a leaf that requires grad. Without effect when no gradient is needed, with ``reduction="none"`` and
+            under ``torch.compile``, where the compiler plans memory.
+
+    Returns:
+        float32 scalar, or ``[...]`` for ``"none"``. Differentiable in logits; accumulation in float32; bitwise
+        deterministic. With every row ignored: NaN for ``"mean"`` as in PyTorch, 0 otherwise; gradients are zero.
+
+        A scalar loss forms its gradient in the forward pass (one read and one write of the logits in all) and
+        keeps nothing but that gradient, so its backward can be called once. ``"none"`` keeps the logits and
+        computes the gradient in backward, as often as called.
+
+    Raises:
+        tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a label outside ``[0, V)``. On
+            CUDA such a label makes that row's loss and gradient NaN (no synchronisation to look). A second
+            backward through a scalar loss.
+
+    Source: label smoothing: Szegedy et al. 2016, "Rethinking the Inception Architecture"; softcap: Gemma Team
+    2024, "Gemma 2"; z-loss: Chowdhery et al. 2022, "PaLM", section 5.
+    """
+    check(_OP, logits.is_floating_point(), "logits must be a float tensor, got {}", logits.dtype)
+    check(_OP, logits.dim() >= 1, "logits must have at least one dimension, got 0")
+    check(_OP, logits.shape[-1] >= 1, "logits must have at least one column, got {}", logits.shape)
+    check_target(_OP, target, logits.shape[:-1])
+    check(_OP, reduction in _REDUCTIONS, "reduction must be one of {}, got {!r}", (*_REDUCTIONS,), reduction)
+    check(_OP, 0.0 <= label_smoothing <= 1.0, "label_smoothing must be in [0, 1], got {}", label_smoothing)
+    check(_OP, softcap is None or softcap > 0, "softcap must be > 0 or None, got {}", softcap)
+    need_grad = torch.is_grad_enabled() and logits.requires_grad
+    if weight is not None:
+        check(_OP, weight.is_floating_point(), "weight must be a float tensor, got {}", weight.dtype)
+        check(
+            _OP,
+            weight.shape == logits.shape[-1:],
+            "weight must be {}, got {}",
+            logits.shape[-1:],
+            weight.shape,
+        )
+        check(
+            _OP,
+            not (weight.requires_grad and torch.is_grad_enabled()),
+            "weight must not require grad (the loss is not differentiable in it), got a tensor that does",
+        )
+        weight = weight.to(torch.float32 if logits.dtype != torch.float64 else torch.float64)
+    if inplace and need_grad:
+        check(
+            _OP,
+            not logits.is_leaf,
+            "logits must not be a leaf that requires grad with inplace=True, got a leaf",
+        )
+    options = (ignore_index, label_smoothing, softcap or 0.0, z_loss)
+    if not has_kernel(_OP, logits):
+        _check_labels(target, logits.shape[-1], ignore_index)
+        return reference(
+            logits, target, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing,
+            softcap=softcap, z_loss=z_loss, reduction=reduction, denominator=denominator,
+        )  # fmt: skip
+    denominator, host_denominator = split_denominator(_OP, denominator, logits.device)
+    if denominator is not None or host_denominator is not None:
+        reduction = "sum"
+    scalar = reduction != "none"
+    inputs = (
+        logits, target.reshape(-1).long(), weight, denominator, host_denominator, _REDUCTIONS[reduction],
+        *options,
+    )  # fmt: skip
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        loss = _op.registered(*inputs, need_grad and scalar)[0]
+    elif need_grad:
+        loss = _Eager.apply(inplace, *inputs)
+    else:
+        loss = _op.forward(*inputs, False)[0]
+    return loss if scalar else loss.view(target.shape)
+
+
+def _check_labels(target, vocab, ignore_index):
+    """What the CPU kernel refuses, for the reference."""
+    if target.device.type != "cpu" or torch.compiler.is_compiling() or target.is_meta:
+        return
+    bad = target[(target != ignore_index) & ((target < 0) | (target >= vocab))]
+    message = "target must be in [0, {}) or {} (ignored), got {}"
+    check(_OP, bad.numel() == 0, message, vocab, ignore_index, bad[:1].tolist())
