@@ -213,23 +213,23 @@ def cross_entropy(
             ``"none"``.
         denominator: a number or a tensor of one element: the loss is ``sum / denominator`` whatever
             ``reduction`` says. A tensor on the logits' device is read by the kernel, without synchronisation.
-        inplace: permission to write the gradient of a scalar loss over the logits instead of into fresh memory
-            of their size. The logits are then gone; autograd raises if another operation saved them. They must
-            not be a leaf that requires grad. Without effect when no gradient is needed, with
+        inplace: permission to write the gradient of a scalar loss over the logits instead of into fresh
+            memory of their size. The logits are then gone; autograd raises if another operation saved them. They
+            must not be a leaf that requires grad. Without effect when no gradient is needed, with
             ``reduction="none"`` and under ``torch.compile``, where the compiler plans memory.
 
     Returns:
         float32 scalar, or ``[...]`` for ``"none"``. Differentiable in logits; accumulation in float32;
-        bitwise deterministic. With every row ignored: NaN for ``"mean"`` as in PyTorch, 0 otherwise; gradients
-        are zero.
+        bitwise deterministic. With every row ignored: NaN for ``"mean"`` as in PyTorch, 0 otherwise;
+        gradients are zero.
 
         A scalar loss forms its gradient in the forward pass (one read and one write of the logits in all) and
         keeps nothing but that gradient, so its backward can be called once. ``"none"`` keeps the logits and
         computes the gradient in backward, as often as called.
 
     Raises:
-        tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a label outside ``[0, V)``.
-            On CUDA such a label makes that row's loss and gradient NaN (no synchronisation to look). A second
+        tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a label outside
+            ``[0, V)``. On CUDA such a label makes that row's loss and gradient NaN (no synchronisation to look). A second
             backward through a scalar loss.
 
     Source: label smoothing: Szegedy et al. 2016, "Rethinking the Inception Architecture"; softcap: Gemma Team
