@@ -214,8 +214,8 @@ def cross_entropy(
         denominator: a number or a tensor of one element: the loss is ``sum / denominator`` whatever
             ``reduction`` says. A tensor on the logits' device is read by the kernel, without synchronisation.
         inplace: permission to write the gradient of a scalar loss over the logits instead of into fresh
-            memory of their size. The logits are then gone; autograd raises if another operation saved them. They
-            must not be a leaf that requires grad. Without effect when no gradient is needed, with
+            memory of their size. The logits are then gone; autograd raises if another operation saved them.
+            They must not be a leaf that requires grad. Without effect when no gradient is needed, with
             ``reduction="none"`` and under ``torch.compile``, where the compiler plans memory.
 
     Returns:
@@ -229,8 +229,8 @@ def cross_entropy(
 
     Raises:
         tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a label outside
-            ``[0, V)``. On CUDA such a label makes that row's loss and gradient NaN (no synchronisation to look). A second
-            backward through a scalar loss.
+            ``[0, V)``. On CUDA such a label makes that row's loss and gradient NaN (no synchronisation to look).
+            A second backward through a scalar loss.
 
     Source: label smoothing: Szegedy et al. 2016, "Rethinking the Inception Architecture"; softcap: Gemma Team
     2024, "Gemma 2"; z-loss: Chowdhery et al. 2022, "PaLM", section 5.
