@@ -1,35 +1,29 @@
 // Softmax cross-entropy of rows of logits against one label a row, with its gradient in the same pass.
 // One row kernel for `cross_entropy` (logits given) and `linear_cross_entropy` (logits of a chunk of rows).
 //
-// Formula     z = softcap * tanh(logit_scale * (logit + bias) / softcap), or logit_scale * (logit + bias)
-// without softcap
-//             lse = log sum_c e^z_c,  p = e^(z - lse),  y = target, eps = label_smoothing, w = class_weight
-//             (1 without) loss = (1 - eps) w_y (lse - z_y) + eps/V sum_c w_c (lse - z_c) + z_loss * lse^2
+// Formula     z = softcap * tanh(logit_scale * (logit + bias) / softcap), or logit_scale * (logit + bias) without softcap
+//             lse = log sum_c e^z_c,  p = e^(z - lse),  y = target, eps = label_smoothing, w = class_weight (1 without)
+//             loss = (1 - eps) w_y (lse - z_y) + eps/V sum_c w_c (lse - z_c) + z_loss * lse^2
 // Gradient    dlogit_c = scale * dz_c * ( p_c (k + 2 z_loss lse) - [c = y] (1 - eps) w_y - eps/V w_c )
 //             with k = (1 - eps) w_y + eps/V sum_c w_c and dz_c = logit_scale * (1 - (z_c / softcap)^2)
-//             (the target's term is formed in fp32 before the one rounding; dbias is the column sum of
-//             dlogits, the caller's business)
-// Shapes      logits, dlogits [rows, V], any row stride; target, loss, lse, target_logit, entropy, predicted
-// [rows];
+//             (the target's term is formed in fp32 before the one rounding; dbias is the column sum of dlogits, the
+//             caller's business)
+// Shapes      logits, dlogits [rows, V], any row stride; target, loss, lse, target_logit, entropy, predicted [rows];
 //             bias, class_weight [V]; scale [1] or [rows], read on the device
-// Dtypes      logits f32 | bf16 | f16, dlogits the same; bias f32 or logits' dtype; target, predicted i64;
-// the rest f32;
+// Dtypes      logits f32 | bf16 | f16, dlogits the same; bias f32 or logits' dtype; target, predicted i64; the rest f32;
 //             accumulation f32
-// Ignored     rows with target == ignore_index: loss 0, target_logit 0, a row of zeros in dlogits whatever
-// scale is
+// Rounding    dlogits once, on store; everything before it in fp32
+// Saved       nothing here: dlogits are formed in the forward pass, the caller keeps them
+// Ignored     rows with target == ignore_index: loss 0, target_logit 0, a row of zeros in dlogits whatever scale is
 //             (inf and NaN included); lse, entropy and predicted are those of the row
-// NaN, inf    a row with NaN or +inf, or nothing but -inf, has a NaN loss and a NaN gradient; classes at -inf
-// have p = 0.
+// NaN, inf    a row with NaN or +inf, or nothing but -inf, has a NaN loss and a NaN gradient; classes at -inf have p = 0.
 //             `predicted` is the first NaN if there is one, as in torch.argmax
-// Labels      outside [0, V) and not ignore_index: on the CPU tigon::Error before anything is written; on
-// CUDA a NaN loss,
-//             a NaN gradient and a NaN target_logit in that row, never a read out of bounds (no host
-//             synchronisation)
+// Labels      outside [0, V) and not ignore_index: on the CPU tigon::Error before anything is written; on CUDA a NaN loss,
+//             a NaN gradient and a NaN target_logit in that row, never a read out of bounds (no host synchronisation)
 // Aliasing    dlogits may be the very memory of logits (in place), no other overlap
 // Determinism bitwise: fixed trees inside a row, rows independent
 // Traffic     1 read of logits + 1 write of dlogits (1 read without dlogits), a few words a row besides
-// Refused     V < 1, label_smoothing outside [0, 1], softcap < 0, sizes or dtypes that do not fit:
-// tigon::Error before
+// Refused     V < 1, label_smoothing outside [0, 1], softcap < 0, sizes or dtypes that do not fit: tigon::Error before
 //             anything is written
 #pragma once
 
