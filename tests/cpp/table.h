@@ -17,12 +17,15 @@
 
 namespace tigon::test {
 
+// As a string: doctest prints a plain char pointer as an address.
+inline std::string text(DType t) { return tigon::name_of(t); }
+
 inline constexpr DType kFloats[] = {DType::f32, DType::bf16, DType::f16};
 
-// Half the distance of neighbouring numbers, relative: the largest error of one rounding to the type.
-inline double unit(DType t) { return t == DType::f32 ? 0x1p-24 : t == DType::bf16 ? 0x1p-9 : 0x1p-12; }
+// The largest relative error of one rounding to the type.
+inline double unit(DType t) { return t == DType::f32 ? 0x1p-24 : t == DType::bf16 ? 0x1p-8 : 0x1p-11; }
 // Half the smallest positive number: the largest absolute error of a rounding near zero.
-inline double tiny(DType t) { return t == DType::f16 ? 0x1p-25 : 0x1p-134; }
+inline double tiny(DType t) { return t == DType::f16 ? 0x1p-25 : t == DType::bf16 ? 0x1p-134 : 0x1p-150; }
 
 // rows x cols elements, `gap` unused elements after each row. Memory starts as NaN; gaps and the zones before and after are
 // never to be written. Elements are read and written as double.
@@ -113,7 +116,7 @@ class Table {
 
 // Every element of `got` within bound(r, c) of expected(r, c), NaN where NaN is expected, nothing written outside.
 template <class Expected, class Bound>
-void check_close(const char* name, const Table& got, const Expected& expected, const Bound& bound) {
+void check_close(const std::string& name, const Table& got, const Expected& expected, const Bound& bound) {
   CHECK_MESSAGE(got.guards_intact(), name, ": memory outside the result was written");
   int bad = 0;
   for (int64_t r = 0; r < got.rows(); ++r)
@@ -139,7 +142,7 @@ inline double slope(double* x, const std::function<double()>& f) {
 
 struct NamedIsa {
   cpu::Isa isa;
-  const char* name;
+  std::string name;
 };
 // The instruction sets of this machine; the best one is active again afterwards.
 template <class Fn>

@@ -32,7 +32,7 @@ void check_product(Context& ctx, Shape s, DType ab, DType c_type, bool trans_a, 
   auto bound = [&](int64_t i, int64_t j) {
     return double(s.k + 2) * 0x1p-24 * sum(i, j, true) + unit(c_type) * std::abs(expected(i, j)) + tiny(c_type) + 0x1p-22;
   };
-  INFO(s.m << " x " << s.n << " x " << s.k << " " << name_of(ab) << " -> " << name_of(c_type) << " ta " << trans_a << " tb "
+  INFO(s.m << " x " << s.n << " x " << s.k << " " << text(ab) << " -> " << text(c_type) << " ta " << trans_a << " tb "
            << trans_b << " alpha " << alpha << " beta " << beta);
   check_close("c", c, expected, bound);
 }

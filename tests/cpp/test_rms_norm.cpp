@@ -89,7 +89,7 @@ struct Run {
 };
 
 void check_case(Context& ctx, const Case& k) {
-  INFO(k.rows << " x " << k.cols << " x " << name_of(k.x) << " weight " << (k.weighted ? name_of(k.weight) : "none")
+  INFO(k.rows << " x " << k.cols << " x " << text(k.x) << " weight " << (k.weighted ? text(k.weight) : std::string("none"))
               << " rounding " << int(k.rounding) << " offset " << k.offset);
   Run run(k);
   rms_norm_fwd(ctx, run.forward(k));
@@ -146,7 +146,7 @@ TEST_CASE("the same bits for every instruction set and any number of threads") {
   for (DType x : kFloats)
     for (int64_t cols : {1, 31, 257}) {
       Case k{100, cols, x, x, true, Rounding::llama, 0.0f, 1e-6f};
-      INFO(name_of(x) << ", " << cols << " columns");
+      INFO(text(x) << ", " << cols << " columns");
       check_same_everywhere([&](Context& ctx) {
         Run run(k);
         rms_norm_fwd(ctx, run.forward(k));
