@@ -57,11 +57,12 @@ DEFAULTS = {
     },
 }  # fmt: skip
 
-# "Equal to within rounding": the largest relative difference of the loss at any step. Training amplifies rounding,
-# so this is measured, not derived. Over 20 steps of the CPU default, stock with every parameter moved by one unit in
-# the last place (provider `control`) stays within 1.3e-7 of stock in float32 and 1.1e-3 in bfloat16; the bounds are
-# about ten times that, in float32 with room for the summation orders of other processors. They are for runs of this
-# length; a run that includes `control` uses ten times its own figure, but at least FLOOR, some units in the last place.
+# "Equal to within rounding": the largest relative difference of the loss at any step. Training amplifies
+# rounding, so this is measured, not derived. Over 20 steps of the CPU default, stock with every parameter
+# moved by one unit in the last place (provider `control`) stays within 1.3e-7 of stock in float32 and 1.1e-3
+# in bfloat16; the bounds are about ten times that, in float32 with room for the summation orders of other
+# processors. They are for runs of this length; a run that includes `control` uses ten times its own figure,
+# but at least FLOOR, some units in the last place.
 BOUND = {"float32": 1e-5, "bfloat16": 1e-2}
 FLOOR = {"float32": 2e-6, "bfloat16": 2e-3}
 CONTROL_FACTOR = 10

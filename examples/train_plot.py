@@ -26,6 +26,7 @@ def draw(summary: dict, path: Path) -> None:
         colour = COLOURS.get(name)
         curve.plot(steps, run["losses"], style, lw=width, alpha=alpha, color=colour, label=name)
     curve.set(xlabel="step", ylabel="loss", title=summary["title"])
+    curve.xaxis.get_major_locator().set_params(integer=True)
     curve.legend(frameon=False)
     bars = (
         (speed, "tokens/s", lambda run: run["tokens_per_s"], "{:,.0f}"),
