@@ -13,7 +13,7 @@
 // Dtypes      logits f32 | bf16 | f16, dlogits the same; bias f32 or logits' dtype; target, predicted i64; the rest f32;
 //             accumulation f32
 // Rounding    dlogits once, on store; everything before it in fp32
-// Saved       nothing here: dlogits are formed in the forward pass, the caller keeps them
+// Saved       for scalar losses dlogits, formed in the forward pass; for per-row losses logits, target, class_weight
 // Ignored     rows with target == ignore_index: loss 0, target_logit 0, a row of zeros in dlogits whatever scale is
 //             (inf and NaN included); lse, entropy and predicted are those of the row
 // NaN, inf    a row with NaN or +inf, or nothing but -inf, has a NaN loss and a NaN gradient; classes at -inf have p = 0.

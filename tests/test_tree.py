@@ -1,0 +1,70 @@
+"""The layout holds, and its checker sees what it is for."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+from check_tree import check_tree
+
+
+def test_tree():
+    """Includes, files of an op, contracts and lengths."""
+    assert check_tree(ROOT) == []
+
+
+@pytest.fixture
+def small_tree(tmp_path):
+    """base, torch and one op of the real tree: in order."""
+    for folder in ("tigon/base", "tigon/torch", "tigon/ops/rms_norm"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    for file in ("python/tigon/ops/rms_norm.py", "tests/cases/rms_norm.py"):
+        (tmp_path / file).parent.mkdir(parents=True)
+        shutil.copy(ROOT / file, tmp_path / file)
+    assert check_tree(tmp_path) == []
+    return tmp_path
+
+
+OP = "tigon/ops/rms_norm"
+
+
+@pytest.mark.parametrize(
+    "file, line, message",
+    [
+        ("tigon/base/tensor.h", f'#include "{OP}/rms_norm.h"', "is base: it may not include"),
+        (f"{OP}/rms_norm_math.inc", f'#include "{OP}/rms_norm.h"', "is math: it may not include"),
+        (f"{OP}/rms_norm_cpu.cpp", '#include "tigon/ops/swiglu/swiglu.h"', "is backend: it may not include"),
+        (f"{OP}/rms_norm.cpp", f'#include "{OP}/rms_norm_math.inc"', "is op: it may not include"),
+        (f"{OP}/rms_norm.cpp", '#include "tigon/torch/shim.h"', "is op: it may not include"),
+        (f"{OP}/rms_norm_cuda.cu", "#include <torch/csrc/stable/tensor.h>", "only tigon/torch and"),
+        (f"{OP}/rms_norm.cpp", '#include "rms_norm.h"', "from the repository root"),
+        (f"{OP}/rms_norm_cpu.cpp", "//\n" * 600, "at most 600"),
+    ],
+)
+def test_planted_violation(small_tree, file, line, message):
+    """One more line in a file of an orderly tree."""
+    path = small_tree / file
+    path.write_text(line + "\n" + path.read_text())
+    errors = check_tree(small_tree)
+    assert len(errors) == 1
+    assert file in errors[0]
+    assert message in errors[0]
+
+
+@pytest.mark.parametrize("file", [f"{OP}/rms_norm_cuda.cu", "tests/cases/rms_norm.py"])
+def test_missing_sibling(small_tree, file):
+    """An op without its CUDA backend, without its cases."""
+    (small_tree / file).unlink()
+    assert [error.split(":")[0] for error in check_tree(small_tree)] == [file]
+
+
+def test_missing_heading(small_tree):
+    """A contract that does not say what it saves."""
+    header = small_tree / OP / "rms_norm.h"
+    header.write_text(header.read_text().replace("// Saved", "// Kept "))
+    assert check_tree(small_tree) == [f"{OP}/rms_norm.h: the contract has no line '// Saved'"]

@@ -1,0 +1,135 @@
+#!/usr/bin/env python3
+"""The layout, checked: who may include whom, which files an op has, what its contract says, how long files are.
+
+Includes point down the house: python -> torch -> op -> backend -> math -> base.
+Run by `make lint` and tests/test_tree.py.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+MAX_LINES = 600
+HEADINGS = (
+    "Formula", "Shapes", "Dtypes", "Rounding", "Saved", "Aliasing", "Determinism", "Traffic", "Refused",
+)  # fmt: skip
+SIBLINGS = ("{op}.h", "{op}_math.inc", "{op}.cpp", "{op}_cpu.cpp", "{op}_cuda.cu", "{op}_torch.cpp")
+ELSEWHERE = ("python/tigon/ops/{op}.py", "tests/cases/{op}.py")
+SOURCE = {".h", ".cuh", ".inc", ".cpp", ".cu"}
+CODE = SOURCE | {".py", ".sh", ".cmake"}
+TORCH_HEADER = re.compile(r"^(torch|ATen|c10|headeronly)/|^Python\.h$|^pybind11/")
+INCLUDE = re.compile(r'^\s*#\s*(?:include\s+|define\s+TIGON_KERNELS\s+)[<"]([^>"]+)[>"]', re.MULTILINE)
+
+
+def role_of(path: Path) -> str:
+    """base, cuda_base, math, header, backend, op or torch: what a file of tigon/ is."""
+    parts = path.parts
+    if parts[1] == "torch" or path.stem.endswith("_torch"):
+        return "torch"
+    if parts[1] == "base":
+        return "base"
+    if path.name.endswith("_math.inc"):
+        return "math"
+    if path.suffix in (".cu", ".cuh", ".inc") or path.stem.endswith(("_cpu", "_cuda")):
+        return "backend"
+    return "header" if path.suffix == ".h" else "op"
+
+
+def allowed(path: Path, include: str) -> bool:
+    """May this file of tigon/ include that header of tigon/?"""
+    role, target = role_of(path), Path(include)
+    if target.parts[1] == "base":
+        return True
+    if role == "base":
+        return False
+    if target.parts[1] == "torch":
+        return role == "torch"
+    own = path.parts[1] == "ops" and target.parts[:3] == path.parts[:3]
+    public = target.name == f"{target.parts[2]}.h"
+    return {
+        "math": False,
+        "header": public,  # an Args struct of another op may be part of a contract
+        "backend": own,
+        "op": public,
+        "torch": public,
+    }[role]
+
+
+def check_includes(root: Path, path: Path) -> list[str]:
+    """Includes of one file that point up, sideways or at a framework."""
+    errors = []
+    for include in INCLUDE.findall((root / path).read_text(encoding="utf-8")):
+        if TORCH_HEADER.search(include):
+            if role_of(path) != "torch":
+                errors.append(
+                    f"{path}: a {role_of(path)} file includes {include}; only tigon/torch and *_torch.cpp may"
+                )
+        elif include.startswith("tigon/") and not allowed(path, include):
+            errors.append(f"{path} is {role_of(path)}: it may not include {include}")
+        elif "/" not in include and (root / path.parent / include).exists():
+            errors.append(f'{path}: spell "{include}" from the repository root')
+    return errors
+
+
+def check_op(root: Path, op: str) -> list[str]:
+    """Files of one op, and the headings of its contract."""
+    wanted = [f"tigon/ops/{op}/{name}" for name in SIBLINGS] + list(ELSEWHERE)
+    errors = [
+        f"{name.format(op=op)}: missing (docs/adding-an-op.md)"
+        for name in wanted
+        if not (root / name.format(op=op)).exists()
+    ]
+    header = root / f"tigon/ops/{op}/{op}.h"
+    if header.exists():
+        essay = header.read_text(encoding="utf-8").split("#pragma once")[0]
+        errors += [
+            f"tigon/ops/{op}/{op}.h: the contract has no line '// {heading}'"
+            for heading in HEADINGS
+            if not re.search(rf"^// {heading}\b", essay, re.MULTILINE)
+        ]
+    return errors
+
+
+def tracked(root: Path) -> list[Path]:
+    """Files git knows or would add; every file where there is no git."""
+    listing = subprocess.run(
+        ["git", "-C", str(root), "ls-files", "--cached", "--others", "--exclude-standard"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    names = (
+        listing.stdout.splitlines()
+        if listing.returncode == 0
+        else [str(p.relative_to(root)) for p in root.rglob("*")]
+    )
+    return [Path(name) for name in names if (root / name).is_file()]
+
+
+def check_tree(root: Path) -> list[str]:
+    """Every violation, one line each."""
+    errors = []
+    for path in sorted(tracked(root)):
+        if path.suffix in CODE:
+            lines = (root / path).read_text(encoding="utf-8").count("\n")
+            if lines > MAX_LINES:
+                errors.append(f"{path}: {lines} lines, at most {MAX_LINES}: split it")
+        if path.parts[0] == "tigon" and path.suffix in SOURCE:
+            errors += check_includes(root, path)
+    ops = sorted(folder.name for folder in (root / "tigon/ops").iterdir() if any(folder.glob("*")))
+    return errors + [error for op in ops for error in check_op(root, op)]
+
+
+def main() -> int:
+    """Print the violations; 1 when there is one."""
+    errors = check_tree(Path(__file__).resolve().parent.parent)
+    print(*errors, sep="\n", end="\n" if errors else "")
+    print(f"check_tree: {len(errors)} violations" if errors else "check_tree: the tree is in order")
+    return bool(errors)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
