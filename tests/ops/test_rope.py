@@ -1,0 +1,399 @@
+"""Rotary embedding beyond the cases: refusals, binding, layouts, determinism over threads and ISAs."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from checks import same_bits
+from native import bits_under
+
+import tigon
+from cases.case import lay_out
+from cases.rope import eager_fn
+from tigon.ops.rope import reference
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def _inputs(B=2, T=5, Hq=4, Hk=2, D=16, R=None, *, device="cpu", dtype=torch.float32, table=None, grad=True):
+    """q and k as Hugging Face passes them, [B, H, T, D] views of [B, T, H, D], and tables of [1, T, R]."""
+    q, k = (torch.randn(B, T, H, D, device=device, dtype=dtype) for H in (Hq, Hk))
+    cos, sin = (torch.randn(1, T, R or D, device=device, dtype=table or dtype) for _ in range(2))
+    return q.transpose(1, 2).requires_grad_(grad), k.transpose(1, 2).requires_grad_(grad), cos, sin
+
+
+def _gradients(q, k, cos, sin, dy=None, fn=None, **options):
+    out = (fn or tigon.rope)(q, k, cos, sin, **options)
+    leaves = [x for x in (q, k) if x.requires_grad]
+    ends = [y for y in out if y.requires_grad]
+    dy = [torch.ones_like(y) for y in ends] if dy is None else dy
+    return (*out, *torch.autograd.grad(ends, leaves, dy))
+
+
+def _all_same(got, want):
+    return all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+
+
+BAD = {
+    "unsqueeze_dim": (
+        lambda q, k, c, s: tigon.rope(q, k, c, s, unsqueeze_dim=0),
+        r"unsqueeze_dim must be 1 or 2, got 0",
+    ),
+    "q dtype": (
+        lambda q, k, c, s: tigon.rope(q.long(), k, c, s),
+        r"q must be a float tensor, got torch.int64",
+    ),
+    "q rank": (lambda q, k, c, s: tigon.rope(q[0], k, c, s), r"q must have 4 dimensions, got 3"),
+    "k dtype": (
+        lambda q, k, c, s: tigon.rope(q, k.half(), c, s),
+        r"k must be torch.float32, got torch.float16",
+    ),
+    "k batch": (
+        lambda q, k, c, s: tigon.rope(q, k[:1], c, s),
+        r"k must be \[2, H, 5, 16\], got \[1, 2, 5, 16\]",
+    ),
+    "k tokens": (lambda q, k, c, s: tigon.rope(q, k[:, :, :4], c, s), r"k must be \[2, H, 5, 16\], got"),
+    "k columns": (lambda q, k, c, s: tigon.rope(q, k[..., :8], c, s), r"k must be \[2, H, 5, 16\], got"),
+    "cos tokens": (
+        lambda q, k, c, s: tigon.rope(q, k, c[:, :4], s[:, :4]),
+        r"cos must be \[1 or 2, 5, R\] or \[5, R\], got \[1, 4, 16\]",
+    ),
+    "cos batch": (
+        lambda q, k, c, s: tigon.rope(q, k, c.expand(3, -1, -1), s.expand(3, -1, -1)),
+        r"cos must be \[1 or 2, 5, R\] or \[5, R\], got \[3, 5, 16\]",
+    ),
+    "cos rank": (
+        lambda q, k, c, s: tigon.rope(q, k, c[None], s[None]),
+        r"cos must have 2 or 3 dimensions, got 4",
+    ),
+    "cos dtype": (
+        lambda q, k, c, s: tigon.rope(q, k, c.int(), s),
+        r"cos must be a float tensor, got torch.int32",
+    ),
+    "odd columns": (
+        lambda q, k, c, s: tigon.rope(q, k, c[..., :7], s[..., :7]),
+        r"cos must have an even number of columns, at most 16, got 7",
+    ),
+    "many columns": (
+        lambda q, k, c, s: tigon.rope(q, k, c.repeat(1, 1, 2), s.repeat(1, 1, 2)),
+        r"cos must have an even number of columns, at most 16, got 32",
+    ),
+    "sin shape": (
+        lambda q, k, c, s: tigon.rope(q, k, c, s[..., :8]),
+        r"sin must be \[1, 5, 16\], got \[1, 5, 8\]",
+    ),
+    "unsqueeze_dim, raw": (lambda *a: _raw(*a, 3), r"\[rope\] unsqueeze_dim must be 1 or 2, got 3"),
+    "k dtype, raw": (
+        lambda q, k, c, s: _raw(q, k.half(), c, s, 1),
+        r"\[rope\] .* must be float16 or float32|k must be float32",
+    ),
+    "k tokens, raw": (
+        lambda q, k, c, s: _raw(q, k[:, :, :4], c, s, 1),
+        r"\[rope\] cos must be \[1 or 2, 4, R\]",
+    ),
+    "k columns, raw": (
+        lambda q, k, c, s: _raw(q, k.repeat(1, 1, 1, 2), c, s, 1),
+        r"\[rope\] k must be \[2, H, 5, 16\]",
+    ),
+    "sin shape, raw": (lambda q, k, c, s: _raw(q, k, c, s[:, :2], 1), r"\[rope\] sin must be \[1, 5, 16\]"),
+    "odd columns, raw": (
+        lambda q, k, c, s: _raw(q, k, c[..., :7], s[..., :7], 1),
+        r"\[rope\] cos must have an even",
+    ),
+    "cos dtype, raw": (
+        lambda q, k, c, s: _raw(q, k, c.half(), s.half(), 1),
+        r"cos must be float32 or float32, got",
+    ),
+}
+
+
+def _raw(*args):
+    try:
+        torch.ops.tigon.rope_fwd(*args)
+    except RuntimeError as exc:
+        raise tigon.Error(str(exc)) from exc
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refusals(name, device):
+    call, message = BAD[name]
+    inputs = _inputs(device=device, grad=False)
+    kept = [x.clone() for x in inputs]
+    with pytest.raises(tigon.Error, match=message):
+        call(*inputs)
+    assert _all_same(inputs, kept)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("which", [1, 2, 3])
+def test_device_mix(which):
+    inputs = list(_inputs(device="cuda", grad=False))
+    inputs[which] = inputs[which].cpu()
+    with pytest.raises(
+        tigon.Error, match=rf"\[rope\] {('q', 'k', 'cos', 'sin')[which]} must be on cuda:0, got cpu"
+    ):
+        tigon.rope(*inputs)
+
+
+@pytest.mark.parametrize("need_q, need_k", list(itertools.product([False, True], repeat=2)))
+def test_every_requires_grad_combination(need_q, need_k, device):
+    q, k, cos, sin = _inputs(device=device)
+    full = _gradients(q, k, cos, sin)[2:]
+    a, b = q.detach().clone().requires_grad_(need_q), k.detach().clone().requires_grad_(need_k)
+    out = tigon.rope(a, b, cos, sin)
+    assert (out[0].requires_grad, out[1].requires_grad) == (need_q, need_k)
+    if need_q or need_k:
+        sum(y.sum() for y in out).backward()
+    assert same_bits(a.grad, full[0] if need_q else None)
+    assert same_bits(b.grad, full[1] if need_k else None)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_result_used(used, device):
+    q, k, cos, sin = _inputs(device=device)
+    full = _gradients(q, k, cos, sin)[2:]
+    grads = torch.autograd.grad(tigon.rope(q, k, cos, sin)[used].sum(), (q, k), allow_unused=True)
+    assert same_bits(grads[used], full[used]) and grads[1 - used] is None
+
+
+@pytest.mark.parametrize("which", ["cos", "sin"])
+def test_tables_that_require_a_gradient_run_the_reference(which, device):
+    q, k, cos, sin = _inputs(device=device)
+    tables = {"cos": cos, "sin": sin}
+    tables[which].requires_grad_()
+    got = torch.autograd.grad(tigon.rope(q, k, **tables)[0].sum(), tables[which])
+    want = torch.autograd.grad(eager_fn(q, k, **tables)[0].sum(), tables[which])
+    assert torch.allclose(got[0], want[0], atol=1e-5)
+    with torch.no_grad():  # then the kernel serves
+        assert _all_same(tigon.rope(q, k, **tables), tigon.rope(q, k, cos.detach(), sin.detach()))
+
+
+def test_backward_twice_and_inputs_untouched(device):
+    inputs = _inputs(device=device)
+    kept = [x.detach().clone() for x in inputs]
+    q, k, cos, sin = inputs
+    out = tigon.rope(q, k, cos, sin)
+    dy = [torch.randn_like(y) for y in out]
+    kept_dy = [d.clone() for d in dy]
+    first = torch.autograd.grad(out, (q, k), dy, retain_graph=True)
+    second = torch.autograd.grad(out, (q, k), dy)
+    assert _all_same(first, second) and _all_same(dy, kept_dy)
+    assert _all_same([x.detach() for x in inputs], kept)
+
+
+def test_saves_the_tables_alone(device):
+    q, k, cos, sin = _inputs(device=device)
+    saved = tigon.rope(q, k, cos, sin)[0].grad_fn.saved_tensors
+    assert [t.data_ptr() for t in saved] == [cos.data_ptr(), sin.data_ptr()]
+
+
+def test_results_may_be_modified(device):
+    q, k, cos, sin = _inputs(device=device)
+    a, b = tigon.rope(q, k, cos, sin)
+    a.mul_(2.0), b.add_(1.0)
+    dq, dk = torch.autograd.grad(a.sum() + b.sum(), (q, k))
+    full = _gradients(q, k, cos, sin)[2:]
+    assert torch.equal(dq, 2 * full[0]) and same_bits(dk, full[1])
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_results_keep_the_order_of_memory(swapped, unsqueeze_dim, device):
+    tokens, width = 5, 3 * 16
+    fused = torch.randn(2, tokens, 4, width, device=device)  # q is a third of every head's columns
+    view = fused[..., :16]  # [B, T, H, D]
+    x = view if unsqueeze_dim == 2 else view.transpose(1, 2)
+    if not swapped:
+        x = x.transpose(1, 2).contiguous().transpose(1, 2)
+    x.requires_grad_()
+    cos, sin = torch.randn(1, tokens, 16, device=device), torch.randn(1, tokens, 16, device=device)
+    q, k, dq, _ = _gradients(x, x, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    inside = x.stride(1) < x.stride(2)
+    for y in (q, k, dq):
+        assert (y.transpose(1, 2) if inside else y).is_contiguous() and not y._is_view()
+
+
+def test_unsqueeze_dim_2_is_the_transposed_call(device):
+    q, k, cos, sin = _inputs(device=device)
+    want = _gradients(q, k, cos, sin)
+    a, b = (x.detach().transpose(1, 2).requires_grad_() for x in (q, k))
+    got = _gradients(a, b, cos, sin, unsqueeze_dim=2)
+    assert _all_same([x.transpose(1, 2) for x in got], want)
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_two_dimensional_tables(batched, device):
+    q, k, cos, sin = _inputs(device=device)
+    want = _gradients(q, k, cos, sin)
+    if batched:
+        assert _all_same(_gradients(q, k, cos.expand(2, -1, -1), sin.expand(2, -1, -1)), want)
+    else:
+        assert _all_same(_gradients(q, k, cos[0], sin[0]), want)
+        assert _all_same(reference(q, k, cos[0], sin[0]), reference(q, k, cos, sin))
+
+
+@pytest.mark.parametrize("layout", ["offset1", "rows", "columns", "transposed", "heads", "expanded"])
+@pytest.mark.parametrize("which", ["q", "k", "cos", "sin", "dq", "dk"])
+def test_layout_does_not_matter(which, layout, device):
+    if layout == "heads" and which in ("cos", "sin"):
+        pytest.skip("tables have no heads")
+    q, k, _, _ = _inputs(D=64, device=device, grad=False)
+    cos, sin = torch.randn(2, 2, 5, 64, device=device).unbind(0)
+    tensors = {"q": q, "k": k, "cos": cos, "sin": sin, "dq": torch.randn_like(q), "dk": torch.randn_like(k)}
+    odd = {**tensors, which: lay_out(tensors[which], layout)}
+    results = []
+    for t in (odd, {name: x.contiguous().clone() for name, x in odd.items()}):
+        q, k = t["q"].requires_grad_(), t["k"].requires_grad_()
+        results.append(_gradients(q, k, t["cos"], t["sin"], (t["dq"], t["dk"])))
+    assert _all_same(*results)
+
+
+@pytest.mark.parametrize("heads", [(1, 0), (0, 3), (0, 0), (1, 1), (3, 1), (7, 2), (32, 8), (5, 11)])
+@pytest.mark.parametrize("tokens", [1, 3, 300])
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_head_counts(heads, tokens, contiguous, device):
+    """Every head as if rotated alone, however many share a thread."""
+    q, k, cos, sin = _inputs(1, tokens, *heads, D=32, R=16, device=device, dtype=torch.bfloat16)
+    if contiguous:
+        q, k = (x.detach().contiguous().requires_grad_() for x in (q, k))
+    got = _gradients(q, k, cos, sin)
+    for y, dx, x in zip(got[:2], got[2:], (q, k), strict=True):
+        assert y.shape == x.shape and dx.shape == x.shape
+        for h in range(x.shape[1]):
+            one = x.detach()[:, h : h + 1].clone().requires_grad_()
+            alone = _gradients(one, one.detach()[:, :0], cos, sin)
+            assert same_bits(y[:, h : h + 1], alone[0]) and same_bits(dx[:, h : h + 1], alone[2])
+
+
+@pytest.mark.parametrize(
+    "D, R", [(2, 2), (8, 0), (16, 16), (16, 2), (96, 96), (128, 32), (48, 16), (64, 8), (1056, 1024)]
+)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_widths(D, R, dtype, device):
+    """Rotated and copied columns, packs and single elements, against the plain formulation in fp64."""
+    q, k, _, _ = _inputs(D=D, device=device, dtype=dtype, grad=False)
+    cos, sin = (torch.randn(1, 5, R, device=device, dtype=dtype) for _ in range(2))
+    exact = eager_fn(*(x.double() for x in (q, k, cos, sin)))
+    for y, want, x in zip(tigon.rope(q, k, cos, sin), exact, (q, k), strict=True):
+        assert torch.allclose(y.double(), want, rtol=torch.finfo(dtype).eps, atol=1e-6)
+        assert same_bits(y[..., R:], x[..., R:])
+
+
+@pytest.mark.parametrize("table, sin_table", [*itertools.product(FLOATS, FLOATS)])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_mixed_dtypes_promote_as_pytorch_does(dtype, table, sin_table, device):
+    q, k, cos, sin = _inputs(D=24, R=16, device=device, dtype=dtype)
+    cos, sin = cos.to(table), sin.to(sin_table)
+    got = _gradients(q, k, cos, sin)
+    want = [x.dtype for x in eager_fn(q, k, cos, sin)] + [dtype, dtype]
+    assert [x.dtype for x in got] == want
+    exact = eager_fn(*(x.double() for x in (q, k, cos, sin)))
+    eps = torch.finfo(got[0].dtype).eps
+    assert all(
+        torch.allclose(a.double(), b, rtol=eps, atol=1e-6) for a, b in zip(got[:2], exact, strict=True)
+    )
+
+
+def test_backward_is_the_transposed_rotation(device):
+    """<R x, y> = <x, R' y>, with tables whose halves differ."""
+    q, k, cos, sin = _inputs(T=9, D=64, R=32, device=device)
+    dy = torch.randn_like(q), torch.randn_like(k)
+    a, b, dq, dk = _gradients(q, k, cos, sin, dy)
+    for y, upstream, x, dx in ((a, dy[0], q, dq), (b, dy[1], k, dk)):
+        left, right = (y.double() * upstream).sum(), (x.double() * dx).sum()
+        assert torch.allclose(left, right, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("expand", [(1, 1, 1, 1), (2, 1, 5, 16), (2, 4, 1, 1)])
+def test_expanded_upstream_gradient(expand, device):
+    q, k, cos, sin = _inputs(Hk=4, device=device)
+    dy = torch.randn(expand, device=device).expand(2, 4, 5, 16)
+    got = _gradients(q, k, cos, sin, (dy, dy))
+    assert _all_same(got, _gradients(q, k, cos, sin, (dy.contiguous(), dy.contiguous())))
+
+
+def test_double_backward_is_refused(device):
+    q, k, cos, sin = _inputs(device=device)
+    (g,) = torch.autograd.grad(tigon.rope(q, k, cos, sin)[0].sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+        g.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "unsqueeze_dim, dtype, table",
+    [(1, torch.float32, None), (2, torch.bfloat16, None), (1, torch.bfloat16, torch.float32)],
+)
+def test_opcheck(unsqueeze_dim, dtype, table, device):
+    q, k, cos, sin = _inputs(D=24, R=16, device=device, dtype=dtype, table=table)
+    if unsqueeze_dim == 2:
+        q, k = (x.detach().transpose(1, 2).requires_grad_() for x in (q, k))
+    dense = [x.detach().contiguous().requires_grad_() for x in (q, k)]
+    samples = [(q, k), dense, (q, dense[1]), (q.detach(), k), (q[..., ::2], k[..., ::2])]
+    for a, b in samples:
+        width = min(a.shape[-1], 16) // 2 * 2 if a.shape[-1] != 24 else 16
+        tables = cos[..., :width], sin[..., :width]
+        torch.library.opcheck(torch.ops.tigon.rope.default, (a, b, *tables, unsqueeze_dim))
+    out = torch.ops.tigon.rope_fwd(q.detach(), k.detach(), cos, sin, unsqueeze_dim)
+    code = [torch.float32, torch.bfloat16, torch.float16].index(dtype)
+    for wanted, swapped in itertools.product(
+        ((0, 1), (0,), (1,)), itertools.product([False, True], repeat=2)
+    ):
+        dy = [out[i] if i in wanted else None for i in (0, 1)]
+        sample = (*dy, cos, sin, unsqueeze_dim, code, *swapped)
+        torch.library.opcheck(torch.ops.tigon.rope_bwd.default, sample)
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=2)))
+def test_compiled_is_eager(needs, device):
+    torch._dynamo.reset()
+    compiled = torch.compile(tigon.rope, fullgraph=True, backend="aot_eager")
+    q, k, cos, sin = _inputs(device=device, dtype=torch.bfloat16, D=32, R=16, grad=False)
+    q.requires_grad_(needs[0]), k.requires_grad_(needs[1])
+    if any(needs):
+        got, want = _gradients(q, k, cos, sin, fn=compiled), _gradients(q, k, cos, sin)
+    else:
+        got, want = compiled(q, k, cos, sin), tigon.rope(q, k, cos, sin)
+    assert _all_same(got, want)
+    assert [x.stride() for x in got[:2]] == [x.stride() for x in want[:2]]
+
+
+def test_compile_with_dynamic_shapes(device):
+    torch._dynamo.reset()
+    compiled = torch.compile(tigon.rope, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (3, 7, 12):
+        inputs = _inputs(T=tokens, device=device)
+        assert _all_same(_gradients(*inputs, fn=compiled), _gradients(*inputs))
+
+
+def test_float64_runs_the_reference():
+    q, k, cos, sin = _inputs(1, 3, 2, 1, D=12, R=8, dtype=torch.float64)
+    assert _all_same(tigon.rope(q, k, cos, sin), reference(q, k, cos, sin))
+    assert torch.autograd.gradcheck(lambda a, b: tigon.rope(a, b, cos, sin), (q, k))
+    tables = cos.requires_grad_(), sin.requires_grad_()
+    assert torch.autograd.gradcheck(tigon.rope, (q, k, *tables))
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 4, 2), (2, 0, 4, 2), (2, 5, 0, 0)])
+def test_empty(shape, device):
+    q, k, cos, sin = _inputs(*shape, device=device)
+    got = _gradients(q, k, cos, sin)
+    assert [x.shape for x in got] == [q.shape, k.shape] * 2
+
+
+SCRIPT = """
+import torch, tigon
+torch.manual_seed(0)
+pairs = [(t, t) for t in (torch.float32, torch.bfloat16, torch.float16)] + [(torch.bfloat16, torch.float32)]
+for dtype, table in pairs:
+    for B, T, H, D, R in ((2, 70, 5, 64, 64), (1, 300, 3, 40, 22), (3, 2, 1, 2, 2), (1, 33, 2, 128, 32)):
+        q, k = (torch.randn(B, T, n, D).to(dtype).transpose(1, 2).requires_grad_() for n in (H, 2))
+        cos, sin = (torch.randn(1, T, R).to(table) for _ in range(2))
+        y = tigon.rope(q, k, cos, sin)
+        emit(*y, *torch.autograd.grad(y, (q, k), [torch.randn_like(x) for x in y]))
+"""
+
+
+def test_same_bits_on_every_instruction_set_and_thread_count():
+    assert len(bits_under(SCRIPT)) == 1

@@ -1,0 +1,271 @@
+"""SwiGLU beyond the cases: refusals, binding, layouts, determinism over threads and ISAs."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from checks import same_bits
+from native import bits_under
+
+import tigon
+from cases.case import lay_out
+from tigon.ops.swiglu import reference
+
+
+def _pair(*shape, device="cpu", dtype=torch.float32, grad=True):
+    gate, up = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+    return gate.requires_grad_(grad), up.requires_grad_(grad)
+
+
+def _gradients(gate, up, dy=None, fn=None):
+    y = (fn or tigon.swiglu)(gate, up)
+    leaves = [t for t in (gate, up) if t.requires_grad]
+    return y, torch.autograd.grad(y, leaves, torch.ones_like(y) if dy is None else dy)
+
+
+BAD = {
+    "up size": (lambda g, u: tigon.swiglu(g, u[:, :5]), r"\[swiglu\] up must be \[4, 8\], got \[4, 5\]"),
+    "up rank": (lambda g, u: tigon.swiglu(g, u[None]), r"up must be \[4, 8\], got \[1, 4, 8\]"),
+    "same elements": (lambda g, u: tigon.swiglu(g, u.view(8, 4)), r"up must be \[4, 8\], got \[8, 4\]"),
+    "up dtype": (lambda g, u: tigon.swiglu(g, u.half()), r"up must be torch.float32, got torch.float16"),
+    "gate dtype": (lambda g, u: tigon.swiglu(g.long(), u), r"gate must be a float tensor, got torch.int64"),
+    "gate rank, raw": (
+        lambda g, u: _raw(torch.ops.tigon.swiglu_fwd, g[0, 0], u[0, 0]),
+        r"\[swiglu\] gate must have at least one dimension, got 0",
+    ),
+    "up size, raw": (
+        lambda g, u: _raw(torch.ops.tigon.swiglu_fwd, g, u[:, :5]),
+        r"\[swiglu\] up must be \[4, 8\], got \[4, 5\]",
+    ),
+    "up dtype, raw": (
+        lambda g, u: _raw(torch.ops.tigon.swiglu_fwd, g, u.half()),
+        r"\[swiglu\] up must be float32, got float16",
+    ),
+    "dy size, raw": (
+        lambda g, u: _raw(torch.ops.tigon.swiglu_bwd, g[:2], g, u, True, True),
+        r"\[swiglu\] dy must be \[4, 8\], got \[2, 8\]",
+    ),
+    "dy dtype, raw": (
+        lambda g, u: _raw(torch.ops.tigon.swiglu_bwd, g.bfloat16(), g, u, True, True),
+        r"\[swiglu_bwd\] dy must be float32, got bfloat16",
+    ),
+}
+
+
+def _raw(op, *args):
+    try:
+        op(*args)
+    except RuntimeError as exc:
+        raise tigon.Error(str(exc)) from exc
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refusals(name, device):
+    call, message = BAD[name]
+    gate, up = _pair(4, 8, device=device, grad=False)
+    kept = gate.clone(), up.clone()
+    with pytest.raises(tigon.Error, match=message):
+        call(gate, up)
+    assert same_bits(gate, kept[0]) and same_bits(up, kept[1])
+
+
+@pytest.mark.gpu
+def test_device_mix():
+    with pytest.raises(tigon.Error, match=r"\[swiglu\] up must be on cuda:0, got cpu"):
+        tigon.swiglu(torch.randn(4, 8, device="cuda"), torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("need_gate, need_up", list(itertools.product([False, True], repeat=2)))
+def test_every_requires_grad_combination(need_gate, need_up, device):
+    gate, up = _pair(6, 41, device=device)
+    _, full = _gradients(gate, up)
+    a = gate.detach().clone().requires_grad_(need_gate)
+    b = up.detach().clone().requires_grad_(need_up)
+    y = tigon.swiglu(a, b)
+    assert y.requires_grad == (need_gate or need_up)
+    if y.requires_grad:
+        y.sum().backward()
+    assert same_bits(a.grad, full[0] if need_gate else None)
+    assert same_bits(b.grad, full[1] if need_up else None)
+
+
+def test_one_tensor_as_both(device):
+    x = torch.randn(5, 24, device=device, requires_grad=True)
+    (got,) = torch.autograd.grad(tigon.swiglu(x, x).sum(), x)
+    gate, up = (x.detach().clone().requires_grad_() for _ in range(2))
+    _, (dgate, dup) = _gradients(gate, up)
+    assert torch.equal(got, dgate + dup)
+
+
+def test_backward_twice_and_saved_tensors_untouched(device):
+    gate, up = _pair(6, 40, device=device)
+    kept = gate.detach().clone(), up.detach().clone()
+    y = tigon.swiglu(gate, up)
+    first = torch.autograd.grad(y.sum(), (gate, up), retain_graph=True)
+    second = torch.autograd.grad(y.sum(), (gate, up))
+    assert all(same_bits(a, b) for a, b in zip(first, second, strict=True))
+    assert same_bits(gate.detach(), kept[0]) and same_bits(up.detach(), kept[1])
+
+
+def test_inputs_are_kept_by_reference(device):
+    gate, up = _pair(6, 40, device=device)
+    saved = tigon.swiglu(gate, up).grad_fn.saved_tensors
+    assert [t.data_ptr() for t in saved] == [gate.data_ptr(), up.data_ptr()]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_modified_input_is_noticed(which, device):
+    pair = [t * 1 for t in _pair(6, 40, device=device)]
+    y = tigon.swiglu(*pair)
+    pair[which].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cols", [1, 7, 16, 33, 64, 333])
+def test_halves_of_one_tensor(cols, dtype, device):
+    """The same bits as dense copies; on CUDA these widths reach every variant of the pointwise skeleton."""
+    both = torch.randn(2, 3, 2 * cols, device=device, dtype=dtype, requires_grad=True)
+    dense = [half.detach().clone().requires_grad_() for half in both.chunk(2, dim=-1)]
+    dy = torch.randn(2, 3, cols, device=device, dtype=dtype)
+    y = tigon.swiglu(*both.chunk(2, dim=-1))
+    want, grads = _gradients(*dense, dy)
+    assert y.is_contiguous() and same_bits(y, want)
+    (got,) = torch.autograd.grad(y, both, dy)
+    assert same_bits(got, torch.cat(grads, dim=-1))
+
+
+@pytest.mark.parametrize("layout", ["offset1", "rows", "columns", "transposed", "expanded"])
+@pytest.mark.parametrize("which", ["gate", "up", "dy"])
+def test_layout_does_not_matter(which, layout, device):
+    tensors = {name: torch.randn(6, 40, device=device) for name in ("gate", "up", "dy")}
+    odd = {**tensors, which: lay_out(tensors[which], layout)}
+    plain = {name: t.contiguous().clone() for name, t in odd.items()}
+    results = []
+    for t in (odd, plain):
+        y, grads = _gradients(t["gate"].requires_grad_(), t["up"].requires_grad_(), t["dy"])
+        results.append((y, *grads))
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("numel", [1, 7, 8, 9, 2047, 2048, 2049, 8191, 8192, 8200, 70001])
+def test_flat_sizes_around_tiles(numel, device):
+    """Tails after the last pack and tiles that are only begun: each element as if alone in a row."""
+    gate, up = _pair(numel, device=device, dtype=torch.bfloat16)
+    y, (dgate, dup) = _gradients(gate, up)
+    a, b = (t.detach()[:, None].clone().requires_grad_() for t in (gate, up))
+    want, grads = _gradients(a, b)
+    pairs = zip((y, dgate, dup), (want, *grads), strict=True)
+    assert all(same_bits(got, x.squeeze(1)) for got, x in pairs)
+
+
+def test_expanded_upstream_gradient(device):
+    gate, up = _pair(6, 40, device=device)
+    for dy in (
+        torch.randn(1, 1, device=device).expand(6, 40),
+        torch.randn(6, 1, device=device).expand(6, 40),
+    ):
+        got, want = _gradients(gate, up, dy)[1], _gradients(gate, up, dy.contiguous())[1]
+        assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_double_backward_is_refused(device):
+    gate, up = _pair(3, 8, device=device)
+    (g,) = torch.autograd.grad(tigon.swiglu(gate, up).sum(), gate, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+        g.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(dtype, device):
+    gate, up = _pair(2, 3, 24, device=device, dtype=dtype)
+    both = torch.randn(2, 3, 48, device=device, dtype=dtype, requires_grad=True)
+    for sample in ((gate, up), (gate.transpose(0, 1), up.transpose(0, 1)), both.chunk(2, dim=-1)):
+        torch.library.opcheck(torch.ops.tigon.swiglu.default, tuple(sample))
+        torch.library.opcheck(torch.ops.tigon.swiglu_fwd.default, tuple(t.detach() for t in sample))
+    for needs in itertools.product([False, True], repeat=2):
+        sample = (torch.randn_like(gate).detach(), gate.detach(), up.detach(), *needs)
+        torch.library.opcheck(torch.ops.tigon.swiglu_bwd.default, sample)
+
+
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True), (False, False)])
+def test_compiled_is_eager(needs, device):
+    torch._dynamo.reset()
+    compiled = torch.compile(tigon.swiglu, fullgraph=True, backend="aot_eager")
+    gate, up = _pair(6, 40, device=device, dtype=torch.bfloat16)
+    gate.requires_grad_(needs[0]), up.requires_grad_(needs[1])
+    if not any(needs):
+        assert same_bits(compiled(gate, up), tigon.swiglu(gate, up))
+        return
+    got, want = _gradients(gate, up, fn=compiled), _gradients(gate, up)
+    assert same_bits(got[0], want[0])
+    assert all(same_bits(a, b) for a, b in zip(got[1], want[1], strict=True))
+
+
+def test_compile_with_dynamic_shapes(device):
+    torch._dynamo.reset()
+    compiled = torch.compile(tigon.swiglu, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (3, 7, 12):
+        gate, up = _pair(rows, 40, device=device)
+        got, want = _gradients(gate, up, fn=compiled), _gradients(gate, up)
+        assert same_bits(got[0], want[0])
+        assert all(same_bits(a, b) for a, b in zip(got[1], want[1], strict=True))
+
+
+def test_refused_under_compile_too(device):
+    torch._dynamo.reset()
+    compiled = torch.compile(tigon.swiglu, backend="aot_eager")
+    with pytest.raises(tigon.Error, match=r"up must be \[4, 8\], got \[4, 5\]"):
+        compiled(torch.randn(4, 8, device=device), torch.randn(4, 5, device=device))
+
+
+def test_float64_runs_the_reference():
+    gate, up = _pair(3, 8, dtype=torch.float64)
+    assert torch.equal(tigon.swiglu(gate, up), reference(gate, up))
+    assert torch.autograd.gradcheck(tigon.swiglu, (gate, up))
+
+
+@pytest.mark.parametrize("gate", [-1e4, -200.0, -88.5, -20.0, 0.0, 20.0, 88.5, 200.0, 1e4])
+def test_far_from_zero(gate, device):
+    """No overflow of the exponential shows."""
+    g = torch.full((17,), gate, device=device, requires_grad=True)
+    up = torch.full((17,), 2.0, device=device, requires_grad=True)
+    y, (dgate, dup) = _gradients(g, up)
+    slope = 2.0 if gate > 0 else 1.0 if gate == 0 else 0.0
+    assert torch.allclose(y, torch.full_like(y, 2 * max(gate, 0.0)), atol=1e-6)
+    assert torch.allclose(dup, torch.full_like(y, max(gate, 0.0)), atol=1e-6)
+    assert torch.allclose(dgate, torch.full_like(y, slope), atol=1e-6)
+
+
+def test_more_accurate_than_rounding_twice(device):
+    gate, up = _pair(64, 512, device=device, dtype=torch.bfloat16, grad=False)
+    exact = torch.nn.functional.silu(gate.double()) * up.double()
+    ours = (tigon.swiglu(gate, up).double() - exact).square().mean()
+    twice = ((torch.nn.functional.silu(gate) * up).double() - exact).square().mean()
+    assert ours < twice
+
+
+def test_module(device):
+    gate, up = _pair(4, 24, device=device, grad=False)
+    module = tigon.nn.SwiGLU()
+    assert not list(module.parameters()) and same_bits(module(gate, up), tigon.swiglu(gate, up))
+
+
+SCRIPT = """
+import torch, tigon
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for shape in ((70, 333), (5, 40970), (3, 16), (1, 7)):
+        both = (4 * torch.randn(shape[0], 2 * shape[1])).to(dtype).requires_grad_()
+        gate, up = both.chunk(2, dim=-1)
+        for a, b in ((gate, up), (gate.contiguous(), up.contiguous())):
+            y = tigon.swiglu(a, b)
+            emit(y, *torch.autograd.grad(y, both, torch.randn_like(y), retain_graph=True))
+"""
+
+
+def test_same_bits_on_every_instruction_set_and_thread_count():
+    assert len(bits_under(SCRIPT)) == 1
