@@ -38,8 +38,9 @@ system_tools() {
   if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
     say "installing system packages: ${missing[*]}"
     export DEBIAN_FRONTEND=noninteractive
-    apt-get update -qq >/dev/null && apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null </dev/null ||
-      fail "apt-get could not install: ${missing[*]}"
+    local output
+    output=$(apt-get update -qq 2>&1 && apt-get install -y -qq --no-install-recommends "${missing[@]}" 2>&1 </dev/null) ||
+      fail "apt-get could not install ${missing[*]}: $output"
     find_python || fail "Python >= 3.10 is needed; set PYTHON=/path/to/python3"
   else
     fail "missing: ${missing[*]}. Install with: sudo apt-get install ${missing[*]}"

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The layout, checked: who may include whom, which files an op has, what its contract says, how long files are.
+"""The layout, checked: who may include whom, which files an op has, what contracts say, how long files are.
 
 Includes point down the house: python -> torch -> op -> backend -> math -> base.
 Run by `make lint` and tests/test_tree.py.
