@@ -7,6 +7,7 @@ Hugging Face model. Everything refused raises :class:`tigon.Error` before anythi
 from tigon import nn
 from tigon.error import Error
 from tigon.ops.cross_entropy import cross_entropy
+from tigon.ops.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.rms_norm import rms_norm
 from tigon.ops.rope import rope
 from tigon.ops.swiglu import swiglu
@@ -17,6 +18,7 @@ __all__ = [
     "Error",
     "apply",
     "cross_entropy",
+    "linear_cross_entropy",
     "nn",
     "rms_norm",
     "rope",

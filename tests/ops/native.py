@@ -13,7 +13,7 @@ torch.set_num_threads(int(os.environ["TIGON_TEST_THREADS"]))
 _digest = hashlib.sha256()
 def emit(*tensors):
     for t in tensors:
-        _digest.update(t.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        _digest.update(t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
 """
 
 

@@ -58,12 +58,21 @@ def test_random_combinations_of_options(data):
         for k, t in options.items()
     }
     wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
-    names = ["loss", "dhidden", "dweight", "dbias"]
     got = _all(tigon.linear_cross_entropy, hidden, weight, target, **options)
     eager = _all(reference, hidden, weight, target, **options)
     exact = _all(reference, *wide, target, **exact_options)
-    for name, a, b, c in zip(names, got, eager, exact, strict=False):
-        check_close(name, a, b.to(a.dtype), c)
+    # One number is right or wrong by luck, so a floor: logits and their gradients are rounded to the dtype, by design, and
+    # gradients are sums of terms that may cancel (the logit gradients of a row add up to zero). One unit in the last place
+    # of a term, as large as a row's gradient (2 with z-loss, times scale) times the other operand, is noise of the sum.
+    row = 2.0 * options["logit_scale"] * (rows if options["reduction"] != "mean" or options["denominator"] else 1)
+    logit = F.linear(hidden, weight, options.get("bias")).abs().max()
+    terms = [logit, weight.abs().max(), hidden.abs().max(), 1.0]
+    for name, a, b, c, term in zip(["loss", "dhidden", "dweight", "dbias"], got, eager, exact, terms, strict=False):
+        noise = 2 * torch.finfo(dtype).eps * row * float(term)
+        error, plain = (x.double() - c for x in (a, b.to(a.dtype)))
+        if error.numel() and error.abs().max() > noise:
+            check_close(name, a, b.to(a.dtype), c)
+        assert torch.equal(error.isnan(), plain.isnan()), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -75,8 +84,7 @@ def test_chunking_does_not_show(dtype, device):
     for rows in (1, 7, 32):
         parts = _all(tigon.linear_cross_entropy, hidden, weight, target, chunk_rows=rows)
         for a, b, c in zip(parts, whole, exact, strict=True):
-            error, bound = (x.double().cpu() - c for x in (a, b))
-            assert error.square().mean() <= 2 * bound.square().mean() + 1e-20
+            check_close(f"{rows} rows a chunk", a.cpu(), b.cpu(), c)
 
 
 def test_matches_torch_cross_entropy(device):

@@ -66,9 +66,9 @@ def _fake(hidden, weight, target, bias, class_weight, denominator, host_denomina
     return (
         loss,
         scale,
-        hidden.new_empty(hidden.shape if need_dhidden else (0,)),
-        hidden.new_empty((vocab, hidden.shape[-1]) if need_dweight else (0,), dtype=torch.float32),
-        hidden.new_empty((vocab,) if need_dbias else (0,), dtype=torch.float32),
+        hidden.new_empty(hidden.shape if need_dhidden and scalar else (0,)),
+        hidden.new_empty((vocab, hidden.shape[-1]) if need_dweight and scalar else (0,), dtype=torch.float32),
+        hidden.new_empty((vocab,) if need_dbias and scalar else (0,), dtype=torch.float32),
     )
 
 

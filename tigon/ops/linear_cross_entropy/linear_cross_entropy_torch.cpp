@@ -78,7 +78,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     a.total = scalar_of(kOp, "total", total);
     a.scale = scalar_of(kOp, "scale", scale);
   }
-  Gradients g = make_gradients(a, hidden, need_dhidden, need_dweight, need_dbias);
+  // Of per-row losses the gradients are made in rows_backward: they need the upstream ones.
+  Gradients g = make_gradients(a, hidden, scalar && need_dhidden, scalar && need_dweight, scalar && need_dbias);
   auto ctx = make_context(hidden);
   linear_cross_entropy(*ctx, a);
   return {scalar ? total : rows, scale, g.dhidden, g.dweight, g.dbias};
