@@ -229,7 +229,7 @@ def cross_entropy(
 
     Raises:
         tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a label outside
-            ``[0, V)``. On CUDA such a label makes that row's loss and gradient NaN (no synchronisation to look).
+            ``[0, V)``. On CUDA such a label makes that row's loss and gradient NaN, without synchronisation.
             A second backward through a scalar loss.
 
     Source: label smoothing: Szegedy et al. 2016, "Rethinking the Inception Architecture"; softcap: Gemma Team

@@ -14,7 +14,7 @@ struct CrossEntropyCall {
   bool bias_is_f32;
   const float* class_weight;
   double weight_sum;  // of class_weight, or cols
-  float logit_scale, softcap, inverse_cap, label_smoothing, z_loss;
+  float logit_scale, softcap, label_smoothing, z_loss;
   bool statistics;  // of ignored rows too: lse, entropy or predicted is wanted
   bool plain;       // z is the logit
   bool entropy, predicted;
@@ -88,7 +88,6 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
           class_weight ? ordered_sum(cols, [&](int64_t i) { return class_weight[i]; }) : double(cols),
       .logit_scale = a.logit_scale,
       .softcap = a.softcap,
-      .inverse_cap = a.softcap > 0.0f ? 1.0f / a.softcap : 0.0f,
       .label_smoothing = a.label_smoothing,
       .z_loss = a.z_loss,
       .statistics = a.lse || a.entropy || a.predicted,

@@ -1,0 +1,654 @@
+"""The loss of given logits beyond the cases: options together, sharp rows, gradients in place, refusals."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checks import check_close, same_bits
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from native import bits_under
+
+import tigon
+from cases.losses import eager_loss, oracle_loss
+from tigon.ops.cross_entropy import reference
+
+OP = torch.ops.tigon.cross_entropy.default
+NAN = float("nan")
+
+
+def _inputs(rows=12, v=40, *, dtype=torch.float32, device="cpu", masked=0.25, scale=2.0):
+    logits = (scale * torch.randn(rows, v, device=device)).to(dtype).requires_grad_()
+    target = torch.randint(0, v, (rows,), device=device)
+    target[torch.rand(rows, device=device) < masked] = -100
+    return logits, target
+
+
+def _all(fn, logits, target, upstream=None, **options):
+    leaf = logits.detach().requires_grad_()
+    loss = fn(leaf, target, **options)
+    (grad,) = torch.autograd.grad(loss, leaf, torch.ones_like(loss) if upstream is None else upstream)
+    return loss.detach(), grad
+
+
+def _hold(logits, target, upstream=None, floor=0.0, **options):
+    """The rule of checks.py for the loss and its gradient; errors up to `floor` need no comparison.
+
+    p - 1 of a confident target has a few digits in float32, more or less by luck of the rounding.
+    """
+    wide = {k: t.double() if torch.is_tensor(t) and t.is_floating_point() else t for k, t in options.items()}
+    got = _all(tigon.cross_entropy, logits, target, upstream, **options)
+    eager = _all(lambda x, *a, **k: eager_loss(x.float(), *a, **k), logits, target, upstream, **options)
+    double = None if upstream is None else upstream.double()
+    exact = _all(oracle_loss, logits.detach().double(), target, double, **wide)
+    for name, a, b, c in zip(("loss", "gradient"), got, eager, exact, strict=True):
+        if not (a.double() - c).abs().le(floor).all():  # NaN goes on
+            check_close(name, a, b, c)
+    return got
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_combinations_of_options(data, device):
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 2**31), label="seed"))
+    rows, v = (
+        draw(st.integers(1, 40)),
+        draw(st.sampled_from([1, 2, 3, 7, 8, 15, 16, 17, 33, 130, 1000, 4097])),
+    )
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    scale, masked = draw(st.sampled_from([0.1, 2.0, 8.0])), draw(st.sampled_from([0.0, 0.4]))
+    logits, target = _inputs(rows, v, dtype=dtype, device=device, masked=masked, scale=scale)
+    target[0] = 0  # one row counts
+    options = {
+        "label_smoothing": draw(st.sampled_from([0.0, 0.1, 1.0])),
+        "softcap": draw(st.sampled_from([None, 3.0, 30.0])),
+        "z_loss": draw(st.sampled_from([0.0, 1e-2])),
+        "reduction": draw(st.sampled_from(["mean", "sum", "none"])),
+        "denominator": draw(
+            st.sampled_from([None, 3, 7.5, torch.tensor(5.0, device=device), torch.tensor(9, device=device)])
+        ),
+        "weight": torch.rand(v, device=device) + 0.1 if draw(st.booleans(), label="weight") else None,
+    }
+    rows_wanted = options["reduction"] == "none" and options["denominator"] is None
+    upstream = torch.randn(rows if rows_wanted else (), device=device)
+    # One ulp of what the target's probability of about 1 is multiplied by.
+    _hold(logits, target, upstream, 1.2e-7 * upstream.abs().max().item(), **options)
+
+
+@pytest.mark.parametrize("v", [1, 5, 17, 2**17 + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_as_torch(v, dtype, device):
+    logits, target = _inputs(9, v, dtype=dtype, device=device)
+    weight = torch.rand(v, device=device) + 0.1
+    for options in (
+        {},
+        {"label_smoothing": 0.1},
+        {"weight": weight},
+        {"weight": weight, "label_smoothing": 0.3},
+    ):
+        for reduction in ("mean", "sum", "none"):
+            _hold(logits, target, reduction=reduction, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("v", [2, 50, 5000])
+def test_sharp_rows(v, dtype, device):
+    """Target probability of about 1 - 1e-6: the gradient there is not lost to rounding."""
+    logits = torch.zeros(6, v, device=device, dtype=dtype)
+    target = torch.arange(6, device=device) % v
+    others = torch.log(torch.tensor(1e-6 / max(v - 1, 1)))
+    logits += others.to(device, dtype)
+    logits[torch.arange(6), target] = 0
+    for shift in (0.0, 64.0, -64.0):
+        moved = (logits + shift).to(dtype)
+        loss, grad = _hold(moved, target, floor=2e-7, reduction="none")
+        rest = -torch.expm1(torch.log_softmax(moved.double(), -1).gather(1, target[:, None]))
+        assert ((loss - rest[:, 0]).abs() < 2e-7).all()
+        assert ((grad.gather(1, target[:, None]) + rest).abs() < 2e-7 + 0.004 * rest).all()
+
+
+def test_large_logits(device):
+    logits = torch.empty(8, 300, device=device).uniform_(-80, 80)
+    target = torch.randint(0, 300, (8,), device=device)
+    logits[0], logits[1] = 80, -80
+    for options in ({}, {"label_smoothing": 0.2}, {"softcap": 50.0}, {"z_loss": 1e-3}, {"softcap": 1e30}):
+        loss, grad = _hold(logits, target, reduction="none", **options)
+        assert loss.isfinite().all() and grad.isfinite().all()
+    loss = tigon.cross_entropy(
+        torch.full((2, 5), 3e38, device=device), torch.zeros(2, dtype=torch.long, device=device)
+    )
+    assert torch.allclose(loss.cpu(), torch.tensor(5.0).log())
+
+
+LAYOUTS = {
+    "strided rows": lambda x: torch.cat((x, x), 1)[:, : x.shape[1]],
+    "every other row": lambda x: torch.stack((x, x), 1)[:, 0],
+    "misaligned": lambda x: torch.cat((x.new_zeros(1), x.flatten()))[1:].view_as(x),
+    "columns": lambda x: torch.stack((x, x), -1)[..., 0],
+    "transposed": lambda x: x.t().contiguous().t(),
+    "three dimensions": lambda x: x.view(3, 4, -1),
+    "3-d strided": lambda x: torch.stack((x, x), 1)[:, 0].view(3, 4, -1),
+    "3-d permuted": lambda x: x.view(3, 4, -1).transpose(0, 1).contiguous().transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("v", [64, 101])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layouts(layout, v, dtype, device):
+    logits, target = _inputs(12, v, dtype=dtype, device=device)
+    view = LAYOUTS[layout](logits.detach())
+    assert torch.equal(view.reshape(12, v), logits.detach())
+    want = _hold(logits, target, reduction="none", label_smoothing=0.1)
+    got = _all(tigon.cross_entropy, view, target.view(view.shape[:-1]), reduction="none", label_smoothing=0.1)
+    assert got[0].shape == view.shape[:-1]
+    for a, b in zip(got, want, strict=True):
+        if device == "cpu":  # on a GPU the alignment of a row decides which thread adds what
+            assert same_bits(a.reshape(b.shape), b)
+        torch.testing.assert_close(a.reshape(b.shape), b)
+
+
+def test_expanded_rows(device):
+    logits = torch.randn(1, 33, device=device).expand(5, 33)
+    target = torch.arange(5, device=device)
+    _hold(logits, target)
+
+
+def test_no_leading_dimension_and_int32(device):
+    logits, target = torch.randn(7, device=device), torch.tensor(3, device=device)
+    want = F.cross_entropy(logits, target)
+    torch.testing.assert_close(tigon.cross_entropy(logits, target), want)
+    torch.testing.assert_close(tigon.cross_entropy(logits, target.int(), reduction="none"), want)
+    assert tigon.cross_entropy(logits, target, reduction="none").shape == ()
+
+
+def test_everything_masked(device):
+    logits, _ = _inputs(5, 33, device=device)
+    target = torch.full((5,), -100, device=device)
+    weight = torch.ones(33, device=device)
+    for options in ({}, {"label_smoothing": 0.1, "softcap": 5.0, "z_loss": 1e-2}, {"weight": weight}):
+        loss, grad = _all(tigon.cross_entropy, logits, target, **options)
+        assert loss.isnan() and not grad.any()
+        for other in (
+            {"denominator": 4},
+            {"denominator": torch.tensor(4, device=device)},
+            {"reduction": "sum"},
+        ):
+            loss, grad = _all(tigon.cross_entropy, logits, target, **options, **other)
+            assert loss == 0 and not grad.any()
+        loss, grad = _all(tigon.cross_entropy, logits, target, reduction="none", **options)
+        assert not loss.any() and not grad.any()
+
+
+@pytest.mark.parametrize("v", [33, 9000])
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"label_smoothing": 0.1}], ids=str)
+def test_nan_and_infinity(v, options, device):
+    logits, _ = _inputs(7, v, device=device)
+    logits, inf = logits.detach(), float("inf")
+    target = torch.arange(7, device=device)
+    logits[0, 20], logits[1, 20], logits[2, 20] = NAN, inf, -inf
+    logits[3], logits[4, -1], logits[5, : v - 1] = -inf, NAN, -inf
+    target[5] = v - 1
+    got = _all(tigon.cross_entropy, logits, target, reduction="none", **options)
+    want = _all(eager_loss, logits, target, reduction="none", **options)
+    torch.testing.assert_close(got[0], want[0], equal_nan=True)
+    if options.get("label_smoothing"):  # the loss is infinite; torch's gradient is that of finite classes
+        assert not got[0][[2, 5]].isfinite().any()
+    torch.testing.assert_close(got[1], want[1], equal_nan=True)
+    # A bad row that is ignored does not show.
+    target[[0, 1, 3, 4]] = -100
+    loss, grad = _all(tigon.cross_entropy, logits, target, reduction="none", **options)
+    assert not loss[[0, 1, 3, 4]].any() and not grad[[0, 1, 3, 4]].any()
+
+
+def test_minus_infinity_fills_a_whole_block():
+    logits, target = torch.randn(2, 3 * 4096), torch.tensor([4096 + 5, 1])
+    logits[0, :4096], logits[0, 2 * 4096 :], logits[1, 4096:] = -float("inf"), -float("inf"), -float("inf")
+    _hold(logits, target)
+
+
+def test_infinite_loss_of_an_impossible_target(device):
+    logits = torch.randn(2, 9, device=device)
+    logits[0, 3] = -float("inf")
+    loss, grad = _all(tigon.cross_entropy, logits, torch.tensor([3, 3], device=device), reduction="none")
+    assert loss[0] == float("inf") and loss[1].isfinite() and grad.isfinite().all() and grad[0, 3] == -1
+
+
+@pytest.mark.parametrize("label", [40, -1, 2**40, -(2**40)])
+def test_label_out_of_range(label, device):
+    logits, target = _inputs(6, 40, device=device, masked=0.0)
+    target[4] = label
+    if device == "cpu":
+        before = logits.detach().clone()
+        for options in ({}, {"reduction": "none"}, {"inplace": True}, {"weight": torch.ones(40)}):
+            with pytest.raises(
+                tigon.Error, match=rf"\[cross_entropy\] target must be in \[0, 40\) .*{label} in row 4"
+            ):
+                tigon.cross_entropy(logits * 1, target, **options)
+        with pytest.raises(tigon.Error, match=rf"target must be in \[0, 40\) .*{label}"):
+            tigon.cross_entropy(logits.double(), target)
+        assert torch.equal(logits, before)
+        assert tigon.cross_entropy(logits, target, ignore_index=label).isfinite()
+        return
+    for weight in (None, torch.ones(40, device=device)):
+        loss, grad = _all(tigon.cross_entropy, logits, target, reduction="none", weight=weight)
+        assert loss[4].isnan() and grad[4].isnan().all()
+        keep = [0, 1, 2, 3, 5]
+        assert loss[keep].isfinite().all() and grad[keep].isfinite().all()
+        assert tigon.cross_entropy(logits, target, weight=weight).isnan()
+
+
+# Gradients in place, and called twice.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("v", [40, 4101])
+def test_in_place(v, dtype, device):
+    logits, target = _inputs(12, v, dtype=dtype, device=device)
+    views = {
+        "whole": lambda x: x * 1,
+        "rows": lambda x: torch.cat((x, x.detach()), 1)[:, :v],
+        "3-d": lambda x: (x * 1).view(3, 4, -1),
+    }
+    for upstream, view in itertools.product((None, torch.tensor(0.3, device=device)), views.values()):
+        want = _all(tigon.cross_entropy, logits, target, upstream, label_smoothing=0.1)
+        leaf = logits.detach().requires_grad_()
+        given = view(leaf)
+        labels = target.view(given.shape[:-1])
+        loss = tigon.cross_entropy(given, labels, inplace=True, label_smoothing=0.1)
+        (grad,) = torch.autograd.grad(loss, leaf, upstream)
+        assert same_bits(loss, want[0]) and same_bits(grad, want[1])
+        assert same_bits(given.detach().reshape(12, v), want[1])
+
+
+def test_in_place_reaches_the_leaf(device):
+    leaf, target = _inputs(6, 40, device=device)
+    twin = leaf.detach().clone().requires_grad_()
+    tigon.cross_entropy(leaf * 2, target, inplace=True).backward()
+    tigon.cross_entropy(twin * 2, target).backward()
+    assert same_bits(leaf.grad, twin.grad)
+
+
+def test_in_place_only_where_a_gradient_is_needed(device):
+    logits, target = _inputs(6, 40, device=device)
+    before = logits.detach().clone()
+    with torch.no_grad():
+        tigon.cross_entropy(logits, target, inplace=True)
+    tigon.cross_entropy(logits.detach(), target, inplace=True)
+    tigon.cross_entropy(logits * 1, target, inplace=True, reduction="none").sum().backward()
+    assert torch.equal(logits, before)
+
+
+def test_in_place_is_noticed_by_others(device):
+    leaf, target = _inputs(6, 40, device=device)
+    logits = leaf * 1
+    others = logits.exp().sum() + (logits * logits).sum()
+    loss = tigon.cross_entropy(logits, target, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (loss + others).backward()
+
+
+def test_touching_the_kept_gradient_is_noticed(device):
+    leaf, target = _inputs(6, 40, device=device)
+    logits = leaf * 1
+    loss = tigon.cross_entropy(logits, target, inplace=True)
+    logits.detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_backward_twice(inplace, device):
+    leaf, target = _inputs(6, 40, device=device)
+    loss = tigon.cross_entropy(leaf * 1, target, inplace=inplace)
+    (first,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    kept = first.clone()
+    for _ in range(2):
+        with pytest.raises(tigon.Error, match=r"\[cross_entropy\] backward was already called"):
+            torch.autograd.grad(2 * loss, leaf, retain_graph=True)
+    assert same_bits(first, kept)
+
+
+def test_backward_twice_of_rows(device):
+    leaf, target = _inputs(6, 40, device=device)
+    loss = tigon.cross_entropy(leaf, target, reduction="none")
+    first = torch.autograd.grad(loss.sum(), leaf, retain_graph=True)[0]
+    second = torch.autograd.grad(loss.sum(), leaf)[0]
+    assert same_bits(first, second)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_double_backward_is_refused(reduction, device):
+    leaf, target = _inputs(6, 40, device=device)
+    loss = tigon.cross_entropy(leaf, target, reduction=reduction).sum()
+    (g,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+        g.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_odd_upstream_gradients(dtype, device):
+    logits, target = _inputs(6, 40, dtype=dtype, device=device)
+    one = torch.randn(1, device=device)
+    strided = torch.randn(12, device=device)[::2]
+    for upstream in (one.expand(6), strided):
+        got = _all(tigon.cross_entropy, logits, target, upstream, reduction="none")
+        want = _all(tigon.cross_entropy, logits, target, upstream.contiguous(), reduction="none")
+        assert same_bits(got[1], want[1])
+    # A scalar: 1 leaves the kept gradient as it is, anything else scales it with one more rounding.
+    _, unit = _all(tigon.cross_entropy, logits, target)
+    for factor in (0.0, -3.0, 0.37, NAN):
+        _, grad = _all(tigon.cross_entropy, logits, target, torch.tensor(factor, device=device))
+        assert same_bits(grad.nan_to_num(7), (unit.float() * factor).to(dtype).nan_to_num(7))
+
+
+def test_hooks_on_saved_tensors_and_checkpoint(device):
+    from torch.utils.checkpoint import checkpoint
+
+    leaf, target = _inputs(6, 40, device=device)
+    _, want = _all(tigon.cross_entropy, leaf, target, torch.tensor(0.5, device=device))
+    for inplace in (False, True):
+        with torch.autograd.graph.save_on_cpu():
+            loss = tigon.cross_entropy(leaf * 1, target, inplace=inplace)
+        assert same_bits(torch.autograd.grad(0.5 * loss, leaf)[0], want)
+
+        def head(x, inplace=inplace):
+            return tigon.cross_entropy(x * 1, target, inplace=inplace)
+
+        loss = checkpoint(head, leaf, use_reentrant=False)
+        assert same_bits(torch.autograd.grad(0.5 * loss, leaf)[0], want)
+
+
+def test_denominators(device):
+    logits, target = _inputs(6, 40, device=device)
+    want = _all(tigon.cross_entropy, logits, target, denominator=5)
+    for dtype in (torch.float32, torch.float64, torch.int64, torch.int32, torch.int16, torch.float16):
+        for where in {"cpu", device}:
+            for shape in ((), (1,)):
+                divisor = torch.full(shape, 5, dtype=dtype, device=where)
+                got = _all(tigon.cross_entropy, logits, target, denominator=divisor)
+                assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+
+
+# Refusals, binding, the reference.
+
+
+LOSS = tigon.cross_entropy
+BAD = {
+    "logits dtype": (lambda x, y: LOSS(x.long(), y), r"logits must be a float tensor, got torch.int64"),
+    "logits rank": (lambda x, y: LOSS(x[0, 0], y[0]), r"logits must have at least one dimension, got 0"),
+    "no columns": (lambda x, y: LOSS(x[:, :0], y), r"logits must have at least one column, got \[4, 0\]"),
+    "probabilities": (lambda x, y: LOSS(x, x), r"target must be an integer tensor .*got torch.float32"),
+    "boolean target": (lambda x, y: LOSS(x, y > 0), r"target must be an integer tensor .*torch.bool"),
+    "target size": (lambda x, y: LOSS(x, y[:3]), r"target must be \[4\], got \[3\]"),
+    "target rank": (lambda x, y: LOSS(x, y[None]), r"target must be \[4\], got \[1, 4\]"),
+    "weight size": (lambda x, y: LOSS(x, y, weight=x[0, :7]), r"weight must be \[8\], got \[7\]"),
+    "weight dtype": (
+        lambda x, y: LOSS(x, y, weight=y.new_ones(8)),
+        r"weight must be a float tensor, got torch.int64",
+    ),
+    "weight gradient": (
+        lambda x, y: LOSS(x, y, weight=x[0].clone().requires_grad_()),
+        r"weight must not require grad",
+    ),
+    "reduction": (lambda x, y: LOSS(x, y, reduction="avg"), r"reduction must be one of .*got 'avg'"),
+    "smoothing": (lambda x, y: LOSS(x, y, label_smoothing=1.5), r"label_smoothing must be .*got 1.5"),
+    "smoothing sign": (lambda x, y: LOSS(x, y, label_smoothing=-0.1), r"label_smoothing must be in \[0, 1\]"),
+    "smoothing nan": (lambda x, y: LOSS(x, y, label_smoothing=NAN), r"label_smoothing must be in \[0, 1\]"),
+    "softcap": (lambda x, y: LOSS(x, y, softcap=-1.0), r"softcap must be > 0 or None, got -1.0"),
+    "softcap zero": (lambda x, y: LOSS(x, y, softcap=0.0), r"softcap must be > 0 or None, got 0.0"),
+    "denominator": (
+        lambda x, y: LOSS(x, y, denominator=x[0]),
+        r"denominator must have one element, got 8",
+    ),
+    "leaf in place": (
+        lambda x, y: LOSS(x.requires_grad_(), y, inplace=True),
+        r"logits must not be a leaf that requires grad with inplace=True",
+    ),
+    "columns in place": (
+        lambda x, y: tigon.cross_entropy((x.requires_grad_() * 1)[:, ::2], y % 4, inplace=True),
+        r"logits must have a dense last dimension",
+    ),
+    "expanded in place": (
+        lambda x, y: tigon.cross_entropy((x[:1].clone().requires_grad_() * 1).expand(4, 8), y, inplace=True),
+        r"dlogits must have rows that do not overlap",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refusals(name, device):
+    call, message = BAD[name]
+    x, y = torch.randn(4, 8, device=device), torch.randint(0, 8, (4,), device=device)
+    kept = x.clone(), y.clone()
+    with pytest.raises(tigon.Error, match=r"\[cross_entropy\] " + message):
+        call(x, y)
+    assert torch.equal(x, kept[0]) and torch.equal(y, kept[1])
+
+
+@pytest.mark.gpu
+def test_device_mix():
+    x, y = torch.randn(4, 8, device="cuda"), torch.randint(0, 8, (4,))
+    with pytest.raises(tigon.Error, match=r"\[cross_entropy\] target must be on cuda:0, got cpu"):
+        tigon.cross_entropy(x, y)
+    with pytest.raises(tigon.Error, match="weight must be on cuda:0, got cpu"):
+        tigon.cross_entropy(x, y.cuda(), weight=torch.ones(8))
+    with pytest.raises(tigon.Error, match="denominator must be on cpu, got cuda:0"):
+        tigon.cross_entropy(x.cpu(), y, denominator=torch.tensor(3.0, device="cuda"))
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "softcap": 4.0, "z_loss": 0.01}], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_float64_runs_the_reference(reduction, options):
+    logits, target = _inputs(5, 7)
+    logits = logits.detach().double().requires_grad_()
+    weight = torch.rand(7) + 0.1
+
+    def loss(x):
+        return tigon.cross_entropy(x, target, reduction=reduction, weight=weight, **options)
+
+    want = oracle_loss(logits, target, reduction=reduction, weight=weight.double(), **options)
+    torch.testing.assert_close(loss(logits), want)
+    assert torch.autograd.gradcheck(loss, logits)
+
+
+def test_finite_differences(device):
+    """Slopes of the kernel's own loss, in float32."""
+    logits, target = _inputs(3, 11, device=device, masked=0.0)
+    options = {"label_smoothing": 0.1, "softcap": 4.0, "z_loss": 0.01, "reduction": "sum"}
+    _, grad = _all(tigon.cross_entropy, logits, target, **options)
+    direction, step = torch.randn_like(grad), 1e-2
+    ahead, behind = (
+        tigon.cross_entropy(logits.detach() + s * direction, target, **options) for s in (step, -step)
+    )
+    torch.testing.assert_close((ahead - behind) / (2 * step), (grad * direction).sum(), rtol=1e-3, atol=1e-3)
+
+
+def test_reference_agrees(device):
+    logits, target = _inputs(9, 33, device=device)
+    weight = torch.rand(33, device=device)
+    for reduction in ("mean", "sum", "none"):
+        options = {
+            "weight": weight,
+            "label_smoothing": 0.1,
+            "softcap": 9.0,
+            "z_loss": 0.01,
+            "reduction": reduction,
+        }
+        a, b = (
+            _all(tigon.cross_entropy, logits, target, **options),
+            _all(reference, logits, target, **options),
+        )
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("reduction, need", [(0, False), (1, True), (2, True), (2, False)])
+def test_opcheck(reduction, need, device):
+    logits, target = _inputs(6, 40, device=device)
+    tail = (-100, 0.1, 5.0, 0.01)
+    OPCHECK = torch.library.opcheck
+    for weight in (None, torch.rand(40, device=device)):
+        x = logits if need or reduction == 0 else logits.detach()
+        OPCHECK(OP, (x.view(2, 3, 40), target, weight, None, None, reduction, *tail, need))
+    OPCHECK(OP, (logits.detach(), target, None, torch.tensor(3.0, device=device), None, 2, *tail, False))
+    OPCHECK(OP, (logits.detach(), target, None, None, 2.5, 2, *tail, False))
+    x = logits.detach()
+    ops = torch.ops.tigon
+    OPCHECK(ops.cross_entropy_bwd.default, (torch.randn(6, device=device), x, target, None, *tail))
+    if reduction:
+        OPCHECK(ops.cross_entropy_inplace.default, (x.clone(), target, None, None, None, reduction, *tail))
+    OPCHECK(ops.cross_entropy_rescale.default, (x.clone(), torch.tensor(0.5, device=device)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_compiled_is_eager(reduction, dtype, device):
+    weight = torch.rand(40, device=device)
+
+    def fn(x, y, divisor, inplace):
+        return tigon.cross_entropy(
+            x * 1,
+            y,
+            weight=weight,
+            reduction=reduction,
+            label_smoothing=0.1,
+            denominator=divisor,
+            inplace=inplace,
+        )
+
+    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+    for divisor, inplace in itertools.product((None, 3, torch.tensor(7, device=device)), (False, True)):
+        torch._dynamo.reset()
+        logits, target = _inputs(6, 40, dtype=dtype, device=device)
+        rows = reduction == "none" and divisor is None
+        upstream = torch.randn(6 if rows else (), device=device)
+        want = _all(fn, logits, target, upstream, divisor=divisor, inplace=inplace)
+        got = _all(compiled, logits, target, upstream, divisor=divisor, inplace=inplace)
+        assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+        with torch.no_grad():
+            assert same_bits(compiled(logits, target, divisor, inplace), want[0])
+
+
+def test_compile_with_dynamic_shapes(device):
+    torch._dynamo.reset()
+    compiled = torch.compile(tigon.cross_entropy, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows, v in ((3, 40), (7, 33), (12, 50)):
+        logits, target = _inputs(rows, v, device=device, masked=0.0)
+        want = _all(tigon.cross_entropy, logits, target)
+        assert all(same_bits(a, b) for a, b in zip(_all(compiled, logits, target), want, strict=True))
+
+
+def test_module(device):
+    weight = torch.rand(40, device=device)
+    loss = tigon.nn.CrossEntropyLoss(weight, label_smoothing=0.1, softcap=7.0, z_loss=0.1, reduction="sum")
+    assert "softcap=7.0" in repr(loss) and set(loss.state_dict()) == {"weight"}
+    logits, target = _inputs(6, 40, device=device)
+    options = {"weight": weight, "label_smoothing": 0.1, "softcap": 7.0, "z_loss": 0.1, "reduction": "sum"}
+    assert same_bits(loss(logits, target), tigon.cross_entropy(logits, target, **options))
+    assert same_bits(loss(logits, target, 5), tigon.cross_entropy(logits, target, denominator=5, **options))
+    plain, torchs = tigon.nn.CrossEntropyLoss(ignore_index=3), torch.nn.CrossEntropyLoss(ignore_index=3)
+    target = torch.randint(0, 40, (6,), device=device)
+    torch.testing.assert_close(plain(logits, target), torchs(logits, target))
+
+
+SCRIPT = """
+import torch, tigon
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for shape in ((70, 333), (5, 4097), (3, 16), (2, 70001), (300, 1)):
+        x, y = (3 * torch.randn(shape)).to(dtype).requires_grad_(), torch.randint(0, shape[1], shape[:1])
+        y[0] = -100
+        for options in ({}, dict(label_smoothing=0.1, z_loss=0.01, softcap=5.0, weight=torch.rand(shape[1]))):
+            loss = tigon.cross_entropy(x, y, **options)
+            emit(loss.view(1), torch.autograd.grad(0.3 * loss, x)[0])
+            loss = tigon.cross_entropy(x, y, reduction="none", **options)
+            emit(loss, torch.autograd.grad(loss, x, torch.randn_like(loss))[0])
+"""
+
+
+def test_same_bits_on_every_instruction_set_and_thread_count():
+    assert len(bits_under(SCRIPT)) == 1
+
+
+# What only a GPU can show.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "v", [64, 1024, 8191, 32000, 32001, 50257, 65536, 128256, 151936, 262144, 262147, 700000, 1200003]
+)
+def test_every_row_length(v, dtype):
+    """One block, clusters of 2, 4 and 8, and rows that fit none; aligned, odd and strided."""
+    logits, target = _inputs(5, v, dtype=dtype, device="cuda")
+    target[:2] = torch.tensor([0, v - 1])
+    weight = torch.rand(v, device="cuda")
+    for options in (
+        {},
+        {"label_smoothing": 0.1, "softcap": 9.0},
+        {"weight": weight, "z_loss": 1e-3, "label_smoothing": 0.1},
+    ):
+        got = _hold(logits, target, **options)
+        again = _all(tigon.cross_entropy, logits, target, **options)
+        assert all(same_bits(a, b) for a, b in zip(got, again, strict=True))
+        with torch.no_grad():
+            assert same_bits(tigon.cross_entropy(logits, target, **options), got[0])
+        loss = tigon.cross_entropy(given := logits * 1, target, inplace=True, **options)
+        assert same_bits(loss, got[0]) and same_bits(torch.autograd.grad(loss, given)[0], got[1])
+    _hold(torch.cat((logits, logits[:, :3]), 1)[:, :v], target)
+    _hold(torch.cat((logits, logits), 1)[:, 1 : v + 1], target)
+
+
+@pytest.mark.gpu
+def test_no_synchronisation_and_graph_capture():
+    logits, target = _inputs(64, 5003, device="cuda", dtype=torch.bfloat16)
+    divisor = torch.tensor(50, device="cuda")
+
+    def step():
+        results = []
+        for options in (
+            {},
+            {"denominator": divisor},
+            {"denominator": 3.0},
+            {"reduction": "none"},
+            {"inplace": True},
+        ):
+            loss = tigon.cross_entropy(logits * 1, target, **options)
+            results += [loss, *torch.autograd.grad(loss, logits, 0.3 * torch.ones_like(loss))]
+        return results
+
+    want = step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for t in got:
+        t.data.fill_(NAN)
+    graph.replay()
+    assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2**31 // 32001 + 3, 32001), (2**26 + 1, 33)])
+def test_more_than_two_to_the_31_elements(shape):
+    if torch.cuda.mem_get_info()[0] < 20e9:
+        pytest.skip("needs 20 GB of free GPU memory")
+    rows, v = shape
+    logits = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_().requires_grad_()
+    target = torch.randint(0, v, (rows,), device="cuda")
+    loss = tigon.cross_entropy(logits * 1, target, reduction="sum", inplace=True)
+    (grad,) = torch.autograd.grad(loss, logits)
+    for part in (slice(0, 5), slice(-5, None)):
+        few = logits.detach()[part].clone().requires_grad_()
+        (want,) = torch.autograd.grad(tigon.cross_entropy(few, target[part], reduction="sum"), few)
+        torch.testing.assert_close(grad[part], want)
+    assert loss.isfinite() and grad[:: max(1, rows // 1000)].isfinite().all()
