@@ -32,7 +32,7 @@ def _all(fn, hidden, weight, target, upstream=None, **options):
     return loss.detach(), *grads
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_combinations_of_options(data):
     draw = data.draw

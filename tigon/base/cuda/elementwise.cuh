@@ -13,32 +13,12 @@
 #pragma once
 
 #include <algorithm>
-#include <type_traits>
 
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/vec.cuh"
 #include "tigon/base/dispatch.h"
 
 namespace tigon::cuda {
-
-// Streaming store: written once, first to leave L2.
-template <class T, int N>
-__device__ __forceinline__ void store_stream(T* p, const Pack<T, N>& r) {
-  using W = typename Word<sizeof(T) * N>::type;
-  __stcs(reinterpret_cast<W*>(p), *reinterpret_cast<const W*>(&r));
-}
-
-// Element i in fp32, taken out of the 32-bit word it arrived in: kept as words, a pack of bf16 costs half the
-// registers that the compiler spends on single 16-bit values.
-template <class T, int N>
-__device__ __forceinline__ float element(const Pack<T, N>& x, int i) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
-    uint32_t word = reinterpret_cast<const uint32_t*>(x.v)[i / 2];
-    return __uint_as_float(i % 2 == 0 ? word << 16 : word & 0xffff0000u);
-  } else {
-    return x[i];
-  }
-}
 
 template <class F>
 struct Pointwise {
@@ -112,7 +92,7 @@ __global__ void __launch_bounds__(kThreads, 4) pointwise_kernel(const __grid_con
       for (int n = 0; n < N; ++n) {
         float in[F::kIn], out[F::kOut];
 #pragma unroll
-        for (int i = 0; i < F::kIn; ++i) in[i] = element(x[h][i], n);
+        for (int i = 0; i < F::kIn; ++i) in[i] = x[h][i][n];
         p.f(in, out);
 #pragma unroll
         for (int o = 0; o < F::kOut; ++o) y[o].set(n, out[o]);

@@ -26,7 +26,8 @@ TIGON_FN float exp2_neg(float t) { return exp2_approx(t); }
 TIGON_FN float exp(float x) {
   float t = x * 1.44269504f, low = __fmaf_rn(x, 1.44269504f, -t) + x * 1.92596303e-8f;
   float r = exp2_approx(t);
-  return isfinite(r) ? __fmaf_rn(r, low * 0.693147181f, r) : r;
+  if (!(r > 0.0f && r < CUDART_INF_F)) return r;  // nothing to correct, and low may be NaN
+  return __fmaf_rn(r, low * 0.693147181f, r);
 }
 // rcp.approx.ftz would flush 1/huge; the division below is exact to 2 ulp for |denominator| < 2^126 and 0 beyond.
 TIGON_FN float sigmoid(float x) { return __fdividef(1.0f, 1.0f + exp(-x)); }

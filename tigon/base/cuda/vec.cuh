@@ -4,6 +4,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "tigon/base/dtype.h"
 
 namespace tigon::cuda {
@@ -53,7 +55,16 @@ template <class T, int N>
 struct alignas(sizeof(T) * N <= 16 ? sizeof(T) * N : 16) Pack {
   T v[N];
 
-  __device__ __forceinline__ float operator[](int i) const { return widen(v[i]); }
+  // Element i in fp32. bf16 is taken out of the 32-bit word it arrived in: kept as words, a pack costs half the registers
+  // that the compiler spends on single 16-bit values.
+  __device__ __forceinline__ float operator[](int i) const {
+    if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
+      uint32_t word = reinterpret_cast<const uint32_t*>(v)[i / 2];
+      return __uint_as_float(i % 2 == 0 ? word << 16 : word & 0xffff0000u);
+    } else {
+      return widen(v[i]);
+    }
+  }
   __device__ __forceinline__ void set(int i, float x) { v[i] = narrow<T>(x); }
 };
 
@@ -102,6 +113,15 @@ __device__ __forceinline__ void store(T* p, const Pack<T, N>& r) {
   using W = typename Word<kWord>::type;
 #pragma unroll
   for (int i = 0; i < kBytes / kWord; ++i) reinterpret_cast<W*>(p)[i] = reinterpret_cast<const W*>(&r)[i];
+}
+
+// Streaming store: written once, first to leave L2.
+template <class T, int N>
+__device__ __forceinline__ void store_stream(T* p, const Pack<T, N>& r) {
+  constexpr int kBytes = sizeof(T) * N, kWord = kBytes < 16 ? kBytes : 16;
+  using W = typename Word<kWord>::type;
+#pragma unroll
+  for (int i = 0; i < kBytes / kWord; ++i) __stcs(reinterpret_cast<W*>(p) + i, reinterpret_cast<const W*>(&r)[i]);
 }
 
 // True when rows that start at p and follow every `stride` elements can be read in packs of 16 bytes.

@@ -44,10 +44,10 @@ struct Table {
   __device__ __forceinline__ Table(const C* cos, const C* sin, int half)
       : c1(load<C, N>(cos)), c2(load<C, N>(cos + half)), s1(load<C, N>(sin)), s2(load<C, N>(sin + half)) {}
   __device__ __forceinline__ float first(float x1, float x2, int n) const {
-    return rope_first(x1, x2, element(c1, n), Backward ? -element(s2, n) : element(s1, n));
+    return rope_first(x1, x2, c1[n], Backward ? -s2[n] : s1[n]);
   }
   __device__ __forceinline__ float second(float x1, float x2, int n) const {
-    return rope_second(x1, x2, element(c2, n), Backward ? -element(s1, n) : element(s2, n));
+    return rope_second(x1, x2, c2[n], Backward ? -s1[n] : s2[n]);
   }
 };
 
@@ -74,7 +74,7 @@ __device__ __forceinline__ void rotate(const Heads<X, Y>& p, int64_t x_at, int64
         Pack<Y, N> y1, y2;
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-          float a = element(x1[i], n), b = element(x2[i], n);
+          float a = x1[i][n], b = x2[i][n];
           y1.set(n, table.first(a, b, n));
           y2.set(n, table.second(a, b, n));
         }
