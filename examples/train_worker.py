@@ -55,6 +55,7 @@ def patch(model, provider: str) -> list[str]:
     if provider == "control":
         return nudge(model)
     if provider == "tigon":
+        sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))  # unless it is installed
         try:
             import tigon
         except ImportError as error:
