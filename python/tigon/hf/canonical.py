@@ -214,9 +214,7 @@ class _Evaluator:
             case ast.Tuple(elts=elements):
                 return ("tuple", *(self.index(element, env) for element in elements))
             case ast.Slice(lower=lower, upper=upper, step=None):
-                ends = (
-                    None if end is None else self.expression(end, env) for end in (lower, upper)
-                )
+                ends = (None if end is None else self.expression(end, env) for end in (lower, upper))
                 return ("slice", *(("const", None) if end is None else end for end in ends))
         return self.expression(node, env)
 

@@ -56,9 +56,7 @@ def _lazy(module, spec, hidden) -> bool:
         return False  # an error in stock, and it shall stay one
     if module._backward_hooks or module._backward_pre_hooks:
         return False
-    return not any(
-        map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values()))
-    )
+    return not any(map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
 
 
 def _foreign(hook) -> bool:

@@ -46,7 +46,8 @@ def plan_norm(module: nn.Module) -> tuple[NormSpec, str] | str | None:
         return None
     found = TORCH_NORM if type(module) is nn.RMSNorm else recognise(module)
     if isinstance(found, str):  # the name only decides whether it is worth a line in the report
-        return found if "norm" in type(module).__name__.lower() else None
+        names = (base.__name__.lower() for base in type(module).__mro__)
+        return found if any("norm" in name for name in names) else None
     reason = blocked(module)
     if reason is not None:
         return reason

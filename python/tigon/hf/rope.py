@@ -35,17 +35,17 @@ class _Rebound:
 _rebound: dict[Key, _Rebound] = {}
 
 
-def make_rotary(original):
+def make_rotary(original, cast_back: bool):
     """A rotary function that fuses q and k, and leaves odd calls to `original`."""
 
     def rotary(q, k, cos, sin, unsqueeze_dim=1):
         usual = q.ndim == 4 and k.ndim == 4 and cos.ndim == 3 and unsqueeze_dim in (1, 2)
-        same = q.dtype == k.dtype == cos.dtype == sin.dtype
-        if not usual or not same or not plain(q, k, cos, sin):
+        known = q.dtype == k.dtype and cos.dtype == sin.dtype
+        if not usual or not known or not plain(q, k, cos, sin):
             return original(q, k, cos, sin, unsqueeze_dim)
-        return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        q_out, k_out = rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return (q_out.to(q.dtype), k_out.to(k.dtype)) if cast_back else (q_out, k_out)
 
-    rotary.tigon_original = original
     return rotary
 
 
@@ -120,7 +120,8 @@ def rebind(key: Key, owner, label: str) -> None:
     entry = _rebound.get(key)
     if entry is None:
         original = namespace[key[1]]
-        entry = _rebound[key] = _Rebound(original, make_rotary(original), label)
+        cast_back = _recognise(original).structure.options["cast_back"]
+        entry = _rebound[key] = _Rebound(original, make_rotary(original, cast_back), label)
         namespace[key[1]] = entry.replacement
     if id(owner) not in entry.owners:
         # A model that is dropped without undo gives its share back too.

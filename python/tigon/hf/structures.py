@@ -173,9 +173,10 @@ def rotary_partial_embed(q, k, cos, sin, unsqueeze_dim=1):
     return torch.cat([q_embed, q_pass], dim=-1), torch.cat([k_embed, k_pass], dim=-1)
 
 
+_HALF = {"partial": False, "cast_back": False}
 ROTARY = (
-    Structure("half", rotary_full, {"partial": False}, forward=False),
-    Structure("half, cast back", rotary_cast_back, {"partial": False}, forward=False),
-    Structure("half, partial", rotary_partial, {"partial": True}, forward=False),
-    Structure("half, partial", rotary_partial_embed, {"partial": True}, forward=False),
+    Structure("half", rotary_full, _HALF, forward=False),
+    Structure("half, cast back", rotary_cast_back, {**_HALF, "cast_back": True}, forward=False),
+    Structure("half, partial", rotary_partial, {**_HALF, "partial": True}, forward=False),
+    Structure("half, partial", rotary_partial_embed, {**_HALF, "partial": True}, forward=False),
 )

@@ -1,0 +1,331 @@
+"""apply and undo: exactness, repetition, refusals, and models on a bad day."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib
+import io
+import pickle
+
+import pytest
+import torch
+from tiny import batch, close, config, make, step
+from torch import nn
+from transformers import LlamaForCausalLM
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+import tigon
+from tigon.hf import apply, undo
+
+STOCK_ROTARY = modeling_llama.apply_rotary_pos_emb
+
+
+def dictionaries(model):
+    """The instance dictionaries of all modules, shallow."""
+    return {path: dict(module.__dict__) for path, module in model.named_modules()}
+
+
+def rotary_is_stock():
+    return modeling_llama.apply_rotary_pos_emb is STOCK_ROTARY
+
+
+def test_undo_restores_exactly():
+    model = make()
+    before = dictionaries(model)
+    apply(model)
+    assert dictionaries(model) != before and not rotary_is_stock()
+    undo(model)
+    after = dictionaries(model)
+    assert after.keys() == before.keys()
+    for path, dictionary in before.items():
+        assert after[path].keys() == dictionary.keys()
+        assert all(after[path][key] is value for key, value in dictionary.items())
+    assert rotary_is_stock()
+    undo(model)  # harmless
+
+
+def test_undo_restores_a_loss_function_of_its_own():
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    model = make()
+    model.loss_function = ForCausalLMLoss
+    apply(model)
+    assert model.loss_function is not ForCausalLMLoss
+    undo(model)
+    assert model.__dict__["_loss_function"] is ForCausalLMLoss
+
+
+def test_undo_leaves_a_later_loss_function_alone():
+    model = make()
+    apply(model)
+    model.loss_function = later = lambda *_, **__: None
+    undo(model)
+    assert model.loss_function is later
+
+
+def test_apply_twice_is_harmless():
+    model = make()
+    report = apply(model)
+    entries, before = list(report.entries), dictionaries(model)
+    assert apply(model) is report
+    assert sorted(report.entries, key=str) == sorted(entries, key=str)
+    assert dictionaries(model) == before
+    undo(model)
+    assert rotary_is_stock()
+
+
+def test_apply_again_adds_what_was_left_out():
+    model = make()
+    report = apply(model, norm=False, rope=False, loss=False)
+    assert (report.count("norm"), report.count("mlp"), report.count("loss")) == (0, 2, 0)
+    assert rotary_is_stock()
+    apply(model)
+    assert (report.count("norm"), report.count("mlp"), report.count("loss")) == (5, 2, 1)
+
+
+@pytest.mark.parametrize("slot", ["norm", "mlp", "rope", "loss"])
+def test_one_slot_alone(slot):
+    stock = make()
+    inputs = batch()
+    wanted = step(stock, inputs)
+    slots = dict.fromkeys(("norm", "mlp", "rope", "loss"), False)
+    report = apply(stock, **{**slots, slot: True})
+    assert {entry.slot for entry in report.entries} == {slot}
+    close(step(stock, inputs)[0], wanted[0])
+
+
+def test_rotary_is_shared_by_the_models_of_a_package():
+    first, second = make(), make(seed=1)
+    apply(first)
+    shared = modeling_llama.apply_rotary_pos_emb
+    report = apply(second)
+    assert report.count("rope") == 1 and modeling_llama.apply_rotary_pos_emb is shared
+    undo(first)
+    assert modeling_llama.apply_rotary_pos_emb is shared
+    undo(first)
+    assert modeling_llama.apply_rotary_pos_emb is shared
+    undo(second)
+    assert rotary_is_stock()
+
+
+def test_rotary_returns_when_the_model_is_dropped():
+    model = make()
+    apply(model)
+    assert not rotary_is_stock()
+    del model
+    gc.collect()
+    assert rotary_is_stock()
+
+
+def test_rotary_rebound_by_somebody_else_is_left_alone():
+    model = make()
+    apply(model)
+    modeling_llama.apply_rotary_pos_emb = other = lambda *_: None
+    try:
+        undo(model)
+        assert modeling_llama.apply_rotary_pos_emb is other
+    finally:
+        modeling_llama.apply_rotary_pos_emb = STOCK_ROTARY
+
+
+def test_nothing_recognised_raises():
+    with pytest.raises(tigon.Error, match=r"\[apply\] model must hold .* got Sequential"):
+        apply(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    with pytest.raises(tigon.Error, match="LayerNorm has no replacement"):
+        apply(nn.Sequential(nn.LayerNorm(4)))
+    with pytest.raises(tigon.Error, match="got dict"):
+        apply({})
+    with pytest.raises(tigon.Error):
+        apply(make(), norm=False, mlp=False, rope=False, loss=False)
+
+
+def test_failed_apply_changes_nothing():
+    model = make("gemma")
+    before = dictionaries(model)
+    with pytest.raises(tigon.Error, match=r"strict.*GELU"):
+        apply(model, strict=True)
+    assert dictionaries(model) == before
+    report = apply(model, mlp=False, strict=True)
+    assert not report.left
+
+
+def test_report_is_readable_and_structured():
+    report = apply(make("gemma"))
+    text = str(report)
+    assert text == repr(report)
+    for part in ("GemmaForCausalLM", "5 x GemmaRMSNorm", "tigon.rms_norm (gemma)", "lm_head",
+                 "2 x GemmaMLP", "left: activation"):  # fmt: skip
+        assert part in text
+    entry = next(entry for entry in report.left if entry.slot == "mlp")
+    assert entry.path == "model.layers.0.mlp" and entry.by is None and not entry.replaced
+
+
+def test_a_patch_that_patched_nothing_does_not_stay_silent():
+    model = make()
+    report = apply(model)
+    with pytest.raises(tigon.Error, match="0 fused losses"):
+        report.check()
+    step(model, batch())
+    report.check()
+    assert int(report.head_calls) == report.head_calls.fused == 1
+
+
+def test_modules_that_are_no_transformers_model():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = LlamaRMSNorm(8)
+            self.other = nn.RMSNorm(8, eps=1e-6)
+
+        def forward(self, x):
+            return self.other(self.norm(x))
+
+    block, x = Block(), torch.randn(3, 8)
+    wanted = block(x)
+    assert apply(block).count("norm") == 2
+    close(block(x), wanted)
+    undo(block)
+    assert torch.equal(block(x), wanted)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_copies_are_patched_and_independent(how):
+    model = make()
+    apply(model)
+    inputs = batch()
+    wanted = step(model, inputs)
+    if how == "deepcopy":
+        twin = copy.deepcopy(model)
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        twin = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+    for path, module in twin.named_modules():
+        if "forward" in module.__dict__:
+            assert module.forward.module is module, path
+    got = step(twin, inputs)
+    assert torch.equal(got[0], wanted[0])
+    assert all(torch.equal(got[1][name], grad) for name, grad in wanted[1].items())
+    undo(model)
+    assert not rotary_is_stock(), "the copy owns a share"
+    assert "forward" in twin.lm_head.__dict__
+    undo(twin)
+    assert rotary_is_stock() and "forward" not in twin.lm_head.__dict__
+
+
+def test_report_can_be_pickled():
+    report = apply(make())
+    assert pickle.loads(pickle.dumps(report)) == report
+
+
+def test_meta_device_model():
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config())
+    report = apply(model)
+    assert report.count("norm") == 5 and report.count("loss") == 1
+    stock = make()
+    inputs = batch()
+    wanted = step(stock, inputs)
+    model.load_state_dict(stock.state_dict(), assign=True)
+    model.model.rotary_emb = stock.model.rotary_emb
+    close(step(model.train(), inputs)[0], wanted[0])
+
+
+def test_weights_replaced_after_apply_are_used():
+    model, other = make(), make(seed=7)
+    inputs = batch()
+    wanted = step(other, inputs)
+    apply(model)
+    model.load_state_dict(other.state_dict())
+    model.model.norm.weight = nn.Parameter(other.model.norm.weight.detach().clone())
+    close(step(model, inputs)[0], wanted[0])
+
+
+class Doubled(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        return 2 * super().forward(hidden_states)
+
+
+class Renamed(LlamaRMSNorm):
+    """A subclass that changes nothing."""
+
+
+def test_subclasses():
+    model = make()
+    inputs = batch()
+    model.model.norm = Doubled(32)
+    model.model.layers[0].input_layernorm = Renamed(32)
+    wanted = step(model, inputs)
+    report = apply(model)
+    left = next(entry for entry in report.left if entry.path == "model.norm")
+    assert left.kind == "Doubled" and "unrecognised" in left.reason
+    assert any(entry.kind == "Renamed" for entry in report.replaced)
+    close(step(model, inputs)[0], wanted[0])
+
+
+def test_instance_bound_forward_is_left():
+    model = make()
+    norm, head = model.model.norm, model.lm_head
+    norm.forward = original = lambda x: 3 * x
+    head.forward = head_forward = lambda x: nn.functional.linear(x, head.weight) + 1
+    report = apply(model)
+    reasons = {entry.path: entry.reason for entry in report.left}
+    assert "bound to the instance" in reasons["model.norm"]
+    assert "bound to the instance" in reasons["lm_head"]
+    undo(model)
+    assert norm.forward is original and head.forward is head_forward
+
+
+class QuantisedLinear(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.round())
+
+
+def test_quantised_heads_are_left():
+    model = make()
+    model.lm_head = QuantisedLinear(32, 97, bias=False)
+    report = apply(model)
+    assert "QuantisedLinear, not nn.Linear" in report.left[0].reason
+    model = make(seed=2)
+    model.lm_head.weight = nn.Parameter(torch.zeros(97, 32, dtype=torch.uint8), requires_grad=False)
+    assert "uint8" in apply(model).left[0].reason
+    assert "_loss_function" not in model.__dict__
+
+
+def test_odd_modules_are_left_with_a_reason():
+    model = make()
+    model.model.norm.variance_epsilon = None
+    model.model.layers[0].mlp.act_fn = nn.GELU()
+    model.model.layers[1].mlp.act_fn.register_forward_hook(lambda *_: None)
+    reasons = {entry.path: entry.reason for entry in apply(model).left}
+    assert "not a number" in reasons["model.norm"]
+    assert "GELU" in reasons["model.layers.0.mlp"]
+    assert "hooks" in reasons["model.layers.1.mlp"]
+
+
+def test_tensor_subclass_weights_keep_stock_arithmetic():
+    class Wrapped(torch.Tensor):
+        pass
+
+    model = make()
+    inputs = batch()
+    wanted = step(model, inputs)
+    report = apply(model)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().as_subclass(Wrapped))
+    close(torch.Tensor(step(model, inputs)[0]), wanted[0])
+    assert report.head_calls.lazy == 0
+
+
+def test_importing_tigon_does_not_import_transformers():
+    import subprocess
+    import sys
+
+    code = "import sys, tigon; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_package_exports_apply_and_undo():
+    assert tigon.apply is apply and tigon.undo is undo
+    assert importlib.import_module("tigon.hf").apply is apply

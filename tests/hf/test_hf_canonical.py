@@ -1,0 +1,259 @@
+"""Recognition: equal functions in other words are found, near misses are not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tigon.hf.canonical import Unrecognised, canonical_forward, canonical_function
+from tigon.hf.norms import plan_norm
+from tigon.hf.rope import plan_rotary
+from tigon.hf.structures import NORMS, ROTARY, match, rotate_half
+
+
+class Base(nn.Module):
+    def __init__(self, size=24):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(size))
+        self.epsilon = 1e-5
+
+
+class OtherWords(Base):
+    def helper(self, values):
+        ms = torch.mean(torch.square(values), dim=-1, keepdim=True)
+        return torch.pow(self.epsilon + ms, -0.5) * values
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Llama's norm in other words."""
+        kept = inputs.dtype
+        out = self.helper(inputs.to(dtype=torch.float32))
+        out = out.to(kept)
+        return out * self.scale
+
+
+class Multiplied(Base):
+    def forward(self, x):
+        h = x.float()
+        return self.scale * (h * torch.rsqrt((h * h).mean(-1, True) + self.epsilon)).type_as(x)
+
+
+class Branches(Base):
+    def forward(self, x):
+        h = x.float() if x.dtype == torch.float16 else x.to(torch.float32)
+        if self.epsilon > 0:
+            h = h * torch.rsqrt(h.square().mean(dim=-1, keepdim=True) + self.epsilon)
+        else:
+            h *= (self.epsilon + h.square().mean(dim=-1, keepdim=True)).rsqrt()
+        return self.scale * h.to(x.dtype)
+
+
+@pytest.mark.parametrize("cls", [OtherWords, Multiplied, Branches])
+def test_other_words_are_recognised(cls):
+    found = match(canonical_forward(cls), NORMS)
+    assert found.structure.name == "llama"
+    assert found.roles == {"weight": "scale", "eps": "epsilon"}
+
+
+class EpsOutside(Base):
+    def forward(self, x):
+        h = x.float()
+        h = h * (torch.rsqrt(h.pow(2).mean(-1, keepdim=True)) + self.epsilon)
+        return self.scale * h.to(x.dtype)
+
+
+class OtherAxis(Base):
+    def forward(self, x):
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-2, keepdim=True) + self.epsilon)
+        return self.scale * h.to(x.dtype)
+
+
+class NoUpcast(Base):
+    def forward(self, x):
+        h = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return self.scale * h.to(x.dtype)
+
+
+class Cubed(Base):
+    def forward(self, x):
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(3).mean(-1, keepdim=True) + self.epsilon)
+        return self.scale * h.to(x.dtype)
+
+
+class Twice(Base):
+    def forward(self, x):
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return self.scale * self.scale * h.to(x.dtype)
+
+
+class Centred(Base):
+    def forward(self, x):
+        h = x.float()
+        h = h - h.mean(-1, keepdim=True)
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return self.scale * h.to(x.dtype)
+
+
+class RoundedTo16(Base):
+    def forward(self, x):
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return self.scale * h.to(torch.bfloat16)
+
+
+class Sometimes(Base):
+    def forward(self, x):
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        if self.training:
+            h = h * 2
+        return self.scale * h.to(x.dtype)
+
+
+class Calls(OtherWords):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+class Decorated(Base):
+    @torch.no_grad()
+    def forward(self, x):
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.epsilon)
+        return self.scale * h.to(x.dtype)
+
+
+class OtherHelper(OtherWords):
+    def helper(self, values):
+        return values
+
+
+NEAR_MISSES = [EpsOutside, OtherAxis, NoUpcast, Cubed, Twice, Centred, RoundedTo16, Sometimes,
+               Calls, Decorated, OtherHelper]  # fmt: skip
+
+
+@pytest.mark.parametrize("cls", NEAR_MISSES, ids=lambda cls: cls.__name__)
+def test_near_misses_are_not_recognised(cls):
+    try:
+        found = match(canonical_forward(cls), NORMS)
+    except Unrecognised:
+        return
+    assert found is None
+
+
+@pytest.mark.parametrize("structure", NORMS, ids=lambda structure: structure.name)
+def test_every_row_of_the_table_is_distinct(structure):
+    wanted = canonical_forward(type("Reference", (), {"forward": structure.reference}))
+    assert match(wanted, NORMS).structure == structure
+
+
+def wrong_sign(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return (q * cos) - (rotate_half(q) * sin), (k * cos) - (rotate_half(k) * sin)
+
+
+def swapped(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return (k * cos) + (rotate_half(k) * sin), (q * cos) + (rotate_half(q) * sin)
+
+
+def other_default(q, k, cos, sin, unsqueeze_dim=2):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return (q * cos) + (rotate_half(q) * sin), (k * cos) + (rotate_half(k) * sin)
+
+
+def good(query, key, c, s, unsqueeze_dim=1):
+    c = c.unsqueeze(unsqueeze_dim)
+    s = s.unsqueeze(unsqueeze_dim)
+    a = query * c + rotate_half(query) * s
+    b = rotate_half(key) * s + key * c
+    return a, b
+
+
+def test_rotary_recognition():
+    assert match(canonical_function(good), ROTARY).structure.name == "half"
+    for function in (wrong_sign, swapped, other_default):
+        assert match(canonical_function(function), ROTARY) is None
+
+
+NO_FILE = """
+import torch
+from torch import nn
+
+class Hidden(nn.Module):
+    def __init__(self, size=24):
+        super().__init__()
+        self.g = nn.Parameter(torch.ones(size))
+        self.small = 1e-5
+        self.other = 3.0
+
+    def forward(self, x):
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.small)
+        return FORMULA
+
+def rotate(x):
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+def apply_it(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return q * cos + rotate(q) * sin, k * cos + rotate(k) * SIGN * sin
+"""
+
+
+def without_file(formula="self.g * h.to(x.dtype)", sign="1"):
+    """Classes of a module that has no source file, as compiled modules have none."""
+    namespace = {"__name__": "no_file"}
+    exec(NO_FILE.replace("FORMULA", formula).replace("SIGN", sign), namespace)
+    return namespace
+
+
+@pytest.mark.parametrize(
+    ("formula", "rounding", "offset"),
+    [
+        ("self.g * h.to(x.dtype)", "llama", 0.0),
+        ("(self.g * h).to(x.dtype)", "gemma", 0.0),
+        ("((1 + self.g.float()) * h).to(x.dtype)", "gemma", 1.0),
+    ],
+)
+def test_norm_without_source_is_probed(formula, rounding, offset):
+    spec, _ = plan_norm(without_file(formula)["Hidden"]())
+    assert (spec.weight, spec.eps) == ("g", "small")
+    assert (spec.rounding, spec.offset) == (rounding, offset)
+
+
+def test_norm_without_source_on_the_meta_device_is_probed():
+    with torch.device("meta"):
+        module = without_file()["Hidden"]()
+    assert plan_norm(module)[0].eps == "small"
+    assert module.g.is_meta
+
+
+@pytest.mark.parametrize("formula", ["self.g * h.to(x.dtype) * 1.001", "h.to(x.dtype)", "x", "1"])
+def test_probe_accepts_only_equality(formula):
+    namespace = without_file(formula)
+    namespace["HiddenNorm"] = type("HiddenNorm", (namespace["Hidden"],), {})
+    assert "no source" in plan_norm(namespace["HiddenNorm"]())
+
+
+def test_rotary_without_source_is_probed(monkeypatch):
+    import sys
+    import types
+
+    for sign, verdict in (("1", "tigon.rope (half)"), ("-1", "no source")):
+        module = types.ModuleType("no_file")
+        vars(module).update(without_file(sign=sign))
+        monkeypatch.setitem(sys.modules, "no_file", module)
+        found = plan_rotary(("no_file", "apply_it"), module.apply_it)
+        assert verdict in (found if isinstance(found, str) else found[0])
+
+
+def test_torch_rms_norm_is_known():
+    spec, _ = plan_norm(nn.RMSNorm(8, eps=1e-5))
+    assert (spec.rounding, spec.offset) == ("none", 0.0)
+    assert "eps" in plan_norm(nn.RMSNorm(8))
+    assert "axes" in plan_norm(nn.RMSNorm((2, 8), eps=1e-5))
