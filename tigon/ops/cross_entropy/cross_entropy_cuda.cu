@@ -1,0 +1,797 @@
+// CUDA backend of cross_entropy.
+//
+// Bytes per element (b = element size): 2b with the gradient, b without; besides, a few words a row.
+// Instructions: about 14 per element with the gradient, two of them ex2, against a budget of 31 at the speed of the memory.
+//
+// Variants, the first that fits runs:
+//   resident  A row lies in the shared memory of one block, or of a cluster of 2, 4 or 8 (sm_90 on): read once through
+//             cp.async, maximum and sum of exponentials found while it arrives, gradient formed from shared memory. Slices
+//             are small enough that three blocks share a multiprocessor: one loads while another stores.
+//   looped    Longer rows: two sweeps by one block, the second out of L2 as far as it reaches.
+// A row may start at any element: 16-byte packs are counted from the boundary before it, the packs at its two ends are moved
+// element by element.
+#include <algorithm>
+#include <array>
+#include <atomic>
+
+#include "tigon/base/cuda/launch.cuh"
+#include "tigon/base/cuda/math.cuh"
+#include "tigon/base/cuda/vec.cuh"
+#include "tigon/base/dispatch.h"
+#include "tigon/ops/cross_entropy/cross_entropy.h"
+
+namespace tigon::cuda {
+namespace {
+
+#include "tigon/ops/cross_entropy/cross_entropy_math.inc"
+
+constexpr const char* kOp = "cross_entropy";
+constexpr float kLog2e = 1.44269504f;
+constexpr int kThreads = 512, kLoopThreads = 1024, kMaxCluster = 8;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+template <class T>
+struct Params {
+  const T* logits;
+  T* dlogits;  // may be null, or logits
+  const int64_t* target;
+  const void* bias;           // may be null
+  const float* class_weight;  // may be null
+  const float* scale;         // may be null
+  float* loss;                // results: each may be null
+  float* lse;
+  float* target_logit;
+  float* entropy;
+  int64_t* predicted;
+  int64_t rows, stride, dlogits_stride, scale_step, ignore_index;
+  int cols, slice;  // slice: packs of a block
+  bool bias_is_f32;
+  float logit_scale, softcap, label_smoothing, z_loss;
+};
+
+// What is known of a part of a row: maximum, sum of e^(z - m); and, only where options ask: sum of w (reference - z), sum of
+// w, sum of e^(z - m) (z - m).
+struct Sums {
+  float m, s, gap, weight, heat;
+};
+__device__ __forceinline__ Sums nothing() { return {-INFINITY, 0.0f, 0.0f, 0.0f, 0.0f}; }
+
+template <bool General>
+__device__ __forceinline__ void rescale(Sums& a, float m) {  // m >= a.m, not equal
+  float d = a.m - m, f = exp2_approx(d * kLog2e);
+  if constexpr (General) a.heat = f * fma(fmaxf(d, -1e30f), a.s, a.heat);
+  a.s *= f;
+  a.m = m;
+}
+template <bool General>
+__device__ __forceinline__ Sums merge(Sums a, Sums b) {
+  float m = fmaxf(a.m, b.m);
+  if (a.m != m) rescale<General>(a, m);
+  if (b.m != m) rescale<General>(b, m);
+  a.s += b.s;
+  if constexpr (General) a.gap += b.gap, a.weight += b.weight, a.heat += b.heat;
+  return a;
+}
+
+// The 16-byte packs that a row of `cols` elements touches.
+template <class T>
+struct Row {
+  static constexpr int N = 16 / sizeof(T);
+  T* base;  // the boundary at or before the row's first element
+  int lead, cols, packs;
+
+  __device__ Row(T* row, int cols) : cols(cols) {
+    lead = int(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
+    base = row - lead;
+    packs = (lead + cols + N - 1) / N;
+  }
+  __device__ __forceinline__ int column(int k) const { return k * N - lead; }
+  __device__ __forceinline__ bool whole(int k) const { return column(k) >= 0 && column(k) + N <= cols; }
+  __device__ __forceinline__ bool has(int c) const { return c >= 0 && c < cols; }
+};
+
+// Packs are held as the words they arrived in. Not through the read-only path: the gradient may take the logits' place.
+template <class T>
+__device__ __forceinline__ uint4 fetch(const Row<const T>& row, int k) {
+  constexpr int N = Row<T>::N;
+  if (row.whole(k)) return *reinterpret_cast<const uint4*>(row.base + int64_t(k) * N);
+  Pack<T, N> pack;
+#pragma unroll
+  for (int j = 0; j < N; ++j)
+    pack.v[j] = row.has(row.column(k) + j) ? row.base[int64_t(k) * N + j] : narrow<T>(-INFINITY);
+  return *reinterpret_cast<const uint4*>(&pack);
+}
+
+__device__ __forceinline__ float low(uint32_t w, __nv_bfloat16) { return __uint_as_float(w << 16); }
+__device__ __forceinline__ float high(uint32_t w, __nv_bfloat16) { return __uint_as_float(w & 0xffff0000u); }
+__device__ __forceinline__ float low(uint32_t w, __half) {
+  return __half2float(__ushort_as_half(uint16_t(w)));
+}
+__device__ __forceinline__ float high(uint32_t w, __half) {
+  return __half2float(__ushort_as_half(uint16_t(w >> 16)));
+}
+
+template <class T>
+__device__ __forceinline__ void unpack(const uint4& words, float (&x)[Row<T>::N]) {
+  const uint32_t w[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      x[i] = __uint_as_float(w[i]);
+    } else {
+      x[2 * i] = low(w[i], T{});
+      x[2 * i + 1] = high(w[i], T{});
+    }
+  }
+}
+
+// z of the logit in column c, and dz/du where asked.
+template <class T>
+__device__ __forceinline__ float z_of(const Params<T>& p, float x, int c, float* slope = nullptr) {
+  if (p.bias != nullptr)
+    x += p.bias_is_f32 ? static_cast<const float*>(p.bias)[c] : widen(static_cast<const T*>(p.bias)[c]);
+  x *= p.logit_scale;
+  if (p.softcap == 0.0f) return x;
+  if (slope != nullptr) *slope = cross_entropy_slope(x, p.softcap);
+  return cross_entropy_bend(x, p.softcap) * p.softcap;
+}
+
+template <bool General, class T>
+__device__ __forceinline__ void z_of_pack(const Params<T>& p, const Row<const T>& row, int k,
+                                          const uint4& words, float (&z)[Row<T>::N],
+                                          float* slopes = nullptr) {
+  constexpr int N = Row<T>::N;
+  unpack<T>(words, z);
+  if constexpr (General) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      int c = row.column(k) + j;
+      z[j] = row.has(c) ? z_of(p, z[j], c, slopes ? slopes + j : nullptr) : -INFINITY;
+    }
+  }
+}
+
+__device__ __forceinline__ float weight_at(const float* class_weight, int c) {
+  return class_weight != nullptr ? __ldg(class_weight + c) : 1.0f;
+}
+
+// First sweep, one pack. `reference`: the z that gaps are measured from.
+template <bool General, class T>
+__device__ __forceinline__ void accumulate(const Params<T>& p, const Row<const T>& row, int k,
+                                           const uint4& words, float reference, Sums& a) {
+  constexpr int N = Row<T>::N;
+  float z[N], e[N];
+  z_of_pack<General>(p, row, k, words, z);
+  float top = z[0];
+#pragma unroll
+  for (int j = 1; j < N; ++j) top = fmaxf(top, z[j]);
+  if (top > a.m) rescale<General>(a, top);
+  float m = a.m == -INFINITY ? 0.0f : a.m;  // nothing but -inf so far adds nothing; NaN survives either way
+#pragma unroll
+  for (int j = 0; j < N; ++j) e[j] = exp2_approx((z[j] - m) * kLog2e);
+  if constexpr (General) {
+    if (p.entropy != nullptr)
+#pragma unroll
+      for (int j = 0; j < N; ++j) a.heat = fma(e[j], fmaxf(z[j] - m, -1e30f), a.heat);
+    if (p.label_smoothing > 0.0f) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        int c = row.column(k) + j;
+        if (!row.has(c)) continue;
+        float w = weight_at(p.class_weight, c);
+        a.gap = fma(w, reference - z[j], a.gap);
+        a.weight += w;
+      }
+    }
+  }
+#pragma unroll
+  for (int step = N / 2; step > 0; step /= 2)
+#pragma unroll
+    for (int j = 0; j < step; ++j) e[j] += e[j + step];
+  a.s += e[0];
+}
+
+// All that the second sweep needs to know of a row.
+struct Slope {
+  float m, share, push, factor,
+      target_pull;  // gradient = factor * slope * (e * share - push * w [- target_pull])
+  int target;       // column, or -1
+};
+
+// Second sweep, one pack: the gradient of its columns, stored in packs where the result's rows lie as the logits' do.
+template <bool General, class T>
+__device__ __forceinline__ void emit(const Params<T>& p, const Row<const T>& row, const Row<T>& out, int k,
+                                     const uint4& words, const Slope& g) {
+  constexpr int N = Row<T>::N;
+  float z[N], slopes[N];
+#pragma unroll
+  for (int j = 0; j < N; ++j) slopes[j] = 1.0f;
+  z_of_pack<General>(p, row, k, words, z, slopes);
+  int first = row.column(k), at = g.target - first;
+  Pack<T, N> r;
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    float e = exp2_approx((z[j] - g.m) * kLog2e), v;
+    if constexpr (General) {
+      float push = g.push;
+      if (push != 0.0f && p.class_weight != nullptr)
+        push *= row.has(first + j) ? __ldg(p.class_weight + first + j) : 0.0f;
+      v = cross_entropy_dz(e, g.share, push);
+    } else {
+      v = e * (g.share * g.factor);
+    }
+    if (at == j)
+      v = ((General ? v : e * g.share) - g.target_pull) * (g.factor * slopes[j]);  // one rounding to storage
+    else if constexpr (General)
+      v *= g.factor * slopes[j];
+    r.set(j, v);
+  }
+  if (row.whole(k) && row.lead == out.lead) {
+    store(out.base + int64_t(k) * N, r);
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+      if (row.has(first + j)) out.base[int64_t(out.lead) + first + j] = r.v[j];
+  }
+}
+
+// Zeros in packs [first, end) of a row.
+template <class T>
+__device__ __forceinline__ void clear(const Row<T>& out, int first, int end) {
+  constexpr int N = Row<T>::N;
+  for (int k = first + threadIdx.x; k < end; k += blockDim.x) {
+    if (out.whole(k)) {
+      *reinterpret_cast<uint4*>(out.base + int64_t(k) * N) = make_uint4(0, 0, 0, 0);
+    } else {
+      for (int j = 0; j < N; ++j)
+        if (out.has(out.column(k) + j)) out.base[int64_t(k) * N + j] = narrow<T>(0.0f);
+    }
+  }
+}
+
+// Clusters (sm_90 on). Elsewhere a block is alone.
+__device__ __forceinline__ unsigned cluster_rank() {
+  unsigned r = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+#endif
+  return r;
+}
+__device__ __forceinline__ unsigned cluster_size() {
+  unsigned n = 1;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+#endif
+  return n;
+}
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// *local = value in the shared memory of the block of that rank.
+__device__ __forceinline__ void put_remote(float* local, unsigned rank, float value) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t address = uint32_t(__cvta_generic_to_shared(local)), remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+#endif
+}
+
+template <int Threads>
+struct Exchange {
+  Sums warp[Threads / 32];
+  unsigned key[Threads / 32];
+  Sums peer[2][kMaxCluster];  // in turns: a fast block may be one row ahead
+  float peer_key[2][kMaxCluster];
+};
+
+__device__ __forceinline__ float shuffle(float x, int step) { return __shfl_xor_sync(kAllLanes, x, step); }
+template <bool General>
+__device__ __forceinline__ Sums merge_warp(Sums a) {
+#pragma unroll
+  for (int step = 16; step > 0; step >>= 1) {
+    Sums b{shuffle(a.m, step), shuffle(a.s, step), 0.0f, 0.0f, 0.0f};
+    if constexpr (General)
+      b.gap = shuffle(a.gap, step), b.weight = shuffle(a.weight, step), b.heat = shuffle(a.heat, step);
+    a = merge<General>(a, b);
+  }
+  return a;
+}
+
+// The sums of the whole row, the same in every thread of every block of the cluster.
+template <bool General, class Exchange>
+__device__ __forceinline__ Sums merge_row(Sums a, Exchange& x, int parity) {
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  a = merge_warp<General>(a);
+  if (lane == 0) x.warp[warp] = a;
+  __syncthreads();
+  a = merge_warp<General>(lane < warps ? x.warp[lane] : nothing());
+  Sums r = nothing();  // lane 0's bits for all
+  r.m = __shfl_sync(kAllLanes, a.m, 0), r.s = __shfl_sync(kAllLanes, a.s, 0);
+  if constexpr (General) {
+    r.gap = __shfl_sync(kAllLanes, a.gap, 0), r.weight = __shfl_sync(kAllLanes, a.weight, 0);
+    r.heat = __shfl_sync(kAllLanes, a.heat, 0);
+  }
+  unsigned blocks = cluster_size();
+  if (blocks == 1) return r;
+  if (threadIdx.x < blocks) {
+    Sums& slot = x.peer[parity][cluster_rank()];
+    put_remote(&slot.m, threadIdx.x, r.m), put_remote(&slot.s, threadIdx.x, r.s);
+    if constexpr (General) {
+      put_remote(&slot.gap, threadIdx.x, r.gap), put_remote(&slot.weight, threadIdx.x, r.weight);
+      put_remote(&slot.heat, threadIdx.x, r.heat);
+    }
+  }
+  __syncwarp();
+  cluster_arrive();
+  cluster_wait();
+  r = x.peer[parity][0];
+  for (unsigned i = 1; i < blocks; ++i) r = merge<General>(r, x.peer[parity][i]);
+  return r;
+}
+
+// The least key of the row. Keys: a NaN's column; else 2^31 + the column of the maximum; else 2^32 - 1.
+template <class Exchange>
+__device__ __forceinline__ unsigned least_key(unsigned key, Exchange& x, int parity) {
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+  key = __reduce_min_sync(kAllLanes, key);
+  if (lane == 0) x.key[warp] = key;
+  __syncthreads();
+  key = __reduce_min_sync(kAllLanes, lane < warps ? x.key[lane] : ~0u);
+  unsigned blocks = cluster_size();
+  if (blocks == 1) return key;
+  if (threadIdx.x < blocks)
+    put_remote(&x.peer_key[parity][cluster_rank()], threadIdx.x, __uint_as_float(key));
+  __syncwarp();
+  cluster_arrive();
+  cluster_wait();
+  for (unsigned i = 0; i < blocks; ++i) key = min(key, __float_as_uint(x.peer_key[parity][i]));
+  return key;
+}
+template <class T>
+__device__ __forceinline__ unsigned key_of_pack(const Params<T>& p, const Row<const T>& row, int k,
+                                                const uint4& words, float m, unsigned key) {
+  constexpr int N = Row<T>::N;
+  float z[N];
+  z_of_pack<true>(p, row, k, words, z);
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    unsigned c = unsigned(row.column(k) + j);
+    if (!row.has(int(c))) continue;
+    if (z[j] != z[j]) key = min(key, c);
+    if (z[j] == m) key = min(key, c | 0x80000000u);
+  }
+  return key;
+}
+
+// The label of a row and what follows from it before its logits are read.
+struct Label {
+  bool ignored, bad;
+  int column;  // -1 when ignored or bad
+  float z, weight, reference;
+};
+template <bool General, class T>
+__device__ __forceinline__ Label label_of(const Params<T>& p, int64_t row, const T* x) {
+  Label l;
+  int64_t y = p.target[row];
+  l.ignored = y == p.ignore_index;
+  l.bad = !l.ignored && (y < 0 || y >= p.cols);
+  l.column = l.ignored || l.bad ? -1 : int(y);
+  l.z = l.weight = l.reference = 0.0f;
+  if (l.column >= 0) {
+    l.z = widen(x[l.column]);
+    if constexpr (General) l.z = z_of(p, l.z, l.column);
+    l.weight = weight_at(p.class_weight, l.column);
+  }
+  if constexpr (General) {
+    if (p.label_smoothing > 0.0f) l.reference = z_of(p, widen(x[0]), 0);
+    if (!isfinite(l.reference)) l.reference = 0.0f;
+  }
+  return l;
+}
+
+// The results of a row (written by one thread), and what the gradient needs.
+template <bool General, class T>
+__device__ __forceinline__ Slope finish(const Params<T>& p, int64_t row, const Label& l, const Sums& a,
+                                        bool writes) {
+  float log_s = logf(a.s), lse = a.m + log_s;
+  float keep = General ? 1.0f - p.label_smoothing : 1.0f;
+  float share = General ? p.label_smoothing / float(p.cols) : 0.0f;
+  if (writes) {
+    float loss = keep * l.weight * ((a.m - l.z) + log_s);
+    if (General && p.label_smoothing > 0.0f)
+      loss += share * (a.weight * ((a.m - l.reference) + log_s) + a.gap);
+    if (p.z_loss != 0.0f) loss += p.z_loss * lse * lse;
+    if (p.loss) p.loss[row] = l.ignored ? 0.0f : l.bad ? NAN : loss;
+    if (p.target_logit) p.target_logit[row] = l.bad ? NAN : l.z;
+    if (p.lse) p.lse[row] = lse;
+    if (General && p.entropy) p.entropy[row] = log_s - a.heat / a.s;
+  }
+  float pull = p.class_weight != nullptr ? keep * l.weight + share * a.weight : 1.0f;
+  if (p.z_loss != 0.0f) pull += 2.0f * p.z_loss * lse;
+  float scale = p.scale != nullptr ? p.scale[row * p.scale_step] : 1.0f;
+  Slope g;
+  g.m = a.m, g.share = pull / a.s, g.push = share, g.factor = l.bad ? NAN : scale * p.logit_scale;
+  g.target_pull = keep * l.weight, g.target = l.column;
+  return g;
+}
+
+template <int Pending>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// One cluster of blocks a row; every thread works on the packs that it copied itself.
+template <bool General, class T>
+__global__ __launch_bounds__(kThreads,
+                             General ? 2 : 3) void resident_kernel(const __grid_constant__ Params<T> p) {
+  constexpr int N = Row<T>::N, kGroups = 4;
+  extern __shared__ uint4 slice[];
+  __shared__ Exchange<kThreads> exchange;
+  unsigned blocks = cluster_size(), rank = cluster_rank();
+  bool met = blocks == 1;  // shared memory of another block may be written once that block is known to run
+  if (!met) cluster_arrive();
+  int64_t step = gridDim.x / blocks;
+  int parity = 0;
+  for (int64_t r = blockIdx.x / blocks; r < p.rows; r += step) {
+    const T* x = p.logits + r * p.stride;
+    Row<const T> row(x, p.cols);
+    Row<T> out(p.dlogits + r * p.dlogits_stride, p.cols);
+    int first = int(rank) * p.slice, count = min(p.slice, row.packs - first);
+    int steps = count > 0 ? (count + int(blockDim.x) - 1) / int(blockDim.x) : 0;
+    int out_end = rank + 1 == blocks ? out.packs : min(first + p.slice, out.packs);
+    bool writes = rank == 0 && threadIdx.x == 0;
+    int64_t y = p.target[r];
+    if (y == p.ignore_index && !(p.lse || (General && (p.entropy || p.predicted)))) {
+      if (p.dlogits) clear(out, first, out_end);
+      if (writes && p.loss) p.loss[r] = 0.0f;
+      if (writes && p.target_logit) p.target_logit[r] = 0.0f;
+      continue;
+    }
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      for (int i = steps * g / kGroups; i < steps * (g + 1) / kGroups; ++i) {
+        int k = i * int(blockDim.x) + int(threadIdx.x);
+        if (k >= count) break;
+        if (row.whole(first + k)) {
+          uint32_t to = uint32_t(__cvta_generic_to_shared(slice + k));
+          const T* from = row.base + int64_t(first + k) * N;
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+        } else {
+          slice[k] = fetch(row, first + k);
+        }
+      }
+      asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+    Label label = label_of<General>(p, r, x);
+    Sums a = nothing();
+#pragma unroll 1
+    for (int g = 0; g < kGroups; ++g) {
+      if (g == 0) wait_for_copies<3>();
+      if (g == 1) wait_for_copies<2>();
+      if (g == 2) wait_for_copies<1>();
+      if (g == 3) wait_for_copies<0>();
+      for (int i = steps * g / kGroups; i < steps * (g + 1) / kGroups; ++i) {
+        int k = i * int(blockDim.x) + int(threadIdx.x);
+        if (k < count) accumulate<General>(p, row, first + k, slice[k], label.reference, a);
+      }
+    }
+    if (!met) cluster_wait();
+    met = true;
+    a = merge_row<General>(a, exchange, parity);
+    if constexpr (General) {
+      if (p.predicted != nullptr) {
+        unsigned key = ~0u;
+        for (int k = threadIdx.x; k < count; k += blockDim.x)
+          key = key_of_pack(p, row, first + k, slice[k], a.m, key);
+        key = least_key(key, exchange, parity);
+        if (writes) p.predicted[r] = key == ~0u ? 0 : int64_t(key & 0x7fffffffu);
+      }
+    }
+    Slope gradient = finish<General>(p, r, label, a, writes);
+    if (p.dlogits != nullptr) {
+      if (label.ignored) {
+        clear(out, first, out_end);
+      } else {
+        for (int k = threadIdx.x; k < count; k += blockDim.x)
+          emit<General>(p, row, out, first + k, slice[k], gradient);
+      }
+    }
+    __syncthreads();  // the exchange is free again
+    parity ^= 1;
+  }
+}
+
+// One block a row, the row read twice. The second sweep starts where the first ended: that part is still in L2.
+template <bool General, class T>
+__global__ __launch_bounds__(kLoopThreads, 1) void looped_kernel(const __grid_constant__ Params<T> p) {
+  constexpr int kHeld = General ? 2 : 4, kStep = kHeld * kLoopThreads;
+  __shared__ Exchange<kLoopThreads> exchange;
+  for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
+    const T* x = p.logits + r * p.stride;
+    Row<const T> row(x, p.cols);
+    Row<T> out(p.dlogits + r * p.dlogits_stride, p.cols);
+    bool writes = threadIdx.x == 0;
+    Label label = label_of<General>(p, r, x);
+    bool wanted = !label.ignored || p.lse || (General && (p.entropy || p.predicted));
+    Sums a = nothing();
+    auto hold = [&](int base, uint4(&held)[kHeld]) {
+#pragma unroll
+      for (int h = 0; h < kHeld; ++h) held[h] = fetch(row, base + h * kLoopThreads + int(threadIdx.x));
+    };
+    for (int base = 0; wanted && base < row.packs; base += kStep) {
+      uint4 held[kHeld];
+      hold(base, held);
+#pragma unroll
+      for (int h = 0; h < kHeld; ++h)
+        accumulate<General>(p, row, base + h * kLoopThreads + int(threadIdx.x), held[h], label.reference, a);
+    }
+    a = merge_row<General>(a, exchange, 0);
+    if constexpr (General) {
+      if (p.predicted != nullptr) {
+        unsigned key = ~0u;
+        for (int k = threadIdx.x; k < row.packs; k += kLoopThreads)
+          key = key_of_pack(p, row, k, fetch(row, k), a.m, key);
+        key = least_key(key, exchange, 0);
+        if (writes) p.predicted[r] = key == ~0u ? 0 : int64_t(key & 0x7fffffffu);
+      }
+    }
+    Slope gradient = finish<General>(p, r, label, a, writes);
+    if (p.dlogits != nullptr) {
+      if (label.ignored) {
+        clear(out, 0, out.packs);
+      } else {
+        for (int base = (row.packs - 1) / kStep * kStep; base >= 0; base -= kStep) {
+          uint4 held[kHeld];
+          hold(base, held);
+#pragma unroll
+          for (int h = 0; h < kHeld; ++h)
+            emit<General>(p, row, out, base + h * kLoopThreads + int(threadIdx.x), held[h], gradient);
+        }
+      }
+    }
+    __syncthreads();  // the exchange is free again
+  }
+}
+
+// Once per kernel and device: shared memory up to the device's limit.
+template <bool General, class T>
+void allow_shared(int bytes) {
+  static std::array<std::atomic<bool>, 64> done;
+  auto kernel = &resident_kernel<General, T>;
+  int device = 0;
+  TIGON_CUDA_CHECK(kOp, cudaGetDevice(&device));
+  bool known = device < int(done.size());
+  if (known && done[size_t(device)].load(std::memory_order_relaxed)) return;
+  TIGON_CUDA_CHECK(kOp, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  TIGON_CUDA_CHECK(kOp, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                             cudaSharedmemCarveoutMaxShared));
+  if (known) done[size_t(device)].store(true, std::memory_order_relaxed);
+}
+
+// False when the device has no room for such a cluster.
+template <bool General, class T>
+bool launch_resident(Context& ctx, Params<T> p, int64_t packs, int cluster, int most_shared) {
+  p.slice = int(ceil_div(packs, cluster));
+  constexpr int kPacksPerThread = 8;
+  int threads = int(std::clamp<int64_t>(ceil_div(p.slice, kPacksPerThread * 32) * 32, 32, kThreads));
+  allow_shared<General, T>(most_shared);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {unsigned(cluster), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(unsigned(std::min<int64_t>(p.rows, INT32_MAX / kMaxCluster) * cluster));
+  config.blockDim = dim3(unsigned(threads));
+  config.dynamicSmemBytes = size_t(p.slice) * 16;
+  config.stream = static_cast<cudaStream_t>(ctx.stream());
+  config.attrs = &attribute;
+  config.numAttrs = cluster > 1 ? 1 : 0;
+  cudaError_t status = cudaLaunchKernelEx(&config, &resident_kernel<General, T>, p);
+  if (status != cudaSuccess && cluster > 1) {
+    cudaGetLastError();
+    return false;
+  }
+  TIGON_CHECK(kOp, status == cudaSuccess, "kernel launch failed: ", cudaGetErrorString(status));
+  return true;
+}
+
+template <bool General, class T>
+void run_rows(Context& ctx, const Params<T>& p, bool aligned) {
+  constexpr int N = Row<T>::N;
+  const DeviceFacts& facts = device_facts();
+  int64_t packs = aligned ? p.cols / N : (p.cols + N - 2) / N + 1;
+  constexpr int kSystem = 1024, kExchange = int(sizeof(Exchange<kThreads>));  // of every block
+  int most = facts.shared_per_block - kExchange;
+  int third = ((facts.shared_per_block + kSystem) / 3 - kSystem - kExchange) / 128 * 128;  // three blocks fit
+  auto slice = [&](int cluster) { return ceil_div(packs, cluster) * 16; };
+  int cluster = 1;
+  if (facts.capability >= 90)
+    while (cluster < kMaxCluster && slice(cluster) > third) cluster *= 2;
+  if (slice(cluster) <= most && launch_resident<General>(ctx, p, packs, cluster, most)) return;
+  launch(kOp, ctx, looped_kernel<General, T>,
+         {.blocks = std::min<int64_t>(p.rows, INT32_MAX), .threads = kLoopThreads}, p);
+}
+
+// Sums in double: chunk by chunk in blocks, then the blocks' sums. The order depends on n alone.
+constexpr int kSumThreads = 1024;
+constexpr int64_t kSumChunk = 8192, kSumBlocks = 512;
+
+struct Losses {
+  const float* loss;
+  __device__ double operator()(int64_t i) const { return double(loss[i]); }
+};
+struct Weights {
+  const int64_t* target;
+  const float* class_weight;  // may be null
+  int64_t classes, ignore_index;
+  __device__ double operator()(int64_t i) const {
+    int64_t y = target[i];
+    if (y == ignore_index) return 0.0;
+    if (class_weight == nullptr) return 1.0;
+    return y >= 0 && y < classes ? double(class_weight[y]) : 0.0;  // out of range: the row's loss is NaN
+  }
+};
+struct Partials {
+  const double* sums;
+  __device__ double operator()(int64_t i) const { return sums[i]; }
+};
+// What becomes of the whole sum.
+struct Result {
+  bool reciprocal;
+  const float* factor;  // may be null
+  float* out;
+};
+
+template <class F>
+__global__ __launch_bounds__(kSumThreads) void sum_kernel(F f, int64_t n, int64_t chunk, double* partials,
+                                                          Result result) {
+  __shared__ double slots[32];
+  double s = 0.0;
+  int64_t first = int64_t(blockIdx.x) * chunk, end = min(n, first + chunk);
+  for (int64_t i = first + threadIdx.x; i < end; i += kSumThreads) s += f(i);
+  for (int step = 16; step > 0; step >>= 1) s += __shfl_xor_sync(kAllLanes, s, step);
+  if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = s;
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  s = slots[threadIdx.x];
+  for (int step = 16; step > 0; step >>= 1) s += __shfl_xor_sync(kAllLanes, s, step);
+  if (threadIdx.x != 0) return;
+  if (partials != nullptr)
+    partials[blockIdx.x] = s;
+  else
+    *result.out = float(result.reciprocal ? 1.0 / s : result.factor ? s * double(*result.factor) : s);
+}
+
+template <class F>
+void sum_into(Context& ctx, const F& f, int64_t n, const Result& result) {
+  if (n <= kSumChunk) {
+    launch(kOp, ctx, sum_kernel<F>, {.blocks = 1, .threads = kSumThreads}, f, n, kSumChunk, nullptr, result);
+    return;
+  }
+  int64_t chunk = std::max(kSumChunk, ceil_div(n, kSumBlocks)), blocks = ceil_div(n, chunk);
+  double* partials = ctx.scratch_of<double>(blocks);
+  launch(kOp, ctx, sum_kernel<F>, {.blocks = blocks, .threads = kSumThreads}, f, n, chunk, partials, result);
+  launch(kOp, ctx, sum_kernel<Partials>, {.blocks = 1, .threads = kSumThreads}, Partials{partials}, blocks,
+         blocks, nullptr, result);
+}
+
+__global__ void reciprocal_kernel(const void* value, DType dtype, double number, float* out) {
+  if (value != nullptr)
+    number = dtype == DType::f64   ? *static_cast<const double*>(value)
+             : dtype == DType::i64 ? double(*static_cast<const int64_t*>(value))
+             : dtype == DType::i32 ? double(*static_cast<const int32_t*>(value))
+                                   : double(*static_cast<const float*>(value));
+  *out = float(1.0 / number);
+}
+
+constexpr int kRescaleThreads = 256, kRescaleHeld = 4;
+
+// Tiles of packs, row by row; a matrix without gaps is one row.
+template <class T>
+__global__ __launch_bounds__(kRescaleThreads) void rescale_kernel(T* grad, int64_t rows, int64_t cols,
+                                                                  int64_t stride, const float* factor) {
+  constexpr int N = Row<T>::N, kTile = kRescaleThreads * kRescaleHeld;
+  float f = *factor;
+  if (f == 1.0f) return;
+  int64_t tiles = (cols + N - 1 + N - 1) / N / kTile + 1;
+  for (int64_t tile = blockIdx.x; tile < rows * tiles; tile += gridDim.x) {
+    T* row = grad + tile / tiles * stride;
+    int lead = int(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
+    int64_t column[kRescaleHeld];
+    uint4 held[kRescaleHeld];
+#pragma unroll
+    for (int h = 0; h < kRescaleHeld; ++h) {
+      column[h] = (tile % tiles * kTile + h * kRescaleThreads + threadIdx.x) * N - lead;
+      if (column[h] >= 0 && column[h] + N <= cols) held[h] = *reinterpret_cast<const uint4*>(row + column[h]);
+    }
+#pragma unroll
+    for (int h = 0; h < kRescaleHeld; ++h) {
+      if (column[h] >= 0 && column[h] + N <= cols) {
+        float x[N];
+        Pack<T, N> r;
+        unpack<T>(held[h], x);
+#pragma unroll
+        for (int j = 0; j < N; ++j) r.set(j, x[j] * f);
+        store(row + column[h], r);
+      } else {
+        for (int64_t c = max(column[h], int64_t(0)); c < min(column[h] + N, cols); ++c)
+          row[c] = narrow<T>(widen(row[c]) * f);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
+  constexpr int64_t kMostColumns = INT32_MAX - 64;
+  TIGON_CHECK(kOp, a.logits.cols <= kMostColumns, "logits must have at most ", kMostColumns,
+              " columns on CUDA, got ", a.logits.cols);
+  bool general = a.bias || a.logit_scale != 1.0f || a.softcap != 0.0f || a.label_smoothing != 0.0f ||
+                 a.entropy || a.predicted;
+  dispatch_float(kOp, "logits", a.logits.dtype, [&](auto type) {
+    using T = typename DeviceType<typename decltype(type)::type>::type;
+    Params<T> p = {.logits = a.logits.row<T>(0),
+                   .dlogits = a.dlogits.row<T>(0),
+                   .target = a.target.as<int64_t>(),
+                   .bias = a.bias.data,
+                   .class_weight = a.class_weight.as<float>(),
+                   .scale = a.scale.as<float>(),
+                   .loss = a.loss.as<float>(),
+                   .lse = a.lse.as<float>(),
+                   .target_logit = a.target_logit.as<float>(),
+                   .entropy = a.entropy.as<float>(),
+                   .predicted = a.predicted.as<int64_t>(),
+                   .rows = a.logits.rows,
+                   .stride = a.logits.stride,
+                   .dlogits_stride = a.dlogits.stride,
+                   .scale_step = a.scale.size == 1 ? 0 : 1,
+                   .ignore_index = a.ignore_index,
+                   .cols = int(a.logits.cols),
+                   .slice = 0,
+                   .bias_is_f32 = a.bias.dtype == DType::f32,
+                   .logit_scale = a.logit_scale,
+                   .softcap = a.softcap,
+                   .label_smoothing = a.label_smoothing,
+                   .z_loss = a.z_loss};
+    bool aligned = packs_align(a.logits.data, a.logits.stride, a.logits.cols, sizeof(T));
+    dispatch_bool(general, [&](auto g) { run_rows<decltype(g)::value>(ctx, p, aligned); });
+  });
+}
+
+void cross_entropy_scale(Context& ctx, const CrossEntropyScale& a) {
+  float* out = a.scale.as<float>();
+  if (!a.denominator && a.mean && !a.has_host_denominator && !(a.host_denominator > 0.0)) {
+    Weights weights{a.target.as<int64_t>(), a.class_weight.as<float>(), a.class_weight.size, a.ignore_index};
+    sum_into(ctx, weights, a.target.size, {.reciprocal = true, .factor = nullptr, .out = out});
+    return;
+  }
+  double number = a.has_host_denominator || a.host_denominator > 0.0 ? a.host_denominator : 1.0;
+  launch(kOp, ctx, reciprocal_kernel, {.blocks = 1, .threads = 1}, a.denominator.data, a.denominator.dtype,
+         number, out);
+}
+
+void cross_entropy_total(Context& ctx, const CrossEntropyTotal& a) {
+  sum_into(ctx, Losses{a.loss.as<float>()}, a.loss.size,
+           {.reciprocal = false, .factor = a.scale.as<float>(), .out = a.total.as<float>()});
+}
+
+void cross_entropy_rescale(Context& ctx, const CrossEntropyRescale& a) {
+  bool flat = a.grad.stride == a.grad.cols || a.grad.rows == 1;
+  int64_t rows = flat ? 1 : a.grad.rows, cols = flat ? a.grad.rows * a.grad.cols : a.grad.cols;
+  dispatch_float(kOp, "grad", a.grad.dtype, [&](auto type) {
+    using T = typename DeviceType<typename decltype(type)::type>::type;
+    int64_t tiles = rows * (ceil_div(cols, Row<T>::N * kRescaleThreads * kRescaleHeld) + 1);
+    int64_t blocks = std::min<int64_t>(tiles, int64_t(device_facts().sms) * 8);
+    launch(kOp, ctx, rescale_kernel<T>, {.blocks = blocks, .threads = kRescaleThreads}, a.grad.row<T>(0),
+           rows, cols, a.grad.stride, a.factor.as<float>());
+  });
+}
+
+}  // namespace tigon::cuda
