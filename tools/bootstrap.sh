@@ -105,6 +105,10 @@ python_packages() {
   key=$(cat "${files[@]}" .venv/.stamp-python | sha256sum)
   done_with .stamp-dev "$key" || done_with ".stamp-$mode" "$key" && return
   say "installing the packages of ${files[*]: -1}"
+  # The programs first, into .venv/bin even where the user's Python has the same versions elsewhere.
+  local programs
+  mapfile -t programs < <(grep -hE '^(cmake|ninja|ruff|clang-format)==' "${files[@]}")
+  pip install --ignore-installed --no-deps "${programs[@]}"
   pip install -r "${files[*]: -1}"
   echo "$key" >".venv/.stamp-$mode"
 }
