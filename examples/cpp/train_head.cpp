@@ -42,23 +42,29 @@ int run() {
   float first = 0.0f;
   for (int step = 0; step < kSteps; ++step) {
     auto ctx = tigon::make_cpu_context();  // scratch memory lives as long as this
-    tigon::rms_norm_fwd(*ctx, {.x = features.matrix(), .weight = norm.vector(), .y = hidden.matrix(), .rstd = rstd.vector()});
-    tigon::linear_cross_entropy(*ctx, {.hidden = hidden.matrix(),
-                                       .weight = head.matrix(),
-                                       .target = {.data = labels.data(), .dtype = tigon::DType::i64, .size = kTokens},
-                                       .loss = loss.vector(),
-                                       .total = total.vector(),
-                                       .scale = scale.vector(),
-                                       .dhidden = dhidden.matrix(),
-                                       .dweight = dhead.matrix()});
-    tigon::rms_norm_bwd(*ctx, {.dy = dhidden.matrix(), .x = features.matrix(), .weight = norm.vector(),
-                               .rstd = rstd.vector(), .dx = dfeatures.matrix(), .dweight = dnorm.vector()});
+    tigon::rms_norm_fwd(
+        *ctx, {.x = features.matrix(), .weight = norm.vector(), .y = hidden.matrix(), .rstd = rstd.vector()});
+    tigon::linear_cross_entropy(
+        *ctx, {.hidden = hidden.matrix(),
+               .weight = head.matrix(),
+               .target = {.data = labels.data(), .dtype = tigon::DType::i64, .size = kTokens},
+               .loss = loss.vector(),
+               .total = total.vector(),
+               .scale = scale.vector(),
+               .dhidden = dhidden.matrix(),
+               .dweight = dhead.matrix()});
+    tigon::rms_norm_bwd(*ctx, {.dy = dhidden.matrix(),
+                               .x = features.matrix(),
+                               .weight = norm.vector(),
+                               .rstd = rstd.vector(),
+                               .dx = dfeatures.matrix(),
+                               .dweight = dnorm.vector()});
     if (step == 0) first = total.data[0];
     head.step(dhead);
     norm.step(dnorm);
   }
-  std::printf("%lld tokens, %d steps: loss fell from %.4f to %.4f\n", static_cast<long long>(kTokens), kSteps, double(first),
-              double(total.data[0]));
+  std::printf("%lld tokens, %d steps: loss fell from %.4f to %.4f\n", static_cast<long long>(kTokens), kSteps,
+              double(first), double(total.data[0]));
   return total.data[0] < first ? 0 : 1;
 }
 

@@ -10,13 +10,16 @@ namespace {
 
 static_assert(int(CUBLAS_STATUS_SUCCESS) == 0);
 static_assert(sizeof(Status) == sizeof(cublasStatus_t));
-static_assert(sizeof(Handle) == sizeof(cublasLtHandle_t) && sizeof(MatmulDesc) == sizeof(cublasLtMatmulDesc_t));
-static_assert(sizeof(Layout) == sizeof(cublasLtMatrixLayout_t) && sizeof(Preference) == sizeof(cublasLtMatmulPreference_t));
+static_assert(sizeof(Handle) == sizeof(cublasLtHandle_t) &&
+              sizeof(MatmulDesc) == sizeof(cublasLtMatmulDesc_t));
+static_assert(sizeof(Layout) == sizeof(cublasLtMatrixLayout_t) &&
+              sizeof(Preference) == sizeof(cublasLtMatmulPreference_t));
 
 static_assert(sizeof(Algo) == sizeof(cublasLtMatmulAlgo_t) && alignof(Algo) == alignof(cublasLtMatmulAlgo_t));
 static_assert(sizeof(HeuristicResult) == sizeof(cublasLtMatmulHeuristicResult_t));
 static_assert(offsetof(HeuristicResult, algo) == offsetof(cublasLtMatmulHeuristicResult_t, algo));
-static_assert(offsetof(HeuristicResult, workspace_size) == offsetof(cublasLtMatmulHeuristicResult_t, workspaceSize));
+static_assert(offsetof(HeuristicResult, workspace_size) ==
+              offsetof(cublasLtMatmulHeuristicResult_t, workspaceSize));
 static_assert(offsetof(HeuristicResult, state) == offsetof(cublasLtMatmulHeuristicResult_t, state));
 static_assert(offsetof(HeuristicResult, waves) == offsetof(cublasLtMatmulHeuristicResult_t, wavesCount));
 
@@ -32,20 +35,22 @@ static_assert(kPrefAlignD == CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES);
 
 // Same number of parameters, each passed the same way (pointers and enums by their size) with the same result.
 template <class A, class B>
-constexpr bool passed_alike =
-    sizeof(A) == sizeof(B) && std::is_pointer_v<A> == std::is_pointer_v<B> && std::is_floating_point_v<A> == std::is_floating_point_v<B>;
+constexpr bool passed_alike = sizeof(A) == sizeof(B) && std::is_pointer_v<A> == std::is_pointer_v<B> &&
+                              std::is_floating_point_v<A> == std::is_floating_point_v<B>;
 template <class A, class B>
 struct SameCall : std::false_type {};
 template <class R, class S, class... A, class... B>
   requires(sizeof...(A) == sizeof...(B))
-struct SameCall<R (*)(A...), S (*)(B...)> : std::bool_constant<(passed_alike<R, S> && ... && passed_alike<A, B>)> {};
+struct SameCall<R (*)(A...), S (*)(B...)>
+    : std::bool_constant<(passed_alike<R, S> && ... && passed_alike<A, B>)> {};
 
 static_assert(SameCall<decltype(Api::create), decltype(&cublasLtCreate)>::value);
 static_assert(SameCall<decltype(Api::matmul_desc_create), decltype(&cublasLtMatmulDescCreate)>::value);
 static_assert(SameCall<decltype(Api::matmul_desc_set), decltype(&cublasLtMatmulDescSetAttribute)>::value);
 static_assert(SameCall<decltype(Api::layout_create), decltype(&cublasLtMatrixLayoutCreate)>::value);
 static_assert(SameCall<decltype(Api::preference_create), decltype(&cublasLtMatmulPreferenceCreate)>::value);
-static_assert(SameCall<decltype(Api::preference_set), decltype(&cublasLtMatmulPreferenceSetAttribute)>::value);
+static_assert(
+    SameCall<decltype(Api::preference_set), decltype(&cublasLtMatmulPreferenceSetAttribute)>::value);
 static_assert(SameCall<decltype(Api::preference_destroy), decltype(&cublasLtMatmulPreferenceDestroy)>::value);
 static_assert(SameCall<decltype(Api::heuristic), decltype(&cublasLtMatmulAlgoGetHeuristic)>::value);
 static_assert(SameCall<decltype(Api::matmul), decltype(&cublasLtMatmul)>::value);

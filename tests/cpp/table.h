@@ -40,7 +40,9 @@ class Table {
   int64_t rows() const { return rows_; }
   int64_t cols() const { return cols_; }
   DType dtype() const { return dtype_; }
-  Matrix matrix() { return {.data = data(), .dtype = dtype_, .rows = rows_, .cols = cols_, .stride = stride_}; }
+  Matrix matrix() {
+    return {.data = data(), .dtype = dtype_, .rows = rows_, .cols = cols_, .stride = stride_};
+  }
   Vector vector() { return {.data = data(), .dtype = dtype_, .size = rows_ * cols_}; }
 
   double operator()(int64_t r, int64_t c) const {
@@ -87,10 +89,14 @@ class Table {
     };
     size_t element = size_of(dtype_);
     for (int64_t r = 0; r < rows_; ++r)
-      if (!untouched(kZone + size_t(r * stride_ + cols_) * element, kZone + size_t((r + 1) * stride_) * element)) return false;
+      if (!untouched(kZone + size_t(r * stride_ + cols_) * element,
+                     kZone + size_t((r + 1) * stride_) * element))
+        return false;
     return untouched(0, kZone) && untouched(bytes_.size() - kZone, bytes_.size());
   }
-  bool operator==(const Table& other) const { return bytes_ == other.bytes_; }  // bit for bit, guards included
+  bool operator==(const Table& other) const {
+    return bytes_ == other.bytes_;
+  }  // bit for bit, guards included
 
  private:
   static constexpr size_t kZone = 256;
@@ -124,7 +130,8 @@ void check_close(const std::string& name, const Table& got, const Expected& expe
       double want = expected(r, c), have = got(r, c), room = bound(r, c);
       if (std::isnan(want) ? std::isnan(have) : want == have || std::abs(want - have) <= room) continue;
       if (++bad <= 3)
-        FAIL_CHECK(name << "[" << r << ", " << c << "] = " << have << ", expected " << want << " within " << room);
+        FAIL_CHECK(name << "[" << r << ", " << c << "] = " << have << ", expected " << want << " within "
+                        << room);
     }
   CHECK_MESSAGE(bad == 0, name, ": ", bad, " elements are off");
 }
@@ -148,7 +155,8 @@ struct NamedIsa {
 template <class Fn>
 void for_each_isa(const Fn& fn) {
   cpu::Isa best = cpu::active_isa();
-  for (NamedIsa i : {NamedIsa{cpu::Isa::scalar, "scalar"}, {cpu::Isa::avx2, "avx2"}, {cpu::Isa::avx512, "avx512"}}) {
+  for (NamedIsa i :
+       {NamedIsa{cpu::Isa::scalar, "scalar"}, {cpu::Isa::avx2, "avx2"}, {cpu::Isa::avx512, "avx512"}}) {
     if (!cpu::force_isa(i.isa)) {
       MESSAGE("this machine has no " << i.name);
       continue;

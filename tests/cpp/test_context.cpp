@@ -59,7 +59,8 @@ TEST_CASE("scratch is aligned and separate") {
 
 TEST_CASE("a build without CUDA says so") {
   if (!built_with_cuda())
-    CHECK_THROWS_WITH_AS(make_cuda_context(), doctest::Contains("this build of Tigon has no CUDA backend"), Error);
+    CHECK_THROWS_WITH_AS(make_cuda_context(), doctest::Contains("this build of Tigon has no CUDA backend"),
+                         Error);
 }
 
 }  // namespace

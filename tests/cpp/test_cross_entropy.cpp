@@ -56,7 +56,8 @@ struct Row {
     return o.scale * slope_of(c) * (p(c) * (pull() + 2 * o.z_loss * lse()) - target(c) - push(c));
   }
   double gradient_size(size_t c) const {  // the same with every term taken by its magnitude
-    return std::abs(o.scale * slope_of(c)) * (p(c) * (pull() + std::abs(2 * o.z_loss * lse())) + target(c) + push(c));
+    return std::abs(o.scale * slope_of(c)) *
+           (p(c) * (pull() + std::abs(2 * o.z_loss * lse())) + target(c) + push(c));
   }
   double largest() const {
     if (!std::isnan(known.largest)) return known.largest;
@@ -72,19 +73,40 @@ struct Run {
   Table logits, bias, weight, target, scale, dlogits, loss, lse, target_logit, entropy, predicted;
 
   Run(DType t, int64_t rows, int64_t cols, Options options)
-      : rows(rows), cols(cols), o(options), logits(t, rows, cols, 3), bias(DType::f32, 1, cols), weight(DType::f32, 1, cols),
-        target(DType::i64, 1, rows), scale(DType::f32, 1, 1), dlogits(t, rows, cols, 1), loss(DType::f32, 1, rows),
-        lse(DType::f32, 1, rows), target_logit(DType::f32, 1, rows), entropy(DType::f32, 1, rows), predicted(DType::i64, 1, rows) {
+      : rows(rows),
+        cols(cols),
+        o(options),
+        logits(t, rows, cols, 3),
+        bias(DType::f32, 1, cols),
+        weight(DType::f32, 1, cols),
+        target(DType::i64, 1, rows),
+        scale(DType::f32, 1, 1),
+        dlogits(t, rows, cols, 1),
+        loss(DType::f32, 1, rows),
+        lse(DType::f32, 1, rows),
+        target_logit(DType::f32, 1, rows),
+        entropy(DType::f32, 1, rows),
+        predicted(DType::i64, 1, rows) {
     logits.normal(1, 4.0), bias.normal(2), scale.fill([&](int64_t, int64_t) { return o.scale; });
     weight.fill([](int64_t, int64_t c) { return 0.5 + double(c % 3); });
     target.fill([&](int64_t, int64_t r) { return double((r * 7919 + cols - 1) % cols); });
   }
   CrossEntropyRows args() {
-    return {.logits = logits.matrix(), .target = target.vector(), .bias = o.biased ? bias.vector() : Vector{},
-            .class_weight = o.weighted ? weight.vector() : Vector{}, .scale = scale.vector(), .dlogits = dlogits.matrix(),
-            .loss = loss.vector(), .lse = lse.vector(), .target_logit = target_logit.vector(), .entropy = entropy.vector(),
-            .predicted = predicted.vector(), .logit_scale = o.logit_scale, .softcap = o.softcap,
-            .label_smoothing = o.smoothing, .z_loss = o.z_loss};
+    return {.logits = logits.matrix(),
+            .target = target.vector(),
+            .bias = o.biased ? bias.vector() : Vector{},
+            .class_weight = o.weighted ? weight.vector() : Vector{},
+            .scale = scale.vector(),
+            .dlogits = dlogits.matrix(),
+            .loss = loss.vector(),
+            .lse = lse.vector(),
+            .target_logit = target_logit.vector(),
+            .entropy = entropy.vector(),
+            .predicted = predicted.vector(),
+            .logit_scale = o.logit_scale,
+            .softcap = o.softcap,
+            .label_smoothing = o.smoothing,
+            .z_loss = o.z_loss};
   }
   Row row(int64_t r) const {
     Row row{o, {}, {}, {}, int64_t(target(r))};
@@ -94,18 +116,28 @@ struct Run {
   }
 };
 
-const std::vector<Options> kOptions = {
-    {}, {.smoothing = 0.1f}, {.softcap = 5.0f}, {.logit_scale = 0.25f, .scale = 1.0 / 512}, {.z_loss = 1e-2f},
-    {.weighted = true, .biased = true},
-    {.smoothing = 0.2f, .softcap = 30.0f, .logit_scale = 2.0f, .z_loss = 1e-3f, .weighted = true, .biased = true, .scale = -3.0}};
+const std::vector<Options> kOptions = {{},
+                                       {.smoothing = 0.1f},
+                                       {.softcap = 5.0f},
+                                       {.logit_scale = 0.25f, .scale = 1.0 / 512},
+                                       {.z_loss = 1e-2f},
+                                       {.weighted = true, .biased = true},
+                                       {.smoothing = 0.2f,
+                                        .softcap = 30.0f,
+                                        .logit_scale = 2.0f,
+                                        .z_loss = 1e-3f,
+                                        .weighted = true,
+                                        .biased = true,
+                                        .scale = -3.0}};
 
 TEST_CASE("against double") {
   auto ctx = make_cpu_context(2);
   for (DType t : kFloats)
     for (const Options& o : kOptions)
       for (auto [rows, cols] : {std::pair<int64_t, int64_t>{1, 1}, {3, 5}, {20, 33}, {2, 3000}}) {
-        INFO(rows << " x " << cols << " " << text(t) << " smoothing " << o.smoothing << " softcap " << o.softcap << " scale "
-                  << o.logit_scale << " z " << o.z_loss << " weights " << o.weighted);
+        INFO(rows << " x " << cols << " " << text(t) << " smoothing " << o.smoothing << " softcap "
+                  << o.softcap << " scale " << o.logit_scale << " z " << o.z_loss << " weights "
+                  << o.weighted);
         Run run(t, rows, cols, o);
         cross_entropy_rows(*ctx, run.args());
         std::vector<Row> exact;
@@ -115,21 +147,28 @@ TEST_CASE("against double") {
         double chain = (double(cols) / 16 + 32) * 0x1p-24;
         auto at = [&](int64_t r) -> const Row& { return exact[size_t(r)]; };
         auto room = [&](int64_t r) { return chain * (1 + at(r).largest()); };
-        check_close("lse", run.lse, [&](int64_t, int64_t r) { return at(r).lse(); }, [&](int64_t, int64_t r) { return room(r); });
-        check_close("loss", run.loss, [&](int64_t, int64_t r) { return at(r).loss(); }, [&](int64_t, int64_t r) {
-          return room(r) * (at(r).pull() + 2 * o.z_loss * std::abs(at(r).lse()) + 1);
-        });
-        check_close("target_logit", run.target_logit, [&](int64_t, int64_t r) { return at(r).z(size_t(at(r).y)); },
-                    [&](int64_t, int64_t r) { return room(r); });
-        check_close("dlogits", run.dlogits, [&](int64_t r, int64_t c) { return at(r).gradient(size_t(c)); },
-                    [&](int64_t r, int64_t c) {
-                      double slope = o.softcap > 0 ? 8 * 0x1p-24 * std::abs(o.scale) * o.logit_scale : 0.0;
-                      return 1.001 * unit(t) * std::abs(at(r).gradient(size_t(c))) + tiny(t) +
-                             2 * room(r) * at(r).gradient_size(size_t(c)) + slope * 0x1p-10;
-                    });
+        check_close(
+            "lse", run.lse, [&](int64_t, int64_t r) { return at(r).lse(); },
+            [&](int64_t, int64_t r) { return room(r); });
+        check_close(
+            "loss", run.loss, [&](int64_t, int64_t r) { return at(r).loss(); },
+            [&](int64_t, int64_t r) {
+              return room(r) * (at(r).pull() + 2 * o.z_loss * std::abs(at(r).lse()) + 1);
+            });
+        check_close(
+            "target_logit", run.target_logit, [&](int64_t, int64_t r) { return at(r).z(size_t(at(r).y)); },
+            [&](int64_t, int64_t r) { return room(r); });
+        check_close(
+            "dlogits", run.dlogits, [&](int64_t r, int64_t c) { return at(r).gradient(size_t(c)); },
+            [&](int64_t r, int64_t c) {
+              double slope = o.softcap > 0 ? 8 * 0x1p-24 * std::abs(o.scale) * o.logit_scale : 0.0;
+              return 1.001 * unit(t) * std::abs(at(r).gradient(size_t(c))) + tiny(t) +
+                     2 * room(r) * at(r).gradient_size(size_t(c)) + slope * 0x1p-10;
+            });
         for (int64_t r = 0; r < rows; ++r) {
           double entropy = 0, best = -INFINITY;
-          for (int64_t c = 0; c < cols; ++c) entropy += at(r).p(size_t(c)) * (at(r).lse() - at(r).z(size_t(c)));
+          for (int64_t c = 0; c < cols; ++c)
+            entropy += at(r).p(size_t(c)) * (at(r).lse() - at(r).z(size_t(c)));
           for (int64_t c = 0; c < cols; ++c) best = std::max(best, at(r).z(size_t(c)));
           CHECK(std::abs(run.entropy(r) - entropy) <= 4 * room(r) * (1 + at(r).largest()));
           CHECK(at(r).z(size_t(run.predicted(r))) >= best - room(r));
@@ -142,7 +181,8 @@ TEST_CASE("the formula's gradient is its slope") {
     Run run(DType::f32, 1, 6, o);
     Row row = run.row(0);
     for (size_t c = 0; c < 6; ++c)
-      CHECK(row.gradient(c) == doctest::Approx(slope(&row.logits[c], [&] { return o.scale * row.loss(); })).epsilon(1e-6));
+      CHECK(row.gradient(c) ==
+            doctest::Approx(slope(&row.logits[c], [&] { return o.scale * row.loss(); })).epsilon(1e-6));
   }
 }
 
@@ -176,8 +216,9 @@ TEST_CASE("the same bits everywhere, in place too") {
       CrossEntropyRows a = over.args();
       a.dlogits = a.logits;
       cross_entropy_rows(*ctx, a);
-      check_close("dlogits over logits", over.logits, [&](int64_t r, int64_t c) { return apart[0](r, c); },
-                  [](int64_t, int64_t) { return 0.0; });
+      check_close(
+          "dlogits over logits", over.logits, [&](int64_t r, int64_t c) { return apart[0](r, c); },
+          [](int64_t, int64_t) { return 0.0; });
     }
 }
 
@@ -192,7 +233,8 @@ TEST_CASE("refused calls name argument, expected and given, and write nothing") 
   };
   refused([](CrossEntropyRows& a) { a.target.size = 3; }, "[cross_entropy] target must be [4], got [3]");
   refused([](CrossEntropyRows& a) { a.target.dtype = DType::i32; }, "target must be int64, got int32");
-  refused([](CrossEntropyRows& a) { a.label_smoothing = 1.5f; }, "label_smoothing must be in [0, 1], got 1.5");
+  refused([](CrossEntropyRows& a) { a.label_smoothing = 1.5f; },
+          "label_smoothing must be in [0, 1], got 1.5");
   refused([](CrossEntropyRows& a) { a.softcap = -1.0f; }, "softcap must be");
   refused([](CrossEntropyRows& a) { a.dlogits.cols = 7; }, "dlogits must be [4, 8], got [4, 7]");
   run.target.set(0, 3, 8), untouched.target = run.target;
@@ -208,16 +250,31 @@ struct Head {
   Table hidden, weight, bias, target, loss, total, scale, dhidden, dweight, dbias;
 
   explicit Head(DType t)
-      : hidden(t, rows, hidden_size, 4), weight(t, vocab, hidden_size, 2), bias(DType::f32, 1, vocab), target(DType::i64, 1, rows),
-        loss(DType::f32, 1, rows), total(DType::f32, 1, 1), scale(DType::f32, 1, 1), dhidden(t, rows, hidden_size, 1),
-        dweight(DType::f32, vocab, hidden_size), dbias(DType::f32, 1, vocab) {
+      : hidden(t, rows, hidden_size, 4),
+        weight(t, vocab, hidden_size, 2),
+        bias(DType::f32, 1, vocab),
+        target(DType::i64, 1, rows),
+        loss(DType::f32, 1, rows),
+        total(DType::f32, 1, 1),
+        scale(DType::f32, 1, 1),
+        dhidden(t, rows, hidden_size, 1),
+        dweight(DType::f32, vocab, hidden_size),
+        dbias(DType::f32, 1, vocab) {
     hidden.normal(1), weight.normal(2, 0.3), bias.normal(3);
     target.fill([&](int64_t, int64_t r) { return r % 4 == 1 ? -100.0 : double(r * 13 % vocab); });
   }
   LinearCrossEntropy args(int64_t chunk_rows) {
-    return {.hidden = hidden.matrix(), .weight = weight.matrix(), .target = target.vector(), .bias = bias.vector(),
-            .chunk_rows = chunk_rows, .loss = loss.vector(), .total = total.vector(), .scale = scale.vector(),
-            .dhidden = dhidden.matrix(), .dweight = dweight.matrix(), .dbias = dbias.vector()};
+    return {.hidden = hidden.matrix(),
+            .weight = weight.matrix(),
+            .target = target.vector(),
+            .bias = bias.vector(),
+            .chunk_rows = chunk_rows,
+            .loss = loss.vector(),
+            .total = total.vector(),
+            .scale = scale.vector(),
+            .dhidden = dhidden.matrix(),
+            .dweight = dweight.matrix(),
+            .dbias = dbias.vector()};
   }
 };
 
@@ -259,10 +316,13 @@ TEST_CASE("linear_cross_entropy against double for every chunk size") {
     auto dweight = [&](int64_t v, int64_t h, bool size) {
       return sum(head.rows, size, [&](int64_t r) { return dlogit(r, v, size) * head.hidden(r, h); });
     };
-    auto dbias = [&](int64_t, int64_t v, bool size) { return sum(head.rows, size, [&](int64_t r) { return dlogit(r, v, size); }); };
+    auto dbias = [&](int64_t, int64_t v, bool size) {
+      return sum(head.rows, size, [&](int64_t r) { return dlogit(r, v, size); });
+    };
     auto check = [&](const char* name, const Table& got, auto exact_value) {
-      check_close(name, got, [&](int64_t r, int64_t c) { return exact_value(r, c, false); },
-                  [&](int64_t r, int64_t c) { return work * exact_value(r, c, true); });
+      check_close(
+          name, got, [&](int64_t r, int64_t c) { return exact_value(r, c, false); },
+          [&](int64_t r, int64_t c) { return work * exact_value(r, c, true); });
     };
     check("dhidden", head.dhidden, dhidden);
     check("dweight", head.dweight, dweight);
@@ -305,12 +365,15 @@ TEST_CASE("linear_cross_entropy refuses by name") {
     change(a);
     CHECK_THROWS_WITH_AS(linear_cross_entropy(*ctx, a), doctest::Contains(text), Error);
   };
-  refused([](LinearCrossEntropy& a) { a.weight.cols = 23; }, "[linear_cross_entropy] weight must be [50, 24], got [50, 23]");
-  refused([](LinearCrossEntropy& a) { a.weight.dtype = DType::bf16; }, "weight must be float32, got bfloat16");
+  refused([](LinearCrossEntropy& a) { a.weight.cols = 23; },
+          "[linear_cross_entropy] weight must be [50, 24], got [50, 23]");
+  refused([](LinearCrossEntropy& a) { a.weight.dtype = DType::bf16; },
+          "weight must be float32, got bfloat16");
   refused([](LinearCrossEntropy& a) { a.target.size = 10; }, "target must be [11], got [10]");
   refused([](LinearCrossEntropy& a) { a.bias.size = 49; }, "bias must be [50], got [49]");
   refused([](LinearCrossEntropy& a) { a.chunk_rows = -1; }, "chunk_rows must be >= 1");
-  refused([](LinearCrossEntropy& a) { a.dweight.dtype = DType::bf16; }, "dweight must be float32, got bfloat16");
+  refused([](LinearCrossEntropy& a) { a.dweight.dtype = DType::bf16; },
+          "dweight must be float32, got bfloat16");
   CHECK(head.loss == untouched.loss);
   CHECK(head.dhidden == untouched.dhidden);
   CHECK(head.dweight == untouched.dweight);
@@ -318,11 +381,16 @@ TEST_CASE("linear_cross_entropy refuses by name") {
 
 TEST_CASE("finish scales by the upstream gradient and rounds once") {
   auto ctx = make_cpu_context(1);
-  Table in = Table(DType::f32, 3, 20).normal(1), out(DType::bf16, 3, 20), dloss(DType::f32, 1, 1), scale(DType::f32, 1, 1);
+  Table in = Table(DType::f32, 3, 20).normal(1), out(DType::bf16, 3, 20), dloss(DType::f32, 1, 1),
+        scale(DType::f32, 1, 1);
   dloss.set(0, 0, -2.5), scale.set(0, 0, 0.125);
-  linear_cross_entropy_finish(*ctx, {.in = in.matrix(), .dloss = dloss.vector(), .scale = scale.vector(), .out = out.matrix()});
-  check_close("out", out, [&](int64_t r, int64_t c) { return in(r, c) * -2.5 * 0.125; },
-              [&](int64_t r, int64_t c) { return 1.001 * unit(DType::bf16) * std::abs(in(r, c) * 2.5 * 0.125) + tiny(DType::bf16); });
+  linear_cross_entropy_finish(
+      *ctx, {.in = in.matrix(), .dloss = dloss.vector(), .scale = scale.vector(), .out = out.matrix()});
+  check_close(
+      "out", out, [&](int64_t r, int64_t c) { return in(r, c) * -2.5 * 0.125; },
+      [&](int64_t r, int64_t c) {
+        return 1.001 * unit(DType::bf16) * std::abs(in(r, c) * 2.5 * 0.125) + tiny(DType::bf16);
+      });
 }
 
 }  // namespace

@@ -5,7 +5,8 @@ namespace tigon::test {
 namespace {
 
 struct Format {
-  int mantissa, bias, max_exponent;  // value = 2^(e - bias) * 1.m; exponent field max_exponent means inf or NaN
+  int mantissa, bias,
+      max_exponent;  // value = 2^(e - bias) * 1.m; exponent field max_exponent means inf or NaN
 };
 constexpr Format kBf16{7, 127, 255}, kF16{10, 15, 31};
 
@@ -50,9 +51,11 @@ void check_format(Format f) {
     double next = decode(f, uint16_t(p + 1));
     if (std::isnan(next) || std::isinf(next) || (p & 0x7fff) == 0x7fff) continue;
     float tie = float((want + next) / 2);
-    for (float x : {tie, std::nextafter(tie, INFINITY), std::nextafter(tie, -INFINITY)}) wrong_tie += !rounds_right<T>(f, x);
+    for (float x : {tie, std::nextafter(tie, INFINITY), std::nextafter(tie, -INFINITY)})
+      wrong_tie += !rounds_right<T>(f, x);
   }
-  for (uint64_t p = 0; p < (uint64_t(1) << 32); p += 1021) wrong_sweep += !rounds_right<T>(f, std::bit_cast<float>(uint32_t(p)));
+  for (uint64_t p = 0; p < (uint64_t(1) << 32); p += 1021)
+    wrong_sweep += !rounds_right<T>(f, std::bit_cast<float>(uint32_t(p)));
   CHECK(wrong_value == 0);
   CHECK(wrong_trip == 0);
   CHECK(wrong_tie == 0);
@@ -72,7 +75,8 @@ TEST_CASE("the edge of the range") {
   CHECK(from_float<f16>(-0.0f).bits == 0x8000);
   CHECK(from_float<bf16>(std::numeric_limits<float>::max()).bits == 0x7f80);
   CHECK(from_float<bf16>(std::numeric_limits<float>::denorm_min()).bits == 0);
-  CHECK(std::isnan(to_float(from_float<bf16>(std::bit_cast<float>(0x7f800001u)))));  // payload only in the cut bits
+  CHECK(std::isnan(
+      to_float(from_float<bf16>(std::bit_cast<float>(0x7f800001u)))));  // payload only in the cut bits
 }
 
 TEST_CASE("promotion is PyTorch's") {

@@ -8,17 +8,28 @@ struct Shape {
   int64_t m, n, k;
 };
 
-void check_product(Context& ctx, Shape s, DType ab, DType c_type, bool trans_a, bool trans_b, float alpha, float beta) {
+void check_product(Context& ctx, Shape s, DType ab, DType c_type, bool trans_a, bool trans_b, float alpha,
+                   float beta) {
   auto a = Table(ab, trans_a ? s.k : s.m, trans_a ? s.m : s.k, 3).normal(1);
   auto b = Table(ab, trans_b ? s.n : s.k, trans_b ? s.k : s.n, 1).normal(2);
   Table c(c_type, s.m, s.n, 2);
   if (beta != 0) c.normal(3);  // with beta 0 the result starts as NaN and must not be read
   Table before = c;
-  ctx.gemm({.m = s.m, .n = s.n, .k = s.k,
-            .a = a.matrix().data, .lda = a.matrix().stride, .trans_a = trans_a,
-            .b = b.matrix().data, .ldb = b.matrix().stride, .trans_b = trans_b,
-            .c = c.matrix().data, .ldc = c.matrix().stride,
-            .ab_dtype = ab, .c_dtype = c_type, .alpha = alpha, .beta = beta});
+  ctx.gemm({.m = s.m,
+            .n = s.n,
+            .k = s.k,
+            .a = a.matrix().data,
+            .lda = a.matrix().stride,
+            .trans_a = trans_a,
+            .b = b.matrix().data,
+            .ldb = b.matrix().stride,
+            .trans_b = trans_b,
+            .c = c.matrix().data,
+            .ldc = c.matrix().stride,
+            .ab_dtype = ab,
+            .c_dtype = c_type,
+            .alpha = alpha,
+            .beta = beta});
   auto sum = [&](int64_t i, int64_t j, bool magnitude) {
     double total = 0;
     for (int64_t k = 0; k < s.k; ++k) {
@@ -27,13 +38,16 @@ void check_product(Context& ctx, Shape s, DType ab, DType c_type, bool trans_a, 
     }
     return total;
   };
-  auto expected = [&](int64_t i, int64_t j) { return alpha * sum(i, j, false) + (beta != 0 ? before(i, j) : 0.0); };
+  auto expected = [&](int64_t i, int64_t j) {
+    return alpha * sum(i, j, false) + (beta != 0 ? before(i, j) : 0.0);
+  };
   // k rounded products and additions in fp32, then one rounding to the result's type.
   auto bound = [&](int64_t i, int64_t j) {
-    return double(s.k + 2) * 0x1p-24 * sum(i, j, true) + unit(c_type) * std::abs(expected(i, j)) + tiny(c_type) + 0x1p-22;
+    return double(s.k + 2) * 0x1p-24 * sum(i, j, true) + unit(c_type) * std::abs(expected(i, j)) +
+           tiny(c_type) + 0x1p-22;
   };
-  INFO(s.m << " x " << s.n << " x " << s.k << " " << text(ab) << " -> " << text(c_type) << " ta " << trans_a << " tb "
-           << trans_b << " alpha " << alpha << " beta " << beta);
+  INFO(s.m << " x " << s.n << " x " << s.k << " " << text(ab) << " -> " << text(c_type) << " ta " << trans_a
+           << " tb " << trans_b << " alpha " << alpha << " beta " << beta);
   check_close("c", c, expected, bound);
 }
 
@@ -44,7 +58,8 @@ TEST_CASE("every transpose, dtype and beta") {
       for (bool trans_a : {false, true})
         for (bool trans_b : {false, true})
           for (float beta : {0.0f, 1.0f})
-            for (Shape s : {Shape{1, 1, 1}, {3, 5, 7}, {66, 259, 33}, {5, 3, 300}})  // past one tile in every direction
+            for (Shape s :
+                 {Shape{1, 1, 1}, {3, 5, 7}, {66, 259, 33}, {5, 3, 300}})  // past one tile in every direction
               check_product(*ctx, s, ab, c, trans_a, trans_b, 1.0f, beta);
   check_product(*ctx, {4, 6, 8}, DType::f32, DType::f32, false, true, 0.5f, 1.0f);
 }
@@ -63,8 +78,17 @@ TEST_CASE("the same bits for any number of threads") {
   check_same_everywhere([](Context& ctx) {
     auto a = Table(DType::bf16, 130, 70).normal(1), b = Table(DType::bf16, 70, 300).normal(2);
     Table c(DType::f32, 130, 300);
-    ctx.gemm({.m = 130, .n = 300, .k = 70, .a = a.matrix().data, .lda = 70, .b = b.matrix().data, .ldb = 300,
-              .c = c.matrix().data, .ldc = 300, .ab_dtype = DType::bf16, .c_dtype = DType::f32});
+    ctx.gemm({.m = 130,
+              .n = 300,
+              .k = 70,
+              .a = a.matrix().data,
+              .lda = 70,
+              .b = b.matrix().data,
+              .ldb = 300,
+              .c = c.matrix().data,
+              .ldc = 300,
+              .ab_dtype = DType::bf16,
+              .c_dtype = DType::f32});
     return std::vector<Table>{c};
   });
 }

@@ -34,7 +34,8 @@ namespace {
 std::vector<float> sweep() {
   std::vector<float> x;
   for (uint64_t p = 0; p < (uint64_t(1) << 32); p += 4093) x.push_back(std::bit_cast<float>(uint32_t(p)));
-  for (float special : {0.0f, -0.0f, 1.0f, -1.0f, 0.25f, -0.25f, 88.72284f, 88.7229f, -103.97f, -104.0f, 1e38f})
+  for (float special :
+       {0.0f, -0.0f, 1.0f, -1.0f, 0.25f, -0.25f, 88.72284f, 88.7229f, -103.97f, -104.0f, 1e38f})
     x.push_back(special);
   x.resize((x.size() + 15) / 16 * 16, INFINITY);
   return x;
@@ -153,7 +154,8 @@ TEST_CASE("functions are as exact as lanes_math.inc says") {
   };
   check("exp", worst_ulp(t.maps[0].map, [](double x) { return std::exp(x); }, -110.0f, 89.5f), 1.0);
   check("exp2_neg", worst_ulp(t.maps[1].map, [](double x) { return std::exp2(x); }, -155.0f, 0.0f), 2.0);
-  check("sigmoid", worst_ulp(t.maps[2].map, [](double x) { return 1 / (1 + std::exp(-x)); }, -85.0f, 200.0f), 2.5);
+  check("sigmoid",
+        worst_ulp(t.maps[2].map, [](double x) { return 1 / (1 + std::exp(-x)); }, -85.0f, 200.0f), 2.5);
   check("tanh", worst_ulp(t.maps[3].map, [](double x) { return std::tanh(x); }, -100.0f, 100.0f), 2.5);
 }
 
@@ -166,13 +168,15 @@ TEST_CASE("functions at the ends of the line") {
   for_each_isa([&](NamedIsa isa) {
     INFO(isa.name);
     const float* e = of(0);
-    CHECK((std::isinf(e[0]) && e[1] == 0 && std::isnan(e[2]) && e[3] == 1 && e[4] == 1 && std::isinf(e[5]) && e[6] == 0));
+    CHECK((std::isinf(e[0]) && e[1] == 0 && std::isnan(e[2]) && e[3] == 1 && e[4] == 1 && std::isinf(e[5]) &&
+           e[6] == 0));
     const float* e2 = of(1);
     CHECK((e2[0] == 1 && e2[1] == 0 && std::isnan(e2[2]) && e2[3] == 1 && e2[6] == 0));
     const float* s = of(2);
     CHECK((s[0] == 1 && s[1] == 0 && std::isnan(s[2]) && s[3] == 0.5f && s[5] == 1 && s[6] == 0));
     const float* h = of(3);
-    CHECK((h[0] == 1 && h[1] == -1 && std::isnan(h[2]) && h[3] == 0 && h[4] == 0 && h[5] == 1 && h[7] == 1e-40f));
+    CHECK((h[0] == 1 && h[1] == -1 && std::isnan(h[2]) && h[3] == 0 && h[4] == 0 && h[5] == 1 &&
+           h[7] == 1e-40f));
   });
 }
 

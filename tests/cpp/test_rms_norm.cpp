@@ -72,25 +72,42 @@ struct Run {
   Table x, w, dy, y, rstd, dx, dw;
 
   explicit Run(const Case& k)
-      : x(k.x, k.rows, k.cols, 3), w(k.weight, 1, k.cols), dy(result(k), k.rows, k.cols, 1), y(result(k), k.rows, k.cols, 5),
-        rstd(DType::f32, 1, k.rows), dx(k.x, k.rows, k.cols, 2), dw(k.weight, 1, k.cols) {
+      : x(k.x, k.rows, k.cols, 3),
+        w(k.weight, 1, k.cols),
+        dy(result(k), k.rows, k.cols, 1),
+        y(result(k), k.rows, k.cols, 5),
+        rstd(DType::f32, 1, k.rows),
+        dx(k.x, k.rows, k.cols, 2),
+        dw(k.weight, 1, k.cols) {
     x.normal(1), w.normal(2, 0.5, 1.0), dy.normal(3);
   }
   static DType result(const Case& k) { return rms_norm_result(k.x, k.weighted ? k.weight : k.x, k.rounding); }
 
   RmsNormFwd forward(const Case& k) {
-    return {.x = x.matrix(), .weight = k.weighted ? w.vector() : Vector{}, .y = y.matrix(), .rstd = rstd.vector(),
-            .eps = k.eps, .offset = k.offset, .rounding = k.rounding};
+    return {.x = x.matrix(),
+            .weight = k.weighted ? w.vector() : Vector{},
+            .y = y.matrix(),
+            .rstd = rstd.vector(),
+            .eps = k.eps,
+            .offset = k.offset,
+            .rounding = k.rounding};
   }
   RmsNormBwd backward(const Case& k) {
-    return {.dy = dy.matrix(), .x = x.matrix(), .weight = k.weighted ? w.vector() : Vector{}, .rstd = rstd.vector(),
-            .dx = dx.matrix(), .dweight = k.weighted ? dw.vector() : Vector{}, .offset = k.offset, .rounding = k.rounding};
+    return {.dy = dy.matrix(),
+            .x = x.matrix(),
+            .weight = k.weighted ? w.vector() : Vector{},
+            .rstd = rstd.vector(),
+            .dx = dx.matrix(),
+            .dweight = k.weighted ? dw.vector() : Vector{},
+            .offset = k.offset,
+            .rounding = k.rounding};
   }
 };
 
 void check_case(Context& ctx, const Case& k) {
-  INFO(k.rows << " x " << k.cols << " x " << text(k.x) << " weight " << (k.weighted ? text(k.weight) : std::string("none"))
-              << " rounding " << int(k.rounding) << " offset " << k.offset);
+  INFO(k.rows << " x " << k.cols << " x " << text(k.x) << " weight "
+              << (k.weighted ? text(k.weight) : std::string("none")) << " rounding " << int(k.rounding)
+              << " offset " << k.offset);
   Run run(k);
   rms_norm_fwd(ctx, run.forward(k));
   rms_norm_bwd(ctx, run.backward(k));
@@ -98,24 +115,34 @@ void check_case(Context& ctx, const Case& k) {
 
   // Sums over a row: at most cols/16 + 8 roundings in any chain of the lanes' tree, all terms of one sign or bounded by
   // their magnitude. h rounded to x's dtype first (llama) is one rounding of that type more.
-  double chain = (double(k.cols) / 16 + 8) * 0x1p-24, h_rounding = k.rounding == Rounding::llama ? unit(k.x) : 0.0;
-  check_close("rstd", run.rstd, [&](int64_t, int64_t r) { return o.rstd(r); },
-              [&](int64_t, int64_t r) { return chain * o.rstd(r); });
-  check_close("y", run.y, [&](int64_t r, int64_t c) { return o.y(r, c); }, [&](int64_t r, int64_t c) {
-    double size = std::abs(o.y(r, c)), absolute = h_rounding > 0 ? tiny(k.x) * std::abs(o.scaled(1.0, c)) : 0.0;
-    return size * (1.001 * h_rounding + 1.001 * unit(run.y.dtype()) + chain) + tiny(run.y.dtype()) + absolute;
-  });
-  check_close("dx", run.dx, [&](int64_t r, int64_t c) { return o.dx(r, c); }, [&](int64_t r, int64_t c) {
-    double scale = o.rstd(r);
-    double size = scale * (std::abs(o.g(r, c)) + std::abs(o.h(r, c, scale)) * o.mean(r, scale, true));
-    return 1.001 * unit(k.x) * std::abs(o.dx(r, c)) + 3 * chain * size + tiny(k.x);
-  });
+  double chain = (double(k.cols) / 16 + 8) * 0x1p-24,
+         h_rounding = k.rounding == Rounding::llama ? unit(k.x) : 0.0;
+  check_close(
+      "rstd", run.rstd, [&](int64_t, int64_t r) { return o.rstd(r); },
+      [&](int64_t, int64_t r) { return chain * o.rstd(r); });
+  check_close(
+      "y", run.y, [&](int64_t r, int64_t c) { return o.y(r, c); },
+      [&](int64_t r, int64_t c) {
+        double size = std::abs(o.y(r, c)),
+               absolute = h_rounding > 0 ? tiny(k.x) * std::abs(o.scaled(1.0, c)) : 0.0;
+        return size * (1.001 * h_rounding + 1.001 * unit(run.y.dtype()) + chain) + tiny(run.y.dtype()) +
+               absolute;
+      });
+  check_close(
+      "dx", run.dx, [&](int64_t r, int64_t c) { return o.dx(r, c); },
+      [&](int64_t r, int64_t c) {
+        double scale = o.rstd(r);
+        double size = scale * (std::abs(o.g(r, c)) + std::abs(o.h(r, c, scale)) * o.mean(r, scale, true));
+        return 1.001 * unit(k.x) * std::abs(o.dx(r, c)) + 3 * chain * size + tiny(k.x);
+      });
   if (k.weighted)
-    check_close("dweight", run.dw, [&](int64_t, int64_t c) { return o.dweight(c, false); }, [&](int64_t, int64_t c) {
-      double terms = o.dweight(c, true);
-      return 1.001 * unit(k.weight) * std::abs(o.dweight(c, false)) + terms * (h_rounding + chain + double(k.rows) * 0x1p-24) +
-             tiny(k.weight);
-    });
+    check_close(
+        "dweight", run.dw, [&](int64_t, int64_t c) { return o.dweight(c, false); },
+        [&](int64_t, int64_t c) {
+          double terms = o.dweight(c, true);
+          return 1.001 * unit(k.weight) * std::abs(o.dweight(c, false)) +
+                 terms * (h_rounding + chain + double(k.rows) * 0x1p-24) + tiny(k.weight);
+        });
 }
 
 TEST_CASE("against double") {
@@ -207,7 +234,8 @@ TEST_CASE("refused calls name argument, expected and given, and write nothing") 
     CHECK_THROWS_WITH_AS(rms_norm_bwd(*ctx, a), text, Error);
   };
   forward([&](RmsNormFwd& a) { a.weight = other.vector(); }, "[rms_norm] weight must be [8], got [9]");
-  forward([&](RmsNormFwd& a) { a.weight = integer.vector(); }, "[rms_norm] weight must be float32 or float32, got int64");
+  forward([&](RmsNormFwd& a) { a.weight = integer.vector(); },
+          "[rms_norm] weight must be float32 or float32, got int64");
   forward([&](RmsNormFwd& a) { a.eps = -1.0f; }, "[rms_norm] eps must be >= 0, got -1");
   forward([&](RmsNormFwd& a) { a.x.cols = 0; }, "[rms_norm] x must have at least one column, got 0");
   forward([&](RmsNormFwd& a) { a.x.dtype = DType::f64; },
@@ -217,7 +245,8 @@ TEST_CASE("refused calls name argument, expected and given, and write nothing") 
   forward([&](RmsNormFwd& a) { a.rstd.size = 5; }, "[rms_norm] rstd must be [4], got [5]");
   backward([&](RmsNormBwd& a) { a.dy.cols = 7; }, "[rms_norm_bwd] dy must be [4, 8], got [4, 7]");
   backward([&](RmsNormBwd& a) { a.dx = half.matrix(); }, "[rms_norm_bwd] dx must be float32, got bfloat16");
-  backward([&](RmsNormBwd& a) { a.weight = {}; }, "[rms_norm_bwd] dweight must be absent when weight is, got [8]");
+  backward([&](RmsNormBwd& a) { a.weight = {}; },
+           "[rms_norm_bwd] dweight must be absent when weight is, got [8]");
   backward([&](RmsNormBwd& a) { a.dweight = other.vector(); }, "[rms_norm_bwd] dweight must be [8], got [9]");
   CHECK(run.y == untouched.y);
   CHECK(run.rstd == untouched.rstd);

@@ -13,13 +13,21 @@ struct Run {
   Table gate, up, dy, y, dgate, dup;
 
   Run(DType t, int64_t rows, int64_t cols)
-      : gate(t, rows, cols, 3), up(t, rows, cols, 1), dy(t, rows, cols), y(t, rows, cols, 2), dgate(t, rows, cols, 1),
+      : gate(t, rows, cols, 3),
+        up(t, rows, cols, 1),
+        dy(t, rows, cols),
+        y(t, rows, cols, 2),
+        dgate(t, rows, cols, 1),
         dup(t, rows, cols, 4) {
     gate.normal(1, 3.0), up.normal(2), dy.normal(3);
   }
   SwigluFwd forward() { return {.gate = gate.matrix(), .up = up.matrix(), .y = y.matrix()}; }
   SwigluBwd backward() {
-    return {.dy = dy.matrix(), .gate = gate.matrix(), .up = up.matrix(), .dgate = dgate.matrix(), .dup = dup.matrix()};
+    return {.dy = dy.matrix(),
+            .gate = gate.matrix(),
+            .up = up.matrix(),
+            .dgate = dgate.matrix(),
+            .dup = dup.matrix()};
   }
   double exact_dgate(int64_t r, int64_t c) const {
     double dg, du;
@@ -45,15 +53,22 @@ TEST_CASE("against double") {
       // sigmoid 2.5 ulp and at most five roundings after it, all relative; dgate's 1 + gate * (1 - s) cancels for gate
       // near -1.28, where its terms are of size 1.3.
       double work = 10 * 0x1p-24;
-      auto bound = [&](double v, double cancelled) { return std::abs(v) * (1.001 * unit(t) + work) + tiny(t) + work * cancelled; };
-      check_close("y", run.y, [&](int64_t r, int64_t c) { return oracle::swiglu_y(run.gate(r, c), run.up(r, c)); },
-                  [&](int64_t r, int64_t c) { return bound(oracle::swiglu_y(run.gate(r, c), run.up(r, c)), 0); });
-      check_close("dup", run.dup, [&](int64_t r, int64_t c) { return run.exact_dup(r, c); },
-                  [&](int64_t r, int64_t c) { return bound(run.exact_dup(r, c), 0); });
-      check_close("dgate", run.dgate, [&](int64_t r, int64_t c) { return run.exact_dgate(r, c); }, [&](int64_t r, int64_t c) {
-        double s = oracle::sigmoid(run.gate(r, c));
-        return bound(run.exact_dgate(r, c), std::abs(run.dy(r, c) * run.up(r, c)) * s * (1 + std::abs(run.gate(r, c)) * (1 - s)));
-      });
+      auto bound = [&](double v, double cancelled) {
+        return std::abs(v) * (1.001 * unit(t) + work) + tiny(t) + work * cancelled;
+      };
+      check_close(
+          "y", run.y, [&](int64_t r, int64_t c) { return oracle::swiglu_y(run.gate(r, c), run.up(r, c)); },
+          [&](int64_t r, int64_t c) { return bound(oracle::swiglu_y(run.gate(r, c), run.up(r, c)), 0); });
+      check_close(
+          "dup", run.dup, [&](int64_t r, int64_t c) { return run.exact_dup(r, c); },
+          [&](int64_t r, int64_t c) { return bound(run.exact_dup(r, c), 0); });
+      check_close(
+          "dgate", run.dgate, [&](int64_t r, int64_t c) { return run.exact_dgate(r, c); },
+          [&](int64_t r, int64_t c) {
+            double s = oracle::sigmoid(run.gate(r, c));
+            return bound(run.exact_dgate(r, c), std::abs(run.dy(r, c) * run.up(r, c)) * s *
+                                                    (1 + std::abs(run.gate(r, c)) * (1 - s)));
+          });
     }
 }
 
@@ -114,7 +129,8 @@ TEST_CASE("only what is asked for, and refusals write nothing") {
   f.up.cols = 7;
   CHECK_THROWS_WITH_AS(swiglu_fwd(*ctx, f), "[swiglu] up must be [4, 8], got [4, 7]", Error);
   f = run.forward(), f.gate.dtype = DType::f64;
-  CHECK_THROWS_WITH_AS(swiglu_fwd(*ctx, f), "[swiglu] gate must be float32, bfloat16 or float16, got float64", Error);
+  CHECK_THROWS_WITH_AS(swiglu_fwd(*ctx, f), "[swiglu] gate must be float32, bfloat16 or float16, got float64",
+                       Error);
   f = run.forward(), f.y = half.y.matrix();
   CHECK_THROWS_WITH_AS(swiglu_fwd(*ctx, f), "[swiglu] y must be float32, got bfloat16", Error);
   b = run.backward(), b.dup.rows = 5;
