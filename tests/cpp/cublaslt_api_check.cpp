@@ -23,15 +23,17 @@ static_assert(offsetof(HeuristicResult, workspace_size) ==
 static_assert(offsetof(HeuristicResult, state) == offsetof(cublasLtMatmulHeuristicResult_t, state));
 static_assert(offsetof(HeuristicResult, waves) == offsetof(cublasLtMatmulHeuristicResult_t, wavesCount));
 
-static_assert(kR32F == CUDA_R_32F && kR16F == CUDA_R_16F && kR16BF == CUDA_R_16BF);
-static_assert(kCompute32F == CUBLAS_COMPUTE_32F);
-static_assert(kOpN == CUBLAS_OP_N && kOpT == CUBLAS_OP_T);
-static_assert(kDescTransA == CUBLASLT_MATMUL_DESC_TRANSA && kDescTransB == CUBLASLT_MATMUL_DESC_TRANSB);
-static_assert(kPrefMaxWorkspace == CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES);
-static_assert(kPrefAlignA == CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES);
-static_assert(kPrefAlignB == CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES);
-static_assert(kPrefAlignC == CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES);
-static_assert(kPrefAlignD == CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES);
+static_assert(int(kR32F) == int(CUDA_R_32F) && int(kR16F) == int(CUDA_R_16F) &&
+              int(kR16BF) == int(CUDA_R_16BF));
+static_assert(int(kCompute32F) == int(CUBLAS_COMPUTE_32F));
+static_assert(int(kOpN) == int(CUBLAS_OP_N) && int(kOpT) == int(CUBLAS_OP_T));
+static_assert(int(kDescTransA) == int(CUBLASLT_MATMUL_DESC_TRANSA) &&
+              int(kDescTransB) == int(CUBLASLT_MATMUL_DESC_TRANSB));
+static_assert(int(kPrefMaxWorkspace) == int(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES));
+static_assert(int(kPrefAlignA) == int(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES));
+static_assert(int(kPrefAlignB) == int(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES));
+static_assert(int(kPrefAlignC) == int(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES));
+static_assert(int(kPrefAlignD) == int(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES));
 
 // Same number of parameters, each passed the same way (pointers and enums by their size) with the same result.
 template <class A, class B>
