@@ -56,14 +56,10 @@ double ordered_sum(int64_t n, const F& f) {
 
 double value_of(const Vector& v) {
   switch (v.dtype) {
-    case DType::f64:
-      return *v.as<double>();
-    case DType::i64:
-      return double(*v.as<int64_t>());
-    case DType::i32:
-      return double(*v.as<int32_t>());
-    default:
-      return double(*v.as<float>());
+    case DType::f64: return *v.as<double>();
+    case DType::i64: return double(*v.as<int64_t>());
+    case DType::i32: return double(*v.as<int32_t>());
+    default: return double(*v.as<float>());
   }
 }
 

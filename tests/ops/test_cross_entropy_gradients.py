@@ -1,0 +1,181 @@
+"""Gradients of the loss of given logits: in place, called twice, odd upstreams, hooks."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from checks import same_bits
+
+import tigon
+
+NAN = float("nan")
+
+
+def _inputs(rows=12, v=40, *, dtype=torch.float32, device="cpu", masked=0.25):
+    logits = (2 * torch.randn(rows, v, device=device)).to(dtype).requires_grad_()
+    target = torch.randint(0, v, (rows,), device=device)
+    target[torch.rand(rows, device=device) < masked] = -100
+    return logits, target
+
+
+def _all(fn, logits, target, upstream=None, **options):
+    leaf = logits.detach().requires_grad_()
+    loss = fn(leaf, target, **options)
+    (grad,) = torch.autograd.grad(loss, leaf, torch.ones_like(loss) if upstream is None else upstream)
+    return loss.detach(), grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("v", [40, 4101])
+def test_in_place(v, dtype, device):
+    logits, target = _inputs(12, v, dtype=dtype, device=device)
+    views = {
+        "whole": lambda x: x * 1,
+        "rows": lambda x: torch.cat((x, x.detach()), 1)[:, :v],
+        "3-d": lambda x: (x * 1).view(3, 4, -1),
+    }
+    for upstream, view in itertools.product((None, torch.tensor(0.3, device=device)), views.values()):
+        want = _all(tigon.cross_entropy, logits, target, upstream, label_smoothing=0.1)
+        leaf = logits.detach().requires_grad_()
+        given = view(leaf)
+        labels = target.view(given.shape[:-1])
+        loss = tigon.cross_entropy(given, labels, inplace=True, label_smoothing=0.1)
+        (grad,) = torch.autograd.grad(loss, leaf, upstream)
+        assert same_bits(loss, want[0]) and same_bits(grad, want[1])
+        assert same_bits(given.detach().reshape(12, v), want[1])
+
+
+def test_in_place_reaches_the_leaf(device):
+    leaf, target = _inputs(6, 40, device=device)
+    twin = leaf.detach().clone().requires_grad_()
+    tigon.cross_entropy(leaf * 2, target, inplace=True).backward()
+    tigon.cross_entropy(twin * 2, target).backward()
+    assert same_bits(leaf.grad, twin.grad)
+
+
+def test_in_place_only_where_a_gradient_is_needed(device):
+    logits, target = _inputs(6, 40, device=device)
+    before = logits.detach().clone()
+    with torch.no_grad():
+        tigon.cross_entropy(logits, target, inplace=True)
+    tigon.cross_entropy(logits.detach(), target, inplace=True)
+    tigon.cross_entropy(logits * 1, target, inplace=True, reduction="none").sum().backward()
+    assert torch.equal(logits, before)
+
+
+def test_in_place_is_noticed_by_others(device):
+    leaf, target = _inputs(6, 40, device=device)
+    logits = leaf * 1
+    others = logits.exp().sum() + (logits * logits).sum()
+    loss = tigon.cross_entropy(logits, target, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (loss + others).backward()
+
+
+def test_touching_the_kept_gradient_is_noticed(device):
+    leaf, target = _inputs(6, 40, device=device)
+    logits = leaf * 1
+    loss = tigon.cross_entropy(logits, target, inplace=True)
+    logits.detach().zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_backward_twice(inplace, device):
+    leaf, target = _inputs(6, 40, device=device)
+    loss = tigon.cross_entropy(leaf * 1, target, inplace=inplace)
+    (first,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+    kept = first.clone()
+    for _ in range(2):
+        with pytest.raises(tigon.Error, match=r"\[cross_entropy\] backward was already called"):
+            torch.autograd.grad(2 * loss, leaf, retain_graph=True)
+    assert same_bits(first, kept)
+
+
+def test_backward_twice_of_rows(device):
+    leaf, target = _inputs(6, 40, device=device)
+    loss = tigon.cross_entropy(leaf, target, reduction="none")
+    first = torch.autograd.grad(loss.sum(), leaf, retain_graph=True)[0]
+    second = torch.autograd.grad(loss.sum(), leaf)[0]
+    assert same_bits(first, second)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_double_backward_is_refused(reduction, device):
+    leaf, target = _inputs(6, 40, device=device)
+    loss = tigon.cross_entropy(leaf, target, reduction=reduction).sum()
+    (g,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+        g.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_odd_upstream_gradients(dtype, device):
+    logits, target = _inputs(6, 40, dtype=dtype, device=device)
+    one = torch.randn(1, device=device)
+    strided = torch.randn(12, device=device)[::2]
+    for upstream in (one.expand(6), strided):
+        got = _all(tigon.cross_entropy, logits, target, upstream, reduction="none")
+        want = _all(tigon.cross_entropy, logits, target, upstream.contiguous(), reduction="none")
+        assert same_bits(got[1], want[1])
+    # A scalar: 1 leaves the kept gradient as it is, anything else scales it with one more rounding.
+    _, unit = _all(tigon.cross_entropy, logits, target)
+    for factor in (0.0, -3.0, 0.37, NAN):
+        _, grad = _all(tigon.cross_entropy, logits, target, torch.tensor(factor, device=device))
+        assert same_bits(grad.nan_to_num(7), (unit.float() * factor).to(dtype).nan_to_num(7))
+
+
+def test_hooks_on_saved_tensors_and_checkpoint(device):
+    from torch.utils.checkpoint import checkpoint
+
+    leaf, target = _inputs(6, 40, device=device)
+    _, want = _all(tigon.cross_entropy, leaf, target, torch.tensor(0.5, device=device))
+    for inplace in (False, True):
+        with torch.autograd.graph.save_on_cpu():
+            loss = tigon.cross_entropy(leaf * 1, target, inplace=inplace)
+        assert same_bits(torch.autograd.grad(0.5 * loss, leaf)[0], want)
+
+        def head(x, inplace=inplace):
+            return tigon.cross_entropy(x * 1, target, inplace=inplace)
+
+        loss = checkpoint(head, leaf, use_reentrant=False)
+        assert same_bits(torch.autograd.grad(0.5 * loss, leaf)[0], want)
+
+
+def test_denominators(device):
+    logits, target = _inputs(6, 40, device=device)
+    want = _all(tigon.cross_entropy, logits, target, denominator=5)
+    for dtype in (torch.float32, torch.float64, torch.int64, torch.int32, torch.int16, torch.float16):
+        for where in {"cpu", device}:
+            for shape in ((), (1,)):
+                divisor = torch.full(shape, 5, dtype=dtype, device=where)
+                got = _all(tigon.cross_entropy, logits, target, denominator=divisor)
+                assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.gpu
+def test_in_place_without_synchronisation_and_in_a_graph():
+    logits, target = _inputs(64, 5003, device="cuda", dtype=torch.bfloat16)
+    half = torch.tensor(0.5, device="cuda")
+
+    def step():
+        loss = tigon.cross_entropy(logits * 1, target, inplace=True)
+        return loss.detach(), *torch.autograd.grad(loss, logits, half)
+
+    want = step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    for t in got:
+        t.data.fill_(NAN)
+    graph.replay()
+    assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))

@@ -1,0 +1,61 @@
+// Rows that start and end anywhere, in 16-byte packs: packs are counted from the boundary before the row, those at its two ends
+// are moved element by element, all others in one instruction.
+#pragma once
+
+#include "tigon/base/cuda/vec.cuh"
+
+namespace tigon::cuda {
+
+// The 16-byte packs that a row of `cols` elements touches.
+template <class T>
+struct Row {
+  static constexpr int N = 16 / sizeof(T);
+  T* base;  // the boundary at or before the row's first element
+  int lead, cols, packs;
+
+  __device__ Row(T* row, int cols) : cols(cols) {
+    lead = int(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
+    base = row - lead;
+    packs = (lead + cols + N - 1) / N;
+  }
+  __device__ __forceinline__ int column(int k) const { return k * N - lead; }
+  __device__ __forceinline__ bool whole(int k) const { return column(k) >= 0 && column(k) + N <= cols; }
+  __device__ __forceinline__ bool has(int c) const { return c >= 0 && c < cols; }
+};
+
+// Packs are held as the words they arrived in. Not through the read-only path: the gradient may take the logits' place.
+template <class T>
+__device__ __forceinline__ uint4 fetch(const Row<const T>& row, int k) {
+  constexpr int N = Row<T>::N;
+  if (row.whole(k)) return *reinterpret_cast<const uint4*>(row.base + int64_t(k) * N);
+  Pack<T, N> pack;
+#pragma unroll
+  for (int j = 0; j < N; ++j)
+    pack.v[j] = row.has(row.column(k) + j) ? row.base[int64_t(k) * N + j] : narrow<T>(-INFINITY);
+  return *reinterpret_cast<const uint4*>(&pack);
+}
+
+__device__ __forceinline__ float low(uint32_t w, __nv_bfloat16) { return __uint_as_float(w << 16); }
+__device__ __forceinline__ float high(uint32_t w, __nv_bfloat16) { return __uint_as_float(w & 0xffff0000u); }
+__device__ __forceinline__ float low(uint32_t w, __half) {
+  return __half2float(__ushort_as_half(uint16_t(w)));
+}
+__device__ __forceinline__ float high(uint32_t w, __half) {
+  return __half2float(__ushort_as_half(uint16_t(w >> 16)));
+}
+
+template <class T>
+__device__ __forceinline__ void unpack(const uint4& words, float (&x)[Row<T>::N]) {
+  const uint32_t w[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      x[i] = __uint_as_float(w[i]);
+    } else {
+      x[2 * i] = low(w[i], T{});
+      x[2 * i + 1] = high(w[i], T{});
+    }
+  }
+}
+
+}  // namespace tigon::cuda

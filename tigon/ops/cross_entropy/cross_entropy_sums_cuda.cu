@@ -1,0 +1,155 @@
+// CUDA backend of cross_entropy, what surrounds the rows: the factor of a reduction, the total, the rescaling of a kept
+// gradient. Nothing here waits for the device.
+#include <algorithm>
+
+#include "tigon/base/cuda/launch.cuh"
+#include "tigon/base/cuda/row_packs.cuh"
+#include "tigon/base/dispatch.h"
+#include "tigon/ops/cross_entropy/cross_entropy.h"
+
+namespace tigon::cuda {
+namespace {
+
+constexpr const char* kOp = "cross_entropy";
+
+// Sums in double: chunk by chunk in blocks, then the blocks' sums. The order depends on n alone.
+constexpr int kSumThreads = 1024;
+constexpr int64_t kSumChunk = 8192, kSumBlocks = 512;
+
+struct Losses {
+  const float* loss;
+  __device__ double operator()(int64_t i) const { return double(loss[i]); }
+};
+struct Weights {
+  const int64_t* target;
+  const float* class_weight;  // may be null
+  int64_t classes, ignore_index;
+  __device__ double operator()(int64_t i) const {
+    int64_t y = target[i];
+    if (y == ignore_index) return 0.0;
+    if (class_weight == nullptr) return 1.0;
+    return y >= 0 && y < classes ? double(class_weight[y]) : 0.0;  // out of range: the row's loss is NaN
+  }
+};
+struct Partials {
+  const double* sums;
+  __device__ double operator()(int64_t i) const { return sums[i]; }
+};
+// What becomes of the whole sum.
+struct Result {
+  bool reciprocal;
+  const float* factor;  // may be null
+  float* out;
+};
+
+template <class F>
+__global__ __launch_bounds__(kSumThreads) void sum_kernel(F f, int64_t n, int64_t chunk, double* partials,
+                                                          Result result) {
+  __shared__ double slots[32];
+  double s = 0.0;
+  int64_t first = int64_t(blockIdx.x) * chunk, end = min(n, first + chunk);
+  for (int64_t i = first + threadIdx.x; i < end; i += kSumThreads) s += f(i);
+  for (int step = 16; step > 0; step >>= 1) s += __shfl_xor_sync(0xffffffffu, s, step);
+  if (threadIdx.x % 32 == 0) slots[threadIdx.x / 32] = s;
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  s = slots[threadIdx.x];
+  for (int step = 16; step > 0; step >>= 1) s += __shfl_xor_sync(0xffffffffu, s, step);
+  if (threadIdx.x != 0) return;
+  if (partials != nullptr)
+    partials[blockIdx.x] = s;
+  else
+    *result.out = float(result.reciprocal ? 1.0 / s : result.factor ? s * double(*result.factor) : s);
+}
+
+template <class F>
+void sum_into(Context& ctx, const F& f, int64_t n, const Result& result) {
+  if (n <= kSumChunk) {
+    launch(kOp, ctx, sum_kernel<F>, {.blocks = 1, .threads = kSumThreads}, f, n, kSumChunk, nullptr, result);
+    return;
+  }
+  int64_t chunk = std::max(kSumChunk, ceil_div(n, kSumBlocks)), blocks = ceil_div(n, chunk);
+  double* partials = ctx.scratch_of<double>(blocks);
+  launch(kOp, ctx, sum_kernel<F>, {.blocks = blocks, .threads = kSumThreads}, f, n, chunk, partials, result);
+  launch(kOp, ctx, sum_kernel<Partials>, {.blocks = 1, .threads = kSumThreads}, Partials{partials}, blocks,
+         blocks, nullptr, result);
+}
+
+__global__ void reciprocal_kernel(const void* value, DType dtype, double number, float* out) {
+  if (value != nullptr)
+    number = dtype == DType::f64   ? *static_cast<const double*>(value)
+             : dtype == DType::i64 ? double(*static_cast<const int64_t*>(value))
+             : dtype == DType::i32 ? double(*static_cast<const int32_t*>(value))
+                                   : double(*static_cast<const float*>(value));
+  *out = float(1.0 / number);
+}
+
+constexpr int kRescaleThreads = 256, kRescaleHeld = 4;
+
+// Tiles of packs, row by row; a matrix without gaps is one row.
+template <class T>
+__global__ __launch_bounds__(kRescaleThreads) void rescale_kernel(T* grad, int64_t rows, int64_t cols,
+                                                                  int64_t stride, const float* factor) {
+  constexpr int N = Row<T>::N, kTile = kRescaleThreads * kRescaleHeld;
+  float f = *factor;
+  if (f == 1.0f) return;
+  int64_t tiles = (cols + N - 1 + N - 1) / N / kTile + 1;
+  for (int64_t tile = blockIdx.x; tile < rows * tiles; tile += gridDim.x) {
+    T* row = grad + tile / tiles * stride;
+    int lead = int(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
+    int64_t column[kRescaleHeld];
+    uint4 held[kRescaleHeld];
+#pragma unroll
+    for (int h = 0; h < kRescaleHeld; ++h) {
+      column[h] = (tile % tiles * kTile + h * kRescaleThreads + threadIdx.x) * N - lead;
+      if (column[h] >= 0 && column[h] + N <= cols) held[h] = *reinterpret_cast<const uint4*>(row + column[h]);
+    }
+#pragma unroll
+    for (int h = 0; h < kRescaleHeld; ++h) {
+      if (column[h] >= 0 && column[h] + N <= cols) {
+        float x[N];
+        Pack<T, N> r;
+        unpack<T>(held[h], x);
+#pragma unroll
+        for (int j = 0; j < N; ++j) r.set(j, x[j] * f);
+        store(row + column[h], r);
+      } else {
+        for (int64_t c = max(column[h], int64_t(0)); c < min(column[h] + N, cols); ++c)
+          row[c] = narrow<T>(widen(row[c]) * f);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void cross_entropy_scale(Context& ctx, const CrossEntropyScale& a) {
+  float* out = a.scale.as<float>();
+  if (!a.denominator && a.mean && !a.has_host_denominator && !(a.host_denominator > 0.0)) {
+    Weights weights{a.target.as<int64_t>(), a.class_weight.as<float>(), a.class_weight.size, a.ignore_index};
+    sum_into(ctx, weights, a.target.size, {.reciprocal = true, .factor = nullptr, .out = out});
+    return;
+  }
+  double number = a.has_host_denominator || a.host_denominator > 0.0 ? a.host_denominator : 1.0;
+  launch(kOp, ctx, reciprocal_kernel, {.blocks = 1, .threads = 1}, a.denominator.data, a.denominator.dtype,
+         number, out);
+}
+
+void cross_entropy_total(Context& ctx, const CrossEntropyTotal& a) {
+  sum_into(ctx, Losses{a.loss.as<float>()}, a.loss.size,
+           {.reciprocal = false, .factor = a.scale.as<float>(), .out = a.total.as<float>()});
+}
+
+void cross_entropy_rescale(Context& ctx, const CrossEntropyRescale& a) {
+  bool flat = a.grad.stride == a.grad.cols || a.grad.rows == 1;
+  int64_t rows = flat ? 1 : a.grad.rows, cols = flat ? a.grad.rows * a.grad.cols : a.grad.cols;
+  dispatch_float(kOp, "grad", a.grad.dtype, [&](auto type) {
+    using T = typename DeviceType<typename decltype(type)::type>::type;
+    int64_t tiles = rows * (ceil_div(cols, Row<T>::N * kRescaleThreads * kRescaleHeld) + 1);
+    int64_t blocks = std::min<int64_t>(tiles, int64_t(device_facts().sms) * 8);
+    launch(kOp, ctx, rescale_kernel<T>, {.blocks = blocks, .threads = kRescaleThreads}, a.grad.row<T>(0),
+           rows, cols, a.grad.stride, a.factor.as<float>());
+  });
+}
+
+}  // namespace tigon::cuda
