@@ -173,6 +173,16 @@ def test_compile_inductor():
     close(step(torch.compile(model, fullgraph=True), inputs)[0], wanted[0])
 
 
+def test_export_gives_tensors():
+    model = make(num_hidden_layers=1)
+    apply(model)
+    ids = batch()["input_ids"]
+    wanted = model.eval()(ids, use_cache=False).logits
+    for training in (False, True):
+        program = torch.export.export(model.train(training), (ids,), {"use_cache": False})
+        close(program.module()(ids, use_cache=False).logits, wanted)
+
+
 # --- PEFT ------------------------------------------------------------------------------------
 
 LORA = {

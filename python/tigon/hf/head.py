@@ -49,7 +49,7 @@ def _lazy(module, spec, hidden) -> bool:
         return False
     if torch.compiler.is_compiling() and not spec.compiled:
         return False
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+    if torch.jit.is_tracing():
         return False
     mixed = hidden.dtype != module.weight.dtype
     if mixed and not torch.is_autocast_enabled(hidden.device.type):
