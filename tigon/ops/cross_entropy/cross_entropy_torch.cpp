@@ -1,5 +1,3 @@
-#include <sys/mman.h>
-
 #include "tigon/ops/cross_entropy/cross_entropy.h"
 #include "tigon/torch/shim.h"
 
@@ -28,20 +26,6 @@ CrossEntropyRows arguments(Tensor& logits, Tensor& target, OptionalTensor& weigh
                         .z_loss = float(o.z_loss)};
   TIGON_CHECK(kOp, a.logits.cols >= 1, "logits must have at least one column, got ", a.logits.cols);
   return a;
-}
-
-// A gradient of the size of the logits. In fresh CPU memory of that size, page faults would cost several times the kernel:
-// large pages make them few (asked for before the first touch; harmless where the system has none).
-Matrix fresh_gradient(Tensor& dlogits) {
-  Matrix m = rows_of(kOp, "dlogits", dlogits);
-#ifdef MADV_HUGEPAGE
-  constexpr uintptr_t kPage = uintptr_t(1) << 21;
-  auto begin = reinterpret_cast<uintptr_t>(m.data),
-       end = begin + uintptr_t(m.rows * m.stride) * size_of(m.dtype);
-  begin = (begin + kPage - 1) / kPage * kPage, end = end / kPage * kPage;
-  if (!dlogits.is_cuda() && begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
-  return m;
 }
 
 // Rows, then their sum where one number is asked for.
@@ -81,7 +65,7 @@ std::tuple<Tensor, Tensor> forward(Tensor logits, Tensor target, OptionalTensor 
                                    double softcap, double z_loss, bool need_dlogits) {
   CrossEntropyRows a = arguments(logits, target, weight, {ignore_index, label_smoothing, softcap, z_loss});
   Tensor dlogits = need_dlogits ? make_like(logits, a.logits.dtype) : nothing(logits, a.logits.dtype);
-  if (need_dlogits) a.dlogits = fresh_gradient(dlogits);
+  if (need_dlogits) a.dlogits = rows_of(kOp, "dlogits", dlogits);
   return {run(a, logits, denominator, host_denominator, reduction), dlogits};
 }
 
@@ -104,7 +88,7 @@ Tensor backward(Tensor dloss, Tensor logits, Tensor target, OptionalTensor weigh
   CrossEntropyRows a = arguments(logits, target, weight, {ignore_index, label_smoothing, softcap, z_loss});
   check_same_device(kOp, "dloss", dloss, logits);
   Tensor dlogits = make_like(logits, a.logits.dtype);
-  a.dlogits = fresh_gradient(dlogits);
+  a.dlogits = rows_of(kOp, "dlogits", dlogits);
   a.scale = vector_of(kOp, "dloss", dloss);
   auto ctx = make_context(logits);
   cross_entropy_rows(*ctx, a);
