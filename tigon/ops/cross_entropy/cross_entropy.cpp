@@ -46,11 +46,14 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
   check_result("loss", a.loss, rows, DType::f32);
   check_result("lse", a.lse, rows, DType::f32);
   check_result("target_logit", a.target_logit, rows, DType::f32);
+  check_result("log_prob", a.log_prob, rows, DType::f32);
   check_result("entropy", a.entropy, rows, DType::f32);
+  check_result("entropy_scale", a.entropy_scale, rows, DType::f32);
   check_result("predicted", a.predicted, rows, DType::i64);
   TIGON_CHECK(kOp, a.label_smoothing >= 0.0f && a.label_smoothing <= 1.0f,
               "label_smoothing must be in [0, 1], got ", a.label_smoothing);
   TIGON_CHECK(kOp, a.softcap >= 0.0f, "softcap must be > 0 or none, got ", a.softcap);
+  TIGON_CHECK(kOp, a.temperature > 0.0f, "temperature must be > 0, got ", a.temperature);
   if (rows == 0) return;
   on_device(
       kOp, ctx, [&] { cpu::cross_entropy_rows(ctx, a); }, TIGON_ON_CUDA(cuda::cross_entropy_rows(ctx, a)));

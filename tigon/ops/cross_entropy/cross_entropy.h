@@ -1,30 +1,34 @@
 // Softmax cross-entropy of rows of logits against one label a row, with its gradient in the same pass.
 // One row kernel for `cross_entropy` (logits given) and `linear_cross_entropy` (logits of a chunk of rows).
 //
-// Formula     z = softcap * tanh(logit_scale * (logit + bias) / softcap), or logit_scale * (logit + bias) without softcap
+// Formula     z = softcap * tanh(logit_scale * (logit + bias) / softcap) / temperature, or logit_scale * (logit + bias) /
+//             temperature without softcap
 //             lse = log sum_c e^z_c,  p = e^(z - lse),  y = target, eps = label_smoothing, w = class_weight (1 without)
 //             loss = (1 - eps) w_y (lse - z_y) + eps/V sum_c w_c (lse - z_c) + z_loss * lse^2
 // Gradient    dlogit_c = scale * dz_c * ( p_c (k + 2 z_loss lse) - [c = y] (1 - eps) w_y - eps/V w_c )
-//             with k = (1 - eps) w_y + eps/V sum_c w_c and dz_c = logit_scale * (1 - (z_c / softcap)^2)
+//             with k = (1 - eps) w_y + eps/V sum_c w_c and dz_c = logit_scale / temperature * (1 - tanh^2)
+//             plus, with entropy_scale, - entropy_scale * dz_c * p_c (z_c - lse + entropy)
 //             (the target's term is formed in fp32 before the one rounding; dbias is the column sum of dlogits, the
 //             caller's business)
-// Shapes      logits, dlogits [rows, V], any row stride; target, loss, lse, target_logit, entropy, predicted [rows];
+// Shapes      logits, dlogits [rows, V], any row stride; target, loss, lse, target_logit, log_prob, entropy,
+//             predicted, entropy_scale [rows];
 //             bias, class_weight [V]; scale [1] or [rows], read on the device
 // Dtypes      logits f32 | bf16 | f16, dlogits the same; bias f32 or logits' dtype; target, predicted i64; the rest f32;
 //             accumulation f32
 // Rounding    dlogits once, on store; everything before it in fp32
 // Saved       for scalar losses dlogits, formed in the forward pass; for per-row losses logits, target, class_weight
-// Ignored     rows with target == ignore_index: loss 0, target_logit 0, a row of zeros in dlogits whatever scale is
+// Ignored     rows with target == ignore_index: loss, target_logit, log_prob 0, a row of zeros in dlogits whatever scale is
 //             (inf and NaN included); lse, entropy and predicted are those of the row
 // NaN, inf    a row with NaN or +inf, or nothing but -inf, has a NaN loss and a NaN gradient; classes at -inf have p = 0.
 //             `predicted` is the first NaN if there is one, as in torch.argmax
 // Labels      outside [0, V) and not ignore_index: on the CPU tigon::Error before anything is written; on CUDA a NaN loss,
-//             a NaN gradient and a NaN target_logit in that row, never a read out of bounds (no host synchronisation)
+//             a NaN gradient and NaN target_logit and log_prob in that row, never a read out of bounds (no host
+//             synchronisation)
 // Aliasing    dlogits may be the very memory of logits (in place), no other overlap
 // Determinism bitwise: fixed trees inside a row, rows independent
 // Traffic     1 read of logits + 1 write of dlogits (1 read without dlogits), a few words a row besides
-// Refused     V < 1, label_smoothing outside [0, 1], softcap < 0, sizes or dtypes that do not fit: tigon::Error before
-//             anything is written
+// Refused     V < 1, label_smoothing outside [0, 1], softcap < 0, temperature <= 0, sizes or dtypes that do not fit:
+//             tigon::Error before anything is written
 #pragma once
 
 #include "tigon/base/context.h"
@@ -36,17 +40,20 @@ struct CrossEntropyRows {
   Vector target;        // i64 [rows]
   Vector bias;          // [V] f32 | logits' dtype, empty: none; added to the logits in fp32
   Vector class_weight;  // [V] f32, empty: none
-  Vector scale;    // f32 [1] | [rows]: factor of the gradient (not of the loss), read on the device; empty: 1
-  Matrix dlogits;  // empty: not wanted
-  Vector loss;     // f32 [rows], 0 on ignored rows; empty: not wanted
-  Vector lse;      // f32 [rows], of z; empty: not wanted
+  Vector scale;  // f32 [1] | [rows]: factor of the gradient (not of the loss), read on the device; empty: 1
+  Vector entropy_scale;  // f32 [rows]: factor of the entropy's gradient, added to the loss's; empty: none
+  Matrix dlogits;        // empty: not wanted
+  Vector loss;           // f32 [rows], 0 on ignored rows; empty: not wanted
+  Vector lse;            // f32 [rows], of z; empty: not wanted
+  Vector target_logit;   // f32 [rows], z at the target, 0 on ignored rows
   Vector
-      target_logit;  // f32 [rows], z at the target (log-probability = target_logit - lse), 0 on ignored rows
+      log_prob;  // f32 [rows], z at the target - lse (more exact than the difference of the two), 0 on ignored rows
   Vector entropy;    // f32 [rows], lse - sum_c p_c z_c
   Vector predicted;  // i64 [rows], first argmax
   int64_t ignore_index = -100;
   float logit_scale = 1.0f;
   float softcap = 0.0f;  // 0: none
+  float temperature = 1.0f;
   float label_smoothing = 0.0f;
   float z_loss = 0.0f;
 };

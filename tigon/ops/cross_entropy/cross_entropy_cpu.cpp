@@ -14,19 +14,21 @@ struct CrossEntropyCall {
   bool bias_is_f32;
   const float* class_weight;
   double weight_sum;  // of class_weight, or cols
-  float logit_scale, softcap, label_smoothing, z_loss;
+  float logit_scale, softcap, top,
+      gain;  // z = top * tanh(logit_scale * x / softcap) or logit_scale * x; dz/dx = gain * slope
+  float label_smoothing, z_loss;
   bool statistics;  // of ignored rows too: lse, entropy or predicted is wanted
   bool plain;       // z is the logit
   bool entropy, predicted;
 };
 struct CrossEntropyRowResults {
-  float loss, lse, target_logit, entropy;
+  float loss, lse, target_logit, log_prob, entropy;
   int64_t predicted;
 };
 struct CrossEntropyTable {
   // target -1: ignored; dlogits nullptr: not wanted
   void (*row[3])(const CrossEntropyCall& c, const void* logits, void* dlogits, int64_t target, float scale,
-                 CrossEntropyRowResults* out);
+                 float entropy_scale, CrossEntropyRowResults* out);
   void (*rescale[3])(void* grad, float factor, int64_t n);
 };
 
@@ -74,6 +76,7 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
                 " in row ", r);
 
   const float* class_weight = a.class_weight.as<float>();
+  float gain = a.logit_scale / a.temperature, inner = a.softcap > 0.0f ? a.logit_scale : gain;
   CrossEntropyCall call = {
       .cols = cols,
       .stride = a.logits.stride,
@@ -82,13 +85,15 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
       .class_weight = class_weight,
       .weight_sum =
           class_weight ? ordered_sum(cols, [&](int64_t i) { return class_weight[i]; }) : double(cols),
-      .logit_scale = a.logit_scale,
+      .logit_scale = inner,
       .softcap = a.softcap,
+      .top = a.softcap / a.temperature,
+      .gain = gain,
       .label_smoothing = a.label_smoothing,
       .z_loss = a.z_loss,
       .statistics = a.lse || a.entropy || a.predicted,
-      .plain = !a.bias && a.logit_scale == 1.0f && a.softcap == 0.0f,
-      .entropy = bool(a.entropy),
+      .plain = !a.bias && inner == 1.0f && a.softcap == 0.0f,
+      .entropy = a.entropy || a.entropy_scale,
       .predicted = bool(a.predicted),
   };
   auto run = TIGON_SELECT(cross_entropy_table).row[int(a.logits.dtype)];
@@ -98,10 +103,12 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
       CrossEntropyRowResults out = {};
       float scale = a.scale ? a.scale.as<float>()[a.scale.size == 1 ? 0 : r] : 1.0f;
       run(call, row_at(a.logits, r), a.dlogits.data ? row_at(a.dlogits, r) : nullptr,
-          target[r] == a.ignore_index ? -1 : target[r], scale, &out);
+          target[r] == a.ignore_index ? -1 : target[r], scale,
+          a.entropy_scale ? a.entropy_scale.as<float>()[r] : 0.0f, &out);
       if (a.loss) a.loss.as<float>()[r] = out.loss;
       if (a.lse) a.lse.as<float>()[r] = out.lse;
       if (a.target_logit) a.target_logit.as<float>()[r] = out.target_logit;
+      if (a.log_prob) a.log_prob.as<float>()[r] = out.log_prob;
       if (a.entropy) a.entropy.as<float>()[r] = out.entropy;
       if (a.predicted) a.predicted.as<int64_t>()[r] = out.predicted;
     }

@@ -36,18 +36,22 @@ struct Params {
   const T* logits;
   T* dlogits;  // may be null, or logits
   const int64_t* target;
-  const void* bias;           // may be null
-  const float* class_weight;  // may be null
-  const float* scale;         // may be null
-  float* loss;                // results: each may be null
+  const void* bias;            // may be null
+  const float* class_weight;   // may be null
+  const float* scale;          // may be null
+  const float* entropy_scale;  // may be null
+  float* loss;                 // results: each may be null
   float* lse;
   float* target_logit;
+  float* log_prob;
   float* entropy;
   int64_t* predicted;
   int64_t rows, stride, dlogits_stride, scale_step, ignore_index;
   int cols, slice;  // slice: packs of a block
   bool bias_is_f32;
-  float logit_scale, softcap, label_smoothing, z_loss;
+  float logit_scale, softcap, top,
+      gain;  // z = top * tanh(logit_scale * x / softcap) or logit_scale * x; dz/dx = gain * slope
+  float label_smoothing, z_loss;
 };
 
 // What is known of a part of a row: maximum, sum of e^(z - m); and, only where options ask: sum of w (reference - z), sum of
@@ -82,7 +86,7 @@ __device__ __forceinline__ float z_of(const Params<T>& p, float x, int c, float*
   x *= p.logit_scale;
   if (p.softcap == 0.0f) return x;
   if (slope != nullptr) *slope = cross_entropy_slope(x, p.softcap);
-  return cross_entropy_bend(x, p.softcap) * p.softcap;
+  return cross_entropy_bend(x, p.softcap) * p.top;
 }
 
 template <bool General, class T>
@@ -119,7 +123,7 @@ __device__ __forceinline__ void accumulate(const Params<T>& p, const Row<const T
 #pragma unroll
   for (int j = 0; j < N; ++j) e[j] = exp2_approx((z[j] - m) * kLog2e);
   if constexpr (General) {
-    if (p.entropy != nullptr)
+    if (p.entropy != nullptr || p.entropy_scale != nullptr)
 #pragma unroll
       for (int j = 0; j < N; ++j) a.heat = fma(e[j], fmaxf(z[j] - m, -1e30f), a.heat);
     if (p.label_smoothing > 0.0f) {
@@ -143,8 +147,9 @@ __device__ __forceinline__ void accumulate(const Params<T>& p, const Row<const T
 // All that the second sweep needs to know of a row.
 struct Slope {
   float m, share, push, factor,
-      target_pull;  // gradient = factor * slope * (e * share - push * w [- target_pull])
-  int target;       // column, or -1
+      target_pull;   // gradient = factor * slope * (e * share - push * w [- target_pull])
+  float tilt, lift;  // + slope * e * (tilt * (z - m) + lift), the entropy's
+  int target;        // column, or -1
 };
 
 // Second sweep, one pack: the gradient of its columns, stored in packs where the result's rows lie as the logits' do.
@@ -173,6 +178,8 @@ __device__ __forceinline__ void emit(const Params<T>& p, const Row<const T>& row
       v = ((General ? v : e * g.share) - g.target_pull) * (g.factor * slopes[j]);  // one rounding to storage
     else if constexpr (General)
       v *= g.factor * slopes[j];
+    if constexpr (General)  // below -200 e is 0: classes at -inf add nothing
+      if (p.entropy_scale != nullptr) v += slopes[j] * e * fma(g.tilt, fmaxf(z[j] - g.m, -200.0f), g.lift);
     r.set(j, v);
   }
   if (row.whole(k) && row.lead == out.lead) {
@@ -325,6 +332,7 @@ __device__ __forceinline__ Slope finish(const Params<T>& p, int64_t row, const L
     if (p.z_loss != 0.0f) loss += p.z_loss * lse * lse;
     if (p.loss) p.loss[row] = l.ignored ? 0.0f : l.bad ? NAN : loss;
     if (p.target_logit) p.target_logit[row] = l.bad ? NAN : l.z;
+    if (p.log_prob) p.log_prob[row] = l.ignored ? 0.0f : l.bad ? NAN : (l.z - a.m) - log_s;
     if (p.lse) p.lse[row] = lse;
     if (General && p.entropy) p.entropy[row] = log_s - a.heat / a.s;
   }
@@ -332,8 +340,13 @@ __device__ __forceinline__ Slope finish(const Params<T>& p, int64_t row, const L
   if (p.z_loss != 0.0f) pull += 2.0f * p.z_loss * lse;
   float scale = p.scale != nullptr ? p.scale[row * p.scale_step] : 1.0f;
   Slope g;
-  g.m = a.m, g.share = pull / a.s, g.push = share, g.factor = l.bad ? NAN : scale * p.logit_scale;
+  g.m = a.m, g.share = pull / a.s, g.push = share, g.factor = l.bad ? NAN : scale * p.gain;
   g.target_pull = keep * l.weight, g.target = l.column;
+  g.tilt = g.lift = 0.0f;
+  if (General && p.entropy_scale != nullptr) {
+    g.tilt = -p.entropy_scale[row] * p.gain / a.s;
+    g.lift = -g.tilt * (a.heat / a.s);
+  }
   return g;
 }
 
@@ -367,6 +380,7 @@ __global__ __launch_bounds__(kThreads,
       if (p.dlogits) clear(out, first, out_end);
       if (writes && p.loss) p.loss[r] = 0.0f;
       if (writes && p.target_logit) p.target_logit[r] = 0.0f;
+      if (writes && p.log_prob) p.log_prob[r] = 0.0f;
       continue;
     }
 #pragma unroll
@@ -539,8 +553,9 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
   constexpr int64_t kMostColumns = INT32_MAX - 64;
   TIGON_CHECK(kOp, a.logits.cols <= kMostColumns, "logits must have at most ", kMostColumns,
               " columns on CUDA, got ", a.logits.cols);
-  bool general = a.bias || a.logit_scale != 1.0f || a.softcap != 0.0f || a.label_smoothing != 0.0f ||
-                 a.entropy || a.predicted;
+  float gain = a.logit_scale / a.temperature, inner = a.softcap > 0.0f ? a.logit_scale : gain;
+  bool general = a.bias || inner != 1.0f || a.softcap != 0.0f || a.label_smoothing != 0.0f || a.entropy ||
+                 a.entropy_scale || a.predicted;
   dispatch_float(kOp, "logits", a.logits.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     Params<T> p = {.logits = a.logits.row<T>(0),
@@ -549,9 +564,11 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
                    .bias = a.bias.data,
                    .class_weight = a.class_weight.as<float>(),
                    .scale = a.scale.as<float>(),
+                   .entropy_scale = a.entropy_scale.as<float>(),
                    .loss = a.loss.as<float>(),
                    .lse = a.lse.as<float>(),
                    .target_logit = a.target_logit.as<float>(),
+                   .log_prob = a.log_prob.as<float>(),
                    .entropy = a.entropy.as<float>(),
                    .predicted = a.predicted.as<int64_t>(),
                    .rows = a.logits.rows,
@@ -562,8 +579,10 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
                    .cols = int(a.logits.cols),
                    .slice = 0,
                    .bias_is_f32 = a.bias.dtype == DType::f32,
-                   .logit_scale = a.logit_scale,
+                   .logit_scale = inner,
                    .softcap = a.softcap,
+                   .top = a.softcap / a.temperature,
+                   .gain = gain,
                    .label_smoothing = a.label_smoothing,
                    .z_loss = a.z_loss};
     bool aligned = packs_align(a.logits.data, a.logits.stride, a.logits.cols, sizeof(T));

@@ -1,4 +1,6 @@
 #include <algorithm>
+#include <cmath>
+#include <cstring>
 
 #include "tigon/base/dispatch.h"
 #include "tigon/ops/linear_cross_entropy/linear_cross_entropy.h"
@@ -17,16 +19,20 @@ struct FinishTable {
 #include "tigon/base/simd/foreach_isa.h"
 
 namespace tigon::cpu {
+namespace {
+#include "tigon/ops/linear_cross_entropy/linear_cross_entropy_math.inc"
+}  // namespace
 
 void linear_cross_entropy_finish(Context& ctx, const LinearCrossEntropyFinish& a) {
   constexpr int64_t kBlock = int64_t(1) << 15;
   float factor = *a.dloss.as<float>() * (a.scale ? *a.scale.as<float>() : 1.0f);
   auto run = TIGON_SELECT(finish_table).at[int(a.in.dtype)][int(a.out.dtype)];
-  int64_t n = a.in.rows * a.in.cols, in_size = int64_t(size_of(a.in.dtype)), out_size = int64_t(size_of(a.out.dtype));
+  int64_t n = a.in.rows * a.in.cols, in_size = int64_t(size_of(a.in.dtype)),
+          out_size = int64_t(size_of(a.out.dtype));
   parallel(ctx, (n + kBlock - 1) / kBlock, [&](int64_t block) {
     int64_t first = block * kBlock;
-    run(static_cast<const char*>(a.in.data) + first * in_size, factor, static_cast<char*>(a.out.data) + first * out_size,
-        std::min(kBlock, n - first));
+    run(static_cast<const char*>(a.in.data) + first * in_size, factor,
+        static_cast<char*>(a.out.data) + first * out_size, std::min(kBlock, n - first));
   });
 }
 
@@ -34,6 +40,59 @@ void linear_cross_entropy_ones(Context&, Vector out) {
   dispatch_float("linear_cross_entropy", "ones", out.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
     std::fill_n(out.as<T>(), out.size, from_float<T>(1.0f));
+  });
+}
+
+void linear_cross_entropy_zero(Context&, const Matrix& out) {
+  for (int64_t r = 0; r < out.rows; ++r)
+    std::memset(static_cast<char*>(out.data) + r * out.stride * int64_t(size_of(out.dtype)), 0,
+                size_t(out.cols) * size_of(out.dtype));
+}
+
+void linear_cross_entropy_compact(Context&, const LinearCrossEntropyCompact& a) {
+  const int64_t* target = a.target.as<int64_t>();
+  int64_t *index = a.index.as<int64_t>(), *labels = a.labels.as<int64_t>(),
+          *position = a.position.as<int64_t>();
+  int64_t count = 0, wanted = a.index.size;
+  for (int64_t r = 0; r < a.target.size; ++r) {
+    bool counts = target[r] != a.ignore_index;
+    position[r] = counts ? count : -1;
+    if (counts && count < wanted) index[count] = r, labels[count] = target[r];
+    count += counts;
+  }
+  *a.fault.as<float>() = count == wanted ? 0.0f : NAN;
+  if (count == wanted) return;
+  std::fill_n(labels, wanted, linear_cross_entropy_wrong_label(a.ignore_index));
+  for (int64_t i = count; i < wanted; ++i) index[i] = 0;
+}
+
+void linear_cross_entropy_factors(Context&, const LinearCrossEntropyFactors& a) {
+  const int64_t* index = a.index.as<int64_t>();
+  const float *token_weight = a.token_weight.as<float>(), *upstream = a.upstream.as<float>();
+  float scale = a.scale ? *a.scale.as<float>() : 1.0f;
+  for (int64_t i = 0; i < a.out.size; ++i) {
+    int64_t r = index ? index[i] : i;
+    a.out.as<float>()[i] = linear_cross_entropy_factor(token_weight ? token_weight[r] : 1.0f,
+                                                       upstream ? upstream[r] : 1.0f, scale);
+  }
+}
+
+void linear_cross_entropy_results(Context&, const LinearCrossEntropyResults& a) {
+  auto pointers = linear_cross_entropy_pointers(a);
+  for (int64_t r = 0; r < a.target.size; ++r) linear_cross_entropy_write_row(pointers, r);
+}
+
+void linear_cross_entropy_move(Context& ctx, const LinearCrossEntropyMove& a) {
+  constexpr int64_t kRows = 64;
+  const int64_t* index = a.index.as<int64_t>();
+  int64_t size = int64_t(size_of(a.from.dtype)), n = a.index.size;
+  parallel(ctx, (n + kRows - 1) / kRows, [&](int64_t task) {
+    for (int64_t i = task * kRows, end = std::min(n, i + kRows); i < end; ++i) {
+      int64_t from = a.scatter ? i : index[i], to = a.scatter ? index[i] : i;
+      std::memcpy(static_cast<char*>(a.to.data) + to * a.to.stride * size,
+                  static_cast<const char*>(a.from.data) + from * a.from.stride * size,
+                  size_t(a.from.cols * size));
+    }
   });
 }
 

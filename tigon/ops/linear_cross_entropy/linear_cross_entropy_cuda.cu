@@ -1,8 +1,10 @@
 // CUDA side of the fused linear cross-entropy: only what the GEMM provider and cross_entropy's row kernel do not do.
 //
 // finish: reads the gradient (f32 dweight: 4 bytes, 16-bit dhidden: 2), writes the parameter's dtype; 1 instruction an element.
-#include "tigon/base/cuda/math.cuh"
+// compact: one block, 8 bytes read twice and 8 written a row (a few us); the order of the list is that of the rows.
+// move, results, factors: one read and one write.
 #include "tigon/base/cuda/launch.cuh"
+#include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/vec.cuh"
 #include "tigon/base/dispatch.h"
 #include "tigon/ops/linear_cross_entropy/linear_cross_entropy.h"
@@ -17,8 +19,8 @@ constexpr int kThreads = 256, kUnroll = 4;
 
 // Elements [block * kThreads * N * kUnroll, ...): every thread has kUnroll packs in flight.
 template <class In, class Out, int N>
-__global__ __launch_bounds__(kThreads) void finish_kernel(const In* in, const float* dloss, const float* scale, Out* out,
-                                                          int64_t n) {
+__global__ __launch_bounds__(kThreads) void finish_kernel(const In* in, const float* dloss,
+                                                          const float* scale, Out* out, int64_t n) {
   float factor = *dloss * (scale ? *scale : 1.0f);
   int64_t first = (int64_t(blockIdx.x) * kThreads * kUnroll + threadIdx.x) * N;
   Pack<In, N> packs[kUnroll];
@@ -36,9 +38,86 @@ __global__ __launch_bounds__(kThreads) void finish_kernel(const In* in, const fl
       for (int j = 0; j < N; ++j) r.set(j, linear_cross_entropy_finished(packs[u][j], factor));
       store(out + i, r);
     } else {
-      for (int64_t t = i; t < n && t < i + N; ++t) out[t] = narrow<Out>(linear_cross_entropy_finished(widen(in[t]), factor));
+      for (int64_t t = i; t < n && t < i + N; ++t)
+        out[t] = narrow<Out>(linear_cross_entropy_finished(widen(in[t]), factor));
     }
   }
+}
+
+// A warp counts a run of rows, the block adds the runs up, the warp goes over its run again and writes.
+constexpr int kCompactThreads = 1024, kCompactWarps = kCompactThreads / 32;
+
+struct CompactParams {
+  const int64_t* target;
+  int64_t *index, *labels, *position;
+  float* fault;
+  int64_t rows, wanted, ignore_index;
+};
+__global__ __launch_bounds__(kCompactThreads) void compact_kernel(const CompactParams p) {
+  __shared__ int64_t counts[kCompactWarps];
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int64_t run = (p.rows + kCompactThreads - 1) / kCompactThreads * 32;  // whole groups of 32 rows
+  int64_t first = warp * run, end = min(p.rows, first + run);
+  auto counts_at = [&](int64_t r) { return r < end && p.target[r] != p.ignore_index; };
+  int64_t mine = 0;
+#pragma unroll 4
+  for (int64_t r = first + lane; r < end; r += 32) mine += counts_at(r);
+  for (int step = 16; step > 0; step >>= 1) mine += __shfl_xor_sync(0xffffffffu, mine, step);
+  if (lane == 0) counts[warp] = mine;
+  __syncthreads();
+  int64_t before = 0, total = 0;
+  for (int w = 0; w < kCompactWarps; ++w) {
+    if (w < warp) before += counts[w];
+    total += counts[w];
+  }
+  bool right = total == p.wanted;
+  int64_t wrong = linear_cross_entropy_wrong_label(p.ignore_index);
+  if (threadIdx.x == 0) *p.fault = right ? 0.0f : NAN;
+  for (int64_t group = first; group < end; group += 32) {
+    int64_t r = group + lane;
+    bool here = counts_at(r);
+    unsigned mask = __ballot_sync(0xffffffffu, here);
+    int64_t place = before + __popc(mask & ((1u << lane) - 1u));
+    if (here && place < p.wanted) p.index[place] = r, p.labels[place] = right ? p.target[r] : wrong;
+    if (r < end) p.position[r] = here ? place : -1;
+    before += __popc(mask);
+  }
+  for (int64_t i = total + threadIdx.x; i < p.wanted; i += kCompactThreads)
+    p.index[i] = 0, p.labels[i] = wrong;
+}
+
+__global__ void factors_kernel(const int64_t* index, const float* token_weight, const float* upstream,
+                               const float* scale, float* out, int64_t n) {
+  int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= n) return;
+  int64_t r = index != nullptr ? index[i] : i;
+  out[i] =
+      linear_cross_entropy_factor(token_weight != nullptr ? token_weight[r] : 1.0f,
+                                  upstream != nullptr ? upstream[r] : 1.0f, scale != nullptr ? *scale : 1.0f);
+}
+
+__global__ void results_kernel(const __grid_constant__ LinearCrossEntropyRowPointers p, int64_t rows) {
+  int64_t r = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (r < rows) linear_cross_entropy_write_row(p, r);
+}
+
+// A block a row, in pieces of type T; strides and cols count pieces.
+template <class T>
+__global__ __launch_bounds__(kThreads) void move_kernel(const T* from, T* to, const int64_t* index,
+                                                        int64_t from_stride, int64_t to_stride, int64_t cols,
+                                                        bool scatter) {
+  int64_t i = blockIdx.x, r = index[i];
+  from += (scatter ? i : r) * from_stride;
+  to += (scatter ? r : i) * to_stride;
+  for (int64_t c = threadIdx.x; c < cols; c += kThreads) to[c] = from[c];
+}
+
+template <class T>
+void move_rows(Context& ctx, const LinearCrossEntropyMove& a) {
+  int64_t pieces = int64_t(sizeof(T) / size_of(a.from.dtype));
+  launch(kOp, ctx, move_kernel<T>, {.blocks = a.index.size, .threads = kThreads},
+         static_cast<const T*>(a.from.data), static_cast<T*>(a.to.data), a.index.as<int64_t>(),
+         a.from.stride / pieces, a.to.stride / pieces, a.from.cols / pieces, a.scatter);
 }
 
 template <class T>
@@ -58,8 +137,8 @@ void linear_cross_entropy_finish(Context& ctx, const LinearCrossEntropyFinish& a
       using Out = typename DeviceType<typename decltype(to)::type>::type;
       // Both are fresh allocations: 16-byte aligned.
       launch(kOp, ctx, finish_kernel<In, Out, kPack>,
-             {.blocks = ceil_div(n, int64_t(kThreads) * kPack * kUnroll), .threads = kThreads}, a.in.row<In>(0),
-             a.dloss.as<float>(), a.scale.as<float>(), a.out.row<Out>(0), n);
+             {.blocks = ceil_div(n, int64_t(kThreads) * kPack * kUnroll), .threads = kThreads},
+             a.in.row<In>(0), a.dloss.as<float>(), a.scale.as<float>(), a.out.row<Out>(0), n);
     });
   });
 }
@@ -67,8 +146,46 @@ void linear_cross_entropy_finish(Context& ctx, const LinearCrossEntropyFinish& a
 void linear_cross_entropy_ones(Context& ctx, Vector out) {
   dispatch_float(kOp, "ones", out.dtype, [&](auto t) {
     using T = typename DeviceType<typename decltype(t)::type>::type;
-    launch(kOp, ctx, ones_kernel<T>, {.blocks = ceil_div(out.size, kThreads), .threads = kThreads}, out.as<T>(), out.size);
+    launch(kOp, ctx, ones_kernel<T>, {.blocks = ceil_div(out.size, kThreads), .threads = kThreads},
+           out.as<T>(), out.size);
   });
+}
+
+void linear_cross_entropy_zero(Context& ctx, const Matrix& out) {
+  size_t width = size_of(out.dtype) * size_t(out.cols), pitch = size_of(out.dtype) * size_t(out.stride),
+         rows = size_t(out.rows);
+  auto stream = static_cast<cudaStream_t>(ctx.stream());
+  if (width == pitch) width *= rows, rows = 1;
+  TIGON_CUDA_CHECK(kOp, rows == 1 ? cudaMemsetAsync(out.data, 0, width, stream)
+                                  : cudaMemset2DAsync(out.data, pitch, 0, width, rows, stream));
+}
+
+void linear_cross_entropy_compact(Context& ctx, const LinearCrossEntropyCompact& a) {
+  CompactParams p = {
+      a.target.as<int64_t>(), a.index.as<int64_t>(), a.labels.as<int64_t>(), a.position.as<int64_t>(),
+      a.fault.as<float>(),    a.target.size,         a.index.size,           a.ignore_index};
+  launch(kOp, ctx, compact_kernel, {.blocks = 1, .threads = kCompactThreads}, p);
+}
+
+void linear_cross_entropy_factors(Context& ctx, const LinearCrossEntropyFactors& a) {
+  launch(kOp, ctx, factors_kernel, {.blocks = ceil_div(a.out.size, kThreads), .threads = kThreads},
+         a.index.as<int64_t>(), a.token_weight.as<float>(), a.upstream.as<float>(), a.scale.as<float>(),
+         a.out.as<float>(), a.out.size);
+}
+
+void linear_cross_entropy_results(Context& ctx, const LinearCrossEntropyResults& a) {
+  launch(kOp, ctx, results_kernel, {.blocks = ceil_div(a.target.size, kThreads), .threads = kThreads},
+         linear_cross_entropy_pointers(a), a.target.size);
+}
+
+void linear_cross_entropy_move(Context& ctx, const LinearCrossEntropyMove& a) {
+  int64_t size = int64_t(size_of(a.from.dtype));
+  uintptr_t ends = reinterpret_cast<uintptr_t>(a.from.data) | reinterpret_cast<uintptr_t>(a.to.data);
+  bool wide = ends % 16 == 0 && a.from.stride * size % 16 == 0 && a.to.stride * size % 16 == 0 &&
+              a.from.cols * size % 16 == 0;
+  if (wide) return move_rows<uint4>(ctx, a);
+  if (size == 4) return move_rows<uint32_t>(ctx, a);
+  move_rows<uint16_t>(ctx, a);
 }
 
 }  // namespace tigon::cuda

@@ -57,9 +57,9 @@ Gradients make_gradients(LinearCrossEntropy& a, const Tensor& hidden, bool need_
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     Tensor hidden, Tensor weight, Tensor target, OptionalTensor bias, OptionalTensor class_weight,
-    OptionalTensor denominator, std::optional<double> host_denominator, int64_t ignore_index, double label_smoothing,
-    double softcap, double logit_scale, double z_loss, int64_t reduction, int64_t chunk_rows, bool need_dhidden,
-    bool need_dweight, bool need_dbias) {
+    OptionalTensor denominator, std::optional<double> host_denominator, int64_t ignore_index,
+    double label_smoothing, double softcap, double logit_scale, double z_loss, int64_t reduction,
+    int64_t chunk_rows, bool need_dhidden, bool need_dweight, bool need_dbias) {
   LinearCrossEntropy a = arguments(hidden, weight, target, bias, class_weight,
                                    {ignore_index, label_smoothing, softcap, logit_scale, z_loss, chunk_rows});
   if (denominator) {
@@ -79,7 +79,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     a.scale = scalar_of(kOp, "scale", scale);
   }
   // Of per-row losses the gradients are made in rows_backward: they need the upstream ones.
-  Gradients g = make_gradients(a, hidden, scalar && need_dhidden, scalar && need_dweight, scalar && need_dbias);
+  Gradients g =
+      make_gradients(a, hidden, scalar && need_dhidden, scalar && need_dweight, scalar && need_dbias);
   auto ctx = make_context(hidden);
   linear_cross_entropy(*ctx, a);
   return {scalar ? total : rows, scale, g.dhidden, g.dweight, g.dbias};
@@ -87,10 +88,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
 
 // Gradients of per-row losses: the logits are computed again, with each row's upstream gradient folded in.
 std::tuple<Tensor, Tensor, Tensor> rows_backward(Tensor upstream, Tensor hidden, Tensor weight, Tensor target,
-                                                 OptionalTensor bias, OptionalTensor class_weight, int64_t ignore_index,
-                                                 double label_smoothing, double softcap, double logit_scale,
-                                                 double z_loss, int64_t chunk_rows, bool need_dhidden, bool need_dweight,
-                                                 bool need_dbias) {
+                                                 OptionalTensor bias, OptionalTensor class_weight,
+                                                 int64_t ignore_index, double label_smoothing, double softcap,
+                                                 double logit_scale, double z_loss, int64_t chunk_rows,
+                                                 bool need_dhidden, bool need_dweight, bool need_dbias) {
   LinearCrossEntropy a = arguments(hidden, weight, target, bias, class_weight,
                                    {ignore_index, label_smoothing, softcap, logit_scale, z_loss, chunk_rows});
   a.reduction = Reduction::none;
@@ -105,15 +106,17 @@ std::tuple<Tensor, Tensor, Tensor> rows_backward(Tensor upstream, Tensor hidden,
 
 // The kept gradients times the upstream one, in the parameters' dtypes. The kept ones are not touched: a second backward
 // through the same loss gives the same answer.
-std::tuple<Tensor, Tensor, Tensor> backward(Tensor dloss, Tensor scale, Tensor dhidden, Tensor dweight, Tensor dbias,
-                                            ScalarType weight_dtype, ScalarType bias_dtype) {
+std::tuple<Tensor, Tensor, Tensor> backward(Tensor dloss, Tensor scale, Tensor dhidden, Tensor dweight,
+                                            Tensor dbias, ScalarType weight_dtype, ScalarType bias_dtype) {
   DType hidden_dtype = dtype_of(kOp, "dhidden", dhidden);
   auto ctx = make_context(dhidden);
   Vector factor = scalar_of(kOp, "upstream gradient", dloss);
   Vector late = linear_cross_entropy_scales_early(hidden_dtype) ? Vector{} : scalar_of(kOp, "scale", scale);
   auto finish = [&](Tensor& kept, DType dtype) {
     Tensor out = make_like(kept, dtype);
-    linear_cross_entropy_finish(*ctx, {.in = rows_of(kOp, "gradient", kept), .dloss = factor, .scale = late,
+    linear_cross_entropy_finish(*ctx, {.in = rows_of(kOp, "gradient", kept),
+                                       .dloss = factor,
+                                       .scale = late,
                                        .out = rows_of(kOp, "gradient", out)});
     return out;
   };
@@ -125,17 +128,23 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor dloss, Tensor scale, Tensor d
 
 TIGON_TORCH_SCHEMAS(m) {
   constexpr const char* kArguments =
-      "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? denominator, "
-      "float? host_denominator, int ignore_index, float label_smoothing, float softcap, float logit_scale, float z_loss, "
+      "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? "
+      "denominator, "
+      "float? host_denominator, int ignore_index, float label_smoothing, float softcap, float logit_scale, "
+      "float z_loss, "
       "int reduction, int chunk_rows, bool need_dhidden, bool need_dweight, bool need_dbias) -> "
       "(Tensor loss, Tensor scale, Tensor dhidden, Tensor dweight, Tensor dbias)";
   m.def((std::string("linear_cross_entropy") + kArguments).c_str());
   m.def((std::string("linear_cross_entropy_fwd") + kArguments).c_str());
-  m.def("linear_cross_entropy_bwd(Tensor dloss, Tensor scale, Tensor dhidden, Tensor dweight, Tensor dbias, "
-        "ScalarType weight_dtype, ScalarType bias_dtype) -> (Tensor, Tensor, Tensor)");
-  m.def("linear_cross_entropy_rows_bwd(Tensor upstream, Tensor hidden, Tensor weight, Tensor target, Tensor? bias, "
-        "Tensor? class_weight, int ignore_index, float label_smoothing, float softcap, float logit_scale, float z_loss, "
-        "int chunk_rows, bool need_dhidden, bool need_dweight, bool need_dbias) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "linear_cross_entropy_bwd(Tensor dloss, Tensor scale, Tensor dhidden, Tensor dweight, Tensor dbias, "
+      "ScalarType weight_dtype, ScalarType bias_dtype) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "linear_cross_entropy_rows_bwd(Tensor upstream, Tensor hidden, Tensor weight, Tensor target, Tensor? "
+      "bias, "
+      "Tensor? class_weight, int ignore_index, float label_smoothing, float softcap, float logit_scale, "
+      "float z_loss, "
+      "int chunk_rows, bool need_dhidden, bool need_dweight, bool need_dbias) -> (Tensor, Tensor, Tensor)");
 }
 TIGON_TORCH_KERNELS(m) {
   m.impl("linear_cross_entropy", TORCH_BOX(&forward));
