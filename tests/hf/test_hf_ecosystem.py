@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tiny import SHARED, batch, close, make, step
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
 from tigon.hf import LazyLogits, apply, undo
@@ -275,53 +277,50 @@ def test_trainer_logs_the_same_losses(tmp_path):
     assert got == pytest.approx(wanted, rel=1e-4)
 
 
+@pytest.fixture
+def process_group():
+    """A gloo group of this process alone; destroyed only when nothing of the test uses it."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    gc.collect()
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("own_unit", [True, False])
-def test_fsdp2_head(own_unit, monkeypatch):
+def test_fsdp2_head(own_unit, process_group):
     """The head is gathered when the loss runs: the loss goes through the head module."""
     fsdp = pytest.importorskip("torch.distributed.fsdp")
-    if not torch.distributed.is_available() or not hasattr(fsdp, "fully_shard"):
-        pytest.skip("no FSDP2 in this torch")
-    from torch.distributed.device_mesh import init_device_mesh
-
     stock = make()
     inputs = batch()
     wanted = step(stock, inputs)
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        model = copy.deepcopy(stock)
-        for layer in model.model.layers:
-            fsdp.fully_shard(layer, mesh=mesh)
-        if own_unit:
-            fsdp.fully_shard(model.lm_head, mesh=mesh)
-        fsdp.fully_shard(model, mesh=mesh)
-        report = apply(model)
-        loss = model(**inputs).loss
-        loss.backward()
-        close(loss.detach(), wanted[0])
-        for name, parameter in model.named_parameters():
-            close(parameter.grad.full_tensor(), wanted[1][name], ulps=256)
-        assert report.head_calls.fused == 1 and report.head_calls.materialised == 0
-    finally:
-        torch.distributed.destroy_process_group()
+    mesh = init_device_mesh("cpu", (1,))
+    model = copy.deepcopy(stock)
+    for layer in model.model.layers:
+        fsdp.fully_shard(layer, mesh=mesh)
+    if own_unit:
+        fsdp.fully_shard(model.lm_head, mesh=mesh)
+    fsdp.fully_shard(model, mesh=mesh)
+    report = apply(model)
+    loss = model(**inputs).loss
+    loss.backward()
+    close(loss.detach(), wanted[0])
+    for name, parameter in model.named_parameters():
+        close(parameter.grad.full_tensor(), wanted[1][name], ulps=256)
+    assert report.head_calls.fused == 1 and report.head_calls.materialised == 0
 
 
-def test_data_parallel_of_one_process(device):
+def test_data_parallel_of_one_process(device, process_group):
     """DDP sees the lazy logits among the outputs."""
     stock = make(device=device)
     inputs = batch(device)
     wanted = step(stock, inputs)
     apply(stock)
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        model = nn.parallel.DistributedDataParallel(stock, find_unused_parameters=True)
-        got = step(model, inputs)
-        close(got[0], wanted[0])
-        close(got[1]["module.lm_head.weight"], wanted[1]["lm_head.weight"], ulps=256)
-    finally:
-        torch.distributed.destroy_process_group()
+    model = nn.parallel.DistributedDataParallel(stock, find_unused_parameters=True)
+    got = step(model, inputs)
+    close(got[0], wanted[0])
+    close(got[1]["module.lm_head.weight"], wanted[1]["lm_head.weight"], ulps=256)
 
 
 def test_shared_configuration_has_no_dropout():

@@ -89,4 +89,6 @@ def _looks_like_mlp(module: nn.Module) -> bool:
     """At least two products and an activation module of its own: worth a line in the report."""
     children = list(module.children())
     products = sum(hasattr(child, "in_features") for child in children)
-    return products >= 2 and any("activation" in type(child).__module__ for child in children)
+    flat = all(hasattr(child, "in_features") or not list(child.children()) for child in children)
+    activation = any("activation" in type(child).__module__ for child in children)
+    return flat and products >= 2 and activation
