@@ -111,7 +111,8 @@ def test_backward_twice_and_saved_tensors_untouched(device):
 
 def test_inputs_are_kept_by_reference(device):
     gate, up = _pair(6, 40, device=device)
-    saved = tigon.swiglu(gate, up).grad_fn.saved_tensors
+    out = tigon.swiglu(gate, up)
+    saved = out.grad_fn.saved_tensors
     assert [t.data_ptr() for t in saved] == [gate.data_ptr(), up.data_ptr()]
 
 
