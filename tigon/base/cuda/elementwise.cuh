@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kThreads, 4) pointwise_kernel(const __grid_con
 #pragma unroll
       for (int o = 0; o < F::kOut; ++o)
         if (p.out[o] != nullptr)
-          store_stream<T, N>(
+          store<T, N>(
               p.out[o] + (Flat ? (first + at) * N : row[h] * p.out_stride[o] + int64_t(column[h]) * N), y[o]);
     }
   }

@@ -87,14 +87,15 @@ struct Word<16> {
   using type = uint4;
 };
 
-// Streaming load: read once, keep it out of L1, first to leave L2.
+// Load of data that is read once. A plain one: on an H200 it is 6 to 10 % of the copy rate faster than ld.cs, ld.nc and
+// L1::no_allocate (swiglu 16384 x 14336: 103 % of a device copy against 93 to 95 %), and st.cs gains nothing over st.
 template <class T, int N>
 __device__ __forceinline__ Pack<T, N> load_stream(const T* p) {
   Pack<T, N> r;
   constexpr int kBytes = sizeof(T) * N, kWord = kBytes < 16 ? kBytes : 16;
   using W = typename Word<kWord>::type;
 #pragma unroll
-  for (int i = 0; i < kBytes / kWord; ++i) reinterpret_cast<W*>(&r)[i] = __ldcs(reinterpret_cast<const W*>(p) + i);
+  for (int i = 0; i < kBytes / kWord; ++i) reinterpret_cast<W*>(&r)[i] = *(reinterpret_cast<const W*>(p) + i);
   return r;
 }
 // Ordinary load through the read-only path (weights, tables: reused across rows).
@@ -113,15 +114,6 @@ __device__ __forceinline__ void store(T* p, const Pack<T, N>& r) {
   using W = typename Word<kWord>::type;
 #pragma unroll
   for (int i = 0; i < kBytes / kWord; ++i) reinterpret_cast<W*>(p)[i] = reinterpret_cast<const W*>(&r)[i];
-}
-
-// Streaming store: written once, first to leave L2.
-template <class T, int N>
-__device__ __forceinline__ void store_stream(T* p, const Pack<T, N>& r) {
-  constexpr int kBytes = sizeof(T) * N, kWord = kBytes < 16 ? kBytes : 16;
-  using W = typename Word<kWord>::type;
-#pragma unroll
-  for (int i = 0; i < kBytes / kWord; ++i) __stcs(reinterpret_cast<W*>(p) + i, reinterpret_cast<const W*>(&r)[i]);
 }
 
 // True when rows that start at p and follow every `stride` elements can be read in packs of 16 bytes.
