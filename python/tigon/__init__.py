@@ -7,7 +7,11 @@ Hugging Face model. Everything refused raises :class:`tigon.Error` before anythi
 from tigon import nn
 from tigon.error import Error
 from tigon.ops.cross_entropy import cross_entropy
+from tigon.ops.head_memory import linear_cross_entropy_memory
+from tigon.ops.labels import count_labels
 from tigon.ops.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.linear_log_prob import linear_log_prob
+from tigon.ops.linear_loss import linear_loss
 from tigon.ops.rms_norm import rms_norm
 from tigon.ops.rope import rope
 from tigon.ops.swiglu import swiglu
@@ -17,8 +21,12 @@ __version__ = "0.1.0"
 __all__ = [
     "Error",
     "apply",
+    "count_labels",
     "cross_entropy",
     "linear_cross_entropy",
+    "linear_cross_entropy_memory",
+    "linear_log_prob",
+    "linear_loss",
     "nn",
     "rms_norm",
     "rope",

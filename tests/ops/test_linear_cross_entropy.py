@@ -166,7 +166,7 @@ BAD = {
     "smoothing": ({"label_smoothing": 1.5}, r"label_smoothing must be in \[0, 1\], got 1.5"),
     "softcap": ({"softcap": -1.0}, r"softcap must be > 0 \(or None\), got -1.0"),
     "reduction": ({"reduction": "batchmean"}, r"reduction must be one of .*, got 'batchmean'"),
-    "denominator": ({"denominator": torch.ones(2)}, r"denominator must have one element, got \[2\]"),
+    "denominator": ({"denominator": torch.ones(2)}, r"denominator must have one element, got 2"),
 }
 
 
@@ -233,10 +233,11 @@ def test_checkpointed(device):
 def test_opcheck(reduction, device):
     hidden, weight, target = _inputs(6, 8, 20, device=device)
     bias = torch.randn(20, device=device, requires_grad=True)
-    sample = (hidden, weight, target, bias, None, None, None, -100, 0.1, 0.0, 1.0, 0.0, reduction, 4, True, True, True)
+    none = (None, None, None, None)  # class and token weights, LoRA
+    sample = (hidden, weight, target, bias, *none, None, None, -100, 0.1, 0.0, 1.0, 1.0, 0.0, 1.0, reduction, 4, -1, 31, 7)
     torch.library.opcheck(OP, sample)
-    frozen = (hidden.detach(), weight, target, None, None, torch.tensor(3.0, device=device), None, -100, 0.0, 2.0, 1.0,
-              0.0, reduction, 0, False, True, False)  # fmt: skip
+    frozen = (hidden.detach(), weight, target, None, *none, torch.tensor(3.0, device=device), None, -100, 0.0, 2.0, 1.0,
+              0.5, 0.0, 1.0, reduction, 0, -1, 0, 2)  # fmt: skip
     torch.library.opcheck(OP, frozen)
 
 

@@ -6,62 +6,114 @@ namespace {
 
 constexpr const char* kOp = "linear_cross_entropy";
 
-// Options in the order of the schemas.
+// Bits of `needs` and of `outputs`, as in python/tigon/ops/linear_cross_entropy.py.
+enum Need : int64_t { need_hidden = 1, need_weight = 2, need_bias = 4, need_lora_a = 8, need_lora_b = 16 };
+enum Output : int64_t { out_z_loss = 1, out_log_prob = 2, out_lse = 4, out_entropy = 8, out_predicted = 16 };
+
+// What the operators share. Tensors are replaced by copies where a view does not fit, so they must outlive the call.
+struct Operands {
+  Tensor &hidden, &weight, &target;
+  OptionalTensor &bias, &class_weight, &token_weight, &lora_a, &lora_b;
+};
 struct Options {
-  int64_t ignore_index;
-  double label_smoothing, softcap, logit_scale, z_loss;
-  int64_t chunk_rows;
+  int64_t ignore_index = -100;
+  double label_smoothing = 0.0, softcap = 0.0, logit_scale = 1.0, temperature = 1.0, z_loss = 0.0,
+         lora_scale = 1.0;
+  int64_t chunk_rows = 0, valid_rows = -1;
 };
 
-// The part of the arguments that forward and the recomputing backward share. Tensors are replaced by copies where a view
-// does not fit, so they must outlive the call.
-LinearCrossEntropy arguments(Tensor& hidden, Tensor& weight, Tensor& target, OptionalTensor& bias,
-                             OptionalTensor& class_weight, const Options& o) {
-  check_same_device(kOp, "weight", weight, hidden);
-  check_same_device(kOp, "target", target, hidden);
-  if (bias) check_same_device(kOp, "bias", *bias, hidden);
-  if (class_weight) check_same_device(kOp, "class_weight", *class_weight, hidden);
-  return {.hidden = rows_of(kOp, "hidden", hidden),
-          .weight = rows_of(kOp, "weight", weight),
-          .target = vector_of(kOp, "target", target),
-          .bias = vector_of(kOp, "bias", bias),
-          .class_weight = vector_of(kOp, "class_weight", class_weight),
+Matrix rows_of_optional(const char* name, OptionalTensor& t) { return t ? rows_of(kOp, name, *t) : Matrix{}; }
+
+LinearCrossEntropy arguments(Operands t, const Options& o) {
+  check_same_device(kOp, "weight", t.weight, t.hidden);
+  check_same_device(kOp, "target", t.target, t.hidden);
+  auto check = [&](const char* name, const OptionalTensor& x) {
+    if (x) check_same_device(kOp, name, *x, t.hidden);
+  };
+  check("bias", t.bias);
+  check("class_weight", t.class_weight);
+  check("token_weight", t.token_weight);
+  check("lora A", t.lora_a);
+  check("lora B", t.lora_b);
+  return {.hidden = rows_of(kOp, "hidden", t.hidden),
+          .weight = rows_of(kOp, "weight", t.weight),
+          .target = vector_of(kOp, "target", t.target),
+          .bias = vector_of(kOp, "bias", t.bias),
+          .class_weight = vector_of(kOp, "class_weight", t.class_weight),
+          .token_weight = vector_of(kOp, "token_weight", t.token_weight),
           .ignore_index = o.ignore_index,
           .label_smoothing = float(o.label_smoothing),
           .softcap = float(o.softcap),
           .logit_scale = float(o.logit_scale),
+          .temperature = float(o.temperature),
           .z_loss = float(o.z_loss),
-          .chunk_rows = o.chunk_rows};
+          .chunk_rows = o.chunk_rows,
+          .valid_rows = o.valid_rows,
+          .lora_a = rows_of_optional("lora A", t.lora_a),
+          .lora_b = rows_of_optional("lora B", t.lora_b),
+          .lora_scale = float(o.lora_scale)};
 }
 
 struct Gradients {
-  Tensor dhidden, dweight, dbias;
+  Tensor hidden, weight, bias, lora_a, lora_b;
 };
 
-Gradients make_gradients(LinearCrossEntropy& a, const Tensor& hidden, bool need_dhidden, bool need_dweight,
-                         bool need_dbias) {
-  int64_t v = a.weight.rows, h = a.weight.cols;
-  Gradients g{.dhidden = need_dhidden ? make_like(hidden, a.hidden.dtype) : nothing(hidden, a.hidden.dtype),
-              .dweight = need_dweight ? make(hidden, {v, h}, DType::f32) : nothing(hidden, DType::f32),
-              .dbias = need_dbias ? make(hidden, {v}, DType::f32) : nothing(hidden, DType::f32)};
-  if (a.hidden.rows == 0) {  // no chunk will write them
-    torch::stable::zero_(g.dweight);
-    torch::stable::zero_(g.dbias);
-    return g;
-  }
-  if (need_dhidden) a.dhidden = rows_of(kOp, "dhidden", g.dhidden);
-  if (need_dweight) a.dweight = rows_of(kOp, "dweight", g.dweight);
-  if (need_dbias) a.dbias = vector_of(kOp, "dbias", g.dbias);
+Gradients make_gradients(LinearCrossEntropy& a, const Tensor& hidden, int64_t needs) {
+  int64_t v = a.weight.rows, h = a.weight.cols, r = a.lora_a.rows;
+  auto result = [&](Need need, std::initializer_list<int64_t> sizes) {
+    return needs & need ? make(hidden, sizes, DType::f32) : nothing(hidden, DType::f32);
+  };
+  Gradients g{
+      .hidden = needs & need_hidden ? make_like(hidden, a.hidden.dtype) : nothing(hidden, a.hidden.dtype),
+      .weight = result(need_weight, {v, h}),
+      .bias = result(need_bias, {v}),
+      .lora_a = result(need_lora_a, {r, h}),
+      .lora_b = result(need_lora_b, {v, r})};
+  if (needs & need_hidden) a.dhidden = rows_of(kOp, "dhidden", g.hidden);
+  if (needs & need_weight) a.dweight = rows_of(kOp, "dweight", g.weight);
+  if (needs & need_bias) a.dbias = vector_of(kOp, "dbias", g.bias);
+  if (needs & need_lora_a) a.dlora_a = rows_of(kOp, "gradient of lora A", g.lora_a);
+  if (needs & need_lora_b) a.dlora_b = rows_of(kOp, "gradient of lora B", g.lora_b);
   return g;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
-    Tensor hidden, Tensor weight, Tensor target, OptionalTensor bias, OptionalTensor class_weight,
-    OptionalTensor denominator, std::optional<double> host_denominator, int64_t ignore_index,
-    double label_smoothing, double softcap, double logit_scale, double z_loss, int64_t reduction,
-    int64_t chunk_rows, bool need_dhidden, bool need_dweight, bool need_dbias) {
-  LinearCrossEntropy a = arguments(hidden, weight, target, bias, class_weight,
-                                   {ignore_index, label_smoothing, softcap, logit_scale, z_loss, chunk_rows});
+// Results of rows beside the loss: one f32 matrix, a row for each that is wanted, in the order of the bits.
+struct RowResults {
+  Tensor numbers, predicted;
+};
+RowResults make_row_results(LinearCrossEntropy& a, const Tensor& hidden, int64_t outputs) {
+  int64_t n = a.hidden.rows, wanted = 0;
+  for (int64_t bit = out_z_loss; bit < out_predicted; bit *= 2) wanted += (outputs & bit) != 0;
+  bool classes = outputs & out_predicted;
+  RowResults r{.numbers = wanted ? make(hidden, {wanted, n}, DType::f32) : nothing(hidden, DType::f32),
+               .predicted = classes ? make(hidden, {n}, DType::i64) : nothing(hidden, DType::i64)};
+  char* next = static_cast<char*>(r.numbers.data_ptr());
+  auto take = [&](Output bit) -> Vector {
+    if (!(outputs & bit)) return {};
+    Vector v{.data = next, .dtype = DType::f32, .size = n};
+    next += n * int64_t(sizeof(float));
+    return v;
+  };
+  a.z_term = take(out_z_loss);
+  a.log_prob = take(out_log_prob);
+  a.lse = take(out_lse);
+  a.entropy = take(out_entropy);
+  if (classes) a.predicted = vector_of(kOp, "predicted", r.predicted);
+  return r;
+}
+
+using ForwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+ForwardResult forward(Tensor hidden, Tensor weight, Tensor target, OptionalTensor bias,
+                      OptionalTensor class_weight, OptionalTensor token_weight, OptionalTensor lora_a,
+                      OptionalTensor lora_b, OptionalTensor denominator,
+                      std::optional<double> host_denominator, int64_t ignore_index, double label_smoothing,
+                      double softcap, double logit_scale, double temperature, double z_loss,
+                      double lora_scale, int64_t reduction, int64_t chunk_rows, int64_t valid_rows,
+                      int64_t outputs, int64_t needs) {
+  LinearCrossEntropy a = arguments({hidden, weight, target, bias, class_weight, token_weight, lora_a, lora_b},
+                                   {ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss,
+                                    lora_scale, chunk_rows, valid_rows});
   if (denominator) {
     check_same_device(kOp, "denominator", *denominator, hidden);
     a.denominator = scalar_of(kOp, "denominator", *denominator);
@@ -78,36 +130,61 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(
     a.total = scalar_of(kOp, "total", total);
     a.scale = scalar_of(kOp, "scale", scale);
   }
+  RowResults results = make_row_results(a, hidden, outputs);
   // Of per-row losses the gradients are made in rows_backward: they need the upstream ones.
-  Gradients g =
-      make_gradients(a, hidden, scalar && need_dhidden, scalar && need_dweight, scalar && need_dbias);
+  Gradients g = make_gradients(a, hidden, scalar ? needs : 0);
   auto ctx = make_context(hidden);
   linear_cross_entropy(*ctx, a);
-  return {scalar ? total : rows, scale, g.dhidden, g.dweight, g.dbias};
+  return {scalar ? total : rows, scale, g.hidden, g.weight, g.bias, g.lora_a, g.lora_b, results.numbers,
+          results.predicted};
 }
 
-// Gradients of per-row losses: the logits are computed again, with each row's upstream gradient folded in.
-std::tuple<Tensor, Tensor, Tensor> rows_backward(Tensor upstream, Tensor hidden, Tensor weight, Tensor target,
-                                                 OptionalTensor bias, OptionalTensor class_weight,
-                                                 int64_t ignore_index, double label_smoothing, double softcap,
-                                                 double logit_scale, double z_loss, int64_t chunk_rows,
-                                                 bool need_dhidden, bool need_dweight, bool need_dbias) {
-  LinearCrossEntropy a = arguments(hidden, weight, target, bias, class_weight,
-                                   {ignore_index, label_smoothing, softcap, logit_scale, z_loss, chunk_rows});
+// Gradients of per-row losses (and entropies): the logits are computed again, with each row's upstream gradients folded in.
+// Where `main_grad` is given, weight's gradient is added to it instead of being returned.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rows_backward(
+    Tensor upstream, OptionalTensor entropy_upstream, OptionalTensor main_grad, Tensor hidden, Tensor weight,
+    Tensor target, OptionalTensor bias, OptionalTensor class_weight, OptionalTensor token_weight,
+    OptionalTensor lora_a, OptionalTensor lora_b, int64_t ignore_index, double label_smoothing,
+    double softcap, double logit_scale, double temperature, double z_loss, double lora_scale,
+    int64_t chunk_rows, int64_t valid_rows, int64_t needs) {
+  LinearCrossEntropy a = arguments({hidden, weight, target, bias, class_weight, token_weight, lora_a, lora_b},
+                                   {ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss,
+                                    lora_scale, chunk_rows, valid_rows});
   a.reduction = Reduction::none;
   a.upstream = vector_of(kOp, "upstream gradient", upstream);
+  a.entropy_upstream = vector_of(kOp, "upstream gradient of the entropy", entropy_upstream);
   Tensor rows = make(hidden, {a.hidden.rows}, DType::f32);
   a.loss = vector_of(kOp, "loss", rows);
-  Gradients g = make_gradients(a, hidden, need_dhidden, need_dweight, need_dbias);
+  Gradients g = make_gradients(a, hidden, main_grad ? needs & ~need_weight : needs);
+  if (main_grad) {
+    check_same_device(kOp, "main_grad", *main_grad, hidden);
+    const void* memory = main_grad->data_ptr();
+    a.dweight = rows_of(kOp, "main_grad", *main_grad);
+    TIGON_CHECK(kOp, a.dweight.data == memory, "main_grad must have evenly spaced rows, got other strides");
+    a.add_dweight = true;
+  }
   auto ctx = make_context(hidden);
   linear_cross_entropy(*ctx, a);
-  return {g.dhidden, g.dweight, g.dbias};
+  return {g.hidden, g.weight, g.bias, g.lora_a, g.lora_b};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rows_backward_apart(
+    Tensor upstream, OptionalTensor entropy_upstream, Tensor hidden, Tensor weight, Tensor target,
+    OptionalTensor bias, OptionalTensor class_weight, OptionalTensor token_weight, OptionalTensor lora_a,
+    OptionalTensor lora_b, int64_t ignore_index, double label_smoothing, double softcap, double logit_scale,
+    double temperature, double z_loss, double lora_scale, int64_t chunk_rows, int64_t valid_rows,
+    int64_t needs) {
+  return rows_backward(upstream, entropy_upstream, std::nullopt, hidden, weight, target, bias, class_weight,
+                       token_weight, lora_a, lora_b, ignore_index, label_smoothing, softcap, logit_scale,
+                       temperature, z_loss, lora_scale, chunk_rows, valid_rows, needs);
 }
 
 // The kept gradients times the upstream one, in the parameters' dtypes. The kept ones are not touched: a second backward
 // through the same loss gives the same answer.
-std::tuple<Tensor, Tensor, Tensor> backward(Tensor dloss, Tensor scale, Tensor dhidden, Tensor dweight,
-                                            Tensor dbias, ScalarType weight_dtype, ScalarType bias_dtype) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(Tensor dloss, Tensor scale, Tensor dhidden,
+                                                            Tensor dweight, Tensor dbias, Tensor dlora_a,
+                                                            Tensor dlora_b, ScalarType weight_dtype,
+                                                            ScalarType bias_dtype) {
   DType hidden_dtype = dtype_of(kOp, "dhidden", dhidden);
   auto ctx = make_context(dhidden);
   Vector factor = scalar_of(kOp, "upstream gradient", dloss);
@@ -121,36 +198,140 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor dloss, Tensor scale, Tensor d
     return out;
   };
   return {finish(dhidden, hidden_dtype), finish(dweight, dtype_of(kOp, "weight", weight_dtype)),
-          finish(dbias, dtype_of(kOp, "bias", bias_dtype))};
+          finish(dbias, dtype_of(kOp, "bias", bias_dtype)), finish(dlora_a, hidden_dtype),
+          finish(dlora_b, hidden_dtype)};
+}
+
+// Log-probability of each label, and the entropy of each distribution.
+std::tuple<Tensor, Tensor> log_prob(Tensor hidden, Tensor weight, Tensor target, OptionalTensor bias,
+                                    int64_t ignore_index, double softcap, double logit_scale,
+                                    double temperature, int64_t chunk_rows, int64_t valid_rows,
+                                    bool entropy) {
+  OptionalTensor none;
+  LinearCrossEntropy a =
+      arguments({hidden, weight, target, bias, none, none, none, none}, {.ignore_index = ignore_index,
+                                                                         .softcap = softcap,
+                                                                         .logit_scale = logit_scale,
+                                                                         .temperature = temperature,
+                                                                         .chunk_rows = chunk_rows,
+                                                                         .valid_rows = valid_rows});
+  a.reduction = Reduction::none;
+  Tensor losses = make(hidden, {a.hidden.rows}, DType::f32),
+         result = make(hidden, {a.hidden.rows}, DType::f32);
+  Tensor entropies = entropy ? make(hidden, {a.hidden.rows}, DType::f32) : nothing(hidden, DType::f32);
+  a.loss = vector_of(kOp, "loss", losses);
+  a.log_prob = vector_of(kOp, "log_prob", result);
+  if (entropy) a.entropy = vector_of(kOp, "entropy", entropies);
+  auto ctx = make_context(hidden);
+  linear_cross_entropy(*ctx, a);
+  return {result, entropies};
+}
+
+// The two halves of a chunk; `logits` [rows, V] is the caller's memory, `dhidden`, `dweight`, `dbias` too.
+std::tuple<Tensor, Tensor> chunk_logits(Tensor logits, Tensor hidden, Tensor weight, Tensor target,
+                                        OptionalTensor bias, int64_t ignore_index, double softcap,
+                                        double logit_scale, double temperature, bool entropy) {
+  OptionalTensor none;
+  LinearCrossEntropy a =
+      arguments({hidden, weight, target, bias, none, none, none, none}, {.ignore_index = ignore_index,
+                                                                         .softcap = softcap,
+                                                                         .logit_scale = logit_scale,
+                                                                         .temperature = temperature});
+  Tensor result = make(hidden, {a.hidden.rows}, DType::f32);
+  Tensor entropies = entropy ? make(hidden, {a.hidden.rows}, DType::f32) : nothing(hidden, DType::f32);
+  a.log_prob = vector_of(kOp, "log_prob", result);
+  if (entropy) a.entropy = vector_of(kOp, "entropy", entropies);
+  auto ctx = make_context(hidden);
+  linear_cross_entropy_chunk_logits(*ctx, a, rows_of(kOp, "workspace", logits));
+  return {result, entropies};
+}
+
+void chunk_gradient(Tensor logits, OptionalTensor dhidden, OptionalTensor dweight, OptionalTensor dbias,
+                    Tensor upstream, OptionalTensor entropy_upstream, Tensor hidden, Tensor weight,
+                    Tensor target, OptionalTensor bias, int64_t ignore_index, double softcap,
+                    double logit_scale, double temperature, bool first) {
+  OptionalTensor none;
+  LinearCrossEntropy a =
+      arguments({hidden, weight, target, bias, none, none, none, none}, {.ignore_index = ignore_index,
+                                                                         .softcap = softcap,
+                                                                         .logit_scale = logit_scale,
+                                                                         .temperature = temperature});
+  a.upstream = vector_of(kOp, "upstream gradient", upstream);
+  a.entropy_upstream = vector_of(kOp, "upstream gradient of the entropy", entropy_upstream);
+  a.dhidden = rows_of_optional("dhidden", dhidden);
+  a.dweight = rows_of_optional("dweight", dweight);
+  a.dbias = vector_of(kOp, "dbias", dbias);
+  auto ctx = make_context(hidden);
+  linear_cross_entropy_chunk_gradient(*ctx, a, rows_of(kOp, "workspace", logits), first);
+}
+
+// Rows whose label counts, in order: (index, labels, fault), see linear_cross_entropy.h.
+std::tuple<Tensor, Tensor, Tensor> compact(Tensor target, int64_t ignore_index, int64_t count) {
+  LinearCrossEntropyCompact a = {.target = vector_of(kOp, "target", target), .ignore_index = ignore_index};
+  Tensor index = make(target, {count}, DType::i64), labels = make(target, {count}, DType::i64);
+  Tensor position = make(target, {a.target.size}, DType::i64), fault = make(target, {}, DType::f32);
+  a.index = vector_of(kOp, "index", index);
+  a.labels = vector_of(kOp, "labels", labels);
+  a.position = vector_of(kOp, "position", position);
+  a.fault = scalar_of(kOp, "fault", fault);
+  auto ctx = make_context(target);
+  linear_cross_entropy_compact(*ctx, a);
+  return {index, labels, fault};
 }
 
 }  // namespace
 
 TIGON_TORCH_SCHEMAS(m) {
-  constexpr const char* kArguments =
-      "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? "
-      "denominator, "
-      "float? host_denominator, int ignore_index, float label_smoothing, float softcap, float logit_scale, "
-      "float z_loss, "
-      "int reduction, int chunk_rows, bool need_dhidden, bool need_dweight, bool need_dbias) -> "
-      "(Tensor loss, Tensor scale, Tensor dhidden, Tensor dweight, Tensor dbias)";
-  m.def((std::string("linear_cross_entropy") + kArguments).c_str());
-  m.def((std::string("linear_cross_entropy_fwd") + kArguments).c_str());
-  m.def(
-      "linear_cross_entropy_bwd(Tensor dloss, Tensor scale, Tensor dhidden, Tensor dweight, Tensor dbias, "
-      "ScalarType weight_dtype, ScalarType bias_dtype) -> (Tensor, Tensor, Tensor)");
-  m.def(
-      "linear_cross_entropy_rows_bwd(Tensor upstream, Tensor hidden, Tensor weight, Tensor target, Tensor? "
-      "bias, "
-      "Tensor? class_weight, int ignore_index, float label_smoothing, float softcap, float logit_scale, "
-      "float z_loss, "
-      "int chunk_rows, bool need_dhidden, bool need_dweight, bool need_dbias) -> (Tensor, Tensor, Tensor)");
+  const std::string operands =
+      "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? "
+      "token_weight, "
+      "Tensor? lora_a, Tensor? lora_b, ";
+  const std::string options =
+      "int ignore_index, float label_smoothing, float softcap, float logit_scale, float temperature, float "
+      "z_loss, "
+      "float lora_scale, ";
+  const std::string head =
+      "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, int ignore_index, float softcap, "
+      "float logit_scale, float temperature, ";
+  const std::string five = "(Tensor, Tensor, Tensor, Tensor, Tensor)";
+  const std::string forward_schema =
+      "(" + operands + "Tensor? denominator, float? host_denominator, " + options +
+      "int reduction, int chunk_rows, int valid_rows, int outputs, int needs) -> (Tensor loss, Tensor scale, "
+      "Tensor dhidden, Tensor dweight, Tensor dbias, Tensor dlora_a, Tensor dlora_b, Tensor rows, Tensor "
+      "predicted)";
+  auto def = [&](const std::string& schema) { m.def(schema.c_str()); };
+  def("linear_cross_entropy" + forward_schema);
+  def("linear_cross_entropy_fwd" + forward_schema);
+  def("linear_cross_entropy_bwd(Tensor dloss, Tensor scale, Tensor dhidden, Tensor dweight, Tensor dbias, "
+      "Tensor "
+      "dlora_a, Tensor dlora_b, ScalarType weight_dtype, ScalarType bias_dtype) -> " +
+      five);
+  const std::string rows = operands + options + "int chunk_rows, int valid_rows, int needs) -> " + five;
+  def("linear_cross_entropy_rows_bwd(Tensor upstream, Tensor? entropy_upstream, " + rows);
+  def("linear_cross_entropy_add_bwd(Tensor upstream, Tensor? entropy_upstream, Tensor(a!)? main_grad, " +
+      rows);
+  const std::string log_prob_schema =
+      "(" + head + "int chunk_rows, int valid_rows, bool entropy) -> (Tensor log_prob, Tensor entropy)";
+  def("linear_log_prob" + log_prob_schema);
+  def("linear_log_prob_fwd" + log_prob_schema);
+  def("linear_loss_logits(Tensor(a!) logits, " + head + "bool entropy) -> (Tensor, Tensor)");
+  def("linear_loss_gradient(Tensor(a!) logits, Tensor(b!)? dhidden, Tensor(c!)? dweight, Tensor(d!)? dbias, "
+      "Tensor "
+      "upstream, Tensor? entropy_upstream, " +
+      head + "bool first) -> ()");
+  def("linear_loss_rows(Tensor target, int ignore_index, int count) -> (Tensor, Tensor, Tensor)");
 }
 TIGON_TORCH_KERNELS(m) {
   m.impl("linear_cross_entropy", TORCH_BOX(&forward));
   m.impl("linear_cross_entropy_fwd", TORCH_BOX(&forward));
   m.impl("linear_cross_entropy_bwd", TORCH_BOX(&backward));
-  m.impl("linear_cross_entropy_rows_bwd", TORCH_BOX(&rows_backward));
+  m.impl("linear_cross_entropy_rows_bwd", TORCH_BOX(&rows_backward_apart));
+  m.impl("linear_cross_entropy_add_bwd", TORCH_BOX(&rows_backward));
+  m.impl("linear_log_prob", TORCH_BOX(&log_prob));
+  m.impl("linear_log_prob_fwd", TORCH_BOX(&log_prob));
+  m.impl("linear_loss_logits", TORCH_BOX(&chunk_logits));
+  m.impl("linear_loss_gradient", TORCH_BOX(&chunk_gradient));
+  m.impl("linear_loss_rows", TORCH_BOX(&compact));
 }
 
 }  // namespace tigon::torch_shim

@@ -1,0 +1,79 @@
+"""How many labels count: known to the host without waiting for the device."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tigon.error import check
+
+# target -> {(ignore_index, shift): (version of target, event, pinned count)}
+_counts: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_streams: dict[int, torch.cuda.Stream] = {}
+
+
+def _count(target, ignore_index, shift):
+    return (target[..., 1:] if shift else target).ne(ignore_index).sum()
+
+
+def count_labels(target: torch.Tensor, ignore_index: int = -100, *, shift: bool = False) -> None:
+    """Start counting the labels of a CUDA tensor, so that a later loss leaves ignored rows out.
+
+    Call it as soon as the labels are on the device, before the model's forward pass: a side stream counts and copies the
+    number into pinned memory. :func:`tigon.linear_cross_entropy`, :func:`tigon.linear_log_prob` and
+    :func:`tigon.linear_loss` use it when it has arrived by then (they ask, they never wait) and `target` is the same
+    tensor, or a view with all of its elements, unmodified since. The number is remembered as long as the tensor lives.
+    Nothing to do for CPU labels: they are counted in the call.
+
+    Args:
+        target: integer labels.
+        ignore_index: label that does not count.
+        shift: as in the call to come: without the first label of every sequence.
+    """
+    check(
+        "count_labels",
+        not target.is_floating_point(),
+        "target must be an integer tensor, got {}",
+        target.dtype,
+    )
+    check(
+        "count_labels",
+        not shift or target.dim() >= 1,
+        "target must have a sequence dimension with shift=True, got none",
+    )
+    if target.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return
+    current = torch.cuda.current_stream(target.device)
+    side = _streams.get(target.device.index)
+    if side is None:
+        side = _streams.setdefault(target.device.index, torch.cuda.Stream(target.device))
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        pinned = torch.empty((), dtype=torch.int64, pin_memory=True)
+        pinned.copy_(_count(target.detach(), ignore_index, shift), non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(side)
+    target.record_stream(side)
+    _counts.setdefault(target, {})[ignore_index, shift] = (target._version, event, pinned)
+
+
+def counted(target, ignore_index, shift):
+    """The number that :func:`count_labels` has found for this tensor, or -1."""
+    if not _counts or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        return -1
+    known = _counts.get(target)
+    if known is None and target._base is not None and target._base.numel() == target.numel() and not shift:
+        known = _counts.get(target._base)
+    version, event, pinned = (known or {}).get((ignore_index, shift), (None, None, None))
+    if version != target._version or event is None or not event.query():
+        return -1
+    return int(pinned)
+
+
+def known_rows(op, target, ignore_index, shift, valid_rows):
+    """`valid_rows` for the native call: what the caller says, else what :func:`count_labels` has found, else -1."""
+    if valid_rows is None:
+        return -1 if target.device.type == "cpu" else counted(target, ignore_index, shift)
+    whole = isinstance(valid_rows, int) and 0 <= valid_rows <= target.numel()
+    check(op, whole, "valid_rows must be an int in [0, {}] (or None), got {!r}", target.numel(), valid_rows)
+    return valid_rows

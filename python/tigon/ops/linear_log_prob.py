@@ -1,0 +1,126 @@
+"""Log-probability of each label under a linear head, and the entropy. Contract: ``linear_cross_entropy.h``."""
+
+from __future__ import annotations
+
+import torch
+
+from tigon._op import Op, has_kernel
+from tigon.ops.linear_cross_entropy import autocast, check_head, plain_logits, prepare, rows_backward
+
+_OP = "linear_log_prob"
+
+
+def reference(hidden, weight, target, *, bias=None, temperature=1.0, softcap=None, logit_scale=1.0, ignore_index=-100,
+              entropy=False, **ignored):  # fmt: skip
+    """The same formula in plain PyTorch operations: materialises the logits (any float dtype, any device)."""
+    del ignored
+    z = plain_logits(hidden, weight, bias, softcap, logit_scale, temperature)
+    log_p = torch.log_softmax(z, -1)
+    counts = target != ignore_index
+    picked = log_p.gather(-1, torch.where(counts, target, 0).long().unsqueeze(-1)).squeeze(-1)
+    picked = torch.where(counts, picked, 0.0)
+    if not entropy:
+        return picked
+    terms = torch.where(log_p == -torch.inf, 0.0, log_p.exp() * log_p)
+    return picked, torch.where(counts, -terms.sum(-1), 0.0)
+
+
+def _fake(
+    hidden,
+    weight,
+    target,
+    bias,
+    ignore_index,
+    softcap,
+    logit_scale,
+    temperature,
+    chunk_rows,
+    valid_rows,
+    entropy,
+):
+    rows = target.shape
+    return (
+        hidden.new_empty(rows, dtype=torch.float32),
+        hidden.new_empty(rows if entropy else (0,), dtype=torch.float32),
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    hidden, weight, target, bias = inputs[:4]
+    ctx.save_for_backward(hidden, weight, target, bias)
+    ctx.options = inputs[4:10]
+    ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+    if not inputs[10]:
+        ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dlog_prob, dentropy):
+    nothing = (None,) * 7
+    if dlog_prob is None and dentropy is None:
+        return (None, None, None, None, *nothing)
+    hidden, weight, target, bias = ctx.saved_tensors
+    ignore_index, softcap, logit_scale, temperature, chunk_rows, valid_rows = ctx.options
+    upstream = torch.zeros_like(dentropy) if dlog_prob is None else -dlog_prob  # the loss is -log_prob
+    needs = sum(bit for bit, place in ((1, 0), (2, 1), (4, 3)) if ctx.needs_input_grad[place])
+    compiling = torch.compiler.is_compiling()
+    call = torch.ops.tigon.linear_cross_entropy_rows_bwd if compiling else rows_backward
+    gradients = call(upstream, dentropy, hidden, weight, target, bias, None, None, None, None, ignore_index, 0.0, softcap,
+                     logit_scale, temperature, 0.0, 1.0, chunk_rows, valid_rows, needs)[:3]  # fmt: skip
+    dhidden, dweight, dbias = (
+        g.to(dtype) if needs & bit else None
+        for g, dtype, bit in zip(gradients, ctx.dtypes, (1, 2, 4), strict=True)
+    )
+    return dhidden, dweight, None, dbias, *nothing
+
+
+_op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward)
+
+
+def linear_log_prob(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    entropy: bool = False,
+    shift: bool = False,
+    valid_rows: int | None = None,
+    chunk_rows: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """``log softmax(z)[target]`` per token, ``z`` as in :func:`tigon.linear_cross_entropy`, without the logits ever existing.
+
+    The backward computes the logits again, chunk by chunk, with the upstream gradients of both results folded in: four
+    matrix products in all; without gradients one.
+
+    Args:
+        hidden, weight, target, bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, chunk_rows: as in
+            :func:`tigon.linear_cross_entropy`.
+        entropy: also return the entropy of each distribution, ``lse - sum_c p_c z_c``, differentiable too.
+
+    Returns:
+        float32 ``[...]``, or a pair of them. 0 on ignored rows, with zero gradients.
+
+    Raises:
+        tigon.Error: as :func:`tigon.linear_cross_entropy`; on CUDA a label outside ``[0, V)`` makes that row NaN.
+    """
+    check_head(_OP, hidden, weight, target, bias, shift, softcap, temperature, chunk_rows)
+    hidden = autocast(hidden)
+    if not has_kernel(_OP, hidden):
+        if shift:
+            target = prepare(_OP, hidden, weight, target, bias, ignore_index, shift, None).target.view(
+                target.shape
+            )
+        return reference(hidden, weight, target, bias=bias, temperature=temperature, softcap=softcap,
+                         logit_scale=logit_scale, ignore_index=ignore_index, entropy=entropy)  # fmt: skip
+    head = prepare(_OP, hidden, weight, target, bias, ignore_index, shift, valid_rows)
+    result, entropies = _op(
+        head.hidden, head.weight, head.target, head.bias, ignore_index, softcap or 0.0, logit_scale, temperature,
+        chunk_rows or 0, head.valid_rows, entropy,
+    )  # fmt: skip
+    result = result.view(target.shape)
+    return (result, entropies.view(target.shape)) if entropy else result
