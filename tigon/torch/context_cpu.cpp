@@ -39,7 +39,7 @@ class TorchCpuContext final : public Context {
   void gemm(const Gemm& g) override {
     if (g.m == 0 || g.n == 0) return;
     if (g.ab_dtype == DType::f16) return widened_gemm(g);
-    if (g.ab_dtype == g.c_dtype && g.beta == 0.0f) return mm(g, g.c, g.ldc);
+    if (g.ab_dtype == g.c_dtype && g.beta == 0.0f && g.alpha == 1.0f) return mm(g, g.c, g.ldc);
     size_t first = blocks_.size();
     void* product = scratch(size_of(g.ab_dtype) * size_t(g.m * g.n));
     mm(g, product, g.n);
@@ -56,7 +56,6 @@ class TorchCpuContext final : public Context {
   }
 
   void mm(const Gemm& g, void* c, int64_t ldc) {
-    TIGON_CHECK("gemm", g.alpha == 1.0f, "alpha must be 1 on the CPU, got ", g.alpha);
     StableIValue stack[3] = {
         torch::stable::detail::from(view(g.a, g.m, g.k, g.lda, g.trans_a, g.ab_dtype)),
         torch::stable::detail::from(view(g.b, g.k, g.n, g.ldb, g.trans_b, g.ab_dtype)),
@@ -81,7 +80,7 @@ class TorchCpuContext final : public Context {
     w.ldb = g.trans_b ? g.k : g.n;
     w.a = wide(g.a, g.trans_a ? g.k : g.m, w.lda, g.lda);
     w.b = wide(g.b, g.trans_b ? g.n : g.k, w.ldb, g.ldb);
-    if (g.c_dtype == DType::f32 && g.beta == 0.0f) {
+    if (g.c_dtype == DType::f32 && g.beta == 0.0f && g.alpha == 1.0f) {
       mm(w, g.c, g.ldc);
     } else {
       void* product = scratch_of<float>(g.m * g.n);
@@ -91,7 +90,7 @@ class TorchCpuContext final : public Context {
     blocks_.resize(first, like_);
   }
 
-  // C = product, or C += product when beta is 1.
+  // C = alpha product, or C += alpha product when beta is 1.
   void add(const void* product, DType dtype, const Gemm& g) {
     dispatch_float("gemm", "product", dtype, [&](auto p) {
       using P = typename decltype(p)::type;
@@ -101,9 +100,9 @@ class TorchCpuContext final : public Context {
           const P* from = static_cast<const P*>(product) + r * g.n;
           C* to = static_cast<C*>(g.c) + r * g.ldc;
           if (g.beta == 0.0f)
-            for (int64_t i = 0; i < g.n; ++i) to[i] = from_float<C>(to_float(from[i]));
+            for (int64_t i = 0; i < g.n; ++i) to[i] = from_float<C>(g.alpha * to_float(from[i]));
           else
-            for (int64_t i = 0; i < g.n; ++i) to[i] = from_float<C>(to_float(to[i]) + to_float(from[i]));
+            for (int64_t i = 0; i < g.n; ++i) to[i] = from_float<C>(to_float(to[i]) + g.alpha * to_float(from[i]));
         });
       });
     });

@@ -110,9 +110,16 @@ def _plain_outputs(loss, z, target, token_weight, outputs, options):
     return _result_type(outputs)(*(values[name] for name in outputs))
 
 
-@functools.cache
+_result_types: dict[tuple[str, ...], type] = {}
+
+
 def _result_type(outputs):
-    return namedtuple("LinearCrossEntropy", outputs)
+    made = _result_types.get(outputs)
+    if made is None:
+        made = namedtuple("LinearCrossEntropy", outputs)
+        if not torch.compiler.is_compiling():
+            _result_types[outputs] = made
+    return made
 
 
 def shifted(target, ignore_index):

@@ -1,0 +1,74 @@
+"""Tools of the tests of functions on a linear head: inputs, gradients, the comparison with fp64."""
+
+from __future__ import annotations
+
+import torch
+from checks import check_close
+
+
+def head_inputs(rows=12, h=16, v=40, *, dtype=torch.float32, device="cpu", masked=0.25, scale=1.0):
+    """Hidden states, a head's weight, labels."""
+    lead = rows if isinstance(rows, tuple) else (rows,)
+    hidden = torch.randn(*lead, h).to(device, dtype).requires_grad_()
+    weight = torch.randn(v, h).mul(scale / h**0.5).to(device, dtype).requires_grad_()
+    target = torch.randint(0, v, lead)
+    target[torch.rand(lead) < masked] = -100
+    return hidden, weight, target.to(device)
+
+
+def widened(value):
+    """A float tensor as an fp64 leaf, tuples and dicts item by item, anything else as it is."""
+    if isinstance(value, dict):
+        return {name: widened(item) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(widened(item) for item in value)
+    if torch.is_tensor(value) and value.is_floating_point():
+        return value.detach().double().requires_grad_(value.requires_grad)
+    return value
+
+
+def leaves_of(values):
+    """Every tensor that needs a gradient, in order."""
+    found = []
+    for value in values.values() if isinstance(values, dict) else values:
+        if isinstance(value, tuple | list | dict):
+            found += leaves_of(value)
+        elif torch.is_tensor(value) and value.requires_grad:
+            found.append(value)
+    return found
+
+
+def run(fn, args, options, upstream=None):
+    """Outputs and gradients, detached."""
+    outputs = fn(*args, **options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    differentiable = [out for out in outputs if out.requires_grad]
+    if upstream is None:
+        upstream = [torch.linspace(0.5, 1.5, out.numel()).view(out.shape) for out in differentiable]
+    upstream = [g.to(out.device, out.dtype) for g, out in zip(upstream, differentiable, strict=True)]
+    grads = (
+        torch.autograd.grad(differentiable, leaves_of([*args, options]), upstream) if differentiable else ()
+    )
+    return [*(out.detach() for out in outputs), *grads]
+
+
+def compare(fn, plain, args, options, noise=0.0):
+    """fn against the same formula in plain PyTorch, in fp64 and in its own precision (tests/ops/checks.py).
+
+    `noise` is a share of the largest value below which a difference is not looked at: sums that cancel.
+    """
+    got = run(fn, args, options)
+    again = run(fn, args, options)
+    plain_options = {
+        name: value for name, value in options.items() if name not in ("chunk_rows", "valid_rows")
+    }
+    eager = run(plain, args, plain_options)
+    exact = run(plain, widened(args), widened(plain_options))
+    for i, (a, twice, b, c) in enumerate(zip(got, again, eager, exact, strict=True)):
+        assert torch.equal(a.nan_to_num(), twice.nan_to_num()), f"result {i}: two runs differ"
+        if not a.is_floating_point():
+            assert torch.equal(a, c), f"result {i}"
+            continue
+        error = (a.double() - c).abs()
+        if error.numel() and not error.max() <= noise * c.abs().max():
+            check_close(f"result {i}", a, b.to(a.dtype), c)

@@ -1,0 +1,156 @@
+"""Log-probabilities and entropies of a linear head, differentiable."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import tigon
+import torch
+from checks import same_bits
+from heads import compare, head_inputs, run
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tigon.ops.linear_log_prob import reference
+
+FN = tigon.linear_log_prob
+OP = torch.ops.tigon.linear_log_prob.default
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_combinations(data):
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 2**31), label="seed"))
+    rows, h, v = draw(st.integers(1, 40)), draw(st.integers(1, 33)), draw(st.integers(1, 130))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    hidden, weight, target = head_inputs(
+        rows, h, v, dtype=dtype, masked=draw(st.sampled_from([0.0, 0.3, 1.0])), scale=2.0
+    )
+    options = {
+        "temperature": draw(st.sampled_from([1.0, 0.6, 1.7])),
+        "softcap": draw(st.sampled_from([None, 2.0, 30.0])),
+        "logit_scale": draw(st.sampled_from([1.0, 0.3])),
+        "entropy": draw(st.booleans()),
+        "chunk_rows": draw(st.sampled_from([None, 1, 7])),
+        "bias": draw(st.sampled_from([None, torch.randn(v).to(dtype).requires_grad_()])),
+    }
+    compare(FN, reference, (hidden, weight, target), options, noise=8 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_finite_differences(entropy, device):
+    hidden, weight, target = head_inputs(4, 3, 5, device=device, masked=0.3)
+    args = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    options = {"entropy": entropy, "temperature": 0.7, "softcap": 2.0}
+    assert torch.autograd.gradcheck(
+        lambda h, w: reference(h, w, target, **options), args
+    )  # the yardstick itself
+    compare(FN, reference, (hidden, weight, target), options, noise=1e-6)
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3)))
+@pytest.mark.parametrize("upstream", ["both", "log_prob", "entropy"])
+def test_every_combination_of_gradients(needs, upstream, device):
+    hidden, weight, target = head_inputs(14, device=device)
+    tensors = (hidden, weight, torch.randn(40, device=device))
+    results = []
+    for fn in (FN, reference):
+        h, w, b = (t.detach().clone().requires_grad_(n) for t, n in zip(tensors, needs, strict=True))
+        lp, entropy = fn(h, w, target, bias=b, entropy=True)
+        assert lp.requires_grad == entropy.requires_grad == any(needs)
+        total = (2 * lp.sum() if upstream != "entropy" else 0) + (
+            entropy.square().sum() if upstream != "log_prob" else 0
+        )
+        if any(needs):
+            total.backward()
+        results.append((lp.detach(), entropy.detach(), h.grad, w.grad, b.grad))
+    for a, b in zip(*results, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_ignored_rows_are_zero_with_zero_gradients(device):
+    hidden, weight, target = head_inputs(30, device=device, masked=0.5)
+    for valid in (None, int((target != -100).sum())):
+        lp, entropy = FN(hidden, weight, target, entropy=True, valid_rows=valid)
+        (dh,) = torch.autograd.grad(lp.sum() + entropy.sum(), hidden)
+        ignored = target == -100
+        assert all(torch.count_nonzero(x[ignored]) == 0 for x in (lp, entropy, dh))
+
+
+def test_log_prob_of_sharp_distributions_is_exact(device):
+    for p in (0.9, 0.99, 0.999, 0.9999, 1 - 1e-6):
+        gap = torch.tensor(p).double().logit()
+        weight = torch.tensor([[80.0 + float(gap)], [80.0]], device=device)
+        hidden = torch.ones(1, 1, device=device, requires_grad=True)
+        weight.requires_grad_()
+        target = torch.zeros(1, dtype=torch.long, device=device)
+        compare(
+            FN, reference, (hidden, weight, target), {"entropy": True}, noise=2e-5
+        )  # +-80 cancel in dhidden
+
+
+def test_shift_and_rank(device):
+    hidden, weight, target = head_inputs((3, 9), device=device)
+    got = FN(hidden, weight, target, shift=True)
+    assert got.shape == (3, 9)
+    torch.testing.assert_close(got[:, :-1], reference(hidden[:, :-1], weight, target[:, 1:]))
+    assert (got[:, -1] == 0).all()
+
+
+def test_without_gradients(device):
+    hidden, weight, target = head_inputs(device=device)
+    with torch.no_grad():
+        lp = FN(hidden, weight, target)
+    assert lp.grad_fn is None and same_bits(lp, FN(hidden, weight, target).detach())
+
+
+def test_backward_twice(device):
+    hidden, weight, target = head_inputs(device=device)
+    lp = FN(hidden, weight, target)
+    first = torch.autograd.grad(lp.sum(), (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(lp.sum(), (hidden, weight))
+    assert all(same_bits(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_float64_runs_the_reference():
+    hidden, weight, target = (t.detach() for t in head_inputs())
+    got = FN(hidden.double(), weight.double(), target, entropy=True, shift=False)
+    want = reference(hidden.double(), weight.double(), target, entropy=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_autocast(device):
+    hidden, weight, target = head_inputs(device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        got = FN(hidden, weight, target)
+    want = FN(hidden.detach().bfloat16(), weight.detach().bfloat16(), target)
+    assert same_bits(got.detach(), want)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_opcheck(entropy, device):
+    hidden, weight, target = head_inputs(6, 8, 20, device=device)
+    torch.library.opcheck(OP, (hidden, weight, target, None, -100, 3.0, 1.0, 0.7, 4, -1, entropy))
+
+
+def test_compiled(device):
+    torch._dynamo.reset()
+    compiled = torch.compile(FN, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (5, 9):
+        hidden, weight, target = head_inputs(rows, device=device)
+        options = {"entropy": True, "temperature": 0.5}
+        got = run(compiled, (hidden, weight, target), options)
+        assert all(
+            same_bits(a, b) for a, b in zip(got, run(FN, (hidden, weight, target), options), strict=True)
+        )
+
+
+def test_refusals(device):
+    hidden, weight, target = head_inputs(device=device)
+    with pytest.raises(tigon.Error, match=r"\[linear_log_prob\] temperature must be > 0, got 0"):
+        FN(hidden, weight, target, temperature=0)
+    with pytest.raises(tigon.Error, match=r"\[linear_log_prob\] target must be \[12\], got \[11\]"):
+        FN(hidden, weight, target[:-1])

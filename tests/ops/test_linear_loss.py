@@ -1,0 +1,186 @@
+"""Streaming losses against the same function of plain PyTorch's log-probabilities."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import tigon
+import torch
+from checks import same_bits
+from heads import compare, head_inputs, run, widened
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tigon.ops.linear_log_prob import reference as log_prob_reference
+
+
+def nll(log_prob):
+    return -log_prob
+
+
+def dft(log_prob):
+    return -log_prob.detach().exp() * log_prob
+
+
+def grpo(log_prob, old, advantage):
+    ratio = torch.exp(log_prob - old)
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+
+
+def entropy_bonus(log_prob, entropy, advantage):
+    return -advantage * log_prob - 0.1 * entropy
+
+
+def streamed(fn, **fixed):
+    def call(hidden, weight, target, *tensors, **options):
+        return tigon.linear_loss(hidden, weight, target, fn, *tensors, **fixed, **options)
+
+    return call
+
+
+def plain(fn, entropy=False):
+    def call(hidden, weight, target, *tensors, reduction="mean", denominator=None, **options):
+        statistics = log_prob_reference(hidden, weight, target, entropy=entropy, **options)
+        statistics = statistics if entropy else (statistics,)
+        counts = target != -100
+        flat = [t.reshape(-1, *t.shape[target.dim() :]) for t in (*statistics, *tensors)]
+        rows = torch.where(counts, fn(*flat).view(target.shape), 0.0)
+        if denominator is not None:
+            return rows.sum() / denominator
+        if reduction == "none":
+            return rows
+        return rows.sum() / (counts.sum() if reduction == "mean" else 1)
+
+    return call
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_combinations(data):
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 2**31), label="seed"))
+    rows, h, v = draw(st.integers(1, 40)), draw(st.integers(1, 33)), draw(st.integers(2, 130))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    hidden, weight, target = head_inputs(rows, h, v, dtype=dtype, masked=draw(st.sampled_from([0.0, 0.4])))
+    target[0] = 0
+    fn = draw(st.sampled_from([nll, dft, grpo, entropy_bonus]))
+    advantage = torch.randn(rows).requires_grad_(draw(st.booleans()))
+    old = torch.randn(rows).mul(0.1).sub(2.0)
+    tensors = {nll: (), dft: (), grpo: (old, advantage), entropy_bonus: (advantage,)}[fn]
+    options = {
+        "reduction": draw(st.sampled_from(["mean", "sum", "none"])),
+        "denominator": draw(st.sampled_from([None, 5.0, torch.tensor(7)])),
+        "temperature": draw(st.sampled_from([1.0, 0.6])),
+        "softcap": draw(st.sampled_from([None, 5.0])),
+        "bias": draw(st.sampled_from([None, torch.randn(v).to(dtype).requires_grad_()])),
+        "chunk_rows": draw(st.sampled_from([None, 1, 7])),
+    }
+    entropy = fn is entropy_bonus
+    if fn is grpo:  # its kinks must be taken the same way by all
+        tensors = (log_prob_reference(*widened((hidden, weight)), target).detach().float() - 0.05, advantage)
+    call = streamed(fn, entropy=entropy)
+    args = (hidden, weight, target, *tensors)
+    compare(call, plain(fn, entropy), args, options, noise=16 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nll_is_cross_entropy(dtype, device):
+    hidden, weight, target = head_inputs(40, 24, 61, dtype=dtype, device=device)
+    for options in ({}, {"reduction": "sum"}, {"denominator": torch.tensor(9.0, device=device)}):
+        got = run(streamed(nll), (hidden, weight, target), {**options, "chunk_rows": 16})
+        want = run(tigon.linear_cross_entropy, (hidden, weight, target), {**options, "chunk_rows": 16})
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_chunking_does_not_show(reduction, device):
+    hidden, weight, target = head_inputs(96, 33, 129, device=device)
+    advantage = torch.randn(96, device=device).requires_grad_()
+    call = streamed(entropy_bonus, entropy=True)
+    whole = run(call, (hidden, weight, target, advantage), {"reduction": reduction})
+    for chunk in (1, 7, 64):
+        parts = run(call, (hidden, weight, target, advantage), {"reduction": reduction, "chunk_rows": chunk})
+        for a, b in zip(parts, whole, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4)))
+def test_every_requires_grad_combination(needs, device):
+    hidden, weight, target = head_inputs(20, device=device)
+    tensors = (hidden, weight, torch.randn(20, device=device), torch.randn(40, device=device))
+    results = []
+    for call in (streamed(entropy_bonus, entropy=True, chunk_rows=6), plain(entropy_bonus, True)):
+        h, w, a, b = (t.detach().clone().requires_grad_(n) for t, n in zip(tensors, needs, strict=True))
+        loss = call(h, w, target, a, bias=b)
+        assert loss.requires_grad == any(needs)
+        if any(needs):
+            (3 * loss).backward()
+        results.append((loss.detach(), h.grad, w.grad, a.grad, b.grad))
+    for a, b in zip(*results, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_known_count_changes_nothing(device):
+    hidden, weight, target = head_inputs((5, 13), device=device, masked=0.6)
+    advantage = torch.randn(5, 13, 2, device=device).requires_grad_()
+    call = streamed(lambda lp, a: -lp * a.sum(-1), chunk_rows=8)
+    known = run(call, (hidden, weight, target, advantage), {"valid_rows": int((target != -100).sum())})
+    unknown = run(call, (hidden, weight, target, advantage), {})
+    for a, b in zip(known, unknown, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_what_fn_says_of_ignored_rows_is_dropped(device):
+    hidden, weight, target = head_inputs(30, device=device)
+    poison = torch.where(target == -100, float("nan"), 1.0)
+    got = run(streamed(lambda lp, p: -lp * p, chunk_rows=9), (hidden, weight, target, poison), {})
+    want = run(tigon.linear_cross_entropy, (hidden, weight, target), {})
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_all_rows_masked(dtype, device):
+    hidden, weight, target = head_inputs(dtype=dtype, device=device, masked=1.0)
+    for options, want in (({}, float("nan")), ({"reduction": "sum"}, 0.0), ({"denominator": 3.0}, 0.0)):
+        for valid in (None, 0):
+            loss, dh, dw = run(streamed(nll), (hidden, weight, target), {**options, "valid_rows": valid})
+            assert loss.isnan() if want != want else loss == want
+            assert torch.count_nonzero(dh) == 0 and torch.count_nonzero(dw) == 0
+
+
+def test_backward_twice_and_no_grad(device):
+    hidden, weight, target = head_inputs(device=device)
+    loss = tigon.linear_loss(hidden, weight, target, dft)
+    first = torch.autograd.grad(loss, (hidden, weight), torch.tensor(2.5, device=device), retain_graph=True)
+    second = torch.autograd.grad(loss, (hidden, weight), torch.tensor(2.5, device=device))
+    assert all(same_bits(a, b) for a, b in zip(first, second, strict=True))
+    with torch.no_grad():
+        plainly = tigon.linear_loss(hidden, weight, target, dft)
+    assert plainly.grad_fn is None and same_bits(plainly, loss.detach())
+
+
+def test_float64_runs_the_reference():
+    hidden, weight, target = head_inputs()
+    args = (*widened((hidden, weight)), target)
+    for reduction in ("mean", "none"):
+        got = run(streamed(dft), args, {"reduction": reduction})
+        want = run(plain(dft), args, {"reduction": reduction})
+        assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(got, want, strict=True))
+
+
+def test_refusals(device):
+    hidden, weight, target = head_inputs(device=device, masked=0.0)
+    call = tigon.linear_loss
+    with pytest.raises(tigon.Error, match=r"fn must return one loss per row, a tensor \[12\], got \[\]"):
+        call(hidden, weight, target, lambda lp: lp.mean())
+    with pytest.raises(tigon.Error, match=r"fn must return one loss per row, a tensor \[12\], got float"):
+        call(hidden, weight, target, lambda lp: 1.0)
+    with pytest.raises(tigon.Error, match=r"tensors must be \[12\] or longer, got \[11\]"):
+        call(hidden, weight, target, grpo, torch.zeros(11, device=device))
+    outside = torch.ones((), device=device, requires_grad=True)
+    with pytest.raises(tigon.Error, match="fn must take tensors that need a gradient as arguments"):
+        call(hidden, weight, target, lambda lp: -lp * outside)

@@ -1,0 +1,430 @@
+"""The features of the fused loss head: rows left out, outputs, weights of tokens, LoRA, main_grad, memory."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import tigon
+import torch
+import torch.nn.functional as F
+from checks import same_bits
+from heads import compare, head_inputs, run
+from tigon.ops.head_memory import default_chunk
+from tigon.ops.linear_cross_entropy import OUTPUTS, reference
+
+LOSS = tigon.linear_cross_entropy
+ALL = {"outputs": OUTPUTS}
+
+
+def _count(target):
+    return int((target != -100).sum())
+
+
+# Rows that count
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("masked", [0.0, 0.5, 0.95, 1.0])
+def test_a_known_count_changes_nothing(reduction, masked, device):
+    hidden, weight, target = head_inputs(70, 24, 51, masked=masked, device=device)
+    bias = torch.randn(51, device=device, requires_grad=True)
+    options = {"bias": bias, "reduction": reduction, "chunk_rows": 16, "outputs": OUTPUTS}
+    known = run(LOSS, (hidden, weight, target), {**options, "valid_rows": _count(target)})
+    unknown = run(LOSS, (hidden, weight, target), options)
+    for a, b in zip(known, unknown, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, equal_nan=True)
+    ignored = target == -100
+    start = 8 if reduction == "none" else 7
+    assert torch.count_nonzero(known[start - 1][ignored]) == 0  # dhidden
+
+
+def test_left_out_rows_of_hidden_are_not_read(device):
+    hidden, weight, target = head_inputs(40, masked=0.6, device=device)
+    broken = hidden.detach().clone()
+    broken[target == -100] = float("nan")
+    broken.requires_grad_()
+    want = run(LOSS, (hidden, weight, target), {"valid_rows": _count(target)})
+    got = run(LOSS, (broken, weight, target), {"valid_rows": _count(target)})
+    assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["rows", "transposed"])
+def test_left_out_rows_of_strided_hidden(layout, device):
+    _, weight, target = head_inputs(40, masked=0.6, device=device)
+    base = torch.randn(40, 24, device=device)
+    hidden = base[:, :16] if layout == "rows" else torch.randn(16, 40, device=device).t()
+    hidden = hidden.detach().requires_grad_()
+    options = {"valid_rows": _count(target), "chunk_rows": 5}
+    compare(LOSS, reference, (hidden, weight, target), options)
+
+
+def test_a_wrong_count_is_refused_on_the_cpu():
+    hidden, weight, target = head_inputs()
+    with pytest.raises(
+        tigon.Error, match=rf"valid_rows must be the number of labels .*, {_count(target)}, got 3"
+    ):
+        LOSS(hidden, weight, target, valid_rows=3)
+
+
+@pytest.mark.parametrize("value", [-1, 13, 2.0])
+def test_an_impossible_count_is_refused(value, device):
+    hidden, weight, target = head_inputs(device=device)
+    with pytest.raises(tigon.Error, match=r"valid_rows must be an int in \[0, 12\]"):
+        LOSS(hidden, weight, target, valid_rows=value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("off", [-5, -1, 1, 5])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("ignore_index", [-100, -1, 0])
+def test_a_wrong_count_is_nan_on_cuda(off, reduction, ignore_index):
+    hidden, weight, target = head_inputs(50, masked=0.4, device="cuda")
+    target[target == 0] = 1
+    target[target == -100] = ignore_index
+    count = int((target != ignore_index).sum()) + off
+    options = {"valid_rows": count, "reduction": reduction, "ignore_index": ignore_index}
+    assert LOSS(hidden, weight, target, **options).isnan().all()
+    lp = tigon.linear_log_prob(hidden, weight, target, valid_rows=count, ignore_index=ignore_index)
+    assert lp.isnan().all()
+    if reduction != "none":
+        streamed = tigon.linear_loss(
+            hidden,
+            weight,
+            target,
+            lambda lp: torch.nan_to_num(-lp),
+            valid_rows=count,
+            ignore_index=ignore_index,
+        )
+        assert streamed.isnan()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("promise", [0, 3])
+def test_a_wrong_count_at_the_ends_is_nan_on_cuda(promise):
+    hidden, weight, target = head_inputs(20, masked=0.0 if promise == 0 else 1.0, device="cuda")
+    assert LOSS(hidden, weight, target, valid_rows=promise, reduction="sum").isnan()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 31, 33, 1000, 1025, 40_000])
+def test_list_of_rows_on_cuda(rows):
+    target = torch.randint(0, 9, (rows,), device="cuda")
+    target[torch.rand(rows, device="cuda") < 0.7] = -100
+    want = (target != -100).nonzero().view(-1)
+    index, labels, fault = torch.ops.tigon.linear_loss_rows(target, -100, want.numel())
+    assert torch.equal(index, want) and torch.equal(labels, target[want]) and fault == 0
+    for off in (-1, 1):
+        if want.numel() + off < 0:
+            continue
+        index, labels, fault = torch.ops.tigon.linear_loss_rows(target, -100, want.numel() + off)
+        assert fault.isnan() and (labels < 0).all() and (labels != -100).all() and (0 <= index).all()
+
+
+@pytest.mark.gpu
+def test_count_labels_is_used_when_it_has_arrived():
+    from tigon.ops.labels import counted
+
+    hidden, weight, target = head_inputs((4, 30), masked=0.6, device="cuda")
+    tigon.count_labels(target)
+    tigon.count_labels(target, shift=True)
+    torch.cuda.synchronize()
+    assert counted(target, -100, False) == _count(target) == counted(target.view(-1), -100, False)
+    assert counted(target, -100, True) == _count(target[:, 1:])
+    assert counted(target, 0, False) == -1 and counted(target[:, 1:], -100, False) == -1
+    want = run(LOSS, (hidden, weight, target), {"valid_rows": _count(target)})
+    got = run(LOSS, (hidden, weight, target), {})
+    assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+    target[0, 0] = 1  # another version
+    assert counted(target, -100, False) == -1
+
+
+def test_count_labels_on_the_cpu_does_nothing():
+    target = torch.randint(0, 9, (5,))
+    assert tigon.count_labels(target) is None
+    with pytest.raises(tigon.Error, match="target must be an integer tensor"):
+        tigon.count_labels(torch.zeros(3))
+
+
+# Outputs, temperature, weights of tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_outputs_temperature_and_token_weights(dtype, softcap, device):
+    hidden, weight, target = head_inputs((3, 11), 16, 67, dtype=dtype, device=device, scale=3.0)
+    for reduction, denominator in (("mean", None), ("sum", None), ("none", None), ("mean", 7.0)):
+        options = {
+            "temperature": 0.6,
+            "softcap": softcap,
+            "logit_scale": 0.7,
+            "z_loss": 1e-2,
+            "token_weight": torch.rand(3, 11, device=device) * 2,
+            "reduction": reduction,
+            "denominator": denominator,
+            "chunk_rows": 8,
+        }
+        noise = 4 * torch.finfo(dtype).eps
+        compare(LOSS, reference, (hidden, weight, target), options, noise)
+        with torch.no_grad():
+            got = LOSS(hidden, weight, target, **options, **ALL)
+            want = reference(hidden, weight, target, **options, **ALL)
+        assert got._fields == OUTPUTS and not got.log_prob.requires_grad
+        for name in ("log_prob", "lse", "entropy", "z_loss"):
+            close = {"rtol": 2e-5, "atol": 2e-5} if dtype == torch.float32 else {"rtol": 3e-2, "atol": 5e-2}
+            torch.testing.assert_close(getattr(got, name), getattr(want, name), **close)
+            assert (getattr(got, name)[target == -100] == 0).all()
+        if dtype == torch.float32:
+            assert torch.equal(got.predicted, want.predicted) and torch.equal(got.correct, want.correct)
+        assert (got.predicted[target == -100] == -1).all() and not got.correct[target == -100].any()
+
+
+def test_each_output_alone_is_that_of_all(device):
+    hidden, weight, target = head_inputs(30, device=device)
+    everything = LOSS(hidden, weight, target, **ALL)
+    plain = LOSS(hidden, weight, target)
+    assert same_bits(plain, everything.loss)
+    for name in OUTPUTS[1:]:
+        pair = LOSS(hidden, weight, target, outputs=("loss", name))
+        assert pair._fields == ("loss", name) and same_bits(pair.loss, plain) and pair.loss.requires_grad
+        torch.testing.assert_close(pair[1], getattr(everything, name))
+
+
+def test_correct_where_minus_one_is_ignored(device):
+    hidden, weight, target = head_inputs(30, device=device)
+    target[target == -100] = -1
+    got = LOSS(hidden, weight, target, ignore_index=-1, outputs=("loss", "correct", "predicted"))
+    assert not got.correct[target == -1].any() and (got.predicted[target == -1] == -1).all()
+
+
+def test_temperature_order_is_hugging_faces(device):
+    hidden, weight, target = head_inputs(20, scale=8.0, masked=0.0, device=device)
+    z = 5.0 * torch.tanh(0.5 * (hidden @ weight.t()) / 5.0) / 0.7
+    got = LOSS(hidden, weight, target, softcap=5.0, logit_scale=0.5, temperature=0.7)
+    torch.testing.assert_close(got, F.cross_entropy(z, target))
+
+
+def test_token_weight_of_an_ignored_row_is_not_looked_at(device):
+    hidden, weight, target = head_inputs(30, device=device)
+    weights = torch.rand(30, device=device)
+    spoiled = torch.where(target == -100, float("nan"), weights)
+    for valid in (None, _count(target)):
+        a = run(LOSS, (hidden, weight, target), {"token_weight": weights, "valid_rows": valid})
+        b = run(LOSS, (hidden, weight, target), {"token_weight": spoiled, "valid_rows": valid})
+        assert all(same_bits(x, y) for x, y in zip(a, b, strict=True))
+
+
+BAD = {
+    "temperature": ({"temperature": 0.0}, r"temperature must be > 0, got 0.0"),
+    "negative temperature": ({"temperature": -1.0}, r"temperature must be > 0, got -1.0"),
+    "outputs": ({"outputs": ("loss", "logits")}, r"outputs must be 'loss' and then some of .*'logits'"),
+    "outputs without loss": ({"outputs": ("lse",)}, r"outputs must be 'loss' and then some of"),
+    "token weight": ({"token_weight": torch.ones(11)}, r"token_weight must be \[12\], got \[11\]"),
+    "token weight dtype": (
+        {"token_weight": torch.ones(12, dtype=torch.long)},
+        "token_weight must be a float tensor",
+    ),
+    "lora": (
+        {"lora": (torch.ones(2, 15), torch.ones(40, 2), 1.0)},
+        r"lora must be \(A \[r, 16\], B \[40, r\], scale\)",
+    ),
+    "workspace": ({"max_workspace_mb": 0.0001}, r"max_workspace_mb must be at least \d+ for one row"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refusals(name, device):
+    options, message = BAD[name]
+    hidden, weight, target = head_inputs(device=device)
+    options = {k: v.to(device) if torch.is_tensor(v) else v for k, v in options.items()}
+    with pytest.raises(tigon.Error, match=r"\[linear_cross_entropy\] " + message):
+        LOSS(hidden, weight, target, **options)
+
+
+# LoRA
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("valid", [False, True])
+def test_lora(dtype, reduction, valid, device):
+    hidden, weight, target = head_inputs(45, 24, 61, dtype=dtype, device=device)
+    weight = weight.detach()
+    a = torch.randn(4, 24).div(5).to(device, dtype).requires_grad_()
+    b = torch.randn(61, 4).to(device, dtype).requires_grad_()
+    options = {"lora": (a, b, 0.5), "reduction": reduction, "chunk_rows": 16}
+    if valid:
+        options["valid_rows"] = _count(target)
+    compare(LOSS, reference, (hidden, weight, target), options)
+
+
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=4)))
+def test_lora_with_every_requires_grad_combination(needs, device):
+    hidden, weight, target = head_inputs(20, device=device)
+    tensors = [hidden, weight, torch.randn(3, 16, device=device), torch.randn(40, 3, device=device)]
+    hidden, weight, a, b = (t.detach().requires_grad_(n) for t, n in zip(tensors, needs, strict=True))
+    loss = LOSS(hidden, weight, target, lora=(a, b, 2.0), chunk_rows=7)
+    assert loss.requires_grad == any(needs)
+    if not any(needs):
+        return
+    loss.backward()
+    twins = [t.detach().requires_grad_() for t in tensors]
+    reference(twins[0], twins[1], target, lora=(twins[2], twins[3], 2.0)).backward()
+    for leaf, twin, need in zip((hidden, weight, a, b), twins, needs, strict=True):
+        assert (leaf.grad is not None) == need
+        if need:
+            torch.testing.assert_close(leaf.grad, twin.grad, rtol=1e-4, atol=1e-6)
+
+
+# main_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_main_grad_takes_the_gradient_of_the_weight(dtype, reduction, device):
+    hidden, weight, target = head_inputs(45, 24, 61, dtype=dtype, device=device)
+    bias = torch.randn(61, device=device).requires_grad_()
+    options = {"bias": bias, "reduction": reduction, "chunk_rows": 16}
+    want = run(
+        LOSS, (hidden, weight, target), options, [torch.full((45,) if reduction == "none" else (), 0.3)]
+    )
+    weight.main_grad = torch.ones(61, 24, device=device)
+    weight.tigon_main_grad = True
+    loss = LOSS(hidden, weight, target, **options)
+    assert same_bits(loss.detach(), want[0])
+    loss.backward(torch.full_like(loss, 0.3))
+    assert weight.grad is None
+    close = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
+    torch.testing.assert_close(weight.main_grad - 1, want[2].float(), **close)
+    torch.testing.assert_close(hidden.grad, want[1], **close)
+    torch.testing.assert_close(bias.grad, want[3], **close)
+    twice = weight.main_grad.clone()
+    LOSS(hidden, weight, target, **options).backward(torch.full_like(loss, 0.3))
+    torch.testing.assert_close(weight.main_grad - twice, twice - 1, rtol=1e-4, atol=1e-5)
+
+
+def test_main_grad_must_fit(device):
+    hidden, weight, target = head_inputs(device=device)
+    weight.tigon_main_grad = True
+    with pytest.raises(tigon.Error, match=r"weight.main_grad must be float32 \[40, 16\] .* got none"):
+        LOSS(hidden, weight, target)
+    weight.main_grad = torch.zeros(40, 16, device=device, dtype=torch.bfloat16)
+    with pytest.raises(tigon.Error, match=r"got torch.bfloat16 \[40, 16\]"):
+        LOSS(hidden, weight, target)
+
+
+# Exactness
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sharp_and_flat_distributions_and_large_logits(dtype, device):
+    rows, h, v = 24, 33, 131
+    for kind in ("sharp", "flat", "large"):
+        weight = torch.randn(v, h, device=device).to(dtype)
+        target = torch.randint(0, v, (rows,), device=device)
+        size = {"sharp": 1.6, "flat": 1e-3, "large": 80.0 / h}[kind]
+        hidden = (
+            weight.float()[target] * size if kind != "flat" else torch.randn(rows, h, device=device) * size
+        )
+        args = (hidden.to(dtype).requires_grad_(), weight.requires_grad_(), target)
+        compare(LOSS, reference, args, {"reduction": "mean"}, torch.finfo(dtype).eps)
+        got = LOSS(*args, outputs=("loss", "log_prob", "entropy"))
+        assert (got.log_prob <= 0).all() and (got.entropy >= -1e-6).all() and (got.entropy <= 4.8752).all()
+
+
+@pytest.mark.parametrize("vocab", [1, 2**17 + 1])
+def test_smallest_and_largest_vocabulary(vocab, device):
+    hidden, weight, target = head_inputs(5, 7, vocab, device=device, masked=0.0)
+    compare(LOSS, reference, (hidden, weight, target), {}, 1e-6)
+
+
+def test_sixty_four_chunks_are_as_exact_as_one(device):
+    hidden, weight, target = head_inputs(256, 31, 61, dtype=torch.bfloat16, device=device, masked=0.0)
+    exact = run(reference, [t.detach().double().requires_grad_() for t in (hidden, weight)] + [target], {})
+    errors = []
+    for chunk in (256, 4):
+        got = run(LOSS, (hidden, weight, target), {"chunk_rows": chunk})
+        errors.append((got[2].double() - exact[2]).square().mean().sqrt())
+    assert errors[1] <= 1.1 * errors[0] if device == "cuda" else 2.0 * errors[0]
+
+
+def test_compiled_with_every_option(device):
+    torch._dynamo.reset()
+    hidden, weight, target = head_inputs(20, device=device)
+    a, b = (
+        torch.randn(3, 16, device=device).requires_grad_(),
+        torch.randn(40, 3, device=device).requires_grad_(),
+    )
+    options = {"lora": (a, b, 0.5), "token_weight": torch.rand(20, device=device), "temperature": 0.7, **ALL}
+    options |= {"valid_rows": _count(target)}
+    compiled = torch.compile(LOSS, fullgraph=True, backend="aot_eager")
+    for x, y in zip(
+        run(compiled, (hidden, weight, target), options),
+        run(LOSS, (hidden, weight, target), options),
+        strict=True,
+    ):
+        assert same_bits(x, y)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_with_a_promised_count():
+    hidden, weight, target = head_inputs(64, masked=0.5, device="cuda")
+    options = {"valid_rows": _count(target)}
+
+    def step():
+        loss = LOSS(hidden, weight, target, **options)
+        return (loss, *torch.autograd.grad(loss, (hidden, weight)))
+
+    want = step()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    graph.replay()
+    assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+
+
+# Memory
+
+
+def test_a_cap_makes_chunks_small(device):
+    hidden, weight, target = head_inputs(2000, 16, 1000, device=device)
+    cap = 1.0 if device == "cpu" else 33.0
+    predicted = tigon.linear_cross_entropy_memory(
+        2000, 16, 1000, torch.float32, device=device, max_workspace_mb=cap
+    )
+    assert predicted.chunk_rows < 300 and predicted.workspace <= cap * 2**20
+    got = run(LOSS, (hidden, weight, target), {"max_workspace_mb": cap})
+    want = run(LOSS, (hidden, weight, target), {"chunk_rows": predicted.chunk_rows})
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_default_chunk():
+    assert default_chunk("cuda", 8192) == 4096 and default_chunk("cuda", 5000) == 5000
+    assert default_chunk("cuda", 9000) == 3072 and default_chunk("cpu", 0) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("main_grad", [False, True])
+@pytest.mark.parametrize("options", [{}, {"max_workspace_mb": 64}, {"valid_rows": 3000}])
+def test_predicted_memory(options, main_grad):
+    rows, h, v = 8192, 512, 32000
+    hidden, weight, target = head_inputs(rows, h, v, dtype=torch.bfloat16, device="cuda", masked=0.0)
+    if "valid_rows" in options:
+        target[options["valid_rows"] :] = -100
+    if main_grad:
+        weight.main_grad, weight.tigon_main_grad = torch.zeros(v, h, device="cuda"), True
+    predicted = tigon.linear_cross_entropy_memory(rows, h, v, main_grad=main_grad, **options)
+    for _ in range(2):
+        hidden.grad = weight.grad = None
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        LOSS(hidden, weight, target, **options).backward()
+        peak = torch.cuda.max_memory_allocated() - before
+    assert 0.9 * predicted.peak - 2**22 <= peak <= 1.03 * predicted.peak + 2**22
