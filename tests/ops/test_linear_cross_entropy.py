@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import tigon
 import torch
 import torch.nn.functional as F
 from checks import check_close, same_bits
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from native import bits_under
+
+import tigon
 from tigon.ops.linear_cross_entropy import reference
 
 OP = torch.ops.tigon.linear_cross_entropy.default
@@ -54,20 +55,29 @@ def test_random_combinations_of_options(data):
     if draw(st.booleans(), label="class_weight"):
         options["class_weight"] = torch.rand(v) + 0.1
     exact_options = {
-        k: t.detach().double().requires_grad_(t.requires_grad) if torch.is_tensor(t) and t.is_floating_point() else t
+        k: t.detach().double().requires_grad_(t.requires_grad)
+        if torch.is_tensor(t) and t.is_floating_point()
+        else t
         for k, t in options.items()
     }
     wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
     got = _all(tigon.linear_cross_entropy, hidden, weight, target, **options)
     eager = _all(reference, hidden, weight, target, **options)
     exact = _all(reference, *wide, target, **exact_options)
-    # One number is right or wrong by luck, so a floor: logits and their gradients are rounded to the dtype, by design, and
-    # gradients are sums of terms that may cancel (the logit gradients of a row add up to zero). One unit in the last place
-    # of a term, as large as a row's gradient (2 with z-loss, times scale) times the other operand, is noise of the sum.
-    row = 2.0 * options["logit_scale"] * (rows if options["reduction"] != "mean" or options["denominator"] else 1)
+    # One number is right or wrong by luck, so a floor: logits and their gradients are rounded to the dtype,
+    # by design, and gradients are sums of terms that may cancel (the logit gradients of a row add up to
+    # zero). One unit in the last place of a term, as large as a row's gradient (2 with z-loss, times scale)
+    # times the other operand, is noise of the sum.
+    row = (
+        2.0
+        * options["logit_scale"]
+        * (rows if options["reduction"] != "mean" or options["denominator"] else 1)
+    )
     logit = F.linear(hidden, weight, options.get("bias")).abs().max()
     terms = [logit, weight.abs().max(), hidden.abs().max(), 1.0]
-    for name, a, b, c, term in zip(["loss", "dhidden", "dweight", "dbias"], got, eager, exact, terms, strict=False):
+    for name, a, b, c, term in zip(
+        ["loss", "dhidden", "dweight", "dbias"], got, eager, exact, terms, strict=False
+    ):
         noise = 2 * torch.finfo(dtype).eps * row * float(term)
         error, plain = (x.double() - c for x in (a, b.to(a.dtype)))
         if error.numel() and error.abs().max() > noise:
@@ -99,7 +109,9 @@ def test_every_requires_grad_combination(needs, reduction, device):
     hidden, weight, target = _inputs(device=device)
     bias = torch.randn(40, device=device, requires_grad=True)
     full = _all(tigon.linear_cross_entropy, hidden, weight, target, bias=bias, reduction=reduction)
-    leaves = [t.detach().clone().requires_grad_(n) for t, n in zip((hidden, weight, bias), needs, strict=True)]
+    leaves = [
+        t.detach().clone().requires_grad_(n) for t, n in zip((hidden, weight, bias), needs, strict=True)
+    ]
     loss = tigon.linear_cross_entropy(leaves[0], leaves[1], target, bias=leaves[2], reduction=reduction)
     assert loss.requires_grad == any(needs) and same_bits(loss, full[0])
     if any(needs):
@@ -131,7 +143,9 @@ def test_all_rows_masked(dtype, device):
     target.fill_(-100)
     for options, want in (({}, float("nan")), ({"reduction": "sum"}, 0.0), ({"denominator": 3.0}, 0.0)):
         loss, dh, dw = _all(tigon.linear_cross_entropy, hidden, weight, target, **options)
-        assert torch.equal(loss.isnan(), torch.tensor(want != want, device=device)) and (want != want or loss == want)
+        assert torch.equal(loss.isnan(), torch.tensor(want != want, device=device)) and (
+            want != want or loss == want
+        )
         assert torch.count_nonzero(dh) == 0 and torch.count_nonzero(dw) == 0
 
 
@@ -140,7 +154,9 @@ def test_shift_pairs_each_position_with_the_next_label(device):
     weight = torch.randn(40, 16, device=device, requires_grad=True)
     target = torch.randint(0, 40, (3, 9), device=device)
     got = tigon.linear_cross_entropy(hidden, weight, target, shift=True)
-    torch.testing.assert_close(got, F.cross_entropy((hidden[:, :-1] @ weight.t()).flatten(0, 1), target[:, 1:].flatten()))
+    torch.testing.assert_close(
+        got, F.cross_entropy((hidden[:, :-1] @ weight.t()).flatten(0, 1), target[:, 1:].flatten())
+    )
     assert tigon.linear_cross_entropy(hidden, weight, target, shift=True, reduction="none").shape == (3, 9)
 
 
@@ -155,12 +171,18 @@ def test_float16_gradients_survive_a_large_count(device):
 
 
 BAD = {
-    "hidden size": ({"hidden": (12, 15)}, r"weight must be \[V, 15\] to fit hidden \[12, 15\], got \[40, 16\]"),
+    "hidden size": (
+        {"hidden": (12, 15)},
+        r"weight must be \[V, 15\] to fit hidden \[12, 15\], got \[40, 16\]",
+    ),
     "weight rank": ({"weight": (40, 16, 1)}, r"weight must be \[V, H\], got \[40, 16, 1\]"),
     "target size": ({"target": torch.zeros(11, dtype=torch.long)}, r"target must be \[12\], got \[11\]"),
     "target dtype": ({"target": torch.zeros(12)}, r"target must be int64 \(or int32\), got torch.float32"),
     "bias size": ({"bias": torch.zeros(39)}, r"bias must be \[40\], got \[39\]"),
-    "bias dtype": ({"bias": torch.zeros(40, dtype=torch.long)}, r"bias must be a float tensor, got torch.int64"),
+    "bias dtype": (
+        {"bias": torch.zeros(40, dtype=torch.long)},
+        r"bias must be a float tensor, got torch.int64",
+    ),
     "class weight": ({"class_weight": torch.zeros(39)}, r"class_weight must be \[40\], got \[39\]"),
     "chunk of zero": ({"chunk_rows": 0}, r"chunk_rows must be an int >= 1 \(or None\), got 0"),
     "smoothing": ({"label_smoothing": 1.5}, r"label_smoothing must be in \[0, 1\], got 1.5"),
@@ -214,7 +236,11 @@ def test_autocast(device):
     want = _all(tigon.linear_cross_entropy, hidden.detach().bfloat16().requires_grad_(),
                 weight.detach().bfloat16().requires_grad_(), target)  # fmt: skip
     assert got[0].dtype == torch.float32 and got[1].dtype == torch.float32 and got[2].dtype == torch.float32
-    assert same_bits(got[0], want[0]) and same_bits(got[1], want[1].float()) and same_bits(got[2], want[2].float())
+    assert (
+        same_bits(got[0], want[0])
+        and same_bits(got[1], want[1].float())
+        and same_bits(got[2], want[2].float())
+    )
 
 
 def test_checkpointed(device):
@@ -226,7 +252,11 @@ def test_checkpointed(device):
         loss = checkpoint(tigon.linear_cross_entropy, hidden, weight, target, use_reentrant=reentrant)
         hidden.grad = weight.grad = None
         loss.backward()
-        assert same_bits(loss.detach(), want[0]) and same_bits(hidden.grad, want[1]) and same_bits(weight.grad, want[2])
+        assert (
+            same_bits(loss.detach(), want[0])
+            and same_bits(hidden.grad, want[1])
+            and same_bits(weight.grad, want[2])
+        )
 
 
 @pytest.mark.parametrize("reduction", [0, 1, 2])
@@ -234,10 +264,11 @@ def test_opcheck(reduction, device):
     hidden, weight, target = _inputs(6, 8, 20, device=device)
     bias = torch.randn(20, device=device, requires_grad=True)
     none = (None, None, None, None)  # class and token weights, LoRA
-    sample = (hidden, weight, target, bias, *none, None, None, -100, 0.1, 0.0, 1.0, 1.0, 0.0, 1.0, reduction, 4, -1, 31, 7)
-    torch.library.opcheck(OP, sample)
-    frozen = (hidden.detach(), weight, target, None, *none, torch.tensor(3.0, device=device), None, -100, 0.0, 2.0, 1.0,
-              0.5, 0.0, 1.0, reduction, 0, -1, 0, 2)  # fmt: skip
+    options = (-100, 0.1, 0.0, 1.0, 1.0, 0.0, 1.0, reduction, 4, -1, 31, 7)
+    torch.library.opcheck(OP, (hidden, weight, target, bias, *none, None, None, *options))
+    divisor = torch.tensor(3.0, device=device)
+    options = (-100, 0.0, 2.0, 1.0, 0.5, 0.0, 1.0, reduction, 0, -1, 0, 2)
+    frozen = (hidden.detach(), weight, target, None, *none, divisor, None, *options)
     torch.library.opcheck(OP, frozen)
 
 
@@ -260,10 +291,18 @@ def test_no_grad_keeps_nothing(device):
 
 
 def test_module(device):
-    head = tigon.nn.LinearCrossEntropyLoss(softcap=5.0, label_smoothing=0.1, class_weight=torch.ones(40)).to(device)
+    head = tigon.nn.LinearCrossEntropyLoss(softcap=5.0, label_smoothing=0.1, class_weight=torch.ones(40)).to(
+        device
+    )
     hidden, weight, target = _inputs(device=device)
     want = tigon.linear_cross_entropy(
-        hidden, weight, target, softcap=5.0, label_smoothing=0.1, class_weight=torch.ones(40, device=device), denominator=4
+        hidden,
+        weight,
+        target,
+        softcap=5.0,
+        label_smoothing=0.1,
+        class_weight=torch.ones(40, device=device),
+        denominator=4,
     )
     assert same_bits(head(hidden, weight, target, denominator=4), want) and "softcap=5.0" in repr(head)
 

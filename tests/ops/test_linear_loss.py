@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import tigon
 import torch
 from checks import same_bits
 from heads import compare, head_inputs, run, widened
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+import tigon
 from tigon.ops.linear_log_prob import reference as log_prob_reference
 
 

@@ -22,17 +22,20 @@ class HeadMemory(NamedTuple):
     peak: int
 
 
+def _ceil(a, b):
+    return (a + b - 1) // b
+
+
 def default_chunk(device: str, rows: int) -> int:
     """Rows per chunk: ``linear_cross_entropy_chunk`` of the C++ side."""
     most = 4096 if device == "cuda" else 1024
     if rows <= most + most // 4:
         return max(rows, 1)
-    chunks = -(-rows // most)
-    return -(-(-(-rows // chunks)) // 128) * 128
+    return _ceil(_ceil(rows, _ceil(rows, most)), 128) * 128
 
 
 def _row_bytes(size, hidden_size, vocab, listed, lora_rank):
-    return size * (-(-vocab // 64) * 64 + 2 * hidden_size * listed + 2 * lora_rank)
+    return size * (_ceil(vocab, 64) * 64 + 2 * hidden_size * listed + 2 * lora_rank)
 
 
 def _fixed_bytes(device, rows):
@@ -46,7 +49,7 @@ def chunk_that_fits(op, max_workspace_mb, hidden, vocab, chunk_rows, lora_rank):
     device = hidden.device.type
     row = _row_bytes(hidden.element_size(), hidden.shape[-1], vocab, True, lora_rank)
     left = int(max_workspace_mb * _MIB) - _fixed_bytes(device, rows)
-    least = -(-(_fixed_bytes(device, rows) + row) // _MIB)
+    least = _ceil(_fixed_bytes(device, rows) + row, _MIB)
     check(
         op, left >= row, "max_workspace_mb must be at least {} for one row, got {}", least, max_workspace_mb
     )
@@ -74,12 +77,12 @@ def linear_cross_entropy_memory(
 ) -> HeadMemory:
     """Bytes that :func:`tigon.linear_cross_entropy` and its backward take besides their inputs.
 
-    ``workspace = chunk * V * size + (gathered rows, words per row, GEMM workspace)``, ``gradients = rows * H * size + 4 V H``
-    (what is trained; float32 for the weight), and at the end of the backward the gradients in their parameters' dtypes
-    besides; ``peak`` is the larger of the two moments.
+    ``workspace = chunk * V * size + (gathered rows, words per row, GEMM workspace)``, ``gradients = rows * H
+    * size + 4 V H`` (what is trained; float32 for the weight), and at the end of the backward the gradients
+    in their parameters' dtypes besides; ``peak`` is the larger of the two moments.
 
-    Args: the sizes and options of the call; ``train_*``: which operands need a gradient; ``main_grad``: the weight's is added
-        to its ``main_grad``.
+    Args: the sizes and options of the call; ``train_*``: which operands need a gradient; ``main_grad``: the
+        weight's is added to its ``main_grad``.
     """
     size = torch.empty((), dtype=dtype).element_size()
     weight_size = size if weight_dtype is None else torch.empty((), dtype=weight_dtype).element_size()

@@ -19,10 +19,11 @@ def _count(target, ignore_index, shift):
 def count_labels(target: torch.Tensor, ignore_index: int = -100, *, shift: bool = False) -> None:
     """Start counting the labels of a CUDA tensor, so that a later loss leaves ignored rows out.
 
-    Call it as soon as the labels are on the device, before the model's forward pass: a side stream counts and copies the
-    number into pinned memory. :func:`tigon.linear_cross_entropy`, :func:`tigon.linear_log_prob` and
-    :func:`tigon.linear_loss` use it when it has arrived by then (they ask, they never wait) and `target` is the same
-    tensor, or a view with all of its elements, unmodified since. The number is remembered as long as the tensor lives.
+    Call it as soon as the labels are on the device, before the model's forward pass: a side stream counts and
+    copies the number into pinned memory. :func:`tigon.linear_cross_entropy`, :func:`tigon.linear_log_prob`
+    and :func:`tigon.linear_loss` use it when it has arrived by then (they ask, they never wait) and `target`
+    is the same tensor, or a view with all of its elements, unmodified since. The number is remembered as long
+    as the tensor lives.
     Nothing to do for CPU labels: they are counted in the call.
 
     Args:
@@ -71,7 +72,7 @@ def counted(target, ignore_index, shift):
 
 
 def known_rows(op, target, ignore_index, shift, valid_rows):
-    """`valid_rows` for the native call: what the caller says, else what :func:`count_labels` has found, else -1."""
+    """`valid_rows` for the native call: the caller's, else what :func:`count_labels` has found, else -1."""
     if valid_rows is None:
         return -1 if target.device.type == "cpu" else counted(target, ignore_index, shift)
     whole = isinstance(valid_rows, int) and 0 <= valid_rows <= target.numel()

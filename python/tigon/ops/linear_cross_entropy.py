@@ -1,4 +1,7 @@
-"""Linear layer and cross-entropy in one. Contract: ``tigon/ops/linear_cross_entropy/linear_cross_entropy.h``."""
+"""Linear layer and cross-entropy in one.
+
+Contract: ``tigon/ops/linear_cross_entropy/linear_cross_entropy.h``.
+"""
 
 from __future__ import annotations
 
@@ -140,9 +143,9 @@ def _empty_gradients(like, hidden, weight, lora_a, needs, late=False):
     )
 
 
-def _fake(hidden, weight, target, bias, class_weight, token_weight, lora_a, lora_b, denominator, host_denominator,
-          ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, lora_scale, reduction, chunk_rows,
-          valid_rows, outputs, needs):  # fmt: skip
+def _fake(hidden, weight, target, bias, class_weight, token_weight, lora_a, lora_b, denominator,
+          host_denominator, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss,
+          lora_scale, reduction, chunk_rows, valid_rows, outputs, needs):  # fmt: skip
     rows = target.shape[0]
     scalar = reduction != REDUCTIONS["none"]
     wanted = sum(bool(outputs & bit) for bit in _NUMBERS.values())
@@ -161,9 +164,9 @@ def _fake_bwd(dloss, scale, dhidden, dweight, dbias, dlora_a, dlora_b, weight_dt
     return tuple(g.new_empty(g.shape, dtype=dtype) for g, dtype in zip(kept, dtypes, strict=True))
 
 
-def _fake_rows_bwd(upstream, entropy_upstream, hidden, weight, target, bias, class_weight, token_weight, lora_a, lora_b,
-                   ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, lora_scale, chunk_rows,
-                   valid_rows, needs):  # fmt: skip
+def _fake_rows_bwd(upstream, entropy_upstream, hidden, weight, target, bias, class_weight, token_weight,
+                   lora_a, lora_b, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss,
+                   lora_scale, chunk_rows, valid_rows, needs):  # fmt: skip
     return _empty_gradients(hidden, hidden, weight, lora_a, needs)
 
 
@@ -223,7 +226,7 @@ _op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward)
 
 
 class _MainGrad(torch.autograd.Function):
-    """The loss alone in the forward pass; the backward adds weight's gradient to ``main_grad``, upstream and all."""
+    """The loss alone in the forward pass; the backward adds weight's gradient to ``main_grad``."""
 
     @staticmethod
     def forward(ctx, main_grad, *inputs):
@@ -327,7 +330,7 @@ def autocast(hidden):
 
 
 def prepare(op, hidden, weight, target, bias, ignore_index, shift, valid_rows) -> Head:
-    """Dtypes that the operators take, one label a row, and the number of rows that count where it is known."""
+    """Dtypes that the operators take, one label a row, the number of rows that count where known."""
     valid = known_rows(op, target, ignore_index, shift, valid_rows)
     if weight.dtype != hidden.dtype:
         weight = weight.to(hidden.dtype)
@@ -404,52 +407,60 @@ def linear_cross_entropy(
 ) -> torch.Tensor | NamedTuple:
     """Cross-entropy of ``hidden @ weight.T + bias`` against ``target`` without the logits ever existing.
 
-    ``z = softcap * tanh(logit_scale * logit / softcap) / temperature`` (or ``logit_scale * logit / temperature``), then the
-    loss of :func:`tigon.cross_entropy`. Logits live for one chunk of rows; the gradients of a scalar loss are formed in the
-    same pass, three matrix products in all, ``weight``'s gradient summed in float32 over the chunks.
+    ``z = softcap * tanh(logit_scale * logit / softcap) / temperature`` (or ``logit_scale * logit /
+    temperature``), then the loss of :func:`tigon.cross_entropy`. Logits live for one chunk of rows; the
+    gradients of a scalar loss are formed in the same pass, three matrix products in all, ``weight``'s
+    gradient summed in float32 over the chunks.
 
     Args:
         hidden: ``[..., H]`` float32, bfloat16 or float16, any strides. float64 runs the eager reference.
-        weight: ``[V, H]``; another float dtype than hidden's is converted to hidden's (its gradient keeps its dtype).
-            Under autocast both are converted to the autocast dtype. With an attribute ``tigon_main_grad = True`` its
-            gradient is added to its attribute ``main_grad`` (float32, its shape) in the backward pass, upstream gradient
-            and all, and ``weight.grad`` stays ``None``: one more matrix product, no float32 gradient besides.
+        weight: ``[V, H]``; another float dtype than hidden's is converted to hidden's (its gradient keeps its
+            dtype). Under autocast both are converted to the autocast dtype. With an attribute
+            ``tigon_main_grad = True`` its gradient is added to its attribute ``main_grad`` (float32, its
+            shape) in the backward pass, upstream gradient and all, and ``weight.grad`` stays ``None``: one
+            more matrix product, no float32 gradient besides.
         target: ``[...]`` int64 class indices, or ``ignore_index``.
         bias: ``[V]`` or ``None``, added in float32.
-        class_weight: ``[V]`` or ``None``, weight of each class, as in :func:`torch.nn.functional.cross_entropy`.
+        class_weight: ``[V]`` or ``None``, weight of each class, as in
+            :func:`torch.nn.functional.cross_entropy`.
         label_smoothing: in [0, 1].
         softcap: > 0 or ``None``.
         logit_scale: factor of the logits before softcap.
         temperature: > 0, divides after softcap.
         z_loss: factor of ``lse^2``, added to each row's loss.
-        token_weight: ``[...]`` or ``None``: factor of each row's loss and gradient (detached). A mean is still over the rows
+        token_weight: ``[...]`` or ``None``: factor of each row's loss and gradient (detached). A mean is
+            still over the rows
             that count: ``sum(token_weight * loss) / count``.
-        reduction: ``"mean"`` (over rows that count, weighted by class), ``"sum"`` or ``"none"`` (``[...]`` losses; the
-            backward computes the logits again).
-        denominator: number or tensor of one element: the loss is ``sum / denominator`` instead of ``reduction``; a tensor
-            on the device is read there, without synchronisation (gradient accumulation, ``num_items_in_batch``).
+        reduction: ``"mean"`` (over rows that count, weighted by class), ``"sum"`` or ``"none"`` (``[...]``
+            losses; the backward computes the logits again).
+        denominator: number or tensor of one element: the loss is ``sum / denominator`` instead of
+            ``reduction``; a tensor on the device is read there, without synchronisation (gradient
+            accumulation, ``num_items_in_batch``).
         shift: pair position t with the label of t + 1 along target's last dimension (no copy of hidden).
-        valid_rows: how many labels (after ``shift``) are not ``ignore_index``. Where it is known, ignored rows cost nothing.
-            ``None``: known for labels on the CPU, and after :func:`tigon.count_labels`; else all rows are computed. A wrong
-            number makes the loss NaN on CUDA and is an error on the CPU.
-        outputs: ``None`` for the loss alone, or ``("loss", ...)`` with any of ``"z_loss"`` (its share of the row's loss),
-            ``"log_prob"`` (of the label), ``"lse"``, ``"entropy"``, ``"predicted"`` (first argmax) and ``"correct"``: a named
-            tuple, per token ``[...]``, detached, from the same pass. On ignored rows 0, -1 and False.
+        valid_rows: how many labels (after ``shift``) are not ``ignore_index``. Where it is known, ignored
+            rows cost nothing. ``None``: known for labels on the CPU, and after :func:`tigon.count_labels`;
+            else all rows are computed. A wrong number makes the loss NaN on CUDA and is an error on the CPU.
+        outputs: ``None`` for the loss alone, or ``("loss", ...)`` with any of ``"z_loss"`` (its share of the
+            row's loss), ``"log_prob"`` (of the label), ``"lse"``, ``"entropy"``, ``"predicted"`` (first
+            argmax) and ``"correct"``: a named tuple, per token ``[...]``, detached, from the same pass. On
+            ignored rows 0, -1 and False.
         lora: ``(A [r, H], B [V, r], scale)``: ``weight + scale * B @ A`` as the head without ever forming it.
         chunk_rows: rows per chunk; ``None`` chooses (see docs/loss-head.md).
-        max_workspace_mb: upper bound of the memory besides inputs, results and gradients, in MiB; chunks shrink to fit it.
+        max_workspace_mb: upper bound of the memory besides inputs, results and gradients, in MiB; chunks
+            shrink to fit it.
 
     Returns:
-        float32 scalar, or ``[...]`` for ``"none"``; with ``outputs`` a named tuple. The loss is differentiable in hidden,
-        weight, bias, A and B, each only where needed; bitwise deterministic. With every row ignored: NaN for ``"mean"`` as in
-        PyTorch, 0 otherwise; gradients are zero.
+        float32 scalar, or ``[...]`` for ``"none"``; with ``outputs`` a named tuple. The loss is
+        differentiable in hidden, weight, bias, A and B, each only where needed; bitwise deterministic. With
+        every row ignored: NaN for ``"mean"`` as in PyTorch, 0 otherwise; gradients are zero.
 
     Raises:
-        tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a label outside ``[0, V)``. On CUDA such
+        tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a label outside ``[0,
+        V)``. On CUDA such
             a label makes that row's loss and gradient NaN (no synchronisation to look).
 
-    Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models" (arXiv:2411.09009) for the problem;
-    z-loss: Chowdhery et al. 2022, "PaLM", section 5; LoRA: Hu et al. 2021 (arXiv:2106.09685).
+    Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models" (arXiv:2411.09009) for
+    the problem; z-loss: Chowdhery et al. 2022, "PaLM", section 5; LoRA: Hu et al. 2021 (arXiv:2106.09685).
     """
     check_head(_OP, hidden, weight, target, bias, shift, softcap, temperature, chunk_rows)
     if outputs is not None:
@@ -459,9 +470,9 @@ def linear_cross_entropy(
     if not has_kernel(_OP, hidden):
         return reference(
             hidden, weight, target, bias=bias, ignore_index=ignore_index, class_weight=class_weight,
-            label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale, temperature=temperature,
-            z_loss=z_loss, token_weight=token_weight, reduction=reduction, denominator=denominator, shift=shift,
-            outputs=outputs, lora=lora,
+            label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale,
+            temperature=temperature, z_loss=z_loss, token_weight=token_weight, reduction=reduction,
+            denominator=denominator, shift=shift, outputs=outputs, lora=lora,
         )  # fmt: skip
     main_grad = main_grad_of(_OP, weight) if torch.is_grad_enabled() and weight.requires_grad else None
     head = prepare(_OP, hidden, weight, target, bias, ignore_index, shift, valid_rows)
@@ -485,8 +496,8 @@ def linear_cross_entropy(
     call = _op if main_grad is None else functools.partial(_MainGrad.apply, main_grad)
     results = call(
         hidden, head.weight, head.target, head.bias, class_weight, token_weight, lora_a, lora_b, denominator,
-        host_denominator, ignore_index, label_smoothing, softcap or 0.0, logit_scale, temperature, z_loss, lora_scale,
-        REDUCTIONS[reduction], chunk_rows or 0, head.valid_rows, 0 if outputs is None else _bits(outputs), needs,
+        host_denominator, ignore_index, label_smoothing, softcap or 0.0, logit_scale, temperature, z_loss,
+        lora_scale, REDUCTIONS[reduction], chunk_rows or 0, head.valid_rows, _bits(outputs), needs,
     )  # fmt: skip
     loss = results[0].view(target.shape) if reduction == "none" else results[0]
     return (
@@ -504,6 +515,8 @@ def _lora(hidden, lora, needs):
 
 
 def _bits(outputs):
+    if outputs is None:
+        return 0
     bits = sum(bit for name, bit in _NUMBERS.items() if name in outputs)
     return bits + (_PREDICTED if "predicted" in outputs or "correct" in outputs else 0)
 

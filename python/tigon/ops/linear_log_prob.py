@@ -1,4 +1,7 @@
-"""Log-probability of each label under a linear head, and the entropy. Contract: ``linear_cross_entropy.h``."""
+"""Log-probability of each label under a linear head, and the entropy.
+
+Contract: ``tigon/ops/linear_cross_entropy/linear_cross_entropy.h``.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ from tigon.ops.linear_cross_entropy import autocast, check_head, plain_logits, p
 _OP = "linear_log_prob"
 
 
-def reference(hidden, weight, target, *, bias=None, temperature=1.0, softcap=None, logit_scale=1.0, ignore_index=-100,
-              entropy=False, **ignored):  # fmt: skip
+def reference(hidden, weight, target, *, bias=None, temperature=1.0, softcap=None, logit_scale=1.0,
+              ignore_index=-100, entropy=False, **ignored):  # fmt: skip
     """The same formula in plain PyTorch operations: materialises the logits (any float dtype, any device)."""
     del ignored
     z = plain_logits(hidden, weight, bias, softcap, logit_scale, temperature)
@@ -65,7 +68,8 @@ def _backward(ctx, dlog_prob, dentropy):
     needs = sum(bit for bit, place in ((1, 0), (2, 1), (4, 3)) if ctx.needs_input_grad[place])
     compiling = torch.compiler.is_compiling()
     call = torch.ops.tigon.linear_cross_entropy_rows_bwd if compiling else rows_backward
-    gradients = call(upstream, dentropy, hidden, weight, target, bias, None, None, None, None, ignore_index, 0.0, softcap,
+    gradients = call(upstream, dentropy, hidden, weight, target, bias, None, None, None, None, ignore_index,
+                     0.0, softcap,
                      logit_scale, temperature, 0.0, 1.0, chunk_rows, valid_rows, needs)[:3]  # fmt: skip
     dhidden, dweight, dbias = (
         g.to(dtype) if needs & bit else None
@@ -92,21 +96,23 @@ def linear_log_prob(
     valid_rows: int | None = None,
     chunk_rows: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """``log softmax(z)[target]`` per token, ``z`` as in :func:`tigon.linear_cross_entropy`, without the logits ever existing.
+    """``log softmax(z)[target]`` per token, ``z`` as in :func:`tigon.linear_cross_entropy`, without the
+    logits ever existing.
 
-    The backward computes the logits again, chunk by chunk, with the upstream gradients of both results folded in: four
-    matrix products in all; without gradients one.
+    The backward computes the logits again, chunk by chunk, with the upstream gradients of both results folded
+    in: four matrix products in all; without gradients one.
 
     Args:
-        hidden, weight, target, bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, chunk_rows: as in
-            :func:`tigon.linear_cross_entropy`.
+        hidden, weight, target, bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows,
+            chunk_rows: as in :func:`tigon.linear_cross_entropy`.
         entropy: also return the entropy of each distribution, ``lse - sum_c p_c z_c``, differentiable too.
 
     Returns:
         float32 ``[...]``, or a pair of them. 0 on ignored rows, with zero gradients.
 
     Raises:
-        tigon.Error: as :func:`tigon.linear_cross_entropy`; on CUDA a label outside ``[0, V)`` makes that row NaN.
+        tigon.Error: as :func:`tigon.linear_cross_entropy`; on CUDA a label outside ``[0, V)`` makes that row
+        NaN.
     """
     check_head(_OP, hidden, weight, target, bias, shift, softcap, temperature, chunk_rows)
     hidden = autocast(hidden)
@@ -119,8 +125,8 @@ def linear_log_prob(
                          logit_scale=logit_scale, ignore_index=ignore_index, entropy=entropy)  # fmt: skip
     head = prepare(_OP, hidden, weight, target, bias, ignore_index, shift, valid_rows)
     result, entropies = _op(
-        head.hidden, head.weight, head.target, head.bias, ignore_index, softcap or 0.0, logit_scale, temperature,
-        chunk_rows or 0, head.valid_rows, entropy,
+        head.hidden, head.weight, head.target, head.bias, ignore_index, softcap or 0.0, logit_scale,
+        temperature, chunk_rows or 0, head.valid_rows, entropy,
     )  # fmt: skip
     result = result.view(target.shape)
     return (result, entropies.view(target.shape)) if entropy else result

@@ -1,4 +1,4 @@
-"""Streaming losses: a Python function of per-token log-probabilities, differentiated while the logits of its chunk exist."""
+"""Streaming losses: a Python function of log-probabilities, differentiated while its chunk's logits exist."""
 
 from __future__ import annotations
 
@@ -184,8 +184,8 @@ class _Stream:
             dhidden = None
             if self.dhidden is not None:
                 dhidden = self.dhidden[rows] if self.index is None else torch.empty_like(hidden)
-            _gradient(logits, dhidden, self.dweight, self.dbias, upstream, of_entropy, hidden, self.weight, labels,
-                      self.bias, *call.options, begin == 0)  # fmt: skip
+            _gradient(logits, dhidden, self.dweight, self.dbias, upstream, of_entropy, hidden, self.weight,
+                      labels, self.bias, *call.options, begin == 0)  # fmt: skip
             if dhidden is not None and self.index is not None:
                 self.dhidden[rows] = dhidden
         for kept, t in zip(self.dtensors, tensors, strict=True):
@@ -258,19 +258,21 @@ def linear_loss(
 ) -> torch.Tensor:
     """A loss of your own on per-token log-probabilities, three matrix products and no logits.
 
-    ``fn(log_prob, [entropy,] *tensors)`` is called for chunks of rows and returns one loss per row; its gradient is taken by
-    autograd while the chunk's logits still exist. It must treat rows one by one (a row's loss depends on that row alone):
-    then the chunking does not change the result beyond the order of additions.
+    ``fn(log_prob, [entropy,] *tensors)`` is called for chunks of rows and returns one loss per row; its
+    gradient is taken by autograd while the chunk's logits still exist. It must treat rows one by one (a row's
+    loss depends on that row alone): then the chunking does not change the result beyond the order of
+    additions.
 
     Args:
-        hidden, weight, target, bias, temperature, softcap, logit_scale, ignore_index, valid_rows, chunk_rows: as in
-            :func:`tigon.linear_cross_entropy`.
-        fn: called with float32 vectors of one chunk. Rows with an ignored label may be among them; what it returns there is
-            dropped. Tensors that need a gradient must come in through `tensors`.
-        *tensors: per-token tensors ``[..., ...]`` (the leading shape of target), handed to fn row by row; differentiable.
+        hidden, weight, target, bias, temperature, softcap, logit_scale, ignore_index, valid_rows, chunk_rows:
+            as in :func:`tigon.linear_cross_entropy`.
+        fn: called with float32 vectors of one chunk. Rows with an ignored label may be among them; what it
+            returns there is dropped. Tensors that need a gradient must come in through `tensors`.
+        *tensors: per-token tensors ``[..., ...]`` (the leading shape of target), handed to fn row by row;
+            differentiable.
         entropy: fn takes the entropies as its second argument.
-        reduction: ``"mean"`` (over rows that count), ``"sum"``, or ``"none"``: ``[...]`` losses, for which the backward
-            computes the logits again (four products).
+        reduction: ``"mean"`` (over rows that count), ``"sum"``, or ``"none"``: ``[...]`` losses, for which
+            the backward computes the logits again (four products).
         denominator: number or tensor of one element: ``sum / denominator`` instead of ``reduction``.
 
     Returns:
@@ -300,6 +302,6 @@ def linear_loss(
     if divisor is None:
         divisor = "count" if reduction == "mean" else 1.0
     grad = torch.is_grad_enabled()
-    call = _Call(fn, (ignore_index, softcap or 0.0, logit_scale, temperature), entropy, divisor, head.valid_rows, chunk_rows,
-                 head.needs, tuple(grad and t.requires_grad for t in tensors))  # fmt: skip
+    call = _Call(fn, (ignore_index, softcap or 0.0, logit_scale, temperature), entropy, divisor,
+                 head.valid_rows, chunk_rows, head.needs, tuple(grad and t.requires_grad for t in tensors))  # fmt: skip
     return _Function.apply(call, head.hidden, head.weight, head.bias, head.target, *tensors)
