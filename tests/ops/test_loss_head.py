@@ -8,7 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import same_bits
+from conftest import DEVICES
 from heads import compare, head_inputs, run
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import tigon
 from tigon.ops.head_memory import default_chunk
@@ -20,6 +23,40 @@ ALL = {"outputs": OUTPUTS}
 
 def _count(target):
     return int((target != -100).sum())
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_combinations_of_features(data):
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 2**31), label="seed"))
+    device = draw(st.sampled_from(DEVICES))
+    rows, h, v = draw(st.integers(1, 40)), draw(st.integers(1, 33)), draw(st.integers(1, 130))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    masked = draw(st.sampled_from([0.0, 0.3, 0.8]))
+    hidden, weight, target = head_inputs(rows, h, v, dtype=dtype, device=device, masked=masked)
+    target[0] = 0
+    options = {
+        "label_smoothing": draw(st.sampled_from([0.0, 0.1])),
+        "softcap": draw(st.sampled_from([None, 5.0])),
+        "logit_scale": draw(st.sampled_from([1.0, 0.3])),
+        "temperature": draw(st.sampled_from([1.0, 0.7, 1.5])),
+        "z_loss": draw(st.sampled_from([0.0, 1e-2])),
+        "reduction": draw(st.sampled_from(["mean", "sum", "none"])),
+        "denominator": draw(st.sampled_from([None, 7.5])),
+        "chunk_rows": draw(st.sampled_from([None, 1, 7])),
+        "valid_rows": draw(st.sampled_from([None, _count(target)])),
+    }
+    if draw(st.booleans(), label="bias"):
+        options["bias"] = torch.randn(v).to(device, dtype).requires_grad_()
+    if draw(st.booleans(), label="class_weight"):
+        options["class_weight"] = torch.rand(v).to(device) + 0.1
+    if draw(st.booleans(), label="token_weight"):
+        options["token_weight"] = torch.rand(rows).to(device) * 2
+    if draw(st.booleans(), label="lora"):
+        a, b = torch.randn(2, h).div(h**0.5).to(device, dtype), torch.randn(v, 2).to(device, dtype)
+        options["lora"] = (a.requires_grad_(), b.requires_grad_(), 0.5)
+    compare(LOSS, reference, (hidden, weight, target), options, noise=16 * torch.finfo(dtype).eps)
 
 
 # Rows that count

@@ -13,7 +13,8 @@ class LinearCrossEntropyLoss(nn.Module):
 
     Args: as :func:`tigon.linear_cross_entropy`.
 
-    Shape: hidden ``[..., H]``, weight ``[V, H]``, target ``[...]`` -> scalar, or ``[...]`` with ``reduction="none"``.
+    Shape: hidden ``[..., H]``, weight ``[V, H]``, target ``[...]`` -> scalar, or ``[...]`` with
+    ``reduction="none"``.
     """
 
     def __init__(
@@ -24,10 +25,13 @@ class LinearCrossEntropyLoss(nn.Module):
         label_smoothing: float = 0.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
+        temperature: float = 1.0,
         z_loss: float = 0.0,
         reduction: str = "mean",
         shift: bool = False,
         chunk_rows: int | None = None,
+        max_workspace_mb: float | None = None,
+        outputs: tuple[str, ...] | None = None,
     ) -> None:
         super().__init__()
         self.register_buffer("class_weight", class_weight)
@@ -36,10 +40,13 @@ class LinearCrossEntropyLoss(nn.Module):
             "label_smoothing": label_smoothing,
             "softcap": softcap,
             "logit_scale": logit_scale,
+            "temperature": temperature,
             "z_loss": z_loss,
             "reduction": reduction,
             "shift": shift,
             "chunk_rows": chunk_rows,
+            "max_workspace_mb": max_workspace_mb,
+            "outputs": outputs,
         }
 
     def forward(
@@ -49,9 +56,12 @@ class LinearCrossEntropyLoss(nn.Module):
         target: torch.Tensor,
         bias: torch.Tensor | None = None,
         denominator: float | torch.Tensor | None = None,
+        token_weight: torch.Tensor | None = None,
+        valid_rows: int | None = None,
     ) -> torch.Tensor:
+        per_call = {"denominator": denominator, "token_weight": token_weight, "valid_rows": valid_rows}
         return linear_cross_entropy(
-            hidden, weight, target, bias=bias, class_weight=self.class_weight, denominator=denominator, **self.options
+            hidden, weight, target, bias=bias, class_weight=self.class_weight, **per_call, **self.options
         )
 
     def extra_repr(self) -> str:

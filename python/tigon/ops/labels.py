@@ -71,10 +71,13 @@ def counted(target, ignore_index, shift):
     return int(pinned)
 
 
-def known_rows(op, target, ignore_index, shift, valid_rows):
+def known_rows(op, target, ignore_index, shift, valid_rows, device):
     """`valid_rows` for the native call: the caller's, else what :func:`count_labels` has found, else -1."""
     if valid_rows is None:
-        return -1 if target.device.type == "cpu" else counted(target, ignore_index, shift)
+        if target.device.type != "cpu":
+            return counted(target, ignore_index, shift)
+        here = device.type == "cpu" or torch.compiler.is_compiling()  # on the CPU the native call counts
+        return -1 if here else int(_count(target, ignore_index, shift))
     whole = isinstance(valid_rows, int) and 0 <= valid_rows <= target.numel()
     check(op, whole, "valid_rows must be an int in [0, {}] (or None), got {!r}", target.numel(), valid_rows)
     return valid_rows

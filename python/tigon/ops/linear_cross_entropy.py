@@ -331,7 +331,9 @@ def autocast(hidden):
 
 def prepare(op, hidden, weight, target, bias, ignore_index, shift, valid_rows) -> Head:
     """Dtypes that the operators take, one label a row, the number of rows that count where known."""
-    valid = known_rows(op, target, ignore_index, shift, valid_rows)
+    valid = known_rows(op, target, ignore_index, shift, valid_rows, hidden.device)
+    if hidden.is_cuda and target.device.type == "cpu":
+        target = target.to(hidden.device, non_blocking=True)
     if weight.dtype != hidden.dtype:
         weight = weight.to(hidden.dtype)
     if bias is not None and bias.dtype not in (hidden.dtype, torch.float32):
@@ -419,7 +421,8 @@ def linear_cross_entropy(
             ``tigon_main_grad = True`` its gradient is added to its attribute ``main_grad`` (float32, its
             shape) in the backward pass, upstream gradient and all, and ``weight.grad`` stays ``None``: one
             more matrix product, no float32 gradient besides.
-        target: ``[...]`` int64 class indices, or ``ignore_index``.
+        target: ``[...]`` int64 class indices, or ``ignore_index``. Labels on the CPU beside CUDA operands are
+            counted here and copied.
         bias: ``[V]`` or ``None``, added in float32.
         class_weight: ``[V]`` or ``None``, weight of each class, as in
             :func:`torch.nn.functional.cross_entropy`.

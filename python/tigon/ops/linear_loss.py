@@ -302,6 +302,7 @@ def linear_loss(
     if divisor is None:
         divisor = "count" if reduction == "mean" else 1.0
     grad = torch.is_grad_enabled()
-    call = _Call(fn, (ignore_index, softcap or 0.0, logit_scale, temperature), entropy, divisor,
-                 head.valid_rows, chunk_rows, head.needs, tuple(grad and t.requires_grad for t in tensors))  # fmt: skip
+    options = (ignore_index, softcap or 0.0, logit_scale, temperature)
+    wrt = tuple(grad and t.requires_grad for t in tensors)
+    call = _Call(fn, options, entropy, divisor, head.valid_rows, chunk_rows, head.needs, wrt)
     return _Function.apply(call, head.hidden, head.weight, head.bias, head.target, *tensors)

@@ -221,14 +221,14 @@ struct Workspace {
 
 Workspace make_workspace(Context& ctx, const LinearCrossEntropy& a, int64_t chunk, bool listed) {
   DType dtype = a.hidden.dtype;
-  int64_t v = a.weight.rows, h = a.hidden.cols, r = a.lora_a.rows;
+  int64_t v = a.weight.rows, h = a.hidden.cols, r = a.lora_a.rows, lora_ld = (r + 7) / 8 * 8;
   int64_t ld =
       (v + 63) / 64 * 64;  // whole 128-byte lines, so that an odd vocabulary costs the products nothing
   Workspace w = {.logits = new_matrix(ctx, chunk, v, ld, dtype)};
   if (listed) w.hidden = new_matrix(ctx, chunk, h, h, dtype);
   if (listed && a.dhidden.data) w.dhidden = new_matrix(ctx, chunk, h, h, dtype);
   if (a.lora_a.data)
-    w.lora_u = new_matrix(ctx, chunk, r, r, dtype), w.lora_t = new_matrix(ctx, chunk, r, r, dtype);
+    w.lora_u = new_matrix(ctx, chunk, r, lora_ld, dtype), w.lora_t = new_matrix(ctx, chunk, r, lora_ld, dtype);
   if (a.dbias) w.ones = make_ones(ctx, dtype, std::max<int64_t>(chunk, 1));
   return w;
 }
