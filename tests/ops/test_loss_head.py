@@ -447,22 +447,59 @@ def test_default_chunk():
     assert default_chunk("cuda", 9000) == 3072 and default_chunk("cpu", 0) == 1
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("main_grad", [False, True])
-@pytest.mark.parametrize("options", [{}, {"max_workspace_mb": 64}, {"valid_rows": 3000}])
-def test_predicted_memory(options, main_grad):
-    rows, h, v = 8192, 512, 32000
-    hidden, weight, target = head_inputs(rows, h, v, dtype=torch.bfloat16, device="cuda", masked=0.0)
+MEMORY = [{}, {"max_workspace_mb": None}, {"valid_rows": 3000}, {"main_grad": True}, {"reduction": "none"}]
+
+
+def _memory_case(rows, h, v, device, dtype, cap, options):
+    """A step, and what it is said to take."""
+    options = dict(options)
+    if "max_workspace_mb" in options:
+        options["max_workspace_mb"] = cap
+    hidden, weight, target = head_inputs(rows, h, v, dtype=dtype, device=device, masked=0.0)
     if "valid_rows" in options:
+        options["valid_rows"] = rows * 3 // 8
         target[options["valid_rows"] :] = -100
-    if main_grad:
-        weight.main_grad, weight.tigon_main_grad = torch.zeros(v, h, device="cuda"), True
-    predicted = tigon.linear_cross_entropy_memory(rows, h, v, main_grad=main_grad, **options)
-    for _ in range(2):
+    predicted = tigon.linear_cross_entropy_memory(rows, h, v, dtype, device=device, **options)
+    if options.pop("main_grad", False):
+        weight.main_grad, weight.tigon_main_grad = torch.zeros(v, h, device=device), True
+
+    def step():
         hidden.grad = weight.grad = None
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        LOSS(hidden, weight, target, **options).backward()
-        peak = torch.cuda.max_memory_allocated() - before
+        LOSS(hidden, weight, target, **options).sum().backward()
+
+    return step, (hidden, weight), predicted
+
+
+@pytest.mark.parametrize("options", MEMORY, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_predicted_memory_on_the_cpu(options, dtype):
+    from torch.profiler import ProfilerActivity, profile
+
+    step, leaves, predicted = _memory_case(4000, 64, 3000, "cpu", dtype, 8, options)
+    step()
+    for leaf in leaves:
+        leaf.grad = None
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        step()
+    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    # The products are the framework's, and so are their buffers.
+    assert 0.45 * predicted.peak <= peak <= 1.1 * predicted.peak
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", MEMORY, ids=str)
+def test_predicted_memory(options):
+    step, leaves, predicted = _memory_case(8192, 512, 32000, "cuda", torch.bfloat16, 64, options)
+    step()
+    for leaf in leaves:
+        leaf.grad = None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    peak = torch.cuda.max_memory_allocated() - before
     assert 0.9 * predicted.peak - 2**22 <= peak <= 1.03 * predicted.peak + 2**22

@@ -34,27 +34,54 @@ def default_chunk(device: str, rows: int) -> int:
     return _ceil(_ceil(rows, _ceil(rows, most)), 128) * 128
 
 
-def _row_bytes(size, hidden_size, vocab, listed, lora_rank):
-    return size * (_ceil(vocab, 64) * 64 + 2 * hidden_size * listed + 2 * lora_rank)
+class _Sizes(NamedTuple):
+    """What the workspace depends on."""
 
+    device: str
+    dtype: torch.dtype
+    rows: int
+    hidden_size: int
+    vocab: int
+    lora_rank: int
 
-def _fixed_bytes(device, rows):
-    words = 64 * rows  # index, labels, place, loss, factors, statistics
-    return words + (_GEMM_WORKSPACE if device == "cuda" else 0)
+    @property
+    def size(self) -> int:
+        return self.dtype.itemsize
+
+    def per_row(self, listed: bool) -> int:
+        """Bytes of a row of a chunk: its logits, its gathered copies, its low-rank products."""
+        padded = _ceil(self.vocab, 64) * 64
+        words = self.size * (padded + 2 * self.hidden_size * listed + 2 * _ceil(self.lora_rank, 8) * 8)
+        if self.device == "cpu":  # the framework's products: a copy of the logits, in float32 for float16
+            words += {torch.float32: 4, torch.bfloat16: 0, torch.float16: 8}[self.dtype] * padded
+        return words
+
+    def fixed(self) -> int:
+        """Bytes of any chunk: index, labels, place, loss, factors of every row; the products' own."""
+        product = _GEMM_WORKSPACE
+        if self.device == "cpu":
+            product = (8 if self.dtype == torch.float16 else self.size) * self.vocab * self.hidden_size
+        return 64 * self.rows + product
+
+    def chunk_within(self, max_workspace_mb: float) -> int:
+        """Rows that fit; 0: none."""
+        fits = max(int(max_workspace_mb * _MIB) - self.fixed(), 0) // self.per_row(True)
+        return fits if fits < 256 else fits // 128 * 128
+
+    def chunk(self, worked: int, chunk_rows: int | None, max_workspace_mb: float | None) -> int:
+        """Rows per chunk of a call."""
+        chunk = min(chunk_rows or default_chunk(self.device, worked), max(worked, 1))
+        return chunk if max_workspace_mb is None else min(chunk, max(self.chunk_within(max_workspace_mb), 1))
 
 
 def chunk_that_fits(op, max_workspace_mb, hidden, vocab, chunk_rows, lora_rank):
     """Rows per chunk within the cap (and no more than asked for)."""
-    rows = hidden.numel() // hidden.shape[-1]
-    device = hidden.device.type
-    row = _row_bytes(hidden.element_size(), hidden.shape[-1], vocab, True, lora_rank)
-    left = int(max_workspace_mb * _MIB) - _fixed_bytes(device, rows)
-    least = _ceil(_fixed_bytes(device, rows) + row, _MIB)
-    check(
-        op, left >= row, "max_workspace_mb must be at least {} for one row, got {}", least, max_workspace_mb
-    )
-    chunk = min(left // row, chunk_rows or default_chunk(device, rows))
-    return chunk if chunk < 256 else chunk // 128 * 128
+    rows, size = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
+    sizes = _Sizes(hidden.device.type, hidden.dtype, rows, size, vocab, lora_rank)
+    least = _ceil(sizes.fixed() + sizes.per_row(True), _MIB)
+    fits = sizes.chunk_within(max_workspace_mb) > 0
+    check(op, fits, "max_workspace_mb must be at least {} for one row, got {}", least, max_workspace_mb)
+    return sizes.chunk(rows, chunk_rows, max_workspace_mb)
 
 
 def linear_cross_entropy_memory(
@@ -77,39 +104,27 @@ def linear_cross_entropy_memory(
 ) -> HeadMemory:
     """Bytes that :func:`tigon.linear_cross_entropy` and its backward take besides their inputs.
 
-    ``workspace = chunk * V * size + (gathered rows, words per row, GEMM workspace)``, ``gradients = rows * H
-    * size + 4 V H`` (what is trained; float32 for the weight), and at the end of the backward the gradients
-    in their parameters' dtypes besides; ``peak`` is the larger of the two moments.
+    ``workspace = chunk * V * size`` (and gathered rows, words per row, what the products need),
+    ``gradients = rows * H * size + 4 V H`` (of what is trained; float32 for the weight), and at the end of
+    the backward the gradients in their parameters' dtypes besides; ``peak`` is the larger of the two moments.
 
     Args: the sizes and options of the call; ``train_*``: which operands need a gradient; ``main_grad``: the
         weight's is added to its ``main_grad``.
     """
-    size = torch.empty((), dtype=dtype).element_size()
-    weight_size = size if weight_dtype is None else torch.empty((), dtype=weight_dtype).element_size()
-    listed = valid_rows is not None and valid_rows < rows
-    worked = valid_rows if valid_rows is not None else rows
-    chunk = min(chunk_rows or default_chunk(device, worked), max(worked, 1))
-    if max_workspace_mb is not None:
-        row = _row_bytes(size, hidden_size, vocab, True, lora_rank)
-        left = max(int(max_workspace_mb * _MIB) - _fixed_bytes(device, rows), row)
-        fits = left // row
-        chunk = min(chunk, fits if fits < 256 else fits // 128 * 128)
-    workspace = chunk * _row_bytes(size, hidden_size, vocab, listed, lora_rank) + _fixed_bytes(device, rows)
-    if weight_dtype is not None and weight_dtype != dtype:
-        workspace += vocab * hidden_size * size  # the weight in hidden's dtype
+    sizes = _Sizes(device, dtype, rows, hidden_size, vocab, lora_rank)
+    weight_dtype = weight_dtype or dtype
+    worked = rows if valid_rows is None else valid_rows
+    chunk = sizes.chunk(worked, chunk_rows, max_workspace_mb)
+    workspace = chunk * sizes.per_row(worked < rows) + sizes.fixed()
+    if weight_dtype != dtype:
+        workspace += vocab * hidden_size * sizes.size  # the weight in hidden's dtype
     own_weight = train_weight and not main_grad
+    head = vocab * (hidden_size * own_weight + train_bias)
     lora = lora_rank * (hidden_size + vocab)
-    gradients = (
-        rows * hidden_size * size * train_hidden
-        + 4 * vocab * (hidden_size * own_weight + train_bias)
-        + 4 * lora
-    )
-    results = (
-        rows * hidden_size * size * train_hidden
-        + vocab * (hidden_size * own_weight + train_bias) * weight_size
-    )
-    results += lora * size + 4 * rows
+    dhidden = rows * hidden_size * sizes.size * train_hidden
+    gradients = dhidden + 4 * (head + lora)
+    results = dhidden + head * weight_dtype.itemsize + lora * sizes.size + 4 * rows
     if main_grad or reduction == "none":  # made in the backward, with the logits computed again
-        peak = workspace + gradients + (results if own_weight and weight_size != 4 else 4 * rows)
-        return HeadMemory(chunk, workspace, 0, results, peak)
+        cast = head * weight_dtype.itemsize if weight_dtype != torch.float32 else 0
+        return HeadMemory(chunk, workspace, 0, results, gradients + max(workspace, cast))
     return HeadMemory(chunk, workspace, gradients, results, gradients + max(workspace, results))
