@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -27,6 +28,18 @@ def _load() -> None:
     if not path.exists():
         raise Error(f"[load] the native library must be at {path}, found none (build it with `make build`)")
     torch.ops.load_library(str(path))
+    if _has_onednn_linear():
+        ctypes.CDLL(str(path)).tigon_enable_onednn()
+
+
+def _has_onednn_linear() -> bool:
+    """Whether this PyTorch has oneDNN's linear operator in the very form that ``tigon/torch/context_cpu.cpp`` calls."""
+    expected = (
+        "mkldnn::_linear_pointwise(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, str? algorithm)"
+        " -> Tensor Y"
+    )
+    packet = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    return torch.backends.mkldnn.is_available() and packet is not None and str(packet.default._schema) == expected
 
 
 _load()
