@@ -42,8 +42,8 @@ def count_labels(target: torch.Tensor, ignore_index: int = -100, *, shift: bool 
         not shift or target.dim() >= 1,
         "target must have a sequence dimension with shift=True, got none",
     )
-    if target.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return
+    if target.device.type != "cuda" or target.is_inference() or torch.cuda.is_current_stream_capturing():
+        return  # an inference tensor does not tell whether it was modified
     current = torch.cuda.current_stream(target.device)
     side = _streams.get(target.device.index)
     if side is None:
@@ -66,7 +66,7 @@ def counted(target, ignore_index, shift):
     if known is None and target._base is not None and target._base.numel() == target.numel() and not shift:
         known = _counts.get(target._base)
     version, event, pinned = (known or {}).get((ignore_index, shift), (None, None, None))
-    if version != target._version or event is None or not event.query():
+    if event is None or version != target._version or not event.query():
         return -1
     return int(pinned)
 
