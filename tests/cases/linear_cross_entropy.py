@@ -26,6 +26,9 @@ DEFAULTS = {
     "label_smoothing": 0.0,
     "softcap": None,
     "logit_scale": 1.0,
+    "temperature": 1.0,
+    "lora": 0,  # rank
+    "known": False,  # the number of rows that count is said
     "z_loss": 0.0,
     "class_weight": False,
     "reduction": "mean",
@@ -104,10 +107,32 @@ CASES = [
     test_case("everything_none", small=True, lead=(2, 23), H=48, V=517, bias=True,
               class_weight=True, masked=0.2, label_smoothing=0.1, softcap=6.0, logit_scale=0.7,
               z_loss=1e-3, reduction="none", layout="columns", chunk_rows=10),
+    test_case("temperature", temperature=0.6, masked=0.2),
+    test_case("softcap_temperature", small=True, temperature=0.6, softcap=3.0, logit_scale=0.5, masked=0.2),
+    test_case("known", small=True, lead=(37,), masked=0.6, known=True, chunk_rows=4, bias=True),
+    test_case("known_none", lead=(37,), masked=0.6, known=True, chunk_rows=4, reduction="none"),
+    test_case("known_shift", lead=(3, 11), masked=0.6, known=True, shift=True, layout="rows"),
+    test_case("known_all", lead=(9,), known=True),
+    test_case("known_none_counts", lead=(9,), masked=1.0, known=True, reduction="sum", bias=True),
+    test_case("known_odd", lead=(37,), H=33, V=51, masked=0.6, known=True, layout="offset1"),
+    test_case("lora", small=True, lora=4, masked=0.2, chunk_rows=4),
+    test_case("lora_odd", lora=3, H=33, V=51, grads=(0,), masked=0.6, known=True, temperature=0.8),
+    test_case("lora_none", lora=8, grads=(), reduction="none"),
     test_case("nan_row", fill="nan", reduction="none", grads=(0,)),
     test_case("nan_mean", fill="nan"),
     bench_case("8192x4096x32000", lead=(8192,), H=4096, V=32000),
     bench_case("8192x4096x128256", lead=(8192,), H=4096, V=128256),
+    *(
+        bench_case(f"8192x4096x128256_{name}", lead=(8192,), H=4096, V=128256, **options)
+        for name, options in {
+            "masked50": {"masked": 0.5, "known": True},
+            "masked80": {"masked": 0.8, "known": True},
+            "masked95": {"masked": 0.95, "known": True},
+            "frozen": {"grads": (0,)},
+            "none": {"reduction": "none"},
+            "lora16": {"lora": 16, "grads": (0,)},
+        }.items()
+    ),
     bench_case("2048x512x32000", "bench_cpu", lead=(2048,), H=512, V=32000),
     bench_case("1024x2048x128256", "bench_cpu", lead=(1024,), H=2048, V=128256),
     bench_case("256x128x1024", "smoke", lead=(256,), H=128, V=1024),
@@ -132,25 +157,48 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     class_weight = draw.randn(vocab, dtype=wide).abs() + 0.1 if p["class_weight"] else None
     none = p["reduction"] == "none" and p["denominator"] is None
     grad = draw.randn(*lead, dtype=wide) if none else torch.tensor(0.7, dtype=wide, device=device)
-    names = ("ignore_index", "label_smoothing", "softcap", "logit_scale", "z_loss", "reduction")
+    rank, known = p["lora"], target[..., 1:] if p["shift"] else target
+    lora = {"lora_a": None, "lora_b": None}
+    if rank:
+        lora = {
+            "lora_a": draw.randn(rank, hidden_size, scale=hidden_size**-0.5),
+            "lora_b": draw.randn(vocab, rank),
+        }
+    names = (
+        "ignore_index",
+        "label_smoothing",
+        "softcap",
+        "logit_scale",
+        "temperature",
+        "z_loss",
+        "reduction",
+    )
     return Inputs(
         args=(hidden, weight, target),
         kwargs={
             "bias": bias,
             "class_weight": class_weight,
             "denominator": make_denominator(p["denominator"], device),
-            **{name: p[name] for name in (*names, "shift", "chunk_rows")},
+            "valid_rows": int((known != ignore).sum()) if p["known"] else None,
+            **lora,
+            **{name: p[name] for name in (*names, "reduction", "shift", "chunk_rows")},
         },
         grads=p["grads"],
         grad_outputs=(grad,),
-        grad_kwargs=("bias",) if p["bias"] and p["grad_bias"] else (),
+        grad_kwargs=(("bias",) if p["bias"] and p["grad_bias"] else ())
+        + (("lora_a", "lora_b") if rank else ()),
     )
 
 
-def tigon_fn(hidden, weight, target, **options):
+LORA_SCALE = 0.5
+
+
+def tigon_fn(hidden, weight, target, *, lora_a, lora_b, **options):
     """Tigon's own."""
     import tigon
 
+    if lora_a is not None:
+        options["lora"] = (lora_a, lora_b, LORA_SCALE)
     return tigon.linear_cross_entropy(hidden, weight, target, **options)
 
 
@@ -159,11 +207,20 @@ def _from_logits(loss, hidden, weight, target, options):
     options = dict(options)
     bias, class_weight = options.pop("bias"), options.pop("class_weight")
     options.pop("chunk_rows")
+    options.pop("valid_rows")
+    lora_a, lora_b = options.pop("lora_a"), options.pop("lora_b")
+    scale, softcap, temperature = (options.pop(name) for name in ("logit_scale", "softcap", "temperature"))
     shift = options.pop("shift")
     if shift:
         hidden, target = hidden[:, :-1], target[:, 1:]
     logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), weight, bias)
-    value = loss(upcast(logits), target.reshape(-1), weight=class_weight, **options)
+    if lora_a is not None:
+        low = F.linear(hidden.reshape(-1, hidden.shape[-1]), lora_a)
+        logits = logits + LORA_SCALE * F.linear(low, lora_b)
+    z = upcast(logits) * scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    value = loss(z / temperature, target.reshape(-1), weight=class_weight, **options)
     if value.dim() == 0:
         return value
     value = value.view(target.shape)
@@ -209,20 +266,27 @@ def flops_bwd(case: Case) -> int:
 def gemms(inputs: Inputs, step: bool) -> list:
     """The bare products on the same operands: logits, and for a step those of both gradients."""
     hidden, weight, target = (value.detach() for value in inputs.args)
-    hidden = hidden.reshape(-1, hidden.shape[-1])
+    hidden, target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+    if inputs.kwargs["valid_rows"] is not None:
+        counts = target != inputs.kwargs["ignore_index"]
+        hidden, target = hidden[counts], target[counts]
     products = [lambda: hidden @ weight.t()]
     if step:
         # The gradient a loss really has: its values, mostly tiny, decide what power they draw.
         grad = torch.softmax(hidden @ weight.t(), dim=-1)
         grad[torch.arange(len(grad), device=grad.device), target.view(-1).clamp(min=0)] -= 1
         grad /= len(grad)
-        products += [lambda: grad @ weight, lambda: grad.t() @ hidden]
+        if inputs.kwargs["reduction"] == "none":  # their upstream gradients come when the logits are gone
+            products *= 2
+        of_operands = (lambda: grad @ weight, lambda: grad.t() @ hidden)
+        products += [of_operands[i] for i in inputs.grads]
     return products
 
 
 def _plain(kwargs) -> bool:
     """No option that this benchmark's peers lack."""
-    return not (kwargs["shift"] or kwargs["denominator"] or kwargs["logit_scale"] != 1.0)
+    changed = kwargs["logit_scale"] != 1.0 or kwargs["temperature"] != 1.0 or kwargs["lora_a"] is not None
+    return not (kwargs["shift"] or kwargs["denominator"] or changed)
 
 
 def _aten(case, inputs):
