@@ -60,7 +60,9 @@ def count_labels(target: torch.Tensor, ignore_index: int = -100, *, shift: bool 
 
 def counted(target, ignore_index, shift):
     """The number that :func:`count_labels` has found for this tensor, or -1."""
-    if not _counts or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+    if torch.compiler.is_compiling():  # before the table is looked at: older compilers cannot trace it
+        return -1
+    if not _counts or torch.cuda.is_current_stream_capturing():
         return -1
     known = _counts.get(target)
     if known is None and target._base is not None and target._base.numel() == target.numel() and not shift:
