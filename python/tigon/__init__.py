@@ -1,7 +1,7 @@
 """Tigon: fused, exact, memory-lean kernels for training large language models.
 
-Functions take and return plain tensors; :mod:`tigon.nn` wraps them in modules; :func:`tigon.apply` puts them into a
-Hugging Face model. Everything refused raises :class:`tigon.Error` before anything is modified.
+Functions take and return plain tensors; :mod:`tigon.nn` wraps them in modules; :func:`tigon.apply` puts them
+into a Hugging Face model. Everything refused raises :class:`tigon.Error` before anything is modified.
 """
 
 from tigon import nn

@@ -33,13 +33,15 @@ def _load() -> None:
 
 
 def _has_onednn_linear() -> bool:
-    """Whether this PyTorch has oneDNN's linear operator in the very form that ``tigon/torch/context_cpu.cpp`` calls."""
+    """Whether this PyTorch has oneDNN's linear operator in the form that ``context_cpu.cpp`` calls."""
     expected = (
-        "mkldnn::_linear_pointwise(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, str? algorithm)"
-        " -> Tensor Y"
+        "mkldnn::_linear_pointwise(Tensor X, Tensor W, Tensor? B, str attr, Scalar?[] scalars, "
+        "str? algorithm) -> Tensor Y"
     )
     packet = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-    return torch.backends.mkldnn.is_available() and packet is not None and str(packet.default._schema) == expected
+    if packet is None or not torch.backends.mkldnn.is_available():
+        return False
+    return str(packet.default._schema) == expected
 
 
 _load()

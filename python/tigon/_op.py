@@ -2,10 +2,11 @@
 
 Three routes, one formula (``setup_context`` and ``backward`` are shared):
 
-* eager, gradient needed: a classic ``torch.autograd.Function`` around the raw operators (lowest host cost, measured);
+* eager, gradient needed: a classic ``torch.autograd.Function`` around the raw operators (lowest host cost,
+  measured);
 * eager, no gradient: the raw forward operator alone;
-* under ``torch.compile`` or a functorch transform: the operator ``tigon::<name>``, opaque to the compiler, with a fake
-  kernel and the same backward attached by ``torch.library.register_autograd``.
+* under ``torch.compile`` or a functorch transform: the operator ``tigon::<name>``, opaque to the compiler,
+  with a fake kernel and the same backward attached by ``torch.library.register_autograd``.
 """
 
 from __future__ import annotations

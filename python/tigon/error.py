@@ -10,8 +10,8 @@ class Error(RuntimeError, ValueError):
 def check(op: str, condition: bool, message: str, *values: object) -> None:
     """Raise :class:`Error` with ``[op] message`` unless ``condition`` holds.
 
-    ``values`` fill the ``{}`` of the message, only when it is needed: calls on the hot path format nothing, and
-    ``torch.compile`` traces them with symbolic sizes. A shape prints as a list.
+    ``values`` fill the ``{}`` of the message, only when it is needed: calls on the hot path format nothing,
+    and ``torch.compile`` traces them with symbolic sizes. A shape prints as a list.
     """
     if condition:
         return

@@ -69,7 +69,9 @@ def rms_norm(
     offset: float = 0.0,
     rounding: str = "llama",
 ) -> torch.Tensor:
-    """Root-mean-square normalisation over the last dimension: ``x * rsqrt(mean(x^2) + eps) * (offset + weight)``.
+    """Root-mean-square normalisation over the last dimension.
+
+    ``x * rsqrt(mean(x^2) + eps) * (offset + weight)``
 
     Args:
         x: ``[..., C]`` float32, bfloat16 or float16, any leading strides (rows dense, or copied once).
@@ -78,18 +80,20 @@ def rms_norm(
         eps: added to the mean square, >= 0.
         offset: added to the weight (Gemma: 1).
         rounding: ``"llama"`` rounds the normalised x to its dtype before the weight, result in
-            ``promote(x, weight)``; ``"gemma"`` rounds once, result in x's dtype; ``"none"`` rounds once, result in
-            ``promote(x, weight)``, as :func:`torch.nn.functional.rms_norm`.
+            ``promote(x, weight)``; ``"gemma"`` rounds once, result in x's dtype; ``"none"`` rounds once,
+            result in ``promote(x, weight)``, as :func:`torch.nn.functional.rms_norm`.
 
     Returns:
-        ``[..., C]``, contiguous. Differentiable in x and weight; accumulation in float32; bitwise deterministic.
+        ``[..., C]``, contiguous. Differentiable in x and weight; accumulation in float32; bitwise
+        deterministic.
 
     Raises:
         tigon.Error: shape, dtype, device or eps does not fit.
 
     Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
     """
-    check("rms_norm", rounding in _ROUNDINGS, "rounding must be one of {}, got {!r}", (*_ROUNDINGS,), rounding)
+    known = rounding in _ROUNDINGS
+    check("rms_norm", known, "rounding must be one of {}, got {!r}", (*_ROUNDINGS,), rounding)
     check("rms_norm", x.is_floating_point(), "x must be a float tensor, got {}", x.dtype)
     check("rms_norm", x.dim() > 0, "x must have at least one dimension, got 0")
     if weight is not None:
