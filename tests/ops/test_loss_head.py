@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checks import same_bits
-from conftest import DEVICES
 from heads import compare, head_inputs, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tigon
+from conftest import DEVICES
 from tigon.ops.head_memory import default_chunk
 from tigon.ops.linear_cross_entropy import OUTPUTS, reference
 
@@ -380,6 +380,58 @@ def test_main_grad_must_fit(device):
     weight.main_grad = torch.zeros(40, 16, device=device, dtype=torch.bfloat16)
     with pytest.raises(tigon.Error, match=r"got torch.bfloat16 \[40, 16\]"):
         LOSS(hidden, weight, target)
+
+
+# Kept gradients
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_kept_gradients_of_per_token_losses(data):
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 2**31), label="seed"))
+    device = draw(st.sampled_from(DEVICES))
+    rows, h, v = draw(st.integers(1, 40)), draw(st.integers(1, 33)), draw(st.integers(1, 130))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    masked = draw(st.sampled_from([0.0, 0.3, 1.0]))
+    hidden, weight, target = head_inputs(rows, h, v, dtype=dtype, device=device, masked=masked)
+    options = {
+        "reduction": "none",
+        "label_smoothing": draw(st.sampled_from([0.0, 0.1])),
+        "softcap": draw(st.sampled_from([None, 5.0])),
+        "temperature": draw(st.sampled_from([1.0, 0.7])),
+        "z_loss": draw(st.sampled_from([0.0, 1e-2])),
+        "chunk_rows": draw(st.sampled_from([None, 7])),
+        "valid_rows": draw(st.sampled_from([None, _count(target)])),
+        "keep_mb": 100.0,
+    }
+    if draw(st.booleans(), label="bias"):
+        options["bias"] = torch.randn(v).to(device, dtype).requires_grad_()
+    if draw(st.booleans(), label="token_weight"):
+        options["token_weight"] = torch.where(target == -100, float("nan"), torch.rand(rows).to(device) * 2)
+    compare(LOSS, reference, (hidden, weight, target), options, noise=16 * torch.finfo(dtype).eps)
+
+
+def test_kept_gradients_serve_two_backwards_and_frozen_operands(device):
+    hidden, weight, target = head_inputs(30, device=device)
+    upstream = torch.randn(30, device=device)
+    upstream[target == -100] = float("inf")  # of rows that do not count
+    loss = LOSS(hidden, weight, target, reduction="none", keep_mb=1.0)
+    assert "Kept" in type(loss.grad_fn).__name__ or "View" in type(loss.grad_fn).__name__
+    both = torch.autograd.grad(loss, (hidden, weight), upstream, retain_graph=True)
+    again = torch.autograd.grad(loss, (hidden, weight), upstream)
+    assert all(same_bits(a, b) and a.isfinite().all() for a, b in zip(both, again, strict=True))
+    for i in (0, 1):
+        leaves = [t.detach().requires_grad_(j == i) for j, t in enumerate((hidden, weight))]
+        part = LOSS(*leaves, target, reduction="none", keep_mb=1.0)
+        assert same_bits(torch.autograd.grad(part, leaves[i], upstream)[0], both[i])
+
+
+def test_kept_gradients_must_fit(device):
+    hidden, weight, target = head_inputs(30, device=device)
+    kept = run(LOSS, (hidden, weight, target), {"reduction": "none", "keep_mb": 1e-3})
+    plain = run(LOSS, (hidden, weight, target), {"reduction": "none"})
+    assert all(same_bits(a, b) for a, b in zip(kept, plain, strict=True))
 
 
 # Exactness

@@ -176,6 +176,13 @@ def _fake_add_bwd(upstream, entropy_upstream, main_grad, *rest):
 
 finish = raw("linear_cross_entropy_bwd", _fake_bwd)
 rows_backward = raw("linear_cross_entropy_rows_bwd", _fake_rows_bwd)
+_keep = raw("linear_cross_entropy_keep", lambda kept, *inputs: _fake(*inputs))
+_kept_bwd = raw(
+    "linear_cross_entropy_kept_bwd",
+    lambda upstream, kept, hidden, weight, target, token_weight, ignore_index, valid_rows, needs: (
+        _empty_gradients(hidden, hidden, weight, None, needs)[:3]
+    ),
+)
 _add_bwd = raw("linear_cross_entropy_add_bwd", _fake_add_bwd)
 
 
@@ -259,6 +266,43 @@ class _MainGrad(torch.autograd.Function):
             upstream, None, ctx.main_grad, hidden, *tensors, *ctx.options, ctx.needs & ~WEIGHT
         )
         return (None, *_spread(gradients, ctx.dtypes, ctx.needs & ~WEIGHT))
+
+
+class _Kept(torch.autograd.Function):
+    """Per-row losses; the gradients of the logits stay until the upstream ones arrive."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        hidden, weight, target, bias, _, token_weight = inputs[:6]
+        ctx.options, ctx.needs = (inputs[10], inputs[19]), inputs[_NEEDS]
+        rows, vocab = target.shape[0] if inputs[19] < 0 else inputs[19], weight.shape[0]
+        kept = hidden.new_empty(rows, _padded(vocab))[:, :vocab]
+        output = _keep(kept, *inputs)
+        ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+        ctx.save_for_backward(kept, hidden, weight, target, token_weight)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.set_materialize_grads(False)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dloss, *_):
+        if dloss is None:
+            return (None,) * _INPUTS
+        gradients = _kept_bwd(dloss, *ctx.saved_tensors, *ctx.options, ctx.needs)
+        dtypes = (*ctx.dtypes, None, None)
+        return _spread((*gradients, None, None), dtypes, ctx.needs)
+
+
+def _padded(vocab):
+    return (vocab + 63) // 64 * 64
+
+
+def _keeps(hidden, vocab, rows, keep_mb):
+    """Whether the logits' gradients are to be kept: they fit, and nothing traces the call."""
+    if keep_mb <= 0.0 or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return False
+    return rows * _padded(vocab) * hidden.element_size() <= keep_mb * 2**20
 
 
 def main_grad_of(op, weight):
@@ -406,6 +450,7 @@ def linear_cross_entropy(
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
     max_workspace_mb: float | None = None,
+    keep_mb: float = 0.0,
 ) -> torch.Tensor | NamedTuple:
     """Cross-entropy of ``hidden @ weight.T + bias`` against ``target`` without the logits ever existing.
 
@@ -451,6 +496,8 @@ def linear_cross_entropy(
         chunk_rows: rows per chunk; ``None`` chooses (see docs/loss-head.md).
         max_workspace_mb: upper bound of the memory besides inputs, results and gradients, in MiB; chunks
             shrink to fit it.
+        keep_mb: with ``"none"``, keep the gradients of the logits from forward to backward if they take no
+            more than this many MiB (rows that count times V): three matrix products instead of four.
 
     Returns:
         float32 scalar, or ``[...]`` for ``"none"``; with ``outputs`` a named tuple. The loss is
@@ -497,6 +544,9 @@ def linear_cross_entropy(
             0 if lora_a is None else lora_a.shape[0],
         )
     call = _op if main_grad is None else functools.partial(_MainGrad.apply, main_grad)
+    if reduction == "none" and needs and main_grad is None and lora is None:
+        rows = head.target.shape[0] if head.valid_rows < 0 else head.valid_rows
+        call = _Kept.apply if _keeps(hidden, weight.shape[0], rows, keep_mb) else call
     results = call(
         hidden, head.weight, head.target, head.bias, class_weight, token_weight, lora_a, lora_b, denominator,
         host_denominator, ignore_index, label_smoothing, softcap or 0.0, logit_scale, temperature, z_loss,

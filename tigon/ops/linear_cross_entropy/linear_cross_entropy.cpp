@@ -141,10 +141,12 @@ struct Rows {
   Vector loss, lse, log_prob, entropy, predicted;
 };
 
-Vector factors(Context& ctx, const Rows& rows, const Vector& token_weight, const Vector& upstream,
-               const Vector& scale) {
+Vector factors(Context& ctx, const LinearCrossEntropy& a, const Rows& rows, const Vector& token_weight,
+               const Vector& upstream, const Vector& scale) {
   Vector out = new_vector(ctx, rows.count);
-  LinearCrossEntropyFactors f = {.index = rows.list.index,
+  LinearCrossEntropyFactors f = {.target = a.target,
+                                 .ignore_index = a.ignore_index,
+                                 .index = rows.list.index,
                                  .token_weight = token_weight,
                                  .upstream = upstream,
                                  .scale = scale,
@@ -182,9 +184,11 @@ Rows choose_rows(Context& ctx, const LinearCrossEntropy& a) {
   if (!wants_gradients(a)) return r;
   Vector scale = a.upstream || !linear_cross_entropy_scales_early(a.hidden.dtype) ? Vector{} : a.scale;
   bool computed = a.token_weight || (r.listed && a.upstream);
-  r.factor = computed ? factors(ctx, r, a.token_weight, a.upstream, scale) : a.upstream ? a.upstream : scale;
+  r.factor = computed     ? factors(ctx, a, r, a.token_weight, a.upstream, scale)
+             : a.upstream ? a.upstream
+                          : scale;
   if (a.entropy_upstream)
-    r.entropy_factor = r.listed ? factors(ctx, r, {}, a.entropy_upstream, {}) : a.entropy_upstream;
+    r.entropy_factor = r.listed ? factors(ctx, a, r, {}, a.entropy_upstream, {}) : a.entropy_upstream;
   return r;
 }
 
@@ -224,11 +228,13 @@ Workspace make_workspace(Context& ctx, const LinearCrossEntropy& a, int64_t chun
   int64_t v = a.weight.rows, h = a.hidden.cols, r = a.lora_a.rows, lora_ld = (r + 7) / 8 * 8;
   int64_t ld =
       (v + 63) / 64 * 64;  // whole 128-byte lines, so that an odd vocabulary costs the products nothing
-  Workspace w = {.logits = new_matrix(ctx, chunk, v, ld, dtype)};
+  Workspace w;
+  if (!a.kept.data) w.logits = new_matrix(ctx, chunk, v, ld, dtype);
   if (listed) w.hidden = new_matrix(ctx, chunk, h, h, dtype);
   if (listed && a.dhidden.data) w.dhidden = new_matrix(ctx, chunk, h, h, dtype);
   if (a.lora_a.data)
-    w.lora_u = new_matrix(ctx, chunk, r, lora_ld, dtype), w.lora_t = new_matrix(ctx, chunk, r, lora_ld, dtype);
+    w.lora_u = new_matrix(ctx, chunk, r, lora_ld, dtype),
+    w.lora_t = new_matrix(ctx, chunk, r, lora_ld, dtype);
   if (a.dbias) w.ones = make_ones(ctx, dtype, std::max<int64_t>(chunk, 1));
   return w;
 }
@@ -304,6 +310,7 @@ CrossEntropyRows row_pass(const LinearCrossEntropy& a, const Matrix& logits) {
 
 void run_chunk(Context& ctx, const LinearCrossEntropy& a, const Rows& r, int64_t begin, int64_t count,
                Workspace w) {
+  if (a.kept.data) w.logits = rows_from(a.kept, begin, count);
   w.logits.rows = w.hidden.rows = w.dhidden.rows = w.lora_u.rows = w.lora_t.rows = count;
   Vector index = part_of(r.list.index, begin, count);
   auto move = [&](const Matrix& from, const Matrix& to, bool scatter) {
@@ -318,7 +325,7 @@ void run_chunk(Context& ctx, const LinearCrossEntropy& a, const Rows& r, int64_t
   Matrix dhidden = !a.dhidden.data ? Matrix{} : r.listed ? w.dhidden : rows_from(a.dhidden, begin, count);
   make_logits(ctx, a, hidden, w);
   CrossEntropyRows pass = row_pass(a, w.logits);
-  bool gradients = wants_gradients(a);
+  bool gradients = wants_gradients(a) || a.kept.data;
   pass.target = part_of(r.labels, begin, count);
   pass.loss = part_of(r.loss, begin, count);
   pass.lse = part_of(r.lse, begin, count);
@@ -333,6 +340,12 @@ void run_chunk(Context& ctx, const LinearCrossEntropy& a, const Rows& r, int64_t
   cross_entropy_rows(ctx, pass);
   make_gradients(ctx, a, hidden, dhidden, w, begin == 0);
   if (r.listed && dhidden.data) move(dhidden, a.dhidden, true);
+}
+
+void check_kept(const LinearCrossEntropy& a, int64_t count) {
+  require_matrix(kOp, "kept", a.kept, std::max(a.kept.rows, count), a.weight.rows, a.hidden.dtype);
+  TIGON_CHECK(kOp, !a.lora_a.data && !a.entropy_upstream,
+              "kept gradients must be without lora and entropies");
 }
 
 // Nothing will write these.
@@ -364,6 +377,7 @@ void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& a) {
                               .has_host_denominator = a.has_host_denominator,
                               .scale = a.scale});
   Rows rows = choose_rows(ctx, a);
+  if (a.kept.data) check_kept(a, rows.count);
   if (rows.count == 0) clear_gradients(ctx, a);
   if (rows.listed) fill_zero(ctx, a.dhidden);
   if (rows.count > 0) {
@@ -376,6 +390,35 @@ void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& a) {
   write_results(ctx, a, rows);
   if (a.reduction != Reduction::none)
     cross_entropy_total(ctx, {.loss = a.loss, .scale = a.scale, .total = a.total});
+}
+
+void linear_cross_entropy_kept_gradient(Context& ctx, const LinearCrossEntropy& a) {
+  check_operands(a);
+  check_results(a);
+  require_vector(kOp, "upstream", a.upstream, a.hidden.rows, DType::f32);
+  Rows r = choose_rows(ctx, a);
+  check_kept(a, r.count);
+  if (r.listed) fill_zero(ctx, a.dhidden);
+  if (r.count == 0) return clear_gradients(ctx, a);
+  Vector factor = factors(ctx, a, r, a.token_weight, a.upstream, {});
+  DType dtype = a.hidden.dtype;
+  int64_t h = a.hidden.cols;
+  auto move = [&](const Matrix& from, const Matrix& to, const Vector& index, bool scatter) {
+    LinearCrossEntropyMove m = {.from = from, .to = to, .index = index, .factor = factor, .scatter = scatter};
+    TIGON_BACKEND(linear_cross_entropy_move(ctx, m));
+  };
+  // dweight = dlogits^T . diag(factor) . hidden, dhidden = diag(factor) . dlogits . weight: dlogits stay as they are.
+  Workspace w = {.logits = rows_from(a.kept, 0, r.count)};
+  Matrix hidden = new_matrix(ctx, r.count, h, h, dtype);
+  if (a.dweight.data) move(a.hidden, hidden, r.list.index, false);
+  if (a.dbias) {
+    w.ones = make_ones(ctx, dtype, r.count);
+    Matrix column = {.data = w.ones.data, .dtype = dtype, .rows = r.count, .cols = 1, .stride = 1};
+    move(column, column, {}, false);
+  }
+  Matrix dhidden = a.dhidden.data && r.listed ? new_matrix(ctx, r.count, h, h, dtype) : a.dhidden;
+  make_gradients(ctx, a, hidden, dhidden, w, true);
+  if (dhidden.data) move(dhidden, a.dhidden, r.list.index, true);
 }
 
 void linear_cross_entropy_chunk_logits(Context& ctx, const LinearCrossEntropy& a, Matrix logits) {

@@ -66,14 +66,16 @@ struct LinearCrossEntropy {
   Matrix lora_a, lora_b;  // empty: none
   float lora_scale = 1.0f;
 
-  Vector loss;               // f32 [rows], always
-  Vector total;              // out: f32 [1], mean and sum
-  Vector scale;              // out: f32 [1], mean and sum
-  Vector z_term;             // out: f32 [rows], token_weight * z_loss * lse^2; empty: not wanted
-  Vector log_prob;           // out: f32 [rows], z_y - lse; empty: not wanted
-  Vector lse;                // out: f32 [rows]; empty: not wanted
-  Vector entropy;            // out: f32 [rows]; empty: not wanted
-  Vector predicted;          // out: i64 [rows], first argmax; empty: not wanted
+  Vector loss;       // f32 [rows], always
+  Vector total;      // out: f32 [1], mean and sum
+  Vector scale;      // out: f32 [1], mean and sum
+  Vector z_term;     // out: f32 [rows], token_weight * z_loss * lse^2; empty: not wanted
+  Vector log_prob;   // out: f32 [rows], z_y - lse; empty: not wanted
+  Vector lse;        // out: f32 [rows]; empty: not wanted
+  Vector entropy;    // out: f32 [rows]; empty: not wanted
+  Vector predicted;  // out: i64 [rows], first argmax; empty: not wanted
+  Matrix
+      kept;  // dlogits of the rows worked on, without upstream and token_weight [>= their number, V]; empty: none
   Matrix dhidden;            // empty: not wanted
   Matrix dweight;            // f32 [V, H]; empty: not wanted
   bool add_dweight = false;  // dweight is added to what is there (a gradient kept in f32 by its owner)
@@ -81,6 +83,10 @@ struct LinearCrossEntropy {
   Matrix dlora_a, dlora_b;   // f32; empty: not wanted
 };
 TIGON_API void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& a);
+
+// The gradients of per-row losses from `kept`, which a call with the same target and valid_rows wrote: two products. kept is
+// only read. Not with lora.
+TIGON_API void linear_cross_entropy_kept_gradient(Context& ctx, const LinearCrossEntropy& a);
 
 // out = in * dloss * scale (scale only where dlogits did not carry it: empty otherwise), rounded once. in may not be out.
 struct LinearCrossEntropyFinish {
@@ -118,8 +124,11 @@ struct LinearCrossEntropyCompact {
 };
 TIGON_API void linear_cross_entropy_compact(Context& ctx, const LinearCrossEntropyCompact& a);
 
-// Factor of the gradient of each row in the list: token_weight * upstream * scale, what is empty counting as 1.
+// Factor of the gradient of each row in the list: token_weight * upstream * scale, what is empty counting as 1; 0 where
+// the label is ignored.
 struct LinearCrossEntropyFactors {
+  Vector target;  // i64 [rows]
+  int64_t ignore_index = -100;
   Vector index;                          // empty: row i is row i
   Vector token_weight, upstream, scale;  // f32 [rows], [rows], [1]
   Vector out;                            // f32 [count]
@@ -134,10 +143,11 @@ struct LinearCrossEntropyResults {
   Vector out_loss, out_z_term, out_lse, out_log_prob, out_entropy, out_predicted;
 };
 
-// Rows of a matrix by a list: gather to[i] = from[index[i]], scatter to[index[i]] = from[i].
+// Rows of a matrix by a list: gather to[i] = from[index[i]], scatter to[index[i]] = from[i]; times factor[i] where given.
 struct LinearCrossEntropyMove {
   Matrix from, to;
-  Vector index;
+  Vector index;   // empty: row i is row i, from may be to then
+  Vector factor;  // f32; empty: 1
   bool scatter = false;
 };
 

@@ -68,12 +68,14 @@ void linear_cross_entropy_compact(Context&, const LinearCrossEntropyCompact& a) 
 
 void linear_cross_entropy_factors(Context&, const LinearCrossEntropyFactors& a) {
   const int64_t* index = a.index.as<int64_t>();
+  const int64_t* target = a.target.as<int64_t>();
   const float *token_weight = a.token_weight.as<float>(), *upstream = a.upstream.as<float>();
   float scale = a.scale ? *a.scale.as<float>() : 1.0f;
   for (int64_t i = 0; i < a.out.size; ++i) {
     int64_t r = index ? index[i] : i;
-    a.out.as<float>()[i] = linear_cross_entropy_factor(token_weight ? token_weight[r] : 1.0f,
-                                                       upstream ? upstream[r] : 1.0f, scale);
+    a.out.as<float>()[i] =
+        linear_cross_entropy_factor(target[r] != a.ignore_index, token_weight ? token_weight[r] : 1.0f,
+                                    upstream ? upstream[r] : 1.0f, scale);
   }
 }
 
@@ -82,9 +84,24 @@ void linear_cross_entropy_results(Context&, const LinearCrossEntropyResults& a) 
   for (int64_t r = 0; r < a.target.size; ++r) linear_cross_entropy_write_row(pointers, r);
 }
 
+static void move_scaled(Context& ctx, const LinearCrossEntropyMove& a) {
+  const int64_t* index = a.index.as<int64_t>();
+  dispatch_float("linear_cross_entropy", "rows", a.from.dtype, [&](auto t) {
+    using T = typename decltype(t)::type;
+    parallel(ctx, a.factor.size, [&](int64_t i) {
+      int64_t r = index ? index[i] : i;
+      const T* from = a.from.row<T>(a.scatter ? i : r);
+      T* to = a.to.row<T>(a.scatter ? r : i);
+      float factor = a.factor.as<float>()[i];
+      for (int64_t c = 0; c < a.from.cols; ++c) to[c] = from_float<T>(to_float(from[c]) * factor);
+    });
+  });
+}
+
 void linear_cross_entropy_move(Context& ctx, const LinearCrossEntropyMove& a) {
   constexpr int64_t kRows = 64;
   const int64_t* index = a.index.as<int64_t>();
+  if (a.factor) return move_scaled(ctx, a);
   int64_t size = int64_t(size_of(a.from.dtype)), n = a.index.size;
   parallel(ctx, (n + kRows - 1) / kRows, [&](int64_t task) {
     for (int64_t i = task * kRows, end = std::min(n, i + kRows); i < end; ++i) {

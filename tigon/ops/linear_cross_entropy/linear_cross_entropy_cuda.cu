@@ -86,13 +86,14 @@ __global__ __launch_bounds__(kCompactThreads) void compact_kernel(const CompactP
     p.index[i] = 0, p.labels[i] = wrong;
 }
 
-__global__ void factors_kernel(const int64_t* index, const float* token_weight, const float* upstream,
-                               const float* scale, float* out, int64_t n) {
+__global__ void factors_kernel(const int64_t* target, int64_t ignore_index, const int64_t* index,
+                               const float* token_weight, const float* upstream, const float* scale,
+                               float* out, int64_t n) {
   int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= n) return;
   int64_t r = index != nullptr ? index[i] : i;
   out[i] =
-      linear_cross_entropy_factor(token_weight != nullptr ? token_weight[r] : 1.0f,
+      linear_cross_entropy_factor(target[r] != ignore_index, token_weight != nullptr ? token_weight[r] : 1.0f,
                                   upstream != nullptr ? upstream[r] : 1.0f, scale != nullptr ? *scale : 1.0f);
 }
 
@@ -110,6 +111,18 @@ __global__ __launch_bounds__(kThreads) void move_kernel(const T* from, T* to, co
   from += (scatter ? i : r) * from_stride;
   to += (scatter ? r : i) * to_stride;
   for (int64_t c = threadIdx.x; c < cols; c += kThreads) to[c] = from[c];
+}
+
+template <class T>
+__global__ __launch_bounds__(kThreads) void move_scaled_kernel(const T* from, T* to, const int64_t* index,
+                                                               const float* factor, int64_t from_stride,
+                                                               int64_t to_stride, int64_t cols,
+                                                               bool scatter) {
+  int64_t i = blockIdx.x, r = index != nullptr ? index[i] : i;
+  float f = factor[i];
+  from += (scatter ? i : r) * from_stride;
+  to += (scatter ? r : i) * to_stride;
+  for (int64_t c = threadIdx.x; c < cols; c += kThreads) to[c] = narrow<T>(widen(from[c]) * f);
 }
 
 template <class T>
@@ -169,8 +182,8 @@ void linear_cross_entropy_compact(Context& ctx, const LinearCrossEntropyCompact&
 
 void linear_cross_entropy_factors(Context& ctx, const LinearCrossEntropyFactors& a) {
   launch(kOp, ctx, factors_kernel, {.blocks = ceil_div(a.out.size, kThreads), .threads = kThreads},
-         a.index.as<int64_t>(), a.token_weight.as<float>(), a.upstream.as<float>(), a.scale.as<float>(),
-         a.out.as<float>(), a.out.size);
+         a.target.as<int64_t>(), a.ignore_index, a.index.as<int64_t>(), a.token_weight.as<float>(),
+         a.upstream.as<float>(), a.scale.as<float>(), a.out.as<float>(), a.out.size);
 }
 
 void linear_cross_entropy_results(Context& ctx, const LinearCrossEntropyResults& a) {
@@ -179,6 +192,15 @@ void linear_cross_entropy_results(Context& ctx, const LinearCrossEntropyResults&
 }
 
 void linear_cross_entropy_move(Context& ctx, const LinearCrossEntropyMove& a) {
+  if (a.factor) {
+    dispatch_float(kOp, "rows", a.from.dtype, [&](auto t) {
+      using T = typename DeviceType<typename decltype(t)::type>::type;
+      launch(kOp, ctx, move_scaled_kernel<T>, {.blocks = a.factor.size, .threads = kThreads},
+             a.from.row<T>(0), a.to.row<T>(0), a.index.as<int64_t>(), a.factor.as<float>(), a.from.stride,
+             a.to.stride, a.from.cols, a.scatter);
+    });
+    return;
+  }
   int64_t size = int64_t(size_of(a.from.dtype));
   uintptr_t ends = reinterpret_cast<uintptr_t>(a.from.data) | reinterpret_cast<uintptr_t>(a.to.data);
   bool wide = ends % 16 == 0 && a.from.stride * size % 16 == 0 && a.to.stride * size % 16 == 0 &&

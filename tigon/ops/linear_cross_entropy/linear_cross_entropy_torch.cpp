@@ -104,13 +104,13 @@ RowResults make_row_results(LinearCrossEntropy& a, const Tensor& hidden, int64_t
 
 using ForwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-ForwardResult forward(Tensor hidden, Tensor weight, Tensor target, OptionalTensor bias,
-                      OptionalTensor class_weight, OptionalTensor token_weight, OptionalTensor lora_a,
-                      OptionalTensor lora_b, OptionalTensor denominator,
-                      std::optional<double> host_denominator, int64_t ignore_index, double label_smoothing,
-                      double softcap, double logit_scale, double temperature, double z_loss,
-                      double lora_scale, int64_t reduction, int64_t chunk_rows, int64_t valid_rows,
-                      int64_t outputs, int64_t needs) {
+ForwardResult forward_keeping(OptionalTensor kept, Tensor hidden, Tensor weight, Tensor target,
+                              OptionalTensor bias, OptionalTensor class_weight, OptionalTensor token_weight,
+                              OptionalTensor lora_a, OptionalTensor lora_b, OptionalTensor denominator,
+                              std::optional<double> host_denominator, int64_t ignore_index,
+                              double label_smoothing, double softcap, double logit_scale, double temperature,
+                              double z_loss, double lora_scale, int64_t reduction, int64_t chunk_rows,
+                              int64_t valid_rows, int64_t outputs, int64_t needs) {
   LinearCrossEntropy a = arguments({hidden, weight, target, bias, class_weight, token_weight, lora_a, lora_b},
                                    {ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss,
                                     lora_scale, chunk_rows, valid_rows});
@@ -133,10 +133,40 @@ ForwardResult forward(Tensor hidden, Tensor weight, Tensor target, OptionalTenso
   RowResults results = make_row_results(a, hidden, outputs);
   // Of per-row losses the gradients are made in rows_backward: they need the upstream ones.
   Gradients g = make_gradients(a, hidden, scalar ? needs : 0);
+  a.kept = rows_of_optional("kept", kept);
   auto ctx = make_context(hidden);
   linear_cross_entropy(*ctx, a);
   return {scalar ? total : rows, scale, g.hidden, g.weight, g.bias, g.lora_a, g.lora_b, results.numbers,
           results.predicted};
+}
+
+ForwardResult forward(Tensor hidden, Tensor weight, Tensor target, OptionalTensor bias,
+                      OptionalTensor class_weight, OptionalTensor token_weight, OptionalTensor lora_a,
+                      OptionalTensor lora_b, OptionalTensor denominator,
+                      std::optional<double> host_denominator, int64_t ignore_index, double label_smoothing,
+                      double softcap, double logit_scale, double temperature, double z_loss,
+                      double lora_scale, int64_t reduction, int64_t chunk_rows, int64_t valid_rows,
+                      int64_t outputs, int64_t needs) {
+  return forward_keeping(std::nullopt, hidden, weight, target, bias, class_weight, token_weight, lora_a,
+                         lora_b, denominator, host_denominator, ignore_index, label_smoothing, softcap,
+                         logit_scale, temperature, z_loss, lora_scale, reduction, chunk_rows, valid_rows,
+                         outputs, needs);
+}
+
+// Gradients of per-row losses from the kept gradients of their logits.
+std::tuple<Tensor, Tensor, Tensor> kept_backward(Tensor upstream, Tensor kept, Tensor hidden, Tensor weight,
+                                                 Tensor target, OptionalTensor token_weight,
+                                                 int64_t ignore_index, int64_t valid_rows, int64_t needs) {
+  OptionalTensor none;
+  LinearCrossEntropy a = arguments({hidden, weight, target, none, none, token_weight, none, none},
+                                   {.ignore_index = ignore_index, .valid_rows = valid_rows});
+  a.reduction = Reduction::none;
+  a.upstream = vector_of(kOp, "upstream gradient", upstream);
+  a.kept = rows_of(kOp, "kept", kept);
+  Gradients g = make_gradients(a, hidden, needs);
+  auto ctx = make_context(hidden);
+  linear_cross_entropy_kept_gradient(*ctx, a);
+  return {g.hidden, g.weight, g.bias};
 }
 
 // Gradients of per-row losses (and entropies): the logits are computed again, with each row's upstream gradients folded in.
@@ -302,6 +332,10 @@ TIGON_TORCH_SCHEMAS(m) {
   auto def = [&](const std::string& schema) { m.def(schema.c_str()); };
   def("linear_cross_entropy" + forward_schema);
   def("linear_cross_entropy_fwd" + forward_schema);
+  def("linear_cross_entropy_keep(Tensor(a!)? kept, " + forward_schema.substr(1));
+  def("linear_cross_entropy_kept_bwd(Tensor upstream, Tensor kept, Tensor hidden, Tensor weight, Tensor "
+      "target, Tensor? "
+      "token_weight, int ignore_index, int valid_rows, int needs) -> (Tensor, Tensor, Tensor)");
   def("linear_cross_entropy_bwd(Tensor dloss, Tensor scale, Tensor dhidden, Tensor dweight, Tensor dbias, "
       "Tensor "
       "dlora_a, Tensor dlora_b, ScalarType weight_dtype, ScalarType bias_dtype) -> " +
@@ -324,6 +358,8 @@ TIGON_TORCH_SCHEMAS(m) {
 TIGON_TORCH_KERNELS(m) {
   m.impl("linear_cross_entropy", TORCH_BOX(&forward));
   m.impl("linear_cross_entropy_fwd", TORCH_BOX(&forward));
+  m.impl("linear_cross_entropy_keep", TORCH_BOX(&forward_keeping));
+  m.impl("linear_cross_entropy_kept_bwd", TORCH_BOX(&kept_backward));
   m.impl("linear_cross_entropy_bwd", TORCH_BOX(&backward));
   m.impl("linear_cross_entropy_rows_bwd", TORCH_BOX(&rows_backward_apart));
   m.impl("linear_cross_entropy_add_bwd", TORCH_BOX(&rows_backward));
