@@ -24,7 +24,7 @@ BAD = {
     "weight rank": (lambda x, w: tigon.rms_norm(x, w[None]), r"weight must be \[8\], got \[1, 8\]"),
     "weight dtype": (
         lambda x, w: tigon.rms_norm(x, w.long()),
-        r"weight must be a float tensor, got torch.int",
+        r"weight must be a float tensor, got torch",
     ),
     "x dtype": (lambda x, w: tigon.rms_norm(x.long(), w), r"x must be a float tensor, got torch.int64"),
     "x rank": (lambda x, w: tigon.rms_norm(x[0, 0], w), r"x must have at least one dimension, got 0"),
