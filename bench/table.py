@@ -2,8 +2,9 @@
 
 python bench/table.py bench/results/h200/five_ops.jsonl
 
-One table per op: a row per case and pass, a column per provider with milliseconds and percent of the limit of the
-same run. Bold marks the fastest. Whatever a provider could not do is listed below its table, with its own words.
+One table per op: a row per case and pass, a column per provider with milliseconds and percent of the limit
+of the same run. Bold marks the fastest. Whatever a provider could not do is listed below its table, with its
+own words.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("files", nargs="+", type=Path)
-    rows = [json.loads(line) for path in parser.parse_args().files for line in path.read_text().splitlines()]
+    files = parser.parse_args().files
+    rows = [json.loads(line) for path in files for line in path.read_text().splitlines()]
     machines = {(r["gpu"], r["torch"], r["commit"]) for r in rows}
     print(
         "\n".join(f"{gpu}, torch {torch}, commit {commit}" for gpu, torch, commit in sorted(machines)), "\n"
