@@ -68,7 +68,8 @@ template <class Fn>
 void parallel(Context& ctx, int64_t tasks, const Fn& fn) {
   if (tasks == 1) return fn(0);
   if (tasks <= 0) return;
-  ctx.executor().run(tasks, [](void* arg, int64_t i) { (*static_cast<const Fn*>(arg))(i); }, const_cast<Fn*>(&fn));
+  ctx.executor().run(
+      tasks, [](void* arg, int64_t i) { (*static_cast<const Fn*>(arg))(i); }, const_cast<Fn*>(&fn));
 }
 
 }  // namespace tigon

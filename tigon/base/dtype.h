@@ -46,7 +46,8 @@ struct f16 {
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) { return std::bit_cast<float>(uint32_t(x.bits) << 16); }
 inline float to_float(f16 h) {
-  uint32_t sign = uint32_t(h.bits & 0x8000u) << 16, exponent = (h.bits >> 10) & 31u, mantissa = h.bits & 1023u;
+  uint32_t sign = uint32_t(h.bits & 0x8000u) << 16, exponent = (h.bits >> 10) & 31u,
+           mantissa = h.bits & 1023u;
   if (exponent == 31) return std::bit_cast<float>(sign | 0x7f800000u | (mantissa << 13));
   if (exponent == 0) {
     float tiny = float(mantissa) * 0x1p-24f;

@@ -28,8 +28,8 @@ template <class... Parts>
 }  // namespace tigon
 
 // TIGON_CHECK(op, condition, parts...): throws "[op] parts..." when the condition is false.
-#define TIGON_CHECK(op, cond, ...)                              \
-  do {                                                          \
-    if (!(cond)) [[unlikely]]                                   \
-      ::tigon::detail::fail((op), __VA_ARGS__);                 \
+#define TIGON_CHECK(op, cond, ...)              \
+  do {                                          \
+    if (!(cond)) [[unlikely]]                   \
+      ::tigon::detail::fail((op), __VA_ARGS__); \
   } while (0)

@@ -8,11 +8,13 @@
 namespace tigon::cpu {
 namespace {
 
-constexpr int64_t kRows = 64, kCols = 256, kDepth = 256;  // one tile: 64 KiB of C, 64 KiB of A, 256 KiB of B, all fp32
+constexpr int64_t kRows = 64, kCols = 256,
+                  kDepth = 256;  // one tile: 64 KiB of C, 64 KiB of A, 256 KiB of B, all fp32
 
 // tile[r][c] = op(M)[r0 + r][c0 + c] as fp32
 template <class T>
-void pack(const T* m, int64_t ld, bool transposed, int64_t r0, int64_t rows, int64_t c0, int64_t cols, float* tile) {
+void pack(const T* m, int64_t ld, bool transposed, int64_t r0, int64_t rows, int64_t c0, int64_t cols,
+          float* tile) {
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t c = 0; c < cols; ++c)
       tile[r * cols + c] = to_float(transposed ? m[(c0 + c) * ld + r0 + r] : m[(r0 + r) * ld + c0 + c]);

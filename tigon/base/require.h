@@ -14,9 +14,10 @@ inline void require_dtype(const char* op, const char* name, DType given, DType e
   TIGON_CHECK(op, given == expected, name, " must be ", name_of(expected), ", got ", name_of(given));
 }
 
-inline void require_matrix(const char* op, const char* name, const Matrix& m, int64_t rows, int64_t cols, DType dtype) {
-  TIGON_CHECK(op, m.rows == rows && m.cols == cols, name, " must be [", rows, ", ", cols, "], got [", m.rows, ", ",
-              m.cols, "]");
+inline void require_matrix(const char* op, const char* name, const Matrix& m, int64_t rows, int64_t cols,
+                           DType dtype) {
+  TIGON_CHECK(op, m.rows == rows && m.cols == cols, name, " must be [", rows, ", ", cols, "], got [", m.rows,
+              ", ", m.cols, "]");
   require_dtype(op, name, m.dtype, dtype);
 }
 

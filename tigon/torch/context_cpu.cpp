@@ -72,7 +72,9 @@ class TorchCpuContext final : public Context {
 
  private:
   static Tensor view(const void* data, int64_t rows, int64_t cols, int64_t ld, bool transposed, DType dtype) {
-    auto type = dtype == DType::f32 ? ScalarType::Float : dtype == DType::bf16 ? ScalarType::BFloat16 : ScalarType::Half;
+    auto type = dtype == DType::f32    ? ScalarType::Float
+                : dtype == DType::bf16 ? ScalarType::BFloat16
+                                       : ScalarType::Half;
     int64_t sizes[2] = {rows, cols}, strides[2] = {transposed ? 1 : ld, transposed ? ld : 1};
     return torch::stable::from_blob(const_cast<void*>(data), {sizes, 2}, {strides, 2},
                                     torch::stable::Device(torch::headeronly::DeviceType::CPU, -1), type);
@@ -98,7 +100,8 @@ class TorchCpuContext final : public Context {
         torch::stable::detail::from(std::vector<int64_t>()),
         torch::stable::detail::from(std::optional<std::string>("")),
     };
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("mkldnn::_linear_pointwise", "", stack, TORCH_ABI_VERSION));
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        torch_call_dispatcher("mkldnn::_linear_pointwise", "", stack, TORCH_ABI_VERSION));
     Tensor product = torch::stable::detail::to<Tensor>(stack[0]);
     add(product.data_ptr(), DType::f32, g);
   }
@@ -140,7 +143,8 @@ class TorchCpuContext final : public Context {
           if (g.beta == 0.0f)
             for (int64_t i = 0; i < g.n; ++i) to[i] = from_float<C>(g.alpha * to_float(from[i]));
           else
-            for (int64_t i = 0; i < g.n; ++i) to[i] = from_float<C>(to_float(to[i]) + g.alpha * to_float(from[i]));
+            for (int64_t i = 0; i < g.n; ++i)
+              to[i] = from_float<C>(to_float(to[i]) + g.alpha * to_float(from[i]));
         });
       });
     });

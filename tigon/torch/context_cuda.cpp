@@ -17,7 +17,8 @@ namespace {
 
 void* current_stream(int32_t device) {
   using Fn = AOTITorchError (*)(int32_t, void**);
-  static const Fn fn = reinterpret_cast<Fn>(find_symbol(loaded_library("libtorch_cuda.so"), "aoti_torch_get_current_cuda_stream"));
+  static const Fn fn = reinterpret_cast<Fn>(
+      find_symbol(loaded_library("libtorch_cuda.so"), "aoti_torch_get_current_cuda_stream"));
   TIGON_CHECK("context", fn != nullptr, "libtorch_cuda.so must be loaded for CUDA tensors, found none");
   void* stream = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(fn(device, &stream));

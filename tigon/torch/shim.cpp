@@ -43,11 +43,13 @@ ScalarType torch_dtype(DType t) {
 
 DType dtype_of(const char* op, const char* name, ScalarType t) {
   auto known = known_dtype(t);
-  TIGON_CHECK(op, known.has_value(), name, " must be a float32, bfloat16, float16 or integer tensor, got ScalarType ",
-              int(t));
+  TIGON_CHECK(op, known.has_value(), name,
+              " must be a float32, bfloat16, float16 or integer tensor, got ScalarType ", int(t));
   return *known;
 }
-DType dtype_of(const char* op, const char* name, const Tensor& t) { return dtype_of(op, name, t.scalar_type()); }
+DType dtype_of(const char* op, const char* name, const Tensor& t) {
+  return dtype_of(op, name, t.scalar_type());
+}
 
 Device device_of(const char* op, const Tensor& t) {
   TIGON_CHECK(op, t.is_cuda() || t.is_cpu(), "tensors must be on cpu or cuda, got another device");
@@ -56,7 +58,9 @@ Device device_of(const char* op, const Tensor& t) {
 
 void check_same_device(const char* op, const char* name, const Tensor& t, const Tensor& like) {
   bool same = t.is_cuda() == like.is_cuda() && t.get_device_index() == like.get_device_index();
-  auto print = [](const Tensor& x) { return x.is_cuda() ? "cuda:" + std::to_string(x.get_device_index()) : "cpu"; };
+  auto print = [](const Tensor& x) {
+    return x.is_cuda() ? "cuda:" + std::to_string(x.get_device_index()) : "cpu";
+  };
   TIGON_CHECK(op, same, name, " must be on ", print(like), ", got ", print(t));
 }
 
@@ -83,8 +87,11 @@ Matrix rows_of(const char* op, const char* name, Tensor& t) {
     stride = t.size(dims - 1);
   }
   int64_t cols = t.size(dims - 1);
-  return {.data = t.data_ptr(), .dtype = dtype_of(op, name, t), .rows = cols == 0 ? 0 : t.numel() / cols,
-          .cols = cols, .stride = stride};
+  return {.data = t.data_ptr(),
+          .dtype = dtype_of(op, name, t),
+          .rows = cols == 0 ? 0 : t.numel() / cols,
+          .cols = cols,
+          .stride = stride};
 }
 
 Vector vector_of(const char* op, const char* name, Tensor& t) {
@@ -123,8 +130,9 @@ Tensor empty(const Tensor& like, const int64_t* sizes, int64_t dims, DType dtype
   }
   AtenTensorHandle handle = nullptr;
   int32_t device_type = like.is_cuda() ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dims, sizes, strides.data(), int32_t(torch_dtype(dtype)),
-                                                         device_type, like.get_device_index(), &handle));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dims, sizes, strides.data(),
+                                                         int32_t(torch_dtype(dtype)), device_type,
+                                                         like.get_device_index(), &handle));
   Tensor t(handle);
   if (!like.is_cuda()) prefer_large_pages(t, size_t(t.numel()) * size_of(dtype));
   return t;

@@ -52,10 +52,10 @@ std::unique_ptr<Context> make_context(const Tensor& t);
 //   TIGON_TORCH_SCHEMAS(m) { m.def("..."); }
 //   TIGON_TORCH_KERNELS(m) { m.impl("...", TORCH_BOX(&adaptor)); }
 #define TIGON_TORCH_SCHEMAS(m) STABLE_TORCH_LIBRARY_FRAGMENT(tigon, m)
-#define TIGON_TORCH_KERNELS(m)                                     \
-  static void tigon_kernels(torch::stable::detail::StableLibrary&); \
+#define TIGON_TORCH_KERNELS(m)                                               \
+  static void tigon_kernels(torch::stable::detail::StableLibrary&);          \
   STABLE_TORCH_LIBRARY_IMPL(tigon, CPU, library) { tigon_kernels(library); } \
-  STABLE_TORCH_LIBRARY_IMPL(tigon, CUDA, library) {                 \
-    if (::tigon::built_with_cuda()) tigon_kernels(library);         \
-  }                                                                 \
+  STABLE_TORCH_LIBRARY_IMPL(tigon, CUDA, library) {                          \
+    if (::tigon::built_with_cuda()) tigon_kernels(library);                  \
+  }                                                                          \
   void tigon_kernels(torch::stable::detail::StableLibrary& m)

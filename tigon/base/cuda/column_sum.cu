@@ -8,8 +8,8 @@ namespace {
 constexpr int kColumns = 32, kLanes = 32;  // a block: 32 columns, 32 partial rows at a time
 
 template <class T>
-__global__ __launch_bounds__(kColumns* kLanes) void sum_partials_kernel(const float* rows, int64_t partials, int64_t cols,
-                                                                       T* out) {
+__global__ __launch_bounds__(kColumns* kLanes) void sum_partials_kernel(const float* rows, int64_t partials,
+                                                                        int64_t cols, T* out) {
   __shared__ float sums[kLanes][kColumns + 1];
   int c = threadIdx.x % kColumns, lane = threadIdx.x / kColumns;
   int64_t column = int64_t(blockIdx.x) * kColumns + c;
@@ -26,11 +26,13 @@ __global__ __launch_bounds__(kColumns* kLanes) void sum_partials_kernel(const fl
 
 }  // namespace
 
-void sum_partials(const char* op, Context& ctx, const float* rows, int64_t partials, int64_t cols, const Vector& out) {
+void sum_partials(const char* op, Context& ctx, const float* rows, int64_t partials, int64_t cols,
+                  const Vector& out) {
   dispatch_float(op, "column sum", out.dtype, [&](auto t) {
     using T = typename DeviceType<typename decltype(t)::type>::type;
-    launch(op, ctx, sum_partials_kernel<T>, {.blocks = ceil_div(cols, kColumns), .threads = kColumns * kLanes}, rows,
-           partials, cols, out.as<T>());
+    launch(op, ctx, sum_partials_kernel<T>,
+           {.blocks = ceil_div(cols, kColumns), .threads = kColumns * kLanes}, rows, partials, cols,
+           out.as<T>());
   });
 }
 

@@ -74,7 +74,9 @@ class CudaContext final : public Context {
 }  // namespace
 }  // namespace cuda
 
-std::unique_ptr<Context> make_cuda_context(void* stream) { return std::make_unique<cuda::CudaContext>(stream); }
+std::unique_ptr<Context> make_cuda_context(void* stream) {
+  return std::make_unique<cuda::CudaContext>(stream);
+}
 bool built_with_cuda() { return true; }
 
 }  // namespace tigon

@@ -24,10 +24,10 @@ struct HeuristicResult {
   int reserved[4];
 };
 
-enum : int { kR32F = 0, kR16F = 2, kR16BF = 14 };                       // cudaDataType_t
-enum : int { kCompute32F = 68 };                                        // cublasComputeType_t
-enum : int { kOpN = 0, kOpT = 1 };                                      // cublasOperation_t
-enum : int { kDescTransA = 3, kDescTransB = 4 };                        // cublasLtMatmulDescAttributes_t
+enum : int { kR32F = 0, kR16F = 2, kR16BF = 14 };  // cudaDataType_t
+enum : int { kCompute32F = 68 };                   // cublasComputeType_t
+enum : int { kOpN = 0, kOpT = 1 };                 // cublasOperation_t
+enum : int { kDescTransA = 3, kDescTransB = 4 };   // cublasLtMatmulDescAttributes_t
 enum : int { kPrefMaxWorkspace = 1, kPrefAlignA = 5, kPrefAlignB = 6, kPrefAlignC = 7, kPrefAlignD = 8 };
 
 struct Api {
@@ -38,9 +38,11 @@ struct Api {
   Status (*preference_create)(Preference*);
   Status (*preference_set)(Preference, int attribute, const void*, size_t);
   Status (*preference_destroy)(Preference);
-  Status (*heuristic)(Handle, MatmulDesc, Layout, Layout, Layout, Layout, Preference, int, HeuristicResult*, int*);
-  Status (*matmul)(Handle, MatmulDesc, const void* alpha, const void* a, Layout, const void* b, Layout, const void* beta,
-                   const void* c, Layout, void* d, Layout, const Algo*, void* workspace, size_t, void* stream);
+  Status (*heuristic)(Handle, MatmulDesc, Layout, Layout, Layout, Layout, Preference, int, HeuristicResult*,
+                      int*);
+  Status (*matmul)(Handle, MatmulDesc, const void* alpha, const void* a, Layout, const void* b, Layout,
+                   const void* beta, const void* c, Layout, void* d, Layout, const Algo*, void* workspace,
+                   size_t, void* stream);
 };
 
 // Opened on first use; throws tigon::Error naming what was looked for when it is not there.

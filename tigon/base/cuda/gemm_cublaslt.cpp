@@ -14,7 +14,8 @@ namespace lt {
 const Api& api() {
   static const Api table = [] {
     void* lib = open_library({"libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"});
-    TIGON_CHECK("gemm", lib != nullptr, "cuBLASLt must be installed (looked for libcublasLt.so.13 and .12), found none");
+    TIGON_CHECK("gemm", lib != nullptr,
+                "cuBLASLt must be installed (looked for libcublasLt.so.13 and .12), found none");
     Api a{};
     auto bind = [&](auto& fn, const char* name) {
       fn = reinterpret_cast<std::remove_reference_t<decltype(fn)>>(find_symbol(lib, name));
@@ -52,7 +53,8 @@ uint32_t alignment(const void* p) {
 }
 
 // Everything the choice of a kernel depends on.
-using Key = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, uint32_t, uint32_t, uint32_t>;
+using Key = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, uint32_t,
+                       uint32_t, uint32_t>;
 
 struct Plan {
   lt::MatmulDesc desc = nullptr;
@@ -76,7 +78,8 @@ Plan make_plan(const Gemm& g, lt::Handle handle) {
   check(api.matmul_desc_set(p.desc, lt::kDescTransA, &op_a, sizeof op_a), "cublasLtMatmulDescSetAttribute");
   check(api.matmul_desc_set(p.desc, lt::kDescTransB, &op_b, sizeof op_b), "cublasLtMatmulDescSetAttribute");
   auto layout = [&](lt::Layout& l, DType t, int64_t rows, int64_t cols, int64_t ld) {
-    check(api.layout_create(&l, data_type(t), uint64_t(cols), uint64_t(rows), ld), "cublasLtMatrixLayoutCreate");
+    check(api.layout_create(&l, data_type(t), uint64_t(cols), uint64_t(rows), ld),
+          "cublasLtMatrixLayoutCreate");
   };
   layout(p.a, g.ab_dtype, g.trans_b ? g.n : g.k, g.trans_b ? g.k : g.n, g.ldb);
   layout(p.b, g.ab_dtype, g.trans_a ? g.k : g.m, g.trans_a ? g.m : g.k, g.lda);
@@ -95,7 +98,8 @@ Plan make_plan(const Gemm& g, lt::Handle handle) {
   lt::Status status = api.heuristic(handle, p.desc, p.a, p.b, p.c, p.c, pref, 1, &best, &found);
   api.preference_destroy(pref);
   TIGON_CHECK("gemm", status == 0 && found > 0, "cuBLASLt has no kernel for a ", g.m, " x ", g.n, " x ", g.k,
-              " product of ", name_of(g.ab_dtype), " into ", name_of(g.c_dtype), " (cublasStatus_t ", status, ")");
+              " product of ", name_of(g.ab_dtype), " into ", name_of(g.c_dtype), " (cublasStatus_t ", status,
+              ")");
   p.algo = best.algo;
   return p;
 }
@@ -105,8 +109,18 @@ Plan make_plan(const Gemm& g, lt::Handle handle) {
 void cublaslt_gemm(const Gemm& g, int device, void* workspace, void* stream) {
   if (g.m == 0 || g.n == 0) return;
   int flags = int(g.trans_a) | int(g.trans_b) << 1 | int(g.beta != 0.0f) << 2;
-  Key key{device, g.m, g.n, g.k, g.lda, g.ldb, g.ldc, int(g.ab_dtype) * 16 + int(g.c_dtype), flags,
-          alignment(g.a), alignment(g.b), alignment(g.c)};
+  Key key{device,
+          g.m,
+          g.n,
+          g.k,
+          g.lda,
+          g.ldb,
+          g.ldc,
+          int(g.ab_dtype) * 16 + int(g.c_dtype),
+          flags,
+          alignment(g.a),
+          alignment(g.b),
+          alignment(g.c)};
   static std::mutex mutex;
   static std::map<Key, Plan> plans;
   const Plan* plan = nullptr;
@@ -118,8 +132,8 @@ void cublaslt_gemm(const Gemm& g, int device, void* workspace, void* stream) {
     if (it == plans.end()) it = plans.emplace(key, make_plan(g, handle)).first;
     plan = &it->second;  // map nodes never move and are never erased
   }
-  check(lt::api().matmul(handle, plan->desc, &g.alpha, g.b, plan->a, g.a, plan->b, &g.beta, g.c, plan->c, g.c, plan->c,
-                         &plan->algo, workspace, kGemmWorkspace, stream),
+  check(lt::api().matmul(handle, plan->desc, &g.alpha, g.b, plan->a, g.a, plan->b, &g.beta, g.c, plan->c, g.c,
+                         plan->c, &plan->algo, workspace, kGemmWorkspace, stream),
         "cublasLtMatmul");
 }
 

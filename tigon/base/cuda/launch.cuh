@@ -8,10 +8,10 @@
 #include "tigon/base/context.h"
 #include "tigon/base/error.h"
 
-#define TIGON_CUDA_CHECK(op, expr)                                                                               \
-  do {                                                                                                           \
-    cudaError_t status_ = (expr);                                                                                \
-    TIGON_CHECK(op, status_ == cudaSuccess, #expr, " failed: ", cudaGetErrorString(status_));                    \
+#define TIGON_CUDA_CHECK(op, expr)                                                            \
+  do {                                                                                        \
+    cudaError_t status_ = (expr);                                                             \
+    TIGON_CHECK(op, status_ == cudaSuccess, #expr, " failed: ", cudaGetErrorString(status_)); \
   } while (0)
 
 namespace tigon::cuda {

@@ -34,7 +34,12 @@ __device__ __forceinline__ float reduce_row(float x, float* slots) {
     if (lane == 0) slots[warp] = x;
     __syncthreads();
     x = lane < kWarps ? slots[first + lane] : Op::identity;
-    constexpr int kWidth = kWarps <= 1 ? 1 : kWarps <= 2 ? 2 : kWarps <= 4 ? 4 : kWarps <= 8 ? 8 : kWarps <= 16 ? 16 : 32;
+    constexpr int kWidth = kWarps <= 1    ? 1
+                           : kWarps <= 2  ? 2
+                           : kWarps <= 4  ? 4
+                           : kWarps <= 8  ? 8
+                           : kWarps <= 16 ? 16
+                                          : 32;
     x = reduce_lanes<Op, kWidth>(x);
     return __shfl_sync(0xffffffffu, x, 0);
   }

@@ -8,8 +8,8 @@
 
 namespace tigon::cpu::scalar {
 namespace {
-#include "tigon/base/simd/lanes_scalar.inc"
 #include "tigon/base/simd/lanes_math.inc"
+#include "tigon/base/simd/lanes_scalar.inc"
 #include TIGON_KERNELS
 }  // namespace
 }  // namespace tigon::cpu::scalar

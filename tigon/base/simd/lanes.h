@@ -53,8 +53,9 @@ const Table& select_isa(const Table& scalar, const Table& avx2, const Table& avx
 #define TIGON_FN [[gnu::always_inline]] static inline
 // At the end of an <op>_cpu.cpp: the table of the running machine.
 #if defined(TIGON_X86)
-#define TIGON_SELECT(table) \
-  ::tigon::cpu::select_isa(::tigon::cpu::scalar::table, ::tigon::cpu::avx2::table, ::tigon::cpu::avx512::table)
+#define TIGON_SELECT(table)                                                        \
+  ::tigon::cpu::select_isa(::tigon::cpu::scalar::table, ::tigon::cpu::avx2::table, \
+                           ::tigon::cpu::avx512::table)
 #else
 #define TIGON_SELECT(table) ::tigon::cpu::scalar::table
 #endif

@@ -6,7 +6,8 @@ namespace {
 
 constexpr const char* kOp = "rms_norm";
 
-std::tuple<Tensor, Tensor> forward(Tensor x, OptionalTensor weight, double eps, double offset, int64_t rounding) {
+std::tuple<Tensor, Tensor> forward(Tensor x, OptionalTensor weight, double eps, double offset,
+                                   int64_t rounding) {
   if (weight) check_same_device(kOp, "weight", *weight, x);
   Matrix rows = rows_of(kOp, "x", x);
   Vector w = vector_of(kOp, "weight", weight);
@@ -14,8 +15,13 @@ std::tuple<Tensor, Tensor> forward(Tensor x, OptionalTensor weight, double eps, 
   Tensor y = make_like(x, rms_norm_result(rows.dtype, w ? w.dtype : rows.dtype, mode));
   Tensor rstd = make(x, {rows.rows}, DType::f32);
   auto ctx = make_context(x);
-  rms_norm_fwd(*ctx, {.x = rows, .weight = w, .y = rows_of(kOp, "y", y), .rstd = vector_of(kOp, "rstd", rstd),
-                      .eps = float(eps), .offset = float(offset), .rounding = mode});
+  rms_norm_fwd(*ctx, {.x = rows,
+                      .weight = w,
+                      .y = rows_of(kOp, "y", y),
+                      .rstd = vector_of(kOp, "rstd", rstd),
+                      .eps = float(eps),
+                      .offset = float(offset),
+                      .rounding = mode});
   return {y, rstd};
 }
 
@@ -27,9 +33,13 @@ std::tuple<Tensor, Tensor> backward(Tensor dy, Tensor x, OptionalTensor weight, 
   Tensor dx = need_dx ? make_like(x, rows.dtype) : nothing(x, rows.dtype);
   Tensor dw = need_dweight ? make(x, {rows.cols}, w.dtype) : nothing(x, rows.dtype);
   auto ctx = make_context(x);
-  rms_norm_bwd(*ctx, {.dy = rows_of(kOp, "dy", dy), .x = rows, .weight = w, .rstd = vector_of(kOp, "rstd", rstd),
+  rms_norm_bwd(*ctx, {.dy = rows_of(kOp, "dy", dy),
+                      .x = rows,
+                      .weight = w,
+                      .rstd = vector_of(kOp, "rstd", rstd),
                       .dx = need_dx ? rows_of(kOp, "dx", dx) : Matrix{},
-                      .dweight = need_dweight ? vector_of(kOp, "dweight", dw) : Vector{}, .offset = float(offset),
+                      .dweight = need_dweight ? vector_of(kOp, "dweight", dw) : Vector{},
+                      .offset = float(offset),
                       .rounding = Rounding(rounding)});
   return {dx, dw};
 }
@@ -38,10 +48,15 @@ std::tuple<Tensor, Tensor> backward(Tensor dy, Tensor x, OptionalTensor weight, 
 
 // rms_norm is rms_norm_fwd under a second name: Python attaches autograd to it, and eager calls stay free of that layer.
 TIGON_TORCH_SCHEMAS(m) {
-  m.def("rms_norm(Tensor x, Tensor? weight, float eps, float offset, int rounding) -> (Tensor y, Tensor rstd)");
-  m.def("rms_norm_fwd(Tensor x, Tensor? weight, float eps, float offset, int rounding) -> (Tensor y, Tensor rstd)");
-  m.def("rms_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float offset, int rounding, bool need_dx, "
-        "bool need_dweight) -> (Tensor dx, Tensor dweight)");
+  m.def(
+      "rms_norm(Tensor x, Tensor? weight, float eps, float offset, int rounding) -> (Tensor y, Tensor rstd)");
+  m.def(
+      "rms_norm_fwd(Tensor x, Tensor? weight, float eps, float offset, int rounding) -> (Tensor y, Tensor "
+      "rstd)");
+  m.def(
+      "rms_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float offset, int rounding, bool "
+      "need_dx, "
+      "bool need_dweight) -> (Tensor dx, Tensor dweight)");
 }
 TIGON_TORCH_KERNELS(m) {
   m.impl("rms_norm", TORCH_BOX(&forward));
