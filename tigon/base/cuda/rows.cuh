@@ -13,50 +13,36 @@
 
 namespace tigon::cuda {
 
-template <int Threads, int Held>
+template <int Threads, int Held, int Rows = Threads < 128 ? 128 / Threads : 1, int MinBlocks = 1>
 struct RowShape {
-  static constexpr int threads = Threads;                     // that share a row
-  static constexpr int held = Held;                           // packs a thread holds
-  static constexpr int block = Threads < 128 ? 128 : Threads;
-  static constexpr int rows = block / Threads;                // rows a block holds at a time
-  static constexpr int64_t packs = int64_t(Threads) * Held;   // longest row
+  static constexpr int threads = Threads;  // that share a row
+  static constexpr int held = Held;        // packs a thread holds
+  static constexpr int rows = Rows;        // rows a block holds at a time
+  static constexpr int block = Threads * Rows;
+  static constexpr int min_blocks = MinBlocks;               // a multiprocessor: bounds the registers
+  static constexpr int64_t packs = int64_t(Threads) * Held;  // longest row
 };
 
-// fn(RowShape<...>{}) for the first shape that holds `packs`; false when the row is too long for registers.
-template <int MaxThreads = 1024, int MaxHeld = 8, class Fn>
-bool with_row_shape(int64_t packs, Fn&& fn) {
-  bool done = false;
-  auto attempt = [&](auto shape) {
-    using Shape = decltype(shape);
-    if constexpr (Shape::threads <= MaxThreads && Shape::held <= MaxHeld)
-      if (!done && packs <= Shape::packs) {
-        done = true;
-        fn(shape);
-      }
-  };
-  attempt(RowShape<8, 1>{});
-  attempt(RowShape<16, 1>{});
-  attempt(RowShape<32, 1>{});
-  attempt(RowShape<32, 2>{});
-  attempt(RowShape<32, 4>{});
-  attempt(RowShape<64, 4>{});
-  attempt(RowShape<128, 4>{});
-  attempt(RowShape<256, 4>{});
-  attempt(RowShape<512, 4>{});
-  attempt(RowShape<1024, 4>{});
-  attempt(RowShape<1024, 8>{});
-  return done;
-}
+// A kernel's ladder of shapes, shortest rows first.
+template <class... Shapes>
+struct RowShapes {
+  // fn(RowShape<...>{}) for the first shape that holds `packs`; false when the row is too long for registers.
+  template <class Fn>
+  static bool pick(int64_t packs, Fn&& fn) {
+    return ((packs <= Shapes::packs && (fn(Shapes{}), true)) || ...);
+  }
+};
 
 // The packs of one row that this thread holds.
 template <class T, int N, class Shape>
 struct RowTile {
   Pack<T, N> pack[Shape::held];
 
-  __device__ static int64_t column(int i) { return (int64_t(threadIdx.x % Shape::threads) + int64_t(i) * Shape::threads) * N; }
+  __device__ static int thread() { return Shape::rows == 1 ? threadIdx.x : threadIdx.x % Shape::threads; }
+  __device__ static int column(int i) { return (thread() + i * Shape::threads) * N; }
 
   // Columns past `cols` read as zero; cols is a multiple of N.
-  __device__ __forceinline__ void load_row(const T* row, int64_t cols) {
+  __device__ __forceinline__ void load_row(const T* row, int cols) {
 #pragma unroll
     for (int i = 0; i < Shape::held; ++i) {
       if (column(i) < cols)
@@ -68,6 +54,7 @@ struct RowTile {
 };
 
 // out[c] = sum over p < partials of rows[p * cols + c]: the last step of a deterministic column reduction. Fixed order.
-void sum_partials(const char* op, Context& ctx, const float* rows, int64_t partials, int64_t cols, const Vector& out);
+void sum_partials(const char* op, Context& ctx, const float* rows, int64_t partials, int64_t cols,
+                  const Vector& out);
 
 }  // namespace tigon::cuda

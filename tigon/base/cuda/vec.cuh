@@ -66,7 +66,32 @@ struct alignas(sizeof(T) * N <= 16 ? sizeof(T) * N : 16) Pack {
     }
   }
   __device__ __forceinline__ void set(int i, float x) { v[i] = narrow<T>(x); }
+  // All elements; two conversions to 16 bits are one instruction.
+  __device__ __forceinline__ void set(const float (&x)[N]) {
+    if constexpr (N % 2 == 0 && std::is_same_v<T, __nv_bfloat16>) {
+#pragma unroll
+      for (int i = 0; i < N; i += 2)
+        reinterpret_cast<__nv_bfloat162*>(v)[i / 2] = __floats2bfloat162_rn(x[i], x[i + 1]);
+    } else if constexpr (N % 2 == 0 && std::is_same_v<T, __half>) {
+#pragma unroll
+      for (int i = 0; i < N; i += 2) reinterpret_cast<__half2*>(v)[i / 2] = __floats2half2_rn(x[i], x[i + 1]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) set(i, x[i]);
+    }
+  }
 };
+
+// The same pack, which the compiler must take for another (`zero` is a 0 that it does not know). Taking a pack apart twice
+// then holds its words in between, not the fp32 values of the first time at twice the registers.
+template <class T, int N>
+__device__ __forceinline__ Pack<T, N> again(Pack<T, N> x, uint32_t zero) {
+  if constexpr (sizeof(T) == 2 && N % 2 == 0) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) reinterpret_cast<uint32_t*>(x.v)[i] ^= zero;
+  }
+  return x;
+}
 
 template <int Bytes>
 struct Word;
@@ -105,8 +130,25 @@ __device__ __forceinline__ Pack<T, N> load(const T* p) {
   constexpr int kBytes = sizeof(T) * N, kWord = kBytes < 16 ? kBytes : 16;
   using W = typename Word<kWord>::type;
 #pragma unroll
-  for (int i = 0; i < kBytes / kWord; ++i) reinterpret_cast<W*>(&r)[i] = __ldg(reinterpret_cast<const W*>(p) + i);
+  for (int i = 0; i < kBytes / kWord; ++i)
+    reinterpret_cast<W*>(&r)[i] = __ldg(reinterpret_cast<const W*>(p) + i);
   return r;
+}
+// The same, issued where it stands: the compiler moves an ordinary load down to its first use.
+template <class T, int N>
+__device__ __forceinline__ Pack<T, N> load_now(const T* p) {
+  if constexpr (sizeof(T) * N % 16 != 0) {
+    return load<T, N>(p);
+  } else {
+    Pack<T, N> r;
+    auto* w = reinterpret_cast<uint4*>(&r);
+#pragma unroll
+    for (int i = 0; i < int(sizeof(T)) * N / 16; ++i)
+      asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(w[i].x), "=r"(w[i].y), "=r"(w[i].z), "=r"(w[i].w)
+                   : "l"(reinterpret_cast<const uint4*>(p) + i));
+    return r;
+  }
 }
 template <class T, int N>
 __device__ __forceinline__ void store(T* p, const Pack<T, N>& r) {
