@@ -12,7 +12,7 @@ namespace {
 
 constexpr const char* kOp = "rope";
 constexpr int kThreads = 256;
-constexpr int kHeld = 2;  // heads whose packs a thread has in flight: 64 bytes, 48 KB a multiprocessor
+constexpr int kHeld = 4;  // heads whose packs a thread has in flight: 128 bytes, 64 KB a multiprocessor
 
 template <class X, class Y>
 struct Heads {
@@ -51,46 +51,79 @@ struct Table {
   }
 };
 
-// Heads head, head + groups, ... of one token: a pack of N columns of the first half and its partner.
-template <int N, class X, class Y, class Table>
-__device__ __forceinline__ void rotate(const Heads<X, Y>& p, int64_t x_at, int64_t y_at, const Table& table,
-                                       int half, int head, int groups) {
-  const X* x = p.x + x_at + head * p.x_head;
-  Y* y = p.y + y_at + head * p.y_head;
-  int64_t x_step = groups * p.x_head, y_step = groups * p.y_head;
-  for (; head < p.heads; head += kHeld * groups) {
-    Pack<X, N> x1[kHeld], x2[kHeld];
+// Where the packs of one token and column lie: the heads of q, then those of k, as one list.
+template <class X, class Y>
+struct Column {
+  const X *q_x, *k_x;
+  Y *q_y, *k_y;
+
+  template <class P>
+  __device__ __forceinline__ Column(const P& p, int64_t b, int64_t t, int column)
+      : q_x(p.q.x + b * p.q.x_batch + t * p.q.x_token + column),
+        k_x(p.k.x + b * p.k.x_batch + t * p.k.x_token + column),
+        q_y(p.q.y + b * p.q.y_batch + t * p.q.y_token + column),
+        k_y(p.k.y + b * p.k.y_batch + t * p.k.y_token + column) {}
+  template <class P>
+  __device__ __forceinline__ const X* x(const P& p, int head) const {
+    int k = head - p.q.heads;
+    return k < 0 ? q_x + head * p.q.x_head : k_x + k * p.k.x_head;
+  }
+  template <class P>
+  __device__ __forceinline__ Y* y(const P& p, int head) const {
+    int k = head - p.q.heads;
+    return k < 0 ? q_y + head * p.q.y_head : k_y + k * p.k.y_head;
+  }
+};
+
+// Heads head, head + groups, ... of one token: a pack of N columns of the first half and its partner. The table is loaded
+// behind the first heads.
+template <int N, bool Backward, class X, class C, class Y>
+__device__ __forceinline__ void rotate(const Params<X, C, Y>& p, const Column<X, Y>& at, const C* cos,
+                                       const C* sin, int head) {
+  const int heads = p.q.heads + p.k.heads;
+  Pack<X, N> x1[kHeld], x2[kHeld];
+  auto fetch = [&] {
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-      if (head + i * groups < p.heads) {
-        x1[i] = load_stream<X, N>(x);
-        x2[i] = load_stream<X, N>(x + half);
-      }
-      x += x_step;
+      int h = head + i * p.groups;
+      if (h >= heads) continue;
+      const X* x = at.x(p, h);
+      x1[i] = load_stream<X, N>(x);
+      x2[i] = load_stream<X, N>(x + p.half);
     }
+  };
+  if (head >= heads) return;
+  fetch();
+  const Table<N, Backward, C> table(cos, sin, p.half);
+  for (;;) {
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-      if (head + i * groups < p.heads) {
-        Pack<Y, N> y1, y2;
+      int h = head + i * p.groups;
+      if (h >= heads) continue;
+      float y1[N], y2[N];
 #pragma unroll
-        for (int n = 0; n < N; ++n) {
-          float a = x1[i][n], b = x2[i][n];
-          y1.set(n, table.first(a, b, n));
-          y2.set(n, table.second(a, b, n));
-        }
-        store(y, y1);
-        store(y + half, y2);
+      for (int n = 0; n < N; ++n) {
+        y1[n] = table.first(x1[i][n], x2[i][n], n);
+        y2[n] = table.second(x1[i][n], x2[i][n], n);
       }
-      y += y_step;
+      Pack<Y, N> out;
+      Y* y = at.y(p, h);
+      out.set(y1);
+      store(y, out);
+      out.set(y2);
+      store(y + p.half, out);
     }
+    head += kHeld * p.groups;
+    if (head >= heads) break;
+    fetch();
   }
 }
 
 // The same for columns that are not rotated.
-template <int N, class X, class Y>
-__device__ __forceinline__ void copy(const Heads<X, Y>& p, int64_t x_at, int64_t y_at, int head, int groups) {
-  for (; head < p.heads; head += groups) {
-    Pack<X, N> x = load_stream<X, N>(p.x + x_at + head * p.x_head);
+template <int N, class X, class C, class Y>
+__device__ __forceinline__ void copy(const Params<X, C, Y>& p, const Column<X, Y>& at, int head) {
+  for (; head < p.q.heads + p.k.heads; head += p.groups) {
+    Pack<X, N> x = load_stream<X, N>(at.x(p, head));
     Pack<Y, N> y;
     if constexpr (std::is_same_v<X, Y>) {
       y = x;
@@ -98,13 +131,13 @@ __device__ __forceinline__ void copy(const Heads<X, Y>& p, int64_t x_at, int64_t
 #pragma unroll
       for (int n = 0; n < N; ++n) y.set(n, x[n]);
     }
-    store(p.y + y_at + head * p.y_head, y);
+    store(at.y(p, head), y);
   }
 }
 
 // A thread owns a token, a column pack and every groups-th head of q and k.
 template <int N, bool Backward, class X, class C, class Y>
-__global__ void __launch_bounds__(kThreads, 3) rope_kernel(const __grid_constant__ Params<X, C, Y> p) {
+__global__ void __launch_bounds__(kThreads, 2) rope_kernel(const __grid_constant__ Params<X, C, Y> p) {
   int turned = p.half / N,
       lanes = p.cols / N - turned;  // columns of the second half come with their partners
   int per_block = lanes < kThreads ? kThreads / lanes : 1, own = lanes < kThreads ? threadIdx.x / lanes : 0;
@@ -115,23 +148,14 @@ __global__ void __launch_bounds__(kThreads, 3) rope_kernel(const __grid_constant
   if (own >= per_block || b >= uint64_t(p.batch)) return;
   int64_t t = p.tokens_inside ? i : m;
   int group = p.tokens_inside ? m : i;
-  int k_first = group - p.q.heads % p.groups;  // k goes on where q stopped, so that groups stay even
-  if (k_first < 0) k_first += p.groups;
   for (int j = lane; j < lanes; j += kThreads) {
     int column = (j < turned ? j : j + turned) * N;
-    int64_t q_x = b * p.q.x_batch + t * p.q.x_token + column,
-            q_y = b * p.q.y_batch + t * p.q.y_token + column;
-    int64_t k_x = b * p.k.x_batch + t * p.k.x_token + column,
-            k_y = b * p.k.y_batch + t * p.k.y_token + column;
-    if (j < turned) {
-      Table<N, Backward, C> table(p.cos + b * p.cos_batch + t * p.cos_token + column,
-                                  p.sin + b * p.sin_batch + t * p.sin_token + column, p.half);
-      rotate<N>(p.q, q_x, q_y, table, p.half, group, p.groups);
-      rotate<N>(p.k, k_x, k_y, table, p.half, k_first, p.groups);
-    } else {
-      copy<N>(p.q, q_x, q_y, group, p.groups);
-      copy<N>(p.k, k_x, k_y, k_first, p.groups);
-    }
+    Column<X, Y> at(p, b, t, column);
+    if (j < turned)
+      rotate<N, Backward>(p, at, p.cos + b * p.cos_batch + t * p.cos_token + column,
+                          p.sin + b * p.sin_batch + t * p.sin_token + column, group);
+    else
+      copy<N>(p, at, group);
   }
 }
 
@@ -165,11 +189,9 @@ void run(Context& ctx, const Rope& a) {
                     .cols = int(a.q.cols),
                     .groups = 1,
                     .tokens_inside = a.q.token_stride < a.q.head_stride};
-  // As few groups as fill the device twice: the fewer, the longer a thread keeps its cos and sin.
+  // One turn a thread: many short blocks keep more bytes in flight than a loop over heads.
   int64_t heads = a.q.heads + a.k.heads, lanes = p.cols / N - p.half / N, rows = p.batch * p.tokens;
-  int64_t wanted = ceil_div(int64_t(device_facts().sms) * 4096, rows * lanes);
-  int64_t per_thread = std::max<int64_t>(1, heads / (wanted * kHeld)) * kHeld;
-  p.groups = int(ceil_div(heads, per_thread));
+  p.groups = int(ceil_div(heads, kHeld));
   int64_t per_block = lanes < kThreads ? kThreads / lanes : 1;
   launch(kOp, ctx, rope_kernel<N, Backward, X, C, Y>,
          {.blocks = ceil_div(rows * p.groups, per_block), .threads = kThreads}, p);
