@@ -11,6 +11,7 @@ template <class T>
 __global__ __launch_bounds__(kColumns* kLanes) void sum_partials_kernel(const float* rows, int64_t partials,
                                                                         int64_t cols, T* out) {
   __shared__ float sums[kLanes][kColumns + 1];
+  wait_for_kernel_ahead();
   int c = threadIdx.x % kColumns, lane = threadIdx.x / kColumns;
   int64_t column = int64_t(blockIdx.x) * kColumns + c;
   float s = 0.0f;
@@ -31,8 +32,8 @@ void sum_partials(const char* op, Context& ctx, const float* rows, int64_t parti
   dispatch_float(op, "column sum", out.dtype, [&](auto t) {
     using T = typename DeviceType<typename decltype(t)::type>::type;
     launch(op, ctx, sum_partials_kernel<T>,
-           {.blocks = ceil_div(cols, kColumns), .threads = kColumns * kLanes}, rows, partials, cols,
-           out.as<T>());
+           {.blocks = ceil_div(cols, kColumns), .threads = kColumns * kLanes, .early = true}, rows, partials,
+           cols, out.as<T>());
   });
 }
 

@@ -28,7 +28,21 @@ struct Grid {
   int64_t blocks = 1;
   int threads = 1;
   size_t shared = 0;
+  bool early = false;  // may start before the kernel ahead has ended; the kernel calls wait_for_kernel_ahead() first
 };
+
+// In a kernel that its successor in the stream may be launched alongside (Grid::early), and in that successor before it touches
+// memory: returns when the kernel ahead has ended and its writes are visible. Nothing before sm_90.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void wait_for_kernel_ahead() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 
 template <class... Params, class... Args>
 void launch(const char* op, Context& ctx, void (*kernel)(Params...), Grid grid, Args&&... args) {
@@ -38,6 +52,11 @@ void launch(const char* op, Context& ctx, void (*kernel)(Params...), Grid grid, 
   config.blockDim = dim3(unsigned(grid.threads));
   config.dynamicSmemBytes = grid.shared;
   config.stream = static_cast<cudaStream_t>(ctx.stream());
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = grid.early && device_facts().capability >= 90 ? 1 : 0;
   cudaError_t status = cudaLaunchKernelEx(&config, kernel, Params(args)...);
   TIGON_CHECK(op, status == cudaSuccess, "kernel launch failed (", grid.blocks, " blocks of ", grid.threads,
               " threads): ", cudaGetErrorString(status));
