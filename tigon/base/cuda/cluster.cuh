@@ -39,4 +39,48 @@ __device__ __forceinline__ void put_remote(float* local, unsigned rank, float va
 #endif
 }
 
+// Values that announce themselves: a barrier in shared memory counts the bytes that arrive. One phase: one thread expects,
+// the blocks put, everyone waits with the phase's parity (0, 1, 0, ...). One thread sets the barrier up before the cluster
+// meets for the first time.
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+  return uint32_t(__cvta_generic_to_shared(p));
+}
+__device__ __forceinline__ void arrival_init(uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void arrival_expect(uint64_t* barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
+#endif
+}
+__device__ __forceinline__ void arrival_wait(uint64_t* barrier, int parity) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t done;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } while (done == 0);
+#endif
+}
+// *local = value in the shared memory of the block of that rank, 8 bytes on that block's barrier.
+__device__ __forceinline__ void put_arriving(void* local, unsigned rank, uint64_t value, uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t to, to_barrier;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(local)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to_barrier) : "r"(shared_address(barrier)), "r"(rank));
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to),
+               "l"(value), "r"(to_barrier)
+               : "memory");
+#endif
+}
+
 }  // namespace tigon::cuda

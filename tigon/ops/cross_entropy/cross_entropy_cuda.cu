@@ -4,6 +4,7 @@
 // Instructions: about 14 per element with the gradient, two of them ex2, against a budget of 31 at the speed of the memory.
 //
 // Variants, the first that fits runs:
+//   held      Rows without options, in registers: cross_entropy_plain_cuda.cu.
 //   resident  A row lies in the shared memory of one block, or of a cluster of 2, 4 or 8 (sm_90 on): read once through
 //             cp.async, maximum and sum of exponentials found while it arrives, gradient formed from shared memory. Slices
 //             are small enough that three blocks share a multiprocessor: one loads while another stores.
@@ -20,6 +21,7 @@
 #include "tigon/base/cuda/row_packs.cuh"
 #include "tigon/base/dispatch.h"
 #include "tigon/ops/cross_entropy/cross_entropy.h"
+#include "tigon/ops/cross_entropy/cross_entropy_rows.cuh"
 
 namespace tigon::cuda {
 namespace {
@@ -32,27 +34,7 @@ constexpr int kThreads = 512, kLoopThreads = 1024, kMaxCluster = 8;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 template <class T>
-struct Params {
-  const T* logits;
-  T* dlogits;  // may be null, or logits
-  const int64_t* target;
-  const void* bias;            // may be null
-  const float* class_weight;   // may be null
-  const float* scale;          // may be null
-  const float* entropy_scale;  // may be null
-  float* loss;                 // results: each may be null
-  float* lse;
-  float* target_logit;
-  float* log_prob;
-  float* entropy;
-  int64_t* predicted;
-  int64_t rows, stride, dlogits_stride, scale_step, ignore_index;
-  int cols, slice;  // slice: packs of a block
-  bool bias_is_f32;
-  float logit_scale, softcap, top,
-      gain;  // z = top * tanh(logit_scale * x / softcap) or logit_scale * x; dz/dx = gain * slope
-  float label_smoothing, z_loss;
-};
+using Params = CrossEntropyParams<T>;
 
 // What is known of a part of a row: maximum, sum of e^(z - m); and, only where options ask: sum of w (reference - z), sum of
 // w, sum of e^(z - m) (z - m).
@@ -586,6 +568,7 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
                    .label_smoothing = a.label_smoothing,
                    .z_loss = a.z_loss};
     bool aligned = packs_align(a.logits.data, a.logits.stride, a.logits.cols, sizeof(T));
+    if (!general && cross_entropy_plain(ctx, p)) return;
     dispatch_bool(general, [&](auto g) { run_rows<decltype(g)::value>(ctx, p, aligned); });
   });
 }

@@ -1,0 +1,488 @@
+// CUDA backend of cross_entropy, rows without options (z is the logit itself; class weights and z-loss are a matter of whole
+// rows).
+//
+// Bytes per element (b = element size): 2b with the gradient, b without. Instructions: about 11 per element with the
+// gradient, two of them ex2, against a budget of 28 at the speed of the memory.
+//
+// Variants
+//   held    A row lies in the registers of one block, or of a cluster of 4 or 8 (sm_90 on), 8 packs of 16 bytes a thread:
+//           all its loads are in flight together. One barrier a row. Clusters stay: a pack of the cluster's next row is asked
+//           for as soon as this row's has been stored. Single blocks take one row and end: the next block loads while others
+//           store.
+//   swept   No gradient, longer rows: one sweep, maximum and sum found together, four loads in flight a thread.
+// A row may start at any element: the columns before the first whole pack and after the last are one element each of the first
+// threads.
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <type_traits>
+
+#include "tigon/base/cuda/cluster.cuh"
+#include "tigon/base/cuda/launch.cuh"
+#include "tigon/base/cuda/math.cuh"
+#include "tigon/base/cuda/row_packs.cuh"
+#include "tigon/ops/cross_entropy/cross_entropy_rows.cuh"
+
+namespace tigon::cuda {
+namespace {
+
+constexpr const char* kOp = "cross_entropy";
+constexpr float kLog2e = 1.44269504f;
+constexpr int kHeld = 8, kHeldThreads = 1024;  // packs of a thread, threads of a multiprocessor
+constexpr int kSweepThreads = 512, kSweepHeld = 4, kSweepBlocks = 3, kMaxCluster = 8;
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+template <class T>
+using Params = CrossEntropyParams<T>;
+
+// The label of a row: its column, or
+enum : int {
+  kUnread = -1,
+  kIgnored = -2,
+  kBad = -3
+};  // zeros without reading the row; its lse is wanted; out of range
+template <class T>
+__device__ __forceinline__ int label_of(const Params<T>& p, int64_t y) {
+  if (y == p.ignore_index) return p.lse != nullptr ? kIgnored : kUnread;
+  return y < 0 || y >= p.cols ? kBad : int(y);
+}
+
+// Columns [0, n) of a row: one by one up to `head`, then whole packs, then one by one again.
+template <class T>
+struct Part {
+  static constexpr int N = 16 / int(sizeof(T));
+  T* x;
+  int head, packs;
+
+  __device__ __forceinline__ Part(T* x, int n) : x(x) {
+    head = min(n, int((0 - reinterpret_cast<uintptr_t>(x) / sizeof(T)) % N));
+    packs = (n - head) / N;
+  }
+  __device__ __forceinline__ T* pack(int k) const { return x + head + int64_t(k) * N; }
+  // The single column of this thread, or -1.
+  __device__ __forceinline__ int edge(int n) const {
+    int t = int(threadIdx.x);
+    if (t < N) return t < head ? t : -1;
+    int c = head + N * packs + t - N;
+    return t < 2 * N && c < n ? c : -1;
+  }
+};
+
+// -inf in every column.
+template <class T>
+__device__ __forceinline__ uint4 nothing() {
+  constexpr uint32_t w = sizeof(T) == 4                                   ? 0xff800000u
+                         : std::is_same_v<std::remove_const_t<T>, __half> ? 0xfc00fc00u
+                                                                          : 0xff80ff80u;
+  return make_uint4(w, w, w, w);
+}
+template <class T>
+__device__ __forceinline__ uint4 fetch_or_nothing(const Part<const T>& part, int k) {
+  return k < part.packs ? *reinterpret_cast<const uint4*>(part.pack(k)) : nothing<T>();
+}
+
+// Maxima of words; a NaN may get lost here, the sum of exponentials keeps it.
+template <class T>
+__device__ __forceinline__ uint32_t max_words(uint32_t a, uint32_t b) {
+  if constexpr (sizeof(T) == 4) {
+    return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
+  } else if constexpr (std::is_same_v<T, __half>) {
+    __half2 r = __hmax2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
+    return reinterpret_cast<const uint32_t&>(r);
+  } else {
+    __nv_bfloat162 r =
+        __hmax2(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b));
+    return reinterpret_cast<const uint32_t&>(r);
+  }
+}
+template <class T, int K>
+__device__ __forceinline__ float max_of(const uint4 (&q)[K]) {
+  auto inside = [](const uint4& v) { return max_words<T>(max_words<T>(v.x, v.y), max_words<T>(v.z, v.w)); };
+  uint32_t t = inside(q[0]);
+#pragma unroll
+  for (int k = 1; k < K; ++k) t = max_words<T>(t, inside(q[k]));
+  if constexpr (sizeof(T) == 4)
+    return __uint_as_float(t);
+  else
+    return fmaxf(low(t, T{}), high(t, T{}));
+}
+
+__device__ __forceinline__ float exp_below(float z, float m) { return exp2_approx((z - m) * kLog2e); }
+
+// Sum of e^(z - m) of a pack.
+template <class T>
+__device__ __forceinline__ float sum_of(const uint4& words, float m) {
+  constexpr int N = Row<T>::N;
+  float e[N];
+  unpack<T>(words, e);
+#pragma unroll
+  for (int j = 0; j < N; ++j) e[j] = exp_below(e[j], m);
+#pragma unroll
+  for (int step = N / 2; step > 0; step /= 2)
+#pragma unroll
+    for (int j = 0; j < step; ++j) e[j] += e[j + step];
+  return e[0];
+}
+
+// Maximum and sum of e^(z - m) of a part of a row.
+struct alignas(8) Sums {
+  float m, s;
+};
+// Nothing but -inf so far adds nothing; NaN and +inf survive.
+__device__ __forceinline__ float reference(float m) { return m == -INFINITY ? 0.0f : m; }
+
+// Every lane gets the same bits.
+__device__ __forceinline__ Sums merge_warp(Sums a) {
+  int i = __float_as_int(a.m);  // floats in the order of integers
+  i ^= (i >> 31) & 0x7fffffff;
+  i = __reduce_max_sync(kAllLanes, i);
+  i ^= (i >> 31) & 0x7fffffff;
+  float m = __int_as_float(i), s = a.m == m ? a.s : a.s * exp_below(a.m, m);
+#pragma unroll
+  for (int step = 16; step > 0; step >>= 1) s += __shfl_xor_sync(kAllLanes, s, step);
+  return {m, s};
+}
+
+// In turns: a warp may be one row ahead of another, a block of another block.
+template <int Threads>
+struct Exchange {
+  Sums warp[2][Threads / 32];
+  Sums peer[2][kMaxCluster];
+  uint64_t arrival[2];
+};
+
+// The sums of the row, the same in every thread of the block, or of the cluster. `turn` counts the calls.
+template <bool Cluster, int Threads>
+__device__ __forceinline__ Sums merge_row(Sums a, Exchange<Threads>& x, int turn) {
+  int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, parity = turn & 1;
+  a = merge_warp(a);
+  if constexpr (Threads > 32) {
+    if (lane == 0) x.warp[parity][warp] = a;
+    __syncthreads();
+    a = merge_warp(lane < Threads / 32 ? x.warp[parity][lane] : Sums{-INFINITY, 0.0f});
+  } else {
+    __syncwarp();
+  }
+  if constexpr (Cluster) {
+    unsigned blocks = cluster_size();
+    if (threadIdx.x == 0) arrival_expect(&x.arrival[parity], int(blocks * sizeof(Sums)));
+    if (threadIdx.x < blocks) {
+      uint64_t bits = uint64_t(__float_as_uint(a.s)) << 32 | __float_as_uint(a.m);
+      put_arriving(&x.peer[parity][cluster_rank()], threadIdx.x, bits, &x.arrival[parity]);
+    }
+    arrival_wait(&x.arrival[parity], turn >> 1 & 1);
+    a = merge_warp(unsigned(lane) < blocks ? x.peer[parity][lane] : Sums{-INFINITY, 0.0f});
+  }
+  return a;
+}
+
+// The gradient of a row: e * each, at the label's column (weight * (e - s) + lift * e) * share, which is 0 for e = s.
+struct Gradient {
+  float m, each, s, weight, lift, share;
+  __device__ __forceinline__ float at(float z, bool label) const {
+    float e = exp_below(z, m);
+    return label ? fma(lift, e, weight * (e - s)) * share : e * each;
+  }
+};
+
+// The results of a row, written by one thread, and its gradient.
+template <class T>
+__device__ __forceinline__ Gradient finish(const Params<T>& p, int64_t row, int label, Sums a, float z,
+                                           float scale, bool writes) {
+  Gradient g{a.m, 0.0f, a.s, 1.0f, 0.0f, 0.0f};
+  if (p.class_weight != nullptr && label >= 0) g.weight = __ldg(p.class_weight + label);
+  if (writes || p.z_loss != 0.0f) {
+    float log_s = logf(a.s), lse = a.m + log_s;
+    if (p.z_loss != 0.0f) g.lift = 2.0f * p.z_loss * lse;
+    if (writes) {
+      float loss = g.weight * ((a.m - z) + log_s);
+      if (p.z_loss != 0.0f) loss += p.z_loss * lse * lse;
+      bool ignored = label == kIgnored, bad = label == kBad;
+      if (p.loss) p.loss[row] = ignored ? 0.0f : bad ? NAN : loss;
+      if (p.target_logit) p.target_logit[row] = ignored ? 0.0f : bad ? NAN : z;
+      if (p.log_prob) p.log_prob[row] = ignored ? 0.0f : bad ? NAN : (z - a.m) - log_s;
+      if (p.lse) p.lse[row] = lse;
+    }
+  }
+  g.share = (label == kBad ? NAN : scale) / a.s;
+  g.each = (g.weight + g.lift) * g.share;
+  return g;
+}
+template <class T>
+__device__ __forceinline__ void finish_unread(const Params<T>& p, int64_t row) {
+  if (p.loss) p.loss[row] = 0.0f;
+  if (p.target_logit) p.target_logit[row] = 0.0f;
+  if (p.log_prob) p.log_prob[row] = 0.0f;
+}
+
+template <class T>
+__device__ __forceinline__ uint32_t narrow_two(float a, float b) {
+  if constexpr (std::is_same_v<T, __half>) {
+    __half2 r = __floats2half2_rn(a, b);
+    return reinterpret_cast<const uint32_t&>(r);
+  } else {
+    __nv_bfloat162 r = __floats2bfloat162_rn(a, b);
+    return reinterpret_cast<const uint32_t&>(r);
+  }
+}
+
+// Gradient of a pack; the label's column is its element `at`, if it has it.
+template <class T>
+__device__ __forceinline__ uint4 gradient_of(const uint4& words, const Gradient& g, int at) {
+  constexpr int N = Row<T>::N;
+  float z[N], v[N];
+  unpack<T>(words, z);
+#pragma unroll
+  for (int j = 0; j < N; ++j) v[j] = g.at(z[j], false);
+  if (unsigned(at) < unsigned(N)) {
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+      if (at == j) v[j] = g.at(z[j], true);
+  }
+  if constexpr (sizeof(T) == 4)
+    return make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                      __float_as_uint(v[3]));
+  else
+    return make_uint4(narrow_two<T>(v[0], v[1]), narrow_two<T>(v[2], v[3]), narrow_two<T>(v[4], v[5]),
+                      narrow_two<T>(v[6], v[7]));
+}
+
+// Anywhere, or at a boundary of 16 bytes.
+template <class T>
+__device__ __forceinline__ void store_words(T* to, const uint4& words, bool aligned) {
+  if (aligned) {
+    *reinterpret_cast<uint4*>(to) = words;
+  } else {
+    const uint32_t w[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (sizeof(T) == 4) {
+        reinterpret_cast<uint32_t*>(to)[i] = w[i];
+      } else {
+        reinterpret_cast<uint16_t*>(to)[2 * i] = uint16_t(w[i]);
+        reinterpret_cast<uint16_t*>(to)[2 * i + 1] = uint16_t(w[i] >> 16);
+      }
+    }
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void clear(T* x, int n) {
+  Part<T> part(x, n);
+  for (int k = int(threadIdx.x); k < part.packs; k += int(blockDim.x))
+    *reinterpret_cast<uint4*>(part.pack(k)) = make_uint4(0, 0, 0, 0);
+  int c = part.edge(n);
+  if (c >= 0) x[c] = narrow<T>(0.0f);
+}
+
+template <class T, int Threads, bool Cluster>
+__global__ __launch_bounds__(Threads,
+                             kHeldThreads / Threads) void held_kernel(const __grid_constant__ Params<T> p) {
+  constexpr int N = Row<T>::N;
+  __shared__ Exchange<Threads> exchange;
+  const int tid = int(threadIdx.x);
+  const unsigned blocks = Cluster ? cluster_size() : 1, rank = Cluster ? cluster_rank() : 0;
+  if constexpr (Cluster) {
+    if (tid == 0) arrival_init(&exchange.arrival[0]), arrival_init(&exchange.arrival[1]);
+    cluster_arrive();
+    cluster_wait();
+  }
+  // The block's columns [first, first + n) of every row that it takes.
+  const int first = Cluster ? min(int(rank) * p.slice, p.cols) : 0;
+  const int n = Cluster ? min(p.slice, p.cols - first) : p.cols;
+  const int64_t step = gridDim.x / blocks;
+  int64_t r = blockIdx.x / blocks;
+  if (r < p.rows) {
+    uint4 q[kHeld];
+    float edge, z;  // of the first threads, of the first thread
+    auto read_edge = [&](const Part<const T>& part, int label) {
+      int c = part.edge(n), own = label - first;
+      edge = c >= 0 ? widen(part.x[c]) : -INFINITY;
+      z = tid == 0 && label >= 0 && unsigned(own) < unsigned(n) ? widen(part.x[own]) : 0.0f;
+    };
+    auto read = [&](const Part<const T>& part, int label) {
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) q[k] = fetch_or_nothing<T>(part, k * Threads + tid);
+      read_edge(part, label);
+    };
+    int turn = 0, label = label_of(p, p.target[r]), next = kUnread;
+    if (r + step < p.rows) next = label_of(p, p.target[r + step]);
+    Part<const T> part(p.logits + r * p.stride + first, n);
+    if (label != kUnread) read(part, label);
+    for (;;) {
+      const bool more = r + step < p.rows, ahead = more && next != kUnread;
+      const Part<const T> following(part.x + step * p.stride, n);
+      const int64_t later = r + 2 * step < p.rows ? p.target[r + 2 * step] : p.ignore_index;
+      T* out = p.dlogits + r * p.dlogits_stride + first;
+      if (label == kUnread) {
+        if (p.dlogits != nullptr) clear(out, n);
+        if (tid == 0 && rank == 0) finish_unread(p, r);
+        if (ahead) read(following, next);
+      } else {
+        const int own = label >= 0 && unsigned(label - first) < unsigned(n) ? label - first : -1;
+        const float scale = p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f;  // asked for in time
+        float m = fmaxf(edge, max_of<T>(q)), s = exp_below(edge, reference(m));
+#pragma unroll
+        for (int k = 0; k < kHeld; ++k) s += sum_of<T>(q[k], reference(m));
+        const Sums a = merge_row<Cluster>(Sums{m, s}, exchange, turn++);
+        const Gradient g = finish(p, r, label, a, z, scale, tid == 0 && (label >= 0 ? own >= 0 : rank == 0));
+        if (p.dlogits == nullptr || label == kIgnored) {
+          if (p.dlogits != nullptr) clear(out, n);
+          if (ahead) read(following, next);
+        } else {
+          const int c = part.edge(n), at = own < 0 ? -1 : own - part.head;
+          if (c >= 0) out[c] = narrow<T>(g.at(edge, c == own));
+          const bool aligned = reinterpret_cast<uintptr_t>(out + part.head) % 16 == 0;
+#pragma unroll
+          for (int k = 0; k < kHeld; ++k) {
+            const int i = k * Threads + tid;
+            if (i < part.packs)
+              store_words(out + part.head + N * i, gradient_of<T>(q[k], g, at - N * i), aligned);
+            if (ahead) q[k] = fetch_or_nothing<T>(following, i);
+          }
+          if (ahead) read_edge(following, next);
+        }
+      }
+      if (!more) break;
+      r += step, part = following, label = next, next = label_of(p, later);
+    }
+  }
+  if constexpr (Cluster) {  // a block that has ended cannot be written to
+    cluster_arrive();
+    cluster_wait();
+  }
+}
+
+template <class T>
+__global__ __launch_bounds__(kSweepThreads,
+                             kSweepBlocks) void sweep_kernel(const __grid_constant__ Params<T> p) {
+  __shared__ Exchange<kSweepThreads> exchange;
+  const int tid = int(threadIdx.x);
+  int turn = 0;
+  for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
+    const int label = label_of(p, p.target[r]);
+    if (label == kUnread) {
+      if (tid == 0) finish_unread(p, r);
+      continue;
+    }
+    const Part<const T> part(p.logits + r * p.stride, p.cols);
+    const float z = tid == 0 && label >= 0 ? widen(part.x[label]) : 0.0f;
+    const int c = part.edge(p.cols);
+    const float edge = c >= 0 ? widen(part.x[c]) : -INFINITY;
+    float m = edge, s = exp_below(edge, reference(edge));
+    if (m != m) m = -INFINITY;  // the sum is NaN already
+    for (int base = 0; base < part.packs; base += kSweepThreads * kSweepHeld) {
+      uint4 q[kSweepHeld];
+#pragma unroll
+      for (int k = 0; k < kSweepHeld; ++k) q[k] = fetch_or_nothing<T>(part, base + k * kSweepThreads + tid);
+      float top = max_of<T>(q);
+      if (top > m) {
+        s *= exp_below(m, top);
+        m = top;
+      }
+      const float from = reference(m);
+#pragma unroll
+      for (int k = 0; k < kSweepHeld; ++k) s += sum_of<T>(q[k], from);
+    }
+    const Sums a = merge_row<false>(Sums{m, s}, exchange, turn++);
+    if (tid == 0) finish(p, r, label, a, z, 1.0f, true);
+  }
+}
+
+// Shared memory for the blocks that are to run together and no more: the rest is the first-level cache, where loads in
+// flight need room.
+template <class Kernel>
+void prefer_cache(Kernel kernel, int blocks, int shared) {
+  constexpr int kSystem = 1024;  // of every block
+  int percent = int(ceil_div(100 * int64_t(blocks) * (kSystem + shared), device_facts().shared_per_block));
+  TIGON_CUDA_CHECK(kOp, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                             std::min(percent, 100)));
+}
+
+constexpr int kDevices = 64;
+int current_device() {
+  int device = 0;
+  TIGON_CUDA_CHECK(kOp, cudaGetDevice(&device));
+  return device;
+}
+
+// False when the device has no room for such a cluster.
+template <class T, int Threads, bool Cluster>
+bool launch_held(Context& ctx, Params<T> p, int cluster) {
+  // Clusters that run together, by device and cluster / 8; 0 not asked yet, -1 none.
+  static std::array<std::array<std::atomic<int>, 2>, kDevices> known;
+  auto kernel = &held_kernel<T, Threads, Cluster>;
+  p.slice = int(ceil_div(ceil_div(p.cols, cluster), 64) * 64);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {unsigned(cluster), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(unsigned(cluster));
+  config.blockDim = dim3(Threads);
+  config.stream = static_cast<cudaStream_t>(ctx.stream());
+  config.attrs = &attribute;
+  config.numAttrs = Cluster ? 1 : 0;
+  int device = current_device();
+  std::atomic<int>* slot =
+      device < kDevices ? &known[size_t(device)][size_t(cluster / kMaxCluster)] : nullptr;
+  int room = slot != nullptr ? slot->load(std::memory_order_relaxed) : 0;
+  if (room == 0) {
+    prefer_cache(kernel, kHeldThreads / Threads, int(sizeof(Exchange<Threads>)));
+    room = INT32_MAX;  // single blocks do not stay
+    if (Cluster && (cudaOccupancyMaxActiveClusters(&room, kernel, &config) != cudaSuccess || room <= 0)) {
+      cudaGetLastError();
+      room = -1;
+    }
+    if (slot != nullptr) slot->store(room, std::memory_order_relaxed);
+  }
+  if (room < 0) return false;
+  config.gridDim = dim3(unsigned(std::min<int64_t>(p.rows, room) * cluster));
+  cudaError_t status = cudaLaunchKernelEx(&config, kernel, p);
+  if (status != cudaSuccess && Cluster) {
+    cudaGetLastError();
+    return false;
+  }
+  TIGON_CHECK(kOp, status == cudaSuccess, "kernel launch failed: ", cudaGetErrorString(status));
+  return true;
+}
+
+template <class T>
+void launch_sweep(Context& ctx, const Params<T>& p) {
+  static std::array<std::atomic<bool>, kDevices> done;
+  int device = current_device();
+  if (device >= kDevices || !done[size_t(device)].load(std::memory_order_relaxed)) {
+    prefer_cache(&sweep_kernel<T>, kSweepBlocks, int(sizeof(Exchange<kSweepThreads>)));
+    if (device < kDevices) done[size_t(device)].store(true, std::memory_order_relaxed);
+  }
+  int64_t blocks = std::min<int64_t>(p.rows, int64_t(device_facts().sms) * kSweepBlocks);
+  launch(kOp, ctx, sweep_kernel<T>, {.blocks = blocks, .threads = kSweepThreads}, p);
+}
+
+}  // namespace
+
+template <class T>
+bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& p) {
+  if (p.rows == 0) return true;
+  int64_t packs = ceil_div(p.cols, 16 / int64_t(sizeof(T)));
+  auto fits = [&](int threads, int cluster = 1) { return packs <= int64_t(kHeld) * threads * cluster; };
+  if (fits(32)) return launch_held<T, 32, false>(ctx, p, 1);
+  if (fits(64)) return launch_held<T, 64, false>(ctx, p, 1);
+  if (fits(128)) return launch_held<T, 128, false>(ctx, p, 1);
+  if (fits(256)) return launch_held<T, 256, false>(ctx, p, 1);
+  if (p.dlogits == nullptr) {
+    launch_sweep(ctx, p);
+    return true;
+  }
+  if (fits(512)) return launch_held<T, 512, false>(ctx, p, 1);
+  if (device_facts().capability < 90) return false;
+  if (fits(256, 4)) return launch_held<T, 256, true>(ctx, p, 4);
+  if (fits(256, 8)) return launch_held<T, 256, true>(ctx, p, 8);
+  if (fits(512, 8)) return launch_held<T, 512, true>(ctx, p, 8);
+  return false;
+}
+
+template bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<float>& p);
+template bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<__nv_bfloat16>& p);
+template bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<__half>& p);
+
+}  // namespace tigon::cuda
