@@ -1,4 +1,5 @@
 // Compiles the file named by TIGON_KERNELS once per instruction set. See lanes.h. No include guard: one use per .cpp.
+// Each part needs the one before it: blank lines keep the formatter from sorting them.
 // Unnamed namespaces: two ops may use one name for their kernels without the linker taking one for both.
 #include "tigon/base/simd/lanes.h"
 
@@ -8,8 +9,10 @@
 
 namespace tigon::cpu::scalar {
 namespace {
-#include "tigon/base/simd/lanes_math.inc"
 #include "tigon/base/simd/lanes_scalar.inc"
+
+#include "tigon/base/simd/lanes_math.inc"
+
 #include TIGON_KERNELS
 }  // namespace
 }  // namespace tigon::cpu::scalar
