@@ -28,7 +28,8 @@ struct Grid {
   int64_t blocks = 1;
   int threads = 1;
   size_t shared = 0;
-  bool early = false;  // may start before the kernel ahead has ended; the kernel calls wait_for_kernel_ahead() first
+  bool early =
+      false;  // may start before the kernel ahead has ended; the kernel calls wait_for_kernel_ahead() first
 };
 
 // In a kernel that its successor in the stream may be launched alongside (Grid::early), and in that successor before it touches

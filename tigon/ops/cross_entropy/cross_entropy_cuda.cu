@@ -128,8 +128,9 @@ __device__ __forceinline__ void accumulate(const Params<T>& p, const Row<const T
 
 // All that the second sweep needs to know of a row.
 struct Slope {
-  float m, share, push, factor,
-      target_pull;   // gradient = factor * slope * (e * share - push * w [- target_pull])
+  float m, share, push, factor;  // gradient = factor * slope * (e * share - push * w), at the label's column
+  float sum, target_share,
+      rest_share;    // factor * slope * ((e - sum) * target_share + e * rest_share - push * w)
   float tilt, lift;  // + slope * e * (tilt * (z - m) + lift), the entropy's
   int target;        // column, or -1
 };
@@ -147,17 +148,20 @@ __device__ __forceinline__ void emit(const Params<T>& p, const Row<const T>& row
   Pack<T, N> r;
 #pragma unroll
   for (int j = 0; j < N; ++j) {
-    float e = exp2_approx((z[j] - g.m) * kLog2e), v;
+    float e = exp2_approx((z[j] - g.m) * kLog2e), v, target_push = 0.0f;
     if constexpr (General) {
       float push = g.push;
       if (push != 0.0f && p.class_weight != nullptr)
         push *= row.has(first + j) ? __ldg(p.class_weight + first + j) : 0.0f;
       v = cross_entropy_dz(e, g.share, push);
+      target_push = push;
     } else {
       v = e * (g.share * g.factor);
     }
     if (at == j)
-      v = ((General ? v : e * g.share) - g.target_pull) * (g.factor * slopes[j]);  // one rounding to storage
+      // p - 1 from e - s: exactly 0 where the label has all the weight. One rounding to storage.
+      v = fma(e - g.sum, g.target_share, cross_entropy_dz(e, g.rest_share, target_push)) *
+          (g.factor * slopes[j]);
     else if constexpr (General)
       v *= g.factor * slopes[j];
     if constexpr (General)  // below -200 e is 0: classes at -inf add nothing
@@ -318,12 +322,13 @@ __device__ __forceinline__ Slope finish(const Params<T>& p, int64_t row, const L
     if (p.lse) p.lse[row] = lse;
     if (General && p.entropy) p.entropy[row] = log_s - a.heat / a.s;
   }
-  float pull = p.class_weight != nullptr ? keep * l.weight + share * a.weight : 1.0f;
-  if (p.z_loss != 0.0f) pull += 2.0f * p.z_loss * lse;
+  float rest = General ? share * (p.class_weight != nullptr ? a.weight : float(p.cols)) : 0.0f;
+  if (p.z_loss != 0.0f) rest += 2.0f * p.z_loss * lse;
+  float pull = keep * l.weight + rest;
   float scale = p.scale != nullptr ? p.scale[row * p.scale_step] : 1.0f;
   Slope g;
   g.m = a.m, g.share = pull / a.s, g.push = share, g.factor = l.bad ? NAN : scale * p.gain;
-  g.target_pull = keep * l.weight, g.target = l.column;
+  g.sum = a.s, g.target_share = keep * l.weight / a.s, g.rest_share = rest / a.s, g.target = l.column;
   g.tilt = g.lift = 0.0f;
   if (General && p.entropy_scale != nullptr) {
     g.tilt = -p.entropy_scale[row] * p.gain / a.s;

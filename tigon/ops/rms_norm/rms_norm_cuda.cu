@@ -150,7 +150,7 @@ __global__ __launch_bounds__(Shape::block, backward_blocks<X, Y, Shape>) void ba
   };
   __shared__ float slots[2][32];
   extern __shared__ __align__(16) unsigned char shared[];  // weights, then the column sums of the groups
-  if (p.partials) let_next_kernel_start();  // the sum over the blocks
+  if (p.partials) let_next_kernel_start();                 // the sum over the blocks
   const int group = Shape::rows == 1 ? 0 : threadIdx.x / kThreads, cols = int(p.cols);
   const int64_t first = int64_t(blockIdx.x) * Shape::rows, step = int64_t(gridDim.x) * Shape::rows;
   const float offset = p.weight ? p.offset : 0.0f, inverse = 1.0f / float(cols);
