@@ -1,0 +1,37 @@
+#include "tigon/base/cuda/elementwise.cuh"
+#include "tigon/base/cuda/math.cuh"
+#include "tigon/ops/relu_squared/relu_squared.h"
+
+namespace tigon::cuda {
+namespace {
+
+#include "tigon/ops/relu_squared/relu_squared_math.inc"
+
+struct Forward {
+  static constexpr int kIn = 1, kOut = 1;  // x -> y
+  __device__ void operator()(const float (&in)[kIn], float (&out)[kOut]) const {
+    out[0] = relu_squared_y(in[0]);
+  }
+};
+
+struct Backward {
+  static constexpr int kIn = 2, kOut = 1;  // dy, x -> dx
+  __device__ void operator()(const float (&in)[kIn], float (&out)[kOut]) const {
+    out[0] = relu_squared_dx(in[0], in[1]);
+  }
+};
+
+}  // namespace
+
+// Variants: those of every pointwise op (flat or rows, 16-byte packs or single elements),
+// tigon/base/cuda/elementwise.cuh.
+
+void relu_squared_fwd(Context& ctx, const ReluSquaredFwd& a) {
+  pointwise("relu_squared", ctx, Pointwise<Forward>{.in = {a.x}, .out = {a.y}});
+}
+
+void relu_squared_bwd(Context& ctx, const ReluSquaredBwd& a) {
+  pointwise("relu_squared_bwd", ctx, Pointwise<Backward>{.in = {a.dy, a.x}, .out = {a.dx}});
+}
+
+}  // namespace tigon::cuda

@@ -1,0 +1,41 @@
+#include "tigon/ops/relu_squared/relu_squared.h"
+#include "tigon/torch/shim.h"
+
+namespace tigon::torch_shim {
+namespace {
+
+constexpr const char* kOp = "relu_squared";
+
+Tensor forward(Tensor x) {
+  Matrix rows = rows_of(kOp, "x", x);
+  Tensor y = make_like(x, rows.dtype);
+  auto ctx = make_context(x);
+  relu_squared_fwd(*ctx, {.x = rows, .y = rows_of(kOp, "y", y)});
+  return y;
+}
+
+Tensor backward(Tensor dy, Tensor x) {
+  check_same_device(kOp, "dy", dy, x);
+  Matrix d = rows_of(kOp, "dy", dy), rows = rows_of(kOp, "x", x);
+  Tensor dx = make_like(x, rows.dtype);
+  auto ctx = make_context(x);
+  relu_squared_bwd(*ctx, {.dy = d, .x = rows, .dx = rows_of(kOp, "dx", dx)});
+  return dx;
+}
+
+}  // namespace
+
+// relu_squared is relu_squared_fwd under a second name: Python attaches autograd to it, and eager calls stay
+// free of that layer.
+TIGON_TORCH_SCHEMAS(m) {
+  m.def("relu_squared(Tensor x) -> Tensor");
+  m.def("relu_squared_fwd(Tensor x) -> Tensor");
+  m.def("relu_squared_bwd(Tensor dy, Tensor x) -> Tensor");
+}
+TIGON_TORCH_KERNELS(m) {
+  m.impl("relu_squared", TORCH_BOX(&forward));
+  m.impl("relu_squared_fwd", TORCH_BOX(&forward));
+  m.impl("relu_squared_bwd", TORCH_BOX(&backward));
+}
+
+}  // namespace tigon::torch_shim
