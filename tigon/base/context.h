@@ -22,6 +22,15 @@ class TIGON_API Executor {
   virtual void run(int64_t tasks, void (*fn)(void*, int64_t), void* arg) = 0;
 };
 
+// One thread, in place: the executor of contexts whose work runs on a device.
+class InlineExecutor final : public Executor {
+ public:
+  int threads() const override { return 1; }
+  void run(int64_t tasks, void (*fn)(void*, int64_t), void* arg) override {
+    for (int64_t i = 0; i < tasks; ++i) fn(arg, i);
+  }
+};
+
 // C[m,n] = alpha * op(A)[m,k] op(B)[k,n] + beta * C, row major, fp32 accumulation. beta is 0 or 1.
 // c_dtype may be f32 with 16-bit operands: then sums are never rounded to 16 bits (CPU providers may round one product
 // to the operand type once, and say so).

@@ -25,14 +25,6 @@ void* current_stream(int32_t device) {
   return stream;
 }
 
-class InlineExecutor final : public Executor {
- public:
-  int threads() const override { return 1; }
-  void run(int64_t tasks, void (*fn)(void*, int64_t), void* arg) override {
-    for (int64_t i = 0; i < tasks; ++i) fn(arg, i);
-  }
-};
-
 class TorchCudaContext final : public Context {
  public:
   explicit TorchCudaContext(const Tensor& like)

@@ -34,14 +34,6 @@ const DeviceFacts& device_facts() {
 
 namespace {
 
-class InlineExecutor final : public Executor {
- public:
-  int threads() const override { return 1; }
-  void run(int64_t tasks, void (*fn)(void*, int64_t), void* arg) override {
-    for (int64_t i = 0; i < tasks; ++i) fn(arg, i);
-  }
-};
-
 class CudaContext final : public Context {
  public:
   explicit CudaContext(void* stream) : stream_(static_cast<cudaStream_t>(stream)) {}

@@ -3,8 +3,6 @@
 
 #include <cuda_runtime.h>
 
-#include <mutex>
-
 #include "tigon/base/context.h"
 #include "tigon/base/error.h"
 
