@@ -20,7 +20,7 @@ def _library_path() -> Path:
     return Path(__file__).parent / "lib" / "libtigon_torch.so"
 
 
-def _load() -> None:
+def _load() -> ctypes.CDLL:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if version < MINIMUM_TORCH:
         raise Error(f"[load] torch must be >= 2.10, got {torch.__version__}")
@@ -28,8 +28,10 @@ def _load() -> None:
     if not path.exists():
         raise Error(f"[load] the native library must be at {path}, found none (build it with `make build`)")
     torch.ops.load_library(str(path))
+    library = ctypes.CDLL(str(path))
     if _has_onednn_linear():
-        ctypes.CDLL(str(path)).tigon_enable_onednn()
+        library.tigon_enable_onednn()
+    return library
 
 
 def _has_onednn_linear() -> bool:
@@ -44,7 +46,7 @@ def _has_onednn_linear() -> bool:
     return str(packet.default._schema) == expected
 
 
-_load()
+library = _load()  # for the few functions that are no operators
 
 
 def native(name: str):

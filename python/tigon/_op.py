@@ -11,6 +11,7 @@ Three routes, one formula (``setup_context`` and ``backward`` are shared):
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,28 @@ def _as_error(exc: RuntimeError) -> Error | None:
     """The native library's refusal as :class:`Error`; ``None`` for anything else."""
     text = str(exc)
     return Error(text.split("\n", 1)[0]) if text.startswith("[") else None
+
+
+# Whether the running backward pass keeps its graph (``retain_graph``); where PyTorch cannot tell, as if it did.
+graph_is_kept: Callable[[], bool] = getattr(
+    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
+)
+
+
+def once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``once_differentiable`` without its cost where no second derivative is recorded."""
+    guarded = torch.autograd.function.once_differentiable(backward)
+
+    @functools.wraps(backward)
+    def call(ctx, *grad_outputs):
+        return (guarded if torch.is_grad_enabled() else backward)(ctx, *grad_outputs)
+
+    return call
+
+
+def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` without the look at functorch's wrappers: for callers who know that there are none."""
+    return super(torch.autograd.Function, function).apply
 
 
 def raw(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,15 +100,16 @@ class Op:
             (torch.autograd.Function,),
             {
                 "forward": staticmethod(function_forward),
-                "backward": staticmethod(torch.autograd.function.once_differentiable(backward)),
+                "backward": staticmethod(once(backward)),
             },
         )
+        self.apply = direct_apply(self.function)
 
     def __call__(self, *args):
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
             return self.registered(*args)
         if torch.is_grad_enabled() and _any_requires_grad(args):
-            return self.function.apply(*args)
+            return self.apply(*args)
         return self.forward(*args)
 
 

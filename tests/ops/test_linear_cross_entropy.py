@@ -341,3 +341,26 @@ def test_one_chunk_past_two_to_the_31_elements():
     whole = _all(tigon.linear_cross_entropy, hidden, weight, target, reduction="none", chunk_rows=rows)
     parts = _all(tigon.linear_cross_entropy, hidden, weight, target, reduction="none", chunk_rows=4096)
     assert same_bits(whole[0][-4096:], parts[0][-4096:]) and torch.isfinite(whole[2]).all()
+
+
+@pytest.mark.gpu
+def test_gradient_of_a_wider_weight_is_rounded_to_its_own_dtype():
+    hidden, weight, target = _inputs(dtype=torch.bfloat16, device="cuda")
+    wide = weight.detach().float().requires_grad_()
+    _, _, dwide = _all(tigon.linear_cross_entropy, hidden, wide, target)
+    _, _, dweight = _all(tigon.linear_cross_entropy, hidden, weight, target)
+    assert dwide.dtype == torch.float32 and not same_bits(dwide, dwide.bfloat16().float())
+    assert same_bits(dwide.bfloat16(), dweight)
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_gradients_of_a_kept_graph_are_left_alone(chunk, device):
+    hidden, weight, target = _inputs(dtype=torch.bfloat16, device=device)
+    loss = tigon.linear_cross_entropy(hidden, weight, target, chunk_rows=chunk)
+    half = torch.tensor(0.5, device=device)
+    first = torch.autograd.grad(loss, (hidden, weight), half, retain_graph=True)
+    copies = [g.clone() for g in first]
+    again = torch.autograd.grad(loss, (hidden, weight), half)  # hands out what was kept
+    assert all(same_bits(a, b) and same_bits(a, c) for a, b, c in zip(first, copies, again, strict=True))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, (hidden, weight))

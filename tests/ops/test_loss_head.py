@@ -533,8 +533,19 @@ def test_a_cap_makes_chunks_small(device):
 
 
 def test_default_chunk():
-    assert default_chunk("cuda", 8192) == 4096 and default_chunk("cuda", 5000) == 5000
-    assert default_chunk("cuda", 9000) == 3072 and default_chunk("cpu", 0) == 1
+    bf16 = torch.bfloat16
+
+    def cuda(rows, hidden, vocab, dweight=True, dtype=bf16, **more):
+        return default_chunk("cuda", dtype, rows, hidden, vocab, dweight=dweight, **more)
+
+    assert cuda(8192, 4096, 128256) == 8192  # one chunk: no f32 sum, no cast
+    assert cuda(32768, 4096, 128256) == 4096
+    assert cuda(8192, 4096, 128256, add_dweight=True) == 4096
+    assert cuda(8192, 4096, 128256, dweight=False) == 2048  # 512 MiB of logits
+    assert cuda(16384, 1024, 32000) == 8192
+    assert cuda(8192, 4096, 128256, dtype=torch.float32) == 4096
+    assert default_chunk("cpu", bf16, 0, 64, 100, dweight=True) == 1
+    assert default_chunk("cpu", bf16, 3000, 64, 100, dweight=True) == 1024
 
 
 MEMORY = [{}, {"max_workspace_mb": None}, {"valid_rows": 3000}, {"main_grad": True}, {"reduction": "none"}]
@@ -592,4 +603,5 @@ def test_predicted_memory(options):
     torch.cuda.reset_peak_memory_stats()
     step()
     peak = torch.cuda.max_memory_allocated() - before
-    assert 0.9 * predicted.peak - 2**22 <= peak <= 1.03 * predicted.peak + 2**22
+    # cuBLASLt's 32 MiB are there where one of its kernels asks for them.
+    assert 0.9 * predicted.peak - 2**22 - 2**25 <= peak <= 1.03 * predicted.peak + 2**22

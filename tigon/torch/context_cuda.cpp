@@ -38,8 +38,7 @@ class TorchCudaContext final : public Context {
     return blocks_.back().data_ptr();
   }
   void gemm(const Gemm& g) override {
-    if (gemm_workspace_ == nullptr) gemm_workspace_ = scratch(cuda::kGemmWorkspace);
-    cuda::cublaslt_gemm(g, like_.get_device_index(), gemm_workspace_, stream_);
+    cuda::cublaslt_gemm(*this, g, like_.get_device_index(), gemm_workspace_);
   }
 
  private:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import NamedTuple
 
 import torch
 
+from tigon._load import library
 from tigon.error import check
 
 _MIB = 1 << 20
-_GEMM_WORKSPACE = 32 * _MIB  # of cuBLASLt, on CUDA
+_GEMM_WORKSPACE = 32 * _MIB  # of cuBLASLt, on CUDA, where one of its kernels asks for it
 
 
 class HeadMemory(NamedTuple):
@@ -18,7 +20,7 @@ class HeadMemory(NamedTuple):
     chunk_rows: int
     workspace: int  # while a pass runs: logits of a chunk, gathered rows, words per row
     gradients: int  # kept from forward to backward
-    results: int  # gradients in their final dtype, loss and outputs
+    results: int  # gradients in their final dtype, loss and outputs: what is left at the end
     peak: int
 
 
@@ -26,12 +28,14 @@ def _ceil(a, b):
     return (a + b - 1) // b
 
 
-def default_chunk(device: str, rows: int) -> int:
+_native_chunk = library.tigon_linear_cross_entropy_chunk
+_native_chunk.restype = ctypes.c_int64
+_native_chunk.argtypes = [ctypes.c_int] * 2 + [ctypes.c_int64] * 3 + [ctypes.c_int] * 2
+
+
+def default_chunk(device, dtype, rows, hidden_size, vocab, *, dweight, add_dweight=False) -> int:
     """Rows per chunk: ``linear_cross_entropy_chunk`` of the C++ side."""
-    most = 4096 if device == "cuda" else 1024
-    if rows <= most + most // 4:
-        return max(rows, 1)
-    return _ceil(_ceil(rows, _ceil(rows, most)), 128) * 128
+    return _native_chunk(device == "cuda", dtype.itemsize, rows, hidden_size, vocab, dweight, add_dweight)
 
 
 class _Sizes(NamedTuple):
@@ -43,6 +47,8 @@ class _Sizes(NamedTuple):
     hidden_size: int
     vocab: int
     lora_rank: int
+    dweight: bool = False
+    add_dweight: bool = False
 
     @property
     def size(self) -> int:
@@ -70,14 +76,19 @@ class _Sizes(NamedTuple):
 
     def chunk(self, worked: int, chunk_rows: int | None, max_workspace_mb: float | None) -> int:
         """Rows per chunk of a call."""
-        chunk = min(chunk_rows or default_chunk(self.device, worked), max(worked, 1))
+        if chunk_rows is None:
+            chunk_rows = default_chunk(self.device, self.dtype, worked, self.hidden_size, self.vocab,
+                                       dweight=self.dweight, add_dweight=self.add_dweight)  # fmt: skip
+        chunk = min(chunk_rows, max(worked, 1))
         return chunk if max_workspace_mb is None else min(chunk, max(self.chunk_within(max_workspace_mb), 1))
 
 
-def chunk_that_fits(op, max_workspace_mb, hidden, vocab, chunk_rows, lora_rank):
+def chunk_that_fits(op, max_workspace_mb, hidden, vocab, chunk_rows, lora_rank, dweight, add_dweight):
     """Rows per chunk within the cap (and no more than asked for)."""
     rows, size = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
-    sizes = _Sizes(hidden.device.type, hidden.dtype, rows, size, vocab, lora_rank)
+    sizes = _Sizes(
+        hidden.device.type, hidden.dtype, rows, size, vocab, lora_rank, dweight, dweight and add_dweight
+    )
     least = _ceil(sizes.fixed() + sizes.per_row(True), _MIB)
     fits = sizes.chunk_within(max_workspace_mb) > 0
     check(op, fits, "max_workspace_mb must be at least {} for one row, got {}", least, max_workspace_mb)
@@ -104,27 +115,32 @@ def linear_cross_entropy_memory(
 ) -> HeadMemory:
     """Bytes that :func:`tigon.linear_cross_entropy` and its backward take besides their inputs.
 
-    ``workspace = chunk * V * size`` (and gathered rows, words per row, what the products need),
-    ``gradients = rows * H * size + 4 V H`` (of what is trained; float32 for the weight), and at the end of
-    the backward the gradients in their parameters' dtypes besides; ``peak`` is the larger of the two moments.
+    ``workspace = chunk * V * size`` (and gathered rows, words per row, what the products may need); of what
+    is trained, ``gradients = rows * H * size + V * H * size`` with one chunk, with more ``4 V H`` for the
+    weight's; and at the end of the backward those gradients again whose parameter has another dtype. ``peak``
+    is the larger of the two moments.
 
     Args: the sizes and options of the call; ``train_*``: which operands need a gradient; ``main_grad``: the
         weight's is added to its ``main_grad``.
     """
-    sizes = _Sizes(device, dtype, rows, hidden_size, vocab, lora_rank)
+    trains = train_weight
+    sizes = _Sizes(device, dtype, rows, hidden_size, vocab, lora_rank, trains, trains and main_grad)
     weight_dtype = weight_dtype or dtype
     worked = rows if valid_rows is None else valid_rows
     chunk = sizes.chunk(worked, chunk_rows, max_workspace_mb)
     workspace = chunk * sizes.per_row(worked < rows) + sizes.fixed()
     if weight_dtype != dtype:
         workspace += vocab * hidden_size * sizes.size  # the weight in hidden's dtype
-    own_weight = train_weight and not main_grad
-    head = vocab * (hidden_size * own_weight + train_bias)
-    lora = lora_rank * (hidden_size + vocab)
+    f16 = dtype == torch.float16  # scaled late: every gradient is written twice
+    rounded = worked <= chunk and weight_dtype == dtype and not f16
+    head = vocab * hidden_size * (train_weight and not main_grad)
+    bias, lora = vocab * train_bias, lora_rank * (hidden_size + vocab)
     dhidden = rows * hidden_size * sizes.size * train_hidden
-    gradients = dhidden + 4 * (head + lora)
-    results = dhidden + head * weight_dtype.itemsize + lora * sizes.size + 4 * rows
+    gradients = dhidden + (sizes.size if rounded else 4) * head + 4 * (bias + lora)
+    of_weight = weight_dtype.itemsize * (head + bias)
+    results = dhidden + of_weight + lora * sizes.size + 4 * rows
+    copied = f16 * dhidden
+    copied += of_weight if f16 or (weight_dtype != torch.float32 and not rounded) else 0
     if main_grad or reduction == "none":  # made in the backward, with the logits computed again
-        cast = head * weight_dtype.itemsize if weight_dtype != torch.float32 else 0
-        return HeadMemory(chunk, workspace, 0, results, gradients + max(workspace, cast))
-    return HeadMemory(chunk, workspace, gradients, results, gradients + max(workspace, results))
+        return HeadMemory(chunk, workspace, 0, results, gradients + max(workspace, copied))
+    return HeadMemory(chunk, workspace, gradients, results, gradients + max(workspace, copied))

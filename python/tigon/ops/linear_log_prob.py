@@ -8,7 +8,9 @@ from __future__ import annotations
 import torch
 
 from tigon._op import Op, has_kernel
-from tigon.ops.linear_cross_entropy import autocast, check_head, plain_logits, prepare, rows_backward
+from tigon.ops.head import MAY_ROUND, autocast, check_head, prepare
+from tigon.ops.head_autograd import rows_backward
+from tigon.ops.head_reference import plain_logits
 
 _OP = "linear_log_prob"
 
@@ -66,8 +68,10 @@ def _backward(ctx, dlog_prob, dentropy):
     ignore_index, softcap, logit_scale, temperature, chunk_rows, valid_rows = ctx.options
     upstream = torch.zeros_like(dentropy) if dlog_prob is None else -dlog_prob  # the loss is -log_prob
     needs = sum(bit for bit, place in ((1, 0), (2, 1), (4, 3)) if ctx.needs_input_grad[place])
-    compiling = torch.compiler.is_compiling()
-    call = torch.ops.tigon.linear_cross_entropy_rows_bwd if compiling else rows_backward
+    if torch.compiler.is_compiling():
+        call = torch.ops.tigon.linear_cross_entropy_rows_bwd
+    else:
+        call, needs = rows_backward, needs | MAY_ROUND
     gradients = call(upstream, dentropy, hidden, weight, target, bias, None, None, None, None, ignore_index,
                      0.0, softcap,
                      logit_scale, temperature, 0.0, 1.0, chunk_rows, valid_rows, needs)[:3]  # fmt: skip

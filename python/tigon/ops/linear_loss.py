@@ -11,17 +11,9 @@ from tigon._op import has_kernel, raw
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops import linear_log_prob as _log_prob
+from tigon.ops.head import BIAS, HIDDEN, REDUCTIONS, WEIGHT, autocast, check_head, prepare
+from tigon.ops.head_autograd import finish, padded
 from tigon.ops.head_memory import default_chunk
-from tigon.ops.linear_cross_entropy import (
-    BIAS,
-    HIDDEN,
-    REDUCTIONS,
-    WEIGHT,
-    autocast,
-    check_head,
-    finish,
-    prepare,
-)
 
 _OP = "linear_loss"
 
@@ -106,8 +98,15 @@ class _Stream:
         if 0 <= valid < rows:
             self.index, self.labels, self.fault = _rows(target, call.options[0], valid)
         self.count = self.labels.shape[0]
-        self.chunk = min(call.chunk_rows or default_chunk(hidden.device.type, self.count), max(self.count, 1))
-        self.space = hidden.new_empty(self.chunk, -(-vocab // 64) * 64)[:, :vocab]
+        chunk = call.chunk_rows or default_chunk(
+            hidden.device.type,
+            hidden.dtype,
+            self.count,
+            *weight.shape[::-1],
+            dweight=call.needs & WEIGHT != 0,
+        )
+        self.chunk = min(chunk, max(self.count, 1))
+        self.space = hidden.new_empty(self.chunk, padded(vocab))[:, :vocab]
         make = torch.zeros if self.index is not None or self.count == 0 else torch.empty
         f32 = {"dtype": torch.float32, "device": hidden.device}
         needs = call.needs

@@ -52,8 +52,7 @@ class CudaContext final : public Context {
   void gemm(const Gemm& g) override {
     int device = 0;
     TIGON_CUDA_CHECK("gemm", cudaGetDevice(&device));
-    if (gemm_workspace_ == nullptr) gemm_workspace_ = scratch(kGemmWorkspace);
-    cublaslt_gemm(g, device, gemm_workspace_, stream_);
+    cublaslt_gemm(*this, g, device, gemm_workspace_);
   }
 
  private:

@@ -1,5 +1,6 @@
 #include "tigon/base/cuda/gemm_cublaslt.h"
 
+#include <array>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -29,6 +30,7 @@ const Api& api() {
     bind(a.preference_set, "cublasLtMatmulPreferenceSetAttribute");
     bind(a.preference_destroy, "cublasLtMatmulPreferenceDestroy");
     bind(a.heuristic, "cublasLtMatmulAlgoGetHeuristic");
+    bind(a.algo_get, "cublasLtMatmulAlgoConfigGetAttribute");
     bind(a.matmul, "cublasLtMatmul");
     return a;
   }();
@@ -60,6 +62,7 @@ struct Plan {
   lt::MatmulDesc desc = nullptr;
   lt::Layout a = nullptr, b = nullptr, c = nullptr;
   lt::Algo algo{};
+  size_t workspace = 0;
 };
 
 lt::Handle handle_of(int device) {
@@ -67,6 +70,32 @@ lt::Handle handle_of(int device) {
   lt::Handle& h = handles[device];
   if (h == nullptr) check(lt::api().create(&h), "cublasLtCreate");
   return h;
+}
+
+// The place of the kernel to take: the first that the heuristic offers, but for two products of a loss head on Hopper, where
+// it ranks a faster one lower. Measured on an H200 (bf16, 512 to 16384 rows, H 1024 to 5120, V 32000 to 256000): logits with
+// tiles of 176 or 168 x 128 take 0.92 to 0.99 of the time of the first, f32 gradients of the weight with 128 x 160 0.71 to
+// 0.95; back to back, at the power limit, 0.98 to 1.00.
+int choose(const Gemm& g, const lt::HeuristicResult* results, int found) {
+  constexpr int64_t kManyClasses = 16384, kManyRows = 256, kManyColumns = 1024;
+  auto place = [&](int wanted) {
+    for (int i = 0; i < found; ++i) {
+      int tile = 0;
+      size_t written = 0;
+      lt::api().algo_get(&results[i].algo, lt::kAlgoTile, &tile, sizeof tile, &written);
+      if (tile == wanted && results[i].state == 0) return i;
+    }
+    return 0;
+  };
+  if (g.ab_dtype == DType::f32) return 0;
+  bool logits = g.trans_b && !g.trans_a && g.n >= kManyClasses && g.m >= kManyRows && g.k >= kManyColumns;
+  if (logits) {
+    int i = place(lt::kTile176x128);
+    return i > 0 ? i : place(lt::kTile168x128);
+  }
+  bool dweight = g.trans_a && !g.trans_b && g.m >= kManyClasses && g.k >= kManyRows && g.n >= kManyColumns;
+  if (dweight && (g.c_dtype == DType::f32 || g.k <= 4096)) return place(lt::kTile128x160);
+  return 0;
 }
 
 // Row major C = A B is column major C^T = B^T A^T: our B is cuBLASLt's A.
@@ -93,20 +122,23 @@ Plan make_plan(const Gemm& g, lt::Handle handle) {
   api.preference_set(pref, lt::kPrefAlignB, &align_b, sizeof align_b);
   api.preference_set(pref, lt::kPrefAlignC, &align_c, sizeof align_c);
   api.preference_set(pref, lt::kPrefAlignD, &align_c, sizeof align_c);
-  lt::HeuristicResult best{};
+  std::array<lt::HeuristicResult, 16> results{};
   int found = 0;
-  lt::Status status = api.heuristic(handle, p.desc, p.a, p.b, p.c, p.c, pref, 1, &best, &found);
+  lt::Status status =
+      api.heuristic(handle, p.desc, p.a, p.b, p.c, p.c, pref, int(results.size()), results.data(), &found);
   api.preference_destroy(pref);
   TIGON_CHECK("gemm", status == 0 && found > 0, "cuBLASLt has no kernel for a ", g.m, " x ", g.n, " x ", g.k,
               " product of ", name_of(g.ab_dtype), " into ", name_of(g.c_dtype), " (cublasStatus_t ", status,
               ")");
+  const lt::HeuristicResult& best = results[size_t(choose(g, results.data(), found))];
   p.algo = best.algo;
+  p.workspace = best.workspace_size;
   return p;
 }
 
 }  // namespace
 
-void cublaslt_gemm(const Gemm& g, int device, void* workspace, void* stream) {
+void cublaslt_gemm(Context& ctx, const Gemm& g, int device, void*& workspace) {
   if (g.m == 0 || g.n == 0) return;
   int flags = int(g.trans_a) | int(g.trans_b) << 1 | int(g.beta != 0.0f) << 2;
   Key key{device,
@@ -132,8 +164,10 @@ void cublaslt_gemm(const Gemm& g, int device, void* workspace, void* stream) {
     if (it == plans.end()) it = plans.emplace(key, make_plan(g, handle)).first;
     plan = &it->second;  // map nodes never move and are never erased
   }
+  if (plan->workspace > 0 && workspace == nullptr) workspace = ctx.scratch(kGemmWorkspace);
   check(lt::api().matmul(handle, plan->desc, &g.alpha, g.b, plan->a, g.a, plan->b, &g.beta, g.c, plan->c, g.c,
-                         plan->c, &plan->algo, workspace, kGemmWorkspace, stream),
+                         plan->c, &plan->algo, workspace, workspace == nullptr ? 0 : kGemmWorkspace,
+                         ctx.stream()),
         "cublasLtMatmul");
 }
 

@@ -7,7 +7,8 @@ namespace tigon::cuda {
 
 inline constexpr size_t kGemmWorkspace = size_t(32) << 20;
 
-// Current device, given stream. `workspace` holds kGemmWorkspace bytes. No allocation, no synchronisation.
-void cublaslt_gemm(const Gemm& g, int device, void* workspace, void* stream);
+// Current device, the context's stream. `workspace`: null, or what an earlier call of this context put there; it is taken from
+// the context's scratch memory (kGemmWorkspace bytes) when a kernel first asks for it. No synchronisation.
+void cublaslt_gemm(Context& ctx, const Gemm& g, int device, void*& workspace);
 
 }  // namespace tigon::cuda

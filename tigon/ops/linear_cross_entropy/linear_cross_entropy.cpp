@@ -56,7 +56,10 @@ void check_results(const LinearCrossEntropy& a) {
   check_result("entropy", a.entropy, rows, DType::f32);
   check_result("predicted", a.predicted, rows, DType::i64);
   if (a.dhidden.data) require_matrix(kOp, "dhidden", a.dhidden, rows, h, a.hidden.dtype);
-  if (a.dweight.data) require_matrix(kOp, "dweight", a.dweight, v, h, DType::f32);
+  if (a.dweight.data) {
+    DType narrow = linear_cross_entropy_dweight(a.hidden.dtype, true);
+    require_matrix(kOp, "dweight", a.dweight, v, h, a.dweight.dtype == narrow ? narrow : DType::f32);
+  }
   if (a.dbias) require_vector(kOp, "dbias", a.dbias, v, DType::f32);
   if (a.dlora_a.data) require_matrix(kOp, "dlora_a", a.dlora_a, a.lora_a.rows, h, DType::f32);
   if (a.dlora_b.data) require_matrix(kOp, "dlora_b", a.dlora_b, v, a.lora_a.rows, DType::f32);
@@ -308,6 +311,23 @@ CrossEntropyRows row_pass(const LinearCrossEntropy& a, const Matrix& logits) {
           .z_loss = a.z_loss};
 }
 
+int64_t chunk_of(Context& ctx, const LinearCrossEntropy& a, int64_t rows) {
+  int64_t wanted = a.chunk_rows;
+  if (wanted == 0)
+    wanted = a.kept.data ? rows
+                         : linear_cross_entropy_chunk({.device = ctx.device(),
+                                                       .dtype = a.hidden.dtype,
+                                                       .rows = rows,
+                                                       .hidden = a.hidden.cols,
+                                                       .vocab = a.weight.rows,
+                                                       .dweight = a.dweight.data != nullptr,
+                                                       .add_dweight = a.add_dweight});
+  bool sums = wanted < rows || a.add_dweight;
+  TIGON_CHECK(kOp, !a.dweight.data || !sums || a.dweight.dtype == DType::f32,
+              "dweight must be float32 where it is summed over chunks, got ", name_of(a.dweight.dtype));
+  return std::min(wanted, rows);
+}
+
 void run_chunk(Context& ctx, const LinearCrossEntropy& a, const Rows& r, int64_t begin, int64_t count,
                Workspace w) {
   if (a.kept.data) w.logits = rows_from(a.kept, begin, count);
@@ -358,11 +378,17 @@ void clear_gradients(Context& ctx, const LinearCrossEntropy& a) {
 
 }  // namespace
 
-int64_t linear_cross_entropy_chunk(Device device, int64_t rows) {
-  int64_t most = device == Device::cuda ? 4096 : 1024;
-  if (rows <= most + most / 4) return std::max<int64_t>(rows, 1);
-  int64_t chunks = (rows + most - 1) / most;
-  return ((rows + chunks - 1) / chunks + 127) / 128 * 128;
+int64_t linear_cross_entropy_chunk(const LinearCrossEntropySizes& s) {
+  int64_t most = 1024, whole = 0;
+  if (s.device == Device::cuda) {
+    constexpr int64_t kSmallLogits = int64_t(512) << 20;
+    most = std::max(most, kSmallLogits / (s.vocab * int64_t(size_of(s.dtype))));
+    if (s.dweight) most = std::max(most, s.hidden);
+    if (s.dweight && !s.add_dweight && s.dtype != DType::f32) whole = s.hidden * 23 / 10;
+  }
+  if (s.rows <= std::max(whole, most + most / 4)) return std::max<int64_t>(s.rows, 1);
+  int64_t chunks = (s.rows + most - 1) / most;
+  return ((s.rows + chunks - 1) / chunks + 127) / 128 * 128;
 }
 
 void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& a) {
@@ -381,8 +407,7 @@ void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& a) {
   if (rows.count == 0) clear_gradients(ctx, a);
   if (rows.listed) fill_zero(ctx, a.dhidden);
   if (rows.count > 0) {
-    int64_t wanted = a.chunk_rows > 0 ? a.chunk_rows : linear_cross_entropy_chunk(ctx.device(), rows.count);
-    int64_t chunk = std::min(wanted, rows.count);
+    int64_t chunk = chunk_of(ctx, a, rows.count);
     Workspace workspace = make_workspace(ctx, a, chunk, rows.listed);
     for (int64_t begin = 0; begin < rows.count; begin += chunk)
       run_chunk(ctx, a, rows, begin, std::min(chunk, rows.count - begin), workspace);
@@ -478,6 +503,8 @@ void linear_cross_entropy_finish(Context& ctx, const LinearCrossEntropyFinish& a
   if (a.scale) require_vector(kOp, "scale", a.scale, 1, DType::f32);
   if (a.in.rows == 0 || a.in.cols == 0) return;
   TIGON_CHECK(kOp, a.in.stride == a.in.cols && a.out.stride == a.out.cols, "gradients must be contiguous");
+  if (a.in.data == a.out.data && !a.scale && a.in.dtype == a.out.dtype)
+    return cross_entropy_rescale(ctx, {.grad = a.out, .factor = a.dloss});
   TIGON_BACKEND(linear_cross_entropy_finish(ctx, a));
 }
 #undef TIGON_BACKEND

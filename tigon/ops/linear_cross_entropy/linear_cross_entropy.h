@@ -12,10 +12,12 @@
 //             bias, dbias, class_weight [V]; scale [1]; upstream, entropy_upstream, token_weight [rows];
 //             lora_a, dlora_a [r, H]; lora_b, dlora_b [V, r]
 // Dtypes      hidden, weight, lora_a, lora_b f32 | bf16 | f16, the same; target, predicted i64; dhidden of hidden's dtype;
-//             dweight, dbias, dlora_a, dlora_b f32; losses, scale and the other results of rows f32; products accumulate in f32
+//             dbias, dlora_a, dlora_b f32; dweight f32, or hidden's where one chunk takes all rows; losses, scale and the other
+//             results of rows f32; products accumulate in f32
 // Rounding    logits and dlogits of a chunk are rounded to hidden's dtype (with lora the logits twice, u and t once); dweight
-//             is summed over chunks in f32 and rounded only when finish() casts it: the number of chunks does not show beyond
-//             the order of f32 additions.
+//             is summed over chunks in f32 and rounded once, when finish() casts it; a single chunk's is rounded by its product,
+//             and again by finish() where the upstream gradient is not a power of two. The number of chunks does not show
+//             beyond the order of f32 additions and that.
 //             (In PyTorch on the CPU, bf16 products reach the f32 sum after one rounding per chunk: aten's product is bf16.)
 // Saved       dhidden, dweight, dbias for finish(); nothing of the size of the logits
 // Scaling     f32 and bf16: dlogits carry `scale` (1/count, 1/denominator). f16: they do not, small quotients would leave its
@@ -27,8 +29,8 @@
 //             valid_rows equals rows, where nothing was left out and all is right.
 // Aliasing    none
 // Determinism bitwise, run to run
-// Traffic     per chunk: hidden and weight once or twice each, logits written, read, written, read twice; dweight read and
-//             written in f32 per chunk after the first; with left-out rows hidden and dhidden of a chunk once more each
+// Traffic     per chunk: hidden and weight once or twice each, logits written, read, written, read twice; of more than one chunk
+//             dweight read and written in f32 per chunk after the first; with left-out rows hidden and dhidden once more each
 // Refused     sizes, dtypes or devices that do not fit, chunk_rows < 0, H < 1, V < 1, and what cross_entropy refuses; on the
 //             CPU labels outside [0, V) and a valid_rows that is not the count
 #pragma once
@@ -77,7 +79,7 @@ struct LinearCrossEntropy {
   Matrix
       kept;  // dlogits of the rows worked on, without upstream and token_weight [>= their number, V]; empty: none
   Matrix dhidden;            // empty: not wanted
-  Matrix dweight;            // f32 [V, H]; empty: not wanted
+  Matrix dweight;            // [V, H] f32, or hidden's dtype with one chunk; empty: not wanted
   bool add_dweight = false;  // dweight is added to what is there (a gradient kept in f32 by its owner)
   Vector dbias;              // f32 [V]; empty: not wanted
   Matrix dlora_a, dlora_b;   // f32; empty: not wanted
@@ -88,7 +90,8 @@ TIGON_API void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& a);
 // only read. Not with lora.
 TIGON_API void linear_cross_entropy_kept_gradient(Context& ctx, const LinearCrossEntropy& a);
 
-// out = in * dloss * scale (scale only where dlogits did not carry it: empty otherwise), rounded once. in may not be out.
+// out = in * dloss * scale (scale only where dlogits did not carry it: empty otherwise), rounded once. out may be in where scale
+// is empty: then nothing is read or written for dloss 1.
 struct LinearCrossEntropyFinish {
   Matrix in;
   Vector dloss;  // f32 [1], on the device
@@ -108,9 +111,24 @@ TIGON_API void linear_cross_entropy_chunk_gradient(Context& ctx, const LinearCro
 // True when dlogits of this dtype carry `scale` already.
 constexpr bool linear_cross_entropy_scales_early(DType hidden) { return hidden != DType::f16; }
 
-// Rows per chunk for a batch. CUDA: 4096, the knee of the cost model 150/C (dweight is read and written once more per chunk);
-// a batch that exceeds it by less than a quarter stays whole; larger ones are cut evenly. CPU: 1024.
-TIGON_API int64_t linear_cross_entropy_chunk(Device device, int64_t rows);
+// Rows per chunk, from what the call will allocate.
+//   CPU   1024, and a quarter more rather than a second chunk.
+//   CUDA  As many as the logits of 512 MiB have, at least 1024: enough for the products' speed. Where weight has a gradient,
+//         every chunk more reads and writes it once more in f32, so logits may take what that gradient's cast will take anyway
+//         (H rows); and one chunk takes all rows where that needs no more than a tenth above the f32 sum and its cast (2.3 H
+//         rows in 16 bits): no sum, no cast.
+struct LinearCrossEntropySizes {
+  Device device = Device::cpu;
+  DType dtype = DType::bf16;
+  int64_t rows = 0, hidden = 0, vocab = 0;
+  bool dweight = false;      // weight's gradient is formed
+  bool add_dweight = false;  // and added to what its owner keeps
+};
+TIGON_API int64_t linear_cross_entropy_chunk(const LinearCrossEntropySizes& sizes);
+// The dtype that dweight may be formed in.
+constexpr DType linear_cross_entropy_dweight(DType hidden, bool one_chunk) {
+  return one_chunk && linear_cross_entropy_scales_early(hidden) ? hidden : DType::f32;
+}
 
 // The rows that count, in order, from one pass over the labels. Where their number is not index.size, `fault` is NaN and every
 // label is made a wrong one, so that nothing computed from the list can pass for a result; `index` is inside [0, rows) always.

@@ -7,7 +7,15 @@ namespace {
 constexpr const char* kOp = "linear_cross_entropy";
 
 // Bits of `needs` and of `outputs`, as in python/tigon/ops/linear_cross_entropy.py.
-enum Need : int64_t { need_hidden = 1, need_weight = 2, need_bias = 4, need_lora_a = 8, need_lora_b = 16 };
+// may_round: weight's gradient may come in hidden's dtype where the call does not sum it.
+enum Need : int64_t {
+  need_hidden = 1,
+  need_weight = 2,
+  need_bias = 4,
+  need_lora_a = 8,
+  need_lora_b = 16,
+  may_round = 32
+};
 enum Output : int64_t { out_z_loss = 1, out_log_prob = 2, out_lse = 4, out_entropy = 8, out_predicted = 16 };
 
 // What the operators share. Tensors are replaced by copies where a view does not fit, so they must outlive the call.
@@ -58,14 +66,29 @@ struct Gradients {
   Tensor hidden, weight, bias, lora_a, lora_b;
 };
 
+// Whether one chunk takes all rows of a call that forms dweight.
+bool one_chunk(const LinearCrossEntropy& a, Device device) {
+  if (a.kept.data) return true;
+  int64_t rows = a.valid_rows >= 0 ? a.valid_rows : a.hidden.rows;
+  int64_t chunk = a.chunk_rows > 0 ? a.chunk_rows
+                                   : linear_cross_entropy_chunk({.device = device,
+                                                                 .dtype = a.hidden.dtype,
+                                                                 .rows = rows,
+                                                                 .hidden = a.hidden.cols,
+                                                                 .vocab = a.weight.rows,
+                                                                 .dweight = true});
+  return rows <= chunk;
+}
+
 Gradients make_gradients(LinearCrossEntropy& a, const Tensor& hidden, int64_t needs) {
   int64_t v = a.weight.rows, h = a.weight.cols, r = a.lora_a.rows;
-  auto result = [&](Need need, std::initializer_list<int64_t> sizes) {
-    return needs & need ? make(hidden, sizes, DType::f32) : nothing(hidden, DType::f32);
+  auto result = [&](Need need, std::initializer_list<int64_t> sizes, DType dtype = DType::f32) {
+    return needs & need ? make(hidden, sizes, dtype) : nothing(hidden, dtype);
   };
+  bool rounded = needs & need_weight && needs & may_round && one_chunk(a, device_of(kOp, hidden));
   Gradients g{
       .hidden = needs & need_hidden ? make_like(hidden, a.hidden.dtype) : nothing(hidden, a.hidden.dtype),
-      .weight = result(need_weight, {v, h}),
+      .weight = result(need_weight, {v, h}, linear_cross_entropy_dweight(a.hidden.dtype, rounded)),
       .bias = result(need_bias, {v}),
       .lora_a = result(need_lora_a, {r, h}),
       .lora_b = result(need_lora_b, {v, r})};
@@ -102,6 +125,7 @@ RowResults make_row_results(LinearCrossEntropy& a, const Tensor& hidden, int64_t
   return r;
 }
 
+using FiveGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 using ForwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 ForwardResult forward_keeping(OptionalTensor kept, Tensor hidden, Tensor weight, Tensor target,
@@ -132,8 +156,8 @@ ForwardResult forward_keeping(OptionalTensor kept, Tensor hidden, Tensor weight,
   }
   RowResults results = make_row_results(a, hidden, outputs);
   // Of per-row losses the gradients are made in rows_backward: they need the upstream ones.
-  Gradients g = make_gradients(a, hidden, scalar ? needs : 0);
   a.kept = rows_of_optional("kept", kept);
+  Gradients g = make_gradients(a, hidden, scalar ? needs : 0);
   auto ctx = make_context(hidden);
   linear_cross_entropy(*ctx, a);
   return {scalar ? total : rows, scale, g.hidden, g.weight, g.bias, g.lora_a, g.lora_b, results.numbers,
@@ -171,12 +195,12 @@ std::tuple<Tensor, Tensor, Tensor> kept_backward(Tensor upstream, Tensor kept, T
 
 // Gradients of per-row losses (and entropies): the logits are computed again, with each row's upstream gradients folded in.
 // Where `main_grad` is given, weight's gradient is added to it instead of being returned.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rows_backward(
-    Tensor upstream, OptionalTensor entropy_upstream, OptionalTensor main_grad, Tensor hidden, Tensor weight,
-    Tensor target, OptionalTensor bias, OptionalTensor class_weight, OptionalTensor token_weight,
-    OptionalTensor lora_a, OptionalTensor lora_b, int64_t ignore_index, double label_smoothing,
-    double softcap, double logit_scale, double temperature, double z_loss, double lora_scale,
-    int64_t chunk_rows, int64_t valid_rows, int64_t needs) {
+FiveGradients rows_backward(Tensor upstream, OptionalTensor entropy_upstream, OptionalTensor main_grad,
+                            Tensor hidden, Tensor weight, Tensor target, OptionalTensor bias,
+                            OptionalTensor class_weight, OptionalTensor token_weight, OptionalTensor lora_a,
+                            OptionalTensor lora_b, int64_t ignore_index, double label_smoothing,
+                            double softcap, double logit_scale, double temperature, double z_loss,
+                            double lora_scale, int64_t chunk_rows, int64_t valid_rows, int64_t needs) {
   LinearCrossEntropy a = arguments({hidden, weight, target, bias, class_weight, token_weight, lora_a, lora_b},
                                    {ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss,
                                     lora_scale, chunk_rows, valid_rows});
@@ -198,38 +222,49 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rows_backward(
   return {g.hidden, g.weight, g.bias, g.lora_a, g.lora_b};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rows_backward_apart(
-    Tensor upstream, OptionalTensor entropy_upstream, Tensor hidden, Tensor weight, Tensor target,
-    OptionalTensor bias, OptionalTensor class_weight, OptionalTensor token_weight, OptionalTensor lora_a,
-    OptionalTensor lora_b, int64_t ignore_index, double label_smoothing, double softcap, double logit_scale,
-    double temperature, double z_loss, double lora_scale, int64_t chunk_rows, int64_t valid_rows,
-    int64_t needs) {
+FiveGradients rows_backward_apart(Tensor upstream, OptionalTensor entropy_upstream, Tensor hidden,
+                                  Tensor weight, Tensor target, OptionalTensor bias,
+                                  OptionalTensor class_weight, OptionalTensor token_weight,
+                                  OptionalTensor lora_a, OptionalTensor lora_b, int64_t ignore_index,
+                                  double label_smoothing, double softcap, double logit_scale,
+                                  double temperature, double z_loss, double lora_scale, int64_t chunk_rows,
+                                  int64_t valid_rows, int64_t needs) {
   return rows_backward(upstream, entropy_upstream, std::nullopt, hidden, weight, target, bias, class_weight,
                        token_weight, lora_a, lora_b, ignore_index, label_smoothing, softcap, logit_scale,
                        temperature, z_loss, lora_scale, chunk_rows, valid_rows, needs);
 }
 
-// The kept gradients times the upstream one, in the parameters' dtypes. The kept ones are not touched: a second backward
-// through the same loss gives the same answer.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(Tensor dloss, Tensor scale, Tensor dhidden,
-                                                            Tensor dweight, Tensor dbias, Tensor dlora_a,
-                                                            Tensor dlora_b, ScalarType weight_dtype,
-                                                            ScalarType bias_dtype) {
+// The gradients of a scalar loss times the upstream one, in the parameters' dtypes. `in_place`: where a gradient has its
+// parameter's dtype already, its memory is the result's; else it stays as it is.
+FiveGradients finish_all(Tensor dloss, Tensor scale, Tensor dhidden, Tensor dweight, Tensor dbias,
+                         Tensor dlora_a, Tensor dlora_b, ScalarType weight_dtype, ScalarType bias_dtype,
+                         bool in_place) {
   DType hidden_dtype = dtype_of(kOp, "dhidden", dhidden);
   auto ctx = make_context(dhidden);
   Vector factor = scalar_of(kOp, "upstream gradient", dloss);
   Vector late = linear_cross_entropy_scales_early(hidden_dtype) ? Vector{} : scalar_of(kOp, "scale", scale);
   auto finish = [&](Tensor& kept, DType dtype) {
-    Tensor out = make_like(kept, dtype);
-    linear_cross_entropy_finish(*ctx, {.in = rows_of(kOp, "gradient", kept),
-                                       .dloss = factor,
-                                       .scale = late,
-                                       .out = rows_of(kOp, "gradient", out)});
+    bool stays = in_place && (kept.numel() == 0 || (!late && dtype_of(kOp, "gradient", kept) == dtype));
+    Tensor out = stays ? kept : make_like(kept, dtype);
+    if (kept.numel() > 0)
+      linear_cross_entropy_finish(*ctx, {.in = rows_of(kOp, "gradient", kept),
+                                         .dloss = factor,
+                                         .scale = late,
+                                         .out = rows_of(kOp, "gradient", out)});
     return out;
   };
   return {finish(dhidden, hidden_dtype), finish(dweight, dtype_of(kOp, "weight", weight_dtype)),
           finish(dbias, dtype_of(kOp, "bias", bias_dtype)), finish(dlora_a, hidden_dtype),
           finish(dlora_b, hidden_dtype)};
+}
+FiveGradients backward(Tensor dloss, Tensor scale, Tensor dhidden, Tensor dweight, Tensor dbias,
+                       Tensor dlora_a, Tensor dlora_b, ScalarType weight_dtype, ScalarType bias_dtype) {
+  return finish_all(dloss, scale, dhidden, dweight, dbias, dlora_a, dlora_b, weight_dtype, bias_dtype, false);
+}
+FiveGradients backward_in_place(Tensor dloss, Tensor scale, Tensor dhidden, Tensor dweight, Tensor dbias,
+                                Tensor dlora_a, Tensor dlora_b, ScalarType weight_dtype,
+                                ScalarType bias_dtype) {
+  return finish_all(dloss, scale, dhidden, dweight, dbias, dlora_a, dlora_b, weight_dtype, bias_dtype, true);
 }
 
 // Log-probability of each label, and the entropy of each distribution.
@@ -340,6 +375,9 @@ TIGON_TORCH_SCHEMAS(m) {
       "Tensor "
       "dlora_a, Tensor dlora_b, ScalarType weight_dtype, ScalarType bias_dtype) -> " +
       five);
+  def("linear_cross_entropy_bwd_(Tensor dloss, Tensor scale, Tensor(a!) dhidden, Tensor(b!) dweight, "
+      "Tensor(c!) dbias, Tensor(d!) dlora_a, Tensor(e!) dlora_b, ScalarType weight_dtype, ScalarType "
+      "bias_dtype) -> (Tensor(a!), Tensor(b!), Tensor(c!), Tensor(d!), Tensor(e!))");
   const std::string rows = operands + options + "int chunk_rows, int valid_rows, int needs) -> " + five;
   def("linear_cross_entropy_rows_bwd(Tensor upstream, Tensor? entropy_upstream, " + rows);
   def("linear_cross_entropy_add_bwd(Tensor upstream, Tensor? entropy_upstream, Tensor(a!)? main_grad, " +
@@ -361,6 +399,7 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("linear_cross_entropy_keep", TORCH_BOX(&forward_keeping));
   m.impl("linear_cross_entropy_kept_bwd", TORCH_BOX(&kept_backward));
   m.impl("linear_cross_entropy_bwd", TORCH_BOX(&backward));
+  m.impl("linear_cross_entropy_bwd_", TORCH_BOX(&backward_in_place));
   m.impl("linear_cross_entropy_rows_bwd", TORCH_BOX(&rows_backward_apart));
   m.impl("linear_cross_entropy_add_bwd", TORCH_BOX(&rows_backward));
   m.impl("linear_log_prob", TORCH_BOX(&log_prob));
@@ -371,3 +410,17 @@ TIGON_TORCH_KERNELS(m) {
 }
 
 }  // namespace tigon::torch_shim
+
+// For predictions of memory, called through ctypes: linear_cross_entropy_chunk.
+extern "C" TIGON_API int64_t tigon_linear_cross_entropy_chunk(int cuda, int dtype_size, int64_t rows,
+                                                              int64_t hidden, int64_t vocab, int dweight,
+                                                              int add_dweight) {
+  using namespace tigon;
+  return linear_cross_entropy_chunk({.device = cuda ? Device::cuda : Device::cpu,
+                                     .dtype = dtype_size == 4 ? DType::f32 : DType::bf16,
+                                     .rows = rows,
+                                     .hidden = hidden,
+                                     .vocab = vocab,
+                                     .dweight = dweight != 0,
+                                     .add_dweight = add_dweight != 0});
+}

@@ -1,0 +1,108 @@
+"""Operands of the functions on a linear head: their checks, dtypes, and which gradients are needed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from tigon.error import check
+from tigon.ops.labels import known_rows
+
+REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+# Bits of `needs`, as in linear_cross_entropy_torch.cpp.
+HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B, MAY_ROUND = 1, 2, 4, 8, 16, 32
+
+
+def shifted(target, ignore_index):
+    """Label of position t becomes that of t + 1; the last position has none."""
+    return F.pad(target[..., 1:], (0, 1), value=ignore_index)
+
+
+def main_grad_of(op, weight):
+    """The fp32 tensor that weight's gradient is to be added to, where its owner asked for that."""
+    if not getattr(weight, "tigon_main_grad", False):
+        return None
+    main_grad = getattr(weight, "main_grad", None)
+    fits = main_grad is not None and main_grad.dtype == torch.float32 and main_grad.shape == weight.shape
+    given = "none" if main_grad is None else f"{main_grad.dtype} {list(main_grad.shape)}"
+    check(
+        op,
+        fits,
+        "weight.main_grad must be float32 {} with weight.tigon_main_grad, got {}",
+        weight.shape,
+        given,
+    )
+    return main_grad
+
+
+class Head(NamedTuple):
+    """Operands as the native operators take them."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    target: torch.Tensor  # [rows] int64
+    valid_rows: int
+    needs: int
+
+
+def check_head(op, hidden, weight, target, bias, shift, softcap, temperature, chunk_rows):
+    """What every function on a head asks of its operands."""
+    for name, t in (("hidden", hidden), ("weight", weight), ("bias", bias)):
+        if t is not None:
+            check(op, t.is_floating_point(), "{} must be a float tensor, got {}", name, t.dtype)
+    check(op, hidden.dim() >= 1, "hidden must have at least one dimension, got 0")
+    check(op, weight.dim() == 2, "weight must be [V, H], got {}", weight.shape)
+    fits = weight.shape[1] == hidden.shape[-1]
+    check(
+        op,
+        fits,
+        "weight must be [V, {}] to fit hidden {}, got {}",
+        hidden.shape[-1],
+        hidden.shape,
+        weight.shape,
+    )
+    check(op, weight.shape[0] > 0 and weight.shape[1] > 0, "weight must not be empty, got {}", weight.shape)
+    integers = (torch.int64, torch.int32)
+    check(op, target.dtype in integers, "target must be int64 (or int32), got {}", target.dtype)
+    check(op, target.shape == hidden.shape[:-1], "target must be {}, got {}", hidden.shape[:-1], target.shape)
+    if bias is not None:
+        fits = bias.dim() == 1 and bias.shape[0] == weight.shape[0]
+        check(op, fits, "bias must be {}, got {}", weight.shape[:1], bias.shape)
+    check(
+        op, not shift or target.dim() >= 1, "target must have a sequence dimension with shift=True, got none"
+    )
+    check(op, softcap is None or softcap > 0, "softcap must be > 0 (or None), got {}", softcap)
+    check(op, temperature > 0, "temperature must be > 0, got {}", temperature)
+    whole = chunk_rows is None or (isinstance(chunk_rows, int) and chunk_rows >= 1)
+    check(op, whole, "chunk_rows must be an int >= 1 (or None), got {!r}", chunk_rows)
+
+
+def autocast(hidden):
+    """hidden in the dtype that autocast asks for."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        return hidden.to(torch.get_autocast_dtype(device))
+    return hidden
+
+
+def prepare(op, hidden, weight, target, bias, ignore_index, shift, valid_rows) -> Head:
+    """Dtypes that the operators take, one label a row, the number of rows that count where known."""
+    valid = known_rows(op, target, ignore_index, shift, valid_rows, hidden.device)
+    if hidden.is_cuda and target.device.type == "cpu":
+        target = target.to(hidden.device, non_blocking=True)
+    if weight.dtype != hidden.dtype:
+        weight = weight.to(hidden.dtype)
+    if bias is not None and bias.dtype not in (hidden.dtype, torch.float32):
+        bias = bias.float()
+    if target.dtype != torch.int64:
+        target = target.long()
+    if shift:
+        target = shifted(target, ignore_index)
+    needs = 0
+    if torch.is_grad_enabled():
+        needs = HIDDEN * hidden.requires_grad + WEIGHT * weight.requires_grad
+        needs += BIAS * (bias is not None and bias.requires_grad)
+    return Head(hidden, weight, bias, target.reshape(-1), valid, needs)

@@ -1,0 +1,108 @@
+"""The loss head in plain PyTorch operations."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import torch
+import torch.nn.functional as F
+
+from tigon.ops import cross_entropy as _cross_entropy
+from tigon.ops.head import shifted
+
+
+def reference(
+    hidden,
+    weight,
+    target,
+    *,
+    bias=None,
+    ignore_index=-100,
+    class_weight=None,
+    label_smoothing=0.0,
+    softcap=None,
+    logit_scale=1.0,
+    temperature=1.0,
+    z_loss=0.0,
+    token_weight=None,
+    reduction="mean",
+    denominator=None,
+    shift=False,
+    outputs=None,
+    lora=None,
+    **ignored,
+):
+    """The same formula in plain PyTorch operations: materialises the logits (any float dtype, any device)."""
+    del ignored  # what only concerns speed and memory
+    if shift:
+        target = shifted(target, ignore_index)
+    z = plain_logits(hidden, weight, bias, softcap, logit_scale, temperature, lora)
+    options = {
+        "weight": class_weight,
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+    }
+    if token_weight is None:
+        loss = _cross_entropy.reference(z, target, **options, reduction=reduction, denominator=denominator)
+    else:
+        loss = _weighted(z, target, token_weight, reduction, denominator, options)
+    return (
+        loss if outputs is None else _plain_outputs(loss, z.detach(), target, token_weight, outputs, options)
+    )
+
+
+def plain_logits(hidden, weight, bias, softcap, logit_scale, temperature, lora=None):
+    """``z`` in plain PyTorch, float32 or wider."""
+    logits = F.linear(hidden, weight, bias)
+    if lora is not None:
+        logits = logits + lora[2] * F.linear(F.linear(hidden, lora[0]), lora[1])
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    return z / temperature
+
+
+def _weighted(z, target, token_weight, reduction, denominator, options):
+    rows = _cross_entropy.reference(z, target, **options, reduction="none")
+    counts = target != options["ignore_index"]
+    rows = torch.where(counts, rows * token_weight.detach(), 0.0)
+    if denominator is not None:
+        return rows.sum() / denominator
+    if reduction == "none":
+        return rows
+    if reduction == "sum":
+        return rows.sum()
+    weight = options["weight"]
+    if weight is not None:
+        counts = torch.where(counts, weight[torch.where(counts, target, 0)], 0.0)
+    return rows.sum() / counts.sum()
+
+
+def _plain_outputs(loss, z, target, token_weight, outputs, options):
+    counts = target != options["ignore_index"]
+    log_p = torch.log_softmax(z, -1)
+    lse = torch.logsumexp(z, -1)
+    share = options["z_loss"] * lse.square() * (1.0 if token_weight is None else token_weight)
+    predicted = torch.where(counts, z.argmax(-1), -1)
+    numbers = {
+        "z_loss": share,
+        "log_prob": log_p.gather(-1, torch.where(counts, target, 0).unsqueeze(-1)).squeeze(-1),
+        "lse": lse,
+        "entropy": -(log_p.exp() * log_p).nan_to_num(nan=0.0).sum(-1),
+    }
+    values = {name: torch.where(counts, value, 0.0) for name, value in numbers.items()}
+    values |= {"loss": loss, "predicted": predicted, "correct": (predicted == target) & counts}
+    return result_type(outputs)(*(values[name] for name in outputs))
+
+
+result_types: dict[tuple[str, ...], type] = {}
+
+
+def result_type(outputs):
+    made = result_types.get(outputs)
+    if made is None:
+        made = namedtuple("LinearCrossEntropy", outputs)
+        if not torch.compiler.is_compiling():
+            result_types[outputs] = made
+    return made
