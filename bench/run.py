@@ -119,7 +119,7 @@ class Bench:
         names = self.args.providers.split(",")
         if names == ["all"]:
             names = ["eager", "compile", "tigon", *module.PEERS]
-        extra = [f"{name}_{form}" for name in names for form in ("inplace", "fp32", "scaled")]
+        extra = [f"{name}_{form}" for name in names for form in ("inplace", "fp32", "scaled", "exact")]
         names += [name for name in extra if name in module.PEERS]
         return [n for n in names if n in ("eager", "compile", "tigon") or n in module.PEERS]
 

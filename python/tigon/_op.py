@@ -27,7 +27,7 @@ def _as_error(exc: RuntimeError) -> Error | None:
     return Error(text.split("\n", 1)[0]) if text.startswith("[") else None
 
 
-# Whether the running backward pass keeps its graph (``retain_graph``); where PyTorch cannot tell, as if it did.
+# Whether the running backward pass keeps its graph (``retain_graph``); where PyTorch cannot tell, yes.
 graph_is_kept: Callable[[], bool] = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
 )
@@ -45,7 +45,7 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply`` without the look at functorch's wrappers: for callers who know that there are none."""
+    """``function.apply`` without its look for functorch's wrappers: where it is known that there are none."""
     return super(torch.autograd.Function, function).apply
 
 

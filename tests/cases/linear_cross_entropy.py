@@ -39,7 +39,10 @@ DEFAULTS = {
     "scale": 2.0,  # spread of the logits
     "grads": (0, 1),
     "grad_bias": True,
+    "keep_mb": 0.0,
+    "upstream": 0.7,  # gradient of a scalar loss
 }
+AS_TRAINED = {"upstream": 1.0}  # what loss.backward() gives
 
 CASES = [
     test_case("13x32x67"),
@@ -114,6 +117,7 @@ CASES = [
     test_case("known_none", lead=(37,), masked=0.6, known=True, chunk_rows=4, reduction="none"),
     test_case("known_shift", lead=(3, 11), masked=0.6, known=True, shift=True, layout="rows"),
     test_case("known_all", lead=(9,), known=True),
+    test_case("kept", lead=(37,), masked=0.3, reduction="none", keep_mb=1.0, layout="rows"),
     test_case("known_none_counts", lead=(9,), masked=1.0, known=True, reduction="sum", bias=True),
     test_case("known_odd", lead=(37,), H=33, V=51, masked=0.6, known=True, layout="offset1"),
     test_case("lora", small=True, lora=4, masked=0.2, chunk_rows=4),
@@ -121,21 +125,32 @@ CASES = [
     test_case("lora_none", lora=8, grads=(), reduction="none"),
     test_case("nan_row", fill="nan", reduction="none", grads=(0,)),
     test_case("nan_mean", fill="nan"),
-    bench_case("8192x4096x32000", lead=(8192,), H=4096, V=32000),
-    bench_case("8192x4096x128256", lead=(8192,), H=4096, V=128256),
     *(
-        bench_case(f"8192x4096x128256_{name}", lead=(8192,), H=4096, V=128256, **options)
+        bench_case(f"{rows}x{h}x{v}", lead=(rows,), H=h, V=v, **AS_TRAINED)
+        for rows, h, v in (
+            (8192, 4096, 32000),
+            (8192, 4096, 128256),
+            (8192, 2048, 128256),
+            (8192, 3584, 152064),
+            (16384, 3072, 256000),
+            (32768, 4096, 128256),
+            *((rows, 4096, v) for v in (32000, 128256) for rows in (1, 16, 64, 128, 256, 512)),
+        )
+    ),
+    *(
+        bench_case(f"8192x4096x128256_{name}", lead=(8192,), H=4096, V=128256, **AS_TRAINED | options)
         for name, options in {
             "masked50": {"masked": 0.5, "known": True},
             "masked80": {"masked": 0.8, "known": True},
             "masked95": {"masked": 0.95, "known": True},
             "frozen": {"grads": (0,)},
             "none": {"reduction": "none"},
+            "kept": {"reduction": "none", "keep_mb": 4096.0},
             "lora16": {"lora": 16, "grads": (0,)},
         }.items()
     ),
-    bench_case("2048x512x32000", "bench_cpu", lead=(2048,), H=512, V=32000),
-    bench_case("1024x2048x128256", "bench_cpu", lead=(1024,), H=2048, V=128256),
+    bench_case("2048x512x32000", "bench_cpu", lead=(2048,), H=512, V=32000, **AS_TRAINED),
+    bench_case("1024x2048x128256", "bench_cpu", lead=(1024,), H=2048, V=128256, **AS_TRAINED),
     bench_case("256x128x1024", "smoke", lead=(256,), H=128, V=1024),
 ]  # fmt: skip
 
@@ -157,7 +172,7 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     wide = torch.promote_types(dtype, torch.float32)
     class_weight = draw.randn(vocab, dtype=wide).abs() + 0.1 if p["class_weight"] else None
     none = p["reduction"] == "none" and p["denominator"] is None
-    grad = draw.randn(*lead, dtype=wide) if none else torch.tensor(0.7, dtype=wide, device=device)
+    grad = draw.randn(*lead, dtype=wide) if none else torch.tensor(p["upstream"], dtype=wide, device=device)
     rank, known = p["lora"], target[..., 1:] if p["shift"] else target
     lora = {"lora_a": None, "lora_b": None}
     if rank:
@@ -182,7 +197,7 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
             "denominator": make_denominator(p["denominator"], device),
             "valid_rows": int((known != ignore).sum()) if p["known"] else None,
             **lora,
-            **{name: p[name] for name in (*names, "reduction", "shift", "chunk_rows")},
+            **{name: p[name] for name in (*names, "reduction", "shift", "chunk_rows", "keep_mb")},
         },
         grads=p["grads"],
         grad_outputs=(grad,),
@@ -209,6 +224,7 @@ def _from_logits(loss, hidden, weight, target, options):
     bias, class_weight = options.pop("bias"), options.pop("class_weight")
     options.pop("chunk_rows")
     options.pop("valid_rows")
+    options.pop("keep_mb")
     lora_a, lora_b = options.pop("lora_a"), options.pop("lora_b")
     scale, softcap, temperature = (options.pop(name) for name in ("logit_scale", "softcap", "temperature"))
     shift = options.pop("shift")
@@ -277,7 +293,9 @@ def gemms(inputs: Inputs, step: bool) -> list:
         grad = torch.softmax(hidden @ weight.t(), dim=-1)
         grad[torch.arange(len(grad), device=grad.device), target.view(-1).clamp(min=0)] -= 1
         grad /= len(grad)
-        if inputs.kwargs["reduction"] == "none":  # their upstream gradients come when the logits are gone
+        if (
+            inputs.kwargs["reduction"] == "none" and not inputs.kwargs["keep_mb"]
+        ):  # their upstream gradients come when the logits are gone
             products *= 2
         of_operands = (lambda: grad @ weight, lambda: grad.t() @ hidden)
         products += [of_operands[i] for i in inputs.grads]
@@ -362,7 +380,28 @@ def _quack(scaled):
     return factory
 
 
+def _cce(filter_eps):
+    def factory(case, inputs):
+        from cut_cross_entropy import linear_cross_entropy
+
+        kwargs = inputs.kwargs
+        unknown = kwargs["z_loss"] or kwargs["label_smoothing"] or kwargs["class_weight"] is not None
+        if not _plain(kwargs) or unknown or kwargs["bias"] is not None:
+            return None
+
+        def fn(hidden, weight, target, *, ignore_index, softcap, reduction, **_):
+            return linear_cross_entropy(
+                hidden, weight, target, ignore_index, softcap, reduction, filter_eps=filter_eps
+            )
+
+        return fn
+
+    return factory
+
+
 PEERS = {
+    "cce": _cce("high"),  # as installed: small gradients are left out
+    "cce_exact": _cce(None),
     "aten": _aten,
     "liger": _liger(None),
     "liger_fp32": _liger(torch.float32),

@@ -239,7 +239,7 @@ def test_autocast(device):
     assert (
         same_bits(got[0], want[0])
         and same_bits(got[1], want[1].float())
-        and same_bits(got[2], want[2].float())
+        and same_bits(got[2].bfloat16(), want[2])  # float32 weight: its gradient is rounded to that
     )
 
 

@@ -47,7 +47,7 @@ class TorchCudaContext final : public Context {
   InlineExecutor executor_;
   Tensor like_;
   std::vector<Tensor> blocks_;
-  void* gemm_workspace_ = nullptr;
+  cuda::GemmWorkspace gemm_workspace_;
 };
 
 }  // namespace

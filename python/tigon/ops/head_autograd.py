@@ -1,7 +1,7 @@
 """Gradients of the fused loss head: its native operators, and how a loss hands its gradients on.
 
-Eager calls go through :class:`_Eager`, which takes nothing but the tensors that can need a gradient (host cost);
-under ``torch.compile`` and functorch transforms the registered operator runs, with the same formulas.
+Eager calls go through :class:`_Eager`, which takes nothing but the tensors that can need a gradient (host
+cost); under ``torch.compile`` and functorch transforms the registered operator runs, with the same formulas.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import torch
 
 from tigon._op import Op, direct_apply, graph_is_kept, once, raw
 from tigon.ops.head import BIAS, HIDDEN, LORA_A, LORA_B, MAY_ROUND, REDUCTIONS, WEIGHT
+from tigon.ops.head_memory import whole_rows
 
 NUMBERS = {"z_loss": 1, "log_prob": 2, "lse": 4, "entropy": 8}  # bits of `outputs`
 PREDICTED = 16
@@ -17,13 +18,23 @@ _BITS = (HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B)
 _REDUCTION, _VALID_ROWS, _NEEDS, _INPUTS = 17, 19, 21, 22  # places in the schema, and its length
 
 
-def _empty_gradients(like, hidden, weight, lora_a, needs):
+def _dweight_dtype(hidden, weight, target, valid_rows, chunk_rows, needs):
+    """In which dtype the native side forms weight's gradient."""
+    if not needs & MAY_ROUND or hidden.dtype != torch.bfloat16:
+        return torch.float32
+    rows = valid_rows if valid_rows >= 0 else target.shape[0]
+    whole = chunk_rows or whole_rows(hidden.device.type, hidden.dtype, weight.shape[1], weight.shape[0])
+    return hidden.dtype if rows <= whole else torch.float32  # a symbolic size is guarded, not fixed
+
+
+def _empty_gradients(hidden, weight, lora_a, needs, of_weight=torch.float32):
     rank = 0 if lora_a is None else lora_a.shape[0]
     vocab, size = weight.shape
-    shapes = ((WEIGHT, (vocab, size)), (BIAS, (vocab,)), (LORA_A, (rank, size)), (LORA_B, (vocab, rank)))
-    return (
-        like.new_empty(hidden.shape if needs & HIDDEN else (0,)),
-        *(like.new_empty(shape if needs & bit else (0,), dtype=torch.float32) for bit, shape in shapes),
+    shapes = (hidden.shape, (vocab, size), (vocab,), (rank, size), (vocab, rank))
+    dtypes = (hidden.dtype, of_weight, *(torch.float32,) * 3)
+    return tuple(
+        hidden.new_empty(shape if needs & bit else (0,), dtype=dtype)
+        for bit, shape, dtype in zip(_BITS, shapes, dtypes, strict=True)
     )
 
 
@@ -32,11 +43,12 @@ def _fake(hidden, weight, target, bias, class_weight, token_weight, lora_a, lora
           lora_scale, reduction, chunk_rows, valid_rows, outputs, needs):  # fmt: skip
     rows = target.shape[0]
     scalar = reduction != REDUCTIONS["none"]
+    of_weight = _dweight_dtype(hidden, weight, target, valid_rows, chunk_rows, needs)
     wanted = sum(bool(outputs & bit) for bit in NUMBERS.values())
     return (
         hidden.new_empty(() if scalar else (rows,), dtype=torch.float32),
         hidden.new_empty(() if scalar else (0,), dtype=torch.float32),
-        *_empty_gradients(hidden, hidden, weight, lora_a, needs if scalar else 0),
+        *_empty_gradients(hidden, weight, lora_a, needs if scalar else 0, of_weight),
         hidden.new_empty((wanted, rows) if wanted else (0,), dtype=torch.float32),
         hidden.new_empty((rows,) if outputs & PREDICTED else (0,), dtype=torch.int64),
     )
@@ -51,7 +63,8 @@ def _fake_bwd(dloss, scale, dhidden, dweight, dbias, dlora_a, dlora_b, weight_dt
 def _fake_rows_bwd(upstream, entropy_upstream, hidden, weight, target, bias, class_weight, token_weight,
                    lora_a, lora_b, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss,
                    lora_scale, chunk_rows, valid_rows, needs):  # fmt: skip
-    return _empty_gradients(hidden, hidden, weight, lora_a, needs)
+    of_weight = _dweight_dtype(hidden, weight, target, valid_rows, chunk_rows, needs)
+    return _empty_gradients(hidden, weight, lora_a, needs, of_weight)
 
 
 def _fake_add_bwd(upstream, entropy_upstream, main_grad, *rest):
@@ -59,7 +72,8 @@ def _fake_add_bwd(upstream, entropy_upstream, main_grad, *rest):
 
 
 def _fake_kept_bwd(upstream, kept, hidden, weight, target, token_weight, ignore_index, valid_rows, needs):
-    return _empty_gradients(hidden, hidden, weight, None, needs)[:3]
+    of_weight = hidden.dtype if needs & MAY_ROUND else torch.float32
+    return _empty_gradients(hidden, weight, None, needs, of_weight)[:3]
 
 
 finish = raw("linear_cross_entropy_bwd", _fake_bwd)
@@ -108,7 +122,7 @@ def _backward(ctx, dloss, *_):
 _op = Op("linear_cross_entropy", fake=_fake, setup_context=_setup_context, backward=_backward)
 
 
-# Eager calls: what is done forward and backward, and what is kept between. Each saves what its backward unpacks.
+# Eager calls: what is done forward and backward. Each saves what its backward unpacks.
 
 
 class _Scalar:
@@ -224,11 +238,14 @@ def run(inputs, parameters, main_grad, keep_mb):
         main_grad: weight's gradient is added to it; ``None``: it is returned.
         keep_mb: as in :func:`tigon.linear_cross_entropy`.
     """
+    needs = inputs[_NEEDS]
+    if parameters[1].dtype == inputs[0].dtype:  # else weight's gradient is rounded once, from float32
+        needs |= MAY_ROUND
+    inputs[_NEEDS] = needs
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         output = _op.registered(*inputs)
         return output[0], output[7], output[8]
-    needs = inputs[_NEEDS]
-    if needs == 0:
+    if needs & ~MAY_ROUND == 0:
         output = _op.forward(*inputs)
         return output[0], output[7], output[8]
     if main_grad is not None:
@@ -239,8 +256,6 @@ def run(inputs, parameters, main_grad, keep_mb):
         call = _Kept()
     else:
         call = _Rows()
-    if parameters[1].dtype == inputs[0].dtype:  # else its gradient is rounded once, from float32
-        inputs[_NEEDS] = needs | MAY_ROUND
     call.inputs = inputs
     loss = _apply(call, *parameters)
     return loss, call.rows, call.predicted

@@ -38,6 +38,11 @@ def default_chunk(device, dtype, rows, hidden_size, vocab, *, dweight, add_dweig
     return _native_chunk(device == "cuda", dtype.itemsize, rows, hidden_size, vocab, dweight, add_dweight)
 
 
+def whole_rows(device, dtype, hidden_size, vocab) -> int:
+    """Most rows that one chunk takes whole, with weight's gradient: ``linear_cross_entropy_whole``."""
+    return _native_chunk(device == "cuda", dtype.itemsize, -1, hidden_size, vocab, True, False)
+
+
 class _Sizes(NamedTuple):
     """What the workspace depends on."""
 

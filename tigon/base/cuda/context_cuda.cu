@@ -59,7 +59,7 @@ class CudaContext final : public Context {
   cudaStream_t stream_;
   InlineExecutor executor_;
   std::vector<void*> blocks_;
-  void* gemm_workspace_ = nullptr;
+  GemmWorkspace gemm_workspace_;
 };
 
 }  // namespace

@@ -138,7 +138,7 @@ Plan make_plan(const Gemm& g, lt::Handle handle) {
 
 }  // namespace
 
-void cublaslt_gemm(Context& ctx, const Gemm& g, int device, void*& workspace) {
+void cublaslt_gemm(Context& ctx, const Gemm& g, int device, GemmWorkspace& workspace) {
   if (g.m == 0 || g.n == 0) return;
   int flags = int(g.trans_a) | int(g.trans_b) << 1 | int(g.beta != 0.0f) << 2;
   Key key{device,
@@ -164,10 +164,10 @@ void cublaslt_gemm(Context& ctx, const Gemm& g, int device, void*& workspace) {
     if (it == plans.end()) it = plans.emplace(key, make_plan(g, handle)).first;
     plan = &it->second;  // map nodes never move and are never erased
   }
-  if (plan->workspace > 0 && workspace == nullptr) workspace = ctx.scratch(kGemmWorkspace);
+  if (plan->workspace > workspace.size)
+    workspace = {.data = ctx.scratch(plan->workspace), .size = plan->workspace};
   check(lt::api().matmul(handle, plan->desc, &g.alpha, g.b, plan->a, g.a, plan->b, &g.beta, g.c, plan->c, g.c,
-                         plan->c, &plan->algo, workspace, workspace == nullptr ? 0 : kGemmWorkspace,
-                         ctx.stream()),
+                         plan->c, &plan->algo, workspace.data, workspace.size, ctx.stream()),
         "cublasLtMatmul");
 }
 

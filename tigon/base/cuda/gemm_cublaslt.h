@@ -5,10 +5,16 @@
 
 namespace tigon::cuda {
 
+// Most that a kernel may ask for.
 inline constexpr size_t kGemmWorkspace = size_t(32) << 20;
 
-// Current device, the context's stream. `workspace`: null, or what an earlier call of this context put there; it is taken from
-// the context's scratch memory (kGemmWorkspace bytes) when a kernel first asks for it. No synchronisation.
-void cublaslt_gemm(Context& ctx, const Gemm& g, int device, void*& workspace);
+// A context's memory for its products: none until a kernel asks for some, then the most that one has asked for.
+struct GemmWorkspace {
+  void* data = nullptr;
+  size_t size = 0;
+};
+
+// Current device, the context's stream. No synchronisation.
+void cublaslt_gemm(Context& ctx, const Gemm& g, int device, GemmWorkspace& workspace);
 
 }  // namespace tigon::cuda

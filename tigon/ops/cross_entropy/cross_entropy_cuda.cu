@@ -36,8 +36,9 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 template <class T>
 using Params = CrossEntropyParams<T>;
 
-// What is known of a part of a row: maximum, sum of e^(z - m); and, only where options ask: sum of w (reference - z), sum of
-// w, sum of e^(z - m) (z - m).
+// What is known of a part of a row: maximum; sum of e^(z - m) over all columns but the label's, which is kept apart until the
+// end, so that p - 1 and the logarithm of p lose nothing where the label has nearly all the weight; and, only where options
+// ask: sum of w (reference - z), sum of w, sum of e^(z - m) (z - m), this one without the label's column too.
 struct Sums {
   float m, s, gap, weight, heat;
 };
@@ -90,10 +91,10 @@ __device__ __forceinline__ float weight_at(const float* class_weight, int c) {
   return class_weight != nullptr ? __ldg(class_weight + c) : 1.0f;
 }
 
-// First sweep, one pack. `reference`: the z that gaps are measured from.
+// First sweep, one pack. `target`: the label's column, or -1; `reference`: the z that gaps are measured from.
 template <bool General, class T>
 __device__ __forceinline__ void accumulate(const Params<T>& p, const Row<const T>& row, int k,
-                                           const uint4& words, float reference, Sums& a) {
+                                           const uint4& words, int target, float reference, Sums& a) {
   constexpr int N = Row<T>::N;
   float z[N], e[N];
   z_of_pack<General>(p, row, k, words, z);
@@ -104,6 +105,11 @@ __device__ __forceinline__ void accumulate(const Params<T>& p, const Row<const T
   float m = a.m == -INFINITY ? 0.0f : a.m;  // nothing but -inf so far adds nothing; NaN survives either way
 #pragma unroll
   for (int j = 0; j < N; ++j) e[j] = exp2_approx((z[j] - m) * kLog2e);
+  if (int at = target - row.column(k); unsigned(at) < unsigned(N) && target >= 0) {
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+      if (at == j) e[j] = 0.0f;
+  }
   if constexpr (General) {
     if (p.entropy != nullptr || p.entropy_scale != nullptr)
 #pragma unroll
@@ -129,8 +135,8 @@ __device__ __forceinline__ void accumulate(const Params<T>& p, const Row<const T
 // All that the second sweep needs to know of a row.
 struct Slope {
   float m, share, push, factor;  // gradient = factor * slope * (e * share - push * w), at the label's column
-  float sum, target_share,
-      rest_share;    // factor * slope * ((e - sum) * target_share + e * rest_share - push * w)
+  float others, target_share,
+      rest_share;    // factor * slope * (e * rest_share - others * target_share - push * w)
   float tilt, lift;  // + slope * e * (tilt * (z - m) + lift), the entropy's
   int target;        // column, or -1
 };
@@ -159,8 +165,8 @@ __device__ __forceinline__ void emit(const Params<T>& p, const Row<const T>& row
       v = e * (g.share * g.factor);
     }
     if (at == j)
-      // p - 1 from e - s: exactly 0 where the label has all the weight. One rounding to storage.
-      v = fma(e - g.sum, g.target_share, cross_entropy_dz(e, g.rest_share, target_push)) *
+      // p - 1 is the other columns' share. One rounding to storage.
+      v = fma(-g.others, g.target_share, cross_entropy_dz(e, g.rest_share, target_push)) *
           (g.factor * slopes[j]);
     else if constexpr (General)
       v *= g.factor * slopes[j];
@@ -278,6 +284,12 @@ __device__ __forceinline__ unsigned key_of_pack(const Params<T>& p, const Row<co
   return key;
 }
 
+// The sums before any column but the label's is known: its z is among the maxima, so it has been read before any block may
+// overwrite it.
+__device__ __forceinline__ Sums beginning(float label_z, bool has_label) {
+  return {has_label ? fmaxf(-INFINITY, label_z) : -INFINITY, 0.0f, 0.0f, 0.0f, 0.0f};
+}
+
 // The label of a row and what follows from it before its logits are read.
 struct Label {
   bool ignored, bad;
@@ -308,7 +320,10 @@ __device__ __forceinline__ Label label_of(const Params<T>& p, int64_t row, const
 template <bool General, class T>
 __device__ __forceinline__ Slope finish(const Params<T>& p, int64_t row, const Label& l, const Sums& a,
                                         bool writes) {
-  float log_s = logf(a.s), lse = a.m + log_s;
+  bool has = l.column >= 0, leads = has && l.z == a.m && isfinite(l.z);
+  float own = has ? exp2_approx((l.z - a.m) * kLog2e) : 0.0f, s = a.s + own;
+  float log_s = leads ? log1pf(a.s) : logf(s), lse = a.m + log_s;
+  float heat = General && has ? fma(own, fmaxf(l.z - a.m, -1e30f), a.heat) : a.heat;
   float keep = General ? 1.0f - p.label_smoothing : 1.0f;
   float share = General ? p.label_smoothing / float(p.cols) : 0.0f;
   if (writes) {
@@ -320,19 +335,19 @@ __device__ __forceinline__ Slope finish(const Params<T>& p, int64_t row, const L
     if (p.target_logit) p.target_logit[row] = l.bad ? NAN : l.z;
     if (p.log_prob) p.log_prob[row] = l.ignored ? 0.0f : l.bad ? NAN : (l.z - a.m) - log_s;
     if (p.lse) p.lse[row] = lse;
-    if (General && p.entropy) p.entropy[row] = log_s - a.heat / a.s;
+    if (General && p.entropy) p.entropy[row] = log_s - heat / s;
   }
   float rest = General ? share * (p.class_weight != nullptr ? a.weight : float(p.cols)) : 0.0f;
   if (p.z_loss != 0.0f) rest += 2.0f * p.z_loss * lse;
   float pull = keep * l.weight + rest;
   float scale = p.scale != nullptr ? p.scale[row * p.scale_step] : 1.0f;
   Slope g;
-  g.m = a.m, g.share = pull / a.s, g.push = share, g.factor = l.bad ? NAN : scale * p.gain;
-  g.sum = a.s, g.target_share = keep * l.weight / a.s, g.rest_share = rest / a.s, g.target = l.column;
+  g.m = a.m, g.share = pull / s, g.push = share, g.factor = l.bad ? NAN : scale * p.gain;
+  g.others = a.s, g.target_share = keep * l.weight / s, g.rest_share = rest / s, g.target = l.column;
   g.tilt = g.lift = 0.0f;
   if (General && p.entropy_scale != nullptr) {
-    g.tilt = -p.entropy_scale[row] * p.gain / a.s;
-    g.lift = -g.tilt * (a.heat / a.s);
+    g.tilt = -p.entropy_scale[row] * p.gain / s;
+    g.lift = -g.tilt * (heat / s);
   }
   return g;
 }
@@ -386,7 +401,7 @@ __global__ __launch_bounds__(kThreads,
       asm volatile("cp.async.commit_group;" ::: "memory");
     }
     Label label = label_of<General>(p, r, x);
-    Sums a = nothing();
+    Sums a = beginning(label.z, label.column >= 0);
 #pragma unroll 1
     for (int g = 0; g < kGroups; ++g) {
       if (g == 0) wait_for_copies<3>();
@@ -395,7 +410,7 @@ __global__ __launch_bounds__(kThreads,
       if (g == 3) wait_for_copies<0>();
       for (int i = steps * g / kGroups; i < steps * (g + 1) / kGroups; ++i) {
         int k = i * int(blockDim.x) + int(threadIdx.x);
-        if (k < count) accumulate<General>(p, row, first + k, slice[k], label.reference, a);
+        if (k < count) accumulate<General>(p, row, first + k, slice[k], label.column, label.reference, a);
       }
     }
     if (!met) cluster_wait();
@@ -436,7 +451,7 @@ __global__ __launch_bounds__(kLoopThreads, 1) void looped_kernel(const __grid_co
     bool writes = threadIdx.x == 0;
     Label label = label_of<General>(p, r, x);
     bool wanted = !label.ignored || p.lse || (General && (p.entropy || p.predicted));
-    Sums a = nothing();
+    Sums a = beginning(label.z, label.column >= 0);
     auto hold = [&](int base, uint4(&held)[kHeld]) {
 #pragma unroll
       for (int h = 0; h < kHeld; ++h) held[h] = fetch(row, base + h * kLoopThreads + int(threadIdx.x));
@@ -446,7 +461,8 @@ __global__ __launch_bounds__(kLoopThreads, 1) void looped_kernel(const __grid_co
       hold(base, held);
 #pragma unroll
       for (int h = 0; h < kHeld; ++h)
-        accumulate<General>(p, row, base + h * kLoopThreads + int(threadIdx.x), held[h], label.reference, a);
+        accumulate<General>(p, row, base + h * kLoopThreads + int(threadIdx.x), held[h], label.column,
+                            label.reference, a);
     }
     a = merge_row<General>(a, exchange, 0);
     if constexpr (General) {

@@ -109,12 +109,17 @@ __device__ __forceinline__ float max_of(const uint4 (&q)[K]) {
 
 __device__ __forceinline__ float exp_below(float z, float m) { return exp2_approx((z - m) * kLog2e); }
 
-// Sum of e^(z - m) of a pack.
+// Sum of e^(z - m) of a pack but its element `at` (the label's), if it has it.
 template <class T>
-__device__ __forceinline__ float sum_of(const uint4& words, float m) {
+__device__ __forceinline__ float sum_of(const uint4& words, float m, int at) {
   constexpr int N = Row<T>::N;
   float e[N];
   unpack<T>(words, e);
+  if (unsigned(at) < unsigned(N)) {
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+      if (at == j) e[j] = -INFINITY;
+  }
 #pragma unroll
   for (int j = 0; j < N; ++j) e[j] = exp_below(e[j], m);
 #pragma unroll
@@ -124,7 +129,8 @@ __device__ __forceinline__ float sum_of(const uint4& words, float m) {
   return e[0];
 }
 
-// Maximum and sum of e^(z - m) of a part of a row.
+// Of a part of a row: maximum, and sum of e^(z - m) over all columns but the label's. That one is kept apart until the end:
+// p - 1 and the logarithm of p lose nothing where the label has nearly all the weight.
 struct alignas(8) Sums {
   float m, s;
 };
@@ -176,35 +182,38 @@ __device__ __forceinline__ Sums merge_row(Sums a, Exchange<Threads>& x, int turn
   return a;
 }
 
-// The gradient of a row: e * each, at the label's column (weight * (e - s) + lift * e) * share, which is 0 for e = s.
+// The gradient of a row: e * each, at the label's column (lift * e - weight * others) * share.
 struct Gradient {
-  float m, each, s, weight, lift, share;
+  float m, each, others, weight, lift, share;
   __device__ __forceinline__ float at(float z, bool label) const {
     float e = exp_below(z, m);
-    return label ? fma(lift, e, weight * (e - s)) * share : e * each;
+    return label ? fma(lift, e, -weight * others) * share : e * each;
   }
 };
 
-// The results of a row, written by one thread, and its gradient.
+// The results of a row, written by one thread, and its gradient. `z`: the label's, in every thread.
 template <class T>
 __device__ __forceinline__ Gradient finish(const Params<T>& p, int64_t row, int label, Sums a, float z,
                                            float scale, bool writes) {
   Gradient g{a.m, 0.0f, a.s, 1.0f, 0.0f, 0.0f};
+  const float s = label >= 0 ? a.s + exp_below(z, a.m) : a.s;
   if (p.class_weight != nullptr && label >= 0) g.weight = __ldg(p.class_weight + label);
   if (writes || p.z_loss != 0.0f) {
-    float log_s = logf(a.s), lse = a.m + log_s;
+    float log_s = logf(s), lse = a.m + log_s;
     if (p.z_loss != 0.0f) g.lift = 2.0f * p.z_loss * lse;
     if (writes) {
-      float loss = g.weight * ((a.m - z) + log_s);
+      const bool leads = label >= 0 && z == a.m && fabsf(z) < INFINITY;
+      const float surprise = leads ? log1pf(a.s) : (a.m - z) + log_s;  // -log p
+      float loss = g.weight * surprise;
       if (p.z_loss != 0.0f) loss += p.z_loss * lse * lse;
       bool ignored = label == kIgnored, bad = label == kBad;
       if (p.loss) p.loss[row] = ignored ? 0.0f : bad ? NAN : loss;
       if (p.target_logit) p.target_logit[row] = ignored ? 0.0f : bad ? NAN : z;
-      if (p.log_prob) p.log_prob[row] = ignored ? 0.0f : bad ? NAN : (z - a.m) - log_s;
+      if (p.log_prob) p.log_prob[row] = ignored ? 0.0f : bad ? NAN : -surprise;
       if (p.lse) p.lse[row] = lse;
     }
   }
-  g.share = (label == kBad ? NAN : scale) / a.s;
+  g.share = (label == kBad ? NAN : scale) / s;
   g.each = (g.weight + g.lift) * g.share;
   return g;
 }
@@ -294,11 +303,11 @@ __global__ __launch_bounds__(Threads,
   int64_t r = blockIdx.x / blocks;
   if (r < p.rows) {
     uint4 q[kHeld];
-    float edge, z;  // of the first threads, of the first thread
+    float edge, z;  // of the first threads; the label's, of every thread
     auto read_edge = [&](const Part<const T>& part, int label) {
-      int c = part.edge(n), own = label - first;
+      int c = part.edge(n);
       edge = c >= 0 ? widen(part.x[c]) : -INFINITY;
-      z = tid == 0 && label >= 0 && unsigned(own) < unsigned(n) ? widen(part.x[own]) : 0.0f;
+      z = label >= 0 ? widen(part.x[label - first]) : -INFINITY;
     };
     auto read = [&](const Part<const T>& part, int label) {
 #pragma unroll
@@ -321,16 +330,18 @@ __global__ __launch_bounds__(Threads,
       } else {
         const int own = label >= 0 && unsigned(label - first) < unsigned(n) ? label - first : -1;
         const float scale = p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f;  // asked for in time
-        float m = fmaxf(edge, max_of<T>(q)), s = exp_below(edge, reference(m));
+        const int c = part.edge(n), at = own < 0 ? -1 : own - part.head;
+        // z is among the maxima: it has been read before any block may overwrite it.
+        float m = fmaxf(fmaxf(edge, z), max_of<T>(q));
+        float s = c >= 0 && c == own ? 0.0f : exp_below(edge, reference(m));
 #pragma unroll
-        for (int k = 0; k < kHeld; ++k) s += sum_of<T>(q[k], reference(m));
+        for (int k = 0; k < kHeld; ++k) s += sum_of<T>(q[k], reference(m), at - N * (k * Threads + tid));
         const Sums a = merge_row<Cluster>(Sums{m, s}, exchange, turn++);
         const Gradient g = finish(p, r, label, a, z, scale, tid == 0 && (label >= 0 ? own >= 0 : rank == 0));
         if (p.dlogits == nullptr || label == kIgnored) {
           if (p.dlogits != nullptr) clear(out, n);
           if (ahead) read(following, next);
         } else {
-          const int c = part.edge(n), at = own < 0 ? -1 : own - part.head;
           if (c >= 0) out[c] = narrow<T>(g.at(edge, c == own));
           const bool aligned = reinterpret_cast<uintptr_t>(out + part.head) % 16 == 0;
 #pragma unroll
@@ -366,10 +377,10 @@ __global__ __launch_bounds__(kSweepThreads,
       continue;
     }
     const Part<const T> part(p.logits + r * p.stride, p.cols);
-    const float z = tid == 0 && label >= 0 ? widen(part.x[label]) : 0.0f;
-    const int c = part.edge(p.cols);
+    const float z = label >= 0 ? widen(part.x[label]) : -INFINITY;
+    const int c = part.edge(p.cols), at = label >= 0 ? label - part.head : -1;
     const float edge = c >= 0 ? widen(part.x[c]) : -INFINITY;
-    float m = edge, s = exp_below(edge, reference(edge));
+    float m = edge, s = c >= 0 && c == label ? 0.0f : exp_below(edge, reference(edge));
     if (m != m) m = -INFINITY;  // the sum is NaN already
     for (int base = 0; base < part.packs; base += kSweepThreads * kSweepHeld) {
       uint4 q[kSweepHeld];
@@ -382,7 +393,8 @@ __global__ __launch_bounds__(kSweepThreads,
       }
       const float from = reference(m);
 #pragma unroll
-      for (int k = 0; k < kSweepHeld; ++k) s += sum_of<T>(q[k], from);
+      for (int k = 0; k < kSweepHeld; ++k)
+        s += sum_of<T>(q[k], from, at - Row<T>::N * (base + k * kSweepThreads + tid));
     }
     const Sums a = merge_row<false>(Sums{m, s}, exchange, turn++);
     if (tid == 0) finish(p, r, label, a, z, 1.0f, true);
@@ -477,6 +489,8 @@ bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& p) {
   if (device_facts().capability < 90) return false;
   if (fits(256, 4)) return launch_held<T, 256, true>(ctx, p, 4);
   if (fits(256, 8)) return launch_held<T, 256, true>(ctx, p, 8);
+  if (fits(320, 8)) return launch_held<T, 320, true>(ctx, p, 8);
+  if (fits(384, 8)) return launch_held<T, 384, true>(ctx, p, 8);
   if (fits(512, 8)) return launch_held<T, 512, true>(ctx, p, 8);
   return false;
 }

@@ -266,19 +266,25 @@ void multiply(Context& ctx, const Product& p) {
             .beta = p.beta});
 }
 
+// The low-rank part comes first: written, not added, and rounded where it is small.
 void make_logits(Context& ctx, const LinearCrossEntropy& a, const Matrix& hidden, const Workspace& w) {
-  multiply(ctx, {.a = hidden, .b = a.weight, .c = w.logits, .trans_b = true});
-  if (!a.lora_a.data) return;
-  multiply(ctx, {.a = hidden, .b = a.lora_a, .c = w.lora_u, .trans_b = true, .alpha = a.lora_scale});
-  multiply(ctx, {.a = w.lora_u, .b = a.lora_b, .c = w.logits, .trans_b = true, .beta = 1.0f});
+  bool lora = a.lora_a.data != nullptr;
+  if (lora) {
+    multiply(ctx, {.a = hidden, .b = a.lora_a, .c = w.lora_u, .trans_b = true, .alpha = a.lora_scale});
+    multiply(ctx, {.a = w.lora_u, .b = a.lora_b, .c = w.logits, .trans_b = true});
+  }
+  multiply(ctx, {.a = hidden, .b = a.weight, .c = w.logits, .trans_b = true, .beta = lora ? 1.0f : 0.0f});
 }
 
 // The products of dlogits, which lie where the logits did. `first`: what is summed over chunks is written, not added to.
 void make_gradients(Context& ctx, const LinearCrossEntropy& a, const Matrix& hidden, const Matrix& dhidden,
                     const Workspace& w, bool first) {
   const Matrix& dlogits = w.logits;
+  bool lora = a.lora_a.data != nullptr, low = lora && (dhidden.data || a.dlora_a.data);
   float beta = first ? 0.0f : 1.0f;  // the first chunk writes: nothing is zero-filled
-  if (dhidden.data) multiply(ctx, {.a = dlogits, .b = a.weight, .c = dhidden});
+  if (low) multiply(ctx, {.a = dlogits, .b = a.lora_b, .c = w.lora_t, .alpha = a.lora_scale});
+  if (low && dhidden.data) multiply(ctx, {.a = w.lora_t, .b = a.lora_a, .c = dhidden});
+  if (dhidden.data) multiply(ctx, {.a = dlogits, .b = a.weight, .c = dhidden, .beta = low ? 1.0f : 0.0f});
   if (a.dweight.data)
     multiply(
         ctx,
@@ -288,12 +294,8 @@ void make_gradients(Context& ctx, const LinearCrossEntropy& a, const Matrix& hid
     ones.cols = dlogits.rows;
     multiply(ctx, {.a = ones, .b = dlogits, .c = as_row(a.dbias), .beta = beta});
   }
-  if (!a.lora_a.data) return;
   if (a.dlora_b.data)
     multiply(ctx, {.a = dlogits, .b = w.lora_u, .c = a.dlora_b, .trans_a = true, .beta = beta});
-  if (!dhidden.data && !a.dlora_a.data) return;
-  multiply(ctx, {.a = dlogits, .b = a.lora_b, .c = w.lora_t, .alpha = a.lora_scale});
-  if (dhidden.data) multiply(ctx, {.a = w.lora_t, .b = a.lora_a, .c = dhidden, .beta = 1.0f});
   if (a.dlora_a.data)
     multiply(ctx, {.a = w.lora_t, .b = hidden, .c = a.dlora_a, .trans_a = true, .beta = beta});
 }
@@ -378,16 +380,25 @@ void clear_gradients(Context& ctx, const LinearCrossEntropy& a) {
 
 }  // namespace
 
+namespace {
+// Rows of a chunk where there are several.
+int64_t most_rows(const LinearCrossEntropySizes& s) {
+  constexpr int64_t kLeast = 1024, kSmallLogits = int64_t(512) << 20;
+  if (s.device == Device::cpu) return kLeast;
+  int64_t most = std::max(kLeast, kSmallLogits / (s.vocab * int64_t(size_of(s.dtype))));
+  return s.dweight ? std::max(most, s.hidden) : most;
+}
+}  // namespace
+
+int64_t linear_cross_entropy_whole(const LinearCrossEntropySizes& s) {
+  bool sums_cost = s.device == Device::cuda && s.dweight && !s.add_dweight && s.dtype != DType::f32;
+  int64_t most = most_rows(s);
+  return std::max(most + most / 4, sums_cost ? s.hidden * 23 / 10 : 0);
+}
+
 int64_t linear_cross_entropy_chunk(const LinearCrossEntropySizes& s) {
-  int64_t most = 1024, whole = 0;
-  if (s.device == Device::cuda) {
-    constexpr int64_t kSmallLogits = int64_t(512) << 20;
-    most = std::max(most, kSmallLogits / (s.vocab * int64_t(size_of(s.dtype))));
-    if (s.dweight) most = std::max(most, s.hidden);
-    if (s.dweight && !s.add_dweight && s.dtype != DType::f32) whole = s.hidden * 23 / 10;
-  }
-  if (s.rows <= std::max(whole, most + most / 4)) return std::max<int64_t>(s.rows, 1);
-  int64_t chunks = (s.rows + most - 1) / most;
+  if (s.rows <= linear_cross_entropy_whole(s)) return std::max<int64_t>(s.rows, 1);
+  int64_t most = most_rows(s), chunks = (s.rows + most - 1) / most;
   return ((s.rows + chunks - 1) / chunks + 127) / 128 * 128;
 }
 

@@ -125,6 +125,8 @@ struct LinearCrossEntropySizes {
   bool add_dweight = false;  // and added to what its owner keeps
 };
 TIGON_API int64_t linear_cross_entropy_chunk(const LinearCrossEntropySizes& sizes);
+// Most rows that one chunk takes whole.
+TIGON_API int64_t linear_cross_entropy_whole(const LinearCrossEntropySizes& sizes);
 // The dtype that dweight may be formed in.
 constexpr DType linear_cross_entropy_dweight(DType hidden, bool one_chunk) {
   return one_chunk && linear_cross_entropy_scales_early(hidden) ? hidden : DType::f32;

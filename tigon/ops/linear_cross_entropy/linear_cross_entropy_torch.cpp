@@ -411,16 +411,17 @@ TIGON_TORCH_KERNELS(m) {
 
 }  // namespace tigon::torch_shim
 
-// For predictions of memory, called through ctypes: linear_cross_entropy_chunk.
+// For Python, through ctypes: linear_cross_entropy_chunk, or with rows -1 linear_cross_entropy_whole.
 extern "C" TIGON_API int64_t tigon_linear_cross_entropy_chunk(int cuda, int dtype_size, int64_t rows,
                                                               int64_t hidden, int64_t vocab, int dweight,
                                                               int add_dweight) {
   using namespace tigon;
-  return linear_cross_entropy_chunk({.device = cuda ? Device::cuda : Device::cpu,
-                                     .dtype = dtype_size == 4 ? DType::f32 : DType::bf16,
-                                     .rows = rows,
-                                     .hidden = hidden,
-                                     .vocab = vocab,
-                                     .dweight = dweight != 0,
-                                     .add_dweight = add_dweight != 0});
+  LinearCrossEntropySizes sizes = {.device = cuda ? Device::cuda : Device::cpu,
+                                   .dtype = dtype_size == 4 ? DType::f32 : DType::bf16,
+                                   .rows = rows,
+                                   .hidden = hidden,
+                                   .vocab = vocab,
+                                   .dweight = dweight != 0,
+                                   .add_dweight = add_dweight != 0};
+  return rows < 0 ? linear_cross_entropy_whole(sizes) : linear_cross_entropy_chunk(sizes);
 }
