@@ -81,6 +81,7 @@ CASES = [
     test_case("minus_inf", fill="-inf", reduction="none"),
     bench_case("8192x32000", N=8192, V=32000),
     bench_case("8192x128256", N=8192, V=128256),
+    bench_case("8192x152064", N=8192, V=152064),
     bench_case("4096x262144", N=4096, V=262144),
     bench_case("1024x32000", "bench_cpu", N=1024, V=32000),
     bench_case("256x1024", "smoke", N=256, V=1024),

@@ -20,7 +20,7 @@ _REDUCTION, _VALID_ROWS, _NEEDS, _INPUTS = 17, 19, 21, 22  # places in the schem
 
 def _dweight_dtype(hidden, weight, target, valid_rows, chunk_rows, needs):
     """In which dtype the native side forms weight's gradient."""
-    if not needs & MAY_ROUND or hidden.dtype != torch.bfloat16:
+    if not (needs & WEIGHT and needs & MAY_ROUND and hidden.dtype == torch.bfloat16):
         return torch.float32
     rows = valid_rows if valid_rows >= 0 else target.shape[0]
     whole = chunk_rows or whole_rows(hidden.device.type, hidden.dtype, weight.shape[1], weight.shape[0])
@@ -72,7 +72,7 @@ def _fake_add_bwd(upstream, entropy_upstream, main_grad, *rest):
 
 
 def _fake_kept_bwd(upstream, kept, hidden, weight, target, token_weight, ignore_index, valid_rows, needs):
-    of_weight = hidden.dtype if needs & MAY_ROUND else torch.float32
+    of_weight = _dweight_dtype(hidden, weight, target, valid_rows, target.shape[0], needs)
     return _empty_gradients(hidden, weight, None, needs, of_weight)[:3]
 
 

@@ -109,17 +109,33 @@ __device__ __forceinline__ float max_of(const uint4 (&q)[K]) {
 
 __device__ __forceinline__ float exp_below(float z, float m) { return exp2_approx((z - m) * kLog2e); }
 
-// Sum of e^(z - m) of a pack but its element `at` (the label's), if it has it.
+// -inf in element `at` of the packs that a thread holds, one of every `Threads`; `at` counts from its block's first pack.
+template <class T, int Threads, int K>
+__device__ __forceinline__ void leave_out(uint4 (&q)[K], int at) {
+  constexpr int N = Row<T>::N;
+  const int pack = at / N, element = at % N;
+  if (at < 0 || pack % Threads != int(threadIdx.x)) return;
+  const int word = pack / Threads * 4 + element * int(sizeof(T)) / 4;
+  // Bytes of the word and, from 4 on, of nothing.
+  const uint32_t bytes = sizeof(T) == 4     ? 0x7654u
+                         : element % 2 == 0 ? 0x3254u
+                                            : 0x5410u,
+                 none = nothing<T>().x;
+#pragma unroll
+  for (int k = 0; k < K; ++k) {  // selections, no indexing: q stays in registers
+    q[k].x = __byte_perm(q[k].x, none, word == 4 * k ? bytes : 0x3210u);
+    q[k].y = __byte_perm(q[k].y, none, word == 4 * k + 1 ? bytes : 0x3210u);
+    q[k].z = __byte_perm(q[k].z, none, word == 4 * k + 2 ? bytes : 0x3210u);
+    q[k].w = __byte_perm(q[k].w, none, word == 4 * k + 3 ? bytes : 0x3210u);
+  }
+}
+
+// Sum of e^(z - m) of a pack.
 template <class T>
-__device__ __forceinline__ float sum_of(const uint4& words, float m, int at) {
+__device__ __forceinline__ float sum_of(const uint4& words, float m) {
   constexpr int N = Row<T>::N;
   float e[N];
   unpack<T>(words, e);
-  if (unsigned(at) < unsigned(N)) {
-#pragma unroll
-    for (int j = 0; j < N; ++j)
-      if (at == j) e[j] = -INFINITY;
-  }
 #pragma unroll
   for (int j = 0; j < N; ++j) e[j] = exp_below(e[j], m);
 #pragma unroll
@@ -185,9 +201,9 @@ __device__ __forceinline__ Sums merge_row(Sums a, Exchange<Threads>& x, int turn
 // The gradient of a row: e * each, at the label's column (lift * e - weight * others) * share.
 struct Gradient {
   float m, each, others, weight, lift, share;
-  __device__ __forceinline__ float at(float z, bool label) const {
-    float e = exp_below(z, m);
-    return label ? fma(lift, e, -weight * others) * share : e * each;
+  __device__ __forceinline__ float of(float z) const { return exp_below(z, m) * each; }
+  __device__ __forceinline__ float of_label(float z) const {
+    return fma(lift, exp_below(z, m), -weight * others) * share;
   }
 };
 
@@ -235,19 +251,14 @@ __device__ __forceinline__ uint32_t narrow_two(float a, float b) {
   }
 }
 
-// Gradient of a pack; the label's column is its element `at`, if it has it.
+// Gradient of a pack without the label's column.
 template <class T>
-__device__ __forceinline__ uint4 gradient_of(const uint4& words, const Gradient& g, int at) {
+__device__ __forceinline__ uint4 gradient_of(const uint4& words, const Gradient& g) {
   constexpr int N = Row<T>::N;
-  float z[N], v[N];
-  unpack<T>(words, z);
+  float v[N];
+  unpack<T>(words, v);
 #pragma unroll
-  for (int j = 0; j < N; ++j) v[j] = g.at(z[j], false);
-  if (unsigned(at) < unsigned(N)) {
-#pragma unroll
-    for (int j = 0; j < N; ++j)
-      if (at == j) v[j] = g.at(z[j], true);
-  }
+  for (int j = 0; j < N; ++j) v[j] = g.of(v[j]);
   if constexpr (sizeof(T) == 4)
     return make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
                       __float_as_uint(v[3]));
@@ -330,27 +341,32 @@ __global__ __launch_bounds__(Threads,
       } else {
         const int own = label >= 0 && unsigned(label - first) < unsigned(n) ? label - first : -1;
         const float scale = p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f;  // asked for in time
-        const int c = part.edge(n), at = own < 0 ? -1 : own - part.head;
+        const int c = part.edge(n), at = own < part.head ? -1 : own - part.head;
         // z is among the maxima: it has been read before any block may overwrite it.
-        float m = fmaxf(fmaxf(edge, z), max_of<T>(q));
-        float s = c >= 0 && c == own ? 0.0f : exp_below(edge, reference(m));
+        const float m = fmaxf(fmaxf(edge, z), max_of<T>(q));
+        if (own >= 0 && c == own) edge = -INFINITY;
+        leave_out<T, Threads>(q, at);
+        float s = exp_below(edge, reference(m));
 #pragma unroll
-        for (int k = 0; k < kHeld; ++k) s += sum_of<T>(q[k], reference(m), at - N * (k * Threads + tid));
+        for (int k = 0; k < kHeld; ++k) s += sum_of<T>(q[k], reference(m));
         const Sums a = merge_row<Cluster>(Sums{m, s}, exchange, turn++);
         const Gradient g = finish(p, r, label, a, z, scale, tid == 0 && (label >= 0 ? own >= 0 : rank == 0));
         if (p.dlogits == nullptr || label == kIgnored) {
           if (p.dlogits != nullptr) clear(out, n);
           if (ahead) read(following, next);
         } else {
-          if (c >= 0) out[c] = narrow<T>(g.at(edge, c == own));
+          if (c >= 0) out[c] = narrow<T>(g.of(edge));
           const bool aligned = reinterpret_cast<uintptr_t>(out + part.head) % 16 == 0;
 #pragma unroll
           for (int k = 0; k < kHeld; ++k) {
             const int i = k * Threads + tid;
-            if (i < part.packs)
-              store_words(out + part.head + N * i, gradient_of<T>(q[k], g, at - N * i), aligned);
+            if (i < part.packs) store_words(out + part.head + N * i, gradient_of<T>(q[k], g), aligned);
             if (ahead) q[k] = fetch_or_nothing<T>(following, i);
           }
+          // The label's column by the thread that has stored its neighbours.
+          if (own >= 0 &&
+              (c == own || (unsigned(at / N) < unsigned(part.packs) && at >= 0 && at / N % Threads == tid)))
+            out[own] = narrow<T>(g.of_label(z));
           if (ahead) read_edge(following, next);
         }
       }
@@ -378,14 +394,16 @@ __global__ __launch_bounds__(kSweepThreads,
     }
     const Part<const T> part(p.logits + r * p.stride, p.cols);
     const float z = label >= 0 ? widen(part.x[label]) : -INFINITY;
-    const int c = part.edge(p.cols), at = label >= 0 ? label - part.head : -1;
-    const float edge = c >= 0 ? widen(part.x[c]) : -INFINITY;
-    float m = edge, s = c >= 0 && c == label ? 0.0f : exp_below(edge, reference(edge));
-    if (m != m) m = -INFINITY;  // the sum is NaN already
+    const int c = part.edge(p.cols), at = label < part.head ? -1 : label - part.head;
+    float edge = c >= 0 ? widen(part.x[c]) : -INFINITY;
+    float m = fmaxf(edge, z);
+    if (c >= 0 && c == label) edge = -INFINITY;
+    float s = exp_below(edge, reference(m));
     for (int base = 0; base < part.packs; base += kSweepThreads * kSweepHeld) {
       uint4 q[kSweepHeld];
 #pragma unroll
       for (int k = 0; k < kSweepHeld; ++k) q[k] = fetch_or_nothing<T>(part, base + k * kSweepThreads + tid);
+      leave_out<T, kSweepThreads>(q, at < 0 ? -1 : at - base * Row<T>::N);
       float top = max_of<T>(q);
       if (top > m) {
         s *= exp_below(m, top);
@@ -393,8 +411,7 @@ __global__ __launch_bounds__(kSweepThreads,
       }
       const float from = reference(m);
 #pragma unroll
-      for (int k = 0; k < kSweepHeld; ++k)
-        s += sum_of<T>(q[k], from, at - Row<T>::N * (base + k * kSweepThreads + tid));
+      for (int k = 0; k < kSweepHeld; ++k) s += sum_of<T>(q[k], from);
     }
     const Sums a = merge_row<false>(Sums{m, s}, exchange, turn++);
     if (tid == 0) finish(p, r, label, a, z, 1.0f, true);
