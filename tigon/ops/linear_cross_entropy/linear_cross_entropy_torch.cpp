@@ -82,9 +82,8 @@ bool one_chunk(const LinearCrossEntropy& a, Device device) {
 
 Gradients make_gradients(LinearCrossEntropy& a, const Tensor& hidden, int64_t needs) {
   int64_t v = a.weight.rows, h = a.weight.cols, r = a.lora_a.rows;
-  Tensor none = nothing(hidden, DType::f32);  // one for all that is not wanted
   auto result = [&](Need need, std::initializer_list<int64_t> sizes, DType dtype = DType::f32) {
-    return needs & need ? make(hidden, sizes, dtype) : none;
+    return needs & need ? make(hidden, sizes, dtype) : nothing(hidden, DType::f32);
   };
   bool rounded = needs & need_weight && needs & may_round && one_chunk(a, device_of(kOp, hidden));
   Gradients g{
