@@ -9,6 +9,7 @@ from tigon.error import Error
 from tigon.ops.cross_entropy import cross_entropy
 from tigon.ops.head_memory import linear_cross_entropy_memory
 from tigon.ops.labels import count_labels
+from tigon.ops.layer_norm import layer_norm
 from tigon.ops.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.linear_log_prob import linear_log_prob
 from tigon.ops.linear_loss import linear_loss
@@ -24,6 +25,7 @@ __all__ = [
     "apply",
     "count_labels",
     "cross_entropy",
+    "layer_norm",
     "linear_cross_entropy",
     "linear_cross_entropy_memory",
     "linear_log_prob",

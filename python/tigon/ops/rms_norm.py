@@ -6,6 +6,7 @@ import torch
 
 from tigon._op import Op, has_kernel, raw
 from tigon.error import check
+from tigon.ops.columns import check_columns, columns_for
 
 _ROUNDINGS = {"llama": 0, "gemma": 1, "none": 2}
 
@@ -96,13 +97,9 @@ def rms_norm(
     check("rms_norm", known, "rounding must be one of {}, got {!r}", (*_ROUNDINGS,), rounding)
     check("rms_norm", x.is_floating_point(), "x must be a float tensor, got {}", x.dtype)
     check("rms_norm", x.dim() > 0, "x must have at least one dimension, got 0")
-    if weight is not None:
-        check("rms_norm", weight.is_floating_point(), "weight must be a float tensor, got {}", weight.dtype)
-        fits = weight.dim() == 1 and weight.shape[0] == x.shape[-1]
-        check("rms_norm", fits, "weight must be {}, got {}", x.shape[-1:], weight.shape)
+    check_columns("rms_norm", x, weight=weight)
     check("rms_norm", eps >= 0, "eps must be >= 0, got {}", eps)
     if not has_kernel("rms_norm", x, weight):
         return reference(x, weight, eps, offset=offset, rounding=rounding)
-    if weight is not None and weight.dtype not in (x.dtype, torch.float32):
-        weight = weight.to(torch.promote_types(x.dtype, weight.dtype))
+    (weight,) = columns_for(x, weight)
     return _op(x, weight, eps, offset, _ROUNDINGS[rounding])[0]

@@ -23,6 +23,7 @@
 
 #include <algorithm>
 
+#include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/norm_forward.cuh"
 
 namespace tigon::cuda {
@@ -58,7 +59,17 @@ using Direct = BackwardShape<Source::direct, Threads, Held, Rows, MinBlocks>;
 template <int Threads, int Held, int Rows, int MinBlocks>
 using Twice = BackwardShape<Source::twice, Threads, Held, Rows, MinBlocks>;
 
+// The ladder where two sums by column leave fewer registers. By the length of the row in packs.
+template <int N>
+using TwoSumsLadder = std::conditional_t<
+    N == 1, RowShapes<Ahead<32, 4, 4, 4>, Ahead<256, 4, 1, 2>, Direct<1024, 4, 1, 1>>,
+    RowShapes<Ahead<8, 1, 32, 3>, Ahead<16, 1, 16, 3>, Ahead<32, 1, 8, 3>, Direct<32, 2, 4, 5>,
+              Direct<32, 4, 4, 3>, Ahead<128, 2, 4, 1>, Ahead<256, 2, 2, 1>, Ahead<320, 2, 1, 1>,
+              Ahead<512, 2, 1, 1>, Twice<512, 4, 1, 1>>>;
+
 namespace norm_detail {
+
+#include "tigon/base/norm_math.inc"
 
 // Gradients wider than x take more registers.
 template <class X, class Y, class Shape>
@@ -265,7 +276,7 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
         inputs(i, j, x);
         float h = normalised(x), g = p.f.upstream(dy, x) * w[j];
         if constexpr (B::kCentred) g -= means[1];
-        p.f.results(now.rstd * fma(-h, means[0], g), dy, h, w[j], x, out);
+        p.f.results(norm_gradient(g, h, means[0], now.rstd), dy, h, w[j], x, out);
 #pragma unroll
         for (int k = 0; k < B::kOut; ++k) results[k][j] = out[k];
       }
@@ -335,7 +346,7 @@ __global__ __launch_bounds__(kLoopThreads) void backward_looped_kernel(
       [&](int j, const float (&x)[B::kIn], float dy, float h, float w, float g) {
         float out[B::kOut];
         if constexpr (B::kCentred) g -= means[1];
-        p.f.results(rstd * fma(-h, means[0], g), dy, h, w, x, out);
+        p.f.results(norm_gradient(g, h, means[0], rstd), dy, h, w, x, out);
 #pragma unroll
         for (int k = 0; k < B::kOut; ++k) results[k].set(j, out[k]);
       },

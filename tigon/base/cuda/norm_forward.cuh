@@ -18,6 +18,7 @@
 // Bytes: every row read once and written once (rows longer than the ladder: read again, from L2).
 #pragma once
 
+#include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/rows.cuh"
 #include "tigon/base/dispatch.h"
 
@@ -118,14 +119,38 @@ __device__ __forceinline__ void write(const NormForward<F, W, Y>& p, Y* y,
   store(y, out);
 }
 
+// Sum of squares about the mean, and, where there is one, the sum of what is left: the sum of a long row far from zero is some
+// ulp off, and this says by how much.
+template <class F, int K>
+__device__ __forceinline__ void add_to_statistics(float v, float mean, float (&sums)[K]) {
+  if constexpr (F::kCentred) {
+    v -= mean;
+    sums[1] += v;
+  }
+  sums[0] = fma(v, v, sums[0]);
+}
+template <class F, class W, class Y, int K>
+__device__ __forceinline__ float finish_statistics(const NormForward<F, W, Y>& p, const float (&sums)[K],
+                                                   float& mean) {
+  float variance = sums[0] / float(p.cols);
+  if constexpr (F::kCentred) {
+    float off = sums[1] / float(p.cols);
+    mean += off;
+    variance = fma(-off, off, variance);
+    if (variance < 0.0f) variance = 0.0f;
+  }
+  return 1.0f / sqrtf(variance + p.eps);
+}
+
 template <class F, class W, class Y, int N, class Shape>
 __global__ __launch_bounds__(Shape::block) void forward_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
   using X = typename F::Element;
+  constexpr int kStatistics = F::kCentred ? 2 : 1;
   // Parameters are on their way during the reduction where they find room in registers.
   constexpr bool kEarly = Shape::held <= 4 && (Shape::held * N * sizeof(W) * F::kParams * F::kIn <= 64 ||
                                                Shape::block * F::kParams * F::kIn <= 512);
-  __shared__ float slots[2][32];
+  __shared__ float slots[2][kStatistics * 32];
   wait_for_kernel_ahead();
   let_next_kernel_start();
   const Place place(p.sections, Shape::rows);
@@ -158,7 +183,7 @@ __global__ __launch_bounds__(Shape::block) void forward_kernel(
     for (int i = 0; i < Shape::held; ++i)
       if (live && column(i) < cols) keep(p, in[i], row, before + column(i));
   }
-  float mean = 0.0f, s = 0.0f;
+  float mean = 0.0f, sums[kStatistics] = {};
   if constexpr (F::kCentred) {
 #pragma unroll
     for (int i = 0; i < Shape::held; ++i)
@@ -170,14 +195,11 @@ __global__ __launch_bounds__(Shape::block) void forward_kernel(
   for (int i = 0; i < Shape::held; ++i) {
     if (F::kCentred && column(i) >= cols) continue;  // a zero that is not there is off the mean
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      float v = value<F, N>(p.f, in[i], j) - (F::kCentred ? mean : 0.0f);
-      s = fma(v, v, s);
-    }
+    for (int j = 0; j < N; ++j) add_to_statistics<F>(value<F, N>(p.f, in[i], j), mean, sums);
   }
-  s = reduce_row<Sum, Shape::threads>(s, slots[1]);
+  reduce_row<Sum, Shape::threads>(sums, slots[1]);
   if (!live) return;
-  float rstd = 1.0f / sqrtf(s / float(p.cols) + p.eps);
+  float rstd = finish_statistics(p, sums, mean);
   if (RowTile<X, N, Shape>::thread() == 0) {
     p.rstd[row * p.sections + place.section] = rstd;
     if constexpr (F::kCentred) p.mean[row * p.sections + place.section] = mean;
@@ -197,7 +219,8 @@ template <class F, class W, class Y, int N>
 __global__ __launch_bounds__(kLoopThreads) void forward_looped_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
   using X = typename F::Element;
-  __shared__ float slots[2][32];
+  constexpr int kStatistics = F::kCentred ? 2 : 1;
+  __shared__ float slots[2][kStatistics * 32];
   wait_for_kernel_ahead();
   let_next_kernel_start();
   const Place place(p.sections, 1);
@@ -216,7 +239,7 @@ __global__ __launch_bounds__(kLoopThreads) void forward_looped_kernel(
       fn(in, c);
     }
   };
-  float mean = 0.0f, s = 0.0f;
+  float mean = 0.0f, sums[kStatistics] = {};
   if constexpr (F::kCentred) {
     sweep(true, [&](const Pack<X, N>(&in)[F::kIn], int64_t) {
 #pragma unroll
@@ -226,13 +249,10 @@ __global__ __launch_bounds__(kLoopThreads) void forward_looped_kernel(
   }
   sweep(!F::kCentred, [&](const Pack<X, N>(&in)[F::kIn], int64_t) {
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      float v = value<F, N>(p.f, in, j) - (F::kCentred ? mean : 0.0f);
-      s = fma(v, v, s);
-    }
+    for (int j = 0; j < N; ++j) add_to_statistics<F>(value<F, N>(p.f, in, j), mean, sums);
   });
-  s = reduce_row<Sum, kLoopThreads>(s, slots[1]);
-  float rstd = 1.0f / sqrtf(s / float(p.cols) + p.eps);
+  reduce_row<Sum, kLoopThreads>(sums, slots[1]);
+  float rstd = finish_statistics(p, sums, mean);
   if (threadIdx.x == 0) {
     p.rstd[row * p.sections + place.section] = rstd;
     if constexpr (F::kCentred) p.mean[row * p.sections + place.section] = mean;
