@@ -6,6 +6,7 @@ into a Hugging Face model. Everything refused raises :class:`tigon.Error` before
 
 from tigon import nn
 from tigon.error import Error
+from tigon.ops.add_rms_norm import add_rms_norm
 from tigon.ops.cross_entropy import cross_entropy
 from tigon.ops.head_memory import linear_cross_entropy_memory
 from tigon.ops.labels import count_labels
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Error",
+    "add_rms_norm",
     "apply",
     "count_labels",
     "cross_entropy",

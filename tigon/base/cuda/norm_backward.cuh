@@ -65,7 +65,7 @@ using TwoSumsLadder = std::conditional_t<
     N == 1, RowShapes<Ahead<32, 4, 4, 4>, Ahead<256, 4, 1, 2>, Direct<1024, 4, 1, 1>>,
     RowShapes<Ahead<8, 1, 32, 3>, Ahead<16, 1, 16, 3>, Ahead<32, 1, 8, 3>, Direct<32, 2, 4, 5>,
               Direct<32, 4, 4, 3>, Ahead<128, 2, 4, 1>, Ahead<256, 2, 2, 1>, Ahead<320, 2, 1, 1>,
-              Ahead<512, 2, 1, 1>, Twice<512, 4, 1, 1>>>;
+              Ahead<512, 2, 1, 1>, Direct<512, 4, 1, 1>>>;
 
 namespace norm_detail {
 
@@ -359,29 +359,48 @@ __global__ __launch_bounds__(kLoopThreads) void backward_looped_kernel(
 
 constexpr int kColumnThreads = 256;
 
-template <class B, class W, class Y>
+template <class B, class W, class Y, int N>
 __global__ __launch_bounds__(kColumnThreads) void column_sums_kernel(
     const __grid_constant__ NormBackward<B, W, Y> p, int64_t chunk, int64_t tiles) {
-  const int64_t column = int64_t(blockIdx.x) % tiles * kColumnThreads + threadIdx.x,
+  using X = typename B::Element;
+  const int64_t column = (int64_t(blockIdx.x) % tiles * kColumnThreads + threadIdx.x) * N,
                 part = int64_t(blockIdx.x) / tiles, pitch = p.cols * p.sections;
+  let_next_kernel_start();
   if (column >= pitch) return;
-  const int64_t section = column / p.cols;
-  float sums[B::kSums] = {};
+  const int64_t section = column / p.cols;  // of all N: they lie in one
+  float sums[B::kSums][N] = {};
   const int64_t end = min((part + 1) * chunk, p.rows);
+#pragma unroll 4
   for (int64_t row = part * chunk; row < end; ++row) {
-    float x[B::kIn];
+    Pack<X, N> in[B::kIn];
 #pragma unroll
-    for (int k = 0; k < B::kIn; ++k)
-      x[k] = k == 0 || p.in[k] ? widen(p.in[k][row * p.in_stride[k] + column]) : 0.0f;
-    float v = p.f.value(x);
-    if constexpr (B::kCentred) v -= p.mean[row * p.sections + section];
-    float h = v * p.rstd[row * p.sections + section];
-    float d = p.f.upstream(widen(p.dy[row * p.dy_stride + column]), x);
-    sums[0] = fma(d, p.f.round_h ? round_to<typename B::Element>(h) : h, sums[0]);
-    if constexpr (B::kSums > 1) sums[1] += d;
+    for (int k = 0; k < B::kIn; ++k) {
+      in[k] = Pack<X, N>{};
+      if (k == 0 || p.in[k]) in[k] = load_stream<X, N>(p.in[k] + row * p.in_stride[k] + column);
+    }
+    auto dy = load_stream<Y, N>(p.dy + row * p.dy_stride + column);
+    const float rstd = p.rstd[row * p.sections + section];
+    const float mean = B::kCentred ? p.mean[row * p.sections + section] : 0.0f;
+    float h[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      float x[B::kIn];
+      element(in, j, x);
+      h[j] = (B::kCentred ? p.f.value(x) - mean : p.f.value(x)) * rstd;
+    }
+    if (p.f.round_h) round_all<X>(h);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      float x[B::kIn];
+      element(in, j, x);
+      float d = p.f.upstream(dy[j], x);
+      sums[0][j] = fma(d, h[j], sums[0][j]);
+      if constexpr (B::kSums > 1) sums[1][j] += d;
+    }
   }
 #pragma unroll
-  for (int k = 0; k < B::kSums; ++k) p.partials[(part * B::kSums + k) * pitch + column] = sums[k];
+  for (int k = 0; k < B::kSums; ++k)
+    store(p.partials + (part * B::kSums + k) * pitch + column, *reinterpret_cast<Pack<float, N>*>(sums[k]));
 }
 
 template <int N, class Shapes, class B, class W, class Y>
@@ -422,11 +441,11 @@ void run_backward(const char* op, Context& ctx, NormBackward<B, W, Y> p, bool wa
       launch(op, ctx, backward_looped_kernel<B, W, Y, N>,
              {.blocks = p.rows * p.sections, .threads = kLoopThreads}, p);
     if (wants_sums) {
-      int64_t tiles = ceil_div(p.cols * p.sections, kColumnThreads);
+      int64_t tiles = ceil_div(p.cols * p.sections, kColumnThreads * N);
       int64_t chunk = std::max<int64_t>(32, ceil_div(p.rows, 256));
       parts = ceil_div(p.rows, chunk);
       p.partials = ctx.scratch_of<float>(parts * pitch);
-      launch(op, ctx, column_sums_kernel<B, W, Y>, {.blocks = parts * tiles, .threads = kColumnThreads}, p,
+      launch(op, ctx, column_sums_kernel<B, W, Y, N>, {.blocks = parts * tiles, .threads = kColumnThreads}, p,
              chunk, tiles);
     }
   }

@@ -28,6 +28,9 @@ struct RowShape {
 // A kernel's ladder of shapes, shortest rows first.
 template <class... Shapes>
 struct RowShapes {
+  template <class Longer>
+  using with = RowShapes<Shapes..., Longer>;
+
   // fn(RowShape<...>{}) for the first shape that holds `packs`; false when the row is too long for registers.
   template <class Fn>
   static bool pick(int64_t packs, Fn&& fn) {
