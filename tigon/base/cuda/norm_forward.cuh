@@ -267,23 +267,30 @@ __global__ __launch_bounds__(kLoopThreads) void forward_looped_kernel(
 }
 
 // Rows held in registers, by the length of the row in packs. Single elements (N = 1) are the exception: fewer shapes. Two rows
-// read leave no room for the longest.
+// read leave no room for the longest, and need fewer threads for the same bytes in flight.
 template <int N, int Rows>
-using ForwardShapes = std::conditional_t<
-    N == 1,
-    std::conditional_t<Rows == 1, RowShapes<RowShape<32, 4>, RowShape<256, 4>, RowShape<1024, 8>>,
-                       RowShapes<RowShape<32, 4>, RowShape<256, 4>, RowShape<1024, 4>>>,
-    std::conditional_t<Rows == 1,
-                       RowShapes<RowShape<8, 1>, RowShape<16, 1>, RowShape<32, 1>, RowShape<32, 2>,
-                                 RowShape<32, 4>, RowShape<128, 2>, RowShape<128, 4>, RowShape<256, 4>,
-                                 RowShape<512, 4>, RowShape<1024, 4>, RowShape<1024, 8>>,
-                       RowShapes<RowShape<8, 1>, RowShape<16, 1>, RowShape<32, 1>, RowShape<32, 2>,
-                                 RowShape<32, 4>, RowShape<128, 2>, RowShape<128, 4>, RowShape<256, 4>,
-                                 RowShape<512, 4>, RowShape<1024, 4>>>>;
+struct ForwardLadder {
+  using Shapes = RowShapes<RowShape<16, 1>, RowShape<32, 1>, RowShape<32, 2>, RowShape<128, 2>,
+                           RowShape<128, 4>, RowShape<256, 4>, RowShape<512, 4>, RowShape<1024, 4>>;
+};
+template <int N>
+struct ForwardLadder<N, 1> {
+  using Shapes = RowShapes<RowShape<8, 1>, RowShape<16, 1>, RowShape<32, 1>, RowShape<32, 2>, RowShape<32, 4>,
+                           RowShape<128, 2>, RowShape<128, 4>, RowShape<256, 4>, RowShape<512, 4>,
+                           RowShape<1024, 4>, RowShape<1024, 8>>;
+};
+template <int Rows>
+struct ForwardLadder<1, Rows> {
+  using Shapes = RowShapes<RowShape<32, 4>, RowShape<256, 4>, RowShape<1024, 4>>;
+};
+template <>
+struct ForwardLadder<1, 1> {
+  using Shapes = RowShapes<RowShape<32, 4>, RowShape<256, 4>, RowShape<1024, 8>>;
+};
 
 template <int N, class F, class W, class Y>
 void run_forward(const char* op, Context& ctx, const NormForward<F, W, Y>& p) {
-  bool held = ForwardShapes<N, F::kIn>::pick(p.cols / N, [&](auto shape) {
+  bool held = ForwardLadder<N, F::kIn>::Shapes::pick(p.cols / N, [&](auto shape) {
     using Shape = decltype(shape);
     launch(op, ctx, forward_kernel<F, W, Y, N, Shape>,
            {.blocks = ceil_div(p.rows, Shape::rows) * p.sections, .threads = Shape::block, .early = true}, p);
