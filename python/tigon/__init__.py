@@ -18,6 +18,7 @@ from tigon.ops.linear_loss import linear_loss
 from tigon.ops.relu_squared import relu_squared
 from tigon.ops.rms_norm import rms_norm
 from tigon.ops.rope import rope
+from tigon.ops.softmax import softmax
 from tigon.ops.swiglu import swiglu
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ __all__ = [
     "relu_squared",
     "rms_norm",
     "rope",
+    "softmax",
     "swiglu",
     "undo",
 ]
