@@ -8,6 +8,7 @@ from tigon import nn
 from tigon.error import Error
 from tigon.ops.add_rms_norm import add_rms_norm
 from tigon.ops.cross_entropy import cross_entropy
+from tigon.ops.dyt import dyt
 from tigon.ops.gated_rms_norm import gated_rms_norm
 from tigon.ops.head_memory import linear_cross_entropy_memory
 from tigon.ops.labels import count_labels
@@ -29,6 +30,7 @@ __all__ = [
     "apply",
     "count_labels",
     "cross_entropy",
+    "dyt",
     "gated_rms_norm",
     "layer_norm",
     "linear_cross_entropy",

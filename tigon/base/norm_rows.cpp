@@ -8,10 +8,6 @@ namespace {
 constexpr int64_t kRowsPerTask = 16;
 constexpr int64_t kMaxPartials = 64;  // of column sums: fixed by shape, so results do not depend on threads
 
-const char* at(const Vector& v, int64_t i) {
-  return v ? static_cast<const char*>(v.data) + i * int64_t(size_of(v.dtype)) : nullptr;
-}
-
 // fn(row, section) for every section of rows [first, end)
 template <class Fn>
 void each_section(int64_t first, int64_t end, int64_t sections, const Fn& fn) {
@@ -34,7 +30,7 @@ void norm_forward(Context& ctx, const NormForward& a, const NormKernels& kernels
                          .eps = a.eps};
       for (int k = 0; k < kNormMost; ++k) {
         row.in[k] = element_at(a.in[k], r, s * cols);
-        row.param[k] = at(a.param[k], s * cols);
+        row.param[k] = element_at(a.param[k], s * cols);
       }
       kernels.forward(row, a.formula);
     });
@@ -53,7 +49,7 @@ void norm_backward(Context& ctx, const NormBackward& a, const NormKernels& kerne
       if (p) std::fill(p + c * width, p + (c + 1) * width, 0.0f);
     each_section(c * chunk, std::min(rows, (c + 1) * chunk), a.sections, [&](int64_t r, int64_t s) {
       NormBackwardRow row{.dy = element_at(a.dy, r, s * cols),
-                          .weight = at(a.weight, s * cols),
+                          .weight = element_at(a.weight, s * cols),
                           .rstd = a.rstd.as<float>()[r * a.sections + s],
                           .mean = a.mean ? a.mean.as<float>()[r * a.sections + s] : 0.0f,
                           .cols = cols};

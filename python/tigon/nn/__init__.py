@@ -2,6 +2,7 @@
 
 from tigon.nn.add_rms_norm import AddRMSNorm
 from tigon.nn.cross_entropy import CrossEntropyLoss
+from tigon.nn.dyt import DyT
 from tigon.nn.gated_rms_norm import GatedRMSNorm
 from tigon.nn.layer_norm import LayerNorm
 from tigon.nn.linear_cross_entropy import LinearCrossEntropyLoss
@@ -11,6 +12,7 @@ from tigon.nn.swiglu import SwiGLU
 __all__ = [
     "AddRMSNorm",
     "CrossEntropyLoss",
+    "DyT",
     "GatedRMSNorm",
     "LayerNorm",
     "LinearCrossEntropyLoss",
