@@ -69,6 +69,16 @@ def bench_case(name: str, *tags: str, **params) -> Case:
     return Case(name, params, frozenset(tags or ("bench",)))
 
 
+def norm_bench_cases(**params) -> list[Case]:
+    """Row ops by row length: powers of two and what lies between, odd ones, heads, what a CPU does too."""
+    columns = (1024, 2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384, 24576, 32768)
+    shapes = [(16384, c) for c in columns] + [(16384, 4097), (4096, 12289), (512, 100003), (256, 262144)]
+    shapes += [(262144, 128), (2048, 4096), (256, 4096)]
+    cases = [bench_case(f"{r}x{c}", shape=(r, c), **params) for r, c in shapes]
+    cases += [bench_case(f"4096x{c}", "bench_cpu", shape=(4096, c), **params) for c in (512, 4096)]
+    return [*cases, bench_case("128x1024", "smoke", shape=(128, 1024), **params)]
+
+
 def select(cases: Iterable[Case], tag: str) -> list[Case]:
     """The cases that carry a tag."""
     return [case for case in cases if tag in case.tags]

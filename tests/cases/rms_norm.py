@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case, upcast
+from .case import Case, Inputs, Maker, bench_case, itemsize, norm_bench_cases, params, test_case, upcast
 
 NAME = "rms_norm"
 
@@ -66,14 +66,9 @@ CASES = [
     test_case("nan_row", shape=(5, 130), fill="nan"),
     test_case("inf_row", shape=(5, 130), fill="inf", grad=False),
     test_case("zero_row", shape=(5, 130), fill="zero"),
-    bench_case("16384x2048", shape=(16384, 2048)),
-    bench_case("16384x4096", shape=(16384, 4096)),
-    bench_case("16384x8192", shape=(16384, 8192)),
-    bench_case("16384x16384", shape=(16384, 16384)),
-    bench_case("262144x128", shape=(262144, 128)),
-    bench_case("4096x512", "bench_cpu", shape=(4096, 512)),
-    bench_case("4096x4096", "bench_cpu", shape=(4096, 4096)),
-    bench_case("128x1024", "smoke", shape=(128, 1024)),
+    *norm_bench_cases(),
+    bench_case("262144x64", shape=(262144, 64)),
+    bench_case("262144x256", shape=(262144, 256)),
 ]
 
 

@@ -4,6 +4,7 @@
 
 namespace tigon::test {
 namespace oracle {
+#include "tigon/base/norm_math.inc"
 #include "tigon/ops/rms_norm/rms_norm_math.inc"
 }  // namespace oracle
 
@@ -44,7 +45,7 @@ struct Oracle {
   }
   double dx(int64_t r, int64_t c) const {
     double scale = rstd(r);
-    return oracle::rms_norm_dx(g(r, c), h(r, c, scale), mean(r, scale, false), scale);
+    return oracle::norm_gradient(g(r, c), h(r, c, scale), mean(r, scale, false), scale);
   }
   double dweight(int64_t c, bool magnitude) const {
     double s = 0;

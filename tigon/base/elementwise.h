@@ -22,6 +22,10 @@ inline char* element_at(const Matrix& m, int64_t row, int64_t col) {
   return static_cast<char*>(m.data) + (row * m.stride + col) * int64_t(size_of(m.dtype));
 }
 
+inline char* element_at(const Vector& v, int64_t i) {
+  return v ? static_cast<char*>(v.data) + i * int64_t(size_of(v.dtype)) : nullptr;
+}
+
 // fn(row, col, n): n adjacent elements from (row, col). With `dense` the matrix counts as one row.
 template <class Fn>
 void for_each_block(Context& ctx, int64_t rows, int64_t cols, bool dense, const Fn& fn) {

@@ -26,6 +26,14 @@ inline void require_vector(const char* op, const char* name, const Vector& v, in
   require_dtype(op, name, v.dtype, dtype);
 }
 
+// A vector by column of x, where there is one: x's dtype or float32.
+inline void require_parameter(const char* op, const char* name, const Vector& v, const Matrix& x) {
+  if (!v) return;
+  TIGON_CHECK(op, v.size == x.cols, name, " must be [", x.cols, "], got [", v.size, "]");
+  TIGON_CHECK(op, v.dtype == x.dtype || v.dtype == DType::f32, name, " must be ", name_of(x.dtype),
+              " or float32, got ", name_of(v.dtype));
+}
+
 // Runs the backend of the context's device. `on_cuda` is TIGON_ON_CUDA(call): empty in builds without CUDA.
 template <class OnCpu, class OnCuda>
 void on_device(const char* op, Context& ctx, OnCpu&& on_cpu, OnCuda&& on_cuda) {

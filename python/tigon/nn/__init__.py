@@ -1,8 +1,21 @@
 """Modules around the functions of :mod:`tigon`."""
 
+from tigon.nn.add_rms_norm import AddRMSNorm
 from tigon.nn.cross_entropy import CrossEntropyLoss
+from tigon.nn.dyt import DyT
+from tigon.nn.gated_rms_norm import GatedRMSNorm
+from tigon.nn.layer_norm import LayerNorm
 from tigon.nn.linear_cross_entropy import LinearCrossEntropyLoss
 from tigon.nn.rms_norm import RMSNorm
 from tigon.nn.swiglu import SwiGLU
 
-__all__ = ["CrossEntropyLoss", "LinearCrossEntropyLoss", "RMSNorm", "SwiGLU"]
+__all__ = [
+    "AddRMSNorm",
+    "CrossEntropyLoss",
+    "DyT",
+    "GatedRMSNorm",
+    "LayerNorm",
+    "LinearCrossEntropyLoss",
+    "RMSNorm",
+    "SwiGLU",
+]

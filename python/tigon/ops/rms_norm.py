@@ -6,8 +6,9 @@ import torch
 
 from tigon._op import Op, has_kernel, raw
 from tigon.error import check
+from tigon.ops.columns import check_columns, columns_for
 
-_ROUNDINGS = {"llama": 0, "gemma": 1, "none": 2}
+ROUNDINGS = {"llama": 0, "gemma": 1, "none": 2}
 
 
 def reference(x, weight=None, eps=1e-6, *, offset=0.0, rounding="llama"):
@@ -23,13 +24,24 @@ def reference(x, weight=None, eps=1e-6, *, offset=0.0, rounding="llama"):
     return y.to(x.dtype if rounding == "gemma" else torch.promote_types(x.dtype, weight.dtype))
 
 
-def _result_dtype(x, weight, rounding):
-    gemma = rounding == _ROUNDINGS["gemma"]
+def check_options(op, x, weight, eps, rounding):
+    """What every RMS norm asks of its arguments."""
+    known = rounding in ROUNDINGS
+    check(op, known, "rounding must be one of {}, got {!r}", (*ROUNDINGS,), rounding)
+    check(op, x.is_floating_point(), "x must be a float tensor, got {}", x.dtype)
+    check(op, x.dim() > 0, "x must have at least one dimension, got 0")
+    check_columns(op, x, weight=weight)
+    check(op, eps >= 0, "eps must be >= 0, got {}", eps)
+
+
+def result_dtype(x, weight, rounding):
+    """The dtype of y (rms_norm_result of the contract)."""
+    gemma = rounding == ROUNDINGS["gemma"]
     return x.dtype if weight is None or gemma else torch.promote_types(x.dtype, weight.dtype)
 
 
 def _fake(x, weight, eps, offset, rounding):
-    y = x.new_empty(x.shape, dtype=_result_dtype(x, weight, rounding))
+    y = x.new_empty(x.shape, dtype=result_dtype(x, weight, rounding))
     return y, x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
 
 
@@ -92,17 +104,8 @@ def rms_norm(
 
     Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
     """
-    known = rounding in _ROUNDINGS
-    check("rms_norm", known, "rounding must be one of {}, got {!r}", (*_ROUNDINGS,), rounding)
-    check("rms_norm", x.is_floating_point(), "x must be a float tensor, got {}", x.dtype)
-    check("rms_norm", x.dim() > 0, "x must have at least one dimension, got 0")
-    if weight is not None:
-        check("rms_norm", weight.is_floating_point(), "weight must be a float tensor, got {}", weight.dtype)
-        fits = weight.dim() == 1 and weight.shape[0] == x.shape[-1]
-        check("rms_norm", fits, "weight must be {}, got {}", x.shape[-1:], weight.shape)
-    check("rms_norm", eps >= 0, "eps must be >= 0, got {}", eps)
+    check_options("rms_norm", x, weight, eps, rounding)
     if not has_kernel("rms_norm", x, weight):
         return reference(x, weight, eps, offset=offset, rounding=rounding)
-    if weight is not None and weight.dtype not in (x.dtype, torch.float32):
-        weight = weight.to(torch.promote_types(x.dtype, weight.dtype))
-    return _op(x, weight, eps, offset, _ROUNDINGS[rounding])[0]
+    (weight,) = columns_for(x, weight)
+    return _op(x, weight, eps, offset, ROUNDINGS[rounding])[0]

@@ -1,4 +1,6 @@
 // Traffic: partials * cols * 4 bytes read (in L2: written just before), cols * size written.
+#include <algorithm>
+
 #include "tigon/base/cuda/rows.cuh"
 #include "tigon/base/dispatch.h"
 
@@ -6,10 +8,17 @@ namespace tigon::cuda {
 namespace {
 
 constexpr int kColumns = 32, kLanes = 32;  // a block: 32 columns, 32 partial rows at a time
+constexpr size_t kMostSums = 3;
 
 template <class T>
-__global__ __launch_bounds__(kColumns* kLanes) void sum_partials_kernel(const float* rows, int64_t partials,
-                                                                        int64_t cols, T* out) {
+struct Results {
+  T* data[kMostSums] = {};  // null: not wanted
+  int64_t end[kMostSums] = {};
+};
+
+template <class T>
+__global__ __launch_bounds__(kColumns* kLanes) void sum_partials_kernel(
+    const float* rows, int64_t partials, int64_t cols, const __grid_constant__ Results<T> out) {
   __shared__ float sums[kLanes][kColumns + 1];
   wait_for_kernel_ahead();
   int c = threadIdx.x % kColumns, lane = threadIdx.x / kColumns;
@@ -22,18 +31,35 @@ __global__ __launch_bounds__(kColumns* kLanes) void sum_partials_kernel(const fl
   // Warp `lane` finishes column `lane`: its 32 threads hold that column's 32 partial sums.
   s = reduce_lanes<Sum, 32>(sums[c][lane]);
   int64_t mine = int64_t(blockIdx.x) * kColumns + lane;
-  if (c == 0 && mine < cols) out[mine] = narrow<T>(s);
+  if (c != 0) return;
+  int64_t begin = 0;
+#pragma unroll
+  for (int i = 0; i < kMostSums; ++i) {
+    if (mine >= begin && mine < out.end[i] && out.data[i]) out.data[i][mine - begin] = narrow<T>(s);
+    begin = out.end[i];
+  }
 }
 
 }  // namespace
 
-void sum_partials(const char* op, Context& ctx, const float* rows, int64_t partials, int64_t cols,
-                  const Vector& out) {
-  dispatch_float(op, "column sum", out.dtype, [&](auto t) {
+void sum_partials(const char* op, Context& ctx, const float* rows, int64_t partials,
+                  std::initializer_list<Vector> outs) {
+  TIGON_CHECK(op, outs.size() <= kMostSums, "at most ", kMostSums, " column sums, got ", outs.size());
+  const Vector* wanted = std::find_if(outs.begin(), outs.end(), [](const Vector& v) { return bool(v); });
+  if (wanted == outs.end()) return;
+  dispatch_float(op, "column sum", wanted->dtype, [&](auto t) {
     using T = typename DeviceType<typename decltype(t)::type>::type;
+    Results<T> results;
+    int64_t cols = 0;
+    int i = 0;
+    for (const Vector& v : outs) {
+      TIGON_CHECK(op, !v || v.dtype == wanted->dtype, "column sums must share a dtype");
+      results.data[i] = v.as<T>();
+      results.end[i++] = cols += v.size;
+    }
     launch(op, ctx, sum_partials_kernel<T>,
            {.blocks = ceil_div(cols, kColumns), .threads = kColumns * kLanes, .early = true}, rows, partials,
-           cols, out.as<T>());
+           cols, results);
   });
 }
 

@@ -26,8 +26,8 @@ struct Grid {
   int64_t blocks = 1;
   int threads = 1;
   size_t shared = 0;
-  bool early =
-      false;  // may start before the kernel ahead has ended; the kernel calls wait_for_kernel_ahead() first
+  bool early = false;  // may start before the kernel ahead has ended; calls wait_for_kernel_ahead() first
+  int cluster = 1;     // blocks that run together (sm_90 on)
 };
 
 // In a kernel that its successor in the stream may be launched alongside (Grid::early), and in that successor before it touches
@@ -51,11 +51,16 @@ void launch(const char* op, Context& ctx, void (*kernel)(Params...), Grid grid, 
   config.blockDim = dim3(unsigned(grid.threads));
   config.dynamicSmemBytes = grid.shared;
   config.stream = static_cast<cudaStream_t>(ctx.stream());
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &early;
-  config.numAttrs = grid.early && device_facts().capability >= 90 ? 1 : 0;
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
+  if (grid.early && device_facts().capability >= 90) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (grid.cluster > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs++].val.clusterDim = {unsigned(grid.cluster), 1, 1};
+  }
   cudaError_t status = cudaLaunchKernelEx(&config, kernel, Params(args)...);
   TIGON_CHECK(op, status == cudaSuccess, "kernel launch failed (", grid.blocks, " blocks of ", grid.threads,
               " threads): ", cudaGetErrorString(status));

@@ -20,29 +20,33 @@ __device__ __forceinline__ float reduce_lanes(float x) {
   return x;
 }
 
-// Threads [row * Threads, (row+1) * Threads) of the block share a row; every one of them gets the result.
-// `slots` is shared memory for one float per warp of the block; callers that reduce twice must pass two arrays (or
-// synchronise in between). All threads of the block must take part.
+// Threads [row * Threads, (row+1) * Threads) of the block share a row; every one of them gets the K results.
+// `slots` is shared memory for 32 * K floats; callers that reduce twice must pass two arrays (or synchronise in between).
+// All threads of the block must take part.
+template <class Op, int Threads, int K>
+__device__ __forceinline__ void reduce_row(float (&x)[K], float* slots) {
+  constexpr int kWarps = Threads / 32;
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = warp / (kWarps > 0 ? kWarps : 1) * kWarps;
+#pragma unroll
+  for (int k = 0; k < K; ++k) {
+    x[k] = reduce_lanes<Op, Threads <= 32 ? Threads : 32>(x[k]);
+    if (kWarps > 1 && lane == 0) slots[k * 32 + warp] = x[k];
+  }
+  if constexpr (Threads > 32) {
+    __syncthreads();
+    constexpr int kWidth = kWarps <= 2 ? 2 : kWarps <= 4 ? 4 : kWarps <= 8 ? 8 : kWarps <= 16 ? 16 : 32;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      float y = lane < kWarps ? slots[k * 32 + first + lane] : Op::identity;
+      x[k] = __shfl_sync(0xffffffffu, reduce_lanes<Op, kWidth>(y), 0);
+    }
+  }
+}
 template <class Op, int Threads>
 __device__ __forceinline__ float reduce_row(float x, float* slots) {
-  if constexpr (Threads <= 32) {
-    return reduce_lanes<Op, Threads>(x);
-  } else {
-    x = reduce_lanes<Op, 32>(x);
-    constexpr int kWarps = Threads / 32;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = warp / kWarps * kWarps;
-    if (lane == 0) slots[warp] = x;
-    __syncthreads();
-    x = lane < kWarps ? slots[first + lane] : Op::identity;
-    constexpr int kWidth = kWarps <= 1    ? 1
-                           : kWarps <= 2  ? 2
-                           : kWarps <= 4  ? 4
-                           : kWarps <= 8  ? 8
-                           : kWarps <= 16 ? 16
-                                          : 32;
-    x = reduce_lanes<Op, kWidth>(x);
-    return __shfl_sync(0xffffffffu, x, 0);
-  }
+  float one[1] = {x};
+  reduce_row<Op, Threads>(one, slots);
+  return one[0];
 }
 
 }  // namespace tigon::cuda

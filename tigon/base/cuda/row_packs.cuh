@@ -23,15 +23,15 @@ struct Row {
   __device__ __forceinline__ bool has(int c) const { return c >= 0 && c < cols; }
 };
 
-// Packs are held as the words they arrived in. Not through the read-only path: the gradient may take the logits' place.
+// Packs are held as the words they arrived in, `fill` where the row is not. Not through the read-only path: the gradient may take the logits' place.
 template <class T>
-__device__ __forceinline__ uint4 fetch(const Row<const T>& row, int k) {
+__device__ __forceinline__ uint4 fetch(const Row<const T>& row, int k, float fill = -INFINITY) {
   constexpr int N = Row<T>::N;
   if (row.whole(k)) return *reinterpret_cast<const uint4*>(row.base + int64_t(k) * N);
   Pack<T, N> pack;
 #pragma unroll
   for (int j = 0; j < N; ++j)
-    pack.v[j] = row.has(row.column(k) + j) ? row.base[int64_t(k) * N + j] : narrow<T>(-INFINITY);
+    pack.v[j] = row.has(row.column(k) + j) ? row.base[int64_t(k) * N + j] : narrow<T>(fill);
   return *reinterpret_cast<const uint4*>(&pack);
 }
 

@@ -7,6 +7,8 @@
 // L2.
 #pragma once
 
+#include <initializer_list>
+
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/reduce.cuh"
 #include "tigon/base/cuda/vec.cuh"
@@ -26,6 +28,9 @@ struct RowShape {
 // A kernel's ladder of shapes, shortest rows first.
 template <class... Shapes>
 struct RowShapes {
+  template <class Longer>
+  using with = RowShapes<Shapes..., Longer>;
+
   // fn(RowShape<...>{}) for the first shape that holds `packs`; false when the row is too long for registers.
   template <class Fn>
   static bool pick(int64_t packs, Fn&& fn) {
@@ -53,8 +58,9 @@ struct RowTile {
   }
 };
 
-// out[c] = sum over p < partials of rows[p * cols + c]: the last step of a deterministic column reduction. Fixed order.
-void sum_partials(const char* op, Context& ctx, const float* rows, int64_t partials, int64_t cols,
-                  const Vector& out);
+// Sums over p < partials of rows[p]: the last step of a deterministic column reduction, in fixed order. A row holds the `outs`
+// side by side, as many numbers as each one's size; one without data is not wanted.
+void sum_partials(const char* op, Context& ctx, const float* rows, int64_t partials,
+                  std::initializer_list<Vector> outs);
 
 }  // namespace tigon::cuda

@@ -82,6 +82,15 @@ struct alignas(sizeof(T) * N <= 16 ? sizeof(T) * N : 16) Pack {
   }
 };
 
+// Values after a round trip through storage type T, two at a time.
+template <class T, int N>
+__device__ __forceinline__ void round_all(float (&x)[N]) {
+  Pack<T, N> rounded;
+  rounded.set(x);
+#pragma unroll
+  for (int i = 0; i < N; ++i) x[i] = rounded[i];
+}
+
 // The same pack, which the compiler must take for another (`zero` is a 0 that it does not know). Taking a pack apart twice
 // then holds its words in between, not the fp32 values of the first time at twice the registers.
 template <class T, int N>

@@ -4,23 +4,12 @@
 #include "tigon/base/require.h"
 
 namespace tigon {
-namespace {
-
-void check_weight(const char* op, const Matrix& x, const Vector& weight) {
-  if (!weight) return;
-  TIGON_CHECK(op, weight.size == x.cols, "weight must be [", x.cols, "], got [", weight.size, "]");
-  TIGON_CHECK(op, weight.dtype == x.dtype || weight.dtype == DType::f32, "weight must be ", name_of(x.dtype),
-              " or float32, got ", name_of(weight.dtype));
-}
-
-}  // namespace
-
 void rms_norm_fwd(Context& ctx, const RmsNormFwd& a) {
   const char* op = "rms_norm";
   require_float(op, "x", a.x.dtype);
   TIGON_CHECK(op, a.x.cols >= 1, "x must have at least one column, got ", a.x.cols);
   TIGON_CHECK(op, a.eps >= 0.0f, "eps must be >= 0, got ", a.eps);
-  check_weight(op, a.x, a.weight);
+  require_parameter(op, "weight", a.weight, a.x);
   DType y = rms_norm_result(a.x.dtype, a.weight ? a.weight.dtype : a.x.dtype, a.rounding);
   require_matrix(op, "y", a.y, a.x.rows, a.x.cols, y);
   require_vector(op, "rstd", a.rstd, a.x.rows, DType::f32);
@@ -32,7 +21,7 @@ void rms_norm_bwd(Context& ctx, const RmsNormBwd& a) {
   const char* op = "rms_norm_bwd";
   require_float(op, "x", a.x.dtype);
   TIGON_CHECK(op, a.x.cols >= 1, "x must have at least one column, got ", a.x.cols);
-  check_weight(op, a.x, a.weight);
+  require_parameter(op, "weight", a.weight, a.x);
   DType y = rms_norm_result(a.x.dtype, a.weight ? a.weight.dtype : a.x.dtype, a.rounding);
   require_matrix(op, "dy", a.dy, a.x.rows, a.x.cols, y);
   require_vector(op, "rstd", a.rstd, a.x.rows, DType::f32);

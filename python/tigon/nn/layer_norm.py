@@ -1,0 +1,51 @@
+"""LayerNorm as a module."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tigon.ops.layer_norm import layer_norm
+
+
+class LayerNorm(nn.Module):
+    """:func:`tigon.layer_norm` with learned weight and bias, :class:`torch.nn.LayerNorm` over one dimension.
+
+    Args:
+        hidden_size: size C of the last dimension.
+        eps: added to the variance.
+        elementwise_affine: ``False`` for neither weight nor bias.
+        bias: ``False`` for a weight alone.
+
+    Shape: ``[..., C] -> [..., C]``.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        *,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        self.hidden_size, self.eps = hidden_size, eps
+        for name, there, fill in (
+            ("weight", elementwise_affine, 1.0),
+            ("bias", elementwise_affine and bias, 0.0),
+        ):
+            value = (
+                nn.Parameter(torch.full((hidden_size,), fill, device=device, dtype=dtype)) if there else None
+            )
+            self.register_parameter(name, value)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return layer_norm(x, self.weight, self.bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.hidden_size}, eps={self.eps}, elementwise_affine={self.weight is not None}, "
+            f"bias={self.bias is not None}"
+        )

@@ -1,0 +1,81 @@
+"""Dynamic Tanh (Zhu et al. 2025, eq. 1). Contract: ``tigon/ops/dyt/dyt.h``."""
+
+from __future__ import annotations
+
+import torch
+
+from tigon._op import Op, has_kernel, raw
+from tigon.error import check
+from tigon.ops.columns import check_columns, columns_for
+
+
+def reference(x, alpha, weight=None, bias=None):
+    """The same formula in plain PyTorch operations (any float dtype, any device)."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = torch.tanh(alpha.to(wide) * x.to(wide))
+    y = y if weight is None else y * weight.to(wide)
+    return (y if bias is None else y + bias.to(wide)).to(x.dtype)
+
+
+def _fake(x, alpha, weight, bias):
+    return x.new_empty(x.shape)
+
+
+def _fake_bwd(dy, x, alpha, weight, need_dx, need_dalpha, need_dweight, need_dbias):
+    dx = x.new_empty(x.shape if need_dx else (0,))
+    dalpha = alpha.new_empty(alpha.shape if need_dalpha else (0,))
+    return dx, dalpha, *(alpha.new_empty(x.shape[-1] if n else 0) for n in (need_dweight, need_dbias))
+
+
+_bwd = raw("dyt_bwd", _fake_bwd)
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:3])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dy):
+    need = ctx.needs_input_grad
+    if dy is None:
+        return None, None, None, None
+    call = torch.ops.tigon.dyt_bwd if torch.compiler.is_compiling() else _bwd
+    gradients = call(dy, *ctx.saved_tensors, *need)
+    return tuple(g if wanted else None for g, wanted in zip(gradients, need, strict=True))
+
+
+_op = Op("dyt", fake=_fake, setup_context=_setup_context, backward=_backward)
+
+
+def dyt(
+    x: torch.Tensor,
+    alpha: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Dynamic Tanh, a layer in the place of a norm: ``tanh(alpha * x) * weight + bias``.
+
+    Args:
+        x: ``[..., C]`` float32, bfloat16 or float16, any leading strides (rows dense, or copied once).
+            float64 runs the eager reference.
+        alpha: one element, any number of dimensions.
+        weight, bias: ``[C]`` or ``None``. The three are of x's dtype or float32; of different dtypes, or of
+            another one, all are taken as float32.
+
+    Returns:
+        ``[..., C]`` in x's dtype, contiguous, rounded once. Differentiable in x, alpha, weight and bias;
+        accumulation in float32; bitwise deterministic.
+
+    Raises:
+        tigon.Error: shape, dtype or device does not fit.
+
+    Source: Zhu et al. 2025, "Transformers without Normalization", eq. 1, arXiv:2503.10622.
+    """
+    check("dyt", x.is_floating_point(), "x must be a float tensor, got {}", x.dtype)
+    check("dyt", x.dim() > 0, "x must have at least one dimension, got 0")
+    check("dyt", alpha.numel() == 1, "alpha must have one element, got {}", alpha.numel())
+    check("dyt", alpha.is_floating_point(), "alpha must be a float tensor, got {}", alpha.dtype)
+    check_columns("dyt", x, weight=weight, bias=bias)
+    if not has_kernel("dyt", x, alpha, weight, bias):
+        return reference(x, alpha, weight, bias)
+    return _op(x, *columns_for(x, alpha, weight, bias))

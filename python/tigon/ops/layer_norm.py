@@ -1,0 +1,88 @@
+"""LayerNorm (Ba, Kiros & Hinton 2016, eq. 4). Contract: ``tigon/ops/layer_norm/layer_norm.h``."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tigon._op import Op, has_kernel, raw
+from tigon.error import check
+from tigon.ops.columns import check_columns, columns_for
+
+
+def reference(x, weight=None, bias=None, eps=1e-5):
+    """The same formula in plain PyTorch operations (any float dtype, any device)."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    weight, bias = (None if v is None else v.to(wide.dtype) for v in (weight, bias))
+    return F.layer_norm(wide, x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+
+def _fake(x, weight, bias, eps):
+    rows = x.numel() // x.shape[-1]
+    statistics = [x.new_empty(rows, dtype=torch.float32) for _ in range(2)]
+    return x.new_empty(x.shape), *statistics
+
+
+def _fake_bwd(dy, x, weight, bias, mean, rstd, need_dx, need_dweight, need_dbias):
+    dx = x.new_empty(x.shape if need_dx else (0,))
+    dweight = weight.new_empty(weight.shape) if need_dweight else x.new_empty(0)
+    return dx, dweight, bias.new_empty(bias.shape) if need_dbias else x.new_empty(0)
+
+
+_bwd = raw("layer_norm_bwd", _fake_bwd)
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, bias, _ = inputs
+    ctx.save_for_backward(x, weight, bias, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dy, *_):
+    if dy is None:
+        return None, None, None, None
+    need = ctx.needs_input_grad[:3]
+    call = torch.ops.tigon.layer_norm_bwd if torch.compiler.is_compiling() else _bwd
+    gradients = call(dy, *ctx.saved_tensors, *need)
+    return *(g if wanted else None for g, wanted in zip(gradients, need, strict=True)), None
+
+
+_op = Op("layer_norm", fake=_fake, setup_context=_setup_context, backward=_backward)
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Layer normalisation over the last dimension.
+
+    ``(x - mean(x)) * rsqrt(var(x) + eps) * weight + bias``
+
+    Args:
+        x: ``[..., C]`` float32, bfloat16 or float16, any leading strides (rows dense, or copied once).
+            float64 runs the eager reference.
+        weight: ``[C]`` or ``None``; x's dtype or float32 (any other float dtype is converted).
+        bias: ``[C]`` or ``None``; likewise. Of different dtypes, both are taken as float32.
+        eps: added to the variance, >= 0.
+
+    Returns:
+        ``[..., C]`` in x's dtype, contiguous, rounded once, as :func:`torch.nn.functional.layer_norm`.
+        Differentiable in x, weight and bias; accumulation in float32, the variance about the mean; bitwise
+        deterministic.
+
+    Raises:
+        tigon.Error: shape, dtype, device or eps does not fit.
+
+    Source: Ba, Kiros & Hinton 2016, "Layer Normalization", eq. 4.
+    """
+    check("layer_norm", x.is_floating_point(), "x must be a float tensor, got {}", x.dtype)
+    check("layer_norm", x.dim() > 0, "x must have at least one dimension, got 0")
+    check_columns("layer_norm", x, weight=weight, bias=bias)
+    check("layer_norm", eps >= 0, "eps must be >= 0, got {}", eps)
+    if not has_kernel("layer_norm", x, weight, bias):
+        return reference(x, weight, bias, eps)
+    weight, bias = columns_for(x, weight, bias)
+    return _op(x, weight, bias, eps)[0]

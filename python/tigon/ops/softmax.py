@@ -1,0 +1,65 @@
+"""Softmax (Bridle 1990). Contract: ``tigon/ops/softmax/softmax.h``."""
+
+from __future__ import annotations
+
+import torch
+
+from tigon._op import Op, has_kernel, raw
+from tigon.error import check
+
+
+def reference(x):
+    """The same formula in plain PyTorch operations (any float dtype, any device)."""
+    return torch.softmax(x, -1, torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
+
+
+def _fake(x):
+    return x.new_empty(x.shape)
+
+
+def _fake_bwd(dy, y):
+    return y.new_empty(y.shape)
+
+
+_bwd = raw("softmax_bwd", _fake_bwd)
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dy):
+    if dy is None:
+        return None
+    (y,) = ctx.saved_tensors
+    call = torch.ops.tigon.softmax_bwd if torch.compiler.is_compiling() else _bwd
+    return call(dy, y)
+
+
+_op = Op("softmax", fake=_fake, setup_context=_setup_context, backward=_backward)
+
+
+def softmax(x: torch.Tensor) -> torch.Tensor:
+    """Softmax over the last dimension, ``exp(x) / sum(exp(x))``.
+
+    Args:
+        x: ``[..., C]`` float32, bfloat16 or float16, any leading strides (rows dense, or copied once).
+            float64 runs the eager reference.
+
+    Returns:
+        ``[..., C]`` in x's dtype, contiguous. Differentiable (the result is kept for the backward);
+        arithmetic in float32, rounded once; bitwise deterministic. Entries of ``-inf`` give 0; a row of
+        nothing else is NaN.
+
+    Raises:
+        tigon.Error: x is no float tensor.
+
+    Source: Bridle 1990, "Probabilistic interpretation of feedforward classification network outputs".
+    """
+    check("softmax", x.is_floating_point(), "x must be a float tensor, got {}", x.dtype)
+    if not has_kernel("softmax", x):
+        return reference(x)
+    if x.dim() == 0:
+        return _op(x.reshape(1)).reshape(())
+    return _op(x)

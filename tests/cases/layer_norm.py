@@ -1,0 +1,168 @@
+"""Cases of layer_norm: y = (x - mean) / sqrt(var + eps) * weight + bias."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from .case import Case, Inputs, Maker, itemsize, norm_bench_cases, params, test_case
+
+NAME = "layer_norm"
+
+DEFAULTS = {
+    "shape": (4, 64),
+    "weight": True,
+    "bias": True,
+    "eps": 1e-5,
+    "layout": "contiguous",
+    "weight_layout": "contiguous",
+    "grad_layout": "contiguous",
+    "fill": None,  # "nan": one row holds a NaN; "inf": an infinity; "constant": one row of equal numbers
+    "scale": 1.0,
+    "mean": 0.5,
+    "grads": (0, 1, 2),
+}
+
+CASES = [
+    test_case("4x64"),
+    test_case("odd_3x7", small=True, shape=(3, 7)),
+    test_case("one_row", shape=(1, 1000)),
+    test_case("one_column", shape=(5, 1)),
+    test_case("vector", shape=(96,)),
+    test_case("empty", shape=(0, 64)),
+    test_case("empty_inner", shape=(3, 0, 64)),
+    test_case("rank4_odd", shape=(2, 3, 5, 33)),
+    test_case("heads", shape=(2, 4, 31, 128), layout="heads", grad_layout="heads"),
+    test_case("tall", shape=(531, 64)),
+    test_case("129x384", shape=(129, 384)),
+    test_case("9x2048", shape=(9, 2048)),
+    test_case("5x4096", shape=(5, 4096)),
+    test_case("5x4097", shape=(5, 4097)),
+    test_case("3x8192", shape=(3, 8192)),
+    test_case("3x16384", shape=(3, 16384)),
+    test_case("2x24576", shape=(2, 24576)),
+    test_case("wide", shape=(2, 70001)),
+    test_case("rows", shape=(9, 130), layout="rows", grad_layout="rows"),
+    test_case("columns", shape=(9, 130), layout="columns", grad_layout="columns"),
+    test_case("transposed", shape=(9, 130), layout="transposed", grad_layout="transposed"),
+    test_case("misaligned", shape=(7, 256), layout="offset1", grad_layout="offset1"),
+    test_case("misaligned_weight", shape=(7, 256), weight_layout="offset1"),
+    test_case("strided_weight", shape=(7, 256), weight_layout="columns"),
+    test_case("grad_expanded", shape=(7, 256), grad_layout="expanded"),
+    test_case("no_bias", small=True, shape=(9, 257), bias=False),
+    test_case("no_weight", shape=(9, 257), weight=False),
+    test_case("plain", small=True, shape=(9, 257), weight=False, bias=False),
+    test_case("frozen_weight", shape=(9, 257), grads=(0, 2)),
+    test_case("frozen_bias", shape=(9, 257), grads=(0, 1)),
+    test_case("frozen_input", shape=(9, 257), grads=(1, 2)),
+    test_case("only_bias", shape=(9, 257), grads=(2,)),
+    test_case("eps_large", shape=(9, 257), eps=0.5),
+    test_case("eps_zero", shape=(9, 257), eps=0.0),
+    # Where E[x^2] - E[x]^2 would have no digits left.
+    test_case("far_from_zero", shape=(9, 257), mean=1000.0),
+    test_case("far_from_zero_long", shape=(2, 70001), mean=1000.0),
+    test_case("small_values", shape=(9, 257), scale=1e-3, mean=0.0),
+    test_case("nan_row", shape=(5, 130), fill="nan"),
+    test_case("inf_row", shape=(5, 130), fill="inf", grad=False),
+    test_case("constant_row", shape=(5, 130), fill="constant"),
+    *norm_bench_cases(),
+]
+
+
+def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
+    """Draw the inputs of a case."""
+    p = params(case, DEFAULTS)
+    draw = Maker(case, device, dtype, seed)
+    x = draw.randn(*p["shape"], layout=p["layout"], scale=p["scale"], mean=p["mean"])
+    if p["fill"] is not None:
+        row = x.view(-1, x.shape[-1])[1]
+        if p["fill"] == "constant":
+            row.fill_(0.75)
+        else:
+            row[3] = float(p["fill"])
+    weight = bias = None
+    if p["weight"]:
+        weight = draw.randn(p["shape"][-1], layout=p["weight_layout"], scale=0.3, mean=1.0)
+    if p["bias"]:
+        bias = draw.randn(p["shape"][-1], layout=p["weight_layout"], scale=0.3)
+    grad = draw.randn(*p["shape"], layout=p["grad_layout"])
+    args = (x, weight, bias)
+    return Inputs(
+        args=args,
+        kwargs={"eps": p["eps"]},
+        grads=tuple(i for i in p["grads"] if args[i] is not None),
+        grad_outputs=(grad,),
+    )
+
+
+def tigon_fn(x, weight, bias, *, eps):
+    """Tigon's own."""
+    import tigon
+
+    return tigon.layer_norm(x, weight, bias, eps)
+
+
+def eager_fn(x, weight, bias, *, eps):
+    """torch's own."""
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def oracle_fn(x, weight, bias, *, eps):
+    """The formula, for fp64."""
+    centred = x - x.sum(-1, keepdim=True) / x.shape[-1]
+    h = centred / torch.sqrt((centred * centred).sum(-1, keepdim=True) / x.shape[-1] + eps)
+    h = h if weight is None else h * weight
+    return h if bias is None else h + bias
+
+
+def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
+    """Read x, write y."""
+    return 2 * math.prod(case.params["shape"]) * itemsize(dtype)
+
+
+def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
+    """Read x and dy, write dx; the gradients of weight and bias are rows."""
+    return 3 * math.prod(case.params["shape"]) * itemsize(dtype)
+
+
+def flops_fwd(case: Case) -> int:
+    """Memory bound."""
+    return 0
+
+
+def flops_bwd(case: Case) -> int:
+    """Memory bound."""
+    return 0
+
+
+def _aten(case, inputs):
+    return eager_fn
+
+
+def _liger(case, inputs):
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+    if inputs.args[1] is None or inputs.args[2] is None:
+        return None
+
+    def fn(x, weight, bias, *, eps):
+        return LigerLayerNormFunction.apply(x, weight, bias, eps)
+
+    return fn
+
+
+def _quack(case, inputs):
+    from quack import layernorm
+
+    if inputs.args[1] is None:
+        return None
+
+    def fn(x, weight, bias, *, eps):
+        return layernorm(x, weight.float(), None if bias is None else bias.float(), eps)
+
+    return fn
+
+
+PEERS = {"aten": _aten, "liger": _liger, "quack": _quack}

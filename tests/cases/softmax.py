@@ -1,0 +1,131 @@
+"""Cases of softmax over the last dimension."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from .case import Case, Inputs, Maker, bench_case, itemsize, norm_bench_cases, params, test_case
+
+NAME = "softmax"
+
+DEFAULTS = {
+    "shape": (4, 64),
+    "layout": "contiguous",
+    "grad_layout": "contiguous",
+    "scale": 2.0,
+    "mean": 0.0,
+    "fill": None,
+}
+
+CASES = [
+    test_case("4x64", small=True),
+    test_case("odd_3x7", small=True, shape=(3, 7)),
+    test_case("one_row", shape=(1, 1000)),
+    test_case("one_column", shape=(5, 1)),
+    test_case("scalar", shape=()),
+    test_case("vector", shape=(97,)),
+    test_case("empty", shape=(0, 64)),
+    test_case("empty_columns", shape=(3, 0)),
+    test_case("rank4", shape=(2, 3, 5, 33)),
+    test_case("tall", shape=(331, 64)),
+    test_case("33x384", shape=(33, 384)),
+    test_case("5x4097", shape=(5, 4097)),
+    test_case("3x16384", shape=(3, 16384)),
+    test_case("2x30001", shape=(2, 30001)),
+    test_case("cluster", shape=(3, 70001)),
+    test_case("longest", shape=(1, 270001)),
+    test_case("rows", shape=(9, 130), layout="rows", grad_layout="rows"),
+    test_case("columns", shape=(9, 130), layout="columns", grad_layout="columns"),
+    test_case("transposed", shape=(9, 130), layout="transposed", grad_layout="transposed"),
+    test_case("misaligned", shape=(7, 256), layout="offset1", grad_layout="offset1"),
+    test_case("misaligned_x", shape=(7, 257), layout="offset1"),
+    test_case("misaligned_grad", shape=(7, 256), grad_layout="offset1"),
+    test_case("grad_expanded", shape=(7, 256), grad_layout="expanded"),
+    test_case("sharp", shape=(7, 256), scale=40.0),
+    test_case("far_from_zero", shape=(7, 256), mean=1000.0),
+    test_case("masked", shape=(5, 130), fill="masked"),
+    test_case("masked_long", shape=(2, 270001), fill="masked"),
+    test_case("nothing_left", shape=(5, 130), fill="-inf"),
+    test_case("nan_row", shape=(5, 130), fill="nan"),
+    test_case("inf_row", shape=(5, 130), fill="inf"),
+    *norm_bench_cases(),
+    bench_case("64x1048576", shape=(64, 1048576)),
+]
+
+
+def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
+    """Draw the inputs of a case."""
+    p = params(case, DEFAULTS)
+    draw = Maker(case, device, dtype, seed)
+    shape = p["shape"]
+    x = draw.randn(*shape, layout=p["layout"], scale=p["scale"], mean=p["mean"])
+    if p["fill"] == "masked":  # a causal mask's triangle
+        x.masked_fill_(torch.ones_like(x, dtype=torch.bool).triu(x.shape[-1] - 20), -math.inf)
+        x[-1, :100] = -math.inf
+    elif p["fill"] == "-inf":
+        x[1].fill_(-math.inf)
+    elif p["fill"] is not None:
+        x[1, 3] = float(p["fill"])
+    return Inputs(args=(x,), grads=(0,), grad_outputs=(draw.randn(*shape, layout=p["grad_layout"]),))
+
+
+def tigon_fn(x):
+    """Tigon's own."""
+    import tigon
+
+    return tigon.softmax(x)
+
+
+def eager_fn(x):
+    """torch's own."""
+    return F.softmax(x, -1)
+
+
+def oracle_fn(x):
+    """The formula, for fp64."""
+    if x.numel() == 0:
+        return x * 1.0
+    e = torch.exp(x - x.detach().amax(-1, keepdim=True))
+    return e / e.sum(-1, keepdim=True)
+
+
+def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
+    """Read x, write y."""
+    return 2 * math.prod(case.params["shape"]) * itemsize(dtype)
+
+
+def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
+    """Read y and dy, write dx."""
+    return 3 * math.prod(case.params["shape"]) * itemsize(dtype)
+
+
+def flops_fwd(case: Case) -> int:
+    """Memory bound."""
+    return 0
+
+
+def flops_bwd(case: Case) -> int:
+    """Memory bound."""
+    return 0
+
+
+def _aten(case, inputs):
+    return eager_fn
+
+
+def _liger(case, inputs):
+    from liger_kernel.ops.softmax import LigerSoftmaxFunction
+
+    return LigerSoftmaxFunction.apply
+
+
+def _quack(case, inputs):
+    from quack import softmax
+
+    return softmax
+
+
+PEERS = {"aten": _aten, "liger": _liger, "quack": _quack}

@@ -1,0 +1,224 @@
+"""The norms, softmax and dyt beyond the cases: refusals, gradients on demand, in place, determinism."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+
+import pytest
+import torch
+from checks import same_bits
+from native import bits_under
+
+import tigon
+
+# op: its arguments on a device (float tensors all), and the operator's arguments after them
+ARGUMENTS = {
+    "layer_norm": (("x", "weight", "bias"), (1e-5,)),
+    "add_rms_norm": (("x", "residual", "weight"), (1e-6, 0.0, 0)),
+    "gated_rms_norm": (("x", "gate", "weight"), (1e-6, 20, False, 0, 0.0, 0)),
+    "softmax": (("x",), ()),
+    "dyt": (("x", "alpha", "weight", "bias"), ()),
+}
+ROWS = ("x", "residual", "gate")
+
+
+def _draw(op, device, dtype=torch.float32, rows=6, columns=40):
+    def one(name):
+        shape = (rows, columns) if name in ROWS else (1,) if name == "alpha" else (columns,)
+        return torch.randn(shape).to(device, dtype)
+
+    return [one(name) for name in ARGUMENTS[op][0]]
+
+
+def _first(result):
+    return result[0] if isinstance(result, tuple) else result
+
+
+BAD = {
+    "layer_norm weight": (lambda x, w: tigon.layer_norm(x, w[:5]), r"weight must be \[8\], got \[5\]"),
+    "layer_norm bias": (lambda x, w: tigon.layer_norm(x, None, w[None]), r"bias must be \[8\], got \[1, 8\]"),
+    "layer_norm eps": (lambda x, w: tigon.layer_norm(x, eps=-1.0), r"eps must be >= 0, got -1.0"),
+    "layer_norm dtype": (
+        lambda x, w: tigon.layer_norm(x.long()),
+        r"x must be a float tensor, got torch.int64",
+    ),
+    "layer_norm columns": (
+        lambda x, w: tigon.layer_norm(x[:, :0]),
+        r"x must have at least one column, got 0",
+    ),
+    "add residual": (
+        lambda x, w: tigon.add_rms_norm(x, x[:2], w),
+        r"residual must be \[4, 8\], got \[2, 8\]",
+    ),
+    "add dtype": (lambda x, w: tigon.add_rms_norm(x, x.half(), w), r"residual must be torch.float32, got"),
+    "add rounding": (lambda x, w: tigon.add_rms_norm(x, x, w, rounding="b"), r"rounding must be one of"),
+    "add in place": (
+        lambda x, w: tigon.add_rms_norm(x, x.t().contiguous().t(), w, inplace=True),
+        r"residual must have dense rows to be written in place",
+    ),
+    "gated gate": (lambda x, w: tigon.gated_rms_norm(x, x[:, :4], w), r"gate must be \[4, 8\], got \[4, 4\]"),
+    "gated group": (
+        lambda x, w: tigon.gated_rms_norm(x, x, w, group_size=3),
+        r"group_size must divide 8, got 3",
+    ),
+    "gated act": (
+        lambda x, w: tigon.gated_rms_norm(x, x, w, activation="relu"),
+        r"activation must be one of",
+    ),
+    "gated rounding": (
+        lambda x, w: tigon.gated_rms_norm(x, x, w, rounding="none"),
+        r"rounding must be 'llama'",
+    ),
+    "softmax dtype": (lambda x, w: tigon.softmax(x.long()), r"x must be a float tensor, got torch.int64"),
+    "dyt alpha": (lambda x, w: tigon.dyt(x, w), r"alpha must have one element, got 8"),
+    "dyt bias": (lambda x, w: tigon.dyt(x, w[:1], w, w[:3]), r"bias must be \[8\], got \[3\]"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refusals(name, device):
+    call, message = BAD[name]
+    with pytest.raises(tigon.Error, match=message):
+        call(torch.randn(4, 8, device=device), torch.randn(8, device=device))
+
+
+@pytest.mark.parametrize("op", ARGUMENTS)
+def test_only_the_gradients_that_are_asked_for(op, device):
+    """Every combination of arguments that need one, each with the bits of the full backward."""
+    fn, values = getattr(tigon, op), _draw(op, device)
+    dy = torch.randn(6, 40, device=device)
+    leaves = [v.clone().requires_grad_() for v in values]
+    full = torch.autograd.grad(_first(fn(*leaves)), leaves, dy)
+    for needs in itertools.product([False, True], repeat=len(values)):
+        leaves = [v.clone().requires_grad_(need) for v, need in zip(values, needs, strict=True)]
+        y = _first(fn(*leaves))
+        assert y.requires_grad == any(needs)
+        if y.requires_grad:
+            y.backward(dy)
+        for leaf, need, want in zip(leaves, needs, full, strict=True):
+            assert same_bits(leaf.grad, want if need else None)
+
+
+@pytest.mark.parametrize("op", ARGUMENTS)
+def test_double_backward_is_refused(op, device):
+    leaves = [v.requires_grad_() for v in _draw(op, device)]
+    (g,) = torch.autograd.grad(_first(getattr(tigon, op)(*leaves)).sum(), leaves[:1], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
+        g.sum().backward()
+
+
+@pytest.mark.parametrize("op", ARGUMENTS)
+def test_opcheck(op, device):
+    values = [v.requires_grad_() for v in _draw(op, device, torch.bfloat16)]
+    torch.library.opcheck(getattr(torch.ops.tigon, op).default, (*values, *ARGUMENTS[op][1]))
+
+
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("op", [op for op in ARGUMENTS if op != "softmax"])
+def test_dtypes_of_parameters(op, parameters, device):
+    """Results and gradients in the dtypes of the reference and of their arguments."""
+    fn, names = getattr(tigon, op), ARGUMENTS[op][0]
+    leaves = [
+        v.to(torch.bfloat16 if name in ROWS else parameters).requires_grad_()
+        for v, name in zip(_draw(op, device), names, strict=True)
+    ]
+    y = _first(fn(*leaves))
+    reference = importlib.import_module(f"tigon.ops.{op}").reference
+    assert y.dtype == _first(reference(*leaves)).dtype
+    for leaf, grad in zip(leaves, torch.autograd.grad(y, leaves, torch.ones_like(y)), strict=True):
+        assert grad.dtype == leaf.dtype
+
+
+def test_bias_and_weight_of_two_dtypes(device):
+    x = torch.randn(3, 8, device=device).bfloat16()
+    weight, bias = torch.randn(8, device=device), torch.randn(8, device=device).bfloat16()
+    assert same_bits(tigon.layer_norm(x, weight, bias), tigon.layer_norm(x, weight, bias.float()))
+
+
+def test_add_in_place(device):
+    """The sum takes the residual's place, with the same results and gradients."""
+    x, residual, weight = _draw("add_rms_norm", device, torch.bfloat16)
+    dy, dh = torch.randn(2, 6, 40, device=device).bfloat16()
+    apart = [v.clone().requires_grad_() for v in (x, residual, weight)]
+    y, h = tigon.add_rms_norm(*apart)
+    want = torch.autograd.grad((y, h), apart, (dy, dh))
+    leaves = [v.clone().requires_grad_() for v in (x, residual, weight)]
+    stream = leaves[1] * 1
+    y_in, h_in = tigon.add_rms_norm(leaves[0], stream, leaves[2], inplace=True)
+    assert h_in.data_ptr() == stream.data_ptr()
+    assert same_bits(y_in.detach(), y.detach()) and same_bits(h_in.detach(), h.detach())
+    assert all(map(same_bits, torch.autograd.grad((y_in, h_in), leaves, (dy, dh)), want))
+    kept = residual.clone()
+    with torch.no_grad():
+        assert tigon.add_rms_norm(x, kept, weight, inplace=True)[1] is kept
+    assert same_bits(kept, h.detach())
+
+
+def test_add_in_place_compiled(device):
+    torch._dynamo.reset()
+    x, residual, weight = _draw("add_rms_norm", device)
+    want = tigon.add_rms_norm(x, residual, weight)
+    compiled = torch.compile(tigon.add_rms_norm, fullgraph=True, backend="aot_eager")
+    got = compiled(x, residual, weight, inplace=True)
+    assert all(map(same_bits, got, want)) and same_bits(residual, want[1])
+
+
+def test_add_with_one_upstream_gradient(device):
+    """A residual stream that ends, and a norm that nobody reads."""
+    leaves = [v.requires_grad_() for v in _draw("add_rms_norm", device)]
+    y, h = tigon.add_rms_norm(*leaves)
+    d = torch.randn_like(y)
+    dx, dresidual = torch.autograd.grad(h, leaves[:2], d, retain_graph=True)
+    assert same_bits(dx, d) and same_bits(dresidual, d)
+    norm = tigon.rms_norm(h.detach().requires_grad_(), leaves[2])
+    (alone,) = torch.autograd.grad(norm, leaves[2], d)
+    assert same_bits(torch.autograd.grad(y, leaves, d)[2], alone)
+
+
+def test_add_is_the_norm_of_the_sum(device):
+    x, residual, weight = _draw("add_rms_norm", device, torch.bfloat16)
+    y, h = tigon.add_rms_norm(x, residual, weight)
+    assert same_bits(h, x + residual) and same_bits(y, tigon.rms_norm(h, weight))
+
+
+def test_modules(device):
+    x, gate = torch.randn(2, 4, 24, device=device)
+    weight, bias = torch.randn(2, 24, device=device)
+    norm = tigon.nn.LayerNorm(24, device=device)
+    norm.load_state_dict({"weight": weight, "bias": bias})
+    assert same_bits(norm(x), tigon.layer_norm(x, weight, bias)) and "24" in repr(norm)
+    assert tigon.nn.LayerNorm(24, bias=False).bias is None
+    add = tigon.nn.AddRMSNorm(24, 1e-5, device=device)
+    assert same_bits(add(x, gate)[0], tigon.add_rms_norm(x, gate, add.weight, 1e-5)[0])
+    gated = tigon.nn.GatedRMSNorm(24, norm_before_gate=False, group_size=8, device=device)
+    want = tigon.gated_rms_norm(x, gate, gated.weight, norm_before_gate=False, group_size=8)
+    assert same_bits(gated(x, gate), want) and "group_size=8" in repr(gated)
+    dyt = tigon.nn.DyT(24, device=device)
+    assert same_bits(dyt(x), tigon.dyt(x, dyt.alpha, dyt.weight, dyt.bias)) and "0.5" in repr(dyt)
+
+
+SCRIPT = """
+import torch, tigon
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.bfloat16):
+    for shape in ((70, 333), (3, 4099), (3, 16)):
+        x, z, dy = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(3))
+        w, b = (torch.randn(shape[-1]).to(dtype).requires_grad_() for _ in range(2))
+        a = torch.full((1,), 0.5).to(dtype).requires_grad_()
+        for fn, args in (
+            (tigon.layer_norm, (x, w, b)),
+            (tigon.add_rms_norm, (x, z, w)),
+            (tigon.gated_rms_norm, (x, z, w)),
+            (lambda *t: tigon.gated_rms_norm(*t, norm_before_gate=False), (x, z, w)),
+            (tigon.softmax, (x,)),
+            (tigon.dyt, (x, a, w, b)),
+        ):
+            y = fn(*args)
+            y = y[0] if isinstance(y, tuple) else y
+            emit(y, *torch.autograd.grad(y, args, dy.detach()))
+"""
+
+
+def test_same_bits_on_every_instruction_set_and_thread_count():
+    assert len(bits_under(SCRIPT)) == 1

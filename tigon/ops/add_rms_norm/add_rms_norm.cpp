@@ -1,0 +1,40 @@
+#include "tigon/ops/add_rms_norm/add_rms_norm.h"
+
+#include "tigon/base/dispatch.h"
+#include "tigon/base/require.h"
+
+namespace tigon {
+
+void add_rms_norm_fwd(Context& ctx, const AddRmsNormFwd& a) {
+  const char* op = "add_rms_norm";
+  require_float(op, "x", a.x.dtype);
+  TIGON_CHECK(op, a.x.cols >= 1, "x must have at least one column, got ", a.x.cols);
+  TIGON_CHECK(op, a.eps >= 0.0f, "eps must be >= 0, got ", a.eps);
+  require_matrix(op, "residual", a.residual, a.x.rows, a.x.cols, a.x.dtype);
+  require_parameter(op, "weight", a.weight, a.x);
+  DType y = rms_norm_result(a.x.dtype, a.weight ? a.weight.dtype : a.x.dtype, a.rounding);
+  require_matrix(op, "y", a.y, a.x.rows, a.x.cols, y);
+  require_matrix(op, "h", a.h, a.x.rows, a.x.cols, a.x.dtype);
+  require_vector(op, "rstd", a.rstd, a.x.rows, DType::f32);
+  if (a.x.rows == 0) return;
+  on_device(op, ctx, [&] { cpu::add_rms_norm_fwd(ctx, a); }, TIGON_ON_CUDA(cuda::add_rms_norm_fwd(ctx, a)));
+}
+
+void add_rms_norm_bwd(Context& ctx, const AddRmsNormBwd& a) {
+  const char* op = "add_rms_norm_bwd";
+  require_float(op, "h", a.h.dtype);
+  TIGON_CHECK(op, a.h.cols >= 1, "h must have at least one column, got ", a.h.cols);
+  require_parameter(op, "weight", a.weight, a.h);
+  DType y = rms_norm_result(a.h.dtype, a.weight ? a.weight.dtype : a.h.dtype, a.rounding);
+  require_matrix(op, "dy", a.dy, a.h.rows, a.h.cols, y);
+  if (a.dh.data != nullptr) require_matrix(op, "dh", a.dh, a.h.rows, a.h.cols, a.h.dtype);
+  require_vector(op, "rstd", a.rstd, a.h.rows, DType::f32);
+  if (a.dx.data != nullptr) require_matrix(op, "dx", a.dx, a.h.rows, a.h.cols, a.h.dtype);
+  if (a.dweight) {
+    TIGON_CHECK(op, bool(a.weight), "dweight must be absent when weight is, got [", a.dweight.size, "]");
+    require_vector(op, "dweight", a.dweight, a.h.cols, a.weight.dtype);
+  }
+  on_device(op, ctx, [&] { cpu::add_rms_norm_bwd(ctx, a); }, TIGON_ON_CUDA(cuda::add_rms_norm_bwd(ctx, a)));
+}
+
+}  // namespace tigon

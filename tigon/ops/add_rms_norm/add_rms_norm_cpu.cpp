@@ -1,0 +1,46 @@
+#include "tigon/base/norm_rows.h"
+#include "tigon/ops/add_rms_norm/add_rms_norm.h"
+
+namespace tigon::cpu {
+namespace {
+
+struct AddRmsNormScalars {
+  float offset;
+  bool round_h;
+};
+
+}  // namespace
+}  // namespace tigon::cpu
+
+#define TIGON_KERNELS "tigon/ops/add_rms_norm/add_rms_norm_cpu.inc"
+#include "tigon/base/simd/foreach_isa.h"
+
+namespace tigon::cpu {
+
+void add_rms_norm_fwd(Context& ctx, const AddRmsNormFwd& a) {
+  AddRmsNormScalars scalars{a.weight ? a.offset : 0.0f, a.rounding == Rounding::llama};
+  norm_forward(ctx,
+               {.formula = &scalars,
+                .in = {a.x, a.residual},
+                .param = {a.weight},
+                .kept = a.h,
+                .y = a.y,
+                .rstd = a.rstd,
+                .eps = a.eps},
+               TIGON_SELECT(add_rms_norm_table).select(a.x.dtype, a.weight, a.y.dtype));
+}
+
+void add_rms_norm_bwd(Context& ctx, const AddRmsNormBwd& a) {
+  AddRmsNormScalars scalars{a.offset, a.rounding == Rounding::llama};
+  norm_backward(ctx,
+                {.formula = &scalars,
+                 .dy = a.dy,
+                 .in = {a.h, a.dh},
+                 .weight = a.weight,
+                 .rstd = a.rstd,
+                 .out = {a.dx},
+                 .sums = {a.dweight}},
+                TIGON_SELECT(add_rms_norm_table).select(a.h.dtype, a.weight, a.dy.dtype));
+}
+
+}  // namespace tigon::cpu

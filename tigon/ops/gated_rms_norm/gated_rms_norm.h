@@ -1,0 +1,74 @@
+// RMSNorm with a gate: Qwen3-Next's (norm, then gate) and Mamba2's (Dao & Gu 2024, "Transformers are SSMs", section 7.1: gate, then
+// norm by group). RMSNorm: Zhang & Sennrich 2019, eq. 4.
+//
+// Formula     a = act(gate),  act = silu or sigmoid,  rms = (mean over a group of v^2, + eps)^-1/2
+//             norm first: h = x * rms(x),         y = h * (offset + weight) * a
+//             gate first: v = x * a, h = v * rms(v), y = h * (offset + weight)
+// Gradients   norm first: d = dy * a; dx as rms_norm with d for dy; dgate = dy * h * (offset + weight) * act'(gate)
+//             gate first: dv as rms_norm; dx = dv * a; dgate = dv * x * act'(gate);  dweight = sum over rows of h times dy or d
+// Shapes      x, gate, y, dy, dx, dgate [rows, cols], any row stride; a row is cols / group groups, each normalised by itself;
+//             weight, dweight [cols]; rstd [rows * cols / group]
+// Dtypes      x, gate f32 | bf16 | f16, one for both; weight of that dtype or f32; rstd f32; accumulation f32. y in x's dtype,
+//             but gate first with rounding llama in promote(x, weight)
+// Rounding    llama: h is rounded to x's dtype before the weight; norm first rounds h * weight too, to promote(x, weight), before
+//             the gate (Hugging Face Qwen3-Next, Mamba2, Zamba2, ...). gemma: once, at the end (Kimi Linear, Falcon-H1).
+// Saved       x, gate, weight, rstd (4 bytes a group)
+// Aliasing    y may not overlap x or gate; dx and dgate may be dy or the input they belong to, not both one
+// Determinism bitwise: fixed trees inside a group, fixed order over rows
+// Traffic     forward 2 reads + 1 write; backward 3 reads + 2 writes
+// Refused     group that does not divide cols, eps < 0, sizes or dtypes that do not fit: tigon::Error before anything is written
+#pragma once
+
+#include "tigon/ops/rms_norm/rms_norm.h"
+
+namespace tigon {
+
+enum class GateAct : int { silu = 0, sigmoid = 1 };
+
+struct GatedRmsNorm {  // what forward and backward share
+  int64_t group = 0;   // columns normalised together; 0: all
+  bool norm_first = true;
+  GateAct act = GateAct::silu;
+  float offset = 0.0f;
+  Rounding rounding = Rounding::llama;  // llama or gemma
+};
+
+struct GatedRmsNormFwd {
+  Matrix x;
+  Matrix gate;
+  Vector weight;  // empty: none
+  Matrix y;
+  Vector rstd;
+  float eps = 1e-6f;
+  GatedRmsNorm how;
+};
+
+struct GatedRmsNormBwd {
+  Matrix dy;
+  Matrix x;
+  Matrix gate;
+  Vector weight;
+  Vector rstd;
+  Matrix dx, dgate;  // empty: not wanted
+  Vector dweight;    // empty: not wanted
+  GatedRmsNorm how;
+};
+
+TIGON_API void gated_rms_norm_fwd(Context& ctx, const GatedRmsNormFwd& a);
+TIGON_API void gated_rms_norm_bwd(Context& ctx, const GatedRmsNormBwd& a);
+
+// dtype of y (weight_dtype of an absent weight: x_dtype)
+constexpr DType gated_rms_norm_result(DType x, DType weight, const GatedRmsNorm& how) {
+  return how.norm_first ? x : rms_norm_result(x, weight, how.rounding);
+}
+
+namespace cpu {
+void gated_rms_norm_fwd(Context& ctx, const GatedRmsNormFwd& a);
+void gated_rms_norm_bwd(Context& ctx, const GatedRmsNormBwd& a);
+}  // namespace cpu
+namespace cuda {
+void gated_rms_norm_fwd(Context& ctx, const GatedRmsNormFwd& a);
+void gated_rms_norm_bwd(Context& ctx, const GatedRmsNormBwd& a);
+}  // namespace cuda
+
+}  // namespace tigon

@@ -1,0 +1,65 @@
+#include "tigon/base/norm_rows.h"
+#include "tigon/ops/gated_rms_norm/gated_rms_norm.h"
+
+namespace tigon::cpu {
+namespace {
+
+struct GatedScalars {
+  float offset;
+  bool round_h, round_weighted, silu;
+};
+struct GatedTables {
+  NormTable by_order[2];  // [norm first]
+};
+
+}  // namespace
+}  // namespace tigon::cpu
+
+#define TIGON_KERNELS "tigon/ops/gated_rms_norm/gated_rms_norm_cpu.inc"
+#include "tigon/base/simd/foreach_isa.h"
+
+namespace tigon::cpu {
+namespace {
+
+template <class Args>
+GatedScalars scalars_of(const Args& a) {
+  bool llama = a.how.rounding == Rounding::llama;
+  return {.offset = a.weight ? a.how.offset : 0.0f,
+          .round_h = llama,
+          .round_weighted = llama && !(a.weight && a.weight.dtype != a.x.dtype),
+          .silu = a.how.act == GateAct::silu};
+}
+const NormKernels& kernels_for(const GatedRmsNorm& how, DType x, const Vector& weight, DType y) {
+  return TIGON_SELECT(gated_rms_norm_tables).by_order[how.norm_first].select(x, weight, y);
+}
+
+}  // namespace
+
+void gated_rms_norm_fwd(Context& ctx, const GatedRmsNormFwd& a) {
+  GatedScalars scalars = scalars_of(a);
+  norm_forward(ctx,
+               {.formula = &scalars,
+                .in = {a.x, a.gate},
+                .param = {a.weight},
+                .y = a.y,
+                .rstd = a.rstd,
+                .eps = a.eps,
+                .sections = a.x.cols / a.how.group},
+               kernels_for(a.how, a.x.dtype, a.weight, a.y.dtype));
+}
+
+void gated_rms_norm_bwd(Context& ctx, const GatedRmsNormBwd& a) {
+  GatedScalars scalars = scalars_of(a);
+  norm_backward(ctx,
+                {.formula = &scalars,
+                 .dy = a.dy,
+                 .in = {a.x, a.gate},
+                 .weight = a.weight,
+                 .rstd = a.rstd,
+                 .out = {a.dx, a.dgate},
+                 .sums = {a.dweight},
+                 .sections = a.x.cols / a.how.group},
+                kernels_for(a.how, a.x.dtype, a.weight, a.dy.dtype));
+}
+
+}  // namespace tigon::cpu

@@ -1,0 +1,47 @@
+#include "tigon/base/norm_rows.h"
+#include "tigon/ops/layer_norm/layer_norm.h"
+
+namespace tigon::cpu {
+namespace {
+
+struct LayerNormScalars {
+  static constexpr float offset = 0.0f;
+  static constexpr bool round_h = false;
+};
+
+}  // namespace
+}  // namespace tigon::cpu
+
+#define TIGON_KERNELS "tigon/ops/layer_norm/layer_norm_cpu.inc"
+#include "tigon/base/simd/foreach_isa.h"
+
+namespace tigon::cpu {
+
+void layer_norm_fwd(Context& ctx, const LayerNormFwd& a) {
+  LayerNormScalars none;
+  norm_forward(ctx,
+               {.formula = &none,
+                .in = {a.x},
+                .param = {a.weight, a.bias},
+                .y = a.y,
+                .rstd = a.rstd,
+                .mean = a.mean,
+                .eps = a.eps},
+               TIGON_SELECT(layer_norm_table).select(a.x.dtype, a.weight ? a.weight : a.bias, a.y.dtype));
+}
+
+void layer_norm_bwd(Context& ctx, const LayerNormBwd& a) {
+  LayerNormScalars none;
+  norm_backward(ctx,
+                {.formula = &none,
+                 .dy = a.dy,
+                 .in = {a.x},
+                 .weight = a.weight,
+                 .rstd = a.rstd,
+                 .mean = a.mean,
+                 .out = {a.dx},
+                 .sums = {a.dweight, a.dbias}},
+                TIGON_SELECT(layer_norm_table).select(a.x.dtype, a.weight, a.dy.dtype));
+}
+
+}  // namespace tigon::cpu

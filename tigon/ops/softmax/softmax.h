@@ -1,0 +1,42 @@
+// Softmax over the last dimension (Bridle 1990, "Probabilistic interpretation of feedforward classification network outputs").
+//
+// Formula     y = e^(x - m) / sum(e^(x - m)),  m = max(x)
+// Gradients   dx = y * (dy - sum(y * dy))
+// Shapes      x, y, dy, dx [rows, cols], any row stride
+// Dtypes      f32 | bf16 | f16, one for all; arithmetic f32
+// Rounding    once, on store (torch.softmax). A row whose largest is -inf or +inf, or that holds a NaN, is NaN.
+// Saved       y
+// Aliasing    y may be x, dx may be y or dy (same address and stride); no other overlap
+// Determinism bitwise: fixed trees inside a row
+// Traffic     forward 1 read + 1 write; backward 2 reads + 1 write
+// Refused     sizes or dtypes that do not fit: tigon::Error before anything is written
+#pragma once
+
+#include "tigon/base/context.h"
+
+namespace tigon {
+
+struct SoftmaxFwd {
+  Matrix x;
+  Matrix y;
+};
+
+struct SoftmaxBwd {
+  Matrix dy;
+  Matrix y;
+  Matrix dx;
+};
+
+TIGON_API void softmax_fwd(Context& ctx, const SoftmaxFwd& a);
+TIGON_API void softmax_bwd(Context& ctx, const SoftmaxBwd& a);
+
+namespace cpu {
+void softmax_fwd(Context& ctx, const SoftmaxFwd& a);
+void softmax_bwd(Context& ctx, const SoftmaxBwd& a);
+}  // namespace cpu
+namespace cuda {
+void softmax_fwd(Context& ctx, const SoftmaxFwd& a);
+void softmax_bwd(Context& ctx, const SoftmaxBwd& a);
+}  // namespace cuda
+
+}  // namespace tigon
