@@ -7,6 +7,7 @@ into a Hugging Face model. Everything refused raises :class:`tigon.Error` before
 from tigon import nn
 from tigon.error import Error
 from tigon.ops.cross_entropy import cross_entropy
+from tigon.ops.glu import geglu, reglu, swiglu, swiglu_oai
 from tigon.ops.head_memory import linear_cross_entropy_memory
 from tigon.ops.labels import count_labels
 from tigon.ops.linear_cross_entropy import linear_cross_entropy
@@ -15,7 +16,6 @@ from tigon.ops.linear_loss import linear_loss
 from tigon.ops.relu_squared import relu_squared
 from tigon.ops.rms_norm import rms_norm
 from tigon.ops.rope import rope
-from tigon.ops.swiglu import swiglu
 
 __version__ = "0.1.0"
 
@@ -24,15 +24,18 @@ __all__ = [
     "apply",
     "count_labels",
     "cross_entropy",
+    "geglu",
     "linear_cross_entropy",
     "linear_cross_entropy_memory",
     "linear_log_prob",
     "linear_loss",
     "nn",
+    "reglu",
     "relu_squared",
     "rms_norm",
     "rope",
     "swiglu",
+    "swiglu_oai",
     "undo",
 ]
 

@@ -14,7 +14,7 @@ from torch import nn
 from tigon.hf.canonical import Unrecognised, canonical_forward
 from tigon.hf.forward import blocked, plain
 from tigon.hf.structures import ACTIVATIONS, MLPS, match
-from tigon.ops.swiglu import swiglu
+from tigon.ops.glu import swiglu
 
 
 @dataclass(frozen=True)

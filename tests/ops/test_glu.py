@@ -11,7 +11,7 @@ from native import bits_under
 
 import tigon
 from cases.case import lay_out
-from tigon.ops.swiglu import reference
+from tigon.ops.glu import reference
 
 
 def _pair(*shape, device="cpu", dtype=torch.float32, grad=True):
