@@ -33,15 +33,11 @@ def _of_every_kind(kind: str, *, finite: bool = True, **options) -> list[Case]:
     packed = {"packed": True} | own
     cases = [
         test_case(f"{name}_odd", small=True, shape=(3, 7), **own),
-        test_case(f"{name}_129x1031", shape=(129, 1031), **own),
+        test_case(f"{name}_17x1031", shape=(17, 1031), **own),
         test_case(f"{name}_rows", shape=(9, 130), layout="rows", grad_layout="rows", **own),
         test_case(f"{name}_misaligned", shape=(7, 256), layout="offset1", grad_layout="offset1", **own),
         test_case(f"{name}_packed", small=True, shape=(2, 3, 40), **packed),
         test_case(f"{name}_packed_odd", shape=(5, 33), **packed),
-        test_case(f"{name}_packed_rows", shape=(9, 130), layout="rows", grad_layout="rows", **packed),
-        test_case(f"{name}_packed_wide", shape=(2, 20008), **packed),
-        test_case(f"{name}_packed_vector", shape=(97,), **packed),
-        test_case(f"{name}_packed_empty", shape=(3, 0), **packed),
         test_case(f"{name}_saturated", shape=(7, 256), scale=60.0, **own),
         test_case(f"{name}_tiny", shape=(7, 256), scale=1e-3, **own),
         test_case(f"{name}_nan_gate", shape=(5, 130), fill="nan", **own),
@@ -88,6 +84,9 @@ CASES = [
     test_case("inf_row", shape=(5, 130), fill="inf", grad=False),
     test_case("zeros", shape=(5, 130), fill="zero"),
     test_case("packed", small=True, shape=(2, 5, 33), packed=True),
+    test_case("packed_wide", shape=(2, 20008), packed=True),
+    test_case("packed_vector", shape=(97,), packed=True),
+    test_case("packed_empty", shape=(3, 0), packed=True),
     test_case("packed_rows", shape=(9, 128), packed=True, layout="rows"),
     test_case("packed_transposed", shape=(9, 128), packed=True, layout="transposed"),
     test_case("multipliers_packed", shape=(9, 128), packed=True, options={"gate_multiplier": -1.5}),
@@ -96,6 +95,9 @@ CASES = [
     *_of_every_kind("geglu", approximate="none"),
     *_of_every_kind("reglu"),
     *_of_every_kind("swiglu_oai"),
+    test_case("swiglu_oai_wide", shape=(2, 20008), kind="swiglu_oai"),
+    test_case("swiglu_oai_vector", shape=(97,), kind="swiglu_oai"),
+    test_case("swiglu_oai_strided", shape=(9, 128), layout="rows", kind="swiglu_oai"),
     test_case("swiglu_oai_options", kind="swiglu_oai", options={"alpha": 0.5, "limit": 1.5}),
     bench_case("16384x14336", shape=(16384, 14336)),
     bench_case("16384x4096", shape=(16384, 4096)),
@@ -180,7 +182,7 @@ def oracle_fn(
     if kind == "reglu":
         return F.relu(gate) * up  # whose gradient at NaN is the upstream one
     if kind == "geglu" and approximate == "none":
-        return gate * torch.special.ndtr(gate) * up
+        return gate / 2 * torch.erfc(-gate / math.sqrt(2)) * up
     if kind == "geglu":
         return gate / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
     gate = gate_multiplier * gate

@@ -7,10 +7,14 @@
 namespace tigon {
 namespace {
 
-void check_options(const char* op, const GluOptions& o) {
-  TIGON_CHECK(op, int(o.kind) >= 0 && int(o.kind) < kGluKinds, "kind must be one of 0 to ", kGluKinds - 1,
+// The op's name in messages.
+std::string checked_name(const GluOptions& o, const char* direction) {
+  TIGON_CHECK("glu", int(o.kind) >= 0 && int(o.kind) < kGluKinds, "kind must be one of 0 to ", kGluKinds - 1,
               ", got ", int(o.kind));
-  if (o.kind == GluKind::swiglu_oai) TIGON_CHECK(op, o.limit > 0.0f, "limit must be > 0, got ", o.limit);
+  std::string op = std::string(name_of(o.kind)) + direction;
+  if (o.kind == GluKind::swiglu_oai)
+    TIGON_CHECK(op.c_str(), o.limit > 0.0f, "limit must be > 0, got ", o.limit);
+  return op;
 }
 
 // As require_pointwise, for an interleaved matrix of twice as many columns as `narrow` has.
@@ -25,8 +29,8 @@ bool require_interleaved(const char* op, NamedMatrix wide, NamedMatrix narrow) {
 }  // namespace
 
 void glu_fwd(Context& ctx, const GluFwd& a) {
-  check_options("glu", a.options);
-  const char* op = name_of(a.options.kind);
+  std::string name = checked_name(a.options, "");
+  const char* op = name.c_str();
   bool work = a.options.kind == GluKind::swiglu_oai
                   ? require_interleaved(op, {"gate_up", a.gate}, {"y", a.y})
                   : require_pointwise(op, {"gate", a.gate}, {{"up", a.up}, {"y", a.y}});
@@ -34,9 +38,8 @@ void glu_fwd(Context& ctx, const GluFwd& a) {
 }
 
 void glu_bwd(Context& ctx, const GluBwd& a) {
-  check_options("glu_bwd", a.options);
-  std::string named = std::string(name_of(a.options.kind)) + "_bwd";
-  const char* op = named.c_str();
+  std::string name = checked_name(a.options, "_bwd");
+  const char* op = name.c_str();
   bool work;
   if (a.options.kind == GluKind::swiglu_oai) {
     work = require_interleaved(op, {"gate_up", a.gate}, {"dy", a.dy});
