@@ -7,6 +7,7 @@ into a Hugging Face model. Everything refused raises :class:`tigon.Error` before
 from tigon import nn
 from tigon.error import Error
 from tigon.ops.cross_entropy import cross_entropy
+from tigon.ops.divergence import jsd, kl_div, tvd
 from tigon.ops.glu import geglu, reglu, swiglu, swiglu_oai
 from tigon.ops.head_memory import linear_cross_entropy_memory
 from tigon.ops.labels import count_labels
@@ -25,6 +26,8 @@ __all__ = [
     "count_labels",
     "cross_entropy",
     "geglu",
+    "jsd",
+    "kl_div",
     "linear_cross_entropy",
     "linear_cross_entropy_memory",
     "linear_log_prob",
@@ -36,6 +39,7 @@ __all__ = [
     "rope",
     "swiglu",
     "swiglu_oai",
+    "tvd",
     "undo",
 ]
 

@@ -32,6 +32,7 @@ TIGON_FN float exp(float x) {
 }
 // rcp.approx.ftz would flush 1/huge; the division below is exact to 2 ulp for |denominator| < 2^126 and 0 beyond.
 TIGON_FN float sigmoid(float x) { return __fdividef(1.0f, 1.0f + exp(-x)); }
+TIGON_FN float log(float x) { return ::logf(x); }
 TIGON_FN float tanh(float x) { return ::tanhf(x); }
 TIGON_FN float reciprocal(float x) { return __fdividef(1.0f, x); }
 #include "tigon/base/normal.inc"
