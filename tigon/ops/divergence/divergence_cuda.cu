@@ -10,6 +10,8 @@
 //           bytes (or the gradient does not, and is stored element by element).
 //   swept   Longer rows, and rows that lie differently: one block a row, three sweeps, element by element in the second case.
 #include <algorithm>
+#include <array>
+#include <atomic>
 
 #include "tigon/base/cuda/cluster.cuh"
 #include "tigon/base/cuda/launch.cuh"
@@ -358,9 +360,21 @@ bool launch_held(Context& ctx, Params<T> p, int cluster) {
   config.attrs = &attribute;
   config.numAttrs = Cluster ? 1 : 0;
   int room = device_facts().sms * (kThreadsPerSm / Threads);
-  if (Cluster && (cudaOccupancyMaxActiveClusters(&room, kernel, &config) != cudaSuccess || room <= 0)) {
-    cudaGetLastError();
-    return false;
+  if constexpr (Cluster) {
+    // Clusters that run together, by device and size; 0 not asked yet, -1 none.
+    static std::array<std::array<std::atomic<int>, 2>, 64> known;
+    int device = 0;
+    TIGON_CUDA_CHECK(kOp, cudaGetDevice(&device));
+    std::atomic<int>& slot = known[size_t(device) % known.size()][size_t(cluster / kMaxCluster)];
+    room = slot.load(std::memory_order_relaxed);
+    if (room == 0) {
+      if (cudaOccupancyMaxActiveClusters(&room, kernel, &config) != cudaSuccess || room <= 0) {
+        cudaGetLastError();
+        room = -1;
+      }
+      slot.store(room, std::memory_order_relaxed);
+    }
+    if (room < 0) return false;
   }
   config.gridDim = dim3(unsigned(std::min<int64_t>(p.rows, room) * cluster));
   cudaError_t status = cudaLaunchKernelEx(&config, kernel, p);
@@ -377,7 +391,6 @@ void launch_rows(Context& ctx, const Params<T>& p, bool alike, int64_t packs) {
     return device_facts().capability >= 90 && ceil_div(packs, cluster) + 9 <= int64_t(kHeld) * threads;
   };
   if (alike) {
-    if (fits(32)) return void(launch_held<K, T, 32, false>(ctx, p, 1));
     if (fits(128)) return void(launch_held<K, T, 128, false>(ctx, p, 1));
     if (fits(256)) return void(launch_held<K, T, 256, false>(ctx, p, 1));
     if (fits(512)) return void(launch_held<K, T, 512, false>(ctx, p, 1));
