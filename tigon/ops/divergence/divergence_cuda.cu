@@ -4,7 +4,7 @@
 // ex2, against a budget of 42 at the speed of the memory in 16 bits, 84 in 32.
 //
 // Variants
-//   held    A row pair lies in the registers of one block, or of a cluster of 4 or 8 (sm_90 on), four packs of 16 bytes of
+//   held    A row pair lies in the registers of one block, or of a cluster of 4 or 8 (sm_90 on), eight packs of 16 bytes of
 //           each row a thread; all loads are in flight together. Blocks stay: a pack of the next row is asked for as soon as
 //           this row's has been used for the last time. Student, teacher and gradient lie at the same position in their 16
 //           bytes (or the gradient does not, and is stored element by element).
@@ -27,7 +27,7 @@ namespace {
 #include "tigon/ops/divergence/divergence_math.inc"
 
 constexpr const char* kOp = "divergence";
-constexpr int kHeld = 4, kThreadsPerSm = 1024, kMaxCluster = 8, kSweepThreads = 1024;
+constexpr int kHeld = 8, kThreadsPerSm = 512, kMaxCluster = 8, kSweepThreads = 1024;
 
 template <class T>
 struct Params {
@@ -40,6 +40,7 @@ struct Params {
   int cols, slice;  // slice: columns of a block of a cluster
   float beta, slope, factor, gain;
   bool log_probs;
+  uint32_t zero;
 
   __device__ bool ignored(int64_t r) const { return labels != nullptr && labels[r] == ignore_index; }
   __device__ float gain_of(int64_t r) const { return scale != nullptr ? gain * scale[r * scale_step] : gain; }
@@ -162,20 +163,27 @@ __device__ __forceinline__ void gradients(float (&x)[N], const float (&y)[N], co
   }
 }
 
-// Pack k of a row, and where it goes: in one instruction where `row` lies as it should.
+// N columns: in one instruction at a boundary of 16 bytes.
+template <class T>
+__device__ __forceinline__ void put_whole(T* to, bool aligned, const float (&v)[Row<T>::N]) {
+  Pack<T, Row<T>::N> pack;
+  pack.set(v);
+  if (aligned) {
+    store<T, Row<T>::N>(to, pack);
+  } else {
+#pragma unroll
+    for (int j = 0; j < Row<T>::N; ++j) to[j] = pack.v[j];
+  }
+}
+// The columns of pack k that the row has.
 template <class T>
 __device__ __forceinline__ void put_pack(const Row<T>& row, int k, bool aligned,
                                          const float (&v)[Row<T>::N]) {
   constexpr int N = Row<T>::N;
-  if (aligned && row.whole(k)) {
-    Pack<T, N> pack;
-    pack.set(v);
-    store<T, N>(row.base + int64_t(k) * N, pack);
-  } else {
+  if (row.whole(k)) return put_whole(row.base + int64_t(k) * N, aligned, v);
 #pragma unroll
-    for (int j = 0; j < N; ++j)
-      if (row.has(row.column(k) + j)) row.base[int64_t(k) * N + j] = narrow<T>(v[j]);
-  }
+  for (int j = 0; j < N; ++j)
+    if (row.has(row.column(k) + j)) row.base[int64_t(k) * N + j] = narrow<T>(v[j]);
 }
 
 // The gradient's row, counted in the packs of the student's row.
@@ -188,10 +196,14 @@ __device__ __forceinline__ Row<T> row_like(T* out, const Row<const T>& like) {
 
 template <class T>
 __device__ __forceinline__ uint4 nothing() {  // -inf in every column
-  Pack<T, Row<T>::N> pack;
-#pragma unroll
-  for (int j = 0; j < Row<T>::N; ++j) pack.v[j] = narrow<T>(-INFINITY);
-  return reinterpret_cast<const uint4&>(pack);
+  constexpr uint32_t w = sizeof(T) == 4 ? 0xff800000u : std::is_same_v<T, __half> ? 0xfc00fc00u : 0xff80ff80u;
+  return make_uint4(w, w, w, w);
+}
+
+// The same words, which the compiler must take for others (`zero` is a 0 that it does not know): it then takes a pack apart
+// again in the next sweep, where it would hold the fp32 values of the last one at twice the registers.
+__device__ __forceinline__ void forget(uint4& w, uint32_t zero) {
+  w.x ^= zero, w.y ^= zero, w.z ^= zero, w.w ^= zero;
 }
 
 template <DivergenceKind K, class T, int Threads, bool Cluster>
@@ -207,16 +219,23 @@ __global__ __launch_bounds__(Threads,
   const int n = Cluster ? min(p.slice, p.cols - first) : p.cols;
   const int64_t step = gridDim.x / blocks;
   uint4 a[kHeld], b[kHeld];
-  auto student_of = [&](int64_t r) { return Row<const T>(p.student + r * p.student_stride + first, n); };
-  auto teacher_of = [&](int64_t r) { return Row<const T>(p.teacher + r * p.teacher_stride + first, n); };
-  auto read = [&](const Row<const T>& x, const Row<const T>& y, int h) {
+  float edge[2][1];  // of the first threads
+  auto student_of = [&](int64_t r) { return Part<const T>(p.student + r * p.student_stride + first, n); };
+  auto teacher_of = [&](int64_t r) { return p.teacher + r * p.teacher_stride + first; };
+  auto read = [&](const Part<const T>& x, const T* y, int h) {
     const int k = h * Threads + tid;
-    a[h] = k < x.packs ? fetch(x, k) : nothing<T>();
-    b[h] = k < y.packs ? fetch(y, k) : nothing<T>();
+    const bool has = k < x.packs;
+    a[h] = has ? *reinterpret_cast<const uint4*>(x.pack(k)) : nothing<T>();
+    b[h] = has ? *reinterpret_cast<const uint4*>(y + x.head + int64_t(k) * N) : nothing<T>();
+  };
+  auto read_edge = [&](const Part<const T>& x, const T* y) {
+    const int c = x.edge(n);
+    edge[0][0] = c >= 0 ? widen(x.x[c]) : -INFINITY;
+    edge[1][0] = c >= 0 ? widen(y[c]) : -INFINITY;
   };
   bool have = false;  // this row is in the registers
   for (int64_t r = blockIdx.x / blocks; r < p.rows; r += step) {
-    const Row<const T> x = student_of(r);
+    const Part<const T> x = student_of(r);
     const bool ahead = r + step < p.rows && !p.ignored(r + step);
     T* out = p.dstudent + r * p.dstudent_stride + first;
     if (p.ignored(r)) {
@@ -227,15 +246,18 @@ __global__ __launch_bounds__(Threads,
       continue;
     }
     if (!have) {
-      const Row<const T> y = teacher_of(r);
+      const T* y = teacher_of(r);
 #pragma unroll
       for (int h = 0; h < kHeld; ++h) read(x, y, h);
+      read_edge(x, y);
     }
     Softmax s = {0.0f, 0.0f}, t = {0.0f, 0.0f};
     if (p.log_probs) {
       meet<Cluster>();
     } else {
       Peak first_peak, second_peak;
+      add_peak(first_peak, edge[0], p.slope);
+      add_peak(second_peak, edge[1], p.slope);
 #pragma unroll
       for (int h = 0; h < kHeld; ++h) {
         float v[N];
@@ -243,23 +265,30 @@ __global__ __launch_bounds__(Threads,
         add_peak(first_peak, v, p.slope);
         unpack<T>(b[h], v);
         add_peak(second_peak, v, p.slope);
+        forget(a[h], p.zero), forget(b[h], p.zero);
       }
       merge_peaks<Threads, Cluster>(first_peak, second_peak, p.slope, exchange, s, t);
     }
     float total = 0.0f, sum_g = 0.0f;
+    add_terms<K>(edge[0], edge[1], s, t, p.slope, p.beta, total, sum_g);
 #pragma unroll
     for (int h = 0; h < kHeld; ++h) {
       float v[N], w[N];
       unpack<T>(a[h], v);
       unpack<T>(b[h], w);
       add_terms<K>(v, w, s, t, p.slope, p.beta, total, sum_g);
+      forget(a[h], p.zero), forget(b[h], p.zero);
     }
     merge_sums<Threads, Cluster>(total, sum_g, exchange);
     if (tid == 0 && rank == 0) p.loss[r] = total * p.factor;
-    const Row<const T> next_x = student_of(r + step), next_y = teacher_of(r + step);
-    const Row<T> to = row_like(out, x);
-    const bool aligned = reinterpret_cast<uintptr_t>(to.base) % 16 == 0;
-    const float gain = p.gain_of(r);
+    const Part<const T> next_x = student_of(r + step);
+    const T* next_y = teacher_of(r + step);
+    const bool aligned = reinterpret_cast<uintptr_t>(out + x.head) % 16 == 0;
+    const float gain = p.gain_of(r), through = p.log_probs ? 0.0f : sum_g;
+    if (const int c = x.edge(n); p.dstudent != nullptr && c >= 0) {
+      gradients<K>(edge[0], edge[1], s, t, p.slope, p.beta, through, gain);
+      out[c] = narrow<T>(edge[0][0]);
+    }
 #pragma unroll
     for (int h = 0; h < kHeld; ++h) {
       const int k = h * Threads + tid;
@@ -267,11 +296,12 @@ __global__ __launch_bounds__(Threads,
         float v[N], w[N];
         unpack<T>(a[h], v);
         unpack<T>(b[h], w);
-        gradients<K>(v, w, s, t, p.slope, p.beta, p.log_probs ? 0.0f : sum_g, gain);
-        put_pack(to, k, aligned, v);
+        gradients<K>(v, w, s, t, p.slope, p.beta, through, gain);
+        put_whole(out + x.head + int64_t(k) * N, aligned, v);
       }
       if (ahead) read(next_x, next_y, h);
     }
+    if (ahead) read_edge(next_x, next_y);
     have = ahead;
   }
   if constexpr (Cluster) meet<true>();  // a block that has ended cannot be written to
@@ -345,11 +375,14 @@ __global__ __launch_bounds__(kSweepThreads) void swept_kernel(const __grid_const
   }
 }
 
+// Columns of a block of a cluster: where they begin does not change the position in 16 bytes.
+int slice_of(int64_t cols, int cluster) { return int(ceil_div(ceil_div(cols, cluster), 64) * 64); }
+
 // False when the device has no room for such a cluster.
 template <DivergenceKind K, class T, int Threads, bool Cluster>
 bool launch_held(Context& ctx, Params<T> p, int cluster) {
   auto kernel = &held_kernel<K, T, Threads, Cluster>;
-  p.slice = int(ceil_div(ceil_div(p.cols, cluster), 64) * 64);
+  p.slice = slice_of(p.cols, cluster);
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {unsigned(cluster), 1, 1};
@@ -384,19 +417,19 @@ bool launch_held(Context& ctx, Params<T> p, int cluster) {
 
 // The first that holds the rows runs.
 template <DivergenceKind K, class T>
-void launch_rows(Context& ctx, const Params<T>& p, bool alike, int64_t packs) {
-  auto fits = [&](int threads, int cluster = 1) { return packs <= int64_t(kHeld) * threads * cluster; };
-  // A slice begins at a multiple of 64 columns: with the packs at its two ends it may touch one more than its share.
-  auto fits_cluster = [&](int threads, int cluster) {
-    return device_facts().capability >= 90 && ceil_div(packs, cluster) + 9 <= int64_t(kHeld) * threads;
+void launch_rows(Context& ctx, const Params<T>& p, bool alike) {
+  auto fits = [&](int threads, int cluster = 1) {
+    int64_t columns = cluster == 1 ? p.cols : slice_of(p.cols, cluster);
+    return ceil_div(columns, Row<T>::N) <= int64_t(kHeld) * threads &&
+           (cluster == 1 || device_facts().capability >= 90);
   };
   if (alike) {
-    if (fits(128)) return void(launch_held<K, T, 128, false>(ctx, p, 1));
+    if (fits(64)) return void(launch_held<K, T, 64, false>(ctx, p, 1));
     if (fits(256)) return void(launch_held<K, T, 256, false>(ctx, p, 1));
     if (fits(512)) return void(launch_held<K, T, 512, false>(ctx, p, 1));
-    if (fits_cluster(512, 4) && launch_held<K, T, 512, true>(ctx, p, 4)) return;
-    if (fits_cluster(512, 8) && launch_held<K, T, 512, true>(ctx, p, 8)) return;
-    if (fits_cluster(1024, 8) && launch_held<K, T, 1024, true>(ctx, p, 8)) return;
+    if (fits(256, 4) && launch_held<K, T, 256, true>(ctx, p, 4)) return;
+    if (fits(256, 8) && launch_held<K, T, 256, true>(ctx, p, 8)) return;
+    if (fits(512, 8) && launch_held<K, T, 512, true>(ctx, p, 8)) return;
   }
   Grid grid = {.blocks = std::min<int64_t>(p.rows, int64_t(device_facts().sms) * 2),
                .threads = kSweepThreads};
@@ -433,17 +466,16 @@ void divergence_rows(Context& ctx, const DivergenceRows& a) {
                    .slope = 1.44269504f * inverse,
                    .factor = a.factor,
                    .gain = a.factor * inverse,
-                   .log_probs = a.log_probs};
+                   .log_probs = a.log_probs,
+                   .zero = 0};
     auto lead = [](const Matrix& m) { return int64_t(reinterpret_cast<uintptr_t>(m.data) % 16 / sizeof(T)); };
     bool one = p.rows == 1, alike = lead(a.student) == lead(a.teacher) &&
                                     (one || (p.student_stride - p.teacher_stride) % N == 0);
-    int64_t most = one || p.student_stride % N == 0 ? lead(a.student) : N - 1;
-    int64_t packs = ceil_div(most + p.cols, N);
     switch (a.kind) {
-      case DivergenceKind::forward_kl: return launch_rows<DivergenceKind::forward_kl>(ctx, p, alike, packs);
-      case DivergenceKind::reverse_kl: return launch_rows<DivergenceKind::reverse_kl>(ctx, p, alike, packs);
-      case DivergenceKind::jsd: return launch_rows<DivergenceKind::jsd>(ctx, p, alike, packs);
-      case DivergenceKind::tvd: return launch_rows<DivergenceKind::tvd>(ctx, p, alike, packs);
+      case DivergenceKind::forward_kl: return launch_rows<DivergenceKind::forward_kl>(ctx, p, alike);
+      case DivergenceKind::reverse_kl: return launch_rows<DivergenceKind::reverse_kl>(ctx, p, alike);
+      case DivergenceKind::jsd: return launch_rows<DivergenceKind::jsd>(ctx, p, alike);
+      case DivergenceKind::tvd: return launch_rows<DivergenceKind::tvd>(ctx, p, alike);
     }
   });
 }
