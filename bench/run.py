@@ -1,7 +1,7 @@
 """Measure the ops side by side: eager, torch.compile, Tigon and the peers that are installed.
 
     python bench/run.py --device cpu --providers eager,tigon
-    python bench/run.py --ops rms_norm,swiglu --providers eager,compile,tigon,liger,quack,aten
+    python bench/run.py --ops rms_norm,glu --providers eager,compile,tigon,liger,quack,aten
 
 All providers of a case run in this process on the same data, beside the limit of the same run: a
 large copy for memory-bound ops, the bare products for the loss head. The cases are those of

@@ -79,11 +79,11 @@ def test_failures_are_recorded(quick, tmp_path, monkeypatch):
         "refusing": lambda case, inputs: None,
         "absent": absent,
     }
-    monkeypatch.setattr(modules()["swiglu"], "PEERS", peers)
+    monkeypatch.setattr(modules()["glu"], "PEERS", peers)
     path = tmp_path / "r.jsonl"
     names = ",".join(("eager", *peers))
     quick.main(["--device", "cpu", "--cases", "smoke", "--providers", names, "--dtypes", "fp32",
-                "--ops", "swiglu", "--out", str(path)])  # fmt: skip
+                "--ops", "glu", "--out", str(path)])  # fmt: skip
     records = [json.loads(line) for line in path.read_text().splitlines()]
     errors = {r["provider"]: r["error"] for r in records if "error" in r}
     assert errors.keys() == peers.keys()
@@ -96,7 +96,7 @@ def test_failures_are_recorded(quick, tmp_path, monkeypatch):
 
 def test_destructive_peers_harm_nobody(quick):
     """Every provider works on its own copies."""
-    module = modules()["swiglu"]
+    module = modules()["glu"]
     case = next(case for case in module.CASES if "smoke" in case.tags)
     inputs = module.make(case, "cpu", torch.float32, 0)
     before = [value.clone() for value in (*inputs.args, *inputs.grad_outputs)]

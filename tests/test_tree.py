@@ -38,7 +38,7 @@ OP = "tigon/ops/rms_norm"
     [
         ("tigon/base/tensor.h", f'#include "{OP}/rms_norm.h"', "is base: it may not include"),
         (f"{OP}/rms_norm_math.inc", f'#include "{OP}/rms_norm.h"', "is math: it may not include"),
-        (f"{OP}/rms_norm_cpu.cpp", '#include "tigon/ops/swiglu/swiglu.h"', "is backend: it may not include"),
+        (f"{OP}/rms_norm_cpu.cpp", '#include "tigon/ops/glu/glu.h"', "is backend: it may not include"),
         (f"{OP}/rms_norm.cpp", f'#include "{OP}/rms_norm_math.inc"', "is op: it may not include"),
         (f"{OP}/rms_norm.cpp", '#include "tigon/torch/shim.h"', "is op: it may not include"),
         (f"{OP}/rms_norm_cuda.cu", "#include <torch/csrc/stable/tensor.h>", "only tigon/torch and"),

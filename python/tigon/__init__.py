@@ -8,8 +8,10 @@ from tigon import nn
 from tigon.error import Error
 from tigon.ops.add_rms_norm import add_rms_norm
 from tigon.ops.cross_entropy import cross_entropy
+from tigon.ops.divergence import jsd, kl_div, tvd
 from tigon.ops.dyt import dyt
 from tigon.ops.gated_rms_norm import gated_rms_norm
+from tigon.ops.glu import geglu, reglu, swiglu, swiglu_oai
 from tigon.ops.head_memory import linear_cross_entropy_memory
 from tigon.ops.labels import count_labels
 from tigon.ops.layer_norm import layer_norm
@@ -20,7 +22,6 @@ from tigon.ops.relu_squared import relu_squared
 from tigon.ops.rms_norm import rms_norm
 from tigon.ops.rope import rope
 from tigon.ops.softmax import softmax
-from tigon.ops.swiglu import swiglu
 
 __version__ = "0.1.0"
 
@@ -32,17 +33,23 @@ __all__ = [
     "cross_entropy",
     "dyt",
     "gated_rms_norm",
+    "geglu",
+    "jsd",
+    "kl_div",
     "layer_norm",
     "linear_cross_entropy",
     "linear_cross_entropy_memory",
     "linear_log_prob",
     "linear_loss",
     "nn",
+    "reglu",
     "relu_squared",
     "rms_norm",
     "rope",
     "softmax",
     "swiglu",
+    "swiglu_oai",
+    "tvd",
     "undo",
 ]
 

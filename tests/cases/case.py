@@ -20,6 +20,7 @@ much memory.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 import zlib
 from collections.abc import Callable, Iterable
@@ -188,3 +189,24 @@ def params(case: Case, defaults: dict[str, Any]) -> dict[str, Any]:
 
 
 Factory = Callable[[Case, Inputs], Callable | None]
+
+
+def memory_bound(forward: int, backward: int) -> tuple[Callable, ...]:
+    """`bytes_fwd, bytes_bwd, flops_fwd, flops_bwd` of an op that moves so many tensors each way."""
+
+    def moves(tensors: int) -> Callable:
+        return lambda case, dtype: tensors * math.prod(case.params["shape"]) * itemsize(dtype)
+
+    def nothing(case: Case) -> int:
+        return 0
+
+    return moves(forward), moves(backward), nothing, nothing
+
+
+def liger(module: str, function: str) -> Factory:
+    """The peer `liger_kernel.ops.<module>.<function>`, an autograd function of the case's own arguments."""
+
+    def factory(case: Case, inputs: Inputs) -> Callable:
+        return getattr(importlib.import_module(f"liger_kernel.ops.{module}"), function).apply
+
+    return factory

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case
+from .case import Case, Inputs, Maker, bench_case, liger, memory_bound, params, test_case
 
 NAME = "relu_squared"
 
@@ -91,30 +89,5 @@ def oracle_fn(x):
     return r * r
 
 
-def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
-    """Read x, write the square."""
-    return 2 * math.prod(case.params["shape"]) * itemsize(dtype)
-
-
-def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
-    """Read x and dy, write dx."""
-    return 3 * math.prod(case.params["shape"]) * itemsize(dtype)
-
-
-def flops_fwd(case: Case) -> int:
-    """Memory bound."""
-    return 0
-
-
-def flops_bwd(case: Case) -> int:
-    """Memory bound."""
-    return 0
-
-
-def _liger(case, inputs):
-    from liger_kernel.ops.relu_squared import LigerReLUSquaredFunction
-
-    return LigerReLUSquaredFunction.apply
-
-
-PEERS = {"liger": _liger}
+bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(2, 3)  # x to y; x and dy to dx
+PEERS = {"liger": liger("relu_squared", "LigerReLUSquaredFunction")}

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, norm_bench_cases, params, test_case, upcast
+from .case import (
+    Case,
+    Inputs,
+    Maker,
+    bench_case,
+    liger,
+    memory_bound,
+    norm_bench_cases,
+    params,
+    test_case,
+    upcast,
+)
 
 NAME = "rms_norm"
 
@@ -122,24 +131,8 @@ def oracle_fn(x, weight, *, eps, offset, rounding):
     return x / rms if weight is None else x / rms * (weight + offset)
 
 
-def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
-    """Read x, write y."""
-    return 2 * math.prod(case.params["shape"]) * itemsize(dtype)
-
-
-def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
-    """Read x and dy, write dx; the weight's gradient is a row."""
-    return 3 * math.prod(case.params["shape"]) * itemsize(dtype)
-
-
-def flops_fwd(case: Case) -> int:
-    """Memory bound."""
-    return 0
-
-
-def flops_bwd(case: Case) -> int:
-    """Memory bound."""
-    return 0
+# x to y; x and dy to dx, the weight's gradient is a row
+bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(2, 3)
 
 
 def _aten(case, inputs):
@@ -153,10 +146,10 @@ def _aten(case, inputs):
 
 
 def _liger(case, inputs):
-    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    apply = liger("rms_norm", "LigerRMSNormFunction")(case, inputs)
 
     def fn(x, weight, *, eps, offset, rounding):
-        return LigerRMSNormFunction.apply(x, weight, eps, offset, rounding, False, None)
+        return apply(x, weight, eps, offset, rounding, False, None)
 
     return fn
 

@@ -193,5 +193,15 @@ using std::max;
 using std::min;
 using std::tanh;
 [[maybe_unused]] static inline double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
+[[maybe_unused]] static inline double reciprocal(double x) { return 1.0 / x; }
+[[maybe_unused]] static inline double exp2_neg(double x) { return std::exp2(x); }
 [[maybe_unused]] static inline double constant(double, double c) { return c; }
+[[maybe_unused]] static inline void normal(double x, double& cdf, double& pdf) {
+  cdf = 0.5 * std::erfc(-x * M_SQRT1_2), pdf = std::exp(-0.5 * x * x) * M_2_SQRTPI * M_SQRT1_2 / 2;
+}
+[[maybe_unused]] static inline double abs(double x) { return std::abs(x); }
+[[maybe_unused]] static inline bool lt(double a, double b) { return a < b; }
+[[maybe_unused]] static inline bool gt(double a, double b) { return a > b; }
+[[maybe_unused]] static inline bool le(double a, double b) { return a <= b; }
+[[maybe_unused]] static inline double select(bool m, double a, double b) { return m ? a : b; }
 }  // namespace tigon::test::oracle

@@ -7,7 +7,7 @@ struct LaneTable {
   struct {
     const char* name;
     void (*map)(const float*, float*, int64_t);
-  } maps[11];
+  } maps[12];
   void (*narrow_bf16)(const float*, uint16_t*, int64_t);
   void (*narrow_f16)(const float*, uint16_t*, int64_t);
   void (*widen_bf16)(const uint16_t*, float*, int64_t);
@@ -156,6 +156,8 @@ TEST_CASE("functions are as exact as lanes_math.inc says") {
   check("exp2_neg", worst_ulp(t.maps[1].map, [](double x) { return std::exp2(x); }, -155.0f, 0.0f), 2.0);
   check("sigmoid",
         worst_ulp(t.maps[2].map, [](double x) { return 1 / (1 + std::exp(-x)); }, -85.0f, 200.0f), 2.5);
+  check("log", worst_ulp(t.maps[11].map, [](double x) { return std::log(x); }, 1e-45f, 3.4e38f), 1.5);
+  check("log near 1", worst_ulp(t.maps[11].map, [](double x) { return std::log(x); }, 0.3f, 3.0f), 1.5);
   check("tanh", worst_ulp(t.maps[3].map, [](double x) { return std::tanh(x); }, -100.0f, 100.0f), 2.5);
 }
 
@@ -177,6 +179,9 @@ TEST_CASE("functions at the ends of the line") {
     const float* h = of(3);
     CHECK((h[0] == 1 && h[1] == -1 && std::isnan(h[2]) && h[3] == 0 && h[4] == 0 && h[5] == 1 &&
            h[7] == 1e-40f));
+    const float* l = of(11);
+    CHECK((l[0] == INFINITY && std::isnan(l[1]) && std::isnan(l[2]) && l[3] == -INFINITY &&
+           l[4] == -INFINITY && std::isnan(l[6])));
   });
 }
 

@@ -142,9 +142,9 @@ def test_nothing_recognised_raises():
 
 
 def test_failed_apply_changes_nothing():
-    model = make("gemma")
+    model = make("gemma", hidden_act="mish")
     before = dictionaries(model)
-    with pytest.raises(tigon.Error, match=r"strict.*GELU"):
+    with pytest.raises(tigon.Error, match=r"strict.*Mish"):
         apply(model, strict=True)
     assert dictionaries(model) == before
     report = apply(model, mlp=False, strict=True)
@@ -152,7 +152,7 @@ def test_failed_apply_changes_nothing():
 
 
 def test_report_is_readable_and_structured():
-    report = apply(make("gemma"))
+    report = apply(make("gemma", hidden_act="mish"))
     text = str(report)
     assert text == repr(report)
     for part in ("GemmaForCausalLM", "5 x GemmaRMSNorm", "tigon.rms_norm (gemma)", "lm_head",
@@ -297,11 +297,11 @@ def test_quantised_heads_are_left():
 def test_odd_modules_are_left_with_a_reason():
     model = make()
     model.model.norm.variance_epsilon = None
-    model.model.layers[0].mlp.act_fn = nn.GELU()
+    model.model.layers[0].mlp.act_fn = nn.Mish()
     model.model.layers[1].mlp.act_fn.register_forward_hook(lambda *_: None)
     reasons = {entry.path: entry.reason for entry in apply(model).left}
     assert "not a number" in reasons["model.norm"]
-    assert "GELU" in reasons["model.layers.0.mlp"]
+    assert "Mish" in reasons["model.layers.0.mlp"]
     assert "hooks" in reasons["model.layers.1.mlp"]
 
 

@@ -17,14 +17,14 @@ REPLACED = {
     "mistral": (5, 2, 1, 1),
     "qwen2": (5, 2, 1, 1),
     "qwen3": (9, 2, 1, 1),  # with the norms of q and k
-    "gemma": (5, 0, 1, 1),  # GELU
-    "gemma2": (9, 0, 1, 1),
+    "gemma": (5, 2, 1, 1),
+    "gemma2": (9, 2, 1, 1),
     "phi3": (5, 2, 1, 1),
     "granite": (5, 2, 1, 1),
     "olmo2": (9, 2, 1, 1),
     "mixtral": (5, 0, 1, 1),  # experts
 }
-LEFT = {"gemma": ("activation", 2), "gemma2": ("activation", 2), "mixtral": ("experts", 2)}
+LEFT = {"mixtral": ("experts", 2)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from checks import check_case
 
-from cases import rms_norm, swiglu
+from cases import glu, rms_norm
 from conftest import poisoned
 
 
@@ -21,29 +21,29 @@ def test_poison_fills_fresh_memory():
 
 
 def _low_precision(gate, up):
-    return swiglu.eager_fn(gate.bfloat16(), up.bfloat16()).float()
+    return glu.eager_fn(gate.bfloat16(), up.bfloat16()).float()
 
 
 def _wrong_nan(gate, up):
-    return torch.nan_to_num(swiglu.eager_fn(gate, up))
+    return torch.nan_to_num(glu.eager_fn(gate, up))
 
 
 def _unwritten(gate, up):
-    y = swiglu.eager_fn(gate, up)
+    y = glu.eager_fn(gate, up)
     out = torch.empty_like(y)
     out[:-1] = y[:-1]
     return out
 
 
 def _modifying(gate, up):
-    y = swiglu.eager_fn(gate, up)
+    y = glu.eager_fn(gate, up)
     with torch.no_grad():
         gate.data.neg_()
     return y
 
 
 def _unsteady(gate, up):
-    return swiglu.eager_fn(gate, up) * (1 + 1e-7 * torch.rand(()))
+    return glu.eager_fn(gate, up) * (1 + 1e-7 * torch.rand(()))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def _unsteady(gate, up):
 def test_rule_refuses(fn, name, message):
     """Lost digits, lost NaN, holes, side effects and unsteady results."""
     with pytest.raises(AssertionError, match=message):
-        check_case(swiglu, _case(swiglu, name), "cpu", torch.float32, fn=fn)
+        check_case(glu, _case(glu, name), "cpu", torch.float32, fn=fn)
 
 
 def test_rule_accepts_the_plain_formulation():

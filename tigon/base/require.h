@@ -1,6 +1,8 @@
 // The checks that every op's entry makes, in the words every op uses; and the one dispatch on device.
 #pragma once
 
+#include <initializer_list>
+
 #include "tigon/base/context.h"
 #include "tigon/base/error.h"
 
@@ -32,6 +34,21 @@ inline void require_parameter(const char* op, const char* name, const Vector& v,
   TIGON_CHECK(op, v.size == x.cols, name, " must be [", x.cols, "], got [", v.size, "]");
   TIGON_CHECK(op, v.dtype == x.dtype || v.dtype == DType::f32, name, " must be ", name_of(x.dtype),
               " or float32, got ", name_of(v.dtype));
+}
+// A matrix of a pointwise op under its name; one that may be absent and is has no data.
+struct NamedMatrix {
+  const char* name;
+  const Matrix& matrix;
+  bool optional = false;
+};
+// `first` holds floats, all others have its sizes and dtype. False where there is nothing to do.
+inline bool require_pointwise(const char* op, NamedMatrix first, std::initializer_list<NamedMatrix> others) {
+  const Matrix& m = first.matrix;
+  require_float(op, first.name, m.dtype);
+  for (const NamedMatrix& o : others)
+    if (!o.optional || o.matrix.data != nullptr)
+      require_matrix(op, o.name, o.matrix, m.rows, m.cols, m.dtype);
+  return m.rows != 0 && m.cols != 0;
 }
 
 // Runs the backend of the context's device. `on_cuda` is TIGON_ON_CUDA(call): empty in builds without CUDA.

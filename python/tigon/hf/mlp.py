@@ -1,49 +1,75 @@
-"""Gated MLPs: act(gate) * up -> tigon.swiglu.
+"""MLPs: act(gate) * up -> tigon.swiglu and its relatives, relu(up)^2 -> tigon.relu_squared.
 
 The child Linears are called, never read: LoRA, quantisation, tensor parallelism and FSDP live in
-them. Only the product in between is fused.
+them. Only what lies in between is fused.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
+import torch
 from torch import nn
 
 from tigon.hf.canonical import Unrecognised, canonical_forward
 from tigon.hf.forward import blocked, plain
 from tigon.hf.structures import ACTIVATIONS, MLPS, match
-from tigon.ops.swiglu import swiglu
+from tigon.ops.glu import geglu, reglu, swiglu
+from tigon.ops.relu_squared import relu_squared
+
+FUSED = {
+    "silu": ("tigon.swiglu", swiglu),
+    "gelu_tanh": ("tigon.geglu", geglu),
+    "gelu": ("tigon.geglu", lambda gate, up: geglu(gate, up, approximate="none")),
+    "relu": ("tigon.reglu", reglu),
+}
 
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """Names of the child modules of one gated MLP; `gate_up` where both come from one Linear."""
+    """Names of the child modules and numbers of one MLP, and its activation."""
 
+    activation: str
     down: str
     gate: str | None = None
     up: str | None = None
     gate_up: str | None = None
+    gate_multiplier: str | None = None
+    down_multiplier: str | None = None
 
 
 def mlp_forward(module: nn.Module, spec: MlpSpec, x):
-    """Forward of a recognised gated MLP."""
-    if spec.gate_up is None:
-        gate, up = getattr(module, spec.gate)(x), getattr(module, spec.up)(x)
-    else:
-        gate, up = getattr(module, spec.gate_up)(x).chunk(2, dim=-1)
-    return getattr(module, spec.down)(_silu_mul(gate, up))
+    """Forward of a recognised MLP."""
+    down = getattr(module, spec.down)
+    up = None if spec.up is None else getattr(module, spec.up)(x)
+    if spec.activation == "relu_squared":
+        return down(relu_squared(up) if plain(up) else ACTIVATIONS["relu_squared"](up))
+    gate = getattr(module, spec.gate or spec.gate_up)(x)
+    if spec.gate_multiplier is None:
+        return down(_product(spec.activation, gate, up))
+    before, after = getattr(module, spec.gate_multiplier), getattr(module, spec.down_multiplier)
+    if type(down) is nn.Linear and down.bias is None:  # linear: the factor may come before it
+        return down(_product(spec.activation, gate, up, before, after))
+    return down(_product(spec.activation, gate, up, before)) * after
 
 
-def _silu_mul(gate, up):
-    if plain(gate, up) and gate.dtype == up.dtype:
-        return swiglu(gate, up)
-    return F.silu(gate) * up
+def _product(activation, gate, up, gate_multiplier=1.0, down_multiplier=1.0):
+    """act(gate_multiplier * gate) * up * down_multiplier; without `up`, gate holds both as halves."""
+    fits = plain(gate) if up is None else plain(gate, up) and gate.dtype == up.dtype
+    scaled = (gate_multiplier, down_multiplier) != (1.0, 1.0)
+    if fits and activation == "silu" and scaled:
+        return swiglu(gate, up, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
+    if fits and not scaled:
+        return FUSED[activation][1](gate, up)
+    if up is None:
+        gate, up = gate.chunk(2, dim=-1)
+    if not scaled:
+        return ACTIVATIONS[activation](gate) * up
+    return ACTIVATIONS[activation](gate * gate_multiplier) * up * down_multiplier
 
 
 def plan_mlp(module: nn.Module) -> tuple[MlpSpec, str] | str | None:
-    """(spec, what it is), or why a gated MLP is left, or None where there is none."""
+    """(spec, what it is), or why an MLP is left, or None where there is none."""
     if _has_experts(module):
         return "experts run through transformers' experts registry; not replaced"
     if next(module.children(), None) is None:
@@ -55,30 +81,66 @@ def plan_mlp(module: nn.Module) -> tuple[MlpSpec, str] | str | None:
         found, why = None, str(error)
     if found is None:
         return f"unrecognised forward: {why}" if _looks_like_mlp(module) else None
-    reason = blocked(module) or _activation(module, found.roles.get("act"))
+    roles = dict(found.roles)
+    ungated = not {"gate", "gate_up"} & roles.keys()
+    if ungated and not _looks_like_mlp(module):  # any three modules in a row have this form
+        return None
+    activation, reason = _activation(module, roles.pop("act", None), ungated)
+    reason = blocked(module) or reason or _multipliers(module, roles)
     if reason is not None:
         return reason
-    names = {role: name for role, name in found.roles.items() if role != "act"}
-    return MlpSpec(**names), f"tigon.swiglu ({found.structure.name})"
+    op = "tigon.relu_squared" if ungated else FUSED[activation][0]
+    return MlpSpec(activation, **roles), f"{op} ({found.structure.name})"
 
 
-def _activation(module: nn.Module, name: str | None) -> str | None:
-    """Why the activation cannot be fused, or None."""
+def _activation(module: nn.Module, name: str | None, ungated: bool) -> tuple[str | None, str | None]:
+    """The activation, or why it cannot be fused."""
     if name is None:  # written inline as silu
-        return None
+        return "silu", None
     activation = getattr(module, name)
-    if getattr(activation, "_forward_hooks", None) or getattr(activation, "_forward_pre_hooks", 0):
-        return f"hooks on {name} would not run"
-    if activation is F.silu or isinstance(activation, nn.SiLU):
-        return None
-    try:
-        known = match(canonical_forward(type(activation)), ACTIVATIONS) is not None
-    except (Unrecognised, AttributeError):
-        known = False
-    if known and "forward" not in activation.__dict__:
-        return None
+    if getattr(activation, "_forward_hooks", None) or getattr(activation, "_forward_pre_hooks", None):
+        return None, f"hooks on {name} would not run"
+    known = known_activation(activation)
+    if known is not None and (known == "relu_squared") == ungated:
+        return known, None
     label = getattr(activation, "__name__", type(activation).__name__)
-    return f"activation {label} has no fused product, only SiLU has"
+    if ungated:
+        return None, f"activation {label} alone is one pass already, only the square of ReLU is two"
+    return None, f"activation {label} has no fused product"
+
+
+def known_activation(activation) -> str | None:
+    """The name of a parameterless activation by its values in fp64, or None.
+
+    Spellings of one function agree to some units in the last place there (a constant of ten digits:
+    to 1e-11), different functions do not; fp32 cannot tell 1e-9.
+    """
+    if isinstance(activation, nn.Module) and (
+        "forward" in activation.__dict__ or [*activation.parameters(), *activation.buffers()]
+    ):
+        return None
+    x = torch.cat((torch.linspace(-12, 12, 977), torch.tensor([-200.0, -0.0, 200.0, float("nan")])))
+    x = x.to("cpu", torch.float64)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):  # dropout draws
+            got = activation(x.clone())
+    except Exception:  # no function of any tensor: pooling, reshaping
+        return None
+    if not torch.is_tensor(got) or got.shape != x.shape or got.dtype != x.dtype:
+        return None
+    for name, function in ACTIVATIONS.items():
+        if torch.allclose(got, function(x), rtol=1e-9, atol=1e-9, equal_nan=True):
+            return name
+    return None
+
+
+def _multipliers(module: nn.Module, roles: dict) -> str | None:
+    """Why the factors of an MLP cannot be used, or None."""
+    for role in ("gate_multiplier", "down_multiplier"):
+        value = getattr(module, roles[role]) if role in roles else 1.0
+        if not isinstance(value, int | float):
+            return f"{roles[role]} is {value!r}, not a number"
+    return None
 
 
 def _has_experts(module: nn.Module) -> bool:

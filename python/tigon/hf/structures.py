@@ -102,7 +102,7 @@ NORMS = (
 )
 
 
-# --- gated MLPs ------------------------------------------------------------------------------
+# --- MLPs --------------------------------------------------------------------------------------
 
 
 def glu(self, x):
@@ -118,18 +118,31 @@ def glu_chunk(self, x):
     return self.down(self.act(gate) * up)
 
 
+def glu_multipliers(self, x):
+    product = self.up(x) * self.act(self.gate(x) * self.gate_multiplier)
+    return self.down(product) * self.down_multiplier
+
+
+def ungated(self, x):
+    return self.down(self.act(self.up(x)))
+
+
 MLPS = (
     Structure("gate, up, down", glu),
     Structure("gate, up, down", glu_inline),
     Structure("gate_up, down", glu_chunk),
+    Structure("gate, up, down, multipliers", glu_multipliers),
+    Structure("up, down", ungated),
 )
 
-
-def silu(self, x):
-    return F.silu(x)
-
-
-ACTIVATIONS = (Structure("silu", silu),)
+# Activations are told apart by their values (mlp.py): most hide behind functools.partial or a method.
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
+}
 
 
 # --- rotary functions ------------------------------------------------------------------------

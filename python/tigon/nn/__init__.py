@@ -4,18 +4,21 @@ from tigon.nn.add_rms_norm import AddRMSNorm
 from tigon.nn.cross_entropy import CrossEntropyLoss
 from tigon.nn.dyt import DyT
 from tigon.nn.gated_rms_norm import GatedRMSNorm
+from tigon.nn.glu import GeGLU, ReGLU, SwiGLU, SwiGLUOAI
 from tigon.nn.layer_norm import LayerNorm
 from tigon.nn.linear_cross_entropy import LinearCrossEntropyLoss
 from tigon.nn.rms_norm import RMSNorm
-from tigon.nn.swiglu import SwiGLU
 
 __all__ = [
     "AddRMSNorm",
     "CrossEntropyLoss",
     "DyT",
     "GatedRMSNorm",
+    "GeGLU",
     "LayerNorm",
     "LinearCrossEntropyLoss",
     "RMSNorm",
+    "ReGLU",
     "SwiGLU",
+    "SwiGLUOAI",
 ]

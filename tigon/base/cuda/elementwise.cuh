@@ -10,6 +10,10 @@
 // and calls pointwise(op, ctx, Pointwise<Square>{.in = {a.x}, .out = {a.y}}). Results without data are not
 // written. An input that no wanted result needs should name another input's matrix: the second read comes out
 // of the cache.
+//
+// A matrix may hold several values of a point side by side (gate and up interleaved by columns). Such a functor says how many
+// of its values each matrix holds, `static constexpr int in_width(int matrix)` and `out_width`; packs of them are taken apart
+// in registers.
 #pragma once
 
 #include <algorithm>
@@ -20,11 +24,41 @@
 
 namespace tigon::cuda {
 
+namespace pointwise_detail {
+
+// Values of a point in a matrix, 1 unless the functor says otherwise.
+template <class F>
+constexpr int in_width(int matrix) {
+  if constexpr (requires { F::in_width(0); })
+    return F::in_width(matrix);
+  else
+    return 1;
+}
+template <class F>
+constexpr int out_width(int matrix) {
+  if constexpr (requires { F::out_width(0); })
+    return F::out_width(matrix);
+  else
+    return 1;
+}
+constexpr int count(int values, int (*width)(int)) {
+  int matrices = 0;
+  for (int v = 0; v < values; v += width(matrices++)) {
+  }
+  return matrices;
+}
+template <class F>
+inline constexpr int kIns = count(F::kIn, &in_width<F>);  // matrices
+template <class F>
+inline constexpr int kOuts = count(F::kOut, &out_width<F>);
+
+}  // namespace pointwise_detail
+
 template <class F>
 struct Pointwise {
   F f = {};
-  Matrix in[F::kIn];
-  Matrix out[F::kOut];
+  Matrix in[pointwise_detail::kIns<F>];
+  Matrix out[pointwise_detail::kOuts<F>];
 };
 
 namespace pointwise_detail {
@@ -48,17 +82,18 @@ struct Divider {
 template <class F, class T>
 struct Params {
   F f;
-  const T* in[F::kIn];
-  int64_t in_stride[F::kIn];
-  T* out[F::kOut];
-  int64_t out_stride[F::kOut];
+  const T* in[kIns<F>];
+  int64_t in_stride[kIns<F>];
+  T* out[kOuts<F>];
+  int64_t out_stride[kOuts<F>];
   int64_t packs;    // of all rows
   int tail;         // elements after the last pack (flat only)
   Divider per_row;  // packs in a row (rows only)
 };
 
-// Packs of N elements; `Flat`: no gap between rows. A thread has `Held` packs of every input in flight: at
+// Packs of N points; `Flat`: no gap between rows. A thread has `Held` packs of every input in flight: at
 // 1024 resident threads some 64 to 128 KB a multiprocessor, twice what covers the latency of memory.
+// A matrix of `width` values a point gives (takes) `width` packs in a row.
 template <bool Flat, int N, int Held, class F, class T>
 __global__ void __launch_bounds__(kThreads, 4) pointwise_kernel(const __grid_constant__ Params<F, T> p) {
   constexpr int kTile = kThreads * Held;
@@ -78,9 +113,12 @@ __global__ void __launch_bounds__(kThreads, 4) pointwise_kernel(const __grid_con
       }
       if (first + at < p.packs) {
 #pragma unroll
-        for (int i = 0; i < F::kIn; ++i)
-          x[h][i] = load_stream<T, N>(
-              p.in[i] + (Flat ? (first + at) * N : row[h] * p.in_stride[i] + int64_t(column[h]) * N));
+        for (int i = 0, v = 0; i < kIns<F>; v += in_width<F>(i++)) {
+          int64_t pack = Flat ? first + at : column[h];
+          const T* from = p.in[i] + (Flat ? 0 : row[h] * p.in_stride[i]) + pack * (N * in_width<F>(i));
+#pragma unroll
+          for (int k = 0; k < in_width<F>(i); ++k) x[h][v + k] = load_stream<T, N>(from + k * N);
+        }
       }
     }
 #pragma unroll
@@ -92,16 +130,25 @@ __global__ void __launch_bounds__(kThreads, 4) pointwise_kernel(const __grid_con
       for (int n = 0; n < N; ++n) {
         float in[F::kIn], out[F::kOut];
 #pragma unroll
-        for (int i = 0; i < F::kIn; ++i) in[i] = x[h][i][n];
+        for (int i = 0, v = 0; i < kIns<F>; v += in_width<F>(i++))
+#pragma unroll
+          for (int k = 0, w = in_width<F>(i); k < w; ++k)
+            in[v + k] = x[h][v + (n * w + k) / N][(n * w + k) % N];
         p.f(in, out);
 #pragma unroll
-        for (int o = 0; o < F::kOut; ++o) y[o].set(n, out[o]);
+        for (int o = 0, v = 0; o < kOuts<F>; v += out_width<F>(o++))
+#pragma unroll
+          for (int k = 0, w = out_width<F>(o); k < w; ++k)
+            y[v + (n * w + k) / N].set((n * w + k) % N, out[v + k]);
       }
 #pragma unroll
-      for (int o = 0; o < F::kOut; ++o)
-        if (p.out[o] != nullptr)
-          store<T, N>(
-              p.out[o] + (Flat ? (first + at) * N : row[h] * p.out_stride[o] + int64_t(column[h]) * N), y[o]);
+      for (int o = 0, v = 0; o < kOuts<F>; v += out_width<F>(o++)) {
+        if (p.out[o] == nullptr) continue;
+        int64_t pack = Flat ? first + at : column[h];
+        T* to = p.out[o] + (Flat ? 0 : row[h] * p.out_stride[o]) + pack * (N * out_width<F>(o));
+#pragma unroll
+        for (int k = 0; k < out_width<F>(o); ++k) store<T, N>(to + k * N, y[v + k]);
+      }
     }
   }
   if constexpr (Flat && N > 1) {
@@ -109,11 +156,15 @@ __global__ void __launch_bounds__(kThreads, 4) pointwise_kernel(const __grid_con
       int64_t at = p.packs * N + threadIdx.x;
       float in[F::kIn], out[F::kOut];
 #pragma unroll
-      for (int i = 0; i < F::kIn; ++i) in[i] = widen(p.in[i][at]);
+      for (int i = 0, v = 0; i < kIns<F>; v += in_width<F>(i++))
+#pragma unroll
+        for (int k = 0, w = in_width<F>(i); k < w; ++k) in[v + k] = widen(p.in[i][at * w + k]);
       p.f(in, out);
 #pragma unroll
-      for (int o = 0; o < F::kOut; ++o)
-        if (p.out[o] != nullptr) p.out[o][at] = narrow<T>(out[o]);
+      for (int o = 0, v = 0; o < kOuts<F>; v += out_width<F>(o++))
+#pragma unroll
+        for (int k = 0, w = out_width<F>(o); k < w; ++k)
+          if (p.out[o] != nullptr) p.out[o][at * w + k] = narrow<T>(out[v + k]);
     }
   }
 }
@@ -143,10 +194,11 @@ bool rows_align(const Pointwise<F>& call) {
 template <bool Flat, bool Packs, class F>
 void run(const char* op, Context& ctx, const Pointwise<F>& call) {
   const Matrix& shape = call.in[0];
+  int64_t cols = shape.cols / in_width<F>(0);
   dispatch_float(op, "input", shape.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     constexpr int N = Packs ? 16 / sizeof(T) : 1, kHeld = F::kIn > 2 ? 2 : 4;
-    int64_t all = shape.rows * shape.cols;
+    int64_t all = shape.rows * cols;
     Params<F, T> p{.f = call.f,
                    .in = {},
                    .in_stride = {},
@@ -154,10 +206,10 @@ void run(const char* op, Context& ctx, const Pointwise<F>& call) {
                    .out_stride = {},
                    .packs = all / N,
                    .tail = Flat ? int(all % N) : 0,
-                   .per_row = Divider(Flat ? 1 : shape.cols / N)};
-    for (int i = 0; i < F::kIn; ++i)
+                   .per_row = Divider(Flat ? 1 : cols / N)};
+    for (int i = 0; i < kIns<F>; ++i)
       p.in[i] = call.in[i].template row<T>(0), p.in_stride[i] = call.in[i].stride;
-    for (int o = 0; o < F::kOut; ++o)
+    for (int o = 0; o < kOuts<F>; ++o)
       p.out[o] = call.out[o].template row<T>(0), p.out_stride[o] = call.out[o].stride;
     int64_t tiles = std::max<int64_t>(1, ceil_div(p.packs, kThreads * kHeld));
     launch(op, ctx, pointwise_kernel<Flat, N, kHeld, F, T>,

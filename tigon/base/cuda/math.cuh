@@ -14,6 +14,7 @@ TIGON_FN float abs(float x) { return fabsf(x); }
 TIGON_FN float select(bool m, float a, float b) { return m ? a : b; }
 TIGON_FN bool lt(float a, float b) { return a < b; }
 TIGON_FN bool gt(float a, float b) { return a > b; }
+TIGON_FN bool le(float a, float b) { return a <= b; }
 
 // 2^t, ex2.approx: 2 ulp over the full range, NaN and infinities as IEEE.
 TIGON_FN float exp2_approx(float t) {
@@ -31,6 +32,9 @@ TIGON_FN float exp(float x) {
 }
 // rcp.approx.ftz would flush 1/huge; the division below is exact to 2 ulp for |denominator| < 2^126 and 0 beyond.
 TIGON_FN float sigmoid(float x) { return __fdividef(1.0f, 1.0f + exp(-x)); }
+TIGON_FN float log(float x) { return ::logf(x); }
 TIGON_FN float tanh(float x) { return ::tanhf(x); }
+TIGON_FN float reciprocal(float x) { return __fdividef(1.0f, x); }
+#include "tigon/base/normal.inc"
 
 }  // namespace tigon::cuda

@@ -23,6 +23,28 @@ struct Row {
   __device__ __forceinline__ bool has(int c) const { return c >= 0 && c < cols; }
 };
 
+// The same row without packs in part: columns [0, n) one by one up to `head`, then whole packs, then one by one again, each of
+// the single ones a thread's.
+template <class T>
+struct Part {
+  static constexpr int N = 16 / int(sizeof(T));
+  T* x;
+  int head, packs;
+
+  __device__ __forceinline__ Part(T* x, int n) : x(x) {
+    head = min(n, int((0 - reinterpret_cast<uintptr_t>(x) / sizeof(T)) % N));
+    packs = (n - head) / N;
+  }
+  __device__ __forceinline__ T* pack(int k) const { return x + head + int64_t(k) * N; }
+  // The single column of this thread, or -1.
+  __device__ __forceinline__ int edge(int n) const {
+    int t = int(threadIdx.x);
+    if (t < N) return t < head ? t : -1;
+    int c = head + N * packs + t - N;
+    return t < 2 * N && c < n ? c : -1;
+  }
+};
+
 // Packs are held as the words they arrived in, `fill` where the row is not. Not through the read-only path: the gradient may take the logits' place.
 template <class T>
 __device__ __forceinline__ uint4 fetch(const Row<const T>& row, int k, float fill = -INFINITY) {

@@ -47,27 +47,6 @@ __device__ __forceinline__ int label_of(const Params<T>& p, int64_t y) {
   return y < 0 || y >= p.cols ? kBad : int(y);
 }
 
-// Columns [0, n) of a row: one by one up to `head`, then whole packs, then one by one again.
-template <class T>
-struct Part {
-  static constexpr int N = 16 / int(sizeof(T));
-  T* x;
-  int head, packs;
-
-  __device__ __forceinline__ Part(T* x, int n) : x(x) {
-    head = min(n, int((0 - reinterpret_cast<uintptr_t>(x) / sizeof(T)) % N));
-    packs = (n - head) / N;
-  }
-  __device__ __forceinline__ T* pack(int k) const { return x + head + int64_t(k) * N; }
-  // The single column of this thread, or -1.
-  __device__ __forceinline__ int edge(int n) const {
-    int t = int(threadIdx.x);
-    if (t < N) return t < head ? t : -1;
-    int c = head + N * packs + t - N;
-    return t < 2 * N && c < n ? c : -1;
-  }
-};
-
 // -inf in every column.
 template <class T>
 __device__ __forceinline__ uint4 nothing() {

@@ -1,7 +1,8 @@
-"""SwiGLU beyond the cases: refusals, binding, layouts, determinism over threads and ISAs."""
+"""The gated linear units beyond the cases: refusals, binding, layouts, determinism over threads and ISAs."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -11,7 +12,7 @@ from native import bits_under
 
 import tigon
 from cases.case import lay_out
-from tigon.ops.swiglu import reference
+from tigon.ops.glu import reference
 
 
 def _pair(*shape, device="cpu", dtype=torch.float32, grad=True):
@@ -25,30 +26,51 @@ def _gradients(gate, up, dy=None, fn=None):
     return y, torch.autograd.grad(y, leaves, torch.ones_like(y) if dy is None else dy)
 
 
+PLAIN = (0, 1.0, 1.0, 1.702, 7.0)  # swiglu, as the operators take it
 BAD = {
     "up size": (lambda g, u: tigon.swiglu(g, u[:, :5]), r"\[swiglu\] up must be \[4, 8\], got \[4, 5\]"),
     "up rank": (lambda g, u: tigon.swiglu(g, u[None]), r"up must be \[4, 8\], got \[1, 4, 8\]"),
     "same elements": (lambda g, u: tigon.swiglu(g, u.view(8, 4)), r"up must be \[4, 8\], got \[8, 4\]"),
     "up dtype": (lambda g, u: tigon.swiglu(g, u.half()), r"up must be torch.float32, got torch.float16"),
     "gate dtype": (lambda g, u: tigon.swiglu(g.long(), u), r"gate must be a float tensor, got torch.int64"),
+    "odd packed": (lambda g, u: tigon.swiglu(g[:, :5]), r"gate must have an even number of columns, got 5"),
+    "scalar packed": (lambda g, u: tigon.reglu(g[0, 0]), r"\[reglu\] gate must have at least one dimension"),
+    "approximate": (
+        lambda g, u: tigon.geglu(g, u, approximate="no"),
+        r"\[geglu\] approximate must be 'tanh'",
+    ),
+    "limit": (lambda g, u: tigon.swiglu_oai(g, limit=-1.0), r"\[swiglu_oai\] limit must be > 0, got -1.0"),
+    "odd interleaved": (
+        lambda g, u: tigon.swiglu_oai(g[:, 1:]),
+        r"gate_up must have an even number .* got 7",
+    ),
     "gate rank, raw": (
-        lambda g, u: _raw(torch.ops.tigon.swiglu_fwd, g[0, 0], u[0, 0]),
+        lambda g, u: _raw("glu_fwd", g[0, 0], u[0, 0], *PLAIN),
         r"\[swiglu\] gate must have at least one dimension, got 0",
     ),
     "up size, raw": (
-        lambda g, u: _raw(torch.ops.tigon.swiglu_fwd, g, u[:, :5]),
+        lambda g, u: _raw("glu_fwd", g, u[:, :5], *PLAIN),
         r"\[swiglu\] up must be \[4, 8\], got \[4, 5\]",
     ),
     "up dtype, raw": (
-        lambda g, u: _raw(torch.ops.tigon.swiglu_fwd, g, u.half()),
+        lambda g, u: _raw("glu_fwd", g, u.half(), *PLAIN),
         r"\[swiglu\] up must be float32, got float16",
     ),
+    "odd packed, raw": (
+        lambda g, u: _raw("glu_fwd", g[:, :5], None, *PLAIN),
+        r"\[swiglu\] gate must have an even number of columns without up, got 5",
+    ),
+    "kind, raw": (lambda g, u: _raw("glu_fwd", g, u, 5, *PLAIN[1:]), r"kind must be one of 0 to 4, got 5"),
+    "up of interleaved, raw": (
+        lambda g, u: _raw("glu_fwd", g, u, 4, *PLAIN[1:]),
+        r"\[swiglu_oai\] up must be None",
+    ),
     "dy size, raw": (
-        lambda g, u: _raw(torch.ops.tigon.swiglu_bwd, g[:2], g, u, True, True),
+        lambda g, u: _raw("glu_bwd", g[:2], g, u, *PLAIN, True, True),
         r"\[swiglu\] dy must be \[4, 8\], got \[2, 8\]",
     ),
     "dy dtype, raw": (
-        lambda g, u: _raw(torch.ops.tigon.swiglu_bwd, g.bfloat16(), g, u, True, True),
+        lambda g, u: _raw("glu_bwd", g.bfloat16(), g, u, *PLAIN, True, True),
         r"\[swiglu_bwd\] dy must be float32, got bfloat16",
     ),
 }
@@ -56,7 +78,7 @@ BAD = {
 
 def _raw(op, *args):
     try:
-        op(*args)
+        getattr(torch.ops.tigon, op)(*args)
     except RuntimeError as exc:
         raise tigon.Error(str(exc)) from exc
 
@@ -89,6 +111,50 @@ def test_every_requires_grad_combination(need_gate, need_up, device):
         y.sum().backward()
     assert same_bits(a.grad, full[0] if need_gate else None)
     assert same_bits(b.grad, full[1] if need_up else None)
+
+
+OF_TWO = {
+    "swiglu": tigon.swiglu,
+    "multipliers": functools.partial(tigon.swiglu, gate_multiplier=0.75, down_multiplier=-1.25),
+    "geglu": tigon.geglu,
+    "geglu_none": functools.partial(tigon.geglu, approximate="none"),
+    "reglu": tigon.reglu,
+}
+
+
+@pytest.mark.parametrize("cols", [1, 33, 64])
+@pytest.mark.parametrize("name", OF_TWO)
+def test_packed_is_two_halves(name, cols, device):
+    """The same bits from one tensor; its gradient is one dense tensor that the kernel wrote."""
+    fn = OF_TWO[name]
+    both = torch.randn(2, 5, 2 * cols, device=device, requires_grad=True)
+    dy = torch.randn(2, 5, cols, device=device)
+    gate, up = (half.detach().clone().requires_grad_() for half in both.chunk(2, dim=-1))
+    want, grads = _gradients(gate, up, dy, fn)
+    y = fn(both)
+    assert y.grad_fn.saved_tensors[0].data_ptr() == both.data_ptr()
+    (got,) = torch.autograd.grad(y, both, dy)
+    assert y.is_contiguous() and got.is_contiguous()
+    assert same_bits(y, want) and same_bits(got, torch.cat(grads, dim=-1))
+
+
+def test_interleaved_is_gpt_oss(device):
+    """As transformers' GptOssExperts writes it, beyond both limits too."""
+    gate_up = 5 * torch.randn(6, 44, device=device, dtype=torch.float64)
+    gate, up = gate_up[..., ::2].clamp(max=7.0), gate_up[..., 1::2].clamp(-7.0, 7.0)
+    want = (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+    torch.testing.assert_close(tigon.swiglu_oai(gate_up.float()).double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_small_tails_of_exact_gelu_keep_their_digits(device):
+    """Where 1 + erf(x / sqrt 2) has none left."""
+    x = torch.linspace(-9, -4, 501, device=device, requires_grad=True)
+    y, (slope, _) = _gradients(x, torch.ones_like(x).requires_grad_(), fn=OF_TWO["geglu_none"])
+    exact = x.detach().double().requires_grad_()
+    want = exact / 2 * torch.erfc(-exact / 2**0.5)
+    (want_slope,) = torch.autograd.grad(want.sum(), exact)
+    torch.testing.assert_close(y.double(), want, rtol=1e-5, atol=0)
+    torch.testing.assert_close(slope.double(), want_slope, rtol=1e-4, atol=0)
 
 
 def test_one_tensor_as_both(device):
@@ -184,12 +250,15 @@ def test_double_backward_is_refused(device):
 def test_opcheck(dtype, device):
     gate, up = _pair(2, 3, 24, device=device, dtype=dtype)
     both = torch.randn(2, 3, 48, device=device, dtype=dtype, requires_grad=True)
-    for sample in ((gate, up), (gate.transpose(0, 1), up.transpose(0, 1)), both.chunk(2, dim=-1)):
-        torch.library.opcheck(torch.ops.tigon.swiglu.default, tuple(sample))
-        torch.library.opcheck(torch.ops.tigon.swiglu_fwd.default, tuple(t.detach() for t in sample))
+    samples = [(gate, up), (gate.transpose(0, 1), up.transpose(0, 1)), both.chunk(2, dim=-1), (both, None)]
+    for sample in [(*pair, *PLAIN) for pair in samples] + [(both, None, 4, *PLAIN[1:])]:
+        torch.library.opcheck(torch.ops.tigon.glu.default, sample)
+        bare = tuple(t.detach() if torch.is_tensor(t) else t for t in sample)
+        torch.library.opcheck(torch.ops.tigon.glu_fwd.default, bare)
     for needs in itertools.product([False, True], repeat=2):
-        sample = (torch.randn_like(gate).detach(), gate.detach(), up.detach(), *needs)
-        torch.library.opcheck(torch.ops.tigon.swiglu_bwd.default, sample)
+        for pair in ((gate.detach(), up.detach()), (both.detach(), None)):
+            sample = (torch.randn_like(gate).detach(), *pair, *PLAIN, *needs)
+            torch.library.opcheck(torch.ops.tigon.glu_bwd.default, sample)
 
 
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True), (False, False)])
@@ -249,10 +318,19 @@ def test_more_accurate_than_rounding_twice(device):
     assert ours < twice
 
 
-def test_module(device):
+def test_modules(device):
     gate, up = _pair(4, 24, device=device, grad=False)
-    module = tigon.nn.SwiGLU()
-    assert not list(module.parameters()) and same_bits(module(gate, up), tigon.swiglu(gate, up))
+    nn = tigon.nn
+    for module, want in (
+        (nn.SwiGLU(), tigon.swiglu(gate, up)),
+        (nn.SwiGLU(0.75, -1.25), OF_TWO["multipliers"](gate, up)),
+        (nn.GeGLU(), tigon.geglu(gate, up)),
+        (nn.GeGLU("none"), OF_TWO["geglu_none"](gate, up)),
+        (nn.ReGLU(), tigon.reglu(gate, up)),
+    ):
+        assert not list(module.parameters()) and same_bits(module(gate, up), want)
+        assert same_bits(module(torch.cat((gate, up), dim=-1)), want)
+    assert same_bits(nn.SwiGLUOAI(1.5, 3.0)(gate), tigon.swiglu_oai(gate, alpha=1.5, limit=3.0))
 
 
 SCRIPT = """
@@ -263,8 +341,12 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
         both = (4 * torch.randn(shape[0], 2 * shape[1])).to(dtype).requires_grad_()
         gate, up = both.chunk(2, dim=-1)
         for a, b in ((gate, up), (gate.contiguous(), up.contiguous())):
-            y = tigon.swiglu(a, b)
-            emit(y, *torch.autograd.grad(y, both, torch.randn_like(y), retain_graph=True))
+            for fn in (tigon.swiglu, tigon.geglu, tigon.reglu):
+                y = fn(a, b)
+                emit(y, *torch.autograd.grad(y, both, torch.randn_like(y), retain_graph=True))
+        for fn in (lambda x: tigon.geglu(x, approximate="none"), tigon.swiglu_oai):
+            y = fn(both)
+            emit(y, *torch.autograd.grad(y, both, torch.randn_like(y)))
 """
 
 

@@ -1,0 +1,59 @@
+"""Module forms of :func:`tigon.swiglu` and its relatives; none has parameters."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tigon.ops import glu
+
+
+class SwiGLU(nn.Module):
+    """``silu(gate) * up``, see :func:`tigon.swiglu`; ``up=None`` where gate holds both."""
+
+    def __init__(self, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> None:
+        super().__init__()
+        self.gate_multiplier, self.down_multiplier = gate_multiplier, down_multiplier
+
+    def forward(self, gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+        return glu.swiglu(
+            gate, up, gate_multiplier=self.gate_multiplier, down_multiplier=self.down_multiplier
+        )
+
+    def extra_repr(self) -> str:
+        return f"gate_multiplier={self.gate_multiplier}, down_multiplier={self.down_multiplier}"
+
+
+class GeGLU(nn.Module):
+    """``gelu(gate) * up``, see :func:`tigon.geglu`; ``up=None`` where gate holds both."""
+
+    def __init__(self, approximate: str = "tanh") -> None:
+        super().__init__()
+        self.approximate = approximate
+
+    def forward(self, gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+        return glu.geglu(gate, up, approximate=self.approximate)
+
+    def extra_repr(self) -> str:
+        return f"approximate={self.approximate!r}"
+
+
+class ReGLU(nn.Module):
+    """``relu(gate) * up``, see :func:`tigon.reglu`; ``up=None`` where gate holds both."""
+
+    def forward(self, gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+        return glu.reglu(gate, up)
+
+
+class SwiGLUOAI(nn.Module):
+    """The clamped SwiGLU of gpt-oss, see :func:`tigon.swiglu_oai`."""
+
+    def __init__(self, alpha: float = 1.702, limit: float = 7.0) -> None:
+        super().__init__()
+        self.alpha, self.limit = alpha, limit
+
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return glu.swiglu_oai(gate_up, alpha=self.alpha, limit=self.limit)
+
+    def extra_repr(self) -> str:
+        return f"alpha={self.alpha}, limit={self.limit}"

@@ -1,0 +1,283 @@
+"""KL, Jensen-Shannon, total variation. Contract: ``tigon/ops/divergence/divergence.h``."""
+
+from __future__ import annotations
+
+import torch
+
+from tigon._op import Op, has_kernel, raw
+from tigon.error import Error, check
+from tigon.ops.cross_entropy import _rescale
+
+_KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2, "tvd": 3}
+_REDUCTIONS = {"none": 0, "sum": 1, "batchmean": 2, "mean": 3}
+
+
+def reference(
+    student,
+    teacher,
+    labels=None,
+    *,
+    kind="forward_kl",
+    beta=0.5,
+    temperature=1.0,
+    log_probs=False,
+    ignore_index=-100,
+    reduction="batchmean",
+):
+    """The same formulas in plain PyTorch operations (any float dtype, any device)."""
+    wide = torch.promote_types(student.dtype, torch.float32)
+    lq, lp = student.to(wide), teacher.to(wide)
+    if not log_probs:
+        lq, lp = (torch.log_softmax(x / temperature, dim=-1) for x in (lq, lp))
+    q, p = lq.exp(), lp.exp()
+
+    def weighted(weight, log_ratio):  # 0 log 0 = 0
+        return torch.where(weight == 0, 0.0, weight * log_ratio)
+
+    if kind == "forward_kl":
+        terms = weighted(p, lp - lq)
+    elif kind == "reverse_kl":
+        terms = weighted(q, lq - lp)
+    elif kind == "jsd":
+        lm = (beta * p + (1 - beta) * q).log()
+        terms = beta * weighted(p, lp - lm) + (1 - beta) * weighted(q, lq - lm)
+    else:
+        terms = (q - p).abs() / 2
+    rows = terms.sum(-1)
+    count = rows.numel()
+    if labels is not None:
+        kept = labels != ignore_index
+        rows, count = torch.where(kept, rows, 0.0), kept.sum()
+    if reduction == "none":
+        return rows
+    return rows.sum() / {"sum": 1, "batchmean": count, "mean": count * student.shape[-1]}[reduction]
+
+
+def _fake(
+    student, teacher, labels, reduction, kind, beta, temperature, log_probs, ignore_index, need_dstudent
+):
+    rows = (student.numel() // student.shape[-1],) if reduction == _REDUCTIONS["none"] else ()
+    return (
+        student.new_empty(rows, dtype=torch.float32),
+        student.new_empty(student.shape if need_dstudent else (0,)),
+    )
+
+
+def _fake_inplace(student, *_):
+    return student.new_empty((), dtype=torch.float32)
+
+
+def _fake_bwd(dloss, student, *_):
+    return student.new_empty(student.shape)
+
+
+_inplace = raw("divergence_inplace", _fake_inplace)
+_bwd = raw("divergence_bwd", _fake_bwd)
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.scalar, ctx.options = inputs[3] != _REDUCTIONS["none"], inputs[4:9]
+    ctx.save_for_backward(*((output[1],) if ctx.scalar else inputs[:3]))
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dloss, _=None):
+    if dloss is None:
+        return (None,) * 10
+    if ctx.scalar:  # plain operations: the compiler may fuse them, and their one rounding is the kernel's
+        (dstudent,) = ctx.saved_tensors
+        return (dstudent.float() * dloss).to(dstudent.dtype), *(None,) * 9
+    student, teacher, labels = ctx.saved_tensors
+    dstudent = torch.ops.tigon.divergence_bwd(dloss, student, teacher, labels, *ctx.options)
+    return dstudent, *(None,) * 9
+
+
+_op = Op("divergence", fake=_fake, setup_context=_setup_context, backward=_backward)
+
+
+class _Eager(torch.autograd.Function):
+    """Eager with a gradient: a scalar loss forms it in the forward pass and hands it out, once."""
+
+    @staticmethod
+    def forward(ctx, inplace, *inputs):
+        student = inputs[0]
+        ctx.scalar, ctx.options, ctx.spent = inputs[3] != _REDUCTIONS["none"], inputs[4:], False
+        if not ctx.scalar:
+            ctx.save_for_backward(*inputs[:3])
+            return _op.forward(*inputs, False)[0]
+        if inplace:
+            loss, dstudent = _inplace(*inputs), student.detach()
+            torch.autograd.graph.increment_version(dstudent)  # whoever saved the student is told
+        else:
+            loss, dstudent = _op.forward(*inputs, True)
+        ctx.save_for_backward(dstudent)
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dloss):
+        if ctx.scalar:
+            if ctx.spent:
+                raise Error(
+                    "[divergence] backward was already called: the gradient of a scalar loss is kept in one "
+                    "buffer, which the first call hands out; to call it again, reduce the rows of "
+                    'reduction="none"'
+                )
+            ctx.spent = True
+            (dstudent,) = ctx.saved_tensors
+            _rescale(dstudent, dloss)
+        else:
+            dstudent = _bwd(dloss, *ctx.saved_tensors, *ctx.options)
+        return None, dstudent, *(None,) * 8
+
+
+def _divergence(
+    op, kind, student, teacher, labels, beta, temperature, log_probs, ignore_index, reduction, inplace
+):
+    """Check, choose between kernel and reference, run."""
+    check(op, student.is_floating_point(), "student must be a float tensor, got {}", student.dtype)
+    check(op, student.dim() >= 1, "student must have at least one dimension, got 0")
+    check(op, student.shape[-1] >= 1, "student must have at least one column, got {}", student.shape)
+    check(op, teacher.shape == student.shape, "teacher must be {}, got {}", student.shape, teacher.shape)
+    check(op, teacher.dtype == student.dtype, "teacher must be {}, got {}", student.dtype, teacher.dtype)
+    need_grad = torch.is_grad_enabled() and student.requires_grad
+    constant = not (teacher.requires_grad and torch.is_grad_enabled())
+    check(op, constant, "teacher must not require grad (it gets no gradient), got a tensor that does")
+    check(op, temperature > 0, "temperature must be > 0, got {}", temperature)
+    check(op, not log_probs or temperature == 1, "temperature must be 1 with log_probs, got {}", temperature)
+    check(op, reduction in _REDUCTIONS, "reduction must be one of {}, got {!r}", (*_REDUCTIONS,), reduction)
+    check(op, not (inplace and need_grad and student.is_leaf),
+          "student must not be a leaf that requires grad with inplace=True, got a leaf")  # fmt: skip
+    if labels is not None:
+        integer = not (labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool)
+        check(op, integer, "labels must be an integer tensor, got {}", labels.dtype)
+        check(
+            op,
+            labels.shape == student.shape[:-1],
+            "labels must be {}, got {}",
+            student.shape[:-1],
+            labels.shape,
+        )
+    if not has_kernel(op, student):
+        return reference(
+            student, teacher, labels, kind=kind, beta=beta, temperature=temperature, log_probs=log_probs,
+            ignore_index=ignore_index, reduction=reduction,
+        )  # fmt: skip
+    labels = None if labels is None else labels.reshape(-1).long()
+    options = (_KINDS[kind], beta, temperature, log_probs, ignore_index)
+    inputs = (student, teacher, labels, _REDUCTIONS[reduction], *options)
+    scalar = reduction != "none"
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        loss = _op.registered(*inputs, need_grad and scalar)[0]
+    elif need_grad:
+        loss = _Eager.apply(inplace, *inputs)
+    else:
+        loss = _op.forward(*inputs, False)[0]
+    return loss if scalar else loss.view(student.shape[:-1])
+
+
+def kl_div(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    *,
+    reverse: bool = False,
+    temperature: float = 1.0,
+    log_probs: bool = False,
+    ignore_index: int = -100,
+    reduction: str = "batchmean",
+    inplace: bool = False,
+) -> torch.Tensor:
+    """Kullback-Leibler divergence of softmaxes over the last dimension, ``KL(teacher || student)``.
+
+    Args:
+        student: ``[..., V]`` logits, float32, bfloat16 or float16 (float64 runs the eager reference), any
+            leading strides (rows dense, or copied once).
+        teacher: logits of the same shape, dtype and device; gets no gradient.
+        labels: ``[...]`` integers or ``None``: rows labelled ``ignore_index`` do not count (loss 0, gradient
+            0, whatever they hold). Shift them as the logits are.
+        reverse: ``KL(student || teacher)`` instead.
+        temperature: divides both logits (the loss is not multiplied by its square).
+        log_probs: the inputs are log-probabilities, taken as they are; the gradient is the one of them.
+        reduction: ``"batchmean"`` (over the rows that count), ``"mean"`` (over their elements, as torch has
+            it), ``"sum"``, or ``"none"`` for one loss a row.
+        inplace: permission to write the gradient of a scalar loss over the student instead of into fresh
+            memory of its size. Autograd raises if another operation saved it; it must not be a leaf. Without
+            effect when no gradient is needed, with ``"none"`` and under ``torch.compile``.
+
+    Returns:
+        float32 scalar, or ``[...]`` for ``"none"``. Differentiable in student; accumulation in float32;
+        bitwise deterministic. A class that one side excludes (``-inf``) adds ``0 log 0 = 0``. With every row
+        ignored a mean is NaN, the gradient zero. A scalar loss forms its gradient in the forward pass (two
+        reads and one write in all) and its backward can be called once; ``"none"`` keeps the inputs.
+
+    Raises:
+        tigon.Error: shapes, dtypes, devices or options do not fit; a second backward through a scalar loss.
+
+    Source: Kullback & Leibler 1951, "On Information and Sufficiency"; distillation: Hinton et al. 2015.
+    """
+    kind = "reverse_kl" if reverse else "forward_kl"
+    return _divergence(
+        "kl_div",
+        kind,
+        student,
+        teacher,
+        labels,
+        0.5,
+        temperature,
+        log_probs,
+        ignore_index,
+        reduction,
+        inplace,
+    )
+
+
+def jsd(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    *,
+    beta: float = 0.5,
+    temperature: float = 1.0,
+    log_probs: bool = False,
+    ignore_index: int = -100,
+    reduction: str = "batchmean",
+    inplace: bool = False,
+) -> torch.Tensor:
+    """Generalised Jensen-Shannon divergence ``beta KL(P || M) + (1 - beta) KL(Q || M)``.
+
+    ``M = beta P + (1 - beta) Q`` with ``P`` the teacher's and ``Q`` the student's softmax. By convention
+    (Agarwal et al. 2024) ``beta = 0`` is ``KL(P || Q)`` and ``beta = 1`` is ``KL(Q || P)``: the limits of the
+    divergence over ``beta`` and ``1 - beta``. No underflow makes a NaN, nor does a class at ``-inf``.
+
+    Args, returns, raises: as :func:`kl_div`; beta in [0, 1].
+
+    Source: Lin 1991, "Divergence Measures Based on the Shannon Entropy", eq. 4.1; Agarwal et al. 2024,
+    "On-Policy Distillation of Language Models".
+    """
+    check("jsd", 0.0 <= beta <= 1.0, "beta must be in [0, 1], got {}", beta)
+    kind = "forward_kl" if beta == 0.0 else "reverse_kl" if beta == 1.0 else "jsd"
+    return _divergence(
+        "jsd", kind, student, teacher, labels, beta, temperature, log_probs, ignore_index, reduction, inplace
+    )
+
+
+def tvd(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    *,
+    temperature: float = 1.0,
+    log_probs: bool = False,
+    ignore_index: int = -100,
+    reduction: str = "batchmean",
+    inplace: bool = False,
+) -> torch.Tensor:
+    """Total variation distance of softmaxes, ``1/2 sum |P - Q|``. Where ``P = Q`` the gradient is 0.
+
+    Args, returns, raises: as :func:`kl_div`.
+    """
+    return _divergence(
+        "tvd", "tvd", student, teacher, labels, 0.5, temperature, log_probs, ignore_index, reduction, inplace
+    )

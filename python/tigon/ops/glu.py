@@ -1,0 +1,159 @@
+"""Gated linear units (Shazeer 2020, section 2). Contract: ``tigon/ops/glu/glu.h``."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tigon._op import Op, has_kernel, raw
+from tigon.error import check
+
+_KINDS = {"swiglu": 0, "geglu": 1, "geglu_tanh": 2, "reglu": 3, "swiglu_oai": 4}
+_ALPHA, _LIMIT = 1.702, 7.0
+
+
+def reference(
+    gate, up=None, kind="swiglu", gate_multiplier=1.0, down_multiplier=1.0, alpha=_ALPHA, limit=_LIMIT
+):
+    """The same formulas in plain PyTorch operations (any float dtype, any device)."""
+    dtype = gate.dtype
+    if kind == "swiglu_oai":
+        gate, up = gate[..., ::2], gate[..., 1::2]
+    elif up is None:
+        gate, up = gate.chunk(2, dim=-1)
+    if dtype != torch.float64:
+        gate, up = gate.float(), up.float()
+    if kind == "swiglu_oai":
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return ((up + 1) * (gate * torch.sigmoid(alpha * gate))).to(dtype)
+    if kind == "swiglu":
+        return (F.silu(gate_multiplier * gate) * up * down_multiplier).to(dtype)
+    if kind == "reglu":
+        return (F.relu(gate) * up).to(dtype)
+    approximate = "tanh" if kind == "geglu_tanh" else "none"
+    return (F.gelu(gate, approximate=approximate) * up).to(dtype)
+
+
+def _fake(gate, up, *_):
+    return gate.new_empty(gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2))
+
+
+def _fake_bwd(dy, gate, up, kind, gate_multiplier, down_multiplier, alpha, limit, need_dgate, need_dup):
+    dgate = gate.new_empty(gate.shape if need_dgate else (0,))
+    return dgate, gate.new_empty(gate.shape if need_dup and up is not None else (0,))
+
+
+_bwd = raw("glu_bwd", _fake_bwd)
+
+
+def _setup_context(ctx, inputs, output):
+    gate, up, *ctx.options = inputs
+    ctx.save_for_backward(gate, up)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dy):
+    dgate = dup = None
+    if dy is not None:
+        gate, up = ctx.saved_tensors
+        need_dgate, need_dup = ctx.needs_input_grad[0], up is not None and ctx.needs_input_grad[1]
+        call = torch.ops.tigon.glu_bwd if torch.compiler.is_compiling() else _bwd
+        dgate, dup = call(dy, gate, up, *ctx.options, need_dgate, need_dup)
+        dgate, dup = dgate if need_dgate else None, dup if need_dup else None
+    return dgate, dup, None, None, None, None, None
+
+
+_op = Op("glu", fake=_fake, setup_context=_setup_context, backward=_backward)
+
+
+def _glu(op, kind, gate, up, gate_multiplier=1.0, down_multiplier=1.0, alpha=_ALPHA, limit=_LIMIT):
+    """Check, choose between kernel and reference, run. `op` is the public name."""
+    name = "gate_up" if kind == "swiglu_oai" else "gate"
+    check(op, gate.is_floating_point(), name + " must be a float tensor, got {}", gate.dtype)
+    if up is None:
+        check(op, gate.dim() > 0, name + " must have at least one dimension, got 0")
+        even = gate.shape[-1] % 2 == 0
+        check(op, even, name + " must have an even number of columns, got {}", gate.shape[-1])
+    else:
+        check(op, up.dtype == gate.dtype, "up must be {}, got {}", gate.dtype, up.dtype)
+        check(op, up.shape == gate.shape, "up must be {}, got {}", gate.shape, up.shape)
+        check(op, up.device == gate.device, "up must be on {}, got {}", gate.device, up.device)
+    if not has_kernel(op, gate, up):
+        return reference(gate, up, kind, gate_multiplier, down_multiplier, alpha, limit)
+    options = _KINDS[kind], gate_multiplier, down_multiplier, alpha, limit
+    if gate.dim() == 0:
+        return _op(gate.reshape(1), up.reshape(1), *options).reshape(())
+    return _op(gate, up, *options)
+
+
+def swiglu(
+    gate: torch.Tensor,
+    up: torch.Tensor | None = None,
+    *,
+    gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0,
+) -> torch.Tensor:
+    """Gated activation ``silu(gate) * up`` with ``silu(x) = x / (1 + e^-x)``.
+
+    Args:
+        gate: ``[..., F]`` float32, bfloat16 or float16. Rows may lie apart in memory (gate and up as the
+            halves of one ``[..., 2F]`` tensor are read where they are); any other layout is copied once.
+            float64 runs the eager reference.
+        up: shape, dtype and device of gate; ``None`` when ``gate`` is ``[..., 2F]`` and holds both, gate
+            first. The gradient is then one tensor too.
+        gate_multiplier, down_multiplier: factors of gate and of the result (Falcon-H1).
+
+    Returns:
+        ``[..., F]`` in the inputs' dtype, contiguous. Differentiable in both; arithmetic in float32, rounded
+        once (plain ``F.silu(gate) * up`` rounds twice in 16 bits); bitwise deterministic. gate and up are
+        kept for the backward by reference and never written.
+
+    Raises:
+        tigon.Error: shape, dtype or device does not fit.
+
+    Source: Shazeer 2020, "GLU Variants Improve Transformer", section 2.
+    """
+    return _glu("swiglu", "swiglu", gate, up, gate_multiplier, down_multiplier)
+
+
+def geglu(gate: torch.Tensor, up: torch.Tensor | None = None, *, approximate: str = "tanh") -> torch.Tensor:
+    """Gated activation ``gelu(gate) * up``.
+
+    Args:
+        gate, up: as :func:`swiglu`.
+        approximate: ``"tanh"`` for ``gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`` (Gemma),
+            ``"none"`` for ``x Phi(x)`` with the normal distribution ``Phi``.
+
+    Returns and raises: as :func:`swiglu`. Small values of ``Phi`` keep their digits, where
+    ``1 + erf(x / sqrt 2)`` cancels.
+
+    Source: Shazeer 2020, section 2; Hendrycks & Gimpel 2016, "Gaussian Error Linear Units".
+    """
+    known = approximate in ("tanh", "none")
+    check("geglu", known, "approximate must be 'tanh' or 'none', got {!r}", approximate)
+    return _glu("geglu", "geglu_tanh" if approximate == "tanh" else "geglu", gate, up)
+
+
+def reglu(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
+    """Gated activation ``relu(gate) * up``. Arguments, result and errors as :func:`swiglu`.
+
+    Source: Shazeer 2020, "GLU Variants Improve Transformer", section 2.
+    """
+    return _glu("reglu", "reglu", gate, up)
+
+
+def swiglu_oai(gate_up: torch.Tensor, *, alpha: float = _ALPHA, limit: float = _LIMIT) -> torch.Tensor:
+    """Clamped SwiGLU of gpt-oss, ``(up + 1) * gate * sigmoid(alpha * gate)``.
+
+    Args:
+        gate_up: ``[..., 2F]``, columns of gate and up by turns (``gate_up[..., ::2]`` is gate); layouts and
+            dtypes as :func:`swiglu`.
+        alpha: slope of the sigmoid.
+        limit: gate is clamped to at most limit, up to ``[-limit, limit]``; no gradient beyond.
+
+    Returns and raises: as :func:`swiglu`; the gradient has the layout of ``gate_up``.
+
+    Source: gpt-oss, ``swiglu`` of its reference implementation.
+    """
+    check("swiglu_oai", limit > 0, "limit must be > 0, got {}", limit)
+    return _glu("swiglu_oai", "swiglu_oai", gate_up, None, alpha=alpha, limit=limit)

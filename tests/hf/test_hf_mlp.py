@@ -1,0 +1,186 @@
+"""Which MLPs are recognised, by their activation and their form, and that the fused ones are as good."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from tiny import SHARED, assert_as_good, batch, double, make, step
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
+
+from tigon.hf import apply
+from tigon.hf.mlp import known_activation, plan_mlp
+
+NAMES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_accurate": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu_squared",
+}
+
+
+@pytest.mark.parametrize("name", sorted(set(ACT2FN) - {"xielu"}))
+def test_activations_are_told_apart(name):
+    """Every activation of transformers: the ones we have, in all spellings, and no other."""
+    assert known_activation(ACT2FN[name]) == NAMES.get(name)
+
+
+def test_functions_and_torch_modules_are_known():
+    assert known_activation(nn.functional.silu) == "silu"
+    assert known_activation(nn.GELU("tanh")) == "gelu_tanh"
+    assert known_activation(nn.GELU()) == "gelu"
+
+
+def test_asking_leaves_no_trace():
+    """A dropout between two products is asked too: the random numbers that follow stay the same."""
+    torch.manual_seed(3)
+    wanted = torch.rand(4)
+    torch.manual_seed(3)
+    assert known_activation(nn.Dropout(0.5)) is None
+    assert torch.equal(torch.rand(4), wanted)
+
+
+class Gated(nn.Module):
+    def __init__(self, act, size=24, dtype=torch.float32):
+        super().__init__()
+        self.wide, self.other = (nn.Linear(16, size, bias=False, dtype=dtype) for _ in range(2))
+        self.back = nn.Linear(size, 16, bias=False, dtype=dtype)
+        self.act = act
+
+    def forward(self, hidden):
+        return self.back(self.other(hidden) * self.act(self.wide(hidden)))
+
+
+class Packed(nn.Module):
+    def __init__(self, act, size=24, dtype=torch.float32):
+        super().__init__()
+        self.both = nn.Linear(16, 2 * size, bias=False, dtype=dtype)
+        self.back = nn.Linear(size, 16, bias=False, dtype=dtype)
+        self.act = act
+
+    def forward(self, hidden):
+        halves = self.both(hidden).chunk(2, dim=-1)
+        return self.back(self.act(halves[0]) * halves[1])
+
+
+def _results(module, x, dy):
+    x = x.detach().requires_grad_()
+    y = module(x)
+    return [y.detach(), *torch.autograd.grad(y, [x, *module.parameters()], dy)]
+
+
+def _hold(stock, by, seed=0):
+    """The patched twin of a module: output and all gradients under the house rule."""
+    torch.manual_seed(seed)
+    dtype = next(stock.parameters()).dtype
+    x, dy = torch.randn(2, 7, 16, dtype=dtype), torch.randn(2, 7, 16, dtype=dtype)
+    patched = copy.deepcopy(stock)
+    (entry,) = apply(patched).replaced
+    assert entry.by.startswith(by)
+    results = _results(patched, x, dy), _results(stock, x, dy)
+    exact = _results(double(stock), x.double(), dy.double())
+    for got, wanted, right in zip(*results, exact, strict=True):
+        assert_as_good(got, wanted, right, 2 * torch.finfo(dtype).eps)
+
+
+OPS = {"silu": "tigon.swiglu", "gelu_new": "tigon.geglu", "gelu": "tigon.geglu", "relu": "tigon.reglu"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [Gated, Packed])
+@pytest.mark.parametrize("name", OPS)
+def test_gated_mlps(name, kind, dtype):
+    torch.manual_seed(1)
+    _hold(kind(ACT2FN[name], dtype=dtype), OPS[name])
+
+
+def test_packed_gradient_is_written_once():
+    """One packed input: the graph has no concatenation or copy of halves."""
+    module = Packed(ACT2FN["silu"])
+    apply(module)
+    function = module(torch.randn(3, 16)).grad_fn
+    names = []
+    while function is not None and len(names) < 4:
+        names.append(type(function).__name__)
+        function = function.next_functions[0][0] if function.next_functions else None
+    assert not {"SplitBackward0", "SliceBackward0", "CatBackward0"} & set(names), names
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("act", ["silu", "gelu_pytorch_tanh"])
+def test_falcon_h1_multipliers(act, bias):
+    torch.manual_seed(2)
+    config = transformers.FalconH1Config(
+        hidden_size=16, intermediate_size=24, mlp_bias=bias, hidden_act=act, mlp_multipliers=[0.6, 1.75]
+    )
+    _hold(FalconH1MLP(config), "tigon.swiglu" if act == "silu" else "tigon.geglu")
+
+
+def test_multipliers_that_are_no_numbers_are_left():
+    config = transformers.FalconH1Config(hidden_size=16, intermediate_size=24, mlp_multipliers=[0.6, 1.75])
+    module = FalconH1MLP(config)
+    module.gate_multiplier = torch.ones(())
+    assert "not a number" in plan_mlp(module)
+
+
+class Ungated(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.fc1, self.fc2, self.act = nn.Linear(16, 24), nn.Linear(24, 16), act
+
+    def forward(self, hidden):
+        hidden = self.fc1(hidden)
+        hidden = self.act(hidden)
+        return self.fc2(hidden)
+
+
+def test_ungated_mlps():
+    """The square of ReLU is fused; others are named in the report; three modules in a row are no MLP."""
+    _hold(Ungated(ACT2FN["relu2"]), "tigon.relu_squared")
+    assert "one pass already" in plan_mlp(Ungated(ACT2FN["gelu"]))
+    assert plan_mlp(Ungated(nn.LayerNorm(24))) is None
+
+
+FAMILIES = {
+    "Gemma3Text": ("Gemma3ForCausalLM", {"head_dim": 8, "query_pre_attn_scalar": 8}, "tigon.geglu"),
+    "Nemotron": ("NemotronForCausalLM", {}, "tigon.relu_squared"),
+    "Arcee": ("ArceeForCausalLM", {}, "tigon.relu_squared"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models(family):
+    """Only the MLPs replaced: loss and gradients as good as stock's."""
+    name, options, by = FAMILIES[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SHARED, **options)
+    stock = getattr(transformers, name)(config).train()
+    inputs = batch()
+    wanted, exact = step(stock, inputs), step(double(stock), inputs)
+    report = apply(stock, norm=False, rope=False, loss=False)
+    assert [entry.by.split(" ")[0] for entry in report.replaced] == [by] * 2
+    got = step(stock, inputs)
+    for key, right in exact[1].items():
+        assert_as_good(got[1][key], wanted[1][key], right, 4 * 2.0**-23, key)
+    assert_as_good(got[0], wanted[0], exact[0], 4 * 2.0**-23)
+
+
+def test_gelu_model_under_compile():
+    """The specification of a patched MLP is traced as a constant."""
+    torch._dynamo.reset()
+    model = make("gemma")
+    apply(model, norm=False, rope=False, loss=False)
+    mlp = model.model.layers[0].mlp
+    x = torch.randn(2, 3, 32)
+    assert torch.equal(torch.compile(mlp, backend="aot_eager", fullgraph=True)(x), mlp(x))

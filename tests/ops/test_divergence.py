@@ -1,0 +1,196 @@
+"""KL, JSD and TVD beyond the cases: refusals, limits, masks, in place, one backward, bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checks import same_bits
+from native import bits_under
+
+import tigon
+from tigon.ops.divergence import reference
+
+OPS = {"kl_div": tigon.kl_div, "jsd": tigon.jsd, "tvd": tigon.tvd}
+
+
+def _pair(*shape, device="cpu", dtype=torch.float32, scale=2.0):
+    student, teacher = ((scale * torch.randn(shape, device=device)).to(dtype) for _ in range(2))
+    return student.requires_grad_(), teacher
+
+
+BAD = {
+    "teacher size": (
+        lambda s, t: tigon.kl_div(s, t[:, :5]),
+        r"\[kl_div\] teacher must be \[4, 8\], got \[4, 5\]",
+    ),
+    "teacher dtype": (
+        lambda s, t: tigon.tvd(s, t.half()),
+        r"\[tvd\] teacher must be torch.float32, got torch.float16",
+    ),
+    "teacher grad": (lambda s, t: tigon.jsd(s, t.requires_grad_()), r"\[jsd\] teacher must not require grad"),
+    "student dtype": (
+        lambda s, t: tigon.jsd(t.long(), t),
+        r"student must be a float tensor, got torch.int64",
+    ),
+    "no column": (lambda s, t: tigon.jsd(s[:, :0], t[:, :0]), r"student must have at least one column"),
+    "no dimension": (lambda s, t: tigon.tvd(t[0, 0], t[0, 0]), r"student must have at least one dimension"),
+    "beta": (lambda s, t: tigon.jsd(s, t, beta=1.5), r"beta must be in \[0, 1\], got 1.5"),
+    "temperature": (lambda s, t: tigon.kl_div(s, t, temperature=0.0), r"temperature must be > 0, got 0.0"),
+    "both": (
+        lambda s, t: tigon.kl_div(s, t, temperature=2.0, log_probs=True),
+        r"must be 1 with log_probs, got 2",
+    ),
+    "reduction": (lambda s, t: tigon.kl_div(s, t, reduction="avg"), r"reduction must be one of .*got 'avg'"),
+    "labels size": (lambda s, t: tigon.jsd(s, t, torch.zeros(3).long()), r"labels must be \[4\], got \[3\]"),
+    "labels dtype": (lambda s, t: tigon.jsd(s, t, torch.zeros(4)), r"labels must be an integer tensor"),
+    "leaf": (lambda s, t: tigon.tvd(s, t, inplace=True), r"student must not be a leaf"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refusals(name):
+    call, message = BAD[name]
+    student, teacher = _pair(4, 8)
+    kept = student.detach().clone(), teacher.clone()
+    with pytest.raises(tigon.Error, match=message):
+        call(student, teacher)
+    assert same_bits(student, kept[0]) and same_bits(teacher, kept[1])
+
+
+def test_raw_refusals():
+    student, teacher = _pair(4, 8)
+    with pytest.raises(RuntimeError, match=r"beta must be in \(0, 1\), got 1"):
+        torch.ops.tigon.divergence_fwd(student.detach(), teacher, None, 1, 2, 1.0, 1.0, False, -100, False)
+    with pytest.raises(RuntimeError, match="kind must be one of 0 to 3, got 7"):
+        torch.ops.tigon.divergence_fwd(student.detach(), teacher, None, 1, 7, 0.5, 1.0, False, -100, False)
+
+
+@pytest.mark.parametrize("beta, reverse", [(0.0, False), (1.0, True)])
+def test_limits_of_jsd_are_the_two_kls(beta, reverse, device):
+    student, teacher = _pair(6, 50, device=device)
+    assert same_bits(tigon.jsd(student, teacher, beta=beta), tigon.kl_div(student, teacher, reverse=reverse))
+    small = abs(beta - 1e-4)  # and of the divergence over beta, or 1 - beta
+    near = tigon.jsd(student.double(), teacher.double(), beta=small) / 1e-4
+    torch.testing.assert_close(near.float(), tigon.jsd(student, teacher, beta=beta), rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_equal_rows_have_no_divergence(name, device):
+    student, _ = _pair(5, 77, device=device)
+    loss = OPS[name](student, student.detach().clone(), reduction="none")
+    (grad,) = torch.autograd.grad(loss.sum(), student)
+    assert (loss == 0).all()
+    assert grad.abs().max() < 1e-7
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_masked_rows_may_hold_anything(name, device):
+    student, teacher = _pair(6, 40, device=device)
+    labels = torch.tensor([0, -100, 5, -100, 3, 1], device=device)
+    kept = labels != -100
+    want = OPS[name](student[kept], teacher[kept])
+    (want_grad,) = torch.autograd.grad(want, student)
+    with torch.no_grad():
+        student[~kept], teacher[~kept] = float("nan"), float("inf")
+    loss = OPS[name](student, teacher, labels)
+    (grad,) = torch.autograd.grad(loss, student)
+    torch.testing.assert_close(loss, want, rtol=1e-6, atol=0)
+    torch.testing.assert_close(grad[kept], want_grad[kept], rtol=1e-5, atol=1e-9)
+    assert (grad[~kept] == 0).all()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_all_rows_masked(name, device):
+    """As cross_entropy: the mean of nothing is NaN, its gradient zero."""
+    student, teacher = _pair(3, 9, device=device)
+    labels = torch.full((3,), -100, device=device)
+    loss = OPS[name](student, teacher, labels)
+    (grad,) = torch.autograd.grad(loss, student)
+    assert loss.isnan() and (grad == 0).all()
+    assert OPS[name](student, teacher, labels, reduction="sum") == 0
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_in_place(name, device):
+    """The same bits, over the student's memory; whoever saved it is told."""
+    leaf, teacher = _pair(6, 130, device=device, dtype=torch.bfloat16)
+    loss = OPS[name](leaf, teacher)
+    (want,) = torch.autograd.grad(loss, leaf)
+    student = leaf * 1
+    memory = student.data_ptr()
+    over = OPS[name](student, teacher, inplace=True)
+    (grad,) = torch.autograd.grad(over, student, retain_graph=True)
+    assert same_bits(over, loss) and same_bits(grad, want)
+    assert grad.data_ptr() == memory and same_bits(student, want)
+    with pytest.raises(tigon.Error, match="backward was already called"):
+        torch.autograd.grad(over, student)
+    saved = leaf.sigmoid()
+    OPS[name](saved, teacher, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        saved.sum().backward()
+
+
+def test_upstream_gradient_and_second_backward(device):
+    student, teacher = _pair(6, 40, device=device)
+    (one,) = torch.autograd.grad(tigon.jsd(student, teacher), student)
+    (three,) = torch.autograd.grad(3 * tigon.jsd(student, teacher), student)
+    torch.testing.assert_close(three, 3 * one)
+    rows = tigon.jsd(student, teacher, reduction="none")
+    first, second = (torch.autograd.grad(rows.mean(), student, retain_graph=True)[0] for _ in range(2))
+    assert same_bits(first, second)
+    torch.testing.assert_close(first, one, rtol=1e-5, atol=1e-9)
+
+
+def test_nothing_is_written_without_gradient(device):
+    student, teacher = _pair(6, 40, device=device)
+    with torch.no_grad():
+        kept = student.clone()
+        loss = tigon.kl_div(student, teacher, inplace=True)
+    assert same_bits(student, kept) and same_bits(loss, tigon.kl_div(student, teacher).detach())
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_underflow_makes_no_nan(name, device):
+    """Classes that both sides all but exclude, where the probabilities of the mixture underflow."""
+    student = torch.tensor([[0.0, -120.0, -300.0, -90.0]], device=device, requires_grad=True)
+    teacher = torch.tensor([[0.0, -130.0, -95.0, -1000.0]], device=device)
+    for log_probs in (False, True):
+        loss = OPS[name](student, teacher, log_probs=log_probs)
+        (grad,) = torch.autograd.grad(loss, student)
+        assert loss.isfinite() and grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_float64_runs_the_reference(name):
+    student, teacher = _pair(3, 8, dtype=torch.float64)
+    kind = {"kl_div": "forward_kl"}.get(name, name)
+    assert torch.equal(OPS[name](student, teacher), reference(student, teacher, kind=kind))
+    assert torch.autograd.gradcheck(lambda s: OPS[name](s, teacher, temperature=2.0), student)
+
+
+def test_opcheck(device):
+    student, teacher = _pair(4, 24, device=device)
+    labels = torch.tensor([0, -100, 1, 2], device=device)
+    for reduction, kind in ((0, 0), (1, 1), (2, 2), (3, 3)):
+        options = (kind, 0.5, 1.0, False, -100)
+        sample = (student, teacher, labels, reduction, *options)
+        torch.library.opcheck(torch.ops.tigon.divergence.default, (*sample, reduction != 0))
+    bare = (torch.randn(4, device=device), student.detach(), teacher, labels, *options)
+    torch.library.opcheck(torch.ops.tigon.divergence_bwd.default, bare)
+
+
+SCRIPT = """
+import torch, tigon
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for shape in ((70, 333), (2, 9001), (3, 16), (1, 7)):
+        s, t = ((4 * torch.randn(shape)).to(dtype) for _ in range(2))
+        s.requires_grad_()
+        for fn in (tigon.kl_div, lambda s, t: tigon.kl_div(s, t, reverse=True), tigon.jsd, tigon.tvd):
+            loss = fn(s, t)
+            emit(loss, *torch.autograd.grad(loss, s))
+"""
+
+
+def test_same_bits_on_every_instruction_set_and_thread_count():
+    assert len(bits_under(SCRIPT)) == 1

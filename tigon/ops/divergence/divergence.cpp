@@ -1,0 +1,40 @@
+#include "tigon/ops/divergence/divergence.h"
+
+#include "tigon/base/require.h"
+
+namespace tigon {
+
+void divergence_rows(Context& ctx, const DivergenceRows& a) {
+  const char* op = "divergence";
+  int64_t rows = a.student.rows, cols = a.student.cols;
+  require_float(op, "student", a.student.dtype);
+  TIGON_CHECK(op, cols >= 1, "student must have at least one column, got ", cols);
+  require_matrix(op, "teacher", a.teacher, rows, cols, a.student.dtype);
+  if (a.labels) require_vector(op, "labels", a.labels, rows, DType::i64);
+  if (a.scale) {
+    TIGON_CHECK(op, a.scale.size == 1 || a.scale.size == rows, "scale must be [1] or [", rows, "], got [",
+                a.scale.size, "]");
+    require_dtype(op, "scale", a.scale.dtype, DType::f32);
+  }
+  if (a.dstudent.data != nullptr) {
+    require_matrix(op, "dstudent", a.dstudent, rows, cols, a.student.dtype);
+    TIGON_CHECK(op, a.dstudent.data != a.student.data || a.dstudent.stride == a.student.stride,
+                "dstudent in place must have student's row stride ", a.student.stride, ", got ",
+                a.dstudent.stride);
+    TIGON_CHECK(op, rows <= 1 || a.dstudent.stride >= cols,
+                "dstudent must have rows that do not overlap (stride >= ", cols, "), got stride ",
+                a.dstudent.stride);
+  }
+  require_vector(op, "loss", a.loss, rows, DType::f32);
+  TIGON_CHECK(op, int(a.kind) >= 0 && int(a.kind) < kDivergenceKinds, "kind must be one of 0 to ",
+              kDivergenceKinds - 1, ", got ", int(a.kind));
+  TIGON_CHECK(op, a.kind != DivergenceKind::jsd || (a.beta > 0.0f && a.beta < 1.0f),
+              "beta must be in (0, 1), got ", a.beta);
+  TIGON_CHECK(op, a.temperature > 0.0f, "temperature must be > 0, got ", a.temperature);
+  TIGON_CHECK(op, !a.log_probs || a.temperature == 1.0f, "temperature must be 1 with log-probabilities, got ",
+              a.temperature);
+  if (rows == 0) return;
+  on_device(op, ctx, [&] { cpu::divergence_rows(ctx, a); }, TIGON_ON_CUDA(cuda::divergence_rows(ctx, a)));
+}
+
+}  // namespace tigon

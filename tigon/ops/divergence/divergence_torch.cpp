@@ -1,0 +1,113 @@
+#include "tigon/ops/cross_entropy/cross_entropy.h"
+#include "tigon/ops/divergence/divergence.h"
+#include "tigon/torch/shim.h"
+
+namespace tigon::torch_shim {
+namespace {
+
+constexpr const char* kOp = "divergence";
+enum Reduction : int64_t { none = 0, sum = 1, batchmean = 2, mean = 3 };
+
+// Options in the order of the schemas.
+struct Options {
+  int64_t kind;
+  double beta, temperature;
+  bool log_probs;
+  int64_t ignore_index;
+};
+
+// Tensors are replaced by copies where a view does not fit, so they must outlive the call.
+DivergenceRows arguments(Tensor& student, Tensor& teacher, OptionalTensor& labels, const Options& o) {
+  check_same_device(kOp, "teacher", teacher, student);
+  if (labels) check_same_device(kOp, "labels", *labels, student);
+  return {.student = rows_of(kOp, "student", student),
+          .teacher = rows_of(kOp, "teacher", teacher),
+          .labels = vector_of(kOp, "labels", labels),
+          .kind = DivergenceKind(o.kind),
+          .ignore_index = o.ignore_index,
+          .beta = float(o.beta),
+          .temperature = float(o.temperature),
+          .log_probs = o.log_probs};
+}
+
+// Rows, then their sum where one number is asked for. Means divide by the rows that count: on the device where labels say.
+Tensor run(DivergenceRows a, const Tensor& student, int64_t reduction) {
+  Tensor rows = make(student, {a.student.rows}, DType::f32);
+  a.loss = vector_of(kOp, "loss", rows);
+  auto ctx = make_context(student);
+  Vector scale;
+  if (reduction == Reduction::mean) a.factor = 1.0f / float(a.student.cols);
+  if (reduction == Reduction::batchmean || reduction == Reduction::mean) {
+    scale = {.data = ctx->scratch_of<float>(1), .dtype = DType::f32, .size = 1};
+    CrossEntropyScale counting = {.target = a.labels, .ignore_index = a.ignore_index, .mean = bool(a.labels)};
+    if (!a.labels) counting.has_host_denominator = true, counting.host_denominator = double(a.student.rows);
+    counting.scale = scale;
+    cross_entropy_scale(*ctx, counting);
+    a.scale = scale;
+  }
+  divergence_rows(*ctx, a);
+  if (reduction == Reduction::none) return rows;
+  Tensor total = make(student, {}, DType::f32);
+  cross_entropy_total(*ctx, {.loss = a.loss, .scale = scale, .total = scalar_of(kOp, "loss", total)});
+  return total;
+}
+
+std::tuple<Tensor, Tensor> forward(Tensor student, Tensor teacher, OptionalTensor labels, int64_t reduction,
+                                   int64_t kind, double beta, double temperature, bool log_probs,
+                                   int64_t ignore_index, bool need_dstudent) {
+  DivergenceRows a = arguments(student, teacher, labels, {kind, beta, temperature, log_probs, ignore_index});
+  Tensor dstudent = need_dstudent ? make_like(student, a.student.dtype) : nothing(student, a.student.dtype);
+  if (need_dstudent) a.dstudent = rows_of(kOp, "dstudent", dstudent);
+  return {run(a, student, reduction), dstudent};
+}
+
+// The gradient takes the place of the student.
+Tensor forward_inplace(Tensor student, Tensor teacher, OptionalTensor labels, int64_t reduction, int64_t kind,
+                       double beta, double temperature, bool log_probs, int64_t ignore_index) {
+  const void* memory = student.data_ptr();
+  DivergenceRows a = arguments(student, teacher, labels, {kind, beta, temperature, log_probs, ignore_index});
+  TIGON_CHECK(kOp, student.data_ptr() == memory,
+              "student must have a dense last dimension and evenly spaced rows with inplace=True, got other "
+              "strides");
+  a.dstudent = a.student;
+  return run(a, student, reduction);
+}
+
+// The gradient of unreduced losses, from the inputs.
+Tensor backward(Tensor dloss, Tensor student, Tensor teacher, OptionalTensor labels, int64_t kind,
+                double beta, double temperature, bool log_probs, int64_t ignore_index) {
+  check_same_device(kOp, "dloss", dloss, student);
+  DivergenceRows a = arguments(student, teacher, labels, {kind, beta, temperature, log_probs, ignore_index});
+  Tensor dstudent = make_like(student, a.student.dtype), rows = make(student, {a.student.rows}, DType::f32);
+  a.dstudent = rows_of(kOp, "dstudent", dstudent);
+  a.loss = vector_of(kOp, "loss", rows);
+  a.scale = vector_of(kOp, "dloss", dloss);
+  auto ctx = make_context(student);
+  divergence_rows(*ctx, a);
+  return dstudent;
+}
+
+}  // namespace
+
+#define TIGON_DIVERGENCE_OPTIONS "int kind, float beta, float temperature, bool log_probs, int ignore_index"
+#define TIGON_DIVERGENCE_FORWARD                                                              \
+  "(Tensor student, Tensor teacher, Tensor? labels, int reduction, " TIGON_DIVERGENCE_OPTIONS \
+  ", bool need_dstudent) -> (Tensor loss, Tensor dstudent)"
+TIGON_TORCH_SCHEMAS(m) {
+  m.def("divergence" TIGON_DIVERGENCE_FORWARD);
+  m.def("divergence_fwd" TIGON_DIVERGENCE_FORWARD);
+  m.def(
+      "divergence_inplace(Tensor(a!) student, Tensor teacher, Tensor? labels, int "
+      "reduction, " TIGON_DIVERGENCE_OPTIONS ") -> Tensor");
+  m.def(
+      "divergence_bwd(Tensor dloss, Tensor student, Tensor teacher, Tensor? labels, " TIGON_DIVERGENCE_OPTIONS
+      ") -> Tensor");
+}
+TIGON_TORCH_KERNELS(m) {
+  m.impl("divergence", TORCH_BOX(&forward));
+  m.impl("divergence_fwd", TORCH_BOX(&forward));
+  m.impl("divergence_inplace", TORCH_BOX(&forward_inplace));
+  m.impl("divergence_bwd", TORCH_BOX(&backward));
+}
+
+}  // namespace tigon::torch_shim

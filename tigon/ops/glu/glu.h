@@ -1,0 +1,77 @@
+// Gated linear units (Shazeer 2020, "GLU Variants Improve Transformer", section 2, without the projections): SwiGLU, GeGLU,
+// ReGLU, and the clamped SwiGLU of OpenAI's gpt-oss.
+//
+// Formula     y = down_multiplier * act(gate_multiplier * gate) * up  (the multipliers: Falcon-H1; swiglu alone)
+//             swiglu      act(x) = x * s(x),  s(x) = 1 / (1 + e^-x)
+//             geglu       act(x) = x * Phi(x), Phi the normal distribution (Hendrycks & Gimpel 2016, arXiv:1606.08415)
+//             geglu_tanh  act(x) = x * s(2 u), u = sqrt(2 / pi) * (x + 0.044715 x^3): 0.5 x (1 + tanh u), ibid.
+//             reglu       act(x) = max(x, 0)
+//             swiglu_oai  y = (clamp(up, -limit, limit) + 1) * g * s(alpha * g),  g = min(gate, limit)
+// Gradients   dup = dy * act(gate);  dgate = dy * up * act'(gate), with the multipliers where the formula has them
+//             swiglu      act'(x) = s * (1 + x * (1 - s))
+//             geglu       act'(x) = Phi(x) + x * Phi'(x)
+//             geglu_tanh  act'(x) = s + x * s * (1 - s) * 2 u',  u' = sqrt(2 / pi) * (1 + 3 * 0.044715 x^2)
+//             reglu       dgate = dy * up where gate > 0, else 0 whatever dy * up is
+//             swiglu_oai  dgate = dy * (u + 1) * s * (1 + alpha * g * (1 - s)) where gate <= limit, else 0;
+//                         dup = dy * g * s where -limit <= up <= limit, else 0 (as clamp has it: 0 for NaN too)
+// Shapes      all [rows, cols], any row stride (gate and up may be the halves of one [rows, 2 * cols] tensor). swiglu_oai:
+//             gate and up interleaved by columns in one [rows, 2 * cols] matrix `gate` (even, odd), `up` absent; its
+//             gradient the same in `dgate`
+// Dtypes      f32 | bf16 | f16, one for all; arithmetic f32
+// Rounding    once, on store. Hugging Face rounds the activation to 16 bits before the product; this is more accurate.
+// Saved       gate, up
+// Aliasing    y (but not of an interleaved input), dgate and dup may be any of the inputs (same address and stride) but
+//             overlap none in part
+// Determinism bitwise: every element by itself
+// Traffic     forward 2 reads + 1 write; backward 3 reads + 2 writes (dgate alone: 3 + 1; dup alone: 2 + 1)
+// Refused     sizes, dtypes or a limit that do not fit: tigon::Error before anything is written
+#pragma once
+
+#include "tigon/base/context.h"
+
+namespace tigon {
+
+enum class GluKind : int8_t { swiglu, geglu, geglu_tanh, reglu, swiglu_oai };
+inline constexpr int kGluKinds = 5;
+constexpr const char* name_of(GluKind kind) {
+  constexpr const char* kNames[] = {"swiglu", "geglu", "geglu", "reglu", "swiglu_oai"};
+  return kNames[int(kind)];
+}
+
+struct GluOptions {
+  GluKind kind = GluKind::swiglu;
+  float gate_multiplier = 1.0f;  // swiglu
+  float down_multiplier = 1.0f;  // swiglu
+  float alpha = 1.702f;          // swiglu_oai
+  float limit = 7.0f;            // swiglu_oai, > 0
+};
+
+struct GluFwd {
+  Matrix gate;
+  Matrix up;
+  Matrix y;
+  GluOptions options;
+};
+
+struct GluBwd {
+  Matrix dy;
+  Matrix gate;
+  Matrix up;
+  Matrix dgate;  // empty: not wanted
+  Matrix dup;    // empty: not wanted
+  GluOptions options;
+};
+
+TIGON_API void glu_fwd(Context& ctx, const GluFwd& a);
+TIGON_API void glu_bwd(Context& ctx, const GluBwd& a);
+
+namespace cpu {
+void glu_fwd(Context& ctx, const GluFwd& a);
+void glu_bwd(Context& ctx, const GluBwd& a);
+}  // namespace cpu
+namespace cuda {
+void glu_fwd(Context& ctx, const GluFwd& a);
+void glu_bwd(Context& ctx, const GluBwd& a);
+}  // namespace cuda
+
+}  // namespace tigon
