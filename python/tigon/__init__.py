@@ -12,6 +12,7 @@ from tigon.ops.labels import count_labels
 from tigon.ops.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.linear_log_prob import linear_log_prob
 from tigon.ops.linear_loss import linear_loss
+from tigon.ops.qk_norm_rope import qk_norm_rope
 from tigon.ops.relu_squared import relu_squared
 from tigon.ops.rms_norm import rms_norm
 from tigon.ops.rope import rope
@@ -29,6 +30,7 @@ __all__ = [
     "linear_log_prob",
     "linear_loss",
     "nn",
+    "qk_norm_rope",
     "relu_squared",
     "rms_norm",
     "rope",

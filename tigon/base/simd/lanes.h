@@ -13,7 +13,8 @@
 //
 //   V            value of 16 lanes with + - * / and unary -
 //   M            lane mask: lt, gt, eq, is_nan; select(m, a, b)
-//   set1 load store (float, bf16, f16; round to nearest even) load_n store_n (first n lanes, the rest reads as a fill value)
+//   set1 load store (float, bf16, f16; round to nearest even) load_n store_n (first n lanes, the rest reads as a fill value),
+//   load_some store_some (the first n lanes, or all 16 when n is more)
 //   fma max min  max/min return the SECOND operand when either is NaN: put data second and NaN survives
 //   round_even scale2 (p * 2^n, one rounding) sum hmax
 //   exp exp2_neg sigmoid tanh  (lanes_math.inc)

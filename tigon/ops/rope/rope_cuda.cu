@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads, Plain && sizeof(X) + sizeof(Y) == 4 
   const uint32_t block = blockIdx.x - uint32_t(second ? p.q_blocks : 0);
   const uint32_t index = block * (kThreads >> p.lanes.log) + (threadIdx.x >> p.lanes.log);
   const bool live = index < part.units;
-  const Unit unit(p.shape, part, live ? index : 0);
+  const Unit unit(p.shape, part, live ? index : 0u);
   const Place place(p.shape, p.lanes.width);
   wait_for_kernel_ahead();
   Pack<X, N> x[kHeld] = {};
@@ -110,20 +110,18 @@ __global__ void __launch_bounds__(kThreads)
   const Part& part = second ? p.k : p.q;
   const int half = p.tables.half, turned = half / N, lanes = turned + (p.shape.cols - 2 * half) / N;
   const uint64_t thread = uint64_t(blockIdx.x - (second ? p.q_blocks : 0)) * kThreads + threadIdx.x;
-  const uint64_t index = thread / lanes, inner = p.shape.tokens_inside ? p.shape.tokens : part.groups;
+  const uint64_t index = thread / lanes;
   wait_for_kernel_ahead();
   let_next_kernel_start();
   if (index >= uint64_t(part.units)) return;
-  const uint64_t middle = p.shape.tokens_inside ? part.groups : p.shape.tokens, outer = index / inner,
-                 i = index - outer * inner, b = outer / middle, m = outer - b * middle;
-  const int lane = int(thread - index * lanes), group = int(p.shape.tokens_inside ? m : i);
-  const int64_t t = int64_t(p.shape.tokens_inside ? i : m);
-  const X* x = static_cast<const X*>(part.x) + int64_t(b) * part.x_batch + t * part.x_token;
-  Y* y = static_cast<Y*>(part.y) + int64_t(b) * part.y_batch + t * part.y_token;
+  const Unit unit(p.shape, part, index);
+  const int lane = int(thread - index * lanes);
+  const X* x = x_of<X>(part, unit, 0);
+  Y* y = y_of<Y>(part, unit, 0);
   if (lane >= turned) {
     int column = (lane - turned) * N;
     if (column >= p.shape.start) column += 2 * half;
-    for (int head = group; head < part.heads; head += part.groups) {
+    for (int head = unit.group; head < part.heads; head += part.groups) {
       auto own = load_stream<X, N>(x + head * part.x_head + column);
       Pack<Y, N> out;
       if constexpr (std::is_same_v<X, Y>) {
@@ -137,9 +135,9 @@ __global__ void __launch_bounds__(kThreads)
     return;
   }
   float c1[N], c2[N], s1[N], s2[N];
-  p.tables.pairs<Half<X, Y>, N>(int64_t(b), t, lane * N, c1, c2, s1, s2);
+  p.tables.template pairs<Half<X, Y>, N>(unit.b, unit.t, lane * N, c1, c2, s1, s2);
   x += p.shape.start, y += p.shape.start;
-  for (int head = group; head < part.heads; head += part.groups) {
+  for (int head = unit.group; head < part.heads; head += part.groups) {
     float x1[N], x2[N], y1[N], y2[N];
     load_pairs(x + head * part.x_head, lane * N, half, from_halves, x1, x2);
 #pragma unroll
