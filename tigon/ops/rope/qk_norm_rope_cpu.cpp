@@ -46,7 +46,7 @@ struct Call {
         tokens(x.tokens),
         batch(x.batch),
         cols(x.cols),
-        start(rope.form.tail ? x.cols - rope.rotated() : 0),
+        start(rope.start(x)),
         half(rope.rotated() / 2),
         round_h(norm.rounding == Rounding::llama),
         round_n(norm.result(x.dtype) == x.dtype) {}

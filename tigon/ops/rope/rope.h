@@ -81,7 +81,9 @@ struct Rope {
   RopeForm form;
 
   int64_t rotated() const { return form.shared ? 2 * cos.cols : cos.cols; }
-  int64_t start() const { return form.tail ? q.cols - rotated() : 0; }  // first rotated column
+  int64_t start(const RopeHeads& x) const {
+    return form.tail ? x.cols - rotated() : 0;
+  }  // first rotated column
 };
 
 TIGON_API void rope_fwd(Context& ctx, const Rope& a);

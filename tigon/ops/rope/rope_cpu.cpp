@@ -47,7 +47,7 @@ void rope(Context& ctx, const Rope& a, bool backward) {
   auto rotate = kernels.rotate[int(a.q.dtype)][int(a.q_out.dtype)];
   auto copy = kernels.copy[int(a.q.dtype)][int(a.q_out.dtype)];
   RopePairs from = backward ? a.form.out : a.form.in, to = backward ? a.form.in : a.form.out;
-  int64_t tokens = a.q.tokens, cols = a.q.cols, start = a.start(), half = a.rotated() / 2,
+  int64_t tokens = a.q.tokens, cols = a.q.cols, start = a.start(a.q), half = a.rotated() / 2,
           end = start + 2 * half, pairs = std::clamp<int64_t>(half, 1, kPairs);
   int64_t group = std::clamp<int64_t>(kElementsPerTask / ((a.q.heads + a.k.heads) * cols), 1,
                                       std::min(tokens, kTurnsPerTask / pairs));

@@ -154,7 +154,7 @@ Params<Plain> params_of(const Rope& a, bool backward, int64_t lanes_of_a_row) {
   Params<Plain> p{.q = Part(a.q, a.q_out, kHeld),
                   .k = Part(a.k, a.k_out, kHeld),
                   .tables = Tables<Plain>(a, backward),
-                  .shape = Shape(a),
+                  .shape = Shape(a, a.q),
                   .lanes = Lanes(int(a.q.cols / kPack)),
                   .q_blocks = 0};
   p.q_blocks = ceil_div(p.q.units * lanes_of_a_row, kThreads);
@@ -204,7 +204,7 @@ void run_pairs(Context& ctx, const Rope& a, bool backward) {
   });
 }
 
-bool pairs_fit(const Rope& a) { return packs_fit(a) && a.rotated() / 2 % kPack == 0; }
+bool pairs_fit(const Rope& a) { return packs_fit(a, a.q) && a.rotated() / 2 % kPack == 0; }
 
 struct Variant {
   const char* name;
@@ -214,7 +214,7 @@ struct Variant {
 
 // The first that supports the call runs.
 constexpr Variant kVariants[] = {
-    {"rows of a warp", columns_fit, run_columns},
+    {"rows of a warp", [](const Rope& a) { return columns_fit(a, a.q); }, run_columns},
     {"packs of pairs", pairs_fit, run_pairs<kPack>},
     {"single pairs", [](const Rope&) { return true; }, run_pairs<1>},
 };

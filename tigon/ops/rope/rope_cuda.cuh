@@ -125,6 +125,7 @@ struct Tables {
                                             int column, int pair, float (&v)[N]) const {
 #pragma unroll
     for (int n = 0; n < N; ++n) v[n] = 0.0f;
+#pragma unroll 1
     for (int axis = 0; axis < 3; ++axis) {
       bool any = false;
 #pragma unroll
@@ -228,12 +229,13 @@ struct Shape {
   bool
       tokens_inside;  // in memory tokens lie inside heads: neighbouring units take neighbouring tokens, else heads
 
-  explicit Shape(const Rope& a)
-      : tokens(a.q.tokens),
-        cols(int(a.q.cols)),
-        start(int(a.start())),
+  // x: q, or k where there is no q
+  Shape(const Rope& a, const RopeHeads& x)
+      : tokens(x.tokens),
+        cols(int(x.cols)),
+        start(int(a.start(x))),
         rotated(int(a.rotated())),
-        tokens_inside(a.q.token_stride < a.q.head_stride) {}
+        tokens_inside(x.token_stride < x.head_stride) {}
 };
 
 struct Unit {
@@ -315,18 +317,18 @@ inline bool table_aligns(const RopeTable& x) {
 }
 
 // Rows, tables and their parts begin and end at packs of 16 bytes.
-inline bool packs_fit(const Rope& a) {
+inline bool packs_fit(const Rope& a, const RopeHeads& x) {
   bool halves = a.form.in == RopePairs::halves || a.form.out == RopePairs::halves;
-  return a.q.cols % kPack == 0 && a.start() % kPack == 0 && a.rotated() % (halves ? 2 * kPack : kPack) == 0 &&
+  return x.cols % kPack == 0 && a.start(x) % kPack == 0 && a.rotated() % (halves ? 2 * kPack : kPack) == 0 &&
          heads_align(a.q) && heads_align(a.k) && heads_align(a.q_out) && heads_align(a.k_out) &&
          table_aligns(a.cos) &&
          (a.cos.col_stride == 2 || table_aligns(a.sin));  // complex: sin lies behind cos
 }
 // And a row has the lanes of one warp.
-inline bool columns_fit(const Rope& a) {
+inline bool columns_fit(const Rope& a, const RopeHeads& x) {
   constexpr int64_t kMost = int64_t(1) << 31;
-  return packs_fit(a) && a.form.in == a.form.out && a.q.cols <= 32 * kPack &&
-         a.q.batch * a.q.tokens * (a.q.heads + a.k.heads) < kMost;
+  return packs_fit(a, x) && a.form.in == a.form.out && x.cols <= 32 * kPack &&
+         x.batch * x.tokens * (a.q.heads + a.k.heads) < kMost;
 }
 
 }  // namespace tigon::cuda::rope_kernels
