@@ -24,7 +24,7 @@ constexpr int kHeldBackward = 2;  // rows of x and of dy a thread has in flight
 
 // Blocks a multiprocessor, which bound the registers; what is not 16 bits wide and plain takes more of them.
 template <class X, bool Plain>
-constexpr int kBlocks = sizeof(X) == 2 && Plain ? 6 : 4;
+constexpr int kBlocks = !Plain ? 3 : sizeof(X) == 2 ? 6 : 4;
 
 struct Norm {
   const void *q_weight, *k_weight;  // null: none
