@@ -13,6 +13,7 @@ import tigon
 from cases.case import lay_out
 from cases.rope import eager_fn
 from tigon.ops.rope import reference
+from tigon.ops.rope_tables import Form
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -45,7 +46,8 @@ BAD = {
         lambda q, k, c, s: tigon.rope(q.long(), k, c, s),
         r"q must be a float tensor, got torch.int64",
     ),
-    "q rank": (lambda q, k, c, s: tigon.rope(q[0], k, c, s), r"q must have 4 dimensions, got 3"),
+    "q rank": (lambda q, k, c, s: tigon.rope(q[0, 0], k, c, s), r"q must have 3 or 4 dimensions, got 2"),
+    "k rank": (lambda q, k, c, s: tigon.rope(q, k[0], c, s), r"k must have 4 dimensions, got 3"),
     "k dtype": (
         lambda q, k, c, s: tigon.rope(q, k.half(), c, s),
         r"k must be torch.float32, got torch.float16",
@@ -66,7 +68,7 @@ BAD = {
     ),
     "cos rank": (
         lambda q, k, c, s: tigon.rope(q, k, c[None], s[None]),
-        r"cos must have 2 or 3 dimensions, got 4",
+        r"cos must be \[1 or 2, 5, R\] or \[5, R\], got \[1, 1, 5, 16\]",
     ),
     "cos dtype": (
         lambda q, k, c, s: tigon.rope(q, k, c.int(), s),
@@ -84,34 +86,110 @@ BAD = {
         lambda q, k, c, s: tigon.rope(q, k, c, s[..., :8]),
         r"sin must be \[1, 5, 16\], got \[1, 5, 8\]",
     ),
-    "unsqueeze_dim, raw": (lambda *a: _raw(*a, 3), r"\[rope\] unsqueeze_dim must be 1 or 2, got 3"),
+    "no cos": (lambda q, k, c, s: tigon.rope(q, k), r"cos must be a tensor, got None"),
+    "no sin": (lambda q, k, c, s: tigon.rope(q, k, c), r"sin must be a tensor, got None"),
+    "sin beside complex": (
+        lambda q, k, c, s: tigon.rope(q, k, torch.complex(c, s)[..., :8], s, interleaved=True),
+        r"sin must be None with complex cos",
+    ),
+    "complex halves": (
+        lambda q, k, c, s: tigon.rope(q, k, torch.complex(c, s)[..., :8]),
+        r"interleaved must be True with complex cos, got False",
+    ),
+    "deinterleave": (
+        lambda q, k, c, s: tigon.rope(q, k, c, s, deinterleave=True),
+        r"interleaved must be True with deinterleave=True",
+    ),
+    "rotary_dim": (
+        lambda q, k, c, s: tigon.rope(q, k, c, s, rotary_dim=8),
+        r"rotary_dim must be the columns of cos or twice as many, 16, got 8",
+    ),
+    "rotary_dim over the head": (
+        lambda q, k, c, s: tigon.rope(q, k, c, s, rotary_dim=32),
+        r"cos must have columns, at most 8, got 16",
+    ),
+    "sections": (
+        lambda q, k, c, s: tigon.rope(q, k, c, s, mrope_section=(3, 3, 3)),
+        r"mrope_section must be three numbers that add up to 8, got \[3, 3, 3\]",
+    ),
+    "tables of sections": (
+        lambda q, k, c, s: tigon.rope(q, k, c, s, mrope_section=(2, 3, 3)),
+        r"cos must be \[3, 1 or 2, 5, R\] or \[3, 5, R\], got \[1, 5, 16\]",
+    ),
+    "position dtype": (
+        lambda q, k, c, s: tigon.rope(q, k, c[0], s[0], position_ids=torch.zeros(5, device=q.device)),
+        r"position_ids must be int64 or int32, got torch.float32",
+    ),
+    "position sizes": (
+        lambda q, k, c, s: tigon.rope(q, k, c[0], s[0], position_ids=_ids(q, 4)),
+        r"position_ids must be \[1 or 2, 5\] or \[5\], got \[4\]",
+    ),
+    "tables of positions": (
+        lambda q, k, c, s: tigon.rope(q, k, c, s, position_ids=_ids(q, 5)),
+        r"cos must be \[P, R\] beside position_ids, got \[1, 5, 16\]",
+    ),
+    "in place, wider": (
+        lambda q, k, c, s: tigon.rope(q.half(), k.half(), c, s, inplace=True),
+        r"inplace must keep torch.float16, got a result of torch.float32",
+    ),
+    "in place, other order": (
+        lambda q, k, c, s: tigon.rope(q, k, c, s, interleaved=True, deinterleave=True, inplace=True),
+        r"inplace must be False with deinterleave=True",
+    ),
+    "in place, strided": (
+        lambda q, k, c, s: tigon.rope(q[..., ::2], k[..., ::2], c[..., :8], s[..., :8], inplace=True),
+        r"q must have dense rows to be rotated in place",
+    ),
+    "in place, expanded": (
+        lambda q, k, c, s: tigon.rope(q[:1].expand(2, -1, -1, -1), k, c, s, inplace=True),
+        r"q must hold every element once to be rotated in place",
+    ),
+    "in place, leaf": (
+        lambda q, k, c, s: tigon.rope(q.requires_grad_(), k, c, s, inplace=True),
+        r"q must not be a leaf that requires a gradient",
+    ),
+    "head_dim, raw": (lambda *a: _raw(*a, head_dim=3), r"\[rope\] head_dim must be 1 or 2, got 3"),
+    "pairs, raw": (lambda *a: _raw(*a, pairs=3), r"\[rope\] pairs must be 0, 1 or 2, got 3"),
+    "no sin, raw": (lambda q, k, c, s: _raw(q, k, c, None), r"\[rope\] sin must be given"),
+    "sections, raw": (
+        lambda q, k, c, s: _raw(q, k, c[None].expand(3, -1, -1, -1), s[None].expand(3, -1, -1, -1), time=3),
+        r"\[rope\] sections must add up to 8, got 3 \+ 0 \+ 0",
+    ),
     "k dtype, raw": (
-        lambda q, k, c, s: _raw(q, k.half(), c, s, 1),
+        lambda q, k, c, s: _raw(q, k.half(), c, s),
         r"\[rope\] .* must be float16 or float32|k must be float32",
     ),
     "k tokens, raw": (
-        lambda q, k, c, s: _raw(q, k[:, :, :4], c, s, 1),
-        r"\[rope\] cos must be \[1 or 2, 4, R\]",
+        lambda q, k, c, s: _raw(q, k[:, :, :4], c, s),
+        r"\[rope\] cos must be \[1, 1 or 2, 4, R\]",
     ),
     "k columns, raw": (
-        lambda q, k, c, s: _raw(q, k.repeat(1, 1, 1, 2), c, s, 1),
+        lambda q, k, c, s: _raw(q, k.repeat(1, 1, 1, 2), c, s),
         r"\[rope\] k must be \[2, H, 5, 16\]",
     ),
-    "sin shape, raw": (lambda q, k, c, s: _raw(q, k, c, s[:, :2], 1), r"\[rope\] sin must be \[1, 5, 16\]"),
+    "sin shape, raw": (lambda q, k, c, s: _raw(q, k, c, s[:, :2]), r"\[rope\] sin must be \[1, 1, 5, 16\]"),
     "odd columns, raw": (
-        lambda q, k, c, s: _raw(q, k, c[..., :7], s[..., :7], 1),
+        lambda q, k, c, s: _raw(q, k, c[..., :7], s[..., :7]),
         r"\[rope\] cos must have an even",
     ),
     "cos dtype, raw": (
-        lambda q, k, c, s: _raw(q, k, c.half(), s.half(), 1),
+        lambda q, k, c, s: _raw(q, k, c.half(), s.half()),
         r"cos must be float32 or float32, got",
     ),
 }
 
 
-def _raw(*args):
+def _ids(q, *shape, start=0):
+    return torch.arange(start, start + 5, device=q.device)[: shape[-1]].expand(shape)
+
+
+def _form(head_dim=1, **options):
+    return tuple(Form(head_dim, **options))
+
+
+def _raw(q, k, cos, sin, head_dim=1, **options):
     try:
-        torch.ops.tigon.rope_fwd(*args)
+        torch.ops.tigon.rope_fwd(q, k, cos, sin, None, *_form(head_dim, **options))
     except RuntimeError as exc:
         raise tigon.Error(str(exc)) from exc
 
@@ -331,19 +409,151 @@ def test_opcheck(unsqueeze_dim, dtype, table, device):
     if unsqueeze_dim == 2:
         q, k = (x.detach().transpose(1, 2).requires_grad_() for x in (q, k))
     dense = [x.detach().contiguous().requires_grad_() for x in (q, k)]
-    samples = [(q, k), dense, (q, dense[1]), (q.detach(), k), (q[..., ::2], k[..., ::2])]
+    samples = [(q, k), dense, (q, dense[1]), (q.detach(), k), (q[..., ::2], k[..., ::2]), (q, None)]
+    form = _form(unsqueeze_dim)
     for a, b in samples:
-        width = min(a.shape[-1], 16) // 2 * 2 if a.shape[-1] != 24 else 16
-        tables = cos[..., :width], sin[..., :width]
-        torch.library.opcheck(torch.ops.tigon.rope.default, (a, b, *tables, unsqueeze_dim))
-    out = torch.ops.tigon.rope_fwd(q.detach(), k.detach(), cos, sin, unsqueeze_dim)
+        width = 12 if a.shape[-1] == 12 else 16
+        tables = cos[..., :width], sin[..., :width], None
+        torch.library.opcheck(torch.ops.tigon.rope.default, (a, b, *tables, *form))
+    out = torch.ops.tigon.rope_fwd(q.detach(), k.detach(), cos, sin, None, *form)
     code = [torch.float32, torch.bfloat16, torch.float16].index(dtype)
     for wanted, swapped in itertools.product(
         ((0, 1), (0,), (1,)), itertools.product([False, True], repeat=2)
     ):
         dy = [out[i] if i in wanted else None for i in (0, 1)]
-        sample = (*dy, cos, sin, unsqueeze_dim, code, *swapped)
+        sample = (*dy, cos, sin, None, *form, code, *swapped)
         torch.library.opcheck(torch.ops.tigon.rope_bwd.default, sample)
+
+
+def test_opcheck_of_other_forms(device):
+    q, k, cos, sin = _inputs(D=24, R=16, device=device)
+    pairs = _form(pairs=1, shared=True)
+    numbers = torch.view_as_real(torch.complex(cos, sin))[..., :8, :]
+    ids = torch.randint(0, 5, (2, 5), device=device)
+    for sample in ((q, k, numbers, None, None, *pairs), (q, k, cos[0], sin[0], ids, *_form(pairs=2))):
+        torch.library.opcheck(torch.ops.tigon.rope.default, sample)
+    dense = [x.detach().clone() for x in (q, k)]
+    torch.library.opcheck(torch.ops.tigon.rope_in_place.default, (*dense, cos, sin, None, *_form()))
+
+
+IN_PLACE = [
+    {},
+    {"interleaved": True},
+    {"tail": True},
+    {"interleaved": True, "rotary_dim": 16, "narrow": True},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", IN_PLACE, ids=str)
+@pytest.mark.parametrize("D", [24, 23])
+def test_in_place(options, dtype, D, device):
+    """The bits of the call out of place, in the memory of q and k, and nothing else of a fused projection."""
+    options = dict(options)
+    columns = 8 if options.pop("narrow", False) else 16
+    fused = torch.randn(2, 5, 7, D, device=device, dtype=dtype)
+    q, k, v = (x.transpose(1, 2) for x in fused.split((4, 2, 1), dim=2))
+    cos, sin = (torch.randn(1, 5, columns, device=device, dtype=dtype) for _ in range(2))
+    kept, want = v.clone(), tigon.rope(q, k, cos, sin, **options)
+    before = [x.data_ptr() for x in (q, k)]
+    got = tigon.rope(q, k, cos, sin, inplace=True, **options)
+    assert got[0] is q and got[1] is k and [x.data_ptr() for x in got] == before
+    assert _all_same(got, want) and same_bits(v, kept)
+    one = q.clone()
+    rotated = tigon.rope(one, None, cos, sin, **options)
+    assert tigon.rope(one, None, cos, sin, inplace=True, **options) is one and same_bits(one, rotated)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_in_place_gradients(dtype, traced, device):
+    """Of a projection whose views are overwritten."""
+    x = torch.randn(2, 5, 6 * 16, device=device, dtype=dtype, requires_grad=True)
+    cos, sin = (torch.randn(1, 5, 16, device=device, dtype=dtype) for _ in range(2))
+
+    def step(x, inplace):
+        fused = (x * 2).view(2, 5, 6, 16)
+        q, k = fused[:, :, :4].transpose(1, 2), fused[:, :, 4:].transpose(1, 2)
+        q, k = tigon.rope(q, k, cos, sin, inplace=inplace)
+        return (q.square().sum() + k.sin().sum()), q
+
+    torch._dynamo.reset()
+    fn = torch.compile(step, fullgraph=True, backend="aot_eager") if traced else step
+    want, got = step(x, False), fn(x, True)
+    assert same_bits(got[1], want[1])
+    assert torch.allclose(*(torch.autograd.grad(y, x)[0] for y in (got[0], want[0])), rtol=1e-6)
+
+
+def test_positions_outside_the_table(device):
+    q, k, cos, sin = _inputs(D=32, R=16, device=device, grad=False)
+    for outside in (5, -1, 2**40):
+        ids = _ids(q, 2, 5).clone()
+        ids[1, 3] = outside
+        if device == "cpu":
+            with pytest.raises(tigon.Error, match=rf"positions must be in \[0, 5\), got {outside}"):
+                tigon.rope(q, k, cos[0], sin[0], position_ids=ids)
+            continue
+        inside = ids.clamp(0, 4)
+        want = tigon.rope(q, k, cos[0], sin[0], position_ids=inside)
+        got = tigon.rope(q, k, cos[0], sin[0], position_ids=ids)
+        for y, exact in zip(got, want, strict=True):
+            assert y[1, :, 3, :16].isnan().all() and same_bits(y[..., 16:], exact[..., 16:])
+            y[1, :, 3, :16] = exact[1, :, 3, :16]
+            assert same_bits(y, exact)
+
+
+def test_positions_are_rows_of_the_table(device):
+    """Of every integer dtype, layout and number of dimensions."""
+    q, k, _, _ = _inputs(D=32, device=device)
+    cos, sin = (torch.randn(11, 32, device=device) for _ in range(2))
+    ids = torch.randint(0, 11, (2, 5), device=device)
+    want = _gradients(q, k, cos[ids], sin[ids])
+    for odd in (ids, ids.int(), lay_out(ids, "columns"), lay_out(ids, "transposed")):
+        assert _all_same(_gradients(q, k, cos, sin, position_ids=odd), want)
+    first = _gradients(q, k, cos[ids[:1]], sin[ids[:1]])
+    for row in (ids[0], ids[:1]):
+        assert _all_same(_gradients(q, k, cos, sin, position_ids=row), first)
+
+
+def test_sections_are_the_merged_table(device):
+    """M-RoPE in the kernel and the table that Qwen3-VL merges before it are the same bits."""
+    q, k, _, _ = _inputs(D=64, device=device, dtype=torch.bfloat16)
+    cos, sin = (torch.randn(3, 2, 5, 32, device=device, dtype=torch.bfloat16) for _ in range(2))
+    for mixed in (False, True):
+        pick = [_axis(i, (12, 10, 10), mixed) for i in range(32)]
+        merged = [torch.stack([x[a, ..., i] for i, a in enumerate(pick)], dim=-1) for x in (cos, sin)]
+        want = _gradients(q, k, *merged, rotary_dim=64)
+        options = {"rotary_dim": 64, "mrope_section": [12, 10, 10], "mrope_interleaved": mixed}
+        assert _all_same(_gradients(q, k, cos, sin, **options), want)
+
+
+def _axis(i, section, mixed):
+    """Axis of a pair."""
+    if not mixed:
+        return sum(i >= sum(section[:n]) for n in (1, 2))
+    return i % 3 if i % 3 and i < 3 * section[i % 3] else 0
+
+
+def test_complex_tables_are_their_parts(device):
+    """Strided and batched freqs_cis, read as they lie."""
+    q, k, _, _ = _inputs(D=32, device=device)
+    freqs = torch.randn(2, 5, 2, 16, device=device, dtype=torch.complex64)
+    for numbers in (freqs[:, :, 0], freqs[0, :, 1], freqs[..., ::2].reshape(2, 5, 16), freqs[:, :, 0].conj()):
+        want = _gradients(q, k, numbers.real, numbers.imag, interleaved=True, rotary_dim=32)
+        got = _gradients(q, k, numbers, None, interleaved=True)
+        assert _all_same(got, want)
+
+
+def test_packed_and_one_tensor_are_the_batched_call(device):
+    q, k, cos, sin = _inputs(1, 5, device=device)
+    want = _gradients(q, k, cos, sin)
+    packed = [x.detach()[0].transpose(0, 1).requires_grad_() for x in (q, k)]  # [T, H, D]
+    for options in ({}, {"unsqueeze_dim": -2}):
+        got = _gradients(*packed, cos[0], sin[0], **options)
+        assert _all_same([x.transpose(0, 1)[None] for x in got], want)
+    heads_first = _gradients(*(x.transpose(0, 1) for x in packed), cos[0], sin[0], unsqueeze_dim=0)
+    assert _all_same([x[None] for x in heads_first], want)
+    assert same_bits(tigon.rope(q, None, cos, sin), want[0])
 
 
 @pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=2)))
@@ -387,12 +597,14 @@ SCRIPT = """
 import torch, tigon
 torch.manual_seed(0)
 pairs = [(t, t) for t in (torch.float32, torch.bfloat16, torch.float16)] + [(torch.bfloat16, torch.float32)]
+forms = [{}, {"interleaved": True}, {"interleaved": True, "deinterleave": True}, {"tail": True}]
 for dtype, table in pairs:
     for B, T, H, D, R in ((2, 70, 5, 64, 64), (1, 300, 3, 40, 22), (3, 2, 1, 2, 2), (1, 33, 2, 128, 32)):
-        q, k = (torch.randn(B, T, n, D).to(dtype).transpose(1, 2).requires_grad_() for n in (H, 2))
-        cos, sin = (torch.randn(1, T, R).to(table) for _ in range(2))
-        y = tigon.rope(q, k, cos, sin)
-        emit(*y, *torch.autograd.grad(y, (q, k), [torch.randn_like(x) for x in y]))
+        for form in forms:
+            q, k = (torch.randn(B, T, n, D).to(dtype).transpose(1, 2).requires_grad_() for n in (H, 2))
+            cos, sin = (torch.randn(1, T, R).to(table) for _ in range(2))
+            y = tigon.rope(q, k, cos, sin, **form)
+            emit(*y, *torch.autograd.grad(y, (q, k), [torch.randn_like(x) for x in y]))
 """
 
 
