@@ -605,8 +605,11 @@ for dtype, table in pairs:
             cos, sin = (torch.randn(1, T, R).to(table) for _ in range(2))
             y = tigon.rope(q, k, cos, sin, **form)
             emit(*y, *torch.autograd.grad(y, (q, k), [torch.randn_like(x) for x in y]))
+        u, v = (torch.randn(D).to(dtype).requires_grad_() for _ in range(2))
+        y = tigon.qk_norm_rope(q, k, u, v, cos, sin)
+        emit(*y, *torch.autograd.grad(y, (q, k, u, v), [torch.randn_like(x) for x in y]))
 """
 
 
-def test_same_bits_on_every_instruction_set_and_thread_count():
+def test_same_bits_on_every_instruction_set_and_thread_count():  # of qk_norm_rope too
     assert len(bits_under(SCRIPT)) == 1
