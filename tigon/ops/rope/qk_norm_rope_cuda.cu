@@ -24,7 +24,9 @@ constexpr int kHeldBackward = 2;  // rows of x and of dy a thread has in flight
 
 // Blocks a multiprocessor, which bound the registers; what is not 16 bits wide and plain takes more of them.
 template <class X, bool Plain>
-constexpr int kBlocks = !Plain ? 3 : sizeof(X) == 2 ? 6 : 4;
+constexpr int kBlocks = !Plain           ? 3
+                        : sizeof(X) == 2 ? 6
+                                         : 4;
 
 struct Norm {
   const void *q_weight, *k_weight;  // null: none
@@ -98,13 +100,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks<X, Plain>)
   const Unit unit(p.shape, part, live ? index : 0u);
   const Place place(p.shape, p.lanes.width);
   wait_for_kernel_ahead();
+  const Rows<X, Y> rows(part, unit, place.column, live && place.inside);
   Pack<X, N> x[kHeld] = {};
 #pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    int head = unit.group + i * part.groups;
-    if (live && place.inside && head < part.heads)
-      x[i] = load_stream<X, N>(x_of<X>(part, unit, head) + place.column);
-  }
+  for (int i = 0; i < kHeld; ++i)
+    if (rows.has(i)) x[i] = load_stream<X, N>(rows.x + i * rows.x_step);
   const bool weighted = p.norm.has(second);
   float c[N] = {}, s[N] = {}, w[N] = {}, squares[kHeld] = {};
   if (place.inside) p.norm.template read<X, N>(second, place.column, w);
@@ -117,7 +117,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks<X, Plain>)
   sum_row(squares, p.lanes.width);
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
-    int head = unit.group + i * part.groups;
     float rstd = 1.0f / sqrtf(squares[i] / float(p.shape.cols) + p.norm.eps), own[N], other[N];
 #pragma unroll
     for (int n = 0; n < N; ++n) own[n] = p.norm.template normalised<X>(x[i][n], rstd, w[n], weighted);
@@ -134,14 +133,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks<X, Plain>)
 #pragma unroll
       for (int n = 0; n < N; ++n) other[n] = __shfl_sync(0xffffffffu, own[n], place.partner);
     }
-    if (!live || !place.inside || head >= part.heads) continue;
+    if (!rows.has(i)) continue;
     if (place.turned) {
 #pragma unroll
       for (int n = 0; n < N; ++n) own[n] = rope_second(own[n], other[n], c[n], s[n]);
     }
     Pack<Y, N> out;
     out.set(own);
-    store(y_of<Y>(part, unit, head) + place.column, out);
+    store(rows.y + i * rows.y_step, out);
   }
 }
 
@@ -194,14 +193,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks<X, Plain>)
       const int64_t index = base + (threadIdx.x >> p.lanes.log);
       const bool live = index < part.units;
       const Unit unit(p.shape, part, live ? uint32_t(index) : 0u);
+      const Rows<Y, X> rows(part, unit, place.column, live && place.inside);  // of dy and dx
+      const X* x_row = input.template at<X>(unit, unit.group) + place.column;
+      const int64_t x_step = part.groups * input.head;
       Pack<X, N> x[kRows] = {};
       Pack<Y, N> dy[kRows] = {};
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        int head = unit.group + i * part.groups;
-        if (!live || !place.inside || head >= part.heads) continue;
-        x[i] = load_stream<X, N>(input.template at<X>(unit, head) + place.column);
-        dy[i] = load_stream<Y, N>(x_of<Y>(part, unit, head) + place.column);
+        if (!rows.has(i)) continue;
+        x[i] = load_stream<X, N>(x_row + i * x_step);
+        dy[i] = load_stream<Y, N>(rows.x + i * rows.x_step);
       }
       float c[N] = {}, s[N] = {}, total[2 * kRows] = {};
       if (live && place.turned) p.tables.template columns<X, N>(unit.b, unit.t, place.rotated, c, s);
@@ -227,8 +228,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<X, Plain>)
       sum_row(total, p.lanes.width);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        int head = unit.group + i * part.groups;
-        if (!live || !place.inside || head >= part.heads) continue;
+        if (!rows.has(i)) continue;
         float rstd = 1.0f / sqrtf(total[2 * i] * inverse + p.norm.eps), dx[N];
         float mean = total[2 * i + 1] * rstd * inverse;
 #pragma unroll
@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<X, Plain>)
         }
         Pack<X, N> out;
         out.set(dx);
-        store(y_of<X>(part, unit, head) + place.column, out);
+        store(rows.y + i * rows.y_step, out);
       }
     }
     if (p.partials == nullptr) continue;

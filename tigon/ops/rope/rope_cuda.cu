@@ -24,6 +24,18 @@ struct Params {
   int64_t q_blocks;  // then come those of k
 };
 
+template <class Y, class X, int N>
+__device__ __forceinline__ Pack<Y, N> converted(const Pack<X, N>& x) {
+  if constexpr (std::is_same_v<X, Y>) {
+    return x;
+  } else {
+    Pack<Y, N> y;
+#pragma unroll
+    for (int n = 0; n < N; ++n) y.set(n, x[n]);
+    return y;
+  }
+}
+
 template <class X, class Y>
 using Half = std::conditional_t<sizeof(X) == 2, X, Y>;  // the type of tables that are not fp32
 
@@ -41,31 +53,25 @@ __global__ void __launch_bounds__(kThreads, Plain && sizeof(X) + sizeof(Y) == 4 
   const Unit unit(p.shape, part, live ? index : 0u);
   const Place place(p.shape, p.lanes.width);
   wait_for_kernel_ahead();
+  const Rows<X, Y> rows(part, unit, place.column, live && place.inside);
   Pack<X, N> x[kHeld] = {};
 #pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    int head = unit.group + i * part.groups;
-    if (live && place.inside && head < part.heads)
-      x[i] = load_stream<X, N>(x_of<X>(part, unit, head) + place.column);
-  }
+  for (int i = 0; i < kHeld; ++i)
+    if (rows.has(i)) x[i] = load_stream<X, N>(rows.x + i * rows.x_step);
   float c[N] = {}, s[N] = {};
   if (live && place.turned) p.tables.template columns<Half<X, Y>, N>(unit.b, unit.t, place.rotated, c, s);
   let_next_kernel_start();
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
-    int head = unit.group + i * part.groups;
     Pack<X, N> other;
     if constexpr (Halves) other = exchange(x[i], place.partner);
-    if (!live || !place.inside || head >= part.heads) continue;
     float y[N];
 #pragma unroll
-    for (int n = 0; n < N; ++n) {
-      float own = x[i][n], partner = Halves ? other[n] : x[i][n ^ 1];
-      y[n] = place.turned ? rope_second(own, partner, c[n], s[n]) : own;
-    }
+    for (int n = 0; n < N; ++n) y[n] = rope_second(x[i][n], Halves ? other[n] : x[i][n ^ 1], c[n], s[n]);
     Pack<Y, N> out;
     out.set(y);
-    store(y_of<Y>(part, unit, head) + place.column, out);
+    if (!place.turned) out = converted<Y>(x[i]);
+    if (rows.has(i)) store(rows.y + i * rows.y_step, out);
   }
 }
 
@@ -122,15 +128,8 @@ __global__ void __launch_bounds__(kThreads)
     int column = (lane - turned) * N;
     if (column >= p.shape.start) column += 2 * half;
     for (int head = unit.group; head < part.heads; head += part.groups) {
-      auto own = load_stream<X, N>(x + head * part.x_head + column);
-      Pack<Y, N> out;
-      if constexpr (std::is_same_v<X, Y>) {
-        out = own;
-      } else {
-#pragma unroll
-        for (int n = 0; n < N; ++n) out.set(n, own[n]);
-      }
-      store(y + head * part.y_head + column, out);
+      store(y + head * part.y_head + column,
+            converted<Y>(load_stream<X, N>(x + head * part.x_head + column)));
     }
     return;
   }

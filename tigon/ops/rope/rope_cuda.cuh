@@ -262,6 +262,25 @@ __device__ __forceinline__ Y* y_of(const Part& p, const Unit& u, int head) {
   return static_cast<Y*>(p.y) + u.b * p.y_batch + u.t * p.y_token + head * p.y_head;
 }
 
+// Where a thread's packs of x and y lie in the rows of its unit.
+template <class X, class Y>
+struct Rows {
+  const X* x;
+  Y* y;
+  int64_t x_step, y_step;
+  int head, groups, heads;  // none are left where the thread has no pack
+
+  __device__ __forceinline__ Rows(const Part& p, const Unit& u, int column, bool live)
+      : x(x_of<X>(p, u, u.group) + column),
+        y(y_of<Y>(p, u, u.group) + column),
+        x_step(p.groups * p.x_head),
+        y_step(p.groups * p.y_head),
+        head(u.group),
+        groups(p.groups),
+        heads(live ? p.heads : 0) {}
+  __device__ __forceinline__ bool has(int i) const { return head + i * groups < heads; }
+};
+
 // The lanes of a warp that share a row: a power of two, one pack each, some idle where the row's packs are not.
 struct Lanes {
   int width, log;
