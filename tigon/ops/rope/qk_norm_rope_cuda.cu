@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<X, Plain>)
     if (!rows.has(i)) continue;
     if (place.turned) {
 #pragma unroll
-      for (int n = 0; n < N; ++n) own[n] = rope_second(own[n], other[n], c[n], s[n]);
+      for (int n = 0; n < N; ++n) own[n] = rope_second(other[n], own[n], c[n], s[n]);
     }
     Pack<Y, N> out;
     out.set(own);
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<X, Plain>)
 #pragma unroll
         for (int n = 0; n < N; ++n) {
           float own = dy[i][n], partner = Halves ? other[n] : dy[i][n ^ 1];
-          g[n] = place.turned ? rope_second(own, partner, c[n], s[n]) : own;
+          g[n] = place.turned ? rope_second(partner, own, c[n], s[n]) : own;
         }
       };
       float g[kRows][N];
@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(kThreads) forward_rows_kernel(const __grid_con
     float c, s;
     int partner;
     bool turned = turn_of<X>(p.tables, p.shape, unit, i, c, s, partner);
-    y[i] = narrow<Y>(turned ? rope_second(n[i], n[partner], c, s) : n[i]);
+    y[i] = narrow<Y>(turned ? rope_second(n[partner], n[i], c, s) : n[i]);
   }
 }
 
@@ -332,7 +332,7 @@ __global__ void __launch_bounds__(kThreads) backward_rows_kernel(const __grid_co
         float c, s, w[1];
         int partner;
         bool turned = turn_of<X>(p.tables, p.shape, unit, i, c, s, partner);
-        g[i] = turned ? rope_second(dy[i], dy[partner], c, s) : dy[i];
+        g[i] = turned ? rope_second(dy[partner], dy[i], c, s) : dy[i];
         p.norm.template read<X, 1>(second, i, w);
         total[0] = fma(widen(x[i]), widen(x[i]), total[0]);
         total[1] = fma(g[i] * (p.norm.offset + w[0]), widen(x[i]), total[1]);

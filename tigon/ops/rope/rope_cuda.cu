@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, Plain && sizeof(X) + sizeof(Y) == 4 
     if constexpr (Halves) other = exchange(x[i], place.partner);
     float y[N];
 #pragma unroll
-    for (int n = 0; n < N; ++n) y[n] = rope_second(x[i][n], Halves ? other[n] : x[i][n ^ 1], c[n], s[n]);
+    for (int n = 0; n < N; ++n) y[n] = rope_second(Halves ? other[n] : x[i][n ^ 1], x[i][n], c[n], s[n]);
     Pack<Y, N> out;
     out.set(y);
     if (!place.turned) out = converted<Y>(x[i]);

@@ -139,7 +139,8 @@ struct Tables {
     }
   }
 
-  // Rotated columns [column, column + N) where x and y have the pairs of the tables, so that y = x * c + partner * s.
+  // Rotated columns [column, column + N) where x and y have the pairs of the tables, so that
+  // y = rope_second(partner, x, c, s).
   template <class T16, int N>
   __device__ __forceinline__ void columns(int64_t b, int64_t t, int column, float (&c)[N],
                                           float (&s)[N]) const {
