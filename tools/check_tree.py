@@ -49,12 +49,15 @@ def allowed(path: Path, include: str) -> bool:
         return role == "torch"
     own = path.parts[1] == "ops" and target.parts[:3] == path.parts[:3]
     public = target.name == f"{target.parts[2]}.h"
+    shared = (
+        own and target.suffix == ".h" and role_of(target) in ("header", role)
+    )  # a second op of the folder
     return {
         "math": False,
-        "header": public,  # an Args struct of another op may be part of a contract
+        "header": public or shared,  # an Args struct of another op may be part of a contract
         "backend": own,
-        "op": public,
-        "torch": public,
+        "op": public or shared,
+        "torch": public or shared,
     }[role]
 
 

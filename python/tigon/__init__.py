@@ -18,6 +18,7 @@ from tigon.ops.layer_norm import layer_norm
 from tigon.ops.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.linear_log_prob import linear_log_prob
 from tigon.ops.linear_loss import linear_loss
+from tigon.ops.qk_norm_rope import qk_norm_rope
 from tigon.ops.relu_squared import relu_squared
 from tigon.ops.rms_norm import rms_norm
 from tigon.ops.rope import rope
@@ -42,6 +43,7 @@ __all__ = [
     "linear_log_prob",
     "linear_loss",
     "nn",
+    "qk_norm_rope",
     "reglu",
     "relu_squared",
     "rms_norm",

@@ -1,10 +1,10 @@
-"""Cases of rope: rotary position embedding of q and k together, Hugging Face's half-split form."""
+"""Cases of rope: rotary position embedding of q and k together, in the forms of Hugging Face's models."""
 
 from __future__ import annotations
 
 import torch
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, lay_out, params, test_case
+from .case import Case, Inputs, Maker, bench_case, itemsize, lay_out, params, test_case, upcast
 
 NAME = "rope"
 
@@ -23,6 +23,12 @@ DEFAULTS = {
     "tables": "angles",  # "random": left and right half of cos and sin differ
     "fill": None,
     "grads": (0, 1),
+    "packed": False,  # [T, H, D] (unsqueeze_dim 1) or [H, T, D] (0), cos and sin [T, R]
+    "table_dtype": None,
+    "positions": None,  # dtype of position ids into a table of 2 T + 3 rows
+    "narrow": False,  # cos and sin of R/2 columns
+    "complex": False,  # freqs_cis
+    "options": {},  # of tigon.rope
 }
 
 CASES = [
@@ -60,6 +66,181 @@ CASES = [
     test_case("k_only", grads=(1,)),
     test_case("nan_row", fill="nan"),
     test_case("inf_row", fill="inf", grad=False),
+    test_case("one_tensor", Hk=None, grads=(0,)),
+    test_case(
+        "one_tensor_partial", Hk=None, grads=(0,), D=128, R=64, T=9, unsqueeze_dim=2, layout="contiguous"
+    ),
+    test_case("packed", packed=True, T=37, D=64, layout="contiguous", grad_layout="contiguous"),
+    test_case("packed_heads_first", packed=True, unsqueeze_dim=0, layout="contiguous", grad_layout="rows"),
+    test_case(
+        "vision",
+        packed=True,
+        T=37,
+        Hq=4,
+        Hk=4,
+        D=80,
+        table_dtype=torch.float32,
+        options={"keep_dtype": True, "unsqueeze_dim": -2},
+        layout="rows",
+        grad_layout="contiguous",
+    ),
+    test_case("keep_dtype", D=64, T=9, table_dtype=torch.float32, options={"keep_dtype": True}),
+    test_case("wide_head", D=512, T=3, tables="random"),
+    test_case("head_dim_96_partial", D=96, R=48, T=5, tables="random"),
+    test_case("positions", D=64, T=9, positions=torch.int64, batched=True, tables="random"),
+    test_case("positions_one_row", T=9, positions=torch.int32, tables="random"),
+    test_case("pairs", D=64, T=9, tables="random", options={"interleaved": True}),
+    test_case("pairs_small", small=True, D=12, R=10, T=3, tables="random", options={"interleaved": True}),
+    test_case(
+        "pairs_partial_batched",
+        D=128,
+        R=64,
+        T=5,
+        batched=True,
+        tables="random",
+        options={"interleaved": True},
+    ),
+    test_case("pairs_narrow", D=128, R=64, narrow=True, T=5, tables="random", options={"interleaved": True}),
+    test_case(
+        "pairs_narrow_odd", D=70, R=42, narrow=True, T=5, tables="random", options={"interleaved": True}
+    ),
+    test_case(
+        "pairs_misaligned", D=64, layout="offset1", grad_layout="offset1", options={"interleaved": True}
+    ),
+    test_case(
+        "pairs_tail",
+        D=96,
+        R=32,
+        T=5,
+        narrow=True,
+        tables="random",
+        options={"interleaved": True, "tail": True, "keep_dtype": True},
+    ),
+    test_case("halves_narrow", D=64, T=9, narrow=True, tables="random"),
+    test_case("halves_narrow_wide_head", D=320, R=320, T=3, narrow=True, tables="random"),
+    test_case("halves_tail", small=True, D=20, R=12, T=3, tables="random", options={"tail": True}),
+    test_case(
+        "deinterleave",
+        D=64,
+        T=9,
+        narrow=True,
+        tables="random",
+        options={"interleaved": True, "deinterleave": True},
+    ),
+    test_case(
+        "deinterleave_full",
+        small=True,
+        D=26,
+        R=20,
+        T=3,
+        tables="random",
+        options={"interleaved": True, "deinterleave": True},
+    ),
+    test_case(
+        "deinterleave_slice",
+        D=64,
+        T=5,
+        Hk=1,
+        layout="rows",
+        grad_layout="rows",
+        batched=True,
+        options={"interleaved": True, "deinterleave": True},
+    ),
+    test_case("mrope", D=64, T=9, batched=True, tables="random", options={"mrope_section": (8, 12, 12)}),
+    test_case("mrope_small", small=True, D=12, T=3, tables="random", options={"mrope_section": (2, 3, 1)}),
+    test_case("mrope_128", D=128, T=5, narrow=True, tables="random", options={"mrope_section": (16, 24, 24)}),
+    test_case(
+        "mrope_mixed",
+        D=128,
+        T=9,
+        batched=True,
+        tables="random",
+        options={"mrope_section": (24, 20, 20), "mrope_interleaved": True},
+    ),
+    test_case(
+        "mrope_mixed_partial_positions",
+        D=64,
+        R=32,
+        T=9,
+        positions=torch.int64,
+        batched=True,
+        tables="random",
+        options={"mrope_section": (6, 5, 5), "mrope_interleaved": True},
+    ),
+    test_case(
+        "mrope_pairs",
+        D=64,
+        T=9,
+        R=48,
+        tables="random",
+        narrow=True,
+        options={"mrope_section": (8, 8, 8), "interleaved": True},
+    ),
+    test_case(
+        "mrope_pairs_full",
+        D=64,
+        T=9,
+        tables="random",
+        options={"mrope_section": (7, 12, 13), "interleaved": True},
+    ),
+    test_case(
+        "complex",
+        D=64,
+        T=9,
+        complex=True,
+        batched=True,
+        unsqueeze_dim=2,
+        layout="contiguous",
+        grad_layout="contiguous",
+        options={"interleaved": True, "keep_dtype": True},
+    ),
+    test_case("complex_odd", D=6, T=9, complex=True, options={"interleaved": True}),
+    bench_case("B8_T4096_32+8x128", B=8, T=4096, Hq=32, Hk=8, D=128),
+    bench_case("B8_T4096_32+8x128_pairs", B=8, T=4096, Hq=32, Hk=8, D=128, options={"interleaved": True}),
+    bench_case(
+        "B8_T4096_32+8x128_mrope",
+        B=8,
+        T=4096,
+        Hq=32,
+        Hk=8,
+        D=128,
+        batched=True,
+        options={"mrope_section": (16, 24, 24)},
+    ),
+    bench_case(
+        "B8_T4096_32+8x128_complex",
+        B=8,
+        T=4096,
+        Hq=32,
+        Hk=8,
+        D=128,
+        complex=True,
+        unsqueeze_dim=2,
+        layout="contiguous",
+        grad_layout="contiguous",
+        options={"interleaved": True, "keep_dtype": True},
+    ),
+    bench_case(
+        "packed_T32768_32+8x128",
+        packed=True,
+        T=32768,
+        Hq=32,
+        Hk=8,
+        D=128,
+        layout="contiguous",
+        grad_layout="contiguous",
+    ),
+    bench_case(
+        "B4_T4096_32+32x64_mla",
+        B=4,
+        T=4096,
+        Hq=32,
+        Hk=32,
+        D=64,
+        narrow=True,
+        options={"interleaved": True, "deinterleave": True},
+    ),
+    bench_case("B8_T4096_16+8x256", B=8, T=4096, Hq=16, Hk=8, D=256),
     bench_case("B4_T4096_32+8x128", B=4, T=4096, Hq=32, Hk=8, D=128),
     bench_case("B1_T16384_64+8x128", B=1, T=16384, Hq=64, Hk=8, D=128),
     bench_case("B8_T512_8+8x64", "bench_cpu", B=8, T=512, Hq=8, Hk=8, D=64),
@@ -67,18 +248,34 @@ CASES = [
 ]
 
 
-def _tables(draw: Maker, p: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of [1 or B, T, R]."""
+def _tables(draw: Maker, p: dict) -> tuple:
+    """cos and sin of [axes, B or 1, T, R]: axes only for M-RoPE, no batch when packed; position ids."""
     batch, width = (p["B"] if p["batched"] else 1), p["R"] or p["D"]
+    axes = (3,) if "mrope_section" in p["options"] else ()
+    rows, lead, ids = p["T"], (*axes, batch), None
+    if p["positions"] is not None:
+        rows, lead, batch = 2 * p["T"] + 3, (), 1
+        ids = (
+            draw.integers(0, rows, *axes, p["B"], p["T"]) if p["batched"] else draw.integers(0, rows, p["T"])
+        )
+        ids = ids.to(p["positions"])
     if p["tables"] == "random":
-        cos, sin = draw.randn(batch, p["T"], width), draw.randn(batch, p["T"], width)
+        columns = width // 2 if p["narrow"] else width
+        cos, sin = (draw.randn(*lead, rows, columns, dtype=p["table_dtype"]) for _ in range(2))
     else:
         inv = 1.0 / 10000 ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
-        start = draw.integers(0, 100, batch, 1).cpu() if p["batched"] else torch.zeros(1, 1)
-        angles = (start + torch.arange(p["T"], dtype=torch.float64)).unsqueeze(-1) * inv
-        angles = torch.cat((angles, angles), dim=-1)
-        cos, sin = (f(angles).to(draw.device, draw.dtype) for f in (torch.cos, torch.sin))
-    return lay_out(cos, p["table_layout"]), lay_out(sin, p["table_layout"])
+        start = draw.integers(0, 100, *lead, 1).cpu() if p["batched"] else torch.zeros(*lead, 1)
+        angles = (start + torch.arange(rows, dtype=torch.float64)).unsqueeze(-1) * inv
+        if p["complex"]:
+            kind = torch.complex128 if draw.dtype == torch.float64 else torch.complex64
+            return torch.polar(torch.ones_like(angles), angles).to(draw.device, kind), None, None
+        if not p["narrow"]:
+            pairwise = p["options"].get("interleaved") and not p["options"].get("deinterleave")
+            angles = angles.repeat_interleave(2, -1) if pairwise else torch.cat((angles, angles), dim=-1)
+        cos, sin = (f(angles).to(draw.device, p["table_dtype"] or draw.dtype) for f in (torch.cos, torch.sin))
+    if p["packed"]:
+        cos, sin = cos[0], sin[0]
+    return lay_out(cos, p["table_layout"]), lay_out(sin, p["table_layout"]), ids
 
 
 def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
@@ -86,22 +283,28 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     p = params(case, DEFAULTS)
     draw = Maker(case, device, dtype, seed)
 
-    def states(heads: int, layout: str) -> torch.Tensor:
-        inner = (heads, p["T"]) if p["unsqueeze_dim"] == 1 else (p["T"], heads)
-        return draw.randn(p["B"], *inner, p["D"], layout=layout)
+    def states(heads: int | None, layout: str, of: torch.dtype | None = None) -> torch.Tensor | None:
+        if heads is None:
+            return None
+        lead = () if p["packed"] else (p["B"],)
+        heads_first = p["unsqueeze_dim"] == len(lead)
+        inner = (heads, p["T"]) if heads_first else (p["T"], heads)
+        return draw.randn(*lead, *inner, p["D"], layout=layout, dtype=of)
 
     q, k = states(p["Hq"], p["layout"]), states(p["Hk"], p["layout"])
-    cos, sin = _tables(draw, p)
+    cos, sin, ids = _tables(draw, p)
     if p["fill"] is not None:
         q[0, 0, 1, 3] = float(p["fill"])
         k[-1, -1, -1, 0] = float(p["fill"])
-    grads = (states(p["Hq"], p["grad_layout"]), states(p["Hk"], p["grad_layout"]))
-    return Inputs(
-        args=(q, k, cos, sin),
-        kwargs={"unsqueeze_dim": p["unsqueeze_dim"]},
-        grads=p["grads"],
-        grad_outputs=grads,
-    )
+    real = torch.promote_types(dtype, cos.real.dtype)
+    wide = dtype if p["options"].get("keep_dtype") else real
+    grads = [states(heads, p["grad_layout"], wide) for heads in (p["Hq"], p["Hk"]) if heads is not None]
+    options = {"unsqueeze_dim": p["unsqueeze_dim"], **p["options"]}
+    if p["narrow"]:
+        options["rotary_dim"] = p["R"] or p["D"]
+    if ids is not None:
+        options["position_ids"] = ids
+    return Inputs(args=(q, k, cos, sin), kwargs=options, grads=p["grads"], grad_outputs=tuple(grads))
 
 
 def tigon_fn(q, k, cos, sin, **options):
@@ -116,39 +319,146 @@ def _rotate_half(x):
     return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 
 
-def eager_fn(q, k, cos, sin, *, unsqueeze_dim=1):
-    """apply_rotary_pos_emb of Hugging Face, with its split and concatenation where partial."""
+def _rotate_pairs(x):
+    return torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
+
+
+def _sections(table, section, mixed, pairwise):
+    """One table of three, as Qwen2-VL (cat) and Qwen3-VL (strided copies) make it; `pairwise`: GLM-4V."""
+    if pairwise:
+        return torch.stack([_sections(table[..., i::2], section, mixed, False) for i in (0, 1)], -1).flatten(
+            -2
+        )
+    if sum(section) < table.shape[-1]:
+        halves = table.tensor_split(2, dim=-1)
+        return torch.cat([_sections(half, section, mixed, False) for half in halves], dim=-1)
+    if not mixed:
+        return torch.cat([part[i] for i, part in enumerate(table.split(list(section), dim=-1))], dim=-1)
+    merged = table[0].clone()
+    for axis in (1, 2):
+        turn = slice(axis, 3 * section[axis], 3)
+        merged[..., turn] = table[axis][..., turn]
+    return merged
+
+
+def eager_fn(
+    q,
+    k,
+    cos,
+    sin,
+    *,
+    unsqueeze_dim=1,
+    interleaved=False,
+    deinterleave=False,
+    rotary_dim=None,
+    tail=False,
+    position_ids=None,
+    mrope_section=None,
+    mrope_interleaved=False,
+    keep_dtype=False,
+):
+    """The functions of Hugging Face's models: llama's, and what others do before and after it."""
+    if sin is None:
+        return _eager_complex(q, k, cos, unsqueeze_dim, keep_dtype)
+    narrow = rotary_dim is not None and rotary_dim > cos.shape[-1]
+    if position_ids is not None:
+        cos, sin = cos[position_ids.long()], sin[position_ids.long()]
+    if mrope_section is not None:
+        pairwise = interleaved and not deinterleave and not narrow
+        cos, sin = (_sections(x, mrope_section, mrope_interleaved, pairwise) for x in (cos, sin))
+    if narrow:
+        pairwise = interleaved and not deinterleave
+        cos, sin = (x.repeat_interleave(2, -1) if pairwise else torch.cat((x, x), -1) for x in (cos, sin))
+    if cos.dim() == q.dim() - 2:
+        cos, sin = cos[None], sin[None]
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     width = cos.shape[-1]
 
+    def turn(x):
+        if deinterleave:
+            x = torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
+        return x * cos + (_rotate_pairs if interleaved and not deinterleave else _rotate_half)(x) * sin
+
     def one(x):
-        if width == x.shape[-1]:
-            return x * cos + _rotate_half(x) * sin
-        turned, kept = x[..., :width], x[..., width:]
-        return torch.cat((turned * cos + _rotate_half(turned) * sin, kept), dim=-1)
+        if x is None:
+            return None
+        start = x.shape[-1] - width if tail else 0
+        before, turned, after = x[..., :start], x[..., start : start + width], x[..., start + width :]
+        y = turn(turned)
+        y = y if width == x.shape[-1] else torch.cat((before, y, after), dim=-1)
+        return y.to(x.dtype) if keep_dtype else y
+
+    return one(q) if k is None else (one(q), one(k))
+
+
+def _eager_complex(q, k, freqs, unsqueeze_dim, keep_dtype):
+    """Llama 4's."""
+    freqs = freqs.unsqueeze(unsqueeze_dim)
+
+    def one(x):
+        z = torch.view_as_complex(upcast(x).reshape(*x.shape[:-1], -1, 2))
+        y = torch.view_as_real(z * freqs).flatten(-2)
+        return y.type_as(x) if keep_dtype else y
 
     return one(q), one(k)
 
 
-def oracle_fn(q, k, cos, sin, *, unsqueeze_dim=1):
-    """The rotation written out half by half, for fp64."""
-    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    width = cos.shape[-1]
+def oracle_fn(
+    q,
+    k,
+    cos,
+    sin,
+    *,
+    unsqueeze_dim=1,
+    interleaved=False,
+    deinterleave=False,
+    rotary_dim=None,
+    tail=False,
+    position_ids=None,
+    mrope_section=None,
+    mrope_interleaved=False,
+    keep_dtype=False,
+):
+    """The rotation written out pair by pair, by columns, for fp64."""
+    if sin is None:
+        cos, sin, rotary_dim = cos.real.double(), cos.imag.double(), 2 * cos.shape[-1]
+    width = rotary_dim or cos.shape[-1]
     half = width // 2
+    if position_ids is not None:
+        cos, sin = cos[position_ids.long()], sin[position_ids.long()]
+
+    def axis_of(i):
+        if not mrope_interleaved:
+            return sum(i >= sum(mrope_section[:n]) for n in (1, 2))
+        return i % 3 if i % 3 and i < 3 * mrope_section[i % 3] else 0
+
+    def columns(table, where):
+        found = table[..., list(where)]
+        if mrope_section:
+            found = table[[axis_of(i) for i in range(half)], ..., list(where)].movedim(0, -1)
+        return found.unsqueeze(unsqueeze_dim if found.dim() == q.dim() - 1 else unsqueeze_dim - 1)
+
+    halves, pairs = [range(half), range(half, width)], [range(0, width, 2), range(1, width, 2)]
+    source = pairs if interleaved else halves
+    target = pairs if interleaved and not deinterleave else halves
+    tables = target if width == cos.shape[-1] else [range(half)] * 2
+    c1, c2, s1, s2 = (columns(table, where) for table in (cos, sin) for where in tables)
 
     def one(x):
-        a, b, kept = x[..., :half], x[..., half:width], x[..., width:]
-        left = a * cos[..., :half] - b * sin[..., :half]
-        right = b * cos[..., half:] + a * sin[..., half:]
-        return torch.cat((left, right, kept), dim=-1)
+        start = x.shape[-1] - width if tail else 0
+        turned = x[..., start : start + width]
+        a, b = turned[..., list(source[0])], turned[..., list(source[1])]
+        order = torch.tensor([*target[0], *target[1]]).argsort()
+        y = torch.cat((a * c1 - b * s1, b * c2 + a * s2), dim=-1)[..., order]
+        return torch.cat((x[..., :start], y, x[..., start + width :]), dim=-1)
 
-    return one(q), one(k)
+    return one(q) if k is None else (one(q), one(k))
 
 
 def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
     """Read and write q and k; the tables are small."""
     p = params(case, DEFAULTS)
-    return 2 * p["B"] * p["T"] * (p["Hq"] + p["Hk"]) * p["D"] * itemsize(dtype)
+    return 2 * p["B"] * p["T"] * (p["Hq"] + (p["Hk"] or 0)) * p["D"] * itemsize(dtype)
 
 
 def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
@@ -169,7 +479,7 @@ def flops_bwd(case: Case) -> int:
 def _liger(case, inputs):
     from liger_kernel.ops.rope import LigerRopeFunction
 
-    if inputs.kwargs["unsqueeze_dim"] != 1:
+    if inputs.kwargs != {"unsqueeze_dim": 1} or inputs.args[1] is None:
         return None
     # Without a gradient to make this peer turns q and k in place; each call takes them as they are.
     return lambda q, k, cos, sin, **_: LigerRopeFunction.apply(q, k, cos, sin)
@@ -179,7 +489,7 @@ def _quack(case, inputs):
     from quack.rotary import apply_rotary_emb
 
     p = params(case, DEFAULTS)
-    if p["batched"] or p["unsqueeze_dim"] != 1:
+    if p["batched"] or p["packed"] or inputs.kwargs != {"unsqueeze_dim": 1} or inputs.args[1] is None:
         return None
     # It wants [B, T, H, D] and the left half of [T, R] tables: views, so no time is added.
     half = (p["R"] or p["D"]) // 2

@@ -9,7 +9,8 @@ from torch import nn
 from tigon.hf.canonical import Unrecognised, canonical_forward, canonical_function
 from tigon.hf.norms import plan_norm
 from tigon.hf.rope import plan_rotary
-from tigon.hf.structures import NORMS, ROTARY, match, rotate_half
+from tigon.hf.rotary_forms import ROTARY, rotate_half
+from tigon.hf.structures import NORMS, match
 
 
 class Base(nn.Module):

@@ -13,6 +13,7 @@ import tigon
 from cases.case import lay_out
 from cases.rope import eager_fn
 from tigon.ops.rope import reference
+from tigon.ops.rope_tables import Form
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -45,7 +46,8 @@ BAD = {
         lambda q, k, c, s: tigon.rope(q.long(), k, c, s),
         r"q must be a float tensor, got torch.int64",
     ),
-    "q rank": (lambda q, k, c, s: tigon.rope(q[0], k, c, s), r"q must have 4 dimensions, got 3"),
+    "q rank": (lambda q, k, c, s: tigon.rope(q[0, 0], k, c, s), r"q must have 3 or 4 dimensions, got 2"),
+    "k rank": (lambda q, k, c, s: tigon.rope(q, k[0], c, s), r"k must have 4 dimensions, got 3"),
     "k dtype": (
         lambda q, k, c, s: tigon.rope(q, k.half(), c, s),
         r"k must be torch.float32, got torch.float16",
@@ -66,7 +68,7 @@ BAD = {
     ),
     "cos rank": (
         lambda q, k, c, s: tigon.rope(q, k, c[None], s[None]),
-        r"cos must have 2 or 3 dimensions, got 4",
+        r"cos must be \[1 or 2, 5, R\] or \[5, R\], got \[1, 1, 5, 16\]",
     ),
     "cos dtype": (
         lambda q, k, c, s: tigon.rope(q, k, c.int(), s),
@@ -84,34 +86,110 @@ BAD = {
         lambda q, k, c, s: tigon.rope(q, k, c, s[..., :8]),
         r"sin must be \[1, 5, 16\], got \[1, 5, 8\]",
     ),
-    "unsqueeze_dim, raw": (lambda *a: _raw(*a, 3), r"\[rope\] unsqueeze_dim must be 1 or 2, got 3"),
+    "no cos": (lambda q, k, c, s: tigon.rope(q, k), r"cos must be a tensor, got None"),
+    "no sin": (lambda q, k, c, s: tigon.rope(q, k, c), r"sin must be a tensor, got None"),
+    "sin beside complex": (
+        lambda q, k, c, s: tigon.rope(q, k, torch.complex(c, s)[..., :8], s, interleaved=True),
+        r"sin must be None with complex cos",
+    ),
+    "complex halves": (
+        lambda q, k, c, s: tigon.rope(q, k, torch.complex(c, s)[..., :8]),
+        r"interleaved must be True with complex cos, got False",
+    ),
+    "deinterleave": (
+        lambda q, k, c, s: tigon.rope(q, k, c, s, deinterleave=True),
+        r"interleaved must be True with deinterleave=True",
+    ),
+    "rotary_dim": (
+        lambda q, k, c, s: tigon.rope(q, k, c, s, rotary_dim=8),
+        r"rotary_dim must be the columns of cos or twice as many, 16, got 8",
+    ),
+    "rotary_dim over the head": (
+        lambda q, k, c, s: tigon.rope(q, k, c, s, rotary_dim=32),
+        r"cos must have columns, at most 8, got 16",
+    ),
+    "sections": (
+        lambda q, k, c, s: tigon.rope(q, k, c, s, mrope_section=(3, 3, 3)),
+        r"mrope_section must be three numbers that add up to 8, got \[3, 3, 3\]",
+    ),
+    "tables of sections": (
+        lambda q, k, c, s: tigon.rope(q, k, c, s, mrope_section=(2, 3, 3)),
+        r"cos must be \[3, 1 or 2, 5, R\] or \[3, 5, R\], got \[1, 5, 16\]",
+    ),
+    "position dtype": (
+        lambda q, k, c, s: tigon.rope(q, k, c[0], s[0], position_ids=torch.zeros(5, device=q.device)),
+        r"position_ids must be int64 or int32, got torch.float32",
+    ),
+    "position sizes": (
+        lambda q, k, c, s: tigon.rope(q, k, c[0], s[0], position_ids=_ids(q, 4)),
+        r"position_ids must be \[1 or 2, 5\] or \[5\], got \[4\]",
+    ),
+    "tables of positions": (
+        lambda q, k, c, s: tigon.rope(q, k, c, s, position_ids=_ids(q, 5)),
+        r"cos must be \[P, R\] beside position_ids, got \[1, 5, 16\]",
+    ),
+    "in place, wider": (
+        lambda q, k, c, s: tigon.rope(q.half(), k.half(), c, s, inplace=True),
+        r"inplace must keep torch.float16, got a result of torch.float32",
+    ),
+    "in place, other order": (
+        lambda q, k, c, s: tigon.rope(q, k, c, s, interleaved=True, deinterleave=True, inplace=True),
+        r"inplace must be False with deinterleave=True",
+    ),
+    "in place, strided": (
+        lambda q, k, c, s: tigon.rope(q[..., ::2], k[..., ::2], c[..., :8], s[..., :8], inplace=True),
+        r"q must have dense rows to be rotated in place",
+    ),
+    "in place, expanded": (
+        lambda q, k, c, s: tigon.rope(q[:1].expand(2, -1, -1, -1), k, c, s, inplace=True),
+        r"q must hold every element once to be rotated in place",
+    ),
+    "in place, leaf": (
+        lambda q, k, c, s: tigon.rope(q.requires_grad_(), k, c, s, inplace=True),
+        r"q must not be a leaf that requires a gradient",
+    ),
+    "head_dim, raw": (lambda *a: _raw(*a, head_dim=3), r"\[rope\] head_dim must be 1 or 2, got 3"),
+    "pairs, raw": (lambda *a: _raw(*a, pairs=3), r"\[rope\] pairs must be 0, 1 or 2, got 3"),
+    "no sin, raw": (lambda q, k, c, s: _raw(q, k, c, None), r"\[rope\] sin must be given"),
+    "sections, raw": (
+        lambda q, k, c, s: _raw(q, k, c[None].expand(3, -1, -1, -1), s[None].expand(3, -1, -1, -1), time=3),
+        r"\[rope\] sections must add up to 8, got 3 \+ 0 \+ 0",
+    ),
     "k dtype, raw": (
-        lambda q, k, c, s: _raw(q, k.half(), c, s, 1),
+        lambda q, k, c, s: _raw(q, k.half(), c, s),
         r"\[rope\] .* must be float16 or float32|k must be float32",
     ),
     "k tokens, raw": (
-        lambda q, k, c, s: _raw(q, k[:, :, :4], c, s, 1),
-        r"\[rope\] cos must be \[1 or 2, 4, R\]",
+        lambda q, k, c, s: _raw(q, k[:, :, :4], c, s),
+        r"\[rope\] cos must be \[1, 1 or 2, 4, R\]",
     ),
     "k columns, raw": (
-        lambda q, k, c, s: _raw(q, k.repeat(1, 1, 1, 2), c, s, 1),
+        lambda q, k, c, s: _raw(q, k.repeat(1, 1, 1, 2), c, s),
         r"\[rope\] k must be \[2, H, 5, 16\]",
     ),
-    "sin shape, raw": (lambda q, k, c, s: _raw(q, k, c, s[:, :2], 1), r"\[rope\] sin must be \[1, 5, 16\]"),
+    "sin shape, raw": (lambda q, k, c, s: _raw(q, k, c, s[:, :2]), r"\[rope\] sin must be \[1, 1, 5, 16\]"),
     "odd columns, raw": (
-        lambda q, k, c, s: _raw(q, k, c[..., :7], s[..., :7], 1),
+        lambda q, k, c, s: _raw(q, k, c[..., :7], s[..., :7]),
         r"\[rope\] cos must have an even",
     ),
     "cos dtype, raw": (
-        lambda q, k, c, s: _raw(q, k, c.half(), s.half(), 1),
+        lambda q, k, c, s: _raw(q, k, c.half(), s.half()),
         r"cos must be float32 or float32, got",
     ),
 }
 
 
-def _raw(*args):
+def _ids(q, *shape, start=0):
+    return torch.arange(start, start + 5, device=q.device)[: shape[-1]].expand(shape)
+
+
+def _form(head_dim=1, **options):
+    return tuple(Form(head_dim, **options))
+
+
+def _raw(q, k, cos, sin, head_dim=1, **options):
     try:
-        torch.ops.tigon.rope_fwd(*args)
+        torch.ops.tigon.rope_fwd(q, k, cos, sin, None, *_form(head_dim, **options))
     except RuntimeError as exc:
         raise tigon.Error(str(exc)) from exc
 
@@ -187,7 +265,7 @@ def test_saves_the_tables_alone(device):
     q, k, cos, sin = _inputs(device=device)
     rotated = tigon.rope(q, k, cos, sin)
     saved = rotated[0].grad_fn.saved_tensors
-    assert [t.data_ptr() for t in saved] == [cos.data_ptr(), sin.data_ptr()]
+    assert [t.data_ptr() for t in saved if t is not None] == [cos.data_ptr(), sin.data_ptr()]
 
 
 def test_results_may_be_modified(device):
@@ -331,18 +409,19 @@ def test_opcheck(unsqueeze_dim, dtype, table, device):
     if unsqueeze_dim == 2:
         q, k = (x.detach().transpose(1, 2).requires_grad_() for x in (q, k))
     dense = [x.detach().contiguous().requires_grad_() for x in (q, k)]
-    samples = [(q, k), dense, (q, dense[1]), (q.detach(), k), (q[..., ::2], k[..., ::2])]
+    samples = [(q, k), dense, (q, dense[1]), (q.detach(), k), (q[..., ::2], k[..., ::2]), (q, None)]
+    form = _form(unsqueeze_dim)
     for a, b in samples:
-        width = min(a.shape[-1], 16) // 2 * 2 if a.shape[-1] != 24 else 16
-        tables = cos[..., :width], sin[..., :width]
-        torch.library.opcheck(torch.ops.tigon.rope.default, (a, b, *tables, unsqueeze_dim))
-    out = torch.ops.tigon.rope_fwd(q.detach(), k.detach(), cos, sin, unsqueeze_dim)
+        width = 12 if a.shape[-1] == 12 else 16
+        tables = cos[..., :width], sin[..., :width], None
+        torch.library.opcheck(torch.ops.tigon.rope.default, (a, b, *tables, *form))
+    out = torch.ops.tigon.rope_fwd(q.detach(), k.detach(), cos, sin, None, *form)
     code = [torch.float32, torch.bfloat16, torch.float16].index(dtype)
     for wanted, swapped in itertools.product(
         ((0, 1), (0,), (1,)), itertools.product([False, True], repeat=2)
     ):
         dy = [out[i] if i in wanted else None for i in (0, 1)]
-        sample = (*dy, cos, sin, unsqueeze_dim, code, *swapped)
+        sample = (*dy, cos, sin, None, *form, code, *swapped)
         torch.library.opcheck(torch.ops.tigon.rope_bwd.default, sample)
 
 
@@ -387,14 +466,19 @@ SCRIPT = """
 import torch, tigon
 torch.manual_seed(0)
 pairs = [(t, t) for t in (torch.float32, torch.bfloat16, torch.float16)] + [(torch.bfloat16, torch.float32)]
+forms = [{}, {"interleaved": True}, {"interleaved": True, "deinterleave": True}, {"tail": True}]
 for dtype, table in pairs:
     for B, T, H, D, R in ((2, 70, 5, 64, 64), (1, 300, 3, 40, 22), (3, 2, 1, 2, 2), (1, 33, 2, 128, 32)):
-        q, k = (torch.randn(B, T, n, D).to(dtype).transpose(1, 2).requires_grad_() for n in (H, 2))
-        cos, sin = (torch.randn(1, T, R).to(table) for _ in range(2))
-        y = tigon.rope(q, k, cos, sin)
-        emit(*y, *torch.autograd.grad(y, (q, k), [torch.randn_like(x) for x in y]))
+        for form in forms:
+            q, k = (torch.randn(B, T, n, D).to(dtype).transpose(1, 2).requires_grad_() for n in (H, 2))
+            cos, sin = (torch.randn(1, T, R).to(table) for _ in range(2))
+            y = tigon.rope(q, k, cos, sin, **form)
+            emit(*y, *torch.autograd.grad(y, (q, k), [torch.randn_like(x) for x in y]))
+        u, v = (torch.randn(D).to(dtype).requires_grad_() for _ in range(2))
+        y = tigon.qk_norm_rope(q, k, u, v, cos, sin)
+        emit(*y, *torch.autograd.grad(y, (q, k, u, v), [torch.randn_like(x) for x in y]))
 """
 
 
-def test_same_bits_on_every_instruction_set_and_thread_count():
+def test_same_bits_on_every_instruction_set_and_thread_count():  # of qk_norm_rope too
     assert len(bits_under(SCRIPT)) == 1

@@ -40,6 +40,14 @@ METHODS = {
     "rsqrt", "sqrt", "pow", "square", "mean", "tanh", "sigmoid", "chunk", "unsqueeze", "float",
     "to", "type", "type_as", "contiguous", "size",
 }  # fmt: skip
+# Of rotary functions.
+FUNCTIONS |= {
+    torch.stack: "stack",
+    torch.repeat_interleave: "repeat_interleave",
+    torch.view_as_complex: "view_as_complex",
+    torch.view_as_real: "view_as_real",
+}
+METHODS |= {"flatten", "reshape", "repeat_interleave", "unbind", "view"}
 # Names under which the arguments of these functions may be given.
 KEYWORDS = {"dim": 1, "keepdim": 2, "dtype": 1, "exponent": 1, "chunks": 1, "other": 1}
 OPERATORS = {
@@ -205,17 +213,20 @@ class _Evaluator:
             return ("object", getattr(base[1], attr))
         if attr == "dtype":
             return base[2] if base[0] == "cast" else ("dtype", base)
-        if attr == "shape":
-            return ("shape", base)
+        if attr in ("shape", "device"):
+            return (attr, base)
         raise Unrecognised(f"attribute `{attr}`")
 
     def index(self, node, env):
         match node:
             case ast.Tuple(elts=elements):
                 return ("tuple", *(self.index(element, env) for element in elements))
-            case ast.Slice(lower=lower, upper=upper, step=None):
-                ends = (None if end is None else self.expression(end, env) for end in (lower, upper))
-                return ("slice", *(("const", None) if end is None else end for end in ends))
+            case ast.Slice(lower=lower, upper=upper, step=step):
+                ends = (_const(None) if end is None else self.expression(end, env) for end in (lower, upper))
+                lower, upper = ends
+                lower = _const(None) if lower == _const(0) else lower
+                step = () if step is None else (self.expression(step, env),)
+                return ("slice", lower, upper, *step)
         return self.expression(node, env)
 
     def binary(self, op, left, right):
@@ -225,9 +236,7 @@ class _Evaluator:
         return _build(name, [left, right])
 
     def call(self, node, env):
-        if any(isinstance(argument, ast.Starred) for argument in node.args):
-            raise Unrecognised(f"call `{ast.unparse(node)}`")
-        arguments = [self.expression(argument, env) for argument in node.args]
+        arguments = [self.argument(argument, env) for argument in node.args]
         keywords = {word.arg: self.expression(word.value, env) for word in node.keywords}
         match node.func:
             case ast.Attribute(value=ast.Name(id=name), attr=attr) if name == self.self_name:
@@ -245,6 +254,14 @@ class _Evaluator:
         if name is not None:
             return _build(name, _positional(name, arguments, keywords))
         return self.inline(function[1], None, arguments, keywords)
+
+    def argument(self, node, env):
+        if not isinstance(node, ast.Starred):
+            return self.expression(node, env)
+        value = self.expression(node.value, env)
+        if value[0] != "leading":  # the leading sizes of a tensor, handed on
+            raise Unrecognised(f"argument `{ast.unparse(node)}`")
+        return value
 
     def call_self(self, attr, arguments, keywords):
         method = getattr(self.cls, attr, None)
@@ -276,8 +293,10 @@ def _known(function) -> str | None:
 
 def _positional(name, arguments, keywords):
     """Arguments with the keywords this file knows in their places."""
-    if name == "chunk":
-        places = {"chunks": 1, "dim": 2}
+    if name in ("chunk", "repeat_interleave"):
+        places = {"chunks": 1, "repeats": 1, "dim": 2}
+    elif name == "flatten":
+        places = {"start_dim": 1}
     elif name in ("silu", "relu"):
         places = {}
         if keywords.get("inplace") in (_const(False), None):
@@ -312,6 +331,9 @@ def _index(base, index):
             return ("size", base[1], index)
         if base[0] in ("tuple", "chunk") and index[1] >= 0:
             return _part(base, int(index[1]))
+    match base, index:
+        case ("shape", tensor), ("slice", ("const", None), ("const", float(n))) if n < 0:
+            return ("leading", tensor, _const(-n))
     return ("index", base, index)
 
 
@@ -328,6 +350,8 @@ def _build(name, arguments):
             return _cast(value, ("object", torch.float32))
         case "to" | "type", [value, dtype] if _is_dtype(dtype):
             return _cast(value, dtype)
+        case "to", [value, ("device", _)]:
+            return ("to_device", *arguments)
         case "type_as", [value, other]:
             return _cast(value, other[2] if other[0] == "cast" else ("dtype", other))
         case "pow", [value, ("const", 2.0)]:

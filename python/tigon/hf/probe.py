@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from tigon.hf.structures import NORMS, ROTARY, Match
+from tigon.hf.rotary_forms import ROTARY
+from tigon.hf.structures import NORMS, Match
 
 PROBE_EPS = 0.37  # large, so that a norm that ignores its eps attribute is told apart
 
@@ -56,7 +57,9 @@ def _norm_equal(module, structure, weight, eps) -> bool:
 def probe_rotary(function) -> Match | None:
     """The rotary structure that equals this function of (q, k, cos, sin), or None."""
     for structure in ROTARY:
-        columns = 8 if structure.options["partial"] else 16
+        if "probe" not in structure.options:
+            continue
+        columns = structure.options["probe"]
         if all(_rotary_equal(function, structure.reference, columns, dtype) for dtype in
                (torch.float32, torch.bfloat16)):  # fmt: skip
             return Match(structure, {})

@@ -13,12 +13,14 @@ import types
 import weakref
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from tigon.hf.canonical import NoSource, Unrecognised, canonical_function
 from tigon.hf.forward import plain
 from tigon.hf.probe import probe_rotary
-from tigon.hf.structures import ROTARY, Match, match
+from tigon.hf.rotary_forms import ROTARY
+from tigon.hf.structures import Match, match
 from tigon.ops.rope import rope
 
 Key = tuple[str, str]  # module name, name of the global
@@ -35,18 +37,95 @@ class _Rebound:
 _rebound: dict[Key, _Rebound] = {}
 
 
-def make_rotary(original, cast_back: bool):
-    """A rotary function that fuses q and k, and leaves odd calls to `original`."""
+def make_rotary(original, options: dict):
+    """A rotary function that fuses what `original` does, and leaves odd calls to it."""
+    tables, fixed = options["tables"], options["rope"]
 
+    def rotate(q, k, cos, sin, **dims):
+        if tables == "left":
+            half = cos.shape[-1] // 2
+            cos, sin = cos[..., :half], sin[..., :half]
+        if tables != "all":
+            dims["rotary_dim"] = 2 * cos.shape[-1]
+        return rope(q, k, cos, sin, **dims, **fixed)
+
+    return _REPLACEMENTS[options["call"]](original, rotate)
+
+
+def _usual(q, k, cos, sin, dims=(4,)) -> bool:
+    """Whether the tensors are such that `tigon.rope` computes what stock does."""
+    tensors = [x for x in (q, k, cos, sin) if x is not None]
+    if not plain(*tensors) or q.ndim not in dims or cos.ndim != q.ndim - 1:
+        return False
+    known = k is None or (k.ndim == q.ndim and k.dtype == q.dtype)
+    return known and (sin is None or cos.dtype == sin.dtype) and all(x.device == q.device for x in tensors)
+
+
+# One replacement for each signature; the names are those of stock.
+
+
+def _q_k(original, rotate):
     def rotary(q, k, cos, sin, unsqueeze_dim=1):
-        usual = q.ndim == 4 and k.ndim == 4 and cos.ndim == 3 and unsqueeze_dim in (1, 2)
-        known = q.dtype == k.dtype and cos.dtype == sin.dtype
-        if not usual or not known or not plain(q, k, cos, sin):
-            return original(q, k, cos, sin, unsqueeze_dim)
-        q_out, k_out = rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-        return (q_out.to(q.dtype), k_out.to(k.dtype)) if cast_back else (q_out, k_out)
+        if unsqueeze_dim in (1, 2) and _usual(q, k, cos, sin):
+            return rotate(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return original(q, k, cos, sin, unsqueeze_dim)
 
     return rotary
+
+
+def _q_k_positions(original, rotate):
+    def rotary(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+        if unsqueeze_dim in (1, 2) and _usual(q, k, cos, sin):
+            return rotate(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return original(q, k, cos, sin, position_ids, unsqueeze_dim)
+
+    return rotary
+
+
+def _vision(original, rotate):
+    def rotary(q, k, cos, sin):
+        if _usual(q, k, cos, sin, dims=(3, 4)):
+            return rotate(q, k, cos, sin, unsqueeze_dim=-2)
+        return original(q, k, cos, sin)
+
+    return rotary
+
+
+def _one_tensor(original, rotate):
+    def rotary(x, cos, sin, unsqueeze_dim=1):
+        if unsqueeze_dim in (1, 2) and _usual(x, None, cos, sin):
+            return rotate(x, None, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return original(x, cos, sin, unsqueeze_dim)
+
+    return rotary
+
+
+def _sin_first(original, rotate):
+    def rotary(tensor, sin, cos):
+        if _usual(tensor, None, cos, sin):
+            return rotate(tensor, None, cos, sin, unsqueeze_dim=2)
+        return original(tensor, sin, cos)
+
+    return rotary
+
+
+def _complex(original, rotate):
+    def rotary(xq, xk, freqs_cis):
+        if _usual(xq, xk, freqs_cis, None) and freqs_cis.dtype == torch.complex64:
+            return rotate(xq, xk, freqs_cis, None)
+        return original(xq, xk, freqs_cis)
+
+    return rotary
+
+
+_REPLACEMENTS = {
+    "q k": _q_k,
+    "q k positions": _q_k_positions,
+    "vision": _vision,
+    "x": _one_tensor,
+    "x sin cos": _sin_first,
+    "complex": _complex,
+}
 
 
 def find_rotary(model: nn.Module) -> dict[Key, object]:
@@ -70,16 +149,16 @@ def _rotary_names(method) -> dict[Key, object]:
     return {
         (module_name, name): function
         for name, function in functions.items()
-        if not isinstance(function, type) and callable(function) and _takes_cos_sin(function)
+        if not isinstance(function, type) and callable(function) and _takes_tables(function)
     }
 
 
-def _takes_cos_sin(function) -> bool:
+def _takes_tables(function) -> bool:
     try:
         names = set(inspect.signature(_source_of(function)).parameters)
     except (TypeError, ValueError):
         return False
-    return {"cos", "sin"} <= names
+    return {"cos", "sin"} <= names or "freqs_cis" in names
 
 
 def _source_of(function):
@@ -120,8 +199,8 @@ def rebind(key: Key, owner, label: str) -> None:
     entry = _rebound.get(key)
     if entry is None:
         original = namespace[key[1]]
-        cast_back = _recognise(original).structure.options["cast_back"]
-        entry = _rebound[key] = _Rebound(original, make_rotary(original, cast_back), label)
+        replacement = make_rotary(original, _recognise(original).structure.options)
+        entry = _rebound[key] = _Rebound(original, replacement, label)
         namespace[key[1]] = entry.replacement
     if id(owner) not in entry.owners:
         # A model that is dropped without undo gives its share back too.

@@ -2,150 +2,216 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from tigon._op import Op, has_kernel, raw
-from tigon.error import Error
+from tigon.error import check
+from tigon.ops.rope_tables import (
+    Form,
+    check_heads,
+    check_tables,
+    head_dim_of,
+    heads_like,
+    heads_swapped,
+    kernel_tables,
+    rotate,
+    turns,
+)
 
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # tigon::DType
 
 
-def reference(q, k, cos, sin, *, unsqueeze_dim=1):
-    """The same formula in plain PyTorch operations (any float dtype, any device)."""
-    dtype = torch.promote_types(torch.promote_types(q.dtype, cos.dtype), sin.dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    if cos.dim() == 2:
-        cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)
-    half = cos.shape[-1] // 2
-    c1, c2 = cos.to(wide).unsqueeze(unsqueeze_dim).tensor_split(2, dim=-1)
-    s1, s2 = sin.to(wide).unsqueeze(unsqueeze_dim).tensor_split(2, dim=-1)
-
-    def rotate(x):
-        x1, x2, rest = x.to(wide).split((half, half, x.shape[-1] - 2 * half), dim=-1)
-        return torch.cat((x1 * c1 - x2 * s1, x2 * c2 + x1 * s2, rest), dim=-1).to(dtype)
-
-    return rotate(q), rotate(k)
+def _reference(q, k, cos, sin, positions, form):
+    c1, c2, s1, s2 = turns(cos, sin, positions, form, q)
+    dtype = q.dtype if form.keep_dtype else torch.promote_types(q.dtype, _real_dtype(cos, sin))
+    y, z = (None if x is None else rotate(x, c1, c2, s1, s2, form).to(dtype) for x in (q, k))
+    return y if k is None else (y, z)
 
 
-def _like(x, dtype, swapped):
-    """Dense, sizes of x; ``swapped``: dimension 1 lies inside dimension 2 in memory, as in x."""
-    if not swapped:
-        return x.new_empty(x.shape, dtype=dtype)
-    batch, one, two, cols = x.shape
-    width = max(cols, 1)
-    inner = max(one, 1) * width
-    strides = (max(two, 1) * inner, width, inner, 1)
-    return torch.empty_strided((batch, one, two, cols), strides, dtype=dtype, device=x.device)
+def reference(q, k, cos, sin=None, *, unsqueeze_dim=1, position_ids=None, inplace=False, **options):
+    """The same formula in plain PyTorch operations (any float dtype, any device), never in place."""
+    form = Form.of("rope", head_dim_of("rope", q, unsqueeze_dim), cos, sin, q, **options)
+    return _reference(q, k, cos, sin, position_ids, form)
 
 
-def _swapped(x):
-    return bool(x.stride(1) < x.stride(2))
+def _real_dtype(cos, sin):
+    return torch.promote_types(cos.dtype, sin.dtype) if sin is not None else cos.real.dtype
 
 
-def _fake(q, k, cos, sin, unsqueeze_dim):
-    dtype = torch.promote_types(q.dtype, cos.dtype)
-    return _like(q, dtype, _swapped(q)), _like(k, dtype, _swapped(k))
+def _fake(q, k, cos, sin, positions, *options):
+    dtype = q.dtype if Form(*options).keep_dtype else torch.promote_types(q.dtype, cos.dtype)
+    y = heads_like(q, dtype, heads_swapped(q))
+    return y, q.new_empty(0, dtype=dtype) if k is None else heads_like(k, dtype, heads_swapped(k))
 
 
-def _fake_bwd(dq_out, dk_out, cos, sin, unsqueeze_dim, dtype, q_swapped, k_swapped):
-    dtype = next(key for key, code in _CODES.items() if code == dtype)
+def _fake_bwd(dq_out, dk_out, cos, sin, positions, *options):
+    *_, code, q_swapped, k_swapped = options
+    dtype = next(key for key, value in _CODES.items() if value == code)
 
     def one(dy, swapped):
-        return cos.new_empty(0, dtype=dtype) if dy is None else _like(dy, dtype, swapped)
+        return cos.new_empty(0, dtype=dtype) if dy is None else heads_like(dy, dtype, swapped)
 
     return one(dq_out, q_swapped), one(dk_out, k_swapped)
 
 
 _bwd = raw("rope_bwd", _fake_bwd)
+_in_place = raw("rope_in_place", lambda *args: None)
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, cos, sin, ctx.unsqueeze_dim = inputs
-    ctx.save_for_backward(cos, sin)
-    ctx.code, ctx.q_swapped, ctx.k_swapped = _CODES[q.dtype], _swapped(q), _swapped(k)
+    q, k, cos, sin, positions, *options = inputs
+    ctx.save_for_backward(cos, sin, positions)
+    ctx.options = tuple(options)
+    ctx.code, ctx.q_swapped = _CODES[q.dtype], heads_swapped(q)
+    ctx.k_swapped = k is not None and heads_swapped(k)
     ctx.set_materialize_grads(False)
     fixed = [y for y, needed in zip(output, ctx.needs_input_grad, strict=False) if not needed]
     if fixed:
         ctx.mark_non_differentiable(*fixed)
 
 
-def _backward(ctx, dq, dk):
+def _backward(ctx, dq, dk=None):
+    rest = (None,) * (3 + len(ctx.options))
     dq = dq if ctx.needs_input_grad[0] else None
     dk = dk if ctx.needs_input_grad[1] else None
     if dq is None and dk is None:
-        return None, None, None, None, None
+        return None, None, *rest
     call = torch.ops.tigon.rope_bwd if torch.compiler.is_compiling() else _bwd
-    cos, sin = ctx.saved_tensors
-    dx = call(dq, dk, cos, sin, ctx.unsqueeze_dim, ctx.code, ctx.q_swapped, ctx.k_swapped)
-    return None if dq is None else dx[0], None if dk is None else dx[1], None, None, None
+    dx = call(dq, dk, *ctx.saved_tensors, *ctx.options, ctx.code, ctx.q_swapped, ctx.k_swapped)
+    return None if dq is None else dx[0], None if dk is None else dx[1], *rest
 
 
 _op = Op("rope", fake=_fake, setup_context=_setup_context, backward=_backward)
 
 
-def _check(q, k, cos, sin, unsqueeze_dim):
-    if unsqueeze_dim not in (1, 2):
-        raise Error(f"[rope] unsqueeze_dim must be 1 or 2, got {unsqueeze_dim!r}")
-    for name, x, dims in (("q", q, (4,)), ("k", k, (4,)), ("cos", cos, (2, 3)), ("sin", sin, (2, 3))):
-        if not x.is_floating_point():
-            raise Error(f"[rope] {name} must be a float tensor, got {x.dtype}")
-        if x.dim() not in dims:
-            raise Error(f"[rope] {name} must have {' or '.join(map(str, dims))} dimensions, got {x.dim()}")
-        if x.device != q.device:
-            raise Error(f"[rope] {name} must be on {q.device}, got {x.device}")
-    if k.dtype != q.dtype:
-        raise Error(f"[rope] k must be {q.dtype}, got {k.dtype}")
-    shape, table = q.shape, cos.shape
-    batch, tokens, cols = shape[0], shape[3 - unsqueeze_dim], shape[3]
-    other = k.shape
-    if (other[0], other[3 - unsqueeze_dim], other[3]) != (batch, tokens, cols):
-        wanted = [batch, "H", tokens, cols] if unsqueeze_dim == 1 else [batch, tokens, "H", cols]
-        raise Error(f"[rope] k must be [{', '.join(map(str, wanted))}], got {list(other)}")
-    if table[-2] != tokens or (len(table) == 3 and table[0] not in (1, batch)):
-        raise Error(f"[rope] cos must be [1 or {batch}, {tokens}, R] or [{tokens}, R], got {list(table)}")
-    if table[-1] % 2 or table[-1] > cols:
-        raise Error(f"[rope] cos must have an even number of columns, at most {cols}, got {table[-1]}")
-    if sin.shape != table:
-        raise Error(f"[rope] sin must be {list(table)}, got {list(sin.shape)}")
+class _InPlace(torch.autograd.Function):
+    """One tensor rotated where it lies: PyTorch lets a function of one result modify a view."""
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, positions, *options):
+        _in_place(x, None, cos, sin, positions, *options)
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(cos, sin, positions)
+        ctx.options, ctx.swapped = options, heads_swapped(x)
+        return x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        code = _CODES[dy.dtype]
+        dx, _ = _bwd(dy, None, *ctx.saved_tensors, *ctx.options, code, ctx.swapped, False)
+        return dx, *(None,) * (3 + len(ctx.options))
+
+
+def _check_in_place(q, k, form, dtype):
+    check("rope", dtype == q.dtype, "inplace must keep {}, got a result of {}", q.dtype, dtype)
+    check("rope", form.pairs != 2, "inplace must be False with deinterleave=True, got True")
+    for name, x in (("q", q), ("k", k)):
+        if x is None:
+            continue
+        dense = x.shape[-1] <= 1 or x.stride(-1) == 1
+        check(
+            "rope", dense, "{} must have dense rows to be rotated in place, got strides {}", name, x.stride()
+        )
+        once = all(size <= 1 or stride > 0 for size, stride in zip(x.shape, x.stride(), strict=True))
+        check("rope", once, "{} must hold every element once to be rotated in place, got strides {}",
+              name, x.stride())  # fmt: skip
+        if x.requires_grad and torch.is_grad_enabled():
+            check("rope", not x.is_leaf, "{} must not be a leaf that requires a gradient, got one", name)
+
+
+def _rotate_in_place(q, k, cos, sin, positions, form):
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return _overwrite(q, k, _call(q, k, cos, sin, positions, form))
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k)):
+        for x in (q, k):
+            if x is not None:
+                _InPlace.apply(x, cos, sin, positions, *form)
+    else:
+        _in_place(q, k, cos, sin, positions, *form)
+    return q if k is None else (q, k)
+
+
+def _overwrite(q, k, y):
+    return q.copy_(y) if k is None else (q.copy_(y[0]), k.copy_(y[1]))
+
+
+def _call(q, k, cos, sin, positions, form):
+    y = _op(q, k, cos, sin, positions, *form)
+    return y[0] if k is None else y
 
 
 def rope(
     q: torch.Tensor,
-    k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    k: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
     *,
     unsqueeze_dim: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    interleaved: bool = False,
+    deinterleave: bool = False,
+    rotary_dim: int | None = None,
+    tail: bool = False,
+    position_ids: torch.Tensor | None = None,
+    mrope_section: Sequence[int] | None = None,
+    mrope_interleaved: bool = False,
+    keep_dtype: bool = False,
+    inplace: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Rotary position embedding of q and k in one pass: ``x * cos + rotate_half(x) * sin``.
 
     Args:
-        q: ``[B, Hq, T, D]`` (``[B, T, Hq, D]`` with ``unsqueeze_dim=2``) float32, bfloat16 or float16, any
-            strides of B, H and T (a strided last dimension is copied once). float64 runs the eager reference.
-        k: ``[B, Hk, T, D]`` (``[B, T, Hk, D]``), dtype and device of q.
-        cos: ``[B, T, R]``, ``[1, T, R]`` or ``[T, R]`` with even R <= D: the first R columns of a head are
-            rotated (column i with i + R/2, each with its own half of cos and sin), the others copied. q's
-            dtype or float32 (any other float dtype is converted). When cos or sin requires a gradient, the
-            eager reference runs.
+        q: ``[B, Hq, T, D]`` (``[B, T, Hq, D]`` with ``unsqueeze_dim=2``), or packed ``[T, Hq, D]``
+            (``[Hq, T, D]`` with ``unsqueeze_dim=0``); float32, bfloat16 or float16, any strides of B, H and T
+            (a strided last dimension is copied once). float64 runs the eager reference.
+        k: as q, with its own number of heads; ``None``: q alone, and one result.
+        cos: ``[B, T, R]``, ``[1, T, R]`` or ``[T, R]`` with even R <= D, q's dtype or float32 (any other
+            float dtype is converted): R columns of a head are rotated, each with its own column of cos and
+            sin; the others are copied. Or complex ``[B, T, R/2]`` without ``sin`` (Llama 4's ``freqs_cis``):
+            pair i is multiplied by number i. When cos or sin requires a gradient, the eager reference runs.
         sin: shape of cos.
-        unsqueeze_dim: the dimension of q and k that holds the heads, 1 or 2.
+        unsqueeze_dim: the dimension of q and k that holds the heads; negative ones count from the end.
+        interleaved: pairs are columns 2i and 2i + 1 (Cohere, GLM, Llama 4), not i and i + R/2.
+        deinterleave: with ``interleaved``, results lie in halves (DeepSeek), as columns of cos and sin do.
+        rotary_dim: R, where cos and sin have R/2 columns: column i serves both of pair i. GLM, whose tables
+            repeat themselves, is ``interleaved=True, rotary_dim=R`` with ``cos[..., : R // 2]``.
+        tail: the last R columns are rotated, not the first.
+        position_ids: int32 or int64 ``[B, T]``, ``[1, T]`` or ``[T]``: rows of tables ``[P, R]``. One outside
+            them is refused on the CPU, and makes NaN on CUDA.
+        mrope_section: M-RoPE, three numbers of pairs that add up to R/2: pairs of time, height and width take
+            their cos and sin from tables ``[3, B, T, R]`` (``[3, 1, T, R]``, ``[3, T, R]``), or from the rows
+            that ``position_ids`` ``[3, B, T]`` name.
+        mrope_interleaved: the sections take turns (Qwen3-VL): pair 3j + 1 is height's, 3j + 2 width's, as
+            long as they have any; all others are time's.
+        keep_dtype: results in q's dtype where cos is wider (the arithmetic is float32 anyway).
+        inplace: q and k are overwritten and returned, by the rules of PyTorch's in-place operations.
 
     Returns:
-        The rotated q and k in ``promote(q, cos)``: new dense tensors, heads and tokens in the order q and k
-        have them in memory. Differentiable in q and k; arithmetic in float32, rounded once (the plain
-        formulation rounds three times in 16 bits); bitwise deterministic.
+        The rotated q and k (q alone without k) in ``promote(q, cos)``: new dense tensors, heads and tokens in
+        the order q and k have them in memory. Differentiable in q and k; arithmetic in float32, rounded once
+        (the plain formulation rounds three times in 16 bits); bitwise deterministic.
 
     Raises:
-        tigon.Error: shape, dtype, device or unsqueeze_dim does not fit.
+        tigon.Error: shape, dtype, device or an option does not fit.
 
     Source: Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding", eq. 34; pairing
     of columns as in Hugging Face's ``apply_rotary_pos_emb``.
     """
-    _check(q, k, cos, sin, unsqueeze_dim)
-    wants_table_grad = (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled()
-    if wants_table_grad or not has_kernel("rope", q, k, cos, sin):
-        return reference(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-    if cos.dtype != sin.dtype or cos.dtype not in (q.dtype, torch.float32):
-        wide = torch.promote_types(torch.promote_types(q.dtype, cos.dtype), sin.dtype)
-        cos, sin = cos.to(wide), sin.to(wide)
-    return _op(q, k, cos, sin, unsqueeze_dim)
+    head_dim = check_heads("rope", q, k, unsqueeze_dim)
+    form = Form.of("rope", head_dim, cos, sin, q, interleaved=interleaved, deinterleave=deinterleave,
+                   rotary_dim=rotary_dim, tail=tail, mrope_section=mrope_section,
+                   mrope_interleaved=mrope_interleaved, keep_dtype=keep_dtype)  # fmt: skip
+    check_tables("rope", q, cos, sin, position_ids, form)
+    if inplace:
+        dtype = q.dtype if keep_dtype else torch.promote_types(q.dtype, _real_dtype(cos, sin))
+        _check_in_place(q, k, form, dtype)
+    differentiable = cos.requires_grad or (sin is not None and sin.requires_grad)
+    known = has_kernel("rope", q, k, cos.real if cos.is_complex() else cos, sin)
+    if not known or (differentiable and torch.is_grad_enabled()):
+        y = _reference(q, k, cos, sin, position_ids, form)
+        return _overwrite(q, k, y) if inplace else y
+    cos, sin = kernel_tables(q, cos, sin)
+    run = _rotate_in_place if inplace else _call
+    return run(q, k, cos, sin, position_ids, form)

@@ -12,7 +12,7 @@
 // Every operation rounds exactly as IEEE says and sums follow one fixed tree: all three sets give the same bits.
 //
 //   V            value of 16 lanes with + - * / and unary -
-//   M            lane mask: lt, gt, le (false for NaN), is_nan; select(m, a, b)
+//   M            lane mask: lt, gt, le, eq (false for NaN), is_nan; select(m, a, b)
 //   set1 load store (float, bf16, f16; round to nearest even) load_n store_n (first n lanes, the rest reads as a fill value)
 //   load_span store_span (what is left of a row, at most 16), load_pairs store_pairs (the same of interleaved a b a b ...)
 //   fma max min  max/min return the SECOND operand when either is NaN: put data second and NaN survives

@@ -1,235 +1,209 @@
+// CUDA backend of the rotary embedding.
+//
+// Bytes per element (b = element size): 2b either way; tables come out of L1 and L2, once for kHeld heads of a token.
+// Instructions: about 6 per element against a budget of 24 at the speed of the memory (bf16).
 #include <algorithm>
 #include <type_traits>
 
-#include "tigon/base/cuda/elementwise.cuh"
-#include "tigon/base/cuda/math.cuh"
-#include "tigon/ops/rope/rope.h"
+#include "tigon/base/dispatch.h"
+#include "tigon/ops/rope/rope_cuda.cuh"
 
 namespace tigon::cuda {
 namespace {
 
-#include "tigon/ops/rope/rope_math.inc"
+using namespace rope_kernels;
 
 constexpr const char* kOp = "rope";
-constexpr int kThreads = 256;
-constexpr int kHeld = 4;  // heads whose packs a thread has in flight: 128 bytes, 64 KB a multiprocessor
 
-template <class X, class Y>
-struct Heads {
-  const X* x;
-  Y* y;
-  int64_t x_batch, x_head, x_token;
-  int64_t y_batch, y_head, y_token;
-  int heads;
-};
-
-template <class X, class C, class Y>
+template <bool Plain>
 struct Params {
-  Heads<X, Y> q, k;
-  const C *cos, *sin;
-  int64_t cos_batch, cos_token, sin_batch, sin_token;
-  int64_t batch, tokens;
-  int half, cols;
-  int groups;          // threads that share the heads of one token and column
-  bool tokens_inside;  // in memory tokens lie inside heads: neighbouring threads take neighbouring tokens,
-                       // else heads
+  Part q, k;
+  Tables<Plain> tables;
+  Shape shape;
+  Lanes lanes;       // columns_kernel
+  int64_t q_blocks;  // then come those of k
 };
 
-// cos and sin of N columns of the first half and of their partners, as the rotation takes them; in registers
-// for all heads.
-template <int N, bool Backward, class C>
-struct Table {
-  Pack<C, N> c1, c2, s1, s2;
-
-  __device__ __forceinline__ Table(const C* cos, const C* sin, int half)
-      : c1(load<C, N>(cos)), c2(load<C, N>(cos + half)), s1(load<C, N>(sin)), s2(load<C, N>(sin + half)) {}
-  __device__ __forceinline__ float first(float x1, float x2, int n) const {
-    return rope_first(x1, x2, c1[n], Backward ? -s2[n] : s1[n]);
-  }
-  __device__ __forceinline__ float second(float x1, float x2, int n) const {
-    return rope_second(x1, x2, c2[n], Backward ? -s1[n] : s2[n]);
-  }
-};
-
-// Where the packs of one token and column lie: the heads of q, then those of k, as one list.
-template <class X, class Y>
-struct Column {
-  const X *q_x, *k_x;
-  Y *q_y, *k_y;
-
-  template <class P>
-  __device__ __forceinline__ Column(const P& p, int64_t b, int64_t t, int column)
-      : q_x(p.q.x + b * p.q.x_batch + t * p.q.x_token + column),
-        k_x(p.k.x + b * p.k.x_batch + t * p.k.x_token + column),
-        q_y(p.q.y + b * p.q.y_batch + t * p.q.y_token + column),
-        k_y(p.k.y + b * p.k.y_batch + t * p.k.y_token + column) {}
-  template <class P>
-  __device__ __forceinline__ const X* x(const P& p, int head) const {
-    int k = head - p.q.heads;
-    return k < 0 ? q_x + head * p.q.x_head : k_x + k * p.k.x_head;
-  }
-  template <class P>
-  __device__ __forceinline__ Y* y(const P& p, int head) const {
-    int k = head - p.q.heads;
-    return k < 0 ? q_y + head * p.q.y_head : k_y + k * p.k.y_head;
-  }
-};
-
-// Heads head, head + groups, ... of one token: a pack of N columns of the first half and its partner. The table is loaded
-// behind the first heads.
-template <int N, bool Backward, class X, class C, class Y>
-__device__ __forceinline__ void rotate(const Params<X, C, Y>& p, const Column<X, Y>& at, const C* cos,
-                                       const C* sin, int head) {
-  const int heads = p.q.heads + p.k.heads;
-  Pack<X, N> x1[kHeld], x2[kHeld];
-  auto fetch = [&] {
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      int h = head + i * p.groups;
-      if (h >= heads) continue;
-      const X* x = at.x(p, h);
-      x1[i] = load_stream<X, N>(x);
-      x2[i] = load_stream<X, N>(x + p.half);
-    }
-  };
-  if (head >= heads) return;
-  fetch();
-  const Table<N, Backward, C> table(cos, sin, p.half);
-  for (;;) {
-#pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      int h = head + i * p.groups;
-      if (h >= heads) continue;
-      float y1[N], y2[N];
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-        y1[n] = table.first(x1[i][n], x2[i][n], n);
-        y2[n] = table.second(x1[i][n], x2[i][n], n);
-      }
-      Pack<Y, N> out;
-      Y* y = at.y(p, h);
-      out.set(y1);
-      store(y, out);
-      out.set(y2);
-      store(y + p.half, out);
-    }
-    head += kHeld * p.groups;
-    if (head >= heads) break;
-    fetch();
-  }
-}
-
-// The same for columns that are not rotated.
-template <int N, class X, class C, class Y>
-__device__ __forceinline__ void copy(const Params<X, C, Y>& p, const Column<X, Y>& at, int head) {
-  for (; head < p.q.heads + p.k.heads; head += p.groups) {
-    Pack<X, N> x = load_stream<X, N>(at.x(p, head));
+template <class Y, class X, int N>
+__device__ __forceinline__ Pack<Y, N> converted(const Pack<X, N>& x) {
+  if constexpr (std::is_same_v<X, Y>) {
+    return x;
+  } else {
     Pack<Y, N> y;
-    if constexpr (std::is_same_v<X, Y>) {
-      y = x;
-    } else {
 #pragma unroll
-      for (int n = 0; n < N; ++n) y.set(n, x[n]);
-    }
-    store(at.y(p, head), y);
-  }
-}
-
-// A thread owns a token, a column pack and every groups-th head of q and k.
-template <int N, bool Backward, class X, class C, class Y>
-__global__ void __launch_bounds__(kThreads, 2) rope_kernel(const __grid_constant__ Params<X, C, Y> p) {
-  int turned = p.half / N,
-      lanes = p.cols / N - turned;  // columns of the second half come with their partners
-  int per_block = lanes < kThreads ? kThreads / lanes : 1, own = lanes < kThreads ? threadIdx.x / lanes : 0;
-  int lane = threadIdx.x - own * lanes;
-  uint64_t inner = p.tokens_inside ? p.tokens : p.groups, middle = p.tokens_inside ? p.groups : p.tokens;
-  uint64_t unit = uint64_t(blockIdx.x) * per_block + own, outer = unit / inner, i = unit - outer * inner;
-  uint64_t b = outer / middle, m = outer - b * middle;
-  if (own >= per_block || b >= uint64_t(p.batch)) return;
-  int64_t t = p.tokens_inside ? i : m;
-  int group = p.tokens_inside ? m : i;
-  for (int j = lane; j < lanes; j += kThreads) {
-    int column = (j < turned ? j : j + turned) * N;
-    Column<X, Y> at(p, b, t, column);
-    if (j < turned)
-      rotate<N, Backward>(p, at, p.cos + b * p.cos_batch + t * p.cos_token + column,
-                          p.sin + b * p.sin_batch + t * p.sin_token + column, group);
-    else
-      copy<N>(p, at, group);
+    for (int n = 0; n < N; ++n) y.set(n, x[n]);
+    return y;
   }
 }
 
 template <class X, class Y>
-Heads<X, Y> heads_of(const RopeHeads& x, const RopeHeads& y) {
-  return {.x = static_cast<const X*>(x.data),
-          .y = static_cast<Y*>(y.data),
-          .x_batch = x.batch_stride,
-          .x_head = x.head_stride,
-          .x_token = x.token_stride,
-          .y_batch = y.batch_stride,
-          .y_head = y.head_stride,
-          .y_token = y.token_stride,
-          .heads = int(x.heads)};
+using Half = std::conditional_t<sizeof(X) == 2, X, Y>;  // the type of tables that are not fp32
+
+// A thread owns a pack of columns in kHeld rows of a token. Where pairs lie in halves, a lane has the partners of its
+// columns from another lane of the warp, so that every load and store is of whole rows.
+template <bool Halves, bool Plain, class X, class Y>
+__global__ void __launch_bounds__(kThreads, Plain && sizeof(X) + sizeof(Y) == 4 ? 8 : 4)
+    columns_kernel(const __grid_constant__ Params<Plain> p) {
+  constexpr int N = kPack;
+  const bool second = blockIdx.x >= p.q_blocks;
+  const Part& part = second ? p.k : p.q;
+  const uint32_t block = blockIdx.x - uint32_t(second ? p.q_blocks : 0);
+  const uint32_t index = block * (kThreads >> p.lanes.log) + (threadIdx.x >> p.lanes.log);
+  const bool live = index < part.units;
+  const Unit unit(p.shape, part, live ? index : 0u);
+  const Place place(p.shape, p.lanes.width);
+  wait_for_kernel_ahead();
+  const Rows<X, Y> rows(part, unit, place.column, live && place.inside);
+  Pack<X, N> x[kHeld] = {};
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i)
+    if (rows.has(i)) x[i] = load_stream<X, N>(rows.x + i * rows.x_step);
+  float c[N] = {}, s[N] = {};
+  if (live && place.turned) p.tables.template columns<Half<X, Y>, N>(unit.b, unit.t, place.rotated, c, s);
+  let_next_kernel_start();
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    Pack<X, N> other;
+    if constexpr (Halves) other = exchange(x[i], place.partner);
+    float y[N];
+#pragma unroll
+    for (int n = 0; n < N; ++n) y[n] = rope_second(Halves ? other[n] : x[i][n ^ 1], x[i][n], c[n], s[n]);
+    Pack<Y, N> out;
+    out.set(y);
+    if (!place.turned) out = converted<Y>(x[i]);
+    if (rows.has(i)) store(rows.y + i * rows.y_step, out);
+  }
 }
 
-template <bool Packs, bool Backward, class X, class C, class Y>
-void run(Context& ctx, const Rope& a) {
-  constexpr int N = Packs ? 16 / std::max(sizeof(X), sizeof(Y)) : 1;
-  Params<X, C, Y> p{.q = heads_of<X, Y>(a.q, a.q_out),
-                    .k = heads_of<X, Y>(a.k, a.k_out),
-                    .cos = static_cast<const C*>(a.cos.data),
-                    .sin = static_cast<const C*>(a.sin.data),
-                    .cos_batch = a.cos.batch == 1 ? 0 : a.cos.batch_stride,
-                    .cos_token = a.cos.token_stride,
-                    .sin_batch = a.sin.batch == 1 ? 0 : a.sin.batch_stride,
-                    .sin_token = a.sin.token_stride,
-                    .batch = a.q.batch,
-                    .tokens = a.q.tokens,
-                    .half = int(a.cos.cols / 2),
-                    .cols = int(a.q.cols),
-                    .groups = 1,
-                    .tokens_inside = a.q.token_stride < a.q.head_stride};
-  // One turn a thread: many short blocks keep more bytes in flight than a loop over heads.
-  int64_t heads = a.q.heads + a.k.heads, lanes = p.cols / N - p.half / N, rows = p.batch * p.tokens;
-  p.groups = int(ceil_div(heads, kHeld));
-  int64_t per_block = lanes < kThreads ? kThreads / lanes : 1;
-  launch(kOp, ctx, rope_kernel<N, Backward, X, C, Y>,
-         {.blocks = ceil_div(rows * p.groups, per_block), .threads = kThreads}, p);
+template <class T, int N>
+__device__ __forceinline__ void load_pairs(const T* row, int pair, int half, bool halves, float (&first)[N],
+                                           float (&second)[N]) {
+  if (halves) {
+    auto a = load_stream<T, N>(row + pair), b = load_stream<T, N>(row + half + pair);
+#pragma unroll
+    for (int n = 0; n < N; ++n) first[n] = a[n], second[n] = b[n];
+  } else if constexpr (N == 1) {  // not even two elements are aligned
+    first[0] = widen(row[2 * pair]), second[0] = widen(row[2 * pair + 1]);
+  } else {
+    auto both = load_stream<T, 2 * N>(row + 2 * pair);
+#pragma unroll
+    for (int n = 0; n < N; ++n) first[n] = both[2 * n], second[n] = both[2 * n + 1];
+  }
+}
+template <class T, int N>
+__device__ __forceinline__ void store_pairs(T* row, int pair, int half, bool halves, const float (&first)[N],
+                                            const float (&second)[N]) {
+  if (halves || N == 1) {
+    Pack<T, N> a, b;
+    a.set(first), b.set(second);
+    store(row + (halves ? pair : 2 * pair), a);
+    store(row + (halves ? half + pair : 2 * pair + 1), b);
+  } else {
+    Pack<T, 2 * N> both;
+    float v[2 * N];
+#pragma unroll
+    for (int n = 0; n < N; ++n) v[2 * n] = first[n], v[2 * n + 1] = second[n];
+    both.set(v);
+    store(row + 2 * pair, both);
+  }
 }
 
-// The combinations that promotion makes of x and tables, and in the backward undoes.
-template <bool Packs>
-void run_types(Context& ctx, const Rope& a, bool backward) {
-  DType narrow = backward ? a.q_out.dtype : a.q.dtype;
-  dispatch_float(kOp, "q", narrow, [&](auto type) {
+// Rows of any length, alignment and pairs: a thread owns N pairs, or N columns that are not rotated, of the rows of a unit.
+template <int N, class X, class Y>
+__global__ void __launch_bounds__(kThreads)
+    pairs_kernel(const __grid_constant__ Params<false> p, bool from_halves, bool to_halves) {
+  const bool second = blockIdx.x >= p.q_blocks;
+  const Part& part = second ? p.k : p.q;
+  const int half = p.tables.half, turned = half / N, lanes = turned + (p.shape.cols - 2 * half) / N;
+  const uint64_t thread = uint64_t(blockIdx.x - (second ? p.q_blocks : 0)) * kThreads + threadIdx.x;
+  const uint64_t index = thread / lanes;
+  wait_for_kernel_ahead();
+  let_next_kernel_start();
+  if (index >= uint64_t(part.units)) return;
+  const Unit unit(p.shape, part, index);
+  const int lane = int(thread - index * lanes);
+  const X* x = x_of<X>(part, unit, 0);
+  Y* y = y_of<Y>(part, unit, 0);
+  if (lane >= turned) {
+    int column = (lane - turned) * N;
+    if (column >= p.shape.start) column += 2 * half;
+    for (int head = unit.group; head < part.heads; head += part.groups) {
+      store(y + head * part.y_head + column,
+            converted<Y>(load_stream<X, N>(x + head * part.x_head + column)));
+    }
+    return;
+  }
+  float c1[N], c2[N], s1[N], s2[N];
+  p.tables.template pairs<Half<X, Y>, N>(unit.b, unit.t, lane * N, c1, c2, s1, s2);
+  x += p.shape.start, y += p.shape.start;
+  for (int head = unit.group; head < part.heads; head += part.groups) {
+    float x1[N], x2[N], y1[N], y2[N];
+    load_pairs(x + head * part.x_head, lane * N, half, from_halves, x1, x2);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      y1[n] = rope_first(x1[n], x2[n], c1[n], s1[n]);
+      y2[n] = rope_second(x1[n], x2[n], c2[n], s2[n]);
+    }
+    store_pairs(y + head * part.y_head, lane * N, half, to_halves, y1, y2);
+  }
+}
+
+template <bool Plain>
+Params<Plain> params_of(const Rope& a, bool backward, int64_t lanes_of_a_row) {
+  Params<Plain> p{.q = Part(a.q, a.q_out, kHeld),
+                  .k = Part(a.k, a.k_out, kHeld),
+                  .tables = Tables<Plain>(a, backward),
+                  .shape = Shape(a, a.q),
+                  .lanes = Lanes(int(a.q.cols / kPack)),
+                  .q_blocks = 0};
+  p.q_blocks = ceil_div(p.q.units * lanes_of_a_row, kThreads);
+  return p;
+}
+template <bool Plain>
+Grid grid_of(const Params<Plain>& p, int64_t lanes_of_a_row) {
+  return {.blocks = p.q_blocks + ceil_div(p.k.units * lanes_of_a_row, kThreads),
+          .threads = kThreads,
+          .early = true};
+}
+
+// fn(Type<X>, Type<Y>) for the pairs that promotion makes, and in the backward undoes.
+template <class Fn>
+void with_types(DType x, DType y, Fn&& fn) {
+  dispatch_float(kOp, "q", is_half(x) ? x : y, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
-    if (a.cos.dtype == narrow)
-      return backward ? run<Packs, true, T, T, T>(ctx, a) : run<Packs, false, T, T, T>(ctx, a);
-    if constexpr (!std::is_same_v<T, float>)
-      backward ? run<Packs, true, float, float, T>(ctx, a) : run<Packs, false, T, float, float>(ctx, a);
+    if (x == y) return fn(Type<T>{}, Type<T>{});
+    if constexpr (sizeof(T) == 2)
+      x == DType::f32 ? fn(Type<float>{}, Type<T>{}) : fn(Type<T>{}, Type<float>{});
   });
 }
 
-bool strides_align(int64_t size, int64_t stride, size_t element) {
-  return size <= 1 || stride * int64_t(element) % 16 == 0;
+void run_columns(Context& ctx, const Rope& a, bool backward) {
+  with_types(a.q.dtype, a.q_out.dtype, [&](auto tx, auto ty) {
+    using X = typename decltype(tx)::type;
+    using Y = typename decltype(ty)::type;
+    int64_t lanes = Lanes(int(a.q.cols / kPack)).width;
+    dispatch_bool(plain_tables(a), [&](auto plain) {
+      auto p = params_of<plain>(a, backward, lanes);
+      auto kernel = a.form.out == RopePairs::halves ? columns_kernel<true, plain, X, Y>
+                                                    : columns_kernel<false, plain, X, Y>;
+      launch(kOp, ctx, kernel, grid_of(p, lanes), p);
+    });
+  });
 }
 
-bool heads_align(const RopeHeads& x) {
-  size_t e = size_of(x.dtype);
-  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && strides_align(x.batch, x.batch_stride, e) &&
-         strides_align(x.heads, x.head_stride, e) && strides_align(x.tokens, x.token_stride, e);
-}
-bool table_aligns(const RopeTable& x) {
-  size_t e = size_of(x.dtype);
-  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && strides_align(x.batch, x.batch_stride, e) &&
-         strides_align(x.tokens, x.token_stride, e);
+template <int N>
+void run_pairs(Context& ctx, const Rope& a, bool backward) {
+  with_types(a.q.dtype, a.q_out.dtype, [&](auto tx, auto ty) {
+    using X = typename decltype(tx)::type;
+    using Y = typename decltype(ty)::type;
+    int64_t half = a.rotated() / 2, lanes = half / N + (a.q.cols - 2 * half) / N;
+    auto p = params_of<false>(a, backward, lanes);
+    bool in = a.form.in == RopePairs::halves, out = a.form.out == RopePairs::halves;
+    launch(kOp, ctx, pairs_kernel<N, X, Y>, grid_of(p, lanes), p, backward ? out : in, backward ? in : out);
+  });
 }
 
-bool packs_fit(const Rope& a) {
-  int64_t n = int64_t(16 / std::max(size_of(a.q.dtype), size_of(a.q_out.dtype)));
-  return a.cos.cols / 2 % n == 0 && a.q.cols % n == 0 && heads_align(a.q) && heads_align(a.k) &&
-         heads_align(a.q_out) && heads_align(a.k_out) && table_aligns(a.cos) && table_aligns(a.sin);
-}
+bool pairs_fit(const Rope& a) { return packs_fit(a, a.q) && a.rotated() / 2 % kPack == 0; }
 
 struct Variant {
   const char* name;
@@ -239,8 +213,9 @@ struct Variant {
 
 // The first that supports the call runs.
 constexpr Variant kVariants[] = {
-    {"16-byte packs", packs_fit, run_types<true>},
-    {"single elements", [](const Rope&) { return true; }, run_types<false>},
+    {"rows of a warp", [](const Rope& a) { return columns_fit(a, a.q); }, run_columns},
+    {"packs of pairs", pairs_fit, run_pairs<kPack>},
+    {"single pairs", [](const Rope&) { return true; }, run_pairs<1>},
 };
 
 }  // namespace

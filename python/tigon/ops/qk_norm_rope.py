@@ -1,0 +1,171 @@
+"""RMSNorm of q and k by head, then rotary embedding. Contract: ``tigon/ops/rope/qk_norm_rope.h``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tigon._op import Op, has_kernel, raw
+from tigon.error import check
+from tigon.ops import rms_norm as _rms_norm
+from tigon.ops import rope as _rope
+from tigon.ops.rope_tables import Form, check_heads, check_tables, heads_like, heads_swapped, kernel_tables
+
+_ROUNDINGS = {"llama": 0, "gemma": 1, "none": 2}
+
+
+def reference(q, k, q_weight, k_weight, cos, sin=None, eps=1e-6, *, offset=0.0, rounding="llama", **options):
+    """The same formula in plain PyTorch operations (any float dtype, any device)."""
+    norm = {"eps": eps, "offset": offset, "rounding": rounding}
+    q, dtype = _rms_norm.reference(q, q_weight, **norm), q.dtype
+    k = None if k is None else _rms_norm.reference(k, k_weight, **norm)
+    y = _rope.reference(q, k, cos, sin, **options)
+    if not options.get("keep_dtype"):
+        return y
+    return y.to(dtype) if k is None else tuple(x.to(dtype) for x in y)
+
+
+def _result_dtype(x, weight, rounding, cos, form):
+    if form.keep_dtype:
+        return x.dtype
+    gemma = weight is None or rounding == _ROUNDINGS["gemma"]
+    normed = x.dtype if gemma else torch.promote_types(x.dtype, weight.dtype)
+    return torch.promote_types(normed, cos.dtype)
+
+
+def _fake(q, k, q_weight, k_weight, cos, sin, positions, eps, offset, rounding, *options):
+    dtype = _result_dtype(q, q_weight, rounding, cos, Form(*options))
+    y = heads_like(q, dtype, heads_swapped(q))
+    return y, q.new_empty(0, dtype=dtype) if k is None else heads_like(k, dtype, heads_swapped(k))
+
+
+def _fake_bwd(dq_out, dk_out, q, k, q_weight, *rest):
+    dq, dk = (
+        q.new_empty(0) if dy is None else heads_like(x, x.dtype, heads_swapped(x))
+        for dy, x in ((dq_out, q), (dk_out, k))
+    )
+    return dq, dk, q_weight.new_empty(2, *q_weight.shape) if rest[-1] else q.new_empty(0)
+
+
+_bwd = raw("qk_norm_rope_bwd", _fake_bwd)
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, eps, offset, rounding = inputs[:10]
+    ctx.save_for_backward(*tensors)
+    ctx.options = (eps, offset, rounding, *inputs[10:])
+    ctx.set_materialize_grads(False)
+    if inputs[1] is None:
+        ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, dq, dk=None):
+    tensors, needs = ctx.saved_tensors, ctx.needs_input_grad
+    rest = (None,) * (3 + len(ctx.options))
+    dq = dq if needs[0] or needs[2] else None
+    dk = dk if needs[1] or needs[3] else None
+    if dq is None and dk is None:
+        return None, None, None, None, *rest
+    need_dweight = needs[2] or needs[3]
+    call = torch.ops.tigon.qk_norm_rope_bwd if torch.compiler.is_compiling() else _bwd
+    dx, dz, dweight = call(dq, dk, *tensors, *ctx.options, need_dweight)
+    found = (None if dq is None else dx, None if dk is None else dz)
+    found += tuple(dweight) if need_dweight else (None, None)
+    return *(x if needed else None for x, needed in zip(found, needs, strict=False)), *rest
+
+
+_op = Op("qk_norm_rope", fake=_fake, setup_context=_setup_context, backward=_backward)
+
+
+def _check_weights(q, k, q_weight, k_weight):
+    for name, x, w in (("q_weight", q, q_weight), ("k_weight", k, k_weight)):
+        check("qk_norm_rope", w is None or x is not None, "{} must be None without its tensor, got one", name)
+        if w is None:
+            continue
+        check("qk_norm_rope", w.is_floating_point(), "{} must be a float tensor, got {}", name, w.dtype)
+        fits = w.dim() == 1 and w.shape[0] == x.shape[-1]
+        check("qk_norm_rope", fits, "{} must be {}, got {}", name, tuple(x.shape[-1:]), tuple(w.shape))
+        check("qk_norm_rope", w.device == q.device, "{} must be on {}, got {}", name, q.device, w.device)
+    both = k is None or (q_weight is None) == (k_weight is None)
+    check("qk_norm_rope", both, "k_weight must be given exactly when q_weight is")
+    same = q_weight is None or k_weight is None or q_weight.dtype == k_weight.dtype
+    if not same:
+        check("qk_norm_rope", False, "k_weight must be {}, got {}", q_weight.dtype, k_weight.dtype)
+
+
+def qk_norm_rope(
+    q: torch.Tensor,
+    k: torch.Tensor | None,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    rounding: str = "llama",
+    unsqueeze_dim: int = 1,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+    tail: bool = False,
+    position_ids: torch.Tensor | None = None,
+    mrope_section: Sequence[int] | None = None,
+    mrope_interleaved: bool = False,
+    keep_dtype: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """RMSNorm over every head of q and of k, then rotary embedding: one pass each way.
+
+    ``rope(rms_norm(q, q_weight), rms_norm(k, k_weight), cos, sin)``, as Qwen3 (``rounding="llama"``) and
+    Gemma 3 (``rounding="gemma", offset=1``) have it.
+
+    Args:
+        q: ``[B, Hq, T, D]``, ``[B, T, Hq, D]`` or packed, as :func:`tigon.rope` takes it, D <= 1024.
+        k: as q with its own number of heads; ``None``: q alone, and one result.
+        q_weight: ``[D]`` or ``None``; q's dtype or float32 (any other float dtype is converted).
+        k_weight: ``[D]`` in q_weight's dtype; there exactly when q_weight is.
+        cos: as in :func:`tigon.rope`. When cos or sin requires a gradient, the eager reference runs.
+        sin: as in :func:`tigon.rope`.
+        eps: added to the mean squares, >= 0.
+        offset: added to the weights.
+        rounding: of the normalised rows, as in :func:`tigon.rms_norm`; the rotation rounds once more.
+        unsqueeze_dim: the dimension of q and k that holds the heads; negative ones count from the end.
+        interleaved: see :func:`tigon.rope`, as for all options that follow.
+        rotary_dim: R, where cos and sin have R/2 columns.
+        tail: the last R columns are rotated.
+        position_ids: rows of the tables.
+        mrope_section: M-RoPE.
+        mrope_interleaved: M-RoPE of Qwen3-VL.
+        keep_dtype: results in q's dtype where weights or cos are wider.
+
+    Returns:
+        q and k (q alone without k), normalised and rotated: new dense tensors, heads and tokens in the order
+        q and k have them in memory. Differentiable in q, k and the weights; nothing is saved but the inputs;
+        bitwise deterministic.
+
+    Raises:
+        tigon.Error: shape, dtype, device or an option does not fit.
+
+    Source: Zhang & Sennrich 2019, eq. 4; Su et al. 2021, eq. 34; Dehghani et al. 2023 normalise q and k.
+    """
+    op = "qk_norm_rope"
+    check(op, rounding in _ROUNDINGS, "rounding must be one of {}, got {!r}", (*_ROUNDINGS,), rounding)
+    check(op, eps >= 0, "eps must be >= 0, got {}", eps)
+    head_dim = check_heads(op, q, k, unsqueeze_dim)
+    check(op, q.shape[-1] >= 1, "q must have at least one column, got 0")
+    options = {"interleaved": interleaved, "rotary_dim": rotary_dim, "tail": tail, "keep_dtype": keep_dtype,
+               "mrope_section": mrope_section, "mrope_interleaved": mrope_interleaved}  # fmt: skip
+    form = Form.of(op, head_dim, cos, sin, q, **options)
+    check_tables(op, q, cos, sin, position_ids, form)
+    _check_weights(q, k, q_weight, k_weight)
+    differentiable = cos.requires_grad or (sin is not None and sin.requires_grad)
+    known = has_kernel(op, q, k, q_weight, k_weight, cos.real if cos.is_complex() else cos, sin)
+    if not known or q.shape[-1] > 1024 or (differentiable and torch.is_grad_enabled()):
+        return reference(q, k, q_weight, k_weight, cos, sin, eps, offset=offset, rounding=rounding,
+                         unsqueeze_dim=unsqueeze_dim, position_ids=position_ids, **options)  # fmt: skip
+    cos, sin = kernel_tables(q, cos, sin)
+    if q_weight is not None and q_weight.dtype not in (q.dtype, torch.float32):
+        wide = torch.promote_types(q.dtype, q_weight.dtype)
+        q_weight, k_weight = q_weight.to(wide), None if k is None else k_weight.to(wide)
+    y = _op(q, k, q_weight, k_weight, cos, sin, position_ids, eps, offset, _ROUNDINGS[rounding], *form)
+    return y[0] if k is None else y

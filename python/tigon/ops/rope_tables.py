@@ -1,0 +1,216 @@
+"""What rope and qk_norm_rope share: options, checks, tables and the rotation in plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tigon.error import check
+
+
+class Form(NamedTuple):
+    """The trailing arguments of the operators, in their order (``tigon/ops/rope/rope_torch.h``)."""
+
+    head_dim: int
+    pairs: int = 0  # 0: halves, 1: neighbours, 2: neighbours in, halves out
+    shared: bool = False  # tables have R/2 columns
+    tail: bool = False
+    keep_dtype: bool = False
+    time: int = 0
+    height: int = 0
+    width: int = 0
+    mixed: bool = False
+
+    @classmethod
+    def of(cls, op, head_dim, cos, sin, q, *, interleaved=False, deinterleave=False, rotary_dim=None,
+           tail=False, mrope_section=None, mrope_interleaved=False, keep_dtype=False):  # fmt: skip
+        """From the options of the public functions."""
+        check(op, isinstance(cos, torch.Tensor), "cos must be a tensor, got {}", cos)
+        check(
+            op, interleaved or not deinterleave, "interleaved must be True with deinterleave=True, got False"
+        )
+        complex_table = cos.is_complex()
+        check(op, interleaved or not complex_table, "interleaved must be True with complex cos, got False")
+        columns = cos.shape[-1] if cos.dim() else 0
+        shared = complex_table
+        if rotary_dim is not None:
+            fits = rotary_dim == 2 * columns or (rotary_dim == columns and not complex_table)
+            check(
+                op,
+                fits,
+                "rotary_dim must be the columns of cos or twice as many, {}, got {}",
+                columns,
+                rotary_dim,
+            )
+            shared = shared or rotary_dim != columns
+        sections = tuple(mrope_section) if mrope_section is not None else (0, 0, 0)
+        if mrope_section is not None:
+            pairs = columns if shared else columns // 2
+            fits = len(sections) == 3 and min(sections) >= 0 and sum(sections) == pairs > 0
+            check(op, fits, "mrope_section must be three numbers that add up to {}, got {}", pairs, sections)
+        pairs = 2 if deinterleave else 1 if interleaved else 0
+        return cls(head_dim, pairs, shared, tail, keep_dtype, *sections, bool(mrope_interleaved))
+
+    @property
+    def sections(self) -> bool:
+        """Whether this is M-RoPE."""
+        return self.time + self.height + self.width > 0
+
+    def rotated(self, columns: int) -> int:
+        """R, for tables of that many columns."""
+        return 2 * columns if self.shared else columns
+
+
+def head_dim_of(op, q, unsqueeze_dim) -> int:
+    """The dimension of q that holds the heads."""
+    dims = q.dim()
+    check(op, dims in (3, 4), "q must have 3 or 4 dimensions, got {}", dims)
+    known = unsqueeze_dim in (dims - 3, dims - 2, -3, -2)
+    check(op, known, "unsqueeze_dim must be {} or {}, got {!r}", dims - 3, dims - 2, unsqueeze_dim)
+    return unsqueeze_dim % dims
+
+
+def check_heads(op, q, k, unsqueeze_dim) -> int:
+    """The dimension of the heads, when q and k fit."""
+    for name, x in (("q", q), ("k", k)):
+        if x is not None:
+            check(op, x.is_floating_point(), "{} must be a float tensor, got {}", name, x.dtype)
+    head_dim = head_dim_of(op, q, unsqueeze_dim)
+    if k is not None:
+        check(op, k.device == q.device, "k must be on {}, got {}", q.device, k.device)
+        check(op, k.dtype == q.dtype, "k must be {}, got {}", q.dtype, k.dtype)
+        check(op, k.dim() == q.dim(), "k must have {} dimensions, got {}", q.dim(), k.dim())
+        same = all(a == b for i, (a, b) in enumerate(zip(k.shape, q.shape, strict=True)) if i != head_dim)
+        if not same:
+            wanted = ", ".join("H" if i == head_dim else str(n) for i, n in enumerate(q.shape))
+            check(op, False, "k must be [{}], got {}", wanted, tuple(k.shape))
+    return head_dim
+
+
+def _sizes(q, form) -> tuple[int, int]:
+    """Batch (1 when packed) and tokens."""
+    dims = q.dim()
+    return q.shape[0] if dims == 4 else 1, q.shape[2 * dims - 5 - form.head_dim]
+
+
+def check_tables(op, q, cos, sin, positions, form) -> None:
+    """Refuse tables and positions that do not fit q and each other."""
+    batch, tokens = _sizes(q, form)
+    complex_table = cos.is_complex()
+    check(op, cos.is_floating_point() or complex_table, "cos must be a float tensor, got {}", cos.dtype)
+    if complex_table:
+        check(op, sin is None, "sin must be None with complex cos, got a tensor")
+    else:
+        check(op, isinstance(sin, torch.Tensor), "sin must be a tensor, got {}", sin)
+        check(op, sin.is_floating_point(), "sin must be a float tensor, got {}", sin.dtype)
+        check(op, sin.shape == cos.shape, "sin must be {}, got {}", tuple(cos.shape), tuple(sin.shape))
+    for name, x in (("cos", cos), ("sin", sin), ("position_ids", positions)):
+        check(
+            op,
+            x is None or x.device == q.device,
+            "{} must be on {}, got {}",
+            name,
+            q.device,
+            getattr(x, "device", None),
+        )
+    columns = cos.shape[-1] if cos.dim() else 0
+    rotated = form.rotated(columns)
+    most = q.shape[-1] // (2 if form.shared else 1)
+    fits = rotated % 2 == 0 and rotated <= q.shape[-1]
+    what = "columns" if form.shared else "an even number of columns"
+    check(op, fits, "cos must have {}, at most {}, got {}", what, most, columns)
+    axes = (3,) if form.sections else ()
+    if positions is None:
+        _check_rows(op, "cos", cos.shape, axes, batch, tokens, (columns,), ", R")
+        return
+    check(
+        op,
+        positions.dtype in (torch.int64, torch.int32),
+        "position_ids must be int64 or int32, got {}",
+        positions.dtype,
+    )
+    check(op, cos.dim() == 2, "cos must be [P, R] beside position_ids, got {}", tuple(cos.shape))
+    _check_rows(op, "position_ids", positions.shape, axes, batch, tokens, (), "")
+
+
+def _check_rows(op, name, shape, axes, batch, tokens, rest, text) -> None:
+    """[*axes, batch or 1, tokens, *rest] or without a batch."""
+    lead = shape[: len(shape) - len(rest)]
+    short = (*axes, tokens)
+    if lead == short or lead == (*axes, 1, tokens) or lead == (*axes, batch, tokens):
+        return
+    lead = "3, " if axes else ""
+    wanted = f"[{lead}1 or {batch}, {tokens}{text}] or [{lead}{tokens}{text}]"
+    check(op, False, "{} must be {}, got {}", name, wanted, tuple(shape))
+
+
+def kernel_tables(q, cos, sin):
+    """Tables as the kernels take them: one dtype, q's or float32; complex numbers as pairs of floats."""
+    if sin is None:
+        return torch.view_as_real(cos.resolve_conj().to(torch.complex64)), None
+    if cos.dtype != sin.dtype or cos.dtype not in (q.dtype, torch.float32):
+        wide = torch.promote_types(torch.promote_types(q.dtype, cos.dtype), sin.dtype)
+        return cos.to(wide), sin.to(wide)
+    return cos, sin
+
+
+def heads_like(x, dtype, swapped):
+    """Dense, sizes of x; ``swapped``: heads and tokens in the other order in memory."""
+    if not swapped:
+        return x.new_empty(x.shape, dtype=dtype)
+    *lead, one, two, cols = x.shape
+    width = max(cols, 1)
+    inner = max(one, 1) * width
+    strides = (*(max(two, 1) * inner for _ in lead), width, inner, 1)
+    return torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device)
+
+
+def heads_swapped(x) -> bool:
+    """Whether heads and tokens lie in memory in the other order than in the tensor."""
+    return bool(x.stride(-3) < x.stride(-2))
+
+
+def _axis_of(pair, form):
+    if form.mixed:
+        height = (pair % 3 == 1) & (pair < 3 * form.height)
+        return height.long() + 2 * ((pair % 3 == 2) & (pair < 3 * form.width))
+    return (pair >= form.time).long() + (pair >= form.time + form.height)
+
+
+def turns(cos, sin, positions, form, q):
+    """cos and sin of the first and the second of every pair, in at least float32, shaped to meet q's."""
+    tables = (cos.real, cos.imag) if sin is None else (cos, sin)
+    columns = torch.arange(tables[0].shape[-1], device=cos.device)
+    halves = form.shared or form.pairs != 1
+    found = []
+    for table in tables:
+        x = table.to(torch.promote_types(torch.promote_types(q.dtype, table.dtype), torch.float32))
+        if positions is not None:
+            x = x[positions.long()]
+        if form.sections:
+            pair = columns if form.shared else columns % (len(columns) // 2) if halves else columns // 2
+            axis = _axis_of(pair, form)
+            x = torch.where(axis == 0, x[0], torch.where(axis == 1, x[1], x[2]))
+        batched = q.dim() == 4
+        x = x.unsqueeze(0) if x.dim() == 2 and batched else x[0] if x.dim() == 3 and not batched else x
+        x = x.unsqueeze(form.head_dim)
+        if form.shared:
+            found += [x, x]
+        elif halves:
+            found += x.tensor_split(2, dim=-1)
+        else:
+            found += [x[..., 0::2], x[..., 1::2]]
+    return found
+
+
+def rotate(x, c1, c2, s1, s2, form):
+    """The rotation of one tensor in at least float32."""
+    wide = x.to(torch.promote_types(x.dtype, c1.dtype))
+    rotated = 2 * c1.shape[-1]
+    start = x.shape[-1] - rotated if form.tail else 0
+    before, turned, after = wide.split((start, rotated, x.shape[-1] - rotated - start), dim=-1)
+    x1, x2 = turned.tensor_split(2, dim=-1) if form.pairs == 0 else (turned[..., 0::2], turned[..., 1::2])
+    y1, y2 = x1 * c1 - x2 * s1, x2 * c2 + x1 * s2
+    y = torch.stack((y1, y2), dim=-1).flatten(-2) if form.pairs == 1 else torch.cat((y1, y2), dim=-1)
+    return torch.cat((before, y, after), dim=-1)

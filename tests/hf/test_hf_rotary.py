@@ -1,0 +1,192 @@
+"""Rotary functions: every form of the table against stock and fp64, odd calls, near misses, models."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+from tiny import SHARED, assert_as_good, assert_step_as_good, batch, double, step
+
+from tigon.hf import apply, undo
+from tigon.hf.canonical import canonical_function
+from tigon.hf.rope import make_rotary
+from tigon.hf.rotary_forms import ROTARY, rotate_half
+from tigon.hf.structures import match
+
+COLUMNS, TOKENS = 16, 5
+
+
+def _arguments(structure, dtype, device, wide_tables=False):
+    """Arguments of a call as models make it: q and k of [B, H, T, D], or what the form takes."""
+    call, tables = structure.options["call"], structure.options["tables"]
+    partial = "partial" in structure.name or "tail" in structure.name
+    columns = COLUMNS // 2 if partial else COLUMNS
+    columns //= 2 if tables == "pair" or call == "complex" else 1
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape, of=dtype):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, of)
+
+    heads_inside = structure.options["rope"].get("unsqueeze_dim") == 2 or call == "x sin cos"
+    if call == "vision":
+        q, k, cos, sin = (
+            draw(TOKENS, *tail) for tail in ((3, COLUMNS), (3, COLUMNS), (columns,), (columns,))
+        )
+    else:
+        shapes = [(2, TOKENS, n, COLUMNS) if heads_inside else (2, n, TOKENS, COLUMNS) for n in (4, 2)]
+        q, k = (draw(*shape) for shape in shapes)
+        cos, sin = (draw(2, TOKENS, columns, of=torch.float32 if wide_tables else dtype) for _ in range(2))
+    if call == "complex":
+        return q, k, torch.complex(cos.float(), sin.float())
+    if call.startswith("x"):
+        return (q, sin, cos) if call == "x sin cos" else (q, cos, sin)
+    return q, k, cos, sin
+
+
+def _run(function, arguments):
+    """Results and the gradients of all tensors that are rotated."""
+    count = 1 if arguments[1].ndim < arguments[0].ndim else 2
+    leaves = [x.detach().clone().requires_grad_() for x in arguments[:count]]
+    out = function(*leaves, *arguments[count:])
+    out = out if isinstance(out, tuple) else (out,)
+    grads = torch.autograd.grad(out, leaves, [torch.cos(y.detach().double()).to(y.dtype) for y in out])
+    return [*out, *grads]
+
+
+def _up(x):
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
+
+
+def _in_double(function):
+    """The function itself, with `.float()` a widening that leaves fp64 alone."""
+
+    def run(*arguments):
+        stock = torch.Tensor.float
+        torch.Tensor.float = lambda x: x if x.dtype == torch.float64 else stock(x)
+        try:
+            return function(*arguments)
+        finally:
+            torch.Tensor.float = stock
+
+    return run
+
+
+@pytest.mark.parametrize("wide_tables", [False, True], ids=["", "fp32 tables"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("structure", ROTARY, ids=lambda s: s.reference.__name__)
+def test_replacement_is_as_good_as_stock(structure, dtype, wide_tables, device):
+    arguments = _arguments(structure, dtype, device, wide_tables)
+    stock = structure.reference
+    got = _run(make_rotary(None, structure.options), arguments)  # no stock function to fall back to
+    wanted = _run(stock, arguments)
+    exact = _run(_in_double(stock), [_up(x) for x in arguments])
+    for a, b, c in zip(got, wanted, exact, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        assert_as_good(a, b, c, torch.finfo(a.dtype).eps / 2, structure.reference.__name__)
+
+
+@pytest.mark.parametrize("structure", ROTARY, ids=lambda s: s.reference.__name__)
+def test_every_row_of_the_table_is_distinct(structure):
+    assert match(canonical_function(structure.reference), ROTARY).structure == structure
+
+
+@pytest.mark.parametrize("structure", ROTARY, ids=lambda s: s.reference.__name__)
+def test_odd_calls_go_to_stock(structure):
+    """Tensor subclasses and tables of other ranks: decided per call."""
+
+    class Sub(torch.Tensor):
+        pass
+
+    arguments = _arguments(structure, torch.float32, "cpu")
+    seen = []
+    replacement = make_rotary(lambda *given: seen.append(given) or "stock", structure.options)
+    assert replacement(arguments[0].as_subclass(Sub), *arguments[1:]) == "stock"
+    assert replacement(arguments[0][None, None], *arguments[1:]) == "stock"
+    assert len(seen) == 2
+
+
+def wrong_sign(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+
+    def turn(x):
+        x1, x2 = x[..., 0::2], x[..., 1::2]
+        return torch.stack((x2, -x1), dim=-1).flatten(-2)
+
+    return (q * cos) + (turn(q) * sin), (k * cos) + (turn(k) * sin)
+
+
+def _every_third(x):
+    return torch.stack((-x[..., 1::3], x[..., 0::2]), dim=-1).flatten(-2)
+
+
+def other_step(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return (q * cos) + (_every_third(q) * sin), (k * cos) + (_every_third(k) * sin)
+
+
+def right_half(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+    cos = cos[..., cos.shape[-1] // 2 :].unsqueeze(unsqueeze_dim)
+    sin = sin[..., sin.shape[-1] // 2 :].unsqueeze(unsqueeze_dim)
+    q1, q2 = q[..., 0::2], q[..., 1::2]
+    k1, k2 = k[..., 0::2], k[..., 1::2]
+    q_embed = torch.cat([q1 * cos - q2 * sin, q2 * cos + q1 * sin], dim=-1)
+    k_embed = torch.cat([k1 * cos - k2 * sin, k2 * cos + k1 * sin], dim=-1)
+    return q_embed, k_embed
+
+
+def vision_other_axis(q, k, cos, sin):
+    q_dtype, k_dtype = q.dtype, k.dtype
+    q, k = q.float(), k.float()
+    cos, sin = cos.unsqueeze(-3).float(), sin.unsqueeze(-3).float()
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed.to(q_dtype), k_embed.to(k_dtype)
+
+
+@pytest.mark.parametrize("function", [wrong_sign, other_step, right_half, vision_other_axis])
+def test_near_misses_stay_stock(function):
+    try:
+        found = match(canonical_function(function), ROTARY)
+    except Exception as error:
+        assert type(error).__name__ == "Unrecognised"
+        return
+    assert found is None
+
+
+# Model class, form of its rotary function, what its configuration needs besides.
+EAGER = {"experts_implementation": "eager", "num_experts_per_tok": 2}
+MLA = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "qk_nope_head_dim": 8,
+       "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+       "first_k_dense_replace": 1, "moe_intermediate_size": 16, **EAGER}  # fmt: skip
+GPTJ = {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64, "n_inner": 48}
+MODELS = {
+    "Cohere": ("interleaved, fp32", {}),
+    "Glm": ("interleaved, partial", {"head_dim": 8, "partial_rotary_factor": 0.5}),
+    "Ernie4_5": ("interleaved, fp32", {"head_dim": 8}),
+    "Helium": ("interleaved", {"head_dim": 8}),
+    "GptOss": ("half, narrow tables", {"head_dim": 8, "num_local_experts": 4, **EAGER}),
+    "DeepseekV3": ("interleaved to halves", MLA),
+    "GPTJ": ("interleaved, one tensor", GPTJ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_step_is_as_good_as_stock(name, device):
+    form, own = MODELS[name]
+    shared = {k: v for k, v in SHARED.items() if not (name == "GPTJ" and k.startswith("num_"))}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**shared, **own})
+    stock = getattr(transformers, f"{name}ForCausalLM")(config).to(device).train()
+    for module in stock.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    inputs = batch(device)
+    wanted, exact = step(stock, inputs), step(double(stock), inputs)
+    patched = copy.deepcopy(stock)
+    report = apply(patched, norm=False, mlp=False, loss=False)
+    assert report.replaced[-1].by == f"tigon.rope ({form})" and not report.left
+    assert_step_as_good(step(patched, inputs), wanted, exact, 8)
+    undo(patched)
+    assert torch.equal(step(patched, inputs)[0], wanted[0])

@@ -1,0 +1,79 @@
+#include "tigon/ops/rope/qk_norm_rope.h"
+
+#include "tigon/base/require.h"
+
+namespace tigon {
+namespace {
+
+void check_same(const char* op, const char* name, const RopeHeads& y, const RopeHeads& x, DType dtype) {
+  TIGON_CHECK(op, y.batch == x.batch && y.heads == x.heads && y.tokens == x.tokens && y.cols == x.cols, name,
+              " must be [", x.batch, ", ", x.heads, ", ", x.tokens, ", ", x.cols, "], got [", y.batch, ", ",
+              y.heads, ", ", y.tokens, ", ", y.cols, "]");
+  require_dtype(op, name, y.dtype, dtype);
+}
+
+void check_weight(const char* op, const char* name, const Vector& w, const QkNorm& norm, const RopeHeads& x) {
+  if (!w) return;
+  TIGON_CHECK(op, w.size == x.cols, name, " must be [", x.cols, "], got [", w.size, "]");
+  TIGON_CHECK(op, w.dtype == x.dtype || w.dtype == DType::f32, name, " must be ", name_of(x.dtype),
+              " or float32, got ", name_of(w.dtype));
+  require_dtype(op, name, w.dtype, norm.any_weight().dtype);
+}
+
+// `x` and `other` are q and k; `y` and `other_y` of the same sizes in the results' dtype.
+void check(const char* op, Context& ctx, const Rope& rope, const QkNorm& norm, const RopeHeads& q,
+           const RopeHeads& q_y, const RopeHeads& k, const RopeHeads& k_y) {
+  const RopeHeads& x = q.empty() ? k : q;
+  require_float(op, "q", x.dtype);
+  TIGON_CHECK(op, x.cols >= 1 && x.cols <= 1024, "q must have 1 to 1024 columns, got ", x.cols);
+  TIGON_CHECK(op, norm.eps >= 0.0f, "eps must be >= 0, got ", norm.eps);
+  TIGON_CHECK(op, rope.form.in == rope.form.out, "results must have the pairs of q");
+  DType table = rope.cos.dtype, wide = promote(norm.result(x.dtype), table);
+  TIGON_CHECK(op, table == x.dtype || table == DType::f32, "cos must be ", name_of(x.dtype),
+              " or float32, got ", name_of(table));
+  const RopeHeads& y = q.empty() ? k_y : q_y;
+  DType result = y.dtype == x.dtype ? x.dtype : wide;
+  for (auto [name, a, b] : {std::tuple{"q", &q, &q_y}, {"k", &k, &k_y}}) {
+    if (a->empty()) continue;
+    TIGON_CHECK(op, a->batch == x.batch && a->tokens == x.tokens && a->cols == x.cols, name, " must be [",
+                x.batch, ", H, ", x.tokens, ", ", x.cols, "], got [", a->batch, ", ", a->heads, ", ",
+                a->tokens, ", ", a->cols, "]");
+    require_dtype(op, name, a->dtype, x.dtype);
+    check_same(op, name, *b, *a, result);
+    check_rope_tables(op, rope, *a);
+  }
+  check_weight(op, "q_weight", norm.q_weight, norm, x);
+  check_weight(op, "k_weight", norm.k_weight, norm, x);
+  check_rope_positions(op, ctx, rope, x);
+}
+
+}  // namespace
+
+void qk_norm_rope_fwd(Context& ctx, const QkNormRopeFwd& a) {
+  const char* op = "qk_norm_rope";
+  if (a.rope.q.empty() && a.rope.k.empty()) return check_rope_tables(op, a.rope, a.rope.q);
+  check(op, ctx, a.rope, a.norm, a.rope.q, a.rope.q_out, a.rope.k, a.rope.k_out);
+  on_device(op, ctx, [&] { cpu::qk_norm_rope_fwd(ctx, a); }, TIGON_ON_CUDA(cuda::qk_norm_rope_fwd(ctx, a)));
+}
+
+void qk_norm_rope_bwd(Context& ctx, const QkNormRopeBwd& a) {
+  const char* op = "qk_norm_rope_bwd";
+  bool nothing = a.q.empty() && a.k.empty();
+  if (!nothing) {
+    check(op, ctx, a.rope, a.norm, a.q, a.rope.q, a.k, a.rope.k);
+    if (!a.q.empty()) check_same(op, "dq", a.rope.q_out, a.q, a.q.dtype);
+    if (!a.k.empty()) check_same(op, "dk", a.rope.k_out, a.k, a.k.dtype);
+  }
+  if (a.dweight.data != nullptr) {
+    TIGON_CHECK(op, bool(a.norm.any_weight()), "dweight must be absent when weights are, got [2, ",
+                a.dweight.cols, "]");
+    require_matrix(op, "dweight", a.dweight, 2, a.norm.any_weight().size, a.norm.any_weight().dtype);
+    TIGON_CHECK(op, a.dweight.stride == a.dweight.cols, "dweight must be dense, got stride ",
+                a.dweight.stride);
+  } else if (nothing) {
+    return;
+  }
+  on_device(op, ctx, [&] { cpu::qk_norm_rope_bwd(ctx, a); }, TIGON_ON_CUDA(cuda::qk_norm_rope_bwd(ctx, a)));
+}
+
+}  // namespace tigon

@@ -1,0 +1,100 @@
+#include "tigon/ops/rope/qk_norm_rope.h"
+
+#include "tigon/ops/rope/rope_torch.h"
+
+namespace tigon::torch_shim {
+namespace {
+
+constexpr const char* kOp = "qk_norm_rope";
+
+QkNorm norm_of(OptionalTensor& q_weight, OptionalTensor& k_weight, const Tensor& q, double eps, double offset,
+               int64_t rounding) {
+  if (q_weight) check_same_device(kOp, "q_weight", *q_weight, q);
+  if (k_weight) check_same_device(kOp, "k_weight", *k_weight, q);
+  return {.q_weight = vector_of(kOp, "q_weight", q_weight),
+          .k_weight = vector_of(kOp, "k_weight", k_weight),
+          .eps = float(eps),
+          .offset = float(offset),
+          .rounding = Rounding(rounding)};
+}
+
+std::tuple<Tensor, Tensor> forward(Tensor q, OptionalTensor k, OptionalTensor q_weight,
+                                   OptionalTensor k_weight, Tensor cos, OptionalTensor sin,
+                                   OptionalTensor positions, double eps, double offset, int64_t rounding,
+                                   int64_t head_dim, int64_t pairs, bool shared, bool tail, bool keep_dtype,
+                                   int64_t time, int64_t height, int64_t width, bool mixed) {
+  if (k) check_same_device(kOp, "k", *k, q);
+  check_rope_devices(kOp, cos, sin, positions, q);
+  QkNormRopeFwd a{.rope = rope_of(kOp, cos, sin, positions,
+                                  {head_dim, pairs, shared, tail, keep_dtype, time, height, width, mixed}),
+                  .norm = norm_of(q_weight, k_weight, q, eps, offset, rounding)};
+  auto one = [&](const char* name, Tensor& x, RopeHeads& in, RopeHeads& out) {
+    bool swapped = heads_swapped(x);
+    in = heads_of(kOp, name, x, head_dim);
+    DType wide = promote(a.norm.result(in.dtype), a.rope.cos.dtype);
+    Tensor y = make_heads(x, keep_dtype ? in.dtype : wide, swapped);
+    out = heads_of(kOp, name, y, head_dim);
+    return y;
+  };
+  Tensor q_out = one("q", q, a.rope.q, a.rope.q_out);
+  Tensor k_out = k ? one("k", *k, a.rope.k, a.rope.k_out) : nothing(q, a.rope.q_out.dtype);
+  auto ctx = make_context(q);
+  qk_norm_rope_fwd(*ctx, a);
+  return {q_out, k_out};
+}
+
+// A dy that is absent leaves its tensor out.
+std::tuple<Tensor, Tensor, Tensor> backward(OptionalTensor dq_out, OptionalTensor dk_out, Tensor q,
+                                            OptionalTensor k, OptionalTensor q_weight,
+                                            OptionalTensor k_weight, Tensor cos, OptionalTensor sin,
+                                            OptionalTensor positions, double eps, double offset,
+                                            int64_t rounding, int64_t head_dim, int64_t pairs, bool shared,
+                                            bool tail, bool keep_dtype, int64_t time, int64_t height,
+                                            int64_t width, bool mixed, bool need_dweight) {
+  check_rope_devices(kOp, cos, sin, positions, q);
+  QkNormRopeBwd a{.rope = rope_of(kOp, cos, sin, positions,
+                                  {head_dim, pairs, shared, tail, keep_dtype, time, height, width, mixed}),
+                  .norm = norm_of(q_weight, k_weight, q, eps, offset, rounding)};
+  DType dtype = dtype_of(kOp, "q", q);
+  auto one = [&](const char* name, OptionalTensor& dy, Tensor& x, RopeHeads& upstream, RopeHeads& in,
+                 RopeHeads& out) {
+    if (!dy) return nothing(q, dtype);
+    check_same_device(kOp, name, *dy, q);
+    bool swapped = heads_swapped(x);
+    in = heads_of(kOp, name, x, head_dim);
+    upstream = heads_of(kOp, name, *dy, head_dim);
+    Tensor dx = make_heads(x, dtype, swapped);
+    out = heads_of(kOp, name, dx, head_dim);
+    return dx;
+  };
+  Tensor dq = one("dq", dq_out, q, a.rope.q, a.q, a.rope.q_out);
+  Tensor dk = k ? one("dk", dk_out, *k, a.rope.k, a.k, a.rope.k_out) : nothing(q, dtype);
+  const Vector& w = a.norm.any_weight();
+  Tensor dweight = need_dweight ? make(q, {2, w.size}, w.dtype) : nothing(q, dtype);
+  if (need_dweight) a.dweight = rows_of(kOp, "dweight", dweight);
+  auto ctx = make_context(q);
+  qk_norm_rope_bwd(*ctx, a);
+  return {dq, dk, dweight};
+}
+
+#define TIGON_QK_NORM_ARGUMENTS                                                                           \
+  "Tensor q, Tensor? k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor? sin, Tensor? positions, " \
+  "float eps, float offset, int rounding, " TIGON_ROPE_OPTIONS
+
+}  // namespace
+
+// qk_norm_rope is qk_norm_rope_fwd under a second name: Python attaches autograd to it, and eager calls stay free of that
+// layer.
+TIGON_TORCH_SCHEMAS(m) {
+  m.def("qk_norm_rope(" TIGON_QK_NORM_ARGUMENTS ") -> (Tensor, Tensor)");
+  m.def("qk_norm_rope_fwd(" TIGON_QK_NORM_ARGUMENTS ") -> (Tensor, Tensor)");
+  m.def("qk_norm_rope_bwd(Tensor? dq_out, Tensor? dk_out, " TIGON_QK_NORM_ARGUMENTS
+        ", bool need_dweight) -> (Tensor dq, Tensor dk, Tensor dweight)");
+}
+TIGON_TORCH_KERNELS(m) {
+  m.impl("qk_norm_rope", TORCH_BOX(&forward));
+  m.impl("qk_norm_rope_fwd", TORCH_BOX(&forward));
+  m.impl("qk_norm_rope_bwd", TORCH_BOX(&backward));
+}
+
+}  // namespace tigon::torch_shim

@@ -1,0 +1,43 @@
+// What the adaptors of rope and qk_norm_rope share: tensors of heads and tables as views of the core.
+#pragma once
+
+#include "tigon/ops/rope/rope.h"
+#include "tigon/torch/shim.h"
+
+namespace tigon::torch_shim {
+
+// The trailing options of both schemas, in this order.
+#define TIGON_ROPE_OPTIONS                                                                              \
+  "int head_dim, int pairs, bool shared, bool tail, bool keep_dtype, int time, int height, int width, " \
+  "bool mixed"
+
+struct RopeOptions {
+  int64_t head_dim;  // the dimension of q and k that holds the heads
+  int64_t pairs;     // 0 halves, 1 neighbours, 2 neighbours in and halves out
+  bool shared, tail, keep_dtype;
+  int64_t time, height, width;
+  bool mixed;
+
+  RopeForm form() const {
+    return {.in = pairs == 0 ? RopePairs::halves : RopePairs::neighbours,
+            .out = pairs == 1 ? RopePairs::neighbours : RopePairs::halves,
+            .shared = shared,
+            .tail = tail,
+            .sections = {.time = time, .height = height, .width = width, .mixed = mixed}};
+  }
+};
+
+// [B, H, T, D], [B, T, H, D], [H, T, D] or [T, H, D]; replaces `t` by a copy when its rows are not dense.
+RopeHeads heads_of(const char* op, const char* name, Tensor& t, int64_t head_dim);
+// The dimensions of heads and tokens lie in memory in the other order than in the tensor.
+bool heads_swapped(const Tensor& x);
+// Dense, sizes of x; `swapped`: see heads_swapped.
+Tensor make_heads(const Tensor& x, DType dtype, bool swapped);
+// cos, sin, positions and form of a call; tensors are replaced by copies where their rows are not dense. Without sin, cos
+// holds complex numbers as [..., R/2, 2].
+Rope rope_of(const char* op, Tensor& cos, OptionalTensor& sin, OptionalTensor& positions,
+             const RopeOptions& options);
+void check_rope_devices(const char* op, const Tensor& cos, const OptionalTensor& sin,
+                        const OptionalTensor& positions, const Tensor& like);
+
+}  // namespace tigon::torch_shim
