@@ -92,13 +92,74 @@ def norm_late_optional(self, x):
     return h.to(x.dtype)
 
 
+def norm_t5(self, x):
+    h = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+    if self.weight.dtype in [torch.float16, torch.bfloat16]:
+        h = h.to(self.weight.dtype)
+    return self.weight * h
+
+
+def norm_llama_mixed(self, x):
+    h = (x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+    return h * self.weight
+
+
+def norm_shifted(self, x):
+    h = _normalised(x.float(), self.eps)
+    return (h * (1.0 + self.weight).float()).to(x.dtype)
+
+
+def norm_rounded_rstd(self, x):
+    return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps).to(x.dtype)
+
+
+def norm_torch(self, x):
+    return F.rms_norm(x, self.shape, self.weight, self.eps)
+
+
+def layer_norm_torch(self, x):
+    return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+
+
+def layer_norm_channels(self, x):
+    if self.data_format == "channels_first":
+        x = x.permute(0, 2, 3, 1)
+        x = F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+        return x.permute(0, 3, 1, 2)
+    return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+
+
+def layer_norm_late(self, x):
+    h = x.float()
+    mean = h.mean(-1, keepdim=True)
+    variance = (h - mean).pow(2).mean(-1, keepdim=True)
+    h = (h - mean) * torch.rsqrt(variance + self.eps)
+    return (self.weight.float() * h).to(x.dtype)
+
+
+def layer_norm_weightless(self, x):
+    return F.layer_norm(x.float(), self.shape, None, None, eps=1e-5).to(x.dtype)
+
+
+_LATE = {"rounding": "gemma", "offset": 0.0}
 NORMS = (
     Structure("llama", norm_llama, {"rounding": "llama", "offset": 0.0}),
-    Structure("late", norm_late, {"rounding": "gemma", "offset": 0.0}),
-    Structure("late", norm_late_fp32, {"rounding": "gemma", "offset": 0.0}),
+    Structure("llama", norm_llama_mixed, {"rounding": "llama", "offset": 0.0}),
+    Structure("late", norm_late, _LATE),
+    Structure("late", norm_late_fp32, _LATE),
     Structure("gemma", norm_gemma, {"rounding": "gemma", "offset": 1.0}),
-    Structure("weightless", norm_weightless, {"rounding": "gemma", "offset": 0.0}),
-    Structure("late, optional weight", norm_late_optional, {"rounding": "gemma", "offset": 0.0}),
+    Structure("gemma, 1 + w rounded", norm_shifted, {**_LATE, "shift": 1.0}),
+    Structure("weightless", norm_weightless, _LATE),
+    Structure("weightless", norm_rounded_rstd, _LATE),
+    Structure("late, optional weight", norm_late_optional, _LATE),
+    Structure("t5", norm_t5, {"rounding": "t5", "offset": 0.0}),
+    Structure("torch", norm_torch, {**_LATE, "autocast": True}),
+)
+LAYER_NORMS = (
+    Structure("torch", layer_norm_torch, {"autocast": True}),
+    Structure("channels first or last", layer_norm_channels, {"autocast": True}),
+    Structure("late", layer_norm_late),
+    Structure("weightless", layer_norm_weightless, {"eps": 1e-5}),
 )
 
 
