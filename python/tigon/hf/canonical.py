@@ -33,6 +33,7 @@ FUNCTIONS = {
     torch.sigmoid: "sigmoid",
     torch.cat: "cat",
     torch.chunk: "chunk",
+    torch.bmm: "bmm",
     F.silu: "silu",
     F.gelu: "gelu",
     F.relu: "relu",
@@ -41,7 +42,7 @@ FUNCTIONS = {
 }
 METHODS = {
     "rsqrt", "sqrt", "pow", "square", "mean", "tanh", "sigmoid", "chunk", "unsqueeze", "float",
-    "to", "type", "type_as", "contiguous", "size", "view", "permute",
+    "to", "type", "type_as", "contiguous", "size", "view", "permute", "clamp",
 }  # fmt: skip
 # Names under which the arguments of these functions may be given.
 KEYWORDS = {"dim": 1, "keepdim": 2, "dtype": 1, "exponent": 1, "chunks": 1, "other": 1}
@@ -49,6 +50,7 @@ KEYWORDS = {"dim": 1, "keepdim": 2, "dtype": 1, "exponent": 1, "chunks": 1, "oth
 DEFAULTS = {
     "layer_norm": {"normalized_shape": None, "weight": None, "bias": None, "eps": 1e-5},
     "rms_norm": {"normalized_shape": None, "weight": None, "eps": None},
+    "clamp": {"min": None, "max": None},
 }
 OPERATORS = {
     ast.Add: "add",
@@ -79,6 +81,11 @@ class Canonical:
 def canonical_forward(cls: type) -> Canonical:
     """Canonical expression of `cls.forward`, helper methods taken from `cls` and its bases."""
     return _canonical(cls.forward, cls)
+
+
+def canonical_method(cls: type, name: str) -> Canonical:
+    """Canonical expression of another method of `cls`."""
+    return _canonical(getattr(cls, name), cls)
 
 
 def canonical_function(function) -> Canonical:

@@ -46,14 +46,14 @@ def mlp_forward(module: nn.Module, spec: MlpSpec, x):
         return down(relu_squared(up) if plain(up) else ACTIVATIONS["relu_squared"](up))
     gate = getattr(module, spec.gate or spec.gate_up)(x)
     if spec.gate_multiplier is None:
-        return down(_product(spec.activation, gate, up))
+        return down(product(spec.activation, gate, up))
     before, after = getattr(module, spec.gate_multiplier), getattr(module, spec.down_multiplier)
     if type(down) is nn.Linear and down.bias is None:  # linear: the factor may come before it
-        return down(_product(spec.activation, gate, up, before, after))
-    return down(_product(spec.activation, gate, up, before)) * after
+        return down(product(spec.activation, gate, up, before, after))
+    return down(product(spec.activation, gate, up, before)) * after
 
 
-def _product(activation, gate, up, gate_multiplier=1.0, down_multiplier=1.0):
+def product(activation, gate, up, gate_multiplier=1.0, down_multiplier=1.0):
     """act(gate_multiplier * gate) * up * down_multiplier; without `up`, gate holds both as halves."""
     fits = plain(gate) if up is None else plain(gate, up) and gate.dtype == up.dtype
     scaled = (gate_multiplier, down_multiplier) != (1.0, 1.0)
@@ -70,8 +70,6 @@ def _product(activation, gate, up, gate_multiplier=1.0, down_multiplier=1.0):
 
 def plan_mlp(module: nn.Module) -> tuple[MlpSpec, str] | str | None:
     """(spec, what it is), or why an MLP is left, or None where there is none."""
-    if _has_experts(module):
-        return "experts run through transformers' experts registry; not replaced"
     if next(module.children(), None) is None:
         return None
     try:
@@ -80,12 +78,12 @@ def plan_mlp(module: nn.Module) -> tuple[MlpSpec, str] | str | None:
     except Unrecognised as error:
         found, why = None, str(error)
     if found is None:
-        return f"unrecognised forward: {why}" if _looks_like_mlp(module) else None
+        return f"unrecognised forward: {why}" if _looks_gated(module) else None
     roles = dict(found.roles)
     ungated = not {"gate", "gate_up"} & roles.keys()
-    if ungated and not _looks_like_mlp(module):  # any three modules in a row have this form
-        return None
-    activation, reason = _activation(module, roles.pop("act", None), ungated)
+    if ungated and known_activation(getattr(module, roles["act"])) != "relu_squared":
+        return None  # one pass already, and any three modules in a row have this form
+    activation, reason = _activation(module, roles.pop("act", None))
     reason = blocked(module) or reason or _multipliers(module, roles)
     if reason is not None:
         return reason
@@ -93,7 +91,7 @@ def plan_mlp(module: nn.Module) -> tuple[MlpSpec, str] | str | None:
     return MlpSpec(activation, **roles), f"{op} ({found.structure.name})"
 
 
-def _activation(module: nn.Module, name: str | None, ungated: bool) -> tuple[str | None, str | None]:
+def _activation(module: nn.Module, name: str | None) -> tuple[str | None, str | None]:
     """The activation, or why it cannot be fused."""
     if name is None:  # written inline as silu
         return "silu", None
@@ -101,11 +99,9 @@ def _activation(module: nn.Module, name: str | None, ungated: bool) -> tuple[str
     if getattr(activation, "_forward_hooks", None) or getattr(activation, "_forward_pre_hooks", None):
         return None, f"hooks on {name} would not run"
     known = known_activation(activation)
-    if known is not None and (known == "relu_squared") == ungated:
+    if known is not None:
         return known, None
     label = getattr(activation, "__name__", type(activation).__name__)
-    if ungated:
-        return None, f"activation {label} alone is one pass already, only the square of ReLU is two"
     return None, f"activation {label} has no fused product"
 
 
@@ -143,14 +139,12 @@ def _multipliers(module: nn.Module, roles: dict) -> str | None:
     return None
 
 
-def _has_experts(module: nn.Module) -> bool:
-    return sum(p.ndim == 3 for p in module.parameters(recurse=False)) >= 2
-
-
-def _looks_like_mlp(module: nn.Module) -> bool:
-    """At least two products and an activation module of its own: worth a line in the report."""
+def _looks_gated(module: nn.Module) -> bool:
+    """Three products, or two with twice as many columns in between: worth a line in the report."""
     children = list(module.children())
-    products = sum(hasattr(child, "in_features") for child in children)
-    flat = all(hasattr(child, "in_features") or not list(child.children()) for child in children)
-    activation = any("activation" in type(child).__module__ for child in children)
-    return flat and products >= 2 and activation
+    products = [child for child in children if hasattr(child, "in_features")]
+    if not any("activation" in type(child).__module__ for child in children) or len(products) < 2:
+        return False
+    if any(list(child.children()) for child in children if child not in products):
+        return False
+    return len(products) > 2 or products[0].out_features == 2 * products[1].in_features

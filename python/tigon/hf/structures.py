@@ -206,6 +206,35 @@ ACTIVATIONS = {
 }
 
 
+# --- experts -----------------------------------------------------------------------------------
+
+
+def gate_default(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return self.act(gate) * up
+
+
+def gate_oai(self, gate_up):
+    gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+    gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+EXPERT_GATES = (
+    Structure("experts", gate_default),
+    Structure("experts", gate_oai),
+)
+
+
+def experts_batched(self, x):
+    x = x.view(self.gate_up.shape[0], -1, self.size)
+    gate, up = torch.bmm(x, self.gate_up).chunk(2, dim=-1)
+    return torch.bmm(up * self.act(gate), self.down).view(-1, self.size)
+
+
+BATCHED_EXPERTS = (Structure("batched experts", experts_batched),)
+
+
 # --- rotary functions ------------------------------------------------------------------------
 
 
