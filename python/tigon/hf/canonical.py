@@ -37,6 +37,7 @@ FUNCTIONS = {
     F.silu: "silu",
     F.gelu: "gelu",
     F.relu: "relu",
+    F.dropout: "dropout",
     F.layer_norm: "layer_norm",
     F.rms_norm: "rms_norm",
 }
@@ -51,6 +52,7 @@ DEFAULTS = {
     "layer_norm": {"normalized_shape": None, "weight": None, "bias": None, "eps": 1e-5},
     "rms_norm": {"normalized_shape": None, "weight": None, "eps": None},
     "clamp": {"min": None, "max": None},
+    "dropout": {"p": 0.5, "training": True, "inplace": False},
 }
 OPERATORS = {
     ast.Add: "add",
@@ -236,9 +238,12 @@ class _Evaluator:
         match node:
             case ast.Tuple(elts=elements):
                 return ("tuple", *(self.index(element, env) for element in elements))
-            case ast.Slice(lower=lower, upper=upper, step=None):
-                ends = (None if end is None else self.expression(end, env) for end in (lower, upper))
-                return ("slice", *(("const", None) if end is None else end for end in ends))
+            case ast.Slice(lower=lower, upper=upper, step=step):
+                ends = (_const(None) if end is None else self.expression(end, env) for end in (lower, upper))
+                lower, upper = ends
+                lower = _const(None) if lower == _const(0) else lower
+                step = () if step is None else (self.expression(step, env),)
+                return ("slice", lower, upper, *step)
         return self.expression(node, env)
 
     def binary(self, op, left, right):
@@ -285,7 +290,12 @@ class _Evaluator:
             if keywords:
                 raise Unrecognised(f"keywords in a call of `{attr}`")
             return ("call", ("attr", attr), *arguments)
-        return self.inline(method, self.cls, arguments, keywords)
+        try:
+            return self.inline(method, self.cls, arguments, keywords)
+        except Unrecognised:  # a method like a child: something to call with these arguments
+            if keywords or not arguments:
+                raise
+            return ("call", ("attr", attr), *arguments)
 
     def parent(self, attr):
         """The method that `super()` finds."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from tigon.hf.canonical import Unrecognised, canonical_forward, canonical_method
 from tigon.hf.forward import blocked, plain, stock
-from tigon.hf.mlp import FUSED, known_activation, product
+from tigon.hf.mlp import FUSED, clamped_product, known_activation, product
 from tigon.hf.structures import BATCHED_EXPERTS, EXPERT_GATES, match
 from tigon.ops.glu import swiglu_oai
 
@@ -30,6 +30,7 @@ class GateSpec:
     activation: str | None = None
     alpha: str | None = None
     limit: str | None = None
+    clamp_after: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ def gate_forward(module: nn.Module, spec: GateSpec, gate_up):
     """`_apply_gate` of a recognised experts module."""
     if not plain(gate_up):
         return getattr(type(module), GATE)(module, gate_up)
+    if spec.activation is not None and spec.limit is not None:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return clamped_product(spec.activation, gate, up, getattr(module, spec.limit), spec.clamp_after)
     if spec.activation is not None:
         return product(spec.activation, gate_up, None)
     return swiglu_oai(gate_up, alpha=getattr(module, spec.alpha), limit=getattr(module, spec.limit))
@@ -101,10 +105,11 @@ def _plan_gate(module):
     roles = dict(found.roles)
     if "act" not in roles:
         return gate_forward, GATE, GateSpec(**roles), f"tigon.swiglu_oai ({found.structure.name})"
-    activation, reason = _activation(module, roles["act"])
+    activation, reason = _activation(module, roles.pop("act"))
     if reason is not None:
         return reason
-    return gate_forward, GATE, GateSpec(activation), f"{FUSED[activation][0]} ({found.structure.name})"
+    spec = GateSpec(activation, **found.structure.options, **roles)
+    return gate_forward, GATE, spec, f"{FUSED[activation][0]} ({found.structure.name})"
 
 
 def _plan_ungated(module):

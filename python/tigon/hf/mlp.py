@@ -6,9 +6,12 @@ them. Only what lies in between is fused.
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tigon.hf.canonical import Unrecognised, canonical_forward
@@ -36,21 +39,52 @@ class MlpSpec:
     gate_up: str | None = None
     gate_multiplier: str | None = None
     down_multiplier: str | None = None
+    up_first: bool = False  # of gate_up
+    limit: str | None = None  # gate clamped above, up on both sides
+    clamp_after: bool = False  # the activated gate is clamped, not the gate
+    before: tuple[str, ...] = ()  # modules or methods that x goes through
+    middle: str | None = None  # dropout or norm of the product
+    dropout: str | None = None  # attribute with the probability for the result
 
 
 def mlp_forward(module: nn.Module, spec: MlpSpec, x):
     """Forward of a recognised MLP."""
+    for name in spec.before:
+        x = getattr(module, name)(x)
     down = getattr(module, spec.down)
     up = None if spec.up is None else getattr(module, spec.up)(x)
     if spec.activation == "relu_squared":
         return down(relu_squared(up) if plain(up) else ACTIVATIONS["relu_squared"](up))
     gate = getattr(module, spec.gate or spec.gate_up)(x)
-    if spec.gate_multiplier is None:
-        return down(product(spec.activation, gate, up))
+    if spec.up_first:
+        up, gate = gate.chunk(2, dim=-1)
+    if spec.gate_multiplier is not None:
+        return _with_multipliers(module, spec, gate, up, down)
+    if spec.limit is not None:
+        inner = clamped_product(spec.activation, gate, up, getattr(module, spec.limit), spec.clamp_after)
+    else:
+        inner = product(spec.activation, gate, up)
+    if spec.middle is not None:
+        inner = getattr(module, spec.middle)(inner)
+    y = down(inner)
+    if spec.dropout is not None:
+        y = F.dropout(y, p=getattr(module, spec.dropout), training=module.training)
+    return y
+
+
+def _with_multipliers(module, spec, gate, up, down):
     before, after = getattr(module, spec.gate_multiplier), getattr(module, spec.down_multiplier)
     if type(down) is nn.Linear and down.bias is None:  # linear: the factor may come before it
         return down(product(spec.activation, gate, up, before, after))
     return down(product(spec.activation, gate, up, before)) * after
+
+
+def clamped_product(activation, gate, up, limit, after):
+    """act(gate) * up with the gate clamped above, before or after act, and up on both sides."""
+    up = up.clamp(min=-limit, max=limit)
+    if after:
+        return ACTIVATIONS[activation](gate).clamp(max=limit) * up
+    return product(activation, gate.clamp(max=limit), up)
 
 
 def product(activation, gate, up, gate_multiplier=1.0, down_multiplier=1.0):
@@ -88,7 +122,9 @@ def plan_mlp(module: nn.Module) -> tuple[MlpSpec, str] | str | None:
     if reason is not None:
         return reason
     op = "tigon.relu_squared" if ungated else FUSED[activation][0]
-    return MlpSpec(activation, **roles), f"{op} ({found.structure.name})"
+    before = tuple(roles.pop(f"before{i}") for i in range(3) if f"before{i}" in roles)
+    roles.pop("training", None)
+    return MlpSpec(activation, before=before, **{**found.structure.options, **roles}), f"{op} ({found.structure.name})"
 
 
 def _activation(module: nn.Module, name: str | None) -> tuple[str | None, str | None]:
@@ -143,8 +179,17 @@ def _looks_gated(module: nn.Module) -> bool:
     """Three products, or two with twice as many columns in between: worth a line in the report."""
     children = list(module.children())
     products = [child for child in children if hasattr(child, "in_features")]
-    if not any("activation" in type(child).__module__ for child in children) or len(products) < 2:
+    small = ("activation", "dropout", "normalization")
+    rest = [child for child in children if child not in products]
+    if any(not any(word in type(child).__module__ for word in small) for child in rest):
         return False
-    if any(list(child.children()) for child in children if child not in products):
+    if len(products) < 2 or len(_required(type(module).forward)) != 1:
         return False
-    return len(products) > 2 or products[0].out_features == 2 * products[1].in_features
+    if len(products) > 2:
+        return any(a.out_features == b.out_features for a, b in itertools.combinations(products, 2))
+    return products[0].out_features == 2 * products[1].in_features
+
+
+def _required(forward) -> list[str]:
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    return [p.name for p in parameters if p.default is p.empty]

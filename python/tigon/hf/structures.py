@@ -188,12 +188,79 @@ def ungated(self, x):
     return self.down(self.act(self.up(x)))
 
 
+def glu_chunk_up_first(self, x):
+    up, gate = self.gate_up(x).chunk(2, dim=-1)
+    return self.down(self.act(gate) * up)
+
+
+def glu_middle(self, x):
+    return self.down(self.middle(self.act(self.gate(x)) * self.up(x)))
+
+
+def glu_chunk_middle(self, x):
+    gate, up = self.gate_up(x).chunk(2, dim=-1)
+    return self.down(self.middle(self.act(gate) * up))
+
+
+def glu_dropout(self, x):
+    y = self.down(self.act(self.gate(x)) * self.up(x))
+    return F.dropout(y, p=self.dropout, training=self.training)
+
+
+def glu_fp32(self, x):
+    gate, up = self.gate(x), self.up(x)
+    return self.down((self.act(gate.float()) * up.float()).to(gate.dtype))
+
+
+def glu_clamped(self, x):
+    gate, up = self.gate(x).clamp(max=self.limit), self.up(x).clamp(min=-self.limit, max=self.limit)
+    return self.down(self.act(gate) * up)
+
+
+def glu_clamped_after(self, x):
+    gate = self.act(self.gate(x)).clamp(max=self.limit)
+    return self.down(gate * self.up(x).clamp(min=-self.limit, max=self.limit))
+
+
+def glu_merger(self, x):
+    x = self.before2(self.before1(self.before0(x)))
+    return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+def glu_clamped_merger(self, x):
+    x = self.before2(self.before1(self.before0(x)))
+    gate, up = self.gate(x).clamp(max=self.limit), self.up(x).clamp(min=-self.limit, max=self.limit)
+    return self.down(self.act(gate) * up)
+
+
+def glu_projector(self, x):
+    up, gate = self.gate_up(self.before0(x)).chunk(2, dim=-1)
+    return self.down(self.act(gate) * up)
+
+
+def glu_projector_norm(self, x):
+    up, gate = self.gate_up(self.before1(self.before0(x))).chunk(2, dim=-1)
+    return self.down(self.act(gate) * up)
+
+
+_UP_FIRST = {"up_first": True}
 MLPS = (
     Structure("gate, up, down", glu),
     Structure("gate, up, down", glu_inline),
     Structure("gate_up, down", glu_chunk),
     Structure("gate, up, down, multipliers", glu_multipliers),
     Structure("up, down", ungated),
+    Structure("gate_up, down, up first", glu_chunk_up_first, _UP_FIRST),
+    Structure("gate_up, down, up first", glu_projector, _UP_FIRST),
+    Structure("gate_up, down, up first", glu_projector_norm, _UP_FIRST),
+    Structure("gate, up, middle, down", glu_middle),
+    Structure("gate_up, middle, down", glu_chunk_middle),
+    Structure("gate, up, down, dropout", glu_dropout),
+    Structure("gate, up, down, fp32", glu_fp32),
+    Structure("gate, up, down, clamped", glu_clamped),
+    Structure("gate, up, down, clamped", glu_clamped_merger),
+    Structure("gate, up, down, clamped", glu_clamped_after, {"clamp_after": True}),
+    Structure("gate, up, down", glu_merger),
 )
 
 # Activations are told apart by their values (mlp.py): most hide behind functools.partial or a method.
@@ -220,7 +287,27 @@ def gate_oai(self, gate_up):
     return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
 
 
+def gate_clamped(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
+    return self.act(gate) * up
+
+
+def gate_clamped_after(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = self.act(gate).clamp(max=self.limit)
+    return gate * up.clamp(min=-self.limit, max=self.limit)
+
+
+def gate_fp32(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (self.act(gate.float()) * up.float()).to(gate_up.dtype)
+
+
 EXPERT_GATES = (
+    Structure("experts, clamped", gate_clamped),
+    Structure("experts, clamped", gate_clamped_after, {"clamp_after": True}),
+    Structure("experts, fp32", gate_fp32),
     Structure("experts", gate_default),
     Structure("experts", gate_oai),
 )
