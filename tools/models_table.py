@@ -263,7 +263,9 @@ def left(row: dict) -> str:
     """What stays stock and why."""
     if row["built"] is None:
         return f"not buildable: {row['why']}"
-    reasons = [f"{slot}: {reason}" for slot in SLOTS for reason in row["slots"].get(slot, {"left": ()})["left"]]
+    reasons = [
+        f"{slot}: {reason}" for slot in SLOTS for reason in row["slots"].get(slot, {"left": ()})["left"]
+    ]
     return "; ".join(reasons).replace("|", "/")
 
 
@@ -298,7 +300,9 @@ def page(rows: list[dict]) -> str:
     number = counts(rows)
     reasons: Counter = Counter()
     for row in rows:
-        reasons.update({f"{slot}: {reason}" for slot in row["slots"] for reason in row["slots"][slot]["left"]})
+        reasons.update(
+            {f"{slot}: {reason}" for slot in row["slots"] for reason in row["slots"][slot]["left"]}
+        )
     text = f"""# Models
 
 Written by `tools/models_table.py` from what `tigon.apply` did; transformers {transformers.__version__}, every type of the

@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from tigon.hf.canonical import Unrecognised, canonical_forward, canonical_method
-from tigon.hf.forward import blocked, plain, stock
+from tigon.hf.forward import blocked, bound, plain, stock
 from tigon.hf.mlp import FUSED, clamped_product, known_activation, product
 from tigon.hf.structures import BATCHED_EXPERTS, EXPERT_GATES, match
 from tigon.ops.glu import swiglu_oai
+from tigon.ops.relu_squared import relu_squared
 
 GATE = "_apply_gate"
 
@@ -65,8 +66,13 @@ def batched_forward(module: nn.Module, spec: BatchedSpec, hidden):
     return torch.bmm(product(spec.activation, gate_up, None), down_weight).view(-1, size)
 
 
+def squared_forward(module: nn.Module, spec: None, x):
+    """Forward of an activation module that squares ReLU."""
+    return relu_squared(x) if plain(x) else stock(module, x)
+
+
 def plan_experts(module: nn.Module) -> tuple | str | None:
-    """(function, name it is bound to, spec, what it is), or why experts are left, or None."""
+    """(function, module and name it is bound to, spec, what it is), or why experts are left, or None."""
     if hasattr(module, GATE) and hasattr(module, "has_gate"):
         return _plan_gate(module)
     stacked = [name for name, p in module.named_parameters(recurse=False) if p.ndim == 3]
@@ -85,7 +91,7 @@ def plan_experts(module: nn.Module) -> tuple | str | None:
     if reason is not None:
         return reason
     label = f"{FUSED[activation][0]} ({found.structure.name})"
-    return batched_forward, "forward", BatchedSpec(activation, **roles), label
+    return batched_forward, module, "forward", BatchedSpec(activation, **roles), label
 
 
 def _plan_gate(module):
@@ -104,19 +110,24 @@ def _plan_gate(module):
         return reason
     roles = dict(found.roles)
     if "act" not in roles:
-        return gate_forward, GATE, GateSpec(**roles), f"tigon.swiglu_oai ({found.structure.name})"
+        label = f"tigon.swiglu_oai ({found.structure.name})"
+        return gate_forward, module, GATE, GateSpec(**roles), label
     activation, reason = _activation(module, roles.pop("act"))
     if reason is not None:
         return reason
     spec = GateSpec(activation, **found.structure.options, **roles)
-    return gate_forward, GATE, spec, f"{FUSED[activation][0]} ({found.structure.name})"
+    return gate_forward, module, GATE, spec, f"{FUSED[activation][0]} ({found.structure.name})"
 
 
 def _plan_ungated(module):
-    """Experts with one product before the activation: nothing to fuse but the square of ReLU."""
-    if known_activation(module.act_fn) != "relu_squared":
+    """Experts with one product before the activation: the square of ReLU is two passes."""
+    activation = module.act_fn
+    if known_activation(activation) != "relu_squared" or bound(activation) is not None:
         return None
-    return "relu^2 without a gate: the implementation calls the activation module itself"
+    reason = blocked(activation)
+    if reason is not None:
+        return reason
+    return squared_forward, activation, "forward", None, "tigon.relu_squared (experts)"
 
 
 def _activation(module, name) -> tuple[str | None, str | None]:

@@ -20,11 +20,18 @@ from tigon.hf.structures import ACTIVATIONS, MLPS, match
 from tigon.ops.glu import geglu, reglu, swiglu
 from tigon.ops.relu_squared import relu_squared
 
+
+def _squared_gate(gate, up):
+    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
+    return relu_squared(gate) * up
+
+
 FUSED = {
     "silu": ("tigon.swiglu", swiglu),
     "gelu_tanh": ("tigon.geglu", geglu),
     "gelu": ("tigon.geglu", lambda gate, up: geglu(gate, up, approximate="none")),
     "relu": ("tigon.reglu", reglu),
+    "relu_squared": ("tigon.relu_squared", _squared_gate),
 }
 
 
@@ -53,7 +60,7 @@ def mlp_forward(module: nn.Module, spec: MlpSpec, x):
         x = getattr(module, name)(x)
     down = getattr(module, spec.down)
     up = None if spec.up is None else getattr(module, spec.up)(x)
-    if spec.activation == "relu_squared":
+    if spec.gate is None and spec.gate_up is None:
         return down(relu_squared(up) if plain(up) else ACTIVATIONS["relu_squared"](up))
     gate = getattr(module, spec.gate or spec.gate_up)(x)
     if spec.up_first:
@@ -124,7 +131,9 @@ def plan_mlp(module: nn.Module) -> tuple[MlpSpec, str] | str | None:
     op = "tigon.relu_squared" if ungated else FUSED[activation][0]
     before = tuple(roles.pop(f"before{i}") for i in range(3) if f"before{i}" in roles)
     roles.pop("training", None)
-    return MlpSpec(activation, before=before, **{**found.structure.options, **roles}), f"{op} ({found.structure.name})"
+    return MlpSpec(
+        activation, before=before, **{**found.structure.options, **roles}
+    ), f"{op} ({found.structure.name})"
 
 
 def _activation(module: nn.Module, name: str | None) -> tuple[str | None, str | None]:

@@ -1,4 +1,4 @@
-"""Norms -> tigon.rms_norm and tigon.layer_norm."""
+"""Norms -> tigon.rms_norm, tigon.layer_norm and tigon.gated_rms_norm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tigon
 from tigon.hf.canonical import NoSource, Unrecognised, canonical_forward
 from tigon.hf.forward import blocked, plain, stock
 from tigon.hf.probe import probe_norm
-from tigon.hf.structures import LAYER_NORMS, NORMS, Match, match
+from tigon.hf.structures import GATED_NORMS, LAYER_NORMS, NORMS, Match, match
 from tigon.ops.rms_norm import rms_norm
 
 
@@ -28,6 +28,9 @@ class NormSpec:
     shift: float = 0.0  # added to the weight in its own dtype
     autocast: bool = False  # a torch function that CUDA's autocast runs in fp32
     channels_first: bool = False
+    activation: str = "silu"  # of a gate
+    group_size: str | None = None
+    norm_first: bool = True
 
 
 def norm_forward(module: nn.Module, spec: NormSpec, *args):
@@ -61,7 +64,19 @@ def _layer(module, spec, x):
     return y.permute(0, 3, 1, 2) if spec.channels_first else y
 
 
-_FORWARDS = {"rms_norm": _rms, "layer_norm": _layer}
+def _gated(module, spec, x, gate=None):
+    weight = getattr(module, spec.weight)
+    if gate is None or gate.dtype != x.dtype or not plain(x, gate, weight):
+        return stock(module, x, gate)
+    size = None if spec.group_size is None else getattr(module, spec.group_size)
+    return tigon.gated_rms_norm(
+        x, gate, weight, getattr(module, spec.eps), norm_before_gate=spec.norm_first,
+        group_size=size, activation=spec.activation, rounding=spec.rounding,
+    )  # fmt: skip
+
+
+_FORWARDS = {"rms_norm": _rms, "layer_norm": _layer, "gated_rms_norm": _gated}
+GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
 
 def _wide(x, spec):
@@ -76,20 +91,23 @@ def plan_norm(module: nn.Module) -> tuple | str | None:
     found = recognise(module)
     if isinstance(found, str):  # the name only decides whether it is worth a line in the report
         return found if _called_norm(module) else None
-    layer = found.structure in LAYER_NORMS
+    structure = found.structure
+    op = "layer_norm" if structure in LAYER_NORMS else "rms_norm"
+    op = "gated_rms_norm" if structure in GATED_NORMS else op
     reason = blocked(module) or _unfit(module, found.roles)
-    if reason is None and layer and not hasattr(tigon, "layer_norm"):
-        reason = "this build has no tigon.layer_norm"
+    if reason is None and not hasattr(tigon, op):
+        reason = f"this build has no tigon.{op}"
     if reason is not None:
         return reason
-    roles, options = dict(found.roles), dict(found.structure.options)
+    roles, options = dict(found.roles), dict(structure.options)
     roles.pop("shape", None)
     if getattr(module, roles.pop("with_weight", ""), True) is False:
         roles["weight"] = None
     if "data_format" in roles:
         options["channels_first"] = getattr(module, roles.pop("data_format")) == "channels_first"
-    op = "layer_norm" if layer else "rms_norm"
-    return NormSpec(op, **{**options, **roles}), f"tigon.{op} ({found.structure.name})"
+    if "activation" in roles:
+        options["activation"] = GATES[getattr(module, roles.pop("activation"))]
+    return NormSpec(op, **{**options, **roles}), f"tigon.{op} ({structure.name})"
 
 
 def _unfit(module: nn.Module, roles: dict) -> str | None:
@@ -98,6 +116,8 @@ def _unfit(module: nn.Module, roles: dict) -> str | None:
         return f"{roles['eps']} is {getattr(module, roles['eps'], None)!r}, not a number"
     if "shape" in roles and len(getattr(module, roles["shape"])) != 1:
         return f"normalises over {len(getattr(module, roles['shape']))} axes"
+    if "activation" in roles and getattr(module, roles["activation"]) not in GATES:
+        return f"its gate is {getattr(module, roles['activation'])!r}"
     weight = getattr(module, roles.get("weight", ""), None)
     if weight is not None and weight.ndim != 1:
         return f"its weight has {weight.ndim} axes, one for every head"
@@ -119,4 +139,6 @@ def recognise(module: nn.Module) -> Match | str:
         return probe_norm(module) or "no source, and equal to no known norm in numbers"
     except Unrecognised as error:
         return f"unrecognised forward: {error}"
-    return match(expression, (*NORMS, *LAYER_NORMS)) or f"unrecognised forward: {expression.text}"
+    return (
+        match(expression, (*NORMS, *LAYER_NORMS, *GATED_NORMS)) or f"unrecognised forward: {expression.text}"
+    )

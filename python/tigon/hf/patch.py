@@ -77,8 +77,8 @@ class _Plan:
                 continue
             verdict = plan_experts(module)
             if isinstance(verdict, tuple):
-                function, name, spec, _ = verdict
-                self.binds.append((function, module, spec, name))
+                function, target, name, spec, _ = verdict
+                self.binds.append((function, target, spec, name))
             if verdict is not None:
                 self.add("experts", path, type(module).__name__, verdict)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from transformers.activations import ACT2FN
 
 from tigon.hf.canonical import Canonical, canonical_function
 
@@ -141,6 +142,26 @@ def layer_norm_weightless(self, x):
     return F.layer_norm(x.float(), self.shape, None, None, eps=1e-5).to(x.dtype)
 
 
+def norm_gated(self, x, gate):
+    h = self.weight * _normalised(x.float(), self.eps).to(x.dtype)
+    return (h * ACT2FN[self.activation](gate.float())).to(x.dtype)
+
+
+def norm_gated_late(self, x, gate=None):
+    h = self.weight.float() * _normalised(x.float(), self.eps)
+    return (h * ACT2FN[self.activation](gate.float())).to(x.dtype)
+
+
+def norm_gate_first(self, x, gate=None):
+    h = x.float()
+    if gate is not None:
+        h = h * F.silu(gate.float())
+    *leading, columns = h.shape
+    groups = columns // self.group_size
+    h = _normalised(h.view(*leading, groups, self.group_size), self.eps)
+    return self.weight * h.view(*leading, groups * self.group_size).to(x.dtype)
+
+
 _LATE = {"rounding": "gemma", "offset": 0.0}
 NORMS = (
     Structure("llama", norm_llama, {"rounding": "llama", "offset": 0.0}),
@@ -154,6 +175,11 @@ NORMS = (
     Structure("late, optional weight", norm_late_optional, _LATE),
     Structure("t5", norm_t5, {"rounding": "t5", "offset": 0.0}),
     Structure("torch", norm_torch, {**_LATE, "autocast": True}),
+)
+GATED_NORMS = (
+    Structure("norm, then gate", norm_gated, {"rounding": "llama"}),
+    Structure("norm, then gate, late", norm_gated_late, {"rounding": "gemma"}),
+    Structure("gate, then norm by group", norm_gate_first, {"rounding": "llama", "norm_first": False}),
 )
 LAYER_NORMS = (
     Structure("torch", layer_norm_torch, {"autocast": True}),
