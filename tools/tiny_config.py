@@ -44,6 +44,17 @@ RULES = (
 RULES = tuple((re.compile(f"^({pattern})$"), value) for pattern, value in RULES)
 UNSET = {  # what may be left open and has no default in the models
     "head_dim": HEAD_DIM, "num_key_value_heads": HEADS, "num_experts_per_tok": 2, "sliding_window": PARTS,
+    "n_routed_experts": EXPERTS,
+    "n_shared_experts": 1,
+    "layer_types": ["full_attention"] * LAYERS,
+    "mlp_layer_types": ["dense", "sparse"],
+    "num_experts": EXPERTS,
+    "top_k_experts": 2,
+    "indexer_n_heads": HEADS,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": HEAD_DIM,
+    "indexer_budget": PARTS,
+    "indexer_compress_ratio": 4,
     "vocabulary_map": {"<image>": 5}, "moe_topk": 2,
 }  # fmt: skip
 IGNORED = ("transformers_version", "id2label", "label2id", "dtype", "torch_dtype")
@@ -71,7 +82,7 @@ def _shrink(options: dict, ids) -> dict:
             small[key] = {i: _shrink(value[places[str(old)]], ids)
                           for i, old in enumerate(layers) if str(old) in places}  # fmt: skip
         elif key == "rope_parameters" or key == "rope_scaling":
-            small[key] = _rope(value)
+            small[key] = _rope(value or _plain_rope(options))
         elif isinstance(value, dict):
             small[key] = _shrink(value, ids)
         elif value is None:
@@ -103,6 +114,12 @@ def _layers(kinds: list) -> list[int]:
         combinations.setdefault(str([kind[place] for kind in kinds]), place)
     places = sorted(combinations.values())[:6]
     return places if len(places) >= LAYERS else [*places, *range(places[-1] + 1, places[-1] + LAYERS)]
+
+
+def _plain_rope(options: dict) -> dict | None:
+    """Rotary parameters for every kind of layer, where a configuration leaves them empty."""
+    kinds = options.get("layer_types") or ()
+    return {kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in kinds} or None
 
 
 def _rope(options: dict | None) -> dict | None:

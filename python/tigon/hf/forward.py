@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import torch
 from torch import nn
 
@@ -27,19 +29,30 @@ class Forward:
 
 def bind(function, module: nn.Module, spec, name: str = "forward") -> None:
     """Make `function` a method of this instance; its class stays as it is."""
-    module.__dict__[name] = Forward(function, module, spec)
+    module.__dict__[_place(module, name)] = Forward(function, module, spec)
 
 
 def bound(module: nn.Module, name: str = "forward") -> Forward | None:
     """The replacement method of this instance, if it carries one."""
-    method = module.__dict__.get(name)
+    method = module.__dict__.get(_place(module, name))
     return method if isinstance(method, Forward) else None
 
 
 def unbind(module: nn.Module) -> None:
     """Give the instance its class's methods back."""
     for name in [name for name, value in vars(module).items() if isinstance(value, Forward)]:
-        del module.__dict__[name]
+        if name == HOOKED:
+            module.__dict__[name] = types.MethodType(type(module).forward, module)
+        else:
+            del module.__dict__[name]
+
+
+# Where accelerate keeps the forward of a module that it moves tensors for (device_map, offloading).
+HOOKED = "_old_forward"
+
+
+def _place(module: nn.Module, name: str) -> str:
+    return HOOKED if name == "forward" and HOOKED in vars(module) and hasattr(module, "_hf_hook") else name
 
 
 def stock(module: nn.Module, *args):
@@ -54,6 +67,9 @@ def plain(*tensors) -> bool:
 
 def blocked(module: nn.Module) -> str | None:
     """Why this instance must keep the forward it has, or None."""
-    if "forward" in module.__dict__ and bound(module) is None:
+    method = module.__dict__.get(_place(module, "forward"))
+    if getattr(method, "__func__", None) is type(module).forward and method.__self__ is module:
+        return None  # the class's own, kept by accelerate
+    if method is not None and not isinstance(method, Forward):
         return "its forward is bound to the instance (tensor parallel, kernels or another patch)"
     return None

@@ -128,10 +128,14 @@ class LazyLogits:
         return twin
 
     def to(self, *args, **kwargs):
-        """As Tensor.to; a change of dtype stays lazy."""
+        """As Tensor.to; a change of dtype, or the device it is on, stays lazy."""
         dtype = kwargs.get("dtype", args[0] if args else None)
         if self._real is None and len(args) + len(kwargs) == 1 and isinstance(dtype, torch.dtype):
             return self if dtype == self._dtype else self._with(link=("to", dtype), dtype=dtype)
+        if self._real is None and not torch.compiler.is_compiling() and "copy" not in kwargs:
+            device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
+            if layout is None and (device is None or _same_device(device, self.device)):
+                return self if dtype is None else self.to(dtype)  # accelerate moves all outputs
         return self.materialise().to(*args, **kwargs)
 
     def float(self):
@@ -379,6 +383,10 @@ def _real(value):
 
 def _real_all(values):
     return type(values)(_real(value) for value in values)
+
+
+def _same_device(wanted, device) -> bool:
+    return wanted.type == device.type and wanted.index in (None, device.index)
 
 
 def _is_scalar(value) -> bool:

@@ -157,7 +157,7 @@ def known_activation(activation) -> str | None:
     to 1e-11), different functions do not; fp32 cannot tell 1e-9.
     """
     if isinstance(activation, nn.Module) and (
-        "forward" in activation.__dict__ or [*activation.parameters(), *activation.buffers()]
+        blocked(activation) or [*activation.parameters(), *activation.buffers()]
     ):
         return None
     x = torch.cat((torch.linspace(-12, 12, 977), torch.tensor([-200.0, -0.0, 200.0, float("nan")])))
