@@ -255,6 +255,6 @@ def test_rotary_without_source_is_probed(monkeypatch):
 
 def test_torch_rms_norm_is_known():
     spec, _ = plan_norm(nn.RMSNorm(8, eps=1e-5))
-    assert (spec.rounding, spec.offset) == ("none", 0.0)
+    assert (spec.rounding, spec.offset) == ("gemma", 0.0)  # once, to x's dtype
     assert "eps" in plan_norm(nn.RMSNorm(8))
     assert "axes" in plan_norm(nn.RMSNorm((2, 8), eps=1e-5))

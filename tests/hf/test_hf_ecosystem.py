@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 
@@ -194,6 +195,8 @@ LORA = {
     "head_saved": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "norms_saved": {"target_modules": ["q_proj"], "modules_to_save": ["norm"]},
     "on_head": {"target_modules": ["q_proj", "lm_head"]},
+    "dora_on_head": {"target_modules": ["q_proj", "lm_head"], "use_dora": True},
+    "bias_on_head": {"target_modules": ["q_proj", "lm_head"], "lora_bias": True},
 }
 
 
@@ -224,15 +227,48 @@ def test_lora(what, when, device):
     for name, grad in wanted[1].items():
         close(got[1][name], grad, ulps=512)
     report = reports[0]
-    if what == "on_head":
-        assert report.head_calls.fused == 0
-        if when == "after":
-            assert "adapter" in next(e.reason for e in report.left if e.slot == "loss")
+    if "on_head" in what and (when == "before" or what == "bias_on_head"):
+        assert report.head_calls.fused == 0  # more than two products: logits
     else:
         assert report.head_calls.fused == 1 and report.head_calls.materialised == 0
     undo(model)
     close(step(model, inputs)[0], wanted[0])
     assert not any("forward" in m.__dict__ for m in model.modules() if m is not model)
+
+
+def test_lora_on_the_head_in_all_its_states(device):
+    """Merged, switched off, dropped out, two at a time: the loss is stock's, fused where it can be."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["lm_head"])
+    dropped = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["lm_head"], lora_dropout=0.5)
+    inputs = batch(device)
+
+    def states(model):
+        torch.manual_seed(5)
+        model = peft.get_peft_model(model, config).train()
+        model.add_adapter("other", config)
+        model.add_adapter("dropped", dropped)
+        report = apply(model) if patch else None
+        head = model.base_model.model.lm_head
+        for name in ("default", "merged", "off", "dropped", "two"):
+            model.base_model.set_adapter({"dropped": "dropped", "two": ["default", "other"]}.get(name, "default"))
+            if name == "merged":
+                head.merge()
+            torch.manual_seed(1)
+            before = report.head_calls.fused if patch else 0
+            with model.disable_adapter() if name == "off" else contextlib.nullcontext():
+                loss = model.train()(**inputs).loss.detach()
+            yield name, loss, patch and report.head_calls.fused - before
+            if name == "merged":
+                head.unmerge()
+
+    patch = False
+    wanted = list(states(make(device=device)))
+    patch = True
+    fused = {"default": 1, "merged": 1, "off": 1, "dropped": 0, "two": 0}
+    for (name, want, _), (_, got, count) in zip(wanted, states(make(device=device)), strict=True):
+        close(got, want, ulps=256)
+        assert count == fused[name], name
 
 
 def test_lora_adapter_switched_off(device):

@@ -41,6 +41,8 @@ STAYS_LAZY = {
     "double": lambda x: x.double(),
     "to_dtype": lambda x: x.to(torch.float64),
     "to_dtype_keyword": lambda x: x.to(dtype=torch.float64),
+    "to_device": lambda x: x.to(x.device, non_blocking=True),
+    "to_device_and_dtype": lambda x: x.to(str(x.device), torch.float64),
     "times": lambda x: x * 0.5,
     "times_from_the_left": lambda x: 2 * x,
     "divided": lambda x: x / 3.0,
@@ -110,7 +112,6 @@ COMPUTES = {
     "new_last_axis": lambda x: x[..., None],
     "transpose": lambda x: x.transpose(1, 2),
     "view_other": lambda x: x.view(-1),
-    "to_device": lambda x: x.to(x.device),
     "where": lambda x: torch.where(x > 0, x, torch.zeros((), device=x.device)),
 }  # fmt: skip
 

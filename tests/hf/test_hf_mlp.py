@@ -146,9 +146,9 @@ class Ungated(nn.Module):
 
 
 def test_ungated_mlps():
-    """The square of ReLU is fused; others are named in the report; three modules in a row are no MLP."""
+    """The square of ReLU is fused; others are one pass already; three modules in a row are no MLP."""
     _hold(Ungated(ACT2FN["relu2"]), "tigon.relu_squared")
-    assert "one pass already" in plan_mlp(Ungated(ACT2FN["gelu"]))
+    assert plan_mlp(Ungated(ACT2FN["gelu"])) is None
     assert plan_mlp(Ungated(nn.LayerNorm(24))) is None
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from transformers.activations import ACT2FN
 
 MAX_INLINING = 4
 
@@ -32,13 +33,17 @@ FUNCTIONS = {
     torch.sigmoid: "sigmoid",
     torch.cat: "cat",
     torch.chunk: "chunk",
+    torch.bmm: "bmm",
     F.silu: "silu",
     F.gelu: "gelu",
     F.relu: "relu",
+    F.dropout: "dropout",
+    F.layer_norm: "layer_norm",
+    F.rms_norm: "rms_norm",
 }
 METHODS = {
     "rsqrt", "sqrt", "pow", "square", "mean", "tanh", "sigmoid", "chunk", "unsqueeze", "float",
-    "to", "type", "type_as", "contiguous", "size",
+    "to", "type", "type_as", "contiguous", "size", "view", "permute", "clamp",
 }  # fmt: skip
 # Of rotary functions.
 FUNCTIONS |= {
@@ -50,6 +55,13 @@ FUNCTIONS |= {
 METHODS |= {"flatten", "reshape", "repeat_interleave", "unbind", "view"}
 # Names under which the arguments of these functions may be given.
 KEYWORDS = {"dim": 1, "keepdim": 2, "dtype": 1, "exponent": 1, "chunks": 1, "other": 1}
+# Functions whose arguments after the first may be left out, in order.
+DEFAULTS = {
+    "layer_norm": {"normalized_shape": None, "weight": None, "bias": None, "eps": 1e-5},
+    "rms_norm": {"normalized_shape": None, "weight": None, "eps": None},
+    "clamp": {"min": None, "max": None},
+    "dropout": {"p": 0.5, "training": True, "inplace": False},
+}
 OPERATORS = {
     ast.Add: "add",
     ast.Sub: "sub",
@@ -79,6 +91,11 @@ class Canonical:
 def canonical_forward(cls: type) -> Canonical:
     """Canonical expression of `cls.forward`, helper methods taken from `cls` and its bases."""
     return _canonical(cls.forward, cls)
+
+
+def canonical_method(cls: type, name: str) -> Canonical:
+    """Canonical expression of another method of `cls`."""
+    return _canonical(getattr(cls, name), cls)
 
 
 def canonical_function(function) -> Canonical:
@@ -130,6 +147,7 @@ class _Evaluator:
     """Evaluate the body of one function symbolically; expressions are nested tuples."""
 
     def __init__(self, function, cls, node, depth):
+        self.function = function
         self.globals = function.__globals__
         self.cls = cls
         self.depth = depth
@@ -149,6 +167,8 @@ class _Evaluator:
                 case ast.AugAssign(target=ast.Name(id=name), op=op, value=value):
                     new = self.binary(op, env.get(name), self.expression(value, env))
                     env = {**env, name: new}
+                case ast.If(body=body, orelse=[]) if all(isinstance(s, ast.Raise) for s in body):
+                    pass  # a check: what it refuses, the replacement refuses or computes
                 case ast.If(test=test, body=body, orelse=orelse):
                     then, otherwise = self.block(body + rest, env), self.block(orelse + rest, env)
                     return _cond(self.expression(test, env), then, otherwise)
@@ -162,6 +182,11 @@ class _Evaluator:
         match target:
             case ast.Name(id=name):
                 return {**env, name: value}
+            case ast.Tuple(elts=[ast.Starred(value=ast.Name(id=name)), *rest]) if value[0] == "shape":
+                env = {**env, name: ("leading", value[1], _const(len(rest)))}
+                for i, element in enumerate(rest):
+                    env = self.assign(element, ("size", value[1], _const(i - len(rest))), env)
+                return env
             case ast.Tuple(elts=targets):
                 if value[0] == "tuple" and len(value) - 1 != len(targets):
                     raise Unrecognised(f"assignment to `{ast.unparse(target)}`")
@@ -241,6 +266,8 @@ class _Evaluator:
         match node.func:
             case ast.Attribute(value=ast.Name(id=name), attr=attr) if name == self.self_name:
                 return self.call_self(attr, arguments, keywords)
+            case ast.Attribute(value=ast.Call(func=ast.Name(id="super"), args=[]), attr=attr):
+                return self.inline(self.parent(attr), self.cls, arguments, keywords)
             case ast.Attribute(value=value, attr=attr):
                 base = self.expression(value, env)
                 if base[0] != "object":
@@ -248,6 +275,8 @@ class _Evaluator:
                         raise Unrecognised(f"method `{attr}`")
                     return _build(attr, _positional(attr, [base, *arguments], keywords))
         function = self.expression(node.func, env)
+        if function[0] == "activation" and not keywords:  # ACT2FN[name](x)
+            return ("call", function, *arguments)
         if function[0] != "object":
             raise Unrecognised(f"call `{ast.unparse(node)}`")
         name = _known(function[1])
@@ -269,7 +298,23 @@ class _Evaluator:
             if keywords:
                 raise Unrecognised(f"keywords in a call of `{attr}`")
             return ("call", ("attr", attr), *arguments)
-        return self.inline(method, self.cls, arguments, keywords)
+        try:
+            return self.inline(method, self.cls, arguments, keywords)
+        except Unrecognised:  # a method like a child: something to call with these arguments
+            if keywords or not arguments:
+                raise
+            return ("call", ("attr", attr), *arguments)
+
+    def parent(self, attr):
+        """The method that `super()` finds."""
+        mro = self.cls.__mro__ if self.cls is not None else ()
+        name = self.function.__name__
+        owner = next((i for i, base in enumerate(mro) if vars(base).get(name) is self.function), None)
+        after = () if owner is None else mro[owner + 1 :]
+        method = next((vars(base)[attr] for base in after if attr in vars(base)), None)
+        if method is None:
+            raise Unrecognised(f"super().{attr}")
+        return method
 
     def inline(self, function, cls, arguments, keywords):
         if self.depth >= MAX_INLINING or keywords or hasattr(function, "__wrapped__"):
@@ -301,6 +346,11 @@ def _positional(name, arguments, keywords):
         places = {}
         if keywords.get("inplace") in (_const(False), None):
             keywords = {}
+    elif name in DEFAULTS:
+        places = DEFAULTS[name]
+        for word, default in list(places.items())[len(arguments) - 1 :]:
+            keywords = {word: _const(default), **keywords}
+        places = {word: place for place, word in enumerate(places, 1)}
     else:
         places = KEYWORDS
     for word in sorted(keywords, key=lambda word: places.get(word, 99)):
@@ -326,6 +376,8 @@ def _cond(test, then, otherwise):
 
 
 def _index(base, index):
+    if base == ("object", ACT2FN):
+        return ("activation", index)
     if index[0] == "const" and isinstance(index[1], float):
         if base[0] == "shape":
             return ("size", base[1], index)

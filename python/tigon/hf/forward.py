@@ -1,13 +1,15 @@
-"""A replacement forward bound to one module instance."""
+"""A replacement method bound to one module instance."""
 
 from __future__ import annotations
+
+import types
 
 import torch
 from torch import nn
 
 
 class Forward:
-    """Callable stored as `module.forward`; it runs `function(module, spec, *args, **kwargs)`.
+    """Callable stored as `module.forward` (or another method); it runs `function(module, spec, *args, **kwargs)`.
 
     A plain object and not a bound method: copying or pickling the module carries it along, bound
     to the copy, and `torch.compile` traces through it.
@@ -22,24 +24,35 @@ class Forward:
         return self.function(self.module, self.spec, *args, **kwargs)
 
     def __repr__(self):
-        return f"<tigon forward of {type(self.module).__name__}>"
+        return f"<tigon method of {type(self.module).__name__}>"
 
 
-def bind(function, module: nn.Module, spec) -> None:
-    """Make `function` the forward of this instance; its class stays as it is."""
-    module.__dict__["forward"] = Forward(function, module, spec)
+def bind(function, module: nn.Module, spec, name: str = "forward") -> None:
+    """Make `function` a method of this instance; its class stays as it is."""
+    module.__dict__[_place(module, name)] = Forward(function, module, spec)
 
 
-def bound(module: nn.Module) -> Forward | None:
-    """The replacement forward of this instance, if it carries one."""
-    forward = module.__dict__.get("forward")
-    return forward if isinstance(forward, Forward) else None
+def bound(module: nn.Module, name: str = "forward") -> Forward | None:
+    """The replacement method of this instance, if it carries one."""
+    method = module.__dict__.get(_place(module, name))
+    return method if isinstance(method, Forward) else None
 
 
 def unbind(module: nn.Module) -> None:
-    """Give the instance its class's forward back."""
-    if bound(module) is not None:
-        del module.__dict__["forward"]
+    """Give the instance its class's methods back."""
+    for name in [name for name, value in vars(module).items() if isinstance(value, Forward)]:
+        if name == HOOKED:
+            module.__dict__[name] = types.MethodType(type(module).forward, module)
+        else:
+            del module.__dict__[name]
+
+
+# Where accelerate keeps the forward of a module that it moves tensors for (device_map, offloading).
+HOOKED = "_old_forward"
+
+
+def _place(module: nn.Module, name: str) -> str:
+    return HOOKED if name == "forward" and HOOKED in vars(module) and hasattr(module, "_hf_hook") else name
 
 
 def stock(module: nn.Module, *args):
@@ -54,6 +67,9 @@ def plain(*tensors) -> bool:
 
 def blocked(module: nn.Module) -> str | None:
     """Why this instance must keep the forward it has, or None."""
-    if "forward" in module.__dict__ and bound(module) is None:
+    method = module.__dict__.get(_place(module, "forward"))
+    if getattr(method, "__func__", None) is type(module).forward and method.__self__ is module:
+        return None  # the class's own, kept by accelerate
+    if method is not None and not isinstance(method, Forward):
         return "its forward is bound to the instance (tensor parallel, kernels or another patch)"
     return None

@@ -10,8 +10,10 @@ from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from tigon.hf.forward import blocked, plain, stock
+from tigon.hf.head_operands import head_operands, is_linear, is_lora
 from tigon.hf.lazy_logits import LazyLogits, LogitsRequest, LossRequest
 from tigon.hf.report import HeadCalls
+from tigon.ops.labels import count_labels
 from tigon.ops.linear_cross_entropy import linear_cross_entropy
 
 # Hooks of these packages gather weights or move tensors; they do not look at the logits.
@@ -29,7 +31,7 @@ class HeadSpec:
         return self  # PEFT copies heads out of a patched model: they count into the same report
 
 
-def head_forward(module: nn.Linear, spec: HeadSpec, hidden, request=None):
+def head_forward(module: nn.Module, spec: HeadSpec, hidden, request=None):
     """Forward of a patched head: lazy logits while training, logits or a loss on request."""
     if isinstance(request, LossRequest):
         return _loss(module, hidden, request)
@@ -46,6 +48,8 @@ def head_forward(module: nn.Linear, spec: HeadSpec, hidden, request=None):
 def _lazy(module, spec, hidden) -> bool:
     """Whether logits may be owed; evaluation, generation and observers get real ones."""
     if not (module.training and torch.is_grad_enabled() and plain(hidden, module.weight)):
+        return False
+    if is_lora(module) and head_operands(module) is None:
         return False
     if torch.compiler.is_compiling() and not spec.compiled:
         return False
@@ -66,35 +70,56 @@ def _foreign(hook) -> bool:
 
 
 def _loss(module, hidden, request):
-    weight, bias = module.weight, module.bias
-    if request.columns is not None:
-        weight = weight[: request.columns]
-        bias = None if bias is None else bias[: request.columns]
-    if request.dtype is not None:
-        hidden, weight = hidden.to(request.dtype), weight.to(request.dtype)
-        bias = None if bias is None else bias.to(request.dtype)
-    target = request.target.to(hidden.device)
+    weight, bias, lora = head_operands(module)
+    columns, dtype = request.columns, request.dtype
+    if columns is not None:
+        weight, bias = weight[:columns], None if bias is None else bias[:columns]
+        lora = None if lora is None else (lora[0], lora[1][:columns], lora[2])
+    if dtype is not None:
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    target = request.target  # on the CPU: counted there, then moved
+    target = target if target.device.type == "cpu" else target.to(hidden.device)
     device = hidden.device.type
     if torch.is_autocast_enabled(device):  # the casts are made; autocast must not add its own
         with torch.autocast(device, enabled=False):
-            return linear_cross_entropy(hidden, weight, target, bias=bias, **request.options)
-    return linear_cross_entropy(hidden, weight, target, bias=bias, **request.options)
+            return linear_cross_entropy(hidden, weight, target, bias=bias, lora=lora, **request.options)
+    return linear_cross_entropy(hidden, weight, target, bias=bias, lora=lora, **request.options)
+
+
+def count_early(module: nn.Module, args, kwargs) -> None:
+    """Forward pre-hook of a patched model: the labels are counted while the layers run.
+
+    By the time of the loss the host knows how many there are, without waiting, and rows that do
+    not count are left out.
+    """
+    del args
+    if torch.compiler.is_compiling() or not module.training:
+        return
+    shifted = kwargs.get("shift_labels")
+    labels = kwargs.get("labels") if shifted is None else shifted
+    if isinstance(labels, torch.Tensor) and labels.is_cuda and labels.ndim:
+        count_labels(labels, kwargs.get("ignore_index", -100), shift=shifted is None)
+
+
+def _fused(logits, target, **options):
+    return logits.cross_entropy(target, **options) if isinstance(logits, LazyLogits) else None
 
 
 def causal_lm_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100,
                    shift_labels=None, **kwargs):  # fmt: skip
     """transformers' ForCausalLMLoss that computes lazy logits' loss from the hidden states."""
     if isinstance(logits, LazyLogits) and logits.shape[-1] == vocab_size:
-        target = shift_labels
-        if target is None:
+        options = {"ignore_index": ignore_index, "denominator": num_items_in_batch}
+        if shift_labels is not None:
+            flat = logits.view(-1, vocab_size)
+            loss = _fused(flat, shift_labels.reshape(-1), **options)
+        elif logits.shape[:-1] == labels.shape:
+            loss = _fused(logits, labels, shift=True, **options)  # the tensor that was counted
+        else:
             target = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        flat = logits.view(-1, vocab_size)
-        if isinstance(flat, LazyLogits):
-            loss = flat.cross_entropy(
-                target.reshape(-1), ignore_index=ignore_index, denominator=num_items_in_batch
-            )
-            if loss is not None:
-                return loss
+            loss = _fused(logits.view(-1, vocab_size), target.reshape(-1), **options)
+        if loss is not None:
+            return loss
     if isinstance(logits, LazyLogits):
         logits = logits.materialise()
     return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index,
@@ -115,9 +140,9 @@ def plan_head(head: nn.Module) -> list[nn.Linear] | str:
 
 
 def _unfit(head: nn.Module) -> str | None:
-    if hasattr(head, "base_layer"):
+    if hasattr(head, "base_layer") and not is_lora(head):
         return f"{type(head).__name__} adds an adapter to the head; its logits must be computed"
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+    if not is_linear(head) and not is_lora(head):
         return f"the head is {type(head).__name__}, not nn.Linear"
     shape = tuple(getattr(head.weight, "ds_shape", head.weight.shape))  # ZeRO-3 keeps it there
     if not head.weight.is_floating_point() or len(shape) != 2:

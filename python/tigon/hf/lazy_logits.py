@@ -54,9 +54,9 @@ class LazyLogits:
         self._limit = None  # columns when fewer than the head has
         self._detached = False
         self._real = None
-        self._seen = None  # the weight and its version, to notice an optimizer step in between
+        self._seen = ()  # parameters and their versions, to notice an optimizer step in between
         if not torch.compiler.is_compiling():
-            self._seen = (head.weight, head.weight._version)
+            self._seen = [(name, p, p._version) for name, p in head.named_parameters()]
 
     # --- what is known ---------------------------------------------------------------------
 
@@ -88,7 +88,7 @@ class LazyLogits:
     @property
     def requires_grad(self):
         """Whether the logits carry a graph."""
-        owed = self._hidden.requires_grad or self._head.weight.requires_grad
+        owed = self._hidden.requires_grad or any(p.requires_grad for p in self._head.parameters())
         return owed and not self._detached
 
     def size(self, dim=None):
@@ -128,10 +128,14 @@ class LazyLogits:
         return twin
 
     def to(self, *args, **kwargs):
-        """As Tensor.to; a change of dtype stays lazy."""
+        """As Tensor.to; a change of dtype, or the device it is on, stays lazy."""
         dtype = kwargs.get("dtype", args[0] if args else None)
         if self._real is None and len(args) + len(kwargs) == 1 and isinstance(dtype, torch.dtype):
             return self if dtype == self._dtype else self._with(link=("to", dtype), dtype=dtype)
+        if self._real is None and not torch.compiler.is_compiling() and "copy" not in kwargs:
+            device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
+            if layout is None and (device is None or _same_device(device, self.device)):
+                return self if dtype is None else self.to(dtype)  # accelerate moves all outputs
         return self.materialise().to(*args, **kwargs)
 
     def float(self):
@@ -274,17 +278,15 @@ class LazyLogits:
             return self._head(self._hidden, request)
 
     def _check_fresh(self):
-        if self._seen is None:
-            return
-        weight, version = self._seen
-        if self._head.weight is weight and weight._version != version:
+        now = dict(self._head.named_parameters())  # FSDP may hold others by now
+        if any(now.get(name) is p and p._version != version for name, p, version in self._seen):
             raise Error(
                 "[lazy_logits] logits must be read before the head's weight changes, got a weight "
                 "changed since the forward pass (read output.logits before optimizer.step())"
             )
 
     def cross_entropy(self, target, *, weight=None, ignore_index=-100, reduction="mean",
-                      label_smoothing=0.0, denominator=None):  # fmt: skip
+                      label_smoothing=0.0, denominator=None, shift=False):  # fmt: skip
         """Cross-entropy of these logits without forming them; None when it cannot be done."""
         folded = None if self._real is not None or self._detached else _fold(self._chain)
         if folded is None:
@@ -304,6 +306,7 @@ class LazyLogits:
             reduction=reduction,
             label_smoothing=label_smoothing,
             denominator=denominator,
+            shift=shift,
             logit_scale=scale,
             softcap=softcap,
         )
@@ -380,6 +383,10 @@ def _real(value):
 
 def _real_all(values):
     return type(values)(_real(value) for value in values)
+
+
+def _same_device(wanted, device) -> bool:
+    return wanted.type == device.type and wanted.index in (None, device.index)
 
 
 def _is_scalar(value) -> bool:

@@ -6,9 +6,12 @@ them. Only what lies in between is fused.
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tigon.hf.canonical import Unrecognised, canonical_forward
@@ -17,11 +20,18 @@ from tigon.hf.structures import ACTIVATIONS, MLPS, match
 from tigon.ops.glu import geglu, reglu, swiglu
 from tigon.ops.relu_squared import relu_squared
 
+
+def _squared_gate(gate, up):
+    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
+    return relu_squared(gate) * up
+
+
 FUSED = {
     "silu": ("tigon.swiglu", swiglu),
     "gelu_tanh": ("tigon.geglu", geglu),
     "gelu": ("tigon.geglu", lambda gate, up: geglu(gate, up, approximate="none")),
     "relu": ("tigon.reglu", reglu),
+    "relu_squared": ("tigon.relu_squared", _squared_gate),
 }
 
 
@@ -36,24 +46,55 @@ class MlpSpec:
     gate_up: str | None = None
     gate_multiplier: str | None = None
     down_multiplier: str | None = None
+    up_first: bool = False  # of gate_up
+    limit: str | None = None  # gate clamped above, up on both sides
+    clamp_after: bool = False  # the activated gate is clamped, not the gate
+    before: tuple[str, ...] = ()  # modules or methods that x goes through
+    middle: str | None = None  # dropout or norm of the product
+    dropout: str | None = None  # attribute with the probability for the result
 
 
 def mlp_forward(module: nn.Module, spec: MlpSpec, x):
     """Forward of a recognised MLP."""
+    for name in spec.before:
+        x = getattr(module, name)(x)
     down = getattr(module, spec.down)
     up = None if spec.up is None else getattr(module, spec.up)(x)
-    if spec.activation == "relu_squared":
+    if spec.gate is None and spec.gate_up is None:
         return down(relu_squared(up) if plain(up) else ACTIVATIONS["relu_squared"](up))
     gate = getattr(module, spec.gate or spec.gate_up)(x)
-    if spec.gate_multiplier is None:
-        return down(_product(spec.activation, gate, up))
+    if spec.up_first:
+        up, gate = gate.chunk(2, dim=-1)
+    if spec.gate_multiplier is not None:
+        return _with_multipliers(module, spec, gate, up, down)
+    if spec.limit is not None:
+        inner = clamped_product(spec.activation, gate, up, getattr(module, spec.limit), spec.clamp_after)
+    else:
+        inner = product(spec.activation, gate, up)
+    if spec.middle is not None:
+        inner = getattr(module, spec.middle)(inner)
+    y = down(inner)
+    if spec.dropout is not None:
+        y = F.dropout(y, p=getattr(module, spec.dropout), training=module.training)
+    return y
+
+
+def _with_multipliers(module, spec, gate, up, down):
     before, after = getattr(module, spec.gate_multiplier), getattr(module, spec.down_multiplier)
     if type(down) is nn.Linear and down.bias is None:  # linear: the factor may come before it
-        return down(_product(spec.activation, gate, up, before, after))
-    return down(_product(spec.activation, gate, up, before)) * after
+        return down(product(spec.activation, gate, up, before, after))
+    return down(product(spec.activation, gate, up, before)) * after
 
 
-def _product(activation, gate, up, gate_multiplier=1.0, down_multiplier=1.0):
+def clamped_product(activation, gate, up, limit, after):
+    """act(gate) * up with the gate clamped above, before or after act, and up on both sides."""
+    up = up.clamp(min=-limit, max=limit)
+    if after:
+        return ACTIVATIONS[activation](gate).clamp(max=limit) * up
+    return product(activation, gate.clamp(max=limit), up)
+
+
+def product(activation, gate, up, gate_multiplier=1.0, down_multiplier=1.0):
     """act(gate_multiplier * gate) * up * down_multiplier; without `up`, gate holds both as halves."""
     fits = plain(gate) if up is None else plain(gate, up) and gate.dtype == up.dtype
     scaled = (gate_multiplier, down_multiplier) != (1.0, 1.0)
@@ -70,8 +111,6 @@ def _product(activation, gate, up, gate_multiplier=1.0, down_multiplier=1.0):
 
 def plan_mlp(module: nn.Module) -> tuple[MlpSpec, str] | str | None:
     """(spec, what it is), or why an MLP is left, or None where there is none."""
-    if _has_experts(module):
-        return "experts run through transformers' experts registry; not replaced"
     if next(module.children(), None) is None:
         return None
     try:
@@ -80,20 +119,24 @@ def plan_mlp(module: nn.Module) -> tuple[MlpSpec, str] | str | None:
     except Unrecognised as error:
         found, why = None, str(error)
     if found is None:
-        return f"unrecognised forward: {why}" if _looks_like_mlp(module) else None
+        return f"unrecognised forward: {why}" if _looks_gated(module) else None
     roles = dict(found.roles)
     ungated = not {"gate", "gate_up"} & roles.keys()
-    if ungated and not _looks_like_mlp(module):  # any three modules in a row have this form
-        return None
-    activation, reason = _activation(module, roles.pop("act", None), ungated)
+    if ungated and known_activation(getattr(module, roles["act"])) != "relu_squared":
+        return None  # one pass already, and any three modules in a row have this form
+    activation, reason = _activation(module, roles.pop("act", None))
     reason = blocked(module) or reason or _multipliers(module, roles)
     if reason is not None:
         return reason
     op = "tigon.relu_squared" if ungated else FUSED[activation][0]
-    return MlpSpec(activation, **roles), f"{op} ({found.structure.name})"
+    before = tuple(roles.pop(f"before{i}") for i in range(3) if f"before{i}" in roles)
+    roles.pop("training", None)
+    return MlpSpec(
+        activation, before=before, **{**found.structure.options, **roles}
+    ), f"{op} ({found.structure.name})"
 
 
-def _activation(module: nn.Module, name: str | None, ungated: bool) -> tuple[str | None, str | None]:
+def _activation(module: nn.Module, name: str | None) -> tuple[str | None, str | None]:
     """The activation, or why it cannot be fused."""
     if name is None:  # written inline as silu
         return "silu", None
@@ -101,11 +144,9 @@ def _activation(module: nn.Module, name: str | None, ungated: bool) -> tuple[str
     if getattr(activation, "_forward_hooks", None) or getattr(activation, "_forward_pre_hooks", None):
         return None, f"hooks on {name} would not run"
     known = known_activation(activation)
-    if known is not None and (known == "relu_squared") == ungated:
+    if known is not None:
         return known, None
     label = getattr(activation, "__name__", type(activation).__name__)
-    if ungated:
-        return None, f"activation {label} alone is one pass already, only the square of ReLU is two"
     return None, f"activation {label} has no fused product"
 
 
@@ -116,7 +157,7 @@ def known_activation(activation) -> str | None:
     to 1e-11), different functions do not; fp32 cannot tell 1e-9.
     """
     if isinstance(activation, nn.Module) and (
-        "forward" in activation.__dict__ or [*activation.parameters(), *activation.buffers()]
+        blocked(activation) or [*activation.parameters(), *activation.buffers()]
     ):
         return None
     x = torch.cat((torch.linspace(-12, 12, 977), torch.tensor([-200.0, -0.0, 200.0, float("nan")])))
@@ -143,14 +184,21 @@ def _multipliers(module: nn.Module, roles: dict) -> str | None:
     return None
 
 
-def _has_experts(module: nn.Module) -> bool:
-    return sum(p.ndim == 3 for p in module.parameters(recurse=False)) >= 2
-
-
-def _looks_like_mlp(module: nn.Module) -> bool:
-    """At least two products and an activation module of its own: worth a line in the report."""
+def _looks_gated(module: nn.Module) -> bool:
+    """Three products, or two with twice as many columns in between: worth a line in the report."""
     children = list(module.children())
-    products = sum(hasattr(child, "in_features") for child in children)
-    flat = all(hasattr(child, "in_features") or not list(child.children()) for child in children)
-    activation = any("activation" in type(child).__module__ for child in children)
-    return flat and products >= 2 and activation
+    products = [child for child in children if hasattr(child, "in_features")]
+    small = ("activation", "dropout", "normalization")
+    rest = [child for child in children if child not in products]
+    if any(not any(word in type(child).__module__ for word in small) for child in rest):
+        return False
+    if len(products) < 2 or len(_required(type(module).forward)) != 1:
+        return False
+    if len(products) > 2:
+        return any(a.out_features == b.out_features for a, b in itertools.combinations(products, 2))
+    return products[0].out_features == 2 * products[1].in_features
+
+
+def _required(forward) -> list[str]:
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    return [p.name for p in parameters if p.default is p.empty]

@@ -1,65 +1,134 @@
-"""RMS norms -> tigon.rms_norm."""
+"""Norms -> tigon.rms_norm, tigon.layer_norm and tigon.gated_rms_norm."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
+import tigon
 from tigon.hf.canonical import NoSource, Unrecognised, canonical_forward
 from tigon.hf.forward import blocked, plain, stock
 from tigon.hf.probe import probe_norm
-from tigon.hf.structures import NORMS, Match, Structure, match
+from tigon.hf.structures import GATED_NORMS, LAYER_NORMS, NORMS, Match, match
 from tigon.ops.rms_norm import rms_norm
-
-# torch.nn.RMSNorm calls one torch function: fp32 inside, rounded once, result promoted.
-TORCH_NORM = Match(
-    Structure("torch", nn.RMSNorm.forward, {"rounding": "none", "offset": 0.0}),
-    {"weight": "weight", "eps": "eps"},
-)
 
 
 @dataclass(frozen=True)
 class NormSpec:
-    """Attribute names and rounding policy of one norm."""
+    """Attribute names and arithmetic of one norm."""
 
-    weight: str | None
-    eps: str
-    rounding: str
-    offset: float
+    op: str = "rms_norm"
+    weight: str | None = None
+    bias: str | None = None
+    eps: str | float = 0.0  # the attribute, or the number where the source says one
+    rounding: str = "llama"
+    offset: float = 0.0
+    shift: float = 0.0  # added to the weight in its own dtype
+    autocast: bool = False  # a torch function that CUDA's autocast runs in fp32
+    channels_first: bool = False
+    activation: str = "silu"  # of a gate
+    group_size: str | None = None
+    norm_first: bool = True
 
 
-def norm_forward(module: nn.Module, spec: NormSpec, x):
+def norm_forward(module: nn.Module, spec: NormSpec, *args):
     """Forward of a recognised norm."""
+    return _FORWARDS[spec.op](module, spec, *args)
+
+
+def _rms(module, spec, x):
     weight = None if spec.weight is None else getattr(module, spec.weight)
+    rounding = spec.rounding
+    if rounding == "t5":  # rounds to the weight's dtype when that is a half
+        rounding = "llama" if weight.dtype == x.dtype else "none"
+        if rounding == "none" and weight.dtype != torch.float32:
+            return stock(module, x)
     if not plain(x) or not (weight is None or plain(weight)):
         return stock(module, x)
-    eps = getattr(module, spec.eps)
-    return rms_norm(x, weight, eps, offset=spec.offset, rounding=spec.rounding)
+    if spec.shift:
+        weight = weight + spec.shift
+    return rms_norm(_wide(x, spec), weight, getattr(module, spec.eps), offset=spec.offset, rounding=rounding)
 
 
-def plan_norm(module: nn.Module) -> tuple[NormSpec, str] | str | None:
+def _layer(module, spec, x):
+    weight = None if spec.weight is None else getattr(module, spec.weight)
+    bias = None if spec.bias is None else getattr(module, spec.bias)
+    if not all(part is None or plain(part) for part in (x, weight, bias)):
+        return stock(module, x)
+    eps = getattr(module, spec.eps) if isinstance(spec.eps, str) else spec.eps
+    if spec.channels_first:
+        x = x.permute(0, 2, 3, 1)
+    y = tigon.layer_norm(_wide(x, spec), weight, bias, eps)
+    return y.permute(0, 3, 1, 2) if spec.channels_first else y
+
+
+def _gated(module, spec, x, gate=None):
+    weight = getattr(module, spec.weight)
+    if gate is None or gate.dtype != x.dtype or not plain(x, gate, weight):
+        return stock(module, x, gate)
+    size = None if spec.group_size is None else getattr(module, spec.group_size)
+    return tigon.gated_rms_norm(
+        x, gate, weight, getattr(module, spec.eps), norm_before_gate=spec.norm_first,
+        group_size=size, activation=spec.activation, rounding=spec.rounding,
+    )  # fmt: skip
+
+
+_FORWARDS = {"rms_norm": _rms, "layer_norm": _layer, "gated_rms_norm": _gated}
+GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
+
+
+def _wide(x, spec):
+    """What the torch function would be given under autocast; on the CPU it leaves norms alone."""
+    return x.float() if spec.autocast and x.is_cuda and torch.is_autocast_enabled("cuda") else x
+
+
+def plan_norm(module: nn.Module) -> tuple | str | None:
     """(spec, what it is), or why a norm is left, or None where there is no norm."""
-    if isinstance(module, nn.LayerNorm | nn.GroupNorm):
-        return f"{type(module).__name__} has no replacement yet"
     if next(module.children(), None) is not None:
         return None
-    found = TORCH_NORM if type(module) is nn.RMSNorm else recognise(module)
+    found = recognise(module)
     if isinstance(found, str):  # the name only decides whether it is worth a line in the report
-        names = (base.__name__.lower() for base in type(module).__mro__)
-        return found if any("norm" in name for name in names) else None
-    reason = blocked(module)
+        return found if _called_norm(module) else None
+    structure = found.structure
+    op = "layer_norm" if structure in LAYER_NORMS else "rms_norm"
+    op = "gated_rms_norm" if structure in GATED_NORMS else op
+    reason = blocked(module) or _unfit(module, found.roles)
+    if reason is None and not hasattr(tigon, op):
+        reason = f"this build has no tigon.{op}"
     if reason is not None:
         return reason
-    if type(module) is nn.RMSNorm and len(module.normalized_shape) != 1:
-        return f"normalises over {len(module.normalized_shape)} axes"
-    roles, options = found.roles, found.structure.options
-    eps, weight = getattr(module, roles["eps"], None), roles.get("weight")
-    if not isinstance(eps, float):
-        return f"{roles['eps']} is {eps!r}, not a number"
-    if "with_weight" in roles and not getattr(module, roles["with_weight"]):
-        weight = None
-    return NormSpec(weight, roles["eps"], **options), f"tigon.rms_norm ({found.structure.name})"
+    roles, options = dict(found.roles), dict(structure.options)
+    roles.pop("shape", None)
+    if getattr(module, roles.pop("with_weight", ""), True) is False:
+        roles["weight"] = None
+    if "data_format" in roles:
+        options["channels_first"] = getattr(module, roles.pop("data_format")) == "channels_first"
+    if "activation" in roles:
+        options["activation"] = GATES[getattr(module, roles.pop("activation"))]
+    return NormSpec(op, **{**options, **roles}), f"tigon.{op} ({structure.name})"
+
+
+def _unfit(module: nn.Module, roles: dict) -> str | None:
+    """Why a recognised norm is not one the ops compute, or None."""
+    if "eps" in roles and not isinstance(getattr(module, roles["eps"], None), float):
+        return f"{roles['eps']} is {getattr(module, roles['eps'], None)!r}, not a number"
+    if "shape" in roles and len(getattr(module, roles["shape"])) != 1:
+        return f"normalises over {len(getattr(module, roles['shape']))} axes"
+    if "activation" in roles and getattr(module, roles["activation"]) not in GATES:
+        return f"its gate is {getattr(module, roles['activation'])!r}"
+    weight = getattr(module, roles.get("weight", ""), None)
+    if weight is not None and weight.ndim != 1:
+        return f"its weight has {weight.ndim} axes, one for every head"
+    return None
+
+
+def _called_norm(module: nn.Module) -> bool:
+    """Whether a name of its class says norm; batch statistics are another thing."""
+    if isinstance(module, nn.modules.batchnorm._NormBase):
+        return False
+    return any("norm" in base.__name__.lower() for base in type(module).__mro__)
 
 
 def recognise(module: nn.Module) -> Match | str:
@@ -70,4 +139,6 @@ def recognise(module: nn.Module) -> Match | str:
         return probe_norm(module) or "no source, and equal to no known norm in numbers"
     except Unrecognised as error:
         return f"unrecognised forward: {error}"
-    return match(expression, NORMS) or f"unrecognised forward: {expression.text}"
+    return (
+        match(expression, (*NORMS, *LAYER_NORMS, *GATED_NORMS)) or f"unrecognised forward: {expression.text}"
+    )

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from tigon.error import Error
+from tigon.hf.experts import GATE, plan_experts
 from tigon.hf.forward import bind, bound, unbind
-from tigon.hf.head import HeadSpec, causal_lm_loss, head_forward, plan_head
+from tigon.hf.head import HeadSpec, causal_lm_loss, count_early, head_forward, plan_head
 from tigon.hf.mlp import mlp_forward, plan_mlp
 from tigon.hf.norms import norm_forward, plan_norm
 from tigon.hf.report import Entry, Report
@@ -67,8 +68,19 @@ class _Plan:
             if verdict is None:
                 continue
             if isinstance(verdict, tuple):
-                self.binds.append((function, module, verdict[0]))
+                self.binds.append((function, module, verdict[0], "forward"))
             self.add(slot, path, type(module).__name__, verdict)
+
+    def experts(self):
+        for path, module in self.model.named_modules():
+            if ("experts", path) in self.known or bound(module, GATE) is not None:
+                continue
+            verdict = plan_experts(module)
+            if isinstance(verdict, tuple):
+                function, target, name, spec, _ = verdict
+                self.binds.append((function, target, spec, name))
+            if verdict is not None:
+                self.add("experts", path, type(module).__name__, verdict)
 
     def add(self, slot, path, kind, verdict):
         left = isinstance(verdict, str)
@@ -113,8 +125,8 @@ class _Plan:
         self.add("loss", path, type(head).__name__, verdict)
 
     def commit(self, state: State):
-        for function, module, spec in self.binds:
-            bind(function, module, spec)
+        for function, module, spec, name in self.binds:
+            bind(function, module, spec, name)
         for key, label in self.rotary.items():
             rebind(key, state, label)
             state.rotary[key] = label
@@ -125,16 +137,18 @@ class _Plan:
                 owner = self.model.get_submodule(path)
                 state.losses.setdefault(path, owner.__dict__.get("_loss_function", ABSENT))
                 owner.__dict__["_loss_function"] = causal_lm_loss
+                if count_early not in owner._forward_pre_hooks.values():
+                    owner.register_forward_pre_hook(count_early, with_kwargs=True)
 
 
 def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True,
-          loss: bool = True, strict: bool = False) -> Report:  # fmt: skip
-    """Replace the norms, gated MLPs, rotary functions and loss head of a model by Tigon's.
+          loss: bool = True, experts: bool = True, strict: bool = False) -> Report:  # fmt: skip
+    """Replace the norms, MLPs, rotary functions, loss head and experts' gates of a model by Tigon's.
 
     Args:
         model: a Hugging Face model, or any module built from such parts; PEFT, DDP and
             `torch.compile` wrappers are looked through. Modified in place.
-        norm, mlp, rope, loss: which slots to look at.
+        norm, mlp, rope, loss, experts: which slots to look at.
         strict: raise instead of leaving anything of these slots stock.
 
     Returns:
@@ -156,12 +170,14 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
         plan.modules("norm", plan_norm, norm_forward)
     if mlp:
         plan.modules("mlp", plan_mlp, mlp_forward)
+    if experts:
+        plan.experts()
     if rope:
         plan.rope()
     if loss:
         plan.loss()
     _check(plan, report, strict)
-    slots = {"norm": norm, "mlp": mlp, "rope": rope, "loss": loss}
+    slots = {"norm": norm, "mlp": mlp, "experts": experts, "rope": rope, "loss": loss}
     kept = [entry for entry in report.entries if entry.replaced or not slots[entry.slot]]
     report.entries[:] = kept + plan.entries
     if state is None:
@@ -196,6 +212,8 @@ def undo(model: nn.Module) -> None:
         return
     for path, previous in state.losses.items():
         owner = root.get_submodule(path)
+        for key in [key for key, hook in owner._forward_pre_hooks.items() if hook is count_early]:
+            del owner._forward_pre_hooks[key], owner._forward_pre_hooks_with_kwargs[key]
         if owner.__dict__.get("_loss_function") is not causal_lm_loss:
             continue  # somebody set another one since: not ours to remove
         if previous == ABSENT:

@@ -17,6 +17,13 @@ from tigon.hf.structures import NORMS, Match
 
 PROBE_EPS = 0.37  # large, so that a norm that ignores its eps attribute is told apart
 
+# Dtypes of x and weight; a weight wider than x tells where the result is rounded.
+PROBE_DTYPES = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, torch.float32),
+)
+
 
 @torch.no_grad()
 def probe_norm(module: nn.Module) -> Match | None:
@@ -25,12 +32,12 @@ def probe_norm(module: nn.Module) -> Match | None:
     if len(parameters) > 1 or any(p.ndim != 1 for p in parameters.values()):
         return None
     weight = next(iter(parameters), None)
-    names = [name for name, value in vars(module).items() if isinstance(value, float)]
-    for eps in names:
+    for eps in [name for name, value in vars(module).items() if isinstance(value, float)]:
         for structure in NORMS:
-            if "with_weight" in structure.reference.__code__.co_names:
+            names = structure.reference.__code__.co_names
+            if "with_weight" in names or "shape" in names:
                 continue
-            needs_weight = "weight" in structure.reference.__code__.co_names
+            needs_weight = "weight" in names
             if needs_weight == (weight is not None) and _norm_equal(module, structure, weight, eps):
                 roles = {"eps": eps} | ({"weight": weight} if needs_weight else {})
                 return Match(structure, roles)
@@ -39,14 +46,14 @@ def probe_norm(module: nn.Module) -> Match | None:
 
 def _norm_equal(module, structure, weight, eps) -> bool:
     size = 24 if weight is None else module._parameters[weight].shape[0]
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, weight_dtype in PROBE_DTYPES:
         twin = copy.copy(module)
         twin.__dict__ = {**module.__dict__, eps: PROBE_EPS}
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(5, size, generator=generator).to(dtype)
         role = SimpleNamespace(eps=PROBE_EPS)
         if weight is not None:
-            role.weight = torch.randn(size, generator=generator).to(dtype)
+            role.weight = torch.randn(size, generator=generator).to(weight_dtype)
             twin.__dict__["_parameters"] = {weight: nn.Parameter(role.weight)}
         if not _equal(type(module).forward, (twin, x), structure.reference(role, x)):
             return False

@@ -11,7 +11,7 @@ from tigon.error import Error
 class Entry:
     """One place in the model: replaced by something, or left for a reason."""
 
-    slot: str  # "norm", "mlp", "rope" or "loss"
+    slot: str  # "norm", "mlp", "experts", "rope" or "loss"
     path: str  # name of the module in the model, or module.function of a rotary function
     kind: str  # class or function found there
     by: str | None = None  # what replaced it
@@ -74,7 +74,7 @@ class Report:
         for (slot, kind, by, reason), paths in self._groups().items():
             where = paths[0] if len(paths) == 1 else f"{len(paths)} x"
             verdict = f"-> {by}" if by else f"left: {reason}"
-            lines.append(f"  {slot:<5} {where} {kind} {verdict}")
+            lines.append(f"  {slot:<7} {where} {kind} {verdict}")
         return "\n".join(lines)
 
     __repr__ = __str__

@@ -1,0 +1,72 @@
+"""What a head multiplies with: weight, bias and an adapter, where that is all it does."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from tigon.hf.forward import plain
+
+
+class Operands(NamedTuple):
+    """`hidden @ weight.T + bias`, and `scale * hidden @ A.T @ B.T` of a LoRA (A, B, scale)."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    lora: tuple | None = None
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether its class computes what nn.Linear does."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def is_lora(module: nn.Module) -> bool:
+    """Whether it is PEFT's LoRA (or DoRA) around a plain Linear."""
+    parts = ("base_layer", "lora_A", "lora_B", "active_adapters", "scaling")
+    return all(hasattr(module, part) for part in parts) and is_linear(module.base_layer)
+
+
+def head_operands(module: nn.Module) -> Operands | None:
+    """The operands of this call, or None where the head does more than multiply."""
+    if not is_lora(module):
+        return Operands(module.weight, module.bias)
+    base = Operands(module.base_layer.weight, module.base_layer.bias)
+    if module.disable_adapters:
+        return None if module.merged else base  # PEFT unmerges on the way
+    adapters = [name for name in module.active_adapters if name in module.lora_A]
+    if module.merged or not adapters:
+        return base
+    lora = _adapter(module, adapters[0]) if len(adapters) == 1 else None
+    if lora is None or not plain(*lora[:2], base.weight):
+        return None
+    variant = module.lora_variant.get(adapters[0]) if hasattr(module, "lora_variant") else None
+    if variant is None:
+        return base._replace(lora=lora)
+    if type(variant).__name__ != "DoraLinearVariant":
+        return None
+    return _dora(base, lora, module.lora_magnitude_vector[adapters[0]].weight)
+
+
+def _adapter(module, name):
+    """(A, B, scale) where the adapter is two products."""
+    a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
+    if not (is_linear(a) and is_linear(b)) or a.bias is not None or b.bias is not None:
+        return None
+    if module.training and getattr(dropout, "p", 0.0) != 0.0:
+        return None  # the dropped input goes into the adapter alone
+    if any(part._forward_hooks or part._forward_pre_hooks for part in (module.base_layer, a, b)):
+        return None
+    return a.weight, b.weight, module.scaling[name]
+
+
+def _dora(base, lora, magnitude):
+    """DoRA scales the rows of W + scale * B A to given lengths, their own taken as constant."""
+    a, b, scale = lora
+    weight = base.weight
+    with torch.no_grad():
+        lengths = torch.linalg.norm(weight + scale * (b @ a).to(weight.dtype), dim=1)
+    factor = (magnitude / lengths).unsqueeze(-1)
+    return Operands((factor * weight).to(weight.dtype), base.bias, (a, factor * b, scale))

@@ -1,0 +1,313 @@
+"""Models that are not as apply would like them: each keeps working, or the report says what was left."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import batch, close, make, step
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+import tigon
+from tigon.hf import apply, undo
+
+STOCK_ROTARY = modeling_llama.apply_rotary_pos_emb
+
+
+def equal(got, wanted):
+    """Loss and gradients of two steps."""
+    close(got[0], wanted[0])
+    assert got[1].keys() == wanted[1].keys()
+    for name, grad in wanted[1].items():
+        close(got[1][name], grad, ulps=256)
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Conv1d(4, 1, 3))
+
+
+def test_nothing_matches():
+    model = Convolutions()
+    before = {path: dict(vars(module)) for path, module in model.named_modules()}
+    with pytest.raises(tigon.Error, match="got Convolutions"):
+        apply(model)
+    assert {path: dict(vars(module)) for path, module in model.named_modules()} == before
+    undo(model)
+
+
+def test_every_slot_switched_off():
+    with pytest.raises(tigon.Error, match="none found"):
+        apply(make("mixtral"), norm=False, mlp=False, rope=False, loss=False, experts=False)
+
+
+@pytest.mark.parametrize("slot", ["norm", "experts", "rope", "loss"])
+def test_one_slot_of_a_mixture_of_experts(slot):
+    model = make("mixtral", experts_implementation="grouped_mm")
+    inputs = batch()
+    wanted = step(model, inputs)
+    off = dict.fromkeys(("norm", "mlp", "rope", "loss", "experts"), False)
+    report = apply(model, **{**off, slot: True})
+    assert {entry.slot for entry in report.entries} == {slot} and report.replaced
+    equal(step(model, inputs), wanted)
+
+
+# --- classes of others -----------------------------------------------------------------------
+
+
+class Temperature(modeling_llama.LlamaForCausalLM):
+    """Overrides forward and computes its loss in its own way."""
+
+    def forward(self, input_ids, labels=None, **kwargs):
+        output = super().forward(input_ids, **kwargs)
+        output.logits = output.logits / 0.7
+        if labels is not None:
+            flat = output.logits[:, :-1].reshape(-1, output.logits.shape[-1])
+            output.loss = F.cross_entropy(flat.float(), labels[:, 1:].reshape(-1)) + 1.0
+        return output
+
+
+def test_a_subclass_that_overrides_forward():
+    model = make()
+    model.__class__ = Temperature
+    inputs = batch()
+    wanted = step(model, inputs)
+    report = apply(model)
+    equal(step(model, inputs), wanted)
+    assert report.head_calls.fused == 1 and report.head_calls.materialised == 0
+
+
+class SwappedMLP(modeling_llama.LlamaMLP):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x)).sin()
+
+
+def test_a_subclass_of_a_known_mlp():
+    model = make()
+    for layer in model.model.layers:
+        layer.mlp.__class__ = SwappedMLP
+    inputs = batch()
+    wanted = step(model, inputs)
+    report = apply(model)
+    assert [entry.kind for entry in report.left] == ["SwappedMLP"] * 2
+    equal(step(model, inputs), wanted)
+
+
+def test_a_class_patched_by_another_library(monkeypatch):
+    """What its forward says now is what counts, not its name."""
+
+    def scaled(self, hidden_states):
+        h = hidden_states.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return 1.5 * self.weight * h.to(hidden_states.dtype)
+
+    def equivalent(self, hidden_states):
+        h = hidden_states.to(torch.float32)
+        h = torch.rsqrt((h * h).mean(-1, True) + self.variance_epsilon) * h
+        return h.to(hidden_states.dtype) * self.weight
+
+    model, inputs = make(), batch()
+    for forward, count in ((scaled, 0), (equivalent, 5)):
+        monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", forward)
+        wanted = step(model, inputs)
+        report = apply(model)
+        assert report.count("norm") == count
+        equal(step(model, inputs), wanted)
+        undo(model)
+
+
+def test_a_rotary_function_patched_by_another_library(monkeypatch):
+    def half_angle(q, k, cos, sin, unsqueeze_dim=1):
+        return STOCK_ROTARY(q, k, cos, -sin, unsqueeze_dim)
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", half_angle)
+    model, inputs = make(), batch()
+    wanted = step(model, inputs)
+    report = apply(model)
+    assert report.count("rope") == 0 and any(entry.slot == "rope" for entry in report.left)
+    equal(step(model, inputs), wanted)
+
+
+def test_patched_between_apply_and_undo():
+    """Somebody wraps our forward: undo leaves the wrapper alone."""
+    model = make()
+    apply(model)
+    norm = model.model.norm
+    ours = norm.forward
+    norm.forward = wrapper = lambda x: ours(x)
+    undo(model)
+    assert norm.forward is wrapper
+    step(model, batch())
+
+
+# --- heads -----------------------------------------------------------------------------------
+
+
+def test_frozen_head():
+    model, inputs = make(), batch()
+    model.lm_head.weight.requires_grad_(False)
+    wanted = step(model, inputs)
+    report = apply(model)
+    equal(step(model, inputs), wanted)
+    assert report.head_calls.fused == 1
+
+
+class Int8Linear(nn.Module):
+    """A quantised head as libraries make them: no nn.Linear, an integer weight."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.scale = linear.weight.detach().abs().max() / 127
+        self.register_buffer("weight", (linear.weight.detach() / self.scale).round().to(torch.int8))
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def forward(self, x):
+        return F.linear(x, self.weight.to(x.dtype) * self.scale)
+
+
+def test_quantised_head_and_projections():
+    model, inputs = make(), batch()
+    model.lm_head = Int8Linear(model.lm_head)
+    for layer in model.model.layers:
+        layer.mlp.gate_proj = Int8Linear(layer.mlp.gate_proj)
+    wanted = step(model, inputs)
+    report = apply(model)
+    assert report.count("mlp") == 2, "the Linears are called, not read"
+    assert [entry.reason for entry in report.left] == ["the head is Int8Linear, not nn.Linear"]
+    equal(step(model, inputs), wanted)
+
+
+def test_a_model_without_a_head():
+    model = make().model
+    report = apply(model)
+    assert report.count("loss") == 0 and report.count("norm") == 5
+    report.check()
+    assert model(batch()["input_ids"]).last_hidden_state.requires_grad
+
+
+# --- accelerate ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_device_map(when):
+    """accelerate binds forwards of its own to move tensors; ours goes inside."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, inputs = make(), batch()
+    wanted = step(model, inputs)
+
+    def dispatch():
+        for module in model.modules():
+            if not list(module.children()):
+                hooks.add_hook_to_module(module, hooks.AlignDevicesHook("cpu"))
+        hooks.add_hook_to_module(model, hooks.AlignDevicesHook("cpu", io_same_device=True))
+
+    if when == "before":
+        report = apply(model)
+        dispatch()
+    else:
+        dispatch()
+        report = apply(model)
+    assert not report.left, str(report)
+    assert report.count("norm") == 5 and report.count("loss") == 1
+    equal(step(model, inputs), wanted)
+    assert report.head_calls.fused == 1 and report.head_calls.materialised == 0
+    undo(model)
+    again = step(model, inputs)
+    assert torch.equal(again[0], wanted[0])
+    hooks.remove_hook_from_module(model, recurse=True)
+    equal(step(model, inputs), wanted)
+
+
+def test_offloaded_to_the_cpu_and_meta():
+    """Weights that are on the meta device between calls."""
+    accelerate = pytest.importorskip("accelerate")
+    model = make().eval()
+    ids = batch()["input_ids"]
+    with torch.no_grad():
+        wanted = model(ids).logits
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+        assert model.lm_head.weight.is_meta
+        report = apply(model)
+        close(model(ids).logits, wanted)
+    assert report.count("norm") == 5
+    undo(model)
+    with torch.no_grad():
+        close(model(ids).logits, wanted)
+
+
+# --- undo, copies, processes -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(range(3))], ids=str)
+def test_undo_in_any_order(order):
+    models = [make(), make(seed=1), make("qwen2", seed=2)]
+    inputs = batch()
+    wanted = [step(model, inputs) for model in models]
+    for model in models:
+        apply(model)
+    for place in order:
+        undo(models[place])
+        for model, want in zip(models, wanted, strict=True):
+            equal(step(model, inputs), want)
+    assert modeling_llama.apply_rotary_pos_emb is STOCK_ROTARY
+    for model in models:
+        assert not model._forward_pre_hooks
+        assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_save_and_load_after_apply(tmp_path, family):
+    model = make(family)
+    inputs = batch()
+    wanted = step(model, inputs)
+    apply(model)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).train()
+    assert not loaded._forward_pre_hooks
+    close(step(loaded, inputs)[0], wanted[0])
+    report = apply(loaded)
+    equal(step(loaded, inputs), wanted)
+    assert report.head_calls.fused == 1
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, place):
+        return {name: tensor[place % 2] for name, tensor in batch().items()}
+
+
+def test_data_loader_with_workers():
+    """Worker processes are forked from a process that has a patched model and has used it."""
+    model = make()
+    report = apply(model)
+    step(model, batch())
+    loader = torch.utils.data.DataLoader(Rows(), batch_size=2, num_workers=2)
+    losses = [model(**rows).loss for rows in loader]
+    assert len(losses) == 2 and report.head_calls.fused == 3
+
+
+def test_labels_on_the_device_are_counted_before_the_layers_run(monkeypatch):
+    from tigon.hf import head
+
+    seen = []
+
+    class OnDevice(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(head, "count_labels", lambda *arguments, **options: seen.append((arguments, options)))
+    model = make()
+    apply(model)
+    hook = head.count_early
+    labels = batch()["labels"].as_subclass(OnDevice)
+    hook(model, (), {"labels": labels})
+    hook(model, (), {"labels": labels, "shift_labels": labels, "ignore_index": 7})
+    hook(model.eval(), (), {"labels": labels})
+    hook(model.train(), (), {"labels": batch()["labels"]})
+    hook(model, (), {})
+    assert seen == [((labels, -100), {"shift": True}), ((labels, 7), {"shift": False})]
