@@ -4,7 +4,10 @@ Functions take and return plain tensors; :mod:`tigon.nn` wraps them in modules; 
 into a Hugging Face model. Everything refused raises :class:`tigon.Error` before anything is modified.
 """
 
+import functools
+
 from tigon import nn
+from tigon.environment import env
 from tigon.error import Error
 from tigon.ops.cross_entropy import cross_entropy
 from tigon.ops.head_memory import linear_cross_entropy_memory
@@ -20,10 +23,13 @@ from tigon.ops.swiglu import swiglu
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoTigonForCausalLM",
     "Error",
+    "TigonTrainerCallback",
     "apply",
     "count_labels",
     "cross_entropy",
+    "env",
     "linear_cross_entropy",
     "linear_cross_entropy_memory",
     "linear_log_prob",
@@ -38,9 +44,29 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """``tigon.apply`` and ``tigon.undo``, imported when first used: the ops alone need no transformers."""
+    """What needs transformers, imported when first used: the ops alone need it not."""
     if name in ("apply", "undo"):
         from tigon import hf
 
+        _look_at_transformers()
         return getattr(hf, name)
+    if name in ("AutoTigonForCausalLM", "TigonTrainerCallback"):
+        from tigon import transformers
+
+        _look_at_transformers()
+        return getattr(transformers, name)
     raise AttributeError(f"module 'tigon' has no attribute {name!r}")
+
+
+@functools.cache
+def _look_at_transformers() -> None:
+    """Warn, once, about a transformers that nobody has tested Tigon with."""
+    import warnings
+
+    import transformers
+
+    from tigon.environment import transformers_note
+
+    note = transformers_note(transformers.__version__)
+    if note:
+        warnings.warn(note, stacklevel=3)
