@@ -5,12 +5,13 @@ Run as ``python -m tigon doctor``.
 
 from __future__ import annotations
 
-import importlib
+import functools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 
 import tigon
 from tigon.environment import env
@@ -23,11 +24,13 @@ ROWS, COLUMNS, VOCABULARY = 24, 96, 203
 
 @dataclass(frozen=True)
 class Probe:
-    """How to call one op: ``draw`` makes its arguments, float tensors get gradients."""
+    """How to call one op, and its formula in plain PyTorch (of any float dtype)."""
 
     op: str
-    draw: Callable[[], tuple]
-    options: dict
+    draw: Callable[[], tuple]  # its arguments
+    plain: Callable
+    options: dict = field(default_factory=dict)
+    fixed: tuple[int, ...] = ()  # float arguments that get no gradient
 
 
 @dataclass(frozen=True)
@@ -81,29 +84,53 @@ def _head():
     return _rows(), 0.2 * _rows(VOCABULARY, COLUMNS), _labels()
 
 
+def _wide(x):
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _plain_rms_norm(x, weight):
+    h = _wide(x)
+    return weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def _plain_rope(q, k, cos, sin):
+    def turned(x):
+        left, right = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-right, left), -1) * sin
+
+    return turned(q), turned(k)
+
+
+def _plain_head(hidden, weight, target):
+    return F.cross_entropy(_wide(hidden @ weight.T), target)
+
+
+def _plain_log_prob(hidden, weight, target):
+    log_p = torch.log_softmax(_wide(hidden @ weight.T), -1)
+    picked = log_p.gather(-1, target.clamp(min=0)[:, None]).squeeze(-1)
+    return torch.where(target == -100, 0.0, picked)
+
+
 PROBES = (
-    Probe("rms_norm", _normed, {}),
-    Probe("layer_norm", _affine, {}),
-    Probe("swiglu", _gated, {}),
-    Probe("geglu", _gated, {}),
-    Probe("relu_squared", lambda: (_rows(),), {}),
-    Probe("rope", _rope, {}),
-    Probe("softmax", lambda: (_rows(),), {}),
-    Probe("cross_entropy", lambda: (3 * _rows(ROWS, VOCABULARY), _labels()), {}),
-    Probe("linear_cross_entropy", _head, {}),
-    Probe("linear_log_prob", _head, {}),
-)
-FIXED = {"rope": (2, 3)}  # arguments that get no gradient: cos and sin
+    Probe("rms_norm", _normed, _plain_rms_norm),
+    Probe("layer_norm", _affine, lambda x, w, b: F.layer_norm(x, (COLUMNS,), w, b)),
+    Probe("swiglu", _gated, lambda gate, up: F.silu(gate) * up),
+    Probe("geglu", _gated, lambda gate, up: F.gelu(gate, approximate="tanh") * up, {"approximate": "tanh"}),
+    Probe("relu_squared", lambda: (_rows(),), lambda x: F.relu(x).square()),
+    Probe("rope", _rope, _plain_rope, fixed=(2, 3)),
+    Probe("softmax", lambda: (_rows(),), lambda x: torch.softmax(x, -1)),
+    Probe("cross_entropy", lambda: (3 * _rows(ROWS, VOCABULARY), _labels()),
+          lambda logits, target: F.cross_entropy(_wide(logits), target)),
+    Probe("linear_cross_entropy", _head, _plain_head),
+    Probe("linear_log_prob", _head, _plain_log_prob),
+)  # fmt: skip
+HELPERS = {"count_labels", "linear_cross_entropy_memory", "linear_loss"}  # exported beside the ops
 
 
 def ops() -> list[str]:
-    """The functions that tigon exports from ``tigon.ops`` and that have a reference beside them."""
-    found = []
-    for name in tigon.__all__:
-        module = getattr(getattr(tigon, name, None), "__module__", "") or ""
-        if module == f"tigon.ops.{name}" and hasattr(importlib.import_module(module), "reference"):
-            found.append(name)
-    return found
+    """The ops that this version exports."""
+    functions = {name: getattr(tigon, name, None) for name in tigon.__all__ if name not in HELPERS}
+    return [n for n, f in functions.items() if (getattr(f, "__module__", "") or "").startswith("tigon.ops.")]
 
 
 def examine(devices=None, dtypes=(torch.float32, torch.bfloat16)) -> list[Finding]:
@@ -127,15 +154,14 @@ def unprobed() -> list[str]:
 
 def _examine(probe: Probe, device: str, dtype: torch.dtype) -> Finding:
     label = str(dtype).removeprefix("torch.")
-    module = importlib.import_module(f"tigon.ops.{probe.op}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         drawn = [x.to(device, dtype) if x.is_floating_point() else x.to(device) for x in probe.draw()]
     try:
-        got = _run(getattr(tigon, probe.op), probe, drawn)
-        again = _run(getattr(tigon, probe.op), probe, drawn)
-        plain = _run(module.reference, probe, drawn)
-        exact = _run(module.reference, probe, [x.double() if x.is_floating_point() else x for x in drawn])
+        function = functools.partial(getattr(tigon, probe.op), **probe.options)
+        got, again = (_run(function, probe, drawn) for _ in range(2))
+        plain = _run(probe.plain, probe, drawn)
+        exact = _run(probe.plain, probe, [x.double() if x.is_floating_point() else x for x in drawn])
     except Exception as error:
         return Finding(probe.op, device, label, float("nan"), 0.0, f"{type(error).__name__}: {error}")
     worst, allowed = 0.0, 0.0
@@ -154,11 +180,10 @@ def _examine(probe: Probe, device: str, dtype: torch.dtype) -> Finding:
 
 def _run(function, probe, drawn) -> list[torch.Tensor]:
     """Results and gradients."""
-    fixed = FIXED.get(probe.op, ())
     arguments = [
-        x.detach().requires_grad_(x.is_floating_point() and i not in fixed) for i, x in enumerate(drawn)
+        x.detach().requires_grad_(x.is_floating_point() and i not in probe.fixed) for i, x in enumerate(drawn)
     ]
-    results = function(*arguments, **probe.options)
+    results = function(*arguments)
     results = results if isinstance(results, tuple) else (results,)
     leaves = [x for x in arguments if x.requires_grad]
     slopes = [torch.linspace(-1, 1, y.numel(), device=y.device, dtype=y.dtype).view(y.shape) for y in results]
@@ -174,7 +199,9 @@ def table(findings: list[Finding]) -> str:
         f"{f.op:<22} {f.device:<7} {f.dtype:<9} {f.error:>9.1e} {f.allowed:>9.1e}  {f.status}"
         for f in findings
     ]
-    return "\n".join(lines + [f"{f.op} on {f.device} in {f.dtype}: {f.problem}" for f in findings if f.problem])
+    return "\n".join(
+        lines + [f"{f.op} on {f.device} in {f.dtype}: {f.problem}" for f in findings if f.problem]
+    )
 
 
 def main() -> int:

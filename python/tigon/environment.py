@@ -65,9 +65,7 @@ def env() -> Environment:
         tigon=tigon.__version__,
         python=sys.version.split()[0],
         system=platform.platform(),
-        torch=f"{torch.__version__} (CUDA {torch.version.cuda})"
-        if torch.version.cuda
-        else torch.__version__,
+        torch=f"{torch.__version__} (CUDA {torch.version.cuda})" if torch.version.cuda else torch.__version__,
         library=str(library_path()),
         compiler=library_text("tigon_compiler"),
         cpu=f"{library_text('tigon_isa')} kernels, {torch.get_num_threads()} threads",

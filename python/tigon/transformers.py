@@ -193,9 +193,9 @@ class FusedGatedMLP(nn.Module):
         self.activation = activation_of(config)
         gated_product(type(self).__name__, self.activation)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., hidden_size] -> [..., hidden_size]``."""
-        gate, up = self.gate_up_proj(hidden_states).chunk(2, dim=-1)
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
         return self.down_proj(gated_product(type(self).__name__, self.activation)(gate, up))
 
 

@@ -1,9 +1,10 @@
 """The interface of ``liger_kernel`` for programs that call it, with Tigon behind it.
 
 ``install()`` before such a program asks for the package: from then on, in this process, ``import
-liger_kernel`` finds the interface, and the availability checks of transformers, TRL, Axolotl and LLaMA-Factory
-succeed. An installed Liger is never hidden unless asked for (``replace=True``). Child processes start without
-it; where that matters (``torchrun``, Ray) install the small distribution of ``compat/liger_kernel`` instead.
+liger_kernel`` finds the interface, and the availability checks of transformers, TRL, Axolotl and
+LLaMA-Factory succeed. An installed Liger is never hidden unless asked for (``replace=True``). Child processes
+start without it; where they do not run your script from its top, install the small distribution of
+``compat/liger_kernel`` instead.
 """
 
 from __future__ import annotations

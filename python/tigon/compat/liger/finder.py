@@ -42,10 +42,7 @@ class Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         if below is None or (below == "" and not self.top) or not _known(below):
             return None
         package = below == "" or any(name.startswith(f"{below}.") for name in table())
-        spec = importlib.machinery.ModuleSpec(
-            fullname, self, origin="tigon.compat.liger", is_package=package
-        )
-        return spec
+        return importlib.machinery.ModuleSpec(fullname, self, origin="tigon.compat.liger", is_package=package)
 
     def find_distributions(self, context=None):
         """The virtual distribution, where it is looked for."""
@@ -55,7 +52,7 @@ class Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
 
     def create_module(self, spec):
         """An ordinary module."""
-        return None
+        return
 
     def exec_module(self, module):
         """Names are looked up when first used: nothing heavy is imported before."""
@@ -66,7 +63,7 @@ class Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
 
         def __getattr__(name):
             if name not in names and not (below.startswith("transformers.model.") and "forward" in name):
-                raise AttributeError(f"liger_kernel {VERSION} has no {module.__name__}.{name} (tigon.compat.liger)")
+                raise AttributeError(f"[compat.liger] {module.__name__} {VERSION} has no {name}")
             if below == "" or f"{below}.{name}" in table():
                 return importlib.import_module(f"{module.__name__}.{name}")
             value = resolve(name)

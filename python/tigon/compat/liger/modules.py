@@ -74,9 +74,7 @@ class LigerRMSNormForGemma4(LigerRMSNorm):
 
     def __init__(self, dim, eps=1e-6, offset=0.0, casting_mode="gemma", init_fn="ones", in_place=False,
                  with_scale=True):  # fmt: skip
-        super().__init__(
-            dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale
-        )
+        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
         self.with_scale = with_scale
 
 
@@ -158,6 +156,27 @@ class LigerSwiGLUMLP(GatedMLP):
 
 class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
     """One expert of Qwen3-MoE."""
+
+
+class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
+    """The gated MLP of HunYuan: the constructor takes more than it needs."""
+
+    def __init__(self, config, layer_idx=None, is_shared_mlp=False):
+        super().__init__(config)
+        self.layer_idx = layer_idx
+
+
+class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
+    """The gated MLP of Falcon-H1: one factor before the activation, one behind the MLP."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.gate_multiplier, self.down_multiplier = map(float, config.mlp_multipliers)
+
+    def forward(self, x):
+        """``[..., hidden_size]``."""
+        gate = self.gate_proj(x) * self.gate_multiplier
+        return self.down_proj(tigon.swiglu(gate, self.up_proj(x))) * self.down_multiplier
 
 
 class LigerPhi3SwiGLUMLP(FusedGatedMLP):
@@ -291,6 +310,26 @@ LigerCrossEntropyFunction = _function(
 LigerFusedLinearCrossEntropyFunction = _function(
     "LigerFusedLinearCrossEntropyFunction", F.linear_cross_entropy_parts, "Loss head: always a 4-tuple."
 )
+
+
+LigerFusedLinearScaledCrossEntropyFunction = _function(
+    "LigerFusedLinearScaledCrossEntropyFunction",
+    lambda _input, weight, target, temperature=1.0, ignore_index=-100, m_tiles_per_cluster=1,
+    return_entropy=False, selected_token_ids=None: _scaled_cross_entropy(
+        _input, weight, target, temperature, ignore_index, return_entropy, selected_token_ids
+    ),
+    "Per-token loss under a temperature, and the entropy where asked for.",
+)  # fmt: skip
+
+
+def _scaled_cross_entropy(hidden, weight, target, temperature, ignore_index, return_entropy, selected):
+    name = "LigerFusedLinearScaledCrossEntropyFunction"
+    check("compat.liger", selected is None, "selected_token_ids must be None in {}, got a tensor", name)
+    options = {"temperature": temperature, "ignore_index": ignore_index}
+    if not return_entropy:
+        return -tigon.linear_log_prob(hidden, weight, target, **options)
+    log_prob, entropy = tigon.linear_log_prob(hidden, weight, target, entropy=True, **options)
+    return -log_prob, entropy
 
 
 def _scaled_silu_mul(a, b, gate_multiplier, down_multiplier):

@@ -138,7 +138,8 @@ def table() -> dict[str, tuple[str, ...]]:
         "transformers.vocab_parallel_cross_entropy": "LigerVocabParallelCrossEntropy",
         "chunked_loss": " ".join(f"LigerFusedLinear{loss}Loss" for loss in _CHUNKED),
         "chunked_loss.functional": " ".join(
-            f"liger_fused_linear_{loss}" for loss in "orpo dpo jsd cosine cpo simpo kto grpo".split()
+            f"liger_fused_linear_{loss}"
+            for loss in ["orpo", "dpo", "jsd", "cosine", "cpo", "simpo", "kto", "grpo"]
         ),
         "chunked_loss.fused_linear_distillation": _DISTILL,
         "chunked_loss.fused_linear_preference": "LigerFusedLinearPreferenceBase",
