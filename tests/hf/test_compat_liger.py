@@ -436,7 +436,9 @@ from liger_kernel.transformers.functional import liger_rms_norm
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     clash = tmp_path / "liger_kernel-0.8.5.dist-info/METADATA"
-    write(tmp_path, {str(clash.relative_to(tmp_path)): metadata.replace("tigon-liger-compat", "liger-kernel")})
+    write(
+        tmp_path, {str(clash.relative_to(tmp_path)): metadata.replace("tigon-liger-compat", "liger-kernel")}
+    )
     script = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport liger_kernel"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode and "both installed" in done.stderr
