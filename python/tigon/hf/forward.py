@@ -52,8 +52,20 @@ def plain(*tensors) -> bool:
     return all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in tensors)
 
 
+def foreign(module: nn.Module) -> bool:
+    """Whether the instance carries a forward that is neither ours nor its class's own.
+
+    transformers' kernels rebinds the class's own forward to every module it has no kernel for.
+    """
+    forward = module.__dict__.get("forward")
+    own = getattr(forward, "__func__", None) is type(module).forward
+    return forward is not None and not own and bound(module) is None
+
+
 def blocked(module: nn.Module) -> str | None:
     """Why this instance must keep the forward it has, or None."""
-    if "forward" in module.__dict__ and bound(module) is None:
-        return "its forward is bound to the instance (tensor parallel, kernels or another patch)"
-    return None
+    if not foreign(module):
+        return None
+    if getattr(module.forward, "runs_tigon", False):
+        return "runs tigon already, through transformers' kernels"
+    return "its forward is bound to the instance (tensor parallel, kernels or another patch)"

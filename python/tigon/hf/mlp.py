@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tigon.hf.canonical import Unrecognised, canonical_forward
-from tigon.hf.forward import blocked, plain
+from tigon.hf.forward import blocked, foreign, plain
 from tigon.hf.structures import ACTIVATIONS, MLPS, match
 from tigon.ops.swiglu import swiglu
 
@@ -75,7 +75,7 @@ def _activation(module: nn.Module, name: str | None) -> str | None:
         known = match(canonical_forward(type(activation)), ACTIVATIONS) is not None
     except (Unrecognised, AttributeError):
         known = False
-    if known and "forward" not in activation.__dict__:
+    if known and not foreign(activation):
         return None
     label = getattr(activation, "__name__", type(activation).__name__)
     return f"activation {label} has no fused product, only SiLU has"
