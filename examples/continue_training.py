@@ -3,8 +3,8 @@
     python examples/continue_training.py                          stops half way, loads, goes on
     python examples/continue_training.py --model out/checkpoint   begins with the checkpoint of `make train`
 
-The second half starts from files only: weights, optimizer, schedule, position in the data. It is compared with
-a run that never stopped.
+The second half starts from files only: weights, optimizer, schedule, position in the data. It is compared
+with a run that never stopped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Prompts and answers out of real text, for the examples that fine-tune: no download.
 
-A Python function is a prompt (signature and docstring) and an answer (its body). Other text: the first line of a
-paragraph and the rest of it. The text and the tokenizer are those of train_data.py.
+A Python function is a prompt (signature and docstring) and an answer (its body). Other text: the first line of
+a paragraph and the rest of it. The text and the tokenizer are those of train_data.py.
 """
 
 from __future__ import annotations
@@ -128,9 +128,9 @@ def encode_pair(tokenizer, prompt: str, answer: str) -> tuple[list[int], list[in
 def packed_rows(samples, seq: int, end: int) -> list[dict]:
     """Samples one behind the other in rows of `seq` tokens.
 
-    The positions begin at 0 with every sample, and there is no attention mask: that is how transformers' attention
-    knows that a sample does not see its neighbours. A sample that does not fit begins the next row; longer ones
-    are cut. What is left of a row is one more sample, of end tokens without labels.
+    The positions begin at 0 with every sample, and there is no attention mask: that is how transformers'
+    attention knows that a sample does not see its neighbours. A sample that does not fit begins the next row;
+    longer ones are cut. What is left of a row is one more sample, of end tokens without labels.
     """
     rows, row = [], _empty()
     for ids, labels in samples:

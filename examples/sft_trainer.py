@@ -1,4 +1,4 @@
-"""Supervised fine-tuning with Hugging Face's Trainer: packed sequences, prompts masked, Tigon by one callback.
+"""Supervised fine-tuning with Trainer: packed sequences, prompts masked, Tigon by one callback.
 
 python examples/sft_trainer.py                          a new small model, the sources of Python
 python examples/sft_trainer.py --model out/checkpoint   the checkpoint of `make train`
