@@ -1,7 +1,7 @@
 """Prompts and answers out of real text, for the examples that fine-tune: no download.
 
-A Python function is a prompt (signature and docstring) and an answer (its body). Other text: the first line of
-a paragraph and the rest of it. The text and the tokenizer are those of train_data.py.
+A Python function is a prompt (signature and docstring) and an answer (its body). Other text: the first line
+of a paragraph and the rest of it. The text and the tokenizer are those of train_data.py.
 """
 
 from __future__ import annotations
