@@ -7,8 +7,8 @@
 
 Random weights from the published configurations, bfloat16, fused AdamW, sdpa attention, one optimizer step
 per measured step. Every case runs in a process of its own on the same data; its record (or its error) is
-appended to --out when it ends, so a run that is cut off has lost one case. Throughput is the mean over the steps
-with its standard deviation; peak memory is that of torch's allocator, model and optimizer included.
+appended to --out when it ends, so a run that is cut off has lost one case. Throughput is the mean over the
+steps with its standard deviation; peak memory is that of torch's allocator, model and optimizer included.
 """
 
 from __future__ import annotations
