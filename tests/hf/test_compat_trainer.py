@@ -180,10 +180,20 @@ def _loss_in_child(path, queue):
     queue.put(torch.load(path, weights_only=False)(**batch()).loss.item())
 
 
+def picklable():
+    """A model that pickle takes as it is; with the package `kernels` transformers' own are none."""
+    model = make()
+    try:
+        pickle.dumps(model)
+    except AttributeError as error:
+        pytest.skip(f"a stock model cannot be pickled here: {error}")
+    return model
+
+
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_other_processes(start, tmp_path):
     """A patched model computes in a forked child, and in a spawned one that unpickles it."""
-    model = make()
+    model = picklable()
     tigon.apply(model)
     wanted = model(**batch()).loss.item()
     torch.save(model, tmp_path / "model.pt")
@@ -201,7 +211,7 @@ def test_other_processes(start, tmp_path):
 
 
 def test_pickle_keeps_the_patch():
-    model = make()
+    model = picklable()
     tigon.apply(model)
     again = pickle.loads(pickle.dumps(model))
     tigon.undo(model)
