@@ -58,6 +58,18 @@ def test_unrecognised_norm_keeps_its_own():
     assert torch.equal(norm(x), x.sin())
 
 
+def test_apply_looks_through_forwards_that_were_merely_rebound():
+    """Where kernels has nothing, it binds the class's own forward to the instance."""
+    model = make()
+    for module in model.modules():
+        if type(module).__name__ in ("LlamaRMSNorm", "SiLUActivation"):
+            module.forward = type(module).forward.__get__(module)
+    report = tigon.apply(model)
+    assert report.count("norm") == 5 and report.count("mlp") == 2
+    tigon.undo(model)
+    assert model(**batch()).loss.isfinite()
+
+
 def test_set_use_kernels(mapped):
     stock, model = make(), make()
     inputs = batch()

@@ -153,6 +153,8 @@ def test_cross_entropies(head, reduction):
     """Loss, z loss, accuracy and predictions, from logits and from hidden states."""
     hidden, weight, target = drawn(13, 16), drawn(29, 16, seed=1), labels(13, 29)
     logits = 3 * torch.tanh(hidden @ weight.T / 3)
+    hit = (target != -100) & (torch.arange(13) % 3 == 0)
+    target = torch.where(hit, logits.argmax(-1), target)
     rows = F.cross_entropy(logits, target, reduction="none", label_smoothing=0.1)
     z = torch.where(target != -100, 0.01 * logits.logsumexp(-1).square(), 0.0)
     counts = (target != -100).sum()
