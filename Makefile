@@ -2,7 +2,7 @@
 #   PYTHON=python3.12        interpreter of .venv            TIGON_CUDA=OFF        CPU only, even with nvcc
 #   ARGS="--steps 50"        options of train, test, bench   TIGON_CUDA_ARCHS=...  GPU architectures, e.g. 80-real
 #   JOBS=4                   parallel compilers
-PYTHON_FILES = python tests bench examples tools
+PYTHON_FILES = python tests bench examples tools compat
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard \
                 '*.h' '*.cpp' '*.cu' '*.cuh' '*.inc' | while read -r f; do [ -f "$$f" ] && echo "$$f"; done)
 

@@ -21,6 +21,9 @@ target_link_libraries(tigon_torch PRIVATE tigon_objects ${TIGON_TORCH_DIR}/lib/l
 target_include_directories(tigon_torch SYSTEM PRIVATE ${TIGON_TORCH_DIR}/include)
 # 2.10: the oldest PyTorch the binary loads on.
 target_compile_definitions(tigon_torch PRIVATE TORCH_TARGET_VERSION=0x020a000000000000)
+string(REPLACE ";" " " archs "${TIGON_CUDA_ARCHS}")
+set_source_files_properties(tigon/torch/build_info.cpp PROPERTIES
+  COMPILE_DEFINITIONS "TIGON_CUDA_BUILD=\"CUDA ${CMAKE_CUDA_COMPILER_VERSION} (${archs})\"")
 target_compile_options(tigon_torch PRIVATE ${TIGON_CXX_FLAGS})
 target_link_options(tigon_torch PRIVATE -Wl,-Bsymbolic -Wl,--as-needed)
 set_target_properties(tigon_torch PROPERTIES

@@ -115,6 +115,7 @@ def structure(model) -> dict:
 def compare(model) -> str:
     """One training step stock and one patched: `equal`, or what differs, or why it cannot run."""
     import torch
+
     from tigon.hf import apply, undo
 
     model.train()

@@ -4,7 +4,10 @@ Functions take and return plain tensors; :mod:`tigon.nn` wraps them in modules; 
 into a Hugging Face model. Everything refused raises :class:`tigon.Error` before anything is modified.
 """
 
+import functools
+
 from tigon import nn
+from tigon.environment import env
 from tigon.error import Error
 from tigon.ops.add_rms_norm import add_rms_norm
 from tigon.ops.cross_entropy import cross_entropy
@@ -27,12 +30,15 @@ from tigon.ops.softmax import softmax
 __version__ = "0.1.0"
 
 __all__ = [
+    "AutoTigonForCausalLM",
     "Error",
+    "TigonTrainerCallback",
     "add_rms_norm",
     "apply",
     "count_labels",
     "cross_entropy",
     "dyt",
+    "env",
     "gated_rms_norm",
     "geglu",
     "jsd",
@@ -57,9 +63,29 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """``tigon.apply`` and ``tigon.undo``, imported when first used: the ops alone need no transformers."""
+    """What needs transformers, imported when first used: the ops alone need it not."""
     if name in ("apply", "undo"):
         from tigon import hf
 
+        _look_at_transformers()
         return getattr(hf, name)
+    if name in ("AutoTigonForCausalLM", "TigonTrainerCallback"):
+        from tigon import transformers
+
+        _look_at_transformers()
+        return getattr(transformers, name)
     raise AttributeError(f"module 'tigon' has no attribute {name!r}")
+
+
+@functools.cache
+def _look_at_transformers() -> None:
+    """Warn, once, about a transformers that nobody has tested Tigon with."""
+    import warnings
+
+    import transformers
+
+    from tigon.environment import transformers_note
+
+    note = transformers_note(transformers.__version__)
+    if note:
+        warnings.warn(note, stacklevel=3)

@@ -13,7 +13,8 @@ from tigon.error import Error
 MINIMUM_TORCH = (2, 10)
 
 
-def _library_path() -> Path:
+def library_path() -> Path:
+    """Where the native library is: beside this file, or where TIGON_LIBRARY says."""
     override = os.environ.get("TIGON_LIBRARY")
     if override:
         return Path(override)
@@ -24,7 +25,7 @@ def _load() -> ctypes.CDLL:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if version < MINIMUM_TORCH:
         raise Error(f"[load] torch must be >= 2.10, got {torch.__version__}")
-    path = _library_path()
+    path = library_path()
     if not path.exists():
         raise Error(f"[load] the native library must be at {path}, found none (build it with `make build`)")
     torch.ops.load_library(str(path))

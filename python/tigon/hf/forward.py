@@ -65,11 +65,20 @@ def plain(*tensors) -> bool:
     return all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in tensors)
 
 
+def foreign(module: nn.Module) -> bool:
+    """Whether the instance carries a forward that is neither ours nor its class's own.
+
+    transformers' kernels and accelerate rebind the class's own forward to modules they leave alone.
+    """
+    forward = module.__dict__.get(_place(module, "forward"))
+    own = getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
+    return forward is not None and not own and not isinstance(forward, Forward)
+
+
 def blocked(module: nn.Module) -> str | None:
     """Why this instance must keep the forward it has, or None."""
-    method = module.__dict__.get(_place(module, "forward"))
-    if getattr(method, "__func__", None) is type(module).forward and method.__self__ is module:
-        return None  # the class's own, kept by accelerate
-    if method is not None and not isinstance(method, Forward):
-        return "its forward is bound to the instance (tensor parallel, kernels or another patch)"
-    return None
+    if not foreign(module):
+        return None
+    if getattr(module.forward, "runs_tigon", False):
+        return "runs tigon already, through transformers' kernels"
+    return "its forward is bound to the instance (tensor parallel, kernels or another patch)"

@@ -1,0 +1,264 @@
+"""``liger_kernel.transformers.functional`` and the losses behind it: that interface, Tigon's arithmetic.
+
+Differences on purpose: nothing is done in place (the ``in_place`` arguments are accepted and have no effect),
+weight gradients are summed in float32 whatever ``accum_dtype`` says, and nothing synchronises.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+import tigon
+from tigon.compat.liger.missing import op
+from tigon.error import check
+
+
+@dataclass
+class CrossEntropyOutput:
+    """What the cross-entropies return when asked for more than the loss."""
+
+    loss: torch.Tensor
+    z_loss: torch.Tensor | None = None
+    token_accuracy: torch.Tensor | None = None
+    predicted_tokens: torch.Tensor | None = None
+
+
+def _packed(loss, z_loss, accuracy, predicted):
+    if z_loss is None and accuracy is None and predicted is None:
+        return loss
+    return CrossEntropyOutput(loss, z_loss, accuracy, predicted)
+
+
+def _reduced(values, counts, reduction):
+    """Per-row numbers, reduced as the loss is."""
+    if reduction == "none":
+        return values
+    return values.sum() / counts.sum() if reduction == "mean" else values.sum()
+
+
+def _accuracy(correct, counts, reduction):
+    """Per row for ``none``; else the fraction of the rows that count, for ``sum`` too."""
+    return correct.float() if reduction == "none" else correct.float().sum() / counts.sum()
+
+
+def cross_entropy_parts(input, target, weight=None, ignore_index=-100, lse_square_scale=0.0,
+                        label_smoothing=0.0, reduction="mean", softcap=None, return_z_loss=False,
+                        return_token_accuracy=False, return_predicted_tokens=False):  # fmt: skip
+    """(loss, z_loss, token_accuracy, predicted_tokens), None where not asked for."""
+    loss = tigon.cross_entropy(
+        input, target, weight=weight, ignore_index=ignore_index, z_loss=lse_square_scale,
+        label_smoothing=label_smoothing, reduction=reduction, softcap=softcap,
+    )  # fmt: skip
+    z_loss = accuracy = predicted = None
+    counts = target != ignore_index
+    with torch.no_grad():
+        if return_z_loss:
+            logits = input.float() if softcap is None else softcap * torch.tanh(input.float() / softcap)
+            rows = lse_square_scale * torch.logsumexp(logits, -1).square()
+            z_loss = _reduced(torch.where(counts, rows, 0.0), counts, reduction)
+        if return_token_accuracy or return_predicted_tokens:
+            best = torch.where(counts, input.argmax(-1), -1)
+            predicted = best if return_predicted_tokens else None
+            if return_token_accuracy:
+                accuracy = _accuracy(counts & (best == target), counts, reduction)
+    return loss, z_loss, accuracy, predicted
+
+
+def linear_cross_entropy_parts(input, weight, target, bias=None, ce_weight=None, ignore_index=-100,
+                               lse_square_scale=0.0, label_smoothing=0.0, reduction="mean", softcap=None,
+                               return_z_loss=False, accum_dtype=None, use_token_scaling=False,
+                               return_token_accuracy=False, return_predicted_tokens=False, ce_impl=None,
+                               ce_mode=None, chunk_mem_const=1):  # fmt: skip
+    """(loss, z_loss, token_accuracy, predicted_tokens), None where not asked for."""
+    whole = isinstance(chunk_mem_const, int) and not isinstance(chunk_mem_const, bool)
+    fits = whole and chunk_mem_const >= 1
+    check("compat.liger", fits, "chunk_mem_const must be an int >= 1, got {!r}", chunk_mem_const)
+    scaling = None
+    if use_token_scaling:
+        with torch.no_grad():
+            scaling = tigon.linear_log_prob(
+                input, weight, target, bias=bias, softcap=softcap, ignore_index=ignore_index
+            ).exp()
+    asked = {
+        "z_loss": return_z_loss,
+        "correct": return_token_accuracy,
+        "predicted": return_predicted_tokens,
+    }
+    names = tuple(name for name, wanted in asked.items() if wanted)
+    got = tigon.linear_cross_entropy(
+        input, weight, target, bias=bias, class_weight=ce_weight, ignore_index=ignore_index,
+        z_loss=lse_square_scale, label_smoothing=label_smoothing, reduction=reduction, softcap=softcap,
+        token_weight=scaling, outputs=("loss", *names) if names else None,
+    )  # fmt: skip
+    if not names:
+        return got, None, None, None
+    counts = target != ignore_index
+    return (
+        got.loss,
+        _reduced(got.z_loss, counts, reduction) if return_z_loss else None,
+        _accuracy(got.correct, counts, reduction) if return_token_accuracy else None,
+        got.predicted if return_predicted_tokens else None,
+    )
+
+
+def liger_cross_entropy(input, target, weight=None, size_average=None, ignore_index: int = -100, reduce=None,
+                        reduction: str = "mean", label_smoothing: float = 0.0, lse_square_scale: float = 0.0,
+                        softcap: float | None = None, return_z_loss: bool = False,
+                        return_token_accuracy: bool = False,
+                        return_predicted_tokens: bool = False):  # fmt: skip
+    """Cross-entropy of logits, by :func:`tigon.cross_entropy`."""
+    return _packed(*cross_entropy_parts(
+        input, target, weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap,
+        return_z_loss, return_token_accuracy, return_predicted_tokens,
+    ))  # fmt: skip
+
+
+def liger_fused_linear_cross_entropy(input, weight, target, bias=None, ce_weight=None,
+                                     ignore_index: int = -100, lse_square_scale: float = 0.0,
+                                     label_smoothing: float = 0.0, reduction: str = "mean",
+                                     softcap: float | None = None, return_z_loss: bool = False,
+                                     accum_dtype=None, use_token_scaling: bool = False,
+                                     return_token_accuracy: bool = False,
+                                     return_predicted_tokens: bool = False,
+                                     chunk_mem_const: int = 1):  # fmt: skip
+    """The loss head, by :func:`tigon.linear_cross_entropy`."""
+    return _packed(*linear_cross_entropy_parts(
+        input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction,
+        softcap, return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy,
+        return_predicted_tokens, chunk_mem_const=chunk_mem_const,
+    ))  # fmt: skip
+
+
+def liger_rms_norm(X, W, eps, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True):
+    """By :func:`tigon.rms_norm`; the casting modes are its roundings."""
+    return tigon.rms_norm(X, W, eps, offset=offset, rounding=casting_mode)
+
+
+def liger_swiglu(a, b):
+    """``silu(a) * b``, by :func:`tigon.swiglu`."""
+    return tigon.swiglu(a, b)
+
+
+def liger_geglu(a, b):
+    """``gelu_tanh(a) * b``, by ``tigon.geglu``."""
+    return op("geglu", "liger_geglu")(a, b, approximate="tanh")
+
+
+def liger_relu_squared(x):
+    """``relu(x)^2``, by :func:`tigon.relu_squared`."""
+    return tigon.relu_squared(x)
+
+
+def liger_layer_norm(X, W, B, eps):
+    """By ``tigon.layer_norm``."""
+    return op("layer_norm", "liger_layer_norm")(X, W, B, eps)
+
+
+def liger_softmax(x):
+    """By ``tigon.softmax``, over the last dimension."""
+    return op("softmax", "liger_softmax")(x)
+
+
+def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
+    """Rotary embedding of q and k, by :func:`tigon.rope`; never in place.
+
+    Without ``rotary_dim`` as many columns are rotated as cos has (at most the head's); with it, that many,
+    and only the first half of them is read from cos and sin. An integer in the place of ``position_ids`` is
+    taken as ``unsqueeze_dim``: transformers 5 has no ``position_ids`` there.
+    """
+    if isinstance(position_ids, int):
+        unsqueeze_dim = position_ids
+    if cos.dim() == 4:  # a head axis of size one
+        cos, sin = cos.squeeze(unsqueeze_dim), sin.squeeze(unsqueeze_dim)
+    head, table = q.shape[-1], cos.shape[-1]
+    if rotary_dim is not None:
+        fits = rotary_dim % 2 == 0 and 0 < rotary_dim <= head and table >= rotary_dim // 2
+        check(
+            "compat.liger",
+            fits,
+            "rotary_dim must be even, at most {} and twice cos's columns, got {}",
+            head,
+            rotary_dim,
+        )
+    columns = min(table, head) if rotary_dim is None else rotary_dim
+    if columns != table:
+        cos, sin = (torch.cat((t[..., : columns // 2],) * 2, -1) for t in (cos, sin))
+    q_out, k_out = tigon.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    return q_out.to(q.dtype), k_out.to(k.dtype)
+
+
+liger_rotary_pos_emb = liger_rope
+
+
+def liger_rotary_pos_emb_gpt_oss(q, k, cos, sin):
+    """gpt-oss: cos and sin hold each angle once and the whole head is rotated."""
+    return liger_rope(q, k, cos, sin, rotary_dim=q.shape[-1])
+
+
+def liger_rotary_pos_emb_vision(q, k, cos, sin):
+    """Vision towers: q and k ``[T, H, D]``, cos and sin ``[T, D]``."""
+    q_out, k_out = tigon.rope(q.unsqueeze(0), k.unsqueeze(0), cos, sin, unsqueeze_dim=2)
+    return q_out.squeeze(0).to(q.dtype), k_out.squeeze(0).to(k.dtype)
+
+
+# liger_kernel.transformers.model.loss_utils
+
+
+def unpack_cross_entropy_result(result):
+    """(loss, z_loss, token_accuracy, predicted_tokens) of whatever a cross-entropy returned."""
+    if isinstance(result, CrossEntropyOutput):
+        return result.loss, result.z_loss, result.token_accuracy, result.predicted_tokens
+    if isinstance(result, tuple):
+        return (*result[:4], *(None,) * (4 - len(result)))
+    return result, None, None, None
+
+
+def fixed_fused_linear_cross_entropy(hidden_states, lm_head_weight, target, num_items_in_batch=None,
+                                     ignore_index=-100, final_logit_softcapping=None, accum_dtype=None,
+                                     return_token_accuracy=False, return_predicted_tokens=False,
+                                     **kwargs):  # fmt: skip
+    """The loss head, divided by ``num_items_in_batch`` where that is given."""
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    result = _current_loss()(
+        hidden_states, lm_head_weight, target, reduction=reduction, ignore_index=ignore_index,
+        softcap=final_logit_softcapping, accum_dtype=accum_dtype,
+        return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens,
+        **kwargs,
+    )  # fmt: skip
+    loss, _, accuracy, predicted = unpack_cross_entropy_result(result)
+    if num_items_in_batch is not None:
+        if isinstance(num_items_in_batch, torch.Tensor):
+            num_items_in_batch = num_items_in_batch.to(loss.device)
+        loss = loss / num_items_in_batch
+    return _packed(loss, None, accuracy, predicted)
+
+
+def LigerForCausalLMLoss(hidden_states, lm_head_weight, labels, hidden_size, num_items_in_batch=None,
+                         ignore_index=-100, shift_labels=None, final_logit_softcapping=None,
+                         return_token_accuracy=False, return_predicted_tokens=False,
+                         **kwargs):  # fmt: skip
+    """The causal loss from hidden states; keywords the loss head does not know are dropped."""
+    known = inspect.signature(_current_loss()).parameters
+    kwargs = {name: value for name, value in kwargs.items() if name in known}
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return fixed_fused_linear_cross_entropy(
+        hidden_states.reshape(-1, hidden_size), lm_head_weight,
+        shift_labels.reshape(-1).to(hidden_states.device), num_items_in_batch, ignore_index,
+        final_logit_softcapping, return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens, **kwargs,
+    )  # fmt: skip
+
+
+def _current_loss():
+    """The loss head by its public path: frameworks exchange that attribute, and expect it to count."""
+    try:
+        public = importlib.import_module("liger_kernel.transformers.functional")
+    except ImportError:
+        return liger_fused_linear_cross_entropy
+    return public.liger_fused_linear_cross_entropy

@@ -1,0 +1,338 @@
+"""The classes of ``liger_kernel.transformers``: their constructors and attribute names, Tigon's ops."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import tigon
+from tigon.compat.liger import functional as F
+from tigon.compat.liger.missing import op
+from tigon.error import check
+from tigon.transformers import FusedGatedMLP, GatedMLP
+
+
+def _initial(init_fn: str, *shape: int) -> nn.Parameter:
+    check("compat.liger", init_fn in ("ones", "zeros"), "init_fn must be ones or zeros, got {!r}", init_fn)
+    return nn.Parameter(torch.ones(shape) if init_fn == "ones" else torch.zeros(shape))
+
+
+class LigerRMSNorm(nn.Module):
+    """RMSNorm; the forward reads its attributes, so a subclass or a patch may change them."""
+
+    def __init__(self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=True,
+                 row_mode=None, elementwise_affine=True):  # fmt: skip
+        super().__init__()
+        modes = ("llama", "gemma", "none")
+        known = casting_mode in modes
+        check("compat.liger", known, "casting_mode must be one of {}, got {!r}", modes, casting_mode)
+        weight = _initial(init_fn, hidden_size)
+        if elementwise_affine:
+            self.weight = weight
+        else:
+            self.register_parameter("weight", None)
+        self.variance_epsilon, self.offset, self.casting_mode = eps, offset, casting_mode
+        self.in_place, self.row_mode = in_place, row_mode
+
+    def forward(self, hidden_states):
+        """``[..., hidden_size]`` normalised over the last dimension."""
+        return F.liger_rms_norm(
+            hidden_states, self.weight, self.variance_epsilon, self.offset, self.casting_mode
+        )
+
+    def extra_repr(self) -> str:
+        """The attributes, for ``print(model)``."""
+        size = None if self.weight is None else tuple(self.weight.shape)
+        return f"{size}, eps={self.variance_epsilon}, offset={self.offset}, casting_mode={self.casting_mode}"
+
+
+class LigerRMSNormForGemma(LigerRMSNorm):
+    """Gemma: ``1 + weight``, weight of zeros."""
+
+    def __init__(self, hidden_size, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros",
+                 in_place=True, row_mode=None):  # fmt: skip
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+
+
+class LigerRMSNormForGemma2(LigerRMSNorm):
+    """Gemma 2."""
+
+    def __init__(self, hidden_size, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros",
+                 in_place=False, row_mode=None):  # fmt: skip
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+
+
+class LigerRMSNormForGemma3(LigerRMSNorm):
+    """Gemma 3, whose constructor says ``dim``."""
+
+    def __init__(self, dim, eps=1e-6, offset=1.0, casting_mode="gemma", init_fn="zeros", in_place=False):
+        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place)
+
+
+class LigerRMSNormForGemma4(LigerRMSNorm):
+    """Gemma 4: the plain weight, or none (``with_scale=False``)."""
+
+    def __init__(self, dim, eps=1e-6, offset=0.0, casting_mode="gemma", init_fn="ones", in_place=False,
+                 with_scale=True):  # fmt: skip
+        super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
+        self.with_scale = with_scale
+
+
+class LigerRMSNormForOlmo2(LigerRMSNorm):
+    """OLMo 2."""
+
+    def __init__(self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones",
+                 in_place=False, row_mode=None):  # fmt: skip
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place, row_mode)
+
+
+class LigerRMSNormForGlm4(LigerRMSNormForOlmo2):
+    """GLM-4."""
+
+
+class LigerRMSNormForQwen3Next(LigerRMSNormForGemma2):
+    """Qwen3-Next."""
+
+
+class LigerLayerNorm(nn.Module):
+    """LayerNorm; without ``bias`` the bias is zero and stays a parameter, as there."""
+
+    def __init__(self, hidden_size, eps=1e-6, bias=False, init_fn="ones", impl=None, mode=None,
+                 backend=None):  # fmt: skip
+        super().__init__()
+        self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
+        self.weight = _initial(init_fn, hidden_size)
+        self.bias = nn.Parameter(torch.randn(hidden_size) if bias else torch.zeros(hidden_size))
+
+    def forward(self, hidden_states):
+        """Normalised over the last dimension."""
+        return F.liger_layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+
+
+class LigerDyT(nn.Module):
+    """``gamma * tanh(alpha * x) + beta``."""
+
+    def __init__(self, hidden_size, beta=True, init_alpha=0.5):
+        super().__init__()
+        self.hidden_size, self.init_alpha = hidden_size, init_alpha
+        self.alpha = nn.Parameter(torch.ones(1) * init_alpha)
+        self.gamma = nn.Parameter(torch.ones(hidden_size))
+        self.beta = nn.Parameter(torch.zeros(hidden_size)) if beta else None
+
+    def forward(self, x):
+        """Elementwise over the last dimension."""
+        return op("dyt", "LigerDyT")(x, self.alpha, self.gamma, self.beta)
+
+
+class LigerSoftmax(nn.Module):
+    """Softmax over the last dimension."""
+
+    def forward(self, x):
+        """``[..., V]``."""
+        return F.liger_softmax(x)
+
+
+class LigerReLUSquared(nn.Module):
+    """``relu(x)^2``."""
+
+    def forward(self, x):
+        """Elementwise."""
+        return tigon.relu_squared(x)
+
+
+class LigerSwiGLUMLP(GatedMLP):
+    """The gated MLP of Llama, by the configuration."""
+
+    def __init__(self, config, intermediate_size=None):
+        super().__init__(config, intermediate_size)
+        self.config = config
+        check(
+            "compat.liger",
+            self.activation in ("silu", "swish"),
+            "hidden_act must be silu, got {!r}",
+            self.activation,
+        )
+
+
+class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
+    """One expert of Qwen3-MoE."""
+
+
+class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
+    """The gated MLP of HunYuan: the constructor takes more than it needs."""
+
+    def __init__(self, config, layer_idx=None, is_shared_mlp=False):
+        super().__init__(config)
+        self.layer_idx = layer_idx
+
+
+class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
+    """The gated MLP of Falcon-H1: one factor before the activation, one behind the MLP."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.gate_multiplier, self.down_multiplier = map(float, config.mlp_multipliers)
+
+    def forward(self, x):
+        """``[..., hidden_size]``."""
+        gate = self.gate_proj(x) * self.gate_multiplier
+        return self.down_proj(tigon.swiglu(gate, self.up_proj(x))) * self.down_multiplier
+
+
+class LigerPhi3SwiGLUMLP(FusedGatedMLP):
+    """The gated MLP of Phi-3: gate and up in one projection."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.config = config
+
+
+class LigerGEGLUMLP(GatedMLP):
+    """The gated MLP of Gemma: tanh-GELU whatever the configuration says, as there."""
+
+    def __init__(self, config):
+        super().__init__(_TanhGelu(config))
+        self.config = config
+
+
+class _TanhGelu:
+    """A configuration whose activation is tanh-GELU."""
+
+    hidden_activation = "gelu_pytorch_tanh"
+
+    def __init__(self, config):
+        self._config = config
+
+    def __getattr__(self, name):
+        return getattr(self._config, name)
+
+
+class LigerBlockSparseTop2MLP(nn.Module):
+    """One expert of Mixtral: ``w2(silu(w1 x) * (w3 x))``."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.ffn_dim, self.hidden_dim = config.intermediate_size, config.hidden_size
+        self.w1 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+        self.w2 = nn.Linear(self.ffn_dim, self.hidden_dim, bias=False)
+        self.w3 = nn.Linear(self.hidden_dim, self.ffn_dim, bias=False)
+
+    def forward(self, x):
+        """``[..., hidden_size]``."""
+        return self.w2(tigon.swiglu(self.w1(x), self.w3(x)))
+
+
+class LigerCrossEntropyLoss(nn.Module):
+    """Cross-entropy of logits; the class weight is an attribute, not a buffer, as there."""
+
+    def __init__(self, weight=None, ignore_index: int = -100, lse_square_scale: float = 0.0,
+                 label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
+                 return_z_loss: bool = False, return_token_accuracy: bool = False,
+                 return_predicted_tokens: bool = False):  # fmt: skip
+        super().__init__()
+        _check_loss(label_smoothing, reduction, softcap)
+        self.weight, self.ignore_index, self.lse_square_scale = weight, ignore_index, lse_square_scale
+        self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
+        self.return_z_loss, self.return_token_accuracy = return_z_loss, return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
+
+    def forward(self, _input, target):
+        """Logits and labels; the loss, or a ``CrossEntropyOutput`` where more was asked for."""
+        return F.liger_cross_entropy(
+            _input, target, self.weight, ignore_index=self.ignore_index, reduction=self.reduction,
+            label_smoothing=self.label_smoothing, lse_square_scale=self.lse_square_scale,
+            softcap=self.softcap, return_z_loss=self.return_z_loss,
+            return_token_accuracy=self.return_token_accuracy,
+            return_predicted_tokens=self.return_predicted_tokens,
+        )  # fmt: skip
+
+
+class LigerFusedLinearCrossEntropyLoss(nn.Module):
+    """The loss head; called with the weight first."""
+
+    def __init__(self, ce_weight=None, ignore_index: int = -100, lse_square_scale: float = 0.0,
+                 label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
+                 return_z_loss: bool = False, accum_dtype=None, use_token_scaling: bool = False,
+                 return_token_accuracy: bool = False,
+                 return_predicted_tokens: bool = False):  # fmt: skip
+        super().__init__()
+        _check_loss(label_smoothing, reduction, softcap)
+        self.ce_weight, self.ignore_index, self.lse_square_scale = ce_weight, ignore_index, lse_square_scale
+        self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
+        self.return_z_loss, self.accum_dtype = return_z_loss, accum_dtype
+        self.use_token_scaling, self.return_token_accuracy = use_token_scaling, return_token_accuracy
+        self.return_predicted_tokens = return_predicted_tokens
+
+    def forward(self, lin_weight, _input, target, bias=None):
+        """The loss, or a ``CrossEntropyOutput`` where more was asked for."""
+        return F.liger_fused_linear_cross_entropy(
+            _input, lin_weight, target, bias, self.ce_weight, self.ignore_index, self.lse_square_scale,
+            self.label_smoothing, self.reduction, self.softcap, self.return_z_loss, self.accum_dtype,
+            self.use_token_scaling, self.return_token_accuracy, self.return_predicted_tokens,
+        )  # fmt: skip
+
+
+def _check_loss(label_smoothing, reduction, softcap):
+    known = reduction in ("mean", "sum", "none")
+    check("compat.liger", known, "reduction must be mean, sum or none, got {!r}", reduction)
+    fits = 0 <= label_smoothing <= 1
+    check("compat.liger", fits, "label_smoothing must be in [0, 1], got {}", label_smoothing)
+    check("compat.liger", softcap is None or softcap > 0, "softcap must be > 0 or None, got {}", softcap)
+
+
+def _function(name: str, function, doc: str) -> type:
+    """A class whose ``apply`` is ``function``: how the autograd functions of that package are called."""
+    return type(name, (), {"apply": staticmethod(function), "__doc__": doc, "__module__": __name__})
+
+
+LigerRMSNormFunction = _function(
+    "LigerRMSNormFunction",
+    lambda X, W, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None: F.liger_rms_norm(
+        X, W, eps, offset, casting_mode
+    ),
+    "RMSNorm.",
+)
+LigerSiLUMulFunction = _function(
+    "LigerSiLUMulFunction",
+    lambda a, b, gate_multiplier=1.0, down_multiplier=1.0: _scaled_silu_mul(
+        a, b, gate_multiplier, down_multiplier
+    ),
+    "silu(gate_multiplier * a) * b * down_multiplier.",
+)
+LigerGELUMulFunction = _function("LigerGELUMulFunction", F.liger_geglu, "gelu_tanh(a) * b.")
+LigerReLUSquaredFunction = _function("LigerReLUSquaredFunction", F.liger_relu_squared, "relu(x)^2.")
+LigerLayerNormFunction = _function("LigerLayerNormFunction", F.liger_layer_norm, "LayerNorm.")
+LigerSoftmaxFunction = _function("LigerSoftmaxFunction", F.liger_softmax, "Softmax.")
+LigerRopeFunction = _function("LigerRopeFunction", F.liger_rope, "Rotary embedding of q and k.")
+LigerCrossEntropyFunction = _function(
+    "LigerCrossEntropyFunction", F.cross_entropy_parts, "Cross-entropy: always a 4-tuple."
+)
+LigerFusedLinearCrossEntropyFunction = _function(
+    "LigerFusedLinearCrossEntropyFunction", F.linear_cross_entropy_parts, "Loss head: always a 4-tuple."
+)
+
+
+LigerFusedLinearScaledCrossEntropyFunction = _function(
+    "LigerFusedLinearScaledCrossEntropyFunction",
+    lambda _input, weight, target, temperature=1.0, ignore_index=-100, m_tiles_per_cluster=1,
+    return_entropy=False, selected_token_ids=None: _scaled_cross_entropy(
+        _input, weight, target, temperature, ignore_index, return_entropy, selected_token_ids
+    ),
+    "Per-token loss under a temperature, and the entropy where asked for.",
+)  # fmt: skip
+
+
+def _scaled_cross_entropy(hidden, weight, target, temperature, ignore_index, return_entropy, selected):
+    name = "LigerFusedLinearScaledCrossEntropyFunction"
+    check("compat.liger", selected is None, "selected_token_ids must be None in {}, got a tensor", name)
+    options = {"temperature": temperature, "ignore_index": ignore_index}
+    if not return_entropy:
+        return -tigon.linear_log_prob(hidden, weight, target, **options)
+    log_prob, entropy = tigon.linear_log_prob(hidden, weight, target, entropy=True, **options)
+    return -log_prob, entropy
+
+
+def _scaled_silu_mul(a, b, gate_multiplier, down_multiplier):
+    a = a if gate_multiplier == 1.0 else a * gate_multiplier
+    y = tigon.swiglu(a, b)
+    return y if down_multiplier == 1.0 else y * down_multiplier

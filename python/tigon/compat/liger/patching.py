@@ -1,0 +1,241 @@
+"""``apply_liger_kernel_to_*`` and their relatives: that interface, :func:`tigon.apply` behind it.
+
+Their switches choose slots: ``rms_norm`` and ``layer_norm`` the norms, ``swiglu``, ``geglu`` and
+``relu_squared`` the MLPs, ``rope`` the rotary function, ``fused_linear_cross_entropy`` the loss head,
+``cross_entropy`` the loss of logits that exist. An unset one (``None``) is off.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+
+import tigon
+from tigon.error import Error, check
+from tigon.transformers import AutoTigonForCausalLM, split_options
+
+log = logging.getLogger("tigon")
+
+_DEFAULTS = {"rope": True, "cross_entropy": False, "fused_linear_cross_entropy": True, "rms_norm": True,
+             "layer_norm": True, "swiglu": True, "geglu": True, "relu_squared": True}  # fmt: skip
+_LOSS = "cross_entropy fused_linear_cross_entropy"
+_TEXT = f"rope {_LOSS} rms_norm swiglu model"
+_GEMMA = f"rope {_LOSS} rms_norm geglu model"
+
+# Name -> (parameters in their order, defaults that differ, model types it serves if not its own name).
+_FUNCTIONS: dict[str, tuple[str, dict, tuple[str, ...]]] = {
+    **{name: (_TEXT, {}, ()) for name in (
+        "llama", "smollm3", "ministral", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3",
+        "olmo2", "olmo3", "falcon_h1", "hunyuan_v1_dense", "hunyuan_v1_moe", "exaone4",
+    )},
+    **{name: (_TEXT, {"rope": False}, ()) for name in (
+        "glm4", "glm4v", "glm4v_moe", "qwen3_next", "deepseek_v2", "deepseek_v3",
+    )},
+    **{name: (_GEMMA, {}, ()) for name in ("gemma", "gemma2", "gemma3_text")},
+    **{name: (f"rope {_LOSS} layer_norm rms_norm geglu model", {}, ()) for name in ("gemma3", "paligemma")},
+    **{name: (f"{_LOSS} rms_norm layer_norm model **kwargs", {}, ()) for name in ("internvl", "smolvlm")},
+    "deepseek_v4": (_TEXT, {"rope": False, "swiglu": False}, ()),
+    "gemma4_text": (_GEMMA, {"rope": False}, ()),
+    "gemma4": (f"rope {_LOSS} layer_norm rms_norm geglu model", {"rope": False, "layer_norm": False}, ()),
+    "gpt_oss": (_TEXT, {"swiglu": False}, ()),
+    "granite": (_TEXT, {"cross_entropy": True, "fused_linear_cross_entropy": False}, ()),
+    "llama4": (f"{_TEXT} layer_norm", {}, ("llama4", "llama4_text")),
+    "llava": (f"{_LOSS} model **kwargs", {}, ()),
+    "mllama": (f"rope {_LOSS} layer_norm rms_norm swiglu model", {}, ("mllama", "mllama_text_model")),
+    "muse_glimmer": (f"rope {_LOSS} layer_norm rms_norm swiglu model", {}, ()),
+    "nemotron": (f"relu_squared {_LOSS} model **kwargs", {}, ()),
+    "pixtral": ("rope rms_norm swiglu model", {}, ()),
+    "qwen2_vl": (f"rope {_LOSS} rms_norm layer_norm swiglu model", {}, ("qwen2_vl", "qwen2_vl_text")),
+    "qwen2_5_vl": (_TEXT, {}, ("qwen2_5_vl", "qwen2_5_vl_text")),
+    "qwen3_vl": (_TEXT, {"swiglu": False}, ("qwen3_vl", "qwen3_vl_text")),
+    "qwen3_vl_moe": (_TEXT, {}, ("qwen3_vl_moe", "qwen3_vl_moe_text")),
+    "qwen3_5": (_TEXT, {"rope": False}, ("qwen3_5", "qwen3_5_text")),
+    "qwen3_5_moe": (_TEXT, {"rope": False}, ("qwen3_5_moe", "qwen3_5_moe_text")),
+}  # fmt: skip
+# Names that LLaMA-Factory asks for beside them.
+_ALIASES = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
+
+
+def _signature(names: str, defaults: dict) -> inspect.Signature:
+    parameters = []
+    for name in names.split():
+        if name.startswith("**"):
+            parameters.append(inspect.Parameter(name[2:], inspect.Parameter.VAR_KEYWORD))
+            continue
+        default = None if name == "model" else {**_DEFAULTS, **defaults}[name]
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters.append(inspect.Parameter(name, kind, default=default))
+    return inspect.Signature(parameters)
+
+
+def _make(name: str, names: str, defaults: dict, types: tuple[str, ...]):
+    signature = _signature(names, defaults)
+
+    def apply_function(*args, **kwargs):
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        options = dict(bound.arguments)
+        options |= options.pop("kwargs", {})
+        model = options.pop("model", None)
+        slots, logits_loss = _slots(options)
+        if model is not None:
+            _patch(model, slots, logits_loss)
+        else:
+            _patch_later(types or (name,), slots, logits_loss)
+
+    apply_function.__name__ = apply_function.__qualname__ = f"apply_liger_kernel_to_{name}"
+    apply_function.__signature__ = signature
+    apply_function.__doc__ = (
+        f"Tigon into {name} models: into ``model``, or without one into every such model built from now on."
+    )
+    return apply_function
+
+
+def _slots(options: dict) -> tuple[dict, bool]:
+    """(keywords of tigon.apply, whether the loss of existing logits is asked for)."""
+    on = {name for name, value in options.items() if value}
+    both = {"cross_entropy", "fused_linear_cross_entropy"} <= on
+    check(
+        "compat.liger",
+        not both,
+        "cross_entropy and fused_linear_cross_entropy must not both be True, got both",
+    )
+    mlp = bool(on & {"swiglu", "geglu", "relu_squared"})
+    wanted = {
+        "norm": bool(on & {"rms_norm", "layer_norm"}),
+        "mlp": mlp,
+        "experts": mlp,
+        "rope": "rope" in on,
+        "loss": "fused_linear_cross_entropy" in on,
+    }
+    return split_options(wanted)[0], "cross_entropy" in on
+
+
+def _patch(model, slots: dict, logits_loss: bool) -> None:
+    if logits_loss:
+        _use_logits_loss(model)
+    if any(slots.values()):
+        try:
+            log.info("%s", tigon.apply(model, **slots))
+        except Error as error:
+            log.warning("%s: it stays as it is", error)
+
+
+def _patch_later(types, slots, logits_loss) -> None:
+    from tigon.compat.construction import on_construction
+
+    for model_type in types:
+        if not on_construction(model_type, lambda model: _patch(model, slots, logits_loss)):
+            log.warning("[compat.liger] this transformers has no model type %s: nothing to do", model_type)
+
+
+def _use_logits_loss(model) -> None:
+    """The causal loss of ``model`` by :func:`tigon.cross_entropy`; nobody else's is touched."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    if getattr(model, "loss_function", None) is ForCausalLMLoss:
+        model.loss_function = logits_causal_lm_loss
+    else:
+        log.warning("[compat.liger] %s has a loss of its own: cross_entropy leaves it", type(model).__name__)
+
+
+def logits_causal_lm_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100,
+                          shift_labels=None, **kwargs):  # fmt: skip
+    """transformers' ForCausalLMLoss by :func:`tigon.cross_entropy`: no float32 copy of the logits."""
+    from torch.nn.functional import pad
+
+    if shift_labels is None:
+        shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return tigon.cross_entropy(
+        logits.view(-1, vocab_size), shift_labels.reshape(-1).to(logits.device), ignore_index=ignore_index,
+        denominator=num_items_in_batch,
+    )  # fmt: skip
+
+
+APPLY = {f"apply_liger_kernel_to_{name}": _make(name, *row) for name, row in _FUNCTIONS.items()}
+APPLY |= {
+    f"apply_liger_kernel_to_{alias}": APPLY[f"apply_liger_kernel_to_{name}"]
+    for alias, name in _ALIASES.items()
+}
+MODEL_TYPE_TO_APPLY_LIGER_FN = {
+    model_type: APPLY[f"apply_liger_kernel_to_{name}"]
+    for name, (_, _, types) in _FUNCTIONS.items()
+    for model_type in types or (name,)
+}
+
+
+def _chosen(model_type: str, options: dict):
+    """The function of a model type and the options it knows, or None."""
+    if not model_type:
+        log.info("[compat.liger] the model has no model_type: nothing is applied")
+        return None
+    function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
+    if function is None:
+        return None
+    known = inspect.signature(function).parameters
+    return function, {name: value for name, value in options.items() if name in known}
+
+
+def _apply_liger_kernel(model_type: str, **kwargs) -> None:
+    """Into every model of this type built from now on; types not in the table are left, and it is logged."""
+    chosen = _chosen(model_type, kwargs)
+    if chosen is None:
+        log.info("[compat.liger] no patch for new models of type %s", model_type)
+        return
+    chosen[0](**chosen[1])
+
+
+def _apply_liger_kernel_to_instance(model, **kwargs) -> None:
+    """Into this model. Tigon recognises structures, so types outside the table are tried too."""
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    chosen = _chosen(model_type, kwargs)
+    if chosen is None:
+        known = {name: value for name, value in kwargs.items() if name in _DEFAULTS}
+        _patch(model, *_slots({**_DEFAULTS, **known}))
+        return
+    chosen[0](model=model, **chosen[1])
+
+
+class AutoLigerKernelForCausalLM(AutoTigonForCausalLM):
+    """``AutoModelForCausalLM`` with the patch of the model's type; other types load with what fits."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """Load; keywords that the apply function knows go there."""
+        options, rest = _split(kwargs)
+        parent = super(AutoTigonForCausalLM, cls)
+        loaded = parent.from_pretrained(pretrained_model_name_or_path, *args, **rest)
+        _apply_liger_kernel_to_instance(loaded[0] if isinstance(loaded, tuple) else loaded, **options)
+        return loaded
+
+    @classmethod
+    def from_config(cls, config, **kwargs):
+        """Build; keywords that the apply function knows go there."""
+        options, rest = _split(kwargs)
+        model = super(AutoTigonForCausalLM, cls).from_config(config, **rest)
+        _apply_liger_kernel_to_instance(model, **options)
+        return model
+
+
+def _split(kwargs):
+    options = {name: value for name, value in kwargs.items() if name in _DEFAULTS}
+    return options, {name: value for name, value in kwargs.items() if name not in _DEFAULTS}
+
+
+def _bind_method_to_module(module, method_name: str, new_method) -> None:
+    """Make ``new_method`` a method of this instance."""
+    module.__dict__[method_name] = new_method.__get__(module, type(module))
+
+
+def _patch_rms_norm_module(module, *args, **kwargs) -> None:
+    """The norm's own formula decides, not the arguments."""
+    _patch(module, {"norm": True, "mlp": False, "rope": False, "loss": False}, False)
+
+
+def _patch_swiglu_module(module, liger_module=None) -> None:
+    """The gated MLP's own formula decides."""
+    _patch(module, {"norm": False, "mlp": True, "rope": False, "loss": False}, False)
+
+
+_patch_geglu_module = _patch_swiglu_module
+_patch_layer_norm_module = _patch_rms_norm_module

@@ -1,0 +1,102 @@
+"""``liger_kernel.utils``, ``liger_kernel.ops.utils`` and other small things that frameworks import."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import operator
+
+import torch
+from packaging.version import Version
+
+PEFT_AVAILABLE = importlib.util.find_spec("peft") is not None
+
+
+def is_peft_available() -> bool:
+    """Whether peft is installed."""
+    return PEFT_AVAILABLE
+
+
+def is_transformers_available() -> bool:
+    """Whether transformers is installed."""
+    return importlib.util.find_spec("transformers") is not None
+
+
+def is_npu_available() -> bool:
+    """Whether torch runs on an Ascend NPU."""
+    return hasattr(torch, "npu") and torch.npu.is_available()
+
+
+def is_hip() -> bool:
+    """Whether torch was built for AMD."""
+    return torch.version.hip is not None
+
+
+def infer_device() -> str:
+    """The accelerator's type, or ``cpu``."""
+    if torch.cuda.is_available():
+        return "cuda"
+    if is_npu_available():
+        return "npu"
+    return "xpu" if torch.xpu.is_available() else "cpu"
+
+
+def infer_comm_backend() -> str:
+    """torch.distributed's backend for :func:`infer_device`."""
+    return {"cuda": "nccl", "npu": "hccl", "xpu": "ccl"}.get(infer_device(), "gloo")
+
+
+def get_total_gpu_memory() -> int:
+    """GiB of the first GPU."""
+    return round(torch.cuda.get_device_properties(0).total_memory / 2**30)
+
+
+def compare_version(package: str, compare, target: str) -> bool:
+    """``compare(installed version, target)``; False where the package is missing."""
+    try:
+        module = importlib.import_module(package)
+    except ImportError:
+        return False
+    return compare(Version(module.__version__), Version(target))
+
+
+def ensure_contiguous(fn):
+    """Decorator of autograd methods: tensor arguments arrive contiguous."""
+
+    def dense(x):
+        return x.contiguous() if isinstance(x, torch.Tensor) else x
+
+    @functools.wraps(fn)
+    def wrapper(ctx, *args, **kwargs):
+        return fn(ctx, *map(dense, args), **{name: dense(value) for name, value in kwargs.items()})
+
+    return wrapper
+
+
+def calculate_settings(n: int) -> tuple[int, int]:
+    """(columns of one Triton block, warps) for rows of n, for kernels of their own that callers bring."""
+    block = 1 << max(0, n - 1).bit_length()
+    if block > 65536:
+        raise RuntimeError(f"rows of {n} do not fit one Triton block of at most 65536")
+    warps = next((w for limit, w in ((32768, 32), (8192, 16), (2048, 8)) if block >= limit), 4)
+    return block, warps
+
+
+def torch_to_triton_dtype() -> dict:
+    """torch dtype -> Triton dtype; needs triton."""
+    import triton.language as tl
+
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+
+def transformers_version_dispatch(required_version, before_fn, after_fn, before_args=(), after_args=(),
+                                  before_kwargs=None, after_kwargs=None):  # fmt: skip
+    """Call one of two functions by transformers' version."""
+    if compare_version("transformers", operator.lt, required_version):
+        return before_fn(*before_args, **(before_kwargs or {}))
+    return after_fn(*after_args, **(after_kwargs or {}))
+
+
+def apply_liger_triton_cache_manager() -> None:
+    """Nothing to do: Tigon compiles nothing at run time."""

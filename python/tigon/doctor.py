@@ -1,0 +1,218 @@
+"""Whether this installation computes what it should: every op, forward and backward, beside its reference.
+
+Run as ``python -m tigon doctor``.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+import tigon
+from tigon.environment import env
+
+# An op may be off by this many times its plain formulation's own error against float64, plus a few units in
+# the last place (the tests are stricter and larger; this finds a broken build, not a lost bit).
+FACTOR, ULPS = 4.0, 2.0
+ROWS, COLUMNS, VOCABULARY = 24, 96, 203
+
+
+@dataclass(frozen=True)
+class Probe:
+    """How to call one op, and its formula in plain PyTorch (of any float dtype)."""
+
+    op: str
+    draw: Callable[[], tuple]  # its arguments
+    plain: Callable
+    options: dict = field(default_factory=dict)
+    fixed: tuple[int, ...] = ()  # float arguments that get no gradient
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One op on one device in one dtype: ``problem`` is empty when it is in order."""
+
+    op: str
+    device: str
+    dtype: str
+    error: float  # largest error of results and gradients against float64, relative to their size
+    allowed: float
+    problem: str = ""
+
+    @property
+    def status(self) -> str:
+        """The word in the table."""
+        return "FAILED" if self.problem else "ok"
+
+
+def _rows(*shape):
+    return torch.randn(*(shape or (ROWS, COLUMNS)))
+
+
+def _angles():
+    half = torch.arange(6.0)[:, None] * torch.rand(8)
+    return torch.cat((half, half), -1)
+
+
+def _labels():
+    return torch.randint(0, VOCABULARY, (ROWS,)).masked_fill(torch.arange(ROWS) % 5 == 0, -100)
+
+
+def _rope():
+    angles = _angles()
+    return _rows(2, 4, 6, 16), _rows(2, 2, 6, 16), angles.cos(), angles.sin()
+
+
+def _gated():
+    return _rows(), _rows()
+
+
+def _normed():
+    return _rows(), 1 + 0.1 * _rows(COLUMNS)
+
+
+def _affine():
+    return *_normed(), 0.1 * _rows(COLUMNS)
+
+
+def _head():
+    return _rows(), 0.2 * _rows(VOCABULARY, COLUMNS), _labels()
+
+
+def _wide(x):
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _plain_rms_norm(x, weight):
+    h = _wide(x)
+    return weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def _plain_rope(q, k, cos, sin):
+    def turned(x):
+        left, right = x.chunk(2, dim=-1)
+        return x * cos + torch.cat((-right, left), -1) * sin
+
+    return turned(q), turned(k)
+
+
+def _plain_head(hidden, weight, target):
+    return F.cross_entropy(_wide(hidden @ weight.T), target)
+
+
+def _plain_log_prob(hidden, weight, target):
+    log_p = torch.log_softmax(_wide(hidden @ weight.T), -1)
+    picked = log_p.gather(-1, target.clamp(min=0)[:, None]).squeeze(-1)
+    return torch.where(target == -100, 0.0, picked)
+
+
+PROBES = (
+    Probe("rms_norm", _normed, _plain_rms_norm),
+    Probe("layer_norm", _affine, lambda x, w, b: F.layer_norm(x, (COLUMNS,), w, b)),
+    Probe("swiglu", _gated, lambda gate, up: F.silu(gate) * up),
+    Probe("geglu", _gated, lambda gate, up: F.gelu(gate, approximate="tanh") * up, {"approximate": "tanh"}),
+    Probe("relu_squared", lambda: (_rows(),), lambda x: F.relu(x).square()),
+    Probe("rope", _rope, _plain_rope, fixed=(2, 3)),
+    Probe("softmax", lambda: (_rows(),), lambda x: torch.softmax(x, -1)),
+    Probe("cross_entropy", lambda: (3 * _rows(ROWS, VOCABULARY), _labels()),
+          lambda logits, target: F.cross_entropy(_wide(logits), target)),
+    Probe("linear_cross_entropy", _head, _plain_head),
+    Probe("linear_log_prob", _head, _plain_log_prob),
+)  # fmt: skip
+HELPERS = {"count_labels", "linear_cross_entropy_memory", "linear_loss"}  # exported beside the ops
+
+
+def ops() -> list[str]:
+    """The ops that this version exports."""
+    functions = {name: getattr(tigon, name, None) for name in tigon.__all__ if name not in HELPERS}
+    return [n for n, f in functions.items() if (getattr(f, "__module__", "") or "").startswith("tigon.ops.")]
+
+
+def examine(devices=None, dtypes=(torch.float32, torch.bfloat16)) -> list[Finding]:
+    """Every probed op that this version has, on every device."""
+    if devices is None:
+        devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+    known = ops()
+    return [
+        _examine(probe, device, dtype)
+        for probe in PROBES
+        if probe.op in known
+        for device in devices
+        for dtype in dtypes
+    ]
+
+
+def unprobed() -> list[str]:
+    """Ops without a row in ``PROBES``."""
+    return sorted(set(ops()) - {probe.op for probe in PROBES})
+
+
+def _examine(probe: Probe, device: str, dtype: torch.dtype) -> Finding:
+    label = str(dtype).removeprefix("torch.")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        drawn = [x.to(device, dtype) if x.is_floating_point() else x.to(device) for x in probe.draw()]
+    try:
+        function = functools.partial(getattr(tigon, probe.op), **probe.options)
+        got, again = (_run(function, probe, drawn) for _ in range(2))
+        plain = _run(probe.plain, probe, drawn)
+        exact = _run(probe.plain, probe, [x.double() if x.is_floating_point() else x for x in drawn])
+    except Exception as error:
+        return Finding(probe.op, device, label, float("nan"), 0.0, f"{type(error).__name__}: {error}")
+    worst, allowed = 0.0, 0.0
+    for one, two, stock, wanted in zip(got, again, plain, exact, strict=True):
+        size = wanted.abs().max().item() or 1.0
+        error = (one.double() - wanted).abs().max().item() / size
+        bound = FACTOR * (stock.double() - wanted).abs().max().item() / size + ULPS * torch.finfo(dtype).eps
+        if not error <= bound:  # NaN too
+            return Finding(probe.op, device, label, error, bound, "differs from the reference")
+        if not torch.equal(one, two):
+            return Finding(probe.op, device, label, error, bound, "two runs differ")
+        if error >= worst:
+            worst, allowed = error, bound
+    return Finding(probe.op, device, label, worst, allowed)
+
+
+def _run(function, probe, drawn) -> list[torch.Tensor]:
+    """Results and gradients."""
+    arguments = [
+        x.detach().requires_grad_(x.is_floating_point() and i not in probe.fixed) for i, x in enumerate(drawn)
+    ]
+    results = function(*arguments)
+    results = results if isinstance(results, tuple) else (results,)
+    leaves = [x for x in arguments if x.requires_grad]
+    slopes = [torch.linspace(-1, 1, y.numel(), device=y.device, dtype=y.dtype).view(y.shape) for y in results]
+    if results[0].dim() == 0:
+        slopes = [torch.ones_like(y) for y in results]
+    return [*(y.detach() for y in results), *torch.autograd.grad(results, leaves, slopes)]
+
+
+def table(findings: list[Finding]) -> str:
+    """The findings as text, problems last."""
+    head = f"{'op':<22} {'device':<7} {'dtype':<9} {'error':>9} {'allowed':>9}  status"
+    lines = [head] + [
+        f"{f.op:<22} {f.device:<7} {f.dtype:<9} {f.error:>9.1e} {f.allowed:>9.1e}  {f.status}"
+        for f in findings
+    ]
+    return "\n".join(
+        lines + [f"{f.op} on {f.device} in {f.dtype}: {f.problem}" for f in findings if f.problem]
+    )
+
+
+def main() -> int:
+    """Environment, table, verdict; 0 when everything is in order."""
+    print(env(), end="\n\n")
+    findings = examine()
+    print(table(findings))
+    if unprobed():
+        print(f"without a probe: {', '.join(unprobed())}")
+    broken = [f for f in findings if f.problem]
+    print(f"\n{len(findings) - len(broken)} of {len(findings)} probes in order")
+    if broken:
+        print("tigon does not work here as it should: please report this output", file=sys.stderr)
+    return int(bool(broken))

@@ -1,0 +1,125 @@
+"""What runs here: versions, devices and what the native library was built with."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+import sys
+from dataclasses import dataclass, field, fields
+
+import torch
+
+from tigon._load import library_path
+
+# Packages whose version matters to somebody who reads a report; those that are missing are left out.
+PACKAGES = ("transformers", "tokenizers", "accelerate", "peft", "trl", "kernels", "liger-kernel", "triton")
+# Import and test with these; outside the range everything still runs, and a warning says that nobody looked.
+TESTED_TRANSFORMERS = ((5, 17), (5, 23))
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Result of :func:`tigon.env`: plain values by name; prints as a table."""
+
+    tigon: str
+    python: str
+    system: str
+    torch: str
+    library: str
+    compiler: str
+    cpu: str
+    cuda_build: str  # toolkit and architectures of the CUDA kernels; "" without
+    devices: tuple[str, ...] = ()
+    packages: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)  # TIGON_* that are set
+    notes: tuple[str, ...] = ()  # what does not fit together
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<12} {value}" for name, value in self._rows())
+
+    def _rows(self):
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            name = entry.name.replace("_", " ")
+            if isinstance(value, str):
+                yield name, value or "none"
+            elif isinstance(value, dict):
+                yield name, ", ".join(f"{key} {text}" for key, text in value.items()) or "none"
+            else:
+                yield from ((name, line) for line in value or ("none",))
+
+
+def env() -> Environment:
+    """Versions, devices, instruction set, and what the native library was built with.
+
+    Starts no CUDA context beyond asking for the devices' names.
+    """
+    import tigon
+
+    packages = _packages()
+    cuda_build = library_text("tigon_cuda_build")
+    devices = tuple(_devices())
+    return Environment(
+        tigon=tigon.__version__,
+        python=sys.version.split()[0],
+        system=platform.platform(),
+        torch=f"{torch.__version__} (CUDA {torch.version.cuda})" if torch.version.cuda else torch.__version__,
+        library=str(library_path()),
+        compiler=library_text("tigon_compiler"),
+        cpu=f"{library_text('tigon_isa')} kernels, {torch.get_num_threads()} threads",
+        cuda_build=cuda_build,
+        devices=devices,
+        packages=packages,
+        variables={key: value for key, value in sorted(os.environ.items()) if key.startswith("TIGON_")},
+        notes=tuple(_notes(packages, cuda_build, devices)),
+    )
+
+
+def library_text(function: str) -> str:
+    """What a ``const char*`` function of the native library returns."""
+    entry = getattr(ctypes.CDLL(str(library_path())), function)
+    entry.restype = ctypes.c_char_p
+    return entry().decode()
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _devices():
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        memory = torch.cuda.get_device_properties(index).total_memory / 2**30
+        yield f"cuda:{index} {torch.cuda.get_device_name(index)}, sm_{major}{minor}, {memory:.0f} GiB"
+
+
+def _notes(packages, cuda_build, devices):
+    if devices and not cuda_build:
+        yield "this build has no CUDA kernels: calls on a GPU are refused (build it with nvcc on the PATH)"
+    if cuda_build and not devices:
+        yield "built with CUDA, and torch sees no CUDA device"
+    if "transformers" in packages:
+        note = transformers_note(packages["transformers"])
+        if note:
+            yield note
+
+
+def transformers_note(version: str) -> str | None:
+    """What to say about a transformers version outside the tested range, or ``None``."""
+    low, high = TESTED_TRANSFORMERS
+    parts = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if low <= parts <= high:
+        return None
+    tested = f"{low[0]}.{low[1]} to {high[0]}.{high[1]}"
+    return (
+        f"transformers {version} is outside the tested range {tested}: parts are still recognised by their "
+        "source, so what changed stays stock; read the report of tigon.apply"
+    )

@@ -1,0 +1,446 @@
+"""The liger_kernel interface: found when asked for, shaped as callers know it, right in numbers."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import json
+import pickle
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from tiny import batch, close, config, make, step
+from transformers import AutoModelForCausalLM
+
+import tigon
+from tigon.compat import liger
+from tigon.compat.liger import functional as LF
+from tigon.compat.liger import modules as LM
+from tigon.compat.liger import names, patching
+from tigon.hf import LazyLogits
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def facade():
+    """`import liger_kernel` is Tigon's interface during the test."""
+    liger.install(replace=True)
+    yield
+    liger.uninstall()
+
+
+def write(folder, files):
+    """Files below a folder."""
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+# --- found and not found ---------------------------------------------------------------------
+
+
+def test_availability_checks_pass(facade):
+    from transformers.utils import is_liger_kernel_available
+
+    assert is_liger_kernel_available()
+    assert importlib.metadata.version("liger-kernel") == importlib.metadata.version("liger_kernel") == "0.8.5"
+    assert importlib.metadata.packages_distributions()["liger_kernel"] == ["liger-kernel"]
+    module = importlib.import_module("liger_kernel")
+    assert module.__version__ == "0.8.5" and module.__spec__ is not None
+
+
+def test_uninstall_leaves_nothing(facade):
+    from transformers.utils import is_liger_kernel_available
+
+    importlib.import_module("liger_kernel.transformers.rms_norm")
+    liger.uninstall()
+    assert not liger.installed()
+    assert not any(name.startswith("liger_kernel") for name in sys.modules)
+    if importlib.util.find_spec("liger_kernel") is None:
+        assert not is_liger_kernel_available()
+
+
+def test_an_installed_liger_is_not_hidden_silently(tmp_path, monkeypatch):
+    write(tmp_path, {"liger_kernel/__init__.py": "real = True\n"})
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    with pytest.raises(tigon.Error, match=rf"must not be installed.*{tmp_path}"):
+        liger.install()
+    assert not liger.installed() and importlib.import_module("liger_kernel").real
+    liger.install(replace=True)
+    try:
+        assert importlib.import_module("liger_kernel").__version__ == "0.8.5"
+    finally:
+        liger.uninstall()
+    assert importlib.import_module("liger_kernel").real
+    del sys.modules["liger_kernel"]
+
+
+def test_every_name_imports_and_says_what_is_missing(facade):
+    for path, row in names.table().items():
+        module = importlib.import_module(f"liger_kernel.{path}".rstrip("."))
+        for name in row:
+            assert getattr(module, name) is not None, (path, name)
+    absent = [name for name, there in liger.implemented().items() if not there]
+    for name in absent:
+        placeholder = names.resolve(name)
+        with pytest.raises(tigon.Error, match=rf"\[compat.liger\] {name} is not there"):
+            placeholder(1, beta=0.1)
+        with pytest.raises(tigon.Error, match=name):
+            placeholder.apply()
+        type("Sub", (placeholder,), {})  # callers subclass at import
+    assert {"LigerFusedLinearDPOLoss", "LigerFusedLinearGRPOLoss"} <= set(absent)
+    with pytest.raises(tigon.Error, match="tigon.linear_log_prob"):
+        names.resolve("LigerFusedLinearDPOLoss")(beta=0.1)
+
+
+def test_unknown_names_are_no_attributes(facade):
+    module = importlib.import_module("liger_kernel.transformers")
+    assert not hasattr(module, "LigerNothing")
+    with pytest.raises(AttributeError, match="has no LigerNothing"):
+        _ = module.LigerNothing
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("liger_kernel.nothing")
+
+
+INTERFACE = json.loads((Path(__file__).parent / "liger_interface.json").read_text())
+
+
+@pytest.mark.parametrize("name", INTERFACE)
+def test_signature(name):
+    """Names, order, kinds and defaults of what callers pass."""
+    scope = {"torch": torch, "Optional": None, "AutoModelForCausalLM": AutoModelForCausalLM}
+    wanted = inspect.signature(eval(f"lambda {INTERFACE[name]}: 0", scope))
+    owner, _, method = name.partition(".")
+    found = names.resolve(owner)
+    got = list(inspect.signature(getattr(found, method) if method else found).parameters.values())
+    got = got[1:] if method == "forward" else got
+    positional = method == "apply"  # autograd's apply takes no keywords: names do not matter
+
+    def shape(p):
+        return ("" if positional else p.name, p.kind, p.default)
+
+    for mine, theirs in zip(got, wanted.parameters.values(), strict=True):
+        if positional and theirs.default is theirs.empty:
+            mine = mine.replace(default=theirs.default)
+        assert shape(mine) == shape(theirs)
+
+
+# --- arithmetic ------------------------------------------------------------------------------
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def labels(rows, vocabulary, seed=0):
+    target = torch.randint(0, vocabulary, (rows,), generator=torch.Generator().manual_seed(seed))
+    return target.masked_fill(torch.arange(rows) % 4 == 1, -100)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("head", [False, True])
+def test_cross_entropies(head, reduction):
+    """Loss, z loss, accuracy and predictions, from logits and from hidden states."""
+    hidden, weight, target = drawn(13, 16), drawn(29, 16, seed=1), labels(13, 29)
+    logits = 3 * torch.tanh(hidden @ weight.T / 3)
+    hit = (target != -100) & (torch.arange(13) % 3 == 0)
+    target = torch.where(hit, logits.argmax(-1), target)
+    rows = F.cross_entropy(logits, target, reduction="none", label_smoothing=0.1)
+    z = torch.where(target != -100, 0.01 * logits.logsumexp(-1).square(), 0.0)
+    counts = (target != -100).sum()
+
+    def reduced(x):
+        return {"mean": x.sum() / counts, "sum": x.sum(), "none": x}[reduction]
+
+    options = {
+        "lse_square_scale": 0.01, "label_smoothing": 0.1, "reduction": reduction, "softcap": 3.0,
+        "return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True,
+    }  # fmt: skip
+    if head:
+        got = LM.LigerFusedLinearCrossEntropyLoss(**options)(weight, hidden, target)
+    else:
+        got = LM.LigerCrossEntropyLoss(**options)(hidden @ weight.T, target)
+    assert isinstance(got, LF.CrossEntropyOutput)
+    close(got.loss, reduced(rows + z))
+    close(got.z_loss, reduced(z))
+    hits = (logits.argmax(-1) == target).float()
+    close(got.token_accuracy, hits if reduction == "none" else hits.sum() / counts)
+    assert torch.equal(got.predicted_tokens, torch.where(target == -100, -1, logits.argmax(-1)))
+    options |= {"return_z_loss": False, "return_token_accuracy": False, "return_predicted_tokens": False}
+    alone = LF.liger_fused_linear_cross_entropy(hidden, weight, target, **options)
+    close(alone, reduced(rows + z))
+
+
+def test_token_scaling_and_functions():
+    hidden, weight, target = drawn(9, 16), drawn(29, 16, seed=1), labels(9, 29)
+    rows = F.cross_entropy(hidden @ weight.T, target, reduction="none")
+    scaled = torch.where(target == -100, 0.0, (-rows).exp()) * rows
+    apply = LM.LigerFusedLinearCrossEntropyFunction.apply
+    loss, *rest = apply(hidden, weight, target, use_token_scaling=True)
+    close(loss, scaled.sum() / (target != -100).sum())
+    assert rest == [None, None, None]
+    entropy = torch.distributions.Categorical(logits=hidden @ weight.T / 2).entropy()
+    nll, got = LM.LigerFusedLinearScaledCrossEntropyFunction.apply(
+        hidden, weight, target, 2.0, return_entropy=True
+    )
+    close(nll, F.cross_entropy(hidden @ weight.T / 2, target, reduction="none"))
+    close(got, torch.where(target == -100, 0.0, entropy))
+    with pytest.raises(tigon.Error, match="chunk_mem_const"):
+        LF.liger_fused_linear_cross_entropy(hidden, weight, target, chunk_mem_const=True)
+
+
+def test_causal_loss_calls_the_public_function(facade, monkeypatch):
+    """Axolotl exchanges the function in liger_kernel.transformers.functional: that one must run."""
+    from liger_kernel.transformers import functional
+    from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
+
+    hidden, weight = drawn(2, 7, 16), drawn(29, 16, seed=1)
+    target = labels(14, 29).view(2, 7)
+    flat = F.pad(target, (0, 1), value=-100)[:, 1:].reshape(-1)
+    wanted = F.cross_entropy((hidden @ weight.T).view(-1, 29), flat, reduction="sum") / 5
+    got = LigerForCausalLMLoss(hidden, weight, target, 16, num_items_in_batch=torch.tensor(5), unknown=1)
+    close(got, wanted)
+    monkeypatch.setattr(
+        functional, "liger_fused_linear_cross_entropy", lambda *args, **options: torch.tensor(3.0)
+    )
+    assert LigerForCausalLMLoss(hidden, weight, target, 16) == 3.0
+
+
+@pytest.mark.parametrize("rotary_dim", [None, 8, 4])
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+def test_rope(rotary_dim, unsqueeze_dim):
+    """Full and partial rotation, four- and three-dimensional tables, slot five as unsqueeze_dim."""
+    from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
+
+    shape = (2, 3, 5, 8) if unsqueeze_dim == 1 else (2, 5, 3, 8)
+    q, k = drawn(*shape), drawn(*shape, seed=1)
+    angle = drawn(2, 5, (rotary_dim or 8) // 2, seed=2)
+    full = torch.cat((angle, angle), -1)
+    wanted = apply_rotary_pos_emb(q, k, full.cos(), full.sin(), unsqueeze_dim)
+    kept = q.clone()
+    cos, sin = (full.cos(), full.sin()) if rotary_dim is None else (angle.cos(), angle.sin())
+    calls = [
+        LF.liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=rotary_dim),
+        LF.liger_rotary_pos_emb(q, k, full.cos(), full.sin(), unsqueeze_dim),
+        LF.liger_rotary_pos_emb(
+            q, k, full.cos().unsqueeze(unsqueeze_dim), full.sin().unsqueeze(unsqueeze_dim),
+            unsqueeze_dim=unsqueeze_dim,
+        ),
+    ]  # fmt: skip
+    for got in calls:
+        close(got[0], wanted[0])
+        close(got[1], wanted[1])
+    assert torch.equal(q, kept), "in place"
+    with pytest.raises(tigon.Error, match="rotary_dim"):
+        LF.liger_rope(q, k, cos, sin, rotary_dim=10)
+
+
+def test_norm_classes_equal_the_models_own():
+    pairs = [
+        (LM.LigerRMSNorm, transformers.models.llama.modeling_llama.LlamaRMSNorm),
+        (LM.LigerRMSNormForGemma, transformers.models.gemma.modeling_gemma.GemmaRMSNorm),
+        (LM.LigerRMSNormForGemma3, transformers.models.gemma3.modeling_gemma3.Gemma3RMSNorm),
+    ]
+    x = drawn(5, 32).bfloat16()
+    for ours, theirs in pairs:
+        one, two = ours(32), theirs(32)
+        assert torch.equal(one.weight, two.weight)
+        with torch.no_grad():
+            one.weight.add_(0.1 * drawn(32, seed=1))
+            two.weight.copy_(one.weight)
+        assert torch.equal(one(x), two(x)), ours
+    assert LM.LigerRMSNorm(8, elementwise_affine=False)(drawn(2, 8)).shape == (2, 8)
+
+
+@pytest.mark.parametrize(
+    "ours, theirs, family",
+    [("LigerSwiGLUMLP", "llama.modeling_llama.LlamaMLP", "llama"),
+     ("LigerPhi3SwiGLUMLP", "phi3.modeling_phi3.Phi3MLP", "phi3")],
+)  # fmt: skip
+def test_mlp_classes_load_the_models_weights(ours, theirs, family):
+    module, name = theirs.rsplit(".", 1)
+    stock = getattr(importlib.import_module(f"transformers.models.{module}"), name)(config(family))
+    mine = getattr(LM, ours)(config(family))
+    mine.load_state_dict(stock.state_dict())
+    x = drawn(3, 32)
+    close(mine(x), stock(x))
+    again = pickle.loads(pickle.dumps(mine))
+    assert torch.equal(again(x), mine(x))
+
+
+def test_classes_of_ops_that_are_not_there_yet():
+    """They say which op they wait for, when it is missing."""
+    if not hasattr(tigon, "geglu"):
+        with pytest.raises(tigon.Error, match=r"tigon\.geglu"):
+            LM.LigerGEGLUMLP(config("gemma"))
+    if not hasattr(tigon, "layer_norm"):
+        with pytest.raises(tigon.Error, match=r"needs tigon\.layer_norm"):
+            LM.LigerLayerNorm(8)(drawn(2, 8))
+    with pytest.raises(tigon.Error, match="casting_mode"):
+        LM.LigerRMSNorm(8, casting_mode="half")
+    with pytest.raises(tigon.Error, match="hidden_act"):
+        LM.LigerSwiGLUMLP(config(hidden_act="tanh"))
+
+
+# --- patching --------------------------------------------------------------------------------
+
+
+def test_instance_patch_follows_the_switches(facade):
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    model = make()
+    _apply_liger_kernel_to_instance(model, rope=False, swiglu=None, unknown_key=True)
+    report = tigon.apply(model, mlp=False, rope=False)
+    assert report.count("norm") == 5 and report.count("loss") == 1
+    assert report.count("mlp") == report.count("rope") == 0
+
+
+def test_both_losses_are_refused():
+    with pytest.raises(tigon.Error, match="must not both be True"):
+        patching._apply_liger_kernel_to_instance(make(), cross_entropy=True)
+
+
+def test_loss_of_logits(device):
+    """cross_entropy=True: logits exist, their loss is tigon.cross_entropy; nothing global changes."""
+    before = F.cross_entropy
+    stock, model = make(device=device), make(device=device)
+    patching._apply_liger_kernel_to_instance(
+        model, cross_entropy=True, fused_linear_cross_entropy=False, rope=False, rms_norm=False, swiglu=False
+    )
+    assert F.cross_entropy is before
+    inputs = batch(device)
+    output = model(**inputs)
+    assert isinstance(output.logits, torch.Tensor)
+    assert model.loss_function is patching.logits_causal_lm_loss
+    wanted = step(stock, inputs)
+    got = step(model, inputs)
+    close(got[0], wanted[0])
+    for name, grad in wanted[1].items():
+        close(got[1][name], grad)
+
+
+def test_unknown_model_type_gets_what_fits(caplog):
+    """Liger would leave it; structures are recognised, so there is no reason to."""
+    model = make()
+    model.config.model_type = "of_my_own"
+    patching._apply_liger_kernel_to_instance(model)
+    assert model._tigon_state.report.count("loss") == 1
+    empty = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    empty.config = types.SimpleNamespace(model_type="nothing_here")
+    patching._apply_liger_kernel_to_instance(empty)
+    assert "stays as it is" in caplog.text
+
+
+def test_class_level_patch(facade, tmp_path):
+    """apply_liger_kernel_to_llama() before loading, as LLaMA-Factory and Axolotl do it."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    inputs = batch()
+    stock = make()
+    wanted = step(stock, inputs)
+    stock.save_pretrained(tmp_path)
+    before = transformers.LlamaForCausalLM.__init__
+    assert MODEL_TYPE_TO_APPLY_LIGER_FN["llama"] is apply_liger_kernel_to_llama
+    apply_liger_kernel_to_llama(rope=None)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").train()
+    built = transformers.LlamaForCausalLM(config())
+    other = make("qwen2")
+    for model in (loaded, built):
+        report = model._tigon_state.report
+        assert (report.count("norm"), report.count("mlp"), report.count("rope")) == (5, 2, 0)
+        assert isinstance(model(**inputs).logits, LazyLogits)
+        assert not hasattr(model.model, "_tigon_state"), "applied to the inner model too"
+    assert not hasattr(other, "_tigon_state")
+    got = step(loaded, inputs)
+    close(got[0], wanted[0])
+    for name, grad in wanted[1].items():
+        close(got[1][name], grad, ulps=256)
+    liger.uninstall()
+    assert transformers.LlamaForCausalLM.__init__ is before
+    assert not hasattr(make(), "_tigon_state")
+
+
+def test_class_level_patch_on_the_meta_device(facade):
+    names.resolve("apply_liger_kernel_to_llama")()
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config())
+    assert model._tigon_state.report.count("norm") == 5
+    model = model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    model.model.rotary_emb.inv_freq.copy_(make().model.rotary_emb.inv_freq)
+    assert model.train()(**batch()).loss.isfinite()
+
+
+@pytest.mark.parametrize("how", ["from_config", "from_pretrained"])
+@pytest.mark.parametrize("name", ["AutoLigerKernelForCausalLM", "AutoTigonForCausalLM"])
+def test_auto_classes(name, how, tmp_path):
+    cls = getattr(tigon if "Tigon" in name else patching, name)
+    off = {"mlp": False} if "Tigon" in name else {"swiglu": False}
+    if how == "from_config":
+        model = cls.from_config(config(), **off)
+    else:
+        make().save_pretrained(tmp_path)
+        model = cls.from_pretrained(tmp_path, dtype=torch.bfloat16, **off)
+        assert model.dtype == torch.bfloat16
+    report = model._tigon_state.report
+    assert report.count("loss") == 1 and report.count("mlp") == 0
+    assert type(model) is transformers.LlamaForCausalLM
+
+
+def test_already_patched_by_another_liger():
+    """Instances that carry somebody's forward are left, and the report says so."""
+    model = make()
+    norm = model.model.norm
+    norm.forward = types.MethodType(lambda self, x: x * 2, norm)
+    report = tigon.apply(model)
+    (left,) = [entry for entry in report.left if entry.slot == "norm"]
+    assert left.path == "model.norm" and "bound to the instance" in left.reason
+    assert torch.equal(norm(torch.ones(2)), torch.full((2,), 2.0))
+    tigon.undo(model)
+    assert "forward" in norm.__dict__
+
+
+# --- the distribution ------------------------------------------------------------------------
+
+
+def test_distribution_on_disk(tmp_path):
+    """compat/liger_kernel: the package alone, in a fresh process, without install()."""
+    metadata = "Metadata-Version: 2.1\nName: tigon-liger-compat\nVersion: 0.8.5\n"
+    package = ROOT / "compat/liger_kernel"
+    assert 'version = "0.8.5"' in (package / "pyproject.toml").read_text()
+    write(tmp_path, {
+        "liger_kernel/__init__.py": (package / "liger_kernel/__init__.py").read_text(),
+        "tigon_liger_compat-0.8.5.dist-info/METADATA": metadata,
+        "tigon_liger_compat-0.8.5.dist-info/top_level.txt": "liger_kernel\n",
+    })  # fmt: skip
+    script = f"""
+import sys; sys.path.insert(0, {str(tmp_path)!r})
+from transformers.utils import is_liger_kernel_available
+assert is_liger_kernel_available()
+from liger_kernel.transformers import LigerRMSNorm, _apply_liger_kernel_to_instance
+import liger_kernel, tigon.compat.liger
+assert liger_kernel.__file__.startswith({str(tmp_path)!r}) and liger_kernel.__version__ == "0.8.5"
+tigon.compat.liger.install()  # no error: it is ours
+from liger_kernel.transformers.functional import liger_rms_norm
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    clash = tmp_path / "liger_kernel-0.8.5.dist-info/METADATA"
+    write(
+        tmp_path, {str(clash.relative_to(tmp_path)): metadata.replace("tigon-liger-compat", "liger-kernel")}
+    )
+    script = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\nimport liger_kernel"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode and "both installed" in done.stderr

@@ -1,0 +1,382 @@
+"""Trainer, its callback, and TRL: switched on in one line, the same losses as stock."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import pickle
+import warnings
+
+import pytest
+import torch
+from tiny import VOCABULARY, batch, close, config, make
+
+import tigon
+from tigon.compat import liger
+
+pytest.importorskip("accelerate")
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+
+
+@pytest.fixture
+def facade():
+    """`import liger_kernel` is Tigon's interface during the test."""
+    liger.install(replace=True)
+    yield
+    liger.uninstall()
+
+
+def rows(count=24, tokens=11):
+    inputs = batch(rows=count, tokens=tokens, seed=3)
+    return [{name: tensor[i] for name, tensor in inputs.items()} for i in range(count)]
+
+
+def arguments(folder, **changes):
+    return TrainingArguments(**{
+        "output_dir": str(folder), "per_device_train_batch_size": 2, "max_steps": 3, "logging_steps": 1,
+        "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "report_to": [], "seed": 1,
+        "use_cpu": True, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "no",
+        "disable_tqdm": True, **changes,
+    })  # fmt: skip
+
+
+def logged(trainer):
+    trainer.train()
+    names = ("loss", "grad_norm", "eval_loss")
+    return [entry[n] for entry in trainer.state.log_history for n in names if n in entry]
+
+
+def run(folder, *, model=None, callbacks=None, trainer_options=None, **changes):
+    options = {"train_dataset": rows(), "eval_dataset": rows()[:4], **(trainer_options or {})}
+    model = make() if model is None else model
+    trainer = Trainer(
+        model=None if "model_init" in options else model, args=arguments(folder, **changes),
+        callbacks=callbacks, **options,
+    )  # fmt: skip
+    return trainer, logged(trainer)
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("stock"))[1]
+
+
+def test_use_liger_kernel(facade, tmp_path, stock):
+    """TrainingArguments as they are; evaluation with skip_logits as Trainer asks for it."""
+    trainer, got = run(
+        tmp_path, use_liger_kernel=True, liger_kernel_config={"rope": True, "swiglu": False, "what": 1}
+    )
+    assert got == pytest.approx(stock, rel=1e-4) and len(got) == 7
+    report = trainer.model._tigon_state.report
+    assert report.count("loss") == 1 and report.count("mlp") == 0 and report.head_calls.fused == 6
+    report.check()
+
+
+def test_use_liger_kernel_without_the_interface_is_refused(tmp_path):
+    from transformers.utils import is_liger_kernel_available
+
+    if is_liger_kernel_available():
+        pytest.skip("a real Liger is installed")
+    with pytest.raises(ImportError, match="liger-kernel"):
+        run(tmp_path, use_liger_kernel=True)
+
+
+def test_callback(tmp_path, stock):
+    callback = tigon.TigonTrainerCallback(mlp=False)
+    trainer, got = run(tmp_path, callbacks=[callback])
+    assert got == pytest.approx(stock, rel=1e-4)
+    assert callback.report is trainer.model._tigon_state.report
+    assert callback.report.head_calls.fused == 6 and callback.report.count("mlp") == 0
+    with pytest.raises(tigon.Error, match="norms"):
+        tigon.TigonTrainerCallback(norms=False)
+
+
+def test_callback_with_model_init(tmp_path):
+    """Every model that is made gets it, and each only once."""
+    options = {"trainer_options": {"model_init": lambda: make()}}
+    _, wanted = run(tmp_path, **options)
+    callback = tigon.TigonTrainerCallback()
+    trainer, got = run(tmp_path, callbacks=[callback], **options)
+    assert got == pytest.approx(wanted, rel=1e-4)
+    assert callback.report.head_calls.fused == 6
+    assert callback.report is trainer.model._tigon_state.report
+
+
+def test_callback_under_compile_and_peft(tmp_path):
+    """Before accelerate compiles; on the model inside PEFT's wrapper."""
+    peft = pytest.importorskip("peft")
+    torch._dynamo.reset()
+
+    def lora():
+        torch.manual_seed(5)
+        return peft.get_peft_model(
+            make(), peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj", "up_proj"])
+        )
+
+    _, wanted = run(tmp_path, model=lora())
+    callback = tigon.TigonTrainerCallback()
+    _, got = run(
+        tmp_path, model=lora(), callbacks=[callback], torch_compile=True, torch_compile_backend="aot_eager"
+    )
+    assert got == pytest.approx(wanted, rel=1e-3)
+    assert callback.report.head_calls.traced
+
+
+def test_callback_warns_when_the_head_was_not_used(tmp_path, caplog):
+    class OwnLoss(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            labels = inputs.pop("labels")
+            logits = model(**inputs).logits + 0.0  # takes them apart
+            loss = torch.nn.functional.cross_entropy(logits.view(-1, VOCABULARY), labels.view(-1))
+            return (loss, {"logits": logits}) if return_outputs else loss
+
+    callback = tigon.TigonTrainerCallback()
+    with caplog.at_level(logging.WARNING, "tigon"):
+        trainer = OwnLoss(
+            model=make(), args=arguments(tmp_path, eval_strategy="no"), train_dataset=rows(),
+            callbacks=[callback],
+        )  # fmt: skip
+        trainer.train()
+    assert "must be computed by the patched head" in caplog.text
+
+
+def test_compute_metrics(tmp_path):
+    """Evaluation sees real logits, preprocessed and whole."""
+    seen = []
+
+    def metrics(prediction):
+        seen.append(prediction.predictions.shape)
+        return {"right": float((prediction.predictions == prediction.label_ids).mean())}
+
+    run(
+        tmp_path, callbacks=[tigon.TigonTrainerCallback()],
+        trainer_options={
+            "compute_metrics": metrics,
+            "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
+        },
+    )  # fmt: skip
+    assert seen == [(4, 11)]
+
+
+def test_workers_and_checkpoints(tmp_path, stock):
+    """Dataloader workers are forked after the patch; a checkpoint loads into a stock model."""
+    folder = tmp_path / "out"
+    trainer, got = run(
+        folder, callbacks=[tigon.TigonTrainerCallback()], dataloader_num_workers=2, save_strategy="steps",
+        save_steps=3,
+    )  # fmt: skip
+    assert got == pytest.approx(stock, rel=1e-4)
+    loaded = LlamaForCausalLM.from_pretrained(folder / "checkpoint-3", attn_implementation="eager")
+    assert not hasattr(loaded, "_tigon_state")
+    inputs = batch()
+    close(loaded.eval()(**inputs).loss, trainer.model.eval()(**inputs).loss)
+
+
+# --- bad days --------------------------------------------------------------------------------
+
+
+def _loss_in_child(path, queue):
+    torch.set_num_threads(1)
+    queue.put(torch.load(path, weights_only=False)(**batch()).loss.item())
+
+
+def picklable():
+    """A model that pickle takes as it is; with the package `kernels` transformers' own are none."""
+    model = make()
+    try:
+        pickle.dumps(model)
+    except AttributeError as error:
+        pytest.skip(f"a stock model cannot be pickled here: {error}")
+    return model
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_other_processes(start, tmp_path):
+    """A patched model computes in a forked child, and in a spawned one that unpickles it."""
+    model = picklable()
+    tigon.apply(model)
+    wanted = model(**batch()).loss.item()
+    torch.save(model, tmp_path / "model.pt")
+    context = multiprocessing.get_context(start)
+    queue = context.Queue()
+    child = context.Process(target=_loss_in_child, args=(tmp_path / "model.pt", queue))
+    child.start()
+    try:
+        assert queue.get(timeout=120) == pytest.approx(wanted, rel=1e-6)
+        child.join(60)
+    finally:
+        if child.is_alive():
+            child.kill()
+    assert child.exitcode == 0
+
+
+def test_pickle_keeps_the_patch():
+    model = picklable()
+    tigon.apply(model)
+    again = pickle.loads(pickle.dumps(model))
+    tigon.undo(model)
+    inputs = batch()
+    close(again(**inputs).loss, model(**inputs).loss)
+    assert again._tigon_state.report.count("norm") == 5
+
+
+def test_model_on_the_meta_device():
+    """Recognition reads sources: no storage is touched, and the patch outlives the loading."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config())
+    report = tigon.apply(model)
+    assert report.count("norm") == 5 and report.count("loss") == 1
+    filled = make()
+    model = model.to_empty(device="cpu")
+    model.load_state_dict(filled.state_dict())
+    model.model.rotary_emb.inv_freq.copy_(filled.model.rotary_emb.inv_freq)
+    inputs = batch()
+    close(model.train()(**inputs).loss, filled(**inputs).loss)
+
+
+@pytest.mark.parametrize(
+    "version, told",
+    [("4.57.1", True), ("5.16.4", True), ("5.17.0", False), ("5.23.0", False), ("5.24.0.dev0", True)],
+)
+def test_transformers_outside_the_tested_range(version, told, monkeypatch):
+    monkeypatch.setattr("transformers.__version__", version)
+    tigon._look_at_transformers.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _ = tigon.apply, tigon.apply
+    texts = [str(entry.message) for entry in caught if "tested range" in str(entry.message)]
+    assert len(texts) == (1 if told else 0)
+    assert not told or f"transformers {version} is outside" in texts[0]
+    tigon._look_at_transformers.cache_clear()
+
+
+# --- TRL -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tokenizer():
+    tokenizers = pytest.importorskip("tokenizers")
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {f"w{i}": i for i in range(VOCABULARY)}
+    word_level = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0"))
+    word_level.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=word_level, pad_token="w0", bos_token="w1", eos_token="w2", unk_token="w0"
+    )
+
+
+def words(seed, count):
+    generator = torch.Generator().manual_seed(seed)
+    return " ".join(f"w{i}" for i in torch.randint(3, VOCABULARY, (count,), generator=generator))
+
+
+def trl_losses(kind, folder, tokenizer, callbacks=None, **changes):
+    """Losses of a few steps of one of TRL's trainers."""
+    trl = pytest.importorskip("trl")
+    datasets = pytest.importorskip("datasets")
+    prompts = [words(i, 4) for i in range(8)]
+    answers = [words(100 + i, 5) for i in range(8)]
+    others = [words(200 + i, 5) for i in range(8)]
+    options = {
+        "output_dir": str(folder), "per_device_train_batch_size": 2, "max_steps": 2, "logging_steps": 1,
+        "learning_rate": 1e-3, "report_to": [], "seed": 1, "use_cpu": True, "save_strategy": "no",
+        "disable_tqdm": True, "bf16": False, "gradient_checkpointing": False, **changes,
+    }  # fmt: skip
+    columns = {
+        "SFT": {"prompt": prompts, "completion": answers},
+        "DPO": {"prompt": prompts, "chosen": answers, "rejected": others},
+        "KTO": {"prompt": prompts, "completion": answers, "label": [True, False] * 4},
+        "GRPO": {"prompt": prompts},
+    }[kind]
+    make().save_pretrained(folder / "model")
+    extra = {}
+    if kind == "GRPO":
+        options |= {"num_generations": 2, "max_completion_length": 6}
+        extra = {"reward_funcs": lambda completions, **_: [float(len(set(c.split()))) for c in completions]}
+    trainer = getattr(trl, f"{kind}Trainer")(
+        model=str(folder / "model"), args=getattr(trl, f"{kind}Config")(**options),
+        train_dataset=datasets.Dataset.from_dict(columns), processing_class=tokenizer,
+        callbacks=callbacks, **extra,
+    )  # fmt: skip
+    trainer.train()
+    return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.fixture
+def trl_head():
+    """TRL's fused head is Tigon's during the test."""
+    pytest.importorskip("trl")
+    from tigon.compat import trl
+
+    trl.install()
+    yield
+    trl.uninstall()
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO", "KTO", "GRPO"])
+def test_trl(kind, facade, tmp_path, tokenizer):
+    """use_liger_kernel and the fused head together: the losses of stock TRL."""
+    pytest.importorskip("trl")
+    from tigon.compat import trl
+
+    wanted = trl_losses(kind, tmp_path, tokenizer)[1]
+    calls = []
+
+    class Counted(trl.LogProbHead):
+        def apply(self, *args):
+            calls.append(args)
+            return super().apply(*args)
+
+    trl.install()
+    utils = trl._utils()
+    head = getattr(utils, trl.NAME)
+    setattr(utils, trl.NAME, Counted(head.original))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # TRL says that the switch is going to leave it
+            trainer, got = trl_losses(kind, tmp_path, tokenizer, use_liger_kernel=True)
+    finally:
+        trl.uninstall()
+    assert len(got) == 2 and got == pytest.approx(wanted, rel=2e-4, abs=2e-5)
+    report = trainer.model._tigon_state.report
+    assert report.count("norm") == 5 and report.count("mlp") == 2 and report.count("rope") == 1
+    assert calls and getattr(utils, trl.NAME) is head.original
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [("is_top1", "entropy", "mean_logits"), ("entropy",), ("mean_logits",), (), ("log_sum_sq_probs",)],
+)
+def test_trl_head(outputs, trl_head):
+    """Every output and every gradient of TRL's function, and its fallback."""
+    from trl.trainer import utils
+
+    head = getattr(utils, "_ChunkedLogProbFunction")  # noqa: B009
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randn(*shape, generator=generator) for shape in ((9, 16), (29, 16), (29,))]
+    target = torch.randint(0, 29, (9,), generator=generator)
+
+    def run_head(function):
+        leaves = [x.clone().requires_grad_() for x in drawn]
+        got = function.apply(*leaves, target, 0.7, 8, None, 1.3, outputs)
+        slope = sum((i + 1) * x.sum() for i, x in enumerate(got[:2]) if x is not None and x.requires_grad)
+        slope = got[0].sum() if "is_top1" in outputs else slope
+        return got, torch.autograd.grad(slope, leaves)
+
+    got, wanted = run_head(head), run_head(head.original)
+    for mine, theirs in zip((*got[0], *got[1]), (*wanted[0], *wanted[1]), strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            close(mine.float(), theirs.float(), ulps=256)
+
+
+def test_trl_of_another_shape_is_refused(monkeypatch):
+    pytest.importorskip("trl")
+    from trl.trainer import utils
+
+    from tigon.compat import trl
+
+    monkeypatch.delattr(utils, trl.NAME)
+    with pytest.raises(tigon.Error, match="fused head"):
+        trl.install()

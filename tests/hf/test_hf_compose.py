@@ -1,0 +1,93 @@
+"""tigon.transformers: modules of a configuration equal the models' own, and load their weights."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import close, config, make
+
+import tigon
+from tigon import transformers as tt
+
+
+def theirs(path):
+    module, name = path.rsplit(".", 1)
+    return getattr(importlib.import_module(f"transformers.models.{module}"), name)
+
+
+@pytest.mark.parametrize(
+    "ours, other, family",
+    [("GatedMLP", "llama.modeling_llama.LlamaMLP", "llama"),
+     ("GatedMLP", "llama.modeling_llama.LlamaMLP", "llama_bias_tied"),
+     ("GatedMLP", "gemma2.modeling_gemma2.Gemma2MLP", "gemma2"),
+     ("FusedGatedMLP", "phi3.modeling_phi3.Phi3MLP", "phi3")],
+)  # fmt: skip
+def test_mlps(ours, other, family):
+    if family == "gemma2" and not hasattr(tigon, "geglu"):
+        with pytest.raises(tigon.Error, match=r"needs tigon\.geglu"):
+            getattr(tt, ours)(config(family))
+        return
+    stock, mine = theirs(other)(config(family)), getattr(tt, ours)(config(family))
+    mine.load_state_dict(stock.state_dict())
+    x = torch.randn(3, 32, requires_grad=True)
+    close(mine(x), stock(x))
+    for one, two in zip(mine.parameters(), stock.parameters(), strict=True):
+        grads = [torch.autograd.grad(m(x).square().sum(), p)[0] for m, p in ((mine, one), (stock, two))]
+        close(*grads, ulps=256)
+
+
+@pytest.mark.parametrize(
+    "ours, other",
+    [("RMSNorm", "llama.modeling_llama.LlamaRMSNorm"), ("GemmaRMSNorm", "gemma.modeling_gemma.GemmaRMSNorm")],
+)
+def test_norms(ours, other):
+    one, two = getattr(tt, ours)(16, eps=1e-5), theirs(other)(16, eps=1e-5)
+    assert torch.equal(one.weight, two.weight)
+    with torch.no_grad():
+        two.weight.add_(0.1 * torch.randn(16))
+    one.load_state_dict(two.state_dict())
+    x = torch.randn(4, 16).bfloat16()
+    assert torch.equal(one(x), two(x))
+    assert tt.RMSNorm(4, eps=1e-3).variance_epsilon == 1e-3
+
+
+def test_unknown_activations_are_refused():
+    with pytest.raises(tigon.Error, match=r"\[GatedMLP\] hidden_act must be one of .*, got 'tanh'"):
+        tt.GatedMLP(config(hidden_act="tanh"))
+
+
+@pytest.mark.parametrize("count", [None, 7, torch.tensor(7)])
+@pytest.mark.parametrize("given", ["labels", "shift_labels"])
+def test_causal_lm_loss(given, count):
+    """transformers' loss of the same hidden states, its way of counting included."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    hidden, weight = torch.randn(2, 6, 16, requires_grad=True), torch.randn(31, 16, requires_grad=True)
+    labels = torch.randint(0, 31, (2, 6)).masked_fill(torch.rand(2, 6) < 0.3, -100)
+    shifted = None
+    if given == "shift_labels":
+        shifted = F.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+    wanted = ForCausalLMLoss(hidden @ weight.T, labels, 31, count, shift_labels=shifted)
+    got = tt.causal_lm_loss(hidden, weight, labels, num_items_in_batch=count, shift_labels=shifted)
+    close(got, wanted)
+    for one, two in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (got, wanted)), strict=True):
+        close(one, two, ulps=256)
+
+
+def test_rotary():
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    q, k, angle = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 5, 8)
+    for one, two in zip(*(f(q, k, angle.cos(), angle.sin()) for f in
+                          (tt.apply_rotary_pos_emb, apply_rotary_pos_emb)), strict=True):  # fmt: skip
+        close(one, two)
+
+
+def test_auto_class_keywords_and_loading_info(tmp_path):
+    make().save_pretrained(tmp_path)
+    model, info = tigon.AutoTigonForCausalLM.from_pretrained(tmp_path, output_loading_info=True, rope=False)
+    assert not info["missing_keys"] and model.tigon_report.count("rope") == 0
+    assert model.tigon_report.count("norm") == 5

@@ -1,0 +1,93 @@
+"""tigon.env and the doctor: what they say is true, and a broken op does not pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import tigon
+from tigon import doctor, environment
+
+
+def test_env():
+    found = tigon.env()
+    assert found.tigon == tigon.__version__ and torch.__version__ in found.torch
+    assert found.cpu.split()[0] in ("avx512", "avx2", "scalar")
+    assert os.path.exists(found.library) and found.compiler[0].isdigit()
+    assert len(found.devices) == torch.cuda.device_count()
+    text = str(found)
+    for entry in dataclasses.fields(found):
+        assert entry.name.replace("_", " ") in text
+    assert found.packages.keys() <= set(environment.PACKAGES)
+
+
+def test_env_follows_the_isa():
+    code = "import tigon; print(tigon.env().cpu)"
+    env = {**os.environ, "TIGON_CPU_ISA": "scalar"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("scalar kernels")
+
+
+def test_notes():
+    """What does not fit together is said."""
+    notes = lambda *args: list(environment._notes(*args))  # noqa: E731
+    assert notes({}, "", ()) == notes({"transformers": "5.20.1"}, "", ()) == []
+    assert "no CUDA kernels" in notes({}, "", ("cuda:0",))[0]
+    assert "sees no CUDA device" in notes({}, "CUDA 13", ())[0]
+    assert "4.57.0 is outside" in notes({"transformers": "4.57.0"}, "", ())[0]
+
+
+def test_doctor_finds_everything_in_order(capsys):
+    assert doctor.main() == 0
+    shown = capsys.readouterr().out
+    assert "FAILED" not in shown and "probes in order" in shown
+    for op in ("rms_norm", "swiglu", "relu_squared", "rope", "cross_entropy", "linear_cross_entropy"):
+        assert f"\n{op} " in shown
+    assert {"rms_norm", "linear_log_prob"} <= set(doctor.ops())
+
+
+@pytest.mark.parametrize(
+    "broken, told",
+    [
+        (lambda x, w: 1.001 * real(x, w), "differs from the reference"),
+        (lambda x, w: real(x, w) * float("nan"), "differs from the reference"),
+        (lambda x, w: real(x, w) * (1 + 1e-7 * next(noise)), "two runs differ"),
+        (lambda x, w: real(x, w.detach()), "RuntimeError"),
+        (lambda x, w: real(x, torch.ones_like(w)) * w.detach() + 0 * w, "differs from the reference"),
+    ],
+)
+def test_doctor_sees_a_broken_op(broken, told, monkeypatch):
+    """Value, NaN, repeatability, a missing gradient, a wrong gradient."""
+    monkeypatch.setattr(tigon, "rms_norm", broken)
+    broken.__module__ = "tigon.ops.rms_norm"
+    findings = [f for f in doctor.examine(["cpu"], (torch.float32,)) if f.op == "rms_norm"]
+    assert len(findings) == 1 and told in findings[0].problem and findings[0].status == "FAILED"
+    assert f"rms_norm on cpu in float32: {findings[0].problem}" in doctor.table(findings)
+
+
+real = tigon.rms_norm
+noise = iter(range(1, 1000))
+
+
+def test_doctor_names_ops_without_a_probe(monkeypatch):
+    def new_op(x):
+        return x
+
+    new_op.__module__ = "tigon.ops.new_op"
+    monkeypatch.setattr(tigon, "new_op", new_op, raising=False)
+    monkeypatch.setattr(tigon, "__all__", [*tigon.__all__, "new_op"])
+    assert "new_op" in doctor.unprobed()
+
+
+@pytest.mark.parametrize("command, code", [("env", 0), ("doctor", 0), ("nothing", 2)])
+def test_command_line(command, code):
+    done = subprocess.run(
+        [sys.executable, "-m", "tigon", command], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert ("tigon" in done.stdout) == (code == 0)

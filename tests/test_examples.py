@@ -1,0 +1,146 @@
+"""The examples that fine-tune, small: each runs to its end and learns; packing keeps samples apart."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+for package in ("transformers", "accelerate"):
+    pytest.importorskip(package)
+
+import continue_training
+import lora
+import sft_data
+import sft_trainer
+import sft_trl
+from tiny import close, make
+
+TINY = ("hidden_size=64,intermediate_size=96,num_attention_heads=2,num_key_value_heads=1,vocab_size=400,"
+        "num_hidden_layers=1")  # fmt: skip
+
+
+@pytest.fixture
+def few_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def options(tmp_path, few_threads):
+    """Command line of a tiny run on a few functions."""
+    functions = [
+        f'def f{i}(x):\n    """Add {i} to x, {i % 7} times."""\n    for _ in range({i % 7}):\n'
+        f"        x = x + {i}\n    return x\n" for i in range(60)
+    ]  # fmt: skip
+    (tmp_path / "text.py").write_text("\n\n".join(functions))
+    words = ["--data", tmp_path / "text.py", "--out", tmp_path / "out", "--device", "cpu", "--steps", 4,
+             "--batch", 2, "--seq", 96, "--model-config", TINY, "--lr", 1e-2]  # fmt: skip
+    return [str(word) for word in words]
+
+
+def result(options, name):
+    folder = Path(options[options.index("--out") + 1]) / name
+    return json.loads((folder / "losses.json").read_text())
+
+
+def test_sft_trainer(options):
+    """Tigon's curve is stock's."""
+    assert sft_trainer.main(options) == 0
+    ours = result(options, "sft")
+    assert ours["tigon"] and ours["after"] < ours["before"]
+    assert sft_trainer.main([*options, "--stock"]) == 0
+    stock = result(options, "sft")
+    assert not stock["tigon"] and ours["losses"] == pytest.approx(stock["losses"], rel=1e-4)
+    out = Path(options[options.index("--out") + 1])
+    assert {"model.safetensors", "tokenizer.json"} <= {p.name for p in (out / "sft/model").iterdir()}
+
+
+def test_sft_trl(options):
+    """The same through TRL, with its head by Tigon; undone, it is stock's again."""
+    pytest.importorskip("trl")
+    pytest.importorskip("datasets")
+    from tigon.compat import trl
+
+    try:
+        assert sft_trl.main(options) == 0
+    finally:
+        trl.uninstall()
+    ours = result(options, "sft_trl")["losses"]
+    assert sft_trl.main([*options, "--stock"]) == 0
+    assert ours == pytest.approx(result(options, "sft_trl")["losses"], rel=1e-4)
+
+
+def test_lora(options):
+    pytest.importorskip("peft")
+    assert lora.main([*options, "--rank", "2"]) == 0
+    got = result(options, "lora")
+    assert got["merged"] == pytest.approx(got["adapted"], rel=1e-4)
+    assert got["losses"][-1] < got["losses"][0]
+
+
+def test_continue_training(options):
+    assert continue_training.main(options) == 0
+    got = result(options, "continued")
+    assert got["losses"] == pytest.approx(got["wanted"], rel=1e-5) and len(got["losses"]) == 4
+
+
+# --- data ------------------------------------------------------------------------------------
+
+
+def test_pairs():
+    text = 'def f(x):\n    """Say so."""\n    return x\n\ndef g():\n    return 1\n'
+    assert sft_data.pairs_of(text) == [('def f(x):\n    """Say so."""', "\n    return x\n")]
+    assert sft_data.pairs_of("A title:\nline one\nline two\n\nalone\n") == [
+        ("A title:", "\nline one\nline two")
+    ]
+
+
+def test_packed_rows_fill_and_cut():
+    samples = [([1] * 5, [-100] * 2 + [1] * 3), ([2] * 4, [2] * 4), ([3] * 20, [3] * 20)]
+    rows = sft_data.packed_rows(samples, 8, 0)
+    assert [row["input_ids"] for row in rows] == [[1] * 5 + [0] * 3, [2] * 4 + [0] * 4, [3] * 8]
+    assert rows[0]["labels"] == [-100] * 2 + [1] * 3 + [-100] * 3
+    assert rows[0]["position_ids"] == [0, 1, 2, 3, 4, 0, 1, 2]
+
+
+def test_models_are_made_without_a_cache(options):
+    """transformers looks for packed samples only then."""
+    args = sft_data.arguments("").parse_args(options)
+    tokenizer, _ = sft_data.load_tokenizer(args)
+    model = sft_data.load_model(args, tokenizer)
+    assert not model.config.use_cache
+    model.save_pretrained(args.out / "checkpoint")
+    args.model = str(args.out / "checkpoint")
+    assert not sft_data.load_model(args, tokenizer).config.use_cache
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_packing_keeps_samples_apart(patched):
+    """The loss of a packed row is that of its samples, each by itself."""
+    import tigon
+
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for length in (7, 5, 3):
+        ids = torch.randint(3, 97, (length,), generator=generator).tolist()
+        samples.append((ids, [-100, -100, *ids[2:]]))
+    (row,) = sft_data.packed_rows(samples, 16, 0)
+    model = make(attn_implementation="sdpa", use_cache=False)
+    singles = [
+        model(input_ids=torch.tensor([ids]), labels=torch.tensor([labels])).loss for ids, labels in samples
+    ]
+    counts = torch.tensor([float(len(ids) - 2) for ids, _ in samples])
+    wanted = (torch.stack(singles).detach() * counts).sum() / counts.sum()
+    if patched:
+        tigon.apply(model)
+    close(model(**{name: torch.tensor([value]) for name, value in row.items()}).loss.detach(), wanted)
+    tigon.undo(model)

@@ -1,0 +1,19 @@
+// What Python tells about this library: tigon.env(). Plain C entry points, found by name.
+#include "tigon/base/context.h"
+#include "tigon/base/simd/lanes.h"
+
+// The instruction set that the CPU kernels run with in this process.
+extern "C" TIGON_API const char* tigon_isa() {
+  switch (tigon::cpu::active_isa()) {
+    case tigon::cpu::Isa::avx512: return "avx512";
+    case tigon::cpu::Isa::avx2: return "avx2";
+    default: return "scalar";
+  }
+}
+
+// Toolkit and architectures of the CUDA kernels in this library, or an empty string.
+extern "C" TIGON_API const char* tigon_cuda_build() {
+  return tigon::built_with_cuda() ? TIGON_CUDA_BUILD : "";
+}
+
+extern "C" TIGON_API const char* tigon_compiler() { return __VERSION__; }
