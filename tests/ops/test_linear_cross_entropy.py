@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from native import bits_under
 
 import tigon
+from tigon.ops.head_memory import default_chunk
 from tigon.ops.linear_cross_entropy import reference
 
 OP = torch.ops.tigon.linear_cross_entropy.default
@@ -362,3 +363,19 @@ def test_gradients_of_a_kept_graph_are_left_alone(chunk, device):
     assert all(same_bits(a, b) and same_bits(a, c) for a, b, c in zip(first, copies, again, strict=True))
     with pytest.raises(RuntimeError, match="second time"):
         torch.autograd.grad(loss, (hidden, weight))
+
+
+def test_default_chunk():
+    bf16 = torch.bfloat16
+
+    def cuda(rows, hidden, vocab, dweight=True, dtype=bf16, **more):
+        return default_chunk("cuda", dtype, rows, hidden, vocab, dweight=dweight, **more)
+
+    assert cuda(8192, 4096, 128256) == 8192  # one chunk: no f32 sum, no cast
+    assert cuda(32768, 4096, 128256) == 4096
+    assert cuda(8192, 4096, 128256, add_dweight=True) == 4096
+    assert cuda(8192, 4096, 128256, dweight=False) == 2048  # 512 MiB of logits
+    assert cuda(16384, 1024, 32000) == 8192
+    assert cuda(8192, 4096, 128256, dtype=torch.float32) == 4096
+    assert default_chunk("cpu", bf16, 0, 64, 100, dweight=True) == 1
+    assert default_chunk("cpu", bf16, 3000, 64, 100, dweight=True) == 1024

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import tigon
 from conftest import DEVICES
-from tigon.ops.head_memory import default_chunk
 from tigon.ops.linear_cross_entropy import OUTPUTS, reference
 
 LOSS = tigon.linear_cross_entropy
@@ -526,22 +525,6 @@ def test_a_cap_makes_chunks_small(device):
     want = run(LOSS, (hidden, weight, target), {"chunk_rows": predicted.chunk_rows})
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-def test_default_chunk():
-    bf16 = torch.bfloat16
-
-    def cuda(rows, hidden, vocab, dweight=True, dtype=bf16, **more):
-        return default_chunk("cuda", dtype, rows, hidden, vocab, dweight=dweight, **more)
-
-    assert cuda(8192, 4096, 128256) == 8192  # one chunk: no f32 sum, no cast
-    assert cuda(32768, 4096, 128256) == 4096
-    assert cuda(8192, 4096, 128256, add_dweight=True) == 4096
-    assert cuda(8192, 4096, 128256, dweight=False) == 2048  # 512 MiB of logits
-    assert cuda(16384, 1024, 32000) == 8192
-    assert cuda(8192, 4096, 128256, dtype=torch.float32) == 4096
-    assert default_chunk("cpu", bf16, 0, 64, 100, dweight=True) == 1
-    assert default_chunk("cpu", bf16, 3000, 64, 100, dweight=True) == 1024
 
 
 MEMORY = [{}, {"max_workspace_mb": None}, {"valid_rows": 3000}, {"main_grad": True}, {"reduction": "none"}]
