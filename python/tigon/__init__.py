@@ -10,6 +10,7 @@ from tigon.ops.add_rms_norm import add_rms_norm
 from tigon.ops.cross_entropy import cross_entropy
 from tigon.ops.dyt import dyt
 from tigon.ops.gated_rms_norm import gated_rms_norm
+from tigon.ops.group_norm import group_norm
 from tigon.ops.head_memory import linear_cross_entropy_memory
 from tigon.ops.labels import count_labels
 from tigon.ops.layer_norm import layer_norm
@@ -32,6 +33,7 @@ __all__ = [
     "cross_entropy",
     "dyt",
     "gated_rms_norm",
+    "group_norm",
     "layer_norm",
     "linear_cross_entropy",
     "linear_cross_entropy_memory",

@@ -4,6 +4,7 @@ from tigon.nn.add_rms_norm import AddRMSNorm
 from tigon.nn.cross_entropy import CrossEntropyLoss
 from tigon.nn.dyt import DyT
 from tigon.nn.gated_rms_norm import GatedRMSNorm
+from tigon.nn.group_norm import GroupNorm
 from tigon.nn.layer_norm import LayerNorm
 from tigon.nn.linear_cross_entropy import LinearCrossEntropyLoss
 from tigon.nn.rms_norm import RMSNorm
@@ -14,6 +15,7 @@ __all__ = [
     "CrossEntropyLoss",
     "DyT",
     "GatedRMSNorm",
+    "GroupNorm",
     "LayerNorm",
     "LinearCrossEntropyLoss",
     "RMSNorm",
