@@ -15,6 +15,7 @@ from tigon.ops.divergence import jsd, kl_div, tvd
 from tigon.ops.dyt import dyt
 from tigon.ops.gated_rms_norm import gated_rms_norm
 from tigon.ops.glu import geglu, reglu, swiglu, swiglu_oai
+from tigon.ops.group_norm import group_norm
 from tigon.ops.head_memory import linear_cross_entropy_memory
 from tigon.ops.labels import count_labels
 from tigon.ops.layer_norm import layer_norm
@@ -41,6 +42,7 @@ __all__ = [
     "env",
     "gated_rms_norm",
     "geglu",
+    "group_norm",
     "jsd",
     "kl_div",
     "layer_norm",

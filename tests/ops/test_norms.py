@@ -70,6 +70,9 @@ BAD = {
         lambda x, w: tigon.gated_rms_norm(x, x, w, rounding="none"),
         r"rounding must be 'llama'",
     ),
+    "group groups": (lambda x, w: tigon.group_norm(x, 3, w), r"groups must divide 8, got 3"),
+    "group weight": (lambda x, w: tigon.group_norm(x, 4, w[:2]), r"weight must be \[8\], got \[2\]"),
+    "group rank": (lambda x, w: tigon.group_norm(w, 4), r"x must have at least two dimensions, got 1"),
     "softmax dtype": (lambda x, w: tigon.softmax(x.long()), r"x must be a float tensor, got torch.int64"),
     "dyt alpha": (lambda x, w: tigon.dyt(x, w), r"alpha must have one element, got 8"),
     "dyt bias": (lambda x, w: tigon.dyt(x, w[:1], w, w[:3]), r"bias must be \[8\], got \[3\]"),
@@ -194,6 +197,8 @@ def test_modules(device):
     gated = tigon.nn.GatedRMSNorm(24, norm_before_gate=False, group_size=8, device=device)
     want = tigon.gated_rms_norm(x, gate, gated.weight, norm_before_gate=False, group_size=8)
     assert same_bits(gated(x, gate), want) and "group_size=8" in repr(gated)
+    group = tigon.nn.GroupNorm(6, 24, device=device)
+    assert same_bits(group(x), tigon.group_norm(x, 6, group.weight, group.bias)) and "6, 24" in repr(group)
     dyt = tigon.nn.DyT(24, device=device)
     assert same_bits(dyt(x), tigon.dyt(x, dyt.alpha, dyt.weight, dyt.bias)) and "0.5" in repr(dyt)
 
@@ -212,6 +217,7 @@ for dtype in (torch.float32, torch.bfloat16):
             (tigon.gated_rms_norm, (x, z, w)),
             (lambda *t: tigon.gated_rms_norm(*t, norm_before_gate=False), (x, z, w)),
             (tigon.softmax, (x,)),
+            (lambda x, w, b: tigon.group_norm(x[..., None], 1, w, b), (x, w, b)),
             (tigon.dyt, (x, a, w, b)),
         ):
             y = fn(*args)

@@ -5,6 +5,7 @@ from tigon.nn.cross_entropy import CrossEntropyLoss
 from tigon.nn.dyt import DyT
 from tigon.nn.gated_rms_norm import GatedRMSNorm
 from tigon.nn.glu import GeGLU, ReGLU, SwiGLU, SwiGLUOAI
+from tigon.nn.group_norm import GroupNorm
 from tigon.nn.layer_norm import LayerNorm
 from tigon.nn.linear_cross_entropy import LinearCrossEntropyLoss
 from tigon.nn.rms_norm import RMSNorm
@@ -15,6 +16,7 @@ __all__ = [
     "DyT",
     "GatedRMSNorm",
     "GeGLU",
+    "GroupNorm",
     "LayerNorm",
     "LinearCrossEntropyLoss",
     "RMSNorm",

@@ -7,14 +7,14 @@ import torch
 from tigon.error import check
 
 
-def check_columns(op: str, x: torch.Tensor, **vectors: torch.Tensor | None) -> None:
-    """Every vector that is there must be float and as long as x's rows."""
+def check_columns(op: str, columns: int, **vectors: torch.Tensor | None) -> None:
+    """Every vector that is there must be float and of that length."""
     for name, v in vectors.items():
         if v is None:
             continue
         check(op, v.is_floating_point(), name + " must be a float tensor, got {}", v.dtype)
-        fits = v.dim() == 1 and v.shape[0] == x.shape[-1]
-        check(op, fits, name + " must be {}, got {}", x.shape[-1:], v.shape)
+        fits = v.dim() == 1 and v.shape[0] == columns
+        check(op, fits, name + " must be [{}], got {}", columns, v.shape)
 
 
 def columns_for(x: torch.Tensor, *vectors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -75,7 +75,7 @@ def dyt(
     check("dyt", x.dim() > 0, "x must have at least one dimension, got 0")
     check("dyt", alpha.numel() == 1, "alpha must have one element, got {}", alpha.numel())
     check("dyt", alpha.is_floating_point(), "alpha must be a float tensor, got {}", alpha.dtype)
-    check_columns("dyt", x, weight=weight, bias=bias)
+    check_columns("dyt", x.shape[-1], weight=weight, bias=bias)
     if not has_kernel("dyt", x, alpha, weight, bias):
         return reference(x, alpha, weight, bias)
     return _op(x, *columns_for(x, alpha, weight, bias))

@@ -80,7 +80,7 @@ def layer_norm(
     """
     check("layer_norm", x.is_floating_point(), "x must be a float tensor, got {}", x.dtype)
     check("layer_norm", x.dim() > 0, "x must have at least one dimension, got 0")
-    check_columns("layer_norm", x, weight=weight, bias=bias)
+    check_columns("layer_norm", x.shape[-1], weight=weight, bias=bias)
     check("layer_norm", eps >= 0, "eps must be >= 0, got {}", eps)
     if not has_kernel("layer_norm", x, weight, bias):
         return reference(x, weight, bias, eps)

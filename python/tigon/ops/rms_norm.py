@@ -30,7 +30,7 @@ def check_options(op, x, weight, eps, rounding):
     check(op, known, "rounding must be one of {}, got {!r}", (*ROUNDINGS,), rounding)
     check(op, x.is_floating_point(), "x must be a float tensor, got {}", x.dtype)
     check(op, x.dim() > 0, "x must have at least one dimension, got 0")
-    check_columns(op, x, weight=weight)
+    check_columns(op, x.shape[-1], weight=weight)
     check(op, eps >= 0, "eps must be >= 0, got {}", eps)
 
 

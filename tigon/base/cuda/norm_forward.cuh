@@ -7,6 +7,7 @@
 //     static constexpr int kParams;      // vectors by column: weight, bias
 //     static constexpr bool kCentred;    // the mean is subtracted
 //     static constexpr bool kKeeps;      // merge(in), rounded, takes the place of in[0] and is written to `kept`
+//     static constexpr bool kSpans;      // there and true: `span` adjacent columns share a parameter (channels)
 //     bool round_h;                      // the normalised value is rounded to X
 //     float value(const float (&in)[kIn]) const;
 //     float result(float h, const float (&param)[kParams], const float (&in)[kIn]) const;
@@ -39,6 +40,7 @@ struct NormForward {
   int64_t rows, cols;
   int sections;
   float eps;
+  int64_t span = 1;  // columns that share a parameter, if F::kSpans
 };
 
 namespace norm_detail {
@@ -59,6 +61,18 @@ __device__ __forceinline__ Pack<W, N> filled(float x) {
 #pragma unroll
   for (int j = 0; j < N; ++j) w.set(j, x);
   return w;
+}
+
+template <class F>
+constexpr bool kSpans = requires { F::kSpans; };
+
+template <int N, class F, class W, class Y>
+__device__ __forceinline__ Pack<W, N> parameters(const NormForward<F, W, Y>& p, const W* param,
+                                                 int64_t column) {
+  if constexpr (kSpans<F>)
+    return filled<W, N>(widen(param[column / p.span]));
+  else
+    return load_now<W, N>(param + column);
 }
 
 // Element j of several packs.
@@ -172,7 +186,7 @@ __global__ __launch_bounds__(Shape::block) void forward_kernel(
   auto load_params = [&](int i) {
 #pragma unroll
     for (int k = 0; k < F::kParams; ++k)
-      if (p.param[k] && column(i) < cols) w[i][k] = load_now<W, N>(p.param[k] + before + column(i));
+      if (p.param[k] && column(i) < cols) w[i][k] = parameters<N>(p, p.param[k], before + column(i));
   };
   if constexpr (kEarly) {
 #pragma unroll
@@ -261,7 +275,7 @@ __global__ __launch_bounds__(kLoopThreads) void forward_looped_kernel(
     Pack<W, N> w[F::kParams];
 #pragma unroll
     for (int k = 0; k < F::kParams; ++k)
-      if (p.param[k]) w[k] = load<W, N>(p.param[k] + before + c);
+      if (p.param[k]) w[k] = parameters<N>(p, p.param[k], before + c);
     write<F, W, Y, N>(p, p.y + row * p.y_stride + before + c, in, w, mean, rstd);
   });
 }
@@ -330,7 +344,8 @@ void norm_forward(const char* op, Context& ctx, const NormForward<F, W, Y>& p) {
   bool packs =
       packs_align(p.y, p.y_stride, p.cols, sizeof(Y)) && p.y_stride % kPack == 0 && p.cols % kPack == 0;
   for (int k = 0; k < F::kIn; ++k) packs = packs && packs_align(p.in[k], p.in_stride[k], p.cols, sizeof(X));
-  for (int k = 0; k < F::kParams; ++k) packs = packs && aligned(p.param[k]);
+  for (int k = 0; k < F::kParams; ++k)
+    packs = packs && (norm_detail::kSpans<F> ? p.span % kPack == 0 : aligned(p.param[k]));
   if (F::kKeeps) packs = packs && packs_align(p.kept, p.kept_stride, p.cols, sizeof(X));
   packs ? norm_detail::run_forward<kPack>(op, ctx, p) : norm_detail::run_forward<1>(op, ctx, p);
 }

@@ -1,0 +1,93 @@
+"""GroupNorm (Wu & He 2018). Contract: ``tigon/ops/group_norm/group_norm.h``."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from tigon._op import Op, has_kernel, raw
+from tigon.error import check
+from tigon.ops.columns import check_columns, columns_for
+
+
+def reference(x, groups, weight=None, bias=None, eps=1e-5):
+    """The same formula in plain PyTorch operations (any float dtype, any device)."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weight, bias = (None if v is None else v.to(wide) for v in (weight, bias))
+    return F.group_norm(x.to(wide), groups, weight, bias, eps).to(x.dtype)
+
+
+def _fake(x, weight, bias, channels, groups, eps):
+    statistics = [x.new_empty(x.shape[0] * groups, dtype=torch.float32) for _ in range(2)]
+    return x.new_empty(x.shape), *statistics
+
+
+def _fake_bwd(dy, x, weight, bias, mean, rstd, channels, groups, need_dx, need_dweight, need_dbias):
+    dx = x.new_empty(x.shape if need_dx else (0,))
+    dweight = weight.new_empty(weight.shape) if need_dweight else x.new_empty(0)
+    return dx, dweight, bias.new_empty(bias.shape) if need_dbias else x.new_empty(0)
+
+
+_bwd = raw("group_norm_bwd", _fake_bwd)
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, bias, *ctx.sizes, _ = inputs
+    ctx.save_for_backward(x, weight, bias, *output[1:])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dy, *_):
+    if dy is None:
+        return (None,) * 6
+    need = ctx.needs_input_grad[:3]
+    call = torch.ops.tigon.group_norm_bwd if torch.compiler.is_compiling() else _bwd
+    gradients = call(dy, *ctx.saved_tensors, *ctx.sizes, *need)
+    return *(g if wanted else None for g, wanted in zip(gradients, need, strict=True)), None, None, None
+
+
+_op = Op("group_norm", fake=_fake, setup_context=_setup_context, backward=_backward)
+
+
+def group_norm(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Group normalisation: each group of channels of a sample by its own mean and variance.
+
+    Args:
+        x: ``[N, C, ...]`` float32, bfloat16 or float16; samples may lie apart in memory, any other layout is
+            copied once. float64 runs the eager reference.
+        groups: a divisor of C.
+        weight, bias: ``[C]`` or ``None``; x's dtype or float32 (else, or if they differ, taken as float32).
+        eps: added to the variance, >= 0.
+
+    Returns:
+        x's shape and dtype, contiguous, rounded once, as :func:`torch.nn.functional.group_norm`.
+        Differentiable in x, weight and bias; accumulation in float32, the variance about the mean; bitwise
+        deterministic.
+
+    Raises:
+        tigon.Error: shape, dtype, device, groups or eps does not fit.
+
+    Source: Wu & He 2018, "Group Normalization", eq. 1 and 6.
+    """
+    op = "group_norm"
+    check(op, x.is_floating_point(), "x must be a float tensor, got {}", x.dtype)
+    check(op, x.dim() >= 2, "x must have at least two dimensions, got {}", x.dim())
+    samples, channels = x.shape[:2]
+    divides = groups > 0 and channels > 0 and channels % groups == 0
+    check(op, divides, "groups must divide {}, got {}", channels, groups)
+    check_columns(op, channels, weight=weight, bias=bias)
+    check(op, eps >= 0, "eps must be >= 0, got {}", eps)
+    if not has_kernel(op, x, weight, bias) or x.numel() == 0:
+        return reference(x, groups, weight, bias, eps)
+    weight, bias = columns_for(x, weight, bias)
+    rows = x.reshape(samples, channels * math.prod(x.shape[2:]))
+    return _op(rows, weight, bias, channels, groups, eps)[0].view(x.shape)

@@ -1,0 +1,54 @@
+// GroupNorm (Wu & He 2018, "Group Normalization", eq. 1 and 6).
+//
+// Formula     over the channels and places of a group of one sample: h = (x - mean) * rstd, rstd = (var + eps)^-1/2;
+//             y = h * weight[channel] + bias[channel]                              (weight or bias absent: 1 or 0)
+// Gradients   g = dy * weight[channel];  dx = rstd * (g - mean(g) - h * mean(g * h)), means over the group;
+//             dweight[channel] = sum over samples and places of dy * h;  dbias[channel] = that of dy
+// Shapes      x, y, dy, dx [samples, channels * places], any row stride; weight, bias, dweight, dbias [channels];
+//             mean, rstd [samples * groups]
+// Dtypes      x, y f32 | bf16 | f16; weight and bias of one dtype, x's or f32; mean, rstd f32; accumulation f32
+// Rounding    once, on store (torch.nn.functional.group_norm); the variance is summed about the mean
+// Saved       x, weight, mean, rstd (8 bytes a group)
+// Aliasing    y may not overlap x; dx may be dy (same shape and strides) but no other input
+// Determinism bitwise: fixed trees inside a group, fixed order over samples
+// Traffic     forward 1 read + 1 write; backward 2 reads + 1 write while a group's second reading comes out of the cache, else 4 + 1
+// Refused     groups that do not divide channels, channels that do not divide a row, eps < 0, sizes or dtypes that do not fit:
+//             tigon::Error before anything is written
+#pragma once
+
+#include "tigon/base/context.h"
+
+namespace tigon {
+
+struct GroupNormFwd {
+  Matrix x;
+  Vector weight, bias;  // empty: none
+  Matrix y;
+  Vector mean, rstd;
+  int64_t channels = 1, groups = 1;
+  float eps = 1e-5f;
+};
+
+struct GroupNormBwd {
+  Matrix dy;
+  Matrix x;
+  Vector weight;
+  Vector mean, rstd;
+  Matrix dx;              // empty: not wanted
+  Vector dweight, dbias;  // empty: not wanted
+  int64_t channels = 1, groups = 1;
+};
+
+TIGON_API void group_norm_fwd(Context& ctx, const GroupNormFwd& a);
+TIGON_API void group_norm_bwd(Context& ctx, const GroupNormBwd& a);
+
+namespace cpu {
+void group_norm_fwd(Context& ctx, const GroupNormFwd& a);
+void group_norm_bwd(Context& ctx, const GroupNormBwd& a);
+}  // namespace cpu
+namespace cuda {
+void group_norm_fwd(Context& ctx, const GroupNormFwd& a);
+void group_norm_bwd(Context& ctx, const GroupNormBwd& a);
+}  // namespace cuda
+
+}  // namespace tigon

@@ -1,0 +1,76 @@
+#include "tigon/ops/group_norm/group_norm.h"
+#include "tigon/torch/shim.h"
+
+namespace tigon::torch_shim {
+namespace {
+
+constexpr const char* kOp = "group_norm";
+
+std::tuple<Tensor, Tensor, Tensor> forward(Tensor x, OptionalTensor weight, OptionalTensor bias,
+                                           int64_t channels, int64_t groups, double eps) {
+  if (weight) check_same_device(kOp, "weight", *weight, x);
+  if (bias) check_same_device(kOp, "bias", *bias, x);
+  Matrix rows = rows_of(kOp, "x", x);
+  Tensor y = make_like(x, rows.dtype);
+  int64_t statistics = rows.rows * groups;
+  Tensor mean = make(x, {statistics}, DType::f32), rstd = make(x, {statistics}, DType::f32);
+  auto ctx = make_context(x);
+  group_norm_fwd(*ctx, {.x = rows,
+                        .weight = vector_of(kOp, "weight", weight),
+                        .bias = vector_of(kOp, "bias", bias),
+                        .y = rows_of(kOp, "y", y),
+                        .mean = vector_of(kOp, "mean", mean),
+                        .rstd = vector_of(kOp, "rstd", rstd),
+                        .channels = channels,
+                        .groups = groups,
+                        .eps = float(eps)});
+  return {y, mean, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward(Tensor dy, Tensor x, OptionalTensor weight, OptionalTensor bias,
+                                            Tensor mean, Tensor rstd, int64_t channels, int64_t groups,
+                                            bool need_dx, bool need_dweight, bool need_dbias) {
+  check_same_device(kOp, "dy", dy, x);
+  Matrix rows = rows_of(kOp, "x", x);
+  Vector w = vector_of(kOp, "weight", weight);
+  Tensor dx = need_dx ? make_like(x, rows.dtype) : nothing(x, rows.dtype);
+  Tensor dw = need_dweight ? make(x, {channels}, w.dtype) : nothing(x, rows.dtype);
+  Tensor db = need_dbias && bias ? make(x, {channels}, dtype_of(kOp, "bias", *bias)) : nothing(x, rows.dtype);
+  auto ctx = make_context(x);
+  group_norm_bwd(*ctx, {.dy = rows_of(kOp, "dy", dy),
+                        .x = rows,
+                        .weight = w,
+                        .mean = vector_of(kOp, "mean", mean),
+                        .rstd = vector_of(kOp, "rstd", rstd),
+                        .dx = need_dx ? rows_of(kOp, "dx", dx) : Matrix{},
+                        .dweight = need_dweight ? vector_of(kOp, "dweight", dw) : Vector{},
+                        .dbias = need_dbias ? vector_of(kOp, "dbias", db) : Vector{},
+                        .channels = channels,
+                        .groups = groups});
+  return {dx, dw, db};
+}
+
+}  // namespace
+
+// group_norm is group_norm_fwd under a second name: Python attaches autograd to it, and eager calls stay free of that layer.
+TIGON_TORCH_SCHEMAS(m) {
+  m.def(
+      "group_norm(Tensor x, Tensor? weight, Tensor? bias, int channels, int groups, float eps) -> (Tensor y, "
+      "Tensor mean, Tensor "
+      "rstd)");
+  m.def(
+      "group_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, int channels, int groups, float eps) -> "
+      "(Tensor y, Tensor mean, Tensor "
+      "rstd)");
+  m.def(
+      "group_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, int "
+      "channels, int groups, bool "
+      "need_dx, bool need_dweight, bool need_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+}
+TIGON_TORCH_KERNELS(m) {
+  m.impl("group_norm", TORCH_BOX(&forward));
+  m.impl("group_norm_fwd", TORCH_BOX(&forward));
+  m.impl("group_norm_bwd", TORCH_BOX(&backward));
+}
+
+}  // namespace tigon::torch_shim
