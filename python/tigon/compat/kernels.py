@@ -9,16 +9,18 @@ functions share one tag for several formulas and are left to ``tigon.apply``.
 
 from __future__ import annotations
 
+import copy
+
 from torch import nn
 from transformers.utils import import_utils
 
 from tigon.error import check
-from tigon.hf.norms import NormSpec, norm_forward, recognise
+from tigon.hf.norms import norm_forward, plan_norm
 
 TAGS = ("RMSNorm", "RMSNormZeroCentered")
 DEVICES = ("cpu", "cuda")
 
-_specs: dict[type, NormSpec | None] = {}
+SPEC = "_tigon_norm"  # kept with the norm: what its source says, None where it is not recognised
 
 
 class TaggedRMSNorm(nn.Module):
@@ -29,28 +31,22 @@ class TaggedRMSNorm(nn.Module):
 
     def forward(self, hidden_states):
         """``self`` is the model's own norm."""
-        spec = _spec(type(self), self)
-        return (
-            type(self).forward(self, hidden_states)
-            if spec is None
-            else norm_forward(self, spec, hidden_states)
-        )
+        if SPEC not in self.__dict__:
+            _recognise(self)
+        spec = self.__dict__[SPEC]
+        if spec is None:
+            return type(self).forward(self, hidden_states)
+        return norm_forward(self, spec, hidden_states)
 
 
 TaggedRMSNorm.forward.runs_tigon = True  # tigon.apply tells this from a stranger's forward
 
 
-def _spec(cls: type, norm: nn.Module) -> NormSpec | None:
-    if cls not in _specs:
-        _specs[cls] = _recognised(norm)
-    return _specs[cls]
-
-
-def _recognised(norm: nn.Module) -> NormSpec | None:
-    found = recognise(norm)
-    if isinstance(found, str):
-        return None
-    return NormSpec(found.roles.get("weight"), found.roles["eps"], **found.structure.options)
+def _recognise(norm: nn.Module) -> None:
+    bare = copy.copy(norm)
+    bare.__dict__.pop("forward", None)  # recognition is about the class's own
+    planned = plan_norm(bare)
+    norm.__dict__[SPEC] = planned[0] if isinstance(planned, tuple) else None
 
 
 class Repository:
