@@ -410,8 +410,8 @@ void run_persistent(Context& ctx, void (*kernel)(Backward<Plain>), Backward<Plai
   if (dweight.data != nullptr) p.partials = ctx.scratch_of<float>(blocks * 2 * p.shape.cols);
   launch(kOp, ctx, kernel, {.blocks = blocks, .threads = kThreads, .shared = shared, .early = true}, p);
   if (dweight.data != nullptr)
-    sum_partials(kOp, ctx, p.partials, blocks, 2 * dweight.cols,
-                 {.data = dweight.data, .dtype = dweight.dtype, .size = 2 * dweight.cols});
+    sum_partials(kOp, ctx, p.partials, blocks,
+                 {Vector{.data = dweight.data, .dtype = dweight.dtype, .size = 2 * dweight.cols}});
 }
 
 }  // namespace
