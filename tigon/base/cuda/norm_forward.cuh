@@ -7,7 +7,7 @@
 //     static constexpr int kParams;      // vectors by column: weight, bias
 //     static constexpr bool kCentred;    // the mean is subtracted
 //     static constexpr bool kKeeps;      // merge(in), rounded, takes the place of in[0] and is written to `kept`
-//     static constexpr bool kSpans;      // there and true: `span` adjacent columns share a parameter (channels)
+//     using Spans = void;                // there: `span` adjacent columns share a parameter (channels)
 //     bool round_h;                      // the normalised value is rounded to X
 //     float value(const float (&in)[kIn]) const;
 //     float result(float h, const float (&param)[kParams], const float (&in)[kIn]) const;
@@ -40,7 +40,7 @@ struct NormForward {
   int64_t rows, cols;
   int sections;
   float eps;
-  int64_t span = 1;  // columns that share a parameter, if F::kSpans
+  int64_t span = 1;  // columns that share a parameter, if F::Spans
 };
 
 namespace norm_detail {
@@ -64,7 +64,7 @@ __device__ __forceinline__ Pack<W, N> filled(float x) {
 }
 
 template <class F>
-constexpr bool kSpans = requires { F::kSpans; };
+constexpr bool kSpans = requires { typename F::Spans; };
 
 template <int N, class F, class W, class Y>
 __device__ __forceinline__ Pack<W, N> parameters(const NormForward<F, W, Y>& p, const W* param,

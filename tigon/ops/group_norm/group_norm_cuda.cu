@@ -19,7 +19,8 @@ template <class X>
 struct Forward {
   using Element = X;
   static constexpr int kIn = 1, kParams = 2;
-  static constexpr bool kCentred = true, kKeeps = false, kSpans = true, round_h = false;
+  using Spans = void;
+  static constexpr bool kCentred = true, kKeeps = false, round_h = false;
   __device__ float value(const float (&x)[1]) const { return x[0]; }
   __device__ float result(float h, const float (&param)[2], const float (&)[1]) const {
     return group_norm_y(h, param[0], param[1]);
