@@ -102,6 +102,17 @@ def big_rms_norm(rows=BIG // 4096 + 3, columns=4096, device="cuda"):
     _rows_op(lambda x: tigon.rms_norm(x, weight), [_randn(rows, columns, device=device)])
 
 
+def big_layer_norm(rows=BIG // 4096 + 3, columns=4096, device="cuda"):
+    """x, y and their gradients of more than 2^31 elements."""
+    weight, bias = _randn(2, columns, device=device)
+    _rows_op(lambda x: tigon.layer_norm(x, weight, bias), [_randn(rows, columns, device=device)])
+
+
+def big_softmax(rows=BIG // 4099 + 3, columns=4099, device="cuda"):
+    """x, y and their gradients of more than 2^31 elements, rows that start anywhere."""
+    _rows_op(tigon.softmax, [_randn(rows, columns, device=device)])
+
+
 def big_swiglu(rows=BIG // 16384 + 3, columns=16384, device="cuda"):
     """Five tensors of more than 2^31 elements."""
     _rows_op(tigon.swiglu, [_randn(rows, columns, device=device) for _ in range(2)])
@@ -190,6 +201,8 @@ def big_head_logits(rows=BIG // 131080 + 3, hidden=64, vocab=131080, device="cud
     "test, gigabytes",
     [
         (big_rms_norm, 25),
+        (big_layer_norm, 25),
+        (big_softmax, 25),
         (big_swiglu, 40),
         (big_rope, 30),
         (big_cross_entropy, 20),
