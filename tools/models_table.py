@@ -304,21 +304,22 @@ def page(rows: list[dict]) -> str:
         reasons.update(
             {f"{slot}: {reason}" for slot in row["slots"] for reason in row["slots"][slot]["left"]}
         )
-    cells = [number["types"], *(number.get(name, 0) for name in ("full", "partly", "no")), number["stepped"]]
+    summary = " | ".join(str(number.get(kind, 0)) for kind in ("types", "full", "partly", "no", "stepped"))
     text = f"""# Models
 
-Written by `tools/models_table.py` from what `tigon.apply` did; transformers {transformers.__version__}, every
-type of the causal-LM and multimodal-LM mappings, built on the meta device as its configuration says.
+Written by `tools/models_table.py` from what `tigon.apply` did; transformers
+{transformers.__version__}, every type of the causal-LM and multimodal-LM mappings. Each class is built with its
+default configuration on the meta device.
 
 | model types | fully covered | partly | not buildable here | training step compared |
 |---|---|---|---|---|
-| {" | ".join(map(str, cells))} |
+| {summary} |
 
 Fully covered: every norm, gated MLP, experts module, rotary function and the loss head is Tigon's; plain
-two-matrix MLPs, attention, scans and convolutions stay what they are. A number is how many places were
-replaced, `3 of 12` that some were left. `step`: a tiny random model took one training step on text tokens,
-stock and patched, in fp32; `equal` says that the loss agrees to {TOLERANCE["loss"]:g} and all gradients
-together to {TOLERANCE["gradient"]:g} (relative). Otherwise it says why that could not be tried.
+two-matrix MLPs, attention, scans, convolutions and batch norms stay what they are. A number is how many
+places were replaced, `3 of 12` that some were left. `step`: a tiny random model took one training step on
+text tokens, stock and patched, in fp32; `equal` says that the loss agrees to {TOLERANCE["loss"]:g} and
+all gradients together to {TOLERANCE["gradient"]:g} (relative). Otherwise it says why that could not be tried.
 
 | type | class | cover | {" | ".join(SLOTS)} | step | left stock, and why |
 |---|---|---|{"---|" * len(SLOTS)}---|---|

@@ -23,7 +23,7 @@ RULES = (
     (r"(.*_)?(num_)?attention_heads|(.*_)?(num|n)_heads?|mamba_n(um)?_heads|mamba_num_heads"
      r"|linear_num_value_heads|linear_num_heads|index_n_heads", HEADS),
     (r"attn_layer_period", 2), (r"attn_layer_offset", 1),
-    (r"(.*_)?head_dim|d_kv|kv_channels|attention_head_dim|mamba_d_head|dim_head|query_pre_attn_scalar"
+    (r"(.*_)?head_dim|d_kv|kv_channels|attention_head_dim|dim_head|query_pre_attn_scalar"
      r"|rotary_dim|.*_head_dim", HEAD_DIM),
     (r"qk_head_dim", 2 * HEAD_DIM),
     (r"intermediate_size.*|.*_intermediate_size|.*ffn_dim|n_inner|d_ff|dim_ff|dff|mlp_dim"
@@ -31,7 +31,7 @@ RULES = (
     (r"hidden_size_per_layer_input|.*_rank|.*d_state|.*state_size|d_rel|rel_extent|.*window"
      r"|sliding_window_size|.*chunk_size|block_size|index_topk|window_size", PARTS),
     (r"hidden_size.*|.*hidden_size|d_model|n_embd|embed_dim|emb_dim|.*embedding_size|.*_proj_dim"
-     r"|projector_(in|out)put_dim|.*output_dim|hidden_dim|.*embed_dim|mamba_d_ssm|input_size"
+     r"|projector_(in|out)put_dim|.*output_dim|hidden_dim|.*embed_dim|input_size"
      r"|projection_dim|ple_embed_dim", WIDTH),
     (r"(num|n)_experts|num_local_experts|n_routed_experts|moe_num_experts|.*expert_num", EXPERTS),
     (r"num_experts_per_tok(en)?|moe_k|moe_topk|top_k_experts|moe_top_k", 2),
@@ -42,6 +42,8 @@ RULES = (
     (r"n_groups|mamba_n_groups", 1),
 )  # fmt: skip
 RULES = tuple((re.compile(f"^({pattern})$"), value) for pattern, value in RULES)
+# Mamba: expand * width = heads * the size of a head.
+EXACT = {"mamba_d_head": 2 * HEAD_DIM, "mamba_head_dim": 2 * HEAD_DIM, "mamba_d_ssm": 2 * WIDTH}
 UNSET = {  # what may be left open and has no default in the models
     "head_dim": HEAD_DIM, "num_key_value_heads": HEADS, "num_experts_per_tok": 2, "sliding_window": PARTS,
     "n_routed_experts": EXPERTS,
@@ -97,6 +99,8 @@ def _shrink(options: dict, ids) -> dict:
             small[key] = 2
         else:
             small[key] = value
+    if {"expand", "num_heads", "head_dim"} <= small.keys():  # Mamba 2: expand * width = heads * head_dim
+        small["head_dim"] = 2 * HEAD_DIM
     return small
 
 
@@ -143,6 +147,8 @@ def _number(key: str, value: int, layers: int, heads, ids) -> int:
         return next(ids) if value > 0 else value
     if value <= 0:
         return value
+    if key in EXACT:
+        return EXACT[key]
     for pattern, wanted in RULES:
         if pattern.match(key):
             if wanted == "kv":

@@ -251,8 +251,9 @@ def test_lora_on_the_head_in_all_its_states(device):
         report = apply(model) if patch else None
         head = model.base_model.model.lm_head
         for name in ("default", "merged", "off", "dropped", "two"):
-            adapters = {"dropped": "dropped", "two": ["default", "other"]}
-            model.base_model.set_adapter(adapters.get(name, "default"))
+            model.base_model.set_adapter(
+                {"dropped": "dropped", "two": ["default", "other"]}.get(name, "default")
+            )
             if name == "merged":
                 head.merge()
             torch.manual_seed(1)

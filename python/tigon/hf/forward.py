@@ -9,7 +9,7 @@ from torch import nn
 
 
 class Forward:
-    """Callable stored as `module.forward` (or another method): `function(module, spec, *args, **kwargs)`.
+    """Callable stored as `module.forward` or another method: `function(module, spec, *args, **kwargs)`.
 
     A plain object and not a bound method: copying or pickling the module carries it along, bound
     to the copy, and `torch.compile` traces through it.

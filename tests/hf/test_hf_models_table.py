@@ -1,0 +1,92 @@
+"""Tiny models of transformers' own configurations: the families Liger patches, and rows of docs/models.md."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import assert_as_good
+
+from tigon.hf import apply
+from tigon.hf.structures import (
+    BATCHED_EXPERTS,
+    EXPERT_GATES,
+    GATED_NORMS,
+    LAYER_NORMS,
+    MLPS,
+    NORMS,
+    _expression,
+)
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+table = importlib.import_module("models_table")
+
+# Every model type of liger_kernel 0.8.5's dictionary that has a head (pixtral is a tower, in mistral3).
+FAMILIES = [
+    "deepseek_v2", "deepseek_v3", "deepseek_v4", "exaone4", "falcon_h1", "gemma", "gemma2",
+    "gemma3", "gemma3_text", "gemma4", "gemma4_text", "glm4", "glm4v", "glm4v_moe", "gpt_oss",
+    "granite", "hunyuan_v1_dense", "hunyuan_v1_moe", "internvl", "llama", "llama4", "llama4_text",
+    "llava", "ministral", "mistral", "mistral3", "mixtral", "mllama", "muse_glimmer", "nemotron",
+    "olmo2", "olmo3", "paligemma", "phi3", "qwen2", "qwen2_5_vl", "qwen2_vl", "qwen3", "qwen3_5",
+    "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl",
+    "qwen3_vl_moe", "smollm3", "smolvlm",
+]  # fmt: skip
+# Rows of the committed page that are made again; the page itself takes minutes.
+ROWS = ("llama", "gemma3", "mixtral", "gpt_oss", "qwen2_vl", "gpt2", "musicgen", "mamba2", "cohere2")
+
+
+def classes(model_type):
+    """Names of the classes of a model type; the multimodal one where there are several."""
+    return [name for kind, name in table.models() if kind == model_type]
+
+
+def build(model_type, dtype=torch.float32):
+    """A tiny model whose norms are no identities."""
+    torch.manual_seed(0)
+    model = table.build(model_type, classes(model_type)[-1], tiny=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.to(dtype).train()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_of_the_family(family):
+    """fp32: loss and all gradients together equal stock's within the rounding of another order."""
+    model = build(family)
+    assert table.compare(model) == table.EQUAL
+
+
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", "gemma3", "glm4v", "gpt_oss", "llama4_text", "qwen2_vl", "qwen3_next"]
+)
+def test_a_bf16_step_of_the_family(family):
+    """bf16: as near as stock to the same step in fp32, in the loss and in all gradients together."""
+    model = build(family, torch.bfloat16)
+    exact = table.step(build(family, torch.bfloat16).float())
+    wanted = table.step(model)
+    places = len(apply(model).replaced)
+    got = table.step(model)
+    ulp = 2.0**-8
+    assert_as_good(*(torch.tensor(value[0]) for value in (got, wanted, exact)), places * ulp, "loss")
+    assert_as_good(got[1], wanted[1], exact[1].double(), places * ulp, "gradient")
+
+
+def test_rows_of_the_page():
+    """docs/models.md says what apply does today."""
+    page = (ROOT / "docs/models.md").read_text(encoding="utf-8").splitlines()
+    for kind, name in table.models():
+        if kind in ROWS:
+            row = table.line(table.survey(kind, name))
+            assert row in page, f"run tools/models_table.py\n{row}"
+
+
+def test_every_reference_has_an_expression():
+    """A reference that does not reduce would match nothing, in silence."""
+    for row in (*NORMS, *LAYER_NORMS, *GATED_NORMS, *MLPS, *EXPERT_GATES, *BATCHED_EXPERTS):
+        assert _expression(row.reference, row.forward).text

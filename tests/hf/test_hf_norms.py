@@ -1,0 +1,88 @@
+"""Every form of norm in the table, on its reference: recognised, and as near as stock to fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import assert_as_good
+from torch import nn
+
+import tigon
+from tigon.hf import apply
+from tigon.hf.norms import plan_norm
+from tigon.hf.structures import GATED_NORMS, LAYER_NORMS, NORMS
+
+SIZE = 48
+DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+FORMS = {f"{i} {row.name}": row for i, row in enumerate((*NORMS, *LAYER_NORMS, *GATED_NORMS))}
+
+
+class Model(nn.Module):
+    def __init__(self, row, channels_first=False):
+        super().__init__()
+        self.norm = type("SomeNorm", (nn.Module,), {"forward": row.reference})()
+        self.norm.eps, self.norm.shape, self.norm.group_size = 1e-5, (SIZE,), SIZE // 3
+        self.norm.with_weight, self.norm.activation = True, "silu"
+        self.norm.data_format = "channels_first" if channels_first else "channels_last"
+        self.norm.weight = nn.Parameter(1 + 0.3 * torch.randn(SIZE))
+        self.norm.bias = nn.Parameter(0.3 * torch.randn(SIZE))
+
+    def forward(self, *tensors):
+        return self.norm(*tensors)
+
+
+def run(model, inputs, upstream):
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    model.zero_grad()
+    y = model(*leaves)
+    y.backward(upstream.to(y.dtype))
+    return [y.detach(), *(leaf.grad for leaf in leaves),
+            *(p.grad for p in model.parameters() if p.grad is not None)]  # fmt: skip
+
+
+def needed(row):
+    if row in GATED_NORMS:
+        return "gated_rms_norm"
+    return "layer_norm" if row in LAYER_NORMS else "rms_norm"
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_form(form, dtypes):
+    row = FORMS[form]
+    if not hasattr(tigon, needed(row)):
+        pytest.skip(f"this build has no tigon.{needed(row)}")
+    dtype, weight_dtype = dtypes
+    for channels_first in (False, True) if "channels" in row.name else (False,):
+        torch.manual_seed(0)
+        model = Model(row, channels_first).to(weight_dtype)
+        shape = (2, SIZE, 3, 5) if channels_first else (2, 7, SIZE)
+        count = 2 if row in GATED_NORMS else 1
+        inputs = [torch.randn(shape).to(dtype) for _ in range(count)]
+        upstream = torch.randn(shape)
+        try:
+            wanted = run(model, inputs, upstream)
+        except RuntimeError:
+            pytest.skip("stock refuses these dtypes")
+        exact_model = Model(row, channels_first).double()
+        exact_model.load_state_dict(model.state_dict())
+        exact = run(exact_model, [tensor.double() for tensor in inputs], upstream.double())
+        report = apply(model)
+        assert report.count("norm") == 1 and f"({row.name})" in report.replaced[0].by
+        got = run(model, inputs, upstream)
+        for a, b, right in zip(got, wanted, exact, strict=True):
+            assert a.dtype == b.dtype and a.shape == b.shape
+            assert_as_good(a, b, right, 2 * torch.finfo(a.dtype).eps, form)
+
+
+def test_what_is_left_says_why():
+    row = FORMS["0 llama"]
+    odd = Model(row).norm
+    odd.weight = nn.Parameter(torch.ones(4, SIZE))
+    assert "one for every head" in plan_norm(odd)
+    gated = Model(GATED_NORMS[0]).norm
+    gated.activation = "gelu"
+    assert "gate is 'gelu'" in plan_norm(gated)
+    assert plan_norm(nn.BatchNorm1d(4)) is None
+    assert "unrecognised" in plan_norm(nn.GroupNorm(2, 4))
+    assert plan_norm(nn.ReLU()) is None
