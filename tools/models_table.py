@@ -308,8 +308,8 @@ def page(rows: list[dict]) -> str:
     text = f"""# Models
 
 Written by `tools/models_table.py` from what `tigon.apply` did; transformers
-{transformers.__version__}, every type of the causal-LM and multimodal-LM mappings. Each class is built with its
-default configuration on the meta device.
+{transformers.__version__}, every type of the causal-LM and multimodal-LM mappings. Each class is built with
+its default configuration on the meta device.
 
 | model types | fully covered | partly | not buildable here | training step compared |
 |---|---|---|---|---|
