@@ -34,6 +34,8 @@ static_assert(int(kTile128x160) == int(CUBLASLT_MATMUL_TILE_128x160) &&
               int(kTile168x128) == int(CUBLASLT_MATMUL_TILE_168x128) &&
               int(kTile176x128) == int(CUBLASLT_MATMUL_TILE_176x128));
 static_assert(int(kPrefMaxWorkspace) == int(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES));
+static_assert(int(kPrefReductions) == int(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK) &&
+              int(kReduceInComputeType) == int(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
 static_assert(int(kPrefAlignA) == int(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES));
 static_assert(int(kPrefAlignB) == int(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES));
 static_assert(int(kPrefAlignC) == int(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES));

@@ -35,7 +35,7 @@ def test_nothing_waits_for_the_device(module, case):
 
 
 def _tensors(inputs) -> list[torch.Tensor]:
-    values = (*inputs.args, *inputs.kwargs.values(), *inputs.grad_outputs)
+    values = (*inputs.args, *inputs.kwargs.values(), *(inputs.grad_outputs or ()))
     return [value for value in values if torch.is_tensor(value)]
 
 

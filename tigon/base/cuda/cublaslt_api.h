@@ -30,7 +30,15 @@ enum : int { kOpN = 0, kOpT = 1 };                 // cublasOperation_t
 enum : int { kDescTransA = 3, kDescTransB = 4 };   // cublasLtMatmulDescAttributes_t
 enum : int { kAlgoTile = 1 };                      // cublasLtMatmulAlgoConfigAttributes_t
 enum : int { kTile128x160 = 29, kTile168x128 = 197, kTile176x128 = 201 };  // cublasLtMatmulTile_t
-enum : int { kPrefMaxWorkspace = 1, kPrefAlignA = 5, kPrefAlignB = 6, kPrefAlignC = 7, kPrefAlignD = 8 };
+enum : uint32_t { kReduceInComputeType = 2 };                              // cublasLtReductionScheme_t
+enum : int {
+  kPrefMaxWorkspace = 1,
+  kPrefReductions = 3,
+  kPrefAlignA = 5,
+  kPrefAlignB = 6,
+  kPrefAlignC = 7,
+  kPrefAlignD = 8
+};
 
 struct Api {
   Status (*create)(Handle*);

@@ -116,8 +116,10 @@ Plan make_plan(const Gemm& g, lt::Handle handle) {
   lt::Preference pref = nullptr;
   check(api.preference_create(&pref), "cublasLtMatmulPreferenceCreate");
   size_t workspace = kGemmWorkspace;
+  uint32_t reductions = lt::kReduceInComputeType;  // parts of a sum are never added in 16 bits
   uint32_t align_a = alignment(g.b), align_b = alignment(g.a), align_c = alignment(g.c);
   api.preference_set(pref, lt::kPrefMaxWorkspace, &workspace, sizeof workspace);
+  api.preference_set(pref, lt::kPrefReductions, &reductions, sizeof reductions);
   api.preference_set(pref, lt::kPrefAlignA, &align_a, sizeof align_a);
   api.preference_set(pref, lt::kPrefAlignB, &align_b, sizeof align_b);
   api.preference_set(pref, lt::kPrefAlignC, &align_c, sizeof align_c);
