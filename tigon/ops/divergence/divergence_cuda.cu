@@ -92,20 +92,18 @@ __device__ __forceinline__ void meet() {
 }
 
 // `merge` makes four values of 32 lanes' into every lane's; the row's result is the same in all threads.
-template <int Threads, bool Cluster, class Merge>
+template <bool Cluster, class Merge>
 __device__ __forceinline__ void merge_row(float (&v)[4], const float (&empty)[4], Exchange& x, int turn,
                                           const Merge& merge) {
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
   merge(v);
-  if constexpr (Threads > 32) {
-    if (lane == 0)
+  if (lane == 0)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) x.warp[turn][i][warp] = v[i];
-    __syncthreads();
+    for (int i = 0; i < 4; ++i) x.warp[turn][i][warp] = v[i];
+  __syncthreads();
 #pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = lane < Threads / 32 ? x.warp[turn][i][lane] : empty[i];
-    merge(v);
-  }
+  for (int i = 0; i < 4; ++i) v[i] = lane < int(blockDim.x) / 32 ? x.warp[turn][i][lane] : empty[i];
+  merge(v);
   if constexpr (Cluster) {
     const unsigned blocks = cluster_size();
     if (threadIdx.x < blocks)
@@ -118,23 +116,23 @@ __device__ __forceinline__ void merge_row(float (&v)[4], const float (&empty)[4]
   }
 }
 
-template <int Threads, bool Cluster>
+template <bool Cluster>
 __device__ __forceinline__ void merge_peaks(Peak a, Peak b, float slope, Exchange& x, Softmax& s,
                                             Softmax& t) {
   float v[4] = {a.m, a.s, b.m, b.s};
   const float empty[4] = {-INFINITY, 0.0f, -INFINITY, 0.0f};
-  merge_row<Threads, Cluster>(v, empty, x, 0, [slope](float (&v)[4]) {
+  merge_row<Cluster>(v, empty, x, 0, [slope](float (&v)[4]) {
     Peak first = merge_lanes({v[0], v[1]}, slope), second = merge_lanes({v[2], v[3]}, slope);
     v[0] = first.m, v[1] = first.s, v[2] = second.m, v[3] = second.s;
   });
   s = {v[0], log2f(v[1])}, t = {v[2], log2f(v[3])};
 }
 
-template <int Threads, bool Cluster>
+template <bool Cluster>
 __device__ __forceinline__ void merge_sums(float& total, float& sum_g, Exchange& x) {
   float v[4] = {total, sum_g, 0.0f, 0.0f};
   const float empty[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  merge_row<Threads, Cluster>(v, empty, x, 1, [](float (&v)[4]) {
+  merge_row<Cluster>(v, empty, x, 1, [](float (&v)[4]) {
     v[0] = reduce_lanes<Sum, 32>(v[0]), v[1] = reduce_lanes<Sum, 32>(v[1]);
   });
   total = v[0], sum_g = v[1];
@@ -206,12 +204,11 @@ __device__ __forceinline__ void forget(uint4& w, uint32_t zero) {
   w.x ^= zero, w.y ^= zero, w.z ^= zero, w.w ^= zero;
 }
 
-template <DivergenceKind K, class T, int Threads, bool Cluster>
-__global__ __launch_bounds__(Threads,
-                             kThreadsPerSm / Threads) void held_kernel(const __grid_constant__ Params<T> p) {
+template <DivergenceKind K, class T, bool Cluster>
+__global__ __launch_bounds__(kThreadsPerSm) void held_kernel(const __grid_constant__ Params<T> p) {
   constexpr int N = Row<T>::N;
   __shared__ Exchange exchange;
-  const int tid = int(threadIdx.x);
+  const int tid = int(threadIdx.x), threads = int(blockDim.x);
   const unsigned blocks = Cluster ? cluster_size() : 1, rank = Cluster ? cluster_rank() : 0;
   if constexpr (Cluster) meet<true>();  // everybody's memory is there
   // The block's columns [first, first + n) of every row that it takes.
@@ -223,7 +220,7 @@ __global__ __launch_bounds__(Threads,
   auto student_of = [&](int64_t r) { return Part<const T>(p.student + r * p.student_stride + first, n); };
   auto teacher_of = [&](int64_t r) { return p.teacher + r * p.teacher_stride + first; };
   auto read = [&](const Part<const T>& x, const T* y, int h) {
-    const int k = h * Threads + tid;
+    const int k = h * threads + tid;
     const bool has = k < x.packs;
     a[h] = has ? *reinterpret_cast<const uint4*>(x.pack(k)) : nothing<T>();
     b[h] = has ? *reinterpret_cast<const uint4*>(y + x.head + int64_t(k) * N) : nothing<T>();
@@ -240,7 +237,7 @@ __global__ __launch_bounds__(Threads,
     T* out = p.dstudent + r * p.dstudent_stride + first;
     if (p.ignored(r)) {
       if (p.dstudent != nullptr)
-        for (int c = tid; c < n; c += Threads) out[c] = narrow<T>(0.0f);
+        for (int c = tid; c < n; c += threads) out[c] = narrow<T>(0.0f);
       if (tid == 0 && rank == 0) p.loss[r] = 0.0f;
       have = false;
       continue;
@@ -267,7 +264,7 @@ __global__ __launch_bounds__(Threads,
         add_peak(second_peak, v, p.slope);
         forget(a[h], p.zero), forget(b[h], p.zero);
       }
-      merge_peaks<Threads, Cluster>(first_peak, second_peak, p.slope, exchange, s, t);
+      merge_peaks<Cluster>(first_peak, second_peak, p.slope, exchange, s, t);
     }
     float total = 0.0f, sum_g = 0.0f;
     add_terms<K>(edge[0], edge[1], s, t, p.slope, p.beta, total, sum_g);
@@ -279,7 +276,7 @@ __global__ __launch_bounds__(Threads,
       add_terms<K>(v, w, s, t, p.slope, p.beta, total, sum_g);
       forget(a[h], p.zero), forget(b[h], p.zero);
     }
-    merge_sums<Threads, Cluster>(total, sum_g, exchange);
+    merge_sums<Cluster>(total, sum_g, exchange);
     if (tid == 0 && rank == 0) p.loss[r] = total * p.factor;
     const Part<const T> next_x = student_of(r + step);
     const T* next_y = teacher_of(r + step);
@@ -291,7 +288,7 @@ __global__ __launch_bounds__(Threads,
     }
 #pragma unroll
     for (int h = 0; h < kHeld; ++h) {
-      const int k = h * Threads + tid;
+      const int k = h * threads + tid;
       if (p.dstudent != nullptr && k < x.packs) {
         float v[N], w[N];
         unpack<T>(a[h], v);
@@ -351,14 +348,14 @@ __global__ __launch_bounds__(kSweepThreads) void swept_kernel(const __grid_const
         add_peak(first, v, p.slope);
         add_peak(second, w, p.slope);
       }
-      merge_peaks<kSweepThreads, false>(first, second, p.slope, exchange, s, t);
+      merge_peaks<false>(first, second, p.slope, exchange, s, t);
     }
     float total = 0.0f, sum_g = 0.0f;
     for (int k = tid; k < pair.count; k += kSweepThreads) {
       pair.get(k, v, w);
       add_terms<K>(v, w, s, t, p.slope, p.beta, total, sum_g);
     }
-    merge_sums<kSweepThreads, false>(total, sum_g, exchange);
+    merge_sums<false>(total, sum_g, exchange);
     if (tid == 0) p.loss[r] = total * p.factor;
     if (p.dstudent == nullptr) continue;
     const float gain = p.gain_of(r);
@@ -379,26 +376,27 @@ __global__ __launch_bounds__(kSweepThreads) void swept_kernel(const __grid_const
 int slice_of(int64_t cols, int cluster) { return int(ceil_div(ceil_div(cols, cluster), 64) * 64); }
 
 // False when the device has no room for such a cluster.
-template <DivergenceKind K, class T, int Threads, bool Cluster>
-bool launch_held(Context& ctx, Params<T> p, int cluster) {
-  auto kernel = &held_kernel<K, T, Threads, Cluster>;
+template <DivergenceKind K, class T, bool Cluster>
+bool launch_held(Context& ctx, Params<T> p, int threads, int cluster) {
+  auto kernel = &held_kernel<K, T, Cluster>;
   p.slice = slice_of(p.cols, cluster);
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {unsigned(cluster), 1, 1};
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(unsigned(cluster));
-  config.blockDim = dim3(Threads);
+  config.blockDim = dim3(unsigned(threads));
   config.stream = static_cast<cudaStream_t>(ctx.stream());
   config.attrs = &attribute;
   config.numAttrs = Cluster ? 1 : 0;
-  int room = device_facts().sms * (kThreadsPerSm / Threads);
+  int room = device_facts().sms * (kThreadsPerSm / threads);
   if constexpr (Cluster) {
-    // Clusters that run together, by device and size; 0 not asked yet, -1 none.
-    static std::array<std::array<std::atomic<int>, 2>, 64> known;
+    // Clusters that run together, by device, threads and size; 0 not asked yet, -1 none.
+    static std::array<std::array<std::atomic<int>, 4>, 64> known;
     int device = 0;
     TIGON_CUDA_CHECK(kOp, cudaGetDevice(&device));
-    std::atomic<int>& slot = known[size_t(device) % known.size()][size_t(cluster / kMaxCluster)];
+    std::atomic<int>& slot =
+        known[size_t(device) % known.size()][size_t(threads / 512 * 2 + cluster / kMaxCluster)];
     room = slot.load(std::memory_order_relaxed);
     if (room == 0) {
       if (cudaOccupancyMaxActiveClusters(&room, kernel, &config) != cudaSuccess || room <= 0) {
@@ -424,12 +422,12 @@ void launch_rows(Context& ctx, const Params<T>& p, bool alike) {
            (cluster == 1 || device_facts().capability >= 90);
   };
   if (alike) {
-    if (fits(64)) return void(launch_held<K, T, 64, false>(ctx, p, 1));
-    if (fits(256)) return void(launch_held<K, T, 256, false>(ctx, p, 1));
-    if (fits(512)) return void(launch_held<K, T, 512, false>(ctx, p, 1));
-    if (fits(256, 4) && launch_held<K, T, 256, true>(ctx, p, 4)) return;
-    if (fits(256, 8) && launch_held<K, T, 256, true>(ctx, p, 8)) return;
-    if (fits(512, 8) && launch_held<K, T, 512, true>(ctx, p, 8)) return;
+    if (fits(64)) return void(launch_held<K, T, false>(ctx, p, 64, 1));
+    if (fits(256)) return void(launch_held<K, T, false>(ctx, p, 256, 1));
+    if (fits(512)) return void(launch_held<K, T, false>(ctx, p, 512, 1));
+    if (fits(256, 4) && launch_held<K, T, true>(ctx, p, 256, 4)) return;
+    if (fits(256, 8) && launch_held<K, T, true>(ctx, p, 256, 8)) return;
+    if (fits(512, 8) && launch_held<K, T, true>(ctx, p, 512, 8)) return;
   }
   Grid grid = {.blocks = std::min<int64_t>(p.rows, int64_t(device_facts().sms) * 2),
                .threads = kSweepThreads};
