@@ -175,9 +175,10 @@ def test_workers_and_checkpoints(tmp_path, stock):
 # --- bad days --------------------------------------------------------------------------------
 
 
-def _loss_in_child(path, queue):
+def _loss_in_child(folder):
     torch.set_num_threads(1)
-    queue.put(torch.load(path, weights_only=False)(**batch()).loss.item())
+    loss = torch.load(folder / "model.pt", weights_only=False)(**batch()).loss
+    (folder / "loss.txt").write_text(repr(loss.item()))
 
 
 def picklable():
@@ -197,17 +198,13 @@ def test_other_processes(start, tmp_path):
     tigon.apply(model)
     wanted = model(**batch()).loss.item()
     torch.save(model, tmp_path / "model.pt")
-    context = multiprocessing.get_context(start)
-    queue = context.Queue()
-    child = context.Process(target=_loss_in_child, args=(tmp_path / "model.pt", queue))
+    child = multiprocessing.get_context(start).Process(target=_loss_in_child, args=(tmp_path,))
     child.start()
-    try:
-        assert queue.get(timeout=120) == pytest.approx(wanted, rel=1e-6)
-        child.join(60)
-    finally:
-        if child.is_alive():
-            child.kill()
+    child.join(300)
+    if child.is_alive():
+        child.kill()
     assert child.exitcode == 0
+    assert float((tmp_path / "loss.txt").read_text()) == pytest.approx(wanted, rel=1e-6)
 
 
 def test_pickle_keeps_the_patch():

@@ -11,6 +11,7 @@ import importlib
 import threading
 from collections.abc import Callable
 
+import torch
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -65,6 +66,7 @@ def _watched(original):
             _building.depth = depth
         patch = _patches.get(getattr(self.config, "model_type", None))
         if depth == 0 and patch is not None:
-            patch(self)
+            with torch.device("cpu"):  # loading builds on meta, where nothing can be tried out
+                patch(self)
 
     return __init__
