@@ -15,6 +15,7 @@ import inspect
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 ROOT = Path(__file__).resolve().parent.parent
 SLOTS = ("norm", "mlp", "experts", "rope", "loss")
 WORKERS = 2
-SECONDS = 120  # for one class
+SECONDS = 60  # of processor time for one class, and ten times that by the clock
 LARGEST = 30_000_000  # weights of a "tiny" model that is still worth a step
 EQUAL = "equal"
 TOLERANCE = {"loss": 1e-5, "gradient": 1e-4}  # relative, fp32, gradients in the Euclidean norm of all
@@ -173,6 +174,7 @@ def work() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what models print is not an answer
     for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process
         print(json.dumps(survey(*json.loads(line))), file=answers, flush=True)
 
 
@@ -191,7 +193,7 @@ class Worker:
                 stderr=subprocess.DEVNULL, text=True, env=environment,
             )  # fmt: skip
         process = self.process
-        timer = threading.Timer(SECONDS, process.kill)
+        timer = threading.Timer(10 * SECONDS, process.kill)
         timer.start()
         try:
             process.stdin.write(json.dumps(pair) + "\n")
@@ -204,7 +206,7 @@ class Worker:
         if answer:
             return json.loads(answer)
         self.close()
-        why = f"the process died or took longer than {SECONDS} s"
+        why = f"the process died or took more than {SECONDS} s of processor time"
         return {"type": pair[0], "class": pair[1], "slots": {}, "built": None, "why": why, "step": ""}
 
     def close(self):
