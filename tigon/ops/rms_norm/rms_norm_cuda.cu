@@ -46,8 +46,8 @@ template <int N>
 using BackwardLadder = std::conditional_t<
     N == 1, RowShapes<Ahead<32, 4, 4, 4>, Ahead<256, 4, 1, 2>, Direct<1024, 4, 1, 1>>,
     RowShapes<Ahead<8, 1, 32, 4>, Ahead<16, 1, 16, 4>, Ahead<32, 1, 8, 4>, Direct<32, 2, 4, 6>,
-              Direct<32, 4, 4, 4>, Ahead<128, 2, 4, 1>, Ahead<256, 2, 2, 1>, Ahead<320, 2, 1, 2>,
-              Ahead<512, 2, 1, 1>, Direct<512, 4, 1, 1>, Twice<1024, 4, 1, 1>>>;
+              Direct<32, 4, 4, 4>, Direct<128, 2, 1, 8>, Direct<256, 2, 1, 4>, Direct<320, 2, 1, 3>,
+              Direct<512, 2, 1, 2>, Direct<1024, 2, 1, 1>, Twice<1024, 4, 1, 1>>>;
 
 }  // namespace
 
