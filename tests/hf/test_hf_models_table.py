@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from tiny import assert_as_good
 
 from tigon.hf import apply
@@ -79,7 +80,10 @@ def test_a_bf16_step_of_the_family(family):
 
 def test_rows_of_the_page():
     """docs/models.md says what apply does today."""
-    page = (ROOT / "docs/models.md").read_text(encoding="utf-8").splitlines()
+    text = (ROOT / "docs/models.md").read_text(encoding="utf-8")
+    if transformers.__version__ not in text:
+        pytest.skip("the page was made with another transformers")
+    page = text.splitlines()
     for kind, name in table.models():
         if kind in ROWS:
             row = table.line(table.survey(kind, name))

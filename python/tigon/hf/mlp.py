@@ -150,6 +150,7 @@ def _activation(module: nn.Module, name: str | None) -> tuple[str | None, str | 
     return None, f"activation {label} has no fused product"
 
 
+@torch.device("cpu")  # also while a model is made on the meta device
 def known_activation(activation) -> str | None:
     """The name of a parameterless activation by its values in fp64, or None.
 
@@ -161,7 +162,7 @@ def known_activation(activation) -> str | None:
     ):
         return None
     x = torch.cat((torch.linspace(-12, 12, 977), torch.tensor([-200.0, -0.0, 200.0, float("nan")])))
-    x = x.to("cpu", torch.float64)
+    x = x.to(torch.float64)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):  # dropout draws
             got = activation(x.clone())

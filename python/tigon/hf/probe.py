@@ -44,6 +44,7 @@ def probe_norm(module: nn.Module) -> Match | None:
     return None
 
 
+@torch.device("cpu")  # also while a model is made on the meta device
 def _norm_equal(module, structure, weight, eps) -> bool:
     size = 24 if weight is None else module._parameters[weight].shape[0]
     for dtype, weight_dtype in PROBE_DTYPES:
@@ -73,6 +74,7 @@ def probe_rotary(function) -> Match | None:
     return None
 
 
+@torch.device("cpu")  # also while a model is made on the meta device
 def _rotary_equal(function, reference, columns, dtype) -> bool:
     generator = torch.Generator().manual_seed(1)
     shapes = ((2, 3, 5, 16), (2, 1, 5, 16), (2, 5, columns), (2, 5, columns))
