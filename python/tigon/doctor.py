@@ -111,13 +111,66 @@ def _plain_log_prob(hidden, weight, target):
     return torch.where(target == -100, 0.0, picked)
 
 
+def _plain_qk_norm_rope(q, k, q_weight, k_weight, cos, sin):
+    return _plain_rope(_plain_rms_norm(q, q_weight), _plain_rms_norm(k, k_weight), cos, sin)
+
+
+def _qk_norm_rope():
+    q, k, cos, sin = _rope()
+    return q, k, 1 + 0.1 * _rows(16), 1 + 0.1 * _rows(16), cos, sin
+
+
+def _plain_add_rms_norm(x, residual, weight):
+    total = x + residual
+    return _plain_rms_norm(total, weight), total
+
+
+def _plain_gated(x, gate, weight):
+    return (_wide(_plain_rms_norm(x, weight)) * F.silu(_wide(gate))).to(x.dtype)
+
+
+def _plain_swiglu_oai(x):
+    gate, up = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+def _distributions():
+    return 2 * _rows(ROWS, VOCABULARY), 2 * _rows(ROWS, VOCABULARY)
+
+
+def _log_softmax(x):
+    return torch.log_softmax(_wide(x), -1)
+
+
+def _plain_jsd(student, teacher):
+    q, p = _log_softmax(student), _log_softmax(teacher)
+    m = torch.log((q.exp() + p.exp()) / 2)
+    return ((p.exp() * (p - m)).sum() + (q.exp() * (q - m)).sum()) / 2 / ROWS
+
+
+def _plain_tvd(student, teacher):
+    return (_log_softmax(student).exp() - _log_softmax(teacher).exp()).abs().sum() / 2 / ROWS
+
+
 PROBES = (
     Probe("rms_norm", _normed, _plain_rms_norm),
     Probe("layer_norm", _affine, lambda x, w, b: F.layer_norm(x, (COLUMNS,), w, b)),
+    Probe("add_rms_norm", lambda: (_rows(), *_normed()), _plain_add_rms_norm),
+    Probe("gated_rms_norm", lambda: (_rows(), *_normed()), _plain_gated),
+    Probe("group_norm", lambda: (_rows(4, 8, 12), 2, _rows(8), _rows(8)), F.group_norm),
+    Probe("dyt", lambda: (_rows(), torch.tensor([0.7]), _rows(COLUMNS), _rows(COLUMNS)),
+          lambda x, alpha, w, b: w * torch.tanh(alpha * x) + b),
     Probe("swiglu", _gated, lambda gate, up: F.silu(gate) * up),
     Probe("geglu", _gated, lambda gate, up: F.gelu(gate, approximate="tanh") * up, {"approximate": "tanh"}),
+    Probe("reglu", _gated, lambda gate, up: F.relu(gate) * up),
+    Probe("swiglu_oai", lambda: (_rows(),), _plain_swiglu_oai),
     Probe("relu_squared", lambda: (_rows(),), lambda x: F.relu(x).square()),
     Probe("rope", _rope, _plain_rope, fixed=(2, 3)),
+    Probe("qk_norm_rope", _qk_norm_rope, _plain_qk_norm_rope, fixed=(4, 5)),
+    Probe("kl_div", _distributions, lambda s, t: F.kl_div(_log_softmax(s), _log_softmax(t), log_target=True,
+                                                          reduction="batchmean"), fixed=(1,)),
+    Probe("jsd", _distributions, _plain_jsd, fixed=(1,)),
+    Probe("tvd", _distributions, _plain_tvd, fixed=(1,)),
     Probe("softmax", lambda: (_rows(),), lambda x: torch.softmax(x, -1)),
     Probe("cross_entropy", lambda: (3 * _rows(ROWS, VOCABULARY), _labels()),
           lambda logits, target: F.cross_entropy(_wide(logits), target)),
