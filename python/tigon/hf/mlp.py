@@ -16,6 +16,7 @@ from torch import nn
 
 from tigon.hf.canonical import Unrecognised, canonical_forward
 from tigon.hf.forward import blocked, plain
+from tigon.hf.probe import on_cpu
 from tigon.hf.structures import ACTIVATIONS, MLPS, match
 from tigon.ops.glu import geglu, reglu, swiglu
 from tigon.ops.relu_squared import relu_squared
@@ -150,7 +151,7 @@ def _activation(module: nn.Module, name: str | None) -> tuple[str | None, str | 
     return None, f"activation {label} has no fused product"
 
 
-@torch.device("cpu")  # also while a model is made on the meta device
+@on_cpu
 def known_activation(activation) -> str | None:
     """The name of a parameterless activation by its values in fp64, or None.
 

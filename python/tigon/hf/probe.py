@@ -7,6 +7,7 @@ is compared bit for bit, in fp32 and bf16, with every reference of the table.
 from __future__ import annotations
 
 import copy
+import functools
 from types import SimpleNamespace
 
 import torch
@@ -23,6 +24,17 @@ PROBE_DTYPES = (
     (torch.bfloat16, torch.bfloat16),
     (torch.bfloat16, torch.float32),
 )
+
+
+def on_cpu(function):
+    """Tensors that `function` makes live on the CPU, also while a model is made on the meta device."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        with torch.device("cpu"):
+            return function(*args, **kwargs)
+
+    return call
 
 
 @torch.no_grad()
@@ -44,7 +56,7 @@ def probe_norm(module: nn.Module) -> Match | None:
     return None
 
 
-@torch.device("cpu")  # also while a model is made on the meta device
+@on_cpu
 def _norm_equal(module, structure, weight, eps) -> bool:
     size = 24 if weight is None else module._parameters[weight].shape[0]
     for dtype, weight_dtype in PROBE_DTYPES:
@@ -74,7 +86,7 @@ def probe_rotary(function) -> Match | None:
     return None
 
 
-@torch.device("cpu")  # also while a model is made on the meta device
+@on_cpu
 def _rotary_equal(function, reference, columns, dtype) -> bool:
     generator = torch.Generator().manual_seed(1)
     shapes = ((2, 3, 5, 16), (2, 1, 5, 16), (2, 5, columns), (2, 5, columns))
