@@ -209,12 +209,12 @@ def _examine(probe: Probe, device: str, dtype: torch.dtype) -> Finding:
     label = str(dtype).removeprefix("torch.")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        drawn = [x.to(device, dtype) if x.is_floating_point() else x.to(device) for x in probe.draw()]
+        drawn = [_placed(x, device, dtype) for x in probe.draw()]
     try:
         function = functools.partial(getattr(tigon, probe.op), **probe.options)
         got, again = (_run(function, probe, drawn) for _ in range(2))
         plain = _run(probe.plain, probe, drawn)
-        exact = _run(probe.plain, probe, [x.double() if x.is_floating_point() else x for x in drawn])
+        exact = _run(probe.plain, probe, [_placed(x, device, torch.float64) for x in drawn])
     except Exception as error:
         return Finding(probe.op, device, label, float("nan"), 0.0, f"{type(error).__name__}: {error}")
     worst, allowed = 0.0, 0.0
@@ -231,14 +231,21 @@ def _examine(probe: Probe, device: str, dtype: torch.dtype) -> Finding:
     return Finding(probe.op, device, label, worst, allowed)
 
 
+def _placed(x, device, dtype):
+    if not torch.is_tensor(x):
+        return x
+    return x.to(device, dtype) if x.is_floating_point() else x.to(device)
+
+
 def _run(function, probe, drawn) -> list[torch.Tensor]:
     """Results and gradients."""
     arguments = [
-        x.detach().requires_grad_(x.is_floating_point() and i not in probe.fixed) for i, x in enumerate(drawn)
+        x.detach().requires_grad_(x.is_floating_point() and i not in probe.fixed) if torch.is_tensor(x) else x
+        for i, x in enumerate(drawn)
     ]
     results = function(*arguments)
     results = results if isinstance(results, tuple) else (results,)
-    leaves = [x for x in arguments if x.requires_grad]
+    leaves = [x for x in arguments if torch.is_tensor(x) and x.requires_grad]
     slopes = [torch.linspace(-1, 1, y.numel(), device=y.device, dtype=y.dtype).view(y.shape) for y in results]
     if results[0].dim() == 0:
         slopes = [torch.ones_like(y) for y in results]
