@@ -14,6 +14,7 @@ namespace {
 
 constexpr const char* kOp = "group_norm";
 constexpr int kThreads = 1024;
+constexpr int kChain = 16;  // packs added up in fp32; the blocks of so many, in double
 
 template <class X>
 struct Forward {
@@ -54,17 +55,25 @@ __global__ __launch_bounds__(kThreads) void backward_kernel(const __grid_constan
   float means[2] = {};  // of g * h and of g
   for (int base = 0; base < p.channels; base += teams) {
     const int c = base + team;
-    float gh = 0.0f, g = 0.0f;
+    double gh = 0.0, g = 0.0;
     if (c < p.channels) {
+      const int step = p.across * N, block = step * kChain;
+      for (int first = lane * N; first < p.places; first += block) {
+        const int end = p.places - first < block ? p.places : first + block;
+        float block_gh = 0.0f, block_g = 0.0f;
 #pragma unroll 4
-      for (int i = lane * N; i < p.places; i += p.across * N) {
-        auto a = load_stream<X, N>(x + int64_t(c) * p.places + i);
-        auto d = load_stream<X, N>(dy + int64_t(c) * p.places + i);
+        for (int i = first; i < end; i += step) {
+          auto a = load_stream<X, N>(x + int64_t(c) * p.places + i);
+          auto d = load_stream<X, N>(dy + int64_t(c) * p.places + i);
+          float pack_gh = 0.0f, pack_g = 0.0f;
 #pragma unroll
-        for (int j = 0; j < N; ++j) {
-          gh = fma(d[j], (a[j] - mean) * rstd, gh);
-          g += d[j];
+          for (int j = 0; j < N; ++j) {
+            pack_gh = fma(d[j], (a[j] - mean) * rstd, pack_gh);
+            pack_g += d[j];
+          }
+          block_gh += pack_gh, block_g += pack_g;
         }
+        gh += double(block_gh), g += double(block_g);
       }
     }
     for (int step = p.across / 2; step > 0; step /= 2) {
@@ -74,10 +83,10 @@ __global__ __launch_bounds__(kThreads) void backward_kernel(const __grid_constan
     if (lane != 0 || c >= p.channels) continue;
     const int64_t all = p.groups * p.channels;
     float* part = p.partials + sample * 2 * all + group * p.channels + c;
-    part[0] = gh, part[all] = g;
+    part[0] = float(gh), part[all] = float(g);
     const float w = weight ? widen(weight[c]) : 1.0f;
-    means[0] = fma(w, gh, means[0]);
-    means[1] = fma(w, g, means[1]);
+    means[0] = fma(w, float(gh), means[0]);
+    means[1] = fma(w, float(g), means[1]);
   }
   if (p.dx == nullptr) return;
   __syncwarp();
