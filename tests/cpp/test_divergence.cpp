@@ -17,7 +17,7 @@ struct Terms {
 template <DivergenceKind K>
 Terms terms(double tq, double tp, float beta) {
   Terms t;
-  oracle::divergence_terms<K>(tq, tp, oracle::Normalised(), beta, t.q, t.term, t.g);
+  oracle::divergence_terms<K>(tq, tp, beta, t.q, t.term, t.g);
   return t;
 }
 Terms terms(DivergenceKind kind, double lq, double lp, float beta) {

@@ -52,10 +52,10 @@ struct Peak {
   // What the exponentials are taken from: nothing but -inf so far adds nothing; NaN and +inf survive.
   __device__ float from() const { return m == -INFINITY ? 0.0f : m; }
 };
-// The softmaxes of student and teacher.
-struct Softmaxes {
-  float max_q = 0.0f, max_p = 0.0f;
-  Normalised by;
+// log2 softmax = (x - m) * slope - log_sum.
+struct Softmax {
+  float m, log_sum;
+  __device__ float log2_of(float x, float slope) const { return fma(x - m, slope, -log_sum); }
 };
 
 template <int N>
@@ -117,14 +117,15 @@ __device__ __forceinline__ void merge_row(float (&v)[4], const float (&empty)[4]
 }
 
 template <bool Cluster>
-__device__ __forceinline__ Softmaxes merge_peaks(Peak a, Peak b, float slope, Exchange& x) {
+__device__ __forceinline__ void merge_peaks(Peak a, Peak b, float slope, Exchange& x, Softmax& s,
+                                            Softmax& t) {
   float v[4] = {a.m, a.s, b.m, b.s};
   const float empty[4] = {-INFINITY, 0.0f, -INFINITY, 0.0f};
   merge_row<Cluster>(v, empty, x, 0, [slope](float (&v)[4]) {
     Peak first = merge_lanes({v[0], v[1]}, slope), second = merge_lanes({v[2], v[3]}, slope);
     v[0] = first.m, v[1] = first.s, v[2] = second.m, v[3] = second.s;
   });
-  return {v[0], v[2], {1.0f / v[1], 1.0f / v[3], log2f(v[3] / v[1])}};
+  s = {v[0], log2f(v[1])}, t = {v[2], log2f(v[3])};
 }
 
 template <bool Cluster>
@@ -138,22 +139,24 @@ __device__ __forceinline__ void merge_sums(float& total, float& sum_g, Exchange&
 }
 
 template <DivergenceKind K, int N>
-__device__ __forceinline__ void add_terms(const float (&x)[N], const float (&y)[N], const Softmaxes& s,
-                                          float slope, float beta, float& total, float& sum_g) {
+__device__ __forceinline__ void add_terms(const float (&x)[N], const float (&y)[N], const Softmax& s,
+                                          const Softmax& t, float slope, float beta, float& total,
+                                          float& sum_g) {
 #pragma unroll
   for (int j = 0; j < N; ++j) {
     float q, term, g;
-    divergence_terms<K>((x[j] - s.max_q) * slope, (y[j] - s.max_p) * slope, s.by, beta, q, term, g);
+    divergence_terms<K>(s.log2_of(x[j], slope), t.log2_of(y[j], slope), beta, q, term, g);
     total += term, sum_g += g;
   }
 }
 template <DivergenceKind K, int N>
-__device__ __forceinline__ void gradients(float (&x)[N], const float (&y)[N], const Softmaxes& s, float slope,
-                                          float beta, float sum_g, float gain) {
+__device__ __forceinline__ void gradients(float (&x)[N], const float (&y)[N], const Softmax& s,
+                                          const Softmax& t, float slope, float beta, float sum_g,
+                                          float gain) {
 #pragma unroll
   for (int j = 0; j < N; ++j) {
     float q, term, g;
-    divergence_terms<K>((x[j] - s.max_q) * slope, (y[j] - s.max_p) * slope, s.by, beta, q, term, g);
+    divergence_terms<K>(s.log2_of(x[j], slope), t.log2_of(y[j], slope), beta, q, term, g);
     x[j] = divergence_gradient(g, q, sum_g, gain);
   }
 }
@@ -245,7 +248,7 @@ __global__ __launch_bounds__(kThreadsPerSm) void held_kernel(const __grid_consta
       for (int h = 0; h < kHeld; ++h) read(x, y, h);
       read_edge(x, y);
     }
-    Softmaxes s;
+    Softmax s = {0.0f, 0.0f}, t = {0.0f, 0.0f};
     if (p.log_probs) {
       meet<Cluster>();
     } else {
@@ -261,16 +264,16 @@ __global__ __launch_bounds__(kThreadsPerSm) void held_kernel(const __grid_consta
         add_peak(second_peak, v, p.slope);
         forget(a[h], p.zero), forget(b[h], p.zero);
       }
-      s = merge_peaks<Cluster>(first_peak, second_peak, p.slope, exchange);
+      merge_peaks<Cluster>(first_peak, second_peak, p.slope, exchange, s, t);
     }
     float total = 0.0f, sum_g = 0.0f;
-    add_terms<K>(edge[0], edge[1], s, p.slope, p.beta, total, sum_g);
+    add_terms<K>(edge[0], edge[1], s, t, p.slope, p.beta, total, sum_g);
 #pragma unroll
     for (int h = 0; h < kHeld; ++h) {
       float v[N], w[N];
       unpack<T>(a[h], v);
       unpack<T>(b[h], w);
-      add_terms<K>(v, w, s, p.slope, p.beta, total, sum_g);
+      add_terms<K>(v, w, s, t, p.slope, p.beta, total, sum_g);
       forget(a[h], p.zero), forget(b[h], p.zero);
     }
     merge_sums<Cluster>(total, sum_g, exchange);
@@ -280,7 +283,7 @@ __global__ __launch_bounds__(kThreadsPerSm) void held_kernel(const __grid_consta
     const bool aligned = reinterpret_cast<uintptr_t>(out + x.head) % 16 == 0;
     const float gain = p.gain_of(r), through = p.log_probs ? 0.0f : sum_g;
     if (const int c = x.edge(n); p.dstudent != nullptr && c >= 0) {
-      gradients<K>(edge[0], edge[1], s, p.slope, p.beta, through, gain);
+      gradients<K>(edge[0], edge[1], s, t, p.slope, p.beta, through, gain);
       out[c] = narrow<T>(edge[0][0]);
     }
 #pragma unroll
@@ -290,7 +293,7 @@ __global__ __launch_bounds__(kThreadsPerSm) void held_kernel(const __grid_consta
         float v[N], w[N];
         unpack<T>(a[h], v);
         unpack<T>(b[h], w);
-        gradients<K>(v, w, s, p.slope, p.beta, through, gain);
+        gradients<K>(v, w, s, t, p.slope, p.beta, through, gain);
         put_whole(out + x.head + int64_t(k) * N, aligned, v);
       }
       if (ahead) read(next_x, next_y, h);
@@ -334,7 +337,7 @@ __global__ __launch_bounds__(kSweepThreads) void swept_kernel(const __grid_const
       continue;
     }
     const Pair pair(p.student + r * p.student_stride, p.teacher + r * p.teacher_stride, p.cols);
-    Softmaxes s;
+    Softmax s = {0.0f, 0.0f}, t = {0.0f, 0.0f};
     float v[N], w[N];
     if (p.log_probs) {
       __syncthreads();
@@ -345,12 +348,12 @@ __global__ __launch_bounds__(kSweepThreads) void swept_kernel(const __grid_const
         add_peak(first, v, p.slope);
         add_peak(second, w, p.slope);
       }
-      s = merge_peaks<false>(first, second, p.slope, exchange);
+      merge_peaks<false>(first, second, p.slope, exchange, s, t);
     }
     float total = 0.0f, sum_g = 0.0f;
     for (int k = tid; k < pair.count; k += kSweepThreads) {
       pair.get(k, v, w);
-      add_terms<K>(v, w, s, p.slope, p.beta, total, sum_g);
+      add_terms<K>(v, w, s, t, p.slope, p.beta, total, sum_g);
     }
     merge_sums<false>(total, sum_g, exchange);
     if (tid == 0) p.loss[r] = total * p.factor;
@@ -360,7 +363,7 @@ __global__ __launch_bounds__(kSweepThreads) void swept_kernel(const __grid_const
     const bool aligned = reinterpret_cast<uintptr_t>(to.base) % 16 == 0;
     for (int k = tid; k < pair.count; k += kSweepThreads) {
       pair.get(k, v, w);
-      gradients<K>(v, w, s, p.slope, p.beta, p.log_probs ? 0.0f : sum_g, gain);
+      gradients<K>(v, w, s, t, p.slope, p.beta, p.log_probs ? 0.0f : sum_g, gain);
       if constexpr (Packs)
         put_pack(to, k, aligned, v);
       else
