@@ -6,8 +6,10 @@ them. Only what lies in between is fused.
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
-import itertools
+import textwrap
 from dataclasses import dataclass
 
 import torch
@@ -185,20 +187,41 @@ def _multipliers(module: nn.Module, roles: dict) -> str | None:
 
 
 def _looks_gated(module: nn.Module) -> bool:
-    """Three products, or two with twice as many columns in between: worth a line in the report."""
-    children = list(module.children())
-    products = [child for child in children if hasattr(child, "in_features")]
-    small = ("activation", "dropout", "normalization")
-    rest = [child for child in children if child not in products]
-    if any(not any(word in type(child).__module__ for word in small) for child in rest):
+    """Multiplies with an activation of its own: worth a line in the report where it stays stock.
+
+    Experts have a slot of their own; mixers with convolutions and layers with attention gate too, but
+    that is not all they do.
+    """
+    if any(p.ndim == 3 for p in module.parameters(recurse=False)):
         return False
-    if len(products) < 2 or len(_required(type(module).forward)) != 1:
+    if any("conv" in type(child).__module__ for child in module.children()):
         return False
-    if len(products) > 2:
-        return any(a.out_features == b.out_features for a, b in itertools.combinations(products, 2))
-    return products[0].out_features == 2 * products[1].in_features
+    if any("attention" in type(part).__name__.lower() for part in module.modules()):
+        return False
+    activations = {name for name, child in module.named_children() if "activation" in type(child).__module__}
+    return bool(activations) and _multiplies(type(module).forward, frozenset(activations))
 
 
-def _required(forward) -> list[str]:
-    parameters = list(inspect.signature(forward).parameters.values())[1:]
-    return [p.name for p in parameters if p.default is p.empty]
+@functools.cache
+def _multiplies(forward, activations: frozenset) -> bool:
+    """Whether a factor of a product in the source is, or holds, what an activation returned."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):
+        return False
+
+    def activated(node):
+        return isinstance(node, ast.Call) and getattr(node.func, "attr", None) in activations
+
+    held = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and any(map(activated, ast.walk(node.value)))
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    products = (
+        node for node in ast.walk(tree) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+    )
+    factors = (side for node in products for side in (node.left, node.right))
+    return any(activated(side) or (isinstance(side, ast.Name) and side.id in held) for side in factors)
