@@ -162,10 +162,11 @@ def known_activation(activation) -> str | None:
         blocked(activation) or [*activation.parameters(), *activation.buffers()]
     ):
         return None
-    x = torch.cat((torch.linspace(-12, 12, 977), torch.tensor([-200.0, -0.0, 200.0, float("nan")])))
-    x = x.to("cpu", torch.float64)
+    with torch.device("cpu"):  # apply may run under another default device
+        odd = torch.tensor([-200.0, -0.0, 200.0, float("nan")], dtype=torch.float64)
+        x = torch.cat((torch.linspace(-12, 12, 977, dtype=torch.float64), odd))
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):  # dropout draws
+        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):  # dropout draws
             got = activation(x.clone())
     except Exception:  # no function of any tensor: pooling, reshaping
         return None
