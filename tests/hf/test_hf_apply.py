@@ -133,8 +133,8 @@ def test_rotary_rebound_by_somebody_else_is_left_alone():
 def test_nothing_recognised_raises():
     with pytest.raises(tigon.Error, match=r"\[apply\] model must hold .* got Sequential"):
         apply(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-    with pytest.raises(tigon.Error, match="GroupNorm: unrecognised forward"):
-        apply(nn.Sequential(nn.GroupNorm(2, 4)))
+    with pytest.raises(tigon.Error, match="LocalResponseNorm: unrecognised forward"):
+        apply(nn.Sequential(nn.LocalResponseNorm(2)))
     with pytest.raises(tigon.Error, match="got dict"):
         apply({})
     with pytest.raises(tigon.Error):

@@ -38,6 +38,7 @@ FUNCTIONS = {
     F.gelu: "gelu",
     F.relu: "relu",
     F.dropout: "dropout",
+    F.group_norm: "group_norm",
     F.layer_norm: "layer_norm",
     F.rms_norm: "rms_norm",
 }
@@ -57,6 +58,7 @@ METHODS |= {"flatten", "reshape", "repeat_interleave", "unbind", "view"}
 KEYWORDS = {"dim": 1, "keepdim": 2, "dtype": 1, "exponent": 1, "chunks": 1, "other": 1}
 # Functions whose arguments after the first may be left out, in order.
 DEFAULTS = {
+    "group_norm": {"num_groups": None, "weight": None, "bias": None, "eps": 1e-5},
     "layer_norm": {"normalized_shape": None, "weight": None, "bias": None, "eps": 1e-5},
     "rms_norm": {"normalized_shape": None, "weight": None, "eps": None},
     "clamp": {"min": None, "max": None},

@@ -76,7 +76,9 @@ def plan_experts(module: nn.Module) -> tuple | str | None:
     if hasattr(module, GATE) and hasattr(module, "has_gate"):
         return _plan_gate(module)
     stacked = [name for name, p in module.named_parameters(recurse=False) if p.ndim == 3]
-    if not any(name.startswith("gate_up") for name in stacked):
+    if not any(name.startswith("gate_up") for name in stacked) and not (
+        len(stacked) > 1 and _activates(module)
+    ):
         return None
     try:
         found = match(canonical_forward(type(module)), BATCHED_EXPERTS)
@@ -92,6 +94,12 @@ def plan_experts(module: nn.Module) -> tuple | str | None:
         return reason
     label = f"{FUSED[activation][0]} ({found.structure.name})"
     return batched_forward, module, "forward", BatchedSpec(activation, **roles), label
+
+
+def _activates(module) -> bool:
+    """An activation beside stacked weights, and no convolution, which would be a mixer's."""
+    kinds = [type(child).__module__ for child in module.children()]
+    return any("activation" in kind for kind in kinds) and not any("conv" in kind for kind in kinds)
 
 
 def _plan_gate(module):

@@ -6,8 +6,10 @@ them. Only what lies in between is fused.
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
-import itertools
+import textwrap
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +18,6 @@ from torch import nn
 
 from tigon.hf.canonical import Unrecognised, canonical_forward
 from tigon.hf.forward import blocked, plain
-from tigon.hf.probe import on_cpu
 from tigon.hf.structures import ACTIVATIONS, MLPS, match
 from tigon.ops.glu import geglu, reglu, swiglu
 from tigon.ops.relu_squared import relu_squared
@@ -151,7 +152,6 @@ def _activation(module: nn.Module, name: str | None) -> tuple[str | None, str | 
     return None, f"activation {label} has no fused product"
 
 
-@on_cpu
 def known_activation(activation) -> str | None:
     """The name of a parameterless activation by its values in fp64, or None.
 
@@ -162,10 +162,11 @@ def known_activation(activation) -> str | None:
         blocked(activation) or [*activation.parameters(), *activation.buffers()]
     ):
         return None
-    x = torch.cat((torch.linspace(-12, 12, 977), torch.tensor([-200.0, -0.0, 200.0, float("nan")])))
-    x = x.to(torch.float64)
+    with torch.device("cpu"):  # apply may run under another default device
+        odd = torch.tensor([-200.0, -0.0, 200.0, float("nan")], dtype=torch.float64)
+        x = torch.cat((torch.linspace(-12, 12, 977, dtype=torch.float64), odd))
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):  # dropout draws
+        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):  # dropout draws
             got = activation(x.clone())
     except Exception:  # no function of any tensor: pooling, reshaping
         return None
@@ -187,20 +188,41 @@ def _multipliers(module: nn.Module, roles: dict) -> str | None:
 
 
 def _looks_gated(module: nn.Module) -> bool:
-    """Three products, or two with twice as many columns in between: worth a line in the report."""
-    children = list(module.children())
-    products = [child for child in children if hasattr(child, "in_features")]
-    small = ("activation", "dropout", "normalization")
-    rest = [child for child in children if child not in products]
-    if any(not any(word in type(child).__module__ for word in small) for child in rest):
+    """Multiplies with an activation of its own: worth a line in the report where it stays stock.
+
+    Experts have a slot of their own; mixers with convolutions and layers with attention gate too, but
+    that is not all they do.
+    """
+    if any(p.ndim == 3 for p in module.parameters(recurse=False)):
         return False
-    if len(products) < 2 or len(_required(type(module).forward)) != 1:
+    if any("conv" in type(child).__module__ for child in module.children()):
         return False
-    if len(products) > 2:
-        return any(a.out_features == b.out_features for a, b in itertools.combinations(products, 2))
-    return products[0].out_features == 2 * products[1].in_features
+    if any("attention" in type(part).__name__.lower() for part in module.modules()):
+        return False
+    activations = {name for name, child in module.named_children() if "activation" in type(child).__module__}
+    return bool(activations) and _multiplies(type(module).forward, frozenset(activations))
 
 
-def _required(forward) -> list[str]:
-    parameters = list(inspect.signature(forward).parameters.values())[1:]
-    return [p.name for p in parameters if p.default is p.empty]
+@functools.cache
+def _multiplies(forward, activations: frozenset) -> bool:
+    """Whether a factor of a product in the source is, or holds, what an activation returned."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):
+        return False
+
+    def activated(node):
+        return isinstance(node, ast.Call) and getattr(node.func, "attr", None) in activations
+
+    held = {
+        target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and any(map(activated, ast.walk(node.value)))
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    products = (
+        node for node in ast.walk(tree) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)
+    )
+    factors = (side for node in products for side in (node.left, node.right))
+    return any(activated(side) or (isinstance(side, ast.Name) and side.id in held) for side in factors)

@@ -1,4 +1,4 @@
-"""Norms -> tigon.rms_norm, tigon.layer_norm and tigon.gated_rms_norm."""
+"""Norms -> tigon.rms_norm, layer_norm, gated_rms_norm and group_norm."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-import tigon
 from tigon.hf.canonical import NoSource, Unrecognised, canonical_forward
 from tigon.hf.forward import blocked, plain, stock
 from tigon.hf.probe import probe_norm
-from tigon.hf.structures import GATED_NORMS, LAYER_NORMS, NORMS, Match, match
+from tigon.hf.structures import GATED_NORMS, GROUP_NORMS, LAYER_NORMS, NORMS, Match, match
+from tigon.ops.gated_rms_norm import gated_rms_norm
+from tigon.ops.group_norm import group_norm
+from tigon.ops.layer_norm import layer_norm
 from tigon.ops.rms_norm import rms_norm
 
 
@@ -31,6 +33,7 @@ class NormSpec:
     activation: str = "silu"  # of a gate
     group_size: str | None = None
     norm_first: bool = True
+    groups: str | None = None
 
 
 def norm_forward(module: nn.Module, spec: NormSpec, *args):
@@ -60,7 +63,7 @@ def _layer(module, spec, x):
     eps = getattr(module, spec.eps) if isinstance(spec.eps, str) else spec.eps
     if spec.channels_first:
         x = x.permute(0, 2, 3, 1)
-    y = tigon.layer_norm(_wide(x, spec), weight, bias, eps)
+    y = layer_norm(_wide(x, spec), weight, bias, eps)
     return y.permute(0, 3, 1, 2) if spec.channels_first else y
 
 
@@ -69,13 +72,20 @@ def _gated(module, spec, x, gate=None):
     if gate is None or gate.dtype != x.dtype or not plain(x, gate, weight):
         return stock(module, x, gate)
     size = None if spec.group_size is None else getattr(module, spec.group_size)
-    return tigon.gated_rms_norm(
+    return gated_rms_norm(
         x, gate, weight, getattr(module, spec.eps), norm_before_gate=spec.norm_first,
         group_size=size, activation=spec.activation, rounding=spec.rounding,
     )  # fmt: skip
 
 
-_FORWARDS = {"rms_norm": _rms, "layer_norm": _layer, "gated_rms_norm": _gated}
+def _group(module, spec, x):
+    weight, bias = getattr(module, spec.weight), getattr(module, spec.bias)
+    if not all(part is None or plain(part) for part in (x, weight, bias)):
+        return stock(module, x)
+    return group_norm(_wide(x, spec), getattr(module, spec.groups), weight, bias, getattr(module, spec.eps))
+
+
+_FORWARDS = {"rms_norm": _rms, "layer_norm": _layer, "gated_rms_norm": _gated, "group_norm": _group}
 GATES = {"silu": "silu", "swish": "silu", "sigmoid": "sigmoid"}
 
 
@@ -94,9 +104,8 @@ def plan_norm(module: nn.Module) -> tuple | str | None:
     structure = found.structure
     op = "layer_norm" if structure in LAYER_NORMS else "rms_norm"
     op = "gated_rms_norm" if structure in GATED_NORMS else op
+    op = "group_norm" if structure in GROUP_NORMS else op
     reason = blocked(module) or _unfit(module, found.roles)
-    if reason is None and not hasattr(tigon, op):
-        reason = f"this build has no tigon.{op}"
     if reason is not None:
         return reason
     roles, options = dict(found.roles), dict(structure.options)
@@ -139,6 +148,5 @@ def recognise(module: nn.Module) -> Match | str:
         return probe_norm(module) or "no source, and equal to no known norm in numbers"
     except Unrecognised as error:
         return f"unrecognised forward: {error}"
-    return (
-        match(expression, (*NORMS, *LAYER_NORMS, *GATED_NORMS)) or f"unrecognised forward: {expression.text}"
-    )
+    found = match(expression, (*NORMS, *LAYER_NORMS, *GATED_NORMS, *GROUP_NORMS))
+    return found or f"unrecognised forward: {expression.text}"

@@ -118,6 +118,10 @@ def norm_torch(self, x):
     return F.rms_norm(x, self.shape, self.weight, self.eps)
 
 
+def group_norm_torch(self, x):
+    return F.group_norm(x, self.groups, self.weight, self.bias, self.eps)
+
+
 def layer_norm_torch(self, x):
     return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
 
@@ -181,6 +185,7 @@ GATED_NORMS = (
     Structure("norm, then gate, late", norm_gated_late, {"rounding": "gemma"}),
     Structure("gate, then norm by group", norm_gate_first, {"rounding": "llama", "norm_first": False}),
 )
+GROUP_NORMS = (Structure("torch", group_norm_torch, {"autocast": True}),)
 LAYER_NORMS = (
     Structure("torch", layer_norm_torch, {"autocast": True}),
     Structure("channels first or last", layer_norm_channels, {"autocast": True}),
