@@ -1,5 +1,7 @@
 // CPU calls inside PyTorch: its thread pool (one pool per process: a second OpenMP runtime costs milliseconds a call), its
 // allocator for scratch, its matrix product.
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <atomic>
 #include <vector>
@@ -80,7 +82,23 @@ class TorchCpuContext final : public Context {
                                     torch::stable::Device(torch::headeronly::DeviceType::CPU, -1), type);
   }
 
+  // Makes fresh pages of a large result before the product does: faults inside its tiles cost a third of a product
+  // (128256x2048 bf16, K 1024: 0.95 -> 0.69 s + 0.03 s). Pages that are there stay as they are.
+  void fault_in(void* data, size_t bytes) {
+#ifdef MADV_POPULATE_WRITE
+    constexpr uintptr_t kPage = uintptr_t(1) << 21, kTask = 8 * kPage;
+    auto begin = (reinterpret_cast<uintptr_t>(data) + kPage - 1) / kPage * kPage,
+         end = (reinterpret_cast<uintptr_t>(data) + bytes) / kPage * kPage;
+    if (begin + kTask > end) return;
+    parallel(*this, int64_t((end - begin + kTask - 1) / kTask), [&](int64_t task) {
+      uintptr_t first = begin + uintptr_t(task) * kTask;
+      madvise(reinterpret_cast<void*>(first), std::min(kTask, end - first), MADV_POPULATE_WRITE);
+    });
+#endif
+  }
+
   void mm(const Gemm& g, void* c, int64_t ldc) {
+    fault_in(c, size_of(g.ab_dtype) * size_t((g.m - 1) * ldc + g.n));
     StableIValue stack[3] = {
         torch::stable::detail::from(view(g.a, g.m, g.k, g.lda, g.trans_a, g.ab_dtype)),
         torch::stable::detail::from(view(g.b, g.k, g.n, g.ldb, g.trans_b, g.ab_dtype)),
