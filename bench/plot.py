@@ -1,5 +1,7 @@
 """Draw the JSON lines of bench/run.py: one picture an op, bars in percent of the limit.
 
+Of the loss head also time and memory over tokens and over classes, where enough of them were measured.
+
 python bench/plot.py bench/results/cpu/*.jsonl --out docs/img
 """
 
@@ -18,6 +20,8 @@ COLOURS = {
     "tigon_inplace": "#f6b26b",
     "liger": "#3b6fb6",
     "liger_fp32": "#7fa6d9",
+    "cce": "#8e6bbf",
+    "cce_exact": "#b9a3d9",
     "quack": "#3f8f5b",
     "quack_inplace": "#86c29b",
     "quack_scaled": "#86c29b",
@@ -61,6 +65,58 @@ def draw(op: str, records: list[dict], path: Path) -> None:
     plt.close(figure)
 
 
+FEWEST_POINTS = 4
+AXES = ("tokens", "columns", "classes")  # of a loss head's case, tokens x columns x classes
+
+
+def sizes(record: dict) -> tuple[int, ...] | None:
+    """The sizes that name a case; None for a case that has options besides."""
+    parts = record["case"].split("x")
+    return tuple(map(int, parts)) if len(parts) == len(AXES) and all(map(str.isdigit, parts)) else None
+
+
+def sweeps(records: list[dict]) -> dict[tuple, list[dict]]:
+    """Steps that differ in one size alone, by that size's place and the other sizes."""
+    found: dict[tuple, list[dict]] = {}
+    for r in records:
+        if r["pass"] == "step" and (shape := sizes(r)):
+            for place in (0, 2):
+                others = tuple(n for i, n in enumerate(shape) if i != place)
+                found.setdefault((place, r["dtype"], *others), []).append(r | {"at": shape[place]})
+    return {k: rs for k, rs in found.items() if len({r["at"] for r in rs}) >= FEWEST_POINTS}
+
+
+def draw_sweep(op: str, key: tuple, records: list[dict], path: Path) -> None:
+    """Milliseconds and extra memory of a step, a line for each provider."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    place, dtype, *others = key
+    fixed = ", ".join(
+        f"{n} {name}" for n, name in zip(others, (a for a in AXES if a != AXES[place]), strict=True)
+    )
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    for axis, field, label in zip(
+        axes, ("ms", "peak_mb"), ("milliseconds", "MiB beside the operands"), strict=True
+    ):
+        for provider in dict.fromkeys(r["provider"] for r in records):
+            mine = {r["at"]: r[field] for r in records if r["provider"] == provider and r[field]}
+            xs = sorted(mine)
+            colour = COLOURS.get(provider)
+            axis.plot(xs, [mine[x] for x in xs], marker="o", ms=3, lw=1.2, label=provider, color=colour)
+        if field == "ms":
+            floor = dict(sorted({r["at"]: r["limit_ms"] for r in records}.items()))
+            axis.plot(floor.keys(), floor.values(), color="black", lw=0.8, ls=":", label="bare products")
+        axis.set(xscale="log", yscale="log", xlabel=AXES[place], ylabel=label)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False, fontsize=7)
+    figure.suptitle(f"{op} step, {fixed}, {dtype}, {records[0]['gpu']}", fontsize=10)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Read, draw."""
     parser = argparse.ArgumentParser(
@@ -78,6 +134,11 @@ def main(arguments: list[str] | None = None) -> int:
         path = folder / f"bench_{op}.png"
         draw(op, [record for record in records if record["op"] == op], path)
         print(path)
+        if op == "linear_cross_entropy":
+            for key, swept in sweeps([r for r in records if r["op"] == op]).items():
+                path = folder / f"{op}_over_{AXES[key[0]]}_{'x'.join(map(str, key[2:]))}.png"
+                draw_sweep(op, key, swept, path)
+                print(path)
     return 0
 
 

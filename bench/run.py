@@ -49,7 +49,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--providers", default="eager,tigon", help="eager, compile, tigon, or a peer (or: all)")
     add("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
     add("--dtypes", default="bf16" if cuda else "fp32,bf16", help="of fp32, bf16, fp16")
-    add("--cases", default="bench", help="bench, smoke, or names of cases")
+    add("--cases", default="bench", help="bench, smoke, sweep, or names of cases")
     add("--passes", default="fwd,bwd,step")
     add("--threads", type=int, default=0, help="CPU threads (torch's choice)")
     add("--out", type=Path, help="JSON lines (bench/results/<device>/<commit>.jsonl)")
@@ -128,8 +128,8 @@ class Bench:
         wanted = self.args.cases
         if wanted == "bench":
             return select(module.CASES, "bench" if self.device.type == "cuda" else "bench_cpu")
-        if wanted == "smoke":
-            return select(module.CASES, "smoke")
+        if wanted in ("smoke", "sweep"):
+            return select(module.CASES, wanted)
         return [case for case in module.CASES if case.name in wanted.split(",")]
 
     def passes(self, module) -> list[str]:
@@ -273,9 +273,23 @@ def show(records: list[dict]) -> None:
         print("  ".join(cells).rstrip())
 
 
+def keep_freed_memory() -> None:
+    """Start anew under a malloc that hands nothing back to the system, as a training process' steady state.
+
+    Elsewhere every large result is fresh pages, whose first touch costs as much as a product in a
+    virtual machine (128256x2048 bf16: 0.04 to 1.5 s), for the limit and every provider by chance.
+    """
+    if sys.platform != "linux" or "GLIBC_TUNABLES" in os.environ:
+        return
+    os.environ["GLIBC_TUNABLES"] = f"glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold={1 << 40}"
+    os.execv(sys.executable, sys.orig_argv)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure, show, write."""
     args = parse(arguments)
+    if args.device == "cpu" and arguments is None:
+        keep_freed_memory()
     start = time.perf_counter()
     bench = Bench(args)
     for name in args.ops:

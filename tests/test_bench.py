@@ -60,6 +60,19 @@ def test_every_op_every_field(quick, tmp_path, capsys):
     assert {p.name for p in (tmp_path / "img").iterdir()} == {f"bench_{n}.png" for n in modules()}
 
 
+def test_sweeps_are_drawn(tmp_path):
+    """Time and memory over tokens where four sizes differ in them alone; cases with options stay out."""
+    plot = _load("plot")
+    cases = [f"{rows}x64x1000" for rows in (8, 16, 32, 64)] + ["64x64x2000", "128x64x1000_masked50"]
+    record = {"op": "linear_cross_entropy", "dtype": "bf16", "pass": "step", "gpu": "none", "torch": "2"}
+    numbers = {"ms": 1.0, "limit_ms": 0.5, "peak_mb": 3.0, "of_limit": 0.5}
+    records = [record | numbers | {"case": c, "provider": p} for c in cases for p in ("tigon", "eager")]
+    assert list(plot.sweeps(records)) == [(0, "bf16", 64, 1000)]
+    (tmp_path / "r.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    plot.main([str(tmp_path / "r.jsonl"), "--out", str(tmp_path)])
+    assert (tmp_path / "linear_cross_entropy_over_tokens_64x1000.png").stat().st_size > 1000
+
+
 def test_failures_are_recorded(quick, tmp_path, monkeypatch):
     """A peer that is wrong, raises, refuses or is absent is named in the results."""
 

@@ -149,6 +149,13 @@ CASES = [
             "lora16": {"lora": 16, "grads": (0,)},
         }.items()
     ),
+    *(
+        bench_case(f"{rows}x4096x{v}", "sweep", lead=(rows,), H=4096, V=v, **AS_TRAINED)
+        for rows, v in (
+            *((rows, 128256) for rows in (1024, 2048, 4096, 16384)),
+            *((8192, v) for v in (8192, 16384, 65536, 256000)),
+        )
+    ),
     bench_case("2048x512x32000", "bench_cpu", lead=(2048,), H=512, V=32000, **AS_TRAINED),
     bench_case("1024x2048x128256", "bench_cpu", lead=(1024,), H=2048, V=128256, **AS_TRAINED),
     bench_case("256x128x1024", "smoke", lead=(256,), H=128, V=1024),
