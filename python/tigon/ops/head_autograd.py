@@ -10,7 +10,7 @@ import torch
 
 from tigon._op import Op, direct_apply, graph_is_kept, once, raw
 from tigon.ops.head import BIAS, HIDDEN, LORA_A, LORA_B, MAY_ROUND, REDUCTIONS, WEIGHT
-from tigon.ops.head_memory import whole_rows
+from tigon.ops.head_memory import padded, whole_rows
 
 NUMBERS = {"z_loss": 1, "log_prob": 2, "lse": 4, "entropy": 8}  # bits of `outputs`
 PREDICTED = 16
@@ -18,11 +18,20 @@ _BITS = (HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B)
 _REDUCTION, _VALID_ROWS, _NEEDS, _INPUTS = 17, 19, 21, 22  # places in the schema, and its length
 
 
+def _loss_options(inputs):
+    """What a backward that computes the logits again is told, from ignore_index to valid_rows."""
+    return (*inputs[10:_REDUCTION], *inputs[_REDUCTION + 1 : _VALID_ROWS + 1])
+
+
+def _rows_worked_on(target, valid_rows):
+    return target.shape[0] if valid_rows < 0 else valid_rows
+
+
 def _dweight_dtype(hidden, weight, target, valid_rows, chunk_rows, needs):
     """In which dtype the native side forms weight's gradient."""
     if not (needs & WEIGHT and needs & MAY_ROUND and hidden.dtype == torch.bfloat16):
         return torch.float32
-    rows = valid_rows if valid_rows >= 0 else target.shape[0]
+    rows = _rows_worked_on(target, valid_rows)
     whole = chunk_rows or whole_rows(hidden.device.type, hidden.dtype, weight.shape[1], weight.shape[0])
     return hidden.dtype if rows <= whole else torch.float32  # a symbolic size is guarded, not fixed
 
@@ -91,7 +100,7 @@ def _setup_context(ctx, inputs, output):
     hidden, weight, target, bias, *tensors = inputs[:8]
     ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
     ctx.scalar = inputs[_REDUCTION] != REDUCTIONS["none"]
-    ctx.options = (*inputs[10:17], *inputs[18:20])
+    ctx.options = _loss_options(inputs)
     ctx.needs = inputs[_NEEDS]
     if ctx.scalar:
         ctx.save_for_backward(*output[1:7])
@@ -142,7 +151,7 @@ class _Rows:
     """Losses of rows: the backward computes the logits again."""
 
     def forward(self, ctx, inputs):
-        self.options = (*inputs[10:17], *inputs[18:20])
+        self.options = _loss_options(inputs)
         ctx.save_for_backward(*inputs[:8])
         return _op.forward(*inputs)
 
@@ -156,7 +165,7 @@ class _Kept:
     def forward(self, ctx, inputs):
         hidden, weight, target, _, _, token_weight = inputs[:6]
         self.options = (inputs[10], inputs[_VALID_ROWS])
-        rows = target.shape[0] if inputs[_VALID_ROWS] < 0 else inputs[_VALID_ROWS]
+        rows = _rows_worked_on(target, inputs[_VALID_ROWS])
         vocab = weight.shape[0]
         kept = hidden.new_empty(rows, padded(vocab))[:, :vocab]
         output = _keep(kept, *inputs)
@@ -176,7 +185,7 @@ class _MainGrad:
 
     def forward(self, ctx, inputs):
         self.scalar = inputs[_REDUCTION] != REDUCTIONS["none"]
-        self.options = (*inputs[10:17], *inputs[18:20])
+        self.options = _loss_options(inputs)
         output = _op.forward(*inputs[:_NEEDS], 0)
         ctx.save_for_backward(output[1], *inputs[:8])
         return output
@@ -217,15 +226,10 @@ class _Eager(torch.autograd.Function):
 _apply = direct_apply(_Eager)
 
 
-def padded(vocab: int) -> int:
-    """Elements between the rows of logits: whole 128-byte lines."""
-    return (vocab + 63) // 64 * 64
-
-
 def _fits(inputs, keep_mb):
     """Whether the logits' gradients are to be kept."""
-    hidden, weight, target, valid_rows = *inputs[:3], inputs[_VALID_ROWS]
-    rows = target.shape[0] if valid_rows < 0 else valid_rows
+    hidden, weight, target = inputs[:3]
+    rows = _rows_worked_on(target, inputs[_VALID_ROWS])
     return rows * padded(weight.shape[0]) * hidden.element_size() <= keep_mb * 2**20
 
 

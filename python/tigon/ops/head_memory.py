@@ -28,6 +28,11 @@ def _ceil(a, b):
     return (a + b - 1) // b
 
 
+def padded(vocab: int) -> int:
+    """Elements between the rows of logits: whole 128-byte lines."""
+    return _ceil(vocab, 64) * 64
+
+
 _native_chunk = library.tigon_linear_cross_entropy_chunk
 _native_chunk.restype = ctypes.c_int64
 _native_chunk.argtypes = [ctypes.c_int] * 2 + [ctypes.c_int64] * 3 + [ctypes.c_int] * 2
@@ -61,10 +66,10 @@ class _Sizes(NamedTuple):
 
     def per_row(self, listed: bool) -> int:
         """Bytes of a row of a chunk: its logits, its gathered copies, its low-rank products."""
-        padded = _ceil(self.vocab, 64) * 64
-        words = self.size * (padded + 2 * self.hidden_size * listed + 2 * _ceil(self.lora_rank, 8) * 8)
+        logits = padded(self.vocab)
+        words = self.size * (logits + 2 * self.hidden_size * listed + 2 * _ceil(self.lora_rank, 8) * 8)
         if self.device == "cpu":  # the framework's products: a copy of the logits, in float32 for float16
-            words += {torch.float32: 4, torch.bfloat16: 0, torch.float16: 8}[self.dtype] * padded
+            words += {torch.float32: 4, torch.bfloat16: 0, torch.float16: 8}[self.dtype] * logits
         return words
 
     def fixed(self) -> int:
@@ -128,8 +133,8 @@ def linear_cross_entropy_memory(
     Args: the sizes and options of the call; ``train_*``: which operands need a gradient; ``main_grad``: the
         weight's is added to its ``main_grad``.
     """
-    trains = train_weight
-    sizes = _Sizes(device, dtype, rows, hidden_size, vocab, lora_rank, trains, trains and main_grad)
+    summed = train_weight and main_grad
+    sizes = _Sizes(device, dtype, rows, hidden_size, vocab, lora_rank, train_weight, summed)
     weight_dtype = weight_dtype or dtype
     worked = rows if valid_rows is None else valid_rows
     chunk = sizes.chunk(worked, chunk_rows, max_workspace_mb)

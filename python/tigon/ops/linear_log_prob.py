@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from tigon._op import Op, has_kernel
-from tigon.ops.head import MAY_ROUND, autocast, check_head, prepare
+from tigon.ops.head import BIAS, HIDDEN, MAY_ROUND, WEIGHT, autocast, check_head, prepare
 from tigon.ops.head_autograd import rows_backward
 from tigon.ops.head_reference import plain_logits
 
@@ -67,7 +67,8 @@ def _backward(ctx, dlog_prob, dentropy):
     hidden, weight, target, bias = ctx.saved_tensors
     ignore_index, softcap, logit_scale, temperature, chunk_rows, valid_rows = ctx.options
     upstream = torch.zeros_like(dentropy) if dlog_prob is None else -dlog_prob  # the loss is -log_prob
-    needs = sum(bit for bit, place in ((1, 0), (2, 1), (4, 3)) if ctx.needs_input_grad[place])
+    bits = (HIDDEN, WEIGHT, BIAS)
+    needs = sum(bit for bit, place in zip(bits, (0, 1, 3), strict=True) if ctx.needs_input_grad[place])
     if torch.compiler.is_compiling():
         call = torch.ops.tigon.linear_cross_entropy_rows_bwd
     else:
@@ -77,7 +78,7 @@ def _backward(ctx, dlog_prob, dentropy):
                      logit_scale, temperature, 0.0, 1.0, chunk_rows, valid_rows, needs)[:3]  # fmt: skip
     dhidden, dweight, dbias = (
         g.to(dtype) if needs & bit else None
-        for g, dtype, bit in zip(gradients, ctx.dtypes, (1, 2, 4), strict=True)
+        for g, dtype, bit in zip(gradients, ctx.dtypes, bits, strict=True)
     )
     return dhidden, dweight, None, dbias, *nothing
 

@@ -12,8 +12,8 @@ from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops import linear_log_prob as _log_prob
 from tigon.ops.head import BIAS, HIDDEN, REDUCTIONS, WEIGHT, autocast, check_head, prepare
-from tigon.ops.head_autograd import finish, padded
-from tigon.ops.head_memory import default_chunk
+from tigon.ops.head_autograd import finish
+from tigon.ops.head_memory import default_chunk, padded
 
 _OP = "linear_loss"
 
