@@ -73,6 +73,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--batch", type=int, default=8)
     add("--seq", type=int, default=64)
     add("--lr", type=float, default=2e-3)
+    add("--seed", type=int, default=0, help="of the weights")
     add("--device", default="cpu")
     add("--out", type=Path, default=Path("out/convergence.jsonl"))
     add(
@@ -112,7 +113,7 @@ def build(family: str, args: argparse.Namespace, dtype: str):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(family, **SHARED, **FAMILIES[family])
-    torch.manual_seed(0)
+    torch.manual_seed(args.seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model.to(args.device, getattr(torch, dtype)).train()
 
@@ -189,7 +190,7 @@ def compare(family: str, dtype: str, data, args: argparse.Namespace) -> dict:
     report.check()
     cuda = args.device.startswith("cuda")
     return {
-        "family": family, "dtype": dtype, "steps": args.steps, "batch": args.batch, "seq": args.seq,
+        "family": family, "dtype": dtype, "steps": args.steps, "batch": args.batch, "seq": args.seq, "seed": args.seed,
         **verdict(stock, curve), "replaced": len(report.replaced), "left": len(report.left),
         "seconds": round(time.perf_counter() - start, 1),
         "gpu": torch.cuda.get_device_name() if cuda else "CPU", "torch": torch.__version__,
