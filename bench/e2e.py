@@ -7,8 +7,9 @@
 
 Random weights from the published configurations, bfloat16, fused AdamW, sdpa attention, one optimizer step
 per measured step. Every case runs in a process of its own on the same data; its record (or its error) is
-appended to --out when it ends, so a run that is cut off has lost one case. Throughput is the mean over the
-steps with its standard deviation; peak memory is that of torch's allocator, model and optimizer included.
+appended to --out when it ends, so a run that is cut off has lost one case. While a case runs, the process of
+the next one imports its libraries and waits: the card is not idle for that long. Throughput is the mean over
+the steps with its standard deviation; peak memory is that of torch's allocator, model and optimizer included.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=10, help=f"measured steps, after {WARMUP} to warm up")
     add("--masked", type=float, default=0.0, help="fraction of labels that do not count")
     add("--checkpointing", action="store_true", help="gradient checkpointing")
+    add("--compile", action="store_true", help="torch.compile of the model, patched or not")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     add("--device", default="cuda")
     add("--budget", type=float, default=0.0, metavar="MINUTES", help="start no case after this long")
@@ -105,7 +107,7 @@ def cases(args: argparse.Namespace) -> list[dict]:
         name, _, value = pair.partition("=")
         changes[name] = json.loads(value)
     shared = {name: getattr(args, name) for name in ("seq", "layers", "steps", "masked", "checkpointing",
-                                                     "dtype", "device")}  # fmt: skip
+                                                     "compile", "dtype", "device")}  # fmt: skip
     return [
         {"model": model, "batch": batch, "provider": provider, "changes": changes, **shared}
         for model in args.models
@@ -157,6 +159,8 @@ def run_case(case: dict) -> dict:
     cuda = case["device"].startswith("cuda")
     model = build(case)
     report = patch(model, case["provider"])
+    if case["compile"]:
+        model = torch.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     generator = torch.Generator().manual_seed(1)
     vocabulary = model.config.vocab_size
@@ -211,7 +215,12 @@ def versions(case: dict) -> dict:
 
 
 def worker(case_file: str, result_file: str) -> None:
-    """Run one case; an error becomes its record."""
+    """Import what takes long, wait for the word, run the case; an error becomes its record."""
+    import torch  # noqa: F401
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401
+
+    if not sys.stdin.readline():
+        return
     case = json.loads(Path(case_file).read_text())
     try:
         result = run_case(case)
@@ -228,32 +237,61 @@ def worker(case_file: str, result_file: str) -> None:
 # --- all cases --------------------------------------------------------------------------------
 
 
-def measure(case: dict, timeout: float) -> dict:
-    """The record of one case, whatever happens to its process."""
-    start = time.perf_counter()
-    env = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "USE_HUB_KERNELS": "0",
-           "PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ}  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        case_file, result_file = Path(folder, "case.json"), Path(folder, "result.json")
-        case_file.write_text(json.dumps(case))
-        command = [sys.executable, __file__, "--worker", str(case_file), str(result_file)]
+class Worker:
+    """A process that has its libraries and waits for a case."""
+
+    def __init__(self):
+        env = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "USE_HUB_KERNELS": "0",
+               "PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ}  # fmt: skip
+        self.folder = tempfile.TemporaryDirectory()
+        self.case_file, self.result_file = (Path(self.folder.name, name) for name in ("case", "result"))
+        command = [sys.executable, __file__, "--worker", str(self.case_file), str(self.result_file)]
+        self.process = subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, case: dict, timeout: float) -> dict:
+        """The record of one case, whatever happens to its process."""
+        start = time.perf_counter()
+        self.case_file.write_text(json.dumps(case))
         try:
-            done = subprocess.run(
-                command, env=env, timeout=timeout, capture_output=True, text=True, check=False
-            )
-            if result_file.exists():
-                result = json.loads(result_file.read_text())
+            _, errors = self.process.communicate("go\n", timeout)
+            if self.result_file.exists():
+                result = json.loads(self.result_file.read_text())
             else:
-                last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-                result = {"error": f"exit code {done.returncode}: {last}"}
+                last = (errors.strip().splitlines() or ["no output"])[-1]
+                result = {"error": f"exit code {self.process.returncode}: {last}"}
         except subprocess.TimeoutExpired:
             result = {"error": f"more than {timeout:.0f} s"}
-    return {**case, **result, "seconds": time.perf_counter() - start}
+        self.close()
+        return {**case, **result, "seconds": time.perf_counter() - start}
+
+    def close(self) -> None:
+        """End the process, if it has not ended."""
+        self.process.kill()
+        self.process.communicate()
+        self.folder.cleanup()
+
+
+def measure(case: dict, timeout: float) -> dict:
+    """The record of one case by the process that is ready; the next one gets ready meanwhile."""
+    worker = _ready.pop() if _ready else Worker()
+    _ready.append(Worker())
+    return worker.run(case, timeout)
+
+
+_ready: list[Worker] = []
 
 
 def key(record: dict) -> tuple:
     """What makes two records the same case."""
-    names = ("model", "batch", "seq", "provider", "layers", "masked", "checkpointing", "dtype", "device")
+    names = ("model", "batch", "seq", "provider", "layers", "masked", "checkpointing", "compile", "dtype",
+             "device")  # fmt: skip
     return (*(record[name] for name in names), json.dumps(record["changes"], sort_keys=True))
 
 
@@ -270,12 +308,12 @@ def table(records: list[dict]) -> str:
     providers = [name for name in PROVIDERS if any(r["provider"] == name for r in records)]
     settings: dict[tuple, dict] = {}
     for record in records:
-        setting = (record["model"], record["layers"], record["batch"], record["seq"])
+        setting = (record["model"], record["layers"], record["batch"], record["seq"], record["compile"])
         settings.setdefault(setting, {})[record["provider"]] = record
     lines = ["| model | batch x tokens | " + " | ".join(providers) + " | Tigon to stock | to Liger |",
              "|---" * (4 + len(providers)) + "|"]  # fmt: skip
-    for (model, layers, batch, seq), row in settings.items():
-        name = model + (f", {layers} layers" if layers else "")
+    for (model, layers, batch, seq, compiled), row in settings.items():
+        name = model + (f", {layers} layers" if layers else "") + (", torch.compile" if compiled else "")
         cells = [_cell(row.get(provider)) for provider in providers]
         ratios = [_ratio(row, "stock"), _ratio(row, "liger")]
         lines.append(f"| {name} | {batch} x {seq} | " + " | ".join(cells + ratios) + " |")
@@ -332,6 +370,8 @@ def main(arguments: list[str] | None = None) -> int:
         with args.out.open("a") as file:
             file.write(json.dumps(record) + "\n")
         bar.write(f"{case['model']:<12} {case['batch']:>3} {case['provider']:<6} {_cell(record)}")
+    while _ready:
+        _ready.pop().close()
     wanted = {key(case) for case in cases(args)}
     records = [record for record in read(args.out) if key(record) in wanted]
     print(f"\n{table(records)}\n")

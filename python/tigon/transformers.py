@@ -6,6 +6,7 @@ Modules here take a Hugging Face configuration and keep the names of its checkpo
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 
@@ -142,13 +143,11 @@ _PRODUCTS = {
 
 
 def gated_product(op: str, activation: str):
-    """The fused ``act(gate) * up`` of an activation's name in transformers."""
+    """The fused ``act(gate) * up`` of an activation's name, of two tensors or of one that holds both."""
     known = activation in _PRODUCTS
     check(op, known, "hidden_act must be one of {}, got {!r}", (*_PRODUCTS,), activation)
     name, options = _PRODUCTS[activation]
-    function = getattr(tigon, name, None)
-    check(op, function is not None, f"hidden_act {activation!r} needs tigon.{name}, not in this version")
-    return lambda gate, up: function(gate, up, **options)
+    return functools.partial(getattr(tigon, name), **options)
 
 
 def activation_of(config) -> str:
@@ -195,8 +194,8 @@ class FusedGatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[..., hidden_size] -> [..., hidden_size]``."""
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(gated_product(type(self).__name__, self.activation)(gate, up))
+        product = gated_product(type(self).__name__, self.activation)
+        return self.down_proj(product(self.gate_up_proj(x)))
 
 
 def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):

@@ -68,7 +68,7 @@ def test_use_liger_kernel(facade, tmp_path, stock):
     )
     assert got == pytest.approx(stock, rel=1e-4) and len(got) == 7
     report = trainer.model._tigon_state.report
-    assert report.count("loss") == 1 and report.count("mlp") == 0 and report.head_calls.fused == 6
+    assert report.count("loss") == 1 and report.count("mlp") == 0 and report.head_calls.fused == 7
     report.check()
 
 

@@ -303,7 +303,7 @@ def test_labels_on_the_device_are_counted_before_the_layers_run(monkeypatch):
     monkeypatch.setattr(head, "count_labels", lambda *arguments, **options: seen.append((arguments, options)))
     model = make()
     apply(model)
-    hook = head.count_early
+    hook = head.before_forward
     labels = batch()["labels"].as_subclass(OnDevice)
     hook(model, (), {"labels": labels})
     hook(model, (), {"labels": labels, "shift_labels": labels, "ignore_index": 7})

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tiny import VOCABULARY, batch, close, make, step
 
+import tigon
 from tigon.hf import LazyLogits, apply
 
 CALLS = {
@@ -206,3 +208,48 @@ def test_loss_outside_of_autocast(device):
     labels = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:].reshape(-1)
     loss = F.cross_entropy(output.logits.float().view(-1, VOCABULARY), labels)
     close(loss, output.loss)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("how", ["labels", "shift_labels", "positional"])
+def test_evaluation_without_logits(how, grad, device):
+    """skip_logits=True in eval mode: the loss of stock, no logits made, none in the output."""
+    model = make("gemma2", device=device).eval()
+    ids, labels = batch(device).values()
+    inputs = {"labels": labels} if how != "shift_labels" else {"shift_labels": labels}
+    wanted = model(ids, **{"labels": labels, **inputs}).loss
+    report = apply(model)
+    with torch.set_grad_enabled(grad):
+        if how == "positional":
+            names = [*inspect.signature(model.forward).parameters]
+            arguments = [None] * (names.index("labels") - 1)
+            output = model(ids, *arguments, labels, skip_logits=True)
+        elif how == "shift_labels":
+            output = model(ids, labels=labels, **inputs, skip_logits=True)
+        else:
+            output = model(ids, **inputs, skip_logits=True)
+        close(output.loss, wanted)
+        assert output.logits is None and "logits" not in output and output.loss.requires_grad == grad
+    assert (report.head_calls.lazy, report.head_calls.fused, report.head_calls.materialised) == (1, 1, 0)
+    after = model(ids, labels=labels)  # asked for once, not for ever
+    assert isinstance(after.logits, torch.Tensor) and report.head_calls.lazy == 1
+    assert isinstance(model.get_output_embeddings()(torch.zeros(1, 2, 32, device=device)), torch.Tensor)
+
+
+def test_training_with_logits_asked_for(device):
+    """skip_logits=False: tensors, from the first touch on, and the loss of them."""
+    model, inputs = make(device=device), batch(device)
+    wanted = step(model, inputs)
+    report = apply(model)
+    output = model(**inputs, skip_logits=False)
+    assert isinstance(output.logits, torch.Tensor) and report.head_calls.lazy == 0
+    close(output.loss, wanted[0])
+
+
+def test_skipping_logits_needs_labels():
+    model = make()
+    apply(model)
+    with pytest.raises(tigon.Error, match=r"labels must be given with skip_logits=True, got \['input_ids'\]"):
+        model(input_ids=batch()["input_ids"], skip_logits=True)
+    tigon.undo(model)
+    assert not model._forward_pre_hooks and not model._forward_hooks

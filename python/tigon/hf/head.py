@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.utils import ModelOutput
 
-from tigon.hf.forward import blocked, plain, stock
+from tigon.error import check
+from tigon.hf.forward import blocked, bound, plain, stock
 from tigon.hf.head_operands import head_operands, is_linear, is_lora
 from tigon.hf.lazy_logits import LazyLogits, LogitsRequest, LossRequest
 from tigon.hf.report import HeadCalls
@@ -26,6 +29,7 @@ class HeadSpec:
 
     calls: HeadCalls
     compiled: bool = False  # its model's loss_function is ours, so tracing meets no torch function
+    skip: bool | None = None  # what the forward under way was told of its logits (skip_logits)
 
     def __deepcopy__(self, memo):
         return self  # PEFT copies heads out of a patched model: they count into the same report
@@ -47,7 +51,8 @@ def head_forward(module: nn.Module, spec: HeadSpec, hidden, request=None):
 
 def _lazy(module, spec, hidden) -> bool:
     """Whether logits may be owed; evaluation, generation and observers get real ones."""
-    if not (module.training and torch.is_grad_enabled() and plain(hidden, module.weight)):
+    wanted = module.training and torch.is_grad_enabled() if spec.skip is None else spec.skip
+    if not (wanted and plain(hidden, module.weight)):
         return False
     if is_lora(module) and head_operands(module) is None:
         return False
@@ -86,19 +91,52 @@ def _loss(module, hidden, request):
     return linear_cross_entropy(hidden, weight, target, bias=bias, lora=lora, **request.options)
 
 
-def count_early(module: nn.Module, args, kwargs) -> None:
-    """Forward pre-hook of a patched model: the labels are counted while the layers run.
+def before_forward(module: nn.Module, args, kwargs):
+    """Forward pre-hook of a patched model: counts the labels, and takes ``skip_logits`` off the keywords.
 
-    By the time of the loss the host knows how many there are, without waiting, and rows that do
-    not count are left out.
+    Counted while the layers run, the labels' number is known to the host by the time of the loss, without
+    waiting, and rows that do not count are left out. ``skip_logits`` (Liger's word, which TRL passes) decides
+    about logits where training or not would: True owes them to the loss in evaluation too.
     """
+    kwargs = dict(kwargs)
+    skip = kwargs.pop("skip_logits", None)
+    if skip:
+        given = {*kwargs, *[*inspect.signature(module.forward).parameters][: len(args)]}
+        some = given & {"labels", "shift_labels"}
+        check("apply", some, "labels must be given with skip_logits=True, got {}", sorted(given))
+    for spec in _specs(module):
+        spec.skip = skip
+    if not torch.compiler.is_compiling() and (module.training or skip):
+        shifted = kwargs.get("shift_labels")
+        labels = kwargs.get("labels") if shifted is None else shifted
+        if isinstance(labels, torch.Tensor) and labels.is_cuda and labels.ndim:
+            count_labels(labels, kwargs.get("ignore_index", -100), shift=shifted is None)
+    return args, kwargs
+
+
+def after_forward(module: nn.Module, args, output):
+    """Forward hook of a patched model: logits that were to be skipped are not in its output."""
     del args
-    if torch.compiler.is_compiling() or not module.training:
-        return
-    shifted = kwargs.get("shift_labels")
-    labels = kwargs.get("labels") if shifted is None else shifted
-    if isinstance(labels, torch.Tensor) and labels.is_cuda and labels.ndim:
-        count_labels(labels, kwargs.get("ignore_index", -100), shift=shifted is None)
+    skipped = [spec for spec in _specs(module) if spec.skip]
+    for spec in skipped:
+        spec.skip = None
+    if skipped and isinstance(output, ModelOutput):
+        output = type(output)(**{name: value for name, value in output.items() if name != "logits"})
+    return output
+
+
+def _specs(owner: nn.Module) -> list[HeadSpec]:
+    """The state of a model's patched head, wherever PEFT has put it."""
+    head = owner.get_output_embeddings()
+    forwards = [bound(linear) for linear in _behind(head)] if head is not None else ()
+    return [forward.spec for forward in forwards if forward is not None]
+
+
+def _behind(head: nn.Module) -> list[nn.Module]:
+    """The modules of an output head: itself, or those in PEFT's wrapper."""
+    if hasattr(head, "modules_to_save") and hasattr(head, "original_module"):
+        return [*head.modules_to_save.values(), head.original_module]
+    return [head]
 
 
 def _fused(logits, target, **options):
@@ -128,10 +166,7 @@ def causal_lm_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_i
 
 def plan_head(head: nn.Module) -> list[nn.Linear] | str:
     """The Linear modules behind an output head, or why it is left."""
-    if hasattr(head, "modules_to_save") and hasattr(head, "original_module"):  # PEFT's wrapper
-        linears = [*head.modules_to_save.values(), head.original_module]
-    else:
-        linears = [head]
+    linears = _behind(head)
     for linear in linears:
         reason = _unfit(linear)
         if reason is not None:

@@ -12,7 +12,14 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from tigon.error import Error
 from tigon.hf.experts import GATE, plan_experts
 from tigon.hf.forward import bind, bound, unbind
-from tigon.hf.head import HeadSpec, causal_lm_loss, count_early, head_forward, plan_head
+from tigon.hf.head import (
+    HeadSpec,
+    after_forward,
+    before_forward,
+    causal_lm_loss,
+    head_forward,
+    plan_head,
+)
 from tigon.hf.mlp import mlp_forward, plan_mlp
 from tigon.hf.norms import norm_forward, plan_norm
 from tigon.hf.report import Entry, Report
@@ -137,8 +144,9 @@ class _Plan:
                 owner = self.model.get_submodule(path)
                 state.losses.setdefault(path, owner.__dict__.get("_loss_function", ABSENT))
                 owner.__dict__["_loss_function"] = causal_lm_loss
-                if count_early not in owner._forward_pre_hooks.values():
-                    owner.register_forward_pre_hook(count_early, with_kwargs=True)
+                if before_forward not in owner._forward_pre_hooks.values():
+                    owner.register_forward_pre_hook(before_forward, with_kwargs=True)
+                    owner.register_forward_hook(after_forward)
 
 
 def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True,
@@ -212,8 +220,10 @@ def undo(model: nn.Module) -> None:
         return
     for path, previous in state.losses.items():
         owner = root.get_submodule(path)
-        for key in [key for key, hook in owner._forward_pre_hooks.items() if hook is count_early]:
+        for key in [key for key, hook in owner._forward_pre_hooks.items() if hook is before_forward]:
             del owner._forward_pre_hooks[key], owner._forward_pre_hooks_with_kwargs[key]
+        for key in [key for key, hook in owner._forward_hooks.items() if hook is after_forward]:
+            del owner._forward_hooks[key]
         if owner.__dict__.get("_loss_function") is not causal_lm_loss:
             continue  # somebody set another one since: not ours to remove
         if previous == ABSENT:

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 import tigon
-from tigon.compat.liger.missing import op
 from tigon.error import check
 
 
@@ -145,8 +144,8 @@ def liger_swiglu(a, b):
 
 
 def liger_geglu(a, b):
-    """``gelu_tanh(a) * b``, by ``tigon.geglu``."""
-    return op("geglu", "liger_geglu")(a, b, approximate="tanh")
+    """``gelu_tanh(a) * b``, by :func:`tigon.geglu`."""
+    return tigon.geglu(a, b, approximate="tanh")
 
 
 def liger_relu_squared(x):
@@ -155,13 +154,31 @@ def liger_relu_squared(x):
 
 
 def liger_layer_norm(X, W, B, eps):
-    """By ``tigon.layer_norm``."""
-    return op("layer_norm", "liger_layer_norm")(X, W, B, eps)
+    """By :func:`tigon.layer_norm`."""
+    return tigon.layer_norm(X, W, B, eps)
+
+
+def liger_group_norm(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
+    """By :func:`tigon.group_norm`, ``X`` ``[N, C, ...]``."""
+    fits = X.dim() > 1 and X.shape[1] == num_channels
+    check("compat.liger", fits, "num_channels must be {}'s second size, got {}", tuple(X.shape), num_channels)
+    return tigon.group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps)
+
+
+def liger_fused_add_rms_norm(X, R, W, eps, offset: float = 0.0, casting_mode: str = "llama",
+                             in_place: bool = True):  # fmt: skip
+    """(normalised ``X + R``, ``X + R``), by :func:`tigon.add_rms_norm`."""
+    return tigon.add_rms_norm(X, R, W, eps, offset=offset, rounding=casting_mode)
+
+
+def liger_dyt(x, alpha, gamma, beta):
+    """``gamma * tanh(alpha * x) + beta``, by :func:`tigon.dyt`."""
+    return tigon.dyt(x, alpha, gamma, beta)
 
 
 def liger_softmax(x):
-    """By ``tigon.softmax``, over the last dimension."""
-    return op("softmax", "liger_softmax")(x)
+    """By :func:`tigon.softmax`, over the last dimension."""
+    return tigon.softmax(x)
 
 
 def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
@@ -204,6 +221,34 @@ def liger_rotary_pos_emb_vision(q, k, cos, sin):
     """Vision towers: q and k ``[T, H, D]``, cos and sin ``[T, D]``."""
     q_out, k_out = tigon.rope(q.unsqueeze(0), k.unsqueeze(0), cos, sin, unsqueeze_dim=2)
     return q_out.squeeze(0).to(q.dtype), k_out.squeeze(0).to(k.dtype)
+
+
+def liger_multimodal_rotary_pos_emb(q, k, cos, sin, mrope_section, unsqueeze_dim=1):
+    """M-RoPE of Qwen2-VL: cos and sin ``[3, B, T, D]``, numbers of pairs of time, height and width."""
+    return tigon.rope(
+        q, k, cos, sin, mrope_section=mrope_section, unsqueeze_dim=unsqueeze_dim, keep_dtype=True
+    )
+
+
+liger_qwen2vl_mrope = liger_multimodal_rotary_pos_emb
+
+
+def liger_llama4_text_rotary_pos_emb(xq, xk, freqs_cis):
+    """Llama 4: neighbours as complex numbers, q and k ``[B, T, H, D]``, one turn a token and pair.
+
+    ``freqs_cis`` is complex ``[B, T, D/2]`` (or ``[T, D/2]``), or its real and imaginary parts by turns.
+    """
+    if not freqs_cis.is_complex():
+        freqs_cis = torch.view_as_complex(
+            freqs_cis.float().reshape(*freqs_cis.shape[:-1], -1, 2).contiguous()
+        )
+    k = xk.to(xq.dtype)
+    return tigon.rope(xq, k, freqs_cis, unsqueeze_dim=2, interleaved=True, keep_dtype=True)
+
+
+def liger_llama4_vision_rotary_pos_emb(query, key, freqs_ci):
+    """The same in Llama 4's vision tower, whose turns have an axis of heads, ``[T, 1, D/2]``."""
+    return liger_llama4_text_rotary_pos_emb(query, key, freqs_ci.reshape(query.shape[1], -1))
 
 
 # liger_kernel.transformers.model.loss_utils

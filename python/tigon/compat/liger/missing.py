@@ -17,8 +17,28 @@ _INSTEAD = (
     ("SimPO", "tigon.linear_log_prob gives the log-probabilities of both answers"),
     ("Preference", "tigon.linear_log_prob, or tigon.linear_loss with a loss of your own"),
     ("ScaledCrossEntropy", "tigon.linear_log_prob(temperature=..., entropy=True)"),
-    ("Experts", "transformers' own experts stay in place; tigon.apply reports them"),
-    ("FusedMoE", "transformers' own experts stay in place; tigon.apply reports them"),
+    ("FusedLinearJSD", "tigon.jsd of both models' logits; a head that never forms them is not there yet"),
+    ("linear_jsd", "tigon.jsd of both models' logits; a head that never forms them is not there yet"),
+    ("FusedLinearKL", "tigon.kl_div of the logits; a head that never forms them is not there yet"),
+    ("linear_kl", "tigon.kl_div of the logits; a head that never forms them is not there yet"),
+    ("Cosine", "a loss of two hidden states needs no head: torch.nn.functional.cosine_similarity"),
+    ("cosine", "a loss of two hidden states needs no head: torch.nn.functional.cosine_similarity"),
+    ("Distillation", "tigon.kl_div, jsd or tvd of both models' logits"),
+    ("_dpo", "tigon.linear_log_prob gives the log-probabilities that the DPO loss needs, without logits"),
+    ("_kto", "tigon.linear_log_prob gives the log-probabilities that the KTO loss needs, without logits"),
+    ("grpo", "tigon.linear_log_prob gives the per-token log-probabilities and entropies that GRPO needs"),
+    ("orpo", "tigon.linear_log_prob gives the log-probabilities of both answers"),
+    ("_cpo", "tigon.linear_log_prob gives the log-probabilities of both answers"),
+    ("simpo", "tigon.linear_log_prob gives the log-probabilities of both answers"),
+    ("selective_log_softmax", "tigon.linear_log_prob, from hidden states and without logits"),
+    ("scaled_cross_entropy", "tigon.linear_log_prob(temperature=..., entropy=True)"),
+    ("_forward", "the function of the op itself: these are the halves of one autograd function there"),
+    ("_backward", "the function of the op itself: these are the halves of one autograd function there"),
+    ("FusedMoE", "tigon.apply(model): transformers' experts keep their products, the gate is Tigon's"),
+    ("fused_moe", "tigon.apply(model): transformers' experts keep their products, the gate is Tigon's"),
+    ("LigerMLP", "tigon.transformers.GatedMLP"),
+    ("FalconH1MLP", "LigerFalconH1SwiGLUMLP"),
+    ("ORPOTrainer", "trl.experimental's ORPOTrainer with tigon.TigonTrainerCallback"),
 )
 
 
@@ -52,9 +72,6 @@ def refusal(name: str) -> str:
     )
 
 
-def op(name: str, caller: str):
-    """``tigon.<name>``, or an error in the caller's name where this version has no such op."""
-    function = getattr(tigon, name, None)
-    if function is None:
-        raise Error(f"[compat.liger] {caller} needs tigon.{name}, which tigon {tigon.__version__} lacks")
-    return function
+def function_class(name: str, function, doc: str) -> type:
+    """A class whose ``apply`` is ``function``: how the autograd functions of that package are called."""
+    return type(name, (), {"apply": staticmethod(function), "__doc__": doc})

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import tigon
 from tigon.compat.liger import functional as F
-from tigon.compat.liger.missing import op
+from tigon.compat.liger.missing import function_class
 from tigon.error import check
-from tigon.transformers import FusedGatedMLP, GatedMLP
+from tigon.transformers import FusedGatedMLP, GatedMLP, activation_of
 
 
 def _initial(init_fn: str, *shape: int) -> nn.Parameter:
@@ -94,6 +95,52 @@ class LigerRMSNormForQwen3Next(LigerRMSNormForGemma2):
     """Qwen3-Next."""
 
 
+class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
+    """Muse Glimmer."""
+
+    def __init__(self, dim=None, eps=1e-6, offset=0, casting_mode="gemma", init_fn="ones", in_place=False,
+                 with_scale=True):  # fmt: skip
+        check("compat.liger", dim is not None or not with_scale, "dim must be given with a scale, got None")
+        super().__init__(dim or 0, eps, offset, casting_mode, init_fn, in_place, with_scale)
+
+
+class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma2):
+    """Muse Glimmer's text norms."""
+
+
+class LigerFusedAddRMSNorm(LigerRMSNorm):
+    """Residual addition and RMSNorm: (normalised sum, sum)."""
+
+    def __init__(self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones",
+                 in_place=False):  # fmt: skip
+        super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place)
+
+    def forward(self, hidden_states, residual):
+        """``[..., hidden_size]`` twice."""
+        return F.liger_fused_add_rms_norm(
+            hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode
+        )
+
+
+class LigerGroupNorm(nn.Module):
+    """GroupNorm; without ``bias`` the bias is zero and stays a parameter, as there."""
+
+    def __init__(self, num_channels, num_groups, eps=1e-6, bias=False, init_fn="ones"):
+        super().__init__()
+        divides = num_groups > 0 and num_channels % num_groups == 0
+        check("compat.liger", divides, "num_groups must divide {}, got {}", num_channels, num_groups)
+        self.num_channels, self.num_groups, self.eps = num_channels, num_groups, eps
+        self.variance_epsilon = eps
+        self.weight = _initial(init_fn, num_channels)
+        self.bias = nn.Parameter(torch.randn(num_channels) if bias else torch.zeros(num_channels))
+
+    def forward(self, hidden_states):
+        """``[N, num_channels, ...]``, each group of channels of a sample by itself."""
+        return F.liger_group_norm(
+            hidden_states, self.weight, self.bias, self.num_channels, self.num_groups, self.variance_epsilon
+        )
+
+
 class LigerLayerNorm(nn.Module):
     """LayerNorm; without ``bias`` the bias is zero and stays a parameter, as there."""
 
@@ -121,7 +168,7 @@ class LigerDyT(nn.Module):
 
     def forward(self, x):
         """Elementwise over the last dimension."""
-        return op("dyt", "LigerDyT")(x, self.alpha, self.gamma, self.beta)
+        return F.liger_dyt(x, self.alpha, self.gamma, self.beta)
 
 
 class LigerSoftmax(nn.Module):
@@ -158,6 +205,10 @@ class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
     """One expert of Qwen3-MoE."""
 
 
+class LigerSwiGLUMLPForMuseGlimmer(LigerSwiGLUMLP):
+    """The gated MLP of Muse Glimmer."""
+
+
 class LigerHunyuanV1SwiGLUMLP(LigerSwiGLUMLP):
     """The gated MLP of HunYuan: the constructor takes more than it needs."""
 
@@ -175,8 +226,8 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
 
     def forward(self, x):
         """``[..., hidden_size]``."""
-        gate = self.gate_proj(x) * self.gate_multiplier
-        return self.down_proj(tigon.swiglu(gate, self.up_proj(x))) * self.down_multiplier
+        y = silu_mul(self.gate_proj(x), self.up_proj(x), self.gate_multiplier)
+        return self.down_proj(y) * self.down_multiplier
 
 
 class LigerPhi3SwiGLUMLP(FusedGatedMLP):
@@ -193,6 +244,77 @@ class LigerGEGLUMLP(GatedMLP):
     def __init__(self, config):
         super().__init__(_TanhGelu(config))
         self.config = config
+
+
+class LigerGEGLUMLPForGemma4(GatedMLP):
+    """The gated MLP of Gemma 4: twice as wide in the layers that take another's keys and values."""
+
+    def __init__(self, config, layer_idx=0):
+        first_shared = config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
+        wide = getattr(config, "use_double_wide_mlp", False) and layer_idx >= first_shared
+        super().__init__(_TanhGelu(config), config.intermediate_size * (2 if wide else 1))
+        self.config = config
+
+
+def apply_tiled_mlp(fn, mlp_module, x, num_shards=None, compute_params=None):
+    """``fn(mlp_module, x)``, the tokens in shards that the backward computes again: one shard's memory.
+
+    Without ``num_shards`` there are as many as hidden_size goes into the tokens.
+    """
+    tokens, hidden = x.shape[-2:]
+    shards = num_shards or -(-tokens // hidden)
+    parts = (checkpoint(fn, mlp_module, part, use_reentrant=False) for part in x.chunk(max(1, shards), -2))
+    return torch.cat([*parts], -2)
+
+
+class LigerTiledSwiGLUMLP(LigerSwiGLUMLP):
+    """The gated MLP of Llama, tokens in shards."""
+
+    def __init__(self, config, num_shards=None):
+        super().__init__(config)
+        self.num_shards = num_shards
+
+    def forward(self, x):
+        """``[..., T, hidden_size]``."""
+        return apply_tiled_mlp(GatedMLP.forward, self, x, self.num_shards)
+
+
+class LigerTiledGEGLUMLP(LigerGEGLUMLP):
+    """The gated MLP of Gemma, tokens in shards."""
+
+    def __init__(self, config, num_shards=None):
+        super().__init__(config)
+        self.num_shards = num_shards
+
+    forward = LigerTiledSwiGLUMLP.forward
+
+
+class LigerExperts(nn.Module):
+    """Experts whose weights lie in one tensor each, as transformers 5 keeps them."""
+
+    def __init__(self, config):
+        super().__init__()
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        self.num_experts = next(n for n in (getattr(config, name, None) for name in names) if n)
+        self.hidden_dim = config.hidden_size
+        self.intermediate_dim = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+        activation = activation_of(config)
+        known = activation in ("silu", "swish")
+        check("compat.liger", known, "hidden_act must be silu, got {!r}", activation)
+        packed = (self.num_experts, 2 * self.intermediate_dim, self.hidden_dim)
+        self.gate_up_proj = nn.Parameter(torch.empty(packed))
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        """Tokens ``[T, H]``, the experts of each and their weights ``[T, K]``; one expert after the other."""
+        result = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique().tolist():
+            token, place = torch.where(top_k_index == expert)
+            product = nn.functional.linear(hidden_states[token], self.gate_up_proj[expert])
+            y = nn.functional.linear(tigon.swiglu(product), self.down_proj[expert])
+            y = y * top_k_weights[token, place, None]
+            result = result.index_add(0, token, y.to(result.dtype))
+        return result
 
 
 class _TanhGelu:
@@ -280,39 +402,59 @@ def _check_loss(label_smoothing, reduction, softcap):
     check("compat.liger", softcap is None or softcap > 0, "softcap must be > 0 or None, got {}", softcap)
 
 
-def _function(name: str, function, doc: str) -> type:
-    """A class whose ``apply`` is ``function``: how the autograd functions of that package are called."""
-    return type(name, (), {"apply": staticmethod(function), "__doc__": doc, "__module__": __name__})
+def silu_mul(a, b, gate_multiplier=1.0, down_multiplier=1.0):
+    """``silu(gate_multiplier * a) * b * down_multiplier``, in one pass."""
+    return tigon.swiglu(a, b, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
 
 
-LigerRMSNormFunction = _function(
+LigerRMSNormFunction = function_class(
     "LigerRMSNormFunction",
     lambda X, W, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None: F.liger_rms_norm(
         X, W, eps, offset, casting_mode
     ),
     "RMSNorm.",
 )
-LigerSiLUMulFunction = _function(
+LigerSiLUMulFunction = function_class(
     "LigerSiLUMulFunction",
-    lambda a, b, gate_multiplier=1.0, down_multiplier=1.0: _scaled_silu_mul(
-        a, b, gate_multiplier, down_multiplier
-    ),
+    lambda a, b, gate_multiplier=1.0, down_multiplier=1.0: silu_mul(a, b, gate_multiplier, down_multiplier),
     "silu(gate_multiplier * a) * b * down_multiplier.",
 )
-LigerGELUMulFunction = _function("LigerGELUMulFunction", F.liger_geglu, "gelu_tanh(a) * b.")
-LigerReLUSquaredFunction = _function("LigerReLUSquaredFunction", F.liger_relu_squared, "relu(x)^2.")
-LigerLayerNormFunction = _function("LigerLayerNormFunction", F.liger_layer_norm, "LayerNorm.")
-LigerSoftmaxFunction = _function("LigerSoftmaxFunction", F.liger_softmax, "Softmax.")
-LigerRopeFunction = _function("LigerRopeFunction", F.liger_rope, "Rotary embedding of q and k.")
-LigerCrossEntropyFunction = _function(
+LigerGELUMulFunction = function_class("LigerGELUMulFunction", F.liger_geglu, "gelu_tanh(a) * b.")
+LigerReLUSquaredFunction = function_class("LigerReLUSquaredFunction", F.liger_relu_squared, "relu(x)^2.")
+LigerFusedGateUpSiLUMulFunction = function_class(
+    "LigerFusedGateUpSiLUMulFunction",
+    lambda y, in_place=False: tigon.swiglu(y),
+    "silu(gate) * up of one tensor that holds both.",
+)
+LigerFusedAddRMSNormFunction = function_class(
+    "LigerFusedAddRMSNormFunction",
+    lambda X, R, W, eps, offset=0.0, casting_mode="llama", in_place=False: F.liger_fused_add_rms_norm(
+        X, R, W, eps, offset, casting_mode
+    ),
+    "(normalised sum, sum).",
+)
+LigerGroupNormFunction = function_class("LigerGroupNormFunction", F.liger_group_norm, "GroupNorm.")
+LigerDyTFunction = function_class("LigerDyTFunction", F.liger_dyt, "Dynamic Tanh.")
+LigerQwen2VLMRopeFunction = function_class(
+    "LigerQwen2VLMRopeFunction", F.liger_multimodal_rotary_pos_emb, "M-RoPE of q and k."
+)
+LigerLlama4RopeFunction = function_class(
+    "LigerLlama4RopeFunction",
+    lambda q, k, freqs_cis, BLOCK_SIZE=None: F.liger_llama4_text_rotary_pos_emb(q, k, freqs_cis),
+    "Rotary embedding by complex numbers.",
+)
+LigerLayerNormFunction = function_class("LigerLayerNormFunction", F.liger_layer_norm, "LayerNorm.")
+LigerSoftmaxFunction = function_class("LigerSoftmaxFunction", F.liger_softmax, "Softmax.")
+LigerRopeFunction = function_class("LigerRopeFunction", F.liger_rope, "Rotary embedding of q and k.")
+LigerCrossEntropyFunction = function_class(
     "LigerCrossEntropyFunction", F.cross_entropy_parts, "Cross-entropy: always a 4-tuple."
 )
-LigerFusedLinearCrossEntropyFunction = _function(
+LigerFusedLinearCrossEntropyFunction = function_class(
     "LigerFusedLinearCrossEntropyFunction", F.linear_cross_entropy_parts, "Loss head: always a 4-tuple."
 )
 
 
-LigerFusedLinearScaledCrossEntropyFunction = _function(
+LigerFusedLinearScaledCrossEntropyFunction = function_class(
     "LigerFusedLinearScaledCrossEntropyFunction",
     lambda _input, weight, target, temperature=1.0, ignore_index=-100, m_tiles_per_cluster=1,
     return_entropy=False, selected_token_ids=None: _scaled_cross_entropy(
@@ -330,9 +472,3 @@ def _scaled_cross_entropy(hidden, weight, target, temperature, ignore_index, ret
         return -tigon.linear_log_prob(hidden, weight, target, **options)
     log_prob, entropy = tigon.linear_log_prob(hidden, weight, target, entropy=True, **options)
     return -log_prob, entropy
-
-
-def _scaled_silu_mul(a, b, gate_multiplier, down_multiplier):
-    a = a if gate_multiplier == 1.0 else a * gate_multiplier
-    y = tigon.swiglu(a, b)
-    return y if down_multiplier == 1.0 else y * down_multiplier

@@ -157,7 +157,7 @@ def table() -> dict[str, tuple[str, ...]]:
 @functools.cache
 def _implementations() -> dict[str, object]:
     found = {}
-    for name in ("utils", "functional", "modules", "patching"):
+    for name in ("divergences", "functional", "modules", "outputs", "patching", "utils", "dispatched"):
         found |= vars(importlib.import_module(f"tigon.compat.liger.{name}"))
     return found | found["APPLY"]
 

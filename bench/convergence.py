@@ -1,0 +1,294 @@
+"""Does a patched model learn what the stock model learns? Ten families, the same text, the same seed.
+
+    python bench/convergence.py                               both dtypes, minutes on two cores
+    python bench/convergence.py --device cuda                 the same on a GPU
+    python bench/convergence.py --families llama,qwen3 --steps 20
+    python bench/convergence.py --draw bench/results/cpu/convergence.jsonl --picture curves.png
+
+Rounding alone lets two runs of one model drift apart, so equality is no yardstick. The yardstick here is
+stock itself: it is trained several times, each time as the same function with its sums in another order (the
+features of the residual stream permuted in every weight, the rows of every batch permuted). The band is the
+largest distance of two such runs; a patched model is inside if its median distance from them is no larger.
+The distance of two runs is the root mean square, over the steps, of the relative difference of their losses.
+
+The text is Python's own standard library, byte by byte: nothing is downloaded, and there is no tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.metadata
+import itertools
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT / "python"), str(ROOT / "examples")]  # tigon, unless it is installed; the text
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+HIDDEN = 80  # no other size of these models: it tells the residual stream's axes from all others
+SHARED = {
+    "vocab_size": 256, "hidden_size": HIDDEN, "intermediate_size": 192, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "use_cache": False,
+    "attention_dropout": 0.0,
+}  # fmt: skip
+FAMILIES = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {},
+    "phi3": {"partial_rotary_factor": 0.5},
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "gemma3_text": {"query_pre_attn_scalar": 16},
+    "olmo2": {},
+    "granite": {"logits_scaling": 3.0, "embedding_multiplier": 4.0},
+    "qwen3_moe": {
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+        "output_router_logits": True, "decoder_sparse_step": 1,
+    },
+}  # fmt: skip
+DTYPES = ("float32", "bfloat16")
+# How far apart the first losses of one function may be, its sums in another order.
+FIRST = {"float32": 1e-5, "bfloat16": 1e-2}
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--families", default=",".join(FAMILIES))
+    add("--dtypes", default=",".join(DTYPES))
+    add("--runs", type=int, default=8, help="of stock, each with its sums in another order")
+    add("--steps", type=int, default=100)
+    add("--batch", type=int, default=8)
+    add("--seq", type=int, default=64)
+    add("--lr", type=float, default=2e-3)
+    add("--seed", type=int, default=0, help="of the weights")
+    add("--device", default="cpu")
+    add("--out", type=Path, default=Path("out/convergence.jsonl"))
+    add(
+        "--draw", type=Path, metavar="JSONL", help="only draw what this file holds, beside it or to --picture"
+    )
+    add("--picture", type=Path)
+    args = parser.parse_args(arguments)
+    args.families, args.dtypes = args.families.split(","), args.dtypes.split(",")
+    for name, known in (("families", FAMILIES), ("dtypes", DTYPES)):
+        unknown = set(getattr(args, name)) - set(known)
+        if unknown:
+            raise SystemExit(f"--{name}: {', '.join(sorted(unknown))} is not of {', '.join(known)}")
+    if args.runs < 2:
+        raise SystemExit("--runs must be at least 2: a band has two sides")
+    return args
+
+
+def batches(args: argparse.Namespace):
+    """[steps, batch, seq] bytes of the standard library, the same ones for every run."""
+    import torch
+    import train_data
+
+    text = bytearray()
+    for document in train_data.read(train_data.standard_library()):
+        text += document.encode()
+        if len(text) > 2_000_000:
+            break
+    data = torch.frombuffer(text, dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(1)
+    starts = torch.randint(0, len(data) - args.seq, (args.steps, args.batch, 1), generator=generator)
+    return data[starts + torch.arange(args.seq)].long().to(args.device)
+
+
+def build(family: str, args: argparse.Namespace, dtype: str):
+    """The family's model, the same numbers each time."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family, **SHARED, **FAMILIES[family])
+    torch.manual_seed(args.seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return model.to(args.device, getattr(torch, dtype)).train()
+
+
+def shuffle_features(model, seed: int) -> None:
+    """The same function with the features of the residual stream in another order."""
+    import torch
+
+    order = torch.randperm(HIDDEN, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            for axis in [axis for axis, size in enumerate(parameter.shape) if size == HIDDEN]:
+                parameter.copy_(parameter.index_select(axis, order.to(parameter.device)))
+
+
+def train(model, data, args: argparse.Namespace, seed: int | None = None) -> list[float]:
+    """The loss of every step; with a seed the rows of each batch change places."""
+    import torch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, eps=1e-6, fused=True)
+    generator = torch.Generator().manual_seed(seed or 0)
+    losses = torch.empty(len(data), device=data.device)
+    for step, ids in enumerate(data):
+        if seed is not None:
+            ids = ids[torch.randperm(len(ids), generator=generator).to(ids.device)]
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses[step] = loss.detach()
+    return [float(f"{loss:.8g}") for loss in losses.tolist()]
+
+
+def distance(one: list[float], other: list[float]) -> float:
+    """How far two curves are apart: the root mean square of their relative differences, step by step."""
+    return math.sqrt(statistics.mean(gap * gap for gap in gaps(one, other)))
+
+
+def gaps(one: list[float], other: list[float]) -> list[float]:
+    """The relative difference of two curves at every step."""
+    return [abs(a - b) / abs(b) for a, b in zip(one, other, strict=True)]
+
+
+def verdict(stock: list[list[float]], tigon: list[float]) -> dict:
+    """Band, distance, and whether the patched run is inside."""
+    band = max(distance(a, b) for a, b in itertools.combinations(stock, 2))
+    from_stock = statistics.median(distance(tigon, run) for run in stock)
+    learned = tigon[-1] < 0.9 * tigon[0]
+    return {"band": band, "distance": from_stock, "inside": from_stock <= band and learned}
+
+
+def compare(family: str, dtype: str, data, args: argparse.Namespace) -> dict:
+    """Stock several times, patched once."""
+    import torch
+
+    import tigon
+
+    start = time.perf_counter()
+    model = build(family, args, dtype)
+    stock = []
+    for run in range(args.runs):
+        twin = copy.deepcopy(model)
+        if run:
+            shuffle_features(twin, run)
+        stock.append(train(twin, data, args, run or None))
+        gap = abs(stock[run][0] - stock[0][0]) / stock[0][0]
+        if gap > FIRST[dtype]:
+            raise SystemExit(
+                f"{family}: permuted features are another function (first loss off by {gap:.1e})"
+            )
+    report = tigon.apply(model)
+    curve = train(model, data, args)
+    report.check()
+    cuda = args.device.startswith("cuda")
+    return {
+        "family": family, "dtype": dtype, "steps": args.steps, "batch": args.batch, "seq": args.seq, "seed": args.seed,
+        **verdict(stock, curve), "replaced": len(report.replaced), "left": len(report.left),
+        "seconds": round(time.perf_counter() - start, 1),
+        "gpu": torch.cuda.get_device_name() if cuda else "CPU", "torch": torch.__version__,
+        "transformers": importlib.metadata.version("transformers"), "tigon": curve, "stock": stock,
+    }  # fmt: skip
+
+
+def table(records: list[dict]) -> str:
+    """One line a family and dtype."""
+    head = f"{'family':<12} {'dtype':<9} {'loss':>15}  {'band':>8} {'distance':>8}"
+    lines = [head]
+    for r in records:
+        loss = f"{r['tigon'][0]:.3f} -> {r['tigon'][-1]:.3f}"
+        word = "inside" if r["inside"] else "OUTSIDE"
+        lines.append(
+            f"{r['family']:<12} {r['dtype']:<9} {loss:>15}  {r['band']:8.1e} {r['distance']:8.1e} {word}"
+        )
+    inside = sum(r["inside"] for r in records)
+    return "\n".join([*lines, f"{inside} of {len(records)} inside the band of stock runs"])
+
+
+def draw(records: list[dict], path: Path) -> None:
+    """A panel for each family and dtype: how far from the first stock run, step by step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    families = list(dict.fromkeys(r["family"] for r in records))
+    dtypes = list(dict.fromkeys(r["dtype"] for r in records))
+    figure, grid = plt.subplots(
+        2 * len(dtypes), len(families), figsize=(2.1 * len(families), 3.6 * len(dtypes)), sharex=True,
+        sharey="row", squeeze=False, layout="constrained", height_ratios=[1, 1] * len(dtypes),
+    )  # fmt: skip
+    for r in records:
+        row, column = 2 * dtypes.index(r["dtype"]), families.index(r["family"])
+        curves, below = grid[row][column], grid[row + 1][column]
+        first = r["stock"][0]
+        for i, run in enumerate(r["stock"]):
+            label = "stock, sums in another order" if i == 1 else None
+            curves.plot(run, color="#8a8f98", lw=0.8)
+            if i:
+                below.plot(_seen(run, first), color="#8a8f98", lw=0.8, label=label)
+        curves.plot(r["tigon"], color="#e8710a", lw=1)
+        below.plot(_seen(r["tigon"], first), color="#e8710a", lw=1, label="tigon")
+        below.set_yscale("log")
+        curves.set_title(f"{r['family']}\n{r['dtype']}", fontsize=8)
+        for axis in (curves, below):
+            axis.tick_params(labelsize=6)
+            axis.spines[["top", "right"]].set_visible(False)
+    for row in range(len(dtypes)):
+        grid[2 * row][0].set_ylabel("loss", fontsize=7)
+        grid[2 * row + 1][0].set_ylabel("relative difference", fontsize=7)
+    grid[1][0].legend(frameon=False, fontsize=5)
+    device, steps = records[0]["gpu"], records[0]["steps"]
+    figure.suptitle(f"Loss over {steps} steps and its distance from one stock run, {device}", fontsize=9)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _seen(run, first):
+    return [max(gap, 1e-8) for gap in gaps(run, first)]  # a logarithm has no zero
+
+
+def read(path: Path) -> list[dict]:
+    """Records of a file; of a case that was run twice the last one."""
+    records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    records = {(r["dtype"], r["family"]): r for r in records}
+    order = itertools.product(DTYPES, FAMILIES)
+    return [records[case] for case in order if case in records]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Every family in every dtype; the exit code says whether all are inside."""
+    args = parse(arguments)
+    if args.draw:
+        path = args.picture or args.draw.with_suffix(".png")
+        draw(read(args.draw), path)
+        print(table(read(args.draw)), path, sep="\n")
+        return 0
+    from tqdm import tqdm
+
+    start = time.perf_counter()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    data = batches(args)
+    records = []
+    bar = tqdm(list(itertools.product(args.dtypes, args.families)), unit="case", dynamic_ncols=True)
+    for dtype, family in bar:
+        bar.set_description(f"{family} {dtype}")
+        records.append(compare(family, dtype, data, args))
+        with args.out.open("a") as file:  # a run that is cut off keeps what it has
+            file.write(json.dumps(records[-1]) + "\n")
+    print(f"\n{table(records)}; {args.out}, {time.perf_counter() - start:.0f} s")
+    if args.picture:
+        draw(records, args.picture)
+    return int(not all(record["inside"] for record in records))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""``liger_kernel``'s divergences: functions, classes and what their ``apply`` takes, by Tigon's.
+
+Losses are formed in float32 and the gradient is the student's alone, as there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+import tigon
+from tigon.compat.liger.missing import function_class
+from tigon.error import check
+
+_REDUCTIONS = ("none", "sum", "mean", "batchmean")
+
+
+def liger_jsd(input, target, shift_labels=None, beta: float = 0.5, ignore_index: int = -100):
+    """Jensen-Shannon of log-probabilities, by :func:`tigon.jsd`; ``input`` is the student's, in its dtype."""
+    target = target.to(input.dtype).detach()
+    loss = tigon.jsd(input, target, shift_labels, beta=beta, log_probs=True, ignore_index=ignore_index)
+    return loss.to(input.dtype)
+
+
+def kl_div(y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10):
+    """``y_true * (log max(y_true, eps) - y_pred)``, of log-probabilities ``y_pred``.
+
+    Reduced ones run :func:`tigon.kl_div`: a probability of zero adds nothing there whatever ``eps`` is. One
+    value for every element (``"none"``) is as large as the logits, so it is plain PyTorch.
+    """
+    check(
+        "compat.liger", reduction in _REDUCTIONS, f"reduction must be one of {_REDUCTIONS}, got {reduction!r}"
+    )
+    y_true = y_true.detach().float()
+    if reduction != "none":
+        teacher = y_true if log_target else torch.where(y_true > 0, y_true.clamp(min=eps), y_true).log()
+        return tigon.kl_div(y_pred.float(), teacher, log_probs=True, reduction=reduction)
+    if log_target:
+        return y_true.exp() * (y_true - y_pred.float())
+    return y_true * (y_true.clamp(min=eps).log() - y_pred.float())
+
+
+def liger_kl_div(input, target, size_average: bool = True, reduce: bool = True, reduction: str = "mean",
+                 log_target: bool = False, eps: float = 1e-10):  # fmt: skip
+    """:func:`kl_div` with torch's two dead arguments."""
+    return kl_div(input, target, reduction, log_target, eps)
+
+
+def tvd(p, q, shift_labels=None, reduction="batchmean", ignore_index=-100):
+    """``|p - q| / 2`` of probabilities; where they are equal the gradient is 0.
+
+    :func:`tigon.tvd` takes logits and is the one to use in new code: with probabilities given there is
+    nothing left to fuse but a difference, so this is plain PyTorch.
+    """
+    check(
+        "compat.liger", reduction in _REDUCTIONS, f"reduction must be one of {_REDUCTIONS}, got {reduction!r}"
+    )
+    terms = (p.float() - q.detach().float()).abs() / 2
+    rows = p.numel() // p.shape[-1]
+    if shift_labels is not None:
+        kept = shift_labels != ignore_index
+        terms, rows = torch.where(kept.unsqueeze(-1), terms, 0.0), kept.sum()
+    if reduction == "none":
+        return terms
+    return terms.sum() / {"sum": 1, "batchmean": rows, "mean": rows * p.shape[-1]}[reduction]
+
+
+def liger_tvd(input, target, shift_labels=None, reduction: str = "mean", ignore_index: int = -100):
+    """:func:`tvd`, with another default."""
+    return tvd(input, target, shift_labels, reduction, ignore_index)
+
+
+def ce_tvd(student_logits, teacher_logits, target, ignore_index=-100):
+    """(cross-entropy, total variation distance) of logits, one of each a row, by Tigon's two."""
+    loss = tigon.cross_entropy(student_logits, target, ignore_index=ignore_index, reduction="none")
+    teacher = teacher_logits.to(student_logits.dtype).detach()
+    distance = tigon.tvd(student_logits, teacher, target, ignore_index=ignore_index, reduction="none")
+    return loss, distance
+
+
+class LigerJSD(nn.Module):
+    """Jensen-Shannon divergence: ``beta`` 0 is ``KL(teacher || student)``, 1 the other way round."""
+
+    def __init__(self, beta: float = 0.5, ignore_index: int = -100):
+        super().__init__()
+        self.beta, self.ignore_index = beta, ignore_index
+
+    def forward(self, log_q, log_p, shift_labels=None):
+        """The student's and the teacher's log-probabilities ``[BT, V]``."""
+        return liger_jsd(log_q, log_p, shift_labels, self.beta, self.ignore_index)
+
+
+class LigerKLDIVLoss(nn.KLDivLoss):
+    """``torch.nn.KLDivLoss`` with an ``eps`` before its arguments."""
+
+    def __init__(self, eps: float = 1e-10, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.eps = eps
+
+    def forward(self, y_pred, y_true):
+        """Log-probabilities, and probabilities (or logs of them, with ``log_target``)."""
+        return kl_div(y_pred, y_true, self.reduction, self.log_target, self.eps)
+
+
+class LigerTVDLoss(nn.Module):
+    """Total variation distance of probabilities."""
+
+    def __init__(self, reduction: str = "batchmean", ignore_index: int = -100):
+        super().__init__()
+        self.reduction, self.ignore_index = reduction, ignore_index
+
+    def forward(self, p, q, shift_labels=None):
+        """``[BT, V]`` each; the gradient is that of ``p``."""
+        return tvd(p, q, shift_labels, self.reduction, self.ignore_index)
+
+
+class LigerFusedCETVDLoss(nn.Module):
+    """Cross-entropy and total variation distance, both unreduced."""
+
+    def __init__(self, ignore_index: int = -100):
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    def forward(self, student_logits, teacher_logits, target):
+        """``[BT, V]`` twice and ``[BT]``."""
+        return ce_tvd(student_logits, teacher_logits, target, self.ignore_index)
+
+
+LigerJSDFunction = function_class(
+    "LigerJSDFunction",
+    lambda _input, target, shift_labels=None, beta=0.5, ignore_index=-100, jsd_impl=None, jsd_mode=None: (
+        liger_jsd(_input, target, shift_labels, beta, ignore_index)
+    ),
+    "Jensen-Shannon divergence.",
+)
+LigerKLDivLossFunction = function_class("LigerKLDivLossFunction", kl_div, "Kullback-Leibler divergence.")
+LigerTVDLossFunction = function_class("LigerTVDLossFunction", tvd, "Total variation distance.")
+LigerFusedCETVDFunction = function_class("LigerFusedCETVDFunction", ce_tvd, "Cross-entropy and TVD.")

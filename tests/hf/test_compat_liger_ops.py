@@ -1,0 +1,338 @@
+"""Norms, divergences, rotary functions and MLPs of the liger_kernel interface against their formulas."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import close, config, double
+
+import tigon
+from tigon.compat import liger
+from tigon.compat.liger import modules as LM
+from tigon.compat.liger import names
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def get(name):
+    return names.resolve(name)
+
+
+def with_gradients(function, *inputs):
+    """Results and the gradients of their sum over the inputs, in one list."""
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    results = function(*inputs)
+    results = results if isinstance(results, tuple) else (results,)
+    sum((y.float() * (i + 1)).sum() for i, y in enumerate(results)).backward()
+    return [*(y.detach() for y in results), *(x.grad for x in inputs if x.grad is not None)]
+
+
+def assert_same(got, wanted, ulps=64.0):
+    assert len(got) == len(wanted)
+    for a, b in zip(got, wanted, strict=True):
+        close(a.float(), b.float(), ulps)
+
+
+LABELS = torch.tensor([3, -100, 0, 7, 2])
+
+
+def log_probs(seed):
+    return drawn(5, 9, seed=seed).log_softmax(-1)
+
+
+def masked(terms, reduction):
+    """Elements of rows that count, reduced as there: mean over rows that count, times V for "mean"."""
+    terms = torch.where((LABELS != -100).unsqueeze(-1), terms, 0.0)
+    return (
+        terms if reduction == "none" else terms.sum() / {"sum": 1, "batchmean": 4, "mean": 4 * 9}[reduction]
+    )
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_jsd(beta):
+    """op-semantics 1.6: beta KL(P || M) + (1 - beta) KL(Q || M), 0 is KL(P || Q), 1 is KL(Q || P)."""
+    teacher = log_probs(1)
+
+    def formula(lq):
+        q, p = lq.exp(), teacher.exp()
+        if beta in (0.0, 1.0):
+            terms = p * (teacher - lq) if beta == 0.0 else q * (lq - teacher)
+        else:
+            lm = (beta * p + (1 - beta) * q).log()
+            terms = beta * p * (teacher - lm) + (1 - beta) * q * (lq - lm)
+        return masked(terms, "batchmean")
+
+    wanted = with_gradients(formula, log_probs(0))
+    module = get("LigerJSD")(beta=beta)
+    assert_same(with_gradients(lambda lq: module(lq, teacher, LABELS), log_probs(0)), wanted)
+    apply = get("LigerJSDFunction").apply
+    assert_same(with_gradients(lambda lq: apply(lq, teacher, LABELS, beta, -100), log_probs(0)), wanted)
+    assert module(log_probs(0).bfloat16(), teacher.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:reduction")
+@pytest.mark.parametrize("log_target", [False, True])
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean", "batchmean"])
+def test_kl(reduction, log_target):
+    """What torch computes; probabilities of zero are no NaN."""
+    teacher = log_probs(1).masked_fill(drawn(5, 9, seed=2) > 1, -torch.inf).log_softmax(-1)
+    target = teacher if log_target else teacher.exp()
+    if log_target:
+        target = target.clamp(min=-50)
+
+    def stock(lq):
+        return F.kl_div(lq, target, reduction=reduction, log_target=log_target)
+
+    wanted = with_gradients(stock, log_probs(0))
+    module = get("LigerKLDIVLoss")(reduction=reduction, log_target=log_target)
+    assert_same(with_gradients(lambda lq: module(lq, target), log_probs(0)), wanted)
+    functional = get("liger_kl_div")
+    one = with_gradients(
+        lambda lq: functional(lq, target, reduction=reduction, log_target=log_target), log_probs(0)
+    )
+    assert_same(one, wanted)
+    assert module(log_probs(0).bfloat16(), target.bfloat16()).dtype == torch.float32
+    with pytest.raises(tigon.Error, match="reduction"):
+        functional(log_probs(0), target, reduction="median")
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean", "batchmean"])
+def test_tvd(reduction):
+    """Half the distance of probabilities; where they are equal no gradient."""
+    teacher = log_probs(1).exp()
+    student = log_probs(0).exp()
+    student[0, 0] = teacher[0, 0]
+    wanted = masked((student - teacher).abs() / 2, reduction)
+    scale = {"none": 1, "sum": 1, "mean": 36, "batchmean": 4}[reduction]
+    gradient = masked((student - teacher).sign() / 2, "none") / scale
+    module = get("LigerTVDLoss")(reduction=reduction)
+    assert_same(with_gradients(lambda p: module(p, teacher, LABELS), student), [wanted, gradient])
+    assert gradient[0, 0] == 0
+    functional = get("liger_tvd")(student, teacher, LABELS, reduction=reduction)
+    close(functional, wanted)
+
+
+def test_cross_entropy_with_tvd():
+    student, teacher = drawn(5, 9), drawn(5, 9, seed=1)
+
+    def formula(s):
+        distance = (s.softmax(-1) - teacher.softmax(-1)).abs().sum(-1) / 2
+        return F.cross_entropy(s, LABELS, reduction="none"), torch.where(LABELS != -100, distance, 0.0)
+
+    module = get("LigerFusedCETVDLoss")()
+    assert_same(
+        with_gradients(lambda s: module(s, teacher, LABELS), student), with_gradients(formula, student)
+    )
+
+
+@pytest.mark.parametrize("trailing", [(5,), (3, 2)])
+def test_group_norm(trailing):
+    """Of any rank (four dimensions fail in Liger), with every gradient."""
+    x = drawn(2, 6, *trailing)
+    module = get("LigerGroupNorm")(6, 3, eps=1e-5)
+    assert torch.equal(module.bias, torch.zeros(6)) and module.weight.requires_grad
+    apply = get("LigerGroupNormFunction").apply
+    inputs = (x, drawn(6, seed=1), drawn(6, seed=2))
+    wanted = with_gradients(lambda x, w, b: F.group_norm(x, 3, w, b, 1e-5), *inputs)
+    assert_same(with_gradients(lambda x, w, b: apply(x, w, b, 6, 3, 1e-5), *inputs), wanted)
+    close(module(x), F.group_norm(x, 3))
+    with pytest.raises(tigon.Error, match="num_channels"):
+        apply(x, *inputs[1:], 5, 3, 1e-5)
+    with pytest.raises(tigon.Error, match="num_groups"):
+        get("LigerGroupNorm")(6, 4)
+
+
+def test_dyt():
+    inputs = (drawn(4, 8), torch.tensor([0.7]), drawn(8, seed=1), drawn(8, seed=2))
+    wanted = with_gradients(lambda x, a, g, b: g * torch.tanh(a * x) + b, *inputs)
+    assert_same(with_gradients(get("liger_dyt"), *inputs), wanted)
+    assert_same(with_gradients(get("LigerDyTFunction").apply, *inputs), wanted)
+    module = get("LigerDyT")(8, beta=False)
+    close(module(inputs[0]), torch.tanh(0.5 * inputs[0]))
+
+
+@pytest.mark.parametrize("mode, offset", [("llama", 0.0), ("gemma", 1.0), ("none", 0.0)])
+def test_fused_add_rms_norm(mode, offset):
+    """(norm of the sum, the sum), the residual's gradient too."""
+    inputs = (drawn(4, 8), drawn(4, 8, seed=1), drawn(8, seed=2))
+
+    def formula(x, r, w):
+        s = x + r
+        return s * torch.rsqrt(s.square().mean(-1, keepdim=True) + 1e-6) * (w + offset), s
+
+    wanted = with_gradients(formula, *inputs)
+    function = get("liger_fused_add_rms_norm")
+    assert_same(with_gradients(lambda x, r, w: function(x, r, w, 1e-6, offset, mode), *inputs), wanted)
+    module = get("LigerFusedAddRMSNorm")(8, offset=offset, casting_mode=mode)
+    with torch.no_grad():
+        module.weight.copy_(inputs[2])
+    close(module(*inputs[:2])[0], wanted[0])
+
+
+@pytest.mark.parametrize("unsqueeze_dim", [1, 2])
+def test_multimodal_rotary(unsqueeze_dim):
+    """Pairs of time, height and width from their own tables, in that order."""
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    shape = (2, 3, 5, 8) if unsqueeze_dim == 1 else (2, 5, 3, 8)
+    q, k = drawn(*shape), drawn(*shape, seed=1)
+    angle = drawn(3, 2, 5, 4, seed=2)
+    angle = torch.cat((angle, angle), -1)
+    mixed = torch.cat([t[i % 3] for i, t in enumerate(angle.split([2, 1, 1] * 2, -1))], -1)
+    wanted = apply_rotary_pos_emb(q, k, mixed.cos(), mixed.sin(), unsqueeze_dim=unsqueeze_dim)
+    for name in ("liger_multimodal_rotary_pos_emb", "liger_qwen2vl_mrope"):
+        assert_same(get(name)(q, k, angle.cos(), angle.sin(), [2, 1, 1], unsqueeze_dim), wanted)
+
+
+def test_llama4_rotary():
+    """Complex numbers, the same as real and imaginary parts, and the vision tower's table."""
+    from transformers.models.llama4 import modeling_llama4 as stock
+
+    q, k = drawn(2, 5, 3, 8).bfloat16(), drawn(2, 5, 3, 8, seed=1).bfloat16()
+    angle = drawn(2, 5, 4, seed=2)
+    freqs = torch.polar(torch.ones_like(angle), angle)
+    wanted = stock.apply_rotary_emb(q, k, freqs)
+    text, vision = get("liger_llama4_text_rotary_pos_emb"), get("liger_llama4_vision_rotary_pos_emb")
+    calls = [text(q, k, freqs), text(q, k, torch.view_as_real(freqs).flatten(-2))]
+    for got in calls:
+        assert [torch.equal(a, b) for a, b in zip(got, wanted, strict=True)] == [True, True]
+    table = freqs[0].unsqueeze(1)
+    wanted = stock.vision_apply_rotary_emb(q, k, table)
+    assert [torch.equal(a, b) for a, b in zip(vision(q, k, table), wanted, strict=True)] == [True, True]
+
+
+def test_functional_module():
+    """liger_kernel.functional: implementations may be named, results are tuples where they are there."""
+    liger.install(replace=True)
+    try:
+        L = importlib.import_module("liger_kernel.functional")
+        x, w = drawn(4, 8), drawn(8, seed=1)
+        close(L.rms_norm(x, w, impl="nvidia-triton"), F.rms_norm(x, (8,), w, 1e-6))
+        close(L.layer_norm(x, w), F.layer_norm(x, (8,), w, eps=1e-6))
+        close(L.softmax(x, backend="cutile"), x.softmax(-1))
+        close(L.swiglu(x, x, 0.5, 2.0), 2 * F.silu(0.5 * x) * x)
+        close(L.geglu(x, x), F.gelu(x, approximate="tanh") * x)
+        normed, total = L.fused_add_rms_norm(x, x, w)
+        close(total, 2 * x)
+        close(normed, F.rms_norm(2 * x, (8,), w, 1e-6))
+        target = torch.tensor([1, 2, -100, 3])
+        loss, *rest = L.cross_entropy(x, target)
+        close(loss, F.cross_entropy(x, target))
+        assert rest == [None, None, None]
+        close(L.fused_linear_cross_entropy(x, torch.eye(8), target)[0], F.cross_entropy(x, target))
+        lq, lp = log_probs(0), log_probs(1)
+        close(L.kl_div(lq, lp, log_target=True), F.kl_div(lq, lp, reduction="batchmean", log_target=True))
+        close(L.jsd(lq, lp, beta=0.0), F.kl_div(lq, lp, reduction="batchmean", log_target=True))
+        with pytest.raises(tigon.Error, match=r"fused_linear_jsd.*tigon\.jsd"):
+            L.fused_linear_jsd(x, x, x, x)
+    finally:
+        liger.uninstall()
+
+
+def test_gated_products():
+    x, up = drawn(4, 8), drawn(4, 8, seed=1)
+    wanted = with_gradients(lambda a, b: 3 * F.silu(0.5 * a) * b, x, up)
+    apply = get("LigerSiLUMulFunction").apply
+    assert_same(with_gradients(lambda a, b: apply(a, b, 0.5, 3.0), x, up), wanted)
+    packed = torch.cat((x, up), -1)
+    close(get("LigerFusedGateUpSiLUMulFunction").apply(packed), F.silu(x) * up)
+
+
+@pytest.mark.parametrize("shards", [None, 1, 3, 50])
+@pytest.mark.parametrize("name", ["LigerTiledSwiGLUMLP", "LigerTiledGEGLUMLP"])
+def test_tiled_mlp(name, shards):
+    """Shards of tokens, parameters' gradients included, are the whole."""
+    plain = get(name.replace("Tiled", ""))(config(hidden_act="silu"))
+    tiled = get(name)(config(hidden_act="silu"), shards)
+    tiled.load_state_dict(plain.state_dict())
+    x = drawn(2, 37, 32)
+    wanted = with_gradients(plain, x) + [p.grad for p in plain.parameters()]
+    got = with_gradients(tiled, x) + [p.grad for p in tiled.parameters()]
+    assert_same(got, wanted, ulps=512)
+
+
+def test_experts():
+    """The same as Mixtral's own, every gradient."""
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    settings = config("mixtral")
+    mine, stock = LM.LigerExperts(settings), MixtralExperts(settings)
+    with torch.no_grad():
+        for i, p in enumerate(stock.parameters()):
+            p.copy_(0.2 * drawn(*p.shape, seed=i))
+    mine.load_state_dict(stock.state_dict())
+    x, weights = drawn(7, 32), drawn(7, 2, seed=3).softmax(-1)
+    chosen = torch.tensor([[0, 1], [1, 2], [0, 2], [1, 0], [2, 0], [0, 1], [1, 0]])  # nobody asks expert 3
+    results = []
+    for module in (mine, stock, double(stock)):
+        dtype = module.down_proj.dtype
+        results.append(with_gradients(lambda x, w, m=module: m(x, chosen, w), x.to(dtype), weights.to(dtype)))
+        results[-1] += [p.grad for p in module.parameters()]
+    assert_same(results[0], results[2], ulps=1024)
+    assert results[0][-1][3].abs().max() == 0
+    with pytest.raises(tigon.Error, match="hidden_act"):
+        LM.LigerExperts(config("mixtral", hidden_act="gelu"))
+
+
+def test_norms_of_the_last_models():
+    glimmer = get("LigerRMSNormForMuseGlimmer")
+    assert glimmer(with_scale=False).weight is None
+    assert glimmer(dim=8).weight.tolist() == [1.0] * 8
+    with pytest.raises(tigon.Error, match="dim"):
+        glimmer()
+    centred = get("LigerRMSNormForMuseGlimmerTextCentered")(8)
+    assert centred.weight.tolist() == [0.0] * 8 and centred.offset == 1.0
+
+
+def test_gemma4_mlp_is_wider_where_it_shares():
+    settings = config("gemma", hidden_activation="gelu_pytorch_tanh")
+    settings.use_double_wide_mlp, settings.num_kv_shared_layers = True, 1
+    mlp = get("LigerGEGLUMLPForGemma4")
+    assert [mlp(settings, layer).intermediate_size for layer in (0, 1)] == [48, 96]
+
+
+def test_redirection_runs_inside_the_wrapper():
+    """The method sees the wrapper's forward around it, and the module's own forward again."""
+    inner = torch.nn.Linear(2, 2)
+    seen = []
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self._fsdp_wrapped_module = inner
+
+        def forward(self, *args, **kwargs):
+            seen.append("gathered")
+            return self._fsdp_wrapped_module.forward(*args, **kwargs)
+
+    redirect = get("_FSDPForwardRedirection")()
+    x = drawn(3, 2)
+    got = redirect(Wrapper(), lambda x: (seen.append("inside"), inner(x))[1], x)
+    assert torch.equal(got, F.linear(x, inner.weight, inner.bias)) and seen == ["gathered", "inside"]
+    with pytest.raises(ZeroDivisionError):
+        redirect(Wrapper(), lambda x: 1 / 0, x)
+    assert "forward" not in vars(inner)
+
+
+def test_outputs():
+    output = get("LigerCausalLMOutputWithPast")(loss=torch.ones(()), token_accuracy=torch.zeros(()))
+    assert output["token_accuracy"] == 0 and output.to_tuple()[0] == 1 and output.predicted_tokens is None
+    assert get("LigerMoeCausalLMOutputWithPast")(aux_loss=torch.ones(())).aux_loss == 1
+
+
+@pytest.mark.parametrize(
+    "name, advice",
+    [("LigerFusedLinearDPOLoss", "linear_log_prob"), ("liger_fused_linear_grpo", "linear_log_prob"),
+     ("LigerFusedLinearJSDLoss", r"tigon\.jsd"), ("liger_fused_linear_kl_div", r"tigon\.kl_div"),
+     ("LigerFusedLinearKTOLoss", "linear_log_prob"), ("LigerFusedLinearCosineSimilarityLoss", "cosine"),
+     ("LigerMLP", "GatedMLP"), ("rms_norm_backward", "autograd function"), ("LigerSparsemax", "not there")],
+)  # fmt: skip
+def test_what_is_missing_says_what_to_use(name, advice):
+    with pytest.raises(tigon.Error, match=rf"{name} is not there.*{advice}|{name} is {advice}"):
+        get(name)(SimpleNamespace())
