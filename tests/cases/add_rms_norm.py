@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 
 from . import rms_norm
-from .case import Case, Inputs, Maker, itemsize, norm_bench_cases, params, test_case
+from .case import Case, Inputs, Maker, memory_bound, norm_bench_cases, params, test_case
 
 NAME = "add_rms_norm"
 
@@ -95,24 +93,8 @@ def oracle_fn(x, residual, weight, **options):
     return rms_norm.oracle_fn(h, weight, **options), h
 
 
-def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
-    """Read x and residual, write h and y."""
-    return 4 * math.prod(case.params["shape"]) * itemsize(dtype)
-
-
-def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
-    """Read h, dy and dh, write dx; the weight's gradient is a row."""
-    return 4 * math.prod(case.params["shape"]) * itemsize(dtype)
-
-
-def flops_fwd(case: Case) -> int:
-    """Memory bound."""
-    return 0
-
-
-def flops_bwd(case: Case) -> int:
-    """Memory bound."""
-    return 0
+# x and residual to h and y; h, dy and dh to dx, the weight's gradient is a row
+bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(4, 4)
 
 
 def _aten(case, inputs):

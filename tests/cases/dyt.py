@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case
+from .case import Case, Inputs, Maker, bench_case, liger, memory_bound, params, test_case
 
 NAME = "dyt"
 
@@ -94,32 +92,12 @@ def eager_fn(x, alpha, weight, bias):
 oracle_fn = eager_fn
 
 
-def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
-    """Read x, write y."""
-    return 2 * math.prod(case.params["shape"]) * itemsize(dtype)
-
-
-def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
-    """Read x and dy, write dx; the other gradients are rows."""
-    return 3 * math.prod(case.params["shape"]) * itemsize(dtype)
-
-
-def flops_fwd(case: Case) -> int:
-    """Memory bound."""
-    return 0
-
-
-def flops_bwd(case: Case) -> int:
-    """Memory bound."""
-    return 0
+# x to y; x and dy to dx, the other gradients are rows
+bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(2, 3)
 
 
 def _liger(case, inputs):
-    from liger_kernel.ops.dyt import LigerDyTFunction
-
-    if inputs.args[2] is None:
-        return None
-    return LigerDyTFunction.apply
+    return None if inputs.args[2] is None else liger("dyt", "LigerDyTFunction")(case, inputs)
 
 
 PEERS = {"liger": _liger}

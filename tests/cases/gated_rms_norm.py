@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case, upcast
+from .case import Case, Inputs, Maker, bench_case, memory_bound, params, test_case, upcast
 
 NAME = "gated_rms_norm"
 
@@ -126,24 +124,8 @@ def oracle_fn(x, gate, weight, *, eps, norm_before_gate, group_size, activation,
     return y * act if norm_before_gate else y
 
 
-def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
-    """Read x and gate, write y."""
-    return 3 * math.prod(case.params["shape"]) * itemsize(dtype)
-
-
-def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
-    """Read x, gate and dy, write dx and dgate."""
-    return 5 * math.prod(case.params["shape"]) * itemsize(dtype)
-
-
-def flops_fwd(case: Case) -> int:
-    """Memory bound."""
-    return 0
-
-
-def flops_bwd(case: Case) -> int:
-    """Memory bound."""
-    return 0
+# x and gate to y; x, gate and dy to dx and dgate
+bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(3, 5)
 
 
 def _mamba(case, inputs):

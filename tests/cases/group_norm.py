@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case
+from .case import Case, Inputs, Maker, bench_case, memory_bound, params, test_case
 
 NAME = "group_norm"
 
@@ -96,24 +96,8 @@ def oracle_fn(x, weight, bias, *, groups, eps):
     return (h if bias is None else h + bias[:, None]).reshape(x.shape)
 
 
-def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
-    """Read x, write y."""
-    return 2 * math.prod(case.params["shape"]) * itemsize(dtype)
-
-
-def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
-    """Read x and dy, write dx."""
-    return 3 * math.prod(case.params["shape"]) * itemsize(dtype)
-
-
-def flops_fwd(case: Case) -> int:
-    """Memory bound."""
-    return 0
-
-
-def flops_bwd(case: Case) -> int:
-    """Memory bound."""
-    return 0
+# x to y; x and dy to dx
+bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(2, 3)
 
 
 def _aten(case, inputs):

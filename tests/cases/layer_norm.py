@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, itemsize, norm_bench_cases, params, test_case
+from .case import Case, Inputs, Maker, memory_bound, norm_bench_cases, params, test_case
 
 NAME = "layer_norm"
 
@@ -117,24 +115,8 @@ def oracle_fn(x, weight, bias, *, eps):
     return h if bias is None else h + bias
 
 
-def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
-    """Read x, write y."""
-    return 2 * math.prod(case.params["shape"]) * itemsize(dtype)
-
-
-def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
-    """Read x and dy, write dx; the gradients of weight and bias are rows."""
-    return 3 * math.prod(case.params["shape"]) * itemsize(dtype)
-
-
-def flops_fwd(case: Case) -> int:
-    """Memory bound."""
-    return 0
-
-
-def flops_bwd(case: Case) -> int:
-    """Memory bound."""
-    return 0
+# x to y; x and dy to dx, the gradients of weight and bias are rows
+bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(2, 3)
 
 
 def _aten(case, inputs):

@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, norm_bench_cases, params, test_case
+from .case import Case, Inputs, Maker, bench_case, liger, memory_bound, norm_bench_cases, params, test_case
 
 NAME = "softmax"
 
@@ -92,34 +92,12 @@ def oracle_fn(x):
     return e / e.sum(-1, keepdim=True)
 
 
-def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
-    """Read x, write y."""
-    return 2 * math.prod(case.params["shape"]) * itemsize(dtype)
-
-
-def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
-    """Read y and dy, write dx."""
-    return 3 * math.prod(case.params["shape"]) * itemsize(dtype)
-
-
-def flops_fwd(case: Case) -> int:
-    """Memory bound."""
-    return 0
-
-
-def flops_bwd(case: Case) -> int:
-    """Memory bound."""
-    return 0
+# x to y; y and dy to dx
+bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(2, 3)
 
 
 def _aten(case, inputs):
     return eager_fn
-
-
-def _liger(case, inputs):
-    from liger_kernel.ops.softmax import LigerSoftmaxFunction
-
-    return LigerSoftmaxFunction.apply
 
 
 def _quack(case, inputs):
@@ -128,4 +106,4 @@ def _quack(case, inputs):
     return softmax
 
 
-PEERS = {"aten": _aten, "liger": _liger, "quack": _quack}
+PEERS = {"aten": _aten, "liger": liger("softmax", "LigerSoftmaxFunction"), "quack": _quack}
