@@ -1,0 +1,90 @@
+"""bench/convergence.py, short: two families learn what stock learns, and what does not is told apart."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import tigon
+
+pytest.importorskip("transformers")
+SCRIPT = Path(__file__).resolve().parents[1] / "bench" / "convergence.py"
+spec = importlib.util.spec_from_file_location("convergence", SCRIPT)
+convergence = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(convergence)
+
+SHORT = "--steps 12 --batch 2 --seq 16 --runs 3 --patched-runs 2 --families llama,qwen3_moe --dtypes float32"
+
+
+def test_two_families(tmp_path, capsys):
+    """Program, records, table and picture. Twice the band: it is half a unit of the loss in so few steps."""
+    words = [*SHORT.split(), "--out", str(tmp_path / "c.jsonl"), "--picture", str(tmp_path / "c.png")]
+    code = convergence.main(words)
+    records = [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()]
+    assert [r["family"] for r in records] == ["llama", "qwen3_moe"]
+    assert code == int(not all(r["inside"] for r in records))
+    for r in records:
+        assert (len(r["stock"]), len(r["tigon"]), len(r["tigon"][0])) == (3, 2, 12)
+        assert r["band"] < 1e-6 and r["distance"] <= 2 * r["band"] and r["left"] == 0 and r["replaced"] >= 9
+        assert r["stock"][0] != r["stock"][1], "the order of the sums changes nothing"
+    assert "of 2 inside" in capsys.readouterr().out
+    assert (tmp_path / "c.png").stat().st_size > 10_000
+
+
+def test_verdict():
+    """Inside as long as the median of the patched runs' distances is within the widest pair of stock."""
+    stock = [[2.0, 1.0], [2.0, 1.1], [2.0, 1.05]]
+    assert convergence.verdict(stock, [[2.0, 1.02]])["inside"]
+    assert not convergence.verdict(stock, [[2.0, 1.3]])["inside"]
+    assert convergence.verdict(stock, [[2.0, 1.3], [2.0, 1.02], [2.0, 1.07]])["inside"], (
+        "one odd run of three"
+    )
+    assert not convergence.verdict([[2.0, 2.0], [2.0, 2.1]], [[2.0, 2.0]])["inside"], "it does not learn"
+
+
+@pytest.mark.parametrize("wrong", ["eps", "lost gradient"])
+def test_a_small_fault_is_outside(wrong, monkeypatch):
+    """An eps of 2e-5 instead of 1e-6, or one weight of many without its gradient."""
+    apply = tigon.apply
+
+    def faulty(model):
+        report = apply(model)
+        if wrong == "eps":
+            for module in model.modules():
+                if hasattr(module, "variance_epsilon"):
+                    module.variance_epsilon = 2e-5
+        else:
+            model.model.layers[1].self_attn.k_proj.weight.requires_grad_(False)
+        return report
+
+    monkeypatch.setattr(tigon, "apply", faulty)
+    args = convergence.parse(SHORT.split())
+    record = convergence.compare("llama", "float32", convergence.batches(args), args)
+    assert not record["inside"] and record["distance"] > 10 * record["band"]
+
+
+@pytest.mark.parametrize("family", convergence.FAMILIES)
+def test_permuted_features_are_the_same_function(family):
+    """The first loss agrees to rounding: nothing but the order of the sums has changed."""
+    args = convergence.parse(SHORT.split())
+    ids = convergence.batches(args)[0]
+    model = convergence.build(family, args, "float32").eval()
+    with torch.no_grad():
+        before = model(input_ids=ids, labels=ids).loss.item()
+        convergence.shuffle_features(model, 3)
+        after = model(input_ids=ids, labels=ids).loss.item()
+        model.get_output_embeddings().weight.copy_(model.get_output_embeddings().weight.roll(1, 1))
+        other = model(input_ids=ids, labels=ids).loss.item()
+    assert before == pytest.approx(after, rel=convergence.FIRST["float32"])
+    assert before != pytest.approx(other, rel=convergence.FIRST["float32"])
+
+
+def test_wrong_names():
+    with pytest.raises(SystemExit, match="llama5"):
+        convergence.parse(["--families", "llama5"])
+    with pytest.raises(SystemExit, match="at least 2"):
+        convergence.parse(["--runs", "1"])
