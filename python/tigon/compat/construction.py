@@ -11,9 +11,10 @@ import importlib
 import threading
 from collections.abc import Callable
 
-import torch
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tigon.hf.probe import on_cpu
 
 _patches: dict[str, Callable] = {}  # model type -> what to do with a finished model
 _originals: dict[type, Callable] = {}  # class -> its own __init__
@@ -66,7 +67,7 @@ def _watched(original):
             _building.depth = depth
         patch = _patches.get(getattr(self.config, "model_type", None))
         if depth == 0 and patch is not None:
-            with torch.device("cpu"):  # loading builds on meta, where nothing can be tried out
+            with on_cpu():
                 patch(self)
 
     return __init__

@@ -18,6 +18,7 @@ from torch import nn
 
 from tigon.hf.canonical import Unrecognised, canonical_forward
 from tigon.hf.forward import blocked, plain
+from tigon.hf.probe import on_cpu
 from tigon.hf.structures import ACTIVATIONS, MLPS, match
 from tigon.ops.glu import geglu, reglu, swiglu
 from tigon.ops.relu_squared import relu_squared
@@ -162,11 +163,11 @@ def known_activation(activation) -> str | None:
         blocked(activation) or [*activation.parameters(), *activation.buffers()]
     ):
         return None
-    with torch.device("cpu"):  # apply may run under another default device
+    with on_cpu():
         odd = torch.tensor([-200.0, -0.0, 200.0, float("nan")], dtype=torch.float64)
         x = torch.cat((torch.linspace(-12, 12, 977, dtype=torch.float64), odd))
     try:
-        with torch.device("cpu"), torch.no_grad(), torch.random.fork_rng(devices=[]):  # dropout draws
+        with on_cpu(), torch.no_grad(), torch.random.fork_rng(devices=[]):  # dropout draws
             got = activation(x.clone())
     except Exception:  # no function of any tensor: pooling, reshaping
         return None

@@ -6,8 +6,8 @@ is compared bit for bit, in fp32 and bf16, with every reference of the table.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import functools
 from types import SimpleNamespace
 
 import torch
@@ -26,15 +26,11 @@ PROBE_DTYPES = (
 )
 
 
-def on_cpu(function):
-    """Tensors that `function` makes live on the CPU, also while a model is made on the meta device."""
-
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        with torch.device("cpu"):
-            return function(*args, **kwargs)
-
-    return call
+@contextlib.contextmanager
+def on_cpu():
+    """Tensors made inside live on the CPU, whatever the default device: it is meta while a model is loaded."""
+    with torch.device("cpu"):
+        yield
 
 
 @torch.no_grad()
@@ -56,7 +52,7 @@ def probe_norm(module: nn.Module) -> Match | None:
     return None
 
 
-@on_cpu
+@on_cpu()
 def _norm_equal(module, structure, weight, eps) -> bool:
     size = 24 if weight is None else module._parameters[weight].shape[0]
     for dtype, weight_dtype in PROBE_DTYPES:
@@ -86,7 +82,7 @@ def probe_rotary(function) -> Match | None:
     return None
 
 
-@on_cpu
+@on_cpu()
 def _rotary_equal(function, reference, columns, dtype) -> bool:
     generator = torch.Generator().manual_seed(1)
     shapes = ((2, 3, 5, 16), (2, 1, 5, 16), (2, 5, columns), (2, 5, columns))
