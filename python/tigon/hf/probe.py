@@ -28,7 +28,7 @@ PROBE_DTYPES = (
 
 @contextlib.contextmanager
 def on_cpu():
-    """Tensors made inside live on the CPU, whatever the default device: it is meta while a model is loaded."""
+    """Tensors made inside live on the CPU whatever the default device is: while a model is loaded, meta."""
     with torch.device("cpu"):
         yield
 
