@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import torch
@@ -374,12 +375,17 @@ def _quack(scaled):
             return None
         if kwargs["label_smoothing"] or kwargs["bias"] is not None:
             return None
+        # Releases before 0.6.5 have one path, and no name for it.
+        named = "use_scaled_exp" in inspect.signature(chunked_linear_cross_entropy).parameters
+        if scaled and not named:
+            return None
+        path = {"use_scaled_exp": scaled} if named else {}
         # The scaled-exp path refuses a chunk as long as the hidden size.
         chunk = 2048 if scaled and inputs.args[0].shape[-1] == 4096 else 4096
 
         def fn(hidden, weight, target, *, ignore_index, reduction, **_):
             return chunked_linear_cross_entropy(
-                hidden, weight, target, chunk, ignore_index, reduction, use_scaled_exp=scaled
+                hidden, weight, target, chunk, ignore_index, reduction, **path
             )
 
         return fn
