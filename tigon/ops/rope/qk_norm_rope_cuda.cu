@@ -42,31 +42,38 @@ struct Norm {
         eps(a.eps),
         offset(a.offset) {}
 
-  // N weights; without any, such that `scaled` changes nothing.
+  // offset + weight of N columns; 1 without weights, which changes nothing.
   template <class X, int N>
-  __device__ __forceinline__ void read(bool second, int column, float (&w)[N]) const {
+  __device__ __forceinline__ void factors(bool second, int column, float (&f)[N]) const {
     const void* from = second ? k_weight : q_weight;
     if (from == nullptr) {
 #pragma unroll
-      for (int n = 0; n < N; ++n) w[n] = 1.0f - offset;
+      for (int n = 0; n < N; ++n) f[n] = 1.0f;
     } else if (f32_weight) {
       auto pack = load<float, N>(static_cast<const float*>(from) + column);
 #pragma unroll
-      for (int n = 0; n < N; ++n) w[n] = pack[n];
+      for (int n = 0; n < N; ++n) f[n] = offset + pack[n];
     } else {
       auto pack = load<X, N>(static_cast<const X*>(from) + column);
 #pragma unroll
-      for (int n = 0; n < N; ++n) w[n] = pack[n];
+      for (int n = 0; n < N; ++n) f[n] = offset + pack[n];
     }
   }
   __device__ __forceinline__ bool has(bool second) const { return (second ? k_weight : q_weight) != nullptr; }
 
-  template <class X>
-  __device__ __forceinline__ float normalised(float x, float rstd, float w, bool weighted) const {
-    float h = x * rstd;
-    if (round_h) h = round_to<X>(h);
-    if (weighted) h = qk_norm_scaled(h, w, offset);
-    return round_n ? round_to<X>(h) : h;
+  __device__ __forceinline__ float rstd(float squares, int cols) const {
+    return 1.0f / sqrtf(squares / float(cols) + eps);
+  }
+
+  // N columns of a normalised row, from h.
+  template <class X, int N>
+  __device__ __forceinline__ void normalise(float (&h)[N], float rstd, const float (&f)[N]) const {
+#pragma unroll
+    for (int n = 0; n < N; ++n) h[n] *= rstd;
+    if (round_h) round_all<X>(h);
+#pragma unroll
+    for (int n = 0; n < N; ++n) h[n] *= f[n];
+    if (round_n) round_all<X>(h);
   }
 };
 
@@ -80,12 +87,31 @@ struct Forward {
   Norm norm;
 };
 
-// Sums over the lanes of a row, for several rows at once.
-template <int Rows>
-__device__ __forceinline__ void sum_row(float (&s)[Rows], int width) {
-  for (int step = width / 2; step > 0; step >>= 1)
+// v over the lanes of a row, in every lane.
+__device__ __forceinline__ float sum_row(float v, int width) {
+  for (int step = width / 2; step > 0; step >>= 1) v += __shfl_xor_sync(0xffffffffu, v, step);
+  return v;
+}
+
+// v[i] = fn(sum of v[i] over the lanes of a row, at least R, i), in every lane. A lane keeps half of what it holds at each step and hands
+// the other half over, then works on the one sum that is left to it: for 4 sums over 16 lanes 9 exchanges and one fn instead
+// of 16 and 4. The additions are those of sum_row.
+template <int R, class Fn>
+__device__ __forceinline__ void of_sums(float (&v)[R], int width, const Fn& fn) {
+  const int lane = int(threadIdx.x) % 32, share = width / R;
+  int step = width / 2;
 #pragma unroll
-    for (int i = 0; i < Rows; ++i) s[i] += __shfl_xor_sync(0xffffffffu, s[i], step);
+  for (int n = R / 2; n > 0; n /= 2, step /= 2) {
+    const bool upper = lane & step;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      float keep = upper ? v[n + i] : v[i], give = upper ? v[i] : v[n + i];
+      v[i] = keep + __shfl_xor_sync(0xffffffffu, give, step);
+    }
+  }
+  const float own = fn(sum_row(v[0], share), (lane & (width - 1)) / share);
+#pragma unroll
+  for (int i = 0; i < R; ++i) v[i] = __shfl_sync(0xffffffffu, own, (lane & ~(width - 1)) + i * share);
 }
 
 template <bool Halves, bool Plain, class X, class Y>
@@ -105,21 +131,21 @@ __global__ void __launch_bounds__(kThreads, kBlocks<X, Plain>)
 #pragma unroll
   for (int i = 0; i < kHeld; ++i)
     if (rows.has(i)) x[i] = load_stream<X, N>(rows.x + i * rows.x_step);
-  const bool weighted = p.norm.has(second);
-  float c[N] = {}, s[N] = {}, w[N] = {}, squares[kHeld] = {};
-  if (place.inside) p.norm.template read<X, N>(second, place.column, w);
+  float c[N] = {}, s[N] = {}, f[N] = {}, rstd[kHeld] = {};
+  if (place.inside) p.norm.template factors<X, N>(second, place.column, f);
   if (live && place.turned) p.tables.template columns<X, N>(unit.b, unit.t, place.rotated, c, s);
   let_next_kernel_start();
 #pragma unroll
   for (int i = 0; i < kHeld; ++i)
 #pragma unroll
-    for (int n = 0; n < N; ++n) squares[i] = fma(x[i][n], x[i][n], squares[i]);
-  sum_row(squares, p.lanes.width);
+    for (int n = 0; n < N; ++n) rstd[i] = fma(x[i][n], x[i][n], rstd[i]);
+  of_sums(rstd, p.lanes.width, [&](float squares, int) { return p.norm.rstd(squares, p.shape.cols); });
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
-    float rstd = 1.0f / sqrtf(squares[i] / float(p.shape.cols) + p.norm.eps), own[N], other[N];
+    float own[N], other[N];
 #pragma unroll
-    for (int n = 0; n < N; ++n) own[n] = p.norm.template normalised<X>(x[i][n], rstd, w[n], weighted);
+    for (int n = 0; n < N; ++n) own[n] = x[i][n];
+    p.norm.template normalise<X>(own, rstd[i], f);
     if constexpr (!Halves) {
 #pragma unroll
       for (int n = 0; n < N; ++n) other[n] = own[n ^ 1];
@@ -184,10 +210,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<X, Plain>)
     const Part& part = second ? p.k : p.q;
     const Input& input = second ? p.k_x : p.q_x;
     const bool weighted = p.norm.has(second);
-    float w[N] = {}, dw[N] = {};
-    if (place.inside) p.norm.template read<X, N>(second, place.column, w);
-#pragma unroll
-    for (int n = 0; n < N; ++n) w[n] = p.norm.offset + w[n];
+    float f[N] = {}, dw[N] = {};
+    if (place.inside) p.norm.template factors<X, N>(second, place.column, f);
     const int64_t step = int64_t(gridDim.x) * per_block;
     for (int64_t base = int64_t(blockIdx.x) * per_block; base < part.units; base += step) {
       const int64_t index = base + (threadIdx.x >> p.lanes.log);
@@ -222,24 +246,30 @@ __global__ void __launch_bounds__(kThreads, kBlocks<X, Plain>)
 #pragma unroll
         for (int n = 0; n < N; ++n) {
           total[2 * i] = fma(x[i][n], x[i][n], total[2 * i]);
-          total[2 * i + 1] = fma(g[i][n] * w[n], x[i][n], total[2 * i + 1]);
+          total[2 * i + 1] = fma(g[i][n] * f[n], x[i][n], total[2 * i + 1]);
         }
       }
-      sum_row(total, p.lanes.width);
+      // The squares' sum becomes rstd; the other stays.
+      of_sums(total, p.lanes.width, [&](float sum, int i) {
+        float rstd = p.norm.rstd(sum, cols);
+        return i % 2 == 0 ? rstd : sum;
+      });
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         if (!rows.has(i)) continue;
-        float rstd = 1.0f / sqrtf(total[2 * i] * inverse + p.norm.eps), dx[N];
-        float mean = total[2 * i + 1] * rstd * inverse;
+        float rstd = total[2 * i], mean = total[2 * i + 1] * rstd * inverse, dx[N], h[N];
+#pragma unroll
+        for (int n = 0; n < N; ++n) h[n] = x[i][n] * rstd;
 #pragma unroll
         for (int n = 0; n < N; ++n) {
-          float h = x[i][n] * rstd;
-          dx[n] = qk_norm_dx(g[i][n] * w[n], h, mean, rstd);
-          dw[n] = fma(g[i][n], p.norm.round_h ? round_to<X>(h) : h, dw[n]);
+          dx[n] = qk_norm_dx(g[i][n] * f[n], h[n], mean, rstd);
         }
         Pack<X, N> out;
         out.set(dx);
         store(rows.y + i * rows.y_step, out);
+        if (p.norm.round_h) round_all<X>(h);
+#pragma unroll
+        for (int n = 0; n < N; ++n) dw[n] = fma(g[i][n], h[n], dw[n]);
       }
     }
     if (p.partials == nullptr) continue;
@@ -289,14 +319,14 @@ __global__ void __launch_bounds__(kThreads) forward_rows_kernel(const __grid_con
   const X* x = x_of<X>(part, unit, unit.group);
   Y* y = y_of<Y>(part, unit, unit.group);
   float* n = rows + warp * cols;
-  float squares[1] = {};
-  for (int i = lane; i < cols; i += 32) squares[0] = fma(widen(x[i]), widen(x[i]), squares[0]);
-  sum_row(squares, 32);
-  const float rstd = 1.0f / sqrtf(squares[0] / float(cols) + p.norm.eps);
+  float squares = 0.0f;
+  for (int i = lane; i < cols; i += 32) squares = fma(widen(x[i]), widen(x[i]), squares);
+  const float rstd = p.norm.rstd(sum_row(squares, 32), cols);
   for (int i = lane; i < cols; i += 32) {
-    float w[1];
-    p.norm.template read<X, 1>(second, i, w);
-    n[i] = p.norm.template normalised<X>(widen(x[i]), rstd, w[0], p.norm.has(second));
+    float f[1], h[1] = {widen(x[i])};
+    p.norm.template factors<X, 1>(second, i, f);
+    p.norm.template normalise<X>(h, rstd, f);
+    n[i] = h[0];
   }
   __syncwarp();
   for (int i = lane; i < cols; i += 32) {
@@ -327,23 +357,23 @@ __global__ void __launch_bounds__(kThreads) backward_rows_kernel(const __grid_co
       X* dx = y_of<X>(part, unit, unit.group);
       for (int i = lane; i < cols; i += 32) dy[i] = widen(upstream[i]);
       __syncwarp();
-      float total[2] = {};
+      float squares = 0.0f, product = 0.0f;
       for (int i = lane; i < cols; i += 32) {
-        float c, s, w[1];
+        float c, s, f[1];
         int partner;
         bool turned = turn_of<X>(p.tables, p.shape, unit, i, c, s, partner);
         g[i] = turned ? rope_second(dy[partner], dy[i], c, s) : dy[i];
-        p.norm.template read<X, 1>(second, i, w);
-        total[0] = fma(widen(x[i]), widen(x[i]), total[0]);
-        total[1] = fma(g[i] * (p.norm.offset + w[0]), widen(x[i]), total[1]);
+        p.norm.template factors<X, 1>(second, i, f);
+        squares = fma(widen(x[i]), widen(x[i]), squares);
+        product = fma(g[i] * f[0], widen(x[i]), product);
       }
-      sum_row(total, 32);
-      const float rstd = 1.0f / sqrtf(total[0] * inverse + p.norm.eps), mean = total[1] * rstd * inverse;
+      const float rstd = p.norm.rstd(sum_row(squares, 32), cols);
+      const float mean = sum_row(product, 32) * rstd * inverse;
       for (int i = lane; i < cols; i += 32) {
-        float h = widen(x[i]) * rstd, w[1];
-        p.norm.template read<X, 1>(second, i, w);
+        float h = widen(x[i]) * rstd, f[1];
+        p.norm.template factors<X, 1>(second, i, f);
         dw[i] = fma(g[i], p.norm.round_h ? round_to<X>(h) : h, dw[i]);
-        dx[i] = narrow<X>(qk_norm_dx(g[i] * (p.norm.offset + w[0]), h, mean, rstd));
+        dx[i] = narrow<X>(qk_norm_dx(g[i] * f[0], h, mean, rstd));
       }
       __syncwarp();
     }
@@ -370,6 +400,11 @@ void with_types(DType x, DType y, Fn&& fn) {
   });
 }
 
+// A row has the lanes of one warp, and enough of them for the sums of the rows that a thread holds.
+bool lanes_fit(const Rope& a, const RopeHeads& x) {
+  static_assert(2 * kHeldBackward <= kHeld);
+  return columns_fit(a, x) && Lanes(int(x.cols / kPack)).width >= kHeld;
+}
 bool weights_align(const QkNorm& a) {
   auto aligned = [](const Vector& w) { return reinterpret_cast<uintptr_t>(w.data) % 16 == 0; };
   return aligned(a.q_weight) && aligned(a.k_weight);
@@ -430,7 +465,7 @@ void qk_norm_rope_fwd(Context& ctx, const QkNormRopeFwd& a) {
               .early = true},
              p);
     };
-    if (!columns_fit(a.rope, x) || !weights_align(a.norm))
+    if (!lanes_fit(a.rope, x) || !weights_align(a.norm))
       return run(forward_rows_kernel<X, Y>, forward_of<false>(a, x, 1, kWarps), kWarps,
                  kWarps * size_t(x.cols) * sizeof(float));
     dispatch_bool(plain_tables(a.rope), [&](auto plain) {
@@ -454,7 +489,7 @@ void qk_norm_rope_bwd(Context& ctx, const QkNormRopeBwd& a) {
   with_types(x.dtype, dy.dtype, [&](auto tx, auto ty) {
     using X = typename decltype(tx)::type;
     using Y = typename decltype(ty)::type;
-    if (!columns_fit(a.rope, x) || !heads_align(a.q) || !heads_align(a.k) || !weights_align(a.norm)) {
+    if (!lanes_fit(a.rope, x) || !heads_align(a.q) || !heads_align(a.k) || !weights_align(a.norm)) {
       auto p = backward_of<false>(a, x, 1);
       return run_persistent<false>(ctx, backward_rows_kernel<X, Y>, p, kWarps, 4,
                                    3 * kWarps * size_t(x.cols) * sizeof(float), a.dweight);
