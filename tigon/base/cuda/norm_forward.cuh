@@ -20,6 +20,7 @@
 #pragma once
 
 #include "tigon/base/cuda/math.cuh"
+#include "tigon/base/cuda/row_packs.cuh"
 #include "tigon/base/cuda/rows.cuh"
 #include "tigon/base/dispatch.h"
 
@@ -40,7 +41,9 @@ struct NormForward {
   int64_t rows, cols;
   int sections;
   float eps;
-  int64_t span = 1;  // columns that share a parameter, if F::Spans
+  int64_t span = 1;      // columns that share a parameter, if F::Spans
+  float inverse = 0.0f;  // 1 / cols, made by norm_forward
+  uint32_t zero = 0;     // for again()
 };
 
 namespace norm_detail {
@@ -66,14 +69,39 @@ __device__ __forceinline__ Pack<W, N> filled(float x) {
 template <class F>
 constexpr bool kSpans = requires { typename F::Spans; };
 
-template <int N, class F, class W, class Y>
-__device__ __forceinline__ Pack<W, N> parameters(const NormForward<F, W, Y>& p, const W* param,
-                                                 int64_t column) {
-  if constexpr (kSpans<F>)
-    return filled<W, N>(widen(param[column / p.span]));
-  else
-    return load_now<W, N>(param + column);
-}
+// How a row lies. In packs: from its first column on, all rows and parameters on 16-byte boundaries. Anywhere: packs are those
+// of the row that is written first; rows that lie differently, and parameters, are shifted on their way.
+template <bool Anywhere, int N, class Column>
+struct Lie {
+  static constexpr bool anywhere = Anywhere;
+  Column cols;
+  int lead = 0;
+
+  template <class T>
+  __device__ __forceinline__ Lie(const T* written, Column cols) : cols(cols) {
+    if constexpr (Anywhere) lead = lead_of(written);
+  }
+  __device__ __forceinline__ bool has(Column c) const { return (!Anywhere || c > -N) && c < cols; }
+  __device__ __forceinline__ bool has_element(Column c) const { return !Anywhere || (c >= 0 && c < cols); }
+  template <class T>
+  __device__ __forceinline__ Pack<T, N> load(bool live, const T* row, Column c) const {
+    if constexpr (Anywhere)
+      return load_shifted<T, N>(row, c, live ? cols : 0);
+    else
+      return load_where<T, N>(live && c < cols, row + c);
+  }
+  template <class T>
+  __device__ __forceinline__ void load_ends(bool live, Pack<T, N>& pack, const T* row, Column c) const {
+    if constexpr (Anywhere) cuda::load_ends(pack, row, c, live ? cols : 0);
+  }
+  template <class T>
+  __device__ __forceinline__ void store(T* row, Column c, const Pack<T, N>& pack) const {
+    if constexpr (Anywhere)
+      store_anywhere(row, c, cols, pack);
+    else
+      store_whole(row + c, pack);
+  }
+};
 
 // Element j of several packs.
 template <class T, int N, int K>
@@ -89,147 +117,198 @@ __device__ __forceinline__ float value(const F& f, const Pack<typename F::Elemen
   return f.value(x);
 }
 
-// kept = merge(in), which takes in[0]'s place.
-template <class F, class W, class Y, int N>
-__device__ __forceinline__ void keep(const NormForward<F, W, Y>& p,
-                                     Pack<typename F::Element, N> (&in)[F::kIn], int64_t row,
-                                     int64_t column) {
-  if constexpr (F::kKeeps) {
-    float merged[N];
+// One row, or section of one, and what is done to a pack of it; `c` counts columns of the section.
+template <class F, class W, class Y, int N, bool Anywhere, class Column>
+struct ForwardRow {
+  using X = typename F::Element;
+  using Inputs = Pack<X, N>[F::kIn];
+  using Params = Pack<W, N>[F::kParams];
+  const NormForward<F, W, Y>& p;
+  int64_t row, before, statistic;
+  bool live;
+  Y* y;
+  Lie<Anywhere, N, Column> lie;
+
+  __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const Place& place, int64_t row)
+      : p(p),
+        row(row),
+        before(int64_t(place.section) * p.cols),
+        statistic(row * p.sections + place.section),
+        live(row < p.rows),
+        y(p.y + row * p.y_stride + before),
+        lie(written(), Column(p.cols)) {}
+  // What takes another row's place must lie as that one does: its packs may be read only by who writes them.
+  __device__ __forceinline__ auto written() const {
+    if constexpr (F::kKeeps)
+      return kept();
+    else
+      return y;
+  }
+  __device__ __forceinline__ X* kept() const { return p.kept + row * p.kept_stride + before; }
+  __device__ __forceinline__ const X* in(int k) const { return p.in[k] + row * p.in_stride[k] + before; }
+
+  __device__ __forceinline__ void load(Column c, Inputs& packs) const {
+#pragma unroll
+    for (int k = 0; k < F::kIn; ++k) packs[k] = lie.load(live, in(k), c);
+  }
+  __device__ __forceinline__ void load_ends(Column c, Inputs& packs) const {
+#pragma unroll
+    for (int k = 0; k < F::kIn; ++k) lie.load_ends(live, packs[k], in(k), c);
+  }
+  __device__ __forceinline__ void load_params(Column c, Params& packs) const {
+#pragma unroll
+    for (int k = 0; k < F::kParams; ++k) {
+      const W* param = p.param[k];
+      if constexpr (!kSpans<F>) {
+        packs[k] = lie.load(param != nullptr, param + before, c);
+      } else if constexpr (Anywhere) {
+#pragma unroll
+        for (int j = 0; j < N; ++j)
+          if (param && lie.has_element(c + j)) packs[k].v[j] = param[(before + c + j) / p.span];
+      } else {
+        if (param && c < lie.cols) packs[k] = filled<W, N>(widen(param[(before + c) / p.span]));
+      }
+    }
+  }
+  // kept = merge(in), which takes in[0]'s place.
+  __device__ __forceinline__ void keep(Column c, Inputs& packs) const {
+    if constexpr (F::kKeeps) {
+      if (!live || !lie.has(c)) return;
+      float merged[N];
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        float x[F::kIn];
+        element(packs, j, x);
+        merged[j] = p.f.merge(x);
+      }
+      packs[0].set(merged);
+      lie.store(kept(), c, packs[0]);
+    }
+  }
+  __device__ __forceinline__ void write(Column c, const Inputs& packs, Params& params, float mean,
+                                        float rstd) const {
+#pragma unroll
+    for (int k = 0; k < F::kParams; ++k) {
+      if (p.param[k] == nullptr)
+        params[k] = filled<W, N>(p.absent[k]);
+      else if constexpr (!kSpans<F>)
+        lie.load_ends(true, params[k], p.param[k] + before, c);
+    }
+    float h[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      float x[F::kIn];
-      element(in, j, x);
-      merged[j] = p.f.merge(x);
+      float v = value<F, N>(p.f, packs, j);
+      h[j] = (F::kCentred ? v - mean : v) * rstd;
     }
-    in[0].set(merged);
-    store(p.kept + row * p.kept_stride + column, in[0]);
-  }
-}
-
-template <class F, class W, class Y, int N>
-__device__ __forceinline__ void write(const NormForward<F, W, Y>& p, Y* y,
-                                      const Pack<typename F::Element, N> (&in)[F::kIn],
-                                      Pack<W, N> (&param)[F::kParams], float mean, float rstd) {
+    if (p.f.round_h) round_all<X>(h);
 #pragma unroll
-  for (int k = 0; k < F::kParams; ++k)
-    if (p.param[k] == nullptr) param[k] = filled<W, N>(p.absent[k]);
-  float h[N];
-#pragma unroll
-  for (int j = 0; j < N; ++j) {
-    float v = value<F, N>(p.f, in, j);
-    h[j] = (F::kCentred ? v - mean : v) * rstd;
+    for (int j = 0; j < N; ++j) {
+      float x[F::kIn], w[F::kParams];
+      element(packs, j, x);
+      element(params, j, w);
+      h[j] = p.f.result(h[j], w, x);
+    }
+    Pack<Y, N> out;
+    out.set(h);
+    lie.store(y, c, out);
   }
-  if (p.f.round_h) round_all<typename F::Element>(h);
-#pragma unroll
-  for (int j = 0; j < N; ++j) {
-    float x[F::kIn], w[F::kParams];
-    element(in, j, x);
-    element(param, j, w);
-    h[j] = p.f.result(h[j], w, x);
-  }
-  Pack<Y, N> out;
-  out.set(h);
-  store(y, out);
-}
 
-// Sum of squares about the mean, and, where there is one, the sum of what is left: the sum of a long row far from zero is some
-// ulp off, and this says by how much.
-template <class F, int K>
-__device__ __forceinline__ void add_to_statistics(float v, float mean, float (&sums)[K]) {
-  if constexpr (F::kCentred) {
-    v -= mean;
-    sums[1] += v;
+  // Sum of squares about the mean, and, where there is one, the sum of what is left: the sum of a long row far from zero is
+  // some ulp off, and this says by how much.
+  template <int K>
+  __device__ __forceinline__ void add_to_statistics(Column c, const Inputs& packs, float mean,
+                                                    float (&sums)[K]) const {
+    if (F::kCentred && !lie.has(c)) return;  // a zero that is not there is off the mean
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      float v = value<F, N>(p.f, packs, j);
+      if constexpr (F::kCentred) {
+        v = lie.has_element(c + j) ? v - mean : 0.0f;
+        sums[1] += v;
+      }
+      sums[0] = fma(v, v, sums[0]);
+    }
   }
-  sums[0] = fma(v, v, sums[0]);
-}
-template <class F, class W, class Y, int K>
-__device__ __forceinline__ float finish_statistics(const NormForward<F, W, Y>& p, const float (&sums)[K],
-                                                   float& mean) {
-  float variance = sums[0] / float(p.cols);
-  if constexpr (F::kCentred) {
-    float off = sums[1] / float(p.cols);
-    mean += off;
-    variance = fma(-off, off, variance);
-    if (variance < 0.0f) variance = 0.0f;
+  template <int K>
+  __device__ __forceinline__ float finish_statistics(const float (&sums)[K], float& mean) const {
+    float variance = sums[0] * p.inverse;
+    if constexpr (F::kCentred) {
+      float off = sums[1] * p.inverse;
+      mean += off;
+      variance = fma(-off, off, variance);
+      if (variance < 0.0f) variance = 0.0f;
+    }
+    // Short rows feel every instruction of this: division and root by the book are 60.
+    return sizeof(X) == 2 ? rsqrtf(variance + p.eps) : 1.0f / sqrtf(variance + p.eps);
   }
-  return 1.0f / sqrtf(variance + p.eps);
-}
+  __device__ __forceinline__ void save_statistics(float mean, float rstd) const {
+    p.rstd[statistic] = rstd;
+    if constexpr (F::kCentred) p.mean[statistic] = mean;
+  }
+};
 
-template <class F, class W, class Y, int N, class Shape>
-__global__ __launch_bounds__(Shape::block) void forward_kernel(
+template <class F, class W, class Y, int N, class Shape, bool Anywhere>
+__global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
   using X = typename F::Element;
   constexpr int kStatistics = F::kCentred ? 2 : 1;
   // Parameters are on their way during the reduction where they find room in registers.
-  constexpr bool kEarly = Shape::held <= 4 && (Shape::held * N * sizeof(W) * F::kParams * F::kIn <= 64 ||
-                                               Shape::block * F::kParams * F::kIn <= 512);
+  constexpr bool kEarly =
+      !Anywhere && Shape::held <= 4 && Shape::held * N * sizeof(W) * F::kParams * F::kIn <= 64;
   __shared__ float slots[2][kStatistics * 32];
   wait_for_kernel_ahead();
   let_next_kernel_start();
+  using Tile = RowTile<X, N, Shape>;
   const Place place(p.sections, Shape::rows);
-  const int64_t row = place.first + threadIdx.x / Shape::threads, before = int64_t(place.section) * p.cols;
-  const bool live = row < p.rows;
-  const int cols = int(p.cols);
-  auto column = [](int i) { return RowTile<X, N, Shape>::column(i); };
-  Pack<X, N> in[Shape::held][F::kIn];
+  const ForwardRow<F, W, Y, N, Anywhere, int> row(
+      p, place, place.first + (Shape::rows == 1 ? 0 : threadIdx.x / Shape::threads));
+  auto column = [&](int i) { return Tile::column(i) - row.lie.lead; };
+  auto renew = [&](Pack<X, N>(&packs)[F::kIn]) {
 #pragma unroll
-  for (int i = 0; i < Shape::held; ++i)
-#pragma unroll
-    for (int k = 0; k < F::kIn; ++k) {
-      if (live && column(i) < cols)
-        in[i][k] = load_stream<X, N>(p.in[k] + row * p.in_stride[k] + before + column(i));
-      else
-        in[i][k] = Pack<X, N>{};
-    }
-  Pack<W, N> w[Shape::held][F::kParams];
-  auto load_params = [&](int i) {
-#pragma unroll
-    for (int k = 0; k < F::kParams; ++k)
-      if (p.param[k] && column(i) < cols) w[i][k] = parameters<N>(p, p.param[k], before + column(i));
+    for (int k = 0; k < F::kIn; ++k) packs[k] = again(packs[k], p.zero);
   };
+  Pack<X, N> in[Shape::held][F::kIn];
+  Pack<W, N> w[Shape::held][F::kParams];
+#pragma unroll
+  for (int i = 0; i < Shape::held; ++i) row.load(column(i), in[i]);
   if constexpr (kEarly) {
 #pragma unroll
-    for (int i = 0; i < Shape::held; ++i) load_params(i);
+    for (int i = 0; i < Shape::held; ++i) row.load_params(column(i), w[i]);
   }
-  if constexpr (F::kKeeps) {
 #pragma unroll
-    for (int i = 0; i < Shape::held; ++i)
-      if (live && column(i) < cols) keep(p, in[i], row, before + column(i));
-  }
+  for (int i = 0; i < Shape::held; ++i) row.load_ends(column(i), in[i]);
+#pragma unroll
+  for (int i = 0; i < Shape::held; ++i) row.keep(column(i), in[i]);
   float mean = 0.0f, sums[kStatistics] = {};
   if constexpr (F::kCentred) {
 #pragma unroll
     for (int i = 0; i < Shape::held; ++i)
 #pragma unroll
       for (int j = 0; j < N; ++j) mean += value<F, N>(p.f, in[i], j);
-    mean = reduce_row<Sum, Shape::threads>(mean, slots[0]) / float(p.cols);
+    mean = reduce_row<Sum, Shape::threads>(mean, slots[0]) * p.inverse;
   }
 #pragma unroll
   for (int i = 0; i < Shape::held; ++i) {
-    if (F::kCentred && column(i) >= cols) continue;  // a zero that is not there is off the mean
-#pragma unroll
-    for (int j = 0; j < N; ++j) add_to_statistics<F>(value<F, N>(p.f, in[i], j), mean, sums);
+    if (F::kCentred) renew(in[i]);
+    row.add_to_statistics(column(i), in[i], mean, sums);
   }
   reduce_row<Sum, Shape::threads>(sums, slots[1]);
-  if (!live) return;
-  float rstd = finish_statistics(p, sums, mean);
-  if (RowTile<X, N, Shape>::thread() == 0) {
-    p.rstd[row * p.sections + place.section] = rstd;
-    if constexpr (F::kCentred) p.mean[row * p.sections + place.section] = mean;
-  }
+  if (!row.live) return;
+  const float rstd = row.finish_statistics(sums, mean);
+  if (Tile::thread() == 0) row.save_statistics(mean, rstd);
 #pragma unroll
   for (int i = 0; i < Shape::held; ++i) {
-    if constexpr (!kEarly) load_params(i);
-    if (column(i) < cols)
-      write<F, W, Y, N>(p, p.y + row * p.y_stride + before + column(i), in[i], w[i], mean, rstd);
+    if (!row.lie.has(column(i))) continue;
+    if constexpr (!kEarly) row.load_params(column(i), w[i]);
+    renew(in[i]);
+    row.write(column(i), in[i], w[i], mean, rstd);
   }
 }
 
 constexpr int kLoopThreads = 1024;
 
 // Rows too long for registers: a sweep for each statistic and one that writes, all but the first out of L2.
-template <class F, class W, class Y, int N>
+template <class F, class W, class Y, int N, bool Anywhere>
 __global__ __launch_bounds__(kLoopThreads) void forward_looped_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
   using X = typename F::Element;
@@ -238,17 +317,18 @@ __global__ __launch_bounds__(kLoopThreads) void forward_looped_kernel(
   wait_for_kernel_ahead();
   let_next_kernel_start();
   const Place place(p.sections, 1);
-  const int64_t row = place.first, before = int64_t(place.section) * p.cols;
+  const ForwardRow<F, W, Y, N, Anywhere, int64_t> row(p, place, place.first);
   auto sweep = [&](bool first, auto&& fn) {
-    for (int64_t c = int64_t(threadIdx.x) * N; c < p.cols; c += int64_t(kLoopThreads) * N) {
-      Pack<X, N> in[F::kIn];
+    for (int64_t c = int64_t(threadIdx.x) * N - row.lie.lead; c < p.cols; c += int64_t(kLoopThreads) * N) {
+      Pack<X, N> in[F::kIn] = {};
       if (F::kKeeps && !first) {
-        in[0] = load_stream<X, N>(p.kept + row * p.kept_stride + before + c);
+        const X* kept = row.kept();
+        in[0] = row.lie.load(true, kept, c);
+        row.lie.load_ends(true, in[0], kept, c);
       } else {
-#pragma unroll
-        for (int k = 0; k < F::kIn; ++k)
-          in[k] = load_stream<X, N>(p.in[k] + row * p.in_stride[k] + before + c);
-        keep(p, in, row, before + c);
+        row.load(c, in);
+        row.load_ends(c, in);
+        row.keep(c, in);
       }
       fn(in, c);
     }
@@ -259,58 +339,48 @@ __global__ __launch_bounds__(kLoopThreads) void forward_looped_kernel(
 #pragma unroll
       for (int j = 0; j < N; ++j) mean += value<F, N>(p.f, in, j);
     });
-    mean = reduce_row<Sum, kLoopThreads>(mean, slots[0]) / float(p.cols);
+    mean = reduce_row<Sum, kLoopThreads>(mean, slots[0]) * p.inverse;
   }
-  sweep(!F::kCentred, [&](const Pack<X, N>(&in)[F::kIn], int64_t) {
-#pragma unroll
-    for (int j = 0; j < N; ++j) add_to_statistics<F>(value<F, N>(p.f, in, j), mean, sums);
-  });
+  sweep(!F::kCentred,
+        [&](const Pack<X, N>(&in)[F::kIn], int64_t c) { row.add_to_statistics(c, in, mean, sums); });
   reduce_row<Sum, kLoopThreads>(sums, slots[1]);
-  float rstd = finish_statistics(p, sums, mean);
-  if (threadIdx.x == 0) {
-    p.rstd[row * p.sections + place.section] = rstd;
-    if constexpr (F::kCentred) p.mean[row * p.sections + place.section] = mean;
-  }
+  const float rstd = row.finish_statistics(sums, mean);
+  if (threadIdx.x == 0) row.save_statistics(mean, rstd);
   sweep(false, [&](const Pack<X, N>(&in)[F::kIn], int64_t c) {
     Pack<W, N> w[F::kParams];
-#pragma unroll
-    for (int k = 0; k < F::kParams; ++k)
-      if (p.param[k]) w[k] = parameters<N>(p, p.param[k], before + c);
-    write<F, W, Y, N>(p, p.y + row * p.y_stride + before + c, in, w, mean, rstd);
+    row.load_params(c, w);
+    row.write(c, in, w, mean, rstd);
   });
 }
 
-// Rows held in registers, by the length of the row in packs. Single elements (N = 1) are the exception: fewer shapes. Two rows
-// read leave no room for the longest, and need fewer threads for the same bytes in flight.
-template <int N, int Rows>
+// Rows held in registers, by the length of the row in packs. Short rows take few threads: what is done once a row costs as much
+// as its elements. Longer ones leave room for other blocks. Shifted ones hold as many words again on their way.
+template <int Rows, bool Anywhere>
 struct ForwardLadder {
-  using Shapes = RowShapes<RowShape<16, 1>, RowShape<32, 1>, RowShape<32, 2>, RowShape<128, 2>,
-                           RowShape<128, 4>, RowShape<256, 4>, RowShape<512, 4>, RowShape<1024, 4>>;
-};
-template <int N>
-struct ForwardLadder<N, 1> {
-  using Shapes = RowShapes<RowShape<8, 1>, RowShape<16, 1>, RowShape<32, 1>, RowShape<32, 2>, RowShape<32, 4>,
-                           RowShape<128, 2>, RowShape<128, 4>, RowShape<256, 4>, RowShape<512, 4>,
-                           RowShape<1024, 4>, RowShape<1024, 8>>;
+  using Short = RowShapes<RowShape<4, 2>, RowShape<4, 4>, RowShape<16, 2>, RowShape<32, 2>, RowShape<32, 4>>;
+  using Shapes =
+      std::conditional_t<Rows == 1,
+                         typename Short::template with<RowBlock<4, 224, 5>>::template with<RowBlock<8, 1024>>,
+                         typename Short::template with<RowBlock<4, 1024>>>;
 };
 template <int Rows>
-struct ForwardLadder<1, Rows> {
-  using Shapes = RowShapes<RowShape<32, 4>, RowShape<256, 4>, RowShape<1024, 4>>;
-};
-template <>
-struct ForwardLadder<1, 1> {
-  using Shapes = RowShapes<RowShape<32, 4>, RowShape<256, 4>, RowShape<1024, 8>>;
+struct ForwardLadder<Rows, true> {
+  using Shapes = RowShapes<RowShape<8, 4>, RowShape<32, 4>, RowBlock<4 / Rows, 1024>>;
 };
 
-template <int N, class F, class W, class Y>
+template <bool Anywhere, int N, class F, class W, class Y>
 void run_forward(const char* op, Context& ctx, const NormForward<F, W, Y>& p) {
-  bool held = ForwardLadder<N, F::kIn>::Shapes::pick(p.cols / N, [&](auto shape) {
+  const int64_t packs = Anywhere ? ceil_div(p.cols + N - 1, N) : p.cols / N;
+  bool held = ForwardLadder<F::kIn, Anywhere>::Shapes::pick(packs, [&](auto shape) {
     using Shape = decltype(shape);
-    launch(op, ctx, forward_kernel<F, W, Y, N, Shape>,
-           {.blocks = ceil_div(p.rows, Shape::rows) * p.sections, .threads = Shape::block, .early = true}, p);
+    launch(op, ctx, forward_kernel<F, W, Y, N, Shape, Anywhere>,
+           {.blocks = ceil_div(p.rows, Shape::rows) * p.sections,
+            .threads = block_threads<Shape>(packs),
+            .early = true},
+           p);
   });
   if (!held)
-    launch(op, ctx, forward_looped_kernel<F, W, Y, N>,
+    launch(op, ctx, forward_looped_kernel<F, W, Y, N, Anywhere>,
            {.blocks = p.rows * p.sections, .threads = kLoopThreads, .early = true}, p);
 }
 
@@ -337,8 +407,9 @@ void with_result_types(const char* op, DType x, const Vector& weight, DType y, F
 }
 
 template <class F, class W, class Y>
-void norm_forward(const char* op, Context& ctx, const NormForward<F, W, Y>& p) {
+void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
   using X = typename F::Element;
+  p.inverse = 1.0f / float(p.cols);
   using norm_detail::aligned;
   constexpr int kPack = 16 / sizeof(X);
   bool packs =
@@ -347,7 +418,8 @@ void norm_forward(const char* op, Context& ctx, const NormForward<F, W, Y>& p) {
   for (int k = 0; k < F::kParams; ++k)
     packs = packs && (norm_detail::kSpans<F> ? p.span % kPack == 0 : aligned(p.param[k]));
   if (F::kKeeps) packs = packs && packs_align(p.kept, p.kept_stride, p.cols, sizeof(X));
-  packs ? norm_detail::run_forward<kPack>(op, ctx, p) : norm_detail::run_forward<1>(op, ctx, p);
+  packs ? norm_detail::run_forward<false, kPack>(op, ctx, p)
+        : norm_detail::run_forward<true, kPack>(op, ctx, p);
 }
 
 }  // namespace tigon::cuda

@@ -20,24 +20,26 @@ __device__ __forceinline__ float reduce_lanes(float x) {
   return x;
 }
 
-// Threads [row * Threads, (row+1) * Threads) of the block share a row; every one of them gets the K results.
+// Threads [row * Threads, (row+1) * Threads) of the block share a row (0: all of them); every one of them gets the K results.
 // `slots` is shared memory for 32 * K floats; callers that reduce twice must pass two arrays (or synchronise in between).
 // All threads of the block must take part.
 template <class Op, int Threads, int K>
 __device__ __forceinline__ void reduce_row(float (&x)[K], float* slots) {
-  constexpr int kWarps = Threads / 32;
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = warp / (kWarps > 0 ? kWarps : 1) * kWarps;
+  constexpr int kWarps = Threads == 0 ? 32 : Threads / 32, kLanes = kWarps > 0 ? 32 : Threads;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int first = warp / (kWarps > 0 ? kWarps : 1) * kWarps,
+            warps = Threads == 0 ? blockDim.x / 32 : kWarps;
 #pragma unroll
   for (int k = 0; k < K; ++k) {
-    x[k] = reduce_lanes<Op, Threads <= 32 ? Threads : 32>(x[k]);
+    x[k] = reduce_lanes<Op, kLanes>(x[k]);
     if (kWarps > 1 && lane == 0) slots[k * 32 + warp] = x[k];
   }
-  if constexpr (Threads > 32) {
+  if constexpr (kWarps > 1) {
     __syncthreads();
     constexpr int kWidth = kWarps <= 2 ? 2 : kWarps <= 4 ? 4 : kWarps <= 8 ? 8 : kWarps <= 16 ? 16 : 32;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
-      float y = lane < kWarps ? slots[k * 32 + first + lane] : Op::identity;
+      float y = lane < warps ? slots[k * 32 + first + lane] : Op::identity;
       x[k] = __shfl_sync(0xffffffffu, reduce_lanes<Op, kWidth>(y), 0);
     }
   }

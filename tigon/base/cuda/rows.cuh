@@ -25,6 +25,19 @@ struct RowShape {
   static constexpr int64_t packs = int64_t(Threads) * Held;  // longest row
 };
 
+// A block a row, with as many warps as the row's packs need; at most Most threads.
+template <int Held, int Most, int MinBlocks = 1>
+struct RowBlock {
+  static constexpr int threads = 0;  // all of the block
+  static constexpr int held = Held, rows = 1, block = Most, min_blocks = MinBlocks;
+  static constexpr int64_t packs = int64_t(Most) * Held;
+};
+// Threads of a block for rows of `packs` packs.
+template <class Shape>
+int block_threads(int64_t packs) {
+  return Shape::threads ? Shape::block : int(ceil_div(packs, 32 * Shape::held) * 32);
+}
+
 // A kernel's ladder of shapes, shortest rows first.
 template <class... Shapes>
 struct RowShapes {
@@ -44,7 +57,9 @@ struct RowTile {
   Pack<T, N> pack[Shape::held];
 
   __device__ static int thread() { return Shape::rows == 1 ? threadIdx.x : threadIdx.x % Shape::threads; }
-  __device__ static int column(int i) { return (thread() + i * Shape::threads) * N; }
+  __device__ static int column(int i) {
+    return (thread() + i * (Shape::threads ? Shape::threads : int(blockDim.x))) * N;
+  }
 
   // Columns past `cols` read as zero; cols is a multiple of N.
   __device__ __forceinline__ void load_row(const T* row, int cols) {
