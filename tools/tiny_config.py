@@ -17,7 +17,8 @@ LAYER_COUNTS = re.compile(
     r"|conf_num_hidden_layers|num_layers_per_stack|resampler_depth|num_global_layers)$"
 )
 RULES = (
-    (r".*vocab_size|vocab_size_per_layer_input|num_embeddings|codebook_size", VOCABULARY),
+    (r".*vocab_size|vocab_size_per_layer_input|num_embeddings", VOCABULARY),
+    (r"codebook_size", 128),  # some insist on a power of two
     (r"(num|n)_(kv|key_value)_heads|.*num_key_value_heads|attn_config_kv_n_heads", "kv"),
     (r"linear_num_key_heads", 2),
     (r"(.*_)?(num_)?attention_heads|(.*_)?(num|n)_heads?|mamba_n(um)?_heads|mamba_num_heads"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,9 +12,12 @@ from tiny import SHARED, assert_as_good, batch, double, make, step
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
+from transformers.models.moshi.modeling_moshi import MoshiGatingMLP
+from transformers.models.t5.modeling_t5 import T5DenseGatedActDense
 
 from tigon.hf import apply
 from tigon.hf.mlp import known_activation, plan_mlp
+from tigon.hf.structures import EXPERT_GATES
 
 NAMES = {
     "silu": "silu",
@@ -133,6 +137,65 @@ def test_multipliers_that_are_no_numbers_are_left():
     module = FalconH1MLP(config)
     module.gate_multiplier = torch.ones(())
     assert "not a number" in plan_mlp(module)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_t5_gated_mlps(dtype):
+    """The product takes the dtype of the last weight, which T5 keeps in fp32."""
+    torch.manual_seed(2)
+    config = transformers.T5Config(d_model=16, d_ff=24, feed_forward_proj="gated-gelu", dropout_rate=0.0)
+    stock = T5DenseGatedActDense(config).to(dtype).train()
+    _hold(stock, "tigon.geglu")
+    stock.wo.float()
+    patched = copy.deepcopy(stock)
+    apply(patched)
+    x = torch.randn(2, 3, 16, dtype=dtype)
+    assert patched(x).dtype == stock(x).dtype == torch.float32
+    torch.testing.assert_close(patched(x), stock(x), rtol=2e-2, atol=2e-2)
+
+
+def test_moshi_mlps():
+    """Gate and up are halves; with a layer's own weights stock runs."""
+    torch.manual_seed(2)
+    config = transformers.MoshiConfig(hidden_size=16, ffn_dim=48, num_codebooks=2)
+    _hold(MoshiGatingMLP(config), "tigon.swiglu")
+    flexible = MoshiGatingMLP(config, use_flexible_linear=True)
+    for parameter in flexible.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    x = torch.randn(2, 2, 16)
+    wanted = flexible(x, torch.tensor([0, 1]))
+    apply(flexible)
+    assert torch.equal(flexible(x, torch.tensor([0, 1])), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("row", EXPERT_GATES, ids=lambda row: row.reference.__name__)
+def test_gates_of_experts(row, dtype):
+    """Every form of the table, from its reference: recognised, as near as stock to fp64, gradient too."""
+    torch.manual_seed(3)
+    methods = {"_apply_gate": row.reference, "forward": lambda self, x: self._apply_gate(x)}
+    model = nn.Sequential(type("Experts", (nn.Module,), methods)())
+    experts = model[0]
+    experts.has_gate, experts.config = True, SimpleNamespace(_experts_implementation="grouped_mm")
+    experts.act, experts.limit, experts.alpha = ACT2FN["silu"], 1.5, 1.702
+    x, dy = 2 * torch.randn(9, 48, dtype=dtype), torch.randn(9, 24, dtype=dtype)
+
+    def run(x, dy):
+        x = x.detach().requires_grad_()
+        y = model(x)
+        return y.detach(), *torch.autograd.grad(y, x, dy)
+
+    stock = torch.Tensor.float
+    wanted = run(x, dy)
+    torch.Tensor.float = lambda x: x if x.dtype == torch.float64 else stock(x)
+    try:
+        exact = run(x.double(), dy.double())
+    finally:
+        torch.Tensor.float = stock
+    assert apply(model).count("experts") == 1
+    for got, right, best in zip(run(x, dy), wanted, exact, strict=True):
+        assert got.dtype == right.dtype
+        assert_as_good(got, right, best, 2 * torch.finfo(dtype).eps)
 
 
 class Ungated(nn.Module):

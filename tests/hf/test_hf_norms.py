@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tiny import assert_as_good
@@ -77,3 +79,23 @@ def test_what_is_left_says_why():
     assert "gate is 'gelu'" in plan_norm(gated)
     assert plan_norm(nn.BatchNorm1d(4)) is None
     assert plan_norm(nn.ReLU()) is None
+
+
+def test_a_declared_class_must_keep_its_numbers(monkeypatch):
+    """Nemotron's norm is taken for what its table says as long as it computes that."""
+    from transformers.models.nemotron import modeling_nemotron as nemotron
+
+    norm = nemotron.NemotronLayerNorm1P(SIZE)
+    spec, by = plan_norm(norm)
+    assert (spec.op, spec.shift) == ("layer_norm", 1.0) and "(1 + weight)" in by
+    torch.manual_seed(0)
+    nn.init.normal_(norm.weight, std=0.3)
+    x = torch.randn(3, SIZE)
+    wanted = norm(x)
+    model = nn.Sequential(norm)
+    apply(model)
+    torch.testing.assert_close(model(x), wanted, rtol=1e-6, atol=1e-6)
+    monkeypatch.setattr(
+        nemotron, "F", SimpleNamespace(layer_norm=lambda *a: 2 * nn.functional.layer_norm(*a))
+    )
+    assert "unrecognised" in plan_norm(nemotron.NemotronLayerNorm1P(SIZE))

@@ -30,7 +30,7 @@ def _arguments(structure, dtype, device, wide_tables=False):
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device, of)
 
     heads_inside = structure.options["rope"].get("unsqueeze_dim") == 2 or call == "x sin cos"
-    if call == "vision":
+    if call.startswith("vision"):
         q, k, cos, sin = (
             draw(TOKENS, *tail) for tail in ((3, COLUMNS), (3, COLUMNS), (columns,), (columns,))
         )
@@ -105,6 +105,15 @@ def test_odd_calls_go_to_stock(structure):
     assert replacement(arguments[0].as_subclass(Sub), *arguments[1:]) == "stock"
     assert replacement(arguments[0][None, None], *arguments[1:]) == "stock"
     assert len(seen) == 2
+
+
+def test_a_call_without_k():
+    """Where a function allows it, k may be None and comes back as None."""
+    (structure,) = [row for row in ROTARY if row.options["call"] == "q maybe k"]
+    q, k, cos, sin = _arguments(structure, torch.float32, "cpu")
+    replacement = make_rotary(None, structure.options)
+    turned, nothing = replacement(q, None, cos, sin)
+    assert nothing is None and torch.equal(turned, replacement(q, k, cos, sin)[0])
 
 
 def wrong_sign(q, k, cos, sin, unsqueeze_dim=1):

@@ -41,6 +41,7 @@ FUNCTIONS = {
     F.group_norm: "group_norm",
     F.layer_norm: "layer_norm",
     F.rms_norm: "rms_norm",
+    isinstance: "isinstance",
 }
 METHODS = {
     "rsqrt", "sqrt", "pow", "square", "mean", "tanh", "sigmoid", "chunk", "unsqueeze", "float",
@@ -219,6 +220,8 @@ class _Evaluator:
             case ast.IfExp(test=test, body=body, orelse=orelse):
                 parts = (self.expression(part, env) for part in (test, body, orelse))
                 return _cond(*parts)
+            case ast.BoolOp(op=op, values=values):
+                return (type(op).__name__.lower(), *(self.expression(value, env) for value in values))
             case ast.Compare(left=left, ops=[op], comparators=[right]):
                 sides = self.expression(left, env), self.expression(right, env)
                 return (type(op).__name__.lower(), *sides)
@@ -231,6 +234,8 @@ class _Evaluator:
             return env[name]
         if name in self.globals:
             return ("object", self.globals[name])
+        if name == "isinstance":
+            return ("object", isinstance)
         raise Unrecognised(f"name `{name}`")
 
     def attribute(self, base, attr):
@@ -240,7 +245,7 @@ class _Evaluator:
             return ("object", getattr(base[1], attr))
         if attr == "dtype":
             return base[2] if base[0] == "cast" else ("dtype", base)
-        if attr in ("shape", "device"):
+        if attr in ("shape", "device") or (attr == "weight" and base[0] == "attr"):
             return (attr, base)
         raise Unrecognised(f"attribute `{attr}`")
 

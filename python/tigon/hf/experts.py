@@ -18,7 +18,7 @@ from tigon.hf.canonical import Unrecognised, canonical_forward, canonical_method
 from tigon.hf.forward import blocked, bound, plain, stock
 from tigon.hf.mlp import FUSED, clamped_product, known_activation, product
 from tigon.hf.structures import BATCHED_EXPERTS, EXPERT_GATES, match
-from tigon.ops.glu import swiglu_oai
+from tigon.ops.glu import swiglu, swiglu_oai
 from tigon.ops.relu_squared import relu_squared
 
 GATE = "_apply_gate"
@@ -32,6 +32,7 @@ class GateSpec:
     alpha: str | None = None
     limit: str | None = None
     clamp_after: bool = False
+    halves: bool = False  # gpt-oss' gate, its columns not by turns
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,12 @@ def gate_forward(module: nn.Module, spec: GateSpec, gate_up):
         return clamped_product(spec.activation, gate, up, getattr(module, spec.limit), spec.clamp_after)
     if spec.activation is not None:
         return product(spec.activation, gate_up, None)
-    return swiglu_oai(gate_up, alpha=getattr(module, spec.alpha), limit=getattr(module, spec.limit))
+    alpha, limit = getattr(module, spec.alpha), getattr(module, spec.limit)
+    if not spec.halves:
+        return swiglu_oai(gate_up, alpha=alpha, limit=limit)
+    gate, up = gate_up.chunk(2, dim=-1)  # g * sigmoid(alpha * g) is silu(alpha * g) / alpha
+    gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit) + 1
+    return swiglu(gate, up, gate_multiplier=alpha, down_multiplier=1 / alpha)
 
 
 def batched_forward(module: nn.Module, spec: BatchedSpec, hidden):
@@ -116,15 +122,14 @@ def _plan_gate(module):
     reason = _inline_loop(module)
     if reason is not None:
         return reason
-    roles = dict(found.roles)
-    if "act" not in roles:
-        label = f"tigon.swiglu_oai ({found.structure.name})"
-        return gate_forward, module, GATE, GateSpec(**roles), label
-    activation, reason = _activation(module, roles.pop("act"))
-    if reason is not None:
-        return reason
-    spec = GateSpec(activation, **found.structure.options, **roles)
-    return gate_forward, module, GATE, spec, f"{FUSED[activation][0]} ({found.structure.name})"
+    fields = {**found.structure.options, **found.roles}
+    if "act" in fields:
+        fields["activation"], reason = _activation(module, fields.pop("act"))
+        if reason is not None:
+            return reason
+    op = "tigon.swiglu_oai" if "alpha" in fields else FUSED[fields["activation"]][0]
+    op = "tigon.swiglu" if "halves" in fields else op
+    return gate_forward, module, GATE, GateSpec(**fields), f"{op} ({found.structure.name})"
 
 
 def _plan_ungated(module):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tigon.hf.canonical import Unrecognised, canonical_forward
-from tigon.hf.forward import blocked, plain
+from tigon.hf.forward import blocked, plain, stock
 from tigon.hf.probe import on_cpu
 from tigon.hf.structures import ACTIVATIONS, MLPS, match
 from tigon.ops.glu import geglu, reglu, swiglu
@@ -55,10 +55,13 @@ class MlpSpec:
     before: tuple[str, ...] = ()  # modules or methods that x goes through
     middle: str | None = None  # dropout or norm of the product
     dropout: str | None = None  # attribute with the probability for the result
+    cast: bool = False  # the product takes the dtype of down's weight (T5 keeps that one in fp32)
 
 
-def mlp_forward(module: nn.Module, spec: MlpSpec, x):
-    """Forward of a recognised MLP."""
+def mlp_forward(module: nn.Module, spec: MlpSpec, x, layer=None):
+    """Forward of a recognised MLP; one of a layer's own weights (Moshi) is left to stock."""
+    if layer is not None:
+        return stock(module, x, layer)
     for name in spec.before:
         x = getattr(module, name)(x)
     down = getattr(module, spec.down)
@@ -76,6 +79,8 @@ def mlp_forward(module: nn.Module, spec: MlpSpec, x):
         inner = product(spec.activation, gate, up)
     if spec.middle is not None:
         inner = getattr(module, spec.middle)(inner)
+    if spec.cast and isinstance(down.weight, torch.Tensor) and down.weight.dtype != torch.int8:
+        inner = inner.to(down.weight.dtype)
     y = down(inner)
     if spec.dropout is not None:
         y = F.dropout(y, p=getattr(module, spec.dropout), training=module.training)

@@ -9,8 +9,8 @@ from torch import nn
 
 from tigon.hf.canonical import NoSource, Unrecognised, canonical_forward
 from tigon.hf.forward import blocked, plain, stock
-from tigon.hf.probe import probe_norm
-from tigon.hf.structures import GATED_NORMS, GROUP_NORMS, LAYER_NORMS, NORMS, Match, match
+from tigon.hf.probe import equals, probe_norm
+from tigon.hf.structures import DECLARED, GATED_NORMS, GROUP_NORMS, LAYER_NORMS, NORMS, Match, match
 from tigon.ops.gated_rms_norm import gated_rms_norm
 from tigon.ops.group_norm import group_norm
 from tigon.ops.layer_norm import layer_norm
@@ -61,6 +61,10 @@ def _layer(module, spec, x):
     if not all(part is None or plain(part) for part in (x, weight, bias)):
         return stock(module, x)
     eps = getattr(module, spec.eps) if isinstance(spec.eps, str) else spec.eps
+    if spec.shift:
+        if torch.is_autocast_enabled():  # Nemotron casts weights and all
+            return stock(module, x)
+        weight = weight + spec.shift
     if spec.channels_first:
         x = x.permute(0, 2, 3, 1)
     y = layer_norm(_wide(x, spec), weight, bias, eps)
@@ -78,10 +82,10 @@ def _gated(module, spec, x, gate=None):
     )  # fmt: skip
 
 
-def _group(module, spec, x):
+def _group(module, spec, x, *unused):
     weight, bias = getattr(module, spec.weight), getattr(module, spec.bias)
     if not all(part is None or plain(part) for part in (x, weight, bias)):
-        return stock(module, x)
+        return stock(module, x, *unused)
     return group_norm(_wide(x, spec), getattr(module, spec.groups), weight, bias, getattr(module, spec.eps))
 
 
@@ -147,6 +151,9 @@ def recognise(module: nn.Module) -> Match | str:
     except NoSource:
         return probe_norm(module) or "no source, and equal to no known norm in numbers"
     except Unrecognised as error:
+        declared = DECLARED.get(f"{type(module).__module__}.{type(module).__qualname__}")
+        if declared is not None and equals(module, declared):
+            return declared
         return f"unrecognised forward: {error}"
     found = match(expression, (*NORMS, *LAYER_NORMS, *GATED_NORMS, *GROUP_NORMS))
     return found or f"unrecognised forward: {expression.text}"

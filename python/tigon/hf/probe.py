@@ -46,25 +46,31 @@ def probe_norm(module: nn.Module) -> Match | None:
             if "with_weight" in names or "shape" in names:
                 continue
             needs_weight = "weight" in names
-            if needs_weight == (weight is not None) and _norm_equal(module, structure, weight, eps):
-                roles = {"eps": eps} | ({"weight": weight} if needs_weight else {})
-                return Match(structure, roles)
+            found = Match(structure, {"eps": eps} | ({"weight": weight} if needs_weight else {}))
+            if needs_weight == (weight is not None) and equals(module, found):
+                return found
     return None
 
 
+@torch.no_grad()
 @on_cpu()
-def _norm_equal(module, structure, weight, eps) -> bool:
-    size = 24 if weight is None else module._parameters[weight].shape[0]
+def equals(module: nn.Module, found: Match) -> bool:
+    """Whether a norm's forward is that of a structure in numbers, its attributes in these roles."""
+    roles = found.roles
+    parameters = {role: name for role, name in roles.items() if module._parameters.get(name) is not None}
+    size = next((module._parameters[name].shape[0] for name in parameters.values()), 24)
     for dtype, weight_dtype in PROBE_DTYPES:
         twin = copy.copy(module)
-        twin.__dict__ = {**module.__dict__, eps: PROBE_EPS}
+        twin.__dict__ = {**module.__dict__, roles["eps"]: PROBE_EPS}
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(5, size, generator=generator).to(dtype)
-        role = SimpleNamespace(eps=PROBE_EPS)
-        if weight is not None:
-            role.weight = torch.randn(size, generator=generator).to(weight_dtype)
-            twin.__dict__["_parameters"] = {weight: nn.Parameter(role.weight)}
-        if not _equal(type(module).forward, (twin, x), structure.reference(role, x)):
+        drawn = {role: torch.randn(size, generator=generator).to(weight_dtype) for role in parameters}
+        known = {role: getattr(module, name) for role, name in roles.items()}
+        if drawn:
+            new = {name: nn.Parameter(drawn[role]) for role, name in parameters.items()}
+            twin.__dict__["_parameters"] = new
+        role = SimpleNamespace(**{**known, "eps": PROBE_EPS, **drawn})
+        if not _equal(type(module).forward, (twin, x), found.structure.reference(role, x)):
             return False
     return True
 

@@ -47,6 +47,8 @@ def make_rotary(original, options: dict):
             cos, sin = cos[..., :half], sin[..., :half]
         if tables != "all":
             dims["rotary_dim"] = 2 * cos.shape[-1]
+        if options["back"]:
+            sin = -sin
         return rope(q, k, cos, sin, **dims, **fixed)
 
     return _REPLACEMENTS[options["call"]](original, rotate)
@@ -91,6 +93,25 @@ def _vision(original, rotate):
     return rotary
 
 
+def _vision_packed(original, rotate):
+    def rotary(q, k, cos, sin):
+        if _usual(q, k, cos, sin, dims=(3,)):
+            return rotate(q, k, cos, sin, unsqueeze_dim=1)
+        return original(q, k, cos, sin)
+
+    return rotary
+
+
+def _q_maybe_k(original, rotate):
+    def rotary(q, k, cos, sin, unsqueeze_dim=1):
+        if unsqueeze_dim in (1, 2) and _usual(q, k, cos, sin):
+            turned = rotate(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+            return (turned, None) if k is None else turned
+        return original(q, k, cos, sin, unsqueeze_dim)
+
+    return rotary
+
+
 def _one_tensor(original, rotate):
     def rotary(x, cos, sin, unsqueeze_dim=1):
         if unsqueeze_dim in (1, 2) and _usual(x, None, cos, sin):
@@ -121,7 +142,9 @@ def _complex(original, rotate):
 _REPLACEMENTS = {
     "q k": _q_k,
     "q k positions": _q_k_positions,
+    "q maybe k": _q_maybe_k,
     "vision": _vision,
+    "vision packed": _vision_packed,
     "x": _one_tensor,
     "x sin cos": _sin_first,
     "complex": _complex,

@@ -3,7 +3,7 @@
 Their options: `call` names the signature (`hf/rope.py` has one replacement for each), `rope` holds the
 options of `tigon.rope`, `tables` says which columns of cos and sin are read: all of them; the
 `left` half, each for a pair; or all, each for a pair (`pair`). `probe`: how many columns a function
-without source is tried with, where its numbers may be compared.
+without source is tried with, where its numbers may be compared. `back`: turned by minus the angle.
 """
 
 from __future__ import annotations
@@ -32,6 +32,17 @@ def rotate_pairs_view(x):
 
 
 # --- halves ----------------------------------------------------------------------------------
+
+
+def rotate_half_back(x):
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((x2, -x1), dim=-1)
+
+
+def full_back(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    return (q * cos) + (rotate_half_back(q) * sin), (k * cos) + (rotate_half_back(k) * sin)
 
 
 def full(q, k, cos, sin, unsqueeze_dim=1):
@@ -70,6 +81,16 @@ def vision(q, k, cos, sin):
     q_embed = (q * cos) + (rotate_half(q) * sin)
     k_embed = (k * cos) + (rotate_half(k) * sin)
     return q_embed.to(q_dtype), k_embed.to(k_dtype)
+
+
+def vision_partial(q, k, cos, sin):
+    columns = cos.shape[-1]
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    q_rot, q_pass = q[..., :columns], q[..., columns:]
+    k_rot, k_pass = k[..., :columns], k[..., columns:]
+    q_rot = q_rot * cos + rotate_half(q_rot) * sin
+    k_rot = k_rot * cos + rotate_half(k_rot) * sin
+    return torch.cat([q_rot, q_pass], dim=-1), torch.cat([k_rot, k_pass], dim=-1)
 
 
 def partial(q, k, cos, sin, unsqueeze_dim=1):
@@ -223,6 +244,19 @@ def deinterleaved(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
     return q_embed, k_embed
 
 
+def deinterleaved_optional(q, k, cos, sin, unsqueeze_dim=1):
+    cos = cos[..., : cos.shape[-1] // 2].unsqueeze(unsqueeze_dim)
+    sin = sin[..., : sin.shape[-1] // 2].unsqueeze(unsqueeze_dim)
+    q1, q2 = q[..., 0::2], q[..., 1::2]
+    q_embed = torch.cat([q1 * cos - q2 * sin, q2 * cos + q1 * sin], dim=-1)
+    if k is not None:
+        k1, k2 = k[..., 0::2], k[..., 1::2]
+        k_embed = torch.cat([k1 * cos - k2 * sin, k2 * cos + k1 * sin], dim=-1)
+    else:
+        k_embed = None
+    return q_embed, k_embed
+
+
 # --- complex numbers -------------------------------------------------------------------------
 
 
@@ -243,8 +277,9 @@ def complex_outside(xq, xk, freqs_cis):
     return q_out, k_out
 
 
-def _row(name, reference, call="q k", tables="all", probe=None, **rope):
-    options = {"call": call, "tables": tables, "rope": rope} | ({"probe": probe} if probe else {})
+def _row(name, reference, call="q k", tables="all", probe=None, back=False, **rope):
+    options = {"call": call, "tables": tables, "back": back, "rope": rope}
+    options |= {"probe": probe} if probe else {}
     return Structure(name, reference, options, forward=False)
 
 
@@ -253,12 +288,14 @@ PAIRS = {"interleaved": True}
 COMPLEX = {"call": "complex", **PAIRS, **KEPT}
 ROTARY = (
     _row("half", full, probe=16),
+    _row("half, the other way", full_back, back=True),
     _row("half, cast back", cast_back, probe=16, **KEPT),
     _row("half, partial", partial, probe=8),
     _row("half, partial", partial_positions, "q k positions"),
     _row("half, fp32", in_float, **KEPT),
     _row("half, fp32", all_in_float, **KEPT),
     _row("half, vision", vision, "vision", **KEPT),
+    _row("half, vision, partial", vision_partial, "vision packed"),
     _row("half, one tensor", one_tensor, "x"),
     _row("half, narrow tables", narrow, tables="pair"),
     _row("interleaved", pairs, **PAIRS),
@@ -273,6 +310,7 @@ ROTARY = (
     _row("interleaved, tail", narrow_pairs_tail, "x", "pair", tail=True, **PAIRS, **KEPT),
     _row("interleaved, one tensor", sin_first, "x sin cos", "pair", **PAIRS),
     _row("interleaved to halves", deinterleaved, "q k positions", "left", deinterleave=True, **PAIRS),
+    _row("interleaved to halves", deinterleaved_optional, "q maybe k", "left", deinterleave=True, **PAIRS),
     _row("complex", complex_inside, unsqueeze_dim=2, **COMPLEX),
     _row("complex", complex_outside, unsqueeze_dim=1, **COMPLEX),
 )

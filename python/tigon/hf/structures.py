@@ -122,6 +122,10 @@ def group_norm_torch(self, x):
     return F.group_norm(x, self.groups, self.weight, self.bias, self.eps)
 
 
+def group_norm_with_rest(self, x, unused=None):
+    return F.group_norm(x, self.groups, self.weight, self.bias, self.eps)
+
+
 def layer_norm_torch(self, x):
     return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
 
@@ -144,6 +148,10 @@ def layer_norm_late(self, x):
 
 def layer_norm_weightless(self, x):
     return F.layer_norm(x.float(), self.shape, None, None, eps=1e-5).to(x.dtype)
+
+
+def layer_norm_shifted(self, x):
+    return F.layer_norm(x, self.shape, self.weight + 1.0, self.bias, self.eps)
 
 
 def norm_gated(self, x, gate):
@@ -185,13 +193,24 @@ GATED_NORMS = (
     Structure("norm, then gate, late", norm_gated_late, {"rounding": "gemma"}),
     Structure("gate, then norm by group", norm_gate_first, {"rounding": "llama", "norm_first": False}),
 )
-GROUP_NORMS = (Structure("torch", group_norm_torch, {"autocast": True}),)
+GROUP_NORMS = (
+    Structure("torch", group_norm_torch, {"autocast": True}),
+    Structure("torch", group_norm_with_rest, {"autocast": True}),
+)
 LAYER_NORMS = (
     Structure("torch", layer_norm_torch, {"autocast": True}),
     Structure("channels first or last", layer_norm_channels, {"autocast": True}),
     Structure("late", layer_norm_late),
     Structure("weightless", layer_norm_weightless, {"eps": 1e-5}),
+    Structure("1 + weight", layer_norm_shifted, {"shift": 1.0}),
 )
+# Classes whose source says more than a form does (here: what autocast casts), and the form they are where
+# their numbers are equal to it, with the attributes that play its roles.
+DECLARED = {
+    "transformers.models.nemotron.modeling_nemotron.NemotronLayerNorm1P": Match(
+        LAYER_NORMS[-1], {"shape": "normalized_shape", "weight": "weight", "bias": "bias", "eps": "eps"}
+    ),
+}
 
 
 # --- MLPs --------------------------------------------------------------------------------------
@@ -274,6 +293,25 @@ def glu_projector_norm(self, x):
     return self.down(self.act(gate) * up)
 
 
+def glu_middle_cast(self, x):
+    y = self.middle(self.act(self.gate(x)) * self.up(x))
+    if (
+        isinstance(self.down.weight, torch.Tensor)
+        and y.dtype != self.down.weight.dtype
+        and self.down.weight.dtype != torch.int8
+    ):
+        y = y.to(self.down.weight.dtype)
+    return self.down(y)
+
+
+def glu_by_layer(self, x, layer=None):
+    x = self.gate_up(x) if layer is None else self.gate_up(x, layer)
+    batch, tokens, _ = x.shape
+    x = x.view(batch, tokens, 2, -1)
+    x = self.act(x[..., 0, :]) * x[..., 1, :]
+    return self.down(x) if layer is None else self.down(x, layer)
+
+
 _UP_FIRST = {"up_first": True}
 MLPS = (
     Structure("gate, up, down", glu),
@@ -286,6 +324,8 @@ MLPS = (
     Structure("gate_up, down, up first", glu_projector_norm, _UP_FIRST),
     Structure("gate, up, middle, down", glu_middle),
     Structure("gate_up, middle, down", glu_chunk_middle),
+    Structure("gate, up, middle, down, cast", glu_middle_cast, {"cast": True}),
+    Structure("gate_up, down, by layer", glu_by_layer),
     Structure("gate, up, down, dropout", glu_dropout),
     Structure("gate, up, down, fp32", glu_fp32),
     Structure("gate, up, down, clamped", glu_clamped),
@@ -335,12 +375,32 @@ def gate_fp32(self, gate_up):
     return (self.act(gate.float()) * up.float()).to(gate_up.dtype)
 
 
+def gate_fp32_of_half(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (self.act(gate.float()) * up.float()).to(gate.dtype)
+
+
+def gate_clamped_silu(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
+    return F.silu(gate) * up
+
+
+def gate_oai_halves(self, gate_up):
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=self.limit), up.clamp(min=-self.limit, max=self.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
 EXPERT_GATES = (
     Structure("experts, clamped", gate_clamped),
     Structure("experts, clamped", gate_clamped_after, {"clamp_after": True}),
+    Structure("experts, clamped", gate_clamped_silu, {"activation": "silu"}),
     Structure("experts, fp32", gate_fp32),
+    Structure("experts, fp32", gate_fp32_of_half),
     Structure("experts", gate_default),
     Structure("experts", gate_oai),
+    Structure("experts, halves", gate_oai_halves, {"halves": True}),
 )
 
 
