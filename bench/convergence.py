@@ -73,7 +73,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--families", default=",".join(FAMILIES))
     add("--dtypes", default=",".join(DTYPES))
-    add("--runs", type=int, default=6, help="of stock, each with its sums in another order")
+    add("--runs", type=int, default=8, help="of stock, each with its sums in another order")
     add("--patched-runs", type=int, default=3, help="of the patched model, likewise")
     add("--steps", type=int, default=100)
     add("--batch", type=int, default=8)
@@ -218,13 +218,14 @@ def compare(family: str, dtype: str, data, args: argparse.Namespace) -> dict:
 def table(records: list[dict]) -> str:
     """One line a family and dtype."""
     head = f"{'family':<12} {'dtype':<9} {'loss':>15}  {'band':>8} {'distance':>8} {'':>7}"
-    lines = [f"{head}  from float32: stock, tigon"]
+    lines = [f"{head} {'':>7}  from float32: stock, tigon"]
     for r in records:
         loss = f"{r['tigon'][0][0]:.3f} -> {r['tigon'][0][-1]:.3f}"
-        word = "inside" if r["inside"] else "OUTSIDE"
-        lines.append(
-            f"{r['family']:<12} {r['dtype']:<9} {loss:>15}  {r['band']:8.1e} {r['distance']:8.1e} {word}"
-        )
+        line = f"{r['family']:<12} {r['dtype']:<9} {loss:>15}  {r['band']:8.1e} {r['distance']:8.1e}"
+        line += f" {'inside' if r['inside'] else 'OUTSIDE':<7}"
+        if "tigon_from_float32" in r:
+            line += f"  {r['stock_from_float32']:19.1e} {r['tigon_from_float32']:6.1e}"
+        lines.append(line)
     inside = sum(r["inside"] for r in records)
     return "\n".join([*lines, f"{inside} of {len(records)} inside the band of stock runs"])
 

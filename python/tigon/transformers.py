@@ -17,17 +17,30 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 import tigon
 from tigon.error import Error, check
 from tigon.hf import apply
-from tigon.nn import CrossEntropyLoss, LinearCrossEntropyLoss
+from tigon.nn import (
+    AddRMSNorm,
+    CrossEntropyLoss,
+    GatedRMSNorm,
+    LayerNorm,
+    LinearCrossEntropyLoss,
+    QKNormRotaryEmbedding,
+    RotaryEmbedding,
+)
 from tigon.nn import RMSNorm as _RMSNorm
 
 __all__ = [
+    "AddRMSNorm",
     "AutoTigonForCausalLM",
     "CrossEntropyLoss",
     "FusedGatedMLP",
     "GatedMLP",
+    "GatedRMSNorm",
     "GemmaRMSNorm",
+    "LayerNorm",
     "LinearCrossEntropyLoss",
+    "QKNormRotaryEmbedding",
     "RMSNorm",
+    "RotaryEmbedding",
     "TigonTrainerCallback",
     "apply_rotary_pos_emb",
     "causal_lm_loss",

@@ -86,6 +86,57 @@ def test_rotary():
         close(one, two)
 
 
+@pytest.mark.parametrize("positions", [None, "packed"])
+def test_rotary_modules_are_the_models_own(positions):
+    """Llama's table and function, Qwen3's norms before it, from q and k alone."""
+    from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+    settings = config("qwen3", rope_parameters={"rope_type": "default", "rope_theta": 5000.0})
+    q, k = torch.randn(2, 4, 7, 8, requires_grad=True), torch.randn(2, 2, 7, 8)
+    ids = torch.arange(7)[None].repeat(2, 1)
+    if positions == "packed":
+        ids = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [4, 5, 6, 7, 0, 1, 2]])
+    tables = qwen3.Qwen3RotaryEmbedding(settings)(q, ids)
+    given = None if positions is None else ids
+    rotary = tt.RotaryEmbedding(8, 5000.0)
+    for one, two in zip(rotary(q, k, given), qwen3.apply_rotary_pos_emb(q, k, *tables), strict=True):
+        close(one, two)
+    close(rotary(q, None, given), rotary(q, k, given)[0])
+    turned = tt.RotaryEmbedding(8, 5000.0, unsqueeze_dim=2)(q.transpose(1, 2), k.transpose(1, 2), given)
+    close(turned[1].transpose(1, 2), rotary(q, k, given)[1])
+    both = tt.QKNormRotaryEmbedding(8, 5000.0, eps=1e-5)
+    norms = [qwen3.Qwen3RMSNorm(8, eps=1e-5) for _ in range(2)]
+    with torch.no_grad():
+        for weight, norm in zip((both.q_weight, both.k_weight), norms, strict=True):
+            norm.weight.add_(0.3 * torch.randn(8))
+            weight.copy_(norm.weight)
+    got = both(q, k, given)
+    wanted = qwen3.apply_rotary_pos_emb(norms[0](q), norms[1](k), *tables)
+    for one, two in zip(got, wanted, strict=True):
+        close(one, two)
+    grads = [torch.autograd.grad(y[0].cos().sum(), (q, w)) for y, w in ((got, both.q_weight),
+                                                                      (wanted, norms[0].weight))]  # fmt: skip
+    for one, two in zip(*grads, strict=True):
+        close(one, two, ulps=256)
+    close(both(q, None, given), got[0])
+
+
+def test_rotary_modules_partly_and_in_16_bits():
+    """The first columns turn, the others pass; angles stay float32 when the module is moved to bfloat16."""
+    rotary = tt.RotaryEmbedding(8, rotary_dim=4)
+    q = torch.randn(1, 2, 5000, 8)
+    assert torch.equal(rotary(q)[..., 4:], q[..., 4:])
+    half = tt.QKNormRotaryEmbedding(8, offset=1.0, rounding="gemma").bfloat16()
+    assert half.q_weight.dtype == torch.bfloat16 and half.q_weight.abs().max() == 0
+    got = half(q.bfloat16())
+    wanted = tt.QKNormRotaryEmbedding(8)(q.bfloat16().float())
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), wanted, rtol=2e-2, atol=2e-2)
+    assert "rotary_dim=4" in repr(rotary) and "offset=1.0" in repr(half)
+    compiled = torch.compile(rotary, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(q[:, :, :9]), rotary(q[:, :, :9]))
+
+
 def test_auto_class_keywords_and_loading_info(tmp_path):
     make().save_pretrained(tmp_path)
     model, info = tigon.AutoTigonForCausalLM.from_pretrained(tmp_path, output_loading_info=True, rope=False)

@@ -9,6 +9,7 @@ from tigon.nn.group_norm import GroupNorm
 from tigon.nn.layer_norm import LayerNorm
 from tigon.nn.linear_cross_entropy import LinearCrossEntropyLoss
 from tigon.nn.rms_norm import RMSNorm
+from tigon.nn.rope import QKNormRotaryEmbedding, RotaryEmbedding
 
 __all__ = [
     "AddRMSNorm",
@@ -19,8 +20,10 @@ __all__ = [
     "GroupNorm",
     "LayerNorm",
     "LinearCrossEntropyLoss",
+    "QKNormRotaryEmbedding",
     "RMSNorm",
     "ReGLU",
+    "RotaryEmbedding",
     "SwiGLU",
     "SwiGLUOAI",
 ]
