@@ -236,6 +236,20 @@ def test_evaluation_without_logits(how, grad, device):
     assert isinstance(model.get_output_embeddings()(torch.zeros(1, 2, 32, device=device)), torch.Tensor)
 
 
+def test_evaluation_without_logits_under_compile(device):
+    """No graph break; the same loss."""
+    torch._dynamo.reset()
+    model, inputs = make(device=device).eval(), batch(device)
+    wanted = model(**inputs).loss
+    report = apply(model)
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        output = compiled(**inputs, skip_logits=True)
+        close(output.loss, wanted)
+        assert output.logits is None and report.head_calls.traced
+        assert isinstance(compiled(**inputs).logits, torch.Tensor)
+
+
 def test_training_with_logits_asked_for(device):
     """skip_logits=False: tensors, from the first touch on, and the loss of them."""
     model, inputs = make(device=device), batch(device)

@@ -101,7 +101,8 @@ def before_forward(module: nn.Module, args, kwargs):
     kwargs = dict(kwargs)
     skip = kwargs.pop("skip_logits", None)
     if skip:
-        given = {*kwargs, *[*inspect.signature(module.forward).parameters][: len(args)]}
+        names = [*inspect.signature(module.forward).parameters][: len(args)] if len(args) > 1 else []
+        given = {*kwargs, *names}
         some = given & {"labels", "shift_labels"}
         check("apply", some, "labels must be given with skip_logits=True, got {}", sorted(given))
     for spec in _specs(module):
