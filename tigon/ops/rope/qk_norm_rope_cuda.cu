@@ -31,16 +31,17 @@ constexpr int kBlocks = !Plain           ? 3
 struct Norm {
   const void *q_weight, *k_weight;  // null: none
   bool f32_weight, round_h, round_n;
-  float eps, offset;
+  float eps, offset, inverse;  // 1 / cols
 
-  Norm(const QkNorm& a, DType x)
+  Norm(const QkNorm& a, DType x, int64_t cols)
       : q_weight(a.q_weight.data),
         k_weight(a.k_weight.data),
         f32_weight(a.any_weight() && a.any_weight().dtype == DType::f32),
         round_h(a.rounding == Rounding::llama),
         round_n(a.result(x) == x),
         eps(a.eps),
-        offset(a.offset) {}
+        offset(a.offset),
+        inverse(1.0f / float(cols)) {}
 
   // offset + weight of N columns; 1 without weights, which changes nothing.
   template <class X, int N>
@@ -61,19 +62,25 @@ struct Norm {
   }
   __device__ __forceinline__ bool has(bool second) const { return (second ? k_weight : q_weight) != nullptr; }
 
-  __device__ __forceinline__ float rstd(float squares, int cols) const {
-    return 1.0f / sqrtf(squares / float(cols) + eps);
+  __device__ __forceinline__ float rstd(float squares) const {
+    return 1.0f / sqrtf(fma(squares, inverse, eps));
   }
 
-  // N columns of a normalised row, from h.
+  // N columns of a normalised row, from h; what is rounded at last is returned as it was packed for that.
   template <class X, int N>
-  __device__ __forceinline__ void normalise(float (&h)[N], float rstd, const float (&f)[N]) const {
+  __device__ __forceinline__ Pack<X, N> normalise(float (&h)[N], float rstd, const float (&f)[N]) const {
 #pragma unroll
     for (int n = 0; n < N; ++n) h[n] *= rstd;
     if (round_h) round_all<X>(h);
 #pragma unroll
     for (int n = 0; n < N; ++n) h[n] *= f[n];
-    if (round_n) round_all<X>(h);
+    Pack<X, N> packed;
+    if (round_n) {
+      packed.set(h);
+#pragma unroll
+      for (int n = 0; n < N; ++n) h[n] = packed[n];
+    }
+    return packed;
   }
 };
 
@@ -93,7 +100,7 @@ __device__ __forceinline__ float sum_row(float v, int width) {
   return v;
 }
 
-// v[i] = fn(sum of v[i] over the lanes of a row, at least R, i), in every lane. A lane keeps half of what it holds at each step and hands
+// v[i] = fn(sum of v[i] over the lanes of a row, at least R), in every lane. A lane keeps half of what it holds at each step and hands
 // the other half over, then works on the one sum that is left to it: for 4 sums over 16 lanes 9 exchanges and one fn instead
 // of 16 and 4. The additions are those of sum_row.
 template <int R, class Fn>
@@ -109,7 +116,7 @@ __device__ __forceinline__ void of_sums(float (&v)[R], int width, const Fn& fn) 
       v[i] = keep + __shfl_xor_sync(0xffffffffu, give, step);
     }
   }
-  const float own = fn(sum_row(v[0], share), (lane & (width - 1)) / share);
+  const float own = fn(sum_row(v[0], share));
 #pragma unroll
   for (int i = 0; i < R; ++i) v[i] = __shfl_sync(0xffffffffu, own, (lane & ~(width - 1)) + i * share);
 }
@@ -139,22 +146,20 @@ __global__ void __launch_bounds__(kThreads, kBlocks<X, Plain>)
   for (int i = 0; i < kHeld; ++i)
 #pragma unroll
     for (int n = 0; n < N; ++n) rstd[i] = fma(x[i][n], x[i][n], rstd[i]);
-  of_sums(rstd, p.lanes.width, [&](float squares, int) { return p.norm.rstd(squares, p.shape.cols); });
+  of_sums(rstd, p.lanes.width, [&](float squares) { return p.norm.rstd(squares); });
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
     float own[N], other[N];
 #pragma unroll
     for (int n = 0; n < N; ++n) own[n] = x[i][n];
-    p.norm.template normalise<X>(own, rstd[i], f);
+    const Pack<X, N> packed = p.norm.template normalise<X>(own, rstd[i], f);
     if constexpr (!Halves) {
 #pragma unroll
       for (int n = 0; n < N; ++n) other[n] = own[n ^ 1];
     } else if (sizeof(X) == 2 && p.norm.round_n) {
-      Pack<X, N> pack;
-      pack.set(own);
-      pack = exchange(pack, place.partner);
+      const Pack<X, N> partner = exchange(packed, place.partner);
 #pragma unroll
-      for (int n = 0; n < N; ++n) other[n] = pack[n];
+      for (int n = 0; n < N; ++n) other[n] = partner[n];
     } else {
 #pragma unroll
       for (int n = 0; n < N; ++n) other[n] = __shfl_sync(0xffffffffu, own[n], place.partner);
@@ -203,7 +208,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks<X, Plain>)
   __shared__ float sums[kWarps][32 * N];
   const Place place(p.shape, p.lanes.width);
   const int per_block = kThreads >> p.lanes.log, cols = p.shape.cols;
-  const float inverse = 1.0f / float(cols);
   wait_for_kernel_ahead();
   let_next_kernel_start();
   for (int second = 0; second < 2; ++second) {
@@ -249,15 +253,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks<X, Plain>)
           total[2 * i + 1] = fma(g[i][n] * f[n], x[i][n], total[2 * i + 1]);
         }
       }
-      // The squares' sum becomes rstd; the other stays.
-      of_sums(total, p.lanes.width, [&](float sum, int i) {
-        float rstd = p.norm.rstd(sum, cols);
-        return i % 2 == 0 ? rstd : sum;
-      });
+#pragma unroll
+      for (int i = 0; i < 2 * kRows; ++i) total[i] = sum_row(total[i], p.lanes.width);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         if (!rows.has(i)) continue;
-        float rstd = total[2 * i], mean = total[2 * i + 1] * rstd * inverse, dx[N], h[N];
+        float rstd = p.norm.rstd(total[2 * i]), mean = total[2 * i + 1] * rstd * p.norm.inverse, dx[N], h[N];
 #pragma unroll
         for (int n = 0; n < N; ++n) h[n] = x[i][n] * rstd;
 #pragma unroll
@@ -321,7 +322,7 @@ __global__ void __launch_bounds__(kThreads) forward_rows_kernel(const __grid_con
   float* n = rows + warp * cols;
   float squares = 0.0f;
   for (int i = lane; i < cols; i += 32) squares = fma(widen(x[i]), widen(x[i]), squares);
-  const float rstd = p.norm.rstd(sum_row(squares, 32), cols);
+  const float rstd = p.norm.rstd(sum_row(squares, 32));
   for (int i = lane; i < cols; i += 32) {
     float f[1], h[1] = {widen(x[i])};
     p.norm.template factors<X, 1>(second, i, f);
@@ -342,7 +343,6 @@ __global__ void __launch_bounds__(kThreads) backward_rows_kernel(const __grid_co
   extern __shared__ float rows[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, cols = p.shape.cols;
   float *dy = rows + warp * cols, *g = dy + kWarps * cols, *dw = g + kWarps * cols;
-  const float inverse = 1.0f / float(cols);
   wait_for_kernel_ahead();
   let_next_kernel_start();
   for (int second = 0; second < 2; ++second) {
@@ -367,8 +367,8 @@ __global__ void __launch_bounds__(kThreads) backward_rows_kernel(const __grid_co
         squares = fma(widen(x[i]), widen(x[i]), squares);
         product = fma(g[i] * f[0], widen(x[i]), product);
       }
-      const float rstd = p.norm.rstd(sum_row(squares, 32), cols);
-      const float mean = sum_row(product, 32) * rstd * inverse;
+      const float rstd = p.norm.rstd(sum_row(squares, 32));
+      const float mean = sum_row(product, 32) * rstd * p.norm.inverse;
       for (int i = lane; i < cols; i += 32) {
         float h = widen(x[i]) * rstd, f[1];
         p.norm.template factors<X, 1>(second, i, f);
@@ -402,7 +402,6 @@ void with_types(DType x, DType y, Fn&& fn) {
 
 // A row has the lanes of one warp, and enough of them for the sums of the rows that a thread holds.
 bool lanes_fit(const Rope& a, const RopeHeads& x) {
-  static_assert(2 * kHeldBackward <= kHeld);
   return columns_fit(a, x) && Lanes(int(x.cols / kPack)).width >= kHeld;
 }
 bool weights_align(const QkNorm& a) {
@@ -418,7 +417,7 @@ Forward<Plain> forward_of(const QkNormRopeFwd& a, const RopeHeads& x, int held, 
                    .shape = Shape(a.rope, x),
                    .lanes = Lanes(int(x.cols / kPack)),
                    .q_blocks = 0,
-                   .norm = Norm(a.norm, x.dtype)};
+                   .norm = Norm(a.norm, x.dtype, x.cols)};
   p.q_blocks = ceil_div(p.q.units, units_a_block);
   return p;
 }
@@ -432,7 +431,7 @@ Backward<Plain> backward_of(const QkNormRopeBwd& a, const RopeHeads& x, int held
           .tables = Tables<Plain>(a.rope, true),
           .shape = Shape(a.rope, x),
           .lanes = Lanes(int(x.cols / kPack)),
-          .norm = Norm(a.norm, x.dtype),
+          .norm = Norm(a.norm, x.dtype, x.cols),
           .partials = nullptr};
 }
 

@@ -111,32 +111,39 @@ struct Tables {
     }
   }
 
-  // N adjacent columns, of which the first is `pair`'s; every Step columns comes the next pair.
-  template <class T16, int N, int Step = 1>
-  __device__ __forceinline__ void read(const void* table, const Strides& at, int64_t b, int64_t t, int column,
-                                       int pair, float (&v)[N]) const {
+  // The axes of N adjacent columns, two bits each: the first is `pair`'s, every Step columns comes the next pair.
+  template <int N, int Step = 1>
+  __device__ __forceinline__ uint32_t axes_of(int pair) const {
+    uint32_t axes = 0;
     if constexpr (!Plain) {
-      if (sections) return read_axes<T16, N, Step>(table, at, b, t, column, pair, v);
+      if (!sections) return 0;
+#pragma unroll
+      for (int n = 0; n < N; n += Step)
+        axes |= uint32_t(axis_of(pair + n / Step) * (Step == 1 ? 1 : 5)) << 2 * n;
     }
-    read_axis<T16, N>(table, at, 0, b, t, column, v);
+    return axes;
   }
-  template <class T16, int N, int Step>
-  __device__ __forceinline__ void read_axes(const void* table, const Strides& at, int64_t b, int64_t t,
-                                            int column, int pair, float (&v)[N]) const {
-#pragma unroll
-    for (int n = 0; n < N; ++n) v[n] = 0.0f;
+  // N adjacent columns.
+  template <class T16, int N>
+  __device__ __forceinline__ void read(const void* table, const Strides& at, int64_t b, int64_t t, int column,
+                                       uint32_t axes, float (&v)[N]) const {
+    if constexpr (!Plain) {
+      constexpr uint32_t kEach = 0x55555555u >> (32 - 2 * N);
+      if (axes != (axes & 3u) * kEach) {
 #pragma unroll 1
-    for (int axis = 0; axis < 3; ++axis) {
-      bool any = false;
+        for (int axis = 0; axis < 3; ++axis) {
+          uint32_t other = axes ^ uint32_t(axis) * kEach;
+          if (((other | other >> 1) & kEach) == kEach) continue;
+          float found[N];
+          read_axis<T16, N>(table, at, axis, b, t, column, found);
 #pragma unroll
-      for (int n = 0; n < N; ++n) any |= axis_of(pair + n / Step) == axis;
-      if (!any) continue;
-      float found[N];
-      read_axis<T16, N>(table, at, axis, b, t, column, found);
-#pragma unroll
-      for (int n = 0; n < N; ++n)
-        if (axis_of(pair + n / Step) == axis) v[n] = found[n];
+          for (int n = 0; n < N; ++n)
+            if ((axes >> 2 * n & 3u) == uint32_t(axis)) v[n] = found[n];
+        }
+        return;
+      }
     }
+    read_axis<T16, N>(table, at, int(axes & 3u), b, t, column, v);
   }
 
   // Rotated columns [column, column + N) where x and y have the pairs of the tables, so that
@@ -148,23 +155,26 @@ struct Tables {
       bool second = halves ? column >= half : column % 2 == 1;
       int pair = halves ? column - (second ? half : 0) : column / 2;
       int partner = halves ? (second ? pair : column + half) : column ^ 1;
-      read<T16, N>(cos, cos_at, b, t, shared ? pair : column, pair, c);
-      read<T16, N>(sin, sin_at, b, t, shared ? pair : backward ? partner : column, pair, s);
+      const uint32_t axes = axes_of<N>(pair);
+      read<T16, N>(cos, cos_at, b, t, shared ? pair : column, axes, c);
+      read<T16, N>(sin, sin_at, b, t, shared ? pair : backward ? partner : column, axes, s);
 #pragma unroll
       for (int n = 0; n < N; ++n) s[n] = second == backward ? -s[n] : s[n];
     } else if constexpr (N > 1) {
       float raw[N];
       if (shared) {
         float one[N / 2];
-        read<T16, N / 2>(cos, cos_at, b, t, column / 2, column / 2, one);
+        const uint32_t axes = axes_of<N / 2>(column / 2);
+        read<T16, N / 2>(cos, cos_at, b, t, column / 2, axes, one);
 #pragma unroll
         for (int n = 0; n < N; ++n) c[n] = one[n / 2];
-        read<T16, N / 2>(sin, sin_at, b, t, column / 2, column / 2, one);
+        read<T16, N / 2>(sin, sin_at, b, t, column / 2, axes, one);
 #pragma unroll
         for (int n = 0; n < N; ++n) raw[n] = one[n / 2];
       } else {
-        read<T16, N, 2>(cos, cos_at, b, t, column, column / 2, c);
-        read<T16, N, 2>(sin, sin_at, b, t, column, column / 2, raw);
+        const uint32_t axes = axes_of<N, 2>(column / 2);
+        read<T16, N>(cos, cos_at, b, t, column, axes, c);
+        read<T16, N>(sin, sin_at, b, t, column, axes, raw);
       }
 #pragma unroll
       for (int n = 0; n < N; ++n) {
@@ -178,13 +188,14 @@ struct Tables {
   template <class T16, int N>
   __device__ __forceinline__ void pairs(int64_t b, int64_t t, int pair, float (&c1)[N], float (&c2)[N],
                                         float (&s1)[N], float (&s2)[N]) const {
+    const uint32_t axes = shared || halves ? axes_of<N>(pair) : axes_of<2 * N, 2>(pair);
     auto both = [&](const void* table, const Strides& at, float (&first)[N], float (&second)[N]) {
       if (shared || halves) {
-        read<T16, N>(table, at, b, t, pair, pair, first);
-        read<T16, N>(table, at, b, t, shared ? pair : half + pair, pair, second);
+        read<T16, N>(table, at, b, t, pair, axes, first);
+        read<T16, N>(table, at, b, t, shared ? pair : half + pair, axes, second);
       } else {
         float v[2 * N];
-        read<T16, 2 * N, 2>(table, at, b, t, 2 * pair, pair, v);
+        read<T16, 2 * N>(table, at, b, t, 2 * pair, axes, v);
 #pragma unroll
         for (int n = 0; n < N; ++n) first[n] = v[2 * n], second[n] = v[2 * n + 1];
       }
