@@ -165,13 +165,13 @@ __device__ __forceinline__ uint4 load_where(bool wanted, const void* p) {
 template <class T, int N>
 __device__ __forceinline__ Pack<T, N> load_where(bool wanted, const T* p) {
   Pack<T, N> r{};
-  if constexpr (sizeof(T) * N % 16 != 0) {
-    if (wanted) r = load_stream<T, N>(p);
-    return r;
-  }
+  if constexpr (sizeof(T) * N % 16 == 0) {
 #pragma unroll
-  for (int i = 0; i < int(sizeof(T)) * N / 16; ++i)
-    reinterpret_cast<uint4*>(&r)[i] = load_where(wanted, static_cast<const void*>(p + i * 16 / sizeof(T)));
+    for (int i = 0; i < int(sizeof(T)) * N / 16; ++i)
+      reinterpret_cast<uint4*>(&r)[i] = load_where(wanted, static_cast<const void*>(p + i * 16 / sizeof(T)));
+  } else {
+    if (wanted) r = load_stream<T, N>(p);
+  }
   return r;
 }
 template <class T, int N>

@@ -1,11 +1,11 @@
 // CUDA backend of Dynamic Tanh.
 //
 // Bytes per element (b = element size): forward 2b, backward 3b; besides, weight and bias once per block (from L2) and the
-// gradients' partials, written and read back from L2. Instructions: about 20 per element forward, 27 backward, against a budget of
+// gradients' partials, written and read back from L2. Instructions: about 17 per element forward, 24 backward, against a budget of
 // 31 and 46 at the speed of the memory (bf16).
 //
 // A row needs nothing of its other columns, so blocks are tiles of columns that walk down the rows: a thread keeps its columns'
-// parameters and sums in registers, kInFlight rows of loads together. Rows shorter than a tile share it.
+// parameters and sums in registers, some rows of loads together. Rows shorter than a tile share it.
 #include <algorithm>
 
 #include "tigon/base/cuda/math.cuh"
@@ -19,7 +19,12 @@ namespace {
 #include "tigon/ops/dyt/dyt_math.inc"
 
 constexpr const char* kOp = "dyt";
-constexpr int kThreads = 256, kInFlight = 4;
+constexpr int kThreads = 256;
+// Rows that a thread loads together, and blocks a multiprocessor: the backward's sums take the registers of two blocks.
+template <bool Backward>
+constexpr int kInFlight = Backward ? 4 : 2;
+template <bool Backward>
+constexpr int kBlocks = Backward ? 2 : 32;
 
 // How the blocks share the matrix: threads of a block that lie side by side in a row (a power of two), tiles of columns, rows of a
 // part.
@@ -44,6 +49,7 @@ __global__ __launch_bounds__(kThreads) void dyt_kernel(const __grid_constant__ D
   __shared__ __align__(16) float shared[Backward ? kThreads * N : 1];
   wait_for_kernel_ahead();
   let_next_kernel_start();
+  constexpr int kRows = kInFlight<Backward>;
   const int across = p.walk.across, groups = kThreads / across, group = threadIdx.x / across;
   const int64_t tile = blockIdx.x % p.walk.tiles, part = blockIdx.x / p.walk.tiles;
   const int64_t column = (tile * across + threadIdx.x % across) * N;
@@ -56,23 +62,22 @@ __global__ __launch_bounds__(kThreads) void dyt_kernel(const __grid_constant__ D
   if (inside && p.bias) bias = load<W, N>(p.bias + column);
   float dweight[N] = {}, dbias[N] = {}, dalpha = 0.0f;
   const int64_t end = min((part + 1) * p.walk.chunk, p.walk.rows);
-  for (int64_t first = part * p.walk.chunk + group; inside && first < end; first += groups * kInFlight) {
-    Pack<X, N> x[kInFlight], dy[kInFlight];
+  for (int64_t first = part * p.walk.chunk + group; inside && first < end; first += groups * kRows) {
+    Pack<X, N> x[kRows], dy[kRows];
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       int64_t row = first + i * groups;
-      if (row >= end) continue;
-      x[i] = load_stream<X, N>(p.x + row * p.x_stride + column);
-      if constexpr (Backward) dy[i] = load_stream<X, N>(p.dy + row * p.dy_stride + column);
+      x[i] = load_where<X, N>(row < end, p.x + row * p.x_stride + column);
+      if constexpr (Backward) dy[i] = load_where<X, N>(row < end, p.dy + row * p.dy_stride + column);
     }
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
+    for (int i = 0; i < kRows; ++i) {
       int64_t row = first + i * groups;
       if (row >= end) continue;
       float out[N];
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        float t = dyt_t(x[i][j], alpha);
+        float t = dyt_t(BriefFor<W>(x[i][j]), BriefFor<W>(alpha));
         if constexpr (Backward) {
           float inner = dyt_inner(dy[i][j], t, weight[j]);
           out[j] = alpha * inner;
@@ -111,12 +116,13 @@ __global__ __launch_bounds__(kThreads) void dyt_kernel(const __grid_constant__ D
 }
 
 // Enough parts that every multiprocessor has several blocks, and that a part has work for every group of a block.
-Walk walk_of(int64_t rows, int64_t cols, int pack, int blocks_per_sm) {
+template <bool Backward>
+Walk walk_of(int64_t rows, int64_t cols, int pack) {
   int64_t packs = cols / pack;
   int across = 8;
   while (across < kThreads && across < packs) across *= 2;
-  int64_t tiles = ceil_div(packs, across), least = int64_t(kThreads / across) * kInFlight;
-  int64_t parts = std::max<int64_t>(1, int64_t(device_facts().sms) * blocks_per_sm / tiles);
+  int64_t tiles = ceil_div(packs, across), least = int64_t(kThreads / across) * kInFlight<Backward>;
+  int64_t parts = std::max<int64_t>(1, int64_t(device_facts().sms) * kBlocks<Backward> / tiles);
   return {rows, cols, tiles, std::max(least, ceil_div(rows, parts)), across};
 }
 
@@ -138,7 +144,7 @@ int64_t run(Context& ctx, Dyt<X, W>& p, int64_t rows, int64_t cols, bool wants_s
   auto starts = [](const void* v) { return reinterpret_cast<uintptr_t>(v) % 16 == 0; };
   bool wide = packs(p.x, p.x_stride) && packs(p.dy, p.dy_stride) && packs(p.out, p.out_stride) &&
               starts(p.weight) && starts(p.bias);
-  p.walk = walk_of(rows, cols, wide ? kPack : 1, Backward ? 3 : 16);
+  p.walk = walk_of<Backward>(rows, cols, wide ? kPack : 1);
   int64_t parts = ceil_div(rows, p.walk.chunk);
   if (Backward) p.dalpha = ctx.scratch_of<float>(parts * p.walk.tiles);
   if (wants_sums) p.sums = ctx.scratch_of<float>(parts * 2 * cols);
