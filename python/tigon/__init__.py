@@ -13,6 +13,7 @@ from tigon.ops.add_rms_norm import add_rms_norm
 from tigon.ops.cross_entropy import cross_entropy
 from tigon.ops.divergence import jsd, kl_div, tvd
 from tigon.ops.dyt import dyt
+from tigon.ops.embedding import embedding
 from tigon.ops.gated_rms_norm import gated_rms_norm
 from tigon.ops.glu import geglu, reglu, swiglu, swiglu_oai
 from tigon.ops.group_norm import group_norm
@@ -39,6 +40,7 @@ __all__ = [
     "count_labels",
     "cross_entropy",
     "dyt",
+    "embedding",
     "env",
     "gated_rms_norm",
     "geglu",

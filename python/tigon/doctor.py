@@ -160,6 +160,7 @@ PROBES = (
     Probe("group_norm", lambda: (_rows(4, 8, 12), 2, _rows(8), _rows(8)), F.group_norm),
     Probe("dyt", lambda: (_rows(), torch.tensor([0.7]), _rows(COLUMNS), _rows(COLUMNS)),
           lambda x, alpha, w, b: w * torch.tanh(alpha * x) + b),
+    Probe("embedding", lambda: (torch.randint(0, 9, (ROWS,)), _rows(9, COLUMNS)), F.embedding),
     Probe("swiglu", _gated, lambda gate, up: F.silu(gate) * up),
     Probe("geglu", _gated, lambda gate, up: F.gelu(gate, approximate="tanh") * up, {"approximate": "tanh"}),
     Probe("reglu", _gated, lambda gate, up: F.relu(gate) * up),

@@ -189,6 +189,7 @@ inline void check_same_everywhere(const std::function<std::vector<Table>(Context
 namespace tigon::test::oracle {
 using std::exp;
 using std::fma;
+using std::log2;
 using std::max;
 using std::min;
 using std::tanh;

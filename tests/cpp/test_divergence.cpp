@@ -5,20 +5,23 @@
 
 namespace tigon::test {
 namespace oracle {
-using std::log;
 #include "tigon/ops/divergence/divergence_math.inc"
 }  // namespace oracle
 
 namespace {
 
+// Of a class: its probability, its share of the loss, dloss / d(log q).
 struct Terms {
   double q, term, g;
 };
 template <DivergenceKind K>
 Terms terms(double tq, double tp, float beta) {
-  Terms t;
-  oracle::divergence_terms<K>(tq, tp, beta, t.q, t.term, t.g);
-  return t;
+  double q = std::exp2(tq), p = std::exp2(tp), term, g, d = tq - tp;
+  if (K == DivergenceKind::jsd && std::isinf(tq - tp)) d = tq < tp ? -1e30 : 1e30;
+  if (K == DivergenceKind::jsd && q == 0.0 && p == 0.0) d = 0.0;
+  oracle::divergence_terms<K>(q, p, d, std::exp2(-std::abs(d)), beta, term, g);
+  double own = g - q * double(oracle::divergence_own_share<K>());
+  return {q, oracle::divergence_loss<K>(term, g, beta), double(oracle::divergence_unit<K>(beta)) * own};
 }
 Terms terms(DivergenceKind kind, double lq, double lp, float beta) {
   double tq = lq * M_LOG2E, tp = lp * M_LOG2E;

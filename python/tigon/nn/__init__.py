@@ -3,6 +3,7 @@
 from tigon.nn.add_rms_norm import AddRMSNorm
 from tigon.nn.cross_entropy import CrossEntropyLoss
 from tigon.nn.dyt import DyT
+from tigon.nn.embedding import Embedding
 from tigon.nn.gated_rms_norm import GatedRMSNorm
 from tigon.nn.glu import GeGLU, ReGLU, SwiGLU, SwiGLUOAI
 from tigon.nn.group_norm import GroupNorm
@@ -15,6 +16,7 @@ __all__ = [
     "AddRMSNorm",
     "CrossEntropyLoss",
     "DyT",
+    "Embedding",
     "GatedRMSNorm",
     "GeGLU",
     "GroupNorm",

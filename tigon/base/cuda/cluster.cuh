@@ -71,15 +71,27 @@ __device__ __forceinline__ void arrival_wait(uint64_t* barrier, int parity) {
   } while (done == 0);
 #endif
 }
-// *local = value in the shared memory of the block of that rank, 8 bytes on that block's barrier.
-__device__ __forceinline__ void put_arriving(void* local, unsigned rank, uint64_t value, uint64_t* barrier) {
+// *local = value in the shared memory of the block of that rank, its 8 or 16 bytes on that block's barrier.
+template <class T>
+__device__ __forceinline__ void put_arriving(T* local, unsigned rank, const T& value, uint64_t* barrier) {
+  static_assert(sizeof(T) == alignof(T) && (sizeof(T) == 8 || sizeof(T) == 16));
 #if __CUDA_ARCH__ >= 900
   uint32_t to, to_barrier;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(local)), "r"(rank));
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to_barrier) : "r"(shared_address(barrier)), "r"(rank));
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to),
-               "l"(value), "r"(to_barrier)
-               : "memory");
+  if constexpr (sizeof(T) == 8) {
+    const auto& v = reinterpret_cast<const uint64_t&>(value);
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to),
+                 "l"(v), "r"(to_barrier)
+                 : "memory");
+  } else {
+    const auto& v = reinterpret_cast<const uint4&>(value);
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+            to),
+        "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(to_barrier)
+        : "memory");
+  }
 #endif
 }
 

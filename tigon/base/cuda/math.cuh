@@ -25,6 +25,28 @@ TIGON_FN float exp2_approx(float t) {
   return r;
 }
 TIGON_FN float exp2_neg(float t) { return exp2_approx(t); }
+// log2, lg2.approx: 2^-22 beside 1, 2 ulp elsewhere; exactly 0 at 1.
+TIGON_FN float log2_approx(float x) {
+  float r;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+// 2^(x * (slope + slope_low)), < 1 ulp for products from -127 to 127; 0 below, NaN stays. Cody-Waite, a minimax polynomial on
+// [-1/2, 1/2] (2e-9) and a multiplication by 2^n, all on the multiply-add units. slope > 0.
+TIGON_FN float exp2_fine(float x, float slope, float slope_low) {
+  constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: integers beside it are the last bits
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-127.25f / slope));
+  const float shifted = __fmaf_rn(x, slope, kShift), n = shifted - kShift;
+  const float f = __fmaf_rn(x, slope_low, __fmaf_rn(x, slope, -n));
+  float y = 1.53533547e-4f;
+  y = __fmaf_rn(y, f, 1.33988750e-3f);
+  y = __fmaf_rn(y, f, 9.61843785e-3f);
+  y = __fmaf_rn(y, f, 5.55033237e-2f);
+  y = __fmaf_rn(y, f, 2.40226477e-1f);
+  y = __fmaf_rn(y, f, 6.93147182e-1f);
+  y = __fmaf_rn(y, f, 1.0f);
+  return y * __int_as_float((__float_as_int(shifted) << 23) + 0x3f800000);
+}
 // e^x with the rounding error of x*log2(e) carried to the exponent: < 3 ulp for every finite x.
 TIGON_FN float exp(float x) {
   float t = x * 1.44269504f, low = __fmaf_rn(x, 1.44269504f, -t) + x * 1.92596303e-8f;

@@ -128,4 +128,30 @@ __device__ __forceinline__ void unpack(const uint4& words, float (&x)[Row<T>::N]
   }
 }
 
+// Maxima of the elements of words, place by place; a NaN may get lost here, sums of exponentials keep it.
+template <class T>
+__device__ __forceinline__ uint32_t max_words(uint32_t a, uint32_t b) {
+  if constexpr (sizeof(T) == 4) {
+    return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
+  } else if constexpr (std::is_same_v<T, __half>) {
+    __half2 r = __hmax2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
+    return reinterpret_cast<const uint32_t&>(r);
+  } else {
+    __nv_bfloat162 r =
+        __hmax2(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b));
+    return reinterpret_cast<const uint32_t&>(r);
+  }
+}
+template <class T>
+__device__ __forceinline__ uint32_t max_words(const uint4& w) {
+  return max_words<T>(max_words<T>(w.x, w.y), max_words<T>(w.z, w.w));
+}
+template <class T>
+__device__ __forceinline__ float max_of_word(uint32_t w) {
+  if constexpr (sizeof(T) == 4)
+    return __uint_as_float(w);
+  else
+    return fmaxf(low(w, T{}), high(w, T{}));
+}
+
 }  // namespace tigon::cuda

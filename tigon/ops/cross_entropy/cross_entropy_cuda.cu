@@ -15,6 +15,7 @@
 #include <array>
 #include <atomic>
 
+#include "tigon/base/cuda/async_copy.cuh"
 #include "tigon/base/cuda/cluster.cuh"
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
@@ -352,11 +353,6 @@ __device__ __forceinline__ Slope finish(const Params<T>& p, int64_t row, const L
   return g;
 }
 
-template <int Pending>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
-}
-
 // One cluster of blocks a row; every thread works on the packs that it copied itself.
 template <bool General, class T>
 __global__ __launch_bounds__(kThreads,
@@ -391,23 +387,21 @@ __global__ __launch_bounds__(kThreads,
         int k = i * int(blockDim.x) + int(threadIdx.x);
         if (k >= count) break;
         if (row.whole(first + k)) {
-          uint32_t to = uint32_t(__cvta_generic_to_shared(slice + k));
-          const T* from = row.base + int64_t(first + k) * N;
-          asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+          copy_async(slice + k, row.base + int64_t(first + k) * N);
         } else {
           slice[k] = fetch(row, first + k);
         }
       }
-      asm volatile("cp.async.commit_group;" ::: "memory");
+      copies_commit();
     }
     Label label = label_of<General>(p, r, x);
     Sums a = beginning(label.z, label.column >= 0);
 #pragma unroll 1
     for (int g = 0; g < kGroups; ++g) {
-      if (g == 0) wait_for_copies<3>();
-      if (g == 1) wait_for_copies<2>();
-      if (g == 2) wait_for_copies<1>();
-      if (g == 3) wait_for_copies<0>();
+      if (g == 0) copies_wait<3>();
+      if (g == 1) copies_wait<2>();
+      if (g == 2) copies_wait<1>();
+      if (g == 3) copies_wait<0>();
       for (int i = steps * g / kGroups; i < steps * (g + 1) / kGroups; ++i) {
         int k = i * int(blockDim.x) + int(threadIdx.x);
         if (k < count) accumulate<General>(p, row, first + k, slice[k], label.column, label.reference, a);

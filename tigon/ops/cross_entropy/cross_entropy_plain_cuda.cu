@@ -60,30 +60,12 @@ __device__ __forceinline__ uint4 fetch_or_nothing(const Part<const T>& part, int
   return k < part.packs ? *reinterpret_cast<const uint4*>(part.pack(k)) : nothing<T>();
 }
 
-// Maxima of words; a NaN may get lost here, the sum of exponentials keeps it.
-template <class T>
-__device__ __forceinline__ uint32_t max_words(uint32_t a, uint32_t b) {
-  if constexpr (sizeof(T) == 4) {
-    return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
-  } else if constexpr (std::is_same_v<T, __half>) {
-    __half2 r = __hmax2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
-    return reinterpret_cast<const uint32_t&>(r);
-  } else {
-    __nv_bfloat162 r =
-        __hmax2(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b));
-    return reinterpret_cast<const uint32_t&>(r);
-  }
-}
 template <class T, int K>
 __device__ __forceinline__ float max_of(const uint4 (&q)[K]) {
-  auto inside = [](const uint4& v) { return max_words<T>(max_words<T>(v.x, v.y), max_words<T>(v.z, v.w)); };
-  uint32_t t = inside(q[0]);
+  uint32_t t = max_words<T>(q[0]);
 #pragma unroll
-  for (int k = 1; k < K; ++k) t = max_words<T>(t, inside(q[k]));
-  if constexpr (sizeof(T) == 4)
-    return __uint_as_float(t);
-  else
-    return fmaxf(low(t, T{}), high(t, T{}));
+  for (int k = 1; k < K; ++k) t = max_words<T>(t, max_words<T>(q[k]));
+  return max_of_word<T>(t);
 }
 
 __device__ __forceinline__ float exp_below(float z, float m) { return exp2_approx((z - m) * kLog2e); }
@@ -168,8 +150,7 @@ __device__ __forceinline__ Sums merge_row(Sums a, Exchange<Threads>& x, int turn
     unsigned blocks = cluster_size();
     if (threadIdx.x == 0) arrival_expect(&x.arrival[parity], int(blocks * sizeof(Sums)));
     if (threadIdx.x < blocks) {
-      uint64_t bits = uint64_t(__float_as_uint(a.s)) << 32 | __float_as_uint(a.m);
-      put_arriving(&x.peer[parity][cluster_rank()], threadIdx.x, bits, &x.arrival[parity]);
+      put_arriving(&x.peer[parity][cluster_rank()], threadIdx.x, a, &x.arrival[parity]);
     }
     arrival_wait(&x.arrival[parity], turn >> 1 & 1);
     a = merge_warp(unsigned(lane) < blocks ? x.peer[parity][lane] : Sums{-INFINITY, 0.0f});

@@ -1,165 +1,30 @@
 // CUDA backend of divergence.
 //
-// Bytes per element (b = element size): 3b with the gradient, 2b without. Instructions: 35 to 60 per element, six of them
-// ex2, against a budget of 42 at the speed of the memory in 16 bits, 84 in 32.
+// Bytes per element (b = element size): 3b with the gradient, 2b without. The budget at the speed of the memory, 16 bits: 44
+// instructions and 5 ex2 (or lg2) an element pair, twice that in 32. Spent, 16 bits: KL 17 and 2 ex2, TVD 22 and 2, JSD 36
+// and 4 (unpacking 2, maximum 1, exponentials and their sums 6 and 2; then KL its term 3, the gradient 5; TVD terms 9,
+// gradient 3; JSD unpacking again 2, terms 20 and 2, gradient 3). 32 bits: exponentials on the multiply-add units, exact to
+// an ulp, 24 more (JSD 50).
 //
 // Variants
-//   held    A row pair lies in the registers of one block, or of a cluster of 4 or 8 (sm_90 on), eight packs of 16 bytes of
-//           each row a thread; all loads are in flight together. Blocks stay: a pack of the next row is asked for as soon as
-//           this row's has been used for the last time. Student, teacher and gradient lie at the same position in their 16
-//           bytes (or the gradient does not, and is stored element by element).
+//   held    A row pair is expanded once: its exponentials, against the maxima of their warp, stay in the registers of a block
+//           or of a cluster (sm_90 on) until the gradient is stored; no exponential is taken twice. The next rows arrive in
+//           shared memory meanwhile, every thread copying and reading packs of its own. The row's threads bring sums together
+//           once for the KLs, twice for the others. Student and teacher lie at the same position
+//           in their 16 bytes (the gradient may not, and is then stored element by element).
 //   swept   Longer rows, and rows that lie differently: one block a row, three sweeps, element by element in the second case.
 #include <algorithm>
 #include <array>
 #include <atomic>
 
-#include "tigon/base/cuda/cluster.cuh"
+#include "tigon/base/cuda/async_copy.cuh"
 #include "tigon/base/cuda/launch.cuh"
-#include "tigon/base/cuda/math.cuh"
-#include "tigon/base/cuda/reduce.cuh"
 #include "tigon/base/cuda/row_packs.cuh"
 #include "tigon/base/dispatch.h"
-#include "tigon/ops/divergence/divergence.h"
+#include "tigon/ops/divergence/divergence_sums.cuh"
 
 namespace tigon::cuda {
 namespace {
-
-#include "tigon/ops/divergence/divergence_math.inc"
-
-constexpr const char* kOp = "divergence";
-constexpr int kHeld = 8, kThreadsPerSm = 512, kMaxCluster = 8, kSweepThreads = 1024;
-
-template <class T>
-struct Params {
-  const T *student, *teacher;
-  T* dstudent;            // may be null, or student
-  const int64_t* labels;  // may be null
-  const float* scale;     // may be null
-  float* loss;
-  int64_t rows, student_stride, teacher_stride, dstudent_stride, scale_step, ignore_index;
-  int cols, slice;  // slice: columns of a block of a cluster
-  float beta, slope, factor, gain;
-  bool log_probs;
-  uint32_t zero;
-
-  __device__ bool ignored(int64_t r) const { return labels != nullptr && labels[r] == ignore_index; }
-  __device__ float gain_of(int64_t r) const { return scale != nullptr ? gain * scale[r * scale_step] : gain; }
-};
-
-// Maximum and sum of 2^(slope * (x - m)) of part of a row.
-struct Peak {
-  float m = -INFINITY, s = 0.0f;
-  // What the exponentials are taken from: nothing but -inf so far adds nothing; NaN and +inf survive.
-  __device__ float from() const { return m == -INFINITY ? 0.0f : m; }
-};
-// log2 softmax = (x - m) * slope - log_sum.
-struct Softmax {
-  float m, log_sum;
-  __device__ float log2_of(float x, float slope) const { return fma(x - m, slope, -log_sum); }
-};
-
-template <int N>
-__device__ __forceinline__ void add_peak(Peak& a, const float (&x)[N], float slope) {
-  float top = x[0];
-#pragma unroll
-  for (int j = 1; j < N; ++j) top = fmaxf(top, x[j]);
-  if (top > a.m) a.s *= exp2_approx((a.m - top) * slope), a.m = top;
-  float from = a.from();
-#pragma unroll
-  for (int j = 0; j < N; ++j) a.s += exp2_approx((x[j] - from) * slope);
-}
-
-__device__ __forceinline__ Peak merge_lanes(Peak a, float slope) {
-  float m = reduce_lanes<Max, 32>(a.m), s = a.m == m ? a.s : a.s * exp2_approx((a.m - m) * slope);
-  return {m, reduce_lanes<Sum, 32>(s)};
-}
-
-// What the threads of a row tell each other: two peaks, then two sums. The two turns use memory of their own, and between two
-// uses of one lies the other, or a meeting.
-struct Exchange {
-  float warp[2][4][32];
-  float peer[2][kMaxCluster][4];
-};
-
-template <bool Cluster>
-__device__ __forceinline__ void meet() {
-  if constexpr (Cluster) {
-    cluster_arrive();
-    cluster_wait();
-  } else {
-    __syncthreads();
-  }
-}
-
-// `merge` makes four values of 32 lanes' into every lane's; the row's result is the same in all threads.
-template <bool Cluster, class Merge>
-__device__ __forceinline__ void merge_row(float (&v)[4], const float (&empty)[4], Exchange& x, int turn,
-                                          const Merge& merge) {
-  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
-  merge(v);
-  if (lane == 0)
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x.warp[turn][i][warp] = v[i];
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < 4; ++i) v[i] = lane < int(blockDim.x) / 32 ? x.warp[turn][i][lane] : empty[i];
-  merge(v);
-  if constexpr (Cluster) {
-    const unsigned blocks = cluster_size();
-    if (threadIdx.x < blocks)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) put_remote(&x.peer[turn][cluster_rank()][i], threadIdx.x, v[i]);
-    meet<true>();
-#pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] = unsigned(lane) < blocks ? x.peer[turn][lane][i] : empty[i];
-    merge(v);
-  }
-}
-
-template <bool Cluster>
-__device__ __forceinline__ void merge_peaks(Peak a, Peak b, float slope, Exchange& x, Softmax& s,
-                                            Softmax& t) {
-  float v[4] = {a.m, a.s, b.m, b.s};
-  const float empty[4] = {-INFINITY, 0.0f, -INFINITY, 0.0f};
-  merge_row<Cluster>(v, empty, x, 0, [slope](float (&v)[4]) {
-    Peak first = merge_lanes({v[0], v[1]}, slope), second = merge_lanes({v[2], v[3]}, slope);
-    v[0] = first.m, v[1] = first.s, v[2] = second.m, v[3] = second.s;
-  });
-  s = {v[0], log2f(v[1])}, t = {v[2], log2f(v[3])};
-}
-
-template <bool Cluster>
-__device__ __forceinline__ void merge_sums(float& total, float& sum_g, Exchange& x) {
-  float v[4] = {total, sum_g, 0.0f, 0.0f};
-  const float empty[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  merge_row<Cluster>(v, empty, x, 1, [](float (&v)[4]) {
-    v[0] = reduce_lanes<Sum, 32>(v[0]), v[1] = reduce_lanes<Sum, 32>(v[1]);
-  });
-  total = v[0], sum_g = v[1];
-}
-
-template <DivergenceKind K, int N>
-__device__ __forceinline__ void add_terms(const float (&x)[N], const float (&y)[N], const Softmax& s,
-                                          const Softmax& t, float slope, float beta, float& total,
-                                          float& sum_g) {
-#pragma unroll
-  for (int j = 0; j < N; ++j) {
-    float q, term, g;
-    divergence_terms<K>(s.log2_of(x[j], slope), t.log2_of(y[j], slope), beta, q, term, g);
-    total += term, sum_g += g;
-  }
-}
-template <DivergenceKind K, int N>
-__device__ __forceinline__ void gradients(float (&x)[N], const float (&y)[N], const Softmax& s,
-                                          const Softmax& t, float slope, float beta, float sum_g,
-                                          float gain) {
-#pragma unroll
-  for (int j = 0; j < N; ++j) {
-    float q, term, g;
-    divergence_terms<K>(s.log2_of(x[j], slope), t.log2_of(y[j], slope), beta, q, term, g);
-    x[j] = divergence_gradient(g, q, sum_g, gain);
-  }
-}
 
 // N columns: in one instruction at a boundary of 16 bytes.
 template <class T>
@@ -192,116 +57,200 @@ __device__ __forceinline__ Row<T> row_like(T* out, const Row<const T>& like) {
   return row;
 }
 
+// -inf in the columns of a pack that the row does not have.
 template <class T>
-__device__ __forceinline__ uint4 nothing() {  // -inf in every column
-  constexpr uint32_t w = sizeof(T) == 4 ? 0xff800000u : std::is_same_v<T, __half> ? 0xfc00fc00u : 0xff80ff80u;
-  return make_uint4(w, w, w, w);
-}
-
-// The same words, which the compiler must take for others (`zero` is a 0 that it does not know): it then takes a pack apart
-// again in the next sweep, where it would hold the fp32 values of the last one at twice the registers.
-__device__ __forceinline__ void forget(uint4& w, uint32_t zero) {
-  w.x ^= zero, w.y ^= zero, w.z ^= zero, w.w ^= zero;
-}
-
-template <DivergenceKind K, class T, bool Cluster>
-__global__ __launch_bounds__(kThreadsPerSm) void held_kernel(const __grid_constant__ Params<T> p) {
+__device__ __forceinline__ uint4 only_columns(const Row<const T>& row, int k, const uint4& words) {
   constexpr int N = Row<T>::N;
-  __shared__ Exchange exchange;
-  const int tid = int(threadIdx.x), threads = int(blockDim.x);
+  Pack<T, N> pack = reinterpret_cast<const Pack<T, N>&>(words);
+#pragma unroll
+  for (int j = 0; j < N; ++j)
+    if (!row.has(row.column(k) + j)) pack.v[j] = narrow<T>(-INFINITY);
+  return reinterpret_cast<const uint4&>(pack);
+}
+
+template <class T>
+__device__ __forceinline__ uint32_t nothing() {  // -inf in every place
+  return sizeof(T) == 4 ? 0xff800000u : std::is_same_v<T, __half> ? 0xfc00fc00u : 0xff80ff80u;
+}
+
+template <int Threads, int Pairs, int Stages, int Blocks>
+struct HeldShape {
+  static constexpr int threads = Threads;  // of a block
+  static constexpr int pairs = Pairs;      // columns of a thread
+  static constexpr int stages = Stages;    // rows in shared memory
+  static constexpr int blocks = Blocks;    // of a multiprocessor
+  static constexpr int64_t columns = int64_t(Threads) * Pairs;
+  template <class T>
+  static constexpr size_t shared = size_t(columns) * Stages * 2 * sizeof(T);
+};
+
+template <DivergenceKind K, class T, class Shape, bool Cluster>
+__global__ __launch_bounds__(Shape::threads,
+                             Shape::blocks) void held_kernel(const __grid_constant__ Params<T> p) {
+  constexpr int N = Row<T>::N, kThreads = Shape::threads, kHeld = Shape::pairs / N, kStages = Shape::stages;
+  __shared__ Exchange<kThreads / 32> exchange;
+  extern __shared__ uint4 staged[];  // [stage][pack of a thread][student, teacher][thread]
+  const int tid = int(threadIdx.x);
   const unsigned blocks = Cluster ? cluster_size() : 1, rank = Cluster ? cluster_rank() : 0;
-  if constexpr (Cluster) meet<true>();  // everybody's memory is there
+  if constexpr (Cluster) {
+    if (tid == 0) arrival_init(&exchange.arrival[0]), arrival_init(&exchange.arrival[1]);
+    cluster_arrive();
+    cluster_wait();
+  }
   // The block's columns [first, first + n) of every row that it takes.
   const int first = Cluster ? min(int(rank) * p.slice, p.cols) : 0;
   const int n = Cluster ? min(p.slice, p.cols - first) : p.cols;
   const int64_t step = gridDim.x / blocks;
-  uint4 a[kHeld], b[kHeld];
-  float edge[2][1];  // of the first threads
-  auto student_of = [&](int64_t r) { return Part<const T>(p.student + r * p.student_stride + first, n); };
-  auto teacher_of = [&](int64_t r) { return p.teacher + r * p.teacher_stride + first; };
-  auto read = [&](const Part<const T>& x, const T* y, int h) {
-    const int k = h * threads + tid;
-    const bool has = k < x.packs;
-    a[h] = has ? *reinterpret_cast<const uint4*>(x.pack(k)) : nothing<T>();
-    b[h] = has ? *reinterpret_cast<const uint4*>(y + x.head + int64_t(k) * N) : nothing<T>();
+  auto student_of = [&](int64_t r) { return Row<const T>(p.student + r * p.student_stride + first, n); };
+  auto at = [&](int slot, int h, int side) {
+    return staged + ((slot * kHeld + h) * 2 + side) * kThreads + tid;
   };
-  auto read_edge = [&](const Part<const T>& x, const T* y) {
-    const int c = x.edge(n);
-    edge[0][0] = c >= 0 ? widen(x.x[c]) : -INFINITY;
-    edge[1][0] = c >= 0 ? widen(y[c]) : -INFINITY;
+  auto fetch_row = [&](int64_t r, int slot) {
+    const Row<const T> x = student_of(r);
+    const T* y = p.teacher + r * p.teacher_stride + first - x.lead;
+#pragma unroll
+    for (int h = 0; h < kHeld; ++h) {
+      const int k = h * kThreads + tid, bytes = (n - x.column(k)) * int(sizeof(T));
+      if (bytes > 0) {
+        copy_async(at(slot, h, 0), x.base + int64_t(k) * N, min(bytes, 16));
+        copy_async(at(slot, h, 1), y + int64_t(k) * N, min(bytes, 16));
+      }
+    }
   };
-  bool have = false;  // this row is in the registers
-  for (int64_t r = blockIdx.x / blocks; r < p.rows; r += step) {
-    const Part<const T> x = student_of(r);
-    const bool ahead = r + step < p.rows && !p.ignored(r + step);
+  const Scaling<T> scaling(p);
+  int64_t r = blockIdx.x / blocks;
+  int turn = 0, slot = 0;
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) {
+    const int64_t ahead = r + i * step;
+    if (ahead < p.rows && !p.ignored(ahead)) fetch_row(ahead, i);
+    copies_commit();
+  }
+  // Whether the row that is copied next counts, asked for a row earlier.
+  int64_t later = r + (kStages - 1) * step;
+  bool counts = later < p.rows && !p.ignored(later);
+  for (; r < p.rows; r += step) {
+    const int last = slot == 0 ? kStages - 1 : slot - 1;  // the stage of the row before
+    if (counts) fetch_row(later, last);
+    copies_commit();
+    later += step;
+    counts = later < p.rows && !p.ignored(later);
     T* out = p.dstudent + r * p.dstudent_stride + first;
+    const int here = slot;
+    slot = slot + 1 == kStages ? 0 : slot + 1;
     if (p.ignored(r)) {
       if (p.dstudent != nullptr)
-        for (int c = tid; c < n; c += threads) out[c] = narrow<T>(0.0f);
+        for (int c = tid; c < n; c += kThreads) out[c] = narrow<T>(0.0f);
       if (tid == 0 && rank == 0) p.loss[r] = 0.0f;
-      have = false;
       continue;
     }
-    if (!have) {
-      const T* y = teacher_of(r);
+    const float scale = p.scale_of(r);
+    const Row<const T> x = student_of(r);
+    copies_wait<kStages - 1>();
+
+    uint32_t top_s = nothing<T>(), top_t = top_s;
 #pragma unroll
-      for (int h = 0; h < kHeld; ++h) read(x, y, h);
-      read_edge(x, y);
+    for (int h = 0; h < kHeld; ++h) {
+      const int k = h * kThreads + tid;
+      uint4 a = load_shared(at(here, h, 0)), b = load_shared(at(here, h, 1));
+      if (!x.whole(k)) {
+        *at(here, h, 0) = a = only_columns<T>(x, k, a);
+        *at(here, h, 1) = b = only_columns<T>(x, k, b);
+      }
+      top_s = max_words<T>(top_s, max_words<T>(a)), top_t = max_words<T>(top_t, max_words<T>(b));
     }
-    Softmax s = {0.0f, 0.0f}, t = {0.0f, 0.0f};
-    if (p.log_probs) {
-      meet<Cluster>();
+    Sums own = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (!p.log_probs) {
+      own.ref_s = scaling.reference(max_lanes(max_of_word<T>(top_s)));
+      own.ref_t = scaling.reference(max_lanes(max_of_word<T>(top_t)));
+    }
+    // The exponentials; then q and g, reverse_kl: at once.
+    float s[kHeld][N], t[kHeld][N];
+    Totals totals = {0.0f, 0.0f};
+    const float from_s = finite(own.ref_s), from_t = finite(own.ref_t);
+#pragma unroll
+    for (int h = 0; h < kHeld; ++h) {
+      unpack<T>(load_shared(at(here, h, 0)), s[h]);
+      unpack<T>(load_shared(at(here, h, 1)), t[h]);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const float u = scaling.from(s[h][j], from_s), v = scaling.from(t[h][j], from_t);
+        s[h][j] = scaling.power(u), t[h][j] = scaling.power(v);
+        own.sum_s += s[h][j], own.sum_t += t[h][j];
+        if constexpr (kKl<K>) {
+          float term, g;
+          terms_of<K, T>(s[h][j], t[h][j], scaling.bits(u - v), p.beta, term, g);
+          totals.terms += term;
+          if constexpr (K == DivergenceKind::reverse_kl) t[h][j] = g;
+        }
+      }
+    }
+    own.sum_s = sum_lanes(own.sum_s), own.sum_t = sum_lanes(own.sum_t);
+    if constexpr (kKl<K>) totals.terms = sum_lanes(totals.terms);
+    const RowPair row = meet_sums<K, Cluster>(exchange, turn++, own, totals.terms, scaling, p.log_probs);
+    const float part_s = scaling.power(own.ref_s - row.ref_s) * row.part_s;
+    const float part_t = scaling.power(own.ref_t - row.ref_t) * row.part_t;
+    const float gain = p.factor * p.inverse * scale * rough::divergence_unit<K>(p.beta);
+    float loss, sum_g;
+    if constexpr (kKl<K>) {
+      const float mean =
+          K == DivergenceKind::reverse_kl ? row.mean + row.log2_quotient : row.mean - row.log2_quotient;
+      loss = rough::divergence_loss<K>(mean, 0.0f, p.beta);
+      sum_g = row.mean;
     } else {
-      Peak first_peak, second_peak;
-      add_peak(first_peak, edge[0], p.slope);
-      add_peak(second_peak, edge[1], p.slope);
+      const float apart = scaling.bits(row.ref_t - row.ref_s) + row.log2_quotient;
 #pragma unroll
       for (int h = 0; h < kHeld; ++h) {
-        float v[N];
-        unpack<T>(a[h], v);
-        add_peak(first_peak, v, p.slope);
-        unpack<T>(b[h], v);
-        add_peak(second_peak, v, p.slope);
-        forget(a[h], p.zero), forget(b[h], p.zero);
-      }
-      merge_peaks<Cluster>(first_peak, second_peak, p.slope, exchange, s, t);
-    }
-    float total = 0.0f, sum_g = 0.0f;
-    add_terms<K>(edge[0], edge[1], s, t, p.slope, p.beta, total, sum_g);
-#pragma unroll
-    for (int h = 0; h < kHeld; ++h) {
-      float v[N], w[N];
-      unpack<T>(a[h], v);
-      unpack<T>(b[h], w);
-      add_terms<K>(v, w, s, t, p.slope, p.beta, total, sum_g);
-      forget(a[h], p.zero), forget(b[h], p.zero);
-    }
-    merge_sums<Cluster>(total, sum_g, exchange);
-    if (tid == 0 && rank == 0) p.loss[r] = total * p.factor;
-    const Part<const T> next_x = student_of(r + step);
-    const T* next_y = teacher_of(r + step);
-    const bool aligned = reinterpret_cast<uintptr_t>(out + x.head) % 16 == 0;
-    const float gain = p.gain_of(r), through = p.log_probs ? 0.0f : sum_g;
-    if (const int c = x.edge(n); p.dstudent != nullptr && c >= 0) {
-      gradients<K>(edge[0], edge[1], s, t, p.slope, p.beta, through, gain);
-      out[c] = narrow<T>(edge[0][0]);
-    }
-#pragma unroll
-    for (int h = 0; h < kHeld; ++h) {
-      const int k = h * threads + tid;
-      if (p.dstudent != nullptr && k < x.packs) {
         float v[N], w[N];
-        unpack<T>(a[h], v);
-        unpack<T>(b[h], w);
-        gradients<K>(v, w, s, t, p.slope, p.beta, through, gain);
-        put_whole(out + x.head + int64_t(k) * N, aligned, v);
+        if constexpr (K == DivergenceKind::jsd) {
+          unpack<T>(load_shared(at(here, h, 0)), v);
+          unpack<T>(load_shared(at(here, h, 1)), w);
+        }
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          const float q = __fmul_rn(s[h][j], part_s), other = __fmul_rn(t[h][j], part_t);
+          const float d = K == DivergenceKind::jsd ? fma(v[j] - w[j], p.slope, apart) : 0.0f;
+          float term, g;
+          terms_of<K, T>(q, other, d, p.beta, term, g);
+          totals.terms += term, totals.g += g;
+          s[h][j] = q, t[h][j] = g;
+        }
       }
-      if (ahead) read(next_x, next_y, h);
+      merge_lanes(totals);
+      const Totals all = meet_totals<Cluster>(exchange, turn++, totals);
+      loss = rough::divergence_loss<K>(all.terms, all.g, p.beta);
+      sum_g = all.g;
     }
-    if (ahead) read_edge(next_x, next_y);
-    have = ahead;
+    if (tid == 0 && rank == 0) p.loss[r] = loss * p.factor;
+    if (p.dstudent == nullptr) continue;
+    const Row<T> to = row_like(out, x);
+    const bool aligned = reinterpret_cast<uintptr_t>(to.base) % 16 == 0;
+    if (p.log_probs) sum_g = rough::divergence_own_share<K>();
+    // Of a KL the exponentials are not divided yet, and the terms are against the warp's references.
+    const float gain_s = gain * part_s, gain_t = gain * part_t;
+    if constexpr (K == DivergenceKind::reverse_kl) sum_g -= scaling.shift(own, row.ref_s, row.ref_t);
+#pragma unroll
+    for (int h = 0; h < kHeld; ++h) {
+      const int k = h * kThreads + tid;
+      if (k >= x.packs) continue;
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        if constexpr (K == DivergenceKind::forward_kl) {
+          const float q = p.log_probs ? 0.0f : __fmul_rn(s[h][j], gain_s);
+          s[h][j] = q - __fmul_rn(t[h][j], gain_t);
+        } else {
+          s[h][j] = rough::divergence_gradient(t[h][j], s[h][j], sum_g,
+                                               K == DivergenceKind::reverse_kl ? gain_s : gain);
+        }
+      }
+      put_pack(to, k, aligned, s[h]);
+    }
   }
-  if constexpr (Cluster) meet<true>();  // a block that has ended cannot be written to
+  copies_wait<0>();
+  if constexpr (Cluster) {  // a block that has ended cannot be written to
+    cluster_arrive();
+    cluster_wait();
+  }
 }
 
 // A row pair from memory in pieces: packs, or single elements where the rows lie differently.
@@ -322,12 +271,30 @@ struct Pieces {
   }
 };
 
+// A reference that grows, and the sum of exponentials against it.
+template <class T, int N>
+__device__ __forceinline__ void add_exponentials(float& reference, float& sum, const float (&x)[N],
+                                                 const Scaling<T>& scaling) {
+  float top = x[0];
+#pragma unroll
+  for (int j = 1; j < N; ++j) top = fmaxf(top, x[j]);
+  top = scaling.reference(top);
+  if (top > reference) {
+    if (sum != 0.0f) sum *= scaling.power(reference - top);
+    reference = top;
+  }
+#pragma unroll
+  for (int j = 0; j < N; ++j) sum += scaling.power(scaling.from(x[j], finite(reference)));
+}
+
 template <DivergenceKind K, class T, bool Packs>
 __global__ __launch_bounds__(kSweepThreads) void swept_kernel(const __grid_constant__ Params<T> p) {
   using Pair = Pieces<T, Packs>;
   constexpr int N = Pair::N;
-  __shared__ Exchange exchange;
+  __shared__ Exchange<kSweepThreads / 32> exchange;
   const int tid = int(threadIdx.x);
+  const Scaling<T> scaling(p);
+  int turn = 0;
   for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
     T* out = p.dstudent + r * p.dstudent_stride;
     if (p.ignored(r)) {
@@ -337,33 +304,51 @@ __global__ __launch_bounds__(kSweepThreads) void swept_kernel(const __grid_const
       continue;
     }
     const Pair pair(p.student + r * p.student_stride, p.teacher + r * p.teacher_stride, p.cols);
-    Softmax s = {0.0f, 0.0f}, t = {0.0f, 0.0f};
+    RowPair row;
     float v[N], w[N];
-    if (p.log_probs) {
-      __syncthreads();
-    } else {
-      Peak first, second;
+    if (!p.log_probs) {
+      Sums own = {-INFINITY, 0.0f, -INFINITY, 0.0f};
       for (int k = tid; k < pair.count; k += kSweepThreads) {
         pair.get(k, v, w);
-        add_peak(first, v, p.slope);
-        add_peak(second, w, p.slope);
+        add_exponentials(own.ref_s, own.sum_s, v, scaling);
+        add_exponentials(own.ref_t, own.sum_t, w, scaling);
       }
-      merge_peaks<false>(first, second, p.slope, exchange, s, t);
+      float none = 0.0f;
+      merge_lanes<DivergenceKind::tvd>(own, none, scaling);
+      row = meet_sums<DivergenceKind::tvd, false>(exchange, turn++, own, 0.0f, scaling, false);
     }
-    float total = 0.0f, sum_g = 0.0f;
+    const float apart = scaling.bits(row.ref_t - row.ref_s) + row.log2_quotient;
+    auto terms = [&](float x, float y, float& q, float& term, float& g) {
+      q = __fmul_rn(scaling.power(scaling.from(x, row.ref_s)), row.part_s);
+      const float other = __fmul_rn(scaling.power(scaling.from(y, row.ref_t)), row.part_t);
+      terms_of<K, T>(q, other, fma(x - y, p.slope, apart), p.beta, term, g);
+    };
+    Totals totals = {0.0f, 0.0f};
     for (int k = tid; k < pair.count; k += kSweepThreads) {
       pair.get(k, v, w);
-      add_terms<K>(v, w, s, t, p.slope, p.beta, total, sum_g);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        float q, term, g;
+        terms(v[j], w[j], q, term, g);
+        totals.terms += term, totals.g += g;
+      }
     }
-    merge_sums<false>(total, sum_g, exchange);
-    if (tid == 0) p.loss[r] = total * p.factor;
+    merge_lanes(totals);
+    totals = meet_totals<false>(exchange, turn++, totals);
+    if (tid == 0) p.loss[r] = rough::divergence_loss<K>(totals.terms, totals.g, p.beta) * p.factor;
     if (p.dstudent == nullptr) continue;
-    const float gain = p.gain_of(r);
+    const float gain = p.factor * p.inverse * p.scale_of(r) * rough::divergence_unit<K>(p.beta);
+    const float sum_g = p.log_probs ? rough::divergence_own_share<K>() : totals.g;
     const Row<T> to = row_like(out, pair.x);
     const bool aligned = reinterpret_cast<uintptr_t>(to.base) % 16 == 0;
     for (int k = tid; k < pair.count; k += kSweepThreads) {
       pair.get(k, v, w);
-      gradients<K>(v, w, s, t, p.slope, p.beta, p.log_probs ? 0.0f : sum_g, gain);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        float q, term, g;
+        terms(v[j], w[j], q, term, g);
+        v[j] = rough::divergence_gradient(g, q, sum_g, gain);
+      }
       if constexpr (Packs)
         put_pack(to, k, aligned, v);
       else
@@ -376,37 +361,46 @@ __global__ __launch_bounds__(kSweepThreads) void swept_kernel(const __grid_const
 int slice_of(int64_t cols, int cluster) { return int(ceil_div(ceil_div(cols, cluster), 64) * 64); }
 
 // False when the device has no room for such a cluster.
-template <DivergenceKind K, class T, bool Cluster>
-bool launch_held(Context& ctx, Params<T> p, int threads, int cluster) {
-  auto kernel = &held_kernel<K, T, Cluster>;
+template <DivergenceKind K, class T, class Shape, bool Cluster>
+bool launch_held(Context& ctx, Params<T> p, int cluster) {
+  // Clusters that run together, by device and log2 of their size; 0 not asked yet, -1 none.
+  static std::array<std::array<std::atomic<int>, 5>, 64> known;
+  auto kernel = &held_kernel<K, T, Shape, Cluster>;
   p.slice = slice_of(p.cols, cluster);
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {unsigned(cluster), 1, 1};
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(unsigned(cluster));
-  config.blockDim = dim3(unsigned(threads));
+  config.blockDim = dim3(Shape::threads);
+  config.dynamicSmemBytes = Shape::template shared<T>;
   config.stream = static_cast<cudaStream_t>(ctx.stream());
   config.attrs = &attribute;
   config.numAttrs = Cluster ? 1 : 0;
-  int room = device_facts().sms * (kThreadsPerSm / threads);
-  if constexpr (Cluster) {
-    // Clusters that run together, by device, threads and size; 0 not asked yet, -1 none.
-    static std::array<std::array<std::atomic<int>, 4>, 64> known;
-    int device = 0;
-    TIGON_CUDA_CHECK(kOp, cudaGetDevice(&device));
-    std::atomic<int>& slot =
-        known[size_t(device) % known.size()][size_t(threads / 512 * 2 + cluster / kMaxCluster)];
-    room = slot.load(std::memory_order_relaxed);
-    if (room == 0) {
+  int device = 0, size = 0;
+  TIGON_CUDA_CHECK(kOp, cudaGetDevice(&device));
+  while (1 << size < cluster) ++size;
+  std::atomic<int>& slot = known[size_t(device) % known.size()][size_t(size)];
+  int room = slot.load(std::memory_order_relaxed);
+  if (room == 0) {
+    TIGON_CUDA_CHECK(kOp, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                               int(config.dynamicSmemBytes)));
+    if constexpr (Cluster) {
+      if (cluster > 8)
+        TIGON_CUDA_CHECK(kOp,
+                         cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
       if (cudaOccupancyMaxActiveClusters(&room, kernel, &config) != cudaSuccess || room <= 0) {
         cudaGetLastError();
         room = -1;
       }
-      slot.store(room, std::memory_order_relaxed);
+    } else {
+      TIGON_CUDA_CHECK(kOp, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&room, kernel, Shape::threads,
+                                                                          config.dynamicSmemBytes));
+      room = room > 0 ? room * device_facts().sms : -1;
     }
-    if (room < 0) return false;
+    slot.store(room, std::memory_order_relaxed);
   }
+  if (room < 0) return false;
   config.gridDim = dim3(unsigned(std::min<int64_t>(p.rows, room) * cluster));
   cudaError_t status = cudaLaunchKernelEx(&config, kernel, p);
   TIGON_CHECK(kOp, status == cudaSuccess, "kernel launch failed: ", cudaGetErrorString(status));
@@ -416,18 +410,21 @@ bool launch_held(Context& ctx, Params<T> p, int threads, int cluster) {
 // The first that holds the rows runs.
 template <DivergenceKind K, class T>
 void launch_rows(Context& ctx, const Params<T>& p, bool alike) {
-  auto fits = [&](int threads, int cluster = 1) {
+  auto fits = [&](auto shape, int cluster = 1) {
     int64_t columns = cluster == 1 ? p.cols : slice_of(p.cols, cluster);
-    return ceil_div(columns, Row<T>::N) <= int64_t(kHeld) * threads &&
-           (cluster == 1 || device_facts().capability >= 90);
+    if (!p.aligned) columns += Row<T>::N - 1;
+    return columns <= decltype(shape)::columns && (cluster == 1 || device_facts().capability >= 90);
   };
+  using Short = HeldShape<64, 16, 2, 8>;
+  using Half = HeldShape<512, 16, 2, sizeof(T) == 4 ? 1 : 2>;
+  using Whole = HeldShape<512, sizeof(T) == 4 ? 24 : 32, 2, 1>;
   if (alike) {
-    if (fits(64)) return void(launch_held<K, T, false>(ctx, p, 64, 1));
-    if (fits(256)) return void(launch_held<K, T, false>(ctx, p, 256, 1));
-    if (fits(512)) return void(launch_held<K, T, false>(ctx, p, 512, 1));
-    if (fits(256, 4) && launch_held<K, T, true>(ctx, p, 256, 4)) return;
-    if (fits(256, 8) && launch_held<K, T, true>(ctx, p, 256, 8)) return;
-    if (fits(512, 8) && launch_held<K, T, true>(ctx, p, 512, 8)) return;
+    if (fits(Short{})) return void(launch_held<K, T, Short, false>(ctx, p, 1));
+    if (fits(Half{})) return void(launch_held<K, T, Half, false>(ctx, p, 1));
+    for (int cluster : {2, 4})
+      if (fits(Half{}, cluster) && launch_held<K, T, Half, true>(ctx, p, cluster)) return;
+    for (int cluster : {4, 8, 16})
+      if (fits(Whole{}, cluster) && launch_held<K, T, Whole, true>(ctx, p, cluster)) return;
   }
   Grid grid = {.blocks = std::min<int64_t>(p.rows, int64_t(device_facts().sms) * 2),
                .threads = kSweepThreads};
@@ -445,7 +442,7 @@ void divergence_rows(Context& ctx, const DivergenceRows& a) {
   dispatch_float(kOp, "student", a.student.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     constexpr int64_t N = Row<T>::N;
-    const float inverse = 1.0f / a.temperature;
+    const double slope = 1.4426950408889634 / double(a.temperature);
     Params<T> p = {.student = a.student.row<T>(0),
                    .teacher = a.teacher.row<T>(0),
                    .dstudent = a.dstudent.row<T>(0),
@@ -461,14 +458,17 @@ void divergence_rows(Context& ctx, const DivergenceRows& a) {
                    .cols = int(a.student.cols),
                    .slice = 0,
                    .beta = a.beta,
-                   .slope = 1.44269504f * inverse,
+                   .slope = float(slope),
+                   .slope_low = float(slope - double(float(slope))),
                    .factor = a.factor,
-                   .gain = a.factor * inverse,
+                   .inverse = 1.0f / a.temperature,
                    .log_probs = a.log_probs,
-                   .zero = 0};
+                   .aligned = false};
     auto lead = [](const Matrix& m) { return int64_t(reinterpret_cast<uintptr_t>(m.data) % 16 / sizeof(T)); };
-    bool one = p.rows == 1, alike = lead(a.student) == lead(a.teacher) &&
-                                    (one || (p.student_stride - p.teacher_stride) % N == 0);
+    const bool one = p.rows == 1;
+    p.aligned = lead(a.student) == 0 && (one || p.student_stride % N == 0);
+    const bool alike =
+        lead(a.student) == lead(a.teacher) && (one || (p.student_stride - p.teacher_stride) % N == 0);
     switch (a.kind) {
       case DivergenceKind::forward_kl: return launch_rows<DivergenceKind::forward_kl>(ctx, p, alike);
       case DivergenceKind::reverse_kl: return launch_rows<DivergenceKind::reverse_kl>(ctx, p, alike);

@@ -1,0 +1,103 @@
+"""Embedding (Bengio et al. 2003). Contract: ``tigon/ops/embedding/embedding.h``."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tigon._op import Op, has_kernel, raw
+from tigon.error import check
+
+_OP = "embedding"
+
+
+def reference(ids, weight, *, padding_idx=None, scale=1.0):
+    """The same formula in plain PyTorch operations (any float dtype, any device)."""
+    rows = F.embedding(ids, weight, padding_idx)
+    if scale == 1.0:
+        return rows
+    return (rows.to(torch.promote_types(rows.dtype, torch.float32)) * scale).to(rows.dtype)
+
+
+def _fake(ids, weight, padding_idx, scale):
+    return weight.new_empty((*ids.shape, weight.shape[1]))
+
+
+def _fake_bwd(dy, ids, vocabulary, padding_idx, scale):
+    return dy.new_empty((vocabulary, dy.shape[-1]))
+
+
+_bwd = raw("embedding_bwd", _fake_bwd)
+
+
+def _setup_context(ctx, inputs, output):
+    ids, weight, *ctx.options = inputs
+    ctx.vocabulary = weight.shape[0]
+    ctx.save_for_backward(ids)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dy):
+    if dy is None:
+        return (None,) * 4
+    (ids,) = ctx.saved_tensors
+    call = torch.ops.tigon.embedding_bwd if torch.compiler.is_compiling() else _bwd
+    return None, call(dy, ids, ctx.vocabulary, *ctx.options), None, None
+
+
+_op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward)
+
+
+def embedding(
+    ids: torch.Tensor, weight: torch.Tensor, *, padding_idx: int | None = None, scale: float = 1.0
+) -> torch.Tensor:
+    """Rows of a table, ``scale * weight[ids]``.
+
+    Args:
+        ids: any shape, int64 or int32, in ``[0, V)``.
+        weight: ``[V, H]`` float32, bfloat16 or float16 (rows dense, or copied once). float64 runs the eager
+            reference.
+        padding_idx: the id whose row gets no gradient, in ``[-V, V)``, or ``None``. Its row is looked up as
+            any other.
+        scale: factor of the rows (Gemma's ``sqrt(H)``; models that round it to the weight's dtype pass it
+            rounded).
+
+    Returns:
+        ``[*ids.shape, H]`` in weight's dtype, contiguous; rounded once, with ``scale=1`` not at all.
+        Differentiable in weight: a dense gradient, every row's sum in float32 in the order of the positions,
+        rounded once; bitwise deterministic, however often an id occurs.
+
+    Raises:
+        tigon.Error: shapes, dtypes, devices or padding_idx do not fit; on the CPU also an id outside
+            ``[0, V)``. On CUDA the row of such an id is NaN and adds nothing to the gradient, without
+            synchronisation.
+
+    Source: Bengio et al. 2003, "A Neural Probabilistic Language Model".
+    """
+    integer = ids.dtype in (torch.int64, torch.int32)
+    check(_OP, integer, "ids must be an int64 or int32 tensor, got {}", ids.dtype)
+    check(_OP, weight.is_floating_point(), "weight must be a float tensor, got {}", weight.dtype)
+    check(_OP, weight.dim() == 2, "weight must have two dimensions, got {}", weight.dim())
+    rows = weight.shape[0]
+    if padding_idx is not None:
+        check(
+            _OP,
+            -rows <= padding_idx < rows,
+            "padding_idx must be in [{}, {}), got {}",
+            -rows,
+            rows,
+            padding_idx,
+        )
+        padding_idx %= rows
+    if not has_kernel(_OP, weight) or weight.shape[1] == 0:
+        _check_ids(ids, rows)
+        return reference(ids, weight, padding_idx=padding_idx, scale=scale)
+    return _op(ids, weight, -1 if padding_idx is None else padding_idx, scale)
+
+
+def _check_ids(ids, rows):
+    """What the CPU kernel refuses, for the reference."""
+    if ids.device.type != "cpu" or torch.compiler.is_compiling() or ids.is_meta:
+        return
+    bad = ids[(ids < 0) | (ids >= rows)]
+    check(_OP, bad.numel() == 0, "ids must be in [0, {}), got {}", rows, bad[:1].tolist())
