@@ -46,6 +46,19 @@ def test_verdict():
     assert not convergence.verdict([[2.0, 2.0], [2.0, 2.1]], [[2.0, 2.0]])["inside"], "it does not learn"
 
 
+def test_distance_from_float32():
+    """Of 16-bit records whose family was run in float32 before; the table shows it."""
+    exact = {"family": "llama", "dtype": "float32", "stock": [[2.0, 1.0]], "tigon": [[2.0, 1.0]]}
+    exact |= {"band": 1e-6, "distance": 1e-7, "inside": True}
+    half = exact | {"dtype": "bfloat16", "stock": [[2.0, 1.1]], "tigon": [[2.0, 1.2]], "inside": False}
+    assert convergence.from_float32(dict(half), []) == half
+    half = convergence.from_float32(half, [exact])
+    assert half["stock_from_float32"] == pytest.approx(0.1 / 2**0.5)
+    assert half["tigon_from_float32"] == pytest.approx(0.2 / 2**0.5)
+    lines = convergence.table([exact, half]).splitlines()
+    assert "7.1e-02 1.4e-01" in lines[2] and "OUTSIDE" in lines[2] and lines[3].startswith("1 of 2")
+
+
 @pytest.mark.parametrize("wrong", ["eps", "lost gradient"])
 def test_a_small_fault_is_outside(wrong, monkeypatch):
     """An eps of 2e-5 instead of 1e-6, or one weight of many without its gradient."""

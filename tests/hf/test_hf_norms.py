@@ -69,6 +69,17 @@ def test_form(form, dtypes):
             assert_as_good(a, b, right, 2 * torch.finfo(a.dtype).eps, form)
 
 
+def test_a_norm_by_group_without_groups():
+    """The attribute may say that there are none: Gemma's norm."""
+    torch.manual_seed(0)
+    model = Model(next(row for row in NORMS if "by group" in row.name))
+    model.norm.group_size = None
+    x = torch.randn(3, 7, SIZE).bfloat16()
+    wanted = model(x)
+    apply(model)
+    torch.testing.assert_close(model(x), wanted, rtol=2**-8, atol=0)
+
+
 def test_what_is_left_says_why():
     row = FORMS["0 llama"]
     odd = Model(row).norm

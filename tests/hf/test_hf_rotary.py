@@ -108,12 +108,16 @@ def test_odd_calls_go_to_stock(structure):
 
 
 def test_a_call_without_k():
-    """Where a function allows it, k may be None and comes back as None."""
-    (structure,) = [row for row in ROTARY if row.options["call"] == "q maybe k"]
-    q, k, cos, sin = _arguments(structure, torch.float32, "cpu")
-    replacement = make_rotary(None, structure.options)
-    turned, nothing = replacement(q, None, cos, sin)
-    assert nothing is None and torch.equal(turned, replacement(q, k, cos, sin)[0])
+    """Where a function allows it: k comes back as None, or not at all."""
+    for call in ("q maybe k", "q or both"):
+        (structure,) = [row for row in ROTARY if row.options["call"] == call]
+        q, k, cos, sin = _arguments(structure, torch.float32, "cpu")
+        replacement = make_rotary(None, structure.options)
+        got = replacement(q, None, cos=cos, sin=sin)
+        if call == "q maybe k":
+            got, nothing = got
+            assert nothing is None
+        assert torch.equal(got, replacement(q, k, cos, sin)[0])
 
 
 def wrong_sign(q, k, cos, sin, unsqueeze_dim=1):

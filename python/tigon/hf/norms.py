@@ -31,7 +31,7 @@ class NormSpec:
     autocast: bool = False  # a torch function that CUDA's autocast runs in fp32
     channels_first: bool = False
     activation: str = "silu"  # of a gate
-    group_size: str | None = None
+    group_size: str | None = None  # attribute; its value may be None
     norm_first: bool = True
     groups: str | None = None
 
@@ -52,6 +52,11 @@ def _rms(module, spec, x):
         return stock(module, x)
     if spec.shift:
         weight = weight + spec.shift
+    size = None if spec.group_size is None else getattr(module, spec.group_size)
+    if size is not None:  # a weight for every group: behind the norm, in float32
+        groups = x.float().unflatten(-1, (-1, size))
+        h = rms_norm(groups, None, getattr(module, spec.eps), rounding="none").flatten(-2)
+        return (h * (spec.offset + weight.float())).to(x.dtype)
     return rms_norm(_wide(x, spec), weight, getattr(module, spec.eps), offset=spec.offset, rounding=rounding)
 
 

@@ -43,7 +43,7 @@ def probe_norm(module: nn.Module) -> Match | None:
     for eps in [name for name, value in vars(module).items() if isinstance(value, float)]:
         for structure in NORMS:
             names = structure.reference.__code__.co_names
-            if "with_weight" in names or "shape" in names:
+            if {"with_weight", "shape", "group_size"} & {*names}:
                 continue
             needs_weight = "weight" in names
             found = Match(structure, {"eps": eps} | ({"weight": weight} if needs_weight else {}))

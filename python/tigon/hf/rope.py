@@ -112,6 +112,15 @@ def _q_maybe_k(original, rotate):
     return rotary
 
 
+def _q_or_both(original, rotate):
+    def rotary(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
+        if unsqueeze_dim in (1, 2) and sin is not None and _usual(q, k, cos, sin):
+            return rotate(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return original(q, k, cos, sin, unsqueeze_dim)
+
+    return rotary
+
+
 def _one_tensor(original, rotate):
     def rotary(x, cos, sin, unsqueeze_dim=1):
         if unsqueeze_dim in (1, 2) and _usual(x, None, cos, sin):
@@ -143,6 +152,7 @@ _REPLACEMENTS = {
     "q k": _q_k,
     "q k positions": _q_k_positions,
     "q maybe k": _q_maybe_k,
+    "q or both": _q_or_both,
     "vision": _vision,
     "vision packed": _vision_packed,
     "x": _one_tensor,

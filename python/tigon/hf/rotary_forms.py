@@ -113,6 +113,18 @@ def partial_positions(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
     return q_embed, k_embed
 
 
+def partial_optional(q, k=None, cos=None, sin=None, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    columns = cos.shape[-1]
+    q_rot, q_pass = q[..., :columns], q[..., columns:]
+    q_embed = torch.cat([(q_rot * cos) + (rotate_half(q_rot) * sin), q_pass], dim=-1)
+    if k is not None:
+        k_rot, k_pass = k[..., :columns], k[..., columns:]
+        k_embed = torch.cat([(k_rot * cos) + (rotate_half(k_rot) * sin), k_pass], dim=-1)
+        return q_embed, k_embed
+    return q_embed
+
+
 def one_tensor(x, cos, sin, unsqueeze_dim=1):
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
     return (x * cos) + (rotate_half(x) * sin)
@@ -292,6 +304,7 @@ ROTARY = (
     _row("half, cast back", cast_back, probe=16, **KEPT),
     _row("half, partial", partial, probe=8),
     _row("half, partial", partial_positions, "q k positions"),
+    _row("half, partial", partial_optional, "q or both"),
     _row("half, fp32", in_float, **KEPT),
     _row("half, fp32", all_in_float, **KEPT),
     _row("half, vision", vision, "vision", **KEPT),

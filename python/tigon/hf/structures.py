@@ -82,6 +82,18 @@ def norm_gemma(self, x):
     return (h * (1.0 + self.weight.float())).to(x.dtype)
 
 
+def _normalised_by_group(x, eps, group_size):
+    if group_size is not None:
+        x = x.reshape(*x.shape[:-1], -1, group_size)
+    h = _normalised(x, eps)
+    return h.flatten(-2) if group_size is not None else h
+
+
+def norm_gemma_by_group(self, x):
+    h = _normalised_by_group(x.float(), self.eps, self.group_size)
+    return (h * (1.0 + self.weight.float())).to(x.dtype)
+
+
 def norm_weightless(self, x):
     return _normalised(x.float(), self.eps).to(x.dtype)
 
@@ -181,6 +193,7 @@ NORMS = (
     Structure("late", norm_late, _LATE),
     Structure("late", norm_late_fp32, _LATE),
     Structure("gemma", norm_gemma, {"rounding": "gemma", "offset": 1.0}),
+    Structure("gemma, by group", norm_gemma_by_group, {"rounding": "gemma", "offset": 1.0}),
     Structure("gemma, 1 + w rounded", norm_shifted, {**_LATE, "shift": 1.0}),
     Structure("weightless", norm_weightless, _LATE),
     Structure("weightless", norm_rounded_rstd, _LATE),
