@@ -223,6 +223,7 @@ CASES = [
     bench_case(
         "packed_T32768_32+8x128",
         packed=True,
+        B=1,
         T=32768,
         Hq=32,
         Hk=8,
