@@ -266,7 +266,7 @@ def draw(records: list[dict], path: Path) -> None:
     device, steps = records[0]["gpu"], records[0]["steps"]
     figure.suptitle(f"Loss over {steps} steps and its distance from one stock run, {device}", fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=80)
     plt.close(figure)
 
 
