@@ -94,10 +94,12 @@ struct Forward {
   Norm norm;
 };
 
-// v over the lanes of a row, in every lane.
-__device__ __forceinline__ float sum_row(float v, int width) {
-  for (int step = width / 2; step > 0; step >>= 1) v += __shfl_xor_sync(0xffffffffu, v, step);
-  return v;
+// Sums over the lanes of a row, in every lane, several at once.
+template <int R>
+__device__ __forceinline__ void sum_row(float (&v)[R], int width) {
+  for (int step = width / 2; step > 0; step >>= 1)
+#pragma unroll
+    for (int i = 0; i < R; ++i) v[i] += __shfl_xor_sync(0xffffffffu, v[i], step);
 }
 
 // v[i] = fn(sum of v[i] over the lanes of a row, at least R), in every lane. A lane keeps half of what it holds at each step and hands
@@ -116,7 +118,9 @@ __device__ __forceinline__ void of_sums(float (&v)[R], int width, const Fn& fn) 
       v[i] = keep + __shfl_xor_sync(0xffffffffu, give, step);
     }
   }
-  const float own = fn(sum_row(v[0], share));
+  float sum[1] = {v[0]};
+  sum_row(sum, share);
+  const float own = fn(sum[0]);
 #pragma unroll
   for (int i = 0; i < R; ++i) v[i] = __shfl_sync(0xffffffffu, own, (lane & ~(width - 1)) + i * share);
 }
@@ -253,8 +257,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<X, Plain>)
           total[2 * i + 1] = fma(g[i][n] * f[n], x[i][n], total[2 * i + 1]);
         }
       }
-#pragma unroll
-      for (int i = 0; i < 2 * kRows; ++i) total[i] = sum_row(total[i], p.lanes.width);
+      sum_row(total, p.lanes.width);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         if (!rows.has(i)) continue;
@@ -320,9 +323,10 @@ __global__ void __launch_bounds__(kThreads) forward_rows_kernel(const __grid_con
   const X* x = x_of<X>(part, unit, unit.group);
   Y* y = y_of<Y>(part, unit, unit.group);
   float* n = rows + warp * cols;
-  float squares = 0.0f;
-  for (int i = lane; i < cols; i += 32) squares = fma(widen(x[i]), widen(x[i]), squares);
-  const float rstd = p.norm.rstd(sum_row(squares, 32));
+  float squares[1] = {};
+  for (int i = lane; i < cols; i += 32) squares[0] = fma(widen(x[i]), widen(x[i]), squares[0]);
+  sum_row(squares, 32);
+  const float rstd = p.norm.rstd(squares[0]);
   for (int i = lane; i < cols; i += 32) {
     float f[1], h[1] = {widen(x[i])};
     p.norm.template factors<X, 1>(second, i, f);
@@ -357,18 +361,18 @@ __global__ void __launch_bounds__(kThreads) backward_rows_kernel(const __grid_co
       X* dx = y_of<X>(part, unit, unit.group);
       for (int i = lane; i < cols; i += 32) dy[i] = widen(upstream[i]);
       __syncwarp();
-      float squares = 0.0f, product = 0.0f;
+      float total[2] = {};  // of squares, of the products with the gradient
       for (int i = lane; i < cols; i += 32) {
         float c, s, f[1];
         int partner;
         bool turned = turn_of<X>(p.tables, p.shape, unit, i, c, s, partner);
         g[i] = turned ? rope_second(dy[partner], dy[i], c, s) : dy[i];
         p.norm.template factors<X, 1>(second, i, f);
-        squares = fma(widen(x[i]), widen(x[i]), squares);
-        product = fma(g[i] * f[0], widen(x[i]), product);
+        total[0] = fma(widen(x[i]), widen(x[i]), total[0]);
+        total[1] = fma(g[i] * f[0], widen(x[i]), total[1]);
       }
-      const float rstd = p.norm.rstd(sum_row(squares, 32));
-      const float mean = sum_row(product, 32) * rstd * p.norm.inverse;
+      sum_row(total, 32);
+      const float rstd = p.norm.rstd(total[0]), mean = total[1] * rstd * p.norm.inverse;
       for (int i = lane; i < cols; i += 32) {
         float h = widen(x[i]) * rstd, f[1];
         p.norm.template factors<X, 1>(second, i, f);
