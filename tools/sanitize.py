@@ -78,7 +78,8 @@ def main() -> int:
         run_cases(args.cases, args.ops.split(",") if args.ops else None)
         return 0
     rest = ["--run", "--cases", args.cases, *(["--ops", args.ops] if args.ops else [])]
-    return int(any([broken(tool, rest) for tool in args.tools.split(",")]))
+    found = [broken(tool, rest) for tool in args.tools.split(",")]
+    return int(any(found))
 
 
 def broken(tool: str, arguments: list[str]) -> bool:
