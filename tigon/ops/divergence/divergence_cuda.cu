@@ -1,10 +1,10 @@
 // CUDA backend of divergence.
 //
 // Bytes per element (b = element size): 3b with the gradient, 2b without. The budget at the speed of the memory, 16 bits: 44
-// instructions and 5 ex2 (or lg2) an element pair, twice that in 32. Spent, 16 bits: KL 17 and 2 ex2, TVD 22 and 2, JSD 36
-// and 4 (unpacking 2, maximum 1, exponentials and their sums 6 and 2; then KL its term 3, the gradient 5; TVD terms 9,
-// gradient 3; JSD unpacking again 2, terms 20 and 2, gradient 3). 32 bits: exponentials on the multiply-add units, exact to
-// an ulp, 24 more (JSD 50).
+// instructions and 5 ex2 (or lg2) an element pair, twice that in 32. Spent, 16 bits, with a thread's 32 columns (SASS): KL 26
+// and 2 ex2, TVD 32 and 2, JSD 48 and 4; of these 8 are the row's fixed part, 10 exponentials and their sums (KL 13 with its
+// terms), 10 and 25 the terms of TVD and JSD, 5 the gradient. 32 bits: exponentials on the multiply-add units, exact to an
+// ulp, 24 more (JSD 50).
 //
 // Variants
 //   held    A row pair is expanded once: its exponentials, against the maxima of their warp, stay in the registers of a block
@@ -90,7 +90,7 @@ template <DivergenceKind K, class T, class Shape, bool Cluster>
 __global__ __launch_bounds__(Shape::threads,
                              Shape::blocks) void held_kernel(const __grid_constant__ Params<T> p) {
   constexpr int N = Row<T>::N, kThreads = Shape::threads, kHeld = Shape::pairs / N, kStages = Shape::stages;
-  __shared__ Exchange<kThreads / 32 *(Cluster ? kMaxCluster : 1)> exchange;
+  __shared__ Exchange<kThreads / 32 * (Cluster ? kMaxCluster : 1)> exchange;
   extern __shared__ uint4 staged[];  // [stage][pack of a thread][student, teacher][thread]
   const int tid = int(threadIdx.x);
   const unsigned blocks = Cluster ? cluster_size() : 1, rank = Cluster ? cluster_rank() : 0;
@@ -193,8 +193,7 @@ __global__ __launch_bounds__(Shape::threads,
     }
     own.sum_s = sum_lanes(own.sum_s), own.sum_t = sum_lanes(own.sum_t);
     if constexpr (kKl<K>) totals.terms = sum_lanes(totals.terms);
-    const RowPair row =
-        meet_sums<K, Cluster>(exchange, turn++, messages, own, totals, scaling, p.log_probs);
+    const RowPair row = meet_sums<K, Cluster>(exchange, turn++, messages, own, totals, scaling, p.log_probs);
     const float part_s = scaling.power(own.ref_s - row.ref_s) * row.part_s;
     const float part_t = scaling.power(own.ref_t - row.ref_t) * row.part_t;
     const float gain = p.factor * p.inverse * scale * rough::divergence_unit<K>(p.beta);
@@ -423,7 +422,8 @@ void launch_rows(Context& ctx, const Params<T>& p, bool alike) {
   };
   constexpr bool kFine = sizeof(T) == 4;
   using Short = HeldShape<64, 16, 2, 8>;
-  using Half = HeldShape<256, kFine ? 16 : 32, 3, 2>;  // two rows' parts a multiprocessor: one works while the other waits
+  using Half = HeldShape<256, kFine ? 16 : 32, 3,
+                         2>;  // two rows' parts a multiprocessor: one works while the other waits
   using Whole = HeldShape<512, kFine ? 24 : 32, 2, 1>;
   if (alike) {
     if (fits(Short{})) return void(launch_held<K, T, Short, false>(ctx, p, 1));

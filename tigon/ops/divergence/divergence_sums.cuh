@@ -139,7 +139,8 @@ struct Exchange {
 
 // Every warp's message (the same in all lanes) to all blocks of the row. The first warp returns when all have arrived.
 template <bool Cluster, bool WithSums, bool WithTotals, int Messages>
-__device__ __forceinline__ void tell(Exchange<Messages>& x, int turn, const Sums& sums, const Totals& totals) {
+__device__ __forceinline__ void tell(Exchange<Messages>& x, int turn, const Sums& sums,
+                                     const Totals& totals) {
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, warps = int(blockDim.x) / 32;
   const int parity = turn & 1;
   if constexpr (Cluster) {
@@ -204,7 +205,8 @@ __device__ __forceinline__ RowPair meet_sums(Exchange<Messages>& x, int turn, in
     const float quotient = K == DivergenceKind::tvd ? 0.0f : ::log2f(all.sum_t / all.sum_s);
     if (lane == 0) {
       x.row[0] = make_float4(all.ref_s, all.ref_t, part_s, part_t);
-      x.row[1] = make_float4(terms * (K == DivergenceKind::reverse_kl ? part_s : part_t), quotient, 0.0f, 0.0f);
+      x.row[1] =
+          make_float4(terms * (K == DivergenceKind::reverse_kl ? part_s : part_t), quotient, 0.0f, 0.0f);
     }
   }
   __syncthreads();
@@ -214,7 +216,8 @@ __device__ __forceinline__ RowPair meet_sums(Exchange<Messages>& x, int turn, in
 
 // The row's totals, the same in every thread.
 template <bool Cluster, int Messages>
-__device__ __forceinline__ Totals meet_totals(Exchange<Messages>& x, int turn, int messages, const Totals& own) {
+__device__ __forceinline__ Totals meet_totals(Exchange<Messages>& x, int turn, int messages,
+                                              const Totals& own) {
   tell<Cluster, false, true>(x, turn, Sums{}, own);
   if (threadIdx.x < 32) {
     Totals all = {0.0f, 0.0f};

@@ -318,7 +318,8 @@ __global__ __launch_bounds__(kSumThreads* kJoinGroups) void join_kernel(const __
   if (begin > 0 && key[begin - 1] == id) return;
   const int last = (first_not_below(key, end, p.sorted.count, id + 1) - 1) / p.window;
   const int thread = int(threadIdx.x) % kSumThreads, group = int(threadIdx.x) / kSumThreads;
-  const int column = (slice * kSumThreads + thread) * N, share = (last - window + kJoinGroups - 1) / kJoinGroups;
+  const int column = (slice * kSumThreads + thread) * N,
+            share = (last - window + kJoinGroups - 1) / kJoinGroups;
   const int from = window + 1 + group * share, to = min(from + share, last + 1);
   auto part = [&](int w, int which) {
     return load_stream<float, N>(p.parts + (int64_t(w) * 2 + which) * p.cols + column);
