@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tigon._op import Op, has_kernel, raw
+from tigon._op import Op, has_kernel, once, raw
 from tigon.error import check
 from tigon.ops import rms_norm as norm
 from tigon.ops.columns import columns_for
@@ -71,7 +71,7 @@ class _InPlace(torch.autograd.Function):
         _setup_context(ctx, (x, residual, *options), (y, residual, rstd))
         return y, residual, rstd
 
-    backward = staticmethod(torch.autograd.function.once_differentiable(_backward))
+    backward = staticmethod(once(_backward))
 
 
 def _add_in_place(x, residual, *options):

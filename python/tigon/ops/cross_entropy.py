@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tigon._op import Op, has_kernel, raw
-from tigon.error import Error, check
+from tigon._op import has_kernel
+from tigon.error import check
+from tigon.ops.loss_gradient import RowLoss
 
 _OP = "cross_entropy"
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
@@ -74,110 +75,7 @@ def check_target(op, target, shape):
     check(op, target.shape == shape, "target must be {}, got {}", shape, target.shape)
 
 
-# Raw operators, in the argument order of the schemas.
-
-
-def _fake(
-    logits, target, weight, denominator, host_denominator, reduction, ignore_index, label_smoothing, softcap,
-    z_loss, need_dlogits,
-):  # fmt: skip
-    rows = (target.shape[0],) if reduction == _REDUCTIONS["none"] else ()
-    return (
-        logits.new_empty(rows, dtype=torch.float32),
-        logits.new_empty(logits.shape if need_dlogits else (0,)),
-    )
-
-
-def _fake_inplace(
-    logits,
-    target,
-    weight,
-    denominator,
-    host_denominator,
-    reduction,
-    ignore_index,
-    label_smoothing,
-    softcap,
-    z_loss,
-):
-    return logits.new_empty((), dtype=torch.float32)
-
-
-def _fake_bwd(dloss, logits, target, weight, ignore_index, label_smoothing, softcap, z_loss):
-    return logits.new_empty(logits.shape)
-
-
-def _fake_rescale(grad, factor):
-    return None
-
-
-_inplace = raw("cross_entropy_inplace", _fake_inplace)
-_bwd = raw("cross_entropy_bwd", _fake_bwd)
-_rescale = raw("cross_entropy_rescale", _fake_rescale)
-
-
-# Traced: torch.compile and functorch transforms. Everything functional and repeatable.
-
-
-def _setup_context(ctx, inputs, output):
-    logits, target, weight, _, _, reduction = inputs[:6]
-    ctx.scalar, ctx.options = reduction != _REDUCTIONS["none"], inputs[6:10]
-    ctx.save_for_backward(*((output[1],) if ctx.scalar else (logits, target, weight)))
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dloss, _=None):
-    if dloss is None:
-        return (None,) * 11
-    if ctx.scalar:  # plain operations: the compiler may fuse them, and their one rounding is the kernel's
-        (dlogits,) = ctx.saved_tensors
-        return (dlogits.float() * dloss).to(dlogits.dtype), *(None,) * 10
-    logits, target, weight = ctx.saved_tensors
-    dlogits = torch.ops.tigon.cross_entropy_bwd(dloss, logits, target, weight, *ctx.options)
-    return dlogits, *(None,) * 10
-
-
-_op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward)
-
-
-class _Eager(torch.autograd.Function):
-    """Eager with a gradient: a scalar loss forms it in the forward pass and hands that very buffer out, once.
-
-    A second backward would need the logits again, which are not kept (the buffer has their size): refused.
-    """
-
-    @staticmethod
-    def forward(ctx, inplace, *inputs):
-        logits, target, weight, _, _, reduction = inputs[:6]
-        ctx.scalar, ctx.options, ctx.spent = reduction != _REDUCTIONS["none"], inputs[6:], False
-        if not ctx.scalar:
-            ctx.save_for_backward(logits, target, weight)
-            return _op.forward(*inputs, False)[0]
-        if inplace:
-            loss, dlogits = _inplace(*inputs), logits.detach()
-            torch.autograd.graph.increment_version(dlogits)  # whoever saved the logits is told
-        else:
-            loss, dlogits = _op.forward(*inputs, True)
-        ctx.save_for_backward(dlogits)
-        return loss
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dloss):
-        if ctx.scalar:
-            if ctx.spent:
-                raise Error(
-                    "[cross_entropy] backward was already called: the gradient of a scalar loss is kept in "
-                    "one buffer, which the first call hands out; to call it again, reduce the rows of "
-                    'reduction="none"'
-                )
-            ctx.spent = True
-            (dlogits,) = ctx.saved_tensors
-            _rescale(dlogits, dloss)
-        else:
-            dlogits = _bwd(dloss, *ctx.saved_tensors, *ctx.options)
-        return None, dlogits, *(None,) * 9
+_loss = RowLoss(_OP, reduction=5)
 
 
 def cross_entropy(
@@ -274,18 +172,12 @@ def cross_entropy(
     denominator, host_denominator = split_denominator(_OP, denominator, logits.device)
     if denominator is not None or host_denominator is not None:
         reduction = "sum"
-    scalar = reduction != "none"
     inputs = (
         logits, target.reshape(-1).long(), weight, denominator, host_denominator, _REDUCTIONS[reduction],
         *options,
     )  # fmt: skip
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        loss = _op.registered(*inputs, need_grad and scalar)[0]
-    elif need_grad:
-        loss = _Eager.apply(inplace, *inputs)
-    else:
-        loss = _op.forward(*inputs, False)[0]
-    return loss if scalar else loss.view(target.shape)
+    loss = _loss(*inputs, inplace=inplace)
+    return loss.view(target.shape) if reduction == "none" else loss
 
 
 def _check_labels(target, vocab, ignore_index):

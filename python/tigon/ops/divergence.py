@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from tigon._op import Op, has_kernel, raw
-from tigon.error import Error, check
-from tigon.ops.cross_entropy import _rescale
+from tigon._op import has_kernel
+from tigon.error import check
+from tigon.ops.loss_gradient import RowLoss
 
 _KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2, "tvd": 3}
 _REDUCTIONS = {"none": 0, "sum": 1, "batchmean": 2, "mean": 3}
@@ -53,83 +53,7 @@ def reference(
     return rows.sum() / {"sum": 1, "batchmean": count, "mean": count * student.shape[-1]}[reduction]
 
 
-def _fake(
-    student, teacher, labels, reduction, kind, beta, temperature, log_probs, ignore_index, need_dstudent
-):
-    rows = (student.numel() // student.shape[-1],) if reduction == _REDUCTIONS["none"] else ()
-    return (
-        student.new_empty(rows, dtype=torch.float32),
-        student.new_empty(student.shape if need_dstudent else (0,)),
-    )
-
-
-def _fake_inplace(student, *_):
-    return student.new_empty((), dtype=torch.float32)
-
-
-def _fake_bwd(dloss, student, *_):
-    return student.new_empty(student.shape)
-
-
-_inplace = raw("divergence_inplace", _fake_inplace)
-_bwd = raw("divergence_bwd", _fake_bwd)
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.scalar, ctx.options = inputs[3] != _REDUCTIONS["none"], inputs[4:9]
-    ctx.save_for_backward(*((output[1],) if ctx.scalar else inputs[:3]))
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dloss, _=None):
-    if dloss is None:
-        return (None,) * 10
-    if ctx.scalar:  # plain operations: the compiler may fuse them, and their one rounding is the kernel's
-        (dstudent,) = ctx.saved_tensors
-        return (dstudent.float() * dloss).to(dstudent.dtype), *(None,) * 9
-    student, teacher, labels = ctx.saved_tensors
-    dstudent = torch.ops.tigon.divergence_bwd(dloss, student, teacher, labels, *ctx.options)
-    return dstudent, *(None,) * 9
-
-
-_op = Op("divergence", fake=_fake, setup_context=_setup_context, backward=_backward)
-
-
-class _Eager(torch.autograd.Function):
-    """Eager with a gradient: a scalar loss forms it in the forward pass and hands it out, once."""
-
-    @staticmethod
-    def forward(ctx, inplace, *inputs):
-        student = inputs[0]
-        ctx.scalar, ctx.options, ctx.spent = inputs[3] != _REDUCTIONS["none"], inputs[4:], False
-        if not ctx.scalar:
-            ctx.save_for_backward(*inputs[:3])
-            return _op.forward(*inputs, False)[0]
-        if inplace:
-            loss, dstudent = _inplace(*inputs), student.detach()
-            torch.autograd.graph.increment_version(dstudent)  # whoever saved the student is told
-        else:
-            loss, dstudent = _op.forward(*inputs, True)
-        ctx.save_for_backward(dstudent)
-        return loss
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, dloss):
-        if ctx.scalar:
-            if ctx.spent:
-                raise Error(
-                    "[divergence] backward was already called: the gradient of a scalar loss is kept in one "
-                    "buffer, which the first call hands out; to call it again, reduce the rows of "
-                    'reduction="none"'
-                )
-            ctx.spent = True
-            (dstudent,) = ctx.saved_tensors
-            _rescale(dstudent, dloss)
-        else:
-            dstudent = _bwd(dloss, *ctx.saved_tensors, *ctx.options)
-        return None, dstudent, *(None,) * 8
+_loss = RowLoss("divergence", reduction=3)
 
 
 def _divergence(
@@ -167,14 +91,8 @@ def _divergence(
     labels = None if labels is None else labels.reshape(-1).long()
     options = (_KINDS[kind], beta, temperature, log_probs, ignore_index)
     inputs = (student, teacher, labels, _REDUCTIONS[reduction], *options)
-    scalar = reduction != "none"
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        loss = _op.registered(*inputs, need_grad and scalar)[0]
-    elif need_grad:
-        loss = _Eager.apply(inplace, *inputs)
-    else:
-        loss = _op.forward(*inputs, False)[0]
-    return loss if scalar else loss.view(student.shape[:-1])
+    loss = _loss(*inputs, inplace=inplace)
+    return loss.view(student.shape[:-1]) if reduction == "none" else loss
 
 
 def kl_div(

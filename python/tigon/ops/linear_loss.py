@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tigon._op import has_kernel, raw
+from tigon._op import has_kernel, once, raw
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops import linear_log_prob as _log_prob
@@ -209,7 +209,7 @@ class _Function(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx, dloss):
         scale, dhidden, dweight, dbias, *dtensors = ctx.saved_tensors
         none = dbias.new_empty(0)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tigon._op import Op, has_kernel, raw
+from tigon._op import Op, has_kernel, once, raw
 from tigon.error import check
 from tigon.ops.rope_tables import (
     Form,
@@ -98,7 +98,7 @@ class _InPlace(torch.autograd.Function):
         return x
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once
     def backward(ctx, dy):
         code = _CODES[dy.dtype]
         dx, _ = _bwd(dy, None, *ctx.saved_tensors, *ctx.options, code, ctx.swapped, False)

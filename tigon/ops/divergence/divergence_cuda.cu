@@ -1,10 +1,10 @@
 // CUDA backend of divergence.
 //
 // Bytes per element (b = element size): 3b with the gradient, 2b without. The budget at the speed of the memory, 16 bits: 44
-// instructions and 5 ex2 (or lg2) an element pair, twice that in 32. Spent, 16 bits: KL 17 and 2 ex2, TVD 22 and 2, JSD 36
-// and 4 (unpacking 2, maximum 1, exponentials and their sums 6 and 2; then KL its term 3, the gradient 5; TVD terms 9,
-// gradient 3; JSD unpacking again 2, terms 20 and 2, gradient 3). 32 bits: exponentials on the multiply-add units, exact to
-// an ulp, 24 more (JSD 50).
+// instructions and 5 ex2 (or lg2) an element pair, twice that in 32. Spent, 16 bits, with a thread's 32 columns (SASS): KL 26
+// and 2 ex2, TVD 32 and 2, JSD 48 and 4; of these 8 are the row's fixed part, 10 exponentials and their sums (KL 13 with its
+// terms), 10 and 25 the terms of TVD and JSD, 5 the gradient. 32 bits: exponentials on the multiply-add units, exact to an
+// ulp, 24 more (JSD 50).
 //
 // Variants
 //   held    A row pair is expanded once: its exponentials, against the maxima of their warp, stay in the registers of a block
@@ -32,7 +32,9 @@ __device__ __forceinline__ void put_whole(T* to, bool aligned, const float (&v)[
   Pack<T, Row<T>::N> pack;
   pack.set(v);
   if (aligned) {
-    store<T, Row<T>::N>(to, pack);
+    const uint4& w = reinterpret_cast<const uint4&>(pack);  // the compiler would store it in four
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w)
+                 : "memory");
   } else {
 #pragma unroll
     for (int j = 0; j < Row<T>::N; ++j) to[j] = pack.v[j];
@@ -88,10 +90,11 @@ template <DivergenceKind K, class T, class Shape, bool Cluster>
 __global__ __launch_bounds__(Shape::threads,
                              Shape::blocks) void held_kernel(const __grid_constant__ Params<T> p) {
   constexpr int N = Row<T>::N, kThreads = Shape::threads, kHeld = Shape::pairs / N, kStages = Shape::stages;
-  __shared__ Exchange<kThreads / 32> exchange;
+  __shared__ Exchange<kThreads / 32 * (Cluster ? kMaxCluster : 1)> exchange;
   extern __shared__ uint4 staged[];  // [stage][pack of a thread][student, teacher][thread]
   const int tid = int(threadIdx.x);
   const unsigned blocks = Cluster ? cluster_size() : 1, rank = Cluster ? cluster_rank() : 0;
+  const int messages = int(blocks) * kThreads / 32;
   if constexpr (Cluster) {
     if (tid == 0) arrival_init(&exchange.arrival[0]), arrival_init(&exchange.arrival[1]);
     cluster_arrive();
@@ -107,13 +110,16 @@ __global__ __launch_bounds__(Shape::threads,
   };
   auto fetch_row = [&](int64_t r, int slot) {
     const Row<const T> x = student_of(r);
-    const T* y = p.teacher + r * p.teacher_stride + first - x.lead;
+    const T* from_s = x.base + int64_t(tid) * N;
+    const T* from_t = p.teacher + r * p.teacher_stride + first - x.lead + int64_t(tid) * N;
+    uint4* to = at(slot, 0, 0);
+    const int left = (n - x.column(tid)) * int(sizeof(T));  // bytes from the thread's first pack on
 #pragma unroll
     for (int h = 0; h < kHeld; ++h) {
-      const int k = h * kThreads + tid, bytes = (n - x.column(k)) * int(sizeof(T));
+      const int bytes = min(left - h * kThreads * 16, 16);
       if (bytes > 0) {
-        copy_async(at(slot, h, 0), x.base + int64_t(k) * N, min(bytes, 16));
-        copy_async(at(slot, h, 1), y + int64_t(k) * N, min(bytes, 16));
+        copy_async(to + h * 2 * kThreads, from_s + h * kThreads * N, bytes);
+        copy_async(to + (h * 2 + 1) * kThreads, from_t + h * kThreads * N, bytes);
       }
     }
   };
@@ -187,7 +193,7 @@ __global__ __launch_bounds__(Shape::threads,
     }
     own.sum_s = sum_lanes(own.sum_s), own.sum_t = sum_lanes(own.sum_t);
     if constexpr (kKl<K>) totals.terms = sum_lanes(totals.terms);
-    const RowPair row = meet_sums<K, Cluster>(exchange, turn++, own, totals.terms, scaling, p.log_probs);
+    const RowPair row = meet_sums<K, Cluster>(exchange, turn++, messages, own, totals, scaling, p.log_probs);
     const float part_s = scaling.power(own.ref_s - row.ref_s) * row.part_s;
     const float part_t = scaling.power(own.ref_t - row.ref_t) * row.part_t;
     const float gain = p.factor * p.inverse * scale * rough::divergence_unit<K>(p.beta);
@@ -217,7 +223,7 @@ __global__ __launch_bounds__(Shape::threads,
         }
       }
       merge_lanes(totals);
-      const Totals all = meet_totals<Cluster>(exchange, turn++, totals);
+      const Totals all = meet_totals<Cluster>(exchange, turn++, messages, totals);
       loss = rough::divergence_loss<K>(all.terms, all.g, p.beta);
       sum_g = all.g;
     }
@@ -290,8 +296,8 @@ __device__ __forceinline__ void add_exponentials(float& reference, float& sum, c
 template <DivergenceKind K, class T, bool Packs>
 __global__ __launch_bounds__(kSweepThreads) void swept_kernel(const __grid_constant__ Params<T> p) {
   using Pair = Pieces<T, Packs>;
-  constexpr int N = Pair::N;
-  __shared__ Exchange<kSweepThreads / 32> exchange;
+  constexpr int N = Pair::N, kMessages = kSweepThreads / 32;
+  __shared__ Exchange<kMessages> exchange;
   const int tid = int(threadIdx.x);
   const Scaling<T> scaling(p);
   int turn = 0;
@@ -313,9 +319,8 @@ __global__ __launch_bounds__(kSweepThreads) void swept_kernel(const __grid_const
         add_exponentials(own.ref_s, own.sum_s, v, scaling);
         add_exponentials(own.ref_t, own.sum_t, w, scaling);
       }
-      float none = 0.0f;
-      merge_lanes<DivergenceKind::tvd>(own, none, scaling);
-      row = meet_sums<DivergenceKind::tvd, false>(exchange, turn++, own, 0.0f, scaling, false);
+      merge_lanes(own, scaling);
+      row = meet_sums<DivergenceKind::jsd, false>(exchange, turn++, kMessages, own, Totals{}, scaling, false);
     }
     const float apart = scaling.bits(row.ref_t - row.ref_s) + row.log2_quotient;
     auto terms = [&](float x, float y, float& q, float& term, float& g) {
@@ -334,7 +339,7 @@ __global__ __launch_bounds__(kSweepThreads) void swept_kernel(const __grid_const
       }
     }
     merge_lanes(totals);
-    totals = meet_totals<false>(exchange, turn++, totals);
+    totals = meet_totals<false>(exchange, turn++, kMessages, totals);
     if (tid == 0) p.loss[r] = rough::divergence_loss<K>(totals.terms, totals.g, p.beta) * p.factor;
     if (p.dstudent == nullptr) continue;
     const float gain = p.factor * p.inverse * p.scale_of(r) * rough::divergence_unit<K>(p.beta);
@@ -415,13 +420,15 @@ void launch_rows(Context& ctx, const Params<T>& p, bool alike) {
     if (!p.aligned) columns += Row<T>::N - 1;
     return columns <= decltype(shape)::columns && (cluster == 1 || device_facts().capability >= 90);
   };
+  constexpr bool kFine = sizeof(T) == 4;
   using Short = HeldShape<64, 16, 2, 8>;
-  using Half = HeldShape<512, 16, 2, sizeof(T) == 4 ? 1 : 2>;
-  using Whole = HeldShape<512, sizeof(T) == 4 ? 24 : 32, 2, 1>;
+  using Half = HeldShape<256, kFine ? 16 : 32, 3,
+                         2>;  // two rows' parts a multiprocessor: one works while the other waits
+  using Whole = HeldShape<512, kFine ? 24 : 32, 2, 1>;
   if (alike) {
     if (fits(Short{})) return void(launch_held<K, T, Short, false>(ctx, p, 1));
     if (fits(Half{})) return void(launch_held<K, T, Half, false>(ctx, p, 1));
-    for (int cluster : {2, 4})
+    for (int cluster : {2, 4, 8, 16})
       if (fits(Half{}, cluster) && launch_held<K, T, Half, true>(ctx, p, cluster)) return;
     for (int cluster : {4, 8, 16})
       if (fits(Whole{}, cluster) && launch_held<K, T, Whole, true>(ctx, p, cluster)) return;

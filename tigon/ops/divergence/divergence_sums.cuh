@@ -12,7 +12,11 @@ namespace {
 
 // The formulas with the approximate instructions, for rows of 16 bits, and with functions exact to an ulp, for 32.
 namespace rough {
-TIGON_FN float log2(float x) { return log2_approx(x); }
+// For x <= 1, without the mean error that lg2.approx was seen to have beside 1 (H200: 0.9 * 2^-24, exactly 0 at 1 alone): a
+// sum of many would show it.
+TIGON_FN float log2(float x) {
+  return fma(__saturatef(fma(x, -16777216.0f, 16777216.0f)), -5.96e-8f, log2_approx(x));
+}
 #include "tigon/ops/divergence/divergence_math.inc"
 }  // namespace rough
 namespace fine {
@@ -122,99 +126,106 @@ __device__ __forceinline__ uint4 load_shared(const uint4* from) {
   return w;
 }
 
-// What a row's warps tell each other: to the first warp of their block, which tells the other blocks' first warps, sums up and
-// tells its block. Blocks take turns with their memory: one may be one exchange ahead of another.
-template <int Warps>
+// What a row's warps tell the first warp of each of its blocks, which sums up and tells its block. Exchanges take turns with
+// the memory: a block may be one ahead of another.
+template <int Messages>
 struct Exchange {
-  Sums sums[Warps], block_sums[2][kMaxCluster];
-  Totals totals[Warps], block_totals[2][kMaxCluster];
+  Sums sums[2][Messages];
+  Totals totals[2][Messages];
   uint64_t arrival[2];
   float4 row[2];
   Totals all;
 };
 
-// Lanes' sums into one against the largest references; of a KL its terms with them.
-template <DivergenceKind K, class T>
-__device__ __forceinline__ void merge_lanes(Sums& m, float& terms, const Scaling<T>& scaling) {
-  const float top_s = max_lanes(m.ref_s), top_t = max_lanes(m.ref_t);
-  const float s = scaling.power(m.ref_s - finite(top_s)), t = scaling.power(m.ref_t - finite(top_t));
-  if constexpr (kKl<K>) {
-    const float weight = K == DivergenceKind::reverse_kl ? s : t;
-    const float shift = scaling.shift(m, top_s, top_t);
-    const float moved =
-        K == DivergenceKind::reverse_kl ? fma(m.sum_s, shift, terms) : fma(-m.sum_t, shift, terms);
-    terms = sum_lanes(weight == 0.0f ? 0.0f : weight * moved);
+// Every warp's message (the same in all lanes) to all blocks of the row. The first warp returns when all have arrived.
+template <bool Cluster, bool WithSums, bool WithTotals, int Messages>
+__device__ __forceinline__ void tell(Exchange<Messages>& x, int turn, const Sums& sums,
+                                     const Totals& totals) {
+  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, warps = int(blockDim.x) / 32;
+  const int parity = turn & 1;
+  if constexpr (Cluster) {
+    constexpr int kBytes = (WithSums ? int(sizeof(Sums)) : 0) + (WithTotals ? int(sizeof(Totals)) : 0);
+    const int blocks = int(cluster_size()), at = int(cluster_rank()) * warps + warp;
+    uint64_t* arrival = &x.arrival[parity];
+    if (threadIdx.x == 0) arrival_expect(arrival, blocks * warps * kBytes);
+    __syncwarp();
+    if (lane < blocks) {
+      if constexpr (WithSums) put_arriving(&x.sums[parity][at], unsigned(lane), sums, arrival);
+      if constexpr (WithTotals) put_arriving(&x.totals[parity][at], unsigned(lane), totals, arrival);
+    }
+    if (warp == 0) arrival_wait(arrival, turn >> 1 & 1);
+  } else {
+    if (lane == 0) {
+      if constexpr (WithSums) x.sums[parity][warp] = sums;
+      if constexpr (WithTotals) x.totals[parity][warp] = totals;
+    }
+    __syncthreads();
   }
-  m = {top_s, sum_lanes(m.sum_s * s), top_t, sum_lanes(m.sum_t * t)};
+}
+
+// Lanes' sums into one against the largest references.
+template <class T>
+__device__ __forceinline__ void merge_lanes(Sums& m, const Scaling<T>& scaling) {
+  const float top_s = max_lanes(m.ref_s), top_t = max_lanes(m.ref_t);
+  m.sum_s = sum_lanes(m.sum_s * scaling.power(m.ref_s - finite(top_s)));
+  m.sum_t = sum_lanes(m.sum_t * scaling.power(m.ref_t - finite(top_t)));
+  m.ref_s = top_s, m.ref_t = top_t;
 }
 __device__ __forceinline__ void merge_lanes(Totals& t) { t = {sum_lanes(t.terms), sum_lanes(t.g)}; }
 
-// The other blocks' messages of this turn; returns when all have arrived. By the first warp.
-template <bool WithSums, bool WithTotals, int Warps>
-__device__ __forceinline__ void tell_blocks(Exchange<Warps>& x, int turn, const Sums& sums,
-                                            const Totals& totals) {
-  constexpr int kBytes = (WithSums ? int(sizeof(Sums)) : 0) + (WithTotals ? int(sizeof(Totals)) : 0);
-  const unsigned blocks = cluster_size(), rank = cluster_rank(), lane = threadIdx.x;
-  uint64_t* arrival = &x.arrival[turn & 1];
-  if (lane == 0) arrival_expect(arrival, int(blocks) * kBytes);
-  __syncwarp();
-  if (lane < blocks) {
-    if constexpr (WithSums) put_arriving(&x.block_sums[turn & 1][rank], lane, sums, arrival);
-    if constexpr (WithTotals) put_arriving(&x.block_totals[turn & 1][rank], lane, totals, arrival);
-  }
-  arrival_wait(arrival, turn >> 1 & 1);
-}
-
-// The row's softmaxes from its warps' sums (every lane has the warp's), the same in every thread.
-template <DivergenceKind K, bool Cluster, class T, int Warps>
-__device__ __forceinline__ RowPair meet_sums(Exchange<Warps>& x, int turn, const Sums& own, float terms,
-                                             const Scaling<T>& scaling, bool log_probs) {
-  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
-  const Sums none = {-INFINITY, 0.0f, -INFINITY, 0.0f};
-  if (lane == 0) {
-    x.sums[warp] = own;
-    if constexpr (kKl<K>) x.totals[warp].terms = terms;
-  }
-  __syncthreads();
-  if (warp == 0) {
-    Sums m = lane < Warps ? x.sums[lane] : none;
-    Totals t = {0.0f, 0.0f};
-    if constexpr (kKl<K>) t.terms = lane < Warps ? x.totals[lane].terms : 0.0f;
-    merge_lanes<K>(m, t.terms, scaling);
-    if constexpr (Cluster) {
-      tell_blocks<true, kKl<K>>(x, turn, m, t);
-      const bool there = unsigned(lane) < cluster_size();
-      m = there ? x.block_sums[turn & 1][lane] : none;
-      if constexpr (kKl<K>) t.terms = there ? x.block_totals[turn & 1][lane].terms : 0.0f;
-      merge_lanes<K>(m, t.terms, scaling);
+// The row's softmaxes, the same in every thread; `terms`: of a KL.
+template <DivergenceKind K, bool Cluster, class T, int Messages>
+__device__ __forceinline__ RowPair meet_sums(Exchange<Messages>& x, int turn, int messages, const Sums& own,
+                                             const Totals& totals, const Scaling<T>& scaling,
+                                             bool log_probs) {
+  tell<Cluster, true, kKl<K>>(x, turn, own, totals);
+  if (threadIdx.x < 32) {
+    const int lane = int(threadIdx.x);
+    const Sums* sums = x.sums[turn & 1];
+    Sums all = {-INFINITY, 0.0f, -INFINITY, 0.0f};
+    float terms = 0.0f;
+    for (int i = lane; i < messages; i += 32)
+      all.ref_s = fmaxf(all.ref_s, sums[i].ref_s), all.ref_t = fmaxf(all.ref_t, sums[i].ref_t);
+    all.ref_s = finite(max_lanes(all.ref_s)), all.ref_t = finite(max_lanes(all.ref_t));
+    for (int i = lane; i < messages; i += 32) {
+      const Sums m = sums[i];
+      const float s = scaling.power(m.ref_s - all.ref_s), t = scaling.power(m.ref_t - all.ref_t);
+      all.sum_s = fma(m.sum_s, s, all.sum_s), all.sum_t = fma(m.sum_t, t, all.sum_t);
+      if constexpr (kKl<K>) {
+        const float weight = K == DivergenceKind::reverse_kl ? s : t;
+        const float sum = K == DivergenceKind::reverse_kl ? m.sum_s : -m.sum_t;
+        const float moved = fma(sum, scaling.shift(m, all.ref_s, all.ref_t), x.totals[turn & 1][i].terms);
+        if (weight != 0.0f) terms = fma(weight, moved, terms);
+      }
     }
-    if (log_probs) m.sum_s = m.sum_t = 1.0f;
+    all.sum_s = sum_lanes(all.sum_s), all.sum_t = sum_lanes(all.sum_t);
+    if constexpr (kKl<K>) terms = sum_lanes(terms);
+    if (log_probs) all.sum_s = all.sum_t = 1.0f;
+    const float part_s = __frcp_rn(all.sum_s), part_t = __frcp_rn(all.sum_t);
+    const float quotient = K == DivergenceKind::tvd ? 0.0f : ::log2f(all.sum_t / all.sum_s);
     if (lane == 0) {
-      const float of = K == DivergenceKind::reverse_kl ? m.sum_s : m.sum_t;
-      x.row[0] = make_float4(finite(m.ref_s), finite(m.ref_t), 1.0f / m.sum_s, 1.0f / m.sum_t);
-      x.row[1] = make_float4(t.terms / of, ::log2f(m.sum_t / m.sum_s), 0.0f, 0.0f);
+      x.row[0] = make_float4(all.ref_s, all.ref_t, part_s, part_t);
+      x.row[1] =
+          make_float4(terms * (K == DivergenceKind::reverse_kl ? part_s : part_t), quotient, 0.0f, 0.0f);
     }
   }
   __syncthreads();
   const float4 a = x.row[0], b = x.row[1];
   return {a.x, a.y, a.z, a.w, b.x, b.y};
 }
-template <bool Cluster, int Warps>
-__device__ __forceinline__ Totals meet_totals(Exchange<Warps>& x, int turn, const Totals& own) {
-  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
-  const Totals none = {0.0f, 0.0f};
-  if (lane == 0) x.totals[warp] = own;
-  __syncthreads();
-  if (warp == 0) {
-    Totals t = lane < Warps ? x.totals[lane] : none;
-    merge_lanes(t);
-    if constexpr (Cluster) {
-      tell_blocks<false, true>(x, turn, Sums{}, t);
-      t = unsigned(lane) < cluster_size() ? x.block_totals[turn & 1][lane] : none;
-      merge_lanes(t);
-    }
-    if (!(t.terms == t.terms)) t.g = t.terms;  // NaN in the teacher's row is in no g
-    if (lane == 0) x.all = t;
+
+// The row's totals, the same in every thread.
+template <bool Cluster, int Messages>
+__device__ __forceinline__ Totals meet_totals(Exchange<Messages>& x, int turn, int messages,
+                                              const Totals& own) {
+  tell<Cluster, false, true>(x, turn, Sums{}, own);
+  if (threadIdx.x < 32) {
+    Totals all = {0.0f, 0.0f};
+    for (int i = int(threadIdx.x); i < messages; i += 32)
+      all.terms += x.totals[turn & 1][i].terms, all.g += x.totals[turn & 1][i].g;
+    merge_lanes(all);
+    if (!(all.terms == all.terms)) all.g = all.terms;  // NaN in the teacher's row is in no g
+    if (threadIdx.x == 0) x.all = all;
   }
   __syncthreads();
   return x.all;

@@ -75,7 +75,7 @@ __global__ __launch_bounds__(kGatherThreads) void gather_kernel(Ids ids, const T
 
 // ---------------------------------------------------------------- sort
 
-constexpr int kSortThreads = 512, kSortWarps = kSortThreads / 32, kTile = 2048, kMaxDigit = 9;
+constexpr int kSortThreads = 512, kSortWarps = kSortThreads / 32, kMostTiles = 128, kMaxDigit = 9;
 static_assert(1 << kMaxDigit <= kSortThreads);
 
 // What is sorted: ids at first, then keys with their positions.
@@ -83,7 +83,7 @@ struct Unsorted {
   Ids ids;              // first pass
   const uint32_t* key;  // later ones
   const int32_t* position;
-  int count, vocabulary;
+  int count, vocabulary, tile;  // tile: a block's elements, a multiple of kSortThreads
   int64_t padding_idx;
 
   __device__ uint32_t key_at(int i) const {
@@ -103,10 +103,9 @@ struct Digit {
 template <class Fn>
 __device__ __forceinline__ void walk_tile(const Unsorted& from, const Digit& digit, const Fn& fn) {
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
-  constexpr int kShare = kTile / kSortWarps;
-#pragma unroll
-  for (int k = 0; k < kShare; k += 32) {
-    const int i = int(blockIdx.x) * kTile + warp * kShare + k + lane;
+  const int share = from.tile / kSortWarps;
+  for (int k = 0; k < share; k += 32) {
+    const int i = int(blockIdx.x) * from.tile + warp * share + k + lane;
     const bool there = i < from.count;
     const uint32_t key = there ? from.key_at(i) : 0;
     const int d = there ? digit.of(key) : -1;
@@ -184,7 +183,8 @@ __global__ __launch_bounds__(kSortThreads) void place_kernel(Unsorted from, Digi
 
 // ---------------------------------------------------------------- sums
 
-constexpr int kSumThreads = 128, kAhead = 8, kClear = 64;  // loads in flight; ids of a block that clears
+constexpr int kSumThreads = 128, kJoinGroups = 4, kAhead = 8;  // kAhead: loads in flight
+constexpr int kClear = 64;                                     // ids of a block that clears
 
 struct Sorted {
   const uint32_t* key;
@@ -303,39 +303,53 @@ __global__ __launch_bounds__(kSumThreads) void sum_kernel(const __grid_constant_
   }
 }
 
-// The id that goes on after a window, by the window where it begins.
+// The id that goes on after a window, by the window where it begins: groups of threads add the parts of some windows each, then
+// the groups' sums are added.
 template <class T, int N>
-__global__ __launch_bounds__(kSumThreads) void join_kernel(const __grid_constant__ Sums<T> p) {
+__global__ __launch_bounds__(kSumThreads* kJoinGroups) void join_kernel(const __grid_constant__ Sums<T> p) {
+  __shared__ float sums[kJoinGroups][N][kSumThreads];
   wait_for_kernel_ahead();
   let_next_kernel_start();
   const int window = int(blockIdx.x) / p.slices, slice = int(blockIdx.x) % p.slices;
-  const int end = (window + 1) * p.window;  // there is a window after this one
+  const int end = (window + 1) * p.window, begin = end - p.window;  // there is a window after this one
   const uint32_t* key = p.sorted.key;
   const uint32_t id = key[end - 1];
-  const int begin = end - p.window;
   if (id >= uint32_t(p.sorted.vocabulary) || key[end] != id) return;
-  if (key[begin] == id && begin > 0 && key[begin - 1] == id) return;
+  if (begin > 0 && key[begin - 1] == id) return;
   const int last = (first_not_below(key, end, p.sorted.count, id + 1) - 1) / p.window;
-  const int column = (slice * kSumThreads + int(threadIdx.x)) * N;
-  if (column >= p.cols) return;
+  const int thread = int(threadIdx.x) % kSumThreads, group = int(threadIdx.x) / kSumThreads;
+  const int column = (slice * kSumThreads + thread) * N,
+            share = (last - window + kJoinGroups - 1) / kJoinGroups;
+  const int from = window + 1 + group * share, to = min(from + share, last + 1);
   auto part = [&](int w, int which) {
     return load_stream<float, N>(p.parts + (int64_t(w) * 2 + which) * p.cols + column);
   };
-  Pack<float, N> first = part(window, 1);
-  float sum[N];
+  float sum[N] = {};
+  if (column < p.cols) {
+    if (group == 0) {
+      const Pack<float, N> first = part(window, 1);
 #pragma unroll
-  for (int j = 0; j < N; ++j) sum[j] = first[j];
-  for (int w = window + 1; w <= last; w += kAhead) {
-    Pack<float, N> x[kAhead];
+      for (int j = 0; j < N; ++j) sum[j] = first[j];
+    }
+    for (int w = from; w < to; w += kAhead) {
+      Pack<float, N> x[kAhead];
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k)
-      if (w + k <= last) x[k] = part(w + k, 0);
+      for (int k = 0; k < kAhead; ++k)
+        if (w + k < to) x[k] = part(w + k, 0);
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k)
-      if (w + k <= last)
+      for (int k = 0; k < kAhead; ++k)
+        if (w + k < to)
 #pragma unroll
-        for (int j = 0; j < N; ++j) sum[j] += x[k][j];
+          for (int j = 0; j < N; ++j) sum[j] += x[k][j];
+    }
   }
+#pragma unroll
+  for (int j = 0; j < N; ++j) sums[group][j][thread] = sum[j];
+  __syncthreads();
+  if (group > 0 || column >= p.cols) return;
+  for (int g = 1; g < kJoinGroups; ++g)
+#pragma unroll
+    for (int j = 0; j < N; ++j) sum[j] += sums[g][j][thread];
   write_row<T, N>(p, id, column, sum);
 }
 
@@ -348,7 +362,8 @@ void launch_sums(Context& ctx, Sums<T> p) {
          p);
   if (p.windows > 1)
     launch(op, ctx, join_kernel<T, N>,
-           {.blocks = int64_t(p.windows - 1) * p.slices, .threads = kSumThreads, .early = true}, p);
+           {.blocks = int64_t(p.windows - 1) * p.slices, .threads = kSumThreads * kJoinGroups, .early = true},
+           p);
 }
 
 Sorted sort(Context& ctx, const EmbeddingBwd& a) {
@@ -356,11 +371,12 @@ Sorted sort(Context& ctx, const EmbeddingBwd& a) {
   const int count = int(a.ids.size), vocabulary = int(a.dweight.rows);
   const int bits = int(std::bit_width(unsigned(vocabulary)));  // `vocabulary` itself is a key
   const int passes = int(ceil_div(bits, kMaxDigit)), width = int(ceil_div(bits, passes));
-  const int64_t blocks = ceil_div(count, kTile);
+  const int tile = int(ceil_div(count, kMostTiles * kSortThreads)) * kSortThreads;
+  const int64_t blocks = count > 0 ? ceil_div(count, tile) : 0;
   int* counts = ctx.scratch_of<int>(blocks << width);
   uint32_t* keys = ctx.scratch_of<uint32_t>(2 * int64_t(count));
   int32_t* positions = ctx.scratch_of<int32_t>(2 * int64_t(count));
-  Unsorted from = {ids_of(a.ids), nullptr, nullptr, count, vocabulary, a.padding_idx};
+  Unsorted from = {ids_of(a.ids), nullptr, nullptr, count, vocabulary, tile, a.padding_idx};
   Grid grid = {.blocks = blocks, .threads = kSortThreads, .early = true};
   for (int pass = 0; pass < passes && count > 0; ++pass) {
     const Digit digit = {pass * width, width};

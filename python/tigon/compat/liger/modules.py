@@ -156,6 +156,13 @@ class LigerLayerNorm(nn.Module):
         return F.liger_layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
 
 
+class LigerEmbedding(tigon.nn.Embedding):
+    """Rows of a table by token id."""
+
+    def __init__(self, num_embeddings, embedding_dim, padding_idx=None):
+        super().__init__(num_embeddings, embedding_dim, padding_idx)
+
+
 class LigerDyT(nn.Module):
     """``gamma * tanh(alpha * x) + beta``."""
 

@@ -104,6 +104,8 @@ def table() -> dict[str, tuple[str, ...]]:
         "transformers.auto_model": "AutoLigerKernelForCausalLM",
         "transformers.cross_entropy": "LigerCrossEntropyLoss LigerCrossEntropyFunction",
         "transformers.dyt": "LigerDyT",
+        "transformers.experimental": "",
+        "transformers.experimental.embedding": "LigerEmbedding",
         "transformers.fsdp": "_FSDPForwardRedirection",
         "transformers.functional": _FUNCTIONAL,
         "transformers.fused_add_rms_norm": "LigerFusedAddRMSNorm",

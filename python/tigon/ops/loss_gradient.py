@@ -1,0 +1,116 @@
+"""Losses of rows with one gradient, and when it is formed: one place for the routes that they share.
+
+A scalar loss forms its gradient in the forward pass, beside the loss; one loss a row keeps the inputs, and
+its backward computes from them, as often as called.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tigon._op import Op, direct_apply, once, raw
+from tigon.error import Error
+
+NONE = 0  # the reduction that is none, in the schemas
+
+_rescale = raw("cross_entropy_rescale", lambda grad, factor: None)
+
+
+class RowLoss:
+    """The operators ``tigon::<name>``, ``<name>_inplace`` and ``<name>_bwd`` as one differentiable loss.
+
+    Their inputs are three tensors (the first one ``[..., V]``, differentiable), maybe others, the reduction,
+    and options, which the backward is told.
+
+    Args:
+        name: of the operators, and in messages.
+        reduction: the reduction's place among the inputs.
+    """
+
+    def __init__(self, name: str, reduction: int) -> None:
+        self.name, self.reduction = name, reduction
+        self.op = Op(name, fake=self._fake, setup_context=self._setup_context, backward=self._backward_traced)
+        self.forward_in_place = raw(f"{name}_inplace", lambda x, *_: x.new_empty((), dtype=torch.float32))
+        self.backward = raw(f"{name}_bwd", lambda dloss, x, *_: x.new_empty(x.shape))
+        self.traced_backward = getattr(torch.ops.tigon, f"{name}_bwd")
+
+    def __call__(self, *inputs, inplace: bool) -> torch.Tensor:
+        """The loss; ``inplace``: a scalar's gradient may take the place of the first input."""
+        scalar = inputs[self.reduction] != NONE
+        need_grad = torch.is_grad_enabled() and inputs[0].requires_grad
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return self.op.registered(*inputs, need_grad and scalar)[0]
+        if need_grad:
+            return _apply(self, inplace, *inputs)
+        return self.op.forward(*inputs, False)[0]
+
+    def _fake(self, *inputs):
+        x, need_gradient = inputs[0], inputs[-1]
+        rows = (math.prod(x.shape[:-1]),) if inputs[self.reduction] == NONE else ()
+        return x.new_empty(rows, dtype=torch.float32), x.new_empty(x.shape if need_gradient else (0,))
+
+    # Traced: torch.compile and functorch transforms. Everything functional and repeatable.
+
+    def _setup_context(self, ctx, inputs, output):
+        ctx.scalar, ctx.options = inputs[self.reduction] != NONE, inputs[self.reduction + 1 : -1]
+        ctx.inputs = len(inputs)
+        ctx.save_for_backward(*((output[1],) if ctx.scalar else inputs[:3]))
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+
+    def _backward_traced(self, ctx, dloss, _=None):
+        if dloss is None:
+            dx = None
+        elif (
+            ctx.scalar
+        ):  # plain operations: the compiler may fuse them, and their one rounding is the kernel's
+            (dx,) = ctx.saved_tensors
+            dx = (dx.float() * dloss).to(dx.dtype)
+        else:
+            dx = self.traced_backward(dloss, *ctx.saved_tensors, *ctx.options)
+        return dx, *(None,) * (ctx.inputs - 1)
+
+
+class _Eager(torch.autograd.Function):
+    """Eager with a gradient: a scalar loss hands the very buffer out that its forward has filled, once.
+
+    A second backward would need the inputs again, which are not kept (the buffer has their size): refused.
+    """
+
+    @staticmethod
+    def forward(ctx, loss, inplace, *inputs):
+        x, options = inputs[0], inputs[loss.reduction + 1 :]
+        ctx.loss, ctx.inputs, ctx.options, ctx.spent = loss, len(inputs), options, False
+        ctx.scalar = inputs[loss.reduction] != NONE
+        if not ctx.scalar:
+            ctx.save_for_backward(*inputs[:3])
+            return loss.op.forward(*inputs, False)[0]
+        if inplace:
+            value, dx = loss.forward_in_place(*inputs), x.detach()
+            torch.autograd.graph.increment_version(dx)  # whoever saved x is told
+        else:
+            value, dx = loss.op.forward(*inputs, True)
+        ctx.save_for_backward(dx)
+        return value
+
+    @staticmethod
+    @once
+    def backward(ctx, dloss):
+        if ctx.scalar:
+            if ctx.spent:
+                raise Error(
+                    f"[{ctx.loss.name}] backward was already called: the gradient of a scalar loss is kept "
+                    "in one buffer, which the first call hands out; to call it again, reduce the rows of "
+                    'reduction="none"'
+                )
+            ctx.spent = True
+            (dx,) = ctx.saved_tensors
+            _rescale(dx, dloss)
+        else:
+            dx = ctx.loss.backward(dloss, *ctx.saved_tensors, *ctx.options)
+        return None, None, dx, *(None,) * (ctx.inputs - 1)
+
+
+_apply = direct_apply(_Eager)

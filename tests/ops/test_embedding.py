@@ -1,0 +1,102 @@
+"""Embedding beyond the cases: refusals, ids outside the table, long runs of one id, the module, bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checks import same_bits
+from native import bits_under
+
+import tigon
+
+TABLE = torch.randn(9, 16)
+IDS = torch.tensor([1, 4, 8])
+BAD = {
+    "ids dtype": (lambda: tigon.embedding(IDS.float(), TABLE), "ids must be an int64 or int32 tensor, got"),
+    "weight dtype": (lambda: tigon.embedding(IDS, TABLE.long()), "weight must be a float tensor, got"),
+    "weight rank": (lambda: tigon.embedding(IDS, TABLE[0]), "weight must have two dimensions, got 1"),
+    "padding": (
+        lambda: tigon.embedding(IDS, TABLE, padding_idx=9),
+        r"padding_idx must be in \[-9, 9\), got 9",
+    ),
+    "above": (lambda: tigon.embedding(IDS + 1, TABLE), r"\[embedding\] ids must be in \[0, 9\), got 9"),
+    "below": (lambda: tigon.embedding(-IDS.int(), TABLE), r"ids must be in \[0, 9\), got -1"),
+    "above in float64": (lambda: tigon.embedding(IDS + 1, TABLE.double()), r"ids must be in \[0, 9\)"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refusals(name):
+    call, message = BAD[name]
+    with pytest.raises(tigon.Error, match=message):
+        call()
+
+
+@pytest.mark.gpu
+def test_an_id_outside_the_table_is_a_nan_row_on_cuda():
+    weight = TABLE.cuda().requires_grad_()
+    ids = torch.tensor([2, 9, -1, 2], device="cuda")
+    y = tigon.embedding(ids, weight)
+    assert torch.isnan(y).all(-1).tolist() == [False, True, True, False]
+    (grad,) = torch.autograd.grad(y, weight, torch.ones_like(y))
+    want = torch.zeros_like(grad)
+    want[2] = 2.0
+    assert torch.equal(grad, want)
+
+
+@pytest.mark.parametrize("tokens", [31, 64, 1000, 70001])
+def test_sums_of_a_frequent_id_are_exact(tokens, device):
+    """Whole numbers: every part of every run is there once."""
+    ids = torch.arange(tokens, device=device) % 3 % 2 * 5
+    dy = torch.randint(-8, 9, (tokens, 24), device=device)
+    weight = torch.zeros(7, 24, device=device, requires_grad=True)
+    (grad,) = torch.autograd.grad(tigon.embedding(ids, weight), weight, dy.float())
+    want = torch.zeros(7, 24, device=device, dtype=torch.int64).index_add_(0, ids, dy)
+    assert torch.equal(grad, want.float())
+
+
+def test_module_is_torchs(device):
+    torch.manual_seed(0)
+    ours = tigon.nn.Embedding(11, 8, padding_idx=2, device=device)
+    assert not ours.weight[2].any() and ours.weight[3].any()
+    theirs = torch.nn.Embedding(11, 8, padding_idx=2, device=device)
+    theirs.load_state_dict(ours.state_dict())
+    ids = torch.tensor([[2, 3, 3], [0, 2, 10]], device=device)
+    grads = []
+    for module in (ours, theirs):
+        module(ids).square().sum().backward()
+        grads.append(module.weight.grad)
+    assert same_bits(ours(ids), theirs(ids)) and same_bits(*grads)
+    assert str(ours) == "Embedding(11, 8, padding_idx=2)"
+
+
+def test_only_ids_are_kept(device):
+    weight = torch.randn(5, 8, device=device, requires_grad=True)
+    y = tigon.embedding(torch.tensor([1, 3], device=device), weight)
+    with torch.no_grad():
+        weight.zero_()  # nobody saved it
+    y.sum().backward()
+    assert weight.grad.sum() == 16
+
+
+def test_opcheck(device):
+    weight = torch.randn(9, 16, device=device, requires_grad=True)
+    ids = torch.tensor([[1, 4], [4, 0]], device=device)
+    torch.library.opcheck(torch.ops.tigon.embedding.default, (ids, weight, 1, 2.0))
+    dy = torch.randn(2, 2, 16, device=device)
+    torch.library.opcheck(torch.ops.tigon.embedding_bwd.default, (dy, ids, 9, -1, 2.0))
+
+
+SCRIPT = """
+import torch, tigon
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for shape in ((70, 333), (9, 2000), (3, 16), (1, 7)):
+        weight = torch.randn(shape).to(dtype).requires_grad_()
+        y = tigon.embedding(torch.randint(0, shape[0], (300,)), weight, scale=3.0)
+        emit(y, *torch.autograd.grad(y, weight, torch.randn(300, shape[1]).to(dtype)))
+"""
+
+
+def test_same_bits_on_every_instruction_set_and_thread_count():
+    assert len(bits_under(SCRIPT)) == 1
