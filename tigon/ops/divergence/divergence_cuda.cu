@@ -167,8 +167,8 @@ __global__ __launch_bounds__(Shape::threads,
     }
     Sums own = {0.0f, 0.0f, 0.0f, 0.0f};
     if (!p.log_probs) {
-      own.ref_s = scaling.reference(max_lanes(max_of_word<T>(top_s)));
-      own.ref_t = scaling.reference(max_lanes(max_of_word<T>(top_t)));
+      own.ref_s = max_lanes(max_of_word<T>(top_s));
+      own.ref_t = max_lanes(max_of_word<T>(top_t));
     }
     // The exponentials; then q and g, reverse_kl: at once.
     float s[kHeld][N], t[kHeld][N];
@@ -180,12 +180,12 @@ __global__ __launch_bounds__(Shape::threads,
       unpack<T>(load_shared(at(here, h, 1)), t[h]);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        const float u = scaling.from(s[h][j], from_s), v = scaling.from(t[h][j], from_t);
+        const float u = s[h][j] - from_s, v = t[h][j] - from_t;
         s[h][j] = scaling.power(u), t[h][j] = scaling.power(v);
         own.sum_s += s[h][j], own.sum_t += t[h][j];
         if constexpr (kKl<K>) {
           float term, g;
-          terms_of<K, T>(s[h][j], t[h][j], scaling.bits(u - v), p.beta, term, g);
+          terms_of<K, T>(s[h][j], t[h][j], u - v, p.beta, term, g);  // in logits, not bits
           totals.terms += term;
           if constexpr (K == DivergenceKind::reverse_kl) t[h][j] = g;
         }
@@ -200,11 +200,16 @@ __global__ __launch_bounds__(Shape::threads,
     float loss, sum_g;
     if constexpr (kKl<K>) {
       const float mean =
-          K == DivergenceKind::reverse_kl ? row.mean + row.log2_quotient : row.mean - row.log2_quotient;
+          fma(row.mean, p.slope, K == DivergenceKind::reverse_kl ? row.log2_quotient : -row.log2_quotient);
       loss = rough::divergence_loss<K>(mean, 0.0f, p.beta);
       sum_g = row.mean;
     } else {
-      const float apart = scaling.bits(row.ref_t - row.ref_s) + row.log2_quotient;
+      // log2 q - log2 p; in 32 bits with the distances from the maxima, so that no large number is rounded.
+      const float apart = fma(row.ref_t - row.ref_s, p.slope, row.log2_quotient);
+      auto difference = [&](float x, float y) {
+        return sizeof(T) == 4 ? fma((x - row.ref_s) - (y - row.ref_t), p.slope, row.log2_quotient)
+                              : fma(x - y, p.slope, apart);
+      };
 #pragma unroll
       for (int h = 0; h < kHeld; ++h) {
         float v[N], w[N];
@@ -215,7 +220,7 @@ __global__ __launch_bounds__(Shape::threads,
 #pragma unroll
         for (int j = 0; j < N; ++j) {
           const float q = __fmul_rn(s[h][j], part_s), other = __fmul_rn(t[h][j], part_t);
-          const float d = K == DivergenceKind::jsd ? fma(v[j] - w[j], p.slope, apart) : 0.0f;
+          const float d = K == DivergenceKind::jsd ? difference(v[j], w[j]) : 0.0f;
           float term, g;
           terms_of<K, T>(q, other, d, p.beta, term, g);
           totals.terms += term, totals.g += g;
@@ -232,9 +237,13 @@ __global__ __launch_bounds__(Shape::threads,
     const Row<T> to = row_like(out, x);
     const bool aligned = reinterpret_cast<uintptr_t>(to.base) % 16 == 0;
     if (p.log_probs) sum_g = rough::divergence_own_share<K>();
-    // Of a KL the exponentials are not divided yet, and the terms are against the warp's references.
-    const float gain_s = gain * part_s, gain_t = gain * part_t;
-    if constexpr (K == DivergenceKind::reverse_kl) sum_g -= scaling.shift(own, row.ref_s, row.ref_t);
+    // Of a KL the exponentials are not divided yet; reverse_kl's terms are logits, against the warp's references.
+    float gain_s = gain * part_s, gain_t = gain * part_t;
+    if constexpr (K == DivergenceKind::reverse_kl) {
+      if (p.log_probs) sum_g /= p.slope;
+      sum_g -= shift_of(own, row.ref_s, row.ref_t);
+      gain_s *= p.slope;
+    }
 #pragma unroll
     for (int h = 0; h < kHeld; ++h) {
       const int k = h * kThreads + tid;
@@ -284,13 +293,12 @@ __device__ __forceinline__ void add_exponentials(float& reference, float& sum, c
   float top = x[0];
 #pragma unroll
   for (int j = 1; j < N; ++j) top = fmaxf(top, x[j]);
-  top = scaling.reference(top);
   if (top > reference) {
     if (sum != 0.0f) sum *= scaling.power(reference - top);
     reference = top;
   }
 #pragma unroll
-  for (int j = 0; j < N; ++j) sum += scaling.power(scaling.from(x[j], finite(reference)));
+  for (int j = 0; j < N; ++j) sum += scaling.power(x[j] - finite(reference));
 }
 
 template <DivergenceKind K, class T, bool Packs>
@@ -322,11 +330,11 @@ __global__ __launch_bounds__(kSweepThreads) void swept_kernel(const __grid_const
       merge_lanes(own, scaling);
       row = meet_sums<DivergenceKind::jsd, false>(exchange, turn++, kMessages, own, Totals{}, scaling, false);
     }
-    const float apart = scaling.bits(row.ref_t - row.ref_s) + row.log2_quotient;
     auto terms = [&](float x, float y, float& q, float& term, float& g) {
-      q = __fmul_rn(scaling.power(scaling.from(x, row.ref_s)), row.part_s);
-      const float other = __fmul_rn(scaling.power(scaling.from(y, row.ref_t)), row.part_t);
-      terms_of<K, T>(q, other, fma(x - y, p.slope, apart), p.beta, term, g);
+      q = __fmul_rn(scaling.power(x - row.ref_s), row.part_s);
+      const float other = __fmul_rn(scaling.power(y - row.ref_t), row.part_t);
+      const float d = fma((x - row.ref_s) - (y - row.ref_t), p.slope, row.log2_quotient);
+      terms_of<K, T>(q, other, d, p.beta, term, g);
     };
     Totals totals = {0.0f, 0.0f};
     for (int k = tid; k < pair.count; k += kSweepThreads) {

@@ -68,32 +68,27 @@ struct RowPair {
 // Nothing but -inf so far: exponentials are taken from 0. NaN and +inf survive.
 __device__ __forceinline__ float finite(float reference) { return reference == -INFINITY ? 0.0f : reference; }
 
-// Exponentials of a row against a reference, its maximum or its part's. 16 bits: the reference is one of exponents, the
-// products are exact in the multiply-add. 32 bits: a reference of logits, so that no product of two large numbers is
-// subtracted from another.
+// Exponentials of a row against a reference, its maximum or its part's: 1 exactly at the maximum, so that nothing is left where
+// all weight is in one class.
 template <class T>
 struct Scaling {
   float slope, slope_low;
   static constexpr bool kFine = sizeof(T) == 4;
 
   __device__ explicit Scaling(const Params<T>& p) : slope(p.slope), slope_low(p.slope_low) {}
-  __device__ __forceinline__ float reference(float top) const { return kFine ? top : top * slope; }
-  // The distance from the reference, its power, its logarithm in base 2.
-  __device__ __forceinline__ float from(float x, float reference) const {
-    return kFine ? x - reference : fma(x, slope, -reference);
-  }
+  // Of a distance from the reference.
   __device__ __forceinline__ float power(float u) const {
     if constexpr (kFine)
       return exp2_fine(u, slope, slope_low);
     else
-      return exp2_approx(u);
-  }
-  __device__ __forceinline__ float bits(float u) const { return kFine ? u * slope : u; }
-  // Bits between the references of a part and larger ones, student's less teacher's.
-  __device__ __forceinline__ float shift(const Sums& part, float ref_s, float ref_t) const {
-    return bits((finite(part.ref_s) - finite(ref_s)) - (finite(part.ref_t) - finite(ref_t)));
+      return exp2_approx(u * slope);
   }
 };
+// From the references of a part to larger ones, student's less teacher's.
+__device__ __forceinline__ float shift_of(const Sums& part, float ref_s, float ref_t) {
+  return (finite(part.ref_s) - finite(ref_s)) - (finite(part.ref_t) - finite(ref_t));
+}
+
 template <DivergenceKind K, class T>
 __device__ __forceinline__ void terms_of(float q, float p, float d, float beta, float& term, float& g) {
   float r = 0.0f;
@@ -194,7 +189,7 @@ __device__ __forceinline__ RowPair meet_sums(Exchange<Messages>& x, int turn, in
       if constexpr (kKl<K>) {
         const float weight = K == DivergenceKind::reverse_kl ? s : t;
         const float sum = K == DivergenceKind::reverse_kl ? m.sum_s : -m.sum_t;
-        const float moved = fma(sum, scaling.shift(m, all.ref_s, all.ref_t), x.totals[turn & 1][i].terms);
+        const float moved = fma(sum, shift_of(m, all.ref_s, all.ref_t), x.totals[turn & 1][i].terms);
         if (weight != 0.0f) terms = fma(weight, moved, terms);
       }
     }
