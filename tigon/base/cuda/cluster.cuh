@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 namespace tigon::cuda {
 
@@ -80,12 +81,14 @@ __device__ __forceinline__ void put_arriving(T* local, unsigned rank, const T& v
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(shared_address(local)), "r"(rank));
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to_barrier) : "r"(shared_address(barrier)), "r"(rank));
   if constexpr (sizeof(T) == 8) {
-    const auto& v = reinterpret_cast<const uint64_t&>(value);
+    uint64_t v;
+    memcpy(&v, &value, sizeof v);
     asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to),
                  "l"(v), "r"(to_barrier)
                  : "memory");
   } else {
-    const auto& v = reinterpret_cast<const uint4&>(value);
+    uint4 v;
+    memcpy(&v, &value, sizeof v);
     asm volatile(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
             to),
