@@ -22,6 +22,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/norm_forward.cuh"
@@ -39,33 +40,35 @@ struct NormBackward {
   const W* weight;           // null: ones, and no offset
   const float *rstd, *mean;  // by row and section
   int64_t rows, cols;
-  int sections;
+  int sections = 1;
   float* partials = nullptr;  // [parts, kSums, sections * cols], null: not wanted
   uint32_t zero = 0;          // for again()
 };
 
-// How the backward keeps its bytes in flight. Ahead: the next row is loaded into registers while this one is worked on, and
-// the weights stay in registers. Direct: several blocks a multiprocessor, or long rows, whose loads overlap; weights lie in
-// shared memory. Twice: as Direct, where the sums alone take half of the registers; the row is read again, from L2.
-enum class Source { ahead, direct, twice };
-template <Source From, int Threads, int Held, int Rows, int MinBlocks>
-struct BackwardShape : RowShape<Threads, Held, Rows, MinBlocks> {
-  static constexpr bool ahead = From == Source::ahead, twice = From == Source::twice;
+// How the backward keeps its bytes in flight. Direct: several blocks a multiprocessor, or long rows, whose loads overlap. Staged:
+// the rows of the next turns are on their way into shared memory, where no register waits for them. Twice: as direct, where the
+// sums alone take half of the registers; the row is read again, from L2. Weights lie in shared memory.
+enum class Source { direct, staged, twice };
+template <Source From, class Rows, int Stages = 0>
+struct BackwardShape : Rows {
+  static constexpr bool twice = From == Source::twice;
+  static constexpr int stages = Stages;
 };
 template <int Threads, int Held, int Rows, int MinBlocks>
-using Ahead = BackwardShape<Source::ahead, Threads, Held, Rows, MinBlocks>;
-template <int Threads, int Held, int Rows, int MinBlocks>
-using Direct = BackwardShape<Source::direct, Threads, Held, Rows, MinBlocks>;
-template <int Threads, int Held, int Rows, int MinBlocks>
-using Twice = BackwardShape<Source::twice, Threads, Held, Rows, MinBlocks>;
+using Direct = BackwardShape<Source::direct, RowShape<Threads, Held, Rows, MinBlocks>>;
+template <int Stages, int Threads, int Held, int Rows, int MinBlocks>
+using Staged = BackwardShape<Source::staged, RowShape<Threads, Held, Rows, MinBlocks>, Stages>;
+template <int Held, int Most, int MinBlocks = 1>
+using DirectBlock = BackwardShape<Source::direct, RowBlock<Held, Most, MinBlocks>>;
+template <int Stages, int Held, int Most, int MinBlocks = 1>
+using StagedBlock = BackwardShape<Source::staged, RowBlock<Held, Most, MinBlocks>, Stages>;
+template <int Held, int Most, int MinBlocks = 1>
+using TwiceBlock = BackwardShape<Source::twice, RowBlock<Held, Most, MinBlocks>>;
 
-// The ladder where two sums by column leave fewer registers. By the length of the row in packs.
-template <int N>
-using TwoSumsLadder = std::conditional_t<
-    N == 1, RowShapes<Ahead<32, 4, 4, 4>, Ahead<256, 4, 1, 2>, Direct<1024, 4, 1, 1>>,
-    RowShapes<Ahead<8, 1, 32, 3>, Ahead<16, 1, 16, 3>, Ahead<32, 1, 8, 3>, Direct<32, 2, 4, 5>,
-              Direct<32, 4, 4, 3>, Direct<128, 2, 1, 6>, Direct<256, 2, 1, 3>, Direct<320, 2, 1, 2>,
-              Ahead<512, 2, 1, 1>, Direct<512, 4, 1, 1>>>;
+// By the length of the row in packs. Short, Long: blocks a multiprocessor of the shorter rows, so their registers.
+template <int Short, int Long>
+using BackwardLadder = RowShapes<Direct<8, 2, 32, Short>, Direct<32, 2, 8, Short>, Direct<32, 4, 4, Long>,
+                                 StagedBlock<4, 2, 512>, StagedBlock<2, 4, 512>>;
 
 namespace norm_detail {
 
@@ -77,23 +80,51 @@ constexpr int backward_blocks = sizeof(Y) > sizeof(X) && Shape::min_blocks > 1 ?
                                                                                : Shape::min_blocks;
 // Column sums that a block adds up.
 template <class Shape>
-constexpr int backward_parts = Shape::threads < 32 ? Shape::block / 32 : Shape::rows;
+constexpr int backward_parts = Shape::threads > 0 && Shape::threads < 32 ? Shape::block / 32 : Shape::rows;
+
+// Rows that lie anywhere: the ladder of every op. Shifted words take registers.
+template <int Sums>
+using AnywhereLadder = RowShapes<Direct<32, 4, 4, 3>, DirectBlock<Sums == 1 ? 4 : 2, 512>>;
+
+// 16 bytes on their way into shared memory, zeros where not `wanted`. Each thread waits for its own.
+__device__ __forceinline__ void copy_ahead(void* shared, const void* from, bool wanted) {
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))),
+      "l"(from), "r"(wanted ? 16 : 0)
+      : "memory");
+}
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int Left>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory");
+}
 
 // Where threads leave their column sums, and where those of the block go.
-template <class B, class Shape, int N>
-__device__ __forceinline__ void add_up(float (&sums)[B::kSums][Shape::held][N], float* shared, float* out,
-                                       int64_t out_pitch, int cols) {
-  constexpr int kThreads = Shape::threads, kParts = backward_parts<Shape>;
-  auto column = [](int i) { return RowTile<float, N, Shape>::column(i); };
+template <class B, class Shape, int N, class Lie>
+__device__ __forceinline__ void add_up(float (&sums)[B::kSums][Shape::held][N],
+                                       const float (&single)[B::kSums], const Lie& lie, int edge,
+                                       float* shared, float* out, int64_t out_pitch) {
+  constexpr int kParts = backward_parts<Shape>;
+  const int cols = lie.cols;
+  auto column = [&](int i) { return RowTile<float, N, Shape>::column(i) + lie.head; };
+  auto leave = [&](float* to, int k) {
+#pragma unroll
+    for (int i = 0; i < Shape::held; ++i) {
+      if (!lie.has(column(i))) continue;
+      if constexpr (Lie::anywhere) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) to[column(i) + j] = sums[k][i][j];
+      } else {
+        store(to + column(i), *reinterpret_cast<Pack<float, N>*>(sums[k][i]));
+      }
+    }
+    if (Lie::anywhere && edge >= 0) to[edge] = single[k];
+  };
   if constexpr (Shape::rows == 1) {
 #pragma unroll
-    for (int k = 0; k < B::kSums; ++k)
-#pragma unroll
-      for (int i = 0; i < Shape::held; ++i)
-        if (column(i) < cols)
-          store(out + k * out_pitch + column(i), *reinterpret_cast<Pack<float, N>*>(sums[k][i]));
+    for (int k = 0; k < B::kSums; ++k) leave(out + k * out_pitch, k);
   } else {
-    constexpr bool kSeveral = kThreads < 32;  // rows a warp: added up first
+    constexpr bool kSeveral = Shape::threads < 32;  // rows a warp: added up first
     if constexpr (kSeveral) {
 #pragma unroll
       for (int k = 0; k < B::kSums; ++k)
@@ -102,19 +133,14 @@ __device__ __forceinline__ void add_up(float (&sums)[B::kSums][Shape::held][N], 
 #pragma unroll
           for (int j = 0; j < N; ++j)
 #pragma unroll
-            for (int m = kThreads; m < 32; m <<= 1)
+            for (int m = Shape::threads; m < 32; m <<= 1)
               sums[k][i][j] += __shfl_xor_sync(0xffffffffu, sums[k][i][j], m);
     }
-    const int part = kSeveral ? threadIdx.x / 32 : threadIdx.x / kThreads;
+    const int part = kSeveral ? threadIdx.x / 32 : threadIdx.x / Shape::threads;
     __syncthreads();
-    if (!kSeveral || threadIdx.x % 32 < kThreads) {
+    if (!kSeveral || threadIdx.x % 32 < Shape::threads) {
 #pragma unroll
-      for (int k = 0; k < B::kSums; ++k)
-#pragma unroll
-        for (int i = 0; i < Shape::held; ++i)
-          if (column(i) < cols)
-            store(shared + (k * kParts + part) * cols + column(i),
-                  *reinterpret_cast<Pack<float, N>*>(sums[k][i]));
+      for (int k = 0; k < B::kSums; ++k) leave(shared + (k * kParts + part) * cols, k);
     }
     __syncthreads();
     for (int k = 0; k < B::kSums; ++k)
@@ -127,112 +153,149 @@ __device__ __forceinline__ void add_up(float (&sums)[B::kSums][Shape::held][N], 
   }
 }
 
-template <class B, class W, class Y, int N, class Shape>
+// Rows that lie anywhere: the host's `step` brings a thread to rows that lie as its first one does, so it keeps its columns.
+template <class B, class W, class Y, int N, class Shape, bool Anywhere>
 __global__
 __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) void backward_kernel(
     const __grid_constant__ NormBackward<B, W, Y> p) {
   using X = typename B::Element;
-  constexpr int kHeld = Shape::held, kThreads = Shape::threads, kPair = N % 2 == 0 ? 2 : 1;
-  constexpr int kMeans = B::kCentred ? 2 : 1;
-  using Weights = Pack<W, N>;
-  struct Tile {
-    RowTile<X, N, Shape> in[B::kIn];
-    RowTile<Y, N, Shape> dy;
-    float rstd, mean;
-  };
+  constexpr int kHeld = Shape::held, kPair = N % 2 == 0 ? 2 : 1, kMeans = B::kCentred ? 2 : 1;
+  constexpr bool kStaged = Shape::stages > 0, kDirect = !kStaged && !Shape::twice;
+  static_assert(!(kStaged && Anywhere));
   __shared__ float slots[2][kMeans * 32];
-  extern __shared__ __align__(16) unsigned char shared[];  // weights, then the column sums of the groups
-  if (p.partials) let_next_kernel_start();                 // the sum over the blocks
+  extern __shared__ __align__(
+      16) unsigned char shared[];           // weights and stages, then the column sums of the groups
+  if (p.partials) let_next_kernel_start();  // the sum over the blocks
   const Place place(p.sections, Shape::rows);
-  const int group = Shape::rows == 1 ? 0 : threadIdx.x / kThreads, cols = int(p.cols);
-  const int64_t first = place.first, before = int64_t(place.section) * cols;
+  const int cols = int(p.cols), block = Shape::threads ? Shape::block : blockDim.x;
+  const int64_t before = int64_t(place.section) * cols;
   const int64_t step = int64_t(gridDim.x / unsigned(p.sections)) * Shape::rows;
+  const int64_t first = place.first + (Shape::rows == 1 ? 0 : threadIdx.x / Shape::threads);
   const float offset = p.weight ? p.f.offset : 0.0f, inverse = 1.0f / float(cols);
-  auto column = [](int i) { return RowTile<X, N, Shape>::column(i); };
-  Tile next;
-  auto fetch = [&](int64_t row) {
-    bool live = row < p.rows;
-    if constexpr (!Shape::twice) {
-#pragma unroll
-      for (int k = 0; k < B::kIn; ++k)
-        next.in[k].load_row(p.in[k] + (live ? row : 0) * p.in_stride[k] + before,
-                            live && (k == 0 || p.in[k]) ? cols : 0);
-      next.dy.load_row(p.dy + (live ? row : 0) * p.dy_stride + before, live ? cols : 0);
-    }
-    next.rstd = live ? p.rstd[row * p.sections + place.section] : 0.0f;
-    if constexpr (B::kCentred) next.mean = live ? p.mean[row * p.sections + place.section] : 0.0f;
-  };
-  if constexpr (Shape::ahead) fetch(first + group);
+  auto in_row = [&](int k, int64_t row) { return p.in[k] + row * p.in_stride[k] + before; };
+  auto dy_row = [&](int64_t row) { return p.dy + row * p.dy_stride + before; };
+  auto out_row = [&](int k, int64_t row) { return p.out[k] + row * p.out_stride[k] + before; };
+  const Lie<Anywhere, N, int> lie(p.out[0] ? out_row(0, first) : in_row(0, first), cols);
+  auto column = [&](int i) { return RowTile<X, N, Shape>::column(i) + lie.head; };
+  const int edge = Anywhere ? lie.edge(RowTile<X, N, Shape>::thread()) : -1;
+  const float edge_weight =
+      Anywhere && edge >= 0 && p.weight ? offset + widen(p.weight[before + edge]) : 1.0f;
 
-  float held_w[Shape::ahead ? kHeld : 1][N];
-  Weights* shared_w = reinterpret_cast<Weights*>(shared);
-  auto read_weights = [&](int c) {
-    return p.weight ? load<W, N>(p.weight + before + c) : filled<W, N>(1.0f);
-  };
-  if constexpr (Shape::ahead) {
+  // What a thread leaves in shared memory it alone reads: no barrier.
+  auto weight_slot = [&](int i) { return reinterpret_cast<Pack<W, N>*>(shared) + i * block + threadIdx.x; };
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      Weights w{};
-      if (column(i) < cols) w = read_weights(column(i));
-#pragma unroll
-      for (int j = 0; j < N; ++j) held_w[i][j] = offset + w[j];
-    }
-  } else {
-    for (int c = threadIdx.x; c < cols / N; c += Shape::block) shared_w[c] = read_weights(c * N);
-    __syncthreads();
+  for (int i = 0; i < kHeld; ++i) {
+    auto w = lie.load(p.weight != nullptr, p.weight + before, column(i));
+    *weight_slot(i) = p.weight ? w : filled<W, N>(1.0f);
   }
   auto weights = [&](int i, float (&w)[N]) {
-    if constexpr (Shape::ahead) {
+    Pack<W, N> pack = *weight_slot(i);
 #pragma unroll
-      for (int j = 0; j < N; ++j) w[j] = held_w[i][j];
+    for (int j = 0; j < N; ++j) w[j] = offset + pack[j];
+  };
+  constexpr int kInWords = N * int(sizeof(X)) / 16, kDyWords = N * int(sizeof(Y)) / 16;
+  constexpr int kWords = B::kIn * kInWords + kDyWords;
+  auto slot = [&](int stage, int i, int word) {
+    return reinterpret_cast<uint4*>(shared) + (kHeld * N * int(sizeof(W)) / 16) * block +
+           ((stage * kHeld + i) * kWords + word) * block + threadIdx.x;
+  };
+  auto stage = [&](int to, int64_t row) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const bool here = row < p.rows && column(i) < cols;
+#pragma unroll
+      for (int k = 0; k < B::kIn; ++k)
+#pragma unroll
+        for (int j = 0; j < kInWords; ++j) {
+          const bool wanted = here && (k == 0 || p.in[k]);
+          const X* from = wanted ? in_row(k, row) + column(i) : p.in[0];
+          copy_ahead(slot(to, i, k * kInWords + j), reinterpret_cast<const uint4*>(from) + j, wanted);
+        }
+      const Y* from = here ? dy_row(row) + column(i) : p.dy;
+#pragma unroll
+      for (int j = 0; j < kDyWords; ++j)
+        copy_ahead(slot(to, i, B::kIn * kInWords + j), reinterpret_cast<const uint4*>(from) + j, here);
+    }
+    end_copies();
+  };
+
+  Pack<X, N> in[kHeld][B::kIn];
+  Pack<Y, N> dy[kHeld];
+  auto load = [&](int i, int64_t row) {
+#pragma unroll
+    for (int k = 0; k < B::kIn; ++k)
+      in[i][k] = lie.load(row < p.rows && (k == 0 || p.in[k]), in_row(k, row), column(i));
+    dy[i] = lie.load(row < p.rows, dy_row(row), column(i));
+  };
+  // Before a pack is worked on, both times.
+  auto fetch = [&](int i, int64_t row, int from) {
+    if constexpr (kStaged) {
+#pragma unroll
+      for (int k = 0; k < B::kIn; ++k)
+#pragma unroll
+        for (int j = 0; j < kInWords; ++j)
+          reinterpret_cast<uint4*>(&in[i][k])[j] = *slot(from, i, k * kInWords + j);
+#pragma unroll
+      for (int j = 0; j < kDyWords; ++j)
+        reinterpret_cast<uint4*>(&dy[i])[j] = *slot(from, i, B::kIn * kInWords + j);
+    } else if constexpr (Shape::twice) {
+      load(i, row);
     } else {
-      Weights pack = shared_w[column(i) < cols ? column(i) / N : 0];
 #pragma unroll
-      for (int j = 0; j < N; ++j) w[j] = offset + pack[j];
+      for (int k = 0; k < B::kIn; ++k) in[i][k] = again(in[i][k], p.zero);
+      dy[i] = again(dy[i], p.zero);
     }
   };
 
   bool wants_rows = false;
 #pragma unroll
   for (int k = 0; k < B::kOut; ++k) wants_rows = wants_rows || p.out[k] != nullptr;
-  float sums[B::kSums][kHeld][N] = {};
-  int parity = 0;
-  for (int64_t base = first; base < p.rows; base += step, parity ^= 1) {
-    int64_t row = base + group;
-    if constexpr (!Shape::ahead) fetch(row);
-    Tile now = next;
-    if constexpr (Shape::ahead) fetch(row + step);
-    auto fetch_pack = [&](int i) {  // `twice` holds a block a row: every row here is live
+  float sums[B::kSums][kHeld][N] = {}, single[B::kSums] = {}, rstd = 0.0f, mean = 0.0f;
+  auto load_statistics = [&](int64_t row) {
+    rstd = row < p.rows ? p.rstd[row * p.sections + place.section] : 0.0f;
+    if constexpr (B::kCentred) mean = row < p.rows ? p.mean[row * p.sections + place.section] : 0.0f;
+  };
+  int from = 0, to = Shape::stages - 1, parity = 0;
+  if constexpr (kStaged) {
 #pragma unroll
-      for (int k = 0; k < B::kIn; ++k) {
-        auto& pack = now.in[k].pack[i];
-        if constexpr (!Shape::twice)
-          pack = again(pack, p.zero);
-        else if (column(i) < cols && (k == 0 || p.in[k]))
-          pack = load_stream<X, N>(p.in[k] + row * p.in_stride[k] + before + column(i));
-        else
-          pack = {};
-      }
-      if constexpr (!Shape::twice)
-        now.dy.pack[i] = again(now.dy.pack[i], p.zero);
-      else if (column(i) < cols)
-        now.dy.pack[i] = load_stream<Y, N>(p.dy + row * p.dy_stride + before + column(i));
-      else
-        now.dy.pack[i] = {};
-    };
-    auto inputs = [&](int i, int j, float (&x)[B::kIn]) {
+    for (int s = 0; s < Shape::stages - 1; ++s) stage(s, first + s * step);
+    load_statistics(first);
+  }
+  for (int64_t base = place.first, row = first; base < p.rows; base += step, row += step, parity ^= 1) {
+    if constexpr (kDirect) {
 #pragma unroll
-      for (int k = 0; k < B::kIn; ++k) x[k] = now.in[k].pack[i][j];
-    };
+      for (int i = 0; i < kHeld; ++i) load(i, row);
+    }
+    if constexpr (!kStaged) load_statistics(row);
+    const float now_rstd = rstd, now_mean = mean;
+    if constexpr (kStaged) {
+      load_statistics(row + step);
+      stage(to, row + (Shape::stages - 1) * step);
+      to = to + 1 == Shape::stages ? 0 : to + 1;
+      wait_for_copies<Shape::stages - 1>();
+    }
     auto normalised = [&](const float (&x)[B::kIn]) {
       float v = p.f.value(x);
-      if constexpr (B::kCentred) v -= now.mean;
-      return v * now.rstd;
+      if constexpr (B::kCentred) v -= now_mean;
+      return v * now_rstd;
     };
-    float means[kMeans] = {};
+    float means[kMeans] = {}, x1[B::kIn] = {}, dy1 = 0.0f;
+    if constexpr (Anywhere) {
+      if (edge >= 0 && row < p.rows) {
+#pragma unroll
+        for (int k = 0; k < B::kIn; ++k)
+          if (k == 0 || p.in[k]) x1[k] = widen(in_row(k, row)[edge]);
+        dy1 = widen(dy_row(row)[edge]);
+        float h = normalised(x1), d = p.f.upstream(dy1, x1);
+        means[0] = d * edge_weight * h;
+        if constexpr (B::kCentred) means[1] = d * edge_weight;
+        single[0] = fma(d, p.f.round_h ? round_to<X>(h) : h, single[0]);
+        if constexpr (B::kSums > 1) single[1] += d;
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-      if constexpr (Shape::twice) fetch_pack(i);
+      if constexpr (!kDirect) fetch(i, row, from);
       float w[N];
       weights(i, w);
       auto add = [&](auto rounded) {
@@ -242,9 +305,9 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
 #pragma unroll
           for (int k = 0; k < kPair; ++k) {
             float x[B::kIn];
-            inputs(i, j + k, x);
+            element(in[i], j + k, x);
             h[k] = normalised(x);
-            d[k] = p.f.upstream(now.dy.pack[i][j + k], x);
+            d[k] = p.f.upstream(dy[i][j + k], x);
             means[0] = fma(d[k] * w[j + k], h[k], means[0]);
             if constexpr (B::kCentred) means[1] = fma(d[k], w[j + k], means[1]);
           }
@@ -258,50 +321,57 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
       };
       p.f.round_h ? add(std::true_type{}) : add(std::false_type{});
     }
-    if (!wants_rows) continue;
-    reduce_row<Sum, kThreads>(means, slots[parity]);
+    if (wants_rows) {
+      reduce_row<Sum, Shape::threads>(means, slots[parity]);
 #pragma unroll
-    for (int k = 0; k < kMeans; ++k) means[k] *= inverse;
-    if constexpr (!Shape::ahead) __syncwarp();  // weights are read again, not kept
-    if (row >= p.rows) continue;
+      for (int k = 0; k < kMeans; ++k) means[k] *= inverse;
+      __syncwarp();  // weights are read again, not kept
+      if constexpr (Anywhere) {
+        if (edge >= 0 && row < p.rows) {
+          float h = normalised(x1), g = p.f.upstream(dy1, x1) * edge_weight, out[B::kOut];
+          if constexpr (B::kCentred) g -= means[1];
+          p.f.results(norm_gradient(g, h, means[0], now_rstd), dy1, h, edge_weight, x1, out);
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      if (column(i) >= cols) continue;
-      fetch_pack(i);
-      float w[N], results[B::kOut][N];
-      weights(i, w);
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        float x[B::kIn], out[B::kOut], dy = now.dy.pack[i][j];
-        inputs(i, j, x);
-        float h = normalised(x), g = p.f.upstream(dy, x) * w[j];
-        if constexpr (B::kCentred) g -= means[1];
-        p.f.results(norm_gradient(g, h, means[0], now.rstd), dy, h, w[j], x, out);
-#pragma unroll
-        for (int k = 0; k < B::kOut; ++k) results[k][j] = out[k];
+          for (int k = 0; k < B::kOut; ++k)
+            if (p.out[k]) out_row(k, row)[edge] = narrow<X>(out[k]);
+        }
       }
 #pragma unroll
-      for (int k = 0; k < B::kOut; ++k) {
-        if (B::kOut > 1 && p.out[k] == nullptr) continue;
-        Pack<X, N> out;
-        out.set(results[k]);
-        store(p.out[k] + row * p.out_stride[k] + before + column(i), out);
+      for (int i = 0; i < kHeld; ++i) {
+        if (row >= p.rows || !lie.has(column(i))) continue;
+        fetch(i, row, from);
+        float w[N], results[B::kOut][N];
+        weights(i, w);
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          float x[B::kIn], out[B::kOut];
+          element(in[i], j, x);
+          float h = normalised(x), g = p.f.upstream(dy[i][j], x) * w[j];
+          if constexpr (B::kCentred) g -= means[1];
+          p.f.results(norm_gradient(g, h, means[0], now_rstd), dy[i][j], h, w[j], x, out);
+#pragma unroll
+          for (int k = 0; k < B::kOut; ++k) results[k][j] = out[k];
+        }
+#pragma unroll
+        for (int k = 0; k < B::kOut; ++k) {
+          if (B::kOut > 1 && p.out[k] == nullptr) continue;
+          Pack<X, N> out;
+          out.set(results[k]);
+          lie.store(out_row(k, row), column(i), out);
+        }
       }
     }
+    from = from + 1 == Shape::stages ? 0 : from + 1;
   }
+  if constexpr (kStaged) wait_for_copies<0>();
   if (p.partials == nullptr) return;
   const int64_t pitch = int64_t(p.sections) * cols;
-  float* out = p.partials + (first / Shape::rows) * B::kSums * pitch + before;
-  add_up<B, Shape, N>(sums, reinterpret_cast<float*>(shared), out, pitch, cols);
+  float* out = p.partials + (place.first / Shape::rows) * B::kSums * pitch + before;
+  add_up<B, Shape, N>(sums, single, lie, edge, reinterpret_cast<float*>(shared), out, pitch);
 }
 
 // Rows too long for registers. Two kernels: gradients of rows (two sweeps), sums by column over chunks of rows.
-template <class B, class W, class Y>
-__device__ __forceinline__ float weight_at(const NormBackward<B, W, Y>& p, int64_t c) {
-  return p.weight ? p.f.offset + widen(p.weight[c]) : 1.0f;
-}
-
-template <class B, class W, class Y, int N>
+template <class B, class W, class Y, int N, bool Anywhere>
 __global__ __launch_bounds__(kLoopThreads) void backward_looped_kernel(
     const __grid_constant__ NormBackward<B, W, Y> p) {
   using X = typename B::Element;
@@ -311,25 +381,32 @@ __global__ __launch_bounds__(kLoopThreads) void backward_looped_kernel(
   const int64_t row = place.first, before = int64_t(place.section) * p.cols;
   const float rstd = p.rstd[row * p.sections + place.section];
   const float mean = B::kCentred ? p.mean[row * p.sections + place.section] : 0.0f;
-  // fn(column, element, its inputs, dy, h, g)
+  const float offset = p.weight ? p.f.offset : 0.0f;
+  auto out_row = [&](int k) { return p.out[k] + row * p.out_stride[k] + before; };
+  const Lie<Anywhere, N, int64_t> lie(out_row(0), p.cols);
+  const Lie<false, 1, int64_t> one(out_row(0), p.cols);
+  const int64_t edge = Anywhere ? lie.edge(threadIdx.x) : -1;
+  // fn(element, its inputs, dy, h, weight, g), then done(how its pack lies, column)
   auto sweep = [&](auto&& fn, auto&& done) {
-    for (int64_t c = int64_t(threadIdx.x) * N; c < p.cols; c += int64_t(kLoopThreads) * N) {
-      Pack<X, N> in[B::kIn];
+    auto visit = [&]<int M>(const auto& lie, int64_t c, std::integral_constant<int, M>) {
+      Pack<X, M> in[B::kIn];
 #pragma unroll
-      for (int k = 0; k < B::kIn; ++k) {
-        in[k] = Pack<X, N>{};
-        if (k == 0 || p.in[k]) in[k] = load_stream<X, N>(p.in[k] + row * p.in_stride[k] + before + c);
-      }
-      auto dy = load_stream<Y, N>(p.dy + row * p.dy_stride + before + c);
+      for (int k = 0; k < B::kIn; ++k)
+        in[k] = lie.load(k == 0 || p.in[k], p.in[k] + row * p.in_stride[k] + before, c);
+      auto dy = lie.load(true, p.dy + row * p.dy_stride + before, c);
+      auto weight = p.weight ? lie.load(true, p.weight + before, c) : filled<W, M>(1.0f);
 #pragma unroll
-      for (int j = 0; j < N; ++j) {
-        float x[B::kIn], w = weight_at(p, before + c + j);
+      for (int j = 0; j < M; ++j) {
+        float x[B::kIn], w = offset + weight[j];
         element(in, j, x);
         float v = p.f.value(x), h = (B::kCentred ? v - mean : v) * rstd;
         fn(j, x, dy[j], h, w, p.f.upstream(dy[j], x) * w);
       }
-      done(c);
-    }
+      done(lie, c, std::integral_constant<int, M>{});
+    };
+    for (int64_t c = int64_t(threadIdx.x) * N + lie.head; lie.has(c); c += int64_t(kLoopThreads) * N)
+      visit(lie, c, std::integral_constant<int, N>{});
+    if (Anywhere && edge >= 0) visit(one, edge, std::integral_constant<int, 1>{});
   };
   float means[kMeans] = {};
   sweep(
@@ -337,116 +414,129 @@ __global__ __launch_bounds__(kLoopThreads) void backward_looped_kernel(
         means[0] = fma(g, h, means[0]);
         if constexpr (B::kCentred) means[1] += g;
       },
-      [](int64_t) {});
+      [](const auto&, int64_t, auto) {});
   reduce_row<Sum, kLoopThreads>(means, slots);
 #pragma unroll
   for (int k = 0; k < kMeans; ++k) means[k] /= float(p.cols);
-  Pack<X, N> results[B::kOut];
+  float results[B::kOut][N];
   sweep(
       [&](int j, const float (&x)[B::kIn], float dy, float h, float w, float g) {
         float out[B::kOut];
         if constexpr (B::kCentred) g -= means[1];
         p.f.results(norm_gradient(g, h, means[0], rstd), dy, h, w, x, out);
 #pragma unroll
-        for (int k = 0; k < B::kOut; ++k) results[k].set(j, out[k]);
+        for (int k = 0; k < B::kOut; ++k) results[k][j] = out[k];
       },
-      [&](int64_t c) {
+      [&]<int M>(const auto& lie, int64_t c, std::integral_constant<int, M>) {
 #pragma unroll
-        for (int k = 0; k < B::kOut; ++k)
-          if (p.out[k]) store(p.out[k] + row * p.out_stride[k] + before + c, results[k]);
+        for (int k = 0; k < B::kOut; ++k) {
+          Pack<X, M> pack;
+#pragma unroll
+          for (int j = 0; j < M; ++j) pack.set(j, results[k][j]);
+          if (p.out[k]) lie.store(out_row(k), c, pack);
+        }
       });
 }
 
 constexpr int kColumnThreads = 256;
 
-template <class B, class W, class Y, int N>
+template <class B, class W, class Y, int N, bool Anywhere>
 __global__ __launch_bounds__(kColumnThreads) void column_sums_kernel(
     const __grid_constant__ NormBackward<B, W, Y> p, int64_t chunk, int64_t tiles) {
   using X = typename B::Element;
-  const int64_t column = (int64_t(blockIdx.x) % tiles * kColumnThreads + threadIdx.x) * N,
-                part = int64_t(blockIdx.x) / tiles, pitch = p.cols * p.sections;
+  const int64_t part = int64_t(blockIdx.x) / (tiles * p.sections),
+                section = int64_t(blockIdx.x) / tiles % p.sections;
+  const int64_t before = section * p.cols, pitch = p.cols * p.sections;
   let_next_kernel_start();
-  if (column >= pitch) return;
-  const int64_t section = column / p.cols;  // of all N: they lie in one
-  float sums[B::kSums][N] = {};
+  // Packs from the first column on, then the single columns that are left.
+  const int64_t mine = int64_t(blockIdx.x) % tiles * kColumnThreads + threadIdx.x, packs = p.cols / N;
   const int64_t end = min((part + 1) * chunk, p.rows);
+  auto add = [&]<int M>(const auto& lie, int64_t c, std::integral_constant<int, M>) {
+    float sums[B::kSums][M] = {};
 #pragma unroll 4
-  for (int64_t row = part * chunk; row < end; ++row) {
-    Pack<X, N> in[B::kIn];
+    for (int64_t row = part * chunk; row < end; ++row) {
+      Pack<X, M> in[B::kIn];
 #pragma unroll
-    for (int k = 0; k < B::kIn; ++k) {
-      in[k] = Pack<X, N>{};
-      if (k == 0 || p.in[k]) in[k] = load_stream<X, N>(p.in[k] + row * p.in_stride[k] + column);
+      for (int k = 0; k < B::kIn; ++k)
+        in[k] = lie.load(k == 0 || p.in[k], p.in[k] + row * p.in_stride[k] + before, c);
+      auto dy = lie.load(true, p.dy + row * p.dy_stride + before, c);
+      const float rstd = p.rstd[row * p.sections + section];
+      const float mean = B::kCentred ? p.mean[row * p.sections + section] : 0.0f;
+      float h[M];
+#pragma unroll
+      for (int j = 0; j < M; ++j) {
+        float x[B::kIn];
+        element(in, j, x);
+        h[j] = (B::kCentred ? p.f.value(x) - mean : p.f.value(x)) * rstd;
+      }
+      if (p.f.round_h) round_all<X>(h);
+#pragma unroll
+      for (int j = 0; j < M; ++j) {
+        float x[B::kIn];
+        element(in, j, x);
+        float d = p.f.upstream(dy[j], x);
+        sums[0][j] = fma(d, h[j], sums[0][j]);
+        if constexpr (B::kSums > 1) sums[1][j] += d;
+      }
     }
-    auto dy = load_stream<Y, N>(p.dy + row * p.dy_stride + column);
-    const float rstd = p.rstd[row * p.sections + section];
-    const float mean = B::kCentred ? p.mean[row * p.sections + section] : 0.0f;
-    float h[N];
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      float x[B::kIn];
-      element(in, j, x);
-      h[j] = (B::kCentred ? p.f.value(x) - mean : p.f.value(x)) * rstd;
-    }
-    if (p.f.round_h) round_all<X>(h);
+    for (int k = 0; k < B::kSums; ++k)
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      float x[B::kIn];
-      element(in, j, x);
-      float d = p.f.upstream(dy[j], x);
-      sums[0][j] = fma(d, h[j], sums[0][j]);
-      if constexpr (B::kSums > 1) sums[1][j] += d;
-    }
-  }
-#pragma unroll
-  for (int k = 0; k < B::kSums; ++k)
-    store(p.partials + (part * B::kSums + k) * pitch + column, *reinterpret_cast<Pack<float, N>*>(sums[k]));
+      for (int j = 0; j < M; ++j) p.partials[(part * B::kSums + k) * pitch + before + c + j] = sums[k][j];
+  };
+  const X* aligned = nullptr;
+  if (mine < packs)
+    add(Lie<Anywhere, N, int64_t>(aligned, p.cols), mine * N, std::integral_constant<int, N>{});
+  else if (Anywhere && packs * N + mine - packs < p.cols)
+    add(Lie<false, 1, int64_t>(aligned, p.cols), packs * N + mine - packs, std::integral_constant<int, 1>{});
 }
 
-template <int N, class Shapes, class B, class W, class Y>
+template <bool Anywhere, int N, class Shapes, class B, class W, class Y>
 void run_backward(const char* op, Context& ctx, NormBackward<B, W, Y> p, bool wants_sums,
                   std::initializer_list<Vector> outs) {
+  using X = typename B::Element;
   int64_t parts = 0, pitch = p.cols * p.sections * B::kSums;
-  auto shared_bytes = [](auto shape, int64_t cols) {
+  const int64_t packs = p.cols / N;
+  bool held = Shapes::pick(packs, [&](auto shape) {
     using Shape = decltype(shape);
-    size_t weights = Shape::ahead ? 0 : sizeof(W) * size_t(cols);
-    size_t sums = Shape::rows == 1 ? 0 : sizeof(float) * size_t(cols) * backward_parts<Shape> * B::kSums;
-    return std::max(weights, sums);
-  };
-  constexpr size_t kPlainShared = 47 << 10;  // more, with the 512 bytes of the reductions, must be asked for
-  bool held = false;
-  Shapes::pick(p.cols / N, [&](auto shape) {
-    using Shape = decltype(shape);
-    auto kernel = backward_kernel<B, W, Y, N, Shape>;
-    size_t shared = shared_bytes(shape, p.cols);
-    if (shared + 1024 > size_t(device_facts().shared_per_block)) return;
-    held = true;
-    if (shared > kPlainShared)
-      TIGON_CUDA_CHECK(
-          op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
-    static const int per_sm = [&] {  // with the longest row of this shape
+    auto kernel = backward_kernel<B, W, Y, N, Shape, Anywhere>;
+    const int threads = block_threads<Shape>(packs);
+    const size_t tile = size_t(threads) * Shape::held * N;
+    const size_t rows = tile * (sizeof(W) + Shape::stages * (B::kIn * sizeof(X) + sizeof(Y)));
+    const size_t sums =
+        Shape::rows == 1 ? 0 : sizeof(float) * size_t(p.cols) * backward_parts<Shape> * B::kSums;
+    const size_t shared = std::max(rows, sums);
+    if (shared + 1024 > size_t(device_facts().shared_per_block)) return false;
+    static std::atomic<int> known[33];  // blocks a multiprocessor, by warps
+    std::atomic<int>& per_sm = known[threads / 32];
+    if (per_sm == 0) {
+      constexpr int kMost = 227 << 10;
       int n = 0;
-      size_t most = std::min(shared_bytes(shape, Shape::packs * N), kPlainShared);
-      TIGON_CUDA_CHECK(op, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n, kernel, Shape::block, most));
-      return n > 0 ? n : 1;
-    }();
-    int64_t resident = std::max<int64_t>(1, int64_t(device_facts().sms) * per_sm / p.sections);
+      TIGON_CUDA_CHECK(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                std::min(kMost, device_facts().shared_per_block - 1024)));
+      TIGON_CUDA_CHECK(op, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n, kernel, threads, shared));
+      per_sm = std::max(n, 1);
+    }
+    const int64_t resident = std::max<int64_t>(1, int64_t(device_facts().sms) * per_sm / p.sections);
     parts = std::min<int64_t>(ceil_div(p.rows, Shape::rows), resident);
+    if (Anywhere && parts * Shape::rows < p.rows)  // rows a step apart lie alike
+      parts = std::max<int64_t>(N, parts / N * N);
     if (wants_sums) p.partials = ctx.scratch_of<float>(parts * pitch);
-    launch(op, ctx, kernel, {.blocks = parts * p.sections, .threads = Shape::block, .shared = shared}, p);
+    launch(op, ctx, kernel, {.blocks = parts * p.sections, .threads = threads, .shared = shared}, p);
+    return true;
   });
   if (!held) {
     bool wants_rows = std::any_of(p.out, p.out + B::kOut, [](auto* out) { return out != nullptr; });
     if (wants_rows)
-      launch(op, ctx, backward_looped_kernel<B, W, Y, N>,
+      launch(op, ctx, backward_looped_kernel<B, W, Y, N, Anywhere>,
              {.blocks = p.rows * p.sections, .threads = kLoopThreads}, p);
     if (wants_sums) {
-      int64_t tiles = ceil_div(p.cols * p.sections, kColumnThreads * N);
+      int64_t tiles = ceil_div(packs + p.cols % N, kColumnThreads);
       int64_t chunk = std::max<int64_t>(32, ceil_div(p.rows, 256));
       parts = ceil_div(p.rows, chunk);
       p.partials = ctx.scratch_of<float>(parts * pitch);
-      launch(op, ctx, column_sums_kernel<B, W, Y, N>, {.blocks = parts * tiles, .threads = kColumnThreads}, p,
-             chunk, tiles);
+      launch(op, ctx, column_sums_kernel<B, W, Y, N, Anywhere>,
+             {.blocks = parts * tiles * p.sections, .threads = kColumnThreads}, p, chunk, tiles);
     }
   }
   if (wants_sums) sum_partials(op, ctx, p.partials, parts, outs);
@@ -454,9 +544,9 @@ void run_backward(const char* op, Context& ctx, NormBackward<B, W, Y> p, bool wa
 
 }  // namespace norm_detail
 
-// Packs<N>: the ladder of shapes. `outs`: the B::kSums gradients by column, each of sections * cols numbers; without data where
-// not wanted.
-template <template <int> class Ladder, class B, class W, class Y>
+// Ladder: the shapes for rows that lie in packs. `outs`: the B::kSums gradients by column, each of sections * cols numbers; without
+// data where not wanted.
+template <class Ladder, class B, class W, class Y>
 void norm_backward(const char* op, Context& ctx, const NormBackward<B, W, Y>& p,
                    std::initializer_list<Vector> outs) {
   using X = typename B::Element;
@@ -475,8 +565,9 @@ void norm_backward(const char* op, Context& ctx, const NormBackward<B, W, Y>& p,
     packs = packs && (!p.in[k] || packs_align(p.in[k], p.in_stride[k], p.cols, sizeof(X)));
   for (int k = 0; k < B::kOut; ++k)
     packs = packs && (!p.out[k] || packs_align(p.out[k], p.out_stride[k], p.cols, sizeof(X)));
-  packs ? norm_detail::run_backward<kPack, Ladder<kPack>>(op, ctx, p, wants_sums, outs)
-        : norm_detail::run_backward<1, Ladder<1>>(op, ctx, p, wants_sums, outs);
+  packs ? norm_detail::run_backward<false, kPack, Ladder>(op, ctx, p, wants_sums, outs)
+        : norm_detail::run_backward<true, kPack, norm_detail::AnywhereLadder<B::kSums>>(op, ctx, p,
+                                                                                        wants_sums, outs);
 }
 
 }  // namespace tigon::cuda

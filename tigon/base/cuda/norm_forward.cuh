@@ -19,6 +19,8 @@
 // Bytes: every row read once and written once (rows longer than the ladder: read again, from L2).
 #pragma once
 
+#include <algorithm>
+
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/row_packs.cuh"
 #include "tigon/base/cuda/rows.cuh"
@@ -39,7 +41,7 @@ struct NormForward {
   int64_t kept_stride, y_stride;
   float *rstd, *mean;  // by row and section; mean if F::kCentred
   int64_t rows, cols;
-  int sections;
+  int sections = 1;
   float eps;
   int64_t span = 1;      // columns that share a parameter, if F::Spans
   float inverse = 0.0f;  // 1 / cols, made by norm_forward
@@ -70,36 +72,44 @@ template <class F>
 constexpr bool kSpans = requires { typename F::Spans; };
 
 // How a row lies. In packs: from its first column on, all rows and parameters on 16-byte boundaries. Anywhere: packs are those
-// of the row that is written first; rows that lie differently, and parameters, are shifted on their way.
+// of the row that is written first; rows that lie differently, and parameters, are shifted on their way. What is before the
+// first of its packs and behind the last goes element by element, each of them (fewer than 2 N) a thread's.
 template <bool Anywhere, int N, class Column>
 struct Lie {
   static constexpr bool anywhere = Anywhere;
   Column cols;
-  int lead = 0;
+  int head = 0;  // columns before the first pack
 
   template <class T>
   __device__ __forceinline__ Lie(const T* written, Column cols) : cols(cols) {
-    if constexpr (Anywhere) lead = lead_of(written);
+    if constexpr (Anywhere) {
+      int lead = int(reinterpret_cast<uintptr_t>(written) % 16 / sizeof(T));
+      head = int(min(cols, Column((N - lead) % N)));
+    }
   }
-  __device__ __forceinline__ bool has(Column c) const { return (!Anywhere || c > -N) && c < cols; }
-  __device__ __forceinline__ bool has_element(Column c) const { return !Anywhere || (c >= 0 && c < cols); }
+  // Whether the pack at column c is there.
+  __device__ __forceinline__ bool has(Column c) const { return Anywhere ? c + N <= cols : c < cols; }
+  // The single column of a thread, or -1.
+  __device__ __forceinline__ Column edge(int thread) const {
+    if (thread < N) return thread < head ? thread : -1;
+    Column c = head + (cols - head) / N * N + thread - N;
+    return thread < 2 * N && c < cols ? c : -1;
+  }
   template <class T>
-  __device__ __forceinline__ Pack<T, N> load(bool live, const T* row, Column c) const {
+  __device__ __forceinline__ Pack<T, N> load(bool wanted, const T* row, Column c) const {
     if constexpr (Anywhere)
-      return load_shifted<T, N>(row, c, live ? cols : 0);
+      return load_shifted<T, N>(wanted && has(c), row + c);
     else
-      return load_where<T, N>(live && c < cols, row + c);
-  }
-  template <class T>
-  __device__ __forceinline__ void load_ends(bool live, Pack<T, N>& pack, const T* row, Column c) const {
-    if constexpr (Anywhere) cuda::load_ends(pack, row, c, live ? cols : 0);
+      return load_where<T, N>(wanted && has(c), row + c);
   }
   template <class T>
   __device__ __forceinline__ void store(T* row, Column c, const Pack<T, N>& pack) const {
     if constexpr (Anywhere)
-      store_anywhere(row, c, cols, pack);
-    else
+      store_anywhere(row + c, pack);
+    else if constexpr (sizeof(T) * N % 16 == 0)
       store_whole(row + c, pack);
+    else
+      cuda::store(row + c, pack);
   }
 };
 
@@ -129,12 +139,14 @@ struct ForwardRow {
   Y* y;
   Lie<Anywhere, N, Column> lie;
 
-  __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const Place& place, int64_t row)
+  // `live`: the row is there, and (of a thread without a single column) the column.
+  __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const Place& place, int64_t row,
+                                        bool live = true)
       : p(p),
         row(row),
         before(int64_t(place.section) * p.cols),
         statistic(row * p.sections + place.section),
-        live(row < p.rows),
+        live(live && row < p.rows),
         y(p.y + row * p.y_stride + before),
         lie(written(), Column(p.cols)) {}
   // What takes another row's place must lie as that one does: its packs may be read only by who writes them.
@@ -151,10 +163,6 @@ struct ForwardRow {
 #pragma unroll
     for (int k = 0; k < F::kIn; ++k) packs[k] = lie.load(live, in(k), c);
   }
-  __device__ __forceinline__ void load_ends(Column c, Inputs& packs) const {
-#pragma unroll
-    for (int k = 0; k < F::kIn; ++k) lie.load_ends(live, packs[k], in(k), c);
-  }
   __device__ __forceinline__ void load_params(Column c, Params& packs) const {
 #pragma unroll
     for (int k = 0; k < F::kParams; ++k) {
@@ -164,9 +172,9 @@ struct ForwardRow {
       } else if constexpr (Anywhere) {
 #pragma unroll
         for (int j = 0; j < N; ++j)
-          if (param && lie.has_element(c + j)) packs[k].v[j] = param[(before + c + j) / p.span];
+          if (param && lie.has(c)) packs[k].v[j] = param[(before + c + j) / p.span];
       } else {
-        if (param && c < lie.cols) packs[k] = filled<W, N>(widen(param[(before + c) / p.span]));
+        if (param && lie.has(c)) packs[k] = filled<W, N>(widen(param[(before + c) / p.span]));
       }
     }
   }
@@ -188,12 +196,8 @@ struct ForwardRow {
   __device__ __forceinline__ void write(Column c, const Inputs& packs, Params& params, float mean,
                                         float rstd) const {
 #pragma unroll
-    for (int k = 0; k < F::kParams; ++k) {
-      if (p.param[k] == nullptr)
-        params[k] = filled<W, N>(p.absent[k]);
-      else if constexpr (!kSpans<F>)
-        lie.load_ends(true, params[k], p.param[k] + before, c);
-    }
+    for (int k = 0; k < F::kParams; ++k)
+      if (p.param[k] == nullptr) params[k] = filled<W, N>(p.absent[k]);
     float h[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) {
@@ -218,12 +222,12 @@ struct ForwardRow {
   template <int K>
   __device__ __forceinline__ void add_to_statistics(Column c, const Inputs& packs, float mean,
                                                     float (&sums)[K]) const {
-    if (F::kCentred && !lie.has(c)) return;  // a zero that is not there is off the mean
+    if (F::kCentred && !(live && lie.has(c))) return;  // a zero that is not there is off the mean
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       float v = value<F, N>(p.f, packs, j);
       if constexpr (F::kCentred) {
-        v = lie.has_element(c + j) ? v - mean : 0.0f;
+        v -= mean;
         sums[1] += v;
       }
       sums[0] = fma(v, v, sums[0]);
@@ -247,6 +251,8 @@ struct ForwardRow {
   }
 };
 
+// A block a group of rows. Anywhere: shifted parameters are dear, so a block goes on to rows that lie as its first one does; the
+// host's grid is such that these are a step apart.
 template <class F, class W, class Y, int N, class Shape, bool Anywhere>
 __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
@@ -255,53 +261,75 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_kerne
   // Parameters are on their way during the reduction where they find room in registers.
   constexpr bool kEarly =
       !Anywhere && Shape::held <= 4 && Shape::held * N * sizeof(W) * F::kParams * F::kIn <= 64;
-  __shared__ float slots[2][kStatistics * 32];
+  __shared__ float slots[Anywhere ? 2 : 1][2][kStatistics * 32];
   wait_for_kernel_ahead();
   let_next_kernel_start();
   using Tile = RowTile<X, N, Shape>;
   const Place place(p.sections, Shape::rows);
-  const ForwardRow<F, W, Y, N, Anywhere, int> row(
-      p, place, place.first + (Shape::rows == 1 ? 0 : threadIdx.x / Shape::threads));
-  auto column = [&](int i) { return Tile::column(i) - row.lie.lead; };
+  const int64_t group = Shape::rows == 1 ? 0 : threadIdx.x / Shape::threads;
   auto renew = [&](Pack<X, N>(&packs)[F::kIn]) {
 #pragma unroll
     for (int k = 0; k < F::kIn; ++k) packs[k] = again(packs[k], p.zero);
   };
   Pack<X, N> in[Shape::held][F::kIn];
   Pack<W, N> w[Shape::held][F::kParams];
+  Pack<X, 1> one_in[F::kIn];
+  Pack<W, 1> one_w[F::kParams];
+  auto work = [&](int64_t first, float (&slots)[2][kStatistics* 32], bool has_params) {
+    const ForwardRow<F, W, Y, N, Anywhere, int> row(p, place, first + group);
+    auto column = [&](int i) { return Tile::column(i) + row.lie.head; };
+    const int edge = Anywhere ? row.lie.edge(Tile::thread()) : -1;
+    const ForwardRow<F, W, Y, 1, false, int> one(p, place, first + group, edge >= 0);
 #pragma unroll
-  for (int i = 0; i < Shape::held; ++i) row.load(column(i), in[i]);
-  if constexpr (kEarly) {
+    for (int i = 0; i < Shape::held; ++i) row.load(column(i), in[i]);
+    if constexpr (Anywhere) one.load(edge, one_in);
+    if (kEarly || (Anywhere && !has_params)) {
 #pragma unroll
-    for (int i = 0; i < Shape::held; ++i) row.load_params(column(i), w[i]);
-  }
+      for (int i = 0; i < Shape::held; ++i) row.load_params(column(i), w[i]);
+      if (Anywhere && edge >= 0) one.load_params(edge, one_w);
+    }
 #pragma unroll
-  for (int i = 0; i < Shape::held; ++i) row.load_ends(column(i), in[i]);
+    for (int i = 0; i < Shape::held; ++i) row.keep(column(i), in[i]);
+    if constexpr (Anywhere) one.keep(edge, one_in);
+    float mean = 0.0f, sums[kStatistics] = {};
+    if constexpr (F::kCentred) {
 #pragma unroll
-  for (int i = 0; i < Shape::held; ++i) row.keep(column(i), in[i]);
-  float mean = 0.0f, sums[kStatistics] = {};
-  if constexpr (F::kCentred) {
+      for (int i = 0; i < Shape::held; ++i)
 #pragma unroll
-    for (int i = 0; i < Shape::held; ++i)
+        for (int j = 0; j < N; ++j) mean += value<F, N>(p.f, in[i], j);
+      if constexpr (Anywhere) mean += value<F, 1>(p.f, one_in, 0);
+      mean = reduce_row<Sum, Shape::threads>(mean, slots[0]) * p.inverse;
+    }
 #pragma unroll
-      for (int j = 0; j < N; ++j) mean += value<F, N>(p.f, in[i], j);
-    mean = reduce_row<Sum, Shape::threads>(mean, slots[0]) * p.inverse;
-  }
+    for (int i = 0; i < Shape::held; ++i) {
+      if (F::kCentred) renew(in[i]);
+      row.add_to_statistics(column(i), in[i], mean, sums);
+    }
+    if constexpr (Anywhere) one.add_to_statistics(edge, one_in, mean, sums);
+    reduce_row<Sum, Shape::threads>(sums, slots[1]);
+    if (!row.live) return;
+    const float rstd = row.finish_statistics(sums, mean);
+    if (Tile::thread() == 0) row.save_statistics(mean, rstd);
+    if (Anywhere && edge >= 0) one.write(edge, one_in, one_w, mean, rstd);
 #pragma unroll
-  for (int i = 0; i < Shape::held; ++i) {
-    if (F::kCentred) renew(in[i]);
-    row.add_to_statistics(column(i), in[i], mean, sums);
-  }
-  reduce_row<Sum, Shape::threads>(sums, slots[1]);
-  if (!row.live) return;
-  const float rstd = row.finish_statistics(sums, mean);
-  if (Tile::thread() == 0) row.save_statistics(mean, rstd);
+    for (int i = 0; i < Shape::held; ++i) {
+      if (!row.lie.has(column(i))) continue;
+      if constexpr (!kEarly && !Anywhere) row.load_params(column(i), w[i]);
+      renew(in[i]);
+      if constexpr (Anywhere) {
 #pragma unroll
-  for (int i = 0; i < Shape::held; ++i) {
-    if (!row.lie.has(column(i))) continue;
-    if constexpr (!kEarly) row.load_params(column(i), w[i]);
-    renew(in[i]);
-    row.write(column(i), in[i], w[i], mean, rstd);
+        for (int k = 0; k < F::kParams; ++k) w[i][k] = again(w[i][k], p.zero);
+      }
+      row.write(column(i), in[i], w[i], mean, rstd);
+    }
+  };
+  if constexpr (Anywhere) {
+    const int64_t step = int64_t(gridDim.x / unsigned(p.sections)) * Shape::rows;
+    int parity = 0;
+    for (int64_t first = place.first; first < p.rows; first += step, parity ^= 1)
+      work(first, slots[parity], first != place.first);
+  } else {
+    work(place.first, slots[0], false);
   }
 }
 
@@ -318,38 +346,42 @@ __global__ __launch_bounds__(kLoopThreads) void forward_looped_kernel(
   let_next_kernel_start();
   const Place place(p.sections, 1);
   const ForwardRow<F, W, Y, N, Anywhere, int64_t> row(p, place, place.first);
+  const int64_t edge = Anywhere ? row.lie.edge(threadIdx.x) : -1;
+  const ForwardRow<F, W, Y, 1, false, int64_t> one(p, place, place.first, edge >= 0);
+  // fn(row, or what of it is single, column, inputs)
   auto sweep = [&](bool first, auto&& fn) {
-    for (int64_t c = int64_t(threadIdx.x) * N - row.lie.lead; c < p.cols; c += int64_t(kLoopThreads) * N) {
-      Pack<X, N> in[F::kIn] = {};
+    auto visit = [&]<int M>(const auto& part, int64_t c, std::integral_constant<int, M>) {
+      Pack<X, M> in[F::kIn] = {};
       if (F::kKeeps && !first) {
-        const X* kept = row.kept();
-        in[0] = row.lie.load(true, kept, c);
-        row.lie.load_ends(true, in[0], kept, c);
+        const X* kept = part.kept();
+        in[0] = part.lie.load(part.live, kept, c);
       } else {
-        row.load(c, in);
-        row.load_ends(c, in);
-        row.keep(c, in);
+        part.load(c, in);
+        part.keep(c, in);
       }
-      fn(in, c);
-    }
+      fn(part, c, in);
+    };
+    for (int64_t c = int64_t(threadIdx.x) * N + row.lie.head; row.lie.has(c); c += int64_t(kLoopThreads) * N)
+      visit(row, c, std::integral_constant<int, N>{});
+    if (Anywhere && edge >= 0) visit(one, edge, std::integral_constant<int, 1>{});
   };
   float mean = 0.0f, sums[kStatistics] = {};
   if constexpr (F::kCentred) {
-    sweep(true, [&](const Pack<X, N>(&in)[F::kIn], int64_t) {
+    sweep(true, [&]<int M>(const auto&, int64_t, const Pack<X, M>(&in)[F::kIn]) {
 #pragma unroll
-      for (int j = 0; j < N; ++j) mean += value<F, N>(p.f, in, j);
+      for (int j = 0; j < M; ++j) mean += value<F, M>(p.f, in, j);
     });
     mean = reduce_row<Sum, kLoopThreads>(mean, slots[0]) * p.inverse;
   }
   sweep(!F::kCentred,
-        [&](const Pack<X, N>(&in)[F::kIn], int64_t c) { row.add_to_statistics(c, in, mean, sums); });
+        [&](const auto& part, int64_t c, const auto& in) { part.add_to_statistics(c, in, mean, sums); });
   reduce_row<Sum, kLoopThreads>(sums, slots[1]);
   const float rstd = row.finish_statistics(sums, mean);
   if (threadIdx.x == 0) row.save_statistics(mean, rstd);
-  sweep(false, [&](const Pack<X, N>(&in)[F::kIn], int64_t c) {
-    Pack<W, N> w[F::kParams];
-    row.load_params(c, w);
-    row.write(c, in, w, mean, rstd);
+  sweep(false, [&]<int M>(const auto& part, int64_t c, const Pack<X, M>(&in)[F::kIn]) {
+    Pack<W, M> w[F::kParams];
+    part.load_params(c, w);
+    part.write(c, in, w, mean, rstd);
   });
 }
 
@@ -357,7 +389,7 @@ __global__ __launch_bounds__(kLoopThreads) void forward_looped_kernel(
 // as its elements. Longer ones leave room for other blocks. Shifted ones hold as many words again on their way.
 template <int Rows, bool Anywhere>
 struct ForwardLadder {
-  using Short = RowShapes<RowShape<4, 2>, RowShape<4, 4>, RowShape<16, 2>, RowShape<32, 2>, RowShape<32, 4>>;
+  using Short = RowShapes<RowShape<4, 4>, RowShape<16, 2>, RowShape<32, 4>>;
   using Shapes =
       std::conditional_t<Rows == 1,
                          typename Short::template with<RowBlock<4, 224, 5>>::template with<RowBlock<8, 1024>>,
@@ -365,19 +397,20 @@ struct ForwardLadder {
 };
 template <int Rows>
 struct ForwardLadder<Rows, true> {
-  using Shapes = RowShapes<RowShape<8, 4>, RowShape<32, 4>, RowBlock<4 / Rows, 1024>>;
+  using Shapes = RowShapes<RowShape<32, 4>, RowBlock<4 / Rows, 384, 2>>;
 };
 
 template <bool Anywhere, int N, class F, class W, class Y>
 void run_forward(const char* op, Context& ctx, const NormForward<F, W, Y>& p) {
-  const int64_t packs = Anywhere ? ceil_div(p.cols + N - 1, N) : p.cols / N;
+  const int64_t packs = p.cols / N;
   bool held = ForwardLadder<F::kIn, Anywhere>::Shapes::pick(packs, [&](auto shape) {
     using Shape = decltype(shape);
+    const int threads = block_threads<Shape>(packs);
+    int64_t parts = ceil_div(p.rows, Shape::rows);
+    const int64_t enough = int64_t(device_facts().sms) * (1024 / threads) / p.sections;
+    if (Anywhere && parts > enough) parts = std::max<int64_t>(N, enough / N * N);
     launch(op, ctx, forward_kernel<F, W, Y, N, Shape, Anywhere>,
-           {.blocks = ceil_div(p.rows, Shape::rows) * p.sections,
-            .threads = block_threads<Shape>(packs),
-            .early = true},
-           p);
+           {.blocks = parts * p.sections, .threads = threads, .early = true}, p);
   });
   if (!held)
     launch(op, ctx, forward_looped_kernel<F, W, Y, N, Anywhere>,

@@ -3,8 +3,8 @@
 // A row of `packs` packs (N adjacent elements each) is held in registers by `threads` threads; thread t owns packs
 // t, t + threads, ... (at most `held` of them), so neighbouring lanes touch neighbouring 16-byte words. Blocks have at least
 // 128 threads and then hold several rows. The choice depends on the row length alone, at run time: nothing is compiled per
-// width. Rows longer than the ladder's end are swept twice by one block of 1024 threads (LoopedRow), the second sweep out of
-// L2.
+// width. A row of many packs has a block, with as many warps as it needs (RowBlock); rows longer than the ladder's end are swept
+// twice by one block of 1024 threads, the second sweep out of L2.
 #pragma once
 
 #include <initializer_list>
@@ -44,10 +44,16 @@ struct RowShapes {
   template <class Longer>
   using with = RowShapes<Shapes..., Longer>;
 
-  // fn(RowShape<...>{}) for the first shape that holds `packs`; false when the row is too long for registers.
+  // fn(RowShape<...>{}) for the first shape that holds `packs` and that fn, if it says, takes; false when there is none.
   template <class Fn>
   static bool pick(int64_t packs, Fn&& fn) {
-    return ((packs <= Shapes::packs && (fn(Shapes{}), true)) || ...);
+    auto takes = [&](auto shape) {
+      if constexpr (std::is_void_v<decltype(fn(shape))>)
+        return fn(shape), true;
+      else
+        return fn(shape);
+    };
+    return ((packs <= Shapes::packs && takes(Shapes{})) || ...);
   }
 };
 

@@ -43,57 +43,49 @@ struct Backward {
   }
 };
 
-template <int N>
-using Ladder = std::conditional_t<N == 1, TwoSumsLadder<N>,
-                                  typename TwoSumsLadder<N>::template with<Twice<1024, 4, 1, 1>>>;
+using Ladder = BackwardLadder<3, 4>::with<TwiceBlock<4, 1024>>;
 
 }  // namespace
 
 void add_rms_norm_fwd(Context& ctx, const AddRmsNormFwd& a) {
-  with_result_types(kOp, a.x.dtype, a.weight, a.y.dtype, [&](auto tx, auto tw, auto ty) {
-    using X = typename decltype(tx)::type;
-    using W = typename decltype(tw)::type;
-    using Y = typename decltype(ty)::type;
-    norm_forward(kOp, ctx,
-                 NormForward<Forward<X>, W, Y>{
-                     .f = {.offset = a.weight ? a.offset : 0.0f, .round_h = a.rounding == Rounding::llama},
-                     .in = {a.x.row<X>(0), a.residual.row<X>(0)},
-                     .in_stride = {a.x.stride, a.residual.stride},
-                     .param = {a.weight.as<W>()},
-                     .absent = {1.0f},
-                     .kept = a.h.row<X>(0),
-                     .y = a.y.row<Y>(0),
-                     .kept_stride = a.h.stride,
-                     .y_stride = a.y.stride,
-                     .rstd = a.rstd.as<float>(),
-                     .rows = a.x.rows,
-                     .cols = a.x.cols,
-                     .sections = 1,
-                     .eps = a.eps});
-  });
+  with_result_types(
+      kOp, a.x.dtype, a.weight, a.y.dtype, [&]<class X, class W, class Y>(Type<X>, Type<W>, Type<Y>) {
+        norm_forward(kOp, ctx,
+                     NormForward<Forward<X>, W, Y>{.f = {.offset = a.weight ? a.offset : 0.0f,
+                                                         .round_h = a.rounding == Rounding::llama},
+                                                   .in = {a.x.row<X>(0), a.residual.row<X>(0)},
+                                                   .in_stride = {a.x.stride, a.residual.stride},
+                                                   .param = {a.weight.as<W>()},
+                                                   .absent = {1.0f},
+                                                   .kept = a.h.row<X>(0),
+                                                   .y = a.y.row<Y>(0),
+                                                   .kept_stride = a.h.stride,
+                                                   .y_stride = a.y.stride,
+                                                   .rstd = a.rstd.as<float>(),
+                                                   .rows = a.x.rows,
+                                                   .cols = a.x.cols,
+                                                   .eps = a.eps});
+      });
 }
 
 void add_rms_norm_bwd(Context& ctx, const AddRmsNormBwd& a) {
-  with_result_types(kOp, a.h.dtype, a.weight, a.dy.dtype, [&](auto tx, auto tw, auto ty) {
-    using X = typename decltype(tx)::type;
-    using W = typename decltype(tw)::type;
-    using Y = typename decltype(ty)::type;
-    norm_backward<Ladder>(
-        kOp, ctx,
-        NormBackward<Backward<X>, W, Y>{.f = {.offset = a.offset, .round_h = a.rounding == Rounding::llama},
-                                        .dy = a.dy.row<Y>(0),
-                                        .in = {a.h.row<X>(0), a.dh.row<X>(0)},
-                                        .out = {a.dx.row<X>(0)},
-                                        .dy_stride = a.dy.stride,
-                                        .in_stride = {a.h.stride, a.dh.stride},
-                                        .out_stride = {a.dx.stride},
-                                        .weight = a.weight.as<W>(),
-                                        .rstd = a.rstd.as<float>(),
-                                        .rows = a.h.rows,
-                                        .cols = a.h.cols,
-                                        .sections = 1},
-        {a.dweight});
-  });
+  with_result_types(
+      kOp, a.h.dtype, a.weight, a.dy.dtype, [&]<class X, class W, class Y>(Type<X>, Type<W>, Type<Y>) {
+        norm_backward<Ladder>(kOp, ctx,
+                              NormBackward<Backward<X>, W, Y>{
+                                  .f = {.offset = a.offset, .round_h = a.rounding == Rounding::llama},
+                                  .dy = a.dy.row<Y>(0),
+                                  .in = {a.h.row<X>(0), a.dh.row<X>(0)},
+                                  .out = {a.dx.row<X>(0)},
+                                  .dy_stride = a.dy.stride,
+                                  .in_stride = {a.h.stride, a.dh.stride},
+                                  .out_stride = {a.dx.stride},
+                                  .weight = a.weight.as<W>(),
+                                  .rstd = a.rstd.as<float>(),
+                                  .rows = a.h.rows,
+                                  .cols = a.h.cols},
+                              {a.dweight});
+      });
 }
 
 }  // namespace tigon::cuda

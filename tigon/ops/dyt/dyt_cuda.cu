@@ -159,9 +159,7 @@ int64_t run(Context& ctx, Dyt<X, W>& p, int64_t rows, int64_t cols, bool wants_s
 }  // namespace
 
 void dyt_fwd(Context& ctx, const DytFwd& a) {
-  with_types(a.x.dtype, a.alpha.dtype, [&](auto tx, auto tw) {
-    using X = typename decltype(tx)::type;
-    using W = typename decltype(tw)::type;
+  with_types(a.x.dtype, a.alpha.dtype, [&]<class X, class W>(Type<X>, Type<W>) {
     Dyt<X, W> p{.x = a.x.row<X>(0),
                 .out = a.y.row<X>(0),
                 .x_stride = a.x.stride,
@@ -183,9 +181,7 @@ void dyt_bwd(Context& ctx, const DytBwd& a) {
                                               static_cast<cudaStream_t>(ctx.stream())));
     return;
   }
-  with_types(a.x.dtype, a.alpha.dtype, [&](auto tx, auto tw) {
-    using X = typename decltype(tx)::type;
-    using W = typename decltype(tw)::type;
+  with_types(a.x.dtype, a.alpha.dtype, [&]<class X, class W>(Type<X>, Type<W>) {
     Dyt<X, W> p{.dy = a.dy.row<X>(0),
                 .x = a.x.row<X>(0),
                 .out = a.dx.row<X>(0),

@@ -14,62 +14,57 @@ namespace {
 
 constexpr const char* kOp = "gated_rms_norm";
 
+template <class W>  // of the weight: fp32 ones ask for fp32 gradients
 struct Scalars {
   float offset;
   bool round_h, round_weighted, silu;
+  __device__ float act(float gate) const { return gated_rms_norm_act(BriefFor<W>(gate), silu); }
+  __device__ float slope(float gate) const { return gated_rms_norm_slope(BriefFor<W>(gate), silu); }
 };
 
 // in: x, gate
-template <bool NormFirst, class X>
-struct Forward : Scalars {
+template <bool NormFirst, class X, class W>
+struct Forward : Scalars<W> {
   using Element = X;
   static constexpr int kIn = 2, kParams = 1;
   static constexpr bool kCentred = false, kKeeps = false;
-  __device__ float value(const float (&in)[2]) const {
-    return NormFirst ? in[0] : in[0] * gated_rms_norm_act(in[1], silu);
-  }
+  __device__ float value(const float (&in)[2]) const { return NormFirst ? in[0] : in[0] * this->act(in[1]); }
   __device__ float result(float h, const float (&weight)[1], const float (&in)[2]) const {
-    float y = gated_rms_norm_weighted(h, weight[0], offset);
+    float y = gated_rms_norm_weighted(h, weight[0], this->offset);
     if (!NormFirst) return y;
-    return (round_weighted ? round_to<X>(y) : y) * gated_rms_norm_act(in[1], silu);
+    return (this->round_weighted ? round_to<X>(y) : y) * this->act(in[1]);
   }
 };
 
 // in: x, gate; out: dx, dgate
-template <bool NormFirst, class X>
-struct Backward : Scalars {
+template <bool NormFirst, class X, class W>
+struct Backward : Scalars<W> {
   using Element = X;
   static constexpr int kIn = 2, kOut = 2, kSums = 1;
   static constexpr bool kCentred = false;
-  __device__ float value(const float (&in)[2]) const {
-    return NormFirst ? in[0] : in[0] * gated_rms_norm_act(in[1], silu);
-  }
+  __device__ float value(const float (&in)[2]) const { return NormFirst ? in[0] : in[0] * this->act(in[1]); }
   __device__ float upstream(float dy, const float (&in)[2]) const {
-    return NormFirst ? dy * gated_rms_norm_act(in[1], silu) : dy;
+    return NormFirst ? dy * this->act(in[1]) : dy;
   }
   __device__ void results(float dv, float dy, float h, float weight, const float (&in)[2],
                           float (&out)[2]) const {
-    float slope = gated_rms_norm_slope(in[1], silu);
+    float slope = this->slope(in[1]);
     if constexpr (NormFirst) {
-      float y = (round_h ? round_to<X>(h) : h) * weight;
+      float y = (this->round_h ? round_to<X>(h) : h) * weight;
       out[0] = dv;
-      out[1] = dy * (round_weighted ? round_to<X>(y) : y) * slope;
+      out[1] = dy * (this->round_weighted ? round_to<X>(y) : y) * slope;
     } else {
-      out[0] = dv * gated_rms_norm_act(in[1], silu);
+      out[0] = dv * this->act(in[1]);
       out[1] = dv * in[0] * slope;
     }
   }
 };
 
-// Groups are short and the gate takes registers: fewer shapes than the other norms, all for rows that overlap.
-template <int N>
-using Ladder =
-    std::conditional_t<N == 1, RowShapes<Direct<32, 4, 4, 2>, Direct<256, 4, 1, 1>>,
-                       RowShapes<Ahead<16, 1, 16, 2>, Direct<32, 2, 4, 4>, Direct<128, 2, 1, 4>,
-                                 Direct<256, 2, 1, 2>, Direct<512, 2, 1, 1>, Direct<512, 4, 1, 1>>>;
+// Groups are short: fewer shapes than the other norms.
+using Ladder = RowShapes<Direct<8, 2, 32, 2>, Direct<32, 2, 8, 2>, StagedBlock<3, 2, 512>>;
 
-template <class Args>
-Scalars scalars_of(const Args& a) {
+template <class W, class Args>
+Scalars<W> scalars_of(const Args& a) {
   bool llama = a.how.rounding == Rounding::llama;
   return {.offset = a.weight ? a.how.offset : 0.0f,
           .round_h = llama,
@@ -90,33 +85,33 @@ void with_types(const GatedRmsNorm& how, DType x, const Vector& weight, DType y,
 }  // namespace
 
 void gated_rms_norm_fwd(Context& ctx, const GatedRmsNormFwd& a) {
-  with_types(a.how, a.x.dtype, a.weight, a.y.dtype, [&](auto order, auto tx, auto tw, auto ty) {
-    using X = typename decltype(tx)::type;
-    using W = typename decltype(tw)::type;
-    using Y = typename decltype(ty)::type;
-    norm_forward(kOp, ctx,
-                 NormForward<Forward<order, X>, W, Y>{.f = {scalars_of(a)},
-                                                      .in = {a.x.row<X>(0), a.gate.row<X>(0)},
-                                                      .in_stride = {a.x.stride, a.gate.stride},
-                                                      .param = {a.weight.as<W>()},
-                                                      .absent = {1.0f},
-                                                      .y = a.y.row<Y>(0),
-                                                      .y_stride = a.y.stride,
-                                                      .rstd = a.rstd.as<float>(),
-                                                      .rows = a.x.rows,
-                                                      .cols = a.how.group,
-                                                      .sections = int(a.x.cols / a.how.group),
-                                                      .eps = a.eps});
-  });
+  with_types(a.how, a.x.dtype, a.weight, a.y.dtype,
+             [&]<bool NormFirst, class X, class W, class Y>(std::bool_constant<NormFirst>, Type<X>, Type<W>,
+                                                            Type<Y>) {
+               norm_forward(
+                   kOp, ctx,
+                   NormForward<Forward<NormFirst, X, W>, W, Y>{.f = {scalars_of<W>(a)},
+                                                               .in = {a.x.row<X>(0), a.gate.row<X>(0)},
+                                                               .in_stride = {a.x.stride, a.gate.stride},
+                                                               .param = {a.weight.as<W>()},
+                                                               .absent = {1.0f},
+                                                               .y = a.y.row<Y>(0),
+                                                               .y_stride = a.y.stride,
+                                                               .rstd = a.rstd.as<float>(),
+                                                               .rows = a.x.rows,
+                                                               .cols = a.how.group,
+                                                               .sections = int(a.x.cols / a.how.group),
+                                                               .eps = a.eps});
+             });
 }
 
 void gated_rms_norm_bwd(Context& ctx, const GatedRmsNormBwd& a) {
-  with_types(a.how, a.x.dtype, a.weight, a.dy.dtype, [&](auto order, auto tx, auto tw, auto ty) {
-    using X = typename decltype(tx)::type;
-    using W = typename decltype(tw)::type;
-    using Y = typename decltype(ty)::type;
-    norm_backward<Ladder>(kOp, ctx,
-                          NormBackward<Backward<order, X>, W, Y>{.f = {scalars_of(a)},
+  with_types(a.how, a.x.dtype, a.weight, a.dy.dtype,
+             [&]<bool NormFirst, class X, class W, class Y>(std::bool_constant<NormFirst>, Type<X>, Type<W>,
+                                                            Type<Y>) {
+               norm_backward<Ladder>(
+                   kOp, ctx,
+                   NormBackward<Backward<NormFirst, X, W>, W, Y>{.f = {scalars_of<W>(a)},
                                                                  .dy = a.dy.row<Y>(0),
                                                                  .in = {a.x.row<X>(0), a.gate.row<X>(0)},
                                                                  .out = {a.dx.row<X>(0), a.dgate.row<X>(0)},
@@ -128,8 +123,8 @@ void gated_rms_norm_bwd(Context& ctx, const GatedRmsNormBwd& a) {
                                                                  .rows = a.x.rows,
                                                                  .cols = a.how.group,
                                                                  .sections = int(a.x.cols / a.how.group)},
-                          {a.dweight});
-  });
+                   {a.dweight});
+             });
 }
 
 }  // namespace tigon::cuda

@@ -111,9 +111,7 @@ __global__ __launch_bounds__(kThreads) void backward_kernel(const __grid_constan
 }  // namespace
 
 void group_norm_fwd(Context& ctx, const GroupNormFwd& a) {
-  with_weight_types(kOp, a.x.dtype, a.weight ? a.weight : a.bias, [&](auto tx, auto tw) {
-    using X = typename decltype(tx)::type;
-    using W = typename decltype(tw)::type;
+  with_weight_types(kOp, a.x.dtype, a.weight ? a.weight : a.bias, [&]<class X, class W>(Type<X>, Type<W>) {
     norm_forward(kOp, ctx,
                  NormForward<Forward<X>, W, X>{.in = {a.x.row<X>(0)},
                                                .in_stride = {a.x.stride},
@@ -135,9 +133,7 @@ void group_norm_bwd(Context& ctx, const GroupNormBwd& a) {
   Vector dweight = a.dweight, dbias = a.dbias;
   dweight.size = dbias.size = a.channels;  // partial rows hold both
   int64_t places = a.x.cols / a.channels;
-  with_weight_types(kOp, a.x.dtype, a.weight, [&](auto tx, auto tw) {
-    using X = typename decltype(tx)::type;
-    using W = typename decltype(tw)::type;
+  with_weight_types(kOp, a.x.dtype, a.weight, [&]<class X, class W>(Type<X>, Type<W>) {
     constexpr int kPack = 16 / sizeof(X);
     auto packs = [&](const Matrix& m) {
       return m.data == nullptr || packs_align(m.data, m.stride, m.cols, sizeof(X));

@@ -37,12 +37,12 @@ struct Backward {
   }
 };
 
+using Ladder = BackwardLadder<3, 3>;
+
 }  // namespace
 
 void layer_norm_fwd(Context& ctx, const LayerNormFwd& a) {
-  with_weight_types(kOp, a.x.dtype, a.weight ? a.weight : a.bias, [&](auto tx, auto tw) {
-    using X = typename decltype(tx)::type;
-    using W = typename decltype(tw)::type;
+  with_weight_types(kOp, a.x.dtype, a.weight ? a.weight : a.bias, [&]<class X, class W>(Type<X>, Type<W>) {
     norm_forward(kOp, ctx,
                  NormForward<Forward<X>, W, X>{.in = {a.x.row<X>(0)},
                                                .in_stride = {a.x.stride},
@@ -54,7 +54,6 @@ void layer_norm_fwd(Context& ctx, const LayerNormFwd& a) {
                                                .mean = a.mean.as<float>(),
                                                .rows = a.x.rows,
                                                .cols = a.x.cols,
-                                               .sections = 1,
                                                .eps = a.eps});
   });
 }
@@ -62,23 +61,20 @@ void layer_norm_fwd(Context& ctx, const LayerNormFwd& a) {
 void layer_norm_bwd(Context& ctx, const LayerNormBwd& a) {
   Vector dweight = a.dweight, dbias = a.dbias;
   dweight.size = dbias.size = a.x.cols;  // partial rows hold both
-  with_weight_types(kOp, a.x.dtype, a.weight, [&](auto tx, auto tw) {
-    using X = typename decltype(tx)::type;
-    using W = typename decltype(tw)::type;
-    norm_backward<TwoSumsLadder>(kOp, ctx,
-                                 NormBackward<Backward<X>, W, X>{.dy = a.dy.row<X>(0),
-                                                                 .in = {a.x.row<X>(0)},
-                                                                 .out = {a.dx.row<X>(0)},
-                                                                 .dy_stride = a.dy.stride,
-                                                                 .in_stride = {a.x.stride},
-                                                                 .out_stride = {a.dx.stride},
-                                                                 .weight = a.weight.as<W>(),
-                                                                 .rstd = a.rstd.as<float>(),
-                                                                 .mean = a.mean.as<float>(),
-                                                                 .rows = a.x.rows,
-                                                                 .cols = a.x.cols,
-                                                                 .sections = 1},
-                                 {dweight, dbias});
+  with_weight_types(kOp, a.x.dtype, a.weight, [&]<class X, class W>(Type<X>, Type<W>) {
+    norm_backward<Ladder>(kOp, ctx,
+                          NormBackward<Backward<X>, W, X>{.dy = a.dy.row<X>(0),
+                                                          .in = {a.x.row<X>(0)},
+                                                          .out = {a.dx.row<X>(0)},
+                                                          .dy_stride = a.dy.stride,
+                                                          .in_stride = {a.x.stride},
+                                                          .out_stride = {a.dx.stride},
+                                                          .weight = a.weight.as<W>(),
+                                                          .rstd = a.rstd.as<float>(),
+                                                          .mean = a.mean.as<float>(),
+                                                          .rows = a.x.rows,
+                                                          .cols = a.x.cols},
+                          {dweight, dbias});
   });
 }
 

@@ -41,59 +41,47 @@ struct Backward {
   }
 };
 
-// By the length of the row in packs.
-template <int N>
-using BackwardLadder = std::conditional_t<
-    N == 1, RowShapes<Ahead<32, 4, 4, 4>, Ahead<256, 4, 1, 2>, Direct<1024, 4, 1, 1>>,
-    RowShapes<Ahead<8, 1, 32, 4>, Ahead<16, 1, 16, 4>, Ahead<32, 1, 8, 4>, Direct<32, 2, 4, 6>,
-              Direct<32, 4, 4, 4>, Direct<128, 2, 1, 8>, Direct<256, 2, 1, 4>, Direct<320, 2, 1, 3>,
-              Direct<512, 2, 1, 2>, Direct<1024, 2, 1, 1>, Twice<1024, 4, 1, 1>>>;
+using Ladder = BackwardLadder<4, 4>::with<TwiceBlock<4, 1024>>;
 
 }  // namespace
 
 void rms_norm_fwd(Context& ctx, const RmsNormFwd& a) {
-  with_result_types(kOp, a.x.dtype, a.weight, a.y.dtype, [&](auto tx, auto tw, auto ty) {
-    using X = typename decltype(tx)::type;
-    using W = typename decltype(tw)::type;
-    using Y = typename decltype(ty)::type;
-    norm_forward(kOp, ctx,
-                 NormForward<Forward<X>, W, Y>{
-                     .f = {.offset = a.weight ? a.offset : 0.0f, .round_h = a.rounding == Rounding::llama},
-                     .in = {a.x.row<X>(0)},
-                     .in_stride = {a.x.stride},
-                     .param = {a.weight.as<W>()},
-                     .absent = {1.0f},
-                     .y = a.y.row<Y>(0),
-                     .y_stride = a.y.stride,
-                     .rstd = a.rstd.as<float>(),
-                     .rows = a.x.rows,
-                     .cols = a.x.cols,
-                     .sections = 1,
-                     .eps = a.eps});
-  });
+  with_result_types(
+      kOp, a.x.dtype, a.weight, a.y.dtype, [&]<class X, class W, class Y>(Type<X>, Type<W>, Type<Y>) {
+        norm_forward(kOp, ctx,
+                     NormForward<Forward<X>, W, Y>{.f = {.offset = a.weight ? a.offset : 0.0f,
+                                                         .round_h = a.rounding == Rounding::llama},
+                                                   .in = {a.x.row<X>(0)},
+                                                   .in_stride = {a.x.stride},
+                                                   .param = {a.weight.as<W>()},
+                                                   .absent = {1.0f},
+                                                   .y = a.y.row<Y>(0),
+                                                   .y_stride = a.y.stride,
+                                                   .rstd = a.rstd.as<float>(),
+                                                   .rows = a.x.rows,
+                                                   .cols = a.x.cols,
+                                                   .eps = a.eps});
+      });
 }
 
 void rms_norm_bwd(Context& ctx, const RmsNormBwd& a) {
-  with_result_types(kOp, a.x.dtype, a.weight, a.dy.dtype, [&](auto tx, auto tw, auto ty) {
-    using X = typename decltype(tx)::type;
-    using W = typename decltype(tw)::type;
-    using Y = typename decltype(ty)::type;
-    norm_backward<BackwardLadder>(
-        kOp, ctx,
-        NormBackward<Backward<X>, W, Y>{.f = {.offset = a.offset, .round_h = a.rounding == Rounding::llama},
-                                        .dy = a.dy.row<Y>(0),
-                                        .in = {a.x.row<X>(0)},
-                                        .out = {a.dx.row<X>(0)},
-                                        .dy_stride = a.dy.stride,
-                                        .in_stride = {a.x.stride},
-                                        .out_stride = {a.dx.stride},
-                                        .weight = a.weight.as<W>(),
-                                        .rstd = a.rstd.as<float>(),
-                                        .rows = a.x.rows,
-                                        .cols = a.x.cols,
-                                        .sections = 1},
-        {a.dweight});
-  });
+  with_result_types(
+      kOp, a.x.dtype, a.weight, a.dy.dtype, [&]<class X, class W, class Y>(Type<X>, Type<W>, Type<Y>) {
+        norm_backward<Ladder>(kOp, ctx,
+                              NormBackward<Backward<X>, W, Y>{
+                                  .f = {.offset = a.offset, .round_h = a.rounding == Rounding::llama},
+                                  .dy = a.dy.row<Y>(0),
+                                  .in = {a.x.row<X>(0)},
+                                  .out = {a.dx.row<X>(0)},
+                                  .dy_stride = a.dy.stride,
+                                  .in_stride = {a.x.stride},
+                                  .out_stride = {a.dx.stride},
+                                  .weight = a.weight.as<W>(),
+                                  .rstd = a.rstd.as<float>(),
+                                  .rows = a.x.rows,
+                                  .cols = a.x.cols},
+                              {a.dweight});
+      });
 }
 
 }  // namespace tigon::cuda
