@@ -98,7 +98,7 @@ struct Lie {
   template <class T>
   __device__ __forceinline__ Pack<T, N> load(bool wanted, const T* row, Column c) const {
     if constexpr (Anywhere)
-      return load_shifted<T, N>(wanted && has(c), row + c);
+      return load_shifted<T, N>(wanted && has(c), row + c, row + cols);
     else
       return load_where<T, N>(wanted && has(c), row + c);
   }
