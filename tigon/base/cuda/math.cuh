@@ -54,8 +54,8 @@ TIGON_FN float exp(float x) {
   if (!(r > 0.0f && r < CUDART_INF_F)) return r;  // nothing to correct, and low may be NaN
   return __fmaf_rn(r, low * 0.693147181f, r);
 }
-// rcp.approx.ftz would flush 1/huge; the division below is exact to 2 ulp for |denominator| < 2^126 and 0 beyond.
-TIGON_FN float sigmoid(float x) { return __fdividef(1.0f, 1.0f + exp(-x)); }
+// The reciprocal rounds correctly: the error is exp's.
+TIGON_FN float sigmoid(float x) { return __frcp_rn(1.0f + exp(-x)); }
 TIGON_FN float log(float x) { return ::logf(x); }
 TIGON_FN float tanh(float x) { return ::tanhf(x); }
 TIGON_FN float reciprocal(float x) { return __fdividef(1.0f, x); }

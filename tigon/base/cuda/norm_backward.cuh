@@ -328,7 +328,7 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
       __syncwarp();  // weights are read again, not kept
       if constexpr (Anywhere) {
         if (edge >= 0 && row < p.rows) {
-          float h = normalised(x1), g = p.f.upstream(dy1, x1) * edge_weight, out[B::kOut];
+          float h = normalised(x1), g = __fmul_rn(p.f.upstream(dy1, x1), edge_weight), out[B::kOut];
           if constexpr (B::kCentred) g -= means[1];
           p.f.results(norm_gradient(g, h, means[0], now_rstd), dy1, h, edge_weight, x1, out);
 #pragma unroll
@@ -346,7 +346,8 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
         for (int j = 0; j < N; ++j) {
           float x[B::kIn], out[B::kOut];
           element(in[i], j, x);
-          float h = normalised(x), g = p.f.upstream(dy[i][j], x) * w[j];
+          float h = normalised(x),
+                g = __fmul_rn(p.f.upstream(dy[i][j], x), w[j]);  // as it went into the means
           if constexpr (B::kCentred) g -= means[1];
           p.f.results(norm_gradient(g, h, means[0], now_rstd), dy[i][j], h, w[j], x, out);
 #pragma unroll

@@ -73,7 +73,8 @@ constexpr bool kSpans = requires { typename F::Spans; };
 
 // How a row lies. In packs: from its first column on, all rows and parameters on 16-byte boundaries. Anywhere: packs are those
 // of the row that is written first; rows that lie differently, and parameters, are shifted on their way. What is before the
-// first of its packs and behind the last goes element by element, each of them (fewer than 2 N) a thread's.
+// first of its packs and behind the last goes element by element, each of them (fewer than 3 N) a thread's: the last whole pack
+// too, so that the words of a row that lies differently end inside it.
 template <bool Anywhere, int N, class Column>
 struct Lie {
   static constexpr bool anywhere = Anywhere;
@@ -88,17 +89,17 @@ struct Lie {
     }
   }
   // Whether the pack at column c is there.
-  __device__ __forceinline__ bool has(Column c) const { return Anywhere ? c + N <= cols : c < cols; }
+  __device__ __forceinline__ bool has(Column c) const { return Anywhere ? c + 2 * N <= cols : c < cols; }
   // The single column of a thread, or -1.
   __device__ __forceinline__ Column edge(int thread) const {
     if (thread < N) return thread < head ? thread : -1;
-    Column c = head + (cols - head) / N * N + thread - N;
-    return thread < 2 * N && c < cols ? c : -1;
+    Column packs = max(Column(0), (cols - head) / N - 1), c = head + packs * N + thread - N;
+    return thread < 3 * N && c < cols ? c : -1;
   }
   template <class T>
   __device__ __forceinline__ Pack<T, N> load(bool wanted, const T* row, Column c) const {
     if constexpr (Anywhere)
-      return load_shifted<T, N>(wanted && has(c), row + c, row + cols);
+      return load_shifted<T, N>(wanted && has(c), row + c);
     else
       return load_where<T, N>(wanted && has(c), row + c);
   }

@@ -46,26 +46,10 @@ struct Part {
   }
 };
 
-// The 16 bytes at a boundary of 16, those before `end` of them.
-template <class T>
-__device__ __forceinline__ uint4 load_until(const uint4* at, const T* end) {
-  uint32_t w[4] = {};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t* from = reinterpret_cast<const uint32_t*>(at) + i;
-    if (reinterpret_cast<const T*>(from + 1) <= end)
-      w[i] = *from;
-    else if (sizeof(T) == 2 && reinterpret_cast<const T*>(from) < end)
-      w[i] = *reinterpret_cast<const uint16_t*>(from);
-  }
-  return make_uint4(w[0], w[1], w[2], w[3]);
-}
-
-// N elements of a row that may lie anywhere, zeros where not `wanted`: the aligned words that hold them, shifted; nothing is
-// read at or behind the row's `end`. (What lies before the row in its first word is there: memory begins at such a boundary.)
-// No branch before the loads but for the word at the end.
+// N elements that may lie anywhere, zeros where not `wanted`: the aligned words that hold them, shifted. Fewer than 2 N elements
+// from p on are read, and what lies before it in its first word (memory begins at such a boundary). No branch before the loads.
 template <class T, int N>
-__device__ __forceinline__ Pack<T, N> load_shifted(bool wanted, const T* p, const T* end) {
+__device__ __forceinline__ Pack<T, N> load_shifted(bool wanted, const T* p) {
   constexpr int kWords = int(sizeof(T)) * N / 4;
   static_assert(kWords % 4 == 0);
   const unsigned off = unsigned(reinterpret_cast<uintptr_t>(p) % 16);
@@ -73,10 +57,7 @@ __device__ __forceinline__ Pack<T, N> load_shifted(bool wanted, const T* p, cons
   uint32_t w[kWords + 4];
 #pragma unroll
   for (int i = 0; i <= kWords / 4; ++i) {
-    const bool needed = wanted && (i < kWords / 4 || off != 0);
-    const bool inside = i < kWords / 4 || reinterpret_cast<const T*>(from + i + 1) <= end;
-    uint4 word = load_where(needed && inside, from + i);
-    if (needed && !inside) word = load_until(from + i, end);
+    uint4 word = load_where(wanted && (i < kWords / 4 || off != 0), from + i);
     w[4 * i] = word.x, w[4 * i + 1] = word.y, w[4 * i + 2] = word.z, w[4 * i + 3] = word.w;
   }
   if (off != 0) {

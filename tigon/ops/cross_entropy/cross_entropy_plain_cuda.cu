@@ -7,8 +7,8 @@
 // Variants
 //   held    A row lies in the registers of one block, or of a cluster of up to 8 (sm_90 on), 8 packs of 16 bytes a thread:
 //           all its loads are in flight together. One barrier a row. Clusters stay: a pack of the cluster's next row is asked
-//           for as soon as this row's has been stored. Single blocks take one row and end: the next block loads while others
-//           store.
+//           for as soon as this row's has been stored. So do blocks of more than 512 threads; smaller ones take one row and end: the
+//           next block loads while others store.
 //   swept   No gradient, longer rows: one sweep, maximum and sum found together, four loads in flight a thread.
 // A row may start at any element: the columns before the first whole pack and after the last are one element each of the first
 // threads.
@@ -416,7 +416,8 @@ bool launch_held(Context& ctx, Params<T> p, int cluster) {
   int room = slot != nullptr ? slot->load(std::memory_order_relaxed) : 0;
   if (room == 0) {
     prefer_cache(kernel, kHeldThreads / Threads, int(sizeof(Exchange<Threads>)));
-    room = INT32_MAX;  // single blocks do not stay
+    // Single blocks do not stay, unless one fills a multiprocessor: the next could not load meanwhile.
+    room = Threads > 512 ? int(device_facts().sms) : INT32_MAX;
     if (Cluster && (cudaOccupancyMaxActiveClusters(&room, kernel, &config) != cudaSuccess || room <= 0)) {
       cudaGetLastError();
       room = -1;
@@ -466,8 +467,8 @@ bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& p) {
   // Few large blocks beat many small ones (8192 x 128256 bf16: 2 x 1024 threads 92 % of a copy, 4 x 512 86, 8 x 256 87), unless
   // too many of their threads hold nothing.
   if (fits(320, 2)) return launch_held<T, 320, true>(ctx, p, 2);
-  if (fits(896)) return launch_held<T, 896, true>(ctx, p, 1);
-  if (fits(1024)) return launch_held<T, 1024, true>(ctx, p, 1);
+  if (fits(896)) return launch_held<T, 896, false>(ctx, p, 1);
+  if (fits(1024)) return launch_held<T, 1024, false>(ctx, p, 1);
   if (fits(896, 2)) return launch_held<T, 896, true>(ctx, p, 2);
   if (fits(1024, 2)) return launch_held<T, 1024, true>(ctx, p, 2);
   if (fits(320, 8)) return launch_held<T, 320, true>(ctx, p, 8);

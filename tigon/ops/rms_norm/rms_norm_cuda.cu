@@ -41,7 +41,10 @@ struct Backward {
   }
 };
 
-using Ladder = BackwardLadder<4, 4>::with<TwiceBlock<4, 1024>>;
+// BackwardLadder with one more step: rows of 2048 and 4096 columns in single packs (16384 x 4096 bf16: 80 -> 91 % of a copy).
+using Ladder =
+    RowShapes<Direct<8, 2, 32, 4>, Direct<32, 2, 8, 4>, Direct<32, 4, 4, 4>, StagedBlock<3, 1, 512, 2>,
+              StagedBlock<4, 2, 512>, StagedBlock<2, 4, 512>, TwiceBlock<4, 1024>>;
 
 }  // namespace
 
