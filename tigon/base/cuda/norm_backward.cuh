@@ -449,8 +449,9 @@ __global__ __launch_bounds__(kColumnThreads) void column_sums_kernel(
                 section = int64_t(blockIdx.x) / tiles % p.sections;
   const int64_t before = section * p.cols, pitch = p.cols * p.sections;
   let_next_kernel_start();
-  // Packs from the first column on, then the single columns that are left.
-  const int64_t mine = int64_t(blockIdx.x) % tiles * kColumnThreads + threadIdx.x, packs = p.cols / N;
+  // Packs from the first column on (Lie says how many), then the single columns that are left, fewer than 2 N.
+  const int64_t mine = int64_t(blockIdx.x) % tiles * kColumnThreads + threadIdx.x;
+  const int64_t packs = max(int64_t(0), p.cols / N - Anywhere);
   const int64_t end = min((part + 1) * chunk, p.rows);
   auto add = [&]<int M>(const auto& lie, int64_t c, std::integral_constant<int, M>) {
     float sums[B::kSums][M] = {};
@@ -532,7 +533,7 @@ void run_backward(const char* op, Context& ctx, NormBackward<B, W, Y> p, bool wa
       launch(op, ctx, backward_looped_kernel<B, W, Y, N, Anywhere>,
              {.blocks = p.rows * p.sections, .threads = kLoopThreads}, p);
     if (wants_sums) {
-      int64_t tiles = ceil_div(packs + p.cols % N, kColumnThreads);
+      int64_t tiles = ceil_div(packs + N + p.cols % N, kColumnThreads);
       int64_t chunk = std::max<int64_t>(32, ceil_div(p.rows, 256));
       parts = ceil_div(p.rows, chunk);
       p.partials = ctx.scratch_of<float>(parts * pitch);
