@@ -33,32 +33,21 @@ LARGE = {
 
 def run_cases(tag: str, ops: list[str] | None) -> None:
     """Forward and backward of Tigon's kernels, beside copies and PyTorch's own small ones."""
-    sys.path[:0] = [str(ROOT / "tests")]
+    sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "ops")]
     import torch
+    from checks import run
 
     from cases import modules
-    from cases.case import Case, select
+    from cases.case import select, test_case
 
     count = 0
     for name, module in modules().items():
         if ops and name not in ops:
             continue
-        large = [Case(f"large_{i}", params, frozenset()) for i, params in enumerate(LARGE.get(name, ()))]
+        large = [test_case(f"large_{i}", **params) for i, params in enumerate(LARGE.get(name, ()))]
         for dtype in (torch.float32, torch.bfloat16):
             for case in [*select(module.CASES, tag), *large]:
-                inputs = module.make(case, "cuda", dtype, 0)
-                args, kwargs = list(inputs.args), dict(inputs.kwargs)
-                for i in inputs.grads:
-                    args[i] = args[i].detach().requires_grad_()
-                for key in inputs.grad_kwargs:
-                    kwargs[key] = kwargs[key].detach().requires_grad_()
-                leaves = [args[i] for i in inputs.grads] + [kwargs[key] for key in inputs.grad_kwargs]
-                outputs = module.tigon_fn(*args, **kwargs)
-                outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-                outputs = [out for out in outputs if torch.is_tensor(out) and out.requires_grad]
-                if leaves and outputs:
-                    upstream = [torch.ones_like(out) for out in outputs]
-                    torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+                run(module.tigon_fn, module.make(case, "cuda", dtype, 0), grad="grad" in case.tags)
                 count += 1
     torch.cuda.synchronize()
     print(f"{count} cases ran")

@@ -24,6 +24,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "tigon/base/cuda/async_copy.cuh"
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/norm_forward.cuh"
 
@@ -85,19 +86,6 @@ constexpr int backward_parts = Shape::threads > 0 && Shape::threads < 32 ? Shape
 // Rows that lie anywhere: the ladder of every op. Shifted words take registers.
 template <int Sums>
 using AnywhereLadder = RowShapes<Direct<32, 4, 4, 3>, DirectBlock<Sums == 1 ? 4 : 2, 512>>;
-
-// 16 bytes on their way into shared memory, zeros where not `wanted`. Each thread waits for its own.
-__device__ __forceinline__ void copy_ahead(void* shared, const void* from, bool wanted) {
-  asm volatile(
-      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))),
-      "l"(from), "r"(wanted ? 16 : 0)
-      : "memory");
-}
-__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int Left>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(Left) : "memory");
-}
 
 // Where threads leave their column sums, and where those of the block go.
 template <class B, class Shape, int N, class Lie>
@@ -209,14 +197,16 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
         for (int j = 0; j < kInWords; ++j) {
           const bool wanted = here && (k == 0 || p.in[k]);
           const X* from = wanted ? in_row(k, row) + column(i) : p.in[0];
-          copy_ahead(slot(to, i, k * kInWords + j), reinterpret_cast<const uint4*>(from) + j, wanted);
+          copy_async(slot(to, i, k * kInWords + j), reinterpret_cast<const uint4*>(from) + j,
+                     wanted ? 16 : 0);
         }
       const Y* from = here ? dy_row(row) + column(i) : p.dy;
 #pragma unroll
       for (int j = 0; j < kDyWords; ++j)
-        copy_ahead(slot(to, i, B::kIn * kInWords + j), reinterpret_cast<const uint4*>(from) + j, here);
+        copy_async(slot(to, i, B::kIn * kInWords + j), reinterpret_cast<const uint4*>(from) + j,
+                   here ? 16 : 0);
     }
-    end_copies();
+    copies_commit();
   };
 
   Pack<X, N> in[kHeld][B::kIn];
@@ -272,7 +262,7 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
       load_statistics(row + step);
       stage(to, row + (Shape::stages - 1) * step);
       to = to + 1 == Shape::stages ? 0 : to + 1;
-      wait_for_copies<Shape::stages - 1>();
+      copies_wait<Shape::stages - 1>();
     }
     auto normalised = [&](const float (&x)[B::kIn]) {
       float v = p.f.value(x);
@@ -364,7 +354,7 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
     }
     from = from + 1 == Shape::stages ? 0 : from + 1;
   }
-  if constexpr (kStaged) wait_for_copies<0>();
+  if constexpr (kStaged) copies_wait<0>();
   if (p.partials == nullptr) return;
   const int64_t pitch = int64_t(p.sections) * cols;
   float* out = p.partials + (place.first / Shape::rows) * B::kSums * pitch + before;
