@@ -7,15 +7,18 @@
 
 Random weights from the published configurations, bfloat16, fused AdamW, sdpa attention, one optimizer step
 per measured step. Every case runs in a process of its own on the same data; its record (or its error) is
-appended to --out when it ends, so a run that is cut off has lost one case. While a case runs, the process of
-the next one imports its libraries and waits: the card is not idle for that long. Throughput is the mean over
-the steps with its standard deviation; peak memory is that of torch's allocator, model and optimizer included.
+appended to --out when it ends, so a run that is cut off has lost one case, and the same command goes on where
+it ended. While a case runs, the processes of the next ones import their libraries and wait, without touching
+the card. Throughput is the mean over the steps with its standard deviation, padding counted; peak memory is
+that of torch's allocator, model and optimizer included.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -57,11 +60,13 @@ MODELS = {
     },
 }  # fmt: skip
 SUITES = {
-    "paper": (tuple(MODELS)[:5], (8, 16, 32)),
+    "paper": (tuple(MODELS)[:5], (4, 8, 16, 32)),
     "six": (tuple(MODELS), (16,)),
 }
 PROVIDERS = ("stock", "tigon", "liger")
 WARMUP = 3
+AHEAD = 2  # processes that get ready while a case runs
+SETTING = ("seq", "layers", "steps", "masked", "padding", "checkpointing", "compile", "dtype", "device")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -79,11 +84,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--set", default="", metavar="K=V,...", help="other changes of every configuration")
     add("--steps", type=int, default=10, help=f"measured steps, after {WARMUP} to warm up")
     add("--masked", type=float, default=0.0, help="fraction of labels that do not count")
+    add("--padding", type=float, default=0.0, help="mean fraction of a row that is padding, under a mask")
     add("--checkpointing", action="store_true", help="gradient checkpointing")
     add("--compile", action="store_true", help="torch.compile of the model, patched or not")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     add("--device", default="cuda")
-    add("--budget", type=float, default=0.0, metavar="MINUTES", help="start no case after this long")
+    add(
+        "--budget",
+        type=float,
+        default=0.0,
+        metavar="MINUTES",
+        help="end, even within a case, after this",
+    )
     add("--case-timeout", type=float, default=600.0, metavar="SECONDS")
     add("--again", action="store_true", help="run cases that --out already holds, too")
     add("--out", type=Path, default=Path("out/e2e.jsonl"))
@@ -97,21 +109,22 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         unknown = set(getattr(args, name)) - set(known)
         if unknown:
             raise SystemExit(f"--{name}: {', '.join(sorted(unknown))} is not of {', '.join(known)}")
+    if not 0 <= args.padding <= 0.5:
+        raise SystemExit(f"--padding must be from 0 to 0.5, got {args.padding}")
     return args
 
 
 def cases(args: argparse.Namespace) -> list[dict]:
-    """Every case, providers of one setting one after the other."""
+    """Every case: batch by batch the models, providers of one setting one after the other."""
     changes = {}
     for pair in filter(None, args.set.split(",")):
         name, _, value = pair.partition("=")
         changes[name] = json.loads(value)
-    shared = {name: getattr(args, name) for name in ("seq", "layers", "steps", "masked", "checkpointing",
-                                                     "compile", "dtype", "device")}  # fmt: skip
+    shared = {name: getattr(args, name) for name in SETTING}
     return [
         {"model": model, "batch": batch, "provider": provider, "changes": changes, **shared}
-        for model in args.models
         for batch in args.batches
+        for model in args.models
         for provider in args.providers
     ]
 
@@ -137,6 +150,20 @@ def build(case: dict):
     if case["checkpointing"]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
+
+
+def inputs(case: dict, vocabulary: int, generator) -> dict:
+    """A batch of random tokens: the model's arguments."""
+    import torch
+
+    shape = case["batch"], case["seq"]
+    ids = torch.randint(0, vocabulary, shape, generator=generator)
+    labels = ids.masked_fill(torch.rand(shape, generator=generator) < case["masked"], -100)
+    if not case["padding"]:
+        return {"input_ids": ids, "labels": labels}
+    lengths = shape[1] * (1 - 2 * case["padding"] * torch.rand(shape[0], 1, generator=generator))
+    mask = torch.arange(shape[1]) < lengths.ceil()
+    return {"input_ids": ids, "labels": labels.masked_fill(~mask, -100), "attention_mask": mask.long()}
 
 
 def patch(model, provider: str) -> str:
@@ -166,15 +193,13 @@ def run_case(case: dict) -> dict:
     vocabulary = model.config.vocab_size
     seconds, losses, peak = [], [], 0
     for step in range(WARMUP + case["steps"]):
-        ids = torch.randint(0, vocabulary, (case["batch"], case["seq"]), generator=generator)
-        labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < case["masked"], -100)
-        ids, labels = ids.to(case["device"]), labels.to(case["device"])
+        data = {name: part.to(case["device"]) for name, part in inputs(case, vocabulary, generator).items()}
         if cuda:
             if step == WARMUP:
                 torch.cuda.reset_peak_memory_stats()
             torch.cuda.synchronize()
         start = time.perf_counter()
-        loss = model(input_ids=ids, labels=labels).loss
+        loss = model(**data).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -216,13 +241,14 @@ def versions(case: dict) -> dict:
 
 def worker(case_file: str, result_file: str) -> None:
     """Import what takes long, wait for the word, run the case; an error becomes its record."""
-    import torch  # noqa: F401
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401
-
-    if not sys.stdin.readline():
-        return
     case = json.loads(Path(case_file).read_text())
     try:
+        build({**case, "device": "meta"})
+        if case["provider"] != "stock":
+            package = {"tigon": "tigon", "liger": "liger_kernel.transformers"}[case["provider"]]
+            importlib.import_module(package)
+        if not sys.stdin.readline():
+            return
         result = run_case(case)
     except Exception as error:
         kind = type(error).__name__
@@ -238,13 +264,15 @@ def worker(case_file: str, result_file: str) -> None:
 
 
 class Worker:
-    """A process that has its libraries and waits for a case."""
+    """A process that imports what its case needs and waits for the word."""
 
-    def __init__(self):
+    def __init__(self, case: dict):
         env = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "USE_HUB_KERNELS": "0",
                "PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ}  # fmt: skip
         self.folder = tempfile.TemporaryDirectory()
         self.case_file, self.result_file = (Path(self.folder.name, name) for name in ("case", "result"))
+        self.case = case
+        self.case_file.write_text(json.dumps(case))
         command = [sys.executable, __file__, "--worker", str(self.case_file), str(self.result_file)]
         self.process = subprocess.Popen(
             command,
@@ -255,10 +283,9 @@ class Worker:
             text=True,
         )
 
-    def run(self, case: dict, timeout: float) -> dict:
-        """The record of one case, whatever happens to its process."""
+    def run(self, timeout: float) -> dict:
+        """The record of the case, whatever happens to its process."""
         start = time.perf_counter()
-        self.case_file.write_text(json.dumps(case))
         try:
             _, errors = self.process.communicate("go\n", timeout)
             if self.result_file.exists():
@@ -269,7 +296,7 @@ class Worker:
         except subprocess.TimeoutExpired:
             result = {"error": f"more than {timeout:.0f} s"}
         self.close()
-        return {**case, **result, "seconds": time.perf_counter() - start}
+        return {**self.case, **result, "seconds": time.perf_counter() - start}
 
     def close(self) -> None:
         """End the process, if it has not ended."""
@@ -278,20 +305,20 @@ class Worker:
         self.folder.cleanup()
 
 
-def measure(case: dict, timeout: float) -> dict:
-    """The record of one case by the process that is ready; the next one gets ready meanwhile."""
-    worker = _ready.pop() if _ready else Worker()
-    _ready.append(Worker())
-    return worker.run(case, timeout)
+def measure(case: dict, timeout: float, following: list[dict] = ()) -> dict:
+    """The record of one case; the processes of those that follow get ready meanwhile."""
+    for each in (case, *following):
+        if key(each) not in _ready:
+            _ready[key(each)] = Worker(each)
+    return _ready.pop(key(case)).run(timeout)
 
 
-_ready: list[Worker] = []
+_ready: dict[tuple, Worker] = {}
 
 
 def key(record: dict) -> tuple:
     """What makes two records the same case."""
-    names = ("model", "batch", "seq", "provider", "layers", "masked", "checkpointing", "compile", "dtype",
-             "device")  # fmt: skip
+    names = ("model", "batch", "provider", *(name for name in SETTING if name != "steps"))
     return (*(record[name] for name in names), json.dumps(record["changes"], sort_keys=True))
 
 
@@ -300,24 +327,40 @@ def read(path: Path) -> list[dict]:
     if not path.exists():
         return []
     records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    records = [{"padding": 0.0, **record} for record in records]  # older files have none
     return list({key(record): record for record in records}.values())
+
+
+def _note(record: dict, too_large: dict[tuple, int]) -> None:
+    if record.get("out_of_memory"):
+        row = key({**record, "batch": None})
+        too_large[row] = min(record["batch"], too_large.get(row, math.inf))
 
 
 def table(records: list[dict]) -> str:
     """Markdown: one row a setting, one column a provider."""
     providers = [name for name in PROVIDERS if any(r["provider"] == name for r in records)]
     settings: dict[tuple, dict] = {}
-    for record in records:
-        setting = (record["model"], record["layers"], record["batch"], record["seq"], record["compile"])
+    for record in sorted(records, key=lambda r: (list(MODELS).index(r["model"]), r["batch"])):
+        setting = (_name(record), record["batch"], record["seq"])
         settings.setdefault(setting, {})[record["provider"]] = record
     lines = ["| model | batch x tokens | " + " | ".join(providers) + " | Tigon to stock | to Liger |",
              "|---" * (4 + len(providers)) + "|"]  # fmt: skip
-    for (model, layers, batch, seq, compiled), row in settings.items():
-        name = model + (f", {layers} layers" if layers else "") + (", torch.compile" if compiled else "")
+    for (name, batch, seq), row in settings.items():
         cells = [_cell(row.get(provider)) for provider in providers]
         ratios = [_ratio(row, "stock"), _ratio(row, "liger")]
         lines.append(f"| {name} | {batch} x {seq} | " + " | ".join(cells + ratios) + " |")
     return "\n".join(lines)
+
+
+def _name(record: dict) -> str:
+    """The model and whatever is not as usual."""
+    layers, masked, padding = record["layers"], record["masked"], record["padding"]
+    parts = [record["model"], layers and f"{layers} layers", masked and f"{masked:.0%} masked",
+             padding and f"{padding:.0%} padding", record["checkpointing"] and "checkpointing",
+             record["compile"] and "torch.compile", record["dtype"] == "float32" and "float32",
+             *(f"{name}={value}" for name, value in record["changes"].items())]  # fmt: skip
+    return ", ".join(filter(None, parts))
 
 
 def _cell(record: dict | None) -> str:
@@ -353,31 +396,36 @@ def main(arguments: list[str] | None = None) -> int:
 
     start = time.perf_counter()
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    done = set() if args.again else {key(r) for r in read(args.out) if "error" not in r}
-    too_large: set[tuple] = set()
-    bar = tqdm([case for case in cases(args) if key(case) not in done], unit="case", dynamic_ncols=True)
-    for case in bar:
+    known = [] if args.again else read(args.out)
+    done = {key(r) for r in known if "error" not in r or r.get("out_of_memory")}
+    too_large: dict[tuple, int] = {}  # the smallest batch that was, of everything but batches
+    for record in known:
+        _note(record, too_large)
+    waiting = [case for case in cases(args) if key(case) not in done]
+    bar = tqdm(waiting, unit="case", dynamic_ncols=True)
+    for number, case in enumerate(bar):
         bar.set_description(f"{case['model']} {case['batch']} {case['provider']}")
-        out_of_time = args.budget and time.perf_counter() - start > 60 * args.budget
-        if out_of_time:
-            record = {**case, "error": "not started: out of time"}
-        elif (case["model"], case["provider"]) in too_large:
+        left = 60 * args.budget - (time.perf_counter() - start) if args.budget else args.case_timeout
+        if left <= 0:
+            bar.write(f"out of time: {len(waiting) - number} cases not started")
+            break
+        if case["batch"] >= too_large.get(key({**case, "batch": None}), math.inf):
             record = {**case, "error": "a smaller batch was out of memory", "out_of_memory": True}
         else:
-            record = measure(case, args.case_timeout)
-        if record.get("out_of_memory"):
-            too_large.add((case["model"], case["provider"]))
+            following = waiting[number + 1 : number + 1 + AHEAD]
+            record = measure(case, min(left, args.case_timeout), following)
+        _note(record, too_large)
         with args.out.open("a") as file:
             file.write(json.dumps(record) + "\n")
         bar.write(f"{case['model']:<12} {case['batch']:>3} {case['provider']:<6} {_cell(record)}")
     while _ready:
-        _ready.pop().close()
+        _ready.popitem()[1].close()
     wanted = {key(case) for case in cases(args)}
     records = [record for record in read(args.out) if key(record) in wanted]
     print(f"\n{table(records)}\n")
     broken = [r for r in records if "error" in r and not r.get("out_of_memory")]
     print(f"{len(records)} cases, {len(broken)} broken; {args.out}; {time.perf_counter() - start:.0f} s")
-    return int(len(broken) == len(records))
+    return int(bool(records) and len(broken) == len(records))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 SCRIPT = Path(__file__).resolve().parents[1] / "bench" / "e2e.py"
 pytest.importorskip("transformers")
@@ -46,28 +47,34 @@ def test_a_run(words, capsys):
     assert one["provider"] == "tigon" and one["tokens_per_s"] > 0 and one["layers"] == 1
     assert "error" in two and two["provider"] == "liger"
     shown = capsys.readouterr().out
-    assert "| llama3-8b, 1 layers | 2 x 16 |" in shown and "1 broken" in shown
+    assert "| llama3-8b, 1 layers, float32, hidden_size=32, " in shown and "| 2 x 16 |" in shown
+    assert "1 broken" in shown
     assert e2e.main([*command, "--budget", "0.0000001"]) == 0  # what is done is not done again
-    assert len(records(words)) == 3 and "out of time" in records(words)[2]["error"]
+    assert len(records(words)) == 2 and "out of time: 1 cases not started" in capsys.readouterr().out
     assert e2e.main(["--table", words[-1]]) == 0
 
 
 def test_out_of_memory_ends_the_larger_batches(words, monkeypatch):
     seen = []
 
-    def measure(case, timeout):
+    def measure(case, timeout, following):
+        assert len(following) <= e2e.AHEAD and case not in following
         seen.append((case["batch"], case["provider"]))
         failed = {"error": "OutOfMemoryError: ", "out_of_memory": True}
         fine = {"tokens_per_s": 1.0, "tokens_per_s_std": 0.0, "peak_gb": 1.0, "losses": [1.0]}
         return {**case, **(failed if case["provider"] == "stock" and case["batch"] > 4 else fine)}
 
     monkeypatch.setattr(e2e, "measure", measure)
-    assert (
-        e2e.main([*words, "--models", "qwen2-7b", "--batches", "4,8,16", "--providers", "stock,tigon"]) == 0
-    )
+    command = [*words, "--models", "qwen2-7b", "--providers", "stock,tigon", "--batches"]
+    assert e2e.main([*command, "4,8,16"]) == 0
     assert seen == [(4, "stock"), (4, "tigon"), (8, "stock"), (8, "tigon"), (16, "tigon")]
     text = e2e.table(e2e.read(Path(words[-1])))
     assert text.count("out of memory") == 2 and "1.00x, memory 1.00x" in text
+    seen.clear()
+    assert e2e.main([*command, "32,6,8"]) == 0, "later, and in another order: only what is not known"
+    assert seen == [(32, "tigon"), (6, "stock"), (6, "tigon")]
+    assert e2e.main([*command, "8", "--layers", "2"]) == 0
+    assert seen[3:] == [(8, "stock"), (8, "tigon")], "another setting"
 
 
 def test_a_case_that_hangs_is_a_record(words):
@@ -75,6 +82,39 @@ def test_a_case_that_hangs_is_a_record(words):
     assert e2e.measure(case, 0.01)["error"] == "more than 0 s"
 
 
+def test_a_case_ends_with_the_budget(words, capsys):
+    assert e2e.main([*words, "--models", "llama3-8b", "--providers", "tigon", "--budget", "0.001"]) == 1
+    assert records(words)[0]["error"] == "more than 0 s"
+    assert not e2e._ready
+
+
+def test_padding(words):
+    """Rows end in padding that no label and no attention reaches; the rows of the table tell it apart."""
+    args = e2e.parse([*words, "--models", "llama3-8b", "--padding", "0.4", "--batches", "64"])
+    case = e2e.cases(args)[0]
+    data = e2e.inputs(case, 97, torch.Generator().manual_seed(0))
+    mask = data["attention_mask"]
+    assert (mask.sort(descending=True).values == mask).all() and mask[:, 0].all()
+    assert 0.3 < 1 - mask.float().mean() < 0.5
+    assert torch.equal(data["labels"] == -100, mask == 0)
+    assert "attention_mask" not in e2e.inputs({**case, "padding": 0.0}, 97, torch.Generator())
+    case["batch"] = 2
+    full, padded = e2e.run_case({**case, "padding": 0.0}), e2e.run_case(case)
+    assert full["losses"] != padded["losses"]
+    assert "llama3-8b, 1 layers, 40% padding, float32, " in e2e.table([{**case, **padded}])
+
+
+def test_files_from_before_padding(tmp_path):
+    args = e2e.parse(["--models", "llama3-8b", "--batches", "2", "--seq", "16", "--providers", "stock"])
+    (case,) = e2e.cases(args)
+    del case["padding"]
+    path = tmp_path / "old.jsonl"
+    path.write_text(json.dumps({**case, "error": "no"}))
+    assert "| llama3-8b | 2 x 16 | no |" in e2e.table(e2e.read(path))
+
+
 def test_wrong_names():
     with pytest.raises(SystemExit, match="llama5"):
         e2e.parse(["--models", "llama5"])
+    with pytest.raises(SystemExit, match="--padding"):
+        e2e.parse(["--padding", "0.7"])
