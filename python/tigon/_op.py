@@ -104,6 +104,7 @@ class Op:
             },
         )
         self.apply = direct_apply(self.function)
+        self.node = self.function._backward_cls  # type of its results' grad_fn
 
     def __call__(self, *args):
         if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():

@@ -15,6 +15,7 @@ from tigon.error import check
 from tigon.hf.forward import blocked, bound, plain, stock
 from tigon.hf.head_operands import head_operands, is_linear, is_lora
 from tigon.hf.lazy_logits import LazyLogits, LogitsRequest, LossRequest
+from tigon.hf.ledger import Ledger
 from tigon.hf.report import HeadCalls
 from tigon.ops.labels import count_labels
 from tigon.ops.linear_cross_entropy import linear_cross_entropy
@@ -28,6 +29,7 @@ class HeadSpec:
     """State of one patched head."""
 
     calls: HeadCalls
+    ledger: Ledger
     compiled: bool = False  # its model's loss_function is ours, so tracing meets no torch function
     skip: bool | None = None  # what the forward under way was told of its logits (skip_logits)
 
@@ -38,7 +40,7 @@ class HeadSpec:
 def head_forward(module: nn.Module, spec: HeadSpec, hidden, request=None):
     """Forward of a patched head: lazy logits while training, logits or a loss on request."""
     if isinstance(request, LossRequest):
-        return _loss(module, hidden, request)
+        return _loss(module, spec, hidden, request)
     if isinstance(request, LogitsRequest) or not _lazy(module, spec, hidden):
         return stock(module, hidden)
     dtype, autocast = hidden.dtype, None
@@ -74,7 +76,7 @@ def _foreign(hook) -> bool:
     return not (getattr(hook, "__module__", None) or "").startswith(INFRASTRUCTURE)
 
 
-def _loss(module, hidden, request):
+def _loss(module, spec, hidden, request):
     weight, bias, lora = head_operands(module)
     columns, dtype = request.columns, request.dtype
     if columns is not None:
@@ -84,6 +86,7 @@ def _loss(module, hidden, request):
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     target = request.target  # on the CPU: counted there, then moved
     target = target if target.device.type == "cpu" else target.to(hidden.device)
+    spec.ledger.note(hidden, weight)
     device = hidden.device.type
     if torch.is_autocast_enabled(device):  # the casts are made; autocast must not add its own
         with torch.autocast(device, enabled=False):
@@ -107,6 +110,7 @@ def before_forward(module: nn.Module, args, kwargs):
         check("apply", some, "labels must be given with skip_logits=True, got {}", sorted(given))
     for spec in _specs(module):
         spec.skip = skip
+        spec.ledger.open()
     if not torch.compiler.is_compiling() and (module.training or skip):
         shifted = kwargs.get("shift_labels")
         labels = kwargs.get("labels") if shifted is None else shifted

@@ -10,7 +10,7 @@ import ast
 import functools
 import inspect
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import nn
 
 from tigon.hf.canonical import Unrecognised, canonical_forward
 from tigon.hf.forward import blocked, plain, stock
+from tigon.hf.ledger import Ledger
 from tigon.hf.probe import on_cpu
 from tigon.hf.structures import ACTIVATIONS, MLPS, match
 from tigon.ops.glu import geglu, reglu, swiglu
@@ -56,6 +57,7 @@ class MlpSpec:
     middle: str | None = None  # dropout or norm of the product
     dropout: str | None = None  # attribute with the probability for the result
     cast: bool = False  # the product takes the dtype of down's weight (T5 keeps that one in fp32)
+    ledger: Ledger = field(default_factory=Ledger, repr=False, compare=False)  # the model's
 
 
 def mlp_forward(module: nn.Module, spec: MlpSpec, x, layer=None):
@@ -81,7 +83,7 @@ def mlp_forward(module: nn.Module, spec: MlpSpec, x, layer=None):
         inner = getattr(module, spec.middle)(inner)
     if spec.cast and isinstance(down.weight, torch.Tensor) and down.weight.dtype != torch.int8:
         inner = inner.to(down.weight.dtype)
-    y = down(inner)
+    y = spec.ledger.project(down, inner)
     if spec.dropout is not None:
         y = F.dropout(y, p=getattr(module, spec.dropout), training=module.training)
     return y
@@ -90,8 +92,8 @@ def mlp_forward(module: nn.Module, spec: MlpSpec, x, layer=None):
 def _with_multipliers(module, spec, gate, up, down):
     before, after = getattr(module, spec.gate_multiplier), getattr(module, spec.down_multiplier)
     if type(down) is nn.Linear and down.bias is None:  # linear: the factor may come before it
-        return down(product(spec.activation, gate, up, before, after))
-    return down(product(spec.activation, gate, up, before)) * after
+        return spec.ledger.project(down, product(spec.activation, gate, up, before, after))
+    return spec.ledger.project(down, product(spec.activation, gate, up, before)) * after
 
 
 def clamped_product(activation, gate, up, limit, after):

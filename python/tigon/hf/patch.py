@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,7 +20,8 @@ from tigon.hf.head import (
     head_forward,
     plan_head,
 )
-from tigon.hf.mlp import mlp_forward, plan_mlp
+from tigon.hf.ledger import Ledger
+from tigon.hf.mlp import MlpSpec, mlp_forward, plan_mlp
 from tigon.hf.norms import norm_forward, plan_norm
 from tigon.hf.report import Entry, Report
 from tigon.hf.rope import Key, find_rotary, plan_rotary, rebind, release
@@ -36,18 +37,19 @@ class State:
     report: Report
     rotary: dict[Key, str] = field(default_factory=dict)
     losses: dict[str, object] = field(default_factory=dict)  # module path -> what was there
+    ledger: Ledger = field(default_factory=Ledger)
 
     def __deepcopy__(self, memo):
         report = Report(self.report.model, list(self.report.entries), self.report.head_calls)
-        return _restore(report, dict(self.rotary), dict(self.losses))
+        return _restore(report, dict(self.rotary), dict(self.losses), self.ledger)
 
     def __reduce__(self):
-        return _restore, (self.report, dict(self.rotary), dict(self.losses))
+        return _restore, (self.report, dict(self.rotary), dict(self.losses), self.ledger)
 
 
-def _restore(report, rotary, losses):
+def _restore(report, rotary, losses, ledger):
     """A copied or unpickled model owns its own share of the rotary functions."""
-    state = State(report, rotary, losses)
+    state = State(report, rotary, losses, ledger)
     for key, label in rotary.items():
         __import__(key[0])
         if plan_rotary(key, vars(sys.modules[key[0]]).get(key[1])) == (label,):
@@ -133,12 +135,14 @@ class _Plan:
 
     def commit(self, state: State):
         for function, module, spec, name in self.binds:
+            if isinstance(spec, MlpSpec):
+                spec = replace(spec, ledger=state.ledger)
             bind(function, module, spec, name)
         for key, label in self.rotary.items():
             rebind(key, state, label)
             state.rotary[key] = label
         for linear, compiled in self.heads:
-            bind(head_forward, linear, HeadSpec(state.report.head_calls, compiled))
+            bind(head_forward, linear, HeadSpec(state.report.head_calls, state.ledger, compiled))
         if state.report.count("loss"):
             for path in self.losses:
                 owner = self.model.get_submodule(path)
