@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tigon
 from tigon.hf import apply, undo
+from tigon.hf.forward import bound
 
 STOCK_ROTARY = modeling_llama.apply_rotary_pos_emb
 
@@ -204,7 +205,7 @@ def test_copies_are_patched_and_independent(how):
         twin = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
     for path, module in twin.named_modules():
         if "forward" in module.__dict__:
-            assert module.forward.module is module, path
+            assert bound(module).module is module, path
     got = step(twin, inputs)
     assert torch.equal(got[0], wanted[0])
     assert all(torch.equal(got[1][name], grad) for name, grad in wanted[1].items())

@@ -147,6 +147,27 @@ def test_compile_does_not_recompile_per_step(device):
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_layers_compiled_one_by_one_share_a_graph(device, family):
+    """More layers than dynamo makes versions of one function; stock and patched compile equally often."""
+    graphs, losses = {"stock": 0, "tigon": 0}, {}
+    for provider in graphs:
+        torch._dynamo.reset()
+
+        def backend(graph, example_inputs, provider=provider):
+            graphs[provider] += 1
+            return graph.forward
+
+        model = make(family, device=device, num_hidden_layers=10, use_cache=False)
+        if provider == "tigon":
+            apply(model)
+        for layer in model.model.layers:
+            layer.compile(backend=backend, fullgraph=True)
+        losses[provider] = step(model, batch(device))[0]
+    assert graphs["tigon"] == graphs["stock"] < 10
+    close(losses["tigon"], losses["stock"])
+
+
 def test_compile_under_autocast_and_with_a_custom_loss(device):
     torch._dynamo.reset()
     stock = make(device=device, num_hidden_layers=1)

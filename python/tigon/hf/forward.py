@@ -9,10 +9,11 @@ from torch import nn
 
 
 class Forward:
-    """Callable stored as `module.forward` or another method: `function(module, spec, *args, **kwargs)`.
+    """`function(module, spec, *args, **kwargs)`; its method `call` is stored as `module.forward` or another.
 
-    A plain object and not a bound method: copying or pickling the module carries it along, bound
-    to the copy, and `torch.compile` traces through it.
+    An object and not a closure: copying or pickling the module carries it along, bound to the copy. A bound
+    method of it and not itself: `torch.compile` tells objects apart by identity, and methods by their code,
+    so that layers compiled one by one share what is compiled.
     """
 
     def __init__(self, function, module: nn.Module, spec):
@@ -20,7 +21,7 @@ class Forward:
         self.module = module
         self.spec = spec
 
-    def __call__(self, *args, **kwargs):
+    def call(self, *args, **kwargs):
         return self.function(self.module, self.spec, *args, **kwargs)
 
     def __repr__(self):
@@ -29,18 +30,22 @@ class Forward:
 
 def bind(function, module: nn.Module, spec, name: str = "forward") -> None:
     """Make `function` a method of this instance; its class stays as it is."""
-    module.__dict__[_place(module, name)] = Forward(function, module, spec)
+    module.__dict__[_place(module, name)] = Forward(function, module, spec).call
 
 
 def bound(module: nn.Module, name: str = "forward") -> Forward | None:
     """The replacement method of this instance, if it carries one."""
-    method = module.__dict__.get(_place(module, name))
-    return method if isinstance(method, Forward) else None
+    return _ours(module.__dict__.get(_place(module, name)))
+
+
+def _ours(method) -> Forward | None:
+    owner = getattr(method, "__self__", None)
+    return owner if isinstance(owner, Forward) else None
 
 
 def unbind(module: nn.Module) -> None:
     """Give the instance its class's methods back."""
-    for name in [name for name, value in vars(module).items() if isinstance(value, Forward)]:
+    for name in [name for name, value in vars(module).items() if _ours(value)]:
         if name == HOOKED:
             module.__dict__[name] = types.MethodType(type(module).forward, module)
         else:
@@ -72,7 +77,7 @@ def foreign(module: nn.Module) -> bool:
     """
     forward = module.__dict__.get(_place(module, "forward"))
     own = getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
-    return forward is not None and not own and not isinstance(forward, Forward)
+    return forward is not None and not own and not _ours(forward)
 
 
 def blocked(module: nn.Module) -> str | None:
