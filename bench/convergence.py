@@ -12,7 +12,8 @@ largest distance of two such runs. The patched model is trained like this too, s
 may be odd by luck; it is inside if the median distance of its runs from those of stock is within the band.
 The distance of two runs is the root mean square, over the steps, of the relative difference of their losses.
 In 16 bits a patched model rounds less often than stock, so the table also says how far both are from a stock
-run in float32.
+run in float32, and --plain-runs trains it on Tigon's formulas in plain PyTorch, too: what these do to the
+curve is the formulas' doing and not the kernels'.
 
 The text is Python's own standard library, byte by byte: nothing is downloaded, and there is no tokenizer.
 """
@@ -20,6 +21,7 @@ The text is Python's own standard library, byte by byte: nothing is downloaded, 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import importlib.metadata
 import itertools
@@ -75,6 +77,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--dtypes", default=",".join(DTYPES))
     add("--runs", type=int, default=8, help="of stock, each with its sums in another order")
     add("--patched-runs", type=int, default=3, help="of the patched model, likewise")
+    add("--plain-runs", type=int, default=0, help="of the patched model without kernels, likewise")
     add("--steps", type=int, default=100)
     add("--batch", type=int, default=8)
     add("--seq", type=int, default=64)
@@ -172,6 +175,30 @@ def verdict(stock: list[list[float]], tigon: list[list[float]]) -> dict:
     return {"band": band, "distance": from_stock, "inside": from_stock <= band and learned}
 
 
+@contextlib.contextmanager
+def without_kernels():
+    """Tigon's ops compute their formulas in plain PyTorch."""
+    places = [m for name, m in sys.modules.items() if name.startswith("tigon.") and hasattr(m, "has_kernel")]
+    known = places[0].has_kernel
+    for place in places:
+        place.has_kernel = lambda *_: False
+    try:
+        yield
+    finally:
+        for place in places:
+            place.has_kernel = known
+
+
+def plain_distances(curves: dict) -> dict:
+    """How far the formulas alone are from stock, and Tigon from the formulas alone."""
+    pairs = {"plain_distance": ("plain", "stock"), "tigon_from_plain": ("tigon", "plain")}
+    return {
+        name: statistics.median(distance(a, b) for a, b in itertools.product(curves[one], curves[other]))
+        for name, (one, other) in pairs.items()
+        if curves["plain"]
+    }
+
+
 def from_float32(record: dict, records: list[dict]) -> dict:
     """How far a 16-bit record's runs are from stock in float32, where that was run before."""
     exact = [r for r in records if (r["family"], r["dtype"]) == (record["family"], "float32")]
@@ -192,26 +219,30 @@ def compare(family: str, dtype: str, data, args: argparse.Namespace) -> dict:
 
     start = time.perf_counter()
     model = build(family, args, dtype)
-    curves = {"stock": [], "tigon": []}
-    for provider, runs in (("stock", args.runs), ("tigon", args.patched_runs)):
+    curves = {"stock": [], "tigon": [], "plain": []}
+    for provider, runs in zip(curves, (args.runs, args.patched_runs, args.plain_runs), strict=True):
         for run in range(runs):
             twin = copy.deepcopy(model)
             if run:
                 shuffle_features(twin, run)
-            report = tigon.apply(twin) if provider == "tigon" else None
-            curves[provider].append(train(twin, data, args, run or None))
+            report = tigon.apply(twin) if provider != "stock" else None
+            with without_kernels() if provider == "plain" else contextlib.nullcontext():
+                curves[provider].append(train(twin, data, args, run or None))
             if report:
                 report.check()
+                count = len(report.replaced), len(report.left)
             gap = abs(curves[provider][run][0] / curves["stock"][0][0] - 1)
             if gap > FIRST[dtype] and provider == "stock":
                 raise SystemExit(f"{family} {dtype}: permuted it is another function, loss off by {gap:.1e}")
     cuda = args.device.startswith("cuda")
     return {
         "family": family, "dtype": dtype, "steps": args.steps, "batch": args.batch, "seq": args.seq,
-        "seed": args.seed, **verdict(**curves), "replaced": len(report.replaced), "left": len(report.left),
+        "seed": args.seed, **verdict(curves["stock"], curves["tigon"]), **plain_distances(curves),
+        "replaced": count[0], "left": count[1],
         "seconds": round(time.perf_counter() - start, 1),
         "gpu": torch.cuda.get_device_name() if cuda else "CPU", "torch": torch.__version__,
-        "transformers": importlib.metadata.version("transformers"), **curves,
+        "transformers": importlib.metadata.version("transformers"),
+        **{provider: runs for provider, runs in curves.items() if runs},
     }  # fmt: skip
 
 
@@ -225,6 +256,8 @@ def table(records: list[dict]) -> str:
         line += f" {'inside' if r['inside'] else 'OUTSIDE':<7}"
         if "tigon_from_float32" in r:
             line += f"  {r['stock_from_float32']:19.1e} {r['tigon_from_float32']:6.1e}"
+        if "plain_distance" in r:
+            line += f"  plain {r['plain_distance']:.1e}, tigon from it {r['tigon_from_plain']:.1e}"
         lines.append(line)
     inside = sum(r["inside"] for r in records)
     return "\n".join([*lines, f"{inside} of {len(records)} inside the band of stock runs"])

@@ -59,6 +59,18 @@ def test_distance_from_float32():
     assert "7.1e-02 1.4e-01" in lines[2] and "OUTSIDE" in lines[2] and lines[3].startswith("1 of 2")
 
 
+def test_plain_formulas_are_told_apart():
+    """In bfloat16 the formulas without kernels are Tigon to within the band; then the kernels are back."""
+    words = SHORT.replace("float32", "bfloat16").replace("--steps 12", "--steps 4") + " --plain-runs 2"
+    args = convergence.parse(words.split())
+    kernels = tigon.ops.glu.has_kernel
+    record = convergence.compare("llama", "bfloat16", convergence.batches(args), args)
+    assert tigon.ops.glu.has_kernel is kernels
+    assert len(record["plain"]) == 2 and record["plain"] != record["tigon"]
+    assert record["tigon_from_plain"] <= 2 * record["band"]
+    assert "plain" in convergence.table([record])
+
+
 @pytest.mark.parametrize("wrong", ["eps", "lost gradient"])
 def test_a_small_fault_is_outside(wrong, monkeypatch):
     """An eps of 2e-5 instead of 1e-6, or one weight of many without its gradient."""
