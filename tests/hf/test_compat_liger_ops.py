@@ -320,6 +320,30 @@ def test_redirection_runs_inside_the_wrapper():
     assert "forward" not in vars(inner)
 
 
+@pytest.mark.parametrize("own", [None, lambda x: x + 1], ids=["its class's forward", "a forward of its own"])
+def test_redirection_leaves_the_module_as_it_was(own):
+    """Also where the wrapper fails before it gets to the module, or never calls it."""
+    inner = torch.nn.Linear(2, 2)
+    if own is not None:
+        inner.forward = own
+    before = dict(vars(inner))
+
+    class Wrapper(torch.nn.Module):
+        _fsdp_wrapped_module = inner
+
+        def forward(self, x):
+            if x is None:
+                raise RuntimeError("not gathered")
+            return x
+
+    redirect, seen = get("_FSDPForwardRedirection")(), []
+    with pytest.raises(RuntimeError, match="not gathered"):
+        redirect(Wrapper(), seen.append, None)
+    assert vars(inner) == before
+    assert redirect(Wrapper(), seen.append, 3) == 3
+    assert vars(inner) == before and not seen
+
+
 def test_outputs():
     output = get("LigerCausalLMOutputWithPast")(loss=torch.ones(()), token_accuracy=torch.zeros(()))
     assert output["token_accuracy"] == 0 and output.to_tuple()[0] == 1 and output.predicted_tokens is None
