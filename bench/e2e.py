@@ -86,7 +86,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--masked", type=float, default=0.0, help="fraction of labels that do not count")
     add("--padding", type=float, default=0.0, help="mean fraction of a row that is padding, under a mask")
     add("--checkpointing", action="store_true", help="gradient checkpointing")
-    add("--compile", action="store_true", help="torch.compile of the model, patched or not")
+    add("--compile", nargs="?", const="model", choices=("model", "layers"), default="",
+        help="torch.compile of the model, patched or not, or of its layers one by one")  # fmt: skip
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     add("--device", default="cuda")
     add(
@@ -179,6 +180,17 @@ def patch(model, provider: str) -> str:
     return ""
 
 
+def compiled(model, what: str):
+    """The model under torch.compile, as a whole, layer by layer, or not at all."""
+    import torch
+
+    if what == "model":
+        return torch.compile(model)
+    for layer in model.model.layers if what else ():
+        layer.compile()
+    return model
+
+
 def run_case(case: dict) -> dict:
     """Steps of training; times, losses, memory."""
     import torch
@@ -186,8 +198,7 @@ def run_case(case: dict) -> dict:
     cuda = case["device"].startswith("cuda")
     model = build(case)
     report = patch(model, case["provider"])
-    if case["compile"]:
-        model = torch.compile(model)
+    model = compiled(model, case["compile"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     generator = torch.Generator().manual_seed(1)
     vocabulary = model.config.vocab_size
@@ -327,7 +338,9 @@ def read(path: Path) -> list[dict]:
     if not path.exists():
         return []
     records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    records = [{"padding": 0.0, **record} for record in records]  # older files have none
+    for record in records:  # as older files have them
+        record.setdefault("padding", 0.0)
+        record["compile"] = {True: "model", False: ""}.get(record["compile"], record["compile"])
     return list({key(record): record for record in records}.values())
 
 
@@ -358,7 +371,8 @@ def _name(record: dict) -> str:
     layers, masked, padding = record["layers"], record["masked"], record["padding"]
     parts = [record["model"], layers and f"{layers} layers", masked and f"{masked:.0%} masked",
              padding and f"{padding:.0%} padding", record["checkpointing"] and "checkpointing",
-             record["compile"] and "torch.compile", record["dtype"] == "float32" and "float32",
+             record["compile"] and f"compiled {record['compile']}",
+             record["dtype"] == "float32" and "float32",
              *(f"{name}={value}" for name, value in record["changes"].items())]  # fmt: skip
     return ", ".join(filter(None, parts))
 

@@ -104,13 +104,36 @@ def test_padding(words):
     assert "llama3-8b, 1 layers, 40% padding, float32, " in e2e.table([{**case, **padded}])
 
 
-def test_files_from_before_padding(tmp_path):
+def test_compiled(words, monkeypatch):
+    """Whole or layer by layer: what is compiled, and that it learns the same."""
+    compile_, seen = torch.compile, []
+
+    def eagerly(what, *_, **__):
+        seen.append(type(getattr(what, "__self__", what)).__name__)
+        return compile_(what, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", eagerly)
+    losses = {}
+    for what in ("", "model", "layers"):
+        torch._dynamo.reset()
+        option = ["--compile", *filter(None, [what])] if what else []
+        args = e2e.parse([*words, "--models", "llama3-8b", "--providers", "tigon", *option])
+        (case,) = e2e.cases(args)
+        assert case["compile"] == what
+        losses[what] = e2e.run_case(case)["losses"]
+    assert seen == ["LlamaForCausalLM", "LlamaDecoderLayer"]
+    assert losses["model"] == pytest.approx(losses[""], rel=1e-5) == losses["layers"]
+    assert e2e.parse([*words, "--compile"]).compile == "model"
+
+
+def test_older_files(tmp_path):
     args = e2e.parse(["--models", "llama3-8b", "--batches", "2", "--seq", "16", "--providers", "stock"])
     (case,) = e2e.cases(args)
     del case["padding"]
+    case["compile"] = True
     path = tmp_path / "old.jsonl"
     path.write_text(json.dumps({**case, "error": "no"}))
-    assert "| llama3-8b | 2 x 16 | no |" in e2e.table(e2e.read(path))
+    assert "| llama3-8b, compiled model | 2 x 16 | no |" in e2e.table(e2e.read(path))
 
 
 def test_wrong_names():
