@@ -7,7 +7,9 @@
 namespace tigon::cuda {
 namespace {
 
-constexpr int kColumns = 32, kLanes = 32;  // a block: 32 columns, 32 partial rows at a time
+// A block: few columns (a sector of 32 bytes) and many partial rows at a time. Even a short row has a block a multiprocessor then,
+// and every thread few loads to wait for: what counts in a kernel that stands behind another one.
+constexpr int kColumns = 8, kLanes = 64;
 constexpr size_t kMostSums = 3;
 
 template <class T>
@@ -21,17 +23,24 @@ __global__ __launch_bounds__(kColumns* kLanes) void sum_partials_kernel(
     const float* rows, int64_t partials, int64_t cols, const __grid_constant__ Results<T> out) {
   __shared__ float sums[kLanes][kColumns + 1];
   wait_for_kernel_ahead();
-  int c = threadIdx.x % kColumns, lane = threadIdx.x / kColumns;
-  int64_t column = int64_t(blockIdx.x) * kColumns + c;
+  const int c = threadIdx.x % kColumns, lane = threadIdx.x / kColumns;
+  const int64_t column = int64_t(blockIdx.x) * kColumns + c;
   float s = 0.0f;
-  if (column < cols)
+  if (column < cols) {
+#pragma unroll 8
     for (int64_t p = lane; p < partials; p += kLanes) s += rows[p * cols + column];
+  }
   sums[lane][c] = s;
   __syncthreads();
-  // Warp `lane` finishes column `lane`: its 32 threads hold that column's 32 partial sums.
-  s = reduce_lanes<Sum, 32>(sums[c][lane]);
-  int64_t mine = int64_t(blockIdx.x) * kColumns + lane;
-  if (c != 0) return;
+  // Warp w finishes column w.
+  const int warp = threadIdx.x / 32, part = threadIdx.x % 32;
+  if (warp >= kColumns) return;
+  s = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kLanes; i += 32) s += sums[i + part][warp];
+  s = reduce_lanes<Sum, 32>(s);
+  const int64_t mine = int64_t(blockIdx.x) * kColumns + warp;
+  if (part != 0) return;
   int64_t begin = 0;
 #pragma unroll
   for (int i = 0; i < kMostSums; ++i) {

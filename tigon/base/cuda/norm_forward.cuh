@@ -22,8 +22,7 @@
 #include <algorithm>
 
 #include "tigon/base/cuda/math.cuh"
-#include "tigon/base/cuda/row_packs.cuh"
-#include "tigon/base/cuda/rows.cuh"
+#include "tigon/base/cuda/staged_rows.cuh"
 #include "tigon/base/dispatch.h"
 
 namespace tigon::cuda {
@@ -44,6 +43,7 @@ struct NormForward {
   int sections = 1;
   float eps;
   int64_t span = 1;      // columns that share a parameter, if F::Spans
+  int64_t spans = 0;     // parameters of a section then
   float inverse = 0.0f;  // 1 / cols, made by norm_forward
   uint32_t zero = 0;     // for again()
 };
@@ -68,51 +68,13 @@ __device__ __forceinline__ Pack<W, N> filled(float x) {
   return w;
 }
 
+// a / b without the 64-bit division, a hundred instructions, where it is not needed.
+__device__ __forceinline__ int64_t divide(int64_t a, int64_t b) {
+  return (a | b) <= 0xffffffff ? int64_t(uint32_t(a) / uint32_t(b)) : a / b;
+}
+
 template <class F>
 constexpr bool kSpans = requires { typename F::Spans; };
-
-// How a row lies. In packs: from its first column on, all rows and parameters on 16-byte boundaries. Anywhere: packs are those
-// of the row that is written first; rows that lie differently, and parameters, are shifted on their way. What is before the
-// first of its packs and behind the last goes element by element, each of them (fewer than 3 N) a thread's: the last whole pack
-// too, so that the words of a row that lies differently end inside it.
-template <bool Anywhere, int N, class Column>
-struct Lie {
-  static constexpr bool anywhere = Anywhere;
-  Column cols;
-  int head = 0;  // columns before the first pack
-
-  template <class T>
-  __device__ __forceinline__ Lie(const T* written, Column cols) : cols(cols) {
-    if constexpr (Anywhere) {
-      int lead = int(reinterpret_cast<uintptr_t>(written) % 16 / sizeof(T));
-      head = int(min(cols, Column((N - lead) % N)));
-    }
-  }
-  // Whether the pack at column c is there.
-  __device__ __forceinline__ bool has(Column c) const { return Anywhere ? c + 2 * N <= cols : c < cols; }
-  // The single column of a thread, or -1.
-  __device__ __forceinline__ Column edge(int thread) const {
-    if (thread < N) return thread < head ? thread : -1;
-    Column packs = max(Column(0), (cols - head) / N - 1), c = head + packs * N + thread - N;
-    return thread < 3 * N && c < cols ? c : -1;
-  }
-  template <class T>
-  __device__ __forceinline__ Pack<T, N> load(bool wanted, const T* row, Column c) const {
-    if constexpr (Anywhere)
-      return load_shifted<T, N>(wanted && has(c), row + c);
-    else
-      return load_where<T, N>(wanted && has(c), row + c);
-  }
-  template <class T>
-  __device__ __forceinline__ void store(T* row, Column c, const Pack<T, N>& pack) const {
-    if constexpr (Anywhere)
-      store_anywhere(row + c, pack);
-    else if constexpr (sizeof(T) * N % 16 == 0)
-      store_whole(row + c, pack);
-    else
-      cuda::store(row + c, pack);
-  }
-};
 
 // Element j of several packs.
 template <class T, int N, int K>
@@ -129,27 +91,40 @@ __device__ __forceinline__ float value(const F& f, const Pack<typename F::Elemen
 }
 
 // One row, or section of one, and what is done to a pack of it; `c` counts columns of the section.
-template <class F, class W, class Y, int N, bool Anywhere, class Column>
+template <class F, class W, class Y, int N, Lying How, class Column>
 struct ForwardRow {
   using X = typename F::Element;
   using Inputs = Pack<X, N>[F::kIn];
   using Params = Pack<W, N>[F::kParams];
   const NormForward<F, W, Y>& p;
+  const Place& place;
   int64_t row, before, statistic;
-  bool live;
+  bool live, params_read_on;
   Y* y;
-  Lie<Anywhere, N, Column> lie;
+  Lie<How, N, Column> lie;
 
-  // `live`: the row is there, and (of a thread without a single column) the column.
-  __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const Place& place, int64_t row,
-                                        bool live = true)
+  __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const Place& place, int64_t row)
       : p(p),
+        place(place),
         row(row),
         before(int64_t(place.section) * p.cols),
         statistic(row * p.sections + place.section),
-        live(live && row < p.rows),
+        live(row < p.rows),
+        params_read_on(place.section + 1 < p.sections && p.cols >= 16),
         y(p.y + row * p.y_stride + before),
         lie(written(), Column(p.cols)) {}
+  // As another row of which `lie` is known.
+  __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const Place& place, int64_t row,
+                                        const Lie<How, N, Column>& lie)
+      : p(p),
+        place(place),
+        row(row),
+        before(int64_t(place.section) * p.cols),
+        statistic(row * p.sections + place.section),
+        live(row < p.rows),
+        params_read_on(false),
+        y(p.y + row * p.y_stride + before),
+        lie(lie) {}
   // What takes another row's place must lie as that one does: its packs may be read only by who writes them.
   __device__ __forceinline__ auto written() const {
     if constexpr (F::kKeeps)
@@ -159,24 +134,42 @@ struct ForwardRow {
   }
   __device__ __forceinline__ X* kept() const { return p.kept + row * p.kept_stride + before; }
   __device__ __forceinline__ const X* in(int k) const { return p.in[k] + row * p.in_stride[k] + before; }
+  __device__ __forceinline__ bool read_on(int k) const { return reads_on(row, p.rows, p.in_stride[k]); }
 
+  // The parameter of column c >= 0, where several columns share one.
+  __device__ __forceinline__ int64_t span_of(Column c) const {
+    return place.section * p.spans + divide(c, p.span);
+  }
   __device__ __forceinline__ void load(Column c, Inputs& packs) const {
 #pragma unroll
-    for (int k = 0; k < F::kIn; ++k) packs[k] = lie.load(live, in(k), c);
+    for (int k = 0; k < F::kIn; ++k) packs[k] = lie.load(live, in(k), c, read_on(k));
+  }
+  __device__ __forceinline__ void finish(Column c, Inputs& packs) const {
+#pragma unroll
+    for (int k = 0; k < F::kIn; ++k) lie.finish(live, in(k), c, read_on(k), packs[k]);
   }
   __device__ __forceinline__ void load_params(Column c, Params& packs) const {
 #pragma unroll
     for (int k = 0; k < F::kParams; ++k) {
       const W* param = p.param[k];
       if constexpr (!kSpans<F>) {
-        packs[k] = lie.load(param != nullptr, param + before, c);
-      } else if constexpr (Anywhere) {
+        packs[k] = lie.load_vector(param ? param + before : nullptr, c, params_read_on);
+      } else if constexpr (!lie.packs) {
 #pragma unroll
         for (int j = 0; j < N; ++j)
-          if (param && lie.has(c)) packs[k].v[j] = param[(before + c + j) / p.span];
+          if (param && lie.in_row(c + j)) packs[k].v[j] = param[span_of(c + j)];
       } else {
-        if (param && lie.has(c)) packs[k] = filled<W, N>(widen(param[(before + c) / p.span]));
+        if (param && lie.has(c)) packs[k] = filled<W, N>(widen(param[span_of(c)]));
       }
+    }
+  }
+  __device__ __forceinline__ void finish_params(Column c, Params& packs) const {
+#pragma unroll
+    for (int k = 0; k < F::kParams; ++k) {
+      if (p.param[k] == nullptr)
+        packs[k] = filled<W, N>(p.absent[k]);
+      else if constexpr (!kSpans<F>)
+        lie.finish_vector(p.param[k] + before, c, params_read_on, packs[k]);
     }
   }
   // kept = merge(in), which takes in[0]'s place.
@@ -194,11 +187,8 @@ struct ForwardRow {
       lie.store(kept(), c, packs[0]);
     }
   }
-  __device__ __forceinline__ void write(Column c, const Inputs& packs, Params& params, float mean,
+  __device__ __forceinline__ void write(Column c, const Inputs& packs, const Params& params, float mean,
                                         float rstd) const {
-#pragma unroll
-    for (int k = 0; k < F::kParams; ++k)
-      if (p.param[k] == nullptr) params[k] = filled<W, N>(p.absent[k]);
     float h[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) {
@@ -224,15 +214,21 @@ struct ForwardRow {
   __device__ __forceinline__ void add_to_statistics(Column c, const Inputs& packs, float mean,
                                                     float (&sums)[K]) const {
     if (F::kCentred && !(live && lie.has(c))) return;  // a zero that is not there is off the mean
+    auto add = [&](auto whole) {
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      float v = value<F, N>(p.f, packs, j);
-      if constexpr (F::kCentred) {
-        v -= mean;
-        sums[1] += v;
+      for (int j = 0; j < N; ++j) {
+        float v = value<F, N>(p.f, packs, j);
+        if constexpr (F::kCentred) {
+          v = whole || lie.in_row(c + j) ? v - mean : 0.0f;
+          sums[1] += v;
+        }
+        sums[0] = fma(v, v, sums[0]);
       }
-      sums[0] = fma(v, v, sums[0]);
-    }
+    };
+    if (!F::kCentred || lie.whole(c))
+      add(std::true_type{});
+    else
+      add(std::false_type{});
   }
   template <int K>
   __device__ __forceinline__ float finish_statistics(const float (&sums)[K], float& mean) const {
@@ -246,98 +242,162 @@ struct ForwardRow {
     // Short rows feel every instruction of this: division and root by the book are 60.
     return sizeof(X) == 2 ? rsqrtf(variance + p.eps) : 1.0f / sqrtf(variance + p.eps);
   }
+  __device__ __forceinline__ void renew(Inputs& packs) const {
+#pragma unroll
+    for (int k = 0; k < F::kIn; ++k) packs[k] = again(packs[k], p.zero);
+  }
+  // Of a row in registers, which all of its threads hold; what it keeps is written.
+  template <class Shape>
+  __device__ __forceinline__ void statistics(Inputs (&in)[Shape::held],
+                                             float (&slots)[2][32 * (1 + F::kCentred)], float& mean,
+                                             float& rstd) const {
+    auto column = [&](int i) { return RowTile<Shape, N>::column(i) + lie.head; };
+#pragma unroll
+    for (int i = 0; i < Shape::held; ++i) keep(column(i), in[i]);
+    float sums[1 + F::kCentred] = {};
+    mean = 0.0f;
+    if constexpr (F::kCentred) {
+#pragma unroll
+      for (int i = 0; i < Shape::held; ++i)
+#pragma unroll
+        for (int j = 0; j < N; ++j) mean += value<F, N>(p.f, in[i], j);
+      mean = reduce_row<Sum, Shape::threads>(mean, slots[0]) * p.inverse;
+    }
+#pragma unroll
+    for (int i = 0; i < Shape::held; ++i) {
+      if (F::kCentred) renew(in[i]);
+      add_to_statistics(column(i), in[i], mean, sums);
+    }
+    reduce_row<Sum, Shape::threads>(sums, slots[1]);
+    rstd = finish_statistics(sums, mean);
+  }
   __device__ __forceinline__ void save_statistics(float mean, float rstd) const {
     p.rstd[statistic] = rstd;
     if constexpr (F::kCentred) p.mean[statistic] = mean;
   }
 };
 
-// A block a group of rows. Anywhere: shifted parameters are dear, so a block goes on to rows that lie as its first one does; the
-// host's grid is such that these are a step apart.
-template <class F, class W, class Y, int N, class Shape, bool Anywhere>
+// A block a group of rows that lie in packs.
+template <class F, class W, class Y, int N, class Shape>
 __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
   using X = typename F::Element;
   constexpr int kStatistics = F::kCentred ? 2 : 1;
   // Parameters are on their way during the reduction where they find room in registers.
-  constexpr bool kEarly =
-      !Anywhere && Shape::held <= 4 && Shape::held * N * sizeof(W) * F::kParams * F::kIn <= 64;
-  __shared__ float slots[Anywhere ? 2 : 1][2][kStatistics * 32];
+  constexpr bool kEarly = Shape::held <= 4 && Shape::held * N * sizeof(W) * F::kParams * F::kIn <= 64;
+  __shared__ float slots[2][kStatistics * 32];
   wait_for_kernel_ahead();
   let_next_kernel_start();
-  using Tile = RowTile<X, N, Shape>;
+  using Tile = RowTile<Shape, N>;
   const Place place(p.sections, Shape::rows);
   const int64_t group = Shape::rows == 1 ? 0 : threadIdx.x / Shape::threads;
-  auto renew = [&](Pack<X, N>(&packs)[F::kIn]) {
-#pragma unroll
-    for (int k = 0; k < F::kIn; ++k) packs[k] = again(packs[k], p.zero);
-  };
+  const ForwardRow<F, W, Y, N, Lying::packs, int> row(p, place, place.first + group);
   Pack<X, N> in[Shape::held][F::kIn];
   Pack<W, N> w[Shape::held][F::kParams];
-  Pack<X, 1> one_in[F::kIn];
-  Pack<W, 1> one_w[F::kParams];
-  auto work = [&](int64_t first, float (&slots)[2][kStatistics* 32], bool has_params) {
-    const ForwardRow<F, W, Y, N, Anywhere, int> row(p, place, first + group);
-    auto column = [&](int i) { return Tile::column(i) + row.lie.head; };
-    const int edge = Anywhere ? row.lie.edge(Tile::thread()) : -1;
-    const ForwardRow<F, W, Y, 1, false, int> one(p, place, first + group, edge >= 0);
 #pragma unroll
-    for (int i = 0; i < Shape::held; ++i) row.load(column(i), in[i]);
-    if constexpr (Anywhere) one.load(edge, one_in);
-    if (kEarly || (Anywhere && !has_params)) {
+  for (int i = 0; i < Shape::held; ++i) row.load(Tile::column(i), in[i]);
+  if constexpr (kEarly) {
 #pragma unroll
-      for (int i = 0; i < Shape::held; ++i) row.load_params(column(i), w[i]);
-      if (Anywhere && edge >= 0) one.load_params(edge, one_w);
-    }
-#pragma unroll
-    for (int i = 0; i < Shape::held; ++i) row.keep(column(i), in[i]);
-    if constexpr (Anywhere) one.keep(edge, one_in);
-    float mean = 0.0f, sums[kStatistics] = {};
-    if constexpr (F::kCentred) {
-#pragma unroll
-      for (int i = 0; i < Shape::held; ++i)
-#pragma unroll
-        for (int j = 0; j < N; ++j) mean += value<F, N>(p.f, in[i], j);
-      if constexpr (Anywhere) mean += value<F, 1>(p.f, one_in, 0);
-      mean = reduce_row<Sum, Shape::threads>(mean, slots[0]) * p.inverse;
-    }
-#pragma unroll
-    for (int i = 0; i < Shape::held; ++i) {
-      if (F::kCentred) renew(in[i]);
-      row.add_to_statistics(column(i), in[i], mean, sums);
-    }
-    if constexpr (Anywhere) one.add_to_statistics(edge, one_in, mean, sums);
-    reduce_row<Sum, Shape::threads>(sums, slots[1]);
-    if (!row.live) return;
-    const float rstd = row.finish_statistics(sums, mean);
-    if (Tile::thread() == 0) row.save_statistics(mean, rstd);
-    if (Anywhere && edge >= 0) one.write(edge, one_in, one_w, mean, rstd);
-#pragma unroll
-    for (int i = 0; i < Shape::held; ++i) {
-      if (!row.lie.has(column(i))) continue;
-      if constexpr (!kEarly && !Anywhere) row.load_params(column(i), w[i]);
-      renew(in[i]);
-      if constexpr (Anywhere) {
-#pragma unroll
-        for (int k = 0; k < F::kParams; ++k) w[i][k] = again(w[i][k], p.zero);
-      }
-      row.write(column(i), in[i], w[i], mean, rstd);
-    }
-  };
-  if constexpr (Anywhere) {
-    const int64_t step = int64_t(gridDim.x / unsigned(p.sections)) * Shape::rows;
-    int parity = 0;
-    for (int64_t first = place.first; first < p.rows; first += step, parity ^= 1)
-      work(first, slots[parity], first != place.first);
-  } else {
-    work(place.first, slots[0], false);
+    for (int i = 0; i < Shape::held; ++i) row.load_params(Tile::column(i), w[i]);
   }
+  float mean, rstd;
+  row.template statistics<Shape>(in, slots, mean, rstd);
+  if (!row.live) return;
+  if (Tile::thread() == 0) row.save_statistics(mean, rstd);
+#pragma unroll
+  for (int i = 0; i < Shape::held; ++i) {
+    if (!row.lie.has(Tile::column(i))) continue;
+    if constexpr (!kEarly) row.load_params(Tile::column(i), w[i]);
+    row.finish_params(Tile::column(i), w[i]);
+    row.renew(in[i]);
+    row.write(Tile::column(i), in[i], w[i], mean, rstd);
+  }
+}
+
+// Persistent blocks for rows that lie otherwise: they come through shared memory, and so do the shifted parameters, which are the
+// same for all rows of a thread: the host's `step` brings it to rows that are written as its first one is.
+template <class F, class W, class Y, int N, class Shape, Lying How>
+__global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_staged_kernel(
+    const __grid_constant__ NormForward<F, W, Y> p) {
+  using X = typename F::Element;
+  using Tile = RowTile<Shape, N>;
+  using Staged = StagedRows<X, N, Shape, How>;
+  constexpr int kStatistics = F::kCentred ? 2 : 1;
+  __shared__ float slots[2][2][kStatistics * 32];
+  extern __shared__ __align__(16) unsigned char shared[];  // parameters, then stages
+  wait_for_kernel_ahead();
+  let_next_kernel_start();
+  const Place place(p.sections, Shape::rows);
+  const int group = Shape::rows == 1 ? 0 : threadIdx.x / Shape::threads, threads = blockDim.x / Shape::rows;
+  const int64_t step = int64_t(gridDim.x / unsigned(p.sections)) * Shape::rows, first = place.first + group;
+  const ForwardRow<F, W, Y, N, How, int> first_row(p, place, first);
+  auto param_slot = [&](int i, int k) {
+    return reinterpret_cast<Pack<W, N>*>(shared) + (i * F::kParams + k) * blockDim.x + threadIdx.x;
+  };
+#pragma unroll
+  for (int i = 0; i < Shape::held; ++i) {
+    Pack<W, N> w[F::kParams];
+    const int c = Tile::column(i) + first_row.lie.head;
+    first_row.load_params(c, w);
+    first_row.finish_params(c, w);
+#pragma unroll
+    for (int k = 0; k < F::kParams; ++k) *param_slot(i, k) = w[k];
+  }
+  constexpr int kPerStage = F::kIn * Shape::rows;
+  auto rows_of = [&](int k) {
+    uint4* words = reinterpret_cast<uint4*>(param_slot(Shape::held, 0) - threadIdx.x);
+    return Staged(p.in[k] + first_row.before, first, step, p.rows, p.in_stride[k], int(p.cols),
+                  -first_row.lie.head, words + (k * Shape::rows + group) * Staged::words(threads),
+                  kPerStage * Staged::words(threads));
+  };
+  auto staged = [&]<size_t... K>(std::index_sequence<K...>) {
+    return Several<Staged, F::kIn>{{rows_of(int(K))...}};
+  }(std::make_index_sequence<F::kIn>{});
+  auto start = [&](int stage, int64_t r) {
+#pragma unroll
+    for (int k = 0; k < F::kIn; ++k) staged.of[k].copy(stage, r, true, word_of(p.in[0]));
+    copies_commit();
+  };
+#pragma unroll
+  for (int s = 0; s < Shape::stages - 1; ++s) start(s, first + s * step);
+  int from = 0, to = Shape::stages - 1, parity = 0;
+#pragma unroll 1
+  for (int64_t base = place.first, r = first; base < p.rows; base += step, r += step, parity ^= 1) {
+    const ForwardRow<F, W, Y, N, How, int> row(p, place, r, first_row.lie);
+    start(to, r + (Shape::stages - 1) * step);
+    copies_wait<Shape::stages - 1>();
+#pragma unroll
+    for (int k = 0; k < F::kIn; ++k) staged.of[k].mend(from, r, Shape::stages, true);
+    if constexpr (How == Lying::apart) sync_row<Shape>();
+    Pack<X, N> in[Shape::held][F::kIn];
+#pragma unroll
+    for (int i = 0; i < Shape::held; ++i)
+#pragma unroll
+      for (int k = 0; k < F::kIn; ++k) in[i][k] = staged.of[k].pack(from, i);
+    float mean, rstd;
+    row.template statistics<Shape>(in, slots[parity], mean, rstd);
+    to = from;
+    from = from + 1 == Shape::stages ? 0 : from + 1;
+    if (!row.live) continue;
+    if (Tile::thread() == 0) row.save_statistics(mean, rstd);
+#pragma unroll
+    for (int i = 0; i < Shape::held; ++i) {
+      const int c = Tile::column(i) + row.lie.head;
+      if (!row.lie.has(c)) continue;
+      Pack<W, N> w[F::kParams];
+#pragma unroll
+      for (int k = 0; k < F::kParams; ++k) w[k] = *param_slot(i, k);
+      row.renew(in[i]);
+      row.write(c, in[i], w, mean, rstd);
+    }
+  }
+  copies_wait<0>();
 }
 
 constexpr int kLoopThreads = 1024;
 
 // Rows too long for registers: a sweep for each statistic and one that writes, all but the first out of L2.
-template <class F, class W, class Y, int N, bool Anywhere>
+template <class F, class W, class Y, int N, Lying How>
 __global__ __launch_bounds__(kLoopThreads) void forward_looped_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
   using X = typename F::Element;
@@ -346,79 +406,116 @@ __global__ __launch_bounds__(kLoopThreads) void forward_looped_kernel(
   wait_for_kernel_ahead();
   let_next_kernel_start();
   const Place place(p.sections, 1);
-  const ForwardRow<F, W, Y, N, Anywhere, int64_t> row(p, place, place.first);
-  const int64_t edge = Anywhere ? row.lie.edge(threadIdx.x) : -1;
-  const ForwardRow<F, W, Y, 1, false, int64_t> one(p, place, place.first, edge >= 0);
-  // fn(row, or what of it is single, column, inputs)
+  const ForwardRow<F, W, Y, N, How, int64_t> row(p, place, place.first);
+  // fn(column, inputs)
   auto sweep = [&](bool first, auto&& fn) {
-    auto visit = [&]<int M>(const auto& part, int64_t c, std::integral_constant<int, M>) {
-      Pack<X, M> in[F::kIn] = {};
+    for (int64_t c = int64_t(threadIdx.x) * N + row.lie.head; row.lie.has(c);
+         c += int64_t(kLoopThreads) * N) {
+      Pack<X, N> in[F::kIn] = {};
       if (F::kKeeps && !first) {
-        const X* kept = part.kept();
-        in[0] = part.lie.load(part.live, kept, c);
+        const X* kept = row.kept();
+        in[0] = row.lie.load(true, kept, c, false);
+        row.lie.finish(true, kept, c, false, in[0]);
       } else {
-        part.load(c, in);
-        part.keep(c, in);
+        row.load(c, in);
+        row.finish(c, in);
+        row.keep(c, in);
       }
-      fn(part, c, in);
-    };
-    for (int64_t c = int64_t(threadIdx.x) * N + row.lie.head; row.lie.has(c); c += int64_t(kLoopThreads) * N)
-      visit(row, c, std::integral_constant<int, N>{});
-    if (Anywhere && edge >= 0) visit(one, edge, std::integral_constant<int, 1>{});
+      fn(c, in);
+    }
   };
   float mean = 0.0f, sums[kStatistics] = {};
   if constexpr (F::kCentred) {
-    sweep(true, [&]<int M>(const auto&, int64_t, const Pack<X, M>(&in)[F::kIn]) {
+    sweep(true, [&](int64_t, const Pack<X, N>(&in)[F::kIn]) {
 #pragma unroll
-      for (int j = 0; j < M; ++j) mean += value<F, M>(p.f, in, j);
+      for (int j = 0; j < N; ++j) mean += value<F, N>(p.f, in, j);
     });
     mean = reduce_row<Sum, kLoopThreads>(mean, slots[0]) * p.inverse;
   }
-  sweep(!F::kCentred,
-        [&](const auto& part, int64_t c, const auto& in) { part.add_to_statistics(c, in, mean, sums); });
+  sweep(!F::kCentred, [&](int64_t c, const auto& in) { row.add_to_statistics(c, in, mean, sums); });
   reduce_row<Sum, kLoopThreads>(sums, slots[1]);
   const float rstd = row.finish_statistics(sums, mean);
   if (threadIdx.x == 0) row.save_statistics(mean, rstd);
-  sweep(false, [&]<int M>(const auto& part, int64_t c, const Pack<X, M>(&in)[F::kIn]) {
-    Pack<W, M> w[F::kParams];
-    part.load_params(c, w);
-    part.write(c, in, w, mean, rstd);
+  sweep(false, [&](int64_t c, const Pack<X, N>(&in)[F::kIn]) {
+    Pack<W, N> w[F::kParams];
+    row.load_params(c, w);
+    row.finish_params(c, w);
+    row.write(c, in, w, mean, rstd);
   });
 }
 
 // Rows held in registers, by the length of the row in packs. Short rows take few threads: what is done once a row costs as much
-// as its elements. Longer ones leave room for other blocks. Shifted ones hold as many words again on their way.
-template <int Rows, bool Anywhere>
+// as its elements. Longer ones leave room for other blocks: few threads, and 8 packs each where two sums are waited for.
+template <int Rows, bool Centred>
 struct ForwardLadder {
   using Short = RowShapes<RowShape<4, 4>, RowShape<16, 2>, RowShape<32, 4>>;
+  using Long = typename Short::template with<RowBlock<8, 1024>>;
   using Shapes =
-      std::conditional_t<Rows == 1,
-                         typename Short::template with<RowBlock<4, 224, 5>>::template with<RowBlock<8, 1024>>,
-                         typename Short::template with<RowBlock<4, 1024>>>;
+      std::conditional_t<Rows != 1, typename Short::template with<RowBlock<4, 1024>>,
+                         std::conditional_t<Centred, Long,
+                                            typename Short::template with<RowBlock<4, 224, 5>>::template with<
+                                                RowBlock<8, 1024>>>>;
 };
-template <int Rows>
-struct ForwardLadder<Rows, true> {
-  using Shapes = RowShapes<RowShape<32, 4>, RowBlock<4 / Rows, 384, 2>>;
-};
+// Rows that lie otherwise, 16384 x 4097 bf16: RMSNorm 86 % of a copy, LayerNorm 70; apart 80 and 60.
+template <bool Centred>
+using AlikeLadder = RowShapes<Staged<2, 32, 4, 4, 4>,
+                              std::conditional_t<Centred, StagedBlock<3, 4, 256>, StagedBlock<2, 2, 512, 2>>,
+                              StagedBlock<2, 4, 1024>>;
+using ApartLadder = RowShapes<StagedBlock<2, 4, 1024>>;
 
-template <bool Anywhere, int N, class F, class W, class Y>
-void run_forward(const char* op, Context& ctx, const NormForward<F, W, Y>& p) {
+template <int N, class F, class W, class Y>
+bool run_held_forward(const char* op, Context& ctx, const NormForward<F, W, Y>& p) {
   const int64_t packs = p.cols / N;
-  bool held = ForwardLadder<F::kIn, Anywhere>::Shapes::pick(packs, [&](auto shape) {
+  return ForwardLadder<F::kIn, F::kCentred>::Shapes::pick(packs, [&](auto shape) {
+    using Shape = decltype(shape);
+    launch(op, ctx, forward_kernel<F, W, Y, N, Shape>,
+           {.blocks = ceil_div(p.rows, Shape::rows) * p.sections,
+            .threads = block_threads<Shape>(packs),
+            .early = true},
+           p);
+  });
+}
+template <Lying How, int N, class Ladder, class F, class W, class Y>
+bool run_staged_forward(const char* op, Context& ctx, const NormForward<F, W, Y>& p) {
+  using X = typename F::Element;
+  const int64_t packs = ceil_div(p.cols + N - 1, N);
+  return Ladder::pick(packs, [&](auto shape) {
     using Shape = decltype(shape);
     const int threads = block_threads<Shape>(packs);
-    int64_t parts = ceil_div(p.rows, Shape::rows);
-    const int64_t enough = int64_t(device_facts().sms) * (1024 / threads) / p.sections;
-    if (Anywhere && parts > enough) parts = std::max<int64_t>(N, enough / N * N);
-    launch(op, ctx, forward_kernel<F, W, Y, N, Shape, Anywhere>,
-           {.blocks = parts * p.sections, .threads = threads, .early = true}, p);
+    const size_t params = size_t(threads) * Shape::held * F::kParams * sizeof(Pack<W, N>);
+    const size_t stages = size_t(Shape::stages) * F::kIn * Shape::rows * 16 *
+                          StagedRows<X, N, Shape, How>::words(threads / Shape::rows);
+    auto kernel = forward_staged_kernel<F, W, Y, N, Shape, How>;
+    static std::atomic<int> known[33];
+    const int64_t blocks =
+        persistent_blocks<Shape>(op, kernel, threads, params + stages, p.rows, p.sections, N, known);
+    if (blocks == 0) return false;
+    launch(op, ctx, kernel,
+           {.blocks = blocks * p.sections, .threads = threads, .shared = params + stages, .early = true}, p);
+    return true;
   });
-  if (!held)
-    launch(op, ctx, forward_looped_kernel<F, W, Y, N, Anywhere>,
-           {.blocks = p.rows * p.sections, .threads = kLoopThreads, .early = true}, p);
+}
+template <Lying How, int N, class F, class W, class Y>
+void run_looped_forward(const char* op, Context& ctx, const NormForward<F, W, Y>& p) {
+  launch(op, ctx, forward_looped_kernel<F, W, Y, N, How>,
+         {.blocks = p.rows * p.sections, .threads = kLoopThreads, .early = true}, p);
 }
 
 inline bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+
+// How rows of X lie, and whether others lie so.
+struct LieOf {
+  int64_t lead, stride, rows;  // elements from a boundary to the first row
+  template <class T>
+  LieOf(const T* p, int64_t stride, int64_t rows)
+      : lead(int64_t(reinterpret_cast<uintptr_t>(p) % 16 / sizeof(T))), stride(stride), rows(rows) {}
+  template <class T>
+  bool alike(const T* p, int64_t other) const {
+    constexpr int64_t kSize = sizeof(T);
+    return (int64_t(reinterpret_cast<uintptr_t>(p)) - lead * kSize) % 16 == 0 &&
+           (rows == 1 || (other - stride) * kSize % 16 == 0);
+  }
+};
 
 }  // namespace norm_detail
 
@@ -442,18 +539,28 @@ void with_result_types(const char* op, DType x, const Vector& weight, DType y, F
 
 template <class F, class W, class Y>
 void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
+  using namespace norm_detail;
   using X = typename F::Element;
   p.inverse = 1.0f / float(p.cols);
-  using norm_detail::aligned;
+  p.spans = p.cols / p.span;
   constexpr int kPack = 16 / sizeof(X);
   bool packs =
       packs_align(p.y, p.y_stride, p.cols, sizeof(Y)) && p.y_stride % kPack == 0 && p.cols % kPack == 0;
   for (int k = 0; k < F::kIn; ++k) packs = packs && packs_align(p.in[k], p.in_stride[k], p.cols, sizeof(X));
   for (int k = 0; k < F::kParams; ++k)
-    packs = packs && (norm_detail::kSpans<F> ? p.span % kPack == 0 : aligned(p.param[k]));
+    packs = packs && (kSpans<F> ? p.span % kPack == 0 : aligned(p.param[k]));
   if (F::kKeeps) packs = packs && packs_align(p.kept, p.kept_stride, p.cols, sizeof(X));
-  packs ? norm_detail::run_forward<false, kPack>(op, ctx, p)
-        : norm_detail::run_forward<true, kPack>(op, ctx, p);
+  if (packs) {
+    if (!run_held_forward<kPack>(op, ctx, p)) run_looped_forward<Lying::packs, kPack>(op, ctx, p);
+    return;
+  }
+  const LieOf written = F::kKeeps ? LieOf(p.kept, p.kept_stride, p.rows) : LieOf(p.y, p.y_stride, p.rows);
+  bool alike = (F::kKeeps || sizeof(Y) == sizeof(X)) && written.alike(p.y, p.y_stride);
+  for (int k = 0; k < F::kIn; ++k) alike = alike && written.alike(p.in[k], p.in_stride[k]);
+  if (alike ? run_staged_forward<Lying::alike, kPack, AlikeLadder<F::kCentred>>(op, ctx, p)
+            : run_staged_forward<Lying::apart, kPack, ApartLadder>(op, ctx, p))
+    return;
+  run_looped_forward<Lying::apart, kPack>(op, ctx, p);
 }
 
 }  // namespace tigon::cuda

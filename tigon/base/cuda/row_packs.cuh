@@ -1,6 +1,6 @@
 // Rows that start and end anywhere, in 16-byte packs. Row: packs are counted from the boundary before the row, those at its two
-// ends are moved element by element, all others in one instruction. Part, and the norms' Lie (norm_forward.cuh): whole packs
-// only, what is before and behind them one by one. load_shifted: a pack of a row that lies unlike the one that owns the packs.
+// ends are moved element by element, all others in one instruction. Part: whole packs
+// only, what is before and behind them one by one.
 #pragma once
 
 #include "tigon/base/cuda/vec.cuh"
@@ -45,42 +45,6 @@ struct Part {
     return t < 2 * N && c < n ? c : -1;
   }
 };
-
-// N elements that may lie anywhere, zeros where not `wanted`: the aligned words that hold them, shifted. Fewer than 2 N elements
-// from p on are read, and what lies before it in its first word (memory begins at such a boundary). No branch before the loads.
-template <class T, int N>
-__device__ __forceinline__ Pack<T, N> load_shifted(bool wanted, const T* p) {
-  constexpr int kWords = int(sizeof(T)) * N / 4;
-  static_assert(kWords % 4 == 0);
-  const unsigned off = unsigned(reinterpret_cast<uintptr_t>(p) % 16);
-  const uint4* from = reinterpret_cast<const uint4*>(reinterpret_cast<uintptr_t>(p) - off);
-  uint32_t w[kWords + 4];
-#pragma unroll
-  for (int i = 0; i <= kWords / 4; ++i) {
-    uint4 word = load_where(wanted && (i < kWords / 4 || off != 0), from + i);
-    w[4 * i] = word.x, w[4 * i + 1] = word.y, w[4 * i + 2] = word.z, w[4 * i + 3] = word.w;
-  }
-  if (off != 0) {
-#pragma unroll
-    for (int i = 0; i < kWords + 2; ++i) w[i] = off & 8 ? w[i + 2] : w[i];
-#pragma unroll
-    for (int i = 0; i < kWords + 1; ++i) w[i] = off & 4 ? w[i + 1] : w[i];
-    if constexpr (sizeof(T) < 4) {
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) w[i] = __funnelshift_r(w[i], w[i + 1], off % 4 * 8);
-    }
-  }
-  Pack<T, N> r;
-#pragma unroll
-  for (int i = 0; i < kWords; ++i) reinterpret_cast<uint32_t*>(&r)[i] = w[i];
-  return r;
-}
-template <class T, int N>
-__device__ __forceinline__ void store_anywhere(T* p, const Pack<T, N>& pack) {
-  if (reinterpret_cast<uintptr_t>(p) % 16 == 0) return store_whole(p, pack);
-#pragma unroll
-  for (int j = 0; j < N; ++j) p[j] = pack.v[j];
-}
 
 // Packs are held as the words they arrived in, `fill` where the row is not. Not through the read-only path: the gradient may take the logits' place.
 template <class T>

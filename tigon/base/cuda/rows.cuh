@@ -43,6 +43,8 @@ template <class... Shapes>
 struct RowShapes {
   template <class Longer>
   using with = RowShapes<Shapes..., Longer>;
+  template <class... Shorter>
+  using after = RowShapes<Shorter..., Shapes...>;
 
   // fn(RowShape<...>{}) for the first shape that holds `packs` and that fn, if it says, takes; false when there is none.
   template <class Fn>
@@ -57,26 +59,16 @@ struct RowShapes {
   }
 };
 
-// The packs of one row that this thread holds.
-template <class T, int N, class Shape>
+// Threads that share a row.
+template <class Shape>
+__device__ __forceinline__ int thread_stride() {
+  return Shape::threads ? Shape::threads : int(blockDim.x);
+}
+// The packs of N elements of its row that this thread holds.
+template <class Shape, int N>
 struct RowTile {
-  Pack<T, N> pack[Shape::held];
-
   __device__ static int thread() { return Shape::rows == 1 ? threadIdx.x : threadIdx.x % Shape::threads; }
-  __device__ static int column(int i) {
-    return (thread() + i * (Shape::threads ? Shape::threads : int(blockDim.x))) * N;
-  }
-
-  // Columns past `cols` read as zero; cols is a multiple of N.
-  __device__ __forceinline__ void load_row(const T* row, int cols) {
-#pragma unroll
-    for (int i = 0; i < Shape::held; ++i) {
-      if (column(i) < cols)
-        pack[i] = load_stream<T, N>(row + column(i));
-      else
-        pack[i] = Pack<T, N>{};
-    }
-  }
+  __device__ static int column(int i) { return (thread() + i * thread_stride<Shape>()) * N; }
 };
 
 // Sums over p < partials of rows[p]: the last step of a deterministic column reduction, in fixed order. A row holds the `outs`

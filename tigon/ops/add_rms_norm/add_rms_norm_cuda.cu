@@ -43,7 +43,8 @@ struct Backward {
   }
 };
 
-using Ladder = BackwardLadder<3, 4>::with<TwiceBlock<4, 1024>>;
+using Ladder = BackwardLadder<3, Direct<32, 4, 4, 4>, StagedBlock<4, 2, 512>, StagedBlock<2, 4, 512>,
+                              TwiceBlock<4, 1024>>;
 
 }  // namespace
 
