@@ -116,10 +116,10 @@ __global__ __launch_bounds__(Shape::threads,
     const int left = (n - x.column(tid)) * int(sizeof(T));  // bytes from the thread's first pack on
 #pragma unroll
     for (int h = 0; h < kHeld; ++h) {
-      const int bytes = min(left - h * kThreads * 16, 16);
+      const int bytes = left - h * kThreads * 16;
       if (bytes > 0) {
-        copy_async(to + h * 2 * kThreads, from_s + h * kThreads * N, bytes);
-        copy_async(to + (h * 2 + 1) * kThreads, from_t + h * kThreads * N, bytes);
+        copy_async_upto(to + h * 2 * kThreads, from_s + h * kThreads * N, bytes);
+        copy_async_upto(to + (h * 2 + 1) * kThreads, from_t + h * kThreads * N, bytes);
       }
     }
   };
