@@ -6,11 +6,25 @@
 
 namespace tigon::cuda {
 
-// 16 bytes, of which the first `bytes` are read and the others 0; both addresses at boundaries of 16.
+// 16 bytes, or zeros where `bytes` is 0; both addresses at boundaries of 16.
 __device__ __forceinline__ void copy_async(void* to, const void* from, int bytes = 16) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(to))),
                "l"(from), "r"(bytes)
                : "memory");
+}
+// The first `bytes` (an even number, 16 at most count) and nothing behind them: a copy of 16 bytes is one access of 16, however few
+// of them it is told to take. A last half word has no such copy and is here at once.
+__device__ __forceinline__ void copy_async_upto(void* to, const void* from, int bytes) {
+  if (bytes >= 16) return copy_async(to, from);
+#pragma unroll
+  for (int i = 0; i < 16; i += 4)
+    if (i + 4 <= bytes)
+      asm volatile(
+          "cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(uint32_t(__cvta_generic_to_shared(to)) + i),
+          "l"(static_cast<const char*>(from) + i)
+          : "memory");
+  if (bytes % 4 != 0)
+    *(static_cast<uint16_t*>(to) + bytes / 2 - 1) = *(static_cast<const uint16_t*>(from) + bytes / 2 - 1);
 }
 // The copies since the last commit are a group.
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -26,55 +26,6 @@
 namespace tigon::cuda {
 namespace {
 
-// N columns: in one instruction at a boundary of 16 bytes.
-template <class T>
-__device__ __forceinline__ void put_whole(T* to, bool aligned, const float (&v)[Row<T>::N]) {
-  Pack<T, Row<T>::N> pack;
-  pack.set(v);
-  if (aligned) {
-    const uint4& w = reinterpret_cast<const uint4&>(pack);  // the compiler would store it in four
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w)
-                 : "memory");
-  } else {
-#pragma unroll
-    for (int j = 0; j < Row<T>::N; ++j) to[j] = pack.v[j];
-  }
-}
-// The columns of pack k that the row has.
-template <class T>
-__device__ __forceinline__ void put_pack(const Row<T>& row, int k, bool aligned,
-                                         const float (&v)[Row<T>::N]) {
-  constexpr int N = Row<T>::N;
-  if (row.whole(k)) return put_whole(row.base + int64_t(k) * N, aligned, v);
-#pragma unroll
-  for (int j = 0; j < N; ++j)
-    if (row.has(row.column(k) + j)) row.base[int64_t(k) * N + j] = narrow<T>(v[j]);
-}
-
-// The gradient's row, counted in the packs of the student's row.
-template <class T>
-__device__ __forceinline__ Row<T> row_like(T* out, const Row<const T>& like) {
-  Row<T> row(out, like.cols);
-  row.lead = like.lead, row.base = out - like.lead, row.packs = like.packs;
-  return row;
-}
-
-// -inf in the columns of a pack that the row does not have.
-template <class T>
-__device__ __forceinline__ uint4 only_columns(const Row<const T>& row, int k, const uint4& words) {
-  constexpr int N = Row<T>::N;
-  Pack<T, N> pack = reinterpret_cast<const Pack<T, N>&>(words);
-#pragma unroll
-  for (int j = 0; j < N; ++j)
-    if (!row.has(row.column(k) + j)) pack.v[j] = narrow<T>(-INFINITY);
-  return reinterpret_cast<const uint4&>(pack);
-}
-
-template <class T>
-__device__ __forceinline__ uint32_t nothing() {  // -inf in every place
-  return sizeof(T) == 4 ? 0xff800000u : std::is_same_v<T, __half> ? 0xfc00fc00u : 0xff80ff80u;
-}
-
 template <int Threads, int Pairs, int Stages, int Blocks>
 struct HeldShape {
   static constexpr int threads = Threads;  // of a block
@@ -90,7 +41,7 @@ template <DivergenceKind K, class T, class Shape, bool Cluster>
 __global__ __launch_bounds__(Shape::threads,
                              Shape::blocks) void held_kernel(const __grid_constant__ Params<T> p) {
   constexpr int N = Row<T>::N, kThreads = Shape::threads, kHeld = Shape::pairs / N, kStages = Shape::stages;
-  __shared__ Exchange<kThreads / 32 * (Cluster ? kMaxCluster : 1)> exchange;
+  __shared__ Exchange<T, kThreads / 32 * (Cluster ? kMaxCluster : 1)> exchange;
   extern __shared__ uint4 staged[];  // [stage][pack of a thread][student, teacher][thread]
   const int tid = int(threadIdx.x);
   const unsigned blocks = Cluster ? cluster_size() : 1, rank = Cluster ? cluster_rank() : 0;
@@ -116,10 +67,10 @@ __global__ __launch_bounds__(Shape::threads,
     const int left = (n - x.column(tid)) * int(sizeof(T));  // bytes from the thread's first pack on
 #pragma unroll
     for (int h = 0; h < kHeld; ++h) {
-      const int bytes = min(left - h * kThreads * 16, 16);
+      const int bytes = left - h * kThreads * 16;
       if (bytes > 0) {
-        copy_async(to + h * 2 * kThreads, from_s + h * kThreads * N, bytes);
-        copy_async(to + (h * 2 + 1) * kThreads, from_t + h * kThreads * N, bytes);
+        copy_async_upto(to + h * 2 * kThreads, from_s + h * kThreads * N, bytes);
+        copy_async_upto(to + (h * 2 + 1) * kThreads, from_t + h * kThreads * N, bytes);
       }
     }
   };
@@ -172,7 +123,7 @@ __global__ __launch_bounds__(Shape::threads,
     }
     // The exponentials; then q and g, reverse_kl: at once.
     float s[kHeld][N], t[kHeld][N];
-    Totals totals = {0.0f, 0.0f};
+    Totals<T> totals = {};
     const float from_s = finite(own.ref_s), from_t = finite(own.ref_t);
 #pragma unroll
     for (int h = 0; h < kHeld; ++h) {
@@ -197,7 +148,7 @@ __global__ __launch_bounds__(Shape::threads,
     const float part_s = scaling.power(own.ref_s - row.ref_s) * row.part_s;
     const float part_t = scaling.power(own.ref_t - row.ref_t) * row.part_t;
     const float gain = p.factor * p.inverse * scale * rough::divergence_unit<K>(p.beta);
-    float loss, sum_g;
+    float loss, sum_g, center = 0.0f;
     if constexpr (kKl<K>) {
       const float mean =
           fma(row.mean, p.slope, K == DivergenceKind::reverse_kl ? row.log2_quotient : -row.log2_quotient);
@@ -219,24 +170,29 @@ __global__ __launch_bounds__(Shape::threads,
         }
 #pragma unroll
         for (int j = 0; j < N; ++j) {
-          const float q = __fmul_rn(s[h][j], part_s), other = __fmul_rn(t[h][j], part_t);
           const float d = K == DivergenceKind::jsd ? difference(v[j], w[j]) : 0.0f;
-          float term, g;
-          terms_of<K, T>(q, other, d, p.beta, term, g);
-          totals.terms += term, totals.g += g;
-          s[h][j] = q, t[h][j] = g;
+          add_class<K, T>(s[h][j], t[h][j], part_s, part_t, d, p.beta, totals);
         }
       }
+      if constexpr (sizeof(T) == 4) {
+        totals.center = totals.weight > 0.0f ? totals.g / totals.weight : 0.0f, totals.g = 0.0f;
+#pragma unroll
+        for (int h = 0; h < kHeld; ++h)
+#pragma unroll
+          for (int j = 0; j < N; ++j) totals.g = fma(s[h][j], t[h][j] - totals.center, totals.g);
+      } else if constexpr (K == DivergenceKind::jsd) {
+        totals.g *= part_s, totals.terms *= part_t;
+      }
       merge_lanes(totals);
-      const Totals all = meet_totals<Cluster>(exchange, turn++, messages, totals);
-      loss = rough::divergence_loss<K>(all.terms, all.g, p.beta);
-      sum_g = all.g;
+      const Totals<T> all = meet_totals<Cluster>(exchange, turn++, messages, totals);
+      loss = rough::divergence_loss<K>(all.terms, sum_of(all), p.beta);
+      sum_g = all.g, center = center_of(all);
     }
     if (tid == 0 && rank == 0) p.loss[r] = loss * p.factor;
     if (p.dstudent == nullptr) continue;
     const Row<T> to = row_like(out, x);
     const bool aligned = reinterpret_cast<uintptr_t>(to.base) % 16 == 0;
-    if (p.log_probs) sum_g = rough::divergence_own_share<K>();
+    if (p.log_probs) sum_g = rough::divergence_own_share<K>(), center = 0.0f;
     // Of a KL the exponentials are not divided yet; reverse_kl's terms are logits, against the warp's references.
     float gain_s = gain * part_s, gain_t = gain * part_t;
     if constexpr (K == DivergenceKind::reverse_kl) {
@@ -253,9 +209,11 @@ __global__ __launch_bounds__(Shape::threads,
         if constexpr (K == DivergenceKind::forward_kl) {
           const float q = p.log_probs ? 0.0f : __fmul_rn(s[h][j], gain_s);
           s[h][j] = q - __fmul_rn(t[h][j], gain_t);
+        } else if constexpr (K == DivergenceKind::reverse_kl) {
+          s[h][j] = rough::divergence_gradient(t[h][j], s[h][j], sum_g, gain_s);
         } else {
-          s[h][j] = rough::divergence_gradient(t[h][j], s[h][j], sum_g,
-                                               K == DivergenceKind::reverse_kl ? gain_s : gain);
+          const float slope = sizeof(T) == 4 ? (t[h][j] - center) - sum_g : t[h][j] - sum_g;
+          s[h][j] *= slope * (sizeof(T) == 2 && K == DivergenceKind::jsd ? gain_s : gain);
         }
       }
       put_pack(to, k, aligned, s[h]);
@@ -305,7 +263,7 @@ template <DivergenceKind K, class T, bool Packs>
 __global__ __launch_bounds__(kSweepThreads) void swept_kernel(const __grid_constant__ Params<T> p) {
   using Pair = Pieces<T, Packs>;
   constexpr int N = Pair::N, kMessages = kSweepThreads / 32;
-  __shared__ Exchange<kMessages> exchange;
+  __shared__ Exchange<T, kMessages> exchange;
   const int tid = int(threadIdx.x);
   const Scaling<T> scaling(p);
   int turn = 0;
@@ -328,7 +286,8 @@ __global__ __launch_bounds__(kSweepThreads) void swept_kernel(const __grid_const
         add_exponentials(own.ref_t, own.sum_t, w, scaling);
       }
       merge_lanes(own, scaling);
-      row = meet_sums<DivergenceKind::jsd, false>(exchange, turn++, kMessages, own, Totals{}, scaling, false);
+      row = meet_sums<DivergenceKind::jsd, false>(exchange, turn++, kMessages, own, Totals<T>{}, scaling,
+                                                  false);
     }
     auto terms = [&](float x, float y, float& q, float& term, float& g) {
       q = __fmul_rn(scaling.power(x - row.ref_s), row.part_s);
@@ -336,7 +295,7 @@ __global__ __launch_bounds__(kSweepThreads) void swept_kernel(const __grid_const
       const float d = fma((x - row.ref_s) - (y - row.ref_t), p.slope, row.log2_quotient);
       terms_of<K, T>(q, other, d, p.beta, term, g);
     };
-    Totals totals = {0.0f, 0.0f};
+    Totals<T> totals = {};
     for (int k = tid; k < pair.count; k += kSweepThreads) {
       pair.get(k, v, w);
 #pragma unroll

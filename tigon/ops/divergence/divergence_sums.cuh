@@ -5,6 +5,7 @@
 #include "tigon/base/cuda/cluster.cuh"
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/reduce.cuh"
+#include "tigon/base/cuda/row_packs.cuh"
 #include "tigon/ops/divergence/divergence.h"
 
 namespace tigon::cuda {
@@ -55,15 +56,35 @@ struct alignas(16) Sums {
   float ref_s, sum_s, ref_t, sum_t;
 };
 // Two more sums: of terms and of g; of a KL the terms alone, of undivided exponentials against the warp's references.
-struct alignas(8) Totals {
+struct alignas(8) PlainTotals {
   float terms, g;
 };
+// In 32 bits g is a sum of q (slope - center), weight that of q: where one class has nearly all weight, its slope and the row's mean
+// of slopes are nearly one number, and what is left of them is no larger than the rounding of q.
+struct alignas(16) CenteredTotals {
+  float terms, g, center, weight;
+};
+template <class T>
+using Totals = std::conditional_t<sizeof(T) == 4, CenteredTotals, PlainTotals>;
+
+__device__ __forceinline__ void join(PlainTotals& a, const PlainTotals& b) { a.terms += b.terms, a.g += b.g; }
+// The center of the heavier one.
+__device__ __forceinline__ void join(CenteredTotals& a, const CenteredTotals& b) {
+  const float center = b.weight > a.weight ? b.center : a.center;
+  a.g = fma(a.weight, a.center - center, a.g) + fma(b.weight, b.center - center, b.g);
+  a.terms += b.terms, a.weight += b.weight, a.center = center;
+}
 
 // A row pair: references, what exponentials are multiplied with, of a KL the mean of its terms, log2 of the quotient of the sums,
 // teacher's by student's (of equal rows 0 exactly).
 struct RowPair {
   float ref_s = 0.0f, ref_t = 0.0f, part_s = 1.0f, part_t = 1.0f, mean = 0.0f, log2_quotient = 0.0f;
 };
+
+__device__ __forceinline__ float center_of(const PlainTotals&) { return 0.0f; }
+__device__ __forceinline__ float center_of(const CenteredTotals& t) { return t.center; }
+__device__ __forceinline__ float sum_of(const PlainTotals& t) { return t.g; }
+__device__ __forceinline__ float sum_of(const CenteredTotals& t) { return fma(t.center, t.weight, t.g); }
 
 // Nothing but -inf so far: exponentials are taken from 0. NaN and +inf survive.
 __device__ __forceinline__ float finite(float reference) { return reference == -INFINITY ? 0.0f : reference; }
@@ -102,6 +123,27 @@ __device__ __forceinline__ void terms_of(float q, float p, float d, float beta, 
   }
 }
 
+// A class of jsd or tvd to the totals: its exponentials become q and its slope. In 16 bits and jsd q stays undivided, and so do
+// the totals.
+template <DivergenceKind K, class T>
+__device__ __forceinline__ void add_class(float& s, float& t, float part_s, float part_t, float d, float beta,
+                                          Totals<T>& totals) {
+  if constexpr (K == DivergenceKind::jsd) d = fminf(fmaxf(d, -kFar), kFar);
+  float term, slope;
+  if constexpr (sizeof(T) == 4) {
+    const float r = K == DivergenceKind::jsd ? fine::exp2_neg(-fabsf(d)) : 0.0f;
+    s = __fmul_rn(s, part_s);
+    fine::divergence_slope<K>(s, __fmul_rn(t, part_t), d, r, beta, term, slope);
+    totals.weight += s;
+  } else if constexpr (K == DivergenceKind::jsd) {
+    rough::divergence_slope<K>(s, t, d, exp2_approx(-fabsf(d)), beta, term, slope);
+  } else {
+    s = __fmul_rn(s, part_s);
+    rough::divergence_slope<K>(s, __fmul_rn(t, part_t), d, 0.0f, beta, term, slope);
+  }
+  totals.terms += term, totals.g = fma(s, slope, totals.g), t = slope;
+}
+
 __device__ __forceinline__ float max_lanes(float x) {  // floats in the order of integers
   int i = __float_as_int(x);
   i ^= (i >> 31) & 0x7fffffff;
@@ -123,23 +165,23 @@ __device__ __forceinline__ uint4 load_shared(const uint4* from) {
 
 // What a row's warps tell the first warp of each of its blocks, which sums up and tells its block. Exchanges take turns with
 // the memory: a block may be one ahead of another.
-template <int Messages>
+template <class T, int Messages>
 struct Exchange {
   Sums sums[2][Messages];
-  Totals totals[2][Messages];
+  Totals<T> totals[2][Messages];
   uint64_t arrival[2];
   float4 row[2];
-  Totals all;
+  Totals<T> all;
 };
 
 // Every warp's message (the same in all lanes) to all blocks of the row. The first warp returns when all have arrived.
-template <bool Cluster, bool WithSums, bool WithTotals, int Messages>
-__device__ __forceinline__ void tell(Exchange<Messages>& x, int turn, const Sums& sums,
-                                     const Totals& totals) {
+template <bool Cluster, bool WithSums, bool WithTotals, class T, int Messages>
+__device__ __forceinline__ void tell(Exchange<T, Messages>& x, int turn, const Sums& sums,
+                                     const Totals<T>& totals) {
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, warps = int(blockDim.x) / 32;
   const int parity = turn & 1;
   if constexpr (Cluster) {
-    constexpr int kBytes = (WithSums ? int(sizeof(Sums)) : 0) + (WithTotals ? int(sizeof(Totals)) : 0);
+    constexpr int kBytes = (WithSums ? int(sizeof(Sums)) : 0) + (WithTotals ? int(sizeof(totals)) : 0);
     const int blocks = int(cluster_size()), at = int(cluster_rank()) * warps + warp;
     uint64_t* arrival = &x.arrival[parity];
     if (threadIdx.x == 0) arrival_expect(arrival, blocks * warps * kBytes);
@@ -166,13 +208,19 @@ __device__ __forceinline__ void merge_lanes(Sums& m, const Scaling<T>& scaling) 
   m.sum_t = sum_lanes(m.sum_t * scaling.power(m.ref_t - finite(top_t)));
   m.ref_s = top_s, m.ref_t = top_t;
 }
-__device__ __forceinline__ void merge_lanes(Totals& t) { t = {sum_lanes(t.terms), sum_lanes(t.g)}; }
+__device__ __forceinline__ void merge_lanes(PlainTotals& t) { t = {sum_lanes(t.terms), sum_lanes(t.g)}; }
+__device__ __forceinline__ void merge_lanes(CenteredTotals& t) {
+  const unsigned heaviest =
+      __ballot_sync(kAllLanes, t.weight == max_lanes(t.weight));  // 0 with a NaN, as all is then
+  const float center = __shfl_sync(kAllLanes, t.center, __ffs(int(heaviest)) - 1);
+  t = {sum_lanes(t.terms), sum_lanes(fma(t.weight, t.center - center, t.g)), center, sum_lanes(t.weight)};
+}
 
 // The row's softmaxes, the same in every thread; `terms`: of a KL.
 template <DivergenceKind K, bool Cluster, class T, int Messages>
-__device__ __forceinline__ RowPair meet_sums(Exchange<Messages>& x, int turn, int messages, const Sums& own,
-                                             const Totals& totals, const Scaling<T>& scaling,
-                                             bool log_probs) {
+__device__ __forceinline__ RowPair meet_sums(Exchange<T, Messages>& x, int turn, int messages,
+                                             const Sums& own, const Totals<T>& totals,
+                                             const Scaling<T>& scaling, bool log_probs) {
   tell<Cluster, true, kKl<K>>(x, turn, own, totals);
   if (threadIdx.x < 32) {
     const int lane = int(threadIdx.x);
@@ -210,20 +258,68 @@ __device__ __forceinline__ RowPair meet_sums(Exchange<Messages>& x, int turn, in
 }
 
 // The row's totals, the same in every thread.
-template <bool Cluster, int Messages>
-__device__ __forceinline__ Totals meet_totals(Exchange<Messages>& x, int turn, int messages,
-                                              const Totals& own) {
+template <bool Cluster, class T, int Messages>
+__device__ __forceinline__ Totals<T> meet_totals(Exchange<T, Messages>& x, int turn, int messages,
+                                                 const Totals<T>& own) {
   tell<Cluster, false, true>(x, turn, Sums{}, own);
   if (threadIdx.x < 32) {
-    Totals all = {0.0f, 0.0f};
-    for (int i = int(threadIdx.x); i < messages; i += 32)
-      all.terms += x.totals[turn & 1][i].terms, all.g += x.totals[turn & 1][i].g;
+    Totals<T> all = {};
+    for (int i = int(threadIdx.x); i < messages; i += 32) join(all, x.totals[turn & 1][i]);
     merge_lanes(all);
     if (!(all.terms == all.terms)) all.g = all.terms;  // NaN in the teacher's row is in no g
     if (threadIdx.x == 0) x.all = all;
   }
   __syncthreads();
   return x.all;
+}
+
+// N columns: in one instruction at a boundary of 16 bytes.
+template <class T>
+__device__ __forceinline__ void put_whole(T* to, bool aligned, const float (&v)[Row<T>::N]) {
+  Pack<T, Row<T>::N> pack;
+  pack.set(v);
+  if (aligned) {
+    const uint4& w = reinterpret_cast<const uint4&>(pack);  // the compiler would store it in four
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w)
+                 : "memory");
+  } else {
+#pragma unroll
+    for (int j = 0; j < Row<T>::N; ++j) to[j] = pack.v[j];
+  }
+}
+// The columns of pack k that the row has.
+template <class T>
+__device__ __forceinline__ void put_pack(const Row<T>& row, int k, bool aligned,
+                                         const float (&v)[Row<T>::N]) {
+  constexpr int N = Row<T>::N;
+  if (row.whole(k)) return put_whole(row.base + int64_t(k) * N, aligned, v);
+#pragma unroll
+  for (int j = 0; j < N; ++j)
+    if (row.has(row.column(k) + j)) row.base[int64_t(k) * N + j] = narrow<T>(v[j]);
+}
+
+// The gradient's row, counted in the packs of the student's row.
+template <class T>
+__device__ __forceinline__ Row<T> row_like(T* out, const Row<const T>& like) {
+  Row<T> row(out, like.cols);
+  row.lead = like.lead, row.base = out - like.lead, row.packs = like.packs;
+  return row;
+}
+
+// -inf in the columns of a pack that the row does not have.
+template <class T>
+__device__ __forceinline__ uint4 only_columns(const Row<const T>& row, int k, const uint4& words) {
+  constexpr int N = Row<T>::N;
+  Pack<T, N> pack = reinterpret_cast<const Pack<T, N>&>(words);
+#pragma unroll
+  for (int j = 0; j < N; ++j)
+    if (!row.has(row.column(k) + j)) pack.v[j] = narrow<T>(-INFINITY);
+  return reinterpret_cast<const uint4&>(pack);
+}
+
+template <class T>
+__device__ __forceinline__ uint32_t nothing() {  // -inf in every place
+  return sizeof(T) == 4 ? 0xff800000u : std::is_same_v<T, __half> ? 0xfc00fc00u : 0xff80ff80u;
 }
 
 }  // namespace
