@@ -393,7 +393,7 @@ def _ratio(row: dict, other: str) -> str:
     speed = pair[0]["tokens_per_s"] / pair[1]["tokens_per_s"]
     memory = pair[0]["peak_gb"] / pair[1]["peak_gb"] if pair[1]["peak_gb"] else 1.0
     gap = max(abs(a - b) / abs(b) for a, b in zip(pair[0]["losses"], pair[1]["losses"], strict=True))
-    return f"{speed:.2f}x, memory {memory:.2f}x, loss within {gap:.1e}"
+    return f"{speed:.2f}x, memory {memory:.3f}x, loss within {gap:.1e}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -69,7 +69,7 @@ def test_out_of_memory_ends_the_larger_batches(words, monkeypatch):
     assert e2e.main([*command, "4,8,16"]) == 0
     assert seen == [(4, "stock"), (4, "tigon"), (8, "stock"), (8, "tigon"), (16, "tigon")]
     text = e2e.table(e2e.read(Path(words[-1])))
-    assert text.count("out of memory") == 2 and "1.00x, memory 1.00x" in text
+    assert text.count("out of memory") == 2 and "1.00x, memory 1.000x" in text
     seen.clear()
     assert e2e.main([*command, "32,6,8"]) == 0, "later, and in another order: only what is not known"
     assert seen == [(32, "tigon"), (6, "stock"), (6, "tigon")]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from tiny import SHARED, assert_as_good, batch, double, make, step
+from tiny import SHARED, assert_as_good, batch, close, double, make, step
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
@@ -78,6 +78,19 @@ class Packed(nn.Module):
         return self.back(self.act(halves[0]) * halves[1])
 
 
+class Alone(nn.Module):
+    """No projection behind the product (CPM-Ant): that is another module's."""
+
+    def __init__(self, act, size=16, dtype=torch.float32):
+        super().__init__()
+        self.wide, self.other = (nn.Linear(16, size, bias=False, dtype=dtype) for _ in range(2))
+        self.act = act
+
+    def forward(self, hidden):
+        score = self.act(self.wide(hidden))
+        return score * self.other(hidden)
+
+
 def _results(module, x, dy):
     x = x.detach().requires_grad_()
     y = module(x)
@@ -102,7 +115,7 @@ OPS = {"silu": "tigon.swiglu", "gelu_new": "tigon.geglu", "gelu": "tigon.geglu",
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [Gated, Packed])
+@pytest.mark.parametrize("kind", [Gated, Packed, Alone])
 @pytest.mark.parametrize("name", OPS)
 def test_gated_mlps(name, kind, dtype):
     torch.manual_seed(1)
@@ -196,6 +209,35 @@ def test_gates_of_experts(row, dtype):
     for got, right, best in zip(run(x, dy), wanted, exact, strict=True):
         assert got.dtype == right.dtype
         assert_as_good(got, right, best, 2 * torch.finfo(dtype).eps)
+
+
+class Unregistered(nn.Module):
+    """Experts that call their gate without the registry (Step 3.7): no has_gate, no config."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj, self.act, self.limit = nn.Parameter(torch.randn(2, 16, 48)), ACT2FN["silu"], 1.5
+
+    def forward(self, x):
+        y = 0
+        for weight in self.gate_up_proj:
+            y = y + self._apply_gate(x @ weight)
+        return y
+
+    def _apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate = self.act(gate).clamp(max=self.limit)
+        return gate * up.clamp(min=-self.limit, max=self.limit)
+
+
+def test_experts_outside_the_registry():
+    torch.manual_seed(3)
+    stock = nn.Sequential(Unregistered())
+    patched, x = copy.deepcopy(stock), torch.randn(5, 16)
+    assert apply(patched).count("experts") == 1
+    close(patched(x), stock(x))
+    got, wanted = (torch.autograd.grad(m(x).square().sum(), m[0].gate_up_proj)[0] for m in (patched, stock))
+    close(got, wanted, ulps=256)
 
 
 class Ungated(nn.Module):

@@ -79,7 +79,7 @@ def squared_forward(module: nn.Module, spec: None, x):
 
 def plan_experts(module: nn.Module) -> tuple | str | None:
     """(function, module and name it is bound to, spec, what it is), or why experts are left, or None."""
-    if hasattr(module, GATE) and hasattr(module, "has_gate"):
+    if hasattr(module, GATE) and (hasattr(module, "has_gate") or _calls_gate(module)):
         return _plan_gate(module)
     stacked = [name for name, p in module.named_parameters(recurse=False) if p.ndim == 3]
     if not any(name.startswith("gate_up") for name in stacked) and not (
@@ -111,7 +111,7 @@ def _activates(module) -> bool:
 def _plan_gate(module):
     if GATE in module.__dict__:
         return "its gate is bound to the instance by another patch"
-    if not module.has_gate:
+    if not getattr(module, "has_gate", True):
         return _plan_ungated(module)
     try:
         found = match(canonical_method(type(module), GATE), EXPERT_GATES)
@@ -150,11 +150,15 @@ def _activation(module, name) -> tuple[str | None, str | None]:
     return None, f"activation {type(getattr(module, name)).__name__} has no fused product"
 
 
+def _calls_gate(module) -> bool:
+    """Whether the forward that the class was written with calls the gate, registry or not."""
+    return GATE in inspect.unwrap(type(module).forward).__code__.co_names
+
+
 def _inline_loop(module) -> str | None:
     """Why the chosen implementation never calls the gate, or None."""
-    if getattr(module.config, "_experts_implementation", None) not in ("eager", None):
+    if _calls_gate(module):
         return None
-    loop = inspect.unwrap(type(module).forward)
-    if GATE in loop.__code__.co_names:
+    if getattr(module.config, "_experts_implementation", None) not in ("eager", None):
         return None
     return "experts_implementation='eager' computes the gate inline; set_experts_implementation('grouped_mm')"

@@ -44,7 +44,7 @@ class MlpSpec:
     """Names of the child modules and numbers of one MLP, and its activation."""
 
     activation: str
-    down: str
+    down: str | None = None  # the projection behind the product, where it is in this module
     gate: str | None = None
     up: str | None = None
     gate_up: str | None = None
@@ -66,7 +66,7 @@ def mlp_forward(module: nn.Module, spec: MlpSpec, x, layer=None):
         return stock(module, x, layer)
     for name in spec.before:
         x = getattr(module, name)(x)
-    down = getattr(module, spec.down)
+    down = None if spec.down is None else getattr(module, spec.down)
     up = None if spec.up is None else getattr(module, spec.up)(x)
     if spec.gate is None and spec.gate_up is None:
         return down(relu_squared(up) if plain(up) else ACTIVATIONS["relu_squared"](up))
@@ -83,6 +83,8 @@ def mlp_forward(module: nn.Module, spec: MlpSpec, x, layer=None):
         inner = getattr(module, spec.middle)(inner)
     if spec.cast and isinstance(down.weight, torch.Tensor) and down.weight.dtype != torch.int8:
         inner = inner.to(down.weight.dtype)
+    if down is None:
+        return inner
     y = spec.ledger.project(down, inner)
     if spec.dropout is not None:
         y = F.dropout(y, p=getattr(module, spec.dropout), training=module.training)

@@ -233,6 +233,10 @@ def glu(self, x):
     return self.down(self.act(self.gate(x)) * self.up(x))
 
 
+def glu_alone(self, x):
+    return self.act(self.gate(x)) * self.up(x)
+
+
 def glu_inline(self, x):
     return self.down(F.silu(self.gate(x)) * self.up(x))
 
@@ -329,6 +333,7 @@ _UP_FIRST = {"up_first": True}
 MLPS = (
     Structure("gate, up, down", glu),
     Structure("gate, up, down", glu_inline),
+    Structure("gate, up", glu_alone),
     Structure("gate_up, down", glu_chunk),
     Structure("gate, up, down, multipliers", glu_multipliers),
     Structure("up, down", ungated),
