@@ -1,6 +1,7 @@
-// Rows that start and end anywhere, in 16-byte packs. Row: packs are counted from the boundary before the row, those at its two
-// ends are moved element by element, all others in one instruction. Part, and the norms' Lie (norm_forward.cuh): whole packs
-// only, what is before and behind them one by one. load_shifted: a pack of a row that lies unlike the one that owns the packs.
+// Rows that start and end anywhere, in 16-byte packs. Row: packs are counted from the boundary before the row; those at its two
+// ends are in part. RowWords: a row read in the packs of another, all in whole words, trimmed afterwards. Part, and the norms' Lie
+// (norm_forward.cuh): whole packs only, what is before and behind them one by one. load_shifted: a pack of a row that lies unlike
+// the one that owns the packs.
 #pragma once
 
 #include "tigon/base/cuda/vec.cuh"
@@ -194,7 +195,6 @@ __device__ __forceinline__ void store_pack(const Row<T>& row, int k, const float
   }
 }
 
-//FETCH
 // Packs are held as the words they arrived in, `fill` where the row is not. Not through the read-only path: the gradient may take the logits' place.
 template <class T>
 __device__ __forceinline__ uint4 fetch(const Row<const T>& row, int k, float fill = -INFINITY) {

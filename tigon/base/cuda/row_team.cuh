@@ -10,7 +10,7 @@ namespace tigon::cuda {
 
 constexpr int kMaxCluster = 16;
 
-// V is 8 bytes, has V::none(), and merge_lanes<Width>(): all lanes of each group of Width get what these have together.
+// V is 8 or 16 bytes, has V::none(), and merge_lanes<Width>(): all lanes of each group of Width get what these have together.
 // In turns: a warp may be one row ahead of another, a block of another block.
 template <class V>
 struct Exchange {
@@ -47,6 +47,20 @@ __device__ __forceinline__ V merge_row(V v, Exchange<V>& x, int turn) {
   }
   return v;
 }
+
+// Blocks that stay take the row that is next when they are free: those of a multiprocessor that is nearer to the memory take
+// more. One thread draws, and all hear of it together with V.
+template <class V>
+struct alignas(16) Drawn {
+  V v;
+  int row, unused;
+  __device__ static Drawn none() { return {V::none(), -1, 0}; }
+  template <int Width>
+  __device__ __forceinline__ void merge_lanes() {
+    v.template merge_lanes<Width>();
+    row = __reduce_max_sync(0xffffffffu, row);
+  }
+};
 
 struct alignas(8) PlainSum {
   float s, unused;

@@ -490,8 +490,7 @@ void allow_shared(int bytes) {
   static OncePerDevice prepared;
   prepared.run(kOp, [&] {
     auto kernel = &resident_kernel<General, T>;
-    TIGON_CUDA_CHECK(kOp,
-                     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    TIGON_CUDA_CHECK(kOp, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     TIGON_CUDA_CHECK(kOp, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                                cudaSharedmemCarveoutMaxShared));
   });

@@ -68,9 +68,7 @@ __device__ __forceinline__ bool leave_out(uint4 (&q)[K], int at, int threads) {
   if (at < 0) return false;
   const int pack = at / N - int(threadIdx.x), element = at % N, word = element * int(sizeof(T)) / 4;
   // Bytes of the word and, from 4 on, of nothing.
-  const uint32_t bytes = sizeof(T) == 4     ? 0x7654u
-                         : element % 2 == 0 ? 0x3254u
-                                            : 0x5410u;
+  const uint32_t bytes = sizeof(T) == 4 ? 0x7654u : element % 2 == 0 ? 0x3254u : 0x5410u;
   bool holds = false;
 #pragma unroll
   for (int k = 0; k < K; ++k) {  // selections, no indexing: q stays in registers
@@ -204,7 +202,8 @@ __device__ __forceinline__ void clear(T* x, int n) {
 template <class T, int kHeld, int Most, bool Cluster>
 __global__ __launch_bounds__(Most, 1) void held_kernel(const __grid_constant__ Params<T> p) {
   constexpr int N = Row<T>::N;
-  __shared__ Exchange<Sums<T>> exchange;
+  using Told = Drawn<Sums<T>>;
+  __shared__ Exchange<Told> exchange;
   const int tid = int(threadIdx.x), threads = int(blockDim.x);
   const unsigned blocks = Cluster ? cluster_size() : 1, rank = Cluster ? cluster_rank() : 0;
   if constexpr (Cluster) {
@@ -216,10 +215,11 @@ __global__ __launch_bounds__(Most, 1) void held_kernel(const __grid_constant__ P
   const int first = Cluster ? min(int(rank) * p.slice, p.cols) : 0;
   const int n = Cluster ? min(p.slice, p.cols - first) : p.cols;
   const int64_t step = gridDim.x / blocks;
-  int64_t r = blockIdx.x / blocks;
+  int64_t r = blockIdx.x / blocks, r1 = r + step, r2 = r1 + step;  // this row and the two after it
   if (r < p.rows) {
     uint4 q[kHeld];
     float edge, z;  // of the first threads; the label's, of every thread
+    auto part_of = [&](int64_t r) { return Part<const T>(p.logits + r * p.stride + first, n); };
     auto read_edge = [&](const Part<const T>& part, int label) {
       int c = part.edge(n);
       edge = c >= 0 ? widen(part.x[c]) : -INFINITY;
@@ -231,15 +231,18 @@ __global__ __launch_bounds__(Most, 1) void held_kernel(const __grid_constant__ P
       read_edge(part, label);
     };
     int turn = 0, label = label_of(p, p.target[r]), next = kUnread;
-    if (r + step < p.rows) next = label_of(p, p.target[r + step]);
-    Part<const T> part(p.logits + r * p.stride + first, n);
+    if (r1 < p.rows) next = label_of(p, p.target[r1]);
+    Part<const T> part = part_of(r);
     if (label != kUnread) read(part, label);
     for (;;) {
-      const bool more = r + step < p.rows, ahead = more && next != kUnread;
-      const Part<const T> following(part.x + step * p.stride, n);
-      const int64_t later = r + 2 * step < p.rows ? p.target[r + 2 * step] : p.ignore_index;
+      const bool more = r1 < p.rows, ahead = more && next != kUnread;
+      const Part<const T> following = part_of(r1);
+      const int64_t later = r2 < p.rows ? p.target[r2] : p.ignore_index;
+      Told told = Told::none();
+      if (p.counter != nullptr && tid == 0 && rank == 0) told.row = int(3 * step) + atomicAdd(p.counter, 1);
       T* out = p.dlogits + r * p.dlogits_stride + first;
       if (label == kUnread) {
+        if (p.counter != nullptr) told = merge_row<0, Cluster>(told, exchange, turn++);
         if (p.dlogits != nullptr) clear(out, n);
         if (tid == 0 && rank == 0) finish_unread(p, r);
         if (ahead) read(following, next);
@@ -254,8 +257,10 @@ __global__ __launch_bounds__(Most, 1) void held_kernel(const __grid_constant__ P
         float s = exp_of(edge, reference(m));
 #pragma unroll
         for (int k = 0; k < kHeld; ++k) s += sum_of<T>(q[k], reference(m));
-        const Sums<T> a = merge_row<0, Cluster>(Sums<T>{m, s}, exchange, turn++);
-        const Gradient g = finish(p, r, label, a, z, scale, tid == 0 && (label >= 0 ? own >= 0 : rank == 0));
+        told.v = {m, s};
+        told = merge_row<0, Cluster>(told, exchange, turn++);
+        const Gradient g =
+            finish(p, r, label, told.v, z, scale, tid == 0 && (label >= 0 ? own >= 0 : rank == 0));
         if (p.dlogits == nullptr || label == kIgnored) {
           if (p.dlogits != nullptr) clear(out, n);
           if (ahead) read(following, next);
@@ -269,13 +274,13 @@ __global__ __launch_bounds__(Most, 1) void held_kernel(const __grid_constant__ P
             if (ahead) q[k] = fetch_or_nothing<T>(following, i);
           }
           // The label's column by the thread that has stored its neighbours.
-          if (own >= 0 && (c == own || (holds && at / N < part.packs)))
-            out[own] = narrow<T>(g.of_label(z));
+          if (own >= 0 && (c == own || (holds && at / N < part.packs))) out[own] = narrow<T>(g.of_label(z));
           if (ahead) read_edge(following, next);
         }
       }
       if (!more) break;
-      r += step, part = following, label = next, next = label_of(p, later);
+      r = r1, r1 = r2, r2 = p.counter != nullptr ? told.row : r2 + step;
+      part = following, label = next, next = label_of(p, later);
     }
   }
   if constexpr (Cluster) {  // a block that has ended cannot be written to
@@ -332,23 +337,28 @@ void prefer_cache(Kernel kernel, int blocks, int shared) {
                                              std::min(percent, 100)));
 }
 
-// A row by `blocks` blocks of as many threads as hold it. False when they do not, or the device has no room for them.
-template <class T, bool Cluster>
+// A row by `blocks` blocks of as many threads as hold it, Held packs each. False when they do not, or the device has no room for them.
+template <class T, int Held, int Most, bool Cluster>
 bool launch_held(Context& ctx, Params<T> p, int blocks) {
   static ClusterRoom clusters;
   static OncePerDevice prepared;
-  auto kernel = &held_kernel<T, kHeld, kHeldThreads, Cluster>;
+  auto kernel = &held_kernel<T, Held, Most, Cluster>;
   p.slice = int(ceil_div(ceil_div(p.cols, blocks), 64) * 64);
   const int64_t packs = ceil_div(std::min(p.slice, p.cols), Row<T>::N);
-  const int threads = int(ceil_div(packs, kHeld * 32) * 32);
-  if (threads > kHeldThreads) return false;
-  prepared.run(kOp, [&] { prefer_cache(kernel, Cluster ? 2 : 8, int(sizeof(Exchange<Sums<T>>))); });
+  const int threads = int(ceil_div(packs, Held * 32) * 32);
+  if (threads > Most) return false;
+  prepared.run(kOp, [&] { prefer_cache(kernel, Cluster ? 2 : 8, int(sizeof(Exchange<Drawn<Sums<T>>>))); });
   // Single blocks do not stay, unless one fills a multiprocessor: the next could not load meanwhile.
-  int64_t room = threads > kHeldThreads / 2 ? device_facts().sms : INT32_MAX;
+  int64_t room = threads > Most / 2 ? device_facts().sms : INT32_MAX;
   if (Cluster) room = clusters.of(kOp, kernel, blocks, threads);
   if (room == 0) return false;
-  launch(kOp, ctx, kernel,
-         {.blocks = std::min(p.rows, room) * blocks, .threads = threads, .cluster = blocks}, p);
+  if (p.rows > 8 * room && p.rows < INT32_MAX / 2) {
+    p.counter = ctx.scratch_of<int>(1);
+    TIGON_CUDA_CHECK(kOp,
+                     cudaMemsetAsync(p.counter, 0, sizeof(int), static_cast<cudaStream_t>(ctx.stream())));
+  }
+  launch(kOp, ctx, kernel, {.blocks = std::min(p.rows, room) * blocks, .threads = threads, .cluster = blocks},
+         p);
   return true;
 }
 
@@ -371,11 +381,11 @@ bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& p) {
     launch_sweep(ctx, p);
     return true;
   }
-  if (fits(kHeldThreads)) return launch_held<T, false>(ctx, p, 1);
+  if (fits(kHeldThreads)) return launch_held<T, kHeld, kHeldThreads, false>(ctx, p, 1);
   if (device_facts().capability < 90) return false;
-  for (int blocks : {2, 3, 4})
-    if (launch_held<T, true>(ctx, p, blocks)) return true;
-  return false;
+  // Pairs of blocks leave no multiprocessor without work, larger clusters do.
+  return launch_held<T, kHeld, kHeldThreads, true>(ctx, p, 2) || launch_held<T, 20, 480, true>(ctx, p, 2) ||
+         launch_held<T, kHeld, kHeldThreads, true>(ctx, p, 4);
 }
 
 template bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<float>& p);

@@ -1,13 +1,14 @@
 // CUDA backend of softmax.
 //
-// Bytes per element (b = element size): forward 2b, backward 3b. Instructions: about 16 per element forward, two of them ex2, and 8
-// backward, against a budget of 31 and 46 at the speed of the memory (bf16).
+// Bytes per element (b = element size): forward 2b, backward 3b. Instructions: about 9 per element forward, one ex2 (two in rows past
+// 1024 packs), and 9 backward, against a budget of 27 and 41 at the speed of the memory (bf16).
 //
 // Variants
-//   held    A row lies in the registers of one or several warps, of a block, or of a cluster of up to 8 blocks (sm_90 on).
-//   looped  Longer rows: one sweep that finds maximum and sum (or the dot product), one that writes, out of L2.
-// A row may start at any element: packs are counted from the 16-byte boundary before it (row_packs.cuh), so odd lengths move in
-// packs too; where results lie differently from the inputs, element by element.
+//   held    A row lies in the registers of several lanes, a warp, a block of as many warps as it needs, or a cluster of up to 16
+//           blocks (sm_90 on). All its loads are in flight together. Clusters stay: a pack of the next row is asked for as soon as
+//           this row's has been stored.
+//   swept   Longer rows: one sweep that finds maximum and sum (or the dot product), one that writes, out of L2.
+// A row may start at any element: packs are those of the row that is written, and what is read lies anywhere (row_packs.cuh).
 #include "tigon/base/cuda/row_packs.cuh"
 #include "tigon/base/cuda/row_team.cuh"
 #include "tigon/base/cuda/rows.cuh"
@@ -27,6 +28,8 @@ struct Forward {
   T* y;
   int64_t rows, x_stride, y_stride;
   int cols;
+  int* counter =
+      nullptr;        // of rows that blocks which stay have drawn; 0 at first. Null: they take every so many
   uint32_t zero = 0;  // for again()
 
   // Rows that are not there hold nothing.
@@ -43,6 +46,7 @@ struct Backward {
   T* dx;
   int64_t rows, dy_stride, y_stride, dx_stride;
   int cols;
+  int* counter = nullptr;
   uint32_t zero = 0;
 };
 
@@ -52,7 +56,8 @@ struct BackwardRow {
   Row<T> dx;
   RowWords<T> y, dy;
 
-  __device__ __forceinline__ BackwardRow(const Backward<T>& p, int64_t r) : BackwardRow(p, r < p.rows ? r : 0, r < p.rows) {}
+  __device__ __forceinline__ BackwardRow(const Backward<T>& p, int64_t r)
+      : BackwardRow(p, r < p.rows ? r : 0, r < p.rows) {}
   __device__ __forceinline__ BackwardRow(const Backward<T>& p, int64_t r, bool live)
       : dx(p.dx + r * p.dx_stride, p.cols),
         y(dx, p.y + r * p.y_stride, p.y_end, 0, live),
@@ -88,12 +93,13 @@ struct BackwardRow {
 };
 
 // The threads that share a row: several lanes, a warp, a block or a cluster of blocks.
-template <class Shape, bool Cluster, class V>
+template <class Shape, bool Cluster, bool Stays, class V>
 struct Team {
-  Exchange<V>& x;
+  using Told = std::conditional_t<Stays, Drawn<V>, V>;
+  Exchange<Told>& x;
   int blocks = 1, rank = 0, threads, thread, turn = 0;
 
-  __device__ __forceinline__ Team(Exchange<V>& x) : x(x) {
+  __device__ __forceinline__ Team(Exchange<Told>& x) : x(x) {
     threads = Shape::threads ? Shape::threads : int(blockDim.x);
     thread = Shape::rows == 1 ? int(threadIdx.x) : int(threadIdx.x) % Shape::threads;
     if constexpr (Cluster) {
@@ -110,11 +116,28 @@ struct Team {
     if constexpr (Cluster) return blockIdx.x / unsigned(blocks);
     return int64_t(blockIdx.x) * Shape::rows + (Shape::rows == 1 ? 0 : threadIdx.x / Shape::threads);
   }
-  __device__ __forceinline__ int64_t step() const { return int64_t(gridDim.x / unsigned(blocks)) * Shape::rows; }
+  __device__ __forceinline__ int64_t step() const {
+    return int64_t(gridDim.x / unsigned(blocks)) * Shape::rows;
+  }
   // Pack i of this thread: the blocks of a cluster take turns, so that all have as much to do.
-  __device__ __forceinline__ int pack(int i) const { return thread + threads * (Cluster ? i * blocks + rank : i); }
+  __device__ __forceinline__ int pack(int i) const {
+    return thread + threads * (Cluster ? i * blocks + rank : i);
+  }
 
-  __device__ __forceinline__ V merge(V v) { return merge_row<Shape::threads, Cluster>(v, x, turn++); }
+  // The row after the next, known to one thread yet: asked for long before merge() tells the others.
+  __device__ __forceinline__ int draw(int* counter) const {
+    return Stays && counter != nullptr && thread + rank == 0 ? int(2 * step()) + atomicAdd(counter, 1) : -1;
+  }
+  // What all have together, and the row after the next if one was drawn.
+  __device__ __forceinline__ V merge(const V& v, int drawn, int64_t& later) {
+    if constexpr (Stays) {
+      const Told told = merge_row<Shape::threads, Cluster>(Told{v, drawn, 0}, x, turn++);
+      later = told.row < 0 ? later : told.row;
+      return told.v;
+    } else {
+      return merge_row<Shape::threads, Cluster>(v, x, turn++);
+    }
+  }
 };
 
 // The same words, which the compiler must take for others (vec.cuh).
@@ -146,15 +169,16 @@ __device__ __forceinline__ ExpSum<T> exponentials(const uint4 (&q)[K], float (&e
 // Keeps: the exponentials stay in registers, else they are found twice. Stays: blocks take one row after another, and ask for
 // the next one's packs as they store.
 template <class T, class Shape, bool Cluster, bool Keeps, bool Stays>
-__global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_kernel(
-    const __grid_constant__ Forward<T> p) {
+__global__ __launch_bounds__(Shape::block,
+                             Shape::min_blocks) void forward_kernel(const __grid_constant__ Forward<T> p) {
   constexpr int N = Row<T>::N, kHeld = Shape::held;
-  __shared__ Exchange<ExpSum<T>> exchange;
-  Team<Shape, Cluster, ExpSum<T>> team(exchange);
+  using Threads = Team<Shape, Cluster, Stays, ExpSum<T>>;
+  __shared__ Exchange<typename Threads::Told> exchange;
+  Threads team(exchange);
   wait_for_kernel_ahead();
   let_next_kernel_start();
   auto pack = [&](int i) { return team.pack(i); };
-  int64_t r = team.first_row();
+  int64_t r = team.first_row(), following = Stays ? r + team.step() : p.rows;
   Row<T> y = p.row_of_y(r);
   RowWords<T> x = p.row_of_x(y, r);
   uint4 q[kHeld];
@@ -162,12 +186,13 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_kerne
   for (int i = 0; i < kHeld; ++i) q[i] = x.load(pack(i));
   team.meet();
   for (;;) {
-    const int64_t following = Stays ? r + team.step() : p.rows;
-    const Row<T> next_y = p.row_of_y(following);
-    const RowWords<T> next_x = p.row_of_x(next_y, following);
+    int64_t later = following + team.step();
+    const int drawn = team.draw(p.counter);
     x.trim(y, q, pack);
     float e[kHeld][N];
-    const ExpSum<T> own = exponentials<T>(q, e), all = team.merge(own);
+    const ExpSum<T> own = exponentials<T>(q, e), all = team.merge(own, drawn, later);
+    const Row<T> next_y = p.row_of_y(following);
+    const RowWords<T> next_x = p.row_of_x(next_y, following);
     const float scale = (Keeps ? exp_below<T>(own.m, all.m) : 1.0f) / all.s;
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
@@ -181,7 +206,7 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_kerne
       if (r < p.rows && pack(i) < y.packs) store_pack(y, pack(i), e[i]);
       if (Stays) q[i] = next_x.load(pack(i));
     }
-    r = following;
+    r = following, following = later;
     if (r >= p.rows) break;
     x = next_x, y = next_y;
   }
@@ -195,7 +220,7 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_swept
     const __grid_constant__ Forward<T> p) {
   constexpr int N = Row<T>::N, kHeld = Shape::held;
   __shared__ Exchange<ExpSum<T>> exchange;
-  Team<Shape, Cluster, ExpSum<T>> team(exchange);
+  Team<Shape, Cluster, false, ExpSum<T>> team(exchange);
   wait_for_kernel_ahead();
   let_next_kernel_start();
   const int64_t r = team.first_row();
@@ -220,7 +245,7 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_swept
     if (b.m != top) b.s *= exp_below<T>(b.m, top);
     a.m = top, a.s += b.s;
   }
-  a = team.merge(a);
+  a = merge_row<0, Cluster>(a, exchange, 0);
   const float scale = 1.0f / a.s;
   for (int first = (y.packs - 1) / step * step; first >= 0; first -= step) {
     load(first);
@@ -238,30 +263,32 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_swept
 }
 
 template <class T, class Shape, bool Cluster, bool Stays>
-__global__ __launch_bounds__(Shape::block, Shape::min_blocks) void backward_kernel(
-    const __grid_constant__ Backward<T> p) {
+__global__ __launch_bounds__(Shape::block,
+                             Shape::min_blocks) void backward_kernel(const __grid_constant__ Backward<T> p) {
   constexpr int kHeld = Shape::held;
-  __shared__ Exchange<PlainSum> exchange;
-  Team<Shape, Cluster, PlainSum> team(exchange);
+  using Threads = Team<Shape, Cluster, Stays, PlainSum>;
+  __shared__ Exchange<typename Threads::Told> exchange;
+  Threads team(exchange);
   wait_for_kernel_ahead();
   let_next_kernel_start();
   auto pack = [&](int i) { return team.pack(i); };
-  int64_t r = team.first_row();
+  int64_t r = team.first_row(), following = Stays ? r + team.step() : p.rows;
   BackwardRow<T> row(p, r);
   uint4 a[kHeld], b[kHeld];
   row.load(pack, a, b);
   team.meet();
   for (;;) {
-    const int64_t following = Stays ? r + team.step() : p.rows;
+    int64_t later = following + team.step();
+    const int drawn = team.draw(p.counter);
+    const float s = team.merge(PlainSum{row.dot(pack, a, b), 0.0f}, drawn, later).s;
     const BackwardRow<T> next(p, following);
-    const float s = team.merge(PlainSum{row.dot(pack, a, b), 0.0f}).s;
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       if (r < p.rows && pack(i) < row.dx.packs)
         row.write(pack(i), again(a[i], p.zero), again(b[i], p.zero), s);
       if (Stays) a[i] = next.y.load(pack(i)), b[i] = next.dy.load(pack(i));
     }
-    r = following;
+    r = following, following = later;
     if (r >= p.rows) break;
     row = next;
   }
@@ -274,7 +301,7 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void backward_swep
     const __grid_constant__ Backward<T> p) {
   constexpr int kHeld = Shape::held;
   __shared__ Exchange<PlainSum> exchange;
-  Team<Shape, Cluster, PlainSum> team(exchange);
+  Team<Shape, Cluster, false, PlainSum> team(exchange);
   wait_for_kernel_ahead();
   let_next_kernel_start();
   const BackwardRow<T> row(p, team.first_row());
@@ -287,7 +314,7 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void backward_swep
     s += row.dot(pack, a, b);
   }
   team.meet();
-  s = team.merge(PlainSum{s, 0.0f}).s;
+  s = merge_row<0, Cluster>(PlainSum{s, 0.0f}, exchange, 0).s;
   for (int first = (packs - 1) / step * step; first >= 0; first -= step) {
     auto pack = [&](int i) { return first + team.pack(i); };
     row.load(pack, a, b);
@@ -300,9 +327,11 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void backward_swep
   team.meet();
 }
 
-// By the packs of a row.
-using ForwardLadder = RowShapes<RowShape<4, 4>, RowShape<32, 4>, RowBlock<8, 1024>>;
-using BackwardLadder = RowShapes<RowShape<8, 2>, RowShape<32, 4>, RowBlock<4, 1024>>;
+// By the packs of a row. Few packs a thread and all threads that a multiprocessor takes where the exponentials stay in registers; else
+// as many packs as the registers of 1024 threads hold.
+using ForwardLadder = RowShapes<RowShape<8, 2>, RowShape<16, 4>, RowShape<32, 4>, RowBlock<2, 512, 4>,
+                                RowBlock<4, 512, 3>, RowBlock<8, 1024>>;
+using BackwardLadder = RowShapes<RowShape<8, 2>, RowShape<16, 4>, RowShape<32, 4>, RowBlock<4, 1024>>;
 
 // The packs that a row touches at most, wherever it starts.
 template <class T>
@@ -325,7 +354,8 @@ struct ForwardKernels {
   using Swept = RowBlock<4, 1024>;
   template <class Shape, bool Cluster>
   static auto held() {
-    return forward_kernel<T, Shape, Cluster, false, Cluster>;
+    constexpr bool kKeeps = sizeof(T) == 2 && !Cluster && (Shape::threads != 0 || Shape::held == 2);
+    return forward_kernel<T, Shape, Cluster, kKeeps, Cluster>;
   }
   static auto swept() { return forward_swept_kernel<T, Swept, true>; }
 };
@@ -343,24 +373,31 @@ struct BackwardKernels {
 };
 
 template <class Kernels>
-void run(Context& ctx, const typename Kernels::Params& p, int64_t packs) {
+void run(Context& ctx, typename Kernels::Params p, int64_t packs) {
   const bool held = Kernels::Ladder::pick(packs, [&](auto shape) {
     using Shape = decltype(shape);
     launch(kOp, ctx, Kernels::template held<Shape, false>(),
-           {.blocks = ceil_div(p.rows, Shape::rows), .threads = block_threads<Shape>(packs), .early = true}, p);
+           {.blocks = ceil_div(p.rows, Shape::rows), .threads = block_threads<Shape>(packs), .early = true},
+           p);
   });
   if (held) return;
-  // Clusters, as many as run at a time: each takes one row after another.
+  // Clusters, as many as run at a time: each takes one row after another. Large ones of small blocks, two or more of them on a
+  // multiprocessor, if only a part of the warps is left without work.
   using Clustered = typename Kernels::Clustered;
   static ClusterRoom clusters;
   const auto kernel = Kernels::template held<Clustered, true>();
-  for (int blocks = 2; blocks <= kMaxCluster; blocks *= 2) {
-    if (packs > Clustered::packs * blocks) continue;
+  for (int blocks : {16, 8, 4, 2}) {
     const int threads = block_threads<Clustered>(ceil_div(packs, blocks));
-    const int64_t room = clusters.of(kOp, kernel, blocks, threads);
-    if (room == 0) break;
+    if (threads < 192 && blocks > 2) continue;
+    const int64_t room = threads > Clustered::block ? 0 : clusters.of(kOp, kernel, blocks, threads);
+    if (room == 0) continue;
+    if (p.rows > 4 * room && p.rows < INT32_MAX / 2) {
+      p.counter = ctx.scratch_of<int>(1);
+      TIGON_CUDA_CHECK(kOp,
+                       cudaMemsetAsync(p.counter, 0, sizeof(int), static_cast<cudaStream_t>(ctx.stream())));
+    }
     launch(kOp, ctx, kernel,
-           {.blocks = std::min(p.rows, room) * blocks, .threads = threads, .early = true, .cluster = blocks}, p);
+           {.blocks = std::min(p.rows, room) * blocks, .threads = threads, .cluster = blocks}, p);
     return;
   }
   const int blocks = device_facts().capability >= 90 ? 8 : 1;
@@ -373,7 +410,8 @@ void run(Context& ctx, const typename Kernels::Params& p, int64_t packs) {
 void softmax_fwd(Context& ctx, const SoftmaxFwd& a) {
   dispatch_float(kOp, "x", a.x.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
-    Forward<T> p{a.x.row<T>(0), end_of<T>(a.x), a.y.row<T>(0), a.x.rows, a.x.stride, a.y.stride, int(a.x.cols)};
+    Forward<T> p{a.x.row<T>(0), end_of<T>(a.x), a.y.row<T>(0), a.x.rows,
+                 a.x.stride,    a.y.stride,     int(a.x.cols)};
     run<ForwardKernels<T>>(ctx, p, most_packs(p.y, p.y_stride, p.cols));
   });
 }
