@@ -13,12 +13,11 @@ namespace tigon {
 namespace cuda {
 
 const DeviceFacts& device_facts() {
-  constexpr int kMaxDevices = 64;
-  static std::array<DeviceFacts, kMaxDevices> facts;
-  static std::array<std::once_flag, kMaxDevices> known;
+  static std::array<DeviceFacts, kMostDevices> facts;
+  static std::array<std::once_flag, kMostDevices> known;
   int device = 0;
   TIGON_CUDA_CHECK("device", cudaGetDevice(&device));
-  TIGON_CHECK("device", device < kMaxDevices, "device index must be below ", kMaxDevices, ", got ", device);
+  TIGON_CHECK("device", device < kMostDevices, "device index must be below ", kMostDevices, ", got ", device);
   std::call_once(known[size_t(device)], [device] {
     DeviceFacts f;
     int major = 0, minor = 0;

@@ -3,6 +3,10 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <array>
+#include <atomic>
+
 #include "tigon/base/context.h"
 #include "tigon/base/error.h"
 
@@ -19,6 +23,7 @@ struct DeviceFacts {
   int shared_per_block = 0;  // opt-in limit, bytes
   int capability = 0;        // 90 for sm_90
 };
+constexpr int kMostDevices = 64;
 // Facts of the current device, read once per device.
 const DeviceFacts& device_facts();
 
@@ -65,6 +70,60 @@ void launch(const char* op, Context& ctx, void (*kernel)(Params...), Grid grid, 
   TIGON_CHECK(op, status == cudaSuccess, "kernel launch failed (", grid.blocks, " blocks of ", grid.threads,
               " threads): ", cudaGetErrorString(status));
 }
+
+// What is done once for each device: settings of a kernel. Twice, where threads meet.
+class OncePerDevice {
+ public:
+  template <class Fn>
+  void run(const char* op, Fn&& fn) {
+    int device = 0;
+    TIGON_CUDA_CHECK(op, cudaGetDevice(&device));
+    std::atomic<bool>& done = done_[size_t(device)];
+    if (done.load(std::memory_order_acquire)) return;
+    fn();
+    done.store(true, std::memory_order_release);
+  }
+
+ private:
+  std::array<std::atomic<bool>, kMostDevices> done_{};
+};
+
+// How many clusters of a kernel the device runs at a time; 0 where it has no room for one. The last answer is remembered, by
+// device and blocks of a cluster: one of these belongs to each kernel.
+class ClusterRoom {
+ public:
+  template <class Kernel>
+  int of(const char* op, Kernel kernel, int blocks, int threads) {
+    if (device_facts().capability < 90 || blocks > kMost) return 0;
+    int device = 0;
+    TIGON_CUDA_CHECK(op, cudaGetDevice(&device));
+    std::atomic<uint32_t>& last = last_[size_t(device)][size_t(blocks)];
+    const uint32_t seen = last.load(std::memory_order_relaxed);
+    if (seen >> 16 == uint32_t(threads)) return int(seen & 0xffff);
+    if (blocks > kPortable)
+      TIGON_CUDA_CHECK(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {unsigned(blocks), 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(unsigned(blocks));
+    config.blockDim = dim3(unsigned(threads));
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int room = 0;
+    if (cudaOccupancyMaxActiveClusters(&room, kernel, &config) != cudaSuccess) {
+      cudaGetLastError();
+      room = 0;
+    }
+    room = std::min(room, 0xffff);
+    last.store(uint32_t(threads) << 16 | uint32_t(room), std::memory_order_relaxed);
+    return room;
+  }
+
+ private:
+  static constexpr int kPortable = 8, kMost = 16;
+  std::array<std::array<std::atomic<uint32_t>, kMost + 1>, kMostDevices> last_{};
+};
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

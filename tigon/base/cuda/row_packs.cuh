@@ -1,6 +1,6 @@
-// Rows that start and end anywhere, in 16-byte packs. Row: packs are counted from the boundary before the row, those at its two
-// ends are moved element by element, all others in one instruction. Part: whole packs
-// only, what is before and behind them one by one.
+// Rows that start and end anywhere, in 16-byte packs. Row: packs are counted from the boundary before the row; those at its two
+// ends are in part. RowWords: a row read in the packs of another, all in whole words, trimmed afterwards. Part: whole packs only,
+// what is before and behind them one by one. The norms' rows: row_lie.cuh.
 #pragma once
 
 #include "tigon/base/cuda/vec.cuh"
@@ -45,6 +45,118 @@ struct Part {
     return t < 2 * N && c < n ? c : -1;
   }
 };
+
+// Words whose every element is -inf.
+template <class T>
+__device__ constexpr uint32_t kMinusInf = sizeof(T) == 4                                   ? 0xff800000u
+                                          : std::is_same_v<std::remove_const_t<T>, __half> ? 0xfc00fc00u
+                                                                                           : 0xff80ff80u;
+
+// A row that is read in the packs of another one, `out`, which may lie differently: whole words, those at the two ends too, which are
+// trimmed afterwards, so that no load waits for another or for a branch. A word holds memory of the row's tensor or of what lies
+// beside it before the next boundary of 16 bytes; only the last one of the tensor, which ends at `end`, is read by elements.
+// What is not there is `fill` (a word of it). Not through the read-only path: results may take the place of what is read.
+template <class T>
+struct RowWords {
+  static constexpr int N = Row<const T>::N;
+  Row<const T> row;
+  int readable;    // words
+  int first;       // word that pack 0 of `out` begins in
+  unsigned moved;  // bytes that it begins after that word
+  uint32_t fill;
+
+  __device__ __forceinline__ RowWords(const Row<T>& out, const T* x, const T* end, uint32_t fill, bool live)
+      : row(x, out.cols), fill(fill) {
+    readable = live ? row.packs - int(row.base + int64_t(row.packs) * N > end) : 0;
+    first = row.lead < out.lead ? -1 : 0;
+    moved = unsigned((row.lead - out.lead) * int(sizeof(T))) % 16;
+  }
+  // The word that pack k begins in.
+  __device__ __forceinline__ uint4 load(int k) const { return word(k + first); }
+  __device__ __forceinline__ uint4 word(int w) const {
+    return load_where(unsigned(w) < unsigned(readable), row.base + int64_t(w) * N, fill);
+  }
+  // The last word, by its elements.
+  __device__ __forceinline__ uint4 last() const {
+    Pack<T, N> pack;
+    const int w = row.packs - 1;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const bool has = row.has(row.column(w) + j);
+      pack.v[j] = has ? row.base[int64_t(w) * N + j] : reinterpret_cast<const T*>(&fill)[j % (4 / sizeof(T))];
+    }
+    return *reinterpret_cast<const uint4*>(&pack);
+  }
+  // Elements [begin, end) of a pack, fill around them.
+  __device__ __forceinline__ uint4 within(const uint4& w, int begin, int end) const {
+    constexpr int kBits = 8 * int(sizeof(T));
+    const uint32_t in[4] = {w.x, w.y, w.z, w.w};
+    uint32_t out[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int low = min(max(begin * kBits - 32 * i, 0), 32), high = min(max(end * kBits - 32 * i, 0), 32);
+      const uint32_t mask = uint32_t((uint64_t(1) << high) - (uint64_t(1) << low));
+      out[i] = (in[i] & mask) | (fill & ~mask);
+    }
+    return make_uint4(out[0], out[1], out[2], out[3]);
+  }
+  // q[i], as loaded for pack k(i) of `out`, becomes that pack; k(0) is the least of them.
+  template <int Held, class Index>
+  __device__ __forceinline__ void trim(const Row<T>& out, uint4 (&q)[Held], Index k) const {
+    const int rest = (out.lead + out.cols) % N;
+    if ((moved | unsigned(out.lead) | unsigned(rest)) == 0) return;
+    const bool apart = readable < row.packs;
+    uint4 end = {};
+    if (apart) end = last();
+    if (apart) {
+#pragma unroll
+      for (int i = 0; i < Held; ++i)
+        if (k(i) + first == row.packs - 1) q[i] = end;
+    }
+    if (moved != 0) {
+#pragma unroll
+      for (int i = 0; i < Held; ++i) {
+        const int w = k(i) + first + 1;
+        uint4 next = word(w);
+        if (apart && w == row.packs - 1) next = end;
+        q[i] = shifted(q[i], next, moved);
+      }
+    }
+    if (out.lead != 0 && k(0) == 0) q[0] = within(q[0], out.lead, N);
+    if (rest == 0) return;
+#pragma unroll
+    for (int i = 0; i < Held; ++i)
+      if (k(i) == out.packs - 1) q[i] = within(q[i], 0, rest);
+  }
+  // 16 of the 32 bytes, from `bytes` on.
+  __device__ __forceinline__ static uint4 shifted(const uint4& a, const uint4& b, unsigned bytes) {
+    uint32_t v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int i = 0; i < 6; ++i) v[i] = bytes & 8 ? v[i + 2] : v[i];
+#pragma unroll
+    for (int i = 0; i < 5; ++i) v[i] = bytes & 4 ? v[i + 1] : v[i];
+    if constexpr (sizeof(T) < 4) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) v[i] = __funnelshift_r(v[i], v[i + 1], bytes % 4 * 8);
+    }
+    return make_uint4(v[0], v[1], v[2], v[3]);
+  }
+};
+// A pack of a row, in whole or, at the row's ends, by elements.
+template <class T>
+__device__ __forceinline__ void store_pack(const Row<T>& row, int k, const float (&v)[Row<T>::N]) {
+  constexpr int N = Row<T>::N;
+  Pack<T, N> pack;
+  pack.set(v);
+  T* to = row.base + int64_t(k) * N;
+  if (row.whole(k)) {
+    store_whole(to, pack);
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+      if (row.has(row.column(k) + j)) to[j] = pack.v[j];
+  }
+}
 
 // Packs are held as the words they arrived in, `fill` where the row is not. Not through the read-only path: the gradient may take the logits' place.
 template <class T>

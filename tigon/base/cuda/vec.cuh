@@ -150,16 +150,16 @@ __device__ __forceinline__ Pack<T, N> load(const T* p) {
     reinterpret_cast<W*>(&r)[i] = __ldg(reinterpret_cast<const W*>(p) + i);
   return r;
 }
-// 16 bytes of global memory, zeros where not `wanted`. Issued where it stands and without a branch: the compiler moves an
+// 16 bytes of global memory, words of `fill` where not `wanted`. Issued where it stands and without a branch: the compiler moves an
 // ordinary load down to its first use, and one behind an `if` behind the first use of the load before it.
-__device__ __forceinline__ uint4 load_where(bool wanted, const void* p) {
+__device__ __forceinline__ uint4 load_where(bool wanted, const void* p, uint32_t fill = 0) {
   uint4 w;
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
-      "mov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
+      "mov.u32 %0, %6;\nmov.u32 %1, %6;\nmov.u32 %2, %6;\nmov.u32 %3, %6;\n"
       "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
       : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
-      : "l"(p), "r"(unsigned(wanted)));
+      : "l"(p), "r"(unsigned(wanted)), "r"(fill));
   return w;
 }
 template <class T, int N>

@@ -12,8 +12,6 @@
 // A row may start at any element: 16-byte packs are counted from the boundary before it, the packs at its two ends are moved
 // element by element.
 #include <algorithm>
-#include <array>
-#include <atomic>
 
 #include "tigon/base/cuda/async_copy.cuh"
 #include "tigon/base/cuda/cluster.cuh"
@@ -486,19 +484,16 @@ __global__ __launch_bounds__(kLoopThreads, 1) void looped_kernel(const __grid_co
   }
 }
 
-// Once per kernel and device: shared memory up to the device's limit.
+// Shared memory up to the device's limit.
 template <bool General, class T>
 void allow_shared(int bytes) {
-  static std::array<std::atomic<bool>, 64> done;
-  auto kernel = &resident_kernel<General, T>;
-  int device = 0;
-  TIGON_CUDA_CHECK(kOp, cudaGetDevice(&device));
-  bool known = device < int(done.size());
-  if (known && done[size_t(device)].load(std::memory_order_relaxed)) return;
-  TIGON_CUDA_CHECK(kOp, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-  TIGON_CUDA_CHECK(kOp, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                             cudaSharedmemCarveoutMaxShared));
-  if (known) done[size_t(device)].store(true, std::memory_order_relaxed);
+  static OncePerDevice prepared;
+  prepared.run(kOp, [&] {
+    auto kernel = &resident_kernel<General, T>;
+    TIGON_CUDA_CHECK(kOp, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    TIGON_CUDA_CHECK(kOp, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                               cudaSharedmemCarveoutMaxShared));
+  });
 }
 
 // False when the device has no room for such a cluster.

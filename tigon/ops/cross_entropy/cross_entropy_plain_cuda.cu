@@ -13,14 +13,12 @@
 // A row may start at any element: the columns before the first whole pack and after the last are one element each of the first
 // threads.
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <type_traits>
 
-#include "tigon/base/cuda/cluster.cuh"
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/row_packs.cuh"
+#include "tigon/base/cuda/row_team.cuh"
 #include "tigon/ops/cross_entropy/cross_entropy_rows.cuh"
 
 namespace tigon::cuda {
@@ -29,8 +27,7 @@ namespace {
 constexpr const char* kOp = "cross_entropy";
 constexpr float kLog2e = 1.44269504f;
 constexpr int kHeld = 8, kHeldThreads = 1024;  // packs of a thread, threads of a multiprocessor
-constexpr int kSweepThreads = 512, kSweepHeld = 4, kSweepBlocks = 3, kMaxCluster = 8;
-constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kSweepThreads = 512, kSweepHeld = 4, kSweepBlocks = 3;
 
 template <class T>
 using Params = CrossEntropyParams<T>;
@@ -47,17 +44,10 @@ __device__ __forceinline__ int label_of(const Params<T>& p, int64_t y) {
   return y < 0 || y >= p.cols ? kBad : int(y);
 }
 
-// -inf in every column.
-template <class T>
-__device__ __forceinline__ uint4 nothing() {
-  constexpr uint32_t w = sizeof(T) == 4                                   ? 0xff800000u
-                         : std::is_same_v<std::remove_const_t<T>, __half> ? 0xfc00fc00u
-                                                                          : 0xff80ff80u;
-  return make_uint4(w, w, w, w);
-}
+// -inf in every column that is not there.
 template <class T>
 __device__ __forceinline__ uint4 fetch_or_nothing(const Part<const T>& part, int k) {
-  return k < part.packs ? *reinterpret_cast<const uint4*>(part.pack(k)) : nothing<T>();
+  return load_where(k < part.packs, part.pack(k), kMinusInf<T>);
 }
 
 template <class T, int K>
@@ -68,27 +58,28 @@ __device__ __forceinline__ float max_of(const uint4 (&q)[K]) {
   return max_of_word<T>(t);
 }
 
-__device__ __forceinline__ float exp_below(float z, float m) { return exp2_approx((z - m) * kLog2e); }
+__device__ __forceinline__ float exp_of(float z, float m) { return exp2_approx((z - m) * kLog2e); }
 
-// -inf in element `at` of the packs that a thread holds, one of every `Threads`; `at` counts from its block's first pack.
-template <class T, int Threads, int K>
-__device__ __forceinline__ void leave_out(uint4 (&q)[K], int at) {
+// -inf in element `at` of the packs that a thread holds, one of every `threads`; `at` counts from its block's first pack. Whether it
+// holds that one.
+template <class T, int K>
+__device__ __forceinline__ bool leave_out(uint4 (&q)[K], int at, int threads) {
   constexpr int N = Row<T>::N;
-  const int pack = at / N, element = at % N;
-  if (at < 0 || pack % Threads != int(threadIdx.x)) return;
-  const int word = pack / Threads * 4 + element * int(sizeof(T)) / 4;
+  if (at < 0) return false;
+  const int pack = at / N - int(threadIdx.x), element = at % N, word = element * int(sizeof(T)) / 4;
   // Bytes of the word and, from 4 on, of nothing.
-  const uint32_t bytes = sizeof(T) == 4     ? 0x7654u
-                         : element % 2 == 0 ? 0x3254u
-                                            : 0x5410u,
-                 none = nothing<T>().x;
+  const uint32_t bytes = sizeof(T) == 4 ? 0x7654u : element % 2 == 0 ? 0x3254u : 0x5410u;
+  bool holds = false;
 #pragma unroll
   for (int k = 0; k < K; ++k) {  // selections, no indexing: q stays in registers
-    q[k].x = __byte_perm(q[k].x, none, word == 4 * k ? bytes : 0x3210u);
-    q[k].y = __byte_perm(q[k].y, none, word == 4 * k + 1 ? bytes : 0x3210u);
-    q[k].z = __byte_perm(q[k].z, none, word == 4 * k + 2 ? bytes : 0x3210u);
-    q[k].w = __byte_perm(q[k].w, none, word == 4 * k + 3 ? bytes : 0x3210u);
+    if (pack != k * threads) continue;
+    holds = true;
+    q[k].x = __byte_perm(q[k].x, kMinusInf<T>, word == 0 ? bytes : 0x3210u);
+    q[k].y = __byte_perm(q[k].y, kMinusInf<T>, word == 1 ? bytes : 0x3210u);
+    q[k].z = __byte_perm(q[k].z, kMinusInf<T>, word == 2 ? bytes : 0x3210u);
+    q[k].w = __byte_perm(q[k].w, kMinusInf<T>, word == 3 ? bytes : 0x3210u);
   }
+  return holds;
 }
 
 // Sum of e^(z - m) of a pack.
@@ -98,7 +89,7 @@ __device__ __forceinline__ float sum_of(const uint4& words, float m) {
   float e[N];
   unpack<T>(words, e);
 #pragma unroll
-  for (int j = 0; j < N; ++j) e[j] = exp_below(e[j], m);
+  for (int j = 0; j < N; ++j) e[j] = exp_of(e[j], m);
 #pragma unroll
   for (int step = N / 2; step > 0; step /= 2)
 #pragma unroll
@@ -106,73 +97,26 @@ __device__ __forceinline__ float sum_of(const uint4& words, float m) {
   return e[0];
 }
 
-// Of a part of a row: maximum, and sum of e^(z - m) over all columns but the label's. That one is kept apart until the end:
-// p - 1 and the logarithm of p lose nothing where the label has nearly all the weight.
-struct alignas(8) Sums {
-  float m, s;
-};
-// Nothing but -inf so far adds nothing; NaN and +inf survive.
-__device__ __forceinline__ float reference(float m) { return m == -INFINITY ? 0.0f : m; }
-
-// Every lane gets the same bits.
-__device__ __forceinline__ Sums merge_warp(Sums a) {
-  int i = __float_as_int(a.m);  // floats in the order of integers
-  i ^= (i >> 31) & 0x7fffffff;
-  i = __reduce_max_sync(kAllLanes, i);
-  i ^= (i >> 31) & 0x7fffffff;
-  float m = __int_as_float(i), s = a.m == m ? a.s : a.s * exp_below(a.m, m);
-#pragma unroll
-  for (int step = 16; step > 0; step >>= 1) s += __shfl_xor_sync(kAllLanes, s, step);
-  return {m, s};
-}
-
-// In turns: a warp may be one row ahead of another, a block of another block.
-template <int Threads>
-struct Exchange {
-  Sums warp[2][Threads / 32];
-  Sums peer[2][kMaxCluster];
-  uint64_t arrival[2];
-};
-
-// The sums of the row, the same in every thread of the block, or of the cluster. `turn` counts the calls.
-template <bool Cluster, int Threads>
-__device__ __forceinline__ Sums merge_row(Sums a, Exchange<Threads>& x, int turn) {
-  int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, parity = turn & 1;
-  a = merge_warp(a);
-  if constexpr (Threads > 32) {
-    if (lane == 0) x.warp[parity][warp] = a;
-    __syncthreads();
-    a = merge_warp(lane < Threads / 32 ? x.warp[parity][lane] : Sums{-INFINITY, 0.0f});
-  } else {
-    __syncwarp();
-  }
-  if constexpr (Cluster) {
-    unsigned blocks = cluster_size();
-    if (threadIdx.x == 0) arrival_expect(&x.arrival[parity], int(blocks * sizeof(Sums)));
-    if (threadIdx.x < blocks) {
-      put_arriving(&x.peer[parity][cluster_rank()], threadIdx.x, a, &x.arrival[parity]);
-    }
-    arrival_wait(&x.arrival[parity], turn >> 1 & 1);
-    a = merge_warp(unsigned(lane) < blocks ? x.peer[parity][lane] : Sums{-INFINITY, 0.0f});
-  }
-  return a;
-}
+// Of a part of a row: the sum leaves out the label's column. That one is kept apart until the end: p - 1 and the logarithm of p
+// lose nothing where the label has nearly all the weight.
+template <class T>
+using Sums = ExpSum<T>;
 
 // The gradient of a row: e * each, at the label's column (lift * e - weight * others) * share.
 struct Gradient {
   float m, each, others, weight, lift, share;
-  __device__ __forceinline__ float of(float z) const { return exp_below(z, m) * each; }
+  __device__ __forceinline__ float of(float z) const { return exp_of(z, m) * each; }
   __device__ __forceinline__ float of_label(float z) const {
-    return fma(lift, exp_below(z, m), -weight * others) * share;
+    return fma(lift, exp_of(z, m), -weight * others) * share;
   }
 };
 
 // The results of a row, written by one thread, and its gradient. `z`: the label's, in every thread.
 template <class T>
-__device__ __forceinline__ Gradient finish(const Params<T>& p, int64_t row, int label, Sums a, float z,
+__device__ __forceinline__ Gradient finish(const Params<T>& p, int64_t row, int label, Sums<T> a, float z,
                                            float scale, bool writes) {
   Gradient g{a.m, 0.0f, a.s, 1.0f, 0.0f, 0.0f};
-  const float s = label >= 0 ? a.s + exp_below(z, a.m) : a.s;
+  const float s = label >= 0 ? a.s + exp_of(z, a.m) : a.s;
   if (p.class_weight != nullptr && label >= 0) g.weight = __ldg(p.class_weight + label);
   if (writes || p.z_loss != 0.0f) {
     float log_s = logf(s), lse = a.m + log_s;
@@ -255,15 +199,15 @@ __device__ __forceinline__ void clear(T* x, int n) {
   if (c >= 0) x[c] = narrow<T>(0.0f);
 }
 
-template <class T, int Threads, bool Cluster>
-__global__ __launch_bounds__(Threads,
-                             kHeldThreads / Threads) void held_kernel(const __grid_constant__ Params<T> p) {
+template <class T, int kHeld, int Most, bool Cluster>
+__global__ __launch_bounds__(Most, 1) void held_kernel(const __grid_constant__ Params<T> p) {
   constexpr int N = Row<T>::N;
-  __shared__ Exchange<Threads> exchange;
-  const int tid = int(threadIdx.x);
+  using Told = Drawn<Sums<T>>;
+  __shared__ Exchange<Told> exchange;
+  const int tid = int(threadIdx.x), threads = int(blockDim.x);
   const unsigned blocks = Cluster ? cluster_size() : 1, rank = Cluster ? cluster_rank() : 0;
   if constexpr (Cluster) {
-    if (tid == 0) arrival_init(&exchange.arrival[0]), arrival_init(&exchange.arrival[1]);
+    exchange.init();
     cluster_arrive();
     cluster_wait();
   }
@@ -271,10 +215,11 @@ __global__ __launch_bounds__(Threads,
   const int first = Cluster ? min(int(rank) * p.slice, p.cols) : 0;
   const int n = Cluster ? min(p.slice, p.cols - first) : p.cols;
   const int64_t step = gridDim.x / blocks;
-  int64_t r = blockIdx.x / blocks;
+  int64_t r = blockIdx.x / blocks, r1 = r + step, r2 = r1 + step;  // this row and the two after it
   if (r < p.rows) {
     uint4 q[kHeld];
     float edge, z;  // of the first threads; the label's, of every thread
+    auto part_of = [&](int64_t r) { return Part<const T>(p.logits + r * p.stride + first, n); };
     auto read_edge = [&](const Part<const T>& part, int label) {
       int c = part.edge(n);
       edge = c >= 0 ? widen(part.x[c]) : -INFINITY;
@@ -282,19 +227,22 @@ __global__ __launch_bounds__(Threads,
     };
     auto read = [&](const Part<const T>& part, int label) {
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) q[k] = fetch_or_nothing<T>(part, k * Threads + tid);
+      for (int k = 0; k < kHeld; ++k) q[k] = fetch_or_nothing<T>(part, k * threads + tid);
       read_edge(part, label);
     };
     int turn = 0, label = label_of(p, p.target[r]), next = kUnread;
-    if (r + step < p.rows) next = label_of(p, p.target[r + step]);
-    Part<const T> part(p.logits + r * p.stride + first, n);
+    if (r1 < p.rows) next = label_of(p, p.target[r1]);
+    Part<const T> part = part_of(r);
     if (label != kUnread) read(part, label);
     for (;;) {
-      const bool more = r + step < p.rows, ahead = more && next != kUnread;
-      const Part<const T> following(part.x + step * p.stride, n);
-      const int64_t later = r + 2 * step < p.rows ? p.target[r + 2 * step] : p.ignore_index;
+      const bool more = r1 < p.rows, ahead = more && next != kUnread;
+      const Part<const T> following = part_of(r1);
+      const int64_t later = r2 < p.rows ? p.target[r2] : p.ignore_index;
+      Told told = Told::none();
+      if (p.counter != nullptr && tid == 0 && rank == 0) told.row = int(3 * step) + atomicAdd(p.counter, 1);
       T* out = p.dlogits + r * p.dlogits_stride + first;
       if (label == kUnread) {
+        if (p.counter != nullptr) told = merge_row<0, Cluster>(told, exchange, turn++);
         if (p.dlogits != nullptr) clear(out, n);
         if (tid == 0 && rank == 0) finish_unread(p, r);
         if (ahead) read(following, next);
@@ -305,12 +253,14 @@ __global__ __launch_bounds__(Threads,
         // z is among the maxima: it has been read before any block may overwrite it.
         const float m = fmaxf(fmaxf(edge, z), max_of<T>(q));
         if (own >= 0 && c == own) edge = -INFINITY;
-        leave_out<T, Threads>(q, at);
-        float s = exp_below(edge, reference(m));
+        const bool holds = leave_out<T>(q, at, threads);
+        float s = exp_of(edge, reference(m));
 #pragma unroll
         for (int k = 0; k < kHeld; ++k) s += sum_of<T>(q[k], reference(m));
-        const Sums a = merge_row<Cluster>(Sums{m, s}, exchange, turn++);
-        const Gradient g = finish(p, r, label, a, z, scale, tid == 0 && (label >= 0 ? own >= 0 : rank == 0));
+        told.v = {m, s};
+        told = merge_row<0, Cluster>(told, exchange, turn++);
+        const Gradient g =
+            finish(p, r, label, told.v, z, scale, tid == 0 && (label >= 0 ? own >= 0 : rank == 0));
         if (p.dlogits == nullptr || label == kIgnored) {
           if (p.dlogits != nullptr) clear(out, n);
           if (ahead) read(following, next);
@@ -319,19 +269,18 @@ __global__ __launch_bounds__(Threads,
           const bool aligned = reinterpret_cast<uintptr_t>(out + part.head) % 16 == 0;
 #pragma unroll
           for (int k = 0; k < kHeld; ++k) {
-            const int i = k * Threads + tid;
+            const int i = k * threads + tid;
             if (i < part.packs) store_words(out + part.head + N * i, gradient_of<T>(q[k], g), aligned);
             if (ahead) q[k] = fetch_or_nothing<T>(following, i);
           }
           // The label's column by the thread that has stored its neighbours.
-          if (own >= 0 &&
-              (c == own || (unsigned(at / N) < unsigned(part.packs) && at >= 0 && at / N % Threads == tid)))
-            out[own] = narrow<T>(g.of_label(z));
+          if (own >= 0 && (c == own || (holds && at / N < part.packs))) out[own] = narrow<T>(g.of_label(z));
           if (ahead) read_edge(following, next);
         }
       }
       if (!more) break;
-      r += step, part = following, label = next, next = label_of(p, later);
+      r = r1, r1 = r2, r2 = p.counter != nullptr ? told.row : r2 + step;
+      part = following, label = next, next = label_of(p, later);
     }
   }
   if constexpr (Cluster) {  // a block that has ended cannot be written to
@@ -343,7 +292,7 @@ __global__ __launch_bounds__(Threads,
 template <class T>
 __global__ __launch_bounds__(kSweepThreads,
                              kSweepBlocks) void sweep_kernel(const __grid_constant__ Params<T> p) {
-  __shared__ Exchange<kSweepThreads> exchange;
+  __shared__ Exchange<Sums<T>> exchange;
   const int tid = int(threadIdx.x);
   int turn = 0;
   for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
@@ -358,22 +307,22 @@ __global__ __launch_bounds__(kSweepThreads,
     float edge = c >= 0 ? widen(part.x[c]) : -INFINITY;
     float m = fmaxf(edge, z);
     if (c >= 0 && c == label) edge = -INFINITY;
-    float s = exp_below(edge, reference(m));
+    float s = exp_of(edge, reference(m));
     for (int base = 0; base < part.packs; base += kSweepThreads * kSweepHeld) {
       uint4 q[kSweepHeld];
 #pragma unroll
       for (int k = 0; k < kSweepHeld; ++k) q[k] = fetch_or_nothing<T>(part, base + k * kSweepThreads + tid);
-      leave_out<T, kSweepThreads>(q, at < 0 ? -1 : at - base * Row<T>::N);
+      leave_out<T>(q, at < 0 ? -1 : at - base * Row<T>::N, kSweepThreads);
       float top = max_of<T>(q);
       if (top > m) {
-        s *= exp_below(m, top);
+        s *= exp_of(m, top);
         m = top;
       }
       const float from = reference(m);
 #pragma unroll
       for (int k = 0; k < kSweepHeld; ++k) s += sum_of<T>(q[k], from);
     }
-    const Sums a = merge_row<false>(Sums{m, s}, exchange, turn++);
+    const Sums<T> a = merge_row<0, false>(Sums<T>{m, s}, exchange, turn++);
     if (tid == 0) finish(p, r, label, a, z, 1.0f, true);
   }
 }
@@ -388,61 +337,35 @@ void prefer_cache(Kernel kernel, int blocks, int shared) {
                                              std::min(percent, 100)));
 }
 
-constexpr int kDevices = 64;
-int current_device() {
-  int device = 0;
-  TIGON_CUDA_CHECK(kOp, cudaGetDevice(&device));
-  return device;
-}
-
-// False when the device has no room for such a cluster.
-template <class T, int Threads, bool Cluster>
-bool launch_held(Context& ctx, Params<T> p, int cluster) {
-  // Clusters that run together, by device and blocks of a cluster; 0 not asked yet, -1 none.
-  static std::array<std::array<std::atomic<int>, kMaxCluster + 1>, kDevices> known;
-  auto kernel = &held_kernel<T, Threads, Cluster>;
-  p.slice = int(ceil_div(ceil_div(p.cols, cluster), 64) * 64);
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {unsigned(cluster), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(unsigned(cluster));
-  config.blockDim = dim3(Threads);
-  config.stream = static_cast<cudaStream_t>(ctx.stream());
-  config.attrs = &attribute;
-  config.numAttrs = Cluster ? 1 : 0;
-  int device = current_device();
-  std::atomic<int>* slot = device < kDevices ? &known[size_t(device)][size_t(cluster)] : nullptr;
-  int room = slot != nullptr ? slot->load(std::memory_order_relaxed) : 0;
-  if (room == 0) {
-    prefer_cache(kernel, kHeldThreads / Threads, int(sizeof(Exchange<Threads>)));
-    // Single blocks do not stay, unless one fills a multiprocessor: the next could not load meanwhile.
-    room = Threads > 512 ? int(device_facts().sms) : INT32_MAX;
-    if (Cluster && (cudaOccupancyMaxActiveClusters(&room, kernel, &config) != cudaSuccess || room <= 0)) {
-      cudaGetLastError();
-      room = -1;
-    }
-    if (slot != nullptr) slot->store(room, std::memory_order_relaxed);
+// A row by `blocks` blocks of as many threads as hold it, Held packs each. False when they do not, or the device has no room for them.
+template <class T, int Held, int Most, bool Cluster>
+bool launch_held(Context& ctx, Params<T> p, int blocks) {
+  static ClusterRoom clusters;
+  static OncePerDevice prepared;
+  auto kernel = &held_kernel<T, Held, Most, Cluster>;
+  p.slice = int(ceil_div(ceil_div(p.cols, blocks), 64) * 64);
+  const int64_t packs = ceil_div(std::min(p.slice, p.cols), Row<T>::N);
+  const int threads = int(ceil_div(packs, Held * 32) * 32);
+  if (threads > Most) return false;
+  prepared.run(kOp, [&] { prefer_cache(kernel, Cluster ? 2 : 8, int(sizeof(Exchange<Drawn<Sums<T>>>))); });
+  // Single blocks do not stay, unless one fills a multiprocessor: the next could not load meanwhile.
+  int64_t room = threads > Most / 2 ? device_facts().sms : INT32_MAX;
+  if (Cluster) room = clusters.of(kOp, kernel, blocks, threads);
+  if (room == 0) return false;
+  if (p.rows > 8 * room && p.rows < INT32_MAX / 2) {
+    p.counter = ctx.scratch_of<int>(1);
+    TIGON_CUDA_CHECK(kOp,
+                     cudaMemsetAsync(p.counter, 0, sizeof(int), static_cast<cudaStream_t>(ctx.stream())));
   }
-  if (room < 0) return false;
-  config.gridDim = dim3(unsigned(std::min<int64_t>(p.rows, room) * cluster));
-  cudaError_t status = cudaLaunchKernelEx(&config, kernel, p);
-  if (status != cudaSuccess && Cluster) {
-    cudaGetLastError();
-    return false;
-  }
-  TIGON_CHECK(kOp, status == cudaSuccess, "kernel launch failed: ", cudaGetErrorString(status));
+  launch(kOp, ctx, kernel, {.blocks = std::min(p.rows, room) * blocks, .threads = threads, .cluster = blocks},
+         p);
   return true;
 }
 
 template <class T>
 void launch_sweep(Context& ctx, const Params<T>& p) {
-  static std::array<std::atomic<bool>, kDevices> done;
-  int device = current_device();
-  if (device >= kDevices || !done[size_t(device)].load(std::memory_order_relaxed)) {
-    prefer_cache(&sweep_kernel<T>, kSweepBlocks, int(sizeof(Exchange<kSweepThreads>)));
-    if (device < kDevices) done[size_t(device)].store(true, std::memory_order_relaxed);
-  }
+  static OncePerDevice prepared;
+  prepared.run(kOp, [] { prefer_cache(&sweep_kernel<T>, kSweepBlocks, int(sizeof(Exchange<Sums<T>>))); });
   int64_t blocks = std::min<int64_t>(p.rows, int64_t(device_facts().sms) * kSweepBlocks);
   launch(kOp, ctx, sweep_kernel<T>, {.blocks = blocks, .threads = kSweepThreads}, p);
 }
@@ -452,29 +375,17 @@ void launch_sweep(Context& ctx, const Params<T>& p) {
 template <class T>
 bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& p) {
   if (p.rows == 0) return true;
-  int64_t packs = ceil_div(p.cols, 16 / int64_t(sizeof(T)));
-  auto fits = [&](int threads, int cluster = 1) { return packs <= int64_t(kHeld) * threads * cluster; };
-  if (fits(32)) return launch_held<T, 32, false>(ctx, p, 1);
-  if (fits(64)) return launch_held<T, 64, false>(ctx, p, 1);
-  if (fits(128)) return launch_held<T, 128, false>(ctx, p, 1);
-  if (fits(256)) return launch_held<T, 256, false>(ctx, p, 1);
-  if (p.dlogits == nullptr) {
+  const int64_t packs = ceil_div(p.cols, 16 / int64_t(sizeof(T)));
+  auto fits = [&](int threads) { return packs <= int64_t(kHeld) * threads; };
+  if (p.dlogits == nullptr && !fits(256)) {
     launch_sweep(ctx, p);
     return true;
   }
-  if (fits(512)) return launch_held<T, 512, false>(ctx, p, 1);
+  if (fits(kHeldThreads)) return launch_held<T, kHeld, kHeldThreads, false>(ctx, p, 1);
   if (device_facts().capability < 90) return false;
-  // Few large blocks beat many small ones (8192 x 128256 bf16: 2 x 1024 threads 92 % of a copy, 4 x 512 86, 8 x 256 87), unless
-  // too many of their threads hold nothing.
-  if (fits(320, 2)) return launch_held<T, 320, true>(ctx, p, 2);
-  if (fits(896)) return launch_held<T, 896, false>(ctx, p, 1);
-  if (fits(1024)) return launch_held<T, 1024, false>(ctx, p, 1);
-  if (fits(896, 2)) return launch_held<T, 896, true>(ctx, p, 2);
-  if (fits(1024, 2)) return launch_held<T, 1024, true>(ctx, p, 2);
-  if (fits(320, 8)) return launch_held<T, 320, true>(ctx, p, 8);
-  if (fits(1024, 3)) return launch_held<T, 1024, true>(ctx, p, 3);
-  if (fits(1024, 4)) return launch_held<T, 1024, true>(ctx, p, 4);
-  return false;
+  // Pairs of blocks leave no multiprocessor without work, larger clusters do.
+  return launch_held<T, kHeld, kHeldThreads, true>(ctx, p, 2) || launch_held<T, 20, 480, true>(ctx, p, 2) ||
+         launch_held<T, kHeld, kHeldThreads, true>(ctx, p, 4);
 }
 
 template bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<float>& p);

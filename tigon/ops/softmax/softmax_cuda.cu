@@ -1,16 +1,16 @@
 // CUDA backend of softmax.
 //
-// Bytes per element (b = element size): forward 2b, backward 3b. Instructions: about 16 per element forward, two of them ex2, and 8
-// backward, against a budget of 31 and 46 at the speed of the memory (bf16).
+// Bytes per element (b = element size): forward 2b, backward 3b. Instructions: about 9 per element forward, one ex2 (two in rows past
+// 1024 packs), and 9 backward, against a budget of 27 and 41 at the speed of the memory (bf16).
 //
 // Variants
-//   held    A row lies in the registers of one or several warps, of a block, or of a cluster of up to 8 blocks (sm_90 on).
-//   looped  Longer rows: one sweep that finds maximum and sum (or the dot product), one that writes, out of L2.
-// A row may start at any element: packs are counted from the 16-byte boundary before it (row_packs.cuh), so odd lengths move in
-// packs too; where results lie differently from the inputs, element by element.
-#include "tigon/base/cuda/cluster.cuh"
-#include "tigon/base/cuda/math.cuh"
+//   held    A row lies in the registers of several lanes, a warp, a block of as many warps as it needs, or a cluster of up to 16
+//           blocks (sm_90 on). All its loads are in flight together. Clusters stay: a pack of the next row is asked for as soon as
+//           this row's has been stored.
+//   swept   Longer rows: one sweep that finds maximum and sum (or the dot product), one that writes, out of L2.
+// A row may start at any element: packs are those of the row that is written, and what is read lies anywhere (row_packs.cuh).
 #include "tigon/base/cuda/row_packs.cuh"
+#include "tigon/base/cuda/row_team.cuh"
 #include "tigon/base/cuda/rows.cuh"
 #include "tigon/base/dispatch.h"
 #include "tigon/ops/softmax/softmax.h"
@@ -21,255 +21,317 @@ namespace {
 #include "tigon/ops/softmax/softmax_math.inc"
 
 constexpr const char* kOp = "softmax";
-constexpr int kMaxCluster = 8, kLoopThreads = 1024;
 
 template <class T>
 struct Forward {
-  const T* x;
+  const T *x, *x_end;
   T* y;
   int64_t rows, x_stride, y_stride;
   int cols;
+  int* counter =
+      nullptr;        // of rows that blocks which stay have drawn; 0 at first. Null: they take every so many
+  uint32_t zero = 0;  // for again()
+
+  // Rows that are not there hold nothing.
+  __device__ __forceinline__ Row<T> row_of_y(int64_t r) const {
+    return Row<T>(y + (r < rows ? r : 0) * y_stride, cols);
+  }
+  __device__ __forceinline__ RowWords<T> row_of_x(const Row<T>& out, int64_t r) const {
+    return RowWords<T>(out, x + (r < rows ? r : 0) * x_stride, x_end, kMinusInf<T>, r < rows);
+  }
 };
 template <class T>
 struct Backward {
-  const T *dy, *y;
+  const T *dy, *y, *dy_end, *y_end;
   T* dx;
   int64_t rows, dy_stride, y_stride, dx_stride;
   int cols;
+  int* counter = nullptr;
+  uint32_t zero = 0;
 };
 
-// e^(x - m). The rounding of x * log2(e) shows in fp32 only.
+// A row of the backward: the packs are those of dx.
 template <class T>
-__device__ __forceinline__ float exp_below(float x, float m) {
-  if constexpr (sizeof(T) == 4)
-    return exp(x - m);
-  else
-    return exp2_approx((x - m) * 1.44269504f);
-}
-// Nothing but -inf so far adds nothing; NaN and +inf survive.
-__device__ __forceinline__ float reference(float m) { return m == -INFINITY ? 0.0f : m; }
+struct BackwardRow {
+  Row<T> dx;
+  RowWords<T> y, dy;
 
-// Pack k of `like` out of a row that may lie differently.
-template <class T>
-__device__ __forceinline__ uint4 fetch_like(const Row<const T>& like, const T* row, int k, float fill) {
-  Row<const T> own(row, like.cols);
-  if (own.lead == like.lead) return fetch(own, k, fill);
-  Pack<T, Row<T>::N> pack;
-#pragma unroll
-  for (int j = 0; j < Row<T>::N; ++j) {
-    int c = like.column(k) + j;
-    pack.v[j] = like.has(c) ? row[c] : narrow<T>(fill);
-  }
-  return *reinterpret_cast<const uint4*>(&pack);
-}
-template <class T>
-__device__ __forceinline__ void store_like(const Row<const T>& like, T* row, int k,
-                                           const float (&v)[Row<T>::N]) {
-  constexpr int N = Row<T>::N;
-  Pack<T, N> pack;
-  pack.set(v);
-  int first = like.column(k);
-  if (like.whole(k) && reinterpret_cast<uintptr_t>(row + first) % 16 == 0) {
-    store(row + first, pack);
-  } else {
-#pragma unroll
-    for (int j = 0; j < N; ++j)
-      if (like.has(first + j)) row[first + j] = pack.v[j];
-  }
-}
+  __device__ __forceinline__ BackwardRow(const Backward<T>& p, int64_t r)
+      : BackwardRow(p, r < p.rows ? r : 0, r < p.rows) {}
+  __device__ __forceinline__ BackwardRow(const Backward<T>& p, int64_t r, bool live)
+      : dx(p.dx + r * p.dx_stride, p.cols),
+        y(dx, p.y + r * p.y_stride, p.y_end, 0, live),
+        dy(dx, p.dy + r * p.dy_stride, p.dy_end, 0, live) {}
 
-// The threads that share a row: reductions over all of them, in order.
-template <class Shape, bool Cluster>
+  // a, b: packs of y and dy, in as many steps as there are packs.
+  template <class Index, int Held>
+  __device__ __forceinline__ void load(Index pack, uint4 (&a)[Held], uint4 (&b)[Held]) const {
+#pragma unroll
+    for (int i = 0; i < Held; ++i) a[i] = y.load(pack(i)), b[i] = dy.load(pack(i));
+  }
+  template <class Index, int Held>
+  __device__ __forceinline__ float dot(Index pack, uint4 (&a)[Held], uint4 (&b)[Held]) const {
+    y.trim(dx, a, pack);
+    dy.trim(dx, b, pack);
+    float s = 0.0f;
+#pragma unroll
+    for (int i = 0; i < Held; ++i) {
+      float u[Row<T>::N], v[Row<T>::N];
+      unpack<T>(a[i], u), unpack<T>(b[i], v);
+#pragma unroll
+      for (int j = 0; j < Row<T>::N; ++j) s = fma(u[j], v[j], s);
+    }
+    return s;
+  }
+  __device__ __forceinline__ void write(int k, const uint4& a, const uint4& b, float c) const {
+    float u[Row<T>::N], v[Row<T>::N];
+    unpack<T>(a, u), unpack<T>(b, v);
+#pragma unroll
+    for (int j = 0; j < Row<T>::N; ++j) u[j] = softmax_dx(v[j], u[j], c);
+    store_pack(dx, k, u);
+  }
+};
+
+// The threads that share a row: several lanes, a warp, a block or a cluster of blocks.
+template <class Shape, bool Cluster, bool Stays, class V>
 struct Team {
-  float (*slots)[32];            // one array a reduction
-  float (*remote)[kMaxCluster];  // likewise
-  template <class Op>
-  __device__ __forceinline__ float reduce(float x, int which) const {
-    x = reduce_row<Op, Shape::threads>(x, slots[which]);
+  using Told = std::conditional_t<Stays, Drawn<V>, V>;
+  Exchange<Told>& x;
+  int blocks = 1, rank = 0, threads, thread, turn = 0;
+
+  __device__ __forceinline__ Team(Exchange<Told>& x) : x(x) {
+    threads = Shape::threads ? Shape::threads : int(blockDim.x);
+    thread = Shape::rows == 1 ? int(threadIdx.x) : int(threadIdx.x) % Shape::threads;
     if constexpr (Cluster) {
-      unsigned n = cluster_size();
-      if (threadIdx.x < n) put_remote(&remote[which][cluster_rank()], threadIdx.x, x);
+      blocks = int(cluster_size()), rank = int(cluster_rank());
+      x.init();
       cluster_arrive();
-      cluster_wait();
-      x = remote[which][0];
-      for (unsigned r = 1; r < n; ++r) x = Op::combine(x, remote[which][r]);
     }
-    return x;
+  }
+  // Every block has started before one writes into another, and has read what the others wrote before it ends.
+  __device__ __forceinline__ void meet() const {
+    if constexpr (Cluster) cluster_wait();
+  }
+  __device__ __forceinline__ int64_t first_row() const {
+    if constexpr (Cluster) return blockIdx.x / unsigned(blocks);
+    return int64_t(blockIdx.x) * Shape::rows + (Shape::rows == 1 ? 0 : threadIdx.x / Shape::threads);
+  }
+  __device__ __forceinline__ int64_t step() const {
+    return int64_t(gridDim.x / unsigned(blocks)) * Shape::rows;
+  }
+  // Pack i of this thread: the blocks of a cluster take turns, so that all have as much to do.
+  __device__ __forceinline__ int pack(int i) const {
+    return thread + threads * (Cluster ? i * blocks + rank : i);
+  }
+
+  // The row after the next, known to one thread yet: asked for long before merge() tells the others.
+  __device__ __forceinline__ int draw(int* counter) const {
+    return Stays && counter != nullptr && thread + rank == 0 ? int(2 * step()) + atomicAdd(counter, 1) : -1;
+  }
+  // What all have together, and the row after the next if one was drawn.
+  __device__ __forceinline__ V merge(const V& v, int drawn, int64_t& later) {
+    if constexpr (Stays) {
+      const Told told = merge_row<Shape::threads, Cluster>(Told{v, drawn, 0}, x, turn++);
+      later = told.row < 0 ? later : told.row;
+      return told.v;
+    } else {
+      return merge_row<Shape::threads, Cluster>(v, x, turn++);
+    }
   }
 };
 
-// Pack i of this thread: the blocks of a cluster take turns, so that all have as much to do. And the row of its group.
-template <class Shape, bool Cluster>
-__device__ __forceinline__ int pack_of(int i) {
-  int thread = Shape::rows == 1 ? threadIdx.x : threadIdx.x % Shape::threads;
-  return thread + Shape::threads * (Cluster ? i * int(cluster_size()) + int(cluster_rank()) : i);
-}
-template <class Shape, bool Cluster>
-__device__ __forceinline__ int64_t row_of_group() {
-  if constexpr (Cluster) return blockIdx.x / cluster_size();
-  return int64_t(blockIdx.x) * Shape::rows + threadIdx.x / Shape::threads;
+// The same words, which the compiler must take for others (vec.cuh).
+__device__ __forceinline__ uint4 again(const uint4& w, uint32_t zero) {
+  return make_uint4(w.x ^ zero, w.y ^ zero, w.z ^ zero, w.w ^ zero);
 }
 
-template <class T, class Shape, bool Cluster>
-__global__ __launch_bounds__(Shape::block) void forward_kernel(const __grid_constant__ Forward<T> p) {
-  constexpr int N = Row<T>::N;
-  __shared__ float slots[2][32], remote[2][kMaxCluster];
-  const Team<Shape, Cluster> team{slots, remote};
-  if constexpr (Cluster) cluster_arrive();  // every block has started before one writes into another
-  wait_for_kernel_ahead();
-  let_next_kernel_start();
-  const int64_t row = row_of_group<Shape, Cluster>();
-  const bool live = row < p.rows;
-  const Row<const T> x(p.x + (live ? row : 0) * p.x_stride, p.cols);
-  uint4 held[Shape::held];
-  const T none = narrow<T>(-INFINITY);
+// Maximum of the packs and sum of their e^(x - m), these in e.
+template <class T, int K>
+__device__ __forceinline__ ExpSum<T> exponentials(const uint4 (&q)[K], float (&e)[K][Row<T>::N]) {
+  uint32_t top = max_words<T>(q[0]);
 #pragma unroll
-  for (int i = 0; i < Shape::held; ++i) {
-    int k = pack_of<Shape, Cluster>(i);
-    if (live && k < x.packs) {
-      held[i] = fetch(x, k, -INFINITY);
-    } else {
-      Pack<T, N> pack;
+  for (int i = 1; i < K; ++i) top = max_words<T>(top, max_words<T>(q[i]));
+  ExpSum<T> a = ExpSum<T>::none();
+  a.m = fmaxf(a.m, max_of_word<T>(top));
+  const float from = reference(a.m);
 #pragma unroll
-      for (int j = 0; j < N; ++j) pack.v[j] = none;
-      held[i] = *reinterpret_cast<const uint4*>(&pack);
+  for (int i = 0; i < K; ++i) {
+    unpack<T>(q[i], e[i]);
+#pragma unroll
+    for (int j = 0; j < Row<T>::N; ++j) {
+      e[i][j] = exp_below<T>(e[i][j], from);
+      a.s += e[i][j];
     }
   }
-  if constexpr (Cluster) cluster_wait();
-  float m = -INFINITY, s = 0.0f, v[N];
-#pragma unroll
-  for (int i = 0; i < Shape::held; ++i) {
-    unpack<T>(held[i], v);
-#pragma unroll
-    for (int j = 0; j < N; ++j) m = fmaxf(m, v[j]);
-  }
-  m = team.template reduce<Max>(m, 0);
-#pragma unroll
-  for (int i = 0; i < Shape::held; ++i) {
-    unpack<T>(held[i], v);
-#pragma unroll
-    for (int j = 0; j < N; ++j) s += exp_below<T>(v[j], m);
-  }
-  const float scale = 1.0f / team.template reduce<Sum>(s, 1);
-  if (!live) return;
-#pragma unroll
-  for (int i = 0; i < Shape::held; ++i) {
-    int k = pack_of<Shape, Cluster>(i);
-    if (k >= x.packs) continue;
-    unpack<T>(held[i], v);
-#pragma unroll
-    for (int j = 0; j < N; ++j) v[j] = exp_below<T>(v[j], m) * scale;
-    store_like(x, p.y + row * p.y_stride, k, v);
-  }
+  return a;
 }
 
-template <class T>
-__global__ __launch_bounds__(kLoopThreads) void forward_looped_kernel(const __grid_constant__ Forward<T> p) {
-  constexpr int N = Row<T>::N;
-  __shared__ float slots[2][32];
-  const Row<const T> x(p.x + blockIdx.x * p.x_stride, p.cols);
-  float m = -INFINITY, s = 0.0f, v[N];
-  for (int k = threadIdx.x; k < x.packs; k += kLoopThreads) {
-    unpack<T>(fetch(x, k, -INFINITY), v);
-    float top = m;
+// Keeps: the exponentials stay in registers, else they are found twice. Stays: blocks take one row after another, and ask for
+// the next one's packs as they store.
+template <class T, class Shape, bool Cluster, bool Keeps, bool Stays>
+__global__ __launch_bounds__(Shape::block,
+                             Shape::min_blocks) void forward_kernel(const __grid_constant__ Forward<T> p) {
+  constexpr int N = Row<T>::N, kHeld = Shape::held;
+  using Threads = Team<Shape, Cluster, Stays, ExpSum<T>>;
+  __shared__ Exchange<typename Threads::Told> exchange;
+  Threads team(exchange);
+  wait_for_kernel_ahead();
+  let_next_kernel_start();
+  auto pack = [&](int i) { return team.pack(i); };
+  int64_t r = team.first_row(), following = Stays ? r + team.step() : p.rows;
+  Row<T> y = p.row_of_y(r);
+  RowWords<T> x = p.row_of_x(y, r);
+  uint4 q[kHeld];
 #pragma unroll
-    for (int j = 0; j < N; ++j) top = fmaxf(top, v[j]);
-    if (top > m) s *= exp_below<T>(m, reference(top)), m = top;
+  for (int i = 0; i < kHeld; ++i) q[i] = x.load(pack(i));
+  team.meet();
+  for (;;) {
+    int64_t later = following + team.step();
+    const int drawn = team.draw(p.counter);
+    x.trim(y, q, pack);
+    float e[kHeld][N];
+    const ExpSum<T> own = exponentials<T>(q, e), all = team.merge(own, drawn, later);
+    const Row<T> next_y = p.row_of_y(following);
+    const RowWords<T> next_x = p.row_of_x(next_y, following);
+    const float scale = (Keeps ? exp_below<T>(own.m, all.m) : 1.0f) / all.s;
 #pragma unroll
-    for (int j = 0; j < N; ++j) s += exp_below<T>(v[j], reference(m));
+    for (int i = 0; i < kHeld; ++i) {
+      if (!Keeps) {
+        unpack<T>(again(q[i], p.zero), e[i]);
+#pragma unroll
+        for (int j = 0; j < N; ++j) e[i][j] = exp_below<T>(e[i][j], all.m);
+      }
+#pragma unroll
+      for (int j = 0; j < N; ++j) e[i][j] *= scale;
+      if (r < p.rows && pack(i) < y.packs) store_pack(y, pack(i), e[i]);
+      if (Stays) q[i] = next_x.load(pack(i));
+    }
+    r = following, following = later;
+    if (r >= p.rows) break;
+    x = next_x, y = next_y;
   }
-  const float top = reduce_row<Max, kLoopThreads>(m, slots[0]);
-  s = reduce_row<Sum, kLoopThreads>(s * exp_below<T>(m, reference(top)), slots[1]);
-  const float scale = 1.0f / s;
-  for (int k = threadIdx.x; k < x.packs; k += kLoopThreads) {
-    unpack<T>(fetch(x, k, -INFINITY), v);
-#pragma unroll
-    for (int j = 0; j < N; ++j) v[j] = exp_below<T>(v[j], top) * scale;
-    store_like(x, p.y + blockIdx.x * p.y_stride, k, v);
-  }
+  if constexpr (Cluster) cluster_arrive();
+  team.meet();
 }
 
-template <class T>
-__device__ __forceinline__ float dot(const uint4& y, const uint4& dy, float s) {
-  float a[Row<T>::N], b[Row<T>::N];
-  unpack<T>(y, a), unpack<T>(dy, b);
+// Longer rows, by a cluster of blocks each: a sweep that finds maximum and sum, one that writes, out of L2.
+template <class T, class Shape, bool Cluster>
+__global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_swept_kernel(
+    const __grid_constant__ Forward<T> p) {
+  constexpr int N = Row<T>::N, kHeld = Shape::held;
+  __shared__ Exchange<ExpSum<T>> exchange;
+  Team<Shape, Cluster, false, ExpSum<T>> team(exchange);
+  wait_for_kernel_ahead();
+  let_next_kernel_start();
+  const int64_t r = team.first_row();
+  const Row<T> y = p.row_of_y(r);
+  const RowWords<T> x = p.row_of_x(y, r);
+  const int step = team.threads * team.blocks * kHeld;
+  uint4 q[kHeld];
+  float e[kHeld][N];
+  auto load = [&](int first) {
+    auto pack = [&](int i) { return first + team.pack(i); };
 #pragma unroll
-  for (int j = 0; j < Row<T>::N; ++j) s = fma(a[j], b[j], s);
-  return s;
+    for (int i = 0; i < kHeld; ++i) q[i] = x.load(pack(i));
+    x.trim(y, q, pack);
+  };
+  team.meet();
+  ExpSum<T> a = ExpSum<T>::none();
+  for (int first = 0; first < y.packs; first += step) {
+    load(first);
+    ExpSum<T> b = exponentials<T>(q, e);
+    const float top = fmaxf(a.m, b.m);
+    if (a.m != top) a.s *= exp_below<T>(a.m, top);
+    if (b.m != top) b.s *= exp_below<T>(b.m, top);
+    a.m = top, a.s += b.s;
+  }
+  a = merge_row<0, Cluster>(a, exchange, 0);
+  const float scale = 1.0f / a.s;
+  for (int first = (y.packs - 1) / step * step; first >= 0; first -= step) {
+    load(first);
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      unpack<T>(q[i], e[i]);
+#pragma unroll
+      for (int j = 0; j < N; ++j) e[i][j] = exp_below<T>(e[i][j], a.m) * scale;
+      const int k = first + team.pack(i);
+      if (k < y.packs) store_pack(y, k, e[i]);
+    }
+  }
+  if constexpr (Cluster) cluster_arrive();
+  team.meet();
 }
-template <class T>
-__device__ __forceinline__ void write_dx(const Backward<T>& p, const Row<const T>& y, int64_t row, int k,
-                                         const uint4& yk, const uint4& dyk, float c) {
-  float a[Row<T>::N], b[Row<T>::N];
-  unpack<T>(yk, a), unpack<T>(dyk, b);
+
+template <class T, class Shape, bool Cluster, bool Stays>
+__global__ __launch_bounds__(Shape::block,
+                             Shape::min_blocks) void backward_kernel(const __grid_constant__ Backward<T> p) {
+  constexpr int kHeld = Shape::held;
+  using Threads = Team<Shape, Cluster, Stays, PlainSum>;
+  __shared__ Exchange<typename Threads::Told> exchange;
+  Threads team(exchange);
+  wait_for_kernel_ahead();
+  let_next_kernel_start();
+  auto pack = [&](int i) { return team.pack(i); };
+  int64_t r = team.first_row(), following = Stays ? r + team.step() : p.rows;
+  BackwardRow<T> row(p, r);
+  uint4 a[kHeld], b[kHeld];
+  row.load(pack, a, b);
+  team.meet();
+  for (;;) {
+    int64_t later = following + team.step();
+    const int drawn = team.draw(p.counter);
+    const float s = team.merge(PlainSum{row.dot(pack, a, b), 0.0f}, drawn, later).s;
+    const BackwardRow<T> next(p, following);
 #pragma unroll
-  for (int j = 0; j < Row<T>::N; ++j) a[j] = softmax_dx(b[j], a[j], c);
-  store_like(y, p.dx + row * p.dx_stride, k, a);
+    for (int i = 0; i < kHeld; ++i) {
+      if (r < p.rows && pack(i) < row.dx.packs)
+        row.write(pack(i), again(a[i], p.zero), again(b[i], p.zero), s);
+      if (Stays) a[i] = next.y.load(pack(i)), b[i] = next.dy.load(pack(i));
+    }
+    r = following, following = later;
+    if (r >= p.rows) break;
+    row = next;
+  }
+  if constexpr (Cluster) cluster_arrive();
+  team.meet();
 }
 
 template <class T, class Shape, bool Cluster>
-__global__ __launch_bounds__(Shape::block) void backward_kernel(const __grid_constant__ Backward<T> p) {
-  __shared__ float slots[1][32], remote[1][kMaxCluster];
-  const Team<Shape, Cluster> team{slots, remote};
-  if constexpr (Cluster) cluster_arrive();
+__global__ __launch_bounds__(Shape::block, Shape::min_blocks) void backward_swept_kernel(
+    const __grid_constant__ Backward<T> p) {
+  constexpr int kHeld = Shape::held;
+  __shared__ Exchange<PlainSum> exchange;
+  Team<Shape, Cluster, false, PlainSum> team(exchange);
   wait_for_kernel_ahead();
   let_next_kernel_start();
-  const int64_t row = row_of_group<Shape, Cluster>();
-  const bool live = row < p.rows;
-  const Row<const T> y(p.y + (live ? row : 0) * p.y_stride, p.cols);
-  uint4 held[2][Shape::held] = {};
-#pragma unroll
-  for (int i = 0; i < Shape::held; ++i) {
-    int k = pack_of<Shape, Cluster>(i);
-    if (!live || k >= y.packs) continue;
-    held[0][i] = fetch(y, k, 0.0f);
-    held[1][i] = fetch_like(y, p.dy + row * p.dy_stride, k, 0.0f);
-  }
-  if constexpr (Cluster) cluster_wait();
+  const BackwardRow<T> row(p, team.first_row());
+  const int packs = row.dx.packs, step = team.threads * team.blocks * kHeld;
+  uint4 a[kHeld], b[kHeld];
   float s = 0.0f;
-#pragma unroll
-  for (int i = 0; i < Shape::held; ++i) s = dot<T>(held[0][i], held[1][i], s);
-  s = team.template reduce<Sum>(s, 0);
-  if (!live) return;
-#pragma unroll
-  for (int i = 0; i < Shape::held; ++i) {
-    int k = pack_of<Shape, Cluster>(i);
-    if (k < y.packs) write_dx(p, y, row, k, held[0][i], held[1][i], s);
+  for (int first = 0; first < packs; first += step) {
+    auto pack = [&](int i) { return first + team.pack(i); };
+    row.load(pack, a, b);
+    s += row.dot(pack, a, b);
   }
+  team.meet();
+  s = merge_row<0, Cluster>(PlainSum{s, 0.0f}, exchange, 0).s;
+  for (int first = (packs - 1) / step * step; first >= 0; first -= step) {
+    auto pack = [&](int i) { return first + team.pack(i); };
+    row.load(pack, a, b);
+    row.dot(pack, a, b);
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i)
+      if (pack(i) < packs) row.write(pack(i), a[i], b[i], s);
+  }
+  if constexpr (Cluster) cluster_arrive();
+  team.meet();
 }
 
-template <class T>
-__global__ __launch_bounds__(kLoopThreads) void backward_looped_kernel(
-    const __grid_constant__ Backward<T> p) {
-  __shared__ float slots[32];
-  const Row<const T> y(p.y + blockIdx.x * p.y_stride, p.cols);
-  const T* dy = p.dy + blockIdx.x * p.dy_stride;
-  float s = 0.0f;
-  for (int k = threadIdx.x; k < y.packs; k += kLoopThreads)
-    s = dot<T>(fetch(y, k, 0.0f), fetch_like(y, dy, k, 0.0f), s);
-  s = reduce_row<Sum, kLoopThreads>(s, slots);
-  for (int k = threadIdx.x; k < y.packs; k += kLoopThreads)
-    write_dx(p, y, blockIdx.x, k, fetch(y, k, 0.0f), fetch_like(y, dy, k, 0.0f), s);
-}
-
-// By the packs of a row. Longer ones take a cluster of blocks of 1024 threads with four packs each (of both inputs).
-using Clustered = RowShape<1024, 4>;
-using ForwardLadder =
-    RowShapes<RowShape<8, 1>, RowShape<16, 1>, RowShape<32, 1>, RowShape<32, 2>, RowShape<32, 4>,
-              RowShape<128, 2>, RowShape<128, 4>, RowShape<256, 4>, RowShape<512, 4>, RowShape<1024, 4>>;
-using BackwardLadder =
-    RowShapes<RowShape<8, 1>, RowShape<16, 1>, RowShape<32, 1>, RowShape<32, 2>, RowShape<128, 1>,
-              RowShape<128, 2>, RowShape<256, 2>, RowShape<512, 2>, RowShape<1024, 2>>;
-
-// fn(shape, std::bool_constant<cluster>, blocks a row) for the first that holds a row; false when none does.
-template <class Ladder, class Fn>
-bool pick(int64_t packs, Fn&& fn) {
-  if (Ladder::pick(packs, [&](auto shape) { fn(shape, std::false_type{}, 1); })) return true;
-  int64_t blocks = ceil_div(packs, Clustered::packs);
-  if (blocks > kMaxCluster || device_facts().capability < 90) return false;
-  fn(Clustered{}, std::true_type{}, blocks <= 2 ? 2 : blocks <= 4 ? 4 : kMaxCluster);
-  return true;
-}
+// By the packs of a row. Few packs a thread and all threads that a multiprocessor takes where the exponentials stay in registers; else
+// as many packs as the registers of 1024 threads hold.
+using ForwardLadder = RowShapes<RowShape<8, 2>, RowShape<16, 4>, RowShape<32, 4>, RowBlock<2, 512, 4>,
+                                RowBlock<4, 512, 3>, RowBlock<8, 1024>>;
+using BackwardLadder = RowShapes<RowShape<8, 2>, RowShape<16, 4>, RowShape<32, 4>, RowBlock<4, 1024>>;
 
 // The packs that a row touches at most, wherever it starts.
 template <class T>
@@ -277,43 +339,89 @@ int64_t most_packs(const T* row, int64_t stride, int64_t cols) {
   constexpr int N = 16 / sizeof(T);
   return packs_align(row, stride, cols, sizeof(T)) ? cols / N : ceil_div(cols + N - 1, N);
 }
+// Where the memory of a matrix ends.
+template <class T>
+const T* end_of(const Matrix& m) {
+  return m.row<T>(m.stride > 0 ? m.rows - 1 : 0) + m.cols;
+}
+
+// The kernels of one direction, for rows of T.
+template <class T>
+struct ForwardKernels {
+  using Params = Forward<T>;
+  using Ladder = ForwardLadder;
+  using Clustered = RowBlock<8, 1024>;
+  using Swept = RowBlock<4, 1024>;
+  template <class Shape, bool Cluster>
+  static auto held() {
+    constexpr bool kKeeps = sizeof(T) == 2 && !Cluster && (Shape::threads != 0 || Shape::held == 2);
+    return forward_kernel<T, Shape, Cluster, kKeeps, Cluster>;
+  }
+  static auto swept() { return forward_swept_kernel<T, Swept, true>; }
+};
+template <class T>
+struct BackwardKernels {
+  using Params = Backward<T>;
+  using Ladder = BackwardLadder;
+  using Clustered = RowBlock<4, 1024>;
+  using Swept = RowBlock<4, 1024>;
+  template <class Shape, bool Cluster>
+  static auto held() {
+    return backward_kernel<T, Shape, Cluster, Cluster>;
+  }
+  static auto swept() { return backward_swept_kernel<T, Swept, true>; }
+};
+
+template <class Kernels>
+void run(Context& ctx, typename Kernels::Params p, int64_t packs) {
+  const bool held = Kernels::Ladder::pick(packs, [&](auto shape) {
+    using Shape = decltype(shape);
+    launch(kOp, ctx, Kernels::template held<Shape, false>(),
+           {.blocks = ceil_div(p.rows, Shape::rows), .threads = block_threads<Shape>(packs), .early = true},
+           p);
+  });
+  if (held) return;
+  // Clusters, as many as run at a time: each takes one row after another. Large ones of small blocks, two or more of them on a
+  // multiprocessor, if only a part of the warps is left without work.
+  using Clustered = typename Kernels::Clustered;
+  static ClusterRoom clusters;
+  const auto kernel = Kernels::template held<Clustered, true>();
+  for (int blocks : {16, 8, 4, 2}) {
+    const int threads = block_threads<Clustered>(ceil_div(packs, blocks));
+    if (threads < 192 && blocks > 2) continue;
+    const int64_t room = threads > Clustered::block ? 0 : clusters.of(kOp, kernel, blocks, threads);
+    if (room == 0) continue;
+    if (p.rows > 4 * room && p.rows < INT32_MAX / 2) {
+      p.counter = ctx.scratch_of<int>(1);
+      TIGON_CUDA_CHECK(kOp,
+                       cudaMemsetAsync(p.counter, 0, sizeof(int), static_cast<cudaStream_t>(ctx.stream())));
+    }
+    launch(kOp, ctx, kernel,
+           {.blocks = std::min(p.rows, room) * blocks, .threads = threads, .cluster = blocks}, p);
+    return;
+  }
+  const int blocks = device_facts().capability >= 90 ? 8 : 1;
+  launch(kOp, ctx, Kernels::swept(),
+         {.blocks = p.rows * blocks, .threads = Kernels::Swept::block, .early = true, .cluster = blocks}, p);
+}
 
 }  // namespace
 
 void softmax_fwd(Context& ctx, const SoftmaxFwd& a) {
   dispatch_float(kOp, "x", a.x.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
-    Forward<T> p{a.x.row<T>(0), a.y.row<T>(0), a.x.rows, a.x.stride, a.y.stride, int(a.x.cols)};
-    bool held =
-        pick<ForwardLadder>(most_packs(p.x, p.x_stride, p.cols), [&](auto shape, auto cluster, int blocks) {
-          using Shape = decltype(shape);
-          launch(kOp, ctx, forward_kernel<T, Shape, cluster>,
-                 {.blocks = ceil_div(p.rows, Shape::rows) * blocks,
-                  .threads = Shape::block,
-                  .early = true,
-                  .cluster = blocks},
-                 p);
-        });
-    if (!held) launch(kOp, ctx, forward_looped_kernel<T>, {.blocks = p.rows, .threads = kLoopThreads}, p);
+    Forward<T> p{a.x.row<T>(0), end_of<T>(a.x), a.y.row<T>(0), a.x.rows,
+                 a.x.stride,    a.y.stride,     int(a.x.cols)};
+    run<ForwardKernels<T>>(ctx, p, most_packs(p.y, p.y_stride, p.cols));
   });
 }
 
 void softmax_bwd(Context& ctx, const SoftmaxBwd& a) {
   dispatch_float(kOp, "y", a.y.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
-    Backward<T> p{a.dy.row<T>(0), a.y.row<T>(0), a.dx.row<T>(0), a.y.rows,
-                  a.dy.stride,    a.y.stride,    a.dx.stride,    int(a.y.cols)};
-    bool held =
-        pick<BackwardLadder>(most_packs(p.y, p.y_stride, p.cols), [&](auto shape, auto cluster, int blocks) {
-          using Shape = decltype(shape);
-          launch(kOp, ctx, backward_kernel<T, Shape, cluster>,
-                 {.blocks = ceil_div(p.rows, Shape::rows) * blocks,
-                  .threads = Shape::block,
-                  .early = true,
-                  .cluster = blocks},
-                 p);
-        });
-    if (!held) launch(kOp, ctx, backward_looped_kernel<T>, {.blocks = p.rows, .threads = kLoopThreads}, p);
+    Backward<T> p{a.dy.row<T>(0), a.y.row<T>(0), end_of<T>(a.dy), end_of<T>(a.y), a.dx.row<T>(0),
+                  a.y.rows,       a.dy.stride,   a.y.stride,      a.dx.stride,    int(a.y.cols)};
+    run<BackwardKernels<T>>(ctx, p, most_packs(p.dx, p.dx_stride, p.cols));
   });
 }
 
