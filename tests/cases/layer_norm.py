@@ -46,6 +46,9 @@ CASES = [
     test_case("columns", shape=(9, 130), layout="columns", grad_layout="columns"),
     test_case("transposed", shape=(9, 130), layout="transposed", grad_layout="transposed"),
     test_case("misaligned", shape=(7, 256), layout="offset1", grad_layout="offset1"),
+    # More rows than a persistent kernel has blocks: it goes on from row to row.
+    test_case("tall_odd", shape=(4001, 33)),
+    test_case("tall_misaligned", shape=(5001, 40), layout="offset1", grad_layout="offset1"),
     test_case("misaligned_weight", shape=(7, 256), weight_layout="offset1"),
     test_case("strided_weight", shape=(7, 256), weight_layout="columns"),
     test_case("grad_expanded", shape=(7, 256), grad_layout="expanded"),

@@ -75,38 +75,38 @@ __global__ void __launch_bounds__(kThreads, Plain && sizeof(X) + sizeof(Y) == 4 
   }
 }
 
+// N pairs of a row as they lie: their first and second elements, or, where pairs are neighbours, N elements and the next N.
 template <class T, int N>
-__device__ __forceinline__ void load_pairs(const T* row, int pair, int half, bool halves, float (&first)[N],
-                                           float (&second)[N]) {
-  if (halves) {
-    auto a = load_stream<T, N>(row + pair), b = load_stream<T, N>(row + half + pair);
-#pragma unroll
-    for (int n = 0; n < N; ++n) first[n] = a[n], second[n] = b[n];
-  } else if constexpr (N == 1) {  // not even two elements are aligned
-    first[0] = widen(row[2 * pair]), second[0] = widen(row[2 * pair + 1]);
-  } else {
-    auto both = load_stream<T, 2 * N>(row + 2 * pair);
-#pragma unroll
-    for (int n = 0; n < N; ++n) first[n] = both[2 * n], second[n] = both[2 * n + 1];
+struct Pairs {
+  Pack<T, N> a, b;
+
+  __device__ __forceinline__ void load(const T* row, int pair, int half, bool halves) {
+    a = load_stream<T, N>(row + (halves ? pair : 2 * pair));
+    b = load_stream<T, N>(row + (halves ? half + pair : 2 * pair + N));
   }
-}
-template <class T, int N>
-__device__ __forceinline__ void store_pairs(T* row, int pair, int half, bool halves, const float (&first)[N],
-                                            const float (&second)[N]) {
-  if (halves || N == 1) {
-    Pack<T, N> a, b;
-    a.set(first), b.set(second);
-    store(row + (halves ? pair : 2 * pair), a);
-    store(row + (halves ? half + pair : 2 * pair + 1), b);
-  } else {
-    Pack<T, 2 * N> both;
-    float v[2 * N];
-#pragma unroll
-    for (int n = 0; n < N; ++n) v[2 * n] = first[n], v[2 * n + 1] = second[n];
-    both.set(v);
-    store(row + 2 * pair, both);
+  __device__ __forceinline__ void store(T* row, int pair, int half, bool halves) const {
+    cuda::store(row + (halves ? pair : 2 * pair), a);
+    cuda::store(row + (halves ? half + pair : 2 * pair + N), b);
   }
-}
+  __device__ __forceinline__ void open(bool halves, float (&first)[N], float (&second)[N]) const {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const Pack<T, N>& both = 2 * n < N ? a : b;
+      first[n] = halves || N == 1 ? a[n] : both[2 * n % N];
+      second[n] = halves || N == 1 ? b[n] : both[(2 * n + 1) % N];
+    }
+  }
+  __device__ __forceinline__ void close(bool halves, const float (&first)[N], const float (&second)[N]) {
+    float one[N], two[N];
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const int in_a = n / 2, in_b = N == 1 ? 0 : (N + n) / 2;
+      one[n] = halves || N == 1 ? first[n] : n % 2 == 0 ? first[in_a] : second[in_a];
+      two[n] = halves || N == 1 ? second[n] : n % 2 == 0 ? first[in_b] : second[in_b];
+    }
+    a.set(one), b.set(two);
+  }
+};
 
 // Rows of any length, alignment and pairs: a thread owns N pairs, or N columns that are not rotated, of the rows of a unit.
 template <int N, class X, class Y>
@@ -133,18 +133,28 @@ __global__ void __launch_bounds__(kThreads)
     }
     return;
   }
+  x += p.shape.start, y += p.shape.start;
+  Pairs<X, N> in[kHeld] = {};
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i)
+    if (int head = unit.group + i * part.groups; head < part.heads)
+      in[i].load(x + head * part.x_head, lane * N, half, from_halves);
   float c1[N], c2[N], s1[N], s2[N];
   p.tables.template pairs<Half<X, Y>, N>(unit.b, unit.t, lane * N, c1, c2, s1, s2);
-  x += p.shape.start, y += p.shape.start;
-  for (int head = unit.group; head < part.heads; head += part.groups) {
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int head = unit.group + i * part.groups;
+    if (head >= part.heads) break;
     float x1[N], x2[N], y1[N], y2[N];
-    load_pairs(x + head * part.x_head, lane * N, half, from_halves, x1, x2);
+    in[i].open(from_halves, x1, x2);
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       y1[n] = rope_first(x1[n], x2[n], c1[n], s1[n]);
       y2[n] = rope_second(x1[n], x2[n], c2[n], s2[n]);
     }
-    store_pairs(y + head * part.y_head, lane * N, half, to_halves, y1, y2);
+    Pairs<Y, N> out;
+    out.close(to_halves, y1, y2);
+    out.store(y + head * part.y_head, lane * N, half, to_halves);
   }
 }
 
