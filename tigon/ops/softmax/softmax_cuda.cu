@@ -327,11 +327,10 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void backward_swep
   team.meet();
 }
 
-// By the packs of a row. Few packs a thread and all threads that a multiprocessor takes where the exponentials stay in registers; else
-// as many packs as the registers of 1024 threads hold.
-using ForwardLadder = RowShapes<RowShape<8, 2>, RowShape<16, 4>, RowShape<32, 4>, RowBlock<2, 512, 4>,
-                                RowBlock<4, 512, 3>, RowBlock<8, 1024>>;
-using BackwardLadder = RowShapes<RowShape<8, 2>, RowShape<16, 4>, RowShape<32, 4>, RowBlock<4, 1024>>;
+// By the packs of a row. Beyond 1024 of them the exponentials find no room in the registers and are found twice.
+using Short = RowShapes<RowShape<8, 2>, RowShape<16, 2>, RowShape<32, 2>, RowShape<32, 4>>;
+using ForwardLadder = Short::with<RowBlock<4, 256, 4>>::with<RowBlock<4, 512, 3>>::with<RowBlock<8, 1024>>;
+using BackwardLadder = Short::with<RowBlock<4, 1024>>;
 
 // The packs that a row touches at most, wherever it starts.
 template <class T>
@@ -354,7 +353,7 @@ struct ForwardKernels {
   using Swept = RowBlock<4, 1024>;
   template <class Shape, bool Cluster>
   static auto held() {
-    constexpr bool kKeeps = sizeof(T) == 2 && !Cluster && (Shape::threads != 0 || Shape::held == 2);
+    constexpr bool kKeeps = sizeof(T) == 2 && Shape::packs <= 1024;
     return forward_kernel<T, Shape, Cluster, kKeeps, Cluster>;
   }
   static auto swept() { return forward_swept_kernel<T, Swept, true>; }
@@ -391,16 +390,13 @@ void run(Context& ctx, typename Kernels::Params p, int64_t packs) {
     if (threads < 192 && blocks > 2) continue;
     const int64_t room = threads > Clustered::block ? 0 : clusters.of(kOp, kernel, blocks, threads);
     if (room == 0) continue;
-    if (p.rows > 4 * room && p.rows < INT32_MAX / 2) {
-      p.counter = ctx.scratch_of<int>(1);
-      TIGON_CUDA_CHECK(kOp,
-                       cudaMemsetAsync(p.counter, 0, sizeof(int), static_cast<cudaStream_t>(ctx.stream())));
-    }
+    p.counter = row_counter(kOp, ctx, p.rows, room);
     launch(kOp, ctx, kernel,
            {.blocks = std::min(p.rows, room) * blocks, .threads = threads, .cluster = blocks}, p);
     return;
   }
-  const int blocks = device_facts().capability >= 90 ? 8 : 1;
+  static ClusterRoom swept_clusters;
+  const int blocks = swept_clusters.of(kOp, Kernels::swept(), 8, Kernels::Swept::block) > 0 ? 8 : 1;
   launch(kOp, ctx, Kernels::swept(),
          {.blocks = p.rows * blocks, .threads = Kernels::Swept::block, .early = true, .cluster = blocks}, p);
 }
