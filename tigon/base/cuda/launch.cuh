@@ -48,6 +48,14 @@ __device__ __forceinline__ void wait_for_kernel_ahead() {
 #endif
 }
 
+// For rows that `takers` blocks (or clusters of them) draw, or null where they may as well take every so many: few a taker.
+inline int* row_counter(const char* op, Context& ctx, int64_t rows, int64_t takers) {
+  if (rows <= 8 * takers || rows > INT32_MAX / 2) return nullptr;
+  int* counter = ctx.scratch_of<int>(1);
+  TIGON_CUDA_CHECK(op, cudaMemsetAsync(counter, 0, sizeof(int), static_cast<cudaStream_t>(ctx.stream())));
+  return counter;
+}
+
 template <class... Params, class... Args>
 void launch(const char* op, Context& ctx, void (*kernel)(Params...), Grid grid, Args&&... args) {
   if (grid.blocks <= 0) return;

@@ -52,11 +52,11 @@ __device__ constexpr uint32_t kMinusInf = sizeof(T) == 4                        
                                           : std::is_same_v<std::remove_const_t<T>, __half> ? 0xfc00fc00u
                                                                                            : 0xff80ff80u;
 
-// A row that is read in the packs of another one, `out`, which may lie differently: whole words, those at the two ends too, which are
-// trimmed afterwards, so that no load waits for another or for a branch. A word holds memory of the row's tensor or of what lies
-// beside it before the next boundary of 16 bytes; only the last one of the tensor, which ends at `end`, is read by elements.
-// What is not there is `fill` (a word of it). Not through the read-only path: results may take the place of what is read.
-template <class T>
+// A row that is read in the packs of another one, `out`; Moved: which may lie differently. Whole words, those at the two ends too,
+// that are trimmed afterwards, so that no load waits for another or for a branch. A word holds memory of the row's tensor or of
+// what lies beside it before the next boundary of 16 bytes; only the last one of the tensor, which ends at `end`, is read by
+// elements. What is not there is `fill` (a word of it). Not through the read-only path: results may take the place of what is read.
+template <class T, bool Moved>
 struct RowWords {
   static constexpr int N = Row<const T>::N;
   Row<const T> row;
@@ -68,8 +68,8 @@ struct RowWords {
   __device__ __forceinline__ RowWords(const Row<T>& out, const T* x, const T* end, uint32_t fill, bool live)
       : row(x, out.cols), fill(fill) {
     readable = live ? row.packs - int(row.base + int64_t(row.packs) * N > end) : 0;
-    first = row.lead < out.lead ? -1 : 0;
-    moved = unsigned((row.lead - out.lead) * int(sizeof(T))) % 16;
+    first = Moved && row.lead < out.lead ? -1 : 0;
+    moved = Moved ? unsigned((row.lead - out.lead) * int(sizeof(T))) % 16 : 0;
   }
   // The word that pack k begins in.
   __device__ __forceinline__ uint4 load(int k) const { return word(k + first); }
@@ -117,9 +117,13 @@ struct RowWords {
 #pragma unroll
       for (int i = 0; i < Held; ++i) {
         const int w = k(i) + first + 1;
-        uint4 next = word(w);
-        if (apart && w == row.packs - 1) next = end;
-        q[i] = shifted(q[i], next, moved);
+        if (k(i) < out.packs) {
+          uint4 next = word(w);
+          if (apart && w == row.packs - 1) next = end;
+          q[i] = shifted(q[i], next, moved);
+        } else {
+          q[i] = make_uint4(fill, fill, fill, fill);
+        }
       }
     }
     if (out.lead != 0 && k(0) == 0) q[0] = within(q[0], out.lead, N);

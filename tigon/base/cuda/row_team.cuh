@@ -36,8 +36,7 @@ __device__ __forceinline__ V merge_row(V v, Exchange<V>& x, int turn) {
     v = lane < int(blockDim.x) / 32 ? x.warp[parity][lane] : V::none();
     v.template merge_lanes<kLanes>();
   }
-  if constexpr (Cluster) {
-    const int blocks = int(cluster_size());
+  if (const int blocks = Cluster ? int(cluster_size()) : 1; blocks > 1) {
     if (threadIdx.x == 0) arrival_expect(&x.arrival[parity], blocks * int(sizeof(V)));
     if (int(threadIdx.x) < blocks)
       put_arriving(&x.peer[parity][cluster_rank()], threadIdx.x, v, &x.arrival[parity]);

@@ -199,12 +199,18 @@ __device__ __forceinline__ void clear(T* x, int n) {
   if (c >= 0) x[c] = narrow<T>(0.0f);
 }
 
-template <class T, int kHeld, int Most, bool Cluster>
-__global__ __launch_bounds__(Most, 1) void held_kernel(const __grid_constant__ Params<T> p) {
+// Blocks that the registers of a multiprocessor are for.
+constexpr int together(int held, int threads) {
+  return threads == 0 ? 1 : std::max(1, kHeld * kHeldThreads / (held * threads));
+}
+
+// Threads of a block, 0 where they are known at run time only: that costs registers, and some percent.
+template <class T, int Held, int Threads, bool Cluster>
+__global__ __launch_bounds__(Threads ? Threads : kHeldThreads,
+                             together(Held, Threads)) void held_kernel(const __grid_constant__ Params<T> p) {
   constexpr int N = Row<T>::N;
-  using Told = Drawn<Sums<T>>;
-  __shared__ Exchange<Told> exchange;
-  const int tid = int(threadIdx.x), threads = int(blockDim.x);
+  __shared__ Exchange<Sums<T>> exchange;
+  const int tid = int(threadIdx.x), threads = Threads ? Threads : int(blockDim.x);
   const unsigned blocks = Cluster ? cluster_size() : 1, rank = Cluster ? cluster_rank() : 0;
   if constexpr (Cluster) {
     exchange.init();
@@ -215,11 +221,10 @@ __global__ __launch_bounds__(Most, 1) void held_kernel(const __grid_constant__ P
   const int first = Cluster ? min(int(rank) * p.slice, p.cols) : 0;
   const int n = Cluster ? min(p.slice, p.cols - first) : p.cols;
   const int64_t step = gridDim.x / blocks;
-  int64_t r = blockIdx.x / blocks, r1 = r + step, r2 = r1 + step;  // this row and the two after it
+  int64_t r = blockIdx.x / blocks;
   if (r < p.rows) {
-    uint4 q[kHeld];
+    uint4 q[Held];
     float edge, z;  // of the first threads; the label's, of every thread
-    auto part_of = [&](int64_t r) { return Part<const T>(p.logits + r * p.stride + first, n); };
     auto read_edge = [&](const Part<const T>& part, int label) {
       int c = part.edge(n);
       edge = c >= 0 ? widen(part.x[c]) : -INFINITY;
@@ -227,22 +232,19 @@ __global__ __launch_bounds__(Most, 1) void held_kernel(const __grid_constant__ P
     };
     auto read = [&](const Part<const T>& part, int label) {
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) q[k] = fetch_or_nothing<T>(part, k * threads + tid);
+      for (int k = 0; k < Held; ++k) q[k] = fetch_or_nothing<T>(part, k * threads + tid);
       read_edge(part, label);
     };
     int turn = 0, label = label_of(p, p.target[r]), next = kUnread;
-    if (r1 < p.rows) next = label_of(p, p.target[r1]);
-    Part<const T> part = part_of(r);
+    if (r + step < p.rows) next = label_of(p, p.target[r + step]);
+    Part<const T> part(p.logits + r * p.stride + first, n);
     if (label != kUnread) read(part, label);
     for (;;) {
-      const bool more = r1 < p.rows, ahead = more && next != kUnread;
-      const Part<const T> following = part_of(r1);
-      const int64_t later = r2 < p.rows ? p.target[r2] : p.ignore_index;
-      Told told = Told::none();
-      if (p.counter != nullptr && tid == 0 && rank == 0) told.row = int(3 * step) + atomicAdd(p.counter, 1);
+      const bool more = r + step < p.rows, ahead = more && next != kUnread;
+      const Part<const T> following(part.x + step * p.stride, n);
+      const int64_t later = r + 2 * step < p.rows ? p.target[r + 2 * step] : p.ignore_index;
       T* out = p.dlogits + r * p.dlogits_stride + first;
       if (label == kUnread) {
-        if (p.counter != nullptr) told = merge_row<0, Cluster>(told, exchange, turn++);
         if (p.dlogits != nullptr) clear(out, n);
         if (tid == 0 && rank == 0) finish_unread(p, r);
         if (ahead) read(following, next);
@@ -256,11 +258,9 @@ __global__ __launch_bounds__(Most, 1) void held_kernel(const __grid_constant__ P
         const bool holds = leave_out<T>(q, at, threads);
         float s = exp_of(edge, reference(m));
 #pragma unroll
-        for (int k = 0; k < kHeld; ++k) s += sum_of<T>(q[k], reference(m));
-        told.v = {m, s};
-        told = merge_row<0, Cluster>(told, exchange, turn++);
-        const Gradient g =
-            finish(p, r, label, told.v, z, scale, tid == 0 && (label >= 0 ? own >= 0 : rank == 0));
+        for (int k = 0; k < Held; ++k) s += sum_of<T>(q[k], reference(m));
+        const Sums<T> a = merge_row<0, Cluster>(Sums<T>{m, s}, exchange, turn++);
+        const Gradient g = finish(p, r, label, a, z, scale, tid == 0 && (label >= 0 ? own >= 0 : rank == 0));
         if (p.dlogits == nullptr || label == kIgnored) {
           if (p.dlogits != nullptr) clear(out, n);
           if (ahead) read(following, next);
@@ -268,7 +268,7 @@ __global__ __launch_bounds__(Most, 1) void held_kernel(const __grid_constant__ P
           if (c >= 0) out[c] = narrow<T>(g.of(edge));
           const bool aligned = reinterpret_cast<uintptr_t>(out + part.head) % 16 == 0;
 #pragma unroll
-          for (int k = 0; k < kHeld; ++k) {
+          for (int k = 0; k < Held; ++k) {
             const int i = k * threads + tid;
             if (i < part.packs) store_words(out + part.head + N * i, gradient_of<T>(q[k], g), aligned);
             if (ahead) q[k] = fetch_or_nothing<T>(following, i);
@@ -279,8 +279,7 @@ __global__ __launch_bounds__(Most, 1) void held_kernel(const __grid_constant__ P
         }
       }
       if (!more) break;
-      r = r1, r1 = r2, r2 = p.counter != nullptr ? told.row : r2 + step;
-      part = following, label = next, next = label_of(p, later);
+      r += step, part = following, label = next, next = label_of(p, later);
     }
   }
   if constexpr (Cluster) {  // a block that has ended cannot be written to
@@ -337,26 +336,25 @@ void prefer_cache(Kernel kernel, int blocks, int shared) {
                                              std::min(percent, 100)));
 }
 
-// A row by `blocks` blocks of as many threads as hold it, Held packs each. False when they do not, or the device has no room for them.
-template <class T, int Held, int Most, bool Cluster>
+// A row by `blocks` blocks of Threads threads, Held packs each; Threads 0: of as many as hold it. False when they do not, when a
+// tenth of them would have nothing to do, or the device has no room for them.
+template <class T, int Held, int Threads, bool Cluster>
 bool launch_held(Context& ctx, Params<T> p, int blocks) {
+  constexpr int kMost = Threads ? Threads : kHeldThreads;
   static ClusterRoom clusters;
   static OncePerDevice prepared;
-  auto kernel = &held_kernel<T, Held, Most, Cluster>;
+  auto kernel = &held_kernel<T, Held, Threads, Cluster>;
   p.slice = int(ceil_div(ceil_div(p.cols, blocks), 64) * 64);
   const int64_t packs = ceil_div(std::min(p.slice, p.cols), Row<T>::N);
-  const int threads = int(ceil_div(packs, Held * 32) * 32);
-  if (threads > Most) return false;
-  prepared.run(kOp, [&] { prefer_cache(kernel, Cluster ? 2 : 8, int(sizeof(Exchange<Drawn<Sums<T>>>))); });
+  const int needed = int(ceil_div(packs, Held * 32) * 32), threads = Threads ? Threads : needed;
+  if (needed > kMost || 10 * needed < 9 * Threads) return false;
+  prepared.run(kOp, [&] {
+    prefer_cache(kernel, Threads ? together(Held, Threads) : 2, int(sizeof(Exchange<Sums<T>>)));
+  });
   // Single blocks do not stay, unless one fills a multiprocessor: the next could not load meanwhile.
-  int64_t room = threads > Most / 2 ? device_facts().sms : INT32_MAX;
+  int64_t room = threads > kHeldThreads / 2 ? device_facts().sms : INT32_MAX;
   if (Cluster) room = clusters.of(kOp, kernel, blocks, threads);
   if (room == 0) return false;
-  if (p.rows > 8 * room && p.rows < INT32_MAX / 2) {
-    p.counter = ctx.scratch_of<int>(1);
-    TIGON_CUDA_CHECK(kOp,
-                     cudaMemsetAsync(p.counter, 0, sizeof(int), static_cast<cudaStream_t>(ctx.stream())));
-  }
   launch(kOp, ctx, kernel, {.blocks = std::min(p.rows, room) * blocks, .threads = threads, .cluster = blocks},
          p);
   return true;
@@ -381,11 +379,15 @@ bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& p) {
     launch_sweep(ctx, p);
     return true;
   }
-  if (fits(kHeldThreads)) return launch_held<T, kHeld, kHeldThreads, false>(ctx, p, 1);
+  if (launch_held<T, kHeld, 128, false>(ctx, p, 1) || launch_held<T, kHeld, 256, false>(ctx, p, 1) ||
+      launch_held<T, kHeld, 512, false>(ctx, p, 1) || launch_held<T, kHeld, 1024, false>(ctx, p, 1) ||
+      launch_held<T, kHeld, 0, false>(ctx, p, 1))
+    return true;
   if (device_facts().capability < 90) return false;
   // Pairs of blocks leave no multiprocessor without work, larger clusters do.
-  return launch_held<T, kHeld, kHeldThreads, true>(ctx, p, 2) || launch_held<T, 20, 480, true>(ctx, p, 2) ||
-         launch_held<T, kHeld, kHeldThreads, true>(ctx, p, 4);
+  return launch_held<T, kHeld, 1024, true>(ctx, p, 2) || launch_held<T, kHeld, 0, true>(ctx, p, 2) ||
+         launch_held<T, 20, 480, true>(ctx, p, 2) || launch_held<T, kHeld, 0, true>(ctx, p, 3) ||
+         launch_held<T, kHeld, 1024, true>(ctx, p, 4) || launch_held<T, kHeld, 0, true>(ctx, p, 4);
 }
 
 template bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<float>& p);

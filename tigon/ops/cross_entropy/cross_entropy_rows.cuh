@@ -21,7 +21,6 @@ struct CrossEntropyParams {
   float* log_prob;
   float* entropy;
   int64_t* predicted;
-  int* counter;  // of rows that blocks have taken beyond their first three, 0; null: they take every so many
   int64_t rows, stride, dlogits_stride, scale_step, ignore_index;
   int cols, slice;  // slice: packs of a block (columns in the held variant)
   bool bias_is_f32;

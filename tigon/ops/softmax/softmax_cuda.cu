@@ -36,8 +36,9 @@ struct Forward {
   __device__ __forceinline__ Row<T> row_of_y(int64_t r) const {
     return Row<T>(y + (r < rows ? r : 0) * y_stride, cols);
   }
-  __device__ __forceinline__ RowWords<T> row_of_x(const Row<T>& out, int64_t r) const {
-    return RowWords<T>(out, x + (r < rows ? r : 0) * x_stride, x_end, kMinusInf<T>, r < rows);
+  template <bool Moved>
+  __device__ __forceinline__ RowWords<T, Moved> row_of_x(const Row<T>& out, int64_t r) const {
+    return RowWords<T, Moved>(out, x + (r < rows ? r : 0) * x_stride, x_end, kMinusInf<T>, r < rows);
   }
 };
 template <class T>
@@ -51,10 +52,10 @@ struct Backward {
 };
 
 // A row of the backward: the packs are those of dx.
-template <class T>
+template <class T, bool Moved>
 struct BackwardRow {
   Row<T> dx;
-  RowWords<T> y, dy;
+  RowWords<T, Moved> y, dy;
 
   __device__ __forceinline__ BackwardRow(const Backward<T>& p, int64_t r)
       : BackwardRow(p, r < p.rows ? r : 0, r < p.rows) {}
@@ -168,7 +169,7 @@ __device__ __forceinline__ ExpSum<T> exponentials(const uint4 (&q)[K], float (&e
 
 // Keeps: the exponentials stay in registers, else they are found twice. Stays: blocks take one row after another, and ask for
 // the next one's packs as they store.
-template <class T, class Shape, bool Cluster, bool Keeps, bool Stays>
+template <class T, class Shape, bool Cluster, bool Keeps, bool Stays, bool Moved>
 __global__ __launch_bounds__(Shape::block,
                              Shape::min_blocks) void forward_kernel(const __grid_constant__ Forward<T> p) {
   constexpr int N = Row<T>::N, kHeld = Shape::held;
@@ -180,7 +181,7 @@ __global__ __launch_bounds__(Shape::block,
   auto pack = [&](int i) { return team.pack(i); };
   int64_t r = team.first_row(), following = Stays ? r + team.step() : p.rows;
   Row<T> y = p.row_of_y(r);
-  RowWords<T> x = p.row_of_x(y, r);
+  auto x = p.template row_of_x<Moved>(y, r);
   uint4 q[kHeld];
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) q[i] = x.load(pack(i));
@@ -192,7 +193,7 @@ __global__ __launch_bounds__(Shape::block,
     float e[kHeld][N];
     const ExpSum<T> own = exponentials<T>(q, e), all = team.merge(own, drawn, later);
     const Row<T> next_y = p.row_of_y(following);
-    const RowWords<T> next_x = p.row_of_x(next_y, following);
+    const auto next_x = p.template row_of_x<Moved>(next_y, following);
     const float scale = (Keeps ? exp_below<T>(own.m, all.m) : 1.0f) / all.s;
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
@@ -215,17 +216,17 @@ __global__ __launch_bounds__(Shape::block,
 }
 
 // Longer rows, by a cluster of blocks each: a sweep that finds maximum and sum, one that writes, out of L2.
-template <class T, class Shape, bool Cluster>
+template <class T, class Shape, bool Moved>
 __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_swept_kernel(
     const __grid_constant__ Forward<T> p) {
   constexpr int N = Row<T>::N, kHeld = Shape::held;
   __shared__ Exchange<ExpSum<T>> exchange;
-  Team<Shape, Cluster, false, ExpSum<T>> team(exchange);
+  Team<Shape, true, false, ExpSum<T>> team(exchange);
   wait_for_kernel_ahead();
   let_next_kernel_start();
   const int64_t r = team.first_row();
   const Row<T> y = p.row_of_y(r);
-  const RowWords<T> x = p.row_of_x(y, r);
+  const auto x = p.template row_of_x<Moved>(y, r);
   const int step = team.threads * team.blocks * kHeld;
   uint4 q[kHeld];
   float e[kHeld][N];
@@ -245,7 +246,7 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_swept
     if (b.m != top) b.s *= exp_below<T>(b.m, top);
     a.m = top, a.s += b.s;
   }
-  a = merge_row<0, Cluster>(a, exchange, 0);
+  a = merge_row<0, true>(a, exchange, 0);
   const float scale = 1.0f / a.s;
   for (int first = (y.packs - 1) / step * step; first >= 0; first -= step) {
     load(first);
@@ -258,11 +259,11 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_swept
       if (k < y.packs) store_pack(y, k, e[i]);
     }
   }
-  if constexpr (Cluster) cluster_arrive();
+  cluster_arrive();
   team.meet();
 }
 
-template <class T, class Shape, bool Cluster, bool Stays>
+template <class T, class Shape, bool Cluster, bool Stays, bool Moved>
 __global__ __launch_bounds__(Shape::block,
                              Shape::min_blocks) void backward_kernel(const __grid_constant__ Backward<T> p) {
   constexpr int kHeld = Shape::held;
@@ -273,7 +274,7 @@ __global__ __launch_bounds__(Shape::block,
   let_next_kernel_start();
   auto pack = [&](int i) { return team.pack(i); };
   int64_t r = team.first_row(), following = Stays ? r + team.step() : p.rows;
-  BackwardRow<T> row(p, r);
+  BackwardRow<T, Moved> row(p, r);
   uint4 a[kHeld], b[kHeld];
   row.load(pack, a, b);
   team.meet();
@@ -281,7 +282,7 @@ __global__ __launch_bounds__(Shape::block,
     int64_t later = following + team.step();
     const int drawn = team.draw(p.counter);
     const float s = team.merge(PlainSum{row.dot(pack, a, b), 0.0f}, drawn, later).s;
-    const BackwardRow<T> next(p, following);
+    const BackwardRow<T, Moved> next(p, following);
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       if (r < p.rows && pack(i) < row.dx.packs)
@@ -296,15 +297,15 @@ __global__ __launch_bounds__(Shape::block,
   team.meet();
 }
 
-template <class T, class Shape, bool Cluster>
+template <class T, class Shape, bool Moved>
 __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void backward_swept_kernel(
     const __grid_constant__ Backward<T> p) {
   constexpr int kHeld = Shape::held;
   __shared__ Exchange<PlainSum> exchange;
-  Team<Shape, Cluster, false, PlainSum> team(exchange);
+  Team<Shape, true, false, PlainSum> team(exchange);
   wait_for_kernel_ahead();
   let_next_kernel_start();
-  const BackwardRow<T> row(p, team.first_row());
+  const BackwardRow<T, Moved> row(p, team.first_row());
   const int packs = row.dx.packs, step = team.threads * team.blocks * kHeld;
   uint4 a[kHeld], b[kHeld];
   float s = 0.0f;
@@ -314,7 +315,7 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void backward_swep
     s += row.dot(pack, a, b);
   }
   team.meet();
-  s = merge_row<0, Cluster>(PlainSum{s, 0.0f}, exchange, 0).s;
+  s = merge_row<0, true>(PlainSum{s, 0.0f}, exchange, 0).s;
   for (int first = (packs - 1) / step * step; first >= 0; first -= step) {
     auto pack = [&](int i) { return first + team.pack(i); };
     row.load(pack, a, b);
@@ -323,15 +324,20 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void backward_swep
     for (int i = 0; i < kHeld; ++i)
       if (pack(i) < packs) row.write(pack(i), a[i], b[i], s);
   }
-  if constexpr (Cluster) cluster_arrive();
+  cluster_arrive();
   team.meet();
 }
 
-// By the packs of a row. Few packs a thread and all threads that a multiprocessor takes where the exponentials stay in registers; else
-// as many packs as the registers of 1024 threads hold.
-using ForwardLadder = RowShapes<RowShape<8, 2>, RowShape<16, 4>, RowShape<32, 4>, RowBlock<2, 512, 4>,
-                                RowBlock<4, 512, 3>, RowBlock<8, 1024>>;
-using BackwardLadder = RowShapes<RowShape<8, 2>, RowShape<16, 4>, RowShape<32, 4>, RowBlock<4, 1024>>;
+// By the packs of a row. Beyond 1024 of them the exponentials find no room in the registers and are found twice. Rows that do not lie
+// alike are few shapes' matter.
+using Short = RowShapes<RowShape<8, 2>, RowShape<16, 2>, RowShape<32, 2>, RowShape<32, 4>>;
+template <bool Moved>
+using ForwardLadder =
+    std::conditional_t<Moved, RowShapes<RowShape<32, 4>, RowBlock<4, 512, 3>, RowBlock<8, 1024>>,
+                       Short::with<RowBlock<4, 256, 4>>::with<RowBlock<4, 512, 3>>::with<RowBlock<8, 1024>>>;
+template <bool Moved>
+using BackwardLadder =
+    std::conditional_t<Moved, RowShapes<RowShape<32, 4>, RowBlock<4, 1024>>, Short::with<RowBlock<4, 1024>>>;
 
 // The packs that a row touches at most, wherever it starts.
 template <class T>
@@ -345,31 +351,39 @@ const T* end_of(const Matrix& m) {
   return m.row<T>(m.stride > 0 ? m.rows - 1 : 0) + m.cols;
 }
 
-// The kernels of one direction, for rows of T.
+// Whether all rows of a matrix begin as far behind a boundary of 16 bytes as those of another.
 template <class T>
+bool alike(const Matrix& a, const Matrix& b) {
+  auto apart = [](uintptr_t x, uintptr_t y) { return (x - y) % 16 != 0; };
+  return !apart(uintptr_t(a.data), uintptr_t(b.data)) &&
+         (a.rows == 1 || !apart(uintptr_t(a.stride) * sizeof(T), uintptr_t(b.stride) * sizeof(T)));
+}
+
+// The kernels of one direction, for rows of T.
+template <class T, bool Moved>
 struct ForwardKernels {
   using Params = Forward<T>;
-  using Ladder = ForwardLadder;
+  using Ladder = ForwardLadder<Moved>;
   using Clustered = RowBlock<8, 1024>;
   using Swept = RowBlock<4, 1024>;
   template <class Shape, bool Cluster>
   static auto held() {
-    constexpr bool kKeeps = sizeof(T) == 2 && !Cluster && (Shape::threads != 0 || Shape::held == 2);
-    return forward_kernel<T, Shape, Cluster, kKeeps, Cluster>;
+    constexpr bool kKeeps = sizeof(T) == 2 && Shape::packs <= 1024;
+    return forward_kernel<T, Shape, Cluster, kKeeps, Cluster, Moved>;
   }
-  static auto swept() { return forward_swept_kernel<T, Swept, true>; }
+  static auto swept() { return forward_swept_kernel<T, Swept, Moved>; }
 };
-template <class T>
+template <class T, bool Moved>
 struct BackwardKernels {
   using Params = Backward<T>;
-  using Ladder = BackwardLadder;
+  using Ladder = BackwardLadder<Moved>;
   using Clustered = RowBlock<4, 1024>;
   using Swept = RowBlock<4, 1024>;
   template <class Shape, bool Cluster>
   static auto held() {
-    return backward_kernel<T, Shape, Cluster, Cluster>;
+    return backward_kernel<T, Shape, Cluster, Cluster, Moved>;
   }
-  static auto swept() { return backward_swept_kernel<T, Swept, true>; }
+  static auto swept() { return backward_swept_kernel<T, Swept, Moved>; }
 };
 
 template <class Kernels>
@@ -391,16 +405,13 @@ void run(Context& ctx, typename Kernels::Params p, int64_t packs) {
     if (threads < 192 && blocks > 2) continue;
     const int64_t room = threads > Clustered::block ? 0 : clusters.of(kOp, kernel, blocks, threads);
     if (room == 0) continue;
-    if (p.rows > 4 * room && p.rows < INT32_MAX / 2) {
-      p.counter = ctx.scratch_of<int>(1);
-      TIGON_CUDA_CHECK(kOp,
-                       cudaMemsetAsync(p.counter, 0, sizeof(int), static_cast<cudaStream_t>(ctx.stream())));
-    }
+    p.counter = row_counter(kOp, ctx, p.rows, room);
     launch(kOp, ctx, kernel,
            {.blocks = std::min(p.rows, room) * blocks, .threads = threads, .cluster = blocks}, p);
     return;
   }
-  const int blocks = device_facts().capability >= 90 ? 8 : 1;
+  static ClusterRoom swept_clusters;
+  const int blocks = swept_clusters.of(kOp, Kernels::swept(), 8, Kernels::Swept::block) > 0 ? 8 : 1;
   launch(kOp, ctx, Kernels::swept(),
          {.blocks = p.rows * blocks, .threads = Kernels::Swept::block, .early = true, .cluster = blocks}, p);
 }
@@ -412,7 +423,9 @@ void softmax_fwd(Context& ctx, const SoftmaxFwd& a) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     Forward<T> p{a.x.row<T>(0), end_of<T>(a.x), a.y.row<T>(0), a.x.rows,
                  a.x.stride,    a.y.stride,     int(a.x.cols)};
-    run<ForwardKernels<T>>(ctx, p, most_packs(p.y, p.y_stride, p.cols));
+    const int64_t packs = most_packs(p.y, p.y_stride, p.cols);
+    alike<T>(a.x, a.y) ? run<ForwardKernels<T, false>>(ctx, p, packs)
+                       : run<ForwardKernels<T, true>>(ctx, p, packs);
   });
 }
 
@@ -421,7 +434,9 @@ void softmax_bwd(Context& ctx, const SoftmaxBwd& a) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     Backward<T> p{a.dy.row<T>(0), a.y.row<T>(0), end_of<T>(a.dy), end_of<T>(a.y), a.dx.row<T>(0),
                   a.y.rows,       a.dy.stride,   a.y.stride,      a.dx.stride,    int(a.y.cols)};
-    run<BackwardKernels<T>>(ctx, p, most_packs(p.dx, p.dx_stride, p.cols));
+    const int64_t packs = most_packs(p.dx, p.dx_stride, p.cols);
+    alike<T>(a.y, a.dx) && alike<T>(a.dy, a.dx) ? run<BackwardKernels<T, false>>(ctx, p, packs)
+                                                : run<BackwardKernels<T, true>>(ctx, p, packs);
   });
 }
 
