@@ -78,27 +78,35 @@ struct RowWords {
   }
   // The last word, by its elements.
   __device__ __forceinline__ uint4 last() const {
-    Pack<T, N> pack;
-    const int w = row.packs - 1;
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      const bool has = row.has(row.column(w) + j);
-      pack.v[j] = has ? row.base[int64_t(w) * N + j] : reinterpret_cast<const T*>(&fill)[j % (4 / sizeof(T))];
-    }
-    return *reinterpret_cast<const uint4*>(&pack);
-  }
-  // Elements [begin, end) of a pack, fill around them.
-  __device__ __forceinline__ uint4 within(const uint4& w, int begin, int end) const {
     constexpr int kBits = 8 * int(sizeof(T));
-    const uint32_t in[4] = {w.x, w.y, w.z, w.w};
-    uint32_t out[4];
+    const uint64_t none = uint64_t(fill) << 32 | fill;
+    uint64_t low = none, high = none;
+    const int column = row.column(row.packs - 1);
+#pragma unroll 1
+    for (int c = column + N - 1; c >= column; --c) {
+      using Bits = typename Word<sizeof(T)>::type;
+      const Bits* from = reinterpret_cast<const Bits*>(row.base) + (row.lead + c);
+      const uint64_t x = row.has(c) ? *from : none >> (64 - kBits);
+      high = high << kBits | low >> (64 - kBits);
+      low = low << kBits | x;
+    }
+    return make_uint4(uint32_t(low), uint32_t(low >> 32), uint32_t(high), uint32_t(high >> 32));
+  }
+  // The bits of elements [begin, end) of a pack.
+  __device__ __forceinline__ static uint4 bits_of(int begin, int end) {
+    constexpr int kBits = 8 * int(sizeof(T));
+    uint32_t mask[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int low = min(max(begin * kBits - 32 * i, 0), 32), high = min(max(end * kBits - 32 * i, 0), 32);
-      const uint32_t mask = uint32_t((uint64_t(1) << high) - (uint64_t(1) << low));
-      out[i] = (in[i] & mask) | (fill & ~mask);
+      mask[i] = uint32_t((uint64_t(1) << high) - (uint64_t(1) << low));
     }
-    return make_uint4(out[0], out[1], out[2], out[3]);
+    return make_uint4(mask[0], mask[1], mask[2], mask[3]);
+  }
+  // Those of a word, fill around them.
+  __device__ __forceinline__ uint4 only(const uint4& w, const uint4& mask) const {
+    return make_uint4((w.x & mask.x) | (fill & ~mask.x), (w.y & mask.y) | (fill & ~mask.y),
+                      (w.z & mask.z) | (fill & ~mask.z), (w.w & mask.w) | (fill & ~mask.w));
   }
   // q[i], as loaded for pack k(i) of `out`, becomes that pack; k(0) is the least of them.
   template <int Held, class Index>
@@ -126,11 +134,12 @@ struct RowWords {
         }
       }
     }
-    if (out.lead != 0 && k(0) == 0) q[0] = within(q[0], out.lead, N);
+    if (out.lead != 0 && k(0) == 0) q[0] = only(q[0], bits_of(out.lead, N));
     if (rest == 0) return;
+    const uint4 mask = bits_of(0, rest);
 #pragma unroll
     for (int i = 0; i < Held; ++i)
-      if (k(i) == out.packs - 1) q[i] = within(q[i], 0, rest);
+      if (k(i) == out.packs - 1) q[i] = only(q[i], mask);
   }
   // 16 of the 32 bytes, from `bytes` on.
   __device__ __forceinline__ static uint4 shifted(const uint4& a, const uint4& b, unsigned bytes) {
@@ -152,13 +161,21 @@ __device__ __forceinline__ void store_pack(const Row<T>& row, int k, const float
   constexpr int N = Row<T>::N;
   Pack<T, N> pack;
   pack.set(v);
-  T* to = row.base + int64_t(k) * N;
   if (row.whole(k)) {
-    store_whole(to, pack);
+    store_whole(row.base + int64_t(k) * N, pack);
   } else {
-#pragma unroll
-    for (int j = 0; j < N; ++j)
-      if (row.has(row.column(k) + j)) to[j] = pack.v[j];
+    constexpr int kBits = 8 * int(sizeof(T));
+    using Bits = typename Word<sizeof(T)>::type;
+    Bits* to = reinterpret_cast<Bits*>(row.base) + row.lead;
+    uint64_t low = reinterpret_cast<const uint64_t*>(&pack)[0],
+             high = reinterpret_cast<const uint64_t*>(&pack)[1];
+    const int column = row.column(k), end = min(column + N, row.cols);
+#pragma unroll 1
+    for (int c = column; c < end; ++c) {
+      if (c >= 0) to[c] = Bits(low);
+      low = low >> kBits | high << (64 - kBits);
+      high >>= kBits;
+    }
   }
 }
 

@@ -216,7 +216,7 @@ __global__ __launch_bounds__(Shape::block,
 }
 
 // Longer rows, by a cluster of blocks each: a sweep that finds maximum and sum, one that writes, out of L2.
-template <class T, class Shape, bool Moved>
+template <class T, class Shape>
 __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_swept_kernel(
     const __grid_constant__ Forward<T> p) {
   constexpr int N = Row<T>::N, kHeld = Shape::held;
@@ -226,7 +226,7 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_swept
   let_next_kernel_start();
   const int64_t r = team.first_row();
   const Row<T> y = p.row_of_y(r);
-  const auto x = p.template row_of_x<Moved>(y, r);
+  const auto x = p.template row_of_x<true>(y, r);
   const int step = team.threads * team.blocks * kHeld;
   uint4 q[kHeld];
   float e[kHeld][N];
@@ -297,7 +297,7 @@ __global__ __launch_bounds__(Shape::block,
   team.meet();
 }
 
-template <class T, class Shape, bool Moved>
+template <class T, class Shape>
 __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void backward_swept_kernel(
     const __grid_constant__ Backward<T> p) {
   constexpr int kHeld = Shape::held;
@@ -305,7 +305,7 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void backward_swep
   Team<Shape, true, false, PlainSum> team(exchange);
   wait_for_kernel_ahead();
   let_next_kernel_start();
-  const BackwardRow<T, Moved> row(p, team.first_row());
+  const BackwardRow<T, true> row(p, team.first_row());
   const int packs = row.dx.packs, step = team.threads * team.blocks * kHeld;
   uint4 a[kHeld], b[kHeld];
   float s = 0.0f;
@@ -334,7 +334,7 @@ using Short = RowShapes<RowShape<8, 2>, RowShape<16, 2>, RowShape<32, 2>, RowSha
 template <bool Moved>
 using ForwardLadder =
     std::conditional_t<Moved, RowShapes<RowShape<32, 4>, RowBlock<4, 512, 3>, RowBlock<8, 1024>>,
-                       Short::with<RowBlock<4, 256, 4>>::with<RowBlock<4, 512, 3>>::with<RowBlock<8, 1024>>>;
+                       Short::with<RowBlock<4, 256, 4>>::with<RowBlock<8, 1024>>>;
 template <bool Moved>
 using BackwardLadder =
     std::conditional_t<Moved, RowShapes<RowShape<32, 4>, RowBlock<4, 1024>>, Short::with<RowBlock<4, 1024>>>;
@@ -371,7 +371,7 @@ struct ForwardKernels {
     constexpr bool kKeeps = sizeof(T) == 2 && Shape::packs <= 1024;
     return forward_kernel<T, Shape, Cluster, kKeeps, Cluster, Moved>;
   }
-  static auto swept() { return forward_swept_kernel<T, Swept, Moved>; }
+  static auto swept() { return forward_swept_kernel<T, Swept>; }
 };
 template <class T, bool Moved>
 struct BackwardKernels {
@@ -383,7 +383,7 @@ struct BackwardKernels {
   static auto held() {
     return backward_kernel<T, Shape, Cluster, Cluster, Moved>;
   }
-  static auto swept() { return backward_swept_kernel<T, Swept, Moved>; }
+  static auto swept() { return backward_swept_kernel<T, Swept>; }
 };
 
 template <class Kernels>
