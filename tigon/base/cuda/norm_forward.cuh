@@ -43,7 +43,6 @@ struct NormForward {
   int sections = 1;
   float eps;
   int64_t span = 1;      // columns that share a parameter, if F::Spans
-  int64_t spans = 0;     // parameters of a section then
   float inverse = 0.0f;  // 1 / cols, made by norm_forward
   uint32_t zero = 0;     // for again()
 };
@@ -66,11 +65,6 @@ __device__ __forceinline__ Pack<W, N> filled(float x) {
 #pragma unroll
   for (int j = 0; j < N; ++j) w.set(j, x);
   return w;
-}
-
-// a / b without the 64-bit division, a hundred instructions, where it is not needed.
-__device__ __forceinline__ int64_t divide(int64_t a, int64_t b) {
-  return (a | b) <= 0xffffffff ? int64_t(uint32_t(a) / uint32_t(b)) : a / b;
 }
 
 template <class F>
@@ -97,7 +91,6 @@ struct ForwardRow {
   using Inputs = Pack<X, N>[F::kIn];
   using Params = Pack<W, N>[F::kParams];
   const NormForward<F, W, Y>& p;
-  const Place& place;
   int64_t row, before, statistic;
   bool live, params_read_on;
   Y* y;
@@ -105,7 +98,6 @@ struct ForwardRow {
 
   __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const Place& place, int64_t row)
       : p(p),
-        place(place),
         row(row),
         before(int64_t(place.section) * p.cols),
         statistic(row * p.sections + place.section),
@@ -117,7 +109,6 @@ struct ForwardRow {
   __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const Place& place, int64_t row,
                                         const Lie<How, N, Column>& lie)
       : p(p),
-        place(place),
         row(row),
         before(int64_t(place.section) * p.cols),
         statistic(row * p.sections + place.section),
@@ -136,10 +127,6 @@ struct ForwardRow {
   __device__ __forceinline__ const X* in(int k) const { return p.in[k] + row * p.in_stride[k] + before; }
   __device__ __forceinline__ bool read_on(int k) const { return reads_on(row, p.rows, p.in_stride[k]); }
 
-  // The parameter of column c >= 0, where several columns share one.
-  __device__ __forceinline__ int64_t span_of(Column c) const {
-    return place.section * p.spans + divide(c, p.span);
-  }
   __device__ __forceinline__ void load(Column c, Inputs& packs) const {
 #pragma unroll
     for (int k = 0; k < F::kIn; ++k) packs[k] = lie.load(live, in(k), c, read_on(k));
@@ -157,9 +144,9 @@ struct ForwardRow {
       } else if constexpr (!lie.packs) {
 #pragma unroll
         for (int j = 0; j < N; ++j)
-          if (param && lie.in_row(c + j)) packs[k].v[j] = param[span_of(c + j)];
+          if (param && lie.in_row(c + j)) packs[k].v[j] = param[(before + c + j) / p.span];
       } else {
-        if (param && lie.has(c)) packs[k] = filled<W, N>(widen(param[span_of(c)]));
+        if (param && lie.has(c)) packs[k] = filled<W, N>(widen(param[(before + c) / p.span]));
       }
     }
   }
@@ -542,7 +529,6 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
   using namespace norm_detail;
   using X = typename F::Element;
   p.inverse = 1.0f / float(p.cols);
-  p.spans = p.cols / p.span;
   constexpr int kPack = 16 / sizeof(X);
   bool packs =
       packs_align(p.y, p.y_stride, p.cols, sizeof(Y)) && p.y_stride % kPack == 0 && p.cols % kPack == 0;

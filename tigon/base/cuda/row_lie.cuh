@@ -46,17 +46,9 @@ __device__ __forceinline__ void shift_words(uint32_t (&w)[K], int off) {
   }
 }
 
-// Whether the word of M elements at column `first` holds one of the row and may be read.
-template <int M, class Column>
-__device__ __forceinline__ bool holds_word(Column first, Column cols, bool reads_on) {
-  return first > -M && first < cols && (reads_on || first + M <= cols);
-}
-
-// Columns [c, c + N) of a row, out of the words that hold them: all loads at once, without a branch. Words without a column of the
-// row are zeros, and so is the one at its end where the row does not read on; other columns of a word are what they are.
-template <bool Shifted, int N, class T, class Column>
-__device__ __forceinline__ Pack<T, N> load_words(bool wanted, const T* row, Column c, Column cols,
-                                                 bool reads_on) {
+// Columns [c, c + N) of a row, out of the words that hold them: all loads at once, without a branch.
+template <bool Shifted, int N, class T, class Column, class Wanted>
+__device__ __forceinline__ Pack<T, N> load_words(const T* row, Column c, Wanted&& wanted) {
   constexpr int M = 16 / int(sizeof(T)), kWords = N / M;
   static_assert(N % M == 0);
   const int off = Shifted ? int(reinterpret_cast<uintptr_t>(row + c) % 16 / sizeof(T)) : 0;
@@ -64,7 +56,7 @@ __device__ __forceinline__ Pack<T, N> load_words(bool wanted, const T* row, Colu
 #pragma unroll
   for (int i = 0; i < kWords + Shifted; ++i) {
     const Column first = c - off + i * M;
-    const bool there = wanted && holds_word<M>(first, cols, reads_on) && (i < kWords || off != 0);
+    const bool there = wanted(first) && (i < kWords || off != 0);
     uint4 word = load_where(there, static_cast<const void*>(row + first));
     w[4 * i] = word.x, w[4 * i + 1] = word.y, w[4 * i + 2] = word.z, w[4 * i + 3] = word.w;
   }
@@ -89,6 +81,8 @@ struct Lie {
   }
   __device__ __forceinline__ bool has(Column c) const { return c < cols; }
   __device__ __forceinline__ bool whole(Column c) const { return packs || (c >= 0 && c + N <= cols); }
+  // The words around a pack, however shifted, lie in the row too.
+  __device__ __forceinline__ bool inside(Column c) const { return c >= N && c + 2 * N <= cols; }
   __device__ __forceinline__ bool in_row(Column c) const { return packs || (c >= 0 && c < cols); }
 
   template <class T>
@@ -127,14 +121,20 @@ struct Lie {
   __device__ __forceinline__ Pack<T, N> load(bool wanted, const T* row, Column c, bool reads_on) const {
     if constexpr (packs)
       return load_where<T, N>(wanted && has(c), row + c);
+    else if (inside(c))
+      return load_words<Shifted, N>(row, c, [&](Column) { return wanted; });
     else
-      return load_words<Shifted, N>(wanted && has(c), row, c, cols, reads_on);
+      return load_words<Shifted, N>(
+          row, c, [&](Column first) {  // the word holds one of the row's and may be read
+            constexpr int M = 16 / int(sizeof(T));
+            return wanted && has(c) && first > -M && first < cols && (reads_on || first + M <= cols);
+          });
   }
   template <bool Shifted, class T>
   __device__ __forceinline__ void finish(bool wanted, const T* row, Column c, bool reads_on,
                                          Pack<T, N>& pack) const {
     if constexpr (!packs) {
-      if (whole(c) && (reads_on || c + (Shifted ? 2 : 1) * N <= cols)) return;
+      if (inside(c)) return;
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         if (!wanted || !in_row(c + j))

@@ -74,7 +74,7 @@ struct alignas(8) PlainSum {
 template <class T>
 __device__ __forceinline__ float exp_below(float x, float m) {
   if constexpr (sizeof(T) == 4)
-    return exp(x - m);
+    return exp2_fine(x - m, 1.44269504f, 1.92596303e-8f);
   else
     return exp2_approx((x - m) * 1.44269504f);
 }

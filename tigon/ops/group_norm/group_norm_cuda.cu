@@ -97,7 +97,7 @@ __global__ __launch_bounds__(kThreads) void backward_kernel(const __grid_constan
   for (int64_t i = int64_t(threadIdx.x) * N; i < size; i += kThreads * N) {
     auto a = load_stream<X, N>(x + i);
     auto d = load_stream<X, N>(dy + i);
-    const float w = weight ? widen(weight[norm_detail::divide(i, p.places)]) : 1.0f;
+    const float w = weight ? widen(weight[i / p.places]) : 1.0f;
     Pack<X, N> out;
     float v[N];
 #pragma unroll

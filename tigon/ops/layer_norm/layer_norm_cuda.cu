@@ -38,7 +38,8 @@ struct Backward {
 };
 
 // 16384 rows, bf16, percent of a copy: 1024 columns 82 (79 direct), 2048 89, 4096 92, 8192 93 (80 with single packs).
-using Ladder = BackwardLadder<3, Staged<3, 32, 4, 4, 3>, StagedBlock<2, 2, 512>, StagedBlock<2, 4, 512>>;
+using Ladder = BackwardLadder<3, Staged<3, 32, 4, 4, 3>, StagedBlock<2, 2, 320, 2>, StagedBlock<2, 2, 512>,
+                              StagedBlock<2, 4, 512>>;
 
 }  // namespace
 

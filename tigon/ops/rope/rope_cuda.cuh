@@ -146,70 +146,6 @@ struct Tables {
     read_axis<T16, N>(table, at, int(axes & 3u), b, t, column, v);
   }
 
-  // Words of N adjacent columns of one axis: loads only, so that cos and sin arrive together.
-  template <class T16, int N>
-  __device__ __forceinline__ void load_axis(const void* table, const Strides& at, int axis, int64_t b,
-                                            int64_t t, int column, uint4 (&words)[N / 4]) const {
-    const int64_t first = row(at, axis, b, t);
-    const bool wide = sizeof(T16) == 4 || f32;
-    const char* from = static_cast<const char*>(table) + (first + column) * (wide ? 4 : 2);
-#pragma unroll
-    for (int i = 0; i < N / 4; ++i) words[i] = load_where(first >= 0 && (wide || i < N / 8), from + 16 * i);
-  }
-  template <class T16, int N>
-  __device__ __forceinline__ void open_axis(const uint4 (&words)[N / 4], bool known, float (&v)[N]) const {
-    if (sizeof(T16) == 4 || f32) {
-#pragma unroll
-      for (int n = 0; n < N; ++n) v[n] = reinterpret_cast<const float*>(words)[n];
-    } else {
-#pragma unroll
-      for (int n = 0; n < N; ++n) v[n] = reinterpret_cast<const Pack<T16, N>*>(words)[0][n];
-    }
-    if (Plain || known) return;
-#pragma unroll
-    for (int n = 0; n < N; ++n) v[n] = CUDART_NAN_F;
-  }
-  // Columns of cos and of sin that belong to the same pairs.
-  template <class T16, int N>
-  __device__ __forceinline__ void read_both(int64_t b, int64_t t, int cos_column, int sin_column,
-                                            uint32_t axes, float (&c)[N], float (&s)[N]) const {
-    if constexpr (N % 8 != 0) {
-      read<T16, N>(cos, cos_at, b, t, cos_column, axes, c);
-      read<T16, N>(sin, sin_at, b, t, sin_column, axes, s);
-    } else {
-      auto read_axes = [&](int axis, float (&c)[N], float (&s)[N]) {
-        uint4 words[2][N / 4];
-        load_axis<T16, N>(cos, cos_at, axis, b, t, cos_column, words[0]);
-        load_axis<T16, N>(sin, sin_at, axis, b, t, sin_column, words[1]);
-        const bool known = Plain || row(cos_at, axis, b, t) >= 0;
-        open_axis<T16, N>(words[0], known, c);
-        open_axis<T16, N>(words[1], known, s);
-      };
-      if constexpr (!Plain) {
-        if (complex) {
-          read<T16, N>(cos, cos_at, b, t, cos_column, axes, c);
-          read<T16, N>(sin, sin_at, b, t, sin_column, axes, s);
-          return;
-        }
-        constexpr uint32_t kEach = 0x55555555u >> (32 - 2 * N);
-        if (axes != (axes & 3u) * kEach) {
-#pragma unroll 1
-          for (int axis = 0; axis < 3; ++axis) {
-            uint32_t other = axes ^ uint32_t(axis) * kEach;
-            if (((other | other >> 1) & kEach) == kEach) continue;
-            float found_c[N], found_s[N];
-            read_axes(axis, found_c, found_s);
-#pragma unroll
-            for (int n = 0; n < N; ++n)
-              if ((axes >> 2 * n & 3u) == uint32_t(axis)) c[n] = found_c[n], s[n] = found_s[n];
-          }
-          return;
-        }
-      }
-      read_axes(int(axes & 3u), c, s);
-    }
-  }
-
   // Rotated columns [column, column + N) where x and y have the pairs of the tables, so that
   // y = rope_second(partner, x, c, s).
   template <class T16, int N>
@@ -220,22 +156,25 @@ struct Tables {
       int pair = halves ? column - (second ? half : 0) : column / 2;
       int partner = halves ? (second ? pair : column + half) : column ^ 1;
       const uint32_t axes = axes_of<N>(pair);
-      read_both<T16, N>(b, t, shared ? pair : column,
-                        shared     ? pair
-                        : backward ? partner
-                                   : column,
-                        axes, c, s);
+      read<T16, N>(cos, cos_at, b, t, shared ? pair : column, axes, c);
+      read<T16, N>(sin, sin_at, b, t, shared ? pair : backward ? partner : column, axes, s);
 #pragma unroll
       for (int n = 0; n < N; ++n) s[n] = second == backward ? -s[n] : s[n];
     } else if constexpr (N > 1) {
       float raw[N];
       if (shared) {
-        float one_c[N / 2], one_s[N / 2];
-        read_both<T16, N / 2>(b, t, column / 2, column / 2, axes_of<N / 2>(column / 2), one_c, one_s);
+        float one[N / 2];
+        const uint32_t axes = axes_of<N / 2>(column / 2);
+        read<T16, N / 2>(cos, cos_at, b, t, column / 2, axes, one);
 #pragma unroll
-        for (int n = 0; n < N; ++n) c[n] = one_c[n / 2], raw[n] = one_s[n / 2];
+        for (int n = 0; n < N; ++n) c[n] = one[n / 2];
+        read<T16, N / 2>(sin, sin_at, b, t, column / 2, axes, one);
+#pragma unroll
+        for (int n = 0; n < N; ++n) raw[n] = one[n / 2];
       } else {
-        read_both<T16, N>(b, t, column, column, axes_of<N, 2>(column / 2), c, raw);
+        const uint32_t axes = axes_of<N, 2>(column / 2);
+        read<T16, N>(cos, cos_at, b, t, column, axes, c);
+        read<T16, N>(sin, sin_at, b, t, column, axes, raw);
       }
 #pragma unroll
       for (int n = 0; n < N; ++n) {
@@ -250,20 +189,23 @@ struct Tables {
   __device__ __forceinline__ void pairs(int64_t b, int64_t t, int pair, float (&c1)[N], float (&c2)[N],
                                         float (&s1)[N], float (&s2)[N]) const {
     const uint32_t axes = shared || halves ? axes_of<N>(pair) : axes_of<2 * N, 2>(pair);
-    if (shared) {
-      read_both<T16, N>(b, t, pair, pair, axes, c1, s1);
+    auto both = [&](const void* table, const Strides& at, float (&first)[N], float (&second)[N]) {
+      if (shared) {
+        read<T16, N>(table, at, b, t, pair, axes, first);
 #pragma unroll
-      for (int n = 0; n < N; ++n) c2[n] = c1[n], s2[n] = s1[n];
-    } else if (halves) {
-      read_both<T16, N>(b, t, pair, pair, axes, c1, s1);
-      read_both<T16, N>(b, t, half + pair, half + pair, axes, c2, s2);
-    } else {
-      float c[2 * N], s[2 * N];
-      read_both<T16, 2 * N>(b, t, 2 * pair, 2 * pair, axes, c, s);
+        for (int n = 0; n < N; ++n) second[n] = first[n];
+      } else if (halves) {
+        read<T16, N>(table, at, b, t, pair, axes, first);
+        read<T16, N>(table, at, b, t, half + pair, axes, second);
+      } else {
+        float v[2 * N];
+        read<T16, 2 * N>(table, at, b, t, 2 * pair, axes, v);
 #pragma unroll
-      for (int n = 0; n < N; ++n)
-        c1[n] = c[2 * n], c2[n] = c[2 * n + 1], s1[n] = s[2 * n], s2[n] = s[2 * n + 1];
-    }
+        for (int n = 0; n < N; ++n) first[n] = v[2 * n], second[n] = v[2 * n + 1];
+      }
+    };
+    both(cos, cos_at, c1, c2);
+    both(sin, sin_at, s1, s2);
     if (!backward) return;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
