@@ -5,10 +5,10 @@
 // gradient, two of them ex2, against a budget of 28 at the speed of the memory.
 //
 // Variants
-//   held    A row lies in the registers of one block, or of a cluster of up to 8 (sm_90 on), 8 packs of 16 bytes a thread:
-//           all its loads are in flight together. One barrier a row. Clusters stay: a pack of the cluster's next row is asked
-//           for as soon as this row's has been stored. So do blocks of more than 512 threads; smaller ones take one row and end: the
-//           next block loads while others store.
+//   held    A row lies in the registers of one block, or of a cluster of 2 to 4 (sm_90 on), 8 packs of 16 bytes a thread, or 20 of fewer
+//           threads: all its loads are in flight together. One barrier a row. Clusters stay: a pack of the cluster's next row is
+//           asked for as soon as this row's has been stored. So do blocks of more than 512 threads; smaller ones take one row and end:
+//           the next block loads while others store.
 //   swept   No gradient, longer rows: one sweep, maximum and sum found together, four loads in flight a thread.
 // A row may start at any element: the columns before the first whole pack and after the last are one element each of the first
 // threads.
