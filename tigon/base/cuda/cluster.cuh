@@ -41,14 +41,15 @@ __device__ __forceinline__ void put_remote(float* local, unsigned rank, float va
 }
 
 // Values that announce themselves: a barrier in shared memory counts the bytes that arrive. One phase: one thread expects,
-// the blocks put, everyone waits with the phase's parity (0, 1, 0, ...). One thread sets the barrier up before the cluster
+// the blocks put, everyone waits with the phase's parity (0, 1, 0, ...). Or, within a block, `count` threads arrive. One thread sets the barrier up before the cluster
 // meets for the first time.
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return uint32_t(__cvta_generic_to_shared(p));
 }
-__device__ __forceinline__ void arrival_init(uint64_t* barrier) {
+__device__ __forceinline__ void arrival_init(uint64_t* barrier, int count = 1) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count)
+               : "memory");
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
@@ -57,6 +58,11 @@ __device__ __forceinline__ void arrival_expect(uint64_t* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(bytes)
                : "memory");
+#endif
+}
+__device__ __forceinline__ void arrival_arrive(uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 #endif
 }
 __device__ __forceinline__ void arrival_wait(uint64_t* barrier, int parity) {

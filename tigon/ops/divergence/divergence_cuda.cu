@@ -1,10 +1,11 @@
 // CUDA backend of divergence.
 //
-// Bytes per element (b = element size): 3b with the gradient, 2b without. The budget at the speed of the memory, 16 bits: 44
-// instructions and 5 ex2 (or lg2) an element pair, twice that in 32. Spent, 16 bits, with a thread's 32 columns (SASS): KL 26
-// and 2 ex2, TVD 32 and 2, JSD 48 and 4; of these 8 are the row's fixed part, 10 exponentials and their sums (KL 13 with its
-// terms), 10 and 25 the terms of TVD and JSD, 5 the gradient. 32 bits: exponentials on the multiply-add units, exact to an
-// ulp, 24 more (JSD 50).
+// Bytes per element (b = element size): 3b with the gradient, 2b without. What a column of 16 bits may cost at the rate of a copy, H200
+// (132 multiprocessors of 128 lanes at 1.98 GHz, 4.2 TB/s; 56 and 7.0 at 85 % of it): 48 instructions, of them 6.0 ex2 or
+// lg2 (16 lanes, measured: 0.50 a clock). Twice that in 32 bits. Spent, about: held KL 26 and 2, TVD 28 and 2, JSD 40 and 4;
+// kl 36 and 4; 32 bits: exponentials on the multiply-add units, exact to an ulp, 24 more (JSD 50). None of these bounds is what
+// limits: with 16 warps a multiprocessor issues 50 to 60 % of what it could, and not while a row's sums meet. Without these rounds
+// (and with wrong results) held was seen at 94 % of a copy with KL and 65 % with JSD, with them at 76 and 50.
 //
 // Variants
 //   held    A row pair is expanded once: its exponentials, against the maxima of their warp, stay in the registers of a block
@@ -12,15 +13,16 @@
 //           shared memory meanwhile, every thread copying and reading packs of its own. The row's threads bring sums together
 //           once for the KLs, twice for the others. Student and teacher lie at the same position
 //           in their 16 bytes (the gradient may not, and is then stored element by element).
-//   swept   Longer rows, and rows that lie differently: one block a row, three sweeps, element by element in the second case.
+//   kl      KLs of longer rows in 16 bits (sm_90 on): rows stay in shared memory as words (divergence_kl.cuh).
+//   swept   Still longer rows, and rows that lie differently: one block a row, three sweeps, element by element in the second case.
 #include <algorithm>
-#include <array>
-#include <atomic>
 
 #include "tigon/base/cuda/async_copy.cuh"
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/row_packs.cuh"
 #include "tigon/base/dispatch.h"
+#include "tigon/ops/divergence/divergence_kl.cuh"
+#include "tigon/ops/divergence/divergence_launch.cuh"
 #include "tigon/ops/divergence/divergence_sums.cuh"
 
 namespace tigon::cuda {
@@ -63,42 +65,56 @@ __global__ __launch_bounds__(Shape::threads,
     const Row<const T> x = student_of(r);
     const T* from_s = x.base + int64_t(tid) * N;
     const T* from_t = p.teacher + r * p.teacher_stride + first - x.lead + int64_t(tid) * N;
-    uint4* to = at(slot, 0, 0);
+    const uint32_t to = shared_address(at(slot, 0, 0));
     const int left = (n - x.column(tid)) * int(sizeof(T));  // bytes from the thread's first pack on
 #pragma unroll
     for (int h = 0; h < kHeld; ++h) {
       const int bytes = left - h * kThreads * 16;
       if (bytes > 0) {
-        copy_async_upto(to + h * 2 * kThreads, from_s + h * kThreads * N, bytes);
-        copy_async_upto(to + (h * 2 + 1) * kThreads, from_t + h * kThreads * N, bytes);
+        copy_async_upto(to + h * 2 * kThreads * 16, from_s + h * kThreads * N, bytes);
+        copy_async_upto(to + (h * 2 + 1) * kThreads * 16, from_t + h * kThreads * N, bytes);
       }
     }
   };
   const Scaling<T> scaling(p);
-  int64_t r = blockIdx.x / blocks;
+  // This row and those to come: of a cluster only such as count, of a block alone any, and whether the one that is copied next counts
+  // has been asked for a row earlier.
+  int64_t row_at[kStages];
+  Deal deal;
+#pragma unroll
+  for (int i = 0; i < kStages; ++i)
+    row_at[i] =
+        Cluster ? deal.next(p, i == 0 ? int(blockIdx.x / blocks) : int(step) - 1) : blockIdx.x + i * step;
+  auto to_fetch = [&](int64_t r) { return r < p.rows && (Cluster || !p.ignored(r)); };
   int turn = 0, slot = 0;
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
-    const int64_t ahead = r + i * step;
-    if (ahead < p.rows && !p.ignored(ahead)) fetch_row(ahead, i);
+    if (to_fetch(row_at[i])) fetch_row(row_at[i], i);
     copies_commit();
   }
-  // Whether the row that is copied next counts, asked for a row earlier.
-  int64_t later = r + (kStages - 1) * step;
-  bool counts = later < p.rows && !p.ignored(later);
-  for (; r < p.rows; r += step) {
+  if constexpr (Cluster) clear_ignored(p, tid / 32, kThreads / 32);
+  bool counts = to_fetch(row_at[kStages - 1]);
+  int64_t next = row_at[kStages - 1] + step;
+  auto advance = [&] {
+#pragma unroll
+    for (int i = 1; i < kStages; ++i) row_at[i - 1] = row_at[i];
+    row_at[kStages - 1] = next;
+    if constexpr (Cluster) counts = next < p.rows;
+    next += step;
+  };
+  for (; row_at[0] < p.rows; advance()) {
+    const int64_t r = row_at[0];
     const int last = slot == 0 ? kStages - 1 : slot - 1;  // the stage of the row before
-    if (counts) fetch_row(later, last);
+    if (counts) fetch_row(row_at[kStages - 1], last);
     copies_commit();
-    later += step;
-    counts = later < p.rows && !p.ignored(later);
+    if constexpr (!Cluster) counts = to_fetch(next);
     T* out = p.dstudent + r * p.dstudent_stride + first;
     const int here = slot;
     slot = slot + 1 == kStages ? 0 : slot + 1;
-    if (p.ignored(r)) {
+    if (!Cluster && p.ignored(r)) {
       if (p.dstudent != nullptr)
         for (int c = tid; c < n; c += kThreads) out[c] = narrow<T>(0.0f);
-      if (tid == 0 && rank == 0) p.loss[r] = 0.0f;
+      if (tid == 0) p.loss[r] = 0.0f;
       continue;
     }
     const float scale = p.scale_of(r);
@@ -144,7 +160,9 @@ __global__ __launch_bounds__(Shape::threads,
     }
     own.sum_s = sum_lanes(own.sum_s), own.sum_t = sum_lanes(own.sum_t);
     if constexpr (kKl<K>) totals.terms = sum_lanes(totals.terms);
-    const RowPair row = meet_sums<K, Cluster>(exchange, turn++, messages, own, totals, scaling, p.log_probs);
+    const RowPair row = meet_sums<K, Cluster>(exchange, turn++, messages, own, totals, scaling, p.log_probs,
+                                              [&] { return Cluster ? deal.next(p, int(step) - 1) : 0; });
+    if constexpr (Cluster) next = row.next;
     const float part_s = scaling.power(own.ref_s - row.ref_s) * row.part_s;
     const float part_t = scaling.power(own.ref_t - row.ref_t) * row.part_t;
     const float gain = p.factor * p.inverse * scale * rough::divergence_unit<K>(p.beta);
@@ -209,11 +227,14 @@ __global__ __launch_bounds__(Shape::threads,
         if constexpr (K == DivergenceKind::forward_kl) {
           const float q = p.log_probs ? 0.0f : __fmul_rn(s[h][j], gain_s);
           s[h][j] = q - __fmul_rn(t[h][j], gain_t);
-        } else if constexpr (K == DivergenceKind::reverse_kl) {
-          s[h][j] = rough::divergence_gradient(t[h][j], s[h][j], sum_g, gain_s);
+        } else if constexpr (K == DivergenceKind::reverse_kl ||
+                             (K == DivergenceKind::tvd && sizeof(T) == 2)) {
+          s[h][j] =
+              rough::divergence_gradient(t[h][j], s[h][j], sum_g, K == DivergenceKind::tvd ? gain : gain_s);
+        } else if constexpr (sizeof(T) == 2) {
+          s[h][j] *= fma(t[h][j], gain_s, -sum_g * gain_s);
         } else {
-          const float slope = sizeof(T) == 4 ? (t[h][j] - center) - sum_g : t[h][j] - sum_g;
-          s[h][j] *= slope * (sizeof(T) == 2 && K == DivergenceKind::jsd ? gain_s : gain);
+          s[h][j] *= ((t[h][j] - center) - sum_g) * gain;
         }
       }
       put_pack(to, k, aligned, s[h]);
@@ -287,7 +308,7 @@ __global__ __launch_bounds__(kSweepThreads) void swept_kernel(const __grid_const
       }
       merge_lanes(own, scaling);
       row = meet_sums<DivergenceKind::jsd, false>(exchange, turn++, kMessages, own, Totals<T>{}, scaling,
-                                                  false);
+                                                  false, [] { return 0; });
     }
     auto terms = [&](float x, float y, float& q, float& term, float& g) {
       q = __fmul_rn(scaling.power(x - row.ref_s), row.part_s);
@@ -329,76 +350,47 @@ __global__ __launch_bounds__(kSweepThreads) void swept_kernel(const __grid_const
   }
 }
 
-// Columns of a block of a cluster: where they begin does not change the position in 16 bytes.
-int slice_of(int64_t cols, int cluster) { return int(ceil_div(ceil_div(cols, cluster), 64) * 64); }
-
 // False when the device has no room for such a cluster.
 template <DivergenceKind K, class T, class Shape, bool Cluster>
 bool launch_held(Context& ctx, Params<T> p, int cluster) {
-  // Clusters that run together, by device and log2 of their size; 0 not asked yet, -1 none.
-  static std::array<std::array<std::atomic<int>, 5>, 64> known;
-  auto kernel = &held_kernel<K, T, Shape, Cluster>;
+  static Room room;
   p.slice = slice_of(p.cols, cluster);
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {unsigned(cluster), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(unsigned(cluster));
-  config.blockDim = dim3(Shape::threads);
-  config.dynamicSmemBytes = Shape::template shared<T>;
-  config.stream = static_cast<cudaStream_t>(ctx.stream());
-  config.attrs = &attribute;
-  config.numAttrs = Cluster ? 1 : 0;
-  int device = 0, size = 0;
-  TIGON_CUDA_CHECK(kOp, cudaGetDevice(&device));
-  while (1 << size < cluster) ++size;
-  std::atomic<int>& slot = known[size_t(device) % known.size()][size_t(size)];
-  int room = slot.load(std::memory_order_relaxed);
-  if (room == 0) {
-    TIGON_CUDA_CHECK(kOp, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                               int(config.dynamicSmemBytes)));
-    if constexpr (Cluster) {
-      if (cluster > 8)
-        TIGON_CUDA_CHECK(kOp,
-                         cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-      if (cudaOccupancyMaxActiveClusters(&room, kernel, &config) != cudaSuccess || room <= 0) {
-        cudaGetLastError();
-        room = -1;
-      }
-    } else {
-      TIGON_CUDA_CHECK(kOp, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&room, kernel, Shape::threads,
-                                                                          config.dynamicSmemBytes));
-      room = room > 0 ? room * device_facts().sms : -1;
-    }
-    slot.store(room, std::memory_order_relaxed);
-  }
-  if (room < 0) return false;
-  config.gridDim = dim3(unsigned(std::min<int64_t>(p.rows, room) * cluster));
-  cudaError_t status = cudaLaunchKernelEx(&config, kernel, p);
-  TIGON_CHECK(kOp, status == cudaSuccess, "kernel launch failed: ", cudaGetErrorString(status));
-  return true;
+  return launch_together(ctx, room, &held_kernel<K, T, Shape, Cluster>, Shape::threads,
+                         Shape::template shared<T>, cluster, p.rows, p);
 }
 
 // The first that holds the rows runs.
 template <DivergenceKind K, class T>
 void launch_rows(Context& ctx, const Params<T>& p, bool alike) {
   auto fits = [&](auto shape, int cluster = 1) {
-    int64_t columns = cluster == 1 ? p.cols : slice_of(p.cols, cluster);
-    if (!p.aligned) columns += Row<T>::N - 1;
-    return columns <= decltype(shape)::columns && (cluster == 1 || device_facts().capability >= 90);
+    const int64_t columns = cluster == 1 ? p.cols : slice_of(p.cols, cluster);
+    return columns + (p.aligned ? 0 : Row<T>::N - 1) <= decltype(shape)::columns;
   };
   constexpr bool kFine = sizeof(T) == 4;
   using Short = HeldShape<64, 16, 2, 8>;
   using Half = HeldShape<256, kFine ? 16 : 32, 3,
                          2>;  // two rows' parts a multiprocessor: one works while the other waits
-  using Whole = HeldShape<512, kFine ? 24 : 32, 2, 1>;
+  using More = HeldShape<320, 32, 2, 2>;
+  using Whole = HeldShape<512, kFine ? 24 : 32, kFine ? 2 : 3, 1>;
   if (alike) {
     if (fits(Short{})) return void(launch_held<K, T, Short, false>(ctx, p, 1));
     if (fits(Half{})) return void(launch_held<K, T, Half, false>(ctx, p, 1));
-    for (int cluster : {2, 4, 8, 16})
-      if (fits(Half{}, cluster) && launch_held<K, T, Half, true>(ctx, p, cluster)) return;
-    for (int cluster : {4, 8, 16})
-      if (fits(Whole{}, cluster) && launch_held<K, T, Whole, true>(ctx, p, cluster)) return;
+  }
+  if (alike && device_facts().capability >= 90) {
+    if constexpr (kFine) {
+      for (int cluster : {2, 4, 8, 16})
+        if (fits(Half{}, cluster) && launch_held<K, T, Half, true>(ctx, p, cluster)) return;
+      for (int cluster : {4, 8, 16})
+        if (fits(Whole{}, cluster) && launch_held<K, T, Whole, true>(ctx, p, cluster)) return;
+    } else if constexpr (kKl<K>) {
+      for (int cluster : {1, 2, 4, 8, 16})
+        if (launch_kl<K, T, KlShape<16>>(ctx, p, cluster)) return;
+    } else {
+      for (int cluster : {1, 2, 4, 8})
+        if (fits(Whole{}, cluster) && launch_held<K, T, Whole, true>(ctx, p, cluster)) return;
+      if (fits(More{}, 16) && launch_held<K, T, More, true>(ctx, p, 16)) return;
+      if (fits(Whole{}, 16) && launch_held<K, T, Whole, true>(ctx, p, 16)) return;
+    }
   }
   Grid grid = {.blocks = std::min<int64_t>(p.rows, int64_t(device_facts().sms) * 2),
                .threads = kSweepThreads};

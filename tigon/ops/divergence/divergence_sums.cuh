@@ -79,6 +79,7 @@ __device__ __forceinline__ void join(CenteredTotals& a, const CenteredTotals& b)
 // teacher's by student's (of equal rows 0 exactly).
 struct RowPair {
   float ref_s = 0.0f, ref_t = 0.0f, part_s = 1.0f, part_t = 1.0f, mean = 0.0f, log2_quotient = 0.0f;
+  int next = 0;  // a row to come
 };
 
 __device__ __forceinline__ float center_of(const PlainTotals&) { return 0.0f; }
@@ -123,25 +124,29 @@ __device__ __forceinline__ void terms_of(float q, float p, float d, float beta, 
   }
 }
 
-// A class of jsd or tvd to the totals: its exponentials become q and its slope. In 16 bits and jsd q stays undivided, and so do
-// the totals.
+// A class of jsd or tvd to the totals: its exponentials become q and its slope. In 16 bits jsd leaves q undivided, and so the totals,
+// and tvd makes of the slope g.
 template <DivergenceKind K, class T>
 __device__ __forceinline__ void add_class(float& s, float& t, float part_s, float part_t, float d, float beta,
                                           Totals<T>& totals) {
-  if constexpr (K == DivergenceKind::jsd) d = fminf(fmaxf(d, -kFar), kFar);
-  float term, slope;
-  if constexpr (sizeof(T) == 4) {
-    const float r = K == DivergenceKind::jsd ? fine::exp2_neg(-fabsf(d)) : 0.0f;
+  if constexpr (K == DivergenceKind::tvd && sizeof(T) == 2) {
     s = __fmul_rn(s, part_s);
-    fine::divergence_slope<K>(s, __fmul_rn(t, part_t), d, r, beta, term, slope);
-    totals.weight += s;
-  } else if constexpr (K == DivergenceKind::jsd) {
-    rough::divergence_slope<K>(s, t, d, exp2_approx(-fabsf(d)), beta, term, slope);
+    const float e = s - __fmul_rn(t, part_t);
+    t = e == 0.0f ? 0.0f : copysignf(s, e);
+    totals.terms += fabsf(e), totals.g += t;
   } else {
-    s = __fmul_rn(s, part_s);
-    rough::divergence_slope<K>(s, __fmul_rn(t, part_t), d, 0.0f, beta, term, slope);
+    if constexpr (K == DivergenceKind::jsd) d = fminf(fmaxf(d, -kFar), kFar);
+    float term, slope;
+    if constexpr (sizeof(T) == 4) {
+      const float r = K == DivergenceKind::jsd ? fine::exp2_neg(-fabsf(d)) : 0.0f;
+      s = __fmul_rn(s, part_s);
+      fine::divergence_slope<K>(s, __fmul_rn(t, part_t), d, r, beta, term, slope);
+      totals.weight += s;
+    } else {
+      rough::divergence_slope<K>(s, t, d, exp2_approx(-fabsf(d)), beta, term, slope);
+    }
+    totals.terms += term, totals.g = fma(s, slope, totals.g), t = slope;
   }
-  totals.terms += term, totals.g = fma(s, slope, totals.g), t = slope;
 }
 
 __device__ __forceinline__ float max_lanes(float x) {  // floats in the order of integers
@@ -153,14 +158,19 @@ __device__ __forceinline__ float max_lanes(float x) {  // floats in the order of
 }
 __device__ __forceinline__ float sum_lanes(float x) { return reduce_lanes<Sum, 32>(x); }
 
-// Words from shared memory, read where it stands: the compiler would hold them in registers from the first time on.
-__device__ __forceinline__ uint4 load_shared(const uint4* from) {
+// Words in shared memory, read where it stands: the compiler would hold them in registers from the first time on.
+__device__ __forceinline__ uint4 load_shared(uint32_t from) {
   uint4 w;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
-               : "r"(shared_address(from))
+               : "r"(from)
                : "memory");
   return w;
+}
+__device__ __forceinline__ uint4 load_shared(const uint4* from) { return load_shared(shared_address(from)); }
+__device__ __forceinline__ void store_shared(uint32_t to, const uint4& w) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w)
+               : "memory");
 }
 
 // What a row's warps tell the first warp of each of its blocks, which sums up and tells its block. Exchanges take turns with
@@ -174,13 +184,19 @@ struct Exchange {
   Totals<T> all;
 };
 
-// Every warp's message (the same in all lanes) to all blocks of the row. The first warp returns when all have arrived.
+// A block that is launched alone may not put anything the way that clusters do.
+template <bool Cluster>
+__device__ __forceinline__ bool in_cluster() {
+  return Cluster && cluster_size() > 1;
+}
+
+// Every warp's message (the same in all lanes) to all blocks of the row.
 template <bool Cluster, bool WithSums, bool WithTotals, class T, int Messages>
 __device__ __forceinline__ void tell(Exchange<T, Messages>& x, int turn, const Sums& sums,
                                      const Totals<T>& totals) {
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, warps = int(blockDim.x) / 32;
   const int parity = turn & 1;
-  if constexpr (Cluster) {
+  if (in_cluster<Cluster>()) {
     constexpr int kBytes = (WithSums ? int(sizeof(Sums)) : 0) + (WithTotals ? int(sizeof(totals)) : 0);
     const int blocks = int(cluster_size()), at = int(cluster_rank()) * warps + warp;
     uint64_t* arrival = &x.arrival[parity];
@@ -190,7 +206,6 @@ __device__ __forceinline__ void tell(Exchange<T, Messages>& x, int turn, const S
       if constexpr (WithSums) put_arriving(&x.sums[parity][at], unsigned(lane), sums, arrival);
       if constexpr (WithTotals) put_arriving(&x.totals[parity][at], unsigned(lane), totals, arrival);
     }
-    if (warp == 0) arrival_wait(arrival, turn >> 1 & 1);
   } else {
     if (lane == 0) {
       if constexpr (WithSums) x.sums[parity][warp] = sums;
@@ -198,6 +213,11 @@ __device__ __forceinline__ void tell(Exchange<T, Messages>& x, int turn, const S
     }
     __syncthreads();
   }
+}
+// The first warp, before it reads what was told.
+template <bool Cluster, class T, int Messages>
+__device__ __forceinline__ void await_told(Exchange<T, Messages>& x, int turn) {
+  if (in_cluster<Cluster>()) arrival_wait(&x.arrival[turn & 1], turn >> 1 & 1);
 }
 
 // Lanes' sums into one against the largest references.
@@ -216,13 +236,15 @@ __device__ __forceinline__ void merge_lanes(CenteredTotals& t) {
   t = {sum_lanes(t.terms), sum_lanes(fma(t.weight, t.center - center, t.g)), center, sum_lanes(t.weight)};
 }
 
-// The row's softmaxes, the same in every thread; `terms`: of a KL.
-template <DivergenceKind K, bool Cluster, class T, int Messages>
+// The row's softmaxes, the same in every thread; `terms`: of a KL; `next()`: asked by the first warp while it waits.
+template <DivergenceKind K, bool Cluster, class T, int Messages, class Next>
 __device__ __forceinline__ RowPair meet_sums(Exchange<T, Messages>& x, int turn, int messages,
                                              const Sums& own, const Totals<T>& totals,
-                                             const Scaling<T>& scaling, bool log_probs) {
+                                             const Scaling<T>& scaling, bool log_probs, const Next& next) {
   tell<Cluster, true, kKl<K>>(x, turn, own, totals);
   if (threadIdx.x < 32) {
+    const int row = next();
+    await_told<Cluster>(x, turn);
     const int lane = int(threadIdx.x);
     const Sums* sums = x.sums[turn & 1];
     Sums all = {-INFINITY, 0.0f, -INFINITY, 0.0f};
@@ -248,13 +270,13 @@ __device__ __forceinline__ RowPair meet_sums(Exchange<T, Messages>& x, int turn,
     const float quotient = K == DivergenceKind::tvd ? 0.0f : ::log2f(all.sum_t / all.sum_s);
     if (lane == 0) {
       x.row[0] = make_float4(all.ref_s, all.ref_t, part_s, part_t);
-      x.row[1] =
-          make_float4(terms * (K == DivergenceKind::reverse_kl ? part_s : part_t), quotient, 0.0f, 0.0f);
+      x.row[1] = make_float4(terms * (K == DivergenceKind::reverse_kl ? part_s : part_t), quotient,
+                             __int_as_float(row), 0.0f);
     }
   }
   __syncthreads();
   const float4 a = x.row[0], b = x.row[1];
-  return {a.x, a.y, a.z, a.w, b.x, b.y};
+  return {a.x, a.y, a.z, a.w, b.x, b.y, __float_as_int(b.z)};
 }
 
 // The row's totals, the same in every thread.
@@ -263,6 +285,7 @@ __device__ __forceinline__ Totals<T> meet_totals(Exchange<T, Messages>& x, int t
                                                  const Totals<T>& own) {
   tell<Cluster, false, true>(x, turn, Sums{}, own);
   if (threadIdx.x < 32) {
+    await_told<Cluster>(x, turn);
     Totals<T> all = {};
     for (int i = int(threadIdx.x); i < messages; i += 32) join(all, x.totals[turn & 1][i]);
     merge_lanes(all);
@@ -320,6 +343,59 @@ __device__ __forceinline__ uint4 only_columns(const Row<const T>& row, int k, co
 template <class T>
 __device__ __forceinline__ uint32_t nothing() {  // -inf in every place
   return sizeof(T) == 4 ? 0xff800000u : std::is_same_v<T, __half> ? 0xfc00fc00u : 0xff80ff80u;
+}
+
+// Rows that count, dealt out one by one; asked by all lanes of a warp together. p.rows: there is no more.
+struct Deal {
+  int at = 0;  // the first label not looked at
+  template <class T>
+  __device__ int next(const Params<T>& p, int skip) {
+    const int rows = int(p.rows), lane = int(threadIdx.x) % 32;
+    if (p.labels == nullptr) {
+      const int r = at < rows && skip < rows - at ? at + skip : rows;
+      at = r + 1;
+      return r;
+    }
+    for (; at < rows; at += 128) {
+      unsigned counts[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int r = at + i * 32 + lane;
+        counts[i] = __ballot_sync(kAllLanes, r < rows && !p.ignored(r < rows ? r : 0));
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int n = __popc(counts[i]);
+        if (skip < n) {
+          const int r = at + i * 32 + int(__fns(counts[i], 0, skip + 1));
+          at = r + 1;
+          return r;
+        }
+        skip -= n;
+      }
+    }
+    return rows;
+  }
+};
+
+// Zeros in every row that does not count; each block of the grid clears its share of the columns of all of them.
+template <class T>
+__device__ __forceinline__ void clear_ignored(const Params<T>& p, int warp, int warps) {
+  if (p.labels == nullptr) return;
+  const int lane = int(threadIdx.x) % 32;
+  for (int64_t first = warp * 32; first < p.rows; first += warps * 32) {
+    unsigned rows = __ballot_sync(kAllLanes, first + lane < p.rows && p.ignored(first + lane));
+    for (; rows != 0; rows &= rows - 1) {
+      const int64_t r = first + __ffs(int(rows)) - 1;
+      if (blockIdx.x == 0 && lane == 0) p.loss[r] = 0.0f;
+      if (p.dstudent == nullptr) continue;
+      const Row<T> to(p.dstudent + r * p.dstudent_stride, p.cols);
+      const int end = int(int64_t(to.packs) * (blockIdx.x + 1) / gridDim.x);
+      const float zeros[Row<T>::N] = {};
+      for (int k = int(int64_t(to.packs) * blockIdx.x / gridDim.x) + lane; k < end; k += 32)
+        put_pack(to, k, true, zeros);
+    }
+  }
 }
 
 }  // namespace
