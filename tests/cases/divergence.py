@@ -72,6 +72,10 @@ CASES += [
     test_case("misaligned", shape=(5, 300), layout="offset1", **_with("jsd")),
     test_case("wide", shape=(2, 70001), **_with("jsd")),
     *(
+        test_case(f"{form}_far_long", shape=(3, 40000), scale=15.0, **_with(form))
+        for form in ("kl", "jsd", "tvd")
+    ),
+    *(
         test_case(
             f"{form}_teacher_excludes", shape=(5, 130), fill_teacher="-inf", **_with(form, reduction="none")
         )
