@@ -125,13 +125,10 @@ struct RowWords {
 #pragma unroll
       for (int i = 0; i < Held; ++i) {
         const int w = k(i) + first + 1;
-        if (k(i) < out.packs) {
-          uint4 next = word(w);
-          if (apart && w == row.packs - 1) next = end;
-          q[i] = shifted(q[i], next, moved);
-        } else {
-          q[i] = make_uint4(fill, fill, fill, fill);
-        }
+        uint4 next = word(w);
+        if (apart && w == row.packs - 1) next = end;
+        next = shifted(q[i], next, moved);
+        q[i] = k(i) < out.packs ? next : make_uint4(fill, fill, fill, fill);
       }
     }
     if (out.lead != 0 && k(0) == 0) q[0] = only(q[0], bits_of(out.lead, N));

@@ -146,26 +146,31 @@ __device__ __forceinline__ uint4 again(const uint4& w, uint32_t zero) {
   return make_uint4(w.x ^ zero, w.y ^ zero, w.z ^ zero, w.w ^ zero);
 }
 
-// Maximum of the packs and sum of their e^(x - m), these in e.
 template <class T, int K>
-__device__ __forceinline__ ExpSum<T> exponentials(const uint4 (&q)[K], float (&e)[K][Row<T>::N]) {
+__device__ __forceinline__ float max_of(const uint4 (&q)[K]) {
   uint32_t top = max_words<T>(q[0]);
 #pragma unroll
   for (int i = 1; i < K; ++i) top = max_words<T>(top, max_words<T>(q[i]));
-  ExpSum<T> a = ExpSum<T>::none();
-  a.m = fmaxf(a.m, max_of_word<T>(top));
-  const float from = reference(a.m);
+  return max_of_word<T>(top);
+}
+// e = e^(x - m) of all elements, and their sum.
+template <class T, int K>
+__device__ __forceinline__ float exponentials(const uint4 (&q)[K], float m, float (&e)[K][Row<T>::N]) {
+  float s = 0.0f;
 #pragma unroll
   for (int i = 0; i < K; ++i) {
     unpack<T>(q[i], e[i]);
 #pragma unroll
     for (int j = 0; j < Row<T>::N; ++j) {
-      e[i][j] = exp_below<T>(e[i][j], from);
-      a.s += e[i][j];
+      e[i][j] = exp_below<T>(e[i][j], reference(m));
+      s += e[i][j];
     }
   }
-  return a;
+  return s;
 }
+// In fp32 the threads agree on the maximum before they add up: sums that are rescaled on their way lose an ulp.
+template <class T>
+constexpr bool kExact = sizeof(T) == 4;
 
 // Keeps: the exponentials stay in registers, else they are found twice. Stays: blocks take one row after another, and ask for
 // the next one's packs as they store.
@@ -191,10 +196,13 @@ __global__ __launch_bounds__(Shape::block,
     const int drawn = team.draw(p.counter);
     x.trim(y, q, pack);
     float e[kHeld][N];
-    const ExpSum<T> own = exponentials<T>(q, e), all = team.merge(own, drawn, later);
+    ExpSum<T> own{max_of<T>(q), 0.0f};
+    if (kExact<T>) own.m = team.merge(own, drawn, later).m;
+    own.s = exponentials<T>(q, own.m, e);
+    const ExpSum<T> all = team.merge(own, kExact<T> ? -1 : drawn, later);
     const Row<T> next_y = p.row_of_y(following);
     const auto next_x = p.template row_of_x<Moved>(next_y, following);
-    const float scale = (Keeps ? exp_below<T>(own.m, all.m) : 1.0f) / all.s;
+    const float scale = (Keeps && !kExact<T> ? exp_below<T>(own.m, all.m) : 1.0f) / all.s;
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       if (!Keeps) {
@@ -240,13 +248,20 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_swept
   ExpSum<T> a = ExpSum<T>::none();
   for (int first = 0; first < y.packs; first += step) {
     load(first);
-    ExpSum<T> b = exponentials<T>(q, e);
+    ExpSum<T> b{max_of<T>(q), 0.0f};
+    b.s = exponentials<T>(q, b.m, e);
     const float top = fmaxf(a.m, b.m);
     if (a.m != top) a.s *= exp_below<T>(a.m, top);
     if (b.m != top) b.s *= exp_below<T>(b.m, top);
     a.m = top, a.s += b.s;
   }
-  a = merge_row<0, true>(a, exchange, 0);
+  int turn = 0;
+  if (kExact<T>) {
+    const float top = merge_row<0, true>(ExpSum<T>{a.m, 0.0f}, exchange, turn++).m;
+    if (a.m != top) a.s *= exp_below<T>(a.m, top);
+    a.m = top;
+  }
+  a = merge_row<0, true>(a, exchange, turn);
   const float scale = 1.0f / a.s;
   for (int first = (y.packs - 1) / step * step; first >= 0; first -= step) {
     load(first);
@@ -368,7 +383,7 @@ struct ForwardKernels {
   using Swept = RowBlock<4, 1024>;
   template <class Shape, bool Cluster>
   static auto held() {
-    constexpr bool kKeeps = sizeof(T) == 2 && Shape::packs <= 1024;
+    constexpr bool kKeeps = Shape::packs <= 1024;
     return forward_kernel<T, Shape, Cluster, kKeeps, Cluster, Moved>;
   }
   static auto swept() { return forward_swept_kernel<T, Swept>; }
