@@ -381,11 +381,13 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_stage
   copies_wait<0>();
 }
 
-constexpr int kLoopThreads = 1024;
+constexpr int kLoopThreads = 512;
+// Blocks a multiprocessor, so that a few long rows are all under way; shifted words take registers.
+constexpr int loop_blocks(Lying how) { return how == Lying::packs ? 3 : 2; }
 
 // Rows too long for registers: a sweep for each statistic and one that writes, all but the first out of L2.
 template <class F, class W, class Y, int N, Lying How>
-__global__ __launch_bounds__(kLoopThreads) void forward_looped_kernel(
+__global__ __launch_bounds__(kLoopThreads, loop_blocks(How)) void forward_looped_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
   using X = typename F::Element;
   constexpr int kStatistics = F::kCentred ? 2 : 1;

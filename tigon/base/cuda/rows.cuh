@@ -4,7 +4,7 @@
 // t, t + threads, ... (at most `held` of them), so neighbouring lanes touch neighbouring 16-byte words. Blocks have at least
 // 128 threads and then hold several rows. The choice depends on the row length alone, at run time: nothing is compiled per
 // width. A row of many packs has a block, with as many warps as it needs (RowBlock); rows longer than the ladder's end are swept
-// twice by one block of 1024 threads, the second sweep out of L2.
+// twice by one block, the second sweep out of L2.
 #pragma once
 
 #include <initializer_list>
