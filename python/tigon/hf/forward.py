@@ -39,7 +39,9 @@ def bound(module: nn.Module, name: str = "forward") -> Forward | None:
 
 
 def _ours(method) -> Forward | None:
-    owner = getattr(method, "__self__", None)
+    if not isinstance(method, types.MethodType):
+        return None
+    owner = method.__self__  # not by getattr with a default: tracing, torch 2.11 answers with the default
     return owner if isinstance(owner, Forward) else None
 
 
