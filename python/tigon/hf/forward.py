@@ -78,7 +78,8 @@ def foreign(module: nn.Module) -> bool:
     transformers' kernels and accelerate rebind the class's own forward to modules they leave alone.
     """
     forward = module.__dict__.get(_place(module, "forward"))
-    own = getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module
+    method = isinstance(forward, types.MethodType)
+    own = method and forward.__func__ is type(module).forward and forward.__self__ is module
     return forward is not None and not own and not _ours(forward)
 
 
