@@ -10,6 +10,9 @@
 
 namespace tigon::cuda {
 
+// log2(e), and what its rounding has left.
+constexpr float kLog2e = 1.44269504f, kLog2eLow = 1.92596303e-8f;
+
 TIGON_FN float constant(float, float c) { return c; }
 TIGON_FN float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 TIGON_FN float abs(float x) { return fabsf(x); }
@@ -49,7 +52,7 @@ TIGON_FN float exp2_fine(float x, float slope, float slope_low) {
 }
 // e^x with the rounding error of x*log2(e) carried to the exponent: < 3 ulp for every finite x.
 TIGON_FN float exp(float x) {
-  float t = x * 1.44269504f, low = __fmaf_rn(x, 1.44269504f, -t) + x * 1.92596303e-8f;
+  float t = x * kLog2e, low = __fmaf_rn(x, kLog2e, -t) + x * kLog2eLow;
   float r = exp2_approx(t);
   if (!(r > 0.0f && r < CUDART_INF_F)) return r;  // nothing to correct, and low may be NaN
   return __fmaf_rn(r, low * 0.693147181f, r);

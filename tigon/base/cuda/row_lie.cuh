@@ -1,8 +1,6 @@
 // How rows lie in the 16-byte words of memory, and their packs of N elements.
 #pragma once
 
-#include <limits>
-
 #include "tigon/base/cuda/vec.cuh"
 
 namespace tigon::cuda {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "tigon/base/cuda/vec.cuh"
+#include "tigon/base/tensor.h"
 
 namespace tigon::cuda {
 
@@ -45,6 +46,14 @@ struct Part {
     return t < 2 * N && c < n ? c : -1;
   }
 };
+
+// Whether all rows of a matrix begin as far behind a boundary of 16 bytes as those of another.
+template <class T>
+bool rows_alike(const Matrix& a, const Matrix& b) {
+  auto apart = [](uintptr_t x, uintptr_t y) { return (x - y) % 16 != 0; };
+  return !apart(uintptr_t(a.data), uintptr_t(b.data)) &&
+         (a.rows == 1 || !apart(uintptr_t(a.stride) * sizeof(T), uintptr_t(b.stride) * sizeof(T)));
+}
 
 // Words whose every element is -inf.
 template <class T>

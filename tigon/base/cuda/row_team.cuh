@@ -74,9 +74,9 @@ struct alignas(8) PlainSum {
 template <class T>
 __device__ __forceinline__ float exp_below(float x, float m) {
   if constexpr (sizeof(T) == 4)
-    return exp2_fine(x - m, 1.44269504f, 1.92596303e-8f);
+    return exp2_fine(x - m, kLog2e, kLog2eLow);
   else
-    return exp2_approx((x - m) * 1.44269504f);
+    return exp2_approx((x - m) * kLog2e);
 }
 // What exponentials are taken below: nothing but -inf so far adds nothing, NaN and +inf survive.
 __device__ __forceinline__ float reference(float m) { return m == -INFINITY ? 0.0f : m; }

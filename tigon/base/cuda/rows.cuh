@@ -43,8 +43,6 @@ template <class... Shapes>
 struct RowShapes {
   template <class Longer>
   using with = RowShapes<Shapes..., Longer>;
-  template <class... Shorter>
-  using after = RowShapes<Shorter..., Shapes...>;
 
   // fn(RowShape<...>{}) for the first shape that holds `packs` and that fn, if it says, takes; false when there is none.
   template <class Fn>

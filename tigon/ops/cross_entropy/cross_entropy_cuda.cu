@@ -28,7 +28,6 @@ namespace {
 #include "tigon/ops/cross_entropy/cross_entropy_math.inc"
 
 constexpr const char* kOp = "cross_entropy";
-constexpr float kLog2e = 1.44269504f;
 constexpr int kThreads = 512, kLoopThreads = 1024, kMaxCluster = 8;
 constexpr unsigned kAllLanes = 0xffffffffu;
 

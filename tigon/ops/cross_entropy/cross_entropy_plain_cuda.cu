@@ -25,7 +25,6 @@ namespace tigon::cuda {
 namespace {
 
 constexpr const char* kOp = "cross_entropy";
-constexpr float kLog2e = 1.44269504f;
 constexpr int kHeld = 8, kHeldThreads = 1024;  // packs of a thread, threads of a multiprocessor
 constexpr int kSweepThreads = 512, kSweepHeld = 4, kSweepBlocks = 3;
 

@@ -121,7 +121,7 @@ __global__ __launch_bounds__(Shape::threads,
     const Row<const T> x = student_of(r);
     copies_wait<kStages - 1>();
 
-    uint32_t top_s = nothing<T>(), top_t = top_s;
+    uint32_t top_s = kMinusInf<T>, top_t = top_s;
 #pragma unroll
     for (int h = 0; h < kHeld; ++h) {
       const int k = h * kThreads + tid;
@@ -430,11 +430,8 @@ void divergence_rows(Context& ctx, const DivergenceRows& a) {
                    .inverse = 1.0f / a.temperature,
                    .log_probs = a.log_probs,
                    .aligned = false};
-    auto lead = [](const Matrix& m) { return int64_t(reinterpret_cast<uintptr_t>(m.data) % 16 / sizeof(T)); };
-    const bool one = p.rows == 1;
-    p.aligned = lead(a.student) == 0 && (one || p.student_stride % N == 0);
-    const bool alike =
-        lead(a.student) == lead(a.teacher) && (one || (p.student_stride - p.teacher_stride) % N == 0);
+    p.aligned = uintptr_t(a.student.data) % 16 == 0 && (p.rows == 1 || p.student_stride % N == 0);
+    const bool alike = rows_alike<T>(a.student, a.teacher);
     switch (a.kind) {
       case DivergenceKind::forward_kl: return launch_rows<DivergenceKind::forward_kl>(ctx, p, alike);
       case DivergenceKind::reverse_kl: return launch_rows<DivergenceKind::reverse_kl>(ctx, p, alike);

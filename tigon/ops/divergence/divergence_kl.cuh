@@ -168,7 +168,7 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
     float terms = 0.0f, ref_s = 0.0f, ref_t = 0.0f;
     // The maxima of chunks, from a slot on, as references: of the first alone, where the sums do not turn out too large.
     auto refer = [&](const Row<const T>& x, uint32_t slot, int count) {
-      uint32_t top_s = nothing<T>(), top_t = top_s;
+      uint32_t top_s = kMinusInf<T>, top_t = top_s;
       for (int h = 0; h < count; ++h, advance(slot)) {
         const int k = h * kWorkers + tid;
         if (k >= x.packs) continue;

@@ -340,11 +340,6 @@ __device__ __forceinline__ uint4 only_columns(const Row<const T>& row, int k, co
   return reinterpret_cast<const uint4&>(pack);
 }
 
-template <class T>
-__device__ __forceinline__ uint32_t nothing() {  // -inf in every place
-  return sizeof(T) == 4 ? 0xff800000u : std::is_same_v<T, __half> ? 0xfc00fc00u : 0xff80ff80u;
-}
-
 // Rows that count, dealt out one by one; asked by all lanes of a warp together. p.rows: there is no more.
 struct Deal {
   int at = 0;  // the first label not looked at

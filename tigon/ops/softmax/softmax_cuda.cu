@@ -366,13 +366,8 @@ const T* end_of(const Matrix& m) {
   return m.row<T>(m.stride > 0 ? m.rows - 1 : 0) + m.cols;
 }
 
-// Whether all rows of a matrix begin as far behind a boundary of 16 bytes as those of another.
-template <class T>
-bool alike(const Matrix& a, const Matrix& b) {
-  auto apart = [](uintptr_t x, uintptr_t y) { return (x - y) % 16 != 0; };
-  return !apart(uintptr_t(a.data), uintptr_t(b.data)) &&
-         (a.rows == 1 || !apart(uintptr_t(a.stride) * sizeof(T), uintptr_t(b.stride) * sizeof(T)));
-}
+// Blocks that sweep.
+using Swept = RowBlock<4, 1024>;
 
 // The kernels of one direction, for rows of T.
 template <class T, bool Moved>
@@ -380,7 +375,6 @@ struct ForwardKernels {
   using Params = Forward<T>;
   using Ladder = ForwardLadder<Moved>;
   using Clustered = RowBlock<8, 1024>;
-  using Swept = RowBlock<4, 1024>;
   template <class Shape, bool Cluster>
   static auto held() {
     constexpr bool kKeeps = Shape::packs <= 1024;
@@ -393,7 +387,6 @@ struct BackwardKernels {
   using Params = Backward<T>;
   using Ladder = BackwardLadder<Moved>;
   using Clustered = RowBlock<4, 1024>;
-  using Swept = RowBlock<4, 1024>;
   template <class Shape, bool Cluster>
   static auto held() {
     return backward_kernel<T, Shape, Cluster, Cluster, Moved>;
@@ -426,9 +419,9 @@ void run(Context& ctx, typename Kernels::Params p, int64_t packs) {
     return;
   }
   static ClusterRoom swept_clusters;
-  const int blocks = swept_clusters.of(kOp, Kernels::swept(), 8, Kernels::Swept::block) > 0 ? 8 : 1;
+  const int blocks = swept_clusters.of(kOp, Kernels::swept(), 8, Swept::block) > 0 ? 8 : 1;
   launch(kOp, ctx, Kernels::swept(),
-         {.blocks = p.rows * blocks, .threads = Kernels::Swept::block, .early = true, .cluster = blocks}, p);
+         {.blocks = p.rows * blocks, .threads = Swept::block, .early = true, .cluster = blocks}, p);
 }
 
 }  // namespace
@@ -439,8 +432,8 @@ void softmax_fwd(Context& ctx, const SoftmaxFwd& a) {
     Forward<T> p{a.x.row<T>(0), end_of<T>(a.x), a.y.row<T>(0), a.x.rows,
                  a.x.stride,    a.y.stride,     int(a.x.cols)};
     const int64_t packs = most_packs(p.y, p.y_stride, p.cols);
-    alike<T>(a.x, a.y) ? run<ForwardKernels<T, false>>(ctx, p, packs)
-                       : run<ForwardKernels<T, true>>(ctx, p, packs);
+    rows_alike<T>(a.x, a.y) ? run<ForwardKernels<T, false>>(ctx, p, packs)
+                            : run<ForwardKernels<T, true>>(ctx, p, packs);
   });
 }
 
@@ -450,8 +443,8 @@ void softmax_bwd(Context& ctx, const SoftmaxBwd& a) {
     Backward<T> p{a.dy.row<T>(0), a.y.row<T>(0), end_of<T>(a.dy), end_of<T>(a.y), a.dx.row<T>(0),
                   a.y.rows,       a.dy.stride,   a.y.stride,      a.dx.stride,    int(a.y.cols)};
     const int64_t packs = most_packs(p.dx, p.dx_stride, p.cols);
-    alike<T>(a.y, a.dx) && alike<T>(a.dy, a.dx) ? run<BackwardKernels<T, false>>(ctx, p, packs)
-                                                : run<BackwardKernels<T, true>>(ctx, p, packs);
+    rows_alike<T>(a.y, a.dx) && rows_alike<T>(a.dy, a.dx) ? run<BackwardKernels<T, false>>(ctx, p, packs)
+                                                          : run<BackwardKernels<T, true>>(ctx, p, packs);
   });
 }
 
