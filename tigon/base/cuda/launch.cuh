@@ -97,17 +97,20 @@ class OncePerDevice {
 };
 
 // How many clusters of a kernel the device runs at a time; 0 where it has no room for one. The last answer is remembered, by
-// device and blocks of a cluster: one of these belongs to each kernel.
+// device and blocks of a cluster: one of these belongs to each kernel, whose shared memory follows from its threads.
 class ClusterRoom {
  public:
   template <class Kernel>
-  int of(const char* op, Kernel kernel, int blocks, int threads) {
+  int of(const char* op, Kernel kernel, int blocks, int threads, size_t shared = 0) {
     if (device_facts().capability < 90 || blocks > kMost) return 0;
     int device = 0;
     TIGON_CUDA_CHECK(op, cudaGetDevice(&device));
     std::atomic<uint32_t>& last = last_[size_t(device)][size_t(blocks)];
     const uint32_t seen = last.load(std::memory_order_relaxed);
     if (seen >> 16 == uint32_t(threads)) return int(seen & 0xffff);
+    if (shared > 0)
+      TIGON_CUDA_CHECK(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                device_facts().shared_per_block - 1024));
     if (blocks > kPortable)
       TIGON_CUDA_CHECK(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     cudaLaunchAttribute attribute = {};
@@ -116,6 +119,7 @@ class ClusterRoom {
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(unsigned(blocks));
     config.blockDim = dim3(unsigned(threads));
+    config.dynamicSmemBytes = shared;
     config.attrs = &attribute;
     config.numAttrs = 1;
     int room = 0;

@@ -22,7 +22,9 @@
 #include <algorithm>
 
 #include "tigon/base/cuda/math.cuh"
-#include "tigon/base/cuda/staged_rows.cuh"
+#include "tigon/base/cuda/row_lie.cuh"
+#include "tigon/base/cuda/row_packs.cuh"
+#include "tigon/base/cuda/row_team.cuh"
 #include "tigon/base/dispatch.h"
 
 namespace tigon::cuda {
@@ -42,9 +44,10 @@ struct NormForward {
   int64_t rows, cols;
   int sections = 1;
   float eps;
-  int64_t span = 1;      // columns that share a parameter, if F::Spans
-  float inverse = 0.0f;  // 1 / cols, made by norm_forward
-  uint32_t zero = 0;     // for again()
+  int64_t span = 1;           // columns that share a parameter, if F::Spans
+  float inverse = 0.0f;       // 1 / cols, made by norm_forward
+  const X* end[F::kIn] = {};  // where the memory of rows ends, made by norm_forward
+  uint32_t zero = 0;          // for again()
 };
 
 namespace norm_detail {
@@ -53,9 +56,9 @@ namespace norm_detail {
 struct Place {
   int section;
   int64_t first;  // row of the block
-  __device__ Place(int sections, int rows) {
-    section = sections == 1 ? 0 : int(blockIdx.x % unsigned(sections));
-    first = int64_t(sections == 1 ? blockIdx.x : blockIdx.x / unsigned(sections)) * rows;
+  __device__ Place(int sections, int rows, unsigned block = blockIdx.x) {
+    section = sections == 1 ? 0 : int(block % unsigned(sections));
+    first = int64_t(sections == 1 ? block : block / unsigned(sections)) * rows;
   }
 };
 
@@ -90,32 +93,35 @@ struct ForwardRow {
   using X = typename F::Element;
   using Inputs = Pack<X, N>[F::kIn];
   using Params = Pack<W, N>[F::kParams];
+  // bf16 has no more digits than its distance from the mean can lose.
+  static constexpr bool kFine = !std::is_same_v<X, __nv_bfloat16>;
+  static constexpr int kStatistics = F::kCentred && kFine ? 2 : 1;
   const NormForward<F, W, Y>& p;
   int64_t row, before, statistic;
   bool live, params_read_on;
   Y* y;
   Lie<How, N, Column> lie;
 
-  __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const Place& place, int64_t row)
+  // Of the row, `cols` columns from `skip` on.
+  __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const Place& place, int64_t row,
+                                        int skip, Column cols)
       : p(p),
         row(row),
-        before(int64_t(place.section) * p.cols),
+        before(int64_t(place.section) * p.cols + skip),
         statistic(row * p.sections + place.section),
         live(row < p.rows),
         params_read_on(place.section + 1 < p.sections && p.cols >= 16),
         y(p.y + row * p.y_stride + before),
-        lie(written(), Column(p.cols)) {}
-  // As another row of which `lie` is known.
-  __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const Place& place, int64_t row,
-                                        const Lie<How, N, Column>& lie)
-      : p(p),
-        row(row),
-        before(int64_t(place.section) * p.cols),
-        statistic(row * p.sections + place.section),
-        live(row < p.rows),
-        params_read_on(false),
-        y(p.y + row * p.y_stride + before),
-        lie(lie) {}
+        lie(written(), cols) {}
+  __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const Place& place, int64_t row)
+      : ForwardRow(p, place, row, 0, Column(p.cols)) {}
+  // To the row that is `step` behind, which lies as this one.
+  __device__ __forceinline__ void advance(int64_t step) {
+    row += step;
+    statistic += step * p.sections;
+    y += step * p.y_stride;
+    live = row < p.rows;
+  }
   // What takes another row's place must lie as that one does: its packs may be read only by who writes them.
   __device__ __forceinline__ auto written() const {
     if constexpr (F::kKeeps)
@@ -180,7 +186,10 @@ struct ForwardRow {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       float v = value<F, N>(p.f, packs, j);
-      h[j] = (F::kCentred ? v - mean : v) * rstd;
+      if constexpr (F::kCentred && !kFine)
+        h[j] = fma(v, rstd, -mean * rstd);
+      else
+        h[j] = (F::kCentred ? v - mean : v) * rstd;
     }
     if (p.f.round_h) round_all<X>(h);
 #pragma unroll
@@ -192,35 +201,47 @@ struct ForwardRow {
     }
     Pack<Y, N> out;
     out.set(h);
-    lie.store(y, c, out);
+    lie.store_if_there(y, c, out);
   }
 
-  // Sum of squares about the mean, and, where there is one, the sum of what is left: the sum of a long row far from zero is
-  // some ulp off, and this says by how much.
+  // Of a pack; a chain of its own, so that several are under way.
+  __device__ __forceinline__ float sum_of(const Inputs& packs) const {
+    float s = value<F, N>(p.f, packs, 0);
+#pragma unroll
+    for (int j = 1; j < N; ++j) s += value<F, N>(p.f, packs, j);
+    return s;
+  }
+  // Sum of squares about the mean, and, where there is one and X is fine enough for it to be seen, the sum of what is left: the
+  // sum of a long row far from zero is some ulp off, and this says by how much.
   template <int K>
   __device__ __forceinline__ void add_to_statistics(Column c, const Inputs& packs, float mean,
                                                     float (&sums)[K]) const {
-    if (F::kCentred && !(live && lie.has(c))) return;  // a zero that is not there is off the mean
-    auto add = [&](auto whole) {
+    float off = 0.0f, squares = 0.0f;
+    auto add = [&](float mean, auto whole) {
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         float v = value<F, N>(p.f, packs, j);
         if constexpr (F::kCentred) {
           v = whole || lie.in_row(c + j) ? v - mean : 0.0f;
-          sums[1] += v;
+          if constexpr (kFine) off += v;
         }
-        sums[0] = fma(v, v, sums[0]);
+        squares = fma(v, v, squares);
       }
     };
-    if (!F::kCentred || lie.whole(c))
-      add(std::true_type{});
-    else
-      add(std::false_type{});
+    // A zero that is not there is off the mean.
+    if (!F::kCentred || How == Lying::packs)
+      add(live && lie.has(c) ? mean : 0.0f, std::true_type{});
+    else if (live && lie.whole(c))
+      add(mean, std::true_type{});
+    else if (live && lie.has(c))
+      add(mean, std::false_type{});
+    sums[0] += squares;
+    if constexpr (F::kCentred && kFine) sums[1] += off;
   }
   template <int K>
   __device__ __forceinline__ float finish_statistics(const float (&sums)[K], float& mean) const {
     float variance = sums[0] * p.inverse;
-    if constexpr (F::kCentred) {
+    if constexpr (F::kCentred && kFine) {
       float off = sums[1] * p.inverse;
       mean += off;
       variance = fma(-off, off, variance);
@@ -233,29 +254,30 @@ struct ForwardRow {
 #pragma unroll
     for (int k = 0; k < F::kIn; ++k) packs[k] = again(packs[k], p.zero);
   }
-  // Of a row in registers, which all of its threads hold; what it keeps is written.
-  template <class Shape>
-  __device__ __forceinline__ void statistics(Inputs (&in)[Shape::held],
-                                             float (&slots)[2][32 * (1 + F::kCentred)], float& mean,
-                                             float& rstd) const {
-    auto column = [&](int i) { return RowTile<Shape, N>::column(i) + lie.head; };
+  // Of a row in registers, which all of its threads hold; what it keeps is written. merge(sums): of all threads; `single`: what this
+  // thread holds of the row besides.
+  template <int Held, class Where, class Merge, class Single>
+  __device__ __forceinline__ void statistics(Inputs (&in)[Held], Where&& column, Merge&& merge,
+                                             Single&& single, float& mean, float& rstd) const {
 #pragma unroll
-    for (int i = 0; i < Shape::held; ++i) keep(column(i), in[i]);
-    float sums[1 + F::kCentred] = {};
+    for (int i = 0; i < Held; ++i) keep(column(i), in[i]);
+    single.keep();
+    float sums[kStatistics] = {};
     mean = 0.0f;
     if constexpr (F::kCentred) {
+      float total[1] = {single.sum()};
 #pragma unroll
-      for (int i = 0; i < Shape::held; ++i)
-#pragma unroll
-        for (int j = 0; j < N; ++j) mean += value<F, N>(p.f, in[i], j);
-      mean = reduce_row<Sum, Shape::threads>(mean, slots[0]) * p.inverse;
+      for (int i = 0; i < Held; ++i) total[0] += sum_of(in[i]);
+      merge(total);
+      mean = total[0] * p.inverse;
     }
+    single.add_to_statistics(mean, sums);
 #pragma unroll
-    for (int i = 0; i < Shape::held; ++i) {
-      if (F::kCentred) renew(in[i]);
+    for (int i = 0; i < Held; ++i) {
+      if (F::kCentred && Held > 4) renew(in[i]);
       add_to_statistics(column(i), in[i], mean, sums);
     }
-    reduce_row<Sum, Shape::threads>(sums, slots[1]);
+    merge(sums);
     rstd = finish_statistics(sums, mean);
   }
   __device__ __forceinline__ void save_statistics(float mean, float rstd) const {
@@ -264,21 +286,49 @@ struct ForwardRow {
   }
 };
 
+// What a thread holds of a row beside packs: nothing.
+struct NoSingle {
+  __device__ void keep() const {}
+  __device__ float sum() const { return 0.0f; }
+  template <int K>
+  __device__ void add_to_statistics(float, float (&)[K]) const {}
+};
+// An element before or behind the whole packs of a row, or none.
+template <class F, class W, class Y>
+struct Single {
+  using Row = ForwardRow<F, W, Y, 1, Lying::packs, int>;
+  int column;  // of the row; its length: none
+  typename Row::Inputs in, next;
+  typename Row::Params param;
+  const Row* row = nullptr;
+
+  __device__ __forceinline__ bool is() const { return column < row->lie.cols; }
+  __device__ __forceinline__ void keep() {
+    if (is()) row->keep(column, in);
+  }
+  __device__ __forceinline__ float sum() const { return row->sum_of(in); }
+  template <int K>
+  __device__ __forceinline__ void add_to_statistics(float mean, float (&sums)[K]) const {
+    row->add_to_statistics(column, in, mean, sums);
+  }
+};
+
 // A block a group of rows that lie in packs.
 template <class F, class W, class Y, int N, class Shape>
 __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
   using X = typename F::Element;
-  constexpr int kStatistics = F::kCentred ? 2 : 1;
+  using OfRow = ForwardRow<F, W, Y, N, Lying::packs, int>;
   // Parameters are on their way during the reduction where they find room in registers.
-  constexpr bool kEarly = Shape::held <= 4 && Shape::held * N * sizeof(W) * F::kParams * F::kIn <= 64;
-  __shared__ float slots[2][kStatistics * 32];
+  constexpr int kParamBytes = Shape::held * N * int(sizeof(W)) * F::kParams * F::kIn;
+  constexpr bool kEarly = kParamBytes <= (Shape::threads == 32 ? 128 : 64);
+  __shared__ float slots[2][OfRow::kStatistics * 32];
   wait_for_kernel_ahead();
   let_next_kernel_start();
   using Tile = RowTile<Shape, N>;
   const Place place(p.sections, Shape::rows);
   const int64_t group = Shape::rows == 1 ? 0 : threadIdx.x / Shape::threads;
-  const ForwardRow<F, W, Y, N, Lying::packs, int> row(p, place, place.first + group);
+  const OfRow row(p, place, place.first + group);
   Pack<X, N> in[Shape::held][F::kIn];
   Pack<W, N> w[Shape::held][F::kParams];
 #pragma unroll
@@ -288,114 +338,183 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_kerne
     for (int i = 0; i < Shape::held; ++i) row.load_params(Tile::column(i), w[i]);
   }
   float mean, rstd;
-  row.template statistics<Shape>(in, slots, mean, rstd);
+  int turn = 0;
+  row.statistics(
+      in, [](int i) { return Tile::column(i); },
+      [&](auto& sums) { reduce_row<Sum, Shape::threads>(sums, slots[turn++]); }, NoSingle{}, mean, rstd);
   if (!row.live) return;
   if (Tile::thread() == 0) row.save_statistics(mean, rstd);
 #pragma unroll
   for (int i = 0; i < Shape::held; ++i) {
-    if (!row.lie.has(Tile::column(i))) continue;
+    // Several rows a block: without a branch.
+    if (Shape::rows == 1 && !row.lie.has(Tile::column(i))) continue;
     if constexpr (!kEarly) row.load_params(Tile::column(i), w[i]);
     row.finish_params(Tile::column(i), w[i]);
-    row.renew(in[i]);
+    if constexpr (!F::kCentred || Shape::held > 4) row.renew(in[i]);
     row.write(Tile::column(i), in[i], w[i], mean, rstd);
   }
 }
 
-// Persistent blocks for rows that lie otherwise: they come through shared memory, and so do the shifted parameters, which are the
-// same for all rows of a thread: the host's `step` brings it to rows that are written as its first one is.
-template <class F, class W, class Y, int N, class Shape, Lying How>
-__global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_staged_kernel(
+// The packs of a row that is read in those of another one. Apart: which lies otherwise, so that a pack is in two words.
+template <class X, int Held, bool Apart>
+class StayingWords {
+  static constexpr int N = 16 / int(sizeof(X)), kWords = 1 + Apart;
+  const X *next_, *end_;
+  int64_t step_;
+  int pitch_, off_;
+  uint4 words_[Held][kWords];
+
+ public:
+  // `first`: the first whole pack of this thread; `pitch`: elements from one to the next, `step`: from row to row.
+  __device__ __forceinline__ StayingWords(const X* first, const X* end, int64_t step, int pitch)
+      : end_(end), step_(step), pitch_(pitch) {
+    off_ = Apart ? int(reinterpret_cast<uintptr_t>(first) % 16 / sizeof(X)) : 0;
+    next_ = first - off_;
+  }
+  __device__ __forceinline__ void load(int i, bool wanted) {
+    const X* word = next_ + i * pitch_;
+    words_[i][0] = load_where(wanted, word);
+    if constexpr (Apart) words_[i][1] = load_where(wanted && off_ != 0 && word + 2 * N <= end_, word + N);
+  }
+  __device__ __forceinline__ void advance() { next_ += step_; }
+  // Of what was loaded before the last advance().
+  __device__ __forceinline__ Pack<X, N> pack(int i, bool wanted) const {
+    if constexpr (!Apart) return reinterpret_cast<const Pack<X, N>&>(words_[i][0]);
+    uint32_t w[8];
+    reinterpret_cast<uint4&>(w[0]) = words_[i][0], reinterpret_cast<uint4&>(w[4]) = words_[i][kWords - 1];
+    shift_words<X>(w, off_);
+    Pack<X, N> r;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) reinterpret_cast<uint32_t*>(&r)[j] = w[j];
+    const X* word = next_ - step_ + i * pitch_;
+    if (wanted && off_ != 0 && word + 2 * N > end_) {  // the last word of memory
+#pragma unroll
+      for (int j = 0; j < N; ++j) r.v[j] = word[off_ + j];
+    }
+    return r;
+  }
+};
+
+// Blocks that stay, for rows that begin anywhere: whole packs, where what is written has them, and the elements before and behind, one
+// a thread. The host's `step` brings a thread to rows that are written as its first one is, so that parameters can wait, shifted, in
+// shared memory. What is read next is asked for as a row is written. Rows too long for a block have a cluster of them.
+template <class F, class W, class Y, class Shape, Lying How, bool Clustered>
+__global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_staying_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
   using X = typename F::Element;
-  using Tile = RowTile<Shape, N>;
-  using Staged = StagedRows<X, N, Shape, How>;
-  constexpr int kStatistics = F::kCentred ? 2 : 1;
-  __shared__ float slots[2][2][kStatistics * 32];
-  extern __shared__ __align__(16) unsigned char shared[];  // parameters, then stages
+  constexpr int N = 16 / int(sizeof(X)), kHeld = Shape::held;
+  using OfRow = ForwardRow<F, W, Y, N, Lying::packs, int>;
+  using OfSingle = ForwardRow<F, W, Y, 1, Lying::packs, int>;
+  using Sums = SumsOf<OfRow::kStatistics>;
+  using Words = StayingWords<X, kHeld, How == Lying::apart>;
+  __shared__ Exchange<Sums> exchange;
+  extern __shared__ __align__(16) unsigned char shared[];
+  Team<Shape, Clustered, false, Sums> team(exchange);
   wait_for_kernel_ahead();
   let_next_kernel_start();
-  const Place place(p.sections, Shape::rows);
-  const int group = Shape::rows == 1 ? 0 : threadIdx.x / Shape::threads, threads = blockDim.x / Shape::rows;
-  const int64_t step = int64_t(gridDim.x / unsigned(p.sections)) * Shape::rows, first = place.first + group;
-  const ForwardRow<F, W, Y, N, How, int> first_row(p, place, first);
+  const Place place(p.sections, Shape::rows, blockIdx.x / unsigned(team.blocks));
+  const int64_t step = int64_t(gridDim.x / unsigned(team.blocks * p.sections)) * Shape::rows;
+  int64_t r = place.first + (Shape::rows == 1 ? 0 : threadIdx.x / Shape::threads);
+  const int cols = int(p.cols), pitch = team.threads * team.blocks * N;
+  OfSingle single_row(p, place, r);
+  const int head = min(
+      cols, int((0 - reinterpret_cast<uintptr_t>(single_row.written()) / sizeof(*single_row.written())) % N));
+  const int whole = (cols - head) / N * N;
+  OfRow row(p, place, r, head, whole);
+  auto column = [&](int i) { return team.pack(i) * N; };
+
+  auto words_of = [&](int k) { return Words(row.in(k) + column(0), p.end[k], step * p.in_stride[k], pitch); };
+  auto words = [&]<size_t... K>(std::index_sequence<K...>) {
+    return Several<Words, F::kIn>{{words_of(int(K))...}};
+  }(std::make_index_sequence<F::kIn>{});
+  Single<F, W, Y> single;
+  single.column = cols;
+  if (const int t = team.thread; team.rank == 0 && t < 2 * N)
+    single.column = t < N ? (t < head ? t : cols) : min(cols, head + whole + t - N);
+  auto load = [&](int i, bool live) {
+#pragma unroll
+    for (int k = 0; k < F::kIn; ++k) words.of[k].load(i, live && column(i) < whole);
+  };
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) load(i, row.live);
+  single_row.load(single.column, single.next);
+
   auto param_slot = [&](int i, int k) {
     return reinterpret_cast<Pack<W, N>*>(shared) + (i * F::kParams + k) * blockDim.x + threadIdx.x;
   };
-#pragma unroll
-  for (int i = 0; i < Shape::held; ++i) {
-    Pack<W, N> w[F::kParams];
-    const int c = Tile::column(i) + first_row.lie.head;
-    first_row.load_params(c, w);
-    first_row.finish_params(c, w);
-#pragma unroll
-    for (int k = 0; k < F::kParams; ++k) *param_slot(i, k) = w[k];
-  }
-  constexpr int kPerStage = F::kIn * Shape::rows;
-  auto rows_of = [&](int k) {
-    uint4* words = reinterpret_cast<uint4*>(param_slot(Shape::held, 0) - threadIdx.x);
-    return Staged(p.in[k] + first_row.before, first, step, p.rows, p.in_stride[k], int(p.cols),
-                  -first_row.lie.head, words + (k * Shape::rows + group) * Staged::words(threads),
-                  kPerStage * Staged::words(threads));
-  };
-  auto staged = [&]<size_t... K>(std::index_sequence<K...>) {
-    return Several<Staged, F::kIn>{{rows_of(int(K))...}};
-  }(std::make_index_sequence<F::kIn>{});
-  auto start = [&](int stage, int64_t r) {
-#pragma unroll
-    for (int k = 0; k < F::kIn; ++k) staged.of[k].copy(stage, r, true, word_of(p.in[0]));
-    copies_commit();
+  auto param = [&](int k, int c) {
+    if (p.param[k] == nullptr) return narrow<W>(p.absent[k]);
+    if constexpr (kSpans<F>)
+      return p.param[k][(single_row.before + c) / p.span];
+    else
+      return p.param[k][single_row.before + c];
   };
 #pragma unroll
-  for (int s = 0; s < Shape::stages - 1; ++s) start(s, first + s * step);
-  int from = 0, to = Shape::stages - 1, parity = 0;
+  for (int k = 0; k < F::kParams; ++k) {
 #pragma unroll 1
-  for (int64_t base = place.first, r = first; base < p.rows; base += step, r += step, parity ^= 1) {
-    const ForwardRow<F, W, Y, N, How, int> row(p, place, r, first_row.lie);
-    start(to, r + (Shape::stages - 1) * step);
-    copies_wait<Shape::stages - 1>();
+    for (int i = 0; i < kHeld; ++i) {
+      if (column(i) >= whole) break;
+      Pack<W, N> w;
 #pragma unroll
-    for (int k = 0; k < F::kIn; ++k) staged.of[k].mend(from, r, Shape::stages, true);
-    if constexpr (How == Lying::apart) sync_row<Shape>();
-    Pack<X, N> in[Shape::held][F::kIn];
+      for (int j = 0; j < N; ++j) w.v[j] = param(k, head + column(i) + j);
+      *param_slot(i, k) = w;
+    }
+    if (single.column < cols) single.param[k].v[0] = param(k, single.column);
+  }
+  team.meet();
+#pragma unroll 1
+  for (int64_t base = place.first; base < p.rows; base += step) {
 #pragma unroll
-    for (int i = 0; i < Shape::held; ++i)
+    for (int k = 0; k < F::kIn; ++k) words.of[k].advance();
+    Pack<X, N> in[kHeld][F::kIn];
 #pragma unroll
-      for (int k = 0; k < F::kIn; ++k) in[i][k] = staged.of[k].pack(from, i);
+    for (int i = 0; i < kHeld; ++i)
+#pragma unroll
+      for (int k = 0; k < F::kIn; ++k) in[i][k] = words.of[k].pack(i, row.live && column(i) < whole);
+    const auto now = row;
+    const auto now_single = single_row;
+    single.row = &now_single;
+#pragma unroll
+    for (int k = 0; k < F::kIn; ++k) single.in[k] = single.next[k];
     float mean, rstd;
-    row.template statistics<Shape>(in, slots[parity], mean, rstd);
-    to = from;
-    from = from + 1 == Shape::stages ? 0 : from + 1;
-    if (!row.live) continue;
-    if (Tile::thread() == 0) row.save_statistics(mean, rstd);
+    now.statistics(in, column, [&](auto& sums) { team.merge(sums); }, single, mean, rstd);
+    row.advance(step), single_row.advance(step);
+    single_row.load(single.column, single.next);
+    if (now.live) {
+      if (team.thread + team.rank == 0) now.save_statistics(mean, rstd);
+      if (single.is()) now_single.write(single.column, single.in, single.param, mean, rstd);
+    }
 #pragma unroll
-    for (int i = 0; i < Shape::held; ++i) {
-      const int c = Tile::column(i) + row.lie.head;
-      if (!row.lie.has(c)) continue;
-      Pack<W, N> w[F::kParams];
+    for (int i = 0; i < kHeld; ++i) {
+      if (now.live && column(i) < whole) {
+        Pack<W, N> w[F::kParams];
 #pragma unroll
-      for (int k = 0; k < F::kParams; ++k) w[k] = *param_slot(i, k);
-      row.renew(in[i]);
-      row.write(c, in[i], w, mean, rstd);
+        for (int k = 0; k < F::kParams; ++k) w[k] = *param_slot(i, k);
+        if constexpr (!F::kCentred || kHeld > 4) now.renew(in[i]);
+        now.write(column(i), in[i], w, mean, rstd);
+      }
+      load(i, row.live);
     }
   }
-  copies_wait<0>();
+  if constexpr (Clustered) cluster_arrive();
+  team.meet();
 }
 
-constexpr int kLoopThreads = 512;
-// Blocks a multiprocessor, so that a few long rows are all under way; shifted words take registers.
-constexpr int loop_blocks(Lying how) { return how == Lying::packs ? 3 : 2; }
+// Blocks a multiprocessor, so that a few long rows are all under way.
+constexpr int kLoopThreads = 512, kLoopBlocks = 2;
 
-// Rows too long for registers: a sweep for each statistic and one that writes, all but the first out of L2.
-template <class F, class W, class Y, int N, Lying How>
-__global__ __launch_bounds__(kLoopThreads, loop_blocks(How)) void forward_looped_kernel(
+// Rows too long for registers, wherever they lie: a sweep for each statistic and one that writes, all but the first out of L2.
+template <class F, class W, class Y>
+__global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void forward_looped_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
   using X = typename F::Element;
-  constexpr int kStatistics = F::kCentred ? 2 : 1;
-  __shared__ float slots[2][kStatistics * 32];
+  constexpr int N = Row<X>::N;
+  using OfRow = ForwardRow<F, W, Y, N, Lying::apart, int64_t>;
+  __shared__ float slots[2][OfRow::kStatistics * 32];
   wait_for_kernel_ahead();
   let_next_kernel_start();
   const Place place(p.sections, 1);
-  const ForwardRow<F, W, Y, N, How, int64_t> row(p, place, place.first);
+  const OfRow row(p, place, place.first);
   // fn(column, inputs)
   auto sweep = [&](bool first, auto&& fn) {
     for (int64_t c = int64_t(threadIdx.x) * N + row.lie.head; row.lie.has(c);
@@ -413,12 +532,9 @@ __global__ __launch_bounds__(kLoopThreads, loop_blocks(How)) void forward_looped
       fn(c, in);
     }
   };
-  float mean = 0.0f, sums[kStatistics] = {};
+  float mean = 0.0f, sums[OfRow::kStatistics] = {};
   if constexpr (F::kCentred) {
-    sweep(true, [&](int64_t, const Pack<X, N>(&in)[F::kIn]) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) mean += value<F, N>(p.f, in, j);
-    });
+    sweep(true, [&](int64_t, const Pack<X, N>(&in)[F::kIn]) { mean += row.sum_of(in); });
     mean = reduce_row<Sum, kLoopThreads>(mean, slots[0]) * p.inverse;
   }
   sweep(!F::kCentred, [&](int64_t c, const auto& in) { row.add_to_statistics(c, in, mean, sums); });
@@ -434,28 +550,26 @@ __global__ __launch_bounds__(kLoopThreads, loop_blocks(How)) void forward_looped
 }
 
 // Rows held in registers, by the length of the row in packs. Short rows take few threads: what is done once a row costs as much
-// as its elements. Longer ones leave room for other blocks: few threads, and 8 packs each where two sums are waited for.
-template <int Rows, bool Centred>
+// as its elements. Percent of a copy of the same size, 16384 rows: RMSNorm 99 to 101 up to 12288 columns, LayerNorm 94 to 98.
+template <int Rows>
 struct ForwardLadder {
-  using Short = RowShapes<RowShape<4, 4>, RowShape<16, 2>, RowShape<32, 4>>;
-  using Long = typename Short::template with<RowBlock<8, 1024>>;
-  using Shapes =
-      std::conditional_t<Rows != 1, typename Short::template with<RowBlock<4, 1024>>,
-                         std::conditional_t<Centred, Long,
-                                            typename Short::template with<RowBlock<4, 224, 5>>::template with<
-                                                RowBlock<8, 1024>>>>;
+  using Short = RowShapes<RowShape<4, 2>, RowShape<4, 4>, RowShape<16, 2>, RowShape<32, 4>>;
+  using Shapes = std::conditional_t<
+      Rows != 1, typename Short::template with<RowBlock<2, 512>>::template with<RowBlock<4, 1024>>,
+      typename Short::template with<UpTo<1536, RowBlock<4, 512, 2>>>::template with<RowBlock<8, 1024>>>;
 };
-// Rows that lie otherwise, 16384 x 4097 bf16: RMSNorm 86 % of a copy, LayerNorm 70; apart 80 and 60.
-template <bool Centred>
-using AlikeLadder = RowShapes<Staged<2, 32, 4, 4, 4>,
-                              std::conditional_t<Centred, StagedBlock<3, 4, 256>, StagedBlock<2, 2, 512, 2>>,
-                              StagedBlock<2, 4, 1024>>;
-using ApartLadder = RowShapes<StagedBlock<2, 4, 1024>>;
+// Rows that begin anywhere. Where types differ too, one path has to do.
+template <Lying How>
+using StayingLadder = std::conditional_t<How == Lying::alike, RowShapes<RowShape<32, 4>, RowBlock<4, 384, 2>>,
+                                         RowShapes<RowBlock<4, 512, 2>>>;
+using ForwardCluster = RowBlock<8, 384, 2>;
+template <class F, class W, class Y>
+constexpr bool kOneType = std::is_same_v<W, typename F::Element> && std::is_same_v<Y, typename F::Element>;
 
 template <int N, class F, class W, class Y>
 bool run_held_forward(const char* op, Context& ctx, const NormForward<F, W, Y>& p) {
   const int64_t packs = p.cols / N;
-  return ForwardLadder<F::kIn, F::kCentred>::Shapes::pick(packs, [&](auto shape) {
+  return ForwardLadder<F::kIn>::Shapes::pick(packs, [&](auto shape) {
     using Shape = decltype(shape);
     launch(op, ctx, forward_kernel<F, W, Y, N, Shape>,
            {.blocks = ceil_div(p.rows, Shape::rows) * p.sections,
@@ -464,47 +578,52 @@ bool run_held_forward(const char* op, Context& ctx, const NormForward<F, W, Y>& 
            p);
   });
 }
-template <Lying How, int N, class Ladder, class F, class W, class Y>
-bool run_staged_forward(const char* op, Context& ctx, const NormForward<F, W, Y>& p) {
-  using X = typename F::Element;
-  const int64_t packs = ceil_div(p.cols + N - 1, N);
-  return Ladder::pick(packs, [&](auto shape) {
+// What a block of `threads` keeps of the parameters.
+template <class Shape, class F, class W>
+size_t param_bytes(int threads) {
+  return size_t(threads) * Shape::held * F::kParams * Row<typename F::Element>::N * sizeof(W);
+}
+// By what one block holds, or by clusters of blocks. `period`: of the rows that lie alike.
+template <Lying How, class F, class W, class Y>
+bool run_staying_forward(const char* op, Context& ctx, const NormForward<F, W, Y>& p, int64_t period) {
+  constexpr int N = 16 / int(sizeof(typename F::Element));
+  const int64_t packs = std::max<int64_t>(1, p.cols / N);
+  const bool one = StayingLadder<How>::pick(packs, [&](auto shape) {
     using Shape = decltype(shape);
     const int threads = block_threads<Shape>(packs);
-    const size_t params = size_t(threads) * Shape::held * F::kParams * sizeof(Pack<W, N>);
-    const size_t stages = size_t(Shape::stages) * F::kIn * Shape::rows * 16 *
-                          StagedRows<X, N, Shape, How>::words(threads / Shape::rows);
-    auto kernel = forward_staged_kernel<F, W, Y, N, Shape, How>;
+    const size_t shared = param_bytes<Shape, F, W>(threads);
+    const auto kernel = forward_staying_kernel<F, W, Y, Shape, How, false>;
     static std::atomic<int> known[33];
     const int64_t blocks =
-        persistent_blocks<Shape>(op, kernel, threads, params + stages, p.rows, p.sections, N, known);
-    if (blocks == 0) return false;
+        persistent_blocks<Shape>(op, kernel, threads, shared, p.rows, p.sections, period, known);
     launch(op, ctx, kernel,
-           {.blocks = blocks * p.sections, .threads = threads, .shared = params + stages, .early = true}, p);
-    return true;
+           {.blocks = blocks * p.sections, .threads = threads, .shared = shared, .early = true}, p);
+    return blocks > 0;
   });
-}
-template <Lying How, int N, class F, class W, class Y>
-void run_looped_forward(const char* op, Context& ctx, const NormForward<F, W, Y>& p) {
-  launch(op, ctx, forward_looped_kernel<F, W, Y, N, How>,
-         {.blocks = p.rows * p.sections, .threads = kLoopThreads, .early = true}, p);
+  if (one || p.sections > 1) return one;
+  static ClusterRoom clusters;
+  const auto kernel = forward_staying_kernel<F, W, Y, ForwardCluster, How, true>;
+  auto shared = [](int threads) { return param_bytes<ForwardCluster, F, W>(threads); };
+  const Cluster c = best_cluster<ForwardCluster>(op, clusters, kernel, packs, p.rows, period, 128, shared);
+  launch(op, ctx, kernel,
+         {.blocks = c.clusters * c.blocks,
+          .threads = c.threads,
+          .shared = shared(c.threads),
+          .early = true,
+          .cluster = c.blocks},
+         p);
+  return c.blocks > 0;
 }
 
 inline bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
-// How rows of X lie, and whether others lie so.
-struct LieOf {
-  int64_t lead, stride, rows;  // elements from a boundary to the first row
-  template <class T>
-  LieOf(const T* p, int64_t stride, int64_t rows)
-      : lead(int64_t(reinterpret_cast<uintptr_t>(p) % 16 / sizeof(T))), stride(stride), rows(rows) {}
-  template <class T>
-  bool alike(const T* p, int64_t other) const {
-    constexpr int64_t kSize = sizeof(T);
-    return (int64_t(reinterpret_cast<uintptr_t>(p)) - lead * kSize) % 16 == 0 &&
-           (rows == 1 || (other - stride) * kSize % 16 == 0);
-  }
-};
+// Whether rows of b begin as many elements before a multiple of 16 bytes of X as those of a, of any type.
+template <class X, class A, class B>
+bool lie_alike(const A* a, int64_t a_stride, const B* b, int64_t b_stride, int64_t rows) {
+  constexpr int64_t N = 16 / int64_t(sizeof(X));
+  auto element = [](const auto* p) { return int64_t(reinterpret_cast<uintptr_t>(p) / sizeof(*p)); };
+  return (element(a) - element(b)) % N == 0 && (rows == 1 || (a_stride - b_stride) % N == 0);
+}
 
 }  // namespace norm_detail
 
@@ -538,17 +657,22 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
   for (int k = 0; k < F::kParams; ++k)
     packs = packs && (kSpans<F> ? p.span % kPack == 0 : aligned(p.param[k]));
   if (F::kKeeps) packs = packs && packs_align(p.kept, p.kept_stride, p.cols, sizeof(X));
-  if (packs) {
-    if (!run_held_forward<kPack>(op, ctx, p)) run_looped_forward<Lying::packs, kPack>(op, ctx, p);
-    return;
-  }
-  const LieOf written = F::kKeeps ? LieOf(p.kept, p.kept_stride, p.rows) : LieOf(p.y, p.y_stride, p.rows);
-  bool alike = (F::kKeeps || sizeof(Y) == sizeof(X)) && written.alike(p.y, p.y_stride);
-  for (int k = 0; k < F::kIn; ++k) alike = alike && written.alike(p.in[k], p.in_stride[k]);
-  if (alike ? run_staged_forward<Lying::alike, kPack, AlikeLadder<F::kCentred>>(op, ctx, p)
-            : run_staged_forward<Lying::apart, kPack, ApartLadder>(op, ctx, p))
-    return;
-  run_looped_forward<Lying::apart, kPack>(op, ctx, p);
+  if (packs && run_held_forward<kPack>(op, ctx, p)) return;
+  for (int k = 0; k < F::kIn; ++k)
+    p.end[k] = p.in[k] + (p.in_stride[k] > 0 ? p.rows - 1 : 0) * p.in_stride[k] + p.sections * p.cols;
+  // In the packs of what is written.
+  auto run = [&](const auto* written, int64_t stride) {
+    if (F::kKeeps && !lie_alike<X>(written, stride, p.y, p.y_stride, p.rows)) return false;
+    bool alike = kOneType<F, W, Y>;
+    for (int k = 0; k < F::kIn; ++k)
+      alike = alike && lie_alike<X>(written, stride, p.in[k], p.in_stride[k], p.rows);
+    if constexpr (kOneType<F, W, Y>)
+      if (alike) return run_staying_forward<Lying::alike>(op, ctx, p, packs ? 1 : kPack);
+    return run_staying_forward<Lying::apart>(op, ctx, p, kPack);
+  };
+  if (F::kKeeps ? run(p.kept, p.kept_stride) : run(p.y, p.y_stride)) return;
+  launch(op, ctx, forward_looped_kernel<F, W, Y>,
+         {.blocks = p.rows * p.sections, .threads = kLoopThreads, .early = true}, p);
 }
 
 }  // namespace tigon::cuda

@@ -92,9 +92,11 @@ struct Lie {
                                          Pack<T, N>& pack) const {
     finish<How == Lying::apart>(wanted, row, c, reads_on, pack);
   }
-  // The same of a vector by column, of which [0, cols) may be a part that others follow.
+  // The same of a vector by column, of which [0, cols) may be a part that others follow. Where packs are not the row's, nothing.
   template <class T>
   __device__ __forceinline__ Pack<T, N> load_vector(const T* vector, Column c, bool reads_on) const {
+    if constexpr (packs && sizeof(T) * N % 16 == 0)
+      return load_if<T, N>(vector != nullptr && has(c), vector + c);
     return load<!packs>(vector != nullptr, vector, c, reads_on);
   }
   template <class T>
@@ -111,6 +113,14 @@ struct Lie {
     } else {
 #pragma unroll
       for (int j = 0; j < N; ++j) store_where(in_row(c + j), row + c + j, pack.v[j]);
+    }
+  }
+  template <class T>
+  __device__ __forceinline__ void store_if_there(T* row, Column c, const Pack<T, N>& pack) const {
+    if constexpr (packs && sizeof(T) * N % 16 == 0) {
+      store_where(has(c), row + c, pack);
+    } else if (has(c)) {
+      store(row, c, pack);
     }
   }
 

@@ -5,6 +5,7 @@
 #include "tigon/base/cuda/cluster.cuh"
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/reduce.cuh"
+#include "tigon/base/cuda/rows.cuh"
 
 namespace tigon::cuda {
 
@@ -61,12 +62,74 @@ struct alignas(16) Drawn {
   }
 };
 
-struct alignas(8) PlainSum {
-  float s, unused;
-  __device__ static PlainSum none() { return {0.0f, 0.0f}; }
+template <int K>
+struct alignas(8) SumsOf {
+  static_assert(K <= 2);
+  float s[2];
+  __device__ static SumsOf none() { return {}; }
   template <int Width>
   __device__ __forceinline__ void merge_lanes() {
-    s = reduce_lanes<Sum, Width>(s);
+#pragma unroll
+    for (int k = 0; k < K; ++k) s[k] = reduce_lanes<Sum, Width>(s[k]);
+  }
+};
+
+// The threads that share a row: several lanes, a warp, a block or a cluster of blocks.
+template <class Shape, bool Cluster, bool Stays, class V>
+struct Team {
+  using Told = std::conditional_t<Stays, Drawn<V>, V>;
+  Exchange<Told>& x;
+  int blocks = 1, rank = 0, threads, thread, turn = 0;
+
+  __device__ __forceinline__ Team(Exchange<Told>& x) : x(x) {
+    threads = Shape::threads ? Shape::threads : int(blockDim.x);
+    thread = Shape::rows == 1 ? int(threadIdx.x) : int(threadIdx.x) % Shape::threads;
+    if constexpr (Cluster) {
+      blocks = int(cluster_size()), rank = int(cluster_rank());
+      x.init();
+      cluster_arrive();
+    }
+  }
+  // Every block has started before one writes into another, and has read what the others wrote before it ends.
+  __device__ __forceinline__ void meet() const {
+    if constexpr (Cluster) cluster_wait();
+  }
+  __device__ __forceinline__ int64_t first_row() const {
+    if constexpr (Cluster) return blockIdx.x / unsigned(blocks);
+    return int64_t(blockIdx.x) * Shape::rows + (Shape::rows == 1 ? 0 : threadIdx.x / Shape::threads);
+  }
+  __device__ __forceinline__ int64_t step() const {
+    return int64_t(gridDim.x / unsigned(blocks)) * Shape::rows;
+  }
+  // Pack i of this thread: the blocks of a cluster take turns, so that all have as much to do.
+  __device__ __forceinline__ int pack(int i) const {
+    return thread + threads * (Cluster ? i * blocks + rank : i);
+  }
+
+  // The row after the next, known to one thread yet: asked for long before merge() tells the others.
+  __device__ __forceinline__ int draw(int* counter) const {
+    return Stays && counter != nullptr && thread + rank == 0 ? int(2 * step()) + atomicAdd(counter, 1) : -1;
+  }
+  // What all have together, and the row after the next if one was drawn.
+  __device__ __forceinline__ V merge(const V& v, int drawn, int64_t& later) {
+    if constexpr (Stays) {
+      const Told told = merge_row<Shape::threads, Cluster>(Told{v, drawn, 0}, x, turn++);
+      later = told.row < 0 ? later : told.row;
+      return told.v;
+    } else {
+      return merge_row<Shape::threads, Cluster>(v, x, turn++);
+    }
+  }
+  // The same of sums.
+  template <int K>
+  __device__ __forceinline__ void merge(float (&sums)[K]) {
+    static_assert(!Stays);
+    V v = {};
+#pragma unroll
+    for (int k = 0; k < K; ++k) v.s[k] = sums[k];
+    v = merge_row<Shape::threads, Cluster>(v, x, turn++);
+#pragma unroll
+    for (int k = 0; k < K; ++k) sums[k] = v.s[k];
   }
 };
 
@@ -101,5 +164,43 @@ struct alignas(8) ExpSum {
     s = reduce_lanes<Sum, Width>(s);
   }
 };
+
+// Host: fn(blocks, threads of each, clusters that run at a time) for a cluster whose blocks, of a RowBlock, hold a row of `packs`
+// packs together, and that fn takes; false when there is none. Large ones of small blocks, two or more of them on a multiprocessor,
+// if only a part of the warps is left without work.
+template <class Shape, class Kernel, class Fn>
+bool with_cluster(const char* op, ClusterRoom& clusters, Kernel kernel, int64_t packs, Fn&& fn) {
+  for (int blocks : {16, 8, 4, 2}) {
+    const int threads = block_threads<Shape>(ceil_div(packs, blocks));
+    if ((threads < 192 && blocks > 2) || threads > Shape::block) continue;
+    const int64_t room = clusters.of(op, kernel, blocks, threads);
+    if (room > 0 && fn(blocks, threads, room)) return true;
+  }
+  return false;
+}
+
+// Host: clusters of blocks that stay and take every so many of `rows` rows, multiples of `period` apart; of those that fit, of blocks
+// of at least `least` threads, the ones with most threads under way. No blocks where none fits.
+struct Cluster {
+  int blocks = 0, threads = 1;
+  int64_t clusters = 0;
+};
+template <class Shape, class Kernel, class Shared>
+Cluster best_cluster(const char* op, ClusterRoom& rooms, Kernel kernel, int64_t packs, int64_t rows,
+                     int64_t period, int least, Shared&& shared) {
+  Cluster best;
+  int64_t most = 0;
+  for (int blocks : {2, 4, 8, 16}) {
+    const int threads = block_threads<Shape>(ceil_div(packs, blocks));
+    if ((threads < least && best.blocks > 0) || threads > Shape::block) continue;
+    const int64_t room = rooms.of(op, kernel, blocks, threads, shared(threads));
+    if (room == 0) continue;
+    const int64_t clusters = std::min(alike_blocks(rows, room, period), rows);
+    // More clusters than there is room for wait for others to end.
+    const int64_t under_way = std::min(clusters, room) * blocks * threads;
+    if (under_way > most) most = under_way, best = {blocks, threads, clusters};
+  }
+  return best;
+}
 
 }  // namespace tigon::cuda

@@ -7,6 +7,8 @@
 // twice by one block, the second sweep out of L2.
 #pragma once
 
+#include <algorithm>
+#include <atomic>
 #include <initializer_list>
 
 #include "tigon/base/cuda/launch.cuh"
@@ -31,6 +33,11 @@ struct RowBlock {
   static constexpr int threads = 0;  // all of the block
   static constexpr int held = Held, rows = 1, block = Most, min_blocks = MinBlocks;
   static constexpr int64_t packs = int64_t(Most) * Held;
+};
+// A shape for rows of fewer packs than it could hold.
+template <int Packs, class Shape>
+struct UpTo : Shape {
+  static constexpr int64_t packs = Packs;
 };
 // Threads of a block for rows of `packs` packs.
 template <class Shape>
@@ -68,6 +75,38 @@ struct RowTile {
   __device__ static int thread() { return Shape::rows == 1 ? threadIdx.x : threadIdx.x % Shape::threads; }
   __device__ static int column(int i) { return (thread() + i * thread_stride<Shape>()) * N; }
 };
+
+// An array of what has no default.
+template <class T, int K>
+struct Several {
+  T of[K];
+};
+
+// As many blocks as are resident, no more than there are groups of rows, and such that the rows of a block, if it has several, are
+// multiples of `period` apart.
+inline int64_t alike_blocks(int64_t groups, int64_t resident, int64_t period) {
+  return groups <= resident ? groups : std::max(period, resident / period * period);
+}
+
+// Persistent blocks of a section: all that are resident, no more than there are rows, and such that the rows of a block lie alike
+// in every tensor, if they are `period` apart.
+// 0 when a block needs more shared memory than there is. `known`: blocks a multiprocessor of this kernel, by warps, once asked.
+template <class Shape, class Kernel>
+int64_t persistent_blocks(const char* op, Kernel* kernel, int threads, size_t shared, int64_t rows,
+                          int sections, int64_t period, std::atomic<int> (&known)[33]) {
+  constexpr int kMost = 227 << 10;
+  if (shared + 1024 > size_t(device_facts().shared_per_block)) return 0;
+  std::atomic<int>& per_sm = known[threads / 32];
+  if (per_sm == 0) {
+    int n = 0;
+    TIGON_CUDA_CHECK(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                              std::min(kMost, device_facts().shared_per_block - 1024)));
+    TIGON_CUDA_CHECK(op, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n, kernel, threads, shared));
+    per_sm = std::max(n, 1);
+  }
+  const int64_t resident = std::max<int64_t>(1, int64_t(device_facts().sms) * per_sm / sections);
+  return alike_blocks(ceil_div(rows, Shape::rows), resident, period);
+}
 
 // Sums over p < partials of rows[p]: the last step of a deterministic column reduction, in fixed order. A row holds the `outs`
 // side by side, as many numbers as each one's size; one without data is not wanted.

@@ -174,6 +174,23 @@ __device__ __forceinline__ Pack<T, N> load_where(bool wanted, const T* p) {
   }
   return r;
 }
+// The same, undefined where not `wanted`.
+template <class T, int N>
+__device__ __forceinline__ Pack<T, N> load_if(bool wanted, const T* p) {
+  static_assert(sizeof(T) * N % 16 == 0);
+  Pack<T, N> r;
+#pragma unroll
+  for (int i = 0; i < int(sizeof(T)) * N / 16; ++i) {
+    uint4 w;
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
+        "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+        : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+        : "l"(p + i * 16 / sizeof(T)), "r"(unsigned(wanted)));
+    reinterpret_cast<uint4*>(&r)[i] = w;
+  }
+  return r;
+}
 template <class T, int N>
 __device__ __forceinline__ void store(T* p, const Pack<T, N>& r) {
   constexpr int kBytes = sizeof(T) * N, kWord = kBytes < 16 ? kBytes : 16;
@@ -191,6 +208,20 @@ __device__ __forceinline__ void store_whole(T* p, const Pack<T, N>& r) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p + i * 16 / sizeof(T)), "r"(w[i].x),
                  "r"(w[i].y), "r"(w[i].z), "r"(w[i].w)
                  : "memory");
+}
+
+// And without a branch.
+template <class T, int N>
+__device__ __forceinline__ void store_where(bool wanted, T* p, const Pack<T, N>& r) {
+  static_assert(sizeof(T) * N % 16 == 0);
+  auto* w = reinterpret_cast<const uint4*>(&r);
+#pragma unroll
+  for (int i = 0; i < int(sizeof(T)) * N / 16; ++i)
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p st.global.v4.u32 [%0], {%1, %2, %3, %4};\n}" ::"l"(
+            p + i * 16 / sizeof(T)),
+        "r"(w[i].x), "r"(w[i].y), "r"(w[i].z), "r"(w[i].w), "r"(unsigned(wanted))
+        : "memory");
 }
 
 // True when rows that start at p and follow every `stride` elements can be read in packs of 16 bytes.

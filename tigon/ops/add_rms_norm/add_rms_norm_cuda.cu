@@ -43,8 +43,7 @@ struct Backward {
   }
 };
 
-using Ladder = BackwardLadder<3, Direct<32, 4, 4, 4>, StagedBlock<4, 2, 512>, StagedBlock<2, 4, 512>,
-                              TwiceBlock<4, 1024>>;
+using Ladder = BackwardLadder<3, Direct<32, 4, 4, 4>, StagedBlock<4, 2, 512>, StagedBlock<2, 4, 512>>;
 
 }  // namespace
 

@@ -93,54 +93,6 @@ struct BackwardRow {
   }
 };
 
-// The threads that share a row: several lanes, a warp, a block or a cluster of blocks.
-template <class Shape, bool Cluster, bool Stays, class V>
-struct Team {
-  using Told = std::conditional_t<Stays, Drawn<V>, V>;
-  Exchange<Told>& x;
-  int blocks = 1, rank = 0, threads, thread, turn = 0;
-
-  __device__ __forceinline__ Team(Exchange<Told>& x) : x(x) {
-    threads = Shape::threads ? Shape::threads : int(blockDim.x);
-    thread = Shape::rows == 1 ? int(threadIdx.x) : int(threadIdx.x) % Shape::threads;
-    if constexpr (Cluster) {
-      blocks = int(cluster_size()), rank = int(cluster_rank());
-      x.init();
-      cluster_arrive();
-    }
-  }
-  // Every block has started before one writes into another, and has read what the others wrote before it ends.
-  __device__ __forceinline__ void meet() const {
-    if constexpr (Cluster) cluster_wait();
-  }
-  __device__ __forceinline__ int64_t first_row() const {
-    if constexpr (Cluster) return blockIdx.x / unsigned(blocks);
-    return int64_t(blockIdx.x) * Shape::rows + (Shape::rows == 1 ? 0 : threadIdx.x / Shape::threads);
-  }
-  __device__ __forceinline__ int64_t step() const {
-    return int64_t(gridDim.x / unsigned(blocks)) * Shape::rows;
-  }
-  // Pack i of this thread: the blocks of a cluster take turns, so that all have as much to do.
-  __device__ __forceinline__ int pack(int i) const {
-    return thread + threads * (Cluster ? i * blocks + rank : i);
-  }
-
-  // The row after the next, known to one thread yet: asked for long before merge() tells the others.
-  __device__ __forceinline__ int draw(int* counter) const {
-    return Stays && counter != nullptr && thread + rank == 0 ? int(2 * step()) + atomicAdd(counter, 1) : -1;
-  }
-  // What all have together, and the row after the next if one was drawn.
-  __device__ __forceinline__ V merge(const V& v, int drawn, int64_t& later) {
-    if constexpr (Stays) {
-      const Told told = merge_row<Shape::threads, Cluster>(Told{v, drawn, 0}, x, turn++);
-      later = told.row < 0 ? later : told.row;
-      return told.v;
-    } else {
-      return merge_row<Shape::threads, Cluster>(v, x, turn++);
-    }
-  }
-};
-
 // The same words, which the compiler must take for others (vec.cuh).
 __device__ __forceinline__ uint4 again(const uint4& w, uint32_t zero) {
   return make_uint4(w.x ^ zero, w.y ^ zero, w.z ^ zero, w.w ^ zero);
@@ -282,7 +234,7 @@ template <class T, class Shape, bool Cluster, bool Stays, bool Moved>
 __global__ __launch_bounds__(Shape::block,
                              Shape::min_blocks) void backward_kernel(const __grid_constant__ Backward<T> p) {
   constexpr int kHeld = Shape::held;
-  using Threads = Team<Shape, Cluster, Stays, PlainSum>;
+  using Threads = Team<Shape, Cluster, Stays, SumsOf<1>>;
   __shared__ Exchange<typename Threads::Told> exchange;
   Threads team(exchange);
   wait_for_kernel_ahead();
@@ -296,7 +248,7 @@ __global__ __launch_bounds__(Shape::block,
   for (;;) {
     int64_t later = following + team.step();
     const int drawn = team.draw(p.counter);
-    const float s = team.merge(PlainSum{row.dot(pack, a, b), 0.0f}, drawn, later).s;
+    const float s = team.merge(SumsOf<1>{{row.dot(pack, a, b)}}, drawn, later).s[0];
     const BackwardRow<T, Moved> next(p, following);
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
@@ -316,8 +268,8 @@ template <class T, class Shape>
 __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void backward_swept_kernel(
     const __grid_constant__ Backward<T> p) {
   constexpr int kHeld = Shape::held;
-  __shared__ Exchange<PlainSum> exchange;
-  Team<Shape, true, false, PlainSum> team(exchange);
+  __shared__ Exchange<SumsOf<1>> exchange;
+  Team<Shape, true, false, SumsOf<1>> team(exchange);
   wait_for_kernel_ahead();
   let_next_kernel_start();
   const BackwardRow<T, true> row(p, team.first_row());
@@ -330,7 +282,7 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void backward_swep
     s += row.dot(pack, a, b);
   }
   team.meet();
-  s = merge_row<0, true>(PlainSum{s, 0.0f}, exchange, 0).s;
+  s = merge_row<0, true>(SumsOf<1>{{s}}, exchange, 0).s[0];
   for (int first = (packs - 1) / step * step; first >= 0; first -= step) {
     auto pack = [&](int i) { return first + team.pack(i); };
     row.load(pack, a, b);
@@ -403,21 +355,18 @@ void run(Context& ctx, typename Kernels::Params p, int64_t packs) {
            p);
   });
   if (held) return;
-  // Clusters, as many as run at a time: each takes one row after another. Large ones of small blocks, two or more of them on a
-  // multiprocessor, if only a part of the warps is left without work.
+  // Clusters, as many as run at a time: each takes one row after another.
   using Clustered = typename Kernels::Clustered;
   static ClusterRoom clusters;
   const auto kernel = Kernels::template held<Clustered, true>();
-  for (int blocks : {16, 8, 4, 2}) {
-    const int threads = block_threads<Clustered>(ceil_div(packs, blocks));
-    if (threads < 192 && blocks > 2) continue;
-    const int64_t room = threads > Clustered::block ? 0 : clusters.of(kOp, kernel, blocks, threads);
-    if (room == 0) continue;
-    p.counter = row_counter(kOp, ctx, p.rows, room);
-    launch(kOp, ctx, kernel,
-           {.blocks = std::min(p.rows, room) * blocks, .threads = threads, .cluster = blocks}, p);
-    return;
-  }
+  const bool clustered =
+      with_cluster<Clustered>(kOp, clusters, kernel, packs, [&](int blocks, int threads, int64_t room) {
+        p.counter = row_counter(kOp, ctx, p.rows, room);
+        launch(kOp, ctx, kernel,
+               {.blocks = std::min(p.rows, room) * blocks, .threads = threads, .cluster = blocks}, p);
+        return true;
+      });
+  if (clustered) return;
   static ClusterRoom swept_clusters;
   const int blocks = swept_clusters.of(kOp, Kernels::swept(), 8, Swept::block) > 0 ? 8 : 1;
   launch(kOp, ctx, Kernels::swept(),
