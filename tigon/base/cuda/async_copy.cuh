@@ -13,6 +13,13 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, int by
 __device__ __forceinline__ void copy_async(void* to, const void* from, int bytes = 16) {
   copy_async(uint32_t(__cvta_generic_to_shared(to)), from, bytes);
 }
+// 16 bytes, or nothing; without a branch.
+__device__ __forceinline__ void copy_async_where(bool wanted, uint32_t to, const void* from) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(to),
+      "l"(from), "r"(unsigned(wanted))
+      : "memory");
+}
 // The first `bytes` (an even number, 16 at most count) and nothing behind them: a copy of 16 bytes is one access of 16, however few
 // of them it is told to take. A last half word has no such copy and is here at once.
 __device__ __forceinline__ void copy_async_upto(uint32_t to, const void* from, int bytes) {

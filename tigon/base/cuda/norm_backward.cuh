@@ -1,21 +1,7 @@
 // Backward of the norm family: the gradients of rows and, in the same launch, the sums over rows that are the gradients of
 // weight and bias.
 //
-// The op gives a formula B (X is the storage type of rows, h the normalised value, weight the one by column):
-//   struct Formula {
-//     using Element = X;
-//     static constexpr int kIn;        // rows read beside dy; all but the first may be null and then read as zero
-//     static constexpr int kOut;       // gradients of rows, each of which may be null
-//     static constexpr int kSums;      // gradients by column: 1 weight, 2 weight and bias
-//     static constexpr bool kCentred;  // the mean was subtracted
-//     bool round_h;                    // h was rounded to X before the weight
-//     float offset;                    // added to the weight
-//     float value(const float (&in)[kIn]) const;               // what was normalised
-//     float upstream(float dy, const float (&in)[kIn]) const;  // gradient of h * weight: summed over rows it is dbias
-//     void results(float dv, float dy, float h, float weight, const float (&in)[kIn], float (&out)[kOut]) const;
-//   };
-// where dv, the gradient of value, is rstd * (g - h * mean(g * h) - mean(g)), g = upstream * (offset + weight); the last mean
-// only where the value was centred.
+// The formula: norm_backward_looped.cuh.
 //
 // Persistent blocks: block b takes row groups b, b + grid, ... of one section. The sums by column are kept in registers over all
 // rows of a thread, added over the row groups of the block and over the blocks (sum_partials) in fixed order.
@@ -24,29 +10,11 @@
 #include <algorithm>
 
 #include "tigon/base/cuda/math.cuh"
+#include "tigon/base/cuda/norm_backward_looped.cuh"
 #include "tigon/base/cuda/norm_forward.cuh"
 #include "tigon/base/cuda/staged_rows.cuh"
 
 namespace tigon::cuda {
-
-template <class B, class W, class Y>
-struct NormBackward {
-  using X = typename B::Element;
-  B f;
-  const Y* dy;
-  const X* in[B::kIn];
-  X* out[B::kOut];
-  int64_t dy_stride, in_stride[B::kIn], out_stride[B::kOut];
-  const W* weight;           // null: ones, and no offset
-  const float *rstd, *mean;  // by row and section
-  int64_t rows, cols;
-  int sections = 1;
-  float* partials = nullptr;  // [parts, kSums, sections * cols], null: not wanted
-  uint32_t zero = 0;          // for again()
-  // Where the memory of rows ends, made by norm_backward.
-  const Y* dy_end = nullptr;
-  const X* end[B::kIn] = {};
-};
 
 // How the backward keeps its bytes in flight. Direct: several blocks a multiprocessor, whose loads overlap. Staged (staged_rows.cuh):
 // no register waits for the rows of the next turns. Weights lie in shared memory.
@@ -61,8 +29,6 @@ using BackwardLadder = RowShapes<Direct<8, 2, 32, Short>, Direct<32, 2, 8, Short
 
 namespace norm_detail {
 
-#include "tigon/base/norm_math.inc"
-
 // Gradients wider than x take more registers.
 template <class X, class Y, class Shape>
 constexpr int backward_blocks = sizeof(Y) > sizeof(X) && Shape::min_blocks > 1 ? Shape::min_blocks * 3 / 4
@@ -73,10 +39,15 @@ constexpr int backward_parts = Shape::threads > 0 && Shape::threads < 32 ? Shape
 
 // Of every op, where rows begin anywhere, and the blocks of a cluster, of rows that are too long for one.
 template <Lying How>
-using UnalignedLadder =
-    std::conditional_t<How == Lying::alike, RowShapes<Staged<2, 32, 4, 4, 3>, StagedBlock<2, 2, 512>>,
-                       RowShapes<StagedBlock<2, 4, 512>>>;
+using UnalignedLadder = std::conditional_t<How == Lying::alike,
+                                           RowShapes<Staged<2, 32, 4, 4, 3>, StagedBlock<2, 2, 320, 2>,
+                                                     StagedBlock<2, 2, 512>, StagedBlock<2, 4, 512>>,
+                                           RowShapes<StagedBlock<2, 4, 512>>>;
 using BackwardCluster = StagedBlock<2, 4, 512>;
+
+// Nothing is ever added to the weight.
+template <class B>
+constexpr bool kPlainWeight = requires { requires B::offset == 0.0f; };
 
 // What a thread holds of rows beside whole packs: an element before or behind them, its column sums, or nothing.
 template <class B, class W, class Y>
@@ -191,7 +162,7 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
     if (p.weight && column(i) < whole) {
       const W* from = p.weight + begin + column(i);
       if constexpr (!kSingles) {
-        w = load<W, N>(from);
+        w = cuda::load<W, N>(from);
       } else {
 #pragma unroll
         for (int j = 0; j < N; ++j) w.v[j] = from[j];
@@ -202,7 +173,7 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
   auto weights = [&](int i, float (&w)[N]) {
     Pack<W, N> pack = *weight_slot(i);
 #pragma unroll
-    for (int j = 0; j < N; ++j) w[j] = offset + pack[j];
+    for (int j = 0; j < N; ++j) w[j] = kPlainWeight<B> ? pack[j] : offset + pack[j];
   };
   auto has = [&](int k, int64_t row) { return row < p.rows && (k == 0 || p.in[k]); };
 
@@ -230,8 +201,9 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
   const int of_row = B::kIn * StagedIn::words(threads) + StagedDy::words(threads);
   uint4* words = reinterpret_cast<uint4*>(weight_slot(kHeld) - threadIdx.x) + group * of_row;
   auto rows_of = [&](int k) {
-    return StagedIn(in_row(k, first), step * p.in_stride[k], pack_of(0), threads * blocks, whole / N,
-                    p.end[k], words + k * StagedIn::words(threads), Shape::rows * of_row);
+    return StagedIn(in_row(k, first), step * p.in_stride[k], pack_of(0), threads * blocks,
+                    k == 0 || p.in[k] ? whole / N : 0, p.end[k], words + k * StagedIn::words(threads),
+                    Shape::rows * of_row);
   };
   auto staged_in = [&]<size_t... K>(std::index_sequence<K...>) {
     return Several<StagedIn, B::kIn>{{rows_of(int(K))...}};
@@ -240,8 +212,8 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
                      words + B::kIn * StagedIn::words(threads), Shape::rows * of_row);
   auto start = [&](int stage, int64_t row) {
 #pragma unroll
-    for (int k = 0; k < B::kIn; ++k) staged_in.of[k].copy(stage, has(k, row), word_of(p.in[0]));
-    staged_dy.copy(stage, row < p.rows, word_of(p.in[0]));
+    for (int k = 0; k < B::kIn; ++k) staged_in.of[k].copy(stage, row < p.rows);
+    staged_dy.copy(stage, row < p.rows);
     copies_commit();
   };
   auto load = [&](int i, int64_t row) {
@@ -312,6 +284,7 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
     };
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
+      if (kStaged && Shape::rows > 1 && row >= p.rows) break;  // what is staged is another row's
       if constexpr (kStaged) fetch(i, from);
       float w[N];
       weights(i, w);
@@ -415,135 +388,6 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
   float* out = p.partials + (place.first / Shape::rows) * B::kSums * pitch + before;
   add_up<B, Shape, N, kSingles>(sums, column, head, whole, cols, single, reinterpret_cast<float*>(shared),
                                 out, pitch);
-}
-
-// The inputs of a pack, at once.
-template <class B, class W, class Y, int N, class Lie>
-__device__ __forceinline__ void load_rows(const NormBackward<B, W, Y>& p, const Lie& lie, int64_t row,
-                                          int64_t before, int64_t c,
-                                          Pack<typename B::Element, N> (&in)[B::kIn], Pack<Y, N>& dy) {
-  auto in_row = [&](int k) { return p.in[k] + row * p.in_stride[k] + before; };
-  auto in_reads_on = [&](int k) { return reads_on(row, p.rows, p.in_stride[k]); };
-  const Y* dy_row = p.dy + row * p.dy_stride + before;
-  const bool dy_reads_on = reads_on(row, p.rows, p.dy_stride);
-#pragma unroll
-  for (int k = 0; k < B::kIn; ++k) in[k] = lie.load(k == 0 || p.in[k], in_row(k), c, in_reads_on(k));
-  dy = lie.load(true, dy_row, c, dy_reads_on);
-#pragma unroll
-  for (int k = 0; k < B::kIn; ++k) lie.finish(k == 0 || p.in[k], in_row(k), c, in_reads_on(k), in[k]);
-  lie.finish(true, dy_row, c, dy_reads_on, dy);
-}
-
-// Rows too long for registers. Two kernels: gradients of rows (two sweeps), sums by column over chunks of rows.
-template <class B, class W, class Y, int N>
-__global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void backward_looped_kernel(
-    const __grid_constant__ NormBackward<B, W, Y> p) {
-  using X = typename B::Element;
-  constexpr int kMeans = B::kCentred ? 2 : 1;
-  __shared__ float slots[kMeans * 32];
-  const Place place(p.sections, 1);
-  const int64_t row = place.first, before = int64_t(place.section) * p.cols;
-  const float rstd = p.rstd[row * p.sections + place.section];
-  const float mean = B::kCentred ? p.mean[row * p.sections + place.section] : 0.0f;
-  const float offset = p.weight ? p.f.offset : 0.0f;
-  auto out_row = [&](int k) { return p.out[k] + row * p.out_stride[k] + before; };
-  const Lie<Lying::apart, N, int64_t> lie(out_row(0), p.cols);
-  const bool weight_reads_on = place.section + 1 < p.sections && p.cols >= 16;
-  // fn(element, its inputs, dy, h, weight, g), then done(column)
-  auto sweep = [&](auto&& fn, auto&& done) {
-    for (int64_t c = int64_t(threadIdx.x) * N + lie.head; lie.has(c); c += int64_t(kLoopThreads) * N) {
-      Pack<X, N> in[B::kIn];
-      Pack<Y, N> dy;
-      load_rows(p, lie, row, before, c, in, dy);
-      const W* vector = p.weight ? p.weight + before : nullptr;
-      auto weight = lie.load_vector(vector, c, weight_reads_on);
-      lie.finish_vector(vector, c, weight_reads_on, weight);
-      if (!vector) weight = filled<W, N>(1.0f);
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        float x[B::kIn], w = offset + weight[j];
-        element(in, j, x);
-        float v = p.f.value(x), h = (B::kCentred ? v - mean : v) * rstd;
-        fn(j, x, dy[j], h, w, p.f.upstream(dy[j], x) * w);
-      }
-      done(c);
-    }
-  };
-  float means[kMeans] = {};
-  sweep(
-      [&](int, const float (&)[B::kIn], float, float h, float, float g) {
-        means[0] = fma(g, h, means[0]);
-        if constexpr (B::kCentred) means[1] += g;
-      },
-      [](int64_t) {});
-  reduce_row<Sum, kLoopThreads>(means, slots);
-#pragma unroll
-  for (int k = 0; k < kMeans; ++k) means[k] /= float(p.cols);
-  float results[B::kOut][N];
-  sweep(
-      [&](int j, const float (&x)[B::kIn], float dy, float h, float w, float g) {
-        float out[B::kOut];
-        if constexpr (B::kCentred) g -= means[1];
-        p.f.results(norm_gradient(g, h, means[0], rstd), dy, h, w, x, out);
-#pragma unroll
-        for (int k = 0; k < B::kOut; ++k) results[k][j] = out[k];
-      },
-      [&](int64_t c) {
-#pragma unroll
-        for (int k = 0; k < B::kOut; ++k) {
-          Pack<X, N> pack;
-          pack.set(results[k]);
-          if (p.out[k]) lie.store(out_row(k), c, pack);
-        }
-      });
-}
-
-constexpr int kColumnThreads = 256;
-
-template <class B, class W, class Y, int N>
-__global__ __launch_bounds__(kColumnThreads,
-                             4) void column_sums_kernel(const __grid_constant__ NormBackward<B, W, Y> p,
-                                                        int64_t chunk, int64_t tiles) {
-  using X = typename B::Element;
-  const int64_t part = int64_t(blockIdx.x) / (tiles * p.sections),
-                section = int64_t(blockIdx.x) / tiles % p.sections;
-  const int64_t before = section * p.cols, pitch = p.cols * p.sections;
-  let_next_kernel_start();
-  const X* boundary = nullptr;  // packs from the first column on, whatever the row
-  const Lie<Lying::apart, N, int64_t> lie(boundary, p.cols);
-  const int64_t c = (int64_t(blockIdx.x) % tiles * kColumnThreads + threadIdx.x) * N;
-  if (!lie.has(c)) return;
-  const int64_t end = min((part + 1) * chunk, p.rows);
-  float sums[B::kSums][N] = {};
-#pragma unroll 4
-  for (int64_t row = part * chunk; row < end; ++row) {
-    Pack<X, N> in[B::kIn];
-    Pack<Y, N> dy;
-    load_rows(p, lie, row, before, c, in, dy);
-    const float rstd = p.rstd[row * p.sections + section];
-    const float mean = B::kCentred ? p.mean[row * p.sections + section] : 0.0f;
-    float h[N];
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      float x[B::kIn];
-      element(in, j, x);
-      h[j] = (B::kCentred ? p.f.value(x) - mean : p.f.value(x)) * rstd;
-    }
-    if (p.f.round_h) round_all<X>(h);
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      float x[B::kIn];
-      element(in, j, x);
-      float d = p.f.upstream(dy[j], x);
-      sums[0][j] = fma(d, h[j], sums[0][j]);
-      if constexpr (B::kSums > 1) sums[1][j] += d;
-    }
-  }
-#pragma unroll
-  for (int k = 0; k < B::kSums; ++k)
-#pragma unroll
-    for (int j = 0; j < N; ++j)
-      if (c + j < p.cols) p.partials[(part * B::kSums + k) * pitch + before + c + j] = sums[k][j];
 }
 
 // One launch for all: the parts of the column sums, or 0 where no shape holds a row.

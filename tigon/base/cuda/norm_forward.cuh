@@ -1,317 +1,15 @@
-// Forward of the norm family: rows normalised by their own statistics, on the row engine (rows.cuh).
-//
-// The op gives a formula F (X is the storage type of rows):
-//   struct Formula {
-//     using Element = X;
-//     static constexpr int kIn;          // rows read; the first is what is normalised unless value() says otherwise
-//     static constexpr int kParams;      // vectors by column: weight, bias
-//     static constexpr bool kCentred;    // the mean is subtracted
-//     static constexpr bool kKeeps;      // merge(in), rounded, takes the place of in[0] and is written to `kept`
-//     using Spans = void;                // there: `span` adjacent columns share a parameter (channels)
-//     bool round_h;                      // the normalised value is rounded to X
-//     float value(const float (&in)[kIn]) const;
-//     float result(float h, const float (&param)[kParams], const float (&in)[kIn]) const;
-//   };
-// y = result((value - mean) * rstd), rstd = (mean((value - mean)^2) + eps)^-1/2. The variance is that of the values in
-// registers about their mean, not a difference of two large sums.
-//
-// A row may consist of `sections` of `cols` columns that are normalised one by one (grouped norms); parameters run over all.
-// Bytes: every row read once and written once (rows longer than the ladder: read again, from L2).
+// Forward of the norm family on the row engine (rows.cuh): the kernels, and which of them a matrix gets. What they do to a row:
+// norm_row.cuh. In packs: a block a group of rows, held in registers. Rows that begin anywhere, or are too long for a block: blocks and
+// clusters that stay. The rest is swept. The choice depends on the row's length and place alone: a row's bits do not depend on the batch.
 #pragma once
 
 #include <algorithm>
 
-#include "tigon/base/cuda/math.cuh"
-#include "tigon/base/cuda/row_lie.cuh"
-#include "tigon/base/cuda/row_packs.cuh"
-#include "tigon/base/cuda/row_team.cuh"
+#include "tigon/base/cuda/norm_row.cuh"
 #include "tigon/base/dispatch.h"
 
 namespace tigon::cuda {
-
-template <class F, class W, class Y>
-struct NormForward {
-  using X = typename F::Element;
-  F f;
-  const X* in[F::kIn];
-  int64_t in_stride[F::kIn];
-  const W* param[F::kParams];  // null: as if absent[k] everywhere
-  float absent[F::kParams];
-  X* kept;
-  Y* y;
-  int64_t kept_stride, y_stride;
-  float *rstd, *mean;  // by row and section; mean if F::kCentred
-  int64_t rows, cols;
-  int sections = 1;
-  float eps;
-  int64_t span = 1;           // columns that share a parameter, if F::Spans
-  float inverse = 0.0f;       // 1 / cols, made by norm_forward
-  const X* end[F::kIn] = {};  // where the memory of rows ends, made by norm_forward
-  uint32_t zero = 0;          // for again()
-};
-
 namespace norm_detail {
-
-// Where the threads of a block stand.
-struct Place {
-  int section;
-  int64_t first;  // row of the block
-  __device__ Place(int sections, int rows, unsigned block = blockIdx.x) {
-    section = sections == 1 ? 0 : int(block % unsigned(sections));
-    first = int64_t(sections == 1 ? block : block / unsigned(sections)) * rows;
-  }
-};
-
-template <class W, int N>
-__device__ __forceinline__ Pack<W, N> filled(float x) {
-  Pack<W, N> w;
-#pragma unroll
-  for (int j = 0; j < N; ++j) w.set(j, x);
-  return w;
-}
-
-template <class F>
-constexpr bool kSpans = requires { typename F::Spans; };
-
-// Element j of several packs.
-template <class T, int N, int K>
-__device__ __forceinline__ void element(const Pack<T, N> (&packs)[K], int j, float (&x)[K]) {
-#pragma unroll
-  for (int k = 0; k < K; ++k) x[k] = packs[k][j];
-}
-
-template <class F, int N>
-__device__ __forceinline__ float value(const F& f, const Pack<typename F::Element, N> (&in)[F::kIn], int j) {
-  float x[F::kIn];
-  element(in, j, x);
-  return f.value(x);
-}
-
-// One row, or section of one, and what is done to a pack of it; `c` counts columns of the section.
-template <class F, class W, class Y, int N, Lying How, class Column>
-struct ForwardRow {
-  using X = typename F::Element;
-  using Inputs = Pack<X, N>[F::kIn];
-  using Params = Pack<W, N>[F::kParams];
-  // bf16 has no more digits than its distance from the mean can lose.
-  static constexpr bool kFine = !std::is_same_v<X, __nv_bfloat16>;
-  static constexpr int kStatistics = F::kCentred && kFine ? 2 : 1;
-  const NormForward<F, W, Y>& p;
-  int64_t row, before, statistic;
-  bool live, params_read_on;
-  Y* y;
-  Lie<How, N, Column> lie;
-
-  // Of the row, `cols` columns from `skip` on.
-  __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const Place& place, int64_t row,
-                                        int skip, Column cols)
-      : p(p),
-        row(row),
-        before(int64_t(place.section) * p.cols + skip),
-        statistic(row * p.sections + place.section),
-        live(row < p.rows),
-        params_read_on(place.section + 1 < p.sections && p.cols >= 16),
-        y(p.y + row * p.y_stride + before),
-        lie(written(), cols) {}
-  __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const Place& place, int64_t row)
-      : ForwardRow(p, place, row, 0, Column(p.cols)) {}
-  // To the row that is `step` behind, which lies as this one.
-  __device__ __forceinline__ void advance(int64_t step) {
-    row += step;
-    statistic += step * p.sections;
-    y += step * p.y_stride;
-    live = row < p.rows;
-  }
-  // What takes another row's place must lie as that one does: its packs may be read only by who writes them.
-  __device__ __forceinline__ auto written() const {
-    if constexpr (F::kKeeps)
-      return kept();
-    else
-      return y;
-  }
-  __device__ __forceinline__ X* kept() const { return p.kept + row * p.kept_stride + before; }
-  __device__ __forceinline__ const X* in(int k) const { return p.in[k] + row * p.in_stride[k] + before; }
-  __device__ __forceinline__ bool read_on(int k) const { return reads_on(row, p.rows, p.in_stride[k]); }
-
-  __device__ __forceinline__ void load(Column c, Inputs& packs) const {
-#pragma unroll
-    for (int k = 0; k < F::kIn; ++k) packs[k] = lie.load(live, in(k), c, read_on(k));
-  }
-  __device__ __forceinline__ void finish(Column c, Inputs& packs) const {
-#pragma unroll
-    for (int k = 0; k < F::kIn; ++k) lie.finish(live, in(k), c, read_on(k), packs[k]);
-  }
-  __device__ __forceinline__ void load_params(Column c, Params& packs) const {
-#pragma unroll
-    for (int k = 0; k < F::kParams; ++k) {
-      const W* param = p.param[k];
-      if constexpr (!kSpans<F>) {
-        packs[k] = lie.load_vector(param ? param + before : nullptr, c, params_read_on);
-      } else if constexpr (!lie.packs) {
-#pragma unroll
-        for (int j = 0; j < N; ++j)
-          if (param && lie.in_row(c + j)) packs[k].v[j] = param[(before + c + j) / p.span];
-      } else {
-        if (param && lie.has(c)) packs[k] = filled<W, N>(widen(param[(before + c) / p.span]));
-      }
-    }
-  }
-  __device__ __forceinline__ void finish_params(Column c, Params& packs) const {
-#pragma unroll
-    for (int k = 0; k < F::kParams; ++k) {
-      if (p.param[k] == nullptr)
-        packs[k] = filled<W, N>(p.absent[k]);
-      else if constexpr (!kSpans<F>)
-        lie.finish_vector(p.param[k] + before, c, params_read_on, packs[k]);
-    }
-  }
-  // kept = merge(in), which takes in[0]'s place.
-  __device__ __forceinline__ void keep(Column c, Inputs& packs) const {
-    if constexpr (F::kKeeps) {
-      if (!live || !lie.has(c)) return;
-      float merged[N];
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        float x[F::kIn];
-        element(packs, j, x);
-        merged[j] = p.f.merge(x);
-      }
-      packs[0].set(merged);
-      lie.store(kept(), c, packs[0]);
-    }
-  }
-  __device__ __forceinline__ void write(Column c, const Inputs& packs, const Params& params, float mean,
-                                        float rstd) const {
-    float h[N];
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      float v = value<F, N>(p.f, packs, j);
-      if constexpr (F::kCentred && !kFine)
-        h[j] = fma(v, rstd, -mean * rstd);
-      else
-        h[j] = (F::kCentred ? v - mean : v) * rstd;
-    }
-    if (p.f.round_h) round_all<X>(h);
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      float x[F::kIn], w[F::kParams];
-      element(packs, j, x);
-      element(params, j, w);
-      h[j] = p.f.result(h[j], w, x);
-    }
-    Pack<Y, N> out;
-    out.set(h);
-    lie.store_if_there(y, c, out);
-  }
-
-  // Of a pack; a chain of its own, so that several are under way.
-  __device__ __forceinline__ float sum_of(const Inputs& packs) const {
-    float s = value<F, N>(p.f, packs, 0);
-#pragma unroll
-    for (int j = 1; j < N; ++j) s += value<F, N>(p.f, packs, j);
-    return s;
-  }
-  // Sum of squares about the mean, and, where there is one and X is fine enough for it to be seen, the sum of what is left: the
-  // sum of a long row far from zero is some ulp off, and this says by how much.
-  template <int K>
-  __device__ __forceinline__ void add_to_statistics(Column c, const Inputs& packs, float mean,
-                                                    float (&sums)[K]) const {
-    float off = 0.0f, squares = 0.0f;
-    auto add = [&](float mean, auto whole) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        float v = value<F, N>(p.f, packs, j);
-        if constexpr (F::kCentred) {
-          v = whole || lie.in_row(c + j) ? v - mean : 0.0f;
-          if constexpr (kFine) off += v;
-        }
-        squares = fma(v, v, squares);
-      }
-    };
-    // A zero that is not there is off the mean.
-    if (!F::kCentred || How == Lying::packs)
-      add(live && lie.has(c) ? mean : 0.0f, std::true_type{});
-    else if (live && lie.whole(c))
-      add(mean, std::true_type{});
-    else if (live && lie.has(c))
-      add(mean, std::false_type{});
-    sums[0] += squares;
-    if constexpr (F::kCentred && kFine) sums[1] += off;
-  }
-  template <int K>
-  __device__ __forceinline__ float finish_statistics(const float (&sums)[K], float& mean) const {
-    float variance = sums[0] * p.inverse;
-    if constexpr (F::kCentred && kFine) {
-      float off = sums[1] * p.inverse;
-      mean += off;
-      variance = fma(-off, off, variance);
-      if (variance < 0.0f) variance = 0.0f;
-    }
-    // Short rows feel every instruction of this: division and root by the book are 60.
-    return sizeof(X) == 2 ? rsqrtf(variance + p.eps) : 1.0f / sqrtf(variance + p.eps);
-  }
-  __device__ __forceinline__ void renew(Inputs& packs) const {
-#pragma unroll
-    for (int k = 0; k < F::kIn; ++k) packs[k] = again(packs[k], p.zero);
-  }
-  // Of a row in registers, which all of its threads hold; what it keeps is written. merge(sums): of all threads; `single`: what this
-  // thread holds of the row besides.
-  template <int Held, class Where, class Merge, class Single>
-  __device__ __forceinline__ void statistics(Inputs (&in)[Held], Where&& column, Merge&& merge,
-                                             Single&& single, float& mean, float& rstd) const {
-#pragma unroll
-    for (int i = 0; i < Held; ++i) keep(column(i), in[i]);
-    single.keep();
-    float sums[kStatistics] = {};
-    mean = 0.0f;
-    if constexpr (F::kCentred) {
-      float total[1] = {single.sum()};
-#pragma unroll
-      for (int i = 0; i < Held; ++i) total[0] += sum_of(in[i]);
-      merge(total);
-      mean = total[0] * p.inverse;
-    }
-    single.add_to_statistics(mean, sums);
-#pragma unroll
-    for (int i = 0; i < Held; ++i) {
-      if (F::kCentred && Held > 4) renew(in[i]);
-      add_to_statistics(column(i), in[i], mean, sums);
-    }
-    merge(sums);
-    rstd = finish_statistics(sums, mean);
-  }
-  __device__ __forceinline__ void save_statistics(float mean, float rstd) const {
-    p.rstd[statistic] = rstd;
-    if constexpr (F::kCentred) p.mean[statistic] = mean;
-  }
-};
-
-// What a thread holds of a row beside packs: nothing.
-struct NoSingle {
-  __device__ void keep() const {}
-  __device__ float sum() const { return 0.0f; }
-  template <int K>
-  __device__ void add_to_statistics(float, float (&)[K]) const {}
-};
-// An element before or behind the whole packs of a row, or none.
-template <class F, class W, class Y>
-struct Single {
-  using Row = ForwardRow<F, W, Y, 1, Lying::packs, int>;
-  int column;  // of the row; its length: none
-  typename Row::Inputs in, next;
-  typename Row::Params param;
-  const Row* row = nullptr;
-
-  __device__ __forceinline__ bool is() const { return column < row->lie.cols; }
-  __device__ __forceinline__ void keep() {
-    if (is()) row->keep(column, in);
-  }
-  __device__ __forceinline__ float sum() const { return row->sum_of(in); }
-  template <int K>
-  __device__ __forceinline__ void add_to_statistics(float mean, float (&sums)[K]) const {
-    row->add_to_statistics(column, in, mean, sums);
-  }
-};
 
 // A block a group of rows that lie in packs.
 template <class F, class W, class Y, int N, class Shape>
@@ -337,11 +35,12 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_kerne
 #pragma unroll
     for (int i = 0; i < Shape::held; ++i) row.load_params(Tile::column(i), w[i]);
   }
-  float mean, rstd;
+  float middle[Shape::held], mean, rstd;
   int turn = 0;
   row.statistics(
       in, [](int i) { return Tile::column(i); },
-      [&](auto& sums) { reduce_row<Sum, Shape::threads>(sums, slots[turn++]); }, NoSingle{}, mean, rstd);
+      [&](auto& sums) { reduce_row<Sum, Shape::threads>(sums, slots[turn++]); }, NoSingle{}, middle, mean,
+      rstd);
   if (!row.live) return;
   if (Tile::thread() == 0) row.save_statistics(mean, rstd);
 #pragma unroll
@@ -351,7 +50,7 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_kerne
     if constexpr (!kEarly) row.load_params(Tile::column(i), w[i]);
     row.finish_params(Tile::column(i), w[i]);
     if constexpr (!F::kCentred || Shape::held > 4) row.renew(in[i]);
-    row.write(Tile::column(i), in[i], w[i], mean, rstd);
+    row.write(Tile::column(i), in[i], w[i], middle[i], rstd);
   }
 }
 
@@ -476,8 +175,8 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_stayi
     single.row = &now_single;
 #pragma unroll
     for (int k = 0; k < F::kIn; ++k) single.in[k] = single.next[k];
-    float mean, rstd;
-    now.statistics(in, column, [&](auto& sums) { team.merge(sums); }, single, mean, rstd);
+    float middle[kHeld], mean, rstd;
+    now.statistics(in, column, [&](auto& sums) { team.merge(sums); }, single, middle, mean, rstd);
     row.advance(step), single_row.advance(step);
     single_row.load(single.column, single.next);
     if (now.live) {
@@ -491,7 +190,7 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_stayi
 #pragma unroll
         for (int k = 0; k < F::kParams; ++k) w[k] = *param_slot(i, k);
         if constexpr (!F::kCentred || kHeld > 4) now.renew(in[i]);
-        now.write(column(i), in[i], w, mean, rstd);
+        now.write(column(i), in[i], w, middle[i], rstd);
       }
       load(i, row.live);
     }
@@ -499,9 +198,6 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_stayi
   if constexpr (Clustered) cluster_arrive();
   team.meet();
 }
-
-// Blocks a multiprocessor, so that a few long rows are all under way.
-constexpr int kLoopThreads = 512, kLoopBlocks = 2;
 
 // Rows too long for registers, wherever they lie: a sweep for each statistic and one that writes, all but the first out of L2.
 template <class F, class W, class Y>
@@ -535,7 +231,7 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void forward_looped_kern
   float mean = 0.0f, sums[OfRow::kStatistics] = {};
   if constexpr (F::kCentred) {
     sweep(true, [&](int64_t, const Pack<X, N>(&in)[F::kIn]) { mean += row.sum_of(in); });
-    mean = reduce_row<Sum, kLoopThreads>(mean, slots[0]) * p.inverse;
+    mean = row.mean_of(reduce_row<Sum, kLoopThreads>(mean, slots[0]));
   }
   sweep(!F::kCentred, [&](int64_t c, const auto& in) { row.add_to_statistics(c, in, mean, sums); });
   reduce_row<Sum, kLoopThreads>(sums, slots[1]);

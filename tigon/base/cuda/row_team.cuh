@@ -195,10 +195,10 @@ Cluster best_cluster(const char* op, ClusterRoom& rooms, Kernel kernel, int64_t 
     if ((threads < least && best.blocks > 0) || threads > Shape::block) continue;
     const int64_t room = rooms.of(op, kernel, blocks, threads, shared(threads));
     if (room == 0) continue;
-    const int64_t clusters = std::min(alike_blocks(rows, room, period), rows);
-    // More clusters than there is room for wait for others to end.
-    const int64_t under_way = std::min(clusters, room) * blocks * threads;
-    if (under_way > most) most = under_way, best = {blocks, threads, clusters};
+    // The choice must not depend on the rows, or their bits would. More clusters than there is room for wait for others to end.
+    const int64_t stay = std::max(period, room / period * period);
+    const int64_t under_way = std::min(stay, room) * blocks * threads;
+    if (under_way > most) most = under_way, best = {blocks, threads, rows <= room ? rows : stay};
   }
   return best;
 }

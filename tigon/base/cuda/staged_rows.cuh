@@ -24,34 +24,38 @@ class StagedRows {
   }
 
   // `first`: the first pack of the first row, `step`: elements to the next one, `pack`: this thread's first, `apart`: packs from one of
-  // its packs to the next; `packs` in a row; `end` of memory; `pitch`: words from stage to stage.
+  // its packs to the next; `packs` in a row, none of a tensor that is not there; `end` of memory; `pitch`: words from stage to stage.
+  // What is never copied stays zero.
   __device__ __forceinline__ StagedRows(const T* first, int64_t step, int pack, int apart, int packs,
                                         const T* end, uint4* words, int pitch)
       : step_(step), packs_(packs), pack_(pack), apart_(apart), pitch_(pitch), end_(end) {
     off_ = Apart ? int(reinterpret_cast<uintptr_t>(first) % 16 / sizeof(T)) : 0;
     next_ = first - off_ + int64_t(pack) * N;
     words_ = words + RowTile<Shape, kWords>::column(0);
+#pragma unroll
+    for (int i = 0; i < Shape::held; ++i) {
+      if (pack + i * apart < packs) continue;
+#pragma unroll
+      for (int j = 0; j < Shape::stages * kWords; ++j)
+        words_[j / kWords * pitch + i * thread_stride<Shape>() * kWords + j % kWords] = uint4{};
+    }
   }
 
-  // Starts the copies of this thread's words of the next row, which come in order: zeros where there is none. `memory`: any word.
-  __device__ __forceinline__ void copy(int stage, bool wanted, const void* memory) {
+  // Starts the copies of this thread's words of the next row, which come in order, if there is one.
+  __device__ __forceinline__ void copy(int stage, bool live) {
     uint4* to = words_ + stage * pitch_;
-    const int packs = packs_ + (Apart && off_ != 0);  // the last one in part
+    const int packs = live ? packs_ + (Apart && off_ != 0) : 0;  // the last one in part
 #pragma unroll
     for (int i = 0; i < Shape::held; ++i)
 #pragma unroll
       for (int j = 0; j < kWords; ++j) {
         const bool there = pack_ + i * apart_ < packs;
         const T* from = next_ + i * apart_ * N + j * M;
-        uint4* at = to + i * thread_stride<Shape>() * kWords + j;
-        if constexpr (!Apart)
-          copy_async(at, there && wanted ? from : memory, there && wanted ? 16 : 0);
-        else if (there && wanted && from + M <= end_)
-          copy_async(at, from);
-        else if (there && wanted)
-          copy_async_upto(shared_word(at), from, int(end_ - from) * int(sizeof(T)));
-        else if (there)
-          *at = uint4{};
+        const uint32_t at = uint32_t(__cvta_generic_to_shared(to + i * thread_stride<Shape>() * kWords + j));
+        if (!Apart || !there || from + M <= end_)
+          copy_async_where(there, at, from);
+        else
+          copy_async_upto(at, from, int(end_ - from) * int(sizeof(T)));
       }
     next_ += step_;
   }
@@ -70,19 +74,12 @@ class StagedRows {
   }
 
  private:
-  __device__ __forceinline__ static uint32_t shared_word(const void* p) {
-    return uint32_t(__cvta_generic_to_shared(p));
-  }
   const T* next_;  // of the row to be copied next, this thread's first word
   uint4* words_;   // where it goes in stage 0
   int64_t step_;
   int packs_, pack_, apart_, pitch_, off_;
   const T* end_;
 };
-
-__device__ __forceinline__ const void* word_of(const void* p) {
-  return reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(p) / 16 * 16);
-}
 
 // A shape of the row engine whose rows come so; Stages - 1 of them are on their way.
 template <int Stages, class Rows>
