@@ -47,7 +47,7 @@ using BackwardCluster = StagedBlock<2, 4, 512>;
 
 // Nothing is ever added to the weight.
 template <class B>
-constexpr bool kPlainWeight = requires { requires B::offset == 0.0f; };
+constexpr bool kPlainWeight = requires { typename B::PlainWeight; };
 
 // What a thread holds of rows beside whole packs: an element before or behind them, its column sums, or nothing.
 template <class B, class W, class Y>

@@ -10,6 +10,7 @@
 //     static constexpr bool kCentred;  // the mean was subtracted
 //     bool round_h;                    // h was rounded to X before the weight
 //     float offset;                    // added to the weight
+//     using PlainWeight = void;        // there: it is always 0
 //     float value(const float (&in)[kIn]) const;               // what was normalised
 //     float upstream(float dy, const float (&in)[kIn]) const;  // gradient of h * weight: summed over rows it is dbias
 //     void results(float dv, float dy, float h, float weight, const float (&in)[kIn], float (&out)[kOut]) const;

@@ -28,6 +28,7 @@ template <class X>
 struct Backward {
   using Element = X;
   static constexpr int kIn = 1, kOut = 1, kSums = 2;
+  using PlainWeight = void;
   static constexpr bool kCentred = true, round_h = false;
   static constexpr float offset = 0.0f;
   __device__ float value(const float (&x)[1]) const { return x[0]; }
