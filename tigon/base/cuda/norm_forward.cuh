@@ -247,25 +247,28 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void forward_looped_kern
 
 // Rows held in registers, by the length of the row in packs. Short rows take few threads: what is done once a row costs as much
 // as its elements. Percent of a copy of the same size, 16384 rows: RMSNorm 99 to 101 up to 12288 columns, LayerNorm 94 to 98.
-template <int Rows>
+template <int Rows, bool Keeps>
 struct ForwardLadder {
   using Short = RowShapes<RowShape<4, 2>, RowShape<4, 4>, RowShape<16, 2>, RowShape<32, 4>>;
-  using Shapes = std::conditional_t<
-      Rows != 1, typename Short::template with<RowBlock<2, 512>>::template with<RowBlock<4, 1024>>,
-      typename Short::template with<UpTo<1536, RowBlock<4, 512, 2>>>::template with<RowBlock<8, 1024>>>;
+  using One =
+      typename Short::template with<UpTo<1536, RowBlock<4, 512, 2>>>::template with<RowBlock<8, 1024>>;
+  using Two = typename std::conditional_t<Keeps, typename Short::template with<RowBlock<2, 512>>,
+                                          Short>::template with<RowBlock<4, 1024>>;
+  using Shapes = std::conditional_t<Rows == 1, One, Two>;
 };
 // Rows that begin anywhere. Where types differ too, one path has to do.
 template <Lying How>
 using StayingLadder = std::conditional_t<How == Lying::alike, RowShapes<RowShape<32, 4>, RowBlock<4, 384, 2>>,
                                          RowShapes<RowBlock<4, 512, 2>>>;
-using ForwardCluster = RowBlock<8, 384, 2>;
+template <int Rows>
+using ForwardCluster = std::conditional_t<Rows == 1, RowBlock<8, 384, 2>, RowBlock<4, 512, 2>>;
 template <class F, class W, class Y>
 constexpr bool kOneType = std::is_same_v<W, typename F::Element> && std::is_same_v<Y, typename F::Element>;
 
 template <int N, class F, class W, class Y>
 bool run_held_forward(const char* op, Context& ctx, const NormForward<F, W, Y>& p) {
   const int64_t packs = p.cols / N;
-  return ForwardLadder<F::kIn>::Shapes::pick(packs, [&](auto shape) {
+  return ForwardLadder<F::kIn, F::kKeeps>::Shapes::pick(packs, [&](auto shape) {
     using Shape = decltype(shape);
     launch(op, ctx, forward_kernel<F, W, Y, N, Shape>,
            {.blocks = ceil_div(p.rows, Shape::rows) * p.sections,
@@ -297,10 +300,11 @@ bool run_staying_forward(const char* op, Context& ctx, const NormForward<F, W, Y
     return blocks > 0;
   });
   if (one || p.sections > 1) return one;
+  using Shape = ForwardCluster<F::kIn>;
   static ClusterRoom clusters;
-  const auto kernel = forward_staying_kernel<F, W, Y, ForwardCluster, How, true>;
-  auto shared = [](int threads) { return param_bytes<ForwardCluster, F, W>(threads); };
-  const Cluster c = best_cluster<ForwardCluster>(op, clusters, kernel, packs, p.rows, period, 128, shared);
+  const auto kernel = forward_staying_kernel<F, W, Y, Shape, How, true>;
+  auto shared = [](int threads) { return param_bytes<Shape, F, W>(threads); };
+  const Cluster c = best_cluster<Shape>(op, clusters, kernel, packs, p.rows, period, 128, shared);
   launch(op, ctx, kernel,
          {.blocks = c.clusters * c.blocks,
           .threads = c.threads,
