@@ -46,6 +46,23 @@ __device__ __forceinline__ void copies_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
+// Whole words of 16 bytes in one go, by one thread, that announce themselves on a barrier in shared memory (cluster.cuh; sm_90 on).
+__device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, int bytes, const uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(uint32_t(__cvta_generic_to_shared(barrier)))
+      : "memory");
+#endif
+}
+
+// Before such copies go where threads have written, by the thread that asks for them and knows of the writes.
+__device__ __forceinline__ void copy_bulk_after_stores() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 // The same with a number, of which those past 8 wait for 8.
 __device__ __forceinline__ void copies_wait(int pending) {
   switch (pending) {

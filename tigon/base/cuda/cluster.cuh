@@ -65,16 +65,26 @@ __device__ __forceinline__ void arrival_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 #endif
 }
-__device__ __forceinline__ void arrival_wait(uint64_t* barrier, int parity) {
+// Far: what other blocks have put is to be read; such a wait empties the first-level cache.
+template <bool Far = true>
+__device__ __forceinline__ void arrival_wait(const uint64_t* barrier, int parity) {
 #if __CUDA_ARCH__ >= 900
   uint32_t done;
   do {
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
+    if constexpr (Far)
+      asm volatile(
+          "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+          "selp.u32 %0, 1, 0, p;\n}"
+          : "=r"(done)
+          : "r"(shared_address(barrier)), "r"(parity)
+          : "memory");
+    else
+      asm volatile(
+          "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+          "selp.u32 %0, 1, 0, p;\n}"
+          : "=r"(done)
+          : "r"(shared_address(barrier)), "r"(parity)
+          : "memory");
   } while (done == 0);
 #endif
 }

@@ -96,36 +96,45 @@ class OncePerDevice {
   std::array<std::atomic<bool>, kMostDevices> done_{};
 };
 
-// How many clusters of a kernel the device runs at a time; 0 where it has no room for one. The last answer is remembered, by
-// device and blocks of a cluster: one of these belongs to each kernel, whose shared memory follows from its threads.
+// How many clusters of a kernel the device runs at a time (or blocks, where they are alone); 0 where it has no room for one. The
+// last answer is remembered, by device and blocks of a cluster: one of these belongs to each kernel, whose shared memory follows
+// from its threads.
 class ClusterRoom {
  public:
   template <class Kernel>
   int of(const char* op, Kernel kernel, int blocks, int threads, size_t shared = 0) {
-    if (device_facts().capability < 90 || blocks > kMost) return 0;
+    if ((blocks > 1 && device_facts().capability < 90) || blocks > kMost) return 0;
     int device = 0;
     TIGON_CUDA_CHECK(op, cudaGetDevice(&device));
     std::atomic<uint32_t>& last = last_[size_t(device)][size_t(blocks)];
     const uint32_t seen = last.load(std::memory_order_relaxed);
     if (seen >> 16 == uint32_t(threads)) return int(seen & 0xffff);
-    if (shared > 0)
+    if (shared > 0) {  // as much as there is besides the kernel's own
+      cudaFuncAttributes own;
+      TIGON_CUDA_CHECK(op, cudaFuncGetAttributes(&own, kernel));
       TIGON_CUDA_CHECK(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                device_facts().shared_per_block - 1024));
-    if (blocks > kPortable)
-      TIGON_CUDA_CHECK(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {unsigned(blocks), 1, 1};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(unsigned(blocks));
-    config.blockDim = dim3(unsigned(threads));
-    config.dynamicSmemBytes = shared;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+                                                device_facts().shared_per_block - int(own.sharedSizeBytes)));
+    }
     int room = 0;
-    if (cudaOccupancyMaxActiveClusters(&room, kernel, &config) != cudaSuccess) {
-      cudaGetLastError();
-      room = 0;
+    if (blocks == 1) {
+      TIGON_CUDA_CHECK(op, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&room, kernel, threads, shared));
+      room *= device_facts().sms;
+    } else {
+      if (blocks > kPortable)
+        TIGON_CUDA_CHECK(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+      cudaLaunchAttribute attribute = {};
+      attribute.id = cudaLaunchAttributeClusterDimension;
+      attribute.val.clusterDim = {unsigned(blocks), 1, 1};
+      cudaLaunchConfig_t config = {};
+      config.gridDim = dim3(unsigned(blocks));
+      config.blockDim = dim3(unsigned(threads));
+      config.dynamicSmemBytes = shared;
+      config.attrs = &attribute;
+      config.numAttrs = 1;
+      if (cudaOccupancyMaxActiveClusters(&room, kernel, &config) != cudaSuccess) {
+        cudaGetLastError();
+        room = 0;
+      }
     }
     room = std::min(room, 0xffff);
     last.store(uint32_t(threads) << 16 | uint32_t(room), std::memory_order_relaxed);

@@ -49,6 +49,14 @@ struct Part {
   }
 };
 
+// A row counted in the packs of another, where it may lie differently.
+template <class T>
+__device__ __forceinline__ Row<T> row_like(T* out, const Row<const T>& like) {
+  Row<T> row(out, like.cols);
+  row.lead = like.lead, row.base = out - like.lead, row.packs = like.packs;
+  return row;
+}
+
 // Whether all rows of a matrix begin as far behind a boundary of 16 bytes as those of another.
 template <class T>
 bool rows_alike(const Matrix& a, const Matrix& b) {
@@ -163,13 +171,14 @@ struct RowWords {
     return make_uint4(v[0], v[1], v[2], v[3]);
   }
 };
-// A pack of a row, in whole or, at the row's ends, by elements.
+// A pack of a row, in whole or, at the row's ends and where the row's packs lie apart from words of 16 bytes, by elements.
 template <class T>
-__device__ __forceinline__ void store_pack(const Row<T>& row, int k, const float (&v)[Row<T>::N]) {
+__device__ __forceinline__ void store_pack(const Row<T>& row, int k, const float (&v)[Row<T>::N],
+                                           bool aligned = true) {
   constexpr int N = Row<T>::N;
   Pack<T, N> pack;
   pack.set(v);
-  if (row.whole(k)) {
+  if (aligned && row.whole(k)) {
     store_whole(row.base + int64_t(k) * N, pack);
   } else {
     constexpr int kBits = 8 * int(sizeof(T));

@@ -21,7 +21,7 @@
 // Aliasing    dstudent may be the very memory of student (in place), no other overlap
 // Determinism bitwise: fixed trees inside a row, rows independent; on CUDA for rows at the same position in their 16 bytes
 // Traffic     2 reads + 1 write of [rows, V] (2 reads without dstudent) where a row pair fits on chip: on CUDA to 262144 columns
-//             in 16 bits (KL 786432), 196608 in 32 (clusters of 16; 8192 and 4096 before sm_90); longer ones and rows of
+//             in 16 bits (KL 655360), 196608 in 32 (clusters of 16; 8192 and 4096 before sm_90); longer ones and rows of
 //             different alignment are read three times
 // Refused     V < 1, beta outside (0, 1) for jsd, temperature <= 0, or not 1 with log_probs, sizes or dtypes that do not fit:
 //             tigon::Error before anything is written

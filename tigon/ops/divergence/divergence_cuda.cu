@@ -2,18 +2,19 @@
 //
 // Bytes per element (b = element size): 3b with the gradient, 2b without. What a column of 16 bits may cost at the rate of a copy, H200
 // (132 multiprocessors of 128 lanes at 1.98 GHz, 4.2 TB/s; 56 and 7.0 at 85 % of it): 48 instructions, of them 6.0 ex2 or
-// lg2 (16 lanes, measured: 0.50 a clock). Twice that in 32 bits. Spent, about: held KL 26 and 2, TVD 28 and 2, JSD 40 and 4;
-// kl 36 and 4; 32 bits: exponentials on the multiply-add units, exact to an ulp, 24 more (JSD 50). None of these bounds is what
-// limits: with 16 warps a multiprocessor issues 50 to 60 % of what it could, and not while a row's sums meet. Without these rounds
-// (and with wrong results) held was seen at 94 % of a copy with KL and 65 % with JSD, with them at 76 and 50.
+// lg2 (16 lanes, measured: 0.50 a clock). Twice that in 32 bits. Spent, about: held KL 26 and 2; kl 30 and 4; ring TVD 33 and 4, JSD 45
+// and 5; 32 bits: exponentials on the multiply-add units, exact to an ulp, 24 more (JSD 50).
 //
 // Variants
-//   held    A row pair is expanded once: its exponentials, against the maxima of their warp, stay in the registers of a block
-//           or of a cluster (sm_90 on) until the gradient is stored; no exponential is taken twice. The next rows arrive in
-//           shared memory meanwhile, every thread copying and reading packs of its own. The row's threads bring sums together
-//           once for the KLs, twice for the others. Student and teacher lie at the same position
-//           in their 16 bytes (the gradient may not, and is then stored element by element).
+//   held    A row pair is expanded once: its exponentials, against the maxima of their warp, stay in the registers of a block,
+//           in 32 bits of a cluster too (sm_90 on), until the gradient is stored; no exponential is taken twice. The next rows
+//           arrive in shared memory meanwhile, every thread copying and reading packs of its own. The row's threads bring sums
+//           together once for the KLs, twice for the others. Student and teacher lie at the same position in their 16 bytes
+//           (the gradient may not, and is then stored element by element).
 //   kl      KLs of longer rows in 16 bits (sm_90 on): rows stay in shared memory as words (divergence_kl.cuh).
+//   ring    jsd and tvd of longer rows in 16 bits (sm_90 on), three rows under way (divergence_ring.cuh). What limits there is the rate
+//           at which 16 warps with 64 held registers issue: with the messages left out it is no faster, without the arithmetic
+//           it moves its bytes at 91 to 96 % of a copy.
 //   swept   Still longer rows, and rows that lie differently: one block a row, three sweeps, element by element in the second case.
 #include <algorithm>
 
@@ -23,6 +24,7 @@
 #include "tigon/base/dispatch.h"
 #include "tigon/ops/divergence/divergence_kl.cuh"
 #include "tigon/ops/divergence/divergence_launch.cuh"
+#include "tigon/ops/divergence/divergence_ring.cuh"
 #include "tigon/ops/divergence/divergence_sums.cuh"
 
 namespace tigon::cuda {
@@ -80,7 +82,7 @@ __global__ __launch_bounds__(Shape::threads,
   // This row and those to come: of a cluster only such as count, of a block alone any, and whether the one that is copied next counts
   // has been asked for a row earlier.
   int64_t row_at[kStages];
-  Deal deal;
+  Deal<> deal;
 #pragma unroll
   for (int i = 0; i < kStages; ++i)
     row_at[i] =
@@ -92,7 +94,8 @@ __global__ __launch_bounds__(Shape::threads,
     if (to_fetch(row_at[i])) fetch_row(row_at[i], i);
     copies_commit();
   }
-  if constexpr (Cluster) clear_ignored(p, tid / 32, kThreads / 32);
+  if constexpr (Cluster)
+    clear_ignored(p, (int(blockIdx.x) * kThreads + tid) / 32, int(gridDim.x) * kThreads / 32);
   bool counts = to_fetch(row_at[kStages - 1]);
   int64_t next = row_at[kStages - 1] + step;
   auto advance = [&] {
@@ -237,7 +240,7 @@ __global__ __launch_bounds__(Shape::threads,
           s[h][j] *= ((t[h][j] - center) - sum_g) * gain;
         }
       }
-      put_pack(to, k, aligned, s[h]);
+      store_pack(to, k, s[h], aligned);
     }
   }
   copies_wait<0>();
@@ -343,7 +346,7 @@ __global__ __launch_bounds__(kSweepThreads) void swept_kernel(const __grid_const
         v[j] = rough::divergence_gradient(g, q, sum_g, gain);
       }
       if constexpr (Packs)
-        put_pack(to, k, aligned, v);
+        store_pack(to, k, v, aligned);
       else
         out[k] = narrow<T>(v[0]);
     }
@@ -353,43 +356,44 @@ __global__ __launch_bounds__(kSweepThreads) void swept_kernel(const __grid_const
 // False when the device has no room for such a cluster.
 template <DivergenceKind K, class T, class Shape, bool Cluster>
 bool launch_held(Context& ctx, Params<T> p, int cluster) {
-  static Room room;
+  static ClusterRoom clusters;
   p.slice = slice_of(p.cols, cluster);
-  return launch_together(ctx, room, &held_kernel<K, T, Shape, Cluster>, Shape::threads,
+  return launch_together(ctx, clusters, &held_kernel<K, T, Shape, Cluster>, Shape::threads,
                          Shape::template shared<T>, cluster, p.rows, p);
+}
+
+template <class Shape, class T>
+bool fits(const Params<T>& p, int cluster) {
+  const int64_t columns = cluster == 1 ? p.cols : slice_of(p.cols, cluster);
+  return columns + (p.aligned ? 0 : Row<T>::N - 1) <= Shape::columns;
 }
 
 // The first that holds the rows runs.
 template <DivergenceKind K, class T>
 void launch_rows(Context& ctx, const Params<T>& p, bool alike) {
-  auto fits = [&](auto shape, int cluster = 1) {
-    const int64_t columns = cluster == 1 ? p.cols : slice_of(p.cols, cluster);
-    return columns + (p.aligned ? 0 : Row<T>::N - 1) <= decltype(shape)::columns;
-  };
   constexpr bool kFine = sizeof(T) == 4;
   using Short = HeldShape<64, 16, 2, 8>;
-  using Half = HeldShape<256, kFine ? 16 : 32, 3,
-                         2>;  // two rows' parts a multiprocessor: one works while the other waits
-  using More = HeldShape<320, 32, 2, 2>;
-  using Whole = HeldShape<512, kFine ? 24 : 32, kFine ? 2 : 3, 1>;
+  using Half =
+      HeldShape<256, kFine ? 16 : 32, 3, 2>;  // two rows a multiprocessor: one works while the other waits
   if (alike) {
-    if (fits(Short{})) return void(launch_held<K, T, Short, false>(ctx, p, 1));
-    if (fits(Half{})) return void(launch_held<K, T, Half, false>(ctx, p, 1));
+    if (fits<Short>(p, 1)) return void(launch_held<K, T, Short, false>(ctx, p, 1));
+    if (fits<Half>(p, 1)) return void(launch_held<K, T, Half, false>(ctx, p, 1));
   }
   if (alike && device_facts().capability >= 90) {
     if constexpr (kFine) {
+      using Whole = HeldShape<512, 24, 2, 1>;
       for (int cluster : {2, 4, 8, 16})
-        if (fits(Half{}, cluster) && launch_held<K, T, Half, true>(ctx, p, cluster)) return;
+        if (fits<Half>(p, cluster) && launch_held<K, T, Half, true>(ctx, p, cluster)) return;
       for (int cluster : {4, 8, 16})
-        if (fits(Whole{}, cluster) && launch_held<K, T, Whole, true>(ctx, p, cluster)) return;
+        if (fits<Whole>(p, cluster) && launch_held<K, T, Whole, true>(ctx, p, cluster)) return;
     } else if constexpr (kKl<K>) {
       for (int cluster : {1, 2, 4, 8, 16})
-        if (launch_kl<K, T, KlShape<16>>(ctx, p, cluster)) return;
+        if (launch_kl<K, T, KlShape<23>>(ctx, p, cluster)) return;
     } else {
-      for (int cluster : {1, 2, 4, 8})
-        if (fits(Whole{}, cluster) && launch_held<K, T, Whole, true>(ctx, p, cluster)) return;
-      if (fits(More{}, 16) && launch_held<K, T, More, true>(ctx, p, 16)) return;
-      if (fits(Whole{}, 16) && launch_held<K, T, Whole, true>(ctx, p, 16)) return;
+      for (int cluster : {1, 2, 4, 8, 16}) {
+        if (launch_ring<K, T, PairShape<16, 2, 4, 48>>(ctx, p, cluster)) return;
+        if (cluster == 8 && launch_ring<K, T, PairShape<20, 2, 4, 40>>(ctx, p, cluster)) return;
+      }
     }
   }
   Grid grid = {.blocks = std::min<int64_t>(p.rows, int64_t(device_facts().sms) * 2),

@@ -38,7 +38,7 @@ __device__ __forceinline__ void merge_lanes(Sums& m, float& terms, const Scaling
 
 // The merger's work, for this row and those that follow.
 template <DivergenceKind K, class T, int Warps>
-__device__ __forceinline__ void merge_rows(const Params<T>& p, Mail<Warps>& mail, Deal deal, int row,
+__device__ __forceinline__ void merge_rows(const Params<T>& p, Mail<Warps>& mail, Deal<> deal, int row,
                                            int row1, int row2) {
   const int lane = int(threadIdx.x) % 32;
   const unsigned blocks = cluster_size(), rank = cluster_rank();
@@ -49,7 +49,7 @@ __device__ __forceinline__ void merge_rows(const Params<T>& p, Mail<Warps>& mail
        row = row1, row1 = row2, row2 = row3, row3 = deal.next(p, skip), ++turn) {
     const float scale = p.scale_of(row);
     const int parity = turn & 1, phase = turn >> 1 & 1;
-    arrival_wait(&mail.told[parity], phase);
+    arrival_wait<false>(&mail.told[parity], phase);
     Sums m = lane < Warps ? mail.sums[parity][lane] : none;
     float terms = lane < Warps ? mail.terms[parity][lane] : 0.0f;
     merge_lanes<K>(m, terms, scaling);
@@ -117,7 +117,7 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
   __syncthreads();
   cluster_arrive();
   cluster_wait();
-  Deal deal;
+  Deal<> deal;
   int r0 = deal.next(p, int(blockIdx.x / blocks));
   const int skip = int(gridDim.x / blocks) - 1;
   int r1 = deal.next(p, skip), r2 = deal.next(p, skip), r3 = int(p.rows);
@@ -144,7 +144,10 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
           left = (n - x.column(tid)) * int(sizeof(T));
         }
       }
-      if (left > 0) {
+      if (left >= 16) {
+        copy_async(to, from_s);
+        copy_async(to + kWorkers * 16, from_t);
+      } else if (left > 0) {
         copy_async_upto(to, from_s, left);
         copy_async_upto(to + kWorkers * 16, from_t, left);
       }
@@ -159,7 +162,7 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
       if (slot == end_slot) slot = own_slot;
     };
     for (uint32_t slot = own_slot; slot != end_slot; slot += kSlot) fetch_chunk(slot);
-    clear_ignored(p, warp, kWarps);
+    clear_ignored(p, int(blockIdx.x) * kWarps + warp, int(gridDim.x) * kWarps);
 
     const Scaling<T> scaling(p);
     uint32_t sums_slot = own_slot, last_slot = own_slot;
@@ -181,7 +184,9 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
         own.ref_s = max_lanes(max_of_word<T>(top_s)), own.ref_t = max_lanes(max_of_word<T>(top_t));
       ref_s = finite(own.ref_s), ref_t = finite(own.ref_t);
     };
-    auto add_chunks = [&](const Row<const T>& x, uint32_t& slot, int from, int to) {
+    // Careful: 0 log 0 is 0.
+    auto add_chunks = [&](auto careful, const Row<const T>& x, uint32_t& slot, int from, int to) {
+      constexpr bool kCareful = decltype(careful)::value;
 #pragma unroll 1
       for (int h = from; h < to; ++h, advance(slot)) {
         const int k = h * kWorkers + tid;
@@ -196,11 +201,11 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
         unpack<T>(b, t);
 #pragma unroll
         for (int j = 0; j < N; ++j) {
-          const float u = s[j] - ref_s, v = t[j] - ref_t, d = u - v;
+          const float u = s[j] - ref_s, v = t[j] - ref_t, d = K == DivergenceKind::reverse_kl ? u - v : v - u;
           const float q = scaling.power(u), other = scaling.power(v);
           own.sum_s += q, own.sum_t += other;
           const float weight = K == DivergenceKind::reverse_kl ? q : other;
-          terms = fma(weight, weight <= 0.0f ? 0.0f : K == DivergenceKind::reverse_kl ? d : -d, terms);
+          terms = fma(weight, kCareful && weight <= 0.0f ? 0.0f : d, terms);
         }
       }
     };
@@ -210,19 +215,19 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
       const Row<const T> x = student_of(r);
       copies_wait(slots - chunks - early);
       refer(x, sums_slot, 1);
-      add_chunks(x, sums_slot, 0, early);
+      add_chunks(std::false_type{}, x, sums_slot, 0, early);
     };
     auto end_sums = [&](int r) {
       const Row<const T> x = student_of(r);
       copies_wait(slots - chunks);
-      add_chunks(x, sums_slot, early, chunks);
-      const bool far = !(own.sum_s < kTooLarge && own.sum_t < kTooLarge) || own.ref_s == -INFINITY ||
-                       own.ref_t == -INFINITY;
+      add_chunks(std::false_type{}, x, sums_slot, early, chunks);
+      const bool far = !(own.sum_s < kTooLarge && own.sum_t < kTooLarge && terms == terms) ||
+                       own.ref_s == -INFINITY || own.ref_t == -INFINITY;
       if (__any_sync(kAllLanes, far)) {
         uint32_t slot = sums_slot - uint32_t(chunks) * kSlot;
         if (int(slot - own_slot) < 0) slot += uint32_t(slots) * kSlot;
         refer(x, slot, chunks);
-        add_chunks(x, slot, 0, chunks);
+        add_chunks(std::true_type{}, x, slot, 0, chunks);
       }
       own.sum_s = sum_lanes(own.sum_s), own.sum_t = sum_lanes(own.sum_t), terms = sum_lanes(terms);
       if (lane == 0) {
@@ -235,7 +240,7 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
     if (r0 < rows) begin_sums(r0), end_sums(r0);
     while (r0 < rows) {
       if (r1 < rows) begin_sums(r1);
-      arrival_wait(&mail.ready[heard & 1], heard >> 1 & 1);
+      arrival_wait<false>(&mail.ready[heard & 1], heard >> 1 & 1);
       const float4 a = mail.row[heard & 1][0], b = mail.row[heard & 1][1];
       ++heard;
       r3 = __float_as_int(b.z);
@@ -243,9 +248,11 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
       const Row<T> to = row_like(p.dstudent + int64_t(r0) * p.dstudent_stride + first, x);
       const bool aligned = reinterpret_cast<uintptr_t>(to.base) % 16 == 0;
       const float gain = p.factor * p.inverse * b.y * (K == DivergenceKind::reverse_kl ? p.inverse : 1.0f);
-      const Powers power_s(p.slope, a.x), power_t(p.slope, a.y);
-      const float gain_t = gain * a.w * power_t.rest;
-      const float gain_s = K == DivergenceKind::forward_kl && p.log_probs ? 0.0f : gain * a.z * power_s.rest;
+      Powers power_s(p.slope, a.x);
+      const Powers power_t(p.slope, a.y);
+      // The teacher's unit by the student's: 1 exactly where the rows are equal.
+      const float gain_s = gain * a.z * power_s.rest, ratio = (a.w * power_t.rest) / (a.z * power_s.rest);
+      if (K == DivergenceKind::forward_kl && p.log_probs) power_s.start = INFINITY;  // no q in the gradient
       const float from = (a.x - a.y) + (p.log_probs ? -1.0f : b.x);
 #pragma unroll 1
       for (int h = 0; h < chunks; ++h, advance(last_slot)) {
@@ -261,11 +268,11 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
         for (int j = 0; j < N; ++j) {
           const float q = power_s(s[j]);
           if constexpr (K == DivergenceKind::forward_kl)
-            s[j] = __fmul_rn(q, gain_s) - __fmul_rn(power_t(t[j]), gain_t);
+            s[j] = fma(-power_t(t[j]), ratio, q) * gain_s;
           else
             s[j] = q <= 0.0f ? 0.0f : q * gain_s * ((s[j] - t[j]) - from);
         }
-        put_pack(to, k, aligned, s);
+        store_pack(to, k, s, aligned);
       }
       r0 = r1, r1 = r2, r2 = r3, --ahead;
       if (r0 < rows) end_sums(r0);
@@ -280,14 +287,14 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
 // False when a row does not fit or the device has no room for such a cluster.
 template <DivergenceKind K, class T, class Shape>
 bool launch_kl(Context& ctx, Params<T> p, int cluster) {
-  static Room room;
+  static ClusterRoom clusters;
   p.slice = slice_of(p.cols, cluster);
   const int64_t columns = p.slice + (p.aligned ? 0 : Row<T>::N - 1);
   const int chunks = int(ceil_div(columns, Shape::workers * Row<T>::N));
   const int slots = std::min(Shape::slots, 3 * chunks);
   if (slots < chunks + 2) return false;
-  return launch_together(ctx, room, &kl_kernel<K, T, Shape>, Shape::threads, Shape::shared, cluster, p.rows,
-                         p, chunks, slots);
+  return launch_together(ctx, clusters, &kl_kernel<K, T, Shape>, Shape::threads, Shape::shared, cluster,
+                         p.rows, p, chunks, slots);
 }
 
 }  // namespace

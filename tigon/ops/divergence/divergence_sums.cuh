@@ -6,6 +6,7 @@
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/reduce.cuh"
 #include "tigon/base/cuda/row_packs.cuh"
+#include "tigon/base/cuda/row_ring.cuh"
 #include "tigon/ops/divergence/divergence.h"
 
 namespace tigon::cuda {
@@ -48,6 +49,10 @@ struct Params {
   bool log_probs, aligned;  // aligned: every row begins at a boundary of 16 bytes
 
   __device__ bool ignored(int64_t r) const { return labels != nullptr && labels[r] == ignore_index; }
+  __device__ T* gradient(int64_t r) const {
+    return dstudent != nullptr ? dstudent + r * dstudent_stride : nullptr;
+  }
+  __device__ void pass(int64_t r) const { loss[r] = 0.0f; }
   __device__ float scale_of(int64_t r) const { return scale != nullptr ? scale[r * scale_step] : 1.0f; }
 };
 
@@ -296,39 +301,6 @@ __device__ __forceinline__ Totals<T> meet_totals(Exchange<T, Messages>& x, int t
   return x.all;
 }
 
-// N columns: in one instruction at a boundary of 16 bytes.
-template <class T>
-__device__ __forceinline__ void put_whole(T* to, bool aligned, const float (&v)[Row<T>::N]) {
-  Pack<T, Row<T>::N> pack;
-  pack.set(v);
-  if (aligned) {
-    const uint4& w = reinterpret_cast<const uint4&>(pack);  // the compiler would store it in four
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w)
-                 : "memory");
-  } else {
-#pragma unroll
-    for (int j = 0; j < Row<T>::N; ++j) to[j] = pack.v[j];
-  }
-}
-// The columns of pack k that the row has.
-template <class T>
-__device__ __forceinline__ void put_pack(const Row<T>& row, int k, bool aligned,
-                                         const float (&v)[Row<T>::N]) {
-  constexpr int N = Row<T>::N;
-  if (row.whole(k)) return put_whole(row.base + int64_t(k) * N, aligned, v);
-#pragma unroll
-  for (int j = 0; j < N; ++j)
-    if (row.has(row.column(k) + j)) row.base[int64_t(k) * N + j] = narrow<T>(v[j]);
-}
-
-// The gradient's row, counted in the packs of the student's row.
-template <class T>
-__device__ __forceinline__ Row<T> row_like(T* out, const Row<const T>& like) {
-  Row<T> row(out, like.cols);
-  row.lead = like.lead, row.base = out - like.lead, row.packs = like.packs;
-  return row;
-}
-
 // -inf in the columns of a pack that the row does not have.
 template <class T>
 __device__ __forceinline__ uint4 only_columns(const Row<const T>& row, int k, const uint4& words) {
@@ -340,56 +312,10 @@ __device__ __forceinline__ uint4 only_columns(const Row<const T>& row, int k, co
   return reinterpret_cast<const uint4&>(pack);
 }
 
-// Rows that count, dealt out one by one; asked by all lanes of a warp together. p.rows: there is no more.
-struct Deal {
-  int at = 0;  // the first label not looked at
-  template <class T>
-  __device__ int next(const Params<T>& p, int skip) {
-    const int rows = int(p.rows), lane = int(threadIdx.x) % 32;
-    if (p.labels == nullptr) {
-      const int r = at < rows && skip < rows - at ? at + skip : rows;
-      at = r + 1;
-      return r;
-    }
-    for (; at < rows; at += 128) {
-      unsigned counts[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int r = at + i * 32 + lane;
-        counts[i] = __ballot_sync(kAllLanes, r < rows && !p.ignored(r < rows ? r : 0));
-      }
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int n = __popc(counts[i]);
-        if (skip < n) {
-          const int r = at + i * 32 + int(__fns(counts[i], 0, skip + 1));
-          at = r + 1;
-          return r;
-        }
-        skip -= n;
-      }
-    }
-    return rows;
-  }
-};
-
-// Zeros in every row that does not count; each block of the grid clears its share of the columns of all of them.
+// Zeros in the gradients of rows that do not count, every so many of them by a warp.
 template <class T>
 __device__ __forceinline__ void clear_ignored(const Params<T>& p, int warp, int warps) {
-  if (p.labels == nullptr) return;
-  const int lane = int(threadIdx.x) % 32;
-  for (int64_t first = warp * 32; first < p.rows; first += warps * 32) {
-    unsigned rows = __ballot_sync(kAllLanes, first + lane < p.rows && p.ignored(first + lane));
-    for (; rows != 0; rows &= rows - 1) {
-      const int64_t r = first + __ffs(int(rows)) - 1;
-      if (blockIdx.x == 0 && lane == 0) p.loss[r] = 0.0f;
-      if (p.dstudent == nullptr) continue;
-      const Row<T> to(p.dstudent + r * p.dstudent_stride, p.cols);
-      const int end = int(int64_t(to.packs) * (blockIdx.x + 1) / gridDim.x);
-      const float zeros[Row<T>::N] = {};
-      for (int k = int(int64_t(to.packs) * blockIdx.x / gridDim.x) + lane; k < end; k += 32)
-        put_pack(to, k, true, zeros);
-    }
+  for (Clearing<Params<T>> clearing(p, warp, warps); clearing.step();) {
   }
 }
 
