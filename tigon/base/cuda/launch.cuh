@@ -96,21 +96,27 @@ class OncePerDevice {
   std::array<std::atomic<bool>, kMostDevices> done_{};
 };
 
-// How many clusters of a kernel the device runs at a time; 0 where it has no room for one. The last answer is remembered, by
-// device and blocks of a cluster: one of these belongs to each kernel, whose shared memory follows from its threads.
+// How many clusters of a kernel the device runs at a time, with so much dynamic shared memory a block; 0 where it has no room for
+// one. A cluster of one block is a block, on every device. The last answer is remembered, by device and blocks of a cluster: one of
+// these belongs to each kernel.
 class ClusterRoom {
  public:
   template <class Kernel>
   int of(const char* op, Kernel kernel, int blocks, int threads, size_t shared = 0) {
-    if (device_facts().capability < 90 || blocks > kMost) return 0;
+    if ((blocks > 1 && device_facts().capability < 90) || blocks > kMost) return 0;
     int device = 0;
     TIGON_CUDA_CHECK(op, cudaGetDevice(&device));
-    std::atomic<uint32_t>& last = last_[size_t(device)][size_t(blocks)];
-    const uint32_t seen = last.load(std::memory_order_relaxed);
-    if (seen >> 16 == uint32_t(threads)) return int(seen & 0xffff);
-    if (shared > 0)
-      TIGON_CUDA_CHECK(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                device_facts().shared_per_block - 1024));
+    std::atomic<uint64_t>& last = last_[size_t(device)][size_t(blocks)];
+    const uint64_t seen = last.load(std::memory_order_relaxed),
+                   asked = uint64_t(shared) << 16 | uint64_t(threads);
+    if (seen >> 16 == asked) return int(seen & 0xffff);
+    if (shared > 0) {  // all that is left to it
+      cudaFuncAttributes of_kernel = {};
+      TIGON_CUDA_CHECK(op, cudaFuncGetAttributes(&of_kernel, kernel));
+      TIGON_CUDA_CHECK(op,
+                       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            device_facts().shared_per_block - int(of_kernel.sharedSizeBytes)));
+    }
     if (blocks > kPortable)
       TIGON_CUDA_CHECK(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     cudaLaunchAttribute attribute = {};
@@ -123,18 +129,21 @@ class ClusterRoom {
     config.attrs = &attribute;
     config.numAttrs = 1;
     int room = 0;
-    if (cudaOccupancyMaxActiveClusters(&room, kernel, &config) != cudaSuccess) {
+    const cudaError_t status =
+        blocks == 1 ? cudaOccupancyMaxActiveBlocksPerMultiprocessor(&room, kernel, threads, shared)
+                    : cudaOccupancyMaxActiveClusters(&room, kernel, &config);
+    if (status != cudaSuccess) {
       cudaGetLastError();
       room = 0;
     }
-    room = std::min(room, 0xffff);
-    last.store(uint32_t(threads) << 16 | uint32_t(room), std::memory_order_relaxed);
+    room = std::min(blocks == 1 ? room * device_facts().sms : room, 0xffff);
+    last.store(asked << 16 | uint64_t(room), std::memory_order_relaxed);
     return room;
   }
 
  private:
   static constexpr int kPortable = 8, kMost = 16;
-  std::array<std::array<std::atomic<uint32_t>, kMost + 1>, kMostDevices> last_{};
+  std::array<std::array<std::atomic<uint64_t>, kMost + 1>, kMostDevices> last_{};
 };
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
