@@ -30,8 +30,9 @@ constexpr int kParts = Backward ? 3 : 32;
 // How the blocks share the matrix: threads of a block that lie side by side in a row, rows that it has at a time; tiles of columns,
 // rows of a part.
 struct Walk {
-  int64_t rows, cols, tiles, chunk;
-  int across, groups;
+  int64_t rows, cols, chunk;
+  uint32_t tiles, across, groups;
+  uint32_t inverse;  // of across, in 65536ths, rounded up: exact for the threads of a block
 };
 
 template <class X, class W>
@@ -51,9 +52,9 @@ __global__ __launch_bounds__(kThreads,
   __shared__ __align__(16) float shared[Backward ? kThreads * N : 1];
   wait_for_kernel_ahead();
   let_next_kernel_start();
-  const int across = p.walk.across, groups = p.walk.groups;
-  const int group = int(threadIdx.x) / across, lane = int(threadIdx.x) - group * across;
-  const int64_t tile = blockIdx.x % p.walk.tiles, part = blockIdx.x / p.walk.tiles;
+  const int across = int(p.walk.across), groups = int(p.walk.groups);
+  const int group = int(threadIdx.x * p.walk.inverse >> 16), lane = int(threadIdx.x) - group * across;
+  const int64_t part = blockIdx.x / p.walk.tiles, tile = blockIdx.x % p.walk.tiles;
   const int64_t column = (tile * across + lane) * N;
   const bool inside = column < p.walk.cols && group < groups;
   const float alpha = widen(*p.alpha);
@@ -121,14 +122,19 @@ __global__ __launch_bounds__(kThreads,
   }
 }
 
-// Tiles of whole lines of memory.
+// Rows longer than a tile in whole tiles, which begin at lines of memory; shorter ones in as many groups of threads as find room.
 template <bool Backward>
 Walk walk_of(int64_t rows, int64_t cols, int pack) {
   const int64_t packs = ceil_div(cols, pack), tiles = ceil_div(packs, kThreads);
-  const int64_t across = tiles == 1 ? packs : ceil_div(ceil_div(packs, tiles), 32) * 32;
-  const int64_t groups = kThreads / across;
+  const int64_t across = std::min<int64_t>(packs, kThreads), groups = kThreads / across;
   const int64_t parts = std::max<int64_t>(1, device_facts().sms * kParts<Backward> / tiles);
-  return {rows, cols, tiles, std::max(groups * kInFlight, ceil_div(rows, parts)), int(across), int(groups)};
+  return {.rows = rows,
+          .cols = cols,
+          .chunk = std::max(groups * kInFlight, ceil_div(rows, parts)),
+          .tiles = uint32_t(tiles),
+          .across = uint32_t(across),
+          .groups = uint32_t(groups),
+          .inverse = uint32_t(65536 / across + 1)};
 }
 
 // fn(x type, parameter type, pack)

@@ -10,13 +10,10 @@
 // their next section pack by pack as they write. What shared memory does not hold is read again, out of L2.
 #include <algorithm>
 
-#include "tigon/base/cuda/async_copy.cuh"
-#include "tigon/base/cuda/math.cuh"
-#include "tigon/base/cuda/row_packs.cuh"
+#include "tigon/base/cuda/norm_forward.cuh"
 #include "tigon/base/cuda/row_team.cuh"
-#include "tigon/base/cuda/rows.cuh"
-#include "tigon/base/dispatch.h"
 #include "tigon/ops/group_norm/group_norm.h"
+#include "tigon/ops/group_norm/group_norm_sections.cuh"
 
 namespace tigon::cuda {
 namespace {
@@ -25,163 +22,6 @@ namespace {
 #include "tigon/ops/group_norm/group_norm_math.inc"
 
 constexpr const char* kOp = "group_norm";
-constexpr int kMostThreads = 512;
-
-// How a section is shared out, in packs: the pieces of its channels, in order, a block's side by side, one a team and turn.
-struct Split {
-  int channels, places;  // of a section, of a channel
-  int across;            // lanes of a team: a power of two <= 32
-  int pieces, length;    // of a channel, of a piece (the last one may be shorter)
-  int turns;             // pieces of a team
-  int blocks, threads;
-  int held;  // packs of a block that shared memory holds
-
-  __host__ __device__ int64_t size() const { return int64_t(channels) * places; }
-  __host__ __device__ int64_t start(int64_t piece) const {
-    const int64_t c = piece / pieces, at = c * places + (piece - c * pieces) * length;
-    return at < size() ? at : size();
-  }
-  __host__ __device__ int of_block() const { return turns * (threads / across); }
-};
-
-// Of a piece, what a thread does: every `across`-th pack.
-struct Mine {
-  int channel, index;  // of the section, of the channel
-  int first, packs;    // the first of the block's packs, how many
-};
-
-// What a thread has to do in its block.
-struct Share {
-  const Split& split;
-  int64_t begin;  // of the block in the section
-  int count, lane, rank;
-  bool all_held;
-  Mine first;
-
-  __device__ __forceinline__ explicit Share(const Split& split) : split(split), rank(int(cluster_rank())) {
-    lane = int(threadIdx.x) & (split.across - 1);
-    begin = split.start(int64_t(rank) * split.of_block());
-    count = int(split.start(int64_t(rank + 1) * split.of_block()) - begin);
-    all_held = count <= split.held;
-    first = find(0);
-  }
-  __device__ __forceinline__ Mine find(int turn) const {
-    const int team = int(threadIdx.x) / split.across, teams = int(blockDim.x) / split.across;
-    const int u = rank * split.of_block() + turn * teams + team, c = u / split.pieces,
-              index = u - c * split.pieces;
-    const int packs = c < split.channels ? min(split.length, split.places - index * split.length) : 0;
-    return {min(c, split.channels - 1), index,
-            int(int64_t(c) * split.places + index * split.length - begin) + lane,
-            packs > lane ? (packs - lane + split.across - 1) / split.across : 0};
-  }
-  // Most teams have one turn, whose piece is known.
-  __device__ __forceinline__ Mine mine(int turn) const { return turn == 0 ? first : find(turn); }
-};
-
-// The section that a cluster is at, every so many of them.
-struct Sections {
-  int64_t at, step, all, sample;
-  int group, groups, samples_on, groups_on;
-
-  __device__ __forceinline__ Sections(int64_t samples, int64_t groups_)
-      : at(blockIdx.x / cluster_size()),
-        step(gridDim.x / cluster_size()),
-        all(samples * groups_),
-        groups(int(groups_)) {
-    sample = unsigned(at) / unsigned(groups), group = int(unsigned(at) % unsigned(groups));
-    samples_on = int(unsigned(step) / unsigned(groups)), groups_on = int(unsigned(step) % unsigned(groups));
-  }
-  __device__ __forceinline__ bool there() const { return at < all; }
-  __device__ __forceinline__ bool more() const { return at + step < all; }
-  __device__ __forceinline__ bool wraps() const { return group + groups_on >= groups; }
-  __device__ __forceinline__ void go_on() {
-    sample += samples_on + wraps(), group += groups_on - (wraps() ? groups : 0);
-    at += step;
-  }
-};
-// From a matrix' part of this section to its part of the next one.
-struct Step {
-  int64_t on, wrap;
-  __device__ __forceinline__ Step(const Sections& s, int64_t stride, int64_t size)
-      : on(s.samples_on * stride + s.groups_on * size), wrap(on + stride - s.groups * size) {}
-  template <class T>
-  __device__ __forceinline__ T* operator()(T* part, const Sections& s) const {
-    return part + (s.wraps() ? wrap : on);
-  }
-};
-
-// A block's part of a section in shared memory. Packs: whole ones, each for the thread that reads it alone. N = 1: elements that
-// begin anywhere, in the words that they touch, for all threads of the block.
-template <class T, int N>
-struct Image {
-  static constexpr int kPerWord = N > 1 ? 1 : 16 / int(sizeof(T)), kEdges = N > 1 ? 0 : 2;
-  uint4* words;
-  const T* from;
-
-  __device__ __forceinline__ void copy_pack(int i) const { copy_async(words + i, from + int64_t(i) * N); }
-  // All of it.
-  __device__ __forceinline__ void copy(const Share& share) const {
-    const int held = min(share.split.held, share.count);
-    if constexpr (N > 1) {
-      for (int turn = 0; turn < share.split.turns; ++turn) {
-        const Mine mine = share.mine(turn);
-        for (int k = 0, i = mine.first; k < mine.packs && i < held; ++k, i += share.split.across)
-          copy_pack(i);
-      }
-    } else {
-      const Row<const T> row(from, held);
-      for (int k = int(threadIdx.x); k < row.packs; k += int(blockDim.x)) {
-        if (row.whole(k)) {
-          copy_async(words + k, row.base + int64_t(k) * kPerWord);
-        } else {
-          T* to = reinterpret_cast<T*>(words + k);
-          for (int j = 0; j < kPerWord; ++j)
-            if (row.has(row.column(k) + j)) to[j] = from[row.column(k) + j];
-        }
-      }
-    }
-  }
-  __device__ __forceinline__ Pack<T, N> held(int i) const {
-    if constexpr (N > 1) {
-      const uint4 w = words[i];
-      return reinterpret_cast<const Pack<T, N>&>(w);
-    } else {
-      return {
-          {reinterpret_cast<const T*>(words)[int(reinterpret_cast<uintptr_t>(from) % 16 / sizeof(T)) + i]}};
-    }
-  }
-  __device__ __forceinline__ Pack<T, N> beyond(int i) const {
-    return load_stream<T, N>(from + int64_t(i) * N);
-  }
-};
-
-// fn(pack of the block, its packs of the images), some at a time.
-template <class T, int N, int K, class Fn>
-__device__ __forceinline__ void for_packs(const Share& share, const Mine& mine,
-                                          const Image<T, N> (&images)[K], const Fn& fn) {
-  constexpr int kTogether = 4 / K;
-  const int step = share.split.across;
-  int i = mine.first, left = mine.packs;
-  if (share.all_held) {
-#pragma unroll 1
-    for (; left >= kTogether; left -= kTogether, i += kTogether * step) {
-      Pack<T, N> q[kTogether][K];
-#pragma unroll
-      for (int r = 0; r < kTogether; ++r)
-#pragma unroll
-        for (int k = 0; k < K; ++k) q[r][k] = images[k].held(i + r * step);
-#pragma unroll
-      for (int r = 0; r < kTogether; ++r) fn(i + r * step, q[r]);
-    }
-  }
-#pragma unroll 1
-  for (; left > 0; --left, i += step) {
-    Pack<T, N> q[K];
-#pragma unroll
-    for (int k = 0; k < K; ++k) q[k] = i < share.split.held ? images[k].held(i) : images[k].beyond(i);
-    fn(i, q);
-  }
-}
 
 // Number, mean, and sum of squares about it.
 struct alignas(16) Moments {
@@ -253,8 +93,9 @@ struct Backward {
   Split split;
 };
 
-template <class T, int N>
-__global__ __launch_bounds__(kMostThreads, 2) void forward_kernel(const __grid_constant__ Forward<T> p) {
+template <class T>
+__global__ __launch_bounds__(kSectionThreads, 2) void forward_kernel(const __grid_constant__ Forward<T> p) {
+  constexpr int N = 16 / sizeof(T);
   extern __shared__ uint4 shared[];
   __shared__ Exchange<Moments> exchange;
   if (p.split.blocks > 1) {
@@ -281,7 +122,6 @@ __global__ __launch_bounds__(kMostThreads, 2) void forward_kernel(const __grid_c
     const float first_weight = p.weight(channel + share.first.channel),
                 first_bias = p.bias(channel + share.first.channel);
     copies_wait<0>();
-    if (N == 1) __syncthreads();
     Moments own = Moments::none();
     for (int t = 0; t < p.split.turns; ++t) {
       const Mine mine = share.mine(t);
@@ -319,7 +159,7 @@ __global__ __launch_bounds__(kMostThreads, 2) void forward_kernel(const __grid_c
       const float weight = rstd * (t == 0 ? first_weight : p.weight(channel + mine.channel));
       const float bias = t == 0 ? first_bias : p.bias(channel + mine.channel);
       for_packs(share, mine, x, [&](int i, const Pack<T, N>(&q)[1]) {
-        if (N > 1 && more && i < p.split.held) next.copy_pack(i);
+        if (more && i < p.split.held) next.copy_pack(i);
         float v[N];
 #pragma unroll
         for (int j = 0; j < N; ++j) v[j] = group_norm_y(q[0][j] - mean, weight, bias);
@@ -330,10 +170,6 @@ __global__ __launch_bounds__(kMostThreads, 2) void forward_kernel(const __grid_c
     }
     y = y_step(y, sections), x[0] = next;
     sections.go_on();
-    if (N == 1) {
-      __syncthreads();
-      if (more) x[0].copy(share);
-    }
     copies_commit();
   }
   if (p.split.blocks > 1) {
@@ -343,7 +179,7 @@ __global__ __launch_bounds__(kMostThreads, 2) void forward_kernel(const __grid_c
 }
 
 template <class T, int N>
-__global__ __launch_bounds__(kMostThreads, 2) void backward_kernel(const __grid_constant__ Backward<T> p) {
+__global__ __launch_bounds__(kSectionThreads, 2) void backward_kernel(const __grid_constant__ Backward<T> p) {
   extern __shared__ uint4 shared[];
   __shared__ Exchange<TwoSums> exchange;
   if (p.split.blocks > 1) {
@@ -439,30 +275,6 @@ __global__ __launch_bounds__(kMostThreads, 2) void backward_kernel(const __grid_
   }
 }
 
-// A team adds up at most `longest` packs a lane; as few turns as can be, then as few warps: what a warp does once for a section is
-// as much as six packs' work.
-Split split_of(int64_t channels, int64_t places, int64_t blocks, int64_t longest, bool packs) {
-  int64_t across = 32;
-  while (across > 1 && ceil_div(places, across) * across - places > places / (packs ? 8 : 3)) across /= 2;
-  const int64_t most = blocks * kMostThreads * longest;
-  for (int64_t turns = std::max<int64_t>(1, channels * places / most);; ++turns)
-    for (int64_t warps = 1; warps <= kMostThreads / 32; ++warps) {
-      const int64_t of_channel = turns * blocks * warps * (32 / across) / channels;
-      if (of_channel == 0) continue;
-      const int64_t length = ceil_div(ceil_div(places, of_channel), across) * across;
-      if (length > across * longest) continue;
-      return {.channels = int(channels),
-              .places = int(places),
-              .across = int(across),
-              .pieces = int(ceil_div(places, length)),
-              .length = int(length),
-              .turns = int(turns),
-              .blocks = int(blocks),
-              .threads = int(warps * 32),
-              .held = 0};
-    }
-}
-
 // Sections of up to so many bytes have one block; longer ones a cluster of blocks that hold so much, as far as clusters reach.
 constexpr int64_t kBlockBytes = 84 << 10;
 constexpr int kMostBlocks = 16;
@@ -511,16 +323,45 @@ void run(Context& ctx, const P& p, const Plan& plan) {
          p);
 }
 
-// fn(type, packs): whether all parts of sections begin and end at boundaries of 16 bytes, and all channels.
-template <class Fn>
-void with_packs(DType dtype, int64_t places, std::initializer_list<const Matrix*> matrices, Fn&& fn) {
-  dispatch_float(kOp, "x", dtype, [&](auto type) {
-    using T = typename DeviceType<typename decltype(type)::type>::type;
-    constexpr int N = 16 / sizeof(T);
-    const bool packs = places % N == 0 && std::all_of(matrices.begin(), matrices.end(), [](const Matrix* m) {
-                         return m->data == nullptr || packs_align(m->data, m->stride, m->cols, sizeof(T));
-                       });
-    packs ? fn(Type<T>{}, std::integral_constant<int, N>{}) : fn(Type<T>{}, std::integral_constant<int, 1>{});
+// Whether all sections of the matrices, and all their channels, begin at boundaries of 16 bytes.
+bool in_packs(int64_t places, std::initializer_list<const Matrix*> matrices) {
+  return std::all_of(matrices.begin(), matrices.end(), [&](const Matrix* m) {
+    const size_t element = size_of(m->dtype);
+    return m->data == nullptr ||
+           (places % int64_t(16 / element) == 0 && packs_align(m->data, m->stride, m->cols, element));
+  });
+}
+
+// Short sections, and those that begin anywhere: on the engine of the norm family.
+template <class X>
+struct Formula {
+  using Element = X;
+  static constexpr int kIn = 1, kParams = 2;
+  using Spans = void;
+  static constexpr bool kCentred = true, kKeeps = false, round_h = false;
+  __device__ float value(const float (&x)[1]) const { return x[0]; }
+  __device__ float result(float h, const float (&param)[2], const float (&)[1]) const {
+    return group_norm_y(h, param[0], param[1]);
+  }
+};
+constexpr int64_t kShortBytes = 8 << 10;
+
+void forward_as_rows(Context& ctx, const GroupNormFwd& a) {
+  with_weight_types(kOp, a.x.dtype, a.weight ? a.weight : a.bias, [&]<class X, class W>(Type<X>, Type<W>) {
+    norm_forward(kOp, ctx,
+                 NormForward<Formula<X>, W, X>{.in = {a.x.row<X>(0)},
+                                               .in_stride = {a.x.stride},
+                                               .param = {a.weight.as<W>(), a.bias.as<W>()},
+                                               .absent = {1.0f, 0.0f},
+                                               .y = a.y.row<X>(0),
+                                               .y_stride = a.y.stride,
+                                               .rstd = a.rstd.as<float>(),
+                                               .mean = a.mean.as<float>(),
+                                               .rows = a.x.rows,
+                                               .cols = a.x.cols / a.groups,
+                                               .sections = int(a.groups),
+                                               .eps = a.eps,
+                                               .span = a.x.cols / a.channels});
   });
 }
 
@@ -528,9 +369,12 @@ void with_packs(DType dtype, int64_t places, std::initializer_list<const Matrix*
 
 void group_norm_fwd(Context& ctx, const GroupNormFwd& a) {
   const int64_t channels = a.channels / a.groups, places = a.x.cols / a.channels;
-  with_packs(a.x.dtype, places, {&a.x, &a.y}, [&]<class T, int N>(Type<T>, std::integral_constant<int, N>) {
-    constexpr auto kKernel = forward_kernel<T, N>;
-    const Plan plan = plan_of<kKernel, T, N, 1>(channels, places, 16);
+  if (channels * places * int64_t(size_of(a.x.dtype)) < kShortBytes || !in_packs(places, {&a.x, &a.y}))
+    return forward_as_rows(ctx, a);
+  dispatch_float(kOp, "x", a.x.dtype, [&](auto type) {
+    using T = typename DeviceType<typename decltype(type)::type>::type;
+    constexpr auto kKernel = forward_kernel<T>;
+    const Plan plan = plan_of<kKernel, T, 16 / sizeof(T), 1>(channels, places, 16);
     run<kKernel>(ctx,
                  Forward<T>{.x = a.x.row<T>(0),
                             .y = a.y.row<T>(0),
@@ -552,28 +396,34 @@ void group_norm_bwd(Context& ctx, const GroupNormBwd& a) {
   const int64_t channels = a.channels / a.groups, places = a.x.cols / a.channels;
   Vector dweight = a.dweight, dbias = a.dbias;
   dweight.size = dbias.size = a.channels;  // partial rows hold both
-  with_packs(a.x.dtype, places, {&a.x, &a.dy, &a.dx},
-             [&]<class T, int N>(Type<T>, std::integral_constant<int, N>) {
-               constexpr auto kKernel = backward_kernel<T, N>;
-               const Plan plan = plan_of<kKernel, T, N, 2>(channels, places, 8);
-               const int64_t parts = a.x.rows * plan.split.pieces;
-               Backward<T> p{.dy = a.dy.row<T>(0),
-                             .x = a.x.row<T>(0),
-                             .dx = a.dx.row<T>(0),
-                             .dy_stride = a.dy.stride,
-                             .x_stride = a.x.stride,
-                             .dx_stride = a.dx.stride,
-                             .weight = by_channel<T>(a.weight, 1.0f),
-                             .mean = a.mean.as<float>(),
-                             .rstd = a.rstd.as<float>(),
-                             .partials = nullptr,
-                             .samples = a.x.rows,
-                             .groups = a.groups,
-                             .split = plan.split};
-               if (dweight || dbias) p.partials = ctx.scratch_of<float>(parts * 2 * a.channels);
-               run<kKernel>(ctx, p, plan);
-               sum_partials(kOp, ctx, p.partials, parts, {dweight, dbias});
-             });
+  auto backward = [&]<class T, int N>(Type<T>, std::integral_constant<int, N>) {
+    constexpr auto kKernel = backward_kernel<T, N>;
+    const Plan plan = plan_of<kKernel, T, N, 2>(channels, places, 8);
+    const int64_t parts = a.x.rows * plan.split.pieces;
+    Backward<T> p{.dy = a.dy.row<T>(0),
+                  .x = a.x.row<T>(0),
+                  .dx = a.dx.row<T>(0),
+                  .dy_stride = a.dy.stride,
+                  .x_stride = a.x.stride,
+                  .dx_stride = a.dx.stride,
+                  .weight = by_channel<T>(a.weight, 1.0f),
+                  .mean = a.mean.as<float>(),
+                  .rstd = a.rstd.as<float>(),
+                  .partials = nullptr,
+                  .samples = a.x.rows,
+                  .groups = a.groups,
+                  .split = plan.split};
+    if (dweight || dbias) p.partials = ctx.scratch_of<float>(parts * 2 * a.channels);
+    run<kKernel>(ctx, p, plan);
+    sum_partials(kOp, ctx, p.partials, parts, {dweight, dbias});
+  };
+  const bool packs = in_packs(places, {&a.x, &a.dy, &a.dx});
+  dispatch_float(kOp, "x", a.x.dtype, [&](auto type) {
+    using T = typename DeviceType<typename decltype(type)::type>::type;
+    constexpr int N = 16 / sizeof(T);
+    packs ? backward(Type<T>{}, std::integral_constant<int, N>{})
+          : backward(Type<T>{}, std::integral_constant<int, 1>{});
+  });
 }
 
 }  // namespace tigon::cuda
