@@ -291,11 +291,7 @@ Plan plan_of(int64_t channels, int64_t places, int64_t longest) {
   TIGON_CHECK(kOp, places / N <= INT32_MAX && channels <= INT32_MAX,
               "a channel has at most 2^31 places, got ", places);
   const int most = device_facts().shared_per_block - 2048;  // bytes
-  static OncePerDevice configured;
   static ClusterRoom room;
-  configured.run(kOp, [&] {
-    TIGON_CUDA_CHECK(kOp, cudaFuncSetAttribute(Kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
-  });
   Plan plan = {};
   for (int blocks = 1; blocks <= kMostBlocks; blocks *= 2) {
     Split split = split_of(channels, places / N, blocks, longest, N > 1);
