@@ -96,9 +96,9 @@ class OncePerDevice {
   std::array<std::atomic<bool>, kMostDevices> done_{};
 };
 
-// How many clusters of a kernel the device runs at a time (or blocks, where they are alone); 0 where it has no room for one. The
-// last answer is remembered, by device and blocks of a cluster: one of these belongs to each kernel, whose shared memory follows
-// from its threads.
+// How many clusters of a kernel the device runs at a time, with so much dynamic shared memory a block (or blocks, where they are
+// alone); 0 where it has no room for one. The last answer is remembered, by device and blocks of a cluster: one of these belongs to
+// each kernel.
 class ClusterRoom {
  public:
   template <class Kernel>
@@ -106,9 +106,10 @@ class ClusterRoom {
     if ((blocks > 1 && device_facts().capability < 90) || blocks > kMost) return 0;
     int device = 0;
     TIGON_CUDA_CHECK(op, cudaGetDevice(&device));
-    std::atomic<uint32_t>& last = last_[size_t(device)][size_t(blocks)];
-    const uint32_t seen = last.load(std::memory_order_relaxed);
-    if (seen >> 16 == uint32_t(threads)) return int(seen & 0xffff);
+    std::atomic<uint64_t>& last = last_[size_t(device)][size_t(blocks)];
+    const uint64_t seen = last.load(std::memory_order_relaxed),
+                   asked = uint64_t(shared) << 16 | uint64_t(threads);
+    if (seen >> 16 == asked) return int(seen & 0xffff);
     if (shared > 0) {  // as much as there is besides the kernel's own
       cudaFuncAttributes own;
       TIGON_CUDA_CHECK(op, cudaFuncGetAttributes(&own, kernel));
@@ -137,13 +138,13 @@ class ClusterRoom {
       }
     }
     room = std::min(room, 0xffff);
-    last.store(uint32_t(threads) << 16 | uint32_t(room), std::memory_order_relaxed);
+    last.store(asked << 16 | uint64_t(room), std::memory_order_relaxed);
     return room;
   }
 
  private:
   static constexpr int kPortable = 8, kMost = 16;
-  std::array<std::array<std::atomic<uint32_t>, kMost + 1>, kMostDevices> last_{};
+  std::array<std::array<std::atomic<uint64_t>, kMost + 1>, kMostDevices> last_{};
 };
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

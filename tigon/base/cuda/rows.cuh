@@ -109,8 +109,14 @@ int64_t persistent_blocks(const char* op, Kernel* kernel, int threads, size_t sh
 }
 
 // Sums over p < partials of rows[p]: the last step of a deterministic column reduction, in fixed order. A row holds the `outs`
-// side by side, as many numbers as each one's size; one without data is not wanted.
+// side by side, as many numbers as each one's size; one without data is not wanted. Total: in the same launch, the sum of so many
+// numbers.
+struct Total {
+  const float* parts = nullptr;
+  int64_t count = 0;
+  Vector out = {};
+};
 void sum_partials(const char* op, Context& ctx, const float* rows, int64_t partials,
-                  std::initializer_list<Vector> outs);
+                  std::initializer_list<Vector> outs, const Total& total = {});
 
 }  // namespace tigon::cuda

@@ -8,22 +8,27 @@ namespace tigon::cpu {
 namespace {
 
 struct DytForwardRow {
-  const void *x, *alpha, *weight, *bias;
+  const void* x;
+  float alpha;
+  const float *weight, *bias;  // null: none
   void* y;
   int64_t cols;
 };
 struct DytBackwardRow {
-  const void *dy, *x, *alpha, *weight;
+  const void *dy, *x;
+  float alpha;
+  const float* weight;  // null: none
   void* dx;
   float *dweight, *dbias;
   int64_t cols;
 };
 struct DytKernels {
+  void (*widen)(const void*, float*, int64_t);
   void (*forward)(const DytForwardRow&);
   float (*backward)(const DytBackwardRow&);
 };
 struct DytTable {
-  DytKernels at[3][2];
+  DytKernels at[3];
 };
 
 }  // namespace
@@ -39,27 +44,35 @@ constexpr int64_t kRowsPerTask = 16;
 constexpr int64_t kMaxPartials = 64;  // of column sums: fixed by shape, so results do not depend on threads
 constexpr int64_t kRun = 1024;
 
-const DytKernels& kernels_for(DType x, const Vector& alpha) {
-  return TIGON_SELECT(dyt_table).at[int(x)][alpha.dtype == DType::f32];
+const DytKernels& kernels_for(DType dtype) { return TIGON_SELECT(dyt_table).at[int(dtype)]; }
+
+// A parameter in fp32, where it is or as a copy; nullptr stays nullptr.
+const float* widened(Context& ctx, const Vector& v) {
+  if (!v || v.dtype == DType::f32) return v.as<float>();
+  float* copy = ctx.scratch_of<float>(v.size);
+  kernels_for(v.dtype).widen(v.data, copy, v.size);
+  return copy;
 }
 
 }  // namespace
 
 void dyt_fwd(Context& ctx, const DytFwd& a) {
-  const DytKernels& k = kernels_for(a.x.dtype, a.alpha);
+  const DytKernels& k = kernels_for(a.x.dtype);
+  const float alpha = *widened(ctx, a.alpha), *weight = widened(ctx, a.weight), *bias = widened(ctx, a.bias);
   parallel(ctx, (a.x.rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
     for (int64_t r = task * kRowsPerTask, end = std::min(a.x.rows, r + kRowsPerTask); r < end; ++r)
       k.forward({.x = element_at(a.x, r, 0),
-                 .alpha = a.alpha.data,
-                 .weight = a.weight.data,
-                 .bias = a.bias.data,
+                 .alpha = alpha,
+                 .weight = weight,
+                 .bias = bias,
                  .y = element_at(a.y, r, 0),
                  .cols = a.x.cols});
   });
 }
 
 void dyt_bwd(Context& ctx, const DytBwd& a) {
-  const DytKernels& k = kernels_for(a.x.dtype, a.alpha);
+  const DytKernels& k = kernels_for(a.x.dtype);
+  const float alpha = *widened(ctx, a.alpha), *weight = widened(ctx, a.weight);
   int64_t rows = a.x.rows, cols = a.x.cols;
   int64_t chunk = std::max(kRowsPerTask, (rows + kMaxPartials - 1) / kMaxPartials);
   int64_t chunks = (rows + chunk - 1) / chunk;
@@ -77,8 +90,8 @@ void dyt_bwd(Context& ctx, const DytBwd& a) {
       for (int64_t i = 0; i < cols; i += kRun)
         total += double(k.backward({.dy = element_at(a.dy, r, i),
                                     .x = element_at(a.x, r, i),
-                                    .alpha = a.alpha.data,
-                                    .weight = element_at(a.weight, i),
+                                    .alpha = alpha,
+                                    .weight = weight ? weight + i : nullptr,
                                     .dx = element_at(a.dx, r, i),
                                     .dweight = dw ? dw + i : nullptr,
                                     .dbias = db ? db + i : nullptr,

@@ -5,7 +5,7 @@
 // 31 and 46 at the speed of the memory (bf16).
 //
 // A row needs nothing of its other columns, so blocks are tiles of columns that walk down the rows: a thread keeps its columns'
-// parameters and sums in registers, some rows of loads together. Rows shorter than a tile share it.
+// parameters and sums in registers, two rows of loads together. Rows shorter than a tile share it.
 #include <algorithm>
 
 #include "tigon/base/cuda/math.cuh"
@@ -20,17 +20,19 @@ namespace {
 
 constexpr const char* kOp = "dyt";
 constexpr int kThreads = 256;
-// Rows that a thread loads together, and blocks a multiprocessor: the backward's sums take the registers of two blocks.
+constexpr int kInFlight = 2;  // rows that a thread loads together
+// Blocks a multiprocessor that the registers leave room for, and parts of the rows: the backward's, which end in sums, as many.
 template <bool Backward>
-constexpr int kInFlight = Backward ? 4 : 2;
+constexpr int kBlocks = Backward ? 3 : 5;
 template <bool Backward>
-constexpr int kBlocks = Backward ? 2 : 32;
+constexpr int kParts = Backward ? 3 : 32;
 
-// How the blocks share the matrix: threads of a block that lie side by side in a row (a power of two), tiles of columns, rows of a
-// part.
+// How the blocks share the matrix: threads of a block that lie side by side in a row, rows that it has at a time; tiles of columns,
+// rows of a part.
 struct Walk {
-  int64_t rows, cols, tiles, chunk;
-  int across;
+  int64_t rows, cols, chunk;
+  uint32_t tiles, across, groups;
+  uint32_t inverse;  // of across, in 65536ths, rounded up: exact for the threads of a block
 };
 
 template <class X, class W>
@@ -44,16 +46,17 @@ struct Dyt {
 };
 
 template <class X, class W, int N, bool Backward>
-__global__ __launch_bounds__(kThreads) void dyt_kernel(const __grid_constant__ Dyt<X, W> p) {
+__global__ __launch_bounds__(kThreads,
+                             kBlocks<Backward>) void dyt_kernel(const __grid_constant__ Dyt<X, W> p) {
   __shared__ float slots[32];
   __shared__ __align__(16) float shared[Backward ? kThreads * N : 1];
   wait_for_kernel_ahead();
   let_next_kernel_start();
-  constexpr int kRows = kInFlight<Backward>;
-  const int across = p.walk.across, groups = kThreads / across, group = threadIdx.x / across;
-  const int64_t tile = blockIdx.x % p.walk.tiles, part = blockIdx.x / p.walk.tiles;
-  const int64_t column = (tile * across + threadIdx.x % across) * N;
-  const bool inside = column < p.walk.cols;
+  const int across = int(p.walk.across), groups = int(p.walk.groups);
+  const int group = int(threadIdx.x * p.walk.inverse >> 16), lane = int(threadIdx.x) - group * across;
+  const int64_t part = blockIdx.x / p.walk.tiles, tile = blockIdx.x % p.walk.tiles;
+  const int64_t column = (tile * across + lane) * N;
+  const bool inside = column < p.walk.cols && group < groups;
   const float alpha = widen(*p.alpha);
   Pack<W, N> weight, bias;
 #pragma unroll
@@ -62,16 +65,16 @@ __global__ __launch_bounds__(kThreads) void dyt_kernel(const __grid_constant__ D
   if (inside && p.bias) bias = load<W, N>(p.bias + column);
   float dweight[N] = {}, dbias[N] = {}, dalpha = 0.0f;
   const int64_t end = min((part + 1) * p.walk.chunk, p.walk.rows);
-  for (int64_t first = part * p.walk.chunk + group; inside && first < end; first += groups * kRows) {
-    Pack<X, N> x[kRows], dy[kRows];
+  for (int64_t first = part * p.walk.chunk + group; inside && first < end; first += groups * kInFlight) {
+    Pack<X, N> x[kInFlight], dy[kInFlight];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < kInFlight; ++i) {
       int64_t row = first + i * groups;
       x[i] = load_where<X, N>(row < end, p.x + row * p.x_stride + column);
       if constexpr (Backward) dy[i] = load_where<X, N>(row < end, p.dy + row * p.dy_stride + column);
     }
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < kInFlight; ++i) {
       int64_t row = first + i * groups;
       if (row >= end) continue;
       float out[N];
@@ -95,35 +98,43 @@ __global__ __launch_bounds__(kThreads) void dyt_kernel(const __grid_constant__ D
     }
   }
   if constexpr (Backward) {
-    dalpha = reduce_row<Sum, kThreads>(dalpha, slots);
+    dalpha = reduce_row<Sum, 0>(dalpha, slots);
     if (threadIdx.x == 0 && p.dalpha) p.dalpha[blockIdx.x] = dalpha;
     if (p.sums == nullptr) return;
+    float* sums = p.sums + part * 2 * p.walk.cols + column;
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {  // over the groups of the block, in order
-      __syncthreads();
+    for (int k = 0; k < 2; ++k) {
+      if (groups > 1) {  // over the groups of the block, in order
+        __syncthreads();
 #pragma unroll
-      for (int j = 0; j < N; ++j) shared[threadIdx.x * N + j] = k == 0 ? dweight[j] : dbias[j];
-      __syncthreads();
-      if (group != 0 || !inside) continue;
+        for (int j = 0; j < N; ++j) shared[j * kThreads + threadIdx.x] = k == 0 ? dweight[j] : dbias[j];
+        __syncthreads();
+      }
+      if (group != 0 || column >= p.walk.cols) continue;
+      Pack<float, N> total;
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        float total = 0.0f;
-        for (int g = 0; g < groups; ++g) total += shared[(g * across + threadIdx.x) * N + j];
-        p.sums[(part * 2 + k) * p.walk.cols + column + j] = total;
+        total.v[j] = k == 0 ? dweight[j] : dbias[j];
+        for (int g = 1; g < groups; ++g) total.v[j] += shared[j * kThreads + g * across + lane];
       }
+      store<float, N>(sums + k * p.walk.cols, total);
     }
   }
 }
 
-// Enough parts that every multiprocessor has several blocks, and that a part has work for every group of a block.
+// Rows longer than a tile in whole tiles, which begin at lines of memory; shorter ones in as many groups of threads as find room.
 template <bool Backward>
 Walk walk_of(int64_t rows, int64_t cols, int pack) {
-  int64_t packs = cols / pack;
-  int across = 8;
-  while (across < kThreads && across < packs) across *= 2;
-  int64_t tiles = ceil_div(packs, across), least = int64_t(kThreads / across) * kInFlight<Backward>;
-  int64_t parts = std::max<int64_t>(1, int64_t(device_facts().sms) * kBlocks<Backward> / tiles);
-  return {rows, cols, tiles, std::max(least, ceil_div(rows, parts)), across};
+  const int64_t packs = ceil_div(cols, pack), tiles = ceil_div(packs, kThreads);
+  const int64_t across = std::min<int64_t>(packs, kThreads), groups = kThreads / across;
+  const int64_t parts = std::max<int64_t>(1, device_facts().sms * kParts<Backward> / tiles);
+  return {.rows = rows,
+          .cols = cols,
+          .chunk = std::max(groups * kInFlight, ceil_div(rows, parts)),
+          .tiles = uint32_t(tiles),
+          .across = uint32_t(across),
+          .groups = uint32_t(groups),
+          .inverse = uint32_t(65536 / across + 1)};
 }
 
 // fn(x type, parameter type, pack)
@@ -148,11 +159,10 @@ int64_t run(Context& ctx, Dyt<X, W>& p, int64_t rows, int64_t cols, bool wants_s
   int64_t parts = ceil_div(rows, p.walk.chunk);
   if (Backward) p.dalpha = ctx.scratch_of<float>(parts * p.walk.tiles);
   if (wants_sums) p.sums = ctx.scratch_of<float>(parts * 2 * cols);
-  Grid grid{.blocks = parts * p.walk.tiles, .threads = kThreads, .early = true};
-  if (wide)
-    launch(kOp, ctx, dyt_kernel<X, W, kPack, Backward>, grid, p);
-  else
-    launch(kOp, ctx, dyt_kernel<X, W, 1, Backward>, grid, p);
+  Grid grid{.blocks = parts * p.walk.tiles,
+            .threads = int(ceil_div(p.walk.across * p.walk.groups, 32) * 32),
+            .early = true};
+  launch(kOp, ctx, wide ? dyt_kernel<X, W, kPack, Backward> : dyt_kernel<X, W, 1, Backward>, grid, p);
   return parts;
 }
 
@@ -191,8 +201,7 @@ void dyt_bwd(Context& ctx, const DytBwd& a) {
                 .alpha = a.alpha.as<W>(),
                 .weight = a.weight.as<W>()};
     int64_t parts = run<true>(ctx, p, a.x.rows, a.x.cols, a.dweight || a.dbias);
-    sum_partials(kOp, ctx, p.sums, parts, {dweight, dbias});
-    if (a.dalpha) sum_partials(kOp, ctx, p.dalpha, parts * p.walk.tiles, {a.dalpha});
+    sum_partials(kOp, ctx, p.sums, parts, {dweight, dbias}, {p.dalpha, parts * p.walk.tiles, a.dalpha});
   });
 }
 

@@ -1,15 +1,15 @@
 // CUDA backend of embedding.
 //
 // Bytes per element (b = element size): forward 2b; backward b per element of dy and b per element of dweight. Two conversions
-// and an addition or multiplication each: nowhere near the limit. Besides 8 bytes a token and pass of the sort.
+// and an addition or multiplication each: nowhere near the limit. Besides, every block of the sort reads the ids, out of L2.
 //
 // Backward
-//   sort    Positions by id: a stable radix sort, least digit first, of 9 bits a pass at most. A block counts the digits of
-//           its tile by warp; in a second launch every block knows from all counts where its own begin. An id that gets no
-//           gradient (padding_idx, or outside the table) counts as the last of all.
+//   sort    Positions by id. Every block has some of the ids: it looks at all tokens, counts those of its ids by warp and those of
+//           earlier blocks, which is where its own begin, clears its rows that no id names, and puts its tokens in their places, in
+//           their order. No block waits for another. Blocks take every so-manyth id, since frequent ones are neighbours. An id that
+//           gets no gradient (padding_idx, or outside the table) counts as the last of all.
 //   sum     Windows of the sorted order, whatever ids lie there, so that a frequent id is as many blocks' work. A window adds
-//           its rows of dy in order and writes the sums of ids that begin and end in it; of others the part that it has. Blocks
-//           beyond the windows clear the rows that no id names.
+//           its rows of dy in order and writes the sums of ids that begin and end in it; of others the part that it has.
 //   join    The parts of an id that lies in several windows are added in order by the window where it begins.
 #include <bit>
 
@@ -37,7 +37,7 @@ Ids ids_of(const Vector& v) { return {v.data, v.dtype == DType::i64}; }
 
 // ---------------------------------------------------------------- forward
 
-constexpr int kGatherThreads = 256, kGatherHeld = 4;
+constexpr int kGatherThreads = 128, kGatherHeld = 4;
 
 // Packs of all rows as one sequence; a thread's loads are in flight together.
 template <class T, int N>
@@ -75,121 +75,170 @@ __global__ __launch_bounds__(kGatherThreads) void gather_kernel(Ids ids, const T
 
 // ---------------------------------------------------------------- sort
 
-constexpr int kSortThreads = 512, kSortWarps = kSortThreads / 32, kMostTiles = 128, kMaxDigit = 9;
-static_assert(1 << kMaxDigit <= kSortThreads);
+constexpr int kSortThreads = 1024, kSortWarps = kSortThreads / 32,
+              kTogether = 4;  // kTogether: loads in flight
 
-// What is sorted: ids at first, then keys with their positions.
-struct Unsorted {
-  Ids ids;              // first pass
-  const uint32_t* key;  // later ones
-  const int32_t* position;
-  int count, vocabulary, tile;  // tile: a block's elements, a multiple of kSortThreads
+// The order of ids: by block, every 2^blocks-th id is one's; then by number. `range`: ids of a block, below 2^places.
+struct Order {
+  int blocks, places;
+  uint32_t range;
+
+  __device__ __forceinline__ uint32_t begin(uint32_t block) const { return block << places; }
+  __device__ __forceinline__ uint32_t key(uint32_t id) const {
+    return begin(id & ((1u << blocks) - 1)) | id >> blocks;
+  }
+  __device__ __forceinline__ uint32_t id(uint32_t key) const {
+    return (key & ((1u << places) - 1)) << blocks | key >> places;
+  }
+  // Of what gets no gradient: the last of the last block.
+  __device__ __forceinline__ uint32_t none() const { return begin((1u << blocks) - 1) + range; }
+};
+
+struct Sort {
+  Ids ids;
+  uint32_t count, vocabulary;
+  Order order;
   int64_t padding_idx;
+  uint32_t* key;
+  int32_t* position;
+  char* rows;  // of the table's gradient
+  int64_t row_bytes;
 
-  __device__ uint32_t key_at(int i) const {
-    if (key != nullptr) return key[i];
+  __device__ __forceinline__ uint32_t key_at(uint32_t i) const {
     const int64_t id = ids[i];
-    return id < 0 || id >= vocabulary || id == padding_idx ? uint32_t(vocabulary) : uint32_t(id);
+    return id < 0 || id >= vocabulary || id == padding_idx ? order.none() : order.key(uint32_t(id));
   }
-  __device__ int position_at(int i) const { return position != nullptr ? position[i] : i; }
-};
-struct Digit {
-  int shift, bits;
-  __device__ int of(uint32_t key) const { return int(key >> shift & ((1u << bits) - 1)); }
 };
 
-// The tile of a block, warp by warp, 32 neighbours at a time: fn(element or -1, key, digit, lanes of the same digit), called by
-// all lanes together.
+// All tokens, warp by warp, 32 neighbours at a time: fn(token, key), called by all lanes together; a key of no token is
+// 0xffffffff. Returns the turns (of 64) in which fn said so; those that are not in `turns` are left out.
 template <class Fn>
-__device__ __forceinline__ void walk_tile(const Unsorted& from, const Digit& digit, const Fn& fn) {
-  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
-  const int share = from.tile / kSortWarps;
-  for (int k = 0; k < share; k += 32) {
-    const int i = int(blockIdx.x) * from.tile + warp * share + k + lane;
-    const bool there = i < from.count;
-    const uint32_t key = there ? from.key_at(i) : 0;
-    const int d = there ? digit.of(key) : -1;
-    fn(there ? i : -1, key, d, __match_any_sync(kAllLanes, d));
-    __syncwarp();
-  }
-}
-
-// counts[block][digit].
-__global__ __launch_bounds__(kSortThreads) void count_kernel(Unsorted from, Digit digit, int* counts) {
-  __shared__ int found[1 << kMaxDigit];
-  wait_for_kernel_ahead();
-  let_next_kernel_start();
-  const int digits = 1 << digit.bits;
-  for (int d = int(threadIdx.x); d < digits; d += kSortThreads) found[d] = 0;
-  __syncthreads();
-  const unsigned below = (1u << threadIdx.x % 32) - 1;
-  walk_tile(from, digit, [&](int, uint32_t, int d, unsigned same) {
-    if (d >= 0 && (same & below) == 0) atomicAdd(&found[d], __popc(same));  // integers: any order
-  });
-  __syncthreads();
-  for (int d = int(threadIdx.x); d < digits; d += kSortThreads)
-    counts[int64_t(blockIdx.x) * digits + d] = found[d];
-}
-
-// Every element to its place: after all smaller digits, after the same digit of earlier blocks, warps and lanes.
-__global__ __launch_bounds__(kSortThreads) void place_kernel(Unsorted from, Digit digit, const int* counts,
-                                                             uint32_t* key, int32_t* position) {
-  __shared__ int next[kSortWarps][1 << kMaxDigit];
-  __shared__ int warp_sum[kSortWarps];
-  wait_for_kernel_ahead();
-  let_next_kernel_start();
-  const int tid = int(threadIdx.x), warp = tid / 32, lane = tid % 32, digits = 1 << digit.bits;
-  for (int i = tid; i < kSortWarps * digits; i += kSortThreads) next[i / digits][i % digits] = 0;
-  __syncthreads();
-  const unsigned below = (1u << lane) - 1;
-  walk_tile(from, digit, [&](int, uint32_t, int d, unsigned same) {
-    if (d >= 0 && (same & below) == 0) next[warp][d] += __popc(same);
-  });
-  // Thread d: the elements of its digit in all blocks, and in those before this one.
-  int all = 0, before = 0;
-  if (tid < digits)
-    for (int b = 0; b < int(gridDim.x); ++b) {
-      const int c = counts[int64_t(b) * digits + tid];
-      if (b < int(blockIdx.x)) before += c;
-      all += c;
-    }
-  int upto = all;  // inclusive prefix sum over digits
+__device__ __forceinline__ uint64_t walk_tokens(const Sort& p, uint64_t turns, const Fn& fn) {
+  const uint32_t warp = threadIdx.x / 32, share = (p.count + kSortThreads - 1) / kSortThreads;
+  const uint32_t first = warp * share * 32 + threadIdx.x % 32;
+  uint64_t said = 0;
+  for (uint32_t t = 0; t < share; t += kTogether) {
+    uint32_t key[kTogether];
 #pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(kAllLanes, upto, step);
-    if (lane >= step) upto += other;
+    for (int k = 0; k < kTogether; ++k) {
+      const uint32_t i = first + (t + k) * 32;
+      const bool wanted = t + k < share && i < p.count && (turns >> (t + k) % 64 & 1);
+      key[k] = wanted ? p.key_at(i) : 0xffffffffu;
+    }
+#pragma unroll
+    for (int k = 0; k < kTogether; ++k)
+      if (fn(first + (t + k) * 32, key[k])) said |= uint64_t(1) << (t + k) % 64;
   }
-  if (lane == 31) warp_sum[warp] = upto;
-  __syncthreads();
-  for (int w = 0; w < warp; ++w) upto += warp_sum[w];
-  if (tid < digits) {
-    int at = upto - all + before;
-    for (int w = 0; w < kSortWarps; ++w) {
-      const int c = next[w][tid];
-      next[w][tid] = at;
-      at += c;
+  return said;
+}
+
+// Rows of the block that no id names.
+__device__ __forceinline__ void clear_rows(const Sort& p, const bool* named) {
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, begin = p.order.begin(blockIdx.x);
+  const bool whole = p.row_bytes % 16 == 0 && reinterpret_cast<uintptr_t>(p.rows) % 16 == 0;
+  for (uint32_t d = warp; d < p.order.range; d += kSortWarps) {
+    const uint32_t id = p.order.id(begin + d);
+    if (named[d] || id >= p.vocabulary) continue;
+    char* row = p.rows + id * p.row_bytes;
+    if (whole) {
+#pragma unroll 4
+      for (int64_t c = lane * 16; c < p.row_bytes; c += 512) *reinterpret_cast<uint4*>(row + c) = uint4{};
+    } else {
+      for (int64_t c = lane * 2; c < p.row_bytes; c += 64) *reinterpret_cast<uint16_t*>(row + c) = 0;
     }
   }
+}
+
+// Count: of a block's tokens.
+template <class Count>
+__global__ __launch_bounds__(kSortThreads) void sort_kernel(const __grid_constant__ Sort p) {
+  extern __shared__ uint4 shared[];
+  __shared__ int warp_sum[kSortWarps], warp_before[kSortWarps];
+  const int tid = int(threadIdx.x), warp = tid / 32, lane = tid % 32;
+  const int pitch = int(p.order.range + 2) & ~1;
+  Count* const next = reinterpret_cast<Count*>(shared);  // [warp][id of the block]
+  bool* const named = reinterpret_cast<bool*>(next + kSortWarps * pitch);
+  const uint32_t begin = p.order.begin(blockIdx.x);
+  const int ids = int(p.order.range) + (blockIdx.x + 1 == gridDim.x);
+  wait_for_kernel_ahead();
+  let_next_kernel_start();
+  for (int i = tid; i < kSortWarps * pitch / int(4 / sizeof(Count)); i += kSortThreads)
+    reinterpret_cast<int*>(next)[i] = 0;
   __syncthreads();
-  walk_tile(from, digit, [&](int i, uint32_t k, int d, unsigned same) {
-    if (d >= 0) {
-      const int to = next[warp][d] + __popc(same & below);
-      key[to] = k, position[to] = from.position_at(i);
+  Count* const mine = next + warp * pitch;
+  const unsigned lower = (1u << lane) - 1;
+  int before = 0;
+  const uint64_t turns = walk_tokens(p, ~uint64_t(0), [&](uint32_t, uint32_t key) {
+    const uint32_t d = key - begin;
+    const bool own = d < uint32_t(ids);
+    before += key < begin;
+    if (!__any_sync(kAllLanes, own)) return false;
+    const unsigned same = __match_any_sync(kAllLanes, own ? d : 0xffffffffu);
+    if (own && (same & lower) == 0) mine[d] += Count(__popc(same));
+    __syncwarp();
+    return true;
+  });
+  before = __reduce_add_sync(kAllLanes, before);
+  if (lane == 0) warp_before[warp] = before;
+  __syncthreads();
+  // Thread d: where an id's tokens begin behind the block's first, warp by warp.
+  for (int base = 0, upto = 0; base < ids; base += kSortThreads) {
+    const int d = base + tid;
+    int all = 0;
+    if (d < ids) {
+#pragma unroll 8
+      for (int w = 0; w < kSortWarps; ++w) all += next[w * pitch + d];
+      named[d] = all > 0;
+    }
+    int sum = all;  // inclusive prefix sum over ids
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(kAllLanes, sum, step);
+      if (lane >= step) sum += other;
+    }
+    if (lane == 31) warp_sum[warp] = sum;
+    __syncthreads();
+    const int of_warp = warp_sum[lane];
+    sum += upto + __reduce_add_sync(kAllLanes, lane < warp ? of_warp : 0);
+    upto += __reduce_add_sync(kAllLanes, of_warp);
+    if (d < ids) {
+      int at = sum - all;
+#pragma unroll 8
+      for (int w = 0; w < kSortWarps; ++w) {
+        const int c = next[w * pitch + d];
+        next[w * pitch + d] = Count(at);
+        at += c;
+      }
+    }
+    __syncthreads();
+  }
+  clear_rows(p, named);
+  const int offset = __reduce_add_sync(kAllLanes, warp_before[lane]);
+  walk_tokens(p, turns, [&](uint32_t i, uint32_t key) {
+    const uint32_t d = key - begin;
+    const bool own = d < uint32_t(ids);
+    if (!__any_sync(kAllLanes, own)) return false;
+    const unsigned same = __match_any_sync(kAllLanes, own ? d : 0xffffffffu);
+    if (own) {
+      const int to = offset + int(mine[d]) + __popc(same & lower);
+      p.key[to] = key, p.position[to] = int32_t(i);
     }
     __syncwarp();
-    if (d >= 0 && (same & below) == 0) next[warp][d] += __popc(same);
+    if (own && (same & lower) == 0) mine[d] += Count(__popc(same));
+    __syncwarp();
+    return true;
   });
 }
 
 // ---------------------------------------------------------------- sums
 
 constexpr int kSumThreads = 128, kJoinGroups = 4, kAhead = 8;  // kAhead: loads in flight
-constexpr int kClear = 64;                                     // ids of a block that clears
 
 struct Sorted {
   const uint32_t* key;
   const int32_t* position;
-  int count, vocabulary;
+  int count;
+  Order order;
 };
 
 // The first place in [from, to) whose key is at least `key`; all lanes of a warp ask for the same.
@@ -213,63 +262,28 @@ struct Sums {
   T* dweight;
   float* parts;  // [window][of an id from before, of one that goes on][H]
   int64_t dy_stride;
-  int window, windows, cols, slices, clear_blocks;
+  int window, windows, cols, slices;
   float scale;
 };
 
-// Rows that no id names, kClear ids a block.
 template <class T, int N>
-__device__ __forceinline__ void clear_rows(const Sums<T>& p, int block) {
-  __shared__ int range[2];
-  __shared__ bool named[kClear];
-  const int tid = int(threadIdx.x), first = block * kClear, last = min(first + kClear, p.sorted.vocabulary);
-  const uint32_t* keys = p.sorted.key;
-  if (tid / 32 < 2) {
-    const int at = first_not_below(keys, 0, p.sorted.count, uint32_t(tid / 32 == 0 ? first : last));
-    if (tid % 32 == 0) range[tid / 32] = at;
-  }
-  __syncthreads();
-  if (tid < last - first) {
-    const uint32_t key = uint32_t(first + tid);
-    int from = range[0], to = range[1];
-    while (from < to) {
-      const int middle = from + (to - from) / 2;
-      if (keys[middle] < key)
-        from = middle + 1;
-      else
-        to = middle;
-    }
-    named[tid] = from < range[1] && keys[from] == key;
-  }
-  __syncthreads();
-  Pack<T, N> zero = {};
-  for (int r = 0; r < last - first; ++r) {
-    if (named[r]) continue;
-    T* out = p.dweight + int64_t(first + r) * p.cols;
-    for (int c = tid * N; c < p.cols; c += kSumThreads * N) store<T, N>(out + c, zero);
-  }
-}
-
-template <class T, int N>
-__device__ __forceinline__ void write_row(const Sums<T>& p, uint32_t id, int column, const float (&sum)[N]) {
+__device__ __forceinline__ void write_row(const Sums<T>& p, uint32_t key, int column, const float (&sum)[N]) {
   float v[N];
 #pragma unroll
   for (int j = 0; j < N; ++j) v[j] = embedding_scaled(sum[j], p.scale);
   Pack<T, N> out;
   out.set(v);
-  store<T, N>(p.dweight + int64_t(id) * p.cols + column, out);
+  store<T, N>(p.dweight + int64_t(p.sorted.order.id(key)) * p.cols + column, out);
 }
 
 template <class T, int N>
 __global__ __launch_bounds__(kSumThreads) void sum_kernel(const __grid_constant__ Sums<T> p) {
   wait_for_kernel_ahead();
   let_next_kernel_start();
-  const int summing = p.windows * p.slices;
-  if (int(blockIdx.x) >= summing) return clear_rows<T, N>(p, int(blockIdx.x) - summing);
   const int window = int(blockIdx.x) / p.slices, slice = int(blockIdx.x) % p.slices;
   const int column = (slice * kSumThreads + int(threadIdx.x)) * N;
   if (column >= p.cols) return;
-  const uint32_t *key = p.sorted.key, none = uint32_t(p.sorted.vocabulary);
+  const uint32_t *key = p.sorted.key, none = p.sorted.order.none();
   const int from = window * p.window, to = min(from + p.window, p.sorted.count);
   bool begins = from == 0 || key[from - 1] != key[from];
   float sum[N] = {};
@@ -314,7 +328,7 @@ __global__ __launch_bounds__(kSumThreads* kJoinGroups) void join_kernel(const __
   const int end = (window + 1) * p.window, begin = end - p.window;  // there is a window after this one
   const uint32_t* key = p.sorted.key;
   const uint32_t id = key[end - 1];
-  if (id >= uint32_t(p.sorted.vocabulary) || key[end] != id) return;
+  if (id >= p.sorted.order.none() || key[end] != id) return;
   if (begin > 0 && key[begin - 1] == id) return;
   const int last = (first_not_below(key, end, p.sorted.count, id + 1) - 1) / p.window;
   const int thread = int(threadIdx.x) % kSumThreads, group = int(threadIdx.x) / kSumThreads;
@@ -358,35 +372,50 @@ void launch_sums(Context& ctx, Sums<T> p) {
   constexpr const char* op = "embedding_bwd";
   p.slices = int(ceil_div(p.cols, kSumThreads * N));
   launch(op, ctx, sum_kernel<T, N>,
-         {.blocks = int64_t(p.windows) * p.slices + p.clear_blocks, .threads = kSumThreads, .early = true},
-         p);
+         {.blocks = int64_t(p.windows) * p.slices, .threads = kSumThreads, .early = true}, p);
   if (p.windows > 1)
     launch(op, ctx, join_kernel<T, N>,
            {.blocks = int64_t(p.windows - 1) * p.slices, .threads = kSumThreads * kJoinGroups, .early = true},
            p);
 }
 
-Sorted sort(Context& ctx, const EmbeddingBwd& a) {
+// As many blocks as find room for their counters, 128 at least: about one a multiprocessor.
+template <class Count>
+Order sort_into(Context& ctx, Sort p) {
   constexpr const char* op = "embedding_bwd";
-  const int count = int(a.ids.size), vocabulary = int(a.dweight.rows);
-  const int bits = int(std::bit_width(unsigned(vocabulary)));  // `vocabulary` itself is a key
-  const int passes = int(ceil_div(bits, kMaxDigit)), width = int(ceil_div(bits, passes));
-  const int tile = int(ceil_div(count, kMostTiles * kSortThreads)) * kSortThreads;
-  const int64_t blocks = count > 0 ? ceil_div(count, tile) : 0;
-  int* counts = ctx.scratch_of<int>(blocks << width);
-  uint32_t* keys = ctx.scratch_of<uint32_t>(2 * int64_t(count));
-  int32_t* positions = ctx.scratch_of<int32_t>(2 * int64_t(count));
-  Unsorted from = {ids_of(a.ids), nullptr, nullptr, count, vocabulary, tile, a.padding_idx};
-  Grid grid = {.blocks = blocks, .threads = kSortThreads, .early = true};
-  for (int pass = 0; pass < passes && count > 0; ++pass) {
-    const Digit digit = {pass * width, width};
-    uint32_t* key = keys + int64_t(pass % 2) * count;
-    int32_t* position = positions + int64_t(pass % 2) * count;
-    launch(op, ctx, count_kernel, grid, from, digit, counts);
-    launch(op, ctx, place_kernel, grid, from, digit, counts, key, position);
-    from.key = key, from.position = position;
+  const int room = device_facts().shared_per_block - 1024;
+  static OncePerDevice configured;
+  configured.run(op, [&] {
+    TIGON_CUDA_CHECK(
+        op, cudaFuncSetAttribute(sort_kernel<Count>, cudaFuncAttributeMaxDynamicSharedMemorySize, room));
+  });
+  Order& order = p.order;
+  int64_t bytes = 0;
+  for (order.blocks = 7;; ++order.blocks) {
+    order.range = uint32_t(ceil_div(p.vocabulary, int64_t(1) << order.blocks));
+    bytes = (int64_t(order.range) + 2) * (kSortWarps * int64_t(sizeof(Count)) + 1);
+    if (bytes <= room) break;
   }
-  return {from.key, from.position, count, vocabulary};
+  order.places = int(std::bit_width(order.range - 1));
+  launch(
+      op, ctx, sort_kernel<Count>,
+      {.blocks = int64_t(1) << order.blocks, .threads = kSortThreads, .shared = size_t(bytes), .early = true},
+      p);
+  return order;
+}
+
+Sorted sort(Context& ctx, const EmbeddingBwd& a) {
+  const Sort p = {.ids = ids_of(a.ids),
+                  .count = uint32_t(a.ids.size),
+                  .vocabulary = uint32_t(a.dweight.rows),
+                  .order = {},
+                  .padding_idx = a.padding_idx,
+                  .key = ctx.scratch_of<uint32_t>(a.ids.size),
+                  .position = ctx.scratch_of<int32_t>(a.ids.size),
+                  .rows = static_cast<char*>(a.dweight.data),
+                  .row_bytes = a.dweight.cols * int64_t(size_of(a.dweight.dtype))};
+  const Order order = a.ids.size <= UINT16_MAX ? sort_into<uint16_t>(ctx, p) : sort_into<uint32_t>(ctx, p);
+  return {p.key, p.position, int(a.ids.size), order};
 }
 
 }  // namespace
@@ -411,7 +440,7 @@ void embedding_fwd(Context& ctx, const EmbeddingFwd& a) {
 }
 
 void embedding_bwd(Context& ctx, const EmbeddingBwd& a) {
-  constexpr int kShortest = 32, kMostWindows = 1024;
+  constexpr int kShortest = 64, kMostWindows = 512;
   const Sorted sorted = sort(ctx, a);
   int window = kShortest;
   while (ceil_div(sorted.count, window) > kMostWindows) window *= 2;
@@ -429,7 +458,6 @@ void embedding_bwd(Context& ctx, const EmbeddingBwd& a) {
                        .windows = windows,
                        .cols = int(a.dweight.cols),
                        .slices = 0,
-                       .clear_blocks = int(ceil_div(a.dweight.rows, kClear)),
                        .scale = a.scale};
     const bool whole = packs_align(a.dy.data, a.dy.stride, a.dy.cols, sizeof(T)) &&
                        packs_align(a.dweight.data, a.dweight.cols, a.dweight.cols, sizeof(T));
