@@ -37,6 +37,8 @@ CASES = [
     test_case("many_channels", shape=(2, 512, 8), groups=4),
     test_case("long", shape=(1, 4, 9000), groups=2),
     test_case("longer", shape=(1, 2, 264, 264), groups=1),
+    test_case("longest", shape=(1, 2, 520, 1000), groups=1),
+    test_case("many_groups", shape=(700, 12, 64), groups=3),
     test_case("columns", shape=(2, 8, 9, 10), layout="columns", grad_layout="columns"),
     test_case("misaligned", shape=(2, 8, 64), layout="offset1", grad_layout="offset1"),
     test_case("grad_expanded", shape=(3, 8, 16), grad_layout="expanded"),
