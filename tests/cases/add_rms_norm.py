@@ -39,6 +39,10 @@ CASES = [
     test_case("3x16384", shape=(3, 16384)),
     test_case("2x20480", shape=(2, 20480)),
     test_case("wide", shape=(2, 70001)),
+    # Rows too long for a block, more of them than there are clusters of blocks.
+    test_case("many_long", shape=(141, 18432)),
+    test_case("many_long_odd", shape=(141, 20001)),
+    test_case("wide_misaligned", shape=(3, 70000), layout="offset1"),
     test_case("rows", shape=(9, 130), layout="rows", residual_layout="rows", grad_layout="rows"),
     test_case("columns", shape=(9, 130), layout="columns", residual_layout="transposed"),
     test_case("misaligned", shape=(7, 256), layout="offset1", grad_layout="offset1"),

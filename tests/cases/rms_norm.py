@@ -51,6 +51,10 @@ CASES = [
     test_case("33x4096", shape=(33, 4096)),
     test_case("5x4097", shape=(5, 4097)),
     test_case("wide", shape=(2, 70001)),
+    # Rows too long for a block, more of them than there are clusters of blocks.
+    test_case("many_long", shape=(141, 18432)),
+    test_case("many_long_odd", shape=(141, 20001)),
+    test_case("wide_misaligned", shape=(3, 70000), layout="offset1"),
     test_case("rows", shape=(9, 130), layout="rows", grad_layout="rows"),
     test_case("columns", shape=(9, 130), layout="columns", grad_layout="columns"),
     test_case("transposed", shape=(9, 130), layout="transposed", grad_layout="transposed"),
