@@ -100,6 +100,23 @@ def test_masked_rows_may_hold_anything(name, device):
 
 
 @pytest.mark.parametrize("name", OPS)
+def test_rows_do_not_depend_on_each_other(name, device):
+    """On CUDA blocks take row after row and skip those that do not count: the bits are those of one alone."""
+    rows = 900 if device == "cuda" else 9
+    for columns in (8200, 20000) if device == "cuda" else (520,):
+        student, teacher = _pair(rows, columns, device=device, dtype=torch.bfloat16)
+        labels = torch.where(torch.arange(rows, device=device) % 5 % 3 == 1, -100, 1)
+        loss = OPS[name](student, teacher, labels, reduction="none")
+        (grad,) = torch.autograd.grad(loss.sum(), student)
+        for r in (0, 1, rows // 2, rows - 2, rows - 1):
+            row = slice(r, r + 1)
+            one = student[row].detach().clone().requires_grad_()
+            alone = OPS[name](one, teacher[row], labels[row], reduction="none")
+            assert same_bits(alone, loss[row])
+            assert same_bits(torch.autograd.grad(alone.sum(), one)[0], grad[row])
+
+
+@pytest.mark.parametrize("name", OPS)
 def test_all_rows_masked(name, device):
     """As cross_entropy: the mean of nothing is NaN, its gradient zero."""
     student, teacher = _pair(3, 9, device=device)

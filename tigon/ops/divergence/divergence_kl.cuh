@@ -131,28 +131,28 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
     asm("" : "+r"(own_slot));  // an address in a register, not one that is worked out at every use
 
     // What is copied next: a chunk of r<ahead>.
-    const T *from_s = nullptr, *from_t = nullptr;
-    int left = 0, ahead = 0, ahead_chunk = 0;  // left: bytes from the worker's pack on
+    const char *end_s = nullptr, *end_t = nullptr;  // of the row's columns
+    int left = 0, ahead = 0, ahead_chunk = 0;       // left: bytes from the worker's pack on
     auto fetch_chunk = [&](uint32_t to) {
       if (ahead_chunk == 0) {
         const int r = ahead == 0 ? r0 : ahead == 1 ? r1 : ahead == 2 ? r2 : r3;
         left = 0;
         if (r < rows) {
           const Row<const T> x = student_of(r);
-          from_s = x.base + int64_t(tid) * N;
-          from_t = p.teacher + int64_t(r) * p.teacher_stride + first - x.lead + int64_t(tid) * N;
+          end_s = reinterpret_cast<const char*>(x.base + x.lead + n);
+          end_t = reinterpret_cast<const char*>(p.teacher + int64_t(r) * p.teacher_stride + first + n);
           left = (n - x.column(tid)) * int(sizeof(T));
         }
       }
       if (left >= 16) {
-        copy_async(to, from_s);
-        copy_async(to + kWorkers * 16, from_t);
+        copy_async(to, end_s - left);
+        copy_async(to + kWorkers * 16, end_t - left);
       } else if (left > 0) {
-        copy_async_upto(to, from_s, left);
-        copy_async_upto(to + kWorkers * 16, from_t, left);
+        copy_async_upto(to, end_s - left, left);
+        copy_async_upto(to + kWorkers * 16, end_t - left, left);
       }
       copies_commit();
-      from_s += kWorkers * N, from_t += kWorkers * N, left -= kWorkers * 16;
+      left -= kWorkers * 16;
       if (++ahead_chunk == chunks) ahead_chunk = 0, ++ahead;
     };
     constexpr uint32_t kSlot = kWorkers * 32;
@@ -247,6 +247,7 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
       const Row<const T> x = student_of(r0);
       const Row<T> to = row_like(p.dstudent + int64_t(r0) * p.dstudent_stride + first, x);
       const bool aligned = reinterpret_cast<uintptr_t>(to.base) % 16 == 0;
+      const int stored = p.dstudent != nullptr ? x.packs : 0;
       const float gain = p.factor * p.inverse * b.y * (K == DivergenceKind::reverse_kl ? p.inverse : 1.0f);
       Powers power_s(p.slope, a.x);
       const Powers power_t(p.slope, a.y);
@@ -257,10 +258,9 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
 #pragma unroll 1
       for (int h = 0; h < chunks; ++h, advance(last_slot)) {
         const int k = h * kWorkers + tid;
-        const bool there = k < x.packs && p.dstudent != nullptr;
         const uint4 words = load_shared(last_slot), others = load_shared(last_slot + kWorkers * 16);
         fetch_chunk(last_slot);
-        if (!there) continue;
+        if (k >= stored) continue;
         float s[N], t[N];
         unpack<T>(words, s);
         unpack<T>(others, t);
