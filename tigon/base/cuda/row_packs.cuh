@@ -20,8 +20,6 @@ struct Row {
     base = row - lead;
     packs = (lead + cols + N - 1) / N;
   }
-  __device__ Row(T* base, int lead, int cols)
-      : base(base), lead(lead), cols(cols), packs((lead + cols + N - 1) / N) {}
   __device__ __forceinline__ int column(int k) const { return k * N - lead; }
   __device__ __forceinline__ bool whole(int k) const { return column(k) >= 0 && column(k) + N <= cols; }
   __device__ __forceinline__ bool has(int c) const { return c >= 0 && c < cols; }
