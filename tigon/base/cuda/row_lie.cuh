@@ -7,8 +7,8 @@ namespace tigon::cuda {
 
 enum class Lying {
   packs,  // every row and every vector by column begins at a word and ends with one
-  alike,  // the rows of a turn begin at the same place of their words, which are the packs; vectors by column are shifted
-  apart,  // packs are the words of the row that is written, and all others are shifted on their way
+  alike,  // what is read begins at the same place of its words as what is written
+  apart,  // or not: packs are the words of the row that is written, and all others are shifted on their way
 };
 
 // One element, without a branch.
