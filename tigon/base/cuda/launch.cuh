@@ -48,6 +48,21 @@ __device__ __forceinline__ void wait_for_kernel_ahead() {
 #endif
 }
 
+// Registers that one group of four warps leaves to another, of a kernel whose blocks are alone on a multiprocessor: a thread has
+// Count from here on. Nothing but on sm_90a, where the compiler is told of it.
+template <int Count>
+__device__ __forceinline__ void leave_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
+#endif
+}
+template <int Count>
+__device__ __forceinline__ void take_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
+#endif
+}
+
 // For rows that `takers` blocks (or clusters of them) draw, or null where they may as well take every so many: few a taker.
 inline int* row_counter(const char* op, Context& ctx, int64_t rows, int64_t takers) {
   if (rows <= 8 * takers || rows > INT32_MAX / 2) return nullptr;
@@ -116,27 +131,26 @@ class ClusterRoom {
       TIGON_CUDA_CHECK(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                 device_facts().shared_per_block - int(own.sharedSizeBytes)));
     }
+    if (blocks > kPortable)
+      TIGON_CUDA_CHECK(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {unsigned(blocks), 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(unsigned(blocks));
+    config.blockDim = dim3(unsigned(threads));
+    config.dynamicSmemBytes = shared;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
     int room = 0;
-    if (blocks == 1) {
-      TIGON_CUDA_CHECK(op, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&room, kernel, threads, shared));
-      room *= device_facts().sms;
-    } else {
-      if (blocks > kPortable)
-        TIGON_CUDA_CHECK(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-      cudaLaunchAttribute attribute = {};
-      attribute.id = cudaLaunchAttributeClusterDimension;
-      attribute.val.clusterDim = {unsigned(blocks), 1, 1};
-      cudaLaunchConfig_t config = {};
-      config.gridDim = dim3(unsigned(blocks));
-      config.blockDim = dim3(unsigned(threads));
-      config.dynamicSmemBytes = shared;
-      config.attrs = &attribute;
-      config.numAttrs = 1;
-      if (cudaOccupancyMaxActiveClusters(&room, kernel, &config) != cudaSuccess) {
-        cudaGetLastError();
-        room = 0;
-      }
+    const cudaError_t status =
+        blocks > 1 ? cudaOccupancyMaxActiveClusters(&room, kernel, &config)
+                   : cudaOccupancyMaxActiveBlocksPerMultiprocessor(&room, kernel, threads, shared);
+    if (status != cudaSuccess) {
+      cudaGetLastError();
+      room = 0;
     }
+    if (blocks == 1) room *= device_facts().sms;
     room = std::min(room, 0xffff);
     last.store(asked << 16 | uint64_t(room), std::memory_order_relaxed);
     return room;

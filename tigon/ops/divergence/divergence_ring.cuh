@@ -385,10 +385,10 @@ __global__ __launch_bounds__(Shape::threads, 1) void ring_kernel(const __grid_co
   cluster_arrive();
   cluster_wait();
   if (warp < 0) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Shape::most));
+    take_registers<Shape::most>();
     Worker<K, T, Shape>(p, mail, memory, chunks).run();
   } else {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Shape::few));
+    leave_registers<Shape::few>();
     if (warp == 0) {
       Merger<K, T, Shape>(p, mail).run();
     } else if (warp == 1) {
