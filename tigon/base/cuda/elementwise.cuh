@@ -18,6 +18,7 @@
 
 #include <algorithm>
 
+#include "tigon/base/cuda/divider.cuh"
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/vec.cuh"
 #include "tigon/base/dispatch.h"
@@ -64,20 +65,6 @@ struct Pointwise {
 namespace pointwise_detail {
 
 inline constexpr int kThreads = 256;
-
-// Quotients of 32-bit numbers below 2^31 by a divisor below 2^31: one multiplication, one addition, one
-// shift.
-struct Divider {
-  uint32_t divisor = 1, multiplier = 0, shift = 0;
-
-  explicit Divider(int64_t d) : divisor(uint32_t(d)) {
-    while ((uint64_t(1) << shift) < divisor) ++shift;
-    multiplier = uint32_t(((uint64_t(1) << 32) * ((uint64_t(1) << shift) - divisor)) / divisor + 1);
-  }
-  __device__ __forceinline__ uint32_t divide(uint32_t n) const {
-    return (__umulhi(n, multiplier) + n) >> shift;
-  }
-};
 
 template <class F, class T>
 struct Params {

@@ -1,0 +1,145 @@
+// Rows of heads on their way to shared memory while those before them are worked on. Blocks are persistent and go over the units side
+// by side; a thread reads only what it has copied itself: no barrier, and no register waits for memory.
+#pragma once
+
+#include <array>
+
+#include "tigon/base/cuda/async_copy.cuh"
+#include "tigon/ops/rope/rope_cuda.cuh"
+
+namespace tigon::cuda::rope_kernels {
+
+// Words of a pack.
+template <class T>
+constexpr int kWordsOf = int(sizeof(T)) * kPack / 16;
+
+// Words of 16 bytes that a thread copies of a row, in stages of which all but one are on their way.
+template <int Words, int Stages>
+class Ring {
+ public:
+  static constexpr size_t kBytes = size_t(Words) * Stages * kThreads * 16;
+
+  __device__ __forceinline__ Ring() {
+    extern __shared__ uint4 ring_words[];
+    first_ = uint32_t(__cvta_generic_to_shared(ring_words + threadIdx.x));
+  }
+  // The pack that begins at a word of a stage.
+  template <class T>
+  __device__ __forceinline__ void copy(int stage, int at, const T* from) const {
+#pragma unroll
+    for (int w = 0; w < kWordsOf<T>; ++w) copy_async(word(stage, at + w), from + w * (kPack / kWordsOf<T>));
+  }
+  template <class T>
+  __device__ __forceinline__ Pack<T, kPack> read(int stage, int at) const {
+    Pack<T, kPack> r;
+#pragma unroll
+    for (int w = 0; w < kWordsOf<T>; ++w) {
+      uint4& to = reinterpret_cast<uint4*>(&r)[w];
+      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
+                   : "r"(word(stage, at + w))
+                   : "memory");
+    }
+    return r;
+  }
+  // Both packs of a row.
+  template <class T>
+  __device__ __forceinline__ void read(int stage, int at, float (&v)[kColumns]) const {
+    const auto a = read<T>(stage, at);
+    widen_packs(a, read<T>(stage, at + kWordsOf<T>), v);
+  }
+
+  // What is never copied is 0.
+  __device__ __forceinline__ void clear() const {
+    for (int w = 0; w < Words * Stages; ++w)
+      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(word(0, w)), "r"(0) : "memory");
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t word(int stage, int w) const {
+    return first_ + uint32_t(stage * Words + w) * (kThreads * 16);
+  }
+  uint32_t first_;
+};
+
+// The rows of a tensor that a thread copies, one after the other: packs `apart` columns apart.
+template <class T>
+struct Source {
+  const T* row = nullptr;
+  int64_t step = 0;
+
+  template <class Ring>
+  __device__ __forceinline__ void copy(const Ring& ring, int stage, int at, int apart) const {
+    ring.copy(stage, at, row), ring.copy(stage, at + kWordsOf<T>, row + apart);
+  }
+};
+
+// The rows of units index, index + stride, ... on their way: Stages - 1 ahead of the one that is worked on. begin(index) is the
+// unit's run and makes ready what copy(stage, wanted) copies of its next row.
+template <int Stages, class Begin, class Copy>
+class Ahead {
+ public:
+  __device__ __forceinline__ Ahead(uint32_t index, uint32_t stride, const Begin& begin, const Copy& copy)
+      : begin_(begin), copy_(copy), index_(index), stride_(stride), run_(begin(index)) {
+#pragma unroll 1
+    for (int s = 0; s < Stages - 1; ++s) start();
+  }
+  // The stage of the next row, which has arrived. The one before is free from here on.
+  __device__ __forceinline__ int turn() {
+    start();
+    copies_wait<Stages - 1>();
+    const int stage = from_;
+    from_ = from_ + 1 == Stages ? 0 : from_ + 1;
+    return stage;
+  }
+
+ private:
+  __device__ __forceinline__ void start() {
+    copy_(to_, run_.has());
+    copies_commit();
+    to_ = to_ + 1 == Stages ? 0 : to_ + 1;
+    run_.next += run_.step;
+    if (!run_.any()) run_ = begin_(index_ += stride_);
+  }
+
+  const Begin& begin_;
+  const Copy& copy_;
+  uint32_t index_, stride_;
+  Run run_;
+  int to_ = 0, from_ = 0;
+};
+
+// Heads of a unit: `most`, or fewer where that would leave the device without work.
+inline int held_of(const RopeHeads& x, int64_t heads, int64_t lanes, int most) {
+  const int64_t rows = x.batch * x.tokens * heads;
+  const int64_t wanted = int64_t(device_facts().sms) * 4 * (kThreads / lanes);
+  while (most > 1 && rows / most < wanted) most /= 2;
+  return most;
+}
+
+// Launches `kernel` on as many persistent blocks as are resident, or as there are tiles of work.
+template <auto* kernel>
+int64_t resident_blocks(const char* op, size_t shared, int64_t tiles) {
+  static OncePerDevice once;
+  static std::array<int, kMostDevices> known;
+  int device = 0;
+  TIGON_CUDA_CHECK(op, cudaGetDevice(&device));
+  int& blocks = known[size_t(device)];
+  once.run(op, [&] {
+    TIGON_CUDA_CHECK(op,
+                     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
+    TIGON_CUDA_CHECK(op, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, shared));
+  });
+  return std::min<int64_t>(tiles, int64_t(device_facts().sms) * std::max(1, blocks));
+}
+template <auto* kernel, class Params>
+void launch_resident(const char* op, Context& ctx, size_t shared, int64_t tiles, const Params& p) {
+  launch(op, ctx, kernel,
+         {.blocks = resident_blocks<kernel>(op, shared, tiles),
+          .threads = kThreads,
+          .shared = shared,
+          .early = true},
+         p);
+}
+
+}  // namespace tigon::cuda::rope_kernels
