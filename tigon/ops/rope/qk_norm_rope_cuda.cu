@@ -14,7 +14,7 @@
 namespace tigon::cuda {
 namespace {
 
-using namespace rope_kernels;
+using namespace rope_pairs;
 
 constexpr const char* kOp = "qk_norm_rope";
 
@@ -25,7 +25,7 @@ constexpr int kStages = 8 / kWordsOf<X>;
 template <class X>
 using ForwardRing = Ring<2 * kWordsOf<X>, kStages<X>>;
 
-constexpr int kHeldBackward = 8, kStagesBackward = 4, kBlocksBackward = 3;
+constexpr int kHeldBackward = 8, kStagesBackward = 3, kBlocksBackward = 3;
 template <class X, class Y>
 using BackwardRing = Ring<2 * (kWordsOf<X> + kWordsOf<Y>), kStagesBackward>;
 

@@ -4,9 +4,9 @@
 #include <type_traits>
 
 #include "tigon/ops/rope/qk_norm_rope.h"
-#include "tigon/ops/rope/rope_cuda.cuh"
+#include "tigon/ops/rope/rope_pairs.cuh"
 
-namespace tigon::cuda::rope_kernels {
+namespace tigon::cuda::rope_pairs {
 
 #include "tigon/ops/rope/qk_norm_rope_math.inc"
 
@@ -257,4 +257,4 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-}  // namespace tigon::cuda::rope_kernels
+}  // namespace tigon::cuda::rope_pairs

@@ -5,9 +5,9 @@
 #include <array>
 
 #include "tigon/base/cuda/async_copy.cuh"
-#include "tigon/ops/rope/rope_cuda.cuh"
+#include "tigon/ops/rope/rope_pairs.cuh"
 
-namespace tigon::cuda::rope_kernels {
+namespace tigon::cuda::rope_pairs {
 
 // Words of a pack.
 template <class T>
@@ -142,4 +142,4 @@ void launch_resident(const char* op, Context& ctx, size_t shared, int64_t tiles,
          p);
 }
 
-}  // namespace tigon::cuda::rope_kernels
+}  // namespace tigon::cuda::rope_pairs

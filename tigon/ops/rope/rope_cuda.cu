@@ -1,7 +1,7 @@
 // CUDA backend of the rotary embedding.
 //
 // Bytes per element (b = element size): 2b either way; tables come out of L1 and L2, once for kHeld heads of a token.
-// Instructions: about 7 per element against a budget of 28 at the speed of the memory (bf16).
+// Instructions: about 6 per element against a budget of 24 at the speed of the memory (bf16).
 #include <algorithm>
 #include <type_traits>
 
@@ -14,112 +14,166 @@ namespace {
 using namespace rope_kernels;
 
 constexpr const char* kOp = "rope";
-// Heads of a unit, all of them in flight; blocks a multiprocessor.
-template <class X>
-constexpr int kHeld = sizeof(X) == 2 ? 4 : 2;
-constexpr int kBlocks = 5;
 
+template <bool Plain>
 struct Params {
   Part q, k;
-  Units units;
-  Tables tables;
+  Tables<Plain> tables;
   Shape shape;
+  Lanes lanes;       // columns_kernel
+  int64_t q_blocks;  // then come those of k
 };
 
-// From and To: pairs of x and of y lie in halves. Where one of them does, two lanes side by side share what they read or write of
-// the other, so that it is 32 bytes in one place, and the tables lie in halves.
-template <bool From, bool To, bool Mixed, class X, class Y>
-__global__ void __launch_bounds__(kThreads, kBlocks) packs_kernel(const __grid_constant__ Params p) {
-  constexpr int N = kPack;
-  constexpr bool kHalves = From || To;
-  const Place place(p.shape);
-  const int lanes = p.shape.rotated / kColumns;
-  const bool even = place.lane % 2 == 0, crossed = From != To && place.turned && (place.lane | 1) < lanes;
-  // Column of the first pack, columns to the second one.
-  auto columns = [&](bool neighbours) -> int2 {
-    if (!neighbours || !place.turned) return {place.first, place.apart()};
-    const int own = p.shape.start + place.lane * kColumns;
-    return {crossed && !even ? own - kPack : own, crossed ? kColumns : kPack};
-  };
-  const int2 from = columns(From != To && !From), to = columns(From != To && !To);
-  const uint32_t index = blockIdx.x * p.shape.rows + place.row;
-  const bool live = place.inside && index < p.units.count;
-  Unit unit = p.units[live ? index : 0];
-  const Part& part = part_of(p, unit);
-  const Run run = part.run(unit, live);
-  auto has = [&](int i) { return run.next + i * run.step < run.end; };
-  wait_for_kernel_ahead();
-  Pack<X, N> a[kHeld<X>], b[kHeld<X>];
-  const X* x = x_of<X>(part, unit) + from.x;
-  const int64_t x_step = part.groups * part.x_head, y_step = part.groups * part.y_head;
+template <class Y, class X, int N>
+__device__ __forceinline__ Pack<Y, N> converted(const Pack<X, N>& x) {
+  if constexpr (std::is_same_v<X, Y>) {
+    return x;
+  } else {
+    Pack<Y, N> y;
 #pragma unroll
-  for (int i = 0; i < kHeld<X>; ++i, x += x_step)
-    a[i] = load_where<X, N>(has(i), x), b[i] = load_where<X, N>(has(i), x + from.y);
-  float c[2 * N], s[2 * N];
-  if (live && place.turned)
-    p.tables.template read<Half<X, Y>, kHalves, Mixed, N>(
-        unit.batch, unit.token, p.tables.template place<kHalves, N>(place.lane), c, s);
-  let_next_kernel_start();
-  Y* y = y_of<Y>(part, unit) + to.x;
-#pragma unroll
-  for (int i = 0; i < kHeld<X>; ++i, y += y_step) {
-    if constexpr (To && !From) cross(a[i], b[i], even, crossed);
-    float v[2 * N];
-    widen_packs(a[i], b[i], v);
-    if (place.turned) {
-      if constexpr (To && !From) rearrange<true, N>(v);
-      turn<kHalves, N>(v, c, s);
-      if constexpr (From && !To) rearrange<false, N>(v);
-    }
-    auto first = narrow_pack<Y, N>(v, 0), second = narrow_pack<Y, N>(v, 1);
-    if constexpr (From && !To) cross(first, second, even, crossed);
-    if (has(i)) store(y, first), store(y + to.y, second);
+    for (int n = 0; n < N; ++n) y.set(n, x[n]);
+    return y;
   }
 }
 
-// Rows of any length, alignment and pairs: a thread owns a pair, or a column that is not rotated, of the rows of a unit.
 template <class X, class Y>
+using Half = std::conditional_t<sizeof(X) == 2, X, Y>;  // the type of tables that are not fp32
+
+// A thread owns a pack of columns in kHeld rows of a token. Where pairs lie in halves, a lane has the partners of its
+// columns from another lane of the warp, so that every load and store is of whole rows.
+template <bool Halves, bool Plain, class X, class Y>
+__global__ void __launch_bounds__(kThreads, Plain && sizeof(X) + sizeof(Y) == 4 ? 8 : 4)
+    columns_kernel(const __grid_constant__ Params<Plain> p) {
+  constexpr int N = kPack;
+  const bool second = blockIdx.x >= p.q_blocks;
+  const Part& part = second ? p.k : p.q;
+  const uint32_t block = blockIdx.x - uint32_t(second ? p.q_blocks : 0);
+  const uint32_t index = block * (kThreads >> p.lanes.log) + (threadIdx.x >> p.lanes.log);
+  const bool live = index < part.units;
+  const Unit unit(p.shape, part, live ? index : 0u);
+  const Place place(p.shape, p.lanes.width);
+  wait_for_kernel_ahead();
+  const Rows<X, Y> rows(part, unit, place.column, live && place.inside);
+  Pack<X, N> x[kHeld] = {};
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i)
+    if (rows.has(i)) x[i] = load_stream<X, N>(rows.x + i * rows.x_step);
+  float c[N] = {}, s[N] = {};
+  if (live && place.turned) p.tables.template columns<Half<X, Y>, N>(unit.b, unit.t, place.rotated, c, s);
+  let_next_kernel_start();
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    Pack<X, N> other;
+    if constexpr (Halves) other = exchange(x[i], place.partner);
+    float y[N];
+#pragma unroll
+    for (int n = 0; n < N; ++n) y[n] = rope_second(Halves ? other[n] : x[i][n ^ 1], x[i][n], c[n], s[n]);
+    Pack<Y, N> out;
+    out.set(y);
+    if (!place.turned) out = converted<Y>(x[i]);
+    if (rows.has(i)) store(rows.y + i * rows.y_step, out);
+  }
+}
+
+// N pairs of a row as they lie: their first and second elements, or, where pairs are neighbours, N elements and the next N.
+template <class T, int N>
+struct Pairs {
+  Pack<T, N> a, b;
+
+  __device__ __forceinline__ void load(const T* row, int pair, int half, bool halves) {
+    a = load_stream<T, N>(row + (halves ? pair : 2 * pair));
+    b = load_stream<T, N>(row + (halves ? half + pair : 2 * pair + N));
+  }
+  __device__ __forceinline__ void store(T* row, int pair, int half, bool halves) const {
+    cuda::store(row + (halves ? pair : 2 * pair), a);
+    cuda::store(row + (halves ? half + pair : 2 * pair + N), b);
+  }
+  __device__ __forceinline__ void open(bool halves, float (&first)[N], float (&second)[N]) const {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const Pack<T, N>& both = 2 * n < N ? a : b;
+      first[n] = halves || N == 1 ? a[n] : both[2 * n % N];
+      second[n] = halves || N == 1 ? b[n] : both[(2 * n + 1) % N];
+    }
+  }
+  __device__ __forceinline__ void close(bool halves, const float (&first)[N], const float (&second)[N]) {
+    float one[N], two[N];
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const int in_a = n / 2, in_b = N == 1 ? 0 : (N + n) / 2;
+      one[n] = halves || N == 1 ? first[n] : n % 2 == 0 ? first[in_a] : second[in_a];
+      two[n] = halves || N == 1 ? second[n] : n % 2 == 0 ? first[in_b] : second[in_b];
+    }
+    a.set(one), b.set(two);
+  }
+};
+
+// Rows of any length, alignment and pairs: a thread owns N pairs, or N columns that are not rotated, of the rows of a unit.
+template <int N, class X, class Y>
 __global__ void __launch_bounds__(kThreads)
-    single_kernel(const __grid_constant__ Params p, uint64_t units, bool from_halves, bool to_halves) {
-  const uint64_t thread = uint64_t(blockIdx.x) * kThreads + threadIdx.x,
-                 index = thread / p.shape.lanes.divisor;
+    pairs_kernel(const __grid_constant__ Params<false> p, bool from_halves, bool to_halves) {
+  const bool second = blockIdx.x >= p.q_blocks;
+  const Part& part = second ? p.k : p.q;
+  const int half = p.tables.half, turned = half / N, lanes = turned + (p.shape.cols - 2 * half) / N;
+  const uint64_t thread = uint64_t(blockIdx.x - (second ? p.q_blocks : 0)) * kThreads + threadIdx.x;
+  const uint64_t index = thread / lanes;
   wait_for_kernel_ahead();
   let_next_kernel_start();
-  if (index >= units) return;
-  Unit unit = p.units.far(index);
-  const Part& part = part_of(p, unit);
-  const int lane = int(thread - index * p.shape.lanes.divisor), half = p.shape.rotated / 2,
-            start = p.shape.start;
-  const X* x = x_of<X>(part, unit);
-  Y* y = y_of<Y>(part, unit);
-  const int count = (part.heads - int(unit.group) + part.groups - 1) / part.groups;
-  const int64_t x_step = part.groups * part.x_head, y_step = part.groups * part.y_head;
-  if (lane >= half) {
-    int column = lane - half;
-    if (column >= start) column += 2 * half;
-    for (int i = 0; i < count; ++i) y[i * y_step + column] = narrow<Y>(widen(x[i * x_step + column]));
+  if (index >= uint64_t(part.units)) return;
+  const Unit unit(p.shape, part, index);
+  const int lane = int(thread - index * lanes);
+  const X* x = x_of<X>(part, unit, 0);
+  Y* y = y_of<Y>(part, unit, 0);
+  if (lane >= turned) {
+    int column = (lane - turned) * N;
+    if (column >= p.shape.start) column += 2 * half;
+    for (int head = unit.group; head < part.heads; head += part.groups) {
+      store(y + head * part.y_head + column,
+            converted<Y>(load_stream<X, N>(x + head * part.x_head + column)));
+    }
     return;
   }
-  auto columns = [&](bool halves) {
-    return halves ? int2{start + lane, start + half + lane} : int2{start + 2 * lane, start + 2 * lane + 1};
-  };
-  const int2 from = columns(from_halves), to = columns(to_halves);
-  float c[2], s[2];
-  p.tables.template read<Half<X, Y>, true, false, 1>(unit.batch, unit.token, p.tables.place(lane), c, s);
-  for (int i = 0; i < count; ++i) {
-    float v[2] = {widen(x[i * x_step + from.x]), widen(x[i * x_step + from.y])};
-    turn<true, 1>(v, c, s);
-    y[i * y_step + to.x] = narrow<Y>(v[0]), y[i * y_step + to.y] = narrow<Y>(v[1]);
+  x += p.shape.start, y += p.shape.start;
+  Pairs<X, N> in[kHeld] = {};
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i)
+    if (int head = unit.group + i * part.groups; head < part.heads)
+      in[i].load(x + head * part.x_head, lane * N, half, from_halves);
+  float c1[N], c2[N], s1[N], s2[N];
+  p.tables.template pairs<Half<X, Y>, N>(unit.b, unit.t, lane * N, c1, c2, s1, s2);
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int head = unit.group + i * part.groups;
+    if (head >= part.heads) break;
+    float x1[N], x2[N], y1[N], y2[N];
+    in[i].open(from_halves, x1, x2);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      y1[n] = rope_first(x1[n], x2[n], c1[n], s1[n]);
+      y2[n] = rope_second(x1[n], x2[n], c2[n], s2[n]);
+    }
+    Pairs<Y, N> out;
+    out.close(to_halves, y1, y2);
+    out.store(y + head * part.y_head, lane * N, half, to_halves);
   }
 }
 
-Params params_of(const Rope& a, bool backward, int held, int64_t lanes) {
-  Part q(a.q, a.q_out, held), k(a.k, a.k_out, held);
-  return {.q = q,
-          .k = k,
-          .units = Units(a.q, q.groups + k.groups),
-          .tables = Tables(a, backward, a.form.in == RopePairs::halves || a.form.out == RopePairs::halves),
-          .shape = Shape(a, a.q, lanes)};
+template <bool Plain>
+Params<Plain> params_of(const Rope& a, bool backward, int64_t lanes_of_a_row) {
+  Params<Plain> p{.q = Part(a.q, a.q_out, kHeld),
+                  .k = Part(a.k, a.k_out, kHeld),
+                  .tables = Tables<Plain>(a, backward),
+                  .shape = Shape(a, a.q),
+                  .lanes = Lanes(int(a.q.cols / kPack)),
+                  .q_blocks = 0};
+  p.q_blocks = ceil_div(p.q.units * lanes_of_a_row, kThreads);
+  return p;
+}
+template <bool Plain>
+Grid grid_of(const Params<Plain>& p, int64_t lanes_of_a_row) {
+  return {.blocks = p.q_blocks + ceil_div(p.k.units * lanes_of_a_row, kThreads),
+          .threads = kThreads,
+          .early = true};
 }
 
 // fn(Type<X>, Type<Y>) for the pairs that promotion makes, and in the backward undoes.
@@ -133,42 +187,52 @@ void with_types(DType x, DType y, Fn&& fn) {
   });
 }
 
-template <class X, class Y>
-void run_packs(Context& ctx, const Rope& a, bool backward, bool from, bool to) {
-  int64_t lanes = a.q.cols / kColumns;
-  if (from != to) lanes += lanes % 2;
-  const auto p = params_of(a, backward, kHeld<X>, lanes);
-  dispatch_bool(p.tables.mixed, [&](auto mixed) {
-    auto kernel = from && to ? packs_kernel<true, true, mixed, X, Y>
-                  : from     ? packs_kernel<true, false, mixed, X, Y>
-                  : to       ? packs_kernel<false, true, mixed, X, Y>
-                             : packs_kernel<false, false, mixed, X, Y>;
-    launch(kOp, ctx, kernel,
-           {.blocks = ceil_div(p.units.count, p.shape.rows), .threads = kThreads, .early = true}, p);
+void run_columns(Context& ctx, const Rope& a, bool backward) {
+  with_types(a.q.dtype, a.q_out.dtype, [&](auto tx, auto ty) {
+    using X = typename decltype(tx)::type;
+    using Y = typename decltype(ty)::type;
+    int64_t lanes = Lanes(int(a.q.cols / kPack)).width;
+    dispatch_bool(plain_tables(a), [&](auto plain) {
+      auto p = params_of<plain>(a, backward, lanes);
+      auto kernel = a.form.out == RopePairs::halves ? columns_kernel<true, plain, X, Y>
+                                                    : columns_kernel<false, plain, X, Y>;
+      launch(kOp, ctx, kernel, grid_of(p, lanes), p);
+    });
   });
 }
 
-template <class X, class Y>
-void run_single(Context& ctx, const Rope& a, bool backward, bool from_halves, bool to_halves) {
-  const int64_t lanes = a.q.cols - a.rotated() / 2;
-  auto p = params_of(a, backward, 4, lanes);
-  const int64_t units = a.q.batch * a.q.tokens * (p.q.groups + p.k.groups);
-  launch(kOp, ctx, single_kernel<X, Y>,
-         {.blocks = ceil_div(units * lanes, kThreads), .threads = kThreads, .early = true}, p,
-         uint64_t(units), from_halves, to_halves);
+template <int N>
+void run_pairs(Context& ctx, const Rope& a, bool backward) {
+  with_types(a.q.dtype, a.q_out.dtype, [&](auto tx, auto ty) {
+    using X = typename decltype(tx)::type;
+    using Y = typename decltype(ty)::type;
+    int64_t half = a.rotated() / 2, lanes = half / N + (a.q.cols - 2 * half) / N;
+    auto p = params_of<false>(a, backward, lanes);
+    bool in = a.form.in == RopePairs::halves, out = a.form.out == RopePairs::halves;
+    launch(kOp, ctx, pairs_kernel<N, X, Y>, grid_of(p, lanes), p, backward ? out : in, backward ? in : out);
+  });
 }
+
+bool pairs_fit(const Rope& a) { return packs_fit(a, a.q) && a.rotated() / 2 % kPack == 0; }
+
+struct Variant {
+  const char* name;
+  bool (*supports)(const Rope&);
+  void (*run)(Context&, const Rope&, bool backward);
+};
+
+// The first that supports the call runs.
+constexpr Variant kVariants[] = {
+    {"rows of a warp", [](const Rope& a) { return columns_fit(a, a.q); }, run_columns},
+    {"packs of pairs", pairs_fit, run_pairs<kPack>},
+    {"single pairs", [](const Rope&) { return true; }, run_pairs<1>},
+};
 
 }  // namespace
 
 void rope(Context& ctx, const Rope& a, bool backward) {
-  const bool in = a.form.in == RopePairs::halves, out = a.form.out == RopePairs::halves;
-  const bool from = backward ? out : in, to = backward ? in : out;
-  const bool packs = packs_fit(a, a.q) && (out || !in);
-  with_types(a.q.dtype, a.q_out.dtype, [&](auto tx, auto ty) {
-    using X = typename decltype(tx)::type;
-    using Y = typename decltype(ty)::type;
-    packs ? run_packs<X, Y>(ctx, a, backward, from, to) : run_single<X, Y>(ctx, a, backward, from, to);
-  });
+  for (const Variant& v : kVariants)
+    if (v.supports(a)) return v.run(ctx, a, backward);
 }
 
 }  // namespace tigon::cuda
