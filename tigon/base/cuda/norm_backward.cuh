@@ -50,7 +50,7 @@ template <class B>
 constexpr bool kPlainWeight = requires { typename B::PlainWeight; };
 
 // What a thread holds of rows beside whole packs: an element before or behind them, its column sums, or nothing.
-template <class B, class W, class Y>
+template <class B, class Y>
 struct BackwardSingle {
   int column = 0;  // of the section
   bool is = false;
@@ -122,7 +122,6 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
   constexpr bool kStaged = Shape::stages > 0, kSingles = How != Lying::packs;
   static_assert(kStaged || !kSingles);
   using Sums = SumsOf<kMeans>;
-  using Threads = Team<Shape, Clustered, false, Sums>;
   __shared__ std::conditional_t<Clustered, Exchange<Sums>, float[2][kMeans * 32]> slots;
   extern __shared__ __align__(
       16) unsigned char shared[];           // weights and stages, then the column sums of the groups
@@ -177,7 +176,7 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
   };
   auto has = [&](int k, int64_t row) { return row < p.rows && (k == 0 || p.in[k]); };
 
-  BackwardSingle<B, W, Y> single;
+  BackwardSingle<B, Y> single;
   auto load_single = [&](int64_t row) {
     if (!single.is) return;
 #pragma unroll
@@ -485,17 +484,14 @@ void norm_backward(const char* op, Context& ctx, NormBackward<B, W, Y> p,
     packs = packs && (!p.in[k] || packs_align(p.in[k], p.in_stride[k], p.cols, sizeof(X)));
   for (int k = 0; k < B::kOut; ++k)
     packs = packs && (!p.out[k] || packs_align(p.out[k], p.out_stride[k], p.cols, sizeof(X)));
-  auto end_of = [&](const auto* x, int64_t stride) {
-    return x + (stride > 0 ? p.rows - 1 : 0) * stride + p.sections * p.cols;
-  };
-  p.dy_end = end_of(p.dy, p.dy_stride);
+  p.dy_end = end_of_rows(p.dy, p.dy_stride, p.rows, p.sections * p.cols);
   for (int k = 0; k < B::kIn; ++k)
-    if (p.in[k]) p.end[k] = end_of(p.in[k], p.in_stride[k]);
+    if (p.in[k]) p.end[k] = end_of_rows(p.in[k], p.in_stride[k], p.rows, p.sections * p.cols);
   // In the packs of what is written.
   const X* written = p.out[0] ? p.out[0] : p.in[0];
   const int64_t stride = p.out[0] ? p.out_stride[0] : p.in_stride[0];
   auto lies = [&](const auto* of, int64_t of_stride) {
-    return !of || lie_alike<X>(written, stride, of, of_stride, p.rows);
+    return !of || rows_alike<X>(written, stride, of, of_stride, p.rows);
   };
   bool stores = true, alike = lies(p.dy, p.dy_stride);
   for (int k = 0; k < B::kIn; ++k) alike = alike && lies(p.in[k], p.in_stride[k]);

@@ -317,14 +317,6 @@ bool run_staying_forward(const char* op, Context& ctx, const NormForward<F, W, Y
 
 inline bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
-// Whether rows of b begin as many elements before a multiple of 16 bytes of X as those of a, of any type.
-template <class X, class A, class B>
-bool lie_alike(const A* a, int64_t a_stride, const B* b, int64_t b_stride, int64_t rows) {
-  constexpr int64_t N = 16 / int64_t(sizeof(X));
-  auto element = [](const auto* p) { return int64_t(reinterpret_cast<uintptr_t>(p) / sizeof(*p)); };
-  return (element(a) - element(b)) % N == 0 && (rows == 1 || (a_stride - b_stride) % N == 0);
-}
-
 }  // namespace norm_detail
 
 // fn(x type, weight type): the weight's is x's or float.
@@ -359,13 +351,13 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
   if (F::kKeeps) packs = packs && packs_align(p.kept, p.kept_stride, p.cols, sizeof(X));
   if (packs && run_held_forward<kPack>(op, ctx, p)) return;
   for (int k = 0; k < F::kIn; ++k)
-    p.end[k] = p.in[k] + (p.in_stride[k] > 0 ? p.rows - 1 : 0) * p.in_stride[k] + p.sections * p.cols;
+    p.end[k] = end_of_rows(p.in[k], p.in_stride[k], p.rows, p.sections * p.cols);
   // In the packs of what is written.
   auto run = [&](const auto* written, int64_t stride) {
-    if (F::kKeeps && !lie_alike<X>(written, stride, p.y, p.y_stride, p.rows)) return false;
+    if (F::kKeeps && !rows_alike<X>(written, stride, p.y, p.y_stride, p.rows)) return false;
     bool alike = kOneType<F, W, Y>;
     for (int k = 0; k < F::kIn; ++k)
-      alike = alike && lie_alike<X>(written, stride, p.in[k], p.in_stride[k], p.rows);
+      alike = alike && rows_alike<X>(written, stride, p.in[k], p.in_stride[k], p.rows);
     if constexpr (kOneType<F, W, Y>)
       if (alike) return run_staying_forward<Lying::alike>(op, ctx, p, packs ? 1 : kPack);
     return run_staying_forward<Lying::apart>(op, ctx, p, kPack);

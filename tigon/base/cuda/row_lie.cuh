@@ -45,27 +45,27 @@ __device__ __forceinline__ void shift_words(uint32_t (&w)[K], int off) {
 }
 
 // Columns [c, c + N) of a row, out of the words that hold them: all loads at once, without a branch.
-template <bool Shifted, int N, class T, class Column, class Wanted>
+template <int N, class T, class Column, class Wanted>
 __device__ __forceinline__ Pack<T, N> load_words(const T* row, Column c, Wanted&& wanted) {
   constexpr int M = 16 / int(sizeof(T)), kWords = N / M;
   static_assert(N % M == 0);
-  const int off = Shifted ? int(reinterpret_cast<uintptr_t>(row + c) % 16 / sizeof(T)) : 0;
-  uint32_t w[4 * (kWords + Shifted)];
+  const int off = int(reinterpret_cast<uintptr_t>(row + c) % 16 / sizeof(T));
+  uint32_t w[4 * (kWords + 1)];
 #pragma unroll
-  for (int i = 0; i < kWords + Shifted; ++i) {
+  for (int i = 0; i < kWords + 1; ++i) {
     const Column first = c - off + i * M;
     const bool there = wanted(first) && (i < kWords || off != 0);
     uint4 word = load_where(there, static_cast<const void*>(row + first));
     w[4 * i] = word.x, w[4 * i + 1] = word.y, w[4 * i + 2] = word.z, w[4 * i + 3] = word.w;
   }
-  if constexpr (Shifted) shift_words<T>(w, off);
+  shift_words<T>(w, off);
   Pack<T, N> r;
 #pragma unroll
   for (int i = 0; i < 4 * kWords; ++i) reinterpret_cast<uint32_t*>(&r)[i] = w[i];
   return r;
 }
 
-// The packs of one row (and of all that lie as it does). A pack is loaded in two steps, so that all of a row are on their way
+// The packs of one row, which lies in them or anywhere (and of all that lie as it does). A pack is loaded in two steps, so that all of a row are on their way
 // before the first is looked at: `load`, then `finish`, which makes zeros of what is not the row's.
 template <Lying How, int N, class Column>
 struct Lie {
@@ -85,30 +85,47 @@ struct Lie {
 
   template <class T>
   __device__ __forceinline__ Pack<T, N> load(bool wanted, const T* row, Column c, bool reads_on) const {
-    return load<How == Lying::apart>(wanted, row, c, reads_on);
+    if constexpr (packs)
+      return load_where<T, N>(wanted && has(c), row + c);
+    else if (inside(c))
+      return load_words<N>(row, c, [&](Column) { return wanted; });
+    else
+      return load_words<N>(row, c, [&](Column first) {  // the word holds one of the row's and may be read
+        constexpr int M = 16 / int(sizeof(T));
+        return wanted && has(c) && first > -M && first < cols && (reads_on || first + M <= cols);
+      });
   }
   template <class T>
   __device__ __forceinline__ void finish(bool wanted, const T* row, Column c, bool reads_on,
                                          Pack<T, N>& pack) const {
-    finish<How == Lying::apart>(wanted, row, c, reads_on, pack);
+    if constexpr (!packs) {
+      if (inside(c)) return;
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        if (!wanted || !in_row(c + j))
+          pack.v[j] = narrow<T>(0.0f);
+        else if (!reads_on)
+          pack.v[j] = row[c + j];
+      }
+    }
   }
   // The same of a vector by column, of which [0, cols) may be a part that others follow. Where packs are not the row's, nothing.
   template <class T>
   __device__ __forceinline__ Pack<T, N> load_vector(const T* vector, Column c, bool reads_on) const {
     if constexpr (packs && sizeof(T) * N % 16 == 0)
       return load_if<T, N>(vector != nullptr && has(c), vector + c);
-    return load<!packs>(vector != nullptr, vector, c, reads_on);
+    return load(vector != nullptr, vector, c, reads_on);
   }
   template <class T>
   __device__ __forceinline__ void finish_vector(const T* vector, Column c, bool reads_on,
                                                 Pack<T, N>& pack) const {
-    finish<!packs>(vector != nullptr, vector, c, reads_on, pack);
+    finish(vector != nullptr, vector, c, reads_on, pack);
   }
   template <class T>
   __device__ __forceinline__ void store(T* row, Column c, const Pack<T, N>& pack) const {
     if constexpr (packs && sizeof(T) * N % 16 != 0) {
       cuda::store(row + c, pack);
-    } else if (whole(c) && (How != Lying::apart || reinterpret_cast<uintptr_t>(row + c) % 16 == 0)) {
+    } else if (whole(c) && (packs || reinterpret_cast<uintptr_t>(row + c) % 16 == 0)) {
       store_whole(row + c, pack);
     } else {
 #pragma unroll
@@ -121,35 +138,6 @@ struct Lie {
       store_where(has(c), row + c, pack);
     } else if (has(c)) {
       store(row, c, pack);
-    }
-  }
-
- private:
-  template <bool Shifted, class T>
-  __device__ __forceinline__ Pack<T, N> load(bool wanted, const T* row, Column c, bool reads_on) const {
-    if constexpr (packs)
-      return load_where<T, N>(wanted && has(c), row + c);
-    else if (inside(c))
-      return load_words<Shifted, N>(row, c, [&](Column) { return wanted; });
-    else
-      return load_words<Shifted, N>(
-          row, c, [&](Column first) {  // the word holds one of the row's and may be read
-            constexpr int M = 16 / int(sizeof(T));
-            return wanted && has(c) && first > -M && first < cols && (reads_on || first + M <= cols);
-          });
-  }
-  template <bool Shifted, class T>
-  __device__ __forceinline__ void finish(bool wanted, const T* row, Column c, bool reads_on,
-                                         Pack<T, N>& pack) const {
-    if constexpr (!packs) {
-      if (inside(c)) return;
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        if (!wanted || !in_row(c + j))
-          pack.v[j] = narrow<T>(0.0f);
-        else if (!reads_on)
-          pack.v[j] = row[c + j];
-      }
     }
   }
 };

@@ -55,12 +55,21 @@ __device__ __forceinline__ Row<T> row_like(T* out, const Row<const T>& like) {
   return row;
 }
 
-// Whether all rows of a matrix begin as far behind a boundary of 16 bytes as those of another.
+// Whether rows of b begin as many elements before a multiple of 16 bytes of X as those of a, of any type.
+template <class X, class A, class B>
+bool rows_alike(const A* a, int64_t a_stride, const B* b, int64_t b_stride, int64_t rows) {
+  constexpr int64_t N = 16 / int64_t(sizeof(X));
+  auto element = [](const auto* p) { return int64_t(reinterpret_cast<uintptr_t>(p) / sizeof(*p)); };
+  return (element(a) - element(b)) % N == 0 && (rows == 1 || (a_stride - b_stride) % N == 0);
+}
 template <class T>
 bool rows_alike(const Matrix& a, const Matrix& b) {
-  auto apart = [](uintptr_t x, uintptr_t y) { return (x - y) % 16 != 0; };
-  return !apart(uintptr_t(a.data), uintptr_t(b.data)) &&
-         (a.rows == 1 || !apart(uintptr_t(a.stride) * sizeof(T), uintptr_t(b.stride) * sizeof(T)));
+  return rows_alike<T>(a.row<T>(0), a.stride, b.row<T>(0), b.stride, a.rows);
+}
+// Where the memory of rows ends.
+template <class T>
+const T* end_of_rows(const T* x, int64_t stride, int64_t rows, int64_t cols) {
+  return x + (stride > 0 ? rows - 1 : 0) * stride + cols;
 }
 
 // Words whose every element is -inf.

@@ -165,26 +165,27 @@ struct alignas(8) ExpSum {
   }
 };
 
-// Host: fn(blocks, threads of each, clusters that run at a time) for a cluster whose blocks, of a RowBlock, hold a row of `packs`
-// packs together, and that fn takes; false when there is none. Large ones of small blocks, two or more of them on a multiprocessor,
-// if only a part of the warps is left without work.
-template <class Shape, class Kernel, class Fn>
-bool with_cluster(const char* op, ClusterRoom& clusters, Kernel kernel, int64_t packs, Fn&& fn) {
-  for (int blocks : {16, 8, 4, 2}) {
-    const int threads = block_threads<Shape>(ceil_div(packs, blocks));
-    if ((threads < 192 && blocks > 2) || threads > Shape::block) continue;
-    const int64_t room = clusters.of(op, kernel, blocks, threads);
-    if (room > 0 && fn(blocks, threads, room)) return true;
-  }
-  return false;
-}
-
-// Host: clusters of blocks that stay and take every so many of `rows` rows, multiples of `period` apart; of those that fit, of blocks
-// of at least `least` threads, the ones with most threads under way. No blocks where none fits.
+// Clusters whose blocks, of a RowBlock, hold a row together: blocks of each, 0 where none fits, threads of a block, how many clusters.
 struct Cluster {
   int blocks = 0, threads = 1;
   int64_t clusters = 0;
 };
+
+// Host: for rows of `packs` packs, as many as run at a time. Large ones of small blocks, two or more of them on a multiprocessor, if
+// only a part of the warps is left without work.
+template <class Shape, class Kernel>
+Cluster large_cluster(const char* op, ClusterRoom& rooms, Kernel kernel, int64_t packs) {
+  for (int blocks : {16, 8, 4, 2}) {
+    const int threads = block_threads<Shape>(ceil_div(packs, blocks));
+    if ((threads < 192 && blocks > 2) || threads > Shape::block) continue;
+    const int64_t room = rooms.of(op, kernel, blocks, threads);
+    if (room > 0) return {blocks, threads, room};
+  }
+  return {};
+}
+
+// Host: clusters that stay and take every so many of `rows` rows, multiples of `period` apart; of those that fit, of blocks of at least
+// `least` threads, the ones with most threads under way.
 template <class Shape, class Kernel, class Shared>
 Cluster best_cluster(const char* op, ClusterRoom& rooms, Kernel kernel, int64_t packs, int64_t rows,
                      int64_t period, int least, Shared&& shared) {

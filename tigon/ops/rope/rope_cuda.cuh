@@ -5,7 +5,7 @@
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/vec.cuh"
 #include "tigon/ops/rope/rope.h"
-#include "tigon/ops/rope/rope_align.h"
+#include "tigon/ops/rope/rope_views.h"
 
 namespace tigon::cuda::rope_kernels {
 
@@ -17,14 +17,6 @@ constexpr int kHeld = 4;       // rows (heads of a token) a thread has in flight
 
 // --- cos and sin ---------------------------------------------------------------------------------------------------
 
-struct Strides {
-  int64_t axis, batch, token;
-};
-
-inline Strides strides_of(const RopeTable& x) {
-  return {x.axes == 1 ? 0 : x.axis_stride, x.batch == 1 ? 0 : x.batch_stride, x.token_stride};
-}
-
 inline bool plain_tables(const Rope& a) {
   return a.positions.data == nullptr && !a.form.sections.given() && a.cos.col_stride == 1;
 }
@@ -34,7 +26,7 @@ inline bool plain_tables(const Rope& a) {
 template <bool Plain>
 struct Tables {
   const void *cos, *sin, *positions;
-  Strides cos_at, sin_at, position_at;
+  TableStrides cos_at, sin_at, position_at;
   int64_t rows;  // of the tables, which positions must not pass
   int half;      // pairs
   int time, height, width;
@@ -62,7 +54,7 @@ struct Tables {
         backward(backward) {}
 
   // Where the token's row begins in a table, in elements; -1: its position lies outside.
-  __device__ __forceinline__ int64_t row(const Strides& at, int axis, int64_t b, int64_t t) const {
+  __device__ __forceinline__ int64_t row(const TableStrides& at, int axis, int64_t b, int64_t t) const {
     if (Plain || positions == nullptr) return axis * at.axis + b * at.batch + t * at.token;
     int64_t i = axis * position_at.axis + b * position_at.batch + t * position_at.token;
     int64_t row = wide_positions ? static_cast<const int64_t*>(positions)[i]
@@ -78,7 +70,7 @@ struct Tables {
 
   // N adjacent columns of one axis.
   template <class T16, int N>
-  __device__ __forceinline__ void read_axis(const void* table, const Strides& at, int axis, int64_t b,
+  __device__ __forceinline__ void read_axis(const void* table, const TableStrides& at, int axis, int64_t b,
                                             int64_t t, int column, float (&v)[N]) const {
     int64_t first = row(at, axis, b, t);
     if constexpr (!Plain) {
@@ -126,8 +118,8 @@ struct Tables {
   }
   // N adjacent columns.
   template <class T16, int N>
-  __device__ __forceinline__ void read(const void* table, const Strides& at, int64_t b, int64_t t, int column,
-                                       uint32_t axes, float (&v)[N]) const {
+  __device__ __forceinline__ void read(const void* table, const TableStrides& at, int64_t b, int64_t t,
+                                       int column, uint32_t axes, float (&v)[N]) const {
     if constexpr (!Plain) {
       constexpr uint32_t kEach = 0x55555555u >> (32 - 2 * N);
       if (axes != (axes & 3u) * kEach) {
@@ -190,7 +182,7 @@ struct Tables {
   __device__ __forceinline__ void pairs(int64_t b, int64_t t, int pair, float (&c1)[N], float (&c2)[N],
                                         float (&s1)[N], float (&s2)[N]) const {
     const uint32_t axes = shared || halves ? axes_of<N>(pair) : axes_of<2 * N, 2>(pair);
-    auto both = [&](const void* table, const Strides& at, float (&first)[N], float (&second)[N]) {
+    auto both = [&](const void* table, const TableStrides& at, float (&first)[N], float (&second)[N]) {
       if (shared) {
         read<T16, N>(table, at, b, t, pair, axes, first);
 #pragma unroll
@@ -219,23 +211,12 @@ struct Tables {
 // --- heads ---------------------------------------------------------------------------------------------------------
 
 // Rows of q or of k, taken by units: a unit is up to `held` heads (group, group + groups, ...) of one token.
-struct Part {
-  const void* x;
-  void* y;
-  int64_t x_batch, x_head, x_token, y_batch, y_head, y_token;
-  int heads, groups;
+struct Part : HeadsFromTo {
+  int groups;
   int64_t units;
 
   Part(const RopeHeads& x, const RopeHeads& y, int held)
-      : x(x.data),
-        y(y.data),
-        x_batch(x.batch_stride),
-        x_head(x.head_stride),
-        x_token(x.token_stride),
-        y_batch(y.batch_stride),
-        y_head(y.head_stride),
-        y_token(y.token_stride),
-        heads(int(x.heads)),
+      : HeadsFromTo(x, y),
         groups(int(ceil_div(x.heads, held))),
         units(x.empty() ? 0 : x.batch * x.tokens * groups) {}
 };

@@ -11,7 +11,7 @@
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/vec.cuh"
 #include "tigon/ops/rope/rope.h"
-#include "tigon/ops/rope/rope_align.h"
+#include "tigon/ops/rope/rope_views.h"
 
 namespace tigon::cuda::rope_pairs {
 
@@ -37,23 +37,11 @@ struct Unit {
 };
 
 // Rows of q or of k, taken by units: a unit is up to `held` heads (group, group + groups, ...) of one token.
-struct Part {
-  const void* x;
-  void* y;
-  int64_t x_batch, x_head, x_token, y_batch, y_head, y_token;
-  int heads, groups;
+struct Part : HeadsFromTo {
+  int groups;
 
   Part(const RopeHeads& x, const RopeHeads& y, int held)
-      : x(x.data),
-        y(y.data),
-        x_batch(x.batch_stride),
-        x_head(x.head_stride),
-        x_token(x.token_stride),
-        y_batch(y.batch_stride),
-        y_head(y.head_stride),
-        y_token(y.token_stride),
-        heads(int(x.heads)),
-        groups(int(x.empty() ? 0 : ceil_div(x.heads, held))) {}
+      : HeadsFromTo(x, y), groups(int(x.empty() ? 0 : ceil_div(x.heads, held))) {}
 
   __device__ __forceinline__ Run run(const Unit& unit, bool live) const {
     return {live ? int(unit.group) : heads, groups, heads};
@@ -193,14 +181,6 @@ __device__ __forceinline__ void turn(float (&v)[2 * N], const float (&c)[2 * N],
 
 // --- cos and sin ---------------------------------------------------------------------------------------------------
 
-struct Strides {
-  int64_t axis, batch, token;
-};
-
-inline Strides strides_of(const RopeTable& x) {
-  return {x.axes == 1 ? 0 : x.axis_stride, x.batch == 1 ? 0 : x.batch_stride, x.token_stride};
-}
-
 // What of a token's rows in the tables belongs to a thread: the same for all tokens.
 struct TablePlace {
   int first, second;  // columns of the packs
@@ -213,7 +193,7 @@ constexpr int kMostLanes = 32;  // of a row with sections
 // The tables of a call. T16: the 16-bit type that they have when they are not fp32.
 struct Tables {
   const void *cos, *sin, *positions;
-  Strides cos_at, sin_at, position_at;
+  TableStrides cos_at, sin_at, position_at;
   int64_t rows;  // of the tables, which positions must not pass
   int half;      // pairs
   RopeSections sections;
@@ -331,8 +311,8 @@ struct Tables {
 
   // Columns of several axes, of one table.
   template <class T, bool Halves, int N>
-  __device__ __forceinline__ void read_mixed(const void* table, const Strides& strides, int64_t b, int64_t t,
-                                             const TablePlace& at, float (&v)[2 * N]) const {
+  __device__ __forceinline__ void read_mixed(const void* table, const TableStrides& strides, int64_t b,
+                                             int64_t t, const TablePlace& at, float (&v)[2 * N]) const {
 #pragma unroll 1
     for (int axis = 0; axis < 3; ++axis) {
       const uint32_t other = at.axes ^ uint32_t(axis) * 0x55555555u;

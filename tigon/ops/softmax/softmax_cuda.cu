@@ -312,10 +312,9 @@ int64_t most_packs(const T* row, int64_t stride, int64_t cols) {
   constexpr int N = 16 / sizeof(T);
   return packs_align(row, stride, cols, sizeof(T)) ? cols / N : ceil_div(cols + N - 1, N);
 }
-// Where the memory of a matrix ends.
 template <class T>
 const T* end_of(const Matrix& m) {
-  return m.row<T>(m.stride > 0 ? m.rows - 1 : 0) + m.cols;
+  return end_of_rows(m.row<const T>(0), m.stride, m.rows, m.cols);
 }
 
 // Blocks that sweep.
@@ -359,14 +358,12 @@ void run(Context& ctx, typename Kernels::Params p, int64_t packs) {
   using Clustered = typename Kernels::Clustered;
   static ClusterRoom clusters;
   const auto kernel = Kernels::template held<Clustered, true>();
-  const bool clustered =
-      with_cluster<Clustered>(kOp, clusters, kernel, packs, [&](int blocks, int threads, int64_t room) {
-        p.counter = row_counter(kOp, ctx, p.rows, room);
-        launch(kOp, ctx, kernel,
-               {.blocks = std::min(p.rows, room) * blocks, .threads = threads, .cluster = blocks}, p);
-        return true;
-      });
-  if (clustered) return;
+  if (const Cluster c = large_cluster<Clustered>(kOp, clusters, kernel, packs); c.blocks > 0) {
+    p.counter = row_counter(kOp, ctx, p.rows, c.clusters);
+    launch(kOp, ctx, kernel,
+           {.blocks = std::min(p.rows, c.clusters) * c.blocks, .threads = c.threads, .cluster = c.blocks}, p);
+    return;
+  }
   static ClusterRoom swept_clusters;
   const int blocks = swept_clusters.of(kOp, Kernels::swept(), 8, Swept::block) > 0 ? 8 : 1;
   launch(kOp, ctx, Kernels::swept(),
