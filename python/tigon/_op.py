@@ -4,7 +4,7 @@ Three routes, one formula (``setup_context`` and ``backward`` are shared):
 
 * eager, gradient needed: a classic ``torch.autograd.Function`` around the raw operators (lowest host cost,
   measured);
-* eager, no gradient: the raw forward operator alone;
+* eager, no gradient: the raw forward operator alone, without what a backward would need;
 * under ``torch.compile`` or a functorch transform: the operator ``tigon::<name>``, opaque to the compiler,
   with a fake kernel and the same backward attached by ``torch.library.register_autograd``.
 """
@@ -12,7 +12,7 @@ Three routes, one formula (``setup_context`` and ``backward`` are shared):
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +26,11 @@ def _as_error(exc: RuntimeError) -> Error | None:
     text = str(exc)
     return Error(text.split("\n", 1)[0]) if text.startswith("[") else None
 
+
+# Looked up once: every call asks them.
+_is_compiling = torch.compiler.is_compiling
+_is_transformed = torch._C._are_functorch_transforms_active
+_is_grad_enabled = torch.is_grad_enabled
 
 # Whether the running backward pass keeps its graph (``retain_graph``); where PyTorch cannot tell, yes.
 graph_is_kept: Callable[[], bool] = getattr(
@@ -74,6 +79,8 @@ class Op:
         fake: shapes, dtypes and strides of the results for fake tensors.
         setup_context: ``(ctx, inputs, output)``, saves what ``backward`` needs.
         backward: ``(ctx, *grad_outputs)``, one gradient (or ``None``) per input.
+        results: how many outputs callers see, ``None``: all. Those after them are for the backward alone, and
+            ``tigon::<name>_infer`` does without them.
     """
 
     def __init__(
@@ -83,17 +90,27 @@ class Op:
         fake: Callable[..., Any],
         setup_context: Callable[..., None],
         backward: Callable[..., Any],
+        results: int | None = None,
     ) -> None:
         self.name = name
         self.registered = native(name)
-        self.forward = raw(f"{name}_fwd", fake)
+        self.forward = self.infer = raw(f"{name}_fwd", fake)
+        self.visible = visible = _first(results)
+        if results is not None:
+            self.infer = raw(f"{name}_infer", lambda *args: visible(fake(*args)))
+
+        def setup_traced(ctx, inputs, output):
+            setup_context(ctx, inputs, output)
+            if results is not None:
+                ctx.mark_non_differentiable(*output[results:])
+
         torch.library.register_fake(f"tigon::{name}", fake)
-        torch.library.register_autograd(f"tigon::{name}", backward, setup_context=setup_context)
+        torch.library.register_autograd(f"tigon::{name}", backward, setup_context=setup_traced)
 
         def function_forward(ctx, *inputs):
             output = self.forward(*inputs)
             setup_context(ctx, inputs, output)
-            return output
+            return visible(output)
 
         self.function = type(
             f"Tigon_{name}",
@@ -107,15 +124,22 @@ class Op:
         self.node = self.function._backward_cls  # type of its results' grad_fn
 
     def __call__(self, *args):
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-            return self.registered(*args)
-        if torch.is_grad_enabled() and _any_requires_grad(args):
-            return self.apply(*args)
-        return self.forward(*args)
+        if _is_compiling() or _is_transformed():
+            return self.visible(self.registered(*args))
+        if _is_grad_enabled():
+            for a in args:
+                if isinstance(a, torch.Tensor) and a.requires_grad:
+                    return self.apply(*args)
+        return self.infer(*args)
 
 
-def _any_requires_grad(args: Sequence[Any]) -> bool:
-    return any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+def _first(results: int | None) -> Callable[[Any], Any]:
+    """What picks so many of an operator's outputs, a lone one out of its tuple."""
+    if results is None:
+        return lambda output: output
+    if results == 1:
+        return lambda output: output[0]
+    return lambda output: output[:results]
 
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -132,7 +156,7 @@ def has_kernel(op: str, *tensors: torch.Tensor | None) -> bool:
             continue
         if t.dtype not in _KERNEL_DTYPES:
             return _report_fallback(op, str(t.dtype))
-        if t.device.type not in ("cpu", "cuda", "meta"):
+        if not (t.is_cuda or t.is_cpu or t.is_meta):
             return _report_fallback(op, f"device {t.device.type}")
     return True
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 
 class Error(RuntimeError, ValueError):
     """A refused call: ``[op] argument must be X, got Y``. Nothing was modified."""
@@ -10,11 +12,18 @@ class Error(RuntimeError, ValueError):
 def check(op: str, condition: bool, message: str, *values: object) -> None:
     """Raise :class:`Error` with ``[op] message`` unless ``condition`` holds.
 
-    ``values`` fill the ``{}`` of the message, only when it is needed: calls on the hot path format nothing,
-    and ``torch.compile`` traces them with symbolic sizes. A shape prints as a list.
+    ``values`` fill the ``{}`` of the message, only when it is needed: ``torch.compile`` traces calls with
+    symbolic sizes. A shape prints as a list.
     """
-    if condition:
-        return
+    if not condition:
+        refuse(op, message, *values)
+
+
+def refuse(op: str, message: str, *values: object) -> NoReturn:
+    """Raise :class:`Error` with ``[op] message``.
+
+    On the hot path, behind an ``if``: what the message needs is then not asked for before it is needed.
+    """
     if values:
         message = message.format(*(list(v) if isinstance(v, tuple) else v for v in values))
     raise Error(f"[{op}] {message}")

@@ -216,6 +216,13 @@ TEST_CASE("only what is asked for") {
   rms_norm_bwd(*ctx, none);
   CHECK(run.dx == dx);
   CHECK(run.dw == dw);
+  RmsNormFwd forward = run.forward(k);
+  forward.rstd = {};
+  Table y = run.y, rstd = run.rstd;
+  run.y.normal(4);
+  rms_norm_fwd(*ctx, forward);
+  CHECK(run.y == y);
+  CHECK(run.rstd == rstd);
 }
 
 TEST_CASE("refused calls name argument, expected and given, and write nothing") {

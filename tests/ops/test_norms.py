@@ -88,15 +88,16 @@ def test_refusals(name, device):
 
 @pytest.mark.parametrize("op", ARGUMENTS)
 def test_only_the_gradients_that_are_asked_for(op, device):
-    """Every combination of arguments that need one, each with the bits of the full backward."""
+    """Every combination of arguments that need one, each with the bits of the full forward and backward."""
     fn, values = getattr(tigon, op), _draw(op, device)
     dy = torch.randn(6, 40, device=device)
     leaves = [v.clone().requires_grad_() for v in values]
-    full = torch.autograd.grad(_first(fn(*leaves)), leaves, dy)
+    result = _first(fn(*leaves))
+    full = torch.autograd.grad(result, leaves, dy)
     for needs in itertools.product([False, True], repeat=len(values)):
         leaves = [v.clone().requires_grad_(need) for v, need in zip(values, needs, strict=True)]
         y = _first(fn(*leaves))
-        assert y.requires_grad == any(needs)
+        assert y.requires_grad == any(needs) and same_bits(y.detach(), result.detach())
         if y.requires_grad:
             y.backward(dy)
         for leaf, need, want in zip(leaves, needs, full, strict=True):
@@ -115,6 +116,9 @@ def test_double_backward_is_refused(op, device):
 def test_opcheck(op, device):
     values = [v.requires_grad_() for v in _draw(op, device, torch.bfloat16)]
     torch.library.opcheck(getattr(torch.ops.tigon, op).default, (*values, *ARGUMENTS[op][1]))
+    if hasattr(torch.ops.tigon, op + "_infer"):
+        bare = [v.detach() for v in values]
+        torch.library.opcheck(getattr(torch.ops.tigon, op + "_infer").default, (*bare, *ARGUMENTS[op][1]))
 
 
 @pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16, torch.float16])

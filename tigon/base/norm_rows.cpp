@@ -22,10 +22,12 @@ void norm_forward(Context& ctx, const NormForward& a, const NormKernels& kernels
   parallel(ctx, (rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
     int64_t first = task * kRowsPerTask;
     each_section(first, std::min(rows, first + kRowsPerTask), a.sections, [&](int64_t r, int64_t s) {
+      float unwanted;
+      auto statistic = [&](const Vector& v) { return v ? v.as<float>() + r * a.sections + s : &unwanted; };
       NormForwardRow row{.kept = element_at(a.kept, r, s * cols),
                          .y = element_at(a.y, r, s * cols),
-                         .rstd = a.rstd.as<float>() + r * a.sections + s,
-                         .mean = a.mean ? a.mean.as<float>() + r * a.sections + s : nullptr,
+                         .rstd = statistic(a.rstd),
+                         .mean = statistic(a.mean),
                          .cols = cols,
                          .eps = a.eps};
       for (int k = 0; k < kNormMost; ++k) {

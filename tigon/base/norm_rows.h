@@ -17,7 +17,7 @@ struct NormForward {
   Vector param[kNormMost];  // weight, bias; empty: none
   Matrix kept;              // empty: not wanted. merge(in), rounded: takes in[0]'s place
   Matrix y;
-  Vector rstd, mean;  // by row and section; mean where the formula is centred
+  Vector rstd, mean;  // by row and section; mean where the formula is centred. Empty: not wanted
   float eps = 0.0f;
   int64_t sections = 1;
 };

@@ -28,6 +28,18 @@ inline void require_vector(const char* op, const char* name, const Vector& v, in
   require_dtype(op, name, v.dtype, dtype);
 }
 
+struct NamedVector {
+  const char* name;
+  const Vector& vector;
+};
+// What a forward saves for the backward: all of it, or nothing where none will follow.
+inline void require_statistics(const char* op, std::initializer_list<NamedVector> statistics, int64_t size) {
+  bool wanted = false;
+  for (const NamedVector& s : statistics) wanted = wanted || s.vector.data != nullptr || s.vector.size != 0;
+  if (!wanted) return;
+  for (const NamedVector& s : statistics) require_vector(op, s.name, s.vector, size, DType::f32);
+}
+
 // A vector by column of x, where there is one: x's dtype or float32.
 inline void require_parameter(const char* op, const char* name, const Vector& v, const Matrix& x) {
   if (!v) return;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tigon._op import Op, has_kernel, once, raw
-from tigon.error import check
+from tigon.error import refuse
 from tigon.ops import rms_norm as norm
 from tigon.ops.columns import columns_for
 
@@ -39,7 +39,6 @@ def _setup_context(ctx, inputs, output):
     _, _, weight, _, ctx.offset, ctx.rounding = inputs
     _, h, rstd = output
     ctx.save_for_backward(h, weight, rstd)
-    ctx.mark_non_differentiable(rstd)
     ctx.set_materialize_grads(False)
 
 
@@ -58,7 +57,7 @@ def _backward(ctx, dy, dh, _=None):
     return first, second, dweight, None, None, None
 
 
-_op = Op("add_rms_norm", fake=_fake, setup_context=_setup_context, backward=_backward)
+_op = Op("add_rms_norm", fake=_fake, setup_context=_setup_context, backward=_backward, results=2)
 
 
 class _InPlace(torch.autograd.Function):
@@ -69,19 +68,19 @@ class _InPlace(torch.autograd.Function):
         y, rstd = _in_place(x, residual, *options)
         ctx.mark_dirty(residual)
         _setup_context(ctx, (x, residual, *options), (y, residual, rstd))
-        return y, residual, rstd
+        return y, residual
 
     backward = staticmethod(once(_backward))
 
 
 def _add_in_place(x, residual, *options):
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        y, h, _ = _op(x, residual, *options)
+        y, h = _op(x, residual, *options)
         return y, residual.copy_(h)
     if torch.is_grad_enabled() and any(
         torch.is_tensor(a) and a.requires_grad for a in (x, residual, *options)
     ):
-        return _InPlace.apply(x, residual, *options)[:2]
+        return _InPlace.apply(x, residual, *options)
     return _in_place(x, residual, *options)[0], residual
 
 
@@ -118,11 +117,13 @@ def add_rms_norm(
     """
     op = "add_rms_norm"
     norm.check_options(op, x, weight, eps, rounding)
-    check(op, residual.shape == x.shape, "residual must be {}, got {}", x.shape, residual.shape)
-    check(op, residual.dtype == x.dtype, "residual must be {}, got {}", x.dtype, residual.dtype)
+    if residual.shape != x.shape:
+        refuse(op, "residual must be {}, got {}", x.shape, residual.shape)
+    if residual.dtype != x.dtype:
+        refuse(op, "residual must be {}, got {}", x.dtype, residual.dtype)
     if not has_kernel(op, x, residual, weight):
         y, h = reference(x, residual, weight, eps, offset=offset, rounding=rounding)
         return (y, residual.copy_(h)) if inplace else (y, h)
     (weight,) = columns_for(x, weight)
     options = (weight, eps, offset, norm.ROUNDINGS[rounding])
-    return _add_in_place(x, residual, *options) if inplace else _op(x, residual, *options)[:2]
+    return _add_in_place(x, residual, *options) if inplace else _op(x, residual, *options)

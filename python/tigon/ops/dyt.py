@@ -6,7 +6,7 @@ import torch
 
 from tigon._op import Op, has_kernel, raw
 from tigon.error import check
-from tigon.ops.columns import check_columns, columns_for
+from tigon.ops.columns import check_column_vector, check_rows, columns_for
 
 
 def reference(x, alpha, weight=None, bias=None):
@@ -71,11 +71,11 @@ def dyt(
 
     Source: Zhu et al. 2025, "Transformers without Normalization", eq. 1, arXiv:2503.10622.
     """
-    check("dyt", x.is_floating_point(), "x must be a float tensor, got {}", x.dtype)
-    check("dyt", x.dim() > 0, "x must have at least one dimension, got 0")
+    check_rows("dyt", x)
     check("dyt", alpha.numel() == 1, "alpha must have one element, got {}", alpha.numel())
     check("dyt", alpha.is_floating_point(), "alpha must be a float tensor, got {}", alpha.dtype)
-    check_columns("dyt", x.shape[-1], weight=weight, bias=bias)
+    check_column_vector("dyt", "weight", weight, x.size(-1))
+    check_column_vector("dyt", "bias", bias, x.size(-1))
     if not has_kernel("dyt", x, alpha, weight, bias):
         return reference(x, alpha, weight, bias)
     return _op(x, *columns_for(x, alpha, weight, bias))

@@ -63,7 +63,6 @@ _bwd = raw("gated_rms_norm_bwd", _fake_bwd)
 def _setup_context(ctx, inputs, output):
     x, gate, weight, _, *ctx.how = inputs
     ctx.save_for_backward(x, gate, weight, output[1])
-    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
@@ -76,7 +75,7 @@ def _backward(ctx, dy, _=None):
     return *(g if wanted else None for g, wanted in zip(gradients, need, strict=True)), *(None,) * 6
 
 
-_op = Op("gated_rms_norm", fake=_fake, setup_context=_setup_context, backward=_backward)
+_op = Op("gated_rms_norm", fake=_fake, setup_context=_setup_context, backward=_backward, results=1)
 
 
 def gated_rms_norm(
@@ -142,4 +141,4 @@ def gated_rms_norm(
         )
     (weight,) = columns_for(x, weight)
     how = (group_size or 0, norm_before_gate, _ACTIVATIONS[activation], offset, norm.ROUNDINGS[rounding])
-    return _op(x, gate, weight, eps, *how)[0]
+    return _op(x, gate, weight, eps, *how)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tigon._op import Op, has_kernel, raw
-from tigon.error import check
+from tigon.error import check, refuse
 
 _KINDS = {"swiglu": 0, "geglu": 1, "geglu_tanh": 2, "reglu": 3, "swiglu_oai": 4}
 _ALPHA, _LIMIT = 1.702, 7.0
@@ -69,15 +69,20 @@ _op = Op("glu", fake=_fake, setup_context=_setup_context, backward=_backward)
 def _glu(op, kind, gate, up, gate_multiplier=1.0, down_multiplier=1.0, alpha=_ALPHA, limit=_LIMIT):
     """Check, choose between kernel and reference, run. `op` is the public name."""
     name = "gate_up" if kind == "swiglu_oai" else "gate"
-    check(op, gate.is_floating_point(), name + " must be a float tensor, got {}", gate.dtype)
+    if not gate.is_floating_point():
+        refuse(op, name + " must be a float tensor, got {}", gate.dtype)
     if up is None:
-        check(op, gate.dim() > 0, name + " must have at least one dimension, got 0")
-        even = gate.shape[-1] % 2 == 0
-        check(op, even, name + " must have an even number of columns, got {}", gate.shape[-1])
+        if gate.dim() == 0:
+            refuse(op, name + " must have at least one dimension, got 0")
+        if gate.size(-1) % 2 != 0:
+            refuse(op, name + " must have an even number of columns, got {}", gate.shape[-1])
     else:
-        check(op, up.dtype == gate.dtype, "up must be {}, got {}", gate.dtype, up.dtype)
-        check(op, up.shape == gate.shape, "up must be {}, got {}", gate.shape, up.shape)
-        check(op, up.device == gate.device, "up must be on {}, got {}", gate.device, up.device)
+        if up.dtype != gate.dtype:
+            refuse(op, "up must be {}, got {}", gate.dtype, up.dtype)
+        if up.shape != gate.shape:
+            refuse(op, "up must be {}, got {}", gate.shape, up.shape)
+        if up.device != gate.device:
+            refuse(op, "up must be on {}, got {}", gate.device, up.device)
     if not has_kernel(op, gate, up):
         return reference(gate, up, kind, gate_multiplier, down_multiplier, alpha, limit)
     options = _KINDS[kind], gate_multiplier, down_multiplier, alpha, limit

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from tigon._op import Op, has_kernel, raw
 from tigon.error import check
-from tigon.ops.columns import check_columns, columns_for
+from tigon.ops.columns import check_column_vector, check_rows, columns_for
 
 
 def reference(x, groups, weight=None, bias=None, eps=1e-5):
@@ -36,7 +36,6 @@ _bwd = raw("group_norm_bwd", _fake_bwd)
 def _setup_context(ctx, inputs, output):
     x, weight, bias, *ctx.sizes, _ = inputs
     ctx.save_for_backward(x, weight, bias, *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
@@ -49,7 +48,7 @@ def _backward(ctx, dy, *_):
     return *(g if wanted else None for g, wanted in zip(gradients, need, strict=True)), None, None, None
 
 
-_op = Op("group_norm", fake=_fake, setup_context=_setup_context, backward=_backward)
+_op = Op("group_norm", fake=_fake, setup_context=_setup_context, backward=_backward, results=1)
 
 
 def group_norm(
@@ -79,15 +78,15 @@ def group_norm(
     Source: Wu & He 2018, "Group Normalization", eq. 1 and 6.
     """
     op = "group_norm"
-    check(op, x.is_floating_point(), "x must be a float tensor, got {}", x.dtype)
+    check_rows(op, x, eps)
     check(op, x.dim() >= 2, "x must have at least two dimensions, got {}", x.dim())
     samples, channels = x.shape[:2]
     divides = groups > 0 and channels > 0 and channels % groups == 0
     check(op, divides, "groups must divide {}, got {}", channels, groups)
-    check_columns(op, channels, weight=weight, bias=bias)
-    check(op, eps >= 0, "eps must be >= 0, got {}", eps)
+    check_column_vector(op, "weight", weight, channels)
+    check_column_vector(op, "bias", bias, channels)
     if not has_kernel(op, x, weight, bias) or x.numel() == 0:
         return reference(x, groups, weight, bias, eps)
     weight, bias = columns_for(x, weight, bias)
     rows = x.reshape(samples, channels * math.prod(x.shape[2:]))
-    return _op(rows, weight, bias, channels, groups, eps)[0].view(x.shape)
+    return _op(rows, weight, bias, channels, groups, eps).view(x.shape)

@@ -6,8 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tigon._op import Op, has_kernel, raw
-from tigon.error import check
-from tigon.ops.columns import check_columns, columns_for
+from tigon.ops.columns import check_column_vector, check_rows, columns_for
 
 
 def reference(x, weight=None, bias=None, eps=1e-5):
@@ -35,7 +34,6 @@ _bwd = raw("layer_norm_bwd", _fake_bwd)
 def _setup_context(ctx, inputs, output):
     x, weight, bias, _ = inputs
     ctx.save_for_backward(x, weight, bias, *output[1:])
-    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
@@ -48,7 +46,7 @@ def _backward(ctx, dy, *_):
     return *(g if wanted else None for g, wanted in zip(gradients, need, strict=True)), None
 
 
-_op = Op("layer_norm", fake=_fake, setup_context=_setup_context, backward=_backward)
+_op = Op("layer_norm", fake=_fake, setup_context=_setup_context, backward=_backward, results=1)
 
 
 def layer_norm(
@@ -78,11 +76,10 @@ def layer_norm(
 
     Source: Ba, Kiros & Hinton 2016, "Layer Normalization", eq. 4.
     """
-    check("layer_norm", x.is_floating_point(), "x must be a float tensor, got {}", x.dtype)
-    check("layer_norm", x.dim() > 0, "x must have at least one dimension, got 0")
-    check_columns("layer_norm", x.shape[-1], weight=weight, bias=bias)
-    check("layer_norm", eps >= 0, "eps must be >= 0, got {}", eps)
+    check_rows("layer_norm", x, eps)
+    check_column_vector("layer_norm", "weight", weight, x.size(-1))
+    check_column_vector("layer_norm", "bias", bias, x.size(-1))
     if not has_kernel("layer_norm", x, weight, bias):
         return reference(x, weight, bias, eps)
     weight, bias = columns_for(x, weight, bias)
-    return _op(x, weight, bias, eps)[0]
+    return _op(x, weight, bias, eps)

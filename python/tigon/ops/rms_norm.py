@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from tigon._op import Op, has_kernel, raw
-from tigon.error import check
-from tigon.ops.columns import check_columns, columns_for
+from tigon.error import refuse
+from tigon.ops.columns import check_column_vector, check_rows, columns_for
 
 ROUNDINGS = {"llama": 0, "gemma": 1, "none": 2}
 
@@ -26,12 +26,10 @@ def reference(x, weight=None, eps=1e-6, *, offset=0.0, rounding="llama"):
 
 def check_options(op, x, weight, eps, rounding):
     """What every RMS norm asks of its arguments."""
-    known = rounding in ROUNDINGS
-    check(op, known, "rounding must be one of {}, got {!r}", (*ROUNDINGS,), rounding)
-    check(op, x.is_floating_point(), "x must be a float tensor, got {}", x.dtype)
-    check(op, x.dim() > 0, "x must have at least one dimension, got 0")
-    check_columns(op, x.shape[-1], weight=weight)
-    check(op, eps >= 0, "eps must be >= 0, got {}", eps)
+    if rounding not in ROUNDINGS:
+        refuse(op, "rounding must be one of {}, got {!r}", (*ROUNDINGS,), rounding)
+    check_rows(op, x, eps)
+    check_column_vector(op, "weight", weight, x.size(-1))
 
 
 def result_dtype(x, weight, rounding):
@@ -56,7 +54,6 @@ _bwd = raw("rms_norm_bwd", _fake_bwd)
 def _setup_context(ctx, inputs, output):
     x, weight, _, ctx.offset, ctx.rounding = inputs
     ctx.save_for_backward(x, weight, output[1])
-    ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
 
 
@@ -70,7 +67,7 @@ def _backward(ctx, dy, _=None):
     return dx if need_dx else None, dweight if need_dweight else None, None, None, None
 
 
-_op = Op("rms_norm", fake=_fake, setup_context=_setup_context, backward=_backward)
+_op = Op("rms_norm", fake=_fake, setup_context=_setup_context, backward=_backward, results=1)
 
 
 def rms_norm(
@@ -108,4 +105,4 @@ def rms_norm(
     if not has_kernel("rms_norm", x, weight):
         return reference(x, weight, eps, offset=offset, rounding=rounding)
     (weight,) = columns_for(x, weight)
-    return _op(x, weight, eps, offset, ROUNDINGS[rounding])[0]
+    return _op(x, weight, eps, offset, ROUNDINGS[rounding])

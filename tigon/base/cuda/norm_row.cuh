@@ -37,7 +37,7 @@ struct NormForward {
   X* kept;
   Y* y;
   int64_t kept_stride, y_stride;
-  float *rstd, *mean;  // by row and section; mean if F::kCentred
+  float *rstd, *mean;  // by row and section; mean if F::kCentred. Null: not wanted
   int64_t rows, cols;
   int sections = 1;
   float eps;
@@ -294,6 +294,7 @@ struct ForwardRow {
     }
   }
   __device__ __forceinline__ void save_statistics(float mean, float rstd) const {
+    if (p.rstd == nullptr) return;
     p.rstd[statistic] = rstd;
     if constexpr (F::kCentred) p.mean[statistic] = mean;
   }

@@ -15,7 +15,7 @@ void add_rms_norm_fwd(Context& ctx, const AddRmsNormFwd& a) {
   DType y = rms_norm_result(a.x.dtype, a.weight ? a.weight.dtype : a.x.dtype, a.rounding);
   require_matrix(op, "y", a.y, a.x.rows, a.x.cols, y);
   require_matrix(op, "h", a.h, a.x.rows, a.x.cols, a.x.dtype);
-  require_vector(op, "rstd", a.rstd, a.x.rows, DType::f32);
+  require_statistics(op, {{"rstd", a.rstd}}, a.x.rows);
   if (a.x.rows == 0) return;
   on_device(op, ctx, [&] { cpu::add_rms_norm_fwd(ctx, a); }, TIGON_ON_CUDA(cuda::add_rms_norm_fwd(ctx, a)));
 }

@@ -23,7 +23,7 @@ struct AddRmsNormFwd {
   Vector weight;  // empty: none
   Matrix y;
   Matrix h;
-  Vector rstd;
+  Vector rstd;  // empty: not wanted, where no backward follows
   float eps = 1e-6f;
   float offset = 0.0f;
   Rounding rounding = Rounding::llama;

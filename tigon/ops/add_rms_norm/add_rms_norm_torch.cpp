@@ -6,34 +6,40 @@ namespace {
 
 constexpr const char* kOp = "add_rms_norm";
 
-// y and rstd; x + residual goes to `h`.
-std::tuple<Tensor, Tensor> normalise(Tensor x, Tensor residual, Tensor h, OptionalTensor weight, double eps,
-                                     double offset, int64_t rounding) {
+// x + residual goes to `h`.
+Tensor normalise(Tensor& x, Tensor& residual, Tensor& h, OptionalTensor& weight, double eps, double offset,
+                 int64_t rounding, const Vector& rstd) {
   check_same_device(kOp, "residual", residual, x);
   if (weight) check_same_device(kOp, "weight", *weight, x);
   Matrix rows = rows_of(kOp, "x", x);
   Vector w = vector_of(kOp, "weight", weight);
   auto mode = Rounding(rounding);
   Tensor y = make_like(x, rms_norm_result(rows.dtype, w ? w.dtype : rows.dtype, mode));
-  Tensor rstd = make(x, {rows.rows}, DType::f32);
   auto ctx = make_context(x);
   add_rms_norm_fwd(*ctx, {.x = rows,
                           .residual = rows_of(kOp, "residual", residual),
                           .weight = w,
                           .y = rows_of(kOp, "y", y),
                           .h = rows_of(kOp, "h", h),
-                          .rstd = vector_of(kOp, "rstd", rstd),
+                          .rstd = rstd,
                           .eps = float(eps),
                           .offset = float(offset),
                           .rounding = mode});
-  return {y, rstd};
+  return y;
 }
 
 std::tuple<Tensor, Tensor, Tensor> forward(Tensor x, Tensor residual, OptionalTensor weight, double eps,
                                            double offset, int64_t rounding) {
   Tensor h = make_like(x, dtype_of(kOp, "x", x));
-  auto [y, rstd] = normalise(x, residual, h, weight, eps, offset, rounding);
+  Tensor rstd = make(x, {rows_of(kOp, "x", x).rows}, DType::f32);
+  Tensor y = normalise(x, residual, h, weight, eps, offset, rounding, vector_of(kOp, "rstd", rstd));
   return {y, h, rstd};
+}
+
+std::tuple<Tensor, Tensor> infer(Tensor x, Tensor residual, OptionalTensor weight, double eps, double offset,
+                                 int64_t rounding) {
+  Tensor h = make_like(x, dtype_of(kOp, "x", x));
+  return {normalise(x, residual, h, weight, eps, offset, rounding, {}), h};
 }
 
 std::tuple<Tensor, Tensor> forward_in_place(Tensor x, Tensor residual, OptionalTensor weight, double eps,
@@ -42,7 +48,9 @@ std::tuple<Tensor, Tensor> forward_in_place(Tensor x, Tensor residual, OptionalT
   const void* data = residual.data_ptr();
   TIGON_CHECK(kOp, rows_of(kOp, "residual", rows).data == data,
               "residual must have dense rows to be written in place, got a layout that needs a copy");
-  return normalise(x, residual, residual, weight, eps, offset, rounding);
+  Tensor rstd = make(x, {rows_of(kOp, "x", x).rows}, DType::f32);
+  Tensor sum = residual;
+  return {normalise(x, residual, sum, weight, eps, offset, rounding, vector_of(kOp, "rstd", rstd)), rstd};
 }
 
 std::tuple<Tensor, Tensor> backward(Tensor dy, OptionalTensor dh, Tensor h, OptionalTensor weight,
@@ -69,7 +77,8 @@ std::tuple<Tensor, Tensor> backward(Tensor dy, OptionalTensor dh, Tensor h, Opti
 
 }  // namespace
 
-// add_rms_norm is add_rms_norm_fwd under a second name: Python attaches autograd to it, and eager calls stay free of that layer.
+// The forward by three names: add_rms_norm_fwd; add_rms_norm, to which Python attaches autograd, so that eager calls stay free of that layer;
+// add_rms_norm_infer, for where no gradient will be asked for: without what a backward needs.
 TIGON_TORCH_SCHEMAS(m) {
   m.def(
       "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, int rounding) -> "
@@ -77,6 +86,10 @@ TIGON_TORCH_SCHEMAS(m) {
   m.def(
       "add_rms_norm_fwd(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, int rounding) -> "
       "(Tensor y, Tensor h, Tensor rstd)");
+  m.def(
+      "add_rms_norm_infer(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, int rounding) "
+      "-> "
+      "(Tensor y, Tensor h)");
   m.def(
       "add_rms_norm_in_place(Tensor x, Tensor(a!) residual, Tensor? weight, float eps, float offset, int "
       "rounding) -> (Tensor y, Tensor rstd)");
@@ -87,6 +100,7 @@ TIGON_TORCH_SCHEMAS(m) {
 TIGON_TORCH_KERNELS(m) {
   m.impl("add_rms_norm", TORCH_BOX(&forward));
   m.impl("add_rms_norm_fwd", TORCH_BOX(&forward));
+  m.impl("add_rms_norm_infer", TORCH_BOX(&infer));
   m.impl("add_rms_norm_in_place", TORCH_BOX(&forward_in_place));
   m.impl("add_rms_norm_bwd", TORCH_BOX(&backward));
 }

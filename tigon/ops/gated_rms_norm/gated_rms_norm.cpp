@@ -16,7 +16,7 @@ DType check(const char* op, const Args& a) {
   TIGON_CHECK(op, a.how.group > 0 && a.x.cols % a.how.group == 0, "group_size must divide ", a.x.cols,
               ", got ", a.how.group);
   TIGON_CHECK(op, a.how.rounding != Rounding::none, "rounding must be llama or gemma, got none");
-  require_vector(op, "rstd", a.rstd, a.x.rows * (a.x.cols / a.how.group), DType::f32);
+  require_statistics(op, {{"rstd", a.rstd}}, a.x.rows * (a.x.cols / a.how.group));
   return gated_rms_norm_result(a.x.dtype, a.weight ? a.weight.dtype : a.x.dtype, a.how);
 }
 

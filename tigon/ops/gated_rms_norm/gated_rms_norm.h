@@ -38,7 +38,7 @@ struct GatedRmsNormFwd {
   Matrix gate;
   Vector weight;  // empty: none
   Matrix y;
-  Vector rstd;
+  Vector rstd;  // empty: not wanted, where no backward follows
   float eps = 1e-6f;
   GatedRmsNorm how;
 };

@@ -15,24 +15,38 @@ GatedRmsNorm options(const Matrix& x, int64_t group, bool norm_first, int64_t ac
           .rounding = Rounding(rounding)};
 }
 
-std::tuple<Tensor, Tensor> forward(Tensor x, Tensor gate, OptionalTensor weight, double eps, int64_t group,
-                                   bool norm_first, int64_t act, double offset, int64_t rounding) {
+Tensor normalise(Tensor& x, Tensor& gate, OptionalTensor& weight, double eps, int64_t group, bool norm_first,
+                 int64_t act, double offset, int64_t rounding, const Vector& rstd) {
   check_same_device(kOp, "gate", gate, x);
   if (weight) check_same_device(kOp, "weight", *weight, x);
   Matrix rows = rows_of(kOp, "x", x);
   Vector w = vector_of(kOp, "weight", weight);
   GatedRmsNorm how = options(rows, group, norm_first, act, offset, rounding);
   Tensor y = make_like(x, gated_rms_norm_result(rows.dtype, w ? w.dtype : rows.dtype, how));
-  Tensor rstd = make(x, {how.group > 0 ? rows.rows * (rows.cols / how.group) : 0}, DType::f32);
   auto ctx = make_context(x);
   gated_rms_norm_fwd(*ctx, {.x = rows,
                             .gate = rows_of(kOp, "gate", gate),
                             .weight = w,
                             .y = rows_of(kOp, "y", y),
-                            .rstd = vector_of(kOp, "rstd", rstd),
+                            .rstd = rstd,
                             .eps = float(eps),
                             .how = how});
-  return {y, rstd};
+  return y;
+}
+
+std::tuple<Tensor, Tensor> forward(Tensor x, Tensor gate, OptionalTensor weight, double eps, int64_t group,
+                                   bool norm_first, int64_t act, double offset, int64_t rounding) {
+  const Matrix rows = rows_of(kOp, "x", x);
+  const int64_t of_row = group == 0 ? 1 : group > 0 ? rows.cols / group : 0;
+  Tensor rstd = make(x, {rows.rows * of_row}, DType::f32);
+  return {
+      normalise(x, gate, weight, eps, group, norm_first, act, offset, rounding, vector_of(kOp, "rstd", rstd)),
+      rstd};
+}
+
+Tensor infer(Tensor x, Tensor gate, OptionalTensor weight, double eps, int64_t group, bool norm_first,
+             int64_t act, double offset, int64_t rounding) {
+  return normalise(x, gate, weight, eps, group, norm_first, act, offset, rounding, {});
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward(Tensor dy, Tensor x, Tensor gate, OptionalTensor weight,
@@ -61,8 +75,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor dy, Tensor x, Tensor gate, Op
 
 }  // namespace
 
-// gated_rms_norm is gated_rms_norm_fwd under a second name: Python attaches autograd to it, and eager calls stay free of that
-// layer.
+// The forward by three names: gated_rms_norm_fwd; gated_rms_norm, to which Python attaches autograd, so that eager calls stay free of that layer;
+// gated_rms_norm_infer, for where no gradient will be asked for: without what a backward needs.
 TIGON_TORCH_SCHEMAS(m) {
   m.def(
       "gated_rms_norm(Tensor x, Tensor gate, Tensor? weight, float eps, int group, bool norm_first, int act, "
@@ -72,6 +86,10 @@ TIGON_TORCH_SCHEMAS(m) {
       "act, "
       "float offset, int rounding) -> (Tensor y, Tensor rstd)");
   m.def(
+      "gated_rms_norm_infer(Tensor x, Tensor gate, Tensor? weight, float eps, int group, bool norm_first, "
+      "int "
+      "act, float offset, int rounding) -> Tensor");
+  m.def(
       "gated_rms_norm_bwd(Tensor dy, Tensor x, Tensor gate, Tensor? weight, Tensor rstd, int group, bool "
       "norm_first, int act, float offset, int rounding, bool need_dx, bool need_dgate, bool need_dweight) -> "
       "(Tensor dx, Tensor dgate, Tensor dweight)");
@@ -79,6 +97,7 @@ TIGON_TORCH_SCHEMAS(m) {
 TIGON_TORCH_KERNELS(m) {
   m.impl("gated_rms_norm", TORCH_BOX(&forward));
   m.impl("gated_rms_norm_fwd", TORCH_BOX(&forward));
+  m.impl("gated_rms_norm_infer", TORCH_BOX(&infer));
   m.impl("gated_rms_norm_bwd", TORCH_BOX(&backward));
 }
 

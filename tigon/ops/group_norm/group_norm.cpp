@@ -18,8 +18,7 @@ void check(const char* op, const Args& a) {
   TIGON_CHECK(op, a.x.cols >= 1 && a.x.cols % a.channels == 0, "x must have rows of a multiple of ",
               a.channels, " elements, got ", a.x.cols);
   check_parameter(op, "weight", a.weight, a.x, a.channels);
-  require_vector(op, "mean", a.mean, a.x.rows * a.groups, DType::f32);
-  require_vector(op, "rstd", a.rstd, a.x.rows * a.groups, DType::f32);
+  require_statistics(op, {{"mean", a.mean}, {"rstd", a.rstd}}, a.x.rows * a.groups);
 }
 
 }  // namespace

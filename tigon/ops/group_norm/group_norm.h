@@ -25,7 +25,7 @@ struct GroupNormFwd {
   Matrix x;
   Vector weight, bias;  // empty: none
   Matrix y;
-  Vector mean, rstd;
+  Vector mean, rstd;  // empty: not wanted, where no backward follows
   int64_t channels = 1, groups = 1;
   float eps = 1e-5f;
 };

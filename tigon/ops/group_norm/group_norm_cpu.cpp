@@ -51,8 +51,8 @@ void group_norm_fwd(Context& ctx, const GroupNormFwd& a) {
                .weight = element_at(a.weight, channel),
                .bias = element_at(a.bias, channel),
                .y = element_at(a.y, sample, channel * places),
-               .mean = a.mean.as<float>() + i,
-               .rstd = a.rstd.as<float>() + i,
+               .mean = a.mean ? a.mean.as<float>() + i : nullptr,
+               .rstd = a.rstd ? a.rstd.as<float>() + i : nullptr,
                .channels = channels,
                .places = places,
                .eps = a.eps});

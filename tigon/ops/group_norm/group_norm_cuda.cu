@@ -153,7 +153,8 @@ __global__ __launch_bounds__(kSectionThreads, 2) void forward_kernel(const __gri
     const Moments all = merge_row<0, true>(own, exchange, turn);
     const float mean = all.mean, variance = all.square < 0.0f ? 0.0f : all.square * inverse;
     const float rstd = sizeof(T) == 2 ? rsqrtf(variance + p.eps) : 1.0f / sqrtf(variance + p.eps);
-    if (share.rank == 0 && threadIdx.x == 0) p.mean[sections.at] = mean, p.rstd[sections.at] = rstd;
+    if (p.rstd != nullptr && share.rank == 0 && threadIdx.x == 0)
+      p.mean[sections.at] = mean, p.rstd[sections.at] = rstd;
     for (int t = 0; t < p.split.turns; ++t) {
       const Mine mine = share.mine(t);
       const float weight = rstd * (t == 0 ? first_weight : p.weight(channel + mine.channel));

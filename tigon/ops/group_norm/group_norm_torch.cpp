@@ -6,25 +6,37 @@ namespace {
 
 constexpr const char* kOp = "group_norm";
 
-std::tuple<Tensor, Tensor, Tensor> forward(Tensor x, OptionalTensor weight, OptionalTensor bias,
-                                           int64_t channels, int64_t groups, double eps) {
+Tensor normalise(Tensor& x, OptionalTensor& weight, OptionalTensor& bias, int64_t channels, int64_t groups,
+                 double eps, const Vector& mean, const Vector& rstd) {
   if (weight) check_same_device(kOp, "weight", *weight, x);
   if (bias) check_same_device(kOp, "bias", *bias, x);
   Matrix rows = rows_of(kOp, "x", x);
   Tensor y = make_like(x, rows.dtype);
-  int64_t statistics = rows.rows * groups;
-  Tensor mean = make(x, {statistics}, DType::f32), rstd = make(x, {statistics}, DType::f32);
   auto ctx = make_context(x);
   group_norm_fwd(*ctx, {.x = rows,
                         .weight = vector_of(kOp, "weight", weight),
                         .bias = vector_of(kOp, "bias", bias),
                         .y = rows_of(kOp, "y", y),
-                        .mean = vector_of(kOp, "mean", mean),
-                        .rstd = vector_of(kOp, "rstd", rstd),
+                        .mean = mean,
+                        .rstd = rstd,
                         .channels = channels,
                         .groups = groups,
                         .eps = float(eps)});
-  return {y, mean, rstd};
+  return y;
+}
+
+std::tuple<Tensor, Tensor, Tensor> forward(Tensor x, OptionalTensor weight, OptionalTensor bias,
+                                           int64_t channels, int64_t groups, double eps) {
+  const int64_t statistics = rows_of(kOp, "x", x).rows * groups;
+  Tensor mean = make(x, {statistics}, DType::f32), rstd = make(x, {statistics}, DType::f32);
+  return {normalise(x, weight, bias, channels, groups, eps, vector_of(kOp, "mean", mean),
+                    vector_of(kOp, "rstd", rstd)),
+          mean, rstd};
+}
+
+Tensor infer(Tensor x, OptionalTensor weight, OptionalTensor bias, int64_t channels, int64_t groups,
+             double eps) {
+  return normalise(x, weight, bias, channels, groups, eps, {}, {});
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward(Tensor dy, Tensor x, OptionalTensor weight, OptionalTensor bias,
@@ -52,7 +64,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor dy, Tensor x, OptionalTensor 
 
 }  // namespace
 
-// group_norm is group_norm_fwd under a second name: Python attaches autograd to it, and eager calls stay free of that layer.
+// The forward by three names: group_norm_fwd; group_norm, to which Python attaches autograd, so that eager calls stay free of that layer;
+// group_norm_infer, for where no gradient will be asked for: without what a backward needs.
 TIGON_TORCH_SCHEMAS(m) {
   m.def(
       "group_norm(Tensor x, Tensor? weight, Tensor? bias, int channels, int groups, float eps) -> (Tensor y, "
@@ -63,6 +76,9 @@ TIGON_TORCH_SCHEMAS(m) {
       "(Tensor y, Tensor mean, Tensor "
       "rstd)");
   m.def(
+      "group_norm_infer(Tensor x, Tensor? weight, Tensor? bias, int channels, int groups, float eps) -> "
+      "Tensor");
+  m.def(
       "group_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, int "
       "channels, int groups, bool "
       "need_dx, bool need_dweight, bool need_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias)");
@@ -70,6 +86,7 @@ TIGON_TORCH_SCHEMAS(m) {
 TIGON_TORCH_KERNELS(m) {
   m.impl("group_norm", TORCH_BOX(&forward));
   m.impl("group_norm_fwd", TORCH_BOX(&forward));
+  m.impl("group_norm_infer", TORCH_BOX(&infer));
   m.impl("group_norm_bwd", TORCH_BOX(&backward));
 }
 

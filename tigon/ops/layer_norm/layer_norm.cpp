@@ -14,8 +14,7 @@ void layer_norm_fwd(Context& ctx, const LayerNormFwd& a) {
   require_parameter(op, "bias", a.bias, a.x);
   if (a.weight && a.bias) require_dtype(op, "bias", a.bias.dtype, a.weight.dtype);
   require_matrix(op, "y", a.y, a.x.rows, a.x.cols, a.x.dtype);
-  require_vector(op, "mean", a.mean, a.x.rows, DType::f32);
-  require_vector(op, "rstd", a.rstd, a.x.rows, DType::f32);
+  require_statistics(op, {{"mean", a.mean}, {"rstd", a.rstd}}, a.x.rows);
   if (a.x.rows == 0) return;
   on_device(op, ctx, [&] { cpu::layer_norm_fwd(ctx, a); }, TIGON_ON_CUDA(cuda::layer_norm_fwd(ctx, a)));
 }

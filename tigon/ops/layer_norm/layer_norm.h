@@ -24,7 +24,7 @@ struct LayerNormFwd {
   Matrix x;
   Vector weight, bias;  // empty: none
   Matrix y;
-  Vector mean, rstd;
+  Vector mean, rstd;  // empty: not wanted, where no backward follows
   float eps = 1e-5f;
 };
 

@@ -6,21 +6,32 @@ namespace {
 
 constexpr const char* kOp = "layer_norm";
 
-std::tuple<Tensor, Tensor, Tensor> forward(Tensor x, OptionalTensor weight, OptionalTensor bias, double eps) {
+Tensor normalise(Tensor& x, OptionalTensor& weight, OptionalTensor& bias, double eps, const Vector& mean,
+                 const Vector& rstd) {
   if (weight) check_same_device(kOp, "weight", *weight, x);
   if (bias) check_same_device(kOp, "bias", *bias, x);
   Matrix rows = rows_of(kOp, "x", x);
   Tensor y = make_like(x, rows.dtype);
-  Tensor mean = make(x, {rows.rows}, DType::f32), rstd = make(x, {rows.rows}, DType::f32);
   auto ctx = make_context(x);
   layer_norm_fwd(*ctx, {.x = rows,
                         .weight = vector_of(kOp, "weight", weight),
                         .bias = vector_of(kOp, "bias", bias),
                         .y = rows_of(kOp, "y", y),
-                        .mean = vector_of(kOp, "mean", mean),
-                        .rstd = vector_of(kOp, "rstd", rstd),
+                        .mean = mean,
+                        .rstd = rstd,
                         .eps = float(eps)});
-  return {y, mean, rstd};
+  return y;
+}
+
+std::tuple<Tensor, Tensor, Tensor> forward(Tensor x, OptionalTensor weight, OptionalTensor bias, double eps) {
+  const int64_t rows = rows_of(kOp, "x", x).rows;
+  Tensor mean = make(x, {rows}, DType::f32), rstd = make(x, {rows}, DType::f32);
+  return {normalise(x, weight, bias, eps, vector_of(kOp, "mean", mean), vector_of(kOp, "rstd", rstd)), mean,
+          rstd};
+}
+
+Tensor infer(Tensor x, OptionalTensor weight, OptionalTensor bias, double eps) {
+  return normalise(x, weight, bias, eps, {}, {});
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward(Tensor dy, Tensor x, OptionalTensor weight, OptionalTensor bias,
@@ -47,7 +58,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor dy, Tensor x, OptionalTensor 
 
 }  // namespace
 
-// layer_norm is layer_norm_fwd under a second name: Python attaches autograd to it, and eager calls stay free of that layer.
+// The forward by three names: layer_norm_fwd; layer_norm, to which Python attaches autograd, so that eager calls stay free of that layer;
+// layer_norm_infer, for where no gradient will be asked for: without what a backward needs.
 TIGON_TORCH_SCHEMAS(m) {
   m.def(
       "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor mean, Tensor "
@@ -55,6 +67,7 @@ TIGON_TORCH_SCHEMAS(m) {
   m.def(
       "layer_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor mean, Tensor "
       "rstd)");
+  m.def("layer_norm_infer(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor");
   m.def(
       "layer_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, bool "
       "need_dx, bool need_dweight, bool need_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias)");
@@ -62,6 +75,7 @@ TIGON_TORCH_SCHEMAS(m) {
 TIGON_TORCH_KERNELS(m) {
   m.impl("layer_norm", TORCH_BOX(&forward));
   m.impl("layer_norm_fwd", TORCH_BOX(&forward));
+  m.impl("layer_norm_infer", TORCH_BOX(&infer));
   m.impl("layer_norm_bwd", TORCH_BOX(&backward));
 }
 

@@ -12,7 +12,7 @@ void rms_norm_fwd(Context& ctx, const RmsNormFwd& a) {
   require_parameter(op, "weight", a.weight, a.x);
   DType y = rms_norm_result(a.x.dtype, a.weight ? a.weight.dtype : a.x.dtype, a.rounding);
   require_matrix(op, "y", a.y, a.x.rows, a.x.cols, y);
-  require_vector(op, "rstd", a.rstd, a.x.rows, DType::f32);
+  require_statistics(op, {{"rstd", a.rstd}}, a.x.rows);
   if (a.x.rows == 0) return;
   on_device(op, ctx, [&] { cpu::rms_norm_fwd(ctx, a); }, TIGON_ON_CUDA(cuda::rms_norm_fwd(ctx, a)));
 }

@@ -25,7 +25,7 @@ struct RmsNormFwd {
   Matrix x;
   Vector weight;  // empty: none
   Matrix y;
-  Vector rstd;
+  Vector rstd;  // empty: not wanted, where no backward follows
   float eps = 1e-6f;
   float offset = 0.0f;
   Rounding rounding = Rounding::llama;

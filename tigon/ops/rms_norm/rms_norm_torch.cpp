@@ -6,23 +6,32 @@ namespace {
 
 constexpr const char* kOp = "rms_norm";
 
-std::tuple<Tensor, Tensor> forward(Tensor x, OptionalTensor weight, double eps, double offset,
-                                   int64_t rounding) {
+Tensor normalise(Tensor& x, OptionalTensor& weight, double eps, double offset, int64_t rounding,
+                 const Vector& rstd) {
   if (weight) check_same_device(kOp, "weight", *weight, x);
   Matrix rows = rows_of(kOp, "x", x);
   Vector w = vector_of(kOp, "weight", weight);
   auto mode = Rounding(rounding);
   Tensor y = make_like(x, rms_norm_result(rows.dtype, w ? w.dtype : rows.dtype, mode));
-  Tensor rstd = make(x, {rows.rows}, DType::f32);
   auto ctx = make_context(x);
   rms_norm_fwd(*ctx, {.x = rows,
                       .weight = w,
                       .y = rows_of(kOp, "y", y),
-                      .rstd = vector_of(kOp, "rstd", rstd),
+                      .rstd = rstd,
                       .eps = float(eps),
                       .offset = float(offset),
                       .rounding = mode});
-  return {y, rstd};
+  return y;
+}
+
+std::tuple<Tensor, Tensor> forward(Tensor x, OptionalTensor weight, double eps, double offset,
+                                   int64_t rounding) {
+  Tensor rstd = make(x, {rows_of(kOp, "x", x).rows}, DType::f32);
+  return {normalise(x, weight, eps, offset, rounding, vector_of(kOp, "rstd", rstd)), rstd};
+}
+
+Tensor infer(Tensor x, OptionalTensor weight, double eps, double offset, int64_t rounding) {
+  return normalise(x, weight, eps, offset, rounding, {});
 }
 
 std::tuple<Tensor, Tensor> backward(Tensor dy, Tensor x, OptionalTensor weight, Tensor rstd, double offset,
@@ -46,13 +55,15 @@ std::tuple<Tensor, Tensor> backward(Tensor dy, Tensor x, OptionalTensor weight, 
 
 }  // namespace
 
-// rms_norm is rms_norm_fwd under a second name: Python attaches autograd to it, and eager calls stay free of that layer.
+// The forward by three names: rms_norm_fwd; rms_norm, to which Python attaches autograd, so that eager calls stay free of that layer;
+// rms_norm_infer, for where no gradient will be asked for: without what a backward needs.
 TIGON_TORCH_SCHEMAS(m) {
   m.def(
       "rms_norm(Tensor x, Tensor? weight, float eps, float offset, int rounding) -> (Tensor y, Tensor rstd)");
   m.def(
       "rms_norm_fwd(Tensor x, Tensor? weight, float eps, float offset, int rounding) -> (Tensor y, Tensor "
       "rstd)");
+  m.def("rms_norm_infer(Tensor x, Tensor? weight, float eps, float offset, int rounding) -> Tensor");
   m.def(
       "rms_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float offset, int rounding, bool "
       "need_dx, "
@@ -61,6 +72,7 @@ TIGON_TORCH_SCHEMAS(m) {
 TIGON_TORCH_KERNELS(m) {
   m.impl("rms_norm", TORCH_BOX(&forward));
   m.impl("rms_norm_fwd", TORCH_BOX(&forward));
+  m.impl("rms_norm_infer", TORCH_BOX(&infer));
   m.impl("rms_norm_bwd", TORCH_BOX(&backward));
 }
 
