@@ -5,7 +5,8 @@
 // 31 and 46 at the speed of the memory (bf16).
 //
 // A row needs nothing of its other columns, so blocks are tiles of columns that walk down the rows: a thread keeps its columns'
-// parameters and sums in registers, two rows of loads together. Rows shorter than a tile share it.
+// parameters and sums in registers, two rows of loads together; the backward, whose blocks are few and long, asks for its next two
+// before it works on these. Rows shorter than a tile share it.
 #include <algorithm>
 
 #include "tigon/base/cuda/math.cuh"
@@ -23,9 +24,9 @@ constexpr int kThreads = 256;
 constexpr int kInFlight = 2;  // rows that a thread loads together
 // Blocks a multiprocessor that the registers leave room for, and parts of the rows: the backward's, which end in sums, as many.
 template <bool Backward>
-constexpr int kBlocks = Backward ? 3 : 5;
+constexpr int kBlocks = Backward ? 2 : 5;
 template <bool Backward>
-constexpr int kParts = Backward ? 3 : 32;
+constexpr int kParts = Backward ? 2 : 32;
 
 // How the blocks share the matrix: threads of a block that lie side by side in a row, rows that it has at a time; tiles of columns,
 // rows of a part.
@@ -43,6 +44,12 @@ struct Dyt {
   const W *alpha, *weight, *bias;
   float *dalpha, *sums;  // [parts * tiles]; [parts, 2, cols]; may be null
   Walk walk;
+};
+
+// What a thread loads together.
+template <class X, int N>
+struct Rows {
+  Pack<X, N> x[kInFlight], dy[kInFlight];  // dy: backward
 };
 
 template <class X, class W, int N, bool Backward>
@@ -65,14 +72,24 @@ __global__ __launch_bounds__(kThreads,
   if (inside && p.bias) bias = load<W, N>(p.bias + column);
   float dweight[N] = {}, dbias[N] = {}, dalpha = 0.0f;
   const int64_t end = min((part + 1) * p.walk.chunk, p.walk.rows);
-  for (int64_t first = part * p.walk.chunk + group; inside && first < end; first += groups * kInFlight) {
-    Pack<X, N> x[kInFlight], dy[kInFlight];
+  auto load_rows = [&](int64_t first, Rows<X, N>& rows) {
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       int64_t row = first + i * groups;
-      x[i] = load_where<X, N>(row < end, p.x + row * p.x_stride + column);
-      if constexpr (Backward) dy[i] = load_where<X, N>(row < end, p.dy + row * p.dy_stride + column);
+      rows.x[i] = load_where<X, N>(row < end, p.x + row * p.x_stride + column);
+      if constexpr (Backward) rows.dy[i] = load_where<X, N>(row < end, p.dy + row * p.dy_stride + column);
     }
+  };
+  int64_t first = part * p.walk.chunk + group;
+  Rows<X, N> next;
+  if (Backward && inside) load_rows(first, next);
+  for (; inside && first < end; first += groups * kInFlight) {
+    Rows<X, N> rows;
+    if constexpr (Backward)
+      rows = next, load_rows(first + groups * kInFlight, next);
+    else
+      load_rows(first, rows);
+    const auto& [x, dy] = rows;
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       int64_t row = first + i * groups;
