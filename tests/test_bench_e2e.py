@@ -141,3 +141,19 @@ def test_wrong_names():
         e2e.parse(["--models", "llama5"])
     with pytest.raises(SystemExit, match="--padding"):
         e2e.parse(["--padding", "0.7"])
+
+
+def test_floor(words, capsys, monkeypatch):
+    """Each part is there, the bytes of the rest are those counted by hand, and a step is set beside them."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    floor = importlib.import_module("floor")
+    options = [*words, "--models", "llama3-8b"]
+    (case,) = e2e.cases(e2e.parse([*options, "--providers", "tigon"]))
+    record = floor.floor(case)
+    assert set(record["parts_ms"]) == set(floor.PARTS) and min(record["parts_ms"].values()) > 0
+    norms, rope, gate = 2 * 8 * 32, 4 * (4 + 2) * 8, 8 * 48
+    head, table = 8 * 32 + 2 * 97, 97 * 32
+    assert record["rest_bytes"] == 4 * (32 * (norms + rope + gate + head + 3 * 32) + table)
+    steps = {floor.e2e.key(record): 2 * record["floor_ms"]}
+    assert floor.table([record], steps).endswith("| 50% |") and "| - | - |" in floor.table([record], {})
+    assert floor.main(options) == 0 and "| llama3-8b | " in capsys.readouterr().out

@@ -1,0 +1,161 @@
+"""The floor of a training step of bench/e2e.py: what no step can do without, timed alone on the same card.
+
+    python bench/floor.py --table bench/results/h200/e2e_six.jsonl
+
+Four parts, each the time of its work and nothing else:
+
+* products: forward, gradient of the input and of the weight of every linear layer and of the head, bare, on
+  operands that lie ready;
+* attention: scaled dot products, forward and backward, as the step calls them;
+* optimizer: one step of fused AdamW on parameters of the model's shapes;
+* the rest: the least bytes that norms, residual additions, rotary embedding, gated units, the loss's row pass
+  and the embedding read and write, at the rate of a large copy. Sums of gradients where paths meet, copies of
+  layouts and casts are not in it: products could take them along.
+
+Beside them the step that e2e measured (``--table``: its records, those of Tigon) and the fraction of it that
+the floor is. The setting is that of e2e; its options are taken too.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections import Counter
+from pathlib import Path
+
+import e2e
+import timing
+import torch
+import torch.nn.functional as F
+
+PARTS = ("products", "attention", "optimizer", "rest")
+
+
+def milliseconds(call, device: torch.device) -> float:
+    """Time of one call."""
+    return timing.cuda_ms(call) if device.type == "cuda" else timing.cpu_ms({"": call})[""]
+
+
+def products_ms(model, tokens: int, dtype: torch.dtype, device: torch.device) -> float:
+    """All products of linear layers: each shape's three, as often as the model has it."""
+    shapes = Counter(
+        (m.in_features, m.out_features) for m in model.modules() if isinstance(m, torch.nn.Linear)
+    )
+    total = 0.0
+    for (inner, outer), times in shapes.items():
+        x, weight, dy = (
+            torch.randn(shape, dtype=dtype, device=device)
+            for shape in ((tokens, inner), (outer, inner), (tokens, outer))
+        )
+        results = torch.empty_like(dy), torch.empty_like(x), torch.empty_like(weight)
+
+        def call(_, x=x, weight=weight, dy=dy, results=results):
+            torch.mm(x, weight.t(), out=results[0])
+            torch.mm(dy, weight, out=results[1])
+            torch.mm(dy.t(), x, out=results[2])
+
+        total += times * milliseconds(call, device)
+    return total
+
+
+def attention_ms(config, case: dict, dtype: torch.dtype, device: torch.device) -> float:
+    """Attention of all layers, forward and backward."""
+    shape = sizes(config)
+    q, k, v, dy = (
+        torch.randn(case["batch"], heads, case["seq"], shape["head"], dtype=dtype, device=device)
+        for heads in (shape["q"], shape["kv"], shape["kv"], shape["q"])
+    )
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+
+    def call(_):
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shape["q"] != shape["kv"])
+        torch.autograd.grad(y, leaves, dy)
+
+    return config.num_hidden_layers * milliseconds(call, device)
+
+
+def optimizer_ms(model, dtype: torch.dtype, device: torch.device) -> float:
+    """One step on parameters of the model's shapes."""
+    parameters = [torch.zeros(p.shape, dtype=dtype, device=device) for p in model.parameters()]
+    for p in parameters:
+        p.grad = torch.zeros_like(p)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
+    return milliseconds(lambda _: optimizer.step(), device)
+
+
+def sizes(config) -> dict[str, int]:
+    """Heads of queries, heads of keys, columns of a head."""
+    heads = config.num_attention_heads
+    return {
+        "q": heads,
+        "kv": config.num_key_value_heads,
+        "head": getattr(config, "head_dim", None) or config.hidden_size // heads,
+    }
+
+
+def rest_bytes(config, tokens: int, itemsize: int) -> int:
+    """The least bytes that everything but products, attention and optimizer moves, forward and backward."""
+    hidden, layers, shape = config.hidden_size, config.num_hidden_layers, sizes(config)
+    rotated = (shape["q"] + shape["kv"]) * shape["head"]
+    of_layer = (
+        2 * (4 + 4) * hidden  # residual and norm: two in, two out; backward the same
+        + 2 * 2 * rotated  # in and out, forward and backward
+        + (3 + 5) * config.intermediate_size  # gate, up, result; their gradients besides
+    )
+    head = (4 + 4) * hidden + 2 * config.vocab_size  # the last norm; logits in, their gradient out
+    embedding = (2 + 1) * hidden * tokens + config.vocab_size * hidden  # rows; the table's gradient
+    return itemsize * (tokens * (layers * of_layer + head) + embedding)
+
+
+def floor(case: dict) -> dict:
+    """Milliseconds of each part of one step of `case`, and of all."""
+    device, dtype = torch.device(case["device"]), getattr(torch, case["dtype"])
+    model = e2e.build({**case, "device": "meta"})
+    config, tokens = model.config, case["batch"] * case["seq"]
+    moved = rest_bytes(config, tokens, dtype.itemsize)
+    parts = {
+        "products": products_ms(model, tokens, dtype, device),
+        "attention": attention_ms(config, case, dtype, device),
+        "optimizer": optimizer_ms(model, dtype, device),
+        "rest": moved / timing.copy_gbps(device) / 1e6,
+    }
+    return {**case, "parts_ms": parts, "floor_ms": sum(parts.values()), "rest_bytes": moved}
+
+
+def table(records: list[dict], steps: dict[tuple, float]) -> str:
+    """Markdown: a row a model."""
+    lines = [
+        f"| model | {' | '.join(PARTS)} | floor ms | Tigon's step ms | floor of step |",
+        "|---" * (len(PARTS) + 4) + "|",
+    ]
+    for r in records:
+        cells = [f"{r['parts_ms'][part]:.1f}" for part in PARTS]
+        step = steps.get(e2e.key(r))
+        cells += [f"{r['floor_ms']:.1f}", *([f"{step:.1f}", f"{r['floor_ms'] / step:.0%}"] if step else "--")]
+        lines.append(f"| {r['model']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The floor of every model, then the table."""
+    args = e2e.parse(["--out", "out/floor.jsonl", *(sys.argv[1:] if arguments is None else arguments)])
+    args.providers = ["tigon"]
+    measured = e2e.read(args.table) if args.table else []
+    steps = {e2e.key(r): statistics.mean(r["step_ms"]) for r in measured if "step_ms" in r}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    records = []
+    for case in e2e.cases(args):
+        print(f"{case['model']} ...", flush=True)
+        records.append({**floor(case), **e2e.versions(case)})
+        with args.out.open("a") as file:
+            file.write(json.dumps(records[-1]) + "\n")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    print(f"\n{table(records, steps)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parent))
+    sys.exit(main())
