@@ -262,7 +262,7 @@ struct Sums {
   T* dweight;
   float* parts;  // [window][of an id from before, of one that goes on][H]
   int64_t dy_stride;
-  int window, windows, cols, slices;
+  int window, windows, cols, slices;  // tokens of a window
   float scale;
 };
 
@@ -367,10 +367,18 @@ __global__ __launch_bounds__(kSumThreads* kJoinGroups) void join_kernel(const __
   write_row<T, N>(p, id, column, sum);
 }
 
+// Windows of 64 tokens, more where there are many tokens, fewer where there are not blocks enough for the machine.
 template <class T, int N>
 void launch_sums(Context& ctx, Sums<T> p) {
   constexpr const char* op = "embedding_bwd";
+  constexpr int kWindow = 64, kShortest = 16, kMostWindows = 512, kEnoughBlocks = 512;
   p.slices = int(ceil_div(p.cols, kSumThreads * N));
+  auto windows = [&](int window) { return ceil_div(p.sorted.count, window); };
+  p.window = kWindow;
+  while (windows(p.window) > kMostWindows) p.window *= 2;
+  while (p.window > kShortest && windows(p.window / 2) * p.slices <= kEnoughBlocks) p.window /= 2;
+  p.windows = int(windows(p.window));
+  p.parts = ctx.scratch_of<float>(int64_t(p.windows) * 2 * p.cols);
   launch(op, ctx, sum_kernel<T, N>,
          {.blocks = int64_t(p.windows) * p.slices, .threads = kSumThreads, .early = true}, p);
   if (p.windows > 1)
@@ -440,22 +448,17 @@ void embedding_fwd(Context& ctx, const EmbeddingFwd& a) {
 }
 
 void embedding_bwd(Context& ctx, const EmbeddingBwd& a) {
-  constexpr int kShortest = 64, kMostWindows = 512;
   const Sorted sorted = sort(ctx, a);
-  int window = kShortest;
-  while (ceil_div(sorted.count, window) > kMostWindows) window *= 2;
-  const int windows = int(ceil_div(sorted.count, window));
-  float* parts = ctx.scratch_of<float>(int64_t(windows) * 2 * a.dweight.cols);
   dispatch_float("embedding_bwd", "dweight", a.dweight.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     constexpr int N = 16 / int(sizeof(T));
     const Sums<T> p = {.sorted = sorted,
                        .dy = a.dy.row<T>(0),
                        .dweight = a.dweight.row<T>(0),
-                       .parts = parts,
+                       .parts = nullptr,
                        .dy_stride = a.dy.stride,
-                       .window = window,
-                       .windows = windows,
+                       .window = 0,
+                       .windows = 0,
                        .cols = int(a.dweight.cols),
                        .slices = 0,
                        .scale = a.scale};
