@@ -5,9 +5,9 @@
 #include <array>
 
 #include "tigon/base/cuda/async_copy.cuh"
-#include "tigon/ops/rope/rope_pairs.cuh"
+#include "tigon/ops/rope/rope_heads.cuh"
 
-namespace tigon::cuda::rope_pairs {
+namespace tigon::cuda::rope_kernels {
 
 // Words of a pack.
 template <class T>
@@ -109,12 +109,17 @@ class Ahead {
   int to_ = 0, from_ = 0;
 };
 
-// Heads of a unit: `most`, or fewer where that would leave the device without work.
-inline int held_of(const RopeHeads& x, int64_t heads, int64_t lanes, int most) {
-  const int64_t rows = x.batch * x.tokens * heads;
-  const int64_t wanted = int64_t(device_facts().sms) * 4 * (kThreads / lanes);
-  while (most > 1 && rows / most < wanted) most /= 2;
-  return most;
+// Heads of a unit, `most` or half of that and so on, where `blocks` are resident on a multiprocessor: those that end first, if each
+// unit costs its heads and about one more and all blocks take as many.
+inline int held_of(const RopeHeads& x, int64_t heads, int64_t lanes, int most, int64_t blocks) {
+  const int64_t rows = ceil_div(x.batch * x.tokens * heads, kThreads / lanes);
+  const auto cost = [&](int held) {
+    return ceil_div(ceil_div(rows, held), device_facts().sms * blocks) * (held + 1);
+  };
+  int best = most;
+  for (int held = most / 2; held > 0; held /= 2)
+    if (cost(held) < cost(best)) best = held;
+  return best;
 }
 
 // Launches `kernel` on as many persistent blocks as are resident, or as there are tiles of work.
@@ -142,4 +147,4 @@ void launch_resident(const char* op, Context& ctx, size_t shared, int64_t tiles,
          p);
 }
 
-}  // namespace tigon::cuda::rope_pairs
+}  // namespace tigon::cuda::rope_kernels
