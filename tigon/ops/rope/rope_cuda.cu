@@ -30,6 +30,24 @@ struct Params {
   Shape shape;
 };
 
+// The rows of a unit.
+template <class X, class Y>
+struct Rows {
+  Unit unit;
+  const X* x;
+  Y* y;
+  int64_t x_step, y_step;
+  Run run;
+
+  __device__ __forceinline__ Rows(const Params& p, const Unit& of, bool live) : unit(of) {
+    const Part& part = part_of(p, unit);
+    x = x_of<X>(part, unit), y = y_of<Y>(part, unit);
+    x_step = part.groups * part.x_head, y_step = part.groups * part.y_head;
+    run = part.run(unit, live);
+  }
+  __device__ __forceinline__ bool has(int i) const { return run.next + i * run.step < run.end; }
+};
+
 // --- a pack a thread -----------------------------------------------------------------------------------------------
 
 // A thread's place in the rows of its unit.
@@ -125,20 +143,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks<X, Y, Mixed>)
   const auto place = PackPlace::of<P>(p.shape);
   const uint32_t index = blockIdx.x * p.shape.rows + place.row;
   const bool live = place.inside && index < p.units.count;
-  Unit unit = p.units[live ? index : 0];
-  const Part& part = part_of(p, unit);
-  const Run run = part.run(unit, live);
-  auto has = [&](int i) { return run.next + i * run.step < run.end; };
+  const Rows<X, Y> rows(p, p.units[live ? index : 0], live);
   wait_for_kernel_ahead();
-  const X* from = x_of<X>(part, unit) + (From && !To ? place.across : place.column);
-  Y* to = y_of<Y>(part, unit) + (To && !From ? place.across : place.column);
-  const int64_t x_step = part.groups * part.x_head, y_step = part.groups * part.y_head;
+  const X* from = rows.x + (From && !To ? place.across : place.column);
+  Y* to = rows.y + (To && !From ? place.across : place.column);
   Pack<X, N> x[kHeld] = {};
 #pragma unroll
-  for (int i = 0; i < kHeld; ++i) x[i] = load_where<X, N>(has(i), from + i * x_step);
+  for (int i = 0; i < kHeld; ++i) x[i] = load_where<X, N>(rows.has(i), from + i * rows.x_step);
   float c[N] = {}, s[N] = {};
   if (live && place.turned)
-    p.tables.template read_for_pack<Half<X, Y>, P, Mixed, N>(unit.batch, unit.token, place.rotated, c, s);
+    p.tables.template read_for_pack<Half<X, Y>, P, Mixed, N>(rows.unit.batch, rows.unit.token, place.rotated,
+                                                             c, s);
   let_next_kernel_start();
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
@@ -161,43 +176,39 @@ __global__ void __launch_bounds__(kThreads, kBlocks<X, Y, Mixed>)
       out.set(y);
     }
     if (!place.turned) out = converted<Y>(x[i]);
-    if (has(i)) store(to + i * y_step, out);
+    if (rows.has(i)) store(to + i * rows.y_step, out);
   }
 }
 
 // --- pairs a thread ------------------------------------------------------------------------------------------------
 
-// Rows of more packs than a warp has lanes: a thread owns both elements of its pairs.
+// Rows of more packs than a warp has lanes, and tables that no pack is read of (read_for_pack): a thread owns both elements of its
+// pairs.
 template <Pairs P, class X, class Y>
 __global__ void __launch_bounds__(kThreads, kWideBlocks<X, Y>) wide_kernel(const __grid_constant__ Params p) {
   constexpr int N = kPack;
   const Place place(p.shape);
   const uint32_t index = blockIdx.x * p.shape.rows + place.row;
   const bool live = place.inside && index < p.units.count;
-  Unit unit = p.units[live ? index : 0];
-  const Part& part = part_of(p, unit);
-  const Run run = part.run(unit, live);
-  auto has = [&](int i) { return run.next + i * run.step < run.end; };
+  const Rows<X, Y> rows(p, p.units[live ? index : 0], live);
   wait_for_kernel_ahead();
-  const X* x = x_of<X>(part, unit) + place.first;
-  Y* y = y_of<Y>(part, unit) + place.first;
-  const int64_t x_step = part.groups * part.x_head, y_step = part.groups * part.y_head;
+  const X* x = rows.x + place.first;
+  Y* y = rows.y + place.first;
   Pack<X, N> a[kHeld], b[kHeld];
 #pragma unroll
-  for (int i = 0; i < kHeld; ++i, x += x_step) {
-    a[i] = load_where<X, N>(has(i), x), b[i] = load_where<X, N>(has(i), x + place.apart());
-  }
+  for (int i = 0; i < kHeld; ++i, x += rows.x_step)
+    a[i] = load_where<X, N>(rows.has(i), x), b[i] = load_where<X, N>(rows.has(i), x + place.apart());
   float c[2 * N], s[2 * N];
   if (live && place.turned)
-    p.tables.template read<Half<X, Y>, P, N>(unit.batch, unit.token,
+    p.tables.template read<Half<X, Y>, P, N>(rows.unit.batch, rows.unit.token,
                                              p.tables.template place<P, N>(place.lane), c, s);
   let_next_kernel_start();
 #pragma unroll
-  for (int i = 0; i < kHeld; ++i, y += y_step) {
+  for (int i = 0; i < kHeld; ++i, y += rows.y_step) {
     float v[2 * N];
     widen_packs(a[i], b[i], v);
     if (place.turned) turn<P, N>(v, c, s);
-    if (has(i)) store(y, narrow_pack<Y, N>(v, 0)), store(y + place.apart(), narrow_pack<Y, N>(v, 1));
+    if (rows.has(i)) store(y, narrow_pack<Y, N>(v, 0)), store(y + place.apart(), narrow_pack<Y, N>(v, 1));
   }
 }
 
@@ -210,34 +221,31 @@ __global__ void __launch_bounds__(kThreads)
   wait_for_kernel_ahead();
   let_next_kernel_start();
   if (index >= units) return;
-  Unit unit = p.units.far(index);
-  const Part& part = part_of(p, unit);
+  const Rows<X, Y> rows(p, p.units.far(index), true);
   const int lane = int(thread - index * p.shape.lanes.divisor), half = p.shape.rotated / 2;
-  const X* x = x_of<X>(part, unit);
-  Y* y = y_of<Y>(part, unit);
-  const int64_t x_step = part.groups * part.x_head, y_step = part.groups * part.y_head;
-  const Run run = part.run(unit, true);
-  auto has = [&](int i) { return run.next + i * run.step < run.end; };
   if (lane >= half) {
     const int column = lane - half + (lane - half < p.shape.start ? 0 : 2 * half);
-    for (int i = 0; has(i); ++i) y[i * y_step + column] = narrow<Y>(widen(x[i * x_step + column]));
+    for (int i = 0; rows.has(i); ++i)
+      rows.y[i * rows.y_step + column] = narrow<Y>(widen(rows.x[i * rows.x_step + column]));
     return;
   }
   auto first = [&](bool halves) { return p.shape.start + (halves ? lane : 2 * lane); };
-  x += first(from_halves), y += first(to_halves);
+  const X* x = rows.x + first(from_halves);
+  Y* y = rows.y + first(to_halves);
   const int from_apart = from_halves ? half : 1, to_apart = to_halves ? half : 1;
   X in[kPairHeld][2];
 #pragma unroll
   for (int i = 0; i < kPairHeld; ++i)
-    if (has(i)) in[i][0] = x[i * x_step], in[i][1] = x[i * x_step + from_apart];
+    if (rows.has(i)) in[i][0] = x[i * rows.x_step], in[i][1] = x[i * rows.x_step + from_apart];
   float c[2], s[2];
-  p.tables.template read<Half<X, Y>, Pairs::halves, 1>(unit.batch, unit.token, p.tables.place(lane), c, s);
+  p.tables.template read<Half<X, Y>, Pairs::halves, 1>(rows.unit.batch, rows.unit.token, p.tables.place(lane),
+                                                       c, s);
 #pragma unroll
   for (int i = 0; i < kPairHeld; ++i) {
-    if (!has(i)) break;
+    if (!rows.has(i)) break;
     float v[2] = {widen(in[i][0]), widen(in[i][1])};
     turn<Pairs::halves, 1>(v, c, s);
-    y[i * y_step] = narrow<Y>(v[0]), y[i * y_step + to_apart] = narrow<Y>(v[1]);
+    y[i * rows.y_step] = narrow<Y>(v[0]), y[i * rows.y_step + to_apart] = narrow<Y>(v[1]);
   }
 }
 
