@@ -20,7 +20,7 @@ constexpr const char* kOp = "qk_norm_rope";
 
 // Stages of the ring; blocks a multiprocessor, which bound the registers; heads of a unit.
 template <class X>
-constexpr int kStages = 8 / kWordsOf<X>;
+constexpr int kStages = 6 / kWordsOf<X>;
 template <bool Packed>
 constexpr int kBlocks = Packed ? 5 : 4;
 // Fewer where the kernel is Packed and sequences share a token's row of the tables, which is near then (measured).

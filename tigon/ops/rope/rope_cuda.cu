@@ -16,9 +16,10 @@ using namespace rope_kernels;
 constexpr const char* kOp = "rope";
 // Rows (heads of a token) a thread has in flight, of packs and of single pairs; blocks a multiprocessor, which bound the registers.
 constexpr int kHeld = 4, kPairHeld = 8;
-template <class X, class Y, bool Mixed>
+template <class X, class Y, bool Mixed, bool Crossed>
 constexpr int kBlocks = sizeof(X) + sizeof(Y) > 4 ? 4
                         : Mixed                   ? 5
+                        : Crossed                 ? 7
                                                   : 8;
 template <class X, class Y>
 constexpr int kWideBlocks = sizeof(X) + sizeof(Y) > 4 ? 1 : 4;
@@ -136,7 +137,7 @@ __device__ __forceinline__ Pack<T, kPack> spread(const float (&v)[kPack], const 
 // A thread owns a pack of columns in kHeld rows of a token, so that every load and store is of whole rows. The other elements of
 // pairs in halves are another lane's; where only x or only y lies in halves (From, To), two lanes share theirs.
 template <bool From, bool To, bool Mixed, class X, class Y>
-__global__ void __launch_bounds__(kThreads, kBlocks<X, Y, Mixed>)
+__global__ void __launch_bounds__(kThreads, kBlocks<X, Y, Mixed, From != To>)
     packs_kernel(const __grid_constant__ Params p) {
   constexpr int N = kPack;
   constexpr Pairs P = From != To ? Pairs::crossed : From ? Pairs::halves : Pairs::neighbours;
