@@ -18,17 +18,15 @@ using namespace rope_kernels;
 
 constexpr const char* kOp = "qk_norm_rope";
 
-// Stages of the ring; blocks a multiprocessor, which bound the registers; heads of a unit.
+// Stages of the ring; blocks a multiprocessor, which bound the registers.
 template <class X>
-constexpr int kStages = 6 / kWordsOf<X>;
+constexpr int kStages = 4 / kWordsOf<X>;
 template <bool Packed>
 constexpr int kBlocks = Packed ? 5 : 4;
-// Fewer where the kernel is Packed and sequences share a token's row of the tables, which is near then (measured).
-constexpr int kHeld = 8, kFewHeld = 4;
 template <class X>
 using ForwardRing = Ring<2 * kWordsOf<X>, kStages<X>>;
 
-constexpr int kHeldBackward = 8, kStagesBackward = 3, kBlocksBackward = 3;
+constexpr int kStagesBackward = 3, kBlocksBackward = 3;
 template <class X, class Y>
 using BackwardRing = Ring<2 * (kWordsOf<X> + kWordsOf<Y>), kStagesBackward>;
 
@@ -295,11 +293,12 @@ void qk_norm_rope_fwd(Context& ctx, const QkNormRopeFwd& a) {
                     p, uint64_t(rows));
     }
     const bool packed = std::is_same_v<X, Y> && Norm(a.norm, x.dtype, x.cols).packed(x.dtype);
+    // Few heads too where sequences share a token's row of the tables, which is near then.
     const bool near = a.rope.positions.data == nullptr && a.rope.cos.axes == 1 && a.rope.cos.batch == 1;
-    const Forward p =
-        forward_of(a, x,
-                   held_of(x, a.rope.q.heads + a.rope.k.heads, lanes_of(x, kColumns),
-                           packed && near ? kFewHeld : kHeld, packed ? kBlocks<true> : kBlocks<false>));
+    const int held = packed && near ? kFewHeld
+                                    : held_of(x, a.rope.q.heads + a.rope.k.heads, lanes_of(x, kColumns),
+                                              packed ? kBlocks<true> : kBlocks<false>);
+    const Forward p = forward_of(a, x, held);
     if constexpr (std::is_same_v<X, Y> && sizeof(X) == 2)
       if (packed)
         return halves ? run_forward<forward_kernel<Pairs::halves, true, X, Y>, X>(ctx, p)
@@ -337,8 +336,8 @@ void qk_norm_rope_bwd(Context& ctx, const QkNormRopeBwd& a) {
                p, uint64_t(q_rows), uint64_t(k_rows));
       });
     }
-    const Backward p = backward_of(
-        a, x, held_of(x, a.q.heads + a.k.heads, lanes_of(x, kColumns), kHeldBackward, kBlocksBackward));
+    const int held = held_of(x, a.q.heads + a.k.heads, lanes_of(x, kColumns), kBlocksBackward);
+    const Backward p = backward_of(a, x, held);
     halves ? run_backward<backward_kernel<Pairs::halves, X, Y>, Ring>(ctx, p, a.dweight)
            : run_backward<backward_kernel<Pairs::neighbours, X, Y>, Ring>(ctx, p, a.dweight);
   });

@@ -9,6 +9,8 @@
 
 namespace tigon::cuda::rope_kernels {
 
+constexpr int kFewHeld = 4, kManyHeld = 8;  // heads of a unit
+
 // Words of a pack.
 template <class T>
 constexpr int kWordsOf = int(sizeof(T)) * kPack / 16;
@@ -109,17 +111,14 @@ class Ahead {
   int to_ = 0, from_ = 0;
 };
 
-// Heads of a unit, `most` or half of that and so on, where `blocks` are resident on a multiprocessor: those that end first, if each
-// unit costs its heads and about one more and all blocks take as many.
-inline int held_of(const RopeHeads& x, int64_t heads, int64_t lanes, int most, int64_t blocks) {
+// Heads of a unit: eight, or four where all units end sooner so, if each costs its heads and about two more and the blocks, so many of
+// them on a multiprocessor, take as many each.
+inline int held_of(const RopeHeads& x, int64_t heads, int64_t lanes, int64_t blocks) {
   const int64_t rows = ceil_div(x.batch * x.tokens * heads, kThreads / lanes);
   const auto cost = [&](int held) {
-    return ceil_div(ceil_div(rows, held), device_facts().sms * blocks) * (held + 1);
+    return ceil_div(ceil_div(rows, held), device_facts().sms * blocks) * (held + 2);
   };
-  int best = most;
-  for (int held = most / 2; held > 0; held /= 2)
-    if (cost(held) < cost(best)) best = held;
-  return best;
+  return cost(kFewHeld) < cost(kManyHeld) ? kFewHeld : kManyHeld;
 }
 
 // Launches `kernel` on as many persistent blocks as are resident, or as there are tiles of work.
