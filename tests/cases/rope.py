@@ -118,6 +118,7 @@ CASES = [
     ),
     test_case("halves_narrow", D=64, T=9, narrow=True, tables="random"),
     test_case("halves_narrow_wide_head", D=320, R=320, T=3, narrow=True, tables="random"),
+    test_case("pairs_wide_head", D=320, R=320, T=3, tables="random", options={"interleaved": True}),
     test_case("halves_tail", small=True, D=20, R=12, T=3, tables="random", options={"tail": True}),
     test_case(
         "deinterleave",
@@ -147,6 +148,7 @@ CASES = [
         options={"interleaved": True, "deinterleave": True},
     ),
     test_case("mrope", D=64, T=9, batched=True, tables="random", options={"mrope_section": (8, 12, 12)}),
+    test_case("mrope_packs", D=64, T=5, tables="random", options={"mrope_section": (16, 8, 8)}),
     test_case("mrope_small", small=True, D=12, T=3, tables="random", options={"mrope_section": (2, 3, 1)}),
     test_case("mrope_128", D=128, T=5, narrow=True, tables="random", options={"mrope_section": (16, 24, 24)}),
     test_case(
@@ -182,6 +184,13 @@ CASES = [
         T=9,
         tables="random",
         options={"mrope_section": (7, 12, 13), "interleaved": True},
+    ),
+    test_case(
+        "mrope_deinterleave",
+        D=64,
+        T=5,
+        tables="random",
+        options={"mrope_section": (8, 12, 12), "interleaved": True, "deinterleave": True},
     ),
     test_case(
         "complex",

@@ -14,27 +14,29 @@
 namespace tigon::cuda {
 namespace {
 
-using namespace rope_pairs;
+using namespace rope_kernels;
 
 constexpr const char* kOp = "qk_norm_rope";
 
-// Heads of a unit, stages of the ring, blocks a multiprocessor, which bound the registers.
-constexpr int kHeld = 8, kBlocks = 4;
+// Stages of the ring; blocks a multiprocessor, which bound the registers.
 template <class X>
-constexpr int kStages = 8 / kWordsOf<X>;
+constexpr int kStages = 4 / kWordsOf<X>;
+template <bool Packed>
+constexpr int kBlocks = Packed ? 5 : 4;
 template <class X>
 using ForwardRing = Ring<2 * kWordsOf<X>, kStages<X>>;
 
-constexpr int kHeldBackward = 8, kStagesBackward = 3, kBlocksBackward = 3;
+constexpr int kStagesBackward = 3, kBlocksBackward = 3;
 template <class X, class Y>
 using BackwardRing = Ring<2 * (kWordsOf<X> + kWordsOf<Y>), kStagesBackward>;
 
 // Packed: Norm::packed.
-template <bool Halves, bool Packed, class X, class Y>
-__global__ void __launch_bounds__(kThreads, kBlocks) forward_kernel(const __grid_constant__ Forward p) {
+template <Pairs P, bool Packed, class X, class Y>
+__global__ void __launch_bounds__(kThreads, kBlocks<Packed>)
+    forward_kernel(const __grid_constant__ Forward p) {
   constexpr int N = kPack;
   const Place place(p.shape);
-  const TablePlace at = p.tables.template place<Halves, N>(place.lane);
+  const TablePlace at = p.tables.template place<P, N>(place.lane);
   const int lanes = int(p.shape.lanes.divisor);
   const ForwardRing<X> ring;
   if (!place.inside) ring.clear();
@@ -71,7 +73,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) forward_kernel(const __grid
         p.norm.template factors<X, N>(second, place.first, f);
         p.norm.template factors<X, N>(second, place.second, f + N);
       }
-      if (place.turned) p.tables.template read<X, Halves, true, N>(unit.batch, unit.token, at, c, s);
+      if (place.turned) p.tables.template read<X, P, N>(unit.batch, unit.token, at, c, s);
     }
     Y* row = y_of<Y>(part, unit) + place.first;
     const int64_t step = part.groups * part.y_head;
@@ -82,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) forward_kernel(const __grid
       float total[1] = {dot(v, v)};
       sum_row(total, lanes);
       if (run.has()) {
-        const float rstd = p.norm.rstd(total[0]);
+        const float rstd = p.norm.template rstd<X>(total[0]);
 #pragma unroll
         for (int n = 0; n < 2 * N; ++n) v[n] *= rstd;
         if constexpr (Packed) {
@@ -91,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) forward_kernel(const __grid
         } else {
           p.norm.template normalise<X>(v, f);
         }
-        if (place.turned) turn<Halves, N>(v, c, s);
+        if (place.turned) turn<P, N>(v, c, s);
         store(row, narrow_pack<Y, N>(v, 0));
         store(row + place.apart(), narrow_pack<Y, N>(v, 1));
       }
@@ -102,13 +104,13 @@ __global__ void __launch_bounds__(kThreads, kBlocks) forward_kernel(const __grid
 
 // The units of q, then those of k. dweight is summed in registers over all rows of a thread, over the rows of a warp by a tree,
 // then over its warps in order.
-template <bool Halves, class X, class Y>
+template <Pairs P, class X, class Y>
 __global__ void __launch_bounds__(kThreads, kBlocksBackward)
     backward_kernel(const __grid_constant__ Backward p) {
   constexpr int N = kPack, kDy = 2 * kWordsOf<X>;  // where dy lies in a stage
   extern __shared__ uint4 shared[];                // the ring, then weights; at last [kWarps, cols] of sums
   const Place place(p.shape);
-  const TablePlace at = p.tables.template place<Halves, N>(place.lane);
+  const TablePlace at = p.tables.template place<P, N>(place.lane);
   const int cols = p.shape.cols, lanes = int(p.shape.lanes.divisor);
   const BackwardRing<X, Y> ring;
   if (!place.inside) ring.clear();
@@ -161,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksBackward)
       const bool live = place.inside && base + place.row < units.count;
       const Unit unit = units[live ? base + place.row : 0];
       float c[2 * N], s[2 * N];
-      if (live && place.turned) p.tables.template read<X, Halves, true, N>(unit.batch, unit.token, at, c, s);
+      if (live && place.turned) p.tables.template read<X, P, N>(unit.batch, unit.token, at, c, s);
       X* row = y_of<X>(part, unit) + place.first;
       Run run = part.run(unit, live);
       do {
@@ -169,12 +171,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksBackward)
         float x[2 * N], g[2 * N], gf[2 * N];  // g: gradient of the normalised row
         ring.template read<X>(stage, 0, x);
         ring.template read<Y>(stage, kDy, g);
-        if (place.turned) turn<Halves, N>(g, c, s);
+        if (place.turned) turn<P, N>(g, c, s);
         weighted(g, gf);
         float total[2] = {dot(x, x), dot(gf, x)};
         sum_row(total, lanes);
         if (run.has()) {
-          const float rstd = p.norm.rstd(total[0]), mean = total[1] * rstd * p.norm.inverse;
+          const float rstd = p.norm.template rstd<X>(total[0]), mean = total[1] * rstd * p.norm.inverse;
 #pragma unroll
           for (int n = 0; n < 2 * N; ++n) {
             x[n] *= rstd;
@@ -216,15 +218,10 @@ void with_types(DType x, DType y, Fn&& fn) {
   });
 }
 
-// A warp has the lanes of whole rows, a power of two of them each; some are idle where a row has fewer packs.
-int lanes_of(const RopeHeads& x) {
-  int lanes = 1;
-  while (lanes * kColumns < x.cols) lanes *= 2;
-  return lanes;
-}
 bool rows_fit(const Rope& a, const RopeHeads& x, const QkNorm& norm) {
   auto aligned = [](const Vector& w) { return reinterpret_cast<uintptr_t>(w.data) % 16 == 0; };
-  return packs_fit(a, x) && x.cols <= 32 * kColumns && aligned(norm.q_weight) && aligned(norm.k_weight);
+  return packs_fit(a, x, kColumns) && x.cols <= 32 * kColumns && aligned(norm.q_weight) &&
+         aligned(norm.k_weight);
 }
 
 Forward forward_of(const QkNormRopeFwd& a, const RopeHeads& x, int held) {
@@ -232,8 +229,8 @@ Forward forward_of(const QkNormRopeFwd& a, const RopeHeads& x, int held) {
   return {.q = q,
           .k = k,
           .units = Units(x, q.groups + k.groups),
-          .tables = Tables(a.rope, false, a.rope.form.in == RopePairs::halves),
-          .shape = Shape(a.rope, x, lanes_of(x)),
+          .tables = Tables(a.rope, false, pairs_of(a.rope)),
+          .shape = Shape(a.rope, x, lanes_of(x, kColumns)),
           .norm = Norm(a.norm, x.dtype, x.cols)};
 }
 
@@ -245,8 +242,8 @@ Backward backward_of(const QkNormRopeBwd& a, const RopeHeads& x, int held) {
           .k_x = Input(a.k),
           .q_units = Units(a.q, q.groups),
           .k_units = Units(a.k, k.groups),
-          .tables = Tables(a.rope, true, a.rope.form.in == RopePairs::halves),
-          .shape = Shape(a.rope, x, lanes_of(x)),
+          .tables = Tables(a.rope, true, pairs_of(a.rope)),
+          .shape = Shape(a.rope, x, lanes_of(x, kColumns)),
           .norm = Norm(a.norm, x.dtype, x.cols),
           .partials = nullptr};
 }
@@ -281,7 +278,7 @@ void run_backward(Context& ctx, Backward p, const Matrix& dweight) {
 void qk_norm_rope_fwd(Context& ctx, const QkNormRopeFwd& a) {
   const RopeHeads& x = a.rope.q.empty() ? a.rope.k : a.rope.q;
   const RopeHeads& y = a.rope.q.empty() ? a.rope.k_out : a.rope.q_out;
-  const bool halves = a.rope.form.in == RopePairs::halves;
+  const bool halves = pairs_of(a.rope) == Pairs::halves;
   with_types(x.dtype, y.dtype, [&](auto tx, auto ty) {
     using X = typename decltype(tx)::type;
     using Y = typename decltype(ty)::type;
@@ -295,13 +292,19 @@ void qk_norm_rope_fwd(Context& ctx, const QkNormRopeFwd& a) {
                      .early = true},
                     p, uint64_t(rows));
     }
-    const Forward p = forward_of(a, x, held_of(x, a.rope.q.heads + a.rope.k.heads, lanes_of(x), kHeld));
+    const bool packed = std::is_same_v<X, Y> && Norm(a.norm, x.dtype, x.cols).packed(x.dtype);
+    // Few heads too where sequences share a token's row of the tables, which is near then.
+    const bool near = a.rope.positions.data == nullptr && a.rope.cos.axes == 1 && a.rope.cos.batch == 1;
+    const int held = packed && near ? kFewHeld
+                                    : held_of(x, a.rope.q.heads + a.rope.k.heads, lanes_of(x, kColumns),
+                                              packed ? kBlocks<true> : kBlocks<false>);
+    const Forward p = forward_of(a, x, held);
     if constexpr (std::is_same_v<X, Y> && sizeof(X) == 2)
-      if (p.norm.packed(x.dtype))
-        return halves ? run_forward<forward_kernel<true, true, X, Y>, X>(ctx, p)
-                      : run_forward<forward_kernel<false, true, X, Y>, X>(ctx, p);
-    halves ? run_forward<forward_kernel<true, false, X, Y>, X>(ctx, p)
-           : run_forward<forward_kernel<false, false, X, Y>, X>(ctx, p);
+      if (packed)
+        return halves ? run_forward<forward_kernel<Pairs::halves, true, X, Y>, X>(ctx, p)
+                      : run_forward<forward_kernel<Pairs::neighbours, true, X, Y>, X>(ctx, p);
+    halves ? run_forward<forward_kernel<Pairs::halves, false, X, Y>, X>(ctx, p)
+           : run_forward<forward_kernel<Pairs::neighbours, false, X, Y>, X>(ctx, p);
   });
 }
 
@@ -314,7 +317,7 @@ void qk_norm_rope_bwd(Context& ctx, const QkNormRopeBwd& a) {
                                      static_cast<cudaStream_t>(ctx.stream())));
     return;
   }
-  const bool halves = a.rope.form.in == RopePairs::halves;
+  const bool halves = pairs_of(a.rope) == Pairs::halves;
   with_types(x.dtype, dy.dtype, [&](auto tx, auto ty) {
     using X = typename decltype(tx)::type;
     using Y = typename decltype(ty)::type;
@@ -333,9 +336,10 @@ void qk_norm_rope_bwd(Context& ctx, const QkNormRopeBwd& a) {
                p, uint64_t(q_rows), uint64_t(k_rows));
       });
     }
-    const Backward p = backward_of(a, x, held_of(x, a.q.heads + a.k.heads, lanes_of(x), kHeldBackward));
-    halves ? run_backward<backward_kernel<true, X, Y>, Ring>(ctx, p, a.dweight)
-           : run_backward<backward_kernel<false, X, Y>, Ring>(ctx, p, a.dweight);
+    const int held = held_of(x, a.q.heads + a.k.heads, lanes_of(x, kColumns), kBlocksBackward);
+    const Backward p = backward_of(a, x, held);
+    halves ? run_backward<backward_kernel<Pairs::halves, X, Y>, Ring>(ctx, p, a.dweight)
+           : run_backward<backward_kernel<Pairs::neighbours, X, Y>, Ring>(ctx, p, a.dweight);
   });
 }
 

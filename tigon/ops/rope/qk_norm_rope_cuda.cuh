@@ -4,9 +4,9 @@
 #include <type_traits>
 
 #include "tigon/ops/rope/qk_norm_rope.h"
-#include "tigon/ops/rope/rope_pairs.cuh"
+#include "tigon/ops/rope/rope_heads.cuh"
 
-namespace tigon::cuda::rope_pairs {
+namespace tigon::cuda::rope_kernels {
 
 #include "tigon/ops/rope/qk_norm_rope_math.inc"
 
@@ -63,8 +63,10 @@ struct Norm {
     }
   }
 
+  template <class X>
   __device__ __forceinline__ float rstd(float squares) const {
-    return 1.0f / sqrtf(fma(squares, inverse, eps));
+    const float variance = fma(squares, inverse, eps);
+    return sizeof(X) == 2 ? rsqrtf(variance) : 1.0f / sqrtf(variance);
   }
 
   // A normalised row's columns, from h.
@@ -166,7 +168,7 @@ __device__ __forceinline__ void over_row(const Tables& tables, const Shape& shap
   const int half = shape.rotated / 2, lane = int(threadIdx.x) % 32;
   for (int i = lane; i < half; i += 32) {
     float c[2], s[2];
-    tables.read<X, true, false, 1>(unit.batch, unit.token, tables.place(i), c, s);
+    tables.read<X, Pairs::halves, 1>(unit.batch, unit.token, tables.place(i), c, s);
     const int first = shape.start + (tables.halves ? i : 2 * i);
     pair(first, first + (tables.halves ? half : 1), c, s);
   }
@@ -190,7 +192,7 @@ __global__ void __launch_bounds__(kThreads)
   float squares[1] = {};
   for (int i = lane; i < cols; i += 32) squares[0] = fma(widen(x[i]), widen(x[i]), squares[0]);
   sum_row(squares, 32);
-  const float rstd = p.norm.rstd(squares[0]);
+  const float rstd = p.norm.template rstd<X>(squares[0]);
   for (int i = lane; i < cols; i += 32) {
     float f[1], h[1] = {widen(x[i]) * rstd};
     p.norm.template factors<X, 1>(second, i, f);
@@ -202,7 +204,7 @@ __global__ void __launch_bounds__(kThreads)
       p.tables, p.shape, unit,
       [&](int first, int other, const float (&c)[2], const float (&s)[2]) {
         float v[2] = {n[first], n[other]};
-        turn<true, 1>(v, c, s);
+        turn<Pairs::halves, 1>(v, c, s);
         y[first] = narrow<Y>(v[0]), y[other] = narrow<Y>(v[1]);
       },
       [&](int column) { y[column] = narrow<Y>(n[column]); });
@@ -231,7 +233,7 @@ __global__ void __launch_bounds__(kThreads)
           p.tables, p.shape, unit,
           [&](int first, int other, const float (&c)[2], const float (&s)[2]) {
             float v[2] = {widen(dy[first]), widen(dy[other])};
-            turn<true, 1>(v, c, s);
+            turn<Pairs::halves, 1>(v, c, s);
             g[first] = v[0], g[other] = v[1];
           },
           [&](int column) { g[column] = widen(dy[column]); });
@@ -244,7 +246,7 @@ __global__ void __launch_bounds__(kThreads)
         total[1] = fma(g[i] * f[0], widen(x[i]), total[1]);
       }
       sum_row(total, 32);
-      const float rstd = p.norm.rstd(total[0]), mean = total[1] * rstd * p.norm.inverse;
+      const float rstd = p.norm.template rstd<X>(total[0]), mean = total[1] * rstd * p.norm.inverse;
       for (int i = lane; i < cols; i += 32) {
         float h = widen(x[i]) * rstd, f[1];
         p.norm.template factors<X, 1>(second, i, f);
@@ -257,4 +259,4 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-}  // namespace tigon::cuda::rope_pairs
+}  // namespace tigon::cuda::rope_kernels

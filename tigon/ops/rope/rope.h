@@ -55,8 +55,8 @@ struct RopeSections {
   int64_t time = 0, height = 0, width = 0;
   bool mixed = false;
 
-  bool given() const { return time + height + width > 0; }
-  int axis_of(int64_t pair) const {
+  constexpr bool given() const { return time + height + width > 0; }
+  constexpr int axis_of(int64_t pair) const {
     if (!given()) return 0;
     if (!mixed) return pair < time ? 0 : pair < time + height ? 1 : 2;
     return pair % 3 == 1 && pair < 3 * height ? 1 : pair % 3 == 2 && pair < 3 * width ? 2 : 0;

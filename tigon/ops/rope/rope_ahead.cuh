@@ -5,9 +5,11 @@
 #include <array>
 
 #include "tigon/base/cuda/async_copy.cuh"
-#include "tigon/ops/rope/rope_pairs.cuh"
+#include "tigon/ops/rope/rope_heads.cuh"
 
-namespace tigon::cuda::rope_pairs {
+namespace tigon::cuda::rope_kernels {
+
+constexpr int kFewHeld = 4, kManyHeld = 8;  // heads of a unit
 
 // Words of a pack.
 template <class T>
@@ -109,12 +111,14 @@ class Ahead {
   int to_ = 0, from_ = 0;
 };
 
-// Heads of a unit: `most`, or fewer where that would leave the device without work.
-inline int held_of(const RopeHeads& x, int64_t heads, int64_t lanes, int most) {
-  const int64_t rows = x.batch * x.tokens * heads;
-  const int64_t wanted = int64_t(device_facts().sms) * 4 * (kThreads / lanes);
-  while (most > 1 && rows / most < wanted) most /= 2;
-  return most;
+// Heads of a unit: eight, or four where all units end sooner so, if each costs its heads and about two more and the blocks, so many of
+// them on a multiprocessor, take as many each.
+inline int held_of(const RopeHeads& x, int64_t heads, int64_t lanes, int64_t blocks) {
+  const int64_t rows = ceil_div(x.batch * x.tokens * heads, kThreads / lanes);
+  const auto cost = [&](int held) {
+    return ceil_div(ceil_div(rows, held), device_facts().sms * blocks) * (held + 2);
+  };
+  return cost(kFewHeld) < cost(kManyHeld) ? kFewHeld : kManyHeld;
 }
 
 // Launches `kernel` on as many persistent blocks as are resident, or as there are tiles of work.
@@ -142,4 +146,4 @@ void launch_resident(const char* op, Context& ctx, size_t shared, int64_t tiles,
          p);
 }
 
-}  // namespace tigon::cuda::rope_pairs
+}  // namespace tigon::cuda::rope_kernels

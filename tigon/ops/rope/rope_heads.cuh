@@ -1,0 +1,197 @@
+// How the CUDA kernels of rope and qk_norm_rope share heads among threads: a thread owns packs of the rows of a unit, some heads of one
+// token, so that cos and sin are read once for all of them.
+#pragma once
+
+#include <algorithm>
+
+#include "tigon/base/cuda/divider.cuh"
+#include "tigon/base/cuda/launch.cuh"
+#include "tigon/ops/rope/rope_tables.cuh"
+
+namespace tigon::cuda::rope_kernels {
+
+#include "tigon/ops/rope/rope_math.inc"
+
+constexpr int kThreads = 128;        // a block
+constexpr int kColumns = 2 * kPack;  // of a thread that owns both elements of its pairs
+
+// --- heads ---------------------------------------------------------------------------------------------------------
+
+// The rows of a unit that a thread has: heads next, next + step, ... below end. The lanes of a warp go over theirs together, and
+// over one at least.
+struct Run {
+  int next, step, end;
+
+  __device__ __forceinline__ bool has() const { return next < end; }
+  __device__ __forceinline__ bool any() const { return __any_sync(0xffffffffu, has()); }
+};
+
+struct Unit {
+  uint32_t batch, token, group;
+};
+
+// Rows of q or of k, taken by units: a unit is up to `held` heads (group, group + groups, ...) of one token.
+struct Part : HeadsFromTo {
+  int groups;
+
+  Part(const RopeHeads& x, const RopeHeads& y, int held)
+      : HeadsFromTo(x, y), groups(int(x.empty() ? 0 : ceil_div(x.heads, held))) {}
+
+  __device__ __forceinline__ Run run(const Unit& unit, bool live) const {
+    return {live ? int(unit.group) : heads, groups, heads};
+  }
+};
+
+// The units of q, of k or of both in the order of memory.
+struct Units {
+  Divider inner, middle;
+  bool
+      tokens_inside;  // in memory tokens lie inside heads: neighbouring units take neighbouring tokens, else heads
+  uint32_t count;
+
+  Units(const RopeHeads& x, int groups)
+      : inner(std::max<int64_t>(1, x.token_stride < x.head_stride ? x.tokens : groups)),
+        middle(std::max<int64_t>(1, x.token_stride < x.head_stride ? groups : x.tokens)),
+        tokens_inside(x.token_stride < x.head_stride),
+        count(uint32_t(x.batch * x.tokens * groups)) {}
+
+  __device__ __forceinline__ Unit operator[](uint32_t index) const {
+    const uint32_t outer = inner.divide(index), i = index - outer * inner.divisor;
+    const uint32_t batch = middle.divide(outer), m = outer - batch * middle.divisor;
+    return unit(batch, m, i);
+  }
+  // The same for any number of units.
+  __device__ __forceinline__ Unit far(uint64_t index) const {
+    const uint64_t outer = index / inner.divisor, batch = outer / middle.divisor;
+    return unit(uint32_t(batch), uint32_t(outer - batch * middle.divisor),
+                uint32_t(index - outer * inner.divisor));
+  }
+
+ private:
+  __device__ __forceinline__ Unit unit(uint32_t batch, uint32_t m, uint32_t i) const {
+    return {batch, tokens_inside ? i : m, tokens_inside ? m : i};
+  }
+};
+
+// Where units are those of q and k: the part that one is of; its group is that of the part from here on.
+template <class Params>
+__device__ __forceinline__ const Part& part_of(const Params& p, Unit& unit) {
+  if (unit.group < uint32_t(p.q.groups)) return p.q;
+  unit.group -= p.q.groups;
+  return p.k;
+}
+
+template <class X>
+__device__ __forceinline__ const X* x_of(const Part& p, const Unit& u) {
+  return static_cast<const X*>(p.x) + u.batch * p.x_batch + u.token * p.x_token + int(u.group) * p.x_head;
+}
+template <class Y>
+__device__ __forceinline__ Y* y_of(const Part& p, const Unit& u) {
+  return static_cast<Y*>(p.y) + u.batch * p.y_batch + u.token * p.y_token + int(u.group) * p.y_head;
+}
+
+struct Shape {
+  int cols, start, rotated;
+  Divider lanes;  // threads that share a row
+  int rows;       // that a block has at a time
+
+  // x: q, or k where there is no q
+  Shape(const Rope& a, const RopeHeads& x, int64_t lanes)
+      : cols(int(x.cols)),
+        start(int(a.start(x))),
+        rotated(int(a.rotated())),
+        lanes(lanes),
+        rows(int(kThreads / lanes)) {}
+};
+
+// Threads that share a row of packs of so many columns where a row may not lie in two warps: a power of two.
+inline int lanes_of(const RopeHeads& x, int columns) {
+  int lanes = 1;
+  while (lanes * columns < x.cols) lanes *= 2;
+  return lanes;
+}
+
+// The place of a thread that owns both elements of its pairs: the first threads of a row have its pairs, then come those of the
+// columns that are not rotated.
+struct Place {
+  int row;            // of those that the block has at a time
+  bool inside;        // the row has such columns
+  bool turned;        // and they are rotated
+  int lane;           // among those of its kind
+  int first, second;  // columns of the packs
+
+  __device__ __forceinline__ int apart() const { return second - first; }
+
+  __device__ __forceinline__ explicit Place(const Shape& shape) {
+    const int lanes = shape.rotated >> 4;
+    row = int(shape.lanes.divide(threadIdx.x));
+    lane = int(threadIdx.x) - row * int(shape.lanes.divisor);
+    inside = lane < shape.cols >> 4 && row < shape.rows;
+    turned = lane < lanes;
+    if (turned) {
+      first = shape.start + lane * kPack;
+      second = first + shape.rotated / 2;
+    } else {
+      lane -= lanes;
+      first = lane * kColumns;
+      if (first >= shape.start) first += shape.rotated;
+      second = first + kPack;
+    }
+  }
+};
+
+// --- columns of a thread -------------------------------------------------------------------------------------------
+// The 2 N columns of a thread in registers are two packs, one after the other: the first and the second elements of N pairs
+// (halves), or pair after pair.
+
+template <Pairs P, int N>
+__device__ constexpr int partner_of(int n) {
+  return P == Pairs::halves ? (n + N) % (2 * N) : n ^ 1;
+}
+template <Pairs P, int N>
+__device__ constexpr bool is_first(int n) {
+  return P == Pairs::halves ? n < N : n % 2 == 0;
+}
+
+template <class T, int N>
+__device__ __forceinline__ void widen_packs(const Pack<T, N>& a, const Pack<T, N>& b, float (&v)[2 * N]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) v[n] = a[n], v[N + n] = b[n];
+}
+template <class T, int N>
+__device__ __forceinline__ Pack<T, N> narrow_pack(const float (&v)[2 * N], int which) {
+  float half[N];
+#pragma unroll
+  for (int n = 0; n < N; ++n) half[n] = v[which * N + n];
+  Pack<T, N> r;
+  r.set(half);
+  return r;
+}
+template <Pairs P, int N>
+__device__ __forceinline__ void turn(float (&v)[2 * N], const float (&c)[2 * N], const float (&s)[2 * N]) {
+  float x[2 * N];
+#pragma unroll
+  for (int n = 0; n < 2 * N; ++n) x[n] = v[n];
+#pragma unroll
+  for (int n = 0; n < 2 * N; ++n) {
+    const float other = x[partner_of<P, N>(n)];
+    v[n] = is_first<P, N>(n) ? rope_first(x[n], other, c[n], s[n]) : rope_second(other, x[n], c[n], s[n]);
+  }
+}
+
+// --- what packs need -----------------------------------------------------------------------------------------------
+
+// Heads and tables begin at packs of 16 bytes, row by row.
+inline bool all_align(const Rope& a) {
+  return heads_align(a.q) && heads_align(a.k) && heads_align(a.q_out) && heads_align(a.k_out) &&
+         table_aligns(a.cos) &&
+         (a.cos.col_stride == 2 || table_aligns(a.sin));  // complex: sin lies behind cos
+}
+// Rows and their parts are of packs, which a Tables knows the axes of, and units few enough to count in 31 bits.
+inline bool packs_fit(const Rope& a, const RopeHeads& x, int columns) {
+  return all_align(a) && x.cols % columns == 0 && a.start(x) % columns == 0 && a.rotated() % columns == 0 &&
+         (!a.form.sections.given() || x.cols <= kMostPacks * kPack) &&
+         x.batch * x.tokens * (a.q.heads + a.k.heads) < INT32_MAX / 2;
+}
+
+}  // namespace tigon::cuda::rope_kernels

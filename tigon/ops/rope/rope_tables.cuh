@@ -1,0 +1,291 @@
+// cos and sin of a token, as the CUDA kernels of rope and qk_norm_rope read them.
+#pragma once
+
+#include <climits>
+#include <type_traits>
+
+#include "tigon/base/cuda/math.cuh"
+#include "tigon/base/cuda/vec.cuh"
+#include "tigon/ops/rope/rope.h"
+#include "tigon/ops/rope/rope_views.h"
+
+namespace tigon::cuda::rope_kernels {
+
+constexpr int kPack = 8;  // columns in one access: 16 bytes of 16-bit numbers, 32 of fp32
+
+// How the columns of a thread lie in registers, and tables of R columns in memory. Crossed: neighbours in registers, halves in
+// memory.
+enum class Pairs { halves, neighbours, crossed };
+inline Pairs pairs_of(const Rope& a) {
+  if (a.form.in != a.form.out) return Pairs::crossed;
+  return a.form.in == RopePairs::halves ? Pairs::halves : Pairs::neighbours;
+}
+
+// What of a token's row in a table belongs to a thread: one or two packs of registers.
+struct TablePlace {
+  int first, second;  // columns of the table where they begin
+  uint32_t axes;      // of the columns in registers, two bits each
+  bool mixed;         // they are not all the same
+};
+
+constexpr int kMostPacks = 64;  // of the rotated columns of a row, where there are sections
+constexpr uint32_t kEachColumn = 0x55555555u;
+
+// The tables of a call. Functions take T16, the 16-bit type of tables that are not fp32; P, how pairs lie; N, the columns of a pack.
+// cos and sin are read side by side, so that nobody waits for one before asking for the other.
+struct Tables {
+  const void *cos, *sin, *positions;
+  TableStrides cos_at, sin_at, position_at;
+  int64_t rows;               // of the tables, which positions must not pass
+  int half;                   // pairs
+  int height = 0, width = 0;  // the first pair of either
+  RopeSections sections;
+  uint16_t axes[kMostPacks] = {};  // TablePlace::axes of each pack
+  bool mixed = false;              // they are not all the same in some pack
+  bool sectioned, f32, wide_positions, complex, shared, halves, backward;
+
+  Tables(const Rope& a, bool backward, Pairs pairs)
+      : cos(a.cos.data),
+        sin(a.sin.data),
+        positions(a.positions.data),
+        cos_at(strides_of(a.cos)),
+        sin_at(strides_of(a.sin)),
+        position_at(strides_of(a.positions)),
+        rows(a.cos.tokens),
+        half(int(a.rotated() / 2)),
+        sections(a.form.sections),
+        sectioned(a.form.sections.given()),
+        f32(a.cos.dtype == DType::f32),
+        wide_positions(a.positions.dtype == DType::i64),
+        complex(a.cos.col_stride == 2),
+        shared(a.form.shared),
+        halves(a.form.out == RopePairs::halves),
+        backward(backward) {
+    height = sectioned ? int(sections.time) : INT_MAX;
+    width = sectioned ? int(sections.time + sections.height) : INT_MAX;
+    if (!sectioned) return;
+    mixed = sections.mixed;
+    for (int pack = 0; pack < kMostPacks && pack * kPack < 2 * half; ++pack) {
+      for (int n = 0; n < kPack; ++n) {
+        const int column = pack * kPack + n;
+        axes[pack] |= sections.axis_of(pairs == Pairs::halves ? column % half : column / 2) << 2 * n;
+      }
+      mixed = mixed || axes[pack] != ((axes[pack] & 3u) * kEachColumn & 0xffffu);
+    }
+  }
+
+  // Of the two packs of a thread that has pairs [lane * N, lane * N + N) (halves), or as many columns in each half of the rotated ones.
+  template <Pairs P, int N>
+  __device__ __forceinline__ TablePlace place(int lane) const {
+    TablePlace p{lane * N, half + lane * N, 0, false};
+    if (P != Pairs::halves && shared) p.first = lane * (N / 2), p.second = half / 2 + lane * (N / 2);
+    if (sectioned) {
+      const int packs = half / N;
+      p.axes = P == Pairs::halves ? axes[lane] * 0x10001u : axes[lane] | uint32_t(axes[lane + packs]) << 16;
+      p.mixed = p.axes != (p.axes & 3u) * kEachColumn;
+    }
+    return p;
+  }
+  // Of one pack that begins at a rotated column; of sin, the backward takes that of the partners where they are another pack.
+  template <Pairs P, bool Mixed>
+  __device__ __forceinline__ TablePlace place_of_pack(int column, bool sine) const {
+    const bool second = P == Pairs::halves && column >= half;
+    const int pair = P == Pairs::halves ? column - (second ? half : 0) : column / 2;
+    TablePlace p{pair, 0, 0, Mixed};
+    if (P == Pairs::neighbours && !shared) p.first = column;
+    if (P == Pairs::halves && !shared) p.first = second == (sine && backward) ? pair : pair + half;
+    p.axes = Mixed ? axes[column / kPack] : (pair >= height) + (pair >= width);
+    return p;
+  }
+  // Of one pair, its elements apart, whatever form the tables have.
+  __device__ __forceinline__ TablePlace place(int pair) const {
+    return {shared || halves ? pair : 2 * pair, halves ? half + pair : 2 * pair + 1,
+            sectioned ? uint32_t(sections.axis_of(pair)) : 0u, false};
+  }
+
+  // The row that a token takes of tables with positions; -1: it lies outside.
+  __device__ __forceinline__ int64_t position(int axis, int64_t b, int64_t t) const {
+    const int64_t i = axis * position_at.axis + b * position_at.batch + t * position_at.token;
+    const int64_t row = wide_positions ? static_cast<const int64_t*>(positions)[i]
+                                       : static_cast<const int32_t*>(positions)[i];
+    return uint64_t(row) < uint64_t(rows) ? row : -1;
+  }
+  // Where the token's rows begin in both tables, in elements; false: nowhere.
+  __device__ __forceinline__ bool find(int axis, int64_t b, int64_t t, int64_t& cos_row,
+                                       int64_t& sin_row) const {
+    cos_row = axis * cos_at.axis + b * cos_at.batch + t * cos_at.token;
+    sin_row = axis * sin_at.axis + b * sin_at.batch + t * sin_at.token;
+    if (positions == nullptr) return true;
+    const int64_t row = position(axis, b, t);
+    cos_row = row * cos_at.token, sin_row = row * sin_at.token;
+    return row >= 0;
+  }
+
+  template <class T, Pairs P, bool Shared, int N>
+  __device__ __forceinline__ void read_pack(const T* row, int column, float* v) const {
+    if constexpr (P == Pairs::halves || (P == Pairs::neighbours && !Shared)) {
+      const auto one = load<T, N>(row + column);
+#pragma unroll
+      for (int n = 0; n < N; ++n) v[n] = one[n];
+    } else {
+      const auto first = load<T, N / 2>(row + column);
+      const auto second = Shared ? first : load<T, N / 2>(row + half + column);
+#pragma unroll
+      for (int n = 0; n < N; ++n) v[n] = n % 2 == 0 ? first[n / 2] : second[n / 2];
+    }
+  }
+  template <class T, Pairs P, bool Shared, int N, int Columns>
+  __device__ __forceinline__ void read_packs(const T* row, const TablePlace& at, float (&v)[Columns]) const {
+    read_pack<T, P, Shared, N>(row, at.first, v);
+    if constexpr (Columns > N && P == Pairs::halves && Shared) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) v[N + n] = v[n];
+    } else if constexpr (Columns > N) {
+      read_pack<T, P, Shared, N>(row, at.second, v + N);
+    }
+  }
+  // Complex numbers of a pack.
+  template <Pairs P, bool Cos, bool Sin, int N>
+  __device__ __forceinline__ void read_complex(const float* row, int column, float* c, float* s) const {
+    constexpr int M = P == Pairs::halves ? N : N / 2;
+    const auto numbers = load<float, 2 * M>(row + 2 * column);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const int at = 2 * (P == Pairs::halves ? n : n / 2);
+      if (Cos) c[n] = numbers[at];
+      if (Sin) s[n] = numbers[at + 1];
+    }
+  }
+
+  // cos, sin or both of packs of one axis. Complex: they may be of complex numbers.
+  template <class T16, Pairs P, bool Complex, bool Cos, bool Sin, int N, int Columns>
+  __device__ __forceinline__ void read_axis(int axis, int64_t b, int64_t t, const TablePlace& cos_place,
+                                            const TablePlace& sin_place, float (&c)[Columns],
+                                            float (&s)[Columns]) const {
+    int64_t cos_row, sin_row;
+    if (!find(axis, b, t, cos_row, sin_row)) {
+#pragma unroll
+      for (int n = 0; n < Columns; ++n) {
+        if (Cos) c[n] = CUDART_NAN_F;
+        if (Sin) s[n] = CUDART_NAN_F;
+      }
+      return;
+    }
+    if constexpr (Complex) {
+      if (complex) {
+        const float* row = static_cast<const float*>(cos) + cos_row;
+        read_complex<P, Cos, Sin, N>(row, cos_place.first, c, s);
+        if constexpr (Columns > N)
+          read_complex<P, Cos, Sin, N>(row, P == Pairs::halves ? cos_place.first : cos_place.second, c + N,
+                                       s + N);
+        return;
+      }
+    }
+    auto take = [&](auto type, auto one_half) {
+      using T = decltype(type);
+      if (Cos) read_packs<T, P, one_half, N>(static_cast<const T*>(cos) + cos_row, cos_place, c);
+      if (Sin) read_packs<T, P, one_half, N>(static_cast<const T*>(sin) + sin_row, sin_place, s);
+    };
+    auto take_type = [&](auto type) {
+      shared ? take(type, std::true_type{}) : take(type, std::false_type{});
+    };
+    if (f32) {
+      take_type(float{});
+    } else if constexpr (sizeof(T16) == 2) {
+      take_type(T16{});
+    }
+  }
+
+  // cos or sin of the two packs of a thread, of any tables.
+  template <class T16, Pairs P, bool Sin, int N>
+  __device__ __forceinline__ void read_two(int64_t b, int64_t t, const TablePlace& at,
+                                           float (&v)[2 * N]) const {
+    if (!at.mixed) return read_axis<T16, P, true, !Sin, Sin, N>(int(at.axes & 3u), b, t, at, at, v, v);
+#pragma unroll 1
+    for (int axis = 0; axis < 3; ++axis) {
+      constexpr uint32_t kEach = kEachColumn >> (32 - 4 * N);
+      const uint32_t other = at.axes ^ uint32_t(axis) * kEach;
+      if (((other | other >> 1) & kEach) == kEach) continue;  // no column is of this axis
+      float found[2 * N];
+      read_axis<T16, P, true, !Sin, Sin, N>(axis, b, t, at, at, found, found);
+#pragma unroll
+      for (int n = 0; n < 2 * N; ++n)
+        if ((at.axes >> 2 * n & 3u) == uint32_t(axis)) v[n] = found[n];
+    }
+  }
+  // Both, as turn() takes them.
+  template <class T16, Pairs P, int N>
+  __device__ __forceinline__ void read(int64_t b, int64_t t, const TablePlace& at, float (&c)[2 * N],
+                                       float (&s)[2 * N]) const {
+    read_two<T16, P, false, N>(b, t, at, c);
+    read_two<T16, P, true, N>(b, t, at, s);
+    if (!backward) return;
+#pragma unroll
+    for (int n = 0; n < 2 * N; ++n) {
+      const int partner = P == Pairs::halves ? n + N : n + 1;
+      if (P == Pairs::halves ? n >= N : n % 2 == 1) continue;
+      const float first = s[n];
+      s[n] = -s[partner], s[partner] = -first;
+    }
+  }
+
+  // N columns of three axes, all of which are asked for at once; those of a position outside are NaN.
+  template <class T, int N>
+  __device__ __forceinline__ void read_mixed(int64_t b, int64_t t, const TablePlace& at,
+                                             const TablePlace& sine_at, float (&c)[N], float (&s)[N]) const {
+    Pack<T, N> cosines[3], sines[3];
+    constexpr int kWords = int(sizeof(T)) * N / 16;
+#pragma unroll
+    for (int axis = 0; axis < 3; ++axis) {
+      int64_t cos_row, sin_row;
+      const bool inside = find(axis, b, t, cos_row, sin_row);
+      const T *from = static_cast<const T*>(cos) + cos_row + at.first,
+              *sine = static_cast<const T*>(sin) + sin_row + sine_at.first;
+      constexpr uint32_t kNaN = 0x7fffffff;  // of every type
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        reinterpret_cast<uint4*>(&cosines[axis])[w] = load_where(inside, from + w * (N / kWords), kNaN);
+        reinterpret_cast<uint4*>(&sines[axis])[w] = load_where(inside, sine + w * (N / kWords), kNaN);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const uint32_t axis = at.axes >> 2 * n & 3u;
+      c[n] = axis == 0 ? cosines[0][n] : axis == 1 ? cosines[1][n] : cosines[2][n];
+      s[n] = axis == 0 ? sines[0][n] : axis == 1 ? sines[1][n] : sines[2][n];
+    }
+  }
+
+  // What read_for_pack reads: columns of several axes (Mixed) of real tables in halves, else packs of one axis, which are not of complex
+  // numbers where they lie in halves.
+  bool packs_fit(Pairs pairs) const { return pairs == Pairs::halves ? !complex : !mixed; }
+
+  // cos and sin of the pack that begins at a rotated column, so that y = rope_second(partner, x, c, s).
+  template <class T16, Pairs P, bool Mixed, int N>
+  __device__ __forceinline__ void read_for_pack(int64_t b, int64_t t, int column, float (&c)[N],
+                                                float (&s)[N]) const {
+    const TablePlace at = place_of_pack<P, Mixed>(column, false),
+                     sine_at = place_of_pack<P, Mixed>(column, true);
+    if constexpr (!Mixed) {
+      read_axis<T16, P, P != Pairs::halves, true, true, N>(int(at.axes), b, t, at, sine_at, c, s);
+    } else if (f32) {
+      read_mixed<float, N>(b, t, at, sine_at, c, s);
+    } else if constexpr (sizeof(T16) == 2) {
+      read_mixed<T16, N>(b, t, at, sine_at, c, s);
+    }
+#pragma unroll
+    for (int n = 0; n < N; n += P == Pairs::halves ? 1 : 2) {
+      if constexpr (P == Pairs::halves) {
+        if ((column >= half) == backward) s[n] = -s[n];
+      } else {
+        const float first = s[n];
+        s[n] = backward ? s[n + 1] : -first, s[n + 1] = backward ? -first : s[n + 1];
+      }
+    }
+  }
+};
+
+template <class X, class Y>
+using Half = std::conditional_t<sizeof(X) == 2, X, Y>;  // the type of tables that are not fp32
+
+}  // namespace tigon::cuda::rope_kernels
