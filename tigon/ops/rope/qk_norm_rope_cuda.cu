@@ -19,12 +19,13 @@ using namespace rope_kernels;
 constexpr const char* kOp = "qk_norm_rope";
 
 // Stages of the ring; blocks a multiprocessor, which bound the registers.
+constexpr int kStages = 3;
+template <class X, bool Packed>
+constexpr int kBlocks = sizeof(X) == 4 ? 3
+                        : Packed       ? 5
+                                       : 4;
 template <class X>
-constexpr int kStages = 4 / kWordsOf<X>;
-template <bool Packed>
-constexpr int kBlocks = Packed ? 5 : 4;
-template <class X>
-using ForwardRing = Ring<2 * kWordsOf<X>, kStages<X>>;
+using ForwardRing = Ring<2 * kWordsOf<X>, kStages>;
 
 constexpr int kStagesBackward = 3, kBlocksBackward = 3;
 template <class X, class Y>
@@ -32,7 +33,7 @@ using BackwardRing = Ring<2 * (kWordsOf<X> + kWordsOf<Y>), kStagesBackward>;
 
 // Packed: Norm::packed.
 template <Pairs P, bool Packed, class X, class Y>
-__global__ void __launch_bounds__(kThreads, kBlocks<Packed>)
+__global__ void __launch_bounds__(kThreads, kBlocks<X, Packed>)
     forward_kernel(const __grid_constant__ Forward p) {
   constexpr int N = kPack;
   const Place place(p.shape);
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Packed>)
   let_next_kernel_start();
   const uint32_t stride = gridDim.x * p.shape.rows;
   uint32_t base = blockIdx.x * p.shape.rows;
-  Ahead<kStages<X>, decltype(begin), decltype(copy)> ahead(base + place.row, stride, begin, copy);
+  Ahead<kStages, decltype(begin), decltype(copy)> ahead(base + place.row, stride, begin, copy);
 #pragma unroll 1
   for (; base < p.units.count; base += stride) {
     const bool live = place.inside && base + place.row < p.units.count;
@@ -297,7 +298,7 @@ void qk_norm_rope_fwd(Context& ctx, const QkNormRopeFwd& a) {
     const bool near = a.rope.positions.data == nullptr && a.rope.cos.axes == 1 && a.rope.cos.batch == 1;
     const int held = packed && near ? kFewHeld
                                     : held_of(x, a.rope.q.heads + a.rope.k.heads, lanes_of(x, kColumns),
-                                              packed ? kBlocks<true> : kBlocks<false>);
+                                              packed ? kBlocks<X, true> : kBlocks<X, false>);
     const Forward p = forward_of(a, x, held);
     if constexpr (std::is_same_v<X, Y> && sizeof(X) == 2)
       if (packed)
