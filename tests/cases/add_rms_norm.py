@@ -42,6 +42,10 @@ CASES = [
     # Rows too long for a block, more of them than there are clusters of blocks.
     test_case("many_long", shape=(141, 18432)),
     test_case("many_long_odd", shape=(141, 20001)),
+    # Clusters whose number is no multiple of the rows that lie alike; a block a row, more rows than blocks.
+    test_case("shared_odd", shape=(23, 70001)),
+    test_case("long_odd", shape=(140, 13001)),
+    test_case("long_apart", shape=(140, 13001), layout="offset1"),
     test_case("wide_misaligned", shape=(3, 70000), layout="offset1"),
     test_case("rows", shape=(9, 130), layout="rows", residual_layout="rows", grad_layout="rows"),
     test_case("columns", shape=(9, 130), layout="columns", residual_layout="transposed"),

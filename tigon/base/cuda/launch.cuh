@@ -112,8 +112,8 @@ class OncePerDevice {
 };
 
 // How many clusters of a kernel the device runs at a time, with so much dynamic shared memory a block (or blocks, where they are
-// alone); 0 where it has no room for one. The last answer is remembered, by device and blocks of a cluster: one of these belongs to
-// each kernel.
+// alone); 0 where it has no room for one. One of these belongs to each kernel and remembers the answers, until two of them fall on the
+// same place.
 class ClusterRoom {
  public:
   template <class Kernel>
@@ -121,10 +121,23 @@ class ClusterRoom {
     if ((blocks > 1 && device_facts().capability < 90) || blocks > kMost) return 0;
     int device = 0;
     TIGON_CUDA_CHECK(op, cudaGetDevice(&device));
-    std::atomic<uint64_t>& last = last_[size_t(device)][size_t(blocks)];
-    const uint64_t seen = last.load(std::memory_order_relaxed),
-                   asked = uint64_t(shared) << 16 | uint64_t(threads);
+    const uint64_t asked = ((uint64_t(shared) * kMostDevices + uint64_t(device)) << 5 | uint64_t(blocks))
+                               << 11 |
+                           uint64_t(threads);
+    std::atomic<uint64_t>& known = known_[asked * 0x9e3779b97f4a7c15u >> (64 - kPlaces)];
+    const uint64_t seen = known.load(std::memory_order_relaxed);
     if (seen >> 16 == asked) return int(seen & 0xffff);
+    const int room = std::min(ask(op, kernel, blocks, threads, shared), 0xffff);
+    known.store(asked << 16 | uint64_t(room), std::memory_order_relaxed);
+    return room;
+  }
+
+ private:
+  static constexpr int kPortable = 8, kMost = 16, kPlaces = 6;
+  std::array<std::atomic<uint64_t>, 1 << kPlaces> known_{};
+
+  template <class Kernel>
+  int ask(const char* op, Kernel kernel, int blocks, int threads, size_t shared) {
     if (shared > 0) {  // as much as there is besides the kernel's own
       cudaFuncAttributes own;
       TIGON_CUDA_CHECK(op, cudaFuncGetAttributes(&own, kernel));
@@ -148,17 +161,10 @@ class ClusterRoom {
                    : cudaOccupancyMaxActiveBlocksPerMultiprocessor(&room, kernel, threads, shared);
     if (status != cudaSuccess) {
       cudaGetLastError();
-      room = 0;
+      return 0;
     }
-    if (blocks == 1) room *= device_facts().sms;
-    room = std::min(room, 0xffff);
-    last.store(asked << 16 | uint64_t(room), std::memory_order_relaxed);
-    return room;
+    return blocks == 1 ? room * device_facts().sms : room;
   }
-
- private:
-  static constexpr int kPortable = 8, kMost = 16;
-  std::array<std::array<std::atomic<uint64_t>, kMost + 1>, kMostDevices> last_{};
 };
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -3,16 +3,14 @@
 //
 // The formula: norm_backward_looped.cuh.
 //
-// Persistent blocks: block b takes row groups b, b + grid, ... of one section. The sums by column are kept in registers over all
+// Persistent blocks: each takes its share of the rows of one section. The sums by column are kept in registers over all
 // rows of a thread, added over the row groups of the block and over the blocks (sum_partials) in fixed order.
 #pragma once
 
 #include <algorithm>
 
 #include "tigon/base/cuda/math.cuh"
-#include "tigon/base/cuda/norm_backward_looped.cuh"
-#include "tigon/base/cuda/norm_forward.cuh"
-#include "tigon/base/cuda/staged_rows.cuh"
+#include "tigon/base/cuda/norm_backward_staying.cuh"
 
 namespace tigon::cuda {
 
@@ -20,7 +18,7 @@ namespace tigon::cuda {
 // no register waits for the rows of the next turns. Weights lie in shared memory.
 template <int Threads, int Held, int Rows, int MinBlocks>
 struct Direct : RowShape<Threads, Held, Rows, MinBlocks> {
-  static constexpr int stages = 0;
+  static constexpr int stages = 0, lead = 0;
 };
 
 // By the length of the row in packs. Short: blocks a multiprocessor of the shorter rows, so their registers.
@@ -29,128 +27,44 @@ using BackwardLadder = RowShapes<Direct<8, 2, 32, Short>, Direct<32, 2, 8, Short
 
 namespace norm_detail {
 
-// Gradients wider than x take more registers.
-template <class X, class Y, class Shape>
-constexpr int backward_blocks = sizeof(Y) > sizeof(X) && Shape::min_blocks > 1 ? Shape::min_blocks * 3 / 4
-                                                                               : Shape::min_blocks;
-// Column sums that a block adds up.
-template <class Shape>
-constexpr int backward_parts = Shape::threads > 0 && Shape::threads < 32 ? Shape::block / 32 : Shape::rows;
-
-// Of every op, where rows begin anywhere, and the blocks of a cluster, of rows that are too long for one.
-template <Lying How>
-using UnalignedLadder = std::conditional_t<How == Lying::alike,
-                                           RowShapes<Staged<2, 32, 4, 4, 3>, StagedBlock<2, 2, 320, 2>,
-                                                     StagedBlock<2, 2, 512>, StagedBlock<2, 4, 512>>,
-                                           RowShapes<StagedBlock<2, 4, 512>>>;
-using BackwardCluster = StagedBlock<2, 4, 512>;
-
-// Nothing is ever added to the weight.
-template <class B>
-constexpr bool kPlainWeight = requires { typename B::PlainWeight; };
-
-// What a thread holds of rows beside whole packs: an element before or behind them, its column sums, or nothing.
-template <class B, class Y>
-struct BackwardSingle {
-  int column = 0;  // of the section
-  bool is = false;
-  float weight = 0.0f, sums[B::kSums] = {};
-  typename B::Element next[B::kIn] = {};  // of the next row; nothing waits for it
-  Y next_dy = {};
+// Of every op, where rows begin anywhere, and the blocks of a cluster, of rows that are too long for one: with a lead where there is
+// room, since a cluster's threads tell each other slowly. A lead of a row also pays where a thread has much to do.
+template <Lying How, class B>
+struct UnalignedLadder {
+  using Shapes = RowShapes<Staged<2, 32, 4, 4, 3>, StagedBlock<2, 2, 320, 2>, StagedBlock<2, 2, 512>,
+                           StagedBlock<B::kIn == 1 ? 3 : 2, 4, 512>>;
 };
+template <class B>
+struct UnalignedLadder<Lying::apart, B> {
+  using Shapes =
+      std::conditional_t<B::kCentred, RowShapes<StagedBlock<3, 4, 512, 1, 1>, StagedBlock<2, 4, 512>>,
+                         RowShapes<StagedBlock<2, 4, 512>>>;
+};
+template <class B>
+using BackwardCluster = std::conditional_t<B::kIn == 1, StagedBlock<3, 4, 512, 1, 1>, StagedBlock<2, 4, 512>>;
 
-// Where threads leave their column sums, and where those of the block go.
-template <class B, class Shape, int N, bool Singles, class Column, class Single>
-__device__ __forceinline__ void add_up(float (&sums)[B::kSums][Shape::held][N], Column&& column, int head,
-                                       int whole, int cols, const Single& single, float* shared, float* out,
-                                       int64_t out_pitch) {
-  constexpr int kParts = backward_parts<Shape>;
-  auto leave = [&](float* to, int k) {
-#pragma unroll
-    for (int i = 0; i < Shape::held; ++i) {
-      if (column(i) >= whole) continue;
-      if constexpr (Singles) {
-#pragma unroll
-        for (int j = 0; j < N; ++j) to[head + column(i) + j] = sums[k][i][j];
-      } else {
-        store(to + column(i), *reinterpret_cast<Pack<float, N>*>(sums[k][i]));
-      }
-    }
-    if (Singles && single.is) to[single.column] = single.sums[k];
-  };
-  if constexpr (Shape::rows == 1) {
-#pragma unroll
-    for (int k = 0; k < B::kSums; ++k) leave(out + k * out_pitch, k);
-  } else {
-    constexpr bool kSeveral = Shape::threads < 32;  // rows a warp: added up first
-    if constexpr (kSeveral) {
-#pragma unroll
-      for (int k = 0; k < B::kSums; ++k)
-#pragma unroll
-        for (int i = 0; i < Shape::held; ++i)
-#pragma unroll
-          for (int j = 0; j < N; ++j)
-#pragma unroll
-            for (int m = Shape::threads; m < 32; m <<= 1)
-              sums[k][i][j] += __shfl_xor_sync(0xffffffffu, sums[k][i][j], m);
-    }
-    const int part = kSeveral ? threadIdx.x / 32 : threadIdx.x / Shape::threads;
-    __syncthreads();
-    if (!kSeveral || threadIdx.x % 32 < Shape::threads) {
-#pragma unroll
-      for (int k = 0; k < B::kSums; ++k) leave(shared + (k * kParts + part) * cols, k);
-    }
-    __syncthreads();
-    for (int k = 0; k < B::kSums; ++k)
-      for (int c = threadIdx.x; c < cols; c += Shape::block) {
-        const float* mine = shared + k * kParts * cols + c;
-        float total = mine[0];
-        for (int g = 1; g < kParts; ++g) total += mine[g * cols];
-        out[k * out_pitch + c] = total;
-      }
-  }
-}
-
-// Rows that begin anywhere: whole packs, where what is written has them, and the elements before and behind, one a thread. The host's
-// `step` brings a thread to rows that are written as its first one is, so it keeps its columns.
-template <class B, class W, class Y, int N, class Shape, Lying How, bool Clustered>
+// Rows that lie in packs.
+template <class B, class W, class Y, int N, class Shape>
 __global__
 __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) void backward_kernel(
     const __grid_constant__ NormBackward<B, W, Y> p) {
   using X = typename B::Element;
   constexpr int kHeld = Shape::held, kPair = N % 2 == 0 ? 2 : 1, kMeans = B::kCentred ? 2 : 1;
-  constexpr bool kStaged = Shape::stages > 0, kSingles = How != Lying::packs;
-  static_assert(kStaged || !kSingles);
-  using Sums = SumsOf<kMeans>;
-  __shared__ std::conditional_t<Clustered, Exchange<Sums>, float[2][kMeans * 32]> slots;
+  constexpr bool kStaged = Shape::stages > 0;
+  __shared__ float slots[2][kMeans * 32];
   extern __shared__ __align__(
       16) unsigned char shared[];           // weights and stages, then the column sums of the groups
   if (p.partials) let_next_kernel_start();  // the sum over the blocks
-  int blocks = 1, rank = 0;
-  if constexpr (Clustered) {
-    blocks = int(cluster_size()), rank = int(cluster_rank());
-    slots.init();
-    cluster_arrive();
-  }
-  const Place place(p.sections, Shape::rows, blockIdx.x / unsigned(blocks));
+  const Place place(p.sections, Shape::rows);
   const int cols = int(p.cols), block = Shape::threads ? Shape::block : blockDim.x;
   const int64_t before = int64_t(place.section) * cols;
-  const int64_t step = int64_t(gridDim.x / unsigned(p.sections * blocks)) * Shape::rows;
+  const int64_t step = int64_t(gridDim.x / unsigned(p.sections)) * Shape::rows;
   const int64_t first = place.first + (Shape::rows == 1 ? 0 : threadIdx.x / Shape::threads);
   const float offset = p.weight ? p.f.offset : 0.0f, inverse = 1.0f / float(cols);
-  int head = 0;
-  if constexpr (kSingles) {
-    const X* written = p.out[0] ? p.out[0] + first * p.out_stride[0] : p.in[0] + first * p.in_stride[0];
-    head = min(cols, int((0 - reinterpret_cast<uintptr_t>(written + before) / sizeof(X)) % N));
-  }
-  const int whole = kSingles ? (cols - head) / N * N : cols;
-  const int64_t begin = before + head;
-  auto in_row = [&](int k, int64_t row) { return p.in[k] + row * p.in_stride[k] + begin; };
-  auto dy_row = [&](int64_t row) { return p.dy + row * p.dy_stride + begin; };
-  auto out_row = [&](int k, int64_t row) { return p.out[k] + row * p.out_stride[k] + begin; };
-  auto pack_of = [&](int i) {
-    return RowTile<Shape, 1>::thread() + thread_stride<Shape>() * (i * blocks + rank);
-  };
+  auto in_row = [&](int k, int64_t row) { return p.in[k] + row * p.in_stride[k] + before; };
+  auto dy_row = [&](int64_t row) { return p.dy + row * p.dy_stride + before; };
+  auto out_row = [&](int k, int64_t row) { return p.out[k] + row * p.out_stride[k] + before; };
+  auto pack_of = [&](int i) { return RowTile<Shape, 1>::thread() + thread_stride<Shape>() * i; };
   auto column = [&](int i) { return pack_of(i) * N; };
 
   // What a thread leaves in shared memory it alone reads: no barrier.
@@ -158,15 +72,7 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
     Pack<W, N> w = filled<W, N>(1.0f);
-    if (p.weight && column(i) < whole) {
-      const W* from = p.weight + begin + column(i);
-      if constexpr (!kSingles) {
-        w = cuda::load<W, N>(from);
-      } else {
-#pragma unroll
-        for (int j = 0; j < N; ++j) w.v[j] = from[j];
-      }
-    }
+    if (p.weight && column(i) < cols) w = cuda::load<W, N>(p.weight + before + column(i));
     *weight_slot(i) = w;
   }
   auto weights = [&](int i, float (&w)[N]) {
@@ -176,38 +82,22 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
   };
   auto has = [&](int k, int64_t row) { return row < p.rows && (k == 0 || p.in[k]); };
 
-  BackwardSingle<B, Y> single;
-  auto load_single = [&](int64_t row) {
-    if (!single.is) return;
-#pragma unroll
-    for (int k = 0; k < B::kIn; ++k)
-      if (has(k, row)) single.next[k] = in_row(k, row)[single.column - head];
-    if (row < p.rows) single.next_dy = dy_row(row)[single.column - head];
-  };
-  if constexpr (kSingles) {
-    const int t = RowTile<Shape, 1>::thread();
-    single.column = t < N ? t : head + whole + t - N;
-    single.is = rank == 0 && (t < N ? t < head : single.column < cols);
-    single.weight = single.is && p.weight ? offset + widen(p.weight[before + single.column]) : 1.0f;
-    load_single(first);
-  }
-
   Pack<X, N> in[kHeld][B::kIn];
   Pack<Y, N> dy[kHeld];
-  using StagedIn = StagedRows<X, N, Shape, How == Lying::apart>;
-  using StagedDy = StagedRows<Y, N, Shape, How == Lying::apart>;
+  using StagedIn = StagedRows<X, N, Shape, false>;
+  using StagedDy = StagedRows<Y, N, Shape, false>;
   const int threads = block / Shape::rows, group = Shape::rows == 1 ? 0 : threadIdx.x / threads;
   const int of_row = B::kIn * StagedIn::words(threads) + StagedDy::words(threads);
   uint4* words = reinterpret_cast<uint4*>(weight_slot(kHeld) - threadIdx.x) + group * of_row;
   auto rows_of = [&](int k) {
-    return StagedIn(in_row(k, first), step * p.in_stride[k], pack_of(0), threads * blocks,
-                    k == 0 || p.in[k] ? whole / N : 0, p.end[k], words + k * StagedIn::words(threads),
+    return StagedIn(in_row(k, first), step * p.in_stride[k], pack_of(0), threads,
+                    k == 0 || p.in[k] ? cols / N : 0, p.end[k], words + k * StagedIn::words(threads),
                     Shape::rows * of_row);
   };
   auto staged_in = [&]<size_t... K>(std::index_sequence<K...>) {
     return Several<StagedIn, B::kIn>{{rows_of(int(K))...}};
   }(std::make_index_sequence<B::kIn>{});
-  StagedDy staged_dy(dy_row(first), step * p.dy_stride, pack_of(0), threads * blocks, whole / N, p.dy_end,
+  StagedDy staged_dy(dy_row(first), step * p.dy_stride, pack_of(0), threads, cols / N, p.dy_end,
                      words + B::kIn * StagedIn::words(threads), Shape::rows * of_row);
   auto start = [&](int stage, int64_t row) {
 #pragma unroll
@@ -216,7 +106,7 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
     copies_commit();
   };
   auto load = [&](int i, int64_t row) {
-    const bool there = column(i) < whole;
+    const bool there = column(i) < cols;
 #pragma unroll
     for (int k = 0; k < B::kIn; ++k)
       in[i][k] = load_where<X, N>(there && has(k, row), in_row(k, row) + column(i));
@@ -249,7 +139,6 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
     for (int s = 0; s < Shape::stages - 1; ++s) start(s, first + s * step);
     load_statistics(first);
   }
-  if constexpr (Clustered) cluster_wait();
 #pragma unroll 1
   for (int64_t base = place.first, row = first; base < p.rows; base += step, row += step, ++parity) {
     if constexpr (!kStaged) {
@@ -260,14 +149,8 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
     const float now_rstd = rstd, now_mean = mean;
     if constexpr (kStaged) {
       load_statistics(row + step);
-      // The next turn's words take the place of the last one's. Apart, other threads have read those until they came here.
-      auto start_next = [&] { start(to, row + (Shape::stages - 1) * step); };
-      if constexpr (How != Lying::apart) start_next();
-      copies_wait<Shape::stages - (How != Lying::apart ? 1 : 2)>();
-      if constexpr (How == Lying::apart) {
-        sync_row<Shape>();
-        start_next();
-      }
+      start(to, row + (Shape::stages - 1) * step);  // in place of the last turn's
+      copies_wait<Shape::stages - 1>();
       to = to + 1 == Shape::stages ? 0 : to + 1;
     }
     auto normalised = [&](const float (&x)[B::kIn]) {
@@ -309,31 +192,8 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
       };
       p.f.round_h ? add(std::true_type{}) : add(std::false_type{});
     }
-    float single_in[B::kIn] = {}, single_dy = 0.0f;
-    if constexpr (kSingles) {
-      if (single.is && row < p.rows) {
-#pragma unroll
-        for (int k = 0; k < B::kIn; ++k) single_in[k] = widen(single.next[k]);
-        single_dy = widen(single.next_dy);
-        load_single(row + step);
-        float h = normalised(single_in), d = p.f.upstream(single_dy, single_in);
-        add_means(h, d, single.weight);
-        if (p.f.round_h) h = round_to<X>(h);
-        single.sums[0] = fma(d, h, single.sums[0]);
-        if constexpr (B::kSums > 1) single.sums[1] += d;
-      }
-    }
     if (wants_rows) {
-      if constexpr (Clustered) {
-        Sums all = {};
-#pragma unroll
-        for (int k = 0; k < kMeans; ++k) all.s[k] = means[k];
-        all = merge_row<0, true>(all, slots, parity);
-#pragma unroll
-        for (int k = 0; k < kMeans; ++k) means[k] = all.s[k];
-      } else {
-        reduce_row<Sum, Shape::threads>(means, slots[parity & 1]);
-      }
+      reduce_row<Sum, Shape::threads>(means, slots[parity & 1]);
 #pragma unroll
       for (int k = 0; k < kMeans; ++k) means[k] *= inverse;
       // g as it went into the means.
@@ -345,7 +205,7 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
       __syncwarp();  // weights are read again, not kept
 #pragma unroll
       for (int i = 0; i < kHeld; ++i) {
-        if (row >= p.rows || column(i) >= whole) continue;
+        if (row >= p.rows || column(i) >= cols) continue;
         fetch(i, from);
         float w[N], result[B::kOut][N];
         weights(i, w);
@@ -368,25 +228,23 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
             store(out_row(k, row) + column(i), out);
         }
       }
-      if constexpr (kSingles) {
-        if (single.is && row < p.rows) {
-          float out[B::kOut];
-          results(single_in, single_dy, single.weight, out);
-#pragma unroll
-          for (int k = 0; k < B::kOut; ++k)
-            if (p.out[k]) out_row(k, row)[single.column - head] = narrow<X>(out[k]);
-        }
-      }
     }
     from = from + 1 == Shape::stages ? 0 : from + 1;
   }
   if constexpr (kStaged) copies_wait<0>();
-  if constexpr (Clustered) cluster_arrive(), cluster_wait();
   if (p.partials == nullptr) return;
   const int64_t pitch = int64_t(p.sections) * cols;
   float* out = p.partials + (place.first / Shape::rows) * B::kSums * pitch + before;
-  add_up<B, Shape, N, kSingles>(sums, column, head, whole, cols, single, reinterpret_cast<float*>(shared),
-                                out, pitch);
+  add_up<B, Shape, N, false>(sums, column, 0, cols, cols, BackwardSingle<B, Y>{},
+                             reinterpret_cast<float*>(shared), out, pitch);
+}
+
+template <class B, class W, class Y, int N, class Shape, Lying How>
+auto backward_kernel_of() {
+  if constexpr (How == Lying::packs && Shape::lead == 0)
+    return backward_kernel<B, W, Y, N, Shape>;
+  else
+    return backward_staying_kernel<B, W, Y, N, Shape, How, false>;
 }
 
 // One launch for all: the parts of the column sums, or 0 where no shape holds a row.
@@ -403,44 +261,43 @@ int64_t run_held_backward(const char* op, Context& ctx, NormBackward<B, W, Y>& p
       words += size_t(Shape::stages) * Shape::rows *
                (B::kIn * StagedRows<X, N, Shape, kApart>::words(of_row) +
                 StagedRows<Y, N, Shape, kApart>::words(of_row));
-    const size_t sums =
-        Shape::rows == 1 ? 0 : sizeof(float) * size_t(p.cols) * backward_parts<Shape> * B::kSums;
-    return std::max(words * 16, sums);
+    const size_t sums = Shape::rows > 1       ? size_t(p.cols) * backward_parts<Shape>
+                        : How == Lying::packs ? 0
+                                              : size_t(threads) * Shape::held * N;
+    return std::max(words * 16, sizeof(float) * sums * B::kSums);
   };
-  auto run = [&](auto* kernel, int64_t parts, Grid grid) {
-    if (wants_sums) p.partials = ctx.scratch_of<float>(parts * B::kSums * p.cols * p.sections);
+  auto run = [&](auto* kernel, const Shares& stay, Grid grid) {
+    p.shares = stay;
+    grid.blocks = int64_t(stay.workers) * p.sections * grid.cluster;
+    if (wants_sums) p.partials = ctx.scratch_of<float>(stay.workers * B::kSums * p.cols * p.sections);
     launch(op, ctx, kernel, grid, p);
-    return parts;
+    return int64_t(stay.workers);
   };
   int64_t parts = 0;
   const int64_t packs = std::max<int64_t>(1, p.cols / N) + kApart;
   Shapes::pick(packs, [&](auto shape) {
     using Shape = decltype(shape);
-    auto kernel = backward_kernel<B, W, Y, N, Shape, How, false>;
+    auto kernel = backward_kernel_of<B, W, Y, N, Shape, How>();
     const int threads = block_threads<Shape>(packs);
     const size_t shared = shared_of(Type<Shape>{}, threads);
-    static std::atomic<int> known[33];
-    const int64_t blocks =
-        persistent_blocks<Shape>(op, kernel, threads, shared, p.rows, p.sections, period, known);
-    if (blocks == 0) return false;
-    parts = run(kernel, blocks, {.blocks = blocks * p.sections, .threads = threads, .shared = shared});
+    static ClusterRoom room;
+    const Shares stay =
+        persistent_blocks<Shape>(op, room, kernel, threads, shared, p.rows, p.sections, period);
+    if (stay.workers == 0) return false;
+    parts = run(kernel, stay, {.threads = threads, .shared = shared});
     return true;
   });
   if constexpr (How == Lying::alike) {
     if (parts > 0 || p.sections > 1) return parts;
-    using Shape = BackwardCluster;
+    using Shape = BackwardCluster<B>;
     static ClusterRoom clusters;
-    auto kernel = backward_kernel<B, W, Y, N, Shape, How, true>;
+    auto kernel = backward_staying_kernel<B, W, Y, N, Shape, How, true>;
     auto shared = [&](int threads) { return shared_of(Type<Shape>{}, threads); };
     // The more a thread has to do for its elements, the more it needs other blocks beside it.
-    const Cluster c =
-        best_cluster<Shape>(op, clusters, kernel, packs, p.rows, period, B::kCentred ? 96 : 192, shared);
+    const Cluster c = best_cluster<Shape>(op, clusters, kernel, packs, B::kCentred ? 96 : 192, shared);
     if (c.blocks > 0)
-      parts = run(kernel, c.clusters,
-                  {.blocks = c.clusters * c.blocks,
-                   .threads = c.threads,
-                   .shared = shared(c.threads),
-                   .cluster = c.blocks});
+      parts = run(kernel, shares(p.rows, c.clusters, period),
+                  {.threads = c.threads, .shared = shared(c.threads), .cluster = c.blocks});
   }
   return parts;
 }
@@ -496,16 +353,19 @@ void norm_backward(const char* op, Context& ctx, NormBackward<B, W, Y> p,
   bool stores = true, alike = lies(p.dy, p.dy_stride);
   for (int k = 0; k < B::kIn; ++k) alike = alike && lies(p.in[k], p.in_stride[k]);
   for (int k = 0; k < B::kOut; ++k) stores = stores && lies(p.out[k], p.out_stride[k]);
-  int64_t parts = 0;
-  const int64_t period = packs ? 1 : kPack;
+  int64_t parts = 0, period = rows_period<Y>(p.dy_stride);
+  for (int k = 0; k < B::kIn; ++k)
+    if (p.in[k]) period = std::max(period, rows_period<X>(p.in_stride[k]));
+  for (int k = 0; k < B::kOut; ++k)
+    if (p.out[k]) period = std::max(period, rows_period<X>(p.out_stride[k]));
   if (packs) parts = run_held_backward<Lying::packs, kPack, Ladder>(op, ctx, p, wants_sums, period);
   if constexpr (kOneType<B, W, Y>)
     if (parts == 0 && stores && alike)  // or in packs, but too long for a block
-      parts = run_held_backward<Lying::alike, kPack, UnalignedLadder<Lying::alike>>(op, ctx, p, wants_sums,
-                                                                                    period);
+      parts = run_held_backward<Lying::alike, kPack, typename UnalignedLadder<Lying::alike, B>::Shapes>(
+          op, ctx, p, wants_sums, period);
   if (parts == 0 && stores)
-    parts =
-        run_held_backward<Lying::apart, kPack, UnalignedLadder<Lying::apart>>(op, ctx, p, wants_sums, period);
+    parts = run_held_backward<Lying::apart, kPack, typename UnalignedLadder<Lying::apart, B>::Shapes>(
+        op, ctx, p, wants_sums, period);
   if (parts == 0) parts = run_looped_backward<kPack>(op, ctx, p, wants_sums);
   if (wants_sums) sum_partials(op, ctx, p.partials, parts, outs);
 }

@@ -35,6 +35,7 @@ struct NormBackward {
   const float *rstd, *mean;  // by row and section
   int64_t rows, cols;
   int sections = 1;
+  Shares shares;              // of a section's rows
   float* partials = nullptr;  // [parts, kSums, sections * cols], null: not wanted
   uint32_t zero = 0;          // for again()
   // Where the memory of rows ends, made by norm_backward.

@@ -94,15 +94,52 @@ class StayingWords {
   }
 };
 
+// One parameter of a column.
+template <class F, class W, class Y>
+__device__ __forceinline__ W param_of(const NormForward<F, W, Y>& p, int k, int64_t column) {
+  if (p.param[k] == nullptr) return narrow<W>(p.absent[k]);
+  if constexpr (kSpans<F>)
+    return p.param[k][column / p.span];
+  else
+    return p.param[k][column];
+}
+
+// keep(i, k, pack) for the packs of several vectors of `size` that a thread has, i < Held: the first one begins at `begin`,
+// the next ones `pitch` elements behind. What is not there is `absent`. Many words are on their way at a time.
+template <int Held, class W, int K, class There, class Keep>
+__device__ __forceinline__ void shifted_packs(const W* const (&vectors)[K], const float (&absent)[K],
+                                              int64_t begin, int64_t size, int pitch, There&& there,
+                                              Keep&& keep) {
+  constexpr int N = 16 / int(sizeof(W)), kTogether = std::min(Held, 4 / K);
+  static_assert(Held % kTogether == 0 && K <= 4);
+  using Words = StayingWords<W, kTogether, true>;
+#pragma unroll 1
+  for (int first = 0; first < Held; first += kTogether) {
+    auto words = [&]<size_t... I>(std::index_sequence<I...>) {
+      return Several<Words, K>{{Words(vectors[I] + begin + first * pitch, vectors[I] + size, 0, pitch)...}};
+    }(std::make_index_sequence<K>{});
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) words.of[k].load(i, vectors[k] != nullptr && there(first + i));
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i)
+        keep(first + i, k,
+             vectors[k] && there(first + i) ? words.of[k].pack(i, true) : filled<W, N>(absent[k]));
+  }
+}
+
 // Blocks that stay, for rows that begin anywhere: whole packs, where what is written has them, and the elements before and behind, one
-// a thread. The host's `step` brings a thread to rows that are written as its first one is, so that parameters can wait, shifted, in
-// shared memory. What is read next is asked for as a row is written. Rows too long for a block have a cluster of them.
+// a thread. A worker's rows are written as its first one is, so that parameters can wait, shifted, in shared memory. What is read next is
+// asked for as a row is written. Rows too long for a block have a cluster of them.
 template <class F, class W, class Y, class Shape, Lying How, bool Clustered>
 __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_staying_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
   using X = typename F::Element;
   constexpr int N = 16 / int(sizeof(X)), kHeld = Shape::held;
-  using OfRow = ForwardRow<F, W, Y, N, Lying::packs, int>;
+  using OfRow = ForwardRow<F, W, Y, N, Lying::packs, unsigned>;  // addresses take half the registers
   using OfSingle = ForwardRow<F, W, Y, 1, Lying::packs, int>;
   using Sums = SumsOf<OfRow::kStatistics>;
   using Words = StayingWords<X, kHeld, How == Lying::apart>;
@@ -112,64 +149,69 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_stayi
   wait_for_kernel_ahead();
   let_next_kernel_start();
   const Place place(p.sections, Shape::rows, blockIdx.x / unsigned(team.blocks));
-  const int64_t step = int64_t(gridDim.x / unsigned(team.blocks * p.sections)) * Shape::rows;
-  int64_t r = place.first + (Shape::rows == 1 ? 0 : threadIdx.x / Shape::threads);
+  const int group = Shape::rows == 1 ? 0 : threadIdx.x / Shape::threads;
+  const Run run = run_of(p.shares, p.rows, place.first + group);
   const int cols = int(p.cols), pitch = team.threads * team.blocks * N;
-  OfSingle single_row(p, place, r);
+  auto column = [&](int i) { return team.pack(i) * N; };
+  auto param_slot = [&](int i, int k) {
+    return reinterpret_cast<Pack<W, N>*>(shared) + (i * F::kParams + k) * blockDim.x + threadIdx.x;
+  };
+  OfSingle single_row(p, place, run.first);
   const int head = min(
       cols, int((0 - reinterpret_cast<uintptr_t>(single_row.written()) / sizeof(*single_row.written())) % N));
   const int whole = (cols - head) / N * N;
-  OfRow row(p, place, r, head, whole);
-  auto column = [&](int i) { return team.pack(i) * N; };
+  OfRow row(p, place, run.first, head, whole);
+  int left = run.count();
+  single_row.live = row.live = left > 0;
 
-  auto words_of = [&](int k) { return Words(row.in(k) + column(0), p.end[k], step * p.in_stride[k], pitch); };
+  auto there = [&](int i) { return column(i) < whole; };
+  const int64_t begin = single_row.before + head + column(0);
+  if constexpr (sizeof(W) == sizeof(X) && !kSpans<F>) {
+    shifted_packs<kHeld>(p.param, p.absent, begin, p.sections * p.cols, pitch, there,
+                         [&](int i, int k, const Pack<W, N>& w) { *param_slot(i, k) = w; });
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < kHeld && there(i); ++i)
+#pragma unroll
+      for (int k = 0; k < F::kParams; ++k) {
+        Pack<W, N> w;
+#pragma unroll
+        for (int j = 0; j < N; ++j) w.v[j] = param_of(p, k, begin + i * pitch + j);
+        *param_slot(i, k) = w;
+      }
+  }
+  auto words_of = [&](int k) {
+    return Words(row.in(k) + column(0), p.end[k], run.step * p.in_stride[k], pitch);
+  };
   auto words = [&]<size_t... K>(std::index_sequence<K...>) {
     return Several<Words, F::kIn>{{words_of(int(K))...}};
   }(std::make_index_sequence<F::kIn>{});
+  auto load = [&](int i, bool live) {
+#pragma unroll
+    for (int k = 0; k < F::kIn; ++k) words.of[k].load(i, live && there(i));
+  };
   Single<F, W, Y> single;
   single.column = cols;
   if (const int t = team.thread; team.rank == 0 && t < 2 * N)
     single.column = t < N ? (t < head ? t : cols) : min(cols, head + whole + t - N);
-  auto load = [&](int i, bool live) {
-#pragma unroll
-    for (int k = 0; k < F::kIn; ++k) words.of[k].load(i, live && column(i) < whole);
-  };
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) load(i, row.live);
   single_row.load(single.column, single.next);
-
-  auto param_slot = [&](int i, int k) {
-    return reinterpret_cast<Pack<W, N>*>(shared) + (i * F::kParams + k) * blockDim.x + threadIdx.x;
-  };
-  auto param = [&](int k, int c) {
-    if (p.param[k] == nullptr) return narrow<W>(p.absent[k]);
-    if constexpr (kSpans<F>)
-      return p.param[k][(single_row.before + c) / p.span];
-    else
-      return p.param[k][single_row.before + c];
-  };
+  if (single.column < cols) {
 #pragma unroll
-  for (int k = 0; k < F::kParams; ++k) {
-#pragma unroll 1
-    for (int i = 0; i < kHeld; ++i) {
-      if (column(i) >= whole) break;
-      Pack<W, N> w;
-#pragma unroll
-      for (int j = 0; j < N; ++j) w.v[j] = param(k, head + column(i) + j);
-      *param_slot(i, k) = w;
-    }
-    if (single.column < cols) single.param[k].v[0] = param(k, single.column);
+    for (int k = 0; k < F::kParams; ++k)
+      single.param[k].v[0] = param_of(p, k, single_row.before + single.column);
   }
   team.meet();
 #pragma unroll 1
-  for (int64_t base = place.first; base < p.rows; base += step) {
+  for (; left > 0; --left) {
 #pragma unroll
     for (int k = 0; k < F::kIn; ++k) words.of[k].advance();
     Pack<X, N> in[kHeld][F::kIn];
 #pragma unroll
     for (int i = 0; i < kHeld; ++i)
 #pragma unroll
-      for (int k = 0; k < F::kIn; ++k) in[i][k] = words.of[k].pack(i, row.live && column(i) < whole);
+      for (int k = 0; k < F::kIn; ++k) in[i][k] = words.of[k].pack(i, there(i));
     const auto now = row;
     const auto now_single = single_row;
     single.row = &now_single;
@@ -177,20 +219,18 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_stayi
     for (int k = 0; k < F::kIn; ++k) single.in[k] = single.next[k];
     float middle[kHeld], mean, rstd;
     now.statistics(in, column, [&](auto& sums) { team.merge(sums); }, single, middle, mean, rstd);
-    row.advance(step), single_row.advance(step);
+    row.advance(run.step, left > 1), single_row.advance(run.step, left > 1);
     single_row.load(single.column, single.next);
-    if (now.live) {
-      if (team.thread + team.rank == 0) now.save_statistics(mean, rstd);
-      if (single.is()) now_single.write(single.column, single.in, single.param, mean, rstd);
-    }
+    if (team.thread + team.rank == 0) now.save_statistics(mean, rstd);
+    if (single.is()) now_single.write(single.column, single.in, single.param, mean, rstd);
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-      if (now.live && column(i) < whole) {
+      if (there(i)) {
         Pack<W, N> w[F::kParams];
 #pragma unroll
         for (int k = 0; k < F::kParams; ++k) w[k] = *param_slot(i, k);
         if constexpr (!F::kCentred || kHeld > 4) now.renew(in[i]);
-        now.write(column(i), in[i], w, middle[i], rstd);
+        now.write(column(i), in[i], w, kHeld > 4 ? mean : middle[i], rstd);
       }
       load(i, row.live);
     }
@@ -258,8 +298,9 @@ struct ForwardLadder {
 };
 // Rows that begin anywhere. Where types differ too, one path has to do.
 template <Lying How>
-using StayingLadder = std::conditional_t<How == Lying::alike, RowShapes<RowShape<32, 4>, RowBlock<4, 384, 2>>,
-                                         RowShapes<RowBlock<4, 512, 2>>>;
+using StayingLadder =
+    std::conditional_t<How == Lying::alike, RowShapes<RowShape<32, 4, 4, 5>, RowBlock<4, 384, 2>>,
+                       RowShapes<RowBlock<4, 384, 2>, RowBlock<4, 512, 2>>>;
 template <int Rows>
 using ForwardCluster = std::conditional_t<Rows == 1, RowBlock<8, 384, 2>, RowBlock<4, 512, 2>>;
 template <class F, class W, class Y>
@@ -284,7 +325,7 @@ size_t param_bytes(int threads) {
 }
 // By what one block holds, or by clusters of blocks. `period`: of the rows that lie alike.
 template <Lying How, class F, class W, class Y>
-bool run_staying_forward(const char* op, Context& ctx, const NormForward<F, W, Y>& p, int64_t period) {
+bool run_staying_forward(const char* op, Context& ctx, NormForward<F, W, Y>& p, int64_t period) {
   constexpr int N = 16 / int(sizeof(typename F::Element));
   const int64_t packs = std::max<int64_t>(1, p.cols / N);
   const bool one = StayingLadder<How>::pick(packs, [&](auto shape) {
@@ -292,27 +333,32 @@ bool run_staying_forward(const char* op, Context& ctx, const NormForward<F, W, Y
     const int threads = block_threads<Shape>(packs);
     const size_t shared = param_bytes<Shape, F, W>(threads);
     const auto kernel = forward_staying_kernel<F, W, Y, Shape, How, false>;
-    static std::atomic<int> known[33];
-    const int64_t blocks =
-        persistent_blocks<Shape>(op, kernel, threads, shared, p.rows, p.sections, period, known);
+    static ClusterRoom room;
+    p.shares = persistent_blocks<Shape>(op, room, kernel, threads, shared, p.rows, p.sections, period);
     launch(op, ctx, kernel,
-           {.blocks = blocks * p.sections, .threads = threads, .shared = shared, .early = true}, p);
-    return blocks > 0;
+           {.blocks = int64_t(p.shares.workers) * p.sections,
+            .threads = threads,
+            .shared = shared,
+            .early = true},
+           p);
+    return p.shares.workers > 0;
   });
   if (one || p.sections > 1) return one;
   using Shape = ForwardCluster<F::kIn>;
   static ClusterRoom clusters;
   const auto kernel = forward_staying_kernel<F, W, Y, Shape, How, true>;
   auto shared = [](int threads) { return param_bytes<Shape, F, W>(threads); };
-  const Cluster c = best_cluster<Shape>(op, clusters, kernel, packs, p.rows, period, 128, shared);
+  const Cluster c = best_cluster<Shape>(op, clusters, kernel, packs, 128, shared);
+  if (c.blocks == 0) return false;
+  p.shares = shares(p.rows, c.clusters, period);
   launch(op, ctx, kernel,
-         {.blocks = c.clusters * c.blocks,
+         {.blocks = int64_t(p.shares.workers) * c.blocks,
           .threads = c.threads,
           .shared = shared(c.threads),
           .early = true,
           .cluster = c.blocks},
          p);
-  return c.blocks > 0;
+  return true;
 }
 
 inline bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
@@ -352,6 +398,9 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
   if (packs && run_held_forward<kPack>(op, ctx, p)) return;
   for (int k = 0; k < F::kIn; ++k)
     p.end[k] = end_of_rows(p.in[k], p.in_stride[k], p.rows, p.sections * p.cols);
+  int64_t period = rows_period<Y>(p.y_stride);
+  for (int k = 0; k < F::kIn; ++k) period = std::max(period, rows_period<X>(p.in_stride[k]));
+  if (F::kKeeps) period = std::max(period, rows_period<X>(p.kept_stride));
   // In the packs of what is written.
   auto run = [&](const auto* written, int64_t stride) {
     if (F::kKeeps && !rows_alike<X>(written, stride, p.y, p.y_stride, p.rows)) return false;
@@ -359,8 +408,8 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
     for (int k = 0; k < F::kIn; ++k)
       alike = alike && rows_alike<X>(written, stride, p.in[k], p.in_stride[k], p.rows);
     if constexpr (kOneType<F, W, Y>)
-      if (alike) return run_staying_forward<Lying::alike>(op, ctx, p, packs ? 1 : kPack);
-    return run_staying_forward<Lying::apart>(op, ctx, p, kPack);
+      if (alike) return run_staying_forward<Lying::alike>(op, ctx, p, period);
+    return run_staying_forward<Lying::apart>(op, ctx, p, period);
   };
   if (F::kKeeps ? run(p.kept, p.kept_stride) : run(p.y, p.y_stride)) return;
   launch(op, ctx, forward_looped_kernel<F, W, Y>,

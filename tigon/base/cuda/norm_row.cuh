@@ -40,6 +40,7 @@ struct NormForward {
   float *rstd, *mean;  // by row and section; mean if F::kCentred. Null: not wanted
   int64_t rows, cols;
   int sections = 1;
+  Shares shares;  // of a section's rows
   float eps;
   int64_t span = 1;           // columns that share a parameter, if F::Spans
   float inverse = 0.0f;       // 1 / cols, made by norm_forward
@@ -115,12 +116,12 @@ struct ForwardRow {
         lie(written(), cols) {}
   __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const Place& place, int64_t row)
       : ForwardRow(p, place, row, 0, Column(p.cols)) {}
-  // To the row that is `step` behind, which lies as this one.
-  __device__ __forceinline__ void advance(int64_t step) {
+  // To the row that is `step` behind, which lies as this one, if there is one.
+  __device__ __forceinline__ void advance(int64_t step, bool is) {
     row += step;
     statistic += step * p.sections;
     y += step * p.y_stride;
-    live = row < p.rows;
+    live = is;
   }
   // What takes another row's place must lie as that one does: its packs may be read only by who writes them.
   __device__ __forceinline__ auto written() const {

@@ -3,6 +3,8 @@
 // what is before and behind them one by one. The norms' rows: row_lie.cuh.
 #pragma once
 
+#include <numeric>
+
 #include "tigon/base/cuda/vec.cuh"
 #include "tigon/base/tensor.h"
 
@@ -65,6 +67,11 @@ bool rows_alike(const A* a, int64_t a_stride, const B* b, int64_t b_stride, int6
 template <class T>
 bool rows_alike(const Matrix& a, const Matrix& b) {
   return rows_alike<T>(a.row<T>(0), a.stride, b.row<T>(0), b.stride, a.rows);
+}
+// Rows of T so many apart begin at the same place of their words of 16 bytes.
+template <class T>
+int64_t rows_period(int64_t stride) {
+  return 16 / std::gcd(int64_t(16), stride * int64_t(sizeof(T)));
 }
 // Where the memory of rows ends.
 template <class T>

@@ -12,15 +12,18 @@ namespace tigon::cuda {
 constexpr int kMaxCluster = 16;
 
 // V is 8 or 16 bytes, has V::none(), and merge_lanes<Width>(): all lanes of each group of Width get what these have together.
-// In turns: a warp may be one row ahead of another, a block of another block.
-template <class V>
+// In turns: a warp may be one row ahead of another, a block of another block; four of them where what is told is heard a row later.
+template <class V, int Turns = 2>
 struct Exchange {
-  V warp[2][32], peer[2][kMaxCluster];
-  uint64_t arrival[2];
+  V warp[Turns][32], peer[Turns][kMaxCluster];
+  uint64_t arrival[Turns];
 
   // Of a cluster, before it meets for the first time. All threads.
   __device__ __forceinline__ void init() {
-    if (threadIdx.x == 0) arrival_init(&arrival[0]), arrival_init(&arrival[1]);
+    if (threadIdx.x == 0) {
+#pragma unroll
+      for (int i = 0; i < Turns; ++i) arrival_init(&arrival[i]);
+    }
   }
 };
 
@@ -75,13 +78,13 @@ struct alignas(8) SumsOf {
 };
 
 // The threads that share a row: several lanes, a warp, a block or a cluster of blocks.
-template <class Shape, bool Cluster, bool Stays, class V>
+template <class Shape, bool Cluster, bool Stays, class V, int Turns = 2>
 struct Team {
   using Told = std::conditional_t<Stays, Drawn<V>, V>;
-  Exchange<Told>& x;
+  Exchange<Told, Turns>& x;
   int blocks = 1, rank = 0, threads, thread, turn = 0;
 
-  __device__ __forceinline__ Team(Exchange<Told>& x) : x(x) {
+  __device__ __forceinline__ Team(Exchange<Told, Turns>& x) : x(x) {
     threads = Shape::threads ? Shape::threads : int(blockDim.x);
     thread = Shape::rows == 1 ? int(threadIdx.x) : int(threadIdx.x) % Shape::threads;
     if constexpr (Cluster) {
@@ -130,6 +133,45 @@ struct Team {
     v = merge_row<Shape::threads, Cluster>(v, x, turn++);
 #pragma unroll
     for (int k = 0; k < K; ++k) sums[k] = v.s[k];
+  }
+  // In two steps, a row's first with another row's second between them: what this thread has, and what all have together. The turns are
+  // counted when they are told; one is heard before the next but one is told.
+  template <int K>
+  __device__ __forceinline__ void tell(const float (&sums)[K]) {
+    static_assert(!Stays && Shape::threads == 0 && Turns == 4);
+    V v = {};
+#pragma unroll
+    for (int k = 0; k < K; ++k) v.s[k] = sums[k];
+    const int at = turn++ % Turns, warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
+    v.template merge_lanes<32>();
+    if (lane == 0) x.warp[at][warp] = v;
+    __syncthreads();
+    if (Cluster && warp == 0) {
+      v = of_warps(at, lane);
+      if (lane == 0) arrival_expect(&x.arrival[at], blocks * int(sizeof(V)));
+      if (lane < blocks) put_arriving(&x.peer[at][rank], lane, v, &x.arrival[at]);
+    }
+  }
+  template <int K>
+  __device__ __forceinline__ void hear(int turn, float (&sums)[K]) {
+    const int at = turn % Turns, lane = int(threadIdx.x) % 32;
+    V v;
+    if constexpr (Cluster) {
+      arrival_wait(&x.arrival[at], turn / Turns & 1);
+      v = lane < blocks ? x.peer[at][lane] : V::none();
+      v.template merge_lanes<32>();
+    } else {
+      v = of_warps(at, lane);
+    }
+#pragma unroll
+    for (int k = 0; k < K; ++k) sums[k] = v.s[k];
+  }
+
+ private:
+  __device__ __forceinline__ V of_warps(int at, int lane) const {
+    V v = lane < int(blockDim.x) / 32 ? x.warp[at][lane] : V::none();
+    v.template merge_lanes<32>();
+    return v;
   }
 };
 
@@ -184,22 +226,19 @@ Cluster large_cluster(const char* op, ClusterRoom& rooms, Kernel kernel, int64_t
   return {};
 }
 
-// Host: clusters that stay and take every so many of `rows` rows, multiples of `period` apart; of those that fit, of blocks of at least
-// `least` threads, the ones with most threads under way.
+// Host: of clusters that stay, blocks of at least `least` threads each, those with most threads under way, for rows of `packs` packs; as
+// many as there is room for. The choice must not depend on how many rows there are, or their bits would.
 template <class Shape, class Kernel, class Shared>
-Cluster best_cluster(const char* op, ClusterRoom& rooms, Kernel kernel, int64_t packs, int64_t rows,
-                     int64_t period, int least, Shared&& shared) {
+Cluster best_cluster(const char* op, ClusterRoom& rooms, Kernel kernel, int64_t packs, int least,
+                     Shared&& shared) {
   Cluster best;
   int64_t most = 0;
   for (int blocks : {2, 4, 8, 16}) {
     const int threads = block_threads<Shape>(ceil_div(packs, blocks));
     if ((threads < least && best.blocks > 0) || threads > Shape::block) continue;
     const int64_t room = rooms.of(op, kernel, blocks, threads, shared(threads));
-    if (room == 0) continue;
-    // The choice must not depend on the rows, or their bits would. More clusters than there is room for wait for others to end.
-    const int64_t stay = std::max(period, room / period * period);
-    const int64_t under_way = std::min(stay, room) * blocks * threads;
-    if (under_way > most) most = under_way, best = {blocks, threads, rows <= room ? rows : stay};
+    const int64_t under_way = room * blocks * threads;
+    if (under_way > most) most = under_way, best = {blocks, threads, room};
   }
   return best;
 }

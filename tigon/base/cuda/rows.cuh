@@ -8,7 +8,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <initializer_list>
 
 #include "tigon/base/cuda/launch.cuh"
@@ -82,30 +81,47 @@ struct Several {
   T of[K];
 };
 
-// As many blocks as are resident, no more than there are groups of rows, and such that the rows of a block, if it has several, are
-// multiples of `period` apart.
-inline int64_t alike_blocks(int64_t groups, int64_t resident, int64_t period) {
-  return groups <= resident ? groups : std::max(period, resident / period * period);
+// How rows are dealt out to workers that stay: groups of lanes, blocks, or clusters. What a worker keeps from row to row asks for rows
+// that lie alike, multiples of a period apart: it takes every `main`th of the first `main_rows`, or, if it is one of those behind
+// `main`, every so many of the rest as there are of them. All take neighbouring rows at a time: far apart they are 10 to 20 % slower.
+struct Shares {
+  int workers = 0, main = 0;
+  int64_t main_rows = 0;
+};
+// Rows first, first + step, ... before `end`.
+struct Run {
+  int64_t first, end;
+  int step;
+  __device__ __forceinline__ int count() const {
+    return first < end ? int((end - first + step - 1) / step) : 0;
+  }
+};
+__device__ __forceinline__ Run run_of(const Shares& s, int64_t rows, int64_t worker) {
+  if (worker < s.main) return {worker, s.main_rows, s.main};
+  return {s.main_rows + (worker - s.main), rows, s.workers - s.main};
+}
+// Host: for workers of one row each, of which `resident` run at a time. Where multiples of the period leave room for more, these take
+// smaller shares, one after the other: 15 instead of 8 clusters are at work.
+inline Shares shares(int64_t rows, int64_t resident, int64_t period) {
+  if (rows <= resident) return {int(rows), int(rows), rows};
+  const int main = int(resident / period * period), left = int(resident) - main;
+  if (left * 8 < resident) return {main, main, rows};
+  const int more = int(period) * (main > 0 ? 2 : 4), turns = (more + left - 1) / left;
+  return {main + more, main, rows * main * turns / (main * turns + more)};
 }
 
-// Persistent blocks of a section: all that are resident, no more than there are rows, and such that the rows of a block lie alike
-// in every tensor, if they are `period` apart.
-// 0 when a block needs more shared memory than there is. `known`: blocks a multiprocessor of this kernel, by warps, once asked.
+// Persistent blocks of a section; none where a block needs more shared memory than there is. Of blocks of several rows there are so
+// many that a period leaves none out.
 template <class Shape, class Kernel>
-int64_t persistent_blocks(const char* op, Kernel* kernel, int threads, size_t shared, int64_t rows,
-                          int sections, int64_t period, std::atomic<int> (&known)[33]) {
-  constexpr int kMost = 227 << 10;
-  if (shared + 1024 > size_t(device_facts().shared_per_block)) return 0;
-  std::atomic<int>& per_sm = known[threads / 32];
-  if (per_sm == 0) {
-    int n = 0;
-    TIGON_CUDA_CHECK(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                              std::min(kMost, device_facts().shared_per_block - 1024)));
-    TIGON_CUDA_CHECK(op, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&n, kernel, threads, shared));
-    per_sm = std::max(n, 1);
-  }
-  const int64_t resident = std::max<int64_t>(1, int64_t(device_facts().sms) * per_sm / sections);
-  return alike_blocks(ceil_div(rows, Shape::rows), resident, period);
+Shares persistent_blocks(const char* op, ClusterRoom& room, Kernel* kernel, int threads, size_t shared,
+                         int64_t rows, int sections, int64_t period) {
+  int64_t resident = room.of(op, kernel, 1, threads, shared);
+  if (resident == 0) return {};
+  resident = std::max<int64_t>(1, resident / sections);
+  if (Shape::rows == 1) return shares(rows, resident, period);
+  const int64_t groups = ceil_div(rows, Shape::rows);
+  const int64_t blocks = groups <= resident ? groups : std::max(period, resident / period * period);
+  return {int(blocks), int(blocks) * Shape::rows, rows};
 }
 
 // Sums over p < partials of rows[p]: the last step of a deterministic column reduction, in fixed order. A row holds the `outs`

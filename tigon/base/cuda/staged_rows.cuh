@@ -3,7 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 
 #include "tigon/base/cuda/async_copy.cuh"
@@ -44,19 +43,25 @@ class StagedRows {
   // Starts the copies of this thread's words of the next row, which come in order, if there is one.
   __device__ __forceinline__ void copy(int stage, bool live) {
     uint4* to = words_ + stage * pitch_;
-    const int packs = live ? packs_ + (Apart && off_ != 0) : 0;  // the last one in part
+    const int packs = live ? packs_ + (Apart && packs_ > 0 && off_ != 0) : 0;  // the last one in part
+    auto at = [&](int i, int j) {
+      return uint32_t(__cvta_generic_to_shared(to + i * thread_stride<Shape>() * kWords + j));
+    };
+    if (!Apart || next_ + int64_t(packs - pack_) * N <= end_) {
 #pragma unroll
-    for (int i = 0; i < Shape::held; ++i)
+      for (int i = 0; i < Shape::held; ++i)
 #pragma unroll
-      for (int j = 0; j < kWords; ++j) {
-        const bool there = pack_ + i * apart_ < packs;
-        const T* from = next_ + i * apart_ * N + j * M;
-        const uint32_t at = uint32_t(__cvta_generic_to_shared(to + i * thread_stride<Shape>() * kWords + j));
-        if (!Apart || !there || from + M <= end_)
-          copy_async_where(there, at, from);
-        else
-          copy_async_upto(at, from, int(end_ - from) * int(sizeof(T)));
-      }
+        for (int j = 0; j < kWords; ++j)
+          copy_async_where(pack_ + i * apart_ < packs, at(i, j), next_ + i * apart_ * N + j * M);
+    } else {  // the last row of memory
+#pragma unroll 1
+      for (int i = 0; i < Shape::held && pack_ + i * apart_ < packs; ++i)
+#pragma unroll 1
+        for (int j = 0; j < kWords; ++j) {
+          const T* from = next_ + i * apart_ * N + j * M;
+          copy_async_upto(at(i, j), from, int(min(end_ - from, int64_t(M))) * int(sizeof(T)));
+        }
+    }
     next_ += step_;
   }
   // Pack i of this thread, which all threads of the row have copied where it lies apart, else this one.
@@ -81,15 +86,16 @@ class StagedRows {
   const T* end_;
 };
 
-// A shape of the row engine whose rows come so; Stages - 1 of them are on their way.
-template <int Stages, class Rows>
+// A shape of the row engine whose rows come so, Stages of them; Lead: how many rows the first of two passes is ahead of the second.
+template <int Stages, class Rows, int Lead = 0>
 struct StagedShape : Rows {
-  static constexpr int stages = Stages;
+  static constexpr int stages = Stages, lead = Lead;
+  static_assert(Stages > Lead + 1);
 };
 template <int Stages, int Threads, int Held, int Rows, int MinBlocks>
 using Staged = StagedShape<Stages, RowShape<Threads, Held, Rows, MinBlocks>>;
-template <int Stages, int Held, int Most, int MinBlocks = 1>
-using StagedBlock = StagedShape<Stages, RowBlock<Held, Most, MinBlocks>>;
+template <int Stages, int Held, int Most, int MinBlocks = 1, int Lead = 0>
+using StagedBlock = StagedShape<Stages, RowBlock<Held, Most, MinBlocks>, Lead>;
 
 // All threads that share a row.
 template <class Shape>
