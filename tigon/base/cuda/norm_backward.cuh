@@ -247,6 +247,13 @@ auto backward_kernel_of() {
     return backward_staying_kernel<B, W, Y, N, Shape, How, false>;
 }
 
+// Every block leaves a row of column sums, so few rows do without a second block a multiprocessor: as many as have equally much to do.
+// 256 x 4096, us: RMSNorm 10.6 (12.3 with 256 blocks), LayerNorm 11.8 (14.3).
+inline int64_t enough_blocks(int64_t rows, int sections, int64_t period) {
+  const int64_t turns = ceil_div(rows * sections, device_facts().sms);
+  return turns > 8 ? INT64_MAX : ceil_div(ceil_div(rows, turns), period) * period;
+}
+
 // One launch for all: the parts of the column sums, or 0 where no shape holds a row.
 // `period`: of the rows that lie alike.
 template <Lying How, int N, class Shapes, class B, class W, class Y>
@@ -281,8 +288,10 @@ int64_t run_held_backward(const char* op, Context& ctx, NormBackward<B, W, Y>& p
     const int threads = block_threads<Shape>(packs);
     const size_t shared = shared_of(Type<Shape>{}, threads);
     static ClusterRoom room;
+    const int64_t most =
+        wants_sums && Shape::rows == 1 ? enough_blocks(p.rows, p.sections, period) : INT64_MAX;
     const Shares stay =
-        persistent_blocks<Shape>(op, room, kernel, threads, shared, p.rows, p.sections, period);
+        persistent_blocks<Shape>(op, room, kernel, threads, shared, p.rows, p.sections, period, most);
     if (stay.workers == 0) return false;
     parts = run(kernel, stay, {.threads = threads, .shared = shared});
     return true;

@@ -65,10 +65,17 @@ struct Place {
 
 template <class W, int N>
 __device__ __forceinline__ Pack<W, N> filled(float x) {
-  Pack<W, N> w;
+  float all[N];
 #pragma unroll
-  for (int j = 0; j < N; ++j) w.set(j, x);
+  for (int j = 0; j < N; ++j) all[j] = x;
+  Pack<W, N> w;
+  w.set(all);
   return w;
+}
+template <class W>
+__device__ __forceinline__ uint32_t word_of(float x) {
+  const auto word = filled<W, 4 / int(sizeof(W))>(x);
+  return reinterpret_cast<const uint32_t&>(word);
 }
 
 template <class F>
@@ -147,7 +154,8 @@ struct ForwardRow {
     for (int k = 0; k < F::kParams; ++k) {
       const W* param = p.param[k];
       if constexpr (!kSpans<F>) {
-        packs[k] = lie.load_vector(param ? param + before : nullptr, c, params_read_on);
+        packs[k] =
+            lie.load_vector(param ? param + before : nullptr, c, params_read_on, word_of<W>(p.absent[k]));
       } else if constexpr (!lie.packs) {
 #pragma unroll
         for (int j = 0; j < N; ++j)
@@ -158,6 +166,7 @@ struct ForwardRow {
     }
   }
   __device__ __forceinline__ void finish_params(Column c, Params& packs) const {
+    if constexpr (lie.packs && !kSpans<F>) return;
 #pragma unroll
     for (int k = 0; k < F::kParams; ++k) {
       if (p.param[k] == nullptr)

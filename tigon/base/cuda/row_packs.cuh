@@ -10,20 +10,24 @@
 
 namespace tigon::cuda {
 
-// The 16-byte packs that a row of `cols` elements touches.
-template <class T>
+// The 16-byte packs that a row of `cols` elements touches. Whole: all of them are the row's alone.
+template <class T, bool Whole = false>
 struct Row {
   static constexpr int N = 16 / sizeof(T);
   T* base;  // the boundary at or before the row's first element
-  int lead, cols, packs;
+  int lead = 0, cols, packs;
 
-  __device__ Row(T* row, int cols) : cols(cols) {
-    lead = int(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
-    base = row - lead;
+  __device__ Row(T* row, int cols) : base(row), cols(cols) {
+    if constexpr (!Whole) {
+      lead = int(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
+      base = row - lead;
+    }
     packs = (lead + cols + N - 1) / N;
   }
   __device__ __forceinline__ int column(int k) const { return k * N - lead; }
-  __device__ __forceinline__ bool whole(int k) const { return column(k) >= 0 && column(k) + N <= cols; }
+  __device__ __forceinline__ bool whole(int k) const {
+    return Whole || (column(k) >= 0 && column(k) + N <= cols);
+  }
   __device__ __forceinline__ bool has(int c) const { return c >= 0 && c < cols; }
 };
 
@@ -89,18 +93,21 @@ __device__ constexpr uint32_t kMinusInf = sizeof(T) == 4                        
 // that are trimmed afterwards, so that no load waits for another or for a branch. A word holds memory of the row's tensor or of
 // what lies beside it before the next boundary of 16 bytes; only the last one of the tensor, which ends at `end`, is read by
 // elements. What is not there is `fill` (a word of it). Not through the read-only path: results may take the place of what is read.
-template <class T, bool Moved>
+// Whole: both rows are whole packs, and there is nothing to trim.
+template <class T, bool Moved, bool Whole = false>
 struct RowWords {
+  static_assert(!(Moved && Whole));
   static constexpr int N = Row<const T>::N;
-  Row<const T> row;
+  Row<const T, Whole> row;
   int readable;    // words
   int first;       // word that pack 0 of `out` begins in
   unsigned moved;  // bytes that it begins after that word
   uint32_t fill;
 
-  __device__ __forceinline__ RowWords(const Row<T>& out, const T* x, const T* end, uint32_t fill, bool live)
+  __device__ __forceinline__ RowWords(const Row<T, Whole>& out, const T* x, const T* end, uint32_t fill,
+                                      bool live)
       : row(x, out.cols), fill(fill) {
-    readable = live ? row.packs - int(row.base + int64_t(row.packs) * N > end) : 0;
+    readable = live ? row.packs - int(!Whole && row.base + int64_t(row.packs) * N > end) : 0;
     first = Moved && row.lead < out.lead ? -1 : 0;
     moved = Moved ? unsigned((row.lead - out.lead) * int(sizeof(T))) % 16 : 0;
   }
@@ -143,7 +150,8 @@ struct RowWords {
   }
   // q[i], as loaded for pack k(i) of `out`, becomes that pack; k(0) is the least of them.
   template <int Held, class Index>
-  __device__ __forceinline__ void trim(const Row<T>& out, uint4 (&q)[Held], Index k) const {
+  __device__ __forceinline__ void trim(const Row<T, Whole>& out, uint4 (&q)[Held], Index k) const {
+    if constexpr (Whole) return;
     const int rest = (out.lead + out.cols) % N;
     if ((moved | unsigned(out.lead) | unsigned(rest)) == 0) return;
     const bool apart = readable < row.packs;
@@ -186,15 +194,15 @@ struct RowWords {
   }
 };
 // A pack of a row, in whole or, at the row's ends and where the row's packs lie apart from words of 16 bytes, by elements.
-template <class T>
-__device__ __forceinline__ void store_pack(const Row<T>& row, int k, const float (&v)[Row<T>::N],
+template <class T, bool Whole>
+__device__ __forceinline__ void store_pack(const Row<T, Whole>& row, int k, const float (&v)[Row<T>::N],
                                            bool aligned = true) {
   constexpr int N = Row<T>::N;
   Pack<T, N> pack;
   pack.set(v);
-  if (aligned && row.whole(k)) {
+  if (Whole || (aligned && row.whole(k))) {
     store_whole(row.base + int64_t(k) * N, pack);
-  } else {
+  } else if constexpr (!Whole) {
     constexpr int kBits = 8 * int(sizeof(T));
     using Bits = typename Word<sizeof(T)>::type;
     Bits* to = reinterpret_cast<Bits*>(row.base) + row.lead;

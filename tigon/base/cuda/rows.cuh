@@ -111,13 +111,13 @@ inline Shares shares(int64_t rows, int64_t resident, int64_t period) {
 }
 
 // Persistent blocks of a section; none where a block needs more shared memory than there is. Of blocks of several rows there are so
-// many that a period leaves none out.
+// many that a period leaves none out. `most`: so many are enough.
 template <class Shape, class Kernel>
 Shares persistent_blocks(const char* op, ClusterRoom& room, Kernel* kernel, int threads, size_t shared,
-                         int64_t rows, int sections, int64_t period) {
+                         int64_t rows, int sections, int64_t period, int64_t most = INT64_MAX) {
   int64_t resident = room.of(op, kernel, 1, threads, shared);
   if (resident == 0) return {};
-  resident = std::max<int64_t>(1, resident / sections);
+  resident = std::min(most, std::max<int64_t>(1, resident / sections));
   if (Shape::rows == 1) return shares(rows, resident, period);
   const int64_t groups = ceil_div(rows, Shape::rows);
   const int64_t blocks = groups <= resident ? groups : std::max(period, resident / period * period);

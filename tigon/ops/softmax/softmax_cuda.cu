@@ -9,6 +9,7 @@
 //           this row's has been stored.
 //   swept   Longer rows: one sweep that finds maximum and sum (or the dot product), one that writes, out of L2.
 // A row may start at any element: packs are those of the row that is written, and what is read lies anywhere (row_packs.cuh).
+#include "tigon/base/cuda/row_lie.cuh"
 #include "tigon/base/cuda/row_packs.cuh"
 #include "tigon/base/cuda/row_team.cuh"
 #include "tigon/base/cuda/rows.cuh"
@@ -22,6 +23,9 @@ namespace {
 
 constexpr const char* kOp = "softmax";
 
+template <class T, Lying How>
+using Words = RowWords<T, How == Lying::apart, How == Lying::packs>;
+
 template <class T>
 struct Forward {
   const T *x, *x_end;
@@ -33,12 +37,13 @@ struct Forward {
   uint32_t zero = 0;  // for again()
 
   // Rows that are not there hold nothing.
-  __device__ __forceinline__ Row<T> row_of_y(int64_t r) const {
-    return Row<T>(y + (r < rows ? r : 0) * y_stride, cols);
+  template <Lying How>
+  __device__ __forceinline__ auto row_of_y(int64_t r) const {
+    return Row<T, How == Lying::packs>(y + (r < rows ? r : 0) * y_stride, cols);
   }
-  template <bool Moved>
-  __device__ __forceinline__ RowWords<T, Moved> row_of_x(const Row<T>& out, int64_t r) const {
-    return RowWords<T, Moved>(out, x + (r < rows ? r : 0) * x_stride, x_end, kMinusInf<T>, r < rows);
+  template <Lying How>
+  __device__ __forceinline__ auto row_of_x(const Row<T, How == Lying::packs>& out, int64_t r) const {
+    return Words<T, How>(out, x + (r < rows ? r : 0) * x_stride, x_end, kMinusInf<T>, r < rows);
   }
 };
 template <class T>
@@ -52,10 +57,10 @@ struct Backward {
 };
 
 // A row of the backward: the packs are those of dx.
-template <class T, bool Moved>
+template <class T, Lying How>
 struct BackwardRow {
-  Row<T> dx;
-  RowWords<T, Moved> y, dy;
+  Row<T, How == Lying::packs> dx;
+  Words<T, How> y, dy;
 
   __device__ __forceinline__ BackwardRow(const Backward<T>& p, int64_t r)
       : BackwardRow(p, r < p.rows ? r : 0, r < p.rows) {}
@@ -77,10 +82,11 @@ struct BackwardRow {
     float s = 0.0f;
 #pragma unroll
     for (int i = 0; i < Held; ++i) {
-      float u[Row<T>::N], v[Row<T>::N];
+      float u[Row<T>::N], v[Row<T>::N], of_pack = 0.0f;  // chains of their own, so that several are under way
       unpack<T>(a[i], u), unpack<T>(b[i], v);
 #pragma unroll
-      for (int j = 0; j < Row<T>::N; ++j) s = fma(u[j], v[j], s);
+      for (int j = 0; j < Row<T>::N; ++j) of_pack = fma(u[j], v[j], of_pack);
+      s += of_pack;
     }
     return s;
   }
@@ -112,11 +118,13 @@ __device__ __forceinline__ float exponentials(const uint4 (&q)[K], float m, floa
 #pragma unroll
   for (int i = 0; i < K; ++i) {
     unpack<T>(q[i], e[i]);
+    float of_pack = 0.0f;
 #pragma unroll
     for (int j = 0; j < Row<T>::N; ++j) {
       e[i][j] = exp_below<T>(e[i][j], reference(m));
-      s += e[i][j];
+      of_pack += e[i][j];
     }
+    s += of_pack;
   }
   return s;
 }
@@ -126,7 +134,7 @@ constexpr bool kExact = sizeof(T) == 4;
 
 // Keeps: the exponentials stay in registers, else they are found twice. Stays: blocks take one row after another, and ask for
 // the next one's packs as they store.
-template <class T, class Shape, bool Cluster, bool Keeps, bool Stays, bool Moved>
+template <class T, class Shape, bool Cluster, bool Keeps, bool Stays, Lying How>
 __global__ __launch_bounds__(Shape::block,
                              Shape::min_blocks) void forward_kernel(const __grid_constant__ Forward<T> p) {
   constexpr int N = Row<T>::N, kHeld = Shape::held;
@@ -137,8 +145,8 @@ __global__ __launch_bounds__(Shape::block,
   let_next_kernel_start();
   auto pack = [&](int i) { return team.pack(i); };
   int64_t r = team.first_row(), following = Stays ? r + team.step() : p.rows;
-  Row<T> y = p.row_of_y(r);
-  auto x = p.template row_of_x<Moved>(y, r);
+  auto y = p.template row_of_y<How>(r);
+  auto x = p.template row_of_x<How>(y, r);
   uint4 q[kHeld];
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) q[i] = x.load(pack(i));
@@ -152,8 +160,8 @@ __global__ __launch_bounds__(Shape::block,
     if (kExact<T>) own.m = team.merge(own, drawn, later).m;
     own.s = exponentials<T>(q, own.m, e);
     const ExpSum<T> all = team.merge(own, kExact<T> ? -1 : drawn, later);
-    const Row<T> next_y = p.row_of_y(following);
-    const auto next_x = p.template row_of_x<Moved>(next_y, following);
+    const auto next_y = p.template row_of_y<How>(following);
+    const auto next_x = p.template row_of_x<How>(next_y, following);
     const float scale = (Keeps && !kExact<T> ? exp_below<T>(own.m, all.m) : 1.0f) / all.s;
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
@@ -185,8 +193,8 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_swept
   wait_for_kernel_ahead();
   let_next_kernel_start();
   const int64_t r = team.first_row();
-  const Row<T> y = p.row_of_y(r);
-  const auto x = p.template row_of_x<true>(y, r);
+  const auto y = p.template row_of_y<Lying::apart>(r);
+  const auto x = p.template row_of_x<Lying::apart>(y, r);
   const int step = team.threads * team.blocks * kHeld;
   uint4 q[kHeld];
   float e[kHeld][N];
@@ -230,7 +238,7 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_swept
   team.meet();
 }
 
-template <class T, class Shape, bool Cluster, bool Stays, bool Moved>
+template <class T, class Shape, bool Cluster, bool Stays, Lying How>
 __global__ __launch_bounds__(Shape::block,
                              Shape::min_blocks) void backward_kernel(const __grid_constant__ Backward<T> p) {
   constexpr int kHeld = Shape::held;
@@ -241,7 +249,7 @@ __global__ __launch_bounds__(Shape::block,
   let_next_kernel_start();
   auto pack = [&](int i) { return team.pack(i); };
   int64_t r = team.first_row(), following = Stays ? r + team.step() : p.rows;
-  BackwardRow<T, Moved> row(p, r);
+  BackwardRow<T, How> row(p, r);
   uint4 a[kHeld], b[kHeld];
   row.load(pack, a, b);
   team.meet();
@@ -249,7 +257,7 @@ __global__ __launch_bounds__(Shape::block,
     int64_t later = following + team.step();
     const int drawn = team.draw(p.counter);
     const float s = team.merge(SumsOf<1>{{row.dot(pack, a, b)}}, drawn, later).s[0];
-    const BackwardRow<T, Moved> next(p, following);
+    const BackwardRow<T, How> next(p, following);
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
       if (r < p.rows && pack(i) < row.dx.packs)
@@ -272,7 +280,7 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void backward_swep
   Team<Shape, true, false, SumsOf<1>> team(exchange);
   wait_for_kernel_ahead();
   let_next_kernel_start();
-  const BackwardRow<T, true> row(p, team.first_row());
+  const BackwardRow<T, Lying::apart> row(p, team.first_row());
   const int packs = row.dx.packs, step = team.threads * team.blocks * kHeld;
   uint4 a[kHeld], b[kHeld];
   float s = 0.0f;
@@ -298,13 +306,13 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void backward_swep
 // By the packs of a row. Beyond 1024 of them the exponentials find no room in the registers and are found twice. Rows that do not lie
 // alike are few shapes' matter.
 using Short = RowShapes<RowShape<8, 2>, RowShape<16, 2>, RowShape<32, 2>, RowShape<32, 4>>;
-template <bool Moved>
-using ForwardLadder =
-    std::conditional_t<Moved, RowShapes<RowShape<32, 4>, RowBlock<4, 512, 3>, RowBlock<8, 1024>>,
-                       Short::with<RowBlock<4, 256, 4>>::with<RowBlock<8, 1024>>>;
-template <bool Moved>
-using BackwardLadder =
-    std::conditional_t<Moved, RowShapes<RowShape<32, 4>, RowBlock<4, 1024>>, Short::with<RowBlock<4, 1024>>>;
+template <Lying How>
+using ForwardLadder = std::conditional_t<How == Lying::apart,
+                                         RowShapes<RowShape<32, 4>, RowBlock<4, 512, 3>, RowBlock<8, 1024>>,
+                                         Short::with<RowBlock<4, 256, 4>>::with<RowBlock<8, 1024>>>;
+template <Lying How>
+using BackwardLadder = std::conditional_t<How == Lying::apart, RowShapes<RowShape<32, 4>, RowBlock<4, 1024>>,
+                                          Short::with<RowBlock<2, 512>>::with<RowBlock<4, 1024>>>;
 
 // The packs that a row touches at most, wherever it starts.
 template <class T>
@@ -320,27 +328,31 @@ const T* end_of(const Matrix& m) {
 // Blocks that sweep.
 using Swept = RowBlock<4, 1024>;
 
+// Long rows do not feel what is done once a row.
+template <bool Cluster, Lying How>
+constexpr Lying in_cluster = Cluster && How == Lying::packs ? Lying::alike : How;
+
 // The kernels of one direction, for rows of T.
-template <class T, bool Moved>
+template <class T, Lying How>
 struct ForwardKernels {
   using Params = Forward<T>;
-  using Ladder = ForwardLadder<Moved>;
+  using Ladder = ForwardLadder<How>;
   using Clustered = RowBlock<8, 1024>;
   template <class Shape, bool Cluster>
   static auto held() {
     constexpr bool kKeeps = Shape::packs <= 1024;
-    return forward_kernel<T, Shape, Cluster, kKeeps, Cluster, Moved>;
+    return forward_kernel<T, Shape, Cluster, kKeeps, Cluster, in_cluster<Cluster, How>>;
   }
   static auto swept() { return forward_swept_kernel<T, Swept>; }
 };
-template <class T, bool Moved>
+template <class T, Lying How>
 struct BackwardKernels {
   using Params = Backward<T>;
-  using Ladder = BackwardLadder<Moved>;
+  using Ladder = BackwardLadder<How>;
   using Clustered = RowBlock<4, 1024>;
   template <class Shape, bool Cluster>
   static auto held() {
-    return backward_kernel<T, Shape, Cluster, Cluster, Moved>;
+    return backward_kernel<T, Shape, Cluster, Cluster, in_cluster<Cluster, How>>;
   }
   static auto swept() { return backward_swept_kernel<T, Swept>; }
 };
@@ -370,6 +382,15 @@ void run(Context& ctx, typename Kernels::Params p, int64_t packs) {
          {.blocks = p.rows * blocks, .threads = Swept::block, .early = true, .cluster = blocks}, p);
 }
 
+// fn(how rows lie): those that are written, and whether those that are read lie as they do.
+template <class Fn>
+void with_lying(const Matrix& written, bool alike, Fn&& fn) {
+  if (!alike) return fn(std::integral_constant<Lying, Lying::apart>{});
+  packs_align(written.data, written.stride, written.cols, size_of(written.dtype))
+      ? fn(std::integral_constant<Lying, Lying::packs>{})
+      : fn(std::integral_constant<Lying, Lying::alike>{});
+}
+
 }  // namespace
 
 void softmax_fwd(Context& ctx, const SoftmaxFwd& a) {
@@ -378,8 +399,7 @@ void softmax_fwd(Context& ctx, const SoftmaxFwd& a) {
     Forward<T> p{a.x.row<T>(0), end_of<T>(a.x), a.y.row<T>(0), a.x.rows,
                  a.x.stride,    a.y.stride,     int(a.x.cols)};
     const int64_t packs = most_packs(p.y, p.y_stride, p.cols);
-    rows_alike<T>(a.x, a.y) ? run<ForwardKernels<T, false>>(ctx, p, packs)
-                            : run<ForwardKernels<T, true>>(ctx, p, packs);
+    with_lying(a.y, rows_alike<T>(a.x, a.y), [&](auto how) { run<ForwardKernels<T, how>>(ctx, p, packs); });
   });
 }
 
@@ -389,8 +409,8 @@ void softmax_bwd(Context& ctx, const SoftmaxBwd& a) {
     Backward<T> p{a.dy.row<T>(0), a.y.row<T>(0), end_of<T>(a.dy), end_of<T>(a.y), a.dx.row<T>(0),
                   a.y.rows,       a.dy.stride,   a.y.stride,      a.dx.stride,    int(a.y.cols)};
     const int64_t packs = most_packs(p.dx, p.dx_stride, p.cols);
-    rows_alike<T>(a.y, a.dx) && rows_alike<T>(a.dy, a.dx) ? run<BackwardKernels<T, false>>(ctx, p, packs)
-                                                          : run<BackwardKernels<T, true>>(ctx, p, packs);
+    with_lying(a.dx, rows_alike<T>(a.y, a.dx) && rows_alike<T>(a.dy, a.dx),
+               [&](auto how) { run<BackwardKernels<T, how>>(ctx, p, packs); });
   });
 }
 
