@@ -207,6 +207,35 @@ def test_modules(device):
     assert same_bits(dyt(x), tigon.dyt(x, dyt.alpha, dyt.weight, dyt.bias)) and "0.5" in repr(dyt)
 
 
+ROW_OPS = {
+    "rms_norm": lambda x, other, w: tigon.rms_norm(x, w),
+    "layer_norm": lambda x, other, w: tigon.layer_norm(x, w, w.flip(0)),
+    "add_rms_norm": lambda x, other, w: tigon.add_rms_norm(x, other, w)[0],
+    "gated_rms_norm": lambda x, other, w: tigon.gated_rms_norm(x, other, w),
+    "softmax": lambda x, other, w: tigon.softmax(x),
+}
+
+
+@pytest.mark.parametrize("columns", [128, 1024, 2056, 4096, 4097, 8192])
+@pytest.mark.parametrize("op", ROW_OPS)
+def test_rows_do_not_depend_on_their_number(op, columns, device):
+    """Few rows may have other kernels than many: to the bit the same, and so are their gradients."""
+    many, fewer = (2200, (1, 2, 150, 500)) if device == "cuda" else (33, (1, 2))
+    for dtype in (torch.bfloat16, torch.float32):
+        x, other, dy = (torch.randn(many, columns).to(device, dtype) for _ in range(3))
+        weight = torch.randn(columns).to(device, dtype)
+
+        def both(rows, given=(x, other, dy), weight=weight):
+            x, other, dy = (value[:rows].clone() for value in given)
+            y = ROW_OPS[op](x.requires_grad_(), other, weight)
+            return y.detach(), torch.autograd.grad(y, x, dy)[0]
+
+        whole = both(many)
+        for rows in fewer:
+            for part, full in zip(both(rows), whole, strict=True):
+                assert same_bits(part, full[:rows]), (dtype, rows)
+
+
 SCRIPT = """
 import torch, tigon
 torch.manual_seed(0)

@@ -8,10 +8,10 @@ namespace tigon::cuda {
 namespace {
 
 // A block: some columns and many partial rows at a time, so that every thread has few loads to wait for: what counts in a kernel that
-// stands behind another one. Few columns (a sector of 32 bytes) where even a short row should have a block a multiprocessor, a whole
-// line of them in long rows (66 x 16384: 3 us instead of 6).
-constexpr int kThreads = 512, kFew = 8, kLine = 32;
-constexpr int64_t kLongRow = 2048;
+// stands behind another one. A whole line of columns, and of short rows a sector of 32 bytes, so that there is more than a handful of
+// blocks.
+constexpr int kThreads = 1024, kFew = 8, kLine = 32;
+constexpr int64_t kLongRow = 512;
 constexpr size_t kMostSums = 3;
 
 template <class T>

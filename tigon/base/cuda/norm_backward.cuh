@@ -51,7 +51,7 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
   using X = typename B::Element;
   constexpr int kHeld = Shape::held, kPair = N % 2 == 0 ? 2 : 1, kMeans = B::kCentred ? 2 : 1;
   constexpr bool kStaged = Shape::stages > 0;
-  __shared__ float slots[2][kMeans * 32];
+  __shared__ __align__(16) float slots[2][kMeans * 32];
   extern __shared__ __align__(
       16) unsigned char shared[];           // weights and stages, then the column sums of the groups
   if (p.partials) let_next_kernel_start();  // the sum over the blocks

@@ -70,7 +70,7 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void backward_looped_ker
     const __grid_constant__ NormBackward<B, W, Y> p) {
   using X = typename B::Element;
   constexpr int kMeans = B::kCentred ? 2 : 1;
-  __shared__ float slots[kMeans * 32];
+  __shared__ __align__(16) float slots[kMeans * 32];
   const Place place(p.sections, 1);
   const int64_t row = place.first, before = int64_t(place.section) * p.cols;
   const float rstd = p.rstd[row * p.sections + place.section];

@@ -72,11 +72,6 @@ __device__ __forceinline__ Pack<W, N> filled(float x) {
   w.set(all);
   return w;
 }
-template <class W>
-__device__ __forceinline__ uint32_t word_of(float x) {
-  const auto word = filled<W, 4 / int(sizeof(W))>(x);
-  return reinterpret_cast<const uint32_t&>(word);
-}
 
 template <class F>
 constexpr bool kSpans = requires { typename F::Spans; };
@@ -154,8 +149,7 @@ struct ForwardRow {
     for (int k = 0; k < F::kParams; ++k) {
       const W* param = p.param[k];
       if constexpr (!kSpans<F>) {
-        packs[k] =
-            lie.load_vector(param ? param + before : nullptr, c, params_read_on, word_of<W>(p.absent[k]));
+        packs[k] = lie.load_vector(param ? param + before : nullptr, c, params_read_on);
       } else if constexpr (!lie.packs) {
 #pragma unroll
         for (int j = 0; j < N; ++j)
@@ -166,13 +160,18 @@ struct ForwardRow {
     }
   }
   __device__ __forceinline__ void finish_params(Column c, Params& packs) const {
-    if constexpr (lie.packs && !kSpans<F>) return;
+    constexpr int kWords = N * int(sizeof(W)) / 4;
 #pragma unroll
     for (int k = 0; k < F::kParams; ++k) {
-      if (p.param[k] == nullptr)
-        packs[k] = filled<W, N>(p.absent[k]);
-      else if constexpr (!kSpans<F>)
-        lie.finish_vector(p.param[k] + before, c, params_read_on, packs[k]);
+      if constexpr (!kSpans<F>)
+        if (p.param[k]) lie.finish_vector(p.param[k] + before, c, params_read_on, packs[k]);
+      // By words, or the compiler chooses between elements.
+      const Pack<W, N> absent = filled<W, N>(p.absent[k]);
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) {
+        uint32_t& word = reinterpret_cast<uint32_t*>(&packs[k])[j];
+        word = p.param[k] ? word : reinterpret_cast<const uint32_t*>(&absent)[j];
+      }
     }
   }
   // kept = merge(in), which takes in[0]'s place.
@@ -226,8 +225,8 @@ struct ForwardRow {
   // Sum of squares about the mean, and, where there is one and X is fine enough for it to be seen, the sum of what is left: the
   // sum of a long row far from zero is some ulp off, and this says by how much.
   template <int K>
-  __device__ __forceinline__ void add_to_statistics(Column c, const Inputs& packs, float mean,
-                                                    float (&sums)[K]) const {
+  __device__ __forceinline__ void statistics_of(Column c, const Inputs& packs, float mean,
+                                                float (&sums)[K]) const {
     float off = 0.0f, squares = 0.0f;
     auto add = [&](float mean, auto whole) {
 #pragma unroll
@@ -246,8 +245,16 @@ struct ForwardRow {
       add(mean, std::true_type{});
     else if (live && lie.has(c))
       add(mean, std::false_type{});
-    sums[0] += squares;
-    if constexpr (F::kCentred && kFine) sums[1] += off;
+    sums[0] = squares;
+    if constexpr (F::kCentred && kFine) sums[1] = off;
+  }
+  template <int K>
+  __device__ __forceinline__ void add_to_statistics(Column c, const Inputs& packs, float mean,
+                                                    float (&sums)[K]) const {
+    float of_pack[K];
+    statistics_of(c, packs, mean, of_pack);
+#pragma unroll
+    for (int k = 0; k < K; ++k) sums[k] += of_pack[k];
   }
   template <int K>
   __device__ __forceinline__ float finish_statistics(const float (&sums)[K], float& mean) const {
@@ -279,13 +286,15 @@ struct ForwardRow {
     float sums[kStatistics] = {};
     mean = 0.0f;
     if constexpr (F::kCentred) {
-      float total[1] = {single.sum()};
+      float of[Held];
 #pragma unroll
-      for (int i = 0; i < Held; ++i) total[0] += sum_of(in[i]);
+      for (int i = 0; i < Held; ++i) of[i] = sum_of(in[i]);
+      float total[1] = {single.sum() + reduce_pairs<Sum>(of)};
       merge(total);
       mean = mean_of(total[0]);
     }
     single.add_to_statistics(mean, sums);
+    float of[kStatistics][Held];
 #pragma unroll
     for (int i = 0; i < Held; ++i) {
       if (F::kCentred && Held > 4) renew(in[i]);
@@ -294,8 +303,13 @@ struct ForwardRow {
         middle[i] = lie.has(column(i)) ? mean : 0.0f;
         asm("" : "+f"(middle[i]));
       }
-      add_to_statistics(column(i), in[i], middle[i], sums);
+      float of_pack[kStatistics];
+      statistics_of(column(i), in[i], middle[i], of_pack);
+#pragma unroll
+      for (int k = 0; k < kStatistics; ++k) of[k][i] = of_pack[k];
     }
+#pragma unroll
+    for (int k = 0; k < kStatistics; ++k) sums[k] += reduce_pairs<Sum>(of[k]);
     merge(sums);
     rstd = finish_statistics(sums, mean);
     if constexpr (F::kCentred && kFine) {

@@ -109,15 +109,12 @@ struct Lie {
       }
     }
   }
-  // The same of a vector by column, of which [0, cols) may be a part that others follow. Rows in packs: `fill` (a word of it) where
-  // there is none.
+  // The same of a vector by column, of which [0, cols) may be a part that others follow. Where packs are not the row's, nothing.
   template <class T>
-  __device__ __forceinline__ Pack<T, N> load_vector(const T* vector, Column c, bool reads_on,
-                                                    uint32_t fill = 0) const {
-    if constexpr (packs)
-      return load_where<T, N>(vector != nullptr && has(c), vector + c, fill);
-    else
-      return load(vector != nullptr, vector, c, reads_on);
+  __device__ __forceinline__ Pack<T, N> load_vector(const T* vector, Column c, bool reads_on) const {
+    if constexpr (packs && sizeof(T) * N % 16 == 0)
+      return load_if<T, N>(vector != nullptr && has(c), vector + c);
+    return load(vector != nullptr, vector, c, reads_on);
   }
   template <class T>
   __device__ __forceinline__ void finish_vector(const T* vector, Column c, bool reads_on,

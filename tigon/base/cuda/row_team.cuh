@@ -32,12 +32,12 @@ template <int Threads, bool Cluster, class V>
 __device__ __forceinline__ V merge_row(V v, Exchange<V>& x, int turn) {
   static_assert(Threads <= 32 && (!Cluster || Threads == 0));
   constexpr int kLanes = Threads == 0 ? 32 : Threads;
-  const int lane = int(threadIdx.x) % 32, parity = turn & 1;
+  const int lane = int(threadIdx.x % 32), parity = turn & 1;
   v.template merge_lanes<kLanes>();
   if (Threads == 0 && blockDim.x > 32) {
     if (lane == 0) x.warp[parity][threadIdx.x / 32] = v;
     __syncthreads();
-    v = lane < int(blockDim.x) / 32 ? x.warp[parity][lane] : V::none();
+    v = lane < int(blockDim.x / 32) ? x.warp[parity][lane] : V::none();
     v.template merge_lanes<kLanes>();
   }
   if (const int blocks = Cluster ? int(cluster_size()) : 1; blocks > 1) {
@@ -86,7 +86,7 @@ struct Team {
 
   __device__ __forceinline__ Team(Exchange<Told, Turns>& x) : x(x) {
     threads = Shape::threads ? Shape::threads : int(blockDim.x);
-    thread = Shape::rows == 1 ? int(threadIdx.x) : int(threadIdx.x) % Shape::threads;
+    thread = Shape::rows == 1 ? int(threadIdx.x) : int(threadIdx.x % Shape::threads);
     if constexpr (Cluster) {
       blocks = int(cluster_size()), rank = int(cluster_rank());
       x.init();

@@ -38,10 +38,21 @@ template <int Packs, class Shape>
 struct UpTo : Shape {
   static constexpr int64_t packs = Packs;
 };
+// The same rows by more threads: what a thread held, `Lanes` of a warp do, and a sum in which they come first is the same to the bit.
+template <int Lanes, class Shape>
+struct Spread : Shape {
+  static_assert(Shape::threads == 0 && Shape::held % Lanes == 0);
+  static constexpr int held = Shape::held / Lanes, block = 1024, min_blocks = 1;
+};
+template <class Shape>
+constexpr int spread_of = 1;
+template <int Lanes, class Shape>
+constexpr int spread_of<Spread<Lanes, Shape>> = Lanes;
 // Threads of a block for rows of `packs` packs.
 template <class Shape>
 int block_threads(int64_t packs) {
-  return Shape::threads ? Shape::block : int(ceil_div(packs, 32 * Shape::held) * 32);
+  constexpr int kSpread = spread_of<Shape>;
+  return Shape::threads ? Shape::block : int(ceil_div(packs, 32 * Shape::held * kSpread) * 32 * kSpread);
 }
 
 // A kernel's ladder of shapes, shortest rows first.
@@ -72,7 +83,12 @@ __device__ __forceinline__ int thread_stride() {
 template <class Shape, int N>
 struct RowTile {
   __device__ static int thread() { return Shape::rows == 1 ? threadIdx.x : threadIdx.x % Shape::threads; }
-  __device__ static int column(int i) { return (thread() + i * thread_stride<Shape>()) * N; }
+  __device__ static int column(int i) {
+    constexpr int kSpread = spread_of<Shape>, kLanes = 32 / kSpread;
+    if constexpr (kSpread == 1) return (thread() + i * thread_stride<Shape>()) * N;
+    const int lane = threadIdx.x % 32, as = threadIdx.x / 32 * kLanes + lane % kLanes;
+    return (as + (lane / kLanes * Shape::held + i) * int(blockDim.x / kSpread)) * N;
+  }
 };
 
 // An array of what has no default.

@@ -163,15 +163,31 @@ __device__ __forceinline__ uint4 load_where(bool wanted, const void* p, uint32_t
   return w;
 }
 template <class T, int N>
-__device__ __forceinline__ Pack<T, N> load_where(bool wanted, const T* p, uint32_t fill = 0) {
+__device__ __forceinline__ Pack<T, N> load_where(bool wanted, const T* p) {
   Pack<T, N> r{};
   if constexpr (sizeof(T) * N % 16 == 0) {
 #pragma unroll
     for (int i = 0; i < int(sizeof(T)) * N / 16; ++i)
-      reinterpret_cast<uint4*>(&r)[i] =
-          load_where(wanted, static_cast<const void*>(p + i * 16 / sizeof(T)), fill);
+      reinterpret_cast<uint4*>(&r)[i] = load_where(wanted, static_cast<const void*>(p + i * 16 / sizeof(T)));
   } else {
     if (wanted) r = load_stream<T, N>(p);
+  }
+  return r;
+}
+// The same, undefined where not `wanted`.
+template <class T, int N>
+__device__ __forceinline__ Pack<T, N> load_if(bool wanted, const T* p) {
+  static_assert(sizeof(T) * N % 16 == 0);
+  Pack<T, N> r;
+#pragma unroll
+  for (int i = 0; i < int(sizeof(T)) * N / 16; ++i) {
+    uint4 w;
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
+        "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+        : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+        : "l"(p + i * 16 / sizeof(T)), "r"(unsigned(wanted)));
+    reinterpret_cast<uint4*>(&r)[i] = w;
   }
   return r;
 }

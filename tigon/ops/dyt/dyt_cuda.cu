@@ -55,7 +55,7 @@ struct Rows {
 template <class X, class W, int N, bool Backward>
 __global__ __launch_bounds__(kThreads,
                              kBlocks<Backward>) void dyt_kernel(const __grid_constant__ Dyt<X, W> p) {
-  __shared__ float slots[32];
+  __shared__ __align__(16) float slots[32];
   __shared__ __align__(16) float shared[Backward ? kThreads * N : 1];
   wait_for_kernel_ahead();
   let_next_kernel_start();

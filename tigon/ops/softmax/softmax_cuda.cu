@@ -176,7 +176,7 @@ __global__ __launch_bounds__(Shape::block,
       if (Stays) q[i] = next_x.load(pack(i));
     }
     r = following, following = later;
-    if (r >= p.rows) break;
+    if (!Stays || r >= p.rows) break;
     x = next_x, y = next_y;
   }
   if constexpr (Cluster) cluster_arrive();
@@ -260,12 +260,14 @@ __global__ __launch_bounds__(Shape::block,
     const BackwardRow<T, How> next(p, following);
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-      if (r < p.rows && pack(i) < row.dx.packs)
-        row.write(pack(i), again(a[i], p.zero), again(b[i], p.zero), s);
+      if (r < p.rows && pack(i) < row.dx.packs) {
+        if (kHeld > 2) a[i] = again(a[i], p.zero), b[i] = again(b[i], p.zero);
+        row.write(pack(i), a[i], b[i], s);
+      }
       if (Stays) a[i] = next.y.load(pack(i)), b[i] = next.dy.load(pack(i));
     }
     r = following, following = later;
-    if (r >= p.rows) break;
+    if (!Stays || r >= p.rows) break;
     row = next;
   }
   if constexpr (Cluster) cluster_arrive();
@@ -307,9 +309,10 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void backward_swep
 // alike are few shapes' matter.
 using Short = RowShapes<RowShape<8, 2>, RowShape<16, 2>, RowShape<32, 2>, RowShape<32, 4>>;
 template <Lying How>
-using ForwardLadder = std::conditional_t<How == Lying::apart,
-                                         RowShapes<RowShape<32, 4>, RowBlock<4, 512, 3>, RowBlock<8, 1024>>,
-                                         Short::with<RowBlock<4, 256, 4>>::with<RowBlock<8, 1024>>>;
+using ForwardLadder = std::conditional_t<
+    How == Lying::apart, RowShapes<RowShape<32, 4>, RowBlock<4, 512, 3>, RowBlock<8, 1024>>,
+    typename Short::with<std::conditional_t<How == Lying::packs, RowBlock<2, 512, 2>,
+                                            RowBlock<4, 256, 4>>>::template with<RowBlock<8, 1024>>>;
 template <Lying How>
 using BackwardLadder = std::conditional_t<How == Lying::apart, RowShapes<RowShape<32, 4>, RowBlock<4, 1024>>,
                                           Short::with<RowBlock<2, 512>>::with<RowBlock<4, 1024>>>;
