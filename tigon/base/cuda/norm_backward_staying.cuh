@@ -153,9 +153,9 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
   for (int k = 0; k < B::kOut; ++k) wants_rows = wants_rows || p.out[k] != nullptr;
 
   const int64_t worker = place.first + group;
-  const Run run = kSingles && Shape::rows == 1
-                      ? run_of(p.shares, p.rows, worker)
-                      : Run{worker, p.rows, int(gridDim.x / unsigned(p.sections)) * Shape::rows};
+  const RowRun run = kSingles && Shape::rows == 1
+                         ? run_of(p.shares, p.rows, worker)
+                         : RowRun{worker, p.rows, int(gridDim.x / unsigned(p.sections)) * Shape::rows};
   int head = 0;
   if constexpr (kSingles) {
     const X* written =

@@ -150,7 +150,7 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_stayi
   let_next_kernel_start();
   const Place place(p.sections, Shape::rows, blockIdx.x / unsigned(team.blocks));
   const int group = Shape::rows == 1 ? 0 : threadIdx.x / Shape::threads;
-  const Run run = run_of(p.shares, p.rows, place.first + group);
+  const RowRun run = run_of(p.shares, p.rows, place.first + group);
   const int cols = int(p.cols), pitch = team.threads * team.blocks * N;
   auto column = [&](int i) { return team.pack(i) * N; };
   auto param_slot = [&](int i, int k) {

@@ -105,14 +105,14 @@ struct Shares {
   int64_t main_rows = 0;
 };
 // Rows first, first + step, ... before `end`.
-struct Run {
+struct RowRun {
   int64_t first, end;
   int step;
   __device__ __forceinline__ int count() const {
     return first < end ? int((end - first + step - 1) / step) : 0;
   }
 };
-__device__ __forceinline__ Run run_of(const Shares& s, int64_t rows, int64_t worker) {
+__device__ __forceinline__ RowRun run_of(const Shares& s, int64_t rows, int64_t worker) {
   if (worker < s.main) return {worker, s.main_rows, s.main};
   return {s.main_rows + (worker - s.main), rows, s.workers - s.main};
 }
