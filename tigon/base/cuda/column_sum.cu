@@ -18,6 +18,15 @@ template <class T>
 struct Results {
   T* data[kMostSums] = {};  // null: not wanted
   int64_t end[kMostSums] = {};
+
+  __device__ __forceinline__ void put(int64_t column, float sum) const {
+    int64_t begin = 0;
+#pragma unroll
+    for (int i = 0; i < int(kMostSums); ++i) {
+      if (column >= begin && column < end[i] && data[i]) data[i][column - begin] = narrow<T>(sum);
+      begin = end[i];
+    }
+  }
 };
 // The last block's, if there is one.
 template <class T>
@@ -55,15 +64,27 @@ __global__ __launch_bounds__(kThreads) void sum_partials_kernel(const float* row
     s = reduce_lanes<Sum, 32>(s);
     const int64_t mine = first + w;
     if (part != 0 || mine >= cols) continue;
-    if (totals) *total.out = narrow<T>(s);
-    int64_t begin = 0;
-#pragma unroll
-    for (int i = 0; i < kMostSums; ++i) {
-      if (!totals && mine >= begin && mine < out.end[i] && out.data[i])
-        out.data[i][mine - begin] = narrow<T>(s);
-      begin = out.end[i];
-    }
+    if (totals)
+      *total.out = narrow<T>(s);
+    else
+      out.put(mine, s);
   }
+}
+
+// A few rows of so many columns that there are blocks enough when a thread has one to itself (7 x 262144: 34 us with blocks as above).
+constexpr int kColumnThreads = 256;
+constexpr int64_t kManyColumns = 65536, kFewPartials = 32;
+
+template <class T>
+__global__ __launch_bounds__(kColumnThreads) void sum_long_partials_kernel(
+    const float* rows, int64_t partials, int64_t cols, const __grid_constant__ Results<T> out) {
+  wait_for_kernel_ahead();
+  const int64_t column = int64_t(blockIdx.x) * kColumnThreads + threadIdx.x;
+  if (column >= cols) return;
+  float s = 0.0f;
+#pragma unroll 8
+  for (int64_t p = 0; p < partials; ++p) s += rows[p * cols + column];
+  out.put(column, s);
 }
 
 }  // namespace
@@ -86,6 +107,10 @@ void sum_partials(const char* op, Context& ctx, const float* rows, int64_t parti
     }
     if (some == outs.end()) cols = 0;
     TIGON_CHECK(op, !total.out || total.out.dtype == wanted->dtype, "column sums must share a dtype");
+    if (cols >= kManyColumns && partials <= kFewPartials && !total.out)
+      return launch(op, ctx, sum_long_partials_kernel<T>,
+                    {.blocks = ceil_div(cols, kColumnThreads), .threads = kColumnThreads, .early = true},
+                    rows, partials, cols, results);
     const bool line = cols >= kLongRow;
     launch(
         op, ctx, line ? sum_partials_kernel<T, kLine> : sum_partials_kernel<T, kFew>,
