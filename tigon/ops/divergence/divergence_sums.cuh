@@ -161,7 +161,12 @@ __device__ __forceinline__ float max_lanes(float x) {  // floats in the order of
   i ^= (i >> 31) & 0x7fffffff;
   return __int_as_float(i);
 }
-__device__ __forceinline__ float sum_lanes(float x) { return reduce_lanes<Sum, 32>(x); }
+// Lanes far apart first.
+__device__ __forceinline__ float sum_lanes(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(kAllLanes, x, step);
+  return x;
+}
 
 // Words in shared memory, read where it stands: the compiler would hold them in registers from the first time on.
 __device__ __forceinline__ uint4 load_shared(uint32_t from) {
