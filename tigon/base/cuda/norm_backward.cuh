@@ -43,7 +43,8 @@ struct UnalignedLadder<Lying::apart, B> {
 template <class B>
 using BackwardCluster = std::conditional_t<B::kIn == 1, StagedBlock<3, 4, 512, 1, 1>, StagedBlock<2, 4, 512>>;
 
-// Rows that lie in packs.
+// Rows that lie in packs. The passes are those of backward_staying_kernel, in a kernel of their own: as one with it they took 5 to 14 %
+// longer.
 template <class B, class W, class Y, int N, class Shape>
 __global__
 __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) void backward_kernel(
