@@ -104,6 +104,16 @@ Vector vector_of(const char* op, const char* name, OptionalTensor& t) {
   return t.has_value() ? vector_of(op, name, *t) : Vector{};
 }
 
+Vector row_of(const char* op, const char* name, Tensor& t, int64_t row) {
+  Matrix rows = rows_of(op, name, t);
+  TIGON_CHECK(op, rows.rows > row || rows.cols == 0, name, " must have more than ", row, " rows, got ",
+              rows.rows);
+  auto* first = static_cast<char*>(rows.data);
+  return {.data = first + row * rows.stride * int64_t(size_of(rows.dtype)),
+          .dtype = rows.dtype,
+          .size = rows.cols};
+}
+
 Vector scalar_of(const char* op, const char* name, const Tensor& t) {
   TIGON_CHECK(op, t.numel() == 1, name, " must have one element, got ", t.numel());
   return {.data = t.data_ptr(), .dtype = dtype_of(op, name, t), .size = 1};
@@ -149,6 +159,14 @@ Tensor nothing(const Tensor& like, DType dtype) { return make(like, {0}, dtype);
 
 std::unique_ptr<Context> make_context(const Tensor& t) {
   return t.is_cuda() ? make_cuda_context(t) : make_cpu_context(t);
+}
+
+void define(Library& m, const std::string& schema) { m.def(schema.c_str()); }
+void define_forward(Library& m, const std::string& op, const std::string& signature) {
+  for (const char* suffix : {"", "_fwd"}) define(m, op + suffix + signature);
+}
+void implement_forward(Library& m, const std::string& op, Kernel kernel) {
+  for (const char* suffix : {"", "_fwd"}) m.impl((op + suffix).c_str(), kernel);
 }
 
 }  // namespace tigon::torch_shim

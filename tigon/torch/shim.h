@@ -9,6 +9,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <tuple>
 
 #include "tigon/base/context.h"
@@ -34,6 +35,8 @@ Matrix rows_of(const char* op, const char* name, Tensor& t);
 // 1-D dense vector; a strided one is replaced by a copy first.
 Vector vector_of(const char* op, const char* name, Tensor& t);
 Vector vector_of(const char* op, const char* name, OptionalTensor& t);
+// A row of [n, C].
+Vector row_of(const char* op, const char* name, Tensor& t, int64_t row);
 // One element, any number of dimensions.
 Vector scalar_of(const char* op, const char* name, const Tensor& t);
 
@@ -46,11 +49,19 @@ Tensor nothing(const Tensor& like, DType dtype);    // 0 elements: a result that
 // The context of a call whose tensors live where `t` does. Switches to t's device until destroyed.
 std::unique_ptr<Context> make_context(const Tensor& t);
 
+using Library = torch::stable::detail::StableLibrary;
+using Kernel = void (*)(StableIValue*, uint64_t, uint64_t);
+void define(Library& m, const std::string& schema);
+// A forward operator by two names, schema and kernel: <op>, to which Python attaches autograd, and <op>_fwd, so that eager calls stay
+// free of that layer. Where a backward needs more than callers see, <op>_infer is the forward without it.
+void define_forward(Library& m, const std::string& op, const std::string& signature);
+void implement_forward(Library& m, const std::string& op, Kernel kernel);
+
 }  // namespace tigon::torch_shim
 
-// Each <op>_torch.cpp defines `OP_fwd`-style schemas once and the same adaptor for both devices:
-//   TIGON_TORCH_SCHEMAS(m) { m.def("..."); }
-//   TIGON_TORCH_KERNELS(m) { m.impl("...", TORCH_BOX(&adaptor)); }
+// Each <op>_torch.cpp defines its schemas once and the same adaptor for both devices:
+//   TIGON_TORCH_SCHEMAS(m) { define_forward(m, "op", "(...) -> ..."), define(m, "op_bwd(...) -> ..."); }
+//   TIGON_TORCH_KERNELS(m) { implement_forward(m, "op", TORCH_BOX(&forward)), m.impl("op_bwd", TORCH_BOX(&backward)); }
 #define TIGON_TORCH_SCHEMAS(m) STABLE_TORCH_LIBRARY_FRAGMENT(tigon, m)
 #define TIGON_TORCH_KERNELS(m)                                               \
   static void tigon_kernels(torch::stable::detail::StableLibrary&);          \

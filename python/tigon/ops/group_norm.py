@@ -20,11 +20,10 @@ def reference(x, groups, weight=None, bias=None, eps=1e-5):
 
 
 def _fake(x, weight, bias, channels, groups, eps):
-    statistics = [x.new_empty(x.shape[0] * groups, dtype=torch.float32) for _ in range(2)]
-    return x.new_empty(x.shape), *statistics
+    return x.new_empty(x.shape), x.new_empty((2, x.shape[0] * groups), dtype=torch.float32)
 
 
-def _fake_bwd(dy, x, weight, bias, mean, rstd, channels, groups, need_dx, need_dweight, need_dbias):
+def _fake_bwd(dy, x, weight, bias, statistics, channels, groups, need_dx, need_dweight, need_dbias):
     dx = x.new_empty(x.shape if need_dx else (0,))
     dweight = weight.new_empty(weight.shape) if need_dweight else x.new_empty(0)
     return dx, dweight, bias.new_empty(bias.shape) if need_dbias else x.new_empty(0)
@@ -35,11 +34,11 @@ _bwd = raw("group_norm_bwd", _fake_bwd)
 
 def _setup_context(ctx, inputs, output):
     x, weight, bias, *ctx.sizes, _ = inputs
-    ctx.save_for_backward(x, weight, bias, *output[1:])
+    ctx.save_for_backward(x, weight, bias, output[1])
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dy, *_):
+def _backward(ctx, dy, _=None):
     if dy is None:
         return (None,) * 6
     need = ctx.needs_input_grad[:3]

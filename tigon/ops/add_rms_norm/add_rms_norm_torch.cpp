@@ -77,29 +77,19 @@ std::tuple<Tensor, Tensor> backward(Tensor dy, OptionalTensor dh, Tensor h, Opti
 
 }  // namespace
 
-// The forward by three names: add_rms_norm_fwd; add_rms_norm, to which Python attaches autograd, so that eager calls stay free of that layer;
-// add_rms_norm_infer, for where no gradient will be asked for: without what a backward needs.
 TIGON_TORCH_SCHEMAS(m) {
-  m.def(
-      "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, int rounding) -> "
-      "(Tensor y, Tensor h, Tensor rstd)");
-  m.def(
-      "add_rms_norm_fwd(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, int rounding) -> "
-      "(Tensor y, Tensor h, Tensor rstd)");
-  m.def(
-      "add_rms_norm_infer(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, int rounding) "
-      "-> "
-      "(Tensor y, Tensor h)");
-  m.def(
-      "add_rms_norm_in_place(Tensor x, Tensor(a!) residual, Tensor? weight, float eps, float offset, int "
-      "rounding) -> (Tensor y, Tensor rstd)");
-  m.def(
-      "add_rms_norm_bwd(Tensor dy, Tensor? dh, Tensor h, Tensor? weight, Tensor rstd, float offset, int "
-      "rounding, bool need_dx, bool need_dweight) -> (Tensor dx, Tensor dweight)");
+  const std::string options = "Tensor? weight, float eps, float offset, int rounding)";
+  define_forward(m, "add_rms_norm",
+                 "(Tensor x, Tensor residual, " + options + " -> (Tensor y, Tensor h, Tensor rstd)");
+  define(m, "add_rms_norm_infer(Tensor x, Tensor residual, " + options + " -> (Tensor y, Tensor h)");
+  define(m,
+         "add_rms_norm_in_place(Tensor x, Tensor(a!) residual, " + options + " -> (Tensor y, Tensor rstd)");
+  define(m,
+         "add_rms_norm_bwd(Tensor dy, Tensor? dh, Tensor h, Tensor? weight, Tensor rstd, float offset,"
+         " int rounding, bool need_dx, bool need_dweight) -> (Tensor dx, Tensor dweight)");
 }
 TIGON_TORCH_KERNELS(m) {
-  m.impl("add_rms_norm", TORCH_BOX(&forward));
-  m.impl("add_rms_norm_fwd", TORCH_BOX(&forward));
+  implement_forward(m, "add_rms_norm", TORCH_BOX(&forward));
   m.impl("add_rms_norm_infer", TORCH_BOX(&infer));
   m.impl("add_rms_norm_in_place", TORCH_BOX(&forward_in_place));
   m.impl("add_rms_norm_bwd", TORCH_BOX(&backward));

@@ -107,30 +107,22 @@ void rescale(Tensor grad, Tensor factor) {
 }  // namespace
 
 TIGON_TORCH_SCHEMAS(m) {
-  m.def(
-      "cross_entropy(Tensor logits, Tensor target, Tensor? weight, Tensor? denominator, float? "
-      "host_denominator, "
-      "int reduction, int ignore_index, float label_smoothing, float softcap, float z_loss, bool "
-      "need_dlogits) -> "
-      "(Tensor loss, Tensor dlogits)");
-  m.def(
-      "cross_entropy_fwd(Tensor logits, Tensor target, Tensor? weight, Tensor? denominator, float? "
-      "host_denominator, "
-      "int reduction, int ignore_index, float label_smoothing, float softcap, float z_loss, bool "
-      "need_dlogits) -> "
-      "(Tensor loss, Tensor dlogits)");
-  m.def(
-      "cross_entropy_inplace(Tensor(a!) logits, Tensor target, Tensor? weight, Tensor? denominator, "
-      "float? host_denominator, int reduction, int ignore_index, float label_smoothing, float softcap, "
-      "float z_loss) -> Tensor");
-  m.def(
-      "cross_entropy_bwd(Tensor dloss, Tensor logits, Tensor target, Tensor? weight, int ignore_index, "
-      "float label_smoothing, float softcap, float z_loss) -> Tensor");
-  m.def("cross_entropy_rescale(Tensor(a!) grad, Tensor factor) -> ()");
+  define_forward(
+      m, "cross_entropy",
+      "(Tensor logits, Tensor target, Tensor? weight, Tensor? denominator, float? host_denominator,"
+      " int reduction, int ignore_index, float label_smoothing, float softcap, float z_loss,"
+      " bool need_dlogits) -> (Tensor loss, Tensor dlogits)");
+  define(m,
+         "cross_entropy_inplace(Tensor(a!) logits, Tensor target, Tensor? weight, Tensor? denominator,"
+         " float? host_denominator, int reduction, int ignore_index, float label_smoothing, float softcap,"
+         " float z_loss) -> Tensor");
+  define(m,
+         "cross_entropy_bwd(Tensor dloss, Tensor logits, Tensor target, Tensor? weight, int ignore_index,"
+         " float label_smoothing, float softcap, float z_loss) -> Tensor");
+  define(m, "cross_entropy_rescale(Tensor(a!) grad, Tensor factor) -> ()");
 }
 TIGON_TORCH_KERNELS(m) {
-  m.impl("cross_entropy", TORCH_BOX(&forward));
-  m.impl("cross_entropy_fwd", TORCH_BOX(&forward));
+  implement_forward(m, "cross_entropy", TORCH_BOX(&forward));
   m.impl("cross_entropy_inplace", TORCH_BOX(&forward_inplace));
   m.impl("cross_entropy_bwd", TORCH_BOX(&backward));
   m.impl("cross_entropy_rescale", TORCH_BOX(&rescale));

@@ -89,23 +89,17 @@ Tensor backward(Tensor dloss, Tensor student, Tensor teacher, OptionalTensor lab
 
 }  // namespace
 
-#define TIGON_DIVERGENCE_OPTIONS "int kind, float beta, float temperature, bool log_probs, int ignore_index"
-#define TIGON_DIVERGENCE_FORWARD                                                              \
-  "(Tensor student, Tensor teacher, Tensor? labels, int reduction, " TIGON_DIVERGENCE_OPTIONS \
-  ", bool need_dstudent) -> (Tensor loss, Tensor dstudent)"
 TIGON_TORCH_SCHEMAS(m) {
-  m.def("divergence" TIGON_DIVERGENCE_FORWARD);
-  m.def("divergence_fwd" TIGON_DIVERGENCE_FORWARD);
-  m.def(
-      "divergence_inplace(Tensor(a!) student, Tensor teacher, Tensor? labels, int "
-      "reduction, " TIGON_DIVERGENCE_OPTIONS ") -> Tensor");
-  m.def(
-      "divergence_bwd(Tensor dloss, Tensor student, Tensor teacher, Tensor? labels, " TIGON_DIVERGENCE_OPTIONS
-      ") -> Tensor");
+  const std::string options = "int kind, float beta, float temperature, bool log_probs, int ignore_index";
+  const std::string inputs = "Tensor teacher, Tensor? labels, ";
+  define_forward(m, "divergence",
+                 "(Tensor student, " + inputs + "int reduction, " + options +
+                     ", bool need_dstudent) -> (Tensor loss, Tensor dstudent)");
+  define(m, "divergence_inplace(Tensor(a!) student, " + inputs + "int reduction, " + options + ") -> Tensor");
+  define(m, "divergence_bwd(Tensor dloss, Tensor student, " + inputs + options + ") -> Tensor");
 }
 TIGON_TORCH_KERNELS(m) {
-  m.impl("divergence", TORCH_BOX(&forward));
-  m.impl("divergence_fwd", TORCH_BOX(&forward));
+  implement_forward(m, "divergence", TORCH_BOX(&forward));
   m.impl("divergence_inplace", TORCH_BOX(&forward_inplace));
   m.impl("divergence_bwd", TORCH_BOX(&backward));
 }

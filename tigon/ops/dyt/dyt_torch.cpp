@@ -45,17 +45,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(Tensor dy, Tensor x, Tensor 
 
 }  // namespace
 
-// dyt is dyt_fwd under a second name: Python attaches autograd to it, and eager calls stay free of that layer.
 TIGON_TORCH_SCHEMAS(m) {
-  m.def("dyt(Tensor x, Tensor alpha, Tensor? weight, Tensor? bias) -> Tensor");
-  m.def("dyt_fwd(Tensor x, Tensor alpha, Tensor? weight, Tensor? bias) -> Tensor");
-  m.def(
-      "dyt_bwd(Tensor dy, Tensor x, Tensor alpha, Tensor? weight, bool need_dx, bool need_dalpha, bool "
-      "need_dweight, bool need_dbias) -> (Tensor dx, Tensor dalpha, Tensor dweight, Tensor dbias)");
+  define_forward(m, "dyt", "(Tensor x, Tensor alpha, Tensor? weight, Tensor? bias) -> Tensor");
+  define(m,
+         "dyt_bwd(Tensor dy, Tensor x, Tensor alpha, Tensor? weight, bool need_dx, bool need_dalpha,"
+         " bool need_dweight, bool need_dbias) -> (Tensor dx, Tensor dalpha, Tensor dweight, Tensor dbias)");
 }
 TIGON_TORCH_KERNELS(m) {
-  m.impl("dyt", TORCH_BOX(&forward));
-  m.impl("dyt_fwd", TORCH_BOX(&forward));
+  implement_forward(m, "dyt", TORCH_BOX(&forward));
   m.impl("dyt_bwd", TORCH_BOX(&backward));
 }
 

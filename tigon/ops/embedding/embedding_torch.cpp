@@ -51,13 +51,11 @@ Tensor backward(Tensor dy, Tensor ids, int64_t vocabulary, int64_t padding_idx, 
 
 // padding_idx -1: none.
 TIGON_TORCH_SCHEMAS(m) {
-  m.def("embedding(Tensor ids, Tensor weight, int padding_idx, float scale) -> Tensor");
-  m.def("embedding_fwd(Tensor ids, Tensor weight, int padding_idx, float scale) -> Tensor");
-  m.def("embedding_bwd(Tensor dy, Tensor ids, int vocabulary, int padding_idx, float scale) -> Tensor");
+  define_forward(m, "embedding", "(Tensor ids, Tensor weight, int padding_idx, float scale) -> Tensor");
+  define(m, "embedding_bwd(Tensor dy, Tensor ids, int vocabulary, int padding_idx, float scale) -> Tensor");
 }
 TIGON_TORCH_KERNELS(m) {
-  m.impl("embedding", TORCH_BOX(&forward));
-  m.impl("embedding_fwd", TORCH_BOX(&forward));
+  implement_forward(m, "embedding", TORCH_BOX(&forward));
   m.impl("embedding_bwd", TORCH_BOX(&backward));
 }
 

@@ -75,28 +75,18 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor dy, Tensor x, Tensor gate, Op
 
 }  // namespace
 
-// The forward by three names: gated_rms_norm_fwd; gated_rms_norm, to which Python attaches autograd, so that eager calls stay free of that layer;
-// gated_rms_norm_infer, for where no gradient will be asked for: without what a backward needs.
 TIGON_TORCH_SCHEMAS(m) {
-  m.def(
-      "gated_rms_norm(Tensor x, Tensor gate, Tensor? weight, float eps, int group, bool norm_first, int act, "
-      "float offset, int rounding) -> (Tensor y, Tensor rstd)");
-  m.def(
-      "gated_rms_norm_fwd(Tensor x, Tensor gate, Tensor? weight, float eps, int group, bool norm_first, int "
-      "act, "
-      "float offset, int rounding) -> (Tensor y, Tensor rstd)");
-  m.def(
-      "gated_rms_norm_infer(Tensor x, Tensor gate, Tensor? weight, float eps, int group, bool norm_first, "
-      "int "
-      "act, float offset, int rounding) -> Tensor");
-  m.def(
-      "gated_rms_norm_bwd(Tensor dy, Tensor x, Tensor gate, Tensor? weight, Tensor rstd, int group, bool "
-      "norm_first, int act, float offset, int rounding, bool need_dx, bool need_dgate, bool need_dweight) -> "
-      "(Tensor dx, Tensor dgate, Tensor dweight)");
+  const std::string options = "int group, bool norm_first, int act, float offset, int rounding";
+  const std::string inputs = "(Tensor x, Tensor gate, Tensor? weight, float eps, " + options + ")";
+  define_forward(m, "gated_rms_norm", inputs + " -> (Tensor y, Tensor rstd)");
+  define(m, "gated_rms_norm_infer" + inputs + " -> Tensor");
+  define(
+      m,
+      "gated_rms_norm_bwd(Tensor dy, Tensor x, Tensor gate, Tensor? weight, Tensor rstd, " + options +
+          ", bool need_dx, bool need_dgate, bool need_dweight) -> (Tensor dx, Tensor dgate, Tensor dweight)");
 }
 TIGON_TORCH_KERNELS(m) {
-  m.impl("gated_rms_norm", TORCH_BOX(&forward));
-  m.impl("gated_rms_norm_fwd", TORCH_BOX(&forward));
+  implement_forward(m, "gated_rms_norm", TORCH_BOX(&forward));
   m.impl("gated_rms_norm_infer", TORCH_BOX(&infer));
   m.impl("gated_rms_norm_bwd", TORCH_BOX(&backward));
 }

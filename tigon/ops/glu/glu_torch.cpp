@@ -110,20 +110,17 @@ std::tuple<Tensor, Tensor> backward(Tensor dy, Tensor gate, OptionalTensor up, i
 
 }  // namespace
 
-// glu is glu_fwd under a second name: Python attaches autograd to it, and eager calls stay free of that layer.
 // Without up, gate holds both: halves, or interleaved columns for swiglu_oai; so does dgate then.
-#define TIGON_GLU_INPUTS                                                                                 \
-  "Tensor gate, Tensor? up, int kind, float gate_multiplier, float down_multiplier, float alpha, float " \
-  "limit"
 TIGON_TORCH_SCHEMAS(m) {
-  m.def("glu(" TIGON_GLU_INPUTS ") -> Tensor");
-  m.def("glu_fwd(" TIGON_GLU_INPUTS ") -> Tensor");
-  m.def("glu_bwd(Tensor dy, " TIGON_GLU_INPUTS
-        ", bool need_dgate, bool need_dup) -> (Tensor dgate, Tensor dup)");
+  const std::string inputs =
+      "Tensor gate, Tensor? up, int kind, float gate_multiplier, float down_multiplier, float alpha, float "
+      "limit";
+  define_forward(m, "glu", "(" + inputs + ") -> Tensor");
+  define(m,
+         "glu_bwd(Tensor dy, " + inputs + ", bool need_dgate, bool need_dup) -> (Tensor dgate, Tensor dup)");
 }
 TIGON_TORCH_KERNELS(m) {
-  m.impl("glu", TORCH_BOX(&forward));
-  m.impl("glu_fwd", TORCH_BOX(&forward));
+  implement_forward(m, "glu", TORCH_BOX(&forward));
   m.impl("glu_bwd", TORCH_BOX(&backward));
 }
 

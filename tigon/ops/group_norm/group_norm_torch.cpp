@@ -6,8 +6,9 @@ namespace {
 
 constexpr const char* kOp = "group_norm";
 
+// `statistics`: [2, samples * groups], means and reciprocal deviations; or null.
 Tensor normalise(Tensor& x, OptionalTensor& weight, OptionalTensor& bias, int64_t channels, int64_t groups,
-                 double eps, const Vector& mean, const Vector& rstd) {
+                 double eps, Tensor* statistics) {
   if (weight) check_same_device(kOp, "weight", *weight, x);
   if (bias) check_same_device(kOp, "bias", *bias, x);
   Matrix rows = rows_of(kOp, "x", x);
@@ -17,31 +18,28 @@ Tensor normalise(Tensor& x, OptionalTensor& weight, OptionalTensor& bias, int64_
                         .weight = vector_of(kOp, "weight", weight),
                         .bias = vector_of(kOp, "bias", bias),
                         .y = rows_of(kOp, "y", y),
-                        .mean = mean,
-                        .rstd = rstd,
+                        .mean = statistics ? row_of(kOp, "statistics", *statistics, 0) : Vector{},
+                        .rstd = statistics ? row_of(kOp, "statistics", *statistics, 1) : Vector{},
                         .channels = channels,
                         .groups = groups,
                         .eps = float(eps)});
   return y;
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward(Tensor x, OptionalTensor weight, OptionalTensor bias,
-                                           int64_t channels, int64_t groups, double eps) {
-  const int64_t statistics = rows_of(kOp, "x", x).rows * groups;
-  Tensor mean = make(x, {statistics}, DType::f32), rstd = make(x, {statistics}, DType::f32);
-  return {normalise(x, weight, bias, channels, groups, eps, vector_of(kOp, "mean", mean),
-                    vector_of(kOp, "rstd", rstd)),
-          mean, rstd};
+std::tuple<Tensor, Tensor> forward(Tensor x, OptionalTensor weight, OptionalTensor bias, int64_t channels,
+                                   int64_t groups, double eps) {
+  Tensor statistics = make(x, {2, rows_of(kOp, "x", x).rows * groups}, DType::f32);
+  return {normalise(x, weight, bias, channels, groups, eps, &statistics), statistics};
 }
 
 Tensor infer(Tensor x, OptionalTensor weight, OptionalTensor bias, int64_t channels, int64_t groups,
              double eps) {
-  return normalise(x, weight, bias, channels, groups, eps, {}, {});
+  return normalise(x, weight, bias, channels, groups, eps, nullptr);
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward(Tensor dy, Tensor x, OptionalTensor weight, OptionalTensor bias,
-                                            Tensor mean, Tensor rstd, int64_t channels, int64_t groups,
-                                            bool need_dx, bool need_dweight, bool need_dbias) {
+                                            Tensor statistics, int64_t channels, int64_t groups, bool need_dx,
+                                            bool need_dweight, bool need_dbias) {
   check_same_device(kOp, "dy", dy, x);
   Matrix rows = rows_of(kOp, "x", x);
   Vector w = vector_of(kOp, "weight", weight);
@@ -52,8 +50,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor dy, Tensor x, OptionalTensor 
   group_norm_bwd(*ctx, {.dy = rows_of(kOp, "dy", dy),
                         .x = rows,
                         .weight = w,
-                        .mean = vector_of(kOp, "mean", mean),
-                        .rstd = vector_of(kOp, "rstd", rstd),
+                        .mean = row_of(kOp, "statistics", statistics, 0),
+                        .rstd = row_of(kOp, "statistics", statistics, 1),
                         .dx = need_dx ? rows_of(kOp, "dx", dx) : Matrix{},
                         .dweight = need_dweight ? vector_of(kOp, "dweight", dw) : Vector{},
                         .dbias = need_dbias ? vector_of(kOp, "dbias", db) : Vector{},
@@ -64,28 +62,17 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor dy, Tensor x, OptionalTensor 
 
 }  // namespace
 
-// The forward by three names: group_norm_fwd; group_norm, to which Python attaches autograd, so that eager calls stay free of that layer;
-// group_norm_infer, for where no gradient will be asked for: without what a backward needs.
 TIGON_TORCH_SCHEMAS(m) {
-  m.def(
-      "group_norm(Tensor x, Tensor? weight, Tensor? bias, int channels, int groups, float eps) -> (Tensor y, "
-      "Tensor mean, Tensor "
-      "rstd)");
-  m.def(
-      "group_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, int channels, int groups, float eps) -> "
-      "(Tensor y, Tensor mean, Tensor "
-      "rstd)");
-  m.def(
-      "group_norm_infer(Tensor x, Tensor? weight, Tensor? bias, int channels, int groups, float eps) -> "
-      "Tensor");
-  m.def(
-      "group_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, int "
-      "channels, int groups, bool "
-      "need_dx, bool need_dweight, bool need_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+  const std::string inputs = "(Tensor x, Tensor? weight, Tensor? bias, int channels, int groups, float eps)";
+  define_forward(m, "group_norm", inputs + " -> (Tensor y, Tensor statistics)");
+  define(m, "group_norm_infer" + inputs + " -> Tensor");
+  define(m,
+         "group_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor statistics, int channels,"
+         " int groups, bool need_dx, bool need_dweight, bool need_dbias)"
+         " -> (Tensor dx, Tensor dweight, Tensor dbias)");
 }
 TIGON_TORCH_KERNELS(m) {
-  m.impl("group_norm", TORCH_BOX(&forward));
-  m.impl("group_norm_fwd", TORCH_BOX(&forward));
+  implement_forward(m, "group_norm", TORCH_BOX(&forward));
   m.impl("group_norm_infer", TORCH_BOX(&infer));
   m.impl("group_norm_bwd", TORCH_BOX(&backward));
 }

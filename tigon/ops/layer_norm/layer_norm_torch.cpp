@@ -6,8 +6,8 @@ namespace {
 
 constexpr const char* kOp = "layer_norm";
 
-Tensor normalise(Tensor& x, OptionalTensor& weight, OptionalTensor& bias, double eps, const Vector& mean,
-                 const Vector& rstd) {
+// `statistics`: [2, rows], means and reciprocal deviations; or null.
+Tensor normalise(Tensor& x, OptionalTensor& weight, OptionalTensor& bias, double eps, Tensor* statistics) {
   if (weight) check_same_device(kOp, "weight", *weight, x);
   if (bias) check_same_device(kOp, "bias", *bias, x);
   Matrix rows = rows_of(kOp, "x", x);
@@ -17,25 +17,23 @@ Tensor normalise(Tensor& x, OptionalTensor& weight, OptionalTensor& bias, double
                         .weight = vector_of(kOp, "weight", weight),
                         .bias = vector_of(kOp, "bias", bias),
                         .y = rows_of(kOp, "y", y),
-                        .mean = mean,
-                        .rstd = rstd,
+                        .mean = statistics ? row_of(kOp, "statistics", *statistics, 0) : Vector{},
+                        .rstd = statistics ? row_of(kOp, "statistics", *statistics, 1) : Vector{},
                         .eps = float(eps)});
   return y;
 }
 
-std::tuple<Tensor, Tensor, Tensor> forward(Tensor x, OptionalTensor weight, OptionalTensor bias, double eps) {
-  const int64_t rows = rows_of(kOp, "x", x).rows;
-  Tensor mean = make(x, {rows}, DType::f32), rstd = make(x, {rows}, DType::f32);
-  return {normalise(x, weight, bias, eps, vector_of(kOp, "mean", mean), vector_of(kOp, "rstd", rstd)), mean,
-          rstd};
+std::tuple<Tensor, Tensor> forward(Tensor x, OptionalTensor weight, OptionalTensor bias, double eps) {
+  Tensor statistics = make(x, {2, rows_of(kOp, "x", x).rows}, DType::f32);
+  return {normalise(x, weight, bias, eps, &statistics), statistics};
 }
 
 Tensor infer(Tensor x, OptionalTensor weight, OptionalTensor bias, double eps) {
-  return normalise(x, weight, bias, eps, {}, {});
+  return normalise(x, weight, bias, eps, nullptr);
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward(Tensor dy, Tensor x, OptionalTensor weight, OptionalTensor bias,
-                                            Tensor mean, Tensor rstd, bool need_dx, bool need_dweight,
+                                            Tensor statistics, bool need_dx, bool need_dweight,
                                             bool need_dbias) {
   check_same_device(kOp, "dy", dy, x);
   Matrix rows = rows_of(kOp, "x", x);
@@ -48,8 +46,8 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor dy, Tensor x, OptionalTensor 
   layer_norm_bwd(*ctx, {.dy = rows_of(kOp, "dy", dy),
                         .x = rows,
                         .weight = w,
-                        .mean = vector_of(kOp, "mean", mean),
-                        .rstd = vector_of(kOp, "rstd", rstd),
+                        .mean = row_of(kOp, "statistics", statistics, 0),
+                        .rstd = row_of(kOp, "statistics", statistics, 1),
                         .dx = need_dx ? rows_of(kOp, "dx", dx) : Matrix{},
                         .dweight = need_dweight ? vector_of(kOp, "dweight", dw) : Vector{},
                         .dbias = need_dbias ? vector_of(kOp, "dbias", db) : Vector{}});
@@ -58,23 +56,16 @@ std::tuple<Tensor, Tensor, Tensor> backward(Tensor dy, Tensor x, OptionalTensor 
 
 }  // namespace
 
-// The forward by three names: layer_norm_fwd; layer_norm, to which Python attaches autograd, so that eager calls stay free of that layer;
-// layer_norm_infer, for where no gradient will be asked for: without what a backward needs.
 TIGON_TORCH_SCHEMAS(m) {
-  m.def(
-      "layer_norm(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor mean, Tensor "
-      "rstd)");
-  m.def(
-      "layer_norm_fwd(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor mean, Tensor "
-      "rstd)");
-  m.def("layer_norm_infer(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor");
-  m.def(
-      "layer_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor mean, Tensor rstd, bool "
-      "need_dx, bool need_dweight, bool need_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+  define_forward(m, "layer_norm",
+                 "(Tensor x, Tensor? weight, Tensor? bias, float eps) -> (Tensor y, Tensor statistics)");
+  define(m, "layer_norm_infer(Tensor x, Tensor? weight, Tensor? bias, float eps) -> Tensor");
+  define(m,
+         "layer_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor? bias, Tensor statistics,"
+         " bool need_dx, bool need_dweight, bool need_dbias) -> (Tensor dx, Tensor dweight, Tensor dbias)");
 }
 TIGON_TORCH_KERNELS(m) {
-  m.impl("layer_norm", TORCH_BOX(&forward));
-  m.impl("layer_norm_fwd", TORCH_BOX(&forward));
+  implement_forward(m, "layer_norm", TORCH_BOX(&forward));
   m.impl("layer_norm_infer", TORCH_BOX(&infer));
   m.impl("layer_norm_bwd", TORCH_BOX(&backward));
 }

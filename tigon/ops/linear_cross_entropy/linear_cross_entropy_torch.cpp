@@ -348,62 +348,59 @@ std::tuple<Tensor, Tensor, Tensor> compact(Tensor target, int64_t ignore_index, 
 
 TIGON_TORCH_SCHEMAS(m) {
   const std::string operands =
-      "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? "
-      "token_weight, "
-      "Tensor? lora_a, Tensor? lora_b, ";
+      "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight,"
+      " Tensor? token_weight, Tensor? lora_a, Tensor? lora_b, ";
   const std::string options =
-      "int ignore_index, float label_smoothing, float softcap, float logit_scale, float temperature, float "
-      "z_loss, "
-      "float lora_scale, ";
+      "int ignore_index, float label_smoothing, float softcap, float logit_scale, float temperature,"
+      " float z_loss, float lora_scale, ";
   const std::string head =
-      "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, int ignore_index, float softcap, "
-      "float logit_scale, float temperature, ";
+      "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, int ignore_index, float softcap,"
+      " float logit_scale, float temperature, ";
   const std::string five = "(Tensor, Tensor, Tensor, Tensor, Tensor)";
-  const std::string forward_schema =
-      "(" + operands + "Tensor? denominator, float? host_denominator, " + options +
-      "int reduction, int chunk_rows, int valid_rows, int outputs, int needs) -> (Tensor loss, Tensor scale, "
-      "Tensor dhidden, Tensor dweight, Tensor dbias, Tensor dlora_a, Tensor dlora_b, Tensor rows, Tensor "
-      "predicted)";
-  auto def = [&](const std::string& schema) { m.def(schema.c_str()); };
-  def("linear_cross_entropy" + forward_schema);
-  def("linear_cross_entropy_fwd" + forward_schema);
-  def("linear_cross_entropy_keep(Tensor(a!)? kept, " + forward_schema.substr(1));
-  def("linear_cross_entropy_kept_bwd(Tensor upstream, Tensor kept, Tensor hidden, Tensor weight, Tensor "
-      "target, Tensor? "
-      "token_weight, int ignore_index, int valid_rows, int needs) -> (Tensor, Tensor, Tensor)");
-  def("linear_cross_entropy_bwd(Tensor dloss, Tensor scale, Tensor dhidden, Tensor dweight, Tensor dbias, "
-      "Tensor "
-      "dlora_a, Tensor dlora_b, ScalarType weight_dtype, ScalarType bias_dtype) -> " +
-      five);
-  def("linear_cross_entropy_bwd_(Tensor dloss, Tensor scale, Tensor(a!) dhidden, Tensor(b!) dweight, "
-      "Tensor(c!) dbias, Tensor(d!) dlora_a, Tensor(e!) dlora_b, ScalarType weight_dtype, ScalarType "
-      "bias_dtype) -> (Tensor(a!), Tensor(b!), Tensor(c!), Tensor(d!), Tensor(e!))");
+  const std::string forward_inputs =
+      operands + "Tensor? denominator, float? host_denominator, " + options +
+      "int reduction, int chunk_rows, int valid_rows, int outputs, int needs) -> (Tensor loss, Tensor scale,"
+      " Tensor dhidden, Tensor dweight, Tensor dbias, Tensor dlora_a, Tensor dlora_b, Tensor rows,"
+      " Tensor predicted)";
+  define_forward(m, "linear_cross_entropy", "(" + forward_inputs);
+  define(m, "linear_cross_entropy_keep(Tensor(a!)? kept, " + forward_inputs);
+  define(m,
+         "linear_cross_entropy_kept_bwd(Tensor upstream, Tensor kept, Tensor hidden, Tensor weight,"
+         " Tensor target, Tensor? token_weight, int ignore_index, int valid_rows, int needs)"
+         " -> (Tensor, Tensor, Tensor)");
+  define(m,
+         "linear_cross_entropy_bwd(Tensor dloss, Tensor scale, Tensor dhidden, Tensor dweight, Tensor dbias,"
+         " Tensor dlora_a, Tensor dlora_b, ScalarType weight_dtype, ScalarType bias_dtype) -> " +
+             five);
+  define(m,
+         "linear_cross_entropy_bwd_(Tensor dloss, Tensor scale, Tensor(a!) dhidden, Tensor(b!) dweight,"
+         " Tensor(c!) dbias, Tensor(d!) dlora_a, Tensor(e!) dlora_b, ScalarType weight_dtype,"
+         " ScalarType bias_dtype) -> (Tensor(a!), Tensor(b!), Tensor(c!), Tensor(d!), Tensor(e!))");
   const std::string rows = operands + options + "int chunk_rows, int valid_rows, int needs) -> " + five;
-  def("linear_cross_entropy_rows_bwd(Tensor upstream, Tensor? entropy_upstream, " + rows);
-  def("linear_cross_entropy_add_bwd(Tensor upstream, Tensor? entropy_upstream, Tensor(a!)? main_grad, " +
-      rows);
-  const std::string log_prob_schema =
-      "(" + head + "int chunk_rows, int valid_rows, bool entropy) -> (Tensor log_prob, Tensor entropy)";
-  def("linear_log_prob" + log_prob_schema);
-  def("linear_log_prob_fwd" + log_prob_schema);
-  def("linear_loss_logits(Tensor(a!) logits, " + head + "bool entropy) -> (Tensor, Tensor)");
-  def("linear_loss_gradient(Tensor(a!) logits, Tensor(b!)? dhidden, Tensor(c!)? dweight, Tensor(d!)? dbias, "
-      "Tensor "
-      "upstream, Tensor? entropy_upstream, " +
-      head + "bool first) -> ()");
-  def("linear_loss_rows(Tensor target, int ignore_index, int count) -> (Tensor, Tensor, Tensor)");
+  define(m, "linear_cross_entropy_rows_bwd(Tensor upstream, Tensor? entropy_upstream, " + rows);
+  define(m,
+         "linear_cross_entropy_add_bwd(Tensor upstream, Tensor? entropy_upstream, Tensor(a!)? main_grad, " +
+             rows);
+  define_forward(
+      m, "linear_log_prob",
+      "(" + head + "int chunk_rows, int valid_rows, bool entropy) -> (Tensor log_prob, Tensor entropy)");
+  define(m, "linear_loss_logits(Tensor(a!) logits, " + head + "bool entropy) -> (Tensor, Tensor)");
+  define(
+      m,
+      "linear_loss_gradient(Tensor(a!) logits, Tensor(b!)? dhidden, Tensor(c!)? dweight, Tensor(d!)? dbias,"
+      " Tensor upstream, Tensor? entropy_upstream, " +
+          head + "bool first) -> ()");
+  define(m, "linear_loss_rows(Tensor target, int ignore_index, int count) -> (Tensor, Tensor, Tensor)");
 }
 TIGON_TORCH_KERNELS(m) {
-  m.impl("linear_cross_entropy", TORCH_BOX(&forward));
-  m.impl("linear_cross_entropy_fwd", TORCH_BOX(&forward));
+  implement_forward(m, "linear_cross_entropy", TORCH_BOX(&forward));
   m.impl("linear_cross_entropy_keep", TORCH_BOX(&forward_keeping));
   m.impl("linear_cross_entropy_kept_bwd", TORCH_BOX(&kept_backward));
   m.impl("linear_cross_entropy_bwd", TORCH_BOX(&backward));
   m.impl("linear_cross_entropy_bwd_", TORCH_BOX(&backward_in_place));
   m.impl("linear_cross_entropy_rows_bwd", TORCH_BOX(&rows_backward_apart));
   m.impl("linear_cross_entropy_add_bwd", TORCH_BOX(&rows_backward));
-  m.impl("linear_log_prob", TORCH_BOX(&log_prob));
-  m.impl("linear_log_prob_fwd", TORCH_BOX(&log_prob));
+  implement_forward(m, "linear_log_prob", TORCH_BOX(&log_prob));
   m.impl("linear_loss_logits", TORCH_BOX(&chunk_logits));
   m.impl("linear_loss_gradient", TORCH_BOX(&chunk_gradient));
   m.impl("linear_loss_rows", TORCH_BOX(&compact));

@@ -28,13 +28,11 @@ Tensor backward(Tensor dy, Tensor x) {
 // relu_squared is relu_squared_fwd under a second name: Python attaches autograd to it, and eager calls stay
 // free of that layer.
 TIGON_TORCH_SCHEMAS(m) {
-  m.def("relu_squared(Tensor x) -> Tensor");
-  m.def("relu_squared_fwd(Tensor x) -> Tensor");
-  m.def("relu_squared_bwd(Tensor dy, Tensor x) -> Tensor");
+  define_forward(m, "relu_squared", "(Tensor x) -> Tensor");
+  define(m, "relu_squared_bwd(Tensor dy, Tensor x) -> Tensor");
 }
 TIGON_TORCH_KERNELS(m) {
-  m.impl("relu_squared", TORCH_BOX(&forward));
-  m.impl("relu_squared_fwd", TORCH_BOX(&forward));
+  implement_forward(m, "relu_squared", TORCH_BOX(&forward));
   m.impl("relu_squared_bwd", TORCH_BOX(&backward));
 }
 

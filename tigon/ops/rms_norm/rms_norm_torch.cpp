@@ -55,23 +55,17 @@ std::tuple<Tensor, Tensor> backward(Tensor dy, Tensor x, OptionalTensor weight, 
 
 }  // namespace
 
-// The forward by three names: rms_norm_fwd; rms_norm, to which Python attaches autograd, so that eager calls stay free of that layer;
-// rms_norm_infer, for where no gradient will be asked for: without what a backward needs.
 TIGON_TORCH_SCHEMAS(m) {
-  m.def(
-      "rms_norm(Tensor x, Tensor? weight, float eps, float offset, int rounding) -> (Tensor y, Tensor rstd)");
-  m.def(
-      "rms_norm_fwd(Tensor x, Tensor? weight, float eps, float offset, int rounding) -> (Tensor y, Tensor "
-      "rstd)");
-  m.def("rms_norm_infer(Tensor x, Tensor? weight, float eps, float offset, int rounding) -> Tensor");
-  m.def(
-      "rms_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float offset, int rounding, bool "
-      "need_dx, "
-      "bool need_dweight) -> (Tensor dx, Tensor dweight)");
+  define_forward(m, "rms_norm",
+                 "(Tensor x, Tensor? weight, float eps, float offset, int rounding)"
+                 " -> (Tensor y, Tensor rstd)");
+  define(m, "rms_norm_infer(Tensor x, Tensor? weight, float eps, float offset, int rounding) -> Tensor");
+  define(m,
+         "rms_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, float offset, int rounding,"
+         " bool need_dx, bool need_dweight) -> (Tensor dx, Tensor dweight)");
 }
 TIGON_TORCH_KERNELS(m) {
-  m.impl("rms_norm", TORCH_BOX(&forward));
-  m.impl("rms_norm_fwd", TORCH_BOX(&forward));
+  implement_forward(m, "rms_norm", TORCH_BOX(&forward));
   m.impl("rms_norm_infer", TORCH_BOX(&infer));
   m.impl("rms_norm_bwd", TORCH_BOX(&backward));
 }

@@ -77,23 +77,18 @@ std::tuple<Tensor, Tensor, Tensor> backward(OptionalTensor dq_out, OptionalTenso
   return {dq, dk, dweight};
 }
 
-#define TIGON_QK_NORM_ARGUMENTS                                                                           \
-  "Tensor q, Tensor? k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor? sin, Tensor? positions, " \
-  "float eps, float offset, int rounding, " TIGON_ROPE_OPTIONS
-
 }  // namespace
 
-// qk_norm_rope is qk_norm_rope_fwd under a second name: Python attaches autograd to it, and eager calls stay free of that
-// layer.
 TIGON_TORCH_SCHEMAS(m) {
-  m.def("qk_norm_rope(" TIGON_QK_NORM_ARGUMENTS ") -> (Tensor, Tensor)");
-  m.def("qk_norm_rope_fwd(" TIGON_QK_NORM_ARGUMENTS ") -> (Tensor, Tensor)");
-  m.def("qk_norm_rope_bwd(Tensor? dq_out, Tensor? dk_out, " TIGON_QK_NORM_ARGUMENTS
-        ", bool need_dweight) -> (Tensor dq, Tensor dk, Tensor dweight)");
+  const std::string inputs =
+      "Tensor q, Tensor? k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor? sin, Tensor? positions,"
+      " float eps, float offset, int rounding, " TIGON_ROPE_OPTIONS;
+  define_forward(m, "qk_norm_rope", "(" + inputs + ") -> (Tensor, Tensor)");
+  define(m, "qk_norm_rope_bwd(Tensor? dq_out, Tensor? dk_out, " + inputs +
+                ", bool need_dweight) -> (Tensor dq, Tensor dk, Tensor dweight)");
 }
 TIGON_TORCH_KERNELS(m) {
-  m.impl("qk_norm_rope", TORCH_BOX(&forward));
-  m.impl("qk_norm_rope_fwd", TORCH_BOX(&forward));
+  implement_forward(m, "qk_norm_rope", TORCH_BOX(&forward));
   m.impl("qk_norm_rope_bwd", TORCH_BOX(&backward));
 }
 

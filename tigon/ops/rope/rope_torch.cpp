@@ -76,23 +76,15 @@ std::tuple<Tensor, Tensor> backward(OptionalTensor dq_out, OptionalTensor dk_out
 
 }  // namespace
 
-// rope is rope_fwd under a second name: Python attaches autograd to it, and eager calls stay free of that layer.
 TIGON_TORCH_SCHEMAS(m) {
-  m.def("rope(Tensor q, Tensor? k, Tensor cos, Tensor? sin, Tensor? positions, " TIGON_ROPE_OPTIONS
-        ") -> (Tensor, Tensor)");
-  m.def("rope_fwd(Tensor q, Tensor? k, Tensor cos, Tensor? sin, Tensor? positions, " TIGON_ROPE_OPTIONS
-        ") -> (Tensor, Tensor)");
-  m.def(
-      "rope_in_place(Tensor(a!) q, Tensor(b!)? k, Tensor cos, Tensor? sin, Tensor? "
-      "positions, " TIGON_ROPE_OPTIONS ") -> ()");
-  m.def(
-      "rope_bwd(Tensor? dq_out, Tensor? dk_out, Tensor cos, Tensor? sin, Tensor? "
-      "positions, " TIGON_ROPE_OPTIONS
-      ", int dtype, bool q_swapped, bool k_swapped) -> (Tensor dq, Tensor dk)");
+  const std::string tables = "Tensor cos, Tensor? sin, Tensor? positions, " TIGON_ROPE_OPTIONS;
+  define_forward(m, "rope", "(Tensor q, Tensor? k, " + tables + ") -> (Tensor, Tensor)");
+  define(m, "rope_in_place(Tensor(a!) q, Tensor(b!)? k, " + tables + ") -> ()");
+  define(m, "rope_bwd(Tensor? dq_out, Tensor? dk_out, " + tables +
+                ", int dtype, bool q_swapped, bool k_swapped) -> (Tensor dq, Tensor dk)");
 }
 TIGON_TORCH_KERNELS(m) {
-  m.impl("rope", TORCH_BOX(&forward));
-  m.impl("rope_fwd", TORCH_BOX(&forward));
+  implement_forward(m, "rope", TORCH_BOX(&forward));
   m.impl("rope_in_place", TORCH_BOX(&forward_in_place));
   m.impl("rope_bwd", TORCH_BOX(&backward));
 }

@@ -28,13 +28,11 @@ Tensor backward(Tensor dy, Tensor y) {
 // softmax is softmax_fwd under a second name: Python attaches autograd to it, and eager calls stay
 // free of that layer.
 TIGON_TORCH_SCHEMAS(m) {
-  m.def("softmax(Tensor x) -> Tensor");
-  m.def("softmax_fwd(Tensor x) -> Tensor");
-  m.def("softmax_bwd(Tensor dy, Tensor y) -> Tensor");
+  define_forward(m, "softmax", "(Tensor x) -> Tensor");
+  define(m, "softmax_bwd(Tensor dy, Tensor y) -> Tensor");
 }
 TIGON_TORCH_KERNELS(m) {
-  m.impl("softmax", TORCH_BOX(&forward));
-  m.impl("softmax_fwd", TORCH_BOX(&forward));
+  implement_forward(m, "softmax", TORCH_BOX(&forward));
   m.impl("softmax_bwd", TORCH_BOX(&backward));
 }
 
