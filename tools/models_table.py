@@ -27,7 +27,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 ROOT = Path(__file__).resolve().parent.parent
-SLOTS = ("norm", "mlp", "experts", "rope", "loss")
+SLOTS = ("norm", "mlp", "experts", "qkv", "rope", "loss")
 WORKERS = 2
 SECONDS = 60  # of processor time for one class, and ten times that by the clock
 LARGEST = 30_000_000  # weights of a "tiny" model that is still worth a step

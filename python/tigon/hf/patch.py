@@ -25,6 +25,7 @@ from tigon.hf.mlp import MlpSpec, mlp_forward, plan_mlp
 from tigon.hf.norms import norm_forward, plan_norm
 from tigon.hf.report import Entry, Report
 from tigon.hf.rope import Key, find_rotary, plan_rotary, rebind, release
+from tigon.hf.slices import plan_slices, split_forward
 
 STATE = "_tigon_state"
 ABSENT = "absent"  # the model had no loss function of its own
@@ -153,14 +154,16 @@ class _Plan:
                     owner.register_forward_hook(after_forward)
 
 
-def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True,
-          loss: bool = True, experts: bool = True, strict: bool = False) -> Report:  # fmt: skip
+def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
+          experts: bool = True, qkv: bool = True, strict: bool = False) -> Report:  # fmt: skip
     """Replace the norms, MLPs, rotary functions, loss head and experts' gates of a model by Tigon's.
+
+    Where q, k and v are slices of one projection they become parts of one split.
 
     Args:
         model: a Hugging Face model, or any module built from such parts; PEFT, DDP and
             `torch.compile` wrappers are looked through. Modified in place.
-        norm, mlp, rope, loss, experts: which slots to look at.
+        norm, mlp, rope, loss, experts, qkv: which slots to look at.
         strict: raise instead of leaving anything of these slots stock.
 
     Returns:
@@ -184,12 +187,14 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
         plan.modules("mlp", plan_mlp, mlp_forward)
     if experts:
         plan.experts()
+    if qkv:
+        plan.modules("qkv", plan_slices, split_forward)
     if rope:
         plan.rope()
     if loss:
         plan.loss()
     _check(plan, report, strict)
-    slots = {"norm": norm, "mlp": mlp, "experts": experts, "rope": rope, "loss": loss}
+    slots = {"norm": norm, "mlp": mlp, "experts": experts, "qkv": qkv, "rope": rope, "loss": loss}
     kept = [entry for entry in report.entries if entry.replaced or not slots[entry.slot]]
     report.entries[:] = kept + plan.entries
     if state is None:

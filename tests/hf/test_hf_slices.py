@@ -1,0 +1,191 @@
+"""Forwards that cut q, k and v out of one projection: by one split, to the same bits, and no other form."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from tiny import batch, make, step
+from torch import nn
+
+from tigon.hf import apply, undo
+from tigon.hf.slices import plan_slices, rewrite
+
+ONLY = dict.fromkeys(("norm", "mlp", "rope", "loss", "experts"), False)
+
+
+def nodes(tensor):
+    """Names of all nodes of a tensor's graph."""
+    seen, open_nodes, names = set(), [tensor.grad_fn], []
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        names.append(node.name())
+        open_nodes += [following for following, _ in node.next_functions]
+    return names
+
+
+def test_step_of_a_model_to_the_bit(device):
+    stock = make("phi3", device=device)
+    inputs = batch(device)
+    wanted = step(stock, inputs)
+    slices = nodes(stock(**inputs).loss).count("SliceBackward0")
+    patched = copy.deepcopy(stock)
+    report = apply(patched, **ONLY)
+    assert report.count("qkv") == 2 and len(report.entries) == 2
+    loss, gradients = step(patched, inputs)
+    assert torch.equal(loss, wanted[0])
+    assert all(torch.equal(gradients[name], grad) for name, grad in wanted[1].items())
+    names = nodes(patched(**inputs).loss)
+    assert names.count("SplitWithSizesBackward0") == 2
+    assert names.count("SliceBackward0") == slices - 2 * 3
+    for twin in (copy.deepcopy(patched), pickle.loads(pickle.dumps(patched))):
+        assert nodes(twin(**inputs).loss).count("SplitWithSizesBackward0") == 2
+    undo(patched)
+    assert nodes(patched(**inputs).loss).count("SplitWithSizesBackward0") == 0
+
+
+def test_compiled(device):
+    model = make("phi3", device=device)
+    inputs = batch(device)
+    wanted = model(**inputs).loss
+    apply(model, **ONLY)
+    got = torch.compile(model, backend="aot_eager", fullgraph=True)(**inputs).loss
+    torch.testing.assert_close(got, wanted)
+
+
+class Cut(nn.Module):
+    """Base of modules that differ in their forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.both, self.width, self.heads = nn.Linear(6, 12), 4, 2
+
+
+class Three(Cut):
+    def forward(self, x, *, scale=1.0):
+        x = x * scale
+        packed = self.both(x)
+        end = self.width
+        q = packed[..., :end]
+        k = packed[..., end : end + self.heads * 2]
+        packed = packed[..., end + self.heads * 2 :]
+        return q, k, packed
+
+
+class Two(Cut):
+    def forward(self, x):
+        both = self.both(x)
+        one = both[..., : self.width]
+        other = both[..., self.width :]
+        return one, other
+
+
+@pytest.mark.parametrize("cls", [Three, Two])
+def test_forms_that_are_split(cls):
+    module, x = cls(), torch.randn(3, 6)
+    spec, by = plan_slices(module)
+    assert by == "torch.split (parts of both)"
+    options = {"scale": 2.0} if cls is Three else {}
+    parts = spec.rewritten(module, x, **options)
+    assert all(map(torch.equal, parts, module(x, **options)))
+    assert all(part.grad_fn.name() == "SplitWithSizesBackward0" for part in parts)
+    assert rewrite(cls.forward)[1].__code__.co_firstlineno == cls.forward.__code__.co_firstlineno
+
+
+class Overlapping(Cut):
+    def forward(self, x):
+        both = self.both(x)
+        one = both[..., : self.width + 1]
+        other = both[..., self.width :]
+        return one, other
+
+
+class Unfinished(Cut):
+    def forward(self, x):
+        both = self.both(x)
+        one = both[..., : self.width]
+        other = both[..., self.width : self.width + 2]
+        return one, other
+
+
+class FromTheEnd(Cut):
+    def forward(self, x):
+        both = self.both(x)
+        one = both[..., : -self.width]
+        other = both[..., -self.width :]
+        return one, other
+
+
+class AnotherAxis(Cut):
+    def forward(self, x):
+        both = self.both(x)
+        one = both[: self.width]
+        other = both[self.width :]
+        return one, other
+
+
+class NoProjection(Cut):
+    def forward(self, x):
+        one = x[..., : self.width]
+        other = x[..., self.width :]
+        return one, other
+
+
+class Overwritten(Cut):
+    def forward(self, x):
+        both = self.both(x)
+        both = both[..., : self.width]
+        other = both[..., self.width :]
+        return both, other
+
+
+class Called(Cut):
+    def forward(self, x):
+        both = self.both(x)
+        one = both[..., : int(self.width)]
+        other = both[..., int(self.width) :]
+        return one, other
+
+
+class Inherited(Two):
+    def forward(self, x):
+        both = self.both(x)
+        one = both[..., : self.width]
+        other = both[..., self.width :]
+        return super().forward(x), one, other
+
+
+class Decorated(Cut):
+    @functools.wraps(Two.forward)
+    def forward(self, x):
+        return Two.forward(self, x)
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [
+        Overlapping,
+        Unfinished,
+        FromTheEnd,
+        AnotherAxis,
+        NoProjection,
+        Overwritten,
+        Called,
+        Inherited,
+        Decorated,
+    ],
+)
+def test_other_forms_stay(cls):
+    assert plan_slices(cls()) is None
+
+
+def test_a_forward_of_its_own_instance_stays():
+    module = Two()
+    module.forward = lambda x: x
+    assert plan_slices(module).startswith("its forward is bound to the instance")
