@@ -73,7 +73,9 @@ def bench_case(name: str, *tags: str, **params) -> Case:
 def norm_bench_cases(**params) -> list[Case]:
     """Row ops by row length: powers of two and what lies between, odd ones, heads, what a CPU does too."""
     columns = (1024, 2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384, 24576, 32768)
-    shapes = [(16384, c) for c in columns] + [(16384, 4097), (4096, 12289), (512, 100003), (256, 262144)]
+    shapes = [(16384, c) for c in columns] + [(16384, 4097)]
+    # Odd ones of as many bytes as the round ones beside them.
+    shapes += [(4096, 12288), (4096, 12289), (3072, 16384), (384, 131072), (512, 100003), (256, 262144)]
     shapes += [(262144, 128), (2048, 4096), (256, 4096)]
     cases = [bench_case(f"{r}x{c}", shape=(r, c), **params) for r, c in shapes]
     cases += [bench_case(f"4096x{c}", "bench_cpu", shape=(4096, c), **params) for c in (512, 4096)]
