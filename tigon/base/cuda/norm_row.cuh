@@ -73,6 +73,8 @@ __device__ __forceinline__ Pack<W, N> filled(float x) {
   return w;
 }
 
+template <class F, class W, class Y>
+constexpr bool kOneType = std::is_same_v<W, typename F::Element> && std::is_same_v<Y, typename F::Element>;
 template <class F>
 constexpr bool kSpans = requires { typename F::Spans; };
 

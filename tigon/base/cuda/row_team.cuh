@@ -66,9 +66,9 @@ struct alignas(16) Drawn {
 };
 
 template <int K>
-struct alignas(8) SumsOf {
-  static_assert(K <= 2);
-  float s[2];
+struct alignas(K <= 2 ? 8 : 16) SumsOf {
+  static_assert(K <= 4);
+  float s[K <= 2 ? 2 : 4];
   __device__ static SumsOf none() { return {}; }
   template <int Width>
   __device__ __forceinline__ void merge_lanes() {

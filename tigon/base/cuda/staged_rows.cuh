@@ -77,6 +77,11 @@ class StagedRows {
     for (int j = 0; j < 4 * kWords; ++j) reinterpret_cast<uint32_t*>(&r)[j] = w[j];
     return r;
   }
+  // In the place of what this thread has copied.
+  __device__ __forceinline__ void put(int stage, int i, const Pack<T, N>& pack) const {
+    static_assert(!Apart);
+    cuda::store(reinterpret_cast<T*>(words_ + stage * pitch_ + i * thread_stride<Shape>() * kWords), pack);
+  }
 
  private:
   const T* next_;  // of the row to be copied next, this thread's first word
