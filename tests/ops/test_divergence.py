@@ -83,6 +83,23 @@ def test_equal_rows_have_no_divergence(name, device):
     assert grad.abs().max() < 1e-7
 
 
+@pytest.mark.parametrize("name", ["kl_div", "tvd"])
+@pytest.mark.parametrize("columns", [130, 9001])
+def test_rows_of_one_huge_number(name, columns, device):
+    """Every class far below zero and none below another: a student that knows nothing."""
+    student, teacher = _pair(3, columns, device=device, dtype=torch.bfloat16)
+    with torch.no_grad():
+        student[1] = -1e12
+        teacher[2] = torch.finfo(torch.bfloat16).min
+    loss = OPS[name](student, teacher, reduction="none")
+    exact = student.detach().double().requires_grad_()
+    want = OPS[name](exact, teacher.double(), reduction="none")
+    torch.testing.assert_close(loss, want.float(), rtol=1e-4, atol=0)
+    (grad,) = torch.autograd.grad(loss.sum(), student)
+    (want_grad,) = torch.autograd.grad(want.sum(), exact)
+    assert (grad - want_grad).norm() < 4e-3 * want_grad.norm()
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_masked_rows_may_hold_anything(name, device):
     student, teacher = _pair(6, 40, device=device)

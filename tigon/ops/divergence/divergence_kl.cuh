@@ -90,15 +90,6 @@ struct KlShape {
   static constexpr size_t shared = size_t(slots) * workers * 32;
 };
 
-// Exponentials against a reference, in one instruction less than Scaling's; `rest` is what the rounding of the reference's product has
-// left in all of them.
-struct Powers {
-  float slope, start, rest;
-  __device__ Powers(float slope, float reference)
-      : slope(slope), start(reference * slope), rest(exp2_approx(-fma(reference, slope, -start))) {}
-  __device__ __forceinline__ float operator()(float x) const { return exp2_approx(fma(x, slope, -start)); }
-};
-
 // `chunks`: packs of a worker for a row; `slots` of the ring: from chunks + 2 to 3 chunks.
 template <DivergenceKind K, class T, class Shape>
 __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_constant__ Params<T> p,

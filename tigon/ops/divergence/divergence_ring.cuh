@@ -31,18 +31,19 @@ struct alignas(16) ClassSums {
   }
 };
 
-// A row's softmaxes: references, the student's probability of 2^0, and the teacher's by that; log2 q - log2 p of logits that are as far
-// from their references.
-struct Softmaxes {
-  float ref_s, ref_t, unit, ratio, apart;
+// A row's softmaxes: what exponents count from, the student's probability of 2^0, and the teacher's by that. Of jsd they count from the
+// references, so that nothing is left where all weight is in one class, and `apart` is log2 q - log2 p of equal logits; of tvd, whose
+// slopes are -1, 0 and 1, from starts (Powers).
+struct alignas(16) Softmaxes {
+  float from_s, from_t, unit, ratio, apart, slope_s, slope_t;
 };
 
 template <class Shape>
 struct RingMail {
   Sums sums[2][Shape::warps], far_sums[2][kMaxCluster];
   ClassSums classes[2][Shape::warps], far_classes[2][kMaxCluster];
-  float4 softmax[2];
-  float2 apart[2], slope[2];
+  Softmaxes softmax[2];
+  float2 slope[2];
   uint64_t sums_told[2], sums_far[2], sums_ready[2], classes_told[2], classes_far[2], classes_ready[2];
   Ring<Shape> ring;
 
@@ -108,13 +109,20 @@ struct Merger {
     ++sums_turn.count;
     m.ref_s = finite(m.ref_s), m.ref_t = finite(m.ref_t);
     if (p.log_probs) m.sum_s = m.sum_t = 1.0f;
-    const float unit = 1.0f / m.sum_s;
+    Softmaxes softmax = {m.ref_s, m.ref_t, 1.0f / m.sum_s, m.sum_s / m.sum_t, 0.0f, p.slope, p.slope};
+    if constexpr (K == DivergenceKind::tvd) {
+      const Powers power_s(p.slope, m.ref_s), power_t(p.slope, m.ref_t);
+      softmax.from_s = power_s.start, softmax.from_t = power_t.start;
+      softmax.slope_s = power_s.slope, softmax.slope_t = power_t.slope;
+      softmax.unit *= power_s.rest, softmax.ratio = (m.sum_s * power_t.rest) / (m.sum_t * power_s.rest);
+    } else {
+      softmax.apart = fma(m.ref_t - m.ref_s, p.slope, ::log2f(m.sum_t / m.sum_s));
+    }
     if (lane == 0) {
-      mail.softmax[i] = make_float4(m.ref_s, m.ref_t, unit, m.sum_s / m.sum_t);
-      mail.apart[i].x = fma(m.ref_t - m.ref_s, p.slope, ::log2f(m.sum_t / m.sum_s));
+      mail.softmax[i] = softmax;
       arrival_arrive(&mail.sums_ready[i]);
     }
-    return {row, p.factor * p.inverse * scale * unit * rough::divergence_unit<K>(p.beta)};
+    return {row, p.factor * p.inverse * scale * softmax.unit * rough::divergence_unit<K>(p.beta)};
   }
   __device__ __forceinline__ void classes(const Pending& row) {
     const int i = classes_turn.place();
@@ -235,8 +243,7 @@ struct Worker {
     Sums own = {0.0f, 0.0f, 0.0f, 0.0f};
     if (!p.log_probs)
       own.ref_s = max_lanes(max_of_word<T>(top_s)), own.ref_t = max_lanes(max_of_word<T>(top_t));
-    const float from_s = finite(own.ref_s), from_t = finite(own.ref_t);
-    const Scaling<T> scaling(p);
+    const Powers power_s(p.slope, finite(own.ref_s)), power_t(p.slope, finite(own.ref_t));
 #pragma unroll 1
     for (int h = 0; h < chunks; ++h, head.advance()) {
 #pragma unroll
@@ -245,11 +252,10 @@ struct Worker {
         unpack<T>(words(head, 0, i), s);
         unpack<T>(words(head, 1, i), t);
 #pragma unroll
-        for (int j = 0; j < N; ++j)
-          own.sum_s += scaling.power(s[j] - from_s), own.sum_t += scaling.power(t[j] - from_t);
+        for (int j = 0; j < N; ++j) own.sum_s += power_s(s[j]), own.sum_t += power_t(t[j]);
       }
     }
-    own.sum_s = sum_lanes(own.sum_s), own.sum_t = sum_lanes(own.sum_t);
+    own.sum_s = sum_lanes(own.sum_s * power_s.rest), own.sum_t = sum_lanes(own.sum_t * power_t.rest);
     const int place = sums_turn.place();
     if (first_lane()) {
       mail.sums[place][warp()] = own;
@@ -263,41 +269,41 @@ struct Worker {
   __device__ __forceinline__ void add_class(float& q, float& g, const Softmaxes& m, ClassSums& all) const {
     const float slope = p.slope, x = q, y = g;
     if constexpr (K == DivergenceKind::tvd) {
-      q = exp2_approx((x - m.ref_s) * slope);
-      const float e = fma(-exp2_approx((y - m.ref_t) * slope), m.ratio, q);
+      q = exp2_approx(fma(x, m.slope_s, -m.from_s));
+      const float e = fma(-exp2_approx(fma(y, m.slope_t, -m.from_t)), m.ratio, q);
       g = e == 0.0f ? 0.0f : copysignf(q, e);
       all.terms += fabsf(e), all.g += g;
     } else {
       // The likelier side's probability and, by their quotient, the other's: log m = log bigger + log weights, as in divergence_slope.
       const float d = fma(x - y, slope, m.apart);
       const bool teacher = d < 0.0f;  // is the likelier
-      float below = x - m.ref_s;
-      if (teacher) below = y - m.ref_t;
+      float below = x - m.from_s;
+      if (teacher) below = y - m.from_t;
       float bigger = exp2_approx(below * slope);
       if (teacher) bigger *= m.ratio;
       const float r = exp2_approx(-fabsf(d)), smaller = bigger * r;
-      float weights;
+      float log_weights;
       if constexpr (Half) {
-        weights = fma(0.5f, r, 0.5f);
+        log_weights = rough::log2_mean_with_one(r);
       } else {
         const float rest = 1.0f - r;
-        weights = fma(-p.beta, rest, 1.0f);
+        float weights = fma(-p.beta, rest, 1.0f);
         if (teacher) weights = fma(p.beta, rest, r);
+        log_weights = rough::log2(weights);
       }
-      const float log_weights = rough::log2(weights), low = -fabsf(d) - log_weights;
+      const float low = -fabsf(d) - log_weights;
       q = teacher ? smaller : bigger, g = teacher ? low : -log_weights;
       all.g = fma(q, g, all.g);
       all.terms = fma(smaller, low, fma(bigger, -log_weights, all.terms));  // both sides' together
     }
     all.q += q;
   }
+  template <bool Half>  // beta is one half
   __device__ __forceinline__ void classes() {
     int place = softmax_turn.place();
     arrival_wait<false>(&mail.sums_ready[place], softmax_turn.phase());
     ++softmax_turn.count;
-    const float4 a = mail.softmax[place];
-    const Softmaxes m = {a.x, a.y, a.z, a.w, mail.apart[place].x};
-    const bool half = K == DivergenceKind::tvd || p.beta == 0.5f;
+    const Softmaxes m = mail.softmax[place];
     ClassSums all = {};
 #pragma unroll
     for (int h = 0; h < kHeld / kPacks; ++h) {
@@ -311,13 +317,8 @@ struct Worker {
         if constexpr (K == DivergenceKind::jsd) s = above_minus_inf<T>(s), t = above_minus_inf<T>(t);
         unpack<T>(s, q);
         unpack<T>(t, g);
-        if (half) {
 #pragma unroll
-          for (int j = 0; j < N; ++j) add_class<true>(q[j], g[j], m, all);
-        } else {
-#pragma unroll
-          for (int j = 0; j < N; ++j) add_class<false>(q[j], g[j], m, all);
-        }
+        for (int j = 0; j < N; ++j) add_class<Half>(q[j], g[j], m, all);
       }
       tail.advance();
     }
@@ -364,8 +365,9 @@ struct Worker {
   }
   __device__ __forceinline__ void run() {
     const int rows = int(p.rows);
+    const bool half = K == DivergenceKind::tvd || p.beta == 0.5f;
     for (int row = -1, next = -1, later = -1; row < rows; row = next, next = later) {
-      if (row >= 0) classes();
+      if (row >= 0) half ? classes<true>() : classes<false>();
       if (later < rows && (later = mail.ring.wait(head)) < rows) sums(later);
       if (row >= 0) gradients(row);
     }
