@@ -20,13 +20,15 @@ namespace {
 #include "tigon/ops/dyt/dyt_math.inc"
 
 constexpr const char* kOp = "dyt";
-constexpr int kThreads = 256;
-constexpr int kInFlight = 2;  // rows that a thread loads together
-// Blocks a multiprocessor that the registers leave room for, and parts of the rows: the backward's, which end in sums, as many.
+// Threads of a block, rows that one loads together, blocks a multiprocessor that the registers leave room for. The forward's blocks take
+// no more rows than they load together, many short blocks that end together; the backward's end in sums: as many as run at a time.
 template <bool Backward>
-constexpr int kBlocks = Backward ? 2 : 5;
+constexpr int kThreads = Backward ? 256 : 128;
 template <bool Backward>
-constexpr int kParts = Backward ? 2 : 32;
+constexpr int kInFlight = Backward ? 2 : 8;
+template <bool Backward>
+constexpr int kBlocks = Backward ? 2 : 6;
+constexpr int kSingleParts = 64;  // a multiprocessor, of the forward's rows by single elements
 
 // How the blocks share the matrix: threads of a block that lie side by side in a row, rows that it has at a time; tiles of columns,
 // rows of a part.
@@ -47,16 +49,16 @@ struct Dyt {
 };
 
 // What a thread loads together.
-template <class X, int N>
+template <class X, int N, bool Backward>
 struct Rows {
-  Pack<X, N> x[kInFlight], dy[kInFlight];  // dy: backward
+  Pack<X, N> x[kInFlight<Backward>], dy[kInFlight<Backward>];  // dy: backward
 };
 
 template <class X, class W, int N, bool Backward>
-__global__ __launch_bounds__(kThreads,
+__global__ __launch_bounds__(kThreads<Backward>,
                              kBlocks<Backward>) void dyt_kernel(const __grid_constant__ Dyt<X, W> p) {
   __shared__ __align__(16) float slots[32];
-  __shared__ __align__(16) float shared[Backward ? kThreads * N : 1];
+  __shared__ __align__(16) float shared[Backward ? kThreads<Backward> * N : 1];
   wait_for_kernel_ahead();
   let_next_kernel_start();
   const int across = int(p.walk.across), groups = int(p.walk.groups);
@@ -68,30 +70,31 @@ __global__ __launch_bounds__(kThreads,
   Pack<W, N> weight, bias;
 #pragma unroll
   for (int j = 0; j < N; ++j) weight.set(j, 1.0f), bias.set(j, 0.0f);
-  if (inside && p.weight) weight = load<W, N>(p.weight + column);
-  if (inside && p.bias) bias = load<W, N>(p.bias + column);
+  if (Backward && inside && p.weight) weight = load<W, N>(p.weight + column);
   float dweight[N] = {}, dbias[N] = {}, dalpha = 0.0f;
   const int64_t end = min((part + 1) * p.walk.chunk, p.walk.rows);
-  auto load_rows = [&](int64_t first, Rows<X, N>& rows) {
+  auto load_rows = [&](int64_t first, Rows<X, N, Backward>& rows) {
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
+    for (int i = 0; i < kInFlight<Backward>; ++i) {
       int64_t row = first + i * groups;
       rows.x[i] = load_where<X, N>(row < end, p.x + row * p.x_stride + column);
       if constexpr (Backward) rows.dy[i] = load_where<X, N>(row < end, p.dy + row * p.dy_stride + column);
     }
   };
   int64_t first = part * p.walk.chunk + group;
-  Rows<X, N> next;
+  Rows<X, N, Backward> next;
   if (Backward && inside) load_rows(first, next);
-  for (; inside && first < end; first += groups * kInFlight) {
-    Rows<X, N> rows;
+  for (; inside && first < end; first += groups * kInFlight<Backward>) {
+    Rows<X, N, Backward> rows;
     if constexpr (Backward)
-      rows = next, load_rows(first + groups * kInFlight, next);
+      rows = next, load_rows(first + groups * kInFlight<Backward>, next);
     else
       load_rows(first, rows);
     const auto& [x, dy] = rows;
+    if (!Backward && p.weight) weight = load<W, N>(p.weight + column);  // behind the rows
+    if (!Backward && p.bias) bias = load<W, N>(p.bias + column);
 #pragma unroll
-    for (int i = 0; i < kInFlight; ++i) {
+    for (int i = 0; i < kInFlight<Backward>; ++i) {
       int64_t row = first + i * groups;
       if (row >= end) continue;
       float out[N];
@@ -124,7 +127,8 @@ __global__ __launch_bounds__(kThreads,
       if (groups > 1) {  // over the groups of the block, in order
         __syncthreads();
 #pragma unroll
-        for (int j = 0; j < N; ++j) shared[j * kThreads + threadIdx.x] = k == 0 ? dweight[j] : dbias[j];
+        for (int j = 0; j < N; ++j)
+          shared[j * kThreads<Backward> + threadIdx.x] = k == 0 ? dweight[j] : dbias[j];
         __syncthreads();
       }
       if (group != 0 || column >= p.walk.cols) continue;
@@ -132,28 +136,29 @@ __global__ __launch_bounds__(kThreads,
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         total.v[j] = k == 0 ? dweight[j] : dbias[j];
-        for (int g = 1; g < groups; ++g) total.v[j] += shared[j * kThreads + g * across + lane];
+        for (int g = 1; g < groups; ++g) total.v[j] += shared[j * kThreads<Backward> + g * across + lane];
       }
       store<float, N>(sums + k * p.walk.cols, total);
     }
   }
 }
 
-// Short rows in as many groups of threads as find room; others in whole tiles, which begin at lines of memory. Of the backward, whose
-// blocks are few, so narrow ones that most threads have columns: 5120 columns are two and a half times 256 packs, and five times 128.
+// Short rows in as many groups of threads as find room; others in tiles that begin at lines of memory, so narrow that most threads have
+// columns: 5120 columns are two and a half times 256 packs, and five times 128.
 template <bool Backward>
 Walk walk_of(int64_t rows, int64_t cols, int pack) {
+  constexpr int64_t kAll = kThreads<Backward>;
   const int64_t packs = ceil_div(cols, pack);
-  int64_t across = std::min<int64_t>(packs, kThreads), tiles = ceil_div(packs, across),
-          groups = kThreads / across;
-  for (int64_t narrow = kThreads / 2; Backward && narrow >= 32 && narrow < packs; narrow /= 2) {
-    const int64_t more = ceil_div(packs, narrow), of_block = kThreads / narrow;
+  int64_t across = std::min(packs, kAll), tiles = ceil_div(packs, across), groups = kAll / across;
+  for (int64_t narrow = kAll / 2; narrow >= 32 && narrow < packs; narrow /= 2) {
+    const int64_t more = ceil_div(packs, narrow), of_block = kAll / narrow;
     if (of_block * tiles * 10 > groups * more * 11) across = narrow, tiles = more, groups = of_block;
   }
-  const int64_t parts = std::max<int64_t>(1, device_facts().sms * kParts<Backward> / tiles);
+  const int64_t least = groups * kInFlight<Backward>, sms = device_facts().sms;
+  const int64_t parts = std::max<int64_t>(1, sms * (Backward ? kBlocks<Backward> : kSingleParts) / tiles);
   return {.rows = rows,
           .cols = cols,
-          .chunk = std::max(groups * kInFlight, ceil_div(rows, parts)),
+          .chunk = Backward || pack == 1 ? std::max(least, ceil_div(rows, parts)) : least,
           .tiles = uint32_t(tiles),
           .across = uint32_t(across),
           .groups = uint32_t(groups),
