@@ -183,31 +183,34 @@ bool run_staying_forward(const char* op, Context& ctx, NormForward<F, W, Y>& p, 
       return true;
     }
   if (p.sections > 1) return false;
-  auto run = [&]<class Shape>(Type<Shape>, auto* kernel, ClusterRoom& clusters, int least, int of_pack) {
-    auto shared = [=](int threads) { return size_t(threads) * Shape::held * of_pack; };
-    const Cluster c = best_cluster<Shape>(op, clusters, kernel, packs, least, shared);
+  static ClusterRoom room;
+  auto run = [&](auto* kernel, const Cluster& c, size_t of_thread) {
     if (c.blocks == 0) return false;
     p.shares = shares(p.rows, c.clusters, period);
     launch(op, ctx, kernel,
            {.blocks = int64_t(p.shares.workers) * c.blocks,
             .threads = c.threads,
-            .shared = shared(c.threads),
+            .shared = of_thread * c.threads,
             .early = true,
             .cluster = c.blocks},
            p);
     return true;
   };
-  static ClusterRoom staged, held;
   if constexpr (How == Lying::alike) {
     using Shape = StagedCluster<F>;
+    constexpr size_t kOfThread = Shape::held * Shape::stages * F::kIn * 16;
+    const auto kernel = forward_staged_kernel<F, W, Y, Shape>;
+    static ClusterRoom staged;
     if ((F::kKeeps || period == 1) &&
-        run(Type<Shape>{}, forward_staged_kernel<F, W, Y, Shape>, staged, 192, Shape::stages * F::kIn * 16))
+        run(kernel, large_cluster<Shape>(op, staged, kernel, packs, 128, kOfThread), kOfThread))
       return true;
   }
   if constexpr (How != Lying::alike || !F::kKeeps) {
     using Shape = ForwardCluster<F>;
-    return run(Type<Shape>{}, forward_staying_kernel<F, W, Y, Shape, How, true>, held, 128,
-               F::kParams * N * int(sizeof(W)));
+    constexpr size_t kOfThread = Shape::held * F::kParams * N * sizeof(W);
+    const auto kernel = forward_staying_kernel<F, W, Y, Shape, How, true>;
+    return run(kernel, best_cluster<Shape>(op, room, kernel, packs, 128, [](int t) { return kOfThread * t; }),
+               kOfThread);
   }
   return false;
 }

@@ -214,13 +214,14 @@ struct Cluster {
 };
 
 // Host: for rows of `packs` packs, as many as run at a time. Large ones of small blocks, two or more of them on a multiprocessor, if
-// only a part of the warps is left without work.
+// only a part of the warps is left without work: of `least` threads at least, which keep so many bytes each in dynamic shared memory.
 template <class Shape, class Kernel>
-Cluster large_cluster(const char* op, ClusterRoom& rooms, Kernel kernel, int64_t packs) {
+Cluster large_cluster(const char* op, ClusterRoom& rooms, Kernel kernel, int64_t packs, int least = 192,
+                      size_t of_thread = 0) {
   for (int blocks : {16, 8, 4, 2}) {
     const int threads = block_threads<Shape>(ceil_div(packs, blocks));
-    if ((threads < 192 && blocks > 2) || threads > Shape::block) continue;
-    const int64_t room = rooms.of(op, kernel, blocks, threads);
+    if ((threads < least && blocks > 2) || threads > Shape::block) continue;
+    const int64_t room = rooms.of(op, kernel, blocks, threads, of_thread * threads);
     if (room > 0) return {blocks, threads, room};
   }
   return {};
