@@ -31,8 +31,13 @@ namespace norm_detail {
 // room, since a cluster's threads tell each other slowly. A lead of a row also pays where a thread has much to do.
 template <Lying How, class B>
 struct UnalignedLadder {
+  // One sum of one input, of 2 bytes: such rows have clusters of few blocks of 128 to 160 threads, three at a time on a multiprocessor
+  // (4096 x 12289 95 us, by one block 100; 3072 x 16391 96 and 104; 5000 x 10241 108 and 99).
+  static constexpr bool kFewBlocks = B::kIn == 1 && !B::kCentred && sizeof(typename B::Element) == 2;
+  static constexpr int64_t kFew = 1536, kThree = 1920, kFour = 2048;  // packs
+  using Block = StagedBlock<B::kIn == 1 ? 3 : 2, 4, 512>;
   using Shapes = RowShapes<Staged<2, 32, 4, 4, 3>, StagedBlock<2, 2, 320, 2>, StagedBlock<2, 2, 512>,
-                           StagedBlock<B::kIn == 1 ? 3 : 2, 4, 512>>;
+                           std::conditional_t<kFewBlocks, UpTo<kFew - 1, Block>, Block>>;
 };
 template <class B>
 struct UnalignedLadder<Lying::apart, B> {
@@ -304,7 +309,11 @@ int64_t run_held_backward(const char* op, Context& ctx, NormBackward<B, W, Y>& p
     auto kernel = backward_staying_kernel<B, W, Y, N, Shape, How, true>;
     auto shared = [&](int threads) { return shared_of(Type<Shape>{}, threads); };
     // The more a thread has to do for its elements, the more it needs other blocks beside it.
-    const Cluster c = best_cluster<Shape>(op, clusters, kernel, packs, B::kCentred ? 96 : 192, shared);
+    using Ladder = UnalignedLadder<How, B>;
+    const Cluster c =
+        Ladder::kFewBlocks && packs <= Ladder::kFour
+            ? cluster_of<Shape>(op, clusters, kernel, packs, packs <= Ladder::kThree ? 3 : 4, shared)
+            : best_cluster<Shape>(op, clusters, kernel, packs, B::kCentred ? 96 : 192, shared);
     if (c.blocks > 0)
       parts = run(kernel, shares(p.rows, c.clusters, period),
                   {.threads = c.threads, .shared = shared(c.threads), .cluster = c.blocks});

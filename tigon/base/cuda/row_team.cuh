@@ -227,6 +227,15 @@ Cluster large_cluster(const char* op, ClusterRoom& rooms, Kernel kernel, int64_t
   return {};
 }
 
+// Host: clusters of `blocks` blocks, as many as there is room for.
+template <class Shape, class Kernel, class Shared>
+Cluster cluster_of(const char* op, ClusterRoom& rooms, Kernel kernel, int64_t packs, int blocks,
+                   Shared&& shared) {
+  const int threads = block_threads<Shape>(ceil_div(packs, blocks));
+  const int64_t room = rooms.of(op, kernel, blocks, threads, shared(threads));
+  return room > 0 ? Cluster{blocks, threads, room} : Cluster{};
+}
+
 // Host: of clusters that stay, blocks of at least `least` threads each, those with most threads under way, for rows of `packs` packs; as
 // many as there is room for. The choice must not depend on how many rows there are, or their bits would.
 template <class Shape, class Kernel, class Shared>
