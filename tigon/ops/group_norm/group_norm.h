@@ -11,8 +11,8 @@
 // Saved       x, weight, mean, rstd (8 bytes a group)
 // Aliasing    y may not overlap x; dx may be dy (same shape and strides) but no other input
 // Determinism bitwise: fixed trees inside a group, fixed order over samples
-// Traffic     forward 1 read + 1 write; backward 2 reads + 1 write; what no shared memory holds of a group is read again, out of the
-//             cache where it is there
+// Traffic     forward 1 read + 1 write; backward 2 reads + 1 write; what no register holds of a group is read again, out of the caches
+//             where it is there
 // Refused     groups that do not divide channels, channels that do not divide a row, eps < 0, sizes or dtypes that do not fit:
 //             tigon::Error before anything is written
 #pragma once

@@ -1,195 +1,152 @@
-// How GroupNorm's kernels share out sections (a group of a sample, one stretch of memory) and hold them in shared memory.
+// How GroupNorm's kernels share out sections (a group of a sample, one stretch of memory), and how warps tell what they have found.
 #pragma once
 
 #include <algorithm>
 
-#include "tigon/base/cuda/async_copy.cuh"
 #include "tigon/base/cuda/cluster.cuh"
+#include "tigon/base/cuda/divider.cuh"
 #include "tigon/base/cuda/launch.cuh"
-#include "tigon/base/cuda/row_packs.cuh"
+#include "tigon/base/cuda/vec.cuh"
 
 namespace tigon::cuda {
 
-constexpr int kSectionThreads = 512;  // of a block at most
+constexpr int kSectionThreads = 320;  // of a block at most
+constexpr int kMostSectionBlocks = 16, kMostEntries = kMostSectionBlocks * kSectionThreads / 32;
 
-// How a section is shared out, in packs: the pieces of its channels, in order, a block's side by side, one a team and turn.
+// How a section is shared out, in packs. Its channels are cut into pieces, one a team of adjacent lanes; the pieces that a warp's teams
+// have at a time are a step, some steps in a row an entry of what is found. All this depends on the section alone, and entries are added
+// in their order: sums do not depend on how many warps and blocks share the work.
 struct Split {
-  int channels, places;  // of a section, of a channel
-  int across;            // lanes of a team: a power of two <= 32
-  int pieces, length;    // of a channel, of a piece (the last one may be shorter)
-  int turns;             // pieces of a team
-  int blocks, threads;
-  int held;  // packs of a block that shared memory holds
+  int channels, places;    // of a section, of a channel
+  int across, log_across;  // lanes of a team: a power of two <= 32; of which power
+  int pieces, length;      // of a channel, of a piece (the last one may be shorter)
+  int run, entries;        // steps of an entry, entries of a section
+  int turns;               // steps of a warp
+  int blocks, threads;     // of a section, of a block
+  Divider by_blocks, by_pieces;
 
   __host__ __device__ int64_t size() const { return int64_t(channels) * places; }
-  __host__ __device__ int64_t start(int64_t piece) const {
-    const int64_t c = piece / pieces, at = c * places + (piece - c * pieces) * length;
-    return at < size() ? at : size();
-  }
-  __host__ __device__ int of_block() const { return turns * (threads / across); }
 };
 
-// Of a piece, what a thread does: every `across`-th pack.
-struct Mine {
+// Of a piece, what a lane does: every `across`-th pack.
+struct Piece {
   int channel, index;  // of the section, of the channel
-  int first, packs;    // the first of the block's packs, how many
+  int first, packs;    // the first pack in the section, how many
 };
 
-// What a thread has to do in its block.
+// A thread's share of its section.
 struct Share {
   const Split& split;
-  int64_t begin;  // of the block in the section
-  int count, lane, rank;
-  bool all_held;
-  Mine first;
+  unsigned section, sample, group;
+  int warp, lane, rank;  // warp: of the section; lane: of the team
 
-  __device__ __forceinline__ explicit Share(const Split& split) : split(split), rank(int(cluster_rank())) {
-    lane = int(threadIdx.x) & (split.across - 1);
-    begin = split.start(int64_t(rank) * split.of_block());
-    count = int(split.start(int64_t(rank + 1) * split.of_block()) - begin);
-    all_held = count <= split.held;
-    first = find(0);
+  __device__ __forceinline__ Share(const Split& split, const Divider& by_groups) : split(split) {
+    section = split.by_blocks.divide(blockIdx.x), rank = int(blockIdx.x - section * unsigned(split.blocks));
+    sample = by_groups.divide(section), group = section - sample * by_groups.divisor;
+    warp = rank * int(blockDim.x / 32) + int(threadIdx.x / 32), lane = int(threadIdx.x) & (split.across - 1);
   }
-  __device__ __forceinline__ Mine find(int turn) const {
-    const int team = int(threadIdx.x) / split.across, teams = int(blockDim.x) / split.across;
-    const int u = rank * split.of_block() + turn * teams + team, c = u / split.pieces,
-              index = u - c * split.pieces;
-    const int packs = c < split.channels ? min(split.length, split.places - index * split.length) : 0;
-    return {min(c, split.channels - 1), index,
-            int(int64_t(c) * split.places + index * split.length - begin) + lane,
-            packs > lane ? (packs - lane + split.across - 1) / split.across : 0};
-  }
-  // Most teams have one turn, whose piece is known.
-  __device__ __forceinline__ Mine mine(int turn) const { return turn == 0 ? first : find(turn); }
-};
-
-// The section that a cluster is at, every so many of them.
-struct Sections {
-  int64_t at, step, all, sample;
-  int group, groups, samples_on, groups_on;
-
-  __device__ __forceinline__ Sections(int64_t samples, int64_t groups_)
-      : at(blockIdx.x / cluster_size()),
-        step(gridDim.x / cluster_size()),
-        all(samples * groups_),
-        groups(int(groups_)) {
-    sample = unsigned(at) / unsigned(groups), group = int(unsigned(at) % unsigned(groups));
-    samples_on = int(unsigned(step) / unsigned(groups)), groups_on = int(unsigned(step) % unsigned(groups));
-  }
-  __device__ __forceinline__ bool there() const { return at < all; }
-  __device__ __forceinline__ bool more() const { return at + step < all; }
-  __device__ __forceinline__ bool wraps() const { return group + groups_on >= groups; }
-  __device__ __forceinline__ void go_on() {
-    sample += samples_on + wraps(), group += groups_on - (wraps() ? groups : 0);
-    at += step;
-  }
-};
-// From a matrix' part of this section to its part of the next one.
-struct Step {
-  int64_t on, wrap;
-  __device__ __forceinline__ Step(const Sections& s, int64_t stride, int64_t size)
-      : on(s.samples_on * stride + s.groups_on * size), wrap(on + stride - s.groups * size) {}
   template <class T>
-  __device__ __forceinline__ T* operator()(T* part, const Sections& s) const {
-    return part + (s.wraps() ? wrap : on);
+  __device__ __forceinline__ T* part(T* of, int64_t stride, int64_t size) const {
+    return of + (int64_t(sample) * stride + int64_t(group) * size);
   }
+  __device__ __forceinline__ Piece piece(int turn) const {
+    // `across` is a power of two.
+    const unsigned u = (unsigned(warp * split.turns + turn) * 32 + threadIdx.x % 32) >> split.log_across;
+    const int c = int(split.by_pieces.divide(u)), index = int(u) - c * split.pieces;
+    const int packs = c < split.channels ? min(split.length, split.places - index * split.length) : 0;
+    return {min(c, split.channels - 1), index, c * split.places + index * split.length + lane,
+            packs > lane ? (packs - lane + split.across - 1) >> split.log_across : 0};
+  }
+  __device__ __forceinline__ int entry(int turn) const { return (warp * split.turns + turn) / split.run; }
 };
 
-// A block's part of a section in shared memory. Packs: whole ones, each for the thread that reads it alone. N = 1: elements that
-// begin anywhere, in the words that they touch, for all threads of the block.
-template <class T, int N>
-struct Image {
-  static constexpr int kPerWord = N > 1 ? 1 : 16 / int(sizeof(T)), kEdges = N > 1 ? 0 : 2;
-  uint4* words;
-  const T* from;
-
-  __device__ __forceinline__ void copy_pack(int i) const { copy_async(words + i, from + int64_t(i) * N); }
-  // All of it.
-  __device__ __forceinline__ void copy(const Share& share) const {
-    const int held = min(share.split.held, share.count);
-    if constexpr (N > 1) {
-      for (int turn = 0; turn < share.split.turns; ++turn) {
-        const Mine mine = share.mine(turn);
-        for (int k = 0, i = mine.first; k < mine.packs && i < held; ++k, i += share.split.across)
-          copy_pack(i);
-      }
-    } else {
-      const Row<const T> row(from, held);
-      for (int k = int(threadIdx.x); k < row.packs; k += int(blockDim.x)) {
-        if (row.whole(k)) {
-          copy_async(words + k, row.base + int64_t(k) * kPerWord);
-        } else {
-          T* to = reinterpret_cast<T*>(words + k);
-          for (int j = 0; j < kPerWord; ++j)
-            if (row.has(row.column(k) + j)) to[j] = from[row.column(k) + j];
-        }
-      }
-    }
-  }
-  __device__ __forceinline__ Pack<T, N> held(int i) const {
-    if constexpr (N > 1) {
-      const uint4 w = words[i];
-      return reinterpret_cast<const Pack<T, N>&>(w);
-    } else {
-      return {
-          {reinterpret_cast<const T*>(words)[int(reinterpret_cast<uintptr_t>(from) % 16 / sizeof(T)) + i]}};
-    }
-  }
-  __device__ __forceinline__ Pack<T, N> beyond(int i) const {
-    return load_stream<T, N>(from + int64_t(i) * N);
-  }
-};
-
-// fn(pack of the block, its packs of the images), some at a time.
-template <class T, int N, int K, class Fn>
-__device__ __forceinline__ void for_packs(const Share& share, const Mine& mine,
-                                          const Image<T, N> (&images)[K], const Fn& fn) {
-  constexpr int kTogether = 4 / K;
-  const int step = share.split.across;
-  int i = mine.first, left = mine.packs;
-  if (share.all_held) {
-#pragma unroll 1
-    for (; left >= kTogether; left -= kTogether, i += kTogether * step) {
-      Pack<T, N> q[kTogether][K];
+// A lane's packs of a piece of several inputs, all on their way at a time.
+template <class T, int N, int Held, int Ins>
+__device__ __forceinline__ void load_piece(const Share& share, const Piece& piece,
+                                           const T* const (&from)[Ins], Pack<T, N> (&x)[Held][Ins]) {
 #pragma unroll
-      for (int r = 0; r < kTogether; ++r)
+  for (int r = 0; r < Held; ++r)
 #pragma unroll
-        for (int k = 0; k < K; ++k) q[r][k] = images[k].held(i + r * step);
-#pragma unroll
-      for (int r = 0; r < kTogether; ++r) fn(i + r * step, q[r]);
-    }
-  }
-#pragma unroll 1
-  for (; left > 0; --left, i += step) {
-    Pack<T, N> q[K];
-#pragma unroll
-    for (int k = 0; k < K; ++k) q[k] = i < share.split.held ? images[k].held(i) : images[k].beyond(i);
-    fn(i, q);
-  }
+    for (int i = 0; i < Ins; ++i)
+      x[r][i] =
+          load_where<T, N>(r < piece.packs, from[i] + (int64_t(piece.first) + r * share.split.across) * N);
 }
 
-// A team adds up at most `longest` packs a lane; as few turns as can be, then as few warps: what a warp does once for a section is
-// as much as six packs' work.
-inline Split split_of(int64_t channels, int64_t places, int64_t blocks, int64_t longest, bool packs) {
-  int64_t across = 32;
-  while (across > 1 && ceil_div(places, across) * across - places > places / (packs ? 8 : 3)) across /= 2;
-  const int64_t most = blocks * kSectionThreads * longest;
-  for (int64_t turns = std::max<int64_t>(1, channels * places / most);; ++turns)
-    for (int64_t warps = 1; warps <= kSectionThreads / 32; ++warps) {
-      const int64_t of_channel = turns * blocks * warps * (32 / across) / channels;
-      if (of_channel == 0) continue;
-      const int64_t length = ceil_div(ceil_div(places, of_channel), across) * across;
-      if (length > across * longest) continue;
-      return {.channels = int(channels),
-              .places = int(places),
-              .across = int(across),
-              .pieces = int(ceil_div(places, length)),
-              .length = int(length),
-              .turns = int(turns),
-              .blocks = int(blocks),
-              .threads = int(warps * 32),
-              .held = 0};
+// What all warps of a section have found. V is 8 or 16 bytes and has V::none(), and merge(list, entries), by all lanes of a warp.
+template <class V>
+struct Found {
+  V list[kMostEntries];
+  uint64_t arrival;
+
+  // All threads, before what they load; then before they tell.
+  __device__ __forceinline__ void begin(const Split& split) {
+    if (split.blocks == 1) return;
+    if (threadIdx.x == 0) {
+      arrival_init(&arrival);
+      arrival_expect(&arrival, split.entries * int(sizeof(V)));
     }
+    cluster_arrive();
+  }
+  __device__ __forceinline__ void meet(const Split& split) const {
+    if (split.blocks > 1) cluster_wait();
+  }
+  __device__ __forceinline__ void tell(const Split& split, int entry, const V& v) {
+    const int lane = int(threadIdx.x % 32);
+    if (entry >= split.entries) return;
+    if (split.blocks == 1) {
+      if (lane == 0) list[entry] = v;
+    } else if (lane < split.blocks) {
+      put_arriving(&list[entry], unsigned(lane), v, &arrival);
+    }
+  }
+  // A block has all that others write to it before it goes on: they need not meet again.
+  __device__ __forceinline__ V all(const Split& split) const {
+    if (split.blocks == 1)
+      __syncthreads();
+    else
+      arrival_wait(&arrival, 0);
+    return V::merge(list, split.entries);
+  }
+};
+
+// Pieces of at most `held` packs a lane, of so many lanes that there are few steps; of eight at least, which read a line of memory.
+inline Split split_of(int64_t channels, int64_t places, int64_t held) {
+  TIGON_CHECK("group_norm", places * channels <= INT32_MAX,
+              "a group has at most 2^31 packs of 16 bytes (elements, where it "
+              "begins elsewhere), got ",
+              places * channels);
+  int64_t log = 0, length = 0, steps = INT64_MAX / 16;
+  for (int l = 5; l >= 0; --l) {
+    const int64_t across = int64_t(1) << l, wanted = ceil_div(places, ceil_div(places, across * held));
+    const int64_t of_piece = ceil_div(wanted, across) * across;
+    const int64_t needed = ceil_div(channels * ceil_div(places, of_piece), 32 / across);
+    if (l < 3 && across < places) break;
+    if (needed * 10 < steps * 9) log = l, length = of_piece, steps = needed;
+  }
+  const int64_t across = int64_t(1) << log, pieces = ceil_div(places, length);
+  const int64_t run = ceil_div(steps, kMostEntries);
+  return {.channels = int(channels),
+          .places = int(places),
+          .across = int(across),
+          .log_across = int(log),
+          .pieces = int(pieces),
+          .length = int(length),
+          .run = int(run),
+          .entries = int(ceil_div(steps, run)),
+          .turns = int(run),
+          .blocks = 1,
+          .threads = 32,
+          .by_blocks = Divider(1),
+          .by_pieces = Divider(pieces)};
+}
+// By so many blocks of at most so many warps: as few turns as can be, then as few warps.
+inline Split shared_by(Split split, int64_t blocks, int64_t warps) {
+  const int64_t runs = ceil_div(split.entries, blocks * warps);  // of a warp
+  split.turns = int(runs * split.run);
+  split.blocks = int(blocks);
+  split.by_blocks = Divider(blocks);
+  split.threads = int(ceil_div(ceil_div(split.entries, runs), blocks) * 32);
+  return split;
 }
 
 }  // namespace tigon::cuda
