@@ -64,7 +64,18 @@ struct Pointwise {
 
 namespace pointwise_detail {
 
-inline constexpr int kThreads = 256, kBlocks = 6;  // kBlocks: that the registers leave room for
+inline constexpr int kThreads = 256;
+// Packs of every input that a thread has in flight. One of 16 bytes: many short blocks keep the memory as busy as long ones do, and end
+// together (16384 x 4096, of a large copy: SwiGLU 99 % with four packs a thread, 100 with two, 102 with one; squared ReLU 91, 93, 95).
+// Single elements are too few bytes for that, and where rows have gaps each pack must find its place (SwiGLU of packed halves: 96 and 102 %
+// with four, 89 and 92 with one).
+template <class F, bool Flat, bool Packs>
+constexpr int kHeldOf = Packs && (Flat || F::kIn > 2) ? 1
+                        : F::kIn > 2                  ? 2
+                                                      : 4;
+// Blocks a multiprocessor that the registers leave room for.
+template <int Held>
+constexpr int kBlocks = Held == 1 ? 6 : 4;
 
 template <class F, class T>
 struct Params {
@@ -78,12 +89,11 @@ struct Params {
   Divider per_row;  // packs in a row (rows only)
 };
 
-// Packs of N points; `Flat`: no gap between rows. A thread has `Held` packs of every input in flight. One of 16 bytes: many short blocks
-// keep the memory as busy as long ones do, and end together (16384 x 4096, of a large copy: SwiGLU 99 % with four packs a thread, 100 with
-// two, 102 with one; squared ReLU 91, 93, 95). Single elements are too few bytes for that.
+// Packs of N points; `Flat`: no gap between rows. A thread has `Held` packs of every input in flight.
 // A matrix of `width` values a point gives (takes) `width` packs in a row.
 template <bool Flat, int N, int Held, class F, class T>
-__global__ void __launch_bounds__(kThreads, kBlocks) pointwise_kernel(const __grid_constant__ Params<F, T> p) {
+__global__ void __launch_bounds__(kThreads, kBlocks<Held>)
+    pointwise_kernel(const __grid_constant__ Params<F, T> p) {
   constexpr int kTile = kThreads * Held;
   for (int64_t tile = blockIdx.x; tile * kTile < p.packs; tile += gridDim.x) {
     int64_t first = tile * kTile, row[Held] = {};
@@ -188,7 +198,7 @@ void run(const char* op, Context& ctx, const Pointwise<F>& call) {
   int64_t cols = shape.cols / in_width<F>(0);
   dispatch_float(op, "input", shape.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
-    constexpr int N = Packs ? 16 / sizeof(T) : 1, kHeld = Packs ? 1 : F::kIn > 2 ? 2 : 4;
+    constexpr int N = Packs ? 16 / sizeof(T) : 1, kHeld = kHeldOf<F, Flat, Packs>;
     int64_t all = shape.rows * cols;
     Params<F, T> p{.f = call.f,
                    .in = {},

@@ -31,11 +31,10 @@ struct alignas(16) ClassSums {
   }
 };
 
-// A row's softmaxes: what exponents count from, the student's probability of 2^0, and the teacher's by that. Of jsd they count from the
-// references, so that nothing is left where all weight is in one class, and `apart` is log2 q - log2 p of equal logits; of tvd, whose
-// slopes are -1, 0 and 1, from starts (Powers).
+// A row's softmaxes: references, the student's probability of 2^0, and the teacher's by that; log2 q - log2 p of logits that are as far
+// from their references.
 struct alignas(16) Softmaxes {
-  float from_s, from_t, unit, ratio, apart, slope_s, slope_t;
+  float ref_s, ref_t, unit, ratio, apart;
 };
 
 template <class Shape>
@@ -109,15 +108,8 @@ struct Merger {
     ++sums_turn.count;
     m.ref_s = finite(m.ref_s), m.ref_t = finite(m.ref_t);
     if (p.log_probs) m.sum_s = m.sum_t = 1.0f;
-    Softmaxes softmax = {m.ref_s, m.ref_t, 1.0f / m.sum_s, m.sum_s / m.sum_t, 0.0f, p.slope, p.slope};
-    if constexpr (K == DivergenceKind::tvd) {
-      const Powers power_s(p.slope, m.ref_s), power_t(p.slope, m.ref_t);
-      softmax.from_s = power_s.start, softmax.from_t = power_t.start;
-      softmax.slope_s = power_s.slope, softmax.slope_t = power_t.slope;
-      softmax.unit *= power_s.rest, softmax.ratio = (m.sum_s * power_t.rest) / (m.sum_t * power_s.rest);
-    } else {
-      softmax.apart = fma(m.ref_t - m.ref_s, p.slope, ::log2f(m.sum_t / m.sum_s));
-    }
+    const Softmaxes softmax = {m.ref_s, m.ref_t, 1.0f / m.sum_s, m.sum_s / m.sum_t,
+                               fma(m.ref_t - m.ref_s, p.slope, ::log2f(m.sum_t / m.sum_s))};
     if (lane == 0) {
       mail.softmax[i] = softmax;
       arrival_arrive(&mail.sums_ready[i]);
@@ -269,16 +261,16 @@ struct Worker {
   __device__ __forceinline__ void add_class(float& q, float& g, const Softmaxes& m, ClassSums& all) const {
     const float slope = p.slope, x = q, y = g;
     if constexpr (K == DivergenceKind::tvd) {
-      q = exp2_approx(fma(x, m.slope_s, -m.from_s));
-      const float e = fma(-exp2_approx(fma(y, m.slope_t, -m.from_t)), m.ratio, q);
+      q = exp2_approx((x - m.ref_s) * slope);
+      const float e = fma(-exp2_approx((y - m.ref_t) * slope), m.ratio, q);
       g = e == 0.0f ? 0.0f : copysignf(q, e);
       all.terms += fabsf(e), all.g += g;
     } else {
       // The likelier side's probability and, by their quotient, the other's: log m = log bigger + log weights, as in divergence_slope.
       const float d = fma(x - y, slope, m.apart);
       const bool teacher = d < 0.0f;  // is the likelier
-      float below = x - m.from_s;
-      if (teacher) below = y - m.from_t;
+      float below = x - m.ref_s;
+      if (teacher) below = y - m.ref_t;
       float bigger = exp2_approx(below * slope);
       if (teacher) bigger *= m.ratio;
       const float r = exp2_approx(-fabsf(d)), smaller = bigger * r;
