@@ -13,7 +13,7 @@
 //
 // A matrix may hold several values of a point side by side (gate and up interleaved by columns). Such a functor says how many
 // of its values each matrix holds, `static constexpr int in_width(int matrix)` and `out_width`; packs of them are taken apart
-// in registers.
+// in registers. One whose arithmetic is long, so that a pack a thread would not keep the memory busy, says is_long() true.
 #pragma once
 
 #include <algorithm>

@@ -12,6 +12,7 @@ namespace {
 template <GluKind K>
 struct Forward {
   static constexpr int kIn = 2, kOut = 1;  // gate, up -> y
+  static constexpr bool is_long() { return K == GluKind::geglu; }
   GluOptions options;
   __device__ void operator()(const float (&in)[kIn], float (&out)[kOut]) const {
     out[0] = glu_y<K>(in[0], in[1], options);
@@ -30,10 +31,12 @@ struct Backward {
 // Gate and up, and their gradients, side by side in one matrix.
 template <GluKind K>
 struct InterleavedForward : Forward<K> {
+  static constexpr bool is_long() { return true; }
   static constexpr int in_width(int) { return 2; }
 };
 template <GluKind K>
 struct InterleavedBackward : Backward<K> {
+  static constexpr bool is_long() { return true; }
   static constexpr int in_width(int i) { return i == 0 ? 1 : 2; }
   static constexpr int out_width(int) { return 2; }
 };
