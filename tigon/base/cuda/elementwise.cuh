@@ -67,12 +67,20 @@ namespace pointwise_detail {
 inline constexpr int kThreads = 256;
 // Packs of every input that a thread has in flight. One of 16 bytes: many short blocks keep the memory as busy as long ones do, and end
 // together (16384 x 4096, of a large copy: SwiGLU 99 % with four packs a thread, 100 with two, 102 with one; squared ReLU 91, 93, 95).
-// Single elements are too few bytes for that, and where rows have gaps each pack must find its place (SwiGLU of packed halves: 96 and 102 %
-// with four, 89 and 92 with one).
+// Single elements are too few bytes for that; where rows have gaps each pack must find its place (SwiGLU of packed halves: 96 and 102 %
+// with four, 89 and 92 with one); and functors that say is_long() take longer than that (exact GELU 102 and 96, swiglu_oai 102 and 91).
+template <class F>
+constexpr bool arithmetic_is_long() {
+  if constexpr (requires { F::is_long(); })
+    return F::is_long();
+  else
+    return false;
+}
 template <class F, bool Flat, bool Packs>
-constexpr int kHeldOf = Packs && (Flat || F::kIn > 2) ? 1
-                        : F::kIn > 2                  ? 2
-                                                      : 4;
+constexpr int held_of() {
+  if (Packs && !arithmetic_is_long<F>() && (Flat || F::kIn > 2)) return 1;
+  return F::kIn > 2 ? 2 : 4;
+}
 // Blocks a multiprocessor that the registers leave room for.
 template <int Held>
 constexpr int kBlocks = Held == 1 ? 6 : 4;
@@ -198,7 +206,7 @@ void run(const char* op, Context& ctx, const Pointwise<F>& call) {
   int64_t cols = shape.cols / in_width<F>(0);
   dispatch_float(op, "input", shape.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
-    constexpr int N = Packs ? 16 / sizeof(T) : 1, kHeld = kHeldOf<F, Flat, Packs>;
+    constexpr int N = Packs ? 16 / sizeof(T) : 1, kHeld = held_of<F, Flat, Packs>();
     int64_t all = shape.rows * cols;
     Params<F, T> p{.f = call.f,
                    .in = {},
