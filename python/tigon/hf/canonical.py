@@ -110,7 +110,7 @@ def canonical_function(function) -> Canonical:
 def _canonical(function, cls) -> Canonical:
     if hasattr(function, "__wrapped__"):
         raise Unrecognised("decorated function")
-    node = _parse(function)
+    node = function_node(function)
     names, defaults = _parameters(node)
     if cls is not None:
         names = names[1:]
@@ -125,14 +125,19 @@ def _canonical(function, cls) -> Canonical:
     return Canonical(text, tuple(attributes))
 
 
-def _parse(function) -> ast.FunctionDef:
+def source_tree(function) -> ast.Module:
+    """The syntax of a function's source; `NoSource` where there is none."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError) as error:
+        raise NoSource("no Python source") from error
+
+
+def function_node(function) -> ast.FunctionDef:
+    """The definition of a plain function."""
     if not isinstance(function, types.FunctionType):
         raise NoSource("no Python source")
-    try:
-        source = textwrap.dedent(inspect.getsource(function))
-        tree = ast.parse(source)
-    except (OSError, TypeError, SyntaxError, IndentationError) as error:
-        raise NoSource("no Python source") from error
+    tree = source_tree(function)
     if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):
         raise Unrecognised("not a plain function")
     return tree.body[0]
@@ -326,7 +331,7 @@ class _Evaluator:
     def inline(self, function, cls, arguments, keywords):
         if self.depth >= MAX_INLINING or keywords or hasattr(function, "__wrapped__"):
             raise Unrecognised(f"call of `{getattr(function, '__name__', function)}`")
-        node = _parse(function)
+        node = function_node(function)
         names, defaults = _parameters(node)
         if cls is not None:
             names = names[1:]

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
-import textwrap
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tigon.hf.canonical import Unrecognised, canonical_forward
+from tigon.hf.canonical import NoSource, Unrecognised, canonical_forward, source_tree
 from tigon.hf.forward import blocked, plain, stock
 from tigon.hf.ledger import Ledger
 from tigon.hf.probe import on_cpu
@@ -217,8 +215,8 @@ def _looks_gated(module: nn.Module) -> bool:
 def _multiplies(forward, activations: frozenset) -> bool:
     """Whether a factor of a product in the source is, or holds, what an activation returned."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, TypeError, SyntaxError):
+        tree = source_tree(forward)
+    except NoSource:
         return False
 
     def activated(node):

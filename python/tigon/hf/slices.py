@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
-import textwrap
 import types
 
 from torch import nn
 
+from tigon.hf.canonical import Unrecognised, function_node
 from tigon.hf.forward import blocked
 
 BOUND = (ast.Name, ast.Attribute, ast.Constant, ast.BinOp, ast.Add, ast.Mult, ast.Load)
@@ -56,14 +55,13 @@ def plan_slices(module: nn.Module) -> tuple[SplitSpec, str] | str | None:
 @functools.cache
 def rewrite(forward) -> tuple[str, types.FunctionType] | None:
     """The attribute whose result is cut up, and the forward that splits it; None where there is none."""
-    if not isinstance(forward, types.FunctionType) or forward.__closure__ or hasattr(forward, "__wrapped__"):
-        return None
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, TypeError, SyntaxError):
+        node = function_node(forward)
+    except Unrecognised:
         return None
-    node = tree.body[0]
-    if not isinstance(node, ast.FunctionDef) or node.decorator_list or any(map(_private, ast.walk(node))):
+    if forward.__closure__ or hasattr(forward, "__wrapped__") or node.decorator_list:
+        return None
+    if any(map(_private, ast.walk(node))):
         return None
     source = None
     for first in range(len(node.body)):
@@ -74,6 +72,7 @@ def rewrite(forward) -> tuple[str, types.FunctionType] | None:
             break
     if source is None:
         return None
+    tree = ast.Module([node], type_ignores=[])
     ast.increment_lineno(tree, forward.__code__.co_firstlineno - 1)
     code = compile(ast.fix_missing_locations(tree), forward.__code__.co_filename, "exec", dont_inherit=True)
     code = next(c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == node.name)

@@ -42,6 +42,13 @@ constexpr int out_width(int matrix) {
   else
     return 1;
 }
+template <class F>
+constexpr bool arithmetic_is_long() {
+  if constexpr (requires { F::is_long(); })
+    return F::is_long();
+  else
+    return false;
+}
 constexpr int count(int values, int (*width)(int)) {
   int matrices = 0;
   for (int v = 0; v < values; v += width(matrices++)) {
@@ -69,13 +76,6 @@ inline constexpr int kThreads = 256;
 // together (16384 x 4096, of a large copy: SwiGLU 99 % with four packs a thread, 100 with two, 102 with one; squared ReLU 91, 93, 95).
 // Single elements are too few bytes for that; where rows have gaps each pack must find its place (SwiGLU of packed halves: 96 and 102 %
 // with four, 89 and 92 with one); and functors that say is_long() take longer than that (exact GELU 102 and 96, swiglu_oai 102 and 91).
-template <class F>
-constexpr bool arithmetic_is_long() {
-  if constexpr (requires { F::is_long(); })
-    return F::is_long();
-  else
-    return false;
-}
 template <class F, bool Flat, bool Packs>
 constexpr int held_of() {
   if (Packs && !arithmetic_is_long<F>() && (Flat || F::kIn > 2)) return 1;

@@ -312,7 +312,7 @@ int64_t run_held_backward(const char* op, Context& ctx, NormBackward<B, W, Y>& p
     using Ladder = UnalignedLadder<How, B>;
     const Cluster c =
         Ladder::kFewBlocks && packs <= Ladder::kFour
-            ? cluster_of<Shape>(op, clusters, kernel, packs, packs <= Ladder::kThree ? 3 : 4, shared)
+            ? cluster_of<Shape>(op, clusters, kernel, packs, packs <= Ladder::kThree ? 3 : 4, 1, shared)
             : best_cluster<Shape>(op, clusters, kernel, packs, B::kCentred ? 96 : 192, shared);
     if (c.blocks > 0)
       parts = run(kernel, shares(p.rows, c.clusters, period),

@@ -160,7 +160,7 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
   if constexpr (kSingles) {
     const X* written =
         p.out[0] ? p.out[0] + run.first * p.out_stride[0] : p.in[0] + run.first * p.in_stride[0];
-    head = min(cols, int((0 - reinterpret_cast<uintptr_t>(written + before) / sizeof(X)) % N));
+    head = elements_before_packs<N>(written + before, cols);
   }
   const int whole = kSingles ? (cols - head) / N * N : cols;
   const int64_t begin = before + head;

@@ -200,9 +200,10 @@ bool run_staying_forward(const char* op, Context& ctx, NormForward<F, W, Y>& p, 
     using Shape = StagedCluster<F>;
     constexpr size_t kOfThread = Shape::held * Shape::stages * F::kIn * 16;
     const auto kernel = forward_staged_kernel<F, W, Y, Shape>;
+    const auto shared = [](int threads) { return kOfThread * threads; };
     static ClusterRoom staged;
     if ((F::kKeeps || period == 1) &&
-        run(kernel, large_cluster<Shape>(op, staged, kernel, packs, 128, kOfThread), kOfThread))
+        run(kernel, large_cluster<Shape>(op, staged, kernel, packs, 128, shared), kOfThread))
       return true;
   }
   if constexpr (How != Lying::alike || !F::kKeeps) {

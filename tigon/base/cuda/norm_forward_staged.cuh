@@ -36,8 +36,7 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_stage
   const RowRun run = run_of(p.shares, p.rows, place.first);
   const int count = run.count();
   OfSingle single_row(p, place, run.first);
-  const int head = min(
-      cols, int((0 - reinterpret_cast<uintptr_t>(single_row.written()) / sizeof(*single_row.written())) % N));
+  const int head = elements_before_packs<N>(single_row.written(), cols);
   const int whole = (cols - head) / N * N;
   OfRow row(p, place, run.first, head, whole);
   auto column = [&](int i) { return team.pack(i) * N; };
@@ -53,9 +52,7 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_stage
   }(std::make_index_sequence<F::kIn>{});
   // What a thread has beside whole packs: an element before or behind them, or none.
   Single<F, W, Y> single;
-  single.column = cols;
-  if (const int t = team.thread; team.rank == 0 && t < 2 * N)
-    single.column = t < N ? (t < head ? t : cols) : min(cols, head + whole + t - N);
+  single.column = single_column<N>(team, head, whole, cols);
   single.row = &single_row;
   OfSingle single_next = single_row, single_last = single_row;
   typename OfSingle::Inputs single_of[kDepth + 1];  // of this turn's rows
@@ -84,11 +81,7 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_stage
         for (int j = 0; j < N; ++j) params[i][k].v[j] = param_of(p, k, begin + i * apart * N + j);
       }
   }
-  if (single.column < cols) {
-#pragma unroll
-    for (int k = 0; k < kParams; ++k)
-      single.param[k].v[0] = param_of(p, k, single_row.before + single.column);
-  }
+  if (single.column < cols) load_single_params(p, single_row.before, single);
 
   auto fetch = [&](int stage, int i, auto& in) {
 #pragma unroll
@@ -104,14 +97,7 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_stage
       Inputs in;
       fetch(stage, i, in);
       if constexpr (F::kKeeps) {
-        float merged[N];
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-          float x[F::kIn];
-          element(in, j, x);
-          merged[j] = p.f.merge(x);
-        }
-        in[0].set(merged);
+        first_row.merge(in);
         rows.of[0].put(stage, i, in[0]);
         store_where(there(i), first_row.kept() + column(i), in[0]);
       }

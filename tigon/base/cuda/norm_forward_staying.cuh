@@ -60,6 +60,22 @@ __device__ __forceinline__ W param_of(const NormForward<F, W, Y>& p, int k, int6
     return p.param[k][column];
 }
 
+// The element that a thread has beside whole packs, of which `head` come before and which are `whole` elements; none: cols.
+template <int N, class Team>
+__device__ __forceinline__ int single_column(const Team& team, int head, int whole, int cols) {
+  int column = cols;
+  if (const int t = team.thread; team.rank == 0 && t < 2 * N)
+    column = t < N ? (t < head ? t : cols) : min(cols, head + whole + t - N);
+  return column;
+}
+// `before`: the first column of the section that the row is.
+template <class F, class W, class Y>
+__device__ __forceinline__ void load_single_params(const NormForward<F, W, Y>& p, int64_t before,
+                                                   Single<F, W, Y>& single) {
+#pragma unroll
+  for (int k = 0; k < F::kParams; ++k) single.param[k].v[0] = param_of(p, k, before + single.column);
+}
+
 // keep(i, k, pack) for the packs of several vectors of `size` that a thread has, i < Held: the first one begins at `begin`,
 // the next ones `pitch` elements behind. What is not there is `absent`. Many words are on their way at a time.
 template <int Held, bool Unrolled = false, class W, int K, class There, class Keep>
@@ -105,8 +121,7 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_odd_k
   const Place place(p.sections, 1);
   const int cols = int(p.cols), thread = threadIdx.x, pitch = int(blockDim.x) * N;
   const OfSingle single_row(p, place, place.first);
-  const int head = min(
-      cols, int((0 - reinterpret_cast<uintptr_t>(single_row.written()) / sizeof(*single_row.written())) % N));
+  const int head = elements_before_packs<N>(single_row.written(), cols);
   const int whole = (cols - head) / N * N;
   const OfRow row(p, place, place.first, head, whole);
   Pack<X, N> in[kHeld][F::kIn];
@@ -144,9 +159,7 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_odd_k
     row.write(Tile::column(i), in[i], w, middle[i], rstd);
   }
   if (single.is()) {
-#pragma unroll
-    for (int k = 0; k < F::kParams; ++k)
-      single.param[k].v[0] = param_of(p, k, single_row.before + single.column);
+    load_single_params(p, single_row.before, single);
     single_row.write(single.column, single.in, single.param, mean, rstd);
   }
 }
@@ -177,8 +190,7 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_stayi
     return reinterpret_cast<Pack<W, N>*>(shared) + (i * F::kParams + k) * blockDim.x + threadIdx.x;
   };
   OfSingle single_row(p, place, run.first);
-  const int head = min(
-      cols, int((0 - reinterpret_cast<uintptr_t>(single_row.written()) / sizeof(*single_row.written())) % N));
+  const int head = elements_before_packs<N>(single_row.written(), cols);
   const int whole = (cols - head) / N * N;
   OfRow row(p, place, run.first, head, whole);
   int left = run.count();
@@ -211,17 +223,11 @@ __global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_stayi
     for (int k = 0; k < F::kIn; ++k) words.of[k].load(i, live && there(i));
   };
   Single<F, W, Y> single;
-  single.column = cols;
-  if (const int t = team.thread; team.rank == 0 && t < 2 * N)
-    single.column = t < N ? (t < head ? t : cols) : min(cols, head + whole + t - N);
+  single.column = single_column<N>(team, head, whole, cols);
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) load(i, row.live);
   single_row.load(single.column, single.next);
-  if (single.column < cols) {
-#pragma unroll
-    for (int k = 0; k < F::kParams; ++k)
-      single.param[k].v[0] = param_of(p, k, single_row.before + single.column);
-  }
+  if (single.column < cols) load_single_params(p, single_row.before, single);
   team.meet();
 #pragma unroll 1
   for (; left > 0; --left) {

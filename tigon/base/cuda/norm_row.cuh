@@ -176,18 +176,21 @@ struct ForwardRow {
       }
     }
   }
-  // kept = merge(in), which takes in[0]'s place.
+  // What is kept, in in[0]'s place.
+  __device__ __forceinline__ void merge(Inputs& packs) const {
+    float merged[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      float x[F::kIn];
+      element(packs, j, x);
+      merged[j] = p.f.merge(x);
+    }
+    packs[0].set(merged);
+  }
   __device__ __forceinline__ void keep(Column c, Inputs& packs) const {
     if constexpr (F::kKeeps) {
       if (!live || !lie.has(c)) return;
-      float merged[N];
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        float x[F::kIn];
-        element(packs, j, x);
-        merged[j] = p.f.merge(x);
-      }
-      packs[0].set(merged);
+      merge(packs);
       lie.store(kept(), c, packs[0]);
     }
   }

@@ -31,6 +31,12 @@ struct Row {
   __device__ __forceinline__ bool has(int c) const { return c >= 0 && c < cols; }
 };
 
+// Of n elements from x on, so many lie before the first whole pack.
+template <int N, class T>
+__device__ __forceinline__ int elements_before_packs(const T* x, int n) {
+  return min(n, int((0 - reinterpret_cast<uintptr_t>(x) / sizeof(T)) % N));
+}
+
 // The same row without packs in part: columns [0, n) one by one up to `head`, then whole packs, then one by one again, each of
 // the single ones a thread's.
 template <class T>
@@ -40,7 +46,7 @@ struct Part {
   int head, packs;
 
   __device__ __forceinline__ Part(T* x, int n) : x(x) {
-    head = min(n, int((0 - reinterpret_cast<uintptr_t>(x) / sizeof(T)) % N));
+    head = elements_before_packs<N>(x, n);
     packs = (n - head) / N;
   }
   __device__ __forceinline__ T* pack(int k) const { return x + head + int64_t(k) * N; }

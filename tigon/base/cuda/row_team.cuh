@@ -213,27 +213,27 @@ struct Cluster {
   int64_t clusters = 0;
 };
 
-// Host: for rows of `packs` packs, as many as run at a time. Large ones of small blocks, two or more of them on a multiprocessor, if
-// only a part of the warps is left without work: of `least` threads at least, which keep so many bytes each in dynamic shared memory.
-template <class Shape, class Kernel>
-Cluster large_cluster(const char* op, ClusterRoom& rooms, Kernel kernel, int64_t packs, int least = 192,
-                      size_t of_thread = 0) {
-  for (int blocks : {16, 8, 4, 2}) {
-    const int threads = block_threads<Shape>(ceil_div(packs, blocks));
-    if ((threads < least && blocks > 2) || threads > Shape::block) continue;
-    const int64_t room = rooms.of(op, kernel, blocks, threads, of_thread * threads);
-    if (room > 0) return {blocks, threads, room};
-  }
-  return {};
-}
-
-// Host: clusters of `blocks` blocks, as many as there is room for.
+// Host: for rows of `packs` packs, clusters of `blocks` blocks of `least` threads at least, as many as there is room for;
+// `shared(threads)`: bytes of a block.
 template <class Shape, class Kernel, class Shared>
-Cluster cluster_of(const char* op, ClusterRoom& rooms, Kernel kernel, int64_t packs, int blocks,
+Cluster cluster_of(const char* op, ClusterRoom& rooms, Kernel kernel, int64_t packs, int blocks, int least,
                    Shared&& shared) {
   const int threads = block_threads<Shape>(ceil_div(packs, blocks));
+  if (threads < least || threads > Shape::block) return {};
   const int64_t room = rooms.of(op, kernel, blocks, threads, shared(threads));
   return room > 0 ? Cluster{blocks, threads, room} : Cluster{};
+}
+
+// Host: as many as run at a time. Large ones of small blocks, two or more of them on a multiprocessor, if only a part of the warps is left
+// without work.
+template <class Shape, class Kernel, class Shared>
+Cluster large_cluster(const char* op, ClusterRoom& rooms, Kernel kernel, int64_t packs, int least,
+                      Shared&& shared) {
+  for (int blocks : {16, 8, 4, 2}) {
+    const Cluster c = cluster_of<Shape>(op, rooms, kernel, packs, blocks, blocks > 2 ? least : 1, shared);
+    if (c.blocks > 0) return c;
+  }
+  return {};
 }
 
 // Host: of clusters that stay, blocks of at least `least` threads each, those with most threads under way, for rows of `packs` packs; as
@@ -244,11 +244,10 @@ Cluster best_cluster(const char* op, ClusterRoom& rooms, Kernel kernel, int64_t 
   Cluster best;
   int64_t most = 0;
   for (int blocks : {2, 4, 8, 16}) {
-    const int threads = block_threads<Shape>(ceil_div(packs, blocks));
-    if ((threads < least && best.blocks > 0) || threads > Shape::block) continue;
-    const int64_t room = rooms.of(op, kernel, blocks, threads, shared(threads));
-    const int64_t under_way = room * blocks * threads;
-    if (under_way > most) most = under_way, best = {blocks, threads, room};
+    const Cluster c =
+        cluster_of<Shape>(op, rooms, kernel, packs, blocks, best.blocks > 0 ? least : 1, shared);
+    const int64_t under_way = c.clusters * c.blocks * c.threads;
+    if (under_way > most) most = under_way, best = c;
   }
   return best;
 }

@@ -2,7 +2,7 @@
 //
 // Bytes per element (b = element size): 3b with the gradient, 2b without. What a column of 16 bits may cost at the rate of a copy, H200
 // (132 multiprocessors of 128 lanes at 1.98 GHz, 4.2 TB/s; 56 and 7.0 at 85 % of it): 48 instructions, of them 6.0 ex2 or
-// lg2 (16 lanes, measured: 0.50 a clock). Twice that in 32 bits. Spent, about: held KL 26 and 2; kl 30 and 4; ring TVD 30 and 4, JSD 40
+// lg2 (16 lanes, measured: 0.50 a clock). Twice that in 32 bits. Spent, about: held KL 26 and 2; kl 30 and 4; ring TVD 32 and 4, JSD 40
 // and 5; 32 bits: exponentials on the multiply-add units, exact to an ulp, 24 more (JSD 50).
 //
 // Variants
@@ -14,7 +14,7 @@
 //   kl      KLs of longer rows in 16 bits (sm_90 on): rows stay in shared memory as words (divergence_kl.cuh).
 //   ring    jsd and tvd of longer rows in 16 bits (sm_90 on), three rows under way (divergence_ring.cuh). JSD is bound by its arithmetic:
 //           without loads and stores it takes 95 % of its time, 64 clocks of a scheduler for 32 columns, where either kind of instruction
-//           would fill 40. TVD is as fast as its ring without the arithmetic, 82 % of a copy; copies by the threads themselves (as in
+//           would fill 40. TVD's ring alone, without the arithmetic, is at 82 % of a copy; copies by the threads themselves (as in
 //           kl) reach 94 to 96 there, but lose more than that in a kernel with so many instructions.
 //   swept   Still longer rows, and rows that lie differently: one block a row, three sweeps, element by element in the second case.
 #include <algorithm>

@@ -373,7 +373,9 @@ void run(Context& ctx, typename Kernels::Params p, int64_t packs) {
   using Clustered = typename Kernels::Clustered;
   static ClusterRoom clusters;
   const auto kernel = Kernels::template held<Clustered, true>();
-  if (const Cluster c = large_cluster<Clustered>(kOp, clusters, kernel, packs); c.blocks > 0) {
+  if (const Cluster c =
+          large_cluster<Clustered>(kOp, clusters, kernel, packs, 192, [](int) { return size_t(0); });
+      c.blocks > 0) {
     p.counter = row_counter(kOp, ctx, p.rows, c.clusters);
     launch(kOp, ctx, kernel,
            {.blocks = std::min(p.rows, c.clusters) * c.blocks, .threads = c.threads, .cluster = c.blocks}, p);
