@@ -104,7 +104,8 @@ class TorchCpuContext final : public Context {
         torch::stable::detail::from(view(g.b, g.k, g.n, g.ldb, g.trans_b, g.ab_dtype)),
         torch::stable::detail::from(view(c, g.m, g.n, ldc, false, g.ab_dtype)),
     };
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack, TORCH_ABI_VERSION));
+    check_torch(torch_call_dispatcher("aten::mm", "out", stack, TORCH_ABI_VERSION),
+                [] { return "aten::mm failed"; });
     torch::stable::detail::to<Tensor>(stack[0]);  // takes and drops the returned handle
   }
 
@@ -118,8 +119,8 @@ class TorchCpuContext final : public Context {
         torch::stable::detail::from(std::vector<int64_t>()),
         torch::stable::detail::from(std::optional<std::string>("")),
     };
-    STABLE_TORCH_ERROR_CODE_CHECK(
-        torch_call_dispatcher("mkldnn::_linear_pointwise", "", stack, TORCH_ABI_VERSION));
+    check_torch(torch_call_dispatcher("mkldnn::_linear_pointwise", "", stack, TORCH_ABI_VERSION),
+                [] { return "mkldnn::_linear_pointwise failed"; });
     Tensor product = torch::stable::detail::to<Tensor>(stack[0]);
     add(product.data_ptr(), DType::f32, g);
   }

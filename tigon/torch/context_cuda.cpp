@@ -21,7 +21,7 @@ void* current_stream(int32_t device) {
       find_symbol(loaded_library("libtorch_cuda.so"), "aoti_torch_get_current_cuda_stream"));
   TIGON_CHECK("context", fn != nullptr, "libtorch_cuda.so must be loaded for CUDA tensors, found none");
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(fn(device, &stream));
+  check_torch(fn(device, &stream), [] { return "aoti_torch_get_current_cuda_stream failed"; });
   return stream;
 }
 

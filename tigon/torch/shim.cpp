@@ -8,6 +8,9 @@
 #include "tigon/base/dynlib.h"
 #include "tigon/torch/context.h"
 
+// PyTorch >= 2.13 tells why a call of its C interface failed; null where it does not.
+extern "C" [[gnu::weak]] const char* torch_exception_get_what_without_backtrace();
+
 namespace tigon::torch_shim {
 
 namespace {
@@ -83,7 +86,7 @@ Matrix rows_of(const char* op, const char* name, Tensor& t) {
   };
   int64_t stride = t.numel() == 0 ? t.size(dims - 1) : collapsed_stride();
   if (stride < 0) {
-    t = torch::stable::contiguous(t);
+    t = to_contiguous(t);
     stride = t.size(dims - 1);
   }
   int64_t cols = t.size(dims - 1);
@@ -96,7 +99,7 @@ Matrix rows_of(const char* op, const char* name, Tensor& t) {
 
 Vector vector_of(const char* op, const char* name, Tensor& t) {
   TIGON_CHECK(op, t.dim() == 1, name, " must have one dimension, got ", t.dim());
-  if (t.size(0) > 1 && t.stride(0) != 1) t = torch::stable::contiguous(t);
+  if (t.size(0) > 1 && t.stride(0) != 1) t = to_contiguous(t);
   return {.data = t.data_ptr(), .dtype = dtype_of(op, name, t), .size = t.size(0)};
 }
 
@@ -119,6 +122,28 @@ Vector scalar_of(const char* op, const char* name, const Tensor& t) {
   return {.data = t.data_ptr(), .dtype = dtype_of(op, name, t), .size = 1};
 }
 
+void fail_torch(const std::string& otherwise) {
+  const char* reason = torch_exception_get_what_without_backtrace != nullptr
+                           ? torch_exception_get_what_without_backtrace()
+                           : nullptr;
+  throw std::runtime_error(reason != nullptr && *reason != 0 ? reason : otherwise);
+}
+
+// The words by which programs recognise a failed allocation of PyTorch's.
+static std::string out_of_memory(const Tensor& like, size_t bytes) {
+  std::string size = std::to_string(bytes) + " bytes";
+  return like.is_cuda() ? "CUDA out of memory. Tried to allocate " + size
+                        : "DefaultCPUAllocator: can't allocate memory: you tried to allocate " + size;
+}
+
+Tensor to_contiguous(const Tensor& t) {
+  StableIValue stack[2] = {torch::stable::detail::from(t),
+                           torch::stable::detail::from(torch::headeronly::MemoryFormat::Contiguous)};
+  check_torch(torch_call_dispatcher("aten::contiguous", "", stack, TORCH_ABI_VERSION),
+              [&] { return out_of_memory(t, size_t(t.numel()) * t.element_size()); });
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
 // In fresh CPU memory page faults cost several times what a kernel does: large pages make them few. Asked for before the
 // first touch; harmless where the system has none.
 static void prefer_large_pages(const Tensor& t, size_t bytes) {
@@ -130,6 +155,20 @@ static void prefer_large_pages(const Tensor& t, size_t bytes) {
 #endif
 }
 
+Tensor empty_strided(const Tensor& like, const int64_t* sizes, const int64_t* strides, int64_t dims,
+                     DType dtype) {
+  AtenTensorHandle handle = nullptr;
+  int32_t device = like.is_cuda() ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
+  check_torch(aoti_torch_empty_strided(dims, sizes, strides, int32_t(torch_dtype(dtype)), device,
+                                       like.get_device_index(), &handle),
+              [&] {
+                size_t bytes = size_of(dtype);
+                for (int64_t d = 0; d < dims; ++d) bytes *= size_t(sizes[d]);
+                return out_of_memory(like, bytes);
+              });
+  return Tensor(handle);
+}
+
 Tensor empty(const Tensor& like, const int64_t* sizes, int64_t dims, DType dtype) {
   std::array<int64_t, 8> strides;
   TIGON_CHECK("empty", dims <= int64_t(strides.size()), "tensors must have at most 8 dimensions, got ", dims);
@@ -138,12 +177,7 @@ Tensor empty(const Tensor& like, const int64_t* sizes, int64_t dims, DType dtype
     strides[size_t(d)] = step;
     step *= sizes[d] > 1 ? sizes[d] : 1;
   }
-  AtenTensorHandle handle = nullptr;
-  int32_t device_type = like.is_cuda() ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dims, sizes, strides.data(),
-                                                         int32_t(torch_dtype(dtype)), device_type,
-                                                         like.get_device_index(), &handle));
-  Tensor t(handle);
+  Tensor t = empty_strided(like, sizes, strides.data(), dims, dtype);
   if (!like.is_cuda()) prefer_large_pages(t, size_t(t.numel()) * size_of(dtype));
   return t;
 }

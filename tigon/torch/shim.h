@@ -24,7 +24,14 @@ using torch::headeronly::ScalarType;
 DType dtype_of(const char* op, const char* name, ScalarType t);
 DType dtype_of(const char* op, const char* name, const Tensor& t);
 Device device_of(const char* op, const Tensor& t);
-bool is_kernel_dtype(const Tensor& t);
+
+// Throws what PyTorch says of a failed call of its C interface, or otherwise() where it is too old to tell.
+[[noreturn]] void fail_torch(const std::string& otherwise);
+template <class Otherwise>
+void check_torch(AOTITorchError status, const Otherwise& otherwise) {
+  if (status != TORCH_SUCCESS) [[unlikely]]
+    fail_torch(otherwise());
+}
 
 // Throws unless `t` lives where `like` does.
 void check_same_device(const char* op, const char* name, const Tensor& t, const Tensor& like);
@@ -40,7 +47,10 @@ Vector row_of(const char* op, const char* name, Tensor& t, int64_t row);
 // One element, any number of dimensions.
 Vector scalar_of(const char* op, const char* name, const Tensor& t);
 
+Tensor to_contiguous(const Tensor& t);
 // Uninitialised result on the device of `like`.
+Tensor empty_strided(const Tensor& like, const int64_t* sizes, const int64_t* strides, int64_t dims,
+                     DType dtype);
 Tensor empty(const Tensor& like, const int64_t* sizes, int64_t dims, DType dtype);
 Tensor make(const Tensor& like, std::initializer_list<int64_t> sizes, DType dtype);
 Tensor make_like(const Tensor& like, DType dtype);  // contiguous, same sizes

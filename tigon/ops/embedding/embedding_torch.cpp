@@ -10,7 +10,7 @@ constexpr const char* kOp = "embedding";
 
 // Of any shape, as one vector; replaced by a dense copy where it is not.
 Vector ids_of(Tensor& ids) {
-  if (!ids.is_contiguous()) ids = torch::stable::contiguous(ids);
+  if (!ids.is_contiguous()) ids = to_contiguous(ids);
   return {.data = ids.data_ptr(), .dtype = dtype_of(kOp, "ids", ids), .size = ids.numel()};
 }
 

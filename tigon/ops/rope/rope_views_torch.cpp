@@ -5,7 +5,7 @@ namespace {
 
 void make_rows_dense(Tensor& t) {
   int64_t last = t.dim() - 1;
-  if (t.size(last) > 1 && t.stride(last) != 1) t = torch::stable::contiguous(t);
+  if (t.size(last) > 1 && t.stride(last) != 1) t = to_contiguous(t);
 }
 
 // [T, ...], [B, T, ...], or with axes [A, T, ...], [A, B, T, ...]; `rest` trailing dimensions follow.
@@ -56,15 +56,7 @@ Tensor make_heads(const Tensor& x, DType dtype, bool swapped) {
   int64_t dims = x.dim(), d = at_least_1(x.size(dims - 1)), inner = at_least_1(x.size(dims - 3)) * d,
           outer = at_least_1(x.size(dims - 2)) * inner;
   int64_t strides[4] = {outer, d, inner, 1};
-  using torch::headeronly::ScalarType;
-  auto type = dtype == DType::f32    ? ScalarType::Float
-              : dtype == DType::bf16 ? ScalarType::BFloat16
-                                     : ScalarType::Half;
-  AtenTensorHandle handle = nullptr;
-  int32_t device = x.is_cuda() ? aoti_torch_device_type_cuda() : aoti_torch_device_type_cpu();
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      dims, x.sizes().data(), strides + (4 - dims), int32_t(type), device, x.get_device_index(), &handle));
-  return Tensor(handle);
+  return empty_strided(x, x.sizes().data(), strides + (4 - dims), dims, dtype);
 }
 
 Rope rope_of(const char* op, Tensor& cos, OptionalTensor& sin, OptionalTensor& positions,
@@ -86,7 +78,7 @@ Rope rope_of(const char* op, Tensor& cos, OptionalTensor& sin, OptionalTensor& p
   TIGON_CHECK(op, last >= 2 && cos.size(last) == 2 && options.shared,
               "sin must be given where cos is not complex");
   bool dense = (cos.stride(last) == 1 && cos.stride(last - 1) == 2) || cos.numel() == 0;
-  if (!dense) cos = torch::stable::contiguous(cos);
+  if (!dense) cos = to_contiguous(cos);
   a.cos = table_of(op, "cos", cos, axes, 2);
   a.cos.col_stride = 2;
   a.sin = a.cos;
