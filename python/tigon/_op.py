@@ -1,31 +1,29 @@
 """From raw forward and backward operators to one differentiable callable.
 
-Three routes, one formula (``setup_context`` and ``backward`` are shared):
+Four routes, one formula (``setup_context`` and ``backward`` are shared):
 
 * eager, gradient needed: a classic ``torch.autograd.Function`` around the raw operators (lowest host cost,
   measured);
 * eager, no gradient: the raw forward operator alone, without what a backward would need;
-* under ``torch.compile`` or a functorch transform: the operator ``tigon::<name>``, opaque to the compiler,
-  with a fake kernel and the same backward attached by ``torch.library.register_autograd``.
+* under ``torch.compile``: the operator ``tigon::<name>``, opaque to the compiler, with a fake kernel and the
+  same backward attached by ``torch.library.register_autograd``;
+* under the transforms of ``torch.func``: an ``autograd.Function`` in the form that they take.
+
+First derivatives in reverse mode are there. Second ones and forward mode are refused in words.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch.autograd import forward_ad
 
 from tigon._load import native
-from tigon.error import Error
-
-
-def _as_error(exc: RuntimeError) -> Error | None:
-    """The native library's refusal as :class:`Error`; ``None`` for anything else."""
-    text = str(exc)
-    return Error(text.split("\n", 1)[0]) if text.startswith("[") else None
-
+from tigon.error import Error, refuse
 
 # Looked up once: every call asks them.
 _is_compiling = torch.compiler.is_compiling
@@ -38,15 +36,41 @@ graph_is_kept: Callable[[], bool] = getattr(
 )
 
 
-def once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """``once_differentiable`` without its cost where no second derivative is recorded."""
-    guarded = torch.autograd.function.once_differentiable(backward)
+def refuse_second(op: str) -> NoReturn:
+    refuse(
+        op, "second derivatives are not supported (create_graph=True, hessian, hvp): use float64 tensors, "
+        "which run the plain PyTorch formula"
+    )  # fmt: skip
 
-    @functools.wraps(backward)
-    def call(ctx, *grad_outputs):
-        return (guarded if torch.is_grad_enabled() else backward)(ctx, *grad_outputs)
 
-    return call
+def _refuse_forward_mode(op: str) -> NoReturn:
+    refuse(
+        op, "forward-mode AD is not supported (jvp, jacfwd, linearize, dual tensors): use reverse mode, or "
+        "float64 tensors, which run the plain PyTorch formula"
+    )  # fmt: skip
+
+
+def refuse_tangents(op: str, args: tuple) -> None:
+    """Dual tensors reach no kernel: their tangents would be lost."""
+    with forward_ad._set_fwd_grad_enabled(True):  # a Function's forward, which does not see them, calls this too
+        for a in args:
+            if isinstance(a, torch.Tensor) and forward_ad.unpack_dual(a).tangent is not None:
+                _refuse_forward_mode(op)
+
+
+def once(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Of an eager backward: refuse to run where a second derivative would be recorded."""
+
+    def wrap(backward):
+        @functools.wraps(backward)
+        def call(ctx, *grad_outputs):
+            if _is_grad_enabled() and not _is_compiling():
+                refuse_second(op)
+            return backward(ctx, *grad_outputs)
+
+        return call
+
+    return wrap
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -54,21 +78,86 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply
 
 
-def raw(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
-    """``tigon::name`` with its fake kernel registered; refusals arrive as :class:`Error`."""
-    overload = native(name)
-    torch.library.register_fake(f"tigon::{name}", fake)
+def transformable(op: str, name: str, forward, setup_context, backward) -> Callable[..., Any]:
+    """A function of positional arguments for the transforms of ``torch.func``; ``vmap`` takes one at a time."""
+
+    def vmap(info, in_dims, *args):
+        results = [
+            function.apply(*(a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)))
+            for i in range(info.batch_size)
+        ]
+        if isinstance(results[0], torch.Tensor):
+            return torch.stack(results), 0
+        return tuple(torch.stack(of_one) for of_one in zip(*results, strict=True)), (0,) * len(results[0])
+
+    members = {
+        "forward": forward,
+        "setup_context": setup_context,
+        "backward": backward,
+        "vmap": vmap,
+        "jvp": lambda ctx, *tangents: _refuse_forward_mode(op),
+    }
+    members = {key: staticmethod(member) for key, member in members.items()}
+    function = type(f"Tigon_{name}", (torch.autograd.Function,), members)
+    return function.apply
+
+
+def _caller(op: str, overload) -> Callable[..., Any]:
+    """A native operator in eager mode: refusals arrive as :class:`Error`."""
 
     def call(*args):
+        if forward_ad._current_level >= 0:
+            refuse_tangents(op, args)
         try:
             return overload(*args)
         except RuntimeError as exc:
-            error = _as_error(exc)
+            error = _explained(op, overload, args, exc)
             if error is None:
                 raise
         raise error
 
     return call
+
+
+def raw(name: str, fake: Callable[..., Any], op: str | None = None) -> Callable[..., Any]:
+    """``tigon::name`` with its fake kernel registered. It has no derivative; asked for one, it refuses.
+
+    Args:
+        op: its name in messages; ``None``: `name` without its last word.
+    """
+    op = op or name.rpartition("_")[0]
+    overload = native(name)
+    register_fake(op, name, fake)
+    eager = _caller(op, overload)
+    transformed = transformable(
+        op, name, eager, lambda ctx, inputs, output: None, lambda ctx, *gradients: refuse_second(op)
+    )
+
+    def call(*args):
+        if _is_compiling():
+            return overload(*args)
+        if _is_transformed():
+            return transformed(*args)
+        return eager(*args)
+
+    return call
+
+
+def register_fake(op: str, name: str, fake: Callable[..., Any]) -> None:
+    """Shapes for fake tensors and for ``meta``; a mixture of ``meta`` and real tensors is refused."""
+    names = [argument.name for argument in native(name)._schema.arguments]
+
+    def checked(*args):
+        first = None
+        for argument, a in zip(names, args, strict=False):
+            if not isinstance(a, torch.Tensor):
+                continue
+            first = a if first is None else first
+            if a.is_meta != first.is_meta:
+                refuse(op, "{} must be on {}, got {}", argument, first.device, a.device)
+        return fake(*args)
+
+    torch.library.register_fake(f"tigon::{name}", checked)
 
 
 class Op:
@@ -81,6 +170,7 @@ class Op:
         backward: ``(ctx, *grad_outputs)``, one gradient (or ``None``) per input.
         results: how many outputs callers see, ``None``: all. Those after them are for the backward alone, and
             ``tigon::<name>_infer`` does without them.
+        transformed: another ``(setup_context, backward)`` for the transforms of ``torch.func``.
     """
 
     def __init__(
@@ -91,24 +181,29 @@ class Op:
         setup_context: Callable[..., None],
         backward: Callable[..., Any],
         results: int | None = None,
+        transformed: tuple[Callable[..., None], Callable[..., Any]] | None = None,
     ) -> None:
         self.name = name
         self.registered = native(name)
-        self.forward = self.infer = raw(f"{name}_fwd", fake)
         self.visible = visible = _first(results)
+        for suffix in ("", "_fwd"):
+            register_fake(name, name + suffix, fake)
+        self.forward = self.infer = forward = _caller(name, native(f"{name}_fwd"))
         if results is not None:
-            self.infer = raw(f"{name}_infer", lambda *args: visible(fake(*args)))
+            register_fake(name, f"{name}_infer", lambda *args: visible(fake(*args)))
+            self.infer = _caller(name, native(f"{name}_infer"))
 
         def setup_traced(ctx, inputs, output):
             setup_context(ctx, inputs, output)
             if results is not None:
                 ctx.mark_non_differentiable(*output[results:])
 
-        torch.library.register_fake(f"tigon::{name}", fake)
-        torch.library.register_autograd(f"tigon::{name}", backward, setup_context=setup_traced)
+        eager_backward = once(name)(backward)
+        torch.library.register_autograd(f"tigon::{name}", eager_backward, setup_context=setup_traced)
+        self.transformed = transformable(name, name, forward, *(transformed or (setup_traced, backward)))
 
         def function_forward(ctx, *inputs):
-            output = self.forward(*inputs)
+            output = forward(*inputs)
             setup_context(ctx, inputs, output)
             return visible(output)
 
@@ -117,15 +212,17 @@ class Op:
             (torch.autograd.Function,),
             {
                 "forward": staticmethod(function_forward),
-                "backward": staticmethod(once(backward)),
+                "backward": staticmethod(eager_backward),
             },
         )
         self.apply = direct_apply(self.function)
         self.node = self.function._backward_cls  # type of its results' grad_fn
 
     def __call__(self, *args):
-        if _is_compiling() or _is_transformed():
+        if _is_compiling():
             return self.visible(self.registered(*args))
+        if _is_transformed():
+            return self.visible(self.transformed(*args))
         if _is_grad_enabled():
             for a in args:
                 if isinstance(a, torch.Tensor) and a.requires_grad:
@@ -140,6 +237,40 @@ def _first(results: int | None) -> Callable[[Any], Any]:
     if results == 1:
         return lambda output: output[0]
     return lambda output: output[:results]
+
+
+_REFUSAL = re.compile(r"\[\w+\] ")
+_WRONG_TYPE = re.compile(r"type '(.+?)' for argument '(\w+)' but instead found type")
+
+
+def _explained(op: str, overload, args: tuple, exc: RuntimeError) -> RuntimeError | None:
+    """The failure of a native operator in the words and type that users expect; ``None``: as it is."""
+    text = str(exc)
+    if _REFUSAL.match(text):
+        return Error(text.split("\n", 1)[0])
+    if "out of memory" in text and not isinstance(exc, torch.OutOfMemoryError):
+        return torch.OutOfMemoryError(text)
+    wrong = _WRONG_TYPE.search(text)
+    for argument, a in zip(overload._schema.arguments, args, strict=False):
+        name = argument.name
+        if isinstance(a, torch.Tensor):
+            kind = _foreign(name, a)
+            if kind is not None:
+                return Error(f"[{op}] {name} must be a plain dense tensor, got {kind}")
+        elif wrong and wrong[2] == name:
+            return Error(f"[{op}] {name} must be of type {wrong[1]}, got {a!r}")
+    return None
+
+
+def _foreign(name: str, a: torch.Tensor) -> str | None:
+    """What keeps a tensor from the kernels, if anything."""
+    if any(base.__name__ == "DTensor" for base in type(a).__mro__):
+        return f"a DTensor (use {name}.to_local() or {name}.full_tensor())"
+    if a.is_nested:
+        return "a nested tensor"
+    if a.layout != torch.strided:
+        return f"one of layout {a.layout}"
+    return None
 
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -32,7 +32,7 @@ def _fake_bwd(dy, dh, h, weight, rstd, offset, rounding, need_dx, need_dweight):
 
 
 _bwd = raw("add_rms_norm_bwd", _fake_bwd)
-_in_place = raw("add_rms_norm_in_place", _fake_in_place)
+_in_place = raw("add_rms_norm_in_place", _fake_in_place, "add_rms_norm")
 
 
 def _setup_context(ctx, inputs, output):
@@ -50,8 +50,7 @@ def _backward(ctx, dy, dh, _=None):
     else:
         h, weight, rstd = ctx.saved_tensors
         need_dweight = weight is not None and ctx.needs_input_grad[2]
-        call = torch.ops.tigon.add_rms_norm_bwd if torch.compiler.is_compiling() else _bwd
-        results = call(dy, dh, h, weight, rstd, ctx.offset, ctx.rounding, need_dx, need_dweight)
+        results = _bwd(dy, dh, h, weight, rstd, ctx.offset, ctx.rounding, need_dx, need_dweight)
         dx, dweight = (g if need else None for g, need in zip(results, (need_dx, need_dweight), strict=True))
     first, second = (dx if need else None for need in ctx.needs_input_grad[:2])
     return first, second, dweight, None, None, None
@@ -70,7 +69,7 @@ class _InPlace(torch.autograd.Function):
         _setup_context(ctx, (x, residual, *options), (y, residual, rstd))
         return y, residual
 
-    backward = staticmethod(once(_backward))
+    backward = staticmethod(once("add_rms_norm")(_backward))
 
 
 def _add_in_place(x, residual, *options):

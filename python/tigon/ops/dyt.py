@@ -39,8 +39,7 @@ def _backward(ctx, dy):
     need = ctx.needs_input_grad
     if dy is None:
         return None, None, None, None
-    call = torch.ops.tigon.dyt_bwd if torch.compiler.is_compiling() else _bwd
-    gradients = call(dy, *ctx.saved_tensors, *need)
+    gradients = _bwd(dy, *ctx.saved_tensors, *need)
     return tuple(g if wanted else None for g, wanted in zip(gradients, need, strict=True))
 
 

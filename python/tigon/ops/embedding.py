@@ -41,8 +41,7 @@ def _backward(ctx, dy):
     if dy is None:
         return (None,) * 4
     (ids,) = ctx.saved_tensors
-    call = torch.ops.tigon.embedding_bwd if torch.compiler.is_compiling() else _bwd
-    return None, call(dy, ids, ctx.vocabulary, *ctx.options), None, None
+    return None, _bwd(dy, ids, ctx.vocabulary, *ctx.options), None, None
 
 
 _op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward)

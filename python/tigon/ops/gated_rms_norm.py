@@ -70,8 +70,7 @@ def _backward(ctx, dy, _=None):
     if dy is None:
         return (None,) * 9
     need = ctx.needs_input_grad[:3]
-    call = torch.ops.tigon.gated_rms_norm_bwd if torch.compiler.is_compiling() else _bwd
-    gradients = call(dy, *ctx.saved_tensors, *ctx.how, *need)
+    gradients = _bwd(dy, *ctx.saved_tensors, *ctx.how, *need)
     return *(g if wanted else None for g, wanted in zip(gradients, need, strict=True)), *(None,) * 6
 
 

@@ -57,8 +57,7 @@ def _backward(ctx, dy):
     if dy is not None:
         gate, up = ctx.saved_tensors
         need_dgate, need_dup = ctx.needs_input_grad[0], up is not None and ctx.needs_input_grad[1]
-        call = torch.ops.tigon.glu_bwd if torch.compiler.is_compiling() else _bwd
-        dgate, dup = call(dy, gate, up, *ctx.options, need_dgate, need_dup)
+        dgate, dup = _bwd(dy, gate, up, *ctx.options, need_dgate, need_dup)
         dgate, dup = dgate if need_dgate else None, dup if need_dup else None
     return dgate, dup, None, None, None, None, None
 

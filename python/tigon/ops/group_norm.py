@@ -42,8 +42,7 @@ def _backward(ctx, dy, _=None):
     if dy is None:
         return (None,) * 6
     need = ctx.needs_input_grad[:3]
-    call = torch.ops.tigon.group_norm_bwd if torch.compiler.is_compiling() else _bwd
-    gradients = call(dy, *ctx.saved_tensors, *ctx.sizes, *need)
+    gradients = _bwd(dy, *ctx.saved_tensors, *ctx.sizes, *need)
     return *(g if wanted else None for g, wanted in zip(gradients, need, strict=True)), None, None, None
 
 

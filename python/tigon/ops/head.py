@@ -82,6 +82,8 @@ def check_head(op, hidden, weight, target, bias, shift, softcap, temperature, ch
 
 def autocast(hidden):
     """hidden in the dtype that autocast asks for."""
+    if hidden.is_meta:
+        return hidden
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         return hidden.to(torch.get_autocast_dtype(device))

@@ -1,7 +1,7 @@
 """Gradients of the fused loss head: its native operators, and how a loss hands its gradients on.
 
 Eager calls go through :class:`_Eager`, which takes nothing but the tensors that can need a gradient (host
-cost); under ``torch.compile`` and functorch transforms the registered operator runs, with the same formulas.
+cost); under ``torch.compile`` and the transforms of ``torch.func`` run other forms of the same formulas.
 """
 
 from __future__ import annotations
@@ -85,12 +85,13 @@ def _fake_kept_bwd(upstream, kept, hidden, weight, target, token_weight, ignore_
     return _empty_gradients(hidden, weight, None, needs, of_weight)[:3]
 
 
+_OP = "linear_cross_entropy"
 finish = raw("linear_cross_entropy_bwd", _fake_bwd)
-_finish_in_place = raw("linear_cross_entropy_bwd_", _fake_bwd)
-rows_backward = raw("linear_cross_entropy_rows_bwd", _fake_rows_bwd)
+_finish_in_place = raw("linear_cross_entropy_bwd_", _fake_bwd, _OP)
+rows_backward = raw("linear_cross_entropy_rows_bwd", _fake_rows_bwd, _OP)
 _keep = raw("linear_cross_entropy_keep", lambda kept, *inputs: _fake(*inputs))
-_kept_bwd = raw("linear_cross_entropy_kept_bwd", _fake_kept_bwd)
-_add_bwd = raw("linear_cross_entropy_add_bwd", _fake_add_bwd)
+_kept_bwd = raw("linear_cross_entropy_kept_bwd", _fake_kept_bwd, _OP)
+_add_bwd = raw("linear_cross_entropy_add_bwd", _fake_add_bwd, _OP)
 
 
 # The registered operator.
@@ -114,21 +115,46 @@ def _backward(ctx, dloss, *_):
     if dloss is None:
         return (None,) * _INPUTS
     if ctx.scalar:
-        call = torch.ops.tigon.linear_cross_entropy_bwd
-        gradients = call(dloss, *ctx.saved_tensors, *ctx.dtypes[1:])
+        gradients = finish(dloss, *ctx.saved_tensors, *ctx.dtypes[1:])
     else:
-        call = torch.ops.tigon.linear_cross_entropy_rows_bwd
-        gradients = call(dloss, None, *ctx.saved_tensors, *ctx.options, ctx.needs)
-    dtypes = (*ctx.dtypes, ctx.dtypes[0], ctx.dtypes[0])
-    wanted = (
-        g.to(dtype) if ctx.needs & bit else None
-        for g, dtype, bit in zip(gradients, dtypes, _BITS, strict=True)
+        gradients = rows_backward(dloss, None, *ctx.saved_tensors, *ctx.options, ctx.needs)
+    return _by_place(gradients, ctx.needs, ctx.dtypes)
+
+
+def _by_place(gradients, needs, dtypes):
+    """The gradients that are needed, rounded, at the places of their inputs in the schema."""
+    dhidden, dweight, dbias, dlora_a, dlora_b = (
+        g.to(dtype) if needs & bit else None
+        for g, dtype, bit in zip(gradients, (*dtypes, dtypes[0], dtypes[0]), _BITS, strict=True)
     )
-    dhidden, dweight, dbias, dlora_a, dlora_b = wanted
     return dhidden, dweight, None, dbias, None, None, dlora_a, dlora_b, *((None,) * (_INPUTS - 8))
 
 
-_op = Op("linear_cross_entropy", fake=_fake, setup_context=_setup_context, backward=_backward)
+# For the transforms of torch.func: the backward computes the logits again, whatever the reduction. What needs a gradient is known
+# there alone: inside vmap a tensor does not tell.
+
+
+def _setup_transformed(ctx, inputs, output):
+    hidden, weight, _, bias = inputs[:4]
+    ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype)
+    ctx.scalar = inputs[_REDUCTION] != REDUCTIONS["none"]
+    ctx.options = _loss_options(inputs)
+    ctx.save_for_backward(output[1], *inputs[:8])
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward_transformed(ctx, dloss, *_):
+    if dloss is None:
+        return (None,) * _INPUTS
+    scale, *inputs = ctx.saved_tensors
+    upstream = (dloss * scale).expand(inputs[2].shape) if ctx.scalar else dloss
+    needs = sum(bit for bit, place in zip(_BITS, (0, 1, 3, 6, 7), strict=True) if ctx.needs_input_grad[place])
+    return _by_place(rows_backward(upstream, None, *inputs, *ctx.options, needs), needs, ctx.dtypes)
+
+
+_op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward,
+         transformed=(_setup_transformed, _backward_transformed))  # fmt: skip
 
 
 # Eager calls: what is done forward and backward. Each saves what its backward unpacks.
@@ -212,7 +238,7 @@ class _Eager(torch.autograd.Function):
         return output[0]
 
     @staticmethod
-    @once
+    @once(_OP)
     def backward(ctx, dloss):
         gradients = ctx.call.backward(ctx, dloss)
         needs = ctx.needs
@@ -246,8 +272,11 @@ def run(inputs, parameters, main_grad, keep_mb):
     if parameters[1].dtype == inputs[0].dtype:  # else weight's gradient is rounded once, from float32
         needs |= MAY_ROUND
     inputs[_NEEDS] = needs
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if torch.compiler.is_compiling():
         output = _op.registered(*inputs)
+        return output[0], output[7], output[8]
+    if torch._C._are_functorch_transforms_active():
+        output = _op.transformed(*inputs[:_NEEDS], 0)
         return output[0], output[7], output[8]
     if needs & ~MAY_ROUND == 0:
         output = _op.forward(*inputs)

@@ -39,8 +39,7 @@ def _backward(ctx, dy, _=None):
     if dy is None:
         return None, None, None, None
     need = ctx.needs_input_grad[:3]
-    call = torch.ops.tigon.layer_norm_bwd if torch.compiler.is_compiling() else _bwd
-    gradients = call(dy, *ctx.saved_tensors, *need)
+    gradients = _bwd(dy, *ctx.saved_tensors, *need)
     return *(g if wanted else None for g, wanted in zip(gradients, need, strict=True)), None
 
 

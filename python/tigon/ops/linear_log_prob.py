@@ -69,11 +69,9 @@ def _backward(ctx, dlog_prob, dentropy):
     upstream = torch.zeros_like(dentropy) if dlog_prob is None else -dlog_prob  # the loss is -log_prob
     bits = (HIDDEN, WEIGHT, BIAS)
     needs = sum(bit for bit, place in zip(bits, (0, 1, 3), strict=True) if ctx.needs_input_grad[place])
-    if torch.compiler.is_compiling():
-        call = torch.ops.tigon.linear_cross_entropy_rows_bwd
-    else:
-        call, needs = rows_backward, needs | MAY_ROUND
-    gradients = call(upstream, dentropy, hidden, weight, target, bias, None, None, None, None, ignore_index,
+    if not torch.compiler.is_compiling():
+        needs |= MAY_ROUND
+    gradients = rows_backward(upstream, dentropy, hidden, weight, target, bias, None, None, None, None, ignore_index,
                      0.0, softcap,
                      logit_scale, temperature, 0.0, 1.0, chunk_rows, valid_rows, needs)[:3]  # fmt: skip
     dhidden, dweight, dbias = (

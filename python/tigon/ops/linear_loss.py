@@ -209,7 +209,7 @@ class _Function(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once
+    @once(_OP)
     def backward(ctx, dloss):
         scale, dhidden, dweight, dbias, *dtensors = ctx.saved_tensors
         none = dbias.new_empty(0)

@@ -10,8 +10,8 @@ import math
 
 import torch
 
-from tigon._op import Op, direct_apply, once, raw
-from tigon.error import Error
+from tigon._op import Op, direct_apply, raw, refuse_second, transformable
+from tigon.error import Error, refuse
 
 NONE = 0  # the reduction that is none, in the schemas
 
@@ -31,17 +31,21 @@ class RowLoss:
 
     def __init__(self, name: str, reduction: int) -> None:
         self.name, self.reduction = name, reduction
-        self.op = Op(name, fake=self._fake, setup_context=self._setup_context, backward=self._backward_traced)
+        self.op = Op(name, fake=self._fake, setup_context=self._setup_context, backward=self._backward_traced,
+                     transformed=(self._setup_transformed, self._backward_transformed))  # fmt: skip
         self.forward_in_place = raw(f"{name}_inplace", lambda x, *_: x.new_empty((), dtype=torch.float32))
         self.backward = raw(f"{name}_bwd", lambda dloss, x, *_: x.new_empty(x.shape))
-        self.traced_backward = getattr(torch.ops.tigon, f"{name}_bwd")
+        self.rescaled = transformable(name, f"{name}_rescaled", lambda dx, dloss, x: _product(dx, dloss),
+                                      lambda *_: None, lambda *_: refuse_second(name))  # fmt: skip
 
     def __call__(self, *inputs, inplace: bool) -> torch.Tensor:
         """The loss; ``inplace``: a scalar's gradient may take the place of the first input."""
         scalar = inputs[self.reduction] != NONE
         need_grad = torch.is_grad_enabled() and inputs[0].requires_grad
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_compiling():
             return self.op.registered(*inputs, need_grad and scalar)[0]
+        if torch._C._are_functorch_transforms_active():  # inside vmap a tensor does not tell what it needs
+            return self.op.transformed(*inputs, scalar)[0]
         if need_grad:
             return _apply(self, inplace, *inputs)
         return self.op.forward(*inputs, False)[0]
@@ -51,7 +55,7 @@ class RowLoss:
         rows = (math.prod(x.shape[:-1]),) if inputs[self.reduction] == NONE else ()
         return x.new_empty(rows, dtype=torch.float32), x.new_empty(x.shape if need_gradient else (0,))
 
-    # Traced: torch.compile and functorch transforms. Everything functional and repeatable.
+    # Traced by torch.compile. Everything functional and repeatable.
 
     def _setup_context(self, ctx, inputs, output):
         ctx.scalar, ctx.options = inputs[self.reduction] != NONE, inputs[self.reduction + 1 : -1]
@@ -63,14 +67,31 @@ class RowLoss:
     def _backward_traced(self, ctx, dloss, _=None):
         if dloss is None:
             dx = None
-        elif (
-            ctx.scalar
-        ):  # plain operations: the compiler may fuse them, and their one rounding is the kernel's
-            (dx,) = ctx.saved_tensors
-            dx = (dx.float() * dloss).to(dx.dtype)
+        elif ctx.scalar:
+            dx = _product(*ctx.saved_tensors, dloss)
         else:
-            dx = self.traced_backward(dloss, *ctx.saved_tensors, *ctx.options)
+            dx = self.backward(dloss, *ctx.saved_tensors, *ctx.options)
         return dx, *(None,) * (ctx.inputs - 1)
+
+    # The transforms of torch.func: the inputs are kept too, so that a second derivative arrives at a refusal.
+
+    def _setup_transformed(self, ctx, inputs, output):
+        self._setup_context(ctx, inputs, output)
+        if ctx.scalar:
+            ctx.save_for_backward(output[1], inputs[0])
+
+    def _backward_transformed(self, ctx, dloss, _=None):
+        if any(ctx.needs_input_grad[1:]):
+            refuse(self.name, "only the first tensor gets a gradient, asked for another's")
+        if dloss is None or not ctx.scalar:
+            return self._backward_traced(ctx, dloss)
+        dx, x = ctx.saved_tensors
+        return self.rescaled(dx, dloss, x), *(None,) * (ctx.inputs - 1)
+
+
+def _product(dx, dloss):
+    """The gradient times the upstream one: plain operations, which a compiler may fuse, with one rounding as the kernel's."""
+    return (dx.float() * dloss).to(dx.dtype)
 
 
 class _Eager(torch.autograd.Function):
@@ -96,8 +117,9 @@ class _Eager(torch.autograd.Function):
         return value
 
     @staticmethod
-    @once
     def backward(ctx, dloss):
+        if torch.is_grad_enabled():
+            refuse_second(ctx.loss.name)
         if ctx.scalar:
             if ctx.spent:
                 raise Error(

@@ -10,7 +10,15 @@ from tigon._op import Op, has_kernel, raw
 from tigon.error import check
 from tigon.ops import rms_norm as _rms_norm
 from tigon.ops import rope as _rope
-from tigon.ops.rope_tables import Form, check_heads, check_tables, heads_like, heads_swapped, kernel_tables
+from tigon.ops.rope_tables import (
+    Form,
+    check_constant,
+    check_heads,
+    check_tables,
+    heads_like,
+    heads_swapped,
+    kernel_tables,
+)
 
 _ROUNDINGS = {"llama": 0, "gemma": 1, "none": 2}
 
@@ -62,14 +70,14 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, dq, dk=None):
     tensors, needs = ctx.saved_tensors, ctx.needs_input_grad
+    check_constant("qk_norm_rope", *needs[4:6])
     rest = (None,) * (3 + len(ctx.options))
     dq = dq if needs[0] or needs[2] else None
     dk = dk if needs[1] or needs[3] else None
     if dq is None and dk is None:
         return None, None, None, None, *rest
     need_dweight = needs[2] or needs[3]
-    call = torch.ops.tigon.qk_norm_rope_bwd if torch.compiler.is_compiling() else _bwd
-    dx, dz, dweight = call(dq, dk, *tensors, *ctx.options, need_dweight)
+    dx, dz, dweight = _bwd(dq, dk, *tensors, *ctx.options, need_dweight)
     found = (None if dq is None else dx, None if dk is None else dz)
     found += tuple(dweight) if need_dweight else (None, None)
     return *(x if needed else None for x, needed in zip(found, needs, strict=False)), *rest

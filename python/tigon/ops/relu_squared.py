@@ -34,8 +34,7 @@ def _backward(ctx, dy):
     if dy is None:
         return None
     (x,) = ctx.saved_tensors
-    call = torch.ops.tigon.relu_squared_bwd if torch.compiler.is_compiling() else _bwd
-    return call(dy, x)
+    return _bwd(dy, x)
 
 
 _op = Op("relu_squared", fake=_fake, setup_context=_setup_context, backward=_backward)

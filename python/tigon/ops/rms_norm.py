@@ -62,8 +62,7 @@ def _backward(ctx, dy, _=None):
         return None, None, None, None, None
     x, weight, rstd = ctx.saved_tensors
     need_dx, need_dweight = ctx.needs_input_grad[0], weight is not None and ctx.needs_input_grad[1]
-    call = torch.ops.tigon.rms_norm_bwd if torch.compiler.is_compiling() else _bwd
-    dx, dweight = call(dy, x, weight, rstd, ctx.offset, ctx.rounding, need_dx, need_dweight)
+    dx, dweight = _bwd(dy, x, weight, rstd, ctx.offset, ctx.rounding, need_dx, need_dweight)
     return dx if need_dx else None, dweight if need_dweight else None, None, None, None
 
 

@@ -10,6 +10,7 @@ from tigon._op import Op, has_kernel, once, raw
 from tigon.error import check
 from tigon.ops.rope_tables import (
     Form,
+    check_constant,
     check_heads,
     check_tables,
     head_dim_of,
@@ -57,7 +58,7 @@ def _fake_bwd(dq_out, dk_out, cos, sin, positions, *options):
 
 
 _bwd = raw("rope_bwd", _fake_bwd)
-_in_place = raw("rope_in_place", lambda *args: None)
+_in_place = raw("rope_in_place", lambda *args: None, "rope")
 
 
 def _setup_context(ctx, inputs, output):
@@ -73,13 +74,13 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dq, dk=None):
+    check_constant("rope", *ctx.needs_input_grad[2:4])
     rest = (None,) * (3 + len(ctx.options))
     dq = dq if ctx.needs_input_grad[0] else None
     dk = dk if ctx.needs_input_grad[1] else None
     if dq is None and dk is None:
         return None, None, *rest
-    call = torch.ops.tigon.rope_bwd if torch.compiler.is_compiling() else _bwd
-    dx = call(dq, dk, *ctx.saved_tensors, *ctx.options, ctx.code, ctx.q_swapped, ctx.k_swapped)
+    dx = _bwd(dq, dk, *ctx.saved_tensors, *ctx.options, ctx.code, ctx.q_swapped, ctx.k_swapped)
     return None if dq is None else dx[0], None if dk is None else dx[1], *rest
 
 
@@ -98,7 +99,7 @@ class _InPlace(torch.autograd.Function):
         return x
 
     @staticmethod
-    @once
+    @once("rope")
     def backward(ctx, dy):
         code = _CODES[dy.dtype]
         dx, _ = _bwd(dy, None, *ctx.saved_tensors, *ctx.options, code, ctx.swapped, False)

@@ -134,6 +134,11 @@ def check_tables(op, q, cos, sin, positions, form) -> None:
     _check_rows(op, "position_ids", positions.shape, axes, batch, tokens, (), "")
 
 
+def check_constant(op, *needed) -> None:
+    """The tables get no gradient from the kernels: under nested transforms only the backward learns that one is asked for."""
+    check(op, not any(needed), "cos and sin must not need a gradient inside vmap, got one that does")
+
+
 def _check_rows(op, name, shape, axes, batch, tokens, rest, text) -> None:
     """[*axes, batch or 1, tokens, *rest] or without a batch."""
     lead = shape[: len(shape) - len(rest)]

@@ -33,8 +33,7 @@ def _backward(ctx, dy):
     if dy is None:
         return None
     (y,) = ctx.saved_tensors
-    call = torch.ops.tigon.softmax_bwd if torch.compiler.is_compiling() else _bwd
-    return call(dy, y)
+    return _bwd(dy, y)
 
 
 _op = Op("softmax", fake=_fake, setup_context=_setup_context, backward=_backward)
