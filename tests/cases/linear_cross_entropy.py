@@ -157,6 +157,27 @@ CASES = [
             *((8192, v) for v in (8192, 16384, 65536, 256000)),
         )
     ),
+    # Vocabularies and hidden sizes that are no multiple of 8, each beside a neighbour that is.
+    *(
+        bench_case(f"{rows}x{h}x{v}{name}", "odd", lead=(rows,), H=h, V=v, **AS_TRAINED | options)
+        for rows, h, vocabularies, name, options in (
+            (8192, 4096, (128257, 128264), "", {}),
+            (8192, 4096, (32001, 32064), "", {}),
+            (8192, 2048, (151665, 151680), "", {}),
+            (8192, 1280, (51865, 51872), "", {}),
+            (5000, 768, (50257, 50264), "", {}),
+            (8192, 7168, (129281, 129288), "", {}),
+            (8192, 4100, (32000,), "", {}),
+            (8192, 4097, (128256, 128257), "", {}),
+            (8192, 4096, (128257, 128264), "_frozen", {"grads": (0,)}),
+            (8192, 4096, (128257, 128264), "_lora16", {"lora": 16, "grads": (0,)}),
+            (8192, 4096, (128257, 128264), "_none", {"reduction": "none"}),
+            (8192, 4096, (128257, 128264), "_kept", {"reduction": "none", "keep_mb": 4096.0}),
+            (8192, 4096, (128257, 128264), "_masked80", {"masked": 0.8, "known": True}),
+        )
+        for v in vocabularies
+    ),
+    bench_case("2048x512x32001", "bench_cpu", lead=(2048,), H=512, V=32001, **AS_TRAINED),
     bench_case("2048x512x32000", "bench_cpu", lead=(2048,), H=512, V=32000, **AS_TRAINED),
     bench_case("1024x2048x128256", "bench_cpu", lead=(1024,), H=2048, V=128256, **AS_TRAINED),
     bench_case("256x128x1024", "smoke", lead=(256,), H=128, V=1024),
@@ -288,10 +309,20 @@ def flops_bwd(case: Case) -> int:
     return 2 * flops_fwd(case)
 
 
+def _rounded_up(matrix: torch.Tensor, *sides: int) -> torch.Tensor:
+    """The matrix with zeros appended to multiples of 64 on the sides named."""
+    missing = [-matrix.shape[side] % 64 if side in sides else 0 for side in (1, 0)]
+    return F.pad(matrix, (0, missing[0], 0, missing[1])) if any(missing) else matrix
+
+
 def gemms(inputs: Inputs, step: bool) -> list:
-    """The bare products on the same operands: logits, and for a step those of both gradients."""
+    """The bare products on the same operands: logits, and for a step those of both gradients.
+
+    H and V are rounded up to 64, so that a product which is slow at an odd size cannot hide in the limit.
+    """
     hidden, weight, target = (value.detach() for value in inputs.args)
     hidden, target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+    hidden, weight = _rounded_up(hidden, 1), _rounded_up(weight, 0, 1)
     if inputs.kwargs["valid_rows"] is not None:
         counts = target != inputs.kwargs["ignore_index"]
         hidden, target = hidden[counts], target[counts]

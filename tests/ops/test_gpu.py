@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checks import run, same_bits
+from checks import check_case, run, same_bits
+from heads import compare, head_inputs
 
 import tigon
-from cases import modules
-from cases.case import select
+from cases import linear_cross_entropy, modules
+from cases.case import select, test_case
+from tigon.ops import linear_log_prob
 
 pytestmark = pytest.mark.gpu
 
@@ -32,6 +34,41 @@ def test_nothing_waits_for_the_device(module, case):
         run(module.tigon_fn, inputs, grad="grad" in case.tags)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# Options of the loss head at sizes whose products are cut: an odd vocabulary, an odd or an even hidden size.
+_CUT = {
+    "odd_hidden": {},
+    "even_hidden": {"H": 1032},
+    "frozen": {"grads": (0,)},
+    "none": {"reduction": "none"},
+    "kept": {"reduction": "none", "keep_mb": 64.0},
+    "chunks": {"chunk_rows": 384},
+    "known": {"known": True, "bias": True},
+    "lora": {"lora": 8, "grads": (0,)},
+    "lora_odd": {"lora": 5},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("name", _CUT)
+def test_large_products_at_odd_sizes(name, dtype):
+    """The loss head's products in pieces (tigon/base/gemm_pieces.h), under every way to its gradients."""
+    options = {"lead": (520,), "H": 1031, "V": 4099, "masked": 0.2} | _CUT[name]
+    check_case(linear_cross_entropy, test_case(f"cut_{name}", **options), "cuda", dtype)
+
+
+@pytest.mark.parametrize("h", [1031, 1032])
+def test_log_prob_of_large_products_at_odd_sizes(h):
+    """The same of linear_log_prob, and of linear_loss, which runs the products chunk by chunk."""
+    hidden, weight, target = head_inputs(520, h, 4099, dtype=torch.bfloat16, device="cuda")
+    options = {"entropy": True}
+    compare(tigon.linear_log_prob, linear_log_prob.reference, (hidden, weight, target), options)
+    loss = tigon.linear_loss(hidden, weight, target, torch.neg, chunk_rows=256)
+    plain = tigon.linear_cross_entropy(hidden, weight, target)
+    torch.testing.assert_close(loss, plain)
+    for a, b in zip(*(torch.autograd.grad(x, (hidden, weight)) for x in (loss, plain)), strict=True):
+        assert (a - b).norm() <= 4e-3 * b.norm()
 
 
 def _tensors(inputs) -> list[torch.Tensor]:

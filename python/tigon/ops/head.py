@@ -88,6 +88,20 @@ def autocast(hidden):
     return hidden
 
 
+def whole_vectors(hidden, weight, lora=None):
+    """Operands with zero columns appended where CUDA's products need whole 16-byte vectors of a row.
+
+    A 16-bit product whose inner dimension or row stride is no multiple of eight runs at a quarter to an
+    eighth of the speed. The appended columns change no logit, and autograd cuts their gradients off.
+    """
+    missing = -hidden.shape[-1] % 8
+    if not (missing and hidden.is_cuda and hidden.element_size() == 2):
+        return hidden, weight, lora
+    if lora is not None:
+        lora = (F.pad(lora[0], (0, missing)), *lora[1:])
+    return F.pad(hidden, (0, missing)), F.pad(weight, (0, missing)), lora
+
+
 def prepare(op, hidden, weight, target, bias, ignore_index, shift, valid_rows) -> Head:
     """Dtypes that the operators take, one label a row, the number of rows that count where known."""
     valid = known_rows(op, target, ignore_index, shift, valid_rows, hidden.device)

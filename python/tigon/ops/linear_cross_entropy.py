@@ -12,7 +12,17 @@ import torch
 from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
-from tigon.ops.head import LORA_A, LORA_B, REDUCTIONS, WEIGHT, autocast, check_head, main_grad_of, prepare
+from tigon.ops.head import (
+    LORA_A,
+    LORA_B,
+    REDUCTIONS,
+    WEIGHT,
+    autocast,
+    check_head,
+    main_grad_of,
+    prepare,
+    whole_vectors,
+)
 from tigon.ops.head_autograd import NUMBERS, PREDICTED, run
 from tigon.ops.head_memory import chunk_that_fits
 from tigon.ops.head_reference import reference, result_type
@@ -153,6 +163,8 @@ def linear_cross_entropy(
             denominator=denominator, shift=shift, outputs=outputs, lora=lora,
         )  # fmt: skip
     main_grad = main_grad_of(_OP, weight) if torch.is_grad_enabled() and weight.requires_grad else None
+    if main_grad is None:  # main_grad has weight's own columns
+        hidden, weight, lora = whole_vectors(hidden, weight, lora)
     head = prepare(_OP, hidden, weight, target, bias, ignore_index, shift, valid_rows)
     needs, (lora_a, lora_b, lora_scale) = _lora(hidden, lora, head.needs)
     if class_weight is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from tigon._op import Op, has_kernel
-from tigon.ops.head import BIAS, HIDDEN, MAY_ROUND, WEIGHT, autocast, check_head, prepare
+from tigon.ops.head import BIAS, HIDDEN, MAY_ROUND, WEIGHT, autocast, check_head, prepare, whole_vectors
 from tigon.ops.head_autograd import rows_backward
 from tigon.ops.head_reference import plain_logits
 
@@ -128,6 +128,7 @@ def linear_log_prob(
             )
         return reference(hidden, weight, target, bias=bias, temperature=temperature, softcap=softcap,
                          logit_scale=logit_scale, ignore_index=ignore_index, entropy=entropy)  # fmt: skip
+    hidden, weight, _ = whole_vectors(hidden, weight)
     head = prepare(_OP, hidden, weight, target, bias, ignore_index, shift, valid_rows)
     result, entropies = _op(
         head.hidden, head.weight, head.target, head.bias, ignore_index, softcap or 0.0, logit_scale,

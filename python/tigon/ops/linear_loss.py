@@ -11,7 +11,7 @@ from tigon._op import has_kernel, once, raw
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops import linear_log_prob as _log_prob
-from tigon.ops.head import BIAS, HIDDEN, REDUCTIONS, WEIGHT, autocast, check_head, prepare
+from tigon.ops.head import BIAS, HIDDEN, REDUCTIONS, WEIGHT, autocast, check_head, prepare, whole_vectors
 from tigon.ops.head_autograd import finish
 from tigon.ops.head_memory import default_chunk, padded
 
@@ -295,6 +295,7 @@ def linear_loss(
         return _composed(
             hidden, weight, target, fn, tensors, entropy, reduction, denominator, log_prob, options
         )
+    hidden, weight, _ = whole_vectors(hidden, weight)
     head = prepare(_OP, hidden, weight, target, bias, ignore_index, False, valid_rows)
     device, number = _cross_entropy.split_denominator(_OP, denominator, hidden.device)
     divisor = device if device is not None else number

@@ -8,6 +8,7 @@
 #include "tigon/base/cuda/cublaslt_api.h"
 #include "tigon/base/dynlib.h"
 #include "tigon/base/error.h"
+#include "tigon/base/gemm_pieces.h"
 
 namespace tigon::cuda {
 namespace lt {
@@ -138,10 +139,7 @@ Plan make_plan(const Gemm& g, lt::Handle handle) {
   return p;
 }
 
-}  // namespace
-
-void cublaslt_gemm(Context& ctx, const Gemm& g, int device, GemmWorkspace& workspace) {
-  if (g.m == 0 || g.n == 0) return;
+void run_piece(Context& ctx, const Gemm& g, int device, GemmWorkspace& workspace) {
   int flags = int(g.trans_a) | int(g.trans_b) << 1 | int(g.beta != 0.0f) << 2;
   Key key{device,
           g.m,
@@ -171,6 +169,14 @@ void cublaslt_gemm(Context& ctx, const Gemm& g, int device, GemmWorkspace& works
   check(lt::api().matmul(handle, plan->desc, &g.alpha, g.b, plan->a, g.a, plan->b, &g.beta, g.c, plan->c, g.c,
                          plan->c, &plan->algo, workspace.data, workspace.size, ctx.stream()),
         "cublasLtMatmul");
+}
+
+}  // namespace
+
+void cublaslt_gemm(Context& ctx, const Gemm& g, int device, GemmWorkspace& workspace) {
+  if (g.m == 0 || g.n == 0) return;
+  GemmPieces pieces = gemm_pieces(g);
+  for (int i = 0; i < pieces.count; ++i) run_piece(ctx, pieces.piece[size_t(i)], device, workspace);
 }
 
 }  // namespace tigon::cuda
