@@ -551,7 +551,7 @@ def _memory_case(rows, h, v, device, dtype, cap, options):
 
 
 @pytest.mark.parametrize("options", MEMORY, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_predicted_memory_on_the_cpu(options, dtype):
     from torch.profiler import ProfilerActivity, profile
 
@@ -568,6 +568,32 @@ def test_predicted_memory_on_the_cpu(options, dtype):
         peak = max(peak, now)
     # The products are the framework's, and so are their buffers.
     assert 0.45 * predicted.peak <= peak <= 1.1 * predicted.peak
+
+
+@pytest.mark.parametrize(
+    "sizes, options, message",
+    [
+        ((10, 10, 0), {}, "vocab must be >= 1, got 0"),
+        ((0, 0, 0), {}, "hidden_size must be >= 1, got 0"),
+        ((-1, -1, -1), {}, "rows must be >= 0, got -1"),
+        ((10, 10.0, 10), {}, "hidden_size must be an int, got float"),
+        ((10, 10, 10, torch.int64), {}, "dtype must be one of"),
+        ((10, 10, 10), {"valid_rows": 11}, r"valid_rows must be in \[0, 10\]"),
+        ((10, 10, 10), {"chunk_rows": 0}, "chunk_rows must be >= 1, got 0"),
+        ((10, 10, 10), {"lora_rank": -1}, "lora_rank must be >= 0, got -1"),
+        ((10, 10, 10), {"reduction": "avg"}, "reduction must be one of"),
+        ((10, 10, 10), {"max_workspace_mb": float("inf")}, "max_workspace_mb must be finite"),
+        ((10, 10, 10), {"max_workspace_mb": "aaa"}, "max_workspace_mb must be a number, got str"),
+    ],
+)
+def test_memory_of_sizes_that_no_head_has(sizes, options, message):
+    with pytest.raises(tigon.Error, match=message):
+        tigon.linear_cross_entropy_memory(*sizes, **options)
+
+
+def test_memory_of_no_rows():
+    for dtype in (torch.bfloat16, torch.float64):
+        assert tigon.linear_cross_entropy_memory(0, 10, 10, dtype).results >= 10 * 10 * dtype.itemsize
 
 
 @pytest.mark.gpu
