@@ -510,6 +510,33 @@ def test_cuda_graph_with_a_promised_count():
     graph.replay()
     assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
 
+PER_ROW = {
+    "linear_cross_entropy": lambda h, w, y, **o: tigon.linear_cross_entropy(h, w, y, reduction="none", **o),
+    "kept": lambda h, w, y, **o: tigon.linear_cross_entropy(h, w, y, reduction="none", keep_mb=1.0, **o),
+    "linear_log_prob": tigon.linear_log_prob,
+    "entropy": lambda h, w, y, **o: sum(tigon.linear_log_prob(h, w, y, entropy=True, **o)),
+    "linear_loss": lambda h, w, y, **o: tigon.linear_loss(h, w, y, torch.neg, reduction="none", **o),
+}
+
+
+@pytest.mark.parametrize("name", PER_ROW)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_empty_batches_have_zero_gradients(name, dtype, device):
+    """A micro-batch without completions: each combination of what is trained."""
+    for lead in ((0,), (3, 0)):
+        for needs in itertools.product((False, True), repeat=3):
+            if not any(needs):
+                continue
+            leaves = [torch.randn(*shape, device=device).to(dtype) for shape in ((*lead, 8), (11, 8), (11,))]
+            hidden, weight, bias = (x.requires_grad_(need) for x, need in zip(leaves, needs, strict=True))
+            target = torch.zeros(lead, dtype=torch.long, device=device)
+            rows = PER_ROW[name](hidden, weight, target, bias=bias)
+            assert rows.shape == lead
+            (rows * torch.ones(lead, device=device)).sum().backward()
+            for leaf, need in zip(leaves, needs, strict=True):
+                assert (leaf.grad is not None) == need
+                assert not need or (leaf.grad.shape == leaf.shape and not leaf.grad.any())
+
 
 # Memory
 
