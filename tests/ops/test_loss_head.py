@@ -510,6 +510,7 @@ def test_cuda_graph_with_a_promised_count():
     graph.replay()
     assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
 
+
 PER_ROW = {
     "linear_cross_entropy": lambda h, w, y, **o: tigon.linear_cross_entropy(h, w, y, reduction="none", **o),
     "kept": lambda h, w, y, **o: tigon.linear_cross_entropy(h, w, y, reduction="none", keep_mb=1.0, **o),

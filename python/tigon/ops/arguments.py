@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tigon.error import refuse
+from tigon.error import check, refuse
 
 
 def kind_of(value: object) -> object:
@@ -42,3 +42,17 @@ def check_integers(op: str, **values: object) -> None:
             refuse(op, name + " must be an int, got {}", kind_of(value))
         if not -(2**63) <= value < 2**63:
             refuse(op, name + " must have at most 64 bits, got {}", value)
+
+
+def check_range(op: str, name: str, ids: torch.Tensor, size: int, ignored: int | None = None) -> None:
+    """Every id must be in [0, size), or the one that is ignored. Only the CPU is looked at: no waiting."""
+    fake = torch.compiler.is_compiling() or isinstance(ids, torch._subclasses.FakeTensor)
+    if fake or ids.device.type != "cpu":
+        return
+    bad = (ids < 0) | (ids >= size)
+    if ignored is not None:
+        bad &= ids != ignored
+    wanted = "[0, {})" if ignored is None else "[0, {}) or {} (ignored)"
+    values = (size,) if ignored is None else (size, ignored)
+    found = ids[bad][:1].tolist()
+    check(op, not found, f"{name} must be in {wanted}, got {{}}", *values, *found)

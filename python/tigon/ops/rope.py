@@ -8,6 +8,7 @@ import torch
 
 from tigon._op import Op, has_kernel, once, raw
 from tigon.error import check
+from tigon.ops.arguments import check_range
 from tigon.ops.in_place import check_apart, check_written
 from tigon.ops.rope_tables import (
     Form,
@@ -211,6 +212,8 @@ def rope(
     differentiable = cos.requires_grad or (sin is not None and sin.requires_grad)
     known = has_kernel("rope", q, k, cos.real if cos.is_complex() else cos, sin)
     if not known or (differentiable and torch.is_grad_enabled()):
+        if position_ids is not None:
+            check_range("rope", "position_ids", position_ids, cos.shape[0])
         y = _reference(q, k, cos, sin, position_ids, form)
         return _overwrite(q, k, y) if inplace else y
     cos, sin = kernel_tables(q, cos, sin)
