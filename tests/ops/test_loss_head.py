@@ -511,6 +511,34 @@ def test_cuda_graph_with_a_promised_count():
     assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
 
 
+PER_ROW = {
+    "linear_cross_entropy": lambda h, w, y, **o: tigon.linear_cross_entropy(h, w, y, reduction="none", **o),
+    "kept": lambda h, w, y, **o: tigon.linear_cross_entropy(h, w, y, reduction="none", keep_mb=1.0, **o),
+    "linear_log_prob": tigon.linear_log_prob,
+    "entropy": lambda h, w, y, **o: sum(tigon.linear_log_prob(h, w, y, entropy=True, **o)),
+    "linear_loss": lambda h, w, y, **o: tigon.linear_loss(h, w, y, torch.neg, reduction="none", **o),
+}
+
+
+@pytest.mark.parametrize("name", PER_ROW)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_empty_batches_have_zero_gradients(name, dtype, device):
+    """A micro-batch without completions: each combination of what is trained."""
+    for lead in ((0,), (3, 0)):
+        for needs in itertools.product((False, True), repeat=3):
+            if not any(needs):
+                continue
+            leaves = [torch.randn(*shape, device=device).to(dtype) for shape in ((*lead, 8), (11, 8), (11,))]
+            hidden, weight, bias = (x.requires_grad_(need) for x, need in zip(leaves, needs, strict=True))
+            target = torch.zeros(lead, dtype=torch.long, device=device)
+            rows = PER_ROW[name](hidden, weight, target, bias=bias)
+            assert rows.shape == lead
+            (rows * torch.ones(lead, device=device)).sum().backward()
+            for leaf, need in zip(leaves, needs, strict=True):
+                assert (leaf.grad is not None) == need
+                assert not need or (leaf.grad.shape == leaf.shape and not leaf.grad.any())
+
+
 # Memory
 
 
@@ -551,7 +579,7 @@ def _memory_case(rows, h, v, device, dtype, cap, options):
 
 
 @pytest.mark.parametrize("options", MEMORY, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_predicted_memory_on_the_cpu(options, dtype):
     from torch.profiler import ProfilerActivity, profile
 
@@ -568,6 +596,32 @@ def test_predicted_memory_on_the_cpu(options, dtype):
         peak = max(peak, now)
     # The products are the framework's, and so are their buffers.
     assert 0.45 * predicted.peak <= peak <= 1.1 * predicted.peak
+
+
+@pytest.mark.parametrize(
+    "sizes, options, message",
+    [
+        ((10, 10, 0), {}, "vocab must be >= 1, got 0"),
+        ((0, 0, 0), {}, "hidden_size must be >= 1, got 0"),
+        ((-1, -1, -1), {}, "rows must be >= 0, got -1"),
+        ((10, 10.0, 10), {}, "hidden_size must be an int, got float"),
+        ((10, 10, 10, torch.int64), {}, "dtype must be one of"),
+        ((10, 10, 10), {"valid_rows": 11}, r"valid_rows must be in \[0, 10\]"),
+        ((10, 10, 10), {"chunk_rows": 0}, "chunk_rows must be >= 1, got 0"),
+        ((10, 10, 10), {"lora_rank": -1}, "lora_rank must be >= 0, got -1"),
+        ((10, 10, 10), {"reduction": "avg"}, "reduction must be one of"),
+        ((10, 10, 10), {"max_workspace_mb": float("inf")}, "max_workspace_mb must be finite"),
+        ((10, 10, 10), {"max_workspace_mb": "aaa"}, "max_workspace_mb must be a number, got str"),
+    ],
+)
+def test_memory_of_sizes_that_no_head_has(sizes, options, message):
+    with pytest.raises(tigon.Error, match=message):
+        tigon.linear_cross_entropy_memory(*sizes, **options)
+
+
+def test_memory_of_no_rows():
+    for dtype in (torch.bfloat16, torch.float64):
+        assert tigon.linear_cross_entropy_memory(0, 10, 10, dtype).results >= 10 * 10 * dtype.itemsize
 
 
 @pytest.mark.gpu

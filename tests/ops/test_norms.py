@@ -57,6 +57,18 @@ BAD = {
         lambda x, w: tigon.add_rms_norm(x, x.t().contiguous().t(), w, inplace=True),
         r"residual must have dense rows to be written in place",
     ),
+    "add in place, expanded": (
+        lambda x, w: tigon.add_rms_norm(x, w.expand(4, 8), inplace=True),
+        r"residual must hold every element once to be written in place, got strides \[0, 1\]",
+    ),
+    "add in place, expanded float64": (
+        lambda x, w: tigon.add_rms_norm(x.double(), w.double().expand(4, 8), inplace=True),
+        r"residual must hold every element once to be written in place",
+    ),
+    "add in place, a part of x": (
+        lambda x, w: tigon.add_rms_norm(x[:3], x[1:], w, inplace=True),
+        r"residual must share no memory with x to be written in place",
+    ),
     "gated gate": (lambda x, w: tigon.gated_rms_norm(x, x[:, :4], w), r"gate must be \[4, 8\], got \[4, 4\]"),
     "gated group": (
         lambda x, w: tigon.gated_rms_norm(x, x, w, group_size=3),
@@ -152,6 +164,38 @@ def test_add_in_place(device):
     with torch.no_grad():
         assert tigon.add_rms_norm(x, kept, weight, inplace=True)[1] is kept
     assert same_bits(kept, h.detach())
+
+
+@pytest.mark.parametrize(
+    "shape, x, residual, apart",
+    [
+        ((5, 8), "[:4]", "[1:]", False),
+        ((4, 16), "[:, :8]", "[:, 8:]", True),
+        ((4, 16), "[:, :8]", "[:, 7:15]", False),
+        ((4, 16), "[::2, :8]", "[1::2, 3:11]", True),
+        ((4, 16), "[:2, :8]", "[1:3, 8:]", True),
+        ((4, 16), "[:3, 4:12]", "[1:, 2:10]", False),
+        ((6, 8), "[::2]", "[1::2]", True),
+        ((6, 8), "[::2]", "[:3]", False),
+        ((2, 3, 16), "[..., :8]", "[..., 8:]", True),
+        ((1, 16), "[:, :8]", "[:, 8:]", True),
+        ((4, 8), "", "", True),
+        ((4, 8), "[:1].expand(4, 8)", "", False),
+    ],
+)
+def test_add_in_place_where_the_two_lie_in_one_tensor(shape, x, residual, apart, device):
+    """Refused, or right; nothing is modified by a refusal."""
+    memory = torch.randn(shape, device=device)
+    kept = memory.clone()
+    pair = [eval("memory" + view, {"memory": m}) for m in (memory, kept) for view in (x, residual)]
+    want = pair[2] + pair[3]
+    if not apart:
+        with pytest.raises(tigon.Error, match="residual must share no memory with x"):
+            tigon.add_rms_norm(*pair[:2], inplace=True)
+        assert same_bits(memory, kept)
+        return
+    y, h = tigon.add_rms_norm(*pair[:2], inplace=True)
+    assert same_bits(h, want) and same_bits(y, tigon.rms_norm(want))
 
 
 def test_add_in_place_compiled(device):

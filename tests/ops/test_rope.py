@@ -142,7 +142,11 @@ BAD = {
     ),
     "in place, expanded": (
         lambda q, k, c, s: tigon.rope(q[:1].expand(2, -1, -1, -1), k, c, s, inplace=True),
-        r"q must hold every element once to be rotated in place",
+        r"q must hold every element once to be written in place",
+    ),
+    "in place, twice": (
+        lambda q, k, c, s: tigon.rope(q, q[:, 1:3], c, s, inplace=True),
+        r"k must share no memory with q to be written in place",
     ),
     "in place, leaf": (
         lambda q, k, c, s: tigon.rope(q.requires_grad_(), k, c, s, inplace=True),

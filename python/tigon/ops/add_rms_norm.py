@@ -8,6 +8,7 @@ from tigon._op import Op, has_kernel, once, raw
 from tigon.error import refuse
 from tigon.ops import rms_norm as norm
 from tigon.ops.columns import columns_for
+from tigon.ops.in_place import check_apart, check_written
 
 
 def reference(x, residual, weight=None, eps=1e-6, *, offset=0.0, rounding="llama"):
@@ -103,7 +104,8 @@ def add_rms_norm(
         residual: x's shape, dtype and device.
         weight, eps, offset, rounding: as in :func:`tigon.rms_norm`.
         inplace: the sum takes the residual's place: no memory for it, and ``residual`` is what is returned as
-            ``h``. Autograd's rules for in-place operations hold. Needs dense rows.
+            ``h``. Autograd's rules for in-place operations hold. Needs dense rows, every element of which is
+            there once, and x in the same memory or in none of it.
 
     Returns:
         ``(y, h)``: the normalised sum and the sum, rounded to x's dtype as ``x + residual`` is, which goes on
@@ -120,6 +122,9 @@ def add_rms_norm(
         refuse(op, "residual must be {}, got {}", x.shape, residual.shape)
     if residual.dtype != x.dtype:
         refuse(op, "residual must be {}, got {}", x.dtype, residual.dtype)
+    if inplace:
+        check_written(op, "residual", residual)
+        check_apart(op, "residual", residual, "x", x, or_same=True)
     if not has_kernel(op, x, residual, weight):
         y, h = reference(x, residual, weight, eps, offset=offset, rounding=rounding)
         return (y, residual.copy_(h)) if inplace else (y, h)

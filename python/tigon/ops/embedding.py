@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from tigon._op import Op, has_kernel, raw
 from tigon.error import check
+from tigon.ops.arguments import check_float, check_indices, check_integers, check_numbers, check_range
 
 _OP = "embedding"
 
@@ -73,12 +74,13 @@ def embedding(
 
     Source: Bengio et al. 2003, "A Neural Probabilistic Language Model".
     """
-    integer = ids.dtype in (torch.int64, torch.int32)
-    check(_OP, integer, "ids must be an int64 or int32 tensor, got {}", ids.dtype)
-    check(_OP, weight.is_floating_point(), "weight must be a float tensor, got {}", weight.dtype)
+    check_indices(_OP, "ids", ids)
+    check_float(_OP, "weight", weight)
+    check_numbers(_OP, scale=scale)
     check(_OP, weight.dim() == 2, "weight must have two dimensions, got {}", weight.dim())
     rows = weight.shape[0]
     if padding_idx is not None:
+        check_integers(_OP, padding_idx=padding_idx)
         check(
             _OP,
             -rows <= padding_idx < rows,
@@ -89,14 +91,6 @@ def embedding(
         )
         padding_idx %= rows
     if not has_kernel(_OP, weight) or weight.shape[1] == 0:
-        _check_ids(ids, rows)
+        check_range(_OP, "ids", ids, rows)
         return reference(ids, weight, padding_idx=padding_idx, scale=scale)
     return _op(ids, weight, -1 if padding_idx is None else padding_idx, scale)
-
-
-def _check_ids(ids, rows):
-    """What the CPU kernel refuses, for the reference."""
-    if ids.device.type != "cpu" or torch.compiler.is_compiling() or ids.is_meta:
-        return
-    bad = ids[(ids < 0) | (ids >= rows)]
-    check(_OP, bad.numel() == 0, "ids must be in [0, {}), got {}", rows, bad[:1].tolist())

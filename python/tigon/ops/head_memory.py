@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import NamedTuple
 
 import torch
 
 from tigon._load import library
 from tigon.error import check
+from tigon.ops.arguments import check_integers, check_numbers
+from tigon.ops.head import REDUCTIONS
 
+_OP = "linear_cross_entropy_memory"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MIB = 1 << 20
 _GEMM_WORKSPACE = 32 * _MIB  # of cuBLASLt, on CUDA, where one of its kernels asks for it
 
@@ -105,6 +110,28 @@ def chunk_that_fits(op, max_workspace_mb, hidden, vocab, chunk_rows, lora_rank, 
     return sizes.chunk(rows, chunk_rows, max_workspace_mb)
 
 
+def check_cap(op, max_workspace_mb) -> None:
+    """A number of MiB, or none."""
+    if max_workspace_mb is not None:
+        check_numbers(op, max_workspace_mb=max_workspace_mb)
+        finite = math.isfinite(max_workspace_mb)
+        check(op, finite, "max_workspace_mb must be finite (or None), got {}", max_workspace_mb)
+
+
+def _check_sizes(rows, hidden_size, vocab, lora_rank, valid_rows, chunk_rows, dtype, weight_dtype):
+    sizes = {"rows": (rows, 0), "hidden_size": (hidden_size, 1), "vocab": (vocab, 1)}
+    sizes |= {"lora_rank": (lora_rank, 0)}
+    sizes |= {} if valid_rows is None else {"valid_rows": (valid_rows, 0)}
+    sizes |= {} if chunk_rows is None else {"chunk_rows": (chunk_rows, 1)}
+    check_integers(_OP, **{name: size for name, (size, _) in sizes.items()})
+    for name, (size, least) in sizes.items():
+        check(_OP, size >= least, "{} must be >= {}, got {}", name, least, size)
+    fits = valid_rows is None or valid_rows <= rows
+    check(_OP, fits, "valid_rows must be in [0, {}] (or None), got {}", rows, valid_rows)
+    for name, given in (("dtype", dtype), ("weight_dtype", weight_dtype or dtype)):
+        check(_OP, given in _DTYPES, "{} must be one of {}, got {}", name, _DTYPES, given)
+
+
 def linear_cross_entropy_memory(
     rows: int,
     hidden_size: int,
@@ -128,11 +155,23 @@ def linear_cross_entropy_memory(
     ``workspace = chunk * V * size`` (and gathered rows, words per row, what the products may need); of what
     is trained, ``gradients = rows * H * size + V * H * size`` with one chunk, with more ``4 V H`` for the
     weight's; and at the end of the backward those gradients again whose parameter has another dtype. ``peak``
-    is the larger of the two moments.
+    is the larger of the two moments. In float64 the eager reference runs: ``workspace`` is the three tensors
+    of the logits' size that it has at a time, whatever the options, and what it keeps is among them.
 
     Args: the sizes and options of the call; ``train_*``: which operands need a gradient; ``main_grad``: the
         weight's is added to its ``main_grad``.
+
+    Raises:
+        tigon.Error: a size or an option that :func:`tigon.linear_cross_entropy` would not take.
     """
+    _check_sizes(rows, hidden_size, vocab, lora_rank, valid_rows, chunk_rows, dtype, weight_dtype)
+    check(_OP, reduction in REDUCTIONS, "reduction must be one of {}, got {!r}", (*REDUCTIONS,), reduction)
+    check_cap(_OP, max_workspace_mb)
+    if dtype == torch.float64:
+        logits = rows * vocab * dtype.itemsize
+        trained = rows * hidden_size * train_hidden + vocab * (hidden_size * train_weight + train_bias)
+        results = dtype.itemsize * (trained + lora_rank * (hidden_size + vocab) + rows)
+        return HeadMemory(rows, 3 * logits, 0, results, max(3 * logits, logits + results))
     summed = train_weight and main_grad
     sizes = _Sizes(device, dtype, rows, hidden_size, vocab, lora_rank, train_weight, summed)
     weight_dtype = weight_dtype or dtype

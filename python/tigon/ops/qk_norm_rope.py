@@ -10,6 +10,7 @@ from tigon._op import Op, has_kernel, raw
 from tigon.error import check
 from tigon.ops import rms_norm as _rms_norm
 from tigon.ops import rope as _rope
+from tigon.ops.arguments import check_range
 from tigon.ops.rope_tables import (
     Form,
     check_constant,
@@ -169,6 +170,8 @@ def qk_norm_rope(
     differentiable = cos.requires_grad or (sin is not None and sin.requires_grad)
     known = has_kernel(op, q, k, q_weight, k_weight, cos.real if cos.is_complex() else cos, sin)
     if not known or q.shape[-1] > 1024 or (differentiable and torch.is_grad_enabled()):
+        if position_ids is not None:
+            check_range(op, "position_ids", position_ids, cos.shape[0])
         return reference(q, k, q_weight, k_weight, cos, sin, eps, offset=offset, rounding=rounding,
                          unsqueeze_dim=unsqueeze_dim, position_ids=position_ids, **options)  # fmt: skip
     cos, sin = kernel_tables(q, cos, sin)

@@ -8,6 +8,8 @@ import torch
 
 from tigon._op import Op, has_kernel, once, raw
 from tigon.error import check
+from tigon.ops.arguments import check_range
+from tigon.ops.in_place import check_apart, check_written
 from tigon.ops.rope_tables import (
     Form,
     check_constant,
@@ -116,11 +118,11 @@ def _check_in_place(q, k, form, dtype):
         check(
             "rope", dense, "{} must have dense rows to be rotated in place, got strides {}", name, x.stride()
         )
-        once = all(size <= 1 or stride > 0 for size, stride in zip(x.shape, x.stride(), strict=True))
-        check("rope", once, "{} must hold every element once to be rotated in place, got strides {}",
-              name, x.stride())  # fmt: skip
+        check_written("rope", name, x)
         if x.requires_grad and torch.is_grad_enabled():
             check("rope", not x.is_leaf, "{} must not be a leaf that requires a gradient, got one", name)
+    if k is not None:
+        check_apart("rope", "k", k, "q", q)
 
 
 def _rotate_in_place(q, k, cos, sin, positions, form):
@@ -211,6 +213,8 @@ def rope(
     differentiable = cos.requires_grad or (sin is not None and sin.requires_grad)
     known = has_kernel("rope", q, k, cos.real if cos.is_complex() else cos, sin)
     if not known or (differentiable and torch.is_grad_enabled()):
+        if position_ids is not None:
+            check_range("rope", "position_ids", position_ids, cos.shape[0])
         y = _reference(q, k, cos, sin, position_ids, form)
         return _overwrite(q, k, y) if inplace else y
     cos, sin = kernel_tables(q, cos, sin)

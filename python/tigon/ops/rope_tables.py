@@ -192,7 +192,8 @@ def turns(cos, sin, positions, form, q):
     for table in tables:
         x = table.to(torch.promote_types(torch.promote_types(q.dtype, table.dtype), torch.float32))
         if positions is not None:
-            x = x[positions.long()]
+            known = (positions >= 0) & (positions < x.shape[0])
+            x = torch.where(known.unsqueeze(-1), x[torch.where(known, positions, 0).long()], torch.nan)
         if form.sections:
             pair = columns if form.shared else columns % (len(columns) // 2) if halves else columns // 2
             axis = _axis_of(pair, form)

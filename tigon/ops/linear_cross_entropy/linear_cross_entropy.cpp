@@ -385,7 +385,7 @@ namespace {
 int64_t most_rows(const LinearCrossEntropySizes& s) {
   constexpr int64_t kLeast = 1024, kSmallLogits = int64_t(512) << 20;
   if (s.device == Device::cpu) return kLeast;
-  int64_t most = std::max(kLeast, kSmallLogits / (s.vocab * int64_t(size_of(s.dtype))));
+  int64_t most = std::max(kLeast, kSmallLogits / (std::max<int64_t>(s.vocab, 1) * int64_t(size_of(s.dtype))));
   return s.dweight ? std::max(most, s.hidden) : most;
 }
 }  // namespace

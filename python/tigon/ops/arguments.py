@@ -1,0 +1,58 @@
+"""What public functions ask of their arguments, in the words that all of them use."""
+
+from __future__ import annotations
+
+import torch
+
+from tigon.error import check, refuse
+
+
+def kind_of(value: object) -> object:
+    """What an argument is: the dtype of a tensor, the type of anything else."""
+    return value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+
+
+def check_float(op: str, name: str, x: object) -> None:
+    """x must be a tensor of floats."""
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        refuse(op, name + " must be a float tensor, got {}", kind_of(x))
+
+
+def check_indices(op: str, name: str, x: object) -> None:
+    """x must be a tensor of int64 or int32."""
+    if not isinstance(x, torch.Tensor) or x.dtype not in (torch.int64, torch.int32):
+        refuse(op, name + " must be an int64 or int32 tensor, got {}", kind_of(x))
+
+
+def check_numbers(op: str, **values: object) -> None:
+    """Each must be a number."""
+    for name, value in values.items():
+        if isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
+            continue
+        one = value.numel() == 1 if isinstance(value, torch.Tensor) else hasattr(value, "__float__")
+        if not one:
+            refuse(op, name + " must be a number, got {}", kind_of(value))
+
+
+def check_integers(op: str, **values: object) -> None:
+    """Each must be an integer of 64 bits."""
+    for name, value in values.items():
+        whole = isinstance(value, (int, torch.SymInt)) or hasattr(value, "__index__")
+        if not whole or isinstance(value, (bool, torch.Tensor)):
+            refuse(op, name + " must be an int, got {}", kind_of(value))
+        if not -(2**63) <= value < 2**63:
+            refuse(op, name + " must have at most 64 bits, got {}", value)
+
+
+def check_range(op: str, name: str, ids: torch.Tensor, size: int, ignored: int | None = None) -> None:
+    """Every id must be in [0, size), or the one that is ignored. Only the CPU is looked at: no waiting."""
+    fake = torch.compiler.is_compiling() or isinstance(ids, torch._subclasses.FakeTensor)
+    if fake or ids.device.type != "cpu":
+        return
+    bad = (ids < 0) | (ids >= size)
+    if ignored is not None:
+        bad &= ids != ignored
+    wanted = "[0, {})" if ignored is None else "[0, {}) or {} (ignored)"
+    values = (size,) if ignored is None else (size, ignored)
+    found = ids[bad][:1].tolist()
+    check(op, not found, f"{name} must be in {wanted}, got {{}}", *values, *found)
