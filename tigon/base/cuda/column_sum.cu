@@ -1,42 +1,46 @@
-// Traffic: partials * cols * 4 bytes read (in L2: written just before), cols * size written.
+// Sums of partial rows. Traffic: partials * cols * 4 bytes read, mostly from L2, and cols * size
+// written.
 #include <algorithm>
 
-#include "tigon/base/cuda/rows.cuh"
+#include "tigon/base/cuda/row_shapes.cuh"
 #include "tigon/base/dispatch.h"
 
 namespace tigon::cuda {
 namespace {
 
-// A block: some columns and many partial rows at a time, so that every thread has few loads to wait for, all of them together: what
-// counts in a kernel that stands behind another one. A whole line of columns, and of short rows a sector of 32 bytes, so that there is
-// more than a handful of blocks. Small blocks where large ones would not run all at a time.
-constexpr int kThreads = 1024, kSmall = 256, kFew = 8, kLine = 32, kAtOnce = 8;
+// A CTA sums some columns of many partial rows, so that every thread has few loads, all in flight
+// together: latency matters in a kernel that follows another one. It takes 32 columns (a 128-byte
+// line), or 8 (a 32-byte sector) where there are few columns, so that more SMs take part. Matrices
+// of many columns take small CTAs, which are all resident at a time.
+constexpr int kThreads = 1024, kSmall = 256, kFew = 8, kLine = 32, kLoadsInFlight = 8;
 constexpr int64_t kLongRow = 512, kManyLines = 8192;
-constexpr size_t kMostSums = 3;
+constexpr size_t kMaxSums = 3;
 
 template <class T>
 struct Results {
-  T* data[kMostSums] = {};  // null: not wanted
-  int64_t end[kMostSums] = {};
+  // Null: not wanted.
+  T* data[kMaxSums] = {};
+  int64_t end[kMaxSums] = {};
 
   __device__ __forceinline__ void put(int64_t column, float sum) const {
     int64_t begin = 0;
 #pragma unroll
-    for (int i = 0; i < int(kMostSums); ++i) {
+    for (int i = 0; i < int(kMaxSums); ++i) {
       if (column >= begin && column < end[i] && data[i]) data[i][column - begin] = narrow<T>(sum);
       begin = end[i];
     }
   }
 };
-// The last block's, if there is one.
+// The sum that the last CTA forms, if one is wanted.
 template <class T>
 struct TotalOf {
   const float* parts;
   int64_t count;
-  T* out;  // null: not wanted
+  // Null: not wanted.
+  T* out;
 };
 
-// Issued where it stands and without a branch (vec.cuh).
+// A load that stays where it is issued, without a branch (see load_predicated).
 __device__ __forceinline__ float load_or_zero(bool wanted, const float* p) {
   float x;
   asm volatile(
@@ -53,7 +57,7 @@ __global__ __launch_bounds__(Threads) void sum_partials_kernel(const float* rows
                                                                const TotalOf<T> total) {
   constexpr int kLanes = Threads / Columns;
   __shared__ float sums[kLanes][Columns + 1];
-  wait_for_kernel_ahead();
+  griddepcontrol_wait();
   const int c = threadIdx.x % Columns, lane = threadIdx.x / Columns;
   const bool totals = total.out != nullptr && blockIdx.x + 1 == gridDim.x;
   const int64_t first = totals ? 0 : int64_t(blockIdx.x) * Columns, column = first + c;
@@ -63,12 +67,12 @@ __global__ __launch_bounds__(Threads) void sum_partials_kernel(const float* rows
     const float* from = rows + lane * cols + column;
     const int64_t step = kLanes * cols;
 #pragma unroll 1
-    for (int left = int((partials - lane + kLanes - 1) / kLanes); left > 0; left -= kAtOnce) {
-      float x[kAtOnce];
+    for (int left = int((partials - lane + kLanes - 1) / kLanes); left > 0; left -= kLoadsInFlight) {
+      float x[kLoadsInFlight];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i, from += step) x[i] = load_or_zero(i < left, from);
+      for (int i = 0; i < kLoadsInFlight; ++i, from += step) x[i] = load_or_zero(i < left, from);
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) s += x[i];
+      for (int i = 0; i < kLoadsInFlight; ++i) s += x[i];
     }
   }
   sums[lane][c] = s;
@@ -89,14 +93,14 @@ __global__ __launch_bounds__(Threads) void sum_partials_kernel(const float* rows
   }
 }
 
-// A few rows of so many columns that there are blocks enough when a thread has one to itself (7 x 262144: 34 us with blocks as above).
+// A few partial rows of many columns: a thread per column fills the device.
 constexpr int kColumnThreads = 256;
 constexpr int64_t kManyColumns = 65536, kFewPartials = 32;
 
 template <class T>
 __global__ __launch_bounds__(kColumnThreads) void sum_long_partials_kernel(
     const float* rows, int64_t partials, int64_t cols, const __grid_constant__ Results<T> out) {
-  wait_for_kernel_ahead();
+  griddepcontrol_wait();
   const int64_t column = int64_t(blockIdx.x) * kColumnThreads + threadIdx.x;
   if (column >= cols) return;
   float s = 0.0f;
@@ -109,7 +113,7 @@ __global__ __launch_bounds__(kColumnThreads) void sum_long_partials_kernel(
 
 void sum_partials(const char* op, Context& ctx, const float* rows, int64_t partials,
                   std::initializer_list<Vector> outs, const Total& total) {
-  TIGON_CHECK(op, outs.size() <= kMostSums, "at most ", kMostSums, " column sums, got ", outs.size());
+  TIGON_CHECK(op, outs.size() <= kMaxSums, "at most ", kMaxSums, " column sums, got ", outs.size());
   const Vector* some = std::find_if(outs.begin(), outs.end(), [](const Vector& v) { return bool(v); });
   const Vector* wanted = some != outs.end() ? some : &total.out;
   if (!*wanted) return;
@@ -127,8 +131,8 @@ void sum_partials(const char* op, Context& ctx, const float* rows, int64_t parti
     TIGON_CHECK(op, !total.out || total.out.dtype == wanted->dtype, "column sums must share a dtype");
     if (cols >= kManyColumns && partials <= kFewPartials && !total.out)
       return launch(op, ctx, sum_long_partials_kernel<T>,
-                    {.blocks = ceil_div(cols, kColumnThreads), .threads = kColumnThreads, .early = true},
-                    rows, partials, cols, results);
+                    {.blocks = ceil_div(cols, kColumnThreads), .threads = kColumnThreads, .pdl = true}, rows,
+                    partials, cols, results);
     const bool line = cols >= kLongRow, small = cols > kManyLines;
     launch(op, ctx,
            small  ? sum_partials_kernel<T, kLine, kSmall>
@@ -136,7 +140,7 @@ void sum_partials(const char* op, Context& ctx, const float* rows, int64_t parti
                   : sum_partials_kernel<T, kFew, kThreads>,
            {.blocks = ceil_div(cols, line ? kLine : kFew) + bool(total.out),
             .threads = small ? kSmall : kThreads,
-            .early = true},
+            .pdl = true},
            rows, partials, cols, results, TotalOf<T>{total.parts, total.count, total.out.template as<T>()});
   });
 }

@@ -1,4 +1,4 @@
-// The standalone CUDA context and what every CUDA context shares: device facts.
+// The standalone CUDA context, and the device facts that all CUDA contexts share.
 #include <cuda_runtime.h>
 
 #include <array>
@@ -13,11 +13,11 @@ namespace tigon {
 namespace cuda {
 
 const DeviceFacts& device_facts() {
-  static std::array<DeviceFacts, kMostDevices> facts;
-  static std::array<std::once_flag, kMostDevices> known;
+  static std::array<DeviceFacts, kMaxDevices> facts;
+  static std::array<std::once_flag, kMaxDevices> known;
   int device = 0;
   TIGON_CUDA_CHECK("device", cudaGetDevice(&device));
-  TIGON_CHECK("device", device < kMostDevices, "device index must be below ", kMostDevices, ", got ", device);
+  TIGON_CHECK("device", device < kMaxDevices, "device index must be below ", kMaxDevices, ", got ", device);
   std::call_once(known[size_t(device)], [device] {
     DeviceFacts f;
     int major = 0, minor = 0;

@@ -1,11 +1,11 @@
-// Quotients by a divisor that the host knows.
+// Division by a divisor that is known on the host.
 #pragma once
 
 #include <cstdint>
 
 namespace tigon::cuda {
 
-// Of 32-bit numbers below 2^31 by a divisor below 2^31: one multiplication, one addition, one shift.
+// Divides n < 2^31 by a divisor < 2^31 with one multiplication, one addition and one shift.
 struct Divider {
   uint32_t divisor = 1, multiplier = 0, shift = 0;
 

@@ -1,19 +1,20 @@
-// Pointwise ops: results = f(inputs), element by element, over rows x cols of one storage type at the speed
-// of a copy.
+// Pointwise ops: results = f(inputs) element by element, over rows x cols of one storage type.
 //
 // The op gives a functor with the number of its inputs and results:
 //   struct Square {
 //     static constexpr int kIn = 1, kOut = 1;
-//     __device__ void operator()(const float (&in)[kIn], float (&out)[kOut]) const { out[0] = in[0] * in[0];
+//     __device__ void operator()(const float (&in)[kIn], float (&out)[kOut]) const {
+//       out[0] = in[0] * in[0];
 //     }
 //   };
-// and calls pointwise(op, ctx, Pointwise<Square>{.in = {a.x}, .out = {a.y}}). Results without data are not
-// written. An input that no wanted result needs should name another input's matrix: the second read comes out
-// of the cache.
+// and calls pointwise(op, ctx, Pointwise<Square>{.in = {a.x}, .out = {a.y}}). Results without data
+// are not written. An input that no wanted result needs should name another input's matrix, whose
+// second read is served by the cache.
 //
-// A matrix may hold several values of a point side by side (gate and up interleaved by columns). Such a functor says how many
-// of its values each matrix holds, `static constexpr int in_width(int matrix)` and `out_width`; packs of them are taken apart
-// in registers. One whose arithmetic is long, so that a pack a thread would not keep the memory busy, says is_long() true.
+// A matrix may hold several values of a point side by side (gate and up interleaved by columns).
+// Such a functor says how many of its values each matrix holds by `static constexpr int
+// in_width(int matrix)` and `out_width`; they are deinterleaved in registers. A functor with long
+// arithmetic defines is_long() as true and gets more vectors per thread.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +28,7 @@ namespace tigon::cuda {
 
 namespace pointwise_detail {
 
-// Values of a point in a matrix, 1 unless the functor says otherwise.
+// Values of a point in a matrix: 1 unless the functor says otherwise.
 template <class F>
 constexpr int in_width(int matrix) {
   if constexpr (requires { F::in_width(0); })
@@ -56,7 +57,8 @@ constexpr int count(int values, int (*width)(int)) {
   return matrices;
 }
 template <class F>
-inline constexpr int kIns = count(F::kIn, &in_width<F>);  // matrices
+// The numbers of matrices.
+inline constexpr int kIns = count(F::kIn, &in_width<F>);
 template <class F>
 inline constexpr int kOuts = count(F::kOut, &out_width<F>);
 
@@ -72,18 +74,17 @@ struct Pointwise {
 namespace pointwise_detail {
 
 inline constexpr int kThreads = 256;
-// Packs of every input that a thread has in flight. One of 16 bytes: many short blocks keep the memory as busy as long ones do, and end
-// together (16384 x 4096, of a large copy: SwiGLU 99 % with four packs a thread, 100 with two, 102 with one; squared ReLU 91, 93, 95).
-// Single elements are too few bytes for that; where rows have gaps each pack must find its place (SwiGLU of packed halves: 96 and 102 %
-// with four, 89 and 92 with one); and functors that say is_long() take longer than that (exact GELU 102 and 96, swiglu_oai 102 and 91).
-template <class F, bool Flat, bool Packs>
-constexpr int held_of() {
-  if (Packs && !arithmetic_is_long<F>() && (Flat || F::kIn > 2)) return 1;
+// Vectors of every input that a thread has in flight. With 16-byte vectors one is enough: many
+// short CTAs keep as many bytes in flight as a few long ones, and end together. Single elements,
+// rows with gaps (whose index arithmetic is longer) and functors with is_long() take more.
+template <class F, bool Flat, bool Vectorized>
+constexpr int vecs_per_thread_of() {
+  if (Vectorized && !arithmetic_is_long<F>() && (Flat || F::kIn > 2)) return 1;
   return F::kIn > 2 ? 2 : 4;
 }
-// Blocks a multiprocessor that the registers leave room for.
-template <int Held>
-constexpr int kBlocks = Held == 1 ? 6 : 4;
+// CTAs per SM that the registers allow.
+template <int VecsPerThread>
+constexpr int kMinBlocks = VecsPerThread == 1 ? 6 : 4;
 
 template <class F, class T>
 struct Params {
@@ -92,49 +93,52 @@ struct Params {
   int64_t in_stride[kIns<F>];
   T* out[kOuts<F>];
   int64_t out_stride[kOuts<F>];
-  int64_t packs;    // of all rows
-  int tail;         // elements after the last pack (flat only)
-  Divider per_row;  // packs in a row (rows only)
+  // The vectors of all rows.
+  int64_t vecs;
+  // Elements after the last vector (flat only).
+  int tail;
+  // Vectors of a row (rows only).
+  Divider per_row;
 };
 
-// Packs of N points; `Flat`: no gap between rows. A thread has `Held` packs of every input in flight.
-// A matrix of `width` values a point gives (takes) `width` packs in a row.
-template <bool Flat, int N, int Held, class F, class T>
-__global__ void __launch_bounds__(kThreads, kBlocks<Held>)
+// Vectors of N points. Flat: no gaps between rows. A thread has VecsPerThread vectors of every
+// input in flight; a matrix with `width` values per point has `width` adjacent vectors for each.
+template <bool Flat, int N, int VecsPerThread, class F, class T>
+__global__ void __launch_bounds__(kThreads, kMinBlocks<VecsPerThread>)
     pointwise_kernel(const __grid_constant__ Params<F, T> p) {
-  constexpr int kTile = kThreads * Held;
-  for (int64_t tile = blockIdx.x; tile * kTile < p.packs; tile += gridDim.x) {
-    int64_t first = tile * kTile, row[Held] = {};
-    uint32_t column[Held] = {};
+  constexpr int kTile = kThreads * VecsPerThread;
+  for (int64_t tile = blockIdx.x; tile * kTile < p.vecs; tile += gridDim.x) {
+    int64_t first = tile * kTile, row[VecsPerThread] = {};
+    uint32_t column[VecsPerThread] = {};
     int64_t first_row = 0;
     if constexpr (!Flat)
       first_row =
-          p.packs <= INT32_MAX ? p.per_row.divide(uint32_t(first)) : uint64_t(first) / p.per_row.divisor;
+          p.vecs <= INT32_MAX ? p.per_row.divide(uint32_t(first)) : uint64_t(first) / p.per_row.divisor;
     uint32_t first_column = uint32_t(first - first_row * p.per_row.divisor);
-    Pack<T, N> x[Held][F::kIn];
+    Vec<T, N> x[VecsPerThread][F::kIn];
 #pragma unroll
-    for (int h = 0; h < Held; ++h) {
+    for (int h = 0; h < VecsPerThread; ++h) {
       uint32_t at = h * kThreads + threadIdx.x;
       if constexpr (!Flat) {
         uint32_t q = p.per_row.divide(first_column + at);
         row[h] = first_row + q;
         column[h] = first_column + at - q * p.per_row.divisor;
       }
-      if (first + at < p.packs) {
+      if (first + at < p.vecs) {
 #pragma unroll
         for (int i = 0, v = 0; i < kIns<F>; v += in_width<F>(i++)) {
-          int64_t pack = Flat ? first + at : column[h];
-          const T* from = p.in[i] + (Flat ? 0 : row[h] * p.in_stride[i]) + pack * (N * in_width<F>(i));
+          int64_t vec = Flat ? first + at : column[h];
+          const T* from = p.in[i] + (Flat ? 0 : row[h] * p.in_stride[i]) + vec * (N * in_width<F>(i));
 #pragma unroll
           for (int k = 0; k < in_width<F>(i); ++k) x[h][v + k] = load_stream<T, N>(from + k * N);
         }
       }
     }
 #pragma unroll
-    for (int h = 0; h < Held; ++h) {
+    for (int h = 0; h < VecsPerThread; ++h) {
       uint32_t at = h * kThreads + threadIdx.x;
-      if (first + at >= p.packs) break;
-      Pack<T, N> y[F::kOut];
+      if (first + at >= p.vecs) break;
+      Vec<T, N> y[F::kOut];
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         float in[F::kIn], out[F::kOut];
@@ -153,8 +157,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Held>)
 #pragma unroll
       for (int o = 0, v = 0; o < kOuts<F>; v += out_width<F>(o++)) {
         if (p.out[o] == nullptr) continue;
-        int64_t pack = Flat ? first + at : column[h];
-        T* to = p.out[o] + (Flat ? 0 : row[h] * p.out_stride[o]) + pack * (N * out_width<F>(o));
+        int64_t vec = Flat ? first + at : column[h];
+        T* to = p.out[o] + (Flat ? 0 : row[h] * p.out_stride[o]) + vec * (N * out_width<F>(o));
 #pragma unroll
         for (int k = 0; k < out_width<F>(o); ++k) store<T, N>(to + k * N, y[v + k]);
       }
@@ -162,7 +166,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<Held>)
   }
   if constexpr (Flat && N > 1) {
     if (blockIdx.x == 0 && int(threadIdx.x) < p.tail) {
-      int64_t at = p.packs * N + threadIdx.x;
+      int64_t at = p.vecs * N + threadIdx.x;
       float in[F::kIn], out[F::kOut];
 #pragma unroll
       for (int i = 0, v = 0; i < kIns<F>; v += in_width<F>(i++))
@@ -192,36 +196,38 @@ bool is_flat(const Pointwise<F>& call) {
   return every(call, [](const Matrix& m) { return m.stride == m.cols || m.rows == 1; });
 }
 template <class F>
-bool starts_align(const Pointwise<F>& call) {
+bool starts_aligned(const Pointwise<F>& call) {
   return every(call, [](const Matrix& m) { return reinterpret_cast<uintptr_t>(m.data) % 16 == 0; });
 }
 template <class F>
-bool rows_align(const Pointwise<F>& call) {
-  return every(call, [](const Matrix& m) { return packs_align(m.data, m.stride, m.cols, size_of(m.dtype)); });
+bool rows_vectorizable(const Pointwise<F>& call) {
+  return every(call,
+               [](const Matrix& m) { return is_vectorizable(m.data, m.stride, m.cols, size_of(m.dtype)); });
 }
 
-template <bool Flat, bool Packs, class F>
+template <bool Flat, bool Vectorized, class F>
 void run(const char* op, Context& ctx, const Pointwise<F>& call) {
   const Matrix& shape = call.in[0];
   int64_t cols = shape.cols / in_width<F>(0);
   dispatch_float(op, "input", shape.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
-    constexpr int N = Packs ? 16 / sizeof(T) : 1, kHeld = held_of<F, Flat, Packs>();
+    constexpr int N = Vectorized ? 16 / sizeof(T) : 1,
+                  kVecsPerThread = vecs_per_thread_of<F, Flat, Vectorized>();
     int64_t all = shape.rows * cols;
     Params<F, T> p{.f = call.f,
                    .in = {},
                    .in_stride = {},
                    .out = {},
                    .out_stride = {},
-                   .packs = all / N,
+                   .vecs = all / N,
                    .tail = Flat ? int(all % N) : 0,
                    .per_row = Divider(Flat ? 1 : cols / N)};
     for (int i = 0; i < kIns<F>; ++i)
       p.in[i] = call.in[i].template row<T>(0), p.in_stride[i] = call.in[i].stride;
     for (int o = 0; o < kOuts<F>; ++o)
       p.out[o] = call.out[o].template row<T>(0), p.out_stride[o] = call.out[o].stride;
-    int64_t tiles = std::max<int64_t>(1, ceil_div(p.packs, kThreads * kHeld));
-    launch(op, ctx, pointwise_kernel<Flat, N, kHeld, F, T>,
+    int64_t tiles = std::max<int64_t>(1, ceil_div(p.vecs, kThreads * kVecsPerThread));
+    launch(op, ctx, pointwise_kernel<Flat, N, kVecsPerThread, F, T>,
            {.blocks = std::min<int64_t>(tiles, INT32_MAX), .threads = kThreads}, p);
   });
 }
@@ -233,26 +239,27 @@ struct Variant {
   void (*run)(const char* op, Context&, const Pointwise<F>&);
 };
 
-// The first that supports the call runs.
+// The first variant that supports the call runs.
 template <class F>
 inline constexpr Variant<F> kVariants[] = {
-    {"flat, 16-byte packs", [](const Pointwise<F>& c) { return is_flat(c) && starts_align(c); },
+    {"flat, 16-byte packs", [](const Pointwise<F>& c) { return is_flat(c) && starts_aligned(c); },
      &run<true, true, F>},
-    {"rows, 16-byte packs", [](const Pointwise<F>& c) { return rows_align(c); }, &run<false, true, F>},
+    {"rows, 16-byte packs", [](const Pointwise<F>& c) { return rows_vectorizable(c); }, &run<false, true, F>},
     {"flat, single elements", [](const Pointwise<F>& c) { return is_flat(c); }, &run<true, false, F>},
     {"rows, single elements", [](const Pointwise<F>&) { return true; }, &run<false, false, F>},
 };
 
 }  // namespace pointwise_detail
 
-// Sizes and dtypes have been checked; nothing is done for no elements.
+// Sizes and dtypes have been checked by the caller. Empty matrices are allowed.
 template <class F>
 void pointwise(const char* op, Context& ctx, const Pointwise<F>& call) {
   using namespace pointwise_detail;
   const Matrix& shape = call.in[0];
   if (shape.rows == 0 || shape.cols == 0) return;
   constexpr int64_t kLongRow = int64_t(1) << 30;
-  if (shape.cols >= kLongRow && !is_flat(call)) {  // a divider's reach; a few such rows fill any memory
+  // Longer rows than Divider can index are launched one by one.
+  if (shape.cols >= kLongRow && !is_flat(call)) {
     for (int64_t r = 0; r < shape.rows; ++r) {
       Pointwise<F> row = call;
       auto keep_row = [r](Matrix& m) {

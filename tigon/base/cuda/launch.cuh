@@ -1,4 +1,5 @@
-// Checked launches and the few facts about the device that launchers need. No allocation, no synchronisation.
+// Checked kernel launches and the device properties that launchers need. Nothing here allocates or
+// synchronises.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,6 +9,7 @@
 #include <atomic>
 
 #include "tigon/base/context.h"
+#include "tigon/base/cuda/ptx.cuh"
 #include "tigon/base/error.h"
 
 #define TIGON_CUDA_CHECK(op, expr)                                                            \
@@ -20,59 +22,37 @@ namespace tigon::cuda {
 
 struct DeviceFacts {
   int sms = 0;
-  int shared_per_block = 0;  // opt-in limit, bytes
-  int capability = 0;        // 90 for sm_90
+  // Opt-in limit of dynamic shared memory, in bytes.
+  int shared_per_block = 0;
+  // 90 for sm_90.
+  int capability = 0;
 };
-constexpr int kMostDevices = 64;
+constexpr int kMaxDevices = 64;
 // Facts of the current device, read once per device.
 const DeviceFacts& device_facts();
 
-struct Grid {
+struct LaunchConfig {
   int64_t blocks = 1;
   int threads = 1;
   size_t shared = 0;
-  bool early = false;  // may start before the kernel ahead has ended; calls wait_for_kernel_ahead() first
-  int cluster = 1;     // blocks that run together (sm_90 on)
+  // Programmatic dependent launch: the kernel may start before the previous one has ended, and
+  // calls griddepcontrol_wait() before it touches memory.
+  bool pdl = false;
+  // CTAs of a cluster; more than 1 needs sm_90.
+  int cluster = 1;
 };
 
-// In a kernel that its successor in the stream may be launched alongside (Grid::early), and in that successor before it touches
-// memory: returns when the kernel ahead has ended and its writes are visible. Nothing before sm_90.
-__device__ __forceinline__ void let_next_kernel_start() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-__device__ __forceinline__ void wait_for_kernel_ahead() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-// Registers that one group of four warps leaves to another, of a kernel whose blocks are alone on a multiprocessor: a thread has
-// Count from here on. Nothing but on sm_90a, where the compiler is told of it.
-template <int Count>
-__device__ __forceinline__ void leave_registers() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
-#endif
-}
-template <int Count>
-__device__ __forceinline__ void take_registers() {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
-#endif
-}
-
-// For rows that `takers` blocks (or clusters of them) draw, or null where they may as well take every so many: few a taker.
-inline int* row_counter(const char* op, Context& ctx, int64_t rows, int64_t takers) {
-  if (rows <= 8 * takers || rows > INT32_MAX / 2) return nullptr;
+// A zeroed counter from which `workers` CTAs or clusters draw rows dynamically. Null where rows are
+// few or too many to count: workers then take every `workers`-th row.
+inline int* make_row_counter(const char* op, Context& ctx, int64_t rows, int64_t workers) {
+  if (rows <= 8 * workers || rows > INT32_MAX / 2) return nullptr;
   int* counter = ctx.scratch_of<int>(1);
   TIGON_CUDA_CHECK(op, cudaMemsetAsync(counter, 0, sizeof(int), static_cast<cudaStream_t>(ctx.stream())));
   return counter;
 }
 
 template <class... Params, class... Args>
-void launch(const char* op, Context& ctx, void (*kernel)(Params...), Grid grid, Args&&... args) {
+void launch(const char* op, Context& ctx, void (*kernel)(Params...), LaunchConfig grid, Args&&... args) {
   if (grid.blocks <= 0) return;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(unsigned(grid.blocks));
@@ -81,7 +61,7 @@ void launch(const char* op, Context& ctx, void (*kernel)(Params...), Grid grid, 
   config.stream = static_cast<cudaStream_t>(ctx.stream());
   cudaLaunchAttribute attributes[2] = {};
   config.attrs = attributes;
-  if (grid.early && device_facts().capability >= 90) {
+  if (grid.pdl && device_facts().capability >= 90) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
   }
@@ -94,7 +74,8 @@ void launch(const char* op, Context& ctx, void (*kernel)(Params...), Grid grid, 
               " threads): ", cudaGetErrorString(status));
 }
 
-// What is done once for each device: settings of a kernel. Twice, where threads meet.
+// Runs a setup function, such as cudaFuncSetAttribute, once per device. Concurrent first calls may
+// run it twice, so it must be idempotent.
 class OncePerDevice {
  public:
   template <class Fn>
@@ -108,43 +89,43 @@ class OncePerDevice {
   }
 
  private:
-  std::array<std::atomic<bool>, kMostDevices> done_{};
+  std::array<std::atomic<bool>, kMaxDevices> done_{};
 };
 
-// How many clusters of a kernel the device runs at a time, with so much dynamic shared memory a block (or blocks, where they are
-// alone); 0 where it has no room for one. One of these belongs to each kernel and remembers the answers, until two of them fall on the
-// same place.
-class ClusterRoom {
+// The number of clusters (CTAs, for a cluster size of 1) of a kernel that are resident on the
+// device at a time; 0 where none fits. Each kernel has its own cache. Two queries that hash to the
+// same entry evict each other.
+class OccupancyCache {
  public:
   template <class Kernel>
-  int of(const char* op, Kernel kernel, int blocks, int threads, size_t shared = 0) {
-    if ((blocks > 1 && device_facts().capability < 90) || blocks > kMost) return 0;
+  int max_active(const char* op, Kernel kernel, int blocks, int threads, size_t shared = 0) {
+    if ((blocks > 1 && device_facts().capability < 90) || blocks > kMaxClusterSize) return 0;
     int device = 0;
     TIGON_CUDA_CHECK(op, cudaGetDevice(&device));
-    const uint64_t asked = ((uint64_t(shared) * kMostDevices + uint64_t(device)) << 5 | uint64_t(blocks))
-                               << 11 |
-                           uint64_t(threads);
-    std::atomic<uint64_t>& known = known_[asked * 0x9e3779b97f4a7c15u >> (64 - kPlaces)];
-    const uint64_t seen = known.load(std::memory_order_relaxed);
-    if (seen >> 16 == asked) return int(seen & 0xffff);
-    const int room = std::min(ask(op, kernel, blocks, threads, shared), 0xffff);
-    known.store(asked << 16 | uint64_t(room), std::memory_order_relaxed);
+    const uint64_t key = ((uint64_t(shared) * kMaxDevices + uint64_t(device)) << 5 | uint64_t(blocks)) << 11 |
+                         uint64_t(threads);
+    std::atomic<uint64_t>& entry = cache_[key * 0x9e3779b97f4a7c15u >> (64 - kLog2Entries)];
+    const uint64_t value = entry.load(std::memory_order_relaxed);
+    if (value >> 16 == key) return int(value & 0xffff);
+    const int room = std::min(query(op, kernel, blocks, threads, shared), 0xffff);
+    entry.store(key << 16 | uint64_t(room), std::memory_order_relaxed);
     return room;
   }
 
  private:
-  static constexpr int kPortable = 8, kMost = 16, kPlaces = 6;
-  std::array<std::atomic<uint64_t>, 1 << kPlaces> known_{};
+  static constexpr int kPortableClusterSize = 8, kMaxClusterSize = 16, kLog2Entries = 6;
+  std::array<std::atomic<uint64_t>, 1 << kLog2Entries> cache_{};
 
   template <class Kernel>
-  int ask(const char* op, Kernel kernel, int blocks, int threads, size_t shared) {
-    if (shared > 0) {  // as much as there is besides the kernel's own
+  int query(const char* op, Kernel kernel, int blocks, int threads, size_t shared) {
+    // The limit is raised to everything the kernel's static shared memory leaves.
+    if (shared > 0) {
       cudaFuncAttributes own;
       TIGON_CUDA_CHECK(op, cudaFuncGetAttributes(&own, kernel));
       TIGON_CUDA_CHECK(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                 device_facts().shared_per_block - int(own.sharedSizeBytes)));
     }
-    if (blocks > kPortable)
+    if (blocks > kPortableClusterSize)
       TIGON_CUDA_CHECK(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeClusterDimension;

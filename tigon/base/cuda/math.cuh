@@ -1,5 +1,5 @@
-// The vocabulary of the shared <op>_math.inc formulas for one fp32 value per thread. Approximate instructions are chosen
-// here, by name, with their error; nothing depends on a fast-math flag.
+// The functions that the shared <op>_math.inc formulas use, for one fp32 value per thread.
+// Approximate instructions are named here with their error; nothing depends on a fast-math flag.
 #pragma once
 
 #include <math_constants.h>
@@ -10,7 +10,7 @@
 
 namespace tigon::cuda {
 
-// log2(e), and what its rounding has left.
+// log2(e) and its rounding error.
 constexpr float kLog2e = 1.44269504f, kLog2eLow = 1.92596303e-8f;
 
 TIGON_FN float constant(float, float c) { return c; }
@@ -21,23 +21,25 @@ TIGON_FN bool lt(float a, float b) { return a < b; }
 TIGON_FN bool gt(float a, float b) { return a > b; }
 TIGON_FN bool le(float a, float b) { return a <= b; }
 
-// 2^t, ex2.approx: 2 ulp over the full range, NaN and infinities as IEEE.
+// 2^t by ex2.approx: 2 ulp over the full range; NaN and infinities as in IEEE 754.
 TIGON_FN float exp2_approx(float t) {
   float r;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(t));
   return r;
 }
 TIGON_FN float exp2_neg(float t) { return exp2_approx(t); }
-// log2, lg2.approx: 2^-22 beside 1, 2 ulp elsewhere; exactly 0 at 1.
+// log2(x) by lg2.approx: absolute error 2^-22 near 1, 2 ulp elsewhere; exactly 0 at 1.
 TIGON_FN float log2_approx(float x) {
   float r;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
 }
-// 2^(x * (slope + slope_low)), < 1 ulp for products from -127 to 127; 0 below, NaN stays. Cody-Waite, a minimax polynomial on
-// [-1/2, 1/2] (2e-9) and a multiplication by 2^n, all on the multiply-add units. slope > 0.
-TIGON_FN float exp2_fine(float x, float slope, float slope_low) {
-  constexpr float kShift = 12582912.0f;  // 1.5 * 2^23: integers beside it are the last bits
+// 2^(x * (slope + slope_low)): < 1 ulp for products from -127 to 127, 0 below; NaN propagates;
+// slope > 0. Cody-Waite reduction, a minimax polynomial on [-1/2, 1/2] (error 2e-9) and a scaling
+// by 2^n, all on the FMA units.
+TIGON_FN float exp2_precise(float x, float slope, float slope_low) {
+  // 1.5 * 2^23: adding it rounds to an integer, which is then in the low bits.
+  constexpr float kShift = 12582912.0f;
   asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-127.25f / slope));
   const float shifted = __fmaf_rn(x, slope, kShift), n = shifted - kShift;
   const float f = __fmaf_rn(x, slope_low, __fmaf_rn(x, slope, -n));
@@ -50,36 +52,38 @@ TIGON_FN float exp2_fine(float x, float slope, float slope_low) {
   y = __fmaf_rn(y, f, 1.0f);
   return y * __int_as_float((__float_as_int(shifted) << 23) + 0x3f800000);
 }
-// e^x with the rounding error of x*log2(e) carried to the exponent: < 3 ulp for every finite x.
+// e^x with the rounding error of x * log2(e) compensated: < 3 ulp for every finite x.
 TIGON_FN float exp(float x) {
   float t = x * kLog2e, low = __fmaf_rn(x, kLog2e, -t) + x * kLog2eLow;
   float r = exp2_approx(t);
-  if (!(r > 0.0f && r < CUDART_INF_F)) return r;  // nothing to correct, and low may be NaN
+  // Nothing to correct, and `low` may be NaN.
+  if (!(r > 0.0f && r < CUDART_INF_F)) return r;
   return __fmaf_rn(r, low * 0.693147181f, r);
 }
-// The reciprocal rounds correctly: the error is exp's.
+// The reciprocal is correctly rounded, so the error is that of exp.
 TIGON_FN float sigmoid(float x) { return __frcp_rn(1.0f + exp(-x)); }
 TIGON_FN float log(float x) { return ::logf(x); }
 TIGON_FN float tanh(float x) { return ::tanhf(x); }
 TIGON_FN float reciprocal(float x) { return __fdividef(1.0f, x); }
 #include "tigon/base/normal.inc"
 
-// A value on its way to 16 bits: its functions may be off by 2^-18 of the result, in a third of the instructions. Formulas take it
-// for V where rows are stored so (BriefFor<X>); arithmetic makes a plain float of it.
-struct Brief {
+// An fp32 value whose functions may have a relative error of 2^-18, in a third of the instructions.
+// Formulas take it as V where results are stored in 16 bits (ApproxFor<X>). Arithmetic converts it
+// to float.
+struct Approx {
   float v;
-  TIGON_FN Brief(float x) : v(x) {}
+  TIGON_FN Approx(float x) : v(x) {}
   TIGON_FN operator float() const { return v; }
 };
 template <class X>
-using BriefFor = std::conditional_t<sizeof(X) == 2, Brief, float>;
+using ApproxFor = std::conditional_t<sizeof(X) == 2, Approx, float>;
 TIGON_FN float reciprocal_approx(float x) {
   float r;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
 }
-TIGON_FN Brief sigmoid(Brief x) { return reciprocal_approx(1.0f + exp2_approx(x.v * -1.44269504f)); }
-TIGON_FN Brief tanh(Brief x) {
+TIGON_FN Approx sigmoid(Approx x) { return reciprocal_approx(1.0f + exp2_approx(x.v * -1.44269504f)); }
+TIGON_FN Approx tanh(Approx x) {
   float square = x.v * x.v, near = x.v * fma(square, fma(square, 0.133333333f, -0.333333333f), 1.0f);
   float far = fma(-2.0f, reciprocal_approx(1.0f + exp2_approx(x.v * 2.88539008f)), 1.0f);
   return fabsf(x.v) < 0.1f ? near : far;

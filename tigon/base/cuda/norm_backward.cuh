@@ -10,170 +10,174 @@
 #include <algorithm>
 
 #include "tigon/base/cuda/math.cuh"
-#include "tigon/base/cuda/norm_backward_staying.cuh"
+#include "tigon/base/cuda/norm_backward_persistent.cuh"
 
 namespace tigon::cuda {
 
 // How the backward keeps its bytes in flight. Direct: several blocks a multiprocessor, whose loads overlap. Staged (staged_rows.cuh):
 // no register waits for the rows of the next turns. Weights lie in shared memory.
-template <int Threads, int Held, int Rows, int MinBlocks>
-struct Direct : RowShape<Threads, Held, Rows, MinBlocks> {
-  static constexpr int stages = 0, lead = 0;
+template <int Threads, int VecsPerThread, int RowsPerBlock, int MinBlocks>
+struct Unpipelined : RowShape<Threads, VecsPerThread, RowsPerBlock, MinBlocks> {
+  static constexpr int stages = 0, lookahead = 0;
 };
 
 // By the length of the row in packs. Short: blocks a multiprocessor of the shorter rows, so their registers.
 template <int Short, class... Longer>
-using BackwardLadder = RowShapes<Direct<8, 2, 32, Short>, Direct<32, 2, 8, Short>, Longer...>;
+using BackwardShapeTable = ShapeList<Unpipelined<8, 2, 32, Short>, Unpipelined<32, 2, 8, Short>, Longer...>;
 
 namespace norm_detail {
 
 // Of every op, where rows begin anywhere, and the blocks of a cluster, of rows that are too long for one: with a lead where there is
 // room, since a cluster's threads tell each other slowly. A lead of a row also pays where a thread has much to do.
-template <Lying How, class B>
-struct UnalignedLadder {
+template <RowAlignment kAlignment, class B>
+struct UnalignedShapeTable {
   // One sum of one input, of 2 bytes: such rows have clusters of few blocks of 128 to 160 threads, three at a time on a multiprocessor
   // (4096 x 12289 95 us, by one block 100; 3072 x 16391 96 and 104; 5000 x 10241 108 and 99).
-  static constexpr bool kFewBlocks = B::kIn == 1 && !B::kCentred && sizeof(typename B::Element) == 2;
+  static constexpr bool kFewBlocks = B::kIn == 1 && !B::kSubtractMean && sizeof(typename B::Element) == 2;
   static constexpr int64_t kFew = 1536, kThree = 1920, kFour = 2048;  // packs
-  using Block = StagedBlock<B::kIn == 1 ? 3 : 2, 4, 512>;
-  using Shapes = RowShapes<Staged<2, 32, 4, 4, 3>, StagedBlock<2, 2, 320, 2>, StagedBlock<2, 2, 512>,
-                           std::conditional_t<kFewBlocks, UpTo<kFew - 1, Block>, Block>>;
-};
-template <class B>
-struct UnalignedLadder<Lying::apart, B> {
+  using Block = PipelinedBlock<B::kIn == 1 ? 3 : 2, 4, 512>;
   using Shapes =
-      std::conditional_t<B::kCentred, RowShapes<StagedBlock<3, 4, 512, 1, 1>, StagedBlock<2, 4, 512>>,
-                         RowShapes<StagedBlock<2, 4, 512>>>;
+      ShapeList<PipelinedRows<2, 32, 4, 4, 3>, PipelinedBlock<2, 2, 320, 2>, PipelinedBlock<2, 2, 512>,
+                std::conditional_t<kFewBlocks, UpToVecs<kFew - 1, Block>, Block>>;
 };
 template <class B>
-using BackwardCluster = std::conditional_t<B::kIn == 1, StagedBlock<3, 4, 512, 1, 1>, StagedBlock<2, 4, 512>>;
+struct UnalignedShapeTable<RowAlignment::mixed_offset, B> {
+  using Shapes = std::conditional_t<B::kSubtractMean,
+                                    ShapeList<PipelinedBlock<3, 4, 512, 1, 1>, PipelinedBlock<2, 4, 512>>,
+                                    ShapeList<PipelinedBlock<2, 4, 512>>>;
+};
+template <class B>
+using BackwardCluster =
+    std::conditional_t<B::kIn == 1, PipelinedBlock<3, 4, 512, 1, 1>, PipelinedBlock<2, 4, 512>>;
 
 // Rows that lie in packs. The passes are those of backward_staying_kernel, in a kernel of their own: as one with it they took 5 to 14 %
 // longer.
 template <class B, class W, class Y, int N, class Shape>
 __global__
-__launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) void backward_kernel(
+__launch_bounds__(Shape::max_threads, backward_blocks<typename B::Element, Y, Shape>) void backward_kernel(
     const __grid_constant__ NormBackward<B, W, Y> p) {
   using X = typename B::Element;
-  constexpr int kHeld = Shape::held, kPair = N % 2 == 0 ? 2 : 1, kMeans = B::kCentred ? 2 : 1;
-  constexpr bool kStaged = Shape::stages > 0;
+  constexpr int kVecsPerThread = Shape::vecs_per_thread, kPair = N % 2 == 0 ? 2 : 1,
+                kMeans = B::kSubtractMean ? 2 : 1;
+  constexpr bool kPipelined = Shape::stages > 0;
   __shared__ __align__(16) float slots[2][kMeans * 32];
   extern __shared__ __align__(
-      16) unsigned char shared[];           // weights and stages, then the column sums of the groups
-  if (p.partials) let_next_kernel_start();  // the sum over the blocks
-  const Place place(p.sections, Shape::rows);
-  const int cols = int(p.cols), block = Shape::threads ? Shape::block : blockDim.x;
-  const int64_t before = int64_t(place.section) * cols;
-  const int64_t step = int64_t(gridDim.x / unsigned(p.sections)) * Shape::rows;
-  const int64_t first = place.first + (Shape::rows == 1 ? 0 : threadIdx.x / Shape::threads);
-  const float offset = p.weight ? p.f.offset : 0.0f, inverse = 1.0f / float(cols);
-  auto in_row = [&](int k, int64_t row) { return p.in[k] + row * p.in_stride[k] + before; };
-  auto dy_row = [&](int64_t row) { return p.dy + row * p.dy_stride + before; };
-  auto out_row = [&](int k, int64_t row) { return p.out[k] + row * p.out_stride[k] + before; };
-  auto pack_of = [&](int i) { return RowTile<Shape, 1>::thread() + thread_stride<Shape>() * i; };
+      16) unsigned char shared[];  // weights and stages, then the column sums of the groups
+  if (p.partials) griddepcontrol_launch_dependents();  // the sum over the blocks
+  const BlockCoord coord(p.groups, Shape::rows_per_block);
+  const int cols = int(p.cols), block = Shape::threads_per_row ? Shape::max_threads : blockDim.x;
+  const int64_t col_offset = int64_t(coord.group) * cols;
+  const int64_t step = int64_t(gridDim.x / unsigned(p.groups)) * Shape::rows_per_block;
+  const int64_t first = coord.first + (Shape::rows_per_block == 1 ? 0 : threadIdx.x / Shape::threads_per_row);
+  const float offset = p.weight ? p.f.offset : 0.0f, inv_cols = 1.0f / float(cols);
+  auto in_row = [&](int k, int64_t row) { return p.in[k] + row * p.in_stride[k] + col_offset; };
+  auto dy_row = [&](int64_t row) { return p.dy + row * p.dy_stride + col_offset; };
+  auto out_row = [&](int k, int64_t row) { return p.out[k] + row * p.out_stride[k] + col_offset; };
+  auto pack_of = [&](int i) { return RowTile<Shape, 1>::thread() + row_threads<Shape>() * i; };
   auto column = [&](int i) { return pack_of(i) * N; };
 
   // What a thread leaves in shared memory it alone reads: no barrier.
-  auto weight_slot = [&](int i) { return reinterpret_cast<Pack<W, N>*>(shared) + i * block + threadIdx.x; };
+  auto weight_slot = [&](int i) { return reinterpret_cast<Vec<W, N>*>(shared) + i * block + threadIdx.x; };
 #pragma unroll
-  for (int i = 0; i < kHeld; ++i) {
-    Pack<W, N> w = filled<W, N>(1.0f);
-    if (p.weight && column(i) < cols) w = cuda::load<W, N>(p.weight + before + column(i));
+  for (int i = 0; i < kVecsPerThread; ++i) {
+    Vec<W, N> w = fill_vec<W, N>(1.0f);
+    if (p.weight && column(i) < cols) w = cuda::load<W, N>(p.weight + col_offset + column(i));
     *weight_slot(i) = w;
   }
   auto weights = [&](int i, float (&w)[N]) {
-    Pack<W, N> pack = *weight_slot(i);
+    Vec<W, N> vec = *weight_slot(i);
 #pragma unroll
-    for (int j = 0; j < N; ++j) w[j] = kPlainWeight<B> ? pack[j] : offset + pack[j];
+    for (int j = 0; j < N; ++j) w[j] = kPlainWeight<B> ? vec[j] : offset + vec[j];
   };
   auto has = [&](int k, int64_t row) { return row < p.rows && (k == 0 || p.in[k]); };
 
-  Pack<X, N> in[kHeld][B::kIn];
-  Pack<Y, N> dy[kHeld];
-  using StagedIn = StagedRows<X, N, Shape, false>;
-  using StagedDy = StagedRows<Y, N, Shape, false>;
-  const int threads = block / Shape::rows, group = Shape::rows == 1 ? 0 : threadIdx.x / threads;
-  const int of_row = B::kIn * StagedIn::words(threads) + StagedDy::words(threads);
-  uint4* words = reinterpret_cast<uint4*>(weight_slot(kHeld) - threadIdx.x) + group * of_row;
-  auto rows_of = [&](int k) {
-    return StagedIn(in_row(k, first), step * p.in_stride[k], pack_of(0), threads,
-                    k == 0 || p.in[k] ? cols / N : 0, p.end[k], words + k * StagedIn::words(threads),
-                    Shape::rows * of_row);
+  Vec<X, N> in[kVecsPerThread][B::kIn];
+  Vec<Y, N> dy[kVecsPerThread];
+  using InPipeline = CpAsyncPipeline<X, N, Shape, false>;
+  using DyPipeline = CpAsyncPipeline<Y, N, Shape, false>;
+  const int threads = block / Shape::rows_per_block,
+            row_in_block = Shape::rows_per_block == 1 ? 0 : threadIdx.x / threads;
+  const int of_row = B::kIn * InPipeline::words(threads) + DyPipeline::words(threads);
+  uint4* words = reinterpret_cast<uint4*>(weight_slot(kVecsPerThread) - threadIdx.x) + row_in_block * of_row;
+  auto pipeline_of = [&](int k) {
+    return InPipeline(in_row(k, first), step * p.in_stride[k], pack_of(0), threads,
+                      k == 0 || p.in[k] ? cols / N : 0, p.end[k], words + k * InPipeline::words(threads),
+                      Shape::rows_per_block * of_row);
   };
-  auto staged_in = [&]<size_t... K>(std::index_sequence<K...>) {
-    return Several<StagedIn, B::kIn>{{rows_of(int(K))...}};
+  auto in_pipeline = [&]<size_t... K>(std::index_sequence<K...>) {
+    return Array<InPipeline, B::kIn>{{pipeline_of(int(K))...}};
   }(std::make_index_sequence<B::kIn>{});
-  StagedDy staged_dy(dy_row(first), step * p.dy_stride, pack_of(0), threads, cols / N, p.dy_end,
-                     words + B::kIn * StagedIn::words(threads), Shape::rows * of_row);
+  DyPipeline dy_pipeline(dy_row(first), step * p.dy_stride, pack_of(0), threads, cols / N, p.dy_end,
+                         words + B::kIn * InPipeline::words(threads), Shape::rows_per_block * of_row);
   auto start = [&](int stage, int64_t row) {
 #pragma unroll
-    for (int k = 0; k < B::kIn; ++k) staged_in.of[k].copy(stage, row < p.rows);
-    staged_dy.copy(stage, row < p.rows);
-    copies_commit();
+    for (int k = 0; k < B::kIn; ++k) in_pipeline.data[k].copy(stage, row < p.rows);
+    dy_pipeline.copy(stage, row < p.rows);
+    cp_async_commit_group();
   };
   auto load = [&](int i, int64_t row) {
-    const bool there = column(i) < cols;
+    const bool in_bounds = column(i) < cols;
 #pragma unroll
     for (int k = 0; k < B::kIn; ++k)
-      in[i][k] = load_where<X, N>(there && has(k, row), in_row(k, row) + column(i));
-    dy[i] = load_where<Y, N>(there && row < p.rows, dy_row(row) + column(i));
+      in[i][k] = load_predicated<X, N>(in_bounds && has(k, row), in_row(k, row) + column(i));
+    dy[i] = load_predicated<Y, N>(in_bounds && row < p.rows, dy_row(row) + column(i));
   };
   // Before a pack is worked on, both times.
-  auto fetch = [&](int i, int from) {
-    if constexpr (kStaged) {
+  auto fetch = [&](int i, int read_stage) {
+    if constexpr (kPipelined) {
 #pragma unroll
-      for (int k = 0; k < B::kIn; ++k) in[i][k] = staged_in.of[k].pack(from, i);
-      dy[i] = staged_dy.pack(from, i);
+      for (int k = 0; k < B::kIn; ++k) in[i][k] = in_pipeline.data[k].vec(read_stage, i);
+      dy[i] = dy_pipeline.vec(read_stage, i);
     } else {
 #pragma unroll
-      for (int k = 0; k < B::kIn; ++k) in[i][k] = again(in[i][k], p.zero);
-      dy[i] = again(dy[i], p.zero);
+      for (int k = 0; k < B::kIn; ++k) in[i][k] = hide_from_compiler(in[i][k], p.opaque_zero);
+      dy[i] = hide_from_compiler(dy[i], p.opaque_zero);
     }
   };
 
   bool wants_rows = false;
 #pragma unroll
   for (int k = 0; k < B::kOut; ++k) wants_rows = wants_rows || p.out[k] != nullptr;
-  float sums[B::kSums][kHeld][N] = {}, rstd = 0.0f, mean = 0.0f;
+  float sums[B::kSums][kVecsPerThread][N] = {}, rstd = 0.0f, mean = 0.0f;
   auto load_statistics = [&](int64_t row) {
-    rstd = row < p.rows ? p.rstd[row * p.sections + place.section] : 0.0f;
-    if constexpr (B::kCentred) mean = row < p.rows ? p.mean[row * p.sections + place.section] : 0.0f;
+    rstd = row < p.rows ? p.rstd[row * p.groups + coord.group] : 0.0f;
+    if constexpr (B::kSubtractMean) mean = row < p.rows ? p.mean[row * p.groups + coord.group] : 0.0f;
   };
-  int from = 0, to = Shape::stages - 1, parity = 0;
-  if constexpr (kStaged) {
+  int read_stage = 0, write_stage = Shape::stages - 1, parity = 0;
+  if constexpr (kPipelined) {
 #pragma unroll
     for (int s = 0; s < Shape::stages - 1; ++s) start(s, first + s * step);
     load_statistics(first);
   }
 #pragma unroll 1
-  for (int64_t base = place.first, row = first; base < p.rows; base += step, row += step, ++parity) {
-    if constexpr (!kStaged) {
+  for (int64_t base = coord.first, row = first; base < p.rows; base += step, row += step, ++parity) {
+    if constexpr (!kPipelined) {
 #pragma unroll
-      for (int i = 0; i < kHeld; ++i) load(i, row);
+      for (int i = 0; i < kVecsPerThread; ++i) load(i, row);
       load_statistics(row);
     }
     const float now_rstd = rstd, now_mean = mean;
-    if constexpr (kStaged) {
+    if constexpr (kPipelined) {
       load_statistics(row + step);
-      start(to, row + (Shape::stages - 1) * step);  // in place of the last turn's
-      copies_wait<Shape::stages - 1>();
-      to = to + 1 == Shape::stages ? 0 : to + 1;
+      start(write_stage, row + (Shape::stages - 1) * step);  // in place of the last turn's
+      cp_async_wait_group<Shape::stages - 1>();
+      write_stage = write_stage + 1 == Shape::stages ? 0 : write_stage + 1;
     }
-    auto normalised = [&](const float (&x)[B::kIn]) {
+    auto normalized = [&](const float (&x)[B::kIn]) {
       float v = p.f.value(x);
-      if constexpr (B::kCentred) v -= now_mean;
+      if constexpr (B::kSubtractMean) v -= now_mean;
       return v * now_rstd;
     };
     float means[kMeans] = {};
     // The means take in h and the gradient of h * weight, the column sums what `h` is rounded to.
     auto add_means = [&](float h, float d, float w) {
       means[0] = fma(d * w, h, means[0]);
-      if constexpr (B::kCentred) means[1] = fma(d, w, means[1]);
+      if constexpr (B::kSubtractMean) means[1] = fma(d, w, means[1]);
     };
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) {
-      if (kStaged && Shape::rows > 1 && row >= p.rows) break;  // what is staged is another row's
-      if constexpr (kStaged) fetch(i, from);
+    for (int i = 0; i < kVecsPerThread; ++i) {
+      if (kPipelined && Shape::rows_per_block > 1 && row >= p.rows) break;  // what is staged is another row's
+      if constexpr (kPipelined) fetch(i, read_stage);
       float w[N];
       weights(i, w);
       auto add = [&](auto rounded) {
@@ -184,7 +188,7 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
           for (int k = 0; k < kPair; ++k) {
             float x[B::kIn];
             element(in[i], j + k, x);
-            h[k] = normalised(x);
+            h[k] = normalized(x);
             d[k] = p.f.upstream(dy[i][j + k], x);
             add_means(h[k], d[k], w[j + k]);
           }
@@ -199,20 +203,20 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
       p.f.round_h ? add(std::true_type{}) : add(std::false_type{});
     }
     if (wants_rows) {
-      reduce_row<Sum, Shape::threads>(means, slots[parity & 1]);
+      reduce_row<Sum, Shape::threads_per_row>(means, slots[parity & 1]);
 #pragma unroll
-      for (int k = 0; k < kMeans; ++k) means[k] *= inverse;
+      for (int k = 0; k < kMeans; ++k) means[k] *= inv_cols;
       // g as it went into the means.
       auto results = [&](const float (&x)[B::kIn], float dy, float w, float (&out)[B::kOut]) {
-        float h = normalised(x), g = __fmul_rn(p.f.upstream(dy, x), w);
-        if constexpr (B::kCentred) g -= means[1];
+        float h = normalized(x), g = __fmul_rn(p.f.upstream(dy, x), w);
+        if constexpr (B::kSubtractMean) g -= means[1];
         p.f.results(norm_gradient(g, h, means[0], now_rstd), dy, h, w, x, out);
       };
       __syncwarp();  // weights are read again, not kept
 #pragma unroll
-      for (int i = 0; i < kHeld; ++i) {
+      for (int i = 0; i < kVecsPerThread; ++i) {
         if (row >= p.rows || column(i) >= cols) continue;
-        fetch(i, from);
+        fetch(i, read_stage);
         float w[N], result[B::kOut][N];
         weights(i, w);
 #pragma unroll
@@ -226,96 +230,98 @@ __launch_bounds__(Shape::block, backward_blocks<typename B::Element, Y, Shape>) 
 #pragma unroll
         for (int k = 0; k < B::kOut; ++k) {
           if (B::kOut > 1 && p.out[k] == nullptr) continue;
-          Pack<X, N> out;
+          Vec<X, N> out;
           out.set(result[k]);
           if constexpr (sizeof(X) * N % 16 == 0)
-            store_whole(out_row(k, row) + column(i), out);
+            store_v4(out_row(k, row) + column(i), out);
           else
             store(out_row(k, row) + column(i), out);
         }
       }
     }
-    from = from + 1 == Shape::stages ? 0 : from + 1;
+    read_stage = read_stage + 1 == Shape::stages ? 0 : read_stage + 1;
   }
-  if constexpr (kStaged) copies_wait<0>();
+  if constexpr (kPipelined) cp_async_wait_group<0>();
   if (p.partials == nullptr) return;
-  const int64_t pitch = int64_t(p.sections) * cols;
-  float* out = p.partials + (place.first / Shape::rows) * B::kSums * pitch + before;
-  add_up<B, Shape, N, false>(sums, column, 0, cols, cols, BackwardSingle<B, Y>{},
-                             reinterpret_cast<float*>(shared), out, pitch);
+  const int64_t pitch = int64_t(p.groups) * cols;
+  float* out = p.partials + (coord.first / Shape::rows_per_block) * B::kSums * pitch + col_offset;
+  reduce_column_sums<B, Shape, N, false>(sums, column, 0, cols, cols, BackwardEdge<B, Y>{},
+                                         reinterpret_cast<float*>(shared), out, pitch);
 }
 
-template <class B, class W, class Y, int N, class Shape, Lying How>
+template <class B, class W, class Y, int N, class Shape, RowAlignment kAlignment>
 auto backward_kernel_of() {
-  if constexpr (How == Lying::packs && Shape::lead == 0)
+  if constexpr (kAlignment == RowAlignment::vectorized && Shape::lookahead == 0)
     return backward_kernel<B, W, Y, N, Shape>;
   else
-    return backward_staying_kernel<B, W, Y, N, Shape, How, false>;
+    return backward_persistent_kernel<B, W, Y, N, Shape, kAlignment, false>;
 }
 
 // Every block leaves a row of column sums, so few rows do without a second block a multiprocessor: as many as have equally much to do.
 // 256 x 4096, us: RMSNorm 10.6 (12.3 with 256 blocks), LayerNorm 11.8 (14.3).
-inline int64_t enough_blocks(int64_t rows, int sections, int64_t period) {
-  const int64_t turns = ceil_div(rows * sections, device_facts().sms);
+inline int64_t enough_blocks(int64_t rows, int groups, int64_t period) {
+  const int64_t turns = ceil_div(rows * groups, device_facts().sms);
   return turns > 8 ? INT64_MAX : ceil_div(ceil_div(rows, turns), period) * period;
 }
 
 // One launch for all: the parts of the column sums, or 0 where no shape holds a row.
 // `period`: of the rows that lie alike.
-template <Lying How, int N, class Shapes, class B, class W, class Y>
-int64_t run_held_backward(const char* op, Context& ctx, NormBackward<B, W, Y>& p, bool wants_sums,
-                          int64_t period) {
+template <RowAlignment kAlignment, int N, class Shapes, class B, class W, class Y>
+int64_t run_backward_in_registers(const char* op, Context& ctx, NormBackward<B, W, Y>& p, bool wants_sums,
+                                  int64_t period) {
   using X = typename B::Element;
-  constexpr bool kApart = How == Lying::apart;
+  constexpr bool kMixedOffset = kAlignment == RowAlignment::mixed_offset;
   auto shared_of = [&]<class Shape>(Type<Shape>, int threads) {
-    const int of_row = threads / Shape::rows;
-    size_t words = size_t(threads) * Shape::held * sizeof(Pack<W, N>) / 16;
+    const int of_row = threads / Shape::rows_per_block;
+    size_t words = size_t(threads) * Shape::vecs_per_thread * sizeof(Vec<W, N>) / 16;
     if constexpr (Shape::stages > 0)
-      words += size_t(Shape::stages) * Shape::rows *
-               (B::kIn * StagedRows<X, N, Shape, kApart>::words(of_row) +
-                StagedRows<Y, N, Shape, kApart>::words(of_row));
-    const size_t sums = Shape::rows > 1       ? size_t(p.cols) * backward_parts<Shape>
-                        : How == Lying::packs ? 0
-                                              : size_t(threads) * Shape::held * N;
+      words += size_t(Shape::stages) * Shape::rows_per_block *
+               (B::kIn * CpAsyncPipeline<X, N, Shape, kMixedOffset>::words(of_row) +
+                CpAsyncPipeline<Y, N, Shape, kMixedOffset>::words(of_row));
+    const size_t sums = Shape::rows_per_block > 1 ? size_t(p.cols) * backward_parts<Shape>
+                        : kAlignment == RowAlignment::vectorized
+                            ? 0
+                            : size_t(threads) * Shape::vecs_per_thread * N;
     return std::max(words * 16, sizeof(float) * sums * B::kSums);
   };
-  auto run = [&](auto* kernel, const Shares& stay, Grid grid) {
-    p.shares = stay;
-    grid.blocks = int64_t(stay.workers) * p.sections * grid.cluster;
-    if (wants_sums) p.partials = ctx.scratch_of<float>(stay.workers * B::kSums * p.cols * p.sections);
+  auto run = [&](auto* kernel, const RowSchedule& schedule, LaunchConfig grid) {
+    p.row_schedule = schedule;
+    grid.blocks = int64_t(schedule.workers) * p.groups * grid.cluster;
+    if (wants_sums) p.partials = ctx.scratch_of<float>(schedule.workers * B::kSums * p.cols * p.groups);
     launch(op, ctx, kernel, grid, p);
-    return int64_t(stay.workers);
+    return int64_t(schedule.workers);
   };
   int64_t parts = 0;
-  const int64_t packs = std::max<int64_t>(1, p.cols / N) + kApart;
-  Shapes::pick(packs, [&](auto shape) {
+  const int64_t vecs = std::max<int64_t>(1, p.cols / N) + kMixedOffset;
+  Shapes::dispatch(vecs, [&](auto shape) {
     using Shape = decltype(shape);
-    auto kernel = backward_kernel_of<B, W, Y, N, Shape, How>();
-    const int threads = block_threads<Shape>(packs);
+    auto kernel = backward_kernel_of<B, W, Y, N, Shape, kAlignment>();
+    const int threads = block_threads<Shape>(vecs);
     const size_t shared = shared_of(Type<Shape>{}, threads);
-    static ClusterRoom room;
+    static OccupancyCache occupancy;
     const int64_t most =
-        wants_sums && Shape::rows == 1 ? enough_blocks(p.rows, p.sections, period) : INT64_MAX;
-    const Shares stay =
-        persistent_blocks<Shape>(op, room, kernel, threads, shared, p.rows, p.sections, period, most);
-    if (stay.workers == 0) return false;
-    parts = run(kernel, stay, {.threads = threads, .shared = shared});
+        wants_sums && Shape::rows_per_block == 1 ? enough_blocks(p.rows, p.groups, period) : INT64_MAX;
+    const RowSchedule schedule =
+        persistent_schedule<Shape>(op, occupancy, kernel, threads, shared, p.rows, p.groups, period, most);
+    if (schedule.workers == 0) return false;
+    parts = run(kernel, schedule, {.threads = threads, .shared = shared});
     return true;
   });
-  if constexpr (How == Lying::alike) {
-    if (parts > 0 || p.sections > 1) return parts;
+  if constexpr (kAlignment == RowAlignment::same_offset) {
+    if (parts > 0 || p.groups > 1) return parts;
     using Shape = BackwardCluster<B>;
-    static ClusterRoom clusters;
-    auto kernel = backward_staying_kernel<B, W, Y, N, Shape, How, true>;
+    static OccupancyCache cluster_occupancy;
+    auto kernel = backward_persistent_kernel<B, W, Y, N, Shape, kAlignment, true>;
     auto shared = [&](int threads) { return shared_of(Type<Shape>{}, threads); };
     // The more a thread has to do for its elements, the more it needs other blocks beside it.
-    using Ladder = UnalignedLadder<How, B>;
-    const Cluster c =
-        Ladder::kFewBlocks && packs <= Ladder::kFour
-            ? cluster_of<Shape>(op, clusters, kernel, packs, packs <= Ladder::kThree ? 3 : 4, 1, shared)
-            : best_cluster<Shape>(op, clusters, kernel, packs, B::kCentred ? 96 : 192, shared);
+    using ShapeTable = UnalignedShapeTable<kAlignment, B>;
+    const ClusterShape c = ShapeTable::kFewBlocks && vecs <= ShapeTable::kFour
+                               ? fit_cluster<Shape>(op, cluster_occupancy, kernel, vecs,
+                                                    vecs <= ShapeTable::kThree ? 3 : 4, 1, shared)
+                               : max_occupancy_cluster<Shape>(op, cluster_occupancy, kernel, vecs,
+                                                              B::kSubtractMean ? 96 : 192, shared);
     if (c.blocks > 0)
-      parts = run(kernel, shares(p.rows, c.clusters, period),
+      parts = run(kernel, make_row_schedule(p.rows, c.clusters, period),
                   {.threads = c.threads, .shared = shared(c.threads), .cluster = c.blocks});
   }
   return parts;
@@ -326,13 +332,13 @@ template <int N, class B, class W, class Y>
 int64_t run_looped_backward(const char* op, Context& ctx, NormBackward<B, W, Y>& p, bool wants_sums) {
   if (std::any_of(p.out, p.out + B::kOut, [](auto* out) { return out != nullptr; }))
     launch(op, ctx, backward_looped_kernel<B, W, Y, N>,
-           {.blocks = p.rows * p.sections, .threads = kLoopThreads}, p);
+           {.blocks = p.rows * p.groups, .threads = kLoopThreads}, p);
   if (!wants_sums) return 0;
   const int64_t tiles = ceil_div(ceil_div(p.cols, N), kColumnThreads);
   const int64_t chunk = std::max<int64_t>(32, ceil_div(p.rows, 256)), parts = ceil_div(p.rows, chunk);
-  p.partials = ctx.scratch_of<float>(parts * B::kSums * p.cols * p.sections);
+  p.partials = ctx.scratch_of<float>(parts * B::kSums * p.cols * p.groups);
   launch(op, ctx, column_sums_kernel<B, W, Y, N>,
-         {.blocks = parts * tiles * p.sections, .threads = kColumnThreads}, p, chunk, tiles);
+         {.blocks = parts * tiles * p.groups, .threads = kColumnThreads}, p, chunk, tiles);
   return parts;
 }
 
@@ -340,7 +346,7 @@ int64_t run_looped_backward(const char* op, Context& ctx, NormBackward<B, W, Y>&
 
 // Ladder: the shapes for rows that lie in packs. `outs`: the B::kSums gradients by column, each of sections * cols numbers; without
 // data where not wanted.
-template <class Ladder, class B, class W, class Y>
+template <class ShapeTable, class B, class W, class Y>
 void norm_backward(const char* op, Context& ctx, NormBackward<B, W, Y> p,
                    std::initializer_list<Vector> outs) {
   using namespace norm_detail;
@@ -353,39 +359,44 @@ void norm_backward(const char* op, Context& ctx, NormBackward<B, W, Y> p,
                                              static_cast<cudaStream_t>(ctx.stream())));
     return;
   }
-  constexpr int kPack = 16 / sizeof(X);
-  bool packs = packs_align(p.dy, p.dy_stride, p.cols, sizeof(Y)) && p.dy_stride % kPack == 0 &&
-               p.cols % kPack == 0 && aligned(p.weight);
+  constexpr int kVecSize = 16 / sizeof(X);
+  bool vectorized = is_vectorizable(p.dy, p.dy_stride, p.cols, sizeof(Y)) && p.dy_stride % kVecSize == 0 &&
+                    p.cols % kVecSize == 0 && is_aligned(p.weight);
   for (int k = 0; k < B::kIn; ++k)
-    packs = packs && (!p.in[k] || packs_align(p.in[k], p.in_stride[k], p.cols, sizeof(X)));
+    vectorized = vectorized && (!p.in[k] || is_vectorizable(p.in[k], p.in_stride[k], p.cols, sizeof(X)));
   for (int k = 0; k < B::kOut; ++k)
-    packs = packs && (!p.out[k] || packs_align(p.out[k], p.out_stride[k], p.cols, sizeof(X)));
-  p.dy_end = end_of_rows(p.dy, p.dy_stride, p.rows, p.sections * p.cols);
+    vectorized = vectorized && (!p.out[k] || is_vectorizable(p.out[k], p.out_stride[k], p.cols, sizeof(X)));
+  p.dy_end = end_of_rows(p.dy, p.dy_stride, p.rows, p.groups * p.cols);
   for (int k = 0; k < B::kIn; ++k)
-    if (p.in[k]) p.end[k] = end_of_rows(p.in[k], p.in_stride[k], p.rows, p.sections * p.cols);
+    if (p.in[k]) p.end[k] = end_of_rows(p.in[k], p.in_stride[k], p.rows, p.groups * p.cols);
   // In the packs of what is written.
   const X* written = p.out[0] ? p.out[0] : p.in[0];
   const int64_t stride = p.out[0] ? p.out_stride[0] : p.in_stride[0];
-  auto lies = [&](const auto* of, int64_t of_stride) {
-    return !of || rows_alike<X>(written, stride, of, of_stride, p.rows);
+  auto matches_output = [&](const auto* of, int64_t of_stride) {
+    return !of || same_row_offsets<X>(written, stride, of, of_stride, p.rows);
   };
-  bool stores = true, alike = lies(p.dy, p.dy_stride);
-  for (int k = 0; k < B::kIn; ++k) alike = alike && lies(p.in[k], p.in_stride[k]);
-  for (int k = 0; k < B::kOut; ++k) stores = stores && lies(p.out[k], p.out_stride[k]);
-  int64_t parts = 0, period = rows_period<Y>(p.dy_stride);
-  for (int k = 0; k < B::kIn; ++k)
-    if (p.in[k]) period = std::max(period, rows_period<X>(p.in_stride[k]));
+  bool outputs_match = true, inputs_match = matches_output(p.dy, p.dy_stride);
+  for (int k = 0; k < B::kIn; ++k) inputs_match = inputs_match && matches_output(p.in[k], p.in_stride[k]);
   for (int k = 0; k < B::kOut; ++k)
-    if (p.out[k]) period = std::max(period, rows_period<X>(p.out_stride[k]));
-  if (packs) parts = run_held_backward<Lying::packs, kPack, Ladder>(op, ctx, p, wants_sums, period);
-  if constexpr (kOneType<B, W, Y>)
-    if (parts == 0 && stores && alike)  // or in packs, but too long for a block
-      parts = run_held_backward<Lying::alike, kPack, typename UnalignedLadder<Lying::alike, B>::Shapes>(
+    outputs_match = outputs_match && matches_output(p.out[k], p.out_stride[k]);
+  int64_t parts = 0, period = row_offset_period<Y>(p.dy_stride);
+  for (int k = 0; k < B::kIn; ++k)
+    if (p.in[k]) period = std::max(period, row_offset_period<X>(p.in_stride[k]));
+  for (int k = 0; k < B::kOut; ++k)
+    if (p.out[k]) period = std::max(period, row_offset_period<X>(p.out_stride[k]));
+  if (vectorized)
+    parts = run_backward_in_registers<RowAlignment::vectorized, kVecSize, ShapeTable>(op, ctx, p, wants_sums,
+                                                                                      period);
+  if constexpr (kSameType<B, W, Y>)
+    if (parts == 0 && outputs_match && inputs_match)  // or in packs, but too long for a block
+      parts = run_backward_in_registers<RowAlignment::same_offset, kVecSize,
+                                        typename UnalignedShapeTable<RowAlignment::same_offset, B>::Shapes>(
           op, ctx, p, wants_sums, period);
-  if (parts == 0 && stores)
-    parts = run_held_backward<Lying::apart, kPack, typename UnalignedLadder<Lying::apart, B>::Shapes>(
+  if (parts == 0 && outputs_match)
+    parts = run_backward_in_registers<RowAlignment::mixed_offset, kVecSize,
+                                      typename UnalignedShapeTable<RowAlignment::mixed_offset, B>::Shapes>(
         op, ctx, p, wants_sums, period);
-  if (parts == 0) parts = run_looped_backward<kPack>(op, ctx, p, wants_sums);
+  if (parts == 0) parts = run_looped_backward<kVecSize>(op, ctx, p, wants_sums);
   if (wants_sums) sum_partials(op, ctx, p.partials, parts, outs);
 }
 

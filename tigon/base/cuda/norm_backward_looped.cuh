@@ -34,10 +34,10 @@ struct NormBackward {
   const W* weight;           // null: ones, and no offset
   const float *rstd, *mean;  // by row and section
   int64_t rows, cols;
-  int sections = 1;
-  Shares shares;              // of a section's rows
+  int groups = 1;
+  RowSchedule row_schedule;   // of a section's rows
   float* partials = nullptr;  // [parts, kSums, sections * cols], null: not wanted
-  uint32_t zero = 0;          // for again()
+  uint32_t opaque_zero = 0;   // for again()
   // Where the memory of rows ends, made by norm_backward.
   const Y* dy_end = nullptr;
   const X* end[B::kIn] = {};
@@ -48,20 +48,20 @@ namespace norm_detail {
 #include "tigon/base/norm_math.inc"
 
 // The inputs of a pack, at once.
-template <class B, class W, class Y, int N, class Lie>
-__device__ __forceinline__ void load_rows(const NormBackward<B, W, Y>& p, const Lie& lie, int64_t row,
-                                          int64_t before, int64_t c,
-                                          Pack<typename B::Element, N> (&in)[B::kIn], Pack<Y, N>& dy) {
-  auto in_row = [&](int k) { return p.in[k] + row * p.in_stride[k] + before; };
-  auto in_reads_on = [&](int k) { return reads_on(row, p.rows, p.in_stride[k]); };
-  const Y* dy_row = p.dy + row * p.dy_stride + before;
-  const bool dy_reads_on = reads_on(row, p.rows, p.dy_stride);
+template <class B, class W, class Y, int N, class RowView>
+__device__ __forceinline__ void load_rows(const NormBackward<B, W, Y>& p, const RowView& view, int64_t row,
+                                          int64_t col_offset, int64_t c,
+                                          Vec<typename B::Element, N> (&in)[B::kIn], Vec<Y, N>& dy) {
+  auto in_row = [&](int k) { return p.in[k] + row * p.in_stride[k] + col_offset; };
+  auto in_can_overread = [&](int k) { return can_overread(row, p.rows, p.in_stride[k]); };
+  const Y* dy_row = p.dy + row * p.dy_stride + col_offset;
+  const bool dy_can_overread = can_overread(row, p.rows, p.dy_stride);
 #pragma unroll
-  for (int k = 0; k < B::kIn; ++k) in[k] = lie.load(k == 0 || p.in[k], in_row(k), c, in_reads_on(k));
-  dy = lie.load(true, dy_row, c, dy_reads_on);
+  for (int k = 0; k < B::kIn; ++k) in[k] = view.load(k == 0 || p.in[k], in_row(k), c, in_can_overread(k));
+  dy = view.load(true, dy_row, c, dy_can_overread);
 #pragma unroll
-  for (int k = 0; k < B::kIn; ++k) lie.finish(k == 0 || p.in[k], in_row(k), c, in_reads_on(k), in[k]);
-  lie.finish(true, dy_row, c, dy_reads_on, dy);
+  for (int k = 0; k < B::kIn; ++k) view.finish(k == 0 || p.in[k], in_row(k), c, in_can_overread(k), in[k]);
+  view.finish(true, dy_row, c, dy_can_overread, dy);
 }
 
 // Rows too long for registers. Two kernels: gradients of rows (two sweeps), sums by column over chunks of rows.
@@ -69,31 +69,31 @@ template <class B, class W, class Y, int N>
 __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void backward_looped_kernel(
     const __grid_constant__ NormBackward<B, W, Y> p) {
   using X = typename B::Element;
-  constexpr int kMeans = B::kCentred ? 2 : 1;
+  constexpr int kMeans = B::kSubtractMean ? 2 : 1;
   __shared__ __align__(16) float slots[kMeans * 32];
-  const Place place(p.sections, 1);
-  const int64_t row = place.first, before = int64_t(place.section) * p.cols;
-  const float rstd = p.rstd[row * p.sections + place.section];
-  const float mean = B::kCentred ? p.mean[row * p.sections + place.section] : 0.0f;
+  const BlockCoord coord(p.groups, 1);
+  const int64_t row = coord.first, col_offset = int64_t(coord.group) * p.cols;
+  const float rstd = p.rstd[row * p.groups + coord.group];
+  const float mean = B::kSubtractMean ? p.mean[row * p.groups + coord.group] : 0.0f;
   const float offset = p.weight ? p.f.offset : 0.0f;
-  auto out_row = [&](int k) { return p.out[k] + row * p.out_stride[k] + before; };
-  const Lie<Lying::apart, N, int64_t> lie(out_row(0), p.cols);
-  const bool weight_reads_on = place.section + 1 < p.sections && p.cols >= 16;
+  auto out_row = [&](int k) { return p.out[k] + row * p.out_stride[k] + col_offset; };
+  const RowView<RowAlignment::mixed_offset, N, int64_t> view(out_row(0), p.cols);
+  const bool weight_can_overread = coord.group + 1 < p.groups && p.cols >= 16;
   // fn(element, its inputs, dy, h, weight, g), then done(column)
   auto sweep = [&](auto&& fn, auto&& done) {
-    for (int64_t c = int64_t(threadIdx.x) * N + lie.head; lie.has(c); c += int64_t(kLoopThreads) * N) {
-      Pack<X, N> in[B::kIn];
-      Pack<Y, N> dy;
-      load_rows(p, lie, row, before, c, in, dy);
-      const W* vector = p.weight ? p.weight + before : nullptr;
-      auto weight = lie.load_vector(vector, c, weight_reads_on);
-      lie.finish_vector(vector, c, weight_reads_on, weight);
-      if (!vector) weight = filled<W, N>(1.0f);
+    for (int64_t c = int64_t(threadIdx.x) * N + view.head; view.has(c); c += int64_t(kLoopThreads) * N) {
+      Vec<X, N> in[B::kIn];
+      Vec<Y, N> dy;
+      load_rows(p, view, row, col_offset, c, in, dy);
+      const W* vector = p.weight ? p.weight + col_offset : nullptr;
+      auto weight = view.load_vector(vector, c, weight_can_overread);
+      view.finish_vector(vector, c, weight_can_overread, weight);
+      if (!vector) weight = fill_vec<W, N>(1.0f);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         float x[B::kIn], w = offset + weight[j];
         element(in, j, x);
-        float v = p.f.value(x), h = (B::kCentred ? v - mean : v) * rstd;
+        float v = p.f.value(x), h = (B::kSubtractMean ? v - mean : v) * rstd;
         fn(j, x, dy[j], h, w, p.f.upstream(dy[j], x) * w);
       }
       done(c);
@@ -103,7 +103,7 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void backward_looped_ker
   sweep(
       [&](int, const float (&)[B::kIn], float, float h, float, float g) {
         means[0] = fma(g, h, means[0]);
-        if constexpr (B::kCentred) means[1] += g;
+        if constexpr (B::kSubtractMean) means[1] += g;
       },
       [](int64_t) {});
   reduce_row<Sum, kLoopThreads>(means, slots);
@@ -113,7 +113,7 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void backward_looped_ker
   sweep(
       [&](int j, const float (&x)[B::kIn], float dy, float h, float w, float g) {
         float out[B::kOut];
-        if constexpr (B::kCentred) g -= means[1];
+        if constexpr (B::kSubtractMean) g -= means[1];
         p.f.results(norm_gradient(g, h, means[0], rstd), dy, h, w, x, out);
 #pragma unroll
         for (int k = 0; k < B::kOut; ++k) results[k][j] = out[k];
@@ -121,9 +121,9 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void backward_looped_ker
       [&](int64_t c) {
 #pragma unroll
         for (int k = 0; k < B::kOut; ++k) {
-          Pack<X, N> pack;
-          pack.set(results[k]);
-          if (p.out[k]) lie.store(out_row(k), c, pack);
+          Vec<X, N> vec;
+          vec.set(results[k]);
+          if (p.out[k]) view.store(out_row(k), c, vec);
         }
       });
 }
@@ -135,29 +135,29 @@ __global__ __launch_bounds__(kColumnThreads,
                              4) void column_sums_kernel(const __grid_constant__ NormBackward<B, W, Y> p,
                                                         int64_t chunk, int64_t tiles) {
   using X = typename B::Element;
-  const int64_t part = int64_t(blockIdx.x) / (tiles * p.sections),
-                section = int64_t(blockIdx.x) / tiles % p.sections;
-  const int64_t before = section * p.cols, pitch = p.cols * p.sections;
-  let_next_kernel_start();
+  const int64_t part = int64_t(blockIdx.x) / (tiles * p.groups),
+                group = int64_t(blockIdx.x) / tiles % p.groups;
+  const int64_t col_offset = group * p.cols, pitch = p.cols * p.groups;
+  griddepcontrol_launch_dependents();
   const X* boundary = nullptr;  // packs from the first column on, whatever the row
-  const Lie<Lying::apart, N, int64_t> lie(boundary, p.cols);
+  const RowView<RowAlignment::mixed_offset, N, int64_t> view(boundary, p.cols);
   const int64_t c = (int64_t(blockIdx.x) % tiles * kColumnThreads + threadIdx.x) * N;
-  if (!lie.has(c)) return;
+  if (!view.has(c)) return;
   const int64_t end = min((part + 1) * chunk, p.rows);
   float sums[B::kSums][N] = {};
 #pragma unroll 4
   for (int64_t row = part * chunk; row < end; ++row) {
-    Pack<X, N> in[B::kIn];
-    Pack<Y, N> dy;
-    load_rows(p, lie, row, before, c, in, dy);
-    const float rstd = p.rstd[row * p.sections + section];
-    const float mean = B::kCentred ? p.mean[row * p.sections + section] : 0.0f;
+    Vec<X, N> in[B::kIn];
+    Vec<Y, N> dy;
+    load_rows(p, view, row, col_offset, c, in, dy);
+    const float rstd = p.rstd[row * p.groups + group];
+    const float mean = B::kSubtractMean ? p.mean[row * p.groups + group] : 0.0f;
     float h[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       float x[B::kIn];
       element(in, j, x);
-      h[j] = (B::kCentred ? p.f.value(x) - mean : p.f.value(x)) * rstd;
+      h[j] = (B::kSubtractMean ? p.f.value(x) - mean : p.f.value(x)) * rstd;
     }
     if (p.f.round_h) round_all<X>(h);
 #pragma unroll
@@ -173,7 +173,7 @@ __global__ __launch_bounds__(kColumnThreads,
   for (int k = 0; k < B::kSums; ++k)
 #pragma unroll
     for (int j = 0; j < N; ++j)
-      if (c + j < p.cols) p.partials[(part * B::kSums + k) * pitch + before + c + j] = sums[k][j];
+      if (c + j < p.cols) p.partials[(part * B::kSums + k) * pitch + col_offset + c + j] = sums[k][j];
 }
 
 }  // namespace norm_detail

@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
-#include "tigon/base/cuda/norm_forward_staged.cuh"
-#include "tigon/base/cuda/norm_forward_staying.cuh"
+#include "tigon/base/cuda/norm_forward_persistent.cuh"
+#include "tigon/base/cuda/norm_forward_pipelined.cuh"
 #include "tigon/base/dispatch.h"
 
 namespace tigon::cuda {
@@ -14,44 +14,44 @@ namespace norm_detail {
 
 // A block a group of rows that lie in packs.
 template <class F, class W, class Y, int N, class Shape>
-__global__ __launch_bounds__(Shape::block, Shape::min_blocks) void forward_kernel(
+__global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
   using X = typename F::Element;
-  using OfRow = ForwardRow<F, W, Y, N, Lying::packs, int>;
+  using VecRow = ForwardRow<F, W, Y, N, RowAlignment::vectorized, int>;
   // Parameters are on their way during the reduction where they find room in registers.
-  constexpr int kParamBytes = Shape::held * N * int(sizeof(W)) * F::kParams * F::kIn;
-  constexpr bool kEarly = kParamBytes <= (Shape::threads == 32 ? 128 : 64);
-  __shared__ __align__(16) float slots[2][OfRow::kStatistics * 32];
-  wait_for_kernel_ahead();
-  let_next_kernel_start();
+  constexpr int kParamBytes = Shape::vecs_per_thread * N * int(sizeof(W)) * F::kParams * F::kIn;
+  constexpr bool kLoadParamsEarly = kParamBytes <= (Shape::threads_per_row == 32 ? 128 : 64);
+  __shared__ __align__(16) float slots[2][VecRow::kStatistics * 32];
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   using Tile = RowTile<Shape, N>;
-  const Place place(p.sections, Shape::rows);
-  const int64_t group = Shape::rows == 1 ? 0 : threadIdx.x / Shape::threads;
-  const OfRow row(p, place, place.first + group);
-  Pack<X, N> in[Shape::held][F::kIn];
-  Pack<W, N> w[Shape::held][F::kParams];
+  const BlockCoord coord(p.groups, Shape::rows_per_block);
+  const int64_t row_in_block = Shape::rows_per_block == 1 ? 0 : threadIdx.x / Shape::threads_per_row;
+  const VecRow row(p, coord, coord.first + row_in_block);
+  Vec<X, N> in[Shape::vecs_per_thread][F::kIn];
+  Vec<W, N> w[Shape::vecs_per_thread][F::kParams];
 #pragma unroll
-  for (int i = 0; i < Shape::held; ++i) row.load(Tile::column(i), in[i]);
-  if constexpr (kEarly) {
+  for (int i = 0; i < Shape::vecs_per_thread; ++i) row.load(Tile::column(i), in[i]);
+  if constexpr (kLoadParamsEarly) {
 #pragma unroll
-    for (int i = 0; i < Shape::held; ++i) row.load_params(Tile::column(i), w[i]);
+    for (int i = 0; i < Shape::vecs_per_thread; ++i) row.load_params(Tile::column(i), w[i]);
   }
-  float middle[Shape::held], mean, rstd;
-  int turn = 0;
+  float center[Shape::vecs_per_thread], mean, rstd;
+  int phase = 0;
   row.statistics(
       in, [](int i) { return Tile::column(i); },
-      [&](auto& sums) { reduce_row<Sum, Shape::threads, spread_of<Shape>>(sums, slots[turn++]); }, NoSingle{},
-      middle, mean, rstd);
+      [&](auto& sums) { reduce_row<Sum, Shape::threads_per_row, lane_split<Shape>>(sums, slots[phase++]); },
+      NoEdgeElement{}, center, mean, rstd);
   if (!row.live) return;
   if (Tile::thread() == 0) row.save_statistics(mean, rstd);
 #pragma unroll
-  for (int i = 0; i < Shape::held; ++i) {
+  for (int i = 0; i < Shape::vecs_per_thread; ++i) {
     // Several rows a block: without a branch.
-    if (Shape::rows == 1 && !row.lie.has(Tile::column(i))) continue;
-    if constexpr (!kEarly) row.load_params(Tile::column(i), w[i]);
+    if (Shape::rows_per_block == 1 && !row.view.has(Tile::column(i))) continue;
+    if constexpr (!kLoadParamsEarly) row.load_params(Tile::column(i), w[i]);
     row.finish_params(Tile::column(i), w[i]);
-    if constexpr (Shape::held > (F::kCentred ? 4 : 2)) row.renew(in[i]);
-    row.write(Tile::column(i), in[i], w[i], middle[i], rstd);
+    if constexpr (Shape::vecs_per_thread > (F::kSubtractMean ? 4 : 2)) row.hide_inputs(in[i]);
+    row.write(Tile::column(i), in[i], w[i], center[i], rstd);
   }
 }
 
@@ -60,41 +60,41 @@ template <class F, class W, class Y>
 __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void forward_looped_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
   using X = typename F::Element;
-  constexpr int N = Row<X>::N;
-  using OfRow = ForwardRow<F, W, Y, N, Lying::apart, int64_t>;
-  __shared__ __align__(16) float slots[2][OfRow::kStatistics * 32];
-  wait_for_kernel_ahead();
-  let_next_kernel_start();
-  const Place place(p.sections, 1);
-  const OfRow row(p, place, place.first);
+  constexpr int N = AlignedRow<X>::N;
+  using VecRow = ForwardRow<F, W, Y, N, RowAlignment::mixed_offset, int64_t>;
+  __shared__ __align__(16) float slots[2][VecRow::kStatistics * 32];
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  const BlockCoord coord(p.groups, 1);
+  const VecRow row(p, coord, coord.first);
   // fn(column, inputs)
   auto sweep = [&](bool first, auto&& fn) {
-    for (int64_t c = int64_t(threadIdx.x) * N + row.lie.head; row.lie.has(c);
+    for (int64_t c = int64_t(threadIdx.x) * N + row.view.head; row.view.has(c);
          c += int64_t(kLoopThreads) * N) {
-      Pack<X, N> in[F::kIn] = {};
-      if (F::kKeeps && !first) {
-        const X* kept = row.kept();
-        in[0] = row.lie.load(true, kept, c, false);
-        row.lie.finish(true, kept, c, false, in[0]);
+      Vec<X, N> in[F::kIn] = {};
+      if (F::kWritesResidual && !first) {
+        const X* residual_out = row.residual_out();
+        in[0] = row.view.load(true, residual_out, c, false);
+        row.view.finish(true, residual_out, c, false, in[0]);
       } else {
         row.load(c, in);
         row.finish(c, in);
-        row.keep(c, in);
+        row.write_residual(c, in);
       }
       fn(c, in);
     }
   };
-  float mean = 0.0f, sums[OfRow::kStatistics] = {};
-  if constexpr (F::kCentred) {
-    sweep(true, [&](int64_t, const Pack<X, N>(&in)[F::kIn]) { mean += row.sum_of(in); });
+  float mean = 0.0f, sums[VecRow::kStatistics] = {};
+  if constexpr (F::kSubtractMean) {
+    sweep(true, [&](int64_t, const Vec<X, N>(&in)[F::kIn]) { mean += row.sum_of(in); });
     mean = row.mean_of(reduce_row<Sum, kLoopThreads>(mean, slots[0]));
   }
-  sweep(!F::kCentred, [&](int64_t c, const auto& in) { row.add_to_statistics(c, in, mean, sums); });
+  sweep(!F::kSubtractMean, [&](int64_t c, const auto& in) { row.add_to_statistics(c, in, mean, sums); });
   reduce_row<Sum, kLoopThreads>(sums, slots[1]);
   const float rstd = row.finish_statistics(sums, mean);
   if (threadIdx.x == 0) row.save_statistics(mean, rstd);
-  sweep(false, [&](int64_t c, const Pack<X, N>(&in)[F::kIn]) {
-    Pack<W, N> w[F::kParams];
+  sweep(false, [&](int64_t c, const Vec<X, N>(&in)[F::kIn]) {
+    Vec<W, N> w[F::kParams];
     row.load_params(c, w);
     row.finish_params(c, w);
     row.write(c, in, w, mean, rstd);
@@ -103,120 +103,125 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void forward_looped_kern
 
 // Rows held in registers, by the length of the row in packs. Short rows take few threads: what is done once a row costs as much
 // as its elements. Percent of a copy of the same size, 16384 rows, 2048 to 12288 columns: RMSNorm 98 to 99, LayerNorm 95 to 98.
-template <int Rows, int Params, bool Keeps>
-struct ForwardLadder {
+template <int Rows, int Params, bool WritesResidual>
+struct ForwardShapeTable {
   // Bounds on the registers: how many blocks there are beside what a thread can have on its way.
-  using One = RowShapes<RowShape<4, 2>, RowShape<4, 4, 16, 8>, RowShape<16, 2, 8, 10>,
-                        RowShape<32, 4, 4, Params == 1 ? 8 : 5>, RowBlock<4, 128, 6>, RowBlock<4, 256, 4>,
-                        RowBlock<4, 384, 3>, RowBlock<8, 1024>>;
-  using Short = RowShapes<RowShape<4, 2>, RowShape<8, 2>, RowShape<16, 2>, RowShape<32, 4>>;
-  using Two = typename std::conditional_t<Keeps, typename Short::template with<RowBlock<2, 512>>,
-                                          Short>::template with<RowBlock<4, 1024>>;
+  using One = ShapeList<RowShape<4, 2>, RowShape<4, 4, 16, 8>, RowShape<16, 2, 8, 10>,
+                        RowShape<32, 4, 4, Params == 1 ? 8 : 5>, BlockPerRow<4, 128, 6>,
+                        BlockPerRow<4, 256, 4>, BlockPerRow<4, 384, 3>, BlockPerRow<8, 1024>>;
+  using Short = ShapeList<RowShape<4, 2>, RowShape<8, 2>, RowShape<16, 2>, RowShape<32, 4>>;
+  using Two =
+      typename std::conditional_t<WritesResidual, typename Short::template append<BlockPerRow<2, 512>>,
+                                  Short>::template append<BlockPerRow<4, 1024>>;
   using Shapes = std::conditional_t<Rows == 1, One, Two>;
 };
 // Rows that begin anywhere. Where types differ too, one path has to do.
-template <Lying How, class F>
-using StayingLadder =
-    std::conditional_t<How != Lying::alike, RowShapes<RowBlock<4, 384, 2>, RowBlock<4, 512, 2>>,
-                       std::conditional_t<F::kKeeps, RowShapes<RowShape<32, 4, 4, 5>>,
-                                          RowShapes<RowShape<32, 4, 4, 5>, RowBlock<4, 384, 2>>>>;
+template <RowAlignment kAlignment, class F>
+using PersistentShapeTable =
+    std::conditional_t<kAlignment != RowAlignment::same_offset,
+                       ShapeList<BlockPerRow<4, 384, 2>, BlockPerRow<4, 512, 2>>,
+                       std::conditional_t<F::kWritesResidual, ShapeList<RowShape<32, 4, 4, 5>>,
+                                          ShapeList<RowShape<32, 4, 4, 5>, BlockPerRow<4, 384, 2>>>>;
 template <class F>
-using ForwardCluster = std::conditional_t<F::kIn == 1, RowBlock<8, 384, 2>, RowBlock<4, 512, 2>>;
+using ForwardCluster = std::conditional_t<F::kIn == 1, BlockPerRow<8, 384, 2>, BlockPerRow<4, 512, 2>>;
 // In clusters, rows that lie alike: through shared memory. Their clusters are fewer; where a period leaves out many of them and there
 // is one input, rows that wait in registers are faster (512 x 100003 of RMSNorm 60 us and 70).
 template <class F>
-constexpr int kClusterStages = F::kIn == 2   ? 3
-                               : F::kCentred ? 5
-                                             : 4;
+constexpr int kClusterStages = F::kIn == 2        ? 3
+                               : F::kSubtractMean ? 5
+                                                  : 4;
 template <class F>
-using StagedCluster = StagedBlock<kClusterStages<F>, 4, 512, 1, 1>;
+using PipelinedCluster = PipelinedBlock<kClusterStages<F>, 4, 512, 1, 1>;
 
 // So many of a multiprocessor wait for what they read, one after the other. Two sums of a row do, and parameters that find no room in the
 // registers: with twice the warps 256 x 4096 of LayerNorm takes 5.1 us instead of 5.8. One sum: no difference.
 constexpr int kFewWarps = 16;
 
 template <int N, class F, class W, class Y>
-bool run_held_forward(const char* op, Context& ctx, const NormForward<F, W, Y>& p) {
-  const int64_t packs = p.cols / N;
+bool run_forward_in_registers(const char* op, Context& ctx, const NormForward<F, W, Y>& p) {
+  const int64_t vecs = p.cols / N;
   auto run = [&]<class Shape>(Type<Shape>) {
     launch(op, ctx, forward_kernel<F, W, Y, N, Shape>,
-           {.blocks = ceil_div(p.rows, Shape::rows) * p.sections,
-            .threads = block_threads<Shape>(packs),
-            .early = true},
+           {.blocks = ceil_div(p.rows, Shape::rows_per_block) * p.groups,
+            .threads = block_threads<Shape>(vecs),
+            .pdl = true},
            p);
   };
-  return ForwardLadder<F::kIn, F::kParams, F::kKeeps>::Shapes::pick(packs, [&](auto shape) {
+  return ForwardShapeTable<F::kIn, F::kParams, F::kWritesResidual>::Shapes::dispatch(vecs, [&](auto shape) {
     using Shape = decltype(shape);
-    if constexpr (F::kCentred && Shape::threads == 0 && Shape::held == 4) {
-      const int64_t warps = p.rows * p.sections * block_threads<Shape>(packs) / 32;
-      if (warps <= kFewWarps * device_facts().sms) return run(Type<Spread<2, RowBlock<4, 512>>>{});
+    if constexpr (F::kSubtractMean && Shape::threads_per_row == 0 && Shape::vecs_per_thread == 4) {
+      const int64_t warps = p.rows * p.groups * block_threads<Shape>(vecs) / 32;
+      if (warps <= kFewWarps * device_facts().sms) return run(Type<LaneSplit<2, BlockPerRow<4, 512>>>{});
     }
     run(Type<Shape>{});
   });
 }
 // By what one block holds, or by clusters of blocks. `period`: of the rows that lie alike.
-template <Lying How, class F, class W, class Y>
-bool run_staying_forward(const char* op, Context& ctx, NormForward<F, W, Y>& p, int64_t period) {
+template <RowAlignment kAlignment, class F, class W, class Y>
+bool run_persistent_forward(const char* op, Context& ctx, NormForward<F, W, Y>& p, int64_t period) {
   constexpr int N = 16 / int(sizeof(typename F::Element));
-  const int64_t packs = std::max<int64_t>(1, p.cols / N);
-  const bool one = StayingLadder<How, F>::pick(packs, [&](auto shape) {
+  const int64_t vecs = std::max<int64_t>(1, p.cols / N);
+  const bool launched = PersistentShapeTable<kAlignment, F>::dispatch(vecs, [&](auto shape) {
     using Shape = decltype(shape);
-    const int threads = block_threads<Shape>(packs);
-    const size_t shared = size_t(threads) * Shape::held * F::kParams * N * sizeof(W);
-    const auto kernel = forward_staying_kernel<F, W, Y, Shape, How, false>;
-    static ClusterRoom room;
-    p.shares = persistent_blocks<Shape>(op, room, kernel, threads, shared, p.rows, p.sections, period);
+    const int threads = block_threads<Shape>(vecs);
+    const size_t shared = size_t(threads) * Shape::vecs_per_thread * F::kParams * N * sizeof(W);
+    const auto kernel = forward_persistent_kernel<F, W, Y, Shape, kAlignment, false>;
+    static OccupancyCache occupancy;
+    p.row_schedule =
+        persistent_schedule<Shape>(op, occupancy, kernel, threads, shared, p.rows, p.groups, period);
     launch(op, ctx, kernel,
-           {.blocks = int64_t(p.shares.workers) * p.sections,
+           {.blocks = int64_t(p.row_schedule.workers) * p.groups,
             .threads = threads,
             .shared = shared,
-            .early = true},
+            .pdl = true},
            p);
-    return p.shares.workers > 0;
+    return p.row_schedule.workers > 0;
   });
-  if (one) return true;
-  using Odd = RowBlock<4, 384, 2>;
-  if constexpr (How == Lying::alike && F::kKeeps)
-    if (packs <= Odd::packs) {
-      launch(op, ctx, forward_odd_kernel<F, W, Y, Odd>,
-             {.blocks = p.rows * p.sections, .threads = block_threads<Odd>(packs), .early = true}, p);
+  if (launched) return true;
+  using Unaligned = BlockPerRow<4, 384, 2>;
+  if constexpr (kAlignment == RowAlignment::same_offset && F::kWritesResidual)
+    if (vecs <= Unaligned::max_vecs) {
+      launch(op, ctx, forward_unaligned_kernel<F, W, Y, Unaligned>,
+             {.blocks = p.rows * p.groups, .threads = block_threads<Unaligned>(vecs), .pdl = true}, p);
       return true;
     }
-  if (p.sections > 1) return false;
-  static ClusterRoom room;
-  auto run = [&](auto* kernel, const Cluster& c, size_t of_thread) {
+  if (p.groups > 1) return false;
+  static OccupancyCache occupancy;
+  auto run = [&](auto* kernel, const ClusterShape& c, size_t of_thread) {
     if (c.blocks == 0) return false;
-    p.shares = shares(p.rows, c.clusters, period);
+    p.row_schedule = make_row_schedule(p.rows, c.clusters, period);
     launch(op, ctx, kernel,
-           {.blocks = int64_t(p.shares.workers) * c.blocks,
+           {.blocks = int64_t(p.row_schedule.workers) * c.blocks,
             .threads = c.threads,
             .shared = of_thread * c.threads,
-            .early = true,
+            .pdl = true,
             .cluster = c.blocks},
            p);
     return true;
   };
-  if constexpr (How == Lying::alike) {
-    using Shape = StagedCluster<F>;
-    constexpr size_t kOfThread = Shape::held * Shape::stages * F::kIn * 16;
-    const auto kernel = forward_staged_kernel<F, W, Y, Shape>;
+  if constexpr (kAlignment == RowAlignment::same_offset) {
+    using Shape = PipelinedCluster<F>;
+    constexpr size_t kOfThread = Shape::vecs_per_thread * Shape::stages * F::kIn * 16;
+    const auto kernel = forward_pipelined_kernel<F, W, Y, Shape>;
     const auto shared = [](int threads) { return kOfThread * threads; };
-    static ClusterRoom staged;
-    if ((F::kKeeps || period == 1) &&
-        run(kernel, large_cluster<Shape>(op, staged, kernel, packs, 128, shared), kOfThread))
+    static OccupancyCache pipelined_occupancy;
+    if ((F::kWritesResidual || period == 1) &&
+        run(kernel, largest_cluster<Shape>(op, pipelined_occupancy, kernel, vecs, 128, shared), kOfThread))
       return true;
   }
-  if constexpr (How != Lying::alike || !F::kKeeps) {
+  if constexpr (kAlignment != RowAlignment::same_offset || !F::kWritesResidual) {
     using Shape = ForwardCluster<F>;
-    constexpr size_t kOfThread = Shape::held * F::kParams * N * sizeof(W);
-    const auto kernel = forward_staying_kernel<F, W, Y, Shape, How, true>;
-    return run(kernel, best_cluster<Shape>(op, room, kernel, packs, 128, [](int t) { return kOfThread * t; }),
-               kOfThread);
+    constexpr size_t kOfThread = Shape::vecs_per_thread * F::kParams * N * sizeof(W);
+    const auto kernel = forward_persistent_kernel<F, W, Y, Shape, kAlignment, true>;
+    return run(
+        kernel,
+        max_occupancy_cluster<Shape>(op, occupancy, kernel, vecs, 128, [](int t) { return kOfThread * t; }),
+        kOfThread);
   }
   return false;
 }
 
-inline bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+inline bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 
 }  // namespace norm_detail
 
@@ -242,33 +247,34 @@ template <class F, class W, class Y>
 void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
   using namespace norm_detail;
   using X = typename F::Element;
-  p.inverse = 1.0f / float(p.cols);
-  constexpr int kPack = 16 / sizeof(X);
-  bool packs =
-      packs_align(p.y, p.y_stride, p.cols, sizeof(Y)) && p.y_stride % kPack == 0 && p.cols % kPack == 0;
-  for (int k = 0; k < F::kIn; ++k) packs = packs && packs_align(p.in[k], p.in_stride[k], p.cols, sizeof(X));
-  for (int k = 0; k < F::kParams; ++k)
-    packs = packs && (kSpans<F> ? p.span % kPack == 0 : aligned(p.param[k]));
-  if (F::kKeeps) packs = packs && packs_align(p.kept, p.kept_stride, p.cols, sizeof(X));
-  if (packs && run_held_forward<kPack>(op, ctx, p)) return;
+  p.inv_cols = 1.0f / float(p.cols);
+  constexpr int kVecSize = 16 / sizeof(X);
+  bool vectorized = is_vectorizable(p.y, p.y_stride, p.cols, sizeof(Y)) && p.y_stride % kVecSize == 0 &&
+                    p.cols % kVecSize == 0;
   for (int k = 0; k < F::kIn; ++k)
-    p.end[k] = end_of_rows(p.in[k], p.in_stride[k], p.rows, p.sections * p.cols);
-  int64_t period = rows_period<Y>(p.y_stride);
-  for (int k = 0; k < F::kIn; ++k) period = std::max(period, rows_period<X>(p.in_stride[k]));
-  if (F::kKeeps) period = std::max(period, rows_period<X>(p.kept_stride));
+    vectorized = vectorized && is_vectorizable(p.in[k], p.in_stride[k], p.cols, sizeof(X));
+  for (int k = 0; k < F::kParams; ++k)
+    vectorized = vectorized && (kPerChannel<F> ? p.cols_per_param % kVecSize == 0 : is_aligned(p.param[k]));
+  if (F::kWritesResidual)
+    vectorized = vectorized && is_vectorizable(p.residual_out, p.residual_out_stride, p.cols, sizeof(X));
+  if (vectorized && run_forward_in_registers<kVecSize>(op, ctx, p)) return;
+  for (int k = 0; k < F::kIn; ++k) p.end[k] = end_of_rows(p.in[k], p.in_stride[k], p.rows, p.groups * p.cols);
+  int64_t period = row_offset_period<Y>(p.y_stride);
+  for (int k = 0; k < F::kIn; ++k) period = std::max(period, row_offset_period<X>(p.in_stride[k]));
+  if (F::kWritesResidual) period = std::max(period, row_offset_period<X>(p.residual_out_stride));
   // In the packs of what is written.
   auto run = [&](const auto* written, int64_t stride) {
-    if (F::kKeeps && !rows_alike<X>(written, stride, p.y, p.y_stride, p.rows)) return false;
-    bool alike = kOneType<F, W, Y>;
+    if (F::kWritesResidual && !same_row_offsets<X>(written, stride, p.y, p.y_stride, p.rows)) return false;
+    bool inputs_match = kSameType<F, W, Y>;
     for (int k = 0; k < F::kIn; ++k)
-      alike = alike && rows_alike<X>(written, stride, p.in[k], p.in_stride[k], p.rows);
-    if constexpr (kOneType<F, W, Y>)
-      if (alike && run_staying_forward<Lying::alike>(op, ctx, p, period)) return true;
-    return run_staying_forward<Lying::apart>(op, ctx, p, period);
+      inputs_match = inputs_match && same_row_offsets<X>(written, stride, p.in[k], p.in_stride[k], p.rows);
+    if constexpr (kSameType<F, W, Y>)
+      if (inputs_match && run_persistent_forward<RowAlignment::same_offset>(op, ctx, p, period)) return true;
+    return run_persistent_forward<RowAlignment::mixed_offset>(op, ctx, p, period);
   };
-  if (F::kKeeps ? run(p.kept, p.kept_stride) : run(p.y, p.y_stride)) return;
+  if (F::kWritesResidual ? run(p.residual_out, p.residual_out_stride) : run(p.y, p.y_stride)) return;
   launch(op, ctx, forward_looped_kernel<F, W, Y>,
-         {.blocks = p.rows * p.sections, .threads = kLoopThreads, .early = true}, p);
+         {.blocks = p.rows * p.groups, .threads = kLoopThreads, .pdl = true}, p);
 }
 
 }  // namespace tigon::cuda

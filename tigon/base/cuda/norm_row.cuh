@@ -19,10 +19,10 @@
 // Bytes: every row read once and written once (rows longer than the ladder: read again, from L2).
 #pragma once
 
+#include "tigon/base/cuda/aligned_row.cuh"
 #include "tigon/base/cuda/math.cuh"
-#include "tigon/base/cuda/row_lie.cuh"
-#include "tigon/base/cuda/row_packs.cuh"
-#include "tigon/base/cuda/row_team.cuh"
+#include "tigon/base/cuda/row_reduce.cuh"
+#include "tigon/base/cuda/row_view.cuh"
 
 namespace tigon::cuda {
 
@@ -33,19 +33,19 @@ struct NormForward {
   const X* in[F::kIn];
   int64_t in_stride[F::kIn];
   const W* param[F::kParams];  // null: as if absent[k] everywhere
-  float absent[F::kParams];
-  X* kept;
+  float default_value[F::kParams];
+  X* residual_out;
   Y* y;
-  int64_t kept_stride, y_stride;
+  int64_t residual_out_stride, y_stride;
   float *rstd, *mean;  // by row and section; mean if F::kCentred. Null: not wanted
   int64_t rows, cols;
-  int sections = 1;
-  Shares shares;  // of a section's rows
+  int groups = 1;
+  RowSchedule row_schedule;  // of a section's rows
   float eps;
-  int64_t span = 1;           // columns that share a parameter, if F::Spans
-  float inverse = 0.0f;       // 1 / cols, made by norm_forward
-  const X* end[F::kIn] = {};  // where the memory of rows ends, made by norm_forward
-  uint32_t zero = 0;          // for again()
+  int64_t cols_per_param = 1;  // columns that share a parameter, if F::Spans
+  float inv_cols = 0.0f;       // 1 / cols, made by norm_forward
+  const X* end[F::kIn] = {};   // where the memory of rows ends, made by norm_forward
+  uint32_t opaque_zero = 0;    // for again()
 };
 
 namespace norm_detail {
@@ -54,218 +54,222 @@ namespace norm_detail {
 constexpr int kLoopThreads = 512, kLoopBlocks = 2;
 
 // Where the threads of a block stand.
-struct Place {
-  int section;
+struct BlockCoord {
+  int group;
   int64_t first;  // row of the block
-  __device__ Place(int sections, int rows, unsigned block = blockIdx.x) {
-    section = sections == 1 ? 0 : int(block % unsigned(sections));
-    first = int64_t(sections == 1 ? block : block / unsigned(sections)) * rows;
+  __device__ BlockCoord(int groups, int rows, unsigned block = blockIdx.x) {
+    group = groups == 1 ? 0 : int(block % unsigned(groups));
+    first = int64_t(groups == 1 ? block : block / unsigned(groups)) * rows;
   }
 };
 
 template <class W, int N>
-__device__ __forceinline__ Pack<W, N> filled(float x) {
+__device__ __forceinline__ Vec<W, N> fill_vec(float x) {
   float all[N];
 #pragma unroll
   for (int j = 0; j < N; ++j) all[j] = x;
-  Pack<W, N> w;
+  Vec<W, N> w;
   w.set(all);
   return w;
 }
 
 template <class F, class W, class Y>
-constexpr bool kOneType = std::is_same_v<W, typename F::Element> && std::is_same_v<Y, typename F::Element>;
+constexpr bool kSameType = std::is_same_v<W, typename F::Element> && std::is_same_v<Y, typename F::Element>;
 template <class F>
-constexpr bool kSpans = requires { typename F::Spans; };
+constexpr bool kPerChannel = requires { typename F::PerChannel; };
 
 // Element j of several packs.
 template <class T, int N, int K>
-__device__ __forceinline__ void element(const Pack<T, N> (&packs)[K], int j, float (&x)[K]) {
+__device__ __forceinline__ void element(const Vec<T, N> (&vecs)[K], int j, float (&x)[K]) {
 #pragma unroll
-  for (int k = 0; k < K; ++k) x[k] = packs[k][j];
+  for (int k = 0; k < K; ++k) x[k] = vecs[k][j];
 }
 
 template <class F, int N>
-__device__ __forceinline__ float value(const F& f, const Pack<typename F::Element, N> (&in)[F::kIn], int j) {
+__device__ __forceinline__ float value(const F& f, const Vec<typename F::Element, N> (&in)[F::kIn], int j) {
   float x[F::kIn];
   element(in, j, x);
   return f.value(x);
 }
 
 // One row, or section of one, and what is done to a pack of it; `c` counts columns of the section.
-template <class F, class W, class Y, int N, Lying How, class Column>
+template <class F, class W, class Y, int N, RowAlignment kAlignment, class Column>
 struct ForwardRow {
   using X = typename F::Element;
-  using Inputs = Pack<X, N>[F::kIn];
-  using Params = Pack<W, N>[F::kParams];
+  using Inputs = Vec<X, N>[F::kIn];
+  using Params = Vec<W, N>[F::kParams];
   // Elements of bf16 have no more digits than the mean's rounding leaves them.
-  static constexpr bool kFine = !std::is_same_v<X, __nv_bfloat16>;
-  static constexpr int kStatistics = F::kCentred && kFine ? 2 : 1;
+  static constexpr bool kCorrectsMean = !std::is_same_v<X, __nv_bfloat16>;
+  static constexpr int kStatistics = F::kSubtractMean && kCorrectsMean ? 2 : 1;
   const NormForward<F, W, Y>& p;
-  int64_t row, before, statistic;
-  bool live, params_read_on;
+  int64_t row, col_offset, stat_index;
+  bool live, params_can_overread;
   Y* y;
-  Lie<How, N, Column> lie;
+  RowView<kAlignment, N, Column> view;
 
   // Of the row, `cols` columns from `skip` on.
-  __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const Place& place, int64_t row,
+  __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const BlockCoord& coord, int64_t row,
                                         int skip, Column cols)
       : p(p),
         row(row),
-        before(int64_t(place.section) * p.cols + skip),
-        statistic(row * p.sections + place.section),
+        col_offset(int64_t(coord.group) * p.cols + skip),
+        stat_index(row * p.groups + coord.group),
         live(row < p.rows),
-        params_read_on(place.section + 1 < p.sections && p.cols >= 16),
-        y(p.y + row * p.y_stride + before),
-        lie(written(), cols) {}
-  __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const Place& place, int64_t row)
-      : ForwardRow(p, place, row, 0, Column(p.cols)) {}
+        params_can_overread(coord.group + 1 < p.groups && p.cols >= 16),
+        y(p.y + row * p.y_stride + col_offset),
+        view(written(), cols) {}
+  __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const BlockCoord& coord, int64_t row)
+      : ForwardRow(p, coord, row, 0, Column(p.cols)) {}
   // To the row that is `step` behind, which lies as this one, if there is one.
-  __device__ __forceinline__ void advance(int64_t step, bool is) {
+  __device__ __forceinline__ void advance(int64_t step, bool is_live) {
     row += step;
-    statistic += step * p.sections;
+    stat_index += step * p.groups;
     y += step * p.y_stride;
-    live = is;
+    live = is_live;
   }
   // What takes another row's place must lie as that one does: its packs may be read only by who writes them.
   __device__ __forceinline__ auto written() const {
-    if constexpr (F::kKeeps)
-      return kept();
+    if constexpr (F::kWritesResidual)
+      return residual_out();
     else
       return y;
   }
-  __device__ __forceinline__ X* kept() const { return p.kept + row * p.kept_stride + before; }
-  __device__ __forceinline__ const X* in(int k) const { return p.in[k] + row * p.in_stride[k] + before; }
-  __device__ __forceinline__ bool read_on(int k) const { return reads_on(row, p.rows, p.in_stride[k]); }
+  __device__ __forceinline__ X* residual_out() const {
+    return p.residual_out + row * p.residual_out_stride + col_offset;
+  }
+  __device__ __forceinline__ const X* in(int k) const { return p.in[k] + row * p.in_stride[k] + col_offset; }
+  __device__ __forceinline__ bool input_can_overread(int k) const {
+    return can_overread(row, p.rows, p.in_stride[k]);
+  }
 
-  __device__ __forceinline__ void load(Column c, Inputs& packs) const {
+  __device__ __forceinline__ void load(Column c, Inputs& vecs) const {
 #pragma unroll
-    for (int k = 0; k < F::kIn; ++k) packs[k] = lie.load(live, in(k), c, read_on(k));
+    for (int k = 0; k < F::kIn; ++k) vecs[k] = view.load(live, in(k), c, input_can_overread(k));
   }
-  __device__ __forceinline__ void finish(Column c, Inputs& packs) const {
+  __device__ __forceinline__ void finish(Column c, Inputs& vecs) const {
 #pragma unroll
-    for (int k = 0; k < F::kIn; ++k) lie.finish(live, in(k), c, read_on(k), packs[k]);
+    for (int k = 0; k < F::kIn; ++k) view.finish(live, in(k), c, input_can_overread(k), vecs[k]);
   }
-  __device__ __forceinline__ void load_params(Column c, Params& packs) const {
+  __device__ __forceinline__ void load_params(Column c, Params& vecs) const {
 #pragma unroll
     for (int k = 0; k < F::kParams; ++k) {
       const W* param = p.param[k];
-      if constexpr (!kSpans<F>) {
-        packs[k] = lie.load_vector(param ? param + before : nullptr, c, params_read_on);
-      } else if constexpr (!lie.packs) {
+      if constexpr (!kPerChannel<F>) {
+        vecs[k] = view.load_vector(param ? param + col_offset : nullptr, c, params_can_overread);
+      } else if constexpr (!view.kVectorized) {
 #pragma unroll
         for (int j = 0; j < N; ++j)
-          if (param && lie.in_row(c + j)) packs[k].v[j] = param[(before + c + j) / p.span];
+          if (param && view.in_row(c + j)) vecs[k].v[j] = param[(col_offset + c + j) / p.cols_per_param];
       } else {
-        if (param && lie.has(c)) packs[k] = filled<W, N>(widen(param[(before + c) / p.span]));
+        if (param && view.has(c)) vecs[k] = fill_vec<W, N>(widen(param[(col_offset + c) / p.cols_per_param]));
       }
     }
   }
-  __device__ __forceinline__ void finish_params(Column c, Params& packs) const {
+  __device__ __forceinline__ void finish_params(Column c, Params& vecs) const {
     constexpr int kWords = N * int(sizeof(W)) / 4;
 #pragma unroll
     for (int k = 0; k < F::kParams; ++k) {
-      if constexpr (!kSpans<F>)
-        if (p.param[k]) lie.finish_vector(p.param[k] + before, c, params_read_on, packs[k]);
+      if constexpr (!kPerChannel<F>)
+        if (p.param[k]) view.finish_vector(p.param[k] + col_offset, c, params_can_overread, vecs[k]);
       // By words, or the compiler chooses between elements.
-      const Pack<W, N> absent = filled<W, N>(p.absent[k]);
+      const Vec<W, N> default_value = fill_vec<W, N>(p.default_value[k]);
 #pragma unroll
       for (int j = 0; j < kWords; ++j) {
-        uint32_t& word = reinterpret_cast<uint32_t*>(&packs[k])[j];
-        word = p.param[k] ? word : reinterpret_cast<const uint32_t*>(&absent)[j];
+        uint32_t& word = reinterpret_cast<uint32_t*>(&vecs[k])[j];
+        word = p.param[k] ? word : reinterpret_cast<const uint32_t*>(&default_value)[j];
       }
     }
   }
   // What is kept, in in[0]'s place.
-  __device__ __forceinline__ void merge(Inputs& packs) const {
+  __device__ __forceinline__ void merge(Inputs& vecs) const {
     float merged[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       float x[F::kIn];
-      element(packs, j, x);
+      element(vecs, j, x);
       merged[j] = p.f.merge(x);
     }
-    packs[0].set(merged);
+    vecs[0].set(merged);
   }
-  __device__ __forceinline__ void keep(Column c, Inputs& packs) const {
-    if constexpr (F::kKeeps) {
-      if (!live || !lie.has(c)) return;
-      merge(packs);
-      lie.store(kept(), c, packs[0]);
+  __device__ __forceinline__ void write_residual(Column c, Inputs& vecs) const {
+    if constexpr (F::kWritesResidual) {
+      if (!live || !view.has(c)) return;
+      merge(vecs);
+      view.store(residual_out(), c, vecs[0]);
     }
   }
-  __device__ __forceinline__ void write(Column c, const Inputs& packs, const Params& params, float mean,
+  __device__ __forceinline__ void write(Column c, const Inputs& vecs, const Params& params, float mean,
                                         float rstd) const {
     float h[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      float v = value<F, N>(p.f, packs, j);
-      h[j] = (F::kCentred ? v - mean : v) * rstd;
+      float v = value<F, N>(p.f, vecs, j);
+      h[j] = (F::kSubtractMean ? v - mean : v) * rstd;
     }
     if (p.f.round_h) round_all<X>(h);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       float x[F::kIn], w[F::kParams];
-      element(packs, j, x);
+      element(vecs, j, x);
       element(params, j, w);
       h[j] = p.f.result(h[j], w, x);
     }
-    Pack<Y, N> out;
+    Vec<Y, N> out;
     out.set(h);
-    lie.store_if_there(y, c, out);
+    view.store_if_valid(y, c, out);
   }
 
   // As good as divided: exact where the mean is a number of fp32.
   __device__ __forceinline__ float mean_of(float sum) const {
-    const float mean = sum * p.inverse;
-    return fma(fma(-mean, float(p.cols), sum), p.inverse, mean);
+    const float mean = sum * p.inv_cols;
+    return fma(fma(-mean, float(p.cols), sum), p.inv_cols, mean);
   }
   // Of a pack; a chain of its own, so that several are under way.
-  __device__ __forceinline__ float sum_of(const Inputs& packs) const {
-    float s = value<F, N>(p.f, packs, 0);
+  __device__ __forceinline__ float sum_of(const Inputs& vecs) const {
+    float s = value<F, N>(p.f, vecs, 0);
 #pragma unroll
-    for (int j = 1; j < N; ++j) s += value<F, N>(p.f, packs, j);
+    for (int j = 1; j < N; ++j) s += value<F, N>(p.f, vecs, j);
     return s;
   }
   // Sum of squares about the mean, and, where there is one and X is fine enough for it to be seen, the sum of what is left: the
   // sum of a long row far from zero is some ulp off, and this says by how much.
   template <int K>
-  __device__ __forceinline__ void statistics_of(Column c, const Inputs& packs, float mean,
+  __device__ __forceinline__ void statistics_of(Column c, const Inputs& vecs, float mean,
                                                 float (&sums)[K]) const {
     float off = 0.0f, squares = 0.0f;
-    auto add = [&](float mean, auto whole) {
+    auto add = [&](float mean, auto full) {
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        float v = value<F, N>(p.f, packs, j);
-        if constexpr (F::kCentred) {
-          v = whole || lie.in_row(c + j) ? v - mean : 0.0f;
-          if constexpr (kFine) off += v;
+        float v = value<F, N>(p.f, vecs, j);
+        if constexpr (F::kSubtractMean) {
+          v = full || view.in_row(c + j) ? v - mean : 0.0f;
+          if constexpr (kCorrectsMean) off += v;
         }
         squares = fma(v, v, squares);
       }
     };
-    if (!F::kCentred || How == Lying::packs)
+    if (!F::kSubtractMean || kAlignment == RowAlignment::vectorized)
       add(mean, std::true_type{});
-    else if (live && lie.whole(c))
+    else if (live && view.is_full(c))
       add(mean, std::true_type{});
-    else if (live && lie.has(c))
+    else if (live && view.has(c))
       add(mean, std::false_type{});
     sums[0] = squares;
-    if constexpr (F::kCentred && kFine) sums[1] = off;
+    if constexpr (F::kSubtractMean && kCorrectsMean) sums[1] = off;
   }
   template <int K>
-  __device__ __forceinline__ void add_to_statistics(Column c, const Inputs& packs, float mean,
+  __device__ __forceinline__ void add_to_statistics(Column c, const Inputs& vecs, float mean,
                                                     float (&sums)[K]) const {
-    float of_pack[K];
-    statistics_of(c, packs, mean, of_pack);
+    float of_vec[K];
+    statistics_of(c, vecs, mean, of_vec);
 #pragma unroll
-    for (int k = 0; k < K; ++k) sums[k] += of_pack[k];
+    for (int k = 0; k < K; ++k) sums[k] += of_vec[k];
   }
   template <int K>
   __device__ __forceinline__ float finish_statistics(const float (&sums)[K], float& mean) const {
-    float variance = sums[0] * p.inverse;
-    if constexpr (F::kCentred && kFine) {
-      float off = sums[1] * p.inverse;
+    float variance = sums[0] * p.inv_cols;
+    if constexpr (F::kSubtractMean && kCorrectsMean) {
+      float off = sums[1] * p.inv_cols;
       mean += off;
       variance = fma(-off, off, variance);
       if (variance < 0.0f) variance = 0.0f;
@@ -273,86 +277,86 @@ struct ForwardRow {
     // Short rows feel every instruction of this: division and root by the book are 60.
     return sizeof(X) == 2 ? rsqrtf(variance + p.eps) : 1.0f / sqrtf(variance + p.eps);
   }
-  __device__ __forceinline__ void renew(Inputs& packs) const {
+  __device__ __forceinline__ void hide_inputs(Inputs& vecs) const {
 #pragma unroll
-    for (int k = 0; k < F::kIn; ++k) packs[k] = again(packs[k], p.zero);
+    for (int k = 0; k < F::kIn; ++k) vecs[k] = hide_from_compiler(vecs[k], p.opaque_zero);
   }
   // Of a row in registers, which all of its threads hold; what it keeps is written. merge(sums): of all threads; `single`: what this
   // thread holds of the row besides.
   // middle[i]: what is subtracted from pack i: the mean, but zero where a zero stands for what is not there. The compiler must not know
   // it for one of them, or it finds the differences a second time where they are written.
-  template <int Held, class Where, class Merge, class Single>
-  __device__ __forceinline__ void statistics(Inputs (&in)[Held], Where&& column, Merge&& merge,
-                                             Single&& single, float (&middle)[Held], float& mean,
+  template <int VecsPerThread, class Where, class Merge, class EdgeElement>
+  __device__ __forceinline__ void statistics(Inputs (&in)[VecsPerThread], Where&& column, Merge&& all_reduce,
+                                             EdgeElement&& edge, float (&center)[VecsPerThread], float& mean,
                                              float& rstd) const {
 #pragma unroll
-    for (int i = 0; i < Held; ++i) keep(column(i), in[i]);
-    single.keep();
+    for (int i = 0; i < VecsPerThread; ++i) write_residual(column(i), in[i]);
+    edge.write_residual();
     float sums[kStatistics] = {};
     mean = 0.0f;
-    if constexpr (F::kCentred) {
-      float of[Held];
+    if constexpr (F::kSubtractMean) {
+      float of[VecsPerThread];
 #pragma unroll
-      for (int i = 0; i < Held; ++i) of[i] = sum_of(in[i]);
-      float total[1] = {single.sum() + reduce_pairs<Sum>(of)};
-      merge(total);
+      for (int i = 0; i < VecsPerThread; ++i) of[i] = sum_of(in[i]);
+      float total[1] = {edge.sum() + reduce_registers<Sum>(of)};
+      all_reduce(total);
       mean = mean_of(total[0]);
     }
-    single.add_to_statistics(mean, sums);
-    float of[kStatistics][Held];
+    edge.add_to_statistics(mean, sums);
+    float of[kStatistics][VecsPerThread];
 #pragma unroll
-    for (int i = 0; i < Held; ++i) {
-      if (F::kCentred && Held > 4) renew(in[i]);
-      middle[i] = 0.0f;
-      if constexpr (F::kCentred) {
-        middle[i] = lie.has(column(i)) ? mean : 0.0f;
-        asm("" : "+f"(middle[i]));
+    for (int i = 0; i < VecsPerThread; ++i) {
+      if (F::kSubtractMean && VecsPerThread > 4) hide_inputs(in[i]);
+      center[i] = 0.0f;
+      if constexpr (F::kSubtractMean) {
+        center[i] = view.has(column(i)) ? mean : 0.0f;
+        asm("" : "+f"(center[i]));
       }
-      float of_pack[kStatistics];
-      statistics_of(column(i), in[i], middle[i], of_pack);
+      float of_vec[kStatistics];
+      statistics_of(column(i), in[i], center[i], of_vec);
 #pragma unroll
-      for (int k = 0; k < kStatistics; ++k) of[k][i] = of_pack[k];
+      for (int k = 0; k < kStatistics; ++k) of[k][i] = of_vec[k];
     }
 #pragma unroll
-    for (int k = 0; k < kStatistics; ++k) sums[k] += reduce_pairs<Sum>(of[k]);
-    merge(sums);
+    for (int k = 0; k < kStatistics; ++k) sums[k] += reduce_registers<Sum>(of[k]);
+    all_reduce(sums);
     rstd = finish_statistics(sums, mean);
-    if constexpr (F::kCentred && kFine) {
+    if constexpr (F::kSubtractMean && kCorrectsMean) {
 #pragma unroll
-      for (int i = 0; i < Held; ++i) middle[i] = mean;
+      for (int i = 0; i < VecsPerThread; ++i) center[i] = mean;
     }
   }
   __device__ __forceinline__ void save_statistics(float mean, float rstd) const {
     if (p.rstd == nullptr) return;
-    p.rstd[statistic] = rstd;
-    if constexpr (F::kCentred) p.mean[statistic] = mean;
+    p.rstd[stat_index] = rstd;
+    if constexpr (F::kSubtractMean) p.mean[stat_index] = mean;
   }
 };
 
 // What a thread holds of a row beside packs: nothing.
-struct NoSingle {
-  __device__ void keep() const {}
+struct NoEdgeElement {
+  __device__ void write_residual() const {}
   __device__ float sum() const { return 0.0f; }
   template <int K>
   __device__ void add_to_statistics(float, float (&)[K]) const {}
 };
 // An element before or behind the whole packs of a row, or none.
 template <class F, class W, class Y>
-struct Single {
-  using Row = ForwardRow<F, W, Y, 1, Lying::packs, int>;
+struct EdgeElement {
+  using AlignedRow = ForwardRow<F, W, Y, 1, RowAlignment::vectorized, int>;
   int column;  // of the row; its length: none
-  typename Row::Inputs in, next;
-  typename Row::Params param;
-  const Row* row = nullptr;
+  typename AlignedRow::Inputs in, next;
+  typename AlignedRow::Params param;
+  const AlignedRow* row = nullptr;
 
-  __device__ __forceinline__ bool is() const { return column < row->lie.cols; }
-  __device__ __forceinline__ void keep() {
-    if (is()) row->keep(column, in);
+  __device__ __forceinline__ bool valid() const { return column < row->view.cols; }
+  __device__ __forceinline__ void write_residual() {
+    if (valid()) row->write_residual(column, in);
   }
   __device__ __forceinline__ float sum() const { return row->sum_of(in); }
   template <int K>
   __device__ __forceinline__ void add_to_statistics(float mean, float (&sums)[K]) const {
-    row->add_to_statistics(column, in, is() ? mean : 0.0f, sums);
+    row->add_to_statistics(column, in, valid() ? mean : 0.0f, sums);
   }
 };
 

@@ -1,4 +1,5 @@
-// Reductions over the threads that share a row. Fixed trees: the same bits every run.
+// Reductions over the threads that share a row. The trees are fixed, so results are the same bits
+// in every run.
 #pragma once
 
 namespace tigon::cuda {
@@ -12,17 +13,17 @@ struct Max {
   __device__ static float combine(float a, float b) { return fmaxf(a, b); }
 };
 
-// All lanes of each group of `Width` adjacent lanes (a power of two <= 32) get the result: of pairs of neighbours, of pairs of those, and
-// so on. From a step of `First` on: of lanes that are as far apart.
+// All-reduce within each group of `Width` adjacent lanes (a power of two <= 32) by butterfly
+// shuffles at distances First, 2 First, ... Width / 2.
 template <class Op, int Width, int First = 1>
 __device__ __forceinline__ float reduce_lanes(float x) {
 #pragma unroll
   for (int step = First; step < Width; step <<= 1) x = Op::combine(x, __shfl_xor_sync(0xffffffffu, x, step));
   return x;
 }
-// The same of K numbers of a thread.
+// Reduces K values of one thread by a binary tree over neighbours.
 template <class Op, int K>
-__device__ __forceinline__ float reduce_pairs(float (&x)[K]) {
+__device__ __forceinline__ float reduce_registers(float (&x)[K]) {
 #pragma unroll
   for (int step = 1; step < K; step <<= 1)
 #pragma unroll
@@ -30,20 +31,21 @@ __device__ __forceinline__ float reduce_pairs(float (&x)[K]) {
   return x[0];
 }
 
-// Threads [row * Threads, (row+1) * Threads) of the block share a row (0: all of them); every one of them gets the K results, of pairs
-// of neighbours first. Spread: so many groups of adjacent lanes of a warp hold what one would, which are pairs before all others.
-// `slots` is shared memory for 32 * K floats, at a multiple of 16 bytes; callers that reduce twice must pass two arrays (or synchronise in
-// between). All threads of the block must take part.
-template <class Op, int Threads, int Spread = 1, int K>
+// All-reduces K values over threads [row * Threads, (row + 1) * Threads) of the CTA (0: over the
+// whole CTA). With kLaneSplit, that many adjacent groups of lanes hold what one lane would hold
+// without it, and are combined first, so that the sum has the same bits. `slots` is 16-byte aligned
+// shared memory of 32 * K floats. Callers that reduce twice pass two arrays or synchronise in
+// between. All threads of the CTA take part.
+template <class Op, int Threads, int kLaneSplit = 1, int K>
 __device__ __forceinline__ void reduce_row(float (&x)[K], float* slots) {
-  constexpr int kWarps = Threads == 0 ? 32 : Threads / 32, kLanes = (kWarps > 0 ? 32 : Threads) / Spread;
+  constexpr int kWarps = Threads == 0 ? 32 : Threads / 32, kLanes = (kWarps > 0 ? 32 : Threads) / kLaneSplit;
   constexpr int kWidth = kWarps <= 2 ? 2 : kWarps <= 4 ? 4 : kWarps <= 8 ? 8 : kWarps <= 16 ? 16 : 32;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first = warp / (kWarps > 0 ? kWarps : 1) * kWarps,
             warps = Threads == 0 ? blockDim.x / 32 : kWarps;
 #pragma unroll
   for (int k = 0; k < K; ++k) {
-    x[k] = reduce_lanes<Op, kLanes>(reduce_lanes<Op, kLanes * Spread, kLanes>(x[k]));
+    x[k] = reduce_lanes<Op, kLanes>(reduce_lanes<Op, kLanes * kLaneSplit, kLanes>(x[k]));
     if (kWarps > 1 && lane == 0) slots[k * 32 + warp] = x[k];
   }
   if constexpr (kWarps > 1) {
@@ -51,7 +53,8 @@ __device__ __forceinline__ void reduce_row(float (&x)[K], float* slots) {
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       const float* of = slots + k * 32 + first;
-      if (Threads == 0 && warps <= 4) {  // by none but the thread itself
+      // Each thread combines the warps' values itself.
+      if (Threads == 0 && warps <= 4) {
         float4 s = *reinterpret_cast<const float4*>(of);
         s.y = warps > 1 ? s.y : Op::identity;
         s.z = warps > 2 ? s.z : Op::identity;

@@ -1,4 +1,5 @@
-// Storage types, 16-byte packs and cached loads for kernels. Arithmetic is fp32; rounding happens once, on store.
+// Storage types, aligned vectors and their loads and stores. Arithmetic is fp32; values are rounded
+// once, on store.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,7 +11,7 @@
 
 namespace tigon::cuda {
 
-// Device image of a host storage type.
+// Device type of a host storage type.
 template <class T>
 struct DeviceType {
   using type = T;
@@ -43,27 +44,27 @@ __device__ __forceinline__ __half narrow<__half>(float x) {
   return __float2half_rn(x);
 }
 
-// Value after a round trip through storage type T.
+// x after a round trip through storage type T.
 template <class T>
 __device__ __forceinline__ float round_to(float x) {
   return widen(narrow<T>(x));
 }
 
-// As half of a conversion of two, which runs at twice the rate of a single one.
+// The conversion of two values is one instruction at twice the rate of the conversion of one.
 template <>
 __device__ __forceinline__ float round_to<__nv_bfloat16>(float x) {
   __nv_bfloat162 both = __floats2bfloat162_rn(0.0f, x);
   return __uint_as_float(*reinterpret_cast<uint32_t*>(&both) & 0xffff0000u);
 }
 
-// N adjacent elements moved in one instruction (N * sizeof(T) = 2, 4, 8 or 16 bytes, pointer aligned to it), or in the
-// fewest when larger than 16 bytes.
+// An aligned vector of N elements, moved by one instruction where it has 2, 4, 8 or 16 bytes (the
+// pointer must be aligned to its size), else by the fewest 16-byte ones.
 template <class T, int N>
-struct alignas(sizeof(T) * N <= 16 ? sizeof(T) * N : 16) Pack {
+struct alignas(sizeof(T) * N <= 16 ? sizeof(T) * N : 16) Vec {
   T v[N];
 
-  // Element i in fp32. bf16 is taken out of the 32-bit word it arrived in: kept as words, a pack costs half the registers
-  // that the compiler spends on single 16-bit values.
+  // Element i in fp32. Elements of bf16 are extracted from their 32-bit word: kept as words, a
+  // vector takes half the registers of single 16-bit values.
   __device__ __forceinline__ float operator[](int i) const {
     if constexpr (std::is_same_v<T, __nv_bfloat16> && N % 2 == 0) {
       uint32_t word = reinterpret_cast<const uint32_t*>(v)[i / 2];
@@ -73,7 +74,7 @@ struct alignas(sizeof(T) * N <= 16 ? sizeof(T) * N : 16) Pack {
     }
   }
   __device__ __forceinline__ void set(int i, float x) { v[i] = narrow<T>(x); }
-  // All elements; two conversions to 16 bits are one instruction.
+  // Sets all elements. Two conversions to 16 bits are one instruction.
   __device__ __forceinline__ void set(const float (&x)[N]) {
     if constexpr (N % 2 == 0 && std::is_same_v<T, __nv_bfloat16>) {
 #pragma unroll
@@ -92,19 +93,20 @@ struct alignas(sizeof(T) * N <= 16 ? sizeof(T) * N : 16) Pack {
 // Values after a round trip through storage type T, two at a time.
 template <class T, int N>
 __device__ __forceinline__ void round_all(float (&x)[N]) {
-  Pack<T, N> rounded;
+  Vec<T, N> rounded;
   rounded.set(x);
 #pragma unroll
   for (int i = 0; i < N; ++i) x[i] = rounded[i];
 }
 
-// The same pack, which the compiler must take for another (`zero` is a 0 that it does not know). Taking a pack apart twice
-// then holds its words in between, not the fp32 values of the first time at twice the registers.
+// Returns x, but the compiler cannot tell: `opaque_zero` is 0 at run time only. Unpacking a vector
+// a second time then keeps its words live in between instead of its fp32 values, which take twice
+// the registers.
 template <class T, int N>
-__device__ __forceinline__ Pack<T, N> again(Pack<T, N> x, uint32_t zero) {
+__device__ __forceinline__ Vec<T, N> hide_from_compiler(Vec<T, N> x, uint32_t opaque_zero) {
   if constexpr (sizeof(T) == 2 && N % 2 == 0) {
 #pragma unroll
-    for (int i = 0; i < N / 2; ++i) reinterpret_cast<uint32_t*>(x.v)[i] ^= zero;
+    for (int i = 0; i < N / 2; ++i) reinterpret_cast<uint32_t*>(x.v)[i] ^= opaque_zero;
   }
   return x;
 }
@@ -128,21 +130,21 @@ struct Word<16> {
   using type = uint4;
 };
 
-// Load of data that is read once. A plain one: on an H200 it is 6 to 10 % of the copy rate faster than ld.cs, ld.nc and
-// L1::no_allocate (swiglu 16384 x 14336: 103 % of a device copy against 93 to 95 %), and st.cs gains nothing over st.
+// Loads data that is read once. A plain load is faster on Hopper than ld.cs, ld.nc or
+// L1::no_allocate.
 template <class T, int N>
-__device__ __forceinline__ Pack<T, N> load_stream(const T* p) {
-  Pack<T, N> r;
+__device__ __forceinline__ Vec<T, N> load_stream(const T* p) {
+  Vec<T, N> r;
   constexpr int kBytes = sizeof(T) * N, kWord = kBytes < 16 ? kBytes : 16;
   using W = typename Word<kWord>::type;
 #pragma unroll
   for (int i = 0; i < kBytes / kWord; ++i) reinterpret_cast<W*>(&r)[i] = *(reinterpret_cast<const W*>(p) + i);
   return r;
 }
-// Ordinary load through the read-only path (weights, tables: reused across rows).
+// Loads through the read-only path: for weights and tables, which are reused across rows.
 template <class T, int N>
-__device__ __forceinline__ Pack<T, N> load(const T* p) {
-  Pack<T, N> r;
+__device__ __forceinline__ Vec<T, N> load(const T* p) {
+  Vec<T, N> r;
   constexpr int kBytes = sizeof(T) * N, kWord = kBytes < 16 ? kBytes : 16;
   using W = typename Word<kWord>::type;
 #pragma unroll
@@ -150,35 +152,37 @@ __device__ __forceinline__ Pack<T, N> load(const T* p) {
     reinterpret_cast<W*>(&r)[i] = __ldg(reinterpret_cast<const W*>(p) + i);
   return r;
 }
-// 16 bytes of global memory, words of `fill` where not `wanted`. Issued where it stands and without a branch: the compiler moves an
-// ordinary load down to its first use, and one behind an `if` behind the first use of the load before it.
-__device__ __forceinline__ uint4 load_where(bool wanted, const void* p, uint32_t fill = 0) {
+// Loads 16 bytes of global memory, or fills them with the word `fill` where `pred` is false. The
+// asm keeps the load where it is issued: the compiler sinks an ordinary load to its first use, and
+// a conditional one below the uses of the loads before it.
+__device__ __forceinline__ uint4 load_predicated(bool pred, const void* p, uint32_t fill = 0) {
   uint4 w;
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
       "mov.u32 %0, %6;\nmov.u32 %1, %6;\nmov.u32 %2, %6;\nmov.u32 %3, %6;\n"
       "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
       : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
-      : "l"(p), "r"(unsigned(wanted)), "r"(fill));
+      : "l"(p), "r"(unsigned(pred)), "r"(fill));
   return w;
 }
 template <class T, int N>
-__device__ __forceinline__ Pack<T, N> load_where(bool wanted, const T* p) {
-  Pack<T, N> r{};
+__device__ __forceinline__ Vec<T, N> load_predicated(bool pred, const T* p) {
+  Vec<T, N> r{};
   if constexpr (sizeof(T) * N % 16 == 0) {
 #pragma unroll
     for (int i = 0; i < int(sizeof(T)) * N / 16; ++i)
-      reinterpret_cast<uint4*>(&r)[i] = load_where(wanted, static_cast<const void*>(p + i * 16 / sizeof(T)));
+      reinterpret_cast<uint4*>(&r)[i] =
+          load_predicated(pred, static_cast<const void*>(p + i * 16 / sizeof(T)));
   } else {
-    if (wanted) r = load_stream<T, N>(p);
+    if (pred) r = load_stream<T, N>(p);
   }
   return r;
 }
-// The same, undefined where not `wanted`.
+// The same, but the result is undefined where `pred` is false.
 template <class T, int N>
-__device__ __forceinline__ Pack<T, N> load_if(bool wanted, const T* p) {
+__device__ __forceinline__ Vec<T, N> load_predicated_uninit(bool pred, const T* p) {
   static_assert(sizeof(T) * N % 16 == 0);
-  Pack<T, N> r;
+  Vec<T, N> r;
 #pragma unroll
   for (int i = 0; i < int(sizeof(T)) * N / 16; ++i) {
     uint4 w;
@@ -186,21 +190,22 @@ __device__ __forceinline__ Pack<T, N> load_if(bool wanted, const T* p) {
         "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
         "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
         : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
-        : "l"(p + i * 16 / sizeof(T)), "r"(unsigned(wanted)));
+        : "l"(p + i * 16 / sizeof(T)), "r"(unsigned(pred)));
     reinterpret_cast<uint4*>(&r)[i] = w;
   }
   return r;
 }
 template <class T, int N>
-__device__ __forceinline__ void store(T* p, const Pack<T, N>& r) {
+__device__ __forceinline__ void store(T* p, const Vec<T, N>& r) {
   constexpr int kBytes = sizeof(T) * N, kWord = kBytes < 16 ? kBytes : 16;
   using W = typename Word<kWord>::type;
 #pragma unroll
   for (int i = 0; i < kBytes / kWord; ++i) reinterpret_cast<W*>(p)[i] = reinterpret_cast<const W*>(&r)[i];
 }
-// The same into global memory, never in parts: the compiler may make four of an ordinary 16 byte store.
+// Stores to global memory as 16-byte accesses. The compiler may split an ordinary 16-byte store
+// into four.
 template <class T, int N>
-__device__ __forceinline__ void store_whole(T* p, const Pack<T, N>& r) {
+__device__ __forceinline__ void store_v4(T* p, const Vec<T, N>& r) {
   static_assert(sizeof(T) * N % 16 == 0);
   auto* w = reinterpret_cast<const uint4*>(&r);
 #pragma unroll
@@ -210,9 +215,9 @@ __device__ __forceinline__ void store_whole(T* p, const Pack<T, N>& r) {
                  : "memory");
 }
 
-// And without a branch.
+// The same under a predicate, without a branch.
 template <class T, int N>
-__device__ __forceinline__ void store_where(bool wanted, T* p, const Pack<T, N>& r) {
+__device__ __forceinline__ void store_predicated(bool pred, T* p, const Vec<T, N>& r) {
   static_assert(sizeof(T) * N % 16 == 0);
   auto* w = reinterpret_cast<const uint4*>(&r);
 #pragma unroll
@@ -220,12 +225,12 @@ __device__ __forceinline__ void store_where(bool wanted, T* p, const Pack<T, N>&
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p st.global.v4.u32 [%0], {%1, %2, %3, %4};\n}" ::"l"(
             p + i * 16 / sizeof(T)),
-        "r"(w[i].x), "r"(w[i].y), "r"(w[i].z), "r"(w[i].w), "r"(unsigned(wanted))
+        "r"(w[i].x), "r"(w[i].y), "r"(w[i].z), "r"(w[i].w), "r"(unsigned(pred))
         : "memory");
 }
 
-// True when rows that start at p and follow every `stride` elements can be read in packs of 16 bytes.
-inline bool packs_align(const void* p, int64_t stride, int64_t cols, size_t element) {
+// True when rows that start at p, `stride` elements apart, consist of aligned 16-byte vectors.
+inline bool is_vectorizable(const void* p, int64_t stride, int64_t cols, size_t element) {
   int64_t n = int64_t(16 / element);
   return reinterpret_cast<uintptr_t>(p) % 16 == 0 && stride % n == 0 && cols % n == 0;
 }

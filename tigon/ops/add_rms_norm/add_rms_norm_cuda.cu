@@ -18,7 +18,7 @@ template <class X>
 struct Forward {
   using Element = X;
   static constexpr int kIn = 2, kParams = 1;
-  static constexpr bool kCentred = false, kKeeps = true;
+  static constexpr bool kSubtractMean = false, kWritesResidual = true;
   float offset;
   bool round_h;
   __device__ float merge(const float (&in)[2]) const { return in[0] + in[1]; }
@@ -33,7 +33,7 @@ template <class X>
 struct Backward {
   using Element = X;
   static constexpr int kIn = 2, kOut = 1, kSums = 1;
-  static constexpr bool kCentred = false;
+  static constexpr bool kSubtractMean = false;
   float offset;
   bool round_h;
   __device__ float value(const float (&in)[2]) const { return in[0]; }
@@ -43,7 +43,8 @@ struct Backward {
   }
 };
 
-using Ladder = BackwardLadder<3, Direct<32, 4, 4, 4>, StagedBlock<4, 2, 512>, StagedBlock<2, 4, 512>>;
+using ShapeTable =
+    BackwardShapeTable<3, Unpipelined<32, 4, 4, 4>, PipelinedBlock<4, 2, 512>, PipelinedBlock<2, 4, 512>>;
 
 }  // namespace
 
@@ -56,10 +57,10 @@ void add_rms_norm_fwd(Context& ctx, const AddRmsNormFwd& a) {
                                                    .in = {a.x.row<X>(0), a.residual.row<X>(0)},
                                                    .in_stride = {a.x.stride, a.residual.stride},
                                                    .param = {a.weight.as<W>()},
-                                                   .absent = {1.0f},
-                                                   .kept = a.h.row<X>(0),
+                                                   .default_value = {1.0f},
+                                                   .residual_out = a.h.row<X>(0),
                                                    .y = a.y.row<Y>(0),
-                                                   .kept_stride = a.h.stride,
+                                                   .residual_out_stride = a.h.stride,
                                                    .y_stride = a.y.stride,
                                                    .rstd = a.rstd.as<float>(),
                                                    .rows = a.x.rows,
@@ -71,20 +72,20 @@ void add_rms_norm_fwd(Context& ctx, const AddRmsNormFwd& a) {
 void add_rms_norm_bwd(Context& ctx, const AddRmsNormBwd& a) {
   with_result_types(
       kOp, a.h.dtype, a.weight, a.dy.dtype, [&]<class X, class W, class Y>(Type<X>, Type<W>, Type<Y>) {
-        norm_backward<Ladder>(kOp, ctx,
-                              NormBackward<Backward<X>, W, Y>{
-                                  .f = {.offset = a.offset, .round_h = a.rounding == Rounding::llama},
-                                  .dy = a.dy.row<Y>(0),
-                                  .in = {a.h.row<X>(0), a.dh.row<X>(0)},
-                                  .out = {a.dx.row<X>(0)},
-                                  .dy_stride = a.dy.stride,
-                                  .in_stride = {a.h.stride, a.dh.stride},
-                                  .out_stride = {a.dx.stride},
-                                  .weight = a.weight.as<W>(),
-                                  .rstd = a.rstd.as<float>(),
-                                  .rows = a.h.rows,
-                                  .cols = a.h.cols},
-                              {a.dweight});
+        norm_backward<ShapeTable>(kOp, ctx,
+                                  NormBackward<Backward<X>, W, Y>{
+                                      .f = {.offset = a.offset, .round_h = a.rounding == Rounding::llama},
+                                      .dy = a.dy.row<Y>(0),
+                                      .in = {a.h.row<X>(0), a.dh.row<X>(0)},
+                                      .out = {a.dx.row<X>(0)},
+                                      .dy_stride = a.dy.stride,
+                                      .in_stride = {a.h.stride, a.dh.stride},
+                                      .out_stride = {a.dx.stride},
+                                      .weight = a.weight.as<W>(),
+                                      .rstd = a.rstd.as<float>(),
+                                      .rows = a.h.rows,
+                                      .cols = a.h.cols},
+                                  {a.dweight});
       });
 }
 

@@ -13,14 +13,13 @@
 // element by element.
 #include <algorithm>
 
-#include "tigon/base/cuda/async_copy.cuh"
-#include "tigon/base/cuda/cluster.cuh"
+#include "tigon/base/cuda/aligned_row.cuh"
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
-#include "tigon/base/cuda/row_packs.cuh"
+#include "tigon/base/cuda/ptx.cuh"
 #include "tigon/base/dispatch.h"
 #include "tigon/ops/cross_entropy/cross_entropy.h"
-#include "tigon/ops/cross_entropy/cross_entropy_rows.cuh"
+#include "tigon/ops/cross_entropy/cross_entropy_params.cuh"
 
 namespace tigon::cuda {
 namespace {
@@ -38,24 +37,25 @@ using Params = CrossEntropyParams<T>;
 // end, so that p - 1 and the logarithm of p lose nothing where the label has nearly all the weight; and, only where options
 // ask: sum of w (reference - z), sum of w, sum of e^(z - m) (z - m), this one without the label's column too.
 struct Sums {
-  float m, s, gap, weight, heat;
+  float m, s, smoothing_sum, weight, entropy_sum;
 };
-__device__ __forceinline__ Sums nothing() { return {-INFINITY, 0.0f, 0.0f, 0.0f, 0.0f}; }
+__device__ __forceinline__ Sums identity() { return {-INFINITY, 0.0f, 0.0f, 0.0f, 0.0f}; }
 
 template <bool General>
 __device__ __forceinline__ void rescale(Sums& a, float m) {  // m >= a.m, not equal
   float d = a.m - m, f = exp2_approx(d * kLog2e);
-  if constexpr (General) a.heat = f * fma(fmaxf(d, -1e30f), a.s, a.heat);
+  if constexpr (General) a.entropy_sum = f * fma(fmaxf(d, -1e30f), a.s, a.entropy_sum);
   a.s *= f;
   a.m = m;
 }
 template <bool General>
-__device__ __forceinline__ Sums merge(Sums a, Sums b) {
+__device__ __forceinline__ Sums combine(Sums a, Sums b) {
   float m = fmaxf(a.m, b.m);
   if (a.m != m) rescale<General>(a, m);
   if (b.m != m) rescale<General>(b, m);
   a.s += b.s;
-  if constexpr (General) a.gap += b.gap, a.weight += b.weight, a.heat += b.heat;
+  if constexpr (General)
+    a.smoothing_sum += b.smoothing_sum, a.weight += b.weight, a.entropy_sum += b.entropy_sum;
   return a;
 }
 
@@ -71,10 +71,10 @@ __device__ __forceinline__ float z_of(const Params<T>& p, float x, int c, float*
 }
 
 template <bool General, class T>
-__device__ __forceinline__ void z_of_pack(const Params<T>& p, const Row<const T>& row, int k,
-                                          const uint4& words, float (&z)[Row<T>::N],
-                                          float* slopes = nullptr) {
-  constexpr int N = Row<T>::N;
+__device__ __forceinline__ void z_of_vec(const Params<T>& p, const AlignedRow<const T>& row, int k,
+                                         const uint4& words, float (&z)[AlignedRow<T>::N],
+                                         float* slopes = nullptr) {
+  constexpr int N = AlignedRow<T>::N;
   unpack<T>(words, z);
   if constexpr (General) {
 #pragma unroll
@@ -91,11 +91,11 @@ __device__ __forceinline__ float weight_at(const float* class_weight, int c) {
 
 // First sweep, one pack. `target`: the label's column, or -1; `reference`: the z that gaps are measured from.
 template <bool General, class T>
-__device__ __forceinline__ void accumulate(const Params<T>& p, const Row<const T>& row, int k,
+__device__ __forceinline__ void accumulate(const Params<T>& p, const AlignedRow<const T>& row, int k,
                                            const uint4& words, int target, float reference, Sums& a) {
-  constexpr int N = Row<T>::N;
+  constexpr int N = AlignedRow<T>::N;
   float z[N], e[N];
-  z_of_pack<General>(p, row, k, words, z);
+  z_of_vec<General>(p, row, k, words, z);
   float top = z[0];
 #pragma unroll
   for (int j = 1; j < N; ++j) top = fmaxf(top, z[j]);
@@ -111,14 +111,14 @@ __device__ __forceinline__ void accumulate(const Params<T>& p, const Row<const T
   if constexpr (General) {
     if (p.entropy != nullptr || p.entropy_scale != nullptr)
 #pragma unroll
-      for (int j = 0; j < N; ++j) a.heat = fma(e[j], fmaxf(z[j] - m, -1e30f), a.heat);
+      for (int j = 0; j < N; ++j) a.entropy_sum = fma(e[j], fmaxf(z[j] - m, -1e30f), a.entropy_sum);
     if (p.label_smoothing > 0.0f) {
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         int c = row.column(k) + j;
         if (!row.has(c)) continue;
         float w = weight_at(p.class_weight, c);
-        a.gap = fma(w, reference - z[j], a.gap);
+        a.smoothing_sum = fma(w, reference - z[j], a.smoothing_sum);
         a.weight += w;
       }
     }
@@ -131,34 +131,36 @@ __device__ __forceinline__ void accumulate(const Params<T>& p, const Row<const T
 }
 
 // All that the second sweep needs to know of a row.
-struct Slope {
-  float m, share, push, factor;  // gradient = factor * slope * (e * share - push * w), at the label's column
+struct RowGradient {
+  float m, share, smoothing_push,
+      factor;  // gradient = factor * slope * (e * share - push * w), at the label's column
   float others, target_share,
-      rest_share;    // factor * slope * (e * rest_share - others * target_share - push * w)
-  float tilt, lift;  // + slope * e * (tilt * (z - m) + lift), the entropy's
-  int target;        // column, or -1
+      rest_share;                     // factor * slope * (e * rest_share - others * target_share - push * w)
+  float entropy_slope, entropy_bias;  // + slope * e * (tilt * (z - m) + lift), the entropy's
+  int target;                         // column, or -1
 };
 
 // Second sweep, one pack: the gradient of its columns, stored in packs where the result's rows lie as the logits' do.
 template <bool General, class T>
-__device__ __forceinline__ void emit(const Params<T>& p, const Row<const T>& row, const Row<T>& out, int k,
-                                     const uint4& words, const Slope& g) {
-  constexpr int N = Row<T>::N;
+__device__ __forceinline__ void write_gradient(const Params<T>& p, const AlignedRow<const T>& row,
+                                               const AlignedRow<T>& out, int k, const uint4& words,
+                                               const RowGradient& g) {
+  constexpr int N = AlignedRow<T>::N;
   float z[N], slopes[N];
 #pragma unroll
   for (int j = 0; j < N; ++j) slopes[j] = 1.0f;
-  z_of_pack<General>(p, row, k, words, z, slopes);
+  z_of_vec<General>(p, row, k, words, z, slopes);
   int first = row.column(k), at = g.target - first;
-  Pack<T, N> r;
+  Vec<T, N> r;
 #pragma unroll
   for (int j = 0; j < N; ++j) {
     float e = exp2_approx((z[j] - g.m) * kLog2e), v, target_push = 0.0f;
     if constexpr (General) {
-      float push = g.push;
-      if (push != 0.0f && p.class_weight != nullptr)
-        push *= row.has(first + j) ? __ldg(p.class_weight + first + j) : 0.0f;
-      v = cross_entropy_dz(e, g.share, push);
-      target_push = push;
+      float smoothing_push = g.smoothing_push;
+      if (smoothing_push != 0.0f && p.class_weight != nullptr)
+        smoothing_push *= row.has(first + j) ? __ldg(p.class_weight + first + j) : 0.0f;
+      v = cross_entropy_dz(e, g.share, smoothing_push);
+      target_push = smoothing_push;
     } else {
       v = e * (g.share * g.factor);
     }
@@ -169,10 +171,11 @@ __device__ __forceinline__ void emit(const Params<T>& p, const Row<const T>& row
     else if constexpr (General)
       v *= g.factor * slopes[j];
     if constexpr (General)  // below -200 e is 0: classes at -inf add nothing
-      if (p.entropy_scale != nullptr) v += slopes[j] * e * fma(g.tilt, fmaxf(z[j] - g.m, -200.0f), g.lift);
+      if (p.entropy_scale != nullptr)
+        v += slopes[j] * e * fma(g.entropy_slope, fmaxf(z[j] - g.m, -200.0f), g.entropy_bias);
     r.set(j, v);
   }
-  if (row.whole(k) && row.lead == out.lead) {
+  if (row.is_full(k) && row.lead == out.lead) {
     store(out.base + int64_t(k) * N, r);
   } else {
 #pragma unroll
@@ -183,10 +186,10 @@ __device__ __forceinline__ void emit(const Params<T>& p, const Row<const T>& row
 
 // Zeros in packs [first, end) of a row.
 template <class T>
-__device__ __forceinline__ void clear(const Row<T>& out, int first, int end) {
-  constexpr int N = Row<T>::N;
+__device__ __forceinline__ void clear(const AlignedRow<T>& out, int first, int end) {
+  constexpr int N = AlignedRow<T>::N;
   for (int k = first + threadIdx.x; k < end; k += blockDim.x) {
-    if (out.whole(k)) {
+    if (out.is_full(k)) {
       *reinterpret_cast<uint4*>(out.base + int64_t(k) * N) = make_uint4(0, 0, 0, 0);
     } else {
       for (int j = 0; j < N; ++j)
@@ -196,61 +199,64 @@ __device__ __forceinline__ void clear(const Row<T>& out, int first, int end) {
 }
 
 template <int Threads>
-struct Exchange {
+struct ReduceStorage {
   Sums warp[Threads / 32];
   unsigned key[Threads / 32];
-  Sums peer[2][kMaxCluster];  // in turns: a fast block may be one row ahead
-  float peer_key[2][kMaxCluster];
+  Sums cta[2][kMaxCluster];  // in turns: a fast block may be one row ahead
+  float cta_key[2][kMaxCluster];
 };
 
 __device__ __forceinline__ float shuffle(float x, int step) { return __shfl_xor_sync(kAllLanes, x, step); }
 template <bool General>
-__device__ __forceinline__ Sums merge_warp(Sums a) {
+__device__ __forceinline__ Sums all_reduce_warp(Sums a) {
 #pragma unroll
   for (int step = 16; step > 0; step >>= 1) {
     Sums b{shuffle(a.m, step), shuffle(a.s, step), 0.0f, 0.0f, 0.0f};
     if constexpr (General)
-      b.gap = shuffle(a.gap, step), b.weight = shuffle(a.weight, step), b.heat = shuffle(a.heat, step);
-    a = merge<General>(a, b);
+      b.smoothing_sum = shuffle(a.smoothing_sum, step), b.weight = shuffle(a.weight, step),
+      b.entropy_sum = shuffle(a.entropy_sum, step);
+    a = combine<General>(a, b);
   }
   return a;
 }
 
 // The sums of the whole row, the same in every thread of every block of the cluster.
-template <bool General, class Exchange>
-__device__ __forceinline__ Sums merge_row(Sums a, Exchange& x, int parity) {
+template <bool General, class ReduceStorage>
+__device__ __forceinline__ Sums all_reduce_row(Sums a, ReduceStorage& x, int parity) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  a = merge_warp<General>(a);
+  a = all_reduce_warp<General>(a);
   if (lane == 0) x.warp[warp] = a;
   __syncthreads();
-  a = merge_warp<General>(lane < warps ? x.warp[lane] : nothing());
-  Sums r = nothing();  // lane 0's bits for all
+  a = all_reduce_warp<General>(lane < warps ? x.warp[lane] : identity());
+  Sums r = identity();  // lane 0's bits for all
   r.m = __shfl_sync(kAllLanes, a.m, 0), r.s = __shfl_sync(kAllLanes, a.s, 0);
   if constexpr (General) {
-    r.gap = __shfl_sync(kAllLanes, a.gap, 0), r.weight = __shfl_sync(kAllLanes, a.weight, 0);
-    r.heat = __shfl_sync(kAllLanes, a.heat, 0);
+    r.smoothing_sum = __shfl_sync(kAllLanes, a.smoothing_sum, 0),
+    r.weight = __shfl_sync(kAllLanes, a.weight, 0);
+    r.entropy_sum = __shfl_sync(kAllLanes, a.entropy_sum, 0);
   }
   unsigned blocks = cluster_size();
   if (blocks == 1) return r;
   if (threadIdx.x < blocks) {
-    Sums& slot = x.peer[parity][cluster_rank()];
-    put_remote(&slot.m, threadIdx.x, r.m), put_remote(&slot.s, threadIdx.x, r.s);
+    Sums& slot = x.cta[parity][cluster_rank()];
+    st_shared_cluster(&slot.m, threadIdx.x, r.m), st_shared_cluster(&slot.s, threadIdx.x, r.s);
     if constexpr (General) {
-      put_remote(&slot.gap, threadIdx.x, r.gap), put_remote(&slot.weight, threadIdx.x, r.weight);
-      put_remote(&slot.heat, threadIdx.x, r.heat);
+      st_shared_cluster(&slot.smoothing_sum, threadIdx.x, r.smoothing_sum),
+          st_shared_cluster(&slot.weight, threadIdx.x, r.weight);
+      st_shared_cluster(&slot.entropy_sum, threadIdx.x, r.entropy_sum);
     }
   }
   __syncwarp();
   cluster_arrive();
   cluster_wait();
-  r = x.peer[parity][0];
-  for (unsigned i = 1; i < blocks; ++i) r = merge<General>(r, x.peer[parity][i]);
+  r = x.cta[parity][0];
+  for (unsigned i = 1; i < blocks; ++i) r = combine<General>(r, x.cta[parity][i]);
   return r;
 }
 
 // The least key of the row. Keys: a NaN's column; else 2^31 + the column of the maximum; else 2^32 - 1.
-template <class Exchange>
-__device__ __forceinline__ unsigned least_key(unsigned key, Exchange& x, int parity) {
+template <class ReduceStorage>
+__device__ __forceinline__ unsigned min_key(unsigned key, ReduceStorage& x, int parity) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
   key = __reduce_min_sync(kAllLanes, key);
   if (lane == 0) x.key[warp] = key;
@@ -259,19 +265,19 @@ __device__ __forceinline__ unsigned least_key(unsigned key, Exchange& x, int par
   unsigned blocks = cluster_size();
   if (blocks == 1) return key;
   if (threadIdx.x < blocks)
-    put_remote(&x.peer_key[parity][cluster_rank()], threadIdx.x, __uint_as_float(key));
+    st_shared_cluster(&x.cta_key[parity][cluster_rank()], threadIdx.x, __uint_as_float(key));
   __syncwarp();
   cluster_arrive();
   cluster_wait();
-  for (unsigned i = 0; i < blocks; ++i) key = min(key, __float_as_uint(x.peer_key[parity][i]));
+  for (unsigned i = 0; i < blocks; ++i) key = min(key, __float_as_uint(x.cta_key[parity][i]));
   return key;
 }
 template <class T>
-__device__ __forceinline__ unsigned key_of_pack(const Params<T>& p, const Row<const T>& row, int k,
-                                                const uint4& words, float m, unsigned key) {
-  constexpr int N = Row<T>::N;
+__device__ __forceinline__ unsigned key_of_vec(const Params<T>& p, const AlignedRow<const T>& row, int k,
+                                               const uint4& words, float m, unsigned key) {
+  constexpr int N = AlignedRow<T>::N;
   float z[N];
-  z_of_pack<true>(p, row, k, words, z);
+  z_of_vec<true>(p, row, k, words, z);
 #pragma unroll
   for (int j = 0; j < N; ++j) {
     unsigned c = unsigned(row.column(k) + j);
@@ -284,7 +290,7 @@ __device__ __forceinline__ unsigned key_of_pack(const Params<T>& p, const Row<co
 
 // The sums before any column but the label's is known: its z is among the maxima, so it has been read before any block may
 // overwrite it.
-__device__ __forceinline__ Sums beginning(float label_z, bool has_label) {
+__device__ __forceinline__ Sums initial_sums(float label_z, bool has_label) {
   return {has_label ? fmaxf(-INFINITY, label_z) : -INFINITY, 0.0f, 0.0f, 0.0f, 0.0f};
 }
 
@@ -316,36 +322,36 @@ __device__ __forceinline__ Label label_of(const Params<T>& p, int64_t row, const
 
 // The results of a row (written by one thread), and what the gradient needs.
 template <bool General, class T>
-__device__ __forceinline__ Slope finish(const Params<T>& p, int64_t row, const Label& l, const Sums& a,
-                                        bool writes) {
-  bool has = l.column >= 0, leads = has && l.z == a.m && isfinite(l.z);
+__device__ __forceinline__ RowGradient finish(const Params<T>& p, int64_t row, const Label& l, const Sums& a,
+                                              bool writes) {
+  bool has = l.column >= 0, is_max = has && l.z == a.m && isfinite(l.z);
   float own = has ? exp2_approx((l.z - a.m) * kLog2e) : 0.0f, s = a.s + own;
-  float log_s = leads ? log1pf(a.s) : logf(s), lse = a.m + log_s;
-  float heat = General && has ? fma(own, fmaxf(l.z - a.m, -1e30f), a.heat) : a.heat;
+  float log_s = is_max ? log1pf(a.s) : logf(s), lse = a.m + log_s;
+  float entropy_sum = General && has ? fma(own, fmaxf(l.z - a.m, -1e30f), a.entropy_sum) : a.entropy_sum;
   float keep = General ? 1.0f - p.label_smoothing : 1.0f;
   float share = General ? p.label_smoothing / float(p.cols) : 0.0f;
   if (writes) {
     float loss = keep * l.weight * ((a.m - l.z) + log_s);
     if (General && p.label_smoothing > 0.0f)
-      loss += share * (a.weight * ((a.m - l.reference) + log_s) + a.gap);
+      loss += share * (a.weight * ((a.m - l.reference) + log_s) + a.smoothing_sum);
     if (p.z_loss != 0.0f) loss += p.z_loss * lse * lse;
     if (p.loss) p.loss[row] = l.ignored ? 0.0f : l.bad ? NAN : loss;
     if (p.target_logit) p.target_logit[row] = l.bad ? NAN : l.z;
     if (p.log_prob) p.log_prob[row] = l.ignored ? 0.0f : l.bad ? NAN : (l.z - a.m) - log_s;
     if (p.lse) p.lse[row] = lse;
-    if (General && p.entropy) p.entropy[row] = log_s - heat / s;
+    if (General && p.entropy) p.entropy[row] = log_s - entropy_sum / s;
   }
   float rest = General ? share * (p.class_weight != nullptr ? a.weight : float(p.cols)) : 0.0f;
   if (p.z_loss != 0.0f) rest += 2.0f * p.z_loss * lse;
   float pull = keep * l.weight + rest;
   float scale = p.scale != nullptr ? p.scale[row * p.scale_step] : 1.0f;
-  Slope g;
-  g.m = a.m, g.share = pull / s, g.push = share, g.factor = l.bad ? NAN : scale * p.gain;
+  RowGradient g;
+  g.m = a.m, g.share = pull / s, g.smoothing_push = share, g.factor = l.bad ? NAN : scale * p.gain;
   g.others = a.s, g.target_share = keep * l.weight / s, g.rest_share = rest / s, g.target = l.column;
-  g.tilt = g.lift = 0.0f;
+  g.entropy_slope = g.entropy_bias = 0.0f;
   if (General && p.entropy_scale != nullptr) {
-    g.tilt = -p.entropy_scale[row] * p.gain / s;
-    g.lift = -g.tilt * (heat / s);
+    g.entropy_slope = -p.entropy_scale[row] * p.gain / s;
+    g.entropy_bias = -g.entropy_slope * (entropy_sum / s);
   }
   return g;
 }
@@ -353,22 +359,23 @@ __device__ __forceinline__ Slope finish(const Params<T>& p, int64_t row, const L
 // One cluster of blocks a row; every thread works on the packs that it copied itself.
 template <bool General, class T>
 __global__ __launch_bounds__(kThreads,
-                             General ? 2 : 3) void resident_kernel(const __grid_constant__ Params<T> p) {
-  constexpr int N = Row<T>::N, kGroups = 4;
+                             General ? 2 : 3) void smem_kernel(const __grid_constant__ Params<T> p) {
+  constexpr int N = AlignedRow<T>::N, kCopyGroups = 4;
   extern __shared__ uint4 slice[];
-  __shared__ Exchange<kThreads> exchange;
+  __shared__ ReduceStorage<kThreads> storage;
   unsigned blocks = cluster_size(), rank = cluster_rank();
-  bool met = blocks == 1;  // shared memory of another block may be written once that block is known to run
-  if (!met) cluster_arrive();
+  bool cluster_started =
+      blocks == 1;  // shared memory of another block may be written once that block is known to run
+  if (!cluster_started) cluster_arrive();
   int64_t step = gridDim.x / blocks;
   int parity = 0;
   for (int64_t r = blockIdx.x / blocks; r < p.rows; r += step) {
     const T* x = p.logits + r * p.stride;
-    Row<const T> row(x, p.cols);
-    Row<T> out(p.dlogits + r * p.dlogits_stride, p.cols);
-    int first = int(rank) * p.slice, count = min(p.slice, row.packs - first);
+    AlignedRow<const T> row(x, p.cols);
+    AlignedRow<T> out(p.dlogits + r * p.dlogits_stride, p.cols);
+    int first = int(rank) * p.slice, count = min(p.slice, row.vecs - first);
     int steps = count > 0 ? (count + int(blockDim.x) - 1) / int(blockDim.x) : 0;
-    int out_end = rank + 1 == blocks ? out.packs : min(first + p.slice, out.packs);
+    int out_end = rank + 1 == blocks ? out.vecs : min(first + p.slice, out.vecs);
     bool writes = rank == 0 && threadIdx.x == 0;
     int64_t y = p.target[r];
     if (y == p.ignore_index && !(p.lse || (General && (p.entropy || p.predicted)))) {
@@ -379,50 +386,50 @@ __global__ __launch_bounds__(kThreads,
       continue;
     }
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      for (int i = steps * g / kGroups; i < steps * (g + 1) / kGroups; ++i) {
+    for (int g = 0; g < kCopyGroups; ++g) {
+      for (int i = steps * g / kCopyGroups; i < steps * (g + 1) / kCopyGroups; ++i) {
         int k = i * int(blockDim.x) + int(threadIdx.x);
         if (k >= count) break;
-        if (row.whole(first + k)) {
-          copy_async(slice + k, row.base + int64_t(first + k) * N);
+        if (row.is_full(first + k)) {
+          cp_async(slice + k, row.base + int64_t(first + k) * N);
         } else {
-          slice[k] = fetch(row, first + k);
+          slice[k] = load_vec(row, first + k);
         }
       }
-      copies_commit();
+      cp_async_commit_group();
     }
     Label label = label_of<General>(p, r, x);
-    Sums a = beginning(label.z, label.column >= 0);
+    Sums a = initial_sums(label.z, label.column >= 0);
 #pragma unroll 1
-    for (int g = 0; g < kGroups; ++g) {
-      if (g == 0) copies_wait<3>();
-      if (g == 1) copies_wait<2>();
-      if (g == 2) copies_wait<1>();
-      if (g == 3) copies_wait<0>();
-      for (int i = steps * g / kGroups; i < steps * (g + 1) / kGroups; ++i) {
+    for (int g = 0; g < kCopyGroups; ++g) {
+      if (g == 0) cp_async_wait_group<3>();
+      if (g == 1) cp_async_wait_group<2>();
+      if (g == 2) cp_async_wait_group<1>();
+      if (g == 3) cp_async_wait_group<0>();
+      for (int i = steps * g / kCopyGroups; i < steps * (g + 1) / kCopyGroups; ++i) {
         int k = i * int(blockDim.x) + int(threadIdx.x);
         if (k < count) accumulate<General>(p, row, first + k, slice[k], label.column, label.reference, a);
       }
     }
-    if (!met) cluster_wait();
-    met = true;
-    a = merge_row<General>(a, exchange, parity);
+    if (!cluster_started) cluster_wait();
+    cluster_started = true;
+    a = all_reduce_row<General>(a, storage, parity);
     if constexpr (General) {
       if (p.predicted != nullptr) {
         unsigned key = ~0u;
         for (int k = threadIdx.x; k < count; k += blockDim.x)
-          key = key_of_pack(p, row, first + k, slice[k], a.m, key);
-        key = least_key(key, exchange, parity);
+          key = key_of_vec(p, row, first + k, slice[k], a.m, key);
+        key = min_key(key, storage, parity);
         if (writes) p.predicted[r] = key == ~0u ? 0 : int64_t(key & 0x7fffffffu);
       }
     }
-    Slope gradient = finish<General>(p, r, label, a, writes);
+    RowGradient gradient = finish<General>(p, r, label, a, writes);
     if (p.dlogits != nullptr) {
       if (label.ignored) {
         clear(out, first, out_end);
       } else {
         for (int k = threadIdx.x; k < count; k += blockDim.x)
-          emit<General>(p, row, out, first + k, slice[k], gradient);
+          write_gradient<General>(p, row, out, first + k, slice[k], gradient);
       }
     }
     __syncthreads();  // the exchange is free again
@@ -433,49 +440,51 @@ __global__ __launch_bounds__(kThreads,
 // One block a row, the row read twice. The second sweep starts where the first ended: that part is still in L2.
 template <bool General, class T>
 __global__ __launch_bounds__(kLoopThreads, 1) void looped_kernel(const __grid_constant__ Params<T> p) {
-  constexpr int kHeld = General ? 2 : 4, kStep = kHeld * kLoopThreads;
-  __shared__ Exchange<kLoopThreads> exchange;
+  constexpr int kVecsPerThread = General ? 2 : 4, kStep = kVecsPerThread * kLoopThreads;
+  __shared__ ReduceStorage<kLoopThreads> storage;
   for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
     const T* x = p.logits + r * p.stride;
-    Row<const T> row(x, p.cols);
-    Row<T> out(p.dlogits + r * p.dlogits_stride, p.cols);
+    AlignedRow<const T> row(x, p.cols);
+    AlignedRow<T> out(p.dlogits + r * p.dlogits_stride, p.cols);
     bool writes = threadIdx.x == 0;
     Label label = label_of<General>(p, r, x);
     bool wanted = !label.ignored || p.lse || (General && (p.entropy || p.predicted));
-    Sums a = beginning(label.z, label.column >= 0);
-    auto hold = [&](int base, uint4(&held)[kHeld]) {
+    Sums a = initial_sums(label.z, label.column >= 0);
+    auto load_tile = [&](int base, uint4(&loaded)[kVecsPerThread]) {
 #pragma unroll
-      for (int h = 0; h < kHeld; ++h) held[h] = fetch(row, base + h * kLoopThreads + int(threadIdx.x));
+      for (int h = 0; h < kVecsPerThread; ++h)
+        loaded[h] = load_vec(row, base + h * kLoopThreads + int(threadIdx.x));
     };
-    for (int base = 0; wanted && base < row.packs; base += kStep) {
-      uint4 held[kHeld];
-      hold(base, held);
+    for (int base = 0; wanted && base < row.vecs; base += kStep) {
+      uint4 loaded[kVecsPerThread];
+      load_tile(base, loaded);
 #pragma unroll
-      for (int h = 0; h < kHeld; ++h)
-        accumulate<General>(p, row, base + h * kLoopThreads + int(threadIdx.x), held[h], label.column,
+      for (int h = 0; h < kVecsPerThread; ++h)
+        accumulate<General>(p, row, base + h * kLoopThreads + int(threadIdx.x), loaded[h], label.column,
                             label.reference, a);
     }
-    a = merge_row<General>(a, exchange, 0);
+    a = all_reduce_row<General>(a, storage, 0);
     if constexpr (General) {
       if (p.predicted != nullptr) {
         unsigned key = ~0u;
-        for (int k = threadIdx.x; k < row.packs; k += kLoopThreads)
-          key = key_of_pack(p, row, k, fetch(row, k), a.m, key);
-        key = least_key(key, exchange, 0);
+        for (int k = threadIdx.x; k < row.vecs; k += kLoopThreads)
+          key = key_of_vec(p, row, k, load_vec(row, k), a.m, key);
+        key = min_key(key, storage, 0);
         if (writes) p.predicted[r] = key == ~0u ? 0 : int64_t(key & 0x7fffffffu);
       }
     }
-    Slope gradient = finish<General>(p, r, label, a, writes);
+    RowGradient gradient = finish<General>(p, r, label, a, writes);
     if (p.dlogits != nullptr) {
       if (label.ignored) {
-        clear(out, 0, out.packs);
+        clear(out, 0, out.vecs);
       } else {
-        for (int base = (row.packs - 1) / kStep * kStep; base >= 0; base -= kStep) {
-          uint4 held[kHeld];
-          hold(base, held);
+        for (int base = (row.vecs - 1) / kStep * kStep; base >= 0; base -= kStep) {
+          uint4 loaded[kVecsPerThread];
+          load_tile(base, loaded);
 #pragma unroll
-          for (int h = 0; h < kHeld; ++h)
-            emit<General>(p, row, out, base + h * kLoopThreads + int(threadIdx.x), held[h], gradient);
+          for (int h = 0; h < kVecsPerThread; ++h)
+            write_gradient<General>(p, row, out, base + h * kLoopThreads + int(threadIdx.x), loaded[h],
+                                    gradient);
         }
       }
     }
@@ -488,7 +497,7 @@ template <bool General, class T>
 void allow_shared(int bytes) {
   static OncePerDevice prepared;
   prepared.run(kOp, [&] {
-    auto kernel = &resident_kernel<General, T>;
+    auto kernel = &smem_kernel<General, T>;
     TIGON_CUDA_CHECK(kOp, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     TIGON_CUDA_CHECK(kOp, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                                cudaSharedmemCarveoutMaxShared));
@@ -497,11 +506,11 @@ void allow_shared(int bytes) {
 
 // False when the device has no room for such a cluster.
 template <bool General, class T>
-bool launch_resident(Context& ctx, Params<T> p, int64_t packs, int cluster, int most_shared) {
-  p.slice = int(ceil_div(packs, cluster));
-  constexpr int kPacksPerThread = 8;
-  int threads = int(std::clamp<int64_t>(ceil_div(p.slice, kPacksPerThread * 32) * 32, 32, kThreads));
-  allow_shared<General, T>(most_shared);
+bool launch_smem(Context& ctx, Params<T> p, int64_t vecs, int cluster, int max_shared) {
+  p.slice = int(ceil_div(vecs, cluster));
+  constexpr int kVecsPerThreadTarget = 8;
+  int threads = int(std::clamp<int64_t>(ceil_div(p.slice, kVecsPerThreadTarget * 32) * 32, 32, kThreads));
+  allow_shared<General, T>(max_shared);
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {unsigned(cluster), 1, 1};
@@ -512,7 +521,7 @@ bool launch_resident(Context& ctx, Params<T> p, int64_t packs, int cluster, int 
   config.stream = static_cast<cudaStream_t>(ctx.stream());
   config.attrs = &attribute;
   config.numAttrs = cluster > 1 ? 1 : 0;
-  cudaError_t status = cudaLaunchKernelEx(&config, &resident_kernel<General, T>, p);
+  cudaError_t status = cudaLaunchKernelEx(&config, &smem_kernel<General, T>, p);
   if (status != cudaSuccess && cluster > 1) {
     cudaGetLastError();
     return false;
@@ -523,17 +532,21 @@ bool launch_resident(Context& ctx, Params<T> p, int64_t packs, int cluster, int 
 
 template <bool General, class T>
 void run_rows(Context& ctx, const Params<T>& p, bool aligned) {
-  constexpr int N = Row<T>::N;
+  constexpr int N = AlignedRow<T>::N;
   const DeviceFacts& facts = device_facts();
-  int64_t packs = aligned ? p.cols / N : (p.cols + N - 2) / N + 1;
-  constexpr int kSystem = 1024, kExchange = int(sizeof(Exchange<kThreads>));  // of every block
-  int most = facts.shared_per_block - kExchange;
-  int third = ((facts.shared_per_block + kSystem) / 3 - kSystem - kExchange) / 128 * 128;  // three blocks fit
-  auto slice = [&](int cluster) { return ceil_div(packs, cluster) * 16; };
+  int64_t vecs = aligned ? p.cols / N : (p.cols + N - 2) / N + 1;
+  constexpr int kReservedShared = 1024,
+                kStorageBytes = int(sizeof(ReduceStorage<kThreads>));  // of every block
+  int max_shared_per_block = facts.shared_per_block - kStorageBytes;
+  int third_of_sm = ((facts.shared_per_block + kReservedShared) / 3 - kReservedShared - kStorageBytes) / 128 *
+                    128;  // three blocks fit
+  auto slice = [&](int cluster) { return ceil_div(vecs, cluster) * 16; };
   int cluster = 1;
   if (facts.capability >= 90)
-    while (cluster < kMaxCluster && slice(cluster) > third) cluster *= 2;
-  if (slice(cluster) <= most && launch_resident<General>(ctx, p, packs, cluster, most)) return;
+    while (cluster < kMaxCluster && slice(cluster) > third_of_sm) cluster *= 2;
+  if (slice(cluster) <= max_shared_per_block &&
+      launch_smem<General>(ctx, p, vecs, cluster, max_shared_per_block))
+    return;
   launch(kOp, ctx, looped_kernel<General, T>,
          {.blocks = std::min<int64_t>(p.rows, INT32_MAX), .threads = kLoopThreads}, p);
 }
@@ -576,7 +589,7 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
                    .gain = gain,
                    .label_smoothing = a.label_smoothing,
                    .z_loss = a.z_loss};
-    bool aligned = packs_align(a.logits.data, a.logits.stride, a.logits.cols, sizeof(T));
+    bool aligned = is_vectorizable(a.logits.data, a.logits.stride, a.logits.cols, sizeof(T));
     if (!general && cross_entropy_plain(ctx, p)) return;
     dispatch_bool(general, [&](auto g) { run_rows<decltype(g)::value>(ctx, p, aligned); });
   });

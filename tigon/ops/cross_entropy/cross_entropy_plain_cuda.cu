@@ -16,44 +16,45 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "tigon/base/cuda/async_copy.cuh"
+#include "tigon/base/cuda/aligned_row.cuh"
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
-#include "tigon/base/cuda/row_packs.cuh"
-#include "tigon/base/cuda/row_team.cuh"
-#include "tigon/ops/cross_entropy/cross_entropy_rows.cuh"
+#include "tigon/base/cuda/ptx.cuh"
+#include "tigon/base/cuda/row_reduce.cuh"
+#include "tigon/ops/cross_entropy/cross_entropy_params.cuh"
 
 namespace tigon::cuda {
 namespace {
 
 constexpr const char* kOp = "cross_entropy";
-constexpr int kHeld = 8, kHeldThreads = 1024;  // packs of a thread in registers, threads of a multiprocessor
-constexpr int kLine = 128 / 16;                // packs
-constexpr int kSweepThreads = 512, kSweepHeld = 4, kSweepBlocks = 3;
+constexpr int kVecsPerThread = 8,
+              kThreadsPerSm = 1024;     // packs of a thread in registers, threads of a multiprocessor
+constexpr int kVecsPerLine = 128 / 16;  // packs
+constexpr int kSweepThreads = 512, kSweepVecs = 4, kSweepBlocks = 3;
 
 template <class T>
 using Params = CrossEntropyParams<T>;
 
 // The label of a row: its column, or
 enum : int {
-  kUnread = -1,
+  kSkipped = -1,
   kIgnored = -2,
-  kBad = -3
+  kOutOfRange = -3
 };  // zeros without reading the row; its lse is wanted; out of range
 template <class T>
 __device__ __forceinline__ int label_of(const Params<T>& p, int64_t y) {
-  if (y == p.ignore_index) return p.lse != nullptr ? kIgnored : kUnread;
-  return y < 0 || y >= p.cols ? kBad : int(y);
+  if (y == p.ignore_index) return p.lse != nullptr ? kIgnored : kSkipped;
+  return y < 0 || y >= p.cols ? kOutOfRange : int(y);
 }
 
 // 16 bytes, or -inf in every column. In order, as they stand, where the compiler has registers to spare; else where it likes.
 template <class T, bool InOrder>
-__device__ __forceinline__ uint4 fetch_or_nothing(bool there, const T* from) {
+__device__ __forceinline__ uint4 load_or_minus_inf(bool valid, const T* from) {
   constexpr uint32_t none = kMinusInf<T>;
   if constexpr (InOrder)
-    return load_where(there, static_cast<const void*>(from), none);
+    return load_predicated(valid, static_cast<const void*>(from), none);
   else
-    return there ? *reinterpret_cast<const uint4*>(from) : make_uint4(none, none, none, none);
+    return valid ? *reinterpret_cast<const uint4*>(from) : make_uint4(none, none, none, none);
 }
 
 template <class T, int K>
@@ -69,11 +70,11 @@ __device__ __forceinline__ float exp_of(float z, float m) { return exp2_approx((
 // -inf in element `at` of the packs that a thread holds, one of every `threads`; `at` counts from its block's first pack. Whether it
 // holds that one.
 template <class T, int K>
-__device__ __forceinline__ bool leave_out(uint4 (&q)[K], int at, int threads) {
-  constexpr int N = Row<T>::N;
-  const int pack = at / N, element = at % N;
-  if (at < 0 || pack % threads != int(threadIdx.x)) return false;
-  const int word = pack / threads * 4 + element * int(sizeof(T)) / 4;
+__device__ __forceinline__ bool exclude_label(uint4 (&q)[K], int at, int threads) {
+  constexpr int N = AlignedRow<T>::N;
+  const int vec = at / N, element = at % N;
+  if (at < 0 || vec % threads != int(threadIdx.x)) return false;
+  const int word = vec / threads * 4 + element * int(sizeof(T)) / 4;
   // Bytes of the word and, from 4 on, of nothing.
   const uint32_t bytes = sizeof(T) == 4 ? 0x7654u : element % 2 == 0 ? 0x3254u : 0x5410u, none = kMinusInf<T>;
 #pragma unroll
@@ -89,7 +90,7 @@ __device__ __forceinline__ bool leave_out(uint4 (&q)[K], int at, int threads) {
 // Sum of e^(z - m) of a pack.
 template <class T>
 __device__ __forceinline__ float sum_of(const uint4& words, float m) {
-  constexpr int N = Row<T>::N;
+  constexpr int N = AlignedRow<T>::N;
   float e[N];
   unpack<T>(words, e);
 #pragma unroll
@@ -104,14 +105,14 @@ __device__ __forceinline__ float sum_of(const uint4& words, float m) {
 // Of a part of a row: the sum leaves out the label's column. That one is kept apart until the end: p - 1 and the logarithm of p
 // lose nothing where the label has nearly all the weight.
 template <class T>
-using Sums = ExpSum<T>;
+using Sums = OnlineSoftmax<T>;
 
 // The gradient of a row: e * each, at the label's column (lift * e - weight * others) * share.
 struct Gradient {
-  float m, each, others, weight, lift, share;
+  float m, each, others, weight, z_loss_slope, share;
   __device__ __forceinline__ float of(float z) const { return exp_of(z, m) * each; }
   __device__ __forceinline__ float of_label(float z) const {
-    return fma(lift, exp_of(z, m), -weight * others) * share;
+    return fma(z_loss_slope, exp_of(z, m), -weight * others) * share;
   }
 };
 
@@ -124,25 +125,25 @@ __device__ __forceinline__ Gradient finish(const Params<T>& p, int64_t row, int 
   if (p.class_weight != nullptr && label >= 0) g.weight = __ldg(p.class_weight + label);
   if (writes || p.z_loss != 0.0f) {
     float log_s = logf(s), lse = a.m + log_s;
-    if (p.z_loss != 0.0f) g.lift = 2.0f * p.z_loss * lse;
+    if (p.z_loss != 0.0f) g.z_loss_slope = 2.0f * p.z_loss * lse;
     if (writes) {
       const bool leads = label >= 0 && z == a.m && fabsf(z) < INFINITY;
-      const float surprise = leads ? log1pf(a.s) : (a.m - z) + log_s;  // -log p
-      float loss = g.weight * surprise;
+      const float neg_log_prob = leads ? log1pf(a.s) : (a.m - z) + log_s;  // -log p
+      float loss = g.weight * neg_log_prob;
       if (p.z_loss != 0.0f) loss += p.z_loss * lse * lse;
-      bool ignored = label == kIgnored, bad = label == kBad;
+      bool ignored = label == kIgnored, bad = label == kOutOfRange;
       if (p.loss) p.loss[row] = ignored ? 0.0f : bad ? NAN : loss;
       if (p.target_logit) p.target_logit[row] = ignored ? 0.0f : bad ? NAN : z;
-      if (p.log_prob) p.log_prob[row] = ignored ? 0.0f : bad ? NAN : -surprise;
+      if (p.log_prob) p.log_prob[row] = ignored ? 0.0f : bad ? NAN : -neg_log_prob;
       if (p.lse) p.lse[row] = lse;
     }
   }
-  g.share = (label == kBad ? NAN : scale) / s;
-  g.each = (g.weight + g.lift) * g.share;
+  g.share = (label == kOutOfRange ? NAN : scale) / s;
+  g.each = (g.weight + g.z_loss_slope) * g.share;
   return g;
 }
 template <class T>
-__device__ __forceinline__ void finish_unread(const Params<T>& p, int64_t row) {
+__device__ __forceinline__ void finish_skipped(const Params<T>& p, int64_t row) {
   if (p.loss) p.loss[row] = 0.0f;
   if (p.target_logit) p.target_logit[row] = 0.0f;
   if (p.log_prob) p.log_prob[row] = 0.0f;
@@ -162,7 +163,7 @@ __device__ __forceinline__ uint32_t narrow_two(float a, float b) {
 // Gradient of a pack without the label's column.
 template <class T>
 __device__ __forceinline__ uint4 gradient_of(const uint4& words, const Gradient& g) {
-  constexpr int N = Row<T>::N;
+  constexpr int N = AlignedRow<T>::N;
   float v[N];
   unpack<T>(words, v);
 #pragma unroll
@@ -179,7 +180,7 @@ __device__ __forceinline__ uint4 gradient_of(const uint4& words, const Gradient&
 template <class T>
 __device__ __forceinline__ void store_words(T* to, const uint4& words, bool aligned) {
   if (aligned) {
-    store_whole(to, reinterpret_cast<const Pack<T, Row<T>::N>&>(words));
+    store_v4(to, reinterpret_cast<const Vec<T, AlignedRow<T>::N>&>(words));
   } else {
     const uint32_t w[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
@@ -196,234 +197,237 @@ __device__ __forceinline__ void store_words(T* to, const uint4& words, bool alig
 
 template <class T>
 __device__ __forceinline__ void clear(T* x, int n) {
-  Part<T> part(x, n);
-  for (int k = int(threadIdx.x); k < part.packs; k += int(blockDim.x))
-    *reinterpret_cast<uint4*>(part.pack(k)) = make_uint4(0, 0, 0, 0);
-  int c = part.edge(n);
+  PeeledRow<T> peeled(x, n);
+  for (int k = int(threadIdx.x); k < peeled.vecs; k += int(blockDim.x))
+    *reinterpret_cast<uint4*>(peeled.vec(k)) = make_uint4(0, 0, 0, 0);
+  int c = peeled.edge_column(n);
   if (c >= 0) x[c] = narrow<T>(0.0f);
 }
 
 // Threads of a block of the held variant, 0 where they are known at run time only: that costs registers, and some percent.
-constexpr int most_threads(int threads) { return threads ? threads : kHeldThreads / 2; }
+constexpr int most_threads(int threads) { return threads ? threads : kThreadsPerSm / 2; }
 
 template <class T, int Threads>
-__global__ __launch_bounds__(most_threads(Threads), kHeldThreads / most_threads(Threads)) void held_kernel(
-    const __grid_constant__ Params<T> p, int64_t first_row) {
-  constexpr int N = Row<T>::N;
-  __shared__ Exchange<Sums<T>> exchange;
+__global__ __launch_bounds__(
+    most_threads(Threads),
+    kThreadsPerSm / most_threads(Threads)) void register_kernel(const __grid_constant__ Params<T> p,
+                                                                int64_t first_row) {
+  constexpr int N = AlignedRow<T>::N;
+  __shared__ ReduceStorage<Sums<T>> storage;
   const int tid = int(threadIdx.x), threads = Threads ? Threads : int(blockDim.x);
   const int64_t r = first_row + blockIdx.x;
   T* out = p.dlogits + r * p.dlogits_stride;
   const int label = label_of(p, p.target[r]);
-  if (label == kUnread) {
+  if (label == kSkipped) {
     if (p.dlogits != nullptr) clear(out, p.cols);
-    if (tid == 0) finish_unread(p, r);
+    if (tid == 0) finish_skipped(p, r);
     return;
   }
-  const Part<const T> part(p.logits + r * p.stride, p.cols);
-  auto has = [&](int k) { return tid < part.packs - k * threads; };
-  uint4 q[kHeld];
+  const PeeledRow<const T> peeled(p.logits + r * p.stride, p.cols);
+  auto has = [&](int k) { return tid < peeled.vecs - k * threads; };
+  uint4 q[kVecsPerThread];
 #pragma unroll
-  for (int k = 0; k < kHeld; ++k)
-    q[k] = fetch_or_nothing<T, Threads == 0>(has(k), part.pack(tid) + k * threads * N);
+  for (int k = 0; k < kVecsPerThread; ++k)
+    q[k] = load_or_minus_inf<T, Threads == 0>(has(k), peeled.vec(tid) + k * threads * N);
   const float scale = p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f;  // asked for in time
-  const int c = part.edge(p.cols), at = label < part.head ? -1 : label - part.head;
-  const float z = label >= 0 ? widen(part.x[label]) : -INFINITY;
-  float edge = c >= 0 ? widen(part.x[c]) : -INFINITY;
+  const int c = peeled.edge_column(p.cols), at = label < peeled.head ? -1 : label - peeled.head;
+  const float z = label >= 0 ? widen(peeled.x[label]) : -INFINITY;
+  float edge = c >= 0 ? widen(peeled.x[c]) : -INFINITY;
   // z is among the maxima: it has been read before any thread may overwrite it.
   const float m = fmaxf(fmaxf(edge, z), max_of<T>(q));
   if (c >= 0 && c == label) edge = -INFINITY;
-  const bool holds = leave_out<T>(q, at, threads);
-  float s = exp_of(edge, reference(m));
+  const bool holds_label = exclude_label<T>(q, at, threads);
+  float s = exp_of(edge, finite_max(m));
 #pragma unroll
-  for (int k = 0; k < kHeld; ++k) s += sum_of<T>(q[k], reference(m));
-  const Sums<T> a = merge_row<0, false>(Sums<T>{m, s}, exchange, 0);
+  for (int k = 0; k < kVecsPerThread; ++k) s += sum_of<T>(q[k], finite_max(m));
+  const Sums<T> a = all_reduce_row<0, false>(Sums<T>{m, s}, storage, 0);
   const Gradient g = finish(p, r, label, a, z, scale, tid == 0);
   if (p.dlogits == nullptr) return;
   if (label == kIgnored) return clear(out, p.cols);
   if (c >= 0) out[c] = narrow<T>(g.of(edge));
-  T* to = out + part.head + N * tid;
+  T* to = out + peeled.head + N * tid;
   const bool aligned = reinterpret_cast<uintptr_t>(to) % 16 == 0;
 #pragma unroll
-  for (int k = 0; k < kHeld; ++k)
+  for (int k = 0; k < kVecsPerThread; ++k)
     if (has(k)) store_words(to + k * threads * N, gradient_of<T>(q[k], g), aligned);
   // The label's column by the thread that has stored its neighbours.
-  if (label >= 0 && (c == label || (holds && at / N < part.packs))) out[label] = narrow<T>(g.of_label(z));
+  if (label >= 0 && (c == label || (holds_label && at / N < peeled.vecs)))
+    out[label] = narrow<T>(g.of_label(z));
 }
 
 // The whole packs of a row in levels of one a thread, counted from the line of memory that the first one lies in.
 template <class T>
-struct Levels : Part<T> {
+struct VecTiles : PeeledRow<T> {
   int lead;  // packs of that line before the first one
-  __device__ __forceinline__ Levels(T* x, int n) : Part<T>(x, n) {
-    lead = int(reinterpret_cast<uintptr_t>(Part<T>::pack(0)) / 16 % kLine);
+  __device__ __forceinline__ VecTiles(T* x, int n) : PeeledRow<T>(x, n) {
+    lead = int(reinterpret_cast<uintptr_t>(PeeledRow<T>::vec(0)) / 16 % kVecsPerLine);
   }
   // This thread's pack of a level.
-  __device__ __forceinline__ int pack_of(int level) const {
-    return level * kHeldThreads + int(threadIdx.x) - lead;
+  __device__ __forceinline__ int vec_of(int tile) const {
+    return tile * kThreadsPerSm + int(threadIdx.x) - lead;
   }
-  __device__ __forceinline__ bool has(int level) const {
-    return unsigned(pack_of(level)) < unsigned(Part<T>::packs);
+  __device__ __forceinline__ bool has(int tile) const {
+    return unsigned(vec_of(tile)) < unsigned(PeeledRow<T>::vecs);
   }
-  __device__ __forceinline__ T* at(int level) const {
-    return Part<T>::x + Part<T>::head + int64_t(pack_of(level)) * Part<T>::N;
+  __device__ __forceinline__ T* at(int tile) const {
+    return PeeledRow<T>::x + PeeledRow<T>::head + int64_t(vec_of(tile)) * PeeledRow<T>::N;
   }
   // Levels that this thread's warp has something of.
-  __device__ __forceinline__ int of_warp() const {
+  __device__ __forceinline__ int tiles_of_warp() const {
     const int warp = __shfl_sync(0xffffffffu, int(threadIdx.x) / 32, 0);
-    return (Part<T>::packs + lead - warp * 32 + kHeldThreads - 1) / kHeldThreads;
+    return (PeeledRow<T>::vecs + lead - warp * 32 + kThreadsPerSm - 1) / kThreadsPerSm;
   }
 };
 
 // Levels of a thread: the first kHeld of them in registers, of which the last `Direct` are loaded there, and the others pass through
 // shared memory; those beyond stay in shared memory. A thread sees nothing but its own packs: no barrier.
-template <class T, int Direct, bool Cluster>
-__global__ __launch_bounds__(kHeldThreads, 1) void staged_kernel(const __grid_constant__ Params<T> p) {
-  constexpr int N = Row<T>::N, kPassing = kHeld - Direct;
-  extern __shared__ uint4 places[];
-  __shared__ Exchange<Sums<T>> exchange;
+template <class T, int kDirectTiles, bool kCluster>
+__global__ __launch_bounds__(kThreadsPerSm, 1) void pipelined_kernel(const __grid_constant__ Params<T> p) {
+  constexpr int N = AlignedRow<T>::N, kStagedTiles = kVecsPerThread - kDirectTiles;
+  extern __shared__ uint4 smem_vecs[];
+  __shared__ ReduceStorage<Sums<T>> storage;
   const int tid = int(threadIdx.x);
-  const unsigned blocks = Cluster ? cluster_size() : 1, rank = Cluster ? cluster_rank() : 0;
-  if constexpr (Cluster) {
-    exchange.init();
+  const unsigned blocks = kCluster ? cluster_size() : 1, rank = kCluster ? cluster_rank() : 0;
+  if constexpr (kCluster) {
+    storage.init();
     cluster_arrive();
     cluster_wait();
   }
   // The block's columns [first, first + n) of every row that it takes.
-  const int first = Cluster ? min(int(rank) * p.slice, p.cols) : 0;
-  const int n = Cluster ? min(p.slice, p.cols - first) : p.cols;
+  const int first = kCluster ? min(int(rank) * p.slice, p.cols) : 0;
+  const int n = kCluster ? min(p.slice, p.cols - first) : p.cols;
   const int64_t step = gridDim.x / blocks;
   int64_t r = blockIdx.x / blocks;
-  uint4 q[kHeld];
+  uint4 q[kVecsPerThread];
   float edge, z;  // of the first threads; the label's, of every thread
-  auto place = [&](int level) -> uint4& {
-    return places[(level < kPassing ? level : level - Direct) * kHeldThreads + tid];
+  auto smem_vec = [&](int tile) -> uint4& {
+    return smem_vecs[(tile < kStagedTiles ? tile : tile - kDirectTiles) * kThreadsPerSm + tid];
   };
-  auto staying = [&](const Levels<const T>& part, int level) {
+  auto read_smem = [&](const VecTiles<const T>& peeled, int tile) {
     constexpr uint32_t none = kMinusInf<T>;
-    return part.has(level) ? place(level) : make_uint4(none, none, none, none);
+    return peeled.has(tile) ? smem_vec(tile) : make_uint4(none, none, none, none);
   };
   // A row is asked for in two steps, which are kPassing + 1 groups of copies whether it is wanted or not.
-  auto pass = [&](const Levels<const T>& part, bool wanted, int level) {
-    copy_async_where(wanted && part.has(level), shared_address(&place(level)), part.at(level));
-    copies_commit();
+  auto stage_tile = [&](const VecTiles<const T>& peeled, bool wanted, int tile) {
+    cp_async_predicated(wanted && peeled.has(tile), cast_smem_ptr_to_uint(&smem_vec(tile)), peeled.at(tile));
+    cp_async_commit_group();
   };
-  auto pass_all = [&](const Levels<const T>& part, bool wanted) {
+  auto stage_tiles = [&](const VecTiles<const T>& peeled, bool wanted) {
 #pragma unroll
-    for (int k = 0; k < kPassing; ++k) pass(part, wanted, k);
+    for (int k = 0; k < kStagedTiles; ++k) stage_tile(peeled, wanted, k);
   };
-  auto load = [&](const Levels<const T>& part, bool wanted, int level) {
-    q[level] = load_where(wanted && part.has(level), part.at(level), kMinusInf<T>);
+  auto load = [&](const VecTiles<const T>& peeled, bool wanted, int tile) {
+    q[tile] = load_predicated(wanted && peeled.has(tile), peeled.at(tile), kMinusInf<T>);
   };
-  auto stay = [&](const Levels<const T>& part, bool wanted, int level) {
-    copy_async_where(wanted && part.has(level), shared_address(&place(level)), part.at(level));
+  auto stage_extra_tile = [&](const VecTiles<const T>& peeled, bool wanted, int tile) {
+    cp_async_predicated(wanted && peeled.has(tile), cast_smem_ptr_to_uint(&smem_vec(tile)), peeled.at(tile));
   };
-  auto read_ends = [&](const Levels<const T>& part, bool wanted, int label) {
-    const int c = part.edge(n);
-    edge = wanted && c >= 0 ? widen(part.x[c]) : -INFINITY;
-    z = wanted && label >= 0 ? widen(part.x[label - first]) : -INFINITY;
+  auto load_edges = [&](const VecTiles<const T>& peeled, bool wanted, int label) {
+    const int c = peeled.edge_column(n);
+    edge = wanted && c >= 0 ? widen(peeled.x[c]) : -INFINITY;
+    z = wanted && label >= 0 ? widen(peeled.x[label - first]) : -INFINITY;
   };
-  auto rest = [&](const Levels<const T>& part, bool wanted, int label) {
+  auto load_rest = [&](const VecTiles<const T>& peeled, bool wanted, int label) {
 #pragma unroll
-    for (int k = kPassing; k < kHeld; ++k) load(part, wanted, k);
-    const int levels = part.of_warp();
-    for (int i = kHeld; i < levels; ++i) stay(part, wanted, i);
-    copies_commit();
-    read_ends(part, wanted, label);
+    for (int k = kStagedTiles; k < kVecsPerThread; ++k) load(peeled, wanted, k);
+    const int tiles = peeled.tiles_of_warp();
+    for (int i = kVecsPerThread; i < tiles; ++i) stage_extra_tile(peeled, wanted, i);
+    cp_async_commit_group();
+    load_edges(peeled, wanted, label);
   };
   if (r < p.rows) {
-    int turn = 0, label = label_of(p, p.target[r]), next = kUnread;
+    int phase = 0, label = label_of(p, p.target[r]), next = kSkipped;
     if (r + step < p.rows) next = label_of(p, p.target[r + step]);
-    Levels<const T> part(p.logits + r * p.stride + first, n);
-    pass_all(part, label != kUnread);
-    rest(part, label != kUnread, label);
+    VecTiles<const T> peeled(p.logits + r * p.stride + first, n);
+    stage_tiles(peeled, label != kSkipped);
+    load_rest(peeled, label != kSkipped, label);
     for (;;) {
-      const bool more = r + step < p.rows, ahead = more && next != kUnread;
-      const Levels<const T> following(part.x + step * p.stride, n);
+      const bool more = r + step < p.rows, next_wanted = more && next != kSkipped;
+      const VecTiles<const T> following(peeled.x + step * p.stride, n);
       const int64_t later = r + 2 * step < p.rows ? p.target[r + 2 * step] : p.ignore_index;
       T* out = p.dlogits + r * p.dlogits_stride + first;
-      if (label == kUnread) {
+      if (label == kSkipped) {
         clear(out, n);
-        if (tid == 0 && rank == 0) finish_unread(p, r);
-        pass_all(following, ahead);
-        rest(following, ahead, next);
+        if (tid == 0 && rank == 0) finish_skipped(p, r);
+        stage_tiles(following, next_wanted);
+        load_rest(following, next_wanted, next);
       } else {
-        const int levels = part.of_warp();
+        const int tiles = peeled.tiles_of_warp();
         const float scale = p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f;  // asked for in time
         const int own = label >= 0 && unsigned(label - first) < unsigned(n) ? label - first : -1;
-        const int own_pack = own < part.head ? -1 : (own - part.head) / N + part.lead;
-        const bool holds =
-            own_pack >= 0 && own_pack % kHeldThreads == tid && part.has(own_pack / kHeldThreads);
-        const int own_level = holds ? own_pack / kHeldThreads : -1;
-        auto leave_out_own = [&](int level) {
-          if (level == own_level)
-            reinterpret_cast<T*>(&place(level))[(own - part.head) % N] = narrow<T>(-INFINITY);
+        const int own_vec = own < peeled.head ? -1 : (own - peeled.head) / N + peeled.lead;
+        const bool holds_label =
+            own_vec >= 0 && own_vec % kThreadsPerSm == tid && peeled.has(own_vec / kThreadsPerSm);
+        const int own_tile = holds_label ? own_vec / kThreadsPerSm : -1;
+        auto exclude_own_label = [&](int tile) {
+          if (tile == own_tile)
+            reinterpret_cast<T*>(&smem_vec(tile))[(own - peeled.head) % N] = narrow<T>(-INFINITY);
         };
         uint32_t top = kMinusInf<T>;
 #pragma unroll
-        for (int k = 0; k < kHeld; ++k) {
-          if (k < kPassing) copies_wait<kPassing>();
-          if (k < levels) {
-            if (k < kPassing) leave_out_own(k), q[k] = staying(part, k);
+        for (int k = 0; k < kVecsPerThread; ++k) {
+          if (k < kStagedTiles) cp_async_wait_group<kStagedTiles>();
+          if (k < tiles) {
+            if (k < kStagedTiles) exclude_own_label(k), q[k] = read_smem(peeled, k);
             top = max_words<T>(top, max_words<T>(q[k]));
           }
-          if (k < kPassing) pass(following, ahead, k);
+          if (k < kStagedTiles) stage_tile(following, next_wanted, k);
         }
-        copies_wait<kPassing>();
+        cp_async_wait_group<kStagedTiles>();
 #pragma unroll 1
-        for (int i = kHeld; i < levels; ++i) {
-          leave_out_own(i);
-          top = max_words<T>(top, max_words<T>(staying(part, i)));
+        for (int i = kVecsPerThread; i < tiles; ++i) {
+          exclude_own_label(i);
+          top = max_words<T>(top, max_words<T>(read_smem(peeled, i)));
         }
         // z is among the maxima: it has been read before any block may overwrite it.
         const float m = fmaxf(fmaxf(edge, z), max_of_word<T>(top));
-        const int c = part.edge(n);
+        const int c = peeled.edge_column(n);
         if (own >= 0 && c == own) edge = -INFINITY;
-        if constexpr (Direct > 0)
-          leave_out<T>(q, own_level < 0 ? -1 : own - part.head + part.lead * N, kHeldThreads);
-        float s = exp_of(edge, reference(m));
+        if constexpr (kDirectTiles > 0)
+          exclude_label<T>(q, own_tile < 0 ? -1 : own - peeled.head + peeled.lead * N, kThreadsPerSm);
+        float s = exp_of(edge, finite_max(m));
 #pragma unroll
-        for (int k = 0; k < kHeld; ++k) {
-          if (k >= levels) break;
-          s += sum_of<T>(q[k], reference(m));
+        for (int k = 0; k < kVecsPerThread; ++k) {
+          if (k >= tiles) break;
+          s += sum_of<T>(q[k], finite_max(m));
         }
 #pragma unroll 1
-        for (int i = kHeld; i < levels; ++i) s += sum_of<T>(staying(part, i), reference(m));
-        const Sums<T> a = merge_row<0, Cluster>(Sums<T>{m, s}, exchange, turn++);
+        for (int i = kVecsPerThread; i < tiles; ++i) s += sum_of<T>(read_smem(peeled, i), finite_max(m));
+        const Sums<T> a = all_reduce_row<0, kCluster>(Sums<T>{m, s}, storage, phase++);
         const Gradient g = finish(p, r, label, a, z, scale, tid == 0 && (label >= 0 ? own >= 0 : rank == 0));
         if (label == kIgnored) {
           clear(out, n);
-          rest(following, ahead, next);
+          load_rest(following, next_wanted, next);
         } else {
           if (c >= 0) out[c] = narrow<T>(g.of(edge));
-          T* to = out + part.head + int64_t(part.pack_of(0)) * N;
+          T* to = out + peeled.head + int64_t(peeled.vec_of(0)) * N;
           const bool aligned = reinterpret_cast<uintptr_t>(to) % 16 == 0;
-          auto put = [&](int level, const uint4& words) {
-            if (part.has(level))
-              store_words(to + level * (kHeldThreads * N), gradient_of<T>(words, g), aligned);
+          auto store_tile = [&](int tile, const uint4& words) {
+            if (peeled.has(tile))
+              store_words(to + tile * (kThreadsPerSm * N), gradient_of<T>(words, g), aligned);
           };
 #pragma unroll
-          for (int k = 0; k < kHeld; ++k) {
-            if (k < levels) put(k, q[k]);
-            if (k >= kPassing) load(following, ahead, k);
+          for (int k = 0; k < kVecsPerThread; ++k) {
+            if (k < tiles) store_tile(k, q[k]);
+            if (k >= kStagedTiles) load(following, next_wanted, k);
           }
-          const int most = max(levels, following.of_warp());
+          const int max_tiles = max(tiles, following.tiles_of_warp());
 #pragma unroll 1
-          for (int i = kHeld; i < most; ++i) {
-            put(i, place(i));
-            stay(following, ahead, i);
+          for (int i = kVecsPerThread; i < max_tiles; ++i) {
+            store_tile(i, smem_vec(i));
+            stage_extra_tile(following, next_wanted, i);
           }
-          copies_commit();
+          cp_async_commit_group();
           // The label's column by the thread that has stored its neighbours.
-          if (own >= 0 && (c == own || holds)) out[own] = narrow<T>(g.of_label(z));
-          read_ends(following, ahead, next);
+          if (own >= 0 && (c == own || holds_label)) out[own] = narrow<T>(g.of_label(z));
+          load_edges(following, next_wanted, next);
         }
       }
       if (!more) break;
-      r += step, part = following, label = next, next = label_of(p, later);
+      r += step, peeled = following, label = next, next = label_of(p, later);
     }
   }
-  if constexpr (Cluster) {  // a block that has ended cannot be written to
+  if constexpr (kCluster) {  // a block that has ended cannot be written to
     cluster_arrive();
     cluster_wait();
   }
@@ -432,40 +436,40 @@ __global__ __launch_bounds__(kHeldThreads, 1) void staged_kernel(const __grid_co
 template <class T>
 __global__ __launch_bounds__(kSweepThreads,
                              kSweepBlocks) void sweep_kernel(const __grid_constant__ Params<T> p) {
-  __shared__ Exchange<Sums<T>> exchange;
+  __shared__ ReduceStorage<Sums<T>> storage;
   const int tid = int(threadIdx.x);
-  int turn = 0;
+  int phase = 0;
   for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
     const int label = label_of(p, p.target[r]);
-    if (label == kUnread) {
-      if (tid == 0) finish_unread(p, r);
+    if (label == kSkipped) {
+      if (tid == 0) finish_skipped(p, r);
       continue;
     }
-    const Part<const T> part(p.logits + r * p.stride, p.cols);
-    const float z = label >= 0 ? widen(part.x[label]) : -INFINITY;
-    const int c = part.edge(p.cols), at = label < part.head ? -1 : label - part.head;
-    float edge = c >= 0 ? widen(part.x[c]) : -INFINITY;
+    const PeeledRow<const T> peeled(p.logits + r * p.stride, p.cols);
+    const float z = label >= 0 ? widen(peeled.x[label]) : -INFINITY;
+    const int c = peeled.edge_column(p.cols), at = label < peeled.head ? -1 : label - peeled.head;
+    float edge = c >= 0 ? widen(peeled.x[c]) : -INFINITY;
     float m = fmaxf(edge, z);
     if (c >= 0 && c == label) edge = -INFINITY;
-    float s = exp_of(edge, reference(m));
-    for (int base = 0; base < part.packs; base += kSweepThreads * kSweepHeld) {
-      uint4 q[kSweepHeld];
+    float s = exp_of(edge, finite_max(m));
+    for (int base = 0; base < peeled.vecs; base += kSweepThreads * kSweepVecs) {
+      uint4 q[kSweepVecs];
 #pragma unroll
-      for (int k = 0; k < kSweepHeld; ++k) {
+      for (int k = 0; k < kSweepVecs; ++k) {
         const int i = base + k * kSweepThreads + tid;
-        q[k] = fetch_or_nothing<T, true>(i < part.packs, part.pack(i));
+        q[k] = load_or_minus_inf<T, true>(i < peeled.vecs, peeled.vec(i));
       }
-      leave_out<T>(q, at < 0 ? -1 : at - base * Row<T>::N, kSweepThreads);
+      exclude_label<T>(q, at < 0 ? -1 : at - base * AlignedRow<T>::N, kSweepThreads);
       float top = max_of<T>(q);
       if (top > m) {
         s *= exp_of(m, top);
         m = top;
       }
-      const float from = reference(m);
+      const float from = finite_max(m);
 #pragma unroll
-      for (int k = 0; k < kSweepHeld; ++k) s += sum_of<T>(q[k], from);
+      for (int k = 0; k < kSweepVecs; ++k) s += sum_of<T>(q[k], from);
     }
-    const Sums<T> a = merge_row<0, false>(Sums<T>{m, s}, exchange, turn++);
+    const Sums<T> a = all_reduce_row<0, false>(Sums<T>{m, s}, storage, phase++);
     if (tid == 0) finish(p, r, label, a, z, 1.0f, true);
   }
 }
@@ -473,7 +477,7 @@ __global__ __launch_bounds__(kSweepThreads,
 // Shared memory for the blocks that are to run together and no more: the rest is the first-level cache, where loads in
 // flight need room.
 template <class Kernel>
-void prefer_cache(Kernel kernel, int blocks, int shared) {
+void prefer_l1(Kernel kernel, int blocks, int shared) {
   constexpr int kSystem = 1024;  // of every block
   int percent = int(ceil_div(100 * int64_t(blocks) * (kSystem + shared), device_facts().shared_per_block));
   TIGON_CUDA_CHECK(kOp, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
@@ -483,13 +487,13 @@ void prefer_cache(Kernel kernel, int blocks, int shared) {
 // A row by a block of Threads threads, Held packs each; Threads 0: of as many as hold it. False when they do not, or when a tenth of
 // them would have nothing to do.
 template <class T, int Threads>
-bool launch_held(Context& ctx, const Params<T>& p) {
+bool launch_registers(Context& ctx, const Params<T>& p) {
   constexpr int kMost = most_threads(Threads);
   static OncePerDevice prepared;
-  auto kernel = &held_kernel<T, Threads>;
-  const int64_t needed = ceil_div(ceil_div(p.cols, Row<T>::N), kHeld * 32) * 32;
+  auto kernel = &register_kernel<T, Threads>;
+  const int64_t needed = ceil_div(ceil_div(p.cols, AlignedRow<T>::N), kVecsPerThread * 32) * 32;
   if (needed > kMost || 10 * needed < 9 * Threads) return false;
-  prepared.run(kOp, [&] { prefer_cache(kernel, kHeldThreads / kMost, int(sizeof(Exchange<Sums<T>>))); });
+  prepared.run(kOp, [&] { prefer_l1(kernel, kThreadsPerSm / kMost, int(sizeof(ReduceStorage<Sums<T>>))); });
   for (int64_t first = 0; first < p.rows; first += INT32_MAX)
     launch(
         kOp, ctx, kernel,
@@ -499,19 +503,20 @@ bool launch_held(Context& ctx, const Params<T>& p) {
 }
 
 // A row by `blocks` blocks. False when they do not hold it, or the device has no room for them.
-template <class T, int Direct, bool Cluster>
-bool launch_staged(Context& ctx, Params<T> p, int blocks) {
-  static ClusterRoom rooms;
-  auto kernel = &staged_kernel<T, Direct, Cluster>;
+template <class T, int kDirectTiles, bool kCluster>
+bool launch_pipelined(Context& ctx, Params<T> p, int blocks) {
+  static OccupancyCache occupancy;
+  auto kernel = &pipelined_kernel<T, kDirectTiles, kCluster>;
   p.slice = int(ceil_div(ceil_div(p.cols, blocks), 64) * 64);
-  const int64_t levels = ceil_div(std::min(p.slice, p.cols) / Row<T>::N + kLine, kHeldThreads);
-  const int64_t places = std::min<int64_t>(levels, kHeld - Direct) + std::max<int64_t>(levels - kHeld, 0);
-  const size_t shared = size_t(places) * kHeldThreads * 16;
-  const int64_t room = rooms.of(kOp, kernel, blocks, kHeldThreads, shared);
-  if (room == 0) return false;
+  const int64_t tiles = ceil_div(std::min(p.slice, p.cols) / AlignedRow<T>::N + kVecsPerLine, kThreadsPerSm);
+  const int64_t smem_vecs =
+      std::min<int64_t>(tiles, kVecsPerThread - kDirectTiles) + std::max<int64_t>(tiles - kVecsPerThread, 0);
+  const size_t shared = size_t(smem_vecs) * kThreadsPerSm * 16;
+  const int64_t resident = occupancy.max_active(kOp, kernel, blocks, kThreadsPerSm, shared);
+  if (resident == 0) return false;
   launch(kOp, ctx, kernel,
-         {.blocks = std::min(p.rows, room) * blocks,
-          .threads = kHeldThreads,
+         {.blocks = std::min(p.rows, resident) * blocks,
+          .threads = kThreadsPerSm,
           .shared = shared,
           .cluster = blocks},
          p);
@@ -521,7 +526,7 @@ bool launch_staged(Context& ctx, Params<T> p, int blocks) {
 template <class T>
 void launch_sweep(Context& ctx, const Params<T>& p) {
   static OncePerDevice prepared;
-  prepared.run(kOp, [] { prefer_cache(&sweep_kernel<T>, kSweepBlocks, int(sizeof(Exchange<Sums<T>>))); });
+  prepared.run(kOp, [] { prefer_l1(&sweep_kernel<T>, kSweepBlocks, int(sizeof(ReduceStorage<Sums<T>>))); });
   int64_t blocks = std::min<int64_t>(p.rows, int64_t(device_facts().sms) * kSweepBlocks);
   launch(kOp, ctx, sweep_kernel<T>, {.blocks = blocks, .threads = kSweepThreads}, p);
 }
@@ -531,18 +536,18 @@ void launch_sweep(Context& ctx, const Params<T>& p) {
 template <class T>
 bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& p) {
   if (p.rows == 0) return true;
-  const int64_t packs = ceil_div(p.cols, 16 / int64_t(sizeof(T)));
-  auto fits = [&](int threads) { return packs <= int64_t(kHeld) * threads; };
+  const int64_t vecs = ceil_div(p.cols, 16 / int64_t(sizeof(T)));
+  auto fits = [&](int threads) { return vecs <= int64_t(kVecsPerThread) * threads; };
   if (p.dlogits == nullptr && !fits(256)) {
     launch_sweep(ctx, p);
     return true;
   }
-  if (launch_held<T, 128>(ctx, p) || launch_held<T, 256>(ctx, p) || launch_held<T, 512>(ctx, p) ||
-      launch_held<T, 0>(ctx, p))
+  if (launch_registers<T, 128>(ctx, p) || launch_registers<T, 256>(ctx, p) ||
+      launch_registers<T, 512>(ctx, p) || launch_registers<T, 0>(ctx, p))
     return true;
-  return launch_staged<T, 0, false>(ctx, p, 1) || launch_staged<T, 0, true>(ctx, p, 2) ||
-         launch_staged<T, 3, true>(ctx, p, 2) || launch_staged<T, 0, true>(ctx, p, 4) ||
-         launch_staged<T, 3, true>(ctx, p, 4) || launch_staged<T, 3, false>(ctx, p, 1);
+  return launch_pipelined<T, 0, false>(ctx, p, 1) || launch_pipelined<T, 0, true>(ctx, p, 2) ||
+         launch_pipelined<T, 3, true>(ctx, p, 2) || launch_pipelined<T, 0, true>(ctx, p, 4) ||
+         launch_pipelined<T, 3, true>(ctx, p, 4) || launch_pipelined<T, 3, false>(ctx, p, 1);
 }
 
 template bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<float>& p);

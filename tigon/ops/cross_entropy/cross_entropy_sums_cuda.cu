@@ -2,8 +2,8 @@
 // gradient. Nothing here waits for the device.
 #include <algorithm>
 
+#include "tigon/base/cuda/aligned_row.cuh"
 #include "tigon/base/cuda/launch.cuh"
-#include "tigon/base/cuda/row_packs.cuh"
 #include "tigon/base/dispatch.h"
 #include "tigon/ops/cross_entropy/cross_entropy.h"
 
@@ -84,32 +84,32 @@ __global__ void reciprocal_kernel(const void* value, DType dtype, double number,
   *out = float(1.0 / number);
 }
 
-constexpr int kRescaleThreads = 256, kRescaleHeld = 4;
+constexpr int kRescaleThreads = 256, kRescaleVecs = 4;
 
 // Tiles of packs, row by row; a matrix without gaps is one row.
 template <class T>
 __global__ __launch_bounds__(kRescaleThreads) void rescale_kernel(T* grad, int64_t rows, int64_t cols,
                                                                   int64_t stride, const float* factor) {
-  constexpr int N = Row<T>::N, kTile = kRescaleThreads * kRescaleHeld;
+  constexpr int N = AlignedRow<T>::N, kTile = kRescaleThreads * kRescaleVecs;
   float f = *factor;
   if (f == 1.0f) return;
   int64_t tiles = (cols + N - 1 + N - 1) / N / kTile + 1;
   for (int64_t tile = blockIdx.x; tile < rows * tiles; tile += gridDim.x) {
     T* row = grad + tile / tiles * stride;
     int lead = int(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
-    int64_t column[kRescaleHeld];
-    uint4 held[kRescaleHeld];
+    int64_t column[kRescaleVecs];
+    uint4 vecs[kRescaleVecs];
 #pragma unroll
-    for (int h = 0; h < kRescaleHeld; ++h) {
+    for (int h = 0; h < kRescaleVecs; ++h) {
       column[h] = (tile % tiles * kTile + h * kRescaleThreads + threadIdx.x) * N - lead;
-      if (column[h] >= 0 && column[h] + N <= cols) held[h] = *reinterpret_cast<const uint4*>(row + column[h]);
+      if (column[h] >= 0 && column[h] + N <= cols) vecs[h] = *reinterpret_cast<const uint4*>(row + column[h]);
     }
 #pragma unroll
-    for (int h = 0; h < kRescaleHeld; ++h) {
+    for (int h = 0; h < kRescaleVecs; ++h) {
       if (column[h] >= 0 && column[h] + N <= cols) {
         float x[N];
-        Pack<T, N> r;
-        unpack<T>(held[h], x);
+        Vec<T, N> r;
+        unpack<T>(vecs[h], x);
 #pragma unroll
         for (int j = 0; j < N; ++j) r.set(j, x[j] * f);
         store(row + column[h], r);
@@ -145,7 +145,7 @@ void cross_entropy_rescale(Context& ctx, const CrossEntropyRescale& a) {
   int64_t rows = flat ? 1 : a.grad.rows, cols = flat ? a.grad.rows * a.grad.cols : a.grad.cols;
   dispatch_float(kOp, "grad", a.grad.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
-    int64_t tiles = rows * (ceil_div(cols, Row<T>::N * kRescaleThreads * kRescaleHeld) + 1);
+    int64_t tiles = rows * (ceil_div(cols, AlignedRow<T>::N * kRescaleThreads * kRescaleVecs) + 1);
     int64_t blocks = std::min<int64_t>(tiles, int64_t(device_facts().sms) * 8);
     launch(kOp, ctx, rescale_kernel<T>, {.blocks = blocks, .threads = kRescaleThreads}, a.grad.row<T>(0),
            rows, cols, a.grad.stride, a.factor.as<float>());

@@ -8,76 +8,78 @@
 // are dealt out in turn.
 #pragma once
 
-#include "tigon/base/cuda/async_copy.cuh"
+#include "tigon/base/cuda/ptx.cuh"
 #include "tigon/ops/divergence/divergence_launch.cuh"
-#include "tigon/ops/divergence/divergence_sums.cuh"
+#include "tigon/ops/divergence/divergence_reduce.cuh"
 
 namespace tigon::cuda {
 namespace {
 
 template <int Warps>
-struct Mail {
-  Sums sums[2][Warps], far_sums[2][kMaxCluster];
+struct KlStorage {
+  Sums sums[2][Warps], cluster_sums[2][kMaxCluster];
   float terms[2][Warps];
-  PlainTotals far_terms[2][kMaxCluster];
+  PlainTotals cluster_terms[2][kMaxCluster];
   float4 row[2][2];
-  uint64_t told[2], far[2], ready[2];
+  uint64_t warp_barrier[2], cluster_barrier[2], result_barrier[2];
 };
 
 // Lanes' sums into one.
 template <DivergenceKind K, class T>
-__device__ __forceinline__ void merge_lanes(Sums& m, float& terms, const Scaling<T>& scaling) {
-  const float top_s = max_lanes(m.ref_s), top_t = max_lanes(m.ref_t);
-  const float s = scaling.power(m.ref_s - finite(top_s)), t = scaling.power(m.ref_t - finite(top_t));
+__device__ __forceinline__ void all_reduce_lanes(Sums& m, float& terms, const Scaling<T>& scaling) {
+  const float top_s = warp_max(m.ref_s), top_t = warp_max(m.ref_t);
+  const float s = scaling.power(m.ref_s - finite_max(top_s)), t = scaling.power(m.ref_t - finite_max(top_t));
   const float weight = K == DivergenceKind::reverse_kl ? s : t;
   const float sum = K == DivergenceKind::reverse_kl ? m.sum_s : -m.sum_t;
-  const float moved = fma(sum, shift_of(m, top_s, top_t), terms);
-  terms = sum_lanes(weight != 0.0f ? weight * moved : 0.0f);
-  m = {top_s, sum_lanes(m.sum_s * s), top_t, sum_lanes(m.sum_t * t)};
+  const float shift_bytes = fma(sum, shift_of(m, top_s, top_t), terms);
+  terms = warp_sum(weight != 0.0f ? weight * shift_bytes : 0.0f);
+  m = {top_s, warp_sum(m.sum_s * s), top_t, warp_sum(m.sum_t * t)};
 }
 
 // The merger's work, for this row and those that follow.
 template <DivergenceKind K, class T, int Warps>
-__device__ __forceinline__ void merge_rows(const Params<T>& p, Mail<Warps>& mail, Deal<> deal, int row,
-                                           int row1, int row2) {
+__device__ __forceinline__ void reduce_rows(const Params<T>& p, KlStorage<Warps>& storage,
+                                            MaskedRowScanner<> scanner, int row, int row1, int row2) {
   const int lane = int(threadIdx.x) % 32;
   const unsigned blocks = cluster_size(), rank = cluster_rank();
   const int skip = int(gridDim.x / blocks) - 1;
   const Scaling<T> scaling(p);
   const Sums none = {-INFINITY, 0.0f, -INFINITY, 0.0f};
-  for (int turn = 0, row3 = deal.next(p, skip); row < int(p.rows);
-       row = row1, row1 = row2, row2 = row3, row3 = deal.next(p, skip), ++turn) {
+  for (int iteration = 0, row3 = scanner.next(p, skip); row < int(p.rows);
+       row = row1, row1 = row2, row2 = row3, row3 = scanner.next(p, skip), ++iteration) {
     const float scale = p.scale_of(row);
-    const int parity = turn & 1, phase = turn >> 1 & 1;
-    arrival_wait<false>(&mail.told[parity], phase);
-    Sums m = lane < Warps ? mail.sums[parity][lane] : none;
-    float terms = lane < Warps ? mail.terms[parity][lane] : 0.0f;
-    merge_lanes<K>(m, terms, scaling);
+    const int parity = iteration & 1, phase = iteration >> 1 & 1;
+    mbarrier_wait_parity<false>(&storage.warp_barrier[parity], phase);
+    Sums m = lane < Warps ? storage.sums[parity][lane] : none;
+    float terms = lane < Warps ? storage.terms[parity][lane] : 0.0f;
+    all_reduce_lanes<K>(m, terms, scaling);
     if (blocks > 1) {
-      if (lane == 0) arrival_expect(&mail.far[parity], int(blocks) * int(sizeof(Sums) + sizeof(PlainTotals)));
+      if (lane == 0)
+        mbarrier_arrive_expect_tx(&storage.cluster_barrier[parity],
+                                  int(blocks) * int(sizeof(Sums) + sizeof(PlainTotals)));
       __syncwarp();
       if (lane < int(blocks)) {
-        put_arriving(&mail.far_sums[parity][rank], unsigned(lane), m, &mail.far[parity]);
-        put_arriving(&mail.far_terms[parity][rank], unsigned(lane), PlainTotals{terms, 0.0f},
-                     &mail.far[parity]);
+        st_async(&storage.cluster_sums[parity][rank], unsigned(lane), m, &storage.cluster_barrier[parity]);
+        st_async(&storage.cluster_terms[parity][rank], unsigned(lane), PlainTotals{terms, 0.0f},
+                 &storage.cluster_barrier[parity]);
       }
-      arrival_wait(&mail.far[parity], phase);
-      m = lane < int(blocks) ? mail.far_sums[parity][lane] : none;
-      terms = lane < int(blocks) ? mail.far_terms[parity][lane].terms : 0.0f;
-      merge_lanes<K>(m, terms, scaling);
+      mbarrier_wait_parity(&storage.cluster_barrier[parity], phase);
+      m = lane < int(blocks) ? storage.cluster_sums[parity][lane] : none;
+      terms = lane < int(blocks) ? storage.cluster_terms[parity][lane].terms : 0.0f;
+      all_reduce_lanes<K>(m, terms, scaling);
     }
-    m.ref_s = finite(m.ref_s), m.ref_t = finite(m.ref_t);
+    m.ref_s = finite_max(m.ref_s), m.ref_t = finite_max(m.ref_t);
     if (p.log_probs) m.sum_s = m.sum_t = 1.0f;
     const float part_s = __frcp_rn(m.sum_s), part_t = __frcp_rn(m.sum_t);
     const float mean = terms * (K == DivergenceKind::reverse_kl ? part_s : part_t);
     if (lane == 0) {
-      mail.row[parity][0] = make_float4(m.ref_s, m.ref_t, part_s, part_t);
-      mail.row[parity][1] = make_float4(mean, scale, __int_as_float(row3), 0.0f);
-      arrival_arrive(&mail.ready[parity]);
+      storage.row[parity][0] = make_float4(m.ref_s, m.ref_t, part_s, part_t);
+      storage.row[parity][1] = make_float4(mean, scale, __int_as_float(row3), 0.0f);
+      mbarrier_arrive(&storage.result_barrier[parity]);
       if (rank == 0) {
         const float quotient = ::log2f(m.sum_t / m.sum_s);
         const float bits = fma(mean, p.slope, K == DivergenceKind::reverse_kl ? quotient : -quotient);
-        p.loss[row] = rough::divergence_loss<K>(bits, 0.0f, p.beta) * p.factor;
+        p.loss[row] = fast::divergence_loss<K>(bits, 0.0f, p.beta) * p.factor;
       }
     }
   }
@@ -85,107 +87,110 @@ __device__ __forceinline__ void merge_rows(const Params<T>& p, Mail<Warps>& mail
 
 template <int Warps>
 struct KlShape {
-  static constexpr int warps = Warps, workers = Warps * 32, threads = workers + 32;
-  static constexpr int slots = 229376 / (workers * 32);  // 3 KB are the mail's
-  static constexpr size_t shared = size_t(slots) * workers * 32;
+  static constexpr int warps = Warps, consumers = Warps * 32, threads = consumers + 32;
+  static constexpr int stages = 229376 / (consumers * 32);  // 3 KB are the mail's
+  static constexpr size_t shared = size_t(stages) * consumers * 32;
 };
 
 // `chunks`: packs of a worker for a row; `slots` of the ring: from chunks + 2 to 3 chunks.
 template <DivergenceKind K, class T, class Shape>
 __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_constant__ Params<T> p,
-                                                               const int chunks, const int slots) {
+                                                               const int chunks, const int stages) {
   static_assert(kKl<K> && sizeof(T) == 2);
-  constexpr int N = Row<T>::N, kWorkers = Shape::workers, kWarps = Shape::warps;
+  constexpr int N = AlignedRow<T>::N, kConsumers = Shape::consumers, kWarps = Shape::warps;
   constexpr float kTooLarge = 1e18f;  // a sum of exponentials whose reference was no maximum
-  __shared__ Mail<kWarps> mail;
-  extern __shared__ uint4 staged[];  // [slot][student, teacher][worker]
+  __shared__ KlStorage<kWarps> storage;
+  extern __shared__ uint4 smem_vecs[];  // [slot][student, teacher][worker]
   const int tid = int(threadIdx.x), lane = tid % 32, warp = tid / 32;
   const unsigned blocks = cluster_size(), rank = cluster_rank();
   if (tid == 0) {
     for (int i = 0; i < 2; ++i)
-      arrival_init(&mail.told[i], kWarps), arrival_init(&mail.ready[i]), arrival_init(&mail.far[i]);
+      mbarrier_init(&storage.warp_barrier[i], kWarps), mbarrier_init(&storage.result_barrier[i]),
+          mbarrier_init(&storage.cluster_barrier[i]);
   }
   __syncthreads();
   cluster_arrive();
   cluster_wait();
-  Deal<> deal;
-  int r0 = deal.next(p, int(blockIdx.x / blocks));
+  MaskedRowScanner<> scanner;
+  int r0 = scanner.next(p, int(blockIdx.x / blocks));
   const int skip = int(gridDim.x / blocks) - 1;
-  int r1 = deal.next(p, skip), r2 = deal.next(p, skip), r3 = int(p.rows);
+  int r1 = scanner.next(p, skip), r2 = scanner.next(p, skip), r3 = int(p.rows);
   if (warp == kWarps) {
-    merge_rows<K>(p, mail, deal, r0, r1, r2);
+    reduce_rows<K>(p, storage, scanner, r0, r1, r2);
   } else {
     const int rows = int(p.rows);
     const int first = min(int(rank) * p.slice, p.cols), n = min(p.slice, p.cols - first);
-    auto student_of = [&](int64_t r) { return Row<const T>(p.student + r * p.student_stride + first, n); };
-    uint32_t own_slot = shared_address(staged + tid);
-    asm("" : "+r"(own_slot));  // an address in a register, not one that is worked out at every use
+    auto student_of = [&](int64_t r) {
+      return AlignedRow<const T>(p.student + r * p.student_stride + first, n);
+    };
+    uint32_t own_stage = cast_smem_ptr_to_uint(smem_vecs + tid);
+    asm("" : "+r"(own_stage));  // an address in a register, not one that is worked out at every use
 
     // What is copied next: a chunk of r<ahead>.
     const char *end_s = nullptr, *end_t = nullptr;  // of the row's columns
-    int left = 0, ahead = 0, ahead_chunk = 0;       // left: bytes from the worker's pack on
+    int left = 0, ahead_row = 0, ahead_chunk = 0;   // left: bytes from the worker's pack on
     auto fetch_chunk = [&](uint32_t to) {
       if (ahead_chunk == 0) {
-        const int r = ahead == 0 ? r0 : ahead == 1 ? r1 : ahead == 2 ? r2 : r3;
+        const int r = ahead_row == 0 ? r0 : ahead_row == 1 ? r1 : ahead_row == 2 ? r2 : r3;
         left = 0;
         if (r < rows) {
-          const Row<const T> x = student_of(r);
+          const AlignedRow<const T> x = student_of(r);
           end_s = reinterpret_cast<const char*>(x.base + x.lead + n);
           end_t = reinterpret_cast<const char*>(p.teacher + int64_t(r) * p.teacher_stride + first + n);
           left = (n - x.column(tid)) * int(sizeof(T));
         }
       }
       if (left >= 16) {
-        copy_async(to, end_s - left);
-        copy_async(to + kWorkers * 16, end_t - left);
+        cp_async(to, end_s - left);
+        cp_async(to + kConsumers * 16, end_t - left);
       } else if (left > 0) {
-        copy_async_upto(to, end_s - left, left);
-        copy_async_upto(to + kWorkers * 16, end_t - left, left);
+        cp_async_partial(to, end_s - left, left);
+        cp_async_partial(to + kConsumers * 16, end_t - left, left);
       }
-      copies_commit();
-      left -= kWorkers * 16;
-      if (++ahead_chunk == chunks) ahead_chunk = 0, ++ahead;
+      cp_async_commit_group();
+      left -= kConsumers * 16;
+      if (++ahead_chunk == chunks) ahead_chunk = 0, ++ahead_row;
     };
-    constexpr uint32_t kSlot = kWorkers * 32;
-    const uint32_t end_slot = own_slot + uint32_t(slots) * kSlot;
-    auto advance = [&](uint32_t& slot) {
-      slot += kSlot;
-      if (slot == end_slot) slot = own_slot;
+    constexpr uint32_t kStageBytes = kConsumers * 32;
+    const uint32_t end_stage = own_stage + uint32_t(stages) * kStageBytes;
+    auto advance = [&](uint32_t& stage) {
+      stage += kStageBytes;
+      if (stage == end_stage) stage = own_stage;
     };
-    for (uint32_t slot = own_slot; slot != end_slot; slot += kSlot) fetch_chunk(slot);
-    clear_ignored(p, int(blockIdx.x) * kWarps + warp, int(gridDim.x) * kWarps);
+    for (uint32_t stage = own_stage; stage != end_stage; stage += kStageBytes) fetch_chunk(stage);
+    zero_ignored_rows(p, int(blockIdx.x) * kWarps + warp, int(gridDim.x) * kWarps);
 
     const Scaling<T> scaling(p);
-    uint32_t sums_slot = own_slot, last_slot = own_slot;
-    int told = 0, heard = 0;
+    uint32_t sums_stage = own_stage, last_stage = own_stage;
+    int published = 0, collected = 0;
     Sums own;
     float terms = 0.0f, ref_s = 0.0f, ref_t = 0.0f;
     // The maxima of chunks, from a slot on, as references: of the first alone, where the sums do not turn out too large.
-    auto refer = [&](const Row<const T>& x, uint32_t slot, int count) {
+    auto find_references = [&](const AlignedRow<const T>& x, uint32_t stage, int count) {
       uint32_t top_s = kMinusInf<T>, top_t = top_s;
-      for (int h = 0; h < count; ++h, advance(slot)) {
-        const int k = h * kWorkers + tid;
-        if (k >= x.packs) continue;
-        uint4 a = load_shared(slot), b = load_shared(slot + kWorkers * 16);
-        if (!x.whole(k)) a = only_columns<T>(x, k, a), b = only_columns<T>(x, k, b);
+      for (int h = 0; h < count; ++h, advance(stage)) {
+        const int k = h * kConsumers + tid;
+        if (k >= x.vecs) continue;
+        uint4 a = ld_shared(stage), b = ld_shared(stage + kConsumers * 16);
+        if (!x.is_full(k)) a = mask_columns<T>(x, k, a), b = mask_columns<T>(x, k, b);
         top_s = max_words<T>(top_s, max_words<T>(a)), top_t = max_words<T>(top_t, max_words<T>(b));
       }
       own = {0.0f, 0.0f, 0.0f, 0.0f}, terms = 0.0f;
       if (!p.log_probs)
-        own.ref_s = max_lanes(max_of_word<T>(top_s)), own.ref_t = max_lanes(max_of_word<T>(top_t));
-      ref_s = finite(own.ref_s), ref_t = finite(own.ref_t);
+        own.ref_s = warp_max(max_of_word<T>(top_s)), own.ref_t = warp_max(max_of_word<T>(top_t));
+      ref_s = finite_max(own.ref_s), ref_t = finite_max(own.ref_t);
     };
     // Careful: 0 log 0 is 0.
-    auto add_chunks = [&](auto careful, const Row<const T>& x, uint32_t& slot, int from, int to) {
-      constexpr bool kCareful = decltype(careful)::value;
+    auto add_chunks = [&](auto guard_zero, const AlignedRow<const T>& x, uint32_t& stage, int from, int to) {
+      constexpr bool kGuardZero = decltype(guard_zero)::value;
 #pragma unroll 1
-      for (int h = from; h < to; ++h, advance(slot)) {
-        const int k = h * kWorkers + tid;
-        if (k >= x.packs) continue;
-        uint4 a = load_shared(slot), b = load_shared(slot + kWorkers * 16);
-        if (!x.whole(k)) {
-          store_shared(slot, a = only_columns<T>(x, k, a));
-          store_shared(slot + kWorkers * 16, b = only_columns<T>(x, k, b));
+      for (int h = from; h < to; ++h, advance(stage)) {
+        const int k = h * kConsumers + tid;
+        if (k >= x.vecs) continue;
+        uint4 a = ld_shared(stage), b = ld_shared(stage + kConsumers * 16);
+        if (!x.is_full(k)) {
+          st_shared(stage, a = mask_columns<T>(x, k, a));
+          st_shared(stage + kConsumers * 16, b = mask_columns<T>(x, k, b));
         }
         float s[N], t[N];
         unpack<T>(a, s);
@@ -196,50 +201,51 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
           const float q = scaling.power(u), other = scaling.power(v);
           own.sum_s += q, own.sum_t += other;
           const float weight = K == DivergenceKind::reverse_kl ? q : other;
-          terms = fma(weight, kCareful && weight <= 0.0f ? 0.0f : d, terms);
+          terms = fma(weight, kGuardZero && weight <= 0.0f ? 0.0f : d, terms);
         }
       }
     };
     // The sums of a row, its first `early` chunks before what others say of the row before is asked for.
-    const int early = max(1, min(chunks, slots - chunks - 1));
+    const int early_chunks = max(1, min(chunks, stages - chunks - 1));
     auto begin_sums = [&](int r) {
-      const Row<const T> x = student_of(r);
-      copies_wait(slots - chunks - early);
-      refer(x, sums_slot, 1);
-      add_chunks(std::false_type{}, x, sums_slot, 0, early);
+      const AlignedRow<const T> x = student_of(r);
+      cp_async_wait_group(stages - chunks - early_chunks);
+      find_references(x, sums_stage, 1);
+      add_chunks(std::false_type{}, x, sums_stage, 0, early_chunks);
     };
     auto end_sums = [&](int r) {
-      const Row<const T> x = student_of(r);
-      copies_wait(slots - chunks);
-      add_chunks(std::false_type{}, x, sums_slot, early, chunks);
-      const bool far = !(own.sum_s < kTooLarge && own.sum_t < kTooLarge && terms == terms) ||
-                       own.ref_s == -INFINITY || own.ref_t == -INFINITY;
-      if (__any_sync(kAllLanes, far)) {
-        uint32_t slot = sums_slot - uint32_t(chunks) * kSlot;
-        if (int(slot - own_slot) < 0) slot += uint32_t(slots) * kSlot;
-        refer(x, slot, chunks);
-        add_chunks(std::true_type{}, x, slot, 0, chunks);
+      const AlignedRow<const T> x = student_of(r);
+      cp_async_wait_group(stages - chunks);
+      add_chunks(std::false_type{}, x, sums_stage, early_chunks, chunks);
+      const bool out_of_range = !(own.sum_s < kTooLarge && own.sum_t < kTooLarge && terms == terms) ||
+                                own.ref_s == -INFINITY || own.ref_t == -INFINITY;
+      if (__any_sync(kAllLanes, out_of_range)) {
+        uint32_t stage = sums_stage - uint32_t(chunks) * kStageBytes;
+        if (int(stage - own_stage) < 0) stage += uint32_t(stages) * kStageBytes;
+        find_references(x, stage, chunks);
+        add_chunks(std::true_type{}, x, stage, 0, chunks);
       }
-      own.sum_s = sum_lanes(own.sum_s), own.sum_t = sum_lanes(own.sum_t), terms = sum_lanes(terms);
+      own.sum_s = warp_sum(own.sum_s), own.sum_t = warp_sum(own.sum_t), terms = warp_sum(terms);
       if (lane == 0) {
-        mail.sums[told & 1][warp] = own;
-        mail.terms[told & 1][warp] = terms;
-        arrival_arrive(&mail.told[told & 1]);
+        storage.sums[published & 1][warp] = own;
+        storage.terms[published & 1][warp] = terms;
+        mbarrier_arrive(&storage.warp_barrier[published & 1]);
       }
-      ++told;
+      ++published;
     };
     if (r0 < rows) begin_sums(r0), end_sums(r0);
     while (r0 < rows) {
       if (r1 < rows) begin_sums(r1);
-      arrival_wait<false>(&mail.ready[heard & 1], heard >> 1 & 1);
-      const float4 a = mail.row[heard & 1][0], b = mail.row[heard & 1][1];
-      ++heard;
+      mbarrier_wait_parity<false>(&storage.result_barrier[collected & 1], collected >> 1 & 1);
+      const float4 a = storage.row[collected & 1][0], b = storage.row[collected & 1][1];
+      ++collected;
       r3 = __float_as_int(b.z);
-      const Row<const T> x = student_of(r0);
-      const Row<T> to = row_like(p.dstudent + int64_t(r0) * p.dstudent_stride + first, x);
+      const AlignedRow<const T> x = student_of(r0);
+      const AlignedRow<T> to = aligned_row_like(p.dstudent + int64_t(r0) * p.dstudent_stride + first, x);
       const bool aligned = reinterpret_cast<uintptr_t>(to.base) % 16 == 0;
-      const int stored = p.dstudent != nullptr ? x.packs : 0;
-      const float gain = p.factor * p.inverse * b.y * (K == DivergenceKind::reverse_kl ? p.inverse : 1.0f);
+      const int stored_vecs = p.dstudent != nullptr ? x.vecs : 0;
+      const float gain =
+          p.factor * p.inv_temperature * b.y * (K == DivergenceKind::reverse_kl ? p.inv_temperature : 1.0f);
       Powers power_s(p.slope, a.x);
       const Powers power_t(p.slope, a.y);
       // The teacher's unit by the student's: 1 exactly where the rows are equal.
@@ -247,11 +253,11 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
       if (K == DivergenceKind::forward_kl && p.log_probs) power_s.start = INFINITY;  // no q in the gradient
       const float from = (a.x - a.y) + (p.log_probs ? -1.0f : b.x);
 #pragma unroll 1
-      for (int h = 0; h < chunks; ++h, advance(last_slot)) {
-        const int k = h * kWorkers + tid;
-        const uint4 words = load_shared(last_slot), others = load_shared(last_slot + kWorkers * 16);
-        fetch_chunk(last_slot);
-        if (k >= stored) continue;
+      for (int h = 0; h < chunks; ++h, advance(last_stage)) {
+        const int k = h * kConsumers + tid;
+        const uint4 words = ld_shared(last_stage), others = ld_shared(last_stage + kConsumers * 16);
+        fetch_chunk(last_stage);
+        if (k >= stored_vecs) continue;
         float s[N], t[N];
         unpack<T>(words, s);
         unpack<T>(others, t);
@@ -263,12 +269,12 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
           else
             s[j] = q <= 0.0f ? 0.0f : q * gain_s * ((s[j] - t[j]) - from);
         }
-        store_pack(to, k, s, aligned);
+        store_vec(to, k, s, aligned);
       }
-      r0 = r1, r1 = r2, r2 = r3, --ahead;
+      r0 = r1, r1 = r2, r2 = r3, --ahead_row;
       if (r0 < rows) end_sums(r0);
     }
-    copies_wait<0>();
+    cp_async_wait_group<0>();
   }
   __syncwarp();
   cluster_arrive();  // a block that has ended cannot be written to
@@ -278,14 +284,14 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
 // False when a row does not fit or the device has no room for such a cluster.
 template <DivergenceKind K, class T, class Shape>
 bool launch_kl(Context& ctx, Params<T> p, int cluster) {
-  static ClusterRoom clusters;
+  static OccupancyCache occupancy;
   p.slice = slice_of(p.cols, cluster);
-  const int64_t columns = p.slice + (p.aligned ? 0 : Row<T>::N - 1);
-  const int chunks = int(ceil_div(columns, Shape::workers * Row<T>::N));
-  const int slots = std::min(Shape::slots, 3 * chunks);
-  if (slots < chunks + 2) return false;
-  return launch_together(ctx, clusters, &kl_kernel<K, T, Shape>, Shape::threads, Shape::shared, cluster,
-                         p.rows, p, chunks, slots);
+  const int64_t columns = p.slice + (p.aligned ? 0 : AlignedRow<T>::N - 1);
+  const int chunks = int(ceil_div(columns, Shape::consumers * AlignedRow<T>::N));
+  const int stages = std::min(Shape::stages, 3 * chunks);
+  if (stages < chunks + 2) return false;
+  return launch_resident(ctx, occupancy, &kl_kernel<K, T, Shape>, Shape::threads, Shape::shared, cluster,
+                         p.rows, p, chunks, stages);
 }
 
 }  // namespace

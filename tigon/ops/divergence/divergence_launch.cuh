@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "tigon/base/cuda/launch.cuh"
-#include "tigon/ops/divergence/divergence_sums.cuh"
+#include "tigon/ops/divergence/divergence_reduce.cuh"
 
 namespace tigon::cuda {
 namespace {
@@ -14,12 +14,15 @@ int slice_of(int64_t cols, int cluster) { return int(ceil_div(ceil_div(cols, clu
 
 // False when the device has no room for such a cluster.
 template <class Kernel, class... Arguments>
-bool launch_together(Context& ctx, ClusterRoom& clusters, Kernel kernel, int threads, size_t shared,
+bool launch_resident(Context& ctx, OccupancyCache& occupancy, Kernel kernel, int threads, size_t shared,
                      int cluster, int64_t rows, const Arguments&... arguments) {
-  const int64_t room = clusters.of(kOp, kernel, cluster, threads, shared);
-  if (room == 0) return false;
+  const int64_t resident = occupancy.max_active(kOp, kernel, cluster, threads, shared);
+  if (resident == 0) return false;
   launch(kOp, ctx, kernel,
-         {.blocks = std::min(rows, room) * cluster, .threads = threads, .shared = shared, .cluster = cluster},
+         {.blocks = std::min(rows, resident) * cluster,
+          .threads = threads,
+          .shared = shared,
+          .cluster = cluster},
          arguments...);
   return true;
 }

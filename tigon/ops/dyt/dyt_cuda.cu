@@ -10,7 +10,7 @@
 #include <algorithm>
 
 #include "tigon/base/cuda/math.cuh"
-#include "tigon/base/cuda/rows.cuh"
+#include "tigon/base/cuda/row_shapes.cuh"
 #include "tigon/base/dispatch.h"
 #include "tigon/ops/dyt/dyt.h"
 
@@ -27,15 +27,15 @@ constexpr int kThreads = Backward ? 256 : 128;
 template <bool Backward>
 constexpr int kInFlight = Backward ? 2 : 8;
 template <bool Backward>
-constexpr int kBlocks = Backward ? 2 : 6;
-constexpr int kSingleParts = 64;  // a multiprocessor, of the forward's rows by single elements
+constexpr int kMinBlocks = Backward ? 2 : 6;
+constexpr int kScalarParts = 64;  // a multiprocessor, of the forward's rows by single elements
 
 // How the blocks share the matrix: threads of a block that lie side by side in a row, rows that it has at a time; tiles of columns,
 // rows of a part.
-struct Walk {
+struct Tiling {
   int64_t rows, cols, chunk;
-  uint32_t tiles, across, groups;
-  uint32_t inverse;  // of across, in 65536ths, rounded up: exact for the threads of a block
+  uint32_t tiles, row_threads, groups;
+  uint32_t inv_row_threads;  // of across, in 65536ths, rounded up: exact for the threads of a block
 };
 
 template <class X, class W>
@@ -45,43 +45,45 @@ struct Dyt {
   int64_t dy_stride, x_stride, out_stride;
   const W *alpha, *weight, *bias;
   float *dalpha, *sums;  // [parts * tiles]; [parts, 2, cols]; may be null
-  Walk walk;
+  Tiling tiling;
 };
 
 // What a thread loads together.
 template <class X, int N, bool Backward>
 struct Rows {
-  Pack<X, N> x[kInFlight<Backward>], dy[kInFlight<Backward>];  // dy: backward
+  Vec<X, N> x[kInFlight<Backward>], dy[kInFlight<Backward>];  // dy: backward
 };
 
 template <class X, class W, int N, bool Backward>
 __global__ __launch_bounds__(kThreads<Backward>,
-                             kBlocks<Backward>) void dyt_kernel(const __grid_constant__ Dyt<X, W> p) {
+                             kMinBlocks<Backward>) void dyt_kernel(const __grid_constant__ Dyt<X, W> p) {
   __shared__ __align__(16) float slots[32];
   __shared__ __align__(16) float shared[Backward ? kThreads<Backward> * N : 1];
-  wait_for_kernel_ahead();
-  let_next_kernel_start();
-  const int across = int(p.walk.across), groups = int(p.walk.groups);
-  const int group = int(threadIdx.x * p.walk.inverse >> 16), lane = int(threadIdx.x) - group * across;
-  const int64_t part = blockIdx.x / p.walk.tiles, tile = blockIdx.x % p.walk.tiles;
-  const int64_t column = (tile * across + lane) * N;
-  const bool inside = column < p.walk.cols && group < groups;
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  const int row_threads = int(p.tiling.row_threads), groups = int(p.tiling.groups);
+  const int group = int(threadIdx.x * p.tiling.inv_row_threads >> 16),
+            lane = int(threadIdx.x) - group * row_threads;
+  const int64_t part = blockIdx.x / p.tiling.tiles, tile = blockIdx.x % p.tiling.tiles;
+  const int64_t column = (tile * row_threads + lane) * N;
+  const bool inside = column < p.tiling.cols && group < groups;
   const float alpha = widen(*p.alpha);
-  Pack<W, N> weight, bias;
+  Vec<W, N> weight, bias;
 #pragma unroll
   for (int j = 0; j < N; ++j) weight.set(j, 1.0f), bias.set(j, 0.0f);
   if (Backward && inside && p.weight) weight = load<W, N>(p.weight + column);
   float dweight[N] = {}, dbias[N] = {}, dalpha = 0.0f;
-  const int64_t end = min((part + 1) * p.walk.chunk, p.walk.rows);
+  const int64_t end = min((part + 1) * p.tiling.chunk, p.tiling.rows);
   auto load_rows = [&](int64_t first, Rows<X, N, Backward>& rows) {
 #pragma unroll
     for (int i = 0; i < kInFlight<Backward>; ++i) {
       int64_t row = first + i * groups;
-      rows.x[i] = load_where<X, N>(row < end, p.x + row * p.x_stride + column);
-      if constexpr (Backward) rows.dy[i] = load_where<X, N>(row < end, p.dy + row * p.dy_stride + column);
+      rows.x[i] = load_predicated<X, N>(row < end, p.x + row * p.x_stride + column);
+      if constexpr (Backward)
+        rows.dy[i] = load_predicated<X, N>(row < end, p.dy + row * p.dy_stride + column);
     }
   };
-  int64_t first = part * p.walk.chunk + group;
+  int64_t first = part * p.tiling.chunk + group;
   Rows<X, N, Backward> next;
   if (Backward && inside) load_rows(first, next);
   for (; inside && first < end; first += groups * kInFlight<Backward>) {
@@ -100,7 +102,7 @@ __global__ __launch_bounds__(kThreads<Backward>,
       float out[N];
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        float t = dyt_t(BriefFor<W>(x[i][j]), BriefFor<W>(alpha));
+        float t = dyt_t(ApproxFor<W>(x[i][j]), ApproxFor<W>(alpha));
         if constexpr (Backward) {
           float inner = dyt_inner(dy[i][j], t, weight[j]);
           out[j] = alpha * inner;
@@ -112,7 +114,7 @@ __global__ __launch_bounds__(kThreads<Backward>,
         }
       }
       if (Backward && p.out == nullptr) continue;
-      Pack<X, N> packed;
+      Vec<X, N> packed;
       packed.set(out);
       store(p.out + row * p.out_stride + column, packed);
     }
@@ -121,7 +123,7 @@ __global__ __launch_bounds__(kThreads<Backward>,
     dalpha = reduce_row<Sum, 0>(dalpha, slots);
     if (threadIdx.x == 0 && p.dalpha) p.dalpha[blockIdx.x] = dalpha;
     if (p.sums == nullptr) return;
-    float* sums = p.sums + part * 2 * p.walk.cols + column;
+    float* sums = p.sums + part * 2 * p.tiling.cols + column;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
       if (groups > 1) {  // over the groups of the block, in order
@@ -131,14 +133,15 @@ __global__ __launch_bounds__(kThreads<Backward>,
           shared[j * kThreads<Backward> + threadIdx.x] = k == 0 ? dweight[j] : dbias[j];
         __syncthreads();
       }
-      if (group != 0 || column >= p.walk.cols) continue;
-      Pack<float, N> total;
+      if (group != 0 || column >= p.tiling.cols) continue;
+      Vec<float, N> total;
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         total.v[j] = k == 0 ? dweight[j] : dbias[j];
-        for (int g = 1; g < groups; ++g) total.v[j] += shared[j * kThreads<Backward> + g * across + lane];
+        for (int g = 1; g < groups; ++g)
+          total.v[j] += shared[j * kThreads<Backward> + g * row_threads + lane];
       }
-      store<float, N>(sums + k * p.walk.cols, total);
+      store<float, N>(sums + k * p.tiling.cols, total);
     }
   }
 }
@@ -146,23 +149,24 @@ __global__ __launch_bounds__(kThreads<Backward>,
 // Short rows in as many groups of threads as find room; others in tiles that begin at lines of memory, so narrow that most threads have
 // columns: 5120 columns are two and a half times 256 packs, and five times 128.
 template <bool Backward>
-Walk walk_of(int64_t rows, int64_t cols, int pack) {
+Tiling make_tiling(int64_t rows, int64_t cols, int vec_size) {
   constexpr int64_t kAll = kThreads<Backward>;
-  const int64_t packs = ceil_div(cols, pack);
-  int64_t across = std::min(packs, kAll), tiles = ceil_div(packs, across), groups = kAll / across;
-  for (int64_t narrow = kAll / 2; narrow >= 32 && narrow < packs; narrow /= 2) {
-    const int64_t more = ceil_div(packs, narrow), of_block = kAll / narrow;
-    if (of_block * tiles * 10 > groups * more * 11) across = narrow, tiles = more, groups = of_block;
+  const int64_t vecs = ceil_div(cols, vec_size);
+  int64_t row_threads = std::min(vecs, kAll), tiles = ceil_div(vecs, row_threads),
+          groups = kAll / row_threads;
+  for (int64_t narrow = kAll / 2; narrow >= 32 && narrow < vecs; narrow /= 2) {
+    const int64_t more = ceil_div(vecs, narrow), of_block = kAll / narrow;
+    if (of_block * tiles * 10 > groups * more * 11) row_threads = narrow, tiles = more, groups = of_block;
   }
   const int64_t least = groups * kInFlight<Backward>, sms = device_facts().sms;
-  const int64_t parts = std::max<int64_t>(1, sms * (Backward ? kBlocks<Backward> : kSingleParts) / tiles);
+  const int64_t parts = std::max<int64_t>(1, sms * (Backward ? kMinBlocks<Backward> : kScalarParts) / tiles);
   return {.rows = rows,
           .cols = cols,
-          .chunk = Backward || pack == 1 ? std::max(least, ceil_div(rows, parts)) : least,
+          .chunk = Backward || vec_size == 1 ? std::max(least, ceil_div(rows, parts)) : least,
           .tiles = uint32_t(tiles),
-          .across = uint32_t(across),
+          .row_threads = uint32_t(row_threads),
           .groups = uint32_t(groups),
-          .inverse = uint32_t(65536 / across + 1)};
+          .inv_row_threads = uint32_t(65536 / row_threads + 1)};
 }
 
 // fn(x type, parameter type, pack)
@@ -176,21 +180,22 @@ void with_types(DType x, DType parameters, Fn&& fn) {
 
 template <bool Backward, class X, class W>
 int64_t run(Context& ctx, Dyt<X, W>& p, int64_t rows, int64_t cols, bool wants_sums) {
-  constexpr int kPack = 16 / sizeof(X);
-  auto packs = [&](const void* m, int64_t stride) {
-    return m == nullptr || packs_align(m, stride, cols, sizeof(X));
+  constexpr int kVecSize = 16 / sizeof(X);
+  auto vectorizable = [&](const void* m, int64_t stride) {
+    return m == nullptr || is_vectorizable(m, stride, cols, sizeof(X));
   };
-  auto starts = [](const void* v) { return reinterpret_cast<uintptr_t>(v) % 16 == 0; };
-  bool wide = packs(p.x, p.x_stride) && packs(p.dy, p.dy_stride) && packs(p.out, p.out_stride) &&
-              starts(p.weight) && starts(p.bias);
-  p.walk = walk_of<Backward>(rows, cols, wide ? kPack : 1);
-  int64_t parts = ceil_div(rows, p.walk.chunk);
-  if (Backward) p.dalpha = ctx.scratch_of<float>(parts * p.walk.tiles);
+  auto aligned = [](const void* v) { return reinterpret_cast<uintptr_t>(v) % 16 == 0; };
+  bool vectorized = vectorizable(p.x, p.x_stride) && vectorizable(p.dy, p.dy_stride) &&
+                    vectorizable(p.out, p.out_stride) && aligned(p.weight) && aligned(p.bias);
+  p.tiling = make_tiling<Backward>(rows, cols, vectorized ? kVecSize : 1);
+  int64_t parts = ceil_div(rows, p.tiling.chunk);
+  if (Backward) p.dalpha = ctx.scratch_of<float>(parts * p.tiling.tiles);
   if (wants_sums) p.sums = ctx.scratch_of<float>(parts * 2 * cols);
-  Grid grid{.blocks = parts * p.walk.tiles,
-            .threads = int(ceil_div(p.walk.across * p.walk.groups, 32) * 32),
-            .early = true};
-  launch(kOp, ctx, wide ? dyt_kernel<X, W, kPack, Backward> : dyt_kernel<X, W, 1, Backward>, grid, p);
+  LaunchConfig grid{.blocks = parts * p.tiling.tiles,
+                    .threads = int(ceil_div(p.tiling.row_threads * p.tiling.groups, 32) * 32),
+                    .pdl = true};
+  launch(kOp, ctx, vectorized ? dyt_kernel<X, W, kVecSize, Backward> : dyt_kernel<X, W, 1, Backward>, grid,
+         p);
   return parts;
 }
 
@@ -229,7 +234,7 @@ void dyt_bwd(Context& ctx, const DytBwd& a) {
                 .alpha = a.alpha.as<W>(),
                 .weight = a.weight.as<W>()};
     int64_t parts = run<true>(ctx, p, a.x.rows, a.x.cols, a.dweight || a.dbias);
-    sum_partials(kOp, ctx, p.sums, parts, {dweight, dbias}, {p.dalpha, parts * p.walk.tiles, a.dalpha});
+    sum_partials(kOp, ctx, p.sums, parts, {dweight, dbias}, {p.dalpha, parts * p.tiling.tiles, a.dalpha});
   });
 }
 

@@ -37,37 +37,37 @@ Ids ids_of(const Vector& v) { return {v.data, v.dtype == DType::i64}; }
 
 // ---------------------------------------------------------------- forward
 
-constexpr int kGatherThreads = 128, kGatherHeld = 4;
+constexpr int kGatherThreads = 128, kGatherVecs = 4;
 
 // Packs of all rows as one sequence; a thread's loads are in flight together.
 template <class T, int N>
 __global__ __launch_bounds__(kGatherThreads) void gather_kernel(Ids ids, const T* weight,
                                                                 int64_t weight_stride, T* y, int64_t y_stride,
-                                                                int64_t packs, int row_packs, int vocabulary,
+                                                                int64_t vecs, int row_vecs, int vocabulary,
                                                                 float scale) {
-  const int64_t first = int64_t(blockIdx.x) * kGatherThreads * kGatherHeld + threadIdx.x;
-  Pack<T, N> held[kGatherHeld];
-  int64_t token[kGatherHeld];
-  bool known[kGatherHeld];
-  int column[kGatherHeld];
+  const int64_t first = int64_t(blockIdx.x) * kGatherThreads * kGatherVecs + threadIdx.x;
+  Vec<T, N> loaded[kGatherVecs];
+  int64_t token[kGatherVecs];
+  bool known[kGatherVecs];
+  int column[kGatherVecs];
 #pragma unroll
-  for (int k = 0; k < kGatherHeld; ++k) {
+  for (int k = 0; k < kGatherVecs; ++k) {
     const int64_t i = first + k * kGatherThreads;
-    token[k] = packs <= INT32_MAX ? int64_t(uint32_t(i) / uint32_t(row_packs)) : i / row_packs;
-    column[k] = int(i - token[k] * row_packs) * N;
+    token[k] = vecs <= INT32_MAX ? int64_t(uint32_t(i) / uint32_t(row_vecs)) : i / row_vecs;
+    column[k] = int(i - token[k] * row_vecs) * N;
     known[k] = false;
-    if (i >= packs) continue;
+    if (i >= vecs) continue;
     const int64_t id = ids[token[k]];
     known[k] = id >= 0 && id < vocabulary;
-    if (known[k]) held[k] = load<T, N>(weight + id * weight_stride + column[k]);
+    if (known[k]) loaded[k] = load<T, N>(weight + id * weight_stride + column[k]);
   }
 #pragma unroll
-  for (int k = 0; k < kGatherHeld; ++k) {
-    if (first + k * kGatherThreads >= packs) continue;
+  for (int k = 0; k < kGatherVecs; ++k) {
+    if (first + k * kGatherThreads >= vecs) continue;
     float v[N];
 #pragma unroll
-    for (int j = 0; j < N; ++j) v[j] = known[k] ? embedding_scaled(held[k][j], scale) : NAN;
-    Pack<T, N> out;
+    for (int j = 0; j < N; ++j) v[j] = known[k] ? embedding_scaled(loaded[k][j], scale) : NAN;
+    Vec<T, N> out;
     out.set(v);
     store<T, N>(y + token[k] * y_stride + column[k], out);
   }
@@ -76,19 +76,19 @@ __global__ __launch_bounds__(kGatherThreads) void gather_kernel(Ids ids, const T
 // ---------------------------------------------------------------- sort
 
 constexpr int kSortThreads = 1024, kSortWarps = kSortThreads / 32,
-              kTogether = 4;  // kTogether: loads in flight
+              kLoadsInFlight = 4;  // kTogether: loads in flight
 
 // The order of ids: by block, every 2^blocks-th id is one's; then by number. `range`: ids of a block, below 2^places.
 struct Order {
-  int blocks, places;
+  int blocks, range_bits;
   uint32_t range;
 
-  __device__ __forceinline__ uint32_t begin(uint32_t block) const { return block << places; }
+  __device__ __forceinline__ uint32_t begin(uint32_t block) const { return block << range_bits; }
   __device__ __forceinline__ uint32_t key(uint32_t id) const {
     return begin(id & ((1u << blocks) - 1)) | id >> blocks;
   }
   __device__ __forceinline__ uint32_t id(uint32_t key) const {
-    return (key & ((1u << places) - 1)) << blocks | key >> places;
+    return (key & ((1u << range_bits) - 1)) << blocks | key >> range_bits;
   }
   // Of what gets no gradient: the last of the last block.
   __device__ __forceinline__ uint32_t none() const { return begin((1u << blocks) - 1) + range; }
@@ -113,34 +113,34 @@ struct Sort {
 // All tokens, warp by warp, 32 neighbours at a time: fn(token, key), called by all lanes together; a key of no token is
 // 0xffffffff. Returns the turns (of 64) in which fn said so; those that are not in `turns` are left out.
 template <class Fn>
-__device__ __forceinline__ uint64_t walk_tokens(const Sort& p, uint64_t turns, const Fn& fn) {
+__device__ __forceinline__ uint64_t walk_tokens(const Sort& p, uint64_t iterations, const Fn& fn) {
   const uint32_t warp = threadIdx.x / 32, share = (p.count + kSortThreads - 1) / kSortThreads;
   const uint32_t first = warp * share * 32 + threadIdx.x % 32;
-  uint64_t said = 0;
-  for (uint32_t t = 0; t < share; t += kTogether) {
-    uint32_t key[kTogether];
+  uint64_t hits = 0;
+  for (uint32_t t = 0; t < share; t += kLoadsInFlight) {
+    uint32_t key[kLoadsInFlight];
 #pragma unroll
-    for (int k = 0; k < kTogether; ++k) {
+    for (int k = 0; k < kLoadsInFlight; ++k) {
       const uint32_t i = first + (t + k) * 32;
-      const bool wanted = t + k < share && i < p.count && (turns >> (t + k) % 64 & 1);
+      const bool wanted = t + k < share && i < p.count && (iterations >> (t + k) % 64 & 1);
       key[k] = wanted ? p.key_at(i) : 0xffffffffu;
     }
 #pragma unroll
-    for (int k = 0; k < kTogether; ++k)
-      if (fn(first + (t + k) * 32, key[k])) said |= uint64_t(1) << (t + k) % 64;
+    for (int k = 0; k < kLoadsInFlight; ++k)
+      if (fn(first + (t + k) * 32, key[k])) hits |= uint64_t(1) << (t + k) % 64;
   }
-  return said;
+  return hits;
 }
 
 // Rows of the block that no id names.
-__device__ __forceinline__ void clear_rows(const Sort& p, const bool* named) {
+__device__ __forceinline__ void zero_unused_rows(const Sort& p, const bool* used) {
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, begin = p.order.begin(blockIdx.x);
-  const bool whole = p.row_bytes % 16 == 0 && reinterpret_cast<uintptr_t>(p.rows) % 16 == 0;
+  const bool vectorized = p.row_bytes % 16 == 0 && reinterpret_cast<uintptr_t>(p.rows) % 16 == 0;
   for (uint32_t d = warp; d < p.order.range; d += kSortWarps) {
     const uint32_t id = p.order.id(begin + d);
-    if (named[d] || id >= p.vocabulary) continue;
+    if (used[d] || id >= p.vocabulary) continue;
     char* row = p.rows + id * p.row_bytes;
-    if (whole) {
+    if (vectorized) {
 #pragma unroll 4
       for (int64_t c = lane * 16; c < p.row_bytes; c += 512) *reinterpret_cast<uint4*>(row + c) = uint4{};
     } else {
@@ -157,18 +157,18 @@ __global__ __launch_bounds__(kSortThreads) void sort_kernel(const __grid_constan
   const int tid = int(threadIdx.x), warp = tid / 32, lane = tid % 32;
   const int pitch = int(p.order.range + 2) & ~1;
   Count* const next = reinterpret_cast<Count*>(shared);  // [warp][id of the block]
-  bool* const named = reinterpret_cast<bool*>(next + kSortWarps * pitch);
+  bool* const used = reinterpret_cast<bool*>(next + kSortWarps * pitch);
   const uint32_t begin = p.order.begin(blockIdx.x);
   const int ids = int(p.order.range) + (blockIdx.x + 1 == gridDim.x);
-  wait_for_kernel_ahead();
-  let_next_kernel_start();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   for (int i = tid; i < kSortWarps * pitch / int(4 / sizeof(Count)); i += kSortThreads)
     reinterpret_cast<int*>(next)[i] = 0;
   __syncthreads();
   Count* const mine = next + warp * pitch;
   const unsigned lower = (1u << lane) - 1;
   int before = 0;
-  const uint64_t turns = walk_tokens(p, ~uint64_t(0), [&](uint32_t, uint32_t key) {
+  const uint64_t iterations = walk_tokens(p, ~uint64_t(0), [&](uint32_t, uint32_t key) {
     const uint32_t d = key - begin;
     const bool own = d < uint32_t(ids);
     before += key < begin;
@@ -188,7 +188,7 @@ __global__ __launch_bounds__(kSortThreads) void sort_kernel(const __grid_constan
     if (d < ids) {
 #pragma unroll 8
       for (int w = 0; w < kSortWarps; ++w) all += next[w * pitch + d];
-      named[d] = all > 0;
+      used[d] = all > 0;
     }
     int sum = all;  // inclusive prefix sum over ids
 #pragma unroll
@@ -212,9 +212,9 @@ __global__ __launch_bounds__(kSortThreads) void sort_kernel(const __grid_constan
     }
     __syncthreads();
   }
-  clear_rows(p, named);
+  zero_unused_rows(p, used);
   const int offset = __reduce_add_sync(kAllLanes, warp_before[lane]);
-  walk_tokens(p, turns, [&](uint32_t i, uint32_t key) {
+  walk_tokens(p, iterations, [&](uint32_t i, uint32_t key) {
     const uint32_t d = key - begin;
     const bool own = d < uint32_t(ids);
     if (!__any_sync(kAllLanes, own)) return false;
@@ -232,7 +232,7 @@ __global__ __launch_bounds__(kSortThreads) void sort_kernel(const __grid_constan
 
 // ---------------------------------------------------------------- sums
 
-constexpr int kSumThreads = 128, kJoinGroups = 4, kAhead = 8;  // kAhead: loads in flight
+constexpr int kSumThreads = 128, kJoinGroups = 4, kPrefetch = 8;  // kAhead: loads in flight
 
 struct Sorted {
   const uint32_t* key;
@@ -242,7 +242,7 @@ struct Sorted {
 };
 
 // The first place in [from, to) whose key is at least `key`; all lanes of a warp ask for the same.
-__device__ __forceinline__ int first_not_below(const uint32_t* keys, int from, int to, uint32_t key) {
+__device__ __forceinline__ int lower_bound(const uint32_t* keys, int from, int to, uint32_t key) {
   const int lane = int(threadIdx.x) % 32;
   while (from < to) {
     const int step = (to - from + 31) / 32, at = from + lane * step;
@@ -271,15 +271,15 @@ __device__ __forceinline__ void write_row(const Sums<T>& p, uint32_t key, int co
   float v[N];
 #pragma unroll
   for (int j = 0; j < N; ++j) v[j] = embedding_scaled(sum[j], p.scale);
-  Pack<T, N> out;
+  Vec<T, N> out;
   out.set(v);
   store<T, N>(p.dweight + int64_t(p.sorted.order.id(key)) * p.cols + column, out);
 }
 
 template <class T, int N>
 __global__ __launch_bounds__(kSumThreads) void sum_kernel(const __grid_constant__ Sums<T> p) {
-  wait_for_kernel_ahead();
-  let_next_kernel_start();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const int window = int(blockIdx.x) / p.slices, slice = int(blockIdx.x) % p.slices;
   const int column = (slice * kSumThreads + int(threadIdx.x)) * N;
   if (column >= p.cols) return;
@@ -287,17 +287,17 @@ __global__ __launch_bounds__(kSumThreads) void sum_kernel(const __grid_constant_
   const int from = window * p.window, to = min(from + p.window, p.sorted.count);
   bool begins = from == 0 || key[from - 1] != key[from];
   float sum[N] = {};
-  for (int i = from; i < to; i += kAhead) {
-    Pack<T, N> x[kAhead];
-    uint32_t id[kAhead + 1];
+  for (int i = from; i < to; i += kPrefetch) {
+    Vec<T, N> x[kPrefetch];
+    uint32_t id[kPrefetch + 1];
 #pragma unroll
-    for (int k = 0; k <= kAhead; ++k) id[k] = i + k < p.sorted.count ? key[i + k] : none + 1;
+    for (int k = 0; k <= kPrefetch; ++k) id[k] = i + k < p.sorted.count ? key[i + k] : none + 1;
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k)
+    for (int k = 0; k < kPrefetch; ++k)
       if (i + k < to && id[k] < none)
         x[k] = load_stream<T, N>(p.dy + int64_t(p.sorted.position[i + k]) * p.dy_stride + column);
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k) {
+    for (int k = 0; k < kPrefetch; ++k) {
       if (i + k >= to || id[k] >= none) return;
 #pragma unroll
       for (int j = 0; j < N; ++j) sum[j] += x[k][j];
@@ -306,7 +306,7 @@ __global__ __launch_bounds__(kSumThreads) void sum_kernel(const __grid_constant_
       if (begins && ends) {
         write_row<T, N>(p, id[k], column, sum);
       } else {
-        Pack<float, N> part;
+        Vec<float, N> part;
         part.set(sum);
         store<float, N>(p.parts + (int64_t(window) * 2 + (begins ? 1 : 0)) * p.cols + column, part);
       }
@@ -322,15 +322,15 @@ __global__ __launch_bounds__(kSumThreads) void sum_kernel(const __grid_constant_
 template <class T, int N>
 __global__ __launch_bounds__(kSumThreads* kJoinGroups) void join_kernel(const __grid_constant__ Sums<T> p) {
   __shared__ float sums[kJoinGroups][N][kSumThreads];
-  wait_for_kernel_ahead();
-  let_next_kernel_start();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const int window = int(blockIdx.x) / p.slices, slice = int(blockIdx.x) % p.slices;
   const int end = (window + 1) * p.window, begin = end - p.window;  // there is a window after this one
   const uint32_t* key = p.sorted.key;
   const uint32_t id = key[end - 1];
   if (id >= p.sorted.order.none() || key[end] != id) return;
   if (begin > 0 && key[begin - 1] == id) return;
-  const int last = (first_not_below(key, end, p.sorted.count, id + 1) - 1) / p.window;
+  const int last = (lower_bound(key, end, p.sorted.count, id + 1) - 1) / p.window;
   const int thread = int(threadIdx.x) % kSumThreads, group = int(threadIdx.x) / kSumThreads;
   const int column = (slice * kSumThreads + thread) * N,
             share = (last - window + kJoinGroups - 1) / kJoinGroups;
@@ -341,17 +341,17 @@ __global__ __launch_bounds__(kSumThreads* kJoinGroups) void join_kernel(const __
   float sum[N] = {};
   if (column < p.cols) {
     if (group == 0) {
-      const Pack<float, N> first = part(window, 1);
+      const Vec<float, N> first = part(window, 1);
 #pragma unroll
       for (int j = 0; j < N; ++j) sum[j] = first[j];
     }
-    for (int w = from; w < to; w += kAhead) {
-      Pack<float, N> x[kAhead];
+    for (int w = from; w < to; w += kPrefetch) {
+      Vec<float, N> x[kPrefetch];
 #pragma unroll
-      for (int k = 0; k < kAhead; ++k)
+      for (int k = 0; k < kPrefetch; ++k)
         if (w + k < to) x[k] = part(w + k, 0);
 #pragma unroll
-      for (int k = 0; k < kAhead; ++k)
+      for (int k = 0; k < kPrefetch; ++k)
         if (w + k < to)
 #pragma unroll
           for (int j = 0; j < N; ++j) sum[j] += x[k][j];
@@ -380,10 +380,10 @@ void launch_sums(Context& ctx, Sums<T> p) {
   p.windows = int(windows(p.window));
   p.parts = ctx.scratch_of<float>(int64_t(p.windows) * 2 * p.cols);
   launch(op, ctx, sum_kernel<T, N>,
-         {.blocks = int64_t(p.windows) * p.slices, .threads = kSumThreads, .early = true}, p);
+         {.blocks = int64_t(p.windows) * p.slices, .threads = kSumThreads, .pdl = true}, p);
   if (p.windows > 1)
     launch(op, ctx, join_kernel<T, N>,
-           {.blocks = int64_t(p.windows - 1) * p.slices, .threads = kSumThreads * kJoinGroups, .early = true},
+           {.blocks = int64_t(p.windows - 1) * p.slices, .threads = kSumThreads * kJoinGroups, .pdl = true},
            p);
 }
 
@@ -404,10 +404,10 @@ Order sort_into(Context& ctx, Sort p) {
     bytes = (int64_t(order.range) + 2) * (kSortWarps * int64_t(sizeof(Count)) + 1);
     if (bytes <= room) break;
   }
-  order.places = int(std::bit_width(order.range - 1));
+  order.range_bits = int(std::bit_width(order.range - 1));
   launch(
       op, ctx, sort_kernel<Count>,
-      {.blocks = int64_t(1) << order.blocks, .threads = kSortThreads, .shared = size_t(bytes), .early = true},
+      {.blocks = int64_t(1) << order.blocks, .threads = kSortThreads, .shared = size_t(bytes), .pdl = true},
       p);
   return order;
 }
@@ -434,16 +434,16 @@ void embedding_fwd(Context& ctx, const EmbeddingFwd& a) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     constexpr int N = 16 / int(sizeof(T));
     auto run = [&]<int Width>() {
-      const int row_packs = int(a.weight.cols / Width);
-      const int64_t packs = a.ids.size * row_packs;
+      const int row_vecs = int(a.weight.cols / Width);
+      const int64_t vecs = a.ids.size * row_vecs;
       launch(op, ctx, gather_kernel<T, Width>,
-             {.blocks = ceil_div(packs, kGatherThreads * kGatherHeld), .threads = kGatherThreads},
-             ids_of(a.ids), a.weight.row<T>(0), a.weight.stride, a.y.row<T>(0), a.y.stride, packs, row_packs,
+             {.blocks = ceil_div(vecs, kGatherThreads * kGatherVecs), .threads = kGatherThreads},
+             ids_of(a.ids), a.weight.row<T>(0), a.weight.stride, a.y.row<T>(0), a.y.stride, vecs, row_vecs,
              int(a.weight.rows), a.scale);
     };
-    const bool whole = packs_align(a.weight.data, a.weight.stride, a.weight.cols, sizeof(T)) &&
-                       packs_align(a.y.data, a.y.stride, a.y.cols, sizeof(T));
-    whole ? run.template operator()<N>() : run.template operator()<1>();
+    const bool vectorized = is_vectorizable(a.weight.data, a.weight.stride, a.weight.cols, sizeof(T)) &&
+                            is_vectorizable(a.y.data, a.y.stride, a.y.cols, sizeof(T));
+    vectorized ? run.template operator()<N>() : run.template operator()<1>();
   });
 }
 
@@ -462,9 +462,9 @@ void embedding_bwd(Context& ctx, const EmbeddingBwd& a) {
                        .cols = int(a.dweight.cols),
                        .slices = 0,
                        .scale = a.scale};
-    const bool whole = packs_align(a.dy.data, a.dy.stride, a.dy.cols, sizeof(T)) &&
-                       packs_align(a.dweight.data, a.dweight.cols, a.dweight.cols, sizeof(T));
-    whole ? launch_sums<T, N>(ctx, p) : launch_sums<T, 1>(ctx, p);
+    const bool vectorized = is_vectorizable(a.dy.data, a.dy.stride, a.dy.cols, sizeof(T)) &&
+                            is_vectorizable(a.dweight.data, a.dweight.cols, a.dweight.cols, sizeof(T));
+    vectorized ? launch_sums<T, N>(ctx, p) : launch_sums<T, 1>(ctx, p);
   });
 }
 

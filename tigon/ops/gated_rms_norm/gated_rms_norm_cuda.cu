@@ -18,8 +18,8 @@ template <class W>  // of the weight: fp32 ones ask for fp32 gradients
 struct Scalars {
   float offset;
   bool round_h, round_weighted, silu;
-  __device__ float act(float gate) const { return gated_rms_norm_act(BriefFor<W>(gate), silu); }
-  __device__ float slope(float gate) const { return gated_rms_norm_slope(BriefFor<W>(gate), silu); }
+  __device__ float act(float gate) const { return gated_rms_norm_act(ApproxFor<W>(gate), silu); }
+  __device__ float slope(float gate) const { return gated_rms_norm_slope(ApproxFor<W>(gate), silu); }
 };
 
 // in: x, gate
@@ -27,7 +27,7 @@ template <bool NormFirst, class X, class W>
 struct Forward : Scalars<W> {
   using Element = X;
   static constexpr int kIn = 2, kParams = 1;
-  static constexpr bool kCentred = false, kKeeps = false;
+  static constexpr bool kSubtractMean = false, kWritesResidual = false;
   __device__ float value(const float (&in)[2]) const { return NormFirst ? in[0] : in[0] * this->act(in[1]); }
   __device__ float result(float h, const float (&weight)[1], const float (&in)[2]) const {
     float y = gated_rms_norm_weighted(h, weight[0], this->offset);
@@ -41,7 +41,7 @@ template <bool NormFirst, class X, class W>
 struct Backward : Scalars<W> {
   using Element = X;
   static constexpr int kIn = 2, kOut = 2, kSums = 1;
-  static constexpr bool kCentred = false;
+  static constexpr bool kSubtractMean = false;
   __device__ float value(const float (&in)[2]) const { return NormFirst ? in[0] : in[0] * this->act(in[1]); }
   __device__ float upstream(float dy, const float (&in)[2]) const {
     return NormFirst ? dy * this->act(in[1]) : dy;
@@ -61,7 +61,7 @@ struct Backward : Scalars<W> {
 };
 
 // Groups are short: fewer shapes than the other norms.
-using Ladder = RowShapes<Direct<8, 2, 32, 2>, Direct<32, 2, 8, 2>, StagedBlock<3, 2, 512>>;
+using ShapeTable = ShapeList<Unpipelined<8, 2, 32, 2>, Unpipelined<32, 2, 8, 2>, PipelinedBlock<3, 2, 512>>;
 
 template <class W, class Args>
 Scalars<W> scalars_of(const Args& a) {
@@ -94,13 +94,13 @@ void gated_rms_norm_fwd(Context& ctx, const GatedRmsNormFwd& a) {
                                                                .in = {a.x.row<X>(0), a.gate.row<X>(0)},
                                                                .in_stride = {a.x.stride, a.gate.stride},
                                                                .param = {a.weight.as<W>()},
-                                                               .absent = {1.0f},
+                                                               .default_value = {1.0f},
                                                                .y = a.y.row<Y>(0),
                                                                .y_stride = a.y.stride,
                                                                .rstd = a.rstd.as<float>(),
                                                                .rows = a.x.rows,
                                                                .cols = a.how.group,
-                                                               .sections = int(a.x.cols / a.how.group),
+                                                               .groups = int(a.x.cols / a.how.group),
                                                                .eps = a.eps});
              });
 }
@@ -109,7 +109,7 @@ void gated_rms_norm_bwd(Context& ctx, const GatedRmsNormBwd& a) {
   with_types(a.how, a.x.dtype, a.weight, a.dy.dtype,
              [&]<bool NormFirst, class X, class W, class Y>(std::bool_constant<NormFirst>, Type<X>, Type<W>,
                                                             Type<Y>) {
-               norm_backward<Ladder>(
+               norm_backward<ShapeTable>(
                    kOp, ctx,
                    NormBackward<Backward<NormFirst, X, W>, W, Y>{.f = {scalars_of<W>(a)},
                                                                  .dy = a.dy.row<Y>(0),
@@ -122,7 +122,7 @@ void gated_rms_norm_bwd(Context& ctx, const GatedRmsNormBwd& a) {
                                                                  .rstd = a.rstd.as<float>(),
                                                                  .rows = a.x.rows,
                                                                  .cols = a.how.group,
-                                                                 .sections = int(a.x.cols / a.how.group)},
+                                                                 .groups = int(a.x.cols / a.how.group)},
                    {a.dweight});
              });
 }

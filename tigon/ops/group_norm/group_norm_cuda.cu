@@ -12,7 +12,7 @@
 
 #include "tigon/base/cuda/norm_forward.cuh"
 #include "tigon/ops/group_norm/group_norm.h"
-#include "tigon/ops/group_norm/group_norm_sections.cuh"
+#include "tigon/ops/group_norm/group_norm_partition.cuh"
 
 namespace tigon::cuda {
 namespace {
@@ -25,48 +25,48 @@ constexpr const char* kOp = "group_norm";
 // Number, mean, and sum of squares about it.
 struct alignas(16) Moments {
   float n, mean, square, unused;
-  __device__ static Moments none() { return {0.0f, 0.0f, 0.0f, 0.0f}; }
+  __device__ static Moments identity() { return {0.0f, 0.0f, 0.0f, 0.0f}; }
   __device__ __forceinline__ void add(const Moments& b) {
-    const float all = n + b.n, apart = b.mean - mean, share = __fdividef(b.n, all);
-    mean = fma(apart, share, mean);
-    square += fma(apart * share * n, apart, b.square);
+    const float all = n + b.n, delta = b.mean - mean, coord = __fdividef(b.n, all);
+    mean = fma(delta, coord, mean);
+    square += fma(delta * coord * n, delta, b.square);
     n = all;
   }
   // Of all lanes of a warp, which have summed `sum` and squares about the same number.
-  __device__ static __forceinline__ Moments of_warp(float n, float near, float sum, float square) {
+  __device__ static __forceinline__ Moments of_warp(float n, float pivot, float sum, float square) {
     n = float(__reduce_add_sync(0xffffffffu, unsigned(n)));
     sum = reduce_lanes<Sum, 32>(sum), square = reduce_lanes<Sum, 32>(square);
     const float off = __fdividef(sum, n);
-    return n > 0.0f ? Moments{n, near + off, fma(-off, sum, square), 0.0f} : none();
+    return n > 0.0f ? Moments{n, pivot + off, fma(-off, sum, square), 0.0f} : identity();
   }
   __device__ static __forceinline__ Moments merge(const Moments* list, int entries) {
     const int lane = int(threadIdx.x % 32);
     float n = 0.0f, off = 0.0f, square = 0.0f;
-    const float near = list[0].mean;
+    const float pivot = list[0].mean;
 #pragma unroll 2
-    for (int i = lane; i < entries; i += 32) n += list[i].n, off = fma(list[i].n, list[i].mean - near, off);
+    for (int i = lane; i < entries; i += 32) n += list[i].n, off = fma(list[i].n, list[i].mean - pivot, off);
     n = float(__reduce_add_sync(0xffffffffu, unsigned(n)));
     off = reduce_lanes<Sum, 32>(off);
-    const float mean = near + __fdividef(off, n);
+    const float mean = pivot + __fdividef(off, n);
 #pragma unroll 2
     for (int i = lane; i < entries; i += 32) {
-      const float apart = mean - list[i].mean;
-      square += fma(list[i].n * apart, apart, list[i].square);
+      const float delta = mean - list[i].mean;
+      square += fma(list[i].n * delta, delta, list[i].square);
     }
     return {n, mean, reduce_lanes<Sum, 32>(square), 0.0f};
   }
 };
 struct alignas(8) TwoSums {
   float a, b;
-  __device__ static TwoSums none() { return {0.0f, 0.0f}; }
+  __device__ static TwoSums identity() { return {0.0f, 0.0f}; }
   __device__ __forceinline__ void add(const TwoSums& o) { a += o.a, b += o.b; }
   // Of lanes so far apart.
-  __device__ __forceinline__ void add_across(int step) {
+  __device__ __forceinline__ void add_lanes(int step) {
     a += __shfl_xor_sync(0xffffffffu, a, step);
     b += __shfl_xor_sync(0xffffffffu, b, step);
   }
   __device__ static __forceinline__ TwoSums merge(const TwoSums* list, int entries) {
-    TwoSums all = none();
+    TwoSums all = identity();
 #pragma unroll 4
     for (int i = int(threadIdx.x % 32); i < entries; i += 32) all.add(list[i]);
     return {reduce_lanes<Sum, 32>(all.a), reduce_lanes<Sum, 32>(all.b)};
@@ -78,15 +78,15 @@ template <class T>
 struct ByChannel {
   const void* data;  // null: `absent` everywhere
   bool wide;
-  float absent;
+  float default_value;
   __device__ __forceinline__ float operator()(int64_t channel) const {
-    if (data == nullptr) return absent;
+    if (data == nullptr) return default_value;
     return wide ? static_cast<const float*>(data)[channel] : widen(static_cast<const T*>(data)[channel]);
   }
 };
 template <class T>
-ByChannel<T> by_channel(const Vector& v, float absent) {
-  return {v.data, v.dtype == DType::f32, absent};
+ByChannel<T> by_channel(const Vector& v, float default_value) {
+  return {v.data, v.dtype == DType::f32, default_value};
 }
 
 template <class T>
@@ -98,7 +98,7 @@ struct Forward {
   float *mean, *rstd;
   float eps;
   Divider groups;
-  Split split;
+  Partition partition;
 };
 template <class T>
 struct Backward {
@@ -109,220 +109,224 @@ struct Backward {
   const float *mean, *rstd;
   float* partials;  // [samples * pieces, 2, groups * channels]; may be null
   Divider groups;
-  Split split;
+  Partition partition;
 };
 
 // The mean's product with the weight taken off the bias, instead of the mean off every number: where at most 2^-18 of a deviation is lost on
 // the way to 16 bits.
 template <class T>
-__device__ __forceinline__ bool folds(float mean, float rstd) {
+__device__ __forceinline__ bool folds_mean(float mean, float rstd) {
   return sizeof(T) == 2 && fabsf(mean) * rstd < 64.0f;
 }
 
 // Packs of a piece that a lane holds, of long and short channels, and blocks a multiprocessor that the registers leave room for. What a warp
 // does once for a piece is as much as four packs' work.
 template <bool Long>
-constexpr int kForwardHeld = Long ? 16 : 4;
+constexpr int kForwardVecs = Long ? 16 : 4;
 template <int N, bool Long>
-constexpr int kBackwardHeld = N == 1 ? 16
+constexpr int kBackwardVecs = N == 1 ? 16
                               : Long ? 8
                                      : 4;
 template <bool Long>
-constexpr int kBlocks = Long ? 2 : 3;
+constexpr int kMinBlocks = Long ? 2 : 3;
 constexpr int64_t kLongChannel = 256;  // packs
 
 template <class T, bool Long>
 __global__ __launch_bounds__(kSectionThreads,
-                             kBlocks<Long>) void forward_kernel(const __grid_constant__ Forward<T> p) {
-  constexpr int N = 16 / sizeof(T), kHeld = kForwardHeld<Long>;
-  __shared__ Found<Moments> found;
-  found.begin(p.split);
-  const Share share(p.split, p.groups);
-  const int64_t size = p.split.size() * N, channel = int64_t(share.group) * p.split.channels;
-  const float inverse = 1.0f / float(size);
-  const T* const from[1] = {share.part(p.x, p.x_stride, size)};
-  T* const y = share.part(p.y, p.y_stride, size);
-  const Piece first = share.piece(0);
-  wait_for_kernel_ahead();
-  let_next_kernel_start();
-  Pack<T, N> x[kHeld][1];
-  load_piece(share, first, from, x);
+                             kMinBlocks<Long>) void forward_kernel(const __grid_constant__ Forward<T> p) {
+  constexpr int N = 16 / sizeof(T), kVecsPerThread = kForwardVecs<Long>;
+  __shared__ ReduceStorage<Moments> storage;
+  storage.init(p.partition);
+  const ThreadCoord coord(p.partition, p.groups);
+  const int64_t size = p.partition.size() * N, channel = int64_t(coord.group) * p.partition.channels;
+  const float inv_size = 1.0f / float(size);
+  const T* const from[1] = {coord.part(p.x, p.x_stride, size)};
+  T* const y = coord.part(p.y, p.y_stride, size);
+  const Piece first = coord.piece(0);
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  Vec<T, N> x[kVecsPerThread][1];
+  load_piece(coord, first, from, x);
   const float first_weight = p.weight(channel + first.channel), first_bias = p.bias(channel + first.channel);
-  found.meet(p.split);
-  Moments own = Moments::none();
-  for (int t = 0, of_run = 0; t < p.split.turns; ++t) {
-    const Piece piece = t == 0 ? first : share.piece(t);
-    if (t > 0) load_piece(share, piece, from, x);
+  storage.wait_for_cluster(p.partition);
+  Moments own = Moments::identity();
+  for (int t = 0, steps_done = 0; t < p.partition.iterations; ++t) {
+    const Piece piece = t == 0 ? first : coord.piece(t);
+    if (t > 0) load_piece(coord, piece, from, x);
     // About the mean of the warp's first pack, which is among what is added up: few digits can cancel.
-    float near = 0.0f, sum = 0.0f, square = 0.0f;
+    float pivot = 0.0f, sum = 0.0f, square = 0.0f;
 #pragma unroll
-    for (int j = 0; j < N; ++j) near += x[0][0][j];
-    near = __shfl_sync(0xffffffffu, near * (1.0f / N), 0);
+    for (int j = 0; j < N; ++j) pivot += x[0][0][j];
+    pivot = __shfl_sync(0xffffffffu, pivot * (1.0f / N), 0);
 #pragma unroll
-    for (int r = 0; r < kHeld; ++r) {
-      if (r >= piece.packs) break;
+    for (int r = 0; r < kVecsPerThread; ++r) {
+      if (r >= piece.vecs) break;
       float pack_sum = 0.0f, pack_square = 0.0f;
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        const float v = x[r][0][j] - near;
+        const float v = x[r][0][j] - pivot;
         pack_sum += v;
         pack_square = fma(v, v, pack_square);
       }
       sum += pack_sum, square += pack_square;
     }
     __syncwarp();
-    const Moments step = Moments::of_warp(float(piece.packs * N), near, sum, square);
-    if (of_run == 0)
+    const Moments step = Moments::of_warp(float(piece.vecs * N), pivot, sum, square);
+    if (steps_done == 0)
       own = step;
     else if (step.n > 0.0f)
       own.add(step);
-    if (++of_run == p.split.run) found.tell(p.split, share.entry(t), own), of_run = 0;
+    if (++steps_done == p.partition.steps_per_entry)
+      storage.publish(p.partition, coord.entry(t), own), steps_done = 0;
   }
-  const Moments all = found.all(p.split);
-  const float mean = all.mean, variance = all.square < 0.0f ? 0.0f : all.square * inverse;
+  const Moments all = storage.collect(p.partition);
+  const float mean = all.mean, variance = all.square < 0.0f ? 0.0f : all.square * inv_size;
   const float rstd = sizeof(T) == 2 ? rsqrtf(variance + p.eps) : 1.0f / sqrtf(variance + p.eps);
-  if (p.rstd != nullptr && share.rank == 0 && threadIdx.x == 0)
-    p.mean[share.section] = mean, p.rstd[share.section] = rstd;
-  auto write = [&]<bool Folds>(std::bool_constant<Folds>) {
-    for (int t = 0; t < p.split.turns; ++t) {
-      const Piece piece = t == 0 ? first : share.piece(t);
-      if (p.split.turns > 1) load_piece(share, piece, from, x);
+  if (p.rstd != nullptr && coord.rank == 0 && threadIdx.x == 0)
+    p.mean[coord.section] = mean, p.rstd[coord.section] = rstd;
+  auto write = [&]<bool kFoldsMean>(std::bool_constant<kFoldsMean>) {
+    for (int t = 0; t < p.partition.iterations; ++t) {
+      const Piece piece = t == 0 ? first : coord.piece(t);
+      if (p.partition.iterations > 1) load_piece(coord, piece, from, x);
       const float weight = rstd * (t == 0 ? first_weight : p.weight(channel + piece.channel));
       float bias = t == 0 ? first_bias : p.bias(channel + piece.channel);
-      if (Folds) bias = fma(-mean, weight, bias);
+      if (kFoldsMean) bias = fma(-mean, weight, bias);
 #pragma unroll
-      for (int r = 0; r < kHeld; ++r) {
-        if (r >= piece.packs) break;
+      for (int r = 0; r < kVecsPerThread; ++r) {
+        if (r >= piece.vecs) break;
         float v[N];
 #pragma unroll
-        for (int j = 0; j < N; ++j) v[j] = group_norm_y(Folds ? x[r][0][j] : x[r][0][j] - mean, weight, bias);
-        Pack<T, N> out;
+        for (int j = 0; j < N; ++j)
+          v[j] = group_norm_y(kFoldsMean ? x[r][0][j] : x[r][0][j] - mean, weight, bias);
+        Vec<T, N> out;
         out.set(v);
-        store(y + (int64_t(piece.first) + r * p.split.across) * N, out);
+        store(y + (int64_t(piece.first) + r * p.partition.lanes_per_piece) * N, out);
       }
     }
   };
-  folds<T>(mean, rstd) ? write(std::true_type{}) : write(std::false_type{});
+  folds_mean<T>(mean, rstd) ? write(std::true_type{}) : write(std::false_type{});
 }
 
 template <class T, int N, bool Long>
 __global__ __launch_bounds__(kSectionThreads,
-                             kBlocks<Long>) void backward_kernel(const __grid_constant__ Backward<T> p) {
-  constexpr int kHeld = kBackwardHeld<N, Long>;
-  __shared__ Found<TwoSums> found;
-  found.begin(p.split);
-  const Share share(p.split, p.groups);
-  const int64_t size = p.split.size() * N, channel = int64_t(share.group) * p.split.channels,
-                channels = int64_t(p.groups.divisor) * p.split.channels;
-  const float inverse = 1.0f / float(size);
-  const T* const from[2] = {share.part(p.x, p.x_stride, size), share.part(p.dy, p.dy_stride, size)};
-  T* const dx = share.part(p.dx, p.dx_stride, size);
-  const Piece first = share.piece(0);
-  wait_for_kernel_ahead();
-  let_next_kernel_start();
-  Pack<T, N> in[kHeld][2];
-  load_piece(share, first, from, in);
-  const float mean = p.mean[share.section], rstd = p.rstd[share.section],
+                             kMinBlocks<Long>) void backward_kernel(const __grid_constant__ Backward<T> p) {
+  constexpr int kVecsPerThread = kBackwardVecs<N, Long>;
+  __shared__ ReduceStorage<TwoSums> storage;
+  storage.init(p.partition);
+  const ThreadCoord coord(p.partition, p.groups);
+  const int64_t size = p.partition.size() * N, channel = int64_t(coord.group) * p.partition.channels,
+                channels = int64_t(p.groups.divisor) * p.partition.channels;
+  const float inv_size = 1.0f / float(size);
+  const T* const from[2] = {coord.part(p.x, p.x_stride, size), coord.part(p.dy, p.dy_stride, size)};
+  T* const dx = coord.part(p.dx, p.dx_stride, size);
+  const Piece first = coord.piece(0);
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  Vec<T, N> in[kVecsPerThread][2];
+  load_piece(coord, first, from, in);
+  const float mean = p.mean[coord.section], rstd = p.rstd[coord.section],
               first_weight = p.weight(channel + first.channel);
-  found.meet(p.split);
-  TwoSums own = TwoSums::none();  // of g * h and of g
-  for (int t = 0, of_run = 0; t < p.split.turns; ++t) {
-    const Piece piece = t == 0 ? first : share.piece(t);
-    if (t > 0) load_piece(share, piece, from, in);
+  storage.wait_for_cluster(p.partition);
+  TwoSums own = TwoSums::identity();  // of g * h and of g
+  for (int t = 0, steps_done = 0; t < p.partition.iterations; ++t) {
+    const Piece piece = t == 0 ? first : coord.piece(t);
+    if (t > 0) load_piece(coord, piece, from, in);
     const float weight = t == 0 ? first_weight : p.weight(channel + piece.channel);
-    TwoSums sums = TwoSums::none();  // of dy * h and of dy
+    TwoSums sums = TwoSums::identity();  // of dy * h and of dy
 #pragma unroll
-    for (int r = 0; r < kHeld; ++r) {
-      if (r >= piece.packs) break;
-      TwoSums pack = TwoSums::none();
+    for (int r = 0; r < kVecsPerThread; ++r) {
+      if (r >= piece.vecs) break;
+      TwoSums vec = TwoSums::identity();
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        pack.a = fma(in[r][1][j], in[r][0][j] - mean, pack.a);
-        pack.b += in[r][1][j];
+        vec.a = fma(in[r][1][j], in[r][0][j] - mean, vec.a);
+        vec.b += in[r][1][j];
       }
-      sums.add(pack);
+      sums.add(vec);
     }
     __syncwarp();
-    for (int step = p.split.across / 2; step > 0; step /= 2) sums.add_across(step);
+    for (int step = p.partition.lanes_per_piece / 2; step > 0; step /= 2) sums.add_lanes(step);
     sums.a *= rstd;
-    if (p.partials != nullptr && share.lane == 0 && piece.packs > 0) {
-      float* part = p.partials + (int64_t(share.sample) * p.split.pieces + piece.index) * 2 * channels +
+    if (p.partials != nullptr && coord.lane == 0 && piece.vecs > 0) {
+      float* part = p.partials + (int64_t(coord.sample) * p.partition.pieces + piece.index) * 2 * channels +
                     channel + piece.channel;
       part[0] = sums.a, part[channels] = sums.b;
     }
     sums.a *= weight, sums.b *= weight;
-    for (int step = p.split.across; step < 32; step *= 2) sums.add_across(step);
-    if (of_run == 0) own = TwoSums::none();
+    for (int step = p.partition.lanes_per_piece; step < 32; step *= 2) sums.add_lanes(step);
+    if (steps_done == 0) own = TwoSums::identity();
     own.add(sums);
-    if (++of_run == p.split.run) found.tell(p.split, share.entry(t), own), of_run = 0;
+    if (++steps_done == p.partition.steps_per_entry)
+      storage.publish(p.partition, coord.entry(t), own), steps_done = 0;
   }
-  TwoSums means = found.all(p.split);
+  TwoSums means = storage.collect(p.partition);
   if (p.dx == nullptr) return;
   // rstd is multiplied into the terms of the formula.
-  means.a *= rstd * rstd * inverse, means.b *= rstd * inverse;
-  auto write = [&]<bool Folds>(std::bool_constant<Folds>) {
-    const float less = Folds ? fma(mean, means.a, -means.b) : -means.b;
-    for (int t = 0; t < p.split.turns; ++t) {
-      const Piece piece = t == 0 ? first : share.piece(t);
-      if (p.split.turns > 1) load_piece(share, piece, from, in);
+  means.a *= rstd * rstd * inv_size, means.b *= rstd * inv_size;
+  auto write = [&]<bool kFoldsMean>(std::bool_constant<kFoldsMean>) {
+    const float less = kFoldsMean ? fma(mean, means.a, -means.b) : -means.b;
+    for (int t = 0; t < p.partition.iterations; ++t) {
+      const Piece piece = t == 0 ? first : coord.piece(t);
+      if (p.partition.iterations > 1) load_piece(coord, piece, from, in);
       const float weight = rstd * (t == 0 ? first_weight : p.weight(channel + piece.channel));
 #pragma unroll
-      for (int r = 0; r < kHeld; ++r) {
-        if (r >= piece.packs) break;
+      for (int r = 0; r < kVecsPerThread; ++r) {
+        if (r >= piece.vecs) break;
         float v[N];
 #pragma unroll
         for (int j = 0; j < N; ++j)
-          v[j] = norm_gradient(fma(in[r][1][j], weight, less), Folds ? in[r][0][j] : in[r][0][j] - mean,
+          v[j] = norm_gradient(fma(in[r][1][j], weight, less), kFoldsMean ? in[r][0][j] : in[r][0][j] - mean,
                                means.a, 1.0f);
-        Pack<T, N> out;
+        Vec<T, N> out;
         out.set(v);
-        store(dx + (int64_t(piece.first) + r * p.split.across) * N, out);
+        store(dx + (int64_t(piece.first) + r * p.partition.lanes_per_piece) * N, out);
       }
     }
   };
-  folds<T>(mean, rstd) ? write(std::true_type{}) : write(std::false_type{});
+  folds_mean<T>(mean, rstd) ? write(std::true_type{}) : write(std::false_type{});
 }
 
 // How many warps a section has, alone or in each block of a cluster, and how often they go round if one block is to do.
-struct Wanted {
-  int alone, turns, of_cluster;
+struct WarpTarget {
+  int single_block, iterations, per_cluster_block;
 };
 // The fewest blocks for that, and for a machine that is full: the sums do not depend on it.
 template <auto Kernel>
-Split share_out(const Split& split, Wanted wanted, int64_t sections) {
-  static ClusterRoom room;
+Partition partition_for(const Partition& partition, WarpTarget target, int64_t sections) {
+  static OccupancyCache occupancy;
   constexpr int64_t kFull = 3,
                     kFullBlocks = 8;  // blocks a multiprocessor, for which a section has so many at most
-  auto few = [&](int64_t blocks) {
-    const int64_t most = blocks == 1 ? wanted.alone * wanted.turns : wanted.of_cluster * blocks;
-    return split.entries > most ||
-           (blocks < kFullBlocks && blocks < split.entries && sections * blocks < kFull * device_facts().sms);
+  auto too_few = [&](int64_t blocks) {
+    const int64_t most =
+        blocks == 1 ? target.single_block * target.iterations : target.per_cluster_block * blocks;
+    return partition.entries > most || (blocks < kFullBlocks && blocks < partition.entries &&
+                                        sections * blocks < kFull * device_facts().sms);
   };
   int blocks = 1;
-  while (blocks < kMostSectionBlocks && few(blocks)) blocks *= 2;
+  while (blocks < kMostSectionBlocks && too_few(blocks)) blocks *= 2;
   for (; blocks > 1; blocks /= 2) {
-    const Split shared = shared_by(split, blocks, kSectionThreads / 32);
-    if (room.of(kOp, Kernel, blocks, shared.threads) > 0) return shared;
+    const Partition shared = with_blocks(partition, blocks, kSectionThreads / 32);
+    if (occupancy.max_active(kOp, Kernel, blocks, shared.threads) > 0) return shared;
   }
-  return shared_by(split, 1, wanted.alone);
+  return with_blocks(partition, 1, target.single_block);
 }
 
 template <auto Kernel, class P>
 void run(Context& ctx, const P& p, int64_t samples) {
   launch(kOp, ctx, Kernel,
-         {.blocks = samples * p.groups.divisor * p.split.blocks,
-          .threads = p.split.threads,
-          .early = true,
-          .cluster = p.split.blocks},
+         {.blocks = samples * p.groups.divisor * p.partition.blocks,
+          .threads = p.partition.threads,
+          .pdl = true,
+          .cluster = p.partition.blocks},
          p);
 }
 
 // Whether all sections of the matrices, and all their channels, begin at boundaries of 16 bytes.
-bool in_packs(int64_t places, std::initializer_list<const Matrix*> matrices) {
+bool all_vectorizable(int64_t spatial, std::initializer_list<const Matrix*> matrices) {
   return std::all_of(matrices.begin(), matrices.end(), [&](const Matrix* m) {
     const size_t element = size_of(m->dtype);
     return m->data == nullptr ||
-           (places % int64_t(16 / element) == 0 && packs_align(m->data, m->stride, m->cols, element));
+           (spatial % int64_t(16 / element) == 0 && is_vectorizable(m->data, m->stride, m->cols, element));
   });
 }
 
@@ -331,8 +335,8 @@ template <class X>
 struct Formula {
   using Element = X;
   static constexpr int kIn = 1, kParams = 2;
-  using Spans = void;
-  static constexpr bool kCentred = true, kKeeps = false, round_h = false;
+  using PerChannel = void;
+  static constexpr bool kSubtractMean = true, kWritesResidual = false, round_h = false;
   __device__ float value(const float (&x)[1]) const { return x[0]; }
   __device__ float result(float h, const float (&param)[2], const float (&)[1]) const {
     return group_norm_y(h, param[0], param[1]);
@@ -346,62 +350,64 @@ void forward_as_rows(Context& ctx, const GroupNormFwd& a) {
                  NormForward<Formula<X>, W, X>{.in = {a.x.row<X>(0)},
                                                .in_stride = {a.x.stride},
                                                .param = {a.weight.as<W>(), a.bias.as<W>()},
-                                               .absent = {1.0f, 0.0f},
+                                               .default_value = {1.0f, 0.0f},
                                                .y = a.y.row<X>(0),
                                                .y_stride = a.y.stride,
                                                .rstd = a.rstd.as<float>(),
                                                .mean = a.mean.as<float>(),
                                                .rows = a.x.rows,
                                                .cols = a.x.cols / a.groups,
-                                               .sections = int(a.groups),
+                                               .groups = int(a.groups),
                                                .eps = a.eps,
-                                               .span = a.x.cols / a.channels});
+                                               .cols_per_param = a.x.cols / a.channels});
   });
 }
 
 }  // namespace
 
 void group_norm_fwd(Context& ctx, const GroupNormFwd& a) {
-  const int64_t channels = a.channels / a.groups, places = a.x.cols / a.channels;
-  if (channels * places * int64_t(size_of(a.x.dtype)) < kShortBytes || !in_packs(places, {&a.x, &a.y}))
+  const int64_t channels = a.channels / a.groups, spatial = a.x.cols / a.channels;
+  if (channels * spatial * int64_t(size_of(a.x.dtype)) < kShortBytes ||
+      !all_vectorizable(spatial, {&a.x, &a.y}))
     return forward_as_rows(ctx, a);
   auto forward = [&]<class T, bool Long>(Type<T>, std::bool_constant<Long>) {
     constexpr auto kKernel = forward_kernel<T, Long>;
-    constexpr Wanted kWanted = Long ? Wanted{10, 1, 5} : Wanted{8, 4, 8};
-    run<kKernel>(ctx,
-                 Forward<T>{.x = a.x.row<T>(0),
-                            .y = a.y.row<T>(0),
-                            .x_stride = a.x.stride,
-                            .y_stride = a.y.stride,
-                            .weight = by_channel<T>(a.weight, 1.0f),
-                            .bias = by_channel<T>(a.bias, 0.0f),
-                            .mean = a.mean.as<float>(),
-                            .rstd = a.rstd.as<float>(),
-                            .eps = a.eps,
-                            .groups = Divider(a.groups),
-                            .split = share_out<kKernel>(
-                                split_of(channels, places / int64_t(16 / sizeof(T)), kForwardHeld<Long>),
-                                kWanted, a.x.rows * a.groups)},
-                 a.x.rows);
+    constexpr WarpTarget kTarget = Long ? WarpTarget{10, 1, 5} : WarpTarget{8, 4, 8};
+    run<kKernel>(
+        ctx,
+        Forward<T>{.x = a.x.row<T>(0),
+                   .y = a.y.row<T>(0),
+                   .x_stride = a.x.stride,
+                   .y_stride = a.y.stride,
+                   .weight = by_channel<T>(a.weight, 1.0f),
+                   .bias = by_channel<T>(a.bias, 0.0f),
+                   .mean = a.mean.as<float>(),
+                   .rstd = a.rstd.as<float>(),
+                   .eps = a.eps,
+                   .groups = Divider(a.groups),
+                   .partition = partition_for<kKernel>(
+                       make_partition(channels, spatial / int64_t(16 / sizeof(T)), kForwardVecs<Long>),
+                       kTarget, a.x.rows * a.groups)},
+        a.x.rows);
   };
   dispatch_float(kOp, "x", a.x.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
-    places / int64_t(16 / sizeof(T)) > kLongChannel ? forward(Type<T>{}, std::true_type{})
-                                                    : forward(Type<T>{}, std::false_type{});
+    spatial / int64_t(16 / sizeof(T)) > kLongChannel ? forward(Type<T>{}, std::true_type{})
+                                                     : forward(Type<T>{}, std::false_type{});
   });
 }
 
 void group_norm_bwd(Context& ctx, const GroupNormBwd& a) {
-  const int64_t channels = a.channels / a.groups, places = a.x.cols / a.channels;
+  const int64_t channels = a.channels / a.groups, spatial = a.x.cols / a.channels;
   Vector dweight = a.dweight, dbias = a.dbias;
   dweight.size = dbias.size = a.channels;  // partial rows hold both
   auto backward = [&]<class T, int N, bool Long>(Type<T>, std::integral_constant<int, N>,
                                                  std::bool_constant<Long>) {
     constexpr auto kKernel = backward_kernel<T, N, Long>;
-    constexpr Wanted kWanted = Long ? Wanted{5, 1, 5} : Wanted{5, 1, 8};
-    const Split split = share_out<kKernel>(split_of(channels, places / N, kBackwardHeld<N, Long>), kWanted,
-                                           a.x.rows * a.groups);
-    const int64_t parts = a.x.rows * split.pieces;
+    constexpr WarpTarget kTarget = Long ? WarpTarget{5, 1, 5} : WarpTarget{5, 1, 8};
+    const Partition partition = partition_for<kKernel>(
+        make_partition(channels, spatial / N, kBackwardVecs<N, Long>), kTarget, a.x.rows * a.groups);
+    const int64_t parts = a.x.rows * partition.pieces;
     Backward<T> p{.x = a.x.row<T>(0),
                   .dy = a.dy.row<T>(0),
                   .dx = a.dx.row<T>(0),
@@ -413,18 +419,18 @@ void group_norm_bwd(Context& ctx, const GroupNormBwd& a) {
                   .rstd = a.rstd.as<float>(),
                   .partials = nullptr,
                   .groups = Divider(a.groups),
-                  .split = split};
+                  .partition = partition};
     if (dweight || dbias) p.partials = ctx.scratch_of<float>(parts * 2 * a.channels);
     run<kKernel>(ctx, p, a.x.rows);
     sum_partials(kOp, ctx, p.partials, parts, {dweight, dbias});
   };
-  const bool packs = in_packs(places, {&a.x, &a.dy, &a.dx});
+  const bool vectorized = all_vectorizable(spatial, {&a.x, &a.dy, &a.dx});
   dispatch_float(kOp, "x", a.x.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
-    constexpr std::integral_constant<int, 16 / sizeof(T)> kPack;
-    if (!packs) return backward(Type<T>{}, std::integral_constant<int, 1>{}, std::true_type{});
-    places / kPack > kLongChannel ? backward(Type<T>{}, kPack, std::true_type{})
-                                  : backward(Type<T>{}, kPack, std::false_type{});
+    constexpr std::integral_constant<int, 16 / sizeof(T)> kVecSize;
+    if (!vectorized) return backward(Type<T>{}, std::integral_constant<int, 1>{}, std::true_type{});
+    spatial / kVecSize > kLongChannel ? backward(Type<T>{}, kVecSize, std::true_type{})
+                                      : backward(Type<T>{}, kVecSize, std::false_type{});
   });
 }
 

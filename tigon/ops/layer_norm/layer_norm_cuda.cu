@@ -17,7 +17,7 @@ template <class X>
 struct Forward {
   using Element = X;
   static constexpr int kIn = 1, kParams = 2;
-  static constexpr bool kCentred = true, kKeeps = false, round_h = false;
+  static constexpr bool kSubtractMean = true, kWritesResidual = false, round_h = false;
   __device__ float value(const float (&x)[1]) const { return x[0]; }
   __device__ float result(float h, const float (&param)[2], const float (&)[1]) const {
     return layer_norm_y(h, param[0], param[1]);
@@ -29,7 +29,7 @@ struct Backward {
   using Element = X;
   static constexpr int kIn = 1, kOut = 1, kSums = 2;
   using PlainWeight = void;
-  static constexpr bool kCentred = true, round_h = false;
+  static constexpr bool kSubtractMean = true, round_h = false;
   static constexpr float offset = 0.0f;
   __device__ float value(const float (&x)[1]) const { return x[0]; }
   __device__ float upstream(float dy, const float (&)[1]) const { return dy; }
@@ -41,10 +41,11 @@ struct Backward {
 // 16384 rows, bf16, us with the second kernel: 1024 columns 35.5 (37.4 with four rows a block), 2048 58.5 (60.3 with five blocks a
 // multiprocessor). Percent of a copy: 4096 columns 92, 6144 92 (86 with the next shape), 8192 93 (80 with single packs), 12288 97 (91
 // without a lead).
-using Ahead = StagedBlock<3, 4, 512, 1, 1>;
-using Ladder = BackwardLadder<3, Staged<2, 32, 4, 8, 1>, StagedBlock<2, 2, 128, 4>, StagedBlock<2, 2, 320, 2>,
-                              UpTo<896, Ahead>, StagedBlock<2, 2, 512>, UpTo<1152, StagedBlock<2, 4, 512>>,
-                              Ahead, StagedBlock<2, 4, 512>>;
+using Lookahead = PipelinedBlock<3, 4, 512, 1, 1>;
+using ShapeTable =
+    BackwardShapeTable<3, PipelinedRows<2, 32, 4, 8, 1>, PipelinedBlock<2, 2, 128, 4>,
+                       PipelinedBlock<2, 2, 320, 2>, UpToVecs<896, Lookahead>, PipelinedBlock<2, 2, 512>,
+                       UpToVecs<1152, PipelinedBlock<2, 4, 512>>, Lookahead, PipelinedBlock<2, 4, 512>>;
 
 }  // namespace
 
@@ -54,7 +55,7 @@ void layer_norm_fwd(Context& ctx, const LayerNormFwd& a) {
                  NormForward<Forward<X>, W, X>{.in = {a.x.row<X>(0)},
                                                .in_stride = {a.x.stride},
                                                .param = {a.weight.as<W>(), a.bias.as<W>()},
-                                               .absent = {1.0f, 0.0f},
+                                               .default_value = {1.0f, 0.0f},
                                                .y = a.y.row<X>(0),
                                                .y_stride = a.y.stride,
                                                .rstd = a.rstd.as<float>(),
@@ -69,19 +70,19 @@ void layer_norm_bwd(Context& ctx, const LayerNormBwd& a) {
   Vector dweight = a.dweight, dbias = a.dbias;
   dweight.size = dbias.size = a.x.cols;  // partial rows hold both
   with_weight_types(kOp, a.x.dtype, a.weight, [&]<class X, class W>(Type<X>, Type<W>) {
-    norm_backward<Ladder>(kOp, ctx,
-                          NormBackward<Backward<X>, W, X>{.dy = a.dy.row<X>(0),
-                                                          .in = {a.x.row<X>(0)},
-                                                          .out = {a.dx.row<X>(0)},
-                                                          .dy_stride = a.dy.stride,
-                                                          .in_stride = {a.x.stride},
-                                                          .out_stride = {a.dx.stride},
-                                                          .weight = a.weight.as<W>(),
-                                                          .rstd = a.rstd.as<float>(),
-                                                          .mean = a.mean.as<float>(),
-                                                          .rows = a.x.rows,
-                                                          .cols = a.x.cols},
-                          {dweight, dbias});
+    norm_backward<ShapeTable>(kOp, ctx,
+                              NormBackward<Backward<X>, W, X>{.dy = a.dy.row<X>(0),
+                                                              .in = {a.x.row<X>(0)},
+                                                              .out = {a.dx.row<X>(0)},
+                                                              .dy_stride = a.dy.stride,
+                                                              .in_stride = {a.x.stride},
+                                                              .out_stride = {a.dx.stride},
+                                                              .weight = a.weight.as<W>(),
+                                                              .rstd = a.rstd.as<float>(),
+                                                              .mean = a.mean.as<float>(),
+                                                              .rows = a.x.rows,
+                                                              .cols = a.x.cols},
+                              {dweight, dbias});
   });
 }
 

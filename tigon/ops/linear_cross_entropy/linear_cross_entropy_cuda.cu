@@ -23,19 +23,19 @@ __global__ __launch_bounds__(kThreads) void finish_kernel(const In* in, const fl
                                                           const float* scale, Out* out, int64_t n) {
   float factor = *dloss * (scale ? *scale : 1.0f);
   int64_t first = (int64_t(blockIdx.x) * kThreads * kUnroll + threadIdx.x) * N;
-  Pack<In, N> packs[kUnroll];
+  Vec<In, N> vecs[kUnroll];
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
     int64_t i = first + int64_t(u) * kThreads * N;
-    if (i + N <= n) packs[u] = load_stream<In, N>(in + i);
+    if (i + N <= n) vecs[u] = load_stream<In, N>(in + i);
   }
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
     int64_t i = first + int64_t(u) * kThreads * N;
     if (i + N <= n) {
-      Pack<Out, N> r;
+      Vec<Out, N> r;
 #pragma unroll
-      for (int j = 0; j < N; ++j) r.set(j, linear_cross_entropy_finished(packs[u][j], factor));
+      for (int j = 0; j < N; ++j) r.set(j, linear_cross_entropy_finished(vecs[u][j], factor));
       store(out + i, r);
     } else {
       for (int64_t t = i; t < n && t < i + N; ++t)
@@ -142,15 +142,15 @@ __global__ void ones_kernel(T* out, int64_t n) {
 }  // namespace
 
 void linear_cross_entropy_finish(Context& ctx, const LinearCrossEntropyFinish& a) {
-  constexpr int kPack = 8;
+  constexpr int kVecSize = 8;
   int64_t n = a.in.rows * a.in.cols;
   dispatch_float(kOp, "gradient", a.in.dtype, [&](auto ti) {
     using In = typename DeviceType<typename decltype(ti)::type>::type;
     dispatch_float(kOp, "result", a.out.dtype, [&](auto to) {
       using Out = typename DeviceType<typename decltype(to)::type>::type;
       // Both are fresh allocations: 16-byte aligned.
-      launch(kOp, ctx, finish_kernel<In, Out, kPack>,
-             {.blocks = ceil_div(n, int64_t(kThreads) * kPack * kUnroll), .threads = kThreads},
+      launch(kOp, ctx, finish_kernel<In, Out, kVecSize>,
+             {.blocks = ceil_div(n, int64_t(kThreads) * kVecSize * kUnroll), .threads = kThreads},
              a.in.row<In>(0), a.dloss.as<float>(), a.scale.as<float>(), a.out.row<Out>(0), n);
     });
   });

@@ -18,7 +18,7 @@ template <class X>
 struct Forward {
   using Element = X;
   static constexpr int kIn = 1, kParams = 1;
-  static constexpr bool kCentred = false, kKeeps = false;
+  static constexpr bool kSubtractMean = false, kWritesResidual = false;
   float offset;
   bool round_h;
   __device__ float value(const float (&x)[1]) const { return x[0]; }
@@ -31,7 +31,7 @@ template <class X>
 struct Backward {
   using Element = X;
   static constexpr int kIn = 1, kOut = 1, kSums = 1;
-  static constexpr bool kCentred = false;
+  static constexpr bool kSubtractMean = false;
   float offset;
   bool round_h;
   __device__ float value(const float (&x)[1]) const { return x[0]; }
@@ -44,10 +44,10 @@ struct Backward {
 // 16384 rows, bf16, us with the second kernel: 1024 columns 33.9 (34.4 direct), 2048 55.9 (57.5 with two packs), 2560 68.6 (72.3 with
 // one), 3072 80.0 (81.7), 4096 103.0 (105.5). Percent of a copy: 5120 columns 93 (85 with the next shape), 8192 98, 12288 96 (91
 // without a lead).
-using Ladder =
-    BackwardLadder<4, StagedBlock<2, 1, 256, 4>, StagedBlock<2, 2, 160, 4>, StagedBlock<3, 2, 256, 2>,
-                   StagedBlock<4, 4, 160>, StagedBlock<3, 1, 1024>, UpTo<1152, StagedBlock<2, 4, 512>>,
-                   StagedBlock<3, 4, 512, 1, 1>, StagedBlock<2, 4, 512>>;
+using ShapeTable = BackwardShapeTable<4, PipelinedBlock<2, 1, 256, 4>, PipelinedBlock<2, 2, 160, 4>,
+                                      PipelinedBlock<3, 2, 256, 2>, PipelinedBlock<4, 4, 160>,
+                                      PipelinedBlock<3, 1, 1024>, UpToVecs<1152, PipelinedBlock<2, 4, 512>>,
+                                      PipelinedBlock<3, 4, 512, 1, 1>, PipelinedBlock<2, 4, 512>>;
 
 }  // namespace
 
@@ -60,7 +60,7 @@ void rms_norm_fwd(Context& ctx, const RmsNormFwd& a) {
                                                    .in = {a.x.row<X>(0)},
                                                    .in_stride = {a.x.stride},
                                                    .param = {a.weight.as<W>()},
-                                                   .absent = {1.0f},
+                                                   .default_value = {1.0f},
                                                    .y = a.y.row<Y>(0),
                                                    .y_stride = a.y.stride,
                                                    .rstd = a.rstd.as<float>(),
@@ -73,20 +73,20 @@ void rms_norm_fwd(Context& ctx, const RmsNormFwd& a) {
 void rms_norm_bwd(Context& ctx, const RmsNormBwd& a) {
   with_result_types(
       kOp, a.x.dtype, a.weight, a.dy.dtype, [&]<class X, class W, class Y>(Type<X>, Type<W>, Type<Y>) {
-        norm_backward<Ladder>(kOp, ctx,
-                              NormBackward<Backward<X>, W, Y>{
-                                  .f = {.offset = a.offset, .round_h = a.rounding == Rounding::llama},
-                                  .dy = a.dy.row<Y>(0),
-                                  .in = {a.x.row<X>(0)},
-                                  .out = {a.dx.row<X>(0)},
-                                  .dy_stride = a.dy.stride,
-                                  .in_stride = {a.x.stride},
-                                  .out_stride = {a.dx.stride},
-                                  .weight = a.weight.as<W>(),
-                                  .rstd = a.rstd.as<float>(),
-                                  .rows = a.x.rows,
-                                  .cols = a.x.cols},
-                              {a.dweight});
+        norm_backward<ShapeTable>(kOp, ctx,
+                                  NormBackward<Backward<X>, W, Y>{
+                                      .f = {.offset = a.offset, .round_h = a.rounding == Rounding::llama},
+                                      .dy = a.dy.row<Y>(0),
+                                      .in = {a.x.row<X>(0)},
+                                      .out = {a.dx.row<X>(0)},
+                                      .dy_stride = a.dy.stride,
+                                      .in_stride = {a.x.stride},
+                                      .out_stride = {a.dx.stride},
+                                      .weight = a.weight.as<W>(),
+                                      .rstd = a.rstd.as<float>(),
+                                      .rows = a.x.rows,
+                                      .cols = a.x.cols},
+                                  {a.dweight});
       });
 }
 

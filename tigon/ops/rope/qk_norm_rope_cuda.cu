@@ -6,10 +6,10 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "tigon/base/cuda/rows.cuh"
+#include "tigon/base/cuda/row_shapes.cuh"
 #include "tigon/base/dispatch.h"
 #include "tigon/ops/rope/qk_norm_rope_cuda.cuh"
-#include "tigon/ops/rope/rope_ahead.cuh"
+#include "tigon/ops/rope/rope_pipeline.cuh"
 
 namespace tigon::cuda {
 namespace {
@@ -21,101 +21,101 @@ constexpr const char* kOp = "qk_norm_rope";
 // Stages of the ring; blocks a multiprocessor, which bound the registers.
 constexpr int kStages = 3;
 template <class X, bool Packed>
-constexpr int kBlocks = sizeof(X) == 4 ? 3
-                        : Packed       ? 5
-                                       : 4;
+constexpr int kMinBlocks = sizeof(X) == 4 ? 3
+                           : Packed       ? 5
+                                          : 4;
 template <class X>
-using ForwardRing = Ring<2 * kWordsOf<X>, kStages>;
+using ForwardStages = CpAsyncStages<2 * kWordsOf<X>, kStages>;
 
-constexpr int kStagesBackward = 3, kBlocksBackward = 3;
+constexpr int kStagesBackward = 3, kMinBlocksBackward = 3;
 template <class X, class Y>
-using BackwardRing = Ring<2 * (kWordsOf<X> + kWordsOf<Y>), kStagesBackward>;
+using BackwardStages = CpAsyncStages<2 * (kWordsOf<X> + kWordsOf<Y>), kStagesBackward>;
 
 // Packed: Norm::packed.
 template <Pairs P, bool Packed, class X, class Y>
-__global__ void __launch_bounds__(kThreads, kBlocks<X, Packed>)
+__global__ void __launch_bounds__(kThreads, kMinBlocks<X, Packed>)
     forward_kernel(const __grid_constant__ Forward p) {
-  constexpr int N = kPack;
-  const Place place(p.shape);
-  const TablePlace at = p.tables.template place<P, N>(place.lane);
+  constexpr int N = kVecColumns;
+  const PairCoord coord(p.shape);
+  const TableCoord at = p.tables.template coord<P, N>(coord.lane);
   const int lanes = int(p.shape.lanes.divisor);
-  const ForwardRing<X> ring;
-  if (!place.inside) ring.clear();
+  const ForwardStages<X> stages;
+  if (!coord.in_row) stages.clear();
   Source<X> source;
   auto begin = [&](uint32_t index) {
-    const bool live = place.inside && index < p.units.count;
+    const bool live = coord.in_row && index < p.units.count;
     Unit unit = p.units[live ? index : 0];
-    const Part& part = part_of(p, unit);
-    source = {x_of<X>(part, unit) + place.first, part.groups * part.x_head};
-    return part.run(unit, live);
+    const HeadTensors& tensors = tensors_of(p, unit);
+    source = {x_of<X>(tensors, unit) + coord.first, tensors.groups * tensors.x_head};
+    return tensors.range(unit, live);
   };
   auto copy = [&](int stage, bool wanted) {
-    if (wanted) source.copy(ring, stage, 0, place.apart());
+    if (wanted) source.copy(stages, stage, 0, coord.vec_stride());
     source.row += source.step;
   };
-  wait_for_kernel_ahead();
-  let_next_kernel_start();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const uint32_t stride = gridDim.x * p.shape.rows;
   uint32_t base = blockIdx.x * p.shape.rows;
-  Ahead<kStages, decltype(begin), decltype(copy)> ahead(base + place.row, stride, begin, copy);
+  RowPrefetcher<kStages, decltype(begin), decltype(copy)> prefetcher(base + coord.row, stride, begin, copy);
 #pragma unroll 1
   for (; base < p.units.count; base += stride) {
-    const bool live = place.inside && base + place.row < p.units.count;
-    Unit unit = p.units[live ? base + place.row : 0];
-    const Part& part = part_of(p, unit);
-    const bool second = &part == &p.k;
+    const bool live = coord.in_row && base + coord.row < p.units.count;
+    Unit unit = p.units[live ? base + coord.row : 0];
+    const HeadTensors& tensors = tensors_of(p, unit);
+    const bool second = &tensors == &p.k;
     float c[2 * N], s[2 * N], f[2 * N];
-    Pack<X, N> weights[2];
+    Vec<X, N> weights[2];
     if (live) {
       if constexpr (Packed) {
-        weights[0] = p.norm.template weight_pack<X, N>(second, place.first);
-        weights[1] = p.norm.template weight_pack<X, N>(second, place.second);
+        weights[0] = p.norm.template weight_vec<X, N>(second, coord.first);
+        weights[1] = p.norm.template weight_vec<X, N>(second, coord.second);
       } else {
-        p.norm.template factors<X, N>(second, place.first, f);
-        p.norm.template factors<X, N>(second, place.second, f + N);
+        p.norm.template factors<X, N>(second, coord.first, f);
+        p.norm.template factors<X, N>(second, coord.second, f + N);
       }
-      if (place.turned) p.tables.template read<X, P, N>(unit.batch, unit.token, at, c, s);
+      if (coord.is_rotated) p.tables.template read<X, P, N>(unit.batch, unit.token, at, c, s);
     }
-    Y* row = y_of<Y>(part, unit) + place.first;
-    const int64_t step = part.groups * part.y_head;
-    Run run = part.run(unit, live);
+    Y* row = y_of<Y>(tensors, unit) + coord.first;
+    const int64_t step = tensors.groups * tensors.y_head;
+    HeadRange range = tensors.range(unit, live);
     do {
       float v[2 * N];
-      ring.template read<X>(ahead.turn(), 0, v);
+      stages.template read<X>(prefetcher.next_stage(), 0, v);
       float total[1] = {dot(v, v)};
       sum_row(total, lanes);
-      if (run.has()) {
+      if (range.has()) {
         const float rstd = p.norm.template rstd<X>(total[0]);
 #pragma unroll
         for (int n = 0; n < 2 * N; ++n) v[n] *= rstd;
         if constexpr (Packed) {
-          widen_packs(product(narrow_pack<X, N>(v, 0), weights[0]),
-                      product(narrow_pack<X, N>(v, 1), weights[1]), v);
+          widen_vecs(product(narrow_vec<X, N>(v, 0), weights[0]), product(narrow_vec<X, N>(v, 1), weights[1]),
+                     v);
         } else {
           p.norm.template normalise<X>(v, f);
         }
-        if (place.turned) turn<P, N>(v, c, s);
-        store(row, narrow_pack<Y, N>(v, 0));
-        store(row + place.apart(), narrow_pack<Y, N>(v, 1));
+        if (coord.is_rotated) rotate<P, N>(v, c, s);
+        store(row, narrow_vec<Y, N>(v, 0));
+        store(row + coord.vec_stride(), narrow_vec<Y, N>(v, 1));
       }
-      row += step, run.next += run.step;
-    } while (run.any());
+      row += step, range.next += range.step;
+    } while (range.any());
   }
 }
 
 // The units of q, then those of k. dweight is summed in registers over all rows of a thread, over the rows of a warp by a tree,
 // then over its warps in order.
 template <Pairs P, class X, class Y>
-__global__ void __launch_bounds__(kThreads, kBlocksBackward)
+__global__ void __launch_bounds__(kThreads, kMinBlocksBackward)
     backward_kernel(const __grid_constant__ Backward p) {
-  constexpr int N = kPack, kDy = 2 * kWordsOf<X>;  // where dy lies in a stage
-  extern __shared__ uint4 shared[];                // the ring, then weights; at last [kWarps, cols] of sums
-  const Place place(p.shape);
-  const TablePlace at = p.tables.template place<P, N>(place.lane);
+  constexpr int N = kVecColumns, kDy = 2 * kWordsOf<X>;  // where dy lies in a stage
+  extern __shared__ uint4 shared[];  // the ring, then weights; at last [kWarps, cols] of sums
+  const PairCoord coord(p.shape);
+  const TableCoord at = p.tables.template coord<P, N>(coord.lane);
   const int cols = p.shape.cols, lanes = int(p.shape.lanes.divisor);
-  const BackwardRing<X, Y> ring;
-  if (!place.inside) ring.clear();
-  float4* factors = reinterpret_cast<float4*>(shared + BackwardRing<X, Y>::kBytes / 16) + threadIdx.x;
+  const BackwardStages<X, Y> stages;
+  if (!coord.in_row) stages.clear();
+  float4* factors = reinterpret_cast<float4*>(shared + BackwardStages<X, Y>::kBytes / 16) + threadIdx.x;
   auto weighted = [&](const float (&g)[2 * N], float (&gf)[2 * N]) {
 #pragma unroll
     for (int n = 0; n < 2 * N; n += 4) {
@@ -123,76 +123,78 @@ __global__ void __launch_bounds__(kThreads, kBlocksBackward)
       gf[n] = g[n] * f.x, gf[n + 1] = g[n + 1] * f.y, gf[n + 2] = g[n + 2] * f.z, gf[n + 3] = g[n + 3] * f.w;
     }
   };
-  wait_for_kernel_ahead();
-  let_next_kernel_start();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   const uint32_t stride = gridDim.x * p.shape.rows;
   uint32_t base = blockIdx.x * p.shape.rows;
 #pragma unroll 1
   for (int second = 0; second < 2; ++second) {
-    const Part& part = second ? p.k : p.q;
+    const HeadTensors& tensors = second ? p.k : p.q;
     const Input& input = second ? p.k_x : p.q_x;
     const Units& units = second ? p.k_units : p.q_units;
     float dw[2 * N] = {};
     {
       float f[2 * N] = {};
-      if (place.inside) {
-        p.norm.template factors<X, N>(second, place.first, f);
-        p.norm.template factors<X, N>(second, place.second, f + N);
+      if (coord.in_row) {
+        p.norm.template factors<X, N>(second, coord.first, f);
+        p.norm.template factors<X, N>(second, coord.second, f + N);
       }
 #pragma unroll
       for (int n = 0; n < 2 * N; n += 4)
         factors[n / 4 * kThreads] = make_float4(f[n], f[n + 1], f[n + 2], f[n + 3]);
     }
-    Source<X> x_source{nullptr, part.groups * input.head};
-    Source<Y> dy_source{nullptr, part.groups * part.x_head};
-    const int64_t step = part.groups * part.y_head;
+    Source<X> x_source{nullptr, tensors.groups * input.head};
+    Source<Y> dy_source{nullptr, tensors.groups * tensors.x_head};
+    const int64_t step = tensors.groups * tensors.y_head;
     auto begin = [&](uint32_t index) {
-      const bool live = place.inside && index < units.count;
+      const bool live = coord.in_row && index < units.count;
       const Unit unit = units[live ? index : 0];
-      x_source.row = input.template at<X>(unit) + place.first;
-      dy_source.row = x_of<Y>(part, unit) + place.first;
-      return part.run(unit, live);
+      x_source.row = input.template at<X>(unit) + coord.first;
+      dy_source.row = x_of<Y>(tensors, unit) + coord.first;
+      return tensors.range(unit, live);
     };
     auto copy = [&](int stage, bool wanted) {
       if (wanted)
-        x_source.copy(ring, stage, 0, place.apart()), dy_source.copy(ring, stage, kDy, place.apart());
+        x_source.copy(stages, stage, 0, coord.vec_stride()),
+            dy_source.copy(stages, stage, kDy, coord.vec_stride());
       x_source.row += x_source.step, dy_source.row += dy_source.step;
     };
-    Ahead<kStagesBackward, decltype(begin), decltype(copy)> ahead(base + place.row, stride, begin, copy);
+    RowPrefetcher<kStagesBackward, decltype(begin), decltype(copy)> prefetcher(base + coord.row, stride,
+                                                                               begin, copy);
 #pragma unroll 1
     for (; base < units.count; base += stride) {
-      const bool live = place.inside && base + place.row < units.count;
-      const Unit unit = units[live ? base + place.row : 0];
+      const bool live = coord.in_row && base + coord.row < units.count;
+      const Unit unit = units[live ? base + coord.row : 0];
       float c[2 * N], s[2 * N];
-      if (live && place.turned) p.tables.template read<X, P, N>(unit.batch, unit.token, at, c, s);
-      X* row = y_of<X>(part, unit) + place.first;
-      Run run = part.run(unit, live);
+      if (live && coord.is_rotated) p.tables.template read<X, P, N>(unit.batch, unit.token, at, c, s);
+      X* row = y_of<X>(tensors, unit) + coord.first;
+      HeadRange range = tensors.range(unit, live);
       do {
-        const int stage = ahead.turn();
+        const int stage = prefetcher.next_stage();
         float x[2 * N], g[2 * N], gf[2 * N];  // g: gradient of the normalised row
-        ring.template read<X>(stage, 0, x);
-        ring.template read<Y>(stage, kDy, g);
-        if (place.turned) turn<P, N>(g, c, s);
+        stages.template read<X>(stage, 0, x);
+        stages.template read<Y>(stage, kDy, g);
+        if (coord.is_rotated) rotate<P, N>(g, c, s);
         weighted(g, gf);
         float total[2] = {dot(x, x), dot(gf, x)};
         sum_row(total, lanes);
-        if (run.has()) {
-          const float rstd = p.norm.template rstd<X>(total[0]), mean = total[1] * rstd * p.norm.inverse;
+        if (range.has()) {
+          const float rstd = p.norm.template rstd<X>(total[0]), mean = total[1] * rstd * p.norm.inv_cols;
 #pragma unroll
           for (int n = 0; n < 2 * N; ++n) {
             x[n] *= rstd;
             gf[n] = qk_norm_dx(gf[n], x[n], mean, rstd);
           }
-          store(row, narrow_pack<X, N>(gf, 0));
-          store(row + place.apart(), narrow_pack<X, N>(gf, 1));
+          store(row, narrow_vec<X, N>(gf, 0));
+          store(row + coord.vec_stride(), narrow_vec<X, N>(gf, 1));
           if (p.norm.round_h) round_all<X>(x);
 #pragma unroll
           for (int n = 0; n < 2 * N; ++n) dw[n] = fma(g[n], x[n], dw[n]);
         }
-        row += step, run.next += run.step;
-      } while (run.any());
+        row += step, range.next += range.step;
+      } while (range.any());
     }
-    copies_wait<0>();
+    cp_async_wait_group<0>();
     base -= (units.count + p.shape.rows - 1) / p.shape.rows * p.shape.rows;  // k's come right behind
     if (p.partials == nullptr) continue;
 #pragma unroll
@@ -200,12 +202,12 @@ __global__ void __launch_bounds__(kThreads, kBlocksBackward)
       for (int m = lanes; m < 32; m <<= 1) dw[n] += __shfl_xor_sync(0xffffffffu, dw[n], m);
     __syncthreads();
     float* sums = reinterpret_cast<float*>(shared);
-    if (int(threadIdx.x % 32) < lanes && place.inside) {
+    if (int(threadIdx.x % 32) < lanes && coord.in_row) {
       float* own = sums + threadIdx.x / 32 * cols;
 #pragma unroll
-      for (int n = 0; n < N; ++n) own[place.first + n] = dw[n], own[place.second + n] = dw[N + n];
+      for (int n = 0; n < N; ++n) own[coord.first + n] = dw[n], own[coord.second + n] = dw[N + n];
     }
-    add_up(p, second, sums);
+    reduce_block_sums(p, second, sums);
   }
 }
 
@@ -221,12 +223,12 @@ void with_types(DType x, DType y, Fn&& fn) {
 
 bool rows_fit(const Rope& a, const RopeHeads& x, const QkNorm& norm) {
   auto aligned = [](const Vector& w) { return reinterpret_cast<uintptr_t>(w.data) % 16 == 0; };
-  return packs_fit(a, x, kColumns) && x.cols <= 32 * kColumns && aligned(norm.q_weight) &&
+  return vecs_fit(a, x, kColumns) && x.cols <= 32 * kColumns && aligned(norm.q_weight) &&
          aligned(norm.k_weight);
 }
 
-Forward forward_of(const QkNormRopeFwd& a, const RopeHeads& x, int held) {
-  Part q(a.rope.q, a.rope.q_out, held), k(a.rope.k, a.rope.k_out, held);
+Forward forward_of(const QkNormRopeFwd& a, const RopeHeads& x, int heads_per_unit) {
+  HeadTensors q(a.rope.q, a.rope.q_out, heads_per_unit), k(a.rope.k, a.rope.k_out, heads_per_unit);
   return {.q = q,
           .k = k,
           .units = Units(x, q.groups + k.groups),
@@ -235,8 +237,8 @@ Forward forward_of(const QkNormRopeFwd& a, const RopeHeads& x, int held) {
           .norm = Norm(a.norm, x.dtype, x.cols)};
 }
 
-Backward backward_of(const QkNormRopeBwd& a, const RopeHeads& x, int held) {
-  Part q(a.rope.q, a.rope.q_out, held), k(a.rope.k, a.rope.k_out, held);
+Backward backward_of(const QkNormRopeBwd& a, const RopeHeads& x, int heads_per_unit) {
+  HeadTensors q(a.rope.q, a.rope.q_out, heads_per_unit), k(a.rope.k, a.rope.k_out, heads_per_unit);
   return {.q = q,
           .k = k,
           .q_x = Input(a.q),
@@ -251,7 +253,7 @@ Backward backward_of(const QkNormRopeBwd& a, const RopeHeads& x, int held) {
 
 template <auto* kernel, class X>
 void run_forward(Context& ctx, const Forward& p) {
-  launch_resident<kernel>(kOp, ctx, ForwardRing<X>::kBytes, ceil_div(p.units.count, p.shape.rows), p);
+  launch_persistent<kernel>(kOp, ctx, ForwardStages<X>::kBytes, ceil_div(p.units.count, p.shape.rows), p);
 }
 
 // fn(blocks) launches; then what the blocks leave of dweight is summed.
@@ -264,13 +266,13 @@ void sum_weights(Context& ctx, Backward& p, int64_t blocks, const Matrix& dweigh
                  {Vector{.data = dweight.data, .dtype = dweight.dtype, .size = 2 * dweight.cols}});
 }
 
-template <auto* kernel, class Ring>
+template <auto* kernel, class CpAsyncStages>
 void run_backward(Context& ctx, Backward p, const Matrix& dweight) {
   const int64_t tiles = ceil_div(p.q_units.count, p.shape.rows) + ceil_div(p.k_units.count, p.shape.rows);
-  const size_t shared = std::max(Ring::kBytes + kThreads * kColumns * sizeof(float),
+  const size_t shared = std::max(CpAsyncStages::kBytes + kThreads * kColumns * sizeof(float),
                                  sizeof(float) * kWarps * size_t(p.shape.cols));
   sum_weights(ctx, p, resident_blocks<kernel>(kOp, shared, tiles), dweight, [&](int64_t blocks) {
-    launch(kOp, ctx, kernel, {.blocks = blocks, .threads = kThreads, .shared = shared, .early = true}, p);
+    launch(kOp, ctx, kernel, {.blocks = blocks, .threads = kThreads, .shared = shared, .pdl = true}, p);
   });
 }
 
@@ -290,16 +292,19 @@ void qk_norm_rope_fwd(Context& ctx, const QkNormRopeFwd& a) {
                     {.blocks = ceil_div(rows, kWarps),
                      .threads = kThreads,
                      .shared = kWarps * size_t(x.cols) * sizeof(float),
-                     .early = true},
+                     .pdl = true},
                     p, uint64_t(rows));
     }
     const bool packed = std::is_same_v<X, Y> && Norm(a.norm, x.dtype, x.cols).packed(x.dtype);
     // Few heads too where sequences share a token's row of the tables, which is near then.
-    const bool near = a.rope.positions.data == nullptr && a.rope.cos.axes == 1 && a.rope.cos.batch == 1;
-    const int held = packed && near ? kFewHeld
-                                    : held_of(x, a.rope.q.heads + a.rope.k.heads, lanes_of(x, kColumns),
-                                              packed ? kBlocks<X, true> : kBlocks<X, false>);
-    const Forward p = forward_of(a, x, held);
+    const bool tables_in_cache =
+        a.rope.positions.data == nullptr && a.rope.cos.axes == 1 && a.rope.cos.batch == 1;
+    const int heads_per_unit =
+        packed && tables_in_cache
+            ? kFewHeads
+            : heads_per_unit_of(x, a.rope.q.heads + a.rope.k.heads, lanes_of(x, kColumns),
+                                packed ? kMinBlocks<X, true> : kMinBlocks<X, false>);
+    const Forward p = forward_of(a, x, heads_per_unit);
     if constexpr (std::is_same_v<X, Y> && sizeof(X) == 2)
       if (packed)
         return halves ? run_forward<forward_kernel<Pairs::halves, true, X, Y>, X>(ctx, p)
@@ -322,7 +327,7 @@ void qk_norm_rope_bwd(Context& ctx, const QkNormRopeBwd& a) {
   with_types(x.dtype, dy.dtype, [&](auto tx, auto ty) {
     using X = typename decltype(tx)::type;
     using Y = typename decltype(ty)::type;
-    using Ring = BackwardRing<X, Y>;
+    using CpAsyncStages = BackwardStages<X, Y>;
     if (!rows_fit(a.rope, x, a.norm) || !heads_align(a.q) || !heads_align(a.k)) {
       Backward p = backward_of(a, x, 1);
       const int64_t q_rows = a.q.batch * a.q.tokens * a.q.heads, k_rows = a.k.batch * a.k.tokens * a.k.heads;
@@ -333,14 +338,15 @@ void qk_norm_rope_bwd(Context& ctx, const QkNormRopeBwd& a) {
                {.blocks = blocks,
                 .threads = kThreads,
                 .shared = 2 * kWarps * size_t(x.cols) * sizeof(float),
-                .early = true},
+                .pdl = true},
                p, uint64_t(q_rows), uint64_t(k_rows));
       });
     }
-    const int held = held_of(x, a.q.heads + a.k.heads, lanes_of(x, kColumns), kBlocksBackward);
-    const Backward p = backward_of(a, x, held);
-    halves ? run_backward<backward_kernel<Pairs::halves, X, Y>, Ring>(ctx, p, a.dweight)
-           : run_backward<backward_kernel<Pairs::neighbours, X, Y>, Ring>(ctx, p, a.dweight);
+    const int heads_per_unit =
+        heads_per_unit_of(x, a.q.heads + a.k.heads, lanes_of(x, kColumns), kMinBlocksBackward);
+    const Backward p = backward_of(a, x, heads_per_unit);
+    halves ? run_backward<backward_kernel<Pairs::halves, X, Y>, CpAsyncStages>(ctx, p, a.dweight)
+           : run_backward<backward_kernel<Pairs::neighbours, X, Y>, CpAsyncStages>(ctx, p, a.dweight);
   });
 }
 

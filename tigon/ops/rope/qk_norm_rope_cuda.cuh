@@ -15,7 +15,7 @@ constexpr int kWarps = kThreads / 32;
 struct Norm {
   const void *q_weight, *k_weight;  // null: none
   bool f32_weight, round_h, round_n;
-  float eps, offset, inverse;  // 1 / cols
+  float eps, offset, inv_cols;  // 1 / cols
 
   Norm(const QkNorm& a, DType x, int64_t cols)
       : q_weight(a.q_weight.data),
@@ -25,7 +25,7 @@ struct Norm {
         round_n(a.result(x) == x),
         eps(a.eps),
         offset(a.offset),
-        inverse(1.0f / float(cols)) {}
+        inv_cols(1.0f / float(cols)) {}
 
   // n = h * weight of two 16-bit numbers: the product rounds once, so 16-bit arithmetic gives the same bits.
   bool packed(DType x) const { return is_half(x) && round_h && round_n && !f32_weight && offset == 0.0f; }
@@ -34,14 +34,14 @@ struct Norm {
 
   // Weights of N columns as they are; ones without weights.
   template <class X, int N>
-  __device__ __forceinline__ Pack<X, N> weight_pack(bool second, int column) const {
+  __device__ __forceinline__ Vec<X, N> weight_vec(bool second, int column) const {
     const X* from = static_cast<const X*>(weight(second));
-    Pack<X, N> r;
+    Vec<X, N> r;
     float ones[2] = {1.0f, 1.0f};
-    Pack<X, 2> one;
+    Vec<X, 2> one;
     one.set(ones);
     const uint32_t word = reinterpret_cast<const uint32_t&>(one);
-    reinterpret_cast<uint4&>(r) = load_where(from != nullptr, from + column, word);
+    reinterpret_cast<uint4&>(r) = load_predicated(from != nullptr, from + column, word);
     return r;
   }
 
@@ -53,19 +53,19 @@ struct Norm {
 #pragma unroll
       for (int n = 0; n < N; ++n) f[n] = 1.0f;
     } else if (f32_weight) {
-      auto pack = load<float, N>(static_cast<const float*>(from) + column);
+      auto vec = load<float, N>(static_cast<const float*>(from) + column);
 #pragma unroll
-      for (int n = 0; n < N; ++n) f[n] = offset + pack[n];
+      for (int n = 0; n < N; ++n) f[n] = offset + vec[n];
     } else {
-      auto pack = load<X, N>(static_cast<const X*>(from) + column);
+      auto vec = load<X, N>(static_cast<const X*>(from) + column);
 #pragma unroll
-      for (int n = 0; n < N; ++n) f[n] = offset + pack[n];
+      for (int n = 0; n < N; ++n) f[n] = offset + vec[n];
     }
   }
 
   template <class X>
   __device__ __forceinline__ float rstd(float squares) const {
-    const float variance = fma(squares, inverse, eps);
+    const float variance = fma(squares, inv_cols, eps);
     return sizeof(X) == 2 ? rsqrtf(variance) : 1.0f / sqrtf(variance);
   }
 
@@ -85,7 +85,7 @@ __device__ __forceinline__ __nv_bfloat162 product(__nv_bfloat162 a, __nv_bfloat1
 __device__ __forceinline__ __half2 product(__half2 a, __half2 b) { return __hmul2_rn(a, b); }
 
 template <class X, int N>
-__device__ __forceinline__ Pack<X, N> product(Pack<X, N> a, const Pack<X, N>& b) {
+__device__ __forceinline__ Vec<X, N> product(Vec<X, N> a, const Vec<X, N>& b) {
   using Two = std::conditional_t<std::is_same_v<X, __half>, __half2, __nv_bfloat162>;
 #pragma unroll
   for (int n = 0; n < N / 2; ++n)
@@ -114,7 +114,7 @@ __device__ __forceinline__ float dot(const float (&a)[N], const float (&b)[N]) {
 }
 
 struct Forward {
-  Part q, k;
+  HeadTensors q, k;
   Units units;
   Tables tables;
   Shape shape;
@@ -135,7 +135,7 @@ struct Input {
 };
 
 struct Backward {
-  Part q, k;
+  HeadTensors q, k;
   Input q_x, k_x;
   Units q_units, k_units;
   Tables tables;
@@ -145,7 +145,7 @@ struct Backward {
 };
 
 // The block's row of the partials: the sums that its warps have left, in order.
-__device__ __forceinline__ void add_up(const Backward& p, int second, const float* sums) {
+__device__ __forceinline__ void reduce_block_sums(const Backward& p, int second, const float* sums) {
   const int cols = p.shape.cols;
   __syncthreads();
   if (p.partials != nullptr) {
@@ -163,12 +163,12 @@ __device__ __forceinline__ void add_up(const Backward& p, int second, const floa
 
 // pair(first column, second, c, s) for the pairs of a row that a lane has, with cos and sin as turn() takes them, then rest(column).
 template <class X, class PairFn, class RestFn>
-__device__ __forceinline__ void over_row(const Tables& tables, const Shape& shape, const Unit& unit,
-                                         PairFn&& pair, RestFn&& rest) {
+__device__ __forceinline__ void for_each_pair(const Tables& tables, const Shape& shape, const Unit& unit,
+                                              PairFn&& pair, RestFn&& rest) {
   const int half = shape.rotated / 2, lane = int(threadIdx.x) % 32;
   for (int i = lane; i < half; i += 32) {
     float c[2], s[2];
-    tables.read<X, Pairs::halves, 1>(unit.batch, unit.token, tables.place(i), c, s);
+    tables.read<X, Pairs::halves, 1>(unit.batch, unit.token, tables.coord(i), c, s);
     const int first = shape.start + (tables.halves ? i : 2 * i);
     pair(first, first + (tables.halves ? half : 1), c, s);
   }
@@ -179,15 +179,15 @@ template <class X, class Y>
 __global__ void __launch_bounds__(kThreads)
     forward_rows_kernel(const __grid_constant__ Forward p, uint64_t units) {
   extern __shared__ float sums[];
-  wait_for_kernel_ahead();
+  griddepcontrol_wait();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, cols = p.shape.cols;
   const uint64_t index = uint64_t(blockIdx.x) * kWarps + warp;
   if (index >= units) return;
-  Unit unit = p.units.far(index);
-  const Part& part = part_of(p, unit);
-  const bool second = &part == &p.k;
-  const X* x = x_of<X>(part, unit);
-  Y* y = y_of<Y>(part, unit);
+  Unit unit = p.units.at64(index);
+  const HeadTensors& tensors = tensors_of(p, unit);
+  const bool second = &tensors == &p.k;
+  const X* x = x_of<X>(tensors, unit);
+  Y* y = y_of<Y>(tensors, unit);
   float* n = sums + warp * cols;
   float squares[1] = {};
   for (int i = lane; i < cols; i += 32) squares[0] = fma(widen(x[i]), widen(x[i]), squares[0]);
@@ -200,11 +200,11 @@ __global__ void __launch_bounds__(kThreads)
     n[i] = h[0];
   }
   __syncwarp();
-  over_row<X>(
+  for_each_pair<X>(
       p.tables, p.shape, unit,
       [&](int first, int other, const float (&c)[2], const float (&s)[2]) {
         float v[2] = {n[first], n[other]};
-        turn<Pairs::halves, 1>(v, c, s);
+        rotate<Pairs::halves, 1>(v, c, s);
         y[first] = narrow<Y>(v[0]), y[other] = narrow<Y>(v[1]);
       },
       [&](int column) { y[column] = narrow<Y>(n[column]); });
@@ -216,24 +216,24 @@ __global__ void __launch_bounds__(kThreads)
   extern __shared__ float sums[];  // [2 kWarps, cols]: gradients of the normalised rows, then dweight
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, cols = p.shape.cols;
   float *g = sums + warp * cols, *dw = g + kWarps * cols;
-  wait_for_kernel_ahead();
-  let_next_kernel_start();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   for (int second = 0; second < 2; ++second) {
-    const Part& part = second ? p.k : p.q;
+    const HeadTensors& tensors = second ? p.k : p.q;
     const Input& input = second ? p.k_x : p.q_x;
     const Units& units = second ? p.k_units : p.q_units;
     for (int i = lane; i < cols; i += 32) dw[i] = 0.0f;
     for (uint64_t row = uint64_t(blockIdx.x) * kWarps + warp; row < (second ? k_units : q_units);
          row += uint64_t(gridDim.x) * kWarps) {
-      const Unit unit = units.far(row);
+      const Unit unit = units.at64(row);
       const X* x = input.template at<X>(unit);
-      const Y* dy = x_of<Y>(part, unit);
-      X* dx = y_of<X>(part, unit);
-      over_row<X>(
+      const Y* dy = x_of<Y>(tensors, unit);
+      X* dx = y_of<X>(tensors, unit);
+      for_each_pair<X>(
           p.tables, p.shape, unit,
           [&](int first, int other, const float (&c)[2], const float (&s)[2]) {
             float v[2] = {widen(dy[first]), widen(dy[other])};
-            turn<Pairs::halves, 1>(v, c, s);
+            rotate<Pairs::halves, 1>(v, c, s);
             g[first] = v[0], g[other] = v[1];
           },
           [&](int column) { g[column] = widen(dy[column]); });
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kThreads)
         total[1] = fma(g[i] * f[0], widen(x[i]), total[1]);
       }
       sum_row(total, 32);
-      const float rstd = p.norm.template rstd<X>(total[0]), mean = total[1] * rstd * p.norm.inverse;
+      const float rstd = p.norm.template rstd<X>(total[0]), mean = total[1] * rstd * p.norm.inv_cols;
       for (int i = lane; i < cols; i += 32) {
         float h = widen(x[i]) * rstd, f[1];
         p.norm.template factors<X, 1>(second, i, f);
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(kThreads)
       }
       __syncwarp();
     }
-    add_up(p, second, sums + kWarps * cols);
+    reduce_block_sums(p, second, sums + kWarps * cols);
   }
 }
 

@@ -12,14 +12,14 @@ namespace tigon::cuda::rope_kernels {
 
 #include "tigon/ops/rope/rope_math.inc"
 
-constexpr int kThreads = 128;        // a block
-constexpr int kColumns = 2 * kPack;  // of a thread that owns both elements of its pairs
+constexpr int kThreads = 128;              // a block
+constexpr int kColumns = 2 * kVecColumns;  // of a thread that owns both elements of its pairs
 
 // --- heads ---------------------------------------------------------------------------------------------------------
 
 // The rows of a unit that a thread has: heads next, next + step, ... below end. The lanes of a warp go over theirs together, and
 // over one at least.
-struct Run {
+struct HeadRange {
   int next, step, end;
 
   __device__ __forceinline__ bool has() const { return next < end; }
@@ -31,13 +31,13 @@ struct Unit {
 };
 
 // Rows of q or of k, taken by units: a unit is up to `held` heads (group, group + groups, ...) of one token.
-struct Part : HeadsFromTo {
+struct HeadTensors : HeadsFromTo {
   int groups;
 
-  Part(const RopeHeads& x, const RopeHeads& y, int held)
-      : HeadsFromTo(x, y), groups(int(x.empty() ? 0 : ceil_div(x.heads, held))) {}
+  HeadTensors(const RopeHeads& x, const RopeHeads& y, int heads_per_unit)
+      : HeadsFromTo(x, y), groups(int(x.empty() ? 0 : ceil_div(x.heads, heads_per_unit))) {}
 
-  __device__ __forceinline__ Run run(const Unit& unit, bool live) const {
+  __device__ __forceinline__ HeadRange range(const Unit& unit, bool live) const {
     return {live ? int(unit.group) : heads, groups, heads};
   }
 };
@@ -46,13 +46,13 @@ struct Part : HeadsFromTo {
 struct Units {
   Divider inner, middle;
   bool
-      tokens_inside;  // in memory tokens lie inside heads: neighbouring units take neighbouring tokens, else heads
+      tokens_inner;  // in memory tokens lie inside heads: neighbouring units take neighbouring tokens, else heads
   uint32_t count;
 
   Units(const RopeHeads& x, int groups)
       : inner(std::max<int64_t>(1, x.token_stride < x.head_stride ? x.tokens : groups)),
         middle(std::max<int64_t>(1, x.token_stride < x.head_stride ? groups : x.tokens)),
-        tokens_inside(x.token_stride < x.head_stride),
+        tokens_inner(x.token_stride < x.head_stride),
         count(uint32_t(x.batch * x.tokens * groups)) {}
 
   __device__ __forceinline__ Unit operator[](uint32_t index) const {
@@ -61,7 +61,7 @@ struct Units {
     return unit(batch, m, i);
   }
   // The same for any number of units.
-  __device__ __forceinline__ Unit far(uint64_t index) const {
+  __device__ __forceinline__ Unit at64(uint64_t index) const {
     const uint64_t outer = index / inner.divisor, batch = outer / middle.divisor;
     return unit(uint32_t(batch), uint32_t(outer - batch * middle.divisor),
                 uint32_t(index - outer * inner.divisor));
@@ -69,24 +69,24 @@ struct Units {
 
  private:
   __device__ __forceinline__ Unit unit(uint32_t batch, uint32_t m, uint32_t i) const {
-    return {batch, tokens_inside ? i : m, tokens_inside ? m : i};
+    return {batch, tokens_inner ? i : m, tokens_inner ? m : i};
   }
 };
 
 // Where units are those of q and k: the part that one is of; its group is that of the part from here on.
 template <class Params>
-__device__ __forceinline__ const Part& part_of(const Params& p, Unit& unit) {
+__device__ __forceinline__ const HeadTensors& tensors_of(const Params& p, Unit& unit) {
   if (unit.group < uint32_t(p.q.groups)) return p.q;
   unit.group -= p.q.groups;
   return p.k;
 }
 
 template <class X>
-__device__ __forceinline__ const X* x_of(const Part& p, const Unit& u) {
+__device__ __forceinline__ const X* x_of(const HeadTensors& p, const Unit& u) {
   return static_cast<const X*>(p.x) + u.batch * p.x_batch + u.token * p.x_token + int(u.group) * p.x_head;
 }
 template <class Y>
-__device__ __forceinline__ Y* y_of(const Part& p, const Unit& u) {
+__device__ __forceinline__ Y* y_of(const HeadTensors& p, const Unit& u) {
   return static_cast<Y*>(p.y) + u.batch * p.y_batch + u.token * p.y_token + int(u.group) * p.y_head;
 }
 
@@ -113,29 +113,29 @@ inline int lanes_of(const RopeHeads& x, int columns) {
 
 // The place of a thread that owns both elements of its pairs: the first threads of a row have its pairs, then come those of the
 // columns that are not rotated.
-struct Place {
+struct PairCoord {
   int row;            // of those that the block has at a time
-  bool inside;        // the row has such columns
-  bool turned;        // and they are rotated
+  bool in_row;        // the row has such columns
+  bool is_rotated;    // and they are rotated
   int lane;           // among those of its kind
   int first, second;  // columns of the packs
 
-  __device__ __forceinline__ int apart() const { return second - first; }
+  __device__ __forceinline__ int vec_stride() const { return second - first; }
 
-  __device__ __forceinline__ explicit Place(const Shape& shape) {
+  __device__ __forceinline__ explicit PairCoord(const Shape& shape) {
     const int lanes = shape.rotated >> 4;
     row = int(shape.lanes.divide(threadIdx.x));
     lane = int(threadIdx.x) - row * int(shape.lanes.divisor);
-    inside = lane < shape.cols >> 4 && row < shape.rows;
-    turned = lane < lanes;
-    if (turned) {
-      first = shape.start + lane * kPack;
+    in_row = lane < shape.cols >> 4 && row < shape.rows;
+    is_rotated = lane < lanes;
+    if (is_rotated) {
+      first = shape.start + lane * kVecColumns;
       second = first + shape.rotated / 2;
     } else {
       lane -= lanes;
       first = lane * kColumns;
       if (first >= shape.start) first += shape.rotated;
-      second = first + kPack;
+      second = first + kVecColumns;
     }
   }
 };
@@ -154,21 +154,21 @@ __device__ constexpr bool is_first(int n) {
 }
 
 template <class T, int N>
-__device__ __forceinline__ void widen_packs(const Pack<T, N>& a, const Pack<T, N>& b, float (&v)[2 * N]) {
+__device__ __forceinline__ void widen_vecs(const Vec<T, N>& a, const Vec<T, N>& b, float (&v)[2 * N]) {
 #pragma unroll
   for (int n = 0; n < N; ++n) v[n] = a[n], v[N + n] = b[n];
 }
 template <class T, int N>
-__device__ __forceinline__ Pack<T, N> narrow_pack(const float (&v)[2 * N], int which) {
+__device__ __forceinline__ Vec<T, N> narrow_vec(const float (&v)[2 * N], int which) {
   float half[N];
 #pragma unroll
   for (int n = 0; n < N; ++n) half[n] = v[which * N + n];
-  Pack<T, N> r;
+  Vec<T, N> r;
   r.set(half);
   return r;
 }
 template <Pairs P, int N>
-__device__ __forceinline__ void turn(float (&v)[2 * N], const float (&c)[2 * N], const float (&s)[2 * N]) {
+__device__ __forceinline__ void rotate(float (&v)[2 * N], const float (&c)[2 * N], const float (&s)[2 * N]) {
   float x[2 * N];
 #pragma unroll
   for (int n = 0; n < 2 * N; ++n) x[n] = v[n];
@@ -188,9 +188,9 @@ inline bool all_align(const Rope& a) {
          (a.cos.col_stride == 2 || table_aligns(a.sin));  // complex: sin lies behind cos
 }
 // Rows and their parts are of packs, which a Tables knows the axes of, and units few enough to count in 31 bits.
-inline bool packs_fit(const Rope& a, const RopeHeads& x, int columns) {
+inline bool vecs_fit(const Rope& a, const RopeHeads& x, int columns) {
   return all_align(a) && x.cols % columns == 0 && a.start(x) % columns == 0 && a.rotated() % columns == 0 &&
-         (!a.form.sections.given() || x.cols <= kMostPacks * kPack) &&
+         (!a.form.sections.given() || x.cols <= kMaxVecs * kVecColumns) &&
          x.batch * x.tokens * (a.q.heads + a.k.heads) < INT32_MAX / 2;
 }
 

@@ -11,7 +11,7 @@
 
 namespace tigon::cuda::rope_kernels {
 
-constexpr int kPack = 8;  // columns in one access: 16 bytes of 16-bit numbers, 32 of fp32
+constexpr int kVecColumns = 8;  // columns in one access: 16 bytes of 16-bit numbers, 32 of fp32
 
 // How the columns of a thread lie in registers, and tables of R columns in memory. Crossed: neighbours in registers, halves in
 // memory.
@@ -22,13 +22,13 @@ inline Pairs pairs_of(const Rope& a) {
 }
 
 // What of a token's row in a table belongs to a thread: one or two packs of registers.
-struct TablePlace {
+struct TableCoord {
   int first, second;  // columns of the table where they begin
   uint32_t axes;      // of the columns in registers, two bits each
   bool mixed;         // they are not all the same
 };
 
-constexpr int kMostPacks = 64;  // of the rotated columns of a row, where there are sections
+constexpr int kMaxVecs = 64;  // of the rotated columns of a row, where there are sections
 constexpr uint32_t kEachColumn = 0x55555555u;
 
 // The tables of a call. Functions take T16, the 16-bit type of tables that are not fp32; P, how pairs lie; N, the columns of a pack.
@@ -40,8 +40,8 @@ struct Tables {
   int half;                   // pairs
   int height = 0, width = 0;  // the first pair of either
   RopeSections sections;
-  uint16_t axes[kMostPacks] = {};  // TablePlace::axes of each pack
-  bool mixed = false;              // they are not all the same in some pack
+  uint16_t axes[kMaxVecs] = {};  // TablePlace::axes of each pack
+  bool mixed = false;            // they are not all the same in some pack
   bool sectioned, f32, wide_positions, complex, shared, halves, backward;
 
   Tables(const Rope& a, bool backward, Pairs pairs)
@@ -65,40 +65,40 @@ struct Tables {
     width = sectioned ? int(sections.time + sections.height) : INT_MAX;
     if (!sectioned) return;
     mixed = sections.mixed;
-    for (int pack = 0; pack < kMostPacks && pack * kPack < 2 * half; ++pack) {
-      for (int n = 0; n < kPack; ++n) {
-        const int column = pack * kPack + n;
-        axes[pack] |= sections.axis_of(pairs == Pairs::halves ? column % half : column / 2) << 2 * n;
+    for (int vec = 0; vec < kMaxVecs && vec * kVecColumns < 2 * half; ++vec) {
+      for (int n = 0; n < kVecColumns; ++n) {
+        const int column = vec * kVecColumns + n;
+        axes[vec] |= sections.axis_of(pairs == Pairs::halves ? column % half : column / 2) << 2 * n;
       }
-      mixed = mixed || axes[pack] != ((axes[pack] & 3u) * kEachColumn & 0xffffu);
+      mixed = mixed || axes[vec] != ((axes[vec] & 3u) * kEachColumn & 0xffffu);
     }
   }
 
   // Of the two packs of a thread that has pairs [lane * N, lane * N + N) (halves), or as many columns in each half of the rotated ones.
   template <Pairs P, int N>
-  __device__ __forceinline__ TablePlace place(int lane) const {
-    TablePlace p{lane * N, half + lane * N, 0, false};
+  __device__ __forceinline__ TableCoord coord(int lane) const {
+    TableCoord p{lane * N, half + lane * N, 0, false};
     if (P != Pairs::halves && shared) p.first = lane * (N / 2), p.second = half / 2 + lane * (N / 2);
     if (sectioned) {
-      const int packs = half / N;
-      p.axes = P == Pairs::halves ? axes[lane] * 0x10001u : axes[lane] | uint32_t(axes[lane + packs]) << 16;
+      const int vecs = half / N;
+      p.axes = P == Pairs::halves ? axes[lane] * 0x10001u : axes[lane] | uint32_t(axes[lane + vecs]) << 16;
       p.mixed = p.axes != (p.axes & 3u) * kEachColumn;
     }
     return p;
   }
   // Of one pack that begins at a rotated column; of sin, the backward takes that of the partners where they are another pack.
   template <Pairs P, bool Mixed>
-  __device__ __forceinline__ TablePlace place_of_pack(int column, bool sine) const {
+  __device__ __forceinline__ TableCoord coord_of_vec(int column, bool sine) const {
     const bool second = P == Pairs::halves && column >= half;
     const int pair = P == Pairs::halves ? column - (second ? half : 0) : column / 2;
-    TablePlace p{pair, 0, 0, Mixed};
+    TableCoord p{pair, 0, 0, Mixed};
     if (P == Pairs::neighbours && !shared) p.first = column;
     if (P == Pairs::halves && !shared) p.first = second == (sine && backward) ? pair : pair + half;
-    p.axes = Mixed ? axes[column / kPack] : (pair >= height) + (pair >= width);
+    p.axes = Mixed ? axes[column / kVecColumns] : (pair >= height) + (pair >= width);
     return p;
   }
   // Of one pair, its elements apart, whatever form the tables have.
-  __device__ __forceinline__ TablePlace place(int pair) const {
+  __device__ __forceinline__ TableCoord coord(int pair) const {
     return {shared || halves ? pair : 2 * pair, halves ? half + pair : 2 * pair + 1,
             sectioned ? uint32_t(sections.axis_of(pair)) : 0u, false};
   }
@@ -122,7 +122,7 @@ struct Tables {
   }
 
   template <class T, Pairs P, bool Shared, int N>
-  __device__ __forceinline__ void read_pack(const T* row, int column, float* v) const {
+  __device__ __forceinline__ void read_vec(const T* row, int column, float* v) const {
     if constexpr (P == Pairs::halves || (P == Pairs::neighbours && !Shared)) {
       const auto one = load<T, N>(row + column);
 #pragma unroll
@@ -135,13 +135,13 @@ struct Tables {
     }
   }
   template <class T, Pairs P, bool Shared, int N, int Columns>
-  __device__ __forceinline__ void read_packs(const T* row, const TablePlace& at, float (&v)[Columns]) const {
-    read_pack<T, P, Shared, N>(row, at.first, v);
+  __device__ __forceinline__ void read_vecs(const T* row, const TableCoord& at, float (&v)[Columns]) const {
+    read_vec<T, P, Shared, N>(row, at.first, v);
     if constexpr (Columns > N && P == Pairs::halves && Shared) {
 #pragma unroll
       for (int n = 0; n < N; ++n) v[N + n] = v[n];
     } else if constexpr (Columns > N) {
-      read_pack<T, P, Shared, N>(row, at.second, v + N);
+      read_vec<T, P, Shared, N>(row, at.second, v + N);
     }
   }
   // Complex numbers of a pack.
@@ -159,8 +159,8 @@ struct Tables {
 
   // cos, sin or both of packs of one axis. Complex: they may be of complex numbers.
   template <class T16, Pairs P, bool Complex, bool Cos, bool Sin, int N, int Columns>
-  __device__ __forceinline__ void read_axis(int axis, int64_t b, int64_t t, const TablePlace& cos_place,
-                                            const TablePlace& sin_place, float (&c)[Columns],
+  __device__ __forceinline__ void read_axis(int axis, int64_t b, int64_t t, const TableCoord& cos_coord,
+                                            const TableCoord& sin_coord, float (&c)[Columns],
                                             float (&s)[Columns]) const {
     int64_t cos_row, sin_row;
     if (!find(axis, b, t, cos_row, sin_row)) {
@@ -174,17 +174,17 @@ struct Tables {
     if constexpr (Complex) {
       if (complex) {
         const float* row = static_cast<const float*>(cos) + cos_row;
-        read_complex<P, Cos, Sin, N>(row, cos_place.first, c, s);
+        read_complex<P, Cos, Sin, N>(row, cos_coord.first, c, s);
         if constexpr (Columns > N)
-          read_complex<P, Cos, Sin, N>(row, P == Pairs::halves ? cos_place.first : cos_place.second, c + N,
+          read_complex<P, Cos, Sin, N>(row, P == Pairs::halves ? cos_coord.first : cos_coord.second, c + N,
                                        s + N);
         return;
       }
     }
     auto take = [&](auto type, auto one_half) {
       using T = decltype(type);
-      if (Cos) read_packs<T, P, one_half, N>(static_cast<const T*>(cos) + cos_row, cos_place, c);
-      if (Sin) read_packs<T, P, one_half, N>(static_cast<const T*>(sin) + sin_row, sin_place, s);
+      if (Cos) read_vecs<T, P, one_half, N>(static_cast<const T*>(cos) + cos_row, cos_coord, c);
+      if (Sin) read_vecs<T, P, one_half, N>(static_cast<const T*>(sin) + sin_row, sin_coord, s);
     };
     auto take_type = [&](auto type) {
       shared ? take(type, std::true_type{}) : take(type, std::false_type{});
@@ -198,7 +198,7 @@ struct Tables {
 
   // cos or sin of the two packs of a thread, of any tables.
   template <class T16, Pairs P, bool Sin, int N>
-  __device__ __forceinline__ void read_two(int64_t b, int64_t t, const TablePlace& at,
+  __device__ __forceinline__ void read_two(int64_t b, int64_t t, const TableCoord& at,
                                            float (&v)[2 * N]) const {
     if (!at.mixed) return read_axis<T16, P, true, !Sin, Sin, N>(int(at.axes & 3u), b, t, at, at, v, v);
 #pragma unroll 1
@@ -215,7 +215,7 @@ struct Tables {
   }
   // Both, as turn() takes them.
   template <class T16, Pairs P, int N>
-  __device__ __forceinline__ void read(int64_t b, int64_t t, const TablePlace& at, float (&c)[2 * N],
+  __device__ __forceinline__ void read(int64_t b, int64_t t, const TableCoord& at, float (&c)[2 * N],
                                        float (&s)[2 * N]) const {
     read_two<T16, P, false, N>(b, t, at, c);
     read_two<T16, P, true, N>(b, t, at, s);
@@ -231,9 +231,9 @@ struct Tables {
 
   // N columns of three axes, all of which are asked for at once; those of a position outside are NaN.
   template <class T, int N>
-  __device__ __forceinline__ void read_mixed(int64_t b, int64_t t, const TablePlace& at,
-                                             const TablePlace& sine_at, float (&c)[N], float (&s)[N]) const {
-    Pack<T, N> cosines[3], sines[3];
+  __device__ __forceinline__ void read_mixed(int64_t b, int64_t t, const TableCoord& at,
+                                             const TableCoord& sine_at, float (&c)[N], float (&s)[N]) const {
+    Vec<T, N> cosines[3], sines[3];
     constexpr int kWords = int(sizeof(T)) * N / 16;
 #pragma unroll
     for (int axis = 0; axis < 3; ++axis) {
@@ -244,8 +244,8 @@ struct Tables {
       constexpr uint32_t kNaN = 0x7fffffff;  // of every type
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
-        reinterpret_cast<uint4*>(&cosines[axis])[w] = load_where(inside, from + w * (N / kWords), kNaN);
-        reinterpret_cast<uint4*>(&sines[axis])[w] = load_where(inside, sine + w * (N / kWords), kNaN);
+        reinterpret_cast<uint4*>(&cosines[axis])[w] = load_predicated(inside, from + w * (N / kWords), kNaN);
+        reinterpret_cast<uint4*>(&sines[axis])[w] = load_predicated(inside, sine + w * (N / kWords), kNaN);
       }
     }
 #pragma unroll
@@ -258,14 +258,14 @@ struct Tables {
 
   // What read_for_pack reads: columns of several axes (Mixed) of real tables in halves, else packs of one axis, which are not of complex
   // numbers where they lie in halves.
-  bool packs_fit(Pairs pairs) const { return pairs == Pairs::halves ? !complex : !mixed; }
+  bool vecs_fit(Pairs pairs) const { return pairs == Pairs::halves ? !complex : !mixed; }
 
   // cos and sin of the pack that begins at a rotated column, so that y = rope_second(partner, x, c, s).
   template <class T16, Pairs P, bool Mixed, int N>
-  __device__ __forceinline__ void read_for_pack(int64_t b, int64_t t, int column, float (&c)[N],
-                                                float (&s)[N]) const {
-    const TablePlace at = place_of_pack<P, Mixed>(column, false),
-                     sine_at = place_of_pack<P, Mixed>(column, true);
+  __device__ __forceinline__ void read_for_vec(int64_t b, int64_t t, int column, float (&c)[N],
+                                               float (&s)[N]) const {
+    const TableCoord at = coord_of_vec<P, Mixed>(column, false),
+                     sine_at = coord_of_vec<P, Mixed>(column, true);
     if constexpr (!Mixed) {
       read_axis<T16, P, P != Pairs::halves, true, true, N>(int(at.axes), b, t, at, sine_at, c, s);
     } else if (f32) {

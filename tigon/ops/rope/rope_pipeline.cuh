@@ -4,36 +4,37 @@
 
 #include <array>
 
-#include "tigon/base/cuda/async_copy.cuh"
+#include "tigon/base/cuda/ptx.cuh"
 #include "tigon/ops/rope/rope_heads.cuh"
 
 namespace tigon::cuda::rope_kernels {
 
-constexpr int kFewHeld = 4, kManyHeld = 8;  // heads of a unit
+constexpr int kFewHeads = 4, kManyHeads = 8;  // heads of a unit
 
 // Words of a pack.
 template <class T>
-constexpr int kWordsOf = int(sizeof(T)) * kPack / 16;
+constexpr int kWordsOf = int(sizeof(T)) * kVecColumns / 16;
 
 // Words of 16 bytes that a thread copies of a row, in stages of which all but one are on their way.
 template <int Words, int Stages>
-class Ring {
+class CpAsyncStages {
  public:
   static constexpr size_t kBytes = size_t(Words) * Stages * kThreads * 16;
 
-  __device__ __forceinline__ Ring() {
-    extern __shared__ uint4 ring_words[];
-    first_ = uint32_t(__cvta_generic_to_shared(ring_words + threadIdx.x));
+  __device__ __forceinline__ CpAsyncStages() {
+    extern __shared__ uint4 smem_vecs[];
+    first_ = uint32_t(__cvta_generic_to_shared(smem_vecs + threadIdx.x));
   }
   // The pack that begins at a word of a stage.
   template <class T>
   __device__ __forceinline__ void copy(int stage, int at, const T* from) const {
 #pragma unroll
-    for (int w = 0; w < kWordsOf<T>; ++w) copy_async(word(stage, at + w), from + w * (kPack / kWordsOf<T>));
+    for (int w = 0; w < kWordsOf<T>; ++w)
+      cp_async(word(stage, at + w), from + w * (kVecColumns / kWordsOf<T>));
   }
   template <class T>
-  __device__ __forceinline__ Pack<T, kPack> read(int stage, int at) const {
-    Pack<T, kPack> r;
+  __device__ __forceinline__ Vec<T, kVecColumns> read(int stage, int at) const {
+    Vec<T, kVecColumns> r;
 #pragma unroll
     for (int w = 0; w < kWordsOf<T>; ++w) {
       uint4& to = reinterpret_cast<uint4*>(&r)[w];
@@ -48,7 +49,7 @@ class Ring {
   template <class T>
   __device__ __forceinline__ void read(int stage, int at, float (&v)[kColumns]) const {
     const auto a = read<T>(stage, at);
-    widen_packs(a, read<T>(stage, at + kWordsOf<T>), v);
+    widen_vecs(a, read<T>(stage, at + kWordsOf<T>), v);
   }
 
   // What is never copied is 0.
@@ -70,36 +71,37 @@ struct Source {
   const T* row = nullptr;
   int64_t step = 0;
 
-  template <class Ring>
-  __device__ __forceinline__ void copy(const Ring& ring, int stage, int at, int apart) const {
-    ring.copy(stage, at, row), ring.copy(stage, at + kWordsOf<T>, row + apart);
+  template <class CpAsyncStages>
+  __device__ __forceinline__ void copy(const CpAsyncStages& stages, int stage, int at, int vec_stride) const {
+    stages.copy(stage, at, row), stages.copy(stage, at + kWordsOf<T>, row + vec_stride);
   }
 };
 
 // The rows of units index, index + stride, ... on their way: Stages - 1 ahead of the one that is worked on. begin(index) is the
 // unit's run and makes ready what copy(stage, wanted) copies of its next row.
 template <int Stages, class Begin, class Copy>
-class Ahead {
+class RowPrefetcher {
  public:
-  __device__ __forceinline__ Ahead(uint32_t index, uint32_t stride, const Begin& begin, const Copy& copy)
+  __device__ __forceinline__ RowPrefetcher(uint32_t index, uint32_t stride, const Begin& begin,
+                                           const Copy& copy)
       : begin_(begin), copy_(copy), index_(index), stride_(stride), run_(begin(index)) {
 #pragma unroll 1
     for (int s = 0; s < Stages - 1; ++s) start();
   }
   // The stage of the next row, which has arrived. The one before is free from here on.
-  __device__ __forceinline__ int turn() {
+  __device__ __forceinline__ int next_stage() {
     start();
-    copies_wait<Stages - 1>();
-    const int stage = from_;
-    from_ = from_ + 1 == Stages ? 0 : from_ + 1;
+    cp_async_wait_group<Stages - 1>();
+    const int stage = read_stage_;
+    read_stage_ = read_stage_ + 1 == Stages ? 0 : read_stage_ + 1;
     return stage;
   }
 
  private:
   __device__ __forceinline__ void start() {
-    copy_(to_, run_.has());
-    copies_commit();
-    to_ = to_ + 1 == Stages ? 0 : to_ + 1;
+    copy_(write_stage_, run_.has());
+    cp_async_commit_group();
+    write_stage_ = write_stage_ + 1 == Stages ? 0 : write_stage_ + 1;
     run_.next += run_.step;
     if (!run_.any()) run_ = begin_(index_ += stride_);
   }
@@ -107,28 +109,28 @@ class Ahead {
   const Begin& begin_;
   const Copy& copy_;
   uint32_t index_, stride_;
-  Run run_;
-  int to_ = 0, from_ = 0;
+  HeadRange run_;
+  int write_stage_ = 0, read_stage_ = 0;
 };
 
 // Heads of a unit: eight, or four where all units end sooner so, if each costs its heads and about two more and the blocks, so many of
 // them on a multiprocessor, take as many each.
-inline int held_of(const RopeHeads& x, int64_t heads, int64_t lanes, int64_t blocks) {
+inline int heads_per_unit_of(const RopeHeads& x, int64_t heads, int64_t lanes, int64_t blocks) {
   const int64_t rows = ceil_div(x.batch * x.tokens * heads, kThreads / lanes);
-  const auto cost = [&](int held) {
-    return ceil_div(ceil_div(rows, held), device_facts().sms * blocks) * (held + 2);
+  const auto cost = [&](int heads_per_unit) {
+    return ceil_div(ceil_div(rows, heads_per_unit), device_facts().sms * blocks) * (heads_per_unit + 2);
   };
-  return cost(kFewHeld) < cost(kManyHeld) ? kFewHeld : kManyHeld;
+  return cost(kFewHeads) < cost(kManyHeads) ? kFewHeads : kManyHeads;
 }
 
 // Launches `kernel` on as many persistent blocks as are resident, or as there are tiles of work.
 template <auto* kernel>
 int64_t resident_blocks(const char* op, size_t shared, int64_t tiles) {
   static OncePerDevice once;
-  static std::array<int, kMostDevices> known;
+  static std::array<int, kMaxDevices> cache;
   int device = 0;
   TIGON_CUDA_CHECK(op, cudaGetDevice(&device));
-  int& blocks = known[size_t(device)];
+  int& blocks = cache[size_t(device)];
   once.run(op, [&] {
     TIGON_CUDA_CHECK(op,
                      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
@@ -137,12 +139,12 @@ int64_t resident_blocks(const char* op, size_t shared, int64_t tiles) {
   return std::min<int64_t>(tiles, int64_t(device_facts().sms) * std::max(1, blocks));
 }
 template <auto* kernel, class Params>
-void launch_resident(const char* op, Context& ctx, size_t shared, int64_t tiles, const Params& p) {
+void launch_persistent(const char* op, Context& ctx, size_t shared, int64_t tiles, const Params& p) {
   launch(op, ctx, kernel,
          {.blocks = resident_blocks<kernel>(op, shared, tiles),
           .threads = kThreads,
           .shared = shared,
-          .early = true},
+          .pdl = true},
          p);
 }
 

@@ -2,18 +2,18 @@
 // together.
 #pragma once
 
-#include "tigon/base/cuda/cluster.cuh"
+#include "tigon/base/cuda/aligned_row.cuh"
 #include "tigon/base/cuda/math.cuh"
+#include "tigon/base/cuda/ptx.cuh"
 #include "tigon/base/cuda/reduce.cuh"
-#include "tigon/base/cuda/row_packs.cuh"
-#include "tigon/base/cuda/row_ring.cuh"
+#include "tigon/base/cuda/tma_pipeline.cuh"
 #include "tigon/ops/divergence/divergence.h"
 
 namespace tigon::cuda {
 namespace {
 
 // The formulas with the approximate instructions, for rows of 16 bits, and with functions exact to an ulp, for 32.
-namespace rough {
+namespace fast {
 // For x <= 1, without the mean error that lg2.approx was seen to have beside 1 (H200: 0.9 * 2^-24, exactly 0 at 1 alone): a
 // sum of many would show it.
 TIGON_FN float log2(float x) {
@@ -23,17 +23,17 @@ TIGON_FN float log2(float x) {
 // step makes exactly 1 of r = 1 nevertheless, and what is left of the mean error is a fifth.
 TIGON_FN float log2_mean_with_one(float r) { return log2_approx(fma(0.5f, r, 0.5f - 0x1p-25f)); }
 #include "tigon/ops/divergence/divergence_math.inc"
-}  // namespace rough
-namespace fine {
-TIGON_FN float exp2_neg(float t) { return exp2_fine(t, 1.0f, 0.0f); }
+}  // namespace fast
+namespace precise {
+TIGON_FN float exp2_neg(float t) { return exp2_precise(t, 1.0f, 0.0f); }
 TIGON_FN float log2(float x) { return ::log2f(x); }
 #include "tigon/ops/divergence/divergence_math.inc"
-}  // namespace fine
+}  // namespace precise
 
 constexpr const char* kOp = "divergence";
-constexpr int kMaxCluster = 16, kSweepThreads = 1024;
+constexpr int kMaxCluster = 16, kLoopThreads = 1024;
 constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr float kFar = 1e30f;  // a logarithm where a class is excluded
+constexpr float kMaxLog = 1e30f;  // a logarithm where a class is excluded
 
 template <DivergenceKind K>
 constexpr bool kKl = K == DivergenceKind::forward_kl || K == DivergenceKind::reverse_kl;
@@ -48,14 +48,14 @@ struct Params {
   int64_t rows, student_stride, teacher_stride, dstudent_stride, scale_step, ignore_index;
   int cols, slice;  // slice: columns of a block of a cluster
   float beta, slope, slope_low, factor,
-      inverse;              // slope: log2 e / temperature, and what its rounding left; 1 / temperature
+      inv_temperature;      // slope: log2 e / temperature, and what its rounding left; 1 / temperature
   bool log_probs, aligned;  // aligned: every row begins at a boundary of 16 bytes
 
   __device__ bool ignored(int64_t r) const { return labels != nullptr && labels[r] == ignore_index; }
   __device__ T* gradient(int64_t r) const {
     return dstudent != nullptr ? dstudent + r * dstudent_stride : nullptr;
   }
-  __device__ void pass(int64_t r) const { loss[r] = 0.0f; }
+  __device__ void write_ignored(int64_t r) const { loss[r] = 0.0f; }
   __device__ float scale_of(int64_t r) const { return scale != nullptr ? scale[r * scale_step] : 1.0f; }
 };
 
@@ -75,9 +75,11 @@ struct alignas(16) CenteredTotals {
 template <class T>
 using Totals = std::conditional_t<sizeof(T) == 4, CenteredTotals, PlainTotals>;
 
-__device__ __forceinline__ void join(PlainTotals& a, const PlainTotals& b) { a.terms += b.terms, a.g += b.g; }
+__device__ __forceinline__ void combine(PlainTotals& a, const PlainTotals& b) {
+  a.terms += b.terms, a.g += b.g;
+}
 // The center of the heavier one.
-__device__ __forceinline__ void join(CenteredTotals& a, const CenteredTotals& b) {
+__device__ __forceinline__ void combine(CenteredTotals& a, const CenteredTotals& b) {
   const float center = b.weight > a.weight ? b.center : a.center;
   a.g = fma(a.weight, a.center - center, a.g) + fma(b.weight, b.center - center, b.g);
   a.terms += b.terms, a.weight += b.weight, a.center = center;
@@ -96,20 +98,22 @@ __device__ __forceinline__ float sum_of(const PlainTotals& t) { return t.g; }
 __device__ __forceinline__ float sum_of(const CenteredTotals& t) { return fma(t.center, t.weight, t.g); }
 
 // Nothing but -inf so far: exponentials are taken from 0. NaN and +inf survive.
-__device__ __forceinline__ float finite(float reference) { return reference == -INFINITY ? 0.0f : reference; }
+__device__ __forceinline__ float finite_max(float reference) {
+  return reference == -INFINITY ? 0.0f : reference;
+}
 
 // Exponentials of a row against a reference, its maximum or its part's: 1 exactly at the maximum, so that nothing is left where
 // all weight is in one class.
 template <class T>
 struct Scaling {
   float slope, slope_low;
-  static constexpr bool kFine = sizeof(T) == 4;
+  static constexpr bool kPrecise = sizeof(T) == 4;
 
   __device__ explicit Scaling(const Params<T>& p) : slope(p.slope), slope_low(p.slope_low) {}
   // Of a distance from the reference.
   __device__ __forceinline__ float power(float u) const {
-    if constexpr (kFine)
-      return exp2_fine(u, slope, slope_low);
+    if constexpr (kPrecise)
+      return exp2_precise(u, slope, slope_low);
     else
       return exp2_approx(u * slope);
   }
@@ -128,19 +132,19 @@ struct Powers {
 };
 // From the references of a part to larger ones, student's less teacher's.
 __device__ __forceinline__ float shift_of(const Sums& part, float ref_s, float ref_t) {
-  return (finite(part.ref_s) - finite(ref_s)) - (finite(part.ref_t) - finite(ref_t));
+  return (finite_max(part.ref_s) - finite_max(ref_s)) - (finite_max(part.ref_t) - finite_max(ref_t));
 }
 
 template <DivergenceKind K, class T>
 __device__ __forceinline__ void terms_of(float q, float p, float d, float beta, float& term, float& g) {
   float r = 0.0f;
-  if constexpr (K == DivergenceKind::jsd) d = fminf(fmaxf(d, -kFar), kFar);
+  if constexpr (K == DivergenceKind::jsd) d = fminf(fmaxf(d, -kMaxLog), kMaxLog);
   if constexpr (sizeof(T) == 4) {
-    if constexpr (K == DivergenceKind::jsd) r = fine::exp2_neg(-fabsf(d));
-    fine::divergence_terms<K>(q, p, d, r, beta, term, g);
+    if constexpr (K == DivergenceKind::jsd) r = precise::exp2_neg(-fabsf(d));
+    precise::divergence_terms<K>(q, p, d, r, beta, term, g);
   } else {
     if constexpr (K == DivergenceKind::jsd) r = exp2_approx(-fabsf(d));
-    rough::divergence_terms<K>(q, p, d, r, beta, term, g);
+    fast::divergence_terms<K>(q, p, d, r, beta, term, g);
   }
 }
 
@@ -155,21 +159,21 @@ __device__ __forceinline__ void add_class(float& s, float& t, float part_s, floa
     t = e == 0.0f ? 0.0f : copysignf(s, e);
     totals.terms += fabsf(e), totals.g += t;
   } else {
-    if constexpr (K == DivergenceKind::jsd) d = fminf(fmaxf(d, -kFar), kFar);
+    if constexpr (K == DivergenceKind::jsd) d = fminf(fmaxf(d, -kMaxLog), kMaxLog);
     float term, slope;
     if constexpr (sizeof(T) == 4) {
-      const float r = K == DivergenceKind::jsd ? fine::exp2_neg(-fabsf(d)) : 0.0f;
+      const float r = K == DivergenceKind::jsd ? precise::exp2_neg(-fabsf(d)) : 0.0f;
       s = __fmul_rn(s, part_s);
-      fine::divergence_slope<K>(s, __fmul_rn(t, part_t), d, r, beta, term, slope);
+      precise::divergence_slope<K>(s, __fmul_rn(t, part_t), d, r, beta, term, slope);
       totals.weight += s;
     } else {
-      rough::divergence_slope<K>(s, t, d, exp2_approx(-fabsf(d)), beta, term, slope);
+      fast::divergence_slope<K>(s, t, d, exp2_approx(-fabsf(d)), beta, term, slope);
     }
     totals.terms += term, totals.g = fma(s, slope, totals.g), t = slope;
   }
 }
 
-__device__ __forceinline__ float max_lanes(float x) {  // floats in the order of integers
+__device__ __forceinline__ float warp_max(float x) {  // floats in the order of integers
   int i = __float_as_int(x);
   i ^= (i >> 31) & 0x7fffffff;
   i = __reduce_max_sync(kAllLanes, i);
@@ -177,59 +181,44 @@ __device__ __forceinline__ float max_lanes(float x) {  // floats in the order of
   return __int_as_float(i);
 }
 // Lanes far apart first.
-__device__ __forceinline__ float sum_lanes(float x) {
+__device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(kAllLanes, x, step);
   return x;
 }
 
-// Words in shared memory, read where it stands: the compiler would hold them in registers from the first time on.
-__device__ __forceinline__ uint4 load_shared(uint32_t from) {
-  uint4 w;
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
-               : "r"(from)
-               : "memory");
-  return w;
-}
-__device__ __forceinline__ uint4 load_shared(const uint4* from) { return load_shared(shared_address(from)); }
-__device__ __forceinline__ void store_shared(uint32_t to, const uint4& w) {
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w)
-               : "memory");
-}
-
 // What a row's warps tell the first warp of each of its blocks, which sums up and tells its block. Exchanges take turns with
 // the memory: a block may be one ahead of another.
 template <class T, int Messages>
-struct Exchange {
+struct ReduceStorage {
   Sums sums[2][Messages];
   Totals<T> totals[2][Messages];
-  uint64_t arrival[2];
+  uint64_t barrier[2];
   float4 row[2];
   Totals<T> all;
 };
 
 // A block that is launched alone may not put anything the way that clusters do.
-template <bool Cluster>
-__device__ __forceinline__ bool in_cluster() {
-  return Cluster && cluster_size() > 1;
+template <bool kCluster>
+__device__ __forceinline__ bool is_clustered() {
+  return kCluster && cluster_size() > 1;
 }
 
 // Every warp's message (the same in all lanes) to all blocks of the row.
-template <bool Cluster, bool WithSums, bool WithTotals, class T, int Messages>
-__device__ __forceinline__ void tell(Exchange<T, Messages>& x, int turn, const Sums& sums,
-                                     const Totals<T>& totals) {
+template <bool kCluster, bool WithSums, bool WithTotals, class T, int Messages>
+__device__ __forceinline__ void publish(ReduceStorage<T, Messages>& x, int phase, const Sums& sums,
+                                        const Totals<T>& totals) {
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, warps = int(blockDim.x) / 32;
-  const int parity = turn & 1;
-  if (in_cluster<Cluster>()) {
+  const int parity = phase & 1;
+  if (is_clustered<kCluster>()) {
     constexpr int kBytes = (WithSums ? int(sizeof(Sums)) : 0) + (WithTotals ? int(sizeof(totals)) : 0);
     const int blocks = int(cluster_size()), at = int(cluster_rank()) * warps + warp;
-    uint64_t* arrival = &x.arrival[parity];
-    if (threadIdx.x == 0) arrival_expect(arrival, blocks * warps * kBytes);
+    uint64_t* barrier = &x.barrier[parity];
+    if (threadIdx.x == 0) mbarrier_arrive_expect_tx(barrier, blocks * warps * kBytes);
     __syncwarp();
     if (lane < blocks) {
-      if constexpr (WithSums) put_arriving(&x.sums[parity][at], unsigned(lane), sums, arrival);
-      if constexpr (WithTotals) put_arriving(&x.totals[parity][at], unsigned(lane), totals, arrival);
+      if constexpr (WithSums) st_async(&x.sums[parity][at], unsigned(lane), sums, barrier);
+      if constexpr (WithTotals) st_async(&x.totals[parity][at], unsigned(lane), totals, barrier);
     }
   } else {
     if (lane == 0) {
@@ -240,43 +229,44 @@ __device__ __forceinline__ void tell(Exchange<T, Messages>& x, int turn, const S
   }
 }
 // The first warp, before it reads what was told.
-template <bool Cluster, class T, int Messages>
-__device__ __forceinline__ void await_told(Exchange<T, Messages>& x, int turn) {
-  if (in_cluster<Cluster>()) arrival_wait(&x.arrival[turn & 1], turn >> 1 & 1);
+template <bool kCluster, class T, int Messages>
+__device__ __forceinline__ void wait_published(ReduceStorage<T, Messages>& x, int phase) {
+  if (is_clustered<kCluster>()) mbarrier_wait_parity(&x.barrier[phase & 1], phase >> 1 & 1);
 }
 
 // Lanes' sums into one against the largest references.
 template <class T>
-__device__ __forceinline__ void merge_lanes(Sums& m, const Scaling<T>& scaling) {
-  const float top_s = max_lanes(m.ref_s), top_t = max_lanes(m.ref_t);
-  m.sum_s = sum_lanes(m.sum_s * scaling.power(m.ref_s - finite(top_s)));
-  m.sum_t = sum_lanes(m.sum_t * scaling.power(m.ref_t - finite(top_t)));
+__device__ __forceinline__ void all_reduce_lanes(Sums& m, const Scaling<T>& scaling) {
+  const float top_s = warp_max(m.ref_s), top_t = warp_max(m.ref_t);
+  m.sum_s = warp_sum(m.sum_s * scaling.power(m.ref_s - finite_max(top_s)));
+  m.sum_t = warp_sum(m.sum_t * scaling.power(m.ref_t - finite_max(top_t)));
   m.ref_s = top_s, m.ref_t = top_t;
 }
-__device__ __forceinline__ void merge_lanes(PlainTotals& t) { t = {sum_lanes(t.terms), sum_lanes(t.g)}; }
-__device__ __forceinline__ void merge_lanes(CenteredTotals& t) {
+__device__ __forceinline__ void all_reduce_lanes(PlainTotals& t) { t = {warp_sum(t.terms), warp_sum(t.g)}; }
+__device__ __forceinline__ void all_reduce_lanes(CenteredTotals& t) {
   const unsigned heaviest =
-      __ballot_sync(kAllLanes, t.weight == max_lanes(t.weight));  // 0 with a NaN, as all is then
+      __ballot_sync(kAllLanes, t.weight == warp_max(t.weight));  // 0 with a NaN, as all is then
   const float center = __shfl_sync(kAllLanes, t.center, __ffs(int(heaviest)) - 1);
-  t = {sum_lanes(t.terms), sum_lanes(fma(t.weight, t.center - center, t.g)), center, sum_lanes(t.weight)};
+  t = {warp_sum(t.terms), warp_sum(fma(t.weight, t.center - center, t.g)), center, warp_sum(t.weight)};
 }
 
 // The row's softmaxes, the same in every thread; `terms`: of a KL; `next()`: asked by the first warp while it waits.
-template <DivergenceKind K, bool Cluster, class T, int Messages, class Next>
-__device__ __forceinline__ RowPair meet_sums(Exchange<T, Messages>& x, int turn, int messages,
-                                             const Sums& own, const Totals<T>& totals,
-                                             const Scaling<T>& scaling, bool log_probs, const Next& next) {
-  tell<Cluster, true, kKl<K>>(x, turn, own, totals);
+template <DivergenceKind K, bool kCluster, class T, int Messages, class Next>
+__device__ __forceinline__ RowPair all_reduce_sums(ReduceStorage<T, Messages>& x, int phase, int messages,
+                                                   const Sums& own, const Totals<T>& totals,
+                                                   const Scaling<T>& scaling, bool log_probs,
+                                                   const Next& next) {
+  publish<kCluster, true, kKl<K>>(x, phase, own, totals);
   if (threadIdx.x < 32) {
     const int row = next();
-    await_told<Cluster>(x, turn);
+    wait_published<kCluster>(x, phase);
     const int lane = int(threadIdx.x);
-    const Sums* sums = x.sums[turn & 1];
+    const Sums* sums = x.sums[phase & 1];
     Sums all = {-INFINITY, 0.0f, -INFINITY, 0.0f};
     float terms = 0.0f;
     for (int i = lane; i < messages; i += 32)
       all.ref_s = fmaxf(all.ref_s, sums[i].ref_s), all.ref_t = fmaxf(all.ref_t, sums[i].ref_t);
-    all.ref_s = finite(max_lanes(all.ref_s)), all.ref_t = finite(max_lanes(all.ref_t));
+    all.ref_s = finite_max(warp_max(all.ref_s)), all.ref_t = finite_max(warp_max(all.ref_t));
     for (int i = lane; i < messages; i += 32) {
       const Sums m = sums[i];
       const float s = scaling.power(m.ref_s - all.ref_s), t = scaling.power(m.ref_t - all.ref_t);
@@ -284,12 +274,12 @@ __device__ __forceinline__ RowPair meet_sums(Exchange<T, Messages>& x, int turn,
       if constexpr (kKl<K>) {
         const float weight = K == DivergenceKind::reverse_kl ? s : t;
         const float sum = K == DivergenceKind::reverse_kl ? m.sum_s : -m.sum_t;
-        const float moved = fma(sum, shift_of(m, all.ref_s, all.ref_t), x.totals[turn & 1][i].terms);
-        if (weight != 0.0f) terms = fma(weight, moved, terms);
+        const float shift_bytes = fma(sum, shift_of(m, all.ref_s, all.ref_t), x.totals[phase & 1][i].terms);
+        if (weight != 0.0f) terms = fma(weight, shift_bytes, terms);
       }
     }
-    all.sum_s = sum_lanes(all.sum_s), all.sum_t = sum_lanes(all.sum_t);
-    if constexpr (kKl<K>) terms = sum_lanes(terms);
+    all.sum_s = warp_sum(all.sum_s), all.sum_t = warp_sum(all.sum_t);
+    if constexpr (kKl<K>) terms = warp_sum(terms);
     if (log_probs) all.sum_s = all.sum_t = 1.0f;
     const float part_s = __frcp_rn(all.sum_s), part_t = __frcp_rn(all.sum_t);
     const float quotient = K == DivergenceKind::tvd ? 0.0f : ::log2f(all.sum_t / all.sum_s);
@@ -305,15 +295,15 @@ __device__ __forceinline__ RowPair meet_sums(Exchange<T, Messages>& x, int turn,
 }
 
 // The row's totals, the same in every thread.
-template <bool Cluster, class T, int Messages>
-__device__ __forceinline__ Totals<T> meet_totals(Exchange<T, Messages>& x, int turn, int messages,
-                                                 const Totals<T>& own) {
-  tell<Cluster, false, true>(x, turn, Sums{}, own);
+template <bool kCluster, class T, int Messages>
+__device__ __forceinline__ Totals<T> all_reduce_totals(ReduceStorage<T, Messages>& x, int phase, int messages,
+                                                       const Totals<T>& own) {
+  publish<kCluster, false, true>(x, phase, Sums{}, own);
   if (threadIdx.x < 32) {
-    await_told<Cluster>(x, turn);
+    wait_published<kCluster>(x, phase);
     Totals<T> all = {};
-    for (int i = int(threadIdx.x); i < messages; i += 32) join(all, x.totals[turn & 1][i]);
-    merge_lanes(all);
+    for (int i = int(threadIdx.x); i < messages; i += 32) combine(all, x.totals[phase & 1][i]);
+    all_reduce_lanes(all);
     if (!(all.terms == all.terms)) all.g = all.terms;  // NaN in the teacher's row is in no g
     if (threadIdx.x == 0) x.all = all;
   }
@@ -323,19 +313,19 @@ __device__ __forceinline__ Totals<T> meet_totals(Exchange<T, Messages>& x, int t
 
 // -inf in the columns of a pack that the row does not have.
 template <class T>
-__device__ __forceinline__ uint4 only_columns(const Row<const T>& row, int k, const uint4& words) {
-  constexpr int N = Row<T>::N;
-  Pack<T, N> pack = reinterpret_cast<const Pack<T, N>&>(words);
+__device__ __forceinline__ uint4 mask_columns(const AlignedRow<const T>& row, int k, const uint4& words) {
+  constexpr int N = AlignedRow<T>::N;
+  Vec<T, N> vec = reinterpret_cast<const Vec<T, N>&>(words);
 #pragma unroll
   for (int j = 0; j < N; ++j)
-    if (!row.has(row.column(k) + j)) pack.v[j] = narrow<T>(-INFINITY);
-  return reinterpret_cast<const uint4&>(pack);
+    if (!row.has(row.column(k) + j)) vec.v[j] = narrow<T>(-INFINITY);
+  return reinterpret_cast<const uint4&>(vec);
 }
 
 // Zeros in the gradients of rows that do not count, every so many of them by a warp.
 template <class T>
-__device__ __forceinline__ void clear_ignored(const Params<T>& p, int warp, int warps) {
-  for (Clearing<Params<T>> clearing(p, warp, warps); clearing.step();) {
+__device__ __forceinline__ void zero_ignored_rows(const Params<T>& p, int warp, int warps) {
+  for (ZeroMaskedRows<Params<T>> zeroing(p, warp, warps); zeroing.step();) {
   }
 }
 

@@ -1,0 +1,272 @@
+// Forward of the norm family for rows that begin anywhere: blocks that stay, whose next row waits in registers. What they do to a row:
+// norm_row.cuh.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "tigon/base/cuda/norm_row.cuh"
+
+namespace tigon::cuda {
+namespace norm_detail {
+
+// The packs of a row that is read in those of another one. Apart: which lies otherwise, so that a pack is in two words.
+template <class X, int VecsPerThread, bool kMixedOffset>
+class ShiftedVecs {
+  static constexpr int N = 16 / int(sizeof(X)), kWords = 1 + kMixedOffset;
+  const X *next_, *end_;
+  int64_t step_;
+  int pitch_, off_;
+  uint4 words_[VecsPerThread][kWords];
+
+ public:
+  // `first`: the first whole pack of this thread; `pitch`: elements from one to the next, `step`: from row to row.
+  __device__ __forceinline__ ShiftedVecs(const X* first, const X* end, int64_t step, int pitch)
+      : end_(end), step_(step), pitch_(pitch) {
+    off_ = kMixedOffset ? int(reinterpret_cast<uintptr_t>(first) % 16 / sizeof(X)) : 0;
+    next_ = first - off_;
+  }
+  __device__ __forceinline__ void load(int i, bool wanted) {
+    const X* word = next_ + i * pitch_;
+    words_[i][0] = load_predicated(wanted, word);
+    if constexpr (kMixedOffset)
+      words_[i][1] = load_predicated(wanted && off_ != 0 && word + 2 * N <= end_, word + N);
+  }
+  __device__ __forceinline__ void advance() { next_ += step_; }
+  // Of what was loaded before the last advance().
+  __device__ __forceinline__ Vec<X, N> vec(int i, bool wanted) const {
+    if constexpr (!kMixedOffset) return reinterpret_cast<const Vec<X, N>&>(words_[i][0]);
+    uint32_t w[8];
+    reinterpret_cast<uint4&>(w[0]) = words_[i][0], reinterpret_cast<uint4&>(w[4]) = words_[i][kWords - 1];
+    shift_words<X>(w, off_);
+    Vec<X, N> r;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) reinterpret_cast<uint32_t*>(&r)[j] = w[j];
+    const X* word = next_ - step_ + i * pitch_;
+    if (wanted && off_ != 0 && word + 2 * N > end_) {  // the last word of memory
+#pragma unroll
+      for (int j = 0; j < N; ++j) r.v[j] = word[off_ + j];
+    }
+    return r;
+  }
+};
+
+// One parameter of a column.
+template <class F, class W, class Y>
+__device__ __forceinline__ W param_of(const NormForward<F, W, Y>& p, int k, int64_t column) {
+  if (p.param[k] == nullptr) return narrow<W>(p.default_value[k]);
+  if constexpr (kPerChannel<F>)
+    return p.param[k][column / p.cols_per_param];
+  else
+    return p.param[k][column];
+}
+
+// The element that a thread has beside whole packs, of which `head` come before and which are `whole` elements; none: cols.
+template <int N, class RowReducer>
+__device__ __forceinline__ int edge_column(const RowReducer& reducer, int head, int whole, int cols) {
+  int column = cols;
+  if (const int t = reducer.thread; reducer.rank == 0 && t < 2 * N)
+    column = t < N ? (t < head ? t : cols) : min(cols, head + whole + t - N);
+  return column;
+}
+// `before`: the first column of the section that the row is.
+template <class F, class W, class Y>
+__device__ __forceinline__ void load_edge_params(const NormForward<F, W, Y>& p, int64_t col_offset,
+                                                 EdgeElement<F, W, Y>& edge) {
+#pragma unroll
+  for (int k = 0; k < F::kParams; ++k) edge.param[k].v[0] = param_of(p, k, col_offset + edge.column);
+}
+
+// keep(i, k, pack) for the packs of several vectors of `size` that a thread has, i < Held: the first one begins at `begin`,
+// the next ones `pitch` elements behind. What is not there is `absent`. Many words are on their way at a time.
+template <int VecsPerThread, bool Unrolled = false, class W, int K, class InBounds, class Assign>
+__device__ __forceinline__ void load_shifted_vecs(const W* const (&vectors)[K],
+                                                  const float (&default_value)[K], int64_t begin,
+                                                  int64_t size, int pitch, InBounds&& in_bounds,
+                                                  Assign&& assign) {
+  constexpr int N = 16 / int(sizeof(W)), kBatch = std::min(VecsPerThread, 4 / K);
+  static_assert(VecsPerThread % kBatch == 0 && K <= 4);
+  using Words = ShiftedVecs<W, kBatch, true>;
+#pragma unroll(Unrolled ? VecsPerThread : 1)
+  for (int first = 0; first < VecsPerThread; first += kBatch) {
+    auto words = [&]<size_t... I>(std::index_sequence<I...>) {
+      return Array<Words, K>{{Words(vectors[I] + begin + first * pitch, vectors[I] + size, 0, pitch)...}};
+    }(std::make_index_sequence<K>{});
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) words.data[k].load(i, vectors[k] != nullptr && in_bounds(first + i));
+#pragma unroll
+    for (int k = 0; k < K; ++k)
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        assign(first + i, k,
+               vectors[k] && in_bounds(first + i) ? words.data[k].vec(i, true)
+                                                  : fill_vec<W, N>(default_value[k]));
+  }
+}
+
+// A block a row that begins anywhere, and all of whose inputs lie as it does: whole packs, and the elements before and behind, one a
+// thread. Parameters are shifted on their way.
+template <class F, class W, class Y, class Shape>
+__global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward_unaligned_kernel(
+    const __grid_constant__ NormForward<F, W, Y> p) {
+  using X = typename F::Element;
+  constexpr int N = 16 / int(sizeof(X)), kVecsPerThread = Shape::vecs_per_thread;
+  using VecRow = ForwardRow<F, W, Y, N, RowAlignment::vectorized, int>;
+  using ElementRow = ForwardRow<F, W, Y, 1, RowAlignment::vectorized, int>;
+  using Words = ShiftedVecs<W, kVecsPerThread, true>;
+  static_assert(Shape::threads_per_row == 0 && sizeof(W) == sizeof(X) && !kPerChannel<F>);
+  __shared__ __align__(16) float slots[2][VecRow::kStatistics * 32];
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  using Tile = RowTile<Shape, N>;
+  const BlockCoord coord(p.groups, 1);
+  const int cols = int(p.cols), thread = threadIdx.x, pitch = int(blockDim.x) * N;
+  const ElementRow edge_row(p, coord, coord.first);
+  const int head = elements_to_alignment<N>(edge_row.written(), cols);
+  const int whole = (cols - head) / N * N;
+  const VecRow row(p, coord, coord.first, head, whole);
+  Vec<X, N> in[kVecsPerThread][F::kIn];
+#pragma unroll
+  for (int i = 0; i < kVecsPerThread; ++i) row.load(Tile::column(i), in[i]);
+  EdgeElement<F, W, Y> edge;
+  edge.column = thread < N ? (thread < head ? thread : cols)
+                           : (thread < 2 * N ? min(cols, head + whole + thread - N) : cols);
+  edge.row = &edge_row;
+  edge_row.load(edge.column, edge.in);
+  const int64_t begin = edge_row.col_offset + head + Tile::column(0);
+  auto words = [&]<size_t... K>(std::index_sequence<K...>) {
+    return Array<Words, F::kParams>{{Words(p.param[K] + begin, p.param[K] + p.groups * p.cols, 0, pitch)...}};
+  }(std::make_index_sequence<F::kParams>{});
+  float center[kVecsPerThread], mean, rstd;
+  int phase = 0;
+  row.statistics(
+      in, [](int i) { return Tile::column(i); },
+      [&](auto& sums) { reduce_row<Sum, 0>(sums, slots[phase++]); }, edge, center, mean, rstd);
+  if (thread == 0) row.save_statistics(mean, rstd);
+#pragma unroll
+  for (int i = 0; i < kVecsPerThread; ++i)
+#pragma unroll
+    for (int k = 0; k < F::kParams; ++k)
+      words.data[k].load(i, p.param[k] != nullptr && row.view.has(Tile::column(i)));
+#pragma unroll
+  for (int i = 0; i < kVecsPerThread; ++i) {
+    if (!row.view.has(Tile::column(i))) continue;
+    Vec<W, N> w[F::kParams];
+#pragma unroll
+    for (int k = 0; k < F::kParams; ++k)
+      w[k] = p.param[k] ? words.data[k].vec(i, true) : fill_vec<W, N>(p.default_value[k]);
+    if constexpr (kVecsPerThread > (F::kSubtractMean ? 4 : 2)) row.hide_inputs(in[i]);
+    row.write(Tile::column(i), in[i], w, center[i], rstd);
+  }
+  if (edge.valid()) {
+    load_edge_params(p, edge_row.col_offset, edge);
+    edge_row.write(edge.column, edge.in, edge.param, mean, rstd);
+  }
+}
+
+// Blocks that stay, for rows that begin anywhere: whole packs, where what is written has them, and the elements before and behind, one
+// a thread. A worker's rows are written as its first one is, so that parameters can wait, shifted, in shared memory. What is read next is
+// asked for as a row is written. Rows too long for a block have a cluster of them.
+template <class F, class W, class Y, class Shape, RowAlignment kAlignment, bool kCluster>
+__global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward_persistent_kernel(
+    const __grid_constant__ NormForward<F, W, Y> p) {
+  using X = typename F::Element;
+  constexpr int N = 16 / int(sizeof(X)), kVecsPerThread = Shape::vecs_per_thread;
+  using VecRow =
+      ForwardRow<F, W, Y, N, RowAlignment::vectorized, unsigned>;  // addresses take half the registers
+  using ElementRow = ForwardRow<F, W, Y, 1, RowAlignment::vectorized, int>;
+  using Sums = SumArray<VecRow::kStatistics>;
+  using Words = ShiftedVecs<X, kVecsPerThread, kAlignment == RowAlignment::mixed_offset>;
+  __shared__ ReduceStorage<Sums> storage;
+  extern __shared__ __align__(16) unsigned char shared[];
+  RowReducer<Shape, kCluster, false, Sums> reducer(storage);
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  const BlockCoord coord(p.groups, Shape::rows_per_block, blockIdx.x / unsigned(reducer.blocks));
+  const int row_in_block = Shape::rows_per_block == 1 ? 0 : threadIdx.x / Shape::threads_per_row;
+  const RowRange range = row_range_of(p.row_schedule, p.rows, coord.first + row_in_block);
+  const int cols = int(p.cols), pitch = reducer.threads * reducer.blocks * N;
+  auto column = [&](int i) { return reducer.vec_index(i) * N; };
+  auto param_slot = [&](int i, int k) {
+    return reinterpret_cast<Vec<W, N>*>(shared) + (i * F::kParams + k) * blockDim.x + threadIdx.x;
+  };
+  ElementRow edge_row(p, coord, range.first);
+  const int head = elements_to_alignment<N>(edge_row.written(), cols);
+  const int whole = (cols - head) / N * N;
+  VecRow row(p, coord, range.first, head, whole);
+  int left = range.count();
+  edge_row.live = row.live = left > 0;
+
+  auto in_bounds = [&](int i) { return column(i) < whole; };
+  const int64_t begin = edge_row.col_offset + head + column(0);
+  if constexpr (sizeof(W) == sizeof(X) && !kPerChannel<F>) {
+    load_shifted_vecs<kVecsPerThread>(p.param, p.default_value, begin, p.groups * p.cols, pitch, in_bounds,
+                                      [&](int i, int k, const Vec<W, N>& w) { *param_slot(i, k) = w; });
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < kVecsPerThread && in_bounds(i); ++i)
+#pragma unroll
+      for (int k = 0; k < F::kParams; ++k) {
+        Vec<W, N> w;
+#pragma unroll
+        for (int j = 0; j < N; ++j) w.v[j] = param_of(p, k, begin + i * pitch + j);
+        *param_slot(i, k) = w;
+      }
+  }
+  auto words_of = [&](int k) {
+    return Words(row.in(k) + column(0), p.end[k], range.step * p.in_stride[k], pitch);
+  };
+  auto words = [&]<size_t... K>(std::index_sequence<K...>) {
+    return Array<Words, F::kIn>{{words_of(int(K))...}};
+  }(std::make_index_sequence<F::kIn>{});
+  auto load = [&](int i, bool live) {
+#pragma unroll
+    for (int k = 0; k < F::kIn; ++k) words.data[k].load(i, live && in_bounds(i));
+  };
+  EdgeElement<F, W, Y> edge;
+  edge.column = edge_column<N>(reducer, head, whole, cols);
+#pragma unroll
+  for (int i = 0; i < kVecsPerThread; ++i) load(i, row.live);
+  edge_row.load(edge.column, edge.next);
+  if (edge.column < cols) load_edge_params(p, edge_row.col_offset, edge);
+  reducer.wait_for_cluster();
+#pragma unroll 1
+  for (; left > 0; --left) {
+#pragma unroll
+    for (int k = 0; k < F::kIn; ++k) words.data[k].advance();
+    Vec<X, N> in[kVecsPerThread][F::kIn];
+#pragma unroll
+    for (int i = 0; i < kVecsPerThread; ++i)
+#pragma unroll
+      for (int k = 0; k < F::kIn; ++k) in[i][k] = words.data[k].vec(i, in_bounds(i));
+    const auto current = row;
+    const auto current_edge = edge_row;
+    edge.row = &current_edge;
+#pragma unroll
+    for (int k = 0; k < F::kIn; ++k) edge.in[k] = edge.next[k];
+    float center[kVecsPerThread], mean, rstd;
+    current.statistics(in, column, [&](auto& sums) { reducer.all_reduce(sums); }, edge, center, mean, rstd);
+    row.advance(range.step, left > 1), edge_row.advance(range.step, left > 1);
+    edge_row.load(edge.column, edge.next);
+    if (reducer.thread + reducer.rank == 0) current.save_statistics(mean, rstd);
+    if (edge.valid()) current_edge.write(edge.column, edge.in, edge.param, mean, rstd);
+#pragma unroll
+    for (int i = 0; i < kVecsPerThread; ++i) {
+      if (in_bounds(i)) {
+        Vec<W, N> w[F::kParams];
+#pragma unroll
+        for (int k = 0; k < F::kParams; ++k) w[k] = *param_slot(i, k);
+        if constexpr (!F::kSubtractMean || kVecsPerThread > 4) current.hide_inputs(in[i]);
+        current.write(column(i), in[i], w, kVecsPerThread > 4 ? mean : center[i], rstd);
+      }
+      load(i, row.live);
+    }
+  }
+  if constexpr (kCluster) cluster_arrive();
+  reducer.wait_for_cluster();
+}
+
+}  // namespace norm_detail
+}  // namespace tigon::cuda

@@ -1,0 +1,252 @@
+// Wrappers of PTX instructions, under PTX's names. Instructions of sm_90 do nothing before sm_90:
+// there a CTA is a cluster of its own, and kernels that need more are not launched.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace tigon::cuda {
+
+// --- shared memory -------------------------------------------------------------------------------------
+
+// The address of shared memory within its window, as the instructions below take it.
+__device__ __forceinline__ uint32_t cast_smem_ptr_to_uint(const void* p) {
+  return uint32_t(__cvta_generic_to_shared(p));
+}
+// 16 bytes, never hoisted or cached in registers by the compiler.
+__device__ __forceinline__ uint4 ld_shared(uint32_t from) {
+  uint4 w;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+               : "r"(from)
+               : "memory");
+  return w;
+}
+__device__ __forceinline__ uint4 ld_shared(const uint4* from) {
+  return ld_shared(cast_smem_ptr_to_uint(from));
+}
+__device__ __forceinline__ void st_shared(uint32_t to, const uint4& w) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w)
+               : "memory");
+}
+
+// --- clusters (sm_90) ----------------------------------------------------------------------------------
+
+__device__ __forceinline__ unsigned cluster_rank() {
+  unsigned r = 0;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+#endif
+  return r;
+}
+__device__ __forceinline__ unsigned cluster_size() {
+  unsigned n = 1;
+#if __CUDA_ARCH__ >= 900
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n));
+#endif
+  return n;
+}
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+// *local = value, in the shared memory of the CTA of that rank.
+__device__ __forceinline__ void st_shared_cluster(float* local, unsigned rank, float value) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t address = uint32_t(__cvta_generic_to_shared(local)), remote;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(remote), "f"(value) : "memory");
+#endif
+}
+
+// --- mbarrier (sm_90) ----------------------------------------------------------------------------------
+
+// One thread initialises a barrier before the first cluster_arrive() of its CTA. A phase completes when
+// `count` arrivals and all expected bytes are in; waiters pass the phase's parity (0, 1, 0, ...).
+__device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int count = 1) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(cast_smem_ptr_to_uint(barrier)), "r"(count)
+               : "memory");
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint64_t* barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(cast_smem_ptr_to_uint(barrier)),
+               "r"(bytes)
+               : "memory");
+#endif
+}
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(cast_smem_ptr_to_uint(barrier)) : "memory");
+#endif
+}
+// kClusterScope: other CTAs have written what is read next. An acquire at cluster scope invalidates L1,
+// so waits on data of the own CTA use CTA scope.
+template <bool kClusterScope = true>
+__device__ __forceinline__ void mbarrier_wait_parity(const uint64_t* barrier, int parity) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t done;
+  do {
+    if constexpr (kClusterScope)
+      asm volatile(
+          "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+          "selp.u32 %0, 1, 0, p;\n}"
+          : "=r"(done)
+          : "r"(cast_smem_ptr_to_uint(barrier)), "r"(parity)
+          : "memory");
+    else
+      asm volatile(
+          "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%1], %2;\n"
+          "selp.u32 %0, 1, 0, p;\n}"
+          : "=r"(done)
+          : "r"(cast_smem_ptr_to_uint(barrier)), "r"(parity)
+          : "memory");
+  } while (done == 0);
+#endif
+}
+// *local = value, in the shared memory of the CTA of that rank; its 8 or 16 bytes complete on that CTA's
+// barrier.
+template <class T>
+__device__ __forceinline__ void st_async(T* local, unsigned rank, const T& value, uint64_t* barrier) {
+  static_assert(sizeof(T) == alignof(T) && (sizeof(T) == 8 || sizeof(T) == 16));
+#if __CUDA_ARCH__ >= 900
+  uint32_t to, remote_barrier;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(to) : "r"(cast_smem_ptr_to_uint(local)), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;"
+      : "=r"(remote_barrier)
+      : "r"(cast_smem_ptr_to_uint(barrier)), "r"(rank));
+  if constexpr (sizeof(T) == 8) {
+    uint64_t v;
+    memcpy(&v, &value, sizeof v);
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to),
+                 "l"(v), "r"(remote_barrier)
+                 : "memory");
+  } else {
+    uint4 v;
+    memcpy(&v, &value, sizeof v);
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+            to),
+        "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(remote_barrier)
+        : "memory");
+  }
+#endif
+}
+
+// --- cp.async: copies from global to shared memory -----------------------------------------------------
+
+// 16 bytes, or zeros where `bytes` is 0; both addresses are aligned to 16 bytes. A thread may read what it
+// copied itself after its wait, without a barrier.
+__device__ __forceinline__ void cp_async(uint32_t to, const void* from, int bytes = 16) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void cp_async(void* to, const void* from, int bytes = 16) {
+  cp_async(uint32_t(__cvta_generic_to_shared(to)), from, bytes);
+}
+// 16 bytes, or nothing; without a branch.
+__device__ __forceinline__ void cp_async_predicated(bool pred, uint32_t to, const void* from) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(to),
+      "l"(from), "r"(unsigned(pred))
+      : "memory");
+}
+// The first `bytes` bytes (an even number; at most 16 are copied) and none behind them: a 16-byte cp.async
+// reads all 16 bytes whatever its source size. A last 16-bit element is copied synchronously, since cp.async
+// has no 2-byte form.
+__device__ __forceinline__ void cp_async_partial(uint32_t to, const void* from, int bytes) {
+  if (bytes >= 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 16; i += 4)
+    if (i + 4 <= bytes)
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to + i),
+                   "l"(static_cast<const char*>(from) + i)
+                   : "memory");
+  if (bytes % 4 != 0) {
+    const uint16_t last = *(static_cast<const uint16_t*>(from) + bytes / 2 - 1);
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(to + bytes - 2), "h"(last) : "memory");
+  }
+}
+// Makes a group of the copies since the last commit.
+__device__ __forceinline__ void cp_async_commit_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Returns when at most the last `Pending` groups are incomplete.
+template <int Pending>
+__device__ __forceinline__ void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+// The same for a number known at run time; more than 8 waits as 8 does.
+__device__ __forceinline__ void cp_async_wait_group(int pending) {
+  switch (pending) {
+    case 0: return cp_async_wait_group<0>();
+    case 1: return cp_async_wait_group<1>();
+    case 2: return cp_async_wait_group<2>();
+    case 3: return cp_async_wait_group<3>();
+    case 4: return cp_async_wait_group<4>();
+    case 5: return cp_async_wait_group<5>();
+    case 6: return cp_async_wait_group<6>();
+    case 7: return cp_async_wait_group<7>();
+    default: return cp_async_wait_group<8>();
+  }
+}
+
+// A bulk copy by one thread (sm_90): `bytes` is a multiple of 16, and the bytes complete on an mbarrier.
+__device__ __forceinline__ void cp_async_bulk(uint32_t to, const void* from, int bytes,
+                                              const uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(uint32_t(__cvta_generic_to_shared(barrier)))
+      : "memory");
+#endif
+}
+// Orders ordinary stores to shared memory before later bulk copies to the same place. The thread that issues
+// the copy calls it once it knows of the stores.
+__device__ __forceinline__ void fence_proxy_async() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// --- launches and registers (sm_90) --------------------------------------------------------------------
+
+// Programmatic dependent launch (LaunchConfig::pdl): lets the next kernel in the stream start early.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+// Waits until the previous kernel in the stream has ended and its writes are visible.
+__device__ __forceinline__ void griddepcontrol_wait() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Moves registers between warpgroups of a kernel with one CTA per SM: each thread of the calling warpgroup has
+// `Count` from here on. Nothing unless compiled for sm_90a.
+template <int Count>
+__device__ __forceinline__ void setmaxnreg_dec() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
+#endif
+}
+template <int Count>
+__device__ __forceinline__ void setmaxnreg_inc() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
+#endif
+}
+
+}  // namespace tigon::cuda

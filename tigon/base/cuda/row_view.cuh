@@ -1,0 +1,155 @@
+// Rows of any alignment, accessed in 16-byte vectors.
+#pragma once
+
+#include "tigon/base/cuda/vec.cuh"
+
+namespace tigon::cuda {
+
+enum class RowAlignment {
+  // All rows and parameters consist of aligned vectors.
+  vectorized,
+  // Inputs have the same offset within 16 bytes as the output, row by row.
+  same_offset,
+  // Any offsets: vectors are aligned to the output, and inputs are loaded as aligned words and
+  // shifted.
+  mixed_offset,
+};
+
+// Stores one element under a predicate, without a branch.
+template <class T>
+__device__ __forceinline__ void store_predicated(bool pred, T* p, const T& x) {
+  if constexpr (sizeof(T) == 2)
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.global.b16 [%0], %1;\n}" ::"l"(p),
+                 "h"(reinterpret_cast<const unsigned short&>(x)), "r"(unsigned(pred))
+                 : "memory");
+  else
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.global.f32 [%0], %1;\n}" ::"l"(p), "f"(x),
+                 "r"(unsigned(pred))
+                 : "memory");
+}
+
+// Whether the 16-byte word that holds the end of row `row` may be read in full: rows of the same
+// tensor that follow cover the rest of it.
+__device__ __forceinline__ bool can_overread(int64_t row, int64_t rows, int64_t stride) {
+  return (rows - 1 - row) * stride >= 16;
+}
+
+// Drops the first `off` elements (less than 16 bytes) of K words. The last words are the padding.
+template <class T, int K>
+__device__ __forceinline__ void shift_words(uint32_t (&w)[K], int off) {
+  const int bytes = off * int(sizeof(T));
+  if (bytes == 0) return;
+#pragma unroll
+  for (int i = 0; i < K - 2; ++i) w[i] = bytes & 8 ? w[i + 2] : w[i];
+#pragma unroll
+  for (int i = 0; i < K - 3; ++i) w[i] = bytes & 4 ? w[i + 1] : w[i];
+  if constexpr (sizeof(T) < 4) {
+#pragma unroll
+    for (int i = 0; i < K - 4; ++i) w[i] = __funnelshift_r(w[i], w[i + 1], bytes % 4 * 8);
+  }
+}
+
+// Loads columns [c, c + N) of a row from the aligned words that hold them, with all loads in flight
+// at once and no branch.
+template <int N, class T, class Column, class Wanted>
+__device__ __forceinline__ Vec<T, N> load_unaligned(const T* row, Column c, Wanted&& pred) {
+  constexpr int M = 16 / int(sizeof(T)), kWords = N / M;
+  static_assert(N % M == 0);
+  const int off = int(reinterpret_cast<uintptr_t>(row + c) % 16 / sizeof(T));
+  uint32_t w[4 * (kWords + 1)];
+#pragma unroll
+  for (int i = 0; i < kWords + 1; ++i) {
+    const Column first = c - off + i * M;
+    const bool valid = pred(first) && (i < kWords || off != 0);
+    uint4 word = load_predicated(valid, static_cast<const void*>(row + first));
+    w[4 * i] = word.x, w[4 * i + 1] = word.y, w[4 * i + 2] = word.z, w[4 * i + 3] = word.w;
+  }
+  shift_words<T>(w, off);
+  Vec<T, N> r;
+#pragma unroll
+  for (int i = 0; i < 4 * kWords; ++i) reinterpret_cast<uint32_t*>(&r)[i] = w[i];
+  return r;
+}
+
+// The vectors of one row, and of all rows with the same offset. A load has two steps, so that all
+// loads of a row are in flight before the first result is used: load(), then finish(), which zeroes
+// the elements that are not the row's.
+template <RowAlignment kAlignment, int N, class Column>
+struct RowView {
+  static constexpr bool kVectorized = kAlignment == RowAlignment::vectorized;
+  Column cols;
+  // Column of the first vector: 0, or negative where the row begins inside it.
+  int head = 0;
+
+  template <class T>
+  __device__ __forceinline__ RowView(const T* row, Column cols) : cols(cols) {
+    if constexpr (!kVectorized) head = -int(reinterpret_cast<uintptr_t>(row) % 16 / sizeof(T));
+  }
+  __device__ __forceinline__ bool has(Column c) const { return c < cols; }
+  __device__ __forceinline__ bool is_full(Column c) const { return kVectorized || (c >= 0 && c + N <= cols); }
+  // The words that hold the vector, at any shift, are in the row.
+  __device__ __forceinline__ bool is_interior(Column c) const { return c >= N && c + 2 * N <= cols; }
+  __device__ __forceinline__ bool in_row(Column c) const { return kVectorized || (c >= 0 && c < cols); }
+
+  template <class T>
+  __device__ __forceinline__ Vec<T, N> load(bool pred, const T* row, Column c, bool can_overread) const {
+    if constexpr (kVectorized)
+      return load_predicated<T, N>(pred && has(c), row + c);
+    else if (is_interior(c))
+      return load_unaligned<N>(row, c, [&](Column) { return pred; });
+    else
+      // Only words that hold an element of the row and may be read in full.
+      return load_unaligned<N>(row, c, [&](Column first) {
+        constexpr int M = 16 / int(sizeof(T));
+        return pred && has(c) && first > -M && first < cols && (can_overread || first + M <= cols);
+      });
+  }
+  template <class T>
+  __device__ __forceinline__ void finish(bool pred, const T* row, Column c, bool can_overread,
+                                         Vec<T, N>& vec) const {
+    if constexpr (!kVectorized) {
+      if (is_interior(c)) return;
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        if (!pred || !in_row(c + j))
+          vec.v[j] = narrow<T>(0.0f);
+        else if (!can_overread)
+          vec.v[j] = row[c + j];
+      }
+    }
+  }
+  // The same for a parameter by column, of which [0, cols) may be followed by other columns.
+  // Without effect in finish_vector() where the row is vectorized.
+  template <class T>
+  __device__ __forceinline__ Vec<T, N> load_vector(const T* vector, Column c, bool can_overread) const {
+    if constexpr (kVectorized && sizeof(T) * N % 16 == 0)
+      return load_predicated_uninit<T, N>(vector != nullptr && has(c), vector + c);
+    return load(vector != nullptr, vector, c, can_overread);
+  }
+  template <class T>
+  __device__ __forceinline__ void finish_vector(const T* vector, Column c, bool can_overread,
+                                                Vec<T, N>& vec) const {
+    finish(vector != nullptr, vector, c, can_overread, vec);
+  }
+  template <class T>
+  __device__ __forceinline__ void store(T* row, Column c, const Vec<T, N>& vec) const {
+    if constexpr (kVectorized && sizeof(T) * N % 16 != 0) {
+      cuda::store(row + c, vec);
+    } else if (is_full(c) && (kVectorized || reinterpret_cast<uintptr_t>(row + c) % 16 == 0)) {
+      store_v4(row + c, vec);
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j) store_predicated(in_row(c + j), row + c + j, vec.v[j]);
+    }
+  }
+  template <class T>
+  __device__ __forceinline__ void store_if_valid(T* row, Column c, const Vec<T, N>& vec) const {
+    if constexpr (kVectorized && sizeof(T) * N % 16 == 0) {
+      store_predicated(has(c), row + c, vec);
+    } else if (has(c)) {
+      store(row, c, vec);
+    }
+  }
+};
+
+}  // namespace tigon::cuda
