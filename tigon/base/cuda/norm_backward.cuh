@@ -1,10 +1,9 @@
-// Backward of the norm family: the gradients of rows and, in the same launch, the sums over rows that are the gradients of
-// weight and bias.
+// Backward of the norm family: the gradients of rows and, in the same launch, the sums over rows
+// that are the gradients of weight and bias. The formula is described in norm_backward_looped.cuh.
 //
-// The formula: norm_backward_looped.cuh.
-//
-// Persistent blocks: each takes its share of the rows of one section. The sums by column are kept in registers over all
-// rows of a thread, added over the row groups of the block and over the blocks (sum_partials) in fixed order.
+// Persistent CTAs process rows of one group each. A thread keeps its column sums in registers over
+// all of its rows. They are then added over the rows of the CTA and, by sum_partials, over the
+// CTAs, in fixed order.
 #pragma once
 
 #include <algorithm>
@@ -14,27 +13,30 @@
 
 namespace tigon::cuda {
 
-// How the backward keeps its bytes in flight. Direct: several blocks a multiprocessor, whose loads overlap. Staged (staged_rows.cuh):
-// no register waits for the rows of the next turns. Weights lie in shared memory.
+// Shapes without a pipeline: several CTAs per SM overlap their loads. Pipelined shapes
+// (cp_async_pipeline.cuh) need no registers for loads in flight. Both keep weights in shared
+// memory.
 template <int Threads, int VecsPerThread, int RowsPerBlock, int MinBlocks>
 struct Unpipelined : RowShape<Threads, VecsPerThread, RowsPerBlock, MinBlocks> {
   static constexpr int stages = 0, lookahead = 0;
 };
 
-// By the length of the row in packs. Short: blocks a multiprocessor of the shorter rows, so their registers.
+// Shapes by row length in vectors. Short: CTAs per SM of the two shortest shapes, which bounds
+// their registers.
 template <int Short, class... Longer>
 using BackwardShapeTable = ShapeList<Unpipelined<8, 2, 32, Short>, Unpipelined<32, 2, 8, Short>, Longer...>;
 
 namespace norm_detail {
 
-// Of every op, where rows begin anywhere, and the blocks of a cluster, of rows that are too long for one: with a lead where there is
-// room, since a cluster's threads tell each other slowly. A lead of a row also pays where a thread has much to do.
+// Shapes of all ops for rows that are not vectorized. Lookahead hides the latency of the reduction,
+// which is large in clusters and where a thread has much arithmetic.
 template <RowAlignment kAlignment, class B>
 struct UnalignedShapeTable {
-  // One sum of one input, of 2 bytes: such rows have clusters of few blocks of 128 to 160 threads, three at a time on a multiprocessor
-  // (4096 x 12289 95 us, by one block 100; 3072 x 16391 96 and 104; 5000 x 10241 108 and 99).
+  // One input of 16 bits and one sum: small clusters of three or four CTAs with 128 to 160 threads,
+  // three of which share an SM, beat one large CTA.
   static constexpr bool kFewBlocks = B::kIn == 1 && !B::kSubtractMean && sizeof(typename B::Element) == 2;
-  static constexpr int64_t kFew = 1536, kThree = 1920, kFour = 2048;  // packs
+  // In vectors.
+  static constexpr int64_t kFew = 1536, kThree = 1920, kFour = 2048;
   using Block = PipelinedBlock<B::kIn == 1 ? 3 : 2, 4, 512>;
   using Shapes =
       ShapeList<PipelinedRows<2, 32, 4, 4, 3>, PipelinedBlock<2, 2, 320, 2>, PipelinedBlock<2, 2, 512>,
@@ -50,8 +52,8 @@ template <class B>
 using BackwardCluster =
     std::conditional_t<B::kIn == 1, PipelinedBlock<3, 4, 512, 1, 1>, PipelinedBlock<2, 4, 512>>;
 
-// Rows that lie in packs. The passes are those of backward_staying_kernel, in a kernel of their own: as one with it they took 5 to 14 %
-// longer.
+// Vectorized rows. The passes are those of backward_persistent_kernel; sharing one kernel made
+// vectorized rows slower.
 template <class B, class W, class Y, int N, class Shape>
 __global__
 __launch_bounds__(Shape::max_threads, backward_blocks<typename B::Element, Y, Shape>) void backward_kernel(
@@ -62,8 +64,10 @@ __launch_bounds__(Shape::max_threads, backward_blocks<typename B::Element, Y, Sh
   constexpr bool kPipelined = Shape::stages > 0;
   __shared__ __align__(16) float slots[2][kMeans * 32];
   extern __shared__ __align__(
-      16) unsigned char shared[];  // weights and stages, then the column sums of the groups
-  if (p.partials) griddepcontrol_launch_dependents();  // the sum over the blocks
+      // Weights and pipeline stages, then the column sums of the row groups.
+      16) unsigned char shared[];
+  // The next kernel sums the partials.
+  if (p.partials) griddepcontrol_launch_dependents();
   const BlockCoord coord(p.groups, Shape::rows_per_block);
   const int cols = int(p.cols), block = Shape::threads_per_row ? Shape::max_threads : blockDim.x;
   const int64_t col_offset = int64_t(coord.group) * cols;
@@ -76,7 +80,7 @@ __launch_bounds__(Shape::max_threads, backward_blocks<typename B::Element, Y, Sh
   auto pack_of = [&](int i) { return RowTile<Shape, 1>::thread() + row_threads<Shape>() * i; };
   auto column = [&](int i) { return pack_of(i) * N; };
 
-  // What a thread leaves in shared memory it alone reads: no barrier.
+  // Each thread reads only the weights it wrote itself, so no barrier is needed.
   auto weight_slot = [&](int i) { return reinterpret_cast<Vec<W, N>*>(shared) + i * block + threadIdx.x; };
 #pragma unroll
   for (int i = 0; i < kVecsPerThread; ++i) {
@@ -122,7 +126,7 @@ __launch_bounds__(Shape::max_threads, backward_blocks<typename B::Element, Y, Sh
       in[i][k] = load_predicated<X, N>(in_bounds && has(k, row), in_row(k, row) + column(i));
     dy[i] = load_predicated<Y, N>(in_bounds && row < p.rows, dy_row(row) + column(i));
   };
-  // Before a pack is worked on, both times.
+  // Called before a vector is used, in both passes.
   auto fetch = [&](int i, int read_stage) {
     if constexpr (kPipelined) {
 #pragma unroll
@@ -159,7 +163,8 @@ __launch_bounds__(Shape::max_threads, backward_blocks<typename B::Element, Y, Sh
     const float now_rstd = rstd, now_mean = mean;
     if constexpr (kPipelined) {
       load_statistics(row + step);
-      start(write_stage, row + (Shape::stages - 1) * step);  // in place of the last turn's
+      // Overwrites the stage of the previous iteration.
+      start(write_stage, row + (Shape::stages - 1) * step);
       cp_async_wait_group<Shape::stages - 1>();
       write_stage = write_stage + 1 == Shape::stages ? 0 : write_stage + 1;
     }
@@ -169,14 +174,15 @@ __launch_bounds__(Shape::max_threads, backward_blocks<typename B::Element, Y, Sh
       return v * now_rstd;
     };
     float means[kMeans] = {};
-    // The means take in h and the gradient of h * weight, the column sums what `h` is rounded to.
+    // The means use the unrounded h, the column sums h as it was rounded in the forward.
     auto add_means = [&](float h, float d, float w) {
       means[0] = fma(d * w, h, means[0]);
       if constexpr (B::kSubtractMean) means[1] = fma(d, w, means[1]);
     };
 #pragma unroll
     for (int i = 0; i < kVecsPerThread; ++i) {
-      if (kPipelined && Shape::rows_per_block > 1 && row >= p.rows) break;  // what is staged is another row's
+      // The stage holds another row.
+      if (kPipelined && Shape::rows_per_block > 1 && row >= p.rows) break;
       if constexpr (kPipelined) fetch(i, read_stage);
       float w[N];
       weights(i, w);
@@ -206,13 +212,14 @@ __launch_bounds__(Shape::max_threads, backward_blocks<typename B::Element, Y, Sh
       reduce_row<Sum, Shape::threads_per_row>(means, slots[parity & 1]);
 #pragma unroll
       for (int k = 0; k < kMeans; ++k) means[k] *= inv_cols;
-      // g as it went into the means.
+      // g is formed exactly as in the means.
       auto results = [&](const float (&x)[B::kIn], float dy, float w, float (&out)[B::kOut]) {
         float h = normalized(x), g = __fmul_rn(p.f.upstream(dy, x), w);
         if constexpr (B::kSubtractMean) g -= means[1];
         p.f.results(norm_gradient(g, h, means[0], now_rstd), dy, h, w, x, out);
       };
-      __syncwarp();  // weights are read again, not kept
+      // The compiler reloads the weights instead of keeping them in registers.
+      __syncwarp();
 #pragma unroll
       for (int i = 0; i < kVecsPerThread; ++i) {
         if (row >= p.rows || column(i) >= cols) continue;
@@ -257,15 +264,15 @@ auto backward_kernel_of() {
     return backward_persistent_kernel<B, W, Y, N, Shape, kAlignment, false>;
 }
 
-// Every block leaves a row of column sums, so few rows do without a second block a multiprocessor: as many as have equally much to do.
-// 256 x 4096, us: RMSNorm 10.6 (12.3 with 256 blocks), LayerNorm 11.8 (14.3).
+// An upper bound on the CTAs: every CTA writes a row of partial sums, so with few rows one CTA per
+// SM is enough, as many as have equal work.
 inline int64_t enough_blocks(int64_t rows, int groups, int64_t period) {
   const int64_t turns = ceil_div(rows * groups, device_facts().sms);
   return turns > 8 ? INT64_MAX : ceil_div(ceil_div(rows, turns), period) * period;
 }
 
-// One launch for all: the parts of the column sums, or 0 where no shape holds a row.
-// `period`: of the rows that lie alike.
+// Launches one kernel for everything. Returns the number of partial rows, or 0 where no shape holds
+// a row. `period`: rows after which the offset repeats.
 template <RowAlignment kAlignment, int N, class Shapes, class B, class W, class Y>
 int64_t run_backward_in_registers(const char* op, Context& ctx, NormBackward<B, W, Y>& p, bool wants_sums,
                                   int64_t period) {
@@ -313,7 +320,7 @@ int64_t run_backward_in_registers(const char* op, Context& ctx, NormBackward<B, 
     static OccupancyCache cluster_occupancy;
     auto kernel = backward_persistent_kernel<B, W, Y, N, Shape, kAlignment, true>;
     auto shared = [&](int threads) { return shared_of(Type<Shape>{}, threads); };
-    // The more a thread has to do for its elements, the more it needs other blocks beside it.
+    // The more arithmetic a thread has, the more it needs other CTAs on the SM.
     using ShapeTable = UnalignedShapeTable<kAlignment, B>;
     const ClusterShape c = ShapeTable::kFewBlocks && vecs <= ShapeTable::kFour
                                ? fit_cluster<Shape>(op, cluster_occupancy, kernel, vecs,
@@ -327,7 +334,7 @@ int64_t run_backward_in_registers(const char* op, Context& ctx, NormBackward<B, 
   return parts;
 }
 
-// Rows of any length, in two launches: the parts of the column sums.
+// Rows of any length, in two launches. Returns the number of partial rows.
 template <int N, class B, class W, class Y>
 int64_t run_looped_backward(const char* op, Context& ctx, NormBackward<B, W, Y>& p, bool wants_sums) {
   if (std::any_of(p.out, p.out + B::kOut, [](auto* out) { return out != nullptr; }))
@@ -344,8 +351,8 @@ int64_t run_looped_backward(const char* op, Context& ctx, NormBackward<B, W, Y>&
 
 }  // namespace norm_detail
 
-// Ladder: the shapes for rows that lie in packs. `outs`: the B::kSums gradients by column, each of sections * cols numbers; without
-// data where not wanted.
+// ShapeTable: the shapes of vectorized rows. `outs`: the B::kSums gradients by column, of groups *
+// cols elements each; those without data are not wanted.
 template <class ShapeTable, class B, class W, class Y>
 void norm_backward(const char* op, Context& ctx, NormBackward<B, W, Y> p,
                    std::initializer_list<Vector> outs) {
@@ -369,7 +376,7 @@ void norm_backward(const char* op, Context& ctx, NormBackward<B, W, Y> p,
   p.dy_end = end_of_rows(p.dy, p.dy_stride, p.rows, p.groups * p.cols);
   for (int k = 0; k < B::kIn; ++k)
     if (p.in[k]) p.end[k] = end_of_rows(p.in[k], p.in_stride[k], p.rows, p.groups * p.cols);
-  // In the packs of what is written.
+  // Offsets are compared with those of the output.
   const X* written = p.out[0] ? p.out[0] : p.in[0];
   const int64_t stride = p.out[0] ? p.out_stride[0] : p.in_stride[0];
   auto matches_output = [&](const auto* of, int64_t of_stride) {
@@ -388,7 +395,8 @@ void norm_backward(const char* op, Context& ctx, NormBackward<B, W, Y> p,
     parts = run_backward_in_registers<RowAlignment::vectorized, kVecSize, ShapeTable>(op, ctx, p, wants_sums,
                                                                                       period);
   if constexpr (kSameType<B, W, Y>)
-    if (parts == 0 && outputs_match && inputs_match)  // or in packs, but too long for a block
+    // Vectorized rows too long for a CTA come here too.
+    if (parts == 0 && outputs_match && inputs_match)
       parts = run_backward_in_registers<RowAlignment::same_offset, kVecSize,
                                         typename UnalignedShapeTable<RowAlignment::same_offset, B>::Shapes>(
           op, ctx, p, wants_sums, period);

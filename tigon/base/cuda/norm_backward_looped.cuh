@@ -1,22 +1,32 @@
-// Backward of the norm family: what an op gives, and the kernels for rows of any length that begin anywhere, in two launches. Those
-// for rows that blocks hold: norm_backward.cuh.
+// Backward of the norm family: the formula that an op gives, and the kernels for rows of any length
+// and alignment, in two launches. The kernels that hold rows in registers are in norm_backward.cuh.
 //
-// The op gives a formula B (X is the storage type of rows, h the normalised value, weight the one by column):
+// The op gives a formula B (X is the storage type of rows, h the normalized value, weight the
+// parameter by column):
 //   struct Formula {
 //     using Element = X;
-//     static constexpr int kIn;        // rows read beside dy; all but the first may be null and then read as zero
-//     static constexpr int kOut;       // gradients of rows, each of which may be null
-//     static constexpr int kSums;      // gradients by column: 1 weight, 2 weight and bias
-//     static constexpr bool kCentred;  // the mean was subtracted
-//     bool round_h;                    // h was rounded to X before the weight
-//     float offset;                    // added to the weight
-//     using PlainWeight = void;        // there: it is always 0
-//     float value(const float (&in)[kIn]) const;               // what was normalised
-//     float upstream(float dy, const float (&in)[kIn]) const;  // gradient of h * weight: summed over rows it is dbias
-//     void results(float dv, float dy, float h, float weight, const float (&in)[kIn], float (&out)[kOut]) const;
+//     // Rows read beside dy. All but the first may be null and are zeros then.
+//     static constexpr int kIn;
+//     // Gradients of rows, each of which may be null.
+//     static constexpr int kOut;
+//     // Gradients by column: 1 weight, 2 weight and bias.
+//     static constexpr int kSums;
+//     static constexpr bool kSubtractMean;
+//     // h was rounded to X before the weight.
+//     bool round_h;
+//     // Added to the weight.
+//     float offset;
+//     // Optional: `offset` is always 0.
+//     using PlainWeight = void;
+//     // What was normalized.
+//     float value(const float (&in)[kIn]) const;
+//     // Gradient of h * weight; its sum over rows is dbias.
+//     float upstream(float dy, const float (&in)[kIn]) const;
+//     void results(float dv, float dy, float h, float weight, const float (&in)[kIn],
+//                  float (&out)[kOut]) const;
 //   };
-// where dv, the gradient of value, is rstd * (g - h * mean(g * h) - mean(g)), g = upstream * (offset + weight); the last mean
-// only where the value was centred.
+// where dv, the gradient of value, is rstd * (g - h * mean(g * h) - mean(g)) and g is upstream *
+// (offset + weight); mean(g) is left out unless kSubtractMean.
 #pragma once
 
 #include "tigon/base/cuda/norm_row.cuh"
@@ -31,14 +41,19 @@ struct NormBackward {
   const X* in[B::kIn];
   X* out[B::kOut];
   int64_t dy_stride, in_stride[B::kIn], out_stride[B::kOut];
-  const W* weight;           // null: ones, and no offset
-  const float *rstd, *mean;  // by row and section
+  // Null: ones, and no offset.
+  const W* weight;
+  // By row and group.
+  const float *rstd, *mean;
   int64_t rows, cols;
   int groups = 1;
-  RowSchedule row_schedule;   // of a section's rows
-  float* partials = nullptr;  // [parts, kSums, sections * cols], null: not wanted
-  uint32_t opaque_zero = 0;   // for again()
-  // Where the memory of rows ends, made by norm_backward.
+  // Of the rows of a group.
+  RowSchedule row_schedule;
+  // [parts, kSums, groups * cols]; null: not wanted.
+  float* partials = nullptr;
+  // For hide_from_compiler().
+  uint32_t opaque_zero = 0;
+  // End of each tensor's memory, set by norm_backward.
   const Y* dy_end = nullptr;
   const X* end[B::kIn] = {};
 };
@@ -47,7 +62,7 @@ namespace norm_detail {
 
 #include "tigon/base/norm_math.inc"
 
-// The inputs of a pack, at once.
+// Loads the inputs of one vector, all at once.
 template <class B, class W, class Y, int N, class RowView>
 __device__ __forceinline__ void load_rows(const NormBackward<B, W, Y>& p, const RowView& view, int64_t row,
                                           int64_t col_offset, int64_t c,
@@ -64,7 +79,8 @@ __device__ __forceinline__ void load_rows(const NormBackward<B, W, Y>& p, const 
   view.finish(true, dy_row, c, dy_can_overread, dy);
 }
 
-// Rows too long for registers. Two kernels: gradients of rows (two sweeps), sums by column over chunks of rows.
+// Rows that no register shape holds: one kernel for the gradients of rows (two passes), one for the
+// sums by column over chunks of rows.
 template <class B, class W, class Y, int N>
 __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void backward_looped_kernel(
     const __grid_constant__ NormBackward<B, W, Y> p) {
@@ -79,7 +95,7 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void backward_looped_ker
   auto out_row = [&](int k) { return p.out[k] + row * p.out_stride[k] + col_offset; };
   const RowView<RowAlignment::mixed_offset, N, int64_t> view(out_row(0), p.cols);
   const bool weight_can_overread = coord.group + 1 < p.groups && p.cols >= 16;
-  // fn(element, its inputs, dy, h, weight, g), then done(column)
+  // Calls fn(element, inputs, dy, h, weight, g) for each element, then done(column).
   auto sweep = [&](auto&& fn, auto&& done) {
     for (int64_t c = int64_t(threadIdx.x) * N + view.head; view.has(c); c += int64_t(kLoopThreads) * N) {
       Vec<X, N> in[B::kIn];
@@ -139,7 +155,8 @@ __global__ __launch_bounds__(kColumnThreads,
                 group = int64_t(blockIdx.x) / tiles % p.groups;
   const int64_t col_offset = group * p.cols, pitch = p.cols * p.groups;
   griddepcontrol_launch_dependents();
-  const X* boundary = nullptr;  // packs from the first column on, whatever the row
+  // Vectors are counted from the first column, whatever the row's offset.
+  const X* boundary = nullptr;
   const RowView<RowAlignment::mixed_offset, N, int64_t> view(boundary, p.cols);
   const int64_t c = (int64_t(blockIdx.x) % tiles * kColumnThreads + threadIdx.x) * N;
   if (!view.has(c)) return;

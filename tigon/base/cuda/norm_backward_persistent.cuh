@@ -1,5 +1,5 @@
-// Backward of the norm family for rows that begin anywhere, for rows too long for a block, and for a first pass that is a row ahead of
-// the second.
+// Backward of the norm family for rows of any alignment, for rows too long for a CTA, and with
+// lookahead: the first pass runs a row ahead of the second.
 #pragma once
 
 #include "tigon/base/cuda/cp_async_pipeline.cuh"
@@ -13,32 +13,35 @@ namespace norm_detail {
 template <class X, class Y, class Shape>
 constexpr int backward_blocks = sizeof(Y) > sizeof(X) && Shape::min_blocks > 1 ? Shape::min_blocks * 3 / 4
                                                                                : Shape::min_blocks;
-// Column sums that a block adds up.
+// Rows of column sums in shared memory that a CTA adds up.
 template <class Shape>
 constexpr int backward_parts =
     Shape::threads_per_row > 0 && Shape::threads_per_row < 32 ? Shape::max_threads / 32
                                                               : Shape::rows_per_block;
 
-// Nothing is ever added to the weight.
+// The weight has no offset.
 template <class B>
 constexpr bool kPlainWeight = requires { typename B::PlainWeight; };
 
-// Of a row.
+// The statistics of a row.
 struct Statistics {
   float rstd = 0.0f, mean = 0.0f;
 };
-// What a thread holds of rows beside whole packs: an element before or behind them, its column sums, or nothing.
+// The edge element of a thread: one column before or after the full vectors, its inputs and column
+// sums; or none.
 template <class B>
 struct EdgeInputs {
   float in[B::kIn] = {}, dy = 0.0f;
 };
 template <class B, class Y>
 struct BackwardEdge {
-  int column = 0;  // of the section
+  // Column of the group.
+  int column = 0;
   bool valid = false;
   float weight = 0.0f, sums[B::kSums] = {};
   EdgeInputs<B> row;
-  typename B::Element next[B::kIn] = {};  // of the next row; nothing waits for it
+  // Of the next row, loaded one iteration ahead.
+  typename B::Element next[B::kIn] = {};
   Y next_dy = {};
 
   __device__ __forceinline__ void take_next() {
@@ -48,7 +51,7 @@ struct BackwardEdge {
   }
 };
 
-// Where threads leave their column sums, and where those of the block go.
+// Adds the column sums of the CTA's threads and writes them to the partials.
 template <class B, class Shape, int N, bool HasEdges, class Column, class EdgeElement>
 __device__ __forceinline__ void reduce_column_sums(float (&sums)[B::kSums][Shape::vecs_per_thread][N],
                                                    Column&& column, int head, int whole, int cols,
@@ -69,7 +72,8 @@ __device__ __forceinline__ void reduce_column_sums(float (&sums)[B::kSums][Shape
     if (HasEdges && edge.valid) to[edge.column] = edge.sums[k];
   };
   if constexpr (Shape::rows_per_block == 1 && HasEdges) {
-    // Packs lie across the words of `out`: in order first, so that a warp stores a line of it.
+    // Vectors are not aligned in `out`: they are ordered in shared memory first, so that a warp
+    // stores consecutive elements.
     const int block = blockDim.x * N;
     __syncthreads();
 #pragma unroll
@@ -93,7 +97,8 @@ __device__ __forceinline__ void reduce_column_sums(float (&sums)[B::kSums][Shape
 #pragma unroll
     for (int k = 0; k < B::kSums; ++k) store_sums(out + k * out_pitch, k);
   } else {
-    constexpr bool kRowsShareWarp = Shape::threads_per_row < 32;  // rows a warp: added up first
+    // Rows that share a warp are added by shuffles first.
+    constexpr bool kRowsShareWarp = Shape::threads_per_row < 32;
     if constexpr (kRowsShareWarp) {
 #pragma unroll
       for (int k = 0; k < B::kSums; ++k)
@@ -122,8 +127,8 @@ __device__ __forceinline__ void reduce_column_sums(float (&sums)[B::kSums][Shape
   }
 }
 
-// Rows that begin anywhere: whole packs, where what is written has them, and the elements before and behind, one a thread. A worker's
-// rows are written as its first one is, so a thread keeps its columns.
+// Rows of any alignment: full vectors of the output, and the edge elements, at most one per thread.
+// All rows of a worker have the same output offset, so that a thread keeps its columns.
 template <class B, class W, class Y, int N, class Shape, RowAlignment kAlignment, bool kCluster>
 __global__ __launch_bounds__(
     Shape::max_threads,
@@ -136,8 +141,10 @@ __global__ __launch_bounds__(
   static_assert(kPipelined || !kHasEdges);
   using Sums = SumArray<kMeans>;
   __shared__ ReduceStorage<Sums, kLookahead == 0 ? 2 : 4> storage;
-  extern __shared__ __align__(16) unsigned char shared[];  // weights and stages, then the column sums
-  if (p.partials) griddepcontrol_launch_dependents();      // the sum over the blocks
+  // Weights and pipeline stages, then the column sums.
+  extern __shared__ __align__(16) unsigned char shared[];
+  // The next kernel sums the partials.
+  if (p.partials) griddepcontrol_launch_dependents();
   RowReducer<Shape, kCluster, false, Sums, kLookahead == 0 ? 2 : 4> reducer(storage);
   const BlockCoord coord(p.groups, Shape::rows_per_block, blockIdx.x / unsigned(reducer.blocks));
   const int cols = int(p.cols), block = Shape::threads_per_row ? Shape::max_threads : blockDim.x;
@@ -145,7 +152,7 @@ __global__ __launch_bounds__(
   const int row_in_block = Shape::rows_per_block == 1 ? 0 : threadIdx.x / Shape::threads_per_row;
   const float offset = p.weight ? p.f.offset : 0.0f, inv_cols = 1.0f / float(cols);
   auto column = [&](int i) { return reducer.vec_index(i) * N; };
-  // What a thread leaves in shared memory it alone reads: no barrier.
+  // Each thread reads only the weights it wrote itself, so no barrier is needed.
   auto weight_slot = [&](int i) { return reinterpret_cast<Vec<W, N>*>(shared) + i * block + threadIdx.x; };
   auto weights = [&](int i, float (&w)[N]) {
     Vec<W, N> vec = *weight_slot(i);
@@ -239,7 +246,7 @@ __global__ __launch_bounds__(
       in[i][k] = load_predicated<X, N>(in_bounds(i) && has(k, row), in_row(k, row) + column(i));
     dy[i] = load_predicated<Y, N>(in_bounds(i) && row < range.end, dy_row(row) + column(i));
   };
-  // Before a pack is worked on, both times.
+  // Called before a vector is used, in both passes.
   auto fetch = [&](int i, int read_stage) {
     if constexpr (kPipelined) {
 #pragma unroll
@@ -266,9 +273,9 @@ __global__ __launch_bounds__(
     return v * of.rstd;
   };
   float sums[B::kSums][kVecsPerThread][N] = {};
-  // Once over a row: the means, and what is added to the column sums.
+  // The means of a row, and its contribution to the column sums.
   auto first_pass = [&](int64_t row, const Statistics& of, int read_stage, float (&means)[kMeans]) {
-    // The means take in h and the gradient of h * weight, the column sums what `h` is rounded to.
+    // The means use the unrounded h, the column sums h as it was rounded in the forward.
     auto add_means = [&](float h, float d, float w) {
       means[0] = fma(d * w, h, means[0]);
       if constexpr (B::kSubtractMean) means[1] = fma(d, w, means[1]);
@@ -276,7 +283,8 @@ __global__ __launch_bounds__(
 #pragma unroll
     for (int i = 0; i < kVecsPerThread; ++i) {
       if (kPipelined && Shape::rows_per_block > 1 && row >= range.end)
-        break;  // what is staged is another row's
+        // The stage holds another row.
+        break;
       if constexpr (kPipelined) fetch(i, read_stage);
       float w[N];
       weights(i, w);
@@ -314,18 +322,19 @@ __global__ __launch_bounds__(
       }
     }
   };
-  // And again: the gradients. `alone`: the row's single element.
+  // The gradients of a row. `edge_inputs`: the row's edge element.
   auto second_pass = [&](int64_t row, const Statistics& of, int read_stage, float (&means)[kMeans],
                          const EdgeInputs<B>& edge_inputs) {
 #pragma unroll
     for (int k = 0; k < kMeans; ++k) means[k] *= inv_cols;
-    // g as it went into the means.
+    // g is formed exactly as in the means.
     auto results = [&](const float (&x)[B::kIn], float dy, float w, float (&out)[B::kOut]) {
       float h = normalized(of, x), g = __fmul_rn(p.f.upstream(dy, x), w);
       if constexpr (B::kSubtractMean) g -= means[1];
       p.f.results(norm_gradient(g, h, means[0], of.rstd), dy, h, w, x, out);
     };
-    __syncwarp();  // weights are read again, not kept
+    // The compiler reloads the weights instead of keeping them in registers.
+    __syncwarp();
 #pragma unroll
     for (int i = 0; i < kVecsPerThread; ++i) {
       if (row >= range.end || !in_bounds(i)) continue;
@@ -362,8 +371,8 @@ __global__ __launch_bounds__(
     }
   };
 
-  // A turn: the first pass over a row, and the second over the same one or, with a lead, over the one before it: what its threads
-  // tell each other has a turn to arrive.
+  // An iteration runs the first pass over a row, and the second pass over the same row or, with
+  // lookahead, over the row before it, so that a reduction has an iteration to complete.
   int read_stage = 0, write_stage = Shape::stages - 1 - kLookahead;
   auto next_stage = [](int stage) { return stage + 1 == Shape::stages ? 0 : stage + 1; };
   Statistics current, next;
@@ -387,7 +396,8 @@ __global__ __launch_bounds__(
     } else {
       current = next;
       next = statistics_of(ahead_row + range.step);
-      // The next turn's words take the place of the last one's. Apart, other threads have read those until they came here.
+      // The stage of the previous iteration is overwritten. With mixed offsets other threads have
+      // read it too, so the copies start after a barrier.
       auto start_next = [&] { start(write_stage, row + (Shape::stages - 1) * range.step); };
       if constexpr (kAlignment != RowAlignment::mixed_offset) start_next();
       cp_async_wait_group<Shape::stages - (kAlignment != RowAlignment::mixed_offset ? 1 : 2) - kLookahead>();

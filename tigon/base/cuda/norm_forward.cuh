@@ -1,6 +1,8 @@
-// Forward of the norm family on the row engine (rows.cuh): the kernels, and which of them a matrix gets. What they do to a row:
-// norm_row.cuh. In packs: a block a group of rows, held in registers. Rows that begin anywhere, or are too long for a block: blocks and
-// clusters that stay. The rest is swept. The choice depends on the row's length and place alone: a row's bits do not depend on the batch.
+// Forward of the norm family: the kernels and their selection. The row operations are in
+// norm_row.cuh. Vectorized rows: a CTA holds one or more rows in registers. Rows of other
+// alignments and rows too long for a CTA: persistent CTAs and clusters. All others: a looped
+// kernel. The selection depends on the row's length and alignment alone, so that a row's bits do
+// not depend on the batch.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +14,13 @@
 namespace tigon::cuda {
 namespace norm_detail {
 
-// A block a group of rows that lie in packs.
+// A CTA per group of Shape::rows_per_block vectorized rows.
 template <class F, class W, class Y, int N, class Shape>
 __global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
   using X = typename F::Element;
   using VecRow = ForwardRow<F, W, Y, N, RowAlignment::vectorized, int>;
-  // Parameters are on their way during the reduction where they find room in registers.
+  // Parameters are loaded before the reduction if they fit in registers.
   constexpr int kParamBytes = Shape::vecs_per_thread * N * int(sizeof(W)) * F::kParams * F::kIn;
   constexpr bool kLoadParamsEarly = kParamBytes <= (Shape::threads_per_row == 32 ? 128 : 64);
   __shared__ __align__(16) float slots[2][VecRow::kStatistics * 32];
@@ -46,7 +48,7 @@ __global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward
   if (Tile::thread() == 0) row.save_statistics(mean, rstd);
 #pragma unroll
   for (int i = 0; i < Shape::vecs_per_thread; ++i) {
-    // Several rows a block: without a branch.
+    // CTAs of several rows run without this branch.
     if (Shape::rows_per_block == 1 && !row.view.has(Tile::column(i))) continue;
     if constexpr (!kLoadParamsEarly) row.load_params(Tile::column(i), w[i]);
     row.finish_params(Tile::column(i), w[i]);
@@ -55,7 +57,8 @@ __global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward
   }
 }
 
-// Rows too long for registers, wherever they lie: a sweep for each statistic and one that writes, all but the first out of L2.
+// Rows that no register shape holds, of any alignment: a pass for each statistic and one that
+// writes; all but the first read from L2.
 template <class F, class W, class Y>
 __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void forward_looped_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
@@ -67,7 +70,7 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void forward_looped_kern
   griddepcontrol_launch_dependents();
   const BlockCoord coord(p.groups, 1);
   const VecRow row(p, coord, coord.first);
-  // fn(column, inputs)
+  // Calls fn(column, inputs).
   auto sweep = [&](bool first, auto&& fn) {
     for (int64_t c = int64_t(threadIdx.x) * N + row.view.head; row.view.has(c);
          c += int64_t(kLoopThreads) * N) {
@@ -101,11 +104,11 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void forward_looped_kern
   });
 }
 
-// Rows held in registers, by the length of the row in packs. Short rows take few threads: what is done once a row costs as much
-// as its elements. Percent of a copy of the same size, 16384 rows, 2048 to 12288 columns: RMSNorm 98 to 99, LayerNorm 95 to 98.
+// Shapes of rows in registers by row length in vectors. Short rows take few threads, since the work
+// per row costs as much as that per element.
 template <int Rows, int Params, bool WritesResidual>
 struct ForwardShapeTable {
-  // Bounds on the registers: how many blocks there are beside what a thread can have on its way.
+  // min_blocks bounds the registers: as many CTAs per SM as the loads in flight of a thread allow.
   using One = ShapeList<RowShape<4, 2>, RowShape<4, 4, 16, 8>, RowShape<16, 2, 8, 10>,
                         RowShape<32, 4, 4, Params == 1 ? 8 : 5>, BlockPerRow<4, 128, 6>,
                         BlockPerRow<4, 256, 4>, BlockPerRow<4, 384, 3>, BlockPerRow<8, 1024>>;
@@ -115,7 +118,7 @@ struct ForwardShapeTable {
                                   Short>::template append<BlockPerRow<4, 1024>>;
   using Shapes = std::conditional_t<Rows == 1, One, Two>;
 };
-// Rows that begin anywhere. Where types differ too, one path has to do.
+// Rows of other alignments. Mixed offsets have one path for all lengths.
 template <RowAlignment kAlignment, class F>
 using PersistentShapeTable =
     std::conditional_t<kAlignment != RowAlignment::same_offset,
@@ -124,8 +127,9 @@ using PersistentShapeTable =
                                           ShapeList<RowShape<32, 4, 4, 5>, BlockPerRow<4, 384, 2>>>>;
 template <class F>
 using ForwardCluster = std::conditional_t<F::kIn == 1, BlockPerRow<8, 384, 2>, BlockPerRow<4, 512, 2>>;
-// In clusters, rows that lie alike: through shared memory. Their clusters are fewer; where a period leaves out many of them and there
-// is one input, rows that wait in registers are faster (512 x 100003 of RMSNorm 60 us and 70).
+// Clusters for rows with the same offset, staged through shared memory. Fewer of these clusters are
+// resident; where the period leaves many of them idle and there is one input, rows prefetched into
+// registers are faster.
 template <class F>
 constexpr int kClusterStages = F::kIn == 2        ? 3
                                : F::kSubtractMean ? 5
@@ -133,8 +137,8 @@ constexpr int kClusterStages = F::kIn == 2        ? 3
 template <class F>
 using PipelinedCluster = PipelinedBlock<kClusterStages<F>, 4, 512, 1, 1>;
 
-// So many of a multiprocessor wait for what they read, one after the other. Two sums of a row do, and parameters that find no room in the
-// registers: with twice the warps 256 x 4096 of LayerNorm takes 5.1 us instead of 5.8. One sum: no difference.
+// Where a launch has at most this many warps per SM, the latency of loads is exposed. With two sums
+// per row, and parameters that do not fit in registers, twice the warps are faster then.
 constexpr int kFewWarps = 16;
 
 template <int N, class F, class W, class Y>
@@ -156,7 +160,7 @@ bool run_forward_in_registers(const char* op, Context& ctx, const NormForward<F,
     run(Type<Shape>{});
   });
 }
-// By what one block holds, or by clusters of blocks. `period`: of the rows that lie alike.
+// A CTA per row, or a cluster per row. `period`: rows after which the offset repeats.
 template <RowAlignment kAlignment, class F, class W, class Y>
 bool run_persistent_forward(const char* op, Context& ctx, NormForward<F, W, Y>& p, int64_t period) {
   constexpr int N = 16 / int(sizeof(typename F::Element));
@@ -225,7 +229,7 @@ inline bool is_aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 
 
 }  // namespace norm_detail
 
-// fn(x type, weight type): the weight's is x's or float.
+// Calls fn(x type, weight type); the weight's is x's or float.
 template <class Fn>
 void with_weight_types(const char* op, DType x, const Vector& weight, Fn&& fn) {
   dispatch_float(op, "x", x, [&](auto t) {
@@ -234,7 +238,7 @@ void with_weight_types(const char* op, DType x, const Vector& weight, Fn&& fn) {
     fn(Type<X>{}, Type<float>{});
   });
 }
-// fn(x type, weight type, y type): y is x's type, or float where a float weight made it so.
+// Calls fn(x type, weight type, y type); y has x's type, or float with a float weight.
 template <class Fn>
 void with_result_types(const char* op, DType x, const Vector& weight, DType y, Fn&& fn) {
   with_weight_types(op, x, weight, [&](auto tx, auto tw) {
@@ -262,7 +266,7 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
   int64_t period = row_offset_period<Y>(p.y_stride);
   for (int k = 0; k < F::kIn; ++k) period = std::max(period, row_offset_period<X>(p.in_stride[k]));
   if (F::kWritesResidual) period = std::max(period, row_offset_period<X>(p.residual_out_stride));
-  // In the packs of what is written.
+  // Offsets are compared with those of the output.
   auto run = [&](const auto* written, int64_t stride) {
     if (F::kWritesResidual && !same_row_offsets<X>(written, stride, p.y, p.y_stride, p.rows)) return false;
     bool inputs_match = kSameType<F, W, Y>;

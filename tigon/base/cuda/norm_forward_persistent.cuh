@@ -1,5 +1,5 @@
-// Forward of the norm family for rows that begin anywhere: blocks that stay, whose next row waits in registers. What they do to a row:
-// norm_row.cuh.
+// Forward of the norm family for rows of any alignment: persistent CTAs whose next row is
+// prefetched into registers. The row operations are in norm_row.cuh.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,8 @@
 namespace tigon::cuda {
 namespace norm_detail {
 
-// The packs of a row that is read in those of another one. Apart: which lies otherwise, so that a pack is in two words.
+// The vectors of an input in the vector numbering of the output. kMixedOffset: the input has
+// another offset, so each vector spans two aligned words.
 template <class X, int VecsPerThread, bool kMixedOffset>
 class ShiftedVecs {
   static constexpr int N = 16 / int(sizeof(X)), kWords = 1 + kMixedOffset;
@@ -20,7 +21,8 @@ class ShiftedVecs {
   uint4 words_[VecsPerThread][kWords];
 
  public:
-  // `first`: the first whole pack of this thread; `pitch`: elements from one to the next, `step`: from row to row.
+  // `first`: this thread's first full vector; `pitch`: elements from one of its vectors to the
+  // next; `step`: from row to row.
   __device__ __forceinline__ ShiftedVecs(const X* first, const X* end, int64_t step, int pitch)
       : end_(end), step_(step), pitch_(pitch) {
     off_ = kMixedOffset ? int(reinterpret_cast<uintptr_t>(first) % 16 / sizeof(X)) : 0;
@@ -33,7 +35,7 @@ class ShiftedVecs {
       words_[i][1] = load_predicated(wanted && off_ != 0 && word + 2 * N <= end_, word + N);
   }
   __device__ __forceinline__ void advance() { next_ += step_; }
-  // Of what was loaded before the last advance().
+  // The vector that was loaded before the last advance().
   __device__ __forceinline__ Vec<X, N> vec(int i, bool wanted) const {
     if constexpr (!kMixedOffset) return reinterpret_cast<const Vec<X, N>&>(words_[i][0]);
     uint32_t w[8];
@@ -43,7 +45,8 @@ class ShiftedVecs {
 #pragma unroll
     for (int j = 0; j < 4; ++j) reinterpret_cast<uint32_t*>(&r)[j] = w[j];
     const X* word = next_ - step_ + i * pitch_;
-    if (wanted && off_ != 0 && word + 2 * N > end_) {  // the last word of memory
+    // The last word of the tensor is read by elements.
+    if (wanted && off_ != 0 && word + 2 * N > end_) {
 #pragma unroll
       for (int j = 0; j < N; ++j) r.v[j] = word[off_ + j];
     }
@@ -61,7 +64,8 @@ __device__ __forceinline__ W param_of(const NormForward<F, W, Y>& p, int k, int6
     return p.param[k][column];
 }
 
-// The element that a thread has beside whole packs, of which `head` come before and which are `whole` elements; none: cols.
+// The column of this thread's edge element, or cols if it has none. `head` elements come before the
+// full vectors, which hold `whole` elements.
 template <int N, class RowReducer>
 __device__ __forceinline__ int edge_column(const RowReducer& reducer, int head, int whole, int cols) {
   int column = cols;
@@ -69,7 +73,7 @@ __device__ __forceinline__ int edge_column(const RowReducer& reducer, int head, 
     column = t < N ? (t < head ? t : cols) : min(cols, head + whole + t - N);
   return column;
 }
-// `before`: the first column of the section that the row is.
+// `col_offset`: the first column of the group.
 template <class F, class W, class Y>
 __device__ __forceinline__ void load_edge_params(const NormForward<F, W, Y>& p, int64_t col_offset,
                                                  EdgeElement<F, W, Y>& edge) {
@@ -77,8 +81,9 @@ __device__ __forceinline__ void load_edge_params(const NormForward<F, W, Y>& p, 
   for (int k = 0; k < F::kParams; ++k) edge.param[k].v[0] = param_of(p, k, col_offset + edge.column);
 }
 
-// keep(i, k, pack) for the packs of several vectors of `size` that a thread has, i < Held: the first one begins at `begin`,
-// the next ones `pitch` elements behind. What is not there is `absent`. Many words are on their way at a time.
+// Calls assign(i, k, vec) for this thread's vectors i < VecsPerThread of K parameters of `size`
+// elements, which start anywhere: the first at element `begin`, the next ones `pitch` elements
+// further. A null parameter becomes default_value[k]. Several loads are in flight at a time.
 template <int VecsPerThread, bool Unrolled = false, class W, int K, class InBounds, class Assign>
 __device__ __forceinline__ void load_shifted_vecs(const W* const (&vectors)[K],
                                                   const float (&default_value)[K], int64_t begin,
@@ -106,8 +111,8 @@ __device__ __forceinline__ void load_shifted_vecs(const W* const (&vectors)[K],
   }
 }
 
-// A block a row that begins anywhere, and all of whose inputs lie as it does: whole packs, and the elements before and behind, one a
-// thread. Parameters are shifted on their way.
+// A CTA per row of any alignment whose inputs all have the same offset: full vectors, and the edge
+// elements, at most one per thread. Parameters are loaded unaligned and shifted.
 template <class F, class W, class Y, class Shape>
 __global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward_unaligned_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
@@ -166,16 +171,18 @@ __global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward
   }
 }
 
-// Blocks that stay, for rows that begin anywhere: whole packs, where what is written has them, and the elements before and behind, one
-// a thread. A worker's rows are written as its first one is, so that parameters can wait, shifted, in shared memory. What is read next is
-// asked for as a row is written. Rows too long for a block have a cluster of them.
+// Persistent CTAs for rows of any alignment: full vectors of the output, and the edge elements, at
+// most one per thread. All rows of a worker have the same output offset, so that its shifted
+// parameters stay in shared memory. Loads of the next row are issued as each vector of this row is
+// stored. Rows too long for a CTA have a cluster.
 template <class F, class W, class Y, class Shape, RowAlignment kAlignment, bool kCluster>
 __global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward_persistent_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
   using X = typename F::Element;
   constexpr int N = 16 / int(sizeof(X)), kVecsPerThread = Shape::vecs_per_thread;
   using VecRow =
-      ForwardRow<F, W, Y, N, RowAlignment::vectorized, unsigned>;  // addresses take half the registers
+      // 32-bit columns: addresses take half the registers.
+      ForwardRow<F, W, Y, N, RowAlignment::vectorized, unsigned>;
   using ElementRow = ForwardRow<F, W, Y, 1, RowAlignment::vectorized, int>;
   using Sums = SumArray<VecRow::kStatistics>;
   using Words = ShiftedVecs<X, kVecsPerThread, kAlignment == RowAlignment::mixed_offset>;

@@ -1,5 +1,5 @@
-// Forward of the norm family for rows too long for a block that lie alike: clusters that stay, whose rows pass through shared memory.
-// What they do to a row: norm_row.cuh.
+// Forward of the norm family for rows with the same offset that are too long for a CTA: persistent
+// clusters whose rows are staged through shared memory. The row operations are in norm_row.cuh.
 #pragma once
 
 #include "tigon/base/cuda/cp_async_pipeline.cuh"
@@ -8,11 +8,13 @@
 namespace tigon::cuda {
 namespace norm_detail {
 
-// A turn is a pass over each of some rows: the first over one, the last, which writes, over the one that is as many turns behind as there
-// are statistics to be told and heard; between them, where the mean is subtracted, the one that takes in the differences. So nothing waits
-// for what threads tell each other, and no register for a row. A thread reads what it copied itself: one barrier a turn, for the sums.
-// (x and residual in registers took a third longer: registers that find no room lie in the first-level cache, which every wait for other
-// blocks empties.)
+// Each iteration runs one pass over each of several rows: the first pass over the newest row, the
+// last pass, which writes, over the row that is kDepth iterations older and, where the mean is
+// subtracted, the variance pass over the row between them. A pass uses a reduction that was
+// published one iteration before, so no warp waits for a reduction, and no row is held in
+// registers. A thread reads only what it copied itself; the one barrier per iteration belongs to
+// the reduction. Registers are not an alternative: spilled registers live in L1, which every
+// acquire at cluster scope invalidates.
 template <class F, class W, class Y, class Shape>
 __global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward_pipelined_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
@@ -51,12 +53,13 @@ __global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward
   auto pipelines = [&]<size_t... K>(std::index_sequence<K...>) {
     return Array<Pipeline, F::kIn>{{pipeline_of(int(K))...}};
   }(std::make_index_sequence<F::kIn>{});
-  // What a thread has beside whole packs: an element before or behind them, or none.
+  // The element of this thread before or after the full vectors, or none.
   EdgeElement<F, W, Y> edge;
   edge.column = edge_column<N>(reducer, head, whole, cols);
   edge.row = &edge_row;
   ElementRow next_edge_row = edge_row, last_edge_row = edge_row;
-  typename ElementRow::Inputs edge_inputs[kDepth + 1];  // of this turn's rows
+  // Of the rows of this iteration.
+  typename ElementRow::Inputs edge_inputs[kDepth + 1];
   auto start = [&](int stage, int iteration) {
 #pragma unroll
     for (int k = 0; k < F::kIn; ++k) pipelines.data[k].copy(stage, iteration < count);
@@ -91,7 +94,7 @@ __global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward
   };
   using Inputs = typename VecRow::Inputs;
   VecRow first_row = row;
-  // The sum of the values, or the one statistic of what is not centred.
+  // The sum of the values or, without a mean, the sum of squares.
   auto first_pass = [&](int stage) {
     float of[kVecsPerThread];
 #pragma unroll
@@ -151,7 +154,8 @@ __global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward
   auto earlier_stage = [](int stage, int by) { return stage < by ? stage + Shape::stages - by : stage - by; };
 
   int stage = 0, to = kStagesAhead;
-  float mean = 0.0f;  // of the row of the middle pass, then of the last one
+  // Of the row of the variance pass, then of the row of the last pass.
+  float mean = 0.0f;
   reducer.wait_for_cluster();
 #pragma unroll 1
   for (int t = 0; t < count + kDepth; ++t) {
@@ -168,7 +172,9 @@ __global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward
     next_edge_row.load(edge.column, edge.next);
     float sums[kSums] = {}, of_row[kStatistics] = {}, last_mean = mean;
     if constexpr (F::kSubtractMean) {
-      if (t > 0) {  // of the last turn: the sum of one row, the statistics of the one before it
+      // Published by the previous iteration: the sum of one row and the statistics of the row
+      // before it.
+      if (t > 0) {
         float collected[kSums], of_variance[kStatistics];
         reducer.collect(reducer.phase - 1, collected);
         mean = row.mean_of(collected[0]);

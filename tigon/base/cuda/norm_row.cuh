@@ -1,22 +1,30 @@
-// Forward of the norm family: a row normalised by its own statistics. The kernels: norm_forward.cuh.
+// Forward of the norm family: a row is normalized by its own statistics. The kernels are in
+// norm_forward.cuh.
 //
 // The op gives a formula F (X is the storage type of rows):
 //   struct Formula {
 //     using Element = X;
-//     static constexpr int kIn;          // rows read; the first is what is normalised unless value() says otherwise
-//     static constexpr int kParams;      // vectors by column: weight, bias
-//     static constexpr bool kCentred;    // the mean is subtracted
-//     static constexpr bool kKeeps;      // merge(in), rounded, takes the place of in[0] and is written to `kept`
-//     using Spans = void;                // there: `span` adjacent columns share a parameter (channels)
-//     bool round_h;                      // the normalised value is rounded to X
+//     // Rows read. The first is normalized unless value() says otherwise.
+//     static constexpr int kIn;
+//     // Vectors by column: weight, bias.
+//     static constexpr int kParams;
+//     static constexpr bool kSubtractMean;
+//     // merge(in), rounded to X, replaces in[0] and is written to `residual_out`.
+//     static constexpr bool kWritesResidual;
+//     // Optional: `cols_per_param` adjacent columns share a parameter (channels).
+//     using PerChannel = void;
+//     // The normalized value is rounded to X.
+//     bool round_h;
 //     float value(const float (&in)[kIn]) const;
 //     float result(float h, const float (&param)[kParams], const float (&in)[kIn]) const;
 //   };
-// y = result((value - mean) * rstd), rstd = (mean((value - mean)^2) + eps)^-1/2. The variance is that of the values in
-// registers about their mean, not a difference of two large sums.
+// y = result((value - mean) * rstd), rstd = (mean((value - mean)^2) + eps)^-1/2. The variance is
+// computed from differences to the mean in a second pass over registers, not as a difference of two
+// large sums.
 //
-// A row may consist of `sections` of `cols` columns that are normalised one by one (grouped norms); parameters run over all.
-// Bytes: every row read once and written once (rows longer than the ladder: read again, from L2).
+// A row may consist of `groups` groups of `cols` columns that are normalized separately; parameters
+// run over all columns. Every row is read once and written once; kernels that loop over longer rows
+// read them again, from L2.
 #pragma once
 
 #include "tigon/base/cuda/aligned_row.cuh"
@@ -32,31 +40,38 @@ struct NormForward {
   F f;
   const X* in[F::kIn];
   int64_t in_stride[F::kIn];
-  const W* param[F::kParams];  // null: as if absent[k] everywhere
+  // Null: default_value[k] in all columns.
+  const W* param[F::kParams];
   float default_value[F::kParams];
   X* residual_out;
   Y* y;
   int64_t residual_out_stride, y_stride;
-  float *rstd, *mean;  // by row and section; mean if F::kCentred. Null: not wanted
+  // By row and group; mean if F::kSubtractMean. Null: not wanted.
+  float *rstd, *mean;
   int64_t rows, cols;
   int groups = 1;
-  RowSchedule row_schedule;  // of a section's rows
+  // Of the rows of a group.
+  RowSchedule row_schedule;
   float eps;
-  int64_t cols_per_param = 1;  // columns that share a parameter, if F::Spans
-  float inv_cols = 0.0f;       // 1 / cols, made by norm_forward
-  const X* end[F::kIn] = {};   // where the memory of rows ends, made by norm_forward
-  uint32_t opaque_zero = 0;    // for again()
+  // Columns that share a parameter, if F::PerChannel.
+  int64_t cols_per_param = 1;
+  // 1 / cols, set by norm_forward.
+  float inv_cols = 0.0f;
+  // End of each input's memory, set by norm_forward.
+  const X* end[F::kIn] = {};
+  // For hide_from_compiler().
+  uint32_t opaque_zero = 0;
 };
 
 namespace norm_detail {
 
-// Of kernels that sweep. Blocks a multiprocessor, so that a few long rows are all under way.
+// Of the looped kernels. Two CTAs per SM keep all CTAs of a few long rows resident.
 constexpr int kLoopThreads = 512, kLoopBlocks = 2;
 
-// Where the threads of a block stand.
+// The group and the first row of a CTA.
 struct BlockCoord {
   int group;
-  int64_t first;  // row of the block
+  int64_t first;
   __device__ BlockCoord(int groups, int rows, unsigned block = blockIdx.x) {
     group = groups == 1 ? 0 : int(block % unsigned(groups));
     first = int64_t(groups == 1 ? block : block / unsigned(groups)) * rows;
@@ -78,7 +93,7 @@ constexpr bool kSameType = std::is_same_v<W, typename F::Element> && std::is_sam
 template <class F>
 constexpr bool kPerChannel = requires { typename F::PerChannel; };
 
-// Element j of several packs.
+// Element j of several vectors.
 template <class T, int N, int K>
 __device__ __forceinline__ void element(const Vec<T, N> (&vecs)[K], int j, float (&x)[K]) {
 #pragma unroll
@@ -92,13 +107,13 @@ __device__ __forceinline__ float value(const F& f, const Vec<typename F::Element
   return f.value(x);
 }
 
-// One row, or section of one, and what is done to a pack of it; `c` counts columns of the section.
+// One row, or one group of it, and the operations on its vectors. `c` counts columns of the group.
 template <class F, class W, class Y, int N, RowAlignment kAlignment, class Column>
 struct ForwardRow {
   using X = typename F::Element;
   using Inputs = Vec<X, N>[F::kIn];
   using Params = Vec<W, N>[F::kParams];
-  // Elements of bf16 have no more digits than the mean's rounding leaves them.
+  // Whether rounding of the mean is visible in X and corrected: bf16 has too few digits for it.
   static constexpr bool kCorrectsMean = !std::is_same_v<X, __nv_bfloat16>;
   static constexpr int kStatistics = F::kSubtractMean && kCorrectsMean ? 2 : 1;
   const NormForward<F, W, Y>& p;
@@ -107,7 +122,7 @@ struct ForwardRow {
   Y* y;
   RowView<kAlignment, N, Column> view;
 
-  // Of the row, `cols` columns from `skip` on.
+  // Columns [skip, skip + cols) of the row.
   __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const BlockCoord& coord, int64_t row,
                                         int skip, Column cols)
       : p(p),
@@ -120,14 +135,15 @@ struct ForwardRow {
         view(written(), cols) {}
   __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const BlockCoord& coord, int64_t row)
       : ForwardRow(p, coord, row, 0, Column(p.cols)) {}
-  // To the row that is `step` behind, which lies as this one, if there is one.
+  // Moves on to the row that is `step` rows further and has the same offset, if there is one.
   __device__ __forceinline__ void advance(int64_t step, bool is_live) {
     row += step;
     stat_index += step * p.groups;
     y += step * p.y_stride;
     live = is_live;
   }
-  // What takes another row's place must lie as that one does: its packs may be read only by who writes them.
+  // The output whose vectors are used. An output may overwrite an input in place, so a vector must
+  // be read only by the thread that writes it.
   __device__ __forceinline__ auto written() const {
     if constexpr (F::kWritesResidual)
       return residual_out();
@@ -171,7 +187,7 @@ struct ForwardRow {
     for (int k = 0; k < F::kParams; ++k) {
       if constexpr (!kPerChannel<F>)
         if (p.param[k]) view.finish_vector(p.param[k] + col_offset, c, params_can_overread, vecs[k]);
-      // By words, or the compiler chooses between elements.
+      // By words: a selection between elements would unpack them.
       const Vec<W, N> default_value = fill_vec<W, N>(p.default_value[k]);
 #pragma unroll
       for (int j = 0; j < kWords; ++j) {
@@ -180,7 +196,7 @@ struct ForwardRow {
       }
     }
   }
-  // What is kept, in in[0]'s place.
+  // Replaces in[0] by the merged row.
   __device__ __forceinline__ void merge(Inputs& vecs) const {
     float merged[N];
 #pragma unroll
@@ -219,20 +235,21 @@ struct ForwardRow {
     view.store_if_valid(y, c, out);
   }
 
-  // As good as divided: exact where the mean is a number of fp32.
+  // sum / cols with one correction step: exact where the quotient is an fp32 number.
   __device__ __forceinline__ float mean_of(float sum) const {
     const float mean = sum * p.inv_cols;
     return fma(fma(-mean, float(p.cols), sum), p.inv_cols, mean);
   }
-  // Of a pack; a chain of its own, so that several are under way.
+  // The sum of one vector. Vectors have dependency chains of their own, for instruction-level
+  // parallelism.
   __device__ __forceinline__ float sum_of(const Inputs& vecs) const {
     float s = value<F, N>(p.f, vecs, 0);
 #pragma unroll
     for (int j = 1; j < N; ++j) s += value<F, N>(p.f, vecs, j);
     return s;
   }
-  // Sum of squares about the mean, and, where there is one and X is fine enough for it to be seen, the sum of what is left: the
-  // sum of a long row far from zero is some ulp off, and this says by how much.
+  // Sum of squares about the mean and, with kCorrectsMean, the sum of the deviations: the sum of a
+  // long row far from zero is some ulp off, and this is the error of its mean.
   template <int K>
   __device__ __forceinline__ void statistics_of(Column c, const Inputs& vecs, float mean,
                                                 float (&sums)[K]) const {
@@ -274,17 +291,19 @@ struct ForwardRow {
       variance = fma(-off, off, variance);
       if (variance < 0.0f) variance = 0.0f;
     }
-    // Short rows feel every instruction of this: division and root by the book are 60.
+    // Approximate root for 16-bit types: exact division and root take some 60 instructions, which
+    // are noticeable in short rows.
     return sizeof(X) == 2 ? rsqrtf(variance + p.eps) : 1.0f / sqrtf(variance + p.eps);
   }
   __device__ __forceinline__ void hide_inputs(Inputs& vecs) const {
 #pragma unroll
     for (int k = 0; k < F::kIn; ++k) vecs[k] = hide_from_compiler(vecs[k], p.opaque_zero);
   }
-  // Of a row in registers, which all of its threads hold; what it keeps is written. merge(sums): of all threads; `single`: what this
-  // thread holds of the row besides.
-  // middle[i]: what is subtracted from pack i: the mean, but zero where a zero stands for what is not there. The compiler must not know
-  // it for one of them, or it finds the differences a second time where they are written.
+  // Statistics of a row that its threads hold in registers; the residual is written.
+  // all_reduce(sums) combines the threads of the row, `edge` is the element that this thread holds
+  // beside its vectors. center[i] is what is subtracted from vector i: the mean, or 0 where the
+  // vector is padding. The asm hides its value, or the compiler would compute the differences a
+  // second time in write().
   template <int VecsPerThread, class Where, class Merge, class EdgeElement>
   __device__ __forceinline__ void statistics(Inputs (&in)[VecsPerThread], Where&& column, Merge&& all_reduce,
                                              EdgeElement&& edge, float (&center)[VecsPerThread], float& mean,
@@ -333,18 +352,19 @@ struct ForwardRow {
   }
 };
 
-// What a thread holds of a row beside packs: nothing.
+// A thread without an edge element.
 struct NoEdgeElement {
   __device__ void write_residual() const {}
   __device__ float sum() const { return 0.0f; }
   template <int K>
   __device__ void add_to_statistics(float, float (&)[K]) const {}
 };
-// An element before or behind the whole packs of a row, or none.
+// An element before or after the full vectors of a row, or none.
 template <class F, class W, class Y>
 struct EdgeElement {
   using AlignedRow = ForwardRow<F, W, Y, 1, RowAlignment::vectorized, int>;
-  int column;  // of the row; its length: none
+  // Column of the row; the row's length if there is none.
+  int column;
   typename AlignedRow::Inputs in, next;
   typename AlignedRow::Params param;
   const AlignedRow* row = nullptr;

@@ -145,7 +145,7 @@ struct TmaPipeline {
   }
   // This consumer's vector of a chunk. `smem` is the pipeline's memory, aligned to 16 bytes.
   __device__ static __forceinline__ uint4* vec(uint4* smem, const State& at, int tensor, int i) {
-    return smem + ((at.stage * Shape::tensors + tensor) * Shape::max_vecs + i) * Shape::consumers +
+    return smem + ((at.stage * Shape::tensors + tensor) * Shape::vecs_per_thread + i) * Shape::consumers +
            threadIdx.x;
   }
   // Waits for a chunk and returns its row.

@@ -1,8 +1,8 @@
-// CUDA backend of the residual addition with RMSNorm: the formula on the engine of the norm family.
+// CUDA backend of residual addition with RMSNorm: the formula, for the kernels of the norm family.
 //
-// Bytes per element (b = element size): forward 4b, backward 4b (3b without dh); besides, 4 bytes a row of rstd, the weight once
-// per block (from L2) and blocks * cols * 4 bytes of dweight partials, written and read back from L2.
-// Instructions: about 6 per element forward, 12 backward, against a budget of 62 at the speed of the memory (bf16).
+// Bytes per element (b = element size): forward 4b, backward 4b (3b without dh). Also 4 bytes of rstd
+// per row, the weight once per CTA (from L2), and CTAs * cols * 4 bytes of dweight partials through L2.
+// Instructions per element: about 6 forward, 12 backward; the memory-bound budget is 62 (bf16).
 #include "tigon/base/cuda/norm_backward.cuh"
 #include "tigon/ops/add_rms_norm/add_rms_norm.h"
 
@@ -13,7 +13,7 @@ namespace {
 
 constexpr const char* kOp = "add_rms_norm";
 
-// in: x, residual; then h, residual
+// in: x, residual; after merge(): h, residual.
 template <class X>
 struct Forward {
   using Element = X;
@@ -28,7 +28,7 @@ struct Forward {
   }
 };
 
-// in: h, dh
+// in: h, dh.
 template <class X>
 struct Backward {
   using Element = X;

@@ -1,12 +1,12 @@
 // CUDA backend of Dynamic Tanh.
 //
-// Bytes per element (b = element size): forward 2b, backward 3b; besides, weight and bias once per block (from L2) and the
-// gradients' partials, written and read back from L2. Instructions: about 17 per element forward, 24 backward, against a budget of
-// 31 and 46 at the speed of the memory (bf16).
+// Bytes per element (b = element size): forward 2b, backward 3b. Also weight and bias once per CTA
+// (from L2), and the gradients' partials through L2.
+// Instructions per element: about 17 forward, 24 backward; the memory-bound budget is 31 and 46 (bf16).
 //
-// A row needs nothing of its other columns, so blocks are tiles of columns that walk down the rows: a thread keeps its columns'
-// parameters and sums in registers, two rows of loads together; the backward, whose blocks are few and long, asks for its next two
-// before it works on these. Rows shorter than a tile share it.
+// A row needs no reduction, so a CTA takes a tile of columns and loops over rows: a thread keeps
+// the parameters and sums of its columns in registers and loads several rows at a time. The
+// backward has few, long CTAs and prefetches the next rows. Rows shorter than a tile share it.
 #include <algorithm>
 
 #include "tigon/base/cuda/math.cuh"
@@ -20,38 +20,45 @@ namespace {
 #include "tigon/ops/dyt/dyt_math.inc"
 
 constexpr const char* kOp = "dyt";
-// Threads of a block, rows that one loads together, blocks a multiprocessor that the registers leave room for. The forward's blocks take
-// no more rows than they load together, many short blocks that end together; the backward's end in sums: as many as run at a time.
+// Threads of a CTA, rows loaded at a time, and CTAs per SM that the registers allow. A forward CTA
+// takes only the rows that it loads at once: many short CTAs end together. Backward CTAs end with a
+// reduction, so there are only as many as are resident.
 template <bool Backward>
 constexpr int kThreads = Backward ? 256 : 128;
 template <bool Backward>
 constexpr int kInFlight = Backward ? 2 : 8;
 template <bool Backward>
 constexpr int kMinBlocks = Backward ? 2 : 6;
-constexpr int kScalarParts = 64;  // a multiprocessor, of the forward's rows by single elements
+// Parts per SM of the forward's rows, for single elements.
+constexpr int kScalarParts = 64;
 
-// How the blocks share the matrix: threads of a block that lie side by side in a row, rows that it has at a time; tiles of columns,
-// rows of a part.
+// How CTAs share the matrix: threads side by side in a row, rows of a CTA at a time (groups), tiles
+// of columns, rows of a part (chunk).
 struct Tiling {
   int64_t rows, cols, chunk;
   uint32_t tiles, row_threads, groups;
-  uint32_t inv_row_threads;  // of across, in 65536ths, rounded up: exact for the threads of a block
+  // 1 / row_threads in units of 2^-16, rounded up: exact for the threads of a CTA.
+  uint32_t inv_row_threads;
 };
 
 template <class X, class W>
 struct Dyt {
-  const X *dy, *x;  // dy: backward
-  X* out;           // y, or dx, which may be null
+  // dy: backward.
+  const X *dy, *x;
+  // y, or dx, which may be null.
+  X* out;
   int64_t dy_stride, x_stride, out_stride;
   const W *alpha, *weight, *bias;
-  float *dalpha, *sums;  // [parts * tiles]; [parts, 2, cols]; may be null
+  // [parts * tiles]; [parts, 2, cols]; may be null.
+  float *dalpha, *sums;
   Tiling tiling;
 };
 
-// What a thread loads together.
+// What a thread loads at once.
 template <class X, int N, bool Backward>
 struct Rows {
-  Vec<X, N> x[kInFlight<Backward>], dy[kInFlight<Backward>];  // dy: backward
+  // dy: backward.
+  Vec<X, N> x[kInFlight<Backward>], dy[kInFlight<Backward>];
 };
 
 template <class X, class W, int N, bool Backward>
@@ -93,7 +100,8 @@ __global__ __launch_bounds__(kThreads<Backward>,
     else
       load_rows(first, rows);
     const auto& [x, dy] = rows;
-    if (!Backward && p.weight) weight = load<W, N>(p.weight + column);  // behind the rows
+    // Parameters are loaded after the rows.
+    if (!Backward && p.weight) weight = load<W, N>(p.weight + column);
     if (!Backward && p.bias) bias = load<W, N>(p.bias + column);
 #pragma unroll
     for (int i = 0; i < kInFlight<Backward>; ++i) {
@@ -126,7 +134,8 @@ __global__ __launch_bounds__(kThreads<Backward>,
     float* sums = p.sums + part * 2 * p.tiling.cols + column;
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      if (groups > 1) {  // over the groups of the block, in order
+      // Over the row groups of the CTA, in order.
+      if (groups > 1) {
         __syncthreads();
 #pragma unroll
         for (int j = 0; j < N; ++j)
@@ -146,8 +155,8 @@ __global__ __launch_bounds__(kThreads<Backward>,
   }
 }
 
-// Short rows in as many groups of threads as find room; others in tiles that begin at lines of memory, so narrow that most threads have
-// columns: 5120 columns are two and a half times 256 packs, and five times 128.
+// Short rows take as many row groups as fit in a CTA. Long rows take tiles that begin at memory
+// lines, narrow enough that most threads have columns.
 template <bool Backward>
 Tiling make_tiling(int64_t rows, int64_t cols, int vec_size) {
   constexpr int64_t kAll = kThreads<Backward>;
@@ -169,7 +178,7 @@ Tiling make_tiling(int64_t rows, int64_t cols, int vec_size) {
           .inv_row_threads = uint32_t(65536 / row_threads + 1)};
 }
 
-// fn(x type, parameter type, pack)
+// Calls fn(x type, parameter type).
 template <class Fn>
 void with_types(DType x, DType parameters, Fn&& fn) {
   dispatch_float(kOp, "x", x, [&](auto t) {
@@ -216,7 +225,8 @@ void dyt_fwd(Context& ctx, const DytFwd& a) {
 
 void dyt_bwd(Context& ctx, const DytBwd& a) {
   Vector dweight = a.dweight, dbias = a.dbias;
-  dweight.size = dbias.size = a.x.cols;  // partial rows hold both
+  // A row of partials holds both gradients.
+  dweight.size = dbias.size = a.x.cols;
   if (a.x.rows == 0) {
     for (const Vector& v : {a.dalpha, a.dweight, a.dbias})
       if (v)

@@ -1,9 +1,9 @@
-// CUDA backend of the gated RMSNorm: the formula on the engine of the norm family; groups are its sections.
+// CUDA backend of gated RMSNorm: the formula, for the kernels of the norm family.
 //
-// Bytes per element (b = element size): forward 3b, backward 5b; besides, 4 bytes a group of rstd, the weight once per block (from
-// L2) and its gradient's partials, written and read back from L2.
-// Instructions: about 20 per element forward, 40 backward, of which 4 and 6 on the special-function unit, against a budget of 46
-// and 77 (12 and 20) at the speed of the memory (bf16).
+// Bytes per element (b = element size): forward 3b, backward 5b. Also 4 bytes of rstd per group, the
+// weight once per CTA (from L2), and its gradient's partials through L2.
+// Instructions per element: about 20 forward, 40 backward, 4 and 6 of them on the special-function
+// unit; the memory-bound budget is 46 and 77, 12 and 20 of them (bf16).
 #include "tigon/base/cuda/norm_backward.cuh"
 #include "tigon/ops/gated_rms_norm/gated_rms_norm.h"
 
@@ -14,7 +14,8 @@ namespace {
 
 constexpr const char* kOp = "gated_rms_norm";
 
-template <class W>  // of the weight: fp32 ones ask for fp32 gradients
+// W is the type of the weight: fp32 weights ask for fp32 accuracy of the gate.
+template <class W>
 struct Scalars {
   float offset;
   bool round_h, round_weighted, silu;
@@ -22,7 +23,7 @@ struct Scalars {
   __device__ float slope(float gate) const { return gated_rms_norm_slope(ApproxFor<W>(gate), silu); }
 };
 
-// in: x, gate
+// in: x, gate.
 template <bool NormFirst, class X, class W>
 struct Forward : Scalars<W> {
   using Element = X;
@@ -36,7 +37,7 @@ struct Forward : Scalars<W> {
   }
 };
 
-// in: x, gate; out: dx, dgate
+// in: x, gate; out: dx, dgate.
 template <bool NormFirst, class X, class W>
 struct Backward : Scalars<W> {
   using Element = X;
@@ -60,7 +61,7 @@ struct Backward : Scalars<W> {
   }
 };
 
-// Groups are short: fewer shapes than the other norms.
+// Groups are short, so there are fewer shapes than for the other norms.
 using ShapeTable = ShapeList<Unpipelined<8, 2, 32, 2>, Unpipelined<32, 2, 8, 2>, PipelinedBlock<3, 2, 512>>;
 
 template <class W, class Args>
@@ -72,7 +73,7 @@ Scalars<W> scalars_of(const Args& a) {
           .silu = a.how.act == GateAct::silu};
 }
 
-// fn(order, x type, weight type, y type): norm first has y in x's type.
+// Calls fn(order, x type, weight type, y type); with the norm first, y has x's type.
 template <class Fn>
 void with_types(const GatedRmsNorm& how, DType x, const Vector& weight, DType y, Fn&& fn) {
   if (how.norm_first)

@@ -135,7 +135,7 @@ template <class T, bool Long>
 __global__ __launch_bounds__(kSectionThreads,
                              kMinBlocks<Long>) void forward_kernel(const __grid_constant__ Forward<T> p) {
   constexpr int N = 16 / sizeof(T), kVecsPerThread = kForwardVecs<Long>;
-  __shared__ ReduceStorage<Moments> storage;
+  __shared__ SectionReduceStorage<Moments> storage;
   storage.init(p.partition);
   const ThreadCoord coord(p.partition, p.groups);
   const int64_t size = p.partition.size() * N, channel = int64_t(coord.group) * p.partition.channels;
@@ -211,7 +211,7 @@ template <class T, int N, bool Long>
 __global__ __launch_bounds__(kSectionThreads,
                              kMinBlocks<Long>) void backward_kernel(const __grid_constant__ Backward<T> p) {
   constexpr int kVecsPerThread = kBackwardVecs<N, Long>;
-  __shared__ ReduceStorage<TwoSums> storage;
+  __shared__ SectionReduceStorage<TwoSums> storage;
   storage.init(p.partition);
   const ThreadCoord coord(p.partition, p.groups);
   const int64_t size = p.partition.size() * N, channel = int64_t(coord.group) * p.partition.channels,

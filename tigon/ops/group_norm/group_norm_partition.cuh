@@ -84,7 +84,7 @@ __device__ __forceinline__ void load_piece(const ThreadCoord& coord, const Piece
 
 // What all warps of a section have found. V is 8 or 16 bytes and has V::none(), and merge(list, entries), by all lanes of a warp.
 template <class V>
-struct ReduceStorage {
+struct SectionReduceStorage {
   V list[kMostEntries];
   uint64_t barrier;
 

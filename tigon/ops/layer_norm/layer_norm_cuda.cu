@@ -1,8 +1,8 @@
-// CUDA backend of LayerNorm: the formula on the engine of the norm family.
+// CUDA backend of LayerNorm: the formula, for the kernels of the norm family.
 //
-// Bytes per element (b = element size): forward 2b, backward 3b; besides, 8 bytes a row of statistics, weight and bias once per
-// block (from L2) and blocks * cols * 8 bytes of partial sums, written and read back from L2.
-// Instructions: about 6 per element forward, 13 backward, against a budget of 31 and 46 at the speed of the memory (bf16).
+// Bytes per element (b = element size): forward 2b, backward 3b. Also 8 bytes of statistics per row,
+// weight and bias once per CTA (from L2), and CTAs * cols * 8 bytes of partial sums through L2.
+// Instructions per element: about 6 forward, 13 backward; the memory-bound budget is 31 and 46 (bf16).
 #include "tigon/base/cuda/norm_backward.cuh"
 #include "tigon/ops/layer_norm/layer_norm.h"
 
@@ -38,9 +38,7 @@ struct Backward {
   }
 };
 
-// 16384 rows, bf16, us with the second kernel: 1024 columns 35.5 (37.4 with four rows a block), 2048 58.5 (60.3 with five blocks a
-// multiprocessor). Percent of a copy: 4096 columns 92, 6144 92 (86 with the next shape), 8192 93 (80 with single packs), 12288 97 (91
-// without a lead).
+// Shapes by row length, tuned on H200 for bf16.
 using Lookahead = PipelinedBlock<3, 4, 512, 1, 1>;
 using ShapeTable =
     BackwardShapeTable<3, PipelinedRows<2, 32, 4, 8, 1>, PipelinedBlock<2, 2, 128, 4>,
@@ -68,7 +66,8 @@ void layer_norm_fwd(Context& ctx, const LayerNormFwd& a) {
 
 void layer_norm_bwd(Context& ctx, const LayerNormBwd& a) {
   Vector dweight = a.dweight, dbias = a.dbias;
-  dweight.size = dbias.size = a.x.cols;  // partial rows hold both
+  // A row of partials holds both gradients.
+  dweight.size = dbias.size = a.x.cols;
   with_weight_types(kOp, a.x.dtype, a.weight, [&]<class X, class W>(Type<X>, Type<W>) {
     norm_backward<ShapeTable>(kOp, ctx,
                               NormBackward<Backward<X>, W, X>{.dy = a.dy.row<X>(0),

@@ -8,14 +8,16 @@ namespace {
 #include "tigon/ops/relu_squared/relu_squared_math.inc"
 
 struct Forward {
-  static constexpr int kIn = 1, kOut = 1;  // x -> y
+  // x -> y
+  static constexpr int kIn = 1, kOut = 1;
   __device__ void operator()(const float (&in)[kIn], float (&out)[kOut]) const {
     out[0] = relu_squared_y(in[0]);
   }
 };
 
 struct Backward {
-  static constexpr int kIn = 2, kOut = 1;  // dy, x -> dx
+  // dy, x -> dx
+  static constexpr int kIn = 2, kOut = 1;
   __device__ void operator()(const float (&in)[kIn], float (&out)[kOut]) const {
     out[0] = relu_squared_dx(in[0], in[1]);
   }
@@ -23,8 +25,8 @@ struct Backward {
 
 }  // namespace
 
-// Variants: those of every pointwise op (flat or rows, 16-byte packs or single elements),
-// tigon/base/cuda/elementwise.cuh.
+// The variants (flat or by rows, 16-byte vectors or single elements) are those of all pointwise
+// ops: tigon/base/cuda/elementwise.cuh.
 
 void relu_squared_fwd(Context& ctx, const ReluSquaredFwd& a) {
   pointwise("relu_squared", ctx, Pointwise<Forward>{.in = {a.x}, .out = {a.y}});

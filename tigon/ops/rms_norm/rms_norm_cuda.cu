@@ -1,8 +1,8 @@
-// CUDA backend of RMSNorm: the formula on the engine of the norm family.
+// CUDA backend of RMSNorm: the formula, for the kernels of the norm family.
 //
-// Bytes per element (b = element size): forward 2b, backward 3b; besides, 4 bytes a row of rstd, the weight once per block
-// (from L2) and blocks * cols * 4 bytes of dweight partials, written and read back from L2.
-// Instructions: about 4 per element forward, 10 backward, against a budget of 31 and 46 at the speed of the memory (bf16).
+// Bytes per element (b = element size): forward 2b, backward 3b. Also 4 bytes of rstd per row, the
+// weight once per CTA (from L2), and CTAs * cols * 4 bytes of dweight partials through L2.
+// Instructions per element: about 4 forward, 10 backward; the memory-bound budget is 31 and 46 (bf16).
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/norm_backward.cuh"
 #include "tigon/ops/rms_norm/rms_norm.h"
@@ -41,9 +41,7 @@ struct Backward {
   }
 };
 
-// 16384 rows, bf16, us with the second kernel: 1024 columns 33.9 (34.4 direct), 2048 55.9 (57.5 with two packs), 2560 68.6 (72.3 with
-// one), 3072 80.0 (81.7), 4096 103.0 (105.5). Percent of a copy: 5120 columns 93 (85 with the next shape), 8192 98, 12288 96 (91
-// without a lead).
+// Shapes by row length, tuned on H200 for bf16.
 using ShapeTable = BackwardShapeTable<4, PipelinedBlock<2, 1, 256, 4>, PipelinedBlock<2, 2, 160, 4>,
                                       PipelinedBlock<3, 2, 256, 2>, PipelinedBlock<4, 4, 160>,
                                       PipelinedBlock<3, 1, 1024>, UpToVecs<1152, PipelinedBlock<2, 4, 512>>,

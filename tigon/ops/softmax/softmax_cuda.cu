@@ -1,14 +1,16 @@
 // CUDA backend of softmax.
 //
-// Bytes per element (b = element size): forward 2b, backward 3b. Instructions: about 9 per element forward, one ex2 (two in rows past
-// 1024 packs), and 9 backward, against a budget of 27 and 41 at the speed of the memory (bf16).
+// Bytes per element (b = element size): forward 2b, backward 3b.
+// Instructions per element: about 9 forward, with one ex2 (two in rows past 1024 vectors), 9 backward;
+// the memory-bound budget is 27 and 41 (bf16).
 //
 // Variants
-//   held    A row lies in the registers of several lanes, a warp, a block of as many warps as it needs, or a cluster of up to 16
-//           blocks (sm_90 on). All its loads are in flight together. Clusters stay: a pack of the next row is asked for as soon as
-//           this row's has been stored.
-//   swept   Longer rows: one sweep that finds maximum and sum (or the dot product), one that writes, out of L2.
-// A row may start at any element: packs are those of the row that is written, and what is read lies anywhere (row_packs.cuh).
+//   registers  A row is held in the registers of some lanes, a warp, a CTA, or a cluster of up to 16
+//              CTAs (sm_90), with all of its loads in flight together. Clusters are persistent: each
+//              vector of the next row is requested as soon as this row's vector is stored.
+//   looped     Longer rows: one pass finds maximum and sum (or the dot product), one writes, out of L2.
+// A row may begin at any element. Vectors are those of the output; inputs of other offsets are
+// shifted (aligned_row.cuh).
 #include "tigon/base/cuda/aligned_row.cuh"
 #include "tigon/base/cuda/row_reduce.cuh"
 #include "tigon/base/cuda/row_shapes.cuh"
@@ -34,10 +36,12 @@ struct Forward {
   int64_t rows, x_stride, y_stride;
   int cols;
   int* counter =
-      nullptr;  // of rows that blocks which stay have drawn; 0 at first. Null: they take every so many
-  uint32_t opaque_zero = 0;  // for again()
+      // Counts the rows drawn by persistent CTAs; zero at launch. Null: static distribution.
+      nullptr;
+  // For hide_from_compiler().
+  uint32_t opaque_zero = 0;
 
-  // Rows that are not there hold nothing.
+  // Rows past the end load nothing.
   template <RowAlignment kAlignment>
   __device__ __forceinline__ auto row_of_y(int64_t r) const {
     return AlignedRow<T, kAlignment == RowAlignment::vectorized>(y + (r < rows ? r : 0) * y_stride, cols);
@@ -58,7 +62,7 @@ struct Backward {
   uint32_t opaque_zero = 0;
 };
 
-// A row of the backward: the packs are those of dx.
+// A row of the backward, in the vectors of dx.
 template <class T, RowAlignment kAlignment>
 struct BackwardRow {
   AlignedRow<T, kAlignment == RowAlignment::vectorized> dx;
@@ -71,7 +75,7 @@ struct BackwardRow {
         y(dx, p.y + r * p.y_stride, p.y_end, 0, valid),
         dy(dx, p.dy + r * p.dy_stride, p.dy_end, 0, valid) {}
 
-  // a, b: packs of y and dy, in as many steps as there are packs.
+  // a, b: vectors of y and dy.
   template <class Index, int VecsPerThread>
   __device__ __forceinline__ void load(Index vec_index, uint4 (&a)[VecsPerThread],
                                        uint4 (&b)[VecsPerThread]) const {
@@ -87,7 +91,8 @@ struct BackwardRow {
 #pragma unroll
     for (int i = 0; i < VecsPerThread; ++i) {
       float u[AlignedRow<T>::N], v[AlignedRow<T>::N],
-          of_vec = 0.0f;  // chains of their own, so that several are under way
+          // Vectors have dependency chains of their own, for instruction-level parallelism.
+          of_vec = 0.0f;
       unpack<T>(a[i], u), unpack<T>(b[i], v);
 #pragma unroll
       for (int j = 0; j < AlignedRow<T>::N; ++j) of_vec = fma(u[j], v[j], of_vec);
@@ -104,7 +109,7 @@ struct BackwardRow {
   }
 };
 
-// The same words, which the compiler must take for others (vec.cuh).
+// The same words, but the compiler cannot tell (vec.cuh).
 __device__ __forceinline__ uint4 hide_from_compiler(const uint4& w, uint32_t opaque_zero) {
   return make_uint4(w.x ^ opaque_zero, w.y ^ opaque_zero, w.z ^ opaque_zero, w.w ^ opaque_zero);
 }
@@ -116,7 +121,7 @@ __device__ __forceinline__ float max_of(const uint4 (&q)[K]) {
   for (int i = 1; i < K; ++i) top = max_words<T>(top, max_words<T>(q[i]));
   return max_of_word<T>(top);
 }
-// e = e^(x - m) of all elements, and their sum.
+// e = e^(x - m) of all elements; returns their sum.
 template <class T, int K>
 __device__ __forceinline__ float exponentials(const uint4 (&q)[K], float m, float (&e)[K][AlignedRow<T>::N]) {
   float s = 0.0f;
@@ -133,12 +138,12 @@ __device__ __forceinline__ float exponentials(const uint4 (&q)[K], float m, floa
   }
   return s;
 }
-// In fp32 the threads agree on the maximum before they add up: sums that are rescaled on their way lose an ulp.
+// In fp32 the threads agree on the maximum before they sum: rescaling partial sums costs an ulp.
 template <class T>
 constexpr bool kMaxFirst = sizeof(T) == 4;
 
-// Keeps: the exponentials stay in registers, else they are found twice. Stays: blocks take one row after another, and ask for
-// the next one's packs as they store.
+// kReuseExp: the exponentials stay in registers; else they are computed twice. kPersistent: CTAs
+// loop over rows and request the next row's vectors as they store.
 template <class T, class Shape, bool kCluster, bool kReuseExp, bool kPersistent, RowAlignment kAlignment>
 __global__ __launch_bounds__(Shape::max_threads,
                              Shape::min_blocks) void forward_kernel(const __grid_constant__ Forward<T> p) {
@@ -188,7 +193,7 @@ __global__ __launch_bounds__(Shape::max_threads,
   reducer.wait_for_cluster();
 }
 
-// Longer rows, by a cluster of blocks each: a sweep that finds maximum and sum, one that writes, out of L2.
+// Longer rows, by a cluster per row: one pass finds maximum and sum, one writes, out of L2.
 template <class T, class Shape>
 __global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward_looped_kernel(
     const __grid_constant__ Forward<T> p) {
@@ -311,8 +316,8 @@ __global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void backwar
   reducer.wait_for_cluster();
 }
 
-// By the packs of a row. Beyond 1024 of them the exponentials find no room in the registers and are found twice. Rows that do not lie
-// alike are few shapes' matter.
+// Shapes by row length in vectors. Beyond 1024 vectors the exponentials do not fit in registers and
+// are computed twice. Mixed offsets have few shapes.
 using ShortRows = ShapeList<RowShape<8, 2>, RowShape<16, 2>, RowShape<32, 2>, RowShape<32, 4>>;
 template <RowAlignment kAlignment>
 using ForwardShapeTable =
@@ -327,7 +332,7 @@ using BackwardShapeTable =
                        ShapeList<RowShape<32, 4>, BlockPerRow<4, 1024>>,
                        ShortRows::append<BlockPerRow<2, 512>>::append<BlockPerRow<4, 1024>>>;
 
-// The packs that a row touches at most, wherever it starts.
+// The number of vectors that a row of any offset touches at most.
 template <class T>
 int64_t max_vecs_of_row(const T* row, int64_t stride, int64_t cols) {
   constexpr int N = 16 / sizeof(T);
@@ -338,15 +343,15 @@ const T* end_of(const Matrix& m) {
   return end_of_rows(m.row<const T>(0), m.stride, m.rows, m.cols);
 }
 
-// Blocks that sweep.
+// The shape of the looped kernels.
 using LoopedBlock = BlockPerRow<4, 1024>;
 
-// Long rows do not feel what is done once a row.
+// Clusters do not distinguish vectorized rows: the work per row is negligible in long rows.
 template <bool kCluster, RowAlignment kAlignment>
 constexpr RowAlignment cluster_alignment =
     kCluster && kAlignment == RowAlignment::vectorized ? RowAlignment::same_offset : kAlignment;
 
-// The kernels of one direction, for rows of T.
+// The kernels of one direction for rows of T.
 template <class T, RowAlignment kAlignment>
 struct ForwardKernels {
   using Params = Forward<T>;
@@ -382,7 +387,7 @@ void run(Context& ctx, typename Kernels::Params p, int64_t vecs) {
            p);
   });
   if (launched) return;
-  // Clusters, as many as run at a time: each takes one row after another.
+  // Clusters that are all resident: each takes one row after another.
   using ClusterBlock = typename Kernels::ClusterBlock;
   static OccupancyCache occupancy;
   const auto kernel = Kernels::template register_kernel<ClusterBlock, true>();
@@ -401,7 +406,7 @@ void run(Context& ctx, typename Kernels::Params p, int64_t vecs) {
          {.blocks = p.rows * blocks, .threads = LoopedBlock::max_threads, .pdl = true, .cluster = blocks}, p);
 }
 
-// fn(how rows lie): those that are written, and whether those that are read lie as they do.
+// Calls fn(alignment). `same_offset`: the inputs have the offsets of the output, row by row.
 template <class Fn>
 void dispatch_row_alignment(const Matrix& written, bool same_offset, Fn&& fn) {
   if (!same_offset) return fn(std::integral_constant<RowAlignment, RowAlignment::mixed_offset>{});
