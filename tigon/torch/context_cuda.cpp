@@ -1,5 +1,6 @@
-// CUDA calls inside PyTorch: its current stream and caching allocator. libtorch_cuda is not linked: its one function used
-// here is looked up in the running process, so that the same binary loads beside a CPU-only PyTorch.
+// CUDA calls inside PyTorch: its current stream and caching allocator. libtorch_cuda is not linked;
+// its one function used here is looked up in the running process, so that the same binary loads
+// beside a CPU-only PyTorch.
 #include <torch/csrc/stable/accelerator.h>
 
 #include <vector>

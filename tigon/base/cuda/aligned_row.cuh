@@ -1,7 +1,8 @@
 // Rows of any alignment in 16-byte vectors, for softmax and the losses; the norms use row_view.cuh.
 //   AlignedRow        vectors counted from the 16-byte boundary before the row; those at its ends
 //                     may be partial
-//   AlignedRowLoader  loads a row in the vectors of another one, as full words that are masked afterwards
+//   AlignedRowLoader  loads a row in the vectors of another one, as full words that are masked
+//                     afterwards
 //   PeeledRow         full vectors only, with the elements before and after them handled one by one
 #pragma once
 

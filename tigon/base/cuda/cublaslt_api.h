@@ -1,5 +1,6 @@
-// The handful of cuBLASLt entry points used here, declared by hand: the library is opened at run time, and machines that
-// build Tigon need not have its headers. tests/cpp/cublaslt_api_check.cpp compares these with the real header where one is.
+// The cuBLASLt entry points used here, declared by hand: the library is opened at run time, and
+// machines that build Tigon need not have its headers. tests/cpp/cublaslt_api_check.cpp compares
+// these declarations with the real header where it is installed.
 #pragma once
 
 #include <cstddef>

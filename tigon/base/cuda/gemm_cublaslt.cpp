@@ -67,16 +67,16 @@ struct Plan {
 };
 
 lt::Handle handle_of(int device) {
-  static std::map<int, lt::Handle> handles;  // callers hold the plan lock
+  // Callers hold the plan lock.
+  static std::map<int, lt::Handle> handles;
   lt::Handle& h = handles[device];
   if (h == nullptr) check(lt::api().create(&h), "cublasLtCreate");
   return h;
 }
 
-// The place of the kernel to take: the first that the heuristic offers, but for two products of a loss head on Hopper, where
-// it ranks a faster one lower. Measured on an H200 (bf16, 512 to 16384 rows, H 1024 to 5120, V 32000 to 256000): logits with
-// tiles of 176 or 168 x 128 take 0.92 to 0.99 of the time of the first, f32 gradients of the weight with 128 x 160 0.71 to
-// 0.95; back to back, at the power limit, 0.98 to 1.00.
+// Index of the kernel to use: the heuristic's first, except for two products of a loss head on
+// Hopper, where it ranks a faster tile lower: logits with tiles of 176 or 168 x 128, and fp32
+// weight gradients with tiles of 128 x 160.
 int choose(const Gemm& g, const lt::HeuristicResult* results, int found) {
   constexpr int64_t kManyClasses = 16384, kManyRows = 256, kManyColumns = 1024;
   auto place = [&](int wanted) {
@@ -117,7 +117,8 @@ Plan make_plan(const Gemm& g, lt::Handle handle) {
   lt::Preference pref = nullptr;
   check(api.preference_create(&pref), "cublasLtMatmulPreferenceCreate");
   size_t workspace = kGemmWorkspace;
-  uint32_t reductions = lt::kReduceInComputeType;  // parts of a sum are never added in 16 bits
+  // Split-K partial sums are never added in 16 bits.
+  uint32_t reductions = lt::kReduceInComputeType;
   uint32_t align_a = alignment(g.b), align_b = alignment(g.a), align_c = alignment(g.c);
   api.preference_set(pref, lt::kPrefMaxWorkspace, &workspace, sizeof workspace);
   api.preference_set(pref, lt::kPrefReductions, &reductions, sizeof reductions);
@@ -162,7 +163,8 @@ void run_piece(Context& ctx, const Gemm& g, int device, GemmWorkspace& workspace
     handle = handle_of(device);
     auto it = plans.find(key);
     if (it == plans.end()) it = plans.emplace(key, make_plan(g, handle)).first;
-    plan = &it->second;  // map nodes never move and are never erased
+    // Map nodes never move and are never erased.
+    plan = &it->second;
   }
   if (plan->workspace > workspace.size)
     workspace = {.data = ctx.scratch(plan->workspace), .size = plan->workspace};

@@ -7,7 +7,7 @@
 
 namespace tigon::cuda {
 
-// --- shared memory -------------------------------------------------------------------------------------
+// --- shared memory -------------------------------------------------------------------------------
 
 // The address of shared memory within its window, as the instructions below take it.
 __device__ __forceinline__ uint32_t cast_smem_ptr_to_uint(const void* p) {
@@ -30,7 +30,7 @@ __device__ __forceinline__ void st_shared(uint32_t to, const uint4& w) {
                : "memory");
 }
 
-// --- clusters (sm_90) ----------------------------------------------------------------------------------
+// --- clusters (sm_90) ----------------------------------------------------------------------------
 
 __device__ __forceinline__ unsigned cluster_rank() {
   unsigned r = 0;
@@ -65,10 +65,11 @@ __device__ __forceinline__ void st_shared_cluster(float* local, unsigned rank, f
 #endif
 }
 
-// --- mbarrier (sm_90) ----------------------------------------------------------------------------------
+// --- mbarrier (sm_90) ----------------------------------------------------------------------------
 
-// One thread initialises a barrier before the first cluster_arrive() of its CTA. A phase completes when
-// `count` arrivals and all expected bytes are in; waiters pass the phase's parity (0, 1, 0, ...).
+// One thread initialises a barrier before the first cluster_arrive() of its CTA. A phase completes
+// when `count` arrivals and all expected bytes are in; waiters pass the phase's parity (0, 1, 0,
+// ...).
 __device__ __forceinline__ void mbarrier_init(uint64_t* barrier, int count = 1) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(cast_smem_ptr_to_uint(barrier)), "r"(count)
@@ -88,8 +89,8 @@ __device__ __forceinline__ void mbarrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(cast_smem_ptr_to_uint(barrier)) : "memory");
 #endif
 }
-// kClusterScope: other CTAs have written what is read next. An acquire at cluster scope invalidates L1,
-// so waits on data of the own CTA use CTA scope.
+// kClusterScope: other CTAs have written what is read next. An acquire at cluster scope invalidates
+// L1, so waits on data of the own CTA use CTA scope.
 template <bool kClusterScope = true>
 __device__ __forceinline__ void mbarrier_wait_parity(const uint64_t* barrier, int parity) {
 #if __CUDA_ARCH__ >= 900
@@ -112,8 +113,8 @@ __device__ __forceinline__ void mbarrier_wait_parity(const uint64_t* barrier, in
   } while (done == 0);
 #endif
 }
-// *local = value, in the shared memory of the CTA of that rank; its 8 or 16 bytes complete on that CTA's
-// barrier.
+// *local = value, in the shared memory of the CTA of that rank; its 8 or 16 bytes complete on that
+// CTA's barrier.
 template <class T>
 __device__ __forceinline__ void st_async(T* local, unsigned rank, const T& value, uint64_t* barrier) {
   static_assert(sizeof(T) == alignof(T) && (sizeof(T) == 8 || sizeof(T) == 16));
@@ -141,10 +142,10 @@ __device__ __forceinline__ void st_async(T* local, unsigned rank, const T& value
 #endif
 }
 
-// --- cp.async: copies from global to shared memory -----------------------------------------------------
+// --- cp.async: copies from global to shared memory -----------------------------------------------
 
-// 16 bytes, or zeros where `bytes` is 0; both addresses are aligned to 16 bytes. A thread may read what it
-// copied itself after its wait, without a barrier.
+// 16 bytes, or zeros where `bytes` is 0; both addresses are aligned to 16 bytes. A thread may read
+// what it copied itself after its wait, without a barrier.
 __device__ __forceinline__ void cp_async(uint32_t to, const void* from, int bytes = 16) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
@@ -158,9 +159,9 @@ __device__ __forceinline__ void cp_async_predicated(bool pred, uint32_t to, cons
       "l"(from), "r"(unsigned(pred))
       : "memory");
 }
-// The first `bytes` bytes (an even number; at most 16 are copied) and none behind them: a 16-byte cp.async
-// reads all 16 bytes whatever its source size. A last 16-bit element is copied synchronously, since cp.async
-// has no 2-byte form.
+// The first `bytes` bytes (an even number; at most 16 are copied) and none behind them: a 16-byte
+// cp.async reads all 16 bytes whatever its source size. A last 16-bit element is copied
+// synchronously, since cp.async has no 2-byte form.
 __device__ __forceinline__ void cp_async_partial(uint32_t to, const void* from, int bytes) {
   if (bytes >= 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
@@ -201,7 +202,8 @@ __device__ __forceinline__ void cp_async_wait_group(int pending) {
   }
 }
 
-// A bulk copy by one thread (sm_90): `bytes` is a multiple of 16, and the bytes complete on an mbarrier.
+// A bulk copy by one thread (sm_90): `bytes` is a multiple of 16, and the bytes complete on an
+// mbarrier.
 __device__ __forceinline__ void cp_async_bulk(uint32_t to, const void* from, int bytes,
                                               const uint64_t* barrier) {
 #if __CUDA_ARCH__ >= 900
@@ -211,17 +213,18 @@ __device__ __forceinline__ void cp_async_bulk(uint32_t to, const void* from, int
       : "memory");
 #endif
 }
-// Orders ordinary stores to shared memory before later bulk copies to the same place. The thread that issues
-// the copy calls it once it knows of the stores.
+// Orders ordinary stores to shared memory before later bulk copies to the same place. The thread
+// that issues the copy calls it once it knows of the stores.
 __device__ __forceinline__ void fence_proxy_async() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
-// --- launches and registers (sm_90) --------------------------------------------------------------------
+// --- launches and registers (sm_90) --------------------------------------------------------------
 
-// Programmatic dependent launch (LaunchConfig::pdl): lets the next kernel in the stream start early.
+// Programmatic dependent launch (LaunchConfig::pdl): lets the next kernel in the stream start
+// early.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -234,8 +237,8 @@ __device__ __forceinline__ void griddepcontrol_wait() {
 #endif
 }
 
-// Moves registers between warpgroups of a kernel with one CTA per SM: each thread of the calling warpgroup has
-// `Count` from here on. Nothing unless compiled for sm_90a.
+// Moves registers between warpgroups of a kernel with one CTA per SM: each thread of the calling
+// warpgroup has `Count` from here on. Nothing unless compiled for sm_90a.
 template <int Count>
 __device__ __forceinline__ void setmaxnreg_dec() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

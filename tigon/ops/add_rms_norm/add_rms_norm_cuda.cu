@@ -1,7 +1,8 @@
 // CUDA backend of residual addition with RMSNorm: the formula, for the kernels of the norm family.
 //
-// Bytes per element (b = element size): forward 4b, backward 4b (3b without dh). Also 4 bytes of rstd
-// per row, the weight once per CTA (from L2), and CTAs * cols * 4 bytes of dweight partials through L2.
+// Bytes per element (b = element size): forward 4b, backward 4b (3b without dh). Also 4 bytes of
+// rstd per row, the weight once per CTA (from L2), and CTAs * cols * 4 bytes of dweight partials
+// through L2.
 // Instructions per element: about 6 forward, 12 backward; the memory-bound budget is 62 (bf16).
 #include "tigon/base/cuda/norm_backward.cuh"
 #include "tigon/ops/add_rms_norm/add_rms_norm.h"

@@ -1,16 +1,15 @@
 // CUDA backend of cross_entropy.
 //
-// Bytes per element (b = element size): 2b with the gradient, b without; besides, a few words a row.
-// Instructions: about 14 per element with the gradient, two of them ex2, against a budget of 31 at the speed of the memory.
+// Bytes per element (b = element size): 2b with the gradient, b without.
+// Instructions per element: about 14 with the gradient, two of them ex2, of 31 while memory-bound.
 //
-// Variants, the first that fits runs:
-//   held      Rows without options, in registers: cross_entropy_plain_cuda.cu.
-//   resident  A row lies in the shared memory of one block, or of a cluster of 2, 4 or 8 (sm_90 on): read once through
-//             cp.async, maximum and sum of exponentials found while it arrives, gradient formed from shared memory. Slices
-//             are small enough that three blocks share a multiprocessor: one loads while another stores.
-//   looped    Longer rows: two sweeps by one block, the second out of L2 as far as it reaches.
-// A row may start at any element: 16-byte packs are counted from the boundary before it, the packs at its two ends are moved
-// element by element.
+// Variants, of which the first that fits runs:
+//   registers  Rows without options: cross_entropy_plain_cuda.cu.
+//   smem       A row lies in the shared memory of a CTA or of a cluster of 2, 4 or 8 (sm_90): read
+//              once by cp.async, maximum and sum of exponentials found as it arrives, gradient
+//              formed from shared memory. Slices are small enough for three CTAs per SM.
+//   looped     Longer rows: two passes by one CTA, the second partly out of L2.
+// A row may start at any element; the partial vectors at its ends are moved element by element.
 #include <algorithm>
 
 #include "tigon/base/cuda/aligned_row.cuh"
@@ -33,16 +32,16 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 template <class T>
 using Params = CrossEntropyParams<T>;
 
-// What is known of a part of a row: maximum; sum of e^(z - m) over all columns but the label's, which is kept apart until the
-// end, so that p - 1 and the logarithm of p lose nothing where the label has nearly all the weight; and, only where options
-// ask: sum of w (reference - z), sum of w, sum of e^(z - m) (z - m), this one without the label's column too.
+// Statistics of a part of a row: maximum; sum of e^(z - m) without the label's column, which is
+// added at the end so that p - 1 and log p are accurate where the label has nearly all probability;
+// with General also sums of w (reference - z), w, and e^(z - m) (z - m) without the label's column.
 struct Sums {
   float m, s, smoothing_sum, weight, entropy_sum;
 };
 __device__ __forceinline__ Sums identity() { return {-INFINITY, 0.0f, 0.0f, 0.0f, 0.0f}; }
 
 template <bool General>
-__device__ __forceinline__ void rescale(Sums& a, float m) {  // m >= a.m, not equal
+__device__ __forceinline__ void rescale(Sums& a, float m) {  // m > a.m
   float d = a.m - m, f = exp2_approx(d * kLog2e);
   if constexpr (General) a.entropy_sum = f * fma(fmaxf(d, -1e30f), a.s, a.entropy_sum);
   a.s *= f;
@@ -59,7 +58,7 @@ __device__ __forceinline__ Sums combine(Sums a, Sums b) {
   return a;
 }
 
-// z of the logit in column c, and dz/du where asked.
+// z of the logit in column c, and dz/du if asked.
 template <class T>
 __device__ __forceinline__ float z_of(const Params<T>& p, float x, int c, float* slope = nullptr) {
   if (p.bias != nullptr)
@@ -89,7 +88,7 @@ __device__ __forceinline__ float weight_at(const float* class_weight, int c) {
   return class_weight != nullptr ? __ldg(class_weight + c) : 1.0f;
 }
 
-// First sweep, one pack. `target`: the label's column, or -1; `reference`: the z that gaps are measured from.
+// First pass over a vector. `target`: the label's column, or -1; `reference`: of smoothing_sum.
 template <bool General, class T>
 __device__ __forceinline__ void accumulate(const Params<T>& p, const AlignedRow<const T>& row, int k,
                                            const uint4& words, int target, float reference, Sums& a) {
@@ -100,7 +99,7 @@ __device__ __forceinline__ void accumulate(const Params<T>& p, const AlignedRow<
 #pragma unroll
   for (int j = 1; j < N; ++j) top = fmaxf(top, z[j]);
   if (top > a.m) rescale<General>(a, top);
-  float m = a.m == -INFINITY ? 0.0f : a.m;  // nothing but -inf so far adds nothing; NaN survives either way
+  float m = a.m == -INFINITY ? 0.0f : a.m;  // -inf alone adds nothing; NaN propagates
 #pragma unroll
   for (int j = 0; j < N; ++j) e[j] = exp2_approx((z[j] - m) * kLog2e);
   if (int at = target - row.column(k); unsigned(at) < unsigned(N) && target >= 0) {
@@ -130,17 +129,18 @@ __device__ __forceinline__ void accumulate(const Params<T>& p, const AlignedRow<
   a.s += e[0];
 }
 
-// All that the second sweep needs to know of a row.
+// What the second pass needs: the gradient is
+//   factor * slope * (e * share - smoothing_push * w)                                in other columns,
+//   factor * slope * (e * rest_share - others * target_share - smoothing_push * w)  in the label's,
+//   plus slope * e * (entropy_slope * (z - m) + entropy_bias) for the entropy.
 struct RowGradient {
-  float m, share, smoothing_push,
-      factor;  // gradient = factor * slope * (e * share - push * w), at the label's column
-  float others, target_share,
-      rest_share;                     // factor * slope * (e * rest_share - others * target_share - push * w)
-  float entropy_slope, entropy_bias;  // + slope * e * (tilt * (z - m) + lift), the entropy's
-  int target;                         // column, or -1
+  float m, share, smoothing_push, factor;
+  float others, target_share, rest_share;
+  float entropy_slope, entropy_bias;
+  int target;  // column, or -1
 };
 
-// Second sweep, one pack: the gradient of its columns, stored in packs where the result's rows lie as the logits' do.
+// Second pass over a vector: stores its gradient, by elements where the offsets differ.
 template <bool General, class T>
 __device__ __forceinline__ void write_gradient(const Params<T>& p, const AlignedRow<const T>& row,
                                                const AlignedRow<T>& out, int k, const uint4& words,
@@ -165,7 +165,7 @@ __device__ __forceinline__ void write_gradient(const Params<T>& p, const Aligned
       v = e * (g.share * g.factor);
     }
     if (at == j)
-      // p - 1 is the other columns' share. One rounding to storage.
+      // p - 1 is minus the share of the other columns; it is rounded to storage once.
       v = fma(-g.others, g.target_share, cross_entropy_dz(e, g.rest_share, target_push)) *
           (g.factor * slopes[j]);
     else if constexpr (General)
@@ -184,7 +184,7 @@ __device__ __forceinline__ void write_gradient(const Params<T>& p, const Aligned
   }
 }
 
-// Zeros in packs [first, end) of a row.
+// Writes zeros to vectors [first, end) of a row.
 template <class T>
 __device__ __forceinline__ void clear(const AlignedRow<T>& out, int first, int end) {
   constexpr int N = AlignedRow<T>::N;
@@ -202,7 +202,7 @@ template <int Threads>
 struct ReduceStorage {
   Sums warp[Threads / 32];
   unsigned key[Threads / 32];
-  Sums cta[2][kMaxCluster];  // in turns: a fast block may be one row ahead
+  Sums cta[2][kMaxCluster];  // double-buffered: a CTA may be one row ahead
   float cta_key[2][kMaxCluster];
 };
 
@@ -220,7 +220,7 @@ __device__ __forceinline__ Sums all_reduce_warp(Sums a) {
   return a;
 }
 
-// The sums of the whole row, the same in every thread of every block of the cluster.
+// All-reduces the statistics of a row over the CTA or cluster.
 template <bool General, class ReduceStorage>
 __device__ __forceinline__ Sums all_reduce_row(Sums a, ReduceStorage& x, int parity) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
@@ -254,7 +254,7 @@ __device__ __forceinline__ Sums all_reduce_row(Sums a, ReduceStorage& x, int par
   return r;
 }
 
-// The least key of the row. Keys: a NaN's column; else 2^31 + the column of the maximum; else 2^32 - 1.
+// The row's minimum key: the column of a NaN, or 2^31 + the column of a maximum, or 2^32 - 1.
 template <class ReduceStorage>
 __device__ __forceinline__ unsigned min_key(unsigned key, ReduceStorage& x, int parity) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
@@ -288,13 +288,12 @@ __device__ __forceinline__ unsigned key_of_vec(const Params<T>& p, const Aligned
   return key;
 }
 
-// The sums before any column but the label's is known: its z is among the maxima, so it has been read before any block may
-// overwrite it.
+// The label's z is part of the maximum, so it has been read before any CTA may overwrite it.
 __device__ __forceinline__ Sums initial_sums(float label_z, bool has_label) {
   return {has_label ? fmaxf(-INFINITY, label_z) : -INFINITY, 0.0f, 0.0f, 0.0f, 0.0f};
 }
 
-// The label of a row and what follows from it before its logits are read.
+// The label of a row, and what follows from it before the logits are read.
 struct Label {
   bool ignored, bad;
   int column;  // -1 when ignored or bad
@@ -320,7 +319,7 @@ __device__ __forceinline__ Label label_of(const Params<T>& p, int64_t row, const
   return l;
 }
 
-// The results of a row (written by one thread), and what the gradient needs.
+// Writes the results of a row (one thread) and returns what the gradient needs.
 template <bool General, class T>
 __device__ __forceinline__ RowGradient finish(const Params<T>& p, int64_t row, const Label& l, const Sums& a,
                                               bool writes) {
@@ -356,7 +355,7 @@ __device__ __forceinline__ RowGradient finish(const Params<T>& p, int64_t row, c
   return g;
 }
 
-// One cluster of blocks a row; every thread works on the packs that it copied itself.
+// A cluster per row. Every thread works on the vectors that it copied itself.
 template <bool General, class T>
 __global__ __launch_bounds__(kThreads,
                              General ? 2 : 3) void smem_kernel(const __grid_constant__ Params<T> p) {
@@ -364,8 +363,7 @@ __global__ __launch_bounds__(kThreads,
   extern __shared__ uint4 slice[];
   __shared__ ReduceStorage<kThreads> storage;
   unsigned blocks = cluster_size(), rank = cluster_rank();
-  bool cluster_started =
-      blocks == 1;  // shared memory of another block may be written once that block is known to run
+  bool cluster_started = blocks == 1;  // a CTA's shared memory may be written once it has started
   if (!cluster_started) cluster_arrive();
   int64_t step = gridDim.x / blocks;
   int parity = 0;
@@ -432,12 +430,12 @@ __global__ __launch_bounds__(kThreads,
           write_gradient<General>(p, row, out, first + k, slice[k], gradient);
       }
     }
-    __syncthreads();  // the exchange is free again
+    __syncthreads();  // the storage is free again
     parity ^= 1;
   }
 }
 
-// One block a row, the row read twice. The second sweep starts where the first ended: that part is still in L2.
+// A CTA per row. The second pass runs backwards: the end of the row is still in L2.
 template <bool General, class T>
 __global__ __launch_bounds__(kLoopThreads, 1) void looped_kernel(const __grid_constant__ Params<T> p) {
   constexpr int kVecsPerThread = General ? 2 : 4, kStep = kVecsPerThread * kLoopThreads;
@@ -488,11 +486,11 @@ __global__ __launch_bounds__(kLoopThreads, 1) void looped_kernel(const __grid_co
         }
       }
     }
-    __syncthreads();  // the exchange is free again
+    __syncthreads();  // the storage is free again
   }
 }
 
-// Shared memory up to the device's limit.
+// Raises the limit of dynamic shared memory.
 template <bool General, class T>
 void allow_shared(int bytes) {
   static OncePerDevice prepared;
@@ -504,7 +502,7 @@ void allow_shared(int bytes) {
   });
 }
 
-// False when the device has no room for such a cluster.
+// Returns false when no such cluster fits on the device.
 template <bool General, class T>
 bool launch_smem(Context& ctx, Params<T> p, int64_t vecs, int cluster, int max_shared) {
   p.slice = int(ceil_div(vecs, cluster));
@@ -536,10 +534,10 @@ void run_rows(Context& ctx, const Params<T>& p, bool aligned) {
   const DeviceFacts& facts = device_facts();
   int64_t vecs = aligned ? p.cols / N : (p.cols + N - 2) / N + 1;
   constexpr int kReservedShared = 1024,
-                kStorageBytes = int(sizeof(ReduceStorage<kThreads>));  // of every block
+                kStorageBytes = int(sizeof(ReduceStorage<kThreads>));  // per CTA
   int max_shared_per_block = facts.shared_per_block - kStorageBytes;
   int third_of_sm = ((facts.shared_per_block + kReservedShared) / 3 - kReservedShared - kStorageBytes) / 128 *
-                    128;  // three blocks fit
+                    128;  // three CTAs per SM
   auto slice = [&](int cluster) { return ceil_div(vecs, cluster) * 16; };
   int cluster = 1;
   if (facts.capability >= 90)

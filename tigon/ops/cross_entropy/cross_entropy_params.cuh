@@ -1,4 +1,4 @@
-// What the CUDA kernels of cross_entropy's rows are given.
+// The arguments of the CUDA kernels for cross_entropy's rows.
 #pragma once
 
 #include "tigon/base/cuda/vec.cuh"
@@ -9,27 +9,33 @@ namespace tigon::cuda {
 template <class T>
 struct CrossEntropyParams {
   const T* logits;
-  T* dlogits;  // may be null, or logits
+  // May be null, or equal to logits.
+  T* dlogits;
   const int64_t* target;
-  const void* bias;            // may be null
-  const float* class_weight;   // may be null
-  const float* scale;          // may be null
-  const float* entropy_scale;  // may be null
-  float* loss;                 // results: each may be null
+  // These four may be null.
+  const void* bias;
+  const float* class_weight;
+  const float* scale;
+  const float* entropy_scale;
+  // Results, each of which may be null.
+  float* loss;
   float* lse;
   float* target_logit;
   float* log_prob;
   float* entropy;
   int64_t* predicted;
   int64_t rows, stride, dlogits_stride, scale_step, ignore_index;
-  int cols, slice;  // slice: packs of a block (columns in the held variant)
+  // `slice`: vectors of a row per CTA (columns in the pipelined variant).
+  int cols, slice;
   bool bias_is_f32;
   float logit_scale, softcap, top,
-      gain;  // z = top * tanh(logit_scale * x / softcap) or logit_scale * x; dz/dx = gain * slope
+      // z = top * tanh(logit_scale * x / softcap), or logit_scale * x; dz/dx = gain * slope.
+      gain;
   float label_smoothing, z_loss;
 };
 
-// Rows whose z is the logit itself, without smoothing, entropy and argmax. False: no variant fits, nothing was launched.
+// Rows whose z is the logit itself, without smoothing, entropy and argmax. Returns false when no
+// variant fits; nothing has been launched then.
 template <class T>
 bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& p);
 

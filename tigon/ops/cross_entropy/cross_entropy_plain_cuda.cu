@@ -1,18 +1,22 @@
-// CUDA backend of cross_entropy, rows without options (z is the logit itself; class weights and z-loss are a matter of whole
-// rows).
+// CUDA backend of cross_entropy for rows without options: z is the logit itself; class weights and
+// z-loss apply to whole rows.
 //
-// Bytes per element (b = element size): 2b with the gradient, b without. Instructions: about 11 per element with the
-// gradient, two of them ex2, against a budget of 28 at the speed of the memory.
+// Bytes per element (b = element size): 2b with the gradient, b without.
+// Instructions per element: about 11 with the gradient, two of them ex2; the memory-bound budget is
+// 28.
 //
 // Variants
-//   held    A row lies in the registers of one block of up to 512 threads, 8 packs of 16 bytes a thread: all its loads are in flight
-//           together. One barrier a row. A block takes one row and ends: the next one loads while others store.
-//   staged  Longer rows, by a block that has a multiprocessor to itself, or by a cluster of 2 or 4 (sm_90 on), which stays. A row arrives
-//           in shared memory, moves on to registers, 8 packs a thread, and leaves its place to the next row, whose loads are in
-//           flight while the sums are found and the gradient is stored. What the registers have no room for waits in shared memory.
-//   swept   No gradient, longer rows: one sweep, maximum and sum found together, four loads in flight a thread.
-// A row may start at any element: the columns before the first whole pack and after the last are one element each of the first
-// threads.
+//   registers  A CTA of up to 512 threads holds a row in registers, 8 vectors per thread, with all
+//              loads in flight together and one barrier per row. It takes one row and exits: the
+//              next CTA loads while others store.
+//   pipelined  Longer rows, by a persistent CTA with an SM of its own or a persistent cluster of 2
+//              or 4 (sm_90). A row is staged in shared memory, moves to registers, 8 vectors per
+//              thread, and its stages are refilled with the next row while the sums are found and
+//              the gradient is stored. Vectors that do not fit in registers stay in shared memory.
+//   sweep      Longer rows without a gradient: one pass of online softmax, four loads in flight per
+//              thread.
+// A row may start at any element: the columns before the first full vector and after the last are
+// one element each of the first threads.
 #include <algorithm>
 #include <type_traits>
 
@@ -28,26 +32,26 @@ namespace {
 
 constexpr const char* kOp = "cross_entropy";
 constexpr int kVecsPerThread = 8,
-              kThreadsPerSm = 1024;     // packs of a thread in registers, threads of a multiprocessor
-constexpr int kVecsPerLine = 128 / 16;  // packs
+              // Vectors of a thread in registers; threads per SM.
+    kThreadsPerSm = 1024;
+// Vectors of a 128-byte line.
+constexpr int kVecsPerLine = 128 / 16;
 constexpr int kSweepThreads = 512, kSweepVecs = 4, kSweepBlocks = 3;
 
 template <class T>
 using Params = CrossEntropyParams<T>;
 
-// The label of a row: its column, or
-enum : int {
-  kSkipped = -1,
-  kIgnored = -2,
-  kOutOfRange = -3
-};  // zeros without reading the row; its lse is wanted; out of range
+// The label of a row is its column or one of: the row is not read and gets zeros; it is read for
+// its lse; it is out of range.
+enum : int { kSkipped = -1, kIgnored = -2, kOutOfRange = -3 };
 template <class T>
 __device__ __forceinline__ int label_of(const Params<T>& p, int64_t y) {
   if (y == p.ignore_index) return p.lse != nullptr ? kIgnored : kSkipped;
   return y < 0 || y >= p.cols ? kOutOfRange : int(y);
 }
 
-// 16 bytes, or -inf in every column. In order, as they stand, where the compiler has registers to spare; else where it likes.
+// Loads 16 bytes, or -inf in every column. InOrder: loads stay in program order, which takes
+// registers; else the compiler schedules them.
 template <class T, bool InOrder>
 __device__ __forceinline__ uint4 load_or_minus_inf(bool valid, const T* from) {
   constexpr uint32_t none = kMinusInf<T>;
@@ -67,18 +71,19 @@ __device__ __forceinline__ float max_of(const uint4 (&q)[K]) {
 
 __device__ __forceinline__ float exp_of(float z, float m) { return exp2_approx((z - m) * kLog2e); }
 
-// -inf in element `at` of the packs that a thread holds, one of every `threads`; `at` counts from its block's first pack. Whether it
-// holds that one.
+// Sets element `at` to -inf if this thread holds it, and returns whether it does. The thread holds
+// every `threads`-th vector; `at` counts from the first vector of the CTA.
 template <class T, int K>
 __device__ __forceinline__ bool exclude_label(uint4 (&q)[K], int at, int threads) {
   constexpr int N = AlignedRow<T>::N;
   const int vec = at / N, element = at % N;
   if (at < 0 || vec % threads != int(threadIdx.x)) return false;
   const int word = vec / threads * 4 + element * int(sizeof(T)) / 4;
-  // Bytes of the word and, from 4 on, of nothing.
+  // Selects bytes of the word (0 to 3) or of -inf (4 to 7).
   const uint32_t bytes = sizeof(T) == 4 ? 0x7654u : element % 2 == 0 ? 0x3254u : 0x5410u, none = kMinusInf<T>;
 #pragma unroll
-  for (int k = 0; k < K; ++k) {  // selections, no indexing: q stays in registers
+  // Selections instead of indexing keep q in registers.
+  for (int k = 0; k < K; ++k) {
     q[k].x = __byte_perm(q[k].x, none, word == 4 * k ? bytes : 0x3210u);
     q[k].y = __byte_perm(q[k].y, none, word == 4 * k + 1 ? bytes : 0x3210u);
     q[k].z = __byte_perm(q[k].z, none, word == 4 * k + 2 ? bytes : 0x3210u);
@@ -87,7 +92,7 @@ __device__ __forceinline__ bool exclude_label(uint4 (&q)[K], int at, int threads
   return true;
 }
 
-// Sum of e^(z - m) of a pack.
+// The sum of e^(z - m) of a vector.
 template <class T>
 __device__ __forceinline__ float sum_of(const uint4& words, float m) {
   constexpr int N = AlignedRow<T>::N;
@@ -102,12 +107,13 @@ __device__ __forceinline__ float sum_of(const uint4& words, float m) {
   return e[0];
 }
 
-// Of a part of a row: the sum leaves out the label's column. That one is kept apart until the end: p - 1 and the logarithm of p
-// lose nothing where the label has nearly all the weight.
+// Statistics of a part of a row. The sum leaves out the label's column, which is added at the end
+// so that p - 1 and log p are accurate where the label has nearly all probability.
 template <class T>
 using Sums = OnlineSoftmax<T>;
 
-// The gradient of a row: e * each, at the label's column (lift * e - weight * others) * share.
+// The gradient of a row: e * each; in the label's column (z_loss_slope * e - weight * others) *
+// share.
 struct Gradient {
   float m, each, others, weight, z_loss_slope, share;
   __device__ __forceinline__ float of(float z) const { return exp_of(z, m) * each; }
@@ -116,7 +122,8 @@ struct Gradient {
   }
 };
 
-// The results of a row, written by one thread, and its gradient. `z`: the label's, in every thread.
+// Writes the results of a row (one thread) and returns its gradient. `z`: the label's, in every
+// thread.
 template <class T>
 __device__ __forceinline__ Gradient finish(const Params<T>& p, int64_t row, int label, Sums<T> a, float z,
                                            float scale, bool writes) {
@@ -160,7 +167,7 @@ __device__ __forceinline__ uint32_t narrow_two(float a, float b) {
   }
 }
 
-// Gradient of a pack without the label's column.
+// The gradient of a vector without the label's column.
 template <class T>
 __device__ __forceinline__ uint4 gradient_of(const uint4& words, const Gradient& g) {
   constexpr int N = AlignedRow<T>::N;
@@ -176,7 +183,7 @@ __device__ __forceinline__ uint4 gradient_of(const uint4& words, const Gradient&
                       narrow_two<T>(v[6], v[7]));
 }
 
-// Anywhere, or at a boundary of 16 bytes.
+// Stores 16 bytes, aligned or not.
 template <class T>
 __device__ __forceinline__ void store_words(T* to, const uint4& words, bool aligned) {
   if (aligned) {
@@ -204,7 +211,8 @@ __device__ __forceinline__ void clear(T* x, int n) {
   if (c >= 0) x[c] = narrow<T>(0.0f);
 }
 
-// Threads of a block of the held variant, 0 where they are known at run time only: that costs registers, and some percent.
+// Threads of a register_kernel CTA; 0 if they are known only at run time, which takes more
+// registers.
 constexpr int most_threads(int threads) { return threads ? threads : kThreadsPerSm / 2; }
 
 template <class T, int Threads>
@@ -229,11 +237,12 @@ __global__ __launch_bounds__(
 #pragma unroll
   for (int k = 0; k < kVecsPerThread; ++k)
     q[k] = load_or_minus_inf<T, Threads == 0>(has(k), peeled.vec(tid) + k * threads * N);
-  const float scale = p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f;  // asked for in time
+  // Requested before it is needed.
+  const float scale = p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f;
   const int c = peeled.edge_column(p.cols), at = label < peeled.head ? -1 : label - peeled.head;
   const float z = label >= 0 ? widen(peeled.x[label]) : -INFINITY;
   float edge = c >= 0 ? widen(peeled.x[c]) : -INFINITY;
-  // z is among the maxima: it has been read before any thread may overwrite it.
+  // z is part of the maximum, so it has been read before any thread may overwrite it.
   const float m = fmaxf(fmaxf(edge, z), max_of<T>(q));
   if (c >= 0 && c == label) edge = -INFINITY;
   const bool holds_label = exclude_label<T>(q, at, threads);
@@ -250,19 +259,21 @@ __global__ __launch_bounds__(
 #pragma unroll
   for (int k = 0; k < kVecsPerThread; ++k)
     if (has(k)) store_words(to + k * threads * N, gradient_of<T>(q[k], g), aligned);
-  // The label's column by the thread that has stored its neighbours.
+  // The thread that has stored the label's neighbours stores the label's column.
   if (label >= 0 && (c == label || (holds_label && at / N < peeled.vecs)))
     out[label] = narrow<T>(g.of_label(z));
 }
 
-// The whole packs of a row in levels of one a thread, counted from the line of memory that the first one lies in.
+// The full vectors of a row in tiles of one vector per thread, counted from the 128-byte line of
+// the first one.
 template <class T>
 struct VecTiles : PeeledRow<T> {
-  int lead;  // packs of that line before the first one
+  // Vectors of that line before the first one.
+  int lead;
   __device__ __forceinline__ VecTiles(T* x, int n) : PeeledRow<T>(x, n) {
     lead = int(reinterpret_cast<uintptr_t>(PeeledRow<T>::vec(0)) / 16 % kVecsPerLine);
   }
-  // This thread's pack of a level.
+  // This thread's vector of a tile.
   __device__ __forceinline__ int vec_of(int tile) const {
     return tile * kThreadsPerSm + int(threadIdx.x) - lead;
   }
@@ -272,15 +283,16 @@ struct VecTiles : PeeledRow<T> {
   __device__ __forceinline__ T* at(int tile) const {
     return PeeledRow<T>::x + PeeledRow<T>::head + int64_t(vec_of(tile)) * PeeledRow<T>::N;
   }
-  // Levels that this thread's warp has something of.
+  // The number of tiles in which this thread's warp has vectors.
   __device__ __forceinline__ int tiles_of_warp() const {
     const int warp = __shfl_sync(0xffffffffu, int(threadIdx.x) / 32, 0);
     return (PeeledRow<T>::vecs + lead - warp * 32 + kThreadsPerSm - 1) / kThreadsPerSm;
   }
 };
 
-// Levels of a thread: the first kHeld of them in registers, of which the last `Direct` are loaded there, and the others pass through
-// shared memory; those beyond stay in shared memory. A thread sees nothing but its own packs: no barrier.
+// Of a thread's tiles the first kVecsPerThread are held in registers; the last kDirectTiles of
+// these are loaded directly, the others through shared memory. Further tiles stay in shared memory.
+// A thread uses only vectors that it copied itself, so no barrier is needed.
 template <class T, int kDirectTiles, bool kCluster>
 __global__ __launch_bounds__(kThreadsPerSm, 1) void pipelined_kernel(const __grid_constant__ Params<T> p) {
   constexpr int N = AlignedRow<T>::N, kStagedTiles = kVecsPerThread - kDirectTiles;
@@ -293,13 +305,14 @@ __global__ __launch_bounds__(kThreadsPerSm, 1) void pipelined_kernel(const __gri
     cluster_arrive();
     cluster_wait();
   }
-  // The block's columns [first, first + n) of every row that it takes.
+  // The CTA's columns [first, first + n) of every row that it takes.
   const int first = kCluster ? min(int(rank) * p.slice, p.cols) : 0;
   const int n = kCluster ? min(p.slice, p.cols - first) : p.cols;
   const int64_t step = gridDim.x / blocks;
   int64_t r = blockIdx.x / blocks;
   uint4 q[kVecsPerThread];
-  float edge, z;  // of the first threads; the label's, of every thread
+  // `edge`: an edge column, in the first threads; `z`: the label's logit, in every thread.
+  float edge, z;
   auto smem_vec = [&](int tile) -> uint4& {
     return smem_vecs[(tile < kStagedTiles ? tile : tile - kDirectTiles) * kThreadsPerSm + tid];
   };
@@ -307,7 +320,8 @@ __global__ __launch_bounds__(kThreadsPerSm, 1) void pipelined_kernel(const __gri
     constexpr uint32_t none = kMinusInf<T>;
     return peeled.has(tile) ? smem_vec(tile) : make_uint4(none, none, none, none);
   };
-  // A row is asked for in two steps, which are kPassing + 1 groups of copies whether it is wanted or not.
+  // A row is requested in two steps of kStagedTiles + 1 copy groups in total, whether or not it is
+  // wanted.
   auto stage_tile = [&](const VecTiles<const T>& peeled, bool wanted, int tile) {
     cp_async_predicated(wanted && peeled.has(tile), cast_smem_ptr_to_uint(&smem_vec(tile)), peeled.at(tile));
     cp_async_commit_group();
@@ -353,7 +367,8 @@ __global__ __launch_bounds__(kThreadsPerSm, 1) void pipelined_kernel(const __gri
         load_rest(following, next_wanted, next);
       } else {
         const int tiles = peeled.tiles_of_warp();
-        const float scale = p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f;  // asked for in time
+        // Requested before it is needed.
+        const float scale = p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f;
         const int own = label >= 0 && unsigned(label - first) < unsigned(n) ? label - first : -1;
         const int own_vec = own < peeled.head ? -1 : (own - peeled.head) / N + peeled.lead;
         const bool holds_label =
@@ -379,7 +394,7 @@ __global__ __launch_bounds__(kThreadsPerSm, 1) void pipelined_kernel(const __gri
           exclude_own_label(i);
           top = max_words<T>(top, max_words<T>(read_smem(peeled, i)));
         }
-        // z is among the maxima: it has been read before any block may overwrite it.
+        // z is part of the maximum, so it has been read before any CTA may overwrite it.
         const float m = fmaxf(fmaxf(edge, z), max_of_word<T>(top));
         const int c = peeled.edge_column(n);
         if (own >= 0 && c == own) edge = -INFINITY;
@@ -418,7 +433,7 @@ __global__ __launch_bounds__(kThreadsPerSm, 1) void pipelined_kernel(const __gri
             stage_extra_tile(following, next_wanted, i);
           }
           cp_async_commit_group();
-          // The label's column by the thread that has stored its neighbours.
+          // The thread that has stored the label's neighbours stores the label's column.
           if (own >= 0 && (c == own || holds_label)) out[own] = narrow<T>(g.of_label(z));
           load_edges(following, next_wanted, next);
         }
@@ -427,7 +442,8 @@ __global__ __launch_bounds__(kThreadsPerSm, 1) void pipelined_kernel(const __gri
       r += step, peeled = following, label = next, next = label_of(p, later);
     }
   }
-  if constexpr (kCluster) {  // a block that has ended cannot be written to
+  // A CTA must not exit while others may write to its shared memory.
+  if constexpr (kCluster) {
     cluster_arrive();
     cluster_wait();
   }
@@ -474,18 +490,19 @@ __global__ __launch_bounds__(kSweepThreads,
   }
 }
 
-// Shared memory for the blocks that are to run together and no more: the rest is the first-level cache, where loads in
-// flight need room.
+// Limits shared memory to what the resident CTAs need: the rest is L1, which buffers loads in
+// flight.
 template <class Kernel>
 void prefer_l1(Kernel kernel, int blocks, int shared) {
-  constexpr int kSystem = 1024;  // of every block
+  // Reserved per CTA.
+  constexpr int kSystem = 1024;
   int percent = int(ceil_div(100 * int64_t(blocks) * (kSystem + shared), device_facts().shared_per_block));
   TIGON_CUDA_CHECK(kOp, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                              std::min(percent, 100)));
 }
 
-// A row by a block of Threads threads, Held packs each; Threads 0: of as many as hold it. False when they do not, or when a tenth of
-// them would have nothing to do.
+// A CTA of `Threads` threads per row; 0: of as many as the row needs. Returns false when the row
+// does not fit or a tenth of the threads would be idle.
 template <class T, int Threads>
 bool launch_registers(Context& ctx, const Params<T>& p) {
   constexpr int kMost = most_threads(Threads);
@@ -502,7 +519,8 @@ bool launch_registers(Context& ctx, const Params<T>& p) {
   return true;
 }
 
-// A row by `blocks` blocks. False when they do not hold it, or the device has no room for them.
+// A persistent cluster of `blocks` CTAs per row. Returns false when the row does not fit or no such
+// cluster fits on the device.
 template <class T, int kDirectTiles, bool kCluster>
 bool launch_pipelined(Context& ctx, Params<T> p, int blocks) {
   static OccupancyCache occupancy;

@@ -1,5 +1,5 @@
-// CUDA backend of cross_entropy, what surrounds the rows: the factor of a reduction, the total, the rescaling of a kept
-// gradient. Nothing here waits for the device.
+// CUDA backend of cross_entropy around the rows: the factor of a reduction, the total, the
+// rescaling of a stored gradient. Nothing synchronises with the host.
 #include <algorithm>
 
 #include "tigon/base/cuda/aligned_row.cuh"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr const char* kOp = "cross_entropy";
 
-// Sums in double: chunk by chunk in blocks, then the blocks' sums. The order depends on n alone.
+// Sums in double: over chunks by CTAs, then over the CTAs. The order depends on n alone.
 constexpr int kSumThreads = 1024;
 constexpr int64_t kSumChunk = 8192, kSumBlocks = 512;
 
@@ -22,23 +22,26 @@ struct Losses {
 };
 struct Weights {
   const int64_t* target;
-  const float* class_weight;  // may be null
+  // May be null.
+  const float* class_weight;
   int64_t classes, ignore_index;
   __device__ double operator()(int64_t i) const {
     int64_t y = target[i];
     if (y == ignore_index) return 0.0;
     if (class_weight == nullptr) return 1.0;
-    return y >= 0 && y < classes ? double(class_weight[y]) : 0.0;  // out of range: the row's loss is NaN
+    // Out of range: the row's loss is NaN.
+    return y >= 0 && y < classes ? double(class_weight[y]) : 0.0;
   }
 };
 struct Partials {
   const double* sums;
   __device__ double operator()(int64_t i) const { return sums[i]; }
 };
-// What becomes of the whole sum.
+// What is done with the whole sum.
 struct Result {
   bool reciprocal;
-  const float* factor;  // may be null
+  // May be null.
+  const float* factor;
   float* out;
 };
 
@@ -86,7 +89,7 @@ __global__ void reciprocal_kernel(const void* value, DType dtype, double number,
 
 constexpr int kRescaleThreads = 256, kRescaleVecs = 4;
 
-// Tiles of packs, row by row; a matrix without gaps is one row.
+// Tiles of vectors, row by row. A matrix without gaps is treated as one row.
 template <class T>
 __global__ __launch_bounds__(kRescaleThreads) void rescale_kernel(T* grad, int64_t rows, int64_t cols,
                                                                   int64_t stride, const float* factor) {

@@ -1,22 +1,23 @@
 // CUDA backend of divergence.
 //
-// Bytes per element (b = element size): 3b with the gradient, 2b without. What a column of 16 bits may cost at the rate of a copy, H200
-// (132 multiprocessors of 128 lanes at 1.98 GHz, 4.2 TB/s; 56 and 7.0 at 85 % of it): 48 instructions, of them 6.0 ex2 or
-// lg2 (16 lanes, measured: 0.50 a clock). Twice that in 32 bits. Spent, about: held KL 26 and 2; kl 30 and 4; ring TVD 32 and 4, JSD 40
-// and 5; 32 bits: exponentials on the multiply-add units, exact to an ulp, 24 more (JSD 50).
+// Bytes per element (b = element size): 3b with the gradient, 2b without.
+// Memory-bound budget per 16-bit column (H200): 48 instructions, 6.0 of them ex2 or lg2; twice that
+// in 32 bits. Used, about: registers KL 26 and 2; kl 30 and 4; tma TVD 32 and 4, JSD 40 and 5; in
+// 32 bits 24 more (JSD 50) for precise exponentials on the FMA units.
 //
 // Variants
-//   held    A row pair is expanded once: its exponentials, against the maxima of their warp, stay in the registers of a block,
-//           in 32 bits of a cluster too (sm_90 on), until the gradient is stored; no exponential is taken twice. The next rows
-//           arrive in shared memory meanwhile, every thread copying and reading packs of its own. The row's threads bring sums
-//           together once for the KLs, twice for the others. Student and teacher lie at the same position in their 16 bytes
-//           (the gradient may not, and is then stored element by element).
-//   kl      KLs of longer rows in 16 bits (sm_90 on): rows stay in shared memory as words (divergence_kl.cuh).
-//   ring    jsd and tvd of longer rows in 16 bits (sm_90 on), three rows under way (divergence_ring.cuh). JSD is bound by its arithmetic:
-//           without loads and stores it takes 95 % of its time, 64 clocks of a scheduler for 32 columns, where either kind of instruction
-//           would fill 40. TVD's ring alone, without the arithmetic, is at 82 % of a copy; copies by the threads themselves (as in
-//           kl) reach 94 to 96 there, but lose more than that in a kernel with so many instructions.
-//   swept   Still longer rows, and rows that lie differently: one block a row, three sweeps, element by element in the second case.
+//   registers  The exponentials of a row pair, relative to the maxima of their warp, stay in the
+//              registers of a CTA, in 32 bits also of a cluster (sm_90), until the gradient is
+//              stored; none is computed twice. The next rows are copied to shared memory meanwhile,
+//              each thread reading its own copies. One reduction per row for the KLs, two for the
+//              others. Student and teacher have the same offset; the gradient may have another, and
+//              is stored by elements then.
+//   kl         KLs of longer rows in 16 bits (sm_90): rows stay in shared memory
+//              (divergence_kl.cuh).
+//   tma        jsd and tvd of longer rows in 16 bits (sm_90), with three rows in flight
+//              (divergence_tma.cuh). JSD is bound by its arithmetic.
+//   looped     Still longer rows, and rows of mixed offsets: a CTA per row, three passes; element
+//              by element for mixed offsets.
 #include <algorithm>
 
 #include "tigon/base/cuda/aligned_row.cuh"
@@ -33,10 +34,14 @@ namespace {
 
 template <int Threads, int Pairs, int Stages, int MinBlocks>
 struct RegisterShape {
-  static constexpr int threads = Threads;       // of a block
-  static constexpr int pairs = Pairs;           // columns of a thread
-  static constexpr int stages = Stages;         // rows in shared memory
-  static constexpr int min_blocks = MinBlocks;  // of a multiprocessor
+  // Of a CTA.
+  static constexpr int threads = Threads;
+  // Columns of a thread.
+  static constexpr int pairs = Pairs;
+  // Rows in shared memory.
+  static constexpr int stages = Stages;
+  // CTAs per SM.
+  static constexpr int min_blocks = MinBlocks;
   static constexpr int64_t columns = int64_t(Threads) * Pairs;
   template <class T>
   static constexpr size_t shared = size_t(columns) * Stages * 2 * sizeof(T);
@@ -48,7 +53,8 @@ __global__ __launch_bounds__(Shape::threads,
   constexpr int N = AlignedRow<T>::N, kThreads = Shape::threads, kVecsPerThread = Shape::pairs / N,
                 kStages = Shape::stages;
   __shared__ ReduceStorage<T, kThreads / 32 * (kCluster ? kMaxCluster : 1)> storage;
-  extern __shared__ uint4 smem_vecs[];  // [stage][pack of a thread][student, teacher][thread]
+  // [stage][vector of a thread][student, teacher][thread]
+  extern __shared__ uint4 smem_vecs[];
   const int tid = int(threadIdx.x);
   const unsigned blocks = kCluster ? cluster_size() : 1, rank = kCluster ? cluster_rank() : 0;
   const int messages = int(blocks) * kThreads / 32;
@@ -57,7 +63,7 @@ __global__ __launch_bounds__(Shape::threads,
     cluster_arrive();
     cluster_wait();
   }
-  // The block's columns [first, first + n) of every row that it takes.
+  // The CTA's columns [first, first + n) of every row that it takes.
   const int first = kCluster ? min(int(rank) * p.slice, p.cols) : 0;
   const int n = kCluster ? min(p.slice, p.cols - first) : p.cols;
   const int64_t step = gridDim.x / blocks;
@@ -72,7 +78,8 @@ __global__ __launch_bounds__(Shape::threads,
     const T* from_s = x.base + int64_t(tid) * N;
     const T* from_t = p.teacher + r * p.teacher_stride + first - x.lead + int64_t(tid) * N;
     const uint32_t to = cast_smem_ptr_to_uint(at(stage, 0, 0));
-    const int left = (n - x.column(tid)) * int(sizeof(T));  // bytes from the thread's first pack on
+    // Bytes from the thread's first vector on.
+    const int left = (n - x.column(tid)) * int(sizeof(T));
 #pragma unroll
     for (int h = 0; h < kVecsPerThread; ++h) {
       const int bytes = left - h * kThreads * 16;
@@ -83,8 +90,8 @@ __global__ __launch_bounds__(Shape::threads,
     }
   };
   const Scaling<T> scaling(p);
-  // This row and those to come: of a cluster only such as count, of a block alone any, and whether the one that is copied next counts
-  // has been asked for a row earlier.
+  // The current row and the next ones: in a cluster only rows that are not ignored, in a single CTA
+  // any. Whether the row to be copied next is ignored was requested one row earlier.
   int64_t row_at[kStages];
   MaskedRowScanner<> scanner;
 #pragma unroll
@@ -111,7 +118,8 @@ __global__ __launch_bounds__(Shape::threads,
   };
   for (; row_at[0] < p.rows; advance()) {
     const int64_t r = row_at[0];
-    const int previous = stage == 0 ? kStages - 1 : stage - 1;  // the stage of the row before
+    // The stage of the previous row.
+    const int previous = stage == 0 ? kStages - 1 : stage - 1;
     if (counts) fetch_row(row_at[kStages - 1], previous);
     cp_async_commit_group();
     if constexpr (!kCluster) counts = to_fetch(next);
@@ -144,7 +152,7 @@ __global__ __launch_bounds__(Shape::threads,
       own.ref_s = warp_max(max_of_word<T>(top_s));
       own.ref_t = warp_max(max_of_word<T>(top_t));
     }
-    // The exponentials; then q and g, reverse_kl: at once.
+    // The exponentials; later q and g, for reverse_kl at once.
     float s[kVecsPerThread][N], t[kVecsPerThread][N];
     Totals<T> totals = {};
     const float from_s = finite_max(own.ref_s), from_t = finite_max(own.ref_t);
@@ -159,7 +167,8 @@ __global__ __launch_bounds__(Shape::threads,
         own.sum_s += s[h][j], own.sum_t += t[h][j];
         if constexpr (kKl<K>) {
           float term, g;
-          terms_of<K, T>(s[h][j], t[h][j], u - v, p.beta, term, g);  // in logits, not bits
+          // In logits, not bits.
+          terms_of<K, T>(s[h][j], t[h][j], u - v, p.beta, term, g);
           totals.terms += term;
           if constexpr (K == DivergenceKind::reverse_kl) t[h][j] = g;
         }
@@ -181,7 +190,8 @@ __global__ __launch_bounds__(Shape::threads,
       loss = fast::divergence_loss<K>(mean, 0.0f, p.beta);
       sum_g = row.mean;
     } else {
-      // log2 q - log2 p; in 32 bits with the distances from the maxima, so that no large number is rounded.
+      // log2 q - log2 p; in 32 bits from the distances to the maxima, so that no large number is
+      // rounded.
       const float log2_offset = fma(row.ref_t - row.ref_s, p.slope, row.log2_quotient);
       auto difference = [&](float x, float y) {
         return sizeof(T) == 4 ? fma((x - row.ref_s) - (y - row.ref_t), p.slope, row.log2_quotient)
@@ -219,7 +229,8 @@ __global__ __launch_bounds__(Shape::threads,
     const AlignedRow<T> to = aligned_row_like(out, x);
     const bool aligned = reinterpret_cast<uintptr_t>(to.base) % 16 == 0;
     if (p.log_probs) sum_g = fast::divergence_own_share<K>(), center = 0.0f;
-    // Of a KL the exponentials are not divided yet; reverse_kl's terms are logits, against the warp's references.
+    // The exponentials of a KL are not divided yet; the terms of reverse_kl are in logits, relative
+    // to the warp's references.
     float gain_s = gain * part_s, gain_t = gain * part_t;
     if constexpr (K == DivergenceKind::reverse_kl) {
       if (p.log_probs) sum_g /= p.slope;
@@ -249,13 +260,14 @@ __global__ __launch_bounds__(Shape::threads,
     }
   }
   cp_async_wait_group<0>();
-  if constexpr (kCluster) {  // a block that has ended cannot be written to
+  // A CTA must not exit while others may write to its shared memory.
+  if constexpr (kCluster) {
     cluster_arrive();
     cluster_wait();
   }
 }
 
-// A row pair from memory in pieces: packs, or single elements where the rows lie differently.
+// Reads a row pair in vectors, or in single elements for mixed offsets.
 template <class T, bool Vectorized>
 struct RowPairReader {
   static constexpr int N = Vectorized ? AlignedRow<T>::N : 1;
@@ -273,7 +285,7 @@ struct RowPairReader {
   }
 };
 
-// A reference that grows, and the sum of exponentials against it.
+// Adds exponentials to a sum; the reference grows to their maximum.
 template <class T, int N>
 __device__ __forceinline__ void add_exponentials(float& reference, float& sum, const float (&x)[N],
                                                  const Scaling<T>& scaling) {
@@ -358,7 +370,7 @@ __global__ __launch_bounds__(kLoopThreads) void looped_kernel(const __grid_const
   }
 }
 
-// False when the device has no room for such a cluster.
+// Returns false when no such cluster fits on the device.
 template <DivergenceKind K, class T, class Shape, bool kCluster>
 bool launch_registers(Context& ctx, Params<T> p, int cluster) {
   static OccupancyCache occupancy;
@@ -373,13 +385,14 @@ bool fits(const Params<T>& p, int cluster) {
   return columns + (p.aligned ? 0 : AlignedRow<T>::N - 1) <= Shape::columns;
 }
 
-// The first that holds the rows runs.
+// The first variant that holds the rows runs.
 template <DivergenceKind K, class T>
 void launch_rows(Context& ctx, const Params<T>& p, bool same_offset) {
   constexpr bool kPrecise = sizeof(T) == 4;
   using Short = RegisterShape<64, 16, 2, 8>;
   using Half = RegisterShape<256, kPrecise ? 16 : 32, 3,
-                             2>;  // two rows a multiprocessor: one works while the other waits
+                             // Two rows per SM: one computes while the other waits.
+                             2>;
   if (same_offset) {
     if (fits<Short>(p, 1)) return void(launch_registers<K, T, Short, false>(ctx, p, 1));
     if (fits<Half>(p, 1)) return void(launch_registers<K, T, Half, false>(ctx, p, 1));

@@ -1,11 +1,13 @@
-// KL of rows past a block's registers, in 16 bits. The words stay in shared memory and their exponentials are taken twice, so that a
-// multiprocessor holds 49152 columns and a row needs a quarter of the blocks that would hold its exponentials.
+// KL of rows too long for the registers of a CTA, in 16 bits. The rows stay in shared memory and
+// their exponentials are computed twice, so an SM holds 49152 columns, four times as many as its
+// registers would hold as exponentials.
 //
-// A ring of chunks, a pack of every worker for each side. Workers copy and read packs of their own and never meet: a warp of
-// its own, the merger, brings their sums together, in the block and then with the mergers of the row's other blocks. While it does,
-// the workers sum what is there of the next row; then they store the gradient, and a chunk that has been read for the
-// last time makes room for one of a later row. Rows that do not count are cleared at first, all blocks at each; the others
-// are dealt out in turn.
+// Shared memory is a ring of stages with one chunk each: a vector per consumer thread and side.
+// Consumer threads copy and read their own vectors and never synchronise with each other. A reducer
+// warp combines their sums, within the CTA and then with the reducer warps of the cluster's other
+// CTAs. Meanwhile the consumers sum what has arrived of the next row, then store the gradient; a
+// chunk that has been read for the last time is refilled from a later row. Ignored rows are zeroed
+// first by all CTAs; the others are distributed in turn.
 #pragma once
 
 #include "tigon/base/cuda/ptx.cuh"
@@ -24,7 +26,7 @@ struct KlStorage {
   uint64_t warp_barrier[2], cluster_barrier[2], result_barrier[2];
 };
 
-// Lanes' sums into one.
+// Combines the sums of the lanes.
 template <DivergenceKind K, class T>
 __device__ __forceinline__ void all_reduce_lanes(Sums& m, float& terms, const Scaling<T>& scaling) {
   const float top_s = warp_max(m.ref_s), top_t = warp_max(m.ref_t);
@@ -36,7 +38,7 @@ __device__ __forceinline__ void all_reduce_lanes(Sums& m, float& terms, const Sc
   m = {top_s, warp_sum(m.sum_s * s), top_t, warp_sum(m.sum_t * t)};
 }
 
-// The merger's work, for this row and those that follow.
+// The reducer warp, for this row and all that follow.
 template <DivergenceKind K, class T, int Warps>
 __device__ __forceinline__ void reduce_rows(const Params<T>& p, KlStorage<Warps>& storage,
                                             MaskedRowScanner<> scanner, int row, int row1, int row2) {
@@ -88,19 +90,22 @@ __device__ __forceinline__ void reduce_rows(const Params<T>& p, KlStorage<Warps>
 template <int Warps>
 struct KlShape {
   static constexpr int warps = Warps, consumers = Warps * 32, threads = consumers + 32;
-  static constexpr int stages = 229376 / (consumers * 32);  // 3 KB are the mail's
+  // 3 KB remain for KlStorage.
+  static constexpr int stages = 229376 / (consumers * 32);
   static constexpr size_t shared = size_t(stages) * consumers * 32;
 };
 
-// `chunks`: packs of a worker for a row; `slots` of the ring: from chunks + 2 to 3 chunks.
+// `chunks`: vectors of a consumer per row; `stages`: from chunks + 2 to 3 chunks.
 template <DivergenceKind K, class T, class Shape>
 __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_constant__ Params<T> p,
                                                                const int chunks, const int stages) {
   static_assert(kKl<K> && sizeof(T) == 2);
   constexpr int N = AlignedRow<T>::N, kConsumers = Shape::consumers, kWarps = Shape::warps;
-  constexpr float kTooLarge = 1e18f;  // a sum of exponentials whose reference was no maximum
+  // A sum of exponentials whose reference was far below the maximum.
+  constexpr float kTooLarge = 1e18f;
   __shared__ KlStorage<kWarps> storage;
-  extern __shared__ uint4 smem_vecs[];  // [slot][student, teacher][worker]
+  // [stage][student, teacher][consumer]
+  extern __shared__ uint4 smem_vecs[];
   const int tid = int(threadIdx.x), lane = tid % 32, warp = tid / 32;
   const unsigned blocks = cluster_size(), rank = cluster_rank();
   if (tid == 0) {
@@ -124,11 +129,14 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
       return AlignedRow<const T>(p.student + r * p.student_stride + first, n);
     };
     uint32_t own_stage = cast_smem_ptr_to_uint(smem_vecs + tid);
-    asm("" : "+r"(own_stage));  // an address in a register, not one that is worked out at every use
+    // Keeps the address in a register instead of recomputing it at every use.
+    asm("" : "+r"(own_stage));
 
-    // What is copied next: a chunk of r<ahead>.
-    const char *end_s = nullptr, *end_t = nullptr;  // of the row's columns
-    int left = 0, ahead_row = 0, ahead_chunk = 0;   // left: bytes from the worker's pack on
+    // The next chunk to copy is chunk ahead_chunk of row r<ahead_row>.
+    // End of the row's columns.
+    const char *end_s = nullptr, *end_t = nullptr;
+    // `left`: bytes from the consumer's vector on.
+    int left = 0, ahead_row = 0, ahead_chunk = 0;
     auto fetch_chunk = [&](uint32_t to) {
       if (ahead_chunk == 0) {
         const int r = ahead_row == 0 ? r0 : ahead_row == 1 ? r1 : ahead_row == 2 ? r2 : r3;
@@ -165,7 +173,8 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
     int published = 0, collected = 0;
     Sums own;
     float terms = 0.0f, ref_s = 0.0f, ref_t = 0.0f;
-    // The maxima of chunks, from a slot on, as references: of the first alone, where the sums do not turn out too large.
+    // References: the maxima of `count` chunks from a stage on. One chunk suffices unless the sums
+    // turn out too large.
     auto find_references = [&](const AlignedRow<const T>& x, uint32_t stage, int count) {
       uint32_t top_s = kMinusInf<T>, top_t = top_s;
       for (int h = 0; h < count; ++h, advance(stage)) {
@@ -180,7 +189,7 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
         own.ref_s = warp_max(max_of_word<T>(top_s)), own.ref_t = warp_max(max_of_word<T>(top_t));
       ref_s = finite_max(own.ref_s), ref_t = finite_max(own.ref_t);
     };
-    // Careful: 0 log 0 is 0.
+    // guard_zero: 0 log 0 is 0.
     auto add_chunks = [&](auto guard_zero, const AlignedRow<const T>& x, uint32_t& stage, int from, int to) {
       constexpr bool kGuardZero = decltype(guard_zero)::value;
 #pragma unroll 1
@@ -205,7 +214,8 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
         }
       }
     };
-    // The sums of a row, its first `early` chunks before what others say of the row before is asked for.
+    // The first early_chunks chunks of a row are summed before the previous row's reduction is
+    // collected.
     const int early_chunks = max(1, min(chunks, stages - chunks - 1));
     auto begin_sums = [&](int r) {
       const AlignedRow<const T> x = student_of(r);
@@ -248,9 +258,10 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
           p.factor * p.inv_temperature * b.y * (K == DivergenceKind::reverse_kl ? p.inv_temperature : 1.0f);
       Powers power_s(p.slope, a.x);
       const Powers power_t(p.slope, a.y);
-      // The teacher's unit by the student's: 1 exactly where the rows are equal.
+      // The quotient of teacher's and student's units: exactly 1 where the rows are equal.
       const float gain_s = gain * a.z * power_s.rest, ratio = (a.w * power_t.rest) / (a.z * power_s.rest);
-      if (K == DivergenceKind::forward_kl && p.log_probs) power_s.start = INFINITY;  // no q in the gradient
+      // No q in the gradient.
+      if (K == DivergenceKind::forward_kl && p.log_probs) power_s.start = INFINITY;
       const float from = (a.x - a.y) + (p.log_probs ? -1.0f : b.x);
 #pragma unroll 1
       for (int h = 0; h < chunks; ++h, advance(last_stage)) {
@@ -277,11 +288,12 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
     cp_async_wait_group<0>();
   }
   __syncwarp();
-  cluster_arrive();  // a block that has ended cannot be written to
+  // A CTA must not exit while others may write to its shared memory.
+  cluster_arrive();
   cluster_wait();
 }
 
-// False when a row does not fit or the device has no room for such a cluster.
+// Returns false when a row does not fit or no such cluster fits on the device.
 template <DivergenceKind K, class T, class Shape>
 bool launch_kl(Context& ctx, Params<T> p, int cluster) {
   static OccupancyCache occupancy;

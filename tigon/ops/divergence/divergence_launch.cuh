@@ -1,4 +1,4 @@
-// Launches of blocks that take rows in turn: as many as run together.
+// Launches of persistent CTAs and clusters, as many as are resident.
 #pragma once
 
 #include <algorithm>
@@ -9,10 +9,10 @@
 namespace tigon::cuda {
 namespace {
 
-// Columns of a block of a cluster: where they begin does not change the position in 16 bytes.
+// Columns of a CTA of a cluster: a multiple of 64, so that slices have the row's offset.
 int slice_of(int64_t cols, int cluster) { return int(ceil_div(ceil_div(cols, cluster), 64) * 64); }
 
-// False when the device has no room for such a cluster.
+// Returns false when no such cluster fits on the device.
 template <class Kernel, class... Arguments>
 bool launch_resident(Context& ctx, OccupancyCache& occupancy, Kernel kernel, int threads, size_t shared,
                      int cluster, int64_t rows, const Arguments&... arguments) {

@@ -1,5 +1,5 @@
-// What the CUDA kernels of divergence share: their arguments, a row's exponentials, and how the threads of a row bring their sums
-// together.
+// What the CUDA kernels of divergence share: arguments, exponentials of a row, and the reductions
+// over its threads.
 #pragma once
 
 #include "tigon/base/cuda/aligned_row.cuh"
@@ -12,15 +12,16 @@
 namespace tigon::cuda {
 namespace {
 
-// The formulas with the approximate instructions, for rows of 16 bits, and with functions exact to an ulp, for 32.
+// The formulas: `fast` with approximate instructions for 16-bit rows, `precise` with functions
+// exact to an ulp for 32-bit rows.
 namespace fast {
-// For x <= 1, without the mean error that lg2.approx was seen to have beside 1 (H200: 0.9 * 2^-24, exactly 0 at 1 alone): a
-// sum of many would show it.
+// For x <= 1. lg2.approx has a mean error of about 0.9 * 2^-24 just below 1, which a sum over many
+// classes would show; this removes it. Exactly 0 at 1.
 TIGON_FN float log2(float x) {
   return fma(__saturatef(fma(x, -16777216.0f, 16777216.0f)), -5.96e-8f, log2_approx(x));
 }
-// log2 of (1 + r) / 2, r from 0 to 1. Half a step of the sum less takes the place of that correction: rounding to the nearest even
-// step makes exactly 1 of r = 1 nevertheless, and what is left of the mean error is a fifth.
+// log2((1 + r) / 2) for r from 0 to 1. Half a rounding step less in the sum takes the place of that
+// correction and leaves a fifth of the mean error. r = 1 still rounds to exactly 1.
 TIGON_FN float log2_mean_with_one(float r) { return log2_approx(fma(0.5f, r, 0.5f - 0x1p-25f)); }
 #include "tigon/ops/divergence/divergence_math.inc"
 }  // namespace fast
@@ -33,7 +34,8 @@ TIGON_FN float log2(float x) { return ::log2f(x); }
 constexpr const char* kOp = "divergence";
 constexpr int kMaxCluster = 16, kLoopThreads = 1024;
 constexpr unsigned kAllLanes = 0xffffffffu;
-constexpr float kMaxLog = 1e30f;  // a logarithm where a class is excluded
+// Bounds the logarithms of excluded classes.
+constexpr float kMaxLog = 1e30f;
 
 template <DivergenceKind K>
 constexpr bool kKl = K == DivergenceKind::forward_kl || K == DivergenceKind::reverse_kl;
@@ -41,15 +43,21 @@ constexpr bool kKl = K == DivergenceKind::forward_kl || K == DivergenceKind::rev
 template <class T>
 struct Params {
   const T *student, *teacher;
-  T* dstudent;            // may be null, or student
-  const int64_t* labels;  // may be null
-  const float* scale;     // may be null
+  // May be null, or equal to student.
+  T* dstudent;
+  // May be null.
+  const int64_t* labels;
+  // May be null.
+  const float* scale;
   float* loss;
   int64_t rows, student_stride, teacher_stride, dstudent_stride, scale_step, ignore_index;
-  int cols, slice;  // slice: columns of a block of a cluster
+  // `slice`: columns of a CTA of a cluster.
+  int cols, slice;
   float beta, slope, slope_low, factor,
-      inv_temperature;      // slope: log2 e / temperature, and what its rounding left; 1 / temperature
-  bool log_probs, aligned;  // aligned: every row begins at a boundary of 16 bytes
+      // slope + slope_low: log2(e) / temperature; inv_temperature: 1 / temperature.
+      inv_temperature;
+  // `aligned`: every row begins at a 16-byte boundary.
+  bool log_probs, aligned;
 
   __device__ bool ignored(int64_t r) const { return labels != nullptr && labels[r] == ignore_index; }
   __device__ T* gradient(int64_t r) const {
@@ -59,16 +67,18 @@ struct Params {
   __device__ float scale_of(int64_t r) const { return scale != nullptr ? scale[r * scale_step] : 1.0f; }
 };
 
-// What a warp knows of its columns, for the others: its references and the sums of its exponentials.
+// The statistics that a warp publishes: its references and the sums of its exponentials.
 struct alignas(16) Sums {
   float ref_s, sum_s, ref_t, sum_t;
 };
-// Two more sums: of terms and of g; of a KL the terms alone, of undivided exponentials against the warp's references.
+// Two further sums: of terms and of g. For a KL only of terms, from undivided exponentials relative
+// to the warp's references.
 struct alignas(8) PlainTotals {
   float terms, g;
 };
-// In 32 bits g is a sum of q (slope - center), weight that of q: where one class has nearly all weight, its slope and the row's mean
-// of slopes are nearly one number, and what is left of them is no larger than the rounding of q.
+// In 32 bits g is the sum of q (slope - center), and weight the sum of q: where one class has
+// nearly all probability, its slope nearly equals the row's mean slope, and their difference must
+// not be lost in the rounding of q.
 struct alignas(16) CenteredTotals {
   float terms, g, center, weight;
 };
@@ -78,18 +88,19 @@ using Totals = std::conditional_t<sizeof(T) == 4, CenteredTotals, PlainTotals>;
 __device__ __forceinline__ void combine(PlainTotals& a, const PlainTotals& b) {
   a.terms += b.terms, a.g += b.g;
 }
-// The center of the heavier one.
+// Takes the center of the heavier one.
 __device__ __forceinline__ void combine(CenteredTotals& a, const CenteredTotals& b) {
   const float center = b.weight > a.weight ? b.center : a.center;
   a.g = fma(a.weight, a.center - center, a.g) + fma(b.weight, b.center - center, b.g);
   a.terms += b.terms, a.weight += b.weight, a.center = center;
 }
 
-// A row pair: references, what exponentials are multiplied with, of a KL the mean of its terms, log2 of the quotient of the sums,
-// teacher's by student's (of equal rows 0 exactly).
+// The statistics of a row pair: references, factors of the exponentials, for a KL the mean of its
+// terms, and log2 of the quotient of the sums, teacher's by student's (exactly 0 for equal rows).
 struct RowPair {
   float ref_s = 0.0f, ref_t = 0.0f, part_s = 1.0f, part_t = 1.0f, mean = 0.0f, log2_quotient = 0.0f;
-  int next = 0;  // a row to come
+  // A row to come.
+  int next = 0;
 };
 
 __device__ __forceinline__ float center_of(const PlainTotals&) { return 0.0f; }
@@ -97,20 +108,21 @@ __device__ __forceinline__ float center_of(const CenteredTotals& t) { return t.c
 __device__ __forceinline__ float sum_of(const PlainTotals& t) { return t.g; }
 __device__ __forceinline__ float sum_of(const CenteredTotals& t) { return fma(t.center, t.weight, t.g); }
 
-// Nothing but -inf so far: exponentials are taken from 0. NaN and +inf survive.
+// The value that exponents are relative to: 0 where all elements so far are -inf. NaN and +inf
+// propagate.
 __device__ __forceinline__ float finite_max(float reference) {
   return reference == -INFINITY ? 0.0f : reference;
 }
 
-// Exponentials of a row against a reference, its maximum or its part's: 1 exactly at the maximum, so that nothing is left where
-// all weight is in one class.
+// Exponentials relative to a reference, the maximum of a row or a part: exactly 1 at the maximum,
+// so that the loss is 0 where all probability is in one class.
 template <class T>
 struct Scaling {
   float slope, slope_low;
   static constexpr bool kPrecise = sizeof(T) == 4;
 
   __device__ explicit Scaling(const Params<T>& p) : slope(p.slope), slope_low(p.slope_low) {}
-  // Of a distance from the reference.
+  // Of a distance to the reference.
   __device__ __forceinline__ float power(float u) const {
     if constexpr (kPrecise)
       return exp2_precise(u, slope, slope_low);
@@ -118,9 +130,9 @@ struct Scaling {
       return exp2_approx(u * slope);
   }
 };
-// Exponentials against a reference, in one instruction less than Scaling's; `rest` is what the rounding of the reference's product has
-// left in all of them. Of a reference so large that its neighbours are nothing beside it a smaller product does, whose rounding is no
-// large number.
+// Exponentials relative to a reference in one instruction less than Scaling; `rest` is the factor
+// that the rounding of reference * slope leaves in all of them. Very large references use a smaller
+// product, whose rounding error is small; their neighbours are negligible beside them.
 struct Powers {
   float slope, start, rest;
   __device__ Powers(float slope_, float reference) : slope(slope_) {
@@ -130,7 +142,7 @@ struct Powers {
   }
   __device__ __forceinline__ float operator()(float x) const { return exp2_approx(fma(x, slope, -start)); }
 };
-// From the references of a part to larger ones, student's less teacher's.
+// The change of student's minus teacher's reference from a part's references to larger ones.
 __device__ __forceinline__ float shift_of(const Sums& part, float ref_s, float ref_t) {
   return (finite_max(part.ref_s) - finite_max(ref_s)) - (finite_max(part.ref_t) - finite_max(ref_t));
 }
@@ -148,8 +160,8 @@ __device__ __forceinline__ void terms_of(float q, float p, float d, float beta, 
   }
 }
 
-// A class of jsd or tvd to the totals: its exponentials become q and its slope. In 16 bits jsd leaves q undivided, and so the totals,
-// and tvd makes of the slope g.
+// Adds a class of jsd or tvd to the totals and replaces its exponentials by q and its slope. In 16
+// bits jsd leaves q and the totals undivided, and tvd replaces the slope by g.
 template <DivergenceKind K, class T>
 __device__ __forceinline__ void add_class(float& s, float& t, float part_s, float part_t, float d, float beta,
                                           Totals<T>& totals) {
@@ -173,22 +185,24 @@ __device__ __forceinline__ void add_class(float& s, float& t, float part_s, floa
   }
 }
 
-__device__ __forceinline__ float warp_max(float x) {  // floats in the order of integers
+// Order-preserving map of floats to integers.
+__device__ __forceinline__ float warp_max(float x) {
   int i = __float_as_int(x);
   i ^= (i >> 31) & 0x7fffffff;
   i = __reduce_max_sync(kAllLanes, i);
   i ^= (i >> 31) & 0x7fffffff;
   return __int_as_float(i);
 }
-// Lanes far apart first.
+// Distant lanes first.
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(kAllLanes, x, step);
   return x;
 }
 
-// What a row's warps tell the first warp of each of its blocks, which sums up and tells its block. Exchanges take turns with
-// the memory: a block may be one ahead of another.
+// Shared memory of the reductions: the warps of a row publish to the first warp of each of its
+// CTAs, which reduces and publishes to its CTA. Double-buffered, since a CTA may be one reduction
+// ahead of another.
 template <class T, int Messages>
 struct ReduceStorage {
   Sums sums[2][Messages];
@@ -198,13 +212,13 @@ struct ReduceStorage {
   Totals<T> all;
 };
 
-// A block that is launched alone may not put anything the way that clusters do.
+// A CTA that is launched without a cluster must not use st.async.
 template <bool kCluster>
 __device__ __forceinline__ bool is_clustered() {
   return kCluster && cluster_size() > 1;
 }
 
-// Every warp's message (the same in all lanes) to all blocks of the row.
+// Publishes a warp's values (the same in all lanes) to all CTAs of the row.
 template <bool kCluster, bool WithSums, bool WithTotals, class T, int Messages>
 __device__ __forceinline__ void publish(ReduceStorage<T, Messages>& x, int phase, const Sums& sums,
                                         const Totals<T>& totals) {
@@ -228,13 +242,13 @@ __device__ __forceinline__ void publish(ReduceStorage<T, Messages>& x, int phase
     __syncthreads();
   }
 }
-// The first warp, before it reads what was told.
+// The first warp calls it before it reads what was published.
 template <bool kCluster, class T, int Messages>
 __device__ __forceinline__ void wait_published(ReduceStorage<T, Messages>& x, int phase) {
   if (is_clustered<kCluster>()) mbarrier_wait_parity(&x.barrier[phase & 1], phase >> 1 & 1);
 }
 
-// Lanes' sums into one against the largest references.
+// Combines the lanes' sums relative to the largest references.
 template <class T>
 __device__ __forceinline__ void all_reduce_lanes(Sums& m, const Scaling<T>& scaling) {
   const float top_s = warp_max(m.ref_s), top_t = warp_max(m.ref_t);
@@ -245,12 +259,14 @@ __device__ __forceinline__ void all_reduce_lanes(Sums& m, const Scaling<T>& scal
 __device__ __forceinline__ void all_reduce_lanes(PlainTotals& t) { t = {warp_sum(t.terms), warp_sum(t.g)}; }
 __device__ __forceinline__ void all_reduce_lanes(CenteredTotals& t) {
   const unsigned heaviest =
-      __ballot_sync(kAllLanes, t.weight == warp_max(t.weight));  // 0 with a NaN, as all is then
+      // 0 with a NaN, as is everything else then.
+      __ballot_sync(kAllLanes, t.weight == warp_max(t.weight));
   const float center = __shfl_sync(kAllLanes, t.center, __ffs(int(heaviest)) - 1);
   t = {warp_sum(t.terms), warp_sum(fma(t.weight, t.center - center, t.g)), center, warp_sum(t.weight)};
 }
 
-// The row's softmaxes, the same in every thread; `terms`: of a KL; `next()`: asked by the first warp while it waits.
+// All-reduces the softmax statistics of a row, for a KL also its terms. next() is called by the
+// first warp while it waits.
 template <DivergenceKind K, bool kCluster, class T, int Messages, class Next>
 __device__ __forceinline__ RowPair all_reduce_sums(ReduceStorage<T, Messages>& x, int phase, int messages,
                                                    const Sums& own, const Totals<T>& totals,
@@ -294,7 +310,7 @@ __device__ __forceinline__ RowPair all_reduce_sums(ReduceStorage<T, Messages>& x
   return {a.x, a.y, a.z, a.w, b.x, b.y, __float_as_int(b.z)};
 }
 
-// The row's totals, the same in every thread.
+// All-reduces the totals of a row.
 template <bool kCluster, class T, int Messages>
 __device__ __forceinline__ Totals<T> all_reduce_totals(ReduceStorage<T, Messages>& x, int phase, int messages,
                                                        const Totals<T>& own) {
@@ -304,14 +320,15 @@ __device__ __forceinline__ Totals<T> all_reduce_totals(ReduceStorage<T, Messages
     Totals<T> all = {};
     for (int i = int(threadIdx.x); i < messages; i += 32) combine(all, x.totals[phase & 1][i]);
     all_reduce_lanes(all);
-    if (!(all.terms == all.terms)) all.g = all.terms;  // NaN in the teacher's row is in no g
+    // A NaN in the teacher's row is in no g.
+    if (!(all.terms == all.terms)) all.g = all.terms;
     if (threadIdx.x == 0) x.all = all;
   }
   __syncthreads();
   return x.all;
 }
 
-// -inf in the columns of a pack that the row does not have.
+// Sets columns of a vector outside the row to -inf.
 template <class T>
 __device__ __forceinline__ uint4 mask_columns(const AlignedRow<const T>& row, int k, const uint4& words) {
   constexpr int N = AlignedRow<T>::N;
@@ -322,7 +339,7 @@ __device__ __forceinline__ uint4 mask_columns(const AlignedRow<const T>& row, in
   return reinterpret_cast<const uint4&>(vec);
 }
 
-// Zeros in the gradients of rows that do not count, every so many of them by a warp.
+// Writes zeros to the gradients of ignored rows, distributed over warps.
 template <class T>
 __device__ __forceinline__ void zero_ignored_rows(const Params<T>& p, int warp, int warps) {
   for (ZeroMaskedRows<Params<T>> zeroing(p, warp, warps); zeroing.step();) {

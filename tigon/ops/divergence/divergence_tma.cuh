@@ -1,10 +1,12 @@
-// Long rows of jsd and tvd in 16 bits (sm_90 on). A row passes through the shared memory of a block or of a cluster (row_ring.cuh) as the
-// words it came in: its maxima and the sums of its exponentials are found there, then, with both softmaxes known, its classes, which
-// the workers hold in registers until the row's sums over classes are known too.
+// Long rows of jsd and tvd in 16 bits (sm_90). A row passes through the shared memory of a CTA or a
+// cluster (tma_pipeline.cuh): its maxima and the sums of its exponentials are found there, then,
+// with both softmaxes known, the terms of its classes, which the consumers hold in registers until
+// the row's sums over classes are known.
 //
-// Nobody waits for a row to come together. A warp of its own, the merger, brings the workers' sums together, in the block and then with
-// the mergers of the row's other blocks. Meanwhile the workers are at other rows: classes of this one, exponentials of the one after
-// the next, gradient of this one. Two more warps clear the gradients of rows that do not count.
+// No warp waits for a reduction of its own row. A reducer warp combines the consumers' sums, within
+// the CTA and then with the reducer warps of the cluster's other CTAs. Meanwhile the consumers
+// process other rows: the classes of one row, the exponentials of the row after the next, the
+// gradient of the first. Two further warps zero the gradients of ignored rows.
 #pragma once
 
 #include "tigon/base/cuda/tma_pipeline.cuh"
@@ -14,7 +16,8 @@
 namespace tigon::cuda {
 namespace {
 
-// Held: packs whose classes a worker holds. Workers get registers that the other four warps do without: these keep Few.
+// HeldVecs: vectors whose classes a consumer thread holds. The consumers take over registers of the
+// other four warps, which keep ProducerRegisters each.
 template <int ConsumerWarps, int VecsPerThread, int HeldVecs, int ProducerRegisters>
 struct PairShape : TmaPipelineShape<ConsumerWarps, VecsPerThread, 2> {
   static constexpr int held_vecs = HeldVecs, threads = ConsumerWarps * 32 + 128;
@@ -23,8 +26,8 @@ struct PairShape : TmaPipelineShape<ConsumerWarps, VecsPerThread, 2> {
                                             (ConsumerWarps * 32) / 8 * 8;
 };
 
-// Sums over a row's classes: of terms, of g, of q as they find it. Against that the mean of slopes is taken: nothing but rounding is
-// left of them where all slopes of any weight are one number.
+// Sums over a row's classes: of terms, of g, and of q as computed. The mean slope is relative to
+// the latter sum, so that equal slopes differ from their mean by rounding alone.
 struct alignas(16) ClassSums {
   float terms, g, q, unused;
   __device__ __forceinline__ ClassSums merged() const {
@@ -32,8 +35,8 @@ struct alignas(16) ClassSums {
   }
 };
 
-// A row's softmaxes: references, the student's probability of 2^0, and the teacher's by that; log2 q - log2 p of logits that are as far
-// from their references.
+// The softmaxes of a row pair: references, the student's probability of 2^0, the teacher's relative
+// to it, and log2 q - log2 p of logits equally far from their references.
 struct alignas(16) Softmaxes {
   float ref_s, ref_t, unit, ratio, log2_offset;
 };
@@ -48,7 +51,7 @@ struct TmaStorage {
       classes_cluster_barrier[2], slope_barrier[2];
   TmaPipeline<Shape> pipeline;
 
-  // One thread.
+  // One thread calls it.
   __device__ void init() {
     for (int i = 0; i < 2; ++i) {
       mbarrier_init(&sums_barrier[i], Shape::consumer_warps), mbarrier_init(&sums_cluster_barrier[i]),
@@ -60,14 +63,14 @@ struct TmaStorage {
   }
 };
 
-// Counts the messages of one kind, which take turns with two places.
+// Counts the phases of a double-buffered message.
 struct PhaseCounter {
   int count = 0;
   __device__ __forceinline__ int buffer() const { return count & 1; }
   __device__ __forceinline__ int phase() const { return count >> 1 & 1; }
 };
 
-// The merger's work.
+// The reducer warp.
 template <DivergenceKind K, class T, class Shape>
 struct Reducer {
   const Params<T>& p;
@@ -86,7 +89,8 @@ struct Reducer {
         blocks(int(cluster_size())),
         rank(int(cluster_rank())) {}
 
-  // What the workers say to each other, then the blocks; `merge` makes one of the lanes'.
+  // Reduces what the consumer warps published, then over the CTAs of the cluster; merge(v) reduces
+  // over lanes.
   template <class V, class Merge>
   __device__ __forceinline__ V all_reduce(const V* own, V* cta_values, uint64_t* warp_barrier,
                                           uint64_t* cluster_barrier, const PhaseCounter& counter,
@@ -127,14 +131,15 @@ struct Reducer {
                                &storage.classes_cluster_barrier[i], classes_phase, ClassSums{},
                                [](const ClassSums& v) { return v.merged(); });
     ++classes_phase.count;
-    if (!(all.terms == all.terms)) all.g = all.terms;  // NaN in the teacher's row is in no g
+    // A NaN in the teacher's row is in no g.
+    if (!(all.terms == all.terms)) all.g = all.terms;
     if (lane == 0) {
       storage.slope[i] = make_float2(row.gain, p.log_probs ? fast::divergence_own_share<K>() : all.g / all.q);
       mbarrier_arrive(&storage.slope_barrier[i]);
       if (rank == 0) p.loss[row.row] = fast::divergence_loss<K>(all.terms, all.g, p.beta) * p.factor;
     }
   }
-  // In the workers' order.
+  // The rows in the consumers' order.
   __device__ void run() {
     MaskedRowScheduler scheduler(p, int(blockIdx.x) / blocks, int(gridDim.x) / blocks);
     const int rows = scheduler.end();
@@ -153,7 +158,7 @@ struct Reducer {
   }
 };
 
-// A block's columns of the rows that it takes.
+// A CTA's columns of the rows that it takes.
 template <class T>
 struct Slice {
   const Params<T>& p;
@@ -169,14 +174,15 @@ struct Slice {
   }
 };
 
-// max(x, a large negative number): differences of logarithms stay finite. NaN stays.
+// max(x, a large negative number): differences of logarithms stay finite. NaN propagates.
 template <class T>
 __device__ __forceinline__ uint4 above_minus_inf(uint4 w) {
   auto limit = [](uint32_t& x) {
     if constexpr (std::is_same_v<T, __half>)
       asm("max.NaN.f16x2 %0, %0, %1;" : "+r"(x) : "r"(0xfbfffbffu));
     else
-      asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(0xf149f149u));  // -1e30
+      // -1e30
+      asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(0xf149f149u));
   };
   limit(w.x), limit(w.y), limit(w.z), limit(w.w);
   return w;
@@ -191,10 +197,12 @@ struct Consumer {
   uint4* smem;
   const int chunks;
   const Slice<T> slice;
-  State head, tail;  // of the sweep for exponentials, of that for classes
+  // `head`: of the pass for exponentials; `tail`: of the pass for classes.
+  State head, tail;
   PhaseCounter sums_phase, softmax_phase, classes_phase, slope_phase;
   float q_of[kHeldVecs][N],
-      g_of[kHeldVecs][N];  // of every class the student's probability and its slope (tvd: g)
+      // The student's probability of every held class, and its slope (tvd: g).
+      g_of[kHeldVecs][N];
 
   __device__ __forceinline__ Consumer(const Params<T>& p, TmaStorage<Shape>& storage, uint4* smem, int chunks)
       : p(p), storage(storage), smem(smem), chunks(chunks), slice(p) {}
@@ -204,14 +212,15 @@ struct Consumer {
   __device__ __forceinline__ static int vec_of(int h, int i) {
     return h * Shape::chunk + i * Shape::consumers + int(threadIdx.x);
   }
-  // All packs of chunk h are whole.
+  // Whether all vectors of chunk h are full.
   __device__ __forceinline__ static bool is_full(const AlignedRow<const T>& x, int h) {
     return (h > 0 || x.lead == 0) && (h + 1) * Shape::chunk * N - x.lead <= x.cols;
   }
   __device__ __forceinline__ static bool is_first_lane() { return threadIdx.x % 32 == 0; }
   __device__ __forceinline__ static int warp() { return int(threadIdx.x) / 32; }
 
-  // -inf in the columns of a chunk that the row does not have; what is behind the row's last whole word is not here yet.
+  // Sets columns of a chunk outside the row to -inf, and loads the partial last vector, which the
+  // bulk copy leaves out.
   __device__ __forceinline__ void trim(int r, const AlignedRow<const T>& x, int h, const State& at) {
 #pragma unroll 1
     for (int i = 0; i < kVecs; ++i) {
@@ -224,7 +233,7 @@ struct Consumer {
       }
     }
   }
-  // The sums of exponentials of row r, against the warp's maxima.
+  // The sums of exponentials of row r, relative to the warp's maxima.
   __device__ __forceinline__ void sums(int r) {
     const AlignedRow<const T> x = slice.student(r);
     uint32_t top_s = kMinusInf<T>, top_t = top_s;
@@ -263,7 +272,7 @@ struct Consumer {
     ++sums_phase.count;
   }
 
-  // A class: its logits become the student's probability and its slope (tvd: g).
+  // Adds a class and replaces its logits by the student's probability and its slope (tvd: g).
   template <bool Half>
   __device__ __forceinline__ void add_class(float& q, float& g, const Softmaxes& m, ClassSums& all) const {
     const float slope = p.slope, x = q, y = g;
@@ -273,9 +282,11 @@ struct Consumer {
       g = e == 0.0f ? 0.0f : copysignf(q, e);
       all.terms += fabsf(e), all.g += g;
     } else {
-      // The likelier side's probability and, by their quotient, the other's: log m = log bigger + log weights, as in divergence_slope.
+      // The larger probability, and by their quotient the smaller one: log m = log bigger + log
+      // weights, as in divergence_slope.
       const float d = fma(x - y, slope, m.log2_offset);
-      const bool teacher = d < 0.0f;  // is the likelier
+      // The teacher's probability is the larger one.
+      const bool teacher = d < 0.0f;
       float below = x - m.ref_s;
       if (teacher) below = y - m.ref_t;
       float bigger = exp2_approx(below * slope);
@@ -293,11 +304,13 @@ struct Consumer {
       const float low = -fabsf(d) - log_weights;
       q = teacher ? smaller : bigger, g = teacher ? low : -log_weights;
       all.g = fma(q, g, all.g);
-      all.terms = fma(smaller, low, fma(bigger, -log_weights, all.terms));  // both sides' together
+      // The terms of both sides.
+      all.terms = fma(smaller, low, fma(bigger, -log_weights, all.terms));
     }
     all.q += q;
   }
-  template <bool Half>  // beta is one half
+  // Half: beta is one half.
+  template <bool Half>
   __device__ __forceinline__ void classes() {
     int buffer = softmax_phase.buffer();
     mbarrier_wait_parity<false>(&storage.softmax_barrier[buffer], softmax_phase.phase());
@@ -373,7 +386,7 @@ struct Consumer {
   }
 };
 
-// `chunks` of a row.
+// `chunks`: of a row.
 template <DivergenceKind K, class T, class Shape>
 __global__ __launch_bounds__(Shape::threads, 1) void tma_kernel(const __grid_constant__ Params<T> p,
                                                                 int chunks) {
@@ -407,19 +420,20 @@ __global__ __launch_bounds__(Shape::threads, 1) void tma_kernel(const __grid_con
     }
   }
   __syncwarp();
-  cluster_arrive();  // a block that has ended cannot be written to
+  // A CTA must not exit while others may write to its shared memory.
+  cluster_arrive();
   cluster_wait();
 #endif
 }
 
-// False when a row does not fit or the device has no room for such a cluster.
+// Returns false when a row does not fit or no such cluster fits on the device.
 template <DivergenceKind K, class T, class Shape>
 bool launch_tma(Context& ctx, Params<T> p, int cluster) {
   static OccupancyCache occupancy;
   p.slice = slice_of(p.cols, cluster);
   const int64_t columns = p.slice + (p.aligned ? 0 : AlignedRow<T>::N - 1);
   const int chunks = int(ceil_div(columns, Shape::chunk * AlignedRow<T>::N));
-  // Three rows are under way, of the last one a part.
+  // Three rows are in flight, the last one in part.
   if (chunks * Shape::vecs_per_thread > Shape::held_vecs || Shape::stages < 2 * chunks + 1) return false;
   return launch_resident(ctx, occupancy, &tma_kernel<K, T, Shape>, Shape::threads, Shape::shared, cluster,
                          p.rows, p, chunks);

@@ -2,7 +2,8 @@
 //
 // Bytes per element (b = element size): forward 2b, backward 3b. Also weight and bias once per CTA
 // (from L2), and the gradients' partials through L2.
-// Instructions per element: about 17 forward, 24 backward; the memory-bound budget is 31 and 46 (bf16).
+// Instructions per element: about 17 forward, 24 backward; the memory-bound budget is 31 and 46
+// (bf16).
 //
 // A row needs no reduction, so a CTA takes a tile of columns and loops over rows: a thread keeps
 // the parameters and sums of its columns in registers and loads several rows at a time. The

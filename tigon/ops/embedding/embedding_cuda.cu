@@ -1,16 +1,20 @@
 // CUDA backend of embedding.
 //
-// Bytes per element (b = element size): forward 2b; backward b per element of dy and b per element of dweight. Two conversions
-// and an addition or multiplication each: nowhere near the limit. Besides, every block of the sort reads the ids, out of L2.
+// Bytes per element (b = element size): forward 2b; backward b per element of dy and b per element
+// of dweight. The arithmetic is negligible. Also, every CTA of the sort reads the ids, from L2.
 //
 // Backward
-//   sort    Positions by id. Every block has some of the ids: it looks at all tokens, counts those of its ids by warp and those of
-//           earlier blocks, which is where its own begin, clears its rows that no id names, and puts its tokens in their places, in
-//           their order. No block waits for another. Blocks take every so-manyth id, since frequent ones are neighbours. An id that
-//           gets no gradient (padding_idx, or outside the table) counts as the last of all.
-//   sum     Windows of the sorted order, whatever ids lie there, so that a frequent id is as many blocks' work. A window adds
-//           its rows of dy in order and writes the sums of ids that begin and end in it; of others the part that it has.
-//   join    The parts of an id that lies in several windows are added in order by the window where it begins.
+//   sort    Sorts positions by id. Every CTA owns some of the ids: it scans all tokens, counts
+//           those of its ids by warp and those of earlier CTAs, whose number is the offset of its
+//           own, zeroes the rows of its unused ids, and writes its tokens in order. CTAs do not
+//           wait for each other.
+//           Ids are interleaved over CTAs, since frequent ids are neighbours. An id that gets no
+//           gradient (padding_idx, or out of range) sorts last.
+//   sum     Fixed windows of the sorted order, so that a frequent id is shared by many CTAs. A
+//           window adds its rows of dy in order and writes the sums of ids that begin and end in
+//           it, and partial sums of the others.
+//   join    The window in which an id begins adds the id's partial sums of several windows, in
+//           order.
 #include <bit>
 
 #include "tigon/base/cuda/launch.cuh"
@@ -39,7 +43,7 @@ Ids ids_of(const Vector& v) { return {v.data, v.dtype == DType::i64}; }
 
 constexpr int kGatherThreads = 128, kGatherVecs = 4;
 
-// Packs of all rows as one sequence; a thread's loads are in flight together.
+// The vectors of all rows as one sequence. All loads of a thread are in flight together.
 template <class T, int N>
 __global__ __launch_bounds__(kGatherThreads) void gather_kernel(Ids ids, const T* weight,
                                                                 int64_t weight_stride, T* y, int64_t y_stride,
@@ -76,9 +80,11 @@ __global__ __launch_bounds__(kGatherThreads) void gather_kernel(Ids ids, const T
 // ---------------------------------------------------------------- sort
 
 constexpr int kSortThreads = 1024, kSortWarps = kSortThreads / 32,
-              kLoadsInFlight = 4;  // kTogether: loads in flight
+              // Of tokens, per thread.
+    kLoadsInFlight = 4;
 
-// The order of ids: by block, every 2^blocks-th id is one's; then by number. `range`: ids of a block, below 2^places.
+// The sort order of ids: by CTA, each of which owns every 2^blocks-th id, then by id. `range`: ids
+// of a CTA, at most 2^range_bits.
 struct Order {
   int blocks, range_bits;
   uint32_t range;
@@ -90,7 +96,7 @@ struct Order {
   __device__ __forceinline__ uint32_t id(uint32_t key) const {
     return (key & ((1u << range_bits) - 1)) << blocks | key >> range_bits;
   }
-  // Of what gets no gradient: the last of the last block.
+  // The key of ids without a gradient: the last of the last CTA.
   __device__ __forceinline__ uint32_t none() const { return begin((1u << blocks) - 1) + range; }
 };
 
@@ -101,7 +107,8 @@ struct Sort {
   int64_t padding_idx;
   uint32_t* key;
   int32_t* position;
-  char* rows;  // of the table's gradient
+  // Of the table's gradient.
+  char* rows;
   int64_t row_bytes;
 
   __device__ __forceinline__ uint32_t key_at(uint32_t i) const {
@@ -110,8 +117,9 @@ struct Sort {
   }
 };
 
-// All tokens, warp by warp, 32 neighbours at a time: fn(token, key), called by all lanes together; a key of no token is
-// 0xffffffff. Returns the turns (of 64) in which fn said so; those that are not in `turns` are left out.
+// Visits all tokens, warp by warp, 32 adjacent ones at a time: fn(token, key), called by all lanes
+// together; the key of no token is 0xffffffff. Returns a mask of the iterations (modulo 64) in
+// which fn returned true; iterations not in `iterations` are skipped.
 template <class Fn>
 __device__ __forceinline__ uint64_t walk_tokens(const Sort& p, uint64_t iterations, const Fn& fn) {
   const uint32_t warp = threadIdx.x / 32, share = (p.count + kSortThreads - 1) / kSortThreads;
@@ -132,7 +140,7 @@ __device__ __forceinline__ uint64_t walk_tokens(const Sort& p, uint64_t iteratio
   return hits;
 }
 
-// Rows of the block that no id names.
+// Writes zeros to the CTA's rows that no id refers to.
 __device__ __forceinline__ void zero_unused_rows(const Sort& p, const bool* used) {
   const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, begin = p.order.begin(blockIdx.x);
   const bool vectorized = p.row_bytes % 16 == 0 && reinterpret_cast<uintptr_t>(p.rows) % 16 == 0;
@@ -149,14 +157,15 @@ __device__ __forceinline__ void zero_unused_rows(const Sort& p, const bool* used
   }
 }
 
-// Count: of a block's tokens.
+// Count: the type of counters, which hold up to the number of tokens.
 template <class Count>
 __global__ __launch_bounds__(kSortThreads) void sort_kernel(const __grid_constant__ Sort p) {
   extern __shared__ uint4 shared[];
   __shared__ int warp_sum[kSortWarps], warp_before[kSortWarps];
   const int tid = int(threadIdx.x), warp = tid / 32, lane = tid % 32;
   const int pitch = int(p.order.range + 2) & ~1;
-  Count* const next = reinterpret_cast<Count*>(shared);  // [warp][id of the block]
+  // [warp][id of the CTA]
+  Count* const next = reinterpret_cast<Count*>(shared);
   bool* const used = reinterpret_cast<bool*>(next + kSortWarps * pitch);
   const uint32_t begin = p.order.begin(blockIdx.x);
   const int ids = int(p.order.range) + (blockIdx.x + 1 == gridDim.x);
@@ -181,7 +190,7 @@ __global__ __launch_bounds__(kSortThreads) void sort_kernel(const __grid_constan
   before = __reduce_add_sync(kAllLanes, before);
   if (lane == 0) warp_before[warp] = before;
   __syncthreads();
-  // Thread d: where an id's tokens begin behind the block's first, warp by warp.
+  // Thread d: where the tokens of an id begin after the CTA's first, warp by warp.
   for (int base = 0, upto = 0; base < ids; base += kSortThreads) {
     const int d = base + tid;
     int all = 0;
@@ -190,7 +199,8 @@ __global__ __launch_bounds__(kSortThreads) void sort_kernel(const __grid_constan
       for (int w = 0; w < kSortWarps; ++w) all += next[w * pitch + d];
       used[d] = all > 0;
     }
-    int sum = all;  // inclusive prefix sum over ids
+    // Inclusive prefix sum over ids.
+    int sum = all;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int other = __shfl_up_sync(kAllLanes, sum, step);
@@ -232,7 +242,8 @@ __global__ __launch_bounds__(kSortThreads) void sort_kernel(const __grid_constan
 
 // ---------------------------------------------------------------- sums
 
-constexpr int kSumThreads = 128, kJoinGroups = 4, kPrefetch = 8;  // kAhead: loads in flight
+// kPrefetch: loads in flight.
+constexpr int kSumThreads = 128, kJoinGroups = 4, kPrefetch = 8;
 
 struct Sorted {
   const uint32_t* key;
@@ -241,13 +252,15 @@ struct Sorted {
   Order order;
 };
 
-// The first place in [from, to) whose key is at least `key`; all lanes of a warp ask for the same.
+// The first index in [from, to) whose key is at least `key`. All lanes of a warp pass the same
+// arguments.
 __device__ __forceinline__ int lower_bound(const uint32_t* keys, int from, int to, uint32_t key) {
   const int lane = int(threadIdx.x) % 32;
   while (from < to) {
     const int step = (to - from + 31) / 32, at = from + lane * step;
     const unsigned below = __ballot_sync(kAllLanes, at < to && keys[at] < key);
-    const int n = __popc(below);  // lanes 0 to n - 1
+    // Lanes 0 to n - 1.
+    const int n = __popc(below);
     if (n == 0) return from;
     const int low = from + (n - 1) * step + 1;
     to = min(to, from + n * step), from = low;
@@ -260,9 +273,11 @@ struct Sums {
   Sorted sorted;
   const T* dy;
   T* dweight;
-  float* parts;  // [window][of an id from before, of one that goes on][H]
+  // [window][id from an earlier window, id that continues][H]
+  float* parts;
   int64_t dy_stride;
-  int window, windows, cols, slices;  // tokens of a window
+  // `window`: tokens of a window.
+  int window, windows, cols, slices;
   float scale;
 };
 
@@ -317,15 +332,16 @@ __global__ __launch_bounds__(kSumThreads) void sum_kernel(const __grid_constant_
   }
 }
 
-// The id that goes on after a window, by the window where it begins: groups of threads add the parts of some windows each, then
-// the groups' sums are added.
+// Adds the parts of an id that continues after its first window: groups of threads add the parts of
+// some windows each, then the groups' sums are added.
 template <class T, int N>
 __global__ __launch_bounds__(kSumThreads* kJoinGroups) void join_kernel(const __grid_constant__ Sums<T> p) {
   __shared__ float sums[kJoinGroups][N][kSumThreads];
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
   const int window = int(blockIdx.x) / p.slices, slice = int(blockIdx.x) % p.slices;
-  const int end = (window + 1) * p.window, begin = end - p.window;  // there is a window after this one
+  // There is a window after this one.
+  const int end = (window + 1) * p.window, begin = end - p.window;
   const uint32_t* key = p.sorted.key;
   const uint32_t id = key[end - 1];
   if (id >= p.sorted.order.none() || key[end] != id) return;
@@ -367,7 +383,8 @@ __global__ __launch_bounds__(kSumThreads* kJoinGroups) void join_kernel(const __
   write_row<T, N>(p, id, column, sum);
 }
 
-// Windows of 64 tokens, more where there are many tokens, fewer where there are not blocks enough for the machine.
+// Windows of 64 tokens: more where there are many tokens, fewer where the CTAs would not fill the
+// device.
 template <class T, int N>
 void launch_sums(Context& ctx, Sums<T> p) {
   constexpr const char* op = "embedding_bwd";
@@ -387,7 +404,7 @@ void launch_sums(Context& ctx, Sums<T> p) {
            p);
 }
 
-// As many blocks as find room for their counters, 128 at least: about one a multiprocessor.
+// As many CTAs as their counters need to fit in shared memory, at least 128: about one per SM.
 template <class Count>
 Order sort_into(Context& ctx, Sort p) {
   constexpr const char* op = "embedding_bwd";

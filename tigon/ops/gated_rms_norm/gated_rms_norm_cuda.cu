@@ -1,7 +1,7 @@
 // CUDA backend of gated RMSNorm: the formula, for the kernels of the norm family.
 //
-// Bytes per element (b = element size): forward 3b, backward 5b. Also 4 bytes of rstd per group, the
-// weight once per CTA (from L2), and its gradient's partials through L2.
+// Bytes per element (b = element size): forward 3b, backward 5b. Also 4 bytes of rstd per group,
+// the weight once per CTA (from L2), and its gradient's partials through L2.
 // Instructions per element: about 20 forward, 40 backward, 4 and 6 of them on the special-function
 // unit; the memory-bound budget is 46 and 77, 12 and 20 of them (bf16).
 #include "tigon/base/cuda/norm_backward.cuh"

@@ -1,13 +1,16 @@
 // CUDA backend of GroupNorm.
 //
-// Bytes per element (b = element size): forward 2b, backward 3b; besides, 8 bytes a group of statistics and 8 bytes a sample and
-// piece of a channel of partial sums. Instructions: about 9 per element forward, 12 backward, against a budget of 27 and 41 at the
-// speed of the memory (bf16).
+// Bytes per element (b = element size): forward 2b, backward 3b. Also 8 bytes of statistics per
+// section, and 8 bytes of partial sums per sample and piece of a channel.
+// Instructions per element: about 9 forward, 12 backward; the memory-bound budget is 27 and 41
+// (bf16).
 //
-// A section (a group of a sample) is one stretch of memory. It waits in the registers of a block, or of a cluster of them, from when it is read
-// until it is written; so many blocks are under way that others read and write meanwhile. Its channels are cut into pieces, one team of
-// adjacent lanes each: a piece has one weight and one bias, and its sums are a part of one channel's gradients. Sections too long for that,
-// and those for which it is faster, go round: what a warp has read is read again, out of the caches.
+// A section is one group of one sample, contiguous in memory. The registers of a CTA or a cluster
+// hold it from when it is read until it is written; several CTAs per SM overlap loads and stores.
+// Its channels are divided into pieces, each processed by some adjacent lanes: a piece has one
+// weight and one bias, and its sums contribute to one channel's gradients. Sections that are too
+// long, and those for which it is faster, take several iterations and are read a second time, from
+// cache.
 #include <algorithm>
 
 #include "tigon/base/cuda/norm_forward.cuh"
@@ -22,7 +25,7 @@ namespace {
 
 constexpr const char* kOp = "group_norm";
 
-// Number, mean, and sum of squares about it.
+// Count, mean, and sum of squared deviations from the mean.
 struct alignas(16) Moments {
   float n, mean, square, unused;
   __device__ static Moments identity() { return {0.0f, 0.0f, 0.0f, 0.0f}; }
@@ -32,7 +35,7 @@ struct alignas(16) Moments {
     square += fma(delta * coord * n, delta, b.square);
     n = all;
   }
-  // Of all lanes of a warp, which have summed `sum` and squares about the same number.
+  // Combines the lanes of a warp, which have summed deviations from `pivot` and their squares.
   __device__ static __forceinline__ Moments of_warp(float n, float pivot, float sum, float square) {
     n = float(__reduce_add_sync(0xffffffffu, unsigned(n)));
     sum = reduce_lanes<Sum, 32>(sum), square = reduce_lanes<Sum, 32>(square);
@@ -60,7 +63,7 @@ struct alignas(8) TwoSums {
   float a, b;
   __device__ static TwoSums identity() { return {0.0f, 0.0f}; }
   __device__ __forceinline__ void add(const TwoSums& o) { a += o.a, b += o.b; }
-  // Of lanes so far apart.
+  // Adds the values of the lane at this distance.
   __device__ __forceinline__ void add_lanes(int step) {
     a += __shfl_xor_sync(0xffffffffu, a, step);
     b += __shfl_xor_sync(0xffffffffu, b, step);
@@ -73,10 +76,11 @@ struct alignas(8) TwoSums {
   }
 };
 
-// A number by channel, of T or float.
+// A parameter by channel, of T or float.
 template <class T>
 struct ByChannel {
-  const void* data;  // null: `absent` everywhere
+  // Null: default_value everywhere.
+  const void* data;
   bool wide;
   float default_value;
   __device__ __forceinline__ float operator()(int64_t channel) const {
@@ -103,24 +107,26 @@ struct Forward {
 template <class T>
 struct Backward {
   const T *x, *dy;
-  T* dx;  // may be null
+  // May be null.
+  T* dx;
   int64_t x_stride, dy_stride, dx_stride;
   ByChannel<T> weight;
   const float *mean, *rstd;
-  float* partials;  // [samples * pieces, 2, groups * channels]; may be null
+  // [samples * pieces, 2, groups * channels]; may be null.
+  float* partials;
   Divider groups;
   Partition partition;
 };
 
-// The mean's product with the weight taken off the bias, instead of the mean off every number: where at most 2^-18 of a deviation is lost on
-// the way to 16 bits.
+// Whether the product of mean and weight is subtracted from the bias instead of the mean from every
+// element: where at most 2^-18 of a deviation is lost before rounding to 16 bits.
 template <class T>
 __device__ __forceinline__ bool folds_mean(float mean, float rstd) {
   return sizeof(T) == 2 && fabsf(mean) * rstd < 64.0f;
 }
 
-// Packs of a piece that a lane holds, of long and short channels, and blocks a multiprocessor that the registers leave room for. What a warp
-// does once for a piece is as much as four packs' work.
+// Vectors of a piece that a lane holds, for long and short channels, and CTAs per SM that the
+// registers allow. The work per piece costs a warp as much as four vectors.
 template <bool Long>
 constexpr int kForwardVecs = Long ? 16 : 4;
 template <int N, bool Long>
@@ -129,7 +135,8 @@ constexpr int kBackwardVecs = N == 1 ? 16
                                      : 4;
 template <bool Long>
 constexpr int kMinBlocks = Long ? 2 : 3;
-constexpr int64_t kLongChannel = 256;  // packs
+// In vectors.
+constexpr int64_t kLongChannel = 256;
 
 template <class T, bool Long>
 __global__ __launch_bounds__(kSectionThreads,
@@ -153,7 +160,7 @@ __global__ __launch_bounds__(kSectionThreads,
   for (int t = 0, steps_done = 0; t < p.partition.iterations; ++t) {
     const Piece piece = t == 0 ? first : coord.piece(t);
     if (t > 0) load_piece(coord, piece, from, x);
-    // About the mean of the warp's first pack, which is among what is added up: few digits can cancel.
+    // Deviations are taken from the mean of the warp's first vector, so that little cancels.
     float pivot = 0.0f, sum = 0.0f, square = 0.0f;
 #pragma unroll
     for (int j = 0; j < N; ++j) pivot += x[0][0][j];
@@ -227,12 +234,14 @@ __global__ __launch_bounds__(kSectionThreads,
   const float mean = p.mean[coord.section], rstd = p.rstd[coord.section],
               first_weight = p.weight(channel + first.channel);
   storage.wait_for_cluster(p.partition);
-  TwoSums own = TwoSums::identity();  // of g * h and of g
+  // Of g * h and of g.
+  TwoSums own = TwoSums::identity();
   for (int t = 0, steps_done = 0; t < p.partition.iterations; ++t) {
     const Piece piece = t == 0 ? first : coord.piece(t);
     if (t > 0) load_piece(coord, piece, from, in);
     const float weight = t == 0 ? first_weight : p.weight(channel + piece.channel);
-    TwoSums sums = TwoSums::identity();  // of dy * h and of dy
+    // Of dy * h and of dy.
+    TwoSums sums = TwoSums::identity();
 #pragma unroll
     for (int r = 0; r < kVecsPerThread; ++r) {
       if (r >= piece.vecs) break;
@@ -261,7 +270,7 @@ __global__ __launch_bounds__(kSectionThreads,
   }
   TwoSums means = storage.collect(p.partition);
   if (p.dx == nullptr) return;
-  // rstd is multiplied into the terms of the formula.
+  // rstd is folded into the factors of the formula.
   means.a *= rstd * rstd * inv_size, means.b *= rstd * inv_size;
   auto write = [&]<bool kFoldsMean>(std::bool_constant<kFoldsMean>) {
     const float less = kFoldsMean ? fma(mean, means.a, -means.b) : -means.b;
@@ -286,16 +295,20 @@ __global__ __launch_bounds__(kSectionThreads,
   folds_mean<T>(mean, rstd) ? write(std::true_type{}) : write(std::false_type{});
 }
 
-// How many warps a section has, alone or in each block of a cluster, and how often they go round if one block is to do.
+// The warps of a section, in a single CTA or in each CTA of a cluster, and the iterations of a
+// single CTA.
 struct WarpTarget {
   int single_block, iterations, per_cluster_block;
 };
-// The fewest blocks for that, and for a machine that is full: the sums do not depend on it.
+// Selects the fewest CTAs per section for which the target is met and the device is full. The sums
+// do not depend on it.
 template <auto Kernel>
 Partition partition_for(const Partition& partition, WarpTarget target, int64_t sections) {
   static OccupancyCache occupancy;
   constexpr int64_t kFull = 3,
-                    kFullBlocks = 8;  // blocks a multiprocessor, for which a section has so many at most
+                    // kFull: CTAs per SM that fill the device, for which a section is divided into
+      // at most kFullBlocks CTAs.
+      kFullBlocks = 8;
   auto too_few = [&](int64_t blocks) {
     const int64_t most =
         blocks == 1 ? target.single_block * target.iterations : target.per_cluster_block * blocks;
@@ -321,7 +334,7 @@ void run(Context& ctx, const P& p, int64_t samples) {
          p);
 }
 
-// Whether all sections of the matrices, and all their channels, begin at boundaries of 16 bytes.
+// Whether all sections and all their channels begin at 16-byte boundaries.
 bool all_vectorizable(int64_t spatial, std::initializer_list<const Matrix*> matrices) {
   return std::all_of(matrices.begin(), matrices.end(), [&](const Matrix* m) {
     const size_t element = size_of(m->dtype);
@@ -330,7 +343,7 @@ bool all_vectorizable(int64_t spatial, std::initializer_list<const Matrix*> matr
   });
 }
 
-// Short sections, and those that begin anywhere: on the engine of the norm family.
+// Short sections, and those of any alignment, use the kernels of the norm family.
 template <class X>
 struct Formula {
   using Element = X;
@@ -342,7 +355,8 @@ struct Formula {
     return group_norm_y(h, param[0], param[1]);
   }
 };
-constexpr int64_t kShortBytes = 8 << 10;  // 10 KB: 9.0 us there, 7.9 here; 20 KB: 13.5 and 11.1
+// Sections shorter than this.
+constexpr int64_t kShortBytes = 8 << 10;
 
 void forward_as_rows(Context& ctx, const GroupNormFwd& a) {
   with_weight_types(kOp, a.x.dtype, a.weight ? a.weight : a.bias, [&]<class X, class W>(Type<X>, Type<W>) {
@@ -400,7 +414,8 @@ void group_norm_fwd(Context& ctx, const GroupNormFwd& a) {
 void group_norm_bwd(Context& ctx, const GroupNormBwd& a) {
   const int64_t channels = a.channels / a.groups, spatial = a.x.cols / a.channels;
   Vector dweight = a.dweight, dbias = a.dbias;
-  dweight.size = dbias.size = a.channels;  // partial rows hold both
+  // A row of partials holds both gradients.
+  dweight.size = dbias.size = a.channels;
   auto backward = [&]<class T, int N, bool Long>(Type<T>, std::integral_constant<int, N>,
                                                  std::bool_constant<Long>) {
     constexpr auto kKernel = backward_kernel<T, N, Long>;

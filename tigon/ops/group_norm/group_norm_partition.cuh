@@ -1,4 +1,5 @@
-// How GroupNorm's kernels share out sections (a group of a sample, one stretch of memory), and how warps tell what they have found.
+// How GroupNorm's kernels divide a section (one group of one sample, contiguous in memory), and how
+// its warps combine their results.
 #pragma once
 
 #include <algorithm>
@@ -10,35 +11,46 @@
 
 namespace tigon::cuda {
 
-constexpr int kSectionThreads = 320;  // of a block at most
+// The maximum of a CTA.
+constexpr int kSectionThreads = 320;
 constexpr int kMostSectionBlocks = 16, kMostEntries = kMostSectionBlocks * kSectionThreads / 32;
 
-// How a section is shared out, in packs. Its channels are cut into pieces, one a team of adjacent lanes; the pieces that a warp's teams
-// have at a time are a step, some steps in a row an entry of what is found. All this depends on the section alone, and entries are added
-// in their order: sums do not depend on how many warps and blocks share the work.
+// The division of a section, in vectors. Channels are divided into pieces, each of which some
+// adjacent lanes process. The pieces that a warp processes at a time are a step; some consecutive
+// steps form an entry of the reduction. Steps and entries depend on the section alone, and entries
+// are added in their order, so that sums do not depend on the number of warps and CTAs.
 struct Partition {
-  int channels, vecs_per_channel;             // of a section, of a channel
-  int lanes_per_piece, log2_lanes_per_piece;  // lanes of a team: a power of two <= 32; of which power
-  int pieces, piece_vecs;                     // of a channel, of a piece (the last one may be shorter)
-  int steps_per_entry, entries;               // steps of an entry, entries of a section
-  int iterations;                             // steps of a warp
-  int blocks, threads;                        // of a section, of a block
+  // Channels of a section.
+  int channels, vecs_per_channel;
+  // Lanes that share a piece: a power of two <= 32, and its logarithm.
+  int lanes_per_piece, log2_lanes_per_piece;
+  // Pieces of a channel; vectors of a piece, of which the last one may have fewer.
+  int pieces, piece_vecs;
+  // Entries of a section.
+  int steps_per_entry, entries;
+  // Steps of a warp.
+  int iterations;
+  // CTAs of a section, threads of a CTA.
+  int blocks, threads;
   Divider by_blocks, by_pieces;
 
   __host__ __device__ int64_t size() const { return int64_t(channels) * vecs_per_channel; }
 };
 
-// Of a piece, what a lane does: every `across`-th pack.
+// What a lane processes of a piece: every lanes_per_piece-th vector.
 struct Piece {
-  int channel, index;  // of the section, of the channel
-  int first, vecs;     // the first pack in the section, how many
+  // Channel within the section, piece within the channel.
+  int channel, index;
+  // The first vector within the section, and the number of vectors.
+  int first, vecs;
 };
 
-// A thread's share of its section.
+// The position of a thread in its section.
 struct ThreadCoord {
   const Partition& partition;
   unsigned section, sample, group;
-  int warp, lane, rank;  // warp: of the section; lane: of the team
+  // `warp`: within the section; `lane`: within the lanes of a piece.
+  int warp, lane, rank;
 
   __device__ __forceinline__ ThreadCoord(const Partition& partition, const Divider& by_groups)
       : partition(partition) {
@@ -53,7 +65,7 @@ struct ThreadCoord {
     return of + (int64_t(sample) * stride + int64_t(group) * size);
   }
   __device__ __forceinline__ Piece piece(int iteration) const {
-    // `across` is a power of two.
+    // lanes_per_piece is a power of two.
     const unsigned u = (unsigned(warp * partition.iterations + iteration) * 32 + threadIdx.x % 32) >>
                        partition.log2_lanes_per_piece;
     const int c = int(partition.by_pieces.divide(u)), index = int(u) - c * partition.pieces;
@@ -70,7 +82,7 @@ struct ThreadCoord {
   }
 };
 
-// A lane's packs of a piece of several inputs, all on their way at a time.
+// Loads a lane's vectors of a piece of several inputs, all in flight at once.
 template <class T, int N, int VecsPerThread, int Ins>
 __device__ __forceinline__ void load_piece(const ThreadCoord& coord, const Piece& piece,
                                            const T* const (&from)[Ins], Vec<T, N> (&x)[VecsPerThread][Ins]) {
@@ -82,13 +94,14 @@ __device__ __forceinline__ void load_piece(const ThreadCoord& coord, const Piece
           r < piece.vecs, from[i] + (int64_t(piece.first) + r * coord.partition.lanes_per_piece) * N);
 }
 
-// What all warps of a section have found. V is 8 or 16 bytes and has V::none(), and merge(list, entries), by all lanes of a warp.
+// The entries of all warps of a section. V has 8 or 16 bytes, V::identity(), and merge(list,
+// entries), which all lanes of a warp call.
 template <class V>
 struct SectionReduceStorage {
   V list[kMostEntries];
   uint64_t barrier;
 
-  // All threads, before what they load; then before they tell.
+  // All threads call init() before their loads, and wait_for_cluster() before they publish.
   __device__ __forceinline__ void init(const Partition& partition) {
     if (partition.blocks == 1) return;
     if (threadIdx.x == 0) {
@@ -109,7 +122,8 @@ struct SectionReduceStorage {
       st_async(&list[entry], unsigned(lane), v, &barrier);
     }
   }
-  // A block has all that others write to it before it goes on: they need not meet again.
+  // A CTA has received everything that others write to it when this returns, so no cluster barrier
+  // is needed at exit.
   __device__ __forceinline__ V collect(const Partition& partition) const {
     if (partition.blocks == 1)
       __syncthreads();
@@ -119,7 +133,8 @@ struct SectionReduceStorage {
   }
 };
 
-// Pieces of at most `held` packs a lane, of so many lanes that there are few steps; of eight at least, which read a line of memory.
+// Pieces of at most vecs_per_thread vectors per lane, with the number of lanes that gives the
+// fewest steps; at least eight lanes, which read a 128-byte line.
 inline Partition make_partition(int64_t channels, int64_t vecs_per_channel, int64_t vecs_per_thread) {
   TIGON_CHECK("group_norm", vecs_per_channel * channels <= INT32_MAX,
               "a group has at most 2^31 packs of 16 bytes (elements, where it "
@@ -151,9 +166,11 @@ inline Partition make_partition(int64_t channels, int64_t vecs_per_channel, int6
           .by_blocks = Divider(1),
           .by_pieces = Divider(pieces)};
 }
-// By so many blocks of at most so many warps: as few turns as can be, then as few warps.
+// Divides the entries over `blocks` CTAs of at most `warps` warps: as few iterations as possible,
+// then as few warps.
 inline Partition with_blocks(Partition partition, int64_t blocks, int64_t warps) {
-  const int64_t runs = ceil_div(partition.entries, blocks * warps);  // of a warp
+  // Entries of a warp.
+  const int64_t runs = ceil_div(partition.entries, blocks * warps);
   partition.iterations = int(runs * partition.steps_per_entry);
   partition.blocks = int(blocks);
   partition.by_blocks = Divider(blocks);

@@ -1,8 +1,10 @@
 // CUDA backend of LayerNorm: the formula, for the kernels of the norm family.
 //
-// Bytes per element (b = element size): forward 2b, backward 3b. Also 8 bytes of statistics per row,
-// weight and bias once per CTA (from L2), and CTAs * cols * 8 bytes of partial sums through L2.
-// Instructions per element: about 6 forward, 13 backward; the memory-bound budget is 31 and 46 (bf16).
+// Bytes per element (b = element size): forward 2b, backward 3b. Also 8 bytes of statistics per
+// row, weight and bias once per CTA (from L2), and CTAs * cols * 8 bytes of partial sums through
+// L2.
+// Instructions per element: about 6 forward, 13 backward; the memory-bound budget is 31 and 46
+// (bf16).
 #include "tigon/base/cuda/norm_backward.cuh"
 #include "tigon/ops/layer_norm/layer_norm.h"
 

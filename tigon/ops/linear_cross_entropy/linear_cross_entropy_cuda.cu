@@ -1,8 +1,9 @@
-// CUDA side of the fused linear cross-entropy: only what the GEMM provider and cross_entropy's row kernel do not do.
+// CUDA side of the fused linear cross-entropy: what the GEMM provider and cross_entropy's row
+// kernels do not do.
 //
-// finish: reads the gradient (f32 dweight: 4 bytes, 16-bit dhidden: 2), writes the parameter's dtype; 1 instruction an element.
-// compact: one block, 8 bytes read twice and 8 written a row (a few us); the order of the list is that of the rows.
-// move, results, factors: one read and one write.
+// finish: reads the gradient (f32 dweight: 4 bytes, 16-bit dhidden: 2) and writes the parameter's
+// dtype. compact: one CTA, 8 bytes read twice and 8 written per row; the list keeps the order of
+// the rows. move, results, factors: one read and one write.
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/vec.cuh"
@@ -17,7 +18,7 @@ namespace {
 constexpr const char* kOp = "linear_cross_entropy";
 constexpr int kThreads = 256, kUnroll = 4;
 
-// Elements [block * kThreads * N * kUnroll, ...): every thread has kUnroll packs in flight.
+// Elements [block * kThreads * N * kUnroll, ...): every thread has kUnroll vectors in flight.
 template <class In, class Out, int N>
 __global__ __launch_bounds__(kThreads) void finish_kernel(const In* in, const float* dloss,
                                                           const float* scale, Out* out, int64_t n) {
@@ -44,7 +45,8 @@ __global__ __launch_bounds__(kThreads) void finish_kernel(const In* in, const fl
   }
 }
 
-// A warp counts a run of rows, the block adds the runs up, the warp goes over its run again and writes.
+// Each warp counts a run of rows, the CTA adds the counts, then each warp visits its run again and
+// writes.
 constexpr int kCompactThreads = 1024, kCompactWarps = kCompactThreads / 32;
 
 struct CompactParams {
@@ -56,7 +58,8 @@ struct CompactParams {
 __global__ __launch_bounds__(kCompactThreads) void compact_kernel(const CompactParams p) {
   __shared__ int64_t counts[kCompactWarps];
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int64_t run = (p.rows + kCompactThreads - 1) / kCompactThreads * 32;  // whole groups of 32 rows
+  // Whole groups of 32 rows.
+  int64_t run = (p.rows + kCompactThreads - 1) / kCompactThreads * 32;
   int64_t first = warp * run, end = min(p.rows, first + run);
   auto counts_at = [&](int64_t r) { return r < end && p.target[r] != p.ignore_index; };
   int64_t mine = 0;
@@ -102,7 +105,7 @@ __global__ void results_kernel(const __grid_constant__ LinearCrossEntropyRowPoin
   if (r < rows) linear_cross_entropy_write_row(p, r);
 }
 
-// A block a row, in pieces of type T; strides and cols count pieces.
+// A CTA per row, in pieces of type T; strides and cols count pieces.
 template <class T>
 __global__ __launch_bounds__(kThreads) void move_kernel(const T* from, T* to, const int64_t* index,
                                                         int64_t from_stride, int64_t to_stride, int64_t cols,
@@ -148,7 +151,7 @@ void linear_cross_entropy_finish(Context& ctx, const LinearCrossEntropyFinish& a
     using In = typename DeviceType<typename decltype(ti)::type>::type;
     dispatch_float(kOp, "result", a.out.dtype, [&](auto to) {
       using Out = typename DeviceType<typename decltype(to)::type>::type;
-      // Both are fresh allocations: 16-byte aligned.
+      // Both are fresh allocations, so they are 16-byte aligned.
       launch(kOp, ctx, finish_kernel<In, Out, kVecSize>,
              {.blocks = ceil_div(n, int64_t(kThreads) * kVecSize * kUnroll), .threads = kThreads},
              a.in.row<In>(0), a.dloss.as<float>(), a.scale.as<float>(), a.out.row<Out>(0), n);

@@ -2,7 +2,8 @@
 //
 // Bytes per element (b = element size): forward 2b, backward 3b. Also 4 bytes of rstd per row, the
 // weight once per CTA (from L2), and CTAs * cols * 4 bytes of dweight partials through L2.
-// Instructions per element: about 4 forward, 10 backward; the memory-bound budget is 31 and 46 (bf16).
+// Instructions per element: about 4 forward, 10 backward; the memory-bound budget is 31 and 46
+// (bf16).
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/norm_backward.cuh"
 #include "tigon/ops/rms_norm/rms_norm.h"

@@ -1,8 +1,9 @@
 // CUDA backend of qk_norm_rope.
 //
-// Bytes per element (b = element size): forward 2b, backward 3b; besides, blocks * 2D * 4 bytes of dweight partials, written
-// and read back from L2. Tables and weights come out of L1 and L2.
-// Instructions: about 12 per element forward, 18 backward, against a budget of 28 and 42 at the speed of the memory (bf16).
+// Bytes per element (b = element size): forward 2b, backward 3b. Also CTAs * 2D * 4 bytes of
+// dweight partials through L2. Tables and weights are read from L1 and L2.
+// Instructions per element: about 12 forward, 18 backward; the memory-bound budget is 28 and 42
+// (bf16).
 #include <algorithm>
 #include <type_traits>
 
@@ -18,7 +19,7 @@ using namespace rope_kernels;
 
 constexpr const char* kOp = "qk_norm_rope";
 
-// Stages of the ring; blocks a multiprocessor, which bound the registers.
+// Pipeline stages; CTAs per SM, which bound the registers.
 constexpr int kStages = 3;
 template <class X, bool Packed>
 constexpr int kMinBlocks = sizeof(X) == 4 ? 3
@@ -103,13 +104,15 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<X, Packed>)
   }
 }
 
-// The units of q, then those of k. dweight is summed in registers over all rows of a thread, over the rows of a warp by a tree,
-// then over its warps in order.
+// All units of q, then those of k. dweight is summed in registers over all rows of a thread, over
+// the rows of a warp by a tree, then over the warps in order.
 template <Pairs P, class X, class Y>
 __global__ void __launch_bounds__(kThreads, kMinBlocksBackward)
     backward_kernel(const __grid_constant__ Backward p) {
-  constexpr int N = kVecColumns, kDy = 2 * kWordsOf<X>;  // where dy lies in a stage
-  extern __shared__ uint4 shared[];  // the ring, then weights; at last [kWarps, cols] of sums
+  // kDy: where dy lies in a stage.
+  constexpr int N = kVecColumns, kDy = 2 * kWordsOf<X>;
+  // Pipeline stages, then weights; at the end sums [kWarps, cols].
+  extern __shared__ uint4 shared[];
   const PairCoord coord(p.shape);
   const TableCoord at = p.tables.template coord<P, N>(coord.lane);
   const int cols = p.shape.cols, lanes = int(p.shape.lanes.divisor);
@@ -171,7 +174,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksBackward)
       HeadRange range = tensors.range(unit, live);
       do {
         const int stage = prefetcher.next_stage();
-        float x[2 * N], g[2 * N], gf[2 * N];  // g: gradient of the normalised row
+        // g: the gradient of the normalized row.
+        float x[2 * N], g[2 * N], gf[2 * N];
         stages.template read<X>(stage, 0, x);
         stages.template read<Y>(stage, kDy, g);
         if (coord.is_rotated) rotate<P, N>(g, c, s);
@@ -195,7 +199,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksBackward)
       } while (range.any());
     }
     cp_async_wait_group<0>();
-    base -= (units.count + p.shape.rows - 1) / p.shape.rows * p.shape.rows;  // k's come right behind
+    // The units of k follow without a gap.
+    base -= (units.count + p.shape.rows - 1) / p.shape.rows * p.shape.rows;
     if (p.partials == nullptr) continue;
 #pragma unroll
     for (int n = 0; n < 2 * N; ++n)
@@ -211,7 +216,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocksBackward)
   }
 }
 
-// fn(Type<X>, Type<Y>): y is x's or f32.
+// Calls fn(Type<X>, Type<Y>); y has x's type or f32.
 template <class Fn>
 void with_types(DType x, DType y, Fn&& fn) {
   dispatch_float(kOp, "q", x, [&](auto type) {
@@ -256,7 +261,7 @@ void run_forward(Context& ctx, const Forward& p) {
   launch_persistent<kernel>(kOp, ctx, ForwardStages<X>::kBytes, ceil_div(p.units.count, p.shape.rows), p);
 }
 
-// fn(blocks) launches; then what the blocks leave of dweight is summed.
+// fn(blocks) launches the kernel; then the dweight partials of its CTAs are summed.
 template <class Fn>
 void sum_weights(Context& ctx, Backward& p, int64_t blocks, const Matrix& dweight, Fn&& fn) {
   if (dweight.data != nullptr) p.partials = ctx.scratch_of<float>(blocks * 2 * p.shape.cols);
@@ -296,7 +301,8 @@ void qk_norm_rope_fwd(Context& ctx, const QkNormRopeFwd& a) {
                     p, uint64_t(rows));
     }
     const bool packed = std::is_same_v<X, Y> && Norm(a.norm, x.dtype, x.cols).packed(x.dtype);
-    // Few heads too where sequences share a token's row of the tables, which is near then.
+    // Few heads per unit also where all sequences share a token's row of the tables, which is in
+    // cache then.
     const bool tables_in_cache =
         a.rope.positions.data == nullptr && a.rope.cos.axes == 1 && a.rope.cos.batch == 1;
     const int heads_per_unit =

@@ -1,4 +1,4 @@
-// The norm of qk_norm_rope's rows, and its CUDA kernels for rows of any length and alignment.
+// The norm of qk_norm_rope, and its CUDA kernels for rows of any length and alignment.
 #pragma once
 
 #include <type_traits>
@@ -13,9 +13,10 @@ namespace tigon::cuda::rope_kernels {
 constexpr int kWarps = kThreads / 32;
 
 struct Norm {
-  const void *q_weight, *k_weight;  // null: none
+  // Null: none.
+  const void *q_weight, *k_weight;
   bool f32_weight, round_h, round_n;
-  float eps, offset, inv_cols;  // 1 / cols
+  float eps, offset, inv_cols;
 
   Norm(const QkNorm& a, DType x, int64_t cols)
       : q_weight(a.q_weight.data),
@@ -27,12 +28,13 @@ struct Norm {
         offset(a.offset),
         inv_cols(1.0f / float(cols)) {}
 
-  // n = h * weight of two 16-bit numbers: the product rounds once, so 16-bit arithmetic gives the same bits.
+  // n = h * weight of two 16-bit numbers: the product rounds once, so 16-bit arithmetic gives the
+  // same bits.
   bool packed(DType x) const { return is_half(x) && round_h && round_n && !f32_weight && offset == 0.0f; }
 
   __device__ __forceinline__ const void* weight(bool second) const { return second ? k_weight : q_weight; }
 
-  // Weights of N columns as they are; ones without weights.
+  // The weights of N columns in their own type; ones without weights.
   template <class X, int N>
   __device__ __forceinline__ Vec<X, N> weight_vec(bool second, int column) const {
     const X* from = static_cast<const X*>(weight(second));
@@ -69,7 +71,7 @@ struct Norm {
     return sizeof(X) == 2 ? rsqrtf(variance) : 1.0f / sqrtf(variance);
   }
 
-  // A normalised row's columns, from h.
+  // A normalized row's columns, from h.
   template <class X, int N>
   __device__ __forceinline__ void normalise(float (&h)[N], const float (&f)[N]) const {
     if (round_h) round_all<X>(h);
@@ -94,7 +96,7 @@ __device__ __forceinline__ Vec<X, N> product(Vec<X, N> a, const Vec<X, N>& b) {
   return a;
 }
 
-// Sums over the lanes of a row, in every lane, several at once.
+// All-reduces R sums over the lanes of a row.
 template <int R>
 __device__ __forceinline__ void sum_row(float (&v)[R], int width) {
 #pragma unroll
@@ -104,7 +106,7 @@ __device__ __forceinline__ void sum_row(float (&v)[R], int width) {
       for (int i = 0; i < R; ++i) v[i] += __shfl_xor_sync(0xffffffffu, v[i], step);
 }
 
-// sum of a[n] * b[n]: the two packs by themselves, then together.
+// The sum of a[n] * b[n]: each vector by itself, then both.
 template <int N>
 __device__ __forceinline__ float dot(const float (&a)[N], const float (&b)[N]) {
   float sums[2] = {};
@@ -121,7 +123,7 @@ struct Forward {
   Norm norm;
 };
 
-// x and its gradient; Part holds dy and dx.
+// x and its gradient; HeadTensors holds dy and dx.
 struct Input {
   const void* x;
   int64_t batch, head, token;
@@ -141,10 +143,11 @@ struct Backward {
   Tables tables;
   Shape shape;
   Norm norm;
-  float* partials;  // [blocks, 2, cols], may be null
+  // [CTAs, 2, cols]; may be null.
+  float* partials;
 };
 
-// The block's row of the partials: the sums that its warps have left, in order.
+// Writes the CTA's row of the partials: the sums of its warps, in order.
 __device__ __forceinline__ void reduce_block_sums(const Backward& p, int second, const float* sums) {
   const int cols = p.shape.cols;
   __syncthreads();
@@ -159,9 +162,10 @@ __device__ __forceinline__ void reduce_block_sums(const Backward& p, int second,
   __syncthreads();
 }
 
-// Rows of any length up to the limit and of any alignment: a warp a row, through shared memory.
+// Rows of any length up to the limit, of any alignment: a warp per row, through shared memory.
 
-// pair(first column, second, c, s) for the pairs of a row that a lane has, with cos and sin as turn() takes them, then rest(column).
+// Calls pair(first column, second column, c, s) for a lane's pairs of a row, with cos and sin as
+// rotate() takes them, then rest(column) for columns that are not rotated.
 template <class X, class PairFn, class RestFn>
 __device__ __forceinline__ void for_each_pair(const Tables& tables, const Shape& shape, const Unit& unit,
                                               PairFn&& pair, RestFn&& rest) {
@@ -213,7 +217,8 @@ __global__ void __launch_bounds__(kThreads)
 template <class X, class Y>
 __global__ void __launch_bounds__(kThreads)
     backward_rows_kernel(const __grid_constant__ Backward p, uint64_t q_units, uint64_t k_units) {
-  extern __shared__ float sums[];  // [2 kWarps, cols]: gradients of the normalised rows, then dweight
+  // [2 kWarps, cols]: gradients of the normalized rows, then dweight.
+  extern __shared__ float sums[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, cols = p.shape.cols;
   float *g = sums + warp * cols, *dw = g + kWarps * cols;
   griddepcontrol_wait();
@@ -238,7 +243,8 @@ __global__ void __launch_bounds__(kThreads)
           },
           [&](int column) { g[column] = widen(dy[column]); });
       __syncwarp();
-      float total[2] = {};  // of squares, of the products with the gradient
+      // Of squares, and of products with the gradient.
+      float total[2] = {};
       for (int i = lane; i < cols; i += 32) {
         float f[1];
         p.norm.template factors<X, 1>(second, i, f);

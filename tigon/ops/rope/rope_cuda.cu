@@ -1,7 +1,8 @@
 // CUDA backend of the rotary embedding.
 //
-// Bytes per element (b = element size): 2b either way; tables come out of L1 and L2, once for kHeld heads of a token.
-// Instructions: about 6 per element against a budget of 24 at the speed of the memory (bf16).
+// Bytes per element (b = element size): 2b in either direction; tables are read from L1 and L2,
+// once for kHeadsPerThread heads of a token.
+// Instructions per element: about 6; the memory-bound budget is 24 (bf16).
 #include <algorithm>
 #include <type_traits>
 
@@ -14,7 +15,8 @@ namespace {
 using namespace rope_kernels;
 
 constexpr const char* kOp = "rope";
-// Rows (heads of a token) a thread has in flight, of packs and of single pairs; blocks a multiprocessor, which bound the registers.
+// Heads of a token that a thread has in flight, in vectors and in single pairs; CTAs per SM, which
+// bound the registers.
 constexpr int kHeadsPerThread = 4, kPairHeads = 8;
 template <class X, class Y, bool Mixed, bool Crossed>
 constexpr int kMinBlocks = sizeof(X) + sizeof(Y) > 4 ? 4
@@ -49,18 +51,27 @@ struct UnitRows {
   __device__ __forceinline__ bool has(int i) const { return range.next + i * range.step < range.end; }
 };
 
-// --- a pack a thread -----------------------------------------------------------------------------------------------
+// --- a vector per thread --------------------------------------------------------------------
 
-// A thread's place in the rows of its unit.
+// The position of a thread in the rows of its unit.
 struct VecCoord {
-  int row;          // of those that the block has at a time
-  bool in_row;      // the row has such a pack
-  bool is_rotated;  // and it is rotated
-  int column;       // of the row
-  int rotated;      // and among the rotated ones
-  bool odd;         // pack of those (crossed)
-  int across;  // of the row, where pairs of the odd pack and of the one before it lie in halves (crossed)
-  int partner;  // the lane that holds the other elements of its pairs (halves), of it and the next pack (crossed)
+  // Among the rows of the CTA at a time.
+  int row;
+  // The row has such a vector.
+  bool in_row;
+  // The vector is rotated.
+  bool is_rotated;
+  // Of the row.
+  int column;
+  // Among the rotated columns.
+  int rotated;
+  // Odd among the rotated vectors (crossed).
+  bool odd;
+  // Column where the pairs of the odd vector and the one before it begin in halves (crossed).
+  int across;
+  // The lane that holds the other elements of its pairs (halves), or the neighbouring vector
+  // (crossed).
+  int partner;
 
   template <Pairs P>
   static __device__ __forceinline__ VecCoord of(const Shape& shape) {
@@ -80,7 +91,7 @@ struct VecCoord {
   }
 };
 
-// The pack of lane `from`, bit for bit.
+// The vector of lane `from`, bit for bit.
 template <class T, int N>
 __device__ __forceinline__ Vec<T, N> shuffle(const Vec<T, N>& x, int from) {
   Vec<T, N> r;
@@ -91,7 +102,8 @@ __device__ __forceinline__ Vec<T, N> shuffle(const Vec<T, N>& x, int from) {
   return r;
 }
 
-// An even pack of N pairs' first elements and the odd one of their second ones: each lane has the first or the last half of both.
+// The even vector holds first elements of N pairs, the odd one their second elements: afterwards
+// each lane has both elements of half of them.
 template <class T, int N>
 __device__ __forceinline__ void swap_halves(Vec<T, N>& a, Vec<T, N>& b, const VecCoord& coord) {
   const Vec<T, N> got = shuffle(coord.odd ? a : b, coord.partner);
@@ -113,7 +125,7 @@ __device__ __forceinline__ Vec<Y, N> convert(const Vec<X, N>& x) {
 template <class T>
 using HalfVecs = Vec<T, kVecColumns / 2>[2];
 
-// Pairs of neighbours, from and to a lane's share of two packs of halves.
+// Converts a lane's share of two vectors of halves to pairs of neighbours, and back.
 template <class T>
 __device__ __forceinline__ void gather(const Vec<T, kVecColumns>& halves, const VecCoord& coord,
                                        float (&v)[kVecColumns]) {
@@ -135,8 +147,9 @@ __device__ __forceinline__ Vec<T, kVecColumns> scatter(const float (&v)[kVecColu
   return halves;
 }
 
-// A thread owns a pack of columns in kHeld rows of a token, so that every load and store is of whole rows. The other elements of
-// pairs in halves are another lane's; where only x or only y lies in halves (From, To), two lanes share theirs.
+// A thread owns a vector of columns in kHeadsPerThread heads of a token, so that loads and stores
+// cover whole rows. With pairs in halves, another lane holds the other elements; where only x or
+// only y is in halves (From, To), two lanes exchange theirs.
 template <bool From, bool To, bool Mixed, class X, class Y>
 __global__ void __launch_bounds__(kThreads, kMinBlocks<X, Y, Mixed, From != To>)
     vec_kernel(const __grid_constant__ Params p) {
@@ -182,10 +195,10 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks<X, Y, Mixed, From != To>)
   }
 }
 
-// --- pairs a thread ------------------------------------------------------------------------------------------------
+// --- pairs per thread -----------------------------------------------------------------------
 
-// Rows of more packs than a warp has lanes, and tables that no pack is read of (read_for_pack): a thread owns both elements of its
-// pairs.
+// Rows of more vectors than a warp has lanes, and tables that read_for_vec does not support: a
+// thread owns both elements of its pairs.
 template <Pairs P, class X, class Y>
 __global__ void __launch_bounds__(kThreads, kWideMinBlocks<X, Y>)
     wide_kernel(const __grid_constant__ Params p) {
@@ -216,7 +229,8 @@ __global__ void __launch_bounds__(kThreads, kWideMinBlocks<X, Y>)
   }
 }
 
-// Rows of any length, alignment and pairs: a thread owns a pair, or a column that is not rotated, of the rows of a unit.
+// Rows of any length, alignment and pairs: a thread owns a pair, or a column that is not rotated,
+// of the rows of a unit.
 template <class X, class Y>
 __global__ void __launch_bounds__(kThreads)
     pair_kernel(const __grid_constant__ Params p, uint64_t units, bool from_halves, bool to_halves) {
@@ -253,7 +267,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// --- launches ------------------------------------------------------------------------------------------------------
+// --- launches -------------------------------------------------------------------------------
 
 Params params_of(const Rope& a, bool backward, int64_t lanes, int heads_per_unit = kHeadsPerThread) {
   HeadTensors q(a.q, a.q_out, heads_per_unit), k(a.k, a.k_out, heads_per_unit);
@@ -264,7 +278,7 @@ Params params_of(const Rope& a, bool backward, int64_t lanes, int heads_per_unit
           .shape = Shape(a, a.q, lanes)};
 }
 
-// fn(Type<X>, Type<Y>) for the pairs that promotion makes, and in the backward undoes.
+// Calls fn(Type<X>, Type<Y>) for the type pairs that promotion makes, and that the backward undoes.
 template <class Fn>
 void with_types(DType x, DType y, Fn&& fn) {
   dispatch_float(kOp, "q", is_half(x) ? x : y, [&](auto type) {
@@ -309,7 +323,8 @@ void run_pairs(Context& ctx, const Rope& a, bool backward) {
 }
 
 bool vecs_fit(const Rope& a) {
-  const bool neighbours = a.form.out == RopePairs::neighbours;  // which no halves become
+  // Halves never become neighbours.
+  const bool neighbours = a.form.out == RopePairs::neighbours;
   return rope_kernels::vecs_fit(a, a.q, kVecColumns) && a.q.cols <= 32 * kVecColumns &&
          (neighbours ? a.form.in == a.form.out : a.rotated() % (2 * kVecColumns) == 0) &&
          Tables(a, false, pairs_of(a)).vecs_fit(pairs_of(a));

@@ -1,5 +1,6 @@
-// How the CUDA kernels of rope and qk_norm_rope share heads among threads: a thread owns packs of the rows of a unit, some heads of one
-// token, so that cos and sin are read once for all of them.
+// How the CUDA kernels of rope and qk_norm_rope distribute heads over threads: a thread owns
+// vectors of the rows of a unit, some heads of one token, so that cos and sin are read once for all
+// of them.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +13,15 @@ namespace tigon::cuda::rope_kernels {
 
 #include "tigon/ops/rope/rope_math.inc"
 
-constexpr int kThreads = 128;              // a block
-constexpr int kColumns = 2 * kVecColumns;  // of a thread that owns both elements of its pairs
+// Of a CTA.
+constexpr int kThreads = 128;
+// Columns of a thread that owns both elements of its pairs.
+constexpr int kColumns = 2 * kVecColumns;
 
-// --- heads ---------------------------------------------------------------------------------------------------------
+// --- heads ----------------------------------------------------------------------------------
 
-// The rows of a unit that a thread has: heads next, next + step, ... below end. The lanes of a warp go over theirs together, and
-// over one at least.
+// The rows of a unit that a thread has: heads next, next + step, ... below end. The lanes of a warp
+// iterate together, at least once.
 struct HeadRange {
   int next, step, end;
 
@@ -30,7 +33,8 @@ struct Unit {
   uint32_t batch, token, group;
 };
 
-// Rows of q or of k, taken by units: a unit is up to `held` heads (group, group + groups, ...) of one token.
+// Rows of q or of k, divided into units: a unit has up to heads_per_unit heads (group, group +
+// groups, ...) of one token.
 struct HeadTensors : HeadsFromTo {
   int groups;
 
@@ -42,11 +46,13 @@ struct HeadTensors : HeadsFromTo {
   }
 };
 
-// The units of q, of k or of both in the order of memory.
+// The units of q, of k or of both, in memory order.
 struct Units {
   Divider inner, middle;
   bool
-      tokens_inner;  // in memory tokens lie inside heads: neighbouring units take neighbouring tokens, else heads
+      // Tokens are the inner dimension in memory: adjacent units take adjacent tokens, else
+      // adjacent heads.
+      tokens_inner;
   uint32_t count;
 
   Units(const RopeHeads& x, int groups)
@@ -73,7 +79,8 @@ struct Units {
   }
 };
 
-// Where units are those of q and k: the part that one is of; its group is that of the part from here on.
+// The tensors of a unit, where units are those of q and k; its group becomes that within the
+// tensors.
 template <class Params>
 __device__ __forceinline__ const HeadTensors& tensors_of(const Params& p, Unit& unit) {
   if (unit.group < uint32_t(p.q.groups)) return p.q;
@@ -92,10 +99,12 @@ __device__ __forceinline__ Y* y_of(const HeadTensors& p, const Unit& u) {
 
 struct Shape {
   int cols, start, rotated;
-  Divider lanes;  // threads that share a row
-  int rows;       // that a block has at a time
+  // Threads that share a row.
+  Divider lanes;
+  // Rows of a CTA at a time.
+  int rows;
 
-  // x: q, or k where there is no q
+  // x: q, or k if there is no q.
   Shape(const Rope& a, const RopeHeads& x, int64_t lanes)
       : cols(int(x.cols)),
         start(int(a.start(x))),
@@ -104,21 +113,27 @@ struct Shape {
         rows(int(kThreads / lanes)) {}
 };
 
-// Threads that share a row of packs of so many columns where a row may not lie in two warps: a power of two.
+// The number of threads that share a row, with `columns` columns each, where a row must not span
+// two warps: a power of two.
 inline int lanes_of(const RopeHeads& x, int columns) {
   int lanes = 1;
   while (lanes * columns < x.cols) lanes *= 2;
   return lanes;
 }
 
-// The place of a thread that owns both elements of its pairs: the first threads of a row have its pairs, then come those of the
-// columns that are not rotated.
+// The position of a thread that owns both elements of its pairs: the first threads of a row have
+// its pairs, the next ones the columns that are not rotated.
 struct PairCoord {
-  int row;            // of those that the block has at a time
-  bool in_row;        // the row has such columns
-  bool is_rotated;    // and they are rotated
-  int lane;           // among those of its kind
-  int first, second;  // columns of the packs
+  // Among the rows of the CTA at a time.
+  int row;
+  // The row has such columns.
+  bool in_row;
+  // The columns are rotated.
+  bool is_rotated;
+  // Among the threads of its kind.
+  int lane;
+  // Columns of the two vectors.
+  int first, second;
 
   __device__ __forceinline__ int vec_stride() const { return second - first; }
 
@@ -140,9 +155,9 @@ struct PairCoord {
   }
 };
 
-// --- columns of a thread -------------------------------------------------------------------------------------------
-// The 2 N columns of a thread in registers are two packs, one after the other: the first and the second elements of N pairs
-// (halves), or pair after pair.
+// --- columns of a thread --------------------------------------------------------------------
+// The 2 N columns of a thread are two vectors in registers: the first and the second elements of N
+// pairs (halves), or pair after pair.
 
 template <Pairs P, int N>
 __device__ constexpr int partner_of(int n) {
@@ -179,15 +194,15 @@ __device__ __forceinline__ void rotate(float (&v)[2 * N], const float (&c)[2 * N
   }
 }
 
-// --- what packs need -----------------------------------------------------------------------------------------------
+// --- requirements of vectors ----------------------------------------------------------------
 
-// Heads and tables begin at packs of 16 bytes, row by row.
+// Heads and tables begin at 16-byte boundaries, row by row.
 inline bool all_align(const Rope& a) {
   return heads_align(a.q) && heads_align(a.k) && heads_align(a.q_out) && heads_align(a.k_out) &&
-         table_aligns(a.cos) &&
-         (a.cos.col_stride == 2 || table_aligns(a.sin));  // complex: sin lies behind cos
+         table_aligns(a.cos) && (a.cos.col_stride == 2 || table_aligns(a.sin));  // complex: sin follows cos
 }
-// Rows and their parts are of packs, which a Tables knows the axes of, and units few enough to count in 31 bits.
+// Rows and their parts consist of vectors whose axes Tables knows, and units can be counted in 31
+// bits.
 inline bool vecs_fit(const Rope& a, const RopeHeads& x, int columns) {
   return all_align(a) && x.cols % columns == 0 && a.start(x) % columns == 0 && a.rotated() % columns == 0 &&
          (!a.form.sections.given() || x.cols <= kMaxVecs * kVecColumns) &&

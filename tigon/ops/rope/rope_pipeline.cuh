@@ -1,5 +1,6 @@
-// Rows of heads on their way to shared memory while those before them are worked on. Blocks are persistent and go over the units side
-// by side; a thread reads only what it has copied itself: no barrier, and no register waits for memory.
+// A cp.async pipeline for rows of heads: the next rows are copied to shared memory while the
+// current ones are processed. CTAs are persistent and take adjacent units. A thread reads only what
+// it copied itself, so there is no barrier.
 #pragma once
 
 #include <array>
@@ -9,13 +10,15 @@
 
 namespace tigon::cuda::rope_kernels {
 
-constexpr int kFewHeads = 4, kManyHeads = 8;  // heads of a unit
+// Heads of a unit.
+constexpr int kFewHeads = 4, kManyHeads = 8;
 
-// Words of a pack.
+// 16-byte words of a vector.
 template <class T>
 constexpr int kWordsOf = int(sizeof(T)) * kVecColumns / 16;
 
-// Words of 16 bytes that a thread copies of a row, in stages of which all but one are on their way.
+// Shared memory of the 16-byte words that a thread copies per row, in stages of which all but one
+// are in flight.
 template <int Words, int Stages>
 class CpAsyncStages {
  public:
@@ -25,7 +28,7 @@ class CpAsyncStages {
     extern __shared__ uint4 smem_vecs[];
     first_ = uint32_t(__cvta_generic_to_shared(smem_vecs + threadIdx.x));
   }
-  // The pack that begins at a word of a stage.
+  // Copies the vector to words of a stage from `at` on.
   template <class T>
   __device__ __forceinline__ void copy(int stage, int at, const T* from) const {
 #pragma unroll
@@ -45,14 +48,14 @@ class CpAsyncStages {
     }
     return r;
   }
-  // Both packs of a row.
+  // Both vectors of a row.
   template <class T>
   __device__ __forceinline__ void read(int stage, int at, float (&v)[kColumns]) const {
     const auto a = read<T>(stage, at);
     widen_vecs(a, read<T>(stage, at + kWordsOf<T>), v);
   }
 
-  // What is never copied is 0.
+  // Zeroes words that are never copied.
   __device__ __forceinline__ void clear() const {
     for (int w = 0; w < Words * Stages; ++w)
       asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(word(0, w)), "r"(0) : "memory");
@@ -65,7 +68,7 @@ class CpAsyncStages {
   uint32_t first_;
 };
 
-// The rows of a tensor that a thread copies, one after the other: packs `apart` columns apart.
+// The rows of a tensor that a thread copies, in order: two vectors, vec_stride columns apart.
 template <class T>
 struct Source {
   const T* row = nullptr;
@@ -77,8 +80,8 @@ struct Source {
   }
 };
 
-// The rows of units index, index + stride, ... on their way: Stages - 1 ahead of the one that is worked on. begin(index) is the
-// unit's run and makes ready what copy(stage, wanted) copies of its next row.
+// Prefetches the rows of units index, index + stride, ..., Stages - 1 rows ahead. begin(index)
+// returns the unit's heads and prepares copy(stage, wanted), which copies its next row.
 template <int Stages, class Begin, class Copy>
 class RowPrefetcher {
  public:
@@ -88,7 +91,7 @@ class RowPrefetcher {
 #pragma unroll 1
     for (int s = 0; s < Stages - 1; ++s) start();
   }
-  // The stage of the next row, which has arrived. The one before is free from here on.
+  // The stage of the next row, which has arrived. The stage before it is free from here on.
   __device__ __forceinline__ int next_stage() {
     start();
     cp_async_wait_group<Stages - 1>();
@@ -113,8 +116,8 @@ class RowPrefetcher {
   int write_stage_ = 0, read_stage_ = 0;
 };
 
-// Heads of a unit: eight, or four where all units end sooner so, if each costs its heads and about two more and the blocks, so many of
-// them on a multiprocessor, take as many each.
+// Heads of a unit: eight, or four if the last CTA ends sooner then, at a cost of the unit's heads
+// plus two for each unit.
 inline int heads_per_unit_of(const RopeHeads& x, int64_t heads, int64_t lanes, int64_t blocks) {
   const int64_t rows = ceil_div(x.batch * x.tokens * heads, kThreads / lanes);
   const auto cost = [&](int heads_per_unit) {
@@ -123,7 +126,7 @@ inline int heads_per_unit_of(const RopeHeads& x, int64_t heads, int64_t lanes, i
   return cost(kFewHeads) < cost(kManyHeads) ? kFewHeads : kManyHeads;
 }
 
-// Launches `kernel` on as many persistent blocks as are resident, or as there are tiles of work.
+// The number of persistent CTAs: as many as are resident, or as there are tiles of work.
 template <auto* kernel>
 int64_t resident_blocks(const char* op, size_t shared, int64_t tiles) {
   static OncePerDevice once;

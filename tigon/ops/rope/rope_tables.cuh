@@ -11,37 +11,48 @@
 
 namespace tigon::cuda::rope_kernels {
 
-constexpr int kVecColumns = 8;  // columns in one access: 16 bytes of 16-bit numbers, 32 of fp32
+// Columns of one vector: 16 bytes of 16-bit numbers, 32 of fp32.
+constexpr int kVecColumns = 8;
 
-// How the columns of a thread lie in registers, and tables of R columns in memory. Crossed: neighbours in registers, halves in
-// memory.
+// The order of a thread's columns in registers, and of tables of R columns in memory. Crossed:
+// neighbours in registers, halves in memory.
 enum class Pairs { halves, neighbours, crossed };
 inline Pairs pairs_of(const Rope& a) {
   if (a.form.in != a.form.out) return Pairs::crossed;
   return a.form.in == RopePairs::halves ? Pairs::halves : Pairs::neighbours;
 }
 
-// What of a token's row in a table belongs to a thread: one or two packs of registers.
+// The part of a token's row of a table that a thread reads: one or two vectors.
 struct TableCoord {
-  int first, second;  // columns of the table where they begin
-  uint32_t axes;      // of the columns in registers, two bits each
-  bool mixed;         // they are not all the same
+  // First columns of the table.
+  int first, second;
+  // Axes of the columns in registers, two bits each.
+  uint32_t axes;
+  // The axes are not all the same.
+  bool mixed;
 };
 
-constexpr int kMaxVecs = 64;  // of the rotated columns of a row, where there are sections
+// Of the rotated columns of a row, where there are sections.
+constexpr int kMaxVecs = 64;
 constexpr uint32_t kEachColumn = 0x55555555u;
 
-// The tables of a call. Functions take T16, the 16-bit type of tables that are not fp32; P, how pairs lie; N, the columns of a pack.
-// cos and sin are read side by side, so that nobody waits for one before asking for the other.
+// The tables of a call. Template parameters: T16, the 16-bit type of tables that are not fp32; P,
+// the order of pairs; N, the columns of a vector. cos and sin are requested together, so that
+// neither load waits for the other.
 struct Tables {
   const void *cos, *sin, *positions;
   TableStrides cos_at, sin_at, position_at;
-  int64_t rows;               // of the tables, which positions must not pass
-  int half;                   // pairs
-  int height = 0, width = 0;  // the first pair of either
+  // Rows of the tables, which bound the positions.
+  int64_t rows;
+  // Number of pairs.
+  int half;
+  // The first pair of each axis.
+  int height = 0, width = 0;
   RopeSections sections;
-  uint16_t axes[kMaxVecs] = {};  // TablePlace::axes of each pack
-  bool mixed = false;            // they are not all the same in some pack
+  // TableCoord::axes of each vector.
+  uint16_t axes[kMaxVecs] = {};
+  // The axes within some vector are not all the same.
+  bool mixed = false;
   bool sectioned, f32, wide_positions, complex, shared, halves, backward;
 
   Tables(const Rope& a, bool backward, Pairs pairs)
@@ -74,7 +85,8 @@ struct Tables {
     }
   }
 
-  // Of the two packs of a thread that has pairs [lane * N, lane * N + N) (halves), or as many columns in each half of the rotated ones.
+  // Of a thread's two vectors: pairs [lane * N, lane * N + N) (halves), or that many columns of
+  // each half of the rotated ones.
   template <Pairs P, int N>
   __device__ __forceinline__ TableCoord coord(int lane) const {
     TableCoord p{lane * N, half + lane * N, 0, false};
@@ -86,7 +98,8 @@ struct Tables {
     }
     return p;
   }
-  // Of one pack that begins at a rotated column; of sin, the backward takes that of the partners where they are another pack.
+  // Of one vector that begins at a rotated column. For sin, the backward takes that of the partners
+  // where they are another vector.
   template <Pairs P, bool Mixed>
   __device__ __forceinline__ TableCoord coord_of_vec(int column, bool sine) const {
     const bool second = P == Pairs::halves && column >= half;
@@ -97,20 +110,21 @@ struct Tables {
     p.axes = Mixed ? axes[column / kVecColumns] : (pair >= height) + (pair >= width);
     return p;
   }
-  // Of one pair, its elements apart, whatever form the tables have.
+  // Of the two elements of one pair, in any form of tables.
   __device__ __forceinline__ TableCoord coord(int pair) const {
     return {shared || halves ? pair : 2 * pair, halves ? half + pair : 2 * pair + 1,
             sectioned ? uint32_t(sections.axis_of(pair)) : 0u, false};
   }
 
-  // The row that a token takes of tables with positions; -1: it lies outside.
+  // The row of the tables at the token's position; -1 if the position is out of range.
   __device__ __forceinline__ int64_t position(int axis, int64_t b, int64_t t) const {
     const int64_t i = axis * position_at.axis + b * position_at.batch + t * position_at.token;
     const int64_t row = wide_positions ? static_cast<const int64_t*>(positions)[i]
                                        : static_cast<const int32_t*>(positions)[i];
     return uint64_t(row) < uint64_t(rows) ? row : -1;
   }
-  // Where the token's rows begin in both tables, in elements; false: nowhere.
+  // Offsets of the token's rows in both tables, in elements. Returns false if the position is out
+  // of range.
   __device__ __forceinline__ bool find(int axis, int64_t b, int64_t t, int64_t& cos_row,
                                        int64_t& sin_row) const {
     cos_row = axis * cos_at.axis + b * cos_at.batch + t * cos_at.token;
@@ -144,7 +158,7 @@ struct Tables {
       read_vec<T, P, Shared, N>(row, at.second, v + N);
     }
   }
-  // Complex numbers of a pack.
+  // Complex numbers of a vector.
   template <Pairs P, bool Cos, bool Sin, int N>
   __device__ __forceinline__ void read_complex(const float* row, int column, float* c, float* s) const {
     constexpr int M = P == Pairs::halves ? N : N / 2;
@@ -157,7 +171,7 @@ struct Tables {
     }
   }
 
-  // cos, sin or both of packs of one axis. Complex: they may be of complex numbers.
+  // cos, sin or both of vectors of one axis. Complex: the tables may be complex.
   template <class T16, Pairs P, bool Complex, bool Cos, bool Sin, int N, int Columns>
   __device__ __forceinline__ void read_axis(int axis, int64_t b, int64_t t, const TableCoord& cos_coord,
                                             const TableCoord& sin_coord, float (&c)[Columns],
@@ -196,7 +210,7 @@ struct Tables {
     }
   }
 
-  // cos or sin of the two packs of a thread, of any tables.
+  // cos or sin of a thread's two vectors, for any tables.
   template <class T16, Pairs P, bool Sin, int N>
   __device__ __forceinline__ void read_two(int64_t b, int64_t t, const TableCoord& at,
                                            float (&v)[2 * N]) const {
@@ -205,7 +219,8 @@ struct Tables {
     for (int axis = 0; axis < 3; ++axis) {
       constexpr uint32_t kEach = kEachColumn >> (32 - 4 * N);
       const uint32_t other = at.axes ^ uint32_t(axis) * kEach;
-      if (((other | other >> 1) & kEach) == kEach) continue;  // no column is of this axis
+      // No column is of this axis.
+      if (((other | other >> 1) & kEach) == kEach) continue;
       float found[2 * N];
       read_axis<T16, P, true, !Sin, Sin, N>(axis, b, t, at, at, found, found);
 #pragma unroll
@@ -213,7 +228,7 @@ struct Tables {
         if ((at.axes >> 2 * n & 3u) == uint32_t(axis)) v[n] = found[n];
     }
   }
-  // Both, as turn() takes them.
+  // Both, as rotate() takes them.
   template <class T16, Pairs P, int N>
   __device__ __forceinline__ void read(int64_t b, int64_t t, const TableCoord& at, float (&c)[2 * N],
                                        float (&s)[2 * N]) const {
@@ -229,7 +244,7 @@ struct Tables {
     }
   }
 
-  // N columns of three axes, all of which are asked for at once; those of a position outside are NaN.
+  // N columns of three axes, all requested at once. Columns of a position out of range are NaN.
   template <class T, int N>
   __device__ __forceinline__ void read_mixed(int64_t b, int64_t t, const TableCoord& at,
                                              const TableCoord& sine_at, float (&c)[N], float (&s)[N]) const {
@@ -241,7 +256,8 @@ struct Tables {
       const bool inside = find(axis, b, t, cos_row, sin_row);
       const T *from = static_cast<const T*>(cos) + cos_row + at.first,
               *sine = static_cast<const T*>(sin) + sin_row + sine_at.first;
-      constexpr uint32_t kNaN = 0x7fffffff;  // of every type
+      // A NaN in every type.
+      constexpr uint32_t kNaN = 0x7fffffff;
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
         reinterpret_cast<uint4*>(&cosines[axis])[w] = load_predicated(inside, from + w * (N / kWords), kNaN);
@@ -256,11 +272,12 @@ struct Tables {
     }
   }
 
-  // What read_for_pack reads: columns of several axes (Mixed) of real tables in halves, else packs of one axis, which are not of complex
-  // numbers where they lie in halves.
+  // Whether read_for_vec supports the tables: with halves, real tables, of several axes too
+  // (Mixed); otherwise vectors of one axis.
   bool vecs_fit(Pairs pairs) const { return pairs == Pairs::halves ? !complex : !mixed; }
 
-  // cos and sin of the pack that begins at a rotated column, so that y = rope_second(partner, x, c, s).
+  // cos and sin of the vector that begins at a rotated column, such that y = rope_second(partner,
+  // x, c, s).
   template <class T16, Pairs P, bool Mixed, int N>
   __device__ __forceinline__ void read_for_vec(int64_t b, int64_t t, int column, float (&c)[N],
                                                float (&s)[N]) const {
@@ -286,6 +303,7 @@ struct Tables {
 };
 
 template <class X, class Y>
-using Half = std::conditional_t<sizeof(X) == 2, X, Y>;  // the type of tables that are not fp32
+// The type of tables that are not fp32.
+using Half = std::conditional_t<sizeof(X) == 2, X, Y>;
 
 }  // namespace tigon::cuda::rope_kernels

@@ -1,14 +1,15 @@
 // CUDA backend of softmax.
 //
 // Bytes per element (b = element size): forward 2b, backward 3b.
-// Instructions per element: about 9 forward, with one ex2 (two in rows past 1024 vectors), 9 backward;
-// the memory-bound budget is 27 and 41 (bf16).
+// Instructions per element: about 9 forward, with one ex2 (two in rows past 1024 vectors), 9
+// backward; the memory-bound budget is 27 and 41 (bf16).
 //
 // Variants
-//   registers  A row is held in the registers of some lanes, a warp, a CTA, or a cluster of up to 16
-//              CTAs (sm_90), with all of its loads in flight together. Clusters are persistent: each
-//              vector of the next row is requested as soon as this row's vector is stored.
-//   looped     Longer rows: one pass finds maximum and sum (or the dot product), one writes, out of L2.
+//   registers  A row is held in the registers of some lanes, a warp, a CTA, or a cluster of up to
+//              16 CTAs (sm_90), with all of its loads in flight together. Clusters are persistent:
+//              each vector of the next row is requested as soon as this row's vector is stored.
+//   looped     Longer rows: one pass finds maximum and sum (or the dot product), one writes, out of
+//              L2.
 // A row may begin at any element. Vectors are those of the output; inputs of other offsets are
 // shifted (aligned_row.cuh).
 #include "tigon/base/cuda/aligned_row.cuh"
