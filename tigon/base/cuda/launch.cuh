@@ -107,9 +107,9 @@ class OccupancyCache {
     std::atomic<uint64_t>& entry = cache_[key * 0x9e3779b97f4a7c15u >> (64 - kLog2Entries)];
     const uint64_t value = entry.load(std::memory_order_relaxed);
     if (value >> 16 == key) return int(value & 0xffff);
-    const int room = std::min(query(op, kernel, blocks, threads, shared), 0xffff);
-    entry.store(key << 16 | uint64_t(room), std::memory_order_relaxed);
-    return room;
+    const int resident = std::min(query(op, kernel, blocks, threads, shared), 0xffff);
+    entry.store(key << 16 | uint64_t(resident), std::memory_order_relaxed);
+    return resident;
   }
 
  private:
@@ -136,15 +136,15 @@ class OccupancyCache {
     config.dynamicSmemBytes = shared;
     config.attrs = &attribute;
     config.numAttrs = 1;
-    int room = 0;
+    int resident = 0;
     const cudaError_t status =
-        blocks > 1 ? cudaOccupancyMaxActiveClusters(&room, kernel, &config)
-                   : cudaOccupancyMaxActiveBlocksPerMultiprocessor(&room, kernel, threads, shared);
+        blocks > 1 ? cudaOccupancyMaxActiveClusters(&resident, kernel, &config)
+                   : cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, shared);
     if (status != cudaSuccess) {
       cudaGetLastError();
       return 0;
     }
-    return blocks == 1 ? room * device_facts().sms : room;
+    return blocks == 1 ? resident * device_facts().sms : resident;
   }
 };
 

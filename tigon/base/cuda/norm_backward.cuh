@@ -77,8 +77,8 @@ __launch_bounds__(Shape::max_threads, backward_blocks<typename B::Element, Y, Sh
   auto in_row = [&](int k, int64_t row) { return p.in[k] + row * p.in_stride[k] + col_offset; };
   auto dy_row = [&](int64_t row) { return p.dy + row * p.dy_stride + col_offset; };
   auto out_row = [&](int k, int64_t row) { return p.out[k] + row * p.out_stride[k] + col_offset; };
-  auto pack_of = [&](int i) { return RowTile<Shape, 1>::thread() + row_threads<Shape>() * i; };
-  auto column = [&](int i) { return pack_of(i) * N; };
+  auto vec_of = [&](int i) { return RowTile<Shape, 1>::thread() + row_threads<Shape>() * i; };
+  auto column = [&](int i) { return vec_of(i) * N; };
 
   // Each thread reads only the weights it wrote itself, so no barrier is needed.
   auto weight_slot = [&](int i) { return reinterpret_cast<Vec<W, N>*>(shared) + i * block + threadIdx.x; };
@@ -104,14 +104,14 @@ __launch_bounds__(Shape::max_threads, backward_blocks<typename B::Element, Y, Sh
   const int of_row = B::kIn * InPipeline::words(threads) + DyPipeline::words(threads);
   uint4* words = reinterpret_cast<uint4*>(weight_slot(kVecsPerThread) - threadIdx.x) + row_in_block * of_row;
   auto pipeline_of = [&](int k) {
-    return InPipeline(in_row(k, first), step * p.in_stride[k], pack_of(0), threads,
+    return InPipeline(in_row(k, first), step * p.in_stride[k], vec_of(0), threads,
                       k == 0 || p.in[k] ? cols / N : 0, p.end[k], words + k * InPipeline::words(threads),
                       Shape::rows_per_block * of_row);
   };
   auto in_pipeline = [&]<size_t... K>(std::index_sequence<K...>) {
     return Array<InPipeline, B::kIn>{{pipeline_of(int(K))...}};
   }(std::make_index_sequence<B::kIn>{});
-  DyPipeline dy_pipeline(dy_row(first), step * p.dy_stride, pack_of(0), threads, cols / N, p.dy_end,
+  DyPipeline dy_pipeline(dy_row(first), step * p.dy_stride, vec_of(0), threads, cols / N, p.dy_end,
                          words + B::kIn * InPipeline::words(threads), Shape::rows_per_block * of_row);
   auto start = [&](int stage, int64_t row) {
 #pragma unroll
@@ -267,8 +267,8 @@ auto backward_kernel_of() {
 // An upper bound on the CTAs: every CTA writes a row of partial sums, so with few rows one CTA per
 // SM is enough, as many as have equal work.
 inline int64_t enough_blocks(int64_t rows, int groups, int64_t period) {
-  const int64_t turns = ceil_div(rows * groups, device_facts().sms);
-  return turns > 8 ? INT64_MAX : ceil_div(ceil_div(rows, turns), period) * period;
+  const int64_t rounds = ceil_div(rows * groups, device_facts().sms);
+  return rounds > 8 ? INT64_MAX : ceil_div(ceil_div(rows, rounds), period) * period;
 }
 
 // Launches one kernel for everything. Returns the number of partial rows, or 0 where no shape holds

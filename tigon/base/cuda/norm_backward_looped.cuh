@@ -96,7 +96,7 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void backward_looped_ker
   const RowView<RowAlignment::mixed_offset, N, int64_t> view(out_row(0), p.cols);
   const bool weight_can_overread = coord.group + 1 < p.groups && p.cols >= 16;
   // Calls fn(element, inputs, dy, h, weight, g) for each element, then done(column).
-  auto sweep = [&](auto&& fn, auto&& done) {
+  auto for_each_vec = [&](auto&& fn, auto&& done) {
     for (int64_t c = int64_t(threadIdx.x) * N + view.head; view.has(c); c += int64_t(kLoopThreads) * N) {
       Vec<X, N> in[B::kIn];
       Vec<Y, N> dy;
@@ -116,7 +116,7 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void backward_looped_ker
     }
   };
   float means[kMeans] = {};
-  sweep(
+  for_each_vec(
       [&](int, const float (&)[B::kIn], float, float h, float, float g) {
         means[0] = fma(g, h, means[0]);
         if constexpr (B::kSubtractMean) means[1] += g;
@@ -126,7 +126,7 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void backward_looped_ker
 #pragma unroll
   for (int k = 0; k < kMeans; ++k) means[k] /= float(p.cols);
   float results[B::kOut][N];
-  sweep(
+  for_each_vec(
       [&](int j, const float (&x)[B::kIn], float dy, float h, float w, float g) {
         float out[B::kOut];
         if constexpr (B::kSubtractMean) g -= means[1];

@@ -71,7 +71,7 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void forward_looped_kern
   const BlockCoord coord(p.groups, 1);
   const VecRow row(p, coord, coord.first);
   // Calls fn(column, inputs).
-  auto sweep = [&](bool first, auto&& fn) {
+  auto for_each_vec = [&](bool first, auto&& fn) {
     for (int64_t c = int64_t(threadIdx.x) * N + row.view.head; row.view.has(c);
          c += int64_t(kLoopThreads) * N) {
       Vec<X, N> in[F::kIn] = {};
@@ -89,14 +89,15 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void forward_looped_kern
   };
   float mean = 0.0f, sums[VecRow::kStatistics] = {};
   if constexpr (F::kSubtractMean) {
-    sweep(true, [&](int64_t, const Vec<X, N>(&in)[F::kIn]) { mean += row.sum_of(in); });
+    for_each_vec(true, [&](int64_t, const Vec<X, N>(&in)[F::kIn]) { mean += row.sum_of(in); });
     mean = row.mean_of(reduce_row<Sum, kLoopThreads>(mean, slots[0]));
   }
-  sweep(!F::kSubtractMean, [&](int64_t c, const auto& in) { row.add_to_statistics(c, in, mean, sums); });
+  for_each_vec(!F::kSubtractMean,
+               [&](int64_t c, const auto& in) { row.add_to_statistics(c, in, mean, sums); });
   reduce_row<Sum, kLoopThreads>(sums, slots[1]);
   const float rstd = row.finish_statistics(sums, mean);
   if (threadIdx.x == 0) row.save_statistics(mean, rstd);
-  sweep(false, [&](int64_t c, const Vec<X, N>(&in)[F::kIn]) {
+  for_each_vec(false, [&](int64_t c, const Vec<X, N>(&in)[F::kIn]) {
     Vec<W, N> w[F::kParams];
     row.load_params(c, w);
     row.finish_params(c, w);

@@ -304,10 +304,10 @@ struct ForwardRow {
   // beside its vectors. center[i] is what is subtracted from vector i: the mean, or 0 where the
   // vector is padding. The asm hides its value, or the compiler would compute the differences a
   // second time in write().
-  template <int VecsPerThread, class Where, class Merge, class EdgeElement>
-  __device__ __forceinline__ void statistics(Inputs (&in)[VecsPerThread], Where&& column, Merge&& all_reduce,
-                                             EdgeElement&& edge, float (&center)[VecsPerThread], float& mean,
-                                             float& rstd) const {
+  template <int VecsPerThread, class ColumnOf, class Merge, class EdgeElement>
+  __device__ __forceinline__ void statistics(Inputs (&in)[VecsPerThread], ColumnOf&& column,
+                                             Merge&& all_reduce, EdgeElement&& edge,
+                                             float (&center)[VecsPerThread], float& mean, float& rstd) const {
 #pragma unroll
     for (int i = 0; i < VecsPerThread; ++i) write_residual(column(i), in[i]);
     edge.write_residual();

@@ -126,10 +126,10 @@ struct RowReducer {
   // The all-reduced value; `later` becomes the row after the next if one was drawn.
   __device__ __forceinline__ V all_reduce(const V& v, int drawn_row, int64_t& later) {
     if constexpr (kPersistent) {
-      const Payload told =
+      const Payload payload =
           all_reduce_row<Shape::threads_per_row, kCluster>(Payload{v, drawn_row, 0}, x, phase++);
-      later = told.row < 0 ? later : told.row;
-      return told.v;
+      later = payload.row < 0 ? later : payload.row;
+      return payload.v;
     } else {
       return all_reduce_row<Shape::threads_per_row, kCluster>(v, x, phase++);
     }

@@ -142,16 +142,16 @@ inline RowSchedule make_row_schedule(int64_t rows, int64_t resident, int64_t per
   return {main_workers + more, main_workers, rows * main_workers * rounds / (main_workers * rounds + more)};
 }
 
-// Host: a schedule for persistent CTAs, each of one of `groups` groups of columns; no workers where
-// a CTA needs more shared memory than there is. The number of CTAs with several rows is a multiple
-// of the period. `most` bounds the number of CTAs.
+// Host: a schedule for persistent CTAs, each of one of `col_groups` groups of columns; no workers
+// where a CTA needs more shared memory than there is. The number of CTAs with several rows is a
+// multiple of the period. `most` bounds the number of CTAs.
 template <class Shape, class Kernel>
 RowSchedule persistent_schedule(const char* op, OccupancyCache& occupancy, Kernel* kernel, int threads,
-                                size_t shared, int64_t rows, int sections, int64_t period,
+                                size_t shared, int64_t rows, int col_groups, int64_t period,
                                 int64_t most = INT64_MAX) {
   int64_t resident = occupancy.max_active(op, kernel, 1, threads, shared);
   if (resident == 0) return {};
-  resident = std::min(most, std::max<int64_t>(1, resident / sections));
+  resident = std::min(most, std::max<int64_t>(1, resident / col_groups));
   if (Shape::rows_per_block == 1) return make_row_schedule(rows, resident, period);
   const int64_t groups = ceil_div(rows, Shape::rows_per_block);
   const int64_t blocks = groups <= resident ? groups : std::max(period, resident / period * period);

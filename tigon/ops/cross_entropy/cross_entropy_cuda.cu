@@ -130,7 +130,7 @@ __device__ __forceinline__ void accumulate(const Params<T>& p, const AlignedRow<
 }
 
 // What the second pass needs: the gradient is
-//   factor * slope * (e * share - smoothing_push * w)                                in other columns,
+//   factor * slope * (e * share - smoothing_push * w)                   in other columns,
 //   factor * slope * (e * rest_share - others * target_share - smoothing_push * w)  in the label's,
 //   plus slope * e * (entropy_slope * (z - m) + entropy_bias) for the entropy.
 struct RowGradient {

@@ -191,7 +191,7 @@ __global__ __launch_bounds__(kSortThreads) void sort_kernel(const __grid_constan
   if (lane == 0) warp_before[warp] = before;
   __syncthreads();
   // Thread d: where the tokens of an id begin after the CTA's first, warp by warp.
-  for (int base = 0, upto = 0; base < ids; base += kSortThreads) {
+  for (int base = 0, through = 0; base < ids; base += kSortThreads) {
     const int d = base + tid;
     int all = 0;
     if (d < ids) {
@@ -209,8 +209,8 @@ __global__ __launch_bounds__(kSortThreads) void sort_kernel(const __grid_constan
     if (lane == 31) warp_sum[warp] = sum;
     __syncthreads();
     const int of_warp = warp_sum[lane];
-    sum += upto + __reduce_add_sync(kAllLanes, lane < warp ? of_warp : 0);
-    upto += __reduce_add_sync(kAllLanes, of_warp);
+    sum += through + __reduce_add_sync(kAllLanes, lane < warp ? of_warp : 0);
+    through += __reduce_add_sync(kAllLanes, of_warp);
     if (d < ids) {
       int at = sum - all;
 #pragma unroll 8
@@ -408,18 +408,18 @@ void launch_sums(Context& ctx, Sums<T> p) {
 template <class Count>
 Order sort_into(Context& ctx, Sort p) {
   constexpr const char* op = "embedding_bwd";
-  const int room = device_facts().shared_per_block - 1024;
+  const int max_shared = device_facts().shared_per_block - 1024;
   static OncePerDevice configured;
   configured.run(op, [&] {
-    TIGON_CUDA_CHECK(
-        op, cudaFuncSetAttribute(sort_kernel<Count>, cudaFuncAttributeMaxDynamicSharedMemorySize, room));
+    TIGON_CUDA_CHECK(op, cudaFuncSetAttribute(sort_kernel<Count>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                              max_shared));
   });
   Order& order = p.order;
   int64_t bytes = 0;
   for (order.blocks = 7;; ++order.blocks) {
     order.range = uint32_t(ceil_div(p.vocabulary, int64_t(1) << order.blocks));
     bytes = (int64_t(order.range) + 2) * (kSortWarps * int64_t(sizeof(Count)) + 1);
-    if (bytes <= room) break;
+    if (bytes <= max_shared) break;
   }
   order.range_bits = int(std::bit_width(order.range - 1));
   launch(

@@ -168,14 +168,14 @@ __global__ __launch_bounds__(kSectionThreads,
 #pragma unroll
     for (int r = 0; r < kVecsPerThread; ++r) {
       if (r >= piece.vecs) break;
-      float pack_sum = 0.0f, pack_square = 0.0f;
+      float vec_sum = 0.0f, vec_square = 0.0f;
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         const float v = x[r][0][j] - pivot;
-        pack_sum += v;
-        pack_square = fma(v, v, pack_square);
+        vec_sum += v;
+        vec_square = fma(v, v, vec_square);
       }
-      sum += pack_sum, square += pack_square;
+      sum += vec_sum, square += vec_square;
     }
     __syncwarp();
     const Moments step = Moments::of_warp(float(piece.vecs * N), pivot, sum, square);
@@ -316,7 +316,7 @@ Partition partition_for(const Partition& partition, WarpTarget target, int64_t s
                                         sections * blocks < kFull * device_facts().sms);
   };
   int blocks = 1;
-  while (blocks < kMostSectionBlocks && too_few(blocks)) blocks *= 2;
+  while (blocks < kMaxSectionBlocks && too_few(blocks)) blocks *= 2;
   for (; blocks > 1; blocks /= 2) {
     const Partition shared = with_blocks(partition, blocks, kSectionThreads / 32);
     if (occupancy.max_active(kOp, Kernel, blocks, shared.threads) > 0) return shared;

@@ -13,7 +13,7 @@ namespace tigon::cuda {
 
 // The maximum of a CTA.
 constexpr int kSectionThreads = 320;
-constexpr int kMostSectionBlocks = 16, kMostEntries = kMostSectionBlocks * kSectionThreads / 32;
+constexpr int kMaxSectionBlocks = 16, kMaxEntries = kMaxSectionBlocks * kSectionThreads / 32;
 
 // The division of a section, in vectors. Channels are divided into pieces, each of which some
 // adjacent lanes process. The pieces that a warp processes at a time are a step; some consecutive
@@ -98,7 +98,7 @@ __device__ __forceinline__ void load_piece(const ThreadCoord& coord, const Piece
 // entries), which all lanes of a warp call.
 template <class V>
 struct SectionReduceStorage {
-  V list[kMostEntries];
+  V list[kMaxEntries];
   uint64_t barrier;
 
   // All threads call init() before their loads, and wait_for_cluster() before they publish.
@@ -151,7 +151,7 @@ inline Partition make_partition(int64_t channels, int64_t vecs_per_channel, int6
     if (needed * 10 < steps * 9) log2_lanes = l, piece_vecs = of_piece, steps = needed;
   }
   const int64_t lanes_per_piece = int64_t(1) << log2_lanes, pieces = ceil_div(vecs_per_channel, piece_vecs);
-  const int64_t steps_per_entry = ceil_div(steps, kMostEntries);
+  const int64_t steps_per_entry = ceil_div(steps, kMaxEntries);
   return {.channels = int(channels),
           .vecs_per_channel = int(vecs_per_channel),
           .lanes_per_piece = int(lanes_per_piece),
