@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The layout, checked: who may include whom, which files an op has, what contracts say, how long files are.
 
-Includes point down the house: python -> torch -> op -> backend -> math -> base.
+Includes point down the layers: python -> torch -> op -> backend -> math -> base.
 Run by `make lint` and tests/test_tree.py.
 """
 

@@ -1,4 +1,5 @@
-// What the kernels of rope and qk_norm_rope are told of heads and tables, and whether these begin at packs of 16 bytes, row by row.
+// Strides of heads and tables as the kernels of rope and qk_norm_rope take them, and whether all of their
+// rows begin at 16-byte boundaries.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +8,7 @@
 
 namespace tigon::cuda {
 
-// Of a table, 0 along what it has one of.
+// Strides of a table; 0 along dimensions of size 1.
 struct TableStrides {
   int64_t axis, batch, token;
 };
