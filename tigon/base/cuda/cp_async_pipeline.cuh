@@ -58,8 +58,8 @@ class CpAsyncPipeline {
         for (int j = 0; j < kWords; ++j)
           cp_async_predicated(first_vec_ + i * vec_stride_ < vecs, at(i, j),
                               next_ + i * vec_stride_ * N + j * M);
-      // The last row of the tensor.
     } else {
+      // The last row of the tensor.
 #pragma unroll 1
       for (int i = 0; i < Shape::vecs_per_thread && first_vec_ + i * vec_stride_ < vecs; ++i)
 #pragma unroll 1

@@ -63,9 +63,8 @@ __launch_bounds__(Shape::max_threads, backward_blocks<typename B::Element, Y, Sh
                 kMeans = B::kSubtractMean ? 2 : 1;
   constexpr bool kPipelined = Shape::stages > 0;
   __shared__ __align__(16) float slots[2][kMeans * 32];
-  extern __shared__ __align__(
-      // Weights and pipeline stages, then the column sums of the row groups.
-      16) unsigned char shared[];
+  // Weights and pipeline stages, then the column sums of the row groups.
+  extern __shared__ __align__(16) unsigned char shared[];
   // The next kernel sums the partials.
   if (p.partials) griddepcontrol_launch_dependents();
   const BlockCoord coord(p.groups, Shape::rows_per_block);

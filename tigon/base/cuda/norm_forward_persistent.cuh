@@ -180,9 +180,8 @@ __global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward
     const __grid_constant__ NormForward<F, W, Y> p) {
   using X = typename F::Element;
   constexpr int N = 16 / int(sizeof(X)), kVecsPerThread = Shape::vecs_per_thread;
-  using VecRow =
-      // 32-bit columns: addresses take half the registers.
-      ForwardRow<F, W, Y, N, RowAlignment::vectorized, unsigned>;
+  // 32-bit columns: addresses take half the registers.
+  using VecRow = ForwardRow<F, W, Y, N, RowAlignment::vectorized, unsigned>;
   using ElementRow = ForwardRow<F, W, Y, 1, RowAlignment::vectorized, int>;
   using Sums = SumArray<VecRow::kStatistics>;
   using Words = ShiftedVecs<X, kVecsPerThread, kAlignment == RowAlignment::mixed_offset>;

@@ -98,8 +98,8 @@ struct RowView {
     else if (is_interior(c))
       return load_unaligned<N>(row, c, [&](Column) { return pred; });
     else
-      // Only words that hold an element of the row and may be read in full.
       return load_unaligned<N>(row, c, [&](Column first) {
+        // Only words that hold an element of the row and may be read in full.
         constexpr int M = 16 / int(sizeof(T));
         return pred && has(c) && first > -M && first < cols && (can_overread || first + M <= cols);
       });

@@ -28,9 +28,8 @@ struct CrossEntropyParams {
   // `slice`: vectors of a row per CTA (columns in the pipelined variant).
   int cols, slice;
   bool bias_is_f32;
-  float logit_scale, softcap, top,
-      // z = top * tanh(logit_scale * x / softcap), or logit_scale * x; dz/dx = gain * slope.
-      gain;
+  // z = top * tanh(logit_scale * x / softcap), or logit_scale * x; dz/dx = gain * slope.
+  float logit_scale, softcap, top, gain;
   float label_smoothing, z_loss;
 };
 

@@ -31,9 +31,8 @@ namespace tigon::cuda {
 namespace {
 
 constexpr const char* kOp = "cross_entropy";
-constexpr int kVecsPerThread = 8,
-              // Vectors of a thread in registers; threads per SM.
-    kThreadsPerSm = 1024;
+// Vectors of a thread in registers; threads per SM.
+constexpr int kVecsPerThread = 8, kThreadsPerSm = 1024;
 // Vectors of a 128-byte line.
 constexpr int kVecsPerLine = 128 / 16;
 constexpr int kSweepThreads = 512, kSweepVecs = 4, kSweepBlocks = 3;

@@ -390,9 +390,8 @@ template <DivergenceKind K, class T>
 void launch_rows(Context& ctx, const Params<T>& p, bool same_offset) {
   constexpr bool kPrecise = sizeof(T) == 4;
   using Short = RegisterShape<64, 16, 2, 8>;
-  using Half = RegisterShape<256, kPrecise ? 16 : 32, 3,
-                             // Two rows per SM: one computes while the other waits.
-                             2>;
+  // Two rows per SM: one computes while the other waits.
+  using Half = RegisterShape<256, kPrecise ? 16 : 32, 3, 2>;
   if (same_offset) {
     if (fits<Short>(p, 1)) return void(launch_registers<K, T, Short, false>(ctx, p, 1));
     if (fits<Half>(p, 1)) return void(launch_registers<K, T, Half, false>(ctx, p, 1));

@@ -53,9 +53,8 @@ struct Params {
   int64_t rows, student_stride, teacher_stride, dstudent_stride, scale_step, ignore_index;
   // `slice`: columns of a CTA of a cluster.
   int cols, slice;
-  float beta, slope, slope_low, factor,
-      // slope + slope_low: log2(e) / temperature; inv_temperature: 1 / temperature.
-      inv_temperature;
+  // slope + slope_low: log2(e) / temperature; inv_temperature: 1 / temperature.
+  float beta, slope, slope_low, factor, inv_temperature;
   // `aligned`: every row begins at a 16-byte boundary.
   bool log_probs, aligned;
 
@@ -258,9 +257,8 @@ __device__ __forceinline__ void all_reduce_lanes(Sums& m, const Scaling<T>& scal
 }
 __device__ __forceinline__ void all_reduce_lanes(PlainTotals& t) { t = {warp_sum(t.terms), warp_sum(t.g)}; }
 __device__ __forceinline__ void all_reduce_lanes(CenteredTotals& t) {
-  const unsigned heaviest =
-      // 0 with a NaN, as is everything else then.
-      __ballot_sync(kAllLanes, t.weight == warp_max(t.weight));
+  // 0 with a NaN, as is everything else then.
+  const unsigned heaviest = __ballot_sync(kAllLanes, t.weight == warp_max(t.weight));
   const float center = __shfl_sync(kAllLanes, t.center, __ffs(int(heaviest)) - 1);
   t = {warp_sum(t.terms), warp_sum(fma(t.weight, t.center - center, t.g)), center, warp_sum(t.weight)};
 }

@@ -181,8 +181,7 @@ __device__ __forceinline__ uint4 above_minus_inf(uint4 w) {
     if constexpr (std::is_same_v<T, __half>)
       asm("max.NaN.f16x2 %0, %0, %1;" : "+r"(x) : "r"(0xfbfffbffu));
     else
-      // -1e30
-      asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(0xf149f149u));
+      asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(0xf149f149u));  // -1e30
   };
   limit(w.x), limit(w.y), limit(w.z), limit(w.w);
   return w;
@@ -200,9 +199,8 @@ struct Consumer {
   // `head`: of the pass for exponentials; `tail`: of the pass for classes.
   State head, tail;
   PhaseCounter sums_phase, softmax_phase, classes_phase, slope_phase;
-  float q_of[kHeldVecs][N],
-      // The student's probability of every held class, and its slope (tvd: g).
-      g_of[kHeldVecs][N];
+  // The student's probability of every held class, and its slope (tvd: g).
+  float q_of[kHeldVecs][N], g_of[kHeldVecs][N];
 
   __device__ __forceinline__ Consumer(const Params<T>& p, TmaStorage<Shape>& storage, uint4* smem, int chunks)
       : p(p), storage(storage), smem(smem), chunks(chunks), slice(p) {}

@@ -79,9 +79,8 @@ __global__ __launch_bounds__(kGatherThreads) void gather_kernel(Ids ids, const T
 
 // ---------------------------------------------------------------- sort
 
-constexpr int kSortThreads = 1024, kSortWarps = kSortThreads / 32,
-              // Of tokens, per thread.
-    kLoadsInFlight = 4;
+// kLoadsInFlight: tokens per thread.
+constexpr int kSortThreads = 1024, kSortWarps = kSortThreads / 32, kLoadsInFlight = 4;
 
 // The sort order of ids: by CTA, each of which owns every 2^blocks-th id, then by id. `range`: ids
 // of a CTA, at most 2^range_bits.

@@ -305,10 +305,9 @@ struct WarpTarget {
 template <auto Kernel>
 Partition partition_for(const Partition& partition, WarpTarget target, int64_t sections) {
   static OccupancyCache occupancy;
-  constexpr int64_t kFull = 3,
-                    // kFull: CTAs per SM that fill the device, for which a section is divided into
-      // at most kFullBlocks CTAs.
-      kFullBlocks = 8;
+  // kFull: CTAs per SM that fill the device, for which a section is divided into
+  // at most kFullBlocks CTAs.
+  constexpr int64_t kFull = 3, kFullBlocks = 8;
   auto too_few = [&](int64_t blocks) {
     const int64_t most =
         blocks == 1 ? target.single_block * target.iterations : target.per_cluster_block * blocks;

@@ -49,10 +49,9 @@ struct HeadTensors : HeadsFromTo {
 // The units of q, of k or of both, in memory order.
 struct Units {
   Divider inner, middle;
-  bool
-      // Tokens are the inner dimension in memory: adjacent units take adjacent tokens, else
-      // adjacent heads.
-      tokens_inner;
+  // Tokens are the inner dimension in memory: adjacent units take adjacent tokens, else
+  // adjacent heads.
+  bool tokens_inner;
   uint32_t count;
 
   Units(const RopeHeads& x, int groups)

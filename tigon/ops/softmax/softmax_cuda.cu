@@ -36,9 +36,8 @@ struct Forward {
   T* y;
   int64_t rows, x_stride, y_stride;
   int cols;
-  int* counter =
-      // Counts the rows drawn by persistent CTAs; zero at launch. Null: static distribution.
-      nullptr;
+  // Counts the rows drawn by persistent CTAs; zero at launch. Null: static distribution.
+  int* counter = nullptr;
   // For hide_from_compiler().
   uint32_t opaque_zero = 0;
 
@@ -91,9 +90,8 @@ struct BackwardRow {
     float s = 0.0f;
 #pragma unroll
     for (int i = 0; i < VecsPerThread; ++i) {
-      float u[AlignedRow<T>::N], v[AlignedRow<T>::N],
-          // Vectors have dependency chains of their own, for instruction-level parallelism.
-          of_vec = 0.0f;
+      // Vectors have dependency chains of their own, for instruction-level parallelism.
+      float u[AlignedRow<T>::N], v[AlignedRow<T>::N], of_vec = 0.0f;
       unpack<T>(a[i], u), unpack<T>(b[i], v);
 #pragma unroll
       for (int j = 0; j < AlignedRow<T>::N; ++j) of_vec = fma(u[j], v[j], of_vec);
