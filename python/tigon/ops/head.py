@@ -64,6 +64,7 @@ def check_head(op, hidden, weight, target, bias, shift, softcap, temperature, ch
         hidden.shape,
         weight.shape,
     )
+    check(op, weight.is_meta == hidden.is_meta, "weight must be on {}, got {}", hidden.device, weight.device)
     check(op, weight.shape[0] > 0 and weight.shape[1] > 0, "weight must not be empty, got {}", weight.shape)
     integers = (torch.int64, torch.int32)
     check(op, target.dtype in integers, "target must be int64 (or int32), got {}", target.dtype)

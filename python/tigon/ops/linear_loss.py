@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
-from tigon._op import has_kernel, once, raw
+from tigon._op import has_kernel, once, raw, refuse_tangents
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops import linear_log_prob as _log_prob
@@ -285,6 +286,7 @@ def linear_loss(
     for t in tensors:
         fits = t.shape[: target.dim()] == target.shape
         check(_OP, fits, "tensors must be {} or longer, got {}", target.shape, t.shape)
+        check(_OP, t.device == hidden.device, "tensors must be on {}, got {}", hidden.device, t.device)
     tensors = [t.reshape(target.numel(), *t.shape[target.dim() :]) for t in tensors]
     hidden = autocast(hidden)
     kernel = has_kernel(_OP, hidden)
@@ -295,9 +297,23 @@ def linear_loss(
         return _composed(
             hidden, weight, target, fn, tensors, entropy, reduction, denominator, log_prob, options
         )
+    transformed = torch._C._are_functorch_transforms_active()
+    check(
+        _OP, not transformed, 'the transforms of torch.func must take reduction="none", got {!r}', reduction
+    )
+    if forward_ad._current_level >= 0:
+        refuse_tangents(_OP, (hidden, weight, bias, *tensors))
     hidden, weight, _ = whole_vectors(hidden, weight)
     head = prepare(_OP, hidden, weight, target, bias, ignore_index, False, valid_rows)
     device, number = _cross_entropy.split_denominator(_OP, denominator, hidden.device)
+    if device is not None:
+        check(
+            _OP,
+            device.device == hidden.device,
+            "denominator must be on {}, got {}",
+            hidden.device,
+            device.device,
+        )
     divisor = device if device is not None else number
     if divisor is None:
         divisor = "count" if reduction == "mean" else 1.0

@@ -110,7 +110,7 @@ RowResults make_row_results(LinearCrossEntropy& a, const Tensor& hidden, int64_t
   bool classes = outputs & out_predicted;
   RowResults r{.numbers = wanted ? make(hidden, {wanted, n}, DType::f32) : nothing(hidden, DType::f32),
                .predicted = classes ? make(hidden, {n}, DType::i64) : nothing(hidden, DType::i64)};
-  char* next = static_cast<char*>(r.numbers.data_ptr());
+  char* next = static_cast<char*>(data_of(kOp, "outputs", r.numbers));
   auto take = [&](Output bit) -> Vector {
     if (!(outputs & bit)) return {};
     Vector v{.data = next, .dtype = DType::f32, .size = n};
@@ -214,7 +214,8 @@ FiveGradients rows_backward(Tensor upstream, OptionalTensor entropy_upstream, Op
     check_same_device(kOp, "main_grad", *main_grad, hidden);
     const void* memory = main_grad->data_ptr();
     a.dweight = rows_of(kOp, "main_grad", *main_grad);
-    TIGON_CHECK(kOp, a.dweight.data == memory, "main_grad must have evenly spaced rows, got other strides");
+    TIGON_CHECK(kOp, main_grad->data_ptr() == memory,
+                "main_grad must have evenly spaced rows, got other strides");
     a.add_dweight = true;
   }
   auto ctx = make_context(hidden);
