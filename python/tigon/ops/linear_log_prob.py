@@ -71,9 +71,10 @@ def _backward(ctx, dlog_prob, dentropy):
     needs = sum(bit for bit, place in zip(bits, (0, 1, 3), strict=True) if ctx.needs_input_grad[place])
     if not torch.compiler.is_compiling():
         needs |= MAY_ROUND
-    gradients = rows_backward(upstream, dentropy, hidden, weight, target, bias, None, None, None, None, ignore_index,
-                     0.0, softcap,
-                     logit_scale, temperature, 0.0, 1.0, chunk_rows, valid_rows, needs)[:3]  # fmt: skip
+    gradients = rows_backward(
+        upstream, dentropy, hidden, weight, target, bias, None, None, None, None, ignore_index, 0.0, softcap,
+        logit_scale, temperature, 0.0, 1.0, chunk_rows, valid_rows, needs,
+    )[:3]  # fmt: skip
     dhidden, dweight, dbias = (
         g.to(dtype) if needs & bit else None
         for g, dtype, bit in zip(gradients, ctx.dtypes, bits, strict=True)

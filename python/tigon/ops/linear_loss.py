@@ -238,7 +238,7 @@ def _composed(hidden, weight, target, fn, tensors, entropy, reduction, denominat
     return values.sum() if reduction == "sum" else values.sum() / counts.sum()
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # torch.compiler.disable, but the compiler is imported by the first call, not here
 def linear_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,

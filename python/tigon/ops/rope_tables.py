@@ -135,7 +135,7 @@ def check_tables(op, q, cos, sin, positions, form) -> None:
 
 
 def check_constant(op, *needed) -> None:
-    """The tables get no gradient from the kernels: under nested transforms only the backward learns that one is asked for."""
+    """The tables get no gradient from kernels; inside vmap only the backward learns that one is asked for."""
     check(op, not any(needed), "cos and sin must not need a gradient inside vmap, got one that does")
 
 
