@@ -90,9 +90,7 @@ def main(arguments: list[str] | None = None) -> None:
         times = {who: measure(Runner(fn, inputs, device), device) for who, fn in providers.items()}
         records.append(common | {"op": name} | times)
 
-    print(
-        f"{common['gpu']}, torch {common['torch']}, {args.dtype}, {ROWS} x {COLUMNS}: microseconds on the host"
-    )
+    print(f"{common['gpu']}, torch {common['torch']}, {args.dtype}, {ROWS} x {COLUMNS}: microseconds")
     print(f"{'':24}" + "".join(f"{kind:>18}" for kind in PASSES))
     print(f"{'':24}" + f"{'tigon':>9}{'pytorch':>9}" * len(PASSES))
     for r in records:

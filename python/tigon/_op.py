@@ -81,7 +81,7 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def transformable(op: str, name: str, forward, setup_context, backward) -> Callable[..., Any]:
-    """A function of positional arguments for the transforms of ``torch.func``; ``vmap`` makes one call each."""
+    """A function of positional arguments under transforms of ``torch.func``; ``vmap`` calls it one by one."""
 
     def vmap(info, in_dims, *args):
         results = [

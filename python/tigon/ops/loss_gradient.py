@@ -90,7 +90,7 @@ class RowLoss:
 
 
 def _product(dx, dloss):
-    """The gradient times the upstream one, in operations that a compiler may fuse, rounded once as in the kernel."""
+    """The gradient times the upstream one, in operations that a compiler may fuse; one rounding."""
     return (dx.float() * dloss).to(dx.dtype)
 
 

@@ -81,7 +81,9 @@ def check_heads(op, q, k, unsqueeze_dim) -> int:
         check(op, k.device == q.device, "k must be on {}, got {}", q.device, k.device)
         check(op, k.dtype == q.dtype, "k must be {}, got {}", q.dtype, k.dtype)
         check(op, k.dim() == q.dim(), "k must have {} dimensions, got {}", q.dim(), k.dim())
-        same = all(a == b for i, (a, b) in enumerate(zip(k.shape, q.shape, strict=True)) if i != head_dim)
+        shape, other = q.shape, k.shape
+        after = head_dim + 1
+        same = shape[:head_dim] == other[:head_dim] and shape[after:] == other[after:]
         if not same:
             wanted = ", ".join("H" if i == head_dim else str(n) for i, n in enumerate(q.shape))
             check(op, False, "k must be [{}], got {}", wanted, tuple(k.shape))
@@ -104,16 +106,11 @@ def check_tables(op, q, cos, sin, positions, form) -> None:
     else:
         check(op, isinstance(sin, torch.Tensor), "sin must be a tensor, got {}", sin)
         check(op, sin.is_floating_point(), "sin must be a float tensor, got {}", sin.dtype)
-        check(op, sin.shape == cos.shape, "sin must be {}, got {}", tuple(cos.shape), tuple(sin.shape))
+        check(op, sin.shape == cos.shape, "sin must be {}, got {}", cos.shape, sin.shape)
+    device = q.device
     for name, x in (("cos", cos), ("sin", sin), ("position_ids", positions)):
-        check(
-            op,
-            x is None or x.device == q.device,
-            "{} must be on {}, got {}",
-            name,
-            q.device,
-            getattr(x, "device", None),
-        )
+        if x is not None and x.device != device:
+            check(op, False, "{} must be on {}, got {}", name, device, x.device)
     columns = cos.shape[-1] if cos.dim() else 0
     rotated = form.rotated(columns)
     most = q.shape[-1] // (2 if form.shared else 1)
