@@ -450,7 +450,11 @@ def test_same_bits_on_every_instruction_set_and_thread_count():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "v", [64, 1024, 8191, 32000, 32001, 50257, 65536, 128256, 151936, 262144, 262147, 700000, 1200003]
+    "v",
+    [
+        *(64, 1024, 8191, 32000, 32001, 50257, 65536, 100352, 128256, 151936, 201088),
+        *(229377, 262144, 262147, 278529, 450001, 700000, 1200003),
+    ],
 )
 def test_every_row_length(v, dtype):
     """One block, clusters of 2, 4 and 8, and rows that fit none; aligned, odd and strided."""
@@ -475,7 +479,7 @@ def test_every_row_length(v, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("v", [1, 96, 32000, 32768, 40003, 66000, 140008])
+@pytest.mark.parametrize("v", [1, 96, 32000, 32768, 40003, 66000, 114689, 140008, 240001, 300008])
 def test_more_rows_than_run_at_once(v):
     """Clusters that stay walk over many rows, some of them ignored, NaN or with a label out of range."""
     logits, target = _inputs(300, v, dtype=torch.bfloat16, device="cuda")

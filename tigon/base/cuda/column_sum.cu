@@ -7,11 +7,11 @@
 namespace tigon::cuda {
 namespace {
 
-// A block: some columns and many partial rows at a time, so that every thread has few loads to wait for: what counts in a kernel that
-// stands behind another one. A whole line of columns, and of short rows a sector of 32 bytes, so that there is more than a handful of
-// blocks.
-constexpr int kThreads = 1024, kFew = 8, kLine = 32;
-constexpr int64_t kLongRow = 512;
+// A block: some columns and many partial rows at a time, so that every thread has few loads to wait for, all of them together: what
+// counts in a kernel that stands behind another one. A whole line of columns, and of short rows a sector of 32 bytes, so that there is
+// more than a handful of blocks. Small blocks where large ones would not run all at a time.
+constexpr int kThreads = 1024, kSmall = 256, kFew = 8, kLine = 32, kAtOnce = 8;
+constexpr int64_t kLongRow = 512, kManyLines = 8192;
 constexpr size_t kMostSums = 3;
 
 template <class T>
@@ -36,12 +36,22 @@ struct TotalOf {
   T* out;  // null: not wanted
 };
 
-template <class T, int Columns>
-__global__ __launch_bounds__(kThreads) void sum_partials_kernel(const float* rows, int64_t partials,
-                                                                int64_t cols,
-                                                                const __grid_constant__ Results<T> out,
-                                                                const TotalOf<T> total) {
-  constexpr int kLanes = kThreads / Columns;
+// Issued where it stands and without a branch (vec.cuh).
+__device__ __forceinline__ float load_or_zero(bool wanted, const float* p) {
+  float x;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\nmov.f32 %0, 0f00000000;\n@p ld.global.f32 %0, [%1];\n}"
+      : "=f"(x)
+      : "l"(p), "r"(unsigned(wanted)));
+  return x;
+}
+
+template <class T, int Columns, int Threads>
+__global__ __launch_bounds__(Threads) void sum_partials_kernel(const float* rows, int64_t partials,
+                                                               int64_t cols,
+                                                               const __grid_constant__ Results<T> out,
+                                                               const TotalOf<T> total) {
+  constexpr int kLanes = Threads / Columns;
   __shared__ float sums[kLanes][Columns + 1];
   wait_for_kernel_ahead();
   const int c = threadIdx.x % Columns, lane = threadIdx.x / Columns;
@@ -50,14 +60,22 @@ __global__ __launch_bounds__(kThreads) void sum_partials_kernel(const float* row
   if (totals) rows = total.parts, partials = total.count, cols = 1;
   float s = 0.0f;
   if (column < cols) {
-#pragma unroll 8
-    for (int64_t p = lane; p < partials; p += kLanes) s += rows[p * cols + column];
+    const float* from = rows + lane * cols + column;
+    const int64_t step = kLanes * cols;
+#pragma unroll 1
+    for (int left = int((partials - lane + kLanes - 1) / kLanes); left > 0; left -= kAtOnce) {
+      float x[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i, from += step) x[i] = load_or_zero(i < left, from);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) s += x[i];
+    }
   }
   sums[lane][c] = s;
   __syncthreads();
   // A warp finishes a column.
   const int part = threadIdx.x % 32;
-  for (int w = threadIdx.x / 32; w < Columns; w += kThreads / 32) {
+  for (int w = threadIdx.x / 32; w < Columns; w += Threads / 32) {
     s = part < kLanes ? sums[part][w] : 0.0f;
 #pragma unroll
     for (int i = 32; i < kLanes; i += 32) s += sums[i + part][w];
@@ -111,11 +129,15 @@ void sum_partials(const char* op, Context& ctx, const float* rows, int64_t parti
       return launch(op, ctx, sum_long_partials_kernel<T>,
                     {.blocks = ceil_div(cols, kColumnThreads), .threads = kColumnThreads, .early = true},
                     rows, partials, cols, results);
-    const bool line = cols >= kLongRow;
-    launch(
-        op, ctx, line ? sum_partials_kernel<T, kLine> : sum_partials_kernel<T, kFew>,
-        {.blocks = ceil_div(cols, line ? kLine : kFew) + bool(total.out), .threads = kThreads, .early = true},
-        rows, partials, cols, results, TotalOf<T>{total.parts, total.count, total.out.template as<T>()});
+    const bool line = cols >= kLongRow, small = cols > kManyLines;
+    launch(op, ctx,
+           small  ? sum_partials_kernel<T, kLine, kSmall>
+           : line ? sum_partials_kernel<T, kLine, kThreads>
+                  : sum_partials_kernel<T, kFew, kThreads>,
+           {.blocks = ceil_div(cols, line ? kLine : kFew) + bool(total.out),
+            .threads = small ? kSmall : kThreads,
+            .early = true},
+           rows, partials, cols, results, TotalOf<T>{total.parts, total.count, total.out.template as<T>()});
   });
 }
 

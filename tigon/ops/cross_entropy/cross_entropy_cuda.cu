@@ -4,7 +4,7 @@
 // Instructions: about 14 per element with the gradient, two of them ex2, against a budget of 31 at the speed of the memory.
 //
 // Variants, the first that fits runs:
-//   held      Rows without options, in registers: cross_entropy_plain_cuda.cu.
+//   plain     Rows without options: cross_entropy_plain_cuda.cu.
 //   resident  A row lies in the shared memory of one block, or of a cluster of 2, 4 or 8 (sm_90 on): read once through
 //             cp.async, maximum and sum of exponentials found while it arrives, gradient formed from shared memory. Slices
 //             are small enough that three blocks share a multiprocessor: one loads while another stores.

@@ -5,16 +5,18 @@
 // gradient, two of them ex2, against a budget of 28 at the speed of the memory.
 //
 // Variants
-//   held    A row lies in the registers of one block, or of a cluster of 2 to 4 (sm_90 on), 8 packs of 16 bytes a thread, or 20 of fewer
-//           threads: all its loads are in flight together. One barrier a row. Clusters stay: a pack of the cluster's next row is
-//           asked for as soon as this row's has been stored. So do blocks of more than 512 threads; smaller ones take one row and end:
-//           the next block loads while others store.
+//   held    A row lies in the registers of one block of up to 512 threads, 8 packs of 16 bytes a thread: all its loads are in flight
+//           together. One barrier a row. A block takes one row and ends: the next one loads while others store.
+//   staged  Longer rows, by a block that has a multiprocessor to itself, or by a cluster of 2 or 4 (sm_90 on), which stays. A row arrives
+//           in shared memory, moves on to registers, 8 packs a thread, and leaves its place to the next row, whose loads are in
+//           flight while the sums are found and the gradient is stored. What the registers have no room for waits in shared memory.
 //   swept   No gradient, longer rows: one sweep, maximum and sum found together, four loads in flight a thread.
 // A row may start at any element: the columns before the first whole pack and after the last are one element each of the first
 // threads.
 #include <algorithm>
 #include <type_traits>
 
+#include "tigon/base/cuda/async_copy.cuh"
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/row_packs.cuh"
@@ -25,7 +27,7 @@ namespace tigon::cuda {
 namespace {
 
 constexpr const char* kOp = "cross_entropy";
-constexpr int kHeld = 8, kHeldThreads = 1024;  // packs of a thread, threads of a multiprocessor
+constexpr int kHeld = 8, kHeldThreads = 1024;  // packs of a thread in registers, threads of a multiprocessor
 constexpr int kSweepThreads = 512, kSweepHeld = 4, kSweepBlocks = 3;
 
 template <class T>
@@ -43,16 +45,14 @@ __device__ __forceinline__ int label_of(const Params<T>& p, int64_t y) {
   return y < 0 || y >= p.cols ? kBad : int(y);
 }
 
-// -inf in every column that is not there. In order, as they stand, where the compiler has registers to spare; else where it likes
-// (4096 x 262144 bf16: 88 % of a copy against 84; 8192 x 152064 with 20 packs a thread the other way round, 88 against 90).
-template <class T, bool InOrder = true>
-__device__ __forceinline__ uint4 fetch_or_nothing(const Part<const T>& part, int k) {
+// 16 bytes, or -inf in every column. In order, as they stand, where the compiler has registers to spare; else where it likes.
+template <class T, bool InOrder>
+__device__ __forceinline__ uint4 fetch_or_nothing(bool there, const T* from) {
   constexpr uint32_t none = kMinusInf<T>;
   if constexpr (InOrder)
-    return load_where(k < part.packs, part.pack(k), none);
+    return load_where(there, static_cast<const void*>(from), none);
   else
-    return k < part.packs ? *reinterpret_cast<const uint4*>(part.pack(k))
-                          : make_uint4(none, none, none, none);
+    return there ? *reinterpret_cast<const uint4*>(from) : make_uint4(none, none, none, none);
 }
 
 template <class T, int K>
@@ -65,25 +65,28 @@ __device__ __forceinline__ float max_of(const uint4 (&q)[K]) {
 
 __device__ __forceinline__ float exp_of(float z, float m) { return exp2_approx((z - m) * kLog2e); }
 
-// -inf in element `at` of the packs that a thread holds, one of every `threads`; `at` counts from its block's first pack. Whether it
-// holds that one.
-template <class T, int K>
-__device__ __forceinline__ bool leave_out(uint4 (&q)[K], int at, int threads) {
-  constexpr int N = Row<T>::N;
-  const int pack = at / N, element = at % N;
-  if (at < 0 || pack % threads != int(threadIdx.x)) return false;
-  const int word = pack / threads * 4 + element * int(sizeof(T)) / 4;
+// A pack with -inf in one element.
+template <class T>
+__device__ __forceinline__ uint4 without(const uint4& q, int element) {
+  const int word = element * int(sizeof(T)) / 4;
   // Bytes of the word and, from 4 on, of nothing.
   const uint32_t bytes = sizeof(T) == 4 ? 0x7654u : element % 2 == 0 ? 0x3254u : 0x5410u, none = kMinusInf<T>;
-#pragma unroll
-  for (int k = 0; k < K; ++k) {  // selections, no indexing: q stays in registers
-    q[k].x = __byte_perm(q[k].x, none, word == 4 * k ? bytes : 0x3210u);
-    q[k].y = __byte_perm(q[k].y, none, word == 4 * k + 1 ? bytes : 0x3210u);
-    q[k].z = __byte_perm(q[k].z, none, word == 4 * k + 2 ? bytes : 0x3210u);
-    q[k].w = __byte_perm(q[k].w, none, word == 4 * k + 3 ? bytes : 0x3210u);
-  }
-  return true;
+  return make_uint4(__byte_perm(q.x, none, word == 0 ? bytes : 0x3210u),
+                    __byte_perm(q.y, none, word == 1 ? bytes : 0x3210u),
+                    __byte_perm(q.z, none, word == 2 ? bytes : 0x3210u),
+                    __byte_perm(q.w, none, word == 3 ? bytes : 0x3210u));
 }
+
+// Where a column of a row is, if this thread holds it: its level, of packs one of every `threads`, or -1; its place in the pack.
+struct Spot {
+  int level, element;
+  template <class T>
+  __device__ __forceinline__ Spot(const Part<T>& part, int column, int threads) {
+    const int at = column - part.head, pack = at / Part<T>::N;
+    element = at % Part<T>::N;
+    level = at >= 0 && pack < part.packs && pack % threads == int(threadIdx.x) ? pack / threads : -1;
+  }
+};
 
 // Sum of e^(z - m) of a pack.
 template <class T>
@@ -178,7 +181,7 @@ __device__ __forceinline__ uint4 gradient_of(const uint4& words, const Gradient&
 template <class T>
 __device__ __forceinline__ void store_words(T* to, const uint4& words, bool aligned) {
   if (aligned) {
-    *reinterpret_cast<uint4*>(to) = words;
+    store_whole(to, reinterpret_cast<const Pack<T, Row<T>::N>&>(words));
   } else {
     const uint32_t w[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
@@ -202,19 +205,80 @@ __device__ __forceinline__ void clear(T* x, int n) {
   if (c >= 0) x[c] = narrow<T>(0.0f);
 }
 
-// Blocks that the registers of a multiprocessor are for.
-constexpr int together(int held, int threads) {
-  return threads == 0 ? 1 : std::max(1, kHeld * kHeldThreads / (held * threads));
-}
+// Threads of a block of the held variant, 0 where they are known at run time only: that costs registers, and some percent.
+constexpr int most_threads(int threads) { return threads ? threads : kHeldThreads / 2; }
 
-// Threads of a block, 0 where they are known at run time only: that costs registers, and some percent.
-template <class T, int Held, int Threads, bool Cluster>
-__global__ __launch_bounds__(Threads ? Threads : kHeldThreads,
-                             together(Held, Threads)) void held_kernel(const __grid_constant__ Params<T> p) {
+template <class T, int Threads>
+__global__ __launch_bounds__(most_threads(Threads), kHeldThreads / most_threads(Threads)) void held_kernel(
+    const __grid_constant__ Params<T> p, int64_t first_row) {
   constexpr int N = Row<T>::N;
-  constexpr bool kInOrder = Threads == 0 || Held > kHeld;
   __shared__ Exchange<Sums<T>> exchange;
   const int tid = int(threadIdx.x), threads = Threads ? Threads : int(blockDim.x);
+  const int64_t r = first_row + blockIdx.x;
+  T* out = p.dlogits + r * p.dlogits_stride;
+  const int label = label_of(p, p.target[r]);
+  if (label == kUnread) {
+    if (p.dlogits != nullptr) clear(out, p.cols);
+    if (tid == 0) finish_unread(p, r);
+    return;
+  }
+  const Part<const T> part(p.logits + r * p.stride, p.cols);
+  auto has = [&](int k) { return k * threads + tid < part.packs; };
+  uint4 q[kHeld];
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k)
+    q[k] = fetch_or_nothing<T, Threads == 0>(has(k), part.pack(k * threads + tid));
+  const float scale = p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f;  // asked for in time
+  const int c = part.edge(p.cols);
+  const Spot own(part, label, threads);
+  const float z = label >= 0 ? widen(part.x[label]) : -INFINITY;
+  float edge = c >= 0 ? widen(part.x[c]) : -INFINITY;
+  // z is among the maxima: it has been read before any thread may overwrite it.
+  const float m = fmaxf(fmaxf(edge, z), max_of<T>(q));
+  if (c >= 0 && c == label) edge = -INFINITY;
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k)
+    if (k == own.level) q[k] = without<T>(q[k], own.element);
+  float s = exp_of(edge, reference(m));
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) s += sum_of<T>(q[k], reference(m));
+  const Sums<T> a = merge_row<0, false>(Sums<T>{m, s}, exchange, 0);
+  const Gradient g = finish(p, r, label, a, z, scale, tid == 0);
+  if (p.dlogits == nullptr) return;
+  if (label == kIgnored) return clear(out, p.cols);
+  if (c >= 0) out[c] = narrow<T>(g.of(edge));
+  T* to = out + part.head + N * tid;
+  const bool aligned = reinterpret_cast<uintptr_t>(to) % 16 == 0;
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k)
+    if (has(k)) store_words(to + k * threads * N, gradient_of<T>(q[k], g), aligned);
+  // The label's column by the thread that has stored its neighbours.
+  if (label >= 0 && (c == label || own.level >= 0)) out[label] = narrow<T>(g.of_label(z));
+}
+
+// The whole packs of a row in levels of one a thread.
+template <class T>
+struct Levels : Part<T> {
+  using Part<T>::Part;
+  // This thread's pack.
+  __device__ __forceinline__ static int index(int level) { return level * kHeldThreads + int(threadIdx.x); }
+  __device__ __forceinline__ bool has(int level) const { return index(level) < this->packs; }
+  __device__ __forceinline__ T* at(int level) const { return this->pack(index(level)); }
+  // Those that this thread's warp has something of.
+  __device__ __forceinline__ int of_warp() const {
+    const int warp = __shfl_sync(0xffffffffu, int(threadIdx.x) / 32, 0);
+    return (this->packs - warp * 32 + kHeldThreads - 1) / kHeldThreads;
+  }
+};
+
+// Levels of a thread: the first kHeld of them in registers, of which the last `Direct` are loaded there, and the others pass through
+// shared memory; those beyond stay in shared memory. A thread sees nothing but its own packs: no barrier.
+template <class T, int Direct, bool Cluster>
+__global__ __launch_bounds__(kHeldThreads, 1) void staged_kernel(const __grid_constant__ Params<T> p) {
+  constexpr int N = Row<T>::N, kPassing = kHeld - Direct;
+  extern __shared__ uint4 places[];
+  __shared__ Exchange<Sums<T>> exchange;
+  const int tid = int(threadIdx.x);
   const unsigned blocks = Cluster ? cluster_size() : 1, rank = Cluster ? cluster_rank() : 0;
   if constexpr (Cluster) {
     exchange.init();
@@ -226,60 +290,121 @@ __global__ __launch_bounds__(Threads ? Threads : kHeldThreads,
   const int n = Cluster ? min(p.slice, p.cols - first) : p.cols;
   const int64_t step = gridDim.x / blocks;
   int64_t r = blockIdx.x / blocks;
-  if (r < p.rows) {
-    uint4 q[Held];
-    float edge, z;  // of the first threads; the label's, of every thread
-    auto read_edge = [&](const Part<const T>& part, int label) {
-      int c = part.edge(n);
-      edge = c >= 0 ? widen(part.x[c]) : -INFINITY;
-      z = label >= 0 ? widen(part.x[label - first]) : -INFINITY;
-    };
-    auto read = [&](const Part<const T>& part, int label) {
+  uint4 q[kHeld];
+  float edge, z;  // of the first threads; the label's, of every thread
+  auto place = [&](int level) -> uint4& {
+    return places[(level < kPassing ? level : level - Direct) * kHeldThreads + tid];
+  };
+  auto staying = [&](const Levels<const T>& part, int level) {
+    constexpr uint32_t none = kMinusInf<T>;
+    return part.has(level) ? place(level) : make_uint4(none, none, none, none);
+  };
+  // A row is asked for in two steps, which are kPassing + 1 groups of copies whether it is wanted or not.
+  auto pass = [&](const Levels<const T>& part, bool wanted, int level) {
+    copy_async_where(wanted && part.has(level), shared_address(&place(level)), part.at(level));
+    copies_commit();
+  };
+  auto pass_all = [&](const Levels<const T>& part, bool wanted) {
 #pragma unroll
-      for (int k = 0; k < Held; ++k) q[k] = fetch_or_nothing<T, kInOrder>(part, k * threads + tid);
-      read_edge(part, label);
-    };
+    for (int k = 0; k < kPassing; ++k) pass(part, wanted, k);
+  };
+  auto load = [&](const Levels<const T>& part, bool wanted, int level) {
+    q[level] = load_where(wanted && part.has(level), part.at(level), kMinusInf<T>);
+  };
+  auto stay = [&](const Levels<const T>& part, bool wanted, int level) {
+    copy_async_where(wanted && part.has(level), shared_address(&place(level)), part.at(level));
+  };
+  auto read_ends = [&](const Levels<const T>& part, bool wanted, int label) {
+    const int c = part.edge(n);
+    edge = wanted && c >= 0 ? widen(part.x[c]) : -INFINITY;
+    z = wanted && label >= 0 ? widen(part.x[label - first]) : -INFINITY;
+  };
+  auto rest = [&](const Levels<const T>& part, bool wanted, int label) {
+#pragma unroll
+    for (int k = kPassing; k < kHeld; ++k) load(part, wanted, k);
+    const int levels = part.of_warp();
+    for (int i = kHeld; i < levels; ++i) stay(part, wanted, i);
+    copies_commit();
+    read_ends(part, wanted, label);
+  };
+  if (r < p.rows) {
     int turn = 0, label = label_of(p, p.target[r]), next = kUnread;
     if (r + step < p.rows) next = label_of(p, p.target[r + step]);
-    Part<const T> part(p.logits + r * p.stride + first, n);
-    if (label != kUnread) read(part, label);
+    Levels<const T> part(p.logits + r * p.stride + first, n);
+    pass_all(part, label != kUnread);
+    rest(part, label != kUnread, label);
     for (;;) {
       const bool more = r + step < p.rows, ahead = more && next != kUnread;
-      const Part<const T> following(part.x + step * p.stride, n);
+      const Levels<const T> following(part.x + step * p.stride, n);
       const int64_t later = r + 2 * step < p.rows ? p.target[r + 2 * step] : p.ignore_index;
       T* out = p.dlogits + r * p.dlogits_stride + first;
       if (label == kUnread) {
-        if (p.dlogits != nullptr) clear(out, n);
+        clear(out, n);
         if (tid == 0 && rank == 0) finish_unread(p, r);
-        if (ahead) read(following, next);
+        pass_all(following, ahead);
+        rest(following, ahead, next);
       } else {
-        const int own = label >= 0 && unsigned(label - first) < unsigned(n) ? label - first : -1;
+        const int levels = part.of_warp();
         const float scale = p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f;  // asked for in time
-        const int c = part.edge(n), at = own < part.head ? -1 : own - part.head;
+        const int own = label >= 0 && unsigned(label - first) < unsigned(n) ? label - first : -1;
+        const Spot spot(part, own, kHeldThreads);
+        uint32_t top = kMinusInf<T>;
+#pragma unroll
+        for (int k = 0; k < kHeld; ++k) {
+          if (k < kPassing) copies_wait<kPassing>();
+          if (k < levels) {
+            if (k < kPassing) q[k] = staying(part, k);
+            if (k == spot.level) q[k] = without<T>(q[k], spot.element);
+            top = max_words<T>(top, max_words<T>(q[k]));
+          }
+          if (k < kPassing) pass(following, ahead, k);
+        }
+        copies_wait<kPassing>();
+#pragma unroll 1
+        for (int i = kHeld; i < levels; ++i) {
+          if (i == spot.level) place(i) = without<T>(place(i), spot.element);
+          top = max_words<T>(top, max_words<T>(staying(part, i)));
+        }
         // z is among the maxima: it has been read before any block may overwrite it.
-        const float m = fmaxf(fmaxf(edge, z), max_of<T>(q));
+        const float m = fmaxf(fmaxf(edge, z), max_of_word<T>(top));
+        const int c = part.edge(n);
         if (own >= 0 && c == own) edge = -INFINITY;
-        const bool holds = leave_out<T>(q, at, threads);
         float s = exp_of(edge, reference(m));
 #pragma unroll
-        for (int k = 0; k < Held; ++k) s += sum_of<T>(q[k], reference(m));
+        for (int k = 0; k < kHeld; ++k) {
+          if (k >= levels) break;
+          s += sum_of<T>(q[k], reference(m));
+        }
+#pragma unroll 1
+        for (int i = kHeld; i < levels; ++i) s += sum_of<T>(staying(part, i), reference(m));
         const Sums<T> a = merge_row<0, Cluster>(Sums<T>{m, s}, exchange, turn++);
         const Gradient g = finish(p, r, label, a, z, scale, tid == 0 && (label >= 0 ? own >= 0 : rank == 0));
-        if (p.dlogits == nullptr || label == kIgnored) {
-          if (p.dlogits != nullptr) clear(out, n);
-          if (ahead) read(following, next);
+        if (label == kIgnored) {
+          clear(out, n);
+          rest(following, ahead, next);
         } else {
           if (c >= 0) out[c] = narrow<T>(g.of(edge));
-          const bool aligned = reinterpret_cast<uintptr_t>(out + part.head) % 16 == 0;
+          T* to = out + part.head + N * tid;
+          const bool aligned = reinterpret_cast<uintptr_t>(to) % 16 == 0;
+          auto put = [&](int level, const uint4& words) {
+            if (part.has(level))
+              store_words(to + level * (kHeldThreads * N), gradient_of<T>(words, g), aligned);
+          };
 #pragma unroll
-          for (int k = 0; k < Held; ++k) {
-            const int i = k * threads + tid;
-            if (i < part.packs) store_words(out + part.head + N * i, gradient_of<T>(q[k], g), aligned);
-            if (ahead) q[k] = fetch_or_nothing<T, kInOrder>(following, i);
+          for (int k = 0; k < kHeld; ++k) {
+            if (k < levels) put(k, q[k]);
+            if (k >= kPassing) load(following, ahead, k);
           }
+          const int most = max(levels, following.of_warp());
+#pragma unroll 1
+          for (int i = kHeld; i < most; ++i) {
+            put(i, place(i));
+            stay(following, ahead, i);
+          }
+          copies_commit();
           // The label's column by the thread that has stored its neighbours.
-          if (own >= 0 && (c == own || (holds && at / N < part.packs))) out[own] = narrow<T>(g.of_label(z));
-          if (ahead) read_edge(following, next);
+          if (own >= 0 && (c == own || spot.level >= 0)) out[own] = narrow<T>(g.of_label(z));
+          read_ends(following, ahead, next);
         }
       }
       if (!more) break;
@@ -306,7 +431,8 @@ __global__ __launch_bounds__(kSweepThreads,
     }
     const Part<const T> part(p.logits + r * p.stride, p.cols);
     const float z = label >= 0 ? widen(part.x[label]) : -INFINITY;
-    const int c = part.edge(p.cols), at = label < part.head ? -1 : label - part.head;
+    const int c = part.edge(p.cols);
+    const Spot own(part, label, kSweepThreads);
     float edge = c >= 0 ? widen(part.x[c]) : -INFINITY;
     float m = fmaxf(edge, z);
     if (c >= 0 && c == label) edge = -INFINITY;
@@ -314,8 +440,13 @@ __global__ __launch_bounds__(kSweepThreads,
     for (int base = 0; base < part.packs; base += kSweepThreads * kSweepHeld) {
       uint4 q[kSweepHeld];
 #pragma unroll
-      for (int k = 0; k < kSweepHeld; ++k) q[k] = fetch_or_nothing<T>(part, base + k * kSweepThreads + tid);
-      leave_out<T>(q, at < 0 ? -1 : at - base * Row<T>::N, kSweepThreads);
+      for (int k = 0; k < kSweepHeld; ++k) {
+        const int i = base + k * kSweepThreads + tid;
+        q[k] = fetch_or_nothing<T, true>(i < part.packs, part.pack(i));
+      }
+#pragma unroll
+      for (int k = 0; k < kSweepHeld; ++k)
+        if (base / kSweepThreads + k == own.level) q[k] = without<T>(q[k], own.element);
       float top = max_of<T>(q);
       if (top > m) {
         s *= exp_of(m, top);
@@ -340,26 +471,40 @@ void prefer_cache(Kernel kernel, int blocks, int shared) {
                                              std::min(percent, 100)));
 }
 
-// A row by `blocks` blocks of Threads threads, Held packs each; Threads 0: of as many as hold it. False when they do not, when a
-// tenth of them would have nothing to do, or the device has no room for them.
-template <class T, int Held, int Threads, bool Cluster>
-bool launch_held(Context& ctx, Params<T> p, int blocks) {
-  constexpr int kMost = Threads ? Threads : kHeldThreads;
-  static ClusterRoom clusters;
+// A row by a block of Threads threads, Held packs each; Threads 0: of as many as hold it. False when they do not, or when a tenth of
+// them would have nothing to do.
+template <class T, int Threads>
+bool launch_held(Context& ctx, const Params<T>& p) {
+  constexpr int kMost = most_threads(Threads);
   static OncePerDevice prepared;
-  auto kernel = &held_kernel<T, Held, Threads, Cluster>;
-  p.slice = int(ceil_div(ceil_div(p.cols, blocks), 64) * 64);
-  const int64_t packs = ceil_div(std::min(p.slice, p.cols), Row<T>::N);
-  const int needed = int(ceil_div(packs, Held * 32) * 32), threads = Threads ? Threads : needed;
+  auto kernel = &held_kernel<T, Threads>;
+  const int64_t needed = ceil_div(ceil_div(p.cols, Row<T>::N), kHeld * 32) * 32;
   if (needed > kMost || 10 * needed < 9 * Threads) return false;
-  prepared.run(kOp, [&] {
-    prefer_cache(kernel, Threads ? together(Held, Threads) : 2, int(sizeof(Exchange<Sums<T>>)));
-  });
-  // Single blocks do not stay, unless one fills a multiprocessor: the next could not load meanwhile.
-  int64_t room = threads > kHeldThreads / 2 ? device_facts().sms : INT32_MAX;
-  if (Cluster) room = clusters.of(kOp, kernel, blocks, threads);
+  prepared.run(kOp, [&] { prefer_cache(kernel, kHeldThreads / kMost, int(sizeof(Exchange<Sums<T>>))); });
+  for (int64_t first = 0; first < p.rows; first += INT32_MAX)
+    launch(
+        kOp, ctx, kernel,
+        {.blocks = std::min<int64_t>(p.rows - first, INT32_MAX), .threads = Threads ? Threads : int(needed)},
+        p, first);
+  return true;
+}
+
+// A row by `blocks` blocks. False when they do not hold it, or the device has no room for them.
+template <class T, int Direct, bool Cluster>
+bool launch_staged(Context& ctx, Params<T> p, int blocks) {
+  static ClusterRoom rooms;
+  auto kernel = &staged_kernel<T, Direct, Cluster>;
+  p.slice = int(ceil_div(ceil_div(p.cols, blocks), 64) * 64);
+  const int64_t levels = ceil_div(std::min(p.slice, p.cols) / Row<T>::N, kHeldThreads);
+  const int64_t places = std::min<int64_t>(levels, kHeld - Direct) + std::max<int64_t>(levels - kHeld, 0);
+  const size_t shared = size_t(places) * kHeldThreads * 16;
+  const int64_t room = rooms.of(kOp, kernel, blocks, kHeldThreads, shared);
   if (room == 0) return false;
-  launch(kOp, ctx, kernel, {.blocks = std::min(p.rows, room) * blocks, .threads = threads, .cluster = blocks},
+  launch(kOp, ctx, kernel,
+         {.blocks = std::min(p.rows, room) * blocks,
+          .threads = kHeldThreads,
+          .shared = shared,
+          .cluster = blocks},
          p);
   return true;
 }
@@ -383,15 +528,12 @@ bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& p) {
     launch_sweep(ctx, p);
     return true;
   }
-  if (launch_held<T, kHeld, 128, false>(ctx, p, 1) || launch_held<T, kHeld, 256, false>(ctx, p, 1) ||
-      launch_held<T, kHeld, 512, false>(ctx, p, 1) || launch_held<T, kHeld, 1024, false>(ctx, p, 1) ||
-      launch_held<T, kHeld, 0, false>(ctx, p, 1))
+  if (launch_held<T, 128>(ctx, p) || launch_held<T, 256>(ctx, p) || launch_held<T, 512>(ctx, p) ||
+      launch_held<T, 0>(ctx, p))
     return true;
-  if (device_facts().capability < 90) return false;
-  // Pairs of blocks leave no multiprocessor without work, larger clusters do.
-  return launch_held<T, kHeld, 1024, true>(ctx, p, 2) || launch_held<T, kHeld, 0, true>(ctx, p, 2) ||
-         launch_held<T, 20, 480, true>(ctx, p, 2) || launch_held<T, kHeld, 0, true>(ctx, p, 3) ||
-         launch_held<T, kHeld, 1024, true>(ctx, p, 4) || launch_held<T, kHeld, 0, true>(ctx, p, 4);
+  return launch_staged<T, 0, false>(ctx, p, 1) || launch_staged<T, 0, true>(ctx, p, 2) ||
+         launch_staged<T, 3, true>(ctx, p, 2) || launch_staged<T, 0, true>(ctx, p, 4) ||
+         launch_staged<T, 3, true>(ctx, p, 4) || launch_staged<T, 3, false>(ctx, p, 1);
 }
 
 template bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<float>& p);
