@@ -273,8 +273,8 @@ def test_token_weight_of_an_ignored_row_is_not_looked_at(device):
 
 
 BAD = {
-    "temperature": ({"temperature": 0.0}, r"temperature must be > 0, got 0.0"),
-    "negative temperature": ({"temperature": -1.0}, r"temperature must be > 0, got -1.0"),
+    "temperature": ({"temperature": 0.0}, r"temperature must be > 0 and finite, got 0.0"),
+    "negative temperature": ({"temperature": -1.0}, r"temperature must be > 0 and finite, got -1.0"),
     "outputs": ({"outputs": ("loss", "logits")}, r"outputs must be 'loss' and then some of .*'logits'"),
     "outputs without loss": ({"outputs": ("lse",)}, r"outputs must be 'loss' and then some of"),
     "token weight": ({"token_weight": torch.ones(11)}, r"token_weight must be \[12\], got \[11\]"),

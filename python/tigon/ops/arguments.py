@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from tigon.error import check, refuse
@@ -32,6 +34,15 @@ def check_numbers(op: str, **values: object) -> None:
         one = value.numel() == 1 if isinstance(value, torch.Tensor) else hasattr(value, "__float__")
         if not one:
             refuse(op, name + " must be a number, got {}", kind_of(value))
+
+
+def check_positive(op: str, name: str, value: object, *, or_none: bool = False) -> None:
+    """A finite number above zero."""
+    if value is None and or_none:
+        return
+    check_numbers(op, **{name: value})
+    if not 0 < value < math.inf:
+        refuse(op, name + " must be > 0 and finite" + " (or None)" * or_none + ", got {}", value)
 
 
 def check_integers(op: str, **values: object) -> None:

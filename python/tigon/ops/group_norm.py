@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from tigon._op import Op, has_kernel, raw
 from tigon.error import check
+from tigon.ops.arguments import check_integers
 from tigon.ops.columns import check_column_vector, check_rows, columns_for
 
 
@@ -16,6 +17,8 @@ def reference(x, groups, weight=None, bias=None, eps=1e-5):
     """The same formula in plain PyTorch operations (any float dtype, any device)."""
     wide = torch.promote_types(x.dtype, torch.float32)
     weight, bias = (None if v is None else v.to(wide) for v in (weight, bias))
+    if weight is None and bias is not None:  # alone it gets no gradient from F.group_norm
+        weight = torch.ones_like(bias)
     return F.group_norm(x.to(wide), groups, weight, bias, eps).to(x.dtype)
 
 
@@ -49,6 +52,13 @@ def _backward(ctx, dy, _=None):
 _op = Op("group_norm", fake=_fake, setup_context=_setup_context, backward=_backward, results=1)
 
 
+def check_groups(op, name, groups, channels) -> None:
+    """The number of groups must divide that of the channels."""
+    check_integers(op, **{name: groups})
+    divides = groups > 0 and channels > 0 and channels % groups == 0
+    check(op, divides, "{} must divide {}, got {}", name, channels, groups)
+
+
 def group_norm(
     x: torch.Tensor,
     groups: int,
@@ -79,8 +89,7 @@ def group_norm(
     check_rows(op, x, eps)
     check(op, x.dim() >= 2, "x must have at least two dimensions, got {}", x.dim())
     samples, channels = x.shape[:2]
-    divides = groups > 0 and channels > 0 and channels % groups == 0
-    check(op, divides, "groups must divide {}, got {}", channels, groups)
+    check_groups(op, "groups", groups, channels)
     check_column_vector(op, "weight", weight, channels)
     check_column_vector(op, "bias", bias, channels)
     if not has_kernel(op, x, weight, bias) or x.numel() == 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tigon._op import Op, has_kernel, raw
-from tigon.error import refuse
+from tigon.ops.arguments import check_float
 
 
 def reference(x):
@@ -56,8 +56,7 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
 
     Source: Bridle 1990, "Probabilistic interpretation of feedforward classification network outputs".
     """
-    if not x.is_floating_point():
-        refuse("softmax", "x must be a float tensor, got {}", x.dtype)
+    check_float("softmax", "x", x)
     if not has_kernel("softmax", x):
         return reference(x)
     if x.dim() == 0:
