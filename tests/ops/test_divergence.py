@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from checks import same_bits
+from checks import check_close, same_bits
 from native import bits_under
 
 import tigon
@@ -75,6 +77,35 @@ def test_limits_of_jsd_are_the_two_kls(beta, reverse, device):
     small = abs(beta - 1e-4)  # and of the divergence over beta, or 1 - beta
     near = tigon.jsd(student.double(), teacher.double(), beta=small) / 1e-4
     torch.testing.assert_close(near.float(), tigon.jsd(student, teacher, beta=beta), rtol=2e-2, atol=0)
+
+
+def _mixture_of_logarithms(student, teacher, beta):
+    lq, lp = student.log_softmax(-1), teacher.log_softmax(-1)
+    lm = torch.logaddexp(lp + math.log(beta), lq + math.log1p(-beta))
+    return beta * (lp.exp() * (lp - lm)).sum(-1) + (1 - beta) * (lq.exp() * (lq - lm)).sum(-1)
+
+
+@pytest.mark.parametrize("beta", [1e-6, 1e-4, 1e-2, 0.7, 1 - 1e-2, 1 - 1e-4, 1 - 1e-6])
+def test_beta_near_its_limits(beta, device):
+    """No worse than the plain formulation, whose beta is a double: ours is float32 in the kernels."""
+    student, teacher = _pair(64, 257, device=device, scale=1.0)
+    wide = student.detach().double().requires_grad_()
+    exact = _mixture_of_logarithms(wide, teacher.double(), beta)
+    runs = [tigon.jsd(student, teacher, beta=beta, reduction="none")]
+    runs += [reference(student, teacher, kind="jsd", beta=beta, reduction="none")]
+    (want,) = torch.autograd.grad(exact.sum(), wide)
+    grads = [torch.autograd.grad(rows.sum(), student)[0] for rows in runs]
+    check_close("loss", *(rows.detach() for rows in runs), exact.detach())
+    ours, plain = ((grad - want).norm() for grad in grads)
+    assert ours <= 2 * plain + 2**-20 * want.norm()
+
+
+def test_beta_that_rounds_to_one(device):
+    """The divergence goes as 1 - beta there."""
+    student, teacher = _pair(64, 257, device=device)
+    near, limit = (tigon.jsd(student, teacher, beta=beta) for beta in (1 - 1e-9, 1.0))
+    got, want = (torch.autograd.grad(loss, student)[0] for loss in (near, limit))
+    assert (got - 1e-9 * want).norm() < 0.1 * 1e-9 * want.norm()
 
 
 @pytest.mark.parametrize("name", OPS)
