@@ -170,6 +170,9 @@ def jsd(
     (Agarwal et al. 2024) ``beta = 0`` is ``KL(P || Q)`` and ``beta = 1`` is ``KL(Q || P)``: the limits of the
     divergence over ``beta`` and ``1 - beta``. No underflow makes a NaN, nor does a class at ``-inf``.
 
+    Near the limits the two terms cancel in float32: the loss is off by up to about ``3e-9 / min(beta, 1 -
+    beta)`` of itself, the gradient by ``3e-8 / beta`` (plain operations in float32: four times as much).
+
     Args, returns, raises: as :func:`kl_div`; beta in [0, 1].
 
     Source: Lin 1991, "Divergence Measures Based on the Shannon Entropy", eq. 4.1; Agarwal et al. 2024,

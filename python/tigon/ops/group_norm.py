@@ -16,10 +16,13 @@ from tigon.ops.columns import check_column_vector, check_rows, columns_for
 def reference(x, groups, weight=None, bias=None, eps=1e-5):
     """The same formula in plain PyTorch operations (any float dtype, any device)."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    weight, bias = (None if v is None else v.to(wide) for v in (weight, bias))
-    if weight is None and bias is not None:  # alone it gets no gradient from F.group_norm
-        weight = torch.ones_like(bias)
-    return F.group_norm(x.to(wide), groups, weight, bias, eps).to(x.dtype)
+    y = x.to(wide)
+    if x.numel() != 0:
+        y = F.group_norm(y, groups, None, None, eps)
+    # By hand: F.group_norm gives no gradient to a bias alone, and NaN to the weight of no elements.
+    weight, bias = (None if v is None else v.to(wide).view(-1, *(1,) * (x.dim() - 2)) for v in (weight, bias))
+    y = y if weight is None else y * weight
+    return (y if bias is None else y + bias).to(x.dtype)
 
 
 def _fake(x, weight, bias, channels, groups, eps):
@@ -70,7 +73,8 @@ def group_norm(
 
     Args:
         x: ``[N, C, ...]`` float32, bfloat16 or float16; samples may lie apart in memory, any other layout is
-            copied once. float64 runs the eager reference.
+            copied once. float64 runs the eager reference, whose gradients depend on the
+            number of threads.
         groups: a divisor of C.
         weight, bias: ``[C]`` or ``None``; x's dtype or float32 (else, or if they differ, taken as float32).
         eps: added to the variance, >= 0.

@@ -114,7 +114,8 @@ def linear_cross_entropy(
     gradient summed in float32 over the chunks.
 
     Args:
-        hidden: ``[..., H]`` float32, bfloat16 or float16, any strides. float64 runs the eager reference.
+        hidden: ``[..., H]`` float32, bfloat16 or float16, any strides. float64 runs the eager reference,
+            which forms the logits.
         weight: ``[V, H]``; another float dtype than hidden's is converted to hidden's (its gradient keeps its
             dtype). Under autocast both are converted to the autocast dtype. With an attribute
             ``tigon_main_grad = True`` its gradient is added to its attribute ``main_grad`` (float32, its
@@ -122,7 +123,8 @@ def linear_cross_entropy(
             more matrix product, no float32 gradient besides.
         target: ``[...]`` int64 class indices, or ``ignore_index``. Labels on the CPU beside CUDA operands are
             counted here and copied.
-        bias: ``[V]`` or ``None``, added in float32.
+        bias: ``[V]`` or ``None``, added in float32. Its gradient is summed in float32, of the logits'
+            gradients in hidden's dtype: in bfloat16 good to about three digits.
         class_weight: ``[V]`` or ``None``, weight of each class, as in
             :func:`torch.nn.functional.cross_entropy`.
         label_smoothing: in [0, 1].
@@ -151,11 +153,13 @@ def linear_cross_entropy(
         max_workspace_mb: upper bound of the memory besides inputs, results and gradients, in MiB; chunks
             shrink to fit it.
         keep_mb: with ``"none"``, keep the gradients of the logits from forward to backward if they take no
-            more than this many MiB (rows that count times V): three matrix products instead of four.
+            more than this many MiB (rows that count times V): three matrix products instead of four. Under
+            ``torch.compile`` they are computed again.
 
     Returns:
         float32 scalar, or ``[...]`` for ``"none"``; with ``outputs`` a named tuple. The loss is
-        differentiable in hidden, weight, bias, A and B, each only where needed; bitwise deterministic. With
+        differentiable in hidden, weight, bias, A and B, each only where needed; bitwise deterministic (on the
+        CPU, where PyTorch makes the products, for a number of threads). With
         every row ignored: NaN for ``"mean"`` as in PyTorch, 0 otherwise; gradients are zero.
 
     Raises:
