@@ -146,7 +146,7 @@ class _ToMainGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dweight):
-        ctx.main_grad.add_(dweight)
+        ctx.main_grad.add_(dweight.detach())
         return None, None
 
 
