@@ -107,7 +107,7 @@ def test_a_wrong_count_is_refused_on_the_cpu():
 @pytest.mark.parametrize("value", [-1, 13, 2.0])
 def test_an_impossible_count_is_refused(value, device):
     hidden, weight, target = head_inputs(device=device)
-    with pytest.raises(tigon.Error, match=r"valid_rows must be an int in \[0, 12\]"):
+    with pytest.raises(tigon.Error, match=r"valid_rows must be (an int|in \[0, 12\])"):
         LOSS(hidden, weight, target, valid_rows=value)
 
 
