@@ -178,16 +178,19 @@ BAD = {
     ),
     "weight rank": ({"weight": (40, 16, 1)}, r"weight must be \[V, H\], got \[40, 16, 1\]"),
     "target size": ({"target": torch.zeros(11, dtype=torch.long)}, r"target must be \[12\], got \[11\]"),
-    "target dtype": ({"target": torch.zeros(12)}, r"target must be int64 \(or int32\), got torch.float32"),
+    "target dtype": (
+        {"target": torch.zeros(12)},
+        r"target must be an int64 or int32 tensor, got torch.float32",
+    ),
     "bias size": ({"bias": torch.zeros(39)}, r"bias must be \[40\], got \[39\]"),
     "bias dtype": (
         {"bias": torch.zeros(40, dtype=torch.long)},
         r"bias must be a float tensor, got torch.int64",
     ),
     "class weight": ({"class_weight": torch.zeros(39)}, r"class_weight must be \[40\], got \[39\]"),
-    "chunk of zero": ({"chunk_rows": 0}, r"chunk_rows must be an int >= 1 \(or None\), got 0"),
+    "chunk of zero": ({"chunk_rows": 0}, r"chunk_rows must be >= 1 \(or None\), got 0"),
     "smoothing": ({"label_smoothing": 1.5}, r"label_smoothing must be in \[0, 1\], got 1.5"),
-    "softcap": ({"softcap": -1.0}, r"softcap must be > 0 \(or None\), got -1.0"),
+    "softcap": ({"softcap": -1.0}, r"softcap must be > 0 and finite \(or None\), got -1.0"),
     "reduction": ({"reduction": "batchmean"}, r"reduction must be one of .*, got 'batchmean'"),
     "denominator": ({"denominator": torch.ones(2)}, r"denominator must have one element, got 2"),
 }
