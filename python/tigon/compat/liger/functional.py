@@ -45,10 +45,24 @@ def _accuracy(correct, counts, reduction):
     return correct.float() if reduction == "none" else correct.float().sum() / counts.sum()
 
 
+def _class_weight(weight, target, ignore_index, z_scale, reduction):
+    """Class weights for a mean whose z-loss is over the number of rows, not over their weights, as there.
+
+    Scaled so that the weights of the rows that count add up to their number, which is then what both parts are
+    divided by.
+    """
+    if weight is None or not z_scale or reduction != "mean":
+        return weight
+    weight, kept = weight.detach().float(), target != ignore_index
+    total = torch.where(kept, weight[torch.where(kept, target, 0)], 0.0).sum()
+    return weight * (kept.sum() / total)
+
+
 def cross_entropy_parts(input, target, weight=None, ignore_index=-100, lse_square_scale=0.0,
                         label_smoothing=0.0, reduction="mean", softcap=None, return_z_loss=False,
                         return_token_accuracy=False, return_predicted_tokens=False):  # fmt: skip
     """(loss, z_loss, token_accuracy, predicted_tokens), None where not asked for; losses in the logits' dtype."""
+    weight = _class_weight(weight, target, ignore_index, lse_square_scale, reduction)
     loss = tigon.cross_entropy(
         input, target, weight=weight, ignore_index=ignore_index, z_loss=lse_square_scale,
         label_smoothing=label_smoothing, reduction=reduction, softcap=softcap,
@@ -83,6 +97,7 @@ def linear_cross_entropy_parts(input, weight, target, bias=None, ce_weight=None,
             scaling = tigon.linear_log_prob(
                 input, weight, target, bias=bias, softcap=softcap, ignore_index=ignore_index
             ).exp()
+    ce_weight = _class_weight(ce_weight, target, ignore_index, lse_square_scale, reduction)
     asked = {
         "z_loss": return_z_loss,
         "correct": return_token_accuracy,

@@ -126,8 +126,12 @@ def _patch(model, slots: dict, logits_loss: bool) -> None:
         log.info("%s", report)
         for entry in report.replaced:
             if entry.slot == "norm":
-                norm = model.get_submodule(entry.path)
-                norm.impl = norm.mode = norm.backend = None  # what a caller may set; it chooses nothing
+                _take_choices(model.get_submodule(entry.path))
+
+
+def _take_choices(norm) -> None:
+    """The attributes by which callers choose an implementation; they choose nothing."""
+    norm.impl = norm.mode = norm.backend = None
 
 
 def _patch_later(types, slots, logits_loss) -> None:
@@ -276,6 +280,7 @@ def _bind_method_to_module(module, method_name: str, new_method) -> None:
 def _patch_rms_norm_module(module, *args, **kwargs) -> None:
     """The norm's own formula decides, not the arguments."""
     _patch(module, {"norm": True, "mlp": False, "rope": False, "loss": False}, False)
+    _take_choices(module)
 
 
 def _patch_swiglu_module(module, liger_module=None) -> None:
