@@ -117,7 +117,9 @@ def test_unknown_names_are_no_attributes(facade):
 def test_modules_list_their_names(facade):
     """dir() and getmembers see names that are looked up when first used; one apply function a model type."""
     module = importlib.import_module("liger_kernel.transformers.monkey_patch")
-    found = {value for name, value in inspect.getmembers(module, inspect.isfunction) if name.startswith("apply_")}
+    found = {
+        value for name, value in inspect.getmembers(module, inspect.isfunction) if name.startswith("apply_")
+    }
     assert found == set(module.MODEL_TYPE_TO_APPLY_LIGER_FN.values())
     assert "lce_forward" in dir(importlib.import_module("liger_kernel.transformers.model.llama"))
     backends = importlib.import_module("liger_kernel.backends")
@@ -241,7 +243,9 @@ def test_z_loss_beside_class_weights(head):
 def test_losses_have_ligers_dtypes(dtype):
     """Of logits: theirs, tigon's own stays float32. From hidden states: float32, its z-loss theirs."""
     x, target = drawn(5, 9).to(dtype), torch.tensor([3, -100, 0, 7, 2])
-    got = LM.LigerCrossEntropyLoss(return_z_loss=True, return_token_accuracy=True, lse_square_scale=0.1)(x, target)
+    got = LM.LigerCrossEntropyLoss(return_z_loss=True, return_token_accuracy=True, lse_square_scale=0.1)(
+        x, target
+    )
     assert (got.loss.dtype, got.z_loss.dtype, got.token_accuracy.dtype) == (dtype, dtype, torch.float32)
     assert LF.liger_cross_entropy(x, target, reduction="none").dtype == dtype
     assert tigon.cross_entropy(x, target).dtype == torch.float32
@@ -370,6 +374,31 @@ def test_instance_patch_follows_the_switches(facade):
     report = tigon.apply(model, mlp=False, rope=False)
     assert report.count("norm") == 5 and report.count("loss") == 1
     assert report.count("mlp") == report.count("rope") == 0
+
+
+def test_token_accuracy_and_predictions():
+    """From the pass of the loss, by Liger's keywords; no logits in training then, and fields that are None else."""
+    stock, model = make(), make()
+    patching._apply_liger_kernel_to_instance(model)
+    patching._apply_liger_kernel_to_instance(model)
+    inputs = batch()
+    inputs["labels"][:, :3] = -100
+    best = stock(**inputs).logits.argmax(-1)
+    shifted = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
+    kept = shifted != -100
+    output = model(**inputs, return_token_accuracy=True, return_predicted_tokens=True)
+    assert type(output) is names.resolve("LigerCausalLMOutputWithPast") and output.logits is None
+    assert torch.equal(output.predicted_tokens, torch.where(kept, best, -1).view(-1))
+    close(output.token_accuracy, (best == shifted)[kept].float().mean())
+    close(output.loss, stock(**inputs).loss)
+    output.loss.backward()
+    plain = model(**inputs)
+    assert plain.token_accuracy is plain.predicted_tokens is None and plain.logits is not None
+    assert model(**inputs, return_token_accuracy=True, skip_logits=False).logits is not None
+    with pytest.raises(ValueError, match="skip_logits is True"):
+        model.eval()(input_ids=inputs["input_ids"], skip_logits=True)
+    tigon.undo(model)
+    assert type(model(**inputs)) is type(stock(**inputs))
 
 
 def test_both_losses_are_refused():

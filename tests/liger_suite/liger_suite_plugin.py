@@ -126,7 +126,10 @@ class Outcomes:
 
     def pytest_collectreport(self, report):
         if report.failed:
-            self.of[report.nodeid], self.words[report.nodeid] = "failed", str(report.longrepr).splitlines()[-1]
+            self.of[report.nodeid], self.words[report.nodeid] = (
+                "failed",
+                str(report.longrepr).splitlines()[-1],
+            )
 
     def pytest_runtest_logreport(self, report):
         properties = dict(report.user_properties)

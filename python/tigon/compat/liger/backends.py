@@ -226,7 +226,9 @@ def resolve_impl(op_name: str, requested: str | None = None, device=None) -> OpI
         ImplNotAvailableError: the requested one is unknown or cannot run on ``device``.
         NoImplAvailableError: the op has none that can.
     """
-    variables = [f"LIGER_KERNEL_{word}{part}" for part in (f"_{op_name.upper()}", "") for word in ("IMPL", "BACKEND")]
+    variables = [
+        f"LIGER_KERNEL_{word}{part}" for part in (f"_{op_name.upper()}", "") for word in ("IMPL", "BACKEND")
+    ]
     name = _full(requested or next(filter(None, map(os.environ.get, variables)), None) or _chosen)
     found = list_registered(op_name)
     if name is not None:

@@ -37,7 +37,11 @@ def _output_class(name: str) -> type | None:
     base = name[len("Liger") :]
     model = _MODELS.get(base[: -len(_REST)])
     try:
-        module = importlib.import_module(f"transformers.models.{model}.modeling_{model}") if model else modeling_outputs
+        module = (
+            importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+            if model
+            else modeling_outputs
+        )
     except ImportError:
         return None
     parent = getattr(module, base, None)

@@ -14,6 +14,7 @@ import logging
 from transformers import AutoConfig
 
 import tigon
+from tigon.compat.liger import counts
 from tigon.error import Error, check
 from tigon.transformers import AutoTigonForCausalLM, split_options
 
@@ -127,6 +128,7 @@ def _patch(model, slots: dict, logits_loss: bool) -> None:
         for entry in report.replaced:
             if entry.slot == "norm":
                 _take_choices(model.get_submodule(entry.path))
+        counts.attach(model)
 
 
 def _take_choices(norm) -> None:
