@@ -317,8 +317,8 @@ def test_rope(rotary_dim, unsqueeze_dim):
     with pytest.raises(tigon.Error, match="rotary_dim"):
         LF.liger_rope(q, k, cos, sin, rotary_dim=10)
     unread = [torch.cat((t, torch.full_like(t, torch.nan)), -1) for t in (angle.cos(), angle.sin())]
-    for got in (LF.liger_rope(q, k, *unread, unsqueeze_dim=unsqueeze_dim),
-                LF.liger_rope(q, k, *unread, unsqueeze_dim=unsqueeze_dim, rotary_dim=rotary_dim)):  # fmt: skip
+    for options in ({}, {"rotary_dim": rotary_dim}):
+        got = LF.liger_rope(q, k, *unread, unsqueeze_dim=unsqueeze_dim, **options)
         close(got[0], wanted[0])
         close(got[1], wanted[1])
 
@@ -377,7 +377,7 @@ def test_instance_patch_follows_the_switches(facade):
 
 
 def test_token_accuracy_and_predictions():
-    """From the pass of the loss, by Liger's keywords; no logits in training then, and fields that are None else."""
+    """From the pass of the loss, by Liger's keywords; no logits then in training, and fields of None else."""
     stock, model = make(), make()
     patching._apply_liger_kernel_to_instance(model)
     patching._apply_liger_kernel_to_instance(model)

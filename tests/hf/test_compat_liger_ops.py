@@ -461,7 +461,8 @@ def test_embedding_and_tiled_functions():
     [("LigerFusedLinearDPOLoss", "linear_log_prob"), ("liger_fused_linear_grpo", "linear_log_prob"),
      ("LigerFusedLinearJSDLoss", r"tigon\.jsd"), ("liger_fused_linear_kl_div", r"tigon\.kl_div"),
      ("LigerFusedLinearKTOLoss", "linear_log_prob"), ("LigerFusedLinearCosineSimilarityLoss", "cosine"),
-     ("LigerMLP", "GatedMLP"), ("rms_norm_backward", "autograd function"), ("LigerSparsemax", "plain PyTorch"),
+     ("LigerMLP", "GatedMLP"), ("rms_norm_backward", "autograd function"),
+     ("LigerSparsemax", "plain PyTorch"),
      ("LigerMegatronRMSNorm", r"tigon\.rms_norm"), ("lce_forward", r"tigon\.apply"),
      ("MAX_FUSED_SIZE", "public function")],
 )  # fmt: skip

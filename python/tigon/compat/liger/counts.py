@@ -1,8 +1,8 @@
-"""What Liger's forwards take and give beside transformers': token accuracy and predicted tokens of the loss head.
+"""What Liger's forwards take and give beside transformers': token accuracy and predicted tokens.
 
-Hooks around a patched model's forward: its keywords ``return_token_accuracy`` and ``return_predicted_tokens`` ask
-for them, and they come from the pass that computes the loss. Asked for in training, there are no logits in the
-output, as there.
+Hooks around a patched model's forward: its keywords ``return_token_accuracy`` and ``return_predicted_tokens``
+ask for them, and they come from the pass that computes the loss. Asked for in training, there are no logits
+in the output, as there.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ def _before(model, args, kwargs):
     kwargs = dict(kwargs)
     asked = {field: None for name, field in _FIELDS.items() if kwargs.pop(name, None)}
     labels = any(kwargs.get(name) is not None for name in ("labels", "shift_labels")) or len(args) > 1
-    check("compat.liger", labels or not kwargs.get("skip_logits"), "labels or shift_labels must be given where "
-          "skip_logits is True, got {}", sorted(kwargs))  # fmt: skip
+    check("compat.liger", labels or not kwargs.get("skip_logits"),
+          "labels or shift_labels must be given where skip_logits is True, got {}",
+          sorted(kwargs))  # fmt: skip
     if asked and model.training and labels:
         kwargs.setdefault("skip_logits", True)
     for forward in heads:

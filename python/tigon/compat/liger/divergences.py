@@ -75,7 +75,8 @@ def liger_tvd(input, target, shift_labels=None, reduction: str = "mean", ignore_
 def ce_tvd(student_logits, teacher_logits, target, ignore_index=-100):
     """(cross-entropy, total variation distance) of logits, one of each a row, by Tigon's two."""
     shape, other = student_logits.shape, teacher_logits.shape
-    check("compat.liger", shape == other, "student_logits and teacher_logits must have the same shape, got {} and {}",
+    check("compat.liger", shape == other,
+          "student_logits and teacher_logits must have the same shape, got {} and {}",
           shape, other)  # fmt: skip
     check("compat.liger", len(shape) == 2, "student_logits must be 2D (BT, V), got {}", shape)
     fits = target.shape == shape[:1]
@@ -159,7 +160,7 @@ def _kept(labels, ignore_index, *values):
 
 @torch.no_grad()
 def kl_loss_and_grad(logits, target, shift_labels, ignore_index, temperature, eps, scale):
-    """``KL(target || softmax(logits / temperature)) * scale``: a row's loss ``[BT]`` and dlogits ``[BT, V]``."""
+    """``KL(target || softmax(logits / temperature)) * scale``: loss ``[BT]`` of rows, and dlogits."""
     log_q = (logits.float() / temperature).log_softmax(-1)
     p = target.float()
     loss = scale * (p * (p.clamp(min=eps).log() - log_q)).sum(-1)

@@ -48,8 +48,7 @@ def _accuracy(correct, counts, reduction):
 def _class_weight(weight, target, ignore_index, z_scale, reduction):
     """Class weights for a mean whose z-loss is over the number of rows, not over their weights, as there.
 
-    Scaled so that the weights of the rows that count add up to their number, which is then what both parts are
-    divided by.
+    Scaled so that the weights of the rows that count add up to their number, which then divides both parts.
     """
     if weight is None or not z_scale or reduction != "mean":
         return weight
@@ -61,7 +60,7 @@ def _class_weight(weight, target, ignore_index, z_scale, reduction):
 def cross_entropy_parts(input, target, weight=None, ignore_index=-100, lse_square_scale=0.0,
                         label_smoothing=0.0, reduction="mean", softcap=None, return_z_loss=False,
                         return_token_accuracy=False, return_predicted_tokens=False):  # fmt: skip
-    """(loss, z_loss, token_accuracy, predicted_tokens), None where not asked for; losses in the logits' dtype."""
+    """(loss, z_loss, token_accuracy, predicted_tokens), None if not asked for; losses in logits' dtype."""
     weight = _class_weight(weight, target, ignore_index, lse_square_scale, reduction)
     loss = tigon.cross_entropy(
         input, target, weight=weight, ignore_index=ignore_index, z_loss=lse_square_scale,

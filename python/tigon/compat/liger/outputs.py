@@ -7,7 +7,6 @@ import importlib
 from dataclasses import field, make_dataclass
 
 import torch
-from transformers import modeling_outputs
 
 # Where the class that each extends is: transformers' own name is the rest of the name.
 _MODELS = {
@@ -36,12 +35,9 @@ def _output_class(name: str) -> type | None:
     """transformers' output with what the loss head counts on the way; None where it has no such class."""
     base = name[len("Liger") :]
     model = _MODELS.get(base[: -len(_REST)])
+    place = f"models.{model}.modeling_{model}" if model else "modeling_outputs"
     try:
-        module = (
-            importlib.import_module(f"transformers.models.{model}.modeling_{model}")
-            if model
-            else modeling_outputs
-        )
+        module = importlib.import_module(f"transformers.{place}")
     except ImportError:
         return None
     parent = getattr(module, base, None)
