@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from native import bits_under
 
 import tigon
+from conftest import poisoned
+from tigon.ops import head
 from tigon.ops.head_memory import default_chunk
 from tigon.ops.linear_cross_entropy import reference
 
@@ -382,3 +384,18 @@ def test_default_chunk():
     assert cuda(8192, 4096, 128256, dtype=torch.float32) == 4096
     assert default_chunk("cpu", bf16, 0, 64, 100, dweight=True) == 1
     assert default_chunk("cpu", bf16, 3000, 64, 100, dweight=True) == 1024
+
+
+@pytest.mark.parametrize("columns", [1, 7, 8, 13, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_columns_are_appended_and_cut_off(device, dtype, columns):
+    """Zeros past the old columns, nothing past the new ones; the gradient the other way round."""
+    x = torch.randn(3, 5, 17, device=device).to(dtype)[..., 2:15].requires_grad_()
+    with poisoned():
+        y = head._fit_columns(x, columns)
+    missing = columns - 13
+    expected = F.pad(x, (0, missing))
+    torch.testing.assert_close(y, expected, rtol=0, atol=0)
+    dy = torch.randn_like(y)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    torch.testing.assert_close(dx, torch.autograd.grad(expected, x, dy)[0], rtol=0, atol=0)

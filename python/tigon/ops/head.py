@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from tigon._op import Op
 from tigon.error import check
 from tigon.ops.arguments import (
     check_float,
@@ -103,18 +104,31 @@ def autocast(hidden):
     return hidden
 
 
+def _setup_columns(ctx, inputs, output):
+    ctx.columns = inputs[0].shape[-1]
+
+
+_fit_columns = Op(
+    "linear_cross_entropy_columns",
+    fake=lambda x, columns: x.new_empty(*x.shape[:-1], columns),
+    setup_context=_setup_columns,
+    backward=lambda ctx, dy: (_fit_columns(dy, ctx.columns), None),
+)
+
+
 def whole_vectors(hidden, weight, lora=None):
     """Operands with zero columns appended where CUDA's products need whole 16-byte vectors of a row.
 
     A 16-bit product whose inner dimension or row stride is no multiple of eight runs at a quarter to an
-    eighth of the speed. The appended columns change no logit, and autograd cuts their gradients off.
+    eighth of the speed. The appended columns change no logit, and their gradients are cut off.
     """
-    missing = -hidden.shape[-1] % 8
-    if not (missing and hidden.is_cuda and hidden.element_size() == 2):
+    columns = hidden.shape[-1]
+    if columns % 8 == 0 or not hidden.is_cuda or hidden.element_size() != 2:
         return hidden, weight, lora
+    columns += -columns % 8
     if lora is not None:
-        lora = (F.pad(lora[0], (0, missing)), *lora[1:])
-    return F.pad(hidden, (0, missing)), F.pad(weight, (0, missing)), lora
+        lora = (_fit_columns(lora[0], columns), *lora[1:])
+    return _fit_columns(hidden, columns), _fit_columns(weight, columns), lora
 
 
 def prepare(op, hidden, weight, target, bias, ignore_index, shift, valid_rows) -> Head:

@@ -1,3 +1,5 @@
+#include <vector>
+
 #include "tigon/ops/linear_cross_entropy/linear_cross_entropy.h"
 #include "tigon/torch/shim.h"
 
@@ -332,6 +334,18 @@ void chunk_gradient(Tensor logits, OptionalTensor dhidden, OptionalTensor dweigh
 }
 
 // Rows whose label counts, in order: (index, labels, fault), see linear_cross_entropy.h.
+// The same rows with `columns` columns: zeros appended, or the rest cut off.
+Tensor columns(Tensor x, int64_t columns) {
+  Matrix from = rows_of(kOp, "x", x);
+  TIGON_CHECK(kOp, columns >= 1, "columns must be >= 1, got ", columns);
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+  sizes.back() = columns;
+  Tensor out = empty(x, sizes.data(), int64_t(sizes.size()), from.dtype);
+  auto ctx = make_context(x);
+  linear_cross_entropy_columns(*ctx, {.from = from, .to = rows_of(kOp, "result", out)});
+  return out;
+}
+
 std::tuple<Tensor, Tensor, Tensor> compact(Tensor target, int64_t ignore_index, int64_t count) {
   LinearCrossEntropyCompact a = {.target = vector_of(kOp, "target", target), .ignore_index = ignore_index};
   Tensor index = make(target, {count}, DType::i64), labels = make(target, {count}, DType::i64);
@@ -391,6 +405,7 @@ TIGON_TORCH_SCHEMAS(m) {
       "linear_loss_gradient(Tensor(a!) logits, Tensor(b!)? dhidden, Tensor(c!)? dweight, Tensor(d!)? dbias,"
       " Tensor upstream, Tensor? entropy_upstream, " +
           head + "bool first) -> ()");
+  define_forward(m, "linear_cross_entropy_columns", "(Tensor x, int columns) -> Tensor");
   define(m, "linear_loss_rows(Tensor target, int ignore_index, int count) -> (Tensor, Tensor, Tensor)");
 }
 TIGON_TORCH_KERNELS(m) {
@@ -404,6 +419,7 @@ TIGON_TORCH_KERNELS(m) {
   implement_forward(m, "linear_log_prob", TORCH_BOX(&log_prob));
   m.impl("linear_loss_logits", TORCH_BOX(&chunk_logits));
   m.impl("linear_loss_gradient", TORCH_BOX(&chunk_gradient));
+  implement_forward(m, "linear_cross_entropy_columns", TORCH_BOX(&columns));
   m.impl("linear_loss_rows", TORCH_BOX(&compact));
 }
 
