@@ -91,3 +91,10 @@ def test_command_line(command, code):
     )
     assert done.returncode == code, done.stderr
     assert ("tigon" in done.stdout) == (code == 0)
+
+
+def test_import_brings_no_compiler():
+    """The compiler takes longer to import than PyTorch itself."""
+    code = "import sys, tigon; print(*({'torch._dynamo', 'torch._inductor', 'sympy'} & {*sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

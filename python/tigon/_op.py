@@ -52,7 +52,9 @@ def _refuse_forward_mode(op: str) -> NoReturn:
 
 def refuse_tangents(op: str, args: tuple) -> None:
     """Dual tensors reach no kernel: their tangents would be lost."""
-    with forward_ad._set_fwd_grad_enabled(True):  # a Function's forward, which does not see them, calls this too
+    with forward_ad._set_fwd_grad_enabled(
+        True
+    ):  # a Function's forward, which does not see them, calls this too
         for a in args:
             if isinstance(a, torch.Tensor) and forward_ad.unpack_dual(a).tangent is not None:
                 _refuse_forward_mode(op)
@@ -79,7 +81,7 @@ def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def transformable(op: str, name: str, forward, setup_context, backward) -> Callable[..., Any]:
-    """A function of positional arguments for the transforms of ``torch.func``; ``vmap`` takes one at a time."""
+    """A function of positional arguments under transforms of ``torch.func``; ``vmap`` calls it one by one."""
 
     def vmap(info, in_dims, *args):
         results = [

@@ -97,6 +97,8 @@ def test_every_name_imports_and_says_what_is_missing(facade):
             placeholder(1, beta=0.1)
         with pytest.raises(tigon.Error, match=name):
             placeholder.apply()
+        with pytest.raises(tigon.Error, match=name):
+            placeholder[(1,)]
         type("Sub", (placeholder,), {})  # callers subclass at import
     assert {"LigerFusedLinearDPOLoss", "LigerFusedLinearGRPOLoss"} <= set(absent)
     with pytest.raises(tigon.Error, match="tigon.linear_log_prob"):
@@ -110,6 +112,40 @@ def test_unknown_names_are_no_attributes(facade):
         _ = module.LigerNothing
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("liger_kernel.nothing")
+
+
+def test_modules_list_their_names(facade):
+    """dir() and getmembers see names that are looked up when first used; one apply function a model type."""
+    module = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    found = {
+        value for name, value in inspect.getmembers(module, inspect.isfunction) if name.startswith("apply_")
+    }
+    assert found == set(module.MODEL_TYPE_TO_APPLY_LIGER_FN.values())
+    assert "lce_forward" in dir(importlib.import_module("liger_kernel.transformers.model.llama"))
+    backends = importlib.import_module("liger_kernel.backends")
+    importlib.import_module("liger_kernel.backends.dispatch")
+    assert callable(backends.dispatch), "the function hides the module of its name"
+
+
+def test_auto_class_calls_the_types_function(monkeypatch, tmp_path):
+    """With its keywords, before the model is loaded."""
+    make().save_pretrained(tmp_path)
+    seen = []
+    function = patching.MODEL_TYPE_TO_APPLY_LIGER_FN["llama"]
+
+    def llama(**options):
+        seen.append(options)
+        function(**options)
+
+    llama.__signature__ = inspect.signature(function)
+    monkeypatch.setitem(patching.MODEL_TYPE_TO_APPLY_LIGER_FN, "llama", llama)
+    patching.AutoLigerKernelForCausalLM.from_pretrained(tmp_path, rope=False, swiglu=True)
+    patching.AutoLigerKernelForCausalLM.from_config(config(), rms_norm=False)
+    assert seen == [{"rope": False, "swiglu": True}, {"rms_norm": False}]
+    assert not hasattr(make(), "_tigon_state"), "only the loaded model is patched"
+    with pytest.raises((OSError, ValueError)):
+        patching.AutoLigerKernelForCausalLM.from_pretrained(tmp_path / "nothing", rope=False)
+    assert len(seen) == 2
 
 
 INTERFACE = json.loads((Path(__file__).parent / "liger_interface.json").read_text())
@@ -181,6 +217,43 @@ def test_cross_entropies(head, reduction):
     close(alone, reduced(rows + z))
 
 
+@pytest.mark.parametrize("head", [False, True])
+def test_z_loss_beside_class_weights(head):
+    """Liger divides the weighted loss by the weights and the z-loss by the rows; in the logits' dtype."""
+    hidden, weight, target = drawn(13, 16).double(), drawn(29, 16, seed=1).double(), labels(13, 29)
+    classes = drawn(29, seed=2).abs() + 0.1
+    logits = (3 * torch.tanh(hidden @ weight.T / 3)).requires_grad_()
+    z = torch.where(target != -100, 0.1 * logits.logsumexp(-1).square(), 0.0).sum() / (target != -100).sum()
+    options = {"lse_square_scale": 0.1, "label_smoothing": 0.1}
+    wanted = F.cross_entropy(logits, target, weight=classes.double(), label_smoothing=0.1) + z
+    (gradient,) = torch.autograd.grad(wanted, logits)
+    if head:
+        got = LF.liger_fused_linear_cross_entropy(
+            hidden.float(), weight.float(), target, ce_weight=classes, softcap=3.0, **options
+        )
+    else:
+        again = logits.detach().float().requires_grad_()
+        got = LF.liger_cross_entropy(again, target, weight=classes, **options)
+        got.backward()
+        close(again.grad, gradient.float())
+    close(got, wanted.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_losses_have_ligers_dtypes(dtype):
+    """Of logits: theirs, tigon's own stays float32. From hidden states: float32, its z-loss theirs."""
+    x, target = drawn(5, 9).to(dtype), torch.tensor([3, -100, 0, 7, 2])
+    got = LM.LigerCrossEntropyLoss(return_z_loss=True, return_token_accuracy=True, lse_square_scale=0.1)(
+        x, target
+    )
+    assert (got.loss.dtype, got.z_loss.dtype, got.token_accuracy.dtype) == (dtype, dtype, torch.float32)
+    assert LF.liger_cross_entropy(x, target, reduction="none").dtype == dtype
+    assert tigon.cross_entropy(x, target).dtype == torch.float32
+    table = drawn(9, 9).to(dtype)
+    loss, z_loss, *_ = LM.LigerFusedLinearCrossEntropyFunction.apply(x, table, target, return_z_loss=True)
+    assert (loss.dtype, z_loss.dtype) == (torch.float32, dtype)
+
+
 def test_token_scaling_and_functions():
     hidden, weight, target = drawn(9, 16), drawn(29, 16, seed=1), labels(9, 29)
     rows = F.cross_entropy(hidden @ weight.T, target, reduction="none")
@@ -243,6 +316,11 @@ def test_rope(rotary_dim, unsqueeze_dim):
     assert torch.equal(q, kept), "in place"
     with pytest.raises(tigon.Error, match="rotary_dim"):
         LF.liger_rope(q, k, cos, sin, rotary_dim=10)
+    unread = [torch.cat((t, torch.full_like(t, torch.nan)), -1) for t in (angle.cos(), angle.sin())]
+    for options in ({}, {"rotary_dim": rotary_dim}):
+        got = LF.liger_rope(q, k, *unread, unsqueeze_dim=unsqueeze_dim, **options)
+        close(got[0], wanted[0])
+        close(got[1], wanted[1])
 
 
 def test_norm_classes_equal_the_models_own():
@@ -296,6 +374,31 @@ def test_instance_patch_follows_the_switches(facade):
     report = tigon.apply(model, mlp=False, rope=False)
     assert report.count("norm") == 5 and report.count("loss") == 1
     assert report.count("mlp") == report.count("rope") == 0
+
+
+def test_token_accuracy_and_predictions():
+    """From the pass of the loss, by Liger's keywords; no logits then in training, and fields of None else."""
+    stock, model = make(), make()
+    patching._apply_liger_kernel_to_instance(model)
+    patching._apply_liger_kernel_to_instance(model)
+    inputs = batch()
+    inputs["labels"][:, :3] = -100
+    best = stock(**inputs).logits.argmax(-1)
+    shifted = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
+    kept = shifted != -100
+    output = model(**inputs, return_token_accuracy=True, return_predicted_tokens=True)
+    assert type(output) is names.resolve("LigerCausalLMOutputWithPast") and output.logits is None
+    assert torch.equal(output.predicted_tokens, torch.where(kept, best, -1).view(-1))
+    close(output.token_accuracy, (best == shifted)[kept].float().mean())
+    close(output.loss, stock(**inputs).loss)
+    output.loss.backward()
+    plain = model(**inputs)
+    assert plain.token_accuracy is plain.predicted_tokens is None and plain.logits is not None
+    assert model(**inputs, return_token_accuracy=True, skip_logits=False).logits is not None
+    with pytest.raises(ValueError, match="skip_logits is True"):
+        model.eval()(input_ids=inputs["input_ids"], skip_logits=True)
+    tigon.undo(model)
+    assert type(model(**inputs)) is type(stock(**inputs))
 
 
 def test_both_losses_are_refused():

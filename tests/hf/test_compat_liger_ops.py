@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -350,12 +351,120 @@ def test_outputs():
     assert get("LigerMoeCausalLMOutputWithPast")(aux_loss=torch.ones(())).aux_loss == 1
 
 
+def test_jsd_of_no_rows():
+    """Nothing, and no gradient, where every label is ignored."""
+    student = log_probs(0).requires_grad_()
+    loss = get("LigerJSD")()(student, log_probs(1), torch.full((5,), -100))
+    loss.backward()
+    assert loss == 0 and not student.grad.any()
+
+
+def test_ce_tvd_checks_shapes():
+    apply, x = get("LigerFusedCETVDFunction").apply, drawn(4, 8)
+    target = torch.zeros(4, dtype=torch.long)
+    with pytest.raises(ValueError, match="same shape"):
+        apply(x, drawn(4, 16), target)
+    with pytest.raises(ValueError, match="must be 2D"):
+        apply(x[None], x[None], target)
+    with pytest.raises(ValueError, match="target must have shape"):
+        apply(x, x, target[:-1])
+
+
+def test_dispatcher():
+    """One implementation of each op, by Liger's name; callers may add theirs and choose them."""
+    liger.install(replace=True)
+    try:
+        import liger_kernel
+        from liger_kernel.backends import Capability, available_impls, dispatch, register_impl
+        from liger_kernel.backends.dispatch import ImplNotAvailableError, NoImplAvailableError
+        from liger_kernel.backends.registry import get_registered
+
+        x, w = drawn(4, 8), drawn(8, seed=1)
+        wanted = F.rms_norm(x, (8,), w, 1e-6)
+        assert available_impls("rms_norm") == ["nvidia-triton"] and available_impls("nothing") == []
+        for options in ({}, {"impl": "triton"}, {"backend": "nvidia-cutile"}, {"mode": "default"}):
+            close(dispatch("rms_norm", x, w, 1e-6, **options), wanted)
+        assert get_registered("rms_norm", "triton").tolerances[torch.float32]["atol_fwd"] == 1e-5
+        with pytest.raises(ImplNotAvailableError, match="'mine'"):
+            dispatch("rms_norm", x, w, 1e-6, impl="mine")
+        with pytest.raises(NoImplAvailableError, match="nothing"):
+            dispatch("nothing", x)
+        register_impl("nothing", impl_name="mine", capability=Capability(modules=["no_such"]))(lambda x: x)
+        register_impl("nothing", impl_name="other", preference_rank=10)(lambda x: x + 1)
+        assert available_impls("nothing") == ["other"] and torch.equal(dispatch("nothing", x), x + 1)
+        with pytest.raises(ImplNotAvailableError, match="no_such"):
+            dispatch("nothing", x, impl="mine")
+        liger_kernel.set_impl("triton")
+        assert liger_kernel.get_backend() == "nvidia-triton"
+        liger_kernel.set_backend(None)
+    finally:
+        liger.uninstall()
+        backends = importlib.import_module("tigon.compat.liger.backends")
+        for key in [key for key in backends._registry if key[0] == "nothing"]:
+            del backends._registry[key]
+
+
+@pytest.mark.parametrize("labels", [None, LABELS])
+def test_kl_primitive(labels):
+    """Losses of rows and the gradient of their sum, against autograd in double."""
+    logits, target = drawn(5, 9), log_probs(1).exp()
+    x = logits.double().requires_grad_()
+    rows = 0.25 * F.kl_div((x / 2).log_softmax(-1), target.double(), reduction="none").sum(-1)
+    rows = rows if labels is None else torch.where(labels != -100, rows, 0.0)
+    rows.sum().backward()
+    loss, gradient = get("dispatch")("kl_loss_and_grad", logits, target, labels, -100, 2.0, 1e-10, 0.25)
+    close(loss, rows.detach().float())
+    close(gradient, x.grad.float())
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_jsd_primitive(beta):
+    """The sum of the elements is the loss, and the gradient is its gradient."""
+    student, teacher = log_probs(0).requires_grad_(), log_probs(1)
+    wanted = tigon.jsd(student, teacher, LABELS, beta=beta, log_probs=True)
+    wanted.backward()
+    loss, gradient = get("dispatch")("jsd_loss_and_grad", student.detach(), teacher, LABELS, beta, -100, 4.0)
+    close(loss.sum(), wanted.detach())
+    close(gradient, student.grad)
+
+
+def test_norms_take_the_dispatchers_attributes():
+    patching = importlib.import_module("tigon.compat.liger.patching")
+    norms = torch.nn.RMSNorm(16), torch.nn.LayerNorm(16)
+    patching._patch_rms_norm_module(norms[0])
+    patching._patch_layer_norm_module(norms[1])
+    assert all(getattr(norm, name) is None for norm in norms for name in ("impl", "mode", "backend"))
+    module = get("LigerLayerNorm")(16, backend="triton", mode="m")
+    assert (module.impl, module.mode, module.backend) == ("triton", "m", "triton")
+
+
+def test_output_classes():
+    """transformers' own with two fields more, which exist only when they were asked for."""
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3CausalLMOutputWithPast
+
+    made = get("LigerGemma3CausalLMOutputWithPast")
+    assert issubclass(made, Gemma3CausalLMOutputWithPast)
+    output = made(loss=torch.ones(()), predicted_tokens=torch.zeros(1))
+    assert [*output] == ["loss", "predicted_tokens"] and output.token_accuracy is None
+    assert type(pickle.loads(pickle.dumps(output))) is made
+
+
+def test_embedding_and_tiled_functions():
+    table, ids = drawn(5, 3), torch.tensor([[4, 0], [2, 2]])
+    assert torch.equal(get("LigerEmbeddingFunction").apply(table, ids), table[ids])
+    x = drawn(2, 6, 3)
+    assert torch.equal(get("LigerTiledMLPFunction").apply(lambda m, x: x * m, 2, x, 3, None), x * 2)
+
+
 @pytest.mark.parametrize(
     "name, advice",
     [("LigerFusedLinearDPOLoss", "linear_log_prob"), ("liger_fused_linear_grpo", "linear_log_prob"),
      ("LigerFusedLinearJSDLoss", r"tigon\.jsd"), ("liger_fused_linear_kl_div", r"tigon\.kl_div"),
      ("LigerFusedLinearKTOLoss", "linear_log_prob"), ("LigerFusedLinearCosineSimilarityLoss", "cosine"),
-     ("LigerMLP", "GatedMLP"), ("rms_norm_backward", "autograd function"), ("LigerSparsemax", "not there")],
+     ("LigerMLP", "GatedMLP"), ("rms_norm_backward", "autograd function"),
+     ("LigerSparsemax", "plain PyTorch"),
+     ("LigerMegatronRMSNorm", r"tigon\.rms_norm"), ("lce_forward", r"tigon\.apply"),
+     ("MAX_FUSED_SIZE", "public function")],
 )  # fmt: skip
 def test_what_is_missing_says_what_to_use(name, advice):
     with pytest.raises(tigon.Error, match=rf"{name} is not there.*{advice}|{name} is {advice}"):

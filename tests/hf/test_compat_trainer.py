@@ -140,6 +140,31 @@ def test_callback_warns_when_the_head_was_not_used(tmp_path, caplog):
     assert "must be computed by the patched head" in caplog.text
 
 
+def test_losses_without_labels_in_the_model(tmp_path, caplog):
+    """Label smoothing: the warning says why the head was not used."""
+    options = {"label_smoothing_factor": 0.1, "eval_strategy": "no"}
+    _, wanted = run(tmp_path, **options)
+    callback = tigon.TigonTrainerCallback()
+    with caplog.at_level(logging.WARNING, "tigon"):
+        _, got = run(tmp_path, callbacks=[callback], **options)
+    assert got == pytest.approx(wanted, rel=1e-4)
+    assert "label_smoothing_factor" in caplog.text and callback.report.head_calls.lazy == 0
+
+
+def test_compute_loss_func_with_lazy_logits(tmp_path, caplog):
+    def loss(output, labels, num_items_in_batch=None):
+        rows = output["logits"][:, :-1].float().reshape(-1, VOCABULARY)
+        return torch.nn.functional.cross_entropy(rows, labels[:, 1:].reshape(-1))
+
+    options = {"trainer_options": {"compute_loss_func": loss}, "eval_strategy": "no"}
+    _, wanted = run(tmp_path, **options)
+    callback = tigon.TigonTrainerCallback(lazy_logits=True)
+    with caplog.at_level(logging.WARNING, "tigon"):
+        _, got = run(tmp_path, callbacks=[callback], **options)
+    assert got == pytest.approx(wanted, rel=1e-4)
+    assert callback.report.head_calls.fused == 6 and not caplog.text
+
+
 def test_compute_metrics(tmp_path):
     """Evaluation sees real logits, preprocessed and whole."""
     seen = []

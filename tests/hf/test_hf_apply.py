@@ -7,6 +7,7 @@ import gc
 import importlib
 import io
 import pickle
+import types
 
 import pytest
 import torch
@@ -84,6 +85,96 @@ def test_apply_again_adds_what_was_left_out():
     assert rotary_is_stock()
     apply(model)
     assert (report.count("norm"), report.count("mlp"), report.count("loss")) == (5, 2, 1)
+
+
+def as_stock(model, inputs, wanted):
+    got = step(model, inputs)
+    close(got[0], wanted[0])
+    assert got[1].keys() == wanted[1].keys()
+    for name, grad in wanted[1].items():
+        close(got[1][name], grad, ulps=256)
+
+
+def new_head(model):
+    head = nn.Linear(32, 97, bias=False)
+    head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    model.set_output_embeddings(head)
+
+
+def new_norm(model):
+    norm = LlamaRMSNorm(32)
+    norm.weight = nn.Parameter(model.model.norm.weight.detach().clone())
+    model.model.norm = norm
+
+
+def new_mlp(model):
+    mlp = type(model.model.layers[0].mlp)(model.config)
+    mlp.load_state_dict(model.model.layers[0].mlp.state_dict())
+    model.model.layers[0].mlp = mlp
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_bias_tied"])
+@pytest.mark.parametrize("size", [90, 104])
+def test_resized_embeddings_keep_the_fused_head(family, size):
+    """transformers makes a new Linear: the next forward pass patches it, without a second apply."""
+    model, stock = make(family), make(family)
+    inputs = batch()
+    inputs = {name: tensor.clamp(max=size - 1) for name, tensor in inputs.items()}
+    report = apply(model)
+    for one in (model, stock):
+        torch.manual_seed(3)
+        one.resize_token_embeddings(size, mean_resizing=False)
+    as_stock(model, inputs, step(stock, inputs))
+    assert report.head_calls.fused == 1 and report.head_calls.computed == 0
+    assert apply(model) is report and report.count("loss") == 1 and bound(model.lm_head) is not None
+    undo(model)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("change, slot", [(new_head, "loss"), (new_norm, "norm"), (new_mlp, "mlp")])
+def test_replaced_modules_are_bound_by_a_second_apply(change, slot):
+    model = make()
+    inputs = batch()
+    wanted = step(model, inputs)
+    report = apply(model)
+    entries = sorted(report.entries, key=str)
+    change(model)
+    assert apply(model) is report and sorted(report.entries, key=str) == entries
+    for entry in report.replaced:
+        if entry.slot != "rope":
+            assert bound(model.get_submodule(entry.path)).module is model.get_submodule(entry.path)
+    as_stock(model, inputs, wanted)
+    assert report.head_calls.fused == 1
+
+
+def test_a_second_apply_reports_what_is_there():
+    """Modules that went, or became what nobody knows, are not said to be replaced."""
+    model = make()
+    report = apply(model)
+    model.model.norm = Doubled(32)
+    del model.model.layers[1]
+    model.lm_head = nn.Sequential(model.lm_head)
+    apply(model)
+    assert (report.count("norm"), report.count("mlp"), report.count("loss")) == (2, 1, 0)
+    assert {entry.path for entry in report.left} == {"model.norm", "lm_head"}
+    model.lm_head = model.lm_head[0]
+    apply(model, norm=False)
+    assert report.count("loss") == 1 and report.count("norm") == 2
+
+
+def test_rotary_rebound_by_somebody_else_is_replaced_by_a_second_apply():
+    model, other = make(), copy.deepcopy(STOCK_ROTARY)
+    report = apply(model)
+    ours = modeling_llama.apply_rotary_pos_emb
+    again = types.FunctionType(other.__code__, other.__globals__, "again", other.__defaults__)
+    modeling_llama.apply_rotary_pos_emb = again
+    try:
+        apply(model)
+        assert report.count("rope") == 1 and modeling_llama.apply_rotary_pos_emb not in (ours, again)
+        undo(model)
+        assert modeling_llama.apply_rotary_pos_emb is again
+    finally:
+        modeling_llama.apply_rotary_pos_emb = STOCK_ROTARY
 
 
 @pytest.mark.parametrize("slot", ["norm", "mlp", "rope", "loss"])

@@ -189,6 +189,67 @@ def test_a_model_without_a_head():
     assert model(batch()["input_ids"]).last_hidden_state.requires_grad
 
 
+# --- devices, dtypes, transforms -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["model.norm", "model.layers.0.input_layernorm", "lm_head"])
+def test_a_weight_left_on_meta_is_refused(path):
+    """A checkpoint lacked it, or offloading moved it: no result of memory that nobody wrote."""
+    model, inputs = make(), batch()
+    apply(model)
+    module = model.get_submodule(path)
+    module.weight = nn.Parameter(module.weight.to("meta"))
+    with pytest.raises((tigon.Error, RuntimeError), match="meta"):
+        model(**inputs)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "qwen3", "granite"])
+def test_a_model_on_meta(family):
+    """Shapes and dtypes of a training step, without memory."""
+    model = make(family)
+    report = apply(model)
+    model.to("meta")
+    output = model(**{name: tensor.to("meta") for name, tensor in batch().items()})
+    output.loss.backward()
+    assert output.loss.is_meta and output.loss.shape == () and output.logits.shape == (2, 11, 97)
+    assert all(p.grad.is_meta and p.grad.shape == p.shape for p in model.parameters())
+    assert report.head_calls.fused == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma", "phi3", "qwen3"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_model_in_float64_trains(family, when):
+    model = make(family, dtype=torch.float64 if when == "before" else torch.float32)
+    inputs = batch()
+    wanted = step(make(family).double(), inputs)
+    model.load_state_dict(make(family).state_dict())
+    report = apply(model)
+    got = step(model.double(), inputs)
+    assert got[0].dtype == torch.float64 and report.head_calls.fused == 1
+    close(got[0].float(), wanted[0].float())  # stock rounds its logits to float32
+    for name, grad in wanted[1].items():
+        close(got[1][name].float(), grad.float())
+
+
+@pytest.mark.parametrize("what", ["loss", "logits", "both"])
+def test_func_grad_over_functional_call(what):
+    model, inputs = make(), batch()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    labels = {} if what == "logits" else {"labels": inputs["labels"]}
+
+    def function(parameters):
+        output = torch.func.functional_call(model, parameters, (inputs["input_ids"],), labels)
+        loss = 0.0 if what == "loss" else output.logits.float().square().mean()
+        return loss if what == "logits" else loss + output.loss
+
+    wanted = torch.func.grad(function)(parameters)
+    report = apply(model)
+    got = torch.func.grad(function)(parameters)
+    assert report.head_calls.fused == (what != "logits")
+    for name, grad in wanted.items():
+        close(got[name], grad, ulps=256)
+
+
 # --- accelerate ------------------------------------------------------------------------------
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 from tiny import VOCABULARY, batch, close, make, step
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.trainer_pt_utils import nested_concat
 
 import tigon
 from tigon.hf import LazyLogits, apply
@@ -192,17 +198,138 @@ def test_pickle_and_copy_give_tensors(pair):
     close(copy.deepcopy(lazy.detach()), logits.detach())
 
 
-def test_only_lazy_while_training_with_grad(device):
+def test_only_lazy_where_a_loss_may_take_them(device):
+    model = make(device=device)
+    inputs = batch(device)
+    ids, labels = inputs["input_ids"], inputs["labels"]
+    report = apply(model)
+    assert isinstance(model(**inputs).logits, LazyLogits)
+    assert isinstance(model(ids, shift_labels=labels).logits, LazyLogits)
+    assert isinstance(model(ids, *[None] * (positional_labels(model) - 1), labels).logits, LazyLogits)
+    assert report.head_calls.computed == 0
+    for call in (lambda: model(ids), lambda: model(ids, labels=None), lambda: model(ids, None)):
+        assert isinstance(call().logits, torch.Tensor)
+    assert report.head_calls.computed == 3 and "without labels" in report.head_calls.reason
+    assert isinstance(model.lm_head(model.model(ids)[0]), torch.Tensor)
+    assert "outside of its model's forward" in report.head_calls.reason
+    with torch.no_grad():
+        assert isinstance(model(**inputs).logits, torch.Tensor)
+    with torch.inference_mode():
+        assert isinstance(model(**inputs).logits, torch.Tensor)
+    assert isinstance(model.eval()(**inputs).logits, torch.Tensor)
+    assert isinstance(model.train()(**inputs).logits, LazyLogits)
+
+
+def positional_labels(model):
+    return [*inspect.signature(model.forward).parameters].index("labels")
+
+
+def test_lazy_for_callers_that_ask(device):
+    """Without labels too: their loss is computed from the output's logits."""
     model = make(device=device)
     ids = batch(device)["input_ids"]
-    apply(model)
+    report = apply(model, lazy_logits=True)
+    assert isinstance(model(ids).logits, LazyLogits) and apply(model) is report
     assert isinstance(model(ids).logits, LazyLogits)
-    with torch.no_grad():
-        assert isinstance(model(ids).logits, torch.Tensor)
-    with torch.inference_mode():
-        assert isinstance(model(ids).logits, torch.Tensor)
+    assert isinstance(model(ids, skip_logits=False).logits, torch.Tensor)
+    assert isinstance(model.lm_head(torch.zeros(1, 2, 32, device=device)), torch.Tensor)
     assert isinstance(model.eval()(ids).logits, torch.Tensor)
-    assert isinstance(model.train()(ids).logits, LazyLogits)
+    tigon.undo(model)
+    apply(model.train())
+    assert isinstance(model(ids).logits, torch.Tensor)
+
+
+def test_a_forward_that_fails_leaves_nothing_behind(device):
+    model = make(device=device)
+    inputs = batch(device)
+    apply(model)
+    with pytest.raises((IndexError, RuntimeError)):
+        model(inputs["input_ids"] + VOCABULARY, labels=inputs["labels"])
+    assert isinstance(model.lm_head(torch.zeros(1, 2, 32, device=device)), torch.Tensor)
+
+
+def test_a_model_inside_another(device):
+    """The outer model has the labels, the inner one the head."""
+    inputs = batch(device)
+
+    class Outer(PreTrainedModel):
+        def __init__(self, inner):
+            super().__init__(inner.config)
+            self.inner = inner
+
+        def get_output_embeddings(self):
+            return self.inner.lm_head
+
+        def forward(self, input_ids, labels=None):
+            output = self.inner(input_ids)
+            output.loss = self.inner.loss_function(output.logits, labels, VOCABULARY)
+            return output
+
+    model = Outer(make(device=device))
+    wanted = step(model, inputs)
+    report = apply(model)
+    got = step(model, inputs)
+    close(got[0], wanted[0])
+    assert report.head_calls.fused == 1 and report.head_calls.materialised == 0
+    assert isinstance(model.inner(inputs["input_ids"]).logits, torch.Tensor)
+    output = model.eval()(**inputs, skip_logits=True)
+    close(output.loss, wanted[0])
+    assert output.logits is None and report.head_calls.fused == 2
+
+
+NO_TENSOR_SUBSTITUTE = {
+    "assert_close": lambda model, ids: close(model(ids).logits, without_grad(model, ids)),
+    "concatenate": lambda model, ids: accelerate_operations().concatenate([model(ids).logits] * 2),
+    "nested_concat": lambda model, ids: nested_concat(model(ids).logits, model(ids).logits),
+    "vmap": lambda model, ids: torch.vmap(lambda row: row.sum())(model(ids).logits),
+    "make_fx": lambda model, ids: make_fx(
+        lambda ids: model(ids, attention_mask=torch.zeros(2, 1, 11, 11), use_cache=False).logits
+    )(ids)(ids),
+    "checkpoint": lambda model, ids: checkpoint(
+        lambda hook, ids: model(ids).logits, torch.ones((), requires_grad=True), ids, use_reentrant=True
+    ).sum().backward(),
+}  # fmt: skip
+
+
+@torch.no_grad()
+def without_grad(model, ids):
+    return model(ids).logits
+
+
+def accelerate_operations():
+    return pytest.importorskip("accelerate.utils.operations")
+
+
+@pytest.mark.parametrize("name", NO_TENSOR_SUBSTITUTE)
+def test_callers_that_take_tensors_only(name, device):
+    model = make(device=device)
+    apply(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        NO_TENSOR_SUBSTITUTE[name](model, batch(device)["input_ids"])
+    if name == "checkpoint":
+        assert model.lm_head.weight.grad.abs().sum() > 0
+
+
+def test_reentrant_checkpoint_around_a_model_with_labels(device):
+    """The second forward, in the backward pass, must give tensors: loss and logits are differentiated."""
+    model = make(device=device)
+    inputs = batch(device)
+
+    def run():
+        model.zero_grad()
+        anchor = torch.ones((), requires_grad=True, device=device)
+        loss, logits = checkpoint(
+            lambda _, ids, labels: model(ids, labels=labels, return_dict=False)[:2],
+            anchor, inputs["input_ids"], inputs["labels"], use_reentrant=True,
+        )  # fmt: skip
+        (loss + logits.square().mean()).backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    wanted = run()
+    apply(model)
+    for name, grad in run().items():
+        close(grad, wanted[name], ulps=256)
 
 
 def test_attributes_tensors_do_not_have_stay_absent(pair):
@@ -220,7 +347,7 @@ def test_functional_cross_entropy_is_caught(device, reduction):
     options = {"weight": weight, "ignore_index": 4, "reduction": reduction, "label_smoothing": 0.1}
     flat = stock(inputs["input_ids"]).logits.view(-1, VOCABULARY)
     wanted = F.cross_entropy(flat, target, **options)
-    report = apply(stock)
+    report = apply(stock, lazy_logits=True)
     flat = stock(inputs["input_ids"]).logits.view(-1, VOCABULARY)
     close(F.cross_entropy(flat, target, **options), wanted)
     close(torch.nn.CrossEntropyLoss(**options)(flat, target), wanted)
@@ -232,7 +359,7 @@ def test_cross_entropy_with_probabilities_computes(device):
     inputs = batch(device)
     target = torch.rand(22, VOCABULARY, device=device).softmax(-1)
     wanted = F.cross_entropy(stock(inputs["input_ids"]).logits.view(-1, VOCABULARY), target)
-    apply(stock)
+    apply(stock, lazy_logits=True)
     flat = stock(inputs["input_ids"]).logits.view(-1, VOCABULARY)
     close(F.cross_entropy(flat, target), wanted)
 
@@ -257,7 +384,7 @@ def test_chains_before_the_loss(device, change):
         return loss.detach(), stock.lm_head.weight.grad.clone()
 
     wanted = run()
-    report = apply(stock)
+    report = apply(stock, lazy_logits=True)
     for got, want in zip(run(), wanted, strict=True):
         close(got, want, ulps=256)
     assert report.head_calls.fused == (change != "two tanh")

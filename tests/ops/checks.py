@@ -81,7 +81,7 @@ def run(fn, inputs: Inputs, *, grad: bool = True, dtype: torch.dtype | None = No
 
 def bits(x: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor, for comparisons in which NaN equals NaN and -0 differs from 0."""
-    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+    return x.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from native import bits_under
 
 import tigon
+from conftest import poisoned
+from tigon.ops import head
 from tigon.ops.head_memory import default_chunk
 from tigon.ops.linear_cross_entropy import reference
 
@@ -178,16 +180,19 @@ BAD = {
     ),
     "weight rank": ({"weight": (40, 16, 1)}, r"weight must be \[V, H\], got \[40, 16, 1\]"),
     "target size": ({"target": torch.zeros(11, dtype=torch.long)}, r"target must be \[12\], got \[11\]"),
-    "target dtype": ({"target": torch.zeros(12)}, r"target must be int64 \(or int32\), got torch.float32"),
+    "target dtype": (
+        {"target": torch.zeros(12)},
+        r"target must be an int64 or int32 tensor, got torch.float32",
+    ),
     "bias size": ({"bias": torch.zeros(39)}, r"bias must be \[40\], got \[39\]"),
     "bias dtype": (
         {"bias": torch.zeros(40, dtype=torch.long)},
         r"bias must be a float tensor, got torch.int64",
     ),
     "class weight": ({"class_weight": torch.zeros(39)}, r"class_weight must be \[40\], got \[39\]"),
-    "chunk of zero": ({"chunk_rows": 0}, r"chunk_rows must be an int >= 1 \(or None\), got 0"),
+    "chunk of zero": ({"chunk_rows": 0}, r"chunk_rows must be >= 1 \(or None\), got 0"),
     "smoothing": ({"label_smoothing": 1.5}, r"label_smoothing must be in \[0, 1\], got 1.5"),
-    "softcap": ({"softcap": -1.0}, r"softcap must be > 0 \(or None\), got -1.0"),
+    "softcap": ({"softcap": -1.0}, r"softcap must be > 0 and finite \(or None\), got -1.0"),
     "reduction": ({"reduction": "batchmean"}, r"reduction must be one of .*, got 'batchmean'"),
     "denominator": ({"denominator": torch.ones(2)}, r"denominator must have one element, got 2"),
 }
@@ -379,3 +384,18 @@ def test_default_chunk():
     assert cuda(8192, 4096, 128256, dtype=torch.float32) == 4096
     assert default_chunk("cpu", bf16, 0, 64, 100, dweight=True) == 1
     assert default_chunk("cpu", bf16, 3000, 64, 100, dweight=True) == 1024
+
+
+@pytest.mark.parametrize("columns", [1, 7, 8, 13, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_columns_are_appended_and_cut_off(device, dtype, columns):
+    """Zeros past the old columns, nothing past the new ones; the gradient the other way round."""
+    x = torch.randn(3, 5, 17, device=device).to(dtype)[..., 2:15].requires_grad_()
+    with poisoned():
+        y = head._fit_columns(x, columns)
+    missing = columns - 13
+    expected = F.pad(x, (0, missing))
+    torch.testing.assert_close(y, expected, rtol=0, atol=0)
+    dy = torch.randn_like(y)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    torch.testing.assert_close(dx, torch.autograd.grad(expected, x, dy)[0], rtol=0, atol=0)

@@ -151,7 +151,7 @@ def test_compiled(device):
 
 def test_refusals(device):
     hidden, weight, target = head_inputs(device=device)
-    with pytest.raises(tigon.Error, match=r"\[linear_log_prob\] temperature must be > 0, got 0"):
+    with pytest.raises(tigon.Error, match=r"\[linear_log_prob\] temperature must be > 0 and finite, got 0"):
         FN(hidden, weight, target, temperature=0)
     with pytest.raises(tigon.Error, match=r"\[linear_log_prob\] target must be \[12\], got \[11\]"):
         FN(hidden, weight, target[:-1])

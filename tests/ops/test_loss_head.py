@@ -1,4 +1,4 @@
-"""The features of the fused loss head: rows left out, outputs, weights of tokens, LoRA, main_grad, memory."""
+"""The features of the fused loss head: rows left out, outputs, weights of tokens, LoRA, main_grad."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_wrong_count_is_refused_on_the_cpu():
 @pytest.mark.parametrize("value", [-1, 13, 2.0])
 def test_an_impossible_count_is_refused(value, device):
     hidden, weight, target = head_inputs(device=device)
-    with pytest.raises(tigon.Error, match=r"valid_rows must be an int in \[0, 12\]"):
+    with pytest.raises(tigon.Error, match=r"valid_rows must be (an int|in \[0, 12\])"):
         LOSS(hidden, weight, target, valid_rows=value)
 
 
@@ -273,8 +273,8 @@ def test_token_weight_of_an_ignored_row_is_not_looked_at(device):
 
 
 BAD = {
-    "temperature": ({"temperature": 0.0}, r"temperature must be > 0, got 0.0"),
-    "negative temperature": ({"temperature": -1.0}, r"temperature must be > 0, got -1.0"),
+    "temperature": ({"temperature": 0.0}, r"temperature must be > 0 and finite, got 0.0"),
+    "negative temperature": ({"temperature": -1.0}, r"temperature must be > 0 and finite, got -1.0"),
     "outputs": ({"outputs": ("loss", "logits")}, r"outputs must be 'loss' and then some of .*'logits'"),
     "outputs without loss": ({"outputs": ("lse",)}, r"outputs must be 'loss' and then some of"),
     "token weight": ({"token_weight": torch.ones(11)}, r"token_weight must be \[12\], got \[11\]"),
@@ -537,104 +537,3 @@ def test_empty_batches_have_zero_gradients(name, dtype, device):
             for leaf, need in zip(leaves, needs, strict=True):
                 assert (leaf.grad is not None) == need
                 assert not need or (leaf.grad.shape == leaf.shape and not leaf.grad.any())
-
-
-# Memory
-
-
-def test_a_cap_makes_chunks_small(device):
-    hidden, weight, target = head_inputs(2000, 16, 1000, device=device)
-    cap = 1.0 if device == "cpu" else 33.0
-    predicted = tigon.linear_cross_entropy_memory(
-        2000, 16, 1000, torch.float32, device=device, max_workspace_mb=cap
-    )
-    assert predicted.chunk_rows < 300 and predicted.workspace <= cap * 2**20
-    got = run(LOSS, (hidden, weight, target), {"max_workspace_mb": cap})
-    want = run(LOSS, (hidden, weight, target), {"chunk_rows": predicted.chunk_rows})
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-
-
-MEMORY = [{}, {"max_workspace_mb": None}, {"valid_rows": 3000}, {"main_grad": True}, {"reduction": "none"}]
-
-
-def _memory_case(rows, h, v, device, dtype, cap, options):
-    """A step, and what it is said to take."""
-    options = dict(options)
-    if "max_workspace_mb" in options:
-        options["max_workspace_mb"] = cap
-    hidden, weight, target = head_inputs(rows, h, v, dtype=dtype, device=device, masked=0.0)
-    if "valid_rows" in options:
-        options["valid_rows"] = rows * 3 // 8
-        target[options["valid_rows"] :] = -100
-    predicted = tigon.linear_cross_entropy_memory(rows, h, v, dtype, device=device, **options)
-    if options.pop("main_grad", False):
-        weight.main_grad, weight.tigon_main_grad = torch.zeros(v, h, device=device), True
-
-    def step():
-        hidden.grad = weight.grad = None
-        LOSS(hidden, weight, target, **options).sum().backward()
-
-    return step, (hidden, weight), predicted
-
-
-@pytest.mark.parametrize("options", MEMORY, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_predicted_memory_on_the_cpu(options, dtype):
-    from torch.profiler import ProfilerActivity, profile
-
-    step, leaves, predicted = _memory_case(4000, 64, 3000, "cpu", dtype, 8, options)
-    step()
-    for leaf in leaves:
-        leaf.grad = None
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        step()
-    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
-    now = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    # The products are the framework's, and so are their buffers.
-    assert 0.45 * predicted.peak <= peak <= 1.1 * predicted.peak
-
-
-@pytest.mark.parametrize(
-    "sizes, options, message",
-    [
-        ((10, 10, 0), {}, "vocab must be >= 1, got 0"),
-        ((0, 0, 0), {}, "hidden_size must be >= 1, got 0"),
-        ((-1, -1, -1), {}, "rows must be >= 0, got -1"),
-        ((10, 10.0, 10), {}, "hidden_size must be an int, got float"),
-        ((10, 10, 10, torch.int64), {}, "dtype must be one of"),
-        ((10, 10, 10), {"valid_rows": 11}, r"valid_rows must be in \[0, 10\]"),
-        ((10, 10, 10), {"chunk_rows": 0}, "chunk_rows must be >= 1, got 0"),
-        ((10, 10, 10), {"lora_rank": -1}, "lora_rank must be >= 0, got -1"),
-        ((10, 10, 10), {"reduction": "avg"}, "reduction must be one of"),
-        ((10, 10, 10), {"max_workspace_mb": float("inf")}, "max_workspace_mb must be finite"),
-        ((10, 10, 10), {"max_workspace_mb": "aaa"}, "max_workspace_mb must be a number, got str"),
-    ],
-)
-def test_memory_of_sizes_that_no_head_has(sizes, options, message):
-    with pytest.raises(tigon.Error, match=message):
-        tigon.linear_cross_entropy_memory(*sizes, **options)
-
-
-def test_memory_of_no_rows():
-    for dtype in (torch.bfloat16, torch.float64):
-        assert tigon.linear_cross_entropy_memory(0, 10, 10, dtype).results >= 10 * 10 * dtype.itemsize
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", MEMORY, ids=str)
-def test_predicted_memory(options):
-    step, leaves, predicted = _memory_case(8192, 512, 32000, "cuda", torch.bfloat16, 64, options)
-    step()
-    for leaf in leaves:
-        leaf.grad = None
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    peak = torch.cuda.max_memory_allocated() - before
-    # cuBLASLt's 32 MiB are there where one of its kernels asks for them.
-    assert 0.9 * predicted.peak - 2**22 - 2**25 <= peak <= 1.03 * predicted.peak + 2**22

@@ -87,7 +87,7 @@ BAD = {
         r"sin must be \[1, 5, 16\], got \[1, 5, 8\]",
     ),
     "no cos": (lambda q, k, c, s: tigon.rope(q, k), r"cos must be a tensor, got None"),
-    "no sin": (lambda q, k, c, s: tigon.rope(q, k, c), r"sin must be a tensor, got None"),
+    "no sin": (lambda q, k, c, s: tigon.rope(q, k, c), r"sin must be a float tensor, got NoneType"),
     "sin beside complex": (
         lambda q, k, c, s: tigon.rope(q, k, torch.complex(c, s)[..., :8], s, interleaved=True),
         r"sin must be None with complex cos",
@@ -110,7 +110,7 @@ BAD = {
     ),
     "sections": (
         lambda q, k, c, s: tigon.rope(q, k, c, s, mrope_section=(3, 3, 3)),
-        r"mrope_section must be three numbers that add up to 8, got \[3, 3, 3\]",
+        r"mrope_section must be three ints that add up to 8, got \[3, 3, 3\]",
     ),
     "tables of sections": (
         lambda q, k, c, s: tigon.rope(q, k, c, s, mrope_section=(2, 3, 3)),
@@ -118,7 +118,7 @@ BAD = {
     ),
     "position dtype": (
         lambda q, k, c, s: tigon.rope(q, k, c[0], s[0], position_ids=torch.zeros(5, device=q.device)),
-        r"position_ids must be int64 or int32, got torch.float32",
+        r"position_ids must be an int64 or int32 tensor, got torch.float32",
     ),
     "position sizes": (
         lambda q, k, c, s: tigon.rope(q, k, c[0], s[0], position_ids=_ids(q, 4)),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+from checks import same_bits
 from torch import func
 
 import tigon
 from cases import modules
 from cases.case import select
-from checks import same_bits
 
 
 def _cases():
@@ -113,7 +113,9 @@ FORWARD = {
 @pytest.mark.parametrize("how", FORWARD)
 def test_forward_mode_is_refused(module, case, how):
     total, (x, *rest) = _closed(module, case)
-    _refused("forward-mode AD", module, lambda: FORWARD[how](lambda x: total(x, *rest), x, torch.ones_like(x)))
+    _refused(
+        "forward-mode AD", module, lambda: FORWARD[how](lambda x: total(x, *rest), x, torch.ones_like(x))
+    )
 
 
 @every_op

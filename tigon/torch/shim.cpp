@@ -67,6 +67,18 @@ void check_same_device(const char* op, const char* name, const Tensor& t, const 
   TIGON_CHECK(op, same, name, " must be on ", print(like), ", got ", print(t));
 }
 
+void* data_of(const char* op, const char* name, const Tensor& t) {
+  static char empty;
+  if (t.numel() == 0) return &empty;
+  int64_t bytes = 0;
+  check_torch(aoti_torch_get_storage_size(t.get(), &bytes), [] { return "the storage has no size"; });
+  TIGON_CHECK(
+      op, bytes > 0, name,
+      " was freed: its storage is empty (FSDP frees parameters outside of the forward and backward of their "
+      "module, a hook or untyped_storage().resize_(0) does too)");
+  return t.data_ptr();
+}
+
 Matrix rows_of(const char* op, const char* name, Tensor& t) {
   int64_t dims = t.dim();
   TIGON_CHECK(op, dims >= 1, name, " must have at least one dimension, got 0");
@@ -86,11 +98,11 @@ Matrix rows_of(const char* op, const char* name, Tensor& t) {
   };
   int64_t stride = t.numel() == 0 ? t.size(dims - 1) : collapsed_stride();
   if (stride < 0) {
-    t = to_contiguous(t);
+    t = to_contiguous(op, name, t);
     stride = t.size(dims - 1);
   }
   int64_t cols = t.size(dims - 1);
-  return {.data = t.data_ptr(),
+  return {.data = data_of(op, name, t),
           .dtype = dtype_of(op, name, t),
           .rows = cols == 0 ? 0 : t.numel() / cols,
           .cols = cols,
@@ -99,8 +111,8 @@ Matrix rows_of(const char* op, const char* name, Tensor& t) {
 
 Vector vector_of(const char* op, const char* name, Tensor& t) {
   TIGON_CHECK(op, t.dim() == 1, name, " must have one dimension, got ", t.dim());
-  if (t.size(0) > 1 && t.stride(0) != 1) t = to_contiguous(t);
-  return {.data = t.data_ptr(), .dtype = dtype_of(op, name, t), .size = t.size(0)};
+  if (t.size(0) > 1 && t.stride(0) != 1) t = to_contiguous(op, name, t);
+  return {.data = data_of(op, name, t), .dtype = dtype_of(op, name, t), .size = t.size(0)};
 }
 
 Vector vector_of(const char* op, const char* name, OptionalTensor& t) {
@@ -119,7 +131,7 @@ Vector row_of(const char* op, const char* name, Tensor& t, int64_t row) {
 
 Vector scalar_of(const char* op, const char* name, const Tensor& t) {
   TIGON_CHECK(op, t.numel() == 1, name, " must have one element, got ", t.numel());
-  return {.data = t.data_ptr(), .dtype = dtype_of(op, name, t), .size = 1};
+  return {.data = data_of(op, name, t), .dtype = dtype_of(op, name, t), .size = 1};
 }
 
 void fail_torch(const std::string& otherwise) {
@@ -136,7 +148,8 @@ static std::string out_of_memory(const Tensor& like, size_t bytes) {
                         : "DefaultCPUAllocator: can't allocate memory: you tried to allocate " + size;
 }
 
-Tensor to_contiguous(const Tensor& t) {
+Tensor to_contiguous(const char* op, const char* name, const Tensor& t) {
+  (void)data_of(op, name, t);
   StableIValue stack[2] = {torch::stable::detail::from(t),
                            torch::stable::detail::from(torch::headeronly::MemoryFormat::Contiguous)};
   check_torch(torch_call_dispatcher("aten::contiguous", "", stack, TORCH_ABI_VERSION),

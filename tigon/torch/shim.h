@@ -36,6 +36,11 @@ void check_torch(AOTITorchError status, const Otherwise& otherwise) {
 // Throws unless `t` lives where `like` does.
 void check_same_device(const char* op, const char* name, const Tensor& t, const Tensor& like);
 
+// Where the elements of `t` are: never null, so that an empty tensor is not taken for one that is absent. Throws where its
+// storage was freed (resized to 0, as FSDP does between uses).
+void* data_of(const char* op, const char* name, const Tensor& t);
+Tensor to_contiguous(const char* op, const char* name, const Tensor& t);
+
 // [..., C] as rows x C without a copy where the leading dimensions collapse to one stride and the last is dense;
 // otherwise `t` is replaced by a contiguous copy first.
 Matrix rows_of(const char* op, const char* name, Tensor& t);
@@ -47,7 +52,6 @@ Vector row_of(const char* op, const char* name, Tensor& t, int64_t row);
 // One element, any number of dimensions.
 Vector scalar_of(const char* op, const char* name, const Tensor& t);
 
-Tensor to_contiguous(const Tensor& t);
 // Uninitialised result on the device of `like`.
 Tensor empty_strided(const Tensor& like, const int64_t* sizes, const int64_t* strides, int64_t dims,
                      DType dtype);

@@ -109,7 +109,7 @@ def _activates(module) -> bool:
 
 
 def _plan_gate(module):
-    if GATE in module.__dict__:
+    if GATE in module.__dict__ and bound(module, GATE) is None:
         return "its gate is bound to the instance by another patch"
     if not getattr(module, "has_gate", True):
         return _plan_ungated(module)
@@ -135,7 +135,7 @@ def _plan_gate(module):
 def _plan_ungated(module):
     """Experts with one product before the activation: the square of ReLU is two passes."""
     activation = module.act_fn
-    if known_activation(activation) != "relu_squared" or bound(activation) is not None:
+    if known_activation(activation) != "relu_squared":
         return None
     reason = blocked(activation)
     if reason is not None:

@@ -72,6 +72,12 @@ def plain(*tensors) -> bool:
     return all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in tensors)
 
 
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """What autocast computes in on a kind of device; None where it is off, or not known (meta)."""
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else None
+
+
 def foreign(module: nn.Module) -> bool:
     """Whether the instance carries a forward that is neither ours nor its class's own.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -12,16 +13,38 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
 from tigon.error import check
-from tigon.hf.forward import blocked, bound, plain, stock
+from tigon.hf.forward import autocast_dtype, bind, blocked, bound, plain, stock, unbind
 from tigon.hf.head_operands import head_operands, is_linear, is_lora
 from tigon.hf.lazy_logits import LazyLogits, LogitsRequest, LossRequest
 from tigon.hf.ledger import Ledger
 from tigon.hf.report import HeadCalls
+from tigon.hf.sharding import gathered_once, present, refuse_main_grad
 from tigon.ops.labels import count_labels
 from tigon.ops.linear_cross_entropy import linear_cross_entropy
 
 # Hooks of these packages gather weights or move tensors; they do not look at the logits.
 INFRASTRUCTURE = ("torch.distributed", "deepspeed", "accelerate")
+
+
+HEAD = "_tigon_head"  # where a model keeps (the state of its head, its forward's parameters)
+
+NO_LABELS = (
+    "the model was called without labels (as Trainer does with label_smoothing_factor or compute_loss_func); "
+    "apply(lazy_logits=True) owes them to a loss of yours"
+)
+NOT_PRESENT = (
+    "the head's weight must be whole when its logits are read, got it sharded or freed "
+    "(read output.logits before backward())"
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a model's forward under way was told of its logits."""
+
+    skip: bool | None  # skip_logits, its own or that of the model around it
+    labels: bool  # given to it or to the model around it
+    drop: bool  # skip_logits=True was its own: no logits in the output
 
 
 @dataclass
@@ -31,7 +54,9 @@ class HeadSpec:
     calls: HeadCalls
     ledger: Ledger
     compiled: bool = False  # its model's loss_function is ours, so tracing meets no torch function
-    skip: bool | None = None  # what the forward under way was told of its logits (skip_logits)
+    always: bool = False  # logits are owed without labels too
+    once: str | None = None  # why its weight is there during the first call only
+    forwards: dict[nn.Module, Asked] = field(default_factory=dict)  # of models around it, the innermost last
 
     def __deepcopy__(self, memo):
         return self  # PEFT copies heads out of a patched model: they count into the same report
@@ -39,35 +64,59 @@ class HeadSpec:
 
 def head_forward(module: nn.Module, spec: HeadSpec, hidden, request=None):
     """Forward of a patched head: lazy logits while training, logits or a loss on request."""
-    if isinstance(request, LossRequest):
-        return _loss(module, spec, hidden, request)
-    if isinstance(request, LogitsRequest) or not _lazy(module, spec, hidden):
+    if isinstance(request, LossRequest | LogitsRequest):
+        check("lazy_logits", present(module), NOT_PRESENT)
+        loss = isinstance(request, LossRequest)
+        return _loss(module, spec, hidden, request) if loss else stock(module, hidden)
+    asked = next(reversed(spec.forwards.values()), None)
+    skip = None if asked is None else asked.skip
+    if not (module.training and torch.is_grad_enabled() if skip is None else skip):
         return stock(module, hidden)
-    dtype, autocast = hidden.dtype, None
-    if torch.is_autocast_enabled(hidden.device.type):
-        dtype = autocast = torch.get_autocast_dtype(hidden.device.type)
+    reason = _why_computed(module, spec, asked, hidden)
+    if reason is not None:
+        if not torch.compiler.is_compiling():
+            spec.calls.computed += 1
+            spec.calls.reason = reason
+        return stock(module, hidden)
+    autocast = autocast_dtype(hidden.device.type)
     if not torch.compiler.is_compiling():
         spec.calls.lazy += 1
-    return LazyLogits(module, hidden, module.weight.shape[0], dtype, spec.calls, autocast)
+    return LazyLogits(module, hidden, module.weight.shape[0], autocast or hidden.dtype, spec.calls, autocast)
 
 
-def _lazy(module, spec, hidden) -> bool:
-    """Whether logits may be owed; evaluation, generation and observers get real ones."""
-    wanted = module.training and torch.is_grad_enabled() if spec.skip is None else spec.skip
-    if not (wanted and plain(hidden, module.weight)):
-        return False
+def _why_computed(module, spec, asked, hidden) -> str | None:
+    """Why logits are computed at once where they could be owed, or None."""
+    if asked is None:
+        return "the head was called outside of its model's forward"
+    if not (asked.labels or spec.always):
+        return NO_LABELS
+    if not plain(hidden, module.weight):
+        return (
+            f"{type(hidden).__name__} times {type(module.weight).__name__} is not a product of plain tensors"
+        )
+    if spec.once is not None:
+        return spec.once
     if is_lora(module) and head_operands(module) is None:
-        return False
-    if torch.compiler.is_compiling() and not spec.compiled:
-        return False
+        return "the adapter of the head does more than two products"
+    if torch.compiler.is_compiling():
+        if not spec.compiled:
+            return "torch.compile traces a loss function that is not transformers' causal one"
+    elif _in_reentrant_checkpoint():
+        return "a reentrant checkpoint takes tensors only"
     if torch.jit.is_tracing():
-        return False
-    mixed = hidden.dtype != module.weight.dtype
-    if mixed and not torch.is_autocast_enabled(hidden.device.type):
-        return False  # an error in stock, and it shall stay one
-    if module._backward_hooks or module._backward_pre_hooks:
-        return False
-    return not any(map(_foreign, (*module._forward_hooks.values(), *module._forward_pre_hooks.values())))
+        return "torch.jit traces tensors only"
+    if hidden.dtype != module.weight.dtype and autocast_dtype(hidden.device.type) is None:
+        return "hidden states and the head's weight differ in dtype"  # an error in stock, which shall come
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    if module._backward_hooks or module._backward_pre_hooks or any(map(_foreign, hooks)):
+        return "hooks on the head expect one call with logits"
+    return None
+
+
+def _in_reentrant_checkpoint() -> bool:
+    """Whether a backward pass runs a forward again to differentiate the tensors it returns."""
+    running = torch._C._current_graph_task_id() != -1
+    return running and torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 def _foreign(hook) -> bool:
@@ -88,53 +137,93 @@ def _loss(module, spec, hidden, request):
     target = target if target.device.type == "cpu" else target.to(hidden.device)
     spec.ledger.note(hidden, weight)
     device = hidden.device.type
-    if torch.is_autocast_enabled(device):  # the casts are made; autocast must not add its own
-        with torch.autocast(device, enabled=False):
-            return linear_cross_entropy(hidden, weight, target, bias=bias, lora=lora, **request.options)
-    return linear_cross_entropy(hidden, weight, target, bias=bias, lora=lora, **request.options)
+    off = nullcontext() if autocast_dtype(device) is None else torch.autocast(device, enabled=False)
+    with off:  # the casts are made; autocast must not add its own
+        return linear_cross_entropy(hidden, weight, target, bias=bias, lora=lora, **request.options)
+
+
+def attach(owner: nn.Module, spec: HeadSpec) -> None:
+    """Let a model tell its head at every forward what is wanted of the logits."""
+    if HEAD not in owner.__dict__:
+        owner.register_forward_pre_hook(before_forward, with_kwargs=True)
+        owner.register_forward_hook(after_forward, always_call=True)
+    names = tuple(inspect.signature(type(owner).forward).parameters)[1:]
+    owner.__dict__[HEAD] = (spec, names)
+
+
+def detach(owner: nn.Module) -> None:
+    """Take `attach` back."""
+    if owner.__dict__.pop(HEAD, None) is None:
+        return
+    for hooks, flags, ours in (
+        (owner._forward_pre_hooks, owner._forward_pre_hooks_with_kwargs, before_forward),
+        (owner._forward_hooks, owner._forward_hooks_always_called, after_forward),
+    ):
+        for key in [key for key, hook in hooks.items() if hook is ours]:
+            del hooks[key], flags[key]
 
 
 def before_forward(module: nn.Module, args, kwargs):
-    """Forward pre-hook of a patched model: counts the labels, and takes ``skip_logits`` off the keywords.
+    """Forward pre-hook of a patched model: tells the head whether a loss will take its logits.
 
-    Counted while the layers run, the labels' number is known to the host by the time of the loss, without
-    waiting, and rows that do not count are left out. ``skip_logits`` (Liger's word, which TRL passes) decides
-    about logits where training or not would: True owes them to the loss in evaluation too.
+    It will where labels are given (any argument with "labels" in its name), or where apply was told so. The
+    keyword ``skip_logits`` (Liger's word, which TRL passes) is taken off: True owes logits in evaluation too.
+    Labels on the GPU are counted while the layers run: known to the host by the time of the loss, without
+    waiting, so that rows that do not count are left out.
     """
+    spec, names = module.__dict__[HEAD]
     kwargs = dict(kwargs)
     skip = kwargs.pop("skip_logits", None)
-    if skip:
-        names = [*inspect.signature(module.forward).parameters][: len(args)] if len(args) > 1 else []
-        given = {*kwargs, *names}
-        some = given & {"labels", "shift_labels"}
-        check("apply", some, "labels must be given with skip_logits=True, got {}", sorted(given))
-    for spec in _specs(module):
-        spec.skip = skip
-        spec.ledger.open()
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    given = {name: value for name, value in given.items() if value is not None}
+    labels = any("labels" in name for name in given)
+    check("apply", labels or not skip, "labels must be given with skip_logits=True, got {}", sorted(given))
+    head = module.get_output_embeddings()
+    spec.once = gathered_once(head)
+    for linear in _patched(head, spec):
+        refuse_main_grad(module, linear)
+    spec.forwards.pop(module, None)
+    around = next(reversed(spec.forwards.values()), Asked(None, False, False))
+    spec.forwards[module] = Asked(around.skip if skip is None else skip, labels or around.labels, bool(skip))
+    spec.ledger.open()
     if not torch.compiler.is_compiling() and (module.training or skip):
-        shifted = kwargs.get("shift_labels")
-        labels = kwargs.get("labels") if shifted is None else shifted
-        if isinstance(labels, torch.Tensor) and labels.is_cuda and labels.ndim:
-            count_labels(labels, kwargs.get("ignore_index", -100), shift=shifted is None)
+        shifted = given.get("shift_labels")
+        target = given.get("labels") if shifted is None else shifted
+        if isinstance(target, torch.Tensor) and target.is_cuda and target.ndim:
+            count_labels(target, kwargs.get("ignore_index", -100), shift=shifted is None)
     return args, kwargs
 
 
 def after_forward(module: nn.Module, args, output):
     """Forward hook of a patched model: logits that were to be skipped are not in its output."""
     del args
-    skipped = [spec for spec in _specs(module) if spec.skip]
-    for spec in skipped:
-        spec.skip = None
-    if skipped and isinstance(output, ModelOutput):
+    spec, _ = module.__dict__[HEAD]
+    asked = spec.forwards.pop(module, None)
+    if asked is not None and asked.drop and isinstance(output, ModelOutput):
         output = type(output)(**{name: value for name, value in output.items() if name != "logits"})
     return output
 
 
-def _specs(owner: nn.Module) -> list[HeadSpec]:
-    """The state of a model's patched head, wherever PEFT has put it."""
-    head = owner.get_output_embeddings()
-    forwards = [bound(linear) for linear in _behind(head)] if head is not None else ()
-    return [forward.spec for forward in forwards if forward is not None]
+def _patched(head: nn.Module, spec: HeadSpec) -> list[nn.Module]:
+    """The patched Linears of an output head; one put there since (by resizing) is patched now."""
+    linears = [] if head is None else _behind(head)
+    patched = [linear for linear in linears if bound(linear) is not None]
+    if torch.compiler.is_compiling() or len(patched) == len(linears):
+        return patched
+    linears = plan_head(head)
+    if isinstance(linears, str):
+        return patched
+    bind_head(linears, spec)
+    return linears
+
+
+def bind_head(linears: list[nn.Module], spec: HeadSpec) -> None:
+    """Patch the modules of an output head that are not."""
+    for linear in linears:
+        if is_lora(linear):
+            unbind(linear.base_layer)  # patched before there was an adapter around it
+        if bound(linear) is None:
+            bind(head_forward, linear, spec)
 
 
 def _behind(head: nn.Module) -> list[nn.Module]:

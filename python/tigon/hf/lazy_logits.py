@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 
 from tigon.error import Error
+from tigon.hf.forward import plain
+from tigon.hf.sharding import in_a_group, present
 
 logger = logging.getLogger("tigon")
 
 
 class LossRequest:
-    """Handed to the head module by a loss: its forward then returns the loss, not logits.
-
-    The head module itself is called, so that FSDP and ZeRO have its weight gathered.
-    """
+    """Handed to the head by a loss: its forward then returns the loss, not logits."""
 
     def __init__(self, target, dtype=None, columns=None, **options):
         self.target = target
@@ -32,7 +32,7 @@ class LossRequest:
 
 
 class LogitsRequest:
-    """Handed to the head module to get real logits."""
+    """Handed to the head to get real logits."""
 
 
 class LazyLogits:
@@ -264,7 +264,9 @@ class LazyLogits:
         return self._real
 
     def _compute(self):
-        value = self._call_head(LogitsRequest())
+        kind, cast = self.device.type, self._autocast
+        with nullcontext() if cast is None else torch.autocast(kind, dtype=cast):
+            value = self._call_head(LogitsRequest())
         if self._limit is not None:
             value = value[..., : self._limit]
         for link in self._chain:
@@ -272,14 +274,35 @@ class LazyLogits:
         return value
 
     def _call_head(self, request):
-        if self._autocast is None:
-            return self._head(self._hidden, request)
-        with torch.autocast(self.device.type, dtype=self._autocast):
-            return self._head(self._hidden, request)
+        """The head's forward; by a call of the module, whose hooks gather the weight, where it is away.
+
+        Where it is here no hook may run: FSDP2 would open the head's group once more, and free the weights of
+        the other modules in it before their backward.
+        """
+        held = self._replaced()
+        if held is not None:
+            return torch.func.functional_call(self._head, held, (self._hidden, request))
+        if present(self._head):
+            return self._head.forward(self._hidden, request)
+        if in_a_group(self._head):
+            raise Error(
+                "[lazy_logits] logits must be read before backward() frees the head's weight, which FSDP2 "
+                "holds in one group with other modules, got it sharded"
+            )
+        return self._head(self._hidden, request)
+
+    def _replaced(self):
+        """The parameters of the forward pass where others are in their place (functional_call), or None."""
+        now = dict(self._head.named_parameters()) if self._seen else {}
+        others = ((p, now[name]) for name, p, _ in self._seen if now.get(name, p) is not p)
+        # Not what is sharded, or offloaded: that is the same parameter in another form.
+        if any(plain(*pair) and not pair[1].is_meta for pair in others):
+            return {name: p for name, p, _ in self._seen}
+        return None
 
     def _check_fresh(self):
-        now = dict(self._head.named_parameters())  # FSDP may hold others by now
-        if any(now.get(name) is p and p._version != version for name, p, version in self._seen):
+        now = dict(self._head.named_parameters())  # sharded by now: they are in another form
+        if any(p._version != version and plain(now.get(name, p)) for name, p, version in self._seen):
             raise Error(
                 "[lazy_logits] logits must be read before the head's weight changes, got a weight "
                 "changed since the forward pass (read output.logits before optimizer.step())"
@@ -310,7 +333,7 @@ class LazyLogits:
             logit_scale=scale,
             softcap=softcap,
         )
-        return self._head(self._hidden, request)
+        return self._call_head(request)
 
     def __setitem__(self, key, value):
         self.materialise()[key] = value

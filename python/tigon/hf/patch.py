@@ -10,16 +10,9 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from tigon.error import Error
-from tigon.hf.experts import GATE, plan_experts
+from tigon.hf.experts import plan_experts
 from tigon.hf.forward import bind, bound, unbind
-from tigon.hf.head import (
-    HeadSpec,
-    after_forward,
-    before_forward,
-    causal_lm_loss,
-    head_forward,
-    plan_head,
-)
+from tigon.hf.head import HEAD, HeadSpec, attach, bind_head, causal_lm_loss, detach, plan_head
 from tigon.hf.ledger import Ledger
 from tigon.hf.mlp import MlpSpec, mlp_forward, plan_mlp
 from tigon.hf.norms import norm_forward, plan_norm
@@ -61,30 +54,24 @@ def _restore(report, rotary, losses, ledger):
 class _Plan:
     """Everything apply would do; nothing is modified before `commit`."""
 
-    def __init__(self, model: nn.Module, known: set):
+    def __init__(self, model: nn.Module):
         self.model = model
-        self.known = known  # (slot, path) of what an earlier apply replaced
         self.entries: list[Entry] = []
         self.binds: list = []
         self.rotary: dict[Key, str] = {}
-        self.losses: list[str] = []
-        self.heads: list = []
+        self.losses: list[str] = []  # paths of models whose loss function is transformers' causal one
+        self.heads: list = []  # (model, Linears of its head)
 
     def modules(self, slot, plan, function):
         for path, module in self.model.named_modules():
-            if (slot, path) in self.known or bound(module) is not None:
-                continue
             verdict = plan(module)
-            if verdict is None:
-                continue
             if isinstance(verdict, tuple):
                 self.binds.append((function, module, verdict[0], "forward"))
-            self.add(slot, path, type(module).__name__, verdict)
+            if verdict is not None:
+                self.add(slot, path, type(module).__name__, verdict)
 
     def experts(self):
         for path, module in self.model.named_modules():
-            if ("experts", path) in self.known or bound(module, GATE) is not None:
-                continue
             verdict = plan_experts(module)
             if isinstance(verdict, tuple):
                 function, target, name, spec, _ = verdict
@@ -99,63 +86,57 @@ class _Plan:
 
     def rope(self):
         for key, function in sorted(find_rotary(self.model).items(), key=lambda item: item[0]):
-            path = ".".join(key)
-            if ("rope", path) in self.known:
-                continue
             verdict = plan_rotary(key, function)
             if isinstance(verdict, tuple):
                 self.rotary[key] = verdict[0]
-            self.add("rope", path, key[1], verdict)
+            self.add("rope", ".".join(key), key[1], verdict)
 
     def loss(self):
         paths = {id(module): path for path, module in self.model.named_modules()}
-        seen = set()
+        verdicts = {}
         for path, owner in self.model.named_modules():
-            if not isinstance(owner, PreTrainedModel):
-                continue
-            head = owner.get_output_embeddings()
+            head = owner.get_output_embeddings() if isinstance(owner, PreTrainedModel) else None
             if head is None:
                 continue
-            ours = owner.loss_function is ForCausalLMLoss
-            if ours:
+            if owner.loss_function in (ForCausalLMLoss, causal_lm_loss):
                 self.losses.append(path)
-            if id(head) not in seen and id(head) in paths:
-                seen.add(id(head))
-                self.head(paths[id(head)], head, ours)
+            if id(head) not in verdicts and id(head) in paths:
+                linears = verdicts[id(head)] = plan_head(head)
+                left = isinstance(linears, str)
+                verdict = linears if left else ("tigon.linear_cross_entropy, lazy logits",)
+                self.add("loss", paths[id(head)], type(head).__name__, verdict)
+            linears = verdicts.get(id(head))
+            if isinstance(linears, list):
+                self.heads.append((owner, linears))
 
-    def head(self, path, head, compiled):
-        if ("loss", path) in self.known:
-            return
-        linears = plan_head(head)
-        if isinstance(linears, str):
-            verdict = linears
-        else:
-            verdict = ("tigon.linear_cross_entropy, lazy logits",)
-            self.heads += [(linear, compiled) for linear in linears if bound(linear) is None]
-        self.add("loss", path, type(head).__name__, verdict)
-
-    def commit(self, state: State):
+    def commit(self, state: State, lazy_logits: bool):
         for function, module, spec, name in self.binds:
+            if bound(module, name) is not None:
+                continue
             if isinstance(spec, MlpSpec):
                 spec = replace(spec, ledger=state.ledger)
             bind(function, module, spec, name)
         for key, label in self.rotary.items():
             rebind(key, state, label)
             state.rotary[key] = label
-        for linear, compiled in self.heads:
-            bind(head_forward, linear, HeadSpec(state.report.head_calls, state.ledger, compiled))
+        for owner, linears in self.heads:
+            known, _ = owner.__dict__.get(HEAD, (None, None))
+            found = (forward.spec for forward in map(bound, linears) if forward is not None)
+            spec = known or next(found, None) or HeadSpec(state.report.head_calls, state.ledger)
+            spec.compiled |= owner.loss_function in (ForCausalLMLoss, causal_lm_loss)
+            spec.always |= lazy_logits
+            bind_head(linears, spec)
+            attach(owner, spec)
         if state.report.count("loss"):
             for path in self.losses:
                 owner = self.model.get_submodule(path)
                 state.losses.setdefault(path, owner.__dict__.get("_loss_function", ABSENT))
                 owner.__dict__["_loss_function"] = causal_lm_loss
-                if before_forward not in owner._forward_pre_hooks.values():
-                    owner.register_forward_pre_hook(before_forward, with_kwargs=True)
-                    owner.register_forward_hook(after_forward)
 
 
 def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
-          experts: bool = True, qkv: bool = True, strict: bool = False) -> Report:  # fmt: skip
+          experts: bool = True, qkv: bool = True, lazy_logits: bool = False,
+          strict: bool = False) -> Report:  # fmt: skip
     """Replace the norms, MLPs, rotary functions, loss head and experts' gates of a model by Tigon's.
 
     Where q, k and v are slices of one projection they become parts of one split.
@@ -164,11 +145,13 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
         model: a Hugging Face model, or any module built from such parts; PEFT, DDP and
             `torch.compile` wrappers are looked through. Modified in place.
         norm, mlp, rope, loss, experts, qkv: which slots to look at.
+        lazy_logits: owe logits to training forwards without labels too, for a loss that you (or Trainer's
+            ``compute_loss_func``) compute from ``output.logits``. Stays until `undo`.
         strict: raise instead of leaving anything of these slots stock.
 
     Returns:
-        a `Report`: what was replaced, by what, what was left and why. Applying again adds what is
-        new in the model and returns the same report.
+        a `Report`: what was replaced, by what, what was left and why. Applying again replaces what is new in
+        the model, modules put at known places among it, and brings the same report up to date.
 
     Raises:
         tigon.Error: nothing was recognised, or strict and something was left. Nothing is modified.
@@ -180,7 +163,7 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
     root = _root(model)
     state = root.__dict__.get(STATE)
     report = state.report if state else Report(type(root).__name__)
-    plan = _Plan(root, {(entry.slot, entry.path) for entry in report.replaced})
+    plan = _Plan(root)
     if norm:
         plan.modules("norm", plan_norm, norm_forward)
     if mlp:
@@ -195,11 +178,11 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
         plan.loss()
     _check(plan, report, strict)
     slots = {"norm": norm, "mlp": mlp, "experts": experts, "qkv": qkv, "rope": rope, "loss": loss}
-    kept = [entry for entry in report.entries if entry.replaced or not slots[entry.slot]]
+    kept = [entry for entry in report.entries if not slots[entry.slot]]
     report.entries[:] = kept + plan.entries
     if state is None:
         state = root.__dict__[STATE] = State(report)
-    plan.commit(state)
+    plan.commit(state, lazy_logits)
     return report
 
 
@@ -224,15 +207,12 @@ def undo(model: nn.Module) -> None:
     root = _root(model)
     for module in root.modules():
         unbind(module)
+        detach(module)
     state = root.__dict__.pop(STATE, None)
     if state is None:
         return
     for path, previous in state.losses.items():
         owner = root.get_submodule(path)
-        for key in [key for key, hook in owner._forward_pre_hooks.items() if hook is before_forward]:
-            del owner._forward_pre_hooks[key], owner._forward_pre_hooks_with_kwargs[key]
-        for key in [key for key, hook in owner._forward_hooks.items() if hook is after_forward]:
-            del owner._forward_hooks[key]
         if owner.__dict__.get("_loss_function") is not causal_lm_loss:
             continue  # somebody set another one since: not ours to remove
         if previous == ABSENT:

@@ -29,6 +29,8 @@ class HeadCalls:
     lazy: int = 0  # lazy logits handed out
     fused: int = 0  # losses computed without logits
     materialised: int = 0  # logits computed after all
+    computed: int = 0  # training forwards that computed logits at once
+    reason: str | None = None  # why, the last of them
     traced: bool = False  # torch.compile has traced a fused loss; its calls are not counted
 
     def __int__(self):
@@ -64,9 +66,10 @@ class Report:
         """
         calls = self.head_calls
         if self.count("loss") and not calls.fused and not calls.traced:
+            why = f"; logits computed at once: {calls.reason}" if calls.computed else ""
             raise Error(
                 "[apply] loss must be computed by the patched head in a training step, got "
-                f"{calls.lazy} lazy logits, {calls.materialised} materialised, 0 fused losses"
+                f"{calls.lazy} lazy logits, {calls.materialised} materialised, 0 fused losses{why}"
             )
 
     def __str__(self) -> str:

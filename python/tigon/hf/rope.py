@@ -230,10 +230,11 @@ def rebind(key: Key, owner, label: str) -> None:
     """Replace the global for `owner`, or add `owner` to those who share the replacement."""
     namespace = vars(sys.modules[key[0]])
     entry = _rebound.get(key)
-    if entry is None:
-        original = namespace[key[1]]
+    original = namespace[key[1]]
+    if entry is None or original is not entry.replacement:  # new, or rebound by somebody else since
         replacement = make_rotary(original, _recognise(original).structure.options)
-        entry = _rebound[key] = _Rebound(original, replacement, label)
+        owners = {} if entry is None else entry.owners
+        entry = _rebound[key] = _Rebound(original, replacement, label, owners)
         namespace[key[1]] = entry.replacement
     if id(owner) not in entry.owners:
         # A model that is dropped without undo gives its share back too.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tigon.ops.embedding import embedding
+from tigon.ops.embedding import check_padding, embedding
 
 
 class Embedding(nn.Module):
@@ -31,6 +31,8 @@ class Embedding(nn.Module):
         dtype=None,
     ) -> None:
         super().__init__()
+        if padding_idx is not None:
+            check_padding("nn.Embedding", padding_idx, num_embeddings)
         self.num_embeddings, self.embedding_dim, self.scale = num_embeddings, embedding_dim, scale
         self.padding_idx = padding_idx
         self.weight = nn.Parameter(torch.empty(num_embeddings, embedding_dim, device=device, dtype=dtype))

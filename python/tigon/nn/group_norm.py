@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tigon.ops.group_norm import group_norm
+from tigon.ops.columns import check_eps
+from tigon.ops.group_norm import check_groups, group_norm
 
 
 class GroupNorm(nn.Module):
@@ -31,6 +32,8 @@ class GroupNorm(nn.Module):
         dtype=None,
     ) -> None:
         super().__init__()
+        check_groups("nn.GroupNorm", "num_groups", num_groups, num_channels)
+        check_eps("nn.GroupNorm", eps)
         self.num_groups, self.num_channels, self.eps = num_groups, num_channels, eps
         for name, fill in (("weight", 1.0), ("bias", 0.0)):
             value = torch.full((num_channels,), fill, device=device, dtype=dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tigon.ops.columns import check_eps, normalized_size
 from tigon.ops.layer_norm import layer_norm
 
 
@@ -12,7 +13,7 @@ class LayerNorm(nn.Module):
     """:func:`tigon.layer_norm` with learned weight and bias, :class:`torch.nn.LayerNorm` over one dimension.
 
     Args:
-        hidden_size: size C of the last dimension.
+        hidden_size: size C of the last dimension; a sequence of one, as torch has it, will do.
         eps: added to the variance.
         elementwise_affine: ``False`` for neither weight nor bias.
         bias: ``False`` for a weight alone.
@@ -31,6 +32,8 @@ class LayerNorm(nn.Module):
         dtype=None,
     ) -> None:
         super().__init__()
+        hidden_size = normalized_size("nn.LayerNorm", hidden_size)
+        check_eps("nn.LayerNorm", eps)
         self.hidden_size, self.eps = hidden_size, eps
         for name, there, fill in (
             ("weight", elementwise_affine, 1.0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tigon.ops.columns import check_eps, normalized_size
 from tigon.ops.rms_norm import rms_norm
 
 
@@ -12,7 +13,7 @@ class RMSNorm(nn.Module):
     """:func:`tigon.rms_norm` with a learned weight.
 
     Args:
-        hidden_size: size C of the last dimension.
+        hidden_size: size C of the last dimension; a sequence of one, as torch has it, will do.
         eps: added to the mean square.
         offset: added to the weight (Gemma: 1; the weight then starts at 0, else at 1).
         rounding: ``"llama"``, ``"gemma"`` or ``"none"``, see :func:`tigon.rms_norm`.
@@ -33,6 +34,8 @@ class RMSNorm(nn.Module):
         dtype=None,
     ) -> None:
         super().__init__()
+        hidden_size = normalized_size("nn.RMSNorm", hidden_size)
+        check_eps("nn.RMSNorm", eps)
         self.hidden_size, self.eps, self.offset, self.rounding = hidden_size, eps, offset, rounding
         if elementwise_affine:
             self.weight = nn.Parameter(torch.full((hidden_size,), 1.0 - offset, device=device, dtype=dtype))

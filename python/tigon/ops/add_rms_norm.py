@@ -7,6 +7,7 @@ import torch
 from tigon._op import Op, has_kernel, once, raw
 from tigon.error import refuse
 from tigon.ops import rms_norm as norm
+from tigon.ops.arguments import check_float
 from tigon.ops.columns import columns_for
 from tigon.ops.in_place import check_apart, check_written
 
@@ -117,7 +118,8 @@ def add_rms_norm(
     Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
     """
     op = "add_rms_norm"
-    norm.check_options(op, x, weight, eps, rounding)
+    norm.check_options(op, x, weight, eps, offset, rounding)
+    check_float(op, "residual", residual)
     if residual.shape != x.shape:
         refuse(op, "residual must be {}, got {}", x.shape, residual.shape)
     if residual.dtype != x.dtype:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from tigon.error import check, refuse
@@ -27,21 +29,39 @@ def check_indices(op: str, name: str, x: object) -> None:
 def check_numbers(op: str, **values: object) -> None:
     """Each must be a number."""
     for name, value in values.items():
-        if isinstance(value, (float, int, torch.SymFloat, torch.SymInt)):
-            continue
-        one = value.numel() == 1 if isinstance(value, torch.Tensor) else hasattr(value, "__float__")
-        if not one:
+        if type(value) is not float and not _is_number(value):
             refuse(op, name + " must be a number, got {}", kind_of(value))
+
+
+def _is_number(value) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, (float, int, torch.SymFloat, torch.SymInt)) or hasattr(value, "__float__")
+
+
+def check_positive(op: str, name: str, value: object, *, or_none: bool = False) -> None:
+    """A finite number above zero."""
+    if value is None and or_none:
+        return
+    if type(value) is not float and not _is_number(value):
+        refuse(op, name + " must be a number, got {}", kind_of(value))
+    if not 0 < value < math.inf:
+        refuse(op, name + " must be > 0 and finite" + " (or None)" * or_none + ", got {}", value)
 
 
 def check_integers(op: str, **values: object) -> None:
     """Each must be an integer of 64 bits."""
     for name, value in values.items():
-        whole = isinstance(value, (int, torch.SymInt)) or hasattr(value, "__index__")
-        if not whole or isinstance(value, (bool, torch.Tensor)):
+        if type(value) is not int and not _is_integer(value):
             refuse(op, name + " must be an int, got {}", kind_of(value))
         if not -(2**63) <= value < 2**63:
             refuse(op, name + " must have at most 64 bits, got {}", value)
+
+
+def _is_integer(value) -> bool:
+    if isinstance(value, (bool, torch.Tensor)):
+        return False
+    return isinstance(value, (int, torch.SymInt)) or hasattr(value, "__index__")
 
 
 def check_range(op: str, name: str, ids: torch.Tensor, size: int, ignored: int | None = None) -> None:

@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from tigon.error import refuse
+from tigon.ops.arguments import check_float, check_numbers
+
+
+def check_eps(op: str, eps: float) -> None:
+    """eps must be a number, not negative."""
+    if not isinstance(eps, float):
+        check_numbers(op, eps=eps)
+    if not eps >= 0:
+        refuse(op, "eps must be >= 0, got {}", eps)
+
+
+def normalized_size(op: str, size: int | Sequence[int]) -> int:
+    """How many columns a norm is made for; torch's modules take it as a sequence of one too."""
+    if isinstance(size, Sequence) and len(size) == 1:
+        (size,) = size
+    if not isinstance(size, int):
+        refuse(op, "hidden_size must be an int, or a sequence of one, got {!r}", size)
+    return size
 
 
 def check_rows(op: str, x: torch.Tensor, eps: float = 0.0) -> None:
     """x must be float with at least one dimension, eps not negative."""
-    if not x.is_floating_point():
-        refuse(op, "x must be a float tensor, got {}", x.dtype)
+    check_float(op, "x", x)
     if x.dim() == 0:
         refuse(op, "x must have at least one dimension, got 0")
-    if not eps >= 0:
-        refuse(op, "eps must be >= 0, got {}", eps)
+    check_eps(op, eps)
 
 
 def check_column_vector(op: str, name: str, v: torch.Tensor | None, columns: int) -> None:
     """A vector that is there must be float and of that length."""
     if v is None:
         return
-    if not v.is_floating_point():
-        refuse(op, name + " must be a float tensor, got {}", v.dtype)
+    check_float(op, name, v)
     if v.dim() != 1 or v.size(0) != columns:
         refuse(op, name + " must be [{}], got {}", columns, v.shape)
 

@@ -7,7 +7,14 @@ import torch.nn.functional as F
 
 from tigon._op import has_kernel
 from tigon.error import check
-from tigon.ops.arguments import check_range
+from tigon.ops.arguments import (
+    check_float,
+    check_integers,
+    check_numbers,
+    check_positive,
+    check_range,
+    kind_of,
+)
 from tigon.ops.loss_gradient import RowLoss
 
 _OP = "cross_entropy"
@@ -41,7 +48,7 @@ def reference(
     if z_loss:
         rows = rows + torch.where(valid, z_loss * torch.logsumexp(z, -1).square(), 0.0)
     if denominator is not None:
-        return rows.sum() / (denominator.to(rows.device) if torch.is_tensor(denominator) else denominator)
+        return divide(rows.sum(), denominator)
     if reduction == "none":
         return rows.view(target.shape)
     if reduction == "sum":
@@ -50,15 +57,30 @@ def reference(
     return rows.sum() / counted.sum()
 
 
-def split_denominator(op, denominator, device):
-    """A denominator as ``(tensor, number)``, one of them or both ``None``.
+def check_denominator(op, denominator):
+    """A number, or a tensor of one, or none."""
+    if isinstance(denominator, torch.Tensor):
+        check(op, denominator.numel() == 1, "denominator must have one element, got {}", denominator.numel())
+        check(op, not denominator.is_complex(), "denominator must be real, got {}", denominator.dtype)
+    elif denominator is not None:
+        check_numbers(op, denominator=denominator)
+
+
+def divide(total, denominator):
+    """A sum over its denominator, in plain PyTorch operations."""
+    if isinstance(denominator, torch.Tensor):
+        denominator = denominator.detach().to(total.device).reshape(())
+    return total / denominator
+
+
+def split_denominator(denominator, device):
+    """A checked denominator as ``(tensor, number)``, one of them or both ``None``.
 
     A number, or a CPU tensor beside CUDA logits, is read here; a tensor on the device is read by the kernel,
     without a synchronisation.
     """
     if not isinstance(denominator, torch.Tensor):
         return None, None if denominator is None else float(denominator)
-    check(op, denominator.numel() == 1, "denominator must have one element, got {}", denominator.numel())
     denominator = denominator.detach()
     if denominator.device != device and denominator.device.type == "cpu":
         if not torch.compiler.is_compiling():
@@ -69,11 +91,13 @@ def split_denominator(op, denominator, device):
     return denominator, None
 
 
-def check_target(op, target, shape):
+def check_target(op, name, target, shape):
     """Dtype and shape; the labels themselves are read where the kernel runs."""
-    integer = not (target.is_floating_point() or target.is_complex() or target.dtype == torch.bool)
-    check(op, integer, "target must be an integer tensor of class indices, got {}", target.dtype)
-    check(op, target.shape == shape, "target must be {}, got {}", shape, target.shape)
+    integer = isinstance(target, torch.Tensor) and not (
+        target.is_floating_point() or target.is_complex() or target.dtype == torch.bool
+    )
+    check(op, integer, "{} must be an integer tensor, got {}", name, kind_of(target))
+    check(op, target.shape == shape, "{} must be {}, got {}", name, shape, target.shape)
 
 
 _loss = RowLoss(_OP, reduction=5)
@@ -123,27 +147,29 @@ def cross_entropy(
         gradients are zero.
 
         A scalar loss forms its gradient in the forward pass (one read and one write of the logits in all) and
-        keeps nothing but that gradient, so its backward can be called once. ``"none"`` keeps the logits and
-        computes the gradient in backward, as often as called.
+        keeps nothing but that gradient, which its backward hands out; a backward with ``retain_graph`` hands
+        out a copy. ``"none"`` keeps the logits and computes the gradient in backward.
 
     Raises:
         tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a label outside
             ``[0, V)``. On CUDA such a label makes that row's loss and gradient NaN, without synchronisation.
-            A second backward through a scalar loss.
 
     Source: label smoothing: Szegedy et al. 2016, "Rethinking the Inception Architecture"; softcap: Gemma Team
     2024, "Gemma 2"; z-loss: Chowdhery et al. 2022, "PaLM", section 5.
     """
-    check(_OP, logits.is_floating_point(), "logits must be a float tensor, got {}", logits.dtype)
+    check_float(_OP, "logits", logits)
     check(_OP, logits.dim() >= 1, "logits must have at least one dimension, got 0")
     check(_OP, logits.shape[-1] >= 1, "logits must have at least one column, got {}", logits.shape)
-    check_target(_OP, target, logits.shape[:-1])
+    check_target(_OP, "target", target, logits.shape[:-1])
+    check_denominator(_OP, denominator)
+    check_integers(_OP, ignore_index=ignore_index)
+    check_numbers(_OP, label_smoothing=label_smoothing, z_loss=z_loss)
     check(_OP, reduction in _REDUCTIONS, "reduction must be one of {}, got {!r}", (*_REDUCTIONS,), reduction)
     check(_OP, 0.0 <= label_smoothing <= 1.0, "label_smoothing must be in [0, 1], got {}", label_smoothing)
-    check(_OP, softcap is None or softcap > 0, "softcap must be > 0 or None, got {}", softcap)
+    check_positive(_OP, "softcap", softcap, or_none=True)
     need_grad = torch.is_grad_enabled() and logits.requires_grad
     if weight is not None:
-        check(_OP, weight.is_floating_point(), "weight must be a float tensor, got {}", weight.dtype)
+        check_float(_OP, "weight", weight)
         check(
             _OP,
             weight.shape == logits.shape[-1:],
@@ -170,7 +196,7 @@ def cross_entropy(
             logits, target, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing,
             softcap=softcap, z_loss=z_loss, reduction=reduction, denominator=denominator,
         )  # fmt: skip
-    denominator, host_denominator = split_denominator(_OP, denominator, logits.device)
+    denominator, host_denominator = split_denominator(denominator, logits.device)
     if denominator is not None or host_denominator is not None:
         reduction = "sum"
     inputs = (

@@ -6,13 +6,14 @@ import torch
 
 from tigon._op import Op, has_kernel, raw
 from tigon.error import check
+from tigon.ops.arguments import check_float
 from tigon.ops.columns import check_column_vector, check_rows, columns_for
 
 
 def reference(x, alpha, weight=None, bias=None):
     """The same formula in plain PyTorch operations (any float dtype, any device)."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    y = torch.tanh(alpha.to(wide) * x.to(wide))
+    y = torch.tanh(alpha.to(wide).reshape(()) * x.to(wide))
     y = y if weight is None else y * weight.to(wide)
     return (y if bias is None else y + bias.to(wide)).to(x.dtype)
 
@@ -71,8 +72,9 @@ def dyt(
     Source: Zhu et al. 2025, "Transformers without Normalization", eq. 1, arXiv:2503.10622.
     """
     check_rows("dyt", x)
+    check("dyt", x.size(-1) >= 1, "x must have at least one column, got 0")
+    check_float("dyt", "alpha", alpha)
     check("dyt", alpha.numel() == 1, "alpha must have one element, got {}", alpha.numel())
-    check("dyt", alpha.is_floating_point(), "alpha must be a float tensor, got {}", alpha.dtype)
     check_column_vector("dyt", "weight", weight, x.size(-1))
     check_column_vector("dyt", "bias", bias, x.size(-1))
     if not has_kernel("dyt", x, alpha, weight, bias):

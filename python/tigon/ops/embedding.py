@@ -48,6 +48,13 @@ def _backward(ctx, dy):
 _op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward)
 
 
+def check_padding(op, padding_idx, rows) -> None:
+    """padding_idx must be a row of the table, from either end."""
+    check_integers(op, padding_idx=padding_idx)
+    fits = -rows <= padding_idx < rows
+    check(op, fits, "padding_idx must be in [{}, {}), got {}", -rows, rows, padding_idx)
+
+
 def embedding(
     ids: torch.Tensor, weight: torch.Tensor, *, padding_idx: int | None = None, scale: float = 1.0
 ) -> torch.Tensor:
@@ -80,15 +87,7 @@ def embedding(
     check(_OP, weight.dim() == 2, "weight must have two dimensions, got {}", weight.dim())
     rows = weight.shape[0]
     if padding_idx is not None:
-        check_integers(_OP, padding_idx=padding_idx)
-        check(
-            _OP,
-            -rows <= padding_idx < rows,
-            "padding_idx must be in [{}, {}), got {}",
-            -rows,
-            rows,
-            padding_idx,
-        )
+        check_padding(_OP, padding_idx, rows)
         padding_idx %= rows
     if not has_kernel(_OP, weight) or weight.shape[1] == 0:
         check_range(_OP, "ids", ids, rows)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from tigon._op import Op, has_kernel, raw
 from tigon.error import check
 from tigon.ops import rms_norm as norm
+from tigon.ops.arguments import check_float, check_integers
 from tigon.ops.columns import columns_for
 
 _ACTIVATIONS = {"silu": 0, "sigmoid": 1}
@@ -102,7 +103,7 @@ def gated_rms_norm(
         norm_before_gate: the order: ``True`` as Qwen3-Next, ``False`` as Mamba2, Zamba2, Bamba, Nemotron-H.
         group_size: columns normalised together, a divisor of C; ``None``: all.
         activation: ``"silu"`` or ``"sigmoid"`` (Kimi Linear).
-        offset: added to the weight.
+        offset: added to the weight; without a weight it has no effect.
         rounding: ``"llama"`` rounds the normalised value to x's dtype before the weight, and its product with
             the weight before the gate; ``"gemma"`` rounds once, at the end.
 
@@ -117,13 +118,15 @@ def gated_rms_norm(
     Source: Dao & Gu 2024, "Transformers are SSMs", section 7.1; Hugging Face Qwen3-Next.
     """
     op = "gated_rms_norm"
-    norm.check_options(op, x, weight, eps, rounding)
+    norm.check_options(op, x, weight, eps, offset, rounding)
     check(op, rounding != "none", "rounding must be 'llama' or 'gemma', got {!r}", rounding)
-    known = activation in _ACTIVATIONS
+    check_float(op, "gate", gate)
+    known = isinstance(activation, str) and activation in _ACTIVATIONS
     check(op, known, "activation must be one of {}, got {!r}", (*_ACTIVATIONS,), activation)
     check(op, gate.shape == x.shape, "gate must be {}, got {}", x.shape, gate.shape)
     check(op, gate.dtype == x.dtype, "gate must be {}, got {}", x.dtype, gate.dtype)
     if group_size is not None:
+        check_integers(op, group_size=group_size)
         divides = group_size > 0 and x.shape[-1] % group_size == 0
         check(op, divides, "group_size must divide {}, got {}", x.shape[-1], group_size)
     if not has_kernel(op, x, gate, weight):

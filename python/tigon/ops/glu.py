@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from tigon._op import Op, has_kernel, raw
 from tigon.error import check, refuse
+from tigon.ops.arguments import check_float, check_numbers
 
 _KINDS = {"swiglu": 0, "geglu": 1, "geglu_tanh": 2, "reglu": 3, "swiglu_oai": 4}
 _ALPHA, _LIMIT = 1.702, 7.0
@@ -68,14 +69,14 @@ _op = Op("glu", fake=_fake, setup_context=_setup_context, backward=_backward)
 def _glu(op, kind, gate, up, gate_multiplier=1.0, down_multiplier=1.0, alpha=_ALPHA, limit=_LIMIT):
     """Check, choose between kernel and reference, run. `op` is the public name."""
     name = "gate_up" if kind == "swiglu_oai" else "gate"
-    if not gate.is_floating_point():
-        refuse(op, name + " must be a float tensor, got {}", gate.dtype)
+    check_float(op, name, gate)
     if up is None:
         if gate.dim() == 0:
             refuse(op, name + " must have at least one dimension, got 0")
         if gate.size(-1) % 2 != 0:
             refuse(op, name + " must have an even number of columns, got {}", gate.shape[-1])
     else:
+        check_float(op, "up", up)
         if up.dtype != gate.dtype:
             refuse(op, "up must be {}, got {}", gate.dtype, up.dtype)
         if up.shape != gate.shape:
@@ -128,6 +129,8 @@ def swiglu(
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", section 2.
     """
+    if not (isinstance(gate_multiplier, float) and isinstance(down_multiplier, float)):
+        check_numbers("swiglu", gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
     return _glu("swiglu", "swiglu", gate, up, gate_multiplier, down_multiplier)
 
 
@@ -170,5 +173,6 @@ def swiglu_oai(gate_up: torch.Tensor, *, alpha: float = _ALPHA, limit: float = _
 
     Source: gpt-oss, ``swiglu`` of its reference implementation.
     """
+    check_numbers("swiglu_oai", alpha=alpha, limit=limit)
     check("swiglu_oai", limit > 0, "limit must be > 0, got {}", limit)
     return _glu("swiglu_oai", "swiglu_oai", gate_up, None, alpha=alpha, limit=limit)

@@ -9,14 +9,20 @@ import torch.nn.functional as F
 
 from tigon._op import Op, has_kernel, raw
 from tigon.error import check
+from tigon.ops.arguments import check_integers
 from tigon.ops.columns import check_column_vector, check_rows, columns_for
 
 
 def reference(x, groups, weight=None, bias=None, eps=1e-5):
     """The same formula in plain PyTorch operations (any float dtype, any device)."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    weight, bias = (None if v is None else v.to(wide) for v in (weight, bias))
-    return F.group_norm(x.to(wide), groups, weight, bias, eps).to(x.dtype)
+    y = x.to(wide)
+    if x.numel() != 0:
+        y = F.group_norm(y, groups, None, None, eps)
+    # By hand: F.group_norm gives no gradient to a bias alone, and NaN to the weight of no elements.
+    weight, bias = (None if v is None else v.to(wide).view(-1, *(1,) * (x.dim() - 2)) for v in (weight, bias))
+    y = y if weight is None else y * weight
+    return (y if bias is None else y + bias).to(x.dtype)
 
 
 def _fake(x, weight, bias, channels, groups, eps):
@@ -49,6 +55,13 @@ def _backward(ctx, dy, _=None):
 _op = Op("group_norm", fake=_fake, setup_context=_setup_context, backward=_backward, results=1)
 
 
+def check_groups(op, name, groups, channels) -> None:
+    """The number of groups must divide that of the channels."""
+    check_integers(op, **{name: groups})
+    divides = groups > 0 and channels > 0 and channels % groups == 0
+    check(op, divides, "{} must divide {}, got {}", name, channels, groups)
+
+
 def group_norm(
     x: torch.Tensor,
     groups: int,
@@ -60,7 +73,8 @@ def group_norm(
 
     Args:
         x: ``[N, C, ...]`` float32, bfloat16 or float16; samples may lie apart in memory, any other layout is
-            copied once. float64 runs the eager reference.
+            copied once. float64 runs the eager reference, whose gradients depend on the
+            number of threads.
         groups: a divisor of C.
         weight, bias: ``[C]`` or ``None``; x's dtype or float32 (else, or if they differ, taken as float32).
         eps: added to the variance, >= 0.
@@ -79,8 +93,7 @@ def group_norm(
     check_rows(op, x, eps)
     check(op, x.dim() >= 2, "x must have at least two dimensions, got {}", x.dim())
     samples, channels = x.shape[:2]
-    divides = groups > 0 and channels > 0 and channels % groups == 0
-    check(op, divides, "groups must divide {}, got {}", channels, groups)
+    check_groups(op, "groups", groups, channels)
     check_column_vector(op, "weight", weight, channels)
     check_column_vector(op, "bias", bias, channels)
     if not has_kernel(op, x, weight, bias) or x.numel() == 0:

@@ -7,8 +7,17 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from tigon._op import Op
 from tigon.error import check
-from tigon.ops.labels import known_rows
+from tigon.ops.arguments import (
+    check_float,
+    check_indices,
+    check_integers,
+    check_numbers,
+    check_positive,
+    check_range,
+)
+from tigon.ops.labels import check_count, known_rows
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 # Bits of `needs`, as in linear_cross_entropy_torch.cpp.
@@ -48,11 +57,13 @@ class Head(NamedTuple):
     needs: int
 
 
-def check_head(op, hidden, weight, target, bias, shift, softcap, temperature, chunk_rows):
+def check_head(
+    op, hidden, weight, target, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows
+):
     """What every function on a head asks of its operands."""
     for name, t in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if t is not None:
-            check(op, t.is_floating_point(), "{} must be a float tensor, got {}", name, t.dtype)
+        if t is not None or name != "bias":
+            check_float(op, name, t)
     check(op, hidden.dim() >= 1, "hidden must have at least one dimension, got 0")
     check(op, weight.dim() == 2, "weight must be [V, H], got {}", weight.shape)
     fits = weight.shape[1] == hidden.shape[-1]
@@ -64,9 +75,9 @@ def check_head(op, hidden, weight, target, bias, shift, softcap, temperature, ch
         hidden.shape,
         weight.shape,
     )
+    check(op, weight.is_meta == hidden.is_meta, "weight must be on {}, got {}", hidden.device, weight.device)
     check(op, weight.shape[0] > 0 and weight.shape[1] > 0, "weight must not be empty, got {}", weight.shape)
-    integers = (torch.int64, torch.int32)
-    check(op, target.dtype in integers, "target must be int64 (or int32), got {}", target.dtype)
+    check_indices(op, "target", target)
     check(op, target.shape == hidden.shape[:-1], "target must be {}, got {}", hidden.shape[:-1], target.shape)
     if bias is not None:
         fits = bias.dim() == 1 and bias.shape[0] == weight.shape[0]
@@ -74,10 +85,13 @@ def check_head(op, hidden, weight, target, bias, shift, softcap, temperature, ch
     check(
         op, not shift or target.dim() >= 1, "target must have a sequence dimension with shift=True, got none"
     )
-    check(op, softcap is None or softcap > 0, "softcap must be > 0 (or None), got {}", softcap)
-    check(op, temperature > 0, "temperature must be > 0, got {}", temperature)
-    whole = chunk_rows is None or (isinstance(chunk_rows, int) and chunk_rows >= 1)
-    check(op, whole, "chunk_rows must be an int >= 1 (or None), got {!r}", chunk_rows)
+    check_integers(op, ignore_index=ignore_index)
+    check_positive(op, "softcap", softcap, or_none=True)
+    check_numbers(op, logit_scale=logit_scale)
+    check_positive(op, "temperature", temperature)
+    if chunk_rows is not None:
+        check_integers(op, chunk_rows=chunk_rows)
+        check(op, chunk_rows >= 1, "chunk_rows must be >= 1 (or None), got {}", chunk_rows)
 
 
 def autocast(hidden):
@@ -90,18 +104,31 @@ def autocast(hidden):
     return hidden
 
 
+def _setup_columns(ctx, inputs, output):
+    ctx.columns = inputs[0].shape[-1]
+
+
+_fit_columns = Op(
+    "linear_cross_entropy_columns",
+    fake=lambda x, columns: x.new_empty(*x.shape[:-1], columns),
+    setup_context=_setup_columns,
+    backward=lambda ctx, dy: (_fit_columns(dy, ctx.columns), None),
+)
+
+
 def whole_vectors(hidden, weight, lora=None):
     """Operands with zero columns appended where CUDA's products need whole 16-byte vectors of a row.
 
     A 16-bit product whose inner dimension or row stride is no multiple of eight runs at a quarter to an
-    eighth of the speed. The appended columns change no logit, and autograd cuts their gradients off.
+    eighth of the speed. The appended columns change no logit, and their gradients are cut off.
     """
-    missing = -hidden.shape[-1] % 8
-    if not (missing and hidden.is_cuda and hidden.element_size() == 2):
+    columns = hidden.shape[-1]
+    if columns % 8 == 0 or not hidden.is_cuda or hidden.element_size() != 2:
         return hidden, weight, lora
+    columns += -columns % 8
     if lora is not None:
-        lora = (F.pad(lora[0], (0, missing)), *lora[1:])
-    return F.pad(hidden, (0, missing)), F.pad(weight, (0, missing)), lora
+        lora = (_fit_columns(lora[0], columns), *lora[1:])
+    return _fit_columns(hidden, columns), _fit_columns(weight, columns), lora
 
 
 def prepare(op, hidden, weight, target, bias, ignore_index, shift, valid_rows) -> Head:
@@ -122,3 +149,35 @@ def prepare(op, hidden, weight, target, bias, ignore_index, shift, valid_rows) -
         needs = HIDDEN * hidden.requires_grad + WEIGHT * weight.requires_grad
         needs += BIAS * (bias is not None and bias.requires_grad)
     return Head(hidden, weight, bias, target.reshape(-1), valid, needs)
+
+
+class _ToMainGrad(torch.autograd.Function):
+    """weight, whose gradient is added to its main_grad and goes no further."""
+
+    @staticmethod
+    def forward(ctx, weight, main_grad):
+        ctx.main_grad = main_grad
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, dweight):
+        ctx.main_grad.add_(dweight.detach())
+        return None, None
+
+
+def check_plain(op, weight, target, ignore_index, shift, valid_rows) -> None:
+    """What the native calls check of labels, for the references."""
+    if shift:
+        target = shifted(target, ignore_index)
+    check_range(op, "target", target, weight.shape[0], ignore_index)
+    valid = known_rows(op, target, ignore_index, False, valid_rows, target.device)
+    if target.device.type == "cpu" and valid >= 0 and not torch.compiler.is_compiling():
+        check_count(op, target, ignore_index, valid)
+
+
+def plain_weight(op, weight):
+    """weight for the references; one with a main_grad gives its gradient there."""
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return weight
+    main_grad = main_grad_of(op, weight)
+    return weight if main_grad is None else _ToMainGrad.apply(weight, main_grad)

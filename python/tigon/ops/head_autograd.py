@@ -130,8 +130,8 @@ def _by_place(gradients, needs, dtypes):
     return dhidden, dweight, None, dbias, None, None, dlora_a, dlora_b, *((None,) * (_INPUTS - 8))
 
 
-# For the transforms of torch.func: the backward computes the logits again, whatever the reduction. What needs a gradient is known
-# there alone: inside vmap a tensor does not tell.
+# For the transforms of torch.func: the backward computes the logits again, whatever the reduction. What needs
+# a gradient is known there alone: inside vmap a tensor does not tell.
 
 
 def _setup_transformed(ctx, inputs, output):

@@ -54,10 +54,12 @@ def reference(
 
 def plain_logits(hidden, weight, bias, softcap, logit_scale, temperature, lora=None):
     """``z`` in plain PyTorch, float32 or wider."""
-    logits = F.linear(hidden, weight, bias)
+    logits = F.linear(hidden, weight.to(hidden.dtype))
     if lora is not None:
-        logits = logits + lora[2] * F.linear(F.linear(hidden, lora[0]), lora[1])
-    z = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
+        a, b = (t.to(hidden.dtype) for t in lora[:2])
+        logits = logits + lora[2] * F.linear(F.linear(hidden, a), b)
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    z = (z if bias is None else z + bias) * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
     return z / temperature
@@ -68,14 +70,14 @@ def _weighted(z, target, token_weight, reduction, denominator, options):
     counts = target != options["ignore_index"]
     rows = torch.where(counts, rows * token_weight.detach(), 0.0)
     if denominator is not None:
-        return rows.sum() / denominator
+        return _cross_entropy.divide(rows.sum(), denominator)
     if reduction == "none":
         return rows
     if reduction == "sum":
         return rows.sum()
     weight = options["weight"]
     if weight is not None:
-        counts = torch.where(counts, weight[torch.where(counts, target, 0)], 0.0)
+        counts = torch.where(counts, weight[torch.where(counts, target, 0)].to(z.dtype), 0.0)
     return rows.sum() / counts.sum()
 
 

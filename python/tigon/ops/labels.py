@@ -6,6 +6,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tigon.error import check
+from tigon.ops.arguments import check_integers, kind_of
 
 # target -> {(ignore_index, shift): (version of target, event, pinned count)}
 _counts: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -33,9 +34,9 @@ def count_labels(target: torch.Tensor, ignore_index: int = -100, *, shift: bool 
     """
     check(
         "count_labels",
-        not target.is_floating_point(),
+        isinstance(target, torch.Tensor) and not target.is_floating_point(),
         "target must be an integer tensor, got {}",
-        target.dtype,
+        kind_of(target),
     )
     check(
         "count_labels",
@@ -73,6 +74,14 @@ def counted(target, ignore_index, shift):
     return int(pinned)
 
 
+def check_count(op, target, ignore_index, valid_rows) -> int:
+    """How many labels on the CPU count; `valid_rows` must be that number, or -1."""
+    count = int(_count(target, ignore_index, False))
+    told = valid_rows in (-1, count)
+    check(op, told, "valid_rows must be the number of labels that count, {}, got {}", count, valid_rows)
+    return count
+
+
 def known_rows(op, target, ignore_index, shift, valid_rows, device):
     """`valid_rows` for the native call: the caller's, else what :func:`count_labels` has found, else -1."""
     if valid_rows is None:
@@ -80,6 +89,7 @@ def known_rows(op, target, ignore_index, shift, valid_rows, device):
             return counted(target, ignore_index, shift)
         here = device.type == "cpu" or torch.compiler.is_compiling()  # on the CPU the native call counts
         return -1 if here else int(_count(target, ignore_index, shift))
-    whole = isinstance(valid_rows, int) and 0 <= valid_rows <= target.numel()
-    check(op, whole, "valid_rows must be an int in [0, {}] (or None), got {!r}", target.numel(), valid_rows)
+    check_integers(op, valid_rows=valid_rows)
+    fits = 0 <= valid_rows <= target.numel()
+    check(op, fits, "valid_rows must be in [0, {}] (or None), got {}", target.numel(), valid_rows)
     return valid_rows

@@ -58,7 +58,8 @@ def layer_norm(
 
     Args:
         x: ``[..., C]`` float32, bfloat16 or float16, any leading strides (rows dense, or copied once).
-            float64 runs the eager reference.
+            float64 runs the eager reference, whose gradients depend on the
+            number of threads.
         weight: ``[C]`` or ``None``; x's dtype or float32 (any other float dtype is converted).
         bias: ``[C]`` or ``None``; likewise. Of different dtypes, both are taken as float32.
         eps: added to the variance, >= 0.

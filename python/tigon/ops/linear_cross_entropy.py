@@ -5,6 +5,7 @@ Contract: ``tigon/ops/linear_cross_entropy/linear_cross_entropy.h``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
+from tigon.ops.arguments import check_float, check_numbers, kind_of
 from tigon.ops.head import (
     LORA_A,
     LORA_B,
@@ -19,22 +21,27 @@ from tigon.ops.head import (
     WEIGHT,
     autocast,
     check_head,
+    check_plain,
     main_grad_of,
+    plain_weight,
     prepare,
     whole_vectors,
 )
 from tigon.ops.head_autograd import NUMBERS, PREDICTED, run
-from tigon.ops.head_memory import chunk_that_fits
+from tigon.ops.head_memory import check_cap, chunk_that_fits
 from tigon.ops.head_reference import reference, result_type
 
 _OP = "linear_cross_entropy"
 OUTPUTS = ("loss", *NUMBERS, "predicted", "correct")
 
 
-def _check(hidden, weight, target, class_weight, token_weight, label_smoothing, reduction, outputs, lora):
+def _check(
+    hidden, weight, target, class_weight, token_weight, label_smoothing, z_loss, reduction, outputs, lora,
+    max_workspace_mb, keep_mb,
+):  # fmt: skip
     for name, t in (("class_weight", class_weight), ("token_weight", token_weight)):
         if t is not None:
-            check(_OP, t.is_floating_point(), "{} must be a float tensor, got {}", name, t.dtype)
+            check_float(_OP, name, t)
     if class_weight is not None:
         fits = class_weight.dim() == 1 and class_weight.shape[0] == weight.shape[0]
         check(_OP, fits, "class_weight must be {}, got {}", weight.shape[:1], class_weight.shape)
@@ -42,6 +49,9 @@ def _check(hidden, weight, target, class_weight, token_weight, label_smoothing, 
         fits = token_weight.shape == target.shape
         check(_OP, fits, "token_weight must be {}, got {}", target.shape, token_weight.shape)
     check(_OP, reduction in REDUCTIONS, "reduction must be one of {}, got {!r}", (*REDUCTIONS,), reduction)
+    check_numbers(_OP, label_smoothing=label_smoothing, z_loss=z_loss, keep_mb=keep_mb)
+    check(_OP, keep_mb >= 0, "keep_mb must be >= 0, got {}", keep_mb)
+    check_cap(_OP, max_workspace_mb)
     check(_OP, 0.0 <= label_smoothing <= 1.0, "label_smoothing must be in [0, 1], got {}", label_smoothing)
     if outputs is not None:
         fits = outputs[:1] == ("loss",) and len(set(outputs)) == len(outputs) and set(outputs) <= set(OUTPUTS)
@@ -49,7 +59,13 @@ def _check(hidden, weight, target, class_weight, token_weight, label_smoothing, 
             _OP, fits, "outputs must be 'loss' and then some of {} (or None), got {!r}", OUTPUTS[1:], outputs
         )
     if lora is not None:
-        a, b = lora[:2]
+        three = isinstance(lora, Sequence) and len(lora) == 3
+        given = len(lora) if isinstance(lora, Sequence) else kind_of(lora)
+        check(_OP, three, "lora must be (A, B, scale), got {}", given)
+        a, b, scale = lora
+        check_float(_OP, "lora A", a)
+        check_float(_OP, "lora B", b)
+        check_numbers(_OP, **{"lora scale": scale})
         fits = (
             a.dim() == b.dim() == 2
             and a.shape[1] == hidden.shape[-1]
@@ -98,7 +114,8 @@ def linear_cross_entropy(
     gradient summed in float32 over the chunks.
 
     Args:
-        hidden: ``[..., H]`` float32, bfloat16 or float16, any strides. float64 runs the eager reference.
+        hidden: ``[..., H]`` float32, bfloat16 or float16, any strides. float64 runs the eager reference,
+            which forms the logits.
         weight: ``[V, H]``; another float dtype than hidden's is converted to hidden's (its gradient keeps its
             dtype). Under autocast both are converted to the autocast dtype. With an attribute
             ``tigon_main_grad = True`` its gradient is added to its attribute ``main_grad`` (float32, its
@@ -106,7 +123,8 @@ def linear_cross_entropy(
             more matrix product, no float32 gradient besides.
         target: ``[...]`` int64 class indices, or ``ignore_index``. Labels on the CPU beside CUDA operands are
             counted here and copied.
-        bias: ``[V]`` or ``None``, added in float32.
+        bias: ``[V]`` or ``None``, added in float32. Its gradient is summed in float32, of the logits'
+            gradients in hidden's dtype: in bfloat16 good to about three digits.
         class_weight: ``[V]`` or ``None``, weight of each class, as in
             :func:`torch.nn.functional.cross_entropy`.
         label_smoothing: in [0, 1].
@@ -135,11 +153,13 @@ def linear_cross_entropy(
         max_workspace_mb: upper bound of the memory besides inputs, results and gradients, in MiB; chunks
             shrink to fit it.
         keep_mb: with ``"none"``, keep the gradients of the logits from forward to backward if they take no
-            more than this many MiB (rows that count times V): three matrix products instead of four.
+            more than this many MiB (rows that count times V): three matrix products instead of four. Under
+            ``torch.compile`` they are computed again.
 
     Returns:
         float32 scalar, or ``[...]`` for ``"none"``; with ``outputs`` a named tuple. The loss is
-        differentiable in hidden, weight, bias, A and B, each only where needed; bitwise deterministic. With
+        differentiable in hidden, weight, bias, A and B, each only where needed; bitwise deterministic (on the
+        CPU, where PyTorch makes the products, for a number of threads). With
         every row ignored: NaN for ``"mean"`` as in PyTorch, 0 otherwise; gradients are zero.
 
     Raises:
@@ -150,17 +170,26 @@ def linear_cross_entropy(
     Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models" (arXiv:2411.09009) for
     the problem; z-loss: Chowdhery et al. 2022, "PaLM", section 5; LoRA: Hu et al. 2021 (arXiv:2106.09685).
     """
-    check_head(_OP, hidden, weight, target, bias, shift, softcap, temperature, chunk_rows)
+    check_head(
+        _OP, hidden, weight, target, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows
+    )
     if outputs is not None:
+        named = isinstance(outputs, Sequence) and not isinstance(outputs, str)
+        check(_OP, named, "outputs must be a tuple of names (or None), got {!r}", outputs)
         outputs = tuple(outputs)
-    _check(hidden, weight, target, class_weight, token_weight, label_smoothing, reduction, outputs, lora)
+    _check(
+        hidden, weight, target, class_weight, token_weight, label_smoothing, z_loss, reduction, outputs, lora,
+        max_workspace_mb, keep_mb,
+    )  # fmt: skip
+    _cross_entropy.check_denominator(_OP, denominator)
     hidden = autocast(hidden)
     if not has_kernel(_OP, hidden):
+        check_plain(_OP, weight, target, ignore_index, shift, valid_rows)
         return reference(
-            hidden, weight, target, bias=bias, ignore_index=ignore_index, class_weight=class_weight,
-            label_smoothing=label_smoothing, softcap=softcap, logit_scale=logit_scale,
-            temperature=temperature, z_loss=z_loss, token_weight=token_weight, reduction=reduction,
-            denominator=denominator, shift=shift, outputs=outputs, lora=lora,
+            hidden, plain_weight(_OP, weight), target, bias=bias, ignore_index=ignore_index,
+            class_weight=class_weight, label_smoothing=label_smoothing, softcap=softcap,
+            logit_scale=logit_scale, temperature=temperature, z_loss=z_loss, token_weight=token_weight,
+            reduction=reduction, denominator=denominator, shift=shift, outputs=outputs, lora=lora,
         )  # fmt: skip
     main_grad = main_grad_of(_OP, weight) if torch.is_grad_enabled() and weight.requires_grad else None
     if main_grad is None:  # main_grad has weight's own columns
@@ -171,7 +200,7 @@ def linear_cross_entropy(
         class_weight = class_weight.detach().float()
     if token_weight is not None:
         token_weight = token_weight.detach().float().reshape(-1)
-    denominator, host_denominator = _cross_entropy.split_denominator(_OP, denominator, hidden.device)
+    denominator, host_denominator = _cross_entropy.split_denominator(denominator, hidden.device)
     if host_denominator is not None or denominator is not None:
         reduction = "sum"
     if max_workspace_mb is not None:

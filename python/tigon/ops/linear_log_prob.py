@@ -8,7 +8,18 @@ from __future__ import annotations
 import torch
 
 from tigon._op import Op, has_kernel
-from tigon.ops.head import BIAS, HIDDEN, MAY_ROUND, WEIGHT, autocast, check_head, prepare, whole_vectors
+from tigon.ops.head import (
+    BIAS,
+    HIDDEN,
+    MAY_ROUND,
+    WEIGHT,
+    autocast,
+    check_head,
+    check_plain,
+    prepare,
+    shifted,
+    whole_vectors,
+)
 from tigon.ops.head_autograd import rows_backward
 from tigon.ops.head_reference import plain_logits
 
@@ -71,9 +82,10 @@ def _backward(ctx, dlog_prob, dentropy):
     needs = sum(bit for bit, place in zip(bits, (0, 1, 3), strict=True) if ctx.needs_input_grad[place])
     if not torch.compiler.is_compiling():
         needs |= MAY_ROUND
-    gradients = rows_backward(upstream, dentropy, hidden, weight, target, bias, None, None, None, None, ignore_index,
-                     0.0, softcap,
-                     logit_scale, temperature, 0.0, 1.0, chunk_rows, valid_rows, needs)[:3]  # fmt: skip
+    gradients = rows_backward(
+        upstream, dentropy, hidden, weight, target, bias, None, None, None, None, ignore_index, 0.0, softcap,
+        logit_scale, temperature, 0.0, 1.0, chunk_rows, valid_rows, needs,
+    )[:3]  # fmt: skip
     dhidden, dweight, dbias = (
         g.to(dtype) if needs & bit else None
         for g, dtype, bit in zip(gradients, ctx.dtypes, bits, strict=True)
@@ -117,13 +129,13 @@ def linear_log_prob(
         tigon.Error: as :func:`tigon.linear_cross_entropy`; on CUDA a label outside ``[0, V)`` makes that row
         NaN.
     """
-    check_head(_OP, hidden, weight, target, bias, shift, softcap, temperature, chunk_rows)
+    check_head(
+        _OP, hidden, weight, target, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows
+    )
     hidden = autocast(hidden)
     if not has_kernel(_OP, hidden):
-        if shift:
-            target = prepare(_OP, hidden, weight, target, bias, ignore_index, shift, None).target.view(
-                target.shape
-            )
+        check_plain(_OP, weight, target, ignore_index, shift, valid_rows)
+        target = shifted(target, ignore_index) if shift else target
         return reference(hidden, weight, target, bias=bias, temperature=temperature, softcap=softcap,
                          logit_scale=logit_scale, ignore_index=ignore_index, entropy=entropy)  # fmt: skip
     hidden, weight, _ = whole_vectors(hidden, weight)

@@ -6,14 +6,27 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
-from tigon._op import has_kernel, once, raw
+from tigon._op import has_kernel, once, raw, refuse_tangents
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops import linear_log_prob as _log_prob
-from tigon.ops.head import BIAS, HIDDEN, REDUCTIONS, WEIGHT, autocast, check_head, prepare, whole_vectors
+from tigon.ops.arguments import kind_of
+from tigon.ops.head import (
+    BIAS,
+    HIDDEN,
+    REDUCTIONS,
+    WEIGHT,
+    autocast,
+    check_head,
+    check_plain,
+    prepare,
+    whole_vectors,
+)
 from tigon.ops.head_autograd import finish
 from tigon.ops.head_memory import default_chunk, padded
+from tigon.ops.labels import check_count
 
 _OP = "linear_loss"
 
@@ -46,6 +59,7 @@ class _Call(NamedTuple):
     chunk_rows: int | None
     needs: int
     wrt: tuple[bool, ...]  # which per-token tensors need a gradient
+    grad: bool = False  # gradients are recorded where the call is made
 
 
 def _losses(call, log_prob, entropy, tensors, counts):
@@ -85,15 +99,7 @@ class _Stream:
         rows, vocab = target.shape[0], weight.shape[0]
         valid = call.valid_rows
         if target.device.type == "cpu":
-            valid = int((target != call.options[0]).sum())
-            told = call.valid_rows in (-1, valid)
-            check(
-                _OP,
-                told,
-                "valid_rows must be the number of labels that count, {}, got {}",
-                valid,
-                call.valid_rows,
-            )
+            valid = check_count(_OP, target, call.options[0], valid)
         self.index, self.labels, self.fault = None, target, None
         if 0 <= valid < rows:
             self.index, self.labels, self.fault = _rows(target, call.options[0], valid)
@@ -149,7 +155,7 @@ class _Stream:
         )
         wanted = call.needs != 0 or any(call.wrt)
         counts = labels != call.options[0] if self.index is None else None
-        with torch.set_grad_enabled(wanted):
+        with torch.set_grad_enabled(call.grad):
             log_prob.requires_grad_(call.needs != 0)
             if call.entropy:
                 entropy.requires_grad_(call.needs != 0)
@@ -160,21 +166,19 @@ class _Stream:
             losses = _losses(call, log_prob, entropy, tensors, counts)
             total = losses.sum()
         self.total += losses.detach().double().sum()
-        if wanted:
-            self._differentiate(
-                begin, rows, hidden, labels, logits, total, (log_prob, entropy), tensors, scale
-            )
-
-    def _differentiate(self, begin, rows, hidden, labels, logits, total, statistics, tensors, scale):
-        call = self.call
-        leaves = [t for t in (*statistics[: 1 + call.entropy], *tensors) if t.requires_grad]
-        if begin == 0:
+        leaves = [t for t in (log_prob, entropy, *tensors) if t.requires_grad]
+        if begin == 0 and call.grad:
             _check_closed(total, leaves)
+        if wanted:
+            self._differentiate(begin, rows, hidden, labels, logits, total, leaves, tensors, scale)
+
+    def _differentiate(self, begin, rows, hidden, labels, logits, total, leaves, tensors, scale):
+        call = self.call
         gradients = iter(torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else ())
         if call.needs:
             upstream = next(gradients, None)
             upstream = (
-                torch.zeros_like(statistics[0]) if upstream is None else upstream.neg()
+                torch.zeros_like(leaves[0]) if upstream is None else upstream.neg()
             )  # of the loss -log_prob
             of_entropy = next(gradients, None) if call.entropy else None
             if scale is not None:
@@ -231,13 +235,13 @@ def _composed(hidden, weight, target, fn, tensors, entropy, reduction, denominat
     call = _Call(fn, (), entropy, None, -1, None, 0, ())
     values = _losses(call, statistics[0].reshape(-1), statistics[-1].reshape(-1), tensors, counts)
     if denominator is not None:
-        return values.sum() / denominator
+        return _cross_entropy.divide(values.sum(), denominator)
     if reduction == "none":
         return values.view(target.shape)
     return values.sum() if reduction == "sum" else values.sum() / counts.sum()
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # torch.compiler.disable, but the compiler is imported by the first call, not here
 def linear_loss(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -280,14 +284,22 @@ def linear_loss(
     Raises:
         tigon.Error: shapes, dtypes or options do not fit, or fn returns something else than one loss per row.
     """
-    check_head(_OP, hidden, weight, target, bias, False, softcap, temperature, chunk_rows)
+    check_head(
+        _OP, hidden, weight, target, bias, False, ignore_index, softcap, logit_scale, temperature, chunk_rows
+    )
+    check(_OP, callable(fn), "fn must be callable, got {}", kind_of(fn))
+    _cross_entropy.check_denominator(_OP, denominator)
     check(_OP, reduction in REDUCTIONS, "reduction must be one of {}, got {!r}", (*REDUCTIONS,), reduction)
     for t in tensors:
+        check(_OP, isinstance(t, torch.Tensor), "tensors must be tensors, got {}", kind_of(t))
         fits = t.shape[: target.dim()] == target.shape
         check(_OP, fits, "tensors must be {} or longer, got {}", target.shape, t.shape)
+        check(_OP, t.device == hidden.device, "tensors must be on {}, got {}", hidden.device, t.device)
     tensors = [t.reshape(target.numel(), *t.shape[target.dim() :]) for t in tensors]
     hidden = autocast(hidden)
     kernel = has_kernel(_OP, hidden)
+    if not kernel:
+        check_plain(_OP, weight, target, ignore_index, False, valid_rows)
     if not kernel or (reduction == "none" and denominator is None):
         log_prob = _log_prob.linear_log_prob if kernel else _log_prob.reference
         options = {"bias": bias, "temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
@@ -295,14 +307,23 @@ def linear_loss(
         return _composed(
             hidden, weight, target, fn, tensors, entropy, reduction, denominator, log_prob, options
         )
+    transformed = torch._C._are_functorch_transforms_active()
+    check(
+        _OP, not transformed, 'the transforms of torch.func must take reduction="none", got {!r}', reduction
+    )
+    if forward_ad._current_level >= 0:
+        refuse_tangents(_OP, (hidden, weight, bias, *tensors))
     hidden, weight, _ = whole_vectors(hidden, weight)
     head = prepare(_OP, hidden, weight, target, bias, ignore_index, False, valid_rows)
-    device, number = _cross_entropy.split_denominator(_OP, denominator, hidden.device)
+    device, number = _cross_entropy.split_denominator(denominator, hidden.device)
+    if device is not None:
+        place = device.device
+        check(_OP, place == hidden.device, "denominator must be on {}, got {}", hidden.device, place)
     divisor = device if device is not None else number
     if divisor is None:
         divisor = "count" if reduction == "mean" else 1.0
     grad = torch.is_grad_enabled()
     options = (ignore_index, softcap or 0.0, logit_scale, temperature)
     wrt = tuple(grad and t.requires_grad for t in tensors)
-    call = _Call(fn, options, entropy, divisor, head.valid_rows, chunk_rows, head.needs, wrt)
+    call = _Call(fn, options, entropy, divisor, head.valid_rows, chunk_rows, head.needs, wrt, grad)
     return _Function.apply(call, head.hidden, head.weight, head.bias, head.target, *tensors)

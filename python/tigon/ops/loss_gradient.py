@@ -10,8 +10,8 @@ import math
 
 import torch
 
-from tigon._op import Op, direct_apply, raw, refuse_second, transformable
-from tigon.error import Error, refuse
+from tigon._op import Op, direct_apply, graph_is_kept, raw, refuse_second, transformable
+from tigon.error import refuse
 
 NONE = 0  # the reduction that is none, in the schemas
 
@@ -90,20 +90,20 @@ class RowLoss:
 
 
 def _product(dx, dloss):
-    """The gradient times the upstream one: plain operations, which a compiler may fuse, with one rounding as the kernel's."""
+    """The gradient times the upstream one, in operations that a compiler may fuse; one rounding."""
     return (dx.float() * dloss).to(dx.dtype)
 
 
 class _Eager(torch.autograd.Function):
-    """Eager with a gradient: a scalar loss hands the very buffer out that its forward has filled, once.
+    """Eager with a gradient: a scalar loss hands the very buffer out that its forward has filled.
 
-    A second backward would need the inputs again, which are not kept (the buffer has their size): refused.
+    A backward that keeps its graph hands out a copy, so that another may follow.
     """
 
     @staticmethod
     def forward(ctx, loss, inplace, *inputs):
         x, options = inputs[0], inputs[loss.reduction + 1 :]
-        ctx.loss, ctx.inputs, ctx.options, ctx.spent = loss, len(inputs), options, False
+        ctx.loss, ctx.inputs, ctx.options = loss, len(inputs), options
         ctx.scalar = inputs[loss.reduction] != NONE
         if not ctx.scalar:
             ctx.save_for_backward(*inputs[:3])
@@ -121,14 +121,9 @@ class _Eager(torch.autograd.Function):
         if torch.is_grad_enabled():
             refuse_second(ctx.loss.name)
         if ctx.scalar:
-            if ctx.spent:
-                raise Error(
-                    f"[{ctx.loss.name}] backward was already called: the gradient of a scalar loss is kept "
-                    "in one buffer, which the first call hands out; to call it again, reduce the rows of "
-                    'reduction="none"'
-                )
-            ctx.spent = True
             (dx,) = ctx.saved_tensors
+            if graph_is_kept():
+                dx = dx.clone()
             _rescale(dx, dloss)
         else:
             dx = ctx.loss.backward(dloss, *ctx.saved_tensors, *ctx.options)

@@ -10,7 +10,8 @@ from tigon._op import Op, has_kernel, raw
 from tigon.error import check
 from tigon.ops import rms_norm as _rms_norm
 from tigon.ops import rope as _rope
-from tigon.ops.arguments import check_range
+from tigon.ops.arguments import check_float, check_range
+from tigon.ops.columns import check_eps
 from tigon.ops.rope_tables import (
     Form,
     check_constant,
@@ -20,8 +21,6 @@ from tigon.ops.rope_tables import (
     heads_swapped,
     kernel_tables,
 )
-
-_ROUNDINGS = {"llama": 0, "gemma": 1, "none": 2}
 
 
 def reference(q, k, q_weight, k_weight, cos, sin=None, eps=1e-6, *, offset=0.0, rounding="llama", **options):
@@ -38,7 +37,7 @@ def reference(q, k, q_weight, k_weight, cos, sin=None, eps=1e-6, *, offset=0.0, 
 def _result_dtype(x, weight, rounding, cos, form):
     if form.keep_dtype:
         return x.dtype
-    gemma = weight is None or rounding == _ROUNDINGS["gemma"]
+    gemma = weight is None or rounding == _rms_norm.ROUNDINGS["gemma"]
     normed = x.dtype if gemma else torch.promote_types(x.dtype, weight.dtype)
     return torch.promote_types(normed, cos.dtype)
 
@@ -92,7 +91,7 @@ def _check_weights(q, k, q_weight, k_weight):
         check("qk_norm_rope", w is None or x is not None, "{} must be None without its tensor, got one", name)
         if w is None:
             continue
-        check("qk_norm_rope", w.is_floating_point(), "{} must be a float tensor, got {}", name, w.dtype)
+        check_float("qk_norm_rope", name, w)
         fits = w.dim() == 1 and w.shape[0] == x.shape[-1]
         check("qk_norm_rope", fits, "{} must be {}, got {}", name, tuple(x.shape[-1:]), tuple(w.shape))
         check("qk_norm_rope", w.device == q.device, "{} must be on {}, got {}", name, q.device, w.device)
@@ -136,7 +135,7 @@ def qk_norm_rope(
         cos: as in :func:`tigon.rope`. When cos or sin requires a gradient, the eager reference runs.
         sin: as in :func:`tigon.rope`.
         eps: added to the mean squares, >= 0.
-        offset: added to the weights.
+        offset: added to the weights; without weights it has no effect.
         rounding: of the normalised rows, as in :func:`tigon.rms_norm`; the rotation rounds once more.
         unsqueeze_dim: the dimension of q and k that holds the heads; negative ones count from the end.
         interleaved: see :func:`tigon.rope`, as for all options that follow.
@@ -158,8 +157,8 @@ def qk_norm_rope(
     Source: Zhang & Sennrich 2019, eq. 4; Su et al. 2021, eq. 34; Dehghani et al. 2023 normalise q and k.
     """
     op = "qk_norm_rope"
-    check(op, rounding in _ROUNDINGS, "rounding must be one of {}, got {!r}", (*_ROUNDINGS,), rounding)
-    check(op, eps >= 0, "eps must be >= 0, got {}", eps)
+    _rms_norm.check_rounding(op, offset, rounding)
+    check_eps(op, eps)
     head_dim = check_heads(op, q, k, unsqueeze_dim)
     check(op, q.shape[-1] >= 1, "q must have at least one column, got 0")
     options = {"interleaved": interleaved, "rotary_dim": rotary_dim, "tail": tail, "keep_dtype": keep_dtype,
@@ -178,5 +177,6 @@ def qk_norm_rope(
     if q_weight is not None and q_weight.dtype not in (q.dtype, torch.float32):
         wide = torch.promote_types(q.dtype, q_weight.dtype)
         q_weight, k_weight = q_weight.to(wide), None if k is None else k_weight.to(wide)
-    y = _op(q, k, q_weight, k_weight, cos, sin, position_ids, eps, offset, _ROUNDINGS[rounding], *form)
+    rounding = _rms_norm.ROUNDINGS[rounding]
+    y = _op(q, k, q_weight, k_weight, cos, sin, position_ids, eps, offset, rounding, *form)
     return y[0] if k is None else y

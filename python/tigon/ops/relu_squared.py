@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tigon._op import Op, has_kernel, raw
-from tigon.error import check
+from tigon.ops.arguments import check_float
 
 
 def reference(x):
@@ -58,7 +58,7 @@ def relu_squared(x: torch.Tensor) -> torch.Tensor:
     Source: So et al. 2021, "Primer: Searching for Efficient Transformers for Language Modeling",
     arXiv:2109.08668.
     """
-    check("relu_squared", x.is_floating_point(), "x must be a float tensor, got {}", x.dtype)
+    check_float("relu_squared", "x", x)
     if not has_kernel("relu_squared", x):
         return reference(x)
     if x.dim() == 0:

@@ -6,6 +6,7 @@ import torch
 
 from tigon._op import Op, has_kernel, raw
 from tigon.error import refuse
+from tigon.ops.arguments import check_numbers
 from tigon.ops.columns import check_column_vector, check_rows, columns_for
 
 ROUNDINGS = {"llama": 0, "gemma": 1, "none": 2}
@@ -24,12 +25,19 @@ def reference(x, weight=None, eps=1e-6, *, offset=0.0, rounding="llama"):
     return y.to(x.dtype if rounding == "gemma" else torch.promote_types(x.dtype, weight.dtype))
 
 
-def check_options(op, x, weight, eps, rounding):
+def check_options(op, x, weight, eps, offset, rounding):
     """What every RMS norm asks of its arguments."""
-    if rounding not in ROUNDINGS:
-        refuse(op, "rounding must be one of {}, got {!r}", (*ROUNDINGS,), rounding)
+    check_rounding(op, offset, rounding)
     check_rows(op, x, eps)
     check_column_vector(op, "weight", weight, x.size(-1))
+
+
+def check_rounding(op, offset, rounding):
+    """What every RMS norm asks of its weight's use."""
+    if not isinstance(rounding, str) or rounding not in ROUNDINGS:
+        refuse(op, "rounding must be one of {}, got {!r}", (*ROUNDINGS,), rounding)
+    if not isinstance(offset, float):
+        check_numbers(op, offset=offset)
 
 
 def result_dtype(x, weight, rounding):
@@ -86,7 +94,7 @@ def rms_norm(
             float64 runs the eager reference.
         weight: ``[C]`` or ``None``; x's dtype or float32 (any other float dtype is converted).
         eps: added to the mean square, >= 0.
-        offset: added to the weight (Gemma: 1).
+        offset: added to the weight (Gemma: 1); without a weight it has no effect.
         rounding: ``"llama"`` rounds the normalised x to its dtype before the weight, result in
             ``promote(x, weight)``; ``"gemma"`` rounds once, result in x's dtype; ``"none"`` rounds once,
             result in ``promote(x, weight)``, as :func:`torch.nn.functional.rms_norm`.
@@ -100,7 +108,7 @@ def rms_norm(
 
     Source: Zhang & Sennrich 2019, "Root Mean Square Layer Normalization", eq. 4.
     """
-    check_options("rms_norm", x, weight, eps, rounding)
+    check_options("rms_norm", x, weight, eps, offset, rounding)
     if not has_kernel("rms_norm", x, weight):
         return reference(x, weight, eps, offset=offset, rounding=rounding)
     (weight,) = columns_for(x, weight)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from tigon.error import check
+from tigon.ops.arguments import check_float, check_indices, check_integers, kind_of
 
 
 class Form(NamedTuple):
@@ -26,7 +28,7 @@ class Form(NamedTuple):
     def of(cls, op, head_dim, cos, sin, q, *, interleaved=False, deinterleave=False, rotary_dim=None,
            tail=False, mrope_section=None, mrope_interleaved=False, keep_dtype=False):  # fmt: skip
         """From the options of the public functions."""
-        check(op, isinstance(cos, torch.Tensor), "cos must be a tensor, got {}", cos)
+        check(op, isinstance(cos, torch.Tensor), "cos must be a tensor, got {}", kind_of(cos))
         check(
             op, interleaved or not deinterleave, "interleaved must be True with deinterleave=True, got False"
         )
@@ -44,11 +46,15 @@ class Form(NamedTuple):
                 rotary_dim,
             )
             shared = shared or rotary_dim != columns
-        sections = tuple(mrope_section) if mrope_section is not None else (0, 0, 0)
+        sections = (0, 0, 0)
         if mrope_section is not None:
             pairs = columns if shared else columns // 2
-            fits = len(sections) == 3 and min(sections) >= 0 and sum(sections) == pairs > 0
-            check(op, fits, "mrope_section must be three numbers that add up to {}, got {}", pairs, sections)
+            some = isinstance(mrope_section, Sequence) and len(mrope_section) == 3
+            whole = some and all(isinstance(n, int) and n >= 0 for n in mrope_section)
+            fits = whole and sum(mrope_section) == pairs > 0
+            wanted = "mrope_section must be three ints that add up to {}, got {}"
+            check(op, fits, wanted, pairs, mrope_section)
+            sections = tuple(mrope_section)
         pairs = 2 if deinterleave else 1 if interleaved else 0
         return cls(head_dim, pairs, shared, tail, keep_dtype, *sections, bool(mrope_interleaved))
 
@@ -66,6 +72,7 @@ def head_dim_of(op, q, unsqueeze_dim) -> int:
     """The dimension of q that holds the heads."""
     dims = q.dim()
     check(op, dims in (3, 4), "q must have 3 or 4 dimensions, got {}", dims)
+    check_integers(op, unsqueeze_dim=unsqueeze_dim)
     known = unsqueeze_dim in (dims - 3, dims - 2, -3, -2)
     check(op, known, "unsqueeze_dim must be {} or {}, got {!r}", dims - 3, dims - 2, unsqueeze_dim)
     return unsqueeze_dim % dims
@@ -74,14 +81,16 @@ def head_dim_of(op, q, unsqueeze_dim) -> int:
 def check_heads(op, q, k, unsqueeze_dim) -> int:
     """The dimension of the heads, when q and k fit."""
     for name, x in (("q", q), ("k", k)):
-        if x is not None:
-            check(op, x.is_floating_point(), "{} must be a float tensor, got {}", name, x.dtype)
+        if x is not None or name == "q":
+            check_float(op, name, x)
     head_dim = head_dim_of(op, q, unsqueeze_dim)
     if k is not None:
         check(op, k.device == q.device, "k must be on {}, got {}", q.device, k.device)
         check(op, k.dtype == q.dtype, "k must be {}, got {}", q.dtype, k.dtype)
         check(op, k.dim() == q.dim(), "k must have {} dimensions, got {}", q.dim(), k.dim())
-        same = all(a == b for i, (a, b) in enumerate(zip(k.shape, q.shape, strict=True)) if i != head_dim)
+        shape, other = q.shape, k.shape
+        after = head_dim + 1
+        same = shape[:head_dim] == other[:head_dim] and shape[after:] == other[after:]
         if not same:
             wanted = ", ".join("H" if i == head_dim else str(n) for i, n in enumerate(q.shape))
             check(op, False, "k must be [{}], got {}", wanted, tuple(k.shape))
@@ -102,18 +111,14 @@ def check_tables(op, q, cos, sin, positions, form) -> None:
     if complex_table:
         check(op, sin is None, "sin must be None with complex cos, got a tensor")
     else:
-        check(op, isinstance(sin, torch.Tensor), "sin must be a tensor, got {}", sin)
-        check(op, sin.is_floating_point(), "sin must be a float tensor, got {}", sin.dtype)
-        check(op, sin.shape == cos.shape, "sin must be {}, got {}", tuple(cos.shape), tuple(sin.shape))
+        check_float(op, "sin", sin)
+        check(op, sin.shape == cos.shape, "sin must be {}, got {}", cos.shape, sin.shape)
+    if positions is not None:
+        check_indices(op, "position_ids", positions)
+    device = q.device
     for name, x in (("cos", cos), ("sin", sin), ("position_ids", positions)):
-        check(
-            op,
-            x is None or x.device == q.device,
-            "{} must be on {}, got {}",
-            name,
-            q.device,
-            getattr(x, "device", None),
-        )
+        if x is not None and x.device != device:
+            check(op, False, "{} must be on {}, got {}", name, device, x.device)
     columns = cos.shape[-1] if cos.dim() else 0
     rotated = form.rotated(columns)
     most = q.shape[-1] // (2 if form.shared else 1)
@@ -124,18 +129,12 @@ def check_tables(op, q, cos, sin, positions, form) -> None:
     if positions is None:
         _check_rows(op, "cos", cos.shape, axes, batch, tokens, (columns,), ", R")
         return
-    check(
-        op,
-        positions.dtype in (torch.int64, torch.int32),
-        "position_ids must be int64 or int32, got {}",
-        positions.dtype,
-    )
     check(op, cos.dim() == 2, "cos must be [P, R] beside position_ids, got {}", tuple(cos.shape))
     _check_rows(op, "position_ids", positions.shape, axes, batch, tokens, (), "")
 
 
 def check_constant(op, *needed) -> None:
-    """The tables get no gradient from the kernels: under nested transforms only the backward learns that one is asked for."""
+    """The tables get no gradient from kernels; inside vmap only the backward learns that one is asked for."""
     check(op, not any(needed), "cos and sin must not need a gradient inside vmap, got one that does")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tigon._op import Op, has_kernel, raw
-from tigon.error import refuse
+from tigon.ops.arguments import check_float
 
 
 def reference(x):
@@ -49,15 +49,16 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
     Returns:
         ``[..., C]`` in x's dtype, contiguous. Differentiable (the result is kept for the backward);
         arithmetic in float32, rounded once; bitwise deterministic. Entries of ``-inf`` give 0; a row of
-        nothing else is NaN.
+        nothing else is NaN. In 16 bits the backward starts from the rounded result, as that of
+        :func:`torch.softmax` in that dtype: of sharp rows it may keep no digit (float16, logits of size 100:
+        off by 1.7e-4 at 1.1e-4), where a softmax in float32 that is rounded afterwards keeps them all.
 
     Raises:
         tigon.Error: x is no float tensor.
 
     Source: Bridle 1990, "Probabilistic interpretation of feedforward classification network outputs".
     """
-    if not x.is_floating_point():
-        refuse("softmax", "x must be a float tensor, got {}", x.dtype)
+    check_float("softmax", "x", x)
     if not has_kernel("softmax", x):
         return reference(x)
     if x.dim() == 0:

@@ -4,7 +4,7 @@
 // Instructions per element: about 14 with the gradient, two of them ex2, of 31 while memory-bound.
 //
 // Variants, of which the first that fits runs:
-//   registers  Rows without options: cross_entropy_plain_cuda.cu.
+//   plain      Rows without options: cross_entropy_plain_cuda.cu.
 //   smem       A row lies in the shared memory of a CTA or of a cluster of 2, 4 or 8 (sm_90): read
 //              once by cp.async, maximum and sum of exponentials found as it arrives, gradient
 //              formed from shared memory. Slices are small enough for three CTAs per SM.

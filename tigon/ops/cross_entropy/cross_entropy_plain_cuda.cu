@@ -31,10 +31,9 @@ namespace tigon::cuda {
 namespace {
 
 constexpr const char* kOp = "cross_entropy";
-// Vectors of a thread in registers; threads per SM.
-constexpr int kVecsPerThread = 8, kThreadsPerSm = 1024;
-// Vectors of a 128-byte line.
-constexpr int kVecsPerLine = 128 / 16;
+constexpr int kVecsPerThread = 8,
+              // Vectors of a thread in registers; threads per SM.
+    kThreadsPerSm = 1024;
 constexpr int kSweepThreads = 512, kSweepVecs = 4, kSweepBlocks = 3;
 
 template <class T>
@@ -70,26 +69,29 @@ __device__ __forceinline__ float max_of(const uint4 (&q)[K]) {
 
 __device__ __forceinline__ float exp_of(float z, float m) { return exp2_approx((z - m) * kLog2e); }
 
-// Sets element `at` to -inf if this thread holds it, and returns whether it does. The thread holds
-// every `threads`-th vector; `at` counts from the first vector of the CTA.
-template <class T, int K>
-__device__ __forceinline__ bool exclude_label(uint4 (&q)[K], int at, int threads) {
-  constexpr int N = AlignedRow<T>::N;
-  const int vec = at / N, element = at % N;
-  if (at < 0 || vec % threads != int(threadIdx.x)) return false;
-  const int word = vec / threads * 4 + element * int(sizeof(T)) / 4;
+// A vector with -inf in one element.
+template <class T>
+__device__ __forceinline__ uint4 mask_element(const uint4& q, int element) {
+  const int word = element * int(sizeof(T)) / 4;
   // Selects bytes of the word (0 to 3) or of -inf (4 to 7).
   const uint32_t bytes = sizeof(T) == 4 ? 0x7654u : element % 2 == 0 ? 0x3254u : 0x5410u, none = kMinusInf<T>;
-#pragma unroll
-  // Selections instead of indexing keep q in registers.
-  for (int k = 0; k < K; ++k) {
-    q[k].x = __byte_perm(q[k].x, none, word == 4 * k ? bytes : 0x3210u);
-    q[k].y = __byte_perm(q[k].y, none, word == 4 * k + 1 ? bytes : 0x3210u);
-    q[k].z = __byte_perm(q[k].z, none, word == 4 * k + 2 ? bytes : 0x3210u);
-    q[k].w = __byte_perm(q[k].w, none, word == 4 * k + 3 ? bytes : 0x3210u);
-  }
-  return true;
+  return make_uint4(__byte_perm(q.x, none, word == 0 ? bytes : 0x3210u),
+                    __byte_perm(q.y, none, word == 1 ? bytes : 0x3210u),
+                    __byte_perm(q.z, none, word == 2 ? bytes : 0x3210u),
+                    __byte_perm(q.w, none, word == 3 ? bytes : 0x3210u));
 }
+
+// The position of a column, if this thread holds it: the tile, of every `threads`-th vector, or -1;
+// the element within the vector.
+struct ElementCoord {
+  int tile, element;
+  template <class T>
+  __device__ __forceinline__ ElementCoord(const PeeledRow<T>& peeled, int column, int threads) {
+    const int at = column - peeled.head, vec = at / PeeledRow<T>::N;
+    element = at % PeeledRow<T>::N;
+    tile = at >= 0 && vec < peeled.vecs && vec % threads == int(threadIdx.x) ? vec / threads : -1;
+  }
+};
 
 // The sum of e^(z - m) of a vector.
 template <class T>
@@ -231,20 +233,23 @@ __global__ __launch_bounds__(
     return;
   }
   const PeeledRow<const T> peeled(p.logits + r * p.stride, p.cols);
-  auto has = [&](int k) { return tid < peeled.vecs - k * threads; };
+  auto has = [&](int k) { return k * threads + tid < peeled.vecs; };
   uint4 q[kVecsPerThread];
 #pragma unroll
   for (int k = 0; k < kVecsPerThread; ++k)
-    q[k] = load_or_minus_inf<T, Threads == 0>(has(k), peeled.vec(tid) + k * threads * N);
+    q[k] = load_or_minus_inf<T, Threads == 0>(has(k), peeled.vec(k * threads + tid));
   // Requested before it is needed.
   const float scale = p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f;
-  const int c = peeled.edge_column(p.cols), at = label < peeled.head ? -1 : label - peeled.head;
+  const int c = peeled.edge_column(p.cols);
+  const ElementCoord own(peeled, label, threads);
   const float z = label >= 0 ? widen(peeled.x[label]) : -INFINITY;
   float edge = c >= 0 ? widen(peeled.x[c]) : -INFINITY;
   // z is part of the maximum, so it has been read before any thread may overwrite it.
   const float m = fmaxf(fmaxf(edge, z), max_of<T>(q));
   if (c >= 0 && c == label) edge = -INFINITY;
-  const bool holds_label = exclude_label<T>(q, at, threads);
+#pragma unroll
+  for (int k = 0; k < kVecsPerThread; ++k)
+    if (k == own.tile) q[k] = mask_element<T>(q[k], own.element);
   float s = exp_of(edge, finite_max(m));
 #pragma unroll
   for (int k = 0; k < kVecsPerThread; ++k) s += sum_of<T>(q[k], finite_max(m));
@@ -259,33 +264,23 @@ __global__ __launch_bounds__(
   for (int k = 0; k < kVecsPerThread; ++k)
     if (has(k)) store_words(to + k * threads * N, gradient_of<T>(q[k], g), aligned);
   // The thread that has stored the label's neighbours stores the label's column.
-  if (label >= 0 && (c == label || (holds_label && at / N < peeled.vecs)))
-    out[label] = narrow<T>(g.of_label(z));
+  if (label >= 0 && (c == label || own.tile >= 0)) out[label] = narrow<T>(g.of_label(z));
 }
 
-// The full vectors of a row in tiles of one vector per thread, counted from the 128-byte line of
-// the first one.
+// The full vectors of a row in tiles of one vector per thread.
 template <class T>
 struct VecTiles : PeeledRow<T> {
-  // Vectors of that line before the first one.
-  int lead;
-  __device__ __forceinline__ VecTiles(T* x, int n) : PeeledRow<T>(x, n) {
-    lead = int(reinterpret_cast<uintptr_t>(PeeledRow<T>::vec(0)) / 16 % kVecsPerLine);
-  }
+  using PeeledRow<T>::PeeledRow;
   // This thread's vector of a tile.
-  __device__ __forceinline__ int vec_of(int tile) const {
-    return tile * kThreadsPerSm + int(threadIdx.x) - lead;
+  __device__ __forceinline__ static int vec_index(int tile) {
+    return tile * kThreadsPerSm + int(threadIdx.x);
   }
-  __device__ __forceinline__ bool has(int tile) const {
-    return unsigned(vec_of(tile)) < unsigned(PeeledRow<T>::vecs);
-  }
-  __device__ __forceinline__ T* at(int tile) const {
-    return PeeledRow<T>::x + PeeledRow<T>::head + int64_t(vec_of(tile)) * PeeledRow<T>::N;
-  }
+  __device__ __forceinline__ bool has(int tile) const { return vec_index(tile) < this->vecs; }
+  __device__ __forceinline__ T* at(int tile) const { return this->vec(vec_index(tile)); }
   // The number of tiles in which this thread's warp has vectors.
   __device__ __forceinline__ int tiles_of_warp() const {
     const int warp = __shfl_sync(0xffffffffu, int(threadIdx.x) / 32, 0);
-    return (PeeledRow<T>::vecs + lead - warp * 32 + kThreadsPerSm - 1) / kThreadsPerSm;
+    return (this->vecs - warp * 32 + kThreadsPerSm - 1) / kThreadsPerSm;
   }
 };
 
@@ -369,20 +364,14 @@ __global__ __launch_bounds__(kThreadsPerSm, 1) void pipelined_kernel(const __gri
         // Requested before it is needed.
         const float scale = p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f;
         const int own = label >= 0 && unsigned(label - first) < unsigned(n) ? label - first : -1;
-        const int own_vec = own < peeled.head ? -1 : (own - peeled.head) / N + peeled.lead;
-        const bool holds_label =
-            own_vec >= 0 && own_vec % kThreadsPerSm == tid && peeled.has(own_vec / kThreadsPerSm);
-        const int own_tile = holds_label ? own_vec / kThreadsPerSm : -1;
-        auto exclude_own_label = [&](int tile) {
-          if (tile == own_tile)
-            reinterpret_cast<T*>(&smem_vec(tile))[(own - peeled.head) % N] = narrow<T>(-INFINITY);
-        };
+        const ElementCoord label_coord(peeled, own, kThreadsPerSm);
         uint32_t top = kMinusInf<T>;
 #pragma unroll
         for (int k = 0; k < kVecsPerThread; ++k) {
           if (k < kStagedTiles) cp_async_wait_group<kStagedTiles>();
           if (k < tiles) {
-            if (k < kStagedTiles) exclude_own_label(k), q[k] = read_smem(peeled, k);
+            if (k < kStagedTiles) q[k] = read_smem(peeled, k);
+            if (k == label_coord.tile) q[k] = mask_element<T>(q[k], label_coord.element);
             top = max_words<T>(top, max_words<T>(q[k]));
           }
           if (k < kStagedTiles) stage_tile(following, next_wanted, k);
@@ -390,15 +379,13 @@ __global__ __launch_bounds__(kThreadsPerSm, 1) void pipelined_kernel(const __gri
         cp_async_wait_group<kStagedTiles>();
 #pragma unroll 1
         for (int i = kVecsPerThread; i < tiles; ++i) {
-          exclude_own_label(i);
+          if (i == label_coord.tile) smem_vec(i) = mask_element<T>(smem_vec(i), label_coord.element);
           top = max_words<T>(top, max_words<T>(read_smem(peeled, i)));
         }
         // z is part of the maximum, so it has been read before any CTA may overwrite it.
         const float m = fmaxf(fmaxf(edge, z), max_of_word<T>(top));
         const int c = peeled.edge_column(n);
         if (own >= 0 && c == own) edge = -INFINITY;
-        if constexpr (kDirectTiles > 0)
-          exclude_label<T>(q, own_tile < 0 ? -1 : own - peeled.head + peeled.lead * N, kThreadsPerSm);
         float s = exp_of(edge, finite_max(m));
 #pragma unroll
         for (int k = 0; k < kVecsPerThread; ++k) {
@@ -414,7 +401,7 @@ __global__ __launch_bounds__(kThreadsPerSm, 1) void pipelined_kernel(const __gri
           load_rest(following, next_wanted, next);
         } else {
           if (c >= 0) out[c] = narrow<T>(g.of(edge));
-          T* to = out + peeled.head + int64_t(peeled.vec_of(0)) * N;
+          T* to = out + peeled.head + N * tid;
           const bool aligned = reinterpret_cast<uintptr_t>(to) % 16 == 0;
           auto store_tile = [&](int tile, const uint4& words) {
             if (peeled.has(tile))
@@ -433,7 +420,7 @@ __global__ __launch_bounds__(kThreadsPerSm, 1) void pipelined_kernel(const __gri
           }
           cp_async_commit_group();
           // The thread that has stored the label's neighbours stores the label's column.
-          if (own >= 0 && (c == own || holds_label)) out[own] = narrow<T>(g.of_label(z));
+          if (own >= 0 && (c == own || label_coord.tile >= 0)) out[own] = narrow<T>(g.of_label(z));
           load_edges(following, next_wanted, next);
         }
       }
@@ -462,7 +449,8 @@ __global__ __launch_bounds__(kSweepThreads,
     }
     const PeeledRow<const T> peeled(p.logits + r * p.stride, p.cols);
     const float z = label >= 0 ? widen(peeled.x[label]) : -INFINITY;
-    const int c = peeled.edge_column(p.cols), at = label < peeled.head ? -1 : label - peeled.head;
+    const int c = peeled.edge_column(p.cols);
+    const ElementCoord own(peeled, label, kSweepThreads);
     float edge = c >= 0 ? widen(peeled.x[c]) : -INFINITY;
     float m = fmaxf(edge, z);
     if (c >= 0 && c == label) edge = -INFINITY;
@@ -474,7 +462,9 @@ __global__ __launch_bounds__(kSweepThreads,
         const int i = base + k * kSweepThreads + tid;
         q[k] = load_or_minus_inf<T, true>(i < peeled.vecs, peeled.vec(i));
       }
-      exclude_label<T>(q, at < 0 ? -1 : at - base * AlignedRow<T>::N, kSweepThreads);
+#pragma unroll
+      for (int k = 0; k < kSweepVecs; ++k)
+        if (base / kSweepThreads + k == own.tile) q[k] = mask_element<T>(q[k], own.element);
       float top = max_of<T>(q);
       if (top > m) {
         s *= exp_of(m, top);
@@ -525,7 +515,7 @@ bool launch_pipelined(Context& ctx, Params<T> p, int blocks) {
   static OccupancyCache occupancy;
   auto kernel = &pipelined_kernel<T, kDirectTiles, kCluster>;
   p.slice = int(ceil_div(ceil_div(p.cols, blocks), 64) * 64);
-  const int64_t tiles = ceil_div(std::min(p.slice, p.cols) / AlignedRow<T>::N + kVecsPerLine, kThreadsPerSm);
+  const int64_t tiles = ceil_div(std::min(p.slice, p.cols) / AlignedRow<T>::N, kThreadsPerSm);
   const int64_t smem_vecs =
       std::min<int64_t>(tiles, kVecsPerThread - kDirectTiles) + std::max<int64_t>(tiles - kVecsPerThread, 0);
   const size_t shared = size_t(smem_vecs) * kThreadsPerSm * 16;

@@ -1,3 +1,6 @@
+#include <algorithm>
+#include <cmath>
+
 #include "tigon/ops/cross_entropy/cross_entropy.h"
 #include "tigon/ops/divergence/divergence.h"
 #include "tigon/torch/shim.h"
@@ -20,13 +23,21 @@ struct Options {
 DivergenceRows arguments(Tensor& student, Tensor& teacher, OptionalTensor& labels, const Options& o) {
   check_same_device(kOp, "teacher", teacher, student);
   if (labels) check_same_device(kOp, "labels", *labels, student);
+  // Near beta = 1 jsd is proportional to 1 - beta, which the rounding of beta changes: the factor restores it.
+  float beta = float(o.beta);
+  double factor = 1.0;
+  if (DivergenceKind(o.kind) == DivergenceKind::jsd && o.beta > 0.5 && o.beta < 1.0) {
+    beta = std::min(beta, std::nextafter(1.0f, 0.0f));
+    factor = (1.0 - o.beta) / (1.0 - double(beta));
+  }
   return {.student = rows_of(kOp, "student", student),
           .teacher = rows_of(kOp, "teacher", teacher),
           .labels = vector_of(kOp, "labels", labels),
           .kind = DivergenceKind(o.kind),
           .ignore_index = o.ignore_index,
-          .beta = float(o.beta),
+          .beta = beta,
           .temperature = float(o.temperature),
+          .factor = float(factor),
           .log_probs = o.log_probs};
 }
 
@@ -36,7 +47,7 @@ Tensor run(DivergenceRows a, const Tensor& student, int64_t reduction) {
   a.loss = vector_of(kOp, "loss", rows);
   auto ctx = make_context(student);
   Vector scale;
-  if (reduction == Reduction::mean) a.factor = 1.0f / float(a.student.cols);
+  if (reduction == Reduction::mean) a.factor /= float(a.student.cols);
   if (reduction == Reduction::batchmean || reduction == Reduction::mean) {
     scale = {.data = ctx->scratch_of<float>(1), .dtype = DType::f32, .size = 1};
     CrossEntropyScale counting = {.target = a.labels, .ignore_index = a.ignore_index, .mean = bool(a.labels)};

@@ -18,12 +18,13 @@ void check_parameter(const char* op, const char* name, const Vector& v, const Ma
 void dyt_fwd(Context& ctx, const DytFwd& a) {
   const char* op = "dyt";
   require_float(op, "x", a.x.dtype);
+  TIGON_CHECK(op, a.x.cols >= 1, "x must have at least one column, got ", a.x.cols);
   TIGON_CHECK(op, bool(a.alpha), "alpha must be a tensor of one element, got none");
   check_parameter(op, "alpha", a.alpha, a.x, 1, a.alpha.dtype);
   check_parameter(op, "weight", a.weight, a.x, a.x.cols, a.alpha.dtype);
   check_parameter(op, "bias", a.bias, a.x, a.x.cols, a.alpha.dtype);
   require_matrix(op, "y", a.y, a.x.rows, a.x.cols, a.x.dtype);
-  if (a.x.rows == 0 || a.x.cols == 0) return;
+  if (a.x.rows == 0) return;
   on_device(op, ctx, [&] { cpu::dyt_fwd(ctx, a); }, TIGON_ON_CUDA(cuda::dyt_fwd(ctx, a)));
 }
 

@@ -10,7 +10,7 @@
 // Aliasing    y may be x; dx may be dy or x (same address and stride)
 // Determinism bitwise: fixed order over rows and columns
 // Traffic     forward 1 read + 1 write; backward 2 reads + 1 write
-// Refused     sizes or dtypes that do not fit: tigon::Error before anything is written
+// Refused     cols < 1, sizes or dtypes that do not fit: tigon::Error before anything is written
 #pragma once
 
 #include "tigon/base/context.h"

@@ -10,8 +10,8 @@ constexpr const char* kOp = "embedding";
 
 // Of any shape, as one vector; replaced by a dense copy where it is not.
 Vector ids_of(Tensor& ids) {
-  if (!ids.is_contiguous()) ids = to_contiguous(ids);
-  return {.data = ids.data_ptr(), .dtype = dtype_of(kOp, "ids", ids), .size = ids.numel()};
+  if (!ids.is_contiguous()) ids = to_contiguous(kOp, "ids", ids);
+  return {.data = data_of(kOp, "ids", ids), .dtype = dtype_of(kOp, "ids", ids), .size = ids.numel()};
 }
 
 Tensor forward(Tensor ids, Tensor weight, int64_t /* of the gradient */, double scale) {
@@ -25,7 +25,7 @@ Tensor forward(Tensor ids, Tensor weight, int64_t /* of the gradient */, double 
   sizes[size_t(ids.dim())] = table.cols;
   Tensor y = empty(weight, sizes.data(), ids.dim() + 1, table.dtype);
   auto ctx = make_context(weight);
-  Matrix rows = {.data = y.data_ptr(),
+  Matrix rows = {.data = data_of(kOp, "y", y),
                  .dtype = table.dtype,
                  .rows = tokens.size,
                  .cols = table.cols,

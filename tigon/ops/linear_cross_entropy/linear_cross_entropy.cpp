@@ -508,6 +508,11 @@ void linear_cross_entropy_compact(Context& ctx, const LinearCrossEntropyCompact&
   TIGON_BACKEND(linear_cross_entropy_compact(ctx, a));
 }
 
+void linear_cross_entropy_columns(Context& ctx, const LinearCrossEntropyColumns& a) {
+  require_matrix(kOp, "result", a.to, a.from.rows, a.to.cols, a.from.dtype);
+  if (a.to.rows > 0 && a.to.cols > 0) TIGON_BACKEND(linear_cross_entropy_columns(ctx, a));
+}
+
 void linear_cross_entropy_finish(Context& ctx, const LinearCrossEntropyFinish& a) {
   require_matrix(kOp, "gradient", a.out, a.in.rows, a.in.cols, a.out.dtype);
   require_vector(kOp, "upstream gradient", a.dloss, 1, DType::f32);

@@ -171,6 +171,13 @@ struct LinearCrossEntropyMove {
   bool scatter = false;
 };
 
+// Rows with columns appended or cut off: to[r][c] = from[r][c], 0 past from's columns. Products of 16-bit operands on CUDA
+// want rows of whole 16-byte vectors. Same dtype, no overlap.
+struct LinearCrossEntropyColumns {
+  Matrix from, to;
+};
+TIGON_API void linear_cross_entropy_columns(Context& ctx, const LinearCrossEntropyColumns& a);
+
 #define TIGON_LINEAR_CROSS_ENTROPY_BACKEND                                             \
   void linear_cross_entropy_finish(Context& ctx, const LinearCrossEntropyFinish& a);   \
   void linear_cross_entropy_ones(Context& ctx, Vector out);                            \
@@ -178,7 +185,8 @@ struct LinearCrossEntropyMove {
   void linear_cross_entropy_compact(Context& ctx, const LinearCrossEntropyCompact& a); \
   void linear_cross_entropy_factors(Context& ctx, const LinearCrossEntropyFactors& a); \
   void linear_cross_entropy_results(Context& ctx, const LinearCrossEntropyResults& a); \
-  void linear_cross_entropy_move(Context& ctx, const LinearCrossEntropyMove& a);
+  void linear_cross_entropy_move(Context& ctx, const LinearCrossEntropyMove& a);       \
+  void linear_cross_entropy_columns(Context& ctx, const LinearCrossEntropyColumns& a);
 namespace cpu {
 TIGON_LINEAR_CROSS_ENTROPY_BACKEND
 }

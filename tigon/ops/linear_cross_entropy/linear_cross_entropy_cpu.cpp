@@ -113,4 +113,16 @@ void linear_cross_entropy_move(Context& ctx, const LinearCrossEntropyMove& a) {
   });
 }
 
+void linear_cross_entropy_columns(Context& ctx, const LinearCrossEntropyColumns& a) {
+  constexpr int64_t kRows = 64;
+  size_t size = size_of(a.from.dtype), kept = size * size_t(std::min(a.from.cols, a.to.cols));
+  parallel(ctx, (a.to.rows + kRows - 1) / kRows, [&](int64_t task) {
+    for (int64_t r = task * kRows, end = std::min(a.to.rows, r + kRows); r < end; ++r) {
+      char* to = static_cast<char*>(a.to.data) + size_t(r * a.to.stride) * size;
+      std::memcpy(to, static_cast<const char*>(a.from.data) + size_t(r * a.from.stride) * size, kept);
+      std::memset(to + kept, 0, size * size_t(a.to.cols) - kept);
+    }
+  });
+}
+
 }  // namespace tigon::cpu

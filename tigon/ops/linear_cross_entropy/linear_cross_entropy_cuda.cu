@@ -136,6 +136,25 @@ void move_rows(Context& ctx, const LinearCrossEntropyMove& a) {
          a.from.stride / pieces, a.to.stride / pieces, a.from.cols / pieces, a.scatter);
 }
 
+// A CTA per row, element by element, for rows of any alignment. T is an integer of the element
+// size.
+template <class T>
+__global__ __launch_bounds__(kThreads) void columns_kernel(const T* __restrict__ from, T* __restrict__ to,
+                                                           int64_t from_stride, int64_t to_stride,
+                                                           int64_t from_cols, int64_t to_cols) {
+  from += blockIdx.x * from_stride;
+  to += blockIdx.x * to_stride;
+#pragma unroll 8
+  for (int64_t c = threadIdx.x; c < to_cols; c += kThreads) to[c] = c < from_cols ? from[c] : T(0);
+}
+
+template <class T>
+void fit_columns(Context& ctx, const LinearCrossEntropyColumns& a) {
+  launch(kOp, ctx, columns_kernel<T>, {.blocks = a.to.rows, .threads = kThreads},
+         static_cast<const T*>(a.from.data), static_cast<T*>(a.to.data), a.from.stride, a.to.stride,
+         a.from.cols, a.to.cols);
+}
+
 template <class T>
 __global__ void ones_kernel(T* out, int64_t n) {
   int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -211,6 +230,14 @@ void linear_cross_entropy_move(Context& ctx, const LinearCrossEntropyMove& a) {
   if (wide) return move_rows<uint4>(ctx, a);
   if (size == 4) return move_rows<uint32_t>(ctx, a);
   move_rows<uint16_t>(ctx, a);
+}
+
+void linear_cross_entropy_columns(Context& ctx, const LinearCrossEntropyColumns& a) {
+  switch (size_of(a.from.dtype)) {
+    case 2: return fit_columns<uint16_t>(ctx, a);
+    case 4: return fit_columns<uint32_t>(ctx, a);
+    default: return fit_columns<uint64_t>(ctx, a);
+  }
 }
 
 }  // namespace tigon::cuda

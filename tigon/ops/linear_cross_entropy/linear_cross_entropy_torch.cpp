@@ -1,3 +1,5 @@
+#include <vector>
+
 #include "tigon/ops/linear_cross_entropy/linear_cross_entropy.h"
 #include "tigon/torch/shim.h"
 
@@ -110,7 +112,7 @@ RowResults make_row_results(LinearCrossEntropy& a, const Tensor& hidden, int64_t
   bool classes = outputs & out_predicted;
   RowResults r{.numbers = wanted ? make(hidden, {wanted, n}, DType::f32) : nothing(hidden, DType::f32),
                .predicted = classes ? make(hidden, {n}, DType::i64) : nothing(hidden, DType::i64)};
-  char* next = static_cast<char*>(r.numbers.data_ptr());
+  char* next = static_cast<char*>(data_of(kOp, "outputs", r.numbers));
   auto take = [&](Output bit) -> Vector {
     if (!(outputs & bit)) return {};
     Vector v{.data = next, .dtype = DType::f32, .size = n};
@@ -214,7 +216,8 @@ FiveGradients rows_backward(Tensor upstream, OptionalTensor entropy_upstream, Op
     check_same_device(kOp, "main_grad", *main_grad, hidden);
     const void* memory = main_grad->data_ptr();
     a.dweight = rows_of(kOp, "main_grad", *main_grad);
-    TIGON_CHECK(kOp, a.dweight.data == memory, "main_grad must have evenly spaced rows, got other strides");
+    TIGON_CHECK(kOp, main_grad->data_ptr() == memory,
+                "main_grad must have evenly spaced rows, got other strides");
     a.add_dweight = true;
   }
   auto ctx = make_context(hidden);
@@ -331,6 +334,18 @@ void chunk_gradient(Tensor logits, OptionalTensor dhidden, OptionalTensor dweigh
 }
 
 // Rows whose label counts, in order: (index, labels, fault), see linear_cross_entropy.h.
+// The same rows with `columns` columns: zeros appended, or the rest cut off.
+Tensor columns(Tensor x, int64_t columns) {
+  Matrix from = rows_of(kOp, "x", x);
+  TIGON_CHECK(kOp, columns >= 1, "columns must be >= 1, got ", columns);
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
+  sizes.back() = columns;
+  Tensor out = empty(x, sizes.data(), int64_t(sizes.size()), from.dtype);
+  auto ctx = make_context(x);
+  linear_cross_entropy_columns(*ctx, {.from = from, .to = rows_of(kOp, "result", out)});
+  return out;
+}
+
 std::tuple<Tensor, Tensor, Tensor> compact(Tensor target, int64_t ignore_index, int64_t count) {
   LinearCrossEntropyCompact a = {.target = vector_of(kOp, "target", target), .ignore_index = ignore_index};
   Tensor index = make(target, {count}, DType::i64), labels = make(target, {count}, DType::i64);
@@ -390,6 +405,7 @@ TIGON_TORCH_SCHEMAS(m) {
       "linear_loss_gradient(Tensor(a!) logits, Tensor(b!)? dhidden, Tensor(c!)? dweight, Tensor(d!)? dbias,"
       " Tensor upstream, Tensor? entropy_upstream, " +
           head + "bool first) -> ()");
+  define_forward(m, "linear_cross_entropy_columns", "(Tensor x, int columns) -> Tensor");
   define(m, "linear_loss_rows(Tensor target, int ignore_index, int count) -> (Tensor, Tensor, Tensor)");
 }
 TIGON_TORCH_KERNELS(m) {
@@ -403,6 +419,7 @@ TIGON_TORCH_KERNELS(m) {
   implement_forward(m, "linear_log_prob", TORCH_BOX(&log_prob));
   m.impl("linear_loss_logits", TORCH_BOX(&chunk_logits));
   m.impl("linear_loss_gradient", TORCH_BOX(&chunk_gradient));
+  implement_forward(m, "linear_cross_entropy_columns", TORCH_BOX(&columns));
   m.impl("linear_loss_rows", TORCH_BOX(&compact));
 }
 

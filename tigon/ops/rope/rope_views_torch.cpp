@@ -3,9 +3,9 @@
 namespace tigon::torch_shim {
 namespace {
 
-void make_rows_dense(Tensor& t) {
+void make_rows_dense(const char* op, const char* name, Tensor& t) {
   int64_t last = t.dim() - 1;
-  if (t.size(last) > 1 && t.stride(last) != 1) t = to_contiguous(t);
+  if (t.size(last) > 1 && t.stride(last) != 1) t = to_contiguous(op, name, t);
 }
 
 // [T, ...], [B, T, ...], or with axes [A, T, ...], [A, B, T, ...]; `rest` trailing dimensions follow.
@@ -14,7 +14,7 @@ RopeTable table_of(const char* op, const char* name, Tensor& t, bool axes, int64
   TIGON_CHECK(op, dims == least || dims == least + 1, name, " must have ", least + rest, " or ",
               least + rest + 1, " dimensions, got ", t.dim());
   bool batched = dims > least;
-  return {.data = t.data_ptr(),
+  return {.data = data_of(op, name, t),
           .dtype = dtype_of(op, name, t),
           .axes = axes ? t.size(0) : 1,
           .batch = batched ? t.size(dims - 2) : 1,
@@ -32,9 +32,9 @@ RopeHeads heads_of(const char* op, const char* name, Tensor& t, int64_t head_dim
   TIGON_CHECK(op, dims == 3 || dims == 4, name, " must have 3 or 4 dimensions, got ", dims);
   TIGON_CHECK(op, head_dim == dims - 3 || head_dim == dims - 2, "head_dim must be ", dims - 3, " or ",
               dims - 2, ", got ", head_dim);
-  make_rows_dense(t);
+  make_rows_dense(op, name, t);
   int64_t token_dim = 2 * dims - 5 - head_dim;
-  return {.data = t.data_ptr(),
+  return {.data = data_of(op, name, t),
           .dtype = dtype_of(op, name, t),
           .batch = dims == 4 ? t.size(0) : 1,
           .heads = t.size(head_dim),
@@ -68,8 +68,8 @@ Rope rope_of(const char* op, Tensor& cos, OptionalTensor& sin, OptionalTensor& p
   if (positions) a.positions = table_of(op, "positions", *positions, axes, 0);
   axes = axes && !positions;
   if (sin) {
-    make_rows_dense(cos);
-    make_rows_dense(*sin);
+    make_rows_dense(op, "cos", cos);
+    make_rows_dense(op, "sin", *sin);
     a.cos = table_of(op, "cos", cos, axes, 1);
     a.sin = table_of(op, "sin", *sin, axes, 1);
     return a;
@@ -78,7 +78,7 @@ Rope rope_of(const char* op, Tensor& cos, OptionalTensor& sin, OptionalTensor& p
   TIGON_CHECK(op, last >= 2 && cos.size(last) == 2 && options.shared,
               "sin must be given where cos is not complex");
   bool dense = (cos.stride(last) == 1 && cos.stride(last - 1) == 2) || cos.numel() == 0;
-  if (!dense) cos = to_contiguous(cos);
+  if (!dense) cos = to_contiguous(op, "cos", cos);
   a.cos = table_of(op, "cos", cos, axes, 2);
   a.cos.col_stride = 2;
   a.sin = a.cos;

@@ -19,6 +19,8 @@ def liger_jsd(input, target, shift_labels=None, beta: float = 0.5, ignore_index:
     """Jensen-Shannon of log-probabilities, by :func:`tigon.jsd`; ``input`` is the student's, in its dtype."""
     target = target.to(input.dtype).detach()
     loss = tigon.jsd(input, target, shift_labels, beta=beta, log_probs=True, ignore_index=ignore_index)
+    if shift_labels is not None:  # no row that counts: nothing, where Tigon's mean is that of no numbers
+        loss = torch.where((shift_labels != ignore_index).any(), loss, 0.0)
     return loss.to(input.dtype)
 
 
@@ -72,6 +74,13 @@ def liger_tvd(input, target, shift_labels=None, reduction: str = "mean", ignore_
 
 def ce_tvd(student_logits, teacher_logits, target, ignore_index=-100):
     """(cross-entropy, total variation distance) of logits, one of each a row, by Tigon's two."""
+    shape, other = student_logits.shape, teacher_logits.shape
+    check("compat.liger", shape == other,
+          "student_logits and teacher_logits must have the same shape, got {} and {}",
+          shape, other)  # fmt: skip
+    check("compat.liger", len(shape) == 2, "student_logits must be 2D (BT, V), got {}", shape)
+    fits = target.shape == shape[:1]
+    check("compat.liger", fits, "target must have shape {}, got {}", shape[:1], target.shape)
     loss = tigon.cross_entropy(student_logits, target, ignore_index=ignore_index, reduction="none")
     teacher = teacher_logits.to(student_logits.dtype).detach()
     distance = tigon.tvd(student_logits, teacher, target, ignore_index=ignore_index, reduction="none")
@@ -136,3 +145,44 @@ LigerJSDFunction = function_class(
 LigerKLDivLossFunction = function_class("LigerKLDivLossFunction", kl_div, "Kullback-Leibler divergence.")
 LigerTVDLossFunction = function_class("LigerTVDLossFunction", tvd, "Total variation distance.")
 LigerFusedCETVDFunction = function_class("LigerFusedCETVDFunction", ce_tvd, "Cross-entropy and TVD.")
+
+
+# Primitives of the dispatcher: (losses, gradient of the first argument), without autograd, in plain PyTorch.
+
+
+def _kept(labels, ignore_index, *values):
+    """Rows that do not count are zero."""
+    if labels is None:
+        return values
+    keep = labels != ignore_index
+    return tuple(torch.where(keep.view(-1, *[1] * (value.dim() - 1)), value, 0.0) for value in values)
+
+
+@torch.no_grad()
+def kl_loss_and_grad(logits, target, shift_labels, ignore_index, temperature, eps, scale):
+    """``KL(target || softmax(logits / temperature)) * scale``: loss ``[BT]`` of rows, and dlogits."""
+    log_q = (logits.float() / temperature).log_softmax(-1)
+    p = target.float()
+    loss = scale * (p * (p.clamp(min=eps).log() - log_q)).sum(-1)
+    gradient = scale / temperature * (log_q.exp() * p.sum(-1, keepdim=True) - p)
+    loss, gradient = _kept(shift_labels, ignore_index, loss, gradient)
+    return loss, gradient.to(logits.dtype)
+
+
+@torch.no_grad()
+def jsd_loss_and_grad(log_q, log_p, shift_labels, beta, ignore_index, n_non_ignore):
+    """Jensen-Shannon of log-probabilities over ``n_non_ignore``: an element's loss ``[BT, V]`` and dlog_q."""
+    x, y = log_q.float(), log_p.float()
+    q, p = x.exp(), y.exp()
+    if beta == 0.0:
+        loss, gradient = p * (y - x), -p
+    elif beta == 1.0:
+        loss = q * (x - y)
+        gradient = loss + q
+    else:
+        weights = torch.tensor((beta, 1 - beta), device=x.device).log()
+        log_m = torch.logaddexp(y + weights[0], x + weights[1])
+        gradient = (1 - beta) * q * (x - log_m)
+        loss = beta * p * (y - log_m) + gradient
+    loss, gradient = _kept(shift_labels, ignore_index, loss / n_non_ignore, gradient / n_non_ignore)
+    return loss, gradient.to(log_q.dtype)

@@ -62,15 +62,20 @@ class Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         module.__all__ = [name for name in names if not name.startswith("_")]
 
         def __getattr__(name):
-            if name not in names and not (below.startswith("transformers.model.") and "forward" in name):
+            if name not in names:
                 raise AttributeError(f"[compat.liger] {module.__name__} {VERSION} has no {name}")
-            if below == "" or f"{below}.{name}" in table():
+            if below == "" and name in table():
                 return importlib.import_module(f"{module.__name__}.{name}")
             value = resolve(name)
             setattr(module, name, value)
             return value
 
         module.__getattr__ = __getattr__
+        module.__dir__ = lambda: sorted({*vars(module), *names})
+        for name in names:
+            if below and f"{below}.{name}" in table():  # a function hides the module of its name
+                importlib.import_module(f"{module.__name__}.{name}")
+                setattr(module, name, resolve(name))
 
 
 def _below(fullname: str) -> str | None:
@@ -81,5 +86,5 @@ def _below(fullname: str) -> str | None:
 
 
 def _known(below: str) -> bool:
-    """Modules of the table, and the model files, whose forwards nobody needs here."""
-    return below in table() or re.fullmatch(r"transformers\.model\.\w+", below) is not None
+    """Modules of the table, and packages above them."""
+    return any(f"{name}.".startswith(f"{below}.") for name in table()) or below == ""

@@ -45,10 +45,23 @@ def _accuracy(correct, counts, reduction):
     return correct.float() if reduction == "none" else correct.float().sum() / counts.sum()
 
 
+def _class_weight(weight, target, ignore_index, z_scale, reduction):
+    """Class weights for a mean whose z-loss is over the number of rows, not over their weights, as there.
+
+    Scaled so that the weights of the rows that count add up to their number, which then divides both parts.
+    """
+    if weight is None or not z_scale or reduction != "mean":
+        return weight
+    weight, kept = weight.detach().float(), target != ignore_index
+    total = torch.where(kept, weight[torch.where(kept, target, 0)], 0.0).sum()
+    return weight * (kept.sum() / total)
+
+
 def cross_entropy_parts(input, target, weight=None, ignore_index=-100, lse_square_scale=0.0,
                         label_smoothing=0.0, reduction="mean", softcap=None, return_z_loss=False,
                         return_token_accuracy=False, return_predicted_tokens=False):  # fmt: skip
-    """(loss, z_loss, token_accuracy, predicted_tokens), None where not asked for."""
+    """(loss, z_loss, token_accuracy, predicted_tokens), None if not asked for; losses in logits' dtype."""
+    weight = _class_weight(weight, target, ignore_index, lse_square_scale, reduction)
     loss = tigon.cross_entropy(
         input, target, weight=weight, ignore_index=ignore_index, z_loss=lse_square_scale,
         label_smoothing=label_smoothing, reduction=reduction, softcap=softcap,
@@ -59,13 +72,13 @@ def cross_entropy_parts(input, target, weight=None, ignore_index=-100, lse_squar
         if return_z_loss:
             logits = input.float() if softcap is None else softcap * torch.tanh(input.float() / softcap)
             rows = lse_square_scale * torch.logsumexp(logits, -1).square()
-            z_loss = _reduced(torch.where(counts, rows, 0.0), counts, reduction)
+            z_loss = _reduced(torch.where(counts, rows, 0.0), counts, reduction).to(input.dtype)
         if return_token_accuracy or return_predicted_tokens:
             best = torch.where(counts, input.argmax(-1), -1)
             predicted = best if return_predicted_tokens else None
             if return_token_accuracy:
                 accuracy = _accuracy(counts & (best == target), counts, reduction)
-    return loss, z_loss, accuracy, predicted
+    return loss.to(input.dtype), z_loss, accuracy, predicted
 
 
 def linear_cross_entropy_parts(input, weight, target, bias=None, ce_weight=None, ignore_index=-100,
@@ -73,7 +86,7 @@ def linear_cross_entropy_parts(input, weight, target, bias=None, ce_weight=None,
                                return_z_loss=False, accum_dtype=None, use_token_scaling=False,
                                return_token_accuracy=False, return_predicted_tokens=False, ce_impl=None,
                                ce_mode=None, chunk_mem_const=1):  # fmt: skip
-    """(loss, z_loss, token_accuracy, predicted_tokens), None where not asked for."""
+    """(loss, z_loss, token_accuracy, predicted_tokens), None where not asked for; the loss is float32."""
     whole = isinstance(chunk_mem_const, int) and not isinstance(chunk_mem_const, bool)
     fits = whole and chunk_mem_const >= 1
     check("compat.liger", fits, "chunk_mem_const must be an int >= 1, got {!r}", chunk_mem_const)
@@ -83,6 +96,7 @@ def linear_cross_entropy_parts(input, weight, target, bias=None, ce_weight=None,
             scaling = tigon.linear_log_prob(
                 input, weight, target, bias=bias, softcap=softcap, ignore_index=ignore_index
             ).exp()
+    ce_weight = _class_weight(ce_weight, target, ignore_index, lse_square_scale, reduction)
     asked = {
         "z_loss": return_z_loss,
         "correct": return_token_accuracy,
@@ -99,7 +113,7 @@ def linear_cross_entropy_parts(input, weight, target, bias=None, ce_weight=None,
     counts = target != ignore_index
     return (
         got.loss,
-        _reduced(got.z_loss, counts, reduction) if return_z_loss else None,
+        _reduced(got.z_loss, counts, reduction).to(input.dtype) if return_z_loss else None,
         _accuracy(got.correct, counts, reduction) if return_token_accuracy else None,
         got.predicted if return_predicted_tokens else None,
     )
@@ -184,8 +198,8 @@ def liger_softmax(x):
 def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
     """Rotary embedding of q and k, by :func:`tigon.rope`; never in place.
 
-    Without ``rotary_dim`` as many columns are rotated as cos has (at most the head's); with it, that many,
-    and only the first half of them is read from cos and sin. An integer in the place of ``position_ids`` is
+    Without ``rotary_dim`` as many columns are rotated as cos has (at most the head's); with it, that many.
+    Only the first half of them is read from cos and sin. An integer in the place of ``position_ids`` is
     taken as ``unsqueeze_dim``: transformers 5 has no ``position_ids`` there.
     """
     if isinstance(position_ids, int):
@@ -203,9 +217,8 @@ def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=No
             rotary_dim,
         )
     columns = min(table, head) if rotary_dim is None else rotary_dim
-    if columns != table:
-        cos, sin = (torch.cat((t[..., : columns // 2],) * 2, -1) for t in (cos, sin))
-    q_out, k_out = tigon.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+    cos, sin = cos[..., : columns // 2], sin[..., : columns // 2]
+    q_out, k_out = tigon.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=columns)
     return q_out.to(q.dtype), k_out.to(k.dtype)
 
 

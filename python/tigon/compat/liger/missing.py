@@ -2,49 +2,54 @@
 
 from __future__ import annotations
 
+import re
+
 import tigon
 from tigon.error import Error
 
+_EXPERTS = "tigon.apply(model): transformers' experts keep their products, the gate is Tigon's"
+_NO_OP = "plain PyTorch: Tigon has no op for it"
 # What to use instead, by the part of a name that says what it is; the first that fits is taken.
 _INSTEAD = (
-    ("DPO", "tigon.linear_log_prob gives the log-probabilities that the DPO loss needs, without logits"),
-    ("KTO", "tigon.linear_log_prob gives the log-probabilities that the KTO loss needs, without logits"),
-    ("GRPO", "tigon.linear_log_prob gives the per-token log-probabilities and entropies that GRPO needs"),
-    ("Grpo", "tigon.linear_log_prob gives the per-token log-probabilities and entropies that GRPO needs"),
-    ("PPO", "tigon.linear_log_prob gives the per-token log-probabilities and entropies"),
-    ("ORPO", "tigon.linear_log_prob gives the log-probabilities of both answers"),
-    ("CPO", "tigon.linear_log_prob gives the log-probabilities of both answers"),
-    ("SimPO", "tigon.linear_log_prob gives the log-probabilities of both answers"),
-    ("Preference", "tigon.linear_log_prob, or tigon.linear_loss with a loss of your own"),
-    ("ScaledCrossEntropy", "tigon.linear_log_prob(temperature=..., entropy=True)"),
-    ("FusedLinearJSD", "tigon.jsd of both models' logits; a head that never forms them is not there yet"),
-    ("linear_jsd", "tigon.jsd of both models' logits; a head that never forms them is not there yet"),
-    ("FusedLinearKL", "tigon.kl_div of the logits; a head that never forms them is not there yet"),
-    ("linear_kl", "tigon.kl_div of the logits; a head that never forms them is not there yet"),
-    ("Cosine", "a loss of two hidden states needs no head: torch.nn.functional.cosine_similarity"),
-    ("cosine", "a loss of two hidden states needs no head: torch.nn.functional.cosine_similarity"),
-    ("Distillation", "tigon.kl_div, jsd or tvd of both models' logits"),
-    ("_dpo", "tigon.linear_log_prob gives the log-probabilities that the DPO loss needs, without logits"),
-    ("_kto", "tigon.linear_log_prob gives the log-probabilities that the KTO loss needs, without logits"),
-    ("grpo", "tigon.linear_log_prob gives the per-token log-probabilities and entropies that GRPO needs"),
-    ("orpo", "tigon.linear_log_prob gives the log-probabilities of both answers"),
-    ("_cpo", "tigon.linear_log_prob gives the log-probabilities of both answers"),
-    ("simpo", "tigon.linear_log_prob gives the log-probabilities of both answers"),
-    ("selective_log_softmax", "tigon.linear_log_prob, from hidden states and without logits"),
-    ("scaled_cross_entropy", "tigon.linear_log_prob(temperature=..., entropy=True)"),
-    ("_forward", "the function of the op itself: these are the halves of one autograd function there"),
-    ("_backward", "the function of the op itself: these are the halves of one autograd function there"),
-    ("FusedMoE", "tigon.apply(model): transformers' experts keep their products, the gate is Tigon's"),
-    ("fused_moe", "tigon.apply(model): transformers' experts keep their products, the gate is Tigon's"),
-    ("LigerMLP", "tigon.transformers.GatedMLP"),
-    ("FalconH1MLP", "LigerFalconH1SwiGLUMLP"),
+    ("lce_forward|causal_forward|multimodal_forward|lce_maybe_trainable_lm_head",
+     "apply_liger_kernel_to_*(model=...) or tigon.apply(model), which copy no forward of transformers"),
     ("ORPOTrainer", "trl.experimental's ORPOTrainer with tigon.TigonTrainerCallback"),
-)
+    ("DPO|_dpo", "tigon.linear_log_prob gives the log-probabilities that the DPO loss needs, without logits"),
+    ("KTO|_kto", "tigon.linear_log_prob gives the log-probabilities that the KTO loss needs, without logits"),
+    ("GRPO|Grpo|grpo|PPOBase|clip_coef_fn|k3_loss_fn|sapo_loss_fn|get_gamma_weights",
+     "tigon.linear_log_prob gives the per-token log-probabilities and entropies that the loss needs"),
+    ("ORPO|CPO|SimPO|_orpo|_cpo|_simpo", "tigon.linear_log_prob gives the log-probabilities of both answers"),
+    ("Preference", "tigon.linear_log_prob, or tigon.linear_loss with a loss of your own"),
+    ("(?i)scaled_?cross_?entropy", "tigon.linear_log_prob(temperature=..., entropy=True)"),
+    ("selective_log_softmax", "tigon.linear_log_prob, from hidden states and without logits"),
+    ("(?i)linear_?jsd", "tigon.jsd of both models' logits; a head that never forms them is not there yet"),
+    ("(?i)linear_?kl", "tigon.kl_div of the logits; a head that never forms them is not there yet"),
+    ("(?i)cosine", "a loss of two hidden states needs no head: torch.nn.functional.cosine_similarity"),
+    ("Distillation", "tigon.kl_div, jsd or tvd of both models' logits"),
+    ("(?i)vocab_?parallel|validate_formula", "torch.distributed.tensor.parallel.loss_parallel"),
+    ("(?i)megatron", "tigon.rms_norm, tigon.swiglu and tigon.cross_entropy in the layer specification"),
+    ("configure|FusedLinearCrossEntropyConfig|MoEConfig", "nothing: Tigon has no runtime to configure"),
+    ("FalconH1MLP", "LigerFalconH1SwiGLUMLP"),
+    ("LigerMLP|gemm_swiglu|swiglu_backward_d", "tigon.transformers.GatedMLP"),
+    ("FusedMo[eE]|fused_moe|moe_fused|compute_routing_metadata", _EXPERTS),
+    ("(?i)neighborhood", "torch.nn.attention.flex_attention with a mask of neighbours"),
+    ("(?i)modulated", "tigon.rms_norm, and the modulation of its result"),
+    ("(?i)mhc|attn_?res|multi_?token_?attention|poly_?norm|sparsemax", _NO_OP),
+    ("matmul|pack_weights|autotune", f"torch.matmul, and {_NO_OP}"),
+    ("assert_op|test_shapes|pytorch_reference|requires_cuda|sum_based|tolerances",
+     "torch.testing.assert_close: Liger's test helpers are not part of the interface"),
+    ("IMPL_REGISTRY|ImplInfo|select_impl|declare_op_locations|emit_fallback",
+     "liger_kernel.backends.register_impl"),
+    ("infer_.*arch|num_sms|npu_core", "torch.cuda.get_device_properties"),
+    ("_(forward|backward|fwd$|bwd$)",
+     "the function of the op itself: these are the halves of one autograd function there"),
+)  # fmt: skip
+_INTERNAL = "the op's public function: this one belongs to how Liger's kernels are made"
 
 
 def instead_of(name: str) -> str:
-    """The advice for one name, or an empty string."""
-    return next((text for part, text in _INSTEAD if part in name), "")
+    """The advice for one name."""
+    return next((advice for part, advice in _INSTEAD if re.search(part, name)), _INTERNAL)
 
 
 def missing(name: str) -> type:
@@ -60,16 +65,14 @@ def missing(name: str) -> type:
     return type(name, (), {
         "__new__": refuse,
         "apply": staticmethod(refuse),
+        "__class_getitem__": refuse,  # kernel[grid]
         "__doc__": f"{name} of the liger_kernel interface: not there in this version of Tigon.",
     })  # fmt: skip
 
 
 def refusal(name: str) -> str:
     """The sentence for a name without an implementation."""
-    advice = instead_of(name)
-    return f"[compat.liger] {name} is not there in tigon {tigon.__version__}" + (
-        f": {advice}" if advice else ""
-    )
+    return f"[compat.liger] {name} is not there in tigon {tigon.__version__}: {instead_of(name)}"
 
 
 def function_class(name: str, function, doc: str) -> type:

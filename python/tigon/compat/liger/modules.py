@@ -148,12 +148,22 @@ class LigerLayerNorm(nn.Module):
                  backend=None):  # fmt: skip
         super().__init__()
         self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
+        self.impl, self.mode = backend if impl is None else impl, mode
         self.weight = _initial(init_fn, hidden_size)
         self.bias = nn.Parameter(torch.randn(hidden_size) if bias else torch.zeros(hidden_size))
 
     def forward(self, hidden_states):
         """Normalised over the last dimension."""
         return F.liger_layer_norm(hidden_states, self.weight, self.bias, self.variance_epsilon)
+
+    @property
+    def backend(self):
+        """``impl`` as it was called before."""
+        return self.impl
+
+    @backend.setter
+    def backend(self, value):
+        self.impl = value
 
 
 class LigerEmbedding(tigon.nn.Embedding):
@@ -461,6 +471,16 @@ LigerFusedLinearCrossEntropyFunction = function_class(
 )
 
 
+LigerEmbeddingFunction = function_class(
+    "LigerEmbeddingFunction",
+    lambda embeddings, indices: tigon.embedding(indices, embeddings),
+    "Rows of a table by token id.",
+)
+LigerTiledMLPFunction = function_class(
+    "LigerTiledMLPFunction",
+    lambda fn, mlp_module, x, shards, compute_params=None: apply_tiled_mlp(fn, mlp_module, x, shards),
+    "A function of tokens, in shards that the backward computes again.",
+)
 LigerFusedLinearScaledCrossEntropyFunction = function_class(
     "LigerFusedLinearScaledCrossEntropyFunction",
     lambda _input, weight, target, temperature=1.0, ignore_index=-100, m_tiles_per_cluster=1,

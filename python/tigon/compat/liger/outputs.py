@@ -2,26 +2,63 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import importlib
+from dataclasses import field, make_dataclass
 
 import torch
-from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+
+# Where the class that each extends is: transformers' own name is the rest of the name.
+_MODELS = {
+    "Gemma3": "gemma3", "Gemma4": "gemma4", "Glm4vMoe": "glm4v_moe", "InternVL": "internvl", "Llava": "llava",
+    "MuseGlimmer": "muse_glimmer", "PaliGemma": "paligemma", "Qwen2VL": "qwen2_vl",
+    "Qwen2_5_VL": "qwen2_5_vl", "Qwen3VL": "qwen3_vl", "Qwen3VLMoe": "qwen3_vl_moe", "Qwen3_5": "qwen3_5",
+    "Qwen3_5Moe": "qwen3_5_moe",
+}  # fmt: skip
+_REST = "CausalLMOutputWithPast"
+OUTPUTS = tuple(f"Liger{model}{_REST}" for model in ("", "Moe", *_MODELS))
 
 
-@dataclass
-class LigerCausalLMOutputWithPast(CausalLMOutputWithPast):
-    """transformers' output, and what the loss head counts on the way."""
+def __getattr__(name: str):
+    """The classes are made when first asked for: each imports a modelling module."""
+    if name in OUTPUTS:
+        return _output_class(name)
+    raise AttributeError(name)
 
-    token_accuracy: torch.FloatTensor | None = None
-    predicted_tokens: torch.LongTensor | None = None
+
+def __dir__():
+    return [*globals(), *OUTPUTS]
 
 
-@dataclass
-class LigerMoeCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
-    """The same of models with experts."""
+@functools.cache
+def _output_class(name: str) -> type | None:
+    """transformers' output with what the loss head counts on the way; None where it has no such class."""
+    base = name[len("Liger") :]
+    model = _MODELS.get(base[: -len(_REST)])
+    place = f"models.{model}.modeling_{model}" if model else "modeling_outputs"
+    try:
+        module = importlib.import_module(f"transformers.{place}")
+    except ImportError:
+        return None
+    parent = getattr(module, base, None)
+    if parent is None:
+        return None
+    fields = [
+        ("token_accuracy", torch.FloatTensor | None, field(default=None)),
+        ("predicted_tokens", torch.LongTensor | None, field(default=None)),
+    ]
+    made = make_dataclass(name, fields, bases=(parent,))
+    made.__module__, made.__doc__ = __name__, f"{base}, and what the loss head counts on the way."
+    return made
 
-    token_accuracy: torch.FloatTensor | None = None
-    predicted_tokens: torch.LongTensor | None = None
+
+def with_counts(output):
+    """The same output as its class of this module, if there is one."""
+    name = f"Liger{type(output).__name__}"
+    made = _output_class(name) if name in OUTPUTS else None
+    if made is None or not issubclass(made, type(output)):
+        return output
+    return made(**output)
 
 
 class _FSDPForwardRedirection:

@@ -7,10 +7,14 @@ Their switches choose slots: ``rms_norm`` and ``layer_norm`` the norms, ``swiglu
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 
+from transformers import AutoConfig
+
 import tigon
+from tigon.compat.liger import counts
 from tigon.error import Error, check
 from tigon.transformers import AutoTigonForCausalLM, split_options
 
@@ -116,17 +120,45 @@ def _patch(model, slots: dict, logits_loss: bool) -> None:
         _use_logits_loss(model)
     if any(slots.values()):
         try:
-            log.info("%s", tigon.apply(model, **slots))
+            report = tigon.apply(model, **slots)
         except Error as error:
             log.warning("%s: it stays as it is", error)
+            return
+        log.info("%s", report)
+        for entry in report.replaced:
+            if entry.slot == "norm":
+                _take_choices(model.get_submodule(entry.path))
+        counts.attach(model)
+
+
+def _take_choices(norm) -> None:
+    """The attributes by which callers choose an implementation; they choose nothing."""
+    norm.impl = norm.mode = norm.backend = None
 
 
 def _patch_later(types, slots, logits_loss) -> None:
     from tigon.compat.construction import on_construction
 
+    if _loading is not None:
+        _loading.append((slots, logits_loss))
+        return
     for model_type in types:
         if not on_construction(model_type, lambda model: _patch(model, slots, logits_loss)):
             log.warning("[compat.liger] this transformers has no model type %s: nothing to do", model_type)
+
+
+_loading: list | None = None
+
+
+@contextlib.contextmanager
+def _one_model():
+    """What apply functions ask for without a model is for the one that is being loaded: a list of it."""
+    global _loading
+    before, _loading = _loading, []
+    try:
+        yield _loading
+    finally:
+        _loading = before
 
 
 def _use_logits_loss(model) -> None:
@@ -157,6 +189,7 @@ APPLY |= {
     f"apply_liger_kernel_to_{alias}": APPLY[f"apply_liger_kernel_to_{name}"]
     for alias, name in _ALIASES.items()
 }
+globals().update(APPLY)
 MODEL_TYPE_TO_APPLY_LIGER_FN = {
     model_type: APPLY[f"apply_liger_kernel_to_{name}"]
     for name, (_, _, types) in _FUNCTIONS.items()
@@ -202,24 +235,43 @@ class AutoLigerKernelForCausalLM(AutoTigonForCausalLM):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
         """Load; keywords that the apply function knows go there."""
-        options, rest = _split(kwargs)
-        parent = super(AutoTigonForCausalLM, cls)
-        loaded = parent.from_pretrained(pretrained_model_name_or_path, *args, **rest)
-        _apply_liger_kernel_to_instance(loaded[0] if isinstance(loaded, tuple) else loaded, **options)
-        return loaded
+        model_type = _type_on_disk(pretrained_model_name_or_path, kwargs)
+        load = super(AutoTigonForCausalLM, cls).from_pretrained
+        return _loaded(model_type, kwargs, lambda rest: load(pretrained_model_name_or_path, *args, **rest))
 
     @classmethod
     def from_config(cls, config, **kwargs):
         """Build; keywords that the apply function knows go there."""
-        options, rest = _split(kwargs)
-        model = super(AutoTigonForCausalLM, cls).from_config(config, **rest)
+        build = super(AutoTigonForCausalLM, cls).from_config
+        return _loaded(getattr(config, "model_type", None), kwargs, lambda rest: build(config, **rest))
+
+
+def _loaded(model_type, kwargs, load):
+    """The type's function is called first, as there, and what it asks for is done to the loaded model."""
+    function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
+    known = _DEFAULTS if function is None else inspect.signature(function).parameters
+    options = {name: value for name, value in kwargs.items() if name in known}
+    rest = {name: value for name, value in kwargs.items() if name not in known}
+    with _one_model() as patches:
+        _apply_liger_kernel(model_type, **options)
+    loaded = load(rest)
+    model = loaded[0] if isinstance(loaded, tuple) else loaded
+    if function is None:
         _apply_liger_kernel_to_instance(model, **options)
-        return model
+    for patch in patches:
+        _patch(model, *patch)
+    return loaded
 
 
-def _split(kwargs):
-    options = {name: value for name, value in kwargs.items() if name in _DEFAULTS}
-    return options, {name: value for name, value in kwargs.items() if name not in _DEFAULTS}
+def _type_on_disk(path, kwargs) -> str | None:
+    """The model type that the configuration names; None where there is none (a folder of an adapter)."""
+    config = kwargs.get("config")
+    if config is None:
+        try:
+            config = AutoConfig.from_pretrained(path, **kwargs)
+        except (OSError, ValueError):
+            return None
+    return getattr(config, "model_type", None)
 
 
 def _bind_method_to_module(module, method_name: str, new_method) -> None:
@@ -230,6 +282,7 @@ def _bind_method_to_module(module, method_name: str, new_method) -> None:
 def _patch_rms_norm_module(module, *args, **kwargs) -> None:
     """The norm's own formula decides, not the arguments."""
     _patch(module, {"norm": True, "mlp": False, "rope": False, "loss": False}, False)
+    _take_choices(module)
 
 
 def _patch_swiglu_module(module, liger_module=None) -> None:

@@ -10,6 +10,11 @@ import operator
 import torch
 from packaging.version import Version
 
+import tigon
+
+IS_TRANSFORMERS_V5_OR_LATER = True
+MIN_SUPPORTED_TRANSFORMERS_VERSION = Version("5.0.0")
+LIGER_KERNEL_IMPL_ENV = "LIGER_KERNEL_IMPL"
 PEFT_AVAILABLE = importlib.util.find_spec("peft") is not None
 
 
@@ -100,3 +105,8 @@ def transformers_version_dispatch(required_version, before_fn, after_fn, before_
 
 def apply_liger_triton_cache_manager() -> None:
     """Nothing to do: Tigon compiles nothing at run time."""
+
+
+def print_env_report() -> None:
+    """Versions, devices and what Tigon was built with."""
+    print(tigon.env())

@@ -1,0 +1,105 @@
+"""Host time of small calls: what a call costs before a kernel runs, op by op.
+
+    python bench/host.py --device cuda
+    OMP_NUM_THREADS=1 python bench/host.py --device cpu
+
+Tigon, PyTorch's own formulation and an autograd function that does nothing but allocate, on tensors of
+16 x 256: forward without gradients, forward that records the graph, forward and backward. On a GPU nothing
+waits for the device, so this is the time of the host alone; on the CPU the small kernels are in it. The least
+of several means, in microseconds. Prints a table and writes JSON lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))  # unless it is installed
+
+import timing
+from providers import Runner
+from run import DTYPES, ROOT, commit, device_name
+
+from cases import modules
+from cases.case import Case, Inputs
+
+ROWS, COLUMNS = 16, 256
+HEADS = {"B": 1, "T": ROWS, "Hq": 4, "Hk": 4, "D": COLUMNS // 4}
+SMALL = {
+    "cross_entropy": {"N": ROWS, "V": COLUMNS},
+    "embedding": {"tokens": (ROWS,), "table": (COLUMNS, COLUMNS)},
+    "group_norm": {"shape": (ROWS, COLUMNS)},
+    "linear_cross_entropy": {"lead": (ROWS,), "H": COLUMNS, "V": COLUMNS},
+    "qk_norm_rope": HEADS,
+    "rope": HEADS,
+}
+PASSES = {"infer": "inference", "forward": "forward", "step": "step"}
+ROUNDS = 7
+
+
+class _Nothing(torch.autograd.Function):
+    """What any differentiable call costs: a node, and a result each way."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return torch.empty_like(dy)
+
+
+def measure(runner: Runner, device: torch.device) -> dict[str, float]:
+    """Microseconds by pass."""
+    return {
+        name: min(timing.host_us(getattr(runner, method), device) for _ in range(ROUNDS))
+        for name, method in PASSES.items()
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32")
+    parser.add_argument("--ops", default=",".join(modules()))
+    parser.add_argument("--out", type=Path, help="JSON lines (bench/results/<device>/host.jsonl)")
+    args = parser.parse_args(arguments)
+    device, dtype = torch.device(args.device), DTYPES[args.dtype]
+    common = {"gpu": device_name(device), "torch": torch.__version__, "commit": commit(), "dtype": args.dtype}
+    folder = re.sub(r"[^a-z0-9]+", "-", common["gpu"].lower()).strip("-")
+    path = args.out or ROOT / "bench" / "results" / folder / "host.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    x = torch.randn(ROWS, COLUMNS, device=device, dtype=dtype)
+    nothing = Runner(_Nothing.apply, Inputs(args=(x,), grads=(0,), grad_outputs=(x,)), device)
+    records = [common | {"op": "nothing", "empty": measure(nothing, device)}]
+    for name in args.ops.split(","):
+        module = modules()[name]
+        inputs = module.make(Case("host", SMALL.get(name, {"shape": (ROWS, COLUMNS)})), device, dtype, 0)
+        providers = {"tigon": module.tigon_fn, "pytorch": module.eager_fn}
+        times = {who: measure(Runner(fn, inputs, device), device) for who, fn in providers.items()}
+        records.append(common | {"op": name} | times)
+
+    print(f"{common['gpu']}, torch {common['torch']}, {args.dtype}, {ROWS} x {COLUMNS}: microseconds")
+    print(f"{'':24}" + "".join(f"{kind:>18}" for kind in PASSES))
+    print(f"{'':24}" + f"{'tigon':>9}{'pytorch':>9}" * len(PASSES))
+    for r in records:
+        who = ("tigon", "pytorch") if "tigon" in r else ("empty",)
+        cells = "".join("".join(f"{r[w][kind]:{18 // len(who)}.1f}" for w in who) for kind in PASSES)
+        print(f"{r['op'] if 'tigon' in r else 'empty autograd.Function':24}{cells}")
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""``liger_kernel.backends``: names choose among implementations of an op; of each op there is Tigon's.
+
+It answers to ``nvidia-triton``, the name callers know of the one that runs everywhere. Liger's other names
+choose nothing. Callers may register implementations of their own and choose those.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tigon.compat.liger import divergences, modules
+
+logger = logging.getLogger("tigon")
+
+OURS = "nvidia-triton"
+_NAMES = (OURS, "nvidia-cutedsl", "nvidia-cutile", "ascend-triton")
+_SHORT = {"triton": OURS, "cutedsl": "nvidia-cutedsl", "cutile": "nvidia-cutile"}
+
+
+class ImplNotAvailableError(RuntimeError):
+    """The implementation that was asked for is not there or cannot run here."""
+
+
+class NoImplAvailableError(RuntimeError):
+    """No implementation of the op can run here."""
+
+
+class LigerImplFallbackWarning(UserWarning):
+    """One implementation took another's place."""
+
+
+BackendNotAvailableError = ImplNotAvailableError
+NoBackendAvailableError = NoImplAvailableError
+LigerBackendFallbackWarning = LigerImplFallbackWarning
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What an implementation needs: compute capability, modules, a GPU, a condition of its own."""
+
+    min_cc: tuple[int, int] | None = None
+    max_cc: tuple[int, int] | None = None
+    modules: list[str] = field(default_factory=list)
+    requires_cuda: bool = False
+    predicate: Callable[[], bool] | None = None
+
+    def reason_if_unsatisfied(self, device=None) -> str | None:
+        """Why it cannot run on ``device`` (the current one without it), or None."""
+        for module in self.modules:
+            if importlib.util.find_spec(module) is None:
+                return f"module '{module}' not importable"
+        if self.requires_cuda or self.min_cc or self.max_cc:
+            if not torch.cuda.is_available():
+                return "CUDA device not available"
+            cc = torch.cuda.get_device_capability(device)
+            if cc < (self.min_cc or cc) or cc > (self.max_cc or cc):
+                return f"compute capability {cc} is not in [{self.min_cc}, {self.max_cc}]"
+        return None if self.predicate is None or self.predicate() else "custom predicate returned False"
+
+    def is_satisfied(self, device=None) -> bool:
+        """Whether it can run on ``device``."""
+        return self.reason_if_unsatisfied(device) is None
+
+
+PYTORCH_FALLBACK = Capability()
+
+
+@dataclass(frozen=True)
+class OpImpl:
+    """One implementation of one op: a function, or a class with ``apply`` for positional arguments."""
+
+    op_name: str
+    impl_name: str
+    capability: Capability = PYTORCH_FALLBACK
+    forward: Callable[..., Any] | None = None
+    autograd_function: type | None = None
+    modes: tuple[str, ...] = ()
+    default_mode: str | None = None
+    preference_rank: int = 100
+    tolerances: Mapping[torch.dtype, Mapping[str, float]] = field(default_factory=dict)
+    notes: str = ""
+
+    @property
+    def backend(self) -> str:
+        """Its name, as it was called before."""
+        return self.impl_name
+
+    def call(self, *args, **kwargs):
+        """Run it; the class form knows no keywords, ``mode`` apart, which it is not given."""
+        if self.autograd_function is None:
+            return self.forward(*args, **kwargs)
+        kwargs.pop("mode", None)
+        if kwargs:
+            raise TypeError(f"{self.op_name} by {self.impl_name} takes no keyword arguments, got {[*kwargs]}")
+        return self.autograd_function.apply(*args)
+
+
+def _bounds(f32, f16=(5e-3, 5e-2), bf16=(2e-2, 1e-1)) -> dict:
+    """dtype -> the tolerances that the interface promises for an op, forward and backward."""
+    relative = {torch.float16: (1e-3, 1e-2), torch.bfloat16: (1e-2, 2e-2), torch.float32: f32}
+    absolute = {torch.float16: f16, torch.bfloat16: bf16, torch.float32: f32}
+    return {
+        dtype: {"atol_fwd": a, "atol_bwd": b, "rtol_fwd": relative[dtype][0], "rtol_bwd": relative[dtype][1]}
+        for dtype, (a, b) in absolute.items()
+    }
+
+
+_USUAL = _bounds((1e-5, 1e-4))
+_TOLERANCES = {
+    "layer_norm": _bounds((5e-4, 1e-3)),
+    "jsd": _bounds((1e-5, 1e-5), (5e-3, 5e-3), (2e-2, 2e-2)),
+}
+_CLASSES = {
+    "rms_norm": modules.LigerRMSNormFunction,
+    "layer_norm": modules.LigerLayerNormFunction,
+    "fused_add_rms_norm": modules.LigerFusedAddRMSNormFunction,
+    "softmax": modules.LigerSoftmaxFunction,
+    "swiglu": modules.LigerSiLUMulFunction,
+    "geglu": modules.LigerGELUMulFunction,
+    "rope": modules.LigerRopeFunction,
+    "cross_entropy": modules.LigerCrossEntropyFunction,
+    "fused_linear_cross_entropy": modules.LigerFusedLinearCrossEntropyFunction,
+    "jsd": divergences.LigerJSDFunction,
+    "kl_div": divergences.LigerKLDivLossFunction,
+}
+_PRIMITIVES = {
+    "jsd_loss_and_grad": divergences.jsd_loss_and_grad,
+    "kl_loss_and_grad": divergences.kl_loss_and_grad,
+}
+
+
+def _tigon(name: str, function) -> OpImpl:
+    def forward(*args, mode=None, **kwargs):
+        return function(*args, **kwargs)
+
+    return OpImpl(
+        name, OURS, forward=forward, modes=("default",), default_mode="default", preference_rank=50,
+        tolerances=_TOLERANCES.get(name, _USUAL), notes="Tigon's",
+    )  # fmt: skip
+
+
+_registry = {(name, OURS): _tigon(name, owner.apply) for name, owner in _CLASSES.items()}
+_registry |= {(name, OURS): _tigon(name, function) for name, function in _PRIMITIVES.items()}
+_chosen: str | None = None
+
+
+def register_impl(op_name, *, impl_name=None, capability=None, modes=(), default_mode=None,
+                  preference_rank=100, tolerances=None, notes="", backend=None):  # fmt: skip
+    """Decorator of a function, or of a class with ``apply``: an implementation of ``op_name``."""
+    name = _full(impl_name or backend)
+    if name is None:
+        raise TypeError("register_impl requires impl_name=")
+
+    def decorate(value):
+        form = "autograd_function" if isinstance(value, type) else "forward"
+        _registry[op_name, name] = OpImpl(
+            op_name, name, capability or PYTORCH_FALLBACK, modes=tuple(modes), default_mode=default_mode,
+            preference_rank=preference_rank, tolerances=tolerances or {}, notes=notes, **{form: value},
+        )  # fmt: skip
+        return value
+
+    return decorate
+
+
+def _full(name: str | None) -> str | None:
+    return _SHORT.get(name, name)
+
+
+def set_impl(name: str | None) -> None:
+    """Choose an implementation for the process; None leaves the choice to the ranks."""
+    global _chosen
+    _chosen = _full(name)
+
+
+def get_impl() -> str | None:
+    """What :func:`set_impl` chose."""
+    return _chosen
+
+
+def list_registered(op_name: str) -> tuple[OpImpl, ...]:
+    """All implementations of an op, by rank."""
+    found = [value for (op, _), value in _registry.items() if op == op_name]
+    return tuple(sorted(found, key=lambda value: (value.preference_rank, value.impl_name)))
+
+
+def get_registered(op_name: str, backend: str) -> OpImpl | None:
+    """One implementation of an op, or None."""
+    return _registry.get((op_name, _full(backend)))
+
+
+def all_registered_ops() -> tuple[str, ...]:
+    """The ops that have an implementation."""
+    return tuple(sorted({op for op, _ in _registry}))
+
+
+def all_impls(op_name: str) -> list[str]:
+    """Names of all implementations of an op."""
+    return sorted(value.impl_name for value in list_registered(op_name))
+
+
+def available_impls(op_name: str, device=None) -> list[str]:
+    """Names of those that can run on ``device``, best rank first."""
+    return [v.impl_name for v in list_registered(op_name) if v.capability.is_satisfied(device)]
+
+
+def clear_available_cache() -> None:
+    """Nothing to do: availability is not remembered."""
+
+
+def get_discovery_failures() -> dict:
+    """Empty: no modules are searched for implementations."""
+    return {}
+
+
+def resolve_impl(op_name: str, requested: str | None = None, device=None) -> OpImpl:
+    """The implementation that runs: the requested, the environment's, :func:`set_impl`'s, the best rank.
+
+    Raises:
+        ImplNotAvailableError: the requested one is unknown or cannot run on ``device``.
+        NoImplAvailableError: the op has none that can.
+    """
+    variables = [
+        f"LIGER_KERNEL_{word}{part}" for part in (f"_{op_name.upper()}", "") for word in ("IMPL", "BACKEND")
+    ]
+    name = _full(requested or next(filter(None, map(os.environ.get, variables)), None) or _chosen)
+    found = list_registered(op_name)
+    if name is not None:
+        wanted = get_registered(op_name, name) or (get_registered(op_name, OURS) if name in _NAMES else None)
+        names = [value.impl_name for value in found] or "<none>"
+        if wanted is None:
+            raise ImplNotAvailableError(
+                f"No '{name}' implementation registered for op '{op_name}'. Registered: {names}."
+            )
+        reason = wanted.capability.reason_if_unsatisfied(device)
+        if reason is not None:
+            raise ImplNotAvailableError(
+                f"Implementation '{name}' for op '{op_name}' is not available: {reason}."
+            )
+        return wanted
+    usable = next((value for value in found if value.capability.is_satisfied(device)), None)
+    if usable is None:
+        raise NoImplAvailableError(
+            f"No implementation available for op '{op_name}': it is not there in tigon's interface"
+        )
+    return usable
+
+
+def dispatch(op_name: str, *args, impl: str | None = None, backend: str | None = None, **kwargs):
+    """Run an op by the implementation that :func:`resolve_impl` finds for the first CUDA tensor's device."""
+    device = next((a.device for a in args if isinstance(a, torch.Tensor) and a.is_cuda), None)
+    return resolve_impl(op_name, impl or backend, device).call(*args, **kwargs)
+
+
+register_op, resolve_backend = register_impl, resolve_impl
+set_backend, get_backend = set_impl, get_impl
+available_backends, all_backends = available_impls, all_impls

@@ -1,0 +1,86 @@
+"""What Liger's forwards take and give beside transformers': token accuracy and predicted tokens.
+
+Hooks around a patched model's forward: its keywords ``return_token_accuracy`` and ``return_predicted_tokens``
+ask for them, and they come from the pass that computes the loss. Asked for in training, there are no logits
+in the output, as there.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers.utils import ModelOutput
+
+from tigon.compat.liger.outputs import with_counts
+from tigon.error import check
+from tigon.hf.forward import Forward, bound
+from tigon.hf.head import head_forward
+from tigon.hf.lazy_logits import LossRequest
+
+_FIELDS = {"return_token_accuracy": "token_accuracy", "return_predicted_tokens": "predicted_tokens"}
+_ASKED = (
+    "_tigon_liger_asked"  # on the head's module, during a forward: field -> value, None until it is known
+)
+_HOOKED = "_tigon_liger_hooks"
+
+
+def attach(model: nn.Module) -> None:
+    """Give the patched ``model`` the keywords and the output; again does nothing."""
+    if _heads(model) and _HOOKED not in model.__dict__:
+        model.__dict__[_HOOKED] = True
+        model.register_forward_pre_hook(_before, with_kwargs=True, prepend=True)
+        model.register_forward_hook(_after, always_call=True)
+
+
+def _heads(model: nn.Module) -> list[Forward]:
+    """The patched forwards behind the output head."""
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if find is not None else None
+    found = [bound(module) for module in head.modules()] if head is not None else []
+    return [forward for forward in found if forward is not None]
+
+
+def _before(model, args, kwargs):
+    heads = _heads(model)
+    if not heads:  # undone
+        return None
+    kwargs = dict(kwargs)
+    asked = {field: None for name, field in _FIELDS.items() if kwargs.pop(name, None)}
+    labels = any(kwargs.get(name) is not None for name in ("labels", "shift_labels")) or len(args) > 1
+    check("compat.liger", labels or not kwargs.get("skip_logits"),
+          "labels or shift_labels must be given where skip_logits is True, got {}",
+          sorted(kwargs))  # fmt: skip
+    if asked and model.training and labels:
+        kwargs.setdefault("skip_logits", True)
+    for forward in heads:
+        forward.function = _head
+        forward.module.__dict__.pop(_ASKED, None)
+        if asked:
+            forward.module.__dict__[_ASKED] = asked
+    return args, kwargs
+
+
+def _after(model, args, output):
+    del args
+    heads, counts = _heads(model), {}
+    for forward in heads:
+        counts |= forward.module.__dict__.pop(_ASKED, {})
+    if not heads or not isinstance(output, ModelOutput):
+        return output
+    output = with_counts(output)
+    for field, value in counts.items():
+        if value is not None:
+            output[field] = value
+    return output
+
+
+def _head(module, spec, hidden, request=None):
+    """The patched head's forward, whose loss gives what was asked for, too."""
+    asked = module.__dict__.get(_ASKED)
+    if asked is None or not isinstance(request, LossRequest):
+        return head_forward(module, spec, hidden, request)
+    request.options["outputs"] = ("loss", "predicted", "correct")
+    result = head_forward(module, spec, hidden, request)
+    rows = (result.predicted >= 0).sum()
+    values = {"token_accuracy": result.correct.sum() / rows, "predicted_tokens": result.predicted.reshape(-1)}
+    asked.update({field: values[field] for field in asked})
+    return result.loss

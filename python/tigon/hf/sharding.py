@@ -1,0 +1,68 @@
+"""What FSDP, ZeRO and DDP mean for a head: when its weight is there, and what they would pass over."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tigon.error import check
+from tigon.hf.forward import plain
+
+
+def present(head: nn.Module) -> bool:
+    """Whether the weights of a head are whole and in memory: not sharded, not freed."""
+    weights = [head.weight, *head.parameters()]
+    if not plain(*weights) or head.weight.ndim != 2:  # FSDP1 leaves a part of one dimension
+        return False
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True  # such tensors have no storage that could be asked
+    return all(weight.untyped_storage().size() > 0 for weight in weights)
+
+
+def gathered_once(head: nn.Module) -> str | None:
+    """Why the weight of a model's output head is there during its first call only, or None."""
+    if hasattr(head, "_fsdp_wrapped_module"):
+        return "FSDP1 holds the head as a unit of its own"
+    state = _state(head)
+    if state is None or not any(group.post_forward_mesh_info for group in _groups(state)):
+        return None
+    if len(state._modules) > 1:
+        return "FSDP2 reshards the head in one group with other modules (reshard_after_forward=True)"
+    return "FSDP2 reshards PEFT's wrapper of the head" if hasattr(head, "modules_to_save") else None
+
+
+def in_a_group(head: nn.Module) -> bool:
+    """Whether FSDP2 holds a head in one group with other modules: a call of it alone would open the group."""
+    state = _state(head)
+    return state is not None and len(state._modules) > 1
+
+
+def refuse_main_grad(owner: nn.Module, head: nn.Module) -> None:
+    """Raise where the gradient in ``main_grad`` would stay that of one process."""
+    states = filter(None, map(_state, (owner, head)))
+    sharded = [p.sharded_param for state in states for group in _groups(state) for p in group.fsdp_params]
+    marked = any(getattr(p, "tigon_main_grad", False) for p in (head.weight, *sharded))
+    if not marked:
+        return
+    wrapper = "FSDP2" if sharded or not plain(head.weight) else None
+    if wrapper is None and DistributedDataParallel._active_ddp_module is not None:
+        wrapper = "DistributedDataParallel"
+    check(
+        "apply",
+        wrapper is None,
+        "weight.tigon_main_grad must not be set under {}, which reduces weight.grad alone over the "
+        "processes, got it set on a head's weight",
+        wrapper,
+    )
+
+
+def _state(module):
+    """FSDP2's state of a module, or None."""
+    ask = getattr(module, "_get_fsdp_state", None)
+    return None if ask is None else ask()
+
+
+def _groups(state) -> list:
+    groups = getattr(state, "_fsdp_param_groups", None)  # PyTorch before 2.12 has one
+    return [group for group in (state._fsdp_param_group,) if group] if groups is None else groups

@@ -1,0 +1,72 @@
+"""Two processes over gloo, started once: the cases are in distributed_cases.py."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import distributed_cases
+import pytest
+from two_processes import CASES, NEEDS
+
+RANKS = 2
+SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """What went wrong in each case, by rank; a case that is not there was not reached."""
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    names = [name for name in CASES if not missing(name)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, distributed_cases.__file__, str(folder), *names]
+    logs = [folder / f"rank{rank}.log" for rank in range(RANKS)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+        with open(log, "w") as file:
+            ranks.append(
+                subprocess.Popen(
+                    command, env=environment | place, stdout=file, stderr=file, cwd=Path(__file__).parent
+                )
+            )
+    try:
+        for process in ranks:
+            process.wait(SECONDS)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    said = {}
+    for rank, log in enumerate(logs):
+        path = folder / f"rank{rank}.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        for name, error in map(json.loads, lines):
+            said.setdefault(name, []).append(error)
+        said[rank] = log.read_text()[-3000:]
+    return said
+
+
+def missing(name):
+    """The package that a case needs and that is not here, or None."""
+    package = NEEDS.get(name)
+    return package if package is not None and importlib.util.find_spec(package) is None else None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes(name, request):
+    if missing(name):
+        pytest.skip(f"needs {missing(name)}")
+    said = request.getfixturevalue("outcomes")
+    assert name in said, f"not reached; the processes said:\n{said[0]}\n{said[1]}"
+    assert said[name] == [None] * RANKS, "\n".join(error or "right" for error in said[name])

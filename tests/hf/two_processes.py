@@ -1,0 +1,129 @@
+"""What the cases of two processes share: their register, the oracle, and the loop that runs them."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import os
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tiny import batch, close, step
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import tigon
+
+CASES = {}
+FOLDER = []  # of this run
+NEEDS = {}  # case -> package
+
+
+def case(function=None, *, needs=None, **variants):
+    """Register a case, or one for each of the named variants of its arguments."""
+    if function is None:
+        return functools.partial(case, needs=needs, **variants)
+    named = {f"{function.__name__}[{name}]": functools.partial(function, *a) for name, a in variants.items()}
+    for name, call in (named or {function.__name__: function}).items():
+        CASES[name] = call
+        if needs is not None:
+            NEEDS[name] = needs
+    return function
+
+
+def rank():
+    return dist.get_rank()
+
+
+def mesh():
+    return dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def data(of=None):
+    return batch(seed=10 + (rank() if of is None else of))
+
+
+def wanted(model, times=1.0):
+    """Stock's losses on every rank's data, and its gradients averaged over ranks."""
+    steps = [step(model, data(r)) for r in range(dist.get_world_size())]
+    model.zero_grad(set_to_none=True)
+    total = {name: times * sum(grads[name] for _, grads in steps) / len(steps) for name in steps[0][1]}
+    return [loss for loss, _ in steps], total
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+WRAPPERS = ("module.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+
+
+def check_gradients(model, want, ulps=256):
+    got = {}
+    for name, parameter in model.named_parameters():
+        for wrapper in WRAPPERS:
+            name = name.replace(wrapper, "")
+        got[name] = full(parameter.grad)
+    assert got.keys() == want.keys(), got.keys() ^ want.keys()
+    for name, grad in want.items():
+        close(got[name], grad, ulps=ulps)
+
+
+def shard(model, head, layers=True, group=False, **options):
+    """Shard layers, then the head as the layout says, then the root."""
+    on = functools.partial(fully_shard, mesh=mesh(), **options)
+    for layer in model.model.layers:
+        on(layer, reshard_after_forward=layers)
+    tail = {
+        "root": [], "own": [model.lm_head], "tail": [model.model.norm, model.lm_head],
+        "embed": [model.model.embed_tokens, model.lm_head],
+        "tied tail": [model.model.norm, model.model.embed_tokens, model.lm_head],
+    }[head]  # fmt: skip
+    if tail:
+        on(tail if len(tail) > 1 else tail[0], reshard_after_forward=group)
+    on(model)
+    return model
+
+
+def two_steps(model, losses, want, ulps=256):
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        loss = model(**data()).loss
+        loss.backward()
+        close(full(loss.detach()), losses[rank()], ulps=ulps)
+        check_gradients(model, want, ulps)
+
+
+def fused(report, count):
+    calls = report.head_calls
+    assert (calls.fused, calls.materialised, calls.computed) == (count, 0, 0), calls
+
+
+def refused(call, *words):
+    try:
+        call()
+    except tigon.Error as error:
+        assert all(word in str(error) for word in words), str(error)
+    else:
+        raise AssertionError("not refused")
+
+
+def main(folder, names):
+    """Run the cases; each rank writes what went wrong, or nothing, as soon as it knows."""
+    FOLDER.append(Path(folder))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+    with open(FOLDER[0] / f"rank{rank()}.jsonl", "w", buffering=1) as outcomes:
+        for name in names or CASES:
+            dist.barrier()
+            try:
+                CASES[name]()
+                said = None
+            except Exception:
+                said = traceback.format_exc()
+            outcomes.write(json.dumps([name, said]) + "\n")
+    dist.barrier()
+    os._exit(0)  # groups of meshes need no orderly end

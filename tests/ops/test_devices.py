@@ -1,0 +1,223 @@
+"""Where tensors live, and tensors that no kernel can take: refused in words before anything runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import tigon
+from cases import modules
+from cases.case import select
+
+
+def _cases():
+    """The first small case of every op, and the one with most tensors."""
+    for module in modules().values():
+        cases = select(module.CASES, "small")
+        most = max(cases, key=lambda case: len(_places(module.make(case, "cpu", torch.float32, 0))))
+        for case in {case.name: case for case in (cases[0], most)}.values():
+            yield pytest.param(module, case, id=f"{module.NAME}-{case.name}")
+
+
+def _places(inputs):
+    """Where the tensors of a call are: positions and keywords."""
+    named = [*enumerate(inputs.args), *inputs.kwargs.items()]
+    return [place for place, value in named if torch.is_tensor(value)]
+
+
+def _call(module, inputs, change):
+    """The op, its tensors changed by place."""
+    args, kwargs = list(inputs.args), dict(inputs.kwargs)
+    for place in _places(inputs):
+        of = args if isinstance(place, int) else kwargs
+        of[place] = change(place, of[place])
+    return module.tigon_fn(*args, **kwargs)
+
+
+every_op = pytest.mark.parametrize("module, case", list(_cases()))
+
+
+@every_op
+def test_all_on_meta(module, case):
+    inputs = module.make(case, "cpu", torch.float32, 0)
+    real = _call(module, inputs, lambda place, t: t)
+    meta = _call(module, inputs, lambda place, t: t.to("meta"))
+    outputs = [(r, m) for r, m in zip(_tuple(real), _tuple(meta), strict=True) if torch.is_tensor(r)]
+    for r, m in outputs:
+        assert m.is_meta and m.shape == r.shape and m.dtype == r.dtype
+
+
+def _tuple(value):
+    return value if isinstance(value, tuple) else (value,)
+
+
+@every_op
+@pytest.mark.parametrize("grad", [False, True])
+def test_one_on_meta_is_refused(module, case, grad):
+    inputs = module.make(case, "cpu", torch.float32, 0)
+    for moved in _places(inputs) if len(_places(inputs)) > 1 else []:
+
+        def change(place, t, moved=moved):
+            t = t.to("meta") if place == moved else t.detach()
+            return t.requires_grad_() if grad and place in (*inputs.grads, *inputs.grad_kwargs) else t
+
+        with pytest.raises(tigon.Error, match=r"^\[\w+\] \w+ must be .*(on cpu, got meta|on meta, got cpu)"):
+            _call(module, inputs, change)
+
+
+def test_meta_head_of_the_reference():
+    hidden, weight = torch.randn(4, 8, dtype=torch.float64), torch.randn(11, 8, dtype=torch.float64)
+    with pytest.raises(tigon.Error, match="weight must be on cpu, got meta"):
+        tigon.linear_cross_entropy(hidden, weight.to("meta"), torch.arange(4))
+
+
+def test_linear_loss_on_meta():
+    hidden, weight = torch.randn(4, 8), torch.randn(11, 8)
+    target, advantage = torch.arange(4), torch.randn(4)
+
+    def loss(log_prob, factor):
+        return -log_prob * factor
+
+    all_meta = [t.to("meta") for t in (hidden, weight, target, advantage)]
+    h = all_meta[0].requires_grad_()
+    tigon.linear_loss(*all_meta[:3], loss, all_meta[3]).backward()
+    assert h.grad.is_meta and h.grad.shape == h.shape
+    for i in range(4):
+        mixed = [t.to("meta") if i == j else t for j, t in enumerate((hidden, weight, target, advantage))]
+        with pytest.raises(tigon.Error, match=r"^\[linear_loss\] \w+ must be on"):
+            tigon.linear_loss(*mixed[:3], loss, mixed[3])
+    with pytest.raises(tigon.Error, match=r"^\[linear_loss\] denominator must be on cpu, got meta"):
+        tigon.linear_loss(hidden, weight, target, loss, advantage, denominator=torch.ones((), device="meta"))
+
+
+@every_op
+def test_freed_storage_is_refused(module, case):
+    """What FSDP does to parameters between their uses."""
+    inputs = module.make(case, "cpu", torch.float32, 0)
+    for freed in _places(inputs):
+
+        def change(place, t, freed=freed):
+            t = t.clone()
+            if place == freed:
+                t.untyped_storage().resize_(0)
+            return t
+
+        with pytest.raises(tigon.Error, match=r"^\[\w+\] [\w ]+ was freed: its storage is empty"):
+            _call(module, inputs, change)
+
+
+def test_freed_views_are_refused():
+    """Behind an offset, and where a copy would come first."""
+    for layout in (lambda t: t.view(-1)[1:9].view(2, 4), lambda t: t.t()):
+        base = torch.randn(4, 4)
+        view = layout(base)
+        base.untyped_storage().resize_(0)
+        with pytest.raises(tigon.Error, match="x was freed"):
+            tigon.softmax(view)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("strided", [False, True])
+def test_out_of_memory_is_pytorchs(device, strided, grad):
+    """Batch-size finders look at type and text."""
+    x = torch.zeros(1, 8, device=device).requires_grad_(grad)
+    x = x.expand(2**42, 8)
+    with pytest.raises(RuntimeError) as caught:
+        tigon.rms_norm(x.transpose(0, 1) if strided else x)
+    assert not isinstance(caught.value, tigon.Error)
+    if device == "cuda":
+        assert isinstance(caught.value, torch.OutOfMemoryError)
+        assert "CUDA out of memory." in str(caught.value)
+    else:
+        assert "DefaultCPUAllocator: can't allocate memory" in str(caught.value)
+    assert len(caught.value.args) == 1
+
+
+LAYOUTS = {
+    "sparse": lambda t: t.to_sparse(),
+    "csr": lambda t: t.to_sparse_csr(),
+    "mkldnn": lambda t: t.to_mkldnn(),
+    "nested": lambda t: torch.nested.nested_tensor([t, t]),
+    "jagged": lambda t: torch.nested.nested_tensor([t, t], layout=torch.jagged),
+}
+CALLS = {
+    "rms_norm": lambda t: tigon.rms_norm(t),
+    "softmax": lambda t: tigon.softmax(t),
+    "relu_squared": lambda t: tigon.relu_squared(t),
+    "weight": lambda t: tigon.linear_cross_entropy(torch.randn(3, 8), t, torch.arange(3)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("call", CALLS)
+def test_layouts_are_refused(call, layout):
+    if call == "weight" and layout in ("nested", "jagged"):
+        pytest.skip("refused by its dimensions")
+    t = LAYOUTS[layout](torch.randn(4, 8))
+    with pytest.raises(tigon.Error, match=r"^\[\w+\] \w+ must be a plain dense tensor, got"):
+        CALLS[call](t)
+
+
+def test_types_are_refused():
+    x, weight, target = torch.randn(4, 8), torch.randn(11, 8), torch.arange(4)
+    for call, text in {
+        lambda: tigon.group_norm(x, 2.0): "must be of type int, got 2.0",
+        lambda: tigon.cross_entropy(
+            x, target, ignore_index=None
+        ): "ignore_index must be of type int, got None",
+        lambda: tigon.cross_entropy(
+            x, target, ignore_index=2**70
+        ): "ignore_index must be of type int, got 1180",
+        lambda: tigon.linear_cross_entropy(x, weight, target, z_loss=None): "z_loss must be of type float",
+        lambda: tigon.rms_norm(x, torch.ones(8), offset="a"): "offset must be of type float, got 'a'",
+    }.items():
+        with pytest.raises(tigon.Error, match=text):
+            call()
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    from torch.distributed.tensor import init_device_mesh
+
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@every_op
+@pytest.mark.parametrize("grad", [False, True])
+def test_dtensor_is_refused(module, case, grad, mesh):
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    inputs = module.make(case, "cpu", torch.float32, 0)
+    for sharded in _places(inputs):
+
+        def change(place, t, sharded=sharded):
+            t = distribute_tensor(t.clone(), mesh, [Replicate()]) if place == sharded else t.clone()
+            return t.requires_grad_() if grad and place in (*inputs.grads, *inputs.grad_kwargs) else t
+
+        with pytest.raises(
+            tigon.Error, match=r"^\[\w+\] (\w+) must be a plain dense tensor, got a DTensor .*to_local"
+        ):
+            _call(module, inputs, change)
+
+
+def test_empty_losses_by_row_have_gradients(device):
+    """An upstream gradient of no element is there, not absent."""
+    for rows in ((0,), (3, 0)):
+        for needs_hidden in (False, True):
+            hidden = torch.randn(*rows, 8, device=device, requires_grad=needs_hidden)
+            weight = torch.randn(11, 8, device=device, requires_grad=True)
+            target = torch.zeros(rows, dtype=torch.long, device=device)
+            ones = torch.ones(rows, device=device)
+            for loss in (
+                lambda h, w, t: tigon.linear_log_prob(h, w, t),
+                lambda h, w, t: tigon.linear_cross_entropy(h, w, t, reduction="none"),
+                lambda h, w, t: tigon.linear_cross_entropy(h, w, t, reduction="none", keep_mb=1.0),
+            ):
+                weight.grad = None
+                (loss(hidden, weight, target) * ones).sum().backward()
+                assert torch.equal(weight.grad, torch.zeros_like(weight))

@@ -1,0 +1,171 @@
+"""Sizes, layouts, dtypes and options that nobody chose, by the rule in checks.py.
+
+The cases of tests/cases are the edges somebody thought of; here each op's `make` gets drawn parameters, empty
+inputs and single columns among them. A failing draw is its seed: run the test of that name again.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from checks import check_case
+
+from cases import modules
+from cases.case import Case
+
+DRAWS = 12
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+LAYOUTS = ("contiguous", "offset1", "columns", "rows", "transposed", "expanded")
+
+
+def _layout(draw, shape):
+    return draw.choice(LAYOUTS if len(shape) > 1 else LAYOUTS[:4])
+
+
+def _shape(draw, dims=(1, 2, 3, 4)):
+    """Leading sizes that may be 0, columns on either side of a vector's width."""
+    lead = [draw.choice((0, 1, 1, 2, 3, 5, 7)) for _ in range(draw.choice(dims) - 1)]
+    return (*lead, draw.choice((1, 2, 3, 7, 8, 15, 16, 17, 33, 64, 127, 130, 257, 1031)))
+
+
+def _rows(draw, *layouts, **more):
+    shape = _shape(draw)
+    return {"shape": shape, **{name: _layout(draw, shape) for name in (*layouts, "grad_layout")}, **more}
+
+
+def _norm(draw, *layouts, **more):
+    found = _rows(draw, "layout", *layouts, weight=draw.random() < 0.8, **more)
+    # Of few columns and a small eps, dx is a difference of nearly equal numbers.
+    return found | {"eps": 0.5 if found["shape"][-1] < 8 else draw.choice((1e-6, 1e-5, 0.1))}
+
+
+def _rms_norm(draw):
+    rounding = draw.choice(("llama", "gemma", "none"))
+    return _norm(draw, rounding=rounding, offset=draw.choice((0.0, 1.0)))
+
+
+def _gated(draw):
+    found = _norm(draw, "gate_layout", activation=draw.choice(("silu", "sigmoid")))
+    found |= {"norm_before_gate": draw.random() < 0.5, "rounding": draw.choice(("llama", "gemma"))}
+    columns = found["shape"][-1]
+    sizes = [n for n in range(8, columns + 1) if columns % n == 0]
+    return found | {"group_size": draw.choice((None, *sizes))}
+
+
+def _group_norm(draw):
+    groups, wide = draw.choice((1, 2, 3, 4)), draw.choice((1, 2, 5))
+    shape = (draw.choice((0, 1, 2, 5)), groups * wide, *_shape(draw, (1, 2, 3)))
+    weight = draw.random() < 0.8  # a bias alone gets no gradient from F.group_norm
+    found = {"shape": shape, "groups": groups, "weight": weight, "bias": weight and draw.random() < 0.7}
+    return found | {"eps": 0.1} | {"layout": _layout(draw, shape), "grad_layout": _layout(draw, shape)}
+
+
+def _dyt(draw):
+    # Where tanh saturates, 1 - tanh^2 shows its last bit.
+    alpha, scale = draw.choice((0.1, 0.5, 2.0)), draw.choice((0.1, 1.0, 2.0))
+    return _rows(
+        draw, "layout", alpha=alpha, scale=scale, weight=draw.random() < 0.7, bias=draw.random() < 0.7
+    )
+
+
+def _glu(draw):
+    kind = draw.choice(("swiglu", "geglu", "reglu", "swiglu_oai"))
+    found = _rows(draw, "layout", "up_layout", kind=kind, scale=draw.choice((0.5, 2.0, 20.0)))
+    return found | {"packed": kind == "swiglu_oai" or draw.random() < 0.4}
+
+
+def _softmax(draw):
+    return _rows(draw, "layout", scale=draw.choice((0.5, 2.0)))
+
+
+def _heads(draw):
+    dim = draw.choice((2, 6, 16, 26, 40, 64, 96))
+    rotated = draw.choice((None, 2 * draw.randint(1, dim // 2)))
+    layout = draw.choice(("heads", "contiguous", "rows", "columns", "offset1"))
+    found = {"B": draw.choice((1, 2, 3)), "T": draw.choice((0, 1, 3, 8, 17)), "D": dim, "R": rotated}
+    found |= {
+        "Hq": draw.choice((1, 3, 4)),
+        "Hk": draw.choice((1, 2)),
+        "layout": layout,
+        "grad_layout": layout,
+    }
+    found |= {"tables": "random", "batched": draw.random() < 0.5, "unsqueeze_dim": draw.choice((1, 2))}
+    found |= {"options": {"interleaved": draw.random() < 0.4, "tail": draw.random() < 0.3}}
+    if draw.random() < 0.3:
+        found["positions"] = draw.choice((torch.int64, torch.int32))
+    return found
+
+
+def _qk_norm_rope(draw):
+    rounding = draw.choice(("llama", "gemma", "none"))
+    return _heads(draw) | {"eps": 0.1, "rounding": rounding, "offset": draw.choice((0.0, 1.0))}
+
+
+def _embedding(draw):
+    table = (draw.choice((1, 2, 37, 300)), draw.choice((1, 3, 8, 64, 130)))
+    tokens = tuple(draw.choice((0, 1, 5, 40)) for _ in range(draw.choice((1, 2))))
+    found = {"tokens": tokens, "table": table, "draw": draw.choice(("uniform", "same"))}
+    return found | {"wide": draw.random() < 0.5, "layout": draw.choice(LAYOUTS[:4])}
+
+
+def _loss(draw):
+    found = {"masked": draw.choice((0.0, 0.0, 0.3)), "label_smoothing": draw.choice((0.0, 0.1))}
+    found |= {"softcap": draw.choice((None, 5.0)), "z_loss": draw.choice((0.0, 1e-3))}
+    return found | {"reduction": draw.choice(("mean", "sum", "none")), "class_weight": draw.random() < 0.3}
+
+
+def _cross_entropy(draw):
+    rows, vocab = draw.choice((0, 1, 2, 9, 33)), draw.choice((2, 3, 16, 50, 257, 1031))
+    return _loss(draw) | {"N": rows, "V": vocab, "layout": draw.choice(LAYOUTS[:5])}
+
+
+def _head(draw):
+    lead = tuple(draw.choice((1, 2, 5, 13)) for _ in range(draw.choice((1, 2))))
+    found = {"lead": lead, "H": draw.choice((8, 17, 32, 65)), "V": draw.choice((3, 16, 67, 130))}
+    found |= {"bias": draw.random() < 0.3, "chunk_rows": draw.choice((None, 1, 7))}
+    return _loss(draw) | found | {"layout": draw.choice(("contiguous", "offset1", "rows", "columns"))}
+
+
+def _divergence(draw):
+    op = draw.choice(("kl_div", "jsd", "tvd"))
+    options = {"reduction": draw.choice(("batchmean", "sum", "mean", "none"))}
+    options |= {"temperature": draw.choice((1.0, 2.0))}
+    if op == "jsd":
+        options["beta"] = draw.choice((0.1, 0.5, 0.9))
+    # Nearly equal rows cancel: of two classes they often are.
+    shape = (*(draw.choice((1, 2, 5)) for _ in range(draw.choice((1, 2)))), draw.choice((16, 33, 130, 1031)))
+    found = {"op": op, "options": options, "shape": shape, "labels": draw.choice((None, 0.3))}
+    return found | {"layout": draw.choice(LAYOUTS[:5]), "teacher_layout": draw.choice(LAYOUTS[:5])}
+
+
+DRAWERS = {
+    "rms_norm": _rms_norm,
+    "add_rms_norm": lambda draw: _rms_norm(draw) | {"residual_layout": "offset1"},
+    "gated_rms_norm": _gated,
+    "layer_norm": lambda draw: _norm(draw, bias=draw.random() < 0.7),
+    "group_norm": _group_norm,
+    "dyt": _dyt,
+    "glu": _glu,
+    "relu_squared": _softmax,
+    "softmax": _softmax,
+    "rope": _heads,
+    "qk_norm_rope": _qk_norm_rope,
+    "embedding": _embedding,
+    "cross_entropy": _cross_entropy,
+    "linear_cross_entropy": _head,
+    "divergence": _divergence,
+}
+
+
+def test_every_op_is_drawn():
+    assert modules().keys() == DRAWERS.keys()
+
+
+@pytest.mark.parametrize("seed", range(DRAWS))
+@pytest.mark.parametrize("op", DRAWERS)
+def test_random_case(op, seed, device):
+    draw = random.Random(f"{op} {seed}")
+    dtype = DTYPES[seed % len(DTYPES)]
+    check_case(modules()[op], Case(f"random {seed}", DRAWERS[op](draw)), device, dtype)
