@@ -20,11 +20,12 @@ if [[ ! -e $suite/$version ]]; then
   unpacked=$suite/liger_kernel-$version
   mv "$unpacked/test" "$unpacked/LICENSE" "$unpacked/NOTICE" "$suite/"
   mv "$unpacked/src/liger_kernel/testing" "$suite/testing"  # the helpers of test/ops
-  rm -rf "$unpacked" "$suite/liger_kernel-$version.tar.gz" "$suite"/test/{cute,cutedsl,cutile,backends}
-  # One test runs Liger's file of this path; here it is the interface's module.
-  mkdir -p "$suite/src/liger_kernel/ops"
+  # Two tests run Liger's files of these paths; the first is the interface's module here.
+  mkdir -p "$suite/src/liger_kernel/ops/cute"
+  mv "$unpacked"/src/liger_kernel/ops/cute/fused_linear_scaled_cross_entropy_tp.py "$suite/src/liger_kernel/ops/cute/"
   echo 'from liger_kernel.ops.fused_linear_scaled_cross_entropy import *  # noqa: F403' \
     > "$suite/src/liger_kernel/ops/fused_linear_scaled_cross_entropy.py"
+  rm -rf "$unpacked" "$suite/liger_kernel-$version.tar.gz" "$suite"/test/{cute,cutedsl,cutile,backends}
   printf '[pytest]\npython_files = test_*.py\n' > "$suite/pytest.ini"
   touch "$suite/$version"
 fi

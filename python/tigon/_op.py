@@ -162,6 +162,21 @@ def register_fake(op: str, name: str, fake: Callable[..., Any]) -> None:
     torch.library.register_fake(f"tigon::{name}", checked)
 
 
+class _AutogradLibrary(torch.library.Library):
+    """Takes autograd's kernels and has them refuse dual tensors, as compiled graphs hand them on."""
+
+    def impl(self, op_name, fn, dispatch_key="", **options):
+        def guarded(keyset, *args, **kwargs):
+            if forward_ad._current_level >= 0:
+                refuse_tangents(op_name, args)
+            return fn(keyset, *args, **kwargs)
+
+        super().impl(op_name, guarded, dispatch_key, **options)
+
+
+_autograd_library = _AutogradLibrary("tigon", "IMPL")
+
+
 class Op:
     """A differentiable operator.
 
@@ -201,7 +216,9 @@ class Op:
                 ctx.mark_non_differentiable(*output[results:])
 
         eager_backward = once(name)(backward)
-        torch.library.register_autograd(f"tigon::{name}", eager_backward, setup_context=setup_traced)
+        torch.library.register_autograd(
+            f"tigon::{name}", eager_backward, setup_context=setup_traced, lib=_autograd_library
+        )
         self.transformed = transformable(name, name, forward, *(transformed or (setup_traced, backward)))
 
         def function_forward(ctx, *inputs):

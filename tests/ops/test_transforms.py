@@ -175,3 +175,13 @@ def test_retained_graph_without_create_graph(module, case):
         assert "already called" in str(refused)  # a scalar loss that hands its buffer out
         return
     assert all(same_bits(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_dual_tensors_are_refused_by_registered_operators(requires_grad):
+    """What a compiled graph calls."""
+    x = torch.randn(4, 8, requires_grad=requires_grad)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(tigon.Error, match=r"^\[rms_norm\] forward-mode AD"):
+            torch.ops.tigon.rms_norm(dual, None, 1e-6, 0.0, 0)
