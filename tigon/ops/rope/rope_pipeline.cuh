@@ -87,7 +87,7 @@ class RowPrefetcher {
  public:
   __device__ __forceinline__ RowPrefetcher(uint32_t index, uint32_t stride, const Begin& begin,
                                            const Copy& copy)
-      : begin_(begin), copy_(copy), index_(index), stride_(stride), run_(begin(index)) {
+      : begin_(begin), copy_(copy), index_(index), stride_(stride), range_(begin(index)) {
 #pragma unroll 1
     for (int s = 0; s < Stages - 1; ++s) start();
   }
@@ -102,17 +102,17 @@ class RowPrefetcher {
 
  private:
   __device__ __forceinline__ void start() {
-    copy_(write_stage_, run_.has());
+    copy_(write_stage_, range_.has());
     cp_async_commit_group();
     write_stage_ = write_stage_ + 1 == Stages ? 0 : write_stage_ + 1;
-    run_.next += run_.step;
-    if (!run_.any()) run_ = begin_(index_ += stride_);
+    range_.next += range_.step;
+    if (!range_.any()) range_ = begin_(index_ += stride_);
   }
 
   const Begin& begin_;
   const Copy& copy_;
   uint32_t index_, stride_;
-  HeadRange run_;
+  HeadRange range_;
   int write_stage_ = 0, read_stage_ = 0;
 };
 
