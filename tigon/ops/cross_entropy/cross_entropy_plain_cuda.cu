@@ -5,16 +5,19 @@
 // Instructions per element: about 11 with the gradient, two of them ex2; the memory-bound budget is
 // 28.
 //
-// Variants
-//   registers  A CTA of up to 512 threads holds a row in registers, 8 vectors per thread, with all
-//              loads in flight together and one barrier per row. It takes one row and exits: the
-//              next CTA loads while others store.
-//   pipelined  Longer rows, by a persistent CTA with an SM of its own or a persistent cluster of 2
-//              or 4 (sm_90). A row is staged in shared memory, moves to registers, 8 vectors per
-//              thread, and its stages are refilled with the next row while the sums are found and
-//              the gradient is stored. Vectors that do not fit in registers stay in shared memory.
-//   sweep      Longer rows without a gradient: one pass of online softmax, four loads in flight per
-//              thread.
+// Variants, the first that fits runs; columns of 16 bits on an H100 or H200, of 32 bits half as many
+//   sweep      No gradient, more than 16384 columns: one pass of online softmax, four loads in
+//              flight per thread.
+//   registers  A CTA of up to 512 threads holds a row in registers, 8 vectors per thread (up to
+//              32768 columns), or 7 and the others in shared memory (up to 86016, where two CTAs
+//              fit an SM), with all loads in flight together and one barrier per row. It takes one
+//              row and exits: one CTA of an SM loads while another stores.
+//   pipelined  Longer rows, by a persistent CTA with an SM of its own (up to 139264) or a persistent
+//              cluster of 2 or 4 of them (sm_90; up to 278528 and 557056). 5 vectors of each thread
+//              are staged in shared memory and move to registers, so that those of the next row
+//              are in flight while the sums are found and the gradient is stored; 3 are loaded
+//              straight into registers; the others stay in shared memory.
+// Longer rows still take the variants of cross_entropy_cuda.cu.
 // A row may start at any element: the columns before the first full vector and after the last are
 // one element each of the first threads.
 #include <algorithm>
@@ -31,9 +34,8 @@ namespace tigon::cuda {
 namespace {
 
 constexpr const char* kOp = "cross_entropy";
-constexpr int kVecsPerThread = 8,
-              // Vectors of a thread in registers; threads per SM.
-    kThreadsPerSm = 1024;
+// Vectors of a thread in registers, those that pipelined_kernel loads there directly; threads per SM.
+constexpr int kVecsPerThread = 8, kDirectTiles = 3, kThreadsPerSm = 1024;
 constexpr int kSweepThreads = 512, kSweepVecs = 4, kSweepBlocks = 3;
 
 template <class T>
@@ -216,12 +218,18 @@ __device__ __forceinline__ void clear(T* x, int n) {
 // registers.
 constexpr int most_threads(int threads) { return threads ? threads : kThreadsPerSm / 2; }
 
-template <class T, int Threads>
+// Vectors of a thread in registers: a loop over shared memory takes those of the last one.
+constexpr int vecs_in_registers(bool smem) { return smem ? kVecsPerThread - 1 : kVecsPerThread; }
+
+// kSmem: the vectors of a row that its registers have no room for are in shared memory. A thread
+// uses only vectors that it copied itself, so no barrier is needed.
+template <class T, int Threads, bool kSmem>
 __global__ __launch_bounds__(
     most_threads(Threads),
     kThreadsPerSm / most_threads(Threads)) void register_kernel(const __grid_constant__ Params<T> p,
                                                                 int64_t first_row) {
-  constexpr int N = AlignedRow<T>::N;
+  constexpr int N = AlignedRow<T>::N, kVecs = vecs_in_registers(kSmem);
+  extern __shared__ uint4 smem_vecs[];
   __shared__ ReduceStorage<Sums<T>> storage;
   const int tid = int(threadIdx.x), threads = Threads ? Threads : int(blockDim.x);
   const int64_t r = first_row + blockIdx.x;
@@ -233,11 +241,20 @@ __global__ __launch_bounds__(
     return;
   }
   const PeeledRow<const T> peeled(p.logits + r * p.stride, p.cols);
-  auto has = [&](int k) { return k * threads + tid < peeled.vecs; };
-  uint4 q[kVecsPerThread];
+  // Rows of kSmem have more than kVecs full tiles.
+  auto has = [&](int k) { return (kSmem && k < kVecs) || k * threads + tid < peeled.vecs; };
+  auto smem_vec = [&](int k) -> uint4& { return smem_vecs[(k - kVecs) * threads + tid]; };
+  auto for_smem_tiles = [&](auto&& fn) {
+    if constexpr (kSmem)
+#pragma unroll 1
+      for (int k = kVecs; has(k); ++k) fn(k);
+  };
+  for_smem_tiles([&](int k) { cp_async(&smem_vec(k), peeled.vec(k * threads + tid)); });
+  if constexpr (kSmem) cp_async_commit_group();
+  uint4 q[kVecs];
 #pragma unroll
-  for (int k = 0; k < kVecsPerThread; ++k)
-    q[k] = load_or_minus_inf<T, Threads == 0>(has(k), peeled.vec(k * threads + tid));
+  for (int k = 0; k < kVecs; ++k)
+    q[k] = load_or_minus_inf<T, (kSmem || Threads == 0)>(has(k), peeled.vec(k * threads + tid));
   // Requested before it is needed.
   const float scale = p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f;
   const int c = peeled.edge_column(p.cols);
@@ -245,14 +262,23 @@ __global__ __launch_bounds__(
   const float z = label >= 0 ? widen(peeled.x[label]) : -INFINITY;
   float edge = c >= 0 ? widen(peeled.x[c]) : -INFINITY;
   // z is part of the maximum, so it has been read before any thread may overwrite it.
-  const float m = fmaxf(fmaxf(edge, z), max_of<T>(q));
+  float m = fmaxf(fmaxf(edge, z), max_of<T>(q));
   if (c >= 0 && c == label) edge = -INFINITY;
 #pragma unroll
-  for (int k = 0; k < kVecsPerThread; ++k)
+  for (int k = 0; k < kVecs; ++k)
     if (k == own.tile) q[k] = mask_element<T>(q[k], own.element);
+  uint32_t top = kMinusInf<T>;
+  for_smem_tiles([&](int k) {
+    // In the loop: the compiler would move the wait in front of the loads into registers.
+    cp_async_wait_group<0>();
+    if (k == own.tile) smem_vec(k) = mask_element<T>(smem_vec(k), own.element);
+    top = max_words<T>(top, max_words<T>(smem_vec(k)));
+  });
+  if constexpr (kSmem) m = fmaxf(m, max_of_word<T>(top));
   float s = exp_of(edge, finite_max(m));
 #pragma unroll
-  for (int k = 0; k < kVecsPerThread; ++k) s += sum_of<T>(q[k], finite_max(m));
+  for (int k = 0; k < kVecs; ++k) s += sum_of<T>(q[k], finite_max(m));
+  for_smem_tiles([&](int k) { s += sum_of<T>(smem_vec(k), finite_max(m)); });
   const Sums<T> a = all_reduce_row<0, false>(Sums<T>{m, s}, storage, 0);
   const Gradient g = finish(p, r, label, a, z, scale, tid == 0);
   if (p.dlogits == nullptr) return;
@@ -261,8 +287,9 @@ __global__ __launch_bounds__(
   T* to = out + peeled.head + N * tid;
   const bool aligned = reinterpret_cast<uintptr_t>(to) % 16 == 0;
 #pragma unroll
-  for (int k = 0; k < kVecsPerThread; ++k)
+  for (int k = 0; k < kVecs; ++k)
     if (has(k)) store_words(to + k * threads * N, gradient_of<T>(q[k], g), aligned);
+  for_smem_tiles([&](int k) { store_words(to + k * threads * N, gradient_of<T>(smem_vec(k), g), aligned); });
   // The thread that has stored the label's neighbours stores the label's column.
   if (label >= 0 && (c == label || own.tile >= 0)) out[label] = narrow<T>(g.of_label(z));
 }
@@ -287,7 +314,7 @@ struct VecTiles : PeeledRow<T> {
 // Of a thread's tiles the first kVecsPerThread are held in registers; the last kDirectTiles of
 // these are loaded directly, the others through shared memory. Further tiles stay in shared memory.
 // A thread uses only vectors that it copied itself, so no barrier is needed.
-template <class T, int kDirectTiles, bool kCluster>
+template <class T, bool kCluster>
 __global__ __launch_bounds__(kThreadsPerSm, 1) void pipelined_kernel(const __grid_constant__ Params<T> p) {
   constexpr int N = AlignedRow<T>::N, kStagedTiles = kVecsPerThread - kDirectTiles;
   extern __shared__ uint4 smem_vecs[];
@@ -491,34 +518,44 @@ void prefer_l1(Kernel kernel, int blocks, int shared) {
 }
 
 // A CTA of `Threads` threads per row; 0: of as many as the row needs. Returns false when the row
-// does not fit or a tenth of the threads would be idle.
-template <class T, int Threads>
+// does not fit or a tenth of the threads would be idle; kSmem: when an SM does not hold enough CTAs
+// with that much shared memory.
+template <class T, int Threads, bool kSmem>
 bool launch_registers(Context& ctx, const Params<T>& p) {
-  constexpr int kMost = most_threads(Threads);
-  static OncePerDevice prepared;
-  auto kernel = &register_kernel<T, Threads>;
-  const int64_t needed = ceil_div(ceil_div(p.cols, AlignedRow<T>::N), kVecsPerThread * 32) * 32;
-  if (needed > kMost || 10 * needed < 9 * Threads) return false;
-  prepared.run(kOp, [&] { prefer_l1(kernel, kThreadsPerSm / kMost, int(sizeof(ReduceStorage<Sums<T>>))); });
-  for (int64_t first = 0; first < p.rows; first += INT32_MAX)
-    launch(
-        kOp, ctx, kernel,
-        {.blocks = std::min<int64_t>(p.rows - first, INT32_MAX), .threads = Threads ? Threads : int(needed)},
-        p, first);
+  constexpr int kMost = most_threads(Threads), kPerSm = kThreadsPerSm / kMost;
+  auto kernel = &register_kernel<T, Threads, kSmem>;
+  LaunchConfig grid{.threads = Threads};
+  if constexpr (kSmem) {
+    static OccupancyCache occupancy;
+    const int64_t tiles = ceil_div(p.cols / AlignedRow<T>::N, Threads);
+    grid.shared = size_t(tiles - vecs_in_registers(kSmem)) * Threads * 16;
+    if (grid.shared > size_t(device_facts().shared_per_block / kPerSm)) return false;
+    prefer_l1(kernel, kPerSm, int(grid.shared + sizeof(ReduceStorage<Sums<T>>)));
+    if (occupancy.max_active(kOp, kernel, 1, Threads, grid.shared) < kPerSm * device_facts().sms)
+      return false;
+  } else {
+    static OncePerDevice prepared;
+    const int64_t needed = ceil_div(ceil_div(p.cols, AlignedRow<T>::N), kVecsPerThread * 32) * 32;
+    if (needed > kMost || 10 * needed < 9 * Threads) return false;
+    if (Threads == 0) grid.threads = int(needed);
+    prepared.run(kOp, [&] { prefer_l1(kernel, kPerSm, int(sizeof(ReduceStorage<Sums<T>>))); });
+  }
+  for (int64_t first = 0; first < p.rows; first += INT32_MAX) {
+    grid.blocks = std::min<int64_t>(p.rows - first, INT32_MAX);
+    launch(kOp, ctx, kernel, grid, p, first);
+  }
   return true;
 }
 
 // A persistent cluster of `blocks` CTAs per row. Returns false when the row does not fit or no such
 // cluster fits on the device.
-template <class T, int kDirectTiles, bool kCluster>
+template <class T, bool kCluster>
 bool launch_pipelined(Context& ctx, Params<T> p, int blocks) {
   static OccupancyCache occupancy;
-  auto kernel = &pipelined_kernel<T, kDirectTiles, kCluster>;
+  auto kernel = &pipelined_kernel<T, kCluster>;
   p.slice = int(ceil_div(ceil_div(p.cols, blocks), 64) * 64);
   const int64_t tiles = ceil_div(std::min(p.slice, p.cols) / AlignedRow<T>::N, kThreadsPerSm);
-  const int64_t smem_vecs =
-      std::min<int64_t>(tiles, kVecsPerThread - kDirectTiles) + std::max<int64_t>(tiles - kVecsPerThread, 0);
-  const size_t shared = size_t(smem_vecs) * kThreadsPerSm * 16;
+  const size_t shared = size_t(std::max<int64_t>(tiles, kVecsPerThread) - kDirectTiles) * kThreadsPerSm * 16;
   const int64_t resident = occupancy.max_active(kOp, kernel, blocks, kThreadsPerSm, shared);
   if (resident == 0) return false;
   launch(kOp, ctx, kernel,
@@ -549,12 +586,10 @@ bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& p) {
     launch_sweep(ctx, p);
     return true;
   }
-  if (launch_registers<T, 128>(ctx, p) || launch_registers<T, 256>(ctx, p) ||
-      launch_registers<T, 512>(ctx, p) || launch_registers<T, 0>(ctx, p))
-    return true;
-  return launch_pipelined<T, 0, false>(ctx, p, 1) || launch_pipelined<T, 0, true>(ctx, p, 2) ||
-         launch_pipelined<T, 3, true>(ctx, p, 2) || launch_pipelined<T, 0, true>(ctx, p, 4) ||
-         launch_pipelined<T, 3, true>(ctx, p, 4) || launch_pipelined<T, 3, false>(ctx, p, 1);
+  return launch_registers<T, 128, false>(ctx, p) || launch_registers<T, 256, false>(ctx, p) ||
+         launch_registers<T, 512, false>(ctx, p) || launch_registers<T, 0, false>(ctx, p) ||
+         launch_registers<T, 512, true>(ctx, p) || launch_pipelined<T, false>(ctx, p, 1) ||
+         launch_pipelined<T, true>(ctx, p, 2) || launch_pipelined<T, true>(ctx, p, 4);
 }
 
 template bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<float>& p);
