@@ -195,7 +195,8 @@ def test_add_in_place_where_the_two_lie_in_one_tensor(shape, x, residual, apart,
         assert same_bits(memory, kept)
         return
     y, h = tigon.add_rms_norm(*pair[:2], inplace=True)
-    assert same_bits(h, want) and same_bits(y, tigon.rms_norm(want))
+    assert same_bits(h, want)
+    torch.testing.assert_close(y, tigon.rms_norm(want))  # on CUDA a row's bits depend on its alignment
 
 
 def test_add_in_place_compiled(device):
