@@ -452,8 +452,9 @@ def test_same_bits_on_every_instruction_set_and_thread_count():
 @pytest.mark.parametrize(
     "v",
     [
-        *(64, 1024, 8191, 32000, 32769, 43012, 50257, 69636, 86023, 86025, 128256, 139271, 139273),
-        *(201088, 262144, 262147, 278529, 450001, 557057, 700000, 1200003),
+        *(64, 1024, 8191, 32000, 32769, 43008, 43009, 43012, 50257, 69632, 69633, 86016, 86017, 86024),
+        *(104448, 104449, 128256, 139264, 139265, 201088, 208896, 208897, 262147, 278528, 278529),
+        *(400001, 450001, 557056, 557057, 700000, 1200003),
     ],
 )
 def test_every_row_length(v, dtype):
@@ -479,10 +480,17 @@ def test_every_row_length(v, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("v", [1, 96, 32000, 32768, 40003, 66000, 86024, 114689, 140008, 240001, 300008])
+@pytest.mark.parametrize(
+    "v",
+    [
+        *(1, 96, 32000, 32768, 40003, 66000, 86016, 86024, 114689, 139264, 139265, 208897, 240001),
+        *(278529, 300008, 557056, 557057),
+    ],
+)
 def test_more_rows_than_run_at_once(v):
-    """Clusters that stay walk over many rows, some of them ignored, NaN or with a label out of range."""
-    logits, target = _inputs(300, v, dtype=torch.bfloat16, device="cuda")
+    """Rows wait for free SMs, some of them ignored, NaN or with a label out of range."""
+    rows = 300 if v <= 139264 else 100
+    logits, target = _inputs(rows, v, dtype=torch.bfloat16, device="cuda")
     for reduction in ("none", "sum"):
         _hold(logits, target, reduction=reduction)
     if v == 1:
@@ -500,13 +508,29 @@ def test_more_rows_than_run_at_once(v):
     loss, grad = _all(tigon.cross_entropy, data, target, reduction="none")
     for i in (4, 8, 12, 20):
         assert loss[i].isnan() and grad[i].isnan().all()
-    others = torch.ones(300, dtype=torch.bool)
+    given = data.clone().requires_grad_() * 1
+    total = tigon.cross_entropy(given, target, reduction="sum", inplace=True)
+    (overwritten,) = torch.autograd.grad(total, given)
+    fresh = _all(tigon.cross_entropy, data, target, reduction="sum")[1]
+    assert same_bits(overwritten.nan_to_num(7), fresh.nan_to_num(7))
+    others = torch.ones(rows, dtype=torch.bool)
     others[[4, 8, 12, 20]] = False
     assert loss[others].isfinite().all() and grad[others].isfinite().all()
     assert loss[24] == 0 and not grad[24].any()
-    for i in range(0, 300, 8 if v % 8 else 7):  # rows that start as the first does
+    for i in range(0, rows, 8 if v % 8 else 7):  # rows that start as the first does
         one = _all(tigon.cross_entropy, data[i : i + 1].clone(), target[i : i + 1], reduction="none")
         assert same_bits(loss[i : i + 1].nan_to_num(7), one[0].nan_to_num(7))
         assert same_bits(grad[i : i + 1].nan_to_num(7), one[1].nan_to_num(7))
     target[20] = 0  # PyTorch, the oracle, aborts on a label out of range
     _hold(torch.cat((logits, logits), 1)[:, 1 : v + 1], target)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [0, 1])
+def test_labels_where_a_row_is_divided(offset):
+    """Parts of a row begin at multiples of 64 columns: the label is the last column of one or the first."""
+    v = 43072
+    starts = torch.arange(64, v, 64, device="cuda")
+    target = torch.cat((starts - 1, starts, starts + 1))
+    logits, _ = _inputs(len(target), v + offset, device="cuda")
+    _hold(logits[:, offset:], target, reduction="none")

@@ -25,7 +25,7 @@ struct CrossEntropyParams {
   float* entropy;
   int64_t* predicted;
   int64_t rows, stride, dlogits_stride, scale_step, ignore_index;
-  // `slice`: vectors of a row per CTA (columns in the pipelined variant).
+  // `slice`: vectors of a row per CTA (columns in rows without options).
   int cols, slice;
   bool bias_is_f32;
   // z = top * tanh(logit_scale * x / softcap), or logit_scale * x; dz/dx = gain * slope.

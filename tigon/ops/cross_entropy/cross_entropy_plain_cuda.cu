@@ -12,11 +12,10 @@
 //              32768 columns), or 7 and the others in shared memory (up to 86016, where two CTAs
 //              fit an SM), with all loads in flight together and one barrier per row. It takes one
 //              row and exits: one CTA of an SM loads while another stores.
-//   pipelined  Longer rows, by a persistent CTA with an SM of its own (up to 139264) or a persistent
-//              cluster of 2 or 4 of them (sm_90; up to 278528 and 557056). 5 vectors of each thread
-//              are staged in shared memory and move to registers, so that those of the next row
-//              are in flight while the sums are found and the gradient is stored; 3 are loaded
-//              straight into registers; the others stay in shared memory.
+//   cluster    The same by a cluster of 2 to 8 CTAs (sm_90), each with a part of at most 69632
+//              columns (up to 557056).
+//   large CTA  The same by a CTA of 1024 threads that has an SM of its own, on GPUs without
+//              clusters or with less shared memory.
 // Longer rows still take the variants of cross_entropy_cuda.cu.
 // A row may start at any element: the columns before the first full vector and after the last are
 // one element each of the first threads.
@@ -34,8 +33,8 @@ namespace tigon::cuda {
 namespace {
 
 constexpr const char* kOp = "cross_entropy";
-// Vectors of a thread in registers, those that pipelined_kernel loads there directly; threads per SM.
-constexpr int kVecsPerThread = 8, kDirectTiles = 3, kThreadsPerSm = 1024;
+// Vectors of a thread in registers; threads per SM.
+constexpr int kVecsPerThread = 8, kThreadsPerSm = 1024;
 constexpr int kSweepThreads = 512, kSweepVecs = 4, kSweepBlocks = 3;
 
 template <class T>
@@ -223,7 +222,12 @@ constexpr int vecs_in_registers(bool smem) { return smem ? kVecsPerThread - 1 : 
 
 // kSmem: the vectors of a row that its registers have no room for are in shared memory. A thread
 // uses only vectors that it copied itself, so no barrier is needed.
-template <class T, int Threads, bool kSmem>
+// kCluster: a row's columns are divided among the CTAs of a cluster. The reduction orders all reads
+// of a row before all writes to it: a CTA contributes when it has read its part and the label's
+// logit, and continues when all have contributed. A CTA exits when it has received all
+// contributions, so nothing is written to a CTA that has exited. All CTAs of a cluster find the
+// same label, so all of them reach the cluster's barriers or none does.
+template <class T, int Threads, bool kSmem, bool kCluster>
 __global__ __launch_bounds__(
     most_threads(Threads),
     kThreadsPerSm / most_threads(Threads)) void register_kernel(const __grid_constant__ Params<T> p,
@@ -232,16 +236,23 @@ __global__ __launch_bounds__(
   extern __shared__ uint4 smem_vecs[];
   __shared__ ReduceStorage<Sums<T>> storage;
   const int tid = int(threadIdx.x), threads = Threads ? Threads : int(blockDim.x);
-  const int64_t r = first_row + blockIdx.x;
-  T* out = p.dlogits + r * p.dlogits_stride;
+  const unsigned blocks = kCluster ? cluster_size() : 1, rank = kCluster ? cluster_rank() : 0;
+  const int64_t r = first_row + blockIdx.x / blocks;
+  // The CTA's columns of the row: [first, first + n).
+  const int first = kCluster ? int(rank) * p.slice : 0, n = kCluster ? min(p.slice, p.cols - first) : p.cols;
+  T* out = p.dlogits + r * p.dlogits_stride + first;
   const int label = label_of(p, p.target[r]);
   if (label == kSkipped) {
-    if (p.dlogits != nullptr) clear(out, p.cols);
-    if (tid == 0) finish_skipped(p, r);
+    if (p.dlogits != nullptr) clear(out, n);
+    if (tid == 0 && rank == 0) finish_skipped(p, r);
     return;
   }
-  const PeeledRow<const T> peeled(p.logits + r * p.stride, p.cols);
-  // Rows of kSmem have more than kVecs full tiles.
+  if constexpr (kCluster) {
+    storage.init();
+    cluster_arrive();
+  }
+  const PeeledRow<const T> peeled(p.logits + r * p.stride + first, n);
+  // Parts of kSmem have at least kVecs full tiles.
   auto has = [&](int k) { return (kSmem && k < kVecs) || k * threads + tid < peeled.vecs; };
   auto smem_vec = [&](int k) -> uint4& { return smem_vecs[(k - kVecs) * threads + tid]; };
   auto for_smem_tiles = [&](auto&& fn) {
@@ -257,13 +268,16 @@ __global__ __launch_bounds__(
     q[k] = load_or_minus_inf<T, (kSmem || Threads == 0)>(has(k), peeled.vec(k * threads + tid));
   // Requested before it is needed.
   const float scale = p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f;
-  const int c = peeled.edge_column(p.cols);
-  const ElementCoord own(peeled, label, threads);
-  const float z = label >= 0 ? widen(peeled.x[label]) : -INFINITY;
+  const int c = peeled.edge_column(n);
+  // The label's column of the part; it is outside of all parts but one, or of all.
+  const int label_column = label - first;
+  const ElementCoord own(peeled, label_column, threads);
+  const bool edge_is_label = c >= 0 && c == label_column;
+  const float z = label >= 0 ? widen(peeled.x[label_column]) : -INFINITY;
   float edge = c >= 0 ? widen(peeled.x[c]) : -INFINITY;
   // z is part of the maximum, so it has been read before any thread may overwrite it.
   float m = fmaxf(fmaxf(edge, z), max_of<T>(q));
-  if (c >= 0 && c == label) edge = -INFINITY;
+  if (edge_is_label) edge = -INFINITY;
 #pragma unroll
   for (int k = 0; k < kVecs; ++k)
     if (k == own.tile) q[k] = mask_element<T>(q[k], own.element);
@@ -279,10 +293,15 @@ __global__ __launch_bounds__(
 #pragma unroll
   for (int k = 0; k < kVecs; ++k) s += sum_of<T>(q[k], finite_max(m));
   for_smem_tiles([&](int k) { s += sum_of<T>(smem_vec(k), finite_max(m)); });
-  const Sums<T> a = all_reduce_row<0, false>(Sums<T>{m, s}, storage, 0);
-  const Gradient g = finish(p, r, label, a, z, scale, tid == 0);
+  if constexpr (kCluster) {
+    // All CTAs have started. The loop above leaves a warp diverged.
+    __syncwarp();
+    cluster_wait();
+  }
+  const Sums<T> a = all_reduce_row<0, kCluster>(Sums<T>{m, s}, storage, 0);
+  const Gradient g = finish(p, r, label, a, z, scale, tid == 0 && rank == 0);
   if (p.dlogits == nullptr) return;
-  if (label == kIgnored) return clear(out, p.cols);
+  if (label == kIgnored) return clear(out, n);
   if (c >= 0) out[c] = narrow<T>(g.of(edge));
   T* to = out + peeled.head + N * tid;
   const bool aligned = reinterpret_cast<uintptr_t>(to) % 16 == 0;
@@ -291,175 +310,7 @@ __global__ __launch_bounds__(
     if (has(k)) store_words(to + k * threads * N, gradient_of<T>(q[k], g), aligned);
   for_smem_tiles([&](int k) { store_words(to + k * threads * N, gradient_of<T>(smem_vec(k), g), aligned); });
   // The thread that has stored the label's neighbours stores the label's column.
-  if (label >= 0 && (c == label || own.tile >= 0)) out[label] = narrow<T>(g.of_label(z));
-}
-
-// The full vectors of a row in tiles of one vector per thread.
-template <class T>
-struct VecTiles : PeeledRow<T> {
-  using PeeledRow<T>::PeeledRow;
-  // This thread's vector of a tile.
-  __device__ __forceinline__ static int vec_index(int tile) {
-    return tile * kThreadsPerSm + int(threadIdx.x);
-  }
-  __device__ __forceinline__ bool has(int tile) const { return vec_index(tile) < this->vecs; }
-  __device__ __forceinline__ T* at(int tile) const { return this->vec(vec_index(tile)); }
-  // The number of tiles in which this thread's warp has vectors.
-  __device__ __forceinline__ int tiles_of_warp() const {
-    const int warp = __shfl_sync(0xffffffffu, int(threadIdx.x) / 32, 0);
-    return (this->vecs - warp * 32 + kThreadsPerSm - 1) / kThreadsPerSm;
-  }
-};
-
-// Of a thread's tiles the first kVecsPerThread are held in registers; the last kDirectTiles of
-// these are loaded directly, the others through shared memory. Further tiles stay in shared memory.
-// A thread uses only vectors that it copied itself, so no barrier is needed.
-template <class T, bool kCluster>
-__global__ __launch_bounds__(kThreadsPerSm, 1) void pipelined_kernel(const __grid_constant__ Params<T> p) {
-  constexpr int N = AlignedRow<T>::N, kStagedTiles = kVecsPerThread - kDirectTiles;
-  extern __shared__ uint4 smem_vecs[];
-  __shared__ ReduceStorage<Sums<T>> storage;
-  const int tid = int(threadIdx.x);
-  const unsigned blocks = kCluster ? cluster_size() : 1, rank = kCluster ? cluster_rank() : 0;
-  if constexpr (kCluster) {
-    storage.init();
-    cluster_arrive();
-    cluster_wait();
-  }
-  // The CTA's columns [first, first + n) of every row that it takes.
-  const int first = kCluster ? min(int(rank) * p.slice, p.cols) : 0;
-  const int n = kCluster ? min(p.slice, p.cols - first) : p.cols;
-  const int64_t step = gridDim.x / blocks;
-  int64_t r = blockIdx.x / blocks;
-  uint4 q[kVecsPerThread];
-  // `edge`: an edge column, in the first threads; `z`: the label's logit, in every thread.
-  float edge, z;
-  auto smem_vec = [&](int tile) -> uint4& {
-    return smem_vecs[(tile < kStagedTiles ? tile : tile - kDirectTiles) * kThreadsPerSm + tid];
-  };
-  auto read_smem = [&](const VecTiles<const T>& peeled, int tile) {
-    constexpr uint32_t none = kMinusInf<T>;
-    return peeled.has(tile) ? smem_vec(tile) : make_uint4(none, none, none, none);
-  };
-  // A row is requested in two steps of kStagedTiles + 1 copy groups in total, whether or not it is
-  // wanted.
-  auto stage_tile = [&](const VecTiles<const T>& peeled, bool wanted, int tile) {
-    cp_async_predicated(wanted && peeled.has(tile), cast_smem_ptr_to_uint(&smem_vec(tile)), peeled.at(tile));
-    cp_async_commit_group();
-  };
-  auto stage_tiles = [&](const VecTiles<const T>& peeled, bool wanted) {
-#pragma unroll
-    for (int k = 0; k < kStagedTiles; ++k) stage_tile(peeled, wanted, k);
-  };
-  auto load = [&](const VecTiles<const T>& peeled, bool wanted, int tile) {
-    q[tile] = load_predicated(wanted && peeled.has(tile), peeled.at(tile), kMinusInf<T>);
-  };
-  auto stage_extra_tile = [&](const VecTiles<const T>& peeled, bool wanted, int tile) {
-    cp_async_predicated(wanted && peeled.has(tile), cast_smem_ptr_to_uint(&smem_vec(tile)), peeled.at(tile));
-  };
-  auto load_edges = [&](const VecTiles<const T>& peeled, bool wanted, int label) {
-    const int c = peeled.edge_column(n);
-    edge = wanted && c >= 0 ? widen(peeled.x[c]) : -INFINITY;
-    z = wanted && label >= 0 ? widen(peeled.x[label - first]) : -INFINITY;
-  };
-  auto load_rest = [&](const VecTiles<const T>& peeled, bool wanted, int label) {
-#pragma unroll
-    for (int k = kStagedTiles; k < kVecsPerThread; ++k) load(peeled, wanted, k);
-    const int tiles = peeled.tiles_of_warp();
-    for (int i = kVecsPerThread; i < tiles; ++i) stage_extra_tile(peeled, wanted, i);
-    cp_async_commit_group();
-    load_edges(peeled, wanted, label);
-  };
-  if (r < p.rows) {
-    int phase = 0, label = label_of(p, p.target[r]), next = kSkipped;
-    if (r + step < p.rows) next = label_of(p, p.target[r + step]);
-    VecTiles<const T> peeled(p.logits + r * p.stride + first, n);
-    stage_tiles(peeled, label != kSkipped);
-    load_rest(peeled, label != kSkipped, label);
-    for (;;) {
-      const bool more = r + step < p.rows, next_wanted = more && next != kSkipped;
-      const VecTiles<const T> following(peeled.x + step * p.stride, n);
-      const int64_t later = r + 2 * step < p.rows ? p.target[r + 2 * step] : p.ignore_index;
-      T* out = p.dlogits + r * p.dlogits_stride + first;
-      if (label == kSkipped) {
-        clear(out, n);
-        if (tid == 0 && rank == 0) finish_skipped(p, r);
-        stage_tiles(following, next_wanted);
-        load_rest(following, next_wanted, next);
-      } else {
-        const int tiles = peeled.tiles_of_warp();
-        // Requested before it is needed.
-        const float scale = p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f;
-        const int own = label >= 0 && unsigned(label - first) < unsigned(n) ? label - first : -1;
-        const ElementCoord label_coord(peeled, own, kThreadsPerSm);
-        uint32_t top = kMinusInf<T>;
-#pragma unroll
-        for (int k = 0; k < kVecsPerThread; ++k) {
-          if (k < kStagedTiles) cp_async_wait_group<kStagedTiles>();
-          if (k < tiles) {
-            if (k < kStagedTiles) q[k] = read_smem(peeled, k);
-            if (k == label_coord.tile) q[k] = mask_element<T>(q[k], label_coord.element);
-            top = max_words<T>(top, max_words<T>(q[k]));
-          }
-          if (k < kStagedTiles) stage_tile(following, next_wanted, k);
-        }
-        cp_async_wait_group<kStagedTiles>();
-#pragma unroll 1
-        for (int i = kVecsPerThread; i < tiles; ++i) {
-          if (i == label_coord.tile) smem_vec(i) = mask_element<T>(smem_vec(i), label_coord.element);
-          top = max_words<T>(top, max_words<T>(read_smem(peeled, i)));
-        }
-        // z is part of the maximum, so it has been read before any CTA may overwrite it.
-        const float m = fmaxf(fmaxf(edge, z), max_of_word<T>(top));
-        const int c = peeled.edge_column(n);
-        if (own >= 0 && c == own) edge = -INFINITY;
-        float s = exp_of(edge, finite_max(m));
-#pragma unroll
-        for (int k = 0; k < kVecsPerThread; ++k) {
-          if (k >= tiles) break;
-          s += sum_of<T>(q[k], finite_max(m));
-        }
-#pragma unroll 1
-        for (int i = kVecsPerThread; i < tiles; ++i) s += sum_of<T>(read_smem(peeled, i), finite_max(m));
-        const Sums<T> a = all_reduce_row<0, kCluster>(Sums<T>{m, s}, storage, phase++);
-        const Gradient g = finish(p, r, label, a, z, scale, tid == 0 && (label >= 0 ? own >= 0 : rank == 0));
-        if (label == kIgnored) {
-          clear(out, n);
-          load_rest(following, next_wanted, next);
-        } else {
-          if (c >= 0) out[c] = narrow<T>(g.of(edge));
-          T* to = out + peeled.head + N * tid;
-          const bool aligned = reinterpret_cast<uintptr_t>(to) % 16 == 0;
-          auto store_tile = [&](int tile, const uint4& words) {
-            if (peeled.has(tile))
-              store_words(to + tile * (kThreadsPerSm * N), gradient_of<T>(words, g), aligned);
-          };
-#pragma unroll
-          for (int k = 0; k < kVecsPerThread; ++k) {
-            if (k < tiles) store_tile(k, q[k]);
-            if (k >= kStagedTiles) load(following, next_wanted, k);
-          }
-          const int max_tiles = max(tiles, following.tiles_of_warp());
-#pragma unroll 1
-          for (int i = kVecsPerThread; i < max_tiles; ++i) {
-            store_tile(i, smem_vec(i));
-            stage_extra_tile(following, next_wanted, i);
-          }
-          cp_async_commit_group();
-          // The thread that has stored the label's neighbours stores the label's column.
-          if (own >= 0 && (c == own || label_coord.tile >= 0)) out[own] = narrow<T>(g.of_label(z));
-          load_edges(following, next_wanted, next);
-        }
-      }
-      if (!more) break;
-      r += step, peeled = following, label = next, next = label_of(p, later);
-    }
-  }
-  // A CTA must not exit while others may write to its shared memory.
-  if constexpr (kCluster) {
-    cluster_arrive();
-    cluster_wait();
-  }
+  if (edge_is_label || own.tile >= 0) out[label_column] = narrow<T>(g.of_label(z));
 }
 
 template <class T>
@@ -517,54 +368,58 @@ void prefer_l1(Kernel kernel, int blocks, int shared) {
                                              std::min(percent, 100)));
 }
 
-// A CTA of `Threads` threads per row; 0: of as many as the row needs. Returns false when the row
-// does not fit or a tenth of the threads would be idle; kSmem: when an SM does not hold enough CTAs
-// with that much shared memory.
-template <class T, int Threads, bool kSmem>
-bool launch_registers(Context& ctx, const Params<T>& p) {
-  constexpr int kMost = most_threads(Threads), kPerSm = kThreadsPerSm / kMost;
-  auto kernel = &register_kernel<T, Threads, kSmem>;
-  LaunchConfig grid{.threads = Threads};
-  if constexpr (kSmem) {
-    static OccupancyCache occupancy;
-    const int64_t tiles = ceil_div(p.cols / AlignedRow<T>::N, Threads);
-    grid.shared = size_t(tiles - vecs_in_registers(kSmem)) * Threads * 16;
-    if (grid.shared > size_t(device_facts().shared_per_block / kPerSm)) return false;
-    prefer_l1(kernel, kPerSm, int(grid.shared + sizeof(ReduceStorage<Sums<T>>)));
-    if (occupancy.max_active(kOp, kernel, 1, Threads, grid.shared) < kPerSm * device_facts().sms)
-      return false;
-  } else {
-    static OncePerDevice prepared;
-    const int64_t needed = ceil_div(ceil_div(p.cols, AlignedRow<T>::N), kVecsPerThread * 32) * 32;
-    if (needed > kMost || 10 * needed < 9 * Threads) return false;
-    if (Threads == 0) grid.threads = int(needed);
-    prepared.run(kOp, [&] { prefer_l1(kernel, kPerSm, int(sizeof(ReduceStorage<Sums<T>>))); });
-  }
-  for (int64_t first = 0; first < p.rows; first += INT32_MAX) {
-    grid.blocks = std::min<int64_t>(p.rows - first, INT32_MAX);
+template <class T, class Kernel>
+void launch_rows(Context& ctx, Kernel kernel, LaunchConfig grid, const Params<T>& p) {
+  const int64_t most = INT32_MAX / grid.cluster;
+  for (int64_t first = 0; first < p.rows; first += most) {
+    grid.blocks = std::min<int64_t>(p.rows - first, most) * grid.cluster;
     launch(kOp, ctx, kernel, grid, p, first);
   }
+}
+
+// A CTA of `Threads` threads per row; 0: of as many as the row needs. Returns false when the row
+// does not fit or a tenth of the threads would be idle.
+template <class T, int Threads>
+bool launch_registers(Context& ctx, const Params<T>& p) {
+  static OncePerDevice prepared;
+  constexpr int kMost = most_threads(Threads);
+  auto kernel = &register_kernel<T, Threads, false, false>;
+  const int64_t needed = ceil_div(ceil_div(p.cols, AlignedRow<T>::N), kVecsPerThread * 32) * 32;
+  if (needed > kMost || 10 * needed < 9 * Threads) return false;
+  prepared.run(kOp, [&] { prefer_l1(kernel, kThreadsPerSm / kMost, int(sizeof(ReduceStorage<Sums<T>>))); });
+  launch_rows(ctx, kernel, {.threads = Threads ? Threads : int(needed)}, p);
   return true;
 }
 
-// A persistent cluster of `blocks` CTAs per row. Returns false when the row does not fit or no such
-// cluster fits on the device.
-template <class T, bool kCluster>
-bool launch_pipelined(Context& ctx, Params<T> p, int blocks) {
+// A CTA, or a cluster of `blocks` CTAs, of `Threads` threads each per row, with vectors in shared
+// memory. Returns false when a part of the row is too short, or an SM does not hold enough CTAs
+// with that much shared memory.
+template <class T, int Threads, bool kCluster>
+bool launch_smem(Context& ctx, Params<T> p, int blocks = 1) {
   static OccupancyCache occupancy;
-  auto kernel = &pipelined_kernel<T, kCluster>;
-  p.slice = int(ceil_div(ceil_div(p.cols, blocks), 64) * 64);
-  const int64_t tiles = ceil_div(std::min(p.slice, p.cols) / AlignedRow<T>::N, kThreadsPerSm);
-  const size_t shared = size_t(std::max<int64_t>(tiles, kVecsPerThread) - kDirectTiles) * kThreadsPerSm * 16;
-  const int64_t resident = occupancy.max_active(kOp, kernel, blocks, kThreadsPerSm, shared);
-  if (resident == 0) return false;
-  launch(kOp, ctx, kernel,
-         {.blocks = std::min(p.rows, resident) * blocks,
-          .threads = kThreadsPerSm,
-          .shared = shared,
-          .cluster = blocks},
-         p);
+  constexpr int N = AlignedRow<T>::N, kVecs = vecs_in_registers(true), kPerSm = kThreadsPerSm / Threads;
+  auto kernel = &register_kernel<T, Threads, true, kCluster>;
+  // A multiple of 128 bytes: all parts of a row start at the same offset within 16 bytes.
+  p.slice = kCluster ? int(ceil_div(ceil_div(p.cols, blocks), 64) * 64) : p.cols;
+  // The last part is the shortest; N - 1 columns may precede its first full vector.
+  const int64_t shortest = p.cols - int64_t(blocks - 1) * p.slice;
+  if (shortest - (N - 1) < int64_t(kVecs) * Threads * N) return false;
+  const int64_t tiles = ceil_div(p.slice / N, Threads), shared = (tiles - kVecs) * Threads * 16;
+  if (shared > device_facts().shared_per_block / kPerSm) return false;
+  prefer_l1(kernel, kPerSm, int(shared + sizeof(ReduceStorage<Sums<T>>)));
+  // Clusters may leave some SMs idle.
+  const int64_t clusters = occupancy.max_active(kOp, kernel, blocks, Threads, size_t(shared));
+  if (clusters * blocks <= (kPerSm - 1) * device_facts().sms) return false;
+  launch_rows(ctx, kernel, {.threads = Threads, .shared = size_t(shared), .cluster = blocks}, p);
   return true;
+}
+
+// The fewest CTAs whose parts have at most 17 tiles.
+template <class T>
+bool launch_cluster(Context& ctx, const Params<T>& p) {
+  constexpr int kThreads = kThreadsPerSm / 2, kMostTiles = 17, kMostBlocks = 8;
+  const int64_t blocks = ceil_div(p.cols, kMostTiles * kThreads * AlignedRow<T>::N);
+  return blocks <= kMostBlocks && launch_smem<T, kThreads, true>(ctx, p, int(blocks));
 }
 
 template <class T>
@@ -586,10 +441,9 @@ bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& p) {
     launch_sweep(ctx, p);
     return true;
   }
-  return launch_registers<T, 128, false>(ctx, p) || launch_registers<T, 256, false>(ctx, p) ||
-         launch_registers<T, 512, false>(ctx, p) || launch_registers<T, 0, false>(ctx, p) ||
-         launch_registers<T, 512, true>(ctx, p) || launch_pipelined<T, false>(ctx, p, 1) ||
-         launch_pipelined<T, true>(ctx, p, 2) || launch_pipelined<T, true>(ctx, p, 4);
+  return launch_registers<T, 128>(ctx, p) || launch_registers<T, 256>(ctx, p) ||
+         launch_registers<T, 512>(ctx, p) || launch_registers<T, 0>(ctx, p) ||
+         launch_smem<T, 512, false>(ctx, p) || launch_cluster(ctx, p) || launch_smem<T, 1024, false>(ctx, p);
 }
 
 template bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<float>& p);
