@@ -104,7 +104,7 @@ class Run:
     @property
     def cpu(self) -> bool:
         """Whether it was measured on a CPU."""
-        return "cpu" in self.path.parts
+        return re.search(r"\bCPU\b|\d threads", self.where()) is not None
 
     def page(self, op: str | None = None) -> str:
         """The page it is shown on, for an op the page of the op."""
@@ -152,6 +152,10 @@ def _values(records: Iterable[dict], name: str) -> str:
     return ",".join(dict.fromkeys(str(r[name]) for r in records if r.get(name) is not None))
 
 
+def _device(run: Run) -> str:
+    return "cpu" if run.cpu else "cuda"
+
+
 def _op_command(run: Run) -> list[str]:
     words = ["python", "bench/run.py", "--ops", _values(run.records, "op")]
     words += ["--providers", _values(run.records, "provider"), "--dtypes", _values(run.records, "dtype")]
@@ -184,11 +188,18 @@ def _train_command(run: Run) -> list[str]:
 
 COMMANDS: dict[str, Callable[[Run], list]] = {
     "op": _op_command,
-    "host": lambda run: ["python", "bench/host.py", "--dtype", run.records[0]["dtype"]],
+    "host": lambda run: [
+        "python",
+        "bench/host.py",
+        "--device",
+        _device(run),
+        "--dtype",
+        run.records[0]["dtype"],
+    ],
     "e2e": _e2e_command,
     "floor": _e2e_command,
     "train": _train_command,
-    "convergence": lambda run: ["python", "bench/convergence.py", "--device", "cpu" if run.cpu else "cuda"],
+    "convergence": lambda run: ["python", "bench/convergence.py", "--device", _device(run)],
 }
 
 
