@@ -6,13 +6,14 @@ PYTHON_FILES = python tests bench examples tools compat
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard \
                 '*.h' '*.cpp' '*.cu' '*.cuh' '*.inc' | while read -r f; do [ -f "$$f" ] && echo "$$f"; done)
 
-.PHONY: help train test build format lint bench clean
+.PHONY: help train test build format lint bench results clean
 
 help:
 	@echo 'make train   train a small Llama on real text, stock and with Tigon, side by side   (ARGS="--steps 50")'
 	@echo 'make test    C++ tests and Python tests                                             (ARGS="-k rms_norm")'
 	@echo 'make build   .venv and the native library: .venv/bin/python -c "import tigon"'
 	@echo 'make bench   time the ops against their peers                                       (ARGS="--ops rms_norm")'
+	@echo 'make results write docs/results from the files of bench/results'
 	@echo 'make lint    ruff, clang-format check, layout check        make format   rewrite files in the agreed format'
 	@echo 'make clean   remove build products; .venv stays'
 
@@ -31,6 +32,9 @@ test:
 bench:
 	@tools/bootstrap.sh train
 	.venv/bin/python bench/run.py $(ARGS)
+
+results: .venv/.stamp-dev
+	.venv/bin/python bench/results.py $(ARGS)
 
 lint: .venv/.stamp-dev
 	.venv/bin/ruff check $(PYTHON_FILES)

@@ -355,8 +355,8 @@ def table(records: list[dict]) -> str:
     providers = [name for name in PROVIDERS if any(r["provider"] == name for r in records)]
     settings: dict[tuple, dict] = {}
     for record in sorted(records, key=lambda r: (list(MODELS).index(r["model"]), r["batch"])):
-        setting = (_name(record), record["batch"], record["seq"])
-        settings.setdefault(setting, {})[record["provider"]] = record
+        row = (setting(record), record["batch"], record["seq"])
+        settings.setdefault(row, {})[record["provider"]] = record
     lines = ["| model | batch x tokens | " + " | ".join(providers) + " | Tigon to stock | to Liger |",
              "|---" * (4 + len(providers)) + "|"]  # fmt: skip
     for (name, batch, seq), row in settings.items():
@@ -366,7 +366,7 @@ def table(records: list[dict]) -> str:
     return "\n".join(lines)
 
 
-def _name(record: dict) -> str:
+def setting(record: dict) -> str:
     """The model and whatever is not as usual."""
     layers, masked, padding = record["layers"], record["masked"], record["padding"]
     parts = [record["model"], layers and f"{layers} layers", masked and f"{masked:.0%} masked",

@@ -1,6 +1,7 @@
-"""Draw the JSON lines of bench/run.py: one picture an op, bars in percent of the limit.
+"""Draw the JSON lines of bench/run.py: one picture for each file and op, in percent of the limit.
 
-Of the loss head also time and memory over tokens and over classes, where enough of them were measured.
+Of the loss head also time and memory over tokens and over classes, where enough of them were measured; of
+bench/convergence.py its curves. bench/results.py draws what docs/results shows with the same functions.
 
 python bench/plot.py bench/results/cpu/*.jsonl --out docs/img
 """
@@ -10,7 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+
+import convergence
 
 COLOURS = {
     "eager": "#c9ccd1",
@@ -26,43 +31,70 @@ COLOURS = {
     "quack_inplace": "#86c29b",
     "quack_scaled": "#86c29b",
 }
+TIGON_MARKER = {"marker": "o", "ms": 5, "zorder": 3}
+PEER_MARKER = {"marker": "D", "ms": 3.5, "zorder": 2}
 
 
-def read(paths: list[Path]) -> list[dict]:
-    """All measured records; lines with an error have nothing to draw."""
-    lines = [line for path in paths for line in path.read_text().splitlines() if line.strip()]
-    return [record for record in map(json.loads, lines) if "ms" in record]
+def read(path: Path) -> list[dict]:
+    """The records of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
 
 
-def draw(op: str, records: list[dict], path: Path) -> None:
-    """Groups of bars, a group for each case and pass."""
+def new_figure(rows: int, columns: int, **options):
+    """A figure and its grid of axes, without the two spines that carry no scale."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    groups = list(dict.fromkeys((r["case"], r["dtype"], r["pass"]) for r in records))
-    providers = list(dict.fromkeys(r["provider"] for r in records))
-    width = 0.8 / len(providers)
-    figure, axis = plt.subplots(
-        figsize=(max(6, 1 + 0.22 * len(groups) * (len(providers) + 1)), 3.6), layout="constrained"
-    )
-    for i, provider in enumerate(providers):
-        mine = {(r["case"], r["dtype"], r["pass"]): r for r in records if r["provider"] == provider}
-        places = [g + (i - (len(providers) - 1) / 2) * width for g in range(len(groups))]
-        heights = [100 * mine[g]["of_limit"] if g in mine else 0 for g in groups]
-        bars = axis.bar(places, heights, width, label=provider, color=COLOURS.get(provider))
-        labels = [f"{h:.0f}" if h else "" for h in heights]
-        axis.bar_label(bars, labels, fontsize=6, padding=1)
-    axis.axhline(100, color="black", lw=0.8, ls=":")
-    axis.set_xticks(range(len(groups)), ["\n".join(g) for g in groups], fontsize=7)
-    axis.set_ylabel("percent of the limit")
-    axis.set_title(f"{op}, {records[0]['gpu']}, torch {records[0]['torch']}", fontsize=10)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, fontsize=7, ncols=len(providers), loc="upper center",
-                bbox_to_anchor=(0.5, -0.22))  # fmt: skip
-    figure.savefig(path, dpi=150)
+    figure, grid = plt.subplots(rows, columns, squeeze=False, layout="constrained", **options)
+    for axis in grid.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, grid
+
+
+def save(figure, path: Path) -> None:
+    """Write the figure; the bytes do not name the version of matplotlib."""
+    from matplotlib import pyplot as plt
+
+    figure.savefig(path, dpi=110, metadata={"Software": None})
     plt.close(figure)
+
+
+def draw(op: str, records: list[dict], path: Path) -> None:
+    """A panel for each pass, a line for each case, a marker for each provider."""
+    dtypes = {r["dtype"] for r in records}
+    named = [(r, r["case"] if len(dtypes) == 1 else f"{r['case']} {r['dtype']}") for r in records]
+    cases = list(dict.fromkeys(name for _, name in named))
+    passes = list(dict.fromkeys(r["pass"] for r in records))
+    providers = list(dict.fromkeys(r["provider"] for r in records))
+    size = (2.2 + 3.6 * len(passes), 1.3 + 0.19 * len(cases))
+    figure, grid = new_figure(1, len(passes), figsize=size, sharey=True)
+    for axis, which in zip(grid[0], passes, strict=True):
+        for provider in providers:
+            mine = [(100 * r["of_limit"], cases.index(name)) for r, name in named
+                    if (r["pass"], r["provider"]) == (which, provider)]  # fmt: skip
+            if mine:
+                look = TIGON_MARKER if provider == "tigon" else PEER_MARKER
+                axis.plot(
+                    *zip(*mine, strict=True), ls="", label=provider, color=COLOURS.get(provider), **look
+                )
+        axis.axvline(100, color="black", lw=0.8, ls=":")
+        axis.set_xlim(left=0)
+        axis.set_yticks(range(len(cases)), cases, fontsize=7)
+        axis.grid(axis="y", lw=0.3)
+        axis.tick_params(axis="x", labelsize=7)
+        axis.set_xlabel(f"{which}, percent of the limit", fontsize=8)
+    grid[0][0].invert_yaxis()
+    handles = {
+        label: handle
+        for axis in grid[0]
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles.keys(), frameon=False, fontsize=7, ncols=len(handles),
+                  loc="outside lower center")  # fmt: skip
+    figure.suptitle(f"{op}, {records[0]['gpu']}, torch {records[0]['torch']}", fontsize=9)
+    save(figure, path)
 
 
 FEWEST_POINTS = 4
@@ -88,18 +120,13 @@ def sweeps(records: list[dict]) -> dict[tuple, list[dict]]:
 
 def draw_sweep(op: str, key: tuple, records: list[dict], path: Path) -> None:
     """Milliseconds and extra memory of a step, a line for each provider."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     place, dtype, *others = key
     fixed = ", ".join(
         f"{n} {name}" for n, name in zip(others, (a for a in AXES if a != AXES[place]), strict=True)
     )
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    figure, grid = new_figure(1, 2, figsize=(9, 3.6))
     for axis, field, label in zip(
-        axes, ("ms", "peak_mb"), ("milliseconds", "MiB beside the operands"), strict=True
+        grid[0], ("ms", "peak_mb"), ("milliseconds", "MiB beside the operands"), strict=True
     ):
         for provider in dict.fromkeys(r["provider"] for r in records):
             mine = {r["at"]: r[field] for r in records if r["provider"] == provider and r[field]}
@@ -107,14 +134,28 @@ def draw_sweep(op: str, key: tuple, records: list[dict], path: Path) -> None:
             colour = COLOURS.get(provider)
             axis.plot(xs, [mine[x] for x in xs], marker="o", ms=3, lw=1.2, label=provider, color=colour)
         if field == "ms":
-            floor = dict(sorted({r["at"]: r["limit_ms"] for r in records}.items()))
-            axis.plot(floor.keys(), floor.values(), color="black", lw=0.8, ls=":", label="bare products")
+            limit = dict(sorted({r["at"]: r["limit_ms"] for r in records}.items()))
+            axis.plot(limit.keys(), limit.values(), color="black", lw=0.8, ls=":", label="bare products")
         axis.set(xscale="log", yscale="log", xlabel=AXES[place], ylabel=label)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(frameon=False, fontsize=7)
+    grid[0][0].legend(frameon=False, fontsize=7)
     figure.suptitle(f"{op} step, {fixed}, {dtype}, {records[0]['gpu']}", fontsize=10)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save(figure, path)
+
+
+def pictures(path: Path, records: list[dict]) -> dict[str, Callable[[Path], None]]:
+    """What is drawn of one file of results: names of pictures, and what draws each of them."""
+    run = f"{path.parent.name}_{path.stem}"
+    if any("family" in r for r in records):
+        return {f"{run}.png": partial(convergence.draw, records)}
+    measured = [r for r in records if "of_limit" in r]
+    found = {}
+    for op in dict.fromkeys(r["op"] for r in measured):
+        mine = [r for r in measured if r["op"] == op]
+        found[f"{run}_{op}.png"] = partial(draw, op, mine)
+        for key, swept in sweeps(mine).items() if op == "linear_cross_entropy" else ():
+            sizes_kept = "x".join(map(str, key[2:]))
+            found[f"{run}_over_{AXES[key[0]]}_{sizes_kept}.png"] = partial(draw_sweep, op, key, swept)
+    return found
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -125,20 +166,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("results", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, help="folder of the pictures (beside the results)")
     args = parser.parse_args(arguments)
-    records = read(args.results)
-    if not records:
+    found = {name: draw for path in args.results for name, draw in pictures(path, read(path)).items()}
+    if not found:
         raise SystemExit("nothing measured in these files")
     folder = args.out or args.results[0].parent
     folder.mkdir(parents=True, exist_ok=True)
-    for op in dict.fromkeys(record["op"] for record in records):
-        path = folder / f"bench_{op}.png"
-        draw(op, [record for record in records if record["op"] == op], path)
-        print(path)
-        if op == "linear_cross_entropy":
-            for key, swept in sweeps([r for r in records if r["op"] == op]).items():
-                path = folder / f"{op}_over_{AXES[key[0]]}_{'x'.join(map(str, key[2:]))}.png"
-                draw_sweep(op, key, swept, path)
-                print(path)
+    for name, draw_to in found.items():
+        draw_to(folder / name)
+        print(folder / name)
     return 0
 
 

@@ -57,7 +57,7 @@ def test_every_op_every_field(quick, tmp_path, capsys):
         assert record["ms"] > 0 and record["bytes"] > 0 and record["commit"] == "abc1234"
         assert record["of_limit"] == pytest.approx(record["limit_ms"] / record["ms"])
     _load("plot").main([str(path), "--out", str(tmp_path / "img")])
-    assert {p.name for p in (tmp_path / "img").iterdir()} == {f"bench_{n}.png" for n in modules()}
+    assert {p.name for p in (tmp_path / "img").iterdir()} == {f"results_r_{n}.png" for n in modules()}
 
 
 def test_sweeps_are_drawn(tmp_path):
@@ -70,7 +70,7 @@ def test_sweeps_are_drawn(tmp_path):
     assert list(plot.sweeps(records)) == [(0, "bf16", 64, 1000)]
     (tmp_path / "r.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     plot.main([str(tmp_path / "r.jsonl"), "--out", str(tmp_path)])
-    assert (tmp_path / "linear_cross_entropy_over_tokens_64x1000.png").stat().st_size > 1000
+    assert (tmp_path / f"{tmp_path.name}_r_over_tokens_64x1000.png").stat().st_size > 1000
 
 
 def test_failures_are_recorded(quick, tmp_path, monkeypatch):

@@ -1,0 +1,561 @@
+"""The pages of docs/results and the pictures they show, from the files of bench/results.
+
+    python bench/results.py                                  docs/results/*.md and docs/img/*.png
+    python bench/results.py out/mine.jsonl                   the tables of these files, printed
+    python bench/results.py --no-pictures                    the pages alone
+
+Every file below bench/results is recognised by its records: those of bench/run.py, host.py, e2e.py, floor.py,
+convergence.py or examples/train.py. A page holds a group of ops, with one table for each op and file, since
+runs are not compared with each other. Files in a folder named `older` share a page without pictures.
+Pages and pictures that belong to no file are deleted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import convergence
+import e2e
+import floor
+import plot
+
+ROOT = Path(__file__).resolve().parents[1]
+DATA, PAGES, IMAGES = ROOT / "bench/results", ROOT / "docs/results", ROOT / "docs/img"
+# A peer is ahead when Tigon's speed is below this fraction of its speed.
+LEVEL = 1 / 1.03
+NAMED_CASES = 8  # a command names its cases up to this many
+GROUPS = {  # the page of an op; an op that is not here has a page of its own
+    "loss_head": ("linear_cross_entropy",),
+    "losses": ("cross_entropy", "divergence"),
+    "norms": ("rms_norm", "add_rms_norm", "layer_norm", "gated_rms_norm", "group_norm"),
+    "elementwise": ("glu", "relu_squared", "dyt"),
+    "rope": ("rope", "qk_norm_rope"),
+}
+TITLES = {  # in the order of the index
+    "models": "Whole models",
+    "loss_head": "Loss head",
+    "losses": "Losses",
+    "norms": "Norms",
+    "softmax": "Softmax",
+    "elementwise": "Elementwise ops",
+    "rope": "Rotary embedding",
+    "embedding": "Embedding",
+    "host": "Host time",
+    "cpu": "CPU",
+    "convergence": "Convergence",
+    "older": "Older runs",
+}
+NOTE = "Written by `make results` from the files of `bench/results`; do not edit."
+LIMIT = (
+    "Milliseconds, in brackets the percent of the limit measured in the same run: a device copy of the\n"
+    "least bytes of the op, for the loss head its bare products. Bold: fastest.\n"
+    "`behind`: a peer is more than 3 % ahead."
+)
+MEMORY = "`MiB`: peak memory of one call above what was allocated before."
+
+
+# --- the files --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """One file of results."""
+
+    path: Path
+
+    @cached_property
+    def kind(self) -> str:
+        """What wrote it: op, host, e2e, floor, train or convergence."""
+        if self.path.suffix == ".json":
+            return "train"
+        first = plot.read(self.path)[0]
+        marks = {"case": "op", "op": "host", "parts_ms": "floor", "family": "convergence", "model": "e2e"}
+        return next(kind for mark, kind in marks.items() if mark in first)
+
+    @cached_property
+    def records(self) -> list[dict]:
+        """Its records; of a case that was run twice the last one."""
+        if self.kind == "train":
+            return [json.loads(self.path.read_text())]
+        if self.kind == "op":
+            return list({op_key(r): r for r in plot.read(self.path)}.values())
+        special = {"e2e": e2e.read, "floor": e2e.read, "convergence": convergence.read}
+        return special.get(self.kind, plot.read)(self.path)
+
+    @property
+    def name(self) -> str:
+        """The path below the root."""
+        return str(self.path.relative_to(ROOT)) if self.path.is_relative_to(ROOT) else str(self.path)
+
+    @property
+    def older(self) -> bool:
+        """Whether newer files replaced its figures."""
+        return self.path.parent.name == "older"
+
+    @property
+    def cpu(self) -> bool:
+        """Whether it was measured on a CPU."""
+        return re.search(r"\bCPU\b|\d threads", self.where()) is not None
+
+    def page(self, op: str | None = None) -> str:
+        """The page it is shown on, for an op the page of the op."""
+        if self.older:
+            return "older"
+        if self.kind in ("host", "convergence"):
+            return self.kind
+        if self.cpu:
+            return "cpu"
+        return next((page for page, ops in GROUPS.items() if op in ops), op) if op else "models"
+
+    def where(self) -> str:
+        """Device, versions and commit."""
+        if self.kind == "train":
+            devices = {f"{r['device_name']}, torch {r['torch']}" for r in self.records[0]["runs"].values()}
+            return "; ".join(sorted(devices))
+        names = ("torch", "transformers", "liger-kernel", "triton", "commit")
+        found = {
+            ", ".join([r["gpu"], *(f"{name} {r[name]}" for name in names if r.get(name))])
+            for r in self.records
+            if "gpu" in r
+        }
+        return "; ".join(sorted(found))
+
+    def commands(self) -> list[str]:
+        """The command lines that measure the same again, as far as the records tell."""
+        found = COMMANDS[self.kind](self)
+        return [shlex.join(words) for words in (found if isinstance(found[0], list) else [found])]
+
+
+def op_key(record: dict) -> tuple:
+    """What makes two records of bench/run.py the same measurement."""
+    return tuple(record[name] for name in ("op", "case", "dtype", "pass", "provider"))
+
+
+def runs(folder: Path) -> list[Run]:
+    """Every file of results below a folder, by name."""
+    return [Run(path) for path in sorted(folder.rglob("*.json*"))]
+
+
+# --- command lines ----------------------------------------------------------------------------
+
+
+def _values(records: Iterable[dict], name: str) -> str:
+    return ",".join(dict.fromkeys(str(r[name]) for r in records if r.get(name) is not None))
+
+
+def _device(run: Run) -> str:
+    return "cpu" if run.cpu else "cuda"
+
+
+def _op_command(run: Run) -> list[str]:
+    words = ["python", "bench/run.py", "--ops", _values(run.records, "op")]
+    words += ["--providers", _values(run.records, "provider"), "--dtypes", _values(run.records, "dtype")]
+    if (cases := _values(run.records, "case")).count(",") < NAMED_CASES:
+        words += ["--cases", cases]
+    return words + (["--device", "cpu"] if run.cpu else [])
+
+
+def _e2e_command(run: Run) -> list[list[str]]:
+    settings: dict[tuple, list[dict]] = {}
+    for r in run.records:
+        given = {
+            name: r[name] for name in ("seq", "layers", "steps", "compile", "padding", "masked") if r[name]
+        }
+        settings.setdefault(tuple(given.items()), []).append(r)
+    commands = []
+    for given, records in settings.items():
+        words = ["python", f"bench/{run.kind}.py"]
+        words += ["--providers", _values(records, "provider")] if run.kind == "e2e" else []
+        words += ["--models", _values(records, "model"), "--batches", _values(records, "batch")]
+        commands.append(words + [word for name, value in given for word in (f"--{name}", str(value))])
+    return commands
+
+
+def _train_command(run: Run) -> list[str]:
+    plan = run.records[0]["plan"]
+    words = [f"--{name} {plan[name]}" for name in ("device", "dtype", "steps", "batch", "seq")]
+    return ["make", "train", f"ARGS=--providers {','.join(run.records[0]['runs'])} {' '.join(words)}"]
+
+
+COMMANDS: dict[str, Callable[[Run], list]] = {
+    "op": _op_command,
+    "host": lambda run: [
+        "python",
+        "bench/host.py",
+        "--device",
+        _device(run),
+        "--dtype",
+        run.records[0]["dtype"],
+    ],
+    "e2e": _e2e_command,
+    "floor": _e2e_command,
+    "train": _train_command,
+    "convergence": lambda run: ["python", "bench/convergence.py", "--device", _device(run)],
+}
+
+
+# --- tables -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Tigon beside its fastest peer in one case: what was measured, both figures, speed of Tigon / peer."""
+
+    what: str
+    ours: str
+    peer: str
+    theirs: str
+    speed: float
+
+    @property
+    def behind(self) -> bool:
+        """Whether the peer is ahead by more than the runs' spread."""
+        return self.speed < LEVEL
+
+
+@dataclass
+class Section:
+    """A part of a page."""
+
+    run: Run
+    heading: str
+    text: str
+    comparisons: list[Comparison] = field(default_factory=list)
+    of_limit: list[float] = field(default_factory=list)
+
+
+def _markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _ms(value: float) -> str:
+    return f"{value:.4f}" if value < 0.1 else f"{value:.3f}"
+
+
+def _speed(speed: float) -> str:
+    return f"{speed:.2f}x" + (" behind" if speed < LEVEL else "")
+
+
+def fastest_peer(measured: dict[str, dict]) -> tuple[dict, dict] | None:
+    """Records of Tigon and of the fastest peer; both in place where the peer works in place."""
+    peers = [r for name, r in measured.items() if not name.startswith("tigon")]
+    if not peers or "tigon" not in measured:
+        return None
+    peer = min(peers, key=lambda r: r["ms"])
+    in_place = peer["provider"].endswith("_inplace")
+    return measured.get("tigon_inplace" if in_place else "tigon", measured["tigon"]), peer
+
+
+def op_section(run: Run, op: str) -> Section:
+    """A row for each case and pass, a column for each provider; below it what providers could not do."""
+    records = [r for r in run.records if r["op"] == op]
+    providers = list(dict.fromkeys(r["provider"] for r in records if "ms" in r))
+    providers.sort(key=lambda name: not name.startswith("tigon"))
+    several = len({r["dtype"] for r in records}) > 1
+    cases: dict[tuple, dict[str, dict]] = {}
+    for r in (r for r in records if "ms" in r):
+        name = f"{r['case']} {r['dtype']}" if several else r["case"]
+        cases.setdefault((name, r["pass"]), {})[r["provider"]] = r
+    section = Section(run, op, "")
+    head = ["case", "pass", "limit", *providers, "speed of tigon / fastest peer"]
+    rows = []
+    for (case, which), measured in cases.items():
+        best = min(r["ms"] for r in measured.values())
+        cells = [case, which, _ms(next(iter(measured.values()))["limit_ms"])]
+        for r in map(measured.get, providers):
+            text = f"{_ms(r['ms'])} ({100 * r['of_limit']:.0f} %)" if r else "-"
+            cells.append(f"**{text}**" if r and r["ms"] <= best else text)
+        pair, speed = fastest_peer(measured), "-"
+        if pair:
+            ours, peer = pair
+            speed = peer["ms"] / ours["ms"]
+            figures = f"{_ms(ours['ms'])} ms", peer["provider"], f"{_ms(peer['ms'])} ms"
+            section.comparisons.append(Comparison(f"{op} {case}, {which}", *figures, speed))
+            speed = _speed(speed)
+        if "tigon" in measured:
+            section.of_limit.append(measured["tigon"]["of_limit"])
+        cells.append(speed)
+        if not run.cpu:  # resident memory of a process tells too little of one call
+            cells += [_mib(measured.get("tigon")), _mib(pair and pair[1])]
+        rows.append(cells)
+    memory = [] if run.cpu else ["MiB tigon", "MiB fastest peer"]
+    section.text = _markdown([*head, *memory], rows)
+    section.text += failures([r for r in records if "error" in r])
+    return section
+
+
+def failures(records: list[dict]) -> str:
+    """What providers could not do; errors that differ in numbers alone are one line."""
+    found: dict[tuple, list[dict]] = {}
+    for r in records:
+        found.setdefault((r["provider"], re.sub(r"\d+", "", r["error"])), []).append(r)
+    lines = [
+        f"- {same[0]['provider']}, {_values(same, 'case').replace(',', ', ')}: {same[0]['error'][:120]}"
+        for same in found.values()
+    ]
+    return "\n\nNot measured:\n\n" + "\n".join(lines) if lines else ""
+
+
+def _mib(record: dict | None) -> str:
+    return "-" if not record or record.get("peak_mb") is None else f"{record['peak_mb']:.0f}"
+
+
+def e2e_section(run: Run, _: list[Run]) -> Section:
+    """Tokens a second and peak memory of whole models."""
+    section = Section(run, f"Training step: {run.path.stem}", e2e.table(run.records))
+    settings: dict[tuple, dict[str, dict]] = {}
+    for r in (r for r in run.records if "error" not in r):
+        settings.setdefault(e2e.key(r | {"provider": None}), {})[r["provider"]] = r
+    for row in settings.values():
+        peers = [r for name, r in row.items() if name != "tigon"]
+        if peers and (ours := row.get("tigon")):
+            peer = max(peers, key=lambda r: r["tokens_per_s"])
+            rates = [f"{r['tokens_per_s']:,.0f} tokens/s" for r in (ours, peer)]
+            what = f"{e2e.setting(ours)}, {ours['batch']} x {ours['seq']}"
+            speed = ours["tokens_per_s"] / peer["tokens_per_s"]
+            section.comparisons.append(Comparison(what, rates[0], peer["provider"], rates[1], speed))
+    return section
+
+
+def floor_section(run: Run, everything: list[Run]) -> Section:
+    """The floor of a step beside the step of the same folder."""
+    steps = {
+        e2e.key(r): statistics.mean(r["step_ms"])
+        for other in everything
+        if other.kind == "e2e" and other.path.parent == run.path.parent
+        for r in other.records
+        if "step_ms" in r
+    }
+    text = "Least milliseconds of a step ([method](../benchmarks.md#whole-models)) and the step measured.\n\n"
+    return Section(run, "Floor of a training step", text + floor.table(run.records, steps))
+
+
+def train_section(run: Run, _: list[Run]) -> Section:
+    """A training run: speed, memory, loss."""
+    summary = run.records[0]
+    first = next(iter(summary["runs"].values()))
+    rows = [
+        (
+            name,
+            f"{r['tokens_per_s']:,.0f} ({r['tokens_per_s'] / first['tokens_per_s']:.2f}x)",
+            f"{r['peak_bytes'] / 1e9:.2f} GB ({r['peak_bytes'] / first['peak_bytes']:.2f}x)",
+            f"{r['losses'][-1]:.4f}",
+            "-" if r is first else f"{r['relative_difference']:.1e}",
+        )
+        for name, r in summary["runs"].items()
+    ]
+    head = (
+        "",
+        "tokens/s",
+        "peak memory above the model",
+        "final loss",
+        "largest relative difference of a loss",
+    )
+    section = Section(
+        run, f"Training run: {run.path.stem}", f"{summary['title']}.\n\n{_markdown(head, rows)}"
+    )
+    peers = {name: r for name, r in summary["runs"].items() if name in ("stock", "liger")}
+    if peers and (ours := summary["runs"].get("tigon")):
+        name, peer = max(peers.items(), key=lambda item: item[1]["tokens_per_s"])
+        rates = [f"{r['tokens_per_s']:,.0f} tokens/s" for r in (ours, peer)]
+        speed = ours["tokens_per_s"] / peer["tokens_per_s"]
+        section.comparisons.append(Comparison(summary["title"], rates[0], name, rates[1], speed))
+    return section
+
+
+def convergence_section(run: Run, _: list[Run]) -> Section:
+    """Whether patched models learn what stock models learn."""
+    device = run.records[0]["gpu"]
+    table = "\n".join(line.rstrip() for line in convergence.table(run.records).splitlines())
+    return Section(run, f"Convergence, {device}", f"```\n{table}\n```")
+
+
+def host_section(run: Run, _: list[Run]) -> Section:
+    """Host microseconds of small calls."""
+    empty = next((r["empty"] for r in run.records if "empty" in r), {})
+    records = [r for r in run.records if "tigon" in r]
+    passes = list(empty or records[0]["tigon"])
+    head = ["op", *(f"{kind}: tigon, pytorch" for kind in passes)]
+    section, rows = Section(run, f"Host time, {run.records[0]['gpu']}", ""), []
+    for r in records:
+        cells = [r["op"]]
+        for kind in passes:
+            ours, theirs = r["tigon"][kind], r["pytorch"][kind]
+            cells.append(f"{ours:.1f}, {theirs:.1f} ({_speed(theirs / ours)})")
+            figures = f"{ours:.1f} us", "pytorch", f"{theirs:.1f} us"
+            section.comparisons.append(Comparison(f"{r['op']}, {kind}", *figures, theirs / ours))
+        rows.append(cells)
+    if empty:
+        rows.append(["an empty autograd.Function", *(f"{empty[kind]:.1f}" for kind in passes)])
+    text = "Microseconds of the host for one small call, in brackets the speed of tigon / pytorch.\n\n"
+    section.text = text + _markdown(head, rows)
+    return section
+
+
+SECTIONS = {
+    "e2e": e2e_section,
+    "floor": floor_section,
+    "train": train_section,
+    "convergence": convergence_section,
+    "host": host_section,
+}
+
+
+def sections(everything: list[Run]) -> dict[str, list[Section]]:
+    """The parts of every page; ops in the order of GROUPS, the rest in that of the files."""
+    order = [op for ops in GROUPS.values() for op in ops]
+    found: dict[str, list[Section]] = {}
+    for run in everything:
+        if run.kind != "op":
+            found.setdefault(run.page(), []).append(SECTIONS[run.kind](run, everything))
+            continue
+        for op in dict.fromkeys(r["op"] for r in run.records):
+            found.setdefault(run.page(op), []).append(op_section(run, op))
+    for parts in found.values():
+        parts.sort(key=lambda part: order.index(part.heading) if part.heading in order else len(order))
+    pages = [*TITLES, *sorted(found.keys() - TITLES.keys())]
+    return {page: found[page] for page in pages if page in found}
+
+
+# --- pages ------------------------------------------------------------------------------------
+
+
+def title(page: str) -> str:
+    """The heading of a page."""
+    return TITLES.get(page) or page.replace("_", " ")
+
+
+def behind_list(comparisons: list[Comparison]) -> str:
+    """The cases in which a peer is ahead by more than 3 %, the worst first."""
+    behind = sorted((c for c in comparisons if c.behind), key=lambda c: c.speed)
+    rows = [(c.what, c.ours, f"{c.peer} {c.theirs}", f"{100 / c.speed - 100:.1f} %") for c in behind]
+    text = f"## More than 3 % behind a peer: {len(behind)} of {len(comparisons)} cases"
+    return f"{text}\n\n{_markdown(('case', 'tigon', 'fastest peer', 'longer by'), rows)}" if rows else text
+
+
+def run_list(parts: list[Section]) -> str:
+    """Device, versions and commands of every file on a page."""
+    lines = []
+    for run in {part.run.path: part.run for part in parts}.values():
+        lines.append(f"- `{run.name}`: {run.where()}")
+        lines += [f"  - `{command}`" for command in run.commands()]
+    return "\n".join(lines)
+
+
+def render(page: str, parts: list[Section], shown: dict[Path, list[str]]) -> str:
+    """The text of one page; `shown` names the pictures of every file."""
+    links = "[Method](../benchmarks.md), [known gaps](../known-gaps.md), [all results](index.md)."
+    blocks = [f"# {title(page)}", f"{NOTE}\n{links}"]
+    comparisons = [c for part in parts for c in part.comparisons]
+    if page == "older":
+        blocks.append("Kept for peers that newer runs of the same ops do not have.")
+    elif comparisons:
+        blocks.append(behind_list(comparisons))
+    blocks.append(f"## Runs\n\n{run_list(parts)}")
+    if of_ops := [part for part in parts if part.run.kind == "op"]:
+        blocks.append(LIMIT if all(part.run.cpu for part in of_ops) else f"{LIMIT}\n{MEMORY}")
+    for part in parts:
+        blocks += [f"## {part.heading}", f"`{part.run.name}`", part.text]
+        blocks += [f"![{name}](../img/{name})" for name in _of_section(part, shown)]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _of_section(part: Section, shown: dict[Path, list[str]]) -> list[str]:
+    names = shown.get(part.run.path, [])
+    if part.run.kind != "op":
+        return names
+    own = [name for name in names if name.endswith(f"_{part.run.path.stem}_{part.heading}.png")]
+    return own + [n for n in names if part.heading == "linear_cross_entropy" and "_over_" in n]
+
+
+def index(parts: dict[str, list[Section]]) -> str:
+    """The pages, and one line for each op and file."""
+    lines = [f"- [{title(page)}]({page}.md)" for page in parts]
+    rows = []
+    for page, of_page in parts.items():
+        for part in of_page if page != "older" else ():
+            if part.comparisons or part.of_limit:
+                limits = part.of_limit
+                mean = f"{100 * statistics.geometric_mean(limits):.0f} %" if limits else "-"
+                speeds = [c.speed for c in part.comparisons]
+                rows.append((
+                    f"[{part.heading}]({page}.md)", f"`{part.run.name}`",
+                    str(len(limits) or len(speeds)), mean, f"{100 * min(limits):.0f} %" if limits else "-",
+                    f"{statistics.geometric_mean(speeds):.2f}x" if speeds else "-",
+                    f"{sum(c.behind for c in part.comparisons)} of {len(speeds)}" if speeds else "-",
+                ))  # fmt: skip
+    head = ("", "file", "cases", "of the limit, geometric mean", "lowest", "speed of tigon / fastest peer",
+            "more than 3 % behind")  # fmt: skip
+    blocks = (
+        "# Results",
+        f"{NOTE}\n[Method](../benchmarks.md), [known gaps](../known-gaps.md).",
+        "\n".join(lines),
+        "A case is counted once for each pass and dtype; speeds are geometric means.",
+        _markdown(head, rows),
+    )
+    return "\n\n".join(blocks) + "\n"
+
+
+def images(everything: list[Run]) -> dict[Path, dict[str, Callable[[Path], None]]]:
+    """The pictures of every file that has some, and what draws them."""
+    found = {run.path: plot.pictures(run.path, run.records)
+             for run in everything if run.kind in ("op", "convergence") and not run.older}  # fmt: skip
+    return {path: drawn for path, drawn in found.items() if drawn}
+
+
+def pages(everything: list[Run]) -> dict[str, str]:
+    """Every page by the name of its file."""
+    parts = sections(everything)
+    shown = {path: list(drawn) for path, drawn in images(everything).items()}
+    texts = {f"{page}.md": render(page, of_page, shown) for page, of_page in parts.items()}
+    return {"index.md": index(parts), **texts}
+
+
+def write(everything: list[Run], pictures: bool) -> None:
+    """Pages and pictures; those that no file accounts for are deleted."""
+    texts = pages(everything)
+    PAGES.mkdir(parents=True, exist_ok=True)
+    for stale in {path.name for path in PAGES.glob("*.md")} - texts.keys():
+        (PAGES / stale).unlink()
+    for name, text in texts.items():
+        (PAGES / name).write_text(text)
+    if pictures:
+        drawn = {name: draw for of_file in images(everything).values() for name, draw in of_file.items()}
+        IMAGES.mkdir(parents=True, exist_ok=True)
+        for stale in {path.name for path in IMAGES.glob("*.png")} - drawn.keys():
+            (IMAGES / stale).unlink()
+        for name, draw in drawn.items():
+            draw(IMAGES / name)
+    print(f"{len(texts)} pages in {PAGES.relative_to(ROOT)}")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the pages, or print the tables of the files named."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="*", type=Path, help="print the tables of these files, write nothing")
+    parser.add_argument("--no-pictures", action="store_true")
+    args = parser.parse_args(arguments)
+    if not args.files:
+        write(runs(DATA), not args.no_pictures)
+        return 0
+    given = [Run(path.resolve()) for path in args.files]
+    for page, parts in sections(given).items():
+        print(render(page, parts, {}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""docs/results is what bench/results.py writes, and the README's figures are in the data."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "bench"))
+import results
+
+RECORD = {"op": "new_op", "dtype": "bf16", "gpu": "none", "torch": "2", "commit": "abc1234", "limit_ms": 0.5}
+
+
+@pytest.fixture(scope="module")
+def data():
+    """Every file of results."""
+    return results.runs(results.DATA)
+
+
+def test_pages_are_current(data):
+    """The committed pages are those of the committed data: else run `make results`."""
+    committed = {path.name: path.read_text() for path in results.PAGES.glob("*.md")}
+    assert committed == results.pages(data)
+
+
+def test_images_are_shown(data):
+    """Every picture that a page shows exists, and docs/img holds no other."""
+    drawn = {name for of_file in results.images(data).values() for name in of_file}
+    texts = [path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))]
+    shown = {Path(target).name for text in texts for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)}
+    assert {path.name for path in results.IMAGES.iterdir()} == drawn == shown
+
+
+def test_links_resolve():
+    """Pages and pictures that README and docs link to exist."""
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        for target in re.findall(r"\]\(([\w./-]+\.(?:md|png))", page.read_text()):
+            assert (page.parent / target).exists(), f"{page}: {target}"
+
+
+def test_new_files_are_taken_up(tmp_path):
+    """Files of a new op and of bench/host.py get pages; a case behind a peer is listed and marked."""
+    times = {("quick", "tigon"): 1.0, ("quick", "peer"): 1.02, ("slow", "tigon"): 1.2, ("slow", "peer"): 1.0}
+    records = [
+        RECORD
+        | {"case": case, "provider": who, "pass": "fwd", "ms": ms, "of_limit": 0.5 / ms, "peak_mb": 7.0}
+        for (case, who), ms in times.items()
+    ]
+    failed = [
+        RECORD | {"case": f"n{n}", "pass": "all", "provider": "peer", "error": f"{n} rows"} for n in (3, 4)
+    ]
+    (tmp_path / "gpu").mkdir()
+    (tmp_path / "gpu/mine.jsonl").write_text("\n".join(map(json.dumps, records + failed)))
+    common = {name: RECORD[name] for name in ("gpu", "torch", "commit", "dtype")}
+    empty = {"infer": 1.0, "forward": 2.0, "step": 3.0}
+    host = [common | {"op": "nothing", "empty": empty}]
+    host.append(common | {"op": "new_op", "tigon": empty, "pytorch": empty | {"step": 2.0}})
+    (tmp_path / "gpu/host.jsonl").write_text("\n".join(map(json.dumps, host)))
+    pages = results.pages(results.runs(tmp_path))
+    assert pages.keys() == {"index.md", "new_op.md", "host.md"}
+    new = pages["new_op.md"]
+    assert "## More than 3 % behind a peer: 1 of 2 cases" in new
+    assert "| new_op slow, fwd | 1.200 ms | peer 1.000 ms | 20.0 % |" in new
+    assert "| **1.000 (50 %)** | 1.020 (49 %) | 1.02x | 7 | 7 |" in new
+    assert "| 1.200 (42 %) | **1.000 (50 %)** | 0.83x behind | 7 | 7 |" in new
+    assert "- peer, n3, n4: 3 rows" in new and "none, torch 2, commit abc1234" in new
+    assert "![gpu_mine_new_op.png](../img/gpu_mine_new_op.png)" in new
+    assert "| new_op, step | 3.0 us | pytorch 2.0 us | 50.0 % |" in pages["host.md"]
+    assert "1 of 2" in pages["index.md"] and "1 of 3" in pages["index.md"]
+
+
+# Rows of the README's table: op, case and passes (their sum is shown), or model, or training run.
+ROWS = {
+    "training a 1.2 B Llama": ("train_llama_1b",),
+    "a step of Llama 3 8B": ("llama3-8b",),
+    "the same of Gemma 7B": ("gemma-7b",),
+    "the same of Phi-3 mini": ("phi3-mini",),
+    "loss head 8192 x 4096 x 128256": ("linear_cross_entropy", "8192x4096x128256", "step"),
+    "the same, 80 % of labels masked": ("linear_cross_entropy", "8192x4096x128256_masked80", "step"),
+    "the same, no gradients": ("linear_cross_entropy", "8192x4096x128256", "fwd"),
+    "cross-entropy 8192 x 128256": ("cross_entropy", "8192x128256", "step"),
+    "KL divergence 8192 x 128256": ("divergence", "kl_8192x128256", "step"),
+    "RMSNorm backward 16384 x 8192": ("rms_norm", "16384x8192", "bwd"),
+    "LayerNorm forward 16384 x 8192": ("layer_norm", "16384x8192", "fwd"),
+    "residual + RMSNorm backward": ("add_rms_norm", "16384x8192", "bwd"),
+    "softmax 16384 x 32768": ("softmax", "16384x32768", "fwd"),
+    "GeGLU 16384 x 14336": ("glu", "16384x14336_geglu_tanh", "fwd", "bwd"),
+    "SwiGLU 16384 x 14336": ("glu", "16384x14336", "fwd", "bwd"),
+}
+
+
+def figures(data, selector) -> dict[str, list[float]]:
+    """What was measured of a row: Tigon's figures, the peers', the limit's."""
+    found = {"tigon": [], "peers": [], "limit": []}
+    ops = [run for run in data if run.kind == "op" and not run.cpu]
+    if len(selector) > 1:
+        op, case, *passes = selector
+        for run in ops:
+            measured = {}
+            for r in run.records:
+                if (r["op"], r["case"]) == (op, case) and r["pass"] in passes and "ms" in r:
+                    measured.setdefault(r["provider"], []).append(r)
+            for name, records in measured.items():
+                which = "tigon" if name.startswith("tigon") else "peers"
+                if which == "peers" or not run.older:
+                    found[which] += [sum(r["ms"] for r in records), *(r["peak_mb"] for r in records)]
+                    found["limit"].append(sum(r["limit_ms"] for r in records))
+        return found
+    name = selector[0]
+    for run in data:
+        if run.path.stem == name:
+            for who, r in run.records[0]["runs"].items():
+                found["tigon" if who == "tigon" else "peers"] += [r["tokens_per_s"], r["peak_bytes"] / 1e9]
+        if run.path.stem == "e2e_six":
+            for r in (r for r in run.records if r["model"] == name):
+                mine = "tigon" if r["provider"] == "tigon" else "peers"
+                found[mine] += [r["tokens_per_s"], r["peak_gb"]]
+                found.setdefault("steps", []).extend([statistics.mean(r["step_ms"])] * (mine == "tigon"))
+        if run.path.stem == "floor":
+            found["floor"] = [r["floor_ms"] for r in run.records if r["model"] == name]
+    if found.get("floor"):
+        found["tigon"].append(100 * found["floor"][0] / found["steps"][0])
+    return found
+
+
+def test_readme_figures_are_in_the_data(data):
+    """Each figure of the README's table is one of its row's, rounded as printed."""
+    text = (ROOT / "README.md").read_text().split("## Measured")[1].split("\n## ")[0]
+    rows = [line.split("|")[1:-1] for line in text.split("![")[0].splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == len(ROWS)
+    for (label, tigon, peers, limit), (start, selector) in itertools.zip_longest(rows, ROWS.items()):
+        assert label.strip().startswith(start)
+        known = figures(data, selector)
+        for cell, which in ((tigon, "tigon"), (peers, "peers"), (limit, "limit")):
+            for figure in re.findall(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?![\d.]*\.\d)", cell):
+                digits = len(figure.partition(".")[2])
+                printed = {f"{value:,.{digits}f}" for value in known[which]}
+                given = f"{float(figure.replace(',', '')):,.{digits}f}"
+                assert given in printed, f"{start}: {figure} is not among {sorted(printed)}"
