@@ -99,8 +99,8 @@ def _devices():
         major, minor = torch.cuda.get_device_capability(index)
         memory = torch.cuda.get_device_properties(index).total_memory / 2**30
         lowered = os.environ.get("TIGON_CUDA_CAPABILITY")
-        kernels = f", kernels as on sm_{lowered}" if lowered else ""
-        yield f"cuda:{index} {torch.cuda.get_device_name(index)}, sm_{major}{minor}{kernels}, {memory:.0f} GiB"
+        sm = f"sm_{major}{minor}" + (f", kernels as on sm_{lowered}" if lowered else "")
+        yield f"cuda:{index} {torch.cuda.get_device_name(index)}, {sm}, {memory:.0f} GiB"
 
 
 def _notes(packages, cuda_build, devices):
