@@ -1,16 +1,20 @@
 # Every target makes what it needs: .venv, pinned dependencies, the native library. See tools/bootstrap.sh.
-#   PYTHON=python3.12        interpreter of .venv            TIGON_CUDA=OFF        CPU only, even with nvcc
+#   PYTHON=python3.12        interpreter of .venv            TIGON_CUDA=ON|OFF     unset: whether there is an NVIDIA GPU
 #   ARGS="--steps 50"        options of train, test, bench   TIGON_CUDA_ARCHS=...  GPU architectures, e.g. 80-real
-#   JOBS=4                   parallel compilers
-PYTHON_FILES = python tests bench examples tools compat
+#   JOBS=4                   parallel compilers               TIGON_WERROR=ON       warnings are errors: for development
+#   WORKERS=1                parallel tests
+PYTHON_FILES = python tests bench examples tools compat cmake
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard \
                 '*.h' '*.cpp' '*.cu' '*.cuh' '*.inc' | while read -r f; do [ -f "$$f" ] && echo "$$f"; done)
+
+# One process a core, four at most: each takes a GB. Tests of several threads ask for them themselves.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 
 .PHONY: help train test build format lint bench results clean
 
 help:
 	@echo 'make train   train a small Llama on real text, stock and with Tigon, side by side   (ARGS="--steps 50")'
-	@echo 'make test    C++ tests and Python tests                                             (ARGS="-k rms_norm")'
+	@echo 'make test    C++ tests and Python tests             (ARGS=--all for every case, ARGS="-k rms_norm")'
 	@echo 'make build   .venv and the native library: .venv/bin/python -c "import tigon"'
 	@echo 'make bench   time the ops against their peers                                       (ARGS="--ops rms_norm")'
 	@echo 'make results write docs/results from the files of bench/results'
@@ -26,8 +30,8 @@ build:
 
 test:
 	@tools/bootstrap.sh dev
-	.venv/bin/ctest --test-dir build --output-on-failure
-	.venv/bin/python -m pytest $(ARGS)
+	.venv/bin/ctest --test-dir build --output-on-failure -j $(WORKERS)
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 bench:
 	@tools/bootstrap.sh train

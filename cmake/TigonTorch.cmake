@@ -2,23 +2,28 @@
 # loads beside every PyTorch >= 2.10, CPU or CUDA, and every Python. find_package(Torch) is not used: it drags in CUDA flags.
 find_package(Python REQUIRED COMPONENTS Interpreter)
 if(NOT TIGON_TORCH_DIR)
-  # Without pip's variables: inside its isolated build environment this still finds the interpreter's own torch.
-  execute_process(
-    COMMAND ${CMAKE_COMMAND} -E env --unset=PYTHONPATH --unset=PYTHONNOUSERSITE ${Python_EXECUTABLE} -c
-            "import importlib.util as u, os; s = u.find_spec('torch'); print(os.path.dirname(s.origin) if s else '')"
-    OUTPUT_VARIABLE TIGON_TORCH_DIR OUTPUT_STRIP_TRAILING_WHITESPACE)
+  # -E: without pip's variables the interpreter's own torch is found inside an isolated build environment too.
+  execute_process(COMMAND ${Python_EXECUTABLE} -E ${PROJECT_SOURCE_DIR}/cmake/find_torch.py
+    OUTPUT_VARIABLE TIGON_TORCH_DIR ERROR_VARIABLE no_torch OUTPUT_STRIP_TRAILING_WHITESPACE)
+  if(no_torch)
+    message(FATAL_ERROR "${no_torch}\nC++ library only: -DTIGON_TORCH=OFF")
+  endif()
 endif()
 set(TIGON_TORCH_DIR "${TIGON_TORCH_DIR}" CACHE PATH "Directory of the torch Python package")
-if(NOT EXISTS "${TIGON_TORCH_DIR}/include/torch/csrc/stable/ops.h")
-  message(FATAL_ERROR "PyTorch >= 2.10 must be installed for ${Python_EXECUTABLE} before Tigon is built "
-                      "(pip install torch==2.13.0), or set TIGON_TORCH_DIR, or -DTIGON_TORCH=OFF for C++ only. "
-                      "uv and other isolated builds: --no-build-isolation, with scikit-build-core installed")
+set(TIGON_TORCH_INCLUDE "" CACHE PATH "PyTorch's headers, where they are not those of TIGON_TORCH_DIR")
+if(TIGON_TORCH_INCLUDE)
+  set(torch_include ${TIGON_TORCH_INCLUDE})
+else()
+  set(torch_include ${TIGON_TORCH_DIR}/include)
+endif()
+if(NOT EXISTS "${torch_include}/torch/csrc/stable/ops.h")
+  message(FATAL_ERROR "${torch_include} has no headers of PyTorch >= 2.10: see TIGON_TORCH_DIR and TIGON_TORCH_INCLUDE")
 endif()
 
 file(GLOB TIGON_TORCH_SOURCES CONFIGURE_DEPENDS tigon/torch/*.cpp tigon/ops/*/*_torch.cpp)
 add_library(tigon_torch MODULE ${TIGON_TORCH_SOURCES})
 target_link_libraries(tigon_torch PRIVATE tigon_objects ${TIGON_TORCH_DIR}/lib/libtorch_cpu.so)
-target_include_directories(tigon_torch SYSTEM PRIVATE ${TIGON_TORCH_DIR}/include)
+target_include_directories(tigon_torch SYSTEM PRIVATE ${torch_include})
 # 2.10: the oldest PyTorch the binary loads on.
 target_compile_definitions(tigon_torch PRIVATE TORCH_TARGET_VERSION=0x020a000000000000)
 string(REPLACE ";" " " archs "${TIGON_CUDA_ARCHS}")

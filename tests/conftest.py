@@ -28,19 +28,23 @@ if _spec is None or _spec.origin is None:
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
-def pytest_configure(config):
-    """Declare the marks of this suite."""
-    config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU; skipped without one")
+def pytest_addoption(parser):
+    """--all, which `.ci/run` gives."""
+    parser.addoption("--all", action="store_true", help="tests marked slow too")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skip what needs hardware that is not there, and say which."""
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs an NVIDIA GPU: torch sees no CUDA device")
+    """Skip what needs hardware that is not there or time that was not given, and say which."""
+    skips = {}
+    if not torch.cuda.is_available():
+        skips["gpu"] = "needs an NVIDIA GPU: torch sees no CUDA device"
+    # A test that is asked for by its name is run.
+    if not config.getoption("--all") and not any("::" in arg for arg in config.args):
+        skips["slow"] = "slow: runs with --all"
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        for mark, reason in skips.items():
+            if item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(params=DEVICES)

@@ -38,6 +38,7 @@ def quick(monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_every_op_every_field(quick, tmp_path, capsys):
     """All ops on the CPU: complete records, a table, and pictures of them."""
     path = tmp_path / "results" / "r.jsonl"

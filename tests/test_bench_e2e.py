@@ -39,6 +39,7 @@ def test_models_build_and_agree(words, monkeypatch):
         assert any("loss" in line and "->" in line for line in tigon["report"])
 
 
+@pytest.mark.slow
 def test_a_run(words, capsys):
     """Processes of their own; a provider that fails leaves a record and the others go on."""
     command = [*words, "--models", "llama3-8b", "--providers", "tigon,liger"]

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -31,6 +32,17 @@ def test_env_follows_the_isa():
     env = {**os.environ, "TIGON_CPU_ISA": "scalar"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("scalar kernels")
+
+
+def test_env_names_a_lowered_capability(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H200")
+    properties = lambda index: types.SimpleNamespace(total_memory=2**37)  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    assert list(environment._devices()) == ["cuda:0 H200, sm_90, 128 GiB"]
+    monkeypatch.setenv("TIGON_CUDA_CAPABILITY", "80")
+    assert list(environment._devices()) == ["cuda:0 H200, sm_90, kernels as on sm_80, 128 GiB"]
 
 
 def test_notes():

@@ -28,6 +28,7 @@ def text(tmp_path):
     return sorted(tmp_path.glob("*.txt"))
 
 
+@pytest.mark.slow
 def test_main_job(tmp_path, text):
     """Three steps of stock and Tigon: equal curves, a table, files, a checkpoint stock loads."""
     command = [

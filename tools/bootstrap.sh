@@ -2,7 +2,8 @@
 # Makes .venv, installs pinned dependencies, builds. Usage: tools/bootstrap.sh train|dev
 #   train: what examples/train.py needs      dev: that, and the tests, their tools and the C++ tests
 # Quick when nothing changed: every step leaves a stamp that names what it was made from.
-# Environment: PYTHON (interpreter), JOBS (parallel compilers), TIGON_CUDA=AUTO|ON|OFF, TIGON_CUDA_ARCHS (e.g. 80-real)
+# Environment: PYTHON (interpreter), JOBS (parallel compilers), TIGON_WERROR=ON|OFF (warnings are errors),
+#   TIGON_CUDA=ON|OFF (unset: whether there is an NVIDIA GPU), TIGON_CUDA_ARCHS (e.g. 80-real; unset: what that GPU is)
 set -euo pipefail
 
 mode=${1:?usage: tools/bootstrap.sh train|dev}
@@ -60,15 +61,10 @@ find_python() {
 # done_with STAMP KEY: true when the step was last done with the same key
 done_with() { [[ -f .venv/$1 && $(<".venv/$1") == "$2" ]]; }
 
-# Directory of the user's own torch >= 2.10, or nothing.
+# Where the user's own torch >= 2.10 is installed, or nothing.
 users_torch() {
-  "$python" - <<'P' 2>/dev/null || true
-import importlib.metadata, importlib.util, pathlib
-version = importlib.metadata.version("torch")
-spec = importlib.util.find_spec("torch")
-if spec and tuple(int(part) for part in version.split(".")[:2]) >= (2, 10):
-    print(pathlib.Path(spec.origin).parent.parent)
-P
+  local directory
+  directory=$("$python" cmake/find_torch.py 2>/dev/null) && dirname "$directory"
 }
 
 pip() { .venv/bin/python -m pip --disable-pip-version-check --no-input -qq "$@" </dev/null; }
@@ -77,7 +73,7 @@ virtual_environment() {
   local key torch_home packages
   key=$("$python" -c 'import sys; print(sys.executable, sys.version.split()[0])')
   done_with .stamp-python "$key" && return
-  torch_home=$(users_torch)
+  torch_home=$(users_torch) || true
   rm -rf .venv
   if [[ -n $torch_home ]]; then
     say "making .venv ($key), with the torch of that Python"
@@ -114,20 +110,30 @@ python_packages() {
 }
 
 # --- The native library. ------------------------------------------------------------------------------------------------
-# The architecture of this machine's GPU; Hopper where there is none to ask.
-cuda_archs() {
+# Sets cuda, archs and why: CUDA kernels for the GPU of this machine, none where there is none, unless the environment says more.
+cuda_options() {
   local capability
   capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d '. ') || true
+  cuda=${TIGON_CUDA:-AUTO} why=
   case $capability in
-    90 | 100 | 103) echo "${capability}a-real" ;;
-    [1-9][0-9]*) echo "$capability-real" ;;
-    *) echo 90a-real ;;
+    90 | 100 | 103) archs=${capability}a-real ;;
+    [1-9][0-9]*) archs=$capability-real ;;
+    *)
+      archs=90a-real
+      if [[ $cuda == AUTO ]]; then
+        cuda=OFF
+        why="no NVIDIA GPU: building for the CPU; TIGON_CUDA=ON builds CUDA anyway"
+      fi
+      ;;
   esac
+  archs=${TIGON_CUDA_ARCHS:-$archs}
 }
 
 build() {
+  local cuda archs why
+  cuda_options
   local options=(-DCMAKE_MAKE_PROGRAM="$root/.venv/bin/ninja" -DPython_EXECUTABLE="$root/.venv/bin/python"
-    -DTIGON_CUDA="${TIGON_CUDA:-AUTO}" -DTIGON_CUDA_ARCHS="${TIGON_CUDA_ARCHS:-$(cuda_archs)}") targets=(tigon_torch)
+    -DTIGON_WERROR="${TIGON_WERROR:-OFF}" -DTIGON_CUDA="$cuda" -DTIGON_CUDA_ARCHS="$archs") targets=(tigon_torch)
   local key="${options[*]} $(<.venv/.stamp-python)" log=build/configure.log
   if [[ $mode == dev ]]; then
     options+=(-DTIGON_TESTS=ON) targets=(all) key+=" with tests"  # a build with tests serves `make train` too
@@ -138,11 +144,12 @@ build() {
     rm -f build/CMakeCache.txt build/.stamp
     .venv/bin/cmake -G Ninja -S . -B build "${options[@]}" >"$log" 2>&1 || { cat "$log" >&2; fail "configuring failed"; }
     echo "$key" >build/.stamp
-    sed -n 's/^-- Tigon: /[tigon] building for /p' "$log"
+    if [[ -n $why ]]; then say "$why"; else sed -n 's/^-- Tigon: /[tigon] building for /p' "$log"; fi
   fi
   (cd build && NINJA_STATUS='[%f/%t] ' "$root/.venv/bin/ninja" -j "${JOBS:-$(nproc)}" "${targets[@]}")
 }
 
+[[ ${BASH_SOURCE[0]} == "$0" ]] || return 0  # read by tests/test_build.py
 system_tools
 virtual_environment
 python_packages

@@ -98,7 +98,9 @@ def _devices():
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
         memory = torch.cuda.get_device_properties(index).total_memory / 2**30
-        yield f"cuda:{index} {torch.cuda.get_device_name(index)}, sm_{major}{minor}, {memory:.0f} GiB"
+        lowered = os.environ.get("TIGON_CUDA_CAPABILITY")
+        sm = f"sm_{major}{minor}" + (f", kernels as on sm_{lowered}" if lowered else "")
+        yield f"cuda:{index} {torch.cuda.get_device_name(index)}, {sm}, {memory:.0f} GiB"
 
 
 def _notes(packages, cuda_build, devices):

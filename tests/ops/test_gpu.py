@@ -234,6 +234,7 @@ def big_head_logits(rows=BIG // 131080 + 3, hidden=64, vocab=131080, device="cud
         _close(a, b, bound)
 
 
+@pytest.mark.xdist_group("large")  # one after the other: together they need more memory than there is
 @pytest.mark.parametrize(
     "test, gigabytes",
     [

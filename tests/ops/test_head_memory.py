@@ -1,10 +1,11 @@
-"""Memory of the fused loss head: what is said of it, and what is taken."""
+"""The memory of the fused loss head: what is predicted is what is allocated."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from heads import head_inputs, run
+from torch.profiler import ProfilerActivity, profile
 
 import tigon
 
@@ -50,21 +51,25 @@ def _memory_case(rows, h, v, device, dtype, cap, options):
 @pytest.mark.parametrize("options", MEMORY, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_predicted_memory_on_the_cpu(options, dtype):
-    from torch.profiler import ProfilerActivity, profile
-
     step, leaves, predicted = _memory_case(4000, 64, 3000, "cpu", dtype, 8, options)
     step()
     for leaf in leaves:
         leaf.grad = None
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         step()
-    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
+    # What a product of the framework takes and frees inside itself (operands widened where a CPU has no bf16
+    # arithmetic) is left out, as the prediction leaves it out; what a product leaves behind counts.
+    events = prof.profiler.kineto_results.events()
+    products = [e for e in events if e.name() in ("aten::mm", "mkldnn::_linear_pointwise")]
+    assert products
     now = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    # The products are the framework's, and so are their buffers.
-    assert 0.45 * predicted.peak <= peak <= 1.1 * predicted.peak
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        before, now = now, now + event.nbytes()
+        if not any(p.start_ns() <= event.start_ns() <= p.end_ns() for p in products):
+            peak = max(peak, before, now)
+    # float32: the prediction has room for oneDNN's product in a tensor of its own, which MKL does without.
+    least = 0.9 if dtype == torch.bfloat16 else 0.45
+    assert least * predicted.peak <= peak <= 1.1 * predicted.peak
 
 
 @pytest.mark.parametrize(

@@ -155,8 +155,9 @@ def linear_cross_entropy_memory(
     ``workspace = chunk * V * size`` (and gathered rows, words per row, what the products may need); of what
     is trained, ``gradients = rows * H * size + V * H * size`` with one chunk, with more ``4 V H`` for the
     weight's; and at the end of the backward those gradients again whose parameter has another dtype. ``peak``
-    is the larger of the two moments. In float64 the eager reference runs: ``workspace`` is the three tensors
-    of the logits' size that it has at a time, whatever the options, and what it keeps is among them.
+    is the larger of the two moments. What a product of PyTorch's takes and frees inside itself on the CPU is
+    not counted. In float64 the eager reference runs: ``workspace`` is the three tensors of the logits' size
+    that it has at a time, whatever the options, and what it keeps is among them.
 
     Args: the sizes and options of the call; ``train_*``: which operands need a gradient; ``main_grad``: the
         weight's is added to its ``main_grad``.

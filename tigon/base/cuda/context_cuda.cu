@@ -1,7 +1,9 @@
 // The standalone CUDA context, and the device facts that all CUDA contexts share.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <mutex>
 #include <vector>
 
@@ -11,6 +13,28 @@
 
 namespace tigon {
 namespace cuda {
+
+namespace {
+
+// Asked for the architecture that this file, and so every kernel of the library, was compiled for.
+__global__ void probe() {}
+
+// TIGON_CUDA_CAPABILITY=80 (86, 90, 120 ...): launchers choose as on such a device, never more than this one has.
+void lower_facts(DeviceFacts& f) {
+  const char* wish = std::getenv("TIGON_CUDA_CAPABILITY");
+  if (wish == nullptr || *wish == 0) return;
+  const int capability = std::atoi(wish);
+  TIGON_CHECK("device", capability >= 80,
+              "TIGON_CUDA_CAPABILITY must be 80 or more, such as 80 or 120, got '", wish, "'");
+  const int family = capability / 10 * 10;
+  const int shared = capability == 80 || capability == 87 ? 163
+                     : family == 80 || family == 120      ? 99
+                                                          : 227;  // KiB
+  f.shared_per_block = std::min(f.shared_per_block, shared * 1024);
+  f.capability = std::min(f.capability, capability);
+}
+
+}  // namespace
 
 const DeviceFacts& device_facts() {
   static std::array<DeviceFacts, kMaxDevices> facts;
@@ -26,6 +50,13 @@ const DeviceFacts& device_facts() {
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
     cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
     f.capability = major * 10 + minor;
+    // Kernels of PTX for an older architecture lack what launchers count on from sm_90 on.
+    cudaFuncAttributes compiled = {};
+    const cudaError_t status = cudaFuncGetAttributes(&compiled, probe);
+    TIGON_CHECK("device", status == cudaSuccess, "no CUDA kernels for sm_", f.capability,
+                " in this build (TIGON_CUDA_ARCHS): ", cudaGetErrorString(status));
+    f.capability = std::min(f.capability, compiled.ptxVersion);
+    lower_facts(f);
     facts[size_t(device)] = f;
   });
   return facts[size_t(device)];

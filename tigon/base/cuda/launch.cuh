@@ -24,7 +24,7 @@ struct DeviceFacts {
   int sms = 0;
   // Opt-in limit of dynamic shared memory, in bytes.
   int shared_per_block = 0;
-  // 90 for sm_90.
+  // 90 for sm_90: the device's, or that of the architecture the kernels were compiled for if less.
   int capability = 0;
 };
 constexpr int kMaxDevices = 64;

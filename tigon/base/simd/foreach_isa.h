@@ -18,8 +18,12 @@ namespace {
 }  // namespace tigon::cpu::scalar
 
 #if defined(TIGON_X86)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
+#endif
 namespace tigon::cpu::avx2 {
 namespace {
 #include "tigon/base/simd/lanes_avx2.inc"
@@ -27,10 +31,18 @@ namespace {
 #include TIGON_KERNELS
 }  // namespace
 }  // namespace tigon::cpu::avx2
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
 #pragma GCC pop_options
+#endif
 
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq"))), apply_to = function)
+#else
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c,avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")
+#endif
 namespace tigon::cpu::avx512 {
 namespace {
 #include "tigon/base/simd/lanes_avx512.inc"
@@ -38,7 +50,11 @@ namespace {
 #include TIGON_KERNELS
 }  // namespace
 }  // namespace tigon::cpu::avx512
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
 #pragma GCC pop_options
+#endif
 #endif
 
 #undef TIGON_KERNELS

@@ -1,0 +1,15 @@
+# Compiles every installed header alone: what it needs is installed too, and it includes what it uses.
+file(GLOB_RECURSE headers RELATIVE ${PREFIX}/include ${PREFIX}/include/*.h)
+if(NOT headers)
+  message(FATAL_ERROR "no header under ${PREFIX}/include")
+endif()
+foreach(header IN LISTS headers)
+  file(WRITE ${PREFIX}/alone.cpp "#include \"${header}\"\n")
+  execute_process(COMMAND ${CXX} -std=c++20 -Wall -Wextra -Werror -fsyntax-only -I${PREFIX}/include ${PREFIX}/alone.cpp
+    RESULT_VARIABLE failed ERROR_VARIABLE output)
+  if(failed)
+    message(SEND_ERROR "${header} cannot be included alone:\n${output}")
+  endif()
+endforeach()
+list(LENGTH headers count)
+message("${count} installed headers, each compiled alone")
