@@ -166,6 +166,7 @@ PROBES = (
     Probe("reglu", _gated, lambda gate, up: F.relu(gate) * up),
     Probe("swiglu_oai", lambda: (_rows(),), _plain_swiglu_oai),
     Probe("relu_squared", lambda: (_rows(),), lambda x: F.relu(x).square()),
+    Probe("silu", lambda: (_rows(),), F.silu),
     Probe("rope", _rope, _plain_rope, fixed=(2, 3)),
     Probe("qk_norm_rope", _qk_norm_rope, _plain_qk_norm_rope, fixed=(4, 5)),
     Probe("kl_div", _distributions, lambda s, t: F.kl_div(_log_softmax(s), _log_softmax(t), log_target=True,

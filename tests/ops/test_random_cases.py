@@ -149,6 +149,7 @@ DRAWERS = {
     "dyt": _dyt,
     "glu": _glu,
     "relu_squared": _softmax,
+    "silu": _softmax,
     "softmax": _softmax,
     "rope": _heads,
     "qk_norm_rope": _qk_norm_rope,
