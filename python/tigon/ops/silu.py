@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tigon._op import Op, has_kernel, raw
-from tigon.ops.arguments import check_float
+from tigon.ops.activation import activation
 
 
 def reference(x):
@@ -14,30 +13,7 @@ def reference(x):
     return F.silu(x)
 
 
-def _fake(x):
-    return x.new_empty(x.shape)
-
-
-def _fake_bwd(dy, x):
-    return x.new_empty(x.shape)
-
-
-_bwd = raw("silu_bwd", _fake_bwd)
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dy):
-    if dy is None:
-        return None
-    (x,) = ctx.saved_tensors
-    return _bwd(dy, x)
-
-
-_op = Op("silu", fake=_fake, setup_context=_setup_context, backward=_backward)
+_call = activation("silu", reference)
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
@@ -58,9 +34,4 @@ def silu(x: torch.Tensor) -> torch.Tensor:
     Source: Elfwing et al. 2017, "Sigmoid-Weighted Linear Units for Neural Network Function Approximation in
     Reinforcement Learning", arXiv:1702.03118, equation 5.
     """
-    check_float("silu", "x", x)
-    if not has_kernel("silu", x):
-        return reference(x)
-    if x.dim() == 0:
-        return _op(x.reshape(1)).reshape(())
-    return _op(x)
+    return _call(x)

@@ -13,20 +13,12 @@
 // Refused     sizes or dtypes that do not fit: tigon::Error before anything is written
 #pragma once
 
-#include "tigon/base/context.h"
+#include "tigon/base/activation.h"
 
 namespace tigon {
 
-struct SiluFwd {
-  Matrix x;
-  Matrix y;
-};
-
-struct SiluBwd {
-  Matrix dy;
-  Matrix x;
-  Matrix dx;
-};
+using SiluFwd = ActivationFwd;
+using SiluBwd = ActivationBwd;
 
 TIGON_API void silu_fwd(Context& ctx, const SiluFwd& a);
 TIGON_API void silu_bwd(Context& ctx, const SiluBwd& a);
