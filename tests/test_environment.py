@@ -57,8 +57,8 @@ def test_notes():
 def test_doctor_finds_everything_in_order(capsys):
     assert doctor.main() == 0
     shown = capsys.readouterr().out
-    assert "FAILED" not in shown and "probes in order" in shown
-    for op in ("rms_norm", "swiglu", "relu_squared", "rope", "cross_entropy", "linear_cross_entropy"):
+    assert "FAILED" not in shown and "probes in order" in shown and "without a probe" not in shown
+    for op in ("rms_norm", "swiglu", "silu", "rope", "cross_entropy", "linear_cross_entropy"):
         assert f"\n{op} " in shown
     assert {"rms_norm", "linear_log_prob"} <= set(doctor.ops())
 

@@ -27,6 +27,7 @@ from tigon.ops.qk_norm_rope import qk_norm_rope
 from tigon.ops.relu_squared import relu_squared
 from tigon.ops.rms_norm import rms_norm
 from tigon.ops.rope import rope
+from tigon.ops.silu import silu
 from tigon.ops.softmax import softmax
 
 __version__ = "0.1.0"
@@ -58,6 +59,7 @@ __all__ = [
     "relu_squared",
     "rms_norm",
     "rope",
+    "silu",
     "softmax",
     "swiglu",
     "swiglu_oai",

@@ -6,6 +6,7 @@ Run as ``python -m tigon doctor``.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -165,14 +166,12 @@ PROBES = (
     Probe("geglu", _gated, lambda gate, up: F.gelu(gate, approximate="tanh") * up, {"approximate": "tanh"}),
     Probe("reglu", _gated, lambda gate, up: F.relu(gate) * up),
     Probe("swiglu_oai", lambda: (_rows(),), _plain_swiglu_oai),
-    Probe("relu_squared", lambda: (_rows(),), lambda x: F.relu(x).square()),
     Probe("rope", _rope, _plain_rope, fixed=(2, 3)),
     Probe("qk_norm_rope", _qk_norm_rope, _plain_qk_norm_rope, fixed=(4, 5)),
     Probe("kl_div", _distributions, lambda s, t: F.kl_div(_log_softmax(s), _log_softmax(t), log_target=True,
                                                           reduction="batchmean"), fixed=(1,)),
     Probe("jsd", _distributions, _plain_jsd, fixed=(1,)),
     Probe("tvd", _distributions, _plain_tvd, fixed=(1,)),
-    Probe("softmax", lambda: (_rows(),), lambda x: torch.softmax(x, -1)),
     Probe("cross_entropy", lambda: (3 * _rows(ROWS, VOCABULARY), _labels()),
           lambda logits, target: F.cross_entropy(_wide(logits), target)),
     Probe("linear_cross_entropy", _head, _plain_head),
@@ -187,6 +186,17 @@ def ops() -> list[str]:
     return [n for n, f in functions.items() if (getattr(f, "__module__", "") or "").startswith("tigon.ops.")]
 
 
+def probes() -> list[Probe]:
+    """``PROBES``; every other op of one tensor ``x`` is held to the ``reference`` of its module."""
+    found = list(PROBES)
+    for op in sorted(set(ops()) - {probe.op for probe in PROBES}):
+        function = getattr(tigon, op)
+        reference = getattr(sys.modules.get(function.__module__), "reference", None)
+        if reference is not None and list(inspect.signature(function).parameters) == ["x"]:
+            found.append(Probe(op, lambda: (_rows(),), reference))
+    return found
+
+
 def examine(devices=None, dtypes=(torch.float32, torch.bfloat16)) -> list[Finding]:
     """Every probed op that this version has, on every device."""
     if devices is None:
@@ -194,7 +204,7 @@ def examine(devices=None, dtypes=(torch.float32, torch.bfloat16)) -> list[Findin
     known = ops()
     return [
         _examine(probe, device, dtype)
-        for probe in PROBES
+        for probe in probes()
         if probe.op in known
         for device in devices
         for dtype in dtypes
@@ -202,8 +212,8 @@ def examine(devices=None, dtypes=(torch.float32, torch.bfloat16)) -> list[Findin
 
 
 def unprobed() -> list[str]:
-    """Ops without a row in ``PROBES``."""
-    return sorted(set(ops()) - {probe.op for probe in PROBES})
+    """Ops without a probe."""
+    return sorted(set(ops()) - {probe.op for probe in probes()})
 
 
 def _examine(probe: Probe, device: str, dtype: torch.dtype) -> Finding:

@@ -205,4 +205,5 @@ using std::tanh;
 [[maybe_unused]] static inline bool gt(double a, double b) { return a > b; }
 [[maybe_unused]] static inline bool le(double a, double b) { return a <= b; }
 [[maybe_unused]] static inline double select(bool m, double a, double b) { return m ? a : b; }
+#include "tigon/base/silu.inc"
 }  // namespace tigon::test::oracle

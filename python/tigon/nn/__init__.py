@@ -11,6 +11,7 @@ from tigon.nn.layer_norm import LayerNorm
 from tigon.nn.linear_cross_entropy import LinearCrossEntropyLoss
 from tigon.nn.rms_norm import RMSNorm
 from tigon.nn.rope import QKNormRotaryEmbedding, RotaryEmbedding
+from tigon.nn.silu import SiLU
 
 __all__ = [
     "AddRMSNorm",
@@ -26,6 +27,7 @@ __all__ = [
     "RMSNorm",
     "ReGLU",
     "RotaryEmbedding",
+    "SiLU",
     "SwiGLU",
     "SwiGLUOAI",
 ]

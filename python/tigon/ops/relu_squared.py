@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tigon._op import Op, has_kernel, raw
-from tigon.ops.arguments import check_float
+from tigon.ops.activation import activation
 
 
 def reference(x):
@@ -14,30 +13,7 @@ def reference(x):
     return F.relu(x).square()
 
 
-def _fake(x):
-    return x.new_empty(x.shape)
-
-
-def _fake_bwd(dy, x):
-    return x.new_empty(x.shape)
-
-
-_bwd = raw("relu_squared_bwd", _fake_bwd)
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dy):
-    if dy is None:
-        return None
-    (x,) = ctx.saved_tensors
-    return _bwd(dy, x)
-
-
-_op = Op("relu_squared", fake=_fake, setup_context=_setup_context, backward=_backward)
+_call = activation("relu_squared", reference)
 
 
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
@@ -58,9 +34,4 @@ def relu_squared(x: torch.Tensor) -> torch.Tensor:
     Source: So et al. 2021, "Primer: Searching for Efficient Transformers for Language Modeling",
     arXiv:2109.08668.
     """
-    check_float("relu_squared", "x", x)
-    if not has_kernel("relu_squared", x):
-        return reference(x)
-    if x.dim() == 0:
-        return _op(x.reshape(1)).reshape(())
-    return _op(x)
+    return _call(x)

@@ -66,6 +66,7 @@ TIGON_FN float log(float x) { return ::logf(x); }
 TIGON_FN float tanh(float x) { return ::tanhf(x); }
 TIGON_FN float reciprocal(float x) { return __fdividef(1.0f, x); }
 #include "tigon/base/normal.inc"
+#include "tigon/base/silu.inc"
 
 // An fp32 value whose functions may have a relative error of 2^-18, in a third of the instructions.
 // Formulas take it as V where results are stored in 16 bits (ApproxFor<X>). Arithmetic converts it

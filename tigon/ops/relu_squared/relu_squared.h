@@ -13,20 +13,12 @@
 // Refused     sizes or dtypes that do not fit: tigon::Error before anything is written
 #pragma once
 
-#include "tigon/base/context.h"
+#include "tigon/base/activation.h"
 
 namespace tigon {
 
-struct ReluSquaredFwd {
-  Matrix x;
-  Matrix y;
-};
-
-struct ReluSquaredBwd {
-  Matrix dy;
-  Matrix x;
-  Matrix dx;
-};
+using ReluSquaredFwd = ActivationFwd;
+using ReluSquaredBwd = ActivationBwd;
 
 TIGON_API void relu_squared_fwd(Context& ctx, const ReluSquaredFwd& a);
 TIGON_API void relu_squared_bwd(Context& ctx, const ReluSquaredBwd& a);

@@ -1,19 +1,4 @@
-#include "tigon/base/elementwise.h"
 #include "tigon/ops/relu_squared/relu_squared.h"
-
-namespace tigon::cpu {
-namespace {
-
-struct ReluSquaredKernels {
-  void (*forward)(const void* x, void* y, int64_t n);
-  void (*backward)(const void* dy, const void* x, void* dx, int64_t n);
-};
-struct ReluSquaredTable {
-  ReluSquaredKernels at[3];  // [dtype]
-};
-
-}  // namespace
-}  // namespace tigon::cpu
 
 #define TIGON_KERNELS "tigon/ops/relu_squared/relu_squared_cpu.inc"
 #include "tigon/base/simd/foreach_isa.h"
@@ -21,18 +6,10 @@ struct ReluSquaredTable {
 namespace tigon::cpu {
 
 void relu_squared_fwd(Context& ctx, const ReluSquaredFwd& a) {
-  const ReluSquaredKernels& k = TIGON_SELECT(relu_squared_table).at[int(a.x.dtype)];
-  for_each_block(ctx, a.x.rows, a.x.cols, all_dense({&a.x, &a.y}), [&](int64_t r, int64_t c, int64_t n) {
-    k.forward(element_at(a.x, r, c), element_at(a.y, r, c), n);
-  });
+  activation_fwd(ctx, TIGON_SELECT(relu_squared_table), a);
 }
-
 void relu_squared_bwd(Context& ctx, const ReluSquaredBwd& a) {
-  const ReluSquaredKernels& k = TIGON_SELECT(relu_squared_table).at[int(a.x.dtype)];
-  bool dense = all_dense({&a.dy, &a.x, &a.dx});
-  for_each_block(ctx, a.x.rows, a.x.cols, dense, [&](int64_t r, int64_t c, int64_t n) {
-    k.backward(element_at(a.dy, r, c), element_at(a.x, r, c), element_at(a.dx, r, c), n);
-  });
+  activation_bwd(ctx, TIGON_SELECT(relu_squared_table), a);
 }
 
 }  // namespace tigon::cpu

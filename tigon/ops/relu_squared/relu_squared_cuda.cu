@@ -1,39 +1,16 @@
-#include "tigon/base/cuda/elementwise.cuh"
-#include "tigon/base/cuda/math.cuh"
+#include "tigon/base/cuda/activation.cuh"
 #include "tigon/ops/relu_squared/relu_squared.h"
 
 namespace tigon::cuda {
 namespace {
-
 #include "tigon/ops/relu_squared/relu_squared_math.inc"
-
-struct Forward {
-  // x -> y
-  static constexpr int kIn = 1, kOut = 1;
-  __device__ void operator()(const float (&in)[kIn], float (&out)[kOut]) const {
-    out[0] = relu_squared_y(in[0]);
-  }
-};
-
-struct Backward {
-  // dy, x -> dx
-  static constexpr int kIn = 2, kOut = 1;
-  __device__ void operator()(const float (&in)[kIn], float (&out)[kOut]) const {
-    out[0] = relu_squared_dx(in[0], in[1]);
-  }
-};
-
 }  // namespace
 
-// The variants (flat or by rows, 16-byte vectors or single elements) are those of all pointwise
-// ops: tigon/base/cuda/elementwise.cuh.
-
 void relu_squared_fwd(Context& ctx, const ReluSquaredFwd& a) {
-  pointwise("relu_squared", ctx, Pointwise<Forward>{.in = {a.x}, .out = {a.y}});
+  activation_fwd<relu_squared_y<float>>("relu_squared", ctx, a);
 }
-
 void relu_squared_bwd(Context& ctx, const ReluSquaredBwd& a) {
-  pointwise("relu_squared_bwd", ctx, Pointwise<Backward>{.in = {a.dy, a.x}, .out = {a.dx}});
+  activation_bwd<relu_squared_dx<float>>("relu_squared_bwd", ctx, a);
 }
 
 }  // namespace tigon::cuda

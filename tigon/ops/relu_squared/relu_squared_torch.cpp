@@ -1,36 +1,16 @@
 #include "tigon/ops/relu_squared/relu_squared.h"
-#include "tigon/torch/shim.h"
+
+#include "tigon/torch/activation.h"
 
 namespace tigon::torch_shim {
 namespace {
 
-constexpr const char* kOp = "relu_squared";
-
-Tensor forward(Tensor x) {
-  Matrix rows = rows_of(kOp, "x", x);
-  Tensor y = make_like(x, rows.dtype);
-  auto ctx = make_context(x);
-  relu_squared_fwd(*ctx, {.x = rows, .y = rows_of(kOp, "y", y)});
-  return y;
-}
-
-Tensor backward(Tensor dy, Tensor x) {
-  check_same_device(kOp, "dy", dy, x);
-  Matrix d = rows_of(kOp, "dy", dy), rows = rows_of(kOp, "x", x);
-  Tensor dx = make_like(x, rows.dtype);
-  auto ctx = make_context(x);
-  relu_squared_bwd(*ctx, {.dy = d, .x = rows, .dx = rows_of(kOp, "dx", dx)});
-  return dx;
-}
+Tensor forward(Tensor x) { return activation_forward("relu_squared", relu_squared_fwd, x); }
+Tensor backward(Tensor dy, Tensor x) { return activation_backward("relu_squared", relu_squared_bwd, dy, x); }
 
 }  // namespace
 
-// relu_squared is relu_squared_fwd under a second name: Python attaches autograd to it, and eager calls stay
-// free of that layer.
-TIGON_TORCH_SCHEMAS(m) {
-  define_forward(m, "relu_squared", "(Tensor x) -> Tensor");
-  define(m, "relu_squared_bwd(Tensor dy, Tensor x) -> Tensor");
-}
+TIGON_TORCH_SCHEMAS(m) { define_activation(m, "relu_squared"); }
 TIGON_TORCH_KERNELS(m) {
   implement_forward(m, "relu_squared", TORCH_BOX(&forward));
   m.impl("relu_squared_bwd", TORCH_BOX(&backward));

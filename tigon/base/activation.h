@@ -1,0 +1,46 @@
+// Ops of one tensor that save it, y = f(x) and dx = dy * f'(x): their arguments, and how the CPU backend walks them.
+// tigon/base/simd/activation.inc makes the table, tigon/base/cuda/activation.cuh launches, tigon/torch/activation.h adapts.
+#pragma once
+
+#include "tigon/base/elementwise.h"
+
+namespace tigon {
+
+struct ActivationFwd {
+  Matrix x;
+  Matrix y;
+};
+
+struct ActivationBwd {
+  Matrix dy;
+  Matrix x;
+  Matrix dx;
+};
+
+namespace cpu {
+
+struct ActivationKernels {
+  void (*forward)(const void* x, void* y, int64_t n);
+  void (*backward)(const void* dy, const void* x, void* dx, int64_t n);
+};
+struct ActivationTable {
+  ActivationKernels at[3];  // [dtype]
+};
+
+inline void activation_fwd(Context& ctx, const ActivationTable& table, const ActivationFwd& a) {
+  const ActivationKernels& k = table.at[int(a.x.dtype)];
+  for_each_block(ctx, a.x.rows, a.x.cols, all_dense({&a.x, &a.y}), [&](int64_t r, int64_t c, int64_t n) {
+    k.forward(element_at(a.x, r, c), element_at(a.y, r, c), n);
+  });
+}
+
+inline void activation_bwd(Context& ctx, const ActivationTable& table, const ActivationBwd& a) {
+  const ActivationKernels& k = table.at[int(a.x.dtype)];
+  bool dense = all_dense({&a.dy, &a.x, &a.dx});
+  for_each_block(ctx, a.x.rows, a.x.cols, dense, [&](int64_t r, int64_t c, int64_t n) {
+    k.backward(element_at(a.dy, r, c), element_at(a.x, r, c), element_at(a.dx, r, c), n);
+  });
+}
+
+}  // namespace cpu
+}  // namespace tigon
