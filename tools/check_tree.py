@@ -17,7 +17,7 @@ HEADINGS = (
     "Formula", "Shapes", "Dtypes", "Rounding", "Saved", "Aliasing", "Determinism", "Traffic", "Refused",
 )  # fmt: skip
 SIBLINGS = ("{op}.h", "{op}_math.inc", "{op}.cpp", "{op}_cpu.cpp", "{op}_cuda.cu", "{op}_torch.cpp")
-ELSEWHERE = ("python/tigon/ops/{op}.py", "tests/cases/{op}.py")
+ELSEWHERE = ("python/tigon/ops/**/{op}.py", "tests/cases/{op}.py")  # ops of one family share a package
 SOURCE = {".h", ".cuh", ".inc", ".cpp", ".cu"}
 CODE = SOURCE | {".py", ".sh", ".cmake"}
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|headeronly)/|^Python\.h$|^pybind11/")
@@ -83,7 +83,7 @@ def check_op(root: Path, op: str) -> list[str]:
     errors = [
         f"{name.format(op=op)}: missing (docs/adding-an-op.md)"
         for name in wanted
-        if not (root / name.format(op=op)).exists()
+        if not any(root.glob(name.format(op=op)))
     ]
     header = root / f"tigon/ops/{op}/{op}.h"
     if header.exists():

@@ -17,12 +17,12 @@ from tigon.ops.embedding import embedding
 from tigon.ops.gated_rms_norm import gated_rms_norm
 from tigon.ops.glu import geglu, reglu, swiglu, swiglu_oai
 from tigon.ops.group_norm import group_norm
-from tigon.ops.head_memory import linear_cross_entropy_memory
-from tigon.ops.labels import count_labels
 from tigon.ops.layer_norm import layer_norm
-from tigon.ops.linear_cross_entropy import linear_cross_entropy
-from tigon.ops.linear_log_prob import linear_log_prob
-from tigon.ops.linear_loss import linear_loss
+from tigon.ops.loss_head.labels import count_labels
+from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.loss_head.linear_log_prob import linear_log_prob
+from tigon.ops.loss_head.linear_loss import linear_loss
+from tigon.ops.loss_head.memory import linear_cross_entropy_memory
 from tigon.ops.qk_norm_rope import qk_norm_rope
 from tigon.ops.relu_squared import relu_squared
 from tigon.ops.rms_norm import rms_norm

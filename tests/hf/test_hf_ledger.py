@@ -14,7 +14,7 @@ import tigon
 from tigon.hf import ledger as ledgers
 from tigon.hf.forward import bound
 from tigon.ops import glu
-from tigon.ops.head_memory import linear_cross_entropy_memory
+from tigon.ops.loss_head.memory import linear_cross_entropy_memory
 
 LAYERS = 3
 

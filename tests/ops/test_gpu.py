@@ -10,7 +10,7 @@ from heads import compare, head_inputs
 import tigon
 from cases import linear_cross_entropy, modules
 from cases.case import select, test_case
-from tigon.ops import linear_log_prob
+from tigon.ops.loss_head import linear_log_prob
 
 pytestmark = pytest.mark.gpu
 

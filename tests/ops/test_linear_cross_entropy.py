@@ -14,9 +14,9 @@ from native import bits_under
 
 import tigon
 from conftest import poisoned
-from tigon.ops import head
-from tigon.ops.head_memory import default_chunk
-from tigon.ops.linear_cross_entropy import reference
+from tigon.ops.loss_head import operands
+from tigon.ops.loss_head.linear_cross_entropy import reference
+from tigon.ops.loss_head.memory import default_chunk
 
 OP = torch.ops.tigon.linear_cross_entropy.default
 
@@ -392,7 +392,7 @@ def test_columns_are_appended_and_cut_off(device, dtype, columns):
     """Zeros past the old columns, nothing past the new ones; the gradient the other way round."""
     x = torch.randn(3, 5, 17, device=device).to(dtype)[..., 2:15].requires_grad_()
     with poisoned():
-        y = head._fit_columns(x, columns)
+        y = operands._fit_columns(x, columns)
     missing = columns - 13
     expected = F.pad(x, (0, missing))
     torch.testing.assert_close(y, expected, rtol=0, atol=0)

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tigon
-from tigon.ops.linear_log_prob import reference
+from tigon.ops.loss_head.linear_log_prob import reference
 
 FN = tigon.linear_log_prob
 OP = torch.ops.tigon.linear_log_prob.default

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tigon
-from tigon.ops.linear_log_prob import reference as log_prob_reference
+from tigon.ops.loss_head.linear_log_prob import reference as log_prob_reference
 
 
 def nll(log_prob):

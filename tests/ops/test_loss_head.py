@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import tigon
 from conftest import DEVICES
-from tigon.ops.linear_cross_entropy import OUTPUTS, reference
+from tigon.ops.loss_head.linear_cross_entropy import OUTPUTS, reference
 
 LOSS = tigon.linear_cross_entropy
 ALL = {"outputs": OUTPUTS}
@@ -158,7 +158,7 @@ def test_list_of_rows(rows, device):
 
 @pytest.mark.gpu
 def test_count_labels_is_used_when_it_has_arrived():
-    from tigon.ops.labels import counted
+    from tigon.ops.loss_head.labels import counted
 
     hidden, weight, target = head_inputs((4, 30), masked=0.6, device="cuda")
     tigon.count_labels(target)
@@ -175,7 +175,7 @@ def test_count_labels_is_used_when_it_has_arrived():
 
 
 def test_what_count_labels_remembers(monkeypatch):
-    from tigon.ops import labels
+    from tigon.ops.loss_head import labels
 
     class Event:
         arrived = False

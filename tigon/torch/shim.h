@@ -63,6 +63,32 @@ Tensor nothing(const Tensor& like, DType dtype);    // 0 elements: a result that
 // The context of a call whose tensors live where `t` does. Switches to t's device until destroyed.
 std::unique_ptr<Context> make_context(const Tensor& t);
 
+// The arguments of a boxed call, taken in the order of the schema. A struct with a member take(Stack&) takes several.
+class Stack {
+ public:
+  explicit Stack(const StableIValue* next) : next_(next) {}
+  template <class T>
+  T take() {
+    if constexpr (requires(Stack& s) { T::take(s); })
+      return T::take(*this);
+    else
+      return torch::stable::detail::to<T>(*next_++);
+  }
+
+ private:
+  const StableIValue* next_;
+};
+
+// TORCH_BOX for kernels whose parameters may be such structs and whose results are a tuple.
+template <auto* kernel>
+void boxed(StableIValue* stack, uint64_t, uint64_t) {
+  [stack]<class... Results, class... Parameters>(std::tuple<Results...> (*)(Parameters...)) {
+    Stack next(stack);
+    std::tuple<Parameters...> arguments{next.take<Parameters>()...};
+    torch::stable::detail::box_from_tuple(stack, std::apply(kernel, std::move(arguments)));
+  }(kernel);
+}
+
 using Library = torch::stable::detail::StableLibrary;
 using Kernel = void (*)(StableIValue*, uint64_t, uint64_t);
 void define(Library& m, const std::string& schema);

@@ -19,8 +19,8 @@ from tigon.hf.lazy_logits import LazyLogits, LogitsRequest, LossRequest
 from tigon.hf.ledger import Ledger
 from tigon.hf.report import HeadCalls
 from tigon.hf.sharding import gathered_once, present, refuse_main_grad
-from tigon.ops.labels import count_labels
-from tigon.ops.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.loss_head.labels import count_labels
+from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 
 # Hooks of these packages gather weights or move tensors; they do not look at the logits.
 INFRASTRUCTURE = ("torch.distributed", "deepspeed", "accelerate")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tigon.ops.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 
 
 class LinearCrossEntropyLoss(nn.Module):

@@ -1,40 +1,14 @@
+#include "tigon/ops/linear_cross_entropy/linear_cross_entropy_torch.h"
+
 #include <vector>
 
-#include "tigon/ops/linear_cross_entropy/linear_cross_entropy.h"
-#include "tigon/torch/shim.h"
-
 namespace tigon::torch_shim {
-namespace {
 
-constexpr const char* kOp = "linear_cross_entropy";
-
-// Bits of `needs` and of `outputs`, as in python/tigon/ops/linear_cross_entropy.py.
-// may_round: weight's gradient may come in hidden's dtype where the call does not sum it.
-enum Need : int64_t {
-  need_hidden = 1,
-  need_weight = 2,
-  need_bias = 4,
-  need_lora_a = 8,
-  need_lora_b = 16,
-  may_round = 32
-};
-enum Output : int64_t { out_z_loss = 1, out_log_prob = 2, out_lse = 4, out_entropy = 8, out_predicted = 16 };
-
-// What the operators share. Tensors are replaced by copies where a view does not fit, so they must outlive the call.
-struct Operands {
-  Tensor &hidden, &weight, &target;
-  OptionalTensor &bias, &class_weight, &token_weight, &lora_a, &lora_b;
-};
-struct Options {
-  int64_t ignore_index = -100;
-  double label_smoothing = 0.0, softcap = 0.0, logit_scale = 1.0, temperature = 1.0, z_loss = 0.0,
-         lora_scale = 1.0;
-  int64_t chunk_rows = 0, valid_rows = -1;
-};
+constexpr const char* kOp = kLossHead;
 
 Matrix rows_of_optional(const char* name, OptionalTensor& t) { return t ? rows_of(kOp, name, *t) : Matrix{}; }
 
-LinearCrossEntropy arguments(Operands t, const Options& o) {
+LinearCrossEntropy arguments(Operands& t, const Formula& f, const Rows& rows) {
   check_same_device(kOp, "weight", t.weight, t.hidden);
   check_same_device(kOp, "target", t.target, t.hidden);
   auto check = [&](const char* name, const OptionalTensor& x) {
@@ -51,18 +25,32 @@ LinearCrossEntropy arguments(Operands t, const Options& o) {
           .bias = vector_of(kOp, "bias", t.bias),
           .class_weight = vector_of(kOp, "class_weight", t.class_weight),
           .token_weight = vector_of(kOp, "token_weight", t.token_weight),
-          .ignore_index = o.ignore_index,
-          .label_smoothing = float(o.label_smoothing),
-          .softcap = float(o.softcap),
-          .logit_scale = float(o.logit_scale),
-          .temperature = float(o.temperature),
-          .z_loss = float(o.z_loss),
-          .chunk_rows = o.chunk_rows,
-          .valid_rows = o.valid_rows,
+          .ignore_index = f.ignore_index,
+          .label_smoothing = float(f.label_smoothing),
+          .softcap = float(f.softcap),
+          .logit_scale = float(f.logit_scale),
+          .temperature = float(f.temperature),
+          .z_loss = float(f.z_loss),
+          .chunk_rows = rows.chunk_rows,
+          .valid_rows = rows.valid_rows,
           .lora_a = rows_of_optional("lora A", t.lora_a),
           .lora_b = rows_of_optional("lora B", t.lora_b),
-          .lora_scale = float(o.lora_scale)};
+          .lora_scale = float(f.lora_scale)};
 }
+
+namespace {
+
+// Bits of `needs` and of `outputs`, as in python/tigon/ops/loss_head.
+// may_round: weight's gradient may come in hidden's dtype where the call does not sum it.
+enum Need : int64_t {
+  need_hidden = 1,
+  need_weight = 2,
+  need_bias = 4,
+  need_lora_a = 8,
+  need_lora_b = 16,
+  may_round = 32
+};
+enum Output : int64_t { out_z_loss = 1, out_log_prob = 2, out_lse = 4, out_entropy = 8, out_predicted = 16 };
 
 struct Gradients {
   Tensor hidden, weight, bias, lora_a, lora_b;
@@ -130,16 +118,13 @@ RowResults make_row_results(LinearCrossEntropy& a, const Tensor& hidden, int64_t
 using FiveGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 using ForwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-ForwardResult forward_keeping(OptionalTensor kept, Tensor hidden, Tensor weight, Tensor target,
-                              OptionalTensor bias, OptionalTensor class_weight, OptionalTensor token_weight,
-                              OptionalTensor lora_a, OptionalTensor lora_b, OptionalTensor denominator,
-                              std::optional<double> host_denominator, int64_t ignore_index,
-                              double label_smoothing, double softcap, double logit_scale, double temperature,
-                              double z_loss, double lora_scale, int64_t reduction, int64_t chunk_rows,
-                              int64_t valid_rows, int64_t outputs, int64_t needs) {
-  LinearCrossEntropy a = arguments({hidden, weight, target, bias, class_weight, token_weight, lora_a, lora_b},
-                                   {ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss,
-                                    lora_scale, chunk_rows, valid_rows});
+template <class... Kept>
+ForwardResult forward(Kept... given, Operands operands, OptionalTensor denominator,
+                      std::optional<double> host_denominator, Formula formula, int64_t reduction, Rows blocks,
+                      int64_t outputs, int64_t needs) {
+  OptionalTensor kept(std::move(given)...);
+  const Tensor& hidden = operands.hidden;
+  LinearCrossEntropy a = arguments(operands, formula, blocks);
   if (denominator) {
     check_same_device(kOp, "denominator", *denominator, hidden);
     a.denominator = scalar_of(kOp, "denominator", *denominator);
@@ -166,26 +151,12 @@ ForwardResult forward_keeping(OptionalTensor kept, Tensor hidden, Tensor weight,
           results.predicted};
 }
 
-ForwardResult forward(Tensor hidden, Tensor weight, Tensor target, OptionalTensor bias,
-                      OptionalTensor class_weight, OptionalTensor token_weight, OptionalTensor lora_a,
-                      OptionalTensor lora_b, OptionalTensor denominator,
-                      std::optional<double> host_denominator, int64_t ignore_index, double label_smoothing,
-                      double softcap, double logit_scale, double temperature, double z_loss,
-                      double lora_scale, int64_t reduction, int64_t chunk_rows, int64_t valid_rows,
-                      int64_t outputs, int64_t needs) {
-  return forward_keeping(std::nullopt, hidden, weight, target, bias, class_weight, token_weight, lora_a,
-                         lora_b, denominator, host_denominator, ignore_index, label_smoothing, softcap,
-                         logit_scale, temperature, z_loss, lora_scale, reduction, chunk_rows, valid_rows,
-                         outputs, needs);
-}
-
 // Gradients of per-row losses from the kept gradients of their logits.
 std::tuple<Tensor, Tensor, Tensor> kept_backward(Tensor upstream, Tensor kept, Tensor hidden, Tensor weight,
                                                  Tensor target, OptionalTensor token_weight,
                                                  int64_t ignore_index, int64_t valid_rows, int64_t needs) {
-  OptionalTensor none;
-  LinearCrossEntropy a = arguments({hidden, weight, target, none, none, token_weight, none, none},
-                                   {.ignore_index = ignore_index, .valid_rows = valid_rows});
+  Operands operands = {.hidden = hidden, .weight = weight, .target = target, .token_weight = token_weight};
+  LinearCrossEntropy a = arguments(operands, {.ignore_index = ignore_index}, {.valid_rows = valid_rows});
   a.reduction = Reduction::none;
   a.upstream = vector_of(kOp, "upstream gradient", upstream);
   a.kept = rows_of(kOp, "kept", kept);
@@ -197,15 +168,12 @@ std::tuple<Tensor, Tensor, Tensor> kept_backward(Tensor upstream, Tensor kept, T
 
 // Gradients of per-row losses (and entropies): the logits are computed again, with each row's upstream gradients folded in.
 // Where `main_grad` is given, weight's gradient is added to it instead of being returned.
-FiveGradients rows_backward(Tensor upstream, OptionalTensor entropy_upstream, OptionalTensor main_grad,
-                            Tensor hidden, Tensor weight, Tensor target, OptionalTensor bias,
-                            OptionalTensor class_weight, OptionalTensor token_weight, OptionalTensor lora_a,
-                            OptionalTensor lora_b, int64_t ignore_index, double label_smoothing,
-                            double softcap, double logit_scale, double temperature, double z_loss,
-                            double lora_scale, int64_t chunk_rows, int64_t valid_rows, int64_t needs) {
-  LinearCrossEntropy a = arguments({hidden, weight, target, bias, class_weight, token_weight, lora_a, lora_b},
-                                   {ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss,
-                                    lora_scale, chunk_rows, valid_rows});
+template <class... MainGrad>
+FiveGradients rows_backward(Tensor upstream, OptionalTensor entropy_upstream, MainGrad... given,
+                            Operands operands, Formula formula, Rows blocks, int64_t needs) {
+  OptionalTensor main_grad(std::move(given)...);
+  const Tensor& hidden = operands.hidden;
+  LinearCrossEntropy a = arguments(operands, formula, blocks);
   a.reduction = Reduction::none;
   a.upstream = vector_of(kOp, "upstream gradient", upstream);
   a.entropy_upstream = vector_of(kOp, "upstream gradient of the entropy", entropy_upstream);
@@ -225,23 +193,11 @@ FiveGradients rows_backward(Tensor upstream, OptionalTensor entropy_upstream, Op
   return {g.hidden, g.weight, g.bias, g.lora_a, g.lora_b};
 }
 
-FiveGradients rows_backward_apart(Tensor upstream, OptionalTensor entropy_upstream, Tensor hidden,
-                                  Tensor weight, Tensor target, OptionalTensor bias,
-                                  OptionalTensor class_weight, OptionalTensor token_weight,
-                                  OptionalTensor lora_a, OptionalTensor lora_b, int64_t ignore_index,
-                                  double label_smoothing, double softcap, double logit_scale,
-                                  double temperature, double z_loss, double lora_scale, int64_t chunk_rows,
-                                  int64_t valid_rows, int64_t needs) {
-  return rows_backward(upstream, entropy_upstream, std::nullopt, hidden, weight, target, bias, class_weight,
-                       token_weight, lora_a, lora_b, ignore_index, label_smoothing, softcap, logit_scale,
-                       temperature, z_loss, lora_scale, chunk_rows, valid_rows, needs);
-}
-
 // The gradients of a scalar loss times the upstream one, in the parameters' dtypes. `in_place`: where a gradient has its
 // parameter's dtype already, its memory is the result's; else it stays as it is.
+template <bool in_place>
 FiveGradients finish_all(Tensor dloss, Tensor scale, Tensor dhidden, Tensor dweight, Tensor dbias,
-                         Tensor dlora_a, Tensor dlora_b, ScalarType weight_dtype, ScalarType bias_dtype,
-                         bool in_place) {
+                         Tensor dlora_a, Tensor dlora_b, ScalarType weight_dtype, ScalarType bias_dtype) {
   DType hidden_dtype = dtype_of(kOp, "dhidden", dhidden);
   auto ctx = make_context(dhidden);
   Vector factor = scalar_of(kOp, "upstream gradient", dloss);
@@ -260,80 +216,6 @@ FiveGradients finish_all(Tensor dloss, Tensor scale, Tensor dhidden, Tensor dwei
           finish(dbias, dtype_of(kOp, "bias", bias_dtype)), finish(dlora_a, hidden_dtype),
           finish(dlora_b, hidden_dtype)};
 }
-FiveGradients backward(Tensor dloss, Tensor scale, Tensor dhidden, Tensor dweight, Tensor dbias,
-                       Tensor dlora_a, Tensor dlora_b, ScalarType weight_dtype, ScalarType bias_dtype) {
-  return finish_all(dloss, scale, dhidden, dweight, dbias, dlora_a, dlora_b, weight_dtype, bias_dtype, false);
-}
-FiveGradients backward_in_place(Tensor dloss, Tensor scale, Tensor dhidden, Tensor dweight, Tensor dbias,
-                                Tensor dlora_a, Tensor dlora_b, ScalarType weight_dtype,
-                                ScalarType bias_dtype) {
-  return finish_all(dloss, scale, dhidden, dweight, dbias, dlora_a, dlora_b, weight_dtype, bias_dtype, true);
-}
-
-// Log-probability of each label, and the entropy of each distribution.
-std::tuple<Tensor, Tensor> log_prob(Tensor hidden, Tensor weight, Tensor target, OptionalTensor bias,
-                                    int64_t ignore_index, double softcap, double logit_scale,
-                                    double temperature, int64_t chunk_rows, int64_t valid_rows,
-                                    bool entropy) {
-  OptionalTensor none;
-  LinearCrossEntropy a =
-      arguments({hidden, weight, target, bias, none, none, none, none}, {.ignore_index = ignore_index,
-                                                                         .softcap = softcap,
-                                                                         .logit_scale = logit_scale,
-                                                                         .temperature = temperature,
-                                                                         .chunk_rows = chunk_rows,
-                                                                         .valid_rows = valid_rows});
-  a.reduction = Reduction::none;
-  Tensor losses = make(hidden, {a.hidden.rows}, DType::f32),
-         result = make(hidden, {a.hidden.rows}, DType::f32);
-  Tensor entropies = entropy ? make(hidden, {a.hidden.rows}, DType::f32) : nothing(hidden, DType::f32);
-  a.loss = vector_of(kOp, "loss", losses);
-  a.log_prob = vector_of(kOp, "log_prob", result);
-  if (entropy) a.entropy = vector_of(kOp, "entropy", entropies);
-  auto ctx = make_context(hidden);
-  linear_cross_entropy(*ctx, a);
-  return {result, entropies};
-}
-
-// The two halves of a chunk; `logits` [rows, V] is the caller's memory, `dhidden`, `dweight`, `dbias` too.
-std::tuple<Tensor, Tensor> chunk_logits(Tensor logits, Tensor hidden, Tensor weight, Tensor target,
-                                        OptionalTensor bias, int64_t ignore_index, double softcap,
-                                        double logit_scale, double temperature, bool entropy) {
-  OptionalTensor none;
-  LinearCrossEntropy a =
-      arguments({hidden, weight, target, bias, none, none, none, none}, {.ignore_index = ignore_index,
-                                                                         .softcap = softcap,
-                                                                         .logit_scale = logit_scale,
-                                                                         .temperature = temperature});
-  Tensor result = make(hidden, {a.hidden.rows}, DType::f32);
-  Tensor entropies = entropy ? make(hidden, {a.hidden.rows}, DType::f32) : nothing(hidden, DType::f32);
-  a.log_prob = vector_of(kOp, "log_prob", result);
-  if (entropy) a.entropy = vector_of(kOp, "entropy", entropies);
-  auto ctx = make_context(hidden);
-  linear_cross_entropy_chunk_logits(*ctx, a, rows_of(kOp, "workspace", logits));
-  return {result, entropies};
-}
-
-void chunk_gradient(Tensor logits, OptionalTensor dhidden, OptionalTensor dweight, OptionalTensor dbias,
-                    Tensor upstream, OptionalTensor entropy_upstream, Tensor hidden, Tensor weight,
-                    Tensor target, OptionalTensor bias, int64_t ignore_index, double softcap,
-                    double logit_scale, double temperature, bool first) {
-  OptionalTensor none;
-  LinearCrossEntropy a =
-      arguments({hidden, weight, target, bias, none, none, none, none}, {.ignore_index = ignore_index,
-                                                                         .softcap = softcap,
-                                                                         .logit_scale = logit_scale,
-                                                                         .temperature = temperature});
-  a.upstream = vector_of(kOp, "upstream gradient", upstream);
-  a.entropy_upstream = vector_of(kOp, "upstream gradient of the entropy", entropy_upstream);
-  a.dhidden = rows_of_optional("dhidden", dhidden);
-  a.dweight = rows_of_optional("dweight", dweight);
-  a.dbias = vector_of(kOp, "dbias", dbias);
-  auto ctx = make_context(hidden);
-  linear_cross_entropy_chunk_gradient(*ctx, a, rows_of(kOp, "workspace", logits), first);
-}
-
-// Rows whose label counts, in order: (index, labels, fault), see linear_cross_entropy.h.
 // The same rows with `columns` columns: zeros appended, or the rest cut off.
 Tensor columns(Tensor x, int64_t columns) {
   Matrix from = rows_of(kOp, "x", x);
@@ -346,35 +228,14 @@ Tensor columns(Tensor x, int64_t columns) {
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> compact(Tensor target, int64_t ignore_index, int64_t count) {
-  LinearCrossEntropyCompact a = {.target = vector_of(kOp, "target", target), .ignore_index = ignore_index};
-  Tensor index = make(target, {count}, DType::i64), labels = make(target, {count}, DType::i64);
-  Tensor position = make(target, {a.target.size}, DType::i64), fault = make(target, {}, DType::f32);
-  a.index = vector_of(kOp, "index", index);
-  a.labels = vector_of(kOp, "labels", labels);
-  a.position = vector_of(kOp, "position", position);
-  a.fault = scalar_of(kOp, "fault", fault);
-  auto ctx = make_context(target);
-  linear_cross_entropy_compact(*ctx, a);
-  return {index, labels, fault};
-}
-
 }  // namespace
 
 TIGON_TORCH_SCHEMAS(m) {
-  const std::string operands =
-      "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight,"
-      " Tensor? token_weight, Tensor? lora_a, Tensor? lora_b, ";
-  const std::string options =
-      "int ignore_index, float label_smoothing, float softcap, float logit_scale, float temperature,"
-      " float z_loss, float lora_scale, ";
-  const std::string head =
-      "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, int ignore_index, float softcap,"
-      " float logit_scale, float temperature, ";
+  const std::string operands = Operands::kSchema, formula = Formula::kSchema, rows = Rows::kSchema;
   const std::string five = "(Tensor, Tensor, Tensor, Tensor, Tensor)";
   const std::string forward_inputs =
-      operands + "Tensor? denominator, float? host_denominator, " + options +
-      "int reduction, int chunk_rows, int valid_rows, int outputs, int needs) -> (Tensor loss, Tensor scale,"
+      operands + "Tensor? denominator, float? host_denominator, " + formula + "int reduction, " + rows +
+      "int outputs, int needs) -> (Tensor loss, Tensor scale,"
       " Tensor dhidden, Tensor dweight, Tensor dbias, Tensor dlora_a, Tensor dlora_b, Tensor rows,"
       " Tensor predicted)";
   define_forward(m, "linear_cross_entropy", "(" + forward_inputs);
@@ -391,36 +252,22 @@ TIGON_TORCH_SCHEMAS(m) {
          "linear_cross_entropy_bwd_(Tensor dloss, Tensor scale, Tensor(a!) dhidden, Tensor(b!) dweight,"
          " Tensor(c!) dbias, Tensor(d!) dlora_a, Tensor(e!) dlora_b, ScalarType weight_dtype,"
          " ScalarType bias_dtype) -> (Tensor(a!), Tensor(b!), Tensor(c!), Tensor(d!), Tensor(e!))");
-  const std::string rows = operands + options + "int chunk_rows, int valid_rows, int needs) -> " + five;
-  define(m, "linear_cross_entropy_rows_bwd(Tensor upstream, Tensor? entropy_upstream, " + rows);
+  const std::string again = operands + formula + rows + "int needs) -> " + five;
+  define(m, "linear_cross_entropy_rows_bwd(Tensor upstream, Tensor? entropy_upstream, " + again);
   define(m,
          "linear_cross_entropy_add_bwd(Tensor upstream, Tensor? entropy_upstream, Tensor(a!)? main_grad, " +
-             rows);
-  define_forward(
-      m, "linear_log_prob",
-      "(" + head + "int chunk_rows, int valid_rows, bool entropy) -> (Tensor log_prob, Tensor entropy)");
-  define(m, "linear_loss_logits(Tensor(a!) logits, " + head + "bool entropy) -> (Tensor, Tensor)");
-  define(
-      m,
-      "linear_loss_gradient(Tensor(a!) logits, Tensor(b!)? dhidden, Tensor(c!)? dweight, Tensor(d!)? dbias,"
-      " Tensor upstream, Tensor? entropy_upstream, " +
-          head + "bool first) -> ()");
+             again);
   define_forward(m, "linear_cross_entropy_columns", "(Tensor x, int columns) -> Tensor");
-  define(m, "linear_loss_rows(Tensor target, int ignore_index, int count) -> (Tensor, Tensor, Tensor)");
 }
 TIGON_TORCH_KERNELS(m) {
-  implement_forward(m, "linear_cross_entropy", TORCH_BOX(&forward));
-  m.impl("linear_cross_entropy_keep", TORCH_BOX(&forward_keeping));
+  implement_forward(m, "linear_cross_entropy", boxed<&forward<>>);
+  m.impl("linear_cross_entropy_keep", boxed<&forward<OptionalTensor>>);
   m.impl("linear_cross_entropy_kept_bwd", TORCH_BOX(&kept_backward));
-  m.impl("linear_cross_entropy_bwd", TORCH_BOX(&backward));
-  m.impl("linear_cross_entropy_bwd_", TORCH_BOX(&backward_in_place));
-  m.impl("linear_cross_entropy_rows_bwd", TORCH_BOX(&rows_backward_apart));
-  m.impl("linear_cross_entropy_add_bwd", TORCH_BOX(&rows_backward));
-  implement_forward(m, "linear_log_prob", TORCH_BOX(&log_prob));
-  m.impl("linear_loss_logits", TORCH_BOX(&chunk_logits));
-  m.impl("linear_loss_gradient", TORCH_BOX(&chunk_gradient));
+  m.impl("linear_cross_entropy_bwd", TORCH_BOX(&finish_all<false>));
+  m.impl("linear_cross_entropy_bwd_", TORCH_BOX(&finish_all<true>));
+  m.impl("linear_cross_entropy_rows_bwd", boxed<&rows_backward<>>);
+  m.impl("linear_cross_entropy_add_bwd", boxed<&rows_backward<OptionalTensor>>);
   implement_forward(m, "linear_cross_entropy_columns", TORCH_BOX(&columns));
-  m.impl("linear_loss_rows", TORCH_BOX(&compact));
 }
 
 }  // namespace tigon::torch_shim

@@ -1,4 +1,4 @@
-"""Operands of the functions on a linear head: their checks, dtypes, and which gradients are needed."""
+"""Operands and options of the functions on a linear head: checks, dtypes, and which gradients are needed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,40 @@ from tigon.ops.arguments import (
     check_positive,
     check_range,
 )
-from tigon.ops.labels import check_count, known_rows
+from tigon.ops.loss_head.labels import check_count, known_rows
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-# Bits of `needs`, as in linear_cross_entropy_torch.cpp.
+# Bits of `needs`, as in linear_cross_entropy_torch.cpp: whose gradients are needed, and whether weight's may be
+# formed in hidden's dtype.
 HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B, MAY_ROUND = 1, 2, 4, 8, 16, 32
+NEEDS = {"hidden": HIDDEN, "weight": WEIGHT, "bias": BIAS, "lora_a": LORA_A, "lora_b": LORA_B}
+
+
+class Operands(NamedTuple):
+    """Tensors of a call as the native operators take them, in the order of their schemas."""
+
+    hidden: torch.Tensor  # [..., H]
+    weight: torch.Tensor  # [V, H], hidden's dtype
+    target: torch.Tensor  # [rows] int64
+    bias: torch.Tensor | None = None  # [V], float32 or hidden's dtype
+    class_weight: torch.Tensor | None = None  # [V] float32
+    token_weight: torch.Tensor | None = None  # [rows] float32
+    lora_a: torch.Tensor | None = None  # [r, H], hidden's dtype
+    lora_b: torch.Tensor | None = None  # [V, r], hidden's dtype
+
+
+class Options(NamedTuple):
+    """Numbers of a call as the native operators take them, in the order of their schemas."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    softcap: float = 0.0  # 0: none
+    logit_scale: float = 1.0
+    temperature: float = 1.0
+    z_loss: float = 0.0
+    lora_scale: float = 1.0
+    chunk_rows: int = 0  # 0: chosen by the native side
+    valid_rows: int = -1  # -1: not known
 
 
 def shifted(target, ignore_index):
@@ -44,17 +73,6 @@ def main_grad_of(op, weight):
         given,
     )
     return main_grad
-
-
-class Head(NamedTuple):
-    """Operands as the native operators take them."""
-
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    target: torch.Tensor  # [rows] int64
-    valid_rows: int
-    needs: int
 
 
 def check_head(
@@ -131,8 +149,12 @@ def whole_vectors(hidden, weight, lora=None):
     return _fit_columns(hidden, columns), _fit_columns(weight, columns), lora
 
 
-def prepare(op, hidden, weight, target, bias, ignore_index, shift, valid_rows) -> Head:
-    """Dtypes that the operators take, one label a row, the number of rows that count where known."""
+def prepare(op, hidden, weight, target, bias, ignore_index, shift, valid_rows, **others):
+    """Operands of a native call, the number of rows that count (-1: not known), and whose gradients are needed.
+
+    Args:
+        others: operands that are as the native call takes them.
+    """
     valid = known_rows(op, target, ignore_index, shift, valid_rows, hidden.device)
     if hidden.is_cuda and target.device.type == "cpu":
         target = target.to(hidden.device, non_blocking=True)
@@ -144,11 +166,17 @@ def prepare(op, hidden, weight, target, bias, ignore_index, shift, valid_rows) -
         target = target.long()
     if shift:
         target = shifted(target, ignore_index)
+    operands = Operands(hidden, weight, target.reshape(-1), bias, **others)
+    return operands, valid, _needs(operands) if torch.is_grad_enabled() else 0
+
+
+def _needs(operands):
     needs = 0
-    if torch.is_grad_enabled():
-        needs = HIDDEN * hidden.requires_grad + WEIGHT * weight.requires_grad
-        needs += BIAS * (bias is not None and bias.requires_grad)
-    return Head(hidden, weight, bias, target.reshape(-1), valid, needs)
+    for name, bit in NEEDS.items():
+        t = getattr(operands, name)
+        if t is not None and t.requires_grad:
+            needs |= bit
+    return needs
 
 
 class _ToMainGrad(torch.autograd.Function):

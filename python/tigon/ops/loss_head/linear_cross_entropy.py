@@ -14,11 +14,13 @@ from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops.arguments import check_float, check_numbers, kind_of
-from tigon.ops.head import (
-    LORA_A,
-    LORA_B,
+from tigon.ops.loss_head.autograd import run
+from tigon.ops.loss_head.memory import check_cap, chunk_that_fits
+from tigon.ops.loss_head.operands import (
+    MAY_ROUND,
     REDUCTIONS,
     WEIGHT,
+    Options,
     autocast,
     check_head,
     check_plain,
@@ -27,9 +29,8 @@ from tigon.ops.head import (
     prepare,
     whole_vectors,
 )
-from tigon.ops.head_autograd import NUMBERS, PREDICTED, run
-from tigon.ops.head_memory import check_cap, chunk_that_fits
-from tigon.ops.head_reference import reference, result_type
+from tigon.ops.loss_head.operators import NUMBERS, PREDICTED, Call
+from tigon.ops.loss_head.reference import reference, result_type
 
 _OP = "linear_cross_entropy"
 OUTPUTS = ("loss", *NUMBERS, "predicted", "correct")
@@ -194,15 +195,13 @@ def linear_cross_entropy(
     main_grad = main_grad_of(_OP, weight) if torch.is_grad_enabled() and weight.requires_grad else None
     if main_grad is None:  # main_grad has weight's own columns
         hidden, weight, lora = whole_vectors(hidden, weight, lora)
-    head = prepare(_OP, hidden, weight, target, bias, ignore_index, shift, valid_rows)
-    needs, (lora_a, lora_b, lora_scale) = _lora(hidden, lora, head.needs)
-    if class_weight is not None:
-        class_weight = class_weight.detach().float()
-    if token_weight is not None:
-        token_weight = token_weight.detach().float().reshape(-1)
-    denominator, host_denominator = _cross_entropy.split_denominator(denominator, hidden.device)
-    if host_denominator is not None or denominator is not None:
-        reduction = "sum"
+    lora_a, lora_b, lora_scale = _lora(hidden, lora)
+    operands, known_rows, needs = prepare(
+        _OP, hidden, weight, target, bias, ignore_index, shift, valid_rows,
+        class_weight=None if class_weight is None else class_weight.detach().float(),
+        token_weight=None if token_weight is None else token_weight.detach().float().reshape(-1),
+        lora_a=lora_a, lora_b=lora_b,
+    )  # fmt: skip
     if max_workspace_mb is not None:
         chunk_rows = chunk_that_fits(
             _OP,
@@ -211,28 +210,33 @@ def linear_cross_entropy(
             weight.shape[0],
             chunk_rows,
             0 if lora_a is None else lora_a.shape[0],
-            bool(needs & WEIGHT),
+            needs & WEIGHT != 0,
             main_grad is not None,
         )
-    inputs = [
-        hidden, head.weight, head.target, head.bias, class_weight, token_weight, lora_a, lora_b, denominator,
-        host_denominator, ignore_index, label_smoothing, softcap or 0.0, logit_scale, temperature, z_loss,
-        lora_scale, REDUCTIONS[reduction], chunk_rows or 0, head.valid_rows, _bits(outputs), needs,
-    ]  # fmt: skip
-    loss, numbers, predicted = run(inputs, (hidden, weight, bias, lora_a, lora_b), main_grad, keep_mb)
+    options = Options(
+        ignore_index, label_smoothing, softcap or 0.0, logit_scale, temperature, z_loss, lora_scale,
+        chunk_rows or 0, known_rows,
+    )  # fmt: skip
+    denominator, host_denominator = _cross_entropy.split_denominator(denominator, hidden.device)
+    if host_denominator is not None or denominator is not None:
+        reduction = "sum"
+    if weight.dtype == hidden.dtype:  # else weight's gradient is rounded once, from float32
+        needs |= MAY_ROUND
+    call = Call(
+        operands, options, REDUCTIONS[reduction], denominator, host_denominator, _bits(outputs), needs
+    )
+    loss, numbers, predicted = run(call, (hidden, weight, bias, lora_a, lora_b), main_grad, keep_mb)
     loss = loss.view(target.shape) if reduction == "none" else loss
     if outputs is None:
         return loss
-    return _named(loss, numbers, predicted, head.target, target.shape, ignore_index, outputs)
+    return _named(loss, numbers, predicted, operands.target, target.shape, ignore_index, outputs)
 
 
-def _lora(hidden, lora, needs):
+def _lora(hidden, lora):
     if lora is None:
-        return needs, (None, None, 1.0)
-    a, b = (t.to(hidden.dtype) for t in lora[:2])
-    if torch.is_grad_enabled():
-        needs += LORA_A * a.requires_grad + LORA_B * b.requires_grad
-    return needs, (a, b, float(lora[2]))
+        return None, None, 1.0
+    a, b, scale = lora
+    return a.to(hidden.dtype), b.to(hidden.dtype), float(scale)
 
 
 def _bits(outputs):

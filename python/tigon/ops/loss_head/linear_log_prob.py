@@ -8,11 +8,13 @@ from __future__ import annotations
 import torch
 
 from tigon._op import Op, has_kernel
-from tigon.ops.head import (
+from tigon.ops.loss_head.operands import (
     BIAS,
     HIDDEN,
     MAY_ROUND,
     WEIGHT,
+    Operands,
+    Options,
     autocast,
     check_head,
     check_plain,
@@ -20,8 +22,8 @@ from tigon.ops.head import (
     shifted,
     whole_vectors,
 )
-from tigon.ops.head_autograd import rows_backward
-from tigon.ops.head_reference import plain_logits
+from tigon.ops.loss_head.operators import rows_backward
+from tigon.ops.loss_head.reference import plain_logits
 
 _OP = "linear_log_prob"
 
@@ -41,19 +43,9 @@ def reference(hidden, weight, target, *, bias=None, temperature=1.0, softcap=Non
     return picked, torch.where(counts, -terms.sum(-1), 0.0)
 
 
-def _fake(
-    hidden,
-    weight,
-    target,
-    bias,
-    ignore_index,
-    softcap,
-    logit_scale,
-    temperature,
-    chunk_rows,
-    valid_rows,
-    entropy,
-):
+def fake(hidden, weight, target, *options):
+    """Shapes of the log-probabilities and entropies."""
+    *_, entropy = options
     rows = target.shape
     return (
         hidden.new_empty(rows, dtype=torch.float32),
@@ -62,38 +54,38 @@ def _fake(
 
 
 def _setup_context(ctx, inputs, output):
-    hidden, weight, target, bias = inputs[:4]
+    (hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, chunk_rows, valid_rows,
+     entropy) = inputs  # fmt: skip
     ctx.save_for_backward(hidden, weight, target, bias)
-    ctx.options = inputs[4:10]
+    ctx.options = Options(
+        ignore_index, softcap=softcap, logit_scale=logit_scale, temperature=temperature,
+        chunk_rows=chunk_rows, valid_rows=valid_rows,
+    )  # fmt: skip
     ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-    if not inputs[10]:
-        ctx.mark_non_differentiable(output[1])
+    if not entropy:
+        _, entropies = output
+        ctx.mark_non_differentiable(entropies)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dlog_prob, dentropy):
-    nothing = (None,) * 7
+    of_hidden, of_weight, _, of_bias, *others = ctx.needs_input_grad
+    nothing = (None,) * len(others)
     if dlog_prob is None and dentropy is None:
-        return (None, None, None, None, *nothing)
-    hidden, weight, target, bias = ctx.saved_tensors
-    ignore_index, softcap, logit_scale, temperature, chunk_rows, valid_rows = ctx.options
+        return None, None, None, None, *nothing
     upstream = torch.zeros_like(dentropy) if dlog_prob is None else -dlog_prob  # the loss is -log_prob
-    bits = (HIDDEN, WEIGHT, BIAS)
-    needs = sum(bit for bit, place in zip(bits, (0, 1, 3), strict=True) if ctx.needs_input_grad[place])
+    needs = HIDDEN * of_hidden + WEIGHT * of_weight + BIAS * of_bias
     if not torch.compiler.is_compiling():
         needs |= MAY_ROUND
-    gradients = rows_backward(
-        upstream, dentropy, hidden, weight, target, bias, None, None, None, None, ignore_index, 0.0, softcap,
-        logit_scale, temperature, 0.0, 1.0, chunk_rows, valid_rows, needs,
-    )[:3]  # fmt: skip
+    gradients = rows_backward(upstream, dentropy, *Operands(*ctx.saved_tensors), *ctx.options, needs)
     dhidden, dweight, dbias = (
-        g.to(dtype) if needs & bit else None
-        for g, dtype, bit in zip(gradients, ctx.dtypes, bits, strict=True)
+        g.to(dtype) if needed else None
+        for g, dtype, needed in zip(gradients, ctx.dtypes, (of_hidden, of_weight, of_bias), strict=False)
     )
     return dhidden, dweight, None, dbias, *nothing
 
 
-_op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward)
+_op = Op(_OP, fake=fake, setup_context=_setup_context, backward=_backward)
 
 
 def linear_log_prob(
@@ -139,10 +131,10 @@ def linear_log_prob(
         return reference(hidden, weight, target, bias=bias, temperature=temperature, softcap=softcap,
                          logit_scale=logit_scale, ignore_index=ignore_index, entropy=entropy)  # fmt: skip
     hidden, weight, _ = whole_vectors(hidden, weight)
-    head = prepare(_OP, hidden, weight, target, bias, ignore_index, shift, valid_rows)
+    operands, known_rows, _ = prepare(_OP, hidden, weight, target, bias, ignore_index, shift, valid_rows)
     result, entropies = _op(
-        head.hidden, head.weight, head.target, head.bias, ignore_index, softcap or 0.0, logit_scale,
-        temperature, chunk_rows or 0, head.valid_rows, entropy,
+        operands.hidden, operands.weight, operands.target, operands.bias, ignore_index, softcap or 0.0,
+        logit_scale, temperature, chunk_rows or 0, known_rows, entropy,
     )  # fmt: skip
     result = result.view(target.shape)
     return (result, entropies.view(target.shape)) if entropy else result

@@ -11,7 +11,7 @@ import torch
 from tigon._load import library
 from tigon.error import check
 from tigon.ops.arguments import check_integers, check_numbers
-from tigon.ops.head import REDUCTIONS
+from tigon.ops.loss_head.operands import REDUCTIONS
 
 _OP = "linear_cross_entropy_memory"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

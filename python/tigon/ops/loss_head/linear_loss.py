@@ -1,0 +1,131 @@
+"""Streaming losses: a Python function of log-probabilities, differentiated while its chunk's logits exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.autograd import forward_ad
+
+from tigon._op import has_kernel, refuse_tangents
+from tigon.error import check
+from tigon.ops import cross_entropy as _cross_entropy
+from tigon.ops.arguments import kind_of
+from tigon.ops.loss_head import linear_log_prob as _log_prob
+from tigon.ops.loss_head.operands import (
+    REDUCTIONS,
+    Options,
+    autocast,
+    check_head,
+    check_plain,
+    prepare,
+    whole_vectors,
+)
+from tigon.ops.loss_head.streaming import OP as _OP
+from tigon.ops.loss_head.streaming import Call, Function, losses
+
+
+def _composed(hidden, weight, target, fn, tensors, entropy, reduction, denominator, log_prob, options):
+    """Log-probabilities of all rows, then fn: for unreduced losses, whose upstream gradients come later."""
+    ignore_index = options["ignore_index"]
+    statistics = log_prob(hidden, weight, target, entropy=entropy, **options)
+    statistics = [s.reshape(-1) for s in (statistics if entropy else (statistics,))]
+    counts = (target != ignore_index).reshape(-1)
+    values = losses(fn, statistics, tensors, counts)
+    if denominator is not None:
+        return _cross_entropy.divide(values.sum(), denominator)
+    if reduction == "none":
+        return values.view(target.shape)
+    return values.sum() if reduction == "sum" else values.sum() / counts.sum()
+
+
+@torch._disable_dynamo  # torch.compiler.disable, but the compiler is imported by the first call, not here
+def linear_loss(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    fn: Callable[..., torch.Tensor],
+    *tensors: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    entropy: bool = False,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    denominator: float | torch.Tensor | None = None,
+    valid_rows: int | None = None,
+    chunk_rows: int | None = None,
+) -> torch.Tensor:
+    """A loss of your own on per-token log-probabilities, three matrix products and no logits.
+
+    ``fn(log_prob, [entropy,] *tensors)`` is called for chunks of rows and returns one loss per row; its
+    gradient is taken by autograd while the chunk's logits still exist. It must treat rows one by one (a row's
+    loss depends on that row alone): then the chunking does not change the result beyond the order of
+    additions.
+
+    Args:
+        hidden, weight, target, bias, temperature, softcap, logit_scale, ignore_index, valid_rows, chunk_rows:
+            as in :func:`tigon.linear_cross_entropy`.
+        fn: called with float32 vectors of one chunk. Rows with an ignored label may be among them; what it
+            returns there is dropped. Tensors that need a gradient must come in through `tensors`.
+        *tensors: per-token tensors ``[..., ...]`` (the leading shape of target), handed to fn row by row;
+            differentiable.
+        entropy: fn takes the entropies as its second argument.
+        reduction: ``"mean"`` (over rows that count), ``"sum"``, or ``"none"``: ``[...]`` losses, for which
+            the backward computes the logits again (four products).
+        denominator: number or tensor of one element: ``sum / denominator`` instead of ``reduction``.
+
+    Returns:
+        float32 scalar, or ``[...]`` for ``"none"``. Not traced by torch.compile: the call breaks the graph.
+
+    Raises:
+        tigon.Error: shapes, dtypes or options do not fit, or fn returns something else than one loss per row.
+    """
+    check_head(
+        _OP, hidden, weight, target, bias, False, ignore_index, softcap, logit_scale, temperature, chunk_rows
+    )
+    check(_OP, callable(fn), "fn must be callable, got {}", kind_of(fn))
+    _cross_entropy.check_denominator(_OP, denominator)
+    check(_OP, reduction in REDUCTIONS, "reduction must be one of {}, got {!r}", (*REDUCTIONS,), reduction)
+    for t in tensors:
+        check(_OP, isinstance(t, torch.Tensor), "tensors must be tensors, got {}", kind_of(t))
+        fits = t.shape[: target.dim()] == target.shape
+        check(_OP, fits, "tensors must be {} or longer, got {}", target.shape, t.shape)
+        check(_OP, t.device == hidden.device, "tensors must be on {}, got {}", hidden.device, t.device)
+    tensors = [t.reshape(target.numel(), *t.shape[target.dim() :]) for t in tensors]
+    hidden = autocast(hidden)
+    kernel = has_kernel(_OP, hidden)
+    if not kernel:
+        check_plain(_OP, weight, target, ignore_index, False, valid_rows)
+    if not kernel or (reduction == "none" and denominator is None):
+        log_prob = _log_prob.linear_log_prob if kernel else _log_prob.reference
+        options = {"bias": bias, "temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
+        options |= {"ignore_index": ignore_index, "valid_rows": valid_rows, "chunk_rows": chunk_rows}
+        return _composed(
+            hidden, weight, target, fn, tensors, entropy, reduction, denominator, log_prob, options
+        )
+    transformed = torch._C._are_functorch_transforms_active()
+    check(
+        _OP, not transformed, 'the transforms of torch.func must take reduction="none", got {!r}', reduction
+    )
+    if forward_ad._current_level >= 0:
+        refuse_tangents(_OP, (hidden, weight, bias, *tensors))
+    hidden, weight, _ = whole_vectors(hidden, weight)
+    operands, known_rows, needs = prepare(_OP, hidden, weight, target, bias, ignore_index, False, valid_rows)
+    device, number = _cross_entropy.split_denominator(denominator, hidden.device)
+    if device is not None:
+        place = device.device
+        check(_OP, place == hidden.device, "denominator must be on {}, got {}", hidden.device, place)
+    divisor = device if device is not None else number
+    if divisor is None:
+        divisor = "count" if reduction == "mean" else 1.0
+    grad = torch.is_grad_enabled()
+    options = Options(
+        ignore_index, softcap=softcap or 0.0, logit_scale=logit_scale, temperature=temperature,
+        chunk_rows=chunk_rows or 0, valid_rows=known_rows,
+    )  # fmt: skip
+    wrt = tuple(grad and t.requires_grad for t in tensors)
+    call = Call(fn, options, entropy, divisor, needs, wrt, grad)
+    hidden, weight, target, bias, *_ = operands
+    return Function.apply(call, hidden, weight, bias, target, *tensors)

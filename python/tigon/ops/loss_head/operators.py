@@ -1,0 +1,139 @@
+"""The native operators of the loss head, their arguments by name, and their fake kernels."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import NamedTuple
+
+import torch
+
+from tigon._load import native
+from tigon._op import raw
+from tigon.ops.loss_head.memory import whole_rows
+from tigon.ops.loss_head.operands import MAY_ROUND, NEEDS, REDUCTIONS, WEIGHT, Operands, Options
+
+OP = "linear_cross_entropy"
+NUMBERS = {"z_loss": 1, "log_prob": 2, "lse": 4, "entropy": 8}  # bits of `outputs`
+PREDICTED = 16
+
+
+class Call(NamedTuple):
+    """A call of ``tigon::linear_cross_entropy``."""
+
+    operands: Operands
+    options: Options
+    reduction: int  # of REDUCTIONS
+    denominator: torch.Tensor | None  # one element on hidden's device
+    host_denominator: float | None
+    outputs: int  # bits of NUMBERS, PREDICTED
+    needs: int  # bits of NEEDS, MAY_ROUND
+
+    @property
+    def scalar(self) -> bool:
+        """Whether the losses of the rows are reduced to one."""
+        return self.reduction != REDUCTIONS["none"]
+
+
+def flat(call: Call) -> tuple:
+    """The arguments of a call, in the order of the schema."""
+    *formula, chunk_rows, valid_rows = call.options
+    return (
+        *call.operands, call.denominator, call.host_denominator, *formula, call.reduction, chunk_rows,
+        valid_rows, call.outputs, call.needs,
+    )  # fmt: skip
+
+
+def _arguments(operator):
+    """A named tuple of the arguments of a native operator, as its schema names them."""
+    return namedtuple("Arguments", [argument.name for argument in native(operator)._schema.arguments])
+
+
+Arguments = _arguments(OP)
+_RowsArguments = _arguments("linear_cross_entropy_rows_bwd")
+_AddArguments = _arguments("linear_cross_entropy_add_bwd")
+
+
+def _pick(kind, arguments):
+    """Operands or options among named arguments."""
+    return kind(*(getattr(arguments, name) for name in kind._fields))
+
+
+def call_of(arguments) -> Call:
+    """The inverse of :func:`flat`."""
+    a = Arguments(*arguments)
+    others = {name: getattr(a, name) for name in Call._fields if name in Arguments._fields}
+    return Call(_pick(Operands, a), _pick(Options, a), **others)
+
+
+def rows_computed(target, valid_rows):
+    """How many rows have their logits computed."""
+    return target.shape[0] if valid_rows < 0 else valid_rows
+
+
+# Fake kernels.
+
+
+def _dweight_dtype(operands, options, needs):
+    """In which dtype the native side forms weight's gradient."""
+    hidden, weight, target, *_ = operands
+    if not (needs & WEIGHT and needs & MAY_ROUND and hidden.dtype == torch.bfloat16):
+        return torch.float32
+    vocab, size = weight.shape
+    whole = options.chunk_rows or whole_rows(hidden.device.type, hidden.dtype, size, vocab)
+    fits = rows_computed(target, options.valid_rows) <= whole  # a symbolic size is guarded, not fixed
+    return hidden.dtype if fits else torch.float32
+
+
+def _empty_gradients(operands, options, needs):
+    hidden, weight, lora_a = operands.hidden, operands.weight, operands.lora_a
+    rank = 0 if lora_a is None else lora_a.shape[0]
+    vocab, size = weight.shape
+    shapes = (hidden.shape, (vocab, size), (vocab,), (rank, size), (vocab, rank))
+    dtypes = (hidden.dtype, _dweight_dtype(operands, options, needs), *(torch.float32,) * 3)
+    return tuple(
+        hidden.new_empty(shape if needs & bit else (0,), dtype=dtype)
+        for bit, shape, dtype in zip(NEEDS.values(), shapes, dtypes, strict=True)
+    )
+
+
+def fake(*arguments):
+    call = call_of(arguments)
+    hidden, rows = call.operands.hidden, call.operands.target.shape[0]
+    wanted = sum(bool(call.outputs & bit) for bit in NUMBERS.values())
+    return (
+        hidden.new_empty(() if call.scalar else (rows,), dtype=torch.float32),
+        hidden.new_empty(() if call.scalar else (0,), dtype=torch.float32),
+        *_empty_gradients(call.operands, call.options, call.needs if call.scalar else 0),
+        hidden.new_empty((wanted, rows) if wanted else (0,), dtype=torch.float32),
+        hidden.new_empty((rows,) if call.outputs & PREDICTED else (0,), dtype=torch.int64),
+    )
+
+
+def _fake_finish(dloss, scale, dhidden, dweight, dbias, dlora_a, dlora_b, weight_dtype, bias_dtype):
+    dtypes = (dhidden.dtype, weight_dtype, bias_dtype, dhidden.dtype, dhidden.dtype)
+    kept = (dhidden, dweight, dbias, dlora_a, dlora_b)
+    return tuple(g.new_empty(g.shape, dtype=dtype) for g, dtype in zip(kept, dtypes, strict=True))
+
+
+def _fake_rows(*arguments):
+    a = _RowsArguments(*arguments)
+    return _empty_gradients(_pick(Operands, a), _pick(Options, a), a.needs)
+
+
+def _fake_add(*arguments):
+    a = _AddArguments(*arguments)
+    return _empty_gradients(_pick(Operands, a), _pick(Options, a), a.needs & ~WEIGHT)
+
+
+def _fake_kept(upstream, kept, hidden, weight, target, token_weight, ignore_index, valid_rows, needs):
+    options = Options(chunk_rows=target.shape[0], valid_rows=valid_rows)
+    return _empty_gradients(Operands(hidden, weight, target), options, needs)[:3]
+
+
+# The schemas stand in tigon/ops/linear_cross_entropy/linear_cross_entropy_torch.cpp.
+finish = raw("linear_cross_entropy_bwd", _fake_finish)
+finish_in_place = raw("linear_cross_entropy_bwd_", _fake_finish, OP)
+rows_backward = raw("linear_cross_entropy_rows_bwd", _fake_rows, OP)
+add_backward = raw("linear_cross_entropy_add_bwd", _fake_add, OP)
+keep = raw("linear_cross_entropy_keep", lambda kept, *arguments: fake(*arguments))
+kept_backward = raw("linear_cross_entropy_kept_bwd", _fake_kept, OP)
