@@ -183,7 +183,8 @@ def before_forward(module: nn.Module, args, kwargs):
     for linear in _patched(head, spec):
         refuse_main_grad(module, linear)
     spec.forwards.pop(module, None)
-    around = next(reversed(spec.forwards.values()), Asked(None, False, False))
+    running = list(spec.forwards.values())  # of the models that this one is inside of
+    around = running[-1] if running else Asked(None, False, False)
     spec.forwards[module] = Asked(around.skip if skip is None else skip, labels or around.labels, bool(skip))
     spec.ledger.open()
     if not torch.compiler.is_compiling() and (module.training or skip):

@@ -20,8 +20,8 @@ from tigon.ops.arguments import (
 from tigon.ops.loss_head.labels import check_count, known_rows
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-# Bits of `needs`, as in linear_cross_entropy_torch.cpp: whose gradients are needed, and whether weight's may be
-# formed in hidden's dtype.
+# Bits of `needs`, as in linear_cross_entropy_torch.cpp: whose gradients are needed, and whether weight's may
+# be formed in hidden's dtype.
 HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B, MAY_ROUND = 1, 2, 4, 8, 16, 32
 NEEDS = {"hidden": HIDDEN, "weight": WEIGHT, "bias": BIAS, "lora_a": LORA_A, "lora_b": LORA_B}
 
@@ -150,7 +150,7 @@ def whole_vectors(hidden, weight, lora=None):
 
 
 def prepare(op, hidden, weight, target, bias, ignore_index, shift, valid_rows, **others):
-    """Operands of a native call, the number of rows that count (-1: not known), and whose gradients are needed.
+    """Operands of a native call, the number of rows that count (-1: not known), whose gradients are needed.
 
     Args:
         others: operands that are as the native call takes them.
