@@ -64,6 +64,7 @@ def missing(name):
     return package if package is not None and importlib.util.find_spec(package) is None else None
 
 
+@pytest.mark.xdist_group("two processes")
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes(name, request):
     if missing(name):
