@@ -27,7 +27,7 @@ def outcomes(tmp_path_factory):
         port = free.getsockname()[1]
     names = [name for name in CASES if not missing(name)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment["CUDA_VISIBLE_DEVICES"] = ""  # gloo on the CPU: transformers would take the GPUs for its meshes
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # gloo on the CPU, whatever GPUs are there
     command = [sys.executable, distributed_cases.__file__, str(folder), *names]
     logs = [folder / f"rank{rank}.log" for rank in range(RANKS)]
     ranks = []

@@ -118,13 +118,14 @@ RowResults make_row_results(LinearCrossEntropy& a, const Tensor& hidden, int64_t
 using FiveGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 using ForwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
+// `given`: the matrix that the gradients of the logits are written to, or nothing.
 template <class... Kept>
 ForwardResult forward(Kept... given, Operands operands, OptionalTensor denominator,
-                      std::optional<double> host_denominator, Formula formula, int64_t reduction, Rows blocks,
+                      std::optional<double> host_denominator, Formula formula, int64_t reduction, Rows rows,
                       int64_t outputs, int64_t needs) {
   OptionalTensor kept(std::move(given)...);
   const Tensor& hidden = operands.hidden;
-  LinearCrossEntropy a = arguments(operands, formula, blocks);
+  LinearCrossEntropy a = arguments(operands, formula, rows);
   if (denominator) {
     check_same_device(kOp, "denominator", *denominator, hidden);
     a.denominator = scalar_of(kOp, "denominator", *denominator);
@@ -133,10 +134,10 @@ ForwardResult forward(Kept... given, Operands operands, OptionalTensor denominat
   a.host_denominator = host_denominator.value_or(0.0);
   a.reduction = Reduction(reduction);
   bool scalar = a.reduction != Reduction::none;
-  Tensor rows = make(hidden, {a.hidden.rows}, DType::f32);
+  Tensor losses = make(hidden, {a.hidden.rows}, DType::f32);
   Tensor total = scalar ? make(hidden, {}, DType::f32) : nothing(hidden, DType::f32);
   Tensor scale = scalar ? make(hidden, {}, DType::f32) : nothing(hidden, DType::f32);
-  a.loss = vector_of(kOp, "loss", rows);
+  a.loss = vector_of(kOp, "loss", losses);
   if (scalar) {
     a.total = scalar_of(kOp, "total", total);
     a.scale = scalar_of(kOp, "scale", scale);
@@ -147,7 +148,7 @@ ForwardResult forward(Kept... given, Operands operands, OptionalTensor denominat
   Gradients g = make_gradients(a, hidden, scalar ? needs : 0);
   auto ctx = make_context(hidden);
   linear_cross_entropy(*ctx, a);
-  return {scalar ? total : rows, scale, g.hidden, g.weight, g.bias, g.lora_a, g.lora_b, results.numbers,
+  return {scalar ? total : losses, scale, g.hidden, g.weight, g.bias, g.lora_a, g.lora_b, results.numbers,
           results.predicted};
 }
 
@@ -167,18 +168,18 @@ std::tuple<Tensor, Tensor, Tensor> kept_backward(Tensor upstream, Tensor kept, T
 }
 
 // Gradients of per-row losses (and entropies): the logits are computed again, with each row's upstream gradients folded in.
-// Where `main_grad` is given, weight's gradient is added to it instead of being returned.
+// `given`: what weight's gradient is added to instead of being returned, or nothing.
 template <class... MainGrad>
 FiveGradients rows_backward(Tensor upstream, OptionalTensor entropy_upstream, MainGrad... given,
-                            Operands operands, Formula formula, Rows blocks, int64_t needs) {
+                            Operands operands, Formula formula, Rows rows, int64_t needs) {
   OptionalTensor main_grad(std::move(given)...);
   const Tensor& hidden = operands.hidden;
-  LinearCrossEntropy a = arguments(operands, formula, blocks);
+  LinearCrossEntropy a = arguments(operands, formula, rows);
   a.reduction = Reduction::none;
   a.upstream = vector_of(kOp, "upstream gradient", upstream);
   a.entropy_upstream = vector_of(kOp, "upstream gradient of the entropy", entropy_upstream);
-  Tensor rows = make(hidden, {a.hidden.rows}, DType::f32);
-  a.loss = vector_of(kOp, "loss", rows);
+  Tensor losses = make(hidden, {a.hidden.rows}, DType::f32);
+  a.loss = vector_of(kOp, "loss", losses);
   Gradients g = make_gradients(a, hidden, main_grad ? needs & ~need_weight : needs);
   if (main_grad) {
     check_same_device(kOp, "main_grad", *main_grad, hidden);
@@ -216,7 +217,8 @@ FiveGradients finish_all(Tensor dloss, Tensor scale, Tensor dhidden, Tensor dwei
           finish(dbias, dtype_of(kOp, "bias", bias_dtype)), finish(dlora_a, hidden_dtype),
           finish(dlora_b, hidden_dtype)};
 }
-// The same rows with `columns` columns: zeros appended, or the rest cut off.
+
+// Rows of x with `columns` columns: zeros appended, or the rest cut off.
 Tensor columns(Tensor x, int64_t columns) {
   Matrix from = rows_of(kOp, "x", x);
   TIGON_CHECK(kOp, columns >= 1, "columns must be >= 1, got ", columns);
@@ -252,11 +254,11 @@ TIGON_TORCH_SCHEMAS(m) {
          "linear_cross_entropy_bwd_(Tensor dloss, Tensor scale, Tensor(a!) dhidden, Tensor(b!) dweight,"
          " Tensor(c!) dbias, Tensor(d!) dlora_a, Tensor(e!) dlora_b, ScalarType weight_dtype,"
          " ScalarType bias_dtype) -> (Tensor(a!), Tensor(b!), Tensor(c!), Tensor(d!), Tensor(e!))");
-  const std::string again = operands + formula + rows + "int needs) -> " + five;
-  define(m, "linear_cross_entropy_rows_bwd(Tensor upstream, Tensor? entropy_upstream, " + again);
+  const std::string backward_inputs = operands + formula + rows + "int needs) -> " + five;
+  define(m, "linear_cross_entropy_rows_bwd(Tensor upstream, Tensor? entropy_upstream, " + backward_inputs);
   define(m,
          "linear_cross_entropy_add_bwd(Tensor upstream, Tensor? entropy_upstream, Tensor(a!)? main_grad, " +
-             again);
+             backward_inputs);
   define_forward(m, "linear_cross_entropy_columns", "(Tensor x, int columns) -> Tensor");
 }
 TIGON_TORCH_KERNELS(m) {

@@ -8,7 +8,7 @@ namespace tigon::torch_shim {
 
 constexpr const char* kLossHead = "linear_cross_entropy";
 
-// Tensors are replaced by copies where a view does not fit, so they must outlive the call.
+// Tensors are replaced by copies where a view does not fit, so they must outlive the call of the core.
 struct Operands {
   Tensor hidden, weight, target;
   OptionalTensor bias, class_weight, token_weight, lora_a, lora_b;
@@ -38,7 +38,7 @@ struct Formula {
   }
 };
 
-// A head without what the cross-entropy alone has.
+// The operands and numbers of linear_log_prob and linear_loss.
 struct Head {
   Operands operands;
   Formula formula;
@@ -66,7 +66,7 @@ struct Rows {
 };
 
 Matrix rows_of_optional(const char* name, OptionalTensor& t);
-// Views of checked operands: what every call of the core begins with.
+// Operands on one device, as views of the core.
 LinearCrossEntropy arguments(Operands& t, const Formula& f, const Rows& rows = {});
 
 }  // namespace tigon::torch_shim

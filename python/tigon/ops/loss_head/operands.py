@@ -20,8 +20,8 @@ from tigon.ops.arguments import (
 from tigon.ops.loss_head.labels import check_count, known_rows
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-# Bits of `needs`, as in linear_cross_entropy_torch.cpp: whose gradients are needed, and whether weight's may
-# be formed in hidden's dtype.
+# Bits of `needs`, as in linear_cross_entropy_torch.cpp: gradients needed, and whether weight's may be
+# formed in hidden's dtype.
 HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B, MAY_ROUND = 1, 2, 4, 8, 16, 32
 NEEDS = {"hidden": HIDDEN, "weight": WEIGHT, "bias": BIAS, "lora_a": LORA_A, "lora_b": LORA_B}
 
@@ -83,23 +83,17 @@ def check_head(
         if t is not None or name != "bias":
             check_float(op, name, t)
     check(op, hidden.dim() >= 1, "hidden must have at least one dimension, got 0")
-    check(op, weight.dim() == 2, "weight must be [V, H], got {}", weight.shape)
-    fits = weight.shape[1] == hidden.shape[-1]
-    check(
-        op,
-        fits,
-        "weight must be [V, {}] to fit hidden {}, got {}",
-        hidden.shape[-1],
-        hidden.shape,
-        weight.shape,
-    )
+    sizes, rows, columns = weight.shape, hidden.shape[:-1], hidden.shape[-1]
+    check(op, len(sizes) == 2, "weight must be [V, H], got {}", sizes)
+    vocab, size = sizes
+    fits = size == columns
+    check(op, fits, "weight must be [V, {}] to fit hidden {}, got {}", columns, hidden.shape, sizes)
     check(op, weight.is_meta == hidden.is_meta, "weight must be on {}, got {}", hidden.device, weight.device)
-    check(op, weight.shape[0] > 0 and weight.shape[1] > 0, "weight must not be empty, got {}", weight.shape)
+    check(op, vocab > 0 and size > 0, "weight must not be empty, got {}", sizes)
     check_indices(op, "target", target)
-    check(op, target.shape == hidden.shape[:-1], "target must be {}, got {}", hidden.shape[:-1], target.shape)
+    check(op, target.shape == rows, "target must be {}, got {}", rows, target.shape)
     if bias is not None:
-        fits = bias.dim() == 1 and bias.shape[0] == weight.shape[0]
-        check(op, fits, "bias must be {}, got {}", weight.shape[:1], bias.shape)
+        check(op, bias.shape == sizes[:1], "bias must be {}, got {}", sizes[:1], bias.shape)
     check(
         op, not shift or target.dim() >= 1, "target must have a sequence dimension with shift=True, got none"
     )
@@ -150,7 +144,7 @@ def whole_vectors(hidden, weight, lora=None):
 
 
 def prepare(op, hidden, weight, target, bias, ignore_index, shift, valid_rows, **others):
-    """Operands of a native call, the number of rows that count (-1: not known), whose gradients are needed.
+    """Operands of a native call, the number of rows that count (-1: not known), and the gradients needed.
 
     Args:
         others: operands that are as the native call takes them.
@@ -171,11 +165,12 @@ def prepare(op, hidden, weight, target, bias, ignore_index, shift, valid_rows, *
 
 
 def _needs(operands):
-    needs = 0
-    for name, bit in NEEDS.items():
-        t = getattr(operands, name)
-        if t is not None and t.requires_grad:
-            needs |= bit
+    hidden, weight, _, bias, _, _, lora_a, lora_b = operands
+    needs = HIDDEN * hidden.requires_grad + WEIGHT * weight.requires_grad
+    if bias is not None:
+        needs += BIAS * bias.requires_grad
+    if lora_a is not None:
+        needs += LORA_A * lora_a.requires_grad + LORA_B * lora_b.requires_grad
     return needs
 
 
