@@ -196,11 +196,13 @@ def linear_cross_entropy(
     if main_grad is None:  # main_grad has weight's own columns
         hidden, weight, lora = whole_vectors(hidden, weight, lora)
     lora_a, lora_b, lora_scale = _lora(hidden, lora)
+    if class_weight is not None:
+        class_weight = class_weight.detach().float()
+    if token_weight is not None:
+        token_weight = token_weight.detach().float().reshape(-1)
     operands, known_rows, needs = prepare(
-        _OP, hidden, weight, target, bias, ignore_index, shift, valid_rows,
-        class_weight=None if class_weight is None else class_weight.detach().float(),
-        token_weight=None if token_weight is None else token_weight.detach().float().reshape(-1),
-        lora_a=lora_a, lora_b=lora_b,
+        _OP, hidden, weight, target, bias, ignore_index, shift, valid_rows, class_weight, token_weight,
+        lora_a, lora_b,
     )  # fmt: skip
     if max_workspace_mb is not None:
         chunk_rows = chunk_that_fits(

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tigon._op import Op
-from tigon.error import check
+from tigon.error import check, refuse
 from tigon.ops.arguments import (
     check_float,
     check_indices,
@@ -79,24 +79,29 @@ def check_head(
     op, hidden, weight, target, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows
 ):
     """What every function on a head asks of its operands."""
-    for name, t in (("hidden", hidden), ("weight", weight), ("bias", bias)):
-        if t is not None or name != "bias":
-            check_float(op, name, t)
-    check(op, hidden.dim() >= 1, "hidden must have at least one dimension, got 0")
-    sizes, rows, columns = weight.shape, hidden.shape[:-1], hidden.shape[-1]
-    check(op, len(sizes) == 2, "weight must be [V, H], got {}", sizes)
-    vocab, size = sizes
-    fits = size == columns
-    check(op, fits, "weight must be [V, {}] to fit hidden {}, got {}", columns, hidden.shape, sizes)
-    check(op, weight.is_meta == hidden.is_meta, "weight must be on {}, got {}", hidden.device, weight.device)
-    check(op, vocab > 0 and size > 0, "weight must not be empty, got {}", sizes)
-    check_indices(op, "target", target)
-    check(op, target.shape == rows, "target must be {}, got {}", rows, target.shape)
+    check_float(op, "hidden", hidden)
+    check_float(op, "weight", weight)
     if bias is not None:
-        check(op, bias.shape == sizes[:1], "bias must be {}, got {}", sizes[:1], bias.shape)
-    check(
-        op, not shift or target.dim() >= 1, "target must have a sequence dimension with shift=True, got none"
-    )
+        check_float(op, "bias", bias)
+    if hidden.dim() < 1:
+        refuse(op, "hidden must have at least one dimension, got 0")
+    sizes, rows, columns = weight.shape, hidden.shape[:-1], hidden.shape[-1]
+    if len(sizes) != 2:
+        refuse(op, "weight must be [V, H], got {}", sizes)
+    vocab, size = sizes
+    if size != columns:
+        refuse(op, "weight must be [V, {}] to fit hidden {}, got {}", columns, hidden.shape, sizes)
+    if weight.is_meta != hidden.is_meta:
+        refuse(op, "weight must be on {}, got {}", hidden.device, weight.device)
+    if vocab == 0 or size == 0:
+        refuse(op, "weight must not be empty, got {}", sizes)
+    check_indices(op, "target", target)
+    if target.shape != rows:
+        refuse(op, "target must be {}, got {}", rows, target.shape)
+    if bias is not None and bias.shape != sizes[:1]:
+        refuse(op, "bias must be {}, got {}", sizes[:1], bias.shape)
+    if shift and not rows:
+        refuse(op, "target must have a sequence dimension with shift=True, got none")
     check_integers(op, ignore_index=ignore_index)
     check_positive(op, "softcap", softcap, or_none=True)
     check_numbers(op, logit_scale=logit_scale)
@@ -143,12 +148,11 @@ def whole_vectors(hidden, weight, lora=None):
     return _fit_columns(hidden, columns), _fit_columns(weight, columns), lora
 
 
-def prepare(op, hidden, weight, target, bias, ignore_index, shift, valid_rows, **others):
-    """Operands of a native call, the number of rows that count (-1: not known), and the gradients needed.
-
-    Args:
-        others: operands that are as the native call takes them.
-    """
+def prepare(
+    op, hidden, weight, target, bias, ignore_index, shift, valid_rows,
+    class_weight=None, token_weight=None, lora_a=None, lora_b=None,
+):  # fmt: skip
+    """Operands of a native call, the number of rows that count (-1: not known), and the gradients needed."""
     valid = known_rows(op, target, ignore_index, shift, valid_rows, hidden.device)
     if hidden.is_cuda and target.device.type == "cpu":
         target = target.to(hidden.device, non_blocking=True)
@@ -160,18 +164,15 @@ def prepare(op, hidden, weight, target, bias, ignore_index, shift, valid_rows, *
         target = target.long()
     if shift:
         target = shifted(target, ignore_index)
-    operands = Operands(hidden, weight, target.reshape(-1), bias, **others)
-    return operands, valid, _needs(operands) if torch.is_grad_enabled() else 0
-
-
-def _needs(operands):
-    hidden, weight, _, bias, _, _, lora_a, lora_b = operands
-    needs = HIDDEN * hidden.requires_grad + WEIGHT * weight.requires_grad
-    if bias is not None:
-        needs += BIAS * bias.requires_grad
-    if lora_a is not None:
-        needs += LORA_A * lora_a.requires_grad + LORA_B * lora_b.requires_grad
-    return needs
+    needs = 0
+    if torch.is_grad_enabled():
+        needs = HIDDEN * hidden.requires_grad + WEIGHT * weight.requires_grad
+        if bias is not None:
+            needs += BIAS * bias.requires_grad
+        if lora_a is not None:
+            needs += LORA_A * lora_a.requires_grad + LORA_B * lora_b.requires_grad
+    operands = Operands(hidden, weight, target.reshape(-1), bias, class_weight, token_weight, lora_a, lora_b)
+    return operands, valid, needs
 
 
 class _ToMainGrad(torch.autograd.Function):
