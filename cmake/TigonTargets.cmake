@@ -42,7 +42,7 @@ add_library(tigon SHARED)
 add_library(tigon::tigon ALIAS tigon)
 target_link_libraries(tigon PRIVATE tigon_objects)
 # Public headers: of an op those that declare exported functions, of the base what they and a program need.
-set(public_headers tigon/base/activation.h tigon/base/context.h tigon/base/dtype.h tigon/base/elementwise.h tigon/base/export.h tigon/base/tensor.h)
+set(public_headers tigon/base/activation.h tigon/base/context.h tigon/base/dtype.h tigon/base/elementwise.h tigon/base/error.h tigon/base/export.h tigon/base/tensor.h)
 file(GLOB op_headers CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR} tigon/ops/*/*.h)
 foreach(header IN LISTS op_headers)
   file(STRINGS ${header} exported REGEX "^TIGON_API")
