@@ -22,7 +22,6 @@ import json
 import statistics
 import sys
 from collections import Counter
-from pathlib import Path
 
 import e2e
 import timing
@@ -157,5 +156,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parent))
     sys.exit(main())

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))  # unless it is installed
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT / "tests"), str(ROOT / "python")]  # the cases; tigon, unless it is installed
 
 import timing
 from providers import Runner

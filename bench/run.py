@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
-sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))  # unless it is installed
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT / "tests"), str(ROOT / "python")]  # the cases; tigon, unless it is installed
 
 import timing
 from providers import Runner, Unavailable, difference, find
@@ -32,7 +32,6 @@ from providers import Runner, Unavailable, difference, find
 from cases import modules
 from cases.case import Case, select
 
-ROOT = Path(__file__).resolve().parents[1]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # Peers are compared once with Tigon, only to see that they computed the same thing at all.
 LOOSE = {torch.float32: 1e-2, torch.bfloat16: 5e-2, torch.float16: 5e-2}

@@ -1,9 +1,9 @@
 # The suffix of a file decides where it is built:
 #   *_cuda.cu  CUDA objects    *_torch.cpp  PyTorch module    every other .cpp of an op  core
 # Globs are checked again at every build: a new op edits no list.
-file(GLOB TIGON_CORE_SOURCES CONFIGURE_DEPENDS tigon/base/*.cpp tigon/base/simd/*.cpp tigon/ops/*/*.cpp)
+file(GLOB TIGON_CORE_SOURCES CONFIGURE_DEPENDS csrc/tigon/base/*.cpp csrc/tigon/base/simd/*.cpp csrc/tigon/ops/*/*.cpp)
 list(FILTER TIGON_CORE_SOURCES EXCLUDE REGEX "_torch\\.cpp$")
-file(GLOB TIGON_CUDA_SOURCES CONFIGURE_DEPENDS tigon/base/cuda/*.cu tigon/base/cuda/*.cpp tigon/ops/*/*_cuda.cu)
+file(GLOB TIGON_CUDA_SOURCES CONFIGURE_DEPENDS csrc/tigon/base/cuda/*.cu csrc/tigon/base/cuda/*.cpp csrc/tigon/ops/*/*_cuda.cu)
 if(TIGON_WITH_CUDA)
   list(FILTER TIGON_CORE_SOURCES EXCLUDE REGEX "context_no_cuda\\.cpp$")
   list(APPEND TIGON_CORE_SOURCES ${TIGON_CUDA_SOURCES})
@@ -18,7 +18,7 @@ set(TIGON_CXX_FLAGS -Wall -Wextra $<$<BOOL:${TIGON_WERROR}>:-Werror> -Wno-missin
     $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized> $<$<CXX_COMPILER_ID:GNU>:-Wno-uninitialized>)
 
 add_library(tigon_objects OBJECT ${TIGON_CORE_SOURCES})
-target_include_directories(tigon_objects PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}>)
+target_include_directories(tigon_objects PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/csrc>)
 target_compile_definitions(tigon_objects PUBLIC TIGON_WITH_CUDA=$<BOOL:${TIGON_WITH_CUDA}>)
 target_compile_options(tigon_objects PRIVATE
   $<$<COMPILE_LANGUAGE:CXX>:${TIGON_CXX_FLAGS}>
@@ -42,15 +42,16 @@ add_library(tigon SHARED)
 add_library(tigon::tigon ALIAS tigon)
 target_link_libraries(tigon PRIVATE tigon_objects)
 # Public headers: of an op those that declare exported functions, of the base what they and a program need.
-set(public_headers tigon/base/activation.h tigon/base/context.h tigon/base/dtype.h tigon/base/elementwise.h tigon/base/error.h tigon/base/export.h tigon/base/tensor.h)
-file(GLOB op_headers CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR} tigon/ops/*/*.h)
+set(public_headers activation.h context.h dtype.h elementwise.h error.h export.h tensor.h)
+list(TRANSFORM public_headers PREPEND csrc/tigon/base/)
+file(GLOB op_headers CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR} csrc/tigon/ops/*/*.h)
 foreach(header IN LISTS op_headers)
   file(STRINGS ${header} exported REGEX "^TIGON_API")
   if(exported)
     list(APPEND public_headers ${header})
   endif()
 endforeach()
-target_sources(tigon PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE_DIR} FILES ${public_headers})
+target_sources(tigon PUBLIC FILE_SET HEADERS BASE_DIRS ${PROJECT_SOURCE_DIR}/csrc FILES ${public_headers})
 target_compile_features(tigon PUBLIC cxx_std_20)
 set_target_properties(tigon PROPERTIES VERSION ${PROJECT_VERSION} SOVERSION 0 LINKER_LANGUAGE CXX)
 

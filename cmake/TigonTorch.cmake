@@ -20,14 +20,14 @@ if(NOT EXISTS "${torch_include}/torch/csrc/stable/ops.h")
   message(FATAL_ERROR "${torch_include} has no headers of PyTorch >= 2.10: see TIGON_TORCH_DIR and TIGON_TORCH_INCLUDE")
 endif()
 
-file(GLOB TIGON_TORCH_SOURCES CONFIGURE_DEPENDS tigon/torch/*.cpp tigon/ops/*/*_torch.cpp)
+file(GLOB TIGON_TORCH_SOURCES CONFIGURE_DEPENDS csrc/tigon/torch/*.cpp csrc/tigon/ops/*/*_torch.cpp)
 add_library(tigon_torch MODULE ${TIGON_TORCH_SOURCES})
 target_link_libraries(tigon_torch PRIVATE tigon_objects ${TIGON_TORCH_DIR}/lib/libtorch_cpu.so)
 target_include_directories(tigon_torch SYSTEM PRIVATE ${torch_include})
 # 2.10: the oldest PyTorch the binary loads on.
 target_compile_definitions(tigon_torch PRIVATE TORCH_TARGET_VERSION=0x020a000000000000)
 string(REPLACE ";" " " archs "${TIGON_CUDA_ARCHS}")
-set_source_files_properties(tigon/torch/build_info.cpp PROPERTIES
+set_source_files_properties(csrc/tigon/torch/build_info.cpp PROPERTIES
   COMPILE_DEFINITIONS "TIGON_CUDA_BUILD=\"CUDA ${CMAKE_CUDA_COMPILER_VERSION} (${archs})\"")
 target_compile_options(tigon_torch PRIVATE ${TIGON_CXX_FLAGS})
 target_link_options(tigon_torch PRIVATE -Wl,-Bsymbolic -Wl,--as-needed)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
-import sys
 import warnings
 from pathlib import Path
 
@@ -13,17 +11,10 @@ import pytest
 import torch
 
 TESTS = Path(__file__).resolve().parent
-for folder in (TESTS / "ops", TESTS):
-    sys.path.insert(0, str(folder))
-
-# The C++ tree beside the tests is called tigon too: only a package with an __init__ is Python's.
-_spec = importlib.util.find_spec("tigon")
-if _spec is None or _spec.origin is None:
-    sys.modules.pop("tigon", None)
-    _package = str(TESTS.parent / "python")
-    sys.path.insert(0, _package)
-    # Commands the tests start look there too.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_package, os.environ.get("PYTHONPATH"))))
+# Commands that the tests start import the package from where the tests do (pyproject.toml, pythonpath).
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, (str(TESTS.parent / "python"), os.environ.get("PYTHONPATH")))
+)
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
 
 for package in ("transformers", "accelerate"):
     pytest.importorskip(package)
@@ -68,7 +66,7 @@ def test_sft_trl(options):
     """The same through TRL, with its head by Tigon; undone, it is stock's again."""
     pytest.importorskip("trl")
     pytest.importorskip("datasets")
-    from tigon.compat import trl
+    from tigon.integrations import trl
 
     try:
         assert sft_trl.main(options) == 0

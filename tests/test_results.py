@@ -6,13 +6,11 @@ import itertools
 import json
 import re
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "bench"))
 import results
 
 RECORD = {"op": "new_op", "dtype": "bf16", "gpu": "none", "torch": "2", "commit": "abc1234", "limit_ms": 0.5}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
 from check_tree import check_tree
 
 
@@ -21,7 +19,7 @@ def test_tree():
 @pytest.fixture
 def small_tree(tmp_path):
     """base, torch and one op of the real tree: in order."""
-    for folder in ("tigon/base", "tigon/torch", "tigon/ops/rms_norm"):
+    for folder in ("csrc/tigon/base", "csrc/tigon/torch", "csrc/tigon/ops/rms_norm"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     for file in ("python/tigon/ops/rms_norm.py", "tests/cases/rms_norm.py"):
         (tmp_path / file).parent.mkdir(parents=True)
@@ -30,19 +28,20 @@ def small_tree(tmp_path):
     return tmp_path
 
 
-OP = "tigon/ops/rms_norm"
+OP = "csrc/tigon/ops/rms_norm"
+INCLUDED = "tigon/ops/rms_norm"
 
 
 @pytest.mark.parametrize(
     "file, line, message",
     [
-        ("tigon/base/tensor.h", f'#include "{OP}/rms_norm.h"', "is base: it may not include"),
-        (f"{OP}/rms_norm_math.inc", f'#include "{OP}/rms_norm.h"', "is math: it may not include"),
+        ("csrc/tigon/base/tensor.h", f'#include "{INCLUDED}/rms_norm.h"', "is base: it may not include"),
+        (f"{OP}/rms_norm_math.inc", f'#include "{INCLUDED}/rms_norm.h"', "is math: it may not include"),
         (f"{OP}/rms_norm_cpu.cpp", '#include "tigon/ops/glu/glu.h"', "is backend: it may not include"),
-        (f"{OP}/rms_norm.cpp", f'#include "{OP}/rms_norm_math.inc"', "is op: it may not include"),
+        (f"{OP}/rms_norm.cpp", f'#include "{INCLUDED}/rms_norm_math.inc"', "is op: it may not include"),
         (f"{OP}/rms_norm.cpp", '#include "tigon/torch/shim.h"', "is op: it may not include"),
         (f"{OP}/rms_norm_cuda.cu", "#include <torch/csrc/stable/tensor.h>", "only tigon/torch and"),
-        (f"{OP}/rms_norm.cpp", '#include "rms_norm.h"', "from the repository root"),
+        (f"{OP}/rms_norm.cpp", '#include "rms_norm.h"', "from csrc"),
         (f"{OP}/rms_norm_cpu.cpp", "//\n" * 600, "at most 600"),
     ],
 )

@@ -25,7 +25,7 @@ INCLUDE = re.compile(r'^\s*#\s*(?:include\s+|define\s+TIGON_KERNELS\s+)[<"]([^>"
 
 
 def role_of(path: Path) -> str:
-    """base, cuda_base, math, header, backend, op or torch: what a file of tigon/ is."""
+    """base, math, header, backend, op or torch: what a file of tigon/ is, whose path begins there."""
     parts = path.parts
     if parts[1] == "torch" or path.stem.endswith("_torch"):
         return "torch"
@@ -63,33 +63,34 @@ def allowed(path: Path, include: str) -> bool:
 
 def check_includes(root: Path, path: Path) -> list[str]:
     """Includes of one file that point up, sideways or at a framework."""
-    errors = []
+    errors, spelled = [], path.relative_to("csrc")  # as other files include it
+    role = role_of(spelled)
     for include in INCLUDE.findall((root / path).read_text(encoding="utf-8")):
         if TORCH_HEADER.search(include):
-            if role_of(path) != "torch":
+            if role != "torch":
                 errors.append(
-                    f"{path}: a {role_of(path)} file includes {include}; only tigon/torch and *_torch.cpp may"
+                    f"{path}: a {role} file includes {include}; only tigon/torch and *_torch.cpp may"
                 )
-        elif include.startswith("tigon/") and not allowed(path, include):
-            errors.append(f"{path} is {role_of(path)}: it may not include {include}")
+        elif include.startswith("tigon/") and not allowed(spelled, include):
+            errors.append(f"{path} is {role}: it may not include {include}")
         elif "/" not in include and (root / path.parent / include).exists():
-            errors.append(f'{path}: spell "{include}" from the repository root')
+            errors.append(f'{path}: spell "{include}" from csrc')
     return errors
 
 
 def check_op(root: Path, op: str) -> list[str]:
     """Files of one op, and the headings of its contract."""
-    wanted = [f"tigon/ops/{op}/{name}" for name in SIBLINGS] + list(ELSEWHERE)
+    wanted = [f"csrc/tigon/ops/{op}/{name}" for name in SIBLINGS] + list(ELSEWHERE)
     errors = [
         f"{name.format(op=op)}: missing (docs/adding-an-op.md)"
         for name in wanted
         if not any(root.glob(name.format(op=op)))
     ]
-    header = root / f"tigon/ops/{op}/{op}.h"
+    header = root / f"csrc/tigon/ops/{op}/{op}.h"
     if header.exists():
         essay = header.read_text(encoding="utf-8").split("#pragma once")[0]
         errors += [
-            f"tigon/ops/{op}/{op}.h: the contract has no line '// {heading}'"
+            f"csrc/tigon/ops/{op}/{op}.h: the contract has no line '// {heading}'"
             for heading in HEADINGS
             if not re.search(rf"^// {heading}\b", essay, re.MULTILINE)
         ]
@@ -120,9 +121,9 @@ def check_tree(root: Path) -> list[str]:
             lines = (root / path).read_text(encoding="utf-8").count("\n")
             if lines > MAX_LINES:
                 errors.append(f"{path}: {lines} lines, at most {MAX_LINES}: split it")
-        if path.parts[0] == "tigon" and path.suffix in SOURCE:
+        if path.parts[0] == "csrc" and path.suffix in SOURCE:
             errors += check_includes(root, path)
-    ops = sorted(folder.name for folder in (root / "tigon/ops").iterdir() if any(folder.glob("*")))
+    ops = sorted(folder.name for folder in (root / "csrc/tigon/ops").iterdir() if any(folder.glob("*")))
     return errors + [error for op in ops for error in check_op(root, op)]
 
 

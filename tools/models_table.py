@@ -24,8 +24,6 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
 ROOT = Path(__file__).resolve().parent.parent
 SLOTS = ("norm", "mlp", "experts", "qkv", "rope", "loss")
 WORKERS = 2
@@ -96,7 +94,7 @@ def build(model_type: str, class_name: str, tiny: bool):
 def structure(model) -> dict:
     """{slot: {"by": {what replaced it: places}, "left": {reason: places}}}."""
     import tigon
-    from tigon.hf import apply, undo
+    from tigon.integrations.transformers import apply, undo
 
     try:
         entries = apply(model).entries
@@ -117,7 +115,7 @@ def compare(model) -> str:
     """One training step stock and one patched: `equal`, or what differs, or why it cannot run."""
     import torch
 
-    from tigon.hf import apply, undo
+    from tigon.integrations.transformers import apply, undo
 
     model.train()
     wanted = step(model)
@@ -339,7 +337,7 @@ def main() -> int:
     if "--worker" in sys.argv:
         work()
         return 0
-    import tigon.hf  # noqa: F401  said here, not by a worker that dies
+    import tigon.integrations.transformers  # noqa: F401  said here, not by a worker that dies
 
     wanted = sys.argv[1:]
     rows = survey_all([pair for pair in models() if not wanted or pair[0] in wanted])

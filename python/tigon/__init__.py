@@ -71,16 +71,13 @@ __all__ = [
 def __getattr__(name: str):
     """What needs transformers, imported when first used: the ops alone need it not."""
     if name in ("apply", "undo"):
-        from tigon import hf
-
-        _look_at_transformers()
-        return getattr(hf, name)
-    if name in ("AutoTigonForCausalLM", "TigonTrainerCallback"):
-        from tigon import transformers
-
-        _look_at_transformers()
-        return getattr(transformers, name)
-    raise AttributeError(f"module 'tigon' has no attribute {name!r}")
+        from tigon.integrations import transformers
+    elif name in ("AutoTigonForCausalLM", "TigonTrainerCallback"):
+        from tigon.integrations.transformers import modules as transformers
+    else:
+        raise AttributeError(f"module 'tigon' has no attribute {name!r}")
+    _look_at_transformers()
+    return getattr(transformers, name)
 
 
 @functools.cache

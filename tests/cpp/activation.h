@@ -1,7 +1,7 @@
-// What every op of one tensor (tigon/base/activation.h) is tested for.
+// What every op of one tensor (csrc/tigon/base/activation.h) is tested for.
 #pragma once
 
-#include "tests/cpp/pointwise.h"
+#include "pointwise.h"
 #include "tigon/base/activation.h"
 
 namespace tigon::test {

@@ -1,7 +1,7 @@
 // What the tests of pointwise ops share.
 #pragma once
 
-#include "tests/cpp/table.h"
+#include "table.h"
 
 namespace tigon::test {
 

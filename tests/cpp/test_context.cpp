@@ -2,7 +2,7 @@
 #include <atomic>
 #include <thread>
 
-#include "tests/cpp/table.h"
+#include "table.h"
 
 namespace tigon::test {
 namespace {

@@ -1,6 +1,6 @@
 // Cross-entropy rows in the core against the contract's formula in double, that formula against finite differences,
 // masked and broken rows, refusals, bitwise promises. The fused loss head against its parts.
-#include "tests/cpp/table.h"
+#include "table.h"
 #include "tigon/ops/cross_entropy/cross_entropy.h"
 #include "tigon/ops/linear_cross_entropy/linear_cross_entropy.h"
 

@@ -1,6 +1,6 @@
 // The divergences in the core against the same formulas in double, the formulas against finite differences and the definition,
 // refusals, bitwise promises.
-#include "tests/cpp/table.h"
+#include "table.h"
 #include "tigon/ops/divergence/divergence.h"
 
 namespace tigon::test {

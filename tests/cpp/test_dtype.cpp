@@ -1,5 +1,5 @@
 // bf16 and f16 against a reference in double arithmetic: every pattern, every tie, a sweep of all floats.
-#include "tests/cpp/table.h"
+#include "table.h"
 
 namespace tigon::test {
 namespace {

@@ -1,5 +1,5 @@
 // The built-in matrix product against double, for every layout and dtype.
-#include "tests/cpp/table.h"
+#include "table.h"
 #include "tigon/base/gemm_pieces.h"
 
 namespace tigon::test {

@@ -2,7 +2,7 @@
 // bitwise promises.
 #include "tigon/ops/glu/glu.h"
 
-#include "tests/cpp/pointwise.h"
+#include "pointwise.h"
 
 namespace tigon::test {
 namespace oracle {

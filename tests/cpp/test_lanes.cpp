@@ -1,5 +1,5 @@
 // The sixteen-lane layer: every instruction set gives the same bits, and the functions are as exact as they claim.
-#include "tests/cpp/table.h"
+#include "table.h"
 
 namespace tigon::cpu {
 namespace {
@@ -18,7 +18,7 @@ struct LaneTable {
 }  // namespace
 }  // namespace tigon::cpu
 
-#define TIGON_KERNELS "tests/cpp/test_lanes.inc"
+#define TIGON_KERNELS "test_lanes.inc"
 #include "tigon/base/simd/foreach_isa.h"
 
 namespace tigon::cpu {

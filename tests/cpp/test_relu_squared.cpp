@@ -2,7 +2,7 @@
 // bitwise promises.
 #include "tigon/ops/relu_squared/relu_squared.h"
 
-#include "tests/cpp/activation.h"
+#include "activation.h"
 
 namespace tigon::test {
 namespace oracle {

@@ -1,5 +1,5 @@
 // RMSNorm in the core against the same formula in double, the formula against finite differences, refusals, bitwise promises.
-#include "tests/cpp/table.h"
+#include "table.h"
 #include "tigon/ops/rms_norm/rms_norm.h"
 
 namespace tigon::test {

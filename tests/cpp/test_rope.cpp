@@ -1,5 +1,5 @@
 // RoPE in the core against the rotation in double, its backward against its forward, strides, refusals, bitwise promises.
-#include "tests/cpp/table.h"
+#include "table.h"
 #include "tigon/ops/rope/rope.h"
 
 namespace tigon::test {

@@ -2,7 +2,7 @@
 // bitwise promises.
 #include "tigon/ops/silu/silu.h"
 
-#include "tests/cpp/activation.h"
+#include "activation.h"
 
 namespace tigon::test {
 namespace oracle {

@@ -25,7 +25,7 @@ def _one_thread():
 def no_patch_survives():
     """Rotary globals are shared by all models of a package: give every test stock ones."""
     yield
-    rope = importlib.import_module("tigon.hf.rope")
+    rope = importlib.import_module("tigon.integrations.transformers.rope")
     for key, entry in list(rope._rebound.items()):
         for finalizer in entry.owners.values():
             finalizer.detach()

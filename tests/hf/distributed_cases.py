@@ -46,7 +46,7 @@ from two_processes import (
 )
 
 import tigon
-from tigon.hf import apply
+from tigon.integrations.transformers import apply
 
 # --- DDP -------------------------------------------------------------------------------------
 

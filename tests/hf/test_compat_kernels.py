@@ -10,7 +10,7 @@ from tiny import batch, close, make, step
 from transformers.utils import is_kernels_available
 
 import tigon
-from tigon.compat import kernels
+from tigon.integrations import kernels
 
 
 @pytest.fixture

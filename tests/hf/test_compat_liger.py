@@ -20,11 +20,11 @@ from tiny import batch, close, config, make, step
 from transformers import AutoModelForCausalLM
 
 import tigon
-from tigon.compat import liger
-from tigon.compat.liger import functional as LF
-from tigon.compat.liger import modules as LM
-from tigon.compat.liger import names, patching
-from tigon.hf import LazyLogits
+from tigon.integrations import liger
+from tigon.integrations.liger import functional as LF
+from tigon.integrations.liger import modules as LM
+from tigon.integrations.liger import names, patching
+from tigon.integrations.transformers import LazyLogits
 
 ROOT = Path(__file__).resolve().parents[2]
 

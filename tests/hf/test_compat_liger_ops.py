@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from tiny import close, config, double
 
 import tigon
-from tigon.compat import liger
-from tigon.compat.liger import modules as LM
-from tigon.compat.liger import names
+from tigon.integrations import liger
+from tigon.integrations.liger import modules as LM
+from tigon.integrations.liger import names
 
 
 def drawn(*shape, seed=0):
@@ -399,7 +399,7 @@ def test_dispatcher():
         liger_kernel.set_backend(None)
     finally:
         liger.uninstall()
-        backends = importlib.import_module("tigon.compat.liger.backends")
+        backends = importlib.import_module("tigon.integrations.liger.backends")
         for key in [key for key in backends._registry if key[0] == "nothing"]:
             del backends._registry[key]
 
@@ -429,7 +429,7 @@ def test_jsd_primitive(beta):
 
 
 def test_norms_take_the_dispatchers_attributes():
-    patching = importlib.import_module("tigon.compat.liger.patching")
+    patching = importlib.import_module("tigon.integrations.liger.patching")
     norms = torch.nn.RMSNorm(16), torch.nn.LayerNorm(16)
     patching._patch_rms_norm_module(norms[0])
     patching._patch_layer_norm_module(norms[1])

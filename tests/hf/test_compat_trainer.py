@@ -12,7 +12,7 @@ import torch
 from tiny import VOCABULARY, batch, close, config, make
 
 import tigon
-from tigon.compat import liger
+from tigon.integrations import liger
 
 pytest.importorskip("accelerate")
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
@@ -329,7 +329,7 @@ def trl_losses(kind, folder, tokenizer, callbacks=None, **changes):
 def trl_head():
     """TRL's fused head is Tigon's during the test."""
     pytest.importorskip("trl")
-    from tigon.compat import trl
+    from tigon.integrations import trl
 
     trl.install()
     yield
@@ -340,7 +340,7 @@ def trl_head():
 def test_trl(kind, facade, tmp_path, tokenizer):
     """use_liger_kernel and the fused head together: the losses of stock TRL."""
     pytest.importorskip("trl")
-    from tigon.compat import trl
+    from tigon.integrations import trl
 
     wanted = trl_losses(kind, tmp_path, tokenizer)[1]
     calls = []
@@ -397,7 +397,7 @@ def test_trl_of_another_shape_is_refused(monkeypatch):
     pytest.importorskip("trl")
     from trl.trainer import utils
 
-    from tigon.compat import trl
+    from tigon.integrations import trl
 
     monkeypatch.delattr(utils, trl.NAME)
     with pytest.raises(tigon.Error, match="fused head"):

@@ -18,8 +18,8 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import tigon
-from tigon.hf import apply, undo
-from tigon.hf.forward import bound
+from tigon.integrations.transformers import apply, undo
+from tigon.integrations.transformers.forward import bound
 
 STOCK_ROTARY = modeling_llama.apply_rotary_pos_emb
 
@@ -420,4 +420,4 @@ def test_importing_tigon_does_not_import_transformers():
 
 def test_the_package_exports_apply_and_undo():
     assert tigon.apply is apply and tigon.undo is undo
-    assert importlib.import_module("tigon.hf").apply is apply
+    assert importlib.import_module("tigon.integrations.transformers").apply is apply

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from tigon.hf.canonical import Unrecognised, canonical_forward, canonical_function
-from tigon.hf.norms import plan_norm
-from tigon.hf.rope import plan_rotary
-from tigon.hf.rotary_forms import ROTARY, rotate_half
-from tigon.hf.structures import NORMS, match
+from tigon.integrations.transformers.canonical import Unrecognised, canonical_forward, canonical_function
+from tigon.integrations.transformers.norms import plan_norm
+from tigon.integrations.transformers.patterns.modules import NORMS, match
+from tigon.integrations.transformers.patterns.rope import ROTARY, rotate_half
+from tigon.integrations.transformers.rope import plan_rotary
 
 
 class Base(nn.Module):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
-from tigon.hf import LazyLogits, apply, undo
+from tigon.integrations.transformers import LazyLogits, apply, undo
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"do_sample": True}], ids=str)

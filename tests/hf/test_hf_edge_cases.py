@@ -12,7 +12,7 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 
 import tigon
-from tigon.hf import apply, undo
+from tigon.integrations.transformers import apply, undo
 
 STOCK_ROTARY = modeling_llama.apply_rotary_pos_emb
 
@@ -354,7 +354,7 @@ def test_data_loader_with_workers():
 
 
 def test_labels_on_the_device_are_counted_before_the_layers_run(monkeypatch):
-    from tigon.hf import head
+    from tigon.integrations.transformers import head
 
     seen = []
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import FAMILIES, assert_step_as_good, batch, double, make, step
 
-from tigon.hf import apply, undo
+from tigon.integrations.transformers import apply, undo
 
 # norm, mlp, rope, loss: how many places of a two-layer model are replaced
 REPLACED = {

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tiny import VOCABULARY, batch, close, make, step
 
 import tigon
-from tigon.hf import LazyLogits, apply
+from tigon.integrations.transformers import LazyLogits, apply
 
 CALLS = {
     "num_items_tensor": lambda device: {"num_items_in_batch": torch.tensor(37.0, device=device)},

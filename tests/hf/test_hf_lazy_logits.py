@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_pt_utils import nested_concat
 
 import tigon
-from tigon.hf import LazyLogits, apply
+from tigon.integrations.transformers import LazyLogits, apply
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from tiny import batch, make, step
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import tigon
-from tigon.hf import ledger as ledgers
-from tigon.hf.forward import bound
+from tigon.integrations.transformers import recompute as ledgers
+from tigon.integrations.transformers.forward import bound
 from tigon.ops import glu
 from tigon.ops.loss_head.memory import linear_cross_entropy_memory
 

@@ -15,9 +15,9 @@ from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1MLP
 from transformers.models.moshi.modeling_moshi import MoshiGatingMLP
 from transformers.models.t5.modeling_t5 import T5DenseGatedActDense
 
-from tigon.hf import apply
-from tigon.hf.mlp import known_activation, plan_mlp
-from tigon.hf.structures import EXPERT_GATES
+from tigon.integrations.transformers import apply
+from tigon.integrations.transformers.mlp import known_activation, plan_mlp
+from tigon.integrations.transformers.patterns.modules import EXPERT_GATES
 
 NAMES = {
     "silu": "silu",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,8 @@ import torch
 import transformers
 from tiny import assert_as_good
 
-from tigon.hf import apply
-from tigon.hf.structures import (
+from tigon.integrations.transformers import apply
+from tigon.integrations.transformers.patterns.modules import (
     BATCHED_EXPERTS,
     EXPERT_GATES,
     GATED_NORMS,
@@ -23,7 +22,6 @@ from tigon.hf.structures import (
 )
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
 table = importlib.import_module("models_table")
 
 # Every model type of liger_kernel 0.8.5's dictionary that has a head (pixtral is a tower, in mistral3).

@@ -9,9 +9,9 @@ import torch
 from tiny import assert_as_good
 from torch import nn
 
-from tigon.hf import apply
-from tigon.hf.norms import plan_norm
-from tigon.hf.structures import GATED_NORMS, GROUP_NORMS, LAYER_NORMS, NORMS
+from tigon.integrations.transformers import apply
+from tigon.integrations.transformers.norms import plan_norm
+from tigon.integrations.transformers.patterns.modules import GATED_NORMS, GROUP_NORMS, LAYER_NORMS, NORMS
 
 SIZE = 48
 DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]

@@ -9,11 +9,11 @@ import torch
 import transformers
 from tiny import SHARED, assert_as_good, assert_step_as_good, batch, double, step
 
-from tigon.hf import apply, undo
-from tigon.hf.canonical import canonical_function
-from tigon.hf.rope import make_rotary
-from tigon.hf.rotary_forms import ROTARY, rotate_half
-from tigon.hf.structures import match
+from tigon.integrations.transformers import apply, undo
+from tigon.integrations.transformers.canonical import canonical_function
+from tigon.integrations.transformers.patterns.modules import match
+from tigon.integrations.transformers.patterns.rope import ROTARY, rotate_half
+from tigon.integrations.transformers.rope import make_rotary
 
 COLUMNS, TOKENS = 16, 5
 

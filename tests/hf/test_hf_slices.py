@@ -11,8 +11,8 @@ import torch
 from tiny import batch, make, step
 from torch import nn
 
-from tigon.hf import apply, undo
-from tigon.hf.slices import plan_slices, rewrite
+from tigon.integrations.transformers import apply, undo
+from tigon.integrations.transformers.qkv_split import plan_slices, rewrite
 
 ONLY = dict.fromkeys(("norm", "mlp", "rope", "loss", "experts"), False)
 

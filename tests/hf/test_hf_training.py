@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import batch, double, make
 
-from tigon.hf import apply
+from tigon.integrations.transformers import apply
 
 STEPS = 30
 

@@ -24,7 +24,7 @@ import torch
 
 import tigon
 import tigon.compat.liger
-from tigon.compat import construction
+from tigon.integrations.liger import construction
 
 SUITE = Path(os.environ["LIGER_SUITE"])
 EXPECTED = json.loads((Path(__file__).parent / "expected.json").read_text())

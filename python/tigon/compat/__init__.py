@@ -1,1 +1,1 @@
-"""Doors that other packages already knock at; each is opened by an explicit call."""
+"""``tigon.compat.liger``, ``.trl``, ``.kernels``: public paths of :mod:`tigon.integrations`."""

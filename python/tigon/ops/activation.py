@@ -1,4 +1,4 @@
-"""Ops of one tensor of any shape that save it for the backward (``tigon/base/activation.h``)."""
+"""Ops of one tensor of any shape that save it for the backward (``csrc/tigon/base/activation.h``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Residual addition and RMSNorm in one pass. Contract: ``tigon/ops/add_rms_norm/add_rms_norm.h``."""
+"""Residual addition and RMSNorm in one pass. Contract: ``csrc/tigon/ops/add_rms_norm/add_rms_norm.h``."""
 
 from __future__ import annotations
 

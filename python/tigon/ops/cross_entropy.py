@@ -1,4 +1,4 @@
-"""Softmax cross-entropy of given logits. Contract: ``tigon/ops/cross_entropy/cross_entropy.h``."""
+"""Softmax cross-entropy of given logits. Contract: ``csrc/tigon/ops/cross_entropy/cross_entropy.h``."""
 
 from __future__ import annotations
 

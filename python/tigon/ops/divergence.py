@@ -1,4 +1,4 @@
-"""KL, Jensen-Shannon, total variation. Contract: ``tigon/ops/divergence/divergence.h``."""
+"""KL, Jensen-Shannon, total variation. Contract: ``csrc/tigon/ops/divergence/divergence.h``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dynamic Tanh (Zhu et al. 2025, eq. 1). Contract: ``tigon/ops/dyt/dyt.h``."""
+"""Dynamic Tanh (Zhu et al. 2025, eq. 1). Contract: ``csrc/tigon/ops/dyt/dyt.h``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embedding (Bengio et al. 2003). Contract: ``tigon/ops/embedding/embedding.h``."""
+"""Embedding (Bengio et al. 2003). Contract: ``csrc/tigon/ops/embedding/embedding.h``."""
 
 from __future__ import annotations
 

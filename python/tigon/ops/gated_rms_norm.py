@@ -1,4 +1,4 @@
-"""RMSNorm with a gate. Contract: ``tigon/ops/gated_rms_norm/gated_rms_norm.h``."""
+"""RMSNorm with a gate. Contract: ``csrc/tigon/ops/gated_rms_norm/gated_rms_norm.h``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gated linear units (Shazeer 2020, section 2). Contract: ``tigon/ops/glu/glu.h``."""
+"""Gated linear units (Shazeer 2020, section 2). Contract: ``csrc/tigon/ops/glu/glu.h``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GroupNorm (Wu & He 2018). Contract: ``tigon/ops/group_norm/group_norm.h``."""
+"""GroupNorm (Wu & He 2018). Contract: ``csrc/tigon/ops/group_norm/group_norm.h``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LayerNorm (Ba, Kiros & Hinton 2016, eq. 4). Contract: ``tigon/ops/layer_norm/layer_norm.h``."""
+"""LayerNorm (Ba, Kiros & Hinton 2016, eq. 4). Contract: ``csrc/tigon/ops/layer_norm/layer_norm.h``."""
 
 from __future__ import annotations
 

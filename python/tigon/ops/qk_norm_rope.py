@@ -1,4 +1,4 @@
-"""RMSNorm of q and k by head, then rotary embedding. Contract: ``tigon/ops/rope/qk_norm_rope.h``."""
+"""RMSNorm of q and k by head, then rotary embedding. Contract: ``csrc/tigon/ops/rope/qk_norm_rope.h``."""
 
 from __future__ import annotations
 

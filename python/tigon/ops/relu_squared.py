@@ -1,4 +1,4 @@
-"""Squared ReLU (So et al. 2021, "Primer"). Contract: ``tigon/ops/relu_squared/relu_squared.h``."""
+"""Squared ReLU (So et al. 2021, "Primer"). Contract: ``csrc/tigon/ops/relu_squared/relu_squared.h``."""
 
 from __future__ import annotations
 

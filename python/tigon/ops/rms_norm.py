@@ -1,4 +1,4 @@
-"""RMSNorm (Zhang & Sennrich 2019, eq. 4). Contract: ``tigon/ops/rms_norm/rms_norm.h``."""
+"""RMSNorm (Zhang & Sennrich 2019, eq. 4). Contract: ``csrc/tigon/ops/rms_norm/rms_norm.h``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, eq. 34). Contract: ``tigon/ops/rope/rope.h``."""
+"""Rotary position embedding (Su et al. 2021, eq. 34). Contract: ``csrc/tigon/ops/rope/rope.h``."""
 
 from __future__ import annotations
 

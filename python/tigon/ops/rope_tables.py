@@ -12,7 +12,7 @@ from tigon.ops.arguments import check_float, check_indices, check_integers, kind
 
 
 class Form(NamedTuple):
-    """The trailing arguments of the operators, in their order (``tigon/ops/rope/rope_torch.h``)."""
+    """The trailing arguments of the operators, in their order (``csrc/tigon/ops/rope/rope_torch.h``)."""
 
     head_dim: int
     pairs: int = 0  # 0: halves, 1: neighbours, 2: neighbours in, halves out

@@ -1,4 +1,4 @@
-"""SiLU (Elfwing et al. 2017; Hendrycks & Gimpel 2016). Contract: ``tigon/ops/silu/silu.h``."""
+"""SiLU (Elfwing et al. 2017; Hendrycks & Gimpel 2016). Contract: ``csrc/tigon/ops/silu/silu.h``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Softmax (Bridle 1990). Contract: ``tigon/ops/softmax/softmax.h``."""
+"""Softmax (Bridle 1990). Contract: ``csrc/tigon/ops/softmax/softmax.h``."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Linear layer and cross-entropy in one.
 
-Contract: ``tigon/ops/linear_cross_entropy/linear_cross_entropy.h``.
+Contract: ``csrc/tigon/ops/linear_cross_entropy/linear_cross_entropy.h``.
 """
 
 from __future__ import annotations

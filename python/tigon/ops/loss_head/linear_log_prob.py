@@ -1,6 +1,6 @@
 """Log-probability of each label under a linear head, and the entropy.
 
-Contract: ``tigon/ops/linear_cross_entropy/linear_cross_entropy.h``.
+Contract: ``csrc/tigon/ops/linear_cross_entropy/linear_cross_entropy.h``.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def _fake_kept(upstream, kept, hidden, weight, target, token_weight, ignore_inde
     return _empty_gradients(Operands(hidden, weight, target), options, needs)[:3]
 
 
-# The schemas stand in tigon/ops/linear_cross_entropy/linear_cross_entropy_torch.cpp.
+# The schemas stand in csrc/tigon/ops/linear_cross_entropy/linear_cross_entropy_torch.cpp.
 finish = raw("linear_cross_entropy_bwd", _fake_finish)
 finish_in_place = raw("linear_cross_entropy_bwd_", _fake_finish, OP)
 rows_backward = raw("linear_cross_entropy_rows_bwd", _fake_rows, OP)

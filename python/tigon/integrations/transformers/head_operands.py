@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from tigon.hf.forward import plain
+from tigon.integrations.transformers.forward import plain
 
 
 class Operands(NamedTuple):

@@ -23,7 +23,7 @@ def table() -> dict[str, tuple[str, ...]]:
 @functools.cache
 def _places() -> dict[str, object]:
     """Name -> the module that it stands in; of a name that two define, the last one."""
-    modules = [importlib.import_module(f"tigon.compat.liger.{name}") for name in _BEHIND]
+    modules = [importlib.import_module(f"tigon.integrations.liger.{name}") for name in _BEHIND]
     return {
         name: module
         for module in modules
@@ -35,7 +35,7 @@ def _places() -> dict[str, object]:
 @functools.cache
 def resolve(name: str) -> object:
     """What stands behind a name: an implementation, or a class that refuses to be used."""
-    from tigon.compat.liger.missing import missing
+    from tigon.integrations.liger.missing import missing
 
     found = getattr(_places()[name], name) if name in _places() else None
     return missing(name) if found is None else found

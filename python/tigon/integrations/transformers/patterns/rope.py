@@ -1,6 +1,6 @@
-"""The table of recognised rotary functions, written as models write them (see `structures.py`).
+"""The table of recognised rotary functions, written as models write them (see `modules.py`).
 
-Their options: `call` names the signature (`hf/rope.py` has one replacement for each), `rope` holds the
+Their options: `call` names the signature (`../rope.py` has one replacement for each), `rope` holds the
 options of `tigon.rope`, `tables` says which columns of cos and sin are read: all of them; the
 `left` half, each for a pair; or all, each for a pair (`pair`). `probe`: how many columns a function
 without source is tried with, where its numbers may be compared. `back`: turned by minus the angle.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from tigon.hf.structures import Structure
+from tigon.integrations.transformers.patterns.modules import Structure
 
 
 def rotate_half(x):

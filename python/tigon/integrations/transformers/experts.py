@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tigon.hf.canonical import Unrecognised, canonical_forward, canonical_method
-from tigon.hf.forward import blocked, bound, plain, stock
-from tigon.hf.mlp import FUSED, clamped_product, known_activation, product
-from tigon.hf.structures import BATCHED_EXPERTS, EXPERT_GATES, match
+from tigon.integrations.transformers.canonical import Unrecognised, canonical_forward, canonical_method
+from tigon.integrations.transformers.forward import blocked, bound, plain, stock
+from tigon.integrations.transformers.mlp import FUSED, clamped_product, known_activation, product
+from tigon.integrations.transformers.patterns.modules import BATCHED_EXPERTS, EXPERT_GATES, match
 from tigon.ops.glu import swiglu, swiglu_oai
 from tigon.ops.relu_squared import relu_squared
 

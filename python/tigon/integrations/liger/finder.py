@@ -7,7 +7,7 @@ import importlib.machinery
 import importlib.metadata
 import re
 
-from tigon.compat.liger.names import PACKAGE, VERSION, resolve, table
+from tigon.integrations.liger.names import PACKAGE, VERSION, resolve, table
 
 DISTRIBUTION = "liger-kernel"
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from transformers.activations import ACT2FN
 
-from tigon.hf.canonical import Canonical, canonical_function
+from tigon.integrations.transformers.canonical import Canonical, canonical_function
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def match(found: Canonical, table: tuple[Structure, ...]) -> Match | None:
 def _expression(reference, forward) -> Canonical:
     if not forward:
         return canonical_function(reference)
-    from tigon.hf.canonical import canonical_forward
+    from tigon.integrations.transformers.canonical import canonical_forward
 
     return canonical_forward(type("Reference", (), {"forward": reference}))
 

@@ -7,10 +7,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tigon
-from tigon.compat.liger import functional as F
-from tigon.compat.liger.missing import function_class
 from tigon.error import check
-from tigon.transformers import FusedGatedMLP, GatedMLP, activation_of
+from tigon.integrations.liger import functional as F
+from tigon.integrations.liger.missing import function_class
+from tigon.integrations.transformers.modules import FusedGatedMLP, GatedMLP, activation_of
 
 
 def _initial(init_fn: str, *shape: int) -> nn.Parameter:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from torch import nn
 from transformers.utils import ModelOutput
 
-from tigon.compat.liger.outputs import with_counts
 from tigon.error import check
-from tigon.hf.forward import Forward, bound
-from tigon.hf.head import head_forward
-from tigon.hf.lazy_logits import LossRequest
+from tigon.integrations.liger.outputs import with_counts
+from tigon.integrations.transformers.forward import Forward, bound
+from tigon.integrations.transformers.head import head_forward
+from tigon.integrations.transformers.lazy_logits import LossRequest
 
 _FIELDS = {"return_token_accuracy": "token_accuracy", "return_predicted_tokens": "predicted_tokens"}
 _ASKED = (

@@ -14,9 +14,9 @@ import logging
 from transformers import AutoConfig
 
 import tigon
-from tigon.compat.liger import counts
 from tigon.error import Error, check
-from tigon.transformers import AutoTigonForCausalLM, split_options
+from tigon.integrations.liger import counts
+from tigon.integrations.transformers.modules import AutoTigonForCausalLM, split_options
 
 log = logging.getLogger("tigon")
 
@@ -137,7 +137,7 @@ def _take_choices(norm) -> None:
 
 
 def _patch_later(types, slots, logits_loss) -> None:
-    from tigon.compat.construction import on_construction
+    from tigon.integrations.liger.construction import on_construction
 
     if _loading is not None:
         _loading.append((slots, logits_loss))

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tigon.hf.canonical import NoSource, Unrecognised, canonical_forward, source_tree
-from tigon.hf.forward import blocked, plain, stock
-from tigon.hf.ledger import Ledger
-from tigon.hf.probe import on_cpu
-from tigon.hf.structures import ACTIVATIONS, MLPS, match
+from tigon.integrations.transformers.canonical import NoSource, Unrecognised, canonical_forward, source_tree
+from tigon.integrations.transformers.forward import blocked, plain, stock
+from tigon.integrations.transformers.patterns.modules import ACTIVATIONS, MLPS, match
+from tigon.integrations.transformers.probe import on_cpu
+from tigon.integrations.transformers.recompute import Ledger
 from tigon.ops.glu import geglu, reglu, swiglu
 from tigon.ops.relu_squared import relu_squared
 

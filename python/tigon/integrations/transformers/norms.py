@@ -7,10 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tigon.hf.canonical import NoSource, Unrecognised, canonical_forward
-from tigon.hf.forward import blocked, plain, stock
-from tigon.hf.probe import equals, probe_norm
-from tigon.hf.structures import DECLARED, GATED_NORMS, GROUP_NORMS, LAYER_NORMS, NORMS, Match, match
+from tigon.integrations.transformers.canonical import NoSource, Unrecognised, canonical_forward
+from tigon.integrations.transformers.forward import blocked, plain, stock
+from tigon.integrations.transformers.patterns.modules import (
+    DECLARED,
+    GATED_NORMS,
+    GROUP_NORMS,
+    LAYER_NORMS,
+    NORMS,
+    Match,
+    match,
+)
+from tigon.integrations.transformers.probe import equals, probe_norm
 from tigon.ops.gated_rms_norm import gated_rms_norm
 from tigon.ops.group_norm import group_norm
 from tigon.ops.layer_norm import layer_norm

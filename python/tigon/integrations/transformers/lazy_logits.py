@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from tigon.error import Error
-from tigon.hf.forward import plain
-from tigon.hf.sharding import in_a_group, present
+from tigon.integrations.transformers.forward import plain
+from tigon.integrations.transformers.sharding import in_a_group, present
 
 logger = logging.getLogger("tigon")
 

@@ -10,15 +10,23 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from tigon.error import Error
-from tigon.hf.experts import plan_experts
-from tigon.hf.forward import bind, bound, unbind
-from tigon.hf.head import HEAD, HeadSpec, attach, bind_head, causal_lm_loss, detach, plan_head
-from tigon.hf.ledger import Ledger
-from tigon.hf.mlp import MlpSpec, mlp_forward, plan_mlp
-from tigon.hf.norms import norm_forward, plan_norm
-from tigon.hf.report import Entry, Report
-from tigon.hf.rope import Key, find_rotary, plan_rotary, rebind, release
-from tigon.hf.slices import plan_slices, split_forward
+from tigon.integrations.transformers.experts import plan_experts
+from tigon.integrations.transformers.forward import bind, bound, unbind
+from tigon.integrations.transformers.head import (
+    HEAD,
+    HeadSpec,
+    attach,
+    bind_head,
+    causal_lm_loss,
+    detach,
+    plan_head,
+)
+from tigon.integrations.transformers.mlp import MlpSpec, mlp_forward, plan_mlp
+from tigon.integrations.transformers.norms import norm_forward, plan_norm
+from tigon.integrations.transformers.qkv_split import plan_slices, split_forward
+from tigon.integrations.transformers.recompute import Ledger
+from tigon.integrations.transformers.report import Entry, Report
+from tigon.integrations.transformers.rope import Key, find_rotary, plan_rotary, rebind, release
 
 STATE = "_tigon_state"
 ABSENT = "absent"  # the model had no loss function of its own

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from tigon.hf.rotary_forms import ROTARY
-from tigon.hf.structures import NORMS, Match
+from tigon.integrations.transformers.patterns.modules import NORMS, Match
+from tigon.integrations.transformers.patterns.rope import ROTARY
 
 PROBE_EPS = 0.37  # large, so that a norm that ignores its eps attribute is told apart
 

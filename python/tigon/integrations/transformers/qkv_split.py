@@ -19,8 +19,8 @@ import types
 
 from torch import nn
 
-from tigon.hf.canonical import Unrecognised, function_node
-from tigon.hf.forward import blocked
+from tigon.integrations.transformers.canonical import Unrecognised, function_node
+from tigon.integrations.transformers.forward import blocked
 
 BOUND = (ast.Name, ast.Attribute, ast.Constant, ast.BinOp, ast.Add, ast.Mult, ast.Load)
 

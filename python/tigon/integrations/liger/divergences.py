@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import tigon
-from tigon.compat.liger.missing import function_class
 from tigon.error import check
+from tigon.integrations.liger.missing import function_class
 
 _REDUCTIONS = ("none", "sum", "mean", "batchmean")
 

@@ -15,9 +15,9 @@ import importlib.metadata
 import sys
 from pathlib import Path
 
-from tigon.compat.liger.finder import DISTRIBUTION, Finder
-from tigon.compat.liger.names import PACKAGE, VERSION, implemented
 from tigon.error import Error
+from tigon.integrations.liger.finder import DISTRIBUTION, Finder
+from tigon.integrations.liger.names import PACKAGE, VERSION, implemented
 
 __all__ = ["VERSION", "adopt", "implemented", "install", "installed", "uninstall"]
 
@@ -53,7 +53,7 @@ def uninstall() -> None:
     """Take :func:`install` back, constructors watched for ``apply_liger_kernel_to_*`` included."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
     _forget_modules()
-    construction = sys.modules.get("tigon.compat.construction")
+    construction = sys.modules.get("tigon.integrations.liger.construction")
     if construction is not None:
         construction.forget()
     _look_again()

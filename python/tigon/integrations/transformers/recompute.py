@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tigon.hf.forward import plain
-from tigon.hf.head_operands import is_linear, is_lora
+from tigon.integrations.transformers.forward import plain
+from tigon.integrations.transformers.head_operands import is_linear, is_lora
 from tigon.ops import glu
 from tigon.ops.loss_head.memory import linear_cross_entropy_memory
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tigon.compat.liger import divergences, modules
+from tigon.integrations.liger import divergences, modules
 
 logger = logging.getLogger("tigon")
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from tigon.compat.liger import divergences, functional, modules
+from tigon.integrations.liger import divergences, functional, modules
 
 
 def rms_norm(x, weight, eps=1e-6, *, offset=0, casting_mode="llama", in_place=False, row_mode=None, impl=None,

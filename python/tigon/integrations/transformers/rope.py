@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from tigon.hf.canonical import NoSource, Unrecognised, canonical_function
-from tigon.hf.forward import plain
-from tigon.hf.probe import probe_rotary
-from tigon.hf.rotary_forms import ROTARY
-from tigon.hf.structures import Match, match
+from tigon.integrations.transformers.canonical import NoSource, Unrecognised, canonical_function
+from tigon.integrations.transformers.forward import plain
+from tigon.integrations.transformers.patterns.modules import Match, match
+from tigon.integrations.transformers.patterns.rope import ROTARY
+from tigon.integrations.transformers.probe import probe_rotary
 from tigon.ops.rope import rope
 
 Key = tuple[str, str]  # module name, name of the global

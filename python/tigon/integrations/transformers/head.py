@@ -13,12 +13,12 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
 from tigon.error import check
-from tigon.hf.forward import autocast_dtype, bind, blocked, bound, plain, stock, unbind
-from tigon.hf.head_operands import head_operands, is_linear, is_lora
-from tigon.hf.lazy_logits import LazyLogits, LogitsRequest, LossRequest
-from tigon.hf.ledger import Ledger
-from tigon.hf.report import HeadCalls
-from tigon.hf.sharding import gathered_once, present, refuse_main_grad
+from tigon.integrations.transformers.forward import autocast_dtype, bind, blocked, bound, plain, stock, unbind
+from tigon.integrations.transformers.head_operands import head_operands, is_linear, is_lora
+from tigon.integrations.transformers.lazy_logits import LazyLogits, LogitsRequest, LossRequest
+from tigon.integrations.transformers.recompute import Ledger
+from tigon.integrations.transformers.report import HeadCalls
+from tigon.integrations.transformers.sharding import gathered_once, present, refuse_main_grad
 from tigon.ops.loss_head.labels import count_labels
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tigon.error import check
-from tigon.hf.forward import plain
+from tigon.integrations.transformers.forward import plain
 
 
 def present(head: nn.Module) -> bool:

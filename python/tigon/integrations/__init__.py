@@ -1,0 +1,1 @@
+"""Other libraries: transformers, Liger's interface, TRL, ``kernels``. Nothing happens without a call."""

@@ -1,0 +1,231 @@
+"""For people who compose models by hand, and the two one-line ways into a training script.
+
+Modules here take a Hugging Face configuration and keep the names of its checkpoints; they hold ordinary
+``nn.Linear`` and ``nn.Parameter``, so PEFT, quantisation and sharding see what they know.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+import tigon
+from tigon.error import Error, check
+from tigon.integrations.transformers import apply
+from tigon.nn import (
+    AddRMSNorm,
+    CrossEntropyLoss,
+    GatedRMSNorm,
+    LayerNorm,
+    LinearCrossEntropyLoss,
+    QKNormRotaryEmbedding,
+    RotaryEmbedding,
+)
+from tigon.nn import RMSNorm as _RMSNorm
+
+__all__ = [
+    "AddRMSNorm",
+    "AutoTigonForCausalLM",
+    "CrossEntropyLoss",
+    "FusedGatedMLP",
+    "GatedMLP",
+    "GatedRMSNorm",
+    "GemmaRMSNorm",
+    "LayerNorm",
+    "LinearCrossEntropyLoss",
+    "QKNormRotaryEmbedding",
+    "RMSNorm",
+    "RotaryEmbedding",
+    "TigonTrainerCallback",
+    "apply_rotary_pos_emb",
+    "causal_lm_loss",
+]
+
+log = logging.getLogger("tigon")
+
+
+def split_options(options: dict) -> tuple[dict, dict]:
+    """(what :func:`tigon.apply` takes by keyword, the rest)."""
+    names = [n for n, p in inspect.signature(apply).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    ours = {name: value for name, value in options.items() if name in names}
+    return ours, {name: value for name, value in options.items() if name not in names}
+
+
+class AutoTigonForCausalLM(AutoModelForCausalLM):
+    """``AutoModelForCausalLM`` whose models come with :func:`tigon.apply` done.
+
+    Keywords of ``tigon.apply`` (``norm``, ``mlp``, ``rope``, ``loss``, ``strict``, ...) go there, all others
+    to transformers. ``model.tigon_report`` says what was replaced.
+    """
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
+        """Load, then apply."""
+        options, rest = split_options(kwargs)
+        return cls._applied(super().from_pretrained(pretrained_model_name_or_path, *args, **rest), options)
+
+    @classmethod
+    def from_config(cls, config, **kwargs):
+        """Build with random weights, then apply."""
+        options, rest = split_options(kwargs)
+        return cls._applied(super().from_config(config, **rest), options)
+
+    @staticmethod
+    def _applied(loaded, options):
+        model = loaded[0] if isinstance(loaded, tuple) else loaded  # output_loading_info=True
+        model.tigon_report = apply(model, **options)
+        return loaded
+
+
+class TigonTrainerCallback(TrainerCallback):
+    """:func:`tigon.apply` inside ``Trainer`` (and every trainer built on it: TRL's, yours).
+
+    ``Trainer(..., callbacks=[TigonTrainerCallback()])``. It applies when the trainer is made, before
+    accelerate, FSDP, DeepSpeed or ``torch.compile`` wrap the model, and once more when training begins, for
+    models that ``model_init`` makes only then. After the first step it warns if the loss head that was
+    patched has computed no loss. Options are those of ``tigon.apply``; ``report`` is its result.
+    """
+
+    def __init__(self, **options):
+        _, unknown = split_options(options)
+        check("TigonTrainerCallback", not unknown, "options must be those of tigon.apply, got {}", [*unknown])
+        self.options = options
+        self.report = None
+        self._looked = False
+
+    def on_init_end(self, args, state, control, model=None, **kwargs):
+        """The trainer has its model, still unwrapped."""
+        if model is not None:
+            self._apply(model)
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        """The model may be another one than at the beginning (``model_init``)."""
+        self._looked = False
+        if model is not None:
+            self._apply(model)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        """Look once whether the loss really went through the patched head."""
+        if self._looked or self.report is None:
+            return
+        self._looked = True
+        try:
+            self.report.check()
+        except Error as error:
+            log.warning("%s", error)
+
+    def _apply(self, model):
+        report = apply(model, **self.options)
+        if report is not self.report:
+            log.info("%s", report)
+        self.report = report
+
+
+class RMSNorm(_RMSNorm):
+    """Llama's RMSNorm: weight of ones, normalised values rounded before the weight."""
+
+    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
+        super().__init__(hidden_size, eps)
+
+    @property
+    def variance_epsilon(self) -> float:
+        """transformers' name of eps."""
+        return self.eps
+
+
+class GemmaRMSNorm(_RMSNorm):
+    """Gemma's RMSNorm: ``1 + weight``, weight of zeros, rounded once."""
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__(dim, eps, offset=1.0, rounding="gemma")
+
+
+# Activation names of Hugging Face configurations -> (exported function, its options).
+_PRODUCTS = {
+    "silu": ("swiglu", {}),
+    "swish": ("swiglu", {}),
+    "gelu": ("geglu", {"approximate": "none"}),
+    "gelu_pytorch_tanh": ("geglu", {"approximate": "tanh"}),
+    "gelu_new": ("geglu", {"approximate": "tanh"}),
+}
+
+
+def gated_product(op: str, activation: str):
+    """The fused ``act(gate) * up`` of an activation's name, of two tensors or of one that holds both."""
+    known = activation in _PRODUCTS
+    check(op, known, "hidden_act must be one of {}, got {!r}", (*_PRODUCTS,), activation)
+    name, options = _PRODUCTS[activation]
+    return functools.partial(getattr(tigon, name), **options)
+
+
+def activation_of(config) -> str:
+    """The activation a configuration names; Gemma's newer key first."""
+    return getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or "silu"
+
+
+class GatedMLP(nn.Module):
+    """``down_proj(act(gate_proj(x)) * up_proj(x))`` of a configuration: Llama, Mistral, Qwen, Gemma, ...
+
+    Args:
+        config: ``hidden_size``, ``intermediate_size``, ``hidden_act`` (or ``hidden_activation``) and, where
+            it is there, ``mlp_bias``.
+        intermediate_size: instead of the configuration's.
+    """
+
+    def __init__(self, config, intermediate_size: int | None = None) -> None:
+        super().__init__()
+        self.hidden_size = config.hidden_size
+        self.intermediate_size = intermediate_size or config.intermediate_size
+        bias = bool(getattr(config, "mlp_bias", False))
+        self.gate_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(self.hidden_size, self.intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=bias)
+        self.activation = activation_of(config)
+        gated_product(type(self).__name__, self.activation)  # an unknown one is refused now
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., hidden_size] -> [..., hidden_size]``."""
+        product = gated_product(type(self).__name__, self.activation)
+        return self.down_proj(product(self.gate_proj(x), self.up_proj(x)))
+
+
+class FusedGatedMLP(nn.Module):
+    """The same with gate and up as halves of one ``gate_up_proj``: Phi-3, GLM-4."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        self.hidden_size, self.intermediate_size = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = nn.Linear(self.hidden_size, 2 * self.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(self.intermediate_size, self.hidden_size, bias=False)
+        self.activation = activation_of(config)
+        gated_product(type(self).__name__, self.activation)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[..., hidden_size] -> [..., hidden_size]``."""
+        product = gated_product(type(self).__name__, self.activation)
+        return self.down_proj(product(self.gate_up_proj(x)))
+
+
+def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
+    """transformers' function of this name, both tensors in one pass (:func:`tigon.rope`)."""
+    return tigon.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+
+
+def causal_lm_loss(hidden_states, lm_head_weight, labels, *, bias=None, num_items_in_batch=None,
+                   ignore_index=-100, shift_labels=None, softcap=None, logit_scale=1.0):  # fmt: skip
+    """The loss transformers' causal models return, from the hidden states before the head.
+
+    Labels are shifted here; pass ``shift_labels`` where they already are. ``num_items_in_batch`` is the
+    denominator of gradient accumulation (number or tensor).
+    """
+    target = labels if shift_labels is None else shift_labels
+    return tigon.linear_cross_entropy(
+        hidden_states, lm_head_weight, target.to(hidden_states.device), bias=bias, ignore_index=ignore_index,
+        softcap=softcap, logit_scale=logit_scale, shift=shift_labels is None,
+        denominator=num_items_in_batch,
+    )  # fmt: skip
