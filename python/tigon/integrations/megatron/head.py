@@ -14,10 +14,7 @@ from tigon.integrations.transformers.lazy_logits import LazyLogits, LossRequest
 from tigon.integrations.transformers.report import HeadCalls
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 
-LAYERS = (
-    "megatron.core.tensor_parallel.layers.ColumnParallelLinear",
-    "megatron.core.models.common.language_module.language_module.LinearCrossEntropyModule",
-)
+LAYER = "megatron.core.tensor_parallel.layers.ColumnParallelLinear"
 NAME = "tigon.linear_cross_entropy"
 
 
@@ -162,7 +159,7 @@ class _AddToMainGrad(torch.autograd.Function):
 def plan_head(model: nn.Module) -> str | None:
     """Why the head of a language model is left, or None."""
     layer = model.output_layer
-    if not is_one_of(layer, *LAYERS):
+    if not is_one_of(layer, LAYER):
         return f"the output layer is {type(layer).__name__}, not ColumnParallelLinear"
     size = group_size(layer.tp_group)
     if size > 1:
