@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import warnings
 
@@ -17,7 +16,7 @@ VOCAB, ROWS, BATCH = 96, 16, 2
 
 @contextlib.contextmanager
 def megatron(tensor_parallel=1):
-    """Megatron's groups on the CPU: where it asks for a CUDA device or its random states, it gets the CPU's."""
+    """Megatron's groups on the CPU; it asks for a CUDA device and its random states, and gets the CPU's."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
@@ -62,8 +61,9 @@ def gpt(spec=None, tied=False, mtp=None, model=None, **changes):
     torch.manual_seed(0)
     conf = config(**({"mtp_num_layers": mtp} if mtp else {}), **changes)
     if spec is None:
-        options = {name: getattr(conf, name, None) for name in ("normalization", "qk_layernorm", "qk_l2_norm")}
-        spec = get_gpt_layer_local_spec(**options, num_experts=conf.num_moe_experts)
+        names = {"num_experts": "num_moe_experts", "normalization": "normalization",
+                 "qk_layernorm": "qk_layernorm", "qk_l2_norm": "qk_l2_norm"}  # fmt: skip
+        spec = get_gpt_layer_local_spec(**{name: getattr(conf, of) for name, of in names.items()})
     else:
         spec = spec(conf)
     extra = {} if mtp is None else {"mtp_block_spec": mtp_spec(conf, spec)}
@@ -80,30 +80,37 @@ def mtp_spec(conf, spec):
 
 
 def hybrid(norm, **changes):
-    """A HybridModel of attention and MLP layers."""
+    """A HybridModel of attention and MLP layers; before Megatron-Core 0.19 its name is MambaModel."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.hybrid import hybrid_block
-    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+    try:
+        from megatron.core.models.hybrid import hybrid_block as block
+        from megatron.core.models.hybrid.hybrid_model import HybridModel as Model
+
+        stack, submodules, pattern = block.HybridStack, block.HybridStackSubmodules, "hybrid_layer_pattern"
+    except ImportError:
+        from megatron.core.models.mamba import MambaModel as Model
+        from megatron.core.ssm import mamba_block as block
+
+        stack, submodules, pattern = block.MambaStack, block.MambaStackSubmodules, "hybrid_override_pattern"
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hybrid_block, "TENorm", norm)
+        patch.setattr(block, "TENorm", norm)
         s = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
         attention = TransformerLayerSubmodules(
             input_layernorm=norm, self_attention=s.self_attention, self_attn_bda=s.self_attn_bda
         )
         mlp = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=s.mlp, mlp_bda=s.mlp_bda)
-        stack = HybridStackSubmodules(
+        spec = submodules(
             attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
             mlp_layer=ModuleSpec(MLPLayer, submodules=mlp),
         )
-        return HybridModel(
-            config(num_layers=4, **changes), ModuleSpec(HybridStack, submodules=stack), vocab_size=VOCAB,
-            max_sequence_length=ROWS, hybrid_layer_pattern="*-*-", position_embedding_type="rope",
+        return Model(
+            config(num_layers=4, **changes), ModuleSpec(stack, submodules=spec), vocab_size=VOCAB,
+            max_sequence_length=ROWS, position_embedding_type="rope", **{pattern: "*-*-"},
         )  # fmt: skip
 
 
@@ -135,7 +142,3 @@ def same(got, want, ulps=256):
         worst = (ours - grad).abs().max().item() / scale
         assert worst <= ulps * 2.0**-24, f"{name}: {worst:.2e}"
     assert got[1].keys() == want[1].keys()
-
-
-def fields(instance):
-    return {field.name: getattr(instance, field.name) for field in dataclasses.fields(instance)}

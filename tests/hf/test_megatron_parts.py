@@ -1,19 +1,21 @@
-"""tigon.megatron where there is no Megatron: its functions, norms, and `apply` on classes of Megatron's names."""
+"""tigon.megatron without Megatron: its functions, norms, and `apply` on classes of Megatron's names."""
 
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import types
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases.case import Inputs
 from checks import check_close, run
 from torch import nn
 
 import tigon
 import tigon.megatron as tm
+from cases.case import Inputs
 from tigon.integrations.megatron.rope import thd_positions
 from tigon.integrations.transformers.lazy_logits import LazyLogits
 
@@ -61,7 +63,9 @@ def test_bias_swiglu(dtype, limit):
     x, bias = draw(5, 3, 14, dtype=dtype), draw(14, seed=1, dtype=dtype)
     judge(lambda x, b: tm.bias_swiglu_impl(x, b, False, False, limit),
           lambda x, b: plain_swiglu(x, b, limit), x, bias, grads=(0, 1))  # fmt: skip
-    judge(lambda x: tm.bias_swiglu_impl(x, None, clamp_value=limit), lambda x: plain_swiglu(x, None, limit), x)
+    judge(
+        lambda x: tm.bias_swiglu_impl(x, None, clamp_value=limit), lambda x: plain_swiglu(x, None, limit), x
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -190,7 +194,9 @@ def test_rope_tables_follow_their_angles():
     first = tm.fused_apply_rotary_pos_emb(t, freqs)
     assert torch.equal(first, tm.fused_apply_rotary_pos_emb(t, freqs))
     freqs.mul_(2)
-    assert torch.equal(tm.fused_apply_rotary_pos_emb(t, freqs), tm.fused_apply_rotary_pos_emb(t, freqs.clone()))
+    assert torch.equal(
+        tm.fused_apply_rotary_pos_emb(t, freqs), tm.fused_apply_rotary_pos_emb(t, freqs.clone())
+    )
     assert not torch.equal(tm.fused_apply_rotary_pos_emb(t, freqs), first)
 
 
@@ -494,7 +500,8 @@ def test_main_grad(dtype, tied, keep_mb):
             torch.testing.assert_close(p.grad, others[name], rtol=2e-5, atol=2e-5)
     (flag, main_grad, dummy), *more = found  # once, when the sum was made
     assert flag and not more
-    total = (main_grad.float() - 2.0) + (dummy if tied else 0.0)  # tied: the embedding's share is in the other
+    # Of a tied weight the embedding's share is in the gradient that arrives.
+    total = (main_grad.float() - 2.0) + (dummy if tied else 0.0)
     want = stock[1] if tied else stock[-1]
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(total, want, rtol=tolerance, atol=tolerance)
@@ -512,6 +519,20 @@ def test_main_grad_without_the_flag():
     torch.testing.assert_close(weight.main_grad, want, rtol=2e-5, atol=2e-5)
 
 
+def test_main_grad_of_a_head_alone():
+    model = Language()
+    want = step(model)[-1]
+    tm.apply(model)
+    weight = model.output_layer.weight
+    model.requires_grad_(False)
+    weight.requires_grad_(True)
+    found = fused_gradients(model, weight, torch.float32, zeros=True)
+    step(model)
+    (flag, main_grad, dummy), *more = found
+    assert flag and not more and not dummy.any()
+    torch.testing.assert_close(main_grad - 2.0, want, rtol=2e-5, atol=2e-5)
+
+
 def test_frozen_weight():
     model = Language()
     model.output_layer.weight.requires_grad_(False)
@@ -519,6 +540,14 @@ def test_frozen_weight():
     tm.apply(model)
     model.output_layer.gradient_accumulation_fusion = True
     same(step(model), want)
+
+
+def test_import_needs_neither_megatron_nor_transformers():
+    code = (
+        "import sys, tigon.megatron as m; m.apply; print({'megatron', 'transformers'} & sys.modules.keys())"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout == "set()\n"
 
 
 def test_public_path():

@@ -117,7 +117,7 @@ class Activation(nn.Module):
         super().__init__()
         plan = plan_activation(config)
         if isinstance(plan, str):
-            refuse("megatron.Activation", "config must name an activation with a kernel, got one that {}", plan)
+            refuse("megatron.Activation", "config must name an activation with a kernel, got: {}", plan)
         self.function, self.name = plan
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ def apply(
     model: nn.Module, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
     *, keep_mb: float = 0.0,
 ) -> Report:  # fmt: skip
-    """Put Tigon's kernels into a Megatron model (``GPTModel``, ``HybridModel``, ``MambaModel``, or around them).
+    """Put Tigon's kernels into a Megatron model: ``GPTModel``, ``HybridModel``, ``MambaModel``.
 
     Modules get methods of their own, and copies of their config with one value changed; classes, functions
     and other models stay as they are. Parameters, their names and their attributes do not change, so that it
@@ -50,16 +50,19 @@ def apply(
     Raises:
         tigon.Error: no Megatron model, or one with Tigon in it already.
     """
-    check("megatron.apply", isinstance(model, nn.Module), "model must be an nn.Module, got {}", kind_of(model))
-    check_numbers("megatron.apply", keep_mb=keep_mb)
+    op = "megatron.apply"
+    check(op, isinstance(model, nn.Module), "model must be an nn.Module, got {}", kind_of(model))
+    check_numbers(op, keep_mb=keep_mb)
+    check(op, keep_mb >= 0, "keep_mb must be >= 0, got {}", keep_mb)
     owners = {path: module for path, module in model.named_modules() if _is_language_model(module)}
-    check("megatron.apply", owners, "model must hold a Megatron language model, got {}", type(model).__name__)
+    check(op, owners, "model must hold a Megatron language model, got {}", type(model).__name__)
     patched = any(STATE in vars(module) for module in model.modules())
-    check("megatron.apply", not patched, "model must be without Tigon (undo() first), got a patched one")
+    check(op, not patched, "model must be without Tigon (undo() first), got a patched one")
     state = State(Report(type(model).__name__))
-    slots = {"norm": _norms if norm else None, "mlp": _mlps if mlp else None}
-    for install in filter(None, slots.values()):
-        install(model, state)
+    if norm:
+        _norms(model, state)
+    if mlp:
+        _mlps(model, state)
     if rope:
         _rotary(model, owners, state)
     if loss:

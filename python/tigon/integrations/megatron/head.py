@@ -89,7 +89,10 @@ def language_model_loss(model, spec, labels, logits):
 
 
 def _loss(layer, spec, hidden, weight, request):
-    """Per-token losses of ``hidden @ weight.T``; a tensor-parallel group of one. (The sharded head's place.)"""
+    """Per-token losses of ``hidden @ weight.T`` with a tensor-parallel group of one.
+
+    The place of the sharded head: where `plan_head` leaves a group of several today.
+    """
     bias = None if layer.skip_bias_add else layer.bias
     options = request.options
     if spec.keep_mb:
@@ -103,9 +106,9 @@ def _loss(layer, spec, hidden, weight, request):
     return linear_cross_entropy(hidden, weight, request.target, bias=bias, **options)
 
 
-# The weight's gradient in main_grad. Megatron's hooks run when the weight gets a gradient: they take a flag for
-# word that main_grad has it already, and start its reduction. So a gradient of no meaning must arrive, after
-# the sum is made.
+# The weight's gradient in main_grad. Megatron's hooks run when the weight gets a gradient; a flag tells them
+# that main_grad has it already, and they start its reduction. So the head adds to main_grad first, and then
+# returns a gradient without meaning.
 
 
 def _adds_to_main_grad(layer, weight) -> bool:
@@ -121,7 +124,7 @@ def _proxy(weight, into):
 
 
 def _announced(weight):
-    """Sets the flag; the gradient that makes Megatron's hooks run."""
+    """Set the flag; returns the gradient that makes Megatron's hooks run."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
@@ -130,7 +133,7 @@ def _announced(weight):
 
 
 class _Announce(torch.autograd.Function):
-    """hidden; its backward runs when the head's has, and tells of the weight's gradient."""
+    """hidden. Its backward runs after the head's: then main_grad has the weight's gradient."""
 
     @staticmethod
     def forward(ctx, hidden, weight):

@@ -35,8 +35,8 @@ class RMSNorm(tigon_nn.RMSNorm):
     """RMSNorm with the constructor of Megatron's norm slots.
 
     Args:
-        config: Megatron's ``TransformerConfig``: ``layernorm_zero_centered_gamma`` (the weight starts at 0 and
-            1 is added to it), ``sequence_parallel`` (marked on the weight), ``params_dtype``.
+        config: Megatron's ``TransformerConfig``: ``layernorm_zero_centered_gamma`` (the weight starts at 0
+            and 1 is added to it), ``sequence_parallel`` (marked on the weight), ``params_dtype``.
         hidden_size: size C of the last dimension.
         eps: added to the mean square.
         returns_residual: return ``(y, x)``, and add both gradients in the backward's one pass: Megatron's

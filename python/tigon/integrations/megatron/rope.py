@@ -66,7 +66,8 @@ def fused_apply_rotary_pos_emb(
     check(op, start_positions is None, "start_positions must be None, got {}", type(start_positions))
     check(op, t.dim() == 4, "t must be [s, b, h, d], got {}", t.shape)
     rows, batch, heads, columns = t.shape
-    fits = freqs.dim() == 4 and freqs.shape[0] >= rows and freqs.shape[1] in (1, batch) and freqs.shape[2] == 1
+    fits = freqs.dim() == 4 and freqs.shape[0] >= rows
+    fits = fits and freqs.shape[1] in (1, batch) and freqs.shape[2] == 1
     check(op, fits, "freqs must be [{} or more, 1 or {}, 1, R], got {}", rows, batch, freqs.shape)
     cos, sin = (table[:rows] for table in _tables(freqs))
     options = {"interleaved": interleaved, "keep_dtype": True}
