@@ -1,32 +1,5 @@
-// Backward of the norm family: the formula that an op gives, and the kernels for rows of any length
-// and alignment, in two launches. The kernels that hold rows in registers are in norm_backward.cuh.
-//
-// The op gives a formula B (X is the storage type of rows, h the normalized value, weight the
-// parameter by column):
-//   struct Formula {
-//     using Element = X;
-//     // Rows read beside dy. All but the first may be null and are zeros then.
-//     static constexpr int kIn;
-//     // Gradients of rows, each of which may be null.
-//     static constexpr int kOut;
-//     // Gradients by column: 1 weight, 2 weight and bias.
-//     static constexpr int kSums;
-//     static constexpr bool kSubtractMean;
-//     // h was rounded to X before the weight.
-//     bool round_h;
-//     // Added to the weight.
-//     float offset;
-//     // Optional: `offset` is always 0.
-//     using PlainWeight = void;
-//     // What was normalized.
-//     float value(const float (&in)[kIn]) const;
-//     // Gradient of h * weight; its sum over rows is dbias.
-//     float upstream(float dy, const float (&in)[kIn]) const;
-//     void results(float dv, float dy, float h, float weight, const float (&in)[kIn],
-//                  float (&out)[kOut]) const;
-//   };
-// where dv, the gradient of value, is rstd * (g - h * mean(g * h) - mean(g)) and g is upstream *
-// (offset + weight); mean(g) is left out unless kSubtractMean.
+// Backward of the norm family for rows of any length and alignment, in two launches, over a formula B
+// (norm_math.inc). The kernels that hold rows in registers are in norm_backward.cuh.
 #pragma once
 
 #include "tigon/base/cuda/norm_row.cuh"

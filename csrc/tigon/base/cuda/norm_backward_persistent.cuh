@@ -21,7 +21,7 @@ constexpr int backward_parts =
 
 // The weight has no offset.
 template <class B>
-constexpr bool kPlainWeight = requires { typename B::PlainWeight; };
+constexpr bool kPlainWeight = std::is_base_of_v<NoNormScalars, B>;
 
 // The statistics of a row.
 struct Statistics {

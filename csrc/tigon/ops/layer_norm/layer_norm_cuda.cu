@@ -15,31 +15,6 @@ namespace {
 
 constexpr const char* kOp = "layer_norm";
 
-template <class X>
-struct Forward {
-  using Element = X;
-  static constexpr int kIn = 1, kParams = 2;
-  static constexpr bool kSubtractMean = true, kWritesResidual = false, round_h = false;
-  __device__ float value(const float (&x)[1]) const { return x[0]; }
-  __device__ float result(float h, const float (&param)[2], const float (&)[1]) const {
-    return layer_norm_y(h, param[0], param[1]);
-  }
-};
-
-template <class X>
-struct Backward {
-  using Element = X;
-  static constexpr int kIn = 1, kOut = 1, kSums = 2;
-  using PlainWeight = void;
-  static constexpr bool kSubtractMean = true, round_h = false;
-  static constexpr float offset = 0.0f;
-  __device__ float value(const float (&x)[1]) const { return x[0]; }
-  __device__ float upstream(float dy, const float (&)[1]) const { return dy; }
-  __device__ void results(float dv, float, float, float, const float (&)[1], float (&dx)[1]) const {
-    dx[0] = dv;
-  }
-};
-
 // Shapes by row length, tuned on H200 for bf16.
 using Lookahead = PipelinedBlock<3, 4, 512, 1, 1>;
 using ShapeTable =
@@ -52,7 +27,7 @@ using ShapeTable =
 void layer_norm_fwd(Context& ctx, const LayerNormFwd& a) {
   with_weight_types(kOp, a.x.dtype, a.weight ? a.weight : a.bias, [&]<class X, class W>(Type<X>, Type<W>) {
     norm_forward(kOp, ctx,
-                 NormForward<Forward<X>, W, X>{.in = {a.x.row<X>(0)},
+                 NormForward<LayerNormForward<float, X>, W, X>{.in = {a.x.row<X>(0)},
                                                .in_stride = {a.x.stride},
                                                .param = {a.weight.as<W>(), a.bias.as<W>()},
                                                .default_value = {1.0f, 0.0f},
@@ -72,7 +47,7 @@ void layer_norm_bwd(Context& ctx, const LayerNormBwd& a) {
   dweight.size = dbias.size = a.x.cols;
   with_weight_types(kOp, a.x.dtype, a.weight, [&]<class X, class W>(Type<X>, Type<W>) {
     norm_backward<ShapeTable>(kOp, ctx,
-                              NormBackward<Backward<X>, W, X>{.dy = a.dy.row<X>(0),
+                              NormBackward<LayerNormBackward<float, X>, W, X>{.dy = a.dy.row<X>(0),
                                                               .in = {a.x.row<X>(0)},
                                                               .out = {a.dx.row<X>(0)},
                                                               .dy_stride = a.dy.stride,
