@@ -2,38 +2,11 @@
 // (norm_math.inc). The kernels that hold rows in registers are in norm_backward.cuh.
 #pragma once
 
-#include "tigon/base/cuda/norm_row.cuh"
+#include "tigon/base/cuda/norm_backward_row.cuh"
 
 namespace tigon::cuda {
 
-template <class B, class W, class Y>
-struct NormBackward {
-  using X = typename B::Element;
-  B f;
-  const Y* dy;
-  const X* in[B::kIn];
-  X* out[B::kOut];
-  int64_t dy_stride, in_stride[B::kIn], out_stride[B::kOut];
-  // Null: ones, and no offset.
-  const W* weight;
-  // By row and group.
-  const float *rstd, *mean;
-  int64_t rows, cols;
-  int groups = 1;
-  // Of the rows of a group.
-  RowSchedule row_schedule;
-  // [parts, kSums, groups * cols]; null: not wanted.
-  float* partials = nullptr;
-  // For hide_from_compiler().
-  uint32_t opaque_zero = 0;
-  // End of each tensor's memory, set by norm_backward.
-  const Y* dy_end = nullptr;
-  const X* end[B::kIn] = {};
-};
-
 namespace norm_detail {
-
-#include "tigon/base/norm_math.inc"
 
 // Loads the inputs of one vector, all at once.
 template <class B, class W, class Y, int N, class RowView>

@@ -353,6 +353,10 @@ struct EdgeElement {
   const AlignedRow* row = nullptr;
 
   __device__ __forceinline__ bool valid() const { return column < row->view.cols; }
+  __device__ __forceinline__ void take_next() {
+#pragma unroll
+    for (int k = 0; k < F::kIn; ++k) in[k] = next[k];
+  }
   __device__ __forceinline__ void write_residual() {
     if (valid()) row->write_residual(column, in);
   }

@@ -14,9 +14,6 @@ namespace {
 
 constexpr const char* kOp = "gated_rms_norm";
 
-// Groups are short, so there are fewer shapes than for the other norms.
-using ShapeTable = ShapeList<Unpipelined<8, 2, 32, 2>, Unpipelined<32, 2, 8, 2>, PipelinedBlock<3, 2, 512>>;
-
 // fp32 weights ask for fp32 accuracy of the gate: ApproxFor<W> below.
 // Calls fn(order, x type, weight type, y type); with the norm first, y has x's type.
 template <class Fn>
@@ -34,20 +31,20 @@ void gated_rms_norm_fwd(Context& ctx, const GatedRmsNormFwd& a) {
   with_types(a.how, a.x.dtype, a.weight, a.y.dtype,
              [&]<bool NormFirst, class X, class W, class Y>(std::bool_constant<NormFirst>, Type<X>, Type<W>,
                                                             Type<Y>) {
-               norm_forward(
-                   kOp, ctx,
-                   NormForward<GatedRmsNormForward<float, X, NormFirst, ApproxFor<W>>, W, Y>{.f = {gated_scalars(a)},
-                                                               .in = {a.x.row<X>(0), a.gate.row<X>(0)},
-                                                               .in_stride = {a.x.stride, a.gate.stride},
-                                                               .param = {a.weight.as<W>()},
-                                                               .default_value = {1.0f},
-                                                               .y = a.y.row<Y>(0),
-                                                               .y_stride = a.y.stride,
-                                                               .rstd = a.rstd.as<float>(),
-                                                               .rows = a.x.rows,
-                                                               .cols = a.how.group,
-                                                               .groups = int(a.x.cols / a.how.group),
-                                                               .eps = a.eps});
+               norm_forward(kOp, ctx,
+                            NormForward<GatedRmsNormForward<float, X, NormFirst, ApproxFor<W>>, W, Y>{
+                                .f = {gated_scalars(a)},
+                                .in = {a.x.row<X>(0), a.gate.row<X>(0)},
+                                .in_stride = {a.x.stride, a.gate.stride},
+                                .param = {a.weight.as<W>()},
+                                .default_value = {1.0f},
+                                .y = a.y.row<Y>(0),
+                                .y_stride = a.y.stride,
+                                .rstd = a.rstd.as<float>(),
+                                .rows = a.x.rows,
+                                .cols = a.how.group,
+                                .groups = int(a.x.cols / a.how.group),
+                                .eps = a.eps});
              });
 }
 
@@ -55,21 +52,21 @@ void gated_rms_norm_bwd(Context& ctx, const GatedRmsNormBwd& a) {
   with_types(a.how, a.x.dtype, a.weight, a.dy.dtype,
              [&]<bool NormFirst, class X, class W, class Y>(std::bool_constant<NormFirst>, Type<X>, Type<W>,
                                                             Type<Y>) {
-               norm_backward<ShapeTable>(
-                   kOp, ctx,
-                   NormBackward<GatedRmsNormBackward<float, X, NormFirst, ApproxFor<W>>, W, Y>{.f = {gated_scalars(a)},
-                                                                 .dy = a.dy.row<Y>(0),
-                                                                 .in = {a.x.row<X>(0), a.gate.row<X>(0)},
-                                                                 .out = {a.dx.row<X>(0), a.dgate.row<X>(0)},
-                                                                 .dy_stride = a.dy.stride,
-                                                                 .in_stride = {a.x.stride, a.gate.stride},
-                                                                 .out_stride = {a.dx.stride, a.dgate.stride},
-                                                                 .weight = a.weight.as<W>(),
-                                                                 .rstd = a.rstd.as<float>(),
-                                                                 .rows = a.x.rows,
-                                                                 .cols = a.how.group,
-                                                                 .groups = int(a.x.cols / a.how.group)},
-                   {a.dweight});
+               norm_backward(kOp, ctx,
+                             NormBackward<GatedRmsNormBackward<float, X, NormFirst, ApproxFor<W>>, W, Y>{
+                                 .f = {gated_scalars(a)},
+                                 .dy = a.dy.row<Y>(0),
+                                 .in = {a.x.row<X>(0), a.gate.row<X>(0)},
+                                 .out = {a.dx.row<X>(0), a.dgate.row<X>(0)},
+                                 .dy_stride = a.dy.stride,
+                                 .in_stride = {a.x.stride, a.gate.stride},
+                                 .out_stride = {a.dx.stride, a.dgate.stride},
+                                 .weight = a.weight.as<W>(),
+                                 .rstd = a.rstd.as<float>(),
+                                 .rows = a.x.rows,
+                                 .cols = a.how.group,
+                                 .groups = int(a.x.cols / a.how.group)},
+                             {a.dweight});
              });
 }
 

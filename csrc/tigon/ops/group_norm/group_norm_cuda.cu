@@ -350,18 +350,18 @@ void forward_as_rows(Context& ctx, const GroupNormFwd& a) {
   with_weight_types(kOp, a.x.dtype, a.weight ? a.weight : a.bias, [&]<class X, class W>(Type<X>, Type<W>) {
     norm_forward(kOp, ctx,
                  NormForward<GroupNormRow<float, X>, W, X>{.in = {a.x.row<X>(0)},
-                                               .in_stride = {a.x.stride},
-                                               .param = {a.weight.as<W>(), a.bias.as<W>()},
-                                               .default_value = {1.0f, 0.0f},
-                                               .y = a.y.row<X>(0),
-                                               .y_stride = a.y.stride,
-                                               .rstd = a.rstd.as<float>(),
-                                               .mean = a.mean.as<float>(),
-                                               .rows = a.x.rows,
-                                               .cols = a.x.cols / a.groups,
-                                               .groups = int(a.groups),
-                                               .eps = a.eps,
-                                               .cols_per_param = a.x.cols / a.channels});
+                                                           .in_stride = {a.x.stride},
+                                                           .param = {a.weight.as<W>(), a.bias.as<W>()},
+                                                           .default_value = {1.0f, 0.0f},
+                                                           .y = a.y.row<X>(0),
+                                                           .y_stride = a.y.stride,
+                                                           .rstd = a.rstd.as<float>(),
+                                                           .mean = a.mean.as<float>(),
+                                                           .rows = a.x.rows,
+                                                           .cols = a.x.cols / a.groups,
+                                                           .groups = int(a.groups),
+                                                           .eps = a.eps,
+                                                           .cols_per_param = a.x.cols / a.channels});
   });
 }
 

@@ -15,29 +15,22 @@ namespace {
 
 constexpr const char* kOp = "layer_norm";
 
-// Shapes by row length, tuned on H200 for bf16.
-using Lookahead = PipelinedBlock<3, 4, 512, 1, 1>;
-using ShapeTable =
-    BackwardShapeTable<3, PipelinedRows<2, 32, 4, 8, 1>, PipelinedBlock<2, 2, 128, 4>,
-                       PipelinedBlock<2, 2, 320, 2>, UpToVecs<896, Lookahead>, PipelinedBlock<2, 2, 512>,
-                       UpToVecs<1152, PipelinedBlock<2, 4, 512>>, Lookahead, PipelinedBlock<2, 4, 512>>;
-
 }  // namespace
 
 void layer_norm_fwd(Context& ctx, const LayerNormFwd& a) {
   with_weight_types(kOp, a.x.dtype, a.weight ? a.weight : a.bias, [&]<class X, class W>(Type<X>, Type<W>) {
     norm_forward(kOp, ctx,
                  NormForward<LayerNormForward<float, X>, W, X>{.in = {a.x.row<X>(0)},
-                                               .in_stride = {a.x.stride},
-                                               .param = {a.weight.as<W>(), a.bias.as<W>()},
-                                               .default_value = {1.0f, 0.0f},
-                                               .y = a.y.row<X>(0),
-                                               .y_stride = a.y.stride,
-                                               .rstd = a.rstd.as<float>(),
-                                               .mean = a.mean.as<float>(),
-                                               .rows = a.x.rows,
-                                               .cols = a.x.cols,
-                                               .eps = a.eps});
+                                                               .in_stride = {a.x.stride},
+                                                               .param = {a.weight.as<W>(), a.bias.as<W>()},
+                                                               .default_value = {1.0f, 0.0f},
+                                                               .y = a.y.row<X>(0),
+                                                               .y_stride = a.y.stride,
+                                                               .rstd = a.rstd.as<float>(),
+                                                               .mean = a.mean.as<float>(),
+                                                               .rows = a.x.rows,
+                                                               .cols = a.x.cols,
+                                                               .eps = a.eps});
   });
 }
 
@@ -46,19 +39,19 @@ void layer_norm_bwd(Context& ctx, const LayerNormBwd& a) {
   // A row of partials holds both gradients.
   dweight.size = dbias.size = a.x.cols;
   with_weight_types(kOp, a.x.dtype, a.weight, [&]<class X, class W>(Type<X>, Type<W>) {
-    norm_backward<ShapeTable>(kOp, ctx,
-                              NormBackward<LayerNormBackward<float, X>, W, X>{.dy = a.dy.row<X>(0),
-                                                              .in = {a.x.row<X>(0)},
-                                                              .out = {a.dx.row<X>(0)},
-                                                              .dy_stride = a.dy.stride,
-                                                              .in_stride = {a.x.stride},
-                                                              .out_stride = {a.dx.stride},
-                                                              .weight = a.weight.as<W>(),
-                                                              .rstd = a.rstd.as<float>(),
-                                                              .mean = a.mean.as<float>(),
-                                                              .rows = a.x.rows,
-                                                              .cols = a.x.cols},
-                              {dweight, dbias});
+    norm_backward(kOp, ctx,
+                  NormBackward<LayerNormBackward<float, X>, W, X>{.dy = a.dy.row<X>(0),
+                                                                  .in = {a.x.row<X>(0)},
+                                                                  .out = {a.dx.row<X>(0)},
+                                                                  .dy_stride = a.dy.stride,
+                                                                  .in_stride = {a.x.stride},
+                                                                  .out_stride = {a.dx.stride},
+                                                                  .weight = a.weight.as<W>(),
+                                                                  .rstd = a.rstd.as<float>(),
+                                                                  .mean = a.mean.as<float>(),
+                                                                  .rows = a.x.rows,
+                                                                  .cols = a.x.cols},
+                  {dweight, dbias});
   });
 }
 
