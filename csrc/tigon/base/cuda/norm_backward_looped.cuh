@@ -108,7 +108,7 @@ __global__ __launch_bounds__(kColumnThreads,
   if (!view.has(c)) return;
   const int64_t end = min((part + 1) * chunk, p.rows);
   float sums[B::kSums][N] = {};
-#pragma unroll 4
+#pragma unroll 2
   for (int64_t row = part * chunk; row < end; ++row) {
     Vec<X, N> in[B::kIn];
     Vec<Y, N> dy;
