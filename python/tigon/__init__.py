@@ -23,6 +23,8 @@ from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 from tigon.ops.loss_head.linear_loss import linear_loss
 from tigon.ops.loss_head.memory import linear_cross_entropy_memory
+from tigon.ops.policy import policy_loss
+from tigon.ops.preference import kto_loss, preference_loss
 from tigon.ops.qk_norm_rope import qk_norm_rope
 from tigon.ops.relu_squared import relu_squared
 from tigon.ops.rms_norm import rms_norm
@@ -48,12 +50,15 @@ __all__ = [
     "group_norm",
     "jsd",
     "kl_div",
+    "kto_loss",
     "layer_norm",
     "linear_cross_entropy",
     "linear_cross_entropy_memory",
     "linear_log_prob",
     "linear_loss",
     "nn",
+    "policy_loss",
+    "preference_loss",
     "qk_norm_rope",
     "reglu",
     "relu_squared",
