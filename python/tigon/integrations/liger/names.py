@@ -9,7 +9,7 @@ from importlib import resources
 
 VERSION = "0.8.5"  # of the interface
 PACKAGE = "liger_kernel"
-_BEHIND = ("backends", "divergences", "functional", "modules", "outputs", "patching", "utils", "dispatched")
+_BEHIND = ("backends", "bases", "chunked_loss", "divergences", "functional", "modules", "outputs", "patching", "utils", "dispatched")
 
 
 @functools.cache
