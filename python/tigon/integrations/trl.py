@@ -10,6 +10,7 @@ comes with :class:`tigon.TigonTrainerCallback` or ``use_liger_kernel``.
 from __future__ import annotations
 
 import inspect
+import sys
 
 import torch
 
@@ -26,6 +27,7 @@ class LogProbHead:
 
     def __init__(self, original):
         self.original = original
+        self.calls = 0  # that Tigon answered
 
     def apply(self, hidden, weight, bias, targets, temperature, chunk_size, softcap=None, logit_scale=1.0,
               outputs=("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")):  # fmt: skip
@@ -36,6 +38,7 @@ class LogProbHead:
             return self.original.apply(
                 hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
             )
+        self.calls += 1
         head = {"bias": bias, "temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
         entropy = top = None
         if "is_top1" in outputs:  # SFT, DPO: the entropy is a metric
@@ -88,6 +91,12 @@ def uninstall() -> None:
     present = getattr(utils, NAME, None)
     if isinstance(present, LogProbHead):
         setattr(utils, NAME, present.original)
+
+
+def has_run() -> bool:
+    """Whether a loss of TRL's has gone through Tigon in this process."""
+    present = sys.modules.get("trl.trainer.utils")
+    return getattr(getattr(present, NAME, None), "calls", 0) > 0
 
 
 def _utils():
