@@ -11,7 +11,7 @@
 // Shapes      student, teacher, dstudent [rows, V], any row stride; bias [V]; labels, loss, soft, hard, entropy [rows]; scale
 //             [1] or [rows]
 // Dtypes      student f32; teacher, dstudent f32 | bf16 | f16; labels i64; the rest f32; accumulation f32
-// Rounding    dstudent once, on store. On CUDA exponentials have a relative error of about 1e-6 where dstudent has 16 bits
+// Rounding    dstudent once, on store. On CUDA exponentials have a relative error of about 1e-6 where its dtype has 16 bits
 // Saved       nothing
 // Ignored     rows with labels == ignore_index: results 0 and a row of zeros in dstudent, whatever the inputs and scale are
 // NaN, inf    a row with NaN or +inf, or nothing but -inf, has NaN results and a NaN gradient; 0 log 0 = 0: a class that one side
@@ -49,7 +49,7 @@ struct DistillationRows {
   DistillationSide student_side, teacher_side;
   Vector labels;    // empty: every row counts
   Vector scale;     // factor of the gradient (not of the results), read on the device; empty: 1
-  Matrix dstudent;  // empty: not wanted
+  Matrix dstudent;  // empty: not wanted, but its dtype still says how precise the results are
   Vector loss;
   Vector soft, hard, entropy;  // empty: not wanted
   DivergenceKind kind = DivergenceKind::forward_kl;
