@@ -61,12 +61,12 @@ bool one_chunk(const LinearCrossEntropy& a, Device device) {
   if (a.kept.data) return true;
   int64_t rows = a.valid_rows >= 0 ? a.valid_rows : a.hidden.rows;
   int64_t chunk = a.chunk_rows > 0 ? a.chunk_rows
-                                   : linear_cross_entropy_chunk({.device = device,
-                                                                 .dtype = a.hidden.dtype,
-                                                                 .rows = rows,
-                                                                 .hidden = a.hidden.cols,
-                                                                 .vocab = a.weight.rows,
-                                                                 .dweight = true});
+                                   : linear_head_chunk_rows({.device = device,
+                                                             .dtype = a.hidden.dtype,
+                                                             .rows = rows,
+                                                             .hidden = a.hidden.cols,
+                                                             .vocab = a.weight.rows,
+                                                             .dweight = true});
   return rows <= chunk;
 }
 
@@ -78,7 +78,7 @@ Gradients make_gradients(LinearCrossEntropy& a, const Tensor& hidden, int64_t ne
   bool rounded = needs & need_weight && needs & may_round && one_chunk(a, device_of(kOp, hidden));
   Gradients g{
       .hidden = needs & need_hidden ? make_like(hidden, a.hidden.dtype) : nothing(hidden, a.hidden.dtype),
-      .weight = result(need_weight, {v, h}, linear_cross_entropy_dweight(a.hidden.dtype, rounded)),
+      .weight = result(need_weight, {v, h}, linear_head_dweight(a.hidden.dtype, rounded)),
       .bias = result(need_bias, {v}),
       .lora_a = result(need_lora_a, {r, h}),
       .lora_b = result(need_lora_b, {v, r})};
@@ -202,15 +202,15 @@ FiveGradients finish_all(Tensor dloss, Tensor scale, Tensor dhidden, Tensor dwei
   DType hidden_dtype = dtype_of(kOp, "dhidden", dhidden);
   auto ctx = make_context(dhidden);
   Vector factor = scalar_of(kOp, "upstream gradient", dloss);
-  Vector late = linear_cross_entropy_scales_early(hidden_dtype) ? Vector{} : scalar_of(kOp, "scale", scale);
+  Vector late = linear_head_scales_early(hidden_dtype) ? Vector{} : scalar_of(kOp, "scale", scale);
   auto finish = [&](Tensor& kept, DType dtype) {
     bool stays = in_place && (kept.numel() == 0 || (!late && dtype_of(kOp, "gradient", kept) == dtype));
     Tensor out = stays ? kept : make_like(kept, dtype);
     if (kept.numel() > 0)
-      linear_cross_entropy_finish(*ctx, {.in = rows_of(kOp, "gradient", kept),
-                                         .dloss = factor,
-                                         .scale = late,
-                                         .out = rows_of(kOp, "gradient", out)});
+      linear_head_finish(*ctx, {.in = rows_of(kOp, "gradient", kept),
+                                .dloss = factor,
+                                .scale = late,
+                                .out = rows_of(kOp, "gradient", out)});
     return out;
   };
   return {finish(dhidden, hidden_dtype), finish(dweight, dtype_of(kOp, "weight", weight_dtype)),
@@ -226,7 +226,7 @@ Tensor columns(Tensor x, int64_t columns) {
   sizes.back() = columns;
   Tensor out = empty(x, sizes.data(), int64_t(sizes.size()), from.dtype);
   auto ctx = make_context(x);
-  linear_cross_entropy_columns(*ctx, {.from = from, .to = rows_of(kOp, "result", out)});
+  linear_head_columns(*ctx, {.from = from, .to = rows_of(kOp, "result", out)});
   return out;
 }
 
@@ -274,17 +274,17 @@ TIGON_TORCH_KERNELS(m) {
 
 }  // namespace tigon::torch_shim
 
-// For Python, through ctypes: linear_cross_entropy_chunk, or with rows -1 linear_cross_entropy_whole.
+// For Python, through ctypes: linear_head_chunk_rows, or with rows -1 linear_head_whole_rows.
 extern "C" TIGON_API int64_t tigon_linear_cross_entropy_chunk(int cuda, int dtype_size, int64_t rows,
                                                               int64_t hidden, int64_t vocab, int dweight,
                                                               int add_dweight) {
   using namespace tigon;
-  LinearCrossEntropySizes sizes = {.device = cuda ? Device::cuda : Device::cpu,
-                                   .dtype = dtype_size == 4 ? DType::f32 : DType::bf16,
-                                   .rows = rows,
-                                   .hidden = hidden,
-                                   .vocab = vocab,
-                                   .dweight = dweight != 0,
-                                   .add_dweight = add_dweight != 0};
-  return rows < 0 ? linear_cross_entropy_whole(sizes) : linear_cross_entropy_chunk(sizes);
+  LinearHeadSizes sizes = {.device = cuda ? Device::cuda : Device::cpu,
+                           .dtype = dtype_size == 4 ? DType::f32 : DType::bf16,
+                           .rows = rows,
+                           .hidden = hidden,
+                           .vocab = vocab,
+                           .dweight = dweight != 0,
+                           .add_dweight = add_dweight != 0};
+  return rows < 0 ? linear_head_whole_rows(sizes) : linear_head_chunk_rows(sizes);
 }
