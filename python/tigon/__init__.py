@@ -20,6 +20,7 @@ from tigon.ops.group_norm import group_norm
 from tigon.ops.layer_norm import layer_norm
 from tigon.ops.loss_head.labels import count_labels
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.loss_head.linear_divergence import linear_jsd, linear_kl_div, linear_tvd
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 from tigon.ops.loss_head.linear_loss import linear_loss
 from tigon.ops.loss_head.memory import linear_cross_entropy_memory
@@ -51,8 +52,11 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "linear_cross_entropy_memory",
+    "linear_jsd",
+    "linear_kl_div",
     "linear_log_prob",
     "linear_loss",
+    "linear_tvd",
     "nn",
     "qk_norm_rope",
     "reglu",
