@@ -57,12 +57,12 @@ Pair pair_of(const LinearDivergence& a) {
     require_matrix(kOp, "teacher", a.teacher_logits, rows, teacher_vocab, a.teacher_logits.dtype);
   } else {
     p.teacher = {.op = kOp, .hidden = a.teacher_hidden, .weight = a.teacher_weight};
-    require_matrix(kOp, "teacher's hidden", a.teacher_hidden, rows, a.teacher_hidden.cols,
+    require_matrix(kOp, "teacher_hidden", a.teacher_hidden, rows, a.teacher_hidden.cols,
                    a.teacher_hidden.dtype);
     linear_head_check(p.teacher);
   }
   if (a.bias) require_vector(kOp, "bias", a.bias, a.weight.rows, DType::f32);
-  if (a.teacher_bias) require_vector(kOp, "teacher's bias", a.teacher_bias, teacher_vocab, DType::f32);
+  if (a.teacher_bias) require_vector(kOp, "teacher_bias", a.teacher_bias, teacher_vocab, DType::f32);
   p.vocab = std::min(a.weight.rows, teacher_vocab);
   p.student = p.whole;
   for (Matrix* m : {&p.student.weight, &p.student.lora_b, &p.student.dweight, &p.student.dlora_b,

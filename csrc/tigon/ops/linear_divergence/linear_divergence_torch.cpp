@@ -51,8 +51,8 @@ LinearDivergence arguments(Operands& t, const Formula& f) {
   auto check = [&](const char* name, const OptionalTensor& x) {
     if (x) check_same_device(kOp, name, *x, t.hidden);
   };
-  check("teacher's weight", t.teacher_weight);
-  check("teacher's bias", t.teacher_bias);
+  check("teacher_weight", t.teacher_weight);
+  check("teacher_bias", t.teacher_bias);
   check("bias", t.bias);
   check("token_weight", t.token_weight);
   check("lora A", t.lora_a);
@@ -69,8 +69,8 @@ LinearDivergence arguments(Operands& t, const Formula& f) {
           .lora_b = rows_if("lora B", t.lora_b),
           .lora_scale = float(f.lora_scale),
           .teacher_hidden = t.teacher_weight ? teacher : Matrix{},
-          .teacher_weight = rows_if("teacher's weight", t.teacher_weight),
-          .teacher_bias = vector_of(kOp, "teacher's bias", t.teacher_bias),
+          .teacher_weight = rows_if("teacher_weight", t.teacher_weight),
+          .teacher_bias = vector_of(kOp, "teacher_bias", t.teacher_bias),
           .teacher_logits = t.teacher_weight ? Matrix{} : teacher,
           .token_weight = vector_of(kOp, "token_weight", t.token_weight),
           .kind = kind,

@@ -128,15 +128,15 @@ def _check_teacher(op, teacher, hidden):
     given = len(teacher) if isinstance(teacher, Sequence) else kind_of(teacher)
     check(op, parts, "teacher must be logits, or (hidden, weight) or (hidden, weight, bias), got {}", given)
     states, weight, bias = (*teacher, None)[:3]
-    check_float(op, "teacher's hidden", states)
-    check_float(op, "teacher's weight", weight)
+    check_float(op, "teacher_hidden", states)
+    check_float(op, "teacher_weight", weight)
     fits = states.dim() == len(lead) + 1 and states.shape[:-1] == lead and states.shape[-1] >= 1
-    check(op, fits, "teacher's hidden must be {} and then H, got {}", lead, states.shape)
+    check(op, fits, "teacher_hidden must be {} and then H, got {}", lead, states.shape)
     fits = weight.dim() == 2 and weight.shape[1] == states.shape[-1] and weight.shape[0] >= 1
-    check(op, fits, "teacher's weight must be [V, {}], got {}", states.shape[-1], weight.shape)
+    check(op, fits, "teacher_weight must be [V, {}], got {}", states.shape[-1], weight.shape)
     if bias is not None:
-        check_float(op, "teacher's bias", bias)
-        check(op, bias.shape == weight.shape[:1], "teacher's bias must be {}, got {}", weight.shape[:1],
+        check_float(op, "teacher_bias", bias)
+        check(op, bias.shape == weight.shape[:1], "teacher_bias must be {}, got {}", weight.shape[:1],
               bias.shape)  # fmt: skip
     return states.detach(), weight.detach(), None if bias is None else bias.detach()
 
