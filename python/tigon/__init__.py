@@ -18,6 +18,7 @@ from tigon.ops.gated_rms_norm import gated_rms_norm
 from tigon.ops.glu import geglu, reglu, swiglu, swiglu_oai
 from tigon.ops.group_norm import group_norm
 from tigon.ops.layer_norm import layer_norm
+from tigon.ops.loss_head.divergence_memory import linear_divergence_memory
 from tigon.ops.loss_head.labels import count_labels
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.linear_divergence import linear_jsd, linear_kl_div, linear_tvd
@@ -52,6 +53,7 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "linear_cross_entropy_memory",
+    "linear_divergence_memory",
     "linear_jsd",
     "linear_kl_div",
     "linear_log_prob",
