@@ -121,8 +121,10 @@ def tigon_fn(log_prob, advantage, **options):
 
 
 def eager_fn(
-    log_prob, advantage, *, mask=None, kind="clip", level="token", old=None, ref=None, entropies=None, importance=None,
-    clip=(0.2, 0.2), delta=None, kl=0.0, kl_estimator="k3", kl_corrected=False, entropy=0.0, entropy_denominator=None,
+    log_prob, advantage, *, mask=None, kind="clip", level="token", old=None, ref=None, entropies=None,
+    importance=None,
+    clip=(0.2, 0.2), delta=None, kl=0.0, kl_estimator="k3", kl_corrected=False, entropy=0.0,
+    entropy_denominator=None,
     normalise="token", denominator=None,
 ):  # fmt: skip
     """As TRL's GRPO trainer has it, where it has it."""
@@ -136,12 +138,16 @@ def eager_fn(
     length = mask.sum(-1, keepdim=True).clamp(min=1)
     weights = log_ratio
     if level != "token":
-        weights = log_ratio.masked_fill(~mask, 0.0).sum(-1, keepdim=True) / (length if level == "sequence" else 1)
+        weights = log_ratio.masked_fill(~mask, 0.0).sum(-1, keepdim=True) / (
+            length if level == "sequence" else 1
+        )
     rho = torch.exp(weights)
     if kind == "clip":
         capped = rho if delta is None else rho.clamp(max=delta)
         loss = -torch.min(capped * advantage, rho.clamp(1 - clip[0], 1 + clip[1]) * advantage)
-        clipped = 1.0 * ((rho > 1 + clip[1]) & (advantage > 0)) - 1.0 * ((rho < 1 - clip[0]) & (advantage < 0))
+        clipped = 1.0 * ((rho > 1 + clip[1]) & (advantage > 0)) - 1.0 * (
+            (rho < 1 - clip[0]) & (advantage < 0)
+        )
     elif kind == "cispo":
         loss = -rho.clamp(max=clip[1]).detach() * advantage * log_prob
         clipped = 1.0 * ((rho > clip[1]) & (advantage > 0))
@@ -166,7 +172,11 @@ def eager_fn(
     results = []
     if ref is not None:
         q = ref - log_prob
-        estimate = {"k1": lambda: -q, "k2": lambda: q**2 / 2, "k3": lambda: q.exp() - q - 1 if q.dtype == torch.float32 else torch.expm1(q) - q}[kl_estimator]()
+        estimate = {
+            "k1": lambda: -q,
+            "k2": lambda: q**2 / 2,
+            "k3": lambda: q.exp() - q - 1 if q.dtype == torch.float32 else torch.expm1(q) - q,
+        }[kl_estimator]()
         loss = loss + kl * (estimate * rho if kl_corrected else estimate)
         results.append(estimate.masked_fill(~mask, 0.0).detach())
 

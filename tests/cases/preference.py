@@ -29,7 +29,8 @@ MARGIN = {"sigmoid": 0.3, "simpo": 0.5, "hinge": 0.2}
 NO_REF = ("cpo", "simpo", "orpo")
 AVERAGED = ("ipo", "simpo", "orpo")
 NLL = ("cpo", "orpo")
-KINDS = ("sigmoid", "cdpo", "cpo", "simpo", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard",
+KINDS = ("sigmoid", "cdpo", "cpo", "simpo", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair",
+"sppo_hard",
          "apo_zero", "apo_down", "discopop", "orpo")  # fmt: skip
 SINGLE = ("kto", "apo_zero_unpaired")
 
@@ -149,7 +150,8 @@ def _pairs(kind, c, r, beta, eps, gamma, tau):
 
 
 def eager_fn(
-    log_prob, *, kind, mask=None, desirable=None, ref=None, beta=0.1, average=None, label_smoothing=0.0, gamma=0.0,
+    log_prob, *, kind, mask=None, desirable=None, ref=None, beta=0.1, average=None, label_smoothing=0.0,
+    gamma=0.0,
     tau=0.05, nll=None, nll_mask=None, denominator=None, kl=0.0, weights=(1.0, 1.0),
 ):  # fmt: skip
     """Sums over the tokens, then the trainers' formulas."""

@@ -459,7 +459,7 @@ def test_embedding_and_tiled_functions():
 @pytest.mark.parametrize(
     "name, advice",
     [("LigerFusedLinearDPOLoss", "linear_log_prob"), ("liger_fused_linear_grpo", "linear_log_prob"),
-     ("LigerFusedLinearJSDLoss", r"tigon\.jsd"), ("liger_fused_linear_kl_div", r"tigon\.kl_div"),
+     ("LigerFusedLinearDistillationBase", r"tigon\.linear_kl_div"),
      ("LigerFusedLinearKTOLoss", "linear_log_prob"), ("LigerFusedLinearCosineSimilarityLoss", "cosine"),
      ("LigerMLP", "GatedMLP"), ("rms_norm_backward", "autograd function"),
      ("LigerSparsemax", "plain PyTorch"),

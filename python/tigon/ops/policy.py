@@ -51,11 +51,20 @@ class PolicyResult(NamedTuple):
     clipped: torch.Tensor  # [B, T]: -1 and 1 where the ratio is clipped below and above, else 0
 
 
-def formula(op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise) -> Formula:
+def formula(
+    op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise
+) -> Formula:
     """The checked options."""
-    for name, given, allowed in (("kind", kind, KINDS), ("level", level, LEVELS), ("normalise", normalise, NORMALISE),
+    for name, given, allowed in (("kind", kind, KINDS), ("level", level, LEVELS), ("normalise", normalise,
+    NORMALISE),
                                  ("kl_estimator", kl_estimator, ESTIMATORS)):  # fmt: skip
-        check(op, isinstance(given, str) and given in allowed, name + " must be one of {}, got {!r}", (*allowed,), given)
+        check(
+            op,
+            isinstance(given, str) and given in allowed,
+            name + " must be one of {}, got {!r}",
+            (*allowed,),
+            given,
+        )
     low, high = _numbers(op, "clip", clip, 2)
     check(op, low >= 0 and high >= 0, "clip must be two numbers >= 0, got {}", clip)
     check_positive(op, "delta", delta, or_none=True)
@@ -66,7 +75,8 @@ def formula(op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corre
     check_numbers(op, kl=kl, entropy=entropy)
     if not isinstance(kl_corrected, bool):
         refuse(op, "kl_corrected must be True or False, got {}", kind_of(kl_corrected))
-    return Formula(KINDS[kind], LEVELS[level], NORMALISE[normalise], low, high, float(delta or 0.0), positive, negative,
+    return Formula(KINDS[kind], LEVELS[level], NORMALISE[normalise], low, high, float(delta or 0.0),
+    positive, negative,
                    *gamma, ESTIMATORS[kl_estimator], float(kl), kl_corrected, float(entropy))  # fmt: skip
 
 
@@ -122,7 +132,9 @@ def _clipped(f, ratio, advantage):
     return above.float() * (f.kind == KINDS["cispo"])
 
 
-def reference(log_prob, advantage, mask, old, ref, importance, entropy, denominator, entropy_denominator, f: Formula):
+def reference(
+    log_prob, advantage, mask, old, ref, importance, entropy, denominator, entropy_denominator, f: Formula
+):
     """The same formulas in plain PyTorch operations (any float dtype, any device)."""
     wide = torch.promote_types(log_prob.dtype, torch.float32)
     counts = torch.ones_like(log_prob, dtype=torch.bool) if mask is None else mask != 0
@@ -135,7 +147,9 @@ def reference(log_prob, advantage, mask, old, ref, importance, entropy, denomina
     log_weight = log_ratio.detach().clamp(-20, 20).sum(-1, keepdim=True)
     if importance is not None:
         least = math.log(1e-8)
-        log_weight = log_weight + torch.where(counts, importance.log().clamp(least, 20), 0.0).sum(-1, keepdim=True)
+        log_weight = log_weight + torch.where(counts, importance.log().clamp(least, 20), 0.0).sum(
+            -1, keepdim=True
+        )
     log_weight = log_weight.clamp(math.log(1e-8), 20)
     if f.level != LEVELS["token"]:
         log_ratio = log_ratio.sum(-1, keepdim=True)
@@ -225,21 +239,21 @@ def policy_loss(
 
     With ``d = log_prob - old`` and A the advantage, a token's loss is, of the ratio ``rho = exp(d)``,
 
-    ===== =======================================================================================================
+    ===== ==================================================================================================
     kind  loss
-    ===== =======================================================================================================
-    clip  ``-min(min(rho, delta) A, clamp(rho, 1 - low, 1 + high) A)``: PPO, GRPO; delta: two-sided (dual) clip
+    ===== ==================================================================================================
+    clip  ``-min(min(rho, delta) A, clamp(rho, 1 - low, 1 + high) A)``: PPO, GRPO; delta: dual clip
     cispo ``-min(rho, high) A log_prob``, the factor a constant
     sapo  ``-4 / tau s(tau (rho - 1)) A``, tau by the sign of A
-    vespo ``-phi A log_prob``, ``phi = exp(lambda + k log w - lambda w)`` a constant, w the ratio of the answer
-    ===== =======================================================================================================
+    vespo ``-phi A log_prob``, ``phi = exp(lambda + k log w - lambda w)`` a constant, w the answer's ratio
+    ===== ==================================================================================================
 
     times `importance`, plus ``kl`` times an estimate of the divergence from the reference, minus ``entropy``
     times the entropy. The loss is the sum of these over a denominator. Trainers' names are combinations:
 
-    ==================== ======================================================================================
+    ==================== ================================================================================
     name                 options
-    ==================== ======================================================================================
+    ==================== ================================================================================
     GRPO                 ``normalise="sequence"``
     BNPO                 ``normalise="token"``
     DAPO, CISPO, VESPO   ``normalise="token", denominator=num_items_in_batch / processes``
@@ -247,40 +261,46 @@ def policy_loss(
     GSPO                 ``level="sequence", normalise="sequence"``
     LUSPO                ``level="sequence", normalise="length"``
     RLOO                 ``level="sum", normalise="sequence"``
-    ==================== ======================================================================================
+    ==================== ================================================================================
 
     Args:
-        log_prob: ``[B, T]`` log-probabilities of the sampled tokens, of any float dtype; float64 runs the eager
+        log_prob: ``[B, T]`` log-probabilities of the sampled tokens, of any float dtype; float64 runs the
+        eager
             reference.
         advantage: ``[B]`` or ``[B, T]``.
         mask: ``[B, T]`` bool or integer: 0 where a token does not count (whatever is there); ``None``: all
             count.
         kind: see above.
-        level: ``"token"``; ``"sequence"``: rho is the exponential of the mean of d over the answer; ``"sum"``:
+        level: ``"token"``; ``"sequence"``: rho is the exponential of the mean of d over the answer;
+        ``"sum"``:
             of its sum.
         old: ``[B, T]`` log-probabilities of the policy that sampled; ``None``: log_prob, detached (ratio 1).
         ref: ``[B, T]`` log-probabilities of the reference.
         entropies: ``[B, T]`` of the distributions, differentiable; for the entropy term.
-        importance: ``[B]`` or ``[B, T]`` factors of the surrogate, not of divergence and entropy: corrections for
+        importance: ``[B]`` or ``[B, T]`` factors of the surrogate, not of divergence and entropy:
+        corrections for
             the rollout engine, and masks (0) of whatever choice; vespo has it in w instead.
         clip: ``(low, high)``; cispo: high alone.
         delta: > 0, upper bound of the ratio in the branch that is not clipped; ``None``: none.
         tau: sapo, for advantages > 0, and others.
         gamma: vespo: k and lambda of advantages >= 0, then of those < 0.
-        kl, kl_estimator, kl_corrected: factor, ``"k1"``, ``"k2"`` or ``"k3"`` (with ``q = ref - log_prob``: ``-q``,
+        kl, kl_estimator, kl_corrected: factor, ``"k1"``, ``"k2"`` or ``"k3"`` (with ``q = ref - log_prob``:
+        ``-q``,
             ``q**2 / 2``, ``exp(q) - q - 1``), and whether it is multiplied by rho.
         entropy: factor of the entropy bonus.
         entropy_denominator: number or tensor: the entropies are summed and divided by it; ``None``: weighted
             like the tokens' losses.
         normalise: ``"token"``: sum over tokens / denominator, by default the tokens that count;
-            ``"sequence"``: mean over each answer, their sum / denominator, by default B; ``"length"``: sum over
+            ``"sequence"``: mean over each answer, their sum / denominator, by default B; ``"length"``: sum
+            over
             tokens / denominator, by default B.
         denominator: number or tensor of one element (read on the device), of this process: a loss makes no
             collective.
 
     Returns:
         :class:`PolicyResult`: ``(loss, kl [B, T] or None, clipped [B, T])`` in float32; the loss is
-        differentiable in log_prob and entropies, the others are detached, 0 where a token does not count. With
+        differentiable in log_prob and entropies, the others are detached, 0 where a token does not count.
+        With
         nothing that counts the loss is 0. Bitwise deterministic. At ratio 1 the gradient is that of ``-A
         log_prob``.
 
@@ -295,7 +315,12 @@ def policy_loss(
     shape, device = log_prob.shape, log_prob.device
     check_mask(op, "mask", mask, shape, device)
     f = formula(op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise)
-    check(op, isinstance(advantage, torch.Tensor), "advantage must be a float tensor, got {}", kind_of(advantage))
+    check(
+        op,
+        isinstance(advantage, torch.Tensor),
+        "advantage must be a float tensor, got {}",
+        kind_of(advantage),
+    )
     check_tokens(op, shape, device, advantage, old, ref, importance, kl)
     if entropies is not None:
         check_float(op, "entropies", entropies)
@@ -304,12 +329,16 @@ def policy_loss(
     check(op, entropy == 0 or entropies is not None, "entropies must be given with entropy, got None")
     check_denominator(op, denominator)
     check_denominator(op, entropy_denominator)
-    advantage, old, ref, importance = (None if t is None else t.detach() for t in (advantage, old, ref, importance))
+    advantage, old, ref, importance = (
+        None if t is None else t.detach() for t in (advantage, old, ref, importance)
+    )
     if not has_kernel(op, log_prob):
         return reference(
             log_prob, advantage, mask, old, ref, importance, entropies, denominator, entropy_denominator, f
         )
-    floats = (None if t is None else t.float() for t in (old, ref, importance, entropies if entropy != 0 else None))
+    floats = (
+        None if t is None else t.float() for t in (old, ref, importance, entropies if entropy != 0 else None)
+    )
     target = None if mask is None else native_mask(mask)
     by, number = split_denominator(denominator, device)
     entropy_by, entropy_number = split_denominator(entropy_denominator, device)

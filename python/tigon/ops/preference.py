@@ -27,7 +27,9 @@ class Kind(NamedTuple):
     gamma: bool = False  # takes a margin
 
 
-_LOGISTIC, _HINGE, _IPO, _ROBUST, _EXO, _NCA, _BCO, _SPPO, _APO_ZERO, _APO_DOWN, _DISCOPOP, _ORPO, _KTO = range(13)
+_LOGISTIC, _HINGE, _IPO, _ROBUST, _EXO, _NCA, _BCO, _SPPO, _APO_ZERO, _APO_DOWN, _DISCOPOP, _ORPO, _KTO = (
+    range(13)
+)
 PAIR_KINDS = {
     "sigmoid": Kind(_LOGISTIC, gamma=True),
     "cdpo": Kind(_LOGISTIC, smoothing="[0, 0.5]", gamma=True),
@@ -72,9 +74,13 @@ class PreferenceResult(NamedTuple):
     """What the losses of pairs return; all but the loss is detached."""
 
     loss: torch.Tensor  # float32 scalar
-    log_prob: torch.Tensor  # [2P]: of each answer, the sum over its tokens, by length where the loss has it so
+    log_prob: (
+        torch.Tensor
+    )  # [2P]: of each answer, the sum over its tokens, by length where the loss has it so
     rewards: torch.Tensor  # [2P]: beta times the difference to the reference
-    nll: torch.Tensor  # scalar: mean of -log_prob over the nll tokens of the chosen answers, without its factor
+    nll: (
+        torch.Tensor
+    )  # scalar: mean of -log_prob over the nll tokens of the chosen answers, without its factor
     margin: torch.Tensor  # [P]: reward of the chosen answer less that of the rejected one
 
 
@@ -88,7 +94,13 @@ class KTOResult(NamedTuple):
 
 def pair_formula(op, kind, beta, average, label_smoothing, gamma, tau, nll, ref) -> Formula:
     """The checked options of a loss of pairs."""
-    check(op, isinstance(kind, str) and kind in PAIR_KINDS, "kind must be one of {}, got {!r}", (*PAIR_KINDS,), kind)
+    check(
+        op,
+        isinstance(kind, str) and kind in PAIR_KINDS,
+        "kind must be one of {}, got {!r}",
+        (*PAIR_KINDS,),
+        kind,
+    )
     own = PAIR_KINDS[kind]
     check_positive(op, "beta", beta)
     check_positive(op, "tau", tau)
@@ -104,7 +116,9 @@ def pair_formula(op, kind, beta, average, label_smoothing, gamma, tau, nll, ref)
     nll = own.nll if nll is None else nll
     check_numbers(op, nll=nll)
     check(op, nll >= 0, "nll must be >= 0 (or None), got {}", nll)
-    return Formula(own.formula, average, float(beta), float(label_smoothing), float(gamma), float(tau), float(nll))
+    return Formula(
+        own.formula, average, float(beta), float(label_smoothing), float(gamma), float(tau), float(nll)
+    )
 
 
 def single_formula(op, kind, beta, average, kl, weights) -> Formula:
@@ -117,7 +131,13 @@ def single_formula(op, kind, beta, average, kl, weights) -> Formula:
     check(op, two, "weights must be (of desirable, of undesirable answers), got {}", weights)
     check_numbers(op, **{"weights[0]": weights[0], "weights[1]": weights[1]})
     if isinstance(kl, torch.Tensor):
-        check(op, kl.numel() == 1 and kl.is_floating_point(), "kl must be one float, got {} {}", kl.dtype, kl.shape)
+        check(
+            op,
+            kl.numel() == 1 and kl.is_floating_point(),
+            "kl must be one float, got {} {}",
+            kl.dtype,
+            kl.shape,
+        )
     else:
         check_numbers(op, kl=kl)
     none = not isinstance(kl, torch.Tensor) and kl == 0
@@ -145,7 +165,12 @@ def check_desirable(op, desirable, answers, device) -> None:
 
 def check_pairs(op, name, answers) -> None:
     """Chosen answers, then as many rejected ones."""
-    check(op, answers % 2 == 0, name + " must have an even number of rows (chosen, then rejected), got {}", answers)
+    check(
+        op,
+        answers % 2 == 0,
+        name + " must have an even number of rows (chosen, then rejected), got {}",
+        answers,
+    )
 
 
 def _check_tokens(op, log_prob, mask) -> None:
@@ -312,9 +337,9 @@ def preference_loss(
     ``score`` of an answer: the sum of its log-probabilities less its reference, divided by its length where
     ``average``; ``c`` and ``r``: scores of chosen and rejected; ``x = beta * (c - r) - gamma``.
 
-    ========== ===================================================================== ==========================
+    ========== ===================================================================== ========================
     kind       loss of a pair                                                        by default
-    ========== ===================================================================== ==========================
+    ========== ===================================================================== ========================
     sigmoid    ``-log s(x)`` (DPO; TRL's ``sigmoid_norm`` with ``average=True``)
     cdpo       ``-(1 - eps) log s(x) - eps log s(-x)``, eps in [0, 0.5]
     cpo        as cdpo                                                               no ref, nll 1
@@ -330,7 +355,7 @@ def preference_loss(
     apo_down   ``s(beta c) + 1 - s(x)``
     discopop   ``-log s(x) (1 - m) + exp(-x) m, m = s(x / tau)``
     orpo       ``-beta log s(log odds of exp(c) - log odds of exp(r))``              no ref, average, nll 1
-    ========== ===================================================================== ==========================
+    ========== ===================================================================== ========================
 
     Args:
         log_prob: ``[2P, T]`` log-probabilities of the tokens, chosen answers first, then rejected ones in the
@@ -416,7 +441,8 @@ def kto_loss(
     formula = single_formula(op, kind, beta, average, kl, weights)
     check_desirable(op, desirable, log_prob.shape[0], log_prob.device)
     check_ref(op, ref, log_prob.shape[0], log_prob.device)
-    return _run(op, log_prob, mask, None, _constant(ref, log_prob), desirable, kl_tensor(kl, log_prob), denominator,
+    return _run(op, log_prob, mask, None, _constant(ref, log_prob), desirable, kl_tensor(kl, log_prob),
+    denominator,
                 formula)  # fmt: skip
 
 
@@ -429,4 +455,8 @@ def kl_tensor(kl, like):
     """The reference point as a tensor beside `like`, ``None`` where it is 0."""
     if isinstance(kl, torch.Tensor):
         return kl.detach().to(like.device, torch.promote_types(like.dtype, torch.float32)).reshape(())
-    return None if kl == 0 else torch.full((), kl, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    return (
+        None
+        if kl == 0
+        else torch.full((), kl, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    )

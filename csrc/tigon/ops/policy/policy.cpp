@@ -43,7 +43,8 @@ void policy(Context& ctx, const Policy& a) {
               a.answers, "), got ", a.count, " from ", a.first);
   require_dtype(kOp, "log_prob", a.log_prob.dtype, DType::f32);
   if (a.formula.coupled() && !a.position)
-    TIGON_CHECK(kOp, a.base <= a.first * a.tokens && a.base + a.log_prob.size >= (a.first + a.count) * a.tokens,
+    TIGON_CHECK(kOp,
+                a.base <= a.first * a.tokens && a.base + a.log_prob.size >= (a.first + a.count) * a.tokens,
                 "log_prob must have whole answers at this level, got ", a.log_prob.size, " from ", a.base);
   check_optional("entropy", a.entropy, a.log_prob.size);
   check_labels("target", a.target, rows);

@@ -59,20 +59,21 @@ struct Policy {
   PolicyFormula formula;
   int64_t answers = 0, tokens = 0;
   int64_t first = 0, count = 0;
-  Vector log_prob;   // f32, of the places from `base` on: rows without a place here are left alone
-  Vector entropy;    // f32, like log_prob; empty: no entropy term
-  Vector target;     // i64 | u8 [rows]: ignore_index does not count; empty: every token counts
+  Vector log_prob;  // f32, of the places from `base` on: rows without a place here are left alone
+  Vector entropy;   // f32, like log_prob; empty: no entropy term
+  Vector target;    // i64 | u8 [rows]: ignore_index does not count; empty: every token counts
   int64_t ignore_index = -100;
-  Vector position;   // i64 [rows]: place of each row that counts; empty: a row's place is its number
+  Vector position;  // i64 [rows]: place of each row that counts; empty: a row's place is its number
   int64_t base = 0;
-  Vector advantage;  // f32 [rows] | [answers]
-  Vector importance; // f32 [rows] | [answers]; empty: 1
-  Vector old, ref;   // f32 [rows]; empty: none
+  Vector advantage;             // f32 [rows] | [answers]
+  Vector importance;            // f32 [rows] | [answers]; empty: 1
+  Vector old, ref;              // f32 [rows]; empty: none
   Vector scale, entropy_scale;  // f32 [1]; scale empty: 1
   Vector dlog_prob, dentropy;   // out: f32, like log_prob; empty: not wanted
-  Vector loss;       // out: f32 [rows]
-  Vector kl;         // out: f32 [rows], the estimate without factor and correction; empty: not wanted
-  Vector clipped;    // out: f32 [rows], -1 and 1 where the ratio is clipped below and above, else 0; empty: not wanted
+  Vector loss;                  // out: f32 [rows]
+  Vector kl;  // out: f32 [rows], the estimate without factor and correction; empty: not wanted
+  Vector
+      clipped;  // out: f32 [rows], -1 and 1 where the ratio is clipped below and above, else 0; empty: not wanted
 };
 
 TIGON_API void policy(Context& ctx, const Policy& a);

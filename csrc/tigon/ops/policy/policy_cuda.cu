@@ -25,9 +25,10 @@ __device__ __forceinline__ void each_token(const PolicyPointers& p, const Policy
       ignored(row, place);
     } else if (place >= 0 && place < p.places) {
       const PolicyOperands x = policy_load(p, answer, row, place);
-      fn(row, place, policy_token<K, float>(p.numbers, a, p.level == PolicyLevel::token, p.ref != nullptr,
-                                            p.entropy != nullptr,
-                                            {x.log_prob, x.advantage, x.importance, x.old, x.ref, x.entropy}));
+      fn(row, place,
+         policy_token<K, float>(p.numbers, a, p.level == PolicyLevel::token, p.ref != nullptr,
+                                p.entropy != nullptr,
+                                {x.log_prob, x.advantage, x.importance, x.old, x.ref, x.entropy}));
     }
   }
 }

@@ -62,9 +62,13 @@ struct Results {
 Results run(Inputs& in, const Formula& f, bool need_gradient) {
   const Tensor& like = in.log_prob;
   check_same_device(kOp, "advantage", in.advantage, like);
-  for (auto [name, t] : {std::pair{"target", &in.target}, {"old", &in.old}, {"ref", &in.ref},
-                         {"importance", &in.importance}, {"entropy", &in.entropy},
-                         {"denominator", &in.denominator}, {"entropy_denominator", &in.entropy_denominator}})
+  for (auto [name, t] : {std::pair{"target", &in.target},
+                         {"old", &in.old},
+                         {"ref", &in.ref},
+                         {"importance", &in.importance},
+                         {"entropy", &in.entropy},
+                         {"denominator", &in.denominator},
+                         {"entropy_denominator", &in.entropy_denominator}})
     if (*t) check_same_device(kOp, name, **t, like);
   TIGON_CHECK(kOp, like.dim() == 2, "log_prob must be [answers, tokens], got ", like.dim(), " dimensions");
   int64_t answers = like.size(0), tokens = like.size(1), rows = answers * tokens;

@@ -52,6 +52,7 @@ void preference(Context& ctx, const Preference& a) {
   check_labels("nll_target", a.nll_target, a.pairs * a.tokens);
   check_optional("position", a.position, rows, DType::i64);
   check_optional("ref", a.ref, answers);
+  TIGON_CHECK(kOp, !a.ref || a.formula.kind != PreferenceKind::orpo, "ref must be none with orpo, got one");
   check_optional("kl", a.kl, 1);
   check_optional("scale", a.scale, 1);
   check_optional("nll_scale", a.nll_scale, 1);

@@ -67,7 +67,7 @@ struct PreferenceFormula {
   double label_smoothing = 0.0;
   double gamma = 0.0;
   double tau = 0.05;
-  double nll = 0.0;                                        // factor of the nll term; 0: none
+  double nll = 0.0;                                         // factor of the nll term; 0: none
   double desirable_weight = 1.0, undesirable_weight = 1.0;  // kto
 };
 
@@ -77,7 +77,8 @@ struct Preference {
   int64_t first = 0, count = 0;
   Vector log_prob;  // f32, of the places from `base` on
   Vector target;    // i64 | u8 [rows]: ignore_index does not count; empty: every token counts
-  Vector nll_target;  // i64 | u8 [pairs * tokens]: which tokens of the chosen answers the nll term has; empty: those of target
+  Vector
+      nll_target;  // i64 | u8 [pairs * tokens]: which tokens of the chosen answers the nll term has; empty: those of target
   int64_t ignore_index = -100;
   Vector position;  // i64 [rows]: place of each row that counts; empty: a row's place is its number
   int64_t base = 0;
@@ -88,10 +89,10 @@ struct Preference {
   Vector nll_scale;  // f32 [1], factor of the nll term; empty: 1
   Vector dlog_prob;  // out: f32, like log_prob; empty: not wanted
   Vector loss;       // out: f32 [pairs]
-  Vector nll;        // out: f32 [pairs], the nll term without its factor; empty: not wanted (the factor must be 0)
-  Vector sums;       // out: f32 [answers], l, with average l / max(n, 1); empty: not wanted
-  Vector rewards;    // out: f32 [answers], beta * score; empty: not wanted
-  Vector margin;     // out: f32 [pairs], reward of chosen - of rejected; empty: not wanted
+  Vector nll;   // out: f32 [pairs], the nll term without its factor; empty: not wanted (the factor must be 0)
+  Vector sums;  // out: f32 [answers], l, with average l / max(n, 1); empty: not wanted
+  Vector rewards;  // out: f32 [answers], beta * score; empty: not wanted
+  Vector margin;   // out: f32 [pairs], reward of chosen - of rejected; empty: not wanted
 };
 
 TIGON_API void preference(Context& ctx, const Preference& a);

@@ -17,8 +17,8 @@ struct Inputs {
       "(Tensor log_prob, Tensor? target, Tensor? nll_target, Tensor? ref, Tensor? desirable, Tensor? kl,"
       " Tensor? denominator, float? host_denominator, ";
   static Inputs take(Stack& s) {
-    return {s.take<Tensor>(),         s.take<OptionalTensor>(), s.take<OptionalTensor>(),
-            s.take<OptionalTensor>(), s.take<OptionalTensor>(), s.take<OptionalTensor>(),
+    return {s.take<Tensor>(),         s.take<OptionalTensor>(),       s.take<OptionalTensor>(),
+            s.take<OptionalTensor>(), s.take<OptionalTensor>(),       s.take<OptionalTensor>(),
             s.take<OptionalTensor>(), s.take<std::optional<double>>()};
   }
 };
@@ -49,33 +49,39 @@ Vector scale_of(Context& ctx, CrossEntropyScale a) {
 }
 
 Results run(Inputs& in, const Formula& f, bool need_gradient) {
-  for (auto [name, t] : {std::pair{"target", &in.target}, {"nll_target", &in.nll_target}, {"ref", &in.ref},
-                         {"desirable", &in.desirable}, {"kl", &in.kl}, {"denominator", &in.denominator}})
+  for (auto [name, t] : {std::pair{"target", &in.target},
+                         {"nll_target", &in.nll_target},
+                         {"ref", &in.ref},
+                         {"desirable", &in.desirable},
+                         {"kl", &in.kl},
+                         {"denominator", &in.denominator}})
     if (*t) check_same_device(kOp, name, **t, in.log_prob);
-  Matrix given = rows_of(kOp, "log_prob", in.log_prob);
+  TIGON_CHECK(kOp, in.log_prob.dim() == 2, "log_prob must be [answers, tokens], got ", in.log_prob.dim(),
+              " dimensions");
   bool lone = f.formula.kind == PreferenceKind::kto;
-  int64_t answers = given.rows, pairs = lone ? answers : answers / 2, tokens = given.cols;
+  int64_t answers = in.log_prob.size(0), tokens = in.log_prob.size(1), pairs = lone ? answers : answers / 2;
   TIGON_CHECK(kOp, lone || answers % 2 == 0, "log_prob must have chosen and rejected answers, got ", answers);
-  if (given.stride != tokens) in.log_prob = to_contiguous(kOp, "log_prob", in.log_prob);
+  in.log_prob = to_contiguous(kOp, "log_prob", in.log_prob);
   auto of_answers = [&] { return make(in.log_prob, {answers}, DType::f32); };
   auto if_pairs = [&](std::initializer_list<int64_t> sizes) {
     return lone ? nothing(in.log_prob, DType::f32) : make(in.log_prob, sizes, DType::f32);
   };
-  Results r{.loss = make(in.log_prob, {}, DType::f32),
-            .sums = of_answers(),
-            .rewards = of_answers(),
-            .nll = if_pairs({}),
-            .margin = if_pairs({pairs}),
-            .dlog_prob = need_gradient ? make_like(in.log_prob, DType::f32)
-                                       : nothing(in.log_prob, DType::f32)};
+  Results r{
+      .loss = make(in.log_prob, {}, DType::f32),
+      .sums = of_answers(),
+      .rewards = of_answers(),
+      .nll = if_pairs({}),
+      .margin = if_pairs({pairs}),
+      .dlog_prob = need_gradient ? make_like(in.log_prob, DType::f32) : nothing(in.log_prob, DType::f32)};
   auto ctx = make_context(in.log_prob);
   auto vector = [&](int64_t size) {
     return Vector{.data = ctx->scratch_of<float>(size), .dtype = DType::f32, .size = size};
   };
   Preference a = {.formula = f.formula, .pairs = pairs, .tokens = tokens, .count = pairs};
   a.ignore_index = f.ignore_index;
-  a.log_prob = {
-      .data = data_of(kOp, "log_prob", in.log_prob), .dtype = given.dtype, .size = answers * tokens};
+  a.log_prob = {.data = data_of(kOp, "log_prob", in.log_prob),
+                .dtype = dtype_of(kOp, "log_prob", in.log_prob),
+                .size = answers * tokens};
   a.target = vector_of(kOp, "target", in.target);
   a.nll_target = vector_of(kOp, "nll_target", in.nll_target);
   a.ref = vector_of(kOp, "ref", in.ref);
@@ -88,8 +94,7 @@ Results run(Inputs& in, const Formula& f, bool need_gradient) {
   a.loss = vector(pairs);
   a.sums = vector_of(kOp, "sums", r.sums);
   a.rewards = vector_of(kOp, "rewards", r.rewards);
-  if (need_gradient)
-    a.dlog_prob = {.data = data_of(kOp, "dlog_prob", r.dlog_prob), .size = answers * tokens};
+  if (need_gradient) a.dlog_prob = {.data = data_of(kOp, "dlog_prob", r.dlog_prob), .size = answers * tokens};
   if (!lone) {
     Vector counted = a.nll_target ? a.nll_target : a.target;
     if (counted) counted.size = pairs * tokens;

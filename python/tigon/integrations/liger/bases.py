@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tigon.integrations.liger.chunked_loss import head_log_prob, logit_sums, share_of_tokens
+from tigon.integrations.liger.alignment import head_log_prob, logit_sums, share_of_tokens
 
 
 class _Base(torch.autograd.Function):
