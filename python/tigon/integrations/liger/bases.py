@@ -53,9 +53,27 @@ class LigerFusedLinearPreferenceBase(_Base):
         _own(LigerFusedLinearPreferenceBase, "preference_loss_fn")
 
     @staticmethod
-    def forward(cls, ctx, _input, weight, target, bias=None, chunk_size=1, ignore_index=-100, alpha=1.0, beta=0.1,
-                compute_nll_loss=True, nll_target=None, compiled=True, use_ref_model=False, ref_input=None,
-                ref_weight=None, ref_bias=None, average_log_prob=True, **loss_kwargs):  # fmt: skip
+    def forward(
+        cls,
+        ctx,
+        _input,
+        weight,
+        target,
+        bias=None,
+        chunk_size=1,
+        ignore_index=-100,
+        alpha=1.0,
+        beta=0.1,
+        compute_nll_loss=True,
+        nll_target=None,
+        compiled=True,
+        use_ref_model=False,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        average_log_prob=True,
+        **loss_kwargs,
+    ):
         half, counts = target.shape[0] // 2, target != ignore_index
         length = counts.sum(-1) if average_log_prob else 1
 
@@ -101,9 +119,24 @@ class LigerFusedLinearUnpairedPreferenceBase(_Base):
         _own(LigerFusedLinearUnpairedPreferenceBase, "preference_loss_fn")
 
     @staticmethod
-    def forward(cls, ctx, _input, weight, target, preference_labels, bias=None, chunk_size=1, ignore_index=-100,
-                compiled=True, use_ref_model=False, ref_input=None, ref_weight=None, ref_bias=None,
-                average_log_prob=False, **loss_kwargs):  # fmt: skip
+    def forward(
+        cls,
+        ctx,
+        _input,
+        weight,
+        target,
+        preference_labels,
+        bias=None,
+        chunk_size=1,
+        ignore_index=-100,
+        compiled=True,
+        use_ref_model=False,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        average_log_prob=False,
+        **loss_kwargs,
+    ):
         counts = target != ignore_index
         length = counts.sum(-1) if average_log_prob else 1
         if use_ref_model:
@@ -116,8 +149,11 @@ class LigerFusedLinearUnpairedPreferenceBase(_Base):
             made = cls.preference_loss_fn(log_prob, preference_labels, target, **loss_kwargs)
             loss, *results = made if isinstance(made, tuple) else (made,)
             logits = logit_sums(hidden.detach(), weight.detach(), bias)
-            sums = ((values * wanted).sum() for values in (log_prob, logits)
-                    for wanted in (preference_labels, ~preference_labels))  # fmt: skip
+            sums = (
+                (values * wanted).sum()
+                for values in (log_prob, logits)
+                for wanted in (preference_labels, ~preference_labels)
+            )
             return loss, (*sums, *results)
 
         return _Base._differentiate(ctx, (_input, weight, bias), loss_of)
@@ -144,10 +180,27 @@ class LigerFusedLinearPPOBase(_Base):
         return head_log_prob(input_chunk, weight, selected_token_ids, bias, -100, temperature)
 
     @staticmethod
-    def forward(cls, ctx, _input, weight, selected_token_ids, attention_mask, advantages, bias=None,
-                ref_per_token_logps=None, old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None,
-                temperature=1.0, compiled=True, use_ref_model=False, chunk_size=1, vllm_is_ratio=None,
-                **loss_kwargs):  # fmt: skip
+    def forward(
+        cls,
+        ctx,
+        _input,
+        weight,
+        selected_token_ids,
+        attention_mask,
+        advantages,
+        bias=None,
+        ref_per_token_logps=None,
+        old_per_token_logps=None,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        temperature=1.0,
+        compiled=True,
+        use_ref_model=False,
+        chunk_size=1,
+        vllm_is_ratio=None,
+        **loss_kwargs,
+    ):
         if use_ref_model:
             assert ref_per_token_logps is not None or ref_input is not None, (
                 "If use_ref_model is True, ref_per_token_logps or ref_input must be provided"
@@ -156,15 +209,22 @@ class LigerFusedLinearPPOBase(_Base):
             vllm_is_ratio = vllm_is_ratio.unsqueeze(-1)
         if use_ref_model and ref_per_token_logps is None:
             with torch.no_grad():
-                ref_per_token_logps = cls.chunk_forward(ref_input, ref_weight, selected_token_ids, ref_bias, temperature)
+                ref_per_token_logps = cls.chunk_forward(
+                    ref_input, ref_weight, selected_token_ids, ref_bias, temperature
+                )
 
         def loss_of(hidden, weight, bias):
             log_prob = cls.chunk_forward(hidden, weight, selected_token_ids, bias, temperature)
             return cls.ppo_loss_fn(
-                per_token_logps=log_prob, attention_mask=attention_mask, advantages=advantages,
-                full_attention_mask=attention_mask, ref_per_token_logps=ref_per_token_logps,
-                old_per_token_logps=old_per_token_logps, vllm_is_ratio=vllm_is_ratio, **loss_kwargs,
-            )  # fmt: skip
+                per_token_logps=log_prob,
+                attention_mask=attention_mask,
+                advantages=advantages,
+                full_attention_mask=attention_mask,
+                ref_per_token_logps=ref_per_token_logps,
+                old_per_token_logps=old_per_token_logps,
+                vllm_is_ratio=vllm_is_ratio,
+                **loss_kwargs,
+            )
 
         return _Base._differentiate(ctx, (_input, weight, bias), loss_of)
 
@@ -183,13 +243,32 @@ class LigerFusedLinearDistillationBase(_Base):
         _own(LigerFusedLinearDistillationBase, "distillation_loss_fn")
 
     @staticmethod
-    def forward(cls, ctx, student_input, student_weight, teacher_input, teacher_weight, target, student_bias=None,
-                teacher_bias=None, chunk_size=1024, ignore_index=-100, weight_hard_loss=0.5, weight_soft_loss=0.5,
-                beta=0.5, compute_ce_loss=True, temperature=1.0, compiled=True, return_soft_hard_loss=False,
-                **loss_kwargs):  # fmt: skip
+    def forward(
+        cls,
+        ctx,
+        student_input,
+        student_weight,
+        teacher_input,
+        teacher_weight,
+        target,
+        student_bias=None,
+        teacher_bias=None,
+        chunk_size=1024,
+        ignore_index=-100,
+        weight_hard_loss=0.5,
+        weight_soft_loss=0.5,
+        beta=0.5,
+        compute_ce_loss=True,
+        temperature=1.0,
+        compiled=True,
+        return_soft_hard_loss=False,
+        **loss_kwargs,
+    ):
         valid = (target != ignore_index).sum().clamp(min=1)
         wanted = [x is not None for x in (student_input, student_weight, student_bias)]
-        weight, bias = (x if x is None else x.detach().requires_grad_() for x in (student_weight, student_bias))
+        weight, bias = (
+            x if x is None else x.detach().requires_grad_() for x in (student_weight, student_bias)
+        )
         totals = student_input.new_zeros(3, dtype=torch.float32)
         rows, sums = [], [None, None]
         for begin in range(0, max(target.shape[0], 1), chunk_size):
@@ -201,16 +280,21 @@ class LigerFusedLinearDistillationBase(_Base):
                 logits = F.linear(hidden, weight, bias)
                 hard = logits.new_zeros((), dtype=torch.float32)
                 if compute_ce_loss and (weight_hard_loss != 0 or return_soft_hard_loss):
-                    hard = F.cross_entropy(logits.float(), target[part], reduction="sum", ignore_index=ignore_index)
+                    hard = F.cross_entropy(
+                        logits.float(), target[part], reduction="sum", ignore_index=ignore_index
+                    )
                 logits = F.pad(logits / temperature, (0, max(teacher.shape[-1] - logits.shape[-1], 0)))
-                soft = cls.distillation_loss_fn(logits, teacher, target=target[part], ignore_index=ignore_index,
-                                                beta=beta, **loss_kwargs)  # fmt: skip
+                soft = cls.distillation_loss_fn(
+                    logits, teacher, target=target[part], ignore_index=ignore_index, beta=beta, **loss_kwargs
+                )
                 loss = (weight_hard_loss * hard + weight_soft_loss * soft) / valid
                 leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None]
                 row, *shared = torch.autograd.grad(loss, leaves)
             totals += torch.stack([x.detach().float() for x in (loss, soft / valid, hard / valid)])
             rows.append(row)
-            sums = [new.float() if old is None else old.add_(new) for old, new in zip(sums, shared, strict=False)]
+            sums = [
+                new.float() if old is None else old.add_(new) for old, new in zip(sums, shared, strict=False)
+            ]
         found = iter([torch.cat(rows), *(s.to(student_weight.dtype) for s in sums)])
         ctx.save_for_backward(*(next(found) if there else None for there in wanted))
         return tuple(totals.unbind()) if return_soft_hard_loss else totals[0].clone()
