@@ -221,16 +221,18 @@ PROBES = (
           lambda logits, target: F.cross_entropy(_wide(logits), target)),
     Probe("linear_cross_entropy", _head, _plain_head),
     Probe("linear_log_prob", _head, _plain_log_prob),
-<<<<<<< HEAD
     Probe("preference_loss", lambda: _answers(8), _plain_preference),
     Probe("kto_loss", _kto, _plain_kto),
     Probe("policy_loss", _policy, _plain_policy, fixed=(1,)),
-=======
     *(Probe(f"linear_{op}", _two_heads, _of_heads(plain), fixed=(2,))
       for op, plain in (("kl_div", _plain_kl_div), ("jsd", _plain_jsd), ("tvd", _plain_tvd))),
->>>>>>> diverg
 )  # fmt: skip
-HELPERS = {"count_labels", "linear_cross_entropy_memory", "linear_divergence_memory", "linear_loss"}  # exported beside the ops
+HELPERS = {
+    "count_labels",
+    "linear_cross_entropy_memory",
+    "linear_divergence_memory",
+    "linear_loss",
+}  # exported beside the ops
 
 
 def ops() -> list[str]:

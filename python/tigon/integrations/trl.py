@@ -78,6 +78,7 @@ class DivergenceHead:
 
     def __init__(self, original):
         self.original = original
+        self.calls = 0
 
     def apply(self, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, beta, temperature=1.0,
               logit_scale=1.0, softcap=None, teacher_logit_scale=1.0, teacher_softcap=None):  # fmt: skip
@@ -87,6 +88,7 @@ class DivergenceHead:
                 hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, beta, temperature,
                 logit_scale, softcap, teacher_logit_scale, teacher_softcap,
             )  # fmt: skip
+        self.calls += 1
         hidden, teacher_hidden = autocast(hidden), autocast(teacher_hidden)
         teacher = (teacher_hidden, teacher_weight, *(() if teacher_bias is None else (teacher_bias,)))
         options = {
@@ -182,18 +184,13 @@ def uninstall() -> None:
                 setattr(module, name, present.original)
 
 
-<<<<<<< HEAD
+HEADS = {NAME: LogProbHead, DIVERGENCE: DivergenceHead}
+
+
 def has_run() -> bool:
     """Whether a loss of TRL's has gone through Tigon in this process."""
-    present = sys.modules.get("trl.trainer.utils")
-    return getattr(getattr(present, NAME, None), "calls", 0) > 0
-
-
-def _utils():
-    from trl.trainer import utils
-=======
-HEADS = {NAME: LogProbHead, DIVERGENCE: DivergenceHead}
->>>>>>> diverg
+    loaded = ((sys.modules.get(place), name) for name in HEADS for place in PLACES[name])
+    return any(getattr(getattr(module, name, None), "calls", 0) > 0 for module, name in loaded)
 
 
 def _check_signature(name, parameters, needed):
