@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from tigon.integrations.liger.alignment import head_log_prob, logit_sums, share_of_tokens
+from tigon.integrations.liger.policies import share_of_tokens
+from tigon.integrations.liger.preferences import head_log_prob, logit_sums
 
 
 class _Base(torch.autograd.Function):

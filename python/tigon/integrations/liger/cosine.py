@@ -1,4 +1,4 @@
-"""``liger_kernel``'s cosine distillation: ``beta * (1 - cos)`` of the logits of student and teacher, and cross-entropy.
+"""``liger_kernel``'s cosine distillation: cross-entropy and ``beta * (1 - cos)`` of the logits of two models.
 
 The logits of ``chunk_size`` rows exist at a time, in plain PyTorch.
 """
