@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-from check_tree import check_tree
+from check_tree import check_op, check_tree
 
 
 def test_tree():
@@ -67,3 +67,20 @@ def test_missing_heading(small_tree):
     header = small_tree / OP / "rms_norm.h"
     header.write_text(header.read_text().replace("// Saved", "// Kept "))
     assert check_tree(small_tree) == [f"{OP}/rms_norm.h: the contract has no line '// Saved'"]
+
+
+def test_engine_and_driver():
+    """What ops share has no adaptor and no cases; what drives it no kernels of its own."""
+    engine, driver = (ROOT / f"csrc/tigon/ops/{name}" for name in ("linear_head", "linear_cross_entropy"))
+    assert not list(engine.glob("*_torch.cpp"))
+    assert not list(driver.glob("*_cuda.cu"))
+    assert check_op(ROOT, "linear_head") == check_op(ROOT, "linear_cross_entropy") == []
+
+
+@pytest.mark.parametrize("file", ["linear_head_cuda.cu", "linear_head.cpp"])
+def test_missing_part_of_an_engine(tmp_path, file):
+    """An engine without its CUDA backend, without its core."""
+    folder = "csrc/tigon/ops/linear_head"
+    shutil.copytree(ROOT / folder, tmp_path / folder)
+    (tmp_path / folder / file).unlink()
+    assert [error.split(":")[0] for error in check_op(tmp_path, "linear_head")] == [f"{folder}/{file}"]

@@ -17,6 +17,10 @@ HEADINGS = (
     "Formula", "Shapes", "Dtypes", "Rounding", "Saved", "Aliasing", "Determinism", "Traffic", "Refused",
 )  # fmt: skip
 SIBLINGS = ("{op}.h", "{op}_math.inc", "{op}.cpp", "{op}_cpu.cpp", "{op}_cuda.cu", "{op}_torch.cpp")
+# What ops share without being one: no adaptor, no Python, no cases. An op whose contract includes such a
+# header drives it, and has kernels only where it needs some of its own.
+ENGINES = {"linear_head"}
+KERNELS = ("{op}_math.inc", "{op}_cpu.cpp", "{op}_cuda.cu")
 ELSEWHERE = ("python/tigon/ops/**/{op}.py", "tests/cases/{op}.py")  # ops of one family share a package
 SOURCE = {".h", ".cuh", ".inc", ".cpp", ".cu"}
 CODE = SOURCE | {".py", ".sh", ".cmake"}
@@ -38,7 +42,13 @@ def role_of(path: Path) -> str:
     return "header" if path.suffix == ".h" else "op"
 
 
-def allowed(path: Path, include: str) -> bool:
+def exports(header: Path) -> bool:
+    """Whether a header declares functions of the library's interface."""
+    text = header.read_text(encoding="utf-8") if header.exists() else ""
+    return re.search(r"^TIGON_API", text, re.MULTILINE) is not None
+
+
+def allowed(root: Path, path: Path, include: str) -> bool:
     """May this file of tigon/ include that header of tigon/?"""
     role, target = role_of(path), Path(include)
     if target.parts[1] == "base":
@@ -48,7 +58,7 @@ def allowed(path: Path, include: str) -> bool:
     if target.parts[1] == "torch":
         return role == "torch"
     own = path.parts[1] == "ops" and target.parts[:3] == path.parts[:3]
-    public = target.name == f"{target.parts[2]}.h"
+    public = target.name == f"{target.parts[2]}.h" or exports(root / "csrc" / target)
     shared = (
         own and target.suffix == ".h" and role_of(target) in ("header", role)
     )  # a second op of the folder
@@ -71,7 +81,7 @@ def check_includes(root: Path, path: Path) -> list[str]:
                 errors.append(
                     f"{path}: a {role} file includes {include}; only tigon/torch and *_torch.cpp may"
                 )
-        elif include.startswith("tigon/") and not allowed(spelled, include):
+        elif include.startswith("tigon/") and not allowed(root, spelled, include):
             errors.append(f"{path} is {role}: it may not include {include}")
         elif "/" not in include and (root / path.parent / include).exists():
             errors.append(f'{path}: spell "{include}" from csrc')
@@ -80,15 +90,18 @@ def check_includes(root: Path, path: Path) -> list[str]:
 
 def check_op(root: Path, op: str) -> list[str]:
     """Files of one op, and the headings of its contract."""
-    wanted = [f"csrc/tigon/ops/{op}/{name}" for name in SIBLINGS] + list(ELSEWHERE)
+    header = root / f"csrc/tigon/ops/{op}/{op}.h"
+    contract = header.read_text(encoding="utf-8") if header.exists() else ""
+    drives = ENGINES & {Path(name).stem for name in INCLUDE.findall(contract)}
+    files = [f"csrc/tigon/ops/{op}/{name}" for name in SIBLINGS if not (drives and name in KERNELS)]
+    wanted = [name for name in files if "_torch" not in name] if op in ENGINES else [*files, *ELSEWHERE]
     errors = [
         f"{name.format(op=op)}: missing (docs/adding-an-op.md)"
         for name in wanted
         if not any(root.glob(name.format(op=op)))
     ]
-    header = root / f"csrc/tigon/ops/{op}/{op}.h"
-    if header.exists():
-        essay = header.read_text(encoding="utf-8").split("#pragma once")[0]
+    if contract:
+        essay = contract.split("#pragma once")[0]
         errors += [
             f"csrc/tigon/ops/{op}/{op}.h: the contract has no line '// {heading}'"
             for heading in HEADINGS

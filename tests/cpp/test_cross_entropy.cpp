@@ -384,7 +384,7 @@ TEST_CASE("finish scales by the upstream gradient and rounds once") {
   Table in = Table(DType::f32, 3, 20).normal(1), out(DType::bf16, 3, 20), dloss(DType::f32, 1, 1),
         scale(DType::f32, 1, 1);
   dloss.set(0, 0, -2.5), scale.set(0, 0, 0.125);
-  linear_cross_entropy_finish(
+  linear_head_finish(
       *ctx, {.in = in.matrix(), .dloss = dloss.vector(), .scale = scale.vector(), .out = out.matrix()});
   check_close(
       "out", out, [&](int64_t r, int64_t c) { return in(r, c) * -2.5 * 0.125; },

@@ -53,9 +53,9 @@ std::tuple<> chunk_gradient(Tensor logits, OptionalTensor dhidden, OptionalTenso
   return {};
 }
 
-// Rows whose label counts, in order: (index, labels, fault), see linear_cross_entropy.h.
+// Rows whose label counts, in order: (index, labels, fault), see linear_head.h.
 std::tuple<Tensor, Tensor, Tensor> compact(Tensor target, int64_t ignore_index, int64_t count) {
-  LinearCrossEntropyCompact a = {.target = vector_of(kOp, "target", target), .ignore_index = ignore_index};
+  LinearHeadCompact a = {.target = vector_of(kOp, "target", target), .ignore_index = ignore_index};
   Tensor index = make(target, {count}, DType::i64), labels = make(target, {count}, DType::i64);
   Tensor position = make(target, {a.target.size}, DType::i64), fault = make(target, {}, DType::f32);
   a.index = vector_of(kOp, "index", index);
@@ -63,7 +63,7 @@ std::tuple<Tensor, Tensor, Tensor> compact(Tensor target, int64_t ignore_index, 
   a.position = vector_of(kOp, "position", position);
   a.fault = scalar_of(kOp, "fault", fault);
   auto ctx = make_context(target);
-  linear_cross_entropy_compact(*ctx, a);
+  linear_head_compact(*ctx, a);
   return {index, labels, fault};
 }
 

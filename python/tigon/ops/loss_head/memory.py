@@ -44,12 +44,12 @@ _native_chunk.argtypes = [ctypes.c_int] * 2 + [ctypes.c_int64] * 3 + [ctypes.c_i
 
 
 def default_chunk(device, dtype, rows, hidden_size, vocab, *, dweight, add_dweight=False) -> int:
-    """Rows per chunk: ``linear_cross_entropy_chunk`` of the C++ side."""
+    """Rows per chunk: ``linear_head_chunk_rows`` of the C++ side."""
     return _native_chunk(device == "cuda", dtype.itemsize, rows, hidden_size, vocab, dweight, add_dweight)
 
 
 def whole_rows(device, dtype, hidden_size, vocab) -> int:
-    """Most rows that one chunk takes whole, with weight's gradient: ``linear_cross_entropy_whole``."""
+    """Most rows that one chunk takes whole, with weight's gradient: ``linear_head_whole_rows``."""
     return _native_chunk(device == "cuda", dtype.itemsize, -1, hidden_size, vocab, True, False)
 
 

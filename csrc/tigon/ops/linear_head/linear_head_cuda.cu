@@ -1,5 +1,4 @@
-// CUDA side of the fused linear cross-entropy: what the GEMM provider and cross_entropy's row
-// kernels do not do.
+// CUDA side of the linear head: what the GEMM provider and the drivers' row kernels do not do.
 //
 // finish: reads the gradient (f32 dweight: 4 bytes, 16-bit dhidden: 2) and writes the parameter's
 // dtype. compact: one CTA, 8 bytes read twice and 8 written per row; the list keeps the order of
@@ -8,14 +7,14 @@
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/vec.cuh"
 #include "tigon/base/dispatch.h"
-#include "tigon/ops/linear_cross_entropy/linear_cross_entropy.h"
+#include "tigon/ops/linear_head/linear_head.h"
 
 namespace tigon::cuda {
 namespace {
 
-#include "tigon/ops/linear_cross_entropy/linear_cross_entropy_math.inc"
+#include "tigon/ops/linear_head/linear_head_math.inc"
 
-constexpr const char* kOp = "linear_cross_entropy";
+constexpr const char* kOp = "linear_head";
 constexpr int kThreads = 256, kUnroll = 4;
 
 // Elements [block * kThreads * N * kUnroll, ...): every thread has kUnroll vectors in flight.
@@ -36,11 +35,11 @@ __global__ __launch_bounds__(kThreads) void finish_kernel(const In* in, const fl
     if (i + N <= n) {
       Vec<Out, N> r;
 #pragma unroll
-      for (int j = 0; j < N; ++j) r.set(j, linear_cross_entropy_finished(vecs[u][j], factor));
+      for (int j = 0; j < N; ++j) r.set(j, linear_head_finished(vecs[u][j], factor));
       store(out + i, r);
     } else {
       for (int64_t t = i; t < n && t < i + N; ++t)
-        out[t] = narrow<Out>(linear_cross_entropy_finished(widen(in[t]), factor));
+        out[t] = narrow<Out>(linear_head_finished(widen(in[t]), factor));
     }
   }
 }
@@ -74,7 +73,7 @@ __global__ __launch_bounds__(kCompactThreads) void compact_kernel(const CompactP
     total += counts[w];
   }
   bool right = total == p.wanted;
-  int64_t wrong = linear_cross_entropy_wrong_label(p.ignore_index);
+  int64_t wrong = linear_head_wrong_label(p.ignore_index);
   if (threadIdx.x == 0) *p.fault = right ? 0.0f : NAN;
   for (int64_t group = first; group < end; group += 32) {
     int64_t r = group + lane;
@@ -95,14 +94,13 @@ __global__ void factors_kernel(const int64_t* target, int64_t ignore_index, cons
   int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= n) return;
   int64_t r = index != nullptr ? index[i] : i;
-  out[i] =
-      linear_cross_entropy_factor(target[r] != ignore_index, token_weight != nullptr ? token_weight[r] : 1.0f,
-                                  upstream != nullptr ? upstream[r] : 1.0f, scale != nullptr ? *scale : 1.0f);
+  out[i] = linear_head_factor(target[r] != ignore_index, token_weight != nullptr ? token_weight[r] : 1.0f,
+                              upstream != nullptr ? upstream[r] : 1.0f, scale != nullptr ? *scale : 1.0f);
 }
 
-__global__ void results_kernel(const __grid_constant__ LinearCrossEntropyRowPointers p, int64_t rows) {
+__global__ void results_kernel(const __grid_constant__ LinearHeadResultPointers p, int64_t rows) {
   int64_t r = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (r < rows) linear_cross_entropy_write_row(p, r);
+  if (r < rows) linear_head_write_row(p, r);
 }
 
 // A CTA per row, in pieces of type T; strides and cols count pieces.
@@ -129,7 +127,7 @@ __global__ __launch_bounds__(kThreads) void move_scaled_kernel(const T* from, T*
 }
 
 template <class T>
-void move_rows(Context& ctx, const LinearCrossEntropyMove& a) {
+void move_rows(Context& ctx, const LinearHeadMove& a) {
   int64_t pieces = int64_t(sizeof(T) / size_of(a.from.dtype));
   launch(kOp, ctx, move_kernel<T>, {.blocks = a.index.size, .threads = kThreads},
          static_cast<const T*>(a.from.data), static_cast<T*>(a.to.data), a.index.as<int64_t>(),
@@ -149,7 +147,7 @@ __global__ __launch_bounds__(kThreads) void columns_kernel(const T* __restrict__
 }
 
 template <class T>
-void fit_columns(Context& ctx, const LinearCrossEntropyColumns& a) {
+void fit_columns(Context& ctx, const LinearHeadColumns& a) {
   launch(kOp, ctx, columns_kernel<T>, {.blocks = a.to.rows, .threads = kThreads},
          static_cast<const T*>(a.from.data), static_cast<T*>(a.to.data), a.from.stride, a.to.stride,
          a.from.cols, a.to.cols);
@@ -163,7 +161,7 @@ __global__ void ones_kernel(T* out, int64_t n) {
 
 }  // namespace
 
-void linear_cross_entropy_finish(Context& ctx, const LinearCrossEntropyFinish& a) {
+void linear_head_finish(Context& ctx, const LinearHeadFinish& a) {
   constexpr int kVecSize = 8;
   int64_t n = a.in.rows * a.in.cols;
   dispatch_float(kOp, "gradient", a.in.dtype, [&](auto ti) {
@@ -178,7 +176,7 @@ void linear_cross_entropy_finish(Context& ctx, const LinearCrossEntropyFinish& a
   });
 }
 
-void linear_cross_entropy_ones(Context& ctx, Vector out) {
+void linear_head_ones(Context& ctx, Vector out) {
   dispatch_float(kOp, "ones", out.dtype, [&](auto t) {
     using T = typename DeviceType<typename decltype(t)::type>::type;
     launch(kOp, ctx, ones_kernel<T>, {.blocks = ceil_div(out.size, kThreads), .threads = kThreads},
@@ -186,7 +184,7 @@ void linear_cross_entropy_ones(Context& ctx, Vector out) {
   });
 }
 
-void linear_cross_entropy_zero(Context& ctx, const Matrix& out) {
+void linear_head_zero(Context& ctx, const Matrix& out) {
   size_t width = size_of(out.dtype) * size_t(out.cols), pitch = size_of(out.dtype) * size_t(out.stride),
          rows = size_t(out.rows);
   auto stream = static_cast<cudaStream_t>(ctx.stream());
@@ -195,25 +193,25 @@ void linear_cross_entropy_zero(Context& ctx, const Matrix& out) {
                                   : cudaMemset2DAsync(out.data, pitch, 0, width, rows, stream));
 }
 
-void linear_cross_entropy_compact(Context& ctx, const LinearCrossEntropyCompact& a) {
+void linear_head_compact(Context& ctx, const LinearHeadCompact& a) {
   CompactParams p = {
       a.target.as<int64_t>(), a.index.as<int64_t>(), a.labels.as<int64_t>(), a.position.as<int64_t>(),
       a.fault.as<float>(),    a.target.size,         a.index.size,           a.ignore_index};
   launch(kOp, ctx, compact_kernel, {.blocks = 1, .threads = kCompactThreads}, p);
 }
 
-void linear_cross_entropy_factors(Context& ctx, const LinearCrossEntropyFactors& a) {
+void linear_head_factors(Context& ctx, const LinearHeadFactors& a) {
   launch(kOp, ctx, factors_kernel, {.blocks = ceil_div(a.out.size, kThreads), .threads = kThreads},
          a.target.as<int64_t>(), a.ignore_index, a.index.as<int64_t>(), a.token_weight.as<float>(),
          a.upstream.as<float>(), a.scale.as<float>(), a.out.as<float>(), a.out.size);
 }
 
-void linear_cross_entropy_results(Context& ctx, const LinearCrossEntropyResults& a) {
+void linear_head_results(Context& ctx, const LinearHeadResults& a) {
   launch(kOp, ctx, results_kernel, {.blocks = ceil_div(a.target.size, kThreads), .threads = kThreads},
-         linear_cross_entropy_pointers(a), a.target.size);
+         linear_head_pointers(a), a.target.size);
 }
 
-void linear_cross_entropy_move(Context& ctx, const LinearCrossEntropyMove& a) {
+void linear_head_move(Context& ctx, const LinearHeadMove& a) {
   if (a.factor) {
     dispatch_float(kOp, "rows", a.from.dtype, [&](auto t) {
       using T = typename DeviceType<typename decltype(t)::type>::type;
@@ -232,7 +230,7 @@ void linear_cross_entropy_move(Context& ctx, const LinearCrossEntropyMove& a) {
   move_rows<uint16_t>(ctx, a);
 }
 
-void linear_cross_entropy_columns(Context& ctx, const LinearCrossEntropyColumns& a) {
+void linear_head_columns(Context& ctx, const LinearHeadColumns& a) {
   switch (size_of(a.from.dtype)) {
     case 2: return fit_columns<uint16_t>(ctx, a);
     case 4: return fit_columns<uint32_t>(ctx, a);

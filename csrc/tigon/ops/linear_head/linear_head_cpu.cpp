@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "tigon/base/dispatch.h"
-#include "tigon/ops/linear_cross_entropy/linear_cross_entropy.h"
+#include "tigon/ops/linear_head/linear_head.h"
 
 namespace tigon::cpu {
 namespace {
@@ -15,15 +15,15 @@ struct FinishTable {
 }  // namespace
 }  // namespace tigon::cpu
 
-#define TIGON_KERNELS "tigon/ops/linear_cross_entropy/linear_cross_entropy_cpu.inc"
+#define TIGON_KERNELS "tigon/ops/linear_head/linear_head_cpu.inc"
 #include "tigon/base/simd/foreach_isa.h"
 
 namespace tigon::cpu {
 namespace {
-#include "tigon/ops/linear_cross_entropy/linear_cross_entropy_math.inc"
+#include "tigon/ops/linear_head/linear_head_math.inc"
 }  // namespace
 
-void linear_cross_entropy_finish(Context& ctx, const LinearCrossEntropyFinish& a) {
+void linear_head_finish(Context& ctx, const LinearHeadFinish& a) {
   constexpr int64_t kBlock = int64_t(1) << 15;
   float factor = *a.dloss.as<float>() * (a.scale ? *a.scale.as<float>() : 1.0f);
   auto run = TIGON_SELECT(finish_table).at[int(a.in.dtype)][int(a.out.dtype)];
@@ -36,20 +36,20 @@ void linear_cross_entropy_finish(Context& ctx, const LinearCrossEntropyFinish& a
   });
 }
 
-void linear_cross_entropy_ones(Context&, Vector out) {
-  dispatch_float("linear_cross_entropy", "ones", out.dtype, [&](auto t) {
+void linear_head_ones(Context&, Vector out) {
+  dispatch_float("linear_head", "ones", out.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
     std::fill_n(out.as<T>(), out.size, from_float<T>(1.0f));
   });
 }
 
-void linear_cross_entropy_zero(Context&, const Matrix& out) {
+void linear_head_zero(Context&, const Matrix& out) {
   for (int64_t r = 0; r < out.rows; ++r)
     std::memset(static_cast<char*>(out.data) + r * out.stride * int64_t(size_of(out.dtype)), 0,
                 size_t(out.cols) * size_of(out.dtype));
 }
 
-void linear_cross_entropy_compact(Context&, const LinearCrossEntropyCompact& a) {
+void linear_head_compact(Context&, const LinearHeadCompact& a) {
   const int64_t* target = a.target.as<int64_t>();
   int64_t *index = a.index.as<int64_t>(), *labels = a.labels.as<int64_t>(),
           *position = a.position.as<int64_t>();
@@ -62,11 +62,11 @@ void linear_cross_entropy_compact(Context&, const LinearCrossEntropyCompact& a) 
   }
   *a.fault.as<float>() = count == wanted ? 0.0f : NAN;
   if (count == wanted) return;
-  std::fill_n(labels, wanted, linear_cross_entropy_wrong_label(a.ignore_index));
+  std::fill_n(labels, wanted, linear_head_wrong_label(a.ignore_index));
   for (int64_t i = count; i < wanted; ++i) index[i] = 0;
 }
 
-void linear_cross_entropy_factors(Context&, const LinearCrossEntropyFactors& a) {
+void linear_head_factors(Context&, const LinearHeadFactors& a) {
   const int64_t* index = a.index.as<int64_t>();
   const int64_t* target = a.target.as<int64_t>();
   const float *token_weight = a.token_weight.as<float>(), *upstream = a.upstream.as<float>();
@@ -74,19 +74,19 @@ void linear_cross_entropy_factors(Context&, const LinearCrossEntropyFactors& a) 
   for (int64_t i = 0; i < a.out.size; ++i) {
     int64_t r = index ? index[i] : i;
     a.out.as<float>()[i] =
-        linear_cross_entropy_factor(target[r] != a.ignore_index, token_weight ? token_weight[r] : 1.0f,
-                                    upstream ? upstream[r] : 1.0f, scale);
+        linear_head_factor(target[r] != a.ignore_index, token_weight ? token_weight[r] : 1.0f,
+                           upstream ? upstream[r] : 1.0f, scale);
   }
 }
 
-void linear_cross_entropy_results(Context&, const LinearCrossEntropyResults& a) {
-  auto pointers = linear_cross_entropy_pointers(a);
-  for (int64_t r = 0; r < a.target.size; ++r) linear_cross_entropy_write_row(pointers, r);
+void linear_head_results(Context&, const LinearHeadResults& a) {
+  auto pointers = linear_head_pointers(a);
+  for (int64_t r = 0; r < a.target.size; ++r) linear_head_write_row(pointers, r);
 }
 
-static void move_scaled(Context& ctx, const LinearCrossEntropyMove& a) {
+static void move_scaled(Context& ctx, const LinearHeadMove& a) {
   const int64_t* index = a.index.as<int64_t>();
-  dispatch_float("linear_cross_entropy", "rows", a.from.dtype, [&](auto t) {
+  dispatch_float("linear_head", "rows", a.from.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
     parallel(ctx, a.factor.size, [&](int64_t i) {
       int64_t r = index ? index[i] : i;
@@ -98,7 +98,7 @@ static void move_scaled(Context& ctx, const LinearCrossEntropyMove& a) {
   });
 }
 
-void linear_cross_entropy_move(Context& ctx, const LinearCrossEntropyMove& a) {
+void linear_head_move(Context& ctx, const LinearHeadMove& a) {
   constexpr int64_t kRows = 64;
   const int64_t* index = a.index.as<int64_t>();
   if (a.factor) return move_scaled(ctx, a);
@@ -113,7 +113,7 @@ void linear_cross_entropy_move(Context& ctx, const LinearCrossEntropyMove& a) {
   });
 }
 
-void linear_cross_entropy_columns(Context& ctx, const LinearCrossEntropyColumns& a) {
+void linear_head_columns(Context& ctx, const LinearHeadColumns& a) {
   constexpr int64_t kRows = 64;
   size_t size = size_of(a.from.dtype), kept = size * size_t(std::min(a.from.cols, a.to.cols));
   parallel(ctx, (a.to.rows + kRows - 1) / kRows, [&](int64_t task) {

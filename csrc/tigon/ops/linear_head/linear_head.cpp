@@ -1,0 +1,385 @@
+#include "tigon/ops/linear_head/linear_head.h"
+
+#include <algorithm>
+
+#include "tigon/base/require.h"
+#include "tigon/ops/cross_entropy/cross_entropy.h"
+
+namespace tigon {
+namespace {
+
+constexpr const char* kOp = "linear_head";
+
+#define TIGON_BACKEND(call) on_device(kOp, ctx, [&] { cpu::call; }, TIGON_ON_CUDA(cuda::call))
+
+// How many rows count, where the host can know it; on the CPU labels are looked at before anything is written.
+int64_t known_count(Context& ctx, const LinearHead& a, const LinearHeadLabels& labels) {
+  if (ctx.device() != Device::cpu) return labels.valid_rows;
+  const int64_t* target = labels.target.as<int64_t>();
+  int64_t count = 0, v = a.weight.rows;
+  for (int64_t r = 0; r < labels.target.size; ++r) {
+    if (target[r] == labels.ignore_index) continue;
+    TIGON_CHECK(a.op, target[r] >= 0 && target[r] < v, "target must be in [0, ", v, ") or ",
+                labels.ignore_index, " (ignored), got ", target[r], " in row ", r);
+    ++count;
+  }
+  TIGON_CHECK(a.op, labels.valid_rows < 0 || labels.valid_rows == count,
+              "valid_rows must be the number of labels that are not ", labels.ignore_index, ", ", count,
+              ", got ", labels.valid_rows);
+  return count;
+}
+
+Matrix rows_from(const Matrix& m, int64_t first, int64_t count) {
+  Matrix part = m;
+  part.rows = count;
+  if (m.data) part.data = static_cast<char*>(m.data) + first * m.stride * int64_t(size_of(m.dtype));
+  return part;
+}
+
+Matrix new_matrix(Context& ctx, int64_t rows, int64_t cols, int64_t stride, DType dtype) {
+  void* data = ctx.scratch(size_of(dtype) * size_t(std::max<int64_t>(rows, 1) * stride));
+  return {.data = data, .dtype = dtype, .rows = rows, .cols = cols, .stride = stride};
+}
+Matrix as_row(const Vector& v, int64_t count) {
+  return {.data = v.data, .dtype = v.dtype, .rows = 1, .cols = count, .stride = count};
+}
+Matrix as_column(const Vector& v, int64_t count) {
+  return {.data = v.data, .dtype = v.dtype, .rows = count, .cols = 1, .stride = 1};
+}
+
+void fill_zero(Context& ctx, const Matrix& m) {
+  if (m.data && m.rows * m.cols > 0) TIGON_BACKEND(linear_head_zero(ctx, m));
+}
+
+// c (+)= alpha op(a) op(b); the shape of the product is c's.
+struct Product {
+  Matrix a, b, c;
+  bool trans_a = false, trans_b = false;
+  float alpha = 1.0f, beta = 0.0f;
+  bool unrounded = false;  // into f32
+};
+void multiply(Context& ctx, const Product& p) {
+  ctx.gemm({.m = p.c.rows,
+            .n = p.c.cols,
+            .k = p.trans_a ? p.a.rows : p.a.cols,
+            .a = p.a.data,
+            .lda = p.a.stride,
+            .trans_a = p.trans_a,
+            .b = p.b.data,
+            .ldb = p.b.stride,
+            .trans_b = p.trans_b,
+            .c = p.c.data,
+            .ldc = p.c.stride,
+            .ab_dtype = p.a.dtype,
+            .c_dtype = p.c.dtype,
+            .alpha = p.alpha,
+            .beta = p.beta,
+            .unrounded = p.unrounded});
+}
+
+// Rows of a chunk where there are several.
+int64_t most_rows(const LinearHeadSizes& s) {
+  constexpr int64_t kLeast = 1024, kSmallLogits = int64_t(512) << 20;
+  if (s.device == Device::cpu) return kLeast;
+  int64_t most = std::max(kLeast, kSmallLogits / (std::max<int64_t>(s.vocab, 1) * int64_t(size_of(s.dtype))));
+  return s.dweight ? std::max(most, s.hidden) : most;
+}
+
+// Elements between rows of logits: whole 128-byte lines, so that an odd vocabulary costs the products nothing.
+int64_t logit_stride(int64_t vocab) { return (vocab + 63) / 64 * 64; }
+
+}  // namespace
+
+void linear_head_check(const LinearHead& a) {
+  int64_t rows = a.hidden.rows, h = a.hidden.cols, v = a.weight.rows;
+  DType dtype = a.hidden.dtype;
+  require_float(a.op, "hidden", dtype);
+  TIGON_CHECK(a.op, h >= 1, "hidden must have at least one column, got ", h);
+  TIGON_CHECK(a.op, v >= 1, "weight must have at least one row, got ", v);
+  require_matrix(a.op, "weight", a.weight, v, h, dtype);
+  if (a.bias) {
+    TIGON_CHECK(a.op, a.bias.size == v, "bias must be [", v, "], got [", a.bias.size, "]");
+    TIGON_CHECK(a.op, a.bias.dtype == dtype || a.bias.dtype == DType::f32, "bias must be ", name_of(dtype),
+                " or float32, got ", name_of(a.bias.dtype));
+  }
+  bool lora = a.lora_a.data != nullptr;
+  TIGON_CHECK(a.op, lora == (a.lora_b.data != nullptr), "lora must have both A and B, got one");
+  if (lora) {
+    require_matrix(a.op, "lora A", a.lora_a, a.lora_a.rows, h, dtype);
+    require_matrix(a.op, "lora B", a.lora_b, v, a.lora_a.rows, dtype);
+  }
+  TIGON_CHECK(a.op, lora || (!a.dlora_a.data && !a.dlora_b.data),
+              "lora must be given for its gradients, got none");
+  if (a.dhidden.data) require_matrix(a.op, "dhidden", a.dhidden, rows, h, dtype);
+  if (a.dweight.data) {
+    DType narrow = linear_head_dweight(dtype, true);
+    require_matrix(a.op, "dweight", a.dweight, v, h, a.dweight.dtype == narrow ? narrow : DType::f32);
+  }
+  if (a.dbias) require_vector(a.op, "dbias", a.dbias, v, DType::f32);
+  if (a.dlora_a.data) require_matrix(a.op, "dlora_a", a.dlora_a, a.lora_a.rows, h, DType::f32);
+  if (a.dlora_b.data) require_matrix(a.op, "dlora_b", a.dlora_b, v, a.lora_a.rows, DType::f32);
+}
+
+LinearHeadRows linear_head_rows(Context& ctx, const LinearHead& a, const LinearHeadLabels& labels) {
+  int64_t all = a.hidden.rows;
+  require_vector(a.op, "target", labels.target, all, DType::i64);
+  TIGON_CHECK(a.op, labels.valid_rows >= -1 && labels.valid_rows <= all, "valid_rows must be in [0, ", all,
+              "] (or None), got ", labels.valid_rows);
+  int64_t known = known_count(ctx, a, labels);
+  if (known < 0 || known >= all) return {.count = all, .labels = labels.target};
+  LinearHeadRows r = {.count = known,
+                      .listed = true,
+                      .labels = linear_head_vector(ctx, known, DType::i64),
+                      .index = linear_head_vector(ctx, known, DType::i64),
+                      .position = linear_head_vector(ctx, all, DType::i64),
+                      .fault = linear_head_vector(ctx, 1)};
+  linear_head_compact(ctx, {.target = labels.target,
+                            .ignore_index = labels.ignore_index,
+                            .index = r.index,
+                            .labels = r.labels,
+                            .position = r.position,
+                            .fault = r.fault});
+  return r;
+}
+
+int64_t linear_head_whole_rows(const LinearHeadSizes& s) {
+  bool sums_cost = s.device == Device::cuda && s.dweight && !s.add_dweight && s.dtype != DType::f32;
+  int64_t most = most_rows(s);
+  return std::max(most + most / 4, sums_cost ? s.hidden * 23 / 10 : 0);
+}
+
+int64_t linear_head_chunk_rows(const LinearHeadSizes& s) {
+  if (s.rows <= linear_head_whole_rows(s)) return std::max<int64_t>(s.rows, 1);
+  int64_t most = most_rows(s), chunks = (s.rows + most - 1) / most;
+  return ((s.rows + chunks - 1) / chunks + 127) / 128 * 128;
+}
+
+int64_t linear_head_limit(Context& ctx, const LinearHead& a, int64_t rows, int64_t chunk_rows) {
+  TIGON_CHECK(a.op, chunk_rows >= 0, "chunk_rows must be >= 1 (or None), got ", chunk_rows);
+  int64_t wanted = chunk_rows > 0 ? chunk_rows
+                                  : linear_head_chunk_rows({.device = ctx.device(),
+                                                            .dtype = a.hidden.dtype,
+                                                            .rows = rows,
+                                                            .hidden = a.hidden.cols,
+                                                            .vocab = a.weight.rows,
+                                                            .dweight = a.dweight.data != nullptr,
+                                                            .add_dweight = a.add_dweight});
+  return std::min(wanted, std::max<int64_t>(rows, 1));
+}
+
+void linear_head_check_chunks(const LinearHead& a, int64_t chunks) {
+  bool sums = chunks > 1 || a.add_dweight;
+  TIGON_CHECK(a.op, !a.dweight.data || !sums || a.dweight.dtype == DType::f32,
+              "dweight must be float32 where it is summed over chunks, got ", name_of(a.dweight.dtype));
+}
+
+std::vector<LinearHeadSpan> linear_head_plan(const LinearHead& a, const std::vector<int64_t>& group_rows,
+                                             int64_t limit) {
+  constexpr int64_t kMostBytes = int64_t(1) << 30;
+  int64_t row_bytes = logit_stride(a.weight.rows) * int64_t(size_of(a.hidden.dtype));
+  for (size_t g = 0; g < group_rows.size(); ++g) {
+    TIGON_CHECK(a.op, group_rows[g] >= 0, "groups must have >= 0 rows, got ", group_rows[g], " in group ", g);
+    TIGON_CHECK(a.op, group_rows[g] <= limit || group_rows[g] <= kMostBytes / row_bytes,
+                "groups must have at most ", std::max(limit, kMostBytes / row_bytes),
+                " rows (logits of 1 GiB), got ", group_rows[g], " in group ", g);
+    limit = std::max(limit, group_rows[g]);
+  }
+  std::vector<LinearHeadSpan> spans;
+  for (int64_t g = 0; g < int64_t(group_rows.size()); ++g) {
+    int64_t rows = group_rows[size_t(g)];
+    if (spans.empty())
+      spans.push_back({});
+    else if (spans.back().count + rows > limit)
+      spans.push_back({.begin = spans.back().begin + spans.back().count, .group = g});
+    spans.back().count += rows, ++spans.back().groups;
+  }
+  return spans;
+}
+
+LinearHeadWorkspace linear_head_workspace(Context& ctx, const LinearHead& a, const LinearHeadRows& rows,
+                                          const LinearHeadMemory& m) {
+  DType dtype = a.hidden.dtype;
+  int64_t v = a.weight.rows, h = a.hidden.cols, r = a.lora_a.rows, lora_ld = (r + 7) / 8 * 8;
+  LinearHeadWorkspace w;
+  if (m.logits) w.logits = new_matrix(ctx, m.chunk, v, logit_stride(v), dtype);
+  bool scales = m.factored && (a.dweight.data || a.dlora_a.data);
+  if (rows.listed || scales) w.hidden = new_matrix(ctx, m.chunk, h, h, dtype);
+  if (rows.listed && a.dhidden.data) w.dhidden = new_matrix(ctx, m.chunk, h, h, dtype);
+  if (a.lora_a.data)
+    w.lora_u = new_matrix(ctx, m.chunk, r, lora_ld, dtype),
+    w.lora_t = new_matrix(ctx, m.chunk, r, lora_ld, dtype);
+  if (a.dbias) {
+    w.ones = linear_head_vector(ctx, std::max<int64_t>(m.chunk, 1), dtype);
+    TIGON_BACKEND(linear_head_ones(ctx, w.ones));
+    if (m.factored) w.column = linear_head_vector(ctx, m.chunk, dtype);
+  }
+  return w;
+}
+
+LinearHeadChunk linear_head_chunk(const LinearHead& a, const LinearHeadRows& rows,
+                                  const LinearHeadWorkspace& w, int64_t begin, int64_t count) {
+  Matrix none;
+  return {.begin = begin,
+          .count = count,
+          .logits = rows_from(w.logits, 0, count),
+          .index = rows.listed ? linear_head_part(rows.index, begin, count) : Vector{},
+          .hidden = rows.listed ? rows_from(w.hidden, 0, count) : rows_from(a.hidden, begin, count),
+          .dhidden = !a.dhidden.data ? none
+                     : rows.listed   ? rows_from(w.dhidden, 0, count)
+                                     : rows_from(a.dhidden, begin, count),
+          .gathered = !rows.listed,
+          .scaled = rows_from(w.hidden, 0, count),
+          .lora_u = rows_from(w.lora_u, 0, count),
+          .lora_t = rows_from(w.lora_t, 0, count),
+          .ones = w.ones,
+          .column = w.column};
+}
+
+LinearHeadChunk linear_head_slice(const LinearHeadChunk& c, int64_t first, int64_t count) {
+  LinearHeadChunk part = c;
+  part.begin += first, part.count = count;
+  part.index = linear_head_part(c.index, first, count);
+  for (Matrix* m : {&part.logits, &part.hidden, &part.dhidden, &part.scaled, &part.lora_u, &part.lora_t})
+    *m = rows_from(*m, first, count);
+  return part;
+}
+
+namespace {
+
+// Rows of the call's hidden, times factor.
+void take_rows(Context& ctx, const LinearHead& a, const LinearHeadChunk& c, const Matrix& to,
+               const Vector& factor) {
+  linear_head_move(ctx, {.from = c.index ? a.hidden : rows_from(a.hidden, c.begin, c.count),
+                         .to = to,
+                         .index = c.index,
+                         .factor = factor});
+}
+
+}  // namespace
+
+// The low-rank part comes first: written, not added, and rounded where it is small.
+void linear_head_logits(Context& ctx, const LinearHead& a, LinearHeadChunk& c) {
+  bool lora = a.lora_a.data != nullptr;
+  if (!c.gathered) take_rows(ctx, a, c, c.hidden, {});
+  c.gathered = true;
+  if (lora) {
+    multiply(ctx, {.a = c.hidden, .b = a.lora_a, .c = c.lora_u, .trans_b = true, .alpha = a.lora_scale});
+    multiply(ctx, {.a = c.lora_u, .b = a.lora_b, .c = c.logits, .trans_b = true, .unrounded = true});
+  }
+  multiply(ctx, {.a = c.hidden,
+                 .b = a.weight,
+                 .c = c.logits,
+                 .trans_b = true,
+                 .beta = lora ? 1.0f : 0.0f,
+                 .unrounded = true});
+}
+
+// dweight = dlogits^T . diag(factor) . hidden, dhidden = diag(factor) . dlogits . weight: dlogits stay as they are.
+void linear_head_gradients(Context& ctx, const LinearHead& a, LinearHeadChunk& c,
+                           const LinearHeadPass& pass) {
+  const Matrix& dlogits = c.logits;
+  const Vector& factor = pass.factor;
+  bool low = a.lora_a.data && (a.dhidden.data || a.dlora_a.data);
+  float beta = pass.first ? 0.0f : 1.0f;
+  Matrix hidden = c.hidden;
+  if (a.dweight.data || a.dlora_a.data) {
+    if (factor) hidden = c.scaled;
+    if (factor || !c.gathered) take_rows(ctx, a, c, hidden, factor);
+    c.gathered = c.gathered && !(factor && hidden.data == c.hidden.data);
+  }
+  if (low) multiply(ctx, {.a = dlogits, .b = a.lora_b, .c = c.lora_t, .alpha = a.lora_scale});
+  if (low && a.dhidden.data) multiply(ctx, {.a = c.lora_t, .b = a.lora_a, .c = c.dhidden});
+  if (a.dhidden.data) multiply(ctx, {.a = dlogits, .b = a.weight, .c = c.dhidden, .beta = low ? 1.0f : 0.0f});
+  if (a.dweight.data)
+    multiply(
+        ctx,
+        {.a = dlogits, .b = hidden, .c = a.dweight, .trans_a = true, .beta = a.add_dweight ? 1.0f : beta});
+  if (a.dbias) {
+    if (factor)
+      linear_head_move(
+          ctx, {.from = as_column(c.ones, c.count), .to = as_column(c.column, c.count), .factor = factor});
+    multiply(ctx, {.a = as_row(factor ? c.column : c.ones, c.count),
+                   .b = dlogits,
+                   .c = as_row(a.dbias, a.dbias.size),
+                   .beta = beta});
+  }
+  if (a.dlora_b.data) {
+    if (factor) linear_head_move(ctx, {.from = c.lora_u, .to = c.lora_u, .factor = factor});
+    multiply(ctx, {.a = dlogits, .b = c.lora_u, .c = a.dlora_b, .trans_a = true, .beta = beta});
+  }
+  if (a.dlora_a.data)
+    multiply(ctx, {.a = c.lora_t, .b = hidden, .c = a.dlora_a, .trans_a = true, .beta = beta});
+  if (a.dhidden.data && (c.index || factor)) {
+    Matrix to = c.index ? a.dhidden : c.dhidden;
+    linear_head_move(
+        ctx, {.from = c.dhidden, .to = to, .index = c.index, .factor = factor, .scatter = bool(c.index)});
+  }
+}
+
+void linear_head_clear(Context& ctx, const LinearHead& a, const LinearHeadRows& rows) {
+  if (rows.listed) fill_zero(ctx, a.dhidden);
+  if (rows.count > 0) return;
+  if (!a.add_dweight) fill_zero(ctx, a.dweight);
+  if (a.dbias) fill_zero(ctx, as_row(a.dbias, a.dbias.size));
+  fill_zero(ctx, a.dlora_a);
+  fill_zero(ctx, a.dlora_b);
+}
+
+Vector linear_head_part(const Vector& v, int64_t begin, int64_t count) {
+  if (!v || v.size == 1) return v;
+  return {.data = static_cast<char*>(v.data) + begin * int64_t(size_of(v.dtype)),
+          .dtype = v.dtype,
+          .size = count};
+}
+
+Vector linear_head_vector(Context& ctx, int64_t n, DType dtype) {
+  return {.data = ctx.scratch(size_of(dtype) * size_t(std::max<int64_t>(n, 1))), .dtype = dtype, .size = n};
+}
+
+void linear_head_compact(Context& ctx, const LinearHeadCompact& a) {
+  require_dtype(kOp, "target", a.target.dtype, DType::i64);
+  require_vector(kOp, "labels", a.labels, a.index.size, DType::i64);
+  require_dtype(kOp, "index", a.index.dtype, DType::i64);
+  require_vector(kOp, "position", a.position, a.target.size, DType::i64);
+  require_vector(kOp, "fault", a.fault, 1, DType::f32);
+  TIGON_BACKEND(linear_head_compact(ctx, a));
+}
+
+void linear_head_factors(Context& ctx, const LinearHeadFactors& a) {
+  require_dtype(kOp, "factors", a.out.dtype, DType::f32);
+  if (a.out.size > 0) TIGON_BACKEND(linear_head_factors(ctx, a));
+}
+
+void linear_head_results(Context& ctx, const LinearHeadResults& a) {
+  for (int k = 0; k < a.count; ++k) {
+    const LinearHeadResult& r = a.result[size_t(k)];
+    TIGON_CHECK(kOp, r.to.dtype == DType::f32 || r.to.dtype == DType::i64,
+                "results must be float32 or int64, got ", name_of(r.to.dtype));
+    require_vector(kOp, "result", r.to, a.target.size, r.from.dtype);
+    if (r.factor) require_vector(kOp, "factor", r.factor, a.target.size, DType::f32);
+  }
+  if (a.count > 0 && a.target.size > 0) TIGON_BACKEND(linear_head_results(ctx, a));
+}
+
+void linear_head_move(Context& ctx, const LinearHeadMove& a) {
+  if ((a.factor ? a.factor.size : a.index.size) > 0) TIGON_BACKEND(linear_head_move(ctx, a));
+}
+
+void linear_head_columns(Context& ctx, const LinearHeadColumns& a) {
+  require_matrix(kOp, "result", a.to, a.from.rows, a.to.cols, a.from.dtype);
+  if (a.to.rows > 0 && a.to.cols > 0) TIGON_BACKEND(linear_head_columns(ctx, a));
+}
+
+void linear_head_finish(Context& ctx, const LinearHeadFinish& a) {
+  require_matrix(kOp, "gradient", a.out, a.in.rows, a.in.cols, a.out.dtype);
+  require_vector(kOp, "upstream gradient", a.dloss, 1, DType::f32);
+  if (a.scale) require_vector(kOp, "scale", a.scale, 1, DType::f32);
+  if (a.in.rows == 0 || a.in.cols == 0) return;
+  TIGON_CHECK(kOp, a.in.stride == a.in.cols && a.out.stride == a.out.cols, "gradients must be contiguous");
+  if (a.in.data == a.out.data && !a.scale && a.in.dtype == a.out.dtype)
+    return cross_entropy_rescale(ctx, {.grad = a.out, .factor = a.dloss});
+  TIGON_BACKEND(linear_head_finish(ctx, a));
+}
+#undef TIGON_BACKEND
+
+}  // namespace tigon

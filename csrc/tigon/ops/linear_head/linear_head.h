@@ -1,0 +1,250 @@
+// The last linear layer of a language model, chunk of rows by chunk of rows, for losses whose logits never exist as a whole.
+// An engine for the ops linear_*: it holds what they share and knows no loss.
+//
+// A driver checks its operands (linear_head_check), asks which rows count (linear_head_rows) and how many a chunk takes
+// (linear_head_limit, or linear_head_plan where groups of rows must share a chunk), takes the memory of one chunk
+// (linear_head_workspace), and for each chunk (linear_head_chunk):
+//   linear_head_logits      chunk.logits = hidden . weight^T
+//   its own row pass        reads the logits and leaves their gradients in the same memory
+//   linear_head_gradients   the products of the gradients that are wanted
+// At the end linear_head_results writes what the pass found for the listed rows to all rows.
+//
+// Formula     logits = hidden . weight^T (+ lora_scale (hidden . lora_a^T) . lora_b^T);  the row pass adds the bias
+//             with dlogits and, where given, a factor c for each row:
+//             dhidden = diag(c) (dlogits . weight),  dweight = dlogits^T . (diag(c) hidden),  dbias = dlogits^T . c
+//             lora: u = lora_scale (hidden . lora_a^T), t = lora_scale (dlogits . lora_b):
+//             dhidden += diag(c) (t . lora_a),  dlora_a = t^T . (diag(c) hidden),  dlora_b = dlogits^T . (diag(c) u)
+// Shapes      hidden, dhidden [rows, H]; weight, dweight [V, H], any row stride; bias, dbias [V]; lora_a, dlora_a [r, H];
+//             lora_b, dlora_b [V, r]; target, position [rows]; index, labels, factor [count]
+// Dtypes      hidden, weight, lora_a, lora_b f32 | bf16 | f16, the same; bias f32 or hidden's; dhidden hidden's; dweight f32,
+//             or hidden's where one chunk takes all rows; dbias, dlora_a, dlora_b f32; products accumulate in f32
+// Rounding    logits to hidden's dtype (with lora twice, u and t once); dhidden once, and again where c is given, as are
+//             c hidden and c; dweight once by its product, summed over chunks in f32
+//             (In PyTorch on the CPU, bf16 products reach the f32 sum after one rounding per chunk: aten's product is bf16.)
+// Saved       nothing
+// Aliasing    none between operands and results
+// Determinism bitwise, run to run: chunks in order, one product at a time
+// Traffic     per chunk: hidden and weight once or twice each, logits written once and read twice; of more than one chunk
+//             dweight read and written in f32 per chunk after the first; listed rows: hidden and dhidden once more each
+// Refused     sizes, dtypes or devices that do not fit, H < 1, V < 1, lora with one matrix or gradients without lora; a
+//             dweight that is not f32 where chunks are summed; a group whose logits exceed 1 GiB; on the CPU labels outside
+//             [0, V) and a valid_rows that is not the count: tigon::Error under the driver's name, before anything is written
+#pragma once
+
+#include <array>
+#include <vector>
+
+#include "tigon/base/context.h"
+
+namespace tigon {
+
+// Operands, and the gradients that are wanted (empty: not).
+struct LinearHead {
+  const char* op = "linear_head";  // named in errors
+  Matrix hidden, weight;
+  Vector bias;            // not added here: the row pass adds it in f32
+  Matrix lora_a, lora_b;  // empty: none
+  float lora_scale = 1.0f;
+  Matrix dhidden;
+  Matrix dweight;
+  bool add_dweight = false;  // dweight is added to what is there (a gradient kept in f32 by its owner)
+  Vector dbias;
+  Matrix dlora_a, dlora_b;
+
+  bool wants_gradients() const {
+    return dhidden.data || dweight.data || dbias || dlora_a.data || dlora_b.data;
+  }
+};
+TIGON_API void linear_head_check(const LinearHead& a);
+
+// The rows that a call works on, in order: all of them, or the list of those that count where the host knows their number
+// (on the CPU always, on CUDA where valid_rows says it; the list is made on the device, nothing waits). Where the labels do
+// not hold the promised number, `fault` is NaN and every label is made a wrong one, so that nothing computed from the list
+// can pass for a result; `index` is inside [0, rows) always.
+struct LinearHeadRows {
+  int64_t count = 0;    // rows worked on
+  bool listed = false;  // false: all rows; index, position and fault are empty then
+  Vector labels;        // i64 [count]
+  Vector index;         // i64 [count], row of each; 0 beyond the true count
+  Vector position;      // i64 [rows], place of each row in the list, -1: ignored
+  Vector fault;         // f32 [1], 0 or NaN
+};
+struct LinearHeadLabels {
+  Vector target;  // i64 [rows]
+  int64_t ignore_index = -100;
+  int64_t valid_rows = -1;  // how many labels are not ignore_index; -1: not known
+};
+TIGON_API LinearHeadRows linear_head_rows(Context& ctx, const LinearHead& a, const LinearHeadLabels& labels);
+
+// Rows of a chunk, from what the call will allocate.
+//   CPU   1024, and a quarter more rather than a second chunk.
+//   CUDA  As many as the logits of 512 MiB have, at least 1024: enough for the products' speed. Where weight has a gradient,
+//         every chunk more reads and writes it once more in f32, so logits may take what that gradient's cast will take anyway
+//         (H rows); and one chunk takes all rows where that needs no more than a tenth above the f32 sum and its cast (2.3 H
+//         rows in 16 bits): no sum, no cast.
+struct LinearHeadSizes {
+  Device device = Device::cpu;
+  DType dtype = DType::bf16;
+  int64_t rows = 0, hidden = 0, vocab = 0;
+  bool dweight = false;      // weight's gradient is formed
+  bool add_dweight = false;  // and added to what its owner keeps
+};
+TIGON_API int64_t linear_head_chunk_rows(const LinearHeadSizes& sizes);
+// Most rows that one chunk takes whole.
+TIGON_API int64_t linear_head_whole_rows(const LinearHeadSizes& sizes);
+// Rows of a chunk of this call: `chunk_rows` where it is not 0, else linear_head_chunk_rows; at most `rows`.
+TIGON_API int64_t linear_head_limit(Context& ctx, const LinearHead& a, int64_t rows, int64_t chunk_rows);
+// Refuses a dweight that cannot take the sum over so many chunks.
+TIGON_API void linear_head_check_chunks(const LinearHead& a, int64_t chunks);
+
+// Chunks that hold groups whole, in order: as many groups as have no more than `limit` rows together. A longer group raises
+// the limit to its own length, while its logits have no more than 1 GiB. Every group is in one chunk, an empty one too.
+struct LinearHeadSpan {
+  int64_t begin = 0, count = 0;   // rows of the list
+  int64_t group = 0, groups = 0;  // groups [group, group + groups)
+};
+TIGON_API std::vector<LinearHeadSpan> linear_head_plan(const LinearHead& a,
+                                                       const std::vector<int64_t>& group_rows, int64_t limit);
+
+// True where dlogits of this dtype may carry a factor like 1/count: in f16 small quotients would leave its range.
+constexpr bool linear_head_scales_early(DType hidden) { return hidden != DType::f16; }
+// The dtype that dweight may be formed in.
+constexpr DType linear_head_dweight(DType hidden, bool one_chunk) {
+  return one_chunk && linear_head_scales_early(hidden) ? hidden : DType::f32;
+}
+
+// Memory of one chunk, used by all.
+struct LinearHeadWorkspace {
+  Matrix logits;           // [chunk, V]
+  Matrix hidden, dhidden;  // rows gathered or scaled; empty: the caller's own are used
+  Matrix lora_u, lora_t;
+  Vector ones, column;
+};
+struct LinearHeadMemory {
+  int64_t chunk = 0;      // most rows of a chunk
+  bool logits = true;     // false: the driver sets each chunk's logits to memory of its own
+  bool factored = false;  // linear_head_gradients will be given factors
+};
+TIGON_API LinearHeadWorkspace linear_head_workspace(Context& ctx, const LinearHead& a,
+                                                    const LinearHeadRows& rows,
+                                                    const LinearHeadMemory& memory);
+
+// Views of rows [begin, begin + count) of the list. A driver may put memory of its own in `logits`: before linear_head_logits
+// of hidden's dtype or f32, whose values are not rounded to 16 bits then; before linear_head_gradients of hidden's dtype,
+// such as logits' gradients of an earlier call.
+struct LinearHeadChunk {
+  int64_t begin = 0, count = 0;
+  Matrix logits;           // [count, V]
+  Vector index;            // empty: rows begin, begin + 1, ...
+  Matrix hidden, dhidden;  // operands of the products: gathered where the rows are listed
+  bool gathered = true;    // hidden holds the rows already
+  Matrix scaled;           // memory for factor * hidden
+  Matrix lora_u, lora_t;
+  Vector ones, column;  // column: memory for the factor in hidden's dtype
+};
+TIGON_API LinearHeadChunk linear_head_chunk(const LinearHead& a, const LinearHeadRows& rows,
+                                            const LinearHeadWorkspace& workspace, int64_t begin,
+                                            int64_t count);
+// Rows [first, first + count) of a chunk, whose logits may then be made by themselves.
+TIGON_API LinearHeadChunk linear_head_slice(const LinearHeadChunk& chunk, int64_t first, int64_t count);
+TIGON_API void linear_head_logits(Context& ctx, const LinearHead& a, LinearHeadChunk& chunk);
+
+// The products of dlogits, which are only read. `first`: what is summed over chunks is written, not added to; nothing is
+// zero-filled. With listed rows dhidden's other rows are the driver's (linear_head_clear).
+struct LinearHeadPass {
+  bool first = true;
+  Vector factor;  // f32 [count], of this chunk's rows; empty: 1
+};
+TIGON_API void linear_head_gradients(Context& ctx, const LinearHead& a, LinearHeadChunk& chunk,
+                                     const LinearHeadPass& pass);
+// Zeros where no product will write: dhidden of listed rows, and every gradient where no row is left.
+TIGON_API void linear_head_clear(Context& ctx, const LinearHead& a, const LinearHeadRows& rows);
+
+// Part of a vector by row; [1] stands for all rows.
+TIGON_API Vector linear_head_part(const Vector& v, int64_t begin, int64_t count);
+TIGON_API Vector linear_head_vector(Context& ctx, int64_t n, DType dtype = DType::f32);
+
+// out = in * dloss * scale (scale only where dlogits did not carry it: empty otherwise), rounded once. out may be in where scale
+// is empty: then nothing is read or written for dloss 1.
+struct LinearHeadFinish {
+  Matrix in;
+  Vector dloss;  // f32 [1], on the device
+  Vector scale;  // f32 [1], on the device; empty: 1
+  Matrix out;
+};
+TIGON_API void linear_head_finish(Context& ctx, const LinearHeadFinish& a);
+
+// The list of rows that count, from one pass over the labels: what linear_head_rows calls.
+struct LinearHeadCompact {
+  Vector target;  // i64 [rows]
+  int64_t ignore_index = -100;
+  Vector index, labels, position, fault;  // out, as in LinearHeadRows
+};
+TIGON_API void linear_head_compact(Context& ctx, const LinearHeadCompact& a);
+
+// Factor of each row in the list: token_weight * upstream * scale, what is empty counting as 1; 0 where the label is ignored.
+struct LinearHeadFactors {
+  Vector target;  // i64 [rows]
+  int64_t ignore_index = -100;
+  Vector index;                          // empty: row i is row i
+  Vector token_weight, upstream, scale;  // f32 [rows], [rows], [1]
+  Vector out;                            // f32 [count]
+};
+TIGON_API void linear_head_factors(Context& ctx, const LinearHeadFactors& a);
+
+// Results of all rows from those of the list: to = factor * gain * from, or factor * gain * from * from, of rows that count;
+// 0 of others (i64: -1), and NaN of all where the list has a fault (i64: -1). In place where the list is all rows.
+struct LinearHeadResult {
+  Vector from;    // f32 | i64 [count]; i64 is copied
+  Vector to;      // [rows], from's dtype
+  Vector factor;  // f32 [rows]; empty: 1
+  float gain = 1.0f;
+  bool square = false;
+};
+struct LinearHeadResults {
+  Vector target;  // i64 [rows]
+  int64_t ignore_index = -100;
+  Vector position, fault;  // of the list; empty: the list is all rows
+  std::array<LinearHeadResult, 8> result;
+  int count = 0;
+
+  void add(const LinearHeadResult& r) {
+    if (r.to) result[size_t(count++)] = r;
+  }
+};
+TIGON_API void linear_head_results(Context& ctx, const LinearHeadResults& a);
+
+// Rows of a matrix by a list: gather to[i] = from[index[i]], scatter to[index[i]] = from[i]; times factor[i] where given.
+struct LinearHeadMove {
+  Matrix from, to;
+  Vector index;   // empty: row i is row i, from may be to then
+  Vector factor;  // f32; empty: 1
+  bool scatter = false;
+};
+TIGON_API void linear_head_move(Context& ctx, const LinearHeadMove& a);
+
+// Rows with columns appended or cut off: to[r][c] = from[r][c], 0 past from's columns. Products of 16-bit operands on CUDA
+// want rows of whole 16-byte vectors. Same dtype, no overlap.
+struct LinearHeadColumns {
+  Matrix from, to;
+};
+TIGON_API void linear_head_columns(Context& ctx, const LinearHeadColumns& a);
+
+#define TIGON_LINEAR_HEAD_BACKEND                                     \
+  void linear_head_finish(Context& ctx, const LinearHeadFinish& a);   \
+  void linear_head_ones(Context& ctx, Vector out);                    \
+  void linear_head_zero(Context& ctx, const Matrix& out);             \
+  void linear_head_compact(Context& ctx, const LinearHeadCompact& a); \
+  void linear_head_factors(Context& ctx, const LinearHeadFactors& a); \
+  void linear_head_results(Context& ctx, const LinearHeadResults& a); \
+  void linear_head_move(Context& ctx, const LinearHeadMove& a);       \
+  void linear_head_columns(Context& ctx, const LinearHeadColumns& a);
+namespace cpu {
+TIGON_LINEAR_HEAD_BACKEND
+}
+namespace cuda {
+TIGON_LINEAR_HEAD_BACKEND
+}
+#undef TIGON_LINEAR_HEAD_BACKEND
+
+}  // namespace tigon

@@ -1,0 +1,212 @@
+// The engine of the linear_* ops: chunk plans, the list of rows, products with factors against double, refusals.
+#include "table.h"
+#include "tigon/ops/linear_head/linear_head.h"
+
+namespace tigon::test {
+namespace {
+
+using Rows = std::vector<int64_t>;
+
+struct Problem {
+  int64_t rows = 13, size = 10, vocab = 21;
+  Table hidden, weight, bias, target, dlogits, factor, dhidden, dweight, dbias;
+
+  explicit Problem(DType t)
+      : hidden(t, rows, size, 3),
+        weight(t, vocab, size),
+        bias(DType::f32, 1, vocab),
+        target(DType::i64, 1, rows),
+        dlogits(t, rows, vocab),
+        factor(DType::f32, 1, rows),
+        dhidden(t, rows, size, 2),
+        dweight(DType::f32, vocab, size),
+        dbias(DType::f32, 1, vocab) {
+    hidden.normal(1), weight.normal(2), bias.normal(3), dlogits.normal(4), factor.normal(5);
+    target.fill([&](int64_t, int64_t r) { return r % 5 == 2 ? -100.0 : double(r * 7 % vocab); });
+  }
+  bool counts(int64_t r) { return target(r) >= 0; }
+  LinearHead head() {
+    return {.op = "driver",
+            .hidden = hidden.matrix(),
+            .weight = weight.matrix(),
+            .bias = bias.vector(),
+            .dhidden = dhidden.matrix(),
+            .dweight = dweight.matrix(),
+            .dbias = dbias.vector()};
+  }
+};
+
+std::vector<Rows> spans(const Rows& groups, int64_t limit) {
+  Problem p(DType::f32);
+  std::vector<Rows> all;
+  for (const LinearHeadSpan& s : linear_head_plan(p.head(), groups, limit))
+    all.push_back({s.begin, s.count, s.group, s.groups});
+  return all;
+}
+
+TEST_CASE("plan packs whole groups in order") {
+  CHECK(spans({}, 8) == std::vector<Rows>{});
+  CHECK(spans({8}, 8) == std::vector<Rows>{{0, 8, 0, 1}});
+  CHECK(spans({3, 5, 1}, 8) == std::vector<Rows>{{0, 8, 0, 2}, {8, 1, 2, 1}});
+  CHECK(spans({4, 5, 4}, 8) == std::vector<Rows>{{0, 4, 0, 1}, {4, 5, 1, 1}, {9, 4, 2, 1}});
+  CHECK(spans({0, 8, 0, 0, 1, 0}, 8) == std::vector<Rows>{{0, 8, 0, 4}, {8, 1, 4, 2}});
+  CHECK(spans({0, 0}, 8) == std::vector<Rows>{{0, 0, 0, 2}});
+  CHECK(spans({2, 11, 2, 9, 2}, 8) ==
+        std::vector<Rows>{{0, 2, 0, 1}, {2, 11, 1, 1}, {13, 11, 2, 2}, {24, 2, 4, 1}});
+}
+
+TEST_CASE("plan refuses what cannot be met") {
+  Problem p(DType::f32);
+  LinearHead head = p.head();
+  CHECK_THROWS_WITH_AS(linear_head_plan(head, {3, -1}, 8),
+                       "[driver] groups must have >= 0 rows, got -1 in group 1", Error);
+  head.weight.rows = 1 << 18;  // 1 MiB a row
+  CHECK(linear_head_plan(head, {1024}, 8).size() == 1);
+  CHECK_THROWS_WITH_AS(linear_head_plan(head, {8, 1025}, 8),
+                       "[driver] groups must have at most 1024 rows (logits of 1 GiB), got 1025 in group 1",
+                       Error);
+  CHECK(linear_head_plan(head, {1, 1025}, 1025).size() == 2);  // a limit of the caller's own
+}
+
+TEST_CASE("chunks by sizes alone") {
+  LinearHeadSizes s = {
+      .device = Device::cuda, .rows = 8192, .hidden = 4096, .vocab = 128256, .dweight = true};
+  CHECK(linear_head_whole_rows(s) == 9420);
+  CHECK(linear_head_chunk_rows(s) == 8192);
+  s.rows = 16384;
+  CHECK(linear_head_chunk_rows(s) == 4096);
+  s.dweight = false;
+  CHECK(linear_head_chunk_rows(s) == 2048);
+  s.device = Device::cpu, s.rows = 1280;
+  CHECK(linear_head_chunk_rows(s) == 1280);
+  s.rows = 1281;
+  CHECK(linear_head_chunk_rows(s) == 768);
+}
+
+// Products of given dlogits over chunks of the listed rows, with and without factors; poisoned rows must not show.
+TEST_CASE("gradients with factors against double") {
+  auto ctx = make_cpu_context(2);
+  for (DType t : kFloats)
+    for (bool listed : {false, true})
+      for (bool factored : {false, true})
+        for (int64_t size : {4, 13}) {
+          INFO(text(t) << (listed ? " listed" : "") << (factored ? " factors" : "") << " chunk " << size);
+          Problem p(t);
+          if (!listed) p.target.fill([&](int64_t, int64_t r) { return double(r % p.vocab); });
+          LinearHead head = p.head();
+          linear_head_check(head);
+          LinearHeadRows rows = linear_head_rows(*ctx, head, {.target = p.target.vector()});
+          REQUIRE(rows.listed == listed);
+          std::vector<int64_t> row;
+          for (int64_t r = 0; r < p.rows; ++r)
+            if (p.counts(r)) row.push_back(r);
+          REQUIRE(rows.count == int64_t(row.size()));
+          LinearHeadWorkspace w =
+              linear_head_workspace(*ctx, head, rows, {.chunk = size, .logits = false, .factored = factored});
+          linear_head_clear(*ctx, head, rows);
+          Matrix dlogits = p.dlogits.matrix();
+          for (int64_t begin = 0; begin < rows.count; begin += size) {
+            LinearHeadChunk c = linear_head_chunk(head, rows, w, begin, std::min(size, rows.count - begin));
+            c.logits = dlogits;
+            c.logits.rows = c.count;
+            c.logits.data = static_cast<char*>(dlogits.data) + begin * dlogits.stride * int64_t(size_of(t));
+            linear_head_gradients(
+                *ctx, head, c,
+                {.first = begin == 0,
+                 .factor = factored ? linear_head_part(p.factor.vector(), begin, c.count) : Vector{}});
+          }
+          auto f = [&](int64_t i) { return factored ? p.factor(i) : 1.0; };
+          int64_t n = rows.count;
+          double u = 4 * unit(t) + 64 * 0x1p-24;
+          auto place = [&](int64_t r) {
+            auto at = std::find(row.begin(), row.end(), r);
+            return at == row.end() ? int64_t(-1) : int64_t(at - row.begin());
+          };
+          auto sum = [&](int64_t terms, bool size_only, auto term) {
+            double s = 0;
+            for (int64_t i = 0; i < terms; ++i) s += size_only ? std::abs(term(i)) : term(i);
+            return s;
+          };
+          auto dh = [&](int64_t r, int64_t h, bool abs) {
+            int64_t i = place(r);
+            return i < 0 ? 0.0
+                         : sum(
+                               p.vocab, abs,
+                               [&](int64_t v) { return f(i) * p.dlogits(i, v) * p.weight(v, h); });
+          };
+          auto dw = [&](int64_t v, int64_t h, bool abs) {
+            return sum(n, abs,
+                       [&](int64_t i) { return f(i) * p.dlogits(i, v) * p.hidden(row[size_t(i)], h); });
+          };
+          auto db = [&](int64_t, int64_t v, bool abs) {
+            return sum(n, abs, [&](int64_t i) { return f(i) * p.dlogits(i, v); });
+          };
+          auto check = [&](const char* name, const Table& got, auto exact) {
+            check_close(
+                name, got, [&](int64_t r, int64_t c) { return exact(r, c, false); },
+                [&](int64_t r, int64_t c) { return u * exact(r, c, true); });
+          };
+          check("dhidden", p.dhidden, dh);
+          check("dweight", p.dweight, dw);
+          check("dbias", p.dbias, db);
+        }
+}
+
+TEST_CASE("results of the list reach all rows") {
+  auto ctx = make_cpu_context(1);
+  Problem p(DType::f32);
+  LinearHead head = p.head();
+  LinearHeadRows rows = linear_head_rows(*ctx, head, {.target = p.target.vector(), .valid_rows = 10});
+  REQUIRE(rows.listed);
+  Table from = Table(DType::f32, 1, rows.count).normal(9), to(DType::f32, 1, p.rows),
+        square(DType::f32, 1, p.rows);
+  LinearHeadResults results = {.target = p.target.vector(), .position = rows.position, .fault = rows.fault};
+  results.add({.from = from.vector(), .to = to.vector()});
+  results.add({.from = from.vector(), .to = {}});
+  results.add({.from = from.vector(),
+               .to = square.vector(),
+               .factor = p.factor.vector(),
+               .gain = 2.0f,
+               .square = true});
+  CHECK(results.count == 2);
+  linear_head_results(*ctx, results);
+  for (int64_t r = 0, i = 0; r < p.rows; ++r) {
+    double x = p.counts(r) ? from(i++) : 0.0;
+    CHECK(to(r) == x);
+    CHECK(std::abs(square(r) - 2 * p.factor(r) * x * x) <= 1e-6 * std::abs(square(r)));
+  }
+  *rows.fault.as<float>() = NAN;
+  linear_head_results(*ctx, results);
+  for (int64_t r = 0; r < p.rows; ++r) CHECK(std::isnan(to(r)));
+}
+
+TEST_CASE("the engine refuses under its driver's name") {
+  auto ctx = make_cpu_context(1);
+  Problem p(DType::bf16);
+  auto refused = [&](auto change, const char* message) {
+    LinearHead head = p.head();
+    change(head);
+    CHECK_THROWS_WITH_AS(linear_head_check(head), doctest::Contains(message), Error);
+  };
+  refused([](LinearHead& a) { a.weight.cols = 9; }, "[driver] weight must be [21, 10], got [21, 9]");
+  refused([](LinearHead& a) { a.bias.size = 20; }, "bias must be [21], got [20]");
+  refused([](LinearHead& a) { a.lora_a = a.weight; }, "lora must have both A and B, got one");
+  refused([](LinearHead& a) { a.dlora_a = a.weight; }, "lora must be given for its gradients, got none");
+  refused([](LinearHead& a) { a.dhidden.rows = 3; }, "dhidden must be [13, 10], got [3, 10]");
+  LinearHead head = p.head();
+  head.dweight.dtype = DType::bf16;
+  linear_head_check(head);
+  linear_head_check_chunks(head, 1);
+  CHECK_THROWS_WITH_AS(linear_head_check_chunks(head, 2), doctest::Contains("dweight must be float32"),
+                       Error);
+  CHECK_THROWS_WITH_AS(
+      linear_head_rows(*ctx, head, {.target = p.target.vector(), .valid_rows = 9}),
+      doctest::Contains("valid_rows must be the number of labels that are not -100, 10, got 9"), Error);
+  p.target.set(0, 3, 21);
+  CHECK_THROWS_WITH_AS(linear_head_rows(*ctx, head, {.target = p.target.vector()}),
+                       doctest::Contains("target must be in [0, 21) or -100 (ignored), got 21 in row 3"),
+                       Error);
+}
+
+}  // namespace
+}  // namespace tigon::test
