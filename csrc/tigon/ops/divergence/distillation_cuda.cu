@@ -247,12 +247,12 @@ __device__ void zero_row(const Params& p, int64_t r, int first, int step) {
 
 // Vectors of a row in a thread's registers; of the hard loss's there are three values a column.
 template <bool kHard>
-using RegisterShape = BlockPerRow<kHard ? 4 : 8, 640>;
+constexpr RowConfig kRegisterConfig = {.vecs_per_thread = kHard ? 4 : 8, .max_threads = 640};
 
 template <DivergenceKind K, class G, bool kHard, bool kCluster>
-__global__ __launch_bounds__(RegisterShape<kHard>::max_threads) void register_kernel(
+__global__ __launch_bounds__(kRegisterConfig<kHard>.max_threads) void register_kernel(
     const __grid_constant__ Params p) {
-  constexpr int kVecs = RegisterShape<kHard>::vecs_per_thread;
+  constexpr int kVecs = kRegisterConfig<kHard>.vecs_per_thread;
   __shared__ ReduceStorage<PairPeak<G>> peaks;
   __shared__ ReduceStorage<Totals> sums;
   if constexpr (kCluster) {
@@ -351,8 +351,7 @@ __global__ __launch_bounds__(kLoopThreads) void looped_kernel(const __grid_const
     for (int c = begin; c < p.cols; c += step) {
       load_z(c);
 #pragma unroll
-      for (int j = 0; j < N; ++j)
-        add_class<K, G, kHard>(p, row, s[j], t[j], c + j, totals, q[j], g[j], h[j]);
+      for (int j = 0; j < N; ++j) add_class<K, G, kHard>(p, row, s[j], t[j], c + j, totals, q[j], g[j], h[j]);
     }
     totals = all_reduce_row<0, false>(totals, sums, phase++);
     const Gains gains = finish_row<K>(p, r, row, totals, peak.s.s, threadIdx.x == 0);
@@ -375,15 +374,15 @@ __global__ __launch_bounds__(kLoopThreads) void looped_kernel(const __grid_const
 
 template <DivergenceKind K, class G, bool kHard, bool kCluster>
 bool launch_registers(Context& ctx, const Params& p, int64_t vecs) {
-  using Shape = RegisterShape<kHard>;
+  constexpr RowConfig kConfig = kRegisterConfig<kHard>;
   static OccupancyCache occupancy;
   auto* kernel = &register_kernel<K, G, kHard, kCluster>;
   auto no_shared = [](int) { return size_t(0); };
   // A CTA of a cluster has some hundred threads, so that a reduction is not most of its work.
   constexpr int kMinThreads = 192;
-  ClusterShape shape = kCluster
-                           ? max_occupancy_cluster<Shape>(kOp, occupancy, kernel, vecs, kMinThreads, no_shared)
-                           : fit_cluster<Shape>(kOp, occupancy, kernel, vecs, 1, 1, no_shared);
+  ClusterShape shape =
+      kCluster ? max_occupancy_cluster<kConfig>(kOp, occupancy, kernel, vecs, kMinThreads, no_shared)
+               : fit_cluster<kConfig>(kOp, occupancy, kernel, vecs, 1, 1, no_shared);
   if (shape.blocks == 0) return false;
   launch(kOp, ctx, kernel,
          {.blocks = std::min(p.rows, shape.clusters) * shape.blocks,
@@ -414,8 +413,8 @@ void launch_kind(Context& ctx, const Params& p, bool hard) {
 
 Cells cells_of(const Matrix& m) {
   const int64_t bytes = N * int64_t(size_of(m.dtype));
-  const bool vectors = reinterpret_cast<uintptr_t>(m.data) % uintptr_t(bytes) == 0 &&
-                       (m.rows == 1 || m.stride % N == 0);
+  const bool vectors =
+      reinterpret_cast<uintptr_t>(m.data) % uintptr_t(bytes) == 0 && (m.rows == 1 || m.stride % N == 0);
   return {m.data, m.stride, m.dtype, vectors};
 }
 Side side_of(const Matrix& logits, const DistillationSide& side) {
