@@ -1,1 +1,1 @@
-"""Other libraries: transformers, Megatron, Liger, TRL, ``kernels`` and others. Nothing happens without a call."""
+"""Other libraries: transformers, Megatron, Liger, TRL, ``kernels``. Nothing happens without a call."""
