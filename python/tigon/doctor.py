@@ -190,7 +190,12 @@ PROBES = (
     *(Probe(f"linear_{op}", _two_heads, _of_heads(plain), fixed=(2,))
       for op, plain in (("kl_div", _plain_kl_div), ("jsd", _plain_jsd), ("tvd", _plain_tvd))),
 )  # fmt: skip
-HELPERS = {"count_labels", "linear_cross_entropy_memory", "linear_divergence_memory", "linear_loss"}  # exported beside the ops
+HELPERS = {
+    "count_labels",
+    "linear_cross_entropy_memory",
+    "linear_divergence_memory",
+    "linear_loss",
+}  # exported beside the ops
 
 
 def ops() -> list[str]:

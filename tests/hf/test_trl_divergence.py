@@ -39,7 +39,14 @@ def _results(function, student, teacher, *options, reduce=torch.sum):
     return [divergence.detach(), entropy.detach(), *gradients]
 
 
-OPTIONS = [(0.0,), (1.0,), (0.5,), (0.1, 2.0), (0.5, 1.5, 0.7, 6.0, 1.2, 9.0), (0.0, 0.8, 1.0, None, 1.0, 5.0)]
+OPTIONS = [
+    (0.0,),
+    (1.0,),
+    (0.5,),
+    (0.1, 2.0),
+    (0.5, 1.5, 0.7, 6.0, 1.2, 9.0),
+    (0.0, 0.8, 1.0, None, 1.0, 5.0),
+]
 
 
 def _close(got, wanted, dtype):

@@ -142,7 +142,10 @@ def _divergence(draw):
 
 def _two_heads(draw):
     op = draw.choice(("linear_kl_div", "linear_jsd", "linear_tvd"))
-    options = {"reduction": draw.choice(("batchmean", "sum", "mean", "none")), "hard": draw.choice((0.0, 0.5))}
+    options = {
+        "reduction": draw.choice(("batchmean", "sum", "mean", "none")),
+        "hard": draw.choice((0.0, 0.5)),
+    }
     options |= {"temperature": draw.choice((1.0, 2.0)), "softcap": draw.choice((None, 5.0))}
     options |= {"chunk_rows": draw.choice((None, 1, 7))}
     if op == "linear_jsd":

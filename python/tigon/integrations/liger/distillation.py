@@ -89,7 +89,9 @@ class LigerFusedLinearJSD(nn.Module):
 class LigerFusedLinearKLDivLoss(nn.Module):
     """:func:`liger_fused_linear_kl_div` with its options fixed."""
 
-    def __init__(self, reduction="batchmean", ignore_index=-100, temperature=1.0, eps=1e-10, accum_dtype=None):
+    def __init__(
+        self, reduction="batchmean", ignore_index=-100, temperature=1.0, eps=1e-10, accum_dtype=None
+    ):
         super().__init__()
         assert temperature != 0, "temperature cannot be 0."
         self.reduction, self.ignore_index, self.temperature = reduction, ignore_index, temperature

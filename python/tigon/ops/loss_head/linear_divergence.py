@@ -182,7 +182,9 @@ def _run(
     weight = plain_weight(op, weight)
     if not has_kernel(op, hidden):
         given = states if teacher_weight is None else (states, teacher_weight, teacher_bias)[: len(teacher)]
-        classes = min(weight.shape[0], states.shape[-1] if teacher_weight is None else teacher_weight.shape[0])
+        classes = min(
+            weight.shape[0], states.shape[-1] if teacher_weight is None else teacher_weight.shape[0]
+        )
         check_plain(op, weight[:classes], labels, ignore_index, shift, valid_rows)
         return reference(
             hidden, weight, given, labels, kind=kind, beta=beta, soft=soft, hard=hard, temperature=temperature,
@@ -212,7 +214,9 @@ def _run(
     if host_denominator is not None or denominator is not None:
         reduction = "sum"
     if reduction == "mean":
-        classes = min(weight.shape[0], states.shape[-1] if teacher_weight is None else teacher_weight.shape[0])
+        classes = min(
+            weight.shape[0], states.shape[-1] if teacher_weight is None else teacher_weight.shape[0]
+        )
         soft, hard = soft / classes, hard / classes
     options = Options(
         _KINDS[kind], beta, soft, hard, temperature, softcap or 0.0, logit_scale, teacher_softcap or 0.0,
