@@ -151,11 +151,25 @@ __global__ __launch_bounds__(kLoopThreads) void looped_kernel(const __grid_const
   }
 }
 
+// One cluster (or CTA) per row, as many as are resident. Returns false when none fits.
 template <DivergenceKind K, class G, bool kCluster>
 bool launch_registers(Context& ctx, const Params& p, int64_t vecs) {
   static OccupancyCache occupancy;
   auto* kernel = &register_kernel<K, G, kCluster>;
-  return launch_persistent<RegisterShape, kCluster>(ctx, occupancy, kernel, p, vecs, p);
+  auto no_shared = [](int) { return size_t(0); };
+  // A CTA of a cluster has some hundred threads, so that a reduction is not most of its work.
+  constexpr int kMinThreads = 192;
+  const ClusterShape shape =
+      kCluster
+          ? max_occupancy_cluster<RegisterShape>(kOp, occupancy, kernel, vecs, kMinThreads, no_shared)
+          : fit_cluster<RegisterShape>(kOp, occupancy, kernel, vecs, 1, 1, no_shared);
+  if (shape.blocks == 0) return false;
+  launch(kOp, ctx, kernel,
+         {.blocks = std::min(p.rows, shape.clusters) * shape.blocks,
+          .threads = shape.threads,
+          .cluster = shape.blocks},
+         p);
+  return true;
 }
 
 template <DivergenceKind K, class G>

@@ -229,25 +229,5 @@ __device__ void zero_row(const Params& p, int64_t r, int first, int step) {
     for (int c = first; c < p.cols; c += step) store_gradient<G>(p, r, c, zeros);
 }
 
-// One cluster (or CTA) per row, as many as are resident. Returns false when none fits.
-template <class Shape, bool kCluster, class Kernel, class... Arguments>
-bool launch_persistent(Context& ctx, OccupancyCache& occupancy, Kernel kernel, const Params& p, int64_t vecs,
-                       const Arguments&... arguments) {
-  auto no_shared = [](int) { return size_t(0); };
-  // A CTA of a cluster has some hundred threads, so that a reduction is not most of its work.
-  constexpr int kMinThreads = 192;
-  const ClusterShape shape =
-      kCluster ? max_occupancy_cluster<Shape>(kOp, occupancy, kernel, vecs, kMinThreads, no_shared)
-               : fit_cluster<Shape>(kOp, occupancy, kernel, vecs, 1, 1, no_shared);
-  if (shape.blocks == 0) return false;
-  launch(kOp, ctx, kernel,
-         {.blocks = std::min(p.rows, shape.clusters) * shape.blocks,
-          .threads = shape.threads,
-          .cluster = shape.blocks},
-         arguments...);
-  return true;
-}
-
 }  // namespace
-
 }  // namespace tigon::cuda

@@ -22,7 +22,7 @@ _INSTEAD = (
     ("Preference", "tigon.linear_log_prob, or tigon.linear_loss with a loss of your own"),
     ("(?i)scaled_?cross_?entropy", "tigon.linear_log_prob(temperature=..., entropy=True)"),
     ("selective_log_softmax", "tigon.linear_log_prob, from hidden states and without logits"),
-    ("(?i)cosine", "torch.nn.functional.cosine_similarity of both models' logits; tigon.linear_jsd needs none"),
+    ("(?i)cosine", "torch.nn.functional.cosine_similarity of both logits; tigon.linear_jsd forms none"),
     ("Distillation", "tigon.linear_kl_div, linear_jsd or linear_tvd"),
     ("(?i)vocab_?parallel|validate_formula", "torch.distributed.tensor.parallel.loss_parallel"),
     ("(?i)megatron", "tigon.rms_norm, tigon.swiglu and tigon.cross_entropy in the layer specification"),
