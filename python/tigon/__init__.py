@@ -25,6 +25,8 @@ from tigon.ops.loss_head.linear_divergence import linear_jsd, linear_kl_div, lin
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 from tigon.ops.loss_head.linear_loss import linear_loss
 from tigon.ops.loss_head.memory import linear_cross_entropy_memory
+from tigon.ops.policy import policy_loss
+from tigon.ops.preference import kto_loss, preference_loss
 from tigon.ops.qk_norm_rope import qk_norm_rope
 from tigon.ops.relu_squared import relu_squared
 from tigon.ops.rms_norm import rms_norm
@@ -50,6 +52,7 @@ __all__ = [
     "group_norm",
     "jsd",
     "kl_div",
+    "kto_loss",
     "layer_norm",
     "linear_cross_entropy",
     "linear_cross_entropy_memory",
@@ -60,6 +63,8 @@ __all__ = [
     "linear_loss",
     "linear_tvd",
     "nn",
+    "policy_loss",
+    "preference_loss",
     "qk_norm_rope",
     "reglu",
     "relu_squared",

@@ -165,6 +165,40 @@ def _plain_tvd(student, teacher):
     return (_log_softmax(student).exp() - _log_softmax(teacher).exp()).abs().sum() / 2 / ROWS
 
 
+def _answers(rows):
+    return -_rows(rows, 17).abs(), torch.rand(rows, 17) < 0.8
+
+
+def _plain_preference(log_prob, mask):
+    sums = torch.where(mask, _wide(log_prob), 0.0).sum(-1)
+    rewards = (0.1 * sums).detach()
+    margin = rewards[:4] - rewards[4:]
+    nll = -torch.where(mask, _wide(log_prob), 0.0)[:4].sum() / mask[:4].sum()
+    return -F.logsigmoid(0.1 * (sums[:4] - sums[4:])).mean(), sums.detach(), rewards, nll.detach(), margin
+
+
+def _kto():
+    log_prob, mask = _answers(7)
+    return log_prob, torch.arange(7) % 3 == 0, mask
+
+
+def _plain_kto(log_prob, desirable, mask):
+    sums = torch.where(mask, _wide(log_prob), 0.0).sum(-1)
+    losses = torch.sigmoid(-0.1 * torch.where(desirable, sums, -sums))
+    return losses.mean(), sums.detach(), (0.1 * sums).detach()
+
+
+def _policy():
+    log_prob, mask = _answers(7)
+    return log_prob, _rows(7), mask
+
+
+def _plain_policy(log_prob, advantage, mask):
+    ratio = torch.exp(_wide(log_prob) - _wide(log_prob).detach())
+    loss = torch.where(mask, -ratio * _wide(advantage)[:, None], 0.0).sum() / mask.sum()
+    return loss, torch.zeros_like(ratio)
+
+
 PROBES = (
     Probe("rms_norm", _normed, _plain_rms_norm),
     Probe("layer_norm", _affine, lambda x, w, b: F.layer_norm(x, (COLUMNS,), w, b)),
@@ -187,6 +221,9 @@ PROBES = (
           lambda logits, target: F.cross_entropy(_wide(logits), target)),
     Probe("linear_cross_entropy", _head, _plain_head),
     Probe("linear_log_prob", _head, _plain_log_prob),
+    Probe("preference_loss", lambda: _answers(8), _plain_preference),
+    Probe("kto_loss", _kto, _plain_kto),
+    Probe("policy_loss", _policy, _plain_policy, fixed=(1,)),
     *(Probe(f"linear_{op}", _two_heads, _of_heads(plain), fixed=(2,))
       for op, plain in (("kl_div", _plain_kl_div), ("jsd", _plain_jsd), ("tvd", _plain_tvd))),
 )  # fmt: skip
@@ -273,12 +310,14 @@ def _run(function, probe, drawn) -> list[torch.Tensor]:
         for i, x in enumerate(drawn)
     ]
     results = function(*arguments)
-    results = results if isinstance(results, tuple) else (results,)
+    results = [y for y in (results if isinstance(results, tuple) else (results,)) if y is not None]
     leaves = [x for x in arguments if torch.is_tensor(x) and x.requires_grad]
     slopes = [torch.linspace(-1, 1, y.numel(), device=y.device, dtype=y.dtype).view(y.shape) for y in results]
     if results[0].dim() == 0:
         slopes = [torch.ones_like(y) for y in results]
-    return [*(y.detach() for y in results), *torch.autograd.grad(results, leaves, slopes)]
+    pairs = [(y, slope) for y, slope in zip(results, slopes, strict=True) if y.requires_grad]
+    outputs, upstream = zip(*pairs, strict=True)
+    return [*(y.detach() for y in results), *torch.autograd.grad(outputs, leaves, upstream)]
 
 
 def table(findings: list[Finding]) -> str:

@@ -140,6 +140,39 @@ def _divergence(draw):
     return found | {"layout": draw.choice(LAYOUTS[:5]), "teacher_layout": draw.choice(LAYOUTS[:5])}
 
 
+def _preference(draw):
+    kind = draw.choice(
+        ("sigmoid", "cdpo", "simpo", "hinge", "ipo", "robust", "nca_pair", "apo_zero", "orpo", "kto")
+    )
+    answers = 2 * draw.choice((1, 2, 5)) + (kind == "kto")
+    found = {
+        "kind": kind,
+        "shape": (answers, draw.choice((1, 2, 17, 130))),
+        "masked": draw.choice((None, 0.3)),
+    }
+    options = {"beta": draw.choice((0.05, 0.5))}
+    if kind in ("cdpo", "simpo", "robust"):
+        options["label_smoothing"] = draw.choice((0.0, 0.2))
+    if kind != "kto":
+        options["nll"] = draw.choice((0.0, 0.5))
+    return found | {"options": options, "layout": draw.choice(LAYOUTS[:4])}
+
+
+def _policy(draw):
+    shape = (draw.choice((0, 1, 2, 6)), draw.choice((1, 2, 17, 130)))
+    found = {
+        "shape": shape,
+        "masked": draw.choice((None, 0.3)),
+        "ref": 0.3,
+        "layout": draw.choice(LAYOUTS[:4]),
+    }
+    found |= {"importance": draw.choice((None, "token", "answer")), "entropies": draw.random() < 0.5}
+    options = {"kind": draw.choice(("clip", "cispo", "sapo", "vespo")), "kl_corrected": draw.random() < 0.3}
+    options |= {"normalise": draw.choice(("token", "sequence", "length")), "kl": draw.choice((0.0, 0.1))}
+    options |= {"entropy": 0.1 * found["entropies"], "kl_estimator": draw.choice(("k1", "k2", "k3"))}
+    return found | {"options": options}
+
+
 def _two_heads(draw):
     op = draw.choice(("linear_kl_div", "linear_jsd", "linear_tvd"))
     options = {
@@ -173,6 +206,8 @@ DRAWERS = {
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _head,
     "divergence": _divergence,
+    "preference": _preference,
+    "policy": _policy,
     "linear_divergence": _two_heads,
 }
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 
 import torch
 
@@ -47,6 +48,7 @@ class LogProbHead:
 
     def __init__(self, original):
         self.original = original
+        self.calls = 0  # that Tigon answered
 
     def apply(self, hidden, weight, bias, targets, temperature, chunk_size, softcap=None, logit_scale=1.0,
               outputs=("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")):  # fmt: skip
@@ -56,6 +58,7 @@ class LogProbHead:
             return self.original.apply(
                 hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
             )
+        self.calls += 1
         head = {"bias": bias, "temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
         entropy = top = None
         if "is_top1" in outputs:  # SFT, DPO: the entropy is a metric
@@ -75,6 +78,7 @@ class DivergenceHead:
 
     def __init__(self, original):
         self.original = original
+        self.calls = 0
 
     def apply(self, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, beta, temperature=1.0,
               logit_scale=1.0, softcap=None, teacher_logit_scale=1.0, teacher_softcap=None):  # fmt: skip
@@ -84,6 +88,7 @@ class DivergenceHead:
                 hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, beta, temperature,
                 logit_scale, softcap, teacher_logit_scale, teacher_softcap,
             )  # fmt: skip
+        self.calls += 1
         hidden, teacher_hidden = autocast(hidden), autocast(teacher_hidden)
         teacher = (teacher_hidden, teacher_weight, *(() if teacher_bias is None else (teacher_bias,)))
         options = {
@@ -180,6 +185,12 @@ def uninstall() -> None:
 
 
 HEADS = {NAME: LogProbHead, DIVERGENCE: DivergenceHead}
+
+
+def has_run() -> bool:
+    """Whether a loss of TRL's has gone through Tigon in this process."""
+    loaded = ((sys.modules.get(place), name) for name in HEADS for place in PLACES[name])
+    return any(getattr(getattr(module, name, None), "calls", 0) > 0 for module, name in loaded)
 
 
 def _check_signature(name, parameters, needed):

@@ -9,8 +9,10 @@ from importlib import resources
 
 VERSION = "0.8.5"  # of the interface
 PACKAGE = "liger_kernel"
-_BEHIND = ("backends", "chunked_loss", "divergences", "distillation", "functional", "modules", "outputs",
-           "patching", "utils", "dispatched")  # fmt: skip
+_BEHIND = (
+    "backends", "bases", "chunked_loss", "cosine", "divergences", "distillation", "functional", "modules",
+    "outputs", "patching", "policies", "preferences", "utils", "dispatched",
+)  # fmt: skip
 _APART = {"chunked_loss"}  # packages whose names mean something else outside of them
 
 

@@ -188,10 +188,10 @@ def _run(
         check_plain(op, weight[:classes], labels, ignore_index, shift, valid_rows)
         return reference(
             hidden, weight, given, labels, kind=kind, beta=beta, soft=soft, hard=hard,
-            temperature=temperature, softcap=softcap, logit_scale=logit_scale, teacher_softcap=teacher_softcap,
-            teacher_logit_scale=teacher_logit_scale, bias=bias, lora=lora, token_weight=token_weight,
-            reduction=reduction, denominator=denominator, ignore_index=ignore_index, shift=shift,
-            outputs=outputs,
+            temperature=temperature, softcap=softcap, logit_scale=logit_scale,
+            teacher_softcap=teacher_softcap, teacher_logit_scale=teacher_logit_scale, bias=bias, lora=lora,
+            token_weight=token_weight, reduction=reduction, denominator=denominator,
+            ignore_index=ignore_index, shift=shift, outputs=outputs,
         )  # fmt: skip
     lead, states = labels.shape, _kernel_dtype(states)
     if teacher_weight is not None:
@@ -275,8 +275,8 @@ def linear_kl_div(
             its dtype).
         teacher: ``(hidden, weight)`` or ``(hidden, weight, bias)`` of the teacher, ``[..., H_t]``, ``[V_t,
             H_t]``, ``[V_t]``, of a dtype of its own; or its logits ``[..., V_t]``. Never gets a gradient.
-            Where ``V_t`` is not ``V`` (padding) the first ``min(V, V_t)`` classes take part: the others are outside
-            both softmaxes and have gradient 0.
+            Where ``V_t`` is not ``V`` (padding) the first ``min(V, V_t)`` classes take part: the others are
+            outside both softmaxes and have gradient 0.
         labels: ``[...]`` int64 class indices or ``ignore_index``, ``None``: every row counts.
         reverse: ``KL(student || teacher)`` instead.
         soft, hard: >= 0, weights of the divergence and of the labels' cross-entropy.
