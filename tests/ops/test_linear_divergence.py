@@ -157,7 +157,8 @@ def test_autocast_and_dtypes(device):
 def test_modules(device):
     hidden, weight, teacher, labels = heads(device=device)
     for form, kind in (
-        ("reverse", tigon.nn.LinearKLDivLoss), ("jsd", tigon.nn.LinearJSDLoss), ("tvd", tigon.nn.LinearTVDLoss),
+        ("reverse", tigon.nn.LinearKLDivLoss), ("jsd", tigon.nn.LinearJSDLoss),
+        ("tvd", tigon.nn.LinearTVDLoss),
     ):  # fmt: skip
         fn, options = FORMS[form]
         module = kind(**options, temperature=1.5, hard=0.5)
