@@ -1,6 +1,6 @@
 // CUDA backend of distillation.
 //
-// Bytes per element: 8 and what the gradient has; 4 and what it has for a teacher's logits of 16 bits 2 less.
+// Bytes per element: 8 (6 where the teacher's logits have 16 bits), and those of the gradient.
 //
 // Variants, of which the first that fits runs:
 //   plain      Rows without options into 16 bits: distillation_plain_cuda.cu.
@@ -160,9 +160,8 @@ bool launch_registers(Context& ctx, const Params& p, int64_t vecs) {
   // A CTA of a cluster has some hundred threads, so that a reduction is not most of its work.
   constexpr int kMinThreads = 192;
   const ClusterShape shape =
-      kCluster
-          ? max_occupancy_cluster<RegisterShape>(kOp, occupancy, kernel, vecs, kMinThreads, no_shared)
-          : fit_cluster<RegisterShape>(kOp, occupancy, kernel, vecs, 1, 1, no_shared);
+      kCluster ? max_occupancy_cluster<RegisterShape>(kOp, occupancy, kernel, vecs, kMinThreads, no_shared)
+               : fit_cluster<RegisterShape>(kOp, occupancy, kernel, vecs, 1, 1, no_shared);
   if (shape.blocks == 0) return false;
   launch(kOp, ctx, kernel,
          {.blocks = std::min(p.rows, shape.clusters) * shape.blocks,
