@@ -21,15 +21,15 @@ _RESULTS = 7  # loss, scale and the gradients of NEEDS come first among an opera
 class HeadLoss:
     """``tigon::<name>`` as a differentiable loss of a head.
 
-    Its first results are the loss, the reduction's factor and the gradients of NEEDS; a call of it has operands
-    (hidden, weight, target and bias among them, by name), options, ``needs`` and ``scalar``.
+    Its first results are the loss, the reduction's factor and the gradients of NEEDS; a call of it has
+    operands (hidden, weight, target and bias among them, by name), options, ``needs`` and ``scalar``.
 
     Args:
         name: of the operator, and in messages.
         call_of, flat: a call from the operator's arguments, and back.
         fake: the operator's fake kernel.
-        rows_backward: ``(upstream of the rows' losses, operands, options, needs)``: the gradients of NEEDS, by
-            computing the logits again.
+        rows_backward: ``(upstream of the rows' losses, operands, options, needs)``: the gradients of NEEDS,
+            by computing the logits again.
     """
 
     def __init__(self, name, *, call_of, flat, fake, rows_backward):
