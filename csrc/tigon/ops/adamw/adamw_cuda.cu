@@ -14,6 +14,7 @@ namespace tigon::cuda {
 namespace {
 
 using namespace adamw_detail;
+#include "tigon/ops/adamw/adamw_bits.inc"
 #include "tigon/ops/adamw/adamw_math.inc"
 
 constexpr const char* kOp = "adamw";
@@ -161,7 +162,7 @@ struct Unit {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       p[k] = masters ? master.get(k, DType::f32) : param.get(k, e.param_type);
-      if (splits) p[k] = __uint_as_float(joined(uint16_t(__float_as_uint(p[k]) >> 16), low.v.v[k]));
+      if (splits) p[k] = __uint_as_float(joined(__float_as_uint(p[k]) >> 16, uint32_t(low.v.v[k])));
       m[k] = avg.get(k, e.avg_type), v[k] = sq.get(k, e.sq_type);
     }
     if (e.most != nullptr) {
@@ -192,7 +193,7 @@ struct Unit {
 #pragma unroll
       for (int k = 0; k < N; ++k) {
         const uint32_t x = __float_as_uint(p[k]);
-        bits[k] = is_bf16 ? stochastic_bf16(x, random.get(k)) : stochastic_f16(x, random.get(k));
+        bits[k] = uint16_t(is_bf16 ? stochastic_bf16(x, random.get(k)) : stochastic_f16(x, random.get(k)));
       }
       return store_bits<N>(e.param, i, bits);
     }
@@ -203,7 +204,7 @@ struct Unit {
 #pragma unroll
       for (int k = 0; k < N; ++k) {
         const uint32_t x = splittable(__float_as_uint(p[k]));
-        bits[k] = upper_half(x), lows[k] = uint16_t(x);
+        bits[k] = uint16_t(upper_half(x)), lows[k] = uint16_t(x);
       }
       if (!masters) store_bits<N>(e.extra, i, lows);
       return store_bits<N>(e.param, i, bits);
