@@ -90,6 +90,7 @@ class AdamW(torch.optim.Optimizer):
         self.grad_norm: torch.Tensor | None = None
         self.updates_in_backward = False  # step_in_backward is at work
         self._places: dict[torch.Tensor, int] = {}
+        self._factor: torch.Tensor | None = None  # of clip_grad_norm_, for the next step
         defaults = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
             "maximize": maximize, "foreach": foreach, "capturable": capturable, "differentiable": False,
@@ -116,7 +117,8 @@ class AdamW(torch.optim.Optimizer):
                 refuse(_OP, "params must be real floats, got {}", p.dtype)
 
     def __getstate__(self):
-        own = ("rounding", "moment_dtype", "seed", "max_grad_norm", "grad_norm", "updates_in_backward", "_places")
+        own = ("rounding", "moment_dtype", "seed", "max_grad_norm", "grad_norm", "updates_in_backward",
+               "_places", "_factor")  # fmt: skip
         return super().__getstate__() | {name: getattr(self, name) for name in own}
 
     def __setstate__(self, state):
@@ -142,9 +144,30 @@ class AdamW(torch.optim.Optimizer):
             refuse(_OP, "a GradScaler must not be used with step_in_backward: its verdict on the gradients "
                    "comes when they have been used")  # fmt: skip
         groups = [(group, group["params"]) for group in self.param_groups]
-        clip = None if self.max_grad_norm is None else self._clip(scale)
+        clip = self._factor if self.max_grad_norm is None else self._clip(self.max_grad_norm, scale)
+        self._factor = None
         self._update(groups, clip, scale, found_inf)
         return loss
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip the norm of all gradients to `max_norm` in the next :meth:`step`, which reads them anyway.
+
+        Gradients themselves stay as they are.
+
+        Returns:
+            The norm before, a float32 scalar on the device; ``optimizer.grad_norm`` too.
+        """
+        check(_OP, max_norm >= 0, "max_norm must be >= 0, got {}", max_norm)
+        if self.updates_in_backward:
+            refuse(_OP, "clip_grad_norm_ must not be called with step_in_backward: gradients are gone")
+        self._factor = self._clip(max_norm)
+        return torch.zeros(()) if self._factor is None else self.grad_norm
+
+    def has_all_gradients_of(self, parameters) -> bool:
+        """Whether `parameters` with a gradient are those of this optimizer."""
+        ours = {p for group in self.param_groups for p in group["params"] if p.grad is not None}
+        return ours == {p for p in parameters if p.grad is not None}
 
     @torch.no_grad()
     def update_one(self, group: dict, p: torch.Tensor) -> None:
@@ -222,7 +245,7 @@ class AdamW(torch.optim.Optimizer):
             parts[2] = None
         reference_(local(p), local(p.grad), *parts, state["step"], group, clip, scale)
 
-    def _clip(self, scale: torch.Tensor | None) -> torch.Tensor | None:
+    def _clip(self, max_norm: float, scale: torch.Tensor | None = None) -> torch.Tensor | None:
         """The factor of all gradients."""
         grads = []
         for p in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
@@ -233,7 +256,7 @@ class AdamW(torch.optim.Optimizer):
                 grads.append(p.grad)
         if not grads:
             return None
-        self.grad_norm, factor = global_norm(grads, self.max_grad_norm, _on(grads[0].device, scale))
+        self.grad_norm, factor = global_norm(grads, max_norm, _on(grads[0].device, scale))
         return factor
 
     # --- state
