@@ -49,6 +49,13 @@ struct alignas(8) TableConstants : Constants {};
 
 // --- one stream in registers ------------------------------------------------------------------
 
+// A pointer of the table, known to be one to global memory.
+template <class T>
+__device__ __forceinline__ const T* global(const void* p) {
+  __builtin_assume(__isGlobal(p));
+  return static_cast<const T*>(p);
+}
+
 // A stream whose dtype is in the table.
 struct Any {};
 
@@ -57,7 +64,7 @@ struct Words {
   Vec<T, N> v;
 
   __device__ __forceinline__ void load(const void* p, DType, int64_t i) {
-    v = load_stream<T, N>(static_cast<const T*>(p) + i);
+    v = load_stream<T, N>(global<T>(p) + i);
   }
   __device__ __forceinline__ float get(int k, DType) const { return v[k]; }
 };
@@ -68,11 +75,11 @@ struct Words<Any, N> {
 
   __device__ __forceinline__ void load(const void* p, DType t, int64_t i) {
     if (t == DType::f32) {
-      const Vec<float, N> x = load_stream<float, N>(static_cast<const float*>(p) + i);
+      const Vec<float, N> x = load_stream<float, N>(global<float>(p) + i);
 #pragma unroll
       for (int k = 0; k < N; ++k) w[k] = __float_as_uint(x.v[k]);
     } else {
-      const Vec<uint16_t, N> x = load_stream<uint16_t, N>(static_cast<const uint16_t*>(p) + i);
+      const Vec<uint16_t, N> x = load_stream<uint16_t, N>(global<uint16_t>(p) + i);
 #pragma unroll
       for (int k = 0; k < N; ++k) w[k / 2] = k % 2 == 0 ? x.v[k] : w[k / 2] | uint32_t(x.v[k]) << 16;
     }
@@ -101,7 +108,7 @@ __device__ __forceinline__ void store_as(void* p, DType t, int64_t i, const floa
   } else {
     Vec<T, N> y;
     y.set(x);
-    store_values<T, N>(static_cast<T*>(p) + i, y);
+    store_values<T, N>(const_cast<T*>(global<T>(p)) + i, y);
   }
 }
 template <int N>
@@ -109,7 +116,7 @@ __device__ __forceinline__ void store_bits(void* p, int64_t i, const uint16_t (&
   Vec<uint16_t, N> y;
 #pragma unroll
   for (int k = 0; k < N; ++k) y.v[k] = x[k];
-  store_values<uint16_t, N>(static_cast<uint16_t*>(p) + i, y);
+  store_values<uint16_t, N>(const_cast<uint16_t*>(global<uint16_t>(p)) + i, y);
 }
 
 // --- one unit: N elements of all streams ------------------------------------------------------
@@ -275,7 +282,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
   const int n = int(min(kChunk, e.size - begin));
   switch (e.path) {
     case Path::bf16: return update_chunk<8, 1, B, B, B, B, R>(e, c, factor, s.seed, begin, n);
-    case Path::bf16_wide: return update_chunk<4, 2, B, B, float, float, R>(e, c, factor, s.seed, begin, n);
+    case Path::bf16_wide: return update_chunk<4, 1, B, B, float, float, R>(e, c, factor, s.seed, begin, n);
     case Path::f32: return update_chunk<4, 1, float, float, float, float, R>(e, c, factor, s.seed, begin, n);
     case Path::aligned: return update_chunk<4, 1, Any, Any, Any, Any, R>(e, c, factor, s.seed, begin, n);
     case Path::unaligned: return update_chunk<1, 2, Any, Any, Any, Any, R>(e, c, factor, s.seed, begin, n);
