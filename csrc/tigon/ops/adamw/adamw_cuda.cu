@@ -124,14 +124,15 @@ __device__ __forceinline__ void store_bits(void* p, int64_t i, const uint16_t (&
 // Random bits of elements [at, at + N) of the stream, N = 8, 4 or 1, at a multiple of N.
 template <int N>
 struct RandomBits {
-  Random r;
+  uint32_t w0, w1, w2, w3;
   int offset;
-  __device__ __forceinline__ RandomBits(int64_t at, uint32_t step, uint64_t seed)
-      : r(random_block(uint64_t(at) / 8, step, seed)), offset(int(at % 8)) {}
+  __device__ __forceinline__ RandomBits(int64_t at, uint32_t step, uint64_t seed) : offset(int(at % 8)) {
+    const Random r = random_block(uint64_t(at) / 8, step, seed);
+    w0 = r.word[0], w1 = r.word[1], w2 = r.word[2], w3 = r.word[3];
+  }
   __device__ __forceinline__ uint32_t get(int k) const {
-    if constexpr (N == 8) return random_of(r, k);
-    const int i = offset + k;
-    const uint32_t low = i & 2 ? r.word[1] : r.word[0], high = i & 2 ? r.word[3] : r.word[2];
+    const int i = N == 8 ? k : offset + k;
+    const uint32_t low = i & 2 ? w1 : w0, high = i & 2 ? w3 : w2;
     return (i & 4 ? high : low) >> (16 * (i & 1)) & 0xffffu;
   }
 };
