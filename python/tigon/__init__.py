@@ -6,7 +6,7 @@ into a Hugging Face model. Everything refused raises :class:`tigon.Error` before
 
 import functools
 
-from tigon import nn
+from tigon import nn, optim
 from tigon.environment import env
 from tigon.error import Error
 from tigon.ops.add_rms_norm import add_rms_norm
@@ -16,6 +16,7 @@ from tigon.ops.dyt import dyt
 from tigon.ops.embedding import embedding
 from tigon.ops.gated_rms_norm import gated_rms_norm
 from tigon.ops.glu import geglu, reglu, swiglu, swiglu_oai
+from tigon.ops.grad_norm import clip_grad_norm_
 from tigon.ops.group_norm import group_norm
 from tigon.ops.layer_norm import layer_norm
 from tigon.ops.loss_head.divergence_memory import linear_divergence_memory
@@ -42,6 +43,7 @@ __all__ = [
     "TigonTrainerCallback",
     "add_rms_norm",
     "apply",
+    "clip_grad_norm_",
     "count_labels",
     "cross_entropy",
     "dyt",
@@ -65,6 +67,7 @@ __all__ = [
     "nn",
     "policy_loss",
     "preference_loss",
+    "optim",
     "qk_norm_rope",
     "reglu",
     "relu_squared",
