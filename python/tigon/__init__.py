@@ -22,6 +22,8 @@ from tigon.ops.loss_head.labels import count_labels
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 from tigon.ops.loss_head.linear_loss import linear_loss
+from tigon.ops.loss_head.linear_policy import linear_policy
+from tigon.ops.loss_head.linear_preference import linear_kto, linear_preference
 from tigon.ops.loss_head.memory import linear_cross_entropy_memory
 from tigon.ops.policy import policy_loss
 from tigon.ops.preference import kto_loss, preference_loss
@@ -54,8 +56,11 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "linear_cross_entropy_memory",
+    "linear_kto",
     "linear_log_prob",
     "linear_loss",
+    "linear_policy",
+    "linear_preference",
     "nn",
     "policy_loss",
     "preference_loss",
