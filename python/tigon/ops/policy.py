@@ -219,7 +219,8 @@ def run(log_prob, advantage, mask, old, ref, importance, entropies, denominator,
             log_prob, advantage, mask, old, ref, importance, entropies, denominator, entropy_denominator, f
         )
     floats = (
-        None if t is None else t.float() for t in (old, ref, importance, entropies if f.entropy != 0 else None)
+        None if t is None else t.float()
+        for t in (old, ref, importance, entropies if f.entropy != 0 else None)
     )
     target = None if mask is None else native_mask(mask)
     by, number = split_denominator(denominator, log_prob.device)

@@ -17,7 +17,8 @@ namespace tigon {
 struct LinearPolicy {
   LinearHead head;
   Vector labels;  // i64 [rows]
-  Policy loss;    // formula, answers, tokens, operands and results; its log_prob, entropy, places and gradients are made here
+  Policy
+      loss;  // formula, answers, tokens, operands and results; its log_prob, entropy, places and gradients are made here
   PolicyTotals totals;
   int64_t ignore_index = -100, valid_rows = -1, chunk_rows = 0;
   float softcap = 0.0f, logit_scale = 1.0f, temperature = 1.0f;

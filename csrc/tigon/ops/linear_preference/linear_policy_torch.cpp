@@ -59,8 +59,11 @@ struct Results {
 Results run(TokenLossOperands& t, Inputs& in, const Formula& f, const TokenLossOptions& o) {
   const Tensor& hidden = t.hidden;
   check_same_device(kOp, "advantage", in.advantage, hidden);
-  for (auto [name, x] : {std::pair{"old", &in.old}, {"ref", &in.ref}, {"importance", &in.importance},
-                         {"denominator", &in.denominator}, {"entropy_denominator", &in.entropy_denominator}})
+  for (auto [name, x] : {std::pair{"old", &in.old},
+                         {"ref", &in.ref},
+                         {"importance", &in.importance},
+                         {"denominator", &in.denominator},
+                         {"entropy_denominator", &in.entropy_denominator}})
     if (*x) check_same_device(kOp, name, **x, hidden);
   LinearPolicy a = {.head = head_of(kOp, t, o)};
   int64_t rows = a.head.hidden.rows;
@@ -106,11 +109,13 @@ Results run(TokenLossOperands& t, Inputs& in, const Formula& f, const TokenLossO
   return r;
 }
 
-using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Forward =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 Forward forward(TokenLossOperands t, Inputs in, Formula f, TokenLossOptions o) {
   Results r = run(t, in, f, o);
   const TokenLossGradients& g = r.gradients;
-  return {r.loss, r.log_prob, r.entropy, r.kl, r.clipped, r.scale, g.hidden, g.weight, g.bias, g.lora_a, g.lora_b};
+  return {r.loss,   r.log_prob, r.entropy, r.kl,     r.clipped, r.scale,
+          g.hidden, g.weight,   g.bias,    g.lora_a, g.lora_b};
 }
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> infer(TokenLossOperands t, Inputs in, Formula f,
                                                          TokenLossOptions o) {

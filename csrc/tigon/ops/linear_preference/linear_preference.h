@@ -29,7 +29,8 @@ struct LinearPreference {
   LinearHead head;
   LinearHead ref;  // hidden, weight and bias of the reference; hidden empty: loss.ref, or none
   Vector labels;   // i64 [rows]: of every row that counts in loss.target or loss.nll_target
-  Preference loss;  // formula, pairs, tokens, operands and results; its log_prob, places, groups and gradients are made here
+  Preference
+      loss;  // formula, pairs, tokens, operands and results; its log_prob, places, groups and gradients are made here
   PreferenceTotals totals;
   int64_t ignore_index = -100, valid_rows = -1, chunk_rows = 0;
   float softcap = 0.0f, logit_scale = 1.0f, temperature = 1.0f;

@@ -9,7 +9,8 @@ LinearHead head_of(const char* op, TokenLossOperands& t, const TokenLossOptions&
   check_same_device(op, "target", t.labels, t.hidden);
   for (auto [name, x] : {std::pair{"bias", &t.bias}, {"lora A", &t.lora_a}, {"lora B", &t.lora_b}})
     if (*x) check_same_device(op, name, **x, t.hidden);
-  LinearHead head = {.op = op, .hidden = rows_of(op, "hidden", t.hidden), .weight = rows_of(op, "weight", t.weight)};
+  LinearHead head = {
+      .op = op, .hidden = rows_of(op, "hidden", t.hidden), .weight = rows_of(op, "weight", t.weight)};
   head.bias = vector_of(op, "bias", t.bias);
   if (t.lora_a) head.lora_a = rows_of(op, "lora A", *t.lora_a);
   if (t.lora_b) head.lora_b = rows_of(op, "lora B", *t.lora_b);
@@ -19,7 +20,14 @@ LinearHead head_of(const char* op, TokenLossOperands& t, const TokenLossOptions&
 
 TokenLossGradients make_gradients(const char* op, LinearHead& head, const Tensor& hidden,
                                   const TokenLossOptions& o) {
-  enum Need : int64_t { of_hidden = 1, of_weight = 2, of_bias = 4, of_lora_a = 8, of_lora_b = 16, may_round = 32 };
+  enum Need : int64_t {
+    of_hidden = 1,
+    of_weight = 2,
+    of_bias = 4,
+    of_lora_a = 8,
+    of_lora_b = 16,
+    may_round = 32
+  };
   int64_t v = head.weight.rows, h = head.weight.cols, r = head.lora_a.rows;
   int64_t rows = o.valid_rows >= 0 ? o.valid_rows : head.hidden.rows;
   int64_t whole = o.chunk_rows > 0 ? o.chunk_rows
@@ -34,12 +42,11 @@ TokenLossGradients make_gradients(const char* op, LinearHead& head, const Tensor
     return o.needs & need ? make(hidden, sizes, dtype) : nothing(hidden, DType::f32);
   };
   DType dtype = head.hidden.dtype;
-  TokenLossGradients g = {
-      .hidden = o.needs & of_hidden ? make_like(hidden, dtype) : nothing(hidden, dtype),
-      .weight = result(of_weight, {v, h}, linear_head_dweight(dtype, rounded)),
-      .bias = result(of_bias, {v}),
-      .lora_a = result(of_lora_a, {r, h}),
-      .lora_b = result(of_lora_b, {v, r})};
+  TokenLossGradients g = {.hidden = o.needs & of_hidden ? make_like(hidden, dtype) : nothing(hidden, dtype),
+                          .weight = result(of_weight, {v, h}, linear_head_dweight(dtype, rounded)),
+                          .bias = result(of_bias, {v}),
+                          .lora_a = result(of_lora_a, {r, h}),
+                          .lora_b = result(of_lora_b, {v, r})};
   if (o.needs & of_hidden) head.dhidden = rows_of(op, "dhidden", g.hidden);
   if (o.needs & of_weight) head.dweight = rows_of(op, "dweight", g.weight);
   if (o.needs & of_bias) head.dbias = vector_of(op, "dbias", g.bias);
@@ -60,9 +67,9 @@ struct Inputs {
       "Tensor? ref_hidden, Tensor? ref_weight, Tensor? ref_bias, Tensor? target, Tensor? nll_target,"
       " Tensor? ref, Tensor? desirable, Tensor? kl, Tensor? denominator, float? host_denominator, ";
   static Inputs take(Stack& s) {
-    return {s.take<OptionalTensor>(), s.take<OptionalTensor>(), s.take<OptionalTensor>(),
-            s.take<OptionalTensor>(), s.take<OptionalTensor>(), s.take<OptionalTensor>(),
-            s.take<OptionalTensor>(), s.take<OptionalTensor>(), s.take<OptionalTensor>(),
+    return {s.take<OptionalTensor>(),       s.take<OptionalTensor>(), s.take<OptionalTensor>(),
+            s.take<OptionalTensor>(),       s.take<OptionalTensor>(), s.take<OptionalTensor>(),
+            s.take<OptionalTensor>(),       s.take<OptionalTensor>(), s.take<OptionalTensor>(),
             s.take<std::optional<double>>()};
   }
 };
@@ -86,9 +93,15 @@ struct Results {
 
 Results run(TokenLossOperands& t, Inputs& in, const Formula& f, const TokenLossOptions& o) {
   const Tensor& hidden = t.hidden;
-  for (auto [name, x] : {std::pair{"ref", &in.ref_hidden}, {"ref", &in.ref_weight}, {"ref", &in.ref_bias},
-                         {"target", &in.target}, {"nll_target", &in.nll_target}, {"ref", &in.ref},
-                         {"desirable", &in.desirable}, {"kl", &in.kl}, {"denominator", &in.denominator}})
+  for (auto [name, x] : {std::pair{"ref", &in.ref_hidden},
+                         {"ref", &in.ref_weight},
+                         {"ref", &in.ref_bias},
+                         {"target", &in.target},
+                         {"nll_target", &in.nll_target},
+                         {"ref", &in.ref},
+                         {"desirable", &in.desirable},
+                         {"kl", &in.kl},
+                         {"denominator", &in.denominator}})
     if (*x) check_same_device(kOp, name, **x, hidden);
   bool lone = f.formula.kind == PreferenceKind::kto;
   int64_t answers = o.answers, pairs = lone ? answers : answers / 2;
@@ -135,11 +148,13 @@ Results run(TokenLossOperands& t, Inputs& in, const Formula& f, const TokenLossO
   return r;
 }
 
-using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+using Forward =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 Forward forward(TokenLossOperands t, Inputs in, Formula f, TokenLossOptions o) {
   Results r = run(t, in, f, o);
   const TokenLossGradients& g = r.gradients;
-  return {r.loss, r.sums, r.rewards, r.nll, r.margin, r.scale, g.hidden, g.weight, g.bias, g.lora_a, g.lora_b};
+  return {r.loss,   r.sums,   r.rewards, r.nll,    r.margin, r.scale,
+          g.hidden, g.weight, g.bias,    g.lora_a, g.lora_b};
 }
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> infer(TokenLossOperands t, Inputs in, Formula f,
                                                          TokenLossOptions o) {

@@ -67,9 +67,9 @@ std::vector<LinearHeadSpan> row_spans(const TokenLossHead& a, const LinearHeadRo
 }
 
 Plan make_plan(Context& ctx, const TokenLossHead& a) {
-  bool grouped = a.coupled && a.head.wants_gradients();
-  LinearHeadLabels labels = {
-      .target = a.labels, .ignore_index = a.ignore_index, .valid_rows = a.valid_rows};
+  // On the CPU the bits of a product depend on its rows: the same chunks with and without gradients.
+  bool grouped = a.coupled && (a.head.wants_gradients() || ctx.device() == Device::cpu);
+  LinearHeadLabels labels = {.target = a.labels, .ignore_index = a.ignore_index, .valid_rows = a.valid_rows};
   // Where the list is made on the device, the host does not know how many rows of it a group has: it serves where one chunk takes all.
   if (grouped && ctx.device() != Device::cpu && a.valid_rows >= 0 &&
       linear_head_limit(ctx, a.head, a.valid_rows, a.chunk_rows) < a.valid_rows)
@@ -111,9 +111,7 @@ class Run {
       : ctx_(ctx), a_(a), formula_(formula), plan_(make_plan(ctx, a)) {
     linear_head_check_chunks(a.head, int64_t(plan_.spans.size()));
     bool gradients = a.head.wants_gradients();
-    auto values = [&](bool wanted) {
-      return wanted ? linear_head_vector(ctx, plan_.rows.count) : Vector{};
-    };
+    auto values = [&](bool wanted) { return wanted ? linear_head_vector(ctx, plan_.rows.count) : Vector{}; };
     at_once_ = gradients && plan_.whole;
     unit_ = at_once_ && !a.entropy_gradient;
     for (const LinearHeadSpan& s : plan_.spans) chunk_ = std::max(chunk_, s.count);

@@ -30,10 +30,11 @@ struct TokenLossHead {
 // What a formula sees: groups [first, first + count), the places from `base` on that log_prob has.
 struct TokenLossPart {
   int64_t first = 0, count = 0, base = 0;
-  int64_t places = 0;             // of all rows worked on
-  Vector position;                // i64 [rows]: place of each row, -1: none; empty: a row's place is its number
+  int64_t places = 0;  // of all rows worked on
+  Vector position;     // i64 [rows]: place of each row, -1: none; empty: a row's place is its number
   Vector log_prob, ref, entropy;  // f32, by place
-  Vector dlog_prob, dentropy;     // to be written, f32, by place: minus the slope in log_prob; the slope in entropy. Empty: not wanted
+  Vector dlog_prob,
+      dentropy;  // to be written, f32, by place: minus the slope in log_prob; the slope in entropy. Empty: not wanted
 };
 using TokenLossFormula = std::function<void(const TokenLossPart&)>;
 

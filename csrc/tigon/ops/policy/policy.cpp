@@ -75,7 +75,8 @@ void policy(Context& ctx, const Policy& a) {
 
 namespace {
 // 1 / divisor, or of what is counted where none is given.
-void make_scale(Context& ctx, const Policy& a, const PolicyTotals::Divisor& by, bool tokens, const Vector& out) {
+void make_scale(Context& ctx, const Policy& a, const PolicyTotals::Divisor& by, bool tokens,
+                const Vector& out) {
   bool count = tokens && a.target && !by.given();
   double number = by.has_number ? by.number : double(tokens ? a.answers * a.tokens : a.answers);
   cross_entropy_scale(ctx, {.target = a.target,

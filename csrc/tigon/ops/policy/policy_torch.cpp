@@ -103,12 +103,11 @@ Results run(Inputs& in, const Formula& f, bool need_gradient) {
     if (device) d.device = scalar_of(kOp, "denominator", *device);
     return d;
   };
-  PolicyTotals totals = {
-      .denominator = divisor(in.denominator, in.host_denominator),
-      .count_tokens = f.normalise == Normalise::by_token,
-      .entropy_denominator = divisor(in.entropy_denominator, in.host_entropy_denominator),
-      .scale = {.data = ctx->scratch_of<float>(1), .dtype = DType::f32, .size = 1},
-      .loss = scalar_of(kOp, "loss", r.loss)};
+  PolicyTotals totals = {.denominator = divisor(in.denominator, in.host_denominator),
+                         .count_tokens = f.normalise == Normalise::by_token,
+                         .entropy_denominator = divisor(in.entropy_denominator, in.host_entropy_denominator),
+                         .scale = {.data = ctx->scratch_of<float>(1), .dtype = DType::f32, .size = 1},
+                         .loss = scalar_of(kOp, "loss", r.loss)};
   policy_begin(*ctx, a, totals);
   policy(*ctx, a);
   policy_end(*ctx, a, totals);

@@ -85,8 +85,7 @@ Results run(Inputs& in, const Formula& f, bool need_gradient) {
   if (!lone) a.margin = vector_of(kOp, "margin", r.margin);
   a.sums = vector_of(kOp, "sums", r.sums);
   a.rewards = vector_of(kOp, "rewards", r.rewards);
-  if (need_gradient)
-    a.dlog_prob = {.data = data_of(kOp, "dlog_prob", r.dlog_prob), .size = answers * tokens};
+  if (need_gradient) a.dlog_prob = {.data = data_of(kOp, "dlog_prob", r.dlog_prob), .size = answers * tokens};
   preference_begin(*ctx, a, totals);
   preference(*ctx, a);
   preference_end(*ctx, a, totals);

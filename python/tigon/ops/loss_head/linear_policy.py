@@ -83,23 +83,25 @@ def linear_policy(
     chunk_rows: int | None = None,
     max_workspace_mb: float | None = None,
 ) -> LinearPolicyResult:
-    """:func:`tigon.policy_loss` of the log-probabilities of sampled tokens under a linear head, whose logits never exist
-    as a whole; the gradients are formed in the same pass: three matrix products.
+    """:func:`tigon.policy_loss` of the log-probabilities of sampled tokens under a linear head, whose logits
+    never exist as a whole; the gradients are formed in the same pass: three matrix products.
 
     Args:
-        hidden, weight, target: ``[B, T, H]``, ``[V, H]``, ``[B, T]`` sampled tokens; ``ignore_index`` does not count.
+        hidden, weight, target: ``[B, T, H]``, ``[V, H]``, ``[B, T]`` sampled tokens; ``ignore_index`` does
+            not count.
         advantage, kind, level, old, ref, importance, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected,
-            entropy, entropy_denominator, normalise, denominator: as in :func:`tigon.policy_loss`. With ``shift`` what
-            is per token belongs to the position whose hidden state predicts it.
+            entropy, entropy_denominator, normalise, denominator: as in :func:`tigon.policy_loss`. With
+            ``shift`` what is per token belongs to the position whose hidden state predicts it.
         bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, lora: as in
             :func:`tigon.linear_cross_entropy`.
-        chunk_rows, max_workspace_mb: as in :func:`tigon.linear_preference`; where the loss of a token depends on its
-            answer (a level other than ``"token"``, vespo) answers share chunks whole.
+        chunk_rows, max_workspace_mb: as in :func:`tigon.linear_preference`; where the loss of a token depends
+            on its answer (a level other than ``"token"``, vespo) answers share chunks whole.
 
     Returns:
-        :class:`LinearPolicyResult`: ``(loss, log_prob, entropy, kl, clipped)``, per token ``[B, T]`` and detached but
-        for the loss, which is differentiable in hidden, weight, bias, A and B. Entropies are free; their gradient
-        (``entropy != 0``) costs one more read of the logits. Traced by torch.compile as one operator.
+        :class:`LinearPolicyResult`: ``(loss, log_prob, entropy, kl, clipped)``, per token ``[B, T]`` and
+        detached but for the loss, which is differentiable in hidden, weight, bias, A and B. Entropies are
+        free; their gradient (``entropy != 0``) costs one more read of the logits. Traced by torch.compile as
+        one operator.
 
     Raises:
         tigon.Error: as the two functions named.
@@ -108,12 +110,21 @@ def linear_policy(
     head = Head(bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, lora, chunk_rows,
                 max_workspace_mb)  # fmt: skip
     check_operands(op, hidden, weight, target, head)
-    f = _policy.formula(op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise)
-    check(op, isinstance(advantage, torch.Tensor), "advantage must be a float tensor, got {}", kind_of(advantage))
+    f = _policy.formula(
+        op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise
+    )
+    check(
+        op,
+        isinstance(advantage, torch.Tensor),
+        "advantage must be a float tensor, got {}",
+        kind_of(advantage),
+    )
     _policy.check_tokens(op, target.shape, hidden.device, advantage, old, ref, importance, kl)
     check_denominator(op, denominator)
     check_denominator(op, entropy_denominator)
-    advantage, old, ref, importance = (None if t is None else t.detach() for t in (advantage, old, ref, importance))
+    advantage, old, ref, importance = (
+        None if t is None else t.detach() for t in (advantage, old, ref, importance)
+    )
     hidden = autocast(hidden)
     if not has_kernel(op, hidden) or plain(hidden):
         if hidden.dtype == torch.float64:
@@ -128,7 +139,9 @@ def linear_policy(
     floats = [None if t is None else t.float() for t in (advantage, old, ref, importance)]
     by, number = split_denominator(denominator, hidden.device)
     entropy_by, entropy_number = split_denominator(entropy_denominator, hidden.device)
-    loss, *tokens = _op(*call.operands, *floats, by, entropy_by, number, entropy_number, *f, True, *call.options)
+    loss, *tokens = _op(
+        *call.operands, *floats, by, entropy_by, number, entropy_number, *f, True, *call.options
+    )
     log_prob, entropies, estimate, clipped = tokens
     estimate = None if ref is None else estimate.view(target.shape)
     log_prob, entropies, clipped = (t.view(target.shape) for t in (log_prob, entropies, clipped))

@@ -81,14 +81,18 @@ def _run(op, hidden, weight, target, head: Head, ref, nll_target, desirable, kl,
             states, of_ref, *bias = ref_head
             with torch.no_grad():
                 options = head._replace(bias=bias[0] if bias else None, lora=None)
-                sums = torch.where(mask, log_probs(op, states.to(hidden), of_ref.to(hidden), of, options), 0.0).sum(-1)
+                sums = torch.where(
+                    mask, log_probs(op, states.to(hidden), of_ref.to(hidden), of, options), 0.0
+                ).sum(-1)
         nll_mask = None if nll_target is None else nll_target != ignore_index
         return _preference.run(op, log_prob, mask, nll_mask, sums, desirable, kl, denominator, formula)
     call = native_call(op, hidden, weight, target if labels is None else labels, shift, head)
     reference = (None, None, None) if ref_head is None else ref_operands(ref_head, hidden)
     device, number = split_denominator(denominator, hidden.device)
     flat = [None, None] if labels is None else [t.reshape(-1) for t in (target, nll_target)]
-    results = _op(*call.operands, *reference, *flat, sums, desirable, kl, device, number, *formula, *call.options)
+    results = _op(
+        *call.operands, *reference, *flat, sums, desirable, kl, device, number, *formula, *call.options
+    )
     loss, log_prob, rewards, nll, margin = results
     if desirable is not None:
         return KTOResult(loss, log_prob, rewards)
@@ -121,31 +125,33 @@ def linear_preference(
     chunk_rows: int | None = None,
     max_workspace_mb: float | None = None,
 ) -> PreferenceResult:
-    """:func:`tigon.preference_loss` of the log-probabilities of labels under a linear head, whose logits never exist as a
-    whole; the gradients are formed in the same pass: three matrix products (two with a frozen weight or hidden, one
-    without gradients), one more for a reference head.
+    """:func:`tigon.preference_loss` of the log-probabilities of labels under a linear head, whose logits
+    never exist as a whole; the gradients are formed in the same pass: three matrix products (two with a
+    frozen weight or hidden, one without gradients), one more for a reference head.
 
     Args:
         hidden: ``[2P, T, H]``, chosen answers first, then rejected ones in the same order; dtypes as in
             :func:`tigon.linear_cross_entropy`.
         weight: ``[V, H]``.
         target: ``[2P, T]`` labels; ``ignore_index`` does not count.
-        kind, beta, average, label_smoothing, gamma, tau, nll, denominator: as in :func:`tigon.preference_loss`.
-        ref: ``[2P]`` sums of the reference's log-probabilities; or its head, ``(hidden [2P, T, H'], weight [V, H'])``
-            and maybe its bias ``[V]``, streamed beside with the same workspace, scale, softcap and temperature; no
-            gradient either way.
-        nll_target: ``[P, T]`` labels of the nll term, which may count where those of target do not (a prompt); where
-            both count they are the same (on the CPU checked, on CUDA another makes the loss NaN). ``None``: target's.
+        kind, beta, average, label_smoothing, gamma, tau, nll, denominator: as in
+            :func:`tigon.preference_loss`.
+        ref: ``[2P]`` sums of the reference's log-probabilities; or its head, ``(hidden [2P, T, H'], weight
+            [V, H'])`` and maybe its bias ``[V]``, streamed beside with the same workspace, scale, softcap and
+            temperature; no gradient either way.
+        nll_target: ``[P, T]`` labels of the nll term, which may count where those of target do not (a
+            prompt); where both count they are the same (on the CPU checked, on CUDA another makes the loss
+            NaN). ``None``: target's.
         bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, lora: as in
             :func:`tigon.linear_cross_entropy`; ``valid_rows`` counts rows with a label of either target.
-        chunk_rows, max_workspace_mb: bounds of a chunk. Pairs share chunks whole; by default a chunk grows to its
-            longest pair while its logits have no more than 1 GiB. A pair that fits no chunk: every chunk's logits but
-            the last one's are computed twice (four products).
+        chunk_rows, max_workspace_mb: bounds of a chunk. Pairs share chunks whole; by default a chunk grows to
+            its longest pair while its logits have no more than 1 GiB. A pair that fits no chunk: every
+            chunk's logits but the last one's are computed twice (four products).
 
     Returns:
-        :class:`tigon.ops.preference.PreferenceResult`: ``(loss, log_prob [2P], rewards [2P], nll, margin [P])``; the
-        loss is differentiable in hidden, weight, bias, A and B, each only where needed; the rest is detached, of the
-        same pass. Traced by torch.compile as one operator. Bitwise deterministic as
+        :class:`tigon.ops.preference.PreferenceResult`: ``(loss, log_prob [2P], rewards [2P], nll, margin
+        [P])``; the loss is differentiable in hidden, weight, bias, A and B, each only where needed; the rest
+        is detached, of the same pass. Traced by torch.compile as one operator. Bitwise deterministic as
         :func:`tigon.linear_cross_entropy`. ``main_grad`` is not looked at.
 
     Raises:
@@ -193,7 +199,8 @@ def linear_kto(
     chunk_rows: int | None = None,
     max_workspace_mb: float | None = None,
 ) -> KTOResult:
-    """:func:`tigon.kto_loss` of the log-probabilities of labels under a linear head, whose logits never exist as a whole.
+    """:func:`tigon.kto_loss` of the log-probabilities of labels under a linear head, whose logits never exist
+    as a whole.
 
     Args:
         hidden, weight, target: ``[B, T, H]``, ``[V, H]``, ``[B, T]``.
@@ -202,7 +209,8 @@ def linear_kto(
             max_workspace_mb: as in :func:`linear_preference`; answers share chunks whole.
 
     Returns:
-        :class:`tigon.ops.preference.KTOResult`: ``(loss, log_prob [B], rewards [B])``, as :func:`linear_preference`.
+        :class:`tigon.ops.preference.KTOResult`: ``(loss, log_prob [B], rewards [B])``, as
+        :func:`linear_preference`.
 
     Raises:
         tigon.Error: as :func:`linear_preference`.

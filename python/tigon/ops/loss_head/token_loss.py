@@ -44,8 +44,10 @@ class Head(NamedTuple):
 
 def check_operands(op, hidden, weight, target, head: Head) -> None:
     """Hidden states [answers, T, H] and labels [answers, T] under a head."""
-    check_head(op, hidden, weight, target, head.bias, head.shift, head.ignore_index, head.softcap, head.logit_scale,
-               head.temperature, head.chunk_rows)  # fmt: skip
+    check_head(
+        op, hidden, weight, target, head.bias, head.shift, head.ignore_index, head.softcap, head.logit_scale,
+        head.temperature, head.chunk_rows,
+    )  # fmt: skip
     check(op, target.dim() == 2, "target must be [answers, T], got {}", target.shape)
     check_lora(op, head.lora, hidden, weight)
     check_cap(op, head.max_workspace_mb)
@@ -65,7 +67,18 @@ def native_call(op, hidden, weight, labels, shift, head: Head) -> Native:
     lora_a, lora_b, lora_scale = split_lora(hidden, lora)
     same = weight.dtype == hidden.dtype  # else weight's gradient is rounded once, from float32
     operands, valid, needs = prepare(
-        op, hidden, weight, labels, head.bias, head.ignore_index, shift, head.valid_rows, None, None, lora_a, lora_b
+        op,
+        hidden,
+        weight,
+        labels,
+        head.bias,
+        head.ignore_index,
+        shift,
+        head.valid_rows,
+        None,
+        None,
+        lora_a,
+        lora_b,
     )
     chunk_rows = head.chunk_rows
     if head.max_workspace_mb is not None:
@@ -74,14 +87,13 @@ def native_call(op, hidden, weight, labels, shift, head: Head) -> Native:
             op, head.max_workspace_mb, hidden, weight.shape[0], chunk_rows, rank, needs & WEIGHT != 0, False
         )
     needs |= MAY_ROUND * same
-    options = (head.softcap or 0.0, head.logit_scale, head.temperature, lora_scale, head.ignore_index, chunk_rows or 0,
-               valid, answers, needs)  # fmt: skip
+    numbers = (head.softcap or 0.0, head.logit_scale, head.temperature, lora_scale)
+    options = (*numbers, head.ignore_index, chunk_rows or 0, valid, answers, needs)
     return Native((operands.hidden, operands.weight, operands.target, operands.bias, lora_a, lora_b), options)
 
 
 def log_probs(op, hidden, weight, labels, head: Head, entropy=False):
-    """Log-probabilities [answers, T] (and entropies) with an autograd graph: in float64 of the logits, else chunk by
-    chunk."""
+    """Log-probabilities [answers, T] (and entropies) with a graph: of the logits in float64, else by chunks."""
     options = {"bias": head.bias, "temperature": head.temperature, "softcap": head.softcap}
     options |= {"logit_scale": head.logit_scale, "ignore_index": head.ignore_index}
     if hidden.dtype != torch.float64:
@@ -100,15 +112,29 @@ def log_probs(op, hidden, weight, labels, head: Head, entropy=False):
 
 def check_ref_head(op, ref, hidden, weight) -> None:
     """A second head: (hidden, weight) or (hidden, weight, bias)."""
-    check(op, len(ref) in (2, 3), "ref must be log-probabilities or (hidden, weight[, bias]), got {} of them", len(ref))
+    tensors = all(isinstance(t, torch.Tensor) for t in ref[:2]) and len(ref) in (2, 3)
+    check(op, tensors, "ref must be a float tensor or tensors (hidden, weight[, bias]), got {}", kind_of(ref))
     for t in ref:
-        check_float(op, "ref", t) if t is not None else None
+        if t is not None:
+            check_float(op, "ref", t)
     states, of_ref, *bias = ref
-    check(op, states.shape[:-1] == hidden.shape[:-1], "ref must have rows {}, got {}", hidden.shape[:-1], states.shape)
+    check(
+        op,
+        states.shape[:-1] == hidden.shape[:-1],
+        "ref must have rows {}, got {}",
+        hidden.shape[:-1],
+        states.shape,
+    )
     wanted = (weight.shape[0], states.shape[-1])
     check(op, of_ref.shape == wanted, "ref must have a weight {}, got {}", list(wanted), of_ref.shape)
     if bias and bias[0] is not None:
-        check(op, bias[0].shape == wanted[:1], "ref must have a bias {}, got {}", list(wanted[:1]), bias[0].shape)
+        check(
+            op,
+            bias[0].shape == wanted[:1],
+            "ref must have a bias {}, got {}",
+            list(wanted[:1]),
+            bias[0].shape,
+        )
     for t in ref:
         if t is not None:
             check(op, t.device == hidden.device, "ref must be on {}, got {}", hidden.device, t.device)
@@ -141,7 +167,13 @@ def fake_gradients(arguments):
 
 def _setup_context(ctx, inputs, output):
     hidden, weight, _, bias, *_ = inputs
-    ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype, hidden.dtype, hidden.dtype)
+    ctx.dtypes = (
+        hidden.dtype,
+        weight.dtype,
+        weight.dtype if bias is None else bias.dtype,
+        hidden.dtype,
+        hidden.dtype,
+    )
     ctx.needs, ctx.inputs = inputs[-1], len(inputs)
     ctx.save_for_backward(*output[VISIBLE:])
     ctx.mark_non_differentiable(*output[1:VISIBLE])
