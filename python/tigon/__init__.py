@@ -18,8 +18,10 @@ from tigon.ops.gated_rms_norm import gated_rms_norm
 from tigon.ops.glu import geglu, reglu, swiglu, swiglu_oai
 from tigon.ops.group_norm import group_norm
 from tigon.ops.layer_norm import layer_norm
+from tigon.ops.loss_head.divergence_memory import linear_divergence_memory
 from tigon.ops.loss_head.labels import count_labels
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.loss_head.linear_divergence import linear_jsd, linear_kl_div, linear_tvd
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 from tigon.ops.loss_head.linear_loss import linear_loss
 from tigon.ops.loss_head.linear_policy import linear_policy
@@ -56,12 +58,16 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "linear_cross_entropy_memory",
+    "linear_divergence_memory",
+    "linear_jsd",
+    "linear_kl_div",
     "linear_kto",
     "linear_log_prob",
     "linear_loss",
     "linear_policy",
     "linear_preference",
     "linear_preference_memory",
+    "linear_tvd",
     "nn",
     "policy_loss",
     "preference_loss",

@@ -143,10 +143,22 @@ def _log_softmax(x):
     return torch.log_softmax(_wide(x), -1)
 
 
+def _plain_kl_div(student, teacher):
+    return F.kl_div(_log_softmax(student), _log_softmax(teacher), log_target=True, reduction="batchmean")
+
+
 def _plain_jsd(student, teacher):
     q, p = _log_softmax(student), _log_softmax(teacher)
     m = torch.log((q.exp() + p.exp()) / 2)
     return ((p.exp() * (p - m)).sum() + (q.exp() * (q - m)).sum()) / 2 / ROWS
+
+
+def _two_heads():
+    return 3 * _rows(), _rows(VOCABULARY, COLUMNS), 3 * _rows(ROWS, VOCABULARY)
+
+
+def _of_heads(plain):
+    return lambda hidden, weight, teacher: plain(F.linear(_wide(hidden), _wide(weight)), teacher)
 
 
 def _plain_tvd(student, teacher):
@@ -231,8 +243,7 @@ PROBES = (
     Probe("swiglu_oai", lambda: (_rows(),), _plain_swiglu_oai),
     Probe("rope", _rope, _plain_rope, fixed=(2, 3)),
     Probe("qk_norm_rope", _qk_norm_rope, _plain_qk_norm_rope, fixed=(4, 5)),
-    Probe("kl_div", _distributions, lambda s, t: F.kl_div(_log_softmax(s), _log_softmax(t), log_target=True,
-                                                          reduction="batchmean"), fixed=(1,)),
+    Probe("kl_div", _distributions, _plain_kl_div, fixed=(1,)),
     Probe("jsd", _distributions, _plain_jsd, fixed=(1,)),
     Probe("tvd", _distributions, _plain_tvd, fixed=(1,)),
     Probe("cross_entropy", lambda: (3 * _rows(ROWS, VOCABULARY), _labels()),
@@ -245,10 +256,13 @@ PROBES = (
     Probe("linear_preference", lambda: _answers_of_head(8), _plain_linear_preference),
     Probe("linear_kto", _kto_of_head, _plain_linear_kto),
     Probe("linear_policy", _policy_of_head, _plain_linear_policy, fixed=(3,)),
+    *(Probe(f"linear_{op}", _two_heads, _of_heads(plain), fixed=(2,))
+      for op, plain in (("kl_div", _plain_kl_div), ("jsd", _plain_jsd), ("tvd", _plain_tvd))),
 )  # fmt: skip
 HELPERS = {
     "count_labels",
     "linear_cross_entropy_memory",
+    "linear_divergence_memory",
     "linear_loss",
     "linear_preference_memory",
 }  # exported beside the ops

@@ -200,6 +200,24 @@ def _linear_policy(draw):
     return found | {"importance": draw.choice((None, "token", "answer")), "per_token": draw.random() < 0.5}
 
 
+def _two_heads(draw):
+    op = draw.choice(("linear_kl_div", "linear_jsd", "linear_tvd"))
+    options = {
+        "reduction": draw.choice(("batchmean", "sum", "mean", "none")),
+        "hard": draw.choice((0.0, 0.5)),
+    }
+    options |= {"temperature": draw.choice((1.0, 2.0)), "softcap": draw.choice((None, 5.0))}
+    options |= {"chunk_rows": draw.choice((None, 1, 7))}
+    if op == "linear_jsd":
+        options["beta"] = draw.choice((0.1, 0.5, 0.9))
+    lead = tuple(draw.choice((1, 2, 5, 13)) for _ in range(draw.choice((1, 2))))
+    vocab = draw.choice((16, 67, 130))
+    found = {"op": op, "options": options, "lead": lead, "V": vocab, "Vt": vocab + draw.choice((-3, 0, 0, 5))}
+    found |= {"H": draw.choice((8, 17, 32, 65)), "Ht": draw.choice((8, 33)), "bias": draw.random() < 0.3}
+    found |= {"masked": draw.choice((0.0, 0.3)), "teacher": draw.choice(("head", "logits"))}
+    return found | {"layout": draw.choice(("contiguous", "offset1", "rows", "columns"))}
+
+
 # Other ops have the parameters that _one_tensor draws.
 DRAWERS = {
     "rms_norm": _rms_norm,
@@ -219,6 +237,7 @@ DRAWERS = {
     "policy": _policy,
     "linear_preference": _linear_preference,
     "linear_policy": _linear_policy,
+    "linear_divergence": _two_heads,
 }
 
 

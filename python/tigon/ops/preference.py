@@ -197,7 +197,7 @@ def check_mask(op, name, mask, shape, device):
 # Plain PyTorch.
 
 
-def _log1mexp(x):
+def log1mexp(x):
     """log(1 - e^x) for x < 0, exact at either end; finite for 0 (a certain or an empty answer)."""
     x = x.clamp(max=-1.2e-38)
     far = torch.log1p(-x.clamp(max=-0.6931).exp())
@@ -235,7 +235,7 @@ def _of_pair(f: Formula, c, r):
     if kind == _APO_DOWN:
         return (beta * c).sigmoid() + (-beta * (c - r)).sigmoid()
     if kind == _ORPO:
-        return -beta * F.logsigmoid(c - r - (_log1mexp(c) - _log1mexp(r)))
+        return -beta * F.logsigmoid(c - r - (log1mexp(c) - log1mexp(r)))
     return _of_x(kind, beta * (c - r) - f.gamma, f.label_smoothing, f.tau)
 
 

@@ -146,6 +146,8 @@ struct LinearHeadChunk {
 TIGON_API LinearHeadChunk linear_head_chunk(const LinearHead& a, const LinearHeadRows& rows,
                                             const LinearHeadWorkspace& workspace, int64_t begin,
                                             int64_t count);
+// Rows [first, first + count) of a chunk, whose logits may then be made by themselves.
+TIGON_API LinearHeadChunk linear_head_slice(const LinearHeadChunk& chunk, int64_t first, int64_t count);
 TIGON_API void linear_head_logits(Context& ctx, const LinearHead& a, LinearHeadChunk& chunk);
 
 // The products of dlogits, which are only read. `first`: what is summed over chunks is written, not added to; nothing is

@@ -114,7 +114,7 @@ def check_head(
 
 
 def check_lora(op, lora, hidden, weight):
-    """``(A [r, H], B [V, r], scale)``, or none."""
+    """``(A, B, scale)`` that fit the head, or None."""
     if lora is None:
         return
     three = isinstance(lora, Sequence) and len(lora) == 3
@@ -124,24 +124,15 @@ def check_lora(op, lora, hidden, weight):
     check_float(op, "lora A", a)
     check_float(op, "lora B", b)
     check_numbers(op, **{"lora scale": scale})
-    fits = (
-        a.dim() == b.dim() == 2
-        and a.shape[1] == hidden.shape[-1]
-        and b.shape == (weight.shape[0], a.shape[0])
-    )
+    fits = a.dim() == b.dim() == 2 and a.shape[1] == hidden.shape[-1]
+    fits = fits and b.shape == (weight.shape[0], a.shape[0])
     given = f"{list(a.shape)}, {list(b.shape)}"
-    check(
-        op,
-        fits,
-        "lora must be (A [r, {}], B [{}, r], scale), got {}",
-        hidden.shape[-1],
-        weight.shape[0],
-        given,
-    )
+    wanted = (hidden.shape[-1], weight.shape[0])
+    check(op, fits, "lora must be (A [r, {}], B [{}, r], scale), got {}", *wanted, given)
 
 
-def split_lora(hidden, lora):
-    """A and B in hidden's dtype, and the scale."""
+def lora_operands(hidden, lora):
+    """A and B in hidden's dtype, and scale."""
     if lora is None:
         return None, None, 1.0
     a, b, scale = lora

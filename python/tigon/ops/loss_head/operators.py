@@ -85,6 +85,7 @@ def _dweight_dtype(operands, options, needs):
 
 
 def empty_gradients(operands, options, needs):
+    """The gradients of NEEDS, those that are not needed without elements."""
     hidden, weight, lora_a = operands.hidden, operands.weight, operands.lora_a
     rank = 0 if lora_a is None else lora_a.shape[0]
     vocab, size = weight.shape

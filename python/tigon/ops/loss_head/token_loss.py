@@ -20,8 +20,8 @@ from tigon.ops.loss_head.operands import (
     Options,
     check_head,
     check_lora,
+    lora_operands,
     prepare,
-    split_lora,
     whole_vectors,
 )
 from tigon.ops.loss_head.reference import plain_logits
@@ -64,7 +64,7 @@ def native_call(op, hidden, weight, labels, shift, head: Head) -> Native:
     """Operands and options of a native call on checked arguments."""
     answers = labels.shape[0]
     hidden, weight, lora = whole_vectors(hidden, weight, head.lora)
-    lora_a, lora_b, lora_scale = split_lora(hidden, lora)
+    lora_a, lora_b, lora_scale = lora_operands(hidden, lora)
     same = weight.dtype == hidden.dtype  # else weight's gradient is rounded once, from float32
     operands, valid, needs = prepare(
         op,
@@ -93,7 +93,7 @@ def native_call(op, hidden, weight, labels, shift, head: Head) -> Native:
 
 
 def log_probs(op, hidden, weight, labels, head: Head, entropy=False):
-    """Log-probabilities [answers, T] (and entropies) with a graph: of the logits in float64, else by chunks."""
+    """Log-probabilities [answers, T] (and entropies) with a graph: in float64 of the logits, else chunked."""
     options = {"bias": head.bias, "temperature": head.temperature, "softcap": head.softcap}
     options |= {"logit_scale": head.logit_scale, "ignore_index": head.ignore_index}
     if hidden.dtype != torch.float64:
