@@ -25,7 +25,9 @@ from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.linear_divergence import linear_jsd, linear_kl_div, linear_tvd
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 from tigon.ops.loss_head.linear_loss import linear_loss
-from tigon.ops.loss_head.memory import linear_cross_entropy_memory
+from tigon.ops.loss_head.linear_policy import linear_policy
+from tigon.ops.loss_head.linear_preference import linear_kto, linear_preference
+from tigon.ops.loss_head.memory import linear_cross_entropy_memory, linear_preference_memory
 from tigon.ops.policy import policy_loss
 from tigon.ops.preference import kto_loss, preference_loss
 from tigon.ops.qk_norm_rope import qk_norm_rope
@@ -61,8 +63,12 @@ __all__ = [
     "linear_divergence_memory",
     "linear_jsd",
     "linear_kl_div",
+    "linear_kto",
     "linear_log_prob",
     "linear_loss",
+    "linear_policy",
+    "linear_preference",
+    "linear_preference_memory",
     "linear_tvd",
     "nn",
     "policy_loss",
