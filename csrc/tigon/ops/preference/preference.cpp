@@ -68,7 +68,9 @@ void preference(Context& ctx, const Preference& a) {
   preference_check(a);
   int64_t rows = (a.formula.kind == PreferenceKind::kto ? 1 : 2) * a.pairs * a.tokens;
   require_dtype(kOp, "log_prob", a.log_prob.dtype, DType::f32);
-  if (!a.position) require_vector(kOp, "log_prob", a.log_prob, rows - a.base, DType::f32);
+  // Of single answers those of the call; a list of pairs is there whenever a call has not all of them.
+  int64_t in_order = a.formula.kind == PreferenceKind::kto ? a.count * a.tokens : rows - a.base;
+  if (!a.position) require_vector(kOp, "log_prob", a.log_prob, in_order, DType::f32);
   check_optional("position", a.position, rows, DType::i64);
   check_optional("ref_log_prob", a.ref_log_prob, a.log_prob.size);
   check_optional("dlog_prob", a.dlog_prob, a.log_prob.size);
