@@ -28,12 +28,12 @@ struct RowThreads {
 };
 
 // 16 columns in a thread's registers, three values each.
-using RegisterShape = BlockPerRow<4, 640>;
+constexpr RowConfig kRegisterConfig = {.vecs_per_thread = 4, .max_threads = 640};
 
 template <DivergenceKind K, class G, bool kCluster>
-__global__ __launch_bounds__(RegisterShape::max_threads) void register_kernel(
+__global__ __launch_bounds__(kRegisterConfig.max_threads) void register_kernel(
     const __grid_constant__ Params p) {
-  constexpr int kVecs = RegisterShape::vecs_per_thread;
+  constexpr int kVecs = kRegisterConfig.vecs_per_thread;
   __shared__ ReduceStorage<PairPeak<G>> peaks;
   __shared__ ReduceStorage<Totals> sums;
   if constexpr (kCluster) {
@@ -160,8 +160,8 @@ bool launch_registers(Context& ctx, const Params& p, int64_t vecs) {
   // A CTA of a cluster has some hundred threads, so that a reduction is not most of its work.
   constexpr int kMinThreads = 192;
   const ClusterShape shape =
-      kCluster ? max_occupancy_cluster<RegisterShape>(kOp, occupancy, kernel, vecs, kMinThreads, no_shared)
-               : fit_cluster<RegisterShape>(kOp, occupancy, kernel, vecs, 1, 1, no_shared);
+      kCluster ? max_occupancy_cluster<kRegisterConfig>(kOp, occupancy, kernel, vecs, kMinThreads, no_shared)
+               : fit_cluster<kRegisterConfig>(kOp, occupancy, kernel, vecs, 1, 1, no_shared);
   if (shape.blocks == 0) return false;
   launch(kOp, ctx, kernel,
          {.blocks = std::min(p.rows, shape.clusters) * shape.blocks,
