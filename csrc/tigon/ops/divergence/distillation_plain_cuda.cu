@@ -7,7 +7,7 @@
 #include <algorithm>
 
 #include "tigon/base/cuda/ptx.cuh"
-#include "tigon/base/cuda/row_shapes.cuh"
+#include "tigon/base/cuda/row_config.h"
 #include "tigon/ops/divergence/distillation_rows.cuh"
 
 namespace tigon::cuda {
@@ -54,11 +54,10 @@ __device__ __forceinline__ void prefetch_slice(const Cells& m, int64_t r, const 
     cp_async_bulk_prefetch_L2(static_cast<const char*>(m.data) + (r * m.stride + slice.begin) * size, bytes);
 }
 
-template <DivergenceKind K, RowConfig kConfig, bool kCluster>
-__global__ __launch_bounds__(kConfig.max_threads,
-                             kConfig.min_blocks_per_sm) void plain_kernel(const __grid_constant__ Params p,
-                                                                          int slice_columns) {
-  constexpr int kVecs = kConfig.vecs_per_thread, kThreads = kConfig.max_threads;
+template <DivergenceKind K, class Config, bool kCluster>
+__global__ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks_per_sm) void plain_kernel(
+    const __grid_constant__ Params p, int slice_columns) {
+  constexpr int kVecs = Config::value.vecs_per_thread, kThreads = Config::value.max_threads;
   __shared__ ReduceStorage<PairPeak<G>> peaks;
   __shared__ ReduceStorage<SumArray<3>> sums;
   if constexpr (kCluster) {
@@ -180,10 +179,10 @@ __global__ __launch_bounds__(kConfig.max_threads,
   }
 }
 
-template <DivergenceKind K, RowConfig kConfig, bool kCluster>
+template <DivergenceKind K, class Config, bool kCluster>
 bool launch_plain(Context& ctx, const Params& p) {
   static OccupancyCache occupancy;
-  auto* kernel = &plain_kernel<K, kConfig, kCluster>;
+  auto* kernel = &plain_kernel<K, Config, kCluster>;
   const int64_t vecs = ceil_div(p.cols, N);
   int64_t clusters = 0, columns = 0;
   int cluster = 0;
@@ -191,13 +190,15 @@ bool launch_plain(Context& ctx, const Params& p) {
   for (int blocks : {1, 2, 4, 8, 16}) {
     if (kCluster != (blocks > 1) || clusters > 0) continue;
     const int64_t slice = blocks == 1 ? vecs : ceil_div(ceil_div(vecs, blocks), kSliceVecs) * kSliceVecs;
-    if (slice > int64_t(kConfig.vecs_per_thread) * kConfig.max_threads) continue;
-    clusters = occupancy.max_active(kOp, kernel, blocks, kConfig.max_threads);
+    if (slice > int64_t(Config::value.vecs_per_thread) * Config::value.max_threads) continue;
+    clusters = occupancy.max_active(kOp, kernel, blocks, Config::value.max_threads);
     cluster = blocks, columns = slice * N;
   }
   if (clusters == 0) return false;
   launch(kOp, ctx, kernel,
-         {.blocks = std::min(p.rows, clusters) * cluster, .threads = kConfig.max_threads, .cluster = cluster},
+         {.blocks = std::min(p.rows, clusters) * cluster,
+          .threads = Config::value.max_threads,
+          .cluster = cluster},
          p, int(columns));
   return true;
 }
@@ -205,11 +206,11 @@ bool launch_plain(Context& ctx, const Params& p) {
 template <DivergenceKind K>
 bool launch_kind(Context& ctx, const Params& p) {
   // Two CTAs per SM, then one.
-  constexpr RowConfig kHalf = {.vecs_per_thread = 8, .max_threads = 256, .min_blocks_per_sm = 2};
-  constexpr RowConfig kMore = {.vecs_per_thread = 10, .max_threads = 256, .min_blocks_per_sm = 2};
-  constexpr RowConfig kWhole = {.vecs_per_thread = 8, .max_threads = 512};
-  return launch_plain<K, kHalf, false>(ctx, p) || launch_plain<K, kHalf, true>(ctx, p) ||
-         launch_plain<K, kMore, true>(ctx, p) || launch_plain<K, kWhole, true>(ctx, p);
+  using Half = ConfigType<RowConfig{.vecs_per_thread = 8, .max_threads = 256, .min_blocks_per_sm = 2}>;
+  using More = ConfigType<RowConfig{.vecs_per_thread = 10, .max_threads = 256, .min_blocks_per_sm = 2}>;
+  using Whole = ConfigType<RowConfig{.vecs_per_thread = 8, .max_threads = 512}>;
+  return launch_plain<K, Half, false>(ctx, p) || launch_plain<K, Half, true>(ctx, p) ||
+         launch_plain<K, More, true>(ctx, p) || launch_plain<K, Whole, true>(ctx, p);
 }
 
 }  // namespace
