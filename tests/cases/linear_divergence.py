@@ -107,7 +107,7 @@ CASES += [
     _case("jsd", "known", lead=(37,), masked=0.6, known=True, bias=True, options={"chunk_rows": 4}),
     _case("jsd", "known_none", lead=(37,), masked=0.6, known=True, options={"reduction": "none"}),
     _case("kl", "known_teacher_rows", lead=(37,), masked=0.6, known=True, layout="columns"),
-    _case("kl", "shift", small=True, lead=(3, 8), masked=0.3, options={"shift": True, "hard": 1.0}),
+    _case("kl", "shift", lead=(3, 8), masked=0.3, options={"shift": True, "hard": 1.0}),
     _case("kl", "temperature", options={"temperature": 2.0, "hard": 0.5}, masked=0.0),
     _case("kl", "hard_only", options={"soft": 0.0, "hard": 1.0}, masked=0.2),
     _case("kl", "lora", lora=4, masked=0.2, options={"chunk_rows": 4}),

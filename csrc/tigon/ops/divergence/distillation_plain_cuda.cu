@@ -55,9 +55,8 @@ __device__ __forceinline__ void prefetch_slice(const Cells& m, int64_t r, const 
 }
 
 template <DivergenceKind K, class Config, bool kCluster>
-__global__ __launch_bounds__(Config::value.max_threads,
-                             Config::value.min_blocks_per_sm) void plain_kernel(const __grid_constant__ Params p,
-                                                                  int slice_columns) {
+__global__ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks_per_sm) void plain_kernel(
+    const __grid_constant__ Params p, int slice_columns) {
   constexpr int kVecs = Config::value.vecs_per_thread, kThreads = Config::value.max_threads;
   __shared__ ReduceStorage<PairPeak<G>> peaks;
   __shared__ ReduceStorage<SumArray<3>> sums;
@@ -197,7 +196,9 @@ bool launch_plain(Context& ctx, const Params& p) {
   }
   if (clusters == 0) return false;
   launch(kOp, ctx, kernel,
-         {.blocks = std::min(p.rows, clusters) * cluster, .threads = Config::value.max_threads, .cluster = cluster},
+         {.blocks = std::min(p.rows, clusters) * cluster,
+          .threads = Config::value.max_threads,
+          .cluster = cluster},
          p, int(columns));
   return true;
 }
