@@ -177,7 +177,12 @@ PROBES = (
     Probe("linear_cross_entropy", _head, _plain_head),
     Probe("linear_log_prob", _head, _plain_log_prob),
 )  # fmt: skip
-HELPERS = {"count_labels", "linear_cross_entropy_memory", "linear_loss"}  # exported beside the ops
+HELPERS = {
+    "clip_grad_norm_",
+    "count_labels",
+    "linear_cross_entropy_memory",
+    "linear_loss",
+}  # exported beside the ops
 
 
 def ops() -> list[str]:
