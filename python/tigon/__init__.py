@@ -19,11 +19,17 @@ from tigon.ops.glu import geglu, reglu, swiglu, swiglu_oai
 from tigon.ops.grad_norm import clip_grad_norm_
 from tigon.ops.group_norm import group_norm
 from tigon.ops.layer_norm import layer_norm
+from tigon.ops.loss_head.divergence_memory import linear_divergence_memory
 from tigon.ops.loss_head.labels import count_labels
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.loss_head.linear_divergence import linear_jsd, linear_kl_div, linear_tvd
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 from tigon.ops.loss_head.linear_loss import linear_loss
-from tigon.ops.loss_head.memory import linear_cross_entropy_memory
+from tigon.ops.loss_head.linear_policy import linear_policy
+from tigon.ops.loss_head.linear_preference import linear_kto, linear_preference
+from tigon.ops.loss_head.memory import linear_cross_entropy_memory, linear_preference_memory
+from tigon.ops.policy import policy_loss
+from tigon.ops.preference import kto_loss, preference_loss
 from tigon.ops.qk_norm_rope import qk_norm_rope
 from tigon.ops.relu_squared import relu_squared
 from tigon.ops.rms_norm import rms_norm
@@ -50,13 +56,24 @@ __all__ = [
     "group_norm",
     "jsd",
     "kl_div",
+    "kto_loss",
     "layer_norm",
     "linear_cross_entropy",
     "linear_cross_entropy_memory",
+    "linear_divergence_memory",
+    "linear_jsd",
+    "linear_kl_div",
+    "linear_kto",
     "linear_log_prob",
     "linear_loss",
+    "linear_policy",
+    "linear_preference",
+    "linear_preference_memory",
+    "linear_tvd",
     "nn",
     "optim",
+    "policy_loss",
+    "preference_loss",
     "qk_norm_rope",
     "reglu",
     "relu_squared",

@@ -11,6 +11,7 @@ import os
 import sys
 from unittest import mock
 
+import megatron_cases  # noqa: F401  its cases
 import optimizer_cases  # noqa: F401  its cases are registered
 import torch
 import torch.distributed as dist

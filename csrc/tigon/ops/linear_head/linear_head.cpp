@@ -56,6 +56,7 @@ struct Product {
   Matrix a, b, c;
   bool trans_a = false, trans_b = false;
   float alpha = 1.0f, beta = 0.0f;
+  bool unrounded = false;  // into f32
 };
 void multiply(Context& ctx, const Product& p) {
   ctx.gemm({.m = p.c.rows,
@@ -72,7 +73,8 @@ void multiply(Context& ctx, const Product& p) {
             .ab_dtype = p.a.dtype,
             .c_dtype = p.c.dtype,
             .alpha = p.alpha,
-            .beta = p.beta});
+            .beta = p.beta,
+            .unrounded = p.unrounded});
 }
 
 // Rows of a chunk where there are several.
@@ -171,14 +173,17 @@ void linear_head_check_chunks(const LinearHead& a, int64_t chunks) {
               "dweight must be float32 where it is summed over chunks, got ", name_of(a.dweight.dtype));
 }
 
+int64_t linear_head_group_limit(const LinearHead& a, int64_t limit) {
+  constexpr int64_t kMostBytes = int64_t(1) << 30;
+  return std::max(limit, kMostBytes / (logit_stride(a.weight.rows) * int64_t(size_of(a.hidden.dtype))));
+}
+
 std::vector<LinearHeadSpan> linear_head_plan(const LinearHead& a, const std::vector<int64_t>& group_rows,
                                              int64_t limit) {
-  constexpr int64_t kMostBytes = int64_t(1) << 30;
-  int64_t row_bytes = logit_stride(a.weight.rows) * int64_t(size_of(a.hidden.dtype));
+  int64_t most = linear_head_group_limit(a, limit);
   for (size_t g = 0; g < group_rows.size(); ++g) {
     TIGON_CHECK(a.op, group_rows[g] >= 0, "groups must have >= 0 rows, got ", group_rows[g], " in group ", g);
-    TIGON_CHECK(a.op, group_rows[g] <= limit || group_rows[g] <= kMostBytes / row_bytes,
-                "groups must have at most ", std::max(limit, kMostBytes / row_bytes),
+    TIGON_CHECK(a.op, group_rows[g] <= most, "groups must have at most ", most,
                 " rows (logits of 1 GiB), got ", group_rows[g], " in group ", g);
     limit = std::max(limit, group_rows[g]);
   }
@@ -233,6 +238,15 @@ LinearHeadChunk linear_head_chunk(const LinearHead& a, const LinearHeadRows& row
           .column = w.column};
 }
 
+LinearHeadChunk linear_head_slice(const LinearHeadChunk& c, int64_t first, int64_t count) {
+  LinearHeadChunk part = c;
+  part.begin += first, part.count = count;
+  part.index = linear_head_part(c.index, first, count);
+  for (Matrix* m : {&part.logits, &part.hidden, &part.dhidden, &part.scaled, &part.lora_u, &part.lora_t})
+    *m = rows_from(*m, first, count);
+  return part;
+}
+
 namespace {
 
 // Rows of the call's hidden, times factor.
@@ -253,9 +267,14 @@ void linear_head_logits(Context& ctx, const LinearHead& a, LinearHeadChunk& c) {
   c.gathered = true;
   if (lora) {
     multiply(ctx, {.a = c.hidden, .b = a.lora_a, .c = c.lora_u, .trans_b = true, .alpha = a.lora_scale});
-    multiply(ctx, {.a = c.lora_u, .b = a.lora_b, .c = c.logits, .trans_b = true});
+    multiply(ctx, {.a = c.lora_u, .b = a.lora_b, .c = c.logits, .trans_b = true, .unrounded = true});
   }
-  multiply(ctx, {.a = c.hidden, .b = a.weight, .c = c.logits, .trans_b = true, .beta = lora ? 1.0f : 0.0f});
+  multiply(ctx, {.a = c.hidden,
+                 .b = a.weight,
+                 .c = c.logits,
+                 .trans_b = true,
+                 .beta = lora ? 1.0f : 0.0f,
+                 .unrounded = true});
 }
 
 // dweight = dlogits^T . diag(factor) . hidden, dhidden = diag(factor) . dlogits . weight: dlogits stay as they are.

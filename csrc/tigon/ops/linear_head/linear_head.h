@@ -103,6 +103,7 @@ struct LinearHeadSpan {
   int64_t begin = 0, count = 0;   // rows of the list
   int64_t group = 0, groups = 0;  // groups [group, group + groups)
 };
+TIGON_API int64_t linear_head_group_limit(const LinearHead& a, int64_t limit);  // most rows of a group
 TIGON_API std::vector<LinearHeadSpan> linear_head_plan(const LinearHead& a,
                                                        const std::vector<int64_t>& group_rows, int64_t limit);
 
@@ -145,6 +146,8 @@ struct LinearHeadChunk {
 TIGON_API LinearHeadChunk linear_head_chunk(const LinearHead& a, const LinearHeadRows& rows,
                                             const LinearHeadWorkspace& workspace, int64_t begin,
                                             int64_t count);
+// Rows [first, first + count) of a chunk, whose logits may then be made by themselves.
+TIGON_API LinearHeadChunk linear_head_slice(const LinearHeadChunk& chunk, int64_t first, int64_t count);
 TIGON_API void linear_head_logits(Context& ctx, const LinearHead& a, LinearHeadChunk& chunk);
 
 // The products of dlogits, which are only read. `first`: what is summed over chunks is written, not added to; nothing is

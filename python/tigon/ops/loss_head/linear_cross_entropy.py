@@ -13,7 +13,7 @@ import torch
 from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
-from tigon.ops.arguments import check_float, check_numbers, kind_of
+from tigon.ops.arguments import check_float, check_numbers
 from tigon.ops.loss_head.autograd import run
 from tigon.ops.loss_head.memory import check_cap, chunk_that_fits
 from tigon.ops.loss_head.operands import (
@@ -23,7 +23,9 @@ from tigon.ops.loss_head.operands import (
     Options,
     autocast,
     check_head,
+    check_lora,
     check_plain,
+    lora_operands,
     main_grad_of,
     plain_weight,
     prepare,
@@ -59,28 +61,7 @@ def _check(
         check(
             _OP, fits, "outputs must be 'loss' and then some of {} (or None), got {!r}", OUTPUTS[1:], outputs
         )
-    if lora is not None:
-        three = isinstance(lora, Sequence) and len(lora) == 3
-        given = len(lora) if isinstance(lora, Sequence) else kind_of(lora)
-        check(_OP, three, "lora must be (A, B, scale), got {}", given)
-        a, b, scale = lora
-        check_float(_OP, "lora A", a)
-        check_float(_OP, "lora B", b)
-        check_numbers(_OP, **{"lora scale": scale})
-        fits = (
-            a.dim() == b.dim() == 2
-            and a.shape[1] == hidden.shape[-1]
-            and b.shape == (weight.shape[0], a.shape[0])
-        )
-        given = f"{list(a.shape)}, {list(b.shape)}"
-        check(
-            _OP,
-            fits,
-            "lora must be (A [r, {}], B [{}, r], scale), got {}",
-            hidden.shape[-1],
-            weight.shape[0],
-            given,
-        )
+    check_lora(_OP, lora, hidden, weight)
 
 
 def linear_cross_entropy(
@@ -195,7 +176,7 @@ def linear_cross_entropy(
     main_grad = main_grad_of(_OP, weight) if torch.is_grad_enabled() and weight.requires_grad else None
     if main_grad is None:  # main_grad has weight's own columns
         hidden, weight, lora = whole_vectors(hidden, weight, lora)
-    lora_a, lora_b, lora_scale = _lora(hidden, lora)
+    lora_a, lora_b, lora_scale = lora_operands(hidden, lora)
     if class_weight is not None:
         class_weight = class_weight.detach().float()
     if token_weight is not None:
@@ -232,13 +213,6 @@ def linear_cross_entropy(
     if outputs is None:
         return loss
     return _named(loss, numbers, predicted, operands.target, target.shape, ignore_index, outputs)
-
-
-def _lora(hidden, lora):
-    if lora is None:
-        return None, None, 1.0
-    a, b, scale = lora
-    return a.to(hidden.dtype), b.to(hidden.dtype), float(scale)
 
 
 def _bits(outputs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from tigon.ops.arguments import (
     check_numbers,
     check_positive,
     check_range,
+    kind_of,
 )
 from tigon.ops.loss_head.labels import check_count, known_rows
 
@@ -109,6 +111,32 @@ def check_head(
     if chunk_rows is not None:
         check_integers(op, chunk_rows=chunk_rows)
         check(op, chunk_rows >= 1, "chunk_rows must be >= 1 (or None), got {}", chunk_rows)
+
+
+def check_lora(op, lora, hidden, weight):
+    """``(A, B, scale)`` that fit the head, or None."""
+    if lora is None:
+        return
+    three = isinstance(lora, Sequence) and len(lora) == 3
+    given = len(lora) if isinstance(lora, Sequence) else kind_of(lora)
+    check(op, three, "lora must be (A, B, scale), got {}", given)
+    a, b, scale = lora
+    check_float(op, "lora A", a)
+    check_float(op, "lora B", b)
+    check_numbers(op, **{"lora scale": scale})
+    fits = a.dim() == b.dim() == 2 and a.shape[1] == hidden.shape[-1]
+    fits = fits and b.shape == (weight.shape[0], a.shape[0])
+    given = f"{list(a.shape)}, {list(b.shape)}"
+    wanted = (hidden.shape[-1], weight.shape[0])
+    check(op, fits, "lora must be (A [r, {}], B [{}, r], scale), got {}", *wanted, given)
+
+
+def lora_operands(hidden, lora):
+    """A and B in hidden's dtype, and scale."""
+    if lora is None:
+        return None, None, 1.0
+    a, b, scale = lora
+    return a.to(hidden.dtype), b.to(hidden.dtype), float(scale)
 
 
 def autocast(hidden):

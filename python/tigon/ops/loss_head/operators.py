@@ -84,7 +84,8 @@ def _dweight_dtype(operands, options, needs):
     return hidden.dtype if fits else torch.float32
 
 
-def _empty_gradients(operands, options, needs):
+def empty_gradients(operands, options, needs):
+    """The gradients of NEEDS, those that are not needed without elements."""
     hidden, weight, lora_a = operands.hidden, operands.weight, operands.lora_a
     rank = 0 if lora_a is None else lora_a.shape[0]
     vocab, size = weight.shape
@@ -103,7 +104,7 @@ def fake(*arguments):
     return (
         hidden.new_empty(() if call.scalar else (rows,), dtype=torch.float32),
         hidden.new_empty(() if call.scalar else (0,), dtype=torch.float32),
-        *_empty_gradients(call.operands, call.options, call.needs if call.scalar else 0),
+        *empty_gradients(call.operands, call.options, call.needs if call.scalar else 0),
         hidden.new_empty((wanted, rows) if wanted else (0,), dtype=torch.float32),
         hidden.new_empty((rows,) if call.outputs & PREDICTED else (0,), dtype=torch.int64),
     )
@@ -117,17 +118,17 @@ def _fake_finish(dloss, scale, dhidden, dweight, dbias, dlora_a, dlora_b, weight
 
 def _fake_rows(*arguments):
     a = _RowsArguments(*arguments)
-    return _empty_gradients(_pick(Operands, a), _pick(Options, a), a.needs)
+    return empty_gradients(_pick(Operands, a), _pick(Options, a), a.needs)
 
 
 def _fake_add(*arguments):
     a = _AddArguments(*arguments)
-    return _empty_gradients(_pick(Operands, a), _pick(Options, a), a.needs & ~WEIGHT)
+    return empty_gradients(_pick(Operands, a), _pick(Options, a), a.needs & ~WEIGHT)
 
 
 def _fake_kept(upstream, kept, hidden, weight, target, token_weight, ignore_index, valid_rows, needs):
     options = Options(chunk_rows=target.shape[0], valid_rows=valid_rows)
-    return _empty_gradients(Operands(hidden, weight, target), options, needs)[:3]
+    return empty_gradients(Operands(hidden, weight, target), options, needs)[:3]
 
 
 # The schemas stand in csrc/tigon/ops/linear_cross_entropy/linear_cross_entropy_torch.cpp.
