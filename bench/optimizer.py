@@ -6,8 +6,8 @@
 On a GPU: LLaMA 3 8B's parameters, as many of its layers as fit the memory with the widest state, and 2,000
 tensors of 4 to 100,000 elements; on the CPU 25 million parameters. Every configuration is timed in turn with
 PyTorch's fused and foreach AdamW where they have it, and with a copy of the bytes that it must move (14 an
-element in bfloat16 with bfloat16 moments). Prints a table and writes JSON lines: milliseconds, the share of the
-copy's rate, microseconds of the host, and the largest difference from PyTorch's fused result.
+element in bfloat16 with bfloat16 moments). Prints a table and writes JSON lines: milliseconds, the share of
+the copy's rate, microseconds of the host, and the largest difference from PyTorch's fused result.
 """
 
 from __future__ import annotations
@@ -109,7 +109,9 @@ def native_us(optimizer, device: torch.device) -> float:
     groups = [(group, group["params"]) for group in optimizer.param_groups]
     lists, _ = optimizer._collect(groups, None)
     with torch.no_grad():
-        return sum(host_us(lambda t=t: adamw_(t, rounding=optimizer.rounding), device) for t in lists.values())
+        return sum(
+            host_us(lambda t=t: adamw_(t, rounding=optimizer.rounding), device) for t in lists.values()
+        )
 
 
 def copy_ms(bytes_moved: int, device: torch.device) -> float:

@@ -260,6 +260,7 @@ PROBES = (
       for op, plain in (("kl_div", _plain_kl_div), ("jsd", _plain_jsd), ("tvd", _plain_tvd))),
 )  # fmt: skip
 HELPERS = {
+    "clip_grad_norm_",
     "count_labels",
     "linear_cross_entropy_memory",
     "linear_divergence_memory",

@@ -44,7 +44,9 @@ LISTS = [
 ]
 
 
-def llama(hidden: int, intermediate: int, kv: int, layers: int, vocabulary: int) -> tuple[tuple[int, ...], ...]:
+def llama(
+    hidden: int, intermediate: int, kv: int, layers: int, vocabulary: int
+) -> tuple[tuple[int, ...], ...]:
     """Shapes of a Llama's parameters, its head apart from its embedding."""
     layer = (
         (hidden, hidden), (kv, hidden), (kv, hidden), (hidden, hidden), (intermediate, hidden),

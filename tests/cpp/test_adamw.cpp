@@ -87,10 +87,12 @@ TEST_CASE("float32 against the paper's algorithm in double, over steps") {
           run(*ctx, {s.tensor()}, group);
         }
         CHECK(s.step(0) == 50.0);
-        check_close("param", s.param, [&](int64_t, int64_t c) { return exact[size_t(c)].p; },
-                    [&](int64_t, int64_t c) { return 50 * 0x1p-24 * std::max(1.0, std::abs(exact[size_t(c)].p)); });
-        check_close("exp_avg_sq", s.sq, [&](int64_t, int64_t c) { return exact[size_t(c)].v; },
-                    [&](int64_t, int64_t c) { return 20 * 0x1p-24 * exact[size_t(c)].v; });
+        check_close(
+            "param", s.param, [&](int64_t, int64_t c) { return exact[size_t(c)].p; },
+            [&](int64_t, int64_t c) { return 50 * 0x1p-24 * std::max(1.0, std::abs(exact[size_t(c)].p)); });
+        check_close(
+            "exp_avg_sq", s.sq, [&](int64_t, int64_t c) { return exact[size_t(c)].v; },
+            [&](int64_t, int64_t c) { return 20 * 0x1p-24 * exact[size_t(c)].v; });
       }
 }
 
@@ -111,13 +113,18 @@ TEST_CASE("every combination of dtypes: one rounding of the formula in double") 
             e.step(before.grad(c), group, false);
             return e;
           };
-          auto bound = [](DType t, double x) { return (1.01 * unit(t) + 8 * 0x1p-24) * std::abs(x) + tiny(t); };
-          check_close("param", s.param, [&](int64_t, int64_t c) { return at(c).p; },
-                      [&](int64_t, int64_t c) { return bound(p, at(c).p); });
-          check_close("exp_avg", s.avg, [&](int64_t, int64_t c) { return at(c).m; },
-                      [&](int64_t, int64_t c) { return bound(m, at(c).m); });
-          check_close("exp_avg_sq", s.sq, [&](int64_t, int64_t c) { return at(c).v; },
-                      [&](int64_t, int64_t c) { return bound(v, at(c).v); });
+          auto bound = [](DType t, double x) {
+            return (1.01 * unit(t) + 8 * 0x1p-24) * std::abs(x) + tiny(t);
+          };
+          check_close(
+              "param", s.param, [&](int64_t, int64_t c) { return at(c).p; },
+              [&](int64_t, int64_t c) { return bound(p, at(c).p); });
+          check_close(
+              "exp_avg", s.avg, [&](int64_t, int64_t c) { return at(c).m; },
+              [&](int64_t, int64_t c) { return bound(m, at(c).m); });
+          check_close(
+              "exp_avg_sq", s.sq, [&](int64_t, int64_t c) { return at(c).v; },
+              [&](int64_t, int64_t c) { return bound(v, at(c).v); });
         }
 }
 
@@ -187,8 +194,8 @@ TEST_CASE("stochastic rounding: one of two neighbours, with the right share of t
 
 // Bits do not depend on instruction set, threads, order or split of the list.
 TEST_CASE("the same bits everywhere") {
-  for (AdamwRounding r : {AdamwRounding::nearest, AdamwRounding::stochastic, AdamwRounding::split,
-                          AdamwRounding::master})
+  for (AdamwRounding r :
+       {AdamwRounding::nearest, AdamwRounding::stochastic, AdamwRounding::split, AdamwRounding::master})
     for (DType p : kFloats) {
       if (r == AdamwRounding::split && p == DType::f16) continue;
       INFO(name_of(r) << " " << text(p));
@@ -334,7 +341,8 @@ TEST_CASE("refusals, before anything is written") {
   refused([](auto&, auto& g, auto&) { g.lr = -1.0; }, "lr must be >= 0, got -1");
   refused([](auto&, auto& g, auto&) { g.eps = NAN; }, "eps must be >= 0, got nan");
   refused([](auto& t, auto&, auto&) { t.step = {}, t.steps = -1; }, "steps must be in");
-  refused([](auto&, auto&, auto& c) { c.clip = {.data = &c, .dtype = DType::f64, .size = 1}; }, "clip must be");
+  refused([](auto&, auto&, auto& c) { c.clip = {.data = &c, .dtype = DType::f64, .size = 1}; },
+          "clip must be");
 }
 
 }  // namespace

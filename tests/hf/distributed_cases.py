@@ -12,6 +12,7 @@ import sys
 from unittest import mock
 
 import megatron_cases  # noqa: F401  its cases
+import optimizer_cases  # noqa: F401  its cases are registered
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

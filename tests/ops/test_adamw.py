@@ -73,7 +73,9 @@ def test_against_the_reference(parameters, dtype, amsgrad, device):
         for i, p in enumerate(made.params):
             most = made.max_exp_avg_sqs[i] if amsgrad else None
             with torch.no_grad():
-                reference_(p, made.grads[i], made.exp_avgs[i], made.exp_avg_sqs[i], most, made.steps[i], GROUP)
+                reference_(
+                    p, made.grads[i], made.exp_avgs[i], made.exp_avg_sqs[i], most, made.steps[i], GROUP
+                )
     for a, b, c in zip(results(ours), results(eager), results(exact), strict=True):
         check_close(parameters.name, a.detach(), b.detach(), c)
 
@@ -104,7 +106,8 @@ for rounding in ROUNDINGS:
     for dtype in (torch.float32, *HALF):
         if (rounding, dtype) != ("split", torch.float16):
             for parameters in LISTS[:4]:
-                emit(*step(make_list(parameters.make(dtype), rounding, amsgrad=True), rounding=rounding, seed=3))
+                made = make_list(parameters.make(dtype), rounding, amsgrad=True)
+                emit(*step(made, rounding=rounding, seed=3))
 """
 
 
@@ -179,7 +182,7 @@ def test_another_seed_or_step_gives_other_bits(device):
     (lambda m: m.params.__setitem__(1, m.params[1].detach()[::2]), "param 1 must fill its memory"),
     (lambda m: m.params.__setitem__(1, m.params[1].detach()[:8]), "grad 1 must have the sizes of its param"),
     (lambda m: m.exp_avgs.__setitem__(0, m.exp_avgs[0].view(-1)), "exp_avg 0 must have the sizes of its"),
-    (lambda m: m.exp_avgs.__setitem__(0, m.exp_avgs[0].t().contiguous().t()), "exp_avg 0 must have the strides"),
+    (lambda m: m.exp_avgs.__setitem__(0, m.exp_avgs[0].t().contiguous().t()), "0 must have the strides"),
     (lambda m: m.grads.pop(), "lists must have 3 tensors each, got one of 2"),
     (lambda m: m.grads.__setitem__(2, m.grads[2].double()), "grad must be bfloat16 or float32, got float64"),
     (lambda m: m.steps.__setitem__(2, m.steps[2].double()), "step 2 must be float32, got float64"),
@@ -219,7 +222,9 @@ def test_gradients_in_another_layout(device):
 
 def gradients(dtype, device, layout="contiguous") -> list[torch.nn.Parameter]:
     """Parameters with gradients."""
-    params = next(x for x in LISTS if x.name == ("misaligned" if layout == "offset1" else "odd")).make(dtype, device)
+    params = next(x for x in LISTS if x.name == ("misaligned" if layout == "offset1" else "odd")).make(
+        dtype, device
+    )
     for i, p in enumerate(params):
         g = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).to(device, dtype)
         p.grad = torch.empty(p.numel() + 1, dtype=dtype, device=device)[1:].view(p.shape).copy_(g)

@@ -1,4 +1,4 @@
-"""tigon.optim.AdamW beside torch.optim.AdamW: trajectories, state, scalers, graphs, the step in the backward."""
+"""tigon.optim.AdamW beside PyTorch's: trajectories, state, scalers, graphs, the step in the backward."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ def doubles(params) -> list[nn.Parameter]:
 
 def distance(params, exact) -> tuple[float, float]:
     """Largest and root-mean-square error over all parameters."""
-    errors = torch.cat([(p.detach().double() - q.detach()).view(-1) for p, q in zip(params, exact, strict=True)])
+    errors = torch.cat(
+        [(p.detach().double() - q.detach()).view(-1) for p, q in zip(params, exact, strict=True)]
+    )
     return errors.abs().max().item(), errors.square().mean().sqrt().item()
 
 
@@ -53,8 +55,9 @@ def test_200_steps_against_float64(dtype, flags, device):
     exact = doubles(ours)
     flags = {"lr": 1e-2} | flags
     fused = {"fused": True} if isinstance(flags["lr"], float) else {}
+    wide = flags | {"lr": float(flags["lr"])}
     optimizers = [AdamW(ours, **flags), torch.optim.AdamW(theirs, **flags, **fused),
-                  torch.optim.AdamW(exact, **(flags | {"lr": float(flags["lr"])}), foreach=False)]  # fmt: skip
+                  torch.optim.AdamW(exact, **wide, foreach=False)]  # fmt: skip
     for i in range(200):
         draw_gradients((ours, theirs, exact), i, 10.0 if i % 20 == 0 else 0.3)
         for optimizer in optimizers:
@@ -99,8 +102,8 @@ def test_layouts(parameters, device):
 
 
 def test_split_and_master_follow_float32(device):
-    """split is bit for bit the run with masters, whose masters are those of a float32 run on its gradients."""
-    split, master, wide = LISTS[0].make(torch.bfloat16, device), LISTS[0].make(torch.bfloat16, device), None
+    """split is bit for bit the run with masters, and these are a float32 run on the same gradients."""
+    split, master = (LISTS[0].make(torch.bfloat16, device) for _ in range(2))
     wide = [nn.Parameter(p.detach().float()) for p in split]
     optimizers = [AdamW(split, rounding="split", moment_dtype=torch.float32),
                   AdamW(master, rounding="master", moment_dtype=torch.float32), AdamW(wide)]  # fmt: skip
@@ -111,7 +114,11 @@ def test_split_and_master_follow_float32(device):
     for p, q, r in zip(split, master, wide, strict=True):
         assert same_bits(p, q)
         assert same_bits(optimizers[1].state[q]["master_param"], r.detach())
-        assert (p.detach().float() - r.detach()).abs().max().item() <= 2**-8 * r.abs().max().item() if r.numel() else 1
+        assert (
+            (p.detach().float() - r.detach()).abs().max().item() <= 2**-8 * r.abs().max().item()
+            if r.numel()
+            else 1
+        )
         low = optimizers[0].state[p]["param_low"]
         joined = (p.detach().view(torch.int16).int() << 16) + low.int()
         assert same_bits(joined.view(torch.float32), r.detach())
@@ -201,7 +208,9 @@ def test_groups_schedulers_and_tensor_lr(device):
 
 def test_steps_of_their_own(device):
     """A parameter without a gradient is skipped, and counts its own steps; float64 takes the reference."""
-    ours, theirs = ([*LISTS[0].make(torch.float32, device), *LISTS[1].make(torch.float64, device)] for _ in "12")
+    ours, theirs = (
+        [*LISTS[0].make(torch.float32, device), *LISTS[1].make(torch.float64, device)] for _ in "12"
+    )
     a, b = AdamW(ours), torch.optim.AdamW(theirs, foreach=False)
     for i in range(6):
         draw_gradients((ours, theirs), i)
@@ -331,8 +340,10 @@ class Tied(nn.Module):
     def forward(self, ids, checkpoint=False):
         x = self.embedding(ids)
         for layer in self.layers:
-            x = torch.utils.checkpoint.checkpoint(self.block, layer, x, use_reentrant=False) if checkpoint else (
-                self.block(layer, x))  # fmt: skip
+            if checkpoint:
+                x = torch.utils.checkpoint.checkpoint(self.block, layer, x, use_reentrant=False)
+            else:
+                x = self.block(layer, x)
         return x @ self.embedding.weight.t()
 
     @staticmethod
@@ -341,7 +352,9 @@ class Tied(nn.Module):
         return torch.tanh(layer(x)) + x
 
 
-@pytest.mark.parametrize("options", [{}, {"rounding": "stochastic", "seed": 1}, {"rounding": "split"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"rounding": "stochastic", "seed": 1}, {"rounding": "split"}], ids=str
+)
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_step_in_backward(options, checkpoint, device):
     """Bit for bit the plain step, gradients freed, with accumulation, and undone."""
@@ -396,9 +409,11 @@ def test_step_in_backward_refuses(device):
 
 
 @pytest.mark.parametrize("options, words", [
-    ({"lr": -1.0}, "lr must be >= 0"), ({"betas": (1.0, 0.9)}, "betas must be in"), ({"eps": -1.0}, "eps must be"),
+    ({"lr": -1.0}, "lr must be >= 0"), ({"betas": (1.0, 0.9)}, "betas must be in"),
+    ({"eps": -1.0}, "eps must be"),
     ({"weight_decay": -0.1}, "weight_decay must be"), ({"rounding": "up"}, "rounding must be one of"),
-    ({"moment_dtype": torch.float16}, "moment_dtype must be"), ({"max_grad_norm": 0.0}, "max_grad_norm must be"),
+    ({"moment_dtype": torch.float16}, "moment_dtype must be"),
+    ({"max_grad_norm": 0.0}, "max_grad_norm must be"),
     ({"differentiable": True}, "differentiable must be False"), ({"seed": -1}, "seed must be"),
     ({"lr": torch.ones(2)}, "lr must be a number or a tensor of one element"),
 ], ids=str)  # fmt: skip
@@ -562,8 +577,9 @@ def test_indices_are_wide():
         made = TensorList(params=[x.clone() for x in p], grads=[torch.ones_like(x) for x in p], first=first)
         made.exp_avgs, made.exp_avg_sqs = ([torch.zeros_like(x) for x in p] for _ in "12")
         made.steps = [torch.tensor(0.0) for _ in p]
-        made.add_group({"lr": 2**-9, "betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0, "amsgrad": False,
-                        "decoupled_weight_decay": True, "maximize": False}, 3, torch.device("cpu"))  # fmt: skip
+        flags = dict.fromkeys(("amsgrad", "decoupled_weight_decay", "maximize"), False)
+        zeros = {"betas": (0.0, 0.0), "eps": 0.0, "weight_decay": 0.0}
+        made.add_group({"lr": 2**-9} | flags | zeros, 3, torch.device("cpu"))
         adamw_(made, rounding="stochastic")
         return torch.stack(made.params)
 

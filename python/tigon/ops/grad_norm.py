@@ -46,7 +46,9 @@ def _process_groups(t: torch.Tensor) -> tuple:
         if placement.is_shard():
             groups.append(mesh.get_group(i))
         elif not placement.is_replicate():
-            refuse("grad_norm", "gradients must be sharded or replicated, got a DTensor that is {}", placement)
+            refuse(
+                "grad_norm", "gradients must be sharded or replicated, got a DTensor that is {}", placement
+            )
     return tuple(groups)
 
 
@@ -108,7 +110,8 @@ def clip_grad_norm_(
         dtype: in bfloat16 three digits. Deterministic, read from each gradient once, right to 1e-6 of it.
 
     Raises:
-        tigon.Error: gradients that are sparse or complex; with `error_if_nonfinite` a norm that is not finite.
+        tigon.Error: gradients that are sparse or complex; with `error_if_nonfinite` a norm that is not
+            finite.
 
     Source: Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", arXiv:1211.5063,
     algorithm 1.

@@ -38,7 +38,8 @@ class AdamW(torch.optim.Optimizer):
             down at random, right in the mean, no memory. ``split``: bfloat16 alone; 16 more bits in
             ``state["param_low"]`` make it an exact float32. ``master``: a float32 copy,
             ``state["master_param"]``. The last two follow the same trajectory.
-        moment_dtype: of exp_avg and exp_avg_sq, one or a pair; float32, bfloat16, or ``None``: the parameter's.
+        moment_dtype: of exp_avg and exp_avg_sq, one or a pair; float32, bfloat16, or ``None``: the
+            parameter's.
         max_grad_norm: clip the norm of all gradients to it, in the same reads. The norm before is
             ``optimizer.grad_norm``, a float32 scalar on the device.
         seed: of ``stochastic``; the bits follow from it, the step and the place of an element among all
@@ -80,7 +81,9 @@ class AdamW(torch.optim.Optimizer):
         pair = moment_dtype if isinstance(moment_dtype, tuple) else (moment_dtype, moment_dtype)
         check(_OP, rounding in ROUNDINGS, "rounding must be one of {}, got {!r}", ROUNDINGS, rounding)
         known = len(pair) == 2 and all(t in (None, torch.float32, torch.bfloat16) for t in pair)
-        check(_OP, known, "moment_dtype must be float32, bfloat16, None or a pair of them, got {}", moment_dtype)
+        check(
+            _OP, known, "moment_dtype must be float32, bfloat16, None or a pair of them, got {}", moment_dtype
+        )
         positive = max_grad_norm is None or max_grad_norm > 0
         check(_OP, positive, "max_grad_norm must be > 0 or None, got {}", max_grad_norm)
         check(_OP, 0 <= seed < 2**63, "seed must be in [0, 2^63), got {}", seed)
@@ -196,7 +199,7 @@ class AdamW(torch.optim.Optimizer):
                 if grad is None:
                     continue
                 state = self._state_of(group, p, grad, found_inf)
-                if not has_kernel(_OP, p):
+                if (p.dtype not in _FLOATS or not (p.is_cuda or p.is_cpu)) and not has_kernel(_OP, p):
                     others.append((group, p, state))
                     continue
                 device = p.device
@@ -212,7 +215,7 @@ class AdamW(torch.optim.Optimizer):
     def _append(self, tensors: TensorList, group: dict, p, grad, state: dict) -> None:
         first = self._place_of(p) if self.rounding == "stochastic" else 0
         key = _EXTRAS.get(self.rounding, ("",))[0] if p.dtype in _HALF else ""
-        if is_dtensor(p):
+        if type(p) is not torch.nn.Parameter and is_dtensor(p):
             check(_OP, is_dtensor(grad) and grad.placements == p.placements, "the gradient of a DTensor must "
                   "be one with the same placements, got {}", getattr(grad, "placements", type(grad).__name__)
                   )  # fmt: skip
@@ -264,7 +267,9 @@ class AdamW(torch.optim.Optimizer):
     def _state_of(self, group: dict, p, grad, found_inf) -> dict:
         """The state of a parameter, made or completed where it is not there."""
         if grad.layout != torch.strided:
-            refuse(_OP, "gradients must be dense, got {} (torch.optim.SparseAdam takes sparse ones)", grad.layout)
+            refuse(
+                _OP, "gradients must be dense, got {} (torch.optim.SparseAdam takes sparse ones)", grad.layout
+            )
         state = self.state[p]
         if "exp_avg_sq" not in state:
             for name, dtype in zip(("exp_avg", "exp_avg_sq"), self._moment_dtypes(p), strict=True):
@@ -304,10 +309,12 @@ class AdamW(torch.optim.Optimizer):
         dtypes["max_exp_avg_sq"] = dtypes["exp_avg_sq"]
         state = {}
         for name, value in saved.items():
-            kept = {extra: dtype for extra, dtype in _EXTRAS.values()}.get(name)
+            kept = dict(_EXTRAS.values()).get(name)
             if name == "step":
                 where = p.device if group["capturable"] else "cpu"
-                step = value.detach().clone() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+                step = (
+                    value.detach().clone() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+                )
                 state[name] = step.to(where, torch.float32)
             elif kept is None:
                 is_tensor = isinstance(value, torch.Tensor)

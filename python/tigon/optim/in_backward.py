@@ -88,5 +88,5 @@ def step_in_backward(optimizer: AdamW) -> StepInBackward:
 
 
 def _refuse_what_needs_all(optimizer: AdamW) -> None:
-    check(_OP, optimizer.max_grad_norm is None, "max_grad_norm must be None, got {}: the norm of all gradients "
-          "is known only when the first of them are gone", optimizer.max_grad_norm)  # fmt: skip
+    check(_OP, optimizer.max_grad_norm is None, "max_grad_norm must be None, got {}: the norm of all "
+          "gradients is known only when the first of them are gone", optimizer.max_grad_norm)  # fmt: skip

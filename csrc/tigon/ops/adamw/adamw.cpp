@@ -49,8 +49,7 @@ void require_tensor(const AdamwTensor& t, const Adamw& a) {
               " or float32, got ", name_of(t.grad.dtype));
   require_moment("exp_avg", t.exp_avg, p);
   require_moment("exp_avg_sq", t.exp_avg_sq, p);
-  if (t.max_exp_avg_sq)
-    require_vector(kOp, "max_exp_avg_sq", t.max_exp_avg_sq, p.size, t.exp_avg_sq.dtype);
+  if (t.max_exp_avg_sq) require_vector(kOp, "max_exp_avg_sq", t.max_exp_avg_sq, p.size, t.exp_avg_sq.dtype);
   bool split = a.rounding == AdamwRounding::split, master = a.rounding == AdamwRounding::master;
   TIGON_CHECK(kOp, !split || p.dtype != DType::f16,
               "rounding must not be split where a param is float16, whose range is less than float32's: "
@@ -65,8 +64,8 @@ void require_tensor(const AdamwTensor& t, const Adamw& a) {
 }  // namespace
 
 void adamw(Context& ctx, const Adamw& a) {
-  TIGON_CHECK(kOp, int(a.rounding) >= 0 && int(a.rounding) < kAdamwRoundings,
-              "rounding must be one of 0 to ", kAdamwRoundings - 1, ", got ", int(a.rounding));
+  TIGON_CHECK(kOp, int(a.rounding) >= 0 && int(a.rounding) < kAdamwRoundings, "rounding must be one of 0 to ",
+              kAdamwRoundings - 1, ", got ", int(a.rounding));
   TIGON_CHECK(kOp, int64_t(a.tensors.size()) < kMostTensors, "tensors must be fewer than 2^30, got ",
               a.tensors.size());
   for (const AdamwGroup& g : a.groups) require_group(g);

@@ -40,8 +40,8 @@ void adamw(Context& ctx, const Adamw& a) {
     if (i > 0 && before.group == t.group && constants[i - 1].step == uint32_t(done + 1))
       constants[i] = constants[i - 1];
     else
-      constants[i] = constants_of(group, group.lr_on_device != nullptr ? double(*group.lr_on_device) : group.lr,
-                                  uint32_t(done + 1));
+      constants[i] = constants_of(
+          group, group.lr_on_device != nullptr ? double(*group.lr_on_device) : group.lr, uint32_t(done + 1));
     ends[i] = chunks += (t.param.size + kChunk - 1) / kChunk;
   }
   const float *clip = a.clip.as<float>(), *grad_scale = a.grad_scale.as<float>();

@@ -22,11 +22,11 @@ constexpr int kThreads = 256, kMinBlocks = 4;
 
 // How a tensor is read. The first three are compiled for the dtypes that models have.
 enum class Path : uint8_t {
-  bf16,        // all streams bf16
-  bf16_wide,   // param and grad bf16, moments f32
-  f32,         // all streams f32
-  aligned,     // any dtypes, in vectors of four elements
-  unaligned,   // element by element
+  bf16,       // all streams bf16
+  bf16_wide,  // param and grad bf16, moments f32
+  f32,        // all streams f32
+  aligned,    // any dtypes, in vectors of four elements
+  unaligned,  // element by element
 };
 
 struct Entry {
@@ -273,8 +273,8 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks)
     constexpr int kWords = sizeof(Entry) / 4, kConstants = sizeof(Constants) / 4;
     const auto* words = reinterpret_cast<const uint32_t*>(entries + of);
     if (threadIdx.x < kWords) reinterpret_cast<uint32_t*>(&e)[threadIdx.x] = words[threadIdx.x];
-    const auto* all = reinterpret_cast<const uint32_t*>((computed != nullptr ? computed : listed) +
-                                                        entries[of].constants);
+    const auto* all =
+        reinterpret_cast<const uint32_t*>((computed != nullptr ? computed : listed) + entries[of].constants);
     if (threadIdx.x < kConstants) reinterpret_cast<uint32_t*>(&c)[threadIdx.x] = all[threadIdx.x];
   }
   __syncthreads();
@@ -341,7 +341,9 @@ TableConstants* prepare(Context& ctx, const Adamw& a) {
 
 // Whether vectors of n elements begin at aligned addresses.
 bool is_aligned(const Entry& e, size_t n, AdamwRounding rounding) {
-  auto begins = [n](const void* p, DType t) { return reinterpret_cast<uintptr_t>(p) % (n * size_of(t)) == 0; };
+  auto begins = [n](const void* p, DType t) {
+    return reinterpret_cast<uintptr_t>(p) % (n * size_of(t)) == 0;
+  };
   const DType extra = rounding == AdamwRounding::split ? DType::i16 : DType::f32;
   return begins(e.param, e.param_type) && begins(e.grad, e.grad_type) && begins(e.exp_avg, e.avg_type) &&
          begins(e.exp_avg_sq, e.sq_type) && begins(e.most, e.sq_type) && begins(e.extra, extra) &&
@@ -380,7 +382,8 @@ Entry entry_of(const AdamwTensor& t, AdamwRounding rounding) {
 
 // Whether a tensor has the constants of the one before it.
 bool shares_constants(const Adamw& a, size_t i) {
-  return i > 0 && a.tensors[i].group == a.tensors[i - 1].group && a.tensors[i].steps == a.tensors[i - 1].steps;
+  return i > 0 && a.tensors[i].group == a.tensors[i - 1].group &&
+         a.tensors[i].steps == a.tensors[i - 1].steps;
 }
 
 template <AdamwRounding R>

@@ -166,8 +166,8 @@ std::tuple<> step(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_a
       t.exp_avg = views.state("exp_avg", exp_avgs[i], p, i);
       t.exp_avg_sq = views.state("exp_avg_sq", exp_avg_sqs[i], p, i);
       if (amsgrad)
-        t.max_exp_avg_sq = views.state("max_exp_avg_sq",
-                                       next_of("max_exp_avg_sqs", max_exp_avg_sqs, used_most), p, i);
+        t.max_exp_avg_sq =
+            views.state("max_exp_avg_sq", next_of("max_exp_avg_sqs", max_exp_avg_sqs, used_most), p, i);
       if (is_half(t.param.dtype) && mode == AdamwRounding::split)
         t.low = views.state("param_low", next_of("extras", extras, used_extras), p, i);
       if (is_half(t.param.dtype) && mode == AdamwRounding::master)

@@ -19,11 +19,11 @@ namespace tigon {
 
 struct GradNorm {
   std::span<const Vector> grads;
-  Vector grad_scale;       // f32 [1] or absent: what the gradients were multiplied by
-  float max_norm = 1.0f;   // >= 0
-  Vector total;            // f64 [1]: of the scaled gradients
-  Vector norm;             // f32 [1]
-  Vector factor;           // f32 [1]: NaN where the norm is
+  Vector grad_scale;      // f32 [1] or absent: what the gradients were multiplied by
+  float max_norm = 1.0f;  // >= 0
+  Vector total;           // f64 [1]: of the scaled gradients
+  Vector norm;            // f32 [1]
+  Vector factor;          // f32 [1]: NaN where the norm is
 };
 
 TIGON_API void grad_norm(Context& ctx, const GradNorm& a);

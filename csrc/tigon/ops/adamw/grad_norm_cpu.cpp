@@ -23,8 +23,7 @@ void grad_norm(Context& ctx, const GradNorm& a) {
   const auto n = int64_t(a.grads.size());
   int64_t* ends = ctx.scratch_of<int64_t>(n);  // of each gradient's chunks
   int64_t chunks = 0;
-  for (int64_t i = 0; i < n; ++i)
-    ends[i] = chunks += (a.grads[size_t(i)].size + kNormChunk - 1) / kNormChunk;
+  for (int64_t i = 0; i < n; ++i) ends[i] = chunks += (a.grads[size_t(i)].size + kNormChunk - 1) / kNormChunk;
   double* partials = ctx.scratch_of<double>(chunks);
   const SquaresTable& squares = TIGON_SELECT(squares_table);
   parallel(ctx, chunks, [&](int64_t task) {

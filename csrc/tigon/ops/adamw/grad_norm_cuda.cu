@@ -116,7 +116,8 @@ void grad_norm(Context& ctx, const GradNorm& a) {
            partials, block);
   });
   launch(kOp, ctx, finish_kernel, {.threads = kFinishThreads, .pdl = true}, partials, int(chunks),
-         a.grad_scale.as<float>(), a.max_norm, a.total.as<double>(), a.norm.as<float>(), a.factor.as<float>());
+         a.grad_scale.as<float>(), a.max_norm, a.total.as<double>(), a.norm.as<float>(),
+         a.factor.as<float>());
 }
 
 }  // namespace tigon::cuda

@@ -13,8 +13,8 @@ inline constexpr int64_t kNormChunk = 65536;
 #if defined(__CUDACC__)
 __host__ __device__
 #endif
-inline void finish_norm(double sum, const float* grad_scale, float max_norm, double* total, float* norm,
-                        float* factor) {
+    inline void finish_norm(double sum, const float* grad_scale, float max_norm, double* total, float* norm,
+                            float* factor) {
   *total = sum;
   const double scaled = grad_scale != nullptr ? sqrt(sum) / double(*grad_scale) : sqrt(sum);
   const double quotient = double(max_norm) / (scaled + 1e-6);

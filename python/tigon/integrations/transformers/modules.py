@@ -93,8 +93,8 @@ class TigonTrainerCallback(TrainerCallback):
 
     ``optimizer=True``, or a dictionary of options of :class:`tigon.optim.AdamW`, puts that in the place of
     PyTorch's AdamW (``optim="adamw_torch"`` or ``"adamw_torch_fused"``, transformers' default), with the
-    learning rate, betas, eps and weight decay of the arguments; ``max_grad_norm`` then clips in its reads. The
-    other way is the trainer's own: ``optimizer_cls_and_kwargs=(tigon.optim.AdamW, {...})``.
+    learning rate, betas, eps and weight decay of the arguments; ``max_grad_norm`` then clips in its reads.
+    The other way is the trainer's own: ``optimizer_cls_and_kwargs=(tigon.optim.AdamW, {...})``.
     """
 
     def __init__(self, optimizer: bool | dict = False, **options):

@@ -1,0 +1,124 @@
+"""Cases of two processes for tigon.optim: DTensors, FSDP2, checkpoints over processes."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from tiny import close
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from two_processes import case, full, mesh, rank, refused
+
+import tigon
+from tigon.optim import AdamW, step_in_backward
+
+
+def same(a, b):
+    a, b = (x.detach().reshape(-1).view(torch.uint8) for x in (a, b))
+    assert torch.equal(a, b)
+
+
+def drawn(seed, dtype=torch.bfloat16):
+    """Parameters and gradients that are the same on every rank; sizes that do not divide evenly."""
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=draw).to(dtype) for shape in ((5, 24), (1, 16), (64, 8), (13,))]
+
+
+@case(**{rounding: (rounding,) for rounding in ("nearest", "stochastic", "split", "master")})
+def adamw_of_shards(rounding):
+    """Sharded by rows: bit for bit what one process computes, clipped by the norm over all of them."""
+    plain = [nn.Parameter(p) for p in drawn(0)]
+    placements = ([Shard(0)], [Shard(0)], [Shard(0)], [Replicate()])
+    sharded = [
+        nn.Parameter(distribute_tensor(p, mesh(), how)) for p, how in zip(drawn(0), placements, strict=True)
+    ]
+    options = {"lr": 1e-2, "rounding": rounding, "seed": 5}
+    a, b = AdamW(plain, **options), AdamW(sharded, max_grad_norm=1.0, **options)
+    for i in range(4):
+        for p, q, g, how in zip(plain, sharded, drawn(i + 1), placements, strict=True):
+            p.grad, q.grad = g, distribute_tensor(g.clone(), mesh(), how)
+        norm = a.clip_grad_norm_(1.0)
+        a.step(), b.step()
+        assert abs(norm - b.grad_norm) <= 1e-7 * norm
+        for p, q in zip(plain, sharded, strict=True):
+            same(p, full(q.detach()))
+    for p, q in zip(plain, sharded, strict=True):
+        for name, value in a.state[p].items():
+            if name != "param_low":  # no process group gathers int16
+                same(value, full(b.state[q][name]))
+
+
+@case
+def clip_grad_norm_of_shards():
+    """The norm of sharded, replicated and plain gradients together, each counted once."""
+    grads = drawn(3, torch.float32)
+    placements = ([Shard(0)], [Replicate()], [Shard(1)], None)
+    params = []
+    for g, how in zip(grads, placements, strict=True):
+        p = nn.Parameter(
+            torch.zeros_like(g) if how is None else distribute_tensor(torch.zeros_like(g), mesh(), how)
+        )
+        p.grad = g.clone() if how is None else distribute_tensor(g.clone(), mesh(), how)
+        params.append(p)
+    exact = torch.cat([g.double().view(-1) for g in grads]).norm()
+    norm = tigon.clip_grad_norm_(params, 0.5)
+    assert abs(norm - exact) <= 1e-6 * exact
+    for p, g in zip(params, grads, strict=True):
+        close(full(p.grad), g * (0.5 / (exact.float() + 1e-6)), ulps=8)
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 5))
+
+
+def trained(net, optimizer, steps, first=0):
+    for i in range(first, first + steps):
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(100 * i + rank()))
+        net(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sharded():
+    net = model()
+    for layer in (net[0], net[2]):
+        fully_shard(layer, mesh=mesh())
+    return fully_shard(net, mesh=mesh())
+
+
+@case
+def fsdp2_in_backward():
+    """Updates inside the backward of FSDP2 are those of the step after it."""
+    plain, inside = sharded(), sharded()
+    a, b = AdamW(plain.parameters(), lr=1e-2), AdamW(inside.parameters(), lr=1e-2)
+    step_in_backward(b)
+    trained(plain, a, 3), trained(inside, b, 3)
+    for p, q in zip(plain.parameters(), inside.parameters(), strict=True):
+        same(full(p.detach()), full(q.detach()))
+
+
+@case
+def fsdp2_checkpoint():
+    """Through the distributed checkpoint's state dict, in mid-run, with moments in another dtype."""
+    whole, cut = sharded(), sharded()
+    make = {"lr": 1e-2, "moment_dtype": torch.bfloat16}
+    a, b = AdamW(whole.parameters(), **make), AdamW(cut.parameters(), **make)
+    trained(whole, a, 4), trained(cut, b, 2)
+    saved = copy.deepcopy(get_optimizer_state_dict(cut, b))
+    b = AdamW(cut.parameters(), **make)
+    set_optimizer_state_dict(cut, b, saved)
+    trained(cut, b, 2, first=2)
+    for p, q in zip(whole.parameters(), cut.parameters(), strict=True):
+        same(full(p.detach()), full(q.detach()))
+
+
+@case
+def in_backward_refuses_plain_parameters():
+    """Without DTensors a gradient would be that of one process."""
+    net = model()
+    step_in_backward(AdamW(net.parameters()))
+    refused(lambda: net(torch.ones(1, 8)).sum().backward(), "must be DTensors (FSDP2)")

@@ -1,0 +1,77 @@
+"""tigon.optim.AdamW in transformers' Trainer: by the callback, by the trainer's argument, clipping."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import VOCABULARY, make
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import tigon
+from tigon.optim import AdamW
+
+
+class Watch(TrainerCallback):
+    """The optimizer, and whether the step found gradients that clipping had written."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        grads = [p.grad.float().norm() for p in model.parameters() if p.grad is not None]
+        self.norms.append(torch.stack(grads).norm().item())
+
+
+def train(tmp_path, callbacks=(), **options):
+    """(losses, norms that the trainer saw, optimizer, norms of the gradients at the step)."""
+    torch.manual_seed(0)
+    model = make()
+    ids = [torch.randint(0, VOCABULARY, (12,), generator=torch.Generator().manual_seed(i)) for i in range(16)]
+    args = TrainingArguments(
+        output_dir=str(tmp_path), max_steps=5, per_device_train_batch_size=2, learning_rate=1e-2,
+        report_to=[], logging_steps=1, save_strategy="no", use_cpu=True, weight_decay=0.1,
+        max_grad_norm=0.1, disable_tqdm=True, **options.pop("args", {}),
+    )  # fmt: skip
+    watch = Watch()
+    data = [{"input_ids": x, "labels": x} for x in ids]
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[*callbacks, watch], **options)
+    trainer.train()
+    optimizer = trainer.optimizer
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return [e["loss"] for e in logs], [e["grad_norm"] for e in logs], optimizer, watch.norms
+
+
+def test_callback(tmp_path):
+    """Stock's losses and norms; clipping leaves gradients as they are; other trainers stay stock."""
+    losses, norms, optimizer, written = train(tmp_path)
+    assert type(optimizer) is torch.optim.AdamW
+    assert max(written) <= 0.1001
+    ours = train(tmp_path, [tigon.TigonTrainerCallback(optimizer=True, loss=False)])
+    assert isinstance(ours[2], AdamW)
+    assert ours[0] == pytest.approx(losses, rel=1e-4)
+    assert ours[1] == pytest.approx(norms, rel=1e-3)
+    assert ours[3] == pytest.approx(norms, rel=1e-3)
+    groups = [group["weight_decay"] for group in ours[2].param_groups]
+    assert groups == [0.1, 0.0]
+    again = train(tmp_path)
+    assert type(again[2]) is torch.optim.AdamW
+    assert again[0] == losses
+
+
+def test_options_and_the_trainers_own_way(tmp_path):
+    """A dictionary of options; optimizer_cls_and_kwargs."""
+    options = {"rounding": "stochastic", "seed": 3}
+    _, _, optimizer, _ = train(tmp_path, [tigon.TigonTrainerCallback(optimizer=options)])
+    assert (optimizer.rounding, optimizer.seed) == ("stochastic", 3)
+    losses, _, _, _ = train(tmp_path)
+    ours = train(tmp_path, optimizer_cls_and_kwargs=(AdamW, {"lr": 1e-2}))
+    assert isinstance(ours[2], AdamW)
+    assert ours[0] == pytest.approx(losses, rel=1e-4)
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    """What arguments ask for is not replaced by something else."""
+    with pytest.raises(tigon.Error, match="optimizer needs args.optim of"):
+        train(tmp_path, [tigon.TigonTrainerCallback(optimizer=True)], args={"optim": "adafactor"})
