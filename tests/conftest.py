@@ -47,6 +47,7 @@ def device(request) -> str:
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+    torch.set_float32_matmul_precision("highest")  # trainers of other tests may have lowered it
 
 
 @contextlib.contextmanager

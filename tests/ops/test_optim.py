@@ -70,7 +70,10 @@ def test_200_steps_against_float64(dtype, flags, device):
 @pytest.mark.parametrize("flags", FLAGS[:6], ids=lambda f: "-".join(f) or "plain")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_one_step_is_pytorchs(dtype, flags, device):
-    """From the same state within one rounding of each of PyTorch's fused step, moments too."""
+    """From the same state within one rounding of each of PyTorch's fused step, moments too.
+
+    What is rounded are the two terms of a sum, whose difference may be small: a tensor's largest value measures it.
+    """
     ours, theirs = (LISTS[1].make(dtype, device) for _ in range(2))
     a, b = AdamW(ours, **flags), torch.optim.AdamW(theirs, **flags, fused=True)
     for i in range(3):
@@ -83,9 +86,10 @@ def test_one_step_is_pytorchs(dtype, flags, device):
     a.step()
     eps = torch.finfo(dtype).eps
     for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p, q, rtol=2 * eps, atol=eps * 1e-2)
-        for name in ("exp_avg", "exp_avg_sq"):
-            torch.testing.assert_close(a.state[p][name], b.state[q][name], rtol=2 * eps, atol=eps * 1e-2)
+        for name in (None, "exp_avg", "exp_avg_sq"):
+            mine, yours = (p, q) if name is None else (a.state[p][name], b.state[q][name])
+            largest = yours.abs().max().item() if yours.numel() else 0.0
+            torch.testing.assert_close(mine, yours, rtol=2 * eps, atol=2 * eps * largest)
 
 
 @pytest.mark.parametrize("parameters", LISTS[2:5], ids=lambda p: p.name)
@@ -484,7 +488,7 @@ def test_several_devices():
 def test_nothing_waits_for_the_device(options):
     """Plain, many tensors, clipped, under a scaler."""
     for parameters in LISTS:
-        params = parameters.make(torch.bfloat16, "cuda")
+        params = parameters.make(torch.float16, "cuda")  # PyTorch 2.11's scaler takes no bfloat16 there
         optimizer = AdamW(params, **options)
         scaler = torch.amp.GradScaler("cuda")
         scaler.scale(torch.ones((), device="cuda"))

@@ -67,8 +67,8 @@ std::vector<LinearHeadSpan> row_spans(const TokenLossHead& a, const LinearHeadRo
 }
 
 Plan make_plan(Context& ctx, const TokenLossHead& a) {
-  // On the CPU the bits of a product depend on its rows: the same chunks with and without gradients.
-  bool grouped = a.coupled && (a.head.wants_gradients() || ctx.device() == Device::cpu);
+  // The bits of a product depend on its rows: the same groups with and without gradients.
+  bool grouped = a.coupled;
   LinearHeadLabels labels = {.target = a.labels, .ignore_index = a.ignore_index, .valid_rows = a.valid_rows};
   // Where the list is made on the device, the host does not know how many rows of it a group has: it serves where one chunk takes all.
   if (grouped && ctx.device() != Device::cpu && a.valid_rows >= 0 &&

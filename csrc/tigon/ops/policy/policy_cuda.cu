@@ -8,6 +8,16 @@
 namespace tigon::cuda {
 namespace {
 
+// The formulas in double: there are few tokens beside the logits, and a ratio may be far from 1.
+TIGON_FN double constant(double, float c) { return c; }
+TIGON_FN double fma(double a, double b, double c) { return __fma_rn(a, b, c); }
+TIGON_FN double abs(double x) { return ::fabs(x); }
+TIGON_FN double exp(double x) { return ::exp(x); }
+TIGON_FN double sigmoid(double x) { return 1.0 / (1.0 + ::exp(-x)); }
+TIGON_FN double select(bool m, double a, double b) { return m ? a : b; }
+TIGON_FN bool lt(double a, double b) { return a < b; }
+TIGON_FN bool gt(double a, double b) { return a > b; }
+
 #include "tigon/ops/policy/policy_rows.inc"
 
 #include "tigon/ops/policy/policy_math.inc"
@@ -26,7 +36,7 @@ __device__ __forceinline__ void each_token(const PolicyPointers& p, const Policy
     } else if (place >= 0 && place < p.places) {
       const PolicyOperands x = policy_load(p, answer, row, place);
       fn(row, place,
-         policy_token<K, float>(p.numbers, a, p.level == PolicyLevel::token, p.ref != nullptr,
+         policy_token<K, double>(p.numbers, a, p.level == PolicyLevel::token, p.ref != nullptr,
                                 p.entropy != nullptr,
                                 {x.log_prob, x.advantage, x.importance, x.old, x.ref, x.entropy}));
     } else {
@@ -51,21 +61,21 @@ __global__ __launch_bounds__(kThreads) void policy_kernel(const __grid_constant_
   }
   const PolicyAnswer common = policy_answer(p, sums);
   const bool by_token = p.level == PolicyLevel::token;
-  float of_answer = 0.0f;
+  double of_answer = 0.0;
   if (!by_token) {
     double slope[1] = {0.0};
     each_token<K>(
         p, common, answer, begin, end,
-        [&](int64_t, int64_t, const PolicyOut<float>& y) { slope[0] += double(y.of_ratio); },
+        [&](int64_t, int64_t, const PolicyOut<double>& y) { slope[0] += y.of_ratio; },
         [](int64_t, int64_t, bool) {});
     sum_block<kThreads>(slope, slots);
-    of_answer = float(slope[0] * policy_share(p, sums));
+    of_answer = slope[0] * policy_share(p, sums);
   }
   each_token<K>(
       p, common, answer, begin, end,
-      [&](int64_t row, int64_t place, const PolicyOut<float>& y) {
-        policy_store(p, common, row, place, y.loss, y.kl, y.clipped,
-                     y.direct + (by_token ? y.of_ratio : of_answer));
+      [&](int64_t row, int64_t place, const PolicyOut<double>& y) {
+        policy_store(p, common, row, place, float(y.loss), float(y.kl), float(y.clipped),
+                     float(y.direct + (by_token ? y.of_ratio : of_answer)));
       },
       [&](int64_t row, int64_t place, bool counts) {
         counts ? policy_store_absent(p, row, place) : policy_store_ignored(p, row, place);

@@ -187,7 +187,8 @@ def _backward(ctx, dloss, *_):
     found = [None] * ctx.inputs
     if dloss is None:
         return tuple(found)
-    traced = torch.compiler.is_compiling()
+    # PyTorch 2.11 traces a backward without saying so: its tensors are then no plain ones.
+    traced = torch.compiler.is_compiling() or any(type(t) is not torch.Tensor for t in ctx.saved_tensors)
     finish = operators.finish if traced or graph_is_kept() else operators.finish_in_place
     _, of_weight, of_bias, *_ = ctx.dtypes
     gradients = finish(dloss, *ctx.saved_tensors, of_weight, of_bias)
