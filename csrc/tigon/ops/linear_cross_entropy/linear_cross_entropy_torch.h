@@ -69,4 +69,12 @@ Matrix rows_of_optional(const char* name, OptionalTensor& t);
 // Operands on one device, as views of the core.
 LinearCrossEntropy arguments(Operands& t, const Formula& f, const Rows& rows = {});
 
+// What the forward of per-row losses leaves for their backward; an empty tensor for what it does not. `keep_rows`: most rows
+// whose logits' gradients stay; -1: all where one chunk takes all rows, else none. With gradients of hidden alone none are
+// needed; hidden's for an upstream of 1 is left, where `needs` allows it, if they are or no other gradient is wanted.
+struct Between {
+  Tensor unit, kept;
+};
+Between make_between(LinearCrossEntropy& a, const Tensor& hidden, int64_t needs, int64_t keep_rows);
+
 }  // namespace tigon::torch_shim

@@ -199,8 +199,9 @@ LinearHeadWorkspace linear_head_workspace(Context& ctx, const LinearHead& a, con
   DType dtype = a.hidden.dtype;
   int64_t v = a.weight.rows, h = a.hidden.cols, r = a.lora_a.rows, lora_ld = (r + 7) / 8 * 8;
   LinearHeadWorkspace w;
-  if (m.logits) w.logits = new_matrix(ctx, m.chunk, v, logit_stride(v), dtype);
-  bool scales = m.factored && (a.dweight.data || a.dlora_a.data);
+  if (m.logits)
+    w.logits = new_matrix(ctx, m.logits_rows > 0 ? m.logits_rows : m.chunk, v, logit_stride(v), dtype);
+  bool scales = m.factored && (a.dweight.data || a.dlora_a.data || a.dlora_b.data);
   if (rows.listed || scales) w.hidden = new_matrix(ctx, m.chunk, h, h, dtype);
   if (rows.listed && a.dhidden.data) w.dhidden = new_matrix(ctx, m.chunk, h, h, dtype);
   if (a.lora_a.data)
@@ -254,6 +255,7 @@ void linear_head_logits(Context& ctx, const LinearHead& a, LinearHeadChunk& c) {
   if (lora) {
     multiply(ctx, {.a = c.hidden, .b = a.lora_a, .c = c.lora_u, .trans_b = true, .alpha = a.lora_scale});
     multiply(ctx, {.a = c.lora_u, .b = a.lora_b, .c = c.logits, .trans_b = true});
+    c.has_u = true;
   }
   multiply(ctx, {.a = c.hidden, .b = a.weight, .c = c.logits, .trans_b = true, .beta = lora ? 1.0f : 0.0f});
 }
@@ -266,7 +268,7 @@ void linear_head_gradients(Context& ctx, const LinearHead& a, LinearHeadChunk& c
   bool low = a.lora_a.data && (a.dhidden.data || a.dlora_a.data);
   float beta = pass.first ? 0.0f : 1.0f;
   Matrix hidden = c.hidden;
-  if (a.dweight.data || a.dlora_a.data) {
+  if (a.dweight.data || a.dlora_a.data || (a.dlora_b.data && !c.has_u)) {
     if (factor) hidden = c.scaled;
     if (factor || !c.gathered) take_rows(ctx, a, c, hidden, factor);
     c.gathered = c.gathered && !(factor && hidden.data == c.hidden.data);
@@ -288,7 +290,10 @@ void linear_head_gradients(Context& ctx, const LinearHead& a, LinearHeadChunk& c
                    .beta = beta});
   }
   if (a.dlora_b.data) {
-    if (factor) linear_head_move(ctx, {.from = c.lora_u, .to = c.lora_u, .factor = factor});
+    if (!c.has_u)
+      multiply(ctx, {.a = hidden, .b = a.lora_a, .c = c.lora_u, .trans_b = true, .alpha = a.lora_scale});
+    else if (factor)
+      linear_head_move(ctx, {.from = c.lora_u, .to = c.lora_u, .factor = factor});
     multiply(ctx, {.a = dlogits, .b = c.lora_u, .c = a.dlora_b, .trans_a = true, .beta = beta});
   }
   if (a.dlora_a.data)

@@ -121,9 +121,10 @@ struct LinearHeadWorkspace {
   Vector ones, column;
 };
 struct LinearHeadMemory {
-  int64_t chunk = 0;      // most rows of a chunk
-  bool logits = true;     // false: the driver sets each chunk's logits to memory of its own
-  bool factored = false;  // linear_head_gradients will be given factors
+  int64_t chunk = 0;        // most rows of a chunk
+  bool logits = true;       // false: the driver sets each chunk's logits to memory of its own
+  int64_t logits_rows = 0;  // most rows of a chunk without memory of its own; 0: chunk
+  bool factored = false;    // linear_head_gradients will be given factors
 };
 TIGON_API LinearHeadWorkspace linear_head_workspace(Context& ctx, const LinearHead& a,
                                                     const LinearHeadRows& rows,
@@ -140,6 +141,7 @@ struct LinearHeadChunk {
   bool gathered = true;    // hidden holds the rows already
   Matrix scaled;           // memory for factor * hidden
   Matrix lora_u, lora_t;
+  bool has_u = false;   // lora_u holds u, which linear_head_logits makes; else linear_head_gradients makes it
   Vector ones, column;  // column: memory for the factor in hidden's dtype
 };
 TIGON_API LinearHeadChunk linear_head_chunk(const LinearHead& a, const LinearHeadRows& rows,

@@ -9,10 +9,9 @@ from __future__ import annotations
 import torch
 
 from tigon._op import Op, direct_apply, graph_is_kept, once
-from tigon.ops.loss_head import operators
-from tigon.ops.loss_head.memory import padded
+from tigon.ops.loss_head import between, operators
 from tigon.ops.loss_head.operands import MAY_ROUND, NEEDS
-from tigon.ops.loss_head.operators import OP, Arguments, Call, call_of, flat, rows_computed
+from tigon.ops.loss_head.operators import OP, Arguments, Call, call_of, flat
 
 # The registered operator.
 
@@ -31,8 +30,14 @@ def _setup_context(ctx, inputs, output):
     call = call_of(inputs)
     _setup(ctx, call, output)
     ctx.needs = call.needs
-    _, *scale_and_gradients, _, _ = output
-    ctx.save_for_backward(*(scale_and_gradients if call.scalar else call.operands))
+    _, *scale_and_gradients, _, _, _ = output
+    ctx.save_for_backward(*(scale_and_gradients if call.scalar else _saved(call, output)))
+
+
+def _saved(call, output):
+    """What losses of rows save."""
+    _, _, unit, *_, kept = output
+    return between.saved(call, unit, kept, False)
 
 
 def _backward(ctx, dloss, *_):
@@ -42,7 +47,7 @@ def _backward(ctx, dloss, *_):
         _, of_weight, of_bias, *_ = ctx.dtypes
         gradients = operators.finish(dloss, *ctx.saved_tensors, of_weight, of_bias)
     else:
-        gradients = operators.rows_backward(dloss, None, *ctx.saved_tensors, *ctx.options, ctx.needs)
+        gradients = between.gradients(ctx.saved_tensors, dloss, None, ctx.options, ctx.needs)
     return _by_input(gradients, ctx.needs, ctx.dtypes)
 
 
@@ -74,7 +79,7 @@ def _backward_transformed(ctx, dloss, *_):
     wanted = Arguments(*ctx.needs_input_grad)
     needs = sum(bit for name, bit in NEEDS.items() if getattr(wanted, name))
     upstream = _of_rows(dloss, scale, operands, ctx.scalar)
-    gradients = operators.rows_backward(upstream, None, *operands, *ctx.options, needs)
+    gradients = between.gradients((None, None, *operands), upstream, None, ctx.options, needs)
     return _by_input(gradients, needs, ctx.dtypes)
 
 
@@ -96,7 +101,7 @@ class _Scalar:
 
     def forward(self, ctx, call):
         output = _op.forward(*flat(call))
-        _, *scale_and_gradients, _, _ = output
+        _, *scale_and_gradients, _, _, _ = output
         ctx.save_for_backward(*scale_and_gradients)
         return output
 
@@ -107,43 +112,29 @@ class _Scalar:
 
 
 class _Rows:
-    """Losses of rows: the backward computes the logits again."""
-
-    def forward(self, ctx, call):
-        self.options = call.options
-        ctx.save_for_backward(*call.operands)
-        return _op.forward(*flat(call))
-
-    def backward(self, ctx, dloss):
-        return operators.rows_backward(dloss, None, *ctx.saved_tensors, *self.options, ctx.needs)
-
-
-class _Kept:
-    """Losses of rows; the gradients of the logits stay until the upstream ones arrive."""
-
-    def forward(self, ctx, call):
-        hidden, weight, target, _, _, token_weight, *_ = call.operands
-        self.ignore_index, self.valid_rows = call.options.ignore_index, call.options.valid_rows
-        vocab = weight.shape[0]
-        kept = hidden.new_empty(rows_computed(target, self.valid_rows), padded(vocab))[:, :vocab]
-        ctx.save_for_backward(kept, hidden, weight, target, token_weight)
-        return operators.keep(kept, *flat(call))
-
-    def backward(self, ctx, dloss):
-        gradients = operators.kept_backward(
-            dloss, *ctx.saved_tensors, self.ignore_index, self.valid_rows, ctx.needs
-        )
-        return *gradients, None, None
-
-
-class _MainGrad:
-    """The loss alone; the backward adds weight's gradient to the tensor that its owner keeps."""
+    """Losses of rows: what their backward starts from is kept, the rest is computed again."""
 
     def __init__(self, main_grad):
         self.main_grad = main_grad
 
     def forward(self, ctx, call):
-        self.scalar, self.options = call.scalar, call.options
+        self.options = call.options
+        output = _op.forward(*flat(call))
+        ctx.save_for_backward(*_saved(call, output))
+        return output
+
+    def backward(self, ctx, dloss):
+        return between.gradients(ctx.saved_tensors, dloss, None, self.options, ctx.needs, self.main_grad)
+
+
+class _MainGrad:
+    """A scalar loss alone; the backward adds weight's gradient to the tensor that its owner keeps."""
+
+    def __init__(self, main_grad):
+        self.main_grad = main_grad
+
+    def forward(self, ctx, call):
+        self.options = call.options
         output = _op.forward(*flat(call._replace(needs=0)))
         _, scale, *_ = output
         ctx.save_for_backward(scale, *call.operands)
@@ -151,11 +142,10 @@ class _MainGrad:
 
     def backward(self, ctx, dloss):
         scale, *operands = ctx.saved_tensors
-        upstream = _of_rows(dloss, scale, operands, self.scalar)
-        dhidden, _, *others = operators.add_backward(
-            upstream, None, self.main_grad, *operands, *self.options, ctx.needs
+        upstream = _of_rows(dloss, scale, operands, True)
+        return between.gradients(
+            (None, None, *operands), upstream, None, self.options, ctx.needs, self.main_grad
         )
-        return dhidden, None, *others
 
 
 class _Eager(torch.autograd.Function):
@@ -165,7 +155,7 @@ class _Eager(torch.autograd.Function):
         ctx.dtypes = tuple(
             hidden.dtype if t is None else t.dtype for t in (hidden, weight, bias, lora_a, lora_b)
         )
-        loss, *_, way.rows, way.predicted = way.forward(ctx, call)
+        loss, *_, way.rows, way.predicted, _ = way.forward(ctx, call)
         return loss
 
     @staticmethod
@@ -191,32 +181,24 @@ def run(call: Call, parameters, main_grad, keep_mb):
         main_grad: weight's gradient is added to it; ``None``: it is returned.
         keep_mb: as in :func:`tigon.linear_cross_entropy`.
     """
+    if not call.scalar:
+        needs, keep_rows = between.keep(call.operands, call.needs, keep_mb, main_grad)
+        call = call._replace(needs=needs, keep_rows=keep_rows)
     if torch.compiler.is_compiling():
-        loss, *_, rows, predicted = _op.registered(*flat(call))
+        loss, *_, rows, predicted, _ = _op.registered(*flat(call))
     elif torch._C._are_functorch_transforms_active():
-        loss, *_, rows, predicted = _op.transformed(*flat(call._replace(needs=0)))
+        loss, *_, rows, predicted, _ = _op.transformed(*flat(call._replace(needs=0)))
     elif call.needs & ~MAY_ROUND == 0:
-        loss, *_, rows, predicted = _op.forward(*flat(call))
+        loss, *_, rows, predicted, _ = _op.forward(*flat(call))
     else:
-        way = _way(call, main_grad, keep_mb)
+        way = _way(call, main_grad)
         loss = _apply(way, call, *parameters)
         rows, predicted = way.rows, way.predicted
     return loss, rows, predicted
 
 
-def _way(call, main_grad, keep_mb):
+def _way(call, main_grad):
     """How the gradients of an eager call are made."""
-    if main_grad is not None:
-        return _MainGrad(main_grad)
-    if call.scalar:
-        return _Scalar()
-    if keep_mb > 0.0 and call.operands.lora_a is None and _fits(call, keep_mb):
-        return _Kept()
-    return _Rows()
-
-
-def _fits(call, keep_mb):
-    """Whether the logits' gradients are to be kept."""
-    hidden, weight, target, *_ = call.operands
-    rows = rows_computed(target, call.options.valid_rows)
-    return rows * padded(weight.shape[0]) * hidden.element_size() <= keep_mb * 2**20
+    if not call.scalar:
+        return _Rows(main_grad)
+    return _Scalar() if main_grad is None else _MainGrad(main_grad)

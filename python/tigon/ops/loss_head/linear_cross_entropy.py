@@ -13,8 +13,9 @@ import torch
 from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
-from tigon.ops.arguments import check_float, check_numbers, kind_of
+from tigon.ops.arguments import check_float, check_numbers
 from tigon.ops.loss_head.autograd import run
+from tigon.ops.loss_head.between import check_keep
 from tigon.ops.loss_head.memory import check_cap, chunk_that_fits
 from tigon.ops.loss_head.operands import (
     MAY_ROUND,
@@ -23,10 +24,12 @@ from tigon.ops.loss_head.operands import (
     Options,
     autocast,
     check_head,
+    check_lora,
     check_plain,
     main_grad_of,
     plain_weight,
     prepare,
+    split_lora,
     whole_vectors,
 )
 from tigon.ops.loss_head.operators import NUMBERS, PREDICTED, Call
@@ -50,8 +53,8 @@ def _check(
         fits = token_weight.shape == target.shape
         check(_OP, fits, "token_weight must be {}, got {}", target.shape, token_weight.shape)
     check(_OP, reduction in REDUCTIONS, "reduction must be one of {}, got {!r}", (*REDUCTIONS,), reduction)
-    check_numbers(_OP, label_smoothing=label_smoothing, z_loss=z_loss, keep_mb=keep_mb)
-    check(_OP, keep_mb >= 0, "keep_mb must be >= 0, got {}", keep_mb)
+    check_numbers(_OP, label_smoothing=label_smoothing, z_loss=z_loss)
+    check_keep(_OP, keep_mb)
     check_cap(_OP, max_workspace_mb)
     check(_OP, 0.0 <= label_smoothing <= 1.0, "label_smoothing must be in [0, 1], got {}", label_smoothing)
     if outputs is not None:
@@ -59,28 +62,7 @@ def _check(
         check(
             _OP, fits, "outputs must be 'loss' and then some of {} (or None), got {!r}", OUTPUTS[1:], outputs
         )
-    if lora is not None:
-        three = isinstance(lora, Sequence) and len(lora) == 3
-        given = len(lora) if isinstance(lora, Sequence) else kind_of(lora)
-        check(_OP, three, "lora must be (A, B, scale), got {}", given)
-        a, b, scale = lora
-        check_float(_OP, "lora A", a)
-        check_float(_OP, "lora B", b)
-        check_numbers(_OP, **{"lora scale": scale})
-        fits = (
-            a.dim() == b.dim() == 2
-            and a.shape[1] == hidden.shape[-1]
-            and b.shape == (weight.shape[0], a.shape[0])
-        )
-        given = f"{list(a.shape)}, {list(b.shape)}"
-        check(
-            _OP,
-            fits,
-            "lora must be (A [r, {}], B [{}, r], scale), got {}",
-            hidden.shape[-1],
-            weight.shape[0],
-            given,
-        )
+    check_lora(_OP, lora, hidden, weight)
 
 
 def linear_cross_entropy(
@@ -105,7 +87,7 @@ def linear_cross_entropy(
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
     max_workspace_mb: float | None = None,
-    keep_mb: float = 0.0,
+    keep_mb: float | None = None,
 ) -> torch.Tensor | NamedTuple:
     """Cross-entropy of ``hidden @ weight.T + bias`` against ``target`` without the logits ever existing.
 
@@ -137,7 +119,7 @@ def linear_cross_entropy(
             still over the rows
             that count: ``sum(token_weight * loss) / count``.
         reduction: ``"mean"`` (over rows that count, weighted by class), ``"sum"`` or ``"none"`` (``[...]``
-            losses; the backward computes the logits again).
+            losses; what they cost: :func:`tigon.linear_log_prob`).
         denominator: number or tensor of one element: the loss is ``sum / denominator`` instead of
             ``reduction``; a tensor on the device is read there, without synchronisation (gradient
             accumulation, ``num_items_in_batch``).
@@ -153,9 +135,7 @@ def linear_cross_entropy(
         chunk_rows: rows per chunk; ``None`` chooses (see docs/loss-head.md).
         max_workspace_mb: upper bound of the memory besides inputs, results and gradients, in MiB; chunks
             shrink to fit it.
-        keep_mb: with ``"none"``, keep the gradients of the logits from forward to backward if they take no
-            more than this many MiB (rows that count times V): three matrix products instead of four. Under
-            ``torch.compile`` they are computed again.
+        keep_mb: with ``"none"``: see :func:`tigon.linear_log_prob`.
 
     Returns:
         float32 scalar, or ``[...]`` for ``"none"``; with ``outputs`` a named tuple. The loss is
@@ -195,7 +175,7 @@ def linear_cross_entropy(
     main_grad = main_grad_of(_OP, weight) if torch.is_grad_enabled() and weight.requires_grad else None
     if main_grad is None:  # main_grad has weight's own columns
         hidden, weight, lora = whole_vectors(hidden, weight, lora)
-    lora_a, lora_b, lora_scale = _lora(hidden, lora)
+    lora_a, lora_b, lora_scale = split_lora(hidden, lora)
     if class_weight is not None:
         class_weight = class_weight.detach().float()
     if token_weight is not None:
@@ -232,13 +212,6 @@ def linear_cross_entropy(
     if outputs is None:
         return loss
     return _named(loss, numbers, predicted, operands.target, target.shape, ignore_index, outputs)
-
-
-def _lora(hidden, lora):
-    if lora is None:
-        return None, None, 1.0
-    a, b, scale = lora
-    return a.to(hidden.dtype), b.to(hidden.dtype), float(scale)
 
 
 def _bits(outputs):

@@ -48,9 +48,9 @@ def default_chunk(device, dtype, rows, hidden_size, vocab, *, dweight, add_dweig
     return _native_chunk(device == "cuda", dtype.itemsize, rows, hidden_size, vocab, dweight, add_dweight)
 
 
-def whole_rows(device, dtype, hidden_size, vocab) -> int:
-    """Most rows that one chunk takes whole, with weight's gradient: ``linear_head_whole_rows``."""
-    return _native_chunk(device == "cuda", dtype.itemsize, -1, hidden_size, vocab, True, False)
+def whole_rows(device, dtype, hidden_size, vocab, dweight=True, add_dweight=False) -> int:
+    """Most rows that one chunk takes whole: ``linear_head_whole_rows``."""
+    return _native_chunk(device == "cuda", dtype.itemsize, -1, hidden_size, vocab, dweight, add_dweight)
 
 
 class _Sizes(NamedTuple):

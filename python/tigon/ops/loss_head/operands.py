@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,13 +17,15 @@ from tigon.ops.arguments import (
     check_numbers,
     check_positive,
     check_range,
+    kind_of,
 )
 from tigon.ops.loss_head.labels import check_count, known_rows
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-# Bits of `needs`, as in linear_cross_entropy_torch.cpp: gradients needed, and whether weight's may be
-# formed in hidden's dtype.
-HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B, MAY_ROUND = 1, 2, 4, 8, 16, 32
+# Bits of `needs`, as in linear_cross_entropy_torch.cpp: gradients needed, whether weight's may be formed in
+# hidden's dtype, whether the forward of per-row losses may form hidden's for an upstream gradient of 1, and
+# whether weight's is added to what its owner keeps.
+HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B, MAY_ROUND, UNIT, MAIN_GRAD = 1, 2, 4, 8, 16, 32, 64, 128
 NEEDS = {"hidden": HIDDEN, "weight": WEIGHT, "bias": BIAS, "lora_a": LORA_A, "lora_b": LORA_B}
 
 
@@ -109,6 +112,31 @@ def check_head(
     if chunk_rows is not None:
         check_integers(op, chunk_rows=chunk_rows)
         check(op, chunk_rows >= 1, "chunk_rows must be >= 1 (or None), got {}", chunk_rows)
+
+
+def check_lora(op, lora, hidden, weight):
+    """(A, B, scale) that fits, or none."""
+    if lora is None:
+        return
+    three = isinstance(lora, Sequence) and len(lora) == 3
+    given = len(lora) if isinstance(lora, Sequence) else kind_of(lora)
+    check(op, three, "lora must be (A, B, scale), got {}", given)
+    a, b, scale = lora
+    check_float(op, "lora A", a)
+    check_float(op, "lora B", b)
+    check_numbers(op, **{"lora scale": scale})
+    size, vocab = hidden.shape[-1], weight.shape[0]
+    fits = a.dim() == b.dim() == 2 and a.shape[1] == size and b.shape == (vocab, a.shape[0])
+    given = f"{list(a.shape)}, {list(b.shape)}"
+    check(op, fits, "lora must be (A [r, {}], B [{}, r], scale), got {}", size, vocab, given)
+
+
+def split_lora(hidden, lora):
+    """A and B in hidden's dtype, and the scale."""
+    if lora is None:
+        return None, None, 1.0
+    a, b, scale = lora
+    return a.to(hidden.dtype), b.to(hidden.dtype), float(scale)
 
 
 def autocast(hidden):

@@ -10,7 +10,7 @@ import torch
 from tigon._op import once, raw
 from tigon.error import check
 from tigon.ops.loss_head.labels import check_count
-from tigon.ops.loss_head.linear_log_prob import fake as log_prob_fake
+from tigon.ops.loss_head.linear_log_prob import statistics_fake
 from tigon.ops.loss_head.memory import default_chunk, padded
 from tigon.ops.loss_head.operands import BIAS, HIDDEN, WEIGHT, Options
 from tigon.ops.loss_head.operators import finish
@@ -22,7 +22,12 @@ def _fake_rows(target, ignore_index, count):
     return target.new_empty(count), target.new_empty(count), target.new_empty((), dtype=torch.float32)
 
 
-_logits = raw("linear_loss_logits", lambda logits, *arguments: log_prob_fake(*arguments))
+def _fake_logits(logits, hidden, weight, target, *options):
+    *_, entropy = options
+    return statistics_fake(hidden, target, entropy)
+
+
+_logits = raw("linear_loss_logits", _fake_logits)
 _gradient = raw("linear_loss_gradient", lambda *_: None)
 _rows = raw("linear_loss_rows", _fake_rows)
 
