@@ -22,7 +22,7 @@ from tigon.ops.loss_head.labels import count_labels
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 from tigon.ops.loss_head.linear_loss import linear_loss
-from tigon.ops.loss_head.memory import linear_cross_entropy_memory
+from tigon.ops.loss_head.memory import linear_cross_entropy_memory, linear_log_prob_memory
 from tigon.ops.qk_norm_rope import qk_norm_rope
 from tigon.ops.relu_squared import relu_squared
 from tigon.ops.rms_norm import rms_norm
@@ -52,6 +52,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_memory",
     "linear_log_prob",
+    "linear_log_prob_memory",
     "linear_loss",
     "nn",
     "qk_norm_rope",

@@ -177,7 +177,8 @@ PROBES = (
     Probe("linear_cross_entropy", _head, _plain_head),
     Probe("linear_log_prob", _head, _plain_log_prob),
 )  # fmt: skip
-HELPERS = {"count_labels", "linear_cross_entropy_memory", "linear_loss"}  # exported beside the ops
+# Exported beside the ops.
+HELPERS = {"count_labels", "linear_cross_entropy_memory", "linear_log_prob_memory", "linear_loss"}
 
 
 def ops() -> list[str]:

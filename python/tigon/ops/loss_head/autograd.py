@@ -124,7 +124,9 @@ class _Rows:
         return output
 
     def backward(self, ctx, dloss):
-        return between.gradients(ctx.saved_tensors, dloss, None, self.options, ctx.needs, self.main_grad)
+        return between.gradients(
+            ctx.saved_tensors, dloss, None, self.options, ctx.needs, eager=True, main_grad=self.main_grad
+        )
 
 
 class _MainGrad:
@@ -144,7 +146,7 @@ class _MainGrad:
         scale, *operands = ctx.saved_tensors
         upstream = _of_rows(dloss, scale, operands, True)
         return between.gradients(
-            (None, None, *operands), upstream, None, self.options, ctx.needs, self.main_grad
+            (None, None, *operands), upstream, None, self.options, ctx.needs, main_grad=self.main_grad
         )
 
 

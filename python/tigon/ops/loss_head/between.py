@@ -11,12 +11,9 @@ from __future__ import annotations
 import torch
 
 from tigon._op import graph_is_kept
-from tigon.error import check
-from tigon.ops.arguments import check_numbers
-from tigon.ops.loss_head.memory import padded
+from tigon.ops.loss_head.memory import rows_within
 from tigon.ops.loss_head.operands import HIDDEN, MAIN_GRAD, MAY_ROUND, UNIT, Operands
 from tigon.ops.loss_head.operators import (
-    AUTOMATIC,
     only_hidden,
     rows_backward,
     rows_backward_,
@@ -24,22 +21,13 @@ from tigon.ops.loss_head.operators import (
 )
 
 
-def check_keep(op, keep_mb) -> None:
-    """A number of MiB, or none."""
-    if keep_mb is not None:
-        check_numbers(op, keep_mb=keep_mb)
-        check(op, keep_mb >= 0, "keep_mb must be >= 0 (or None), got {}", keep_mb)
-
-
 def keep(operands, needs, keep_mb, main_grad=None) -> tuple[int, int]:
     """`needs` and `keep_rows` of the forward, which the native side resolves (``between_fake``)."""
     if keep_mb == 0 or not needs & ~MAY_ROUND or torch._C._are_functorch_transforms_active():
         return needs, 0
     needs |= UNIT * (needs & HIDDEN != 0) | MAIN_GRAD * (main_grad is not None)
-    if keep_mb is None:
-        return needs, AUTOMATIC
     hidden, weight, *_ = operands
-    return needs, int(min(keep_mb, 2.0**40) * 2**20) // (padded(weight.shape[0]) * hidden.element_size())
+    return needs, rows_within(keep_mb, weight.shape[0], hidden.element_size())
 
 
 def saved(call, unit, kept, recomputed) -> tuple:
@@ -61,14 +49,17 @@ def saved(call, unit, kept, recomputed) -> tuple:
     return unit if formed else None, kept if some else None, *operands
 
 
-def gradients(tensors, upstream, of_entropy, options, needs, main_grad=None):
-    """The gradients from what :func:`saved` gave; that of weight is None where it was added to main_grad."""
+def gradients(tensors, upstream, of_entropy, options, needs, *, eager=False, main_grad=None):
+    """The gradients from what :func:`saved` gave; that of weight is None where it was added to main_grad.
+
+    An eager backward that frees its graph scales the rows of ``unit`` in place.
+    """
     unit, kept, *operands = tensors
     if of_entropy is not None:
         unit = kept = None
     if needs & HIDDEN == 0:
         unit = None
-    finish = unit is not None and not torch.compiler.is_compiling() and not graph_is_kept()
+    finish = eager and unit is not None and not graph_is_kept()
     if main_grad is None and not finish:
         return rows_backward(upstream, of_entropy, unit, kept, *operands, *options, needs)
     dhidden, dweight, *others = rows_backward_(

@@ -15,8 +15,7 @@ from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops.arguments import check_float, check_numbers
 from tigon.ops.loss_head.autograd import run
-from tigon.ops.loss_head.between import check_keep
-from tigon.ops.loss_head.memory import check_cap, chunk_that_fits
+from tigon.ops.loss_head.memory import check_cap, check_keep, chunk_that_fits
 from tigon.ops.loss_head.operands import (
     MAY_ROUND,
     REDUCTIONS,

@@ -11,6 +11,7 @@ import torch
 
 from tigon._op import Op, has_kernel
 from tigon.ops.loss_head import between
+from tigon.ops.loss_head.memory import check_keep
 from tigon.ops.loss_head.operands import (
     MAY_ROUND,
     NEEDS,
@@ -106,26 +107,29 @@ def _setup_context(ctx, inputs, output):
     a = _Arguments(*inputs)
     _, entropies, unit, kept = output
     ctx.save_for_backward(*between.saved(a, unit, kept, a.entropy))
-    ctx.options, ctx.entropy = a.options, a.entropy
+    ctx.options = a.options
     ctx.main_grad = None
     ctx.dtypes = {
         name: None if t is None else t.dtype for name, t in zip(a._fields, a, strict=True) if name in NEEDS
     }
     if not a.entropy:
-        ctx.mark_non_differentiable(entropies)
+        ctx.mark_non_differentiable(entropies, unit, kept)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dlog_prob, dentropy, *_):
     wanted = _Arguments(*ctx.needs_input_grad)
-    dentropy = dentropy if ctx.entropy else None
     if dlog_prob is None and dentropy is None:
         return (None,) * len(wanted)
     upstream = torch.zeros_like(dentropy) if dlog_prob is None else -dlog_prob  # the loss is -log_prob
     needs = sum(bit for name, bit in NEEDS.items() if getattr(wanted, name))
     if not torch.compiler.is_compiling():
         needs |= MAY_ROUND
-    gradients = between.gradients(ctx.saved_tensors, upstream, dentropy, ctx.options, needs, ctx.main_grad)
+    eager = isinstance(ctx, _op.node)
+    main_grad = ctx.main_grad if eager else None
+    gradients = between.gradients(
+        ctx.saved_tensors, upstream, dentropy, ctx.options, needs, eager=eager, main_grad=main_grad
+    )
     found = {
         name: g if g is None else g.to(ctx.dtypes[name])
         for (name, bit), g in zip(NEEDS.items(), gradients, strict=True)
@@ -185,7 +189,7 @@ def linear_log_prob(
         _OP, hidden, weight, target, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows
     )
     check_lora(_OP, lora, hidden, weight)
-    between.check_keep(_OP, keep_mb)
+    check_keep(_OP, keep_mb)
     hidden = autocast(hidden)
     if not has_kernel(_OP, hidden):
         check_plain(_OP, weight, target, ignore_index, shift, valid_rows)

@@ -72,8 +72,8 @@ def linear_loss(
         *tensors: per-token tensors ``[..., ...]`` (the leading shape of target), handed to fn row by row;
             differentiable.
         entropy: fn takes the entropies as its second argument.
-        reduction: ``"mean"`` (over rows that count), ``"sum"``, or ``"none"``: ``[...]`` losses, for which
-            the backward computes the logits again (four products).
+        reduction: ``"mean"`` (over rows that count), ``"sum"``, or ``"none"``: ``[...]`` losses, by way
+            of :func:`tigon.linear_log_prob` and at its cost.
         denominator: number or tensor of one element: ``sum / denominator`` instead of ``reduction``.
 
     Returns:

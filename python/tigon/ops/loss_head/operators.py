@@ -9,7 +9,7 @@ import torch
 
 from tigon._load import native
 from tigon._op import raw
-from tigon.ops.loss_head.memory import padded, whole_rows
+from tigon.ops.loss_head.memory import AUTOMATIC, padded, rows_kept, whole_rows
 from tigon.ops.loss_head.operands import (
     BIAS,
     HIDDEN,
@@ -28,7 +28,6 @@ from tigon.ops.loss_head.operands import (
 OP = "linear_cross_entropy"
 NUMBERS = {"z_loss": 1, "log_prob": 2, "lse": 4, "entropy": 8}  # bits of `outputs`
 PREDICTED = 16
-AUTOMATIC = -1  # of `keep_rows`: all rows where one chunk takes all, else none
 
 
 class Call(NamedTuple):
@@ -125,16 +124,13 @@ def between_fake(operands, options, needs, keep_rows):
     """What losses of rows keep, (unit, kept), as ``make_between`` of the native side decides."""
     hidden, weight, target, *_ = operands
     vocab, rows = weight.shape[0], rows_computed(target, options.valid_rows)
-    if only_hidden(needs):
-        keep_rows = 0
-    elif keep_rows == AUTOMATIC:
-        whole = options.chunk_rows or whole_rows(
+    whole = options.chunk_rows
+    if keep_rows == AUTOMATIC and not whole:
+        whole = whole_rows(
             hidden.device.type, hidden.dtype, hidden.shape[-1], vocab,
             needs & WEIGHT != 0, needs & MAIN_GRAD != 0,
         )  # fmt: skip
-        keep_rows = rows if rows <= whole else 0
-    else:
-        keep_rows = rows if rows <= keep_rows else keep_rows
+    keep_rows = 0 if only_hidden(needs) else rows_kept(keep_rows, rows, whole)
     formed = needs & UNIT and (keep_rows > 0 or only_hidden(needs))
     shape = (keep_rows, padded(vocab)) if keep_rows > 0 else (0,)
     return hidden.new_empty(hidden.shape if formed else (0,)), hidden.new_empty(shape)
