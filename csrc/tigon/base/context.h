@@ -48,6 +48,7 @@ struct Gemm {
   DType c_dtype = DType::f32;
   float alpha = 1.0f;
   float beta = 0.0f;
+  bool unrounded = false;  // with c_dtype f32: not even one product may be rounded to 16 bits
 };
 
 class TIGON_API Context {

@@ -62,7 +62,8 @@ class TorchCpuContext final : public Context {
   void gemm(const Gemm& g) override {
     constexpr int64_t kWorthwhile = int64_t(1) << 24;
     if (g.m == 0 || g.n == 0) return;
-    if (g.ab_dtype == DType::f16) return widened_gemm(g);
+    bool narrow = g.ab_dtype != DType::f32;
+    if (g.ab_dtype == DType::f16 || (narrow && g.unrounded)) return widened_gemm(g);
     if (g.ab_dtype == DType::f32 && g.m * g.n * g.k >= kWorthwhile && prefers_onednn()) return onednn(g);
     if (g.ab_dtype == g.c_dtype && g.beta == 0.0f && g.alpha == 1.0f) return mm(g, g.c, g.ldc);
     size_t first = blocks_.size();
@@ -130,7 +131,8 @@ class TorchCpuContext final : public Context {
     auto wide = [&](const void* p, int64_t rows, int64_t cols, int64_t ld) {
       float* out = scratch_of<float>(rows * cols);
       parallel(*this, rows, [&](int64_t r) {
-        cpu::widen(static_cast<const f16*>(p) + r * ld, DType::f16, out + r * cols, cols);
+        const char* row = static_cast<const char*>(p) + r * ld * int64_t(size_of(g.ab_dtype));
+        cpu::widen(row, g.ab_dtype, out + r * cols, cols);
       });
       return out;
     };

@@ -23,6 +23,7 @@ LinearHead head_of(const LinearCrossEntropy& a) {
           .lora_a = a.lora_a,
           .lora_b = a.lora_b,
           .lora_scale = a.lora_scale,
+          .wide_logits = a.wide_logits,
           .dhidden = a.dhidden,
           .dweight = a.dweight,
           .add_dweight = a.add_dweight,
@@ -150,21 +151,22 @@ Matrix rows_from(const Matrix& m, int64_t first, int64_t count) {
 // Logits of a chunk and what the row pass makes of them: the results in `v`, and dlogits where they are wanted.
 void pass_rows(Context& ctx, const LinearCrossEntropy& a, const LinearHead& head, const LinearHeadRows& rows,
                const Values& v, LinearHeadChunk& c, bool gradients) {
-  auto part = [&](const Vector& of) { return linear_head_part(of, c.begin, c.count); };
-  linear_head_logits(ctx, head, c);
-  CrossEntropyRows pass = row_pass(a, c.logits);
-  pass.target = part(rows.labels);
-  pass.loss = part(v.loss);
-  pass.lse = part(v.lse);
-  pass.log_prob = part(v.log_prob);
-  pass.entropy = part(v.entropy);
-  pass.predicted = part(v.predicted);
-  if (gradients) {
-    pass.dlogits = c.logits;
-    pass.scale = part(v.factor);
-    pass.entropy_scale = part(v.entropy_factor);
-  }
-  cross_entropy_rows(ctx, pass);
+  linear_head_parts(ctx, head, c, [&](const LinearHeadPart& p) {
+    auto part = [&](const Vector& of) { return linear_head_part(of, p.begin, p.count); };
+    CrossEntropyRows pass = row_pass(a, p.logits);
+    pass.target = part(rows.labels);
+    pass.loss = part(v.loss);
+    pass.lse = part(v.lse);
+    pass.log_prob = part(v.log_prob);
+    pass.entropy = part(v.entropy);
+    pass.predicted = part(v.predicted);
+    if (gradients) {
+      pass.dlogits = p.to;
+      pass.scale = part(v.factor);
+      pass.entropy_scale = part(v.entropy_factor);
+    }
+    cross_entropy_rows(ctx, pass);
+  });
 }
 
 // Chunks of a call: those whose logits' gradients are kept come first.
@@ -209,9 +211,10 @@ void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& a) {
                               .scale = a.scale});
   linear_head_clear(ctx, head, rows);
   Values values = make_values(ctx, a, rows, head.wants_gradients() && !a.unit.data);
+  bool no_dlogits = a.wide_logits && a.hidden.dtype != DType::f32 && !head.wants_gradients();
   LinearHeadWorkspace workspace = linear_head_workspace(
       ctx, head, rows,
-      {.chunk = chunks.most, .logits = chunks.kept < rows.count, .logits_rows = chunks.limit});
+      {.chunk = chunks.most, .logits = chunks.kept < rows.count && !no_dlogits, .logits_rows = chunks.limit});
   for (int64_t begin = 0; begin < rows.count;) {
     LinearHeadChunk c = linear_head_chunk(head, rows, workspace, begin, chunks.count_at(begin, rows.count));
     bool keep = begin < chunks.kept;
@@ -267,10 +270,17 @@ void linear_cross_entropy_rows_gradient(Context& ctx, const LinearCrossEntropy& 
   }
 }
 
+namespace {
+void require_workspace(const LinearCrossEntropy& a, const Matrix& logits) {
+  require_matrix(kOp, "workspace", logits, a.hidden.rows, a.weight.rows,
+                 a.wide_logits ? DType::f32 : a.hidden.dtype);
+}
+}  // namespace
+
 void linear_cross_entropy_chunk_logits(Context& ctx, const LinearCrossEntropy& a, Matrix logits) {
   LinearHead head = checked(a);
   if (a.hidden.rows == 0) return;
-  require_matrix(kOp, "workspace", logits, a.hidden.rows, a.weight.rows, a.hidden.dtype);
+  require_workspace(a, logits);
   TIGON_CHECK(kOp, !a.lora_a.data, "lora must not be given here");
   LinearHeadRows all = {.count = a.hidden.rows, .labels = a.target};
   LinearHeadChunk c = linear_head_chunk(head, all, {}, 0, all.count);
@@ -294,13 +304,15 @@ void linear_cross_entropy_chunk_gradient(Context& ctx, const LinearCrossEntropy&
   require_vector(kOp, "upstream", a.upstream, a.hidden.rows, DType::f32);
   LinearHeadRows all = {.count = a.hidden.rows, .labels = a.target};
   if (all.count == 0) return first ? linear_head_clear(ctx, head, all) : void();
-  require_matrix(kOp, "workspace", logits, a.hidden.rows, a.weight.rows, a.hidden.dtype);
+  require_workspace(a, logits);
+  head.wide_logits = false;  // they are there
+  bool apart = logits.dtype != a.hidden.dtype;
   LinearHeadWorkspace workspace =
-      linear_head_workspace(ctx, head, all, {.chunk = all.count, .logits = false});
+      linear_head_workspace(ctx, head, all, {.chunk = all.count, .logits = apart});
   LinearHeadChunk c = linear_head_chunk(head, all, workspace, 0, all.count);
-  c.logits = logits;
+  if (!apart) c.logits = logits;
   CrossEntropyRows pass = row_pass(a, logits);
-  pass.dlogits = logits;
+  pass.dlogits = c.logits;
   pass.scale = a.upstream;
   pass.entropy_scale = a.entropy_upstream;
   cross_entropy_rows(ctx, pass);

@@ -14,7 +14,8 @@
 // Dtypes      hidden, weight, lora_a, lora_b f32 | bf16 | f16, the same; target, predicted i64; dhidden of hidden's dtype;
 //             dbias, dlora_a, dlora_b f32; dweight f32, or hidden's where one chunk takes all rows; losses, scale and the other
 //             results of rows f32; products accumulate in f32
-// Rounding    logits and dlogits of a chunk are rounded to hidden's dtype (with lora the logits twice, u and t once); dweight
+// Rounding    logits and dlogits of a chunk are rounded to hidden's dtype (with lora the logits twice, u and t once), with
+//             wide_logits dlogits alone; dweight
 //             is summed over chunks in f32 and rounded once, when finish() casts it; a single chunk's is rounded by its product,
 //             and again by finish() where the upstream gradient is not a power of two. The number of chunks does not show
 //             beyond the order of f32 additions and that.
@@ -60,6 +61,7 @@ struct LinearCrossEntropy {
   float logit_scale = 1.0f;
   float temperature = 1.0f;  // z = softcap * tanh(logit_scale * logit / softcap) / temperature
   float z_loss = 0.0f;
+  bool wide_logits = false;  // logits in f32 from 16-bit operands
   int64_t chunk_rows = 0;   // 0: linear_head_chunk_rows
   int64_t valid_rows = -1;  // how many labels are not ignore_index; -1: not known
   Vector

@@ -32,6 +32,7 @@ LinearCrossEntropy arguments(Operands& t, const Formula& f, const Rows& rows) {
           .logit_scale = float(f.logit_scale),
           .temperature = float(f.temperature),
           .z_loss = float(f.z_loss),
+          .wide_logits = f.wide_logits,
           .chunk_rows = rows.chunk_rows,
           .valid_rows = rows.valid_rows,
           .lora_a = rows_of_optional("lora A", t.lora_a),

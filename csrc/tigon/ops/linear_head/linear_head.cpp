@@ -56,6 +56,7 @@ struct Product {
   Matrix a, b, c;
   bool trans_a = false, trans_b = false;
   float alpha = 1.0f, beta = 0.0f;
+  bool unrounded = false;
 };
 void multiply(Context& ctx, const Product& p) {
   ctx.gemm({.m = p.c.rows,
@@ -72,7 +73,8 @@ void multiply(Context& ctx, const Product& p) {
             .ab_dtype = p.a.dtype,
             .c_dtype = p.c.dtype,
             .alpha = p.alpha,
-            .beta = p.beta});
+            .beta = p.beta,
+            .unrounded = p.unrounded});
 }
 
 // Rows of a chunk where there are several.
@@ -194,6 +196,10 @@ std::vector<LinearHeadSpan> linear_head_plan(const LinearHead& a, const std::vec
   return spans;
 }
 
+int64_t linear_head_wide_rows(Device device, int64_t vocab) {
+  return most_rows({.device = device, .dtype = DType::f32, .vocab = vocab});
+}
+
 LinearHeadWorkspace linear_head_workspace(Context& ctx, const LinearHead& a, const LinearHeadRows& rows,
                                           const LinearHeadMemory& m) {
   DType dtype = a.hidden.dtype;
@@ -201,6 +207,11 @@ LinearHeadWorkspace linear_head_workspace(Context& ctx, const LinearHead& a, con
   LinearHeadWorkspace w;
   if (m.logits)
     w.logits = new_matrix(ctx, m.logits_rows > 0 ? m.logits_rows : m.chunk, v, logit_stride(v), dtype);
+  bool wide = a.wide_logits && dtype != DType::f32;
+  if (wide) {
+    int64_t rows_of_part = std::min(m.chunk, linear_head_wide_rows(ctx.device(), v));
+    w.wide = new_matrix(ctx, rows_of_part, v, logit_stride(v), DType::f32);
+  }
   bool scales = m.factored && (a.dweight.data || a.dlora_a.data || a.dlora_b.data);
   if (rows.listed || scales) w.hidden = new_matrix(ctx, m.chunk, h, h, dtype);
   if (rows.listed && a.dhidden.data) w.dhidden = new_matrix(ctx, m.chunk, h, h, dtype);
@@ -221,6 +232,7 @@ LinearHeadChunk linear_head_chunk(const LinearHead& a, const LinearHeadRows& row
   return {.begin = begin,
           .count = count,
           .logits = rows_from(w.logits, 0, count),
+          .wide = w.wide,
           .index = rows.listed ? linear_head_part(rows.index, begin, count) : Vector{},
           .hidden = rows.listed ? rows_from(w.hidden, 0, count) : rows_from(a.hidden, begin, count),
           .dhidden = !a.dhidden.data ? none
@@ -248,16 +260,37 @@ void take_rows(Context& ctx, const LinearHead& a, const LinearHeadChunk& c, cons
 }  // namespace
 
 // The low-rank part comes first: written, not added, and rounded where it is small.
-void linear_head_logits(Context& ctx, const LinearHead& a, LinearHeadChunk& c) {
+LinearHeadPart linear_head_logits(Context& ctx, const LinearHead& a, LinearHeadChunk& c, int64_t begin,
+                                  int64_t count) {
+  bool wide = c.wide.data != nullptr;
+  LinearHeadPart part = {.begin = c.begin + begin,
+                         .count = count,
+                         .logits = wide ? rows_from(c.wide, 0, count) : rows_from(c.logits, begin, count),
+                         .to = rows_from(c.logits, begin, count)};
   bool lora = a.lora_a.data != nullptr;
   if (!c.gathered) take_rows(ctx, a, c, c.hidden, {});
   c.gathered = true;
+  Matrix hidden = rows_from(c.hidden, begin, count), u = rows_from(c.lora_u, begin, count);
   if (lora) {
-    multiply(ctx, {.a = c.hidden, .b = a.lora_a, .c = c.lora_u, .trans_b = true, .alpha = a.lora_scale});
-    multiply(ctx, {.a = c.lora_u, .b = a.lora_b, .c = c.logits, .trans_b = true});
+    multiply(ctx, {.a = hidden, .b = a.lora_a, .c = u, .trans_b = true, .alpha = a.lora_scale});
+    multiply(ctx, {.a = u, .b = a.lora_b, .c = part.logits, .trans_b = true, .unrounded = wide});
     c.has_u = true;
   }
-  multiply(ctx, {.a = c.hidden, .b = a.weight, .c = c.logits, .trans_b = true, .beta = lora ? 1.0f : 0.0f});
+  multiply(ctx, {.a = hidden,
+                 .b = a.weight,
+                 .c = part.logits,
+                 .trans_b = true,
+                 .beta = lora ? 1.0f : 0.0f,
+                 .unrounded = wide});
+  return part;
+}
+
+void linear_head_logits(Context& ctx, const LinearHead& a, LinearHeadChunk& c) {
+  Matrix wide = c.wide;
+  c.wide = {};
+  if (c.logits.dtype != a.hidden.dtype) c.wide = c.logits;
+  linear_head_logits(ctx, a, c, 0, c.count);
+  c.wide = wide;
 }
 
 // dweight = dlogits^T . diag(factor) . hidden, dhidden = diag(factor) . dlogits . weight: dlogits stay as they are.

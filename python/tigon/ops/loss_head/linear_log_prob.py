@@ -27,6 +27,7 @@ from tigon.ops.loss_head.operands import (
     shifted,
     split_lora,
     whole_vectors,
+    wide_logits,
 )
 from tigon.ops.loss_head.operators import between_fake
 from tigon.ops.loss_head.reference import plain_logits
@@ -35,10 +36,11 @@ _OP = "linear_log_prob"
 
 
 def reference(hidden, weight, target, *, bias=None, temperature=1.0, softcap=None, logit_scale=1.0,
-              ignore_index=-100, entropy=False, lora=None, **ignored):  # fmt: skip
+              ignore_index=-100, entropy=False, lora=None, logit_dtype=None,
+              **ignored):  # fmt: skip
     """The same formula in plain PyTorch operations: materialises the logits (any float dtype, any device)."""
     del ignored
-    z = plain_logits(hidden, weight, bias, softcap, logit_scale, temperature, lora)
+    z = plain_logits(hidden, weight, bias, softcap, logit_scale, temperature, lora, logit_dtype)
     log_p = torch.log_softmax(z, -1)
     counts = target != ignore_index
     picked = log_p.gather(-1, torch.where(counts, target, 0).long().unsqueeze(-1)).squeeze(-1)
@@ -60,6 +62,7 @@ class _Arguments(NamedTuple):
     softcap: float
     logit_scale: float
     temperature: float
+    wide_logits: bool
     lora_a: torch.Tensor | None
     lora_b: torch.Tensor | None
     lora_scale: float
@@ -81,8 +84,8 @@ class _Arguments(NamedTuple):
         """The numbers."""
         return Options(
             self.ignore_index, softcap=self.softcap, logit_scale=self.logit_scale,
-            temperature=self.temperature, lora_scale=self.lora_scale, chunk_rows=self.chunk_rows,
-            valid_rows=self.valid_rows,
+            temperature=self.temperature, lora_scale=self.lora_scale, wide_logits=self.wide_logits,
+            chunk_rows=self.chunk_rows, valid_rows=self.valid_rows,
         )  # fmt: skip
 
 
@@ -157,6 +160,7 @@ def linear_log_prob(
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
     keep_mb: float | None = None,
+    logit_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``log softmax(z)[target]`` per token, ``z`` as in :func:`tigon.linear_cross_entropy`, without the
     logits of more than a chunk of rows ever existing.
@@ -169,7 +173,8 @@ def linear_log_prob(
 
     Args:
         hidden, weight, target, bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows,
-            lora, chunk_rows: as in :func:`tigon.linear_cross_entropy`, ``main_grad`` of weight included.
+            lora, chunk_rows, logit_dtype: as in :func:`tigon.linear_cross_entropy`, ``main_grad`` of weight
+            included.
         entropy: also return the entropy of each distribution, ``lse - sum_c p_c z_c``, differentiable too.
         keep_mb: how many MiB the gradients of the logits may take between forward and backward (rows that are
             computed, times V rounded up to 64, times the size of hidden's dtype). ``None``: those of all rows
@@ -191,28 +196,30 @@ def linear_log_prob(
     check_lora(_OP, lora, hidden, weight)
     check_keep(_OP, keep_mb)
     hidden = autocast(hidden)
+    wide = wide_logits(_OP, logit_dtype, hidden)
     if not has_kernel(_OP, hidden):
         check_plain(_OP, weight, target, ignore_index, shift, valid_rows)
         target = shifted(target, ignore_index) if shift else target
         return reference(hidden, plain_weight(_OP, weight), target, bias=bias, temperature=temperature,
                          softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index,
-                         entropy=entropy, lora=lora)  # fmt: skip
+                         entropy=entropy, lora=lora, logit_dtype=logit_dtype)  # fmt: skip
     main_grad = main_grad_of(_OP, weight) if torch.is_grad_enabled() and weight.requires_grad else None
     if main_grad is None:  # main_grad has weight's own columns
         hidden, weight, lora = whole_vectors(hidden, weight, lora)
     lora_a, lora_b, lora_scale = split_lora(hidden, lora)
     operands, known_rows, needs = prepare(
-        _OP, hidden, weight, target, bias, ignore_index, shift, valid_rows, lora_a=lora_a, lora_b=lora_b
-    )
+        _OP, hidden, weight, target, bias, ignore_index, shift, valid_rows, lora_a=lora_a, lora_b=lora_b,
+        wide=wide,
+    )  # fmt: skip
     options = Options(
         ignore_index, softcap=softcap or 0.0, logit_scale=logit_scale, temperature=temperature,
-        lora_scale=lora_scale, chunk_rows=chunk_rows or 0, valid_rows=known_rows,
+        lora_scale=lora_scale, wide_logits=wide, chunk_rows=chunk_rows or 0, valid_rows=known_rows,
     )  # fmt: skip
     needs, keep_rows = between.keep(operands, needs, keep_mb, main_grad)
     result, entropies = _op(*_Arguments(
         operands.hidden, operands.weight, operands.target, operands.bias, ignore_index, options.softcap,
-        logit_scale, temperature, lora_a, lora_b, lora_scale, options.chunk_rows, known_rows, entropy, needs,
-        keep_rows,
+        logit_scale, temperature, wide, lora_a, lora_b, lora_scale, options.chunk_rows, known_rows, entropy,
+        needs, keep_rows,
     ))  # fmt: skip
     if main_grad is not None and isinstance(result.grad_fn, _op.node):  # eager: grad_fn is what backward sees
         result.grad_fn.main_grad = main_grad

@@ -65,6 +65,7 @@ class _Sizes(NamedTuple):
     lora_rank: int
     dweight: bool = False
     add_dweight: bool = False
+    wide: bool = False  # logits in float32
 
     @property
     def size(self) -> int:
@@ -91,7 +92,14 @@ class _Sizes(NamedTuple):
         product = _GEMM_WORKSPACE
         if self.device == "cpu":
             product = (8 if self.dtype == torch.float16 else self.size) * self.vocab * self.hidden_size
-        return 64 * self.rows + product
+        return 64 * self.rows + product + self.wide_rows() * 4 * padded(self.vocab)
+
+    def wide_rows(self) -> int:
+        """Rows of a part with logits in float32."""
+        if not self.wide:
+            return 0
+        most = default_chunk(self.device, torch.float32, 2**62, self.hidden_size, self.vocab, dweight=False)
+        return min(self.rows, most)
 
     @property
     def scaled_late(self) -> bool:
@@ -125,11 +133,11 @@ class _Sizes(NamedTuple):
         return chunk if max_workspace_mb is None else min(chunk, max(self.chunk_within(max_workspace_mb), 1))
 
 
-def chunk_that_fits(op, max_workspace_mb, hidden, vocab, chunk_rows, lora_rank, dweight, add_dweight):
+def chunk_that_fits(op, max_workspace_mb, hidden, vocab, chunk_rows, lora_rank, dweight, add_dweight, wide):
     """Rows per chunk within the cap (and no more than asked for)."""
     rows, size = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
     sizes = _Sizes(
-        hidden.device.type, hidden.dtype, rows, size, vocab, lora_rank, dweight, dweight and add_dweight
+        hidden.device.type, hidden.dtype, rows, size, vocab, lora_rank, dweight, dweight and add_dweight, wide
     )
     least = _ceil(sizes.fixed() + sizes.per_row(True), _MIB)
     fits = sizes.chunk_within(max_workspace_mb) > 0
@@ -184,6 +192,7 @@ def linear_cross_entropy_memory(
     chunk_rows: int | None = None,
     max_workspace_mb: float | None = None,
     keep_mb: float | None = None,
+    logit_dtype: torch.dtype | None = None,
 ) -> HeadMemory:
     """Bytes that :func:`tigon.linear_cross_entropy` and its backward take besides their inputs.
 
@@ -211,7 +220,8 @@ def linear_cross_entropy_memory(
         results = dtype.itemsize * (trained + lora_rank * (hidden_size + vocab) + rows)
         return HeadMemory(rows, 3 * logits, 0, results, max(3 * logits, logits + results))
     summed = train_weight and main_grad
-    sizes = _Sizes(device, dtype, rows, hidden_size, vocab, lora_rank, train_weight, summed)
+    wide = logit_dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16)
+    sizes = _Sizes(device, dtype, rows, hidden_size, vocab, lora_rank, train_weight, summed, wide)
     weight_dtype = weight_dtype or dtype
     worked = rows if valid_rows is None else valid_rows
     chunk = sizes.chunk(worked, chunk_rows, max_workspace_mb)
@@ -288,6 +298,7 @@ def linear_log_prob_memory(
     valid_rows: int | None = None,
     chunk_rows: int | None = None,
     keep_mb: float | None = None,
+    logit_dtype: torch.dtype | None = None,
 ) -> HeadMemory:
     """Bytes that :func:`tigon.linear_log_prob` and its backward take besides their inputs.
 
@@ -304,4 +315,5 @@ def linear_log_prob_memory(
         rows, hidden_size, vocab, dtype, device=device, weight_dtype=weight_dtype, train_hidden=train_hidden,
         train_weight=train_weight, train_bias=train_bias, main_grad=main_grad, lora_rank=lora_rank,
         valid_rows=valid_rows, reduction="none", chunk_rows=chunk_rows, keep_mb=keep_mb,
+        logit_dtype=logit_dtype,
     )  # fmt: skip

@@ -82,7 +82,10 @@ class _Stream:
         rows, (vocab, size) = target.shape[0], weight.shape
         options = call.options
         self.ignore_index = options.ignore_index
-        self.of_logits = (options.ignore_index, options.softcap, options.logit_scale, options.temperature)
+        self.of_logits = (
+            options.ignore_index, options.softcap, options.logit_scale, options.temperature,
+            options.wide_logits,
+        )  # fmt: skip
         valid = options.valid_rows
         if target.device.type == "cpu":
             valid = check_count(OP, target, self.ignore_index, valid)
@@ -94,7 +97,8 @@ class _Stream:
             hidden.device.type, hidden.dtype, self.count, size, vocab, dweight=call.needs & WEIGHT != 0
         )
         self.chunk = min(chunk, max(self.count, 1))
-        self.space = hidden.new_empty(self.chunk, padded(vocab))[:, :vocab]
+        dtype = torch.float32 if options.wide_logits else hidden.dtype
+        self.space = hidden.new_empty(self.chunk, padded(vocab), dtype=dtype)[:, :vocab]
         make = torch.zeros if self.index is not None or self.count == 0 else torch.empty
         f32 = {"dtype": torch.float32, "device": hidden.device}
         needs = call.needs
