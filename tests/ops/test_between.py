@@ -25,12 +25,17 @@ ROW = 64 * 4 / 2**20  # MiB of the logits of a row in float32, up to 64 classes
 KEEPS = [None, 0, 5 * ROW, 1e6]
 
 
+def _keep(keep_mb):
+    """Options; with 5 * ROW one chunk of four rows is kept, and the others are computed again."""
+    return {"keep_mb": keep_mb, "chunk_rows": 4 if keep_mb == 5 * ROW else None}
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_combinations(data):
     draw = data.draw
     torch.manual_seed(draw(st.integers(0, 2**31), label="seed"))
-    rows, h, v = draw(st.integers(1, 40)), draw(st.integers(1, 33)), draw(st.integers(2, 130))
+    rows, h, v = draw(st.integers(1, 40)), draw(st.integers(8, 33)), draw(st.integers(2, 130))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     tensors = head_inputs(rows, h, v, dtype=dtype, masked=draw(st.sampled_from([0.0, 0.3, 1.0])))
     hidden, weight, target = (
@@ -65,7 +70,7 @@ def test_every_combination_of_gradients(needs, keep_mb, device):
     results = []
     for fn in (FN, reference):
         x, w, b, *ab = leaves = [t.clone().requires_grad_(n) for t, n in zip(tensors, needs, strict=True)]
-        log_prob = fn(x, w, target, bias=b, lora=(*ab, 0.5), keep_mb=keep_mb)
+        log_prob = fn(x, w, target, bias=b, lora=(*ab, 0.5), **_keep(keep_mb))
         assert log_prob.requires_grad == any(needs)
         if any(needs):
             (log_prob * torch.linspace(-1, 2, 14, device=device)).sum().backward()
@@ -101,7 +106,7 @@ def test_number_of_products(fn, trained, keep_mb, products):
     rows, size, vocab = 40, 32, 64
     hidden, weight, target = (t.detach() for t in head_inputs(rows, size, vocab, masked=0.0))
     hidden.requires_grad_("x" in trained), weight.requires_grad_("w" in trained)
-    options = {"keep_mb": keep_mb}
+    options = {"keep_mb": keep_mb, "chunk_rows": 10 if products == 3.75 else None}
     if "b" in trained:
         options["bias" if trained == "xb" else "lora"] = (
             torch.randn(vocab, requires_grad=True)
@@ -146,13 +151,13 @@ def test_a_second_backward(fn, frozen, keep_mb, device):
     upstream = torch.randn(30, device=device)
     upstream[target == -100] = float("inf")  # of rows that do not count
     wrt = (hidden,) if frozen else (hidden, weight)
-    result = fn(hidden, weight, target, keep_mb=keep_mb)
+    result = fn(hidden, weight, target, **_keep(keep_mb))
     all_three = [
         torch.autograd.grad(result, wrt, upstream, retain_graph=retained) for retained in (True, True, False)
     ]
     for gradients in zip(*all_three, strict=True):
         assert all(same_bits(g, gradients[0]) and g.isfinite().all() for g in gradients)
-    doubled = torch.autograd.grad(fn(hidden, weight, target, keep_mb=keep_mb), wrt, 2 * upstream)
+    doubled = torch.autograd.grad(fn(hidden, weight, target, **_keep(keep_mb)), wrt, 2 * upstream)
     assert all(same_bits(d, 2 * g) for d, g in zip(doubled, all_three[0], strict=True))
 
 
@@ -165,7 +170,7 @@ def test_a_late_gradient_of_the_entropies(parts, frozen, keep_mb, device):
     wrt = (hidden,) if frozen else (hidden, weight)
     results = []
     for fn in (FN, reference):
-        log_prob, entropy = fn(hidden, weight, target, entropy=True, keep_mb=keep_mb)
+        log_prob, entropy = fn(hidden, weight, target, entropy=True, **_keep(keep_mb))
         if parts == "apart":
             first = torch.autograd.grad(log_prob.sum(), wrt, retain_graph=True)
             second = torch.autograd.grad(entropy.sum(), wrt)
@@ -185,7 +190,7 @@ def test_nothing_to_do(rows, trained, keep_mb, device):
     hidden = hidden.detach().requires_grad_("x" in trained)
     weight = weight.detach().requires_grad_("w" in trained)
     for valid_rows in (None, 0):
-        log_prob = FN(hidden, weight, target, keep_mb=keep_mb, valid_rows=valid_rows)
+        log_prob = FN(hidden, weight, target, **_keep(keep_mb), valid_rows=valid_rows)
         gradients = torch.autograd.grad(log_prob.sum(), leaves_of((hidden, weight)))
         assert all(torch.count_nonzero(t) == 0 for t in (log_prob, *gradients))
 
@@ -212,7 +217,7 @@ def test_main_grad(fn, dtype, keep_mb, device):
     (of_hidden,) = torch.autograd.grad(fn(hidden, weight, target).sum(), hidden)
     weight.main_grad = torch.ones(weight.shape, device=device)
     weight.tigon_main_grad = True
-    fn(hidden, weight, target, keep_mb=keep_mb).sum().backward()
+    fn(hidden, weight, target, **_keep(keep_mb)).sum().backward()
     assert weight.grad is None
     torch.testing.assert_close(weight.main_grad - 1, want.float(), rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(hidden.grad, of_hidden, rtol=2e-2, atol=2e-2)
@@ -228,7 +233,7 @@ def test_compiled_is_eager_bit_for_bit(fn, dtype, frozen, keep_mb, device):
     for rows in (5, 9):
         hidden, weight, target = head_inputs(rows, dtype=dtype, device=device)
         args = (hidden, weight.detach() if frozen else weight, target)
-        got, want = (run(f, args, {"keep_mb": keep_mb}) for f in (compiled, fn))
+        got, want = (run(f, args, _keep(keep_mb)) for f in (compiled, fn))
         assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
 
 

@@ -41,8 +41,8 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
     TIGON_CHECK(kOp, !in_place || a.dlogits.stride == a.logits.stride,
                 "dlogits in place must have logits' row stride ", a.logits.stride, ", got ",
                 a.dlogits.stride);
-    TIGON_CHECK(kOp, !in_place || a.dlogits.dtype == a.logits.dtype,
-                "dlogits in place must be ", name_of(a.logits.dtype), ", got ", name_of(a.dlogits.dtype));
+    TIGON_CHECK(kOp, !in_place || a.dlogits.dtype == a.logits.dtype, "dlogits in place must be ",
+                name_of(a.logits.dtype), ", got ", name_of(a.dlogits.dtype));
     TIGON_CHECK(kOp, rows <= 1 || a.dlogits.stride >= cols,
                 "dlogits must have rows that do not overlap (stride >= ", cols, "), got stride ",
                 a.dlogits.stride);

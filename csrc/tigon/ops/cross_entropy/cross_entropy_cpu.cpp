@@ -28,7 +28,7 @@ struct CrossEntropyRowResults {
 struct CrossEntropyTable {
   // target -1: ignored; dlogits nullptr: not wanted
   void (*row[3][3])(const CrossEntropyCall& c, const void* logits, void* dlogits, int64_t target, float scale,
-                 float entropy_scale, CrossEntropyRowResults* out);
+                    float entropy_scale, CrossEntropyRowResults* out);
   void (*rescale[3])(void* grad, float factor, int64_t n);
 };
 

@@ -173,10 +173,10 @@ void pass_rows(Context& ctx, const LinearCrossEntropy& a, const LinearHead& head
 struct Chunks {
   int64_t kept = 0, kept_limit = 1, limit = 1, most = 0, number = 0;
 
-  Chunks(Context& ctx, const LinearCrossEntropy& a, const LinearHead& head, int64_t rows)
+  Chunks(Context& ctx, const LinearCrossEntropy& a, const LinearHead& head, int64_t rows, int64_t kept_limit)
       : kept(a.kept.data ? std::min(a.kept.rows, rows) : 0),
-        kept_limit(a.chunk_rows > 0 ? a.chunk_rows : std::max<int64_t>(kept, 1)),
-        limit(linear_head_limit(ctx, head, rows - kept, a.chunk_rows)),
+        kept_limit(kept_limit),
+        limit(linear_head_limit(ctx, head, rows, a.chunk_rows)),
         most(std::max(std::min(kept, kept_limit), std::min(rows - kept, limit))),
         number((kept + kept_limit - 1) / kept_limit + (rows - kept + limit - 1) / limit) {}
 
@@ -184,6 +184,15 @@ struct Chunks {
     return begin < kept ? std::min(kept_limit, kept - begin) : std::min(limit, rows - begin);
   }
 };
+// A forward has the chunks of one without gradients, kept rows or not: then its results have the same bits.
+Chunks forward_chunks(Context& ctx, const LinearCrossEntropy& a, const LinearHead& head, int64_t rows) {
+  return Chunks(ctx, a, head, rows, linear_head_limit(ctx, head, rows, a.chunk_rows));
+}
+// A backward needs no more memory for all kept rows than for some.
+Chunks backward_chunks(Context& ctx, const LinearCrossEntropy& a, const LinearHead& head, int64_t rows) {
+  return Chunks(ctx, a, head, rows,
+                a.chunk_rows > 0 ? a.chunk_rows : std::max<int64_t>(std::min(a.kept.rows, rows), 1));
+}
 
 LinearHeadRows rows_of(Context& ctx, const LinearCrossEntropy& a, const LinearHead& head) {
   return linear_head_rows(ctx, head,
@@ -198,7 +207,7 @@ void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& a) {
   check_between(a);
   LinearHeadRows rows = rows_of(ctx, a, head);
   if (a.unit.data) head.dhidden = a.unit;
-  Chunks chunks(ctx, a, head, rows.count);
+  Chunks chunks = forward_chunks(ctx, a, head, rows.count);
   linear_head_check_chunks(head, chunks.number);
   if (a.reduction != Reduction::none)
     cross_entropy_scale(ctx, {.target = a.target,
@@ -234,7 +243,7 @@ void linear_cross_entropy_rows_gradient(Context& ctx, const LinearCrossEntropy& 
   check_between(a);
   LinearHeadRows rows = rows_of(ctx, a, head);
   if (a.unit.data) head.dhidden = {};  // the rest of the gradients
-  Chunks chunks(ctx, a, head, head.wants_gradients() ? rows.count : 0);
+  Chunks chunks = backward_chunks(ctx, a, head, head.wants_gradients() ? rows.count : 0);
   linear_head_check_chunks(head, chunks.number);
   bool reads_weight = chunks.number > 0 && (head.dhidden.data || chunks.kept < rows.count);
   TIGON_CHECK(kOp, a.weight.data || !reads_weight,

@@ -62,8 +62,8 @@ struct LinearCrossEntropy {
   float temperature = 1.0f;  // z = softcap * tanh(logit_scale * logit / softcap) / temperature
   float z_loss = 0.0f;
   bool wide_logits = false;  // logits in f32 from 16-bit operands
-  int64_t chunk_rows = 0;   // 0: linear_head_chunk_rows
-  int64_t valid_rows = -1;  // how many labels are not ignore_index; -1: not known
+  int64_t chunk_rows = 0;    // 0: linear_head_chunk_rows
+  int64_t valid_rows = -1;   // how many labels are not ignore_index; -1: not known
   Vector
       upstream;  // f32 [rows]: gradient of each row's loss, instead of scale (the backward of Reduction::none)
   Vector entropy_upstream;  // f32 [rows]: gradient of each row's entropy besides; empty: none

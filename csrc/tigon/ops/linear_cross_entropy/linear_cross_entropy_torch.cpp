@@ -138,7 +138,13 @@ Between make_between(LinearCrossEntropy& a, const Tensor& hidden, int64_t needs,
                                                                .add_dweight = (needs & into_main_grad) != 0});
     keep_rows = rows <= whole ? rows : 0;
   } else {
-    keep_rows = std::min(keep_rows, rows);
+    int64_t chunk = a.chunk_rows > 0 ? a.chunk_rows
+                                     : linear_head_chunk_rows({.device = device_of(kOp, hidden),
+                                                               .dtype = dtype,
+                                                               .rows = rows,
+                                                               .hidden = a.hidden.cols,
+                                                               .vocab = a.weight.rows});
+    keep_rows = rows <= keep_rows ? rows : keep_rows / chunk * chunk;
   }
   bool unit = needs & need_unit && (keep_rows > 0 || alone), kept = keep_rows > 0;
   Between b = {.unit = unit ? make_like(hidden, dtype) : nothing(hidden, dtype),

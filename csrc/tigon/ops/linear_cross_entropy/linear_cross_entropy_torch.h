@@ -72,7 +72,7 @@ Matrix rows_of_optional(const char* name, OptionalTensor& t);
 LinearCrossEntropy arguments(Operands& t, const Formula& f, const Rows& rows = {});
 
 // What the forward of per-row losses leaves for their backward; an empty tensor for what it does not. `keep_rows`: most rows
-// whose logits' gradients stay; -1: all where one chunk takes all rows, else none. With gradients of hidden alone none are
+// whose logits' gradients stay, in whole chunks; -1: all where one chunk takes all rows, else none. With gradients of hidden alone none are
 // needed; hidden's for an upstream of 1 is left, where `needs` allows it, if they are or no other gradient is wanted.
 struct Between {
   Tensor unit, kept;

@@ -139,8 +139,8 @@ TIGON_API LinearHeadWorkspace linear_head_workspace(Context& ctx, const LinearHe
 // such as logits' gradients of an earlier call.
 struct LinearHeadChunk {
   int64_t begin = 0, count = 0;
-  Matrix logits;  // [count, V], hidden's dtype: logits (unless wide), then their gradients
-  Matrix wide;  // [a part, V] f32
+  Matrix logits;           // [count, V], hidden's dtype: logits (unless wide), then their gradients
+  Matrix wide;             // [a part, V] f32
   Vector index;            // empty: rows begin, begin + 1, ...
   Matrix hidden, dhidden;  // operands of the products: gathered where the rows are listed
   bool gathered = true;    // hidden holds the rows already
@@ -155,7 +155,7 @@ TIGON_API LinearHeadChunk linear_head_chunk(const LinearHead& a, const LinearHea
 // The logits of rows [begin, begin + count) of a chunk, in part.logits; `to`: where their gradients belong.
 struct LinearHeadPart {
   int64_t begin = 0, count = 0;  // rows of the list
-  Matrix logits, to;             // the same memory unless logits are wide; `to` is empty where the chunk has no logits
+  Matrix logits, to;  // the same memory unless logits are wide; `to` is empty where the chunk has no logits
 };
 // Calls fn(part) for each part of a chunk, whose logits are made just before: one part, or with wide logits several.
 template <class Fn>

@@ -179,9 +179,9 @@ def linear_log_prob(
         keep_mb: how many MiB the gradients of the logits may take between forward and backward (rows that are
             computed, times V rounded up to 64, times the size of hidden's dtype). ``None``: those of all rows
             are kept where one chunk takes all rows (:func:`tigon.linear_log_prob_memory` says when), since
-            the backward would need that memory anyway; else none. A number: as many rows as fit. 0: nothing
-            is kept, hidden's gradient for a frozen head neither. Where all rows are kept, or the head is
-            frozen, and no entropies were asked for, weight is not saved for the backward.
+            the backward would need that memory anyway; else none. A number: as many whole chunks as fit. 0:
+            nothing is kept, hidden's gradient for a frozen head neither. Where all rows are kept, or the head
+            is frozen, and no entropies were asked for, weight is not saved for the backward.
 
     Returns:
         float32 ``[...]``, or a pair of them. 0 on ignored rows, with zero gradients.

@@ -240,11 +240,18 @@ def linear_cross_entropy_memory(
     return HeadMemory(chunk, workspace, gradients, results, gradients + max(workspace, copied))
 
 
-def rows_kept(keep_rows, rows, whole):
-    """How many rows' logits' gradients stay: all or none (AUTOMATIC), or as many as may."""
+def rows_kept(keep_rows, rows, device, dtype, hidden_size, vocab, chunk_rows, *, dweight, add_dweight):
+    """How many rows' logits' gradients stay: all or none (AUTOMATIC), or whole chunks of as many as may.
+
+    `rows` may be symbolic: it is compared, and fixed only where a part of the rows is kept.
+    """
     if keep_rows == AUTOMATIC:
+        whole = chunk_rows or whole_rows(device, dtype, hidden_size, vocab, dweight, add_dweight)
         return rows if rows <= whole else 0
-    return rows if rows <= keep_rows else keep_rows
+    if keep_rows == 0 or rows <= keep_rows:
+        return rows if keep_rows else 0
+    chunk = chunk_rows or default_chunk(device, dtype, rows, hidden_size, vocab, dweight=False)
+    return keep_rows // chunk * chunk
 
 
 def rows_within(keep_mb, vocab, itemsize) -> int:
@@ -257,19 +264,23 @@ def rows_within(keep_mb, vocab, itemsize) -> int:
 def _of_rows(s: _Sizes, worked, weight_dtype, train_hidden, train_bias, chunk_rows, keep_mb):
     """Losses of rows: what is kept, and the larger of the forward and the backward."""
     listed, others = worked < s.rows, s.dweight or train_bias or s.lora_rank > 0
-    whole = chunk_rows or whole_rows(s.device, s.dtype, s.hidden_size, s.vocab, s.dweight, s.add_dweight)
-    kept = rows_kept(rows_within(keep_mb, s.vocab, s.size), worked, whole) if others else 0
+    kept = rows_kept(
+        rows_within(keep_mb, s.vocab, s.size), worked, s.device, s.dtype, s.hidden_size, s.vocab, chunk_rows,
+        dweight=s.dweight, add_dweight=s.add_dweight,
+    ) if others else 0  # fmt: skip
     unit = train_hidden and keep_mb != 0 and (kept > 0 or not others)
     forward, backward = (
-        sizes.chunk(worked - kept, chunk_rows, None) if worked > kept else 0
-        for sizes in (s._replace(dweight=False, add_dweight=False), s)
+        sizes.chunk(worked, chunk_rows, None) for sizes in (s._replace(dweight=False, add_dweight=False), s)
     )
+    if worked == kept:
+        backward = 0
     copy = s.vocab * s.hidden_size * s.size * (weight_dtype != s.dtype)  # the weight in hidden's dtype
     fixed = s.fixed() + copy
-    of_kept = kept if chunk_rows is None else min(kept, chunk_rows)  # rows of a chunk
-    products = of_kept * (s.logits_row() - s.size * padded(s.vocab))  # their own memory
-    first = max(products, forward * s.logits_row()) + fixed
-    first += max(of_kept, forward) * s.beside_row(listed * (1 + unit))
+    of_kept = kept if chunk_rows is None else min(kept, chunk_rows)  # rows of a chunk of the backward
+    logits = s.logits_row() - s.size * padded(s.vocab) * (
+        worked == kept
+    )  # their product's own memory at least
+    first = forward * (logits + s.beside_row(listed * (1 + unit))) + fixed
     copies = max(listed, kept > 0) + (listed and train_hidden and not unit)
     second = backward * s.logits_row() + max(of_kept, backward) * s.beside_row(copies) + fixed
     rounded = weight_dtype == s.dtype and not s.scaled_late and max(kept, backward) >= worked

@@ -9,7 +9,7 @@ import torch
 
 from tigon._load import native
 from tigon._op import raw
-from tigon.ops.loss_head.memory import AUTOMATIC, padded, rows_kept, whole_rows
+from tigon.ops.loss_head.memory import padded, rows_kept, whole_rows
 from tigon.ops.loss_head.operands import (
     BIAS,
     HIDDEN,
@@ -124,13 +124,10 @@ def between_fake(operands, options, needs, keep_rows):
     """What losses of rows keep, (unit, kept), as ``make_between`` of the native side decides."""
     hidden, weight, target, *_ = operands
     vocab, rows = weight.shape[0], rows_computed(target, options.valid_rows)
-    whole = options.chunk_rows
-    if keep_rows == AUTOMATIC and not whole:
-        whole = whole_rows(
-            hidden.device.type, hidden.dtype, hidden.shape[-1], vocab,
-            needs & WEIGHT != 0, needs & MAIN_GRAD != 0,
-        )  # fmt: skip
-    keep_rows = 0 if only_hidden(needs) else rows_kept(keep_rows, rows, whole)
+    keep_rows = 0 if only_hidden(needs) else rows_kept(
+        keep_rows, rows, hidden.device.type, hidden.dtype, hidden.shape[-1], vocab, options.chunk_rows,
+        dweight=needs & WEIGHT != 0, add_dweight=needs & MAIN_GRAD != 0,
+    )  # fmt: skip
     formed = needs & UNIT and (keep_rows > 0 or only_hidden(needs))
     shape = (keep_rows, padded(vocab)) if keep_rows > 0 else (0,)
     return hidden.new_empty(hidden.shape if formed else (0,)), hidden.new_empty(shape)
