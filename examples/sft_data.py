@@ -212,7 +212,7 @@ def finish(args, name: str, losses: list[float], **more) -> None:
     folder = args.out / name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "losses.json").write_text(json.dumps({"losses": losses, **more}))
-    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} over {len(losses)} steps; {folder / 'losses.json'}")
+    print(f"loss {losses[0]:.4g} -> {losses[-1]:.4g} over {len(losses)} steps; {folder / 'losses.json'}")
     try:
         import matplotlib
     except ImportError:

@@ -14,6 +14,9 @@ for package in ("transformers", "accelerate"):
     pytest.importorskip(package)
 
 import continue_training
+import distillation
+import dpo
+import grpo
 import lora
 import sft_data
 import sft_trainer
@@ -142,3 +145,23 @@ def test_packing_keeps_samples_apart(patched):
         tigon.apply(model)
     close(model(**{name: torch.tensor([value]) for name, value in row.items()}).loss.detach(), wanted)
     tigon.undo(model)
+
+
+@pytest.mark.parametrize("example", [dpo, grpo, distillation])
+def test_post_training(example, options, caplog):
+    """TRL's trainers: with Tigon the curve is stock's, and every loss came from Tigon."""
+    pytest.importorskip("trl")
+    from tigon.integrations import trl
+
+    deeper = TINY.replace("layers=1", "layers=4")  # a student is half of its teacher
+    options = [*options, "--batch", "4", "--model-config", deeper]
+    try:
+        with caplog.at_level("WARNING", "tigon"):
+            assert example.main(options) == 0
+        assert not caplog.records
+    finally:
+        trl.uninstall()
+    ours = result(options, example.__name__)
+    assert example.main([*options, "--stock"]) == 0
+    stock = result(options, example.__name__)
+    assert len(ours["losses"]) == 4 and ours["losses"] == pytest.approx(stock["losses"], rel=2e-4, abs=2e-6)

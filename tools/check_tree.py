@@ -42,7 +42,13 @@ def role_of(path: Path) -> str:
     return "header" if path.suffix == ".h" else "op"
 
 
-def allowed(path: Path, include: str) -> bool:
+def exports(header: Path) -> bool:
+    """Whether a header declares functions of the library's interface."""
+    text = header.read_text(encoding="utf-8") if header.exists() else ""
+    return re.search(r"^TIGON_API", text, re.MULTILINE) is not None
+
+
+def allowed(root: Path, path: Path, include: str) -> bool:
     """May this file of tigon/ include that header of tigon/?"""
     role, target = role_of(path), Path(include)
     if target.parts[1] == "base":
@@ -52,7 +58,7 @@ def allowed(path: Path, include: str) -> bool:
     if target.parts[1] == "torch":
         return role == "torch"
     own = path.parts[1] == "ops" and target.parts[:3] == path.parts[:3]
-    public = target.name == f"{target.parts[2]}.h"
+    public = target.name == f"{target.parts[2]}.h" or exports(root / "csrc" / target)
     shared = (
         own and target.suffix == ".h" and role_of(target) in ("header", role)
     )  # a second op of the folder
@@ -75,7 +81,7 @@ def check_includes(root: Path, path: Path) -> list[str]:
                 errors.append(
                     f"{path}: a {role} file includes {include}; only tigon/torch and *_torch.cpp may"
                 )
-        elif include.startswith("tigon/") and not allowed(spelled, include):
+        elif include.startswith("tigon/") and not allowed(root, spelled, include):
             errors.append(f"{path} is {role}: it may not include {include}")
         elif "/" not in include and (root / path.parent / include).exists():
             errors.append(f'{path}: spell "{include}" from csrc')

@@ -18,11 +18,15 @@ from tigon.ops.gated_rms_norm import gated_rms_norm
 from tigon.ops.glu import geglu, reglu, swiglu, swiglu_oai
 from tigon.ops.group_norm import group_norm
 from tigon.ops.layer_norm import layer_norm
+from tigon.ops.loss_head.divergence_memory import linear_divergence_memory
 from tigon.ops.loss_head.labels import count_labels
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.loss_head.linear_divergence import linear_jsd, linear_kl_div, linear_tvd
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 from tigon.ops.loss_head.linear_loss import linear_loss
 from tigon.ops.loss_head.memory import linear_cross_entropy_memory, linear_log_prob_memory
+from tigon.ops.policy import policy_loss
+from tigon.ops.preference import kto_loss, preference_loss
 from tigon.ops.qk_norm_rope import qk_norm_rope
 from tigon.ops.relu_squared import relu_squared
 from tigon.ops.rms_norm import rms_norm
@@ -48,13 +52,20 @@ __all__ = [
     "group_norm",
     "jsd",
     "kl_div",
+    "kto_loss",
     "layer_norm",
     "linear_cross_entropy",
     "linear_cross_entropy_memory",
+    "linear_divergence_memory",
+    "linear_jsd",
+    "linear_kl_div",
     "linear_log_prob",
     "linear_log_prob_memory",
     "linear_loss",
+    "linear_tvd",
     "nn",
+    "policy_loss",
+    "preference_loss",
     "qk_norm_rope",
     "reglu",
     "relu_squared",

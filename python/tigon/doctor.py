@@ -143,14 +143,60 @@ def _log_softmax(x):
     return torch.log_softmax(_wide(x), -1)
 
 
+def _plain_kl_div(student, teacher):
+    return F.kl_div(_log_softmax(student), _log_softmax(teacher), log_target=True, reduction="batchmean")
+
+
 def _plain_jsd(student, teacher):
     q, p = _log_softmax(student), _log_softmax(teacher)
     m = torch.log((q.exp() + p.exp()) / 2)
     return ((p.exp() * (p - m)).sum() + (q.exp() * (q - m)).sum()) / 2 / ROWS
 
 
+def _two_heads():
+    return 3 * _rows(), _rows(VOCABULARY, COLUMNS), 3 * _rows(ROWS, VOCABULARY)
+
+
+def _of_heads(plain):
+    return lambda hidden, weight, teacher: plain(F.linear(_wide(hidden), _wide(weight)), teacher)
+
+
 def _plain_tvd(student, teacher):
     return (_log_softmax(student).exp() - _log_softmax(teacher).exp()).abs().sum() / 2 / ROWS
+
+
+def _answers(rows):
+    return -_rows(rows, 17).abs(), torch.rand(rows, 17) < 0.8
+
+
+def _plain_preference(log_prob, mask):
+    sums = torch.where(mask, _wide(log_prob), 0.0).sum(-1)
+    rewards = (0.1 * sums).detach()
+    margin = rewards[:4] - rewards[4:]
+    nll = -torch.where(mask, _wide(log_prob), 0.0)[:4].sum() / mask[:4].sum()
+    return -F.logsigmoid(0.1 * (sums[:4] - sums[4:])).mean(), sums.detach(), rewards, nll.detach(), margin
+
+
+def _kto():
+    log_prob, mask = _answers(7)
+    return log_prob, torch.arange(7) % 3 == 0, mask
+
+
+def _plain_kto(log_prob, desirable, mask):
+    sums = torch.where(mask, _wide(log_prob), 0.0).sum(-1)
+    losses = torch.sigmoid(-0.1 * torch.where(desirable, sums, -sums))
+    return losses.mean(), sums.detach(), (0.1 * sums).detach()
+
+
+def _policy():
+    log_prob, mask = _answers(7)
+    return log_prob, _rows(7), mask
+
+
+def _plain_policy(log_prob, advantage, mask):
+    ratio = torch.exp(_wide(log_prob) - _wide(log_prob).detach())
+    loss = torch.where(mask, -ratio * _wide(advantage)[:, None], 0.0).sum() / mask.sum()
+    return loss, torch.zeros_like(ratio)
 
 
 PROBES = (
@@ -168,17 +214,26 @@ PROBES = (
     Probe("swiglu_oai", lambda: (_rows(),), _plain_swiglu_oai),
     Probe("rope", _rope, _plain_rope, fixed=(2, 3)),
     Probe("qk_norm_rope", _qk_norm_rope, _plain_qk_norm_rope, fixed=(4, 5)),
-    Probe("kl_div", _distributions, lambda s, t: F.kl_div(_log_softmax(s), _log_softmax(t), log_target=True,
-                                                          reduction="batchmean"), fixed=(1,)),
+    Probe("kl_div", _distributions, _plain_kl_div, fixed=(1,)),
     Probe("jsd", _distributions, _plain_jsd, fixed=(1,)),
     Probe("tvd", _distributions, _plain_tvd, fixed=(1,)),
     Probe("cross_entropy", lambda: (3 * _rows(ROWS, VOCABULARY), _labels()),
           lambda logits, target: F.cross_entropy(_wide(logits), target)),
     Probe("linear_cross_entropy", _head, _plain_head),
     Probe("linear_log_prob", _head, _plain_log_prob),
+    Probe("preference_loss", lambda: _answers(8), _plain_preference),
+    Probe("kto_loss", _kto, _plain_kto),
+    Probe("policy_loss", _policy, _plain_policy, fixed=(1,)),
+    *(Probe(f"linear_{op}", _two_heads, _of_heads(plain), fixed=(2,))
+      for op, plain in (("kl_div", _plain_kl_div), ("jsd", _plain_jsd), ("tvd", _plain_tvd))),
 )  # fmt: skip
-# Exported beside the ops.
-HELPERS = {"count_labels", "linear_cross_entropy_memory", "linear_log_prob_memory", "linear_loss"}
+HELPERS = {
+    "count_labels",
+    "linear_cross_entropy_memory",
+    "linear_divergence_memory",
+    "linear_log_prob_memory",
+    "linear_loss",
+}  # exported beside the ops
 
 
 def ops() -> list[str]:
@@ -256,12 +311,14 @@ def _run(function, probe, drawn) -> list[torch.Tensor]:
         for i, x in enumerate(drawn)
     ]
     results = function(*arguments)
-    results = results if isinstance(results, tuple) else (results,)
+    results = [y for y in (results if isinstance(results, tuple) else (results,)) if y is not None]
     leaves = [x for x in arguments if torch.is_tensor(x) and x.requires_grad]
     slopes = [torch.linspace(-1, 1, y.numel(), device=y.device, dtype=y.dtype).view(y.shape) for y in results]
     if results[0].dim() == 0:
         slopes = [torch.ones_like(y) for y in results]
-    return [*(y.detach() for y in results), *torch.autograd.grad(results, leaves, slopes)]
+    pairs = [(y, slope) for y, slope in zip(results, slopes, strict=True) if y.requires_grad]
+    outputs, upstream = zip(*pairs, strict=True)
+    return [*(y.detach() for y in results), *torch.autograd.grad(outputs, leaves, upstream)]
 
 
 def table(findings: list[Finding]) -> str:

@@ -86,7 +86,7 @@ def _objective(statistics, advantage):
     return -gain - 0.01 * entropy[0] if entropy else -gain
 
 
-def tigon_fn(hidden, weight, target, advantage, *, logit_dtype, **options):
+def tigon_fn(hidden, weight, target, advantage, **options):
     """Tigon's own."""
     import tigon
 
@@ -94,9 +94,7 @@ def tigon_fn(hidden, weight, target, advantage, *, logit_dtype, **options):
         *statistics, advantages = tensors
         return _objective(statistics, advantages)
 
-    if hidden.dtype == torch.float64:
-        logit_dtype = None
-    return tigon.linear_loss(hidden, weight, target, fn, advantage, logit_dtype=logit_dtype, **options)
+    return tigon.linear_loss(hidden, weight, target, fn, advantage, **options)
 
 
 def eager_fn(hidden, weight, target, advantage, *, entropy, reduction, bias, softcap, temperature,

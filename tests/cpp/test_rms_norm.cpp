@@ -1,5 +1,6 @@
 // RMSNorm in the core against the same formula in double, the formula against finite differences, refusals, bitwise promises.
 #include "table.h"
+#include "tigon/base/norm_scalars.h"
 #include "tigon/ops/rms_norm/rms_norm.h"
 
 namespace tigon::test {
@@ -30,7 +31,9 @@ struct Oracle {
   }
   double h(int64_t r, int64_t c, double scale) const { return x[size_t(r * k.cols + c)] * scale; }
   double scaled(double v, int64_t c) const {
-    return k.weighted ? oracle::rms_norm_scaled(v, w[size_t(c)], double(k.offset)) : v;
+    if (!k.weighted) return v;
+    const oracle::RmsNormForward<double, double> formula{{.offset = k.offset}};
+    return formula.result(v, {w[size_t(c)]}, {0.0});
   }
   double y(int64_t r, int64_t c) const { return scaled(h(r, c, rstd(r)), c); }
   double g(int64_t r, int64_t c) const { return scaled(dy[size_t(r * k.cols + c)], c); }

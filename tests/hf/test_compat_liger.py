@@ -100,9 +100,9 @@ def test_every_name_imports_and_says_what_is_missing(facade):
         with pytest.raises(tigon.Error, match=name):
             placeholder[(1,)]
         type("Sub", (placeholder,), {})  # callers subclass at import
-    assert {"LigerFusedLinearDPOLoss", "LigerFusedLinearGRPOLoss"} <= set(absent)
-    with pytest.raises(tigon.Error, match="tigon.linear_log_prob"):
-        names.resolve("LigerFusedLinearDPOLoss")(beta=0.1)
+    assert {"LigerSparsemax", "LigerMLP"} <= set(absent)
+    with pytest.raises(tigon.Error, match="GatedMLP"):
+        names.resolve("LigerMLP")(beta=0.1)
 
 
 def test_unknown_names_are_no_attributes(facade):

@@ -351,7 +351,7 @@ def test_trl(kind, facade, tmp_path, tokenizer):
             return super().apply(*args)
 
     trl.install()
-    utils = trl._utils()
+    (utils,) = trl._modules(trl.NAME)
     head = getattr(utils, trl.NAME)
     setattr(utils, trl.NAME, Counted(head.original))
     try:

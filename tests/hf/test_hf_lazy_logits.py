@@ -283,7 +283,7 @@ NO_TENSOR_SUBSTITUTE = {
     "nested_concat": lambda model, ids: nested_concat(model(ids).logits, model(ids).logits),
     "vmap": lambda model, ids: torch.vmap(lambda row: row.sum())(model(ids).logits),
     "make_fx": lambda model, ids: make_fx(
-        lambda ids: model(ids, attention_mask=torch.zeros(2, 1, 11, 11), use_cache=False).logits
+        lambda ids: model(ids, attention_mask=ids.new_zeros(2, 1, 11, 11).float(), use_cache=False).logits
     )(ids)(ids),
     "checkpoint": lambda model, ids: checkpoint(
         lambda hook, ids: model(ids).logits, torch.ones((), requires_grad=True), ids, use_reentrant=True

@@ -37,8 +37,11 @@ def _first(result):
 
 BAD = {
     "layer_norm weight": (lambda x, w: tigon.layer_norm(x, w[:5]), r"weight must be \[8\], got \[5\]"),
-    "layer_norm bias": (lambda x, w: tigon.layer_norm(x, None, w[None]), r"bias must be \[8\], got \[1, 8\]"),
-    "layer_norm eps": (lambda x, w: tigon.layer_norm(x, eps=-1.0), r"eps must be >= 0, got -1.0"),
+    "layer_norm bias": (
+        lambda x, w: tigon.layer_norm(x, None, w[None]),
+        r"bias must have one dimension, got 2",
+    ),
+    "layer_norm eps": (lambda x, w: tigon.layer_norm(x, eps=-1.0), r"eps must be >= 0, got -1"),
     "layer_norm dtype": (
         lambda x, w: tigon.layer_norm(x.long()),
         r"x must be a float tensor, got torch.int64",

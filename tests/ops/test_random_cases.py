@@ -152,6 +152,57 @@ def _divergence(draw):
     return found | {"layout": draw.choice(LAYOUTS[:5]), "teacher_layout": draw.choice(LAYOUTS[:5])}
 
 
+def _preference(draw):
+    kind = draw.choice(
+        ("sigmoid", "cdpo", "simpo", "hinge", "ipo", "robust", "nca_pair", "apo_zero", "orpo", "kto")
+    )
+    answers = 2 * draw.choice((1, 2, 5)) + (kind == "kto")
+    found = {
+        "kind": kind,
+        "shape": (answers, draw.choice((1, 2, 17, 130))),
+        "masked": draw.choice((None, 0.3)),
+    }
+    options = {"beta": draw.choice((0.05, 0.5))}
+    if kind in ("cdpo", "simpo", "robust"):
+        options["label_smoothing"] = draw.choice((0.0, 0.2))
+    if kind != "kto":
+        options["nll"] = draw.choice((0.0, 0.5))
+    return found | {"options": options, "layout": draw.choice(LAYOUTS[:4])}
+
+
+def _policy(draw):
+    shape = (draw.choice((0, 1, 2, 6)), draw.choice((1, 2, 17, 130)))
+    found = {
+        "shape": shape,
+        "masked": draw.choice((None, 0.3)),
+        "ref": 0.3,
+        "layout": draw.choice(LAYOUTS[:4]),
+    }
+    found |= {"importance": draw.choice((None, "token", "answer")), "entropies": draw.random() < 0.5}
+    options = {"kind": draw.choice(("clip", "cispo", "sapo", "vespo")), "kl_corrected": draw.random() < 0.3}
+    options |= {"normalise": draw.choice(("token", "sequence", "length")), "kl": draw.choice((0.0, 0.1))}
+    options |= {"entropy": 0.1 * found["entropies"], "kl_estimator": draw.choice(("k1", "k2", "k3"))}
+    return found | {"options": options}
+
+
+def _two_heads(draw):
+    op = draw.choice(("linear_kl_div", "linear_jsd", "linear_tvd"))
+    options = {
+        "reduction": draw.choice(("batchmean", "sum", "mean", "none")),
+        "hard": draw.choice((0.0, 0.5)),
+    }
+    options |= {"temperature": draw.choice((1.0, 2.0)), "softcap": draw.choice((None, 5.0))}
+    options |= {"chunk_rows": draw.choice((None, 1, 7))}
+    if op == "linear_jsd":
+        options["beta"] = draw.choice((0.1, 0.5, 0.9))
+    lead = tuple(draw.choice((1, 2, 5, 13)) for _ in range(draw.choice((1, 2))))
+    vocab = draw.choice((16, 67, 130))
+    found = {"op": op, "options": options, "lead": lead, "V": vocab, "Vt": vocab + draw.choice((-3, 0, 0, 5))}
+    found |= {"H": draw.choice((8, 17, 32, 65)), "Ht": draw.choice((8, 33)), "bias": draw.random() < 0.3}
+    found |= {"masked": draw.choice((0.0, 0.3)), "teacher": draw.choice(("head", "logits"))}
+    return found | {"layout": draw.choice(("contiguous", "offset1", "rows", "columns"))}
+
+
 # Other ops have the parameters that _one_tensor draws.
 DRAWERS = {
     "rms_norm": _rms_norm,
@@ -169,6 +220,9 @@ DRAWERS = {
     "linear_log_prob": _log_prob,
     "linear_loss": _row_loss,
     "divergence": _divergence,
+    "preference": _preference,
+    "policy": _policy,
+    "linear_divergence": _two_heads,
 }
 
 

@@ -21,7 +21,7 @@ def _gradients(x, w, dy=None, **options):
 
 BAD = {
     "weight size": (lambda x, w: tigon.rms_norm(x, w[:5]), r"\[rms_norm\] weight must be \[8\], got \[5\]"),
-    "weight rank": (lambda x, w: tigon.rms_norm(x, w[None]), r"weight must be \[8\], got \[1, 8\]"),
+    "weight rank": (lambda x, w: tigon.rms_norm(x, w[None]), r"weight must have one dimension, got 2"),
     "weight dtype": (
         lambda x, w: tigon.rms_norm(x, w.long()),
         r"weight must be a float tensor, got torch",

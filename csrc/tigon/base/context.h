@@ -33,7 +33,7 @@ class InlineExecutor final : public Executor {
 
 // C[m,n] = alpha * op(A)[m,k] op(B)[k,n] + beta * C, row major, fp32 accumulation. beta is 0 or 1.
 // c_dtype may be f32 with 16-bit operands: then sums are never rounded to 16 bits (CPU providers may round one product
-// to the operand type once, and say so).
+// to the operand type once, and say so, unless it is `unrounded`).
 struct Gemm {
   int64_t m = 0, n = 0, k = 0;
   const void* a = nullptr;
@@ -48,7 +48,7 @@ struct Gemm {
   DType c_dtype = DType::f32;
   float alpha = 1.0f;
   float beta = 0.0f;
-  bool unrounded = false;  // with c_dtype f32: not even one product may be rounded to 16 bits
+  bool unrounded = false;
 };
 
 class TIGON_API Context {

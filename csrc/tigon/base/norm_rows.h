@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "tigon/base/column_sum.h"
+#include "tigon/base/norm_scalars.h"
 
 namespace tigon::cpu {
 

@@ -28,6 +28,24 @@ inline void require_vector(const char* op, const char* name, const Vector& v, in
   require_dtype(op, name, v.dtype, dtype);
 }
 
+// What the norms ask: rows of floats with at least one column, eps, and a gradient of the weight only where there is one.
+inline void require_rows(const char* op, const char* name, const Matrix& x) {
+  require_float(op, name, x.dtype);
+  TIGON_CHECK(op, x.cols >= 1, name, " must have at least one column, got ", x.cols);
+}
+inline void require_eps(const char* op, float eps) {
+  TIGON_CHECK(op, eps >= 0.0f, "eps must be >= 0, got ", eps);
+}
+inline void require_dweight(const char* op, const Vector& dweight, const Vector& weight, int64_t size) {
+  if (!dweight) return;
+  TIGON_CHECK(op, bool(weight), "dweight must be absent when weight is, got [", dweight.size, "]");
+  require_vector(op, "dweight", dweight, size, weight.dtype);
+}
+// A result that is wanted.
+inline void require_result(const char* op, const char* name, const Matrix& m, const Matrix& like) {
+  if (m.data != nullptr) require_matrix(op, name, m, like.rows, like.cols, like.dtype);
+}
+
 struct NamedVector {
   const char* name;
   const Vector& vector;

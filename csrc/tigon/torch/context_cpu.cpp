@@ -57,13 +57,13 @@ class TorchCpuContext final : public Context {
   }
 
   // aten::mm writes its operands' dtype. A wider result is summed here: one rounding per product for bf16. float16 goes
-  // through float32 (aten's own float16 product is two orders of magnitude slower on machines without fp16 arithmetic).
-  // float32 products of some size are oneDNN's where MKL is slow.
+  // through float32 (aten's own float16 product is two orders of magnitude slower on machines without fp16 arithmetic), and so
+  // do products that are not to be rounded. float32 products of some size are oneDNN's where MKL is slow.
   void gemm(const Gemm& g) override {
     constexpr int64_t kWorthwhile = int64_t(1) << 24;
     if (g.m == 0 || g.n == 0) return;
-    bool narrow = g.ab_dtype != DType::f32;
-    if (g.ab_dtype == DType::f16 || (narrow && g.unrounded)) return widened_gemm(g);
+    if (g.unrounded && is_half(g.ab_dtype) && g.c_dtype == DType::f32) return unrounded_gemm(g);
+    if (g.ab_dtype == DType::f16) return widened_gemm(g);
     if (g.ab_dtype == DType::f32 && g.m * g.n * g.k >= kWorthwhile && prefers_onednn()) return onednn(g);
     if (g.ab_dtype == g.c_dtype && g.beta == 0.0f && g.alpha == 1.0f) return mm(g, g.c, g.ldc);
     size_t first = blocks_.size();
@@ -126,13 +126,24 @@ class TorchCpuContext final : public Context {
     add(product.data_ptr(), DType::f32, g);
   }
 
+  // Columns of the result in pieces, so that few rows of op(B) are in float32 at a time.
+  void unrounded_gemm(const Gemm& g) {
+    constexpr int64_t kPiece = 8192;
+    for (int64_t n = 0; n < g.n; n += kPiece) {
+      Gemm piece = g;
+      piece.n = std::min(kPiece, g.n - n);
+      piece.b = static_cast<const char*>(g.b) + n * (g.trans_b ? g.ldb : 1) * int64_t(size_of(g.ab_dtype));
+      piece.c = static_cast<float*>(g.c) + n;
+      widened_gemm(piece);
+    }
+  }
+
   void widened_gemm(const Gemm& g) {
     size_t first = blocks_.size();
     auto wide = [&](const void* p, int64_t rows, int64_t cols, int64_t ld) {
       float* out = scratch_of<float>(rows * cols);
       parallel(*this, rows, [&](int64_t r) {
-        const char* row = static_cast<const char*>(p) + r * ld * int64_t(size_of(g.ab_dtype));
-        cpu::widen(row, g.ab_dtype, out + r * cols, cols);
+        cpu::widen(static_cast<const uint16_t*>(p) + r * ld, g.ab_dtype, out + r * cols, cols);
       });
       return out;
     };
@@ -142,13 +153,7 @@ class TorchCpuContext final : public Context {
     w.ldb = g.trans_b ? g.k : g.n;
     w.a = wide(g.a, g.trans_a ? g.k : g.m, w.lda, g.lda);
     w.b = wide(g.b, g.trans_b ? g.n : g.k, w.ldb, g.ldb);
-    if (g.c_dtype == DType::f32 && g.beta == 0.0f && g.alpha == 1.0f) {
-      mm(w, g.c, g.ldc);
-    } else {
-      void* product = scratch_of<float>(g.m * g.n);
-      mm(w, product, g.n);
-      add(product, DType::f32, g);
-    }
+    gemm(w);
     blocks_.resize(first, like_);
   }
 

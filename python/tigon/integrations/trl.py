@@ -1,24 +1,46 @@
-"""TRL's fused head by Tigon.
+"""TRL's fused heads by Tigon.
 
 TRL's SFT, DPO, KTO, GRPO and RLOO trainers (1.15 and 1.16) take the per-token log-probabilities from one
-function of their own. After :func:`install` that function is :func:`tigon.linear_cross_entropy` or
-:func:`tigon.linear_log_prob`; what those do not give (the collision entropy, mean logits under a softcap,
-ZeRO-3's partitioned heads) stays TRL's, call by call. The rest of a model (norms, MLPs, rotary functions)
-comes with :class:`tigon.TigonTrainerCallback` or ``use_liger_kernel``.
+function of their own, its distillation trainer the divergence of two heads from another. After :func:`install`
+the first is :func:`tigon.linear_cross_entropy` or :func:`tigon.linear_log_prob`, the second
+:func:`tigon.linear_jsd`; what those do not give (the collision entropy, mean logits under a softcap, ZeRO-3's
+partitioned heads) stays TRL's, call by call. The rest of a model (norms, MLPs, rotary functions) comes with
+:class:`tigon.TigonTrainerCallback` or ``use_liger_kernel``.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import sys
 
 import torch
 
 import tigon
+from tigon._op import graph_is_kept, once
 from tigon.error import check
+from tigon.ops.loss_head.operands import autocast
 
 NAME = "_ChunkedLogProbFunction"
 PARAMETERS = ["hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping",
               "logit_scale", "outputs"]  # fmt: skip
+DIVERGENCE = "ChunkedDivergenceFunction"
+DIVERGENCE_PARAMETERS = [
+    "student_hidden", "student_weight", "student_bias", "teacher_hidden", "teacher_weight", "teacher_bias",
+    "beta", "temperature", "student_logit_scale", "student_final_logit_softcapping", "teacher_logit_scale",
+    "teacher_final_logit_softcapping",
+]  # fmt: skip
+# Where a release keeps each function: 1.15 imports the divergence when it is called, 1.16 at the trainer's top.
+PLACES = {
+    NAME: ("trl.trainer.utils",),
+    DIVERGENCE: ("trl.kernels.chunked_divergence", "trl.trainer.distillation_trainer"),
+}
+
+
+def _plain(*weights):
+    """Whether the heads are whole tensors here: neither DTensors nor ZeRO-3's partitioned ones."""
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    return all(w is None or (type(w) in kinds and not hasattr(w, "ds_id")) for w in weights)
 
 
 class LogProbHead:
@@ -26,16 +48,17 @@ class LogProbHead:
 
     def __init__(self, original):
         self.original = original
+        self.calls = 0  # that Tigon answered
 
     def apply(self, hidden, weight, bias, targets, temperature, chunk_size, softcap=None, logit_scale=1.0,
               outputs=("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")):  # fmt: skip
         """(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), None for what was not asked for."""
         ours = "log_sum_sq_probs" not in outputs and not (softcap and "mean_logits" in outputs)
-        plain = type(weight) in (torch.Tensor, torch.nn.Parameter) and not hasattr(weight, "ds_id")
-        if not ours or not plain:
+        if not ours or not _plain(weight):
             return self.original.apply(
                 hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
             )
+        self.calls += 1
         head = {"bias": bias, "temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
         entropy = top = None
         if "is_top1" in outputs:  # SFT, DPO: the entropy is a metric
@@ -50,6 +73,83 @@ class LogProbHead:
         return log_probs, entropy, None, means, top
 
 
+class DivergenceHead:
+    """Stands in for TRL's autograd function of two heads: called the same way, falls back to it."""
+
+    def __init__(self, original):
+        self.original = original
+        self.calls = 0
+
+    def apply(self, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, beta, temperature=1.0,
+              logit_scale=1.0, softcap=None, teacher_logit_scale=1.0, teacher_softcap=None):  # fmt: skip
+        """(divergence, entropy of the student) of rows; the gradient of the divergence is the student's."""
+        if not _plain(weight, bias, teacher_weight, teacher_bias):
+            return self.original.apply(
+                hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, beta, temperature,
+                logit_scale, softcap, teacher_logit_scale, teacher_softcap,
+            )  # fmt: skip
+        self.calls += 1
+        hidden, teacher_hidden = autocast(hidden), autocast(teacher_hidden)
+        teacher = (teacher_hidden, teacher_weight, *(() if teacher_bias is None else (teacher_bias,)))
+        options = {
+            "beta": beta, "temperature": temperature, "softcap": softcap, "logit_scale": logit_scale,
+            "teacher_softcap": teacher_softcap, "teacher_logit_scale": teacher_logit_scale,
+        }  # fmt: skip
+        if hidden.is_cuda and torch.is_grad_enabled():  # there the trainer leaves masked rows out, and sums
+            return _SummedRows.apply(options, teacher, hidden, weight, bias)
+        got = tigon.linear_jsd(
+            hidden, weight, teacher, bias=bias, reduction="none", outputs=("loss", "entropy"), **options
+        )
+        return got.loss, got.entropy
+
+
+class _SummedRows(torch.autograd.Function):
+    """Losses of rows that the caller will sum: one number is every row's upstream gradient.
+
+    The gradients of the sum are formed with the losses, and finished by that number. An upstream gradient by
+    row computes the logits again.
+    """
+
+    @staticmethod
+    def forward(ctx, options, teacher, *parameters):
+        ctx.options, ctx.teacher = options, teacher
+        ctx.save_for_backward(*parameters)
+        leaves, got = _SummedRows._run(ctx, parameters, "sum", ("loss", "soft", "entropy"))
+        ctx.leaves, ctx.total = leaves, got.loss
+        ctx.mark_non_differentiable(got.entropy)
+        ctx.set_materialize_grads(False)
+        return got.soft, got.entropy
+
+    @staticmethod
+    def _run(ctx, parameters, reduction, outputs):
+        """A call with leaves of its own."""
+        leaves = [
+            t if t is None else t.detach().requires_grad_(needed)
+            for t, needed in zip(parameters, ctx.needs_input_grad[2:], strict=True)
+        ]
+        with torch.enable_grad():
+            hidden, weight, bias = leaves
+            return leaves, tigon.linear_jsd(
+                hidden, weight, ctx.teacher, bias=bias, reduction=reduction, outputs=outputs, **ctx.options
+            )
+
+    @staticmethod
+    @once("linear_jsd")
+    def backward(ctx, dloss, _):
+        if dloss is None:
+            return (None,) * 5
+        leaves, losses, kept = ctx.leaves, ctx.total, graph_is_kept()
+        if dloss.numel() == 0 or dloss.stride() == (0,):
+            dloss = dloss[:1].sum()
+        else:
+            leaves, losses = _SummedRows._run(ctx, ctx.saved_tensors, "none", ("loss",))
+            kept = False
+        wanted = [t for t in leaves if t is not None and t.requires_grad]
+        gradients = iter(torch.autograd.grad(losses, wanted, dloss, retain_graph=kept))
+        found = (next(gradients) if t is not None and t.requires_grad else None for t in leaves)
+        return None, None, *found
+
+
 @torch.no_grad()
 def _mean_logits(hidden, weight, bias, temperature, softcap, logit_scale):
     """The mean over the vocabulary is linear: one row instead of all of them."""
@@ -61,39 +161,63 @@ def _mean_logits(hidden, weight, bias, temperature, softcap, logit_scale):
 
 
 def install() -> None:
-    """Put Tigon behind TRL's fused head, in this process.
+    """Put Tigon behind TRL's fused heads, in this process.
 
     Raises:
         tigon.Error: this TRL has no such function, or calls it in another way. Nothing is modified.
     """
-    utils = _utils()
-    present = getattr(utils, NAME, None)
-    if isinstance(present, LogProbHead):
-        return
-    names = list(inspect.signature(present.forward).parameters)[1:] if present is not None else None
-    check(
-        "compat.trl",
-        names == PARAMETERS,
-        "trl must be one whose fused head takes {} (1.15, 1.16), got trl {} with {}",
-        PARAMETERS,
-        _version(),
-        names,
-    )
-    setattr(utils, NAME, LogProbHead(present))
+    _check_signature(NAME, PARAMETERS, needed=True)
+    _check_signature(DIVERGENCE, DIVERGENCE_PARAMETERS, needed=False)
+    for name, kind in HEADS.items():
+        for module in _modules(name):
+            present = getattr(module, name, None)
+            if present is not None and not isinstance(present, kind):
+                setattr(module, name, kind(present))
 
 
 def uninstall() -> None:
-    """TRL's own function again."""
-    utils = _utils()
-    present = getattr(utils, NAME, None)
-    if isinstance(present, LogProbHead):
-        setattr(utils, NAME, present.original)
+    """TRL's own functions again."""
+    for name, kind in HEADS.items():
+        for module in _modules(name):
+            present = getattr(module, name, None)
+            if isinstance(present, kind):
+                setattr(module, name, present.original)
 
 
-def _utils():
-    from trl.trainer import utils
+HEADS = {NAME: LogProbHead, DIVERGENCE: DivergenceHead}
 
-    return utils
+
+def has_run() -> bool:
+    """Whether a loss of TRL's has gone through Tigon in this process."""
+    loaded = ((sys.modules.get(place), name) for name in HEADS for place in PLACES[name])
+    return any(getattr(getattr(module, name, None), "calls", 0) > 0 for module, name in loaded)
+
+
+def _check_signature(name, parameters, needed):
+    """The functions found take what the stand-in takes."""
+    found = [getattr(module, name, None) for module in _modules(name)]
+    found = [f.original if isinstance(f, HEADS[name]) else f for f in found if f is not None]
+    for function in found or ([None] if needed else []):
+        names = list(inspect.signature(function.forward).parameters)[1:] if function is not None else None
+        check(
+            "compat.trl",
+            names == parameters,
+            "trl must be one whose fused head takes {} (1.15, 1.16), got trl {} with {}",
+            parameters,
+            _version(),
+            names,
+        )
+
+
+def _modules(name):
+    """Those of the places of a function that this release has."""
+    found = []
+    for place in PLACES[name]:
+        try:
+            found.append(importlib.import_module(place))
+        except ModuleNotFoundError:
+            continue
+    return found
 
 
 def _version() -> str:

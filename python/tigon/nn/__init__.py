@@ -9,6 +9,7 @@ from tigon.nn.glu import GeGLU, ReGLU, SwiGLU, SwiGLUOAI
 from tigon.nn.group_norm import GroupNorm
 from tigon.nn.layer_norm import LayerNorm
 from tigon.nn.linear_cross_entropy import LinearCrossEntropyLoss
+from tigon.nn.linear_divergence import LinearJSDLoss, LinearKLDivLoss, LinearTVDLoss
 from tigon.nn.rms_norm import RMSNorm
 from tigon.nn.rope import QKNormRotaryEmbedding, RotaryEmbedding
 from tigon.nn.silu import SiLU
@@ -23,6 +24,9 @@ __all__ = [
     "GroupNorm",
     "LayerNorm",
     "LinearCrossEntropyLoss",
+    "LinearJSDLoss",
+    "LinearKLDivLoss",
+    "LinearTVDLoss",
     "QKNormRotaryEmbedding",
     "RMSNorm",
     "ReGLU",

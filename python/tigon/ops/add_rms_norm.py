@@ -8,7 +8,7 @@ from tigon._op import Op, has_kernel, once, raw
 from tigon.error import refuse
 from tigon.ops import rms_norm as norm
 from tigon.ops.arguments import check_float
-from tigon.ops.columns import columns_for
+from tigon.ops.columns import check_sizes, columns_for
 from tigon.ops.in_place import check_apart, check_written
 
 
@@ -128,6 +128,7 @@ def add_rms_norm(
         check_written(op, "residual", residual)
         check_apart(op, "residual", residual, "x", x, or_same=True)
     if not has_kernel(op, x, residual, weight):
+        check_sizes(op, x, eps, weight=weight)
         y, h = reference(x, residual, weight, eps, offset=offset, rounding=rounding)
         return (y, residual.copy_(h)) if inplace else (y, h)
     (weight,) = columns_for(x, weight)

@@ -27,21 +27,26 @@ def normalized_size(op: str, size: int | Sequence[int]) -> int:
     return size
 
 
-def check_rows(op: str, x: torch.Tensor, eps: float = 0.0) -> None:
-    """x must be float with at least one dimension, eps not negative."""
+def check_types(op: str, x: torch.Tensor, eps: float = 0.0, **vectors: torch.Tensor | None) -> None:
+    """What the core does not see: x and the vectors that are there must be float, eps a number."""
     check_float(op, "x", x)
+    if not isinstance(eps, float):
+        check_numbers(op, eps=eps)
+    for name, v in vectors.items():
+        if v is not None:
+            check_float(op, name, v)
+
+
+def check_sizes(
+    op: str, x: torch.Tensor, eps: float = 0.0, *, dim: int = -1, **vectors: torch.Tensor | None
+) -> None:
+    """What the core refuses, for calls that only the reference gets: sizes, eps."""
     if x.dim() == 0:
         refuse(op, "x must have at least one dimension, got 0")
     check_eps(op, eps)
-
-
-def check_column_vector(op: str, name: str, v: torch.Tensor | None, columns: int) -> None:
-    """A vector that is there must be float and of that length."""
-    if v is None:
-        return
-    check_float(op, name, v)
-    if v.dim() != 1 or v.size(0) != columns:
-        refuse(op, name + " must be [{}], got {}", columns, v.shape)
+    for name, v in vectors.items():
+        if v is not None and v.shape != x.shape[dim : dim + 1 or None]:
+            refuse(op, name + " must be {}, got {}", x.shape[dim : dim + 1 or None], v.shape)
 
 
 def columns_for(x: torch.Tensor, *vectors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -7,7 +7,7 @@ import torch
 from tigon._op import Op, has_kernel, raw
 from tigon.error import check
 from tigon.ops.arguments import check_float
-from tigon.ops.columns import check_column_vector, check_rows, columns_for
+from tigon.ops.columns import check_sizes, check_types, columns_for
 
 
 def reference(x, alpha, weight=None, bias=None):
@@ -71,12 +71,11 @@ def dyt(
 
     Source: Zhu et al. 2025, "Transformers without Normalization", eq. 1, arXiv:2503.10622.
     """
-    check_rows("dyt", x)
-    check("dyt", x.size(-1) >= 1, "x must have at least one column, got 0")
+    check_types("dyt", x, weight=weight, bias=bias)
     check_float("dyt", "alpha", alpha)
-    check("dyt", alpha.numel() == 1, "alpha must have one element, got {}", alpha.numel())
-    check_column_vector("dyt", "weight", weight, x.size(-1))
-    check_column_vector("dyt", "bias", bias, x.size(-1))
     if not has_kernel("dyt", x, alpha, weight, bias):
+        check_sizes("dyt", x, weight=weight, bias=bias)
+        check("dyt", x.size(-1) >= 1, "x must have at least one column, got 0")
+        check("dyt", alpha.numel() == 1, "alpha must have one element, got {}", alpha.numel())
         return reference(x, alpha, weight, bias)
     return _op(x, *columns_for(x, alpha, weight, bias))

@@ -9,7 +9,7 @@ from tigon._op import Op, has_kernel, raw
 from tigon.error import check
 from tigon.ops import rms_norm as norm
 from tigon.ops.arguments import check_float, check_integers
-from tigon.ops.columns import columns_for
+from tigon.ops.columns import check_sizes, columns_for
 
 _ACTIVATIONS = {"silu": 0, "sigmoid": 1}
 
@@ -127,9 +127,11 @@ def gated_rms_norm(
     check(op, gate.dtype == x.dtype, "gate must be {}, got {}", x.dtype, gate.dtype)
     if group_size is not None:
         check_integers(op, group_size=group_size)
-        divides = group_size > 0 and x.shape[-1] % group_size == 0
-        check(op, divides, "group_size must divide {}, got {}", x.shape[-1], group_size)
+        check(op, group_size > 0, "group_size must be > 0, got {}", group_size)  # the core takes 0 for all
     if not has_kernel(op, x, gate, weight):
+        check_sizes(op, x, eps, weight=weight)
+        divides = x.shape[-1] % (group_size or 1) == 0
+        check(op, divides, "group_size must divide {}, got {}", x.shape[-1], group_size)
         return reference(
             x,
             gate,

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from tigon._op import Op, has_kernel, raw
 from tigon.error import check
 from tigon.ops.arguments import check_integers
-from tigon.ops.columns import check_column_vector, check_rows, columns_for
+from tigon.ops.columns import check_sizes, check_types, columns_for
 
 
 def reference(x, groups, weight=None, bias=None, eps=1e-5):
@@ -90,13 +90,13 @@ def group_norm(
     Source: Wu & He 2018, "Group Normalization", eq. 1 and 6.
     """
     op = "group_norm"
-    check_rows(op, x, eps)
+    check_types(op, x, eps)
     check(op, x.dim() >= 2, "x must have at least two dimensions, got {}", x.dim())
     samples, channels = x.shape[:2]
     check_groups(op, "groups", groups, channels)
-    check_column_vector(op, "weight", weight, channels)
-    check_column_vector(op, "bias", bias, channels)
+    check_types(op, x, weight=weight, bias=bias)
     if not has_kernel(op, x, weight, bias) or x.numel() == 0:
+        check_sizes(op, x, eps, dim=1, weight=weight, bias=bias)
         return reference(x, groups, weight, bias, eps)
     weight, bias = columns_for(x, weight, bias)
     rows = x.reshape(samples, channels * math.prod(x.shape[2:]))

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tigon._op import Op, has_kernel, raw
-from tigon.ops.columns import check_column_vector, check_rows, columns_for
+from tigon.ops.columns import check_sizes, check_types, columns_for
 
 
 def reference(x, weight=None, bias=None, eps=1e-5):
@@ -74,10 +74,9 @@ def layer_norm(
 
     Source: Ba, Kiros & Hinton 2016, "Layer Normalization", eq. 4.
     """
-    check_rows("layer_norm", x, eps)
-    check_column_vector("layer_norm", "weight", weight, x.size(-1))
-    check_column_vector("layer_norm", "bias", bias, x.size(-1))
+    check_types("layer_norm", x, eps, weight=weight, bias=bias)
     if not has_kernel("layer_norm", x, weight, bias):
+        check_sizes("layer_norm", x, eps, weight=weight, bias=bias)
         return reference(x, weight, bias, eps)
     weight, bias = columns_for(x, weight, bias)
     return _op(x, weight, bias, eps)

@@ -7,7 +7,7 @@ import torch
 from tigon._op import Op, has_kernel, raw
 from tigon.error import refuse
 from tigon.ops.arguments import check_numbers
-from tigon.ops.columns import check_column_vector, check_rows, columns_for
+from tigon.ops.columns import check_sizes, check_types, columns_for
 
 ROUNDINGS = {"llama": 0, "gemma": 1, "none": 2}
 
@@ -26,10 +26,9 @@ def reference(x, weight=None, eps=1e-6, *, offset=0.0, rounding="llama"):
 
 
 def check_options(op, x, weight, eps, offset, rounding):
-    """What every RMS norm asks of its arguments."""
+    """What every RMS norm asks of its arguments beside what the core does."""
     check_rounding(op, offset, rounding)
-    check_rows(op, x, eps)
-    check_column_vector(op, "weight", weight, x.size(-1))
+    check_types(op, x, eps, weight=weight)
 
 
 def check_rounding(op, offset, rounding):
@@ -110,6 +109,7 @@ def rms_norm(
     """
     check_options("rms_norm", x, weight, eps, offset, rounding)
     if not has_kernel("rms_norm", x, weight):
+        check_sizes("rms_norm", x, eps, weight=weight)
         return reference(x, weight, eps, offset=offset, rounding=rounding)
     (weight,) = columns_for(x, weight)
     return _op(x, weight, eps, offset, ROUNDINGS[rounding])

@@ -197,14 +197,7 @@ struct AlignedRowLoader {
   // The 16 bytes of a, b that begin at byte `bytes`.
   __device__ __forceinline__ static uint4 funnel_shift(const uint4& a, const uint4& b, unsigned bytes) {
     uint32_t v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-#pragma unroll
-    for (int i = 0; i < 6; ++i) v[i] = bytes & 8 ? v[i + 2] : v[i];
-#pragma unroll
-    for (int i = 0; i < 5; ++i) v[i] = bytes & 4 ? v[i + 1] : v[i];
-    if constexpr (sizeof(T) < 4) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) v[i] = __funnelshift_r(v[i], v[i + 1], bytes % 4 * 8);
-    }
+    drop_bytes<T>(v, bytes);
     return make_uint4(v[0], v[1], v[2], v[3]);
   }
 };

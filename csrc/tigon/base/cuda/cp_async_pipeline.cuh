@@ -12,15 +12,15 @@
 namespace tigon::cuda {
 
 // The full vectors of the rows of one tensor that a thread uses: rows `step` elements apart,
-// Shape::vecs_per_thread vectors each. kMixedOffset: the vectors are not aligned, so aligned words
+// kConfig.vecs_per_thread vectors each. kMixedOffset: the vectors are not aligned, so aligned words
 // are copied and shifted when they are read.
-template <class T, int N, class Shape, bool kMixedOffset>
+template <class T, int N, RowConfig kConfig, bool kMixedOffset>
 class CpAsyncPipeline {
  public:
   static constexpr int M = 16 / int(sizeof(T)), kWords = N / M;
   // 16-byte words of shared memory per stage for a row of `threads` threads.
   __host__ __device__ static constexpr int words(int threads) {
-    return (threads * Shape::vecs_per_thread + kMixedOffset) * kWords;
+    return (threads * kConfig.vecs_per_thread + kMixedOffset) * kWords;
   }
 
   // `first`: the first vector of the first row; `step`: elements from row to row; `first_vec`: this
@@ -32,13 +32,13 @@ class CpAsyncPipeline {
       : step_(step), vecs_(vecs), first_vec_(first_vec), vec_stride_(vec_stride), pitch_(pitch), end_(end) {
     off_ = kMixedOffset ? int(reinterpret_cast<uintptr_t>(first) % 16 / sizeof(T)) : 0;
     next_ = first - off_ + int64_t(first_vec) * N;
-    words_ = words + RowTile<Shape, kWords>::column(0);
+    words_ = words + RowTile<kConfig, kWords>::column(0);
 #pragma unroll
-    for (int i = 0; i < Shape::vecs_per_thread; ++i) {
+    for (int i = 0; i < kConfig.vecs_per_thread; ++i) {
       if (first_vec + i * vec_stride < vecs) continue;
 #pragma unroll
-      for (int j = 0; j < Shape::stages * kWords; ++j)
-        words_[j / kWords * pitch + i * row_threads<Shape>() * kWords + j % kWords] = uint4{};
+      for (int j = 0; j < kConfig.stages * kWords; ++j)
+        words_[j / kWords * pitch + i * row_threads<kConfig>() * kWords + j % kWords] = uint4{};
     }
   }
 
@@ -49,11 +49,11 @@ class CpAsyncPipeline {
     // The last word may be partial.
     const int vecs = valid ? vecs_ + (kMixedOffset && vecs_ > 0 && off_ != 0) : 0;
     auto at = [&](int i, int j) {
-      return uint32_t(__cvta_generic_to_shared(to + i * row_threads<Shape>() * kWords + j));
+      return uint32_t(__cvta_generic_to_shared(to + i * row_threads<kConfig>() * kWords + j));
     };
     if (!kMixedOffset || next_ + int64_t(vecs - first_vec_) * N <= end_) {
 #pragma unroll
-      for (int i = 0; i < Shape::vecs_per_thread; ++i)
+      for (int i = 0; i < kConfig.vecs_per_thread; ++i)
 #pragma unroll
         for (int j = 0; j < kWords; ++j)
           cp_async_predicated(first_vec_ + i * vec_stride_ < vecs, at(i, j),
@@ -61,7 +61,7 @@ class CpAsyncPipeline {
     } else {
       // The last row of the tensor.
 #pragma unroll 1
-      for (int i = 0; i < Shape::vecs_per_thread && first_vec_ + i * vec_stride_ < vecs; ++i)
+      for (int i = 0; i < kConfig.vecs_per_thread && first_vec_ + i * vec_stride_ < vecs; ++i)
 #pragma unroll 1
         for (int j = 0; j < kWords; ++j) {
           const T* from = next_ + i * vec_stride_ * N + j * M;
@@ -74,7 +74,7 @@ class CpAsyncPipeline {
   // next one.
   __device__ __forceinline__ Vec<T, N> vec(int stage, int i) const {
     if (kMixedOffset && first_vec_ + i * vec_stride_ >= vecs_) return {};
-    const uint4* at = words_ + stage * pitch_ + i * row_threads<Shape>() * kWords;
+    const uint4* at = words_ + stage * pitch_ + i * row_threads<kConfig>() * kWords;
     uint32_t w[4 * (kWords + 1)];
 #pragma unroll
     for (int j = 0; j < kWords + kMixedOffset; ++j) reinterpret_cast<uint4&>(w[4 * j]) = at[j];
@@ -87,7 +87,7 @@ class CpAsyncPipeline {
   // Overwrites a vector that this thread has copied.
   __device__ __forceinline__ void overwrite(int stage, int i, const Vec<T, N>& vec) const {
     static_assert(!kMixedOffset);
-    cuda::store(reinterpret_cast<T*>(words_ + stage * pitch_ + i * row_threads<Shape>() * kWords), vec);
+    cuda::store(reinterpret_cast<T*>(words_ + stage * pitch_ + i * row_threads<kConfig>() * kWords), vec);
   }
 
  private:
@@ -100,23 +100,11 @@ class CpAsyncPipeline {
   const T* end_;
 };
 
-// A shape whose rows come through a pipeline of `Stages` stages. Lookahead: how many rows the first
-// of two passes is ahead of the second.
-template <int Stages, class Base, int Lookahead = 0>
-struct PipelinedShape : Base {
-  static constexpr int stages = Stages, lookahead = Lookahead;
-  static_assert(Stages > Lookahead + 1);
-};
-template <int Stages, int Threads, int VecsPerThread, int Rows, int MinBlocks>
-using PipelinedRows = PipelinedShape<Stages, RowShape<Threads, VecsPerThread, Rows, MinBlocks>>;
-template <int Stages, int VecsPerThread, int MaxThreads, int MinBlocks = 1, int Lookahead = 0>
-using PipelinedBlock = PipelinedShape<Stages, BlockPerRow<VecsPerThread, MaxThreads, MinBlocks>, Lookahead>;
-
 // Synchronises the threads that share a row.
-template <class Shape>
+template <RowConfig kConfig>
 __device__ __forceinline__ void sync_row() {
-  static_assert(Shape::rows_per_block == 1 || Shape::threads_per_row <= 32);
-  if constexpr (Shape::rows_per_block == 1)
+  static_assert(kConfig.rows_per_block == 1 || kConfig.threads_per_row <= 32);
+  if constexpr (kConfig.rows_per_block == 1)
     __syncthreads();
   else
     __syncwarp();

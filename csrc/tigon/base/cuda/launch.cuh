@@ -10,6 +10,7 @@
 
 #include "tigon/base/context.h"
 #include "tigon/base/cuda/ptx.cuh"
+#include "tigon/base/cuda/row_config.h"
 #include "tigon/base/error.h"
 
 #define TIGON_CUDA_CHECK(op, expr)                                                            \
@@ -99,7 +100,7 @@ class OccupancyCache {
  public:
   template <class Kernel>
   int max_active(const char* op, Kernel kernel, int blocks, int threads, size_t shared = 0) {
-    if ((blocks > 1 && device_facts().capability < 90) || blocks > kMaxClusterSize) return 0;
+    if ((blocks > 1 && device_facts().capability < 90) || blocks > kMaxCluster) return 0;
     int device = 0;
     TIGON_CUDA_CHECK(op, cudaGetDevice(&device));
     const uint64_t key = ((uint64_t(shared) * kMaxDevices + uint64_t(device)) << 5 | uint64_t(blocks)) << 11 |
@@ -113,7 +114,7 @@ class OccupancyCache {
   }
 
  private:
-  static constexpr int kPortableClusterSize = 8, kMaxClusterSize = 16, kLog2Entries = 6;
+  static constexpr int kPortableClusterSize = 8, kLog2Entries = 6;
   std::array<std::atomic<uint64_t>, 1 << kLog2Entries> cache_{};
 
   template <class Kernel>
@@ -147,7 +148,5 @@ class OccupancyCache {
     return blocks == 1 ? resident * device_facts().sms : resident;
   }
 };
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace tigon::cuda

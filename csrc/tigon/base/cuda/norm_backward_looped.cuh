@@ -1,66 +1,12 @@
-// Backward of the norm family: the formula that an op gives, and the kernels for rows of any length
-// and alignment, in two launches. The kernels that hold rows in registers are in norm_backward.cuh.
-//
-// The op gives a formula B (X is the storage type of rows, h the normalized value, weight the
-// parameter by column):
-//   struct Formula {
-//     using Element = X;
-//     // Rows read beside dy. All but the first may be null and are zeros then.
-//     static constexpr int kIn;
-//     // Gradients of rows, each of which may be null.
-//     static constexpr int kOut;
-//     // Gradients by column: 1 weight, 2 weight and bias.
-//     static constexpr int kSums;
-//     static constexpr bool kSubtractMean;
-//     // h was rounded to X before the weight.
-//     bool round_h;
-//     // Added to the weight.
-//     float offset;
-//     // Optional: `offset` is always 0.
-//     using PlainWeight = void;
-//     // What was normalized.
-//     float value(const float (&in)[kIn]) const;
-//     // Gradient of h * weight; its sum over rows is dbias.
-//     float upstream(float dy, const float (&in)[kIn]) const;
-//     void results(float dv, float dy, float h, float weight, const float (&in)[kIn],
-//                  float (&out)[kOut]) const;
-//   };
-// where dv, the gradient of value, is rstd * (g - h * mean(g * h) - mean(g)) and g is upstream *
-// (offset + weight); mean(g) is left out unless kSubtractMean.
+// Backward of the norm family for rows of any length and alignment, in two launches, over a formula B
+// (norm_math.inc). The kernels that hold rows in registers are in norm_backward.cuh.
 #pragma once
 
-#include "tigon/base/cuda/norm_row.cuh"
+#include "tigon/base/cuda/norm_backward_row.cuh"
 
 namespace tigon::cuda {
 
-template <class B, class W, class Y>
-struct NormBackward {
-  using X = typename B::Element;
-  B f;
-  const Y* dy;
-  const X* in[B::kIn];
-  X* out[B::kOut];
-  int64_t dy_stride, in_stride[B::kIn], out_stride[B::kOut];
-  // Null: ones, and no offset.
-  const W* weight;
-  // By row and group.
-  const float *rstd, *mean;
-  int64_t rows, cols;
-  int groups = 1;
-  // Of the rows of a group.
-  RowSchedule row_schedule;
-  // [parts, kSums, groups * cols]; null: not wanted.
-  float* partials = nullptr;
-  // For hide_from_compiler().
-  uint32_t opaque_zero = 0;
-  // End of each tensor's memory, set by norm_backward.
-  const Y* dy_end = nullptr;
-  const X* end[B::kIn] = {};
-};
-
 namespace norm_detail {
-
-#include "tigon/base/norm_math.inc"
 
 // Loads the inputs of one vector, all at once.
 template <class B, class W, class Y, int N, class RowView>
@@ -162,7 +108,7 @@ __global__ __launch_bounds__(kColumnThreads,
   if (!view.has(c)) return;
   const int64_t end = min((part + 1) * chunk, p.rows);
   float sums[B::kSums][N] = {};
-#pragma unroll 4
+#pragma unroll 2
   for (int64_t row = part * chunk; row < end; ++row) {
     Vec<X, N> in[B::kIn];
     Vec<Y, N> dy;

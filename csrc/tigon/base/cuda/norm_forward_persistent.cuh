@@ -111,75 +111,41 @@ __device__ __forceinline__ void load_shifted_vecs(const W* const (&vectors)[K],
   }
 }
 
-// A CTA per row of any alignment whose inputs all have the same offset: full vectors, and the edge
-// elements, at most one per thread. Parameters are loaded unaligned and shifted.
-template <class F, class W, class Y, class Shape>
-__global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward_unaligned_kernel(
-    const __grid_constant__ NormForward<F, W, Y> p) {
+// The same for the parameters of the columns from `begin` on.
+template <int VecsPerThread, bool Unrolled, class F, class W, class Y, class InBounds, class Assign>
+__device__ __forceinline__ void load_columns(const NormForward<F, W, Y>& p, int64_t begin, int pitch,
+                                             InBounds&& in_bounds, Assign&& assign) {
   using X = typename F::Element;
-  constexpr int N = 16 / int(sizeof(X)), kVecsPerThread = Shape::vecs_per_thread;
-  using VecRow = ForwardRow<F, W, Y, N, RowAlignment::vectorized, int>;
-  using ElementRow = ForwardRow<F, W, Y, 1, RowAlignment::vectorized, int>;
-  using Words = ShiftedVecs<W, kVecsPerThread, true>;
-  static_assert(Shape::threads_per_row == 0 && sizeof(W) == sizeof(X) && !kPerChannel<F>);
-  __shared__ __align__(16) float slots[2][VecRow::kStatistics * 32];
-  griddepcontrol_wait();
-  griddepcontrol_launch_dependents();
-  using Tile = RowTile<Shape, N>;
-  const BlockCoord coord(p.groups, 1);
-  const int cols = int(p.cols), thread = threadIdx.x, pitch = int(blockDim.x) * N;
-  const ElementRow edge_row(p, coord, coord.first);
-  const int head = elements_to_alignment<N>(edge_row.written(), cols);
-  const int whole = (cols - head) / N * N;
-  const VecRow row(p, coord, coord.first, head, whole);
-  Vec<X, N> in[kVecsPerThread][F::kIn];
+  constexpr int N = 16 / int(sizeof(X));
+  if constexpr (sizeof(W) == sizeof(X) && !kPerChannel<F>) {
+    load_shifted_vecs<VecsPerThread, Unrolled>(p.param, p.default_value, begin, p.groups * p.cols, pitch,
+                                               in_bounds, assign);
+  } else {
+#pragma unroll(Unrolled ? VecsPerThread : 1)
+    for (int i = 0; i < VecsPerThread; ++i) {
+      if (!in_bounds(i)) continue;
 #pragma unroll
-  for (int i = 0; i < kVecsPerThread; ++i) row.load(Tile::column(i), in[i]);
-  EdgeElement<F, W, Y> edge;
-  edge.column = thread < N ? (thread < head ? thread : cols)
-                           : (thread < 2 * N ? min(cols, head + whole + thread - N) : cols);
-  edge.row = &edge_row;
-  edge_row.load(edge.column, edge.in);
-  const int64_t begin = edge_row.col_offset + head + Tile::column(0);
-  auto words = [&]<size_t... K>(std::index_sequence<K...>) {
-    return Array<Words, F::kParams>{{Words(p.param[K] + begin, p.param[K] + p.groups * p.cols, 0, pitch)...}};
-  }(std::make_index_sequence<F::kParams>{});
-  float center[kVecsPerThread], mean, rstd;
-  int phase = 0;
-  row.statistics(
-      in, [](int i) { return Tile::column(i); },
-      [&](auto& sums) { reduce_row<Sum, 0>(sums, slots[phase++]); }, edge, center, mean, rstd);
-  if (thread == 0) row.save_statistics(mean, rstd);
+      for (int k = 0; k < F::kParams; ++k) {
+        Vec<W, N> w;
 #pragma unroll
-  for (int i = 0; i < kVecsPerThread; ++i)
-#pragma unroll
-    for (int k = 0; k < F::kParams; ++k)
-      words.data[k].load(i, p.param[k] != nullptr && row.view.has(Tile::column(i)));
-#pragma unroll
-  for (int i = 0; i < kVecsPerThread; ++i) {
-    if (!row.view.has(Tile::column(i))) continue;
-    Vec<W, N> w[F::kParams];
-#pragma unroll
-    for (int k = 0; k < F::kParams; ++k)
-      w[k] = p.param[k] ? words.data[k].vec(i, true) : fill_vec<W, N>(p.default_value[k]);
-    if constexpr (kVecsPerThread > (F::kSubtractMean ? 4 : 2)) row.hide_inputs(in[i]);
-    row.write(Tile::column(i), in[i], w, center[i], rstd);
-  }
-  if (edge.valid()) {
-    load_edge_params(p, edge_row.col_offset, edge);
-    edge_row.write(edge.column, edge.in, edge.param, mean, rstd);
+        for (int j = 0; j < N; ++j) w.v[j] = param_of(p, k, begin + i * pitch + j);
+        assign(i, k, w);
+      }
+    }
   }
 }
 
 // Persistent CTAs for rows of any alignment: full vectors of the output, and the edge elements, at
 // most one per thread. All rows of a worker have the same output offset, so that its shifted
 // parameters stay in shared memory. Loads of the next row are issued as each vector of this row is
-// stored. Rows too long for a CTA have a cluster.
-template <class F, class W, class Y, class Shape, RowAlignment kAlignment, bool kCluster>
-__global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward_persistent_kernel(
+// stored.
+template <class F, class W, class Y, class Config, RowAlignment kAlignment>
+__global__
+__launch_bounds__(Config::value.max_threads, Config::value.min_blocks_per_sm) void forward_persistent_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
+  constexpr RowConfig kConfig = Config::value;
   using X = typename F::Element;
-  constexpr int N = 16 / int(sizeof(X)), kVecsPerThread = Shape::vecs_per_thread;
+  constexpr int N = 16 / int(sizeof(X)), kVecsPerThread = kConfig.vecs_per_thread;
   // 32-bit columns: addresses take half the registers.
   using VecRow = ForwardRow<F, W, Y, N, RowAlignment::vectorized, unsigned>;
   using ElementRow = ForwardRow<F, W, Y, 1, RowAlignment::vectorized, int>;
@@ -187,13 +153,13 @@ __global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward
   using Words = ShiftedVecs<X, kVecsPerThread, kAlignment == RowAlignment::mixed_offset>;
   __shared__ ReduceStorage<Sums> storage;
   extern __shared__ __align__(16) unsigned char shared[];
-  RowReducer<Shape, kCluster, false, Sums> reducer(storage);
+  RowReducer<kConfig, false, false, Sums> reducer(storage);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
-  const BlockCoord coord(p.groups, Shape::rows_per_block, blockIdx.x / unsigned(reducer.blocks));
-  const int row_in_block = Shape::rows_per_block == 1 ? 0 : threadIdx.x / Shape::threads_per_row;
+  const BlockCoord coord(p.groups, kConfig.rows_per_block);
+  const int row_in_block = kConfig.rows_per_block == 1 ? 0 : threadIdx.x / kConfig.threads_per_row;
   const RowRange range = row_range_of(p.row_schedule, p.rows, coord.first + row_in_block);
-  const int cols = int(p.cols), pitch = reducer.threads * reducer.blocks * N;
+  const int cols = int(p.cols), pitch = reducer.threads * N;
   auto column = [&](int i) { return reducer.vec_index(i) * N; };
   auto param_slot = [&](int i, int k) {
     return reinterpret_cast<Vec<W, N>*>(shared) + (i * F::kParams + k) * blockDim.x + threadIdx.x;
@@ -207,20 +173,8 @@ __global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward
 
   auto in_bounds = [&](int i) { return column(i) < whole; };
   const int64_t begin = edge_row.col_offset + head + column(0);
-  if constexpr (sizeof(W) == sizeof(X) && !kPerChannel<F>) {
-    load_shifted_vecs<kVecsPerThread>(p.param, p.default_value, begin, p.groups * p.cols, pitch, in_bounds,
+  load_columns<kVecsPerThread, false>(p, begin, pitch, in_bounds,
                                       [&](int i, int k, const Vec<W, N>& w) { *param_slot(i, k) = w; });
-  } else {
-#pragma unroll 1
-    for (int i = 0; i < kVecsPerThread && in_bounds(i); ++i)
-#pragma unroll
-      for (int k = 0; k < F::kParams; ++k) {
-        Vec<W, N> w;
-#pragma unroll
-        for (int j = 0; j < N; ++j) w.v[j] = param_of(p, k, begin + i * pitch + j);
-        *param_slot(i, k) = w;
-      }
-  }
   auto words_of = [&](int k) {
     return Words(row.in(k) + column(0), p.end[k], range.step * p.in_stride[k], pitch);
   };
@@ -237,7 +191,6 @@ __global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward
   for (int i = 0; i < kVecsPerThread; ++i) load(i, row.live);
   edge_row.load(edge.column, edge.next);
   if (edge.column < cols) load_edge_params(p, edge_row.col_offset, edge);
-  reducer.wait_for_cluster();
 #pragma unroll 1
   for (; left > 0; --left) {
 #pragma unroll
@@ -250,13 +203,12 @@ __global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward
     const auto current = row;
     const auto current_edge = edge_row;
     edge.row = &current_edge;
-#pragma unroll
-    for (int k = 0; k < F::kIn; ++k) edge.in[k] = edge.next[k];
+    edge.take_next();
     float center[kVecsPerThread], mean, rstd;
     current.statistics(in, column, [&](auto& sums) { reducer.all_reduce(sums); }, edge, center, mean, rstd);
     row.advance(range.step, left > 1), edge_row.advance(range.step, left > 1);
     edge_row.load(edge.column, edge.next);
-    if (reducer.thread + reducer.rank == 0) current.save_statistics(mean, rstd);
+    if (reducer.thread == 0) current.save_statistics(mean, rstd);
     if (edge.valid()) current_edge.write(edge.column, edge.in, edge.param, mean, rstd);
 #pragma unroll
     for (int i = 0; i < kVecsPerThread; ++i) {
@@ -270,8 +222,6 @@ __global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward
       load(i, row.live);
     }
   }
-  if constexpr (kCluster) cluster_arrive();
-  reducer.wait_for_cluster();
 }
 
 }  // namespace norm_detail

@@ -1,26 +1,8 @@
 // Forward of the norm family: a row is normalized by its own statistics. The kernels are in
 // norm_forward.cuh.
 //
-// The op gives a formula F (X is the storage type of rows):
-//   struct Formula {
-//     using Element = X;
-//     // Rows read. The first is normalized unless value() says otherwise.
-//     static constexpr int kIn;
-//     // Vectors by column: weight, bias.
-//     static constexpr int kParams;
-//     static constexpr bool kSubtractMean;
-//     // merge(in), rounded to X, replaces in[0] and is written to `residual_out`.
-//     static constexpr bool kWritesResidual;
-//     // Optional: `cols_per_param` adjacent columns share a parameter (channels).
-//     using PerChannel = void;
-//     // The normalized value is rounded to X.
-//     bool round_h;
-//     float value(const float (&in)[kIn]) const;
-//     float result(float h, const float (&param)[kParams], const float (&in)[kIn]) const;
-//   };
-// y = result((value - mean) * rstd), rstd = (mean((value - mean)^2) + eps)^-1/2. The variance is
-// computed from differences to the mean in a second pass over registers, not as a difference of two
-// large sums.
+// The op gives a formula F (norm_math.inc). The variance is computed from differences to the mean in
+// a second pass over registers, not as a difference of two large sums.
 //
 // A row may consist of `groups` groups of `cols` columns that are normalized separately; parameters
 // run over all columns. Every row is read once and written once; kernels that loop over longer rows
@@ -31,6 +13,7 @@
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/row_reduce.cuh"
 #include "tigon/base/cuda/row_view.cuh"
+#include "tigon/base/norm_scalars.h"
 
 namespace tigon::cuda {
 
@@ -370,6 +353,10 @@ struct EdgeElement {
   const AlignedRow* row = nullptr;
 
   __device__ __forceinline__ bool valid() const { return column < row->view.cols; }
+  __device__ __forceinline__ void take_next() {
+#pragma unroll
+    for (int k = 0; k < F::kIn; ++k) in[k] = next[k];
+  }
   __device__ __forceinline__ void write_residual() {
     if (valid()) row->write_residual(column, in);
   }

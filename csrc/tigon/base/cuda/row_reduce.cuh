@@ -10,8 +10,6 @@
 
 namespace tigon::cuda {
 
-constexpr int kMaxCluster = 16;
-
 // Shared memory of a reduction. V has 8 or 16 bytes, V::identity(), and all_reduce_lanes<Width>(),
 // which combines each group of Width adjacent lanes. Storage is multi-buffered by phase, since a
 // warp may be one row ahead of another, and a CTA of another CTA. Four phases are needed where a
@@ -83,15 +81,15 @@ struct alignas(K <= 2 ? 8 : 16) SumArray {
 };
 
 // The threads that share a row, and their reductions.
-template <class Shape, bool kCluster, bool kPersistent, class V, int Phases = 2>
+template <RowConfig kConfig, bool kCluster, bool kPersistent, class V, int Phases = 2>
 struct RowReducer {
   using Payload = std::conditional_t<kPersistent, ValueAndRow<V>, V>;
   ReduceStorage<Payload, Phases>& x;
   int blocks = 1, rank = 0, threads, thread, phase = 0;
 
   __device__ __forceinline__ RowReducer(ReduceStorage<Payload, Phases>& x) : x(x) {
-    threads = Shape::threads_per_row ? Shape::threads_per_row : int(blockDim.x);
-    thread = Shape::rows_per_block == 1 ? int(threadIdx.x) : int(threadIdx.x % Shape::threads_per_row);
+    threads = kConfig.threads_per_row ? kConfig.threads_per_row : int(blockDim.x);
+    thread = kConfig.rows_per_block == 1 ? int(threadIdx.x) : int(threadIdx.x % kConfig.threads_per_row);
     if constexpr (kCluster) {
       blocks = int(cluster_size()), rank = int(cluster_rank());
       x.init();
@@ -105,11 +103,11 @@ struct RowReducer {
   }
   __device__ __forceinline__ int64_t first_row() const {
     if constexpr (kCluster) return blockIdx.x / unsigned(blocks);
-    return int64_t(blockIdx.x) * Shape::rows_per_block +
-           (Shape::rows_per_block == 1 ? 0 : threadIdx.x / Shape::threads_per_row);
+    return int64_t(blockIdx.x) * kConfig.rows_per_block +
+           (kConfig.rows_per_block == 1 ? 0 : threadIdx.x / kConfig.threads_per_row);
   }
   __device__ __forceinline__ int64_t step() const {
-    return int64_t(gridDim.x / unsigned(blocks)) * Shape::rows_per_block;
+    return int64_t(gridDim.x / unsigned(blocks)) * kConfig.rows_per_block;
   }
   // The i-th vector of this thread. The CTAs of a cluster take vectors in turn, which balances
   // them.
@@ -127,11 +125,11 @@ struct RowReducer {
   __device__ __forceinline__ V all_reduce(const V& v, int drawn_row, int64_t& later) {
     if constexpr (kPersistent) {
       const Payload payload =
-          all_reduce_row<Shape::threads_per_row, kCluster>(Payload{v, drawn_row, 0}, x, phase++);
+          all_reduce_row<kConfig.threads_per_row, kCluster>(Payload{v, drawn_row, 0}, x, phase++);
       later = payload.row < 0 ? later : payload.row;
       return payload.v;
     } else {
-      return all_reduce_row<Shape::threads_per_row, kCluster>(v, x, phase++);
+      return all_reduce_row<kConfig.threads_per_row, kCluster>(v, x, phase++);
     }
   }
   // All-reduces sums.
@@ -141,7 +139,7 @@ struct RowReducer {
     V v = {};
 #pragma unroll
     for (int k = 0; k < K; ++k) v.s[k] = sums[k];
-    v = all_reduce_row<Shape::threads_per_row, kCluster>(v, x, phase++);
+    v = all_reduce_row<kConfig.threads_per_row, kCluster>(v, x, phase++);
 #pragma unroll
     for (int k = 0; k < K; ++k) sums[k] = v.s[k];
   }
@@ -150,7 +148,7 @@ struct RowReducer {
   // before the next but one is published.
   template <int K>
   __device__ __forceinline__ void publish(const float (&sums)[K]) {
-    static_assert(!kPersistent && Shape::threads_per_row == 0 && Phases == 4);
+    static_assert(!kPersistent && kConfig.threads_per_row == 0 && Phases == 4);
     V v = {};
 #pragma unroll
     for (int k = 0; k < K; ++k) v.s[k] = sums[k];
@@ -221,7 +219,7 @@ struct alignas(8) OnlineSoftmax {
   }
 };
 
-// The clusters of a kernel with a BlockPerRow shape: CTAs of a cluster (0: none fits), threads of a
+// The clusters of a kernel with one row per CTA: CTAs of a cluster (0: none fits), threads of a
 // CTA, and resident clusters.
 struct ClusterShape {
   int blocks = 0, threads = 1;
@@ -230,23 +228,23 @@ struct ClusterShape {
 
 // Host: clusters of `blocks` CTAs with at least min_threads threads each for rows of `vecs`
 // vectors, as many as are resident. shared(threads) is the dynamic shared memory of a CTA.
-template <class Shape, class Kernel, class Shared>
+template <RowConfig kConfig, class Kernel, class Shared>
 ClusterShape fit_cluster(const char* op, OccupancyCache& occupancy, Kernel kernel, int64_t vecs, int blocks,
                          int min_threads, Shared&& shared) {
-  const int threads = block_threads<Shape>(ceil_div(vecs, blocks));
-  if (threads < min_threads || threads > Shape::max_threads) return {};
+  const int threads = kConfig.block_threads(ceil_div(vecs, blocks));
+  if (threads < min_threads || threads > kConfig.max_threads) return {};
   const int64_t resident = occupancy.max_active(op, kernel, blocks, threads, shared(threads));
   return resident > 0 ? ClusterShape{blocks, threads, resident} : ClusterShape{};
 }
 
 // Host: the largest cluster whose CTAs have at least min_threads threads. Small CTAs share an SM,
 // so that some warps work while others wait.
-template <class Shape, class Kernel, class Shared>
+template <RowConfig kConfig, class Kernel, class Shared>
 ClusterShape largest_cluster(const char* op, OccupancyCache& occupancy, Kernel kernel, int64_t vecs,
                              int min_threads, Shared&& shared) {
   for (int blocks : {16, 8, 4, 2}) {
     const ClusterShape c =
-        fit_cluster<Shape>(op, occupancy, kernel, vecs, blocks, blocks > 2 ? min_threads : 1, shared);
+        fit_cluster<kConfig>(op, occupancy, kernel, vecs, blocks, blocks > 2 ? min_threads : 1, shared);
     if (c.blocks > 0) return c;
   }
   return {};
@@ -254,14 +252,14 @@ ClusterShape largest_cluster(const char* op, OccupancyCache& occupancy, Kernel k
 
 // Host: for persistent clusters, the size with most resident threads. The choice depends on the row
 // length alone, never on the number of rows, so that a row's bits do not depend on the batch.
-template <class Shape, class Kernel, class Shared>
+template <RowConfig kConfig, class Kernel, class Shared>
 ClusterShape max_occupancy_cluster(const char* op, OccupancyCache& occupancy, Kernel kernel, int64_t vecs,
                                    int min_threads, Shared&& shared) {
   ClusterShape best;
   int64_t most_active = 0;
   for (int blocks : {2, 4, 8, 16}) {
     const ClusterShape c =
-        fit_cluster<Shape>(op, occupancy, kernel, vecs, blocks, best.blocks > 0 ? min_threads : 1, shared);
+        fit_cluster<kConfig>(op, occupancy, kernel, vecs, blocks, best.blocks > 0 ? min_threads : 1, shared);
     const int64_t active_threads = c.clusters * c.blocks * c.threads;
     if (active_threads > most_active) most_active = active_threads, best = c;
   }

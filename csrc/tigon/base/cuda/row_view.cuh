@@ -1,19 +1,10 @@
 // Rows of any alignment, accessed in 16-byte vectors.
 #pragma once
 
+#include "tigon/base/cuda/row_config.h"
 #include "tigon/base/cuda/vec.cuh"
 
 namespace tigon::cuda {
-
-enum class RowAlignment {
-  // All rows and parameters consist of aligned vectors.
-  vectorized,
-  // Inputs have the same offset within 16 bytes as the output, row by row.
-  same_offset,
-  // Any offsets: vectors are aligned to the output, and inputs are loaded as aligned words and
-  // shifted.
-  mixed_offset,
-};
 
 // Stores one element under a predicate, without a branch.
 template <class T>
@@ -34,19 +25,10 @@ __device__ __forceinline__ bool can_overread(int64_t row, int64_t rows, int64_t 
   return (rows - 1 - row) * stride >= 16;
 }
 
-// Drops the first `off` elements (less than 16 bytes) of K words. The last words are the padding.
+// Drops the first `off` elements (less than 16 bytes) of K words.
 template <class T, int K>
 __device__ __forceinline__ void shift_words(uint32_t (&w)[K], int off) {
-  const int bytes = off * int(sizeof(T));
-  if (bytes == 0) return;
-#pragma unroll
-  for (int i = 0; i < K - 2; ++i) w[i] = bytes & 8 ? w[i + 2] : w[i];
-#pragma unroll
-  for (int i = 0; i < K - 3; ++i) w[i] = bytes & 4 ? w[i + 1] : w[i];
-  if constexpr (sizeof(T) < 4) {
-#pragma unroll
-    for (int i = 0; i < K - 4; ++i) w[i] = __funnelshift_r(w[i], w[i + 1], bytes % 4 * 8);
-  }
+  if (const int bytes = off * int(sizeof(T)); bytes != 0) drop_bytes<T>(w, bytes);
 }
 
 // Loads columns [c, c + N) of a row from the aligned words that hold them, with all loads in flight

@@ -229,6 +229,19 @@ __device__ __forceinline__ void store_predicated(bool pred, T* p, const Vec<T, N
         : "memory");
 }
 
+// Drops the first `bytes` bytes of K words: a multiple of T's size, less than 16. The last words are the padding.
+template <class T, int K, class Bytes>
+__device__ __forceinline__ void drop_bytes(uint32_t (&w)[K], Bytes bytes) {
+#pragma unroll
+  for (int i = 0; i < K - 2; ++i) w[i] = bytes & 8 ? w[i + 2] : w[i];
+#pragma unroll
+  for (int i = 0; i < K - 3; ++i) w[i] = bytes & 4 ? w[i + 1] : w[i];
+  if constexpr (sizeof(T) < 4) {
+#pragma unroll
+    for (int i = 0; i < K - 4; ++i) w[i] = __funnelshift_r(w[i], w[i + 1], bytes % 4 * 8);
+  }
+}
+
 // True when rows that start at p, `stride` elements apart, consist of aligned 16-byte vectors.
 inline bool is_vectorizable(const void* p, int64_t stride, int64_t cols, size_t element) {
   int64_t n = int64_t(16 / element);

@@ -51,7 +51,7 @@ const Table& select_isa(const Table& scalar, const Table& avx2, const Table& avx
 
 #define TIGON_LANE [[gnu::always_inline]] static inline
 // The same word in shared <op>_math.inc formulas: a lane function here, a __device__ function in CUDA.
-#define TIGON_FN [[gnu::always_inline]] static inline
+#define TIGON_FN [[gnu::always_inline]] inline
 // At the end of an <op>_cpu.cpp: the table of the running machine.
 #if defined(TIGON_X86)
 #define TIGON_SELECT(table)                                                        \

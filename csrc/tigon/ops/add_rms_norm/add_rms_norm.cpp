@@ -7,9 +7,8 @@ namespace tigon {
 
 void add_rms_norm_fwd(Context& ctx, const AddRmsNormFwd& a) {
   const char* op = "add_rms_norm";
-  require_float(op, "x", a.x.dtype);
-  TIGON_CHECK(op, a.x.cols >= 1, "x must have at least one column, got ", a.x.cols);
-  TIGON_CHECK(op, a.eps >= 0.0f, "eps must be >= 0, got ", a.eps);
+  require_rows(op, "x", a.x);
+  require_eps(op, a.eps);
   require_matrix(op, "residual", a.residual, a.x.rows, a.x.cols, a.x.dtype);
   require_parameter(op, "weight", a.weight, a.x);
   DType y = rms_norm_result(a.x.dtype, a.weight ? a.weight.dtype : a.x.dtype, a.rounding);
@@ -22,18 +21,14 @@ void add_rms_norm_fwd(Context& ctx, const AddRmsNormFwd& a) {
 
 void add_rms_norm_bwd(Context& ctx, const AddRmsNormBwd& a) {
   const char* op = "add_rms_norm_bwd";
-  require_float(op, "h", a.h.dtype);
-  TIGON_CHECK(op, a.h.cols >= 1, "h must have at least one column, got ", a.h.cols);
+  require_rows(op, "h", a.h);
   require_parameter(op, "weight", a.weight, a.h);
   DType y = rms_norm_result(a.h.dtype, a.weight ? a.weight.dtype : a.h.dtype, a.rounding);
   require_matrix(op, "dy", a.dy, a.h.rows, a.h.cols, y);
-  if (a.dh.data != nullptr) require_matrix(op, "dh", a.dh, a.h.rows, a.h.cols, a.h.dtype);
+  require_result(op, "dh", a.dh, a.h);
   require_vector(op, "rstd", a.rstd, a.h.rows, DType::f32);
-  if (a.dx.data != nullptr) require_matrix(op, "dx", a.dx, a.h.rows, a.h.cols, a.h.dtype);
-  if (a.dweight) {
-    TIGON_CHECK(op, bool(a.weight), "dweight must be absent when weight is, got [", a.dweight.size, "]");
-    require_vector(op, "dweight", a.dweight, a.h.cols, a.weight.dtype);
-  }
+  require_result(op, "dx", a.dx, a.h);
+  require_dweight(op, a.dweight, a.weight, a.h.cols);
   on_device(op, ctx, [&] { cpu::add_rms_norm_bwd(ctx, a); }, TIGON_ON_CUDA(cuda::add_rms_norm_bwd(ctx, a)));
 }
 

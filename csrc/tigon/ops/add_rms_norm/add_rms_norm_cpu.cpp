@@ -1,24 +1,13 @@
 #include "tigon/base/norm_rows.h"
 #include "tigon/ops/add_rms_norm/add_rms_norm.h"
 
-namespace tigon::cpu {
-namespace {
-
-struct AddRmsNormScalars {
-  float offset;
-  bool round_h;
-};
-
-}  // namespace
-}  // namespace tigon::cpu
-
 #define TIGON_KERNELS "tigon/ops/add_rms_norm/add_rms_norm_cpu.inc"
 #include "tigon/base/simd/foreach_isa.h"
 
 namespace tigon::cpu {
 
 void add_rms_norm_fwd(Context& ctx, const AddRmsNormFwd& a) {
-  AddRmsNormScalars scalars{a.weight ? a.offset : 0.0f, a.rounding == Rounding::llama};
+  NormScalars scalars{a.weight ? a.offset : 0.0f, a.rounding == Rounding::llama};
   norm_forward(ctx,
                {.formula = &scalars,
                 .in = {a.x, a.residual},
@@ -31,7 +20,7 @@ void add_rms_norm_fwd(Context& ctx, const AddRmsNormFwd& a) {
 }
 
 void add_rms_norm_bwd(Context& ctx, const AddRmsNormBwd& a) {
-  AddRmsNormScalars scalars{a.offset, a.rounding == Rounding::llama};
+  NormScalars scalars{a.weight ? a.offset : 0.0f, a.rounding == Rounding::llama};
   norm_backward(ctx,
                 {.formula = &scalars,
                  .dy = a.dy,

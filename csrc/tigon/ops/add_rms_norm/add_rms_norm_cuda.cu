@@ -14,79 +14,48 @@ namespace {
 
 constexpr const char* kOp = "add_rms_norm";
 
-// in: x, residual; after merge(): h, residual.
-template <class X>
-struct Forward {
-  using Element = X;
-  static constexpr int kIn = 2, kParams = 1;
-  static constexpr bool kSubtractMean = false, kWritesResidual = true;
-  float offset;
-  bool round_h;
-  __device__ float merge(const float (&in)[2]) const { return in[0] + in[1]; }
-  __device__ float value(const float (&in)[2]) const { return in[0]; }
-  __device__ float result(float h, const float (&weight)[1], const float (&)[2]) const {
-    return add_rms_norm_y(h, weight[0], offset);
-  }
-};
-
-// in: h, dh.
-template <class X>
-struct Backward {
-  using Element = X;
-  static constexpr int kIn = 2, kOut = 1, kSums = 1;
-  static constexpr bool kSubtractMean = false;
-  float offset;
-  bool round_h;
-  __device__ float value(const float (&in)[2]) const { return in[0]; }
-  __device__ float upstream(float dy, const float (&)[2]) const { return dy; }
-  __device__ void results(float dv, float, float, float, const float (&in)[2], float (&dx)[1]) const {
-    dx[0] = dv + in[1];
-  }
-};
-
-using ShapeTable =
-    BackwardShapeTable<3, Unpipelined<32, 4, 4, 4>, PipelinedBlock<4, 2, 512>, PipelinedBlock<2, 4, 512>>;
-
 }  // namespace
 
 void add_rms_norm_fwd(Context& ctx, const AddRmsNormFwd& a) {
   with_result_types(
       kOp, a.x.dtype, a.weight, a.y.dtype, [&]<class X, class W, class Y>(Type<X>, Type<W>, Type<Y>) {
-        norm_forward(kOp, ctx,
-                     NormForward<Forward<X>, W, Y>{.f = {.offset = a.weight ? a.offset : 0.0f,
-                                                         .round_h = a.rounding == Rounding::llama},
-                                                   .in = {a.x.row<X>(0), a.residual.row<X>(0)},
-                                                   .in_stride = {a.x.stride, a.residual.stride},
-                                                   .param = {a.weight.as<W>()},
-                                                   .default_value = {1.0f},
-                                                   .residual_out = a.h.row<X>(0),
-                                                   .y = a.y.row<Y>(0),
-                                                   .residual_out_stride = a.h.stride,
-                                                   .y_stride = a.y.stride,
-                                                   .rstd = a.rstd.as<float>(),
-                                                   .rows = a.x.rows,
-                                                   .cols = a.x.cols,
-                                                   .eps = a.eps});
+        norm_forward(
+            kOp, ctx,
+            NormForward<AddRmsNormForward<float, X>, W, Y>{
+                .f = {{.offset = a.weight ? a.offset : 0.0f, .round_h = a.rounding == Rounding::llama}},
+                .in = {a.x.row<X>(0), a.residual.row<X>(0)},
+                .in_stride = {a.x.stride, a.residual.stride},
+                .param = {a.weight.as<W>()},
+                .default_value = {1.0f},
+                .residual_out = a.h.row<X>(0),
+                .y = a.y.row<Y>(0),
+                .residual_out_stride = a.h.stride,
+                .y_stride = a.y.stride,
+                .rstd = a.rstd.as<float>(),
+                .rows = a.x.rows,
+                .cols = a.x.cols,
+                .eps = a.eps});
       });
 }
 
 void add_rms_norm_bwd(Context& ctx, const AddRmsNormBwd& a) {
   with_result_types(
       kOp, a.h.dtype, a.weight, a.dy.dtype, [&]<class X, class W, class Y>(Type<X>, Type<W>, Type<Y>) {
-        norm_backward<ShapeTable>(kOp, ctx,
-                                  NormBackward<Backward<X>, W, Y>{
-                                      .f = {.offset = a.offset, .round_h = a.rounding == Rounding::llama},
-                                      .dy = a.dy.row<Y>(0),
-                                      .in = {a.h.row<X>(0), a.dh.row<X>(0)},
-                                      .out = {a.dx.row<X>(0)},
-                                      .dy_stride = a.dy.stride,
-                                      .in_stride = {a.h.stride, a.dh.stride},
-                                      .out_stride = {a.dx.stride},
-                                      .weight = a.weight.as<W>(),
-                                      .rstd = a.rstd.as<float>(),
-                                      .rows = a.h.rows,
-                                      .cols = a.h.cols},
-                                  {a.dweight});
+        norm_backward(
+            kOp, ctx,
+            NormBackward<AddRmsNormBackward<float, X>, W, Y>{
+                .f = {{.offset = a.weight ? a.offset : 0.0f, .round_h = a.rounding == Rounding::llama}},
+                .dy = a.dy.row<Y>(0),
+                .in = {a.h.row<X>(0), a.dh.row<X>(0)},
+                .out = {a.dx.row<X>(0)},
+                .dy_stride = a.dy.stride,
+                .in_stride = {a.h.stride, a.dh.stride},
+                .out_stride = {a.dx.stride},
+                .weight = a.weight.as<W>(),
+                .rstd = a.rstd.as<float>(),
+                .rows = a.h.rows,
+                .cols = a.h.cols},
+            {a.dweight});
       });
 }
 

@@ -71,7 +71,8 @@ void cross_entropy_scale(Context& ctx, const CrossEntropyScale& a) {
     TIGON_CHECK(kOp, t == DType::f32 || t == DType::f64 || t == DType::i64 || t == DType::i32,
                 "denominator must be float32, float64, int64 or int32, got ", name_of(t));
   } else if (a.mean) {
-    require_dtype(kOp, "target", a.target.dtype, DType::i64);
+    bool mask = a.target.dtype == DType::u8 && !a.class_weight;
+    require_dtype(kOp, "target", a.target.dtype, mask ? DType::u8 : DType::i64);
     if (a.class_weight) require_dtype(kOp, "class weight", a.class_weight.dtype, DType::f32);
   }
   on_device(

@@ -64,7 +64,7 @@ struct CrossEntropyRows {
 //   denominator given: 1 / denominator;  mean: 1 / sum of w_y over rows that count (inf when there are none,
 //   so that the mean of nothing is NaN as in torch, while gradients of ignored rows stay zeros);  otherwise 1
 struct CrossEntropyScale {
-  Vector target;        // i64 [rows]
+  Vector target;        // i64 [rows], or u8 (a mask) without class_weight
   Vector class_weight;  // [V] f32, empty: none
   int64_t ignore_index = -100;
   bool mean = false;

@@ -117,7 +117,6 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
 }
 
 void cross_entropy_scale(Context&, const CrossEntropyScale& a) {
-  const int64_t* target = a.target.as<int64_t>();
   const float* weight = a.class_weight.as<float>();
   double divisor = 1.0;
   if (a.denominator) {
@@ -126,7 +125,7 @@ void cross_entropy_scale(Context&, const CrossEntropyScale& a) {
     divisor = a.host_denominator;
   } else if (a.mean) {
     divisor = ordered_sum(a.target.size, [&](int64_t r) {
-      int64_t y = target[r];
+      int64_t y = a.target.dtype == DType::u8 ? a.target.as<uint8_t>()[r] : a.target.as<int64_t>()[r];
       if (y == a.ignore_index) return 0.0f;
       if (weight == nullptr) return 1.0f;
       return y >= 0 && y < a.class_weight.size ? weight[y] : 0.0f;  // out of range: refused by the rows

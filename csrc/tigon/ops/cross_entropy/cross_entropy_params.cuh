@@ -46,8 +46,8 @@ __device__ __forceinline__ float z_of(const CrossEntropyParams<T>& p, float x, i
     x += p.bias_is_f32 ? static_cast<const float*>(p.bias)[c] : widen(static_cast<const T*>(p.bias)[c]);
   x *= p.logit_scale;
   if (p.softcap == 0.0f) return x;
-  if (slope != nullptr) *slope = cross_entropy_slope(x, p.softcap);
-  return cross_entropy_bend(x, p.softcap) * p.top;
+  if (slope != nullptr) *slope = softcap_slope(x, p.softcap);
+  return softcap_bend(x, p.softcap) * p.top;
 }
 
 }  // namespace

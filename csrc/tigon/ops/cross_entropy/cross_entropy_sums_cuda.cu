@@ -21,12 +21,15 @@ struct Losses {
   __device__ double operator()(int64_t i) const { return double(loss[i]); }
 };
 struct Weights {
-  const int64_t* target;
+  const void* target;
+  // Of bytes: no labels, no class weights.
+  bool mask;
   // May be null.
   const float* class_weight;
   int64_t classes, ignore_index;
   __device__ double operator()(int64_t i) const {
-    int64_t y = target[i];
+    int64_t y =
+        mask ? int64_t(static_cast<const uint8_t*>(target)[i]) : static_cast<const int64_t*>(target)[i];
     if (y == ignore_index) return 0.0;
     if (class_weight == nullptr) return 1.0;
     // Out of range: the row's loss is NaN.
@@ -129,7 +132,8 @@ __global__ __launch_bounds__(kRescaleThreads) void rescale_kernel(T* grad, int64
 void cross_entropy_scale(Context& ctx, const CrossEntropyScale& a) {
   float* out = a.scale.as<float>();
   if (!a.denominator && a.mean && !a.has_host_denominator && !(a.host_denominator > 0.0)) {
-    Weights weights{a.target.as<int64_t>(), a.class_weight.as<float>(), a.class_weight.size, a.ignore_index};
+    Weights weights{a.target.data, a.target.dtype == DType::u8, a.class_weight.as<float>(),
+                    a.class_weight.size, a.ignore_index};
     sum_into(ctx, weights, a.target.size, {.reciprocal = true, .factor = nullptr, .out = out});
     return;
   }

@@ -1,8 +1,19 @@
 #include "tigon/ops/divergence/divergence.h"
 
+#include <algorithm>
+#include <cmath>
+
 #include "tigon/base/require.h"
 
 namespace tigon {
+
+DivergenceBeta divergence_beta(DivergenceKind kind, double beta) {
+  DivergenceBeta b = {.beta = float(beta), .factor = 1.0};
+  if (kind != DivergenceKind::jsd || !(beta > 0.5 && beta < 1.0)) return b;
+  b.beta = std::min(b.beta, std::nextafter(1.0f, 0.0f));
+  b.factor = (1.0 - beta) / (1.0 - double(b.beta));
+  return b;
+}
 
 void divergence_rows(Context& ctx, const DivergenceRows& a) {
   const char* op = "divergence";

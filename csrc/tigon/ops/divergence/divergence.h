@@ -51,6 +51,13 @@ struct DivergenceRows {
 
 TIGON_API void divergence_rows(Context& ctx, const DivergenceRows& a);
 
+// beta in fp32 and the factor that undoes its rounding: near beta = 1 jsd is proportional to 1 - beta.
+struct DivergenceBeta {
+  float beta;
+  double factor;
+};
+TIGON_API DivergenceBeta divergence_beta(DivergenceKind kind, double beta);
+
 namespace cpu {
 void divergence_rows(Context& ctx, const DivergenceRows& a);
 }  // namespace cpu

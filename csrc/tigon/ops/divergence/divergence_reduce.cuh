@@ -7,36 +7,14 @@
 #include "tigon/base/cuda/ptx.cuh"
 #include "tigon/base/cuda/reduce.cuh"
 #include "tigon/base/cuda/tma_pipeline.cuh"
-#include "tigon/ops/divergence/divergence.h"
+#include "tigon/ops/divergence/divergence_terms.cuh"
 
 namespace tigon::cuda {
 namespace {
 
-// The formulas: `fast` with approximate instructions for 16-bit rows, `precise` with functions
-// exact to an ulp for 32-bit rows.
-namespace fast {
-// For x <= 1. lg2.approx has a mean error of about 0.9 * 2^-24 just below 1, which a sum over many
-// classes would show; this removes it. Exactly 0 at 1.
-TIGON_FN float log2(float x) {
-  return fma(__saturatef(fma(x, -16777216.0f, 16777216.0f)), -5.96e-8f, log2_approx(x));
-}
-// log2((1 + r) / 2) for r from 0 to 1. Half a rounding step less in the sum takes the place of that
-// correction and leaves a fifth of the mean error. r = 1 still rounds to exactly 1.
-TIGON_FN float log2_mean_with_one(float r) { return log2_approx(fma(0.5f, r, 0.5f - 0x1p-25f)); }
-#include "tigon/ops/divergence/divergence_math.inc"
-}  // namespace fast
-namespace precise {
-TIGON_FN float exp2_neg(float t) { return exp2_precise(t, 1.0f, 0.0f); }
-TIGON_FN float log2(float x) { return ::log2f(x); }
-#include "tigon/ops/divergence/divergence_math.inc"
-}  // namespace precise
-
 constexpr const char* kOp = "divergence";
 constexpr int kMaxCluster = 16, kLoopThreads = 1024;
 constexpr unsigned kAllLanes = 0xffffffffu;
-// Bounds the logarithms of excluded classes.
-constexpr float kMaxLog = 1e30f;
-
 template <DivergenceKind K>
 constexpr bool kKl = K == DivergenceKind::forward_kl || K == DivergenceKind::reverse_kl;
 
@@ -144,19 +122,6 @@ struct Powers {
 // The change of student's minus teacher's reference from a part's references to larger ones.
 __device__ __forceinline__ float shift_of(const Sums& part, float ref_s, float ref_t) {
   return (finite_max(part.ref_s) - finite_max(ref_s)) - (finite_max(part.ref_t) - finite_max(ref_t));
-}
-
-template <DivergenceKind K, class T>
-__device__ __forceinline__ void terms_of(float q, float p, float d, float beta, float& term, float& g) {
-  float r = 0.0f;
-  if constexpr (K == DivergenceKind::jsd) d = fminf(fmaxf(d, -kMaxLog), kMaxLog);
-  if constexpr (sizeof(T) == 4) {
-    if constexpr (K == DivergenceKind::jsd) r = precise::exp2_neg(-fabsf(d));
-    precise::divergence_terms<K>(q, p, d, r, beta, term, g);
-  } else {
-    if constexpr (K == DivergenceKind::jsd) r = exp2_approx(-fabsf(d));
-    fast::divergence_terms<K>(q, p, d, r, beta, term, g);
-  }
 }
 
 // Adds a class of jsd or tvd to the totals and replaces its exponentials by q and its slope. In 16

@@ -1,6 +1,3 @@
-#include <algorithm>
-#include <cmath>
-
 #include "tigon/ops/cross_entropy/cross_entropy.h"
 #include "tigon/ops/divergence/divergence.h"
 #include "tigon/torch/shim.h"
@@ -23,21 +20,15 @@ struct Options {
 DivergenceRows arguments(Tensor& student, Tensor& teacher, OptionalTensor& labels, const Options& o) {
   check_same_device(kOp, "teacher", teacher, student);
   if (labels) check_same_device(kOp, "labels", *labels, student);
-  // Near beta = 1 jsd is proportional to 1 - beta, which the rounding of beta changes: the factor restores it.
-  float beta = float(o.beta);
-  double factor = 1.0;
-  if (DivergenceKind(o.kind) == DivergenceKind::jsd && o.beta > 0.5 && o.beta < 1.0) {
-    beta = std::min(beta, std::nextafter(1.0f, 0.0f));
-    factor = (1.0 - o.beta) / (1.0 - double(beta));
-  }
+  DivergenceBeta beta = divergence_beta(DivergenceKind(o.kind), o.beta);
   return {.student = rows_of(kOp, "student", student),
           .teacher = rows_of(kOp, "teacher", teacher),
           .labels = vector_of(kOp, "labels", labels),
           .kind = DivergenceKind(o.kind),
           .ignore_index = o.ignore_index,
-          .beta = beta,
+          .beta = beta.beta,
           .temperature = float(o.temperature),
-          .factor = float(factor),
+          .factor = float(beta.factor),
           .log_probs = o.log_probs};
 }
 

@@ -17,8 +17,7 @@ void check_parameter(const char* op, const char* name, const Vector& v, const Ma
 
 void dyt_fwd(Context& ctx, const DytFwd& a) {
   const char* op = "dyt";
-  require_float(op, "x", a.x.dtype);
-  TIGON_CHECK(op, a.x.cols >= 1, "x must have at least one column, got ", a.x.cols);
+  require_rows(op, "x", a.x);
   TIGON_CHECK(op, bool(a.alpha), "alpha must be a tensor of one element, got none");
   check_parameter(op, "alpha", a.alpha, a.x, 1, a.alpha.dtype);
   check_parameter(op, "weight", a.weight, a.x, a.x.cols, a.alpha.dtype);
@@ -30,13 +29,12 @@ void dyt_fwd(Context& ctx, const DytFwd& a) {
 
 void dyt_bwd(Context& ctx, const DytBwd& a) {
   const char* op = "dyt_bwd";
-  require_float(op, "x", a.x.dtype);
-  TIGON_CHECK(op, a.x.cols >= 1, "x must have at least one column, got ", a.x.cols);
+  require_rows(op, "x", a.x);
   TIGON_CHECK(op, bool(a.alpha), "alpha must be a tensor of one element, got none");
   check_parameter(op, "alpha", a.alpha, a.x, 1, a.alpha.dtype);
   check_parameter(op, "weight", a.weight, a.x, a.x.cols, a.alpha.dtype);
   require_matrix(op, "dy", a.dy, a.x.rows, a.x.cols, a.x.dtype);
-  if (a.dx.data != nullptr) require_matrix(op, "dx", a.dx, a.x.rows, a.x.cols, a.x.dtype);
+  require_result(op, "dx", a.dx, a.x);
   check_parameter(op, "dalpha", a.dalpha, a.x, 1, a.alpha.dtype);
   check_parameter(op, "dweight", a.dweight, a.x, a.x.cols, a.alpha.dtype);
   check_parameter(op, "dbias", a.dbias, a.x, a.x.cols, a.alpha.dtype);

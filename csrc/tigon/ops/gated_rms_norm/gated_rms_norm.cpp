@@ -9,8 +9,7 @@ namespace {
 // What both directions ask; returns y's dtype.
 template <class Args>
 DType check(const char* op, const Args& a) {
-  require_float(op, "x", a.x.dtype);
-  TIGON_CHECK(op, a.x.cols >= 1, "x must have at least one column, got ", a.x.cols);
+  require_rows(op, "x", a.x);
   require_matrix(op, "gate", a.gate, a.x.rows, a.x.cols, a.x.dtype);
   require_parameter(op, "weight", a.weight, a.x);
   TIGON_CHECK(op, a.how.group > 0 && a.x.cols % a.how.group == 0, "group_size must divide ", a.x.cols,
@@ -32,7 +31,7 @@ void gated_rms_norm_fwd(Context& ctx, const GatedRmsNormFwd& args) {
   const char* op = "gated_rms_norm";
   GatedRmsNormFwd a = with_group(args);
   DType y = check(op, a);
-  TIGON_CHECK(op, a.eps >= 0.0f, "eps must be >= 0, got ", a.eps);
+  require_eps(op, a.eps);
   require_matrix(op, "y", a.y, a.x.rows, a.x.cols, y);
   if (a.x.rows == 0) return;
   on_device(
@@ -44,12 +43,9 @@ void gated_rms_norm_bwd(Context& ctx, const GatedRmsNormBwd& args) {
   GatedRmsNormBwd a = with_group(args);
   DType y = check(op, a);
   require_matrix(op, "dy", a.dy, a.x.rows, a.x.cols, y);
-  if (a.dx.data != nullptr) require_matrix(op, "dx", a.dx, a.x.rows, a.x.cols, a.x.dtype);
-  if (a.dgate.data != nullptr) require_matrix(op, "dgate", a.dgate, a.x.rows, a.x.cols, a.x.dtype);
-  if (a.dweight) {
-    TIGON_CHECK(op, bool(a.weight), "dweight must be absent when weight is, got [", a.dweight.size, "]");
-    require_vector(op, "dweight", a.dweight, a.x.cols, a.weight.dtype);
-  }
+  require_result(op, "dx", a.dx, a.x);
+  require_result(op, "dgate", a.dgate, a.x);
+  require_dweight(op, a.dweight, a.weight, a.x.cols);
   on_device(
       op, ctx, [&] { cpu::gated_rms_norm_bwd(ctx, a); }, TIGON_ON_CUDA(cuda::gated_rms_norm_bwd(ctx, a)));
 }

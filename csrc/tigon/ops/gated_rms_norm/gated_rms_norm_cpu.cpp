@@ -1,13 +1,9 @@
 #include "tigon/base/norm_rows.h"
-#include "tigon/ops/gated_rms_norm/gated_rms_norm.h"
+#include "tigon/ops/gated_rms_norm/gated_rms_norm_scalars.h"
 
 namespace tigon::cpu {
 namespace {
 
-struct GatedScalars {
-  float offset;
-  bool round_h, round_weighted, silu;
-};
 struct GatedTables {
   NormTable by_order[2];  // [norm first]
 };
@@ -21,14 +17,6 @@ struct GatedTables {
 namespace tigon::cpu {
 namespace {
 
-template <class Args>
-GatedScalars scalars_of(const Args& a) {
-  bool llama = a.how.rounding == Rounding::llama;
-  return {.offset = a.weight ? a.how.offset : 0.0f,
-          .round_h = llama,
-          .round_weighted = llama && !(a.weight && a.weight.dtype != a.x.dtype),
-          .silu = a.how.act == GateAct::silu};
-}
 const NormKernels& kernels_for(const GatedRmsNorm& how, DType x, const Vector& weight, DType y) {
   return TIGON_SELECT(gated_rms_norm_tables).by_order[how.norm_first].select(x, weight, y);
 }
@@ -36,7 +24,7 @@ const NormKernels& kernels_for(const GatedRmsNorm& how, DType x, const Vector& w
 }  // namespace
 
 void gated_rms_norm_fwd(Context& ctx, const GatedRmsNormFwd& a) {
-  GatedScalars scalars = scalars_of(a);
+  GatedScalars scalars = gated_scalars(a);
   norm_forward(ctx,
                {.formula = &scalars,
                 .in = {a.x, a.gate},
@@ -49,7 +37,7 @@ void gated_rms_norm_fwd(Context& ctx, const GatedRmsNormFwd& a) {
 }
 
 void gated_rms_norm_bwd(Context& ctx, const GatedRmsNormBwd& a) {
-  GatedScalars scalars = scalars_of(a);
+  GatedScalars scalars = gated_scalars(a);
   norm_backward(ctx,
                 {.formula = &scalars,
                  .dy = a.dy,

@@ -26,7 +26,7 @@ void check(const char* op, const Args& a) {
 void group_norm_fwd(Context& ctx, const GroupNormFwd& a) {
   const char* op = "group_norm";
   check(op, a);
-  TIGON_CHECK(op, a.eps >= 0.0f, "eps must be >= 0, got ", a.eps);
+  require_eps(op, a.eps);
   check_parameter(op, "bias", a.bias, a.x, a.channels);
   if (a.weight && a.bias) require_dtype(op, "bias", a.bias.dtype, a.weight.dtype);
   require_matrix(op, "y", a.y, a.x.rows, a.x.cols, a.x.dtype);
@@ -38,7 +38,7 @@ void group_norm_bwd(Context& ctx, const GroupNormBwd& a) {
   const char* op = "group_norm_bwd";
   check(op, a);
   require_matrix(op, "dy", a.dy, a.x.rows, a.x.cols, a.x.dtype);
-  if (a.dx.data != nullptr) require_matrix(op, "dx", a.dx, a.x.rows, a.x.cols, a.x.dtype);
+  require_result(op, "dx", a.dx, a.x);
   check_parameter(op, "dweight", a.dweight, a.x, a.channels);
   check_parameter(op, "dbias", a.dbias, a.x, a.channels);
   if (a.dweight && a.dbias) require_dtype(op, "dbias", a.dbias.dtype, a.dweight.dtype);

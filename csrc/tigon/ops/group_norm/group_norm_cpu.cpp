@@ -1,5 +1,6 @@
 #include "tigon/base/column_sum.h"
 #include "tigon/base/elementwise.h"
+#include "tigon/base/norm_scalars.h"
 #include "tigon/ops/group_norm/group_norm.h"
 
 namespace tigon::cpu {

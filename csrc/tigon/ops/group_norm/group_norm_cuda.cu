@@ -342,37 +342,26 @@ bool all_vectorizable(int64_t spatial, std::initializer_list<const Matrix*> matr
   });
 }
 
-// Short sections, and those of any alignment, use the kernels of the norm family.
-template <class X>
-struct Formula {
-  using Element = X;
-  static constexpr int kIn = 1, kParams = 2;
-  using PerChannel = void;
-  static constexpr bool kSubtractMean = true, kWritesResidual = false, round_h = false;
-  __device__ float value(const float (&x)[1]) const { return x[0]; }
-  __device__ float result(float h, const float (&param)[2], const float (&)[1]) const {
-    return group_norm_y(h, param[0], param[1]);
-  }
-};
 // Sections shorter than this.
 constexpr int64_t kShortBytes = 8 << 10;
 
+// Short sections, and those of any alignment, use the kernels of the norm family.
 void forward_as_rows(Context& ctx, const GroupNormFwd& a) {
   with_weight_types(kOp, a.x.dtype, a.weight ? a.weight : a.bias, [&]<class X, class W>(Type<X>, Type<W>) {
     norm_forward(kOp, ctx,
-                 NormForward<Formula<X>, W, X>{.in = {a.x.row<X>(0)},
-                                               .in_stride = {a.x.stride},
-                                               .param = {a.weight.as<W>(), a.bias.as<W>()},
-                                               .default_value = {1.0f, 0.0f},
-                                               .y = a.y.row<X>(0),
-                                               .y_stride = a.y.stride,
-                                               .rstd = a.rstd.as<float>(),
-                                               .mean = a.mean.as<float>(),
-                                               .rows = a.x.rows,
-                                               .cols = a.x.cols / a.groups,
-                                               .groups = int(a.groups),
-                                               .eps = a.eps,
-                                               .cols_per_param = a.x.cols / a.channels});
+                 NormForward<GroupNormRow<float, X>, W, X>{.in = {a.x.row<X>(0)},
+                                                           .in_stride = {a.x.stride},
+                                                           .param = {a.weight.as<W>(), a.bias.as<W>()},
+                                                           .default_value = {1.0f, 0.0f},
+                                                           .y = a.y.row<X>(0),
+                                                           .y_stride = a.y.stride,
+                                                           .rstd = a.rstd.as<float>(),
+                                                           .mean = a.mean.as<float>(),
+                                                           .rows = a.x.rows,
+                                                           .cols = a.x.cols / a.groups,
+                                                           .groups = int(a.groups),
+                                                           .eps = a.eps,
+                                                           .cols_per_param = a.x.cols / a.channels});
   });
 }
 

@@ -7,9 +7,8 @@ namespace tigon {
 
 void layer_norm_fwd(Context& ctx, const LayerNormFwd& a) {
   const char* op = "layer_norm";
-  require_float(op, "x", a.x.dtype);
-  TIGON_CHECK(op, a.x.cols >= 1, "x must have at least one column, got ", a.x.cols);
-  TIGON_CHECK(op, a.eps >= 0.0f, "eps must be >= 0, got ", a.eps);
+  require_rows(op, "x", a.x);
+  require_eps(op, a.eps);
   require_parameter(op, "weight", a.weight, a.x);
   require_parameter(op, "bias", a.bias, a.x);
   if (a.weight && a.bias) require_dtype(op, "bias", a.bias.dtype, a.weight.dtype);
@@ -21,17 +20,13 @@ void layer_norm_fwd(Context& ctx, const LayerNormFwd& a) {
 
 void layer_norm_bwd(Context& ctx, const LayerNormBwd& a) {
   const char* op = "layer_norm_bwd";
-  require_float(op, "x", a.x.dtype);
-  TIGON_CHECK(op, a.x.cols >= 1, "x must have at least one column, got ", a.x.cols);
+  require_rows(op, "x", a.x);
   require_parameter(op, "weight", a.weight, a.x);
   require_matrix(op, "dy", a.dy, a.x.rows, a.x.cols, a.x.dtype);
   require_vector(op, "mean", a.mean, a.x.rows, DType::f32);
   require_vector(op, "rstd", a.rstd, a.x.rows, DType::f32);
-  if (a.dx.data != nullptr) require_matrix(op, "dx", a.dx, a.x.rows, a.x.cols, a.x.dtype);
-  if (a.dweight) {
-    TIGON_CHECK(op, bool(a.weight), "dweight must be absent when weight is, got [", a.dweight.size, "]");
-    require_vector(op, "dweight", a.dweight, a.x.cols, a.weight.dtype);
-  }
+  require_result(op, "dx", a.dx, a.x);
+  require_dweight(op, a.dweight, a.weight, a.x.cols);
   require_parameter(op, "dbias", a.dbias, a.x);
   if (a.dweight && a.dbias) require_dtype(op, "dbias", a.dbias.dtype, a.dweight.dtype);
   on_device(op, ctx, [&] { cpu::layer_norm_bwd(ctx, a); }, TIGON_ON_CUDA(cuda::layer_norm_bwd(ctx, a)));

@@ -1,24 +1,13 @@
 #include "tigon/base/norm_rows.h"
 #include "tigon/ops/layer_norm/layer_norm.h"
 
-namespace tigon::cpu {
-namespace {
-
-struct LayerNormScalars {
-  static constexpr float offset = 0.0f;
-  static constexpr bool round_h = false;
-};
-
-}  // namespace
-}  // namespace tigon::cpu
-
 #define TIGON_KERNELS "tigon/ops/layer_norm/layer_norm_cpu.inc"
 #include "tigon/base/simd/foreach_isa.h"
 
 namespace tigon::cpu {
 
 void layer_norm_fwd(Context& ctx, const LayerNormFwd& a) {
-  LayerNormScalars none;
+  NoNormScalars none;
   norm_forward(ctx,
                {.formula = &none,
                 .in = {a.x},
@@ -31,7 +20,7 @@ void layer_norm_fwd(Context& ctx, const LayerNormFwd& a) {
 }
 
 void layer_norm_bwd(Context& ctx, const LayerNormBwd& a) {
-  LayerNormScalars none;
+  NoNormScalars none;
   norm_backward(ctx,
                 {.formula = &none,
                  .dy = a.dy,

@@ -15,54 +15,22 @@ namespace {
 
 constexpr const char* kOp = "layer_norm";
 
-template <class X>
-struct Forward {
-  using Element = X;
-  static constexpr int kIn = 1, kParams = 2;
-  static constexpr bool kSubtractMean = true, kWritesResidual = false, round_h = false;
-  __device__ float value(const float (&x)[1]) const { return x[0]; }
-  __device__ float result(float h, const float (&param)[2], const float (&)[1]) const {
-    return layer_norm_y(h, param[0], param[1]);
-  }
-};
-
-template <class X>
-struct Backward {
-  using Element = X;
-  static constexpr int kIn = 1, kOut = 1, kSums = 2;
-  using PlainWeight = void;
-  static constexpr bool kSubtractMean = true, round_h = false;
-  static constexpr float offset = 0.0f;
-  __device__ float value(const float (&x)[1]) const { return x[0]; }
-  __device__ float upstream(float dy, const float (&)[1]) const { return dy; }
-  __device__ void results(float dv, float, float, float, const float (&)[1], float (&dx)[1]) const {
-    dx[0] = dv;
-  }
-};
-
-// Shapes by row length, tuned on H200 for bf16.
-using Lookahead = PipelinedBlock<3, 4, 512, 1, 1>;
-using ShapeTable =
-    BackwardShapeTable<3, PipelinedRows<2, 32, 4, 8, 1>, PipelinedBlock<2, 2, 128, 4>,
-                       PipelinedBlock<2, 2, 320, 2>, UpToVecs<896, Lookahead>, PipelinedBlock<2, 2, 512>,
-                       UpToVecs<1152, PipelinedBlock<2, 4, 512>>, Lookahead, PipelinedBlock<2, 4, 512>>;
-
 }  // namespace
 
 void layer_norm_fwd(Context& ctx, const LayerNormFwd& a) {
   with_weight_types(kOp, a.x.dtype, a.weight ? a.weight : a.bias, [&]<class X, class W>(Type<X>, Type<W>) {
     norm_forward(kOp, ctx,
-                 NormForward<Forward<X>, W, X>{.in = {a.x.row<X>(0)},
-                                               .in_stride = {a.x.stride},
-                                               .param = {a.weight.as<W>(), a.bias.as<W>()},
-                                               .default_value = {1.0f, 0.0f},
-                                               .y = a.y.row<X>(0),
-                                               .y_stride = a.y.stride,
-                                               .rstd = a.rstd.as<float>(),
-                                               .mean = a.mean.as<float>(),
-                                               .rows = a.x.rows,
-                                               .cols = a.x.cols,
-                                               .eps = a.eps});
+                 NormForward<LayerNormForward<float, X>, W, X>{.in = {a.x.row<X>(0)},
+                                                               .in_stride = {a.x.stride},
+                                                               .param = {a.weight.as<W>(), a.bias.as<W>()},
+                                                               .default_value = {1.0f, 0.0f},
+                                                               .y = a.y.row<X>(0),
+                                                               .y_stride = a.y.stride,
+                                                               .rstd = a.rstd.as<float>(),
+                                                               .mean = a.mean.as<float>(),
+                                                               .rows = a.x.rows,
+                                                               .cols = a.x.cols,
+                                                               .eps = a.eps});
   });
 }
 
@@ -71,19 +39,19 @@ void layer_norm_bwd(Context& ctx, const LayerNormBwd& a) {
   // A row of partials holds both gradients.
   dweight.size = dbias.size = a.x.cols;
   with_weight_types(kOp, a.x.dtype, a.weight, [&]<class X, class W>(Type<X>, Type<W>) {
-    norm_backward<ShapeTable>(kOp, ctx,
-                              NormBackward<Backward<X>, W, X>{.dy = a.dy.row<X>(0),
-                                                              .in = {a.x.row<X>(0)},
-                                                              .out = {a.dx.row<X>(0)},
-                                                              .dy_stride = a.dy.stride,
-                                                              .in_stride = {a.x.stride},
-                                                              .out_stride = {a.dx.stride},
-                                                              .weight = a.weight.as<W>(),
-                                                              .rstd = a.rstd.as<float>(),
-                                                              .mean = a.mean.as<float>(),
-                                                              .rows = a.x.rows,
-                                                              .cols = a.x.cols},
-                              {dweight, dbias});
+    norm_backward(kOp, ctx,
+                  NormBackward<LayerNormBackward<float, X>, W, X>{.dy = a.dy.row<X>(0),
+                                                                  .in = {a.x.row<X>(0)},
+                                                                  .out = {a.dx.row<X>(0)},
+                                                                  .dy_stride = a.dy.stride,
+                                                                  .in_stride = {a.x.stride},
+                                                                  .out_stride = {a.dx.stride},
+                                                                  .weight = a.weight.as<W>(),
+                                                                  .rstd = a.rstd.as<float>(),
+                                                                  .mean = a.mean.as<float>(),
+                                                                  .rows = a.x.rows,
+                                                                  .cols = a.x.cols},
+                  {dweight, dbias});
   });
 }
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "tigon/torch/linear_head.h"
+
 namespace tigon::torch_shim {
 
 constexpr const char* kOp = kLossHead;
@@ -42,57 +44,8 @@ LinearCrossEntropy arguments(Operands& t, const Formula& f, const Rows& rows) {
 
 namespace {
 
-// Bits of `needs` and of `outputs`, as in python/tigon/ops/loss_head.
-// may_round: weight's gradient may come in hidden's dtype where the call does not sum it.
-enum Need : int64_t {
-  need_hidden = 1,
-  need_weight = 2,
-  need_bias = 4,
-  need_lora_a = 8,
-  need_lora_b = 16,
-  may_round = 32,
-  need_unit = 64,       // of per-row losses: their forward may leave dhidden for an upstream gradient of 1
-  into_main_grad = 128  // weight's gradient is added to what its owner keeps
-};
+// Bits of `outputs`, as in python/tigon/ops/loss_head.
 enum Output : int64_t { out_z_loss = 1, out_log_prob = 2, out_lse = 4, out_entropy = 8, out_predicted = 16 };
-
-struct Gradients {
-  Tensor hidden, weight, bias, lora_a, lora_b;
-};
-
-// Whether one chunk takes all rows of a call that forms dweight.
-bool one_chunk(const LinearCrossEntropy& a, Device device) {
-  int64_t rows = a.valid_rows >= 0 ? a.valid_rows : a.hidden.rows;
-  if (a.kept.data && (a.kept.rows < rows || a.chunk_rows == 0)) return a.kept.rows >= rows;
-  int64_t chunk = a.chunk_rows > 0 ? a.chunk_rows
-                                   : linear_head_chunk_rows({.device = device,
-                                                             .dtype = a.hidden.dtype,
-                                                             .rows = rows,
-                                                             .hidden = a.hidden.cols,
-                                                             .vocab = a.weight.rows,
-                                                             .dweight = true});
-  return rows <= chunk;
-}
-
-Gradients make_gradients(LinearCrossEntropy& a, const Tensor& hidden, int64_t needs) {
-  int64_t v = a.weight.rows, h = a.weight.cols, r = a.lora_a.rows;
-  auto result = [&](Need need, std::initializer_list<int64_t> sizes, DType dtype = DType::f32) {
-    return needs & need ? make(hidden, sizes, dtype) : nothing(hidden, DType::f32);
-  };
-  bool rounded = needs & need_weight && needs & may_round && one_chunk(a, device_of(kOp, hidden));
-  Gradients g{
-      .hidden = needs & need_hidden ? make_like(hidden, a.hidden.dtype) : nothing(hidden, a.hidden.dtype),
-      .weight = result(need_weight, {v, h}, linear_head_dweight(a.hidden.dtype, rounded)),
-      .bias = result(need_bias, {v}),
-      .lora_a = result(need_lora_a, {r, h}),
-      .lora_b = result(need_lora_b, {v, r})};
-  if (needs & need_hidden) a.dhidden = rows_of(kOp, "dhidden", g.hidden);
-  if (needs & need_weight) a.dweight = rows_of(kOp, "dweight", g.weight);
-  if (needs & need_bias) a.dbias = vector_of(kOp, "dbias", g.bias);
-  if (needs & need_lora_a) a.dlora_a = rows_of(kOp, "gradient of lora A", g.lora_a);
-  if (needs & need_lora_b) a.dlora_b = rows_of(kOp, "gradient of lora B", g.lora_b);
-  return g;
-}
 
 // Results of rows beside the loss: one f32 matrix, a row for each that is wanted, in the order of the bits.
 struct RowResults {
@@ -186,7 +139,7 @@ ForwardResult forward(Operands operands, OptionalTensor denominator, std::option
   }
   RowResults results = make_row_results(a, hidden, outputs);
   // Of per-row losses the gradients are made in rows_backward: they need the upstream ones.
-  Gradients g = make_gradients(a, hidden, scalar ? needs : 0);
+  HeadGradients g = make_gradients(kOp, a, hidden, scalar ? needs : 0);
   Between between = make_between(a, hidden, scalar ? 0 : needs, scalar ? 0 : keep_rows);
   auto ctx = make_context(hidden);
   linear_cross_entropy(*ctx, a);
@@ -227,7 +180,9 @@ FiveGradients rows_gradient(Upstream from, Operands operands, Formula formula, R
   int64_t returned = needs;
   if (from.main_grad) returned &= ~need_weight;
   if (finished && from.unit) returned &= ~need_hidden;
-  Gradients g = make_gradients(a, hidden, returned);
+  bool whole = a.kept.data && a.kept.rows >= (a.valid_rows >= 0 ? a.valid_rows : a.hidden.rows);
+  if (a.kept.data && !whole) returned &= ~may_round;  // several chunks
+  HeadGradients g = make_gradients(kOp, a, hidden, returned, whole && a.chunk_rows == 0);
   if (finished && from.unit && needs & need_hidden) a.dhidden = a.unit;
   if (from.main_grad) {
     check_same_device(kOp, "main_grad", *from.main_grad, hidden);

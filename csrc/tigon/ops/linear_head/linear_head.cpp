@@ -56,7 +56,7 @@ struct Product {
   Matrix a, b, c;
   bool trans_a = false, trans_b = false;
   float alpha = 1.0f, beta = 0.0f;
-  bool unrounded = false;
+  bool unrounded = false;  // into f32
 };
 void multiply(Context& ctx, const Product& p) {
   ctx.gemm({.m = p.c.rows,
@@ -246,6 +246,15 @@ LinearHeadChunk linear_head_chunk(const LinearHead& a, const LinearHeadRows& row
           .column = w.column};
 }
 
+LinearHeadChunk linear_head_slice(const LinearHeadChunk& c, int64_t first, int64_t count) {
+  LinearHeadChunk part = c;
+  part.begin += first, part.count = count;
+  part.index = linear_head_part(c.index, first, count);
+  for (Matrix* m : {&part.logits, &part.hidden, &part.dhidden, &part.scaled, &part.lora_u, &part.lora_t})
+    *m = rows_from(*m, first, count);
+  return part;
+}
+
 namespace {
 
 // Rows of the call's hidden, times factor.
@@ -260,37 +269,21 @@ void take_rows(Context& ctx, const LinearHead& a, const LinearHeadChunk& c, cons
 }  // namespace
 
 // The low-rank part comes first: written, not added, and rounded where it is small.
-LinearHeadPart linear_head_logits(Context& ctx, const LinearHead& a, LinearHeadChunk& c, int64_t begin,
-                                  int64_t count) {
-  bool wide = c.wide.data != nullptr;
-  LinearHeadPart part = {.begin = c.begin + begin,
-                         .count = count,
-                         .logits = wide ? rows_from(c.wide, 0, count) : rows_from(c.logits, begin, count),
-                         .to = rows_from(c.logits, begin, count)};
+void linear_head_logits(Context& ctx, const LinearHead& a, LinearHeadChunk& c) {
   bool lora = a.lora_a.data != nullptr;
   if (!c.gathered) take_rows(ctx, a, c, c.hidden, {});
   c.gathered = true;
-  Matrix hidden = rows_from(c.hidden, begin, count), u = rows_from(c.lora_u, begin, count);
   if (lora) {
-    multiply(ctx, {.a = hidden, .b = a.lora_a, .c = u, .trans_b = true, .alpha = a.lora_scale});
-    multiply(ctx, {.a = u, .b = a.lora_b, .c = part.logits, .trans_b = true, .unrounded = wide});
+    multiply(ctx, {.a = c.hidden, .b = a.lora_a, .c = c.lora_u, .trans_b = true, .alpha = a.lora_scale});
+    multiply(ctx, {.a = c.lora_u, .b = a.lora_b, .c = c.logits, .trans_b = true, .unrounded = true});
     c.has_u = true;
   }
-  multiply(ctx, {.a = hidden,
+  multiply(ctx, {.a = c.hidden,
                  .b = a.weight,
-                 .c = part.logits,
+                 .c = c.logits,
                  .trans_b = true,
                  .beta = lora ? 1.0f : 0.0f,
-                 .unrounded = wide});
-  return part;
-}
-
-void linear_head_logits(Context& ctx, const LinearHead& a, LinearHeadChunk& c) {
-  Matrix wide = c.wide;
-  c.wide = {};
-  if (c.logits.dtype != a.hidden.dtype) c.wide = c.logits;
-  linear_head_logits(ctx, a, c, 0, c.count);
-  c.wide = wide;
+                 .unrounded = true});
 }
 
 // dweight = dlogits^T . diag(factor) . hidden, dhidden = diag(factor) . dlogits . weight: dlogits stay as they are.

@@ -152,18 +152,30 @@ struct LinearHeadChunk {
 TIGON_API LinearHeadChunk linear_head_chunk(const LinearHead& a, const LinearHeadRows& rows,
                                             const LinearHeadWorkspace& workspace, int64_t begin,
                                             int64_t count);
-// The logits of rows [begin, begin + count) of a chunk, in part.logits; `to`: where their gradients belong.
+// Rows [first, first + count) of a chunk, whose logits may then be made by themselves.
+TIGON_API LinearHeadChunk linear_head_slice(const LinearHeadChunk& chunk, int64_t first, int64_t count);
+// chunk.logits = the logits, in the dtype of that memory.
+TIGON_API void linear_head_logits(Context& ctx, const LinearHead& a, LinearHeadChunk& chunk);
+
+// The logits of a part of a chunk, and where their gradients belong: the same memory unless logits are wide. `to` is empty
+// where the chunk has no logits.
 struct LinearHeadPart {
   int64_t begin = 0, count = 0;  // rows of the list
-  Matrix logits, to;  // the same memory unless logits are wide; `to` is empty where the chunk has no logits
+  Matrix logits, to;
 };
 // Calls fn(part) for each part of a chunk, whose logits are made just before: one part, or with wide logits several.
 template <class Fn>
-void linear_head_parts(Context& ctx, const LinearHead& a, LinearHeadChunk& chunk, const Fn& fn);
-TIGON_API LinearHeadPart linear_head_logits(Context& ctx, const LinearHead& a, LinearHeadChunk& chunk,
-                                            int64_t begin, int64_t count);
-// Logits of a whole chunk, in chunk.logits.
-TIGON_API void linear_head_logits(Context& ctx, const LinearHead& a, LinearHeadChunk& chunk);
+void linear_head_parts(Context& ctx, const LinearHead& a, LinearHeadChunk& chunk, const Fn& fn) {
+  int64_t most = chunk.wide.data ? chunk.wide.rows : chunk.count;
+  for (int64_t first = 0; first < chunk.count; first += most) {
+    LinearHeadChunk part = linear_head_slice(chunk, first, std::min(most, chunk.count - first));
+    Matrix to = part.logits;
+    if (chunk.wide.data) part.logits = chunk.wide, part.logits.rows = part.count;
+    linear_head_logits(ctx, a, part);
+    fn(LinearHeadPart{part.begin, part.count, part.logits, to});
+  }
+  chunk.gathered = true, chunk.has_u = a.lora_a.data != nullptr;
+}
 // Most rows of a part with wide logits.
 TIGON_API int64_t linear_head_wide_rows(Device device, int64_t vocab);
 
@@ -247,13 +259,6 @@ struct LinearHeadColumns {
   Matrix from, to;
 };
 TIGON_API void linear_head_columns(Context& ctx, const LinearHeadColumns& a);
-
-template <class Fn>
-void linear_head_parts(Context& ctx, const LinearHead& a, LinearHeadChunk& chunk, const Fn& fn) {
-  int64_t most = chunk.wide.data ? chunk.wide.rows : chunk.count;
-  for (int64_t begin = 0; begin < chunk.count; begin += most)
-    fn(linear_head_logits(ctx, a, chunk, begin, std::min(most, chunk.count - begin)));
-}
 
 #define TIGON_LINEAR_HEAD_BACKEND                                     \
   void linear_head_finish(Context& ctx, const LinearHeadFinish& a);   \

@@ -1,31 +1,20 @@
 #include "tigon/base/norm_rows.h"
 #include "tigon/ops/rms_norm/rms_norm.h"
 
-namespace tigon::cpu {
-namespace {
-
-struct RmsNormScalars {
-  float offset;
-  bool round_h;
-};
-
-}  // namespace
-}  // namespace tigon::cpu
-
 #define TIGON_KERNELS "tigon/ops/rms_norm/rms_norm_cpu.inc"
 #include "tigon/base/simd/foreach_isa.h"
 
 namespace tigon::cpu {
 
 void rms_norm_fwd(Context& ctx, const RmsNormFwd& a) {
-  RmsNormScalars scalars{a.weight ? a.offset : 0.0f, a.rounding == Rounding::llama};
+  NormScalars scalars{a.weight ? a.offset : 0.0f, a.rounding == Rounding::llama};
   norm_forward(
       ctx, {.formula = &scalars, .in = {a.x}, .param = {a.weight}, .y = a.y, .rstd = a.rstd, .eps = a.eps},
       TIGON_SELECT(rms_norm_table).select(a.x.dtype, a.weight, a.y.dtype));
 }
 
 void rms_norm_bwd(Context& ctx, const RmsNormBwd& a) {
-  RmsNormScalars scalars{a.offset, a.rounding == Rounding::llama};
+  NormScalars scalars{a.weight ? a.offset : 0.0f, a.rounding == Rounding::llama};
   norm_backward(ctx,
                 {.formula = &scalars,
                  .dy = a.dy,

@@ -15,77 +15,46 @@ namespace {
 
 constexpr const char* kOp = "rms_norm";
 
-template <class X>
-struct Forward {
-  using Element = X;
-  static constexpr int kIn = 1, kParams = 1;
-  static constexpr bool kSubtractMean = false, kWritesResidual = false;
-  float offset;
-  bool round_h;
-  __device__ float value(const float (&x)[1]) const { return x[0]; }
-  __device__ float result(float h, const float (&weight)[1], const float (&)[1]) const {
-    return rms_norm_scaled(h, weight[0], offset);
-  }
-};
-
-template <class X>
-struct Backward {
-  using Element = X;
-  static constexpr int kIn = 1, kOut = 1, kSums = 1;
-  static constexpr bool kSubtractMean = false;
-  float offset;
-  bool round_h;
-  __device__ float value(const float (&x)[1]) const { return x[0]; }
-  __device__ float upstream(float dy, const float (&)[1]) const { return dy; }
-  __device__ void results(float dv, float, float, float, const float (&)[1], float (&dx)[1]) const {
-    dx[0] = dv;
-  }
-};
-
-// Shapes by row length, tuned on H200 for bf16.
-using ShapeTable = BackwardShapeTable<4, PipelinedBlock<2, 1, 256, 4>, PipelinedBlock<2, 2, 160, 4>,
-                                      PipelinedBlock<3, 2, 256, 2>, PipelinedBlock<4, 4, 160>,
-                                      PipelinedBlock<3, 1, 1024>, UpToVecs<1152, PipelinedBlock<2, 4, 512>>,
-                                      PipelinedBlock<3, 4, 512, 1, 1>, PipelinedBlock<2, 4, 512>>;
-
 }  // namespace
 
 void rms_norm_fwd(Context& ctx, const RmsNormFwd& a) {
   with_result_types(
       kOp, a.x.dtype, a.weight, a.y.dtype, [&]<class X, class W, class Y>(Type<X>, Type<W>, Type<Y>) {
-        norm_forward(kOp, ctx,
-                     NormForward<Forward<X>, W, Y>{.f = {.offset = a.weight ? a.offset : 0.0f,
-                                                         .round_h = a.rounding == Rounding::llama},
-                                                   .in = {a.x.row<X>(0)},
-                                                   .in_stride = {a.x.stride},
-                                                   .param = {a.weight.as<W>()},
-                                                   .default_value = {1.0f},
-                                                   .y = a.y.row<Y>(0),
-                                                   .y_stride = a.y.stride,
-                                                   .rstd = a.rstd.as<float>(),
-                                                   .rows = a.x.rows,
-                                                   .cols = a.x.cols,
-                                                   .eps = a.eps});
+        norm_forward(
+            kOp, ctx,
+            NormForward<RmsNormForward<float, X>, W, Y>{
+                .f = {{.offset = a.weight ? a.offset : 0.0f, .round_h = a.rounding == Rounding::llama}},
+                .in = {a.x.row<X>(0)},
+                .in_stride = {a.x.stride},
+                .param = {a.weight.as<W>()},
+                .default_value = {1.0f},
+                .y = a.y.row<Y>(0),
+                .y_stride = a.y.stride,
+                .rstd = a.rstd.as<float>(),
+                .rows = a.x.rows,
+                .cols = a.x.cols,
+                .eps = a.eps});
       });
 }
 
 void rms_norm_bwd(Context& ctx, const RmsNormBwd& a) {
   with_result_types(
       kOp, a.x.dtype, a.weight, a.dy.dtype, [&]<class X, class W, class Y>(Type<X>, Type<W>, Type<Y>) {
-        norm_backward<ShapeTable>(kOp, ctx,
-                                  NormBackward<Backward<X>, W, Y>{
-                                      .f = {.offset = a.offset, .round_h = a.rounding == Rounding::llama},
-                                      .dy = a.dy.row<Y>(0),
-                                      .in = {a.x.row<X>(0)},
-                                      .out = {a.dx.row<X>(0)},
-                                      .dy_stride = a.dy.stride,
-                                      .in_stride = {a.x.stride},
-                                      .out_stride = {a.dx.stride},
-                                      .weight = a.weight.as<W>(),
-                                      .rstd = a.rstd.as<float>(),
-                                      .rows = a.x.rows,
-                                      .cols = a.x.cols},
-                                  {a.dweight});
+        norm_backward(
+            kOp, ctx,
+            NormBackward<RmsNormBackward<float, X>, W, Y>{
+                .f = {{.offset = a.weight ? a.offset : 0.0f, .round_h = a.rounding == Rounding::llama}},
+                .dy = a.dy.row<Y>(0),
+                .in = {a.x.row<X>(0)},
+                .out = {a.dx.row<X>(0)},
+                .dy_stride = a.dy.stride,
+                .in_stride = {a.x.stride},
+                .out_stride = {a.dx.stride},
+                .weight = a.weight.as<W>(),
+                .rstd = a.rstd.as<float>(),
+                .rows = a.x.rows,
+                .cols = a.x.cols},
+            {a.dweight});
       });
 }
 

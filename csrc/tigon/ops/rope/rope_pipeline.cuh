@@ -3,8 +3,6 @@
 // it copied itself, so there is no barrier.
 #pragma once
 
-#include <array>
-
 #include "tigon/base/cuda/ptx.cuh"
 #include "tigon/ops/rope/rope_heads.cuh"
 
@@ -129,17 +127,8 @@ inline int heads_per_unit_of(const RopeHeads& x, int64_t heads, int64_t lanes, i
 // The number of persistent CTAs: as many as are resident, or as there are tiles of work.
 template <auto* kernel>
 int64_t resident_blocks(const char* op, size_t shared, int64_t tiles) {
-  static OncePerDevice once;
-  static std::array<int, kMaxDevices> cache;
-  int device = 0;
-  TIGON_CUDA_CHECK(op, cudaGetDevice(&device));
-  int& blocks = cache[size_t(device)];
-  once.run(op, [&] {
-    TIGON_CUDA_CHECK(op,
-                     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)));
-    TIGON_CUDA_CHECK(op, cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, kThreads, shared));
-  });
-  return std::min<int64_t>(tiles, int64_t(device_facts().sms) * std::max(1, blocks));
+  static OccupancyCache occupancy;
+  return std::min<int64_t>(tiles, std::max(1, occupancy.max_active(op, kernel, 1, kThreads, shared)));
 }
 template <auto* kernel, class Params>
 void launch_persistent(const char* op, Context& ctx, size_t shared, int64_t tiles, const Params& p) {

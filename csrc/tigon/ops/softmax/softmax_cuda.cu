@@ -143,11 +143,12 @@ constexpr bool kMaxFirst = sizeof(T) == 4;
 
 // kReuseExp: the exponentials stay in registers; else they are computed twice. kPersistent: CTAs
 // loop over rows and request the next row's vectors as they store.
-template <class T, class Shape, bool kCluster, bool kReuseExp, bool kPersistent, RowAlignment kAlignment>
-__global__ __launch_bounds__(Shape::max_threads,
-                             Shape::min_blocks) void forward_kernel(const __grid_constant__ Forward<T> p) {
-  constexpr int N = AlignedRow<T>::N, kVecsPerThread = Shape::vecs_per_thread;
-  using Reducer = RowReducer<Shape, kCluster, kPersistent, OnlineSoftmax<T>>;
+template <class T, class Config, bool kCluster, bool kReuseExp, bool kPersistent, RowAlignment kAlignment>
+__global__ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks_per_sm) void forward_kernel(
+    const __grid_constant__ Forward<T> p) {
+  constexpr RowConfig kConfig = Config::value;
+  constexpr int N = AlignedRow<T>::N, kVecsPerThread = kConfig.vecs_per_thread;
+  using Reducer = RowReducer<kConfig, kCluster, kPersistent, OnlineSoftmax<T>>;
   __shared__ ReduceStorage<typename Reducer::Payload> storage;
   Reducer reducer(storage);
   griddepcontrol_wait();
@@ -193,12 +194,14 @@ __global__ __launch_bounds__(Shape::max_threads,
 }
 
 // Longer rows, by a cluster per row: one pass finds maximum and sum, one writes, out of L2.
-template <class T, class Shape>
-__global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward_looped_kernel(
-    const __grid_constant__ Forward<T> p) {
-  constexpr int N = AlignedRow<T>::N, kVecsPerThread = Shape::vecs_per_thread;
+template <class T, class Config>
+__global__ __launch_bounds__(
+    Config::value.max_threads,
+    Config::value.min_blocks_per_sm) void forward_looped_kernel(const __grid_constant__ Forward<T> p) {
+  constexpr RowConfig kConfig = Config::value;
+  constexpr int N = AlignedRow<T>::N, kVecsPerThread = kConfig.vecs_per_thread;
   __shared__ ReduceStorage<OnlineSoftmax<T>> storage;
-  RowReducer<Shape, true, false, OnlineSoftmax<T>> reducer(storage);
+  RowReducer<kConfig, true, false, OnlineSoftmax<T>> reducer(storage);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
   const int64_t r = reducer.first_row();
@@ -247,11 +250,12 @@ __global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void forward
   reducer.wait_for_cluster();
 }
 
-template <class T, class Shape, bool kCluster, bool kPersistent, RowAlignment kAlignment>
-__global__ __launch_bounds__(Shape::max_threads,
-                             Shape::min_blocks) void backward_kernel(const __grid_constant__ Backward<T> p) {
-  constexpr int kVecsPerThread = Shape::vecs_per_thread;
-  using Reducer = RowReducer<Shape, kCluster, kPersistent, SumArray<1>>;
+template <class T, class Config, bool kCluster, bool kPersistent, RowAlignment kAlignment>
+__global__ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks_per_sm) void backward_kernel(
+    const __grid_constant__ Backward<T> p) {
+  constexpr RowConfig kConfig = Config::value;
+  constexpr int kVecsPerThread = kConfig.vecs_per_thread;
+  using Reducer = RowReducer<kConfig, kCluster, kPersistent, SumArray<1>>;
   __shared__ ReduceStorage<typename Reducer::Payload> storage;
   Reducer reducer(storage);
   griddepcontrol_wait();
@@ -284,12 +288,14 @@ __global__ __launch_bounds__(Shape::max_threads,
   reducer.wait_for_cluster();
 }
 
-template <class T, class Shape>
-__global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void backward_looped_kernel(
-    const __grid_constant__ Backward<T> p) {
-  constexpr int kVecsPerThread = Shape::vecs_per_thread;
+template <class T, class Config>
+__global__ __launch_bounds__(
+    Config::value.max_threads,
+    Config::value.min_blocks_per_sm) void backward_looped_kernel(const __grid_constant__ Backward<T> p) {
+  constexpr RowConfig kConfig = Config::value;
+  constexpr int kVecsPerThread = kConfig.vecs_per_thread;
   __shared__ ReduceStorage<SumArray<1>> storage;
-  RowReducer<Shape, true, false, SumArray<1>> reducer(storage);
+  RowReducer<kConfig, true, false, SumArray<1>> reducer(storage);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
   const BackwardRow<T, RowAlignment::mixed_offset> row(p, reducer.first_row());
@@ -315,21 +321,24 @@ __global__ __launch_bounds__(Shape::max_threads, Shape::min_blocks) void backwar
   reducer.wait_for_cluster();
 }
 
-// Shapes by row length in vectors. Beyond 1024 vectors the exponentials do not fit in registers and
-// are computed twice. Mixed offsets have few shapes.
-using ShortRows = ShapeList<RowShape<8, 2>, RowShape<16, 2>, RowShape<32, 2>, RowShape<32, 4>>;
-template <RowAlignment kAlignment>
-using ForwardShapeTable =
-    std::conditional_t<kAlignment == RowAlignment::mixed_offset,
-                       ShapeList<RowShape<32, 4>, BlockPerRow<4, 512, 3>, BlockPerRow<8, 1024>>,
-                       typename ShortRows::append<std::conditional_t<
-                           kAlignment == RowAlignment::vectorized, BlockPerRow<2, 512, 2>,
-                           BlockPerRow<4, 256, 4>>>::template append<BlockPerRow<8, 1024>>>;
-template <RowAlignment kAlignment>
-using BackwardShapeTable =
-    std::conditional_t<kAlignment == RowAlignment::mixed_offset,
-                       ShapeList<RowShape<32, 4>, BlockPerRow<4, 1024>>,
-                       ShortRows::append<BlockPerRow<2, 512>>::append<BlockPerRow<4, 1024>>>;
+// Configurations by row length. Beyond 1024 vectors the exponentials do not fit in registers and are
+// computed twice. Mixed offsets have few configurations.
+constexpr RowConfig lanes(int threads_per_row, int vecs_per_thread) {
+  return several_rows({.threads_per_row = threads_per_row, .vecs_per_thread = vecs_per_thread});
+}
+constexpr RowConfig cta(int vecs_per_thread, int max_threads, int min_blocks_per_sm = 1) {
+  return {
+      .vecs_per_thread = vecs_per_thread, .max_threads = max_threads, .min_blocks_per_sm = min_blocks_per_sm};
+}
+constexpr RowConfigs forward_configs(RowAlignment alignment) {
+  if (alignment == RowAlignment::mixed_offset) return RowConfigs(lanes(32, 4), cta(4, 512, 3), cta(8, 1024));
+  return RowConfigs(lanes(8, 2), lanes(16, 2), lanes(32, 2), lanes(32, 4),
+                    alignment == RowAlignment::vectorized ? cta(2, 512, 2) : cta(4, 256, 4), cta(8, 1024));
+}
+constexpr RowConfigs backward_configs(RowAlignment alignment) {
+  if (alignment == RowAlignment::mixed_offset) return RowConfigs(lanes(32, 4), cta(4, 1024));
+  return RowConfigs(lanes(8, 2), lanes(16, 2), lanes(32, 2), lanes(32, 4), cta(2, 512), cta(4, 1024));
+}
 
 // The number of vectors that a row of any offset touches at most.
 template <class T>
@@ -342,8 +351,8 @@ const T* end_of(const Matrix& m) {
   return end_of_rows(m.row<const T>(0), m.stride, m.rows, m.cols);
 }
 
-// The shape of the looped kernels.
-using LoopedBlock = BlockPerRow<4, 1024>;
+// The configuration of the looped kernels.
+constexpr RowConfig kLooped = cta(4, 1024);
 
 // Clusters do not distinguish vectorized rows: the work per row is negligible in long rows.
 template <bool kCluster, RowAlignment kAlignment>
@@ -354,44 +363,45 @@ constexpr RowAlignment cluster_alignment =
 template <class T, RowAlignment kAlignment>
 struct ForwardKernels {
   using Params = Forward<T>;
-  using ShapeTable = ForwardShapeTable<kAlignment>;
-  using ClusterBlock = BlockPerRow<8, 1024>;
-  template <class Shape, bool kCluster>
+  static constexpr RowConfigs kConfigs = forward_configs(kAlignment);
+  static constexpr RowConfig kClusterConfig = cta(8, 1024);
+  template <RowConfig kConfig, bool kCluster>
   static auto register_kernel() {
-    constexpr bool kReusesExp = Shape::max_vecs <= 1024;
-    return forward_kernel<T, Shape, kCluster, kReusesExp, kCluster, cluster_alignment<kCluster, kAlignment>>;
+    constexpr bool kReusesExp = kConfig.max_vecs() <= 1024;
+    return forward_kernel<T, ConfigType<kConfig>, kCluster, kReusesExp, kCluster,
+                          cluster_alignment<kCluster, kAlignment>>;
   }
-  static auto looped_kernel() { return forward_looped_kernel<T, LoopedBlock>; }
+  static auto looped_kernel() { return forward_looped_kernel<T, ConfigType<kLooped>>; }
 };
 template <class T, RowAlignment kAlignment>
 struct BackwardKernels {
   using Params = Backward<T>;
-  using ShapeTable = BackwardShapeTable<kAlignment>;
-  using ClusterBlock = BlockPerRow<4, 1024>;
-  template <class Shape, bool kCluster>
+  static constexpr RowConfigs kConfigs = backward_configs(kAlignment);
+  static constexpr RowConfig kClusterConfig = cta(4, 1024);
+  template <RowConfig kConfig, bool kCluster>
   static auto register_kernel() {
-    return backward_kernel<T, Shape, kCluster, kCluster, cluster_alignment<kCluster, kAlignment>>;
+    return backward_kernel<T, ConfigType<kConfig>, kCluster, kCluster,
+                           cluster_alignment<kCluster, kAlignment>>;
   }
-  static auto looped_kernel() { return backward_looped_kernel<T, LoopedBlock>; }
+  static auto looped_kernel() { return backward_looped_kernel<T, ConfigType<kLooped>>; }
 };
 
 template <class Kernels>
 void run(Context& ctx, typename Kernels::Params p, int64_t vecs) {
-  const bool launched = Kernels::ShapeTable::dispatch(vecs, [&](auto shape) {
-    using Shape = decltype(shape);
-    launch(kOp, ctx, Kernels::template register_kernel<Shape, false>(),
-           {.blocks = ceil_div(p.rows, Shape::rows_per_block),
-            .threads = block_threads<Shape>(vecs),
-            .pdl = true},
-           p);
-  });
-  if (launched) return;
+  if (const int config = select_config(Kernels::kConfigs, vecs); config >= 0)
+    return with_config<Kernels::kConfigs>(config, [&]<RowConfig kConfig>() {
+      launch(kOp, ctx, Kernels::template register_kernel<kConfig, false>(),
+             {.blocks = ceil_div(p.rows, kConfig.rows_per_block),
+              .threads = kConfig.block_threads(vecs),
+              .pdl = true},
+             p);
+    });
   // Clusters that are all resident: each takes one row after another.
-  using ClusterBlock = typename Kernels::ClusterBlock;
+  constexpr RowConfig kConfig = Kernels::kClusterConfig;
   static OccupancyCache occupancy;
-  const auto kernel = Kernels::template register_kernel<ClusterBlock, true>();
+  const auto kernel = Kernels::template register_kernel<kConfig, true>();
   if (const ClusterShape c =
-          largest_cluster<ClusterBlock>(kOp, occupancy, kernel, vecs, 192, [](int) { return size_t(0); });
+          largest_cluster<kConfig>(kOp, occupancy, kernel, vecs, 192, [](int) { return size_t(0); });
       c.blocks > 0) {
     p.counter = make_row_counter(kOp, ctx, p.rows, c.clusters);
     launch(kOp, ctx, kernel,
@@ -400,9 +410,9 @@ void run(Context& ctx, typename Kernels::Params p, int64_t vecs) {
   }
   static OccupancyCache looped_occupancy;
   const int blocks =
-      looped_occupancy.max_active(kOp, Kernels::looped_kernel(), 8, LoopedBlock::max_threads) > 0 ? 8 : 1;
+      looped_occupancy.max_active(kOp, Kernels::looped_kernel(), 8, kLooped.max_threads) > 0 ? 8 : 1;
   launch(kOp, ctx, Kernels::looped_kernel(),
-         {.blocks = p.rows * blocks, .threads = LoopedBlock::max_threads, .pdl = true, .cluster = blocks}, p);
+         {.blocks = p.rows * blocks, .threads = kLooped.max_threads, .pdl = true, .cluster = blocks}, p);
 }
 
 // Calls fn(alignment). `same_offset`: the inputs have the offsets of the output, row by row.

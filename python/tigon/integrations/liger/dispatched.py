@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from tigon.integrations.liger import divergences, functional, modules
+from tigon.integrations.liger import distillation, divergences, functional, modules
 
 
 def rms_norm(x, weight, eps=1e-6, *, offset=0, casting_mode="llama", in_place=False, row_mode=None, impl=None,
@@ -44,6 +44,16 @@ def fused_add_rms_norm(X, R, W, eps=1e-6, offset=0, casting_mode="llama", in_pla
                        mode=None, backend=None):  # fmt: skip
     """(normalised sum, sum)."""
     return functional.liger_fused_add_rms_norm(X, R, W, eps, offset, casting_mode)
+
+
+def fused_linear_jsd(student_input, student_weight, teacher_input, teacher_weight, shift_labels=None,
+                     jsd_beta=0.5, ignore_index=-100, temperature=1.0, *, impl=None, mode=None,
+                     backend=None):  # fmt: skip
+    """Jensen-Shannon divergence of two heads."""
+    return distillation.liger_fused_linear_jsd(
+        student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta, ignore_index,
+        temperature,
+    )  # fmt: skip
 
 
 def jsd(_input, target, shift_labels=None, beta=0.5, ignore_index=-100, *, impl=None, mode=None,

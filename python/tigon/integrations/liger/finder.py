@@ -66,7 +66,7 @@ class Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
                 raise AttributeError(f"[compat.liger] {module.__name__} {VERSION} has no {name}")
             if below == "" and name in table():
                 return importlib.import_module(f"{module.__name__}.{name}")
-            value = resolve(name)
+            value = resolve(name, below)
             setattr(module, name, value)
             return value
 
@@ -75,7 +75,7 @@ class Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
         for name in names:
             if below and f"{below}.{name}" in table():  # a function hides the module of its name
                 importlib.import_module(f"{module.__name__}.{name}")
-                setattr(module, name, resolve(name))
+                setattr(module, name, resolve(name, below))
 
 
 def _below(fullname: str) -> str | None:

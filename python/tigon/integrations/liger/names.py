@@ -9,7 +9,11 @@ from importlib import resources
 
 VERSION = "0.8.5"  # of the interface
 PACKAGE = "liger_kernel"
-_BEHIND = ("backends", "divergences", "functional", "modules", "outputs", "patching", "utils", "dispatched")
+_BEHIND = (
+    "backends", "bases", "chunked_loss", "cosine", "divergences", "distillation", "functional", "modules",
+    "outputs", "patching", "policies", "preferences", "utils", "dispatched",
+)  # fmt: skip
+_APART = {"chunked_loss"}  # packages whose names mean something else outside of them
 
 
 @functools.cache
@@ -33,10 +37,15 @@ def _places() -> dict[str, object]:
 
 
 @functools.cache
-def resolve(name: str) -> object:
-    """What stands behind a name: an implementation, or a class that refuses to be used."""
+def resolve(name: str, below: str = "") -> object:
+    """What stands behind a name of the module ``below``: an implementation, or a class that refuses to be used."""
     from tigon.integrations.liger.missing import missing
 
+    package = below.partition(".")[0]
+    if package in _APART:
+        own = importlib.import_module(f"tigon.integrations.liger.{package}")
+        if name in vars(own):
+            return vars(own)[name]
     found = getattr(_places()[name], name) if name in _places() else None
     return missing(name) if found is None else found
 

@@ -73,8 +73,8 @@ def plain(*tensors) -> bool:
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """What autocast computes in on a kind of device; None where it is off, or not known (meta)."""
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    """What autocast computes in on a kind of device; None where it is off, or has no kernel of Tigon's."""
+    on = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else None
 
 

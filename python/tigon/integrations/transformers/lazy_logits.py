@@ -54,6 +54,7 @@ class LazyLogits:
         self._limit = None  # columns when fewer than the head has
         self._detached = False
         self._real = None
+        self._predicted = None  # first argmax of every row, where a loss was asked for it
         self._seen = ()  # parameters and their versions, to notice an optimizer step in between
         if not torch.compiler.is_compiling():
             self._seen = [(name, p, p._version) for name, p in head.named_parameters()]
@@ -123,7 +124,7 @@ class LazyLogits:
         twin._chain = self._chain if link is None else (*self._chain, link)
         twin._limit = self._limit if limit is None else limit
         twin._detached = self._detached or detach
-        twin._real = None
+        twin._real = twin._predicted = None
         twin._seen = self._seen
         return twin
 
@@ -309,8 +310,11 @@ class LazyLogits:
             )
 
     def cross_entropy(self, target, *, weight=None, ignore_index=-100, reduction="mean",
-                      label_smoothing=0.0, denominator=None, shift=False):  # fmt: skip
-        """Cross-entropy of these logits without forming them; None when it cannot be done."""
+                      label_smoothing=0.0, denominator=None, shift=False, predict=False):  # fmt: skip
+        """Cross-entropy of these logits without forming them; None when it cannot be done.
+
+        With `predict` the same pass finds what a later argmax over the vocabulary is answered with.
+        """
         folded = None if self._real is not None or self._detached else _fold(self._chain)
         if folded is None:
             return None
@@ -332,8 +336,19 @@ class LazyLogits:
             shift=shift,
             logit_scale=scale,
             softcap=softcap,
+            outputs=("loss", "predicted") if predict else None,
         )
-        return self._call_head(request)
+        result = self._call_head(request)
+        if not predict:
+            return result
+        self._predicted = result.predicted
+        return result.loss
+
+    def argmax(self, dim=None, keepdim=False):
+        """As Tensor.argmax; over the vocabulary it is known where a loss was asked for it."""
+        if self._predicted is not None and dim in (-1, self.ndim - 1) and not keepdim:
+            return self._predicted
+        return self.materialise().argmax(dim, keepdim)
 
     def __setitem__(self, key, value):
         self.materialise()[key] = value
@@ -374,6 +389,7 @@ _LAZY_FUNCTIONS = {
     torch.true_divide: "div",
     torch.reshape: "reshape",
     torch.flatten: "flatten",
+    torch.argmax: "argmax",
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 
 import torch
 from torch import nn
@@ -114,6 +115,9 @@ class TigonTrainerCallback(TrainerCallback):
         if self._looked or self.report is None:
             return
         self._looked = True
+        trl = sys.modules.get("tigon.integrations.trl")
+        if trl is not None and trl.has_run():  # TRL's own head calls Tigon, without the model's
+            return
         try:
             self.report.check()
         except Error as error:

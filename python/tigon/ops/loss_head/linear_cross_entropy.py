@@ -25,10 +25,10 @@ from tigon.ops.loss_head.operands import (
     check_head,
     check_lora,
     check_plain,
+    lora_operands,
     main_grad_of,
     plain_weight,
     prepare,
-    split_lora,
     whole_vectors,
     wide_logits,
 )
@@ -181,7 +181,7 @@ def linear_cross_entropy(
     main_grad = main_grad_of(_OP, weight) if torch.is_grad_enabled() and weight.requires_grad else None
     if main_grad is None:  # main_grad has weight's own columns
         hidden, weight, lora = whole_vectors(hidden, weight, lora)
-    lora_a, lora_b, lora_scale = split_lora(hidden, lora)
+    lora_a, lora_b, lora_scale = lora_operands(hidden, lora)
     if class_weight is not None:
         class_weight = class_weight.detach().float()
     if token_weight is not None:

@@ -21,11 +21,11 @@ from tigon.ops.loss_head.operands import (
     check_head,
     check_lora,
     check_plain,
+    lora_operands,
     main_grad_of,
     plain_weight,
     prepare,
     shifted,
-    split_lora,
     whole_vectors,
     wide_logits,
 )
@@ -206,7 +206,7 @@ def linear_log_prob(
     main_grad = main_grad_of(_OP, weight) if torch.is_grad_enabled() and weight.requires_grad else None
     if main_grad is None:  # main_grad has weight's own columns
         hidden, weight, lora = whole_vectors(hidden, weight, lora)
-    lora_a, lora_b, lora_scale = split_lora(hidden, lora)
+    lora_a, lora_b, lora_scale = lora_operands(hidden, lora)
     operands, known_rows, needs = prepare(
         _OP, hidden, weight, target, bias, ignore_index, shift, valid_rows, lora_a=lora_a, lora_b=lora_b,
         wide=wide,

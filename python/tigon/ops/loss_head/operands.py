@@ -123,7 +123,7 @@ def wide_logits(op, logit_dtype, hidden) -> bool:
 
 
 def check_lora(op, lora, hidden, weight):
-    """(A, B, scale) that fits, or none."""
+    """``(A, B, scale)`` that fit the head, or None."""
     if lora is None:
         return
     three = isinstance(lora, Sequence) and len(lora) == 3
@@ -133,14 +133,15 @@ def check_lora(op, lora, hidden, weight):
     check_float(op, "lora A", a)
     check_float(op, "lora B", b)
     check_numbers(op, **{"lora scale": scale})
-    size, vocab = hidden.shape[-1], weight.shape[0]
-    fits = a.dim() == b.dim() == 2 and a.shape[1] == size and b.shape == (vocab, a.shape[0])
+    fits = a.dim() == b.dim() == 2 and a.shape[1] == hidden.shape[-1]
+    fits = fits and b.shape == (weight.shape[0], a.shape[0])
     given = f"{list(a.shape)}, {list(b.shape)}"
-    check(op, fits, "lora must be (A [r, {}], B [{}, r], scale), got {}", size, vocab, given)
+    wanted = (hidden.shape[-1], weight.shape[0])
+    check(op, fits, "lora must be (A [r, {}], B [{}, r], scale), got {}", *wanted, given)
 
 
-def split_lora(hidden, lora):
-    """A and B in hidden's dtype, and the scale."""
+def lora_operands(hidden, lora):
+    """A and B in hidden's dtype, and scale."""
     if lora is None:
         return None, None, 1.0
     a, b, scale = lora

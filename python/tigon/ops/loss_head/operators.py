@@ -103,7 +103,8 @@ def _dweight_dtype(operands, options, needs, kept):
     return hidden.dtype if fits else torch.float32
 
 
-def _empty_gradients(operands, options, needs, kept=None):
+def empty_gradients(operands, options, needs, kept=None):
+    """The gradients of NEEDS, those that are not needed without elements."""
     hidden, weight, lora_a = operands.hidden, operands.weight, operands.lora_a
     rank = 0 if lora_a is None else lora_a.shape[0]
     vocab, size = weight.shape[0], hidden.shape[-1]
@@ -139,7 +140,7 @@ def fake(*arguments):
     unit, kept = between_fake(
         call.operands, call.options, 0 if call.scalar else call.needs, 0 if call.scalar else call.keep_rows
     )
-    dhidden, *others = _empty_gradients(call.operands, call.options, call.needs if call.scalar else 0)
+    dhidden, *others = empty_gradients(call.operands, call.options, call.needs if call.scalar else 0)
     wanted = sum(bool(call.outputs & bit) for bit in NUMBERS.values())
     return (
         hidden.new_empty(() if call.scalar else (rows,), dtype=torch.float32),
@@ -160,13 +161,13 @@ def _fake_finish(dloss, scale, dhidden, dweight, dbias, dlora_a, dlora_b, weight
 
 def _fake_rows(*arguments):
     a = _RowsArguments(*arguments)
-    return _empty_gradients(_pick(Operands, a), _pick(Options, a), a.needs, a.kept)
+    return empty_gradients(_pick(Operands, a), _pick(Options, a), a.needs, a.kept)
 
 
 def _fake_in_place(*arguments):
     a = _InPlaceArguments(*arguments)
     given = WEIGHT * (a.main_grad is not None) | HIDDEN * (a.finish and a.unit is not None)
-    return _empty_gradients(_pick(Operands, a), _pick(Options, a), a.needs & ~given, a.kept)
+    return empty_gradients(_pick(Operands, a), _pick(Options, a), a.needs & ~given, a.kept)
 
 
 # The schemas stand in csrc/tigon/ops/linear_cross_entropy/linear_cross_entropy_torch.cpp.

@@ -104,13 +104,13 @@ def _plain_outputs(loss, z, target, token_weight, outputs, options):
     return result_type(outputs)(*(values[name] for name in outputs))
 
 
-result_types: dict[tuple[str, ...], type] = {}
+result_types: dict[tuple[str, tuple[str, ...]], type] = {}
 
 
-def result_type(outputs):
-    made = result_types.get(outputs)
+def result_type(outputs, name="LinearCrossEntropy"):
+    made = result_types.get((name, outputs))
     if made is None:
-        made = namedtuple("LinearCrossEntropy", outputs)
+        made = namedtuple(name, outputs)
         if not torch.compiler.is_compiling():
-            result_types[outputs] = made
+            result_types[name, outputs] = made
     return made

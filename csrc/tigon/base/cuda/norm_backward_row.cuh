@@ -1,0 +1,414 @@
+// Backward of the norm family, over a formula B (norm_math.inc): what its kernels share. BackwardRow holds the operations on a
+// row's vectors and elements, BackwardPipeline its stages in shared memory, ColumnWeights the weights of a thread's columns.
+// Launch: norm_backward.cuh.
+#pragma once
+
+#include "tigon/base/cuda/cp_async_pipeline.cuh"
+#include "tigon/base/cuda/norm_plan.h"
+#include "tigon/base/cuda/norm_row.cuh"
+
+namespace tigon::cuda {
+
+template <class B, class W, class Y>
+struct NormBackward {
+  using X = typename B::Element;
+  B f;
+  const Y* dy;
+  const X* in[B::kIn];
+  X* out[B::kOut];
+  int64_t dy_stride, in_stride[B::kIn], out_stride[B::kOut];
+  // Null: ones, and no offset.
+  const W* weight;
+  // By row and group.
+  const float *rstd, *mean;
+  int64_t rows, cols;
+  int groups = 1;
+  // Of the rows of a group.
+  RowSchedule row_schedule;
+  // [parts, kSums, groups * cols]; null: not wanted.
+  float* partials = nullptr;
+  // For hide_from_compiler().
+  uint32_t opaque_zero = 0;
+  // End of each tensor's memory, set by norm_backward.
+  const Y* dy_end = nullptr;
+  const X* end[B::kIn] = {};
+};
+
+namespace norm_detail {
+
+#include "tigon/base/norm_math.inc"
+
+// Gradients wider than x take more registers.
+template <class B, class Y>
+constexpr int backward_blocks(const RowConfig& c) {
+  return sizeof(Y) > sizeof(typename B::Element) && c.min_blocks_per_sm > 1 ? c.min_blocks_per_sm * 3 / 4
+                                                                            : c.min_blocks_per_sm;
+}
+
+// The weight has no offset.
+template <class B>
+constexpr bool kPlainWeight = std::is_base_of_v<NoNormScalars, B>;
+
+// The statistics of a row.
+struct Statistics {
+  float rstd = 0.0f, mean = 0.0f;
+};
+
+// The operations of both passes over a row, which the kernels have in common.
+template <class B, class W, class Y, int N>
+struct BackwardRow {
+  using X = typename B::Element;
+  using Inputs = Vec<X, N>[B::kIn];
+  static constexpr int kMeans = B::kSubtractMean ? 2 : 1, kPair = N % 2 == 0 ? 2 : 1;
+  const NormBackward<B, W, Y>& p;
+  int group;
+  // The first column of the group that vectors hold, of all columns.
+  int64_t begin;
+  float inv_cols;
+
+  __device__ __forceinline__ BackwardRow(const NormBackward<B, W, Y>& p, int group, int head)
+      : p(p), group(group), begin(int64_t(group) * int(p.cols) + head), inv_cols(1.0f / float(int(p.cols))) {}
+  __device__ __forceinline__ const X* in(int k, int64_t row) const {
+    return p.in[k] + row * p.in_stride[k] + begin;
+  }
+  __device__ __forceinline__ const Y* dy(int64_t row) const { return p.dy + row * p.dy_stride + begin; }
+  __device__ __forceinline__ X* out(int k, int64_t row) const {
+    return p.out[k] + row * p.out_stride[k] + begin;
+  }
+  __device__ __forceinline__ bool has(int k) const { return k == 0 || p.in[k]; }
+  __device__ __forceinline__ bool wants_rows() const {
+    bool wants = false;
+#pragma unroll
+    for (int k = 0; k < B::kOut; ++k) wants = wants || p.out[k] != nullptr;
+    return wants;
+  }
+  // Zero at `end` and beyond.
+  __device__ __forceinline__ Statistics statistics(int64_t row, int64_t end) const {
+    Statistics s;
+    s.rstd = row < end ? p.rstd[row * p.groups + group] : 0.0f;
+    if constexpr (B::kSubtractMean) s.mean = row < end ? p.mean[row * p.groups + group] : 0.0f;
+    return s;
+  }
+  __device__ __forceinline__ void load(bool in_bounds, int64_t row, int64_t end, int column, Inputs& x,
+                                       Vec<Y, N>& y) const {
+#pragma unroll
+    for (int k = 0; k < B::kIn; ++k)
+      x[k] = load_predicated<X, N>(in_bounds && row < end && has(k), in(k, row) + column);
+    y = load_predicated<Y, N>(in_bounds && row < end, dy(row) + column);
+  }
+  // Before a vector in registers is used: hide_from_compiler().
+  __device__ __forceinline__ void hide(Inputs& x, Vec<Y, N>& y) const {
+#pragma unroll
+    for (int k = 0; k < B::kIn; ++k) x[k] = hide_from_compiler(x[k], p.opaque_zero);
+    y = hide_from_compiler(y, p.opaque_zero);
+  }
+
+  __device__ __forceinline__ float normalized(const Statistics& of, const float (&x)[B::kIn]) const {
+    float v = p.f.value(x);
+    if constexpr (B::kSubtractMean) v -= of.mean;
+    return v * of.rstd;
+  }
+  // The means use the unrounded h, the column sums h as it was rounded in the forward.
+  __device__ __forceinline__ void add_means(float h, float d, float w, float (&means)[kMeans]) const {
+    means[0] = fma(d * w, h, means[0]);
+    if constexpr (B::kSubtractMean) means[1] = fma(d, w, means[1]);
+  }
+  // First pass: the means of the row, and its part of the column sums sums[k][i] of vector i.
+  template <int K>
+  __device__ __forceinline__ void add(const Statistics& of, const Inputs& in, const Vec<Y, N>& dy,
+                                      const float (&w)[N], int i, float (&means)[kMeans],
+                                      float (&sums)[B::kSums][K][N]) const {
+    auto add = [&](auto rounded) {
+#pragma unroll
+      for (int j = 0; j < N; j += kPair) {
+        float h[kPair], d[kPair];
+#pragma unroll
+        for (int k = 0; k < kPair; ++k) {
+          float x[B::kIn];
+          element(in, j + k, x);
+          h[k] = normalized(of, x);
+          d[k] = p.f.upstream(dy[j + k], x);
+          add_means(h[k], d[k], w[j + k], means);
+        }
+        if constexpr (rounded) round_all<X>(h);
+#pragma unroll
+        for (int k = 0; k < kPair; ++k) {
+          sums[0][i][j + k] = fma(d[k], h[k], sums[0][i][j + k]);
+          if constexpr (B::kSums > 1) sums[1][i][j + k] += d[k];
+        }
+      }
+    };
+    p.f.round_h ? add(std::true_type{}) : add(std::false_type{});
+  }
+  // The first pass over a thread's vectors. fetch(i) makes in[i] and dy[i] those of the row.
+  template <int K, class Weights, class Fetch>
+  __device__ __forceinline__ void first_pass(const Statistics& of, Inputs (&in)[K], Vec<Y, N> (&dy)[K],
+                                             const Weights& weights, Fetch&& fetch, float (&means)[kMeans],
+                                             float (&sums)[B::kSums][K][N]) const {
+#pragma unroll
+    for (int i = 0; i < K; ++i) {
+      fetch(i);
+      float w[N];
+      weights.get(i, w);
+      add(of, in[i], dy[i], w, i, means, sums);
+    }
+  }
+  // The second one, over the vectors that begin before column `end`. `means` are sums here.
+  template <int K, class Weights, class Fetch, class Column>
+  __device__ __forceinline__ void second_pass(const Statistics& of, int64_t row, Column&& column, int end,
+                                              Inputs (&in)[K], Vec<Y, N> (&dy)[K], const Weights& weights,
+                                              Fetch&& fetch, float (&means)[kMeans]) const {
+#pragma unroll
+    for (int k = 0; k < kMeans; ++k) means[k] *= inv_cols;
+    // The compiler reloads the weights instead of keeping them in registers.
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < K; ++i) {
+      if (column(i) >= end) continue;
+      fetch(i);
+      float w[N];
+      weights.get(i, w);
+      write(of, row, column(i), in[i], dy[i], w, means);
+    }
+  }
+  // The gradients of one element. g is formed exactly as in the means.
+  __device__ __forceinline__ void results(const Statistics& of, const float (&x)[B::kIn], float dy, float w,
+                                          const float (&means)[kMeans], float (&out)[B::kOut]) const {
+    float h = normalized(of, x), g = __fmul_rn(p.f.upstream(dy, x), w);
+    if constexpr (B::kSubtractMean) g -= means[1];
+    p.f.results(norm_gradient(g, h, means[0], of.rstd), dy, h, w, x, out);
+  }
+  // Second pass: the gradients of a vector.
+  __device__ __forceinline__ void write(const Statistics& of, int64_t row, int column, const Inputs& in,
+                                        const Vec<Y, N>& dy, const float (&w)[N],
+                                        const float (&means)[kMeans]) const {
+    float result[B::kOut][N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      float x[B::kIn], of_element[B::kOut];
+      element(in, j, x);
+      results(of, x, dy[j], w[j], means, of_element);
+#pragma unroll
+      for (int k = 0; k < B::kOut; ++k) result[k][j] = of_element[k];
+    }
+#pragma unroll
+    for (int k = 0; k < B::kOut; ++k) {
+      if (B::kOut > 1 && p.out[k] == nullptr) continue;
+      Vec<X, N> vec;
+      vec.set(result[k]);
+      if constexpr (sizeof(X) * N % 16 == 0)
+        store_v4(out(k, row) + column, vec);
+      else
+        store(out(k, row) + column, vec);
+    }
+  }
+};
+
+// The weights of a thread's columns in shared memory. Each thread reads only those it wrote itself, so no barrier is needed.
+template <class B, class W, int N, RowConfig kConfig>
+struct ColumnWeights {
+  Vec<W, N>* first;
+  int block;
+  float offset;
+
+  __device__ __forceinline__ ColumnWeights(unsigned char* shared, float offset)
+      : first(reinterpret_cast<Vec<W, N>*>(shared)),
+        block(kConfig.threads_per_row ? kConfig.max_threads : int(blockDim.x)),
+        offset(offset) {}
+  __device__ __forceinline__ Vec<W, N>* slot(int i) const { return first + i * block + threadIdx.x; }
+  __device__ __forceinline__ uint4* end() const {
+    return reinterpret_cast<uint4*>(slot(kConfig.vecs_per_thread) - threadIdx.x);
+  }
+  __device__ __forceinline__ void get(int i, float (&w)[N]) const {
+    Vec<W, N> vec = *slot(i);
+#pragma unroll
+    for (int j = 0; j < N; ++j) w[j] = kPlainWeight<B> ? vec[j] : offset + vec[j];
+  }
+};
+
+// The stages of the inputs and dy of the rows of a thread's range.
+template <class B, class W, class Y, int N, RowConfig kConfig, bool kMixedOffset>
+struct BackwardPipeline {
+  using X = typename B::Element;
+  using Row = BackwardRow<B, W, Y, N>;
+  using In = CpAsyncPipeline<X, N, kConfig, kMixedOffset>;
+  using Dy = CpAsyncPipeline<Y, N, kConfig, kMixedOffset>;
+  Array<In, B::kIn> in;
+  Dy dy;
+
+  // `threads`: of a row and CTA; `vecs`: full vectors of a row; `words`: shared memory of the CTA.
+  __device__ __forceinline__ BackwardPipeline(const Row& row, int64_t first_row, int64_t step, int first_vec,
+                                              int vec_stride, int vecs, int threads, int row_in_block,
+                                              uint4* words)
+      : BackwardPipeline(std::make_index_sequence<B::kIn>{}, row, first_row, step, first_vec, vec_stride,
+                         vecs, threads, words + row_in_block * row_words(threads)) {}
+  // Starts the copies of the next row, or of nothing.
+  __device__ __forceinline__ void copy(int stage, bool valid) {
+#pragma unroll
+    for (int k = 0; k < B::kIn; ++k) in.data[k].copy(stage, valid);
+    dy.copy(stage, valid);
+    cp_async_commit_group();
+  }
+  __device__ __forceinline__ void vec(int stage, int i, typename Row::Inputs& x, Vec<Y, N>& y) const {
+#pragma unroll
+    for (int k = 0; k < B::kIn; ++k) x[k] = in.data[k].vec(stage, i);
+    y = dy.vec(stage, i);
+  }
+
+ private:
+  __device__ static constexpr int row_words(int threads) {
+    return B::kIn * In::words(threads) + Dy::words(threads);
+  }
+  template <size_t... K>
+  __device__ __forceinline__ BackwardPipeline(std::index_sequence<K...>, const Row& row, int64_t first_row,
+                                              int64_t step, int first_vec, int vec_stride, int vecs,
+                                              int threads, uint4* words)
+      : in{{In(row.in(K, first_row), step * row.p.in_stride[K], first_vec, vec_stride, row.has(K) ? vecs : 0,
+               row.p.end[K], words + int(K) * In::words(threads),
+               kConfig.rows_per_block * row_words(threads))...}},
+        dy(row.dy(first_row), step * row.p.dy_stride, first_vec, vec_stride, vecs, row.p.dy_end,
+           words + B::kIn * In::words(threads), kConfig.rows_per_block * row_words(threads)) {}
+};
+
+// The edge element of a thread: one column before or after the full vectors, its inputs and column
+// sums; or none.
+template <class B>
+struct EdgeInputs {
+  float in[B::kIn] = {}, dy = 0.0f;
+};
+template <class B, class Y>
+struct BackwardEdge {
+  // Column of the group.
+  int column = 0;
+  bool valid = false;
+  float weight = 0.0f, sums[B::kSums] = {};
+  EdgeInputs<B> row;
+  // Of the next row, loaded one iteration ahead.
+  typename B::Element next[B::kIn] = {};
+  Y next_dy = {};
+
+  // Takes a column of the group (`cols`: none), and loads its inputs of `row`. `head`: columns before the first vector.
+  template <class Row>
+  __device__ __forceinline__ void start(const Row& rows, int of, int cols, float offset, int head,
+                                        int64_t row, int64_t end) {
+    column = of, valid = of < cols;
+    weight = valid && rows.p.weight ? offset + widen(rows.p.weight[rows.begin - head + of]) : 1.0f;
+    load(rows, head, row, end);
+  }
+  template <class Row>
+  __device__ __forceinline__ void load(const Row& rows, int head, int64_t row, int64_t end) {
+    if (!valid) return;
+#pragma unroll
+    for (int k = 0; k < B::kIn; ++k)
+      if (row < end && rows.has(k)) next[k] = rows.in(k, row)[column - head];
+    if (row < end) next_dy = rows.dy(row)[column - head];
+  }
+  __device__ __forceinline__ void take_next() {
+#pragma unroll
+    for (int k = 0; k < B::kIn; ++k) row.in[k] = widen(next[k]);
+    row.dy = widen(next_dy);
+  }
+  // The two passes.
+  template <class Row, int K>
+  __device__ __forceinline__ void add(const Row& rows, const Statistics& of, float (&means)[K]) {
+    float h = rows.normalized(of, row.in), d = rows.p.f.upstream(row.dy, row.in);
+    rows.add_means(h, d, weight, means);
+    if (rows.p.f.round_h) h = round_to<typename B::Element>(h);
+    sums[0] = fma(d, h, sums[0]);
+    if constexpr (B::kSums > 1) sums[1] += d;
+  }
+  template <class Row, int K>
+  __device__ __forceinline__ void write(const Row& rows, const Statistics& of, int head, int64_t at,
+                                        const EdgeInputs<B>& inputs, const float (&means)[K]) const {
+    float out[B::kOut];
+    rows.results(of, inputs.in, inputs.dy, weight, means, out);
+#pragma unroll
+    for (int k = 0; k < B::kOut; ++k)
+      if (rows.p.out[k]) rows.out(k, at)[column - head] = narrow<typename B::Element>(out[k]);
+  }
+};
+
+// Adds the column sums of the CTA's threads and writes them to the partials, if there are any.
+template <RowConfig kConfig, bool HasEdges, class B, class W, class Y, int N, class Column, class EdgeElement>
+__device__ __forceinline__ void reduce_column_sums(const NormBackward<B, W, Y>& p, const BlockCoord& coord,
+                                                   float (&sums)[B::kSums][kConfig.vecs_per_thread][N],
+                                                   Column&& column, int head, int whole,
+                                                   const EdgeElement& edge, unsigned char* memory) {
+  if (p.partials == nullptr) return;
+  const int cols = int(p.cols);
+  const int64_t out_pitch = int64_t(p.groups) * cols;
+  float* out =
+      p.partials + coord.first / kConfig.rows_per_block * B::kSums * out_pitch + int64_t(coord.group) * cols;
+  float* shared = reinterpret_cast<float*>(memory);
+  constexpr int kParts = backward_parts(kConfig);
+  auto store_sums = [&](float* to, int k) {
+#pragma unroll
+    for (int i = 0; i < kConfig.vecs_per_thread; ++i) {
+      if (column(i) >= whole) continue;
+      if constexpr (HasEdges) {
+#pragma unroll
+        for (int j = 0; j < N; ++j) to[head + column(i) + j] = sums[k][i][j];
+      } else {
+        store(to + column(i), *reinterpret_cast<Vec<float, N>*>(sums[k][i]));
+      }
+    }
+    if (HasEdges && edge.valid) to[edge.column] = edge.sums[k];
+  };
+  if constexpr (kConfig.rows_per_block == 1 && HasEdges) {
+    // Vectors are not aligned in `out`: they are ordered in shared memory first, so that a warp
+    // stores consecutive elements.
+    const int block = blockDim.x * N;
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < B::kSums; ++k)
+#pragma unroll
+      for (int i = 0; i < kConfig.vecs_per_thread; ++i)
+        store(shared + (k * kConfig.vecs_per_thread + i) * block + threadIdx.x * N,
+              *reinterpret_cast<Vec<float, N>*>(sums[k][i]));
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < B::kSums; ++k) {
+#pragma unroll 1
+      for (int i = 0; i < kConfig.vecs_per_thread; ++i) {
+        const int first = column(i) - int(threadIdx.x) * N, end = min(block, whole - first);
+        for (int c = threadIdx.x; c < end; c += blockDim.x)
+          out[k * out_pitch + head + first + c] = shared[(k * kConfig.vecs_per_thread + i) * block + c];
+      }
+      if (edge.valid) out[k * out_pitch + edge.column] = edge.sums[k];
+    }
+  } else if constexpr (kConfig.rows_per_block == 1) {
+#pragma unroll
+    for (int k = 0; k < B::kSums; ++k) store_sums(out + k * out_pitch, k);
+  } else {
+    // Rows that share a warp are added by shuffles first.
+    constexpr bool kRowsShareWarp = kConfig.threads_per_row < 32;
+    if constexpr (kRowsShareWarp) {
+#pragma unroll
+      for (int k = 0; k < B::kSums; ++k)
+#pragma unroll
+        for (int i = 0; i < kConfig.vecs_per_thread; ++i)
+#pragma unroll
+          for (int j = 0; j < N; ++j)
+#pragma unroll
+            for (int m = kConfig.threads_per_row; m < 32; m <<= 1)
+              sums[k][i][j] += __shfl_xor_sync(0xffffffffu, sums[k][i][j], m);
+    }
+    const int part = kRowsShareWarp ? threadIdx.x / 32 : threadIdx.x / kConfig.threads_per_row;
+    __syncthreads();
+    if (!kRowsShareWarp || threadIdx.x % 32 < kConfig.threads_per_row) {
+#pragma unroll
+      for (int k = 0; k < B::kSums; ++k) store_sums(shared + (k * kParts + part) * cols, k);
+    }
+    __syncthreads();
+    for (int k = 0; k < B::kSums; ++k)
+      for (int c = threadIdx.x; c < cols; c += kConfig.max_threads) {
+        const float* mine = shared + k * kParts * cols + c;
+        float total = mine[0];
+        for (int g = 1; g < kParts; ++g) total += mine[g * cols];
+        out[k * out_pitch + c] = total;
+      }
+  }
+}
+
+}  // namespace norm_detail
+}  // namespace tigon::cuda

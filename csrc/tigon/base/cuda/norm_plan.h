@@ -1,0 +1,364 @@
+// The kernels of the norm family and their selection: plan_forward and plan_backward, plain C++ that runs and is tested without
+// a GPU (tests/cpp/test_norm_plan.cpp prints the plans of many shapes). Beside the number of SMs and the shared memory, which
+// choose between kernels with the same bits, a plan depends on the row's length, alignment and types alone, so that a row's bits
+// do not depend on the batch.
+#pragma once
+
+#include <algorithm>
+#include <numeric>
+#include <span>
+#include <string>
+#include <type_traits>
+
+#include "tigon/base/cuda/row_config.h"
+
+namespace tigon::cuda {
+
+// What a plan depends on of a formula and its types.
+struct NormTraits {
+  // Rows read and written; parameters, or sums by column.
+  int inputs, outputs, columns;
+  bool subtracts_mean, writes_residual, same_types;
+  int x_bytes, weight_bytes, y_bytes;
+
+  constexpr int vec_size() const { return 16 / x_bytes; }
+};
+// F: a forward formula (norm_math.inc); W, Y: the types of parameters and result.
+template <class F, class W, class Y>
+constexpr NormTraits forward_traits() {
+  using X = typename F::Element;
+  return {.inputs = F::kIn,
+          .outputs = 1 + F::kWritesResidual,
+          .columns = F::kParams,
+          .subtracts_mean = F::kSubtractMean,
+          .writes_residual = F::kWritesResidual,
+          .same_types = std::is_same_v<W, X> && std::is_same_v<Y, X>,
+          .x_bytes = int(sizeof(X)),
+          .weight_bytes = int(sizeof(W)),
+          .y_bytes = int(sizeof(Y))};
+}
+template <class B, class W, class Y>
+constexpr NormTraits backward_traits() {
+  using X = typename B::Element;
+  return {.inputs = B::kIn,
+          .outputs = B::kOut,
+          .columns = B::kSums,
+          .subtracts_mean = B::kSubtractMean,
+          .writes_residual = false,
+          .same_types = std::is_same_v<W, X> && std::is_same_v<Y, X>,
+          .x_bytes = int(sizeof(X)),
+          .weight_bytes = int(sizeof(W)),
+          .y_bytes = int(sizeof(Y))};
+}
+
+// Rows of one tensor, or a parameter by column (stride 0). Null data: absent.
+struct NormOperand {
+  const void* data;
+  int64_t stride;
+  int bytes;
+
+  // The offset of row 0 from an aligned address, in elements; of a row, modulo what 16 bytes of x hold.
+  int64_t element() const { return int64_t(reinterpret_cast<uintptr_t>(data) / uintptr_t(bytes)); }
+};
+struct NormProblem {
+  int64_t rows, cols;
+  int groups = 1;
+  RowAlignment alignment = RowAlignment::vectorized;
+  // Rows after which the offsets within 16 bytes repeat.
+  int64_t period = 1;
+};
+// What kernels may count on.
+struct DeviceLimits {
+  int sms;
+  int64_t shared_per_block;
+  bool clusters;
+};
+
+// The problem of these operands; `x_bytes`: size of the elements in which vectors are counted.
+inline NormProblem norm_problem(int64_t rows, int64_t cols, int groups, int x_bytes,
+                                std::span<const NormOperand> inputs, std::span<const NormOperand> outputs,
+                                std::span<const NormOperand> params) {
+  NormProblem problem{.rows = rows, .cols = cols, .groups = groups};
+  const int64_t vec_size = 16 / x_bytes;
+  const NormOperand* reference = nullptr;
+  bool vectorized = cols % vec_size == 0, outputs_match = true, inputs_match = true;
+  auto add = [&](const NormOperand& o, bool& matches) {
+    if (o.data == nullptr) return;
+    if (reference == nullptr) reference = &o;
+    const int64_t of_word = 16 / o.bytes;
+    vectorized = vectorized && reinterpret_cast<uintptr_t>(o.data) % 16 == 0 && o.stride % of_word == 0 &&
+                 o.stride % vec_size == 0;
+    matches = matches && (o.element() - reference->element()) % vec_size == 0 &&
+              (rows == 1 || (o.stride - reference->stride) % vec_size == 0);
+    problem.period = std::max(problem.period, 16 / std::gcd(int64_t(16), o.stride * o.bytes));
+  };
+  for (const NormOperand& o : outputs) add(o, outputs_match);
+  for (const NormOperand& o : inputs) add(o, inputs_match);
+  for (const NormOperand& o : params)
+    vectorized = vectorized && reinterpret_cast<uintptr_t>(o.data) % 16 == 0 && o.stride % vec_size == 0;
+  problem.alignment = vectorized                      ? RowAlignment::vectorized
+                      : outputs_match && inputs_match ? RowAlignment::same_offset
+                      : outputs_match                 ? RowAlignment::mixed_offset
+                                                      : RowAlignment::any;
+  return problem;
+}
+
+enum class NormKernel {
+  // Forward: a CTA per group of vectorized rows, which stay in registers. Backward: persistent CTAs.
+  registers,
+  // Persistent CTAs, for rows of any offset. Backward: also for vectorized rows with lookahead.
+  persistent,
+  // Persistent clusters: rows with the same offset that are too long for a CTA.
+  cluster,
+  // A CTA per row that reads it once per pass, from L2 after the first: everything else.
+  looped,
+};
+
+// kernel: with the rows of alignment `alignment` in configuration `config` of its table. threads, shared: of a CTA; of a
+// cluster's CTAs the launcher decides, by how many are resident.
+struct NormPlan {
+  NormKernel kernel = NormKernel::looped;
+  RowAlignment alignment = RowAlignment::any;
+  int config = -1;
+  RowConfig rows = {};
+  int threads = 0;
+  int64_t shared = 0;
+};
+
+// ---- Tables ----
+
+// Forward, vectorized rows in registers. Short rows take few threads, since the work per row costs as much as that per element.
+// min_blocks_per_sm bounds the registers: as many CTAs per SM as the loads in flight of a thread allow.
+constexpr RowConfigs forward_register_configs(const NormTraits& t) {
+  const auto cta = [](int vecs, int threads, int min_blocks = 1) {
+    return RowConfig{.vecs_per_thread = vecs, .max_threads = threads, .min_blocks_per_sm = min_blocks};
+  };
+  if (t.inputs == 1)
+    return RowConfigs(
+        several_rows({.threads_per_row = 4, .vecs_per_thread = 2}),
+        several_rows(
+            {.threads_per_row = 4, .vecs_per_thread = 4, .rows_per_block = 16, .min_blocks_per_sm = 8}),
+        several_rows(
+            {.threads_per_row = 16, .vecs_per_thread = 2, .rows_per_block = 8, .min_blocks_per_sm = 10}),
+        several_rows(
+            {.threads_per_row = 32, .vecs_per_thread = 4, .min_blocks_per_sm = t.columns == 1 ? 8 : 5}),
+        cta(4, 128, 6), cta(4, 256, 4), cta(4, 384, 3), cta(8, 1024));
+  const RowConfig short_rows[] = {several_rows({.threads_per_row = 4, .vecs_per_thread = 2}),
+                                  several_rows({.threads_per_row = 8, .vecs_per_thread = 2}),
+                                  several_rows({.threads_per_row = 16, .vecs_per_thread = 2}),
+                                  several_rows({.threads_per_row = 32, .vecs_per_thread = 4})};
+  if (t.writes_residual)
+    return RowConfigs(short_rows[0], short_rows[1], short_rows[2], short_rows[3], cta(2, 512), cta(4, 1024));
+  return RowConfigs(short_rows[0], short_rows[1], short_rows[2], short_rows[3], cta(4, 1024));
+}
+// The same rows by twice the threads. With two sums per row, and parameters that do not fit in registers, it is faster where a
+// launch has at most kFewWarps warps per SM, which exposes the latency of loads.
+constexpr int kFewWarps = 16;
+constexpr RowConfigs kForwardSplitConfigs{
+    RowConfig{.vecs_per_thread = 2, .max_threads = 1024, .lane_split = 2}};
+
+// Forward, rows of other offsets. Shifted inputs take twice the registers.
+constexpr RowConfigs forward_persistent_configs(const NormTraits& t, RowAlignment alignment) {
+  if (alignment == RowAlignment::mixed_offset)
+    return RowConfigs(
+        RowConfig{.vecs_per_thread = 4, .max_threads = 512, .min_blocks_per_sm = t.inputs == 1 ? 2 : 1});
+  return RowConfigs(several_rows({.threads_per_row = 32, .vecs_per_thread = 4, .min_blocks_per_sm = 5}),
+                    RowConfig{.vecs_per_thread = 4, .max_threads = 384, .min_blocks_per_sm = 2});
+}
+// Forward, clusters: as many stages as the passes need, and one more.
+constexpr RowConfigs forward_cluster_configs(const NormTraits& t) {
+  return RowConfigs(RowConfig{.vecs_per_thread = 4,
+                              .max_threads = 512,
+                              .stages = t.inputs == 2      ? 3
+                                        : t.subtracts_mean ? 5
+                                                           : 4});
+}
+
+// Backward, vectorized rows. Without a pipeline several CTAs per SM overlap their loads; stages need no registers for loads in
+// flight. Both keep weights in shared memory. Lookahead, which needs the persistent kernel, hides the latency of the reduction,
+// where a thread has much arithmetic. The configurations are tuned on H200 for bf16.
+constexpr RowConfigs backward_register_configs(const NormTraits& t) {
+  const auto cta = [](int stages, int vecs, int threads, int min_blocks = 1, int lookahead = 0) {
+    return RowConfig{.vecs_per_thread = vecs,
+                     .max_threads = threads,
+                     .min_blocks_per_sm = min_blocks,
+                     .stages = stages,
+                     .lookahead = lookahead};
+  };
+  const auto warps = [](int threads_per_row, int vecs, int rows, int min_blocks, int stages = 0) {
+    return several_rows({.threads_per_row = threads_per_row,
+                         .vecs_per_thread = vecs,
+                         .rows_per_block = rows,
+                         .min_blocks_per_sm = min_blocks,
+                         .stages = stages});
+  };
+  const RowConfig ahead = cta(3, 4, 512, 1, 1);
+  // Gradients of two inputs: groups are short, so there are few configurations.
+  if (t.outputs == 2) return RowConfigs(warps(8, 2, 32, 2), warps(32, 2, 8, 2), cta(3, 2, 512));
+  if (t.inputs == 2)
+    return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), warps(32, 4, 4, 4), cta(4, 2, 512),
+                      cta(2, 4, 512));
+  if (t.subtracts_mean)
+    return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), warps(32, 4, 8, 1, 2), cta(2, 2, 128, 4),
+                      cta(2, 2, 320, 2), ahead.up_to(896), cta(2, 2, 512), cta(2, 4, 512).up_to(1152), ahead,
+                      cta(2, 4, 512));
+  return RowConfigs(warps(8, 2, 32, 4), warps(32, 2, 8, 4), cta(2, 1, 256, 4), cta(2, 2, 160, 4),
+                    cta(3, 2, 256, 2), cta(4, 4, 160), cta(3, 1, 1024), cta(2, 4, 512).up_to(1152), ahead,
+                    cta(2, 4, 512));
+}
+// Backward, rows of other offsets.
+constexpr RowConfigs backward_persistent_configs(const NormTraits& t, RowAlignment alignment) {
+  const RowConfig long_rows{.vecs_per_thread = 4,
+                            .max_threads = 512,
+                            .stages = t.inputs == 1 && alignment == RowAlignment::same_offset ? 3 : 2};
+  if (alignment == RowAlignment::mixed_offset) return RowConfigs(long_rows);
+  return RowConfigs(several_rows({.threads_per_row = 32,
+                                  .vecs_per_thread = 4,
+                                  .rows_per_block = 4,
+                                  .min_blocks_per_sm = 3,
+                                  .stages = 2}),
+                    long_rows);
+}
+// Backward, clusters. Lookahead hides the latency of the reduction, which is large in clusters.
+constexpr RowConfigs backward_cluster_configs(const NormTraits& t) {
+  const bool one = t.inputs == 1;
+  return RowConfigs(
+      RowConfig{.vecs_per_thread = 4, .max_threads = 512, .stages = one ? 3 : 2, .lookahead = one ? 1 : 0});
+}
+
+// ---- Shared memory ----
+
+// Of a reduction, at most.
+constexpr int64_t kReduceBytes = 4 * ((32 + kMaxCluster) * 8 + 8);
+
+// Forward: parameters of persistent CTAs.
+constexpr int64_t forward_shared(const NormTraits& t, const RowConfig& c, int threads) {
+  if (c.stages > 0) return int64_t(threads) * c.vecs_per_thread * c.stages * t.inputs * 16;
+  return int64_t(threads) * c.vecs_per_thread * t.columns * t.vec_size() * t.weight_bytes;
+}
+// Rows of column sums in shared memory that a CTA of the backward adds up.
+constexpr int backward_parts(const RowConfig& c) {
+  return c.threads_per_row > 0 && c.threads_per_row < 32 ? c.max_threads / 32 : c.rows_per_block;
+}
+// Backward: weights and stages; then, in the same memory, column sums.
+constexpr int64_t backward_shared(const NormTraits& t, RowAlignment alignment, const RowConfig& c,
+                                  int threads, int64_t cols) {
+  const int64_t vec_size = t.vec_size(), held = int64_t(threads) * c.vecs_per_thread;
+  // Words of 16 bytes of one row and one stage, for elements of x's size.
+  const int64_t words = int64_t(threads / c.rows_per_block) * c.vecs_per_thread +
+                        (alignment == RowAlignment::mixed_offset ? 1 : 0);
+  const int64_t row_words = words * (t.inputs + vec_size * t.y_bytes / 16);
+  const int64_t rows =
+      held * vec_size * t.weight_bytes + int64_t(c.stages) * c.rows_per_block * row_words * 16;
+  const int64_t sums = c.rows_per_block > 1                    ? cols * backward_parts(c)
+                       : alignment == RowAlignment::vectorized ? 0
+                                                               : held * vec_size;
+  return std::max(rows, int64_t(sizeof(float)) * sums * t.columns);
+}
+
+// ---- Plans ----
+
+// The first configuration that holds the row and fits in shared memory. shared(config, threads).
+template <class Shared>
+constexpr bool select_plan(NormPlan& plan, NormKernel kernel, RowAlignment alignment,
+                           const RowConfigs& configs, int64_t vecs, const DeviceLimits& limits,
+                           Shared&& shared) {
+  for (int i = 0; i < configs.size; ++i) {
+    const RowConfig& c = configs.at[i];
+    const bool cluster = kernel == NormKernel::cluster;
+    if (vecs > c.max_vecs() * (cluster ? kMaxCluster : 1)) continue;
+    const int threads = cluster ? 0 : c.block_threads(vecs);
+    const int64_t bytes = cluster ? 0 : shared(c, threads);
+    if (bytes + kReduceBytes > limits.shared_per_block) continue;
+    plan = {kernel, alignment, i, c.without_limit(), threads, bytes};
+    return true;
+  }
+  return false;
+}
+
+constexpr NormPlan plan_forward(const NormTraits& t, const NormProblem& p, const DeviceLimits& limits) {
+  NormPlan plan;
+  const int64_t vecs = std::max<int64_t>(1, p.cols / t.vec_size());
+  const auto none = [](const RowConfig&, int) { return int64_t(0); };
+  const auto shared = [&](const RowConfig& c, int threads) { return forward_shared(t, c, threads); };
+  if (p.alignment == RowAlignment::vectorized &&
+      select_plan(plan, NormKernel::registers, RowAlignment::vectorized, forward_register_configs(t), vecs,
+                  limits, none)) {
+    if (t.subtracts_mean && plan.rows.threads_per_row == 0 && plan.rows.vecs_per_thread == 4 &&
+        p.rows * p.groups * plan.threads / 32 <= int64_t(kFewWarps) * limits.sms)
+      select_plan(plan, NormKernel::registers, RowAlignment::vectorized, kForwardSplitConfigs, vecs, limits,
+                  none);
+    return plan;
+  }
+  if (p.alignment <= RowAlignment::same_offset && t.same_types) {
+    const RowAlignment same = RowAlignment::same_offset;
+    if (select_plan(plan, NormKernel::persistent, same, forward_persistent_configs(t, same), vecs, limits,
+                    shared))
+      return plan;
+    if (p.groups == 1 && limits.clusters &&
+        select_plan(plan, NormKernel::cluster, same, forward_cluster_configs(t), vecs, limits, none))
+      return plan;
+  }
+  const RowAlignment mixed = RowAlignment::mixed_offset;
+  if (p.alignment <= mixed)
+    select_plan(plan, NormKernel::persistent, mixed, forward_persistent_configs(t, mixed), vecs, limits,
+                shared);
+  return plan;
+}
+
+constexpr NormPlan plan_backward(const NormTraits& t, const NormProblem& p, const DeviceLimits& limits) {
+  NormPlan plan;
+  const int64_t vecs = std::max<int64_t>(1, p.cols / t.vec_size());
+  const auto shared_of = [&](RowAlignment alignment) {
+    return [&t, &p, alignment](const RowConfig& c, int threads) {
+      return backward_shared(t, alignment, c, threads, p.cols);
+    };
+  };
+  if (p.alignment == RowAlignment::vectorized &&
+      select_plan(plan, NormKernel::registers, RowAlignment::vectorized, backward_register_configs(t), vecs,
+                  limits, shared_of(RowAlignment::vectorized))) {
+    if (plan.rows.lookahead > 0) plan.kernel = NormKernel::persistent;
+    return plan;
+  }
+  if (p.alignment <= RowAlignment::same_offset && t.same_types) {
+    const RowAlignment same = RowAlignment::same_offset;
+    if (select_plan(plan, NormKernel::persistent, same, backward_persistent_configs(t, same), vecs, limits,
+                    shared_of(same)))
+      return plan;
+    if (p.groups == 1 && limits.clusters &&
+        select_plan(plan, NormKernel::cluster, same, backward_cluster_configs(t), vecs, limits,
+                    shared_of(same)))
+      return plan;
+  }
+  const RowAlignment mixed = RowAlignment::mixed_offset;
+  // Shifted rows touch one word more.
+  if (p.alignment <= mixed)
+    select_plan(plan, NormKernel::persistent, mixed, backward_persistent_configs(t, mixed), vecs + 1, limits,
+                shared_of(mixed));
+  return plan;
+}
+
+// ---- Text ----
+
+inline std::string to_string(const NormPlan& plan) {
+  static constexpr const char* kKernels[] = {"registers", "persistent", "cluster", "looped"};
+  static constexpr const char* kAlignments[] = {"vectorized", "same_offset", "mixed_offset", "any"};
+  std::string text = std::string(kKernels[int(plan.kernel)]) + " " + kAlignments[int(plan.alignment)];
+  if (plan.config < 0) return text;
+  const RowConfig& c = plan.rows;
+  auto field = [&](const char* name, int64_t value, int64_t usual) {
+    if (value != usual) text += std::string(" ") + name + "=" + std::to_string(value);
+  };
+  field("threads_per_row", c.threads_per_row, 0);
+  field("vecs_per_thread", c.vecs_per_thread, 0);
+  field("rows_per_block", c.rows_per_block, 1);
+  field("min_blocks_per_sm", c.min_blocks_per_sm, 1);
+  field("stages", c.stages, 0);
+  field("lookahead", c.lookahead, 0);
+  field("lane_split", c.lane_split, 1);
+  field("threads", plan.threads, 0);
+  field("shared", plan.shared, 0);
+  return text;
+}
+
+}  // namespace tigon::cuda

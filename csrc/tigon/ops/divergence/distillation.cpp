@@ -1,0 +1,50 @@
+#include "tigon/ops/divergence/distillation.h"
+
+#include "tigon/base/require.h"
+
+namespace tigon {
+namespace {
+
+constexpr const char* kOp = "distillation";
+
+void check_side(const char* name, const DistillationSide& side, int64_t cols) {
+  if (side.bias) require_vector(kOp, "bias", side.bias, cols, DType::f32);
+  TIGON_CHECK(kOp, side.softcap >= 0.0f, name, " softcap must be > 0 or none, got ", side.softcap);
+  TIGON_CHECK(kOp, side.temperature > 0.0f, name, " temperature must be > 0, got ", side.temperature);
+}
+
+}  // namespace
+
+void distillation_rows(Context& ctx, const DistillationRows& a) {
+  int64_t rows = a.student.rows, cols = a.student.cols;
+  TIGON_CHECK(kOp, cols >= 1, "student must have at least one column, got ", cols);
+  require_dtype(kOp, "student", a.student.dtype, DType::f32);
+  require_float(kOp, "teacher", a.teacher.dtype);
+  require_matrix(kOp, "teacher", a.teacher, rows, cols, a.teacher.dtype);
+  check_side("student's", a.student_side, cols);
+  check_side("teacher's", a.teacher_side, cols);
+  if (a.labels) require_vector(kOp, "labels", a.labels, rows, DType::i64);
+  TIGON_CHECK(kOp, a.labels || !a.has_hard(), "labels must be given for a hard loss, got none");
+  if (a.scale) {
+    TIGON_CHECK(kOp, a.scale.size == 1 || a.scale.size == rows, "scale must be [1] or [", rows, "], got [",
+                a.scale.size, "]");
+    require_dtype(kOp, "scale", a.scale.dtype, DType::f32);
+  }
+  if (a.dstudent.data != nullptr) {
+    require_float(kOp, "dstudent", a.dstudent.dtype);
+    require_matrix(kOp, "dstudent", a.dstudent, rows, cols, a.dstudent.dtype);
+  }
+  require_vector(kOp, "loss", a.loss, rows, DType::f32);
+  if (a.soft) require_vector(kOp, "soft", a.soft, rows, DType::f32);
+  if (a.hard) require_vector(kOp, "hard", a.hard, rows, DType::f32);
+  if (a.entropy) require_vector(kOp, "entropy", a.entropy, rows, DType::f32);
+  TIGON_CHECK(kOp, int(a.kind) >= 0 && int(a.kind) < kDivergenceKinds, "kind must be one of 0 to ",
+              kDivergenceKinds - 1, ", got ", int(a.kind));
+  TIGON_CHECK(kOp, a.kind != DivergenceKind::jsd || (a.beta > 0.0f && a.beta < 1.0f),
+              "beta must be in (0, 1), got ", a.beta);
+  if (rows == 0) return;
+  on_device(
+      kOp, ctx, [&] { cpu::distillation_rows(ctx, a); }, TIGON_ON_CUDA(cuda::distillation_rows(ctx, a)));
+}
+
+}  // namespace tigon

@@ -1,0 +1,70 @@
+#include "tigon/ops/policy/policy.h"
+
+#include "tigon/base/require.h"
+
+namespace tigon {
+namespace {
+
+constexpr const char* kOp = "policy";
+
+void check_formula(const PolicyFormula& f) {
+  TIGON_CHECK(kOp, int(f.kind) >= 0 && int(f.kind) <= 3, "kind must be in [0, 4), got ", int(f.kind));
+  TIGON_CHECK(kOp, int(f.level) >= 0 && int(f.level) <= 2, "level must be in [0, 3), got ", int(f.level));
+  TIGON_CHECK(kOp, int(f.estimator) >= 0 && int(f.estimator) <= 2, "kl estimator must be in [0, 3), got ",
+              int(f.estimator));
+  TIGON_CHECK(kOp, f.low >= 0.0 && f.high >= 0.0, "clip bounds must be >= 0, got ", f.low, " and ", f.high);
+  TIGON_CHECK(kOp, f.delta >= 0.0, "delta must be > 0 (0: none), got ", f.delta);
+  TIGON_CHECK(kOp, f.tau_positive > 0.0 && f.tau_negative > 0.0, "tau must be > 0, got ", f.tau_positive,
+              " and ", f.tau_negative);
+}
+
+// Labels, or a mask.
+void check_labels(const char* name, const Vector& v, int64_t size) {
+  if (v) require_vector(kOp, name, v, size, v.dtype == DType::u8 ? DType::u8 : DType::i64);
+}
+void check_optional(const char* name, const Vector& v, int64_t size, DType dtype = DType::f32) {
+  if (v) require_vector(kOp, name, v, size, dtype);
+}
+// One number a row, or one an answer.
+void check_factor(const char* name, const Vector& v, int64_t rows, int64_t answers) {
+  TIGON_CHECK(kOp, v.size == rows || v.size == answers, name, " must be [", rows, "] or [", answers,
+              "], got [", v.size, "]");
+  require_dtype(kOp, name, v.dtype, DType::f32);
+}
+
+}  // namespace
+
+void policy(Context& ctx, const Policy& a) {
+  check_formula(a.formula);
+  int64_t rows = a.answers * a.tokens;
+  TIGON_CHECK(kOp, a.answers >= 0 && a.tokens >= 0, "answers and tokens must be >= 0, got ", a.answers,
+              " and ", a.tokens);
+  TIGON_CHECK(kOp, a.first >= 0 && a.count >= 0 && a.first + a.count <= a.answers, "answers must be in [0, ",
+              a.answers, "), got ", a.count, " from ", a.first);
+  require_dtype(kOp, "log_prob", a.log_prob.dtype, DType::f32);
+  if (a.formula.coupled() && !a.position)
+    TIGON_CHECK(kOp,
+                a.base <= a.first * a.tokens && a.base + a.log_prob.size >= (a.first + a.count) * a.tokens,
+                "log_prob must have whole answers at this level, got ", a.log_prob.size, " from ", a.base);
+  check_optional("entropy", a.entropy, a.log_prob.size);
+  check_labels("target", a.target, rows);
+  check_optional("position", a.position, rows, DType::i64);
+  check_factor("advantage", a.advantage, rows, a.answers);
+  if (a.importance) check_factor("importance", a.importance, rows, a.answers);
+  check_optional("old", a.old, rows);
+  check_optional("ref", a.ref, rows);
+  check_optional("scale", a.scale, 1);
+  check_optional("entropy_scale", a.entropy_scale, 1);
+  check_optional("dlog_prob", a.dlog_prob, a.log_prob.size);
+  check_optional("dentropy", a.dentropy, a.log_prob.size);
+  require_vector(kOp, "loss", a.loss, rows, DType::f32);
+  check_optional("kl", a.kl, rows);
+  check_optional("clipped", a.clipped, rows);
+  TIGON_CHECK(kOp, a.ref || (a.formula.kl == 0.0 && !a.kl), "ref must be given with kl, got none");
+  TIGON_CHECK(kOp, a.entropy || (a.formula.entropy_factor == 0.0 && !a.dentropy),
+              "entropy must be given for its term, got none");
+  if (a.count == 0 || a.tokens == 0) return;
+  on_device(kOp, ctx, [&] { cpu::policy(ctx, a); }, TIGON_ON_CUDA(cuda::policy(ctx, a)));
+}
+
+}  // namespace tigon

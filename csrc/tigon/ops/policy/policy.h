@@ -1,0 +1,88 @@
+// Policy-gradient losses of token log-probabilities, for reinforcement learning from answers that were sampled: PPO's clipped
+// objective (Schulman et al. 2017, arXiv:1707.06347, eq. 7) with group advantages (GRPO: Shao et al. 2024, arXiv:2402.03300,
+// eq. 3), and its relatives.
+//
+// Formula     per token that counts: d = log_prob - old (0 without old, whose ratio then is 1), A = advantage,
+//             rho = e^d (level token), e^(mean of d over the answer) (sequence: GSPO, Zheng et al. 2025, arXiv:2507.18071,
+//             eq. 7), e^(sum of d) (sum: RLOO, Ahmadian et al. 2024, arXiv:2402.14740)
+//             clip    -min(min(rho, delta) A, clamp(rho, 1 - low, 1 + high) A)
+//             cispo   -min(rho, high) A log_prob, the factor a constant (MiniMax 2025, arXiv:2506.13585, eq. 4)
+//             sapo    -4/tau s(tau (rho - 1)) A, tau = tau_positive where A > 0, else tau_negative, s = sigmoid
+//                     (Gao et al. 2025, arXiv:2511.20347)
+//             vespo   -phi A log_prob, phi = e^(lambda + k log w - lambda w) a constant, k and lambda by A >= 0,
+//                     log w = sum over the answer of d and log importance, each term in [-20, 20] ([log 1e-8, 20]), the
+//                     sum in [log 1e-8, 20]
+//             times importance (not vespo, whose w has it); plus kl * k, with kl_corrected kl * rho * k, of the estimators of
+//             Schulman 2020 ("Approximating KL divergence") with q = ref - log_prob: k1 = -q, k2 = q^2 / 2, k3 = e^q - q - 1
+//             weight = scale, with by_answer scale / n (n: tokens of the answer that count)
+//             loss = sum of weight * that - entropy_factor * (entropy_scale, or weight without it) * entropy
+// Gradient    dlog_prob = dloss / dlog_prob, dentropy = dloss / dentropy of each token, 0 where it does not count; old,
+//             ref, advantage and importance are constants. Where the branches of clip are equal, as at ratio 1, half of either.
+// Shapes      answers * tokens rows, row = answer * tokens + token; a call handles the rows of answers [first, first + count)
+//             that have a place in log_prob. target, old, ref, kl, clipped, loss [rows]; advantage, importance [rows] or
+//             [answers]; position [rows]; log_prob, entropy, dlog_prob, dentropy [places]; scale, entropy_scale [1]
+// Dtypes      target i64 | u8 (a mask, with ignore_index 0); position i64; the rest f32; sums over an answer f64
+// Rounding    f32 throughout
+// Saved       dlog_prob, dentropy
+// Aliasing    dlog_prob may be the very memory of log_prob, dentropy of entropy, at level token
+// Determinism bitwise: fixed trees over the tokens of an answer
+// Traffic     every operand read once, at levels of an answer up to three times; one launch
+// Refused     sizes or dtypes that do not fit, clip bounds or tau out of range, a level other than token for parts of an answer:
+//             tigon::Error before anything is written
+#pragma once
+
+#include "tigon/base/context.h"
+
+namespace tigon {
+
+enum class PolicyKind : int8_t { clip, cispo, sapo, vespo };
+enum class PolicyLevel : int8_t { token, sequence, sum };
+enum class PolicyKl : int8_t { k1, k2, k3 };
+
+struct PolicyFormula {
+  PolicyKind kind = PolicyKind::clip;
+  PolicyLevel level = PolicyLevel::token;
+  bool by_answer = false;
+  double low = 0.2, high = 0.2, delta = 0.0;  // delta 0: none
+  double tau_positive = 1.0, tau_negative = 1.05;
+  double k_positive = 2.0, lambda_positive = 3.0, k_negative = 3.0, lambda_negative = 2.0;
+  PolicyKl estimator = PolicyKl::k3;
+  double kl = 0.0;
+  bool kl_corrected = false;
+  double entropy_factor = 0.0;
+
+  // Gradients of a token depend on the other tokens of its answer.
+  bool coupled() const { return level != PolicyLevel::token || kind == PolicyKind::vespo; }
+};
+
+struct Policy {
+  PolicyFormula formula;
+  int64_t answers = 0, tokens = 0;
+  int64_t first = 0, count = 0;
+  Vector log_prob;  // f32, of the places from `base` on: rows without a place here are left alone
+  Vector entropy;   // f32, like log_prob; empty: no entropy term
+  Vector target;    // i64 | u8 [rows]: ignore_index does not count; empty: every token counts
+  int64_t ignore_index = -100;
+  Vector position;  // i64 [rows]: place of each row that counts; empty: a row's place is its number
+  int64_t base = 0;
+  Vector advantage;             // f32 [rows] | [answers]
+  Vector importance;            // f32 [rows] | [answers]; empty: 1
+  Vector old, ref;              // f32 [rows]; empty: none
+  Vector scale, entropy_scale;  // f32 [1]; scale empty: 1
+  Vector dlog_prob, dentropy;   // out: f32, like log_prob; empty: not wanted
+  Vector loss;                  // out: f32 [rows]
+  Vector kl;  // out: f32 [rows], the estimate without factor and correction; empty: not wanted
+  Vector
+      clipped;  // out: f32 [rows], -1 and 1 where the ratio is clipped below and above, else 0; empty: not wanted
+};
+
+TIGON_API void policy(Context& ctx, const Policy& a);
+
+namespace cpu {
+void policy(Context& ctx, const Policy& a);
+}  // namespace cpu
+namespace cuda {
+void policy(Context& ctx, const Policy& a);
+}  // namespace cuda
+
+}  // namespace tigon

@@ -1,0 +1,82 @@
+// A CTA per answer, or per part of one where its tokens are independent: sums over the answer where they are wanted, the slope
+// through its ratio, the results of each token. Operands are read once for each; repeated reads come from a cache.
+#include "tigon/base/cuda/block_sum.cuh"
+#include "tigon/base/cuda/launch.cuh"
+#include "tigon/base/cuda/math.cuh"
+#include "tigon/ops/policy/policy.h"
+
+namespace tigon::cuda {
+namespace {
+
+#include "tigon/ops/policy/policy_rows.inc"
+
+#include "tigon/ops/policy/policy_math.inc"
+
+constexpr int kThreads = 512;
+constexpr int64_t kTokensPerBlock = 4 * kThreads;
+
+// fn(row, place, results) for the tokens [begin, end) that count and have a place; ignored(row, place) for those that do not count.
+template <PolicyKind K, class Fn, class Ignored>
+__device__ __forceinline__ void each_token(const PolicyPointers& p, const PolicyAnswer& a, int64_t answer,
+                                           int64_t begin, int64_t end, const Fn& fn, const Ignored& ignored) {
+  for (int64_t t = begin + threadIdx.x; t < end; t += kThreads) {
+    const int64_t row = answer * p.tokens + t, place = policy_place(p, row);
+    if (!policy_counts(p, row)) {
+      ignored(row, place);
+    } else if (place >= 0 && place < p.places) {
+      const PolicyOperands x = policy_load(p, answer, row, place);
+      fn(row, place,
+         policy_token<K, float>(p.numbers, a, p.level == PolicyLevel::token, p.ref != nullptr,
+                                p.entropy != nullptr,
+                                {x.log_prob, x.advantage, x.importance, x.old, x.ref, x.entropy}));
+    }
+  }
+}
+
+template <PolicyKind K>
+__global__ __launch_bounds__(kThreads) void policy_kernel(const __grid_constant__ PolicyPointers p,
+                                                          int64_t span, int64_t parts) {
+  __shared__ double slots[kThreads / 32 * 3];
+  const int64_t answer = p.first + blockIdx.x / parts, begin = blockIdx.x % parts * span,
+                end = min(p.tokens, begin + span);
+  PolicySums sums = {};
+  if (p.coupled || p.by_answer) {
+    for (int64_t t = threadIdx.x; t < p.tokens; t += kThreads)
+      policy_add(p, answer, answer * p.tokens + t, sums);
+    double x[3] = {sums.tokens, sums.log_ratio, sums.log_weight};
+    sum_block<kThreads>(x, slots);
+    sums = {x[0], x[1], x[2]};
+  }
+  const PolicyAnswer common = policy_answer(p, sums);
+  const bool by_token = p.level == PolicyLevel::token;
+  float of_answer = 0.0f;
+  if (!by_token) {
+    double slope[1] = {0.0};
+    each_token<K>(
+        p, common, answer, begin, end,
+        [&](int64_t, int64_t, const PolicyOut<float>& y) { slope[0] += double(y.of_ratio); },
+        [](int64_t, int64_t) {});
+    sum_block<kThreads>(slope, slots);
+    of_answer = float(slope[0] * policy_share(p, sums));
+  }
+  each_token<K>(
+      p, common, answer, begin, end,
+      [&](int64_t row, int64_t place, const PolicyOut<float>& y) {
+        policy_store(p, common, row, place, y.loss, y.kl, y.clipped,
+                     y.direct + (by_token ? y.of_ratio : of_answer));
+      },
+      [&](int64_t row, int64_t place) { policy_store_ignored(p, row, place); });
+}
+
+}  // namespace
+
+void policy(Context& ctx, const Policy& a) {
+  void (*const kernels[])(PolicyPointers, int64_t, int64_t) = {
+      policy_kernel<PolicyKind::clip>, policy_kernel<PolicyKind::cispo>, policy_kernel<PolicyKind::sapo>,
+      policy_kernel<PolicyKind::vespo>};
+  const int64_t span = a.formula.coupled() ? a.tokens : kTokensPerBlock, parts = ceil_div(a.tokens, span);
+  launch("policy", ctx, kernels[int(a.formula.kind)], {.blocks = a.count * parts, .threads = kThreads},
+         policy_pointers(a), span, parts);
+}
+
+}  // namespace tigon::cuda

@@ -1,0 +1,144 @@
+#include "tigon/ops/cross_entropy/cross_entropy.h"
+#include "tigon/ops/policy/policy.h"
+#include "tigon/torch/shim.h"
+
+namespace tigon::torch_shim {
+namespace {
+
+constexpr const char* kOp = "policy";
+enum Normalise : int64_t { by_token = 0, by_answer = 1, by_length = 2 };
+
+// Tensors are replaced by copies where a view does not fit, so they must outlive the call.
+struct Inputs {
+  Tensor log_prob, advantage;
+  OptionalTensor target, old, ref, importance, entropy, denominator, entropy_denominator;
+  std::optional<double> host_denominator, host_entropy_denominator;
+
+  static constexpr const char* kSchema =
+      "(Tensor log_prob, Tensor advantage, Tensor? target, Tensor? old, Tensor? ref, Tensor? importance,"
+      " Tensor? entropy, Tensor? denominator, Tensor? entropy_denominator, float? host_denominator,"
+      " float? host_entropy_denominator, ";
+  static Inputs take(Stack& s) {
+    return {s.take<Tensor>(),
+            s.take<Tensor>(),
+            s.take<OptionalTensor>(),
+            s.take<OptionalTensor>(),
+            s.take<OptionalTensor>(),
+            s.take<OptionalTensor>(),
+            s.take<OptionalTensor>(),
+            s.take<OptionalTensor>(),
+            s.take<OptionalTensor>(),
+            s.take<std::optional<double>>(),
+            s.take<std::optional<double>>()};
+  }
+};
+
+struct Formula {
+  PolicyFormula formula;
+  int64_t normalise, ignore_index;
+
+  static constexpr const char* kSchema =
+      "int kind, int level, int normalise, float low, float high, float delta, float tau_positive,"
+      " float tau_negative, float k_positive, float lambda_positive, float k_negative, float lambda_negative,"
+      " int estimator, float kl, bool kl_corrected, float entropy_factor, int ignore_index)";
+  static Formula take(Stack& s) {
+    Formula f;
+    PolicyFormula& p = f.formula;
+    p.kind = PolicyKind(s.take<int64_t>()), p.level = PolicyLevel(s.take<int64_t>());
+    f.normalise = s.take<int64_t>(), p.by_answer = f.normalise == Normalise::by_answer;
+    for (double* number : {&p.low, &p.high, &p.delta, &p.tau_positive, &p.tau_negative, &p.k_positive,
+                           &p.lambda_positive, &p.k_negative, &p.lambda_negative})
+      *number = s.take<double>();
+    p.estimator = PolicyKl(s.take<int64_t>()), p.kl = s.take<double>(), p.kl_corrected = s.take<bool>();
+    p.entropy_factor = s.take<double>(), f.ignore_index = s.take<int64_t>();
+    return f;
+  }
+};
+
+struct Results {
+  Tensor loss, kl, clipped, dlog_prob, dentropy;
+};
+
+Results run(Inputs& in, const Formula& f, bool need_gradient) {
+  const Tensor& like = in.log_prob;
+  check_same_device(kOp, "advantage", in.advantage, like);
+  for (auto [name, t] : {std::pair{"target", &in.target},
+                         {"old", &in.old},
+                         {"ref", &in.ref},
+                         {"importance", &in.importance},
+                         {"entropy", &in.entropy},
+                         {"denominator", &in.denominator},
+                         {"entropy_denominator", &in.entropy_denominator}})
+    if (*t) check_same_device(kOp, name, **t, like);
+  TIGON_CHECK(kOp, like.dim() == 2, "log_prob must be [answers, tokens], got ", like.dim(), " dimensions");
+  int64_t answers = like.size(0), tokens = like.size(1), rows = answers * tokens;
+  auto of_rows = [&](bool wanted) {
+    return wanted ? make(like, {answers, tokens}, DType::f32) : nothing(like, DType::f32);
+  };
+  Results r{.loss = make(like, {}, DType::f32),
+            .kl = of_rows(in.ref.has_value()),
+            .clipped = of_rows(true),
+            .dlog_prob = of_rows(need_gradient),
+            .dentropy = of_rows(need_gradient && in.entropy)};
+  auto flat = [&](const char* name, Tensor& t) {
+    t = to_contiguous(kOp, name, t);
+    return Vector{.data = data_of(kOp, name, t), .dtype = dtype_of(kOp, name, t), .size = t.numel()};
+  };
+  auto flat_or_none = [&](const char* name, OptionalTensor& t) { return t ? flat(name, *t) : Vector{}; };
+  auto ctx = make_context(like);
+  Policy a = {.formula = f.formula, .answers = answers, .tokens = tokens, .count = answers};
+  a.log_prob = flat("log_prob", in.log_prob);
+  a.entropy = flat_or_none("entropy", in.entropy);
+  a.target = flat_or_none("target", in.target);
+  a.ignore_index = f.ignore_index;
+  a.advantage = flat("advantage", in.advantage);
+  a.importance = flat_or_none("importance", in.importance);
+  a.old = flat_or_none("old", in.old);
+  a.ref = flat_or_none("ref", in.ref);
+  auto scale_of = [&](const OptionalTensor& tensor, std::optional<double> number, bool count) {
+    CrossEntropyScale s = {.target = a.target, .ignore_index = f.ignore_index};
+    s.mean = count && a.target && !tensor && !number;
+    s.has_host_denominator = !s.mean;
+    s.host_denominator = number.value_or(double(count ? rows : answers));
+    if (s.mean) s.host_denominator = 0.0;
+    if (tensor) s.denominator = scalar_of(kOp, "denominator", *tensor);
+    s.scale = {.data = ctx->scratch_of<float>(1), .dtype = DType::f32, .size = 1};
+    cross_entropy_scale(*ctx, s);
+    return s.scale;
+  };
+  a.scale = scale_of(in.denominator, in.host_denominator, f.normalise == Normalise::by_token);
+  if (in.entropy && (in.entropy_denominator || in.host_entropy_denominator))
+    a.entropy_scale = scale_of(in.entropy_denominator, in.host_entropy_denominator, true);
+  a.loss = {.data = ctx->scratch_of<float>(rows), .dtype = DType::f32, .size = rows};
+  a.clipped = flat("clipped", r.clipped);
+  if (in.ref) a.kl = flat("kl", r.kl);
+  if (need_gradient) a.dlog_prob = flat("dlog_prob", r.dlog_prob);
+  if (need_gradient && in.entropy) a.dentropy = flat("dentropy", r.dentropy);
+  policy(*ctx, a);
+  cross_entropy_total(*ctx, {.loss = a.loss, .total = scalar_of(kOp, "loss", r.loss)});
+  return r;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(Inputs in, Formula f) {
+  Results r = run(in, f, true);
+  return {r.loss, r.kl, r.clipped, r.dlog_prob, r.dentropy};
+}
+std::tuple<Tensor, Tensor, Tensor> infer(Inputs in, Formula f) {
+  Results r = run(in, f, false);
+  return {r.loss, r.kl, r.clipped};
+}
+
+}  // namespace
+
+TIGON_TORCH_SCHEMAS(m) {
+  const std::string inputs = std::string(Inputs::kSchema) + Formula::kSchema;
+  define_forward(m, "policy",
+                 inputs + " -> (Tensor loss, Tensor kl, Tensor clipped, Tensor dlog_prob, Tensor dentropy)");
+  define(m, "policy_infer" + inputs + " -> (Tensor loss, Tensor kl, Tensor clipped)");
+}
+TIGON_TORCH_KERNELS(m) {
+  implement_forward(m, "policy", boxed<&forward>);
+  m.impl("policy_infer", boxed<&infer>);
+}
+
+}  // namespace tigon::torch_shim

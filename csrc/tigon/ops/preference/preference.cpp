@@ -1,0 +1,72 @@
+#include "tigon/ops/preference/preference.h"
+
+#include "tigon/base/require.h"
+
+namespace tigon {
+namespace {
+
+constexpr const char* kOp = "preference";
+
+// Range of label_smoothing for the kinds that have one; 0 for all others.
+void check_formula(const PreferenceFormula& f) {
+  double eps = f.label_smoothing;
+  TIGON_CHECK(kOp, int(f.kind) >= 0 && int(f.kind) < kPreferenceKinds, "kind must be in [0, ",
+              kPreferenceKinds, "), got ", int(f.kind));
+  TIGON_CHECK(kOp, f.beta > 0.0, "beta must be > 0, got ", f.beta);
+  TIGON_CHECK(kOp, f.tau > 0.0, "tau must be > 0, got ", f.tau);
+  switch (f.kind) {
+    case PreferenceKind::logistic:
+      TIGON_CHECK(kOp, eps >= 0.0 && eps <= 0.5, "label_smoothing must be in [0, 0.5], got ", eps);
+      return;
+    case PreferenceKind::robust:
+      TIGON_CHECK(kOp, eps >= 0.0 && eps < 0.5, "label_smoothing must be in [0, 0.5), got ", eps);
+      return;
+    case PreferenceKind::exo_pair:
+      TIGON_CHECK(kOp, eps > 0.0 && eps <= 0.5, "label_smoothing must be in (0, 0.5], got ", eps);
+      return;
+    default: TIGON_CHECK(kOp, eps == 0.0, "label_smoothing must be 0, got ", eps);
+  }
+}
+
+// Labels, or a mask.
+void check_labels(const char* name, const Vector& v, int64_t size) {
+  if (v) require_vector(kOp, name, v, size, v.dtype == DType::u8 ? DType::u8 : DType::i64);
+}
+void check_optional(const char* name, const Vector& v, int64_t size, DType dtype = DType::f32) {
+  if (v) require_vector(kOp, name, v, size, dtype);
+}
+
+}  // namespace
+
+void preference(Context& ctx, const Preference& a) {
+  check_formula(a.formula);
+  bool lone = a.formula.kind == PreferenceKind::kto;
+  int64_t answers = lone ? a.pairs : 2 * a.pairs, rows = answers * a.tokens;
+  TIGON_CHECK(kOp, a.pairs >= 0 && a.tokens >= 0, "pairs and tokens must be >= 0, got ", a.pairs, " and ",
+              a.tokens);
+  TIGON_CHECK(kOp, a.first >= 0 && a.count >= 0 && a.first + a.count <= a.pairs, "groups must be in [0, ",
+              a.pairs, "), got ", a.count, " from ", a.first);
+  require_dtype(kOp, "log_prob", a.log_prob.dtype, DType::f32);
+  if (!a.position) require_vector(kOp, "log_prob", a.log_prob, rows - a.base, DType::f32);
+  check_labels("target", a.target, rows);
+  check_labels("nll_target", a.nll_target, a.pairs * a.tokens);
+  check_optional("position", a.position, rows, DType::i64);
+  check_optional("ref", a.ref, answers);
+  TIGON_CHECK(kOp, !a.ref || a.formula.kind != PreferenceKind::orpo, "ref must be none with orpo, got one");
+  check_optional("kl", a.kl, 1);
+  check_optional("scale", a.scale, 1);
+  check_optional("nll_scale", a.nll_scale, 1);
+  check_optional("dlog_prob", a.dlog_prob, a.log_prob.size);
+  check_optional("nll", a.nll, a.pairs);
+  check_optional("sums", a.sums, answers);
+  check_optional("rewards", a.rewards, answers);
+  check_optional("margin", a.margin, a.pairs);
+  require_vector(kOp, "loss", a.loss, a.pairs, DType::f32);
+  if (lone) require_vector(kOp, "desirable", a.desirable, a.pairs, DType::u8);
+  TIGON_CHECK(kOp, !lone || (!a.margin && !a.nll), "margin and nll must not be asked of kto");
+  TIGON_CHECK(kOp, a.nll || a.formula.nll == 0.0, "nll must be wanted with a factor of it, ", a.formula.nll);
+  if (a.count == 0) return;
+  on_device(kOp, ctx, [&] { cpu::preference(ctx, a); }, TIGON_ON_CUDA(cuda::preference(ctx, a)));
+}
+
+}  // namespace tigon

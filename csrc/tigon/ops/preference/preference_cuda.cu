@@ -1,0 +1,43 @@
+// A CTA per group (a pair, or a lone answer): the sums of its tokens, the formula by one thread, and the gradient of every token.
+// Two reads of log_prob and target and one write of the gradient; the second read comes from a cache.
+#include "tigon/base/cuda/block_sum.cuh"
+#include "tigon/base/cuda/launch.cuh"
+#include "tigon/base/cuda/math.cuh"
+#include "tigon/ops/preference/preference.h"
+
+namespace tigon::cuda {
+namespace {
+
+#include "tigon/ops/preference/preference_math.inc"
+
+constexpr int kThreads = 512;
+
+template <int kSides>
+__global__ __launch_bounds__(kThreads) void preference_kernel(const __grid_constant__ PreferencePointers p,
+                                                              int64_t first) {
+  __shared__ double slots[kThreads / 32 * 5];
+  __shared__ PreferenceSlopes slopes;
+  const int64_t pair = first + blockIdx.x;
+  PreferenceSums own = {};
+#pragma unroll
+  for (int side = 0; side < kSides; ++side)
+    for (int64_t t = threadIdx.x; t < p.tokens; t += kThreads) preference_add(p, pair, side, t, own);
+  double x[5] = {own.log_prob[0], own.log_prob[1], own.tokens[0], own.tokens[1], own.nll};
+  sum_block<kThreads>(x, slots);
+  if (threadIdx.x == 0) slopes = preference_finish(p, pair, {{x[0], x[1]}, {x[2], x[3]}, x[4]});
+  if (p.dlog_prob == nullptr) return;
+  __syncthreads();
+#pragma unroll
+  for (int side = 0; side < kSides; ++side)
+    for (int64_t t = threadIdx.x; t < p.tokens; t += kThreads) preference_write(p, pair, side, t, slopes);
+}
+
+}  // namespace
+
+void preference(Context& ctx, const Preference& a) {
+  auto kernel = a.formula.kind == PreferenceKind::kto ? preference_kernel<1> : preference_kernel<2>;
+  launch("preference", ctx, kernel, {.blocks = a.count, .threads = kThreads}, preference_pointers(a),
+         a.first);
+}
+
+}  // namespace tigon::cuda

@@ -1,0 +1,478 @@
+"""``liger_kernel``'s policy losses, of a linear head without its logits or of given logits.
+
+The losses are those of :func:`tigon.policy_loss`; arguments, tuples, normalisation and errors are those of
+``liger_kernel`` 0.8.5. ``compiled`` and ``chunk_size`` choose nothing. ``"luspo"`` leaves out masked tokens,
+as TRL does.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import torch
+import torch.distributed as dist
+
+import tigon
+from tigon.integrations.liger.missing import function_class
+from tigon.integrations.liger.preferences import Loss, head_log_prob
+
+_KINDS = {"cispo": "cispo", "sapo": "sapo", "vespo": "vespo"}
+_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+
+
+def share_of_tokens(attention_mask, num_items_in_batch=None):
+    """DAPO's denominator: the tokens of all processes, of each its share."""
+    processes, items = 1, num_items_in_batch
+    if dist.is_available() and dist.is_initialized():
+        processes = dist.get_world_size()
+    if items is None:
+        items = attention_mask.sum().float()
+        if processes > 1:
+            dist.all_reduce(items)
+    if not isinstance(items, torch.Tensor):
+        items = torch.full((), float(items), device=attention_mask.device)
+    return (items.to(attention_mask.device).float() / processes).clamp(min=1.0)
+
+
+def _policy(
+    log_prob,
+    advantages,
+    mask,
+    old,
+    ref,
+    *,
+    loss_type,
+    level,
+    beta,
+    clip,
+    delta,
+    importance,
+    tau,
+    gamma,
+    corrected,
+    max_completion_length,
+    num_items,
+):
+    """(loss, [mean divergence where beta is not 0, share of clipped tokens])."""
+    if loss_type not in _LOSSES:
+        raise ValueError(f"Unknown loss type: {loss_type}")
+    if level not in ("token", "sequence"):
+        raise ValueError(
+            f"Unknown importance sampling level: {level}. Possible values are 'token' and 'sequence'."
+        )
+    kind = _KINDS.get(loss_type, "clip")
+    if level == "sequence" and kind != "clip":
+        raise ValueError(f"Sequence-level importance sampling is not supported for loss_type='{loss_type}'.")
+    if kind == "sapo" and min(tau) <= 0:
+        raise ValueError("sapo_temperature must be > 0.")
+    answers = mask.shape[0]
+    normalise, denominator = "token", None
+    if loss_type in ("grpo", "sapo"):
+        normalise = "sequence"
+    elif loss_type == "luspo":
+        normalise, denominator = "length", answers
+    elif loss_type == "dr_grpo":
+        denominator = answers * max_completion_length
+    elif loss_type != "bnpo":
+        denominator = share_of_tokens(mask, num_items)
+    if importance is not None and importance.dim() == 2 and importance.shape[1] == 1:
+        importance = importance[:, 0]
+    if beta != 0.0 and ref is None:
+        ref = log_prob.detach()
+    shape = {"sapo": {"tau": tau}, "vespo": {"gamma": gamma}}.get(kind, {})
+    result = tigon.policy_loss(
+        log_prob,
+        advantages.to(log_prob.dtype),
+        mask,
+        kind=kind,
+        level=level,
+        old=None if old is None else old.detach().float(),
+        ref=None if ref is None else ref.detach().float(),
+        importance=None if importance is None else importance.detach().float().contiguous(),
+        clip=clip,
+        delta=delta if kind == "clip" else None,
+        **shape,
+        kl=beta,
+        kl_corrected=corrected,
+        normalise=normalise,
+        denominator=denominator,
+    )
+    tokens = mask.sum().clamp(min=1.0)
+    metrics = [result.kl.sum() / tokens] if beta != 0.0 else []
+    return result.loss, (*metrics, (result.clipped != 0).sum() / tokens)
+
+
+def liger_fused_linear_grpo(
+    _input,
+    weight,
+    selected_token_ids,
+    attention_mask,
+    advantages,
+    bias=None,
+    ref_per_token_logps=None,
+    old_per_token_logps=None,
+    ref_input=None,
+    ref_weight=None,
+    ref_bias=None,
+    beta=0.04,
+    epsilon_low=0.2,
+    epsilon_high=0.2,
+    loss_type="dapo",
+    max_completion_length=None,
+    importance_sampling_level="token",
+    sapo_temperature_pos=1.0,
+    sapo_temperature_neg=1.05,
+    temperature=1.0,
+    compiled=True,
+    use_ref_model=True,
+    chunk_size=1,
+    vllm_is_ratio=None,
+    delta=None,
+    use_bias_correction_kl=False,
+    vespo_k_pos=2.0,
+    vespo_lambda_pos=3.0,
+    vespo_k_neg=3.0,
+    vespo_lambda_neg=2.0,
+    num_items_in_batch=None,
+):
+    """Group relative policy optimisation and its relatives."""
+    if use_ref_model:
+        assert ref_per_token_logps is not None or ref_input is not None, (
+            "If use_ref_model is True, ref_per_token_logps or ref_input must be provided"
+        )
+        if ref_per_token_logps is not None and ref_input is not None:
+            warnings.warn(
+                "Both ref_per_token_logps and ref_input are provided. Using ref_per_token_logps.",
+                stacklevel=2,
+            )
+    if loss_type == "dr_grpo":
+        assert max_completion_length is not None, (
+            "max_completion_length must be provided for loss_type 'dr_grpo'"
+        )
+    if vllm_is_ratio is not None:
+        answers, tokens = attention_mask.shape
+        fits = vllm_is_ratio.dim() in (1, 2) and vllm_is_ratio.shape[0] == answers
+        fits = fits and (vllm_is_ratio.dim() == 1 or vllm_is_ratio.shape[1] in (1, tokens))
+        assert fits, (
+            f"vllm_is_ratio must be 1D ({answers},) or 2D ({answers}, 1) or ({answers}, {tokens}), "
+            f"got {tuple(vllm_is_ratio.shape)}"
+        )
+    mask = attention_mask != 0
+    target = selected_token_ids.masked_fill(~mask, -100)
+    log_prob = head_log_prob(_input, weight, target, bias, -100, temperature)
+    if not use_ref_model:
+        ref_per_token_logps = None
+    elif ref_per_token_logps is None:
+        with torch.no_grad():
+            ref_per_token_logps = head_log_prob(ref_input, ref_weight, target, ref_bias, -100, temperature)
+    return _policy(
+        log_prob,
+        advantages,
+        mask,
+        old_per_token_logps,
+        ref_per_token_logps,
+        loss_type=loss_type,
+        level=importance_sampling_level,
+        beta=beta,
+        clip=(epsilon_low, epsilon_high),
+        delta=delta,
+        importance=vllm_is_ratio,
+        tau=(sapo_temperature_pos, sapo_temperature_neg),
+        gamma=(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
+        corrected=use_bias_correction_kl,
+        max_completion_length=max_completion_length,
+        num_items=num_items_in_batch,
+    )
+
+
+def k3_loss_fn(log_p, log_q):
+    """The k3 estimate of the divergence of q from p (http://joschu.net/blog/kl-approx.html)."""
+    return torch.expm1(log_p - log_q) - (log_p - log_q)
+
+
+def sapo_loss_fn(importance_ratio, temperature):
+    """SAPO's gate: ``4 / temperature * sigmoid(temperature * (ratio - 1))``."""
+    if temperature <= 0:
+        raise ValueError("sapo_temperature must be > 0.")
+    return 4 / temperature * (temperature * (importance_ratio - 1)).sigmoid()
+
+
+def clip_coef_fn(coef, epsilon_low, epsilon_high, loss_type):
+    """(the clipped ratio or None, whether it was clipped below, above)."""
+    never = torch.zeros_like(coef, dtype=torch.bool)
+    if loss_type == "cispo":
+        return coef.clamp(max=epsilon_high).detach(), never, coef > epsilon_high
+    if loss_type in ("sapo", "vespo"):
+        return None, never, never
+    low, high = 1 - epsilon_low, 1 + epsilon_high
+    return coef.clamp(low, high), coef < low, coef > high
+
+
+@torch.no_grad()
+def get_gamma_weights(
+    advantages,
+    log_ratio_per_token,
+    mask,
+    importance_sampling_ratio=None,
+    k_pos=2.0,
+    lambda_pos=3.0,
+    k_neg=3.0,
+    lambda_neg=2.0,
+):
+    """VESPO's factor of each answer, ``[B, 1]``."""
+    least = math.log(1e-8)
+    log_w = (log_ratio_per_token.clamp(-20, 20) * mask).sum(-1, keepdim=True)
+    if importance_sampling_ratio is not None:
+        log_w = log_w + importance_sampling_ratio.log().clamp(least, 20).sum(-1, keepdim=True)
+    log_w = log_w.clamp(least, 20)
+    positive = advantages.unsqueeze(-1) >= 0
+    k = torch.where(positive, k_pos, k_neg)
+    rate = torch.where(positive, lambda_pos, lambda_neg).clamp(min=1e-4)
+    return (rate + k * log_w - rate * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+# --- The same of given logits ---------------------------------------------------------------
+
+
+def _selected(logits, ids, temperature, mask):
+    """``[B, L]`` log-probabilities, 0 where the mask is, of logits ``[B, L + 1, V]``."""
+    rows = logits[:, :-1]
+    target = ids[:, -rows.shape[1] :] if rows.shape[1] else ids[:, :0]
+    if mask is not None:
+        target = target.masked_fill(mask[:, mask.shape[1] - rows.shape[1] :] == 0, -100)
+    return -tigon.cross_entropy(rows if temperature == 1 else rows / temperature, target, reduction="none")
+
+
+@torch.no_grad()
+def fused_selective_log_softmax(logits, input_ids, temperature=0.9, mask=None):
+    """The log-probabilities of the last L of ``input_ids``, by :func:`tigon.cross_entropy`; no gradient."""
+    return _selected(logits, input_ids, temperature, mask)
+
+
+def _token_losses(
+    log_prob,
+    advantages,
+    mask,
+    old,
+    ref,
+    *,
+    loss_type,
+    level,
+    beta,
+    clip,
+    delta,
+    importance,
+    tau,
+    gamma,
+    corrected,
+):
+    """``[B, T]``: the loss, the divergence (None for beta 0), whether the ratio was clipped."""
+    advantages = advantages.unsqueeze(-1)
+    log_ratio = log_prob - (log_prob.detach() if old is None else old)
+    weight = log_ratio
+    if level == "sequence":
+        weight = (log_ratio * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1.0)
+    ratio = weight.exp()
+    clipped_ratio, below, above = clip_coef_fn(ratio, *clip, loss_type)
+    if loss_type == "cispo":
+        loss = -clipped_ratio * advantages * log_prob
+    elif loss_type == "sapo":
+        loss = -torch.where(advantages > 0, *(sapo_loss_fn(ratio, t) for t in tau)) * advantages
+    elif loss_type == "vespo":
+        shared = importance.unsqueeze(-1) if importance is not None and importance.dim() == 1 else importance
+        phi = get_gamma_weights(advantages[:, 0], log_ratio, mask, shared, *gamma)
+        loss = -phi * advantages * log_prob
+    else:
+        free = ratio if delta is None else ratio.clamp(max=delta)
+        loss = -torch.min(free * advantages, clipped_ratio * advantages)
+    if importance is not None and loss_type != "vespo":
+        loss = loss * (importance.unsqueeze(-1) if importance.dim() == 1 else importance)
+    divergence = None
+    if beta != 0.0:
+        divergence = k3_loss_fn(ref, log_prob)
+        divergence = divergence * ratio if corrected else divergence
+        loss = loss + beta * divergence
+    clipped = (below & (advantages < 0)) | (above & (advantages > 0))
+    kept = (t if t is None else t.expand_as(log_prob) * mask for t in (loss, divergence, clipped.float()))
+    return tuple(kept)
+
+
+def _reduce_grpo_loss(
+    per_token_loss, completion_mask, loss_type, max_completion_length, num_items_in_batch=None
+):
+    """The reduction of each type, of losses of tokens."""
+    mask = (
+        torch.ones_like(per_token_loss)
+        if completion_mask is None
+        else completion_mask.to(per_token_loss.dtype)
+    )
+    total = (per_token_loss * mask).sum()
+    if loss_type in ("grpo", "sapo"):
+        return ((per_token_loss * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
+    if loss_type == "bnpo":
+        return total / mask.sum().clamp(min=1.0)
+    if loss_type == "dr_grpo":
+        longest = per_token_loss.shape[1] if max_completion_length is None else max_completion_length
+        return total / (per_token_loss.shape[0] * longest)
+    if loss_type in ("dapo", "cispo", "vespo"):
+        return total / share_of_tokens(mask, num_items_in_batch)
+    if loss_type == "luspo":
+        return (per_token_loss * mask.sum(-1, keepdim=True)).mean()
+    raise ValueError(f"Unsupported loss_type '{loss_type}' for GRPO loss.")
+
+
+def triton_grpo_loss(
+    logits,
+    old_logp,
+    ref_logp,
+    completion_ids,
+    advantages,
+    completion_mask=None,
+    temperature=0.9,
+    beta=0.04,
+    eps_low=0.2,
+    eps_high=0.4,
+    inplace=True,
+    loss_type="dapo",
+    max_completion_length=None,
+    importance_sampling_level="token",
+    reduce=False,
+    sapo_temperature_pos=1.0,
+    sapo_temperature_neg=1.05,
+    vllm_is_ratio=None,
+    delta=None,
+    use_bias_correction_kl=False,
+    num_items_in_batch=None,
+    vespo_k_pos=2.0,
+    vespo_lambda_pos=3.0,
+    vespo_k_neg=3.0,
+    vespo_lambda_neg=2.0,
+):
+    """Policy losses of given logits ``[B, L + 1, V]``: of each token, or reduced with the metrics.
+
+    The log-probabilities are those of :func:`tigon.cross_entropy`; ``inplace`` is accepted and ignored.
+    """
+    if importance_sampling_level not in ("token", "sequence"):
+        raise AssertionError(
+            f"importance_sampling_level must be 'token' or 'sequence', got {importance_sampling_level}"
+        )
+    if loss_type not in _LOSSES:
+        raise ValueError(f"Unknown loss_type '{loss_type}'. Supported types: {list(_LOSSES)}")
+    if delta is not None and loss_type in _KINDS:
+        raise ValueError(f"delta (two-sided clipping) is not supported for loss_type='{loss_type}'.")
+    if importance_sampling_level == "sequence" and loss_type in _KINDS:
+        raise ValueError(f"Sequence-level importance sampling is not supported for loss_type='{loss_type}'.")
+    mask = torch.ones_like(completion_ids) if completion_mask is None else completion_mask
+    log_prob = _selected(logits, completion_ids, temperature, completion_mask)
+    shared = {
+        "loss_type": loss_type,
+        "level": importance_sampling_level,
+        "beta": beta,
+        "clip": (eps_low, eps_high),
+        "delta": delta,
+        "importance": vllm_is_ratio,
+        "tau": (sapo_temperature_pos, sapo_temperature_neg),
+        "gamma": (vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
+        "corrected": use_bias_correction_kl,
+    }
+    if not reduce:
+        return _token_losses(log_prob, advantages, mask, old_logp, ref_logp, **shared)
+    longest = log_prob.shape[1] if max_completion_length is None else max_completion_length
+    return _policy(
+        log_prob,
+        advantages,
+        mask != 0,
+        old_logp,
+        ref_logp,
+        max_completion_length=longest,
+        num_items=num_items_in_batch,
+        **shared,
+    )
+
+
+# --- The class -------------------------------------------------------------------------------
+
+LigerFusedLinearGRPOFunction = function_class(
+    "LigerFusedLinearGRPOFunction", liger_fused_linear_grpo, "GRPO."
+)
+
+
+class LigerFusedLinearGRPOLoss(Loss):
+    """:func:`liger_fused_linear_grpo` as a module."""
+
+    def __init__(
+        self,
+        beta=0.04,
+        compiled=True,
+        use_ref_model=True,
+        chunk_size=1,
+        epsilon_low=0.2,
+        epsilon_high=0.2,
+        loss_type="dapo",
+        max_completion_length=None,
+        importance_sampling_level="token",
+        sapo_temperature_pos=1.0,
+        sapo_temperature_neg=1.05,
+        temperature=1.0,
+        delta=None,
+        use_bias_correction_kl=False,
+        vespo_k_pos=2.0,
+        vespo_lambda_pos=3.0,
+        vespo_k_neg=3.0,
+        vespo_lambda_neg=2.0,
+    ):
+        super().__init__(
+            beta=beta,
+            compiled=compiled,
+            use_ref_model=use_ref_model,
+            chunk_size=chunk_size,
+            epsilon_low=epsilon_low,
+            epsilon_high=epsilon_high,
+            loss_type=loss_type,
+            max_completion_length=max_completion_length,
+            importance_sampling_level=importance_sampling_level,
+            sapo_temperature_pos=sapo_temperature_pos,
+            sapo_temperature_neg=sapo_temperature_neg,
+            temperature=temperature,
+            delta=delta,
+            use_bias_correction_kl=use_bias_correction_kl,
+            vespo_k_pos=vespo_k_pos,
+            vespo_lambda_pos=vespo_lambda_pos,
+            vespo_k_neg=vespo_k_neg,
+            vespo_lambda_neg=vespo_lambda_neg,
+        )
+
+    def forward(
+        self,
+        _input,
+        lin_weight,
+        selected_token_ids,
+        attention_mask,
+        advantages,
+        bias=None,
+        ref_per_token_logps=None,
+        old_per_token_logps=None,
+        ref_input=None,
+        ref_weight=None,
+        ref_bias=None,
+        vllm_is_ratio=None,
+        num_items_in_batch=None,
+    ):
+        """(loss, metrics)."""
+        return liger_fused_linear_grpo(
+            _input,
+            lin_weight,
+            selected_token_ids,
+            attention_mask,
+            advantages,
+            bias,
+            ref_per_token_logps,
+            old_per_token_logps,
+            ref_input,
+            ref_weight,
+            ref_bias,
+            vllm_is_ratio=vllm_is_ratio,
+            num_items_in_batch=num_items_in_batch,
+            **self.options(),
+        )

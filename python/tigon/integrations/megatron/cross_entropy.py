@@ -1,0 +1,61 @@
+"""Megatron's cross-entropy of given logits, on :func:`tigon.cross_entropy`."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from tigon.error import check
+from tigon.ops.cross_entropy import cross_entropy
+
+
+def fused_vocab_parallel_cross_entropy(
+    vocab_parallel_logits: torch.Tensor, target: torch.Tensor, tp_group=None
+) -> torch.Tensor:
+    """Megatron's ``fused_vocab_parallel_cross_entropy``: per-token losses.
+
+    Args:
+        vocab_parallel_logits: ``[s, b, V]`` float32, bfloat16 or float16, never written.
+        target: ``[s, b]`` integer labels; one of -100 has loss 0 and gradient 0 (Megatron's: ``lse``).
+        tp_group: the tensor-parallel group, of one process; ``None``: Megatron's own.
+
+    Returns:
+        ``[s, b]`` float32. The gradient has the logits' dtype (Megatron's is bfloat16 always); no softmax is
+        kept.
+
+    Raises:
+        tigon.Error: the group has more than one process, or what :func:`tigon.cross_entropy` refuses.
+    """
+    return vocab_parallel_cross_entropy(vocab_parallel_logits, target, 0.0, tp_group)
+
+
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: torch.Tensor, target: torch.Tensor, label_smoothing: float = 0.0, tp_group=None
+) -> torch.Tensor:
+    """Megatron's ``tensor_parallel.vocab_parallel_cross_entropy``: per-token losses.
+
+    Args:
+        label_smoothing: in [0, 1), in Megatron's sense: the label keeps ``1 - s`` of the probability and all
+            *other* classes share ``s`` (PyTorch's smoothing is ``s * V / (V - 1)`` then).
+
+    Other arguments, result and errors: as :func:`fused_vocab_parallel_cross_entropy`.
+    """
+    op = "vocab_parallel_cross_entropy"
+    size = group_size(tp_group)
+    # The place of the sharded loss.
+    check(op, size == 1, "tp_group must have one process (logits of the whole vocabulary), got {}", size)
+    inside = isinstance(label_smoothing, int | float) and 0.0 <= label_smoothing < 1.0
+    check(op, inside, "label_smoothing must be in [0, 1), got {}", label_smoothing)
+    vocab = vocab_parallel_logits.shape[-1]
+    smoothing = label_smoothing * vocab / (vocab - 1) if label_smoothing else 0.0
+    return cross_entropy(vocab_parallel_logits, target, label_smoothing=smoothing, reduction="none")
+
+
+def group_size(group) -> int:
+    """Processes of a tensor-parallel group; ``None`` is Megatron's own, where it has one."""
+    if group is not None:
+        return group.size()
+    state = sys.modules.get("megatron.core.parallel_state")
+    known = state is not None and state.model_parallel_is_initialized()
+    return state.get_tensor_model_parallel_world_size() if known else 1

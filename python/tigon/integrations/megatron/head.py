@@ -1,0 +1,178 @@
+"""The loss head: ``output_layer`` owes its logits, and ``compute_language_model_loss`` never forms them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tigon.integrations.megatron.classes import is_one_of
+from tigon.integrations.megatron.cross_entropy import group_size
+from tigon.integrations.transformers.forward import autocast_dtype, blocked, plain
+from tigon.integrations.transformers.lazy_logits import LazyLogits, LossRequest
+from tigon.integrations.transformers.report import HeadCalls
+from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
+
+LAYER = "megatron.core.tensor_parallel.layers.ColumnParallelLinear"
+NAME = "tigon.linear_cross_entropy"
+
+
+@dataclass
+class HeadSpec:
+    """State of one patched head."""
+
+    calls: HeadCalls
+    keep_mb: float = 0.0
+
+
+class OwedHead(nn.Module):
+    """One call of an output layer, put off: what it multiplies with, and how it ends."""
+
+    def __init__(self, layer, weight, gather, spec):
+        super().__init__()
+        self.weight = weight  # the layer's own, or the embedding's
+        self.rest = (layer, gather, spec, torch.is_grad_enabled())
+
+    def forward(self, hidden, request):
+        layer, gather, spec, grad = self.rest
+        with torch.set_grad_enabled(grad):
+            if isinstance(request, LossRequest):
+                return _loss(layer, spec, hidden, self.weight, request)
+            return type(layer).forward(layer, hidden, self.weight, gather)[0]
+
+
+def output_forward(layer, spec, input_, weight=None, runtime_gather_output=None):
+    """Forward of a patched output layer: lazy logits and the bias that was to be added by the caller."""
+    used = layer.weight if weight is None else weight
+    reason = _why_computed(layer, input_, used)
+    if reason is not None:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            spec.calls.computed += 1
+            spec.calls.reason = reason
+        return type(layer).forward(layer, input_, weight, runtime_gather_output)
+    spec.calls.lazy += 1
+    head = OwedHead(layer, used, runtime_gather_output, spec)
+    logits = LazyLogits(head, input_, used.shape[0], input_.dtype, spec.calls)
+    return logits, layer.bias if layer.skip_bias_add else None
+
+
+def _why_computed(layer, hidden, weight) -> str | None:
+    """Why logits are computed at once where they could be owed, or None."""
+    if torch.compiler.is_compiling():
+        return "torch.compile traces the output layer"
+    if torch.is_inference_mode_enabled():
+        return "inference"
+    if weight is None or not plain(hidden, weight) or hasattr(weight, "__fsdp_param__"):
+        return "the weight is not a plain tensor (Megatron FSDP, quantised)"
+    if weight.shape != (layer.output_size_per_partition, layer.input_size):
+        return "the weight has another shape than the layer"  # an error in stock, which shall come
+    if autocast_dtype(hidden.device.type) is not None:
+        return "autocast"
+    if hidden.dtype != weight.dtype:
+        return "hidden states and the head's weight differ in dtype"
+    if layer._forward_hooks:
+        return "a forward hook of the output layer expects logits"
+    return None
+
+
+def language_model_loss(model, spec, labels, logits):
+    """compute_language_model_loss of a patched model: ``[b, s]`` float32."""
+    if isinstance(logits, LazyLogits):
+        target = labels.transpose(0, 1).contiguous()
+        predict = bool(getattr(model.config, "mtp_num_layers", None)) and model.training
+        loss = logits.cross_entropy(target, reduction="none", predict=predict)
+        if loss is not None:
+            return loss.transpose(0, 1).contiguous()
+        logits = logits.materialise()
+    return type(model).compute_language_model_loss(model, labels, logits)
+
+
+def _loss(layer, spec, hidden, weight, request):
+    """Per-token losses of ``hidden @ weight.T`` with a tensor-parallel group of one.
+
+    The place of the sharded head: where `plan_head` leaves a group of several today.
+    """
+    bias = None if layer.skip_bias_add else layer.bias
+    options = request.options
+    if spec.keep_mb:
+        options = options | {"keep_mb": spec.keep_mb}
+    if _adds_to_main_grad(layer, weight):
+        into = weight.main_grad
+        if into.dtype == torch.float32 and not spec.keep_mb:
+            hidden, weight = _Announce.apply(hidden, weight), _proxy(weight, into)
+        else:
+            weight = _AddToMainGrad.apply(weight)
+    return linear_cross_entropy(hidden, weight, request.target, bias=bias, **options)
+
+
+# The weight's gradient in main_grad. Megatron's hooks run when the weight gets a gradient; a flag tells them
+# that main_grad has it already, and they start its reduction. So the head adds to main_grad first, and then
+# returns a gradient without meaning.
+
+
+def _adds_to_main_grad(layer, weight) -> bool:
+    wanted = layer.gradient_accumulation_fusion and weight.requires_grad and torch.is_grad_enabled()
+    return wanted and getattr(weight, "main_grad", None) is not None
+
+
+def _proxy(weight, into):
+    """The weight for the loss head, which adds its gradient to main_grad and returns none."""
+    proxy = weight.detach().requires_grad_()
+    proxy.tigon_main_grad, proxy.main_grad = True, into
+    return proxy
+
+
+def _announced(weight):
+    """Set the flag; returns the gradient that makes Megatron's hooks run."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    zeros = getattr(weight, "zero_out_wgrad", False)  # others add to it: a tied embedding, further heads
+    return torch.zeros_like(weight) if zeros else torch.empty_like(weight)
+
+
+class _Announce(torch.autograd.Function):
+    """hidden. Its backward runs after the head's: then main_grad has the weight's gradient."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.weight = weight
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx, dhidden):
+        return dhidden if ctx.needs_input_grad[0] else None, _announced(ctx.weight)
+
+
+class _AddToMainGrad(torch.autograd.Function):
+    """weight; its gradient is added to main_grad, of any dtype, once it is whole."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.weight = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, dweight):
+        ctx.weight.main_grad.add_(dweight.detach())
+        return _announced(ctx.weight)
+
+
+def plan_head(model: nn.Module) -> str | None:
+    """Why the head of a language model is left, or None."""
+    layer = model.output_layer
+    if not is_one_of(layer, LAYER):
+        return f"the output layer is {type(layer).__name__}, not ColumnParallelLinear"
+    size = group_size(layer.tp_group)
+    if size > 1:
+        return f"tensor parallel over {size} processes: its logits are sharded"
+    if getattr(model.config, "defer_embedding_wgrad_compute", False):
+        return "defer_embedding_wgrad_compute puts the weight's gradient off"
+    if getattr(layer, "gtp_remat_size", 1) > 1:
+        return "the weight is gathered for every call (gtp_remat)"
+    if getattr(model.config, "batch_invariant_mode", False):
+        return "batch_invariant_mode asks for Megatron's own product"
+    if "compute_language_model_loss" in vars(model):
+        return "its compute_language_model_loss is bound to the instance by another patch"
+    return blocked(layer)

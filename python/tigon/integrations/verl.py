@@ -1,0 +1,90 @@
+"""verl's fused heads by Tigon.
+
+verl takes per-token log-probabilities and entropies from two functions of its own: with
+``use_fused_kernels`` and the Triton backend from ``verl.utils.kernel.linear_cross_entropy``, with the torch
+backend from ``verl.utils.experimental.torch_functional.FusedLinearForPPO``. After :func:`install` both are
+:func:`tigon.linear_log_prob`. A head that is sharded over a tensor-parallel group of more than one rank, and
+reductions other than ``"none"``, stay verl's. Call it in every worker before the model is built (verl imports
+the function when a forward runs; modules that imported it earlier are given the new one too).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+
+import torch
+
+import tigon
+from tigon.error import check
+
+KERNEL = "verl.utils.kernel.linear_cross_entropy"
+TORCH = "verl.utils.experimental.torch_functional"
+PARAMETERS = ["hidden", "weight", "labels", "temperature", "reduction", "dist_process_group"]
+FORWARD = ["self", "hidden_states", "vocab_weights", "input_ids", "temperature"]
+
+
+class LogProbHead:
+    """Stands in for ``LinearCrossEntropy.apply``: called the same way, falls back to it."""
+
+    def __init__(self, original):
+        self.original = original
+
+    def __call__(self, hidden, weight, labels, temperature=1.0, reduction="none", dist_process_group=None):
+        """(log-probabilities, entropies), float32, one for each label in order."""
+        sharded = dist_process_group is not None and dist_process_group.size() > 1
+        plain = type(weight) in (torch.Tensor, torch.nn.Parameter)
+        if sharded or not plain or reduction.lower() != "none":
+            return self.original(hidden, weight, labels, temperature, reduction, dist_process_group)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        return tigon.linear_log_prob(rows, weight, labels.reshape(-1), temperature=temperature, entropy=True)
+
+
+def _ppo_forward(self, hidden_states, vocab_weights, input_ids, temperature=1.0):
+    """``FusedLinearForPPO.forward``: log-probabilities in float32, the entropy in its caller's dtype."""
+    ids = input_ids.to(torch.int64)
+    plain = type(vocab_weights) in (torch.Tensor, torch.nn.Parameter)
+    if not plain or isinstance(temperature, torch.Tensor):
+        return _ppo_forward.original(self, hidden_states, vocab_weights, input_ids, temperature)
+    log_prob, entropy = tigon.linear_log_prob(
+        hidden_states, vocab_weights, ids, temperature=float(temperature), entropy=True
+    )
+    return log_prob, entropy.to(hidden_states.dtype)
+
+
+def install() -> None:
+    """Put Tigon behind verl's fused heads, in this process.
+
+    Raises:
+        tigon.Error: this verl has no such functions, or calls them in another way. Nothing is modified.
+    """
+    kernel, fused = (importlib.import_module(name) for name in (KERNEL, TORCH))
+    present, ppo = kernel.linear_cross_entropy, fused.FusedLinearForPPO
+    if isinstance(present, LogProbHead):
+        return
+    names = list(inspect.signature(kernel.LinearCrossEntropy.forward).parameters)[1:]
+    _check_parameters("LinearCrossEntropy", names, PARAMETERS)
+    _check_parameters("FusedLinearForPPO", list(inspect.signature(ppo.forward).parameters), FORWARD)
+    _replace(present, LogProbHead(present))
+    _ppo_forward.original, ppo.forward = ppo.forward, _ppo_forward
+
+
+def uninstall() -> None:
+    """verl's own functions again."""
+    kernel, fused = (importlib.import_module(name) for name in (KERNEL, TORCH))
+    present = kernel.linear_cross_entropy
+    if isinstance(present, LogProbHead):
+        _replace(present, present.original)
+        fused.FusedLinearForPPO.forward = _ppo_forward.original
+
+
+def _check_parameters(what: str, names: list[str], wanted: list[str]) -> None:
+    check("compat.verl", names == wanted, "verl's {} must take {} (0.9), got {}", what, wanted, names)
+
+
+def _replace(old, new) -> None:
+    """In every module of verl that has it under its name."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("verl.") and vars(module).get("linear_cross_entropy") is old:
+            module.linear_cross_entropy = new

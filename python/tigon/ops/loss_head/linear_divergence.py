@@ -1,0 +1,402 @@
+"""Divergences of a student's head from a teacher's.
+
+Contract: ``csrc/tigon/ops/linear_divergence/linear_divergence.h``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from tigon._op import has_kernel
+from tigon.error import check
+from tigon.ops import cross_entropy as _cross_entropy
+from tigon.ops import divergence as _divergence
+from tigon.ops.arguments import check_float, check_numbers, check_positive, kind_of
+from tigon.ops.loss_head.autograd import Rows, Scalar
+from tigon.ops.loss_head.divergence_operators import NUMBERS, OP, Call, Operands, Options, head
+from tigon.ops.loss_head.operands import (
+    MAY_ROUND,
+    REDUCTIONS,
+    autocast,
+    check_head,
+    check_lora,
+    check_plain,
+    lora_operands,
+    plain_weight,
+    prepare,
+    shifted,
+    whole_vectors,
+)
+from tigon.ops.loss_head.reference import plain_logits, result_type
+
+_KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2, "tvd": 3}
+_REDUCTIONS = {"none": "none", "sum": "sum", "batchmean": "mean", "mean": "mean"}
+OUTPUTS = ("loss", *NUMBERS)
+
+
+def reference(
+    hidden,
+    weight,
+    teacher,
+    labels=None,
+    *,
+    kind="forward_kl",
+    beta=0.5,
+    soft=1.0,
+    hard=0.0,
+    temperature=1.0,
+    softcap=None,
+    logit_scale=1.0,
+    teacher_softcap=None,
+    teacher_logit_scale=1.0,
+    bias=None,
+    lora=None,
+    token_weight=None,
+    reduction="batchmean",
+    denominator=None,
+    ignore_index=-100,
+    shift=False,
+    outputs=("loss",),
+    **ignored,
+):
+    """The same formula in plain PyTorch operations: materialises the logits (any float dtype, any device)."""
+    del ignored  # what only concerns speed and memory
+    if labels is None:
+        labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+        ignore_index = -100
+    labels = shifted(labels, ignore_index) if shift else labels
+    given = isinstance(teacher, torch.Tensor)
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    classes = min(weight.shape[0], teacher.shape[-1] if given else teacher[1].shape[0])
+
+    def z_of(logits, offset, scale, cap):
+        z = (logits[..., :classes] if offset is None else logits[..., :classes] + offset[:classes]) * scale
+        return cap * torch.tanh(z / cap) if cap is not None else z
+
+    with torch.no_grad():
+        t_bias = None if given or len(teacher) < 3 else teacher[2].to(wide)
+        logits = teacher.to(wide) if given else F.linear(teacher[0].to(wide), teacher[1].to(wide))
+        t = z_of(logits, t_bias, teacher_logit_scale, teacher_softcap) / temperature
+    hidden, weight = hidden.to(wide), weight.to(wide)
+    lora = None if lora is None else (lora[0].to(wide), lora[1].to(wide), lora[2])
+    s = z_of(
+        plain_logits(hidden, weight, None, None, 1.0, 1.0, lora),
+        None if bias is None else bias.to(wide), logit_scale, softcap,
+    )  # fmt: skip
+    options = {"kind": kind, "beta": beta, "reduction": "none", "ignore_index": ignore_index}
+    of_soft = _divergence.reference(s / temperature, t, labels, **options)
+    rows, counts = soft * of_soft, labels != ignore_index
+    results = {"soft": of_soft.detach()}
+    if hard != 0.0 or "hard" in outputs:
+        of_hard = _cross_entropy.reference(s, labels, ignore_index=ignore_index, reduction="none")
+        results["hard"] = of_hard.detach()
+        rows = rows + hard * of_hard if hard != 0.0 else rows
+    rows = rows if token_weight is None else rows * token_weight.detach()
+    if "entropy" in outputs:
+        log_p = torch.log_softmax(s.detach() / temperature, -1)
+        entropy = -torch.where(log_p == -torch.inf, 0.0, log_p.exp() * log_p).sum(-1)
+        results["entropy"] = torch.where(counts, entropy, 0.0)
+    if denominator is not None:
+        loss = _cross_entropy.divide(rows.sum(), denominator)
+    elif reduction == "none":
+        loss = rows
+    else:
+        loss = rows.sum() / {"sum": 1, "batchmean": counts.sum(), "mean": counts.sum() * classes}[reduction]
+    return _named(loss, results, outputs)
+
+
+def _named(loss, results, outputs):
+    if outputs == ("loss",):
+        return loss
+    results["loss"] = loss
+    return result_type(outputs, "LinearDivergence")(*(results[name] for name in outputs))
+
+
+def _check_teacher(op, teacher, hidden):
+    """Teacher's hidden states, weight and bias, or its logits alone; detached."""
+    lead = hidden.shape[:-1]
+    if isinstance(teacher, torch.Tensor):
+        check_float(op, "teacher", teacher)
+        fits = teacher.dim() == len(lead) + 1 and teacher.shape[:-1] == lead and teacher.shape[-1] >= 1
+        check(op, fits, "teacher must be logits {} and then V, got {}", lead, teacher.shape)
+        return teacher.detach(), None, None
+    parts = isinstance(teacher, Sequence) and len(teacher) in (2, 3)
+    given = len(teacher) if isinstance(teacher, Sequence) else kind_of(teacher)
+    check(op, parts, "teacher must be logits, or (hidden, weight) or (hidden, weight, bias), got {}", given)
+    states, weight, bias = (*teacher, None)[:3]
+    check_float(op, "teacher_hidden", states)
+    check_float(op, "teacher_weight", weight)
+    fits = states.dim() == len(lead) + 1 and states.shape[:-1] == lead and states.shape[-1] >= 1
+    check(op, fits, "teacher_hidden must be {} and then H, got {}", lead, states.shape)
+    fits = weight.dim() == 2 and weight.shape[1] == states.shape[-1] and weight.shape[0] >= 1
+    check(op, fits, "teacher_weight must be [V, {}], got {}", states.shape[-1], weight.shape)
+    if bias is not None:
+        check_float(op, "teacher_bias", bias)
+        check(op, bias.shape == weight.shape[:1], "teacher_bias must be {}, got {}", weight.shape[:1],
+              bias.shape)  # fmt: skip
+    return states.detach(), weight.detach(), None if bias is None else bias.detach()
+
+
+def _kernel_dtype(x):
+    return x if x.dtype in (torch.float32, torch.bfloat16, torch.float16) else x.float()
+
+
+def _run(
+    op, kind, hidden, weight, teacher, labels, *, beta=0.5, soft, hard, temperature, softcap, logit_scale,
+    teacher_softcap, teacher_logit_scale, bias, lora, token_weight, reduction, denominator, ignore_index,
+    shift, valid_rows, chunk_rows, outputs,
+):  # fmt: skip
+    """Check, choose between kernel and reference, run."""
+    check_float(op, "hidden", hidden)
+    has_labels = labels is not None
+    named = isinstance(outputs, Sequence) and not isinstance(outputs, str)
+    fits = named and set(outputs) <= set(OUTPUTS) and len(set(outputs)) == len(outputs)
+    check(op, fits and tuple(outputs[:1]) == ("loss",),
+          "outputs must be 'loss' and then some of {}, got {!r}", OUTPUTS[1:], outputs)  # fmt: skip
+    outputs = tuple(outputs)
+    check_numbers(op, soft=soft, hard=hard, teacher_logit_scale=teacher_logit_scale)
+    check(op, soft >= 0, "soft must be >= 0, got {}", soft)
+    check(op, hard >= 0, "hard must be >= 0, got {}", hard)
+    wanted = hard != 0.0 or "hard" in outputs
+    check(op, has_labels or not wanted, "labels must be given for the hard loss, got None")
+    check(op, has_labels or not shift, "labels must be given with shift=True, got None")
+    if not has_labels:
+        labels, ignore_index = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device), -100
+    check_head(
+        op, hidden, weight, labels, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows
+    )
+    check_positive(op, "teacher_softcap", teacher_softcap, or_none=True)
+    check(op, reduction in _REDUCTIONS, "reduction must be one of {}, got {!r}", (*_REDUCTIONS,), reduction)
+    _cross_entropy.check_denominator(op, denominator)
+    if token_weight is not None:
+        check_float(op, "token_weight", token_weight)
+        fits = token_weight.shape == labels.shape
+        check(op, fits, "token_weight must be {}, got {}", labels.shape, token_weight.shape)
+    check_lora(op, lora, hidden, weight)
+    states, teacher_weight, teacher_bias = _check_teacher(op, teacher, hidden)
+    hidden, states = autocast(hidden), states if teacher_weight is None else autocast(states)
+    weight = plain_weight(op, weight)
+    if not has_kernel(op, hidden):
+        given = states if teacher_weight is None else (states, teacher_weight, teacher_bias)[: len(teacher)]
+        classes = min(
+            weight.shape[0], states.shape[-1] if teacher_weight is None else teacher_weight.shape[0]
+        )
+        check_plain(op, weight[:classes], labels, ignore_index, shift, valid_rows)
+        return reference(
+            hidden, weight, given, labels, kind=kind, beta=beta, soft=soft, hard=hard, temperature=temperature,
+            softcap=softcap, logit_scale=logit_scale, teacher_softcap=teacher_softcap,
+            teacher_logit_scale=teacher_logit_scale, bias=bias, lora=lora, token_weight=token_weight,
+            reduction=reduction, denominator=denominator, ignore_index=ignore_index, shift=shift,
+            outputs=outputs,
+        )  # fmt: skip
+    lead, states = labels.shape, _kernel_dtype(states)
+    if teacher_weight is not None:
+        states, teacher_weight, _ = whole_vectors(states, teacher_weight.to(states.dtype))
+        teacher_bias = None if teacher_bias is None else teacher_bias.float()
+    hidden, weight, lora = whole_vectors(hidden, weight, lora)
+    lora_a, lora_b, lora_scale = lora_operands(hidden, lora)
+    wide_bias = None if bias is None else bias.float()
+    same_dtype = weight.dtype == hidden.dtype  # else weight's gradient is rounded once, from float32
+    known, valid, needs = prepare(
+        op, hidden, weight, labels, wide_bias, ignore_index, shift, valid_rows,
+        token_weight=None if token_weight is None else token_weight.detach().float().reshape(-1),
+        lora_a=lora_a, lora_b=lora_b,
+    )  # fmt: skip
+    operands = Operands(
+        known.hidden, known.weight, known.target, states, teacher_weight, teacher_bias, known.bias,
+        known.token_weight, lora_a, lora_b,
+    )  # fmt: skip
+    denominator, host_denominator = _cross_entropy.split_denominator(denominator, hidden.device)
+    if host_denominator is not None or denominator is not None:
+        reduction = "sum"
+    if reduction == "mean":
+        classes = min(
+            weight.shape[0], states.shape[-1] if teacher_weight is None else teacher_weight.shape[0]
+        )
+        soft, hard = soft / classes, hard / classes
+    options = Options(
+        _KINDS[kind], beta, soft, hard, temperature, softcap or 0.0, logit_scale, teacher_softcap or 0.0,
+        teacher_logit_scale, lora_scale, ignore_index, chunk_rows or 0, valid,
+    )  # fmt: skip
+    code = REDUCTIONS[_REDUCTIONS[reduction]]
+    bits = sum(bit for name, bit in NUMBERS.items() if name in outputs)
+    call = Call(
+        operands, options, denominator, host_denominator, code, bits, needs | (MAY_ROUND if same_dtype else 0)
+    )
+    loss, numbers = head.run(
+        call, (hidden, weight, wide_bias, lora_a, lora_b), lambda: (Scalar if call.scalar else Rows)(head)
+    )
+    names = [name for name in NUMBERS if name in outputs]
+    results = {name: numbers[i].view(lead) for i, name in enumerate(names)}
+    return _named(loss if call.scalar else loss.view(lead), results, outputs)
+
+
+def linear_kl_div(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher: torch.Tensor | tuple[torch.Tensor, ...],
+    labels: torch.Tensor | None = None,
+    *,
+    reverse: bool = False,
+    soft: float = 1.0,
+    hard: float = 0.0,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    bias: torch.Tensor | None = None,
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    token_weight: torch.Tensor | None = None,
+    reduction: str = "batchmean",
+    denominator: float | torch.Tensor | None = None,
+    ignore_index: int = -100,
+    shift: bool = False,
+    valid_rows: int | None = None,
+    chunk_rows: int | None = None,
+    outputs: tuple[str, ...] = ("loss",),
+) -> torch.Tensor | NamedTuple:
+    """``KL(teacher || student)`` of the distributions of two linear heads, without either's logits existing.
+
+    ``z = softcap * tanh(logit_scale * logit / softcap) / temperature`` (or ``logit_scale * logit /
+    temperature``) of each side, in float32: the products' results are not rounded to 16 bits, which a student
+    near its teacher needs. A row's loss is ``soft * divergence + hard * cross_entropy``, the latter at
+    temperature 1. The gradients of a scalar loss are formed in the same pass: three matrix products of the
+    student's and one of the teacher's in all.
+
+    Args:
+        hidden: the student's ``[..., H]`` float32, bfloat16 or float16, any strides. float64 runs the eager
+            reference, which forms the logits.
+        weight: the student's ``[V, H]``; another float dtype than hidden's is converted (its gradient keeps
+            its dtype).
+        teacher: ``(hidden, weight)`` or ``(hidden, weight, bias)`` of the teacher, ``[..., H_t]``, ``[V_t,
+            H_t]``, ``[V_t]``, of a dtype of its own; or its logits ``[..., V_t]``. Never gets a gradient. Where
+            ``V_t`` is not ``V`` (padding) the first ``min(V, V_t)`` classes take part: the others are outside
+            both softmaxes and have gradient 0.
+        labels: ``[...]`` int64 class indices or ``ignore_index``, ``None``: every row counts.
+        reverse: ``KL(student || teacher)`` instead.
+        soft, hard: >= 0, weights of the divergence and of the labels' cross-entropy.
+        temperature: > 0, divides both sides' z (the loss is not multiplied by its square).
+        softcap, teacher_softcap: > 0 or ``None``.
+        logit_scale, teacher_logit_scale: factors of the logits before softcap.
+        bias: ``[V]`` of the student or ``None``, added in float32.
+        lora: ``(A [r, H], B [V, r], scale)``: ``weight + scale * B @ A`` as the student's head.
+        token_weight: ``[...]`` or ``None``: factor of each row's loss and gradient (detached), not of a mean's
+            denominator.
+        reduction: ``"batchmean"`` (over the rows that count), ``"mean"`` (over their elements, as torch has
+            it), ``"sum"``, or ``"none"``: ``[...]`` losses, whose backward computes the logits again.
+        denominator: number or tensor of one element: the loss is ``sum / denominator`` instead.
+        ignore_index, shift, valid_rows, chunk_rows: as in :func:`tigon.linear_cross_entropy`; they concern
+            the labels.
+        outputs: ``("loss",)`` for the loss alone; with any of ``"soft"``, ``"hard"`` (a row's terms, without
+            their weights) and ``"entropy"`` (of the student at `temperature`) a named tuple: float32
+            ``[...]``, detached, 0 on ignored rows.
+
+    Returns:
+        float32 scalar, or ``[...]`` for ``"none"``; with more ``outputs`` a named tuple. Differentiable in
+        hidden, weight, bias, A and B, each only where needed; bitwise deterministic. With every row ignored:
+        NaN for a mean, 0 otherwise; gradients are zero.
+
+    Raises:
+        tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a label outside the
+            classes of both. On CUDA such a label makes that row NaN where `hard` is not 0.
+
+    Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network" (arXiv:1503.02531).
+    """
+    options = dict(
+        soft=soft, hard=hard, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
+        teacher_softcap=teacher_softcap, teacher_logit_scale=teacher_logit_scale, bias=bias, lora=lora,
+        token_weight=token_weight, reduction=reduction, denominator=denominator, ignore_index=ignore_index,
+        shift=shift, valid_rows=valid_rows, chunk_rows=chunk_rows, outputs=outputs,
+    )  # fmt: skip
+    kind = "reverse_kl" if reverse else "forward_kl"
+    return _run("linear_kl_div", kind, hidden, weight, teacher, labels, **options)
+
+
+def linear_jsd(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher: torch.Tensor | tuple[torch.Tensor, ...],
+    labels: torch.Tensor | None = None,
+    *,
+    beta: float = 0.5,
+    soft: float = 1.0,
+    hard: float = 0.0,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    bias: torch.Tensor | None = None,
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    token_weight: torch.Tensor | None = None,
+    reduction: str = "batchmean",
+    denominator: float | torch.Tensor | None = None,
+    ignore_index: int = -100,
+    shift: bool = False,
+    valid_rows: int | None = None,
+    chunk_rows: int | None = None,
+    outputs: tuple[str, ...] = ("loss",),
+) -> torch.Tensor | NamedTuple:
+    """Generalised Jensen-Shannon divergence of the distributions of two linear heads, without their logits.
+
+    ``beta KL(T || M) + (1 - beta) KL(S || M)``, ``M = beta T + (1 - beta) S``; ``beta = 0`` is ``KL(T || S)``
+    and ``beta = 1`` is ``KL(S || T)``, as in :func:`tigon.jsd`.
+
+    Args, returns, raises: as :func:`tigon.linear_kl_div`; beta in [0, 1].
+
+    Source: Lin 1991, "Divergence Measures Based on the Shannon Entropy", eq. 4.1; Agarwal et al. 2024,
+    "On-Policy Distillation of Language Models" (arXiv:2306.13649).
+    """
+    check_numbers("linear_jsd", beta=beta)
+    check("linear_jsd", 0.0 <= beta <= 1.0, "beta must be in [0, 1], got {}", beta)
+    options = dict(
+        soft=soft, hard=hard, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
+        teacher_softcap=teacher_softcap, teacher_logit_scale=teacher_logit_scale, bias=bias, lora=lora,
+        token_weight=token_weight, reduction=reduction, denominator=denominator, ignore_index=ignore_index,
+        shift=shift, valid_rows=valid_rows, chunk_rows=chunk_rows, outputs=outputs,
+    )  # fmt: skip
+    kind = "forward_kl" if beta == 0.0 else "reverse_kl" if beta == 1.0 else "jsd"
+    return _run("linear_jsd", kind, hidden, weight, teacher, labels, beta=beta, **options)
+
+
+def linear_tvd(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher: torch.Tensor | tuple[torch.Tensor, ...],
+    labels: torch.Tensor | None = None,
+    *,
+    soft: float = 1.0,
+    hard: float = 0.0,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    teacher_softcap: float | None = None,
+    teacher_logit_scale: float = 1.0,
+    bias: torch.Tensor | None = None,
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    token_weight: torch.Tensor | None = None,
+    reduction: str = "batchmean",
+    denominator: float | torch.Tensor | None = None,
+    ignore_index: int = -100,
+    shift: bool = False,
+    valid_rows: int | None = None,
+    chunk_rows: int | None = None,
+    outputs: tuple[str, ...] = ("loss",),
+) -> torch.Tensor | NamedTuple:
+    """Total variation distance ``1/2 sum |T - S|`` of the distributions of two linear heads, without their
+    logits. Where ``T = S`` the gradient is 0.
+
+    Args, returns, raises: as :func:`tigon.linear_kl_div`.
+    """
+    options = dict(
+        soft=soft, hard=hard, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
+        teacher_softcap=teacher_softcap, teacher_logit_scale=teacher_logit_scale, bias=bias, lora=lora,
+        token_weight=token_weight, reduction=reduction, denominator=denominator, ignore_index=ignore_index,
+        shift=shift, valid_rows=valid_rows, chunk_rows=chunk_rows, outputs=outputs,
+    )  # fmt: skip
+    return _run("linear_tvd", "tvd", hidden, weight, teacher, labels, **options)

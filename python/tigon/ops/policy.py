@@ -1,0 +1,348 @@
+"""Policy-gradient losses of log-probabilities that somebody has.
+
+Contract: ``csrc/tigon/ops/policy/policy.h``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from tigon._op import Op, has_kernel
+from tigon.error import check, refuse
+from tigon.ops.arguments import check_float, check_numbers, check_positive, kind_of
+from tigon.ops.cross_entropy import check_denominator, divide, split_denominator
+from tigon.ops.preference import check_mask, native_mask
+
+KINDS = {"clip": 0, "cispo": 1, "sapo": 2, "vespo": 3}
+LEVELS = {"token": 0, "sequence": 1, "sum": 2}
+NORMALISE = {"token": 0, "sequence": 1, "length": 2}
+ESTIMATORS = {"k1": 0, "k2": 1, "k3": 2}
+
+
+class Formula(NamedTuple):
+    """Numbers of a call as the native operators take them, in the order of their schemas."""
+
+    kind: int
+    level: int
+    normalise: int
+    low: float
+    high: float
+    delta: float  # 0: none
+    tau_positive: float
+    tau_negative: float
+    k_positive: float
+    lambda_positive: float
+    k_negative: float
+    lambda_negative: float
+    estimator: int
+    kl: float
+    kl_corrected: bool
+    entropy: float
+
+
+class PolicyResult(NamedTuple):
+    """What :func:`policy_loss` returns; all but the loss is detached."""
+
+    loss: torch.Tensor  # float32 scalar
+    kl: torch.Tensor | None  # [B, T]: estimate of each token; None without ref
+    clipped: torch.Tensor  # [B, T]: -1 and 1 where the ratio is clipped below and above, else 0
+
+
+def formula(
+    op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise
+) -> Formula:
+    """The checked options."""
+    for name, given, allowed in (("kind", kind, KINDS), ("level", level, LEVELS), ("normalise", normalise,
+    NORMALISE),
+                                 ("kl_estimator", kl_estimator, ESTIMATORS)):  # fmt: skip
+        check(
+            op,
+            isinstance(given, str) and given in allowed,
+            name + " must be one of {}, got {!r}",
+            (*allowed,),
+            given,
+        )
+    low, high = _numbers(op, "clip", clip, 2)
+    check(op, low >= 0 and high >= 0, "clip must be two numbers >= 0, got {}", clip)
+    check_positive(op, "delta", delta, or_none=True)
+    check(op, kind == "clip" or delta is None, "delta must be None with kind {!r}, got {}", kind, delta)
+    positive, negative = _numbers(op, "tau", tau, 2)
+    check(op, positive > 0 and negative > 0, "tau must be two numbers > 0, got {}", tau)
+    gamma = _numbers(op, "gamma", gamma, 4)
+    check_numbers(op, kl=kl, entropy=entropy)
+    if not isinstance(kl_corrected, bool):
+        refuse(op, "kl_corrected must be True or False, got {}", kind_of(kl_corrected))
+    return Formula(KINDS[kind], LEVELS[level], NORMALISE[normalise], low, high, float(delta or 0.0),
+    positive, negative,
+                   *gamma, ESTIMATORS[kl_estimator], float(kl), kl_corrected, float(entropy))  # fmt: skip
+
+
+def _numbers(op, name, values, count):
+    several = isinstance(values, (tuple, list)) and len(values) == count
+    check(op, several, name + " must be {} numbers, got {}", count, values)
+    check_numbers(op, **{f"{name}[{i}]": value for i, value in enumerate(values)})
+    return tuple(float(value) for value in values)
+
+
+def check_tokens(op, shape, device, advantage, old, ref, importance, kl) -> None:
+    """The operands beside the log-probabilities, which are [B, T]."""
+    for name, t, either in (("advantage", advantage, True), ("old", old, False), ("ref", ref, False),
+                            ("importance", importance, True)):  # fmt: skip
+        if t is None:
+            continue
+        check_float(op, name, t)
+        fits = t.shape == shape or (either and t.shape == shape[:1])
+        wanted = f"{list(shape)} or {list(shape[:1])}" if either else list(shape)
+        check(op, fits, name + " must be {}, got {}", wanted, t.shape)
+        check(op, t.device == device, name + " must be on {}, got {}", device, t.device)
+    check(op, kl == 0 or ref is not None, "ref must be given with kl, got None")
+
+
+# Plain PyTorch.
+
+
+def _k(estimator, q):
+    if estimator == ESTIMATORS["k1"]:
+        return -q
+    return q.square() / 2 if estimator == ESTIMATORS["k2"] else torch.expm1(q) - q
+
+
+def _surrogate(f, ratio, log_prob, advantage, log_weight):
+    if f.kind == KINDS["clip"]:
+        capped = ratio.clamp(max=f.delta) if f.delta else ratio
+        return -torch.min(capped * advantage, ratio.clamp(1 - f.low, 1 + f.high) * advantage)
+    if f.kind == KINDS["cispo"]:
+        return -ratio.detach().clamp(max=f.high) * advantage * log_prob
+    if f.kind == KINDS["sapo"]:
+        tau = torch.where(advantage > 0, f.tau_positive, f.tau_negative).to(ratio)
+        return -4 / tau * (tau * (ratio - 1)).sigmoid() * advantage
+    k = torch.where(advantage < 0, f.k_negative, f.k_positive).to(ratio)
+    rate = torch.where(advantage < 0, f.lambda_negative, f.lambda_positive).to(ratio)
+    return -(rate + k * log_weight - rate * log_weight.exp()).exp() * advantage * log_prob
+
+
+def _clipped(f, ratio, advantage):
+    above = (ratio > (1 + f.high if f.kind == KINDS["clip"] else f.high)) & (advantage > 0)
+    below = (ratio < 1 - f.low) & (advantage < 0)
+    if f.kind == KINDS["clip"]:
+        return above.float() - below.float()
+    return above.float() * (f.kind == KINDS["cispo"])
+
+
+def reference(
+    log_prob, advantage, mask, old, ref, importance, entropy, denominator, entropy_denominator, f: Formula
+):
+    """The same formulas in plain PyTorch operations (any float dtype, any device)."""
+    wide = torch.promote_types(log_prob.dtype, torch.float32)
+    counts = torch.ones_like(log_prob, dtype=torch.bool) if mask is None else mask != 0
+    log_prob, advantage, old, ref, importance, entropy = (
+        None if t is None else (t.unsqueeze(-1) if t.dim() == 1 else torch.where(counts, t, 0.0)).to(wide)
+        for t in (log_prob, advantage, old, ref, importance, entropy)
+    )
+    length = counts.sum(-1, keepdim=True).clamp(min=1)
+    log_ratio = log_prob - (log_prob.detach() if old is None else old)
+    log_weight = log_ratio.detach().clamp(-20, 20).sum(-1, keepdim=True)
+    if importance is not None:
+        least = math.log(1e-8)
+        log_weight = log_weight + torch.where(counts, importance.log().clamp(least, 20), 0.0).sum(
+            -1, keepdim=True
+        )
+    log_weight = log_weight.clamp(math.log(1e-8), 20)
+    if f.level != LEVELS["token"]:
+        log_ratio = log_ratio.sum(-1, keepdim=True)
+        log_ratio = log_ratio / length if f.level == LEVELS["sequence"] else log_ratio
+    ratio = log_ratio.exp()
+    loss = _surrogate(f, ratio, log_prob, advantage, log_weight)
+    if importance is not None and f.kind != KINDS["vespo"]:
+        loss = loss * importance
+    estimate = None
+    if ref is not None:
+        estimate = _k(f.estimator, ref - log_prob)
+        if f.kl != 0:
+            loss = loss + f.kl * (ratio * estimate if f.kl_corrected else estimate)
+        estimate = torch.where(counts, estimate, 0.0).detach()
+    loss = torch.where(counts, loss, 0.0)
+    by_answer = f.normalise == NORMALISE["sequence"]
+    own = {NORMALISE["token"]: counts.sum().clamp(min=1)}.get(f.normalise, max(counts.shape[0], 1))
+    denominator = own if denominator is None else denominator
+    total = divide((loss / length if by_answer else loss).sum(), denominator)
+    if entropy is not None and f.entropy != 0:
+        if entropy_denominator is None:
+            bonus = divide((entropy / length if by_answer else entropy).sum(), denominator)
+        else:
+            bonus = divide(entropy.sum(), entropy_denominator)
+        total = total - f.entropy * bonus
+    clipped = torch.where(counts, _clipped(f, ratio, advantage).expand(counts.shape), 0.0)
+    return PolicyResult(total, estimate, clipped.to(wide))
+
+
+# The operator.
+
+
+def _fake(log_prob, advantage, target, old, ref, importance, entropy, *_):
+    def rows(wanted):
+        return log_prob.new_empty(log_prob.shape if wanted else (0,), dtype=torch.float32)
+
+    loss = log_prob.new_empty((), dtype=torch.float32)
+    return loss, rows(ref is not None), rows(True), rows(True), rows(entropy is not None)
+
+
+def _setup_context(ctx, inputs, output):
+    _, kl, clipped, dlog_prob, dentropy = output
+    *_, entropy = inputs[:7]
+    ctx.save_for_backward(dlog_prob, dentropy)
+    ctx.mark_non_differentiable(kl, clipped)
+    ctx.set_materialize_grads(False)
+    ctx.inputs, ctx.has_entropy = len(inputs), entropy is not None
+
+
+def _backward(ctx, dloss, *_):
+    nothing = [None] * ctx.inputs
+    if dloss is None:
+        return tuple(nothing)
+    dlog_prob, dentropy = ctx.saved_tensors
+    nothing[0] = dlog_prob * dloss
+    nothing[6] = dentropy * dloss if ctx.has_entropy else None
+    return tuple(nothing)
+
+
+_op = Op("policy", fake=_fake, setup_context=_setup_context, backward=_backward, results=3)
+
+
+def policy_loss(
+    log_prob: torch.Tensor,
+    advantage: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    kind: str = "clip",
+    level: str = "token",
+    old: torch.Tensor | None = None,
+    ref: torch.Tensor | None = None,
+    entropies: torch.Tensor | None = None,
+    importance: torch.Tensor | None = None,
+    clip: tuple[float, float] = (0.2, 0.2),
+    delta: float | None = None,
+    tau: tuple[float, float] = (1.0, 1.05),
+    gamma: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0),
+    kl: float = 0.0,
+    kl_estimator: str = "k3",
+    kl_corrected: bool = False,
+    entropy: float = 0.0,
+    entropy_denominator: float | torch.Tensor | None = None,
+    normalise: str = "token",
+    denominator: float | torch.Tensor | None = None,
+) -> PolicyResult:
+    """Policy-gradient losses from the log-probabilities of sampled tokens.
+
+    With ``d = log_prob - old`` and A the advantage, a token's loss is, of the ratio ``rho = exp(d)``,
+
+    ===== ==================================================================================================
+    kind  loss
+    ===== ==================================================================================================
+    clip  ``-min(min(rho, delta) A, clamp(rho, 1 - low, 1 + high) A)``: PPO, GRPO; delta: dual clip
+    cispo ``-min(rho, high) A log_prob``, the factor a constant
+    sapo  ``-4 / tau s(tau (rho - 1)) A``, tau by the sign of A
+    vespo ``-phi A log_prob``, ``phi = exp(lambda + k log w - lambda w)`` a constant, w the answer's ratio
+    ===== ==================================================================================================
+
+    times `importance`, plus ``kl`` times an estimate of the divergence from the reference, minus ``entropy``
+    times the entropy. The loss is the sum of these over a denominator. Trainers' names are combinations:
+
+    ==================== ================================================================================
+    name                 options
+    ==================== ================================================================================
+    GRPO                 ``normalise="sequence"``
+    BNPO                 ``normalise="token"``
+    DAPO, CISPO, VESPO   ``normalise="token", denominator=num_items_in_batch / processes``
+    Dr. GRPO             ``normalise="token", denominator=B * max_completion_length``
+    GSPO                 ``level="sequence", normalise="sequence"``
+    LUSPO                ``level="sequence", normalise="length"``
+    RLOO                 ``level="sum", normalise="sequence"``
+    ==================== ================================================================================
+
+    Args:
+        log_prob: ``[B, T]`` log-probabilities of the sampled tokens, of any float dtype; float64 runs the
+        eager
+            reference.
+        advantage: ``[B]`` or ``[B, T]``.
+        mask: ``[B, T]`` bool or integer: 0 where a token does not count (whatever is there); ``None``: all
+            count.
+        kind: see above.
+        level: ``"token"``; ``"sequence"``: rho is the exponential of the mean of d over the answer;
+        ``"sum"``:
+            of its sum.
+        old: ``[B, T]`` log-probabilities of the policy that sampled; ``None``: log_prob, detached (ratio 1).
+        ref: ``[B, T]`` log-probabilities of the reference.
+        entropies: ``[B, T]`` of the distributions, differentiable; for the entropy term.
+        importance: ``[B]`` or ``[B, T]`` factors of the surrogate, not of divergence and entropy:
+        corrections for
+            the rollout engine, and masks (0) of whatever choice; vespo has it in w instead.
+        clip: ``(low, high)``; cispo: high alone.
+        delta: > 0, upper bound of the ratio in the branch that is not clipped; ``None``: none.
+        tau: sapo, for advantages > 0, and others.
+        gamma: vespo: k and lambda of advantages >= 0, then of those < 0.
+        kl, kl_estimator, kl_corrected: factor, ``"k1"``, ``"k2"`` or ``"k3"`` (with ``q = ref - log_prob``:
+        ``-q``,
+            ``q**2 / 2``, ``exp(q) - q - 1``), and whether it is multiplied by rho.
+        entropy: factor of the entropy bonus.
+        entropy_denominator: number or tensor: the entropies are summed and divided by it; ``None``: weighted
+            like the tokens' losses.
+        normalise: ``"token"``: sum over tokens / denominator, by default the tokens that count;
+            ``"sequence"``: mean over each answer, their sum / denominator, by default B; ``"length"``: sum
+            over
+            tokens / denominator, by default B.
+        denominator: number or tensor of one element (read on the device), of this process: a loss makes no
+            collective.
+
+    Returns:
+        :class:`PolicyResult`: ``(loss, kl [B, T] or None, clipped [B, T])`` in float32; the loss is
+        differentiable in log_prob and entropies, the others are detached, 0 where a token does not count.
+        With
+        nothing that counts the loss is 0. Bitwise deterministic. At ratio 1 the gradient is that of ``-A
+        log_prob``.
+
+    Raises:
+        tigon.Error: shapes, dtypes, devices or options do not fit.
+
+    Source: see the contract; Schulman et al. 2017 (arXiv:1707.06347), Shao et al. 2024 (arXiv:2402.03300).
+    """
+    op = "policy_loss"
+    check_float(op, "log_prob", log_prob)
+    check(op, log_prob.dim() == 2, "log_prob must be [B, T], got {}", log_prob.shape)
+    shape, device = log_prob.shape, log_prob.device
+    check_mask(op, "mask", mask, shape, device)
+    f = formula(op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise)
+    check(
+        op,
+        isinstance(advantage, torch.Tensor),
+        "advantage must be a float tensor, got {}",
+        kind_of(advantage),
+    )
+    check_tokens(op, shape, device, advantage, old, ref, importance, kl)
+    if entropies is not None:
+        check_float(op, "entropies", entropies)
+        check(op, entropies.shape == shape, "entropies must be {}, got {}", shape, entropies.shape)
+        check(op, entropies.device == device, "entropies must be on {}, got {}", device, entropies.device)
+    check(op, entropy == 0 or entropies is not None, "entropies must be given with entropy, got None")
+    check_denominator(op, denominator)
+    check_denominator(op, entropy_denominator)
+    advantage, old, ref, importance = (
+        None if t is None else t.detach() for t in (advantage, old, ref, importance)
+    )
+    if not has_kernel(op, log_prob):
+        return reference(
+            log_prob, advantage, mask, old, ref, importance, entropies, denominator, entropy_denominator, f
+        )
+    floats = (
+        None if t is None else t.float() for t in (old, ref, importance, entropies if entropy != 0 else None)
+    )
+    target = None if mask is None else native_mask(mask)
+    by, number = split_denominator(denominator, device)
+    entropy_by, entropy_number = split_denominator(entropy_denominator, device)
+    loss, estimate, clipped = _op(
+        log_prob.float(), advantage.float(), target, *floats, by, entropy_by, number, entropy_number, *f, 0
+    )
+    return PolicyResult(loss, None if ref is None else estimate, clipped)

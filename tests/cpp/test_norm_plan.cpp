@@ -1,0 +1,173 @@
+// The plans of the norm family (tigon/base/cuda/norm_plan.h) for the shapes of norm_plans.txt, which lists them: a change of a
+// table or of the selection shows there. TIGON_WRITE_PLANS=1 writes the file anew.
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+
+#include "table.h"
+#include "tigon/base/cuda/norm_plan.h"
+#include "tigon/ops/gated_rms_norm/gated_rms_norm_scalars.h"
+
+namespace tigon::test {
+namespace oracle {
+#include "tigon/base/norm_math.inc"
+#include "tigon/ops/add_rms_norm/add_rms_norm_math.inc"
+#include "tigon/ops/gated_rms_norm/gated_rms_norm_math.inc"
+#include "tigon/ops/group_norm/group_norm_math.inc"
+#include "tigon/ops/layer_norm/layer_norm_math.inc"
+#include "tigon/ops/rms_norm/rms_norm_math.inc"
+}  // namespace oracle
+
+namespace {
+
+using namespace tigon::cuda;
+
+// An H200.
+constexpr DeviceLimits kDevice{.sms = 132, .shared_per_block = 232448, .clusters = true};
+
+struct Traits {
+  const char* op;
+  bool forward;
+  NormTraits traits;
+};
+
+template <class X, class W, class Y>
+std::vector<Traits> all_traits() {
+  using namespace oracle;
+  return {
+      {"rms_norm", true, forward_traits<RmsNormForward<double, X>, W, Y>()},
+      {"rms_norm", false, backward_traits<RmsNormBackward<double, X>, W, Y>()},
+      {"layer_norm", true, forward_traits<LayerNormForward<double, X>, W, X>()},
+      {"layer_norm", false, backward_traits<LayerNormBackward<double, X>, W, X>()},
+      {"add_rms_norm", true, forward_traits<AddRmsNormForward<double, X>, W, Y>()},
+      {"add_rms_norm", false, backward_traits<AddRmsNormBackward<double, X>, W, Y>()},
+      {"gated_rms_norm", true, forward_traits<GatedRmsNormForward<double, X, true>, W, X>()},
+      {"gated_rms_norm", false, backward_traits<GatedRmsNormBackward<double, X, true>, W, X>()},
+      {"group_norm", true, forward_traits<GroupNormRow<double, X>, W, X>()},
+  };
+}
+
+// Contiguous rows in memory that begins `offset` elements after an aligned address, the inputs `shift` elements further.
+NormProblem problem_of(const Traits& t, int64_t rows, int64_t cols, int groups, int64_t offset,
+                       int64_t shift) {
+  auto operand = [&](int bytes, int64_t elements) {
+    return NormOperand{reinterpret_cast<const void*>(uintptr_t(1 << 20) + uintptr_t(elements * bytes)),
+                       cols * groups, bytes};
+  };
+  std::vector<NormOperand> inputs, outputs, params;
+  const int y_bytes = t.traits.y_bytes, x_bytes = t.traits.x_bytes;
+  for (int k = 0; k < t.traits.inputs; ++k) inputs.push_back(operand(x_bytes, offset + shift));
+  if (!t.forward) inputs.push_back(operand(y_bytes, offset + shift));
+  for (int k = 0; k < t.traits.outputs; ++k)
+    outputs.push_back(operand(t.forward && k + 1 == t.traits.outputs ? y_bytes : x_bytes, offset));
+  params.push_back({reinterpret_cast<const void*>(uintptr_t(1 << 20)), 0, t.traits.weight_bytes});
+  return norm_problem(rows, cols, groups, x_bytes, inputs, outputs, params);
+}
+
+NormPlan plan_of(const Traits& t, const NormProblem& problem, const DeviceLimits& device = kDevice) {
+  return t.forward ? plan_forward(t.traits, problem, device) : plan_backward(t.traits, problem, device);
+}
+
+constexpr int64_t kCols[] = {1, 7, 128, 2048, 4096, 4097, 12289, 16384, 32768, 65536, 100003, 262144};
+
+std::string all_plans() {
+  std::ostringstream out;
+  out << "# op, direction, types of x and weight, columns, where contiguous rows begin (mixed: inputs "
+         "elsewhere than outputs): plan\n";
+  auto add = [&](const char* types, const std::vector<Traits>& list) {
+    for (const Traits& t : list)
+      for (int64_t cols : kCols) {
+        auto line = [&](const char* where, int64_t offset, int64_t shift) {
+          out << t.op << (t.forward ? " fwd " : " bwd ") << types << " " << cols << " " << where << ": "
+              << to_string(plan_of(t, problem_of(t, 4096, cols, 1, offset, shift))) << "\n";
+        };
+        line("aligned", 0, 0);
+        // Rows of an odd length begin anywhere in any case.
+        if (cols % 8 == 0) line("unaligned", 1, 0);
+        if (cols == 4096 || cols == 12289 || cols == 65536) line("mixed", 1, 1);
+      }
+  };
+  add("bf16 bf16", all_traits<bf16, bf16, bf16>());
+  add("bf16 f32", all_traits<bf16, float, float>());
+  add("f32 f32", all_traits<float, float, float>());
+  return out.str();
+}
+
+TEST_CASE("plans are those of the table") {
+  const std::string path = std::string(TIGON_TEST_FILES) + "/norm_plans.txt", plans = all_plans();
+  if (std::getenv("TIGON_WRITE_PLANS") != nullptr) std::ofstream(path) << plans;
+  std::ifstream file(path);
+  std::istringstream got(plans);
+  std::string want, have;
+  int lines = 0;
+  for (; std::getline(file, want); ++lines) {
+    REQUIRE(std::getline(got, have));
+    CHECK(have == want);
+  }
+  CHECK(lines > 100);
+  CHECK_FALSE(std::getline(got, have));
+}
+
+TEST_CASE("a plan holds its rows, in the shared memory that there is") {
+  for (const Traits& t : all_traits<f16, f16, f16>())
+    for (int64_t cols = 1; cols < 400000; cols = cols * 5 / 4 + 1)
+      for (int64_t offset : {0, 1}) {
+        const NormPlan plan = plan_of(t, problem_of(t, 64, cols, 1, offset, 0));
+        const int64_t vecs = cols / t.traits.vec_size();
+        INFO(t.op << " " << cols << ": " << to_string(plan));
+        CHECK(plan.shared <= kDevice.shared_per_block);
+        if (plan.kernel == NormKernel::registers || plan.kernel == NormKernel::persistent) {
+          const int64_t threads = plan.rows.threads_per_row ? plan.rows.threads_per_row : plan.threads;
+          CHECK(threads * plan.rows.vecs_per_thread >= vecs);
+          CHECK(plan.threads <= plan.rows.max_threads);
+          CHECK(plan.threads % 32 == 0);
+        }
+        if (plan.kernel == NormKernel::cluster) CHECK(kMaxCluster * plan.rows.max_vecs() >= vecs);
+      }
+}
+
+// A row's bits may depend on the kernel and its configuration, but for lane_split.
+TEST_CASE("the plan of a row does not depend on the number of rows and SMs") {
+  for (const Traits& t : all_traits<bf16, bf16, bf16>())
+    for (int64_t cols : kCols)
+      for (int64_t offset : {0, 1}) {
+        const NormPlan few = plan_of(t, problem_of(t, 2, cols, 1, offset, 0)),
+                       many = plan_of(t, problem_of(t, 100000, cols, 1, offset, 0), {1, 232448, true});
+        INFO(t.op << " " << cols << ": " << to_string(few) << " | " << to_string(many));
+        CHECK(few.kernel == many.kernel);
+        CHECK(few.alignment == many.alignment);
+        CHECK(few.rows.vecs_per_thread * few.rows.lane_split <= 8);
+        if (few.rows.lane_split == many.rows.lane_split)
+          CHECK(few.config == many.config);
+        else
+          CHECK(few.rows.vecs_per_thread * few.rows.lane_split == many.rows.vecs_per_thread);
+      }
+}
+
+TEST_CASE("alignment and period") {
+  const Traits t = all_traits<bf16, bf16, bf16>()[0];
+  CHECK(problem_of(t, 4, 64, 1, 0, 0).alignment == RowAlignment::vectorized);
+  CHECK(problem_of(t, 4, 64, 1, 8, 0).alignment == RowAlignment::vectorized);
+  CHECK(problem_of(t, 4, 64, 1, 3, 0).alignment == RowAlignment::same_offset);
+  CHECK(problem_of(t, 4, 65, 1, 0, 0).alignment == RowAlignment::same_offset);
+  CHECK(problem_of(t, 4, 64, 1, 3, 1).alignment == RowAlignment::mixed_offset);
+  CHECK(problem_of(t, 4, 64, 1, 3, 0).period == 1);
+  CHECK(problem_of(t, 4, 65, 1, 0, 0).period == 8);
+  CHECK(problem_of(t, 4, 66, 1, 0, 0).period == 4);
+  // Outputs of different offsets, an absent input.
+  const uintptr_t base = 1 << 20;
+  auto at = [&](int64_t element) {
+    return NormOperand{reinterpret_cast<const void*>(base + uintptr_t(2 * element)), 64, 2};
+  };
+  const NormOperand outputs[] = {at(0), at(1)}, inputs[] = {at(0), {nullptr, 3, 2}};
+  CHECK(norm_problem(4, 64, 1, 2, inputs, outputs, {}).alignment == RowAlignment::any);
+  CHECK(norm_problem(4, 64, 1, 2, inputs, std::span(outputs, 1), {}).alignment == RowAlignment::vectorized);
+}
+
+TEST_CASE("devices without clusters loop over long rows") {
+  for (const Traits& t : all_traits<bf16, bf16, bf16>())
+    CHECK(plan_of(t, problem_of(t, 64, 100000, 1, 1, 0), {108, 166912, false}).kernel == NormKernel::looped);
+}
+
+}  // namespace
+}  // namespace tigon::test

@@ -1,0 +1,144 @@
+"""Tiny Megatron models on the CPU, and their losses and gradients with and without Tigon."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+VOCAB, ROWS, BATCH = 96, 16, 2
+
+
+@contextlib.contextmanager
+def megatron(tensor_parallel=1):
+    """Megatron's groups on the CPU; it asks for a CUDA device and its random states, and gets the CPU's."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import random
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(torch.cuda, "current_device", lambda: "cpu")
+        forks = random.CudaRNGStatesTracker
+        patch.setattr(forks, "fork", lambda self, *args, **kwargs: contextlib.nullcontext())
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+def fitting(function, values):
+    """The values that this version's function knows."""
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in values.items() if name in names}
+
+
+def config(**changes):
+    from megatron.core.transformer import TransformerConfig
+
+    values = {
+        "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 48,
+        "tensor_model_parallel_size": dist.get_world_size(), "use_cpu_initialization": True,
+        "normalization": "RMSNorm", "gated_linear_unit": True, "activation_func": F.silu,
+        "add_bias_linear": False, "bias_activation_fusion": True, "hidden_dropout": 0.0,
+        "attention_dropout": 0.0, "params_dtype": torch.float32, "pipeline_dtype": torch.float32,
+        "gradient_accumulation_fusion": False, "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+    }  # fmt: skip
+    return TransformerConfig(**fitting(TransformerConfig, {**values, **changes}))
+
+
+def gpt(spec=None, tied=False, mtp=None, model=None, **changes):
+    """A GPTModel, with an own spec or Megatron's local one."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    torch.manual_seed(0)
+    conf = config(**({"mtp_num_layers": mtp} if mtp else {}), **changes)
+    if spec is None:
+        names = {"num_experts": "num_moe_experts", "normalization": "normalization",
+                 "qk_layernorm": "qk_layernorm", "qk_l2_norm": "qk_l2_norm"}  # fmt: skip
+        spec = get_gpt_layer_local_spec(**{name: getattr(conf, of) for name, of in names.items()})
+    else:
+        spec = spec(conf)
+    extra = {} if mtp is None else {"mtp_block_spec": mtp_spec(conf, spec)}
+    return GPTModel(
+        conf, spec, vocab_size=VOCAB, max_sequence_length=ROWS, share_embeddings_and_output_weights=tied,
+        **{"position_embedding_type": "rope", **extra, **(model or {})},
+    )  # fmt: skip
+
+
+def mtp_spec(conf, spec):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+
+    return get_gpt_mtp_block_spec(conf, spec, use_transformer_engine=False)
+
+
+def hybrid(norm, **changes):
+    """A HybridModel of attention and MLP layers; before Megatron-Core 0.19 its name is MambaModel."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    try:
+        from megatron.core.models.hybrid import hybrid_block as block
+        from megatron.core.models.hybrid.hybrid_model import HybridModel as Model
+
+        stack, submodules, pattern = block.HybridStack, block.HybridStackSubmodules, "hybrid_layer_pattern"
+    except ImportError:
+        from megatron.core.models.mamba import MambaModel as Model
+        from megatron.core.ssm import mamba_block as block
+
+        stack, submodules, pattern = block.MambaStack, block.MambaStackSubmodules, "hybrid_override_pattern"
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(block, "TENorm", norm)
+        s = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
+        attention = TransformerLayerSubmodules(
+            input_layernorm=norm, self_attention=s.self_attention, self_attn_bda=s.self_attn_bda
+        )
+        mlp = TransformerLayerSubmodules(pre_mlp_layernorm=norm, mlp=s.mlp, mlp_bda=s.mlp_bda)
+        spec = submodules(
+            attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
+            mlp_layer=ModuleSpec(MLPLayer, submodules=mlp),
+        )
+        return Model(
+            config(num_layers=4, **changes), ModuleSpec(stack, submodules=spec), vocab_size=VOCAB,
+            max_sequence_length=ROWS, position_embedding_type="rope", **{pattern: "*-*-"},
+        )  # fmt: skip
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCAB, (BATCH, ROWS), generator=generator)
+    upstream = torch.rand(BATCH, ROWS, generator=generator)
+    positions = torch.arange(ROWS).expand(BATCH, ROWS)
+    mask = torch.ones(1, 1, ROWS, ROWS, dtype=torch.bool).triu(1)
+    return (ids, positions, mask), ids.roll(-1, 1), upstream
+
+
+def step(model):
+    """Per-token losses, and all gradients of their weighted sum."""
+    inputs, labels, upstream = data()
+    model.zero_grad(set_to_none=True)
+    loss = model(*inputs, labels=labels)
+    (loss * upstream).sum().backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), grads
+
+
+def same(got, want, ulps=256):
+    """Equal within float32 rounding of the largest value."""
+    for name, grad in {"loss": want[0], **want[1]}.items():
+        ours = got[0] if name == "loss" else got[1][name]
+        scale = grad.abs().max().item() + 1e-6
+        assert ours.shape == grad.shape and ours.dtype == grad.dtype, name
+        worst = (ours - grad).abs().max().item() / scale
+        assert worst <= ulps * 2.0**-24, f"{name}: {worst:.2e}"
+    assert got[1].keys() == want[1].keys()

@@ -1,0 +1,311 @@
+"""tigon.megatron in Megatron-Core's own models, on the CPU; test_megatron_parts.py needs no Megatron."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+pytest.importorskip("megatron.core")
+
+import megatron.core
+import megatron_tiny as tiny
+from megatron_tiny import config, data, gpt, hybrid, same, step
+
+import tigon
+import tigon.megatron as tm
+
+VERSION = tuple(int(part) for part in megatron.core.__version__.split("+")[0].split(".")[:2])
+newer = pytest.mark.skipif(VERSION < (0, 19), reason="of Megatron-Core 0.19 and later")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def groups():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with tiny.megatron():
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def no_metrics_of_the_last_model():
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    MTPLossLoggingHelper.tracker.clear()
+
+
+LAYERNORM = {"normalization": "LayerNorm", "add_bias_linear": True}
+GELU = {"activation_func": F.gelu}
+MUP = {"use_mup": True, "mup_base_hidden_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("options", "norms"),
+    [
+        ({}, 5),
+        ({"tied": True}, 5),
+        (LAYERNORM, 5),
+        ({"qk_layernorm": True, **GELU}, 9),
+        ({"qk_l2_norm": True, "bias_activation_fusion": False, **GELU}, 9),
+        ({"rotary_interleaved": True, "num_query_groups": 2, "model": {"rotary_percent": 0.5}}, 5),
+        ({"cross_entropy_loss_fusion": True}, 5),
+        pytest.param(MUP, 5, marks=newer),
+        ({"mtp": 1}, 10),
+        ({"mtp": 2, "tied": True}, 15),
+    ],
+    ids=str,
+)
+def test_gpt(options, norms):
+    interleaved = options.get("rotary_interleaved")
+    if interleaved:  # Megatron asks for Transformer Engine's version here: set behind its back
+        options = {name: value for name, value in options.items() if name != "rotary_interleaved"}
+    model = gpt(**options)
+    if interleaved:
+        model.config.rotary_interleaved = model.rotary_pos_emb.rotary_interleaved = True
+    want = step(model)
+    report = tm.apply(model)
+    # Megatron's fused loss rounds the gradient of the logits to bfloat16.
+    same(step(model), step(gpt()) if model.config.cross_entropy_loss_fusion else want)
+    report.check()
+    mtp = options.get("mtp") or 0
+    assert not report.left, report
+    layers = 2 + mtp
+    counts = [report.count(slot) for slot in ("norm", "mlp", "rope", "loss")]
+    assert counts == [norms, layers, layers, 1], report
+    calls = report.head_calls
+    assert (calls.fused, calls.materialised, calls.computed) == (1 + mtp, 0, 0)
+    tm.undo(model)
+    again = step(model)
+    assert torch.equal(again[0], want[0])
+    assert all(torch.equal(again[1][name], grad) for name, grad in want[1].items())
+
+
+@newer
+def test_mtp_acceptance_count_without_logits():
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    def counts(model):
+        MTPLossLoggingHelper.tracker.clear()
+        step(model)
+        tracker = MTPLossLoggingHelper.tracker
+        return {name: value.clone() for name, value in tracker.items() if torch.is_tensor(value)}
+
+    model = gpt(mtp=1)
+    with torch.no_grad():  # some tokens are guessed right
+        model.output_layer.weight.copy_(model.embedding.word_embeddings.weight * 3)
+    want = counts(model)
+    report = tm.apply(model)
+    got = counts(model)
+    assert report.head_calls.materialised == 0
+    assert got.keys() == want.keys() and len(got) > 1
+    for name, value in want.items():
+        torch.testing.assert_close(got[name], value)
+
+
+@pytest.mark.parametrize("scale", [{}, pytest.param(MUP, marks=newer)], ids=str)
+def test_hybrid(scale):
+    model = hybrid(torch_norm(), **scale)
+    want = step(model)
+    report = tm.apply(model)
+    same(step(model), want)
+    assert not report.left and report.head_calls.fused == 1
+    assert [report.count(slot) for slot in ("norm", "mlp", "rope", "loss")] == [5, 2, 2, 1], report
+
+
+def test_hybrid_with_norms_in_its_slots():
+    same(step(hybrid(tm.Norm)), step(hybrid(torch_norm())))
+
+
+def torch_norm():
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    return WrappedTorchNorm
+
+
+@newer  # the router of 0.16.1 asks for Transformer Engine
+@pytest.mark.parametrize("experts", [{"moe_shared_expert_intermediate_size": 16}, {}], ids=str)
+def test_experts(experts):
+    moe = {"num_moe_experts": 2, "moe_router_topk": 2, "moe_router_load_balancing_type": "none",
+           "moe_token_dispatcher_type": "allgather", "moe_ffn_hidden_size": 24, **experts}  # fmt: skip
+    model = gpt(**moe)
+    want = step(model)
+    report = tm.apply(model)
+    same(step(model), want)
+    assert report.count("mlp") == 4 + 2 * len(experts), report
+
+
+# Specs.
+
+
+@pytest.mark.parametrize("options", [{}, LAYERNORM, {"qk_layernorm": True}], ids=str)
+def test_specs(options):
+    want = step(gpt(**options))
+    for spec in (tm.gpt_block_spec, tm.gpt_layer_spec):
+        model = gpt(spec, **options)
+        same(step(model), want)
+        kinds = [type(m) for m in model.modules() if "Norm" in type(m).__name__]
+        ours = tm.LayerNorm if options is LAYERNORM else tm.RMSNorm
+        final = [type(model.decoder.final_layernorm)] if spec is tm.gpt_layer_spec else []
+        assert [kind for kind in kinds if kind is not ours] == final
+        report = tm.apply(model)
+        same(step(model), want)
+        assert not report.left
+
+
+def test_specs_of_what_megatron_has_no_norm_for():
+    zero = gpt(tm.gpt_block_spec, layernorm_zero_centered_gamma=True)
+    assert all(not p.any() for name, p in zero.named_parameters() if "layernorm" in name)
+    same(step(zero), step(gpt()))
+    if VERSION >= (0, 19):
+        fused = gpt(tm.gpt_block_spec, fused_residual_rmsnorm=True)
+        assert fused.decoder.layers[0].input_layernorm.returns_residual
+        same(step(fused), step(gpt()))
+
+
+def test_spec_provider():
+    provider = tm.TigonSpecProvider()
+    assert provider.layer_norm(rms_norm=True, for_qk=True) is tm.Norm
+    assert provider.layer_norm(has_residual=True) is tm.NormWithResidual
+    assert provider.activation_func() is tm.Activation
+    assert provider.fuse_layernorm_and_linear() is False
+
+
+def test_mtp_spec_with_norms():
+    spec = tm.with_norms(tiny.mtp_spec(config(mtp_num_layers=1), tm.gpt_layer_spec(config())).layer_specs[0])
+    assert spec.submodules.enorm is spec.submodules.hnorm is tm.Norm
+
+
+# What a model keeps.
+
+
+def test_other_models_stay_as_they_are():
+    one, two = gpt(), gpt()
+    want = step(two)
+    two.load_state_dict(one.state_dict())
+    tm.apply(one)
+    assert not one.config.apply_rope_fusion and not one.config.use_te_activation_func
+    again = step(two)
+    assert torch.equal(again[0], want[0])
+    assert one.state_dict().keys() == two.state_dict().keys()
+
+
+def test_wrapped_in_float16():
+    from megatron.core.transformer.module import Float16Module
+
+    model = gpt(bf16=True, params_dtype=torch.bfloat16)
+    inner = Float16Module(model.config, model)
+    report = tm.apply(inner)
+    inputs, labels, _ = data()
+    loss = inner(*inputs, labels=labels)
+    assert loss.dtype == torch.float32 and report.head_calls.fused == 1
+    loss.sum().backward()
+    tm.undo(inner)
+    torch.testing.assert_close(inner(*inputs, labels=labels), loss, rtol=2e-2, atol=2e-2)
+
+
+def test_logits_and_evaluation():
+    model = gpt()
+    inputs, labels, _ = data()
+    logits, loss = model(*inputs), model(*inputs, labels=labels)
+    report = tm.apply(model)
+    ours = model(*inputs)
+    assert type(ours) is torch.Tensor and ours.grad_fn is not None
+    torch.testing.assert_close(ours, logits, rtol=1e-5, atol=1e-5)
+    made = report.head_calls.materialised
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(*inputs, labels=labels), loss, rtol=1e-5, atol=1e-5)
+        assert report.head_calls.materialised == made
+    with torch.inference_mode():
+        torch.testing.assert_close(model(*inputs), logits, rtol=1e-5, atol=1e-5)
+
+
+def test_heads_that_are_left():
+    model = gpt()
+    model.config.defer_embedding_wgrad_compute = True
+    assert "defer_embedding_wgrad_compute" in tm.apply(model).left[0].reason
+    tm.undo(model)
+    model.config.defer_embedding_wgrad_compute = False
+    model.output_layer.forward = lambda *args, **kwargs: None
+    assert "bound to the instance" in tm.apply(model).left[0].reason
+    with pytest.raises(tigon.Error, match="without Tigon"):
+        tm.apply(model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_megatron_ddp_and_main_grad(tied):
+    """Megatron's DDP: its hooks take the gradient that the head left in main_grad."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    if VERSION >= (0, 19):
+        pytest.skip("DDP of this version asks for a CUDA stream")
+    model = gpt(tied=tied)
+    _, want = step(model)
+    model.zero_grad(set_to_none=True)
+    options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
+    wrapped = DistributedDataParallel(model.config, options, model)
+    tm.apply(wrapped)
+    model.output_layer.gradient_accumulation_fusion = True  # Megatron's own needs Apex
+    inputs, labels, upstream = data()
+    for times in (1, 2):
+        loss = wrapped(*inputs, labels=labels)
+        (loss * upstream).sum().backward()
+        for name, p in model.named_parameters():
+            scale = want[name].abs().max().item()
+            torch.testing.assert_close(p.main_grad, times * want[name], rtol=1e-4, atol=1e-5 * scale + 1e-7)
+            assert p.grad is None
+        for group in wrapped.bucket_groups:
+            group.is_last_microbatch = False
+    wrapped.zero_grad_buffer()
+
+
+# Functions against Megatron's own.
+
+
+def test_functions_beside_megatrons():
+    from megatron.core.fusions import fused_bias_geglu, fused_bias_swiglu
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    x, bias = torch.randn(6, 2, 16), torch.randn(16)
+    for b in (None, bias):
+        want = fused_bias_swiglu.bias_swiglu_impl(x, b)
+        torch.testing.assert_close(tm.bias_swiglu_impl(x, b, False, False), want)
+        torch.testing.assert_close(tm.bias_geglu_impl(x, b), fused_bias_geglu.bias_geglu_impl(x, b))
+    flat, weights = x.view(12, 16), torch.rand(12, 1)
+    torch.testing.assert_close(
+        tm.weighted_bias_swiglu_impl(flat, None, weights),
+        fused_bias_swiglu.weighted_bias_swiglu_impl(flat, None, weights),
+    )
+    target = torch.randint(0, 16, (6, 2))
+    for smoothing in (0.0, 0.1):
+        want = vocab_parallel_cross_entropy(x.clone(), target, smoothing)
+        got = tm.vocab_parallel_cross_entropy(x, target, smoothing)
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rope_thd_beside_megatrons(packed, rank):
+    from megatron.core.models.common.embeddings import rope_utils
+    from test_megatron_parts import Group, angles
+
+    ends = torch.tensor([0, 8, 12, 24], dtype=torch.int32)
+    freqs = angles(24 if packed else 12, 6, False)
+    t = torch.randn(12, 2, 8)
+    want = rope_utils._apply_rotary_pos_emb_thd(t, ends, freqs, cp_group=Group(2, rank))
+    got = tm.fused_apply_rotary_pos_emb_thd(t, ends, freqs, cp_size=2, cp_rank=rank)
+    torch.testing.assert_close(got, want)
+
+
+def test_rope_fusion_by_configuration():
+    assert tm.install_rope_fusion()
+    want = step(gpt())
+    model = gpt(apply_rope_fusion=True)
+    same(step(model), want)
+    report = tm.apply(model)
+    same(step(model), want)
+    assert report.count("rope") == 2
