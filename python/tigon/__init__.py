@@ -6,7 +6,7 @@ into a Hugging Face model. Everything refused raises :class:`tigon.Error` before
 
 import functools
 
-from tigon import nn
+from tigon import nn, optim
 from tigon.environment import env
 from tigon.error import Error
 from tigon.ops.add_rms_norm import add_rms_norm
@@ -16,6 +16,7 @@ from tigon.ops.dyt import dyt
 from tigon.ops.embedding import embedding
 from tigon.ops.gated_rms_norm import gated_rms_norm
 from tigon.ops.glu import geglu, reglu, swiglu, swiglu_oai
+from tigon.ops.grad_norm import clip_grad_norm_
 from tigon.ops.group_norm import group_norm
 from tigon.ops.layer_norm import layer_norm
 from tigon.ops.loss_head.divergence_memory import linear_divergence_memory
@@ -24,7 +25,13 @@ from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.linear_divergence import linear_jsd, linear_kl_div, linear_tvd
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 from tigon.ops.loss_head.linear_loss import linear_loss
-from tigon.ops.loss_head.memory import linear_cross_entropy_memory, linear_log_prob_memory
+from tigon.ops.loss_head.linear_policy import linear_policy
+from tigon.ops.loss_head.linear_preference import linear_kto, linear_preference
+from tigon.ops.loss_head.memory import (
+    linear_cross_entropy_memory,
+    linear_log_prob_memory,
+    linear_preference_memory,
+)
 from tigon.ops.policy import policy_loss
 from tigon.ops.preference import kto_loss, preference_loss
 from tigon.ops.qk_norm_rope import qk_norm_rope
@@ -42,6 +49,7 @@ __all__ = [
     "TigonTrainerCallback",
     "add_rms_norm",
     "apply",
+    "clip_grad_norm_",
     "count_labels",
     "cross_entropy",
     "dyt",
@@ -59,13 +67,18 @@ __all__ = [
     "linear_divergence_memory",
     "linear_jsd",
     "linear_kl_div",
+    "linear_kto",
     "linear_log_prob",
     "linear_log_prob_memory",
     "linear_loss",
+    "linear_policy",
+    "linear_preference",
+    "linear_preference_memory",
     "linear_tvd",
     "nn",
     "policy_loss",
     "preference_loss",
+    "optim",
     "qk_norm_rope",
     "reglu",
     "relu_squared",

@@ -106,9 +106,9 @@ def _plain_head(hidden, weight, target):
     return F.cross_entropy(_wide(hidden @ weight.T), target)
 
 
-def _plain_log_prob(hidden, weight, target):
+def _plain_log_probs(hidden, weight, target):
     log_p = torch.log_softmax(_wide(hidden @ weight.T), -1)
-    picked = log_p.gather(-1, target.clamp(min=0)[:, None]).squeeze(-1)
+    picked = log_p.gather(-1, target.clamp(min=0)[..., None]).squeeze(-1)
     return torch.where(target == -100, 0.0, picked)
 
 
@@ -199,6 +199,35 @@ def _plain_policy(log_prob, advantage, mask):
     return loss, torch.zeros_like(ratio)
 
 
+def _answers_of_head(answers):
+    target = torch.randint(0, VOCABULARY, (answers, 6)).masked_fill(torch.rand(answers, 6) < 0.2, -100)
+    return _rows(answers, 6, COLUMNS), 0.2 * _rows(VOCABULARY, COLUMNS), target
+
+
+def _kto_of_head():
+    return *_answers_of_head(7), torch.arange(7) % 3 == 0
+
+
+def _policy_of_head():
+    return *_answers_of_head(7), _rows(7)
+
+
+def _plain_linear_preference(hidden, weight, target):
+    return _plain_preference(_plain_log_probs(hidden, weight, target), target != -100)
+
+
+def _plain_linear_kto(hidden, weight, target, desirable):
+    return _plain_kto(_plain_log_probs(hidden, weight, target), desirable, target != -100)
+
+
+def _plain_linear_policy(hidden, weight, target, advantage):
+    log_p = torch.log_softmax(_wide(hidden @ weight.T), -1)
+    picked = _plain_log_probs(hidden, weight, target)
+    loss, clipped = _plain_policy(picked, advantage, target != -100)
+    entropy = torch.where(target == -100, 0.0, -(log_p.exp() * log_p).sum(-1))
+    return loss, picked.detach(), entropy.detach(), clipped
+
+
 PROBES = (
     Probe("rms_norm", _normed, _plain_rms_norm),
     Probe("layer_norm", _affine, lambda x, w, b: F.layer_norm(x, (COLUMNS,), w, b)),
@@ -220,10 +249,13 @@ PROBES = (
     Probe("cross_entropy", lambda: (3 * _rows(ROWS, VOCABULARY), _labels()),
           lambda logits, target: F.cross_entropy(_wide(logits), target)),
     Probe("linear_cross_entropy", _head, _plain_head),
-    Probe("linear_log_prob", _head, _plain_log_prob),
+    Probe("linear_log_prob", _head, _plain_log_probs),
     Probe("preference_loss", lambda: _answers(8), _plain_preference),
     Probe("kto_loss", _kto, _plain_kto),
     Probe("policy_loss", _policy, _plain_policy, fixed=(1,)),
+    Probe("linear_preference", lambda: _answers_of_head(8), _plain_linear_preference),
+    Probe("linear_kto", _kto_of_head, _plain_linear_kto),
+    Probe("linear_policy", _policy_of_head, _plain_linear_policy, fixed=(3,)),
     *(Probe(f"linear_{op}", _two_heads, _of_heads(plain), fixed=(2,))
       for op, plain in (("kl_div", _plain_kl_div), ("jsd", _plain_jsd), ("tvd", _plain_tvd))),
 )  # fmt: skip
@@ -233,6 +265,7 @@ HELPERS = {
     "linear_divergence_memory",
     "linear_log_prob_memory",
     "linear_loss",
+    "linear_preference_memory",
 }  # exported beside the ops
 
 

@@ -248,10 +248,10 @@ def _defined(lq, lp, op, reverse, beta):
 
 
 def _loss(
-    of_rows, hidden, weight, teacher, teacher_weight, labels, *, op, bias, teacher_bias, lora_a, lora_b, token_weight,
-    denominator, valid_rows, reverse=False, beta=0.5, soft=1.0, hard=0.0, temperature=1.0, softcap=None,
-    logit_scale=1.0, teacher_softcap=None, teacher_logit_scale=1.0, reduction="batchmean", shift=False,
-    chunk_rows=None, outputs=("loss",),
+    of_rows, hidden, weight, teacher, teacher_weight, labels, *, op, bias, teacher_bias, lora_a, lora_b,
+    token_weight, denominator, valid_rows, reverse=False, beta=0.5, soft=1.0, hard=0.0, temperature=1.0,
+    softcap=None, logit_scale=1.0, teacher_softcap=None, teacher_logit_scale=1.0, reduction="batchmean",
+    shift=False, chunk_rows=None, outputs=("loss",),
 ):  # fmt: skip
     """Logits of both heads in fp32 or fp64, then the losses."""
     del valid_rows, chunk_rows

@@ -48,7 +48,8 @@ def _of_every_kind(kind: str) -> list[Case]:
     ]  # fmt: skip
 
 
-CASES = [case for kind in ("clip", "cispo", "sapo", "vespo") for case in _of_every_kind(kind)]
+CASES_OF = ("clip", "cispo", "sapo", "vespo")
+CASES = [case for kind in CASES_OF for case in _of_every_kind(kind)]
 CASES += [
     *(
         test_case(f"{estimator}", small=True, ref=0.5, options={"kl": 0.3, "kl_estimator": estimator})

@@ -192,11 +192,13 @@ using std::fma;
 using std::log2;
 using std::max;
 using std::min;
+using std::sqrt;
 using std::tanh;
 [[maybe_unused]] static inline double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
 [[maybe_unused]] static inline double reciprocal(double x) { return 1.0 / x; }
 [[maybe_unused]] static inline double exp2_neg(double x) { return std::exp2(x); }
 [[maybe_unused]] static inline double constant(double, double c) { return c; }
+[[maybe_unused]] static inline double mul(double a, double b) { return a * b; }
 [[maybe_unused]] static inline void normal(double x, double& cdf, double& pdf) {
   cdf = 0.5 * std::erfc(-x * M_SQRT1_2), pdf = std::exp(-0.5 * x * x) * M_2_SQRTPI * M_SQRT1_2 / 2;
 }

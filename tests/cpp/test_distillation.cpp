@@ -114,7 +114,9 @@ TEST_CASE("against double") {
                                   (kSoft * of_soft + kHard * 1.5 * of_hard));
             }
           }
-          auto of = [](const std::vector<double>& v) { return [&v](int64_t, int64_t r) { return v[size_t(r)]; }; };
+          auto of = [](const std::vector<double>& v) {
+            return [&v](int64_t, int64_t r) { return v[size_t(r)]; };
+          };
           auto within = [](double e) { return [e](int64_t, int64_t) { return e; }; };
           check_close("soft", run.soft, of(soft), within(4e-6));
           check_close("hard", run.hard, of(hard), within(4e-6));
@@ -184,7 +186,8 @@ TEST_CASE("refusals write nothing") {
     CHECK_THROWS_WITH_AS(distillation_rows(*ctx, a), message, Error);
   };
   using A = DistillationRows;
-  refused([](A& a) { a.student.dtype = DType::bf16; }, "[distillation] student must be float32, got bfloat16");
+  refused([](A& a) { a.student.dtype = DType::bf16; },
+          "[distillation] student must be float32, got bfloat16");
   refused([](A& a) { a.teacher.cols = 7; }, "[distillation] teacher must be [4, 8], got [4, 7]");
   refused([](A& a) { a.labels = {}; }, "[distillation] labels must be given for a hard loss, got none");
   refused([](A& a) { a.beta = 0.0f; }, "[distillation] beta must be in (0, 1), got 0");

@@ -7,7 +7,7 @@ struct LaneTable {
   struct {
     const char* name;
     void (*map)(const float*, float*, int64_t);
-  } maps[12];
+  } maps[13];
   void (*narrow_bf16)(const float*, uint16_t*, int64_t);
   void (*narrow_f16)(const float*, uint16_t*, int64_t);
   void (*widen_bf16)(const uint16_t*, float*, int64_t);

@@ -19,12 +19,12 @@ oracle::PolicyTerm<double> surrogate(PolicyKind kind, const oracle::PolicyNumber
                                      double log_prob, double advantage) {
   switch (kind) {
     case PolicyKind::clip:
-      return oracle::policy_surrogate<PolicyKind::clip>(o, ratio, log_prob, advantage, 0.1);
+      return oracle::policy_surrogate<PolicyKind::clip>(o, ratio, log_prob, advantage, 0.9, 1.1);
     case PolicyKind::cispo:
-      return oracle::policy_surrogate<PolicyKind::cispo>(o, ratio, log_prob, advantage, 0.1);
+      return oracle::policy_surrogate<PolicyKind::cispo>(o, ratio, log_prob, advantage, 0.9, 1.1);
     case PolicyKind::sapo:
-      return oracle::policy_surrogate<PolicyKind::sapo>(o, ratio, log_prob, advantage, 0.1);
-    default: return oracle::policy_surrogate<PolicyKind::vespo>(o, ratio, log_prob, advantage, 0.1);
+      return oracle::policy_surrogate<PolicyKind::sapo>(o, ratio, log_prob, advantage, 0.9, 1.1);
+    default: return oracle::policy_surrogate<PolicyKind::vespo>(o, ratio, log_prob, advantage, 0.9, 1.1);
   }
 }
 

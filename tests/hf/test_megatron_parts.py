@@ -411,6 +411,16 @@ def test_parts_are_chosen_and_what_is_left_says_why():
     assert "FP8" in tm.apply(offloaded, loss=False).left[0].reason
 
 
+def test_what_fails_leaves_the_model_as_it_was():
+    model = Language()
+    del model.output_layer.tp_group
+    with pytest.raises(AttributeError, match="tp_group"):
+        tm.apply(model)
+    assert model.mlp.activation_func is F.silu and "forward" not in vars(model.norm)
+    model.output_layer.tp_group = Group(1)
+    assert tm.apply(model).count("loss") == 1
+
+
 def test_a_copy_is_patched_for_itself():
     model = Language()
     want = step(model)

@@ -68,7 +68,7 @@ def test_results_are_those_of_trl(options, bias, dtype, installed):
 
 @pytest.mark.parametrize("reduce", [torch.sum, lambda rows: (rows * torch.arange(len(rows))).sum()])
 def test_rows_that_will_be_summed(reduce):
-    """The route of CUDA: gradients formed with the losses, computed again where each row has its own upstream."""
+    """The route of CUDA: gradients with the losses, computed again where rows have their own upstream."""
     student, teacher = _heads(torch.float32)
     options = {"beta": 0.3, "temperature": 1.5, "softcap": None, "logit_scale": 1.0, "teacher_softcap": None,
                "teacher_logit_scale": 1.0}  # fmt: skip

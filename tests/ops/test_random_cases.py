@@ -185,6 +185,33 @@ def _policy(draw):
     return found | {"options": options}
 
 
+def _token_head(draw):
+    found = {"T": draw.choice((1, 3, 16)), "H": draw.choice((8, 17, 65)), "V": draw.choice((16, 67, 130))}
+    found |= {"bias": draw.random() < 0.3, "lora": draw.choice((0, 0, 3)), "masked": draw.choice((0.0, 0.3))}
+    found |= {"chunk_rows": draw.choice((None, 1, 7, 40)), "shift": draw.random() < 0.3}
+    return found | {"softcap": draw.choice((None, 5.0)), "grads": draw.choice(((0, 1), (0,), (1,)))}
+
+
+def _linear_preference(draw):
+    found = _token_head(draw) | {
+        "kind": draw.choice(("sigmoid", "hinge", "simpo", "bco_pair", "orpo", "kto"))
+    }
+    lone = found["kind"] == "kto"
+    refs = (None,) if found["kind"] in ("simpo", "orpo") else (None, "sums", "head")
+    found |= {"answers": 2 * draw.choice((1, 4, 9)) + lone, "ref": draw.choice(refs)}
+    return found | {"nll_target": not lone and draw.random() < 0.3}
+
+
+def _linear_policy(draw):
+    options = {
+        "kind": draw.choice(("clip", "cispo", "sapo")),
+        "normalise": draw.choice(("token", "sequence")),
+    }
+    options |= {"kl": draw.choice((0.0, 0.1)), "entropy": draw.choice((0.0, 0.1))}
+    found = _token_head(draw) | {"answers": draw.choice((1, 5, 12)), "ref": 0.3, "options": options}
+    return found | {"importance": draw.choice((None, "token", "answer")), "per_token": draw.random() < 0.5}
+
+
 def _two_heads(draw):
     op = draw.choice(("linear_kl_div", "linear_jsd", "linear_tvd"))
     options = {
@@ -222,6 +249,8 @@ DRAWERS = {
     "divergence": _divergence,
     "preference": _preference,
     "policy": _policy,
+    "linear_preference": _linear_preference,
+    "linear_policy": _linear_policy,
     "linear_divergence": _two_heads,
 }
 

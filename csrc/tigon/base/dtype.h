@@ -7,7 +7,7 @@
 
 namespace tigon {
 
-enum class DType : int8_t { f32, bf16, f16, f64, i32, i64, u8 };
+enum class DType : int8_t { f32, bf16, f16, f64, i32, i64, u8, i16 };
 
 constexpr size_t size_of(DType t) {
   switch (t) {
@@ -16,7 +16,8 @@ constexpr size_t size_of(DType t) {
     case DType::f32:
     case DType::i32: return 4;
     case DType::bf16:
-    case DType::f16: return 2;
+    case DType::f16:
+    case DType::i16: return 2;
     case DType::u8: return 1;
   }
   return 0;
@@ -31,6 +32,7 @@ constexpr const char* name_of(DType t) {
     case DType::i32: return "int32";
     case DType::i64: return "int64";
     case DType::u8: return "uint8";
+    case DType::i16: return "int16";
   }
   return "unknown";
 }

@@ -21,6 +21,7 @@ std::optional<DType> known_dtype(ScalarType t) {
     case ScalarType::BFloat16: return DType::bf16;
     case ScalarType::Half: return DType::f16;
     case ScalarType::Double: return DType::f64;
+    case ScalarType::Short: return DType::i16;
     case ScalarType::Int: return DType::i32;
     case ScalarType::Long: return DType::i64;
     case ScalarType::Byte:
@@ -38,6 +39,7 @@ ScalarType torch_dtype(DType t) {
     case DType::i32: return ScalarType::Int;
     case DType::i64: return ScalarType::Long;
     case DType::u8: return ScalarType::Byte;
+    case DType::i16: return ScalarType::Short;
   }
   return ScalarType::Byte;
 }

@@ -1,1 +1,1 @@
-"""Other libraries: transformers, Liger's interface, TRL, ``kernels``. Nothing happens without a call."""
+"""Other libraries: transformers, Megatron, Liger, TRL, ``kernels``. Nothing happens without a call."""

@@ -1,11 +1,11 @@
 """TRL's fused heads by Tigon.
 
 TRL's SFT, DPO, KTO, GRPO and RLOO trainers (1.15 and 1.16) take the per-token log-probabilities from one
-function of their own, its distillation trainer the divergence of two heads from another. After :func:`install`
-the first is :func:`tigon.linear_cross_entropy` or :func:`tigon.linear_log_prob`, the second
-:func:`tigon.linear_jsd`; what those do not give (the collision entropy, mean logits under a softcap, ZeRO-3's
-partitioned heads) stays TRL's, call by call. The rest of a model (norms, MLPs, rotary functions) comes with
-:class:`tigon.TigonTrainerCallback` or ``use_liger_kernel``.
+function of their own, its distillation trainer the divergence of two heads from another. After
+:func:`install` the first is :func:`tigon.linear_cross_entropy` or :func:`tigon.linear_log_prob`, the second
+:func:`tigon.linear_jsd`; what those do not give (the collision entropy, mean logits under a softcap,
+ZeRO-3's partitioned heads) stays TRL's, call by call. The rest of a model (norms, MLPs, rotary functions)
+comes with :class:`tigon.TigonTrainerCallback` or ``use_liger_kernel``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DIVERGENCE_PARAMETERS = [
     "beta", "temperature", "student_logit_scale", "student_final_logit_softcapping", "teacher_logit_scale",
     "teacher_final_logit_softcapping",
 ]  # fmt: skip
-# Where a release keeps each function: 1.15 imports the divergence when it is called, 1.16 at the trainer's top.
+# Where a release keeps each function: 1.15 imports the divergence when called, 1.16 with the trainer.
 PLACES = {
     NAME: ("trl.trainer.utils",),
     DIVERGENCE: ("trl.kernels.chunked_divergence", "trl.trainer.distillation_trainer"),

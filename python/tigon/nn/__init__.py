@@ -10,6 +10,7 @@ from tigon.nn.group_norm import GroupNorm
 from tigon.nn.layer_norm import LayerNorm
 from tigon.nn.linear_cross_entropy import LinearCrossEntropyLoss
 from tigon.nn.linear_divergence import LinearJSDLoss, LinearKLDivLoss, LinearTVDLoss
+from tigon.nn.linear_preference import LinearKTOLoss, LinearPolicyLoss, LinearPreferenceLoss
 from tigon.nn.rms_norm import RMSNorm
 from tigon.nn.rope import QKNormRotaryEmbedding, RotaryEmbedding
 from tigon.nn.silu import SiLU
@@ -26,6 +27,9 @@ __all__ = [
     "LinearCrossEntropyLoss",
     "LinearJSDLoss",
     "LinearKLDivLoss",
+    "LinearKTOLoss",
+    "LinearPolicyLoss",
+    "LinearPreferenceLoss",
     "LinearTVDLoss",
     "QKNormRotaryEmbedding",
     "RMSNorm",

@@ -15,6 +15,7 @@ class _LinearDivergenceLoss(nn.Module):
 
     def __init__(
         self,
+        own: dict,
         *,
         soft: float = 1.0,
         hard: float = 0.0,
@@ -28,7 +29,6 @@ class _LinearDivergenceLoss(nn.Module):
         shift: bool = False,
         chunk_rows: int | None = None,
         outputs: tuple[str, ...] = ("loss",),
-        **own,
     ) -> None:
         super().__init__()
         self.options = {
@@ -75,7 +75,7 @@ class LinearKLDivLoss(_LinearDivergenceLoss):
     """
 
     def __init__(self, *, reverse: bool = False, **options) -> None:
-        super().__init__(reverse=reverse, **options)
+        super().__init__({"reverse": reverse}, **options)
 
 
 class LinearJSDLoss(_LinearDivergenceLoss):
@@ -84,7 +84,7 @@ class LinearJSDLoss(_LinearDivergenceLoss):
     function = staticmethod(linear_jsd)
 
     def __init__(self, *, beta: float = 0.5, **options) -> None:
-        super().__init__(beta=beta, **options)
+        super().__init__({"beta": beta}, **options)
 
 
 class LinearTVDLoss(_LinearDivergenceLoss):
@@ -93,4 +93,4 @@ class LinearTVDLoss(_LinearDivergenceLoss):
     function = staticmethod(linear_tvd)
 
     def __init__(self, **options) -> None:
-        super().__init__(**options)
+        super().__init__({}, **options)

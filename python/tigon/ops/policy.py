@@ -212,6 +212,25 @@ def _backward(ctx, dloss, *_):
 _op = Op("policy", fake=_fake, setup_context=_setup_context, backward=_backward, results=3)
 
 
+def run(log_prob, advantage, mask, old, ref, importance, entropies, denominator, entropy_denominator, f):
+    """Kernel or reference, on checked arguments."""
+    if not has_kernel("policy_loss", log_prob):
+        return reference(
+            log_prob, advantage, mask, old, ref, importance, entropies, denominator, entropy_denominator, f
+        )
+    floats = (
+        None if t is None else t.float()
+        for t in (old, ref, importance, entropies if f.entropy != 0 else None)
+    )
+    target = None if mask is None else native_mask(mask)
+    by, number = split_denominator(denominator, log_prob.device)
+    entropy_by, entropy_number = split_denominator(entropy_denominator, log_prob.device)
+    loss, estimate, clipped = _op(
+        log_prob.float(), advantage.float(), target, *floats, by, entropy_by, number, entropy_number, *f, 0
+    )
+    return PolicyResult(loss, None if ref is None else estimate, clipped)
+
+
 def policy_loss(
     log_prob: torch.Tensor,
     advantage: torch.Tensor,
@@ -332,17 +351,6 @@ def policy_loss(
     advantage, old, ref, importance = (
         None if t is None else t.detach() for t in (advantage, old, ref, importance)
     )
-    if not has_kernel(op, log_prob):
-        return reference(
-            log_prob, advantage, mask, old, ref, importance, entropies, denominator, entropy_denominator, f
-        )
-    floats = (
-        None if t is None else t.float() for t in (old, ref, importance, entropies if entropy != 0 else None)
+    return run(
+        log_prob, advantage, mask, old, ref, importance, entropies, denominator, entropy_denominator, f
     )
-    target = None if mask is None else native_mask(mask)
-    by, number = split_denominator(denominator, device)
-    entropy_by, entropy_number = split_denominator(entropy_denominator, device)
-    loss, estimate, clipped = _op(
-        log_prob.float(), advantage.float(), target, *floats, by, entropy_by, number, entropy_number, *f, 0
-    )
-    return PolicyResult(loss, None if ref is None else estimate, clipped)

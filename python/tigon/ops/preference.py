@@ -299,7 +299,7 @@ def _backward(ctx, dloss, *_):
 _op = Op("preference", fake=_fake, setup_context=_setup_context, backward=_backward, results=5)
 
 
-def _run(op, log_prob, mask, nll_mask, ref, desirable, kl, denominator, formula):
+def run(op, log_prob, mask, nll_mask, ref, desirable, kl, denominator, formula):
     """Kernel or reference, on checked arguments."""
     check_denominator(op, denominator)
     tokens = log_prob.unsqueeze(-1) if log_prob.dim() == 1 else log_prob
@@ -395,7 +395,7 @@ def preference_loss(
     check_mask(op, "nll_mask", nll_mask, (answers // 2, *log_prob.shape[1:]), log_prob.device)
     if nll_mask is not None:
         nll_mask = nll_mask.reshape(answers // 2, -1)
-    return _run(op, log_prob, mask, nll_mask, _constant(ref, log_prob), None, None, denominator, formula)
+    return run(op, log_prob, mask, nll_mask, constant(ref, log_prob), None, None, denominator, formula)
 
 
 def kto_loss(
@@ -441,12 +441,12 @@ def kto_loss(
     formula = single_formula(op, kind, beta, average, kl, weights)
     check_desirable(op, desirable, log_prob.shape[0], log_prob.device)
     check_ref(op, ref, log_prob.shape[0], log_prob.device)
-    return _run(op, log_prob, mask, None, _constant(ref, log_prob), desirable, kl_tensor(kl, log_prob),
+    return run(op, log_prob, mask, None, constant(ref, log_prob), desirable, kl_tensor(kl, log_prob),
     denominator,
                 formula)  # fmt: skip
 
 
-def _constant(t, like):
+def constant(t, like):
     """Detached, in float32 (float64 beside float64)."""
     return None if t is None else t.detach().to(torch.promote_types(like.dtype, torch.float32))
 

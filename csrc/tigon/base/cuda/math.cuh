@@ -15,6 +15,8 @@ constexpr float kLog2e = 1.44269504f, kLog2eLow = 1.92596303e-8f;
 
 TIGON_FN float constant(float, float c) { return c; }
 TIGON_FN float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+TIGON_FN float mul(float a, float b) { return __fmul_rn(a, b); }
+TIGON_FN float sqrt(float x) { return __fsqrt_rn(x); }
 TIGON_FN float abs(float x) { return fabsf(x); }
 TIGON_FN float select(bool m, float a, float b) { return m ? a : b; }
 TIGON_FN bool lt(float a, float b) { return a < b; }

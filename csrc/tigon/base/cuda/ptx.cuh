@@ -202,6 +202,14 @@ __device__ __forceinline__ void cp_async_wait_group(int pending) {
   }
 }
 
+// Brings `bytes` (a multiple of 16) from a 16-byte boundary on into L2.
+__device__ __forceinline__ void cp_async_bulk_prefetch_L2(const void* from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(from)), "r"(bytes)
+               : "memory");
+#endif
+}
+
 // A bulk copy by one thread (sm_90): `bytes` is a multiple of 16, and the bytes complete on an
 // mbarrier.
 __device__ __forceinline__ void cp_async_bulk(uint32_t to, const void* from, int bytes,

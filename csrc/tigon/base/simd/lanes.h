@@ -16,8 +16,8 @@
 //   set1 load store (float, bf16, f16; round to nearest even) load_n store_n (first n lanes, the rest reads as a fill value)
 //   load_span store_span (what is left of a row, at most 16), load_pairs store_pairs (the same of interleaved a b a b ...)
 //   fma max min  max/min return the SECOND operand when either is NaN: put data second and NaN survives
-//   round_even scale2 (p * 2^n, one rounding) sum hmax
-//   exp exp2_neg log log2 sigmoid tanh reciprocal normal silu_slope  (lanes_math.inc)
+//   sqrt round_even scale2 (p * 2^n, one rounding) sum hmax
+//   mul exp exp2_neg log log2 sigmoid tanh reciprocal normal silu_slope  (lanes_math.inc)
 #pragma once
 
 #include "tigon/base/dtype.h"

@@ -20,7 +20,8 @@
 //             loss and gradient in that row where hard_weight is not 0 or hard is wanted
 // Aliasing    none
 // Determinism bitwise: fixed trees inside a row, rows independent
-// Traffic     a row pair is read once on CUDA to 262144 columns (sm_90, in clusters), else three times; dstudent is written once
+// Traffic     a row pair is read once on CUDA to 262144 columns (sm_90, in clusters; 163840 with bias, softcap, 32-bit gradients,
+//             or a hard loss at another temperature), else three times; dstudent is written once
 // Refused     V < 1, beta outside (0, 1) for jsd, temperature <= 0, softcap < 0, a hard loss without labels, sizes or dtypes that
 //             do not fit: tigon::Error before anything is written
 #pragma once

@@ -65,8 +65,8 @@ Pair pair_of(const LinearDivergence& a) {
   if (a.teacher_bias) require_vector(kOp, "teacher_bias", a.teacher_bias, teacher_vocab, DType::f32);
   p.vocab = std::min(a.weight.rows, teacher_vocab);
   p.student = p.whole;
-  for (Matrix* m : {&p.student.weight, &p.student.lora_b, &p.student.dweight, &p.student.dlora_b,
-                    &p.teacher.weight})
+  for (Matrix* m :
+       {&p.student.weight, &p.student.lora_b, &p.student.dweight, &p.student.dlora_b, &p.teacher.weight})
     *m = first_rows(*m, p.vocab);
   p.student.bias = first_of(a.bias, p.vocab), p.student.dbias = first_of(a.dbias, p.vocab);
   return p;
@@ -166,8 +166,8 @@ Matrix teacher_logits(Context& ctx, const LinearDivergence& a, const Pair& pair,
   logits.cols = pair.vocab;
   if (!rows.listed) return rows_from(logits, begin, count);
   Matrix gathered = first_rows(l.teacher, count);
-  linear_head_move(
-      ctx, {.from = logits, .to = gathered, .index = linear_head_part(rows.index, begin, count)});
+  linear_head_move(ctx,
+                   {.from = logits, .to = gathered, .index = linear_head_part(rows.index, begin, count)});
   return gathered;
 }
 
@@ -199,8 +199,7 @@ void clear_padding(Context& ctx, const LinearHead& whole, int64_t vocab) {
   };
   if (whole.dweight.data) zero(rows_from(whole.dweight, vocab, more));
   if (whole.dlora_b.data) zero(rows_from(whole.dlora_b, vocab, more));
-  if (whole.dbias)
-    zero({.data = whole.dbias.as<float>() + vocab, .rows = 1, .cols = more, .stride = more});
+  if (whole.dbias) zero({.data = whole.dbias.as<float>() + vocab, .rows = 1, .cols = more, .stride = more});
 }
 
 }  // namespace

@@ -173,14 +173,17 @@ void linear_head_check_chunks(const LinearHead& a, int64_t chunks) {
               "dweight must be float32 where it is summed over chunks, got ", name_of(a.dweight.dtype));
 }
 
+int64_t linear_head_group_limit(const LinearHead& a, int64_t limit) {
+  constexpr int64_t kMostBytes = int64_t(1) << 30;
+  return std::max(limit, kMostBytes / (logit_stride(a.weight.rows) * int64_t(size_of(a.hidden.dtype))));
+}
+
 std::vector<LinearHeadSpan> linear_head_plan(const LinearHead& a, const std::vector<int64_t>& group_rows,
                                              int64_t limit) {
-  constexpr int64_t kMostBytes = int64_t(1) << 30;
-  int64_t row_bytes = logit_stride(a.weight.rows) * int64_t(size_of(a.hidden.dtype));
+  int64_t most = linear_head_group_limit(a, limit);
   for (size_t g = 0; g < group_rows.size(); ++g) {
     TIGON_CHECK(a.op, group_rows[g] >= 0, "groups must have >= 0 rows, got ", group_rows[g], " in group ", g);
-    TIGON_CHECK(a.op, group_rows[g] <= limit || group_rows[g] <= kMostBytes / row_bytes,
-                "groups must have at most ", std::max(limit, kMostBytes / row_bytes),
+    TIGON_CHECK(a.op, group_rows[g] <= most, "groups must have at most ", most,
                 " rows (logits of 1 GiB), got ", group_rows[g], " in group ", g);
     limit = std::max(limit, group_rows[g]);
   }

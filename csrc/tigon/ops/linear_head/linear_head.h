@@ -105,6 +105,7 @@ struct LinearHeadSpan {
   int64_t begin = 0, count = 0;   // rows of the list
   int64_t group = 0, groups = 0;  // groups [group, group + groups)
 };
+TIGON_API int64_t linear_head_group_limit(const LinearHead& a, int64_t limit);  // most rows of a group
 TIGON_API std::vector<LinearHeadSpan> linear_head_plan(const LinearHead& a,
                                                        const std::vector<int64_t>& group_rows, int64_t limit);
 

@@ -1,6 +1,7 @@
 #include "tigon/ops/policy/policy.h"
 
 #include "tigon/base/require.h"
+#include "tigon/ops/cross_entropy/cross_entropy.h"
 
 namespace tigon {
 namespace {
@@ -34,37 +35,75 @@ void check_factor(const char* name, const Vector& v, int64_t rows, int64_t answe
 
 }  // namespace
 
-void policy(Context& ctx, const Policy& a) {
+void policy_check(const Policy& a) {
   check_formula(a.formula);
   int64_t rows = a.answers * a.tokens;
   TIGON_CHECK(kOp, a.answers >= 0 && a.tokens >= 0, "answers and tokens must be >= 0, got ", a.answers,
               " and ", a.tokens);
   TIGON_CHECK(kOp, a.first >= 0 && a.count >= 0 && a.first + a.count <= a.answers, "answers must be in [0, ",
               a.answers, "), got ", a.count, " from ", a.first);
-  require_dtype(kOp, "log_prob", a.log_prob.dtype, DType::f32);
-  if (a.formula.coupled() && !a.position)
-    TIGON_CHECK(kOp,
-                a.base <= a.first * a.tokens && a.base + a.log_prob.size >= (a.first + a.count) * a.tokens,
-                "log_prob must have whole answers at this level, got ", a.log_prob.size, " from ", a.base);
-  check_optional("entropy", a.entropy, a.log_prob.size);
   check_labels("target", a.target, rows);
-  check_optional("position", a.position, rows, DType::i64);
   check_factor("advantage", a.advantage, rows, a.answers);
   if (a.importance) check_factor("importance", a.importance, rows, a.answers);
   check_optional("old", a.old, rows);
   check_optional("ref", a.ref, rows);
   check_optional("scale", a.scale, 1);
   check_optional("entropy_scale", a.entropy_scale, 1);
-  check_optional("dlog_prob", a.dlog_prob, a.log_prob.size);
-  check_optional("dentropy", a.dentropy, a.log_prob.size);
   require_vector(kOp, "loss", a.loss, rows, DType::f32);
   check_optional("kl", a.kl, rows);
   check_optional("clipped", a.clipped, rows);
   TIGON_CHECK(kOp, a.ref || (a.formula.kl == 0.0 && !a.kl), "ref must be given with kl, got none");
+}
+
+void policy(Context& ctx, const Policy& a) {
+  policy_check(a);
+  int64_t rows = a.answers * a.tokens;
+  require_dtype(kOp, "log_prob", a.log_prob.dtype, DType::f32);
+  if (a.formula.coupled() && !a.position)
+    TIGON_CHECK(kOp,
+                a.base <= a.first * a.tokens && a.base + a.log_prob.size >= (a.first + a.count) * a.tokens,
+                "log_prob must have whole answers at this level, got ", a.log_prob.size, " from ", a.base);
+  check_optional("entropy", a.entropy, a.log_prob.size);
+  check_optional("position", a.position, rows, DType::i64);
+  check_optional("dlog_prob", a.dlog_prob, a.log_prob.size);
+  check_optional("dentropy", a.dentropy, a.log_prob.size);
   TIGON_CHECK(kOp, a.entropy || (a.formula.entropy_factor == 0.0 && !a.dentropy),
               "entropy must be given for its term, got none");
   if (a.count == 0 || a.tokens == 0) return;
   on_device(kOp, ctx, [&] { cpu::policy(ctx, a); }, TIGON_ON_CUDA(cuda::policy(ctx, a)));
+}
+
+namespace {
+// 1 / divisor, or of what is counted where none is given.
+void make_scale(Context& ctx, const Policy& a, const PolicyTotals::Divisor& by, bool tokens,
+                const Vector& out) {
+  bool count = tokens && a.target && !by.given();
+  double number = by.has_number ? by.number : double(tokens ? a.answers * a.tokens : a.answers);
+  cross_entropy_scale(ctx, {.target = a.target,
+                            .ignore_index = a.ignore_index,
+                            .mean = count,
+                            .denominator = by.device,
+                            .host_denominator = count ? 0.0 : number,
+                            .has_host_denominator = !count,
+                            .scale = out});
+}
+}  // namespace
+
+void policy_begin(Context& ctx, Policy& a, const PolicyTotals& totals) {
+  auto vector = [&](int64_t size) {
+    return Vector{.data = ctx.scratch_of<float>(size), .dtype = DType::f32, .size = size};
+  };
+  make_scale(ctx, a, totals.denominator, totals.count_tokens, totals.scale);
+  a.scale = totals.scale;
+  if (a.formula.entropy_factor != 0.0 && totals.entropy_denominator.given()) {
+    a.entropy_scale = vector(1);
+    make_scale(ctx, a, totals.entropy_denominator, true, a.entropy_scale);
+  }
+  a.loss = vector(a.answers * a.tokens);
+}
+
+void policy_end(Context& ctx, const Policy& a, const PolicyTotals& totals) {
+  cross_entropy_total(ctx, {.loss = a.loss, .total = totals.loss});
 }
 
 }  // namespace tigon

@@ -65,11 +65,14 @@ struct Policy {
   int64_t ignore_index = -100;
   Vector position;  // i64 [rows]: place of each row that counts; empty: a row's place is its number
   int64_t base = 0;
-  Vector advantage;             // f32 [rows] | [answers]
-  Vector importance;            // f32 [rows] | [answers]; empty: 1
-  Vector old, ref;              // f32 [rows]; empty: none
+  int64_t list = -1;  // how many places there are in all: the loss of a row beyond is NaN; -1: not said
+  Vector advantage;   // f32 [rows] | [answers]
+  Vector importance;  // f32 [rows] | [answers]; empty: 1
+  Vector old, ref;    // f32 [rows]; empty: none
   Vector scale, entropy_scale;  // f32 [1]; scale empty: 1
   Vector dlog_prob, dentropy;   // out: f32, like log_prob; empty: not wanted
+  float slope_factor = 1.0f;    // of dlog_prob
+  bool scaled = true;           // dlog_prob and dentropy carry scale; false: as if it were 1
   Vector loss;                  // out: f32 [rows]
   Vector kl;  // out: f32 [rows], the estimate without factor and correction; empty: not wanted
   Vector
@@ -77,6 +80,26 @@ struct Policy {
 };
 
 TIGON_API void policy(Context& ctx, const Policy& a);
+// Its refusals, but for those that concern log_prob, entropy and places.
+TIGON_API void policy_check(const Policy& a);
+
+// What losses are divided by, and the total. Around calls for all answers: `begin` makes scale, entropy_scale and the vector of losses,
+// `end` sums it.
+struct PolicyTotals {
+  struct Divisor {
+    Vector device;        // [1], f32 | f64 | i64 | i32; empty: the number
+    double number = 0.0;  // where has_number
+    bool has_number = false;
+    bool given() const { return device || has_number; }
+  };
+  Divisor denominator;  // not given: the tokens that count, or the answers
+  bool count_tokens = true;
+  Divisor entropy_denominator;  // not given: entropies have the weights of the tokens
+  Vector scale;                 // out: f32 [1]
+  Vector loss;                  // out: f32 [1]
+};
+TIGON_API void policy_begin(Context& ctx, Policy& a, const PolicyTotals& totals);
+TIGON_API void policy_end(Context& ctx, const Policy& a, const PolicyTotals& totals);
 
 namespace cpu {
 void policy(Context& ctx, const Policy& a);

@@ -15,20 +15,22 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int64_t kTokensPerBlock = 4 * kThreads;
 
-// fn(row, place, results) for the tokens [begin, end) that count and have a place; ignored(row, place) for those that do not count.
-template <PolicyKind K, class Fn, class Ignored>
+// fn(row, place, results) for the tokens [begin, end) that count and have a place; other(row, place, counts) for the rest.
+template <PolicyKind K, class Fn, class Other>
 __device__ __forceinline__ void each_token(const PolicyPointers& p, const PolicyAnswer& a, int64_t answer,
-                                           int64_t begin, int64_t end, const Fn& fn, const Ignored& ignored) {
+                                           int64_t begin, int64_t end, const Fn& fn, const Other& other) {
   for (int64_t t = begin + threadIdx.x; t < end; t += kThreads) {
     const int64_t row = answer * p.tokens + t, place = policy_place(p, row);
     if (!policy_counts(p, row)) {
-      ignored(row, place);
+      other(row, place, false);
     } else if (place >= 0 && place < p.places) {
       const PolicyOperands x = policy_load(p, answer, row, place);
       fn(row, place,
          policy_token<K, float>(p.numbers, a, p.level == PolicyLevel::token, p.ref != nullptr,
                                 p.entropy != nullptr,
                                 {x.log_prob, x.advantage, x.importance, x.old, x.ref, x.entropy}));
+    } else {
+      other(row, place, true);
     }
   }
 }
@@ -55,7 +57,7 @@ __global__ __launch_bounds__(kThreads) void policy_kernel(const __grid_constant_
     each_token<K>(
         p, common, answer, begin, end,
         [&](int64_t, int64_t, const PolicyOut<float>& y) { slope[0] += double(y.of_ratio); },
-        [](int64_t, int64_t) {});
+        [](int64_t, int64_t, bool) {});
     sum_block<kThreads>(slope, slots);
     of_answer = float(slope[0] * policy_share(p, sums));
   }
@@ -65,7 +67,9 @@ __global__ __launch_bounds__(kThreads) void policy_kernel(const __grid_constant_
         policy_store(p, common, row, place, y.loss, y.kl, y.clipped,
                      y.direct + (by_token ? y.of_ratio : of_answer));
       },
-      [&](int64_t row, int64_t place) { policy_store_ignored(p, row, place); });
+      [&](int64_t row, int64_t place, bool counts) {
+        counts ? policy_store_absent(p, row, place) : policy_store_ignored(p, row, place);
+      });
 }
 
 }  // namespace

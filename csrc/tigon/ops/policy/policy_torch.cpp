@@ -1,4 +1,3 @@
-#include "tigon/ops/cross_entropy/cross_entropy.h"
 #include "tigon/ops/policy/policy.h"
 #include "tigon/torch/shim.h"
 
@@ -71,7 +70,7 @@ Results run(Inputs& in, const Formula& f, bool need_gradient) {
                          {"entropy_denominator", &in.entropy_denominator}})
     if (*t) check_same_device(kOp, name, **t, like);
   TIGON_CHECK(kOp, like.dim() == 2, "log_prob must be [answers, tokens], got ", like.dim(), " dimensions");
-  int64_t answers = like.size(0), tokens = like.size(1), rows = answers * tokens;
+  int64_t answers = like.size(0), tokens = like.size(1);
   auto of_rows = [&](bool wanted) {
     return wanted ? make(like, {answers, tokens}, DType::f32) : nothing(like, DType::f32);
   };
@@ -95,27 +94,23 @@ Results run(Inputs& in, const Formula& f, bool need_gradient) {
   a.importance = flat_or_none("importance", in.importance);
   a.old = flat_or_none("old", in.old);
   a.ref = flat_or_none("ref", in.ref);
-  auto scale_of = [&](const OptionalTensor& tensor, std::optional<double> number, bool count) {
-    CrossEntropyScale s = {.target = a.target, .ignore_index = f.ignore_index};
-    s.mean = count && a.target && !tensor && !number;
-    s.has_host_denominator = !s.mean;
-    s.host_denominator = number.value_or(double(count ? rows : answers));
-    if (s.mean) s.host_denominator = 0.0;
-    if (tensor) s.denominator = scalar_of(kOp, "denominator", *tensor);
-    s.scale = {.data = ctx->scratch_of<float>(1), .dtype = DType::f32, .size = 1};
-    cross_entropy_scale(*ctx, s);
-    return s.scale;
-  };
-  a.scale = scale_of(in.denominator, in.host_denominator, f.normalise == Normalise::by_token);
-  if (in.entropy && (in.entropy_denominator || in.host_entropy_denominator))
-    a.entropy_scale = scale_of(in.entropy_denominator, in.host_entropy_denominator, true);
-  a.loss = {.data = ctx->scratch_of<float>(rows), .dtype = DType::f32, .size = rows};
   a.clipped = flat("clipped", r.clipped);
   if (in.ref) a.kl = flat("kl", r.kl);
   if (need_gradient) a.dlog_prob = flat("dlog_prob", r.dlog_prob);
   if (need_gradient && in.entropy) a.dentropy = flat("dentropy", r.dentropy);
+  auto divisor = [&](const OptionalTensor& device, std::optional<double> number) {
+    PolicyTotals::Divisor d = {.number = number.value_or(0.0), .has_number = number.has_value()};
+    if (device) d.device = scalar_of(kOp, "denominator", *device);
+    return d;
+  };
+  PolicyTotals totals = {.denominator = divisor(in.denominator, in.host_denominator),
+                         .count_tokens = f.normalise == Normalise::by_token,
+                         .entropy_denominator = divisor(in.entropy_denominator, in.host_entropy_denominator),
+                         .scale = {.data = ctx->scratch_of<float>(1), .dtype = DType::f32, .size = 1},
+                         .loss = scalar_of(kOp, "loss", r.loss)};
+  policy_begin(*ctx, a, totals);
   policy(*ctx, a);
-  cross_entropy_total(*ctx, {.loss = a.loss, .total = scalar_of(kOp, "loss", r.loss)});
+  policy_end(*ctx, a, totals);
   return r;
 }
 

@@ -1,6 +1,7 @@
 #include "tigon/ops/preference/preference.h"
 
 #include "tigon/base/require.h"
+#include "tigon/ops/cross_entropy/cross_entropy.h"
 
 namespace tigon {
 namespace {
@@ -38,7 +39,7 @@ void check_optional(const char* name, const Vector& v, int64_t size, DType dtype
 
 }  // namespace
 
-void preference(Context& ctx, const Preference& a) {
+void preference_check(const Preference& a) {
   check_formula(a.formula);
   bool lone = a.formula.kind == PreferenceKind::kto;
   int64_t answers = lone ? a.pairs : 2 * a.pairs, rows = answers * a.tokens;
@@ -46,17 +47,13 @@ void preference(Context& ctx, const Preference& a) {
               a.tokens);
   TIGON_CHECK(kOp, a.first >= 0 && a.count >= 0 && a.first + a.count <= a.pairs, "groups must be in [0, ",
               a.pairs, "), got ", a.count, " from ", a.first);
-  require_dtype(kOp, "log_prob", a.log_prob.dtype, DType::f32);
-  if (!a.position) require_vector(kOp, "log_prob", a.log_prob, rows - a.base, DType::f32);
   check_labels("target", a.target, rows);
   check_labels("nll_target", a.nll_target, a.pairs * a.tokens);
-  check_optional("position", a.position, rows, DType::i64);
   check_optional("ref", a.ref, answers);
   TIGON_CHECK(kOp, !a.ref || a.formula.kind != PreferenceKind::orpo, "ref must be none with orpo, got one");
   check_optional("kl", a.kl, 1);
   check_optional("scale", a.scale, 1);
   check_optional("nll_scale", a.nll_scale, 1);
-  check_optional("dlog_prob", a.dlog_prob, a.log_prob.size);
   check_optional("nll", a.nll, a.pairs);
   check_optional("sums", a.sums, answers);
   check_optional("rewards", a.rewards, answers);
@@ -65,8 +62,47 @@ void preference(Context& ctx, const Preference& a) {
   if (lone) require_vector(kOp, "desirable", a.desirable, a.pairs, DType::u8);
   TIGON_CHECK(kOp, !lone || (!a.margin && !a.nll), "margin and nll must not be asked of kto");
   TIGON_CHECK(kOp, a.nll || a.formula.nll == 0.0, "nll must be wanted with a factor of it, ", a.formula.nll);
+}
+
+void preference(Context& ctx, const Preference& a) {
+  preference_check(a);
+  int64_t rows = (a.formula.kind == PreferenceKind::kto ? 1 : 2) * a.pairs * a.tokens;
+  require_dtype(kOp, "log_prob", a.log_prob.dtype, DType::f32);
+  if (!a.position) require_vector(kOp, "log_prob", a.log_prob, rows - a.base, DType::f32);
+  check_optional("position", a.position, rows, DType::i64);
+  check_optional("ref_log_prob", a.ref_log_prob, a.log_prob.size);
+  check_optional("dlog_prob", a.dlog_prob, a.log_prob.size);
   if (a.count == 0) return;
   on_device(kOp, ctx, [&] { cpu::preference(ctx, a); }, TIGON_ON_CUDA(cuda::preference(ctx, a)));
+}
+
+void preference_begin(Context& ctx, Preference& a, const PreferenceTotals& totals) {
+  auto vector = [&](int64_t size) {
+    return Vector{.data = ctx.scratch_of<float>(size), .dtype = DType::f32, .size = size};
+  };
+  double number = totals.has_host_denominator ? totals.host_denominator : double(a.pairs);
+  cross_entropy_scale(ctx, {.denominator = totals.denominator,
+                            .host_denominator = number,
+                            .has_host_denominator = true,
+                            .scale = totals.scale});
+  a.scale = totals.scale;
+  a.loss = vector(a.pairs);
+  if (a.formula.kind == PreferenceKind::kto) return;
+  Vector counted = a.nll_target ? a.nll_target : a.target;
+  if (counted) counted.size = a.pairs * a.tokens;
+  a.nll = vector(a.pairs);
+  a.nll_scale = vector(1);
+  cross_entropy_scale(ctx, {.target = counted,
+                            .ignore_index = a.ignore_index,
+                            .mean = bool(counted),
+                            .host_denominator = counted ? 0.0 : double(a.pairs * a.tokens),
+                            .has_host_denominator = !counted,
+                            .scale = a.nll_scale});
+}
+
+void preference_end(Context& ctx, const Preference& a, const PreferenceTotals& totals) {
+  cross_entropy_total(ctx, {.loss = a.loss, .total = totals.loss});
+  if (a.nll) cross_entropy_total(ctx, {.loss = a.nll, .total = totals.nll});
 }
 
 }  // namespace tigon

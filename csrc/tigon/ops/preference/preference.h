@@ -82,13 +82,16 @@ struct Preference {
   int64_t ignore_index = -100;
   Vector position;  // i64 [rows]: place of each row that counts; empty: a row's place is its number
   int64_t base = 0;
-  Vector ref;        // f32 [answers]: sums of the reference's log-probabilities; empty: 0
-  Vector desirable;  // u8 [pairs], kto
-  Vector kl;         // f32 [1], kto; empty: 0
-  Vector scale;      // f32 [1], factor of every pair's loss and gradient; empty: 1
-  Vector nll_scale;  // f32 [1], factor of the nll term; empty: 1
-  Vector dlog_prob;  // out: f32, like log_prob; empty: not wanted
-  Vector loss;       // out: f32 [pairs]
+  Vector ref;                 // f32 [answers]: sums of the reference's log-probabilities; empty: 0
+  Vector ref_log_prob;        // f32, like log_prob: the reference's own tokens, instead of ref; empty: none
+  Vector desirable;           // u8 [pairs], kto
+  Vector kl;                  // f32 [1], kto; empty: 0
+  Vector scale;               // f32 [1], factor of every pair's loss and gradient; empty: 1
+  Vector nll_scale;           // f32 [1], factor of the nll term; empty: 1
+  Vector dlog_prob;           // out: f32, like log_prob; empty: not wanted
+  double slope_factor = 1.0;  // of dlog_prob
+  bool scaled = true;         // dlog_prob carries scale; false: as if scale were 1 (nll_scale divided by it)
+  Vector loss;                // out: f32 [pairs]
   Vector nll;   // out: f32 [pairs], the nll term without its factor; empty: not wanted (the factor must be 0)
   Vector sums;  // out: f32 [answers], l, with average l / max(n, 1); empty: not wanted
   Vector rewards;  // out: f32 [answers], beta * score; empty: not wanted
@@ -96,6 +99,20 @@ struct Preference {
 };
 
 TIGON_API void preference(Context& ctx, const Preference& a);
+// Its refusals, but for those that concern log_prob and places.
+TIGON_API void preference_check(const Preference& a);
+
+// What losses are divided by, and the totals. Around calls for all groups: `begin` makes scale, nll_scale and the vectors of losses
+// (nll for pairs), `end` sums them.
+struct PreferenceTotals {
+  Vector denominator;  // [1] on the device, f32 | f64 | i64 | i32; empty: the number
+  double host_denominator = 0.0;
+  bool has_host_denominator = false;  // false: pairs
+  Vector scale;                       // out: f32 [1]
+  Vector loss, nll;                   // out: f32 [1]; nll not for kto
+};
+TIGON_API void preference_begin(Context& ctx, Preference& a, const PreferenceTotals& totals);
+TIGON_API void preference_end(Context& ctx, const Preference& a, const PreferenceTotals& totals);
 
 namespace cpu {
 void preference(Context& ctx, const Preference& a);

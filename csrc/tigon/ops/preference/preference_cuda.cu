@@ -15,16 +15,17 @@ constexpr int kThreads = 512;
 template <int kSides>
 __global__ __launch_bounds__(kThreads) void preference_kernel(const __grid_constant__ PreferencePointers p,
                                                               int64_t first) {
-  __shared__ double slots[kThreads / 32 * 5];
+  __shared__ double slots[kThreads / 32 * 7];
   __shared__ PreferenceSlopes slopes;
   const int64_t pair = first + blockIdx.x;
   PreferenceSums own = {};
 #pragma unroll
   for (int side = 0; side < kSides; ++side)
     for (int64_t t = threadIdx.x; t < p.tokens; t += kThreads) preference_add(p, pair, side, t, own);
-  double x[5] = {own.log_prob[0], own.log_prob[1], own.tokens[0], own.tokens[1], own.nll};
+  double x[7] = {own.log_prob[0], own.log_prob[1], own.ref[0], own.ref[1],
+                 own.tokens[0],   own.tokens[1],   own.nll};
   sum_block<kThreads>(x, slots);
-  if (threadIdx.x == 0) slopes = preference_finish(p, pair, {{x[0], x[1]}, {x[2], x[3]}, x[4]});
+  if (threadIdx.x == 0) slopes = preference_finish(p, pair, {{x[0], x[1]}, {x[2], x[3]}, {x[4], x[5]}, x[6]});
   if (p.dlog_prob == nullptr) return;
   __syncthreads();
 #pragma unroll

@@ -1,4 +1,3 @@
-#include "tigon/ops/cross_entropy/cross_entropy.h"
 #include "tigon/ops/preference/preference.h"
 #include "tigon/torch/shim.h"
 
@@ -41,13 +40,6 @@ struct Results {
   Tensor loss, sums, rewards, nll, margin, dlog_prob;
 };
 
-// A scalar for each of the sums, over one vector of what it divides by.
-Vector scale_of(Context& ctx, CrossEntropyScale a) {
-  a.scale = {.data = ctx.scratch_of<float>(1), .dtype = DType::f32, .size = 1};
-  cross_entropy_scale(ctx, a);
-  return a.scale;
-}
-
 Results run(Inputs& in, const Formula& f, bool need_gradient) {
   for (auto [name, t] : {std::pair{"target", &in.target},
                          {"nll_target", &in.nll_target},
@@ -74,9 +66,6 @@ Results run(Inputs& in, const Formula& f, bool need_gradient) {
       .margin = if_pairs({pairs}),
       .dlog_prob = need_gradient ? make_like(in.log_prob, DType::f32) : nothing(in.log_prob, DType::f32)};
   auto ctx = make_context(in.log_prob);
-  auto vector = [&](int64_t size) {
-    return Vector{.data = ctx->scratch_of<float>(size), .dtype = DType::f32, .size = size};
-  };
   Preference a = {.formula = f.formula, .pairs = pairs, .tokens = tokens, .count = pairs};
   a.ignore_index = f.ignore_index;
   a.log_prob = {.data = data_of(kOp, "log_prob", in.log_prob),
@@ -87,28 +76,19 @@ Results run(Inputs& in, const Formula& f, bool need_gradient) {
   a.ref = vector_of(kOp, "ref", in.ref);
   a.desirable = vector_of(kOp, "desirable", in.desirable);
   if (in.kl) a.kl = scalar_of(kOp, "kl", *in.kl);
-  CrossEntropyScale scale = {.host_denominator = in.host_denominator.value_or(double(pairs)),
-                             .has_host_denominator = true};
-  if (in.denominator) scale.denominator = scalar_of(kOp, "denominator", *in.denominator);
-  a.scale = scale_of(*ctx, scale);
-  a.loss = vector(pairs);
+  PreferenceTotals totals = {.host_denominator = in.host_denominator.value_or(0.0),
+                             .has_host_denominator = in.host_denominator.has_value(),
+                             .scale = {.data = ctx->scratch_of<float>(1), .dtype = DType::f32, .size = 1},
+                             .loss = scalar_of(kOp, "loss", r.loss)};
+  if (in.denominator) totals.denominator = scalar_of(kOp, "denominator", *in.denominator);
+  if (!lone) totals.nll = scalar_of(kOp, "nll", r.nll);
+  if (!lone) a.margin = vector_of(kOp, "margin", r.margin);
   a.sums = vector_of(kOp, "sums", r.sums);
   a.rewards = vector_of(kOp, "rewards", r.rewards);
   if (need_gradient) a.dlog_prob = {.data = data_of(kOp, "dlog_prob", r.dlog_prob), .size = answers * tokens};
-  if (!lone) {
-    Vector counted = a.nll_target ? a.nll_target : a.target;
-    if (counted) counted.size = pairs * tokens;
-    a.nll_scale = scale_of(*ctx, {.target = counted,
-                                  .ignore_index = f.ignore_index,
-                                  .mean = bool(counted),
-                                  .host_denominator = counted ? 0.0 : double(pairs * tokens),
-                                  .has_host_denominator = !counted});
-    a.nll = vector(pairs);
-    a.margin = vector_of(kOp, "margin", r.margin);
-  }
+  preference_begin(*ctx, a, totals);
   preference(*ctx, a);
-  cross_entropy_total(*ctx, {.loss = a.loss, .total = scalar_of(kOp, "loss", r.loss)});
-  if (!lone) cross_entropy_total(*ctx, {.loss = a.nll, .total = scalar_of(kOp, "nll", r.nll)});
+  preference_end(*ctx, a, totals);
   return r;
 }
 

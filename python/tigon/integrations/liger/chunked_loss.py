@@ -1,5 +1,6 @@
-"""``liger_kernel.chunked_loss``: its distillation losses, by Tigon's. Names that other modules of that package
-give to something else (``LigerFusedLinearJSDFunction``, ``liger_fused_linear_jsd``) are these below it.
+"""``liger_kernel.chunked_loss``: its distillation losses, by Tigon's.
+
+``LigerFusedLinearJSDFunction`` and ``liger_fused_linear_jsd`` are these below that package, others outside.
 
 ``compiled`` and ``chunk_size`` are accepted and have no effect. Where the teacher has more classes than the
 student, those that both have are compared (Liger pads the student's logits with zeros).

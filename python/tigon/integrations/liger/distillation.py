@@ -25,7 +25,7 @@ def _or_zero(loss, labels, ignore_index):
 def liger_fused_linear_jsd(student_input, student_weight, teacher_input, teacher_weight, shift_labels=None,
                            jsd_beta: float = 0.5, ignore_index: int = -100, temperature: float = 1.0,
                            accum_dtype=None):  # fmt: skip
-    """Jensen-Shannon divergence of two heads, a mean over the rows that count, by :func:`tigon.linear_jsd`."""
+    """Jensen-Shannon divergence of two heads, a mean of the rows that count: :func:`tigon.linear_jsd`."""
     _check_labels(shift_labels, teacher_input.shape[0])
     loss = tigon.linear_jsd(
         student_input, student_weight, (teacher_input, teacher_weight), shift_labels, beta=jsd_beta,
@@ -98,7 +98,7 @@ class LigerFusedLinearKLDivLoss(nn.Module):
         self.eps, self.accum_dtype = eps, accum_dtype
 
     def forward(self, student_input, student_weight, target, shift_labels=None):
-        """Hidden states ``[BT, H]``, weight ``[V, H]``, probabilities ``[BT, V]``, labels ``[BT]`` or None."""
+        """Hidden states ``[BT, H]``, weight ``[V, H]``, probabilities ``[BT, V]``, labels ``[BT]``."""
         return liger_fused_linear_kl_div(
             student_input, student_weight, target, shift_labels, self.reduction, self.ignore_index,
             self.temperature, self.eps,
@@ -116,8 +116,8 @@ LigerFusedLinearJSDFunction = function_class(
     lambda student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, jsd_beta=0.5,
     ignore_index=-100, temperature=1.0, accum_dtype=None, jsd_impl=None, jsd_mode=None: (
         liger_fused_linear_jsd(
-            student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta, ignore_index,
-            temperature,
+            student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta,
+            ignore_index, temperature,
         )
     ),
     "Jensen-Shannon divergence of two heads.",

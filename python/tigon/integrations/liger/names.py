@@ -38,7 +38,7 @@ def _places() -> dict[str, object]:
 
 @functools.cache
 def resolve(name: str, below: str = "") -> object:
-    """What stands behind a name of the module ``below``: an implementation, or a class that refuses to be used."""
+    """What stands behind a name of module ``below``: an implementation, or a class that refuses its use."""
     from tigon.integrations.liger.missing import missing
 
     package = below.partition(".")[0]

@@ -1,4 +1,4 @@
-"""`apply` and `undo` for Megatron's models: plan, then install; nothing global is replaced."""
+"""`apply` and `undo` for Megatron's models, module by module; no class and no function is replaced."""
 
 from __future__ import annotations
 
@@ -59,16 +59,20 @@ def apply(
     patched = any(STATE in vars(module) for module in model.modules())
     check(op, not patched, "model must be without Tigon (undo() first), got a patched one")
     state = State(Report(type(model).__name__))
-    if norm:
-        _norms(model, state)
-    if mlp:
-        _mlps(model, state)
-    if rope:
-        _rotary(model, owners, state)
-    if loss:
-        for path, owner in owners.items():
-            _head(path, owner, state, keep_mb)
     vars(model)[STATE] = state
+    try:
+        if norm:
+            _norms(model, state)
+        if mlp:
+            _mlps(model, state)
+        if rope:
+            _rotary(model, owners, state)
+        if loss:
+            for path, owner in owners.items():
+                _head(path, owner, state, keep_mb)
+    except BaseException:
+        undo(model)
+        raise
     return state.report
 
 

@@ -90,17 +90,27 @@ class TigonTrainerCallback(TrainerCallback):
     accelerate, FSDP, DeepSpeed or ``torch.compile`` wrap the model, and once more when training begins, for
     models that ``model_init`` makes only then. After the first step it warns if the loss head that was
     patched has computed no loss. Options are those of ``tigon.apply``; ``report`` is its result.
+
+    ``optimizer=True``, or a dictionary of options of :class:`tigon.optim.AdamW`, puts that in the place of
+    PyTorch's AdamW (``optim="adamw_torch"`` or ``"adamw_torch_fused"``, transformers' default), with the
+    learning rate, betas, eps and weight decay of the arguments; ``max_grad_norm`` then clips in its reads. The
+    other way is the trainer's own: ``optimizer_cls_and_kwargs=(tigon.optim.AdamW, {...})``.
     """
 
-    def __init__(self, **options):
+    def __init__(self, optimizer: bool | dict = False, **options):
         _, unknown = split_options(options)
+        self.optimizer = optimizer
         check("TigonTrainerCallback", not unknown, "options must be those of tigon.apply, got {}", [*unknown])
         self.options = options
         self.report = None
         self._looked = False
 
     def on_init_end(self, args, state, control, model=None, **kwargs):
-        """The trainer has its model, still unwrapped."""
+        """The trainer has its model, still unwrapped, and no optimizer yet."""
+        if self.optimizer:
+            from tigon.integrations.transformers.optimizer import use
+
+            use(args, self.optimizer if isinstance(self.optimizer, dict) else {})
         if model is not None:
             self._apply(model)
 

@@ -8,7 +8,7 @@ import torch
 
 from tigon._load import library
 from tigon.error import check
-from tigon.ops.loss_head.memory import HeadMemory, padded, linear_cross_entropy_memory
+from tigon.ops.loss_head.memory import HeadMemory, linear_cross_entropy_memory, padded
 
 _OP = "linear_divergence_memory"
 _logit_rows = library.tigon_linear_divergence_logit_rows

@@ -17,7 +17,7 @@ from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops import divergence as _divergence
 from tigon.ops.arguments import check_float, check_numbers, check_positive, kind_of
 from tigon.ops.loss_head.autograd import Rows, Scalar
-from tigon.ops.loss_head.divergence_operators import NUMBERS, OP, Call, Operands, Options, head
+from tigon.ops.loss_head.divergence_operators import NUMBERS, Call, Operands, Options, head
 from tigon.ops.loss_head.operands import (
     MAY_ROUND,
     REDUCTIONS,
@@ -187,11 +187,11 @@ def _run(
         )
         check_plain(op, weight[:classes], labels, ignore_index, shift, valid_rows)
         return reference(
-            hidden, weight, given, labels, kind=kind, beta=beta, soft=soft, hard=hard, temperature=temperature,
-            softcap=softcap, logit_scale=logit_scale, teacher_softcap=teacher_softcap,
-            teacher_logit_scale=teacher_logit_scale, bias=bias, lora=lora, token_weight=token_weight,
-            reduction=reduction, denominator=denominator, ignore_index=ignore_index, shift=shift,
-            outputs=outputs,
+            hidden, weight, given, labels, kind=kind, beta=beta, soft=soft, hard=hard,
+            temperature=temperature, softcap=softcap, logit_scale=logit_scale,
+            teacher_softcap=teacher_softcap, teacher_logit_scale=teacher_logit_scale, bias=bias, lora=lora,
+            token_weight=token_weight, reduction=reduction, denominator=denominator,
+            ignore_index=ignore_index, shift=shift, outputs=outputs,
         )  # fmt: skip
     lead, states = labels.shape, _kernel_dtype(states)
     if teacher_weight is not None:
@@ -274,9 +274,9 @@ def linear_kl_div(
         weight: the student's ``[V, H]``; another float dtype than hidden's is converted (its gradient keeps
             its dtype).
         teacher: ``(hidden, weight)`` or ``(hidden, weight, bias)`` of the teacher, ``[..., H_t]``, ``[V_t,
-            H_t]``, ``[V_t]``, of a dtype of its own; or its logits ``[..., V_t]``. Never gets a gradient. Where
-            ``V_t`` is not ``V`` (padding) the first ``min(V, V_t)`` classes take part: the others are outside
-            both softmaxes and have gradient 0.
+            H_t]``, ``[V_t]``, of a dtype of its own; or its logits ``[..., V_t]``. Never gets a gradient.
+            Where ``V_t`` is not ``V`` (padding) the first ``min(V, V_t)`` classes take part: the others are
+            outside both softmaxes and have gradient 0.
         labels: ``[...]`` int64 class indices or ``ignore_index``, ``None``: every row counts.
         reverse: ``KL(student || teacher)`` instead.
         soft, hard: >= 0, weights of the divergence and of the labels' cross-entropy.
@@ -285,8 +285,8 @@ def linear_kl_div(
         logit_scale, teacher_logit_scale: factors of the logits before softcap.
         bias: ``[V]`` of the student or ``None``, added in float32.
         lora: ``(A [r, H], B [V, r], scale)``: ``weight + scale * B @ A`` as the student's head.
-        token_weight: ``[...]`` or ``None``: factor of each row's loss and gradient (detached), not of a mean's
-            denominator.
+        token_weight: ``[...]`` or ``None``: factor of each row's loss and gradient (detached), not of a
+            mean's denominator.
         reduction: ``"batchmean"`` (over the rows that count), ``"mean"`` (over their elements, as torch has
             it), ``"sum"``, or ``"none"``: ``[...]`` losses, whose backward computes the logits again.
         denominator: number or tensor of one element: the loss is ``sum / denominator`` instead.
@@ -307,12 +307,14 @@ def linear_kl_div(
 
     Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network" (arXiv:1503.02531).
     """
-    options = dict(
-        soft=soft, hard=hard, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
-        teacher_softcap=teacher_softcap, teacher_logit_scale=teacher_logit_scale, bias=bias, lora=lora,
-        token_weight=token_weight, reduction=reduction, denominator=denominator, ignore_index=ignore_index,
-        shift=shift, valid_rows=valid_rows, chunk_rows=chunk_rows, outputs=outputs,
-    )  # fmt: skip
+    options = {
+        "soft": soft, "hard": hard, "temperature": temperature, "softcap": softcap,
+        "logit_scale": logit_scale, "teacher_softcap": teacher_softcap,
+        "teacher_logit_scale": teacher_logit_scale, "bias": bias, "lora": lora,
+        "token_weight": token_weight, "reduction": reduction, "denominator": denominator,
+        "ignore_index": ignore_index, "shift": shift, "valid_rows": valid_rows, "chunk_rows": chunk_rows,
+        "outputs": outputs,
+    }  # fmt: skip
     kind = "reverse_kl" if reverse else "forward_kl"
     return _run("linear_kl_div", kind, hidden, weight, teacher, labels, **options)
 
@@ -354,12 +356,14 @@ def linear_jsd(
     """
     check_numbers("linear_jsd", beta=beta)
     check("linear_jsd", 0.0 <= beta <= 1.0, "beta must be in [0, 1], got {}", beta)
-    options = dict(
-        soft=soft, hard=hard, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
-        teacher_softcap=teacher_softcap, teacher_logit_scale=teacher_logit_scale, bias=bias, lora=lora,
-        token_weight=token_weight, reduction=reduction, denominator=denominator, ignore_index=ignore_index,
-        shift=shift, valid_rows=valid_rows, chunk_rows=chunk_rows, outputs=outputs,
-    )  # fmt: skip
+    options = {
+        "soft": soft, "hard": hard, "temperature": temperature, "softcap": softcap,
+        "logit_scale": logit_scale, "teacher_softcap": teacher_softcap,
+        "teacher_logit_scale": teacher_logit_scale, "bias": bias, "lora": lora,
+        "token_weight": token_weight, "reduction": reduction, "denominator": denominator,
+        "ignore_index": ignore_index, "shift": shift, "valid_rows": valid_rows, "chunk_rows": chunk_rows,
+        "outputs": outputs,
+    }  # fmt: skip
     kind = "forward_kl" if beta == 0.0 else "reverse_kl" if beta == 1.0 else "jsd"
     return _run("linear_jsd", kind, hidden, weight, teacher, labels, beta=beta, **options)
 
@@ -393,10 +397,12 @@ def linear_tvd(
 
     Args, returns, raises: as :func:`tigon.linear_kl_div`.
     """
-    options = dict(
-        soft=soft, hard=hard, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
-        teacher_softcap=teacher_softcap, teacher_logit_scale=teacher_logit_scale, bias=bias, lora=lora,
-        token_weight=token_weight, reduction=reduction, denominator=denominator, ignore_index=ignore_index,
-        shift=shift, valid_rows=valid_rows, chunk_rows=chunk_rows, outputs=outputs,
-    )  # fmt: skip
+    options = {
+        "soft": soft, "hard": hard, "temperature": temperature, "softcap": softcap,
+        "logit_scale": logit_scale, "teacher_softcap": teacher_softcap,
+        "teacher_logit_scale": teacher_logit_scale, "bias": bias, "lora": lora,
+        "token_weight": token_weight, "reduction": reduction, "denominator": denominator,
+        "ignore_index": ignore_index, "shift": shift, "valid_rows": valid_rows, "chunk_rows": chunk_rows,
+        "outputs": outputs,
+    }  # fmt: skip
     return _run("linear_tvd", "tvd", hidden, weight, teacher, labels, **options)

@@ -328,3 +328,59 @@ def linear_log_prob_memory(
         valid_rows=valid_rows, reduction="none", chunk_rows=chunk_rows, keep_mb=keep_mb,
         logit_dtype=logit_dtype,
     )  # fmt: skip
+
+
+_MOST_GROUP_LOGITS = 1 << 30  # bytes: linear_head_group_limit of the C++ side
+
+
+def linear_preference_memory(
+    answers: int,
+    tokens: int,
+    hidden_size: int,
+    vocab: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    group: int = 2,
+    device: str = "cuda",
+    train_weight: bool = True,
+    chunk_rows: int | None = None,
+    **options,
+) -> HeadMemory:
+    """Bytes that :func:`tigon.linear_preference` and its backward take besides their inputs.
+
+    Every row counts here.
+
+    The same of :func:`tigon.linear_kto` (``group=1``) and :func:`tigon.linear_policy` (``group=1`` where the
+    loss of a token depends on its answer, 0 otherwise). As :func:`linear_cross_entropy_memory`, with chunks
+    that hold groups whole, and a copy of a chunk's hidden states times their factors.
+
+    Args:
+        answers, tokens: leading sizes of target.
+        group: answers that share a chunk: 2 for pairs, 1, or 0 for tokens.
+        device, train_weight, chunk_rows, options: as in :func:`linear_cross_entropy_memory`.
+
+    Raises:
+        tigon.Error: a size or an option that is out of range.
+    """
+    check_integers(_OP, answers=answers, tokens=tokens, group=group)
+    for name, size in (("answers", answers), ("tokens", tokens)):
+        check(_OP, size >= 0, "{} must be >= 0, got {}", name, size)
+    check(_OP, group in (0, 1, 2), "group must be 0, 1 or 2, got {}", group)
+    rows, together = answers * tokens, group * tokens
+    given = {"device": device, "train_weight": train_weight, **options}
+    whole = linear_cross_entropy_memory(rows, hidden_size, vocab, dtype, chunk_rows=chunk_rows, **given)
+    chunk, several = whole.chunk_rows, whole.chunk_rows < rows
+    copies = 1 if train_weight else 0  # of hidden, times the factors
+    if group and several:
+        bound = chunk_rows is not None or options.get("max_workspace_mb") is not None
+        most = chunk if bound else max(chunk, _MOST_GROUP_LOGITS // (padded(vocab) * dtype.itemsize))
+        if together <= most:
+            chunk = max(chunk, together) // max(together, 1) * max(together, 1)
+            copies = 2 if group == 2 else copies  # pairs are gathered, and their gradients scattered
+        else:
+            copies = 0  # forth and back: the factors are in the logits' gradients
+    found = linear_cross_entropy_memory(rows, hidden_size, vocab, dtype, chunk_rows=max(chunk, 1), **given)
+    extra = copies * chunk * hidden_size * dtype.itemsize + 40 * rows
+    if dtype == torch.float64:
+        return found
+    return found._replace(workspace=found.workspace + extra, peak=found.peak + extra)

@@ -1,0 +1,235 @@
+"""The optimizer's step beside PyTorch's and a copy of as many bytes.
+
+    python bench/optimizer.py
+    OMP_NUM_THREADS=2 python bench/optimizer.py --device cpu
+
+On a GPU: LLaMA 3 8B's parameters, as many of its layers as fit the memory with the widest state, and 2,000
+tensors of 4 to 100,000 elements; on the CPU 25 million parameters. Every configuration is timed in turn with
+PyTorch's fused and foreach AdamW where they have it, and with a copy of the bytes that it must move (14 an
+element in bfloat16 with bfloat16 moments). Prints a table and writes JSON lines: milliseconds, the share of the
+copy's rate, microseconds of the host, and the largest difference from PyTorch's fused result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT / "tests"), str(ROOT / "python")]  # the cases; tigon, unless it is installed
+
+import timing
+from run import commit, device_name
+
+import tigon
+from cases.adamw import llama, llama_8b, many_small
+
+BF16, F32 = torch.bfloat16, torch.float32
+# Name: parameters' dtype, options, bytes an element moved and held, and whether PyTorch has the same.
+KINDS: dict[str, tuple[torch.dtype, dict, int, int, bool]] = {
+    "bf16": (BF16, {}, 14, 8, True),
+    "bf16_wide_moments": (BF16, {"moment_dtype": F32}, 22, 12, False),
+    "split": (BF16, {"rounding": "split"}, 18, 10, False),
+    "fp32": (F32, {}, 28, 16, True),
+    "stochastic": (BF16, {"rounding": "stochastic"}, 14, 8, False),
+    "clipped": (BF16, {"max_grad_norm": 1.0}, 16, 8, True),
+}
+APART = 8 * 2**30  # bytes for temporaries: a copy's buffers, a random tensor
+
+
+def shapes_that_fit(kind: str, device: torch.device) -> tuple[str, tuple]:
+    """LLaMA 3 8B, or as many layers as leave room for everything beside it."""
+    if device.type == "cpu":
+        return "25M", llama(512, 1536, 128, 6, 4096)
+    free = torch.cuda.mem_get_info(device)[0] * 0.95 - APART
+    for layers in (32, 28, 24, 16, 12, 8, 4, 2):
+        shapes = llama_8b(layers)
+        if sum(map(_numel, shapes)) * KINDS[kind][3] <= free:
+            break
+    return f"llama_8b_{layers}_layers", shapes
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())
+
+
+def parameters(shapes, dtype: torch.dtype, device: torch.device) -> list[torch.nn.Parameter]:
+    """Parameters with gradients."""
+    made = []
+    for i, shape in enumerate(shapes):
+        draw = torch.Generator(device).manual_seed(i)
+        p = torch.nn.Parameter(torch.randn(shape, device=device, dtype=dtype, generator=draw) * 0.02)
+        p.grad = torch.randn(shape, device=device, dtype=dtype, generator=draw) * 1e-3
+        made.append(p)
+    return made
+
+
+def milliseconds(call: Callable, device: torch.device) -> float:
+    """Median device time of one call; wall time on the CPU."""
+    if device.type == "cpu":
+        return timing.cpu_ms({"": lambda _: call()})[""]
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(9):
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        torch.cuda._sleep(20_000_000)  # the host queues meanwhile
+        marks[0].record()
+        call()
+        marks[1].record()
+        torch.cuda.synchronize()
+        times.append(marks[0].elapsed_time(marks[1]))
+    return sorted(times)[len(times) // 2]
+
+
+def host_us(call: Callable, device: torch.device) -> float:
+    """Least microseconds until a call returns."""
+    times = []
+    for _ in range(12):
+        timing.synchronize(device)
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    timing.synchronize(device)
+    return 1e6 * min(times)
+
+
+def native_us(optimizer, device: torch.device) -> float:
+    """Microseconds of the native call alone: its lists are there."""
+    from tigon.ops.adamw import adamw_
+
+    groups = [(group, group["params"]) for group in optimizer.param_groups]
+    lists, _ = optimizer._collect(groups, None)
+    with torch.no_grad():
+        return sum(host_us(lambda t=t: adamw_(t, rounding=optimizer.rounding), device) for t in lists.values())
+
+
+def copy_ms(bytes_moved: int, device: torch.device) -> float:
+    """A copy that reads half of the bytes and writes half, in pieces where they are many."""
+    piece = min(bytes_moved // 2, 4 * 2**30)
+    source = torch.empty(piece, dtype=torch.uint8, device=device).fill_(1)
+    target = torch.empty_like(source)
+    return milliseconds(lambda: target.copy_(source), device) * (bytes_moved / 2 / piece)
+
+
+def torch_step(params, clip: bool, **options) -> Callable:
+    """PyTorch's step, with its clipping."""
+    optimizer = torch.optim.AdamW(params, lr=1e-5, **options)
+
+    def step():
+        if clip:
+            torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+
+    return step
+
+
+def difference(ours, theirs) -> float:
+    """Largest difference of parameters."""
+    return max(
+        float((a.detach() - b.detach()).abs().max()) for a, b in zip(ours, theirs, strict=True) if a.numel()
+    )
+
+
+def release(device: torch.device) -> None:
+    """Give memory back between configurations."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def measure(name: str, shapes, device: torch.device) -> dict:
+    """One configuration beside PyTorch's."""
+    dtype, options, per_element, _, peers = KINDS[name]
+    elements = sum(map(_numel, shapes))
+    record = {"kind": name, "elements": elements, "tensors": len(shapes), "bytes": elements * per_element}
+    record["copy_ms"] = copy_ms(record["bytes"], device)
+    release(device)
+    params = parameters(shapes, dtype, device)
+    optimizer = tigon.optim.AdamW(params, lr=1e-5, **options)
+    record["tigon_ms"] = milliseconds(optimizer.step, device)
+    record["of_copy"] = record["copy_ms"] / record["tigon_ms"]
+    record["tigon_host_us"] = host_us(optimizer.step, device)
+    record["tigon_native_us"] = native_us(optimizer, device)
+    del optimizer, params
+    release(device)
+    for how in ("fused", "foreach") if peers else ():
+        params = parameters(shapes, dtype, device)
+        step = torch_step(params, "max_grad_norm" in options, **{how: True})
+        try:
+            record[f"{how}_ms"] = milliseconds(step, device)
+            record[f"{how}_host_us"] = host_us(step, device)
+        except torch.OutOfMemoryError as error:
+            record[f"{how}_error"] = str(error).splitlines()[0]
+        del params, step
+        release(device)
+    return record
+
+
+def agreement(device: torch.device) -> dict:
+    """Five steps of a small model beside PyTorch's fused ones, as a check that the same thing was timed."""
+    shapes, record = llama(256, 512, 64, 2, 999), {"kind": "agreement"}
+    for name, dtype in (("bf16", BF16), ("fp32", F32)):
+        ours, theirs = (parameters(shapes, dtype, device) for _ in range(2))
+        a = tigon.optim.AdamW(ours, lr=1e-3)
+        b = torch.optim.AdamW(theirs, lr=1e-3, fused=True)
+        for _ in range(5):
+            a.step(), b.step()
+        record[name] = difference(ours, theirs)
+    return record
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--out", type=Path, help="JSON lines (bench/results/<device>/optimizer.jsonl)")
+    parser.add_argument("--smoke", action="store_true", help="a few small tensors, in a second")
+    args = parser.parse_args(arguments)
+    device = torch.device(args.device)
+    common = {"gpu": device_name(device), "torch": torch.__version__, "commit": commit()}
+    folder = re.sub(r"[^a-z0-9]+", "-", common["gpu"].lower()).strip("-")
+    path = args.out or ROOT / "bench" / "results" / folder / "optimizer.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    small = many_small(40 if args.smoke else 2000)
+    records = [common | agreement(device)]
+    kinds = args.kinds.split(",")
+    smoke = ("smoke", llama(64, 128, 16, 1, 50))
+    runs = [(kind, *(smoke if args.smoke else shapes_that_fit(kind, device))) for kind in kinds]
+    runs += [(kind, f"small_{len(small)}", small) for kind in kinds if kind in ("bf16", "clipped")]
+    for kind, label, shapes in runs:
+        records.append(common | {"parameters": label} | measure(kind, shapes, device))
+        show(records[-1])
+    print({key: value for key, value in records[0].items() if key not in common})
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    print(path)
+    return 0
+
+
+def show(r: dict) -> None:
+    """One line."""
+    peers = "".join(
+        f"  {how} {r[f'{how}_ms']:8.2f} ms, host {r[f'{how}_host_us']:6.0f} us"
+        for how in ("fused", "foreach") if f"{how}_ms" in r
+    )  # fmt: skip
+    print(
+        f"{r['parameters']:22} {r['kind']:18} {r['bytes'] / 1e9:7.2f} GB  copy {r['copy_ms']:8.2f} ms  "
+        f"tigon {r['tigon_ms']:8.2f} ms ({r['of_copy']:4.0%}), host {r['tigon_host_us']:6.0f} us, native "
+        f"{r['tigon_native_us']:5.0f} us{peers}", flush=True,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

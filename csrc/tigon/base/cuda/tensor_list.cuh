@@ -1,0 +1,104 @@
+// Lists of tensors for one launch: a table of entries that the kernel reads, and the entry of a CTA.
+//
+// The table travels as kernel parameters, never by cudaMemcpyAsync: nothing waits, nothing must stay alive on
+// the host, and a captured graph keeps its own copy. A table that fits is a parameter of the kernel itself; a
+// longer one is written to scratch by small kernels, one for each block of it.
+#pragma once
+
+#include <cstring>
+
+#include "tigon/base/cuda/launch.cuh"
+
+namespace tigon::cuda {
+
+// What of a kernel's parameters a table may take: 4 KiB in all, 32764 bytes from CUDA 12.1 on.
+inline constexpr size_t kSmallTable = 3584, kLargeTable = CUDART_VERSION >= 12010 ? 32256 : kSmallTable;
+
+template <size_t Bytes>
+struct alignas(16) TableBlock {
+  unsigned char bytes[Bytes];
+};
+
+template <size_t Bytes>
+__global__ void write_table_kernel(uint4* to, int vectors, const __grid_constant__ TableBlock<Bytes> block) {
+  const uint4* from = reinterpret_cast<const uint4*>(block.bytes);
+  for (int i = threadIdx.x; i < vectors; i += blockDim.x) to[i] = from[i];
+}
+
+// Appends records to a table of known size.
+class TableWriter {
+ public:
+  TableWriter(const char* op, Context& ctx, size_t bytes) : op_(op), ctx_(ctx), limit_(block_bytes()) {
+    if (bytes > limit_) begin_ = next_ = static_cast<unsigned char*>(ctx.scratch((bytes + 15) / 16 * 16));
+  }
+  // Records have a multiple of 8 bytes; one may be split over two blocks.
+  template <class T>
+  void append(const T& record) {
+    static_assert(sizeof(T) % 8 == 0 && std::is_trivially_copyable_v<T>);
+    const auto* from = reinterpret_cast<const unsigned char*>(&record);
+    for (size_t left = sizeof(T); left > 0;) {
+      const size_t n = std::min(left, limit_ - used_);
+      std::memcpy(block_.bytes + used_, from, n);
+      used_ += n, from += n, left -= n;
+      if (used_ == limit_ && begin_ != nullptr) flush();
+    }
+  }
+  // run(table, block): launches a kernel that takes them. The table is null where the block holds it.
+  template <class Run>
+  void finish(const Run& run) {
+    if (begin_ != nullptr) {
+      flush();
+      return run(static_cast<const unsigned char*>(begin_), TableBlock<kSmallTable>());
+    }
+    if (used_ > kSmallTable) return run(static_cast<const unsigned char*>(nullptr), block_);
+    TableBlock<kSmallTable> small;
+    std::memcpy(small.bytes, block_.bytes, used_);
+    run(static_cast<const unsigned char*>(nullptr), small);
+  }
+
+ private:
+  const char* op_;
+  Context& ctx_;
+  size_t limit_, used_ = 0;
+  unsigned char *begin_ = nullptr, *next_ = nullptr;  // null: the table stays in the block
+  TableBlock<kLargeTable> block_;
+
+  static size_t block_bytes() {
+    static const bool large = [] {
+      int driver = 0;
+      return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12010;
+    }();
+    return large ? kLargeTable : kSmallTable;
+  }
+  void flush() {
+    if (used_ == 0) return;
+    const int vectors = int((used_ + 15) / 16);
+    auto* to = reinterpret_cast<uint4*>(next_);
+    if (limit_ == kLargeTable) {
+      launch(op_, ctx_, write_table_kernel<kLargeTable>, {.threads = 512}, to, vectors, block_);
+    } else {
+      TableBlock<kSmallTable> small;
+      std::memcpy(small.bytes, block_.bytes, used_);
+      launch(op_, ctx_, write_table_kernel<kSmallTable>, {.threads = 256}, to, vectors, small);
+    }
+    next_ += used_, used_ = 0;
+  }
+};
+
+// The last entry whose first_chunk is <= chunk, found by the lanes of each warp together. Entries are ordered;
+// those of empty tensors have the first_chunk of the next one.
+template <class Entry>
+__device__ __forceinline__ int find_entry(const Entry* entries, int count, int chunk) {
+  const int lane = threadIdx.x % 32;
+  int low = 0;
+  while (count > 1) {
+    const int step = (count + 31) / 32, probe = lane * step;
+    const bool reached = probe < count && entries[low + probe].first_chunk <= chunk;
+    const int passed = (__popc(__ballot_sync(0xffffffffu, reached)) - 1) * step;
+    low += passed;
+    count = min(step, count - passed);
+  }
+  return low;
+}
+
+}  // namespace tigon::cuda

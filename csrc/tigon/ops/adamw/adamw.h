@@ -1,0 +1,88 @@
+// AdamW over a list of tensors (Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization", arXiv:1711.05101, algorithm 2;
+// Kingma & Ba 2015, arXiv:1412.6980, algorithm 1; amsgrad: Reddi et al. 2018, arXiv:1904.09237, algorithm 2).
+//
+// Formula     g = sign * grad * clip / grad_scale, sign -1 with maximize;  g += weight_decay * p  unless decoupled
+//             p -= lr * weight_decay * p  where decoupled;  t = steps done + 1
+//             m += (1 - beta1) * (g - m);  v += (1 - beta2) * (g^2 - v);  u = v, or max(u, v) with amsgrad
+//             p -= lr / (1 - beta1^t) * m / (sqrt(u) / sqrt(1 - beta2^t) + eps)
+// Shapes      of a tensor all streams have its size; they are read in the order of memory
+// Dtypes      param f32 | bf16 | f16; grad param's or f32; each moment f32, bf16 or param's, max_exp_avg_sq as exp_avg_sq;
+//             arithmetic f32, what depends on t alone f64
+// Rounding    m, v and u to nearest even, on store; p by its values before that. p of 16 bits by AdamwRounding:
+//             nearest     to nearest even, as PyTorch does
+//             stochastic  up with the probability of what is cut off, by 16 bits of Philox4x32-10 (Salmon et al. 2011, SC '11)
+//                         keyed by (seed, t, first + index): the same bits on every device, in any list, in any split
+//             split       p is the upper half of an fp32 master, rounded to nearest, ties away from 0; `low` holds its low 16 bits.
+//                         bf16 alone
+//             master      `master` holds it; p is rounded from it, bf16 as in split
+//             p of 32 bits takes none of them.
+// Saved       nothing; param, the moments, low or master, and step are updated in place
+// Aliasing    none among the tensors of a call
+// Determinism bitwise: every element by itself, whatever the list, its order, the device or its instruction set
+// Traffic     read grad; read and write all the others: 14 bytes an element in bf16, 28 in f32
+// Refused     sizes, dtypes, hyperparameters, or steps that do not fit: tigon::Error before anything is written
+//
+// A list is one launch, whatever its sizes, alignments and dtypes; longer ones than fit the parameters of a kernel take some
+// more, tiny ones, that write the list to scratch. Where lr or step is on the device one more computes what follows from them.
+#pragma once
+
+#include <span>
+
+#include "tigon/base/context.h"
+
+namespace tigon {
+
+enum class AdamwRounding : int8_t { nearest, stochastic, split, master };
+inline constexpr int kAdamwRoundings = 4;
+constexpr const char* name_of(AdamwRounding r) {
+  constexpr const char* kNames[] = {"nearest", "stochastic", "split", "master"};
+  return kNames[int(r)];
+}
+
+// The hyperparameters that tensors share.
+struct AdamwGroup {
+  double lr = 1e-3;
+  const float* lr_on_device = nullptr;  // instead of lr: one element where the context's device is
+  double beta1 = 0.9;                   // in [0, 1)
+  double beta2 = 0.999;                 // in [0, 1)
+  double eps = 1e-8;                    // >= 0
+  double weight_decay = 1e-2;
+  bool decoupled = true;
+  bool maximize = false;
+};
+
+struct AdamwTensor {
+  Vector param;
+  Vector grad;
+  Vector exp_avg;
+  Vector exp_avg_sq;
+  Vector max_exp_avg_sq;  // amsgrad; absent: plain
+  Vector low;             // i16, rounding split and a 16-bit param
+  Vector master;          // f32, rounding master and a 16-bit param
+  Vector step;            // f32 [1], the steps done; the call adds one. Absent: `steps`
+  int64_t steps = 0;      // done before this call; at most 2^31 - 2
+  int64_t first = 0;      // of the first element in the stream of random bits
+  int64_t group = 0;
+};
+
+struct Adamw {
+  std::span<const AdamwTensor> tensors;
+  std::span<const AdamwGroup> groups;
+  AdamwRounding rounding = AdamwRounding::nearest;
+  uint64_t seed = 0;
+  // Scalars [1] f32 where the context's device is, or absent.
+  Vector clip;        // factor of every gradient
+  Vector grad_scale;  // divisor of every gradient
+  Vector found_inf;   // not 0: nothing is written
+};
+
+TIGON_API void adamw(Context& ctx, const Adamw& a);
+
+namespace cpu {
+void adamw(Context& ctx, const Adamw& a);
+}  // namespace cpu
+namespace cuda {
+void adamw(Context& ctx, const Adamw& a);
+}  // namespace cuda
+
+}  // namespace tigon

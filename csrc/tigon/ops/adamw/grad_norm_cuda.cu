@@ -1,0 +1,122 @@
+// CUDA backend of the gradient norm: a CTA sums the squares of one chunk of one gradient, one CTA the chunks.
+#include <algorithm>
+
+#include "tigon/base/cuda/tensor_list.cuh"
+#include "tigon/base/cuda/vec.cuh"
+#include "tigon/ops/adamw/grad_norm_finish.h"
+
+namespace tigon::cuda {
+namespace {
+
+using namespace adamw_detail;
+
+constexpr const char* kOp = "grad_norm";
+constexpr int kThreads = 256, kFinishThreads = 1024, kVecsInFlight = 4;
+
+struct Entry {
+  const void* grad;
+  int64_t size;
+  int32_t first_chunk;
+  DType type;
+};
+static_assert(sizeof(Entry) == 24);
+
+__device__ __forceinline__ double sum_warp(double x) {
+#pragma unroll
+  for (int step = 1; step < 32; step <<= 1) x += __shfl_xor_sync(0xffffffffu, x, step);
+  return x;
+}
+// The sum over the CTA, in thread 0.
+template <int Threads>
+__device__ __forceinline__ double sum_block(double x) {
+  __shared__ double warps[Threads / 32];
+  x = sum_warp(x);
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
+  __syncthreads();
+  double sum = 0.0;
+  if (threadIdx.x == 0)
+    for (int w = 0; w < Threads / 32; ++w) sum += warps[w];
+  return sum;
+}
+
+// Squares of n elements from p, which may begin anywhere: edge elements, one a thread, and vectors.
+template <class T>
+__device__ __forceinline__ double squares(const T* p, int n) {
+  constexpr int N = 16 / sizeof(T);
+  const int misaligned = int(reinterpret_cast<uintptr_t>(p) % 16 / sizeof(T));
+  const int head = min((N - misaligned) % N, n), vecs = (n - head) / N, tail = n - head - vecs * N;
+  const int thread = int(threadIdx.x);
+  float edge = 0.0f;
+  if (thread < head) edge = widen(p[thread]);
+  if (thread >= 32 && thread - 32 < tail) edge = widen(p[n - tail + thread - 32]);
+  double total = double(edge * edge);
+  const T* aligned = p + head;
+#pragma unroll 1
+  for (int first = thread; first < vecs; first += kThreads * kVecsInFlight) {
+    Vec<T, N> x[kVecsInFlight];
+#pragma unroll
+    for (int h = 0; h < kVecsInFlight; ++h)
+      x[h] = load_predicated<T, N>(first + h * kThreads < vecs, aligned + int64_t(first + h * kThreads) * N);
+    // At most 32 squares in fp32.
+    float sum = 0.0f;
+#pragma unroll
+    for (int h = 0; h < kVecsInFlight; ++h) {
+#pragma unroll
+      for (int k = 0; k < N; ++k) sum = fmaf(x[h][k], x[h][k], sum);
+    }
+    total += double(sum);
+  }
+  return total;
+}
+
+template <size_t Bytes>
+__global__ void __launch_bounds__(kThreads, 6)
+    squares_kernel(const unsigned char* table, int count, double* partials,
+                   const __grid_constant__ TableBlock<Bytes> block) {
+  const auto* entries = reinterpret_cast<const Entry*>(table != nullptr ? table : block.bytes);
+  const int chunk = int(blockIdx.x);
+  const Entry e = entries[find_entry(entries, count, chunk)];
+  const int64_t begin = int64_t(chunk - e.first_chunk) * kNormChunk;
+  const int n = int(min(kNormChunk, e.size - begin));
+  double sum;
+  switch (e.type) {
+    case DType::bf16: sum = squares(static_cast<const __nv_bfloat16*>(e.grad) + begin, n); break;
+    case DType::f16: sum = squares(static_cast<const __half*>(e.grad) + begin, n); break;
+    default: sum = squares(static_cast<const float*>(e.grad) + begin, n);
+  }
+  sum = sum_block<kThreads>(sum);
+  if (threadIdx.x == 0) partials[chunk] = sum;
+}
+
+__global__ void __launch_bounds__(kFinishThreads)
+    finish_kernel(const double* partials, int count, const float* grad_scale, float max_norm, double* total,
+                  float* norm, float* factor) {
+  griddepcontrol_wait();
+  double sum = 0.0;
+#pragma unroll 8
+  for (int i = threadIdx.x; i < count; i += kFinishThreads) sum += partials[i];
+  sum = sum_block<kFinishThreads>(sum);
+  if (threadIdx.x == 0) finish_norm(sum, grad_scale, max_norm, total, norm, factor);
+}
+
+}  // namespace
+
+void grad_norm(Context& ctx, const GradNorm& a) {
+  const size_t n = a.grads.size();
+  TableWriter table(kOp, ctx, n * sizeof(Entry));
+  int64_t chunks = 0;
+  for (const Vector& g : a.grads) {
+    table.append(Entry{.grad = g.data, .size = g.size, .first_chunk = int32_t(chunks), .type = g.dtype});
+    chunks += ceil_div(g.size, kNormChunk);
+    TIGON_CHECK(kOp, chunks <= INT32_MAX, "grads must have fewer than 2^47 elements in all");
+  }
+  auto* partials = ctx.scratch_of<double>(chunks);
+  table.finish([&](const unsigned char* at, const auto& block) {
+    launch(kOp, ctx, squares_kernel<sizeof(block)>, {.blocks = chunks, .threads = kThreads}, at, int(n),
+           partials, block);
+  });
+  launch(kOp, ctx, finish_kernel, {.threads = kFinishThreads, .pdl = true}, partials, int(chunks),
+         a.grad_scale.as<float>(), a.max_norm, a.total.as<double>(), a.norm.as<float>(), a.factor.as<float>());
+}
+
+}  // namespace tigon::cuda

@@ -1,0 +1,40 @@
+// Preference losses of a linear head: hidden states x head weight x labels -> the losses of tigon/ops/preference/preference.h and
+// gradients, with the logits of no more than a chunk of rows alive at any time.
+//
+// Formula     log_prob = log softmax(z)[label] of each row, z as in tigon/ops/cross_entropy/cross_entropy.h from the logits of
+//             tigon/ops/linear_head/linear_head.h; then the losses of preference.h, and the gradients of the products
+//             (linear_head.h) of dlogits = c (p - [label]), c = -dloss / dlog_prob. With `ref` the scores' references are the
+//             sums of a second head's log-probabilities over the same tokens
+// Shapes      hidden, dhidden [answers * tokens, H]; labels [answers * tokens]; the rest as in preference.h and linear_head.h
+// Dtypes      hidden, weight f32 | bf16 | f16, the same, those of ref too; losses and metrics f32
+// Rounding    as linear_cross_entropy: logits and dlogits of a chunk to hidden's dtype; c hidden and c dhidden once more
+// Scaling     f32 and bf16: gradients carry `scale`. f16: they do not; linear_head_finish multiplies by it
+// Saved       the gradients
+// Chunks      hold pairs whole (a kto answer whole); on the CPU, and where valid_rows says their number and one chunk takes all,
+//             rows that do not count cost nothing. A group whose logits exceed 1 GiB: all chunks forth, then back (token_loss.h)
+// Aliasing    none
+// Determinism bitwise, run to run
+// Traffic     three products (one without gradients; four less one chunk's first where a group fits no chunk), one more for ref; per
+//             chunk the logits are written, read and written, read twice
+// Refused     what linear_head, cross_entropy and preference refuse, an odd number of answers in pairs, a ref of other rows or classes:
+//             tigon::Error before anything is written
+#pragma once
+
+#include "tigon/ops/linear_head/linear_head.h"
+#include "tigon/ops/preference/preference.h"
+
+namespace tigon {
+
+struct LinearPreference {
+  LinearHead head;
+  LinearHead ref;  // hidden, weight and bias of the reference; hidden empty: loss.ref, or none
+  Vector labels;   // i64 [rows]: of every row that counts in loss.target or loss.nll_target
+  Preference
+      loss;  // formula, pairs, tokens, operands and results; its log_prob, places, groups and gradients are made here
+  PreferenceTotals totals;
+  int64_t ignore_index = -100, valid_rows = -1, chunk_rows = 0;
+  float softcap = 0.0f, logit_scale = 1.0f, temperature = 1.0f;
+};
+TIGON_API void linear_preference(Context& ctx, const LinearPreference& a);
+
+}  // namespace tigon

@@ -1,0 +1,72 @@
+"""``tigon.optim.AdamW`` in a ``Trainer`` whose arguments ask for PyTorch's, and clipping in its reads."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from tigon.error import check
+from tigon.optim import AdamW
+
+_MARK = "_tigon_optimizer"  # of TrainingArguments: options of AdamW
+
+
+def use(args, options: dict) -> None:
+    """The trainer of these arguments shall make a :class:`tigon.optim.AdamW`."""
+    names = ("adamw_torch", "adamw_torch_fused")
+    optim = getattr(args.optim, "value", args.optim)
+    check("TigonTrainerCallback", optim in names, "optimizer needs args.optim of {}, got {!r}", names, optim)
+    setattr(args, _MARK, options)
+    _install()
+
+
+def _install() -> None:
+    from accelerate import Accelerator
+    from transformers import Trainer
+
+    made = Trainer.get_optimizer_cls_and_kwargs
+    if not hasattr(made, _MARK):
+        Trainer.get_optimizer_cls_and_kwargs = staticmethod(_making(made))
+    clipped = Accelerator.clip_grad_norm_
+    if not hasattr(clipped, _MARK):
+        Accelerator.clip_grad_norm_ = _clipping(clipped)
+
+
+def _making(original):
+    @functools.wraps(original)
+    def get_optimizer_cls_and_kwargs(args, model=None):
+        cls, kwargs = original(args, model)
+        options = getattr(args, _MARK, None)
+        if options is None or cls is not torch.optim.AdamW:
+            return cls, kwargs
+        return AdamW, kwargs | options
+
+    setattr(get_optimizer_cls_and_kwargs, _MARK, True)
+    return get_optimizer_cls_and_kwargs
+
+
+def _clipping(original):
+    @functools.wraps(original)
+    def clip_grad_norm_(self, parameters, max_norm, norm_type=2):
+        parameters = list(parameters)
+        optimizer = _alone(self)
+        if optimizer is not None and norm_type == 2:
+            self.unscale_gradients()
+            if optimizer.has_all_gradients_of(parameters):
+                return optimizer.clip_grad_norm_(max_norm)
+        return original(self, parameters, max_norm, norm_type)
+
+    setattr(clip_grad_norm_, _MARK, True)
+    return clip_grad_norm_
+
+
+def _alone(accelerator) -> AdamW | None:
+    """Its optimizer, where there is one, ours, and gradients are whole on every process."""
+    kinds = ("NO", "MULTI_GPU", "MULTI_CPU")
+    if accelerator.distributed_type not in kinds or len(accelerator._optimizers) != 1:
+        return None
+    optimizer = accelerator._optimizers[0]
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer if isinstance(optimizer, AdamW) and optimizer.max_grad_norm is None else None

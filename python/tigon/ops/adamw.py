@@ -1,0 +1,107 @@
+"""AdamW over lists of tensors. Contract: ``csrc/tigon/ops/adamw/adamw.h``."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+from tigon._op import raw
+
+ROUNDINGS = ("nearest", "stochastic", "split", "master")
+
+
+@dataclasses.dataclass
+class TensorList:
+    """The arguments of one call: tensors of one device, those of a group adjacent.
+
+    ``max_exp_avg_sqs`` has one tensor for each parameter of a group with amsgrad, ``extras`` one for each
+    16-bit parameter where the rounding is split (int16) or master (float32); ``steps`` are float32 scalars on
+    the parameters' device or the CPU; ``first`` is where a parameter's stream of random bits begins.
+    """
+
+    params: list = dataclasses.field(default_factory=list)
+    grads: list = dataclasses.field(default_factory=list)
+    exp_avgs: list = dataclasses.field(default_factory=list)
+    exp_avg_sqs: list = dataclasses.field(default_factory=list)
+    max_exp_avg_sqs: list = dataclasses.field(default_factory=list)
+    extras: list = dataclasses.field(default_factory=list)
+    steps: list = dataclasses.field(default_factory=list)
+    first: list = dataclasses.field(default_factory=list)
+    group_sizes: list = dataclasses.field(default_factory=list)
+    hyperparameters: list = dataclasses.field(default_factory=list)
+    lrs: list = dataclasses.field(default_factory=list)
+
+    def add_group(self, group: dict, size: int, device: torch.device) -> None:
+        """Hyperparameters of the `size` tensors that were added last."""
+        lr = group["lr"]
+        if isinstance(lr, torch.Tensor) and lr.device.type != "cpu":
+            self.lrs.append(lr.to(device, torch.float32))
+            lr = math.nan
+        self.group_sizes.append(size)
+        betas = (float(b) for b in group["betas"])
+        flags = (group["decoupled_weight_decay"], group["maximize"], group["amsgrad"])
+        self.hyperparameters += [float(lr), *betas, group["eps"], group["weight_decay"], *map(float, flags)]
+
+
+def _fake(*args):
+    return ()
+
+
+_adamw = raw("adamw_", _fake, op="adamw")
+
+
+def adamw_(
+    tensors: TensorList,
+    *,
+    rounding: str = "nearest",
+    seed: int = 0,
+    clip: torch.Tensor | None = None,
+    grad_scale: torch.Tensor | None = None,
+    found_inf: torch.Tensor | None = None,
+) -> None:
+    """One update of all parameters, moments, extras and steps of a list, in place.
+
+    Args:
+        tensors: the list.
+        rounding: of 16-bit parameters: ``nearest``, ``stochastic``, ``split`` or ``master``.
+        seed: of the random bits of ``stochastic``.
+        clip, grad_scale: float32 scalars on the parameters' device: factor and divisor of every gradient.
+        found_inf: float32 scalar there; nothing is written where it is not 0.
+
+    Raises:
+        tigon.Error: tensors that do not fit each other; nothing was modified.
+    """
+    _adamw(
+        *(getattr(tensors, field.name) for field in dataclasses.fields(tensors)),
+        ROUNDINGS.index(rounding), seed, clip, grad_scale, found_inf,
+    )  # fmt: skip
+    torch.autograd.graph.increment_version(tensors.params)
+
+
+def reference_(param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, step, group, clip=None, grad_scale=None):
+    """The same formula in plain PyTorch operations, for one tensor: any float dtype, any device."""
+    beta1, beta2 = (float(b) for b in group["betas"])
+    lr, weight_decay = group["lr"], group["weight_decay"]
+    wide = torch.promote_types(param.dtype, torch.float32)
+    step += 1
+    t = step.to(torch.float64) if param.device.type != "mps" else step
+    g = grad.to(wide)
+    for factor in (clip, None if grad_scale is None else 1 / grad_scale):
+        g = g if factor is None else g * factor.to(g.device)
+    g = -g if group["maximize"] else g
+    p, m, v = (x.to(wide) for x in (param, exp_avg, exp_avg_sq))
+    if group["decoupled_weight_decay"]:
+        p = p - lr * weight_decay * p
+    else:
+        g = g + weight_decay * p
+    m, v = torch.lerp(m, g, 1 - beta1), torch.lerp(v, g * g, 1 - beta2)
+    u = v
+    if max_exp_avg_sq is not None:
+        u = torch.maximum(max_exp_avg_sq.to(wide), v)
+        max_exp_avg_sq.copy_(u)
+    denominator = u.sqrt() / (1 - beta2**t).sqrt() + group["eps"]
+    param.copy_(p - lr / (1 - beta1**t) * m / denominator)
+    exp_avg.copy_(m)
+    exp_avg_sq.copy_(v)

@@ -1,0 +1,132 @@
+"""The norm of all gradients. Contract: ``csrc/tigon/ops/adamw/grad_norm.h``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import torch
+
+from tigon._op import has_kernel, raw
+from tigon.error import check, refuse
+
+
+def _fake(grads, max_norm, grad_scale):
+    like = grads[0]
+    return like.new_empty((), dtype=torch.float64), *(like.new_empty((), dtype=torch.float32) for _ in "12")
+
+
+# (grads, max_norm, grad_scale) -> sum of squares float64, norm and factor float32.
+_grad_norm = raw("grad_norm", _fake, op="grad_norm")
+
+
+@functools.cache
+def _dtensor() -> type:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor
+
+
+def is_dtensor(t: torch.Tensor) -> bool:
+    """Whether t is sharded or replicated over a device mesh."""
+    return type(t) not in (torch.Tensor, torch.nn.Parameter) and isinstance(t, _dtensor())
+
+
+def local(t: torch.Tensor) -> torch.Tensor:
+    """This process' part of a DTensor, any other tensor itself."""
+    return t._local_tensor if is_dtensor(t) else t
+
+
+def _process_groups(t: torch.Tensor) -> tuple:
+    """Over which groups the squares of a tensor's parts are to be added."""
+    if not is_dtensor(t):
+        return ()
+    mesh, groups = t.device_mesh, []
+    for i, placement in enumerate(t.placements):
+        if placement.is_shard():
+            groups.append(mesh.get_group(i))
+        elif not placement.is_replicate():
+            refuse("grad_norm", "gradients must be sharded or replicated, got a DTensor that is {}", placement)
+    return tuple(groups)
+
+
+def _total(grads: list[torch.Tensor]) -> torch.Tensor:
+    if has_kernel("grad_norm", *grads):
+        return _grad_norm(grads, 0.0, None)[0]
+    return torch.stack([g.detach().double().square().sum() for g in grads]).sum()
+
+
+@torch.no_grad()
+def global_norm(
+    grads: list[torch.Tensor], max_norm: float = float("inf"), grad_scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm, factor that clips it to `max_norm`) as float32 scalars on the first gradient's device.
+
+    Gradients may lie on several devices and, as DTensors, on several processes, which then all call this.
+    """
+    for g in grads:
+        if g.layout != torch.strided or g.is_complex():
+            refuse("grad_norm", "gradients must be dense and real, got {} of {}", g.layout, g.dtype)
+    parts: dict[tuple, list] = {}
+    for g in grads:
+        parts.setdefault((g.device, _process_groups(g)), []).append(local(g))
+    (device, groups), first = next(iter(parts.items()))
+    if len(parts) == 1 and not groups and has_kernel("grad_norm", *first):
+        return _grad_norm(first, float(max_norm), grad_scale)[1:]
+    totals = []
+    for (_, groups), tensors in parts.items():
+        total = _total(tensors)
+        for group in groups:
+            torch.distributed.all_reduce(total, group=group)
+        totals.append(total.to(device))
+    norm = torch.stack(totals).sum().sqrt()
+    if grad_scale is not None:
+        norm = norm / grad_scale.to(device)
+    return norm.float(), (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Scale gradients in place so that their norm is at most `max_norm`: ``torch.nn.utils.clip_grad_norm_``.
+
+    Args:
+        parameters: one or several; those without a gradient are passed over. DTensors (FSDP2, tensor
+            parallel) and several devices may be mixed; with DTensors every process calls this.
+        max_norm: of all gradients as one vector.
+        norm_type: other than 2 is left to PyTorch.
+        error_if_nonfinite: raise where the norm is infinite or NaN. This waits for the device.
+        foreach: for PyTorch's function alone.
+
+    Returns:
+        The norm before: float32, a scalar, on the device of the first gradient. PyTorch's has the gradients'
+        dtype: in bfloat16 three digits. Deterministic, read from each gradient once, right to 1e-6 of it.
+
+    Raises:
+        tigon.Error: gradients that are sparse or complex; with `error_if_nonfinite` a norm that is not finite.
+
+    Source: Pascanu et al. 2013, "On the difficulty of training recurrent neural networks", arXiv:1211.5063,
+    algorithm 1.
+    """
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if float(norm_type) != 2.0:
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    if not grads:
+        return torch.tensor(0.0)
+    check("clip_grad_norm_", max_norm >= 0, "max_norm must be >= 0, got {}", max_norm)
+    norm, factor = global_norm(grads, max_norm)
+    if error_if_nonfinite:
+        check("clip_grad_norm_", bool(norm.isfinite()), "the norm of all gradients must be finite, got {}",
+              float(norm))  # fmt: skip
+    by_kind: dict[tuple, list] = {}
+    for g in grads:
+        by_kind.setdefault((g.device, g.dtype), []).append(local(g))
+    for (device, _), tensors in by_kind.items():
+        torch._foreach_mul_(tensors, factor.to(device))
+    return norm

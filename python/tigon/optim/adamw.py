@@ -1,0 +1,347 @@
+"""``tigon.optim.AdamW``: PyTorch's AdamW in one launch, its 16-bit parameters rounded as one chooses."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from tigon._op import has_kernel
+from tigon.error import check, refuse
+from tigon.ops.adamw import ROUNDINGS, TensorList, adamw_, reference_
+from tigon.ops.grad_norm import global_norm, is_dtensor, local
+
+_OP = "AdamW"
+_HALF = (torch.bfloat16, torch.float16)
+_FLOATS = (*_HALF, torch.float32)
+# What a rounding keeps of a 16-bit parameter besides.
+_EXTRAS = {"split": ("param_low", torch.int16), "master": ("master_param", torch.float32)}
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW (decoupled weight decay): ``torch.optim.AdamW`` at the speed of a copy.
+
+    Parameters of any sizes, dtypes and groups are updated by one launch per device, and nothing waits for the
+    device. ``state_dict`` and PyTorch's are loaded by each other.
+
+    Args:
+        params: parameters or groups of them, float32, bfloat16, float16 or (plain PyTorch) float64. Strided,
+            dense in any order of dimensions; DTensors (FSDP2, tensor parallel) by their local parts.
+        lr: number or tensor of one element.
+        betas: of the two moments, in [0, 1).
+        eps: added to the denominator.
+        weight_decay: decoupled, unless `decoupled_weight_decay` is false: then Adam with L2.
+        amsgrad: divide by the largest second moment so far.
+        maximize: ascend.
+        rounding: of 16-bit parameters. ``nearest``: as PyTorch; small updates are lost. ``stochastic``: up or
+            down at random, right in the mean, no memory. ``split``: bfloat16 alone; 16 more bits in
+            ``state["param_low"]`` make it an exact float32. ``master``: a float32 copy,
+            ``state["master_param"]``. The last two follow the same trajectory.
+        moment_dtype: of exp_avg and exp_avg_sq, one or a pair; float32, bfloat16, or ``None``: the parameter's.
+        max_grad_norm: clip the norm of all gradients to it, in the same reads. The norm before is
+            ``optimizer.grad_norm``, a float32 scalar on the device.
+        seed: of ``stochastic``; the bits follow from it, the step and the place of an element among all
+            parameters, whatever the device.
+        capturable: keep steps on the device, so that a CUDA graph can be captured.
+        decoupled_weight_decay: see `weight_decay`.
+        foreach, fused, differentiable: taken for compatibility; the first two change nothing.
+
+    Raises:
+        tigon.Error: options or parameters that do not fit; sparse or complex gradients; a parameter that was
+            resized, moved or given another layout after its state was made. Nothing was modified.
+
+    Source: Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization", arXiv:1711.05101, algorithm 2.
+    """
+
+    # GradScaler hands over grad_scale and found_inf and waits for nothing.
+    _step_supports_amp_scaling = True
+
+    def __init__(
+        self,
+        params,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        rounding: str = "nearest",
+        moment_dtype: torch.dtype | tuple[torch.dtype | None, torch.dtype | None] | None = None,
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+        capturable: bool = False,
+        decoupled_weight_decay: bool = True,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
+    ) -> None:
+        pair = moment_dtype if isinstance(moment_dtype, tuple) else (moment_dtype, moment_dtype)
+        check(_OP, rounding in ROUNDINGS, "rounding must be one of {}, got {!r}", ROUNDINGS, rounding)
+        known = len(pair) == 2 and all(t in (None, torch.float32, torch.bfloat16) for t in pair)
+        check(_OP, known, "moment_dtype must be float32, bfloat16, None or a pair of them, got {}", moment_dtype)
+        positive = max_grad_norm is None or max_grad_norm > 0
+        check(_OP, positive, "max_grad_norm must be > 0 or None, got {}", max_grad_norm)
+        check(_OP, 0 <= seed < 2**63, "seed must be in [0, 2^63), got {}", seed)
+        check(_OP, not differentiable, "differentiable must be False: no derivatives run through an update")
+        self.rounding, self.moment_dtype, self.seed = rounding, pair, seed
+        self.max_grad_norm = max_grad_norm
+        self.grad_norm: torch.Tensor | None = None
+        self.updates_in_backward = False  # step_in_backward is at work
+        self._places: dict[torch.Tensor, int] = {}
+        self._factor: torch.Tensor | None = None  # of clip_grad_norm_, for the next step
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad,
+            "maximize": maximize, "foreach": foreach, "capturable": capturable, "differentiable": False,
+            "fused": fused, "decoupled_weight_decay": decoupled_weight_decay,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in PyTorch; what cannot be updated is refused."""
+        group = {**self.defaults, **param_group}
+        lr, betas, eps, decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
+        one = not isinstance(lr, torch.Tensor) or lr.numel() == 1
+        check(_OP, one, "lr must be a number or a tensor of one element, got {}", lr)
+        on_device = isinstance(lr, torch.Tensor) and lr.device.type != "cpu"
+        check(_OP, on_device or float(lr) >= 0, "lr must be >= 0, got {}", lr)
+        check(_OP, all(0 <= float(b) < 1 for b in betas), "betas must be in [0, 1), got {}", betas)
+        check(_OP, eps >= 0, "eps must be >= 0, got {}", eps)
+        check(_OP, decay >= 0, "weight_decay must be >= 0, got {}", decay)
+        super().add_param_group(param_group)
+        params = self.param_groups[-1]["params"] = list(dict.fromkeys(self.param_groups[-1]["params"]))
+        for p in params:
+            if not p.is_floating_point():
+                self.param_groups.pop()
+                refuse(_OP, "params must be real floats, got {}", p.dtype)
+
+    def __getstate__(self):
+        own = ("rounding", "moment_dtype", "seed", "max_grad_norm", "grad_norm", "updates_in_backward",
+               "_places", "_factor")  # fmt: skip
+        return super().__getstate__() | {name: getattr(self, name) for name in own}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    # --- the step
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update. `closure` reevaluates the model and returns the loss, which is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            capturable = all(group["capturable"] for group in self.param_groups)
+            check(_OP, capturable, "capturable must be True where a CUDA graph captures the step, got False")
+        if self.updates_in_backward and scale is not None:
+            refuse(_OP, "a GradScaler must not be used with step_in_backward: its verdict on the gradients "
+                   "comes when they have been used")  # fmt: skip
+        groups = [(group, group["params"]) for group in self.param_groups]
+        clip = self._factor if self.max_grad_norm is None else self._clip(self.max_grad_norm, scale)
+        self._factor = None
+        self._update(groups, clip, scale, found_inf)
+        return loss
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip the norm of all gradients to `max_norm` in the next :meth:`step`, which reads them anyway.
+
+        Gradients themselves stay as they are.
+
+        Returns:
+            The norm before, a float32 scalar on the device; ``optimizer.grad_norm`` too.
+        """
+        check(_OP, max_norm >= 0, "max_norm must be >= 0, got {}", max_norm)
+        if self.updates_in_backward:
+            refuse(_OP, "clip_grad_norm_ must not be called with step_in_backward: gradients are gone")
+        self._factor = self._clip(max_norm)
+        return torch.zeros(()) if self._factor is None else self.grad_norm
+
+    def has_all_gradients_of(self, parameters) -> bool:
+        """Whether `parameters` with a gradient are those of this optimizer."""
+        ours = {p for group in self.param_groups for p in group["params"] if p.grad is not None}
+        return ours == {p for p in parameters if p.grad is not None}
+
+    @torch.no_grad()
+    def update_one(self, group: dict, p: torch.Tensor) -> None:
+        """The update of one parameter of a group alone, as :func:`step_in_backward` does it."""
+        self._update([(group, [p])])
+
+    def _update(self, groups, clip=None, scale=None, found_inf=None) -> None:
+        lists, others = self._collect(groups, found_inf)
+        for device, tensors in lists.items():
+            adamw_(
+                tensors, rounding=self.rounding, seed=self.seed, clip=_on(device, clip),
+                grad_scale=_on(device, scale), found_inf=_on(device, found_inf),
+            )  # fmt: skip
+        if others and not (found_inf is not None and found_inf.item()):
+            for group, p, state in others:
+                self._update_plainly(group, p, state, clip, scale)
+
+    def _collect(self, groups, found_inf) -> tuple[dict, list]:
+        """Every parameter with a gradient: a list for each device, and what has no kernel."""
+        lists: dict[torch.device, TensorList] = {}
+        others: list[tuple] = []
+        for group, params in groups:
+            sizes: dict[torch.device, int] = {}
+            for p in params:
+                grad = p.grad
+                if grad is None:
+                    continue
+                state = self._state_of(group, p, grad, found_inf)
+                if not has_kernel(_OP, p):
+                    others.append((group, p, state))
+                    continue
+                device = p.device
+                tensors = lists.get(device)
+                if tensors is None:
+                    tensors = lists[device] = TensorList()
+                self._append(tensors, group, p, grad, state)
+                sizes[device] = sizes.get(device, 0) + 1
+            for device, size in sizes.items():
+                lists[device].add_group(group, size, device)
+        return lists, others
+
+    def _append(self, tensors: TensorList, group: dict, p, grad, state: dict) -> None:
+        first = self._place_of(p) if self.rounding == "stochastic" else 0
+        key = _EXTRAS.get(self.rounding, ("",))[0] if p.dtype in _HALF else ""
+        if is_dtensor(p):
+            check(_OP, is_dtensor(grad) and grad.placements == p.placements, "the gradient of a DTensor must "
+                  "be one with the same placements, got {}", getattr(grad, "placements", type(grad).__name__)
+                  )  # fmt: skip
+            state = {name: local(value) for name, value in state.items()}
+            p, grad = local(p), local(grad)
+        tensors.params.append(p)
+        tensors.grads.append(grad)
+        tensors.exp_avgs.append(state["exp_avg"])
+        tensors.exp_avg_sqs.append(state["exp_avg_sq"])
+        if group["amsgrad"]:
+            tensors.max_exp_avg_sqs.append(state["max_exp_avg_sq"])
+        if key:
+            tensors.extras.append(state[key])
+        tensors.steps.append(state["step"])
+        tensors.first.append(first)
+
+    def _place_of(self, p) -> int:
+        """Where a parameter's stream of random bits begins: at the elements of those before it."""
+        if p not in self._places:
+            self._places.clear()
+            place = 0
+            for q in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
+                self._places[q] = place + (_offset_of(q) if is_dtensor(q) else 0)
+                place += (q.numel() + 7) // 8 * 8
+        return self._places[p]
+
+    def _update_plainly(self, group, p, state, clip, scale) -> None:
+        parts = [local(state[n]) if n in state else None for n in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")]
+        if not group["amsgrad"]:
+            parts[2] = None
+        reference_(local(p), local(p.grad), *parts, state["step"], group, clip, scale)
+
+    def _clip(self, max_norm: float, scale: torch.Tensor | None = None) -> torch.Tensor | None:
+        """The factor of all gradients."""
+        grads = []
+        for p in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
+            if getattr(p, "_fsdp_flattened", False) or hasattr(p, "_is_flat_param"):
+                refuse(_OP, "max_grad_norm must be None under FSDP1, whose shards do not tell of each other: "
+                       "call model.clip_grad_norm_")  # fmt: skip
+            if p.grad is not None:
+                grads.append(p.grad)
+        if not grads:
+            return None
+        self.grad_norm, factor = global_norm(grads, max_norm, _on(grads[0].device, scale))
+        return factor
+
+    # --- state
+
+    def _state_of(self, group: dict, p, grad, found_inf) -> dict:
+        """The state of a parameter, made or completed where it is not there."""
+        if grad.layout != torch.strided:
+            refuse(_OP, "gradients must be dense, got {} (torch.optim.SparseAdam takes sparse ones)", grad.layout)
+        state = self.state[p]
+        if "exp_avg_sq" not in state:
+            for name, dtype in zip(("exp_avg", "exp_avg_sq"), self._moment_dtypes(p), strict=True):
+                state[name] = _zeros(p, dtype)
+            state["step"] = torch.zeros((), dtype=torch.float32)
+        if group["amsgrad"] and "max_exp_avg_sq" not in state:
+            state["max_exp_avg_sq"] = _zeros(p, state["exp_avg_sq"].dtype)
+        key = _EXTRAS.get(self.rounding, ("",))[0]
+        if key and key not in state and p.dtype in _HALF:
+            state[key] = _zeros(p, torch.int16) if key == "param_low" else p.detach().float()
+        # Where the device decides whether a step is done, or a graph replays it, the device counts.
+        if (group["capturable"] or (found_inf is not None and p.is_cuda)) and not state["step"].is_cuda:
+            state["step"] = state["step"].to(p.device)
+        return state
+
+    def _moment_dtypes(self, p) -> tuple[torch.dtype, torch.dtype]:
+        if p.dtype not in _FLOATS:
+            return p.dtype, p.dtype
+        return tuple(dtype or p.dtype for dtype in self.moment_dtype)
+
+    def load_state_dict(self, state_dict) -> None:
+        """As in PyTorch; moments keep their dtype here, and what a rounding keeps besides is restored."""
+        seen = {}
+        handle = self.register_load_state_dict_pre_hook(lambda _, loaded: seen.update(loaded))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        ids = itertools.chain.from_iterable(group["params"] for group in seen["param_groups"])
+        for group in self.param_groups:
+            for p, saved in zip(group["params"], ids, strict=False):
+                if saved in seen["state"]:
+                    self.state[p] = self._restored(group, p, seen["state"][saved])
+
+    def _restored(self, group: dict, p, saved: dict) -> dict:
+        dtypes = dict(zip(("exp_avg", "exp_avg_sq"), self._moment_dtypes(p), strict=True))
+        dtypes["max_exp_avg_sq"] = dtypes["exp_avg_sq"]
+        state = {}
+        for name, value in saved.items():
+            kept = {extra: dtype for extra, dtype in _EXTRAS.values()}.get(name)
+            if name == "step":
+                where = p.device if group["capturable"] else "cpu"
+                step = value.detach().clone() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+                state[name] = step.to(where, torch.float32)
+            elif kept is None:
+                is_tensor = isinstance(value, torch.Tensor)
+                state[name] = _laid_out(p, value, dtypes.get(name, value.dtype)) if is_tensor else value
+            # One that another optimizer has rounded is lost; one of another rounding is of no use.
+            elif value.dtype == kept and _EXTRAS.get(self.rounding, ("",))[0] == name:
+                state[name] = _laid_out(p, value, kept)
+        return state
+
+
+def _on(device: torch.device, scalar: torch.Tensor | None) -> torch.Tensor | None:
+    """A float32 scalar where it is needed."""
+    return None if scalar is None else scalar.to(device, torch.float32, non_blocking=True)
+
+
+def _zeros(p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
+
+
+def _laid_out(p: torch.Tensor, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A loaded tensor on p's device and with its strides."""
+    value = value.to(p.device, dtype)
+    if is_dtensor(p) or value.shape != p.shape or value.stride() == p.stride():
+        return value
+    return torch.empty_like(p, dtype=dtype).copy_(value)
+
+
+def _offset_of(p: torch.Tensor) -> int:
+    """Where the local part of a DTensor begins among its elements; parts by another dimension than the first
+    take the place of their first element, which is their own as well."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    place = 0
+    for size, at in zip(p.shape, offset, strict=True):
+        place = place * size + at
+    return place

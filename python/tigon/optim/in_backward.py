@@ -1,0 +1,92 @@
+"""The update of a parameter as soon as its gradient is complete."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from tigon.error import check, refuse
+from tigon.ops.grad_norm import is_dtensor
+from tigon.optim.adamw import AdamW
+
+_OP = "step_in_backward"
+
+
+class StepInBackward:
+    """What :func:`step_in_backward` returns."""
+
+    def __init__(self, optimizer: AdamW) -> None:
+        self.optimizer = optimizer
+        self._paused = False
+        self._handles = []
+        self._group_of = {}  # by number: load_state_dict makes new groups
+        for i, group in enumerate(optimizer.param_groups):
+            for p in group["params"]:
+                self._group_of[p] = i
+                if p.requires_grad:
+                    self._handles.append(p.register_post_accumulate_grad_hook(self._update))
+        optimizer.updates_in_backward = True
+
+    def _update(self, p: torch.Tensor) -> None:
+        if self._paused or p.grad is None:
+            return
+        optimizer = self.optimizer
+        _refuse_what_needs_all(optimizer)
+        together = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if together and torch.distributed.get_world_size() > 1 and not is_dtensor(p):
+            refuse(_OP, "parameters of several processes must be DTensors (FSDP2), got a plain one: its "
+                   "gradient would be that of one process (DDP adds them later)")  # fmt: skip
+        optimizer.update_one(optimizer.param_groups[self._group_of[p]], p)
+        p.grad = None
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Backward passes inside only add to the gradients; the next one outside updates with the sum."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def undo(self) -> None:
+        """Updates happen in ``optimizer.step()`` again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.optimizer.updates_in_backward = False
+
+
+def step_in_backward(optimizer: AdamW) -> StepInBackward:
+    """Update every parameter inside the backward, as soon as its gradient is complete, and free the gradient.
+
+    The gradients of a model are then never there at a time: two bytes a parameter less in bfloat16. The
+    updates are bit for bit those of ``optimizer.step()``, which may still be called, for the sake of learning
+    rate schedulers, and finds nothing to do; a new learning rate counts from the next backward on.
+
+    Args:
+        optimizer: a :class:`tigon.optim.AdamW`. Groups added later are not covered.
+
+    Returns:
+        A handle: ``accumulate()``, a context for all but the last backward of gradient accumulation, in which
+        gradients are kept; ``undo()``.
+
+    Raises:
+        tigon.Error: another optimizer; ``max_grad_norm``, which needs all gradients before the first update;
+            in the backward, a GradScaler, for the same reason, and parameters of several processes that are
+            no DTensors (DDP adds gradients after this hook).
+    """
+    check(_OP, isinstance(optimizer, AdamW), "optimizer must be a tigon.optim.AdamW, got {}",
+          type(optimizer).__name__)  # fmt: skip
+    _refuse_what_needs_all(optimizer)
+    params = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    for p in params:
+        check(_OP, p.is_leaf, "params must be leaves, got one that is a result")
+    return StepInBackward(optimizer)
+
+
+def _refuse_what_needs_all(optimizer: AdamW) -> None:
+    check(_OP, optimizer.max_grad_norm is None, "max_grad_norm must be None, got {}: the norm of all gradients "
+          "is known only when the first of them are gone", optimizer.max_grad_norm)  # fmt: skip

@@ -1,0 +1,193 @@
+"""Cases of linear_policy: policy-gradient losses under a linear head, without logits."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from . import linear_preference, policy
+from .case import Case, Inputs, Maker, bench_case, params, test_case
+from .linear_preference import log_probs, shifted
+
+NAME = "linear_policy"
+LOSS = True
+
+DEFAULTS = {
+    "answers": 3,
+    "T": 7,
+    "H": 32,
+    "V": 67,
+    "bias": False,
+    "lora": 0,  # rank
+    "masked": 0.3,
+    "empty": (),
+    "old": 0.2,
+    "ref": None,
+    "importance": None,
+    "per_token": False,
+    "softcap": None,
+    "logit_scale": 1.0,
+    "temperature": 1.0,
+    "shift": False,
+    "chunk_rows": None,
+    "scale": 2.0,
+    "grads": (0, 1),
+    "options": {},
+}
+KL = {"kl": 0.1, "entropy": 0.05}
+
+
+def _of_every_kind(kind: str) -> list[Case]:
+    def case(name, **more):
+        options = {"kind": kind} | more.pop("options", {})
+        return test_case(f"{kind}_{name}", options=options, **more)
+
+    # All gradients of an answer share the error of one factor: many answers, else one draw says little.
+    few = 32 if kind == "vespo" else 5
+    return [
+        case("3x7", answers=32 if kind == "vespo" else 3),
+        case("on_policy", answers=few, old=None),
+        case("chunks", answers=few, T=11, chunk_rows=8),
+        case("everything", ref=0.3, importance="token", options=KL, answers=few, T=9, chunk_rows=20),
+        case("sequence", answers=few, T=9, chunk_rows=20, options={"level": "sequence",
+        "normalise": "sequence"}),
+        case("sequence_of_several_chunks", answers=few, T=20, chunk_rows=7, ref=0.3,
+             options={"level": "sequence", "kl_corrected": True, **KL}),
+    ]  # fmt: skip
+
+
+CASES = [case for kind in policy.CASES_OF for case in _of_every_kind(kind)]
+CASES += [
+    # On the policy the ratio is a constant to finite differences.
+    test_case("small", small=True, answers=2, T=5, H=9, V=17, options={"entropy": 0.1}),
+    test_case("small_sequence", small=True, answers=2, T=5, H=9, V=17, ref=0.3,
+    options={"level": "sequence", "kl": 0.1}),
+    test_case("entropy", options={"entropy": 0.3}),
+    test_case("entropy_frozen", grads=(0,), options={"entropy": 0.3}),
+    test_case("entropy_mean", options={"entropy": 0.3, "entropy_denominator": 5.0}),
+    test_case("sum", answers=32, old=0.05, options={"level": "sum", "normalise": "sequence"}),
+    test_case("length", options={"normalise": "length"}),
+    test_case("denominator", options={"denominator": 30.0}),
+    test_case("delta", old=0.8, options={"delta": 1.3}),
+    test_case("per_token", per_token=True, importance="answer"),
+    test_case("bias", bias=True, chunk_rows=8),
+    test_case("lora", lora=4, options={"entropy": 0.1}),
+    test_case("lora_chunks", lora=4, chunk_rows=8, bias=True),
+    test_case("frozen", grads=(0,), chunk_rows=8),
+    test_case("hidden_frozen", grads=(1,), chunk_rows=8),
+    test_case("softcap", softcap=5.0, temperature=0.7, logit_scale=1.3, options={"entropy": 0.1}),
+    test_case("shift", shift=True),
+    test_case("unmasked", masked=0.0, answers=5, T=11, chunk_rows=16),
+    test_case("all_masked", masked=1.0, options={"level": "sequence", "normalise": "sequence"}),
+    test_case("no_answers", answers=0),
+    test_case("no_tokens", T=0),
+    test_case("many", answers=20, T=120, H=33, V=51),
+    bench_case("8x1024x4096x128256", answers=8, T=1024, H=4096, V=128256, masked=0.0, scale=0.2),
+    bench_case("8x1024_sequence", answers=8, T=1024, H=4096, V=128256, masked=0.0, scale=0.2,
+               options={"level": "sequence", "normalise": "sequence"}),
+    bench_case("8x1024_entropy", answers=8, T=1024, H=4096, V=128256, masked=0.0, scale=0.2,
+               options={"entropy": 0.01}),
+    bench_case("4x128x256x4096", "bench_cpu", answers=4, T=128, H=256, V=4096, masked=0.0),
+    bench_case("4x16x32x512", "smoke", answers=4, T=16, H=32, V=512, masked=0.0),
+]  # fmt: skip
+
+
+def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
+    """Draw the inputs of a case."""
+    p = params(case, DEFAULTS)
+    draw = Maker(case, device, dtype, seed)
+    answers, tokens, size, vocab = p["answers"], p["T"], p["H"], p["V"]
+    hidden = draw.randn(answers, tokens, size)
+    weight = draw.randn(vocab, size, scale=p["scale"] / math.sqrt(size))
+    target = draw.labels(vocab, answers, tokens, masked=p["masked"])
+    kwargs = {"chunk_rows": p["chunk_rows"], "shift": p["shift"], **p["options"]}
+    kwargs |= {"softcap": p["softcap"], "temperature": p["temperature"], "logit_scale": p["logit_scale"]}
+    grad_kwargs = ()
+    if p["bias"]:
+        kwargs["bias"], grad_kwargs = draw.randn(vocab), ("bias",)
+    if p["lora"]:
+        kwargs["lora_a"] = draw.randn(p["lora"], size, scale=1 / math.sqrt(size))
+        kwargs["lora_b"] = draw.randn(vocab, p["lora"])
+        grad_kwargs = (*grad_kwargs, "lora_a", "lora_b")
+    # Near the log-probabilities that the head will find.
+    labels = shifted(target) if p["shift"] else target
+    form = {name: kwargs[name] for name in ("softcap", "temperature", "logit_scale")}
+    tensors = {name: kwargs[name].double() for name in ("bias", "lora_a", "lora_b") if name in kwargs}
+    near, _ = log_probs(hidden.double(), weight.double(), labels, **form, **tensors)
+    for name in ("old", "ref"):
+        if p[name] is not None:
+            kwargs[name] = (near + draw.randn(answers, tokens, scale=p[name], dtype=torch.float64)).float()
+    if p["importance"] is not None:
+        sizes = (answers, tokens) if p["importance"] == "token" else (answers,)
+        kwargs["importance"] = draw.randn(*sizes, scale=0.3, dtype=torch.float32).exp()
+    advantage = draw.randn(*((answers, tokens) if p["per_token"] else (answers,)), dtype=torch.float32)
+    return Inputs(
+        args=(hidden, weight, target, advantage), kwargs=kwargs, grads=p["grads"], grad_kwargs=grad_kwargs
+    )
+
+
+def tigon_fn(hidden, weight, target, advantage, *, lora_a=None, lora_b=None, **options):
+    """Tigon's own."""
+    import tigon
+
+    if lora_a is not None:
+        options["lora"] = (lora_a, lora_b, 0.5)
+    result = tigon.linear_policy(hidden, weight, target, advantage, **options)
+    return tuple(t for t in result if t is not None)
+
+
+def eager_fn(
+    hidden, weight, target, advantage, *, shift=False, chunk_rows=None, bias=None, softcap=None,
+    temperature=1.0,
+    logit_scale=1.0, lora_a=None, lora_b=None, **options,
+):  # fmt: skip
+    """The logits, then the trainers' formulas."""
+    del chunk_rows
+    target = shifted(target) if shift else target
+    log_prob, entropies = log_probs(
+        hidden, weight, target, bias=bias, softcap=softcap, temperature=temperature, logit_scale=logit_scale,
+        lora_a=lora_a, lora_b=lora_b,
+    )  # fmt: skip
+    mask = target != -100
+    loss, *rest = policy.eager_fn(log_prob, advantage, mask=mask, entropies=entropies, **options)
+    return loss, *(t.masked_fill(~mask, 0.0).detach() for t in (log_prob, entropies)), *rest
+
+
+def oracle_fn(hidden, weight, target, advantage, **options):
+    """The same for fp64."""
+    return eager_fn(hidden, weight, target, advantage, **options)
+
+
+def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
+    """Compute bound: operands and gradients."""
+    return linear_preference.bytes_fwd(_as_preference(case), dtype)
+
+
+def flops_fwd(case: Case) -> int:
+    """The products of a step, of rows that count."""
+    return linear_preference.flops_fwd(_as_preference(case))
+
+
+def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
+    """The gradients are there already."""
+    return 0
+
+
+def flops_bwd(case: Case) -> int:
+    """None."""
+    return 0
+
+
+def gemms(inputs: Inputs, step: bool) -> list:
+    """The bare products."""
+    three = Inputs(args=inputs.args[:3], grads=inputs.grads)
+    return linear_preference.gemms(three, step)
+
+
+def _as_preference(case: Case) -> Case:
+    same = {name: value for name, value in case.params.items() if name in linear_preference.DEFAULTS}
+    return Case(case.name, {"answers": DEFAULTS["answers"]} | same, case.tags)
+
+
+PEERS = {}

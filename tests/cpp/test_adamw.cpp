@@ -1,0 +1,341 @@
+// AdamW in the core: its formula against an independent one in double, roundings, random bits against known answers, bitwise
+// promises, refusals; and the norm of gradients.
+#include "tigon/ops/adamw/adamw.h"
+
+#include "table.h"
+#include "tigon/ops/adamw/grad_norm.h"
+
+namespace tigon::test {
+namespace oracle {
+#include "tigon/ops/adamw/adamw_bits.inc"
+#include "tigon/ops/adamw/adamw_math.inc"
+}  // namespace oracle
+
+namespace {
+
+// The streams of one parameter.
+struct State {
+  Table param, grad, avg, sq, most, low, master, step;
+  bool amsgrad = false;
+  AdamwRounding rounding;
+
+  State(DType p, DType g, DType m, DType v, int64_t n, AdamwRounding r, unsigned seed)
+      : param(Table::column(p, n)),
+        grad(Table::column(g, n)),
+        avg(Table::column(m, n)),
+        sq(Table::column(v, n)),
+        most(Table::column(v, n)),
+        low(Table::column(DType::bf16, n)),
+        master(Table::column(DType::f32, n)),
+        step(Table::column(DType::f32, 1)),
+        rounding(r) {
+    param.normal(seed), grad.normal(seed + 1, 0.1);
+    auto zero = [](int64_t, int64_t) { return 0.0; };
+    avg.fill(zero), sq.fill(zero), most.fill(zero), low.fill(zero), step.fill(zero);
+    master.fill([&](int64_t, int64_t c) { return param(c); });
+  }
+  AdamwTensor tensor() {
+    AdamwTensor t{.param = param.vector(),
+                  .grad = grad.vector(),
+                  .exp_avg = avg.vector(),
+                  .exp_avg_sq = sq.vector(),
+                  .step = step.vector()};
+    if (amsgrad) t.max_exp_avg_sq = most.vector();
+    if (rounding == AdamwRounding::split && param.dtype() == DType::bf16)
+      t.low = low.vector(), t.low.dtype = DType::i16;
+    if (rounding == AdamwRounding::master && param.dtype() != DType::f32) t.master = master.vector();
+    return t;
+  }
+  std::vector<Table> results() const { return {param, avg, sq, most, low, master, step}; }
+};
+
+void run(Context& ctx, std::vector<AdamwTensor> tensors, const AdamwGroup& group,
+         AdamwRounding rounding = AdamwRounding::nearest, uint64_t seed = 7) {
+  adamw(ctx, {.tensors = tensors, .groups = {&group, 1}, .rounding = rounding, .seed = seed});
+}
+
+// Algorithm 2 of the paper as it is printed, in double.
+struct Exact {
+  double p, m = 0, v = 0, u = 0;
+  int t = 0;
+  void step(double g, const AdamwGroup& o, bool amsgrad) {
+    ++t;
+    if (o.maximize) g = -g;
+    if (!o.decoupled) g += o.weight_decay * p;
+    double decay = o.decoupled ? o.lr * o.weight_decay * p : 0.0;
+    m = o.beta1 * m + (1 - o.beta1) * g;
+    v = o.beta2 * v + (1 - o.beta2) * g * g;
+    u = amsgrad ? std::max(u, v) : v;
+    double hat_m = m / (1 - std::pow(o.beta1, t)), hat_v = u / (1 - std::pow(o.beta2, t));
+    p -= decay + o.lr * hat_m / (std::sqrt(hat_v) + o.eps);
+  }
+};
+
+TEST_CASE("float32 against the paper's algorithm in double, over steps") {
+  auto ctx = make_cpu_context(2);
+  for (bool amsgrad : {false, true})
+    for (bool maximize : {false, true})
+      for (bool decoupled : {false, true}) {
+        AdamwGroup group{.lr = 1e-2, .weight_decay = 0.1, .decoupled = decoupled, .maximize = maximize};
+        State s(DType::f32, DType::f32, DType::f32, DType::f32, 1003, AdamwRounding::nearest, 1);
+        s.amsgrad = amsgrad;
+        std::vector<Exact> exact;
+        for (int64_t i = 0; i < 1003; ++i) exact.push_back({s.param(i)});
+        for (unsigned k = 0; k < 50; ++k) {
+          s.grad.normal(100 + k, k % 7 == 0 ? 3.0 : 0.1);
+          for (size_t i = 0; i < exact.size(); ++i) exact[i].step(s.grad(int64_t(i)), group, amsgrad);
+          run(*ctx, {s.tensor()}, group);
+        }
+        CHECK(s.step(0) == 50.0);
+        check_close("param", s.param, [&](int64_t, int64_t c) { return exact[size_t(c)].p; },
+                    [&](int64_t, int64_t c) { return 50 * 0x1p-24 * std::max(1.0, std::abs(exact[size_t(c)].p)); });
+        check_close("exp_avg_sq", s.sq, [&](int64_t, int64_t c) { return exact[size_t(c)].v; },
+                    [&](int64_t, int64_t c) { return 20 * 0x1p-24 * exact[size_t(c)].v; });
+      }
+}
+
+TEST_CASE("every combination of dtypes: one rounding of the formula in double") {
+  auto ctx = make_cpu_context(2);
+  AdamwGroup group{.lr = 1e-2};
+  for (DType p : kFloats)
+    for (DType g : {p, DType::f32})
+      for (DType m : {p, DType::f32, DType::bf16})
+        for (DType v : {p, DType::f32, DType::bf16}) {
+          INFO(text(p) << " " << text(g) << " " << text(m) << " " << text(v));
+          State s(p, g, m, v, 77, AdamwRounding::nearest, 3);
+          Exact e{};
+          State before = s;
+          run(*ctx, {s.tensor()}, group);
+          auto at = [&](int64_t c) {
+            e = {before.param(c)};
+            e.step(before.grad(c), group, false);
+            return e;
+          };
+          auto bound = [](DType t, double x) { return (1.01 * unit(t) + 8 * 0x1p-24) * std::abs(x) + tiny(t); };
+          check_close("param", s.param, [&](int64_t, int64_t c) { return at(c).p; },
+                      [&](int64_t, int64_t c) { return bound(p, at(c).p); });
+          check_close("exp_avg", s.avg, [&](int64_t, int64_t c) { return at(c).m; },
+                      [&](int64_t, int64_t c) { return bound(m, at(c).m); });
+          check_close("exp_avg_sq", s.sq, [&](int64_t, int64_t c) { return at(c).v; },
+                      [&](int64_t, int64_t c) { return bound(v, at(c).v); });
+        }
+}
+
+TEST_CASE("the shared formula in double is the paper's") {
+  AdamwGroup group{.lr = 1e-2, .weight_decay = 0.1};
+  struct {
+    double weight1, weight2, eps, decay, l2, scale, rate;
+  } c{0.1, 1e-3, 1e-8, -1e-3, 0.0, 1 / std::sqrt(1 - 0.999), -1e-2 / (1 - 0.9)};
+  c.weight1 = 1 - group.beta1, c.weight2 = 1 - group.beta2;
+  double p = 0.7, m = 0, v = 0;
+  Exact e{p};
+  e.step(0.3, group, false);
+  oracle::adamw_update(0.3, c, p, m, v, static_cast<double*>(nullptr));
+  CHECK(std::abs(p - e.p) < 1e-12);
+  CHECK(std::abs(m - e.m) < 1e-12);
+  CHECK(std::abs(v - e.v) < 1e-12);
+}
+
+// Known answers of Random123 (kat_vectors, philox4x32 with 10 rounds).
+TEST_CASE("Philox4x32-10") {
+  auto words = [](oracle::Random r) { return std::vector<uint32_t>(r.word, r.word + 4); };
+  CHECK(words(oracle::philox(0u, 0u, 0u, 0u, 0)) ==
+        std::vector<uint32_t>{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8});
+  CHECK(words(oracle::philox(~0u, ~0u, ~0u, ~0u, ~uint64_t(0))) ==
+        std::vector<uint32_t>{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd});
+  CHECK(words(oracle::philox(0x243f6a88u, 0x85a308d3u, 0x13198a2eu, 0x03707344u, 0x299f31d0a4093822u)) ==
+        std::vector<uint32_t>{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1});
+}
+
+TEST_CASE("halves of a master join again, and the upper one is the nearest") {
+  for (uint64_t k = 0; k < (uint64_t(1) << 32); k += 4099) {
+    uint32_t x = uint32_t(k);
+    for (uint32_t u : {x, (x & 0xffff0000u) | 0x8000u, x | 0xffffu}) {
+      uint32_t whole = oracle::splittable(u);
+      uint32_t upper = oracle::upper_half(whole), low = whole & 0xffffu;
+      REQUIRE(oracle::joined(upper & 0xffffu, low) == whole);
+      float value = std::bit_cast<float>(u), near = to_float(bf16{uint16_t(upper)});
+      float even = to_float(from_float<bf16>(value));
+      if (std::isnan(value))
+        REQUIRE(std::isnan(near));
+      else if ((u & 0xffffu) != 0x8000u)
+        REQUIRE(near == even);
+      else
+        REQUIRE(std::abs(near) >= std::abs(value));
+    }
+  }
+}
+
+TEST_CASE("stochastic rounding: one of two neighbours, with the right share of the 65536 draws") {
+  for (float x : {1.00390625f, -1.003f, 3e-39f, 1.5e-3f, -7.77e4f, 6e-8f, 2.9e-8f, 1e-5f, 65519.0f, 0.0f}) {
+    uint32_t u = std::bit_cast<uint32_t>(x);
+    double sum16 = 0, sumb = 0;
+    for (uint32_t r = 0; r < 65536; ++r) {
+      sumb += to_float(bf16{uint16_t(oracle::stochastic_bf16(u, r))});
+      sum16 += std::abs(x) < 65504 ? to_float(f16{uint16_t(oracle::stochastic_f16(u, r))}) : 0.0;
+    }
+    CHECK(sumb / 65536 == doctest::Approx(double(x)).epsilon(1e-7));
+    if (std::abs(x) < 65504 && std::abs(x) > 1e-9)
+      CHECK(std::abs(sum16 / 65536 - x) <= std::max(0x1p-14 * 0x1p-10 * std::abs(x), 0x1p-24 * 0x1p-16));
+  }
+  for (float x : {INFINITY, -INFINITY}) {
+    CHECK(to_float(bf16{uint16_t(oracle::stochastic_bf16(std::bit_cast<uint32_t>(x), 0xffffu))}) == x);
+    CHECK(to_float(f16{uint16_t(oracle::stochastic_f16(std::bit_cast<uint32_t>(x), 0xffffu))}) == x);
+  }
+  CHECK(std::isnan(to_float(bf16{uint16_t(oracle::stochastic_bf16(0x7f800001u, 0u))})));
+}
+
+// Bits do not depend on instruction set, threads, order or split of the list.
+TEST_CASE("the same bits everywhere") {
+  for (AdamwRounding r : {AdamwRounding::nearest, AdamwRounding::stochastic, AdamwRounding::split,
+                          AdamwRounding::master})
+    for (DType p : kFloats) {
+      if (r == AdamwRounding::split && p == DType::f16) continue;
+      INFO(name_of(r) << " " << text(p));
+      check_same_everywhere([&](Context& ctx) {
+        State a(p, p, p, DType::f32, 16400, r, 1), b(p, DType::f32, p, p, 23, r, 5);
+        a.amsgrad = true;
+        AdamwTensor ta = a.tensor(), tb = b.tensor();
+        tb.first = 16403;
+        for (int k = 0; k < 3; ++k) run(ctx, {ta, tb}, AdamwGroup{.lr = 1e-2}, r);
+        std::vector<Table> all = a.results(), more = b.results();
+        all.insert(all.end(), more.begin(), more.end());
+        return all;
+      });
+    }
+}
+
+TEST_CASE("any order and any split of a list gives the same bits") {
+  auto ctx = make_cpu_context(3);
+  for (AdamwRounding r : {AdamwRounding::nearest, AdamwRounding::stochastic, AdamwRounding::split}) {
+    const int64_t n = 40003, cut = 17001;
+    State whole(DType::bf16, DType::bf16, DType::bf16, DType::bf16, n, r, 9), parts = whole;
+    run(*ctx, {whole.tensor()}, AdamwGroup{}, r);
+    AdamwTensor first = parts.tensor(), second = first;
+    for (Vector AdamwTensor::* v : {&AdamwTensor::param, &AdamwTensor::grad, &AdamwTensor::exp_avg,
+                                    &AdamwTensor::exp_avg_sq, &AdamwTensor::low}) {
+      if (!(first.*v)) continue;
+      (second.*v).data = static_cast<char*>((first.*v).data) + cut * int64_t(size_of((first.*v).dtype));
+      (second.*v).size = n - cut, (first.*v).size = cut;
+    }
+    second.first = cut;
+    first.step = second.step = {};
+    run(*ctx, {second, first}, AdamwGroup{}, r);
+    CHECK(whole.param == parts.param);
+    CHECK(whole.avg == parts.avg);
+    CHECK(whole.sq == parts.sq);
+    CHECK(whole.low == parts.low);
+  }
+}
+
+TEST_CASE("split follows the trajectory of a master") {
+  auto ctx = make_cpu_context(2);
+  State split(DType::bf16, DType::bf16, DType::f32, DType::f32, 5001, AdamwRounding::split, 11),
+      master(DType::bf16, DType::bf16, DType::f32, DType::f32, 5001, AdamwRounding::master, 11),
+      wide(DType::f32, DType::f32, DType::f32, DType::f32, 5001, AdamwRounding::nearest, 11);
+  wide.param.fill([&](int64_t, int64_t c) { return split.param(c); });
+  for (unsigned k = 0; k < 20; ++k) {
+    for (State* s : {&split, &master}) s->grad.normal(50 + k, 0.01);
+    wide.grad.fill([&](int64_t, int64_t c) { return split.grad(c); });
+    for (State* s : {&split, &master, &wide}) run(*ctx, {s->tensor()}, AdamwGroup{.lr = 1e-4}, s->rounding);
+  }
+  CHECK(split.param == master.param);
+  CHECK(master.master == wide.param);
+  auto low = static_cast<const uint16_t*>(split.low.vector().data);
+  auto upper = static_cast<const uint16_t*>(split.param.vector().data);
+  auto whole = static_cast<const uint32_t*>(master.master.vector().data);
+  for (int64_t i = 0; i < 5001; ++i)
+    REQUIRE(oracle::joined(uint32_t(upper[i]), uint32_t(low[i])) == whole[i]);
+}
+
+TEST_CASE("scalars: clip, grad_scale, found_inf, lr") {
+  auto ctx = make_cpu_context(1);
+  State plain(DType::f32, DType::f32, DType::f32, DType::f32, 19, AdamwRounding::nearest, 1), scaled = plain;
+  scaled.grad.fill([&](int64_t, int64_t c) { return plain.grad(c) * 1024.0; });
+  float scale = 2048.0f, clip = 2.0f, found = 1.0f, none = 0.0f, lr = 1e-3f;
+  auto scalar = [](float& x) { return Vector{.data = &x, .dtype = DType::f32, .size = 1}; };
+  AdamwGroup group{}, on_device{.lr = -1.0, .lr_on_device = &lr};
+  std::vector<AdamwTensor> list{scaled.tensor()};
+  std::vector<Table> before = scaled.results();
+  adamw(*ctx, {.tensors = list, .groups = {&group, 1}, .found_inf = scalar(found)});
+  std::vector<Table> after = scaled.results();
+  for (size_t i = 0; i < before.size(); ++i) CHECK(before[i] == after[i]);
+  adamw(*ctx, {.tensors = list,
+               .groups = {&on_device, 1},
+               .clip = scalar(clip),
+               .grad_scale = scalar(scale),
+               .found_inf = scalar(none)});
+  group.lr = double(lr);
+  run(*ctx, {plain.tensor()}, group);
+  CHECK(plain.param == scaled.param);
+  CHECK(scaled.step(0) == 1.0);
+}
+
+TEST_CASE("an exp_avg_sq that overflowed freezes the parameter, as in PyTorch") {
+  auto ctx = make_cpu_context(1);
+  State s(DType::f32, DType::f32, DType::f32, DType::f32, 5, AdamwRounding::nearest, 1);
+  s.sq.fill([](int64_t, int64_t) { return INFINITY; });
+  run(*ctx, {s.tensor()}, AdamwGroup{.weight_decay = 0.0});
+  for (int64_t i = 0; i < 5; ++i) CHECK(std::isfinite(s.param(i)));
+}
+
+TEST_CASE("the norm of gradients") {
+  auto ctx = make_cpu_context(3);
+  std::vector<Table> grads;
+  double exact = 0.0;
+  for (DType t : kFloats)
+    for (int64_t n : {int64_t(0), int64_t(1), int64_t(77), int64_t(65536), int64_t(200001)}) {
+      grads.push_back(Table::column(t, n));
+      grads.back().normal(unsigned(n) + unsigned(t), 0.5);
+      for (int64_t i = 0; i < n; ++i) exact += grads.back()(i) * grads.back()(i);
+    }
+  std::vector<Vector> views;
+  for (Table& g : grads) views.push_back(g.vector());
+  check_same_everywhere([&](Context& any) {
+    Table total = Table::column(DType::f64, 1), norm = Table::column(DType::f32, 1), factor = norm;
+    grad_norm(any, {.grads = views,
+                    .max_norm = 10.0f,
+                    .total = total.vector(),
+                    .norm = norm.vector(),
+                    .factor = factor.vector()});
+    CHECK(total(0) == doctest::Approx(exact).epsilon(1e-7));
+    CHECK(norm(0) == doctest::Approx(std::sqrt(exact)).epsilon(1e-7));
+    CHECK(factor(0) == doctest::Approx(10.0 / (std::sqrt(exact) + 1e-6)).epsilon(1e-6));
+    return std::vector<Table>{total, norm, factor};
+  });
+}
+
+TEST_CASE("refusals, before anything is written") {
+  auto ctx = make_cpu_context(1);
+  auto refused = [&](auto&& spoil, const char* words) {
+    State s(DType::bf16, DType::bf16, DType::bf16, DType::bf16, 9, AdamwRounding::split, 1);
+    std::vector<Table> before = s.results();
+    AdamwGroup group{};
+    std::vector<AdamwTensor> list{s.tensor(), s.tensor()};
+    Adamw call{.tensors = list, .groups = {&group, 1}, .rounding = AdamwRounding::split};
+    spoil(list[1], group, call);
+    std::string message;
+    try {
+      adamw(*ctx, call);
+    } catch (const Error& e) {
+      message = e.what();
+    }
+    CHECK_MESSAGE(message.find(words) != std::string::npos, message, " lacks: ", words);
+    std::vector<Table> after = s.results();
+    for (size_t i = 0; i < before.size(); ++i) CHECK(before[i] == after[i]);
+  };
+  refused([](auto& t, auto&, auto&) { t.grad.size = 8; }, "grad must be [9], got [8]");
+  refused([](auto& t, auto&, auto&) { t.grad.dtype = DType::f16; }, "grad must be bfloat16 or float32");
+  refused([](auto& t, auto&, auto&) { t.exp_avg.dtype = DType::f16; }, "exp_avg must be float32, bfloat16");
+  refused([](auto& t, auto&, auto&) { t.low = {}; }, "low must be [9], got [0]");
+  refused([](auto& t, auto&, auto&) { t.master = t.param; }, "master must be absent");
+  refused([](auto& t, auto&, auto&) { t.group = 1; }, "group must be in [0, 1), got 1");
+  refused([](auto&, auto& g, auto&) { g.beta1 = 1.0; }, "betas[0] must be in [0, 1), got 1");
+  refused([](auto&, auto& g, auto&) { g.lr = -1.0; }, "lr must be >= 0, got -1");
+  refused([](auto&, auto& g, auto&) { g.eps = NAN; }, "eps must be >= 0, got nan");
+  refused([](auto& t, auto&, auto&) { t.step = {}, t.steps = -1; }, "steps must be in");
+  refused([](auto&, auto&, auto& c) { c.clip = {.data = &c, .dtype = DType::f64, .size = 1}; }, "clip must be");
+}
+
+}  // namespace
+}  // namespace tigon::test

@@ -1,0 +1,288 @@
+"""adamw_ and grad_norm on lists: bits, random bits, refusals. The optimizer itself: test_optim.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from checks import check_close, same_bits
+from native import bits_under
+
+import tigon
+from cases.adamw import LISTS
+from tigon.ops.adamw import ROUNDINGS, TensorList, adamw_, reference_
+from tigon.ops.grad_norm import clip_grad_norm_
+
+GROUP = {
+    "lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2, "decoupled_weight_decay": True,
+    "maximize": False, "amsgrad": False,
+}  # fmt: skip
+HALF = (torch.bfloat16, torch.float16)
+
+
+def make_list(params, rounding="nearest", seed=1, moments=None, on_device=False, **options) -> TensorList:
+    """A list of one group with random moments."""
+    made, first = TensorList(params=list(params)), 0
+    draw = torch.Generator().manual_seed(seed)
+
+    def random(p, scale, dtype=None):
+        x = torch.empty_like(p, dtype=dtype or p.dtype, requires_grad=False)
+        return x.copy_(torch.randn(p.shape, generator=draw) * scale)
+
+    for p in made.params:
+        made.grads.append(random(p, 0.1))
+        made.exp_avgs.append(random(p, 0.1, moments))
+        made.exp_avg_sqs.append(random(p, 0.1, moments).square_())
+        if options.get("amsgrad"):
+            made.max_exp_avg_sqs.append(random(p, 0.1, moments).square_())
+        if p.dtype in HALF and rounding == "split":
+            made.extras.append(torch.zeros_like(p, dtype=torch.int16, requires_grad=False))
+        if p.dtype in HALF and rounding == "master":
+            made.extras.append(p.detach().float())
+        made.steps.append(torch.tensor(3.0, device=p.device if on_device else "cpu"))
+        made.first.append(first)
+        first += (p.numel() + 7) // 8 * 8
+    made.add_group(GROUP | options, len(made.params), made.params[0].device)
+    return made
+
+
+def results(made: TensorList) -> list[torch.Tensor]:
+    """Everything that a call writes."""
+    names = ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "extras", "steps")
+    return [t for name in names for t in getattr(made, name)]
+
+
+def step(made: TensorList, **options) -> list[torch.Tensor]:
+    """One call, and copies of what it wrote."""
+    with torch.no_grad():
+        adamw_(made, **options)
+    return [t.detach().clone() for t in results(made)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("parameters", LISTS, ids=lambda p: p.name)
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_against_the_reference(parameters, dtype, amsgrad, device):
+    """Every list by the rule of checks.py, with the reference in the same precision and in float64."""
+    ours, eager, exact = (make_list(parameters.make(dtype, device), amsgrad=amsgrad) for _ in range(3))
+    step(ours)
+    for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
+        setattr(exact, name, [t.detach().double() for t in getattr(exact, name)])
+    for made in (eager, exact):
+        for i, p in enumerate(made.params):
+            most = made.max_exp_avg_sqs[i] if amsgrad else None
+            with torch.no_grad():
+                reference_(p, made.grads[i], made.exp_avgs[i], made.exp_avg_sqs[i], most, made.steps[i], GROUP)
+    for a, b, c in zip(results(ours), results(eager), results(exact), strict=True):
+        check_close(parameters.name, a.detach(), b.detach(), c)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_order_and_split_of_a_list(rounding, device):
+    """A list forwards, backwards and tensor by tensor: the same bits."""
+    parameters = LISTS[0]
+    whole = make_list(parameters.make(torch.bfloat16, device), rounding)
+    expected = step(whole, rounding=rounding, seed=5)
+    for order in (range(len(whole.params)), reversed(range(len(whole.params)))):
+        made = make_list(parameters.make(torch.bfloat16, device), rounding)
+        for i in order:
+            one = TensorList()
+            for name in ("params", "grads", "exp_avgs", "exp_avg_sqs", "extras", "steps", "first"):
+                values = getattr(made, name)
+                getattr(one, name).extend(values[i : i + 1])
+            one.add_group(GROUP, 1, made.params[0].device)
+            step(one, rounding=rounding, seed=5)
+        assert all(same_bits(a, b) for a, b in zip(expected, results(made), strict=True))
+
+
+_SCRIPT = """
+import sys
+sys.path[:0] = {paths!r}
+from test_adamw import HALF, LISTS, ROUNDINGS, make_list, step
+for rounding in ROUNDINGS:
+    for dtype in (torch.float32, *HALF):
+        if (rounding, dtype) != ("split", torch.float16):
+            for parameters in LISTS[:4]:
+                emit(*step(make_list(parameters.make(dtype), rounding, amsgrad=True), rounding=rounding, seed=3))
+"""
+
+
+def test_instruction_sets_and_threads():
+    """The same bits under every one of them."""
+    from pathlib import Path
+
+    here = Path(__file__).resolve().parent
+    assert len(bits_under(_SCRIPT.format(paths=[str(here), str(here.parent)]))) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_cpu_and_gpu_agree(rounding, dtype, on_device):
+    """The same bits on both."""
+    if (rounding, dtype) == ("split", torch.float16):
+        pytest.skip("refused")
+    for parameters in LISTS:
+        for moments in (None, torch.float32):
+            options = {"rounding": rounding, "moments": moments, "amsgrad": parameters.name == "odd"}
+            a = step(make_list(parameters.make(dtype), **options), rounding=rounding, seed=9)
+            b = step(make_list(parameters.make(dtype, "cuda"), on_device=on_device, **options),
+                     rounding=rounding, seed=9)  # fmt: skip
+            for x, y in zip(a, b, strict=True):
+                assert same_bits(x, y.cpu()), parameters.name
+
+
+def test_stochastic_rounding_is_unbiased(device):
+    """The mean error over 1e7 draws within four standard errors, and no error beyond a neighbour."""
+    n = 10_000_000
+    p = torch.full((n,), 1.0, dtype=torch.bfloat16, device=device)
+    made = make_list([p])
+    update = 1e-3  # an eighth of an ulp at 1
+    for t in (*made.exp_avgs, *made.exp_avg_sqs):
+        t.zero_()
+    made.grads[0].fill_(1.0)
+    made.steps[0].zero_()
+    made.hyperparameters[0], made.hyperparameters[4] = update, 0.0
+    step(made, rounding="stochastic", seed=11)
+    exact = 1.0 - update
+    low, high = 1 - 2**-8, 1.0
+    assert set(p.unique().tolist()) <= {low, high}
+    share = (exact - low) / (high - low)
+    error = (p.double().mean().item() - exact) / (high - low)
+    assert abs(error) <= 4 * math.sqrt(share * (1 - share) / n)
+    # Neighbours and steps are independent of each other.
+    up = (p == high).double() - share
+    assert abs((up[1:] * up[:-1]).mean().item()) <= 4 * share * (1 - share) / math.sqrt(n)
+
+
+def test_another_seed_or_step_gives_other_bits(device):
+    """Each of them changes about half of the draws between two equally likely neighbours."""
+
+    def drawn(seed, done):
+        made = make_list([torch.full((4096,), 1.0, dtype=torch.bfloat16, device=device)])
+        for t in (*made.exp_avgs, *made.exp_avg_sqs):
+            t.zero_()
+        made.grads[0].fill_(1.0)
+        made.hyperparameters[:5] = [2**-9, 0.0, 0.0, 0.0, 0.0]
+        made.steps[0].fill_(done)
+        return step(made, rounding="stochastic", seed=seed)[0]
+
+    base = drawn(1, 0)
+    assert same_bits(base, drawn(1, 0))
+    for other in (drawn(2, 0), drawn(1, 1), drawn(1 + 2**40, 0)):
+        assert 0.4 < (base != other).double().mean().item() < 0.6
+
+
+@pytest.mark.parametrize("bad, words", [
+    (lambda m: m.params.__setitem__(1, m.params[1].detach()[::2]), "param 1 must fill its memory"),
+    (lambda m: m.params.__setitem__(1, m.params[1].detach()[:8]), "grad 1 must have the sizes of its param"),
+    (lambda m: m.exp_avgs.__setitem__(0, m.exp_avgs[0].view(-1)), "exp_avg 0 must have the sizes of its"),
+    (lambda m: m.exp_avgs.__setitem__(0, m.exp_avgs[0].t().contiguous().t()), "exp_avg 0 must have the strides"),
+    (lambda m: m.grads.pop(), "lists must have 3 tensors each, got one of 2"),
+    (lambda m: m.grads.__setitem__(2, m.grads[2].double()), "grad must be bfloat16 or float32, got float64"),
+    (lambda m: m.steps.__setitem__(2, m.steps[2].double()), "step 2 must be float32, got float64"),
+    (lambda m: m.extras.pop(), "extras must have one tensor for each param that needs it, got 2"),
+    (lambda m: m.hyperparameters.__setitem__(1, 1.0), "betas"),
+    (lambda m: m.group_sizes.__setitem__(0, 2), "group_sizes must sum up"),
+])  # fmt: skip
+def test_refused_before_anything_is_written(bad, words, device):
+    """A list with one thing wrong stays as it is."""
+    made = make_list(LISTS[1].make(torch.bfloat16, device), "split")
+    before = [t.detach().clone() for t in results(made)]
+    all_results = results(made)
+    bad(made)
+    with pytest.raises(tigon.Error, match=words.replace("[", r"\[")):
+        step(made, rounding="split")
+    assert all(same_bits(a, b) for a, b in zip(before, all_results, strict=True))
+
+
+def test_split_refuses_float16(device):
+    """Whose range is less than its master's."""
+    made = make_list(LISTS[1].make(torch.float16, device))
+    made.extras = [torch.zeros_like(p, dtype=torch.int16, requires_grad=False) for p in made.params]
+    with pytest.raises(tigon.Error, match="rounding must not be split where a param is float16"):
+        step(made, rounding="split")
+
+
+def test_gradients_in_another_layout(device):
+    """They are laid out as their parameters first."""
+    (p,) = LISTS[1].make(torch.float32, device)[:1]
+    a, b = make_list([p.detach().clone()]), make_list([p.detach().clone()])
+    a.grads[0] = a.grads[0].t().contiguous().t()
+    assert all(same_bits(x, y) for x, y in zip(step(a), step(b), strict=True))
+
+
+# --- the norm ---------------------------------------------------------------------------------
+
+
+def gradients(dtype, device, layout="contiguous") -> list[torch.nn.Parameter]:
+    """Parameters with gradients."""
+    params = next(x for x in LISTS if x.name == ("misaligned" if layout == "offset1" else "odd")).make(dtype, device)
+    for i, p in enumerate(params):
+        g = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).to(device, dtype)
+        p.grad = torch.empty(p.numel() + 1, dtype=dtype, device=device)[1:].view(p.shape).copy_(g)
+    return params
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALF, torch.float64], ids=str)
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+def test_clip_grad_norm(dtype, max_norm, device):
+    """PyTorch's result; the norm right to 1e-6."""
+    ours, theirs = gradients(dtype, device), gradients(dtype, device)
+    exact = torch.cat([p.grad.double().view(-1) for p in ours]).norm()
+    norm = clip_grad_norm_(ours, max_norm)
+    torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+    assert norm.dtype == torch.float32
+    assert norm.dim() == 0
+    assert abs(norm.double() - exact) <= 1e-6 * exact
+    for p, q in zip(ours, theirs, strict=True):
+        # PyTorch rounds norm and factor to the gradients' dtype.
+        torch.testing.assert_close(p.grad, q.grad, rtol=4 * torch.finfo(dtype).eps, atol=1e-7)
+
+
+def test_clip_grad_norm_of_what_is_not_finite(device):
+    """The norm says so; the gradients are spared where that is asked for."""
+    for bad in (math.inf, math.nan):
+        params = gradients(torch.float32, device)
+        params[1].grad[0] = bad
+        before = [p.grad.clone() for p in params]
+        with pytest.raises(tigon.Error, match="must be finite"):
+            clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
+        assert all(same_bits(a, p.grad) for a, p in zip(before, params, strict=True))
+        norm = clip_grad_norm_(params, 1.0)
+        assert not norm.isfinite()
+        assert norm.isnan() == math.isnan(bad)
+
+
+def test_clip_grad_norm_of_other_kinds(device):
+    """One tensor, a generator, none at all, other norms, sparse ones."""
+    params = gradients(torch.float32, device)
+    assert clip_grad_norm_(params[0], 1e9) == params[0].grad.norm()
+    assert clip_grad_norm_((p for p in params), 1e9) > 0
+    assert clip_grad_norm_([torch.nn.Parameter(torch.ones(3))], 1.0) == 0
+    expected = torch.stack([p.grad.abs().max() for p in params if p.numel()]).max()
+    assert clip_grad_norm_([p for p in params if p.numel()], 1e9, math.inf) == expected
+    table = torch.nn.Embedding(4, 3, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(tigon.Error, match="must be dense and real"):
+        clip_grad_norm_(table.parameters(), 1.0)
+
+
+def test_long_sums_stay_exact(device):
+    """2^25 equal gradients, whose squares a single float32 sum would lose."""
+    p = torch.nn.Parameter(torch.empty(2**25, device=device))
+    p.grad = torch.full_like(p, 0.1)
+    exact = float(torch.tensor(0.1)) * 2**12.5
+    assert abs(clip_grad_norm_([p], 1e9).item() - exact) <= 5e-7 * exact
+
+
+def test_fake_tensors():
+    """Operators of lists know their results' shapes."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        grads = [torch.empty(3, dtype=torch.bfloat16), torch.empty(2)]
+        total, norm, factor = torch.ops.tigon.grad_norm(grads, 1.0, None)
+        assert (total.dtype, norm.dtype, factor.shape) == (torch.float64, torch.float32, ())

@@ -1,0 +1,248 @@
+"""linear_kl_div, linear_jsd, linear_tvd: what the case list does not say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from heads import run
+from torch.profiler import ProfilerActivity, profile
+
+import tigon
+
+FORMS = {
+    "kl": (tigon.linear_kl_div, {}),
+    "reverse": (tigon.linear_kl_div, {"reverse": True}),
+    "jsd": (tigon.linear_jsd, {"beta": 0.3}),
+    "tvd": (tigon.linear_tvd, {}),
+}
+every_form = pytest.mark.parametrize("form", FORMS)
+
+
+def heads(rows=12, h=16, ht=24, v=40, *, dtype=torch.float32, device="cpu", masked=0.25):
+    """Student's hidden states and weight, teacher's, labels."""
+    hidden = torch.randn(rows, h).to(device, dtype).requires_grad_()
+    weight = torch.randn(v, h).mul(0.5).to(device, dtype).requires_grad_()
+    teacher = (torch.randn(rows, ht).to(device, dtype), torch.randn(v, ht).mul(0.5).to(device, dtype))
+    labels = torch.randint(0, v, (rows,))
+    labels[torch.rand(rows) < masked] = -100
+    return hidden, weight, teacher, labels.to(device)
+
+
+@every_form
+def test_the_logits_alone_give_the_same(form, device):
+    """The losses of given logits (tigon.kl_div and its like) are those of the two heads."""
+    fn, options = FORMS[form]
+    hidden, weight, teacher, labels = heads(device=device)
+    plain = {"kl": tigon.kl_div, "reverse": tigon.kl_div, "jsd": tigon.jsd, "tvd": tigon.tvd}[form]
+    for more in ({}, {"temperature": 2.0}, {"reduction": "none"}, {"reduction": "mean"}):
+        got = run(fn, (hidden, weight, teacher, labels), {**options, **more})
+        wanted = plain(hidden @ weight.t(), teacher[0] @ teacher[1].t(), labels, **options, **more)
+        upstream = torch.linspace(0.5, 1.5, wanted.numel(), device=wanted.device).view(wanted.shape)
+        gradients = torch.autograd.grad(wanted, (hidden, weight), upstream)
+        for a, b in zip(got, (wanted.detach(), *gradients), strict=True):
+            torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
+
+
+@every_form
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_never_negative_and_zero_for_equal_heads(form, dtype, device):
+    fn, options = FORMS[form]
+    hidden, weight, teacher, _ = heads(64, v=1031, dtype=dtype, device=device)
+    near = (hidden.detach().float(), weight.detach().float() + 1e-4 * torch.randn_like(weight.float()))
+    for other in (teacher, near):
+        rows = fn(hidden, weight, other, reduction="none", **options)
+        assert (rows >= (0.0 if other is teacher else -2e-7)).all()
+    out = fn(hidden, weight, (hidden, weight), outputs=("loss", "soft", "entropy"), **options)
+    assert not out.soft.any()
+    assert (out.entropy >= 0).all() and (out.entropy <= 6.9383).all()
+    for gradient in torch.autograd.grad(out.loss, (hidden, weight)):
+        assert gradient.abs().max() < 1e-6
+
+
+def test_beta_0_and_1_are_the_kls(device):
+    args = heads(device=device)
+    for beta, reverse in ((0.0, False), (1.0, True)):
+        a = run(tigon.linear_jsd, args, {"beta": beta})
+        for x, y in zip(a, run(tigon.linear_kl_div, args, {"reverse": reverse}), strict=True):
+            assert torch.equal(x, y)
+
+
+def test_hard_alone_is_cross_entropy(device):
+    hidden, weight, teacher, labels = heads(device=device)
+    got = run(tigon.linear_kl_div, (hidden, weight, teacher, labels), {"soft": 0.0, "hard": 1.0})
+    wanted = run(tigon.linear_cross_entropy, (hidden, weight, labels), {})
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_outputs_are_named_and_detached(device):
+    hidden, weight, teacher, labels = heads(device=device)
+    out = tigon.linear_jsd(
+        hidden, weight, teacher, labels, hard=0.5, soft=2.0, outputs=("loss", "entropy", "hard", "soft")
+    )
+    assert out._fields == ("loss", "entropy", "hard", "soft")
+    assert out.loss.requires_grad and not (out.soft.requires_grad or out.hard.requires_grad)
+    counts = labels != -100
+    torch.testing.assert_close(out.loss.detach(), (2 * out.soft + 0.5 * out.hard).sum() / counts.sum())
+    assert not out.soft[~counts].any() and not out.entropy[~counts].any()
+
+
+def test_teacher_gets_no_gradient(device):
+    hidden, weight, teacher, _ = heads(device=device)
+    states, other = (t.requires_grad_() for t in teacher)
+    tigon.linear_kl_div(hidden, weight, (states, other)).backward()
+    assert states.grad is None and other.grad is None and weight.grad is not None
+
+
+def test_tied_weight(device):
+    """A student's weight that is its teacher's too gets the student's gradient."""
+    hidden, weight, teacher, _ = heads(ht=16, device=device)
+    a = torch.autograd.grad(tigon.linear_kl_div(hidden, weight, (teacher[0], weight)), weight)
+    b = torch.autograd.grad(
+        tigon.linear_kl_div(hidden, weight, (teacher[0], weight.detach().clone())), weight
+    )
+    assert torch.equal(a[0], b[0])
+
+
+@pytest.mark.parametrize("shorter", ["student", "teacher"])
+def test_padding_takes_no_part(shorter, device):
+    """Classes of one side alone change nothing and get a gradient of exactly 0."""
+    hidden, weight, teacher, labels = heads(device=device, v=37)
+    wanted = run(tigon.linear_jsd, (hidden, weight, teacher, labels), {"hard": 0.5, "chunk_rows": 5})
+    more = torch.full((3, 24), 7.0, device=device)
+    if shorter == "student":
+        got = run(tigon.linear_jsd, (hidden, weight, (teacher[0], torch.cat((teacher[1], more))), labels),
+                  {"hard": 0.5, "chunk_rows": 5})  # fmt: skip
+    else:
+        longer = torch.cat((weight.detach(), more[:, :16])).requires_grad_()
+        got = run(tigon.linear_jsd, (hidden, longer, teacher, labels), {"hard": 0.5, "chunk_rows": 5})
+        assert not got[-1][37:].any()
+        got[-1] = got[-1][:37]
+    for a, b in zip(got, wanted, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_main_grad(device):
+    hidden, weight, teacher, _ = heads(device=device)
+    (wanted,) = torch.autograd.grad(tigon.linear_jsd(hidden, weight, teacher), weight)
+    weight.main_grad, weight.tigon_main_grad = torch.ones_like(weight), True
+    tigon.linear_jsd(hidden, weight, teacher).backward()
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad, 1 + wanted)
+
+
+@pytest.mark.parametrize("reduction", ["batchmean", "none"])
+def test_retained_graph(reduction, device):
+    hidden, weight, teacher, labels = heads(device=device, dtype=torch.bfloat16)
+    loss = tigon.linear_kl_div(hidden, weight, teacher, labels, reduction=reduction).sum()
+    first, again = (torch.autograd.grad(loss, (hidden, weight), retain_graph=True) for _ in range(2))
+    for a, b in zip(first, again, strict=True):
+        assert torch.equal(a, b)
+    (twice,) = torch.autograd.grad(2 * loss, weight)
+    torch.testing.assert_close(twice, 2 * first[1])
+
+
+def test_autocast_and_dtypes(device):
+    """The teacher has a dtype of its own; under autocast both sides have autocast's."""
+    hidden, weight, teacher, _ = heads(device=device)
+    half = tuple(t.bfloat16() for t in teacher)
+    wide = tigon.linear_kl_div(hidden, weight, tuple(t.float() for t in half))
+    torch.testing.assert_close(tigon.linear_kl_div(hidden, weight, half), wide)
+    with torch.autocast(device, torch.bfloat16):
+        loss = tigon.linear_kl_div(hidden, weight, teacher)
+    narrow = tigon.linear_kl_div(hidden.bfloat16(), weight.bfloat16(), half)
+    assert torch.equal(loss, narrow)
+
+
+def test_modules(device):
+    hidden, weight, teacher, labels = heads(device=device)
+    for form, kind in (
+        ("reverse", tigon.nn.LinearKLDivLoss), ("jsd", tigon.nn.LinearJSDLoss),
+        ("tvd", tigon.nn.LinearTVDLoss),
+    ):  # fmt: skip
+        fn, options = FORMS[form]
+        module = kind(**options, temperature=1.5, hard=0.5)
+        assert "temperature=1.5" in repr(module)
+        assert torch.equal(
+            module(hidden, weight, teacher, labels, denominator=3),
+            fn(hidden, weight, teacher, labels, denominator=3, temperature=1.5, hard=0.5, **options),
+        )
+    with pytest.raises(TypeError):
+        tigon.nn.LinearTVDLoss(beta=0.5)
+
+
+def _bad(**changes):
+    hidden, weight, teacher, labels = heads()
+    call = {"hidden": hidden, "weight": weight, "teacher": teacher, "labels": labels} | changes
+    return [call.pop(name) for name in ("hidden", "weight", "teacher", "labels")], call
+
+
+X, W, T, Y = heads()
+BAD = {
+    "teacher": ({"teacher": (T[0],)}, "teacher must be logits, or .*, got 1"),
+    "teacher's kind": ({"teacher": 3}, "teacher must be logits, or .*got int"),
+    "rows": ({"teacher": (T[0][:5], T[1])}, r"teacher_hidden must be \[12\] and then H, got \[5, 24\]"),
+    "size": ({"teacher": (T[0], T[1][:, :5])}, r"teacher_weight must be \[V, 24\], got \[40, 5\]"),
+    "logits": ({"teacher": T[0][:7]}, r"teacher must be logits \[12\] and then V, got \[7, 24\]"),
+    "bias": ({"teacher": (*T, T[0][0])}, r"teacher_bias must be \[40\], got \[24\]"),
+    "labels": ({"teacher": (T[0], T[1][:9]), "labels": torch.full((12,), 20)}, "target must be in .0, 9. or"),
+    "no labels": ({"labels": None, "hard": 0.5}, "labels must be given for the hard loss, got None"),
+    "no labels to shift": ({"labels": None, "shift": True}, "labels must be given with shift=True, got None"),
+    "temperature": ({"temperature": 0.0}, "temperature must be"),
+    "hard": ({"hard": -1.0}, "hard must be >= 0, got -1.0"),
+    "softcap": ({"teacher_softcap": -2.0}, "teacher_softcap must be"),
+    "reduction": ({"reduction": "average"}, "reduction must be one of"),
+    "outputs": ({"outputs": ("soft",)}, "outputs must be 'loss' and then some of"),
+    "token_weight": ({"token_weight": torch.ones(3)}, r"token_weight must be \[12\], got \[3\]"),
+    "lora": ({"lora": (1, 2)}, "lora must be .A, B, scale., got 2"),
+    "valid_rows": ({"valid_rows": 40}, "valid_rows must be in"),
+    "chunk_rows": ({"chunk_rows": 0}, "chunk_rows must be >= 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, message", BAD.values(), ids=BAD)
+def test_bad_input_is_refused(changes, message):
+    args, options = _bad(**changes)
+    with pytest.raises(tigon.Error, match=rf"^\[linear_\w+\] .*{message}"):
+        tigon.linear_kl_div(*args, **options)
+
+
+def test_beta_is_refused():
+    args, _ = _bad()
+    for beta in (-0.1, 1.1, float("nan")):
+        with pytest.raises(tigon.Error, match=r"^\[linear_jsd\] beta must be"):
+            tigon.linear_jsd(*args, beta=beta)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"valid_rows": 1500}, {"reduction": "none"}, {"logits": True}], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_predicted_memory_on_the_cpu(options, dtype):
+    options = dict(options)
+    rows, h, ht, v = 4000, 64, 48, 3000
+    hidden, weight, teacher, labels = heads(rows, h, ht, v, dtype=dtype, masked=0.0)
+    given = options.pop("logits", False)
+    teacher = torch.randn(rows, v).to(dtype) if given else teacher
+    if "valid_rows" in options:
+        labels[options["valid_rows"] :] = -100
+    predicted = tigon.linear_divergence_memory(
+        rows, h, v, dtype, teacher_hidden_size=None if given else ht, device="cpu", **options
+    )
+
+    def step():
+        hidden.grad = weight.grad = None
+        tigon.linear_jsd(hidden, weight, teacher, labels, **options).sum().backward()
+
+    step()
+    hidden.grad = weight.grad = None
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        step()
+    events = prof.profiler.kineto_results.events()
+    products = [e for e in events if e.name() in ("aten::mm", "mkldnn::_linear_pointwise")]
+    now = peak = 0
+    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        before, now = now, now + event.nbytes()
+        if not any(p.start_ns() <= event.start_ns() <= p.end_ns() for p in products):
+            peak = max(peak, before, now)
+    assert 0.45 * predicted.peak <= peak <= 1.1 * predicted.peak
