@@ -27,7 +27,11 @@ from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 from tigon.ops.loss_head.linear_loss import linear_loss
 from tigon.ops.loss_head.linear_policy import linear_policy
 from tigon.ops.loss_head.linear_preference import linear_kto, linear_preference
-from tigon.ops.loss_head.memory import linear_cross_entropy_memory, linear_preference_memory
+from tigon.ops.loss_head.memory import (
+    linear_cross_entropy_memory,
+    linear_log_prob_memory,
+    linear_preference_memory,
+)
 from tigon.ops.policy import policy_loss
 from tigon.ops.preference import kto_loss, preference_loss
 from tigon.ops.qk_norm_rope import qk_norm_rope
@@ -65,6 +69,7 @@ __all__ = [
     "linear_kl_div",
     "linear_kto",
     "linear_log_prob",
+    "linear_log_prob_memory",
     "linear_loss",
     "linear_policy",
     "linear_preference",

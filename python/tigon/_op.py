@@ -211,9 +211,9 @@ class Op:
             self.infer = _caller(name, native(f"{name}_infer"))
 
         def setup_traced(ctx, inputs, output):
-            setup_context(ctx, inputs, output)
-            if results is not None:
+            if results is not None:  # the last call counts: setup_context may mark these and others
                 ctx.mark_non_differentiable(*output[results:])
+            setup_context(ctx, inputs, output)
 
         eager_backward = once(name)(backward)
         torch.library.register_autograd(

@@ -264,6 +264,7 @@ HELPERS = {
     "count_labels",
     "linear_cross_entropy_memory",
     "linear_divergence_memory",
+    "linear_log_prob_memory",
     "linear_loss",
     "linear_preference_memory",
 }  # exported beside the ops

@@ -315,16 +315,16 @@ def _rounded_up(matrix: torch.Tensor, *sides: int) -> torch.Tensor:
     return F.pad(matrix, (0, missing[0], 0, missing[1])) if any(missing) else matrix
 
 
-def gemms(inputs: Inputs, step: bool) -> list:
-    """The bare products on the same operands: logits, and for a step those of both gradients.
+def bare_products(hidden, weight, target, inputs: Inputs, step: bool, again: bool) -> list:
+    """The products on the same operands: logits, for a step those of the gradients, and logits `again`.
 
     H and V are rounded up to 64, so that a product which is slow at an odd size cannot hide in the limit.
     """
-    hidden, weight, target = (value.detach() for value in inputs.args)
+    hidden, weight, target = (value.detach() for value in (hidden, weight, target))
     hidden, target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     hidden, weight = _rounded_up(hidden, 1), _rounded_up(weight, 0, 1)
     if inputs.kwargs["valid_rows"] is not None:
-        counts = target != inputs.kwargs["ignore_index"]
+        counts = target != inputs.kwargs.get("ignore_index", -100)
         hidden, target = hidden[counts], target[counts]
     products = [lambda: hidden @ weight.t()]
     if step:
@@ -332,13 +332,16 @@ def gemms(inputs: Inputs, step: bool) -> list:
         grad = torch.softmax(hidden @ weight.t(), dim=-1)
         grad[torch.arange(len(grad), device=grad.device), target.view(-1).clamp(min=0)] -= 1
         grad /= len(grad)
-        if (
-            inputs.kwargs["reduction"] == "none" and not inputs.kwargs["keep_mb"]
-        ):  # their upstream gradients come when the logits are gone
-            products *= 2
+        products *= 1 + again
         of_operands = (lambda: grad @ weight, lambda: grad.t() @ hidden)
         products += [of_operands[i] for i in inputs.grads]
     return products
+
+
+def gemms(inputs: Inputs, step: bool) -> list:
+    """The bare products; those of logits twice for per-row losses whose logits' gradients are not kept."""
+    again = inputs.kwargs["reduction"] == "none" and not inputs.kwargs["keep_mb"]
+    return bare_products(*inputs.args, inputs, step, again)
 
 
 def _plain(kwargs) -> bool:

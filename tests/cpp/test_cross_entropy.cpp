@@ -356,6 +356,52 @@ TEST_CASE("linear_cross_entropy gives the same bits everywhere, whichever gradie
   }
 }
 
+TEST_CASE("gradients of per-row losses do not depend on what was kept") {
+  for (int64_t kept_rows : {0, 3, 8, 11})
+    for (bool with_unit : {false, true})
+      for (int64_t chunk : {0, 2}) {
+        INFO("kept " << kept_rows << (with_unit ? " unit" : "") << " chunk " << chunk);
+        Head direct(DType::f32), head(DType::f32);
+        auto ctx = make_cpu_context(2);
+        Table upstream = Table(DType::f32, 1, head.rows).normal(7),
+              unit(DType::f32, head.rows, head.hidden_size), kept(DType::f32, kept_rows, head.vocab, 14);
+        upstream.fill([&](int64_t, int64_t r) { return head.target(r) < 0 ? NAN : 0.25 * double(r) - 1; });
+        auto arguments = [&](Head& h) {
+          LinearCrossEntropy a = h.args(chunk);
+          a.reduction = Reduction::none;
+          return a;
+        };
+        LinearCrossEntropy a = arguments(direct);
+        a.upstream = upstream.vector();
+        linear_cross_entropy(*ctx, a);  // with the upstream gradients folded into the logits'
+
+        LinearCrossEntropy forward = arguments(head);
+        forward.dhidden = forward.dweight = {}, forward.dbias = {};
+        if (with_unit) forward.unit = unit.matrix();
+        if (kept_rows > 0) forward.kept = kept.matrix();
+        linear_cross_entropy(*ctx, forward);
+        CHECK(head.loss == direct.loss);
+        LinearCrossEntropy backward = arguments(head);
+        backward.upstream = upstream.vector();
+        backward.unit = forward.unit, backward.kept = forward.kept;
+        if (with_unit && kept_rows >= 8) backward.weight.data = nullptr;  // 8 rows count
+        linear_cross_entropy_rows_gradient(*ctx, backward);
+        auto close = [](const char* name, const Table& got, const Table& want) {
+          check_close(
+              name, got, [&](int64_t r, int64_t c) { return want(r, c); },
+              [&](int64_t r, int64_t c) { return 1e-5 + 1e-5 * std::abs(want(r, c)); });
+        };
+        close("dhidden", head.dhidden, direct.dhidden);
+        close("dweight", head.dweight, direct.dweight);
+        close("dbias", head.dbias, direct.dbias);
+        if (with_unit && kept_rows < 8) {
+          backward.weight.data = nullptr;
+          CHECK_THROWS_WITH_AS(linear_cross_entropy_rows_gradient(*ctx, backward),
+                               doctest::Contains("weight must be given"), Error);
+        }
+      }
+}
+
 TEST_CASE("linear_cross_entropy refuses by name") {
   Head head(DType::f32);
   Head untouched = head;

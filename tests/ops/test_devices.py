@@ -16,6 +16,8 @@ def _cases():
     """The first small case of every op, and the one with most tensors."""
     for module in modules().values():
         cases = select(module.CASES, "small")
+        if not cases:  # linear_loss: a function of Python that no graph holds
+            continue
         most = max(cases, key=lambda case: len(_places(module.make(case, "cpu", torch.float32, 0))))
         for case in {case.name: case for case in (cases[0], most)}.values():
             yield pytest.param(module, case, id=f"{module.NAME}-{case.name}")

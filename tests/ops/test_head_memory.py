@@ -25,7 +25,13 @@ def test_a_cap_makes_chunks_small(device):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-MEMORY = [{}, {"max_workspace_mb": None}, {"valid_rows": 3000}, {"main_grad": True}, {"reduction": "none"}]
+ROWS = {"reduction": "none"}
+MEMORY = [
+    {}, {"max_workspace_mb": None}, {"valid_rows": 3000}, {"main_grad": True}, ROWS,
+    {**ROWS, "keep_mb": 0}, {**ROWS, "keep_mb": 1e4}, {**ROWS, "keep_mb": 12}, {**ROWS, "valid_rows": 3000},
+    {**ROWS, "valid_rows": 3000, "keep_mb": 1e4}, {**ROWS, "train_weight": False},
+    {**ROWS, "main_grad": True, "keep_mb": 1e4},
+]  # fmt: skip
 
 
 def _memory_case(rows, h, v, device, dtype, cap, options):
@@ -38,6 +44,7 @@ def _memory_case(rows, h, v, device, dtype, cap, options):
         options["valid_rows"] = rows * 3 // 8
         target[options["valid_rows"] :] = -100
     predicted = tigon.linear_cross_entropy_memory(rows, h, v, dtype, device=device, **options)
+    weight.requires_grad_(options.pop("train_weight", True))
     if options.pop("main_grad", False):
         weight.main_grad, weight.tigon_main_grad = torch.zeros(v, h, device=device), True
 

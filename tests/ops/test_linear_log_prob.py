@@ -133,8 +133,14 @@ def test_autocast(device):
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_opcheck(entropy, device):
-    hidden, weight, target = head_inputs(6, 8, 20, device=device)
-    torch.library.opcheck(OP, (hidden, weight, target, None, -100, 3.0, 1.0, 0.7, 4, -1, entropy))
+    hidden, weight, target = head_inputs(6, 8, 64, device=device)  # 64: kept gradients are written whole
+    lora = (None, None, 1.0)
+    for hidden_, weight_, needs in ((hidden, weight, 3), (hidden, weight.detach(), 1)):
+        head = (hidden_, weight_, target, None, -100, 3.0, 1.0, 0.7, False, *lora)
+        for chunk_rows, keep_rows in ((4, -1), (0, -1), (0, 2), (0, 0)):
+            torch.library.opcheck(
+                OP, (*head, chunk_rows, -1, entropy, needs | 64 * (keep_rows != 0), keep_rows)
+            )
 
 
 def test_compiled(device):

@@ -418,7 +418,6 @@ def test_kept_gradients_serve_two_backwards_and_frozen_operands(device):
     upstream = torch.randn(30, device=device)
     upstream[target == -100] = float("inf")  # of rows that do not count
     loss = LOSS(hidden, weight, target, reduction="none", keep_mb=1.0)
-    assert "Kept" in type(loss.grad_fn).__name__ or "View" in type(loss.grad_fn).__name__
     both = torch.autograd.grad(loss, (hidden, weight), upstream, retain_graph=True)
     again = torch.autograd.grad(loss, (hidden, weight), upstream)
     assert all(same_bits(a, b) and a.isfinite().all() for a, b in zip(both, again, strict=True))
@@ -429,9 +428,10 @@ def test_kept_gradients_serve_two_backwards_and_frozen_operands(device):
 
 
 def test_kept_gradients_must_fit(device):
+    """Too little for one row: as without."""
     hidden, weight, target = head_inputs(30, device=device)
-    kept = run(LOSS, (hidden, weight, target), {"reduction": "none", "keep_mb": 1e-3})
-    plain = run(LOSS, (hidden, weight, target), {"reduction": "none"})
+    kept = run(LOSS, (hidden, weight, target), {"reduction": "none", "keep_mb": 1e-5})
+    plain = run(LOSS, (hidden, weight, target), {"reduction": "none", "keep_mb": 0})
     assert all(same_bits(a, b) for a, b in zip(kept, plain, strict=True))
 
 

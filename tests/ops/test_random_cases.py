@@ -12,7 +12,7 @@ import pytest
 import torch
 from checks import check_case
 
-from cases import modules
+from cases import linear_log_prob, linear_loss, modules
 from cases.case import Case
 
 DRAWS = 12
@@ -128,6 +128,18 @@ def _head(draw):
     return _loss(draw) | found | {"layout": draw.choice(("contiguous", "offset1", "rows", "columns"))}
 
 
+def _log_prob(draw):
+    found = {name: value for name, value in _head(draw).items() if name in linear_log_prob.DEFAULTS}
+    found |= {"entropy": draw.random() < 0.4, "keep_mb": draw.choice((None, 0, 2e-3, 1.0))}
+    return found | {"logit_dtype": draw.choice((None, torch.float32))}
+
+
+def _row_loss(draw):
+    found = {name: value for name, value in _head(draw).items() if name in linear_loss.DEFAULTS}
+    # Of a row or two, the last bit of one exponential decides how exact plain PyTorch happens to be.
+    return found | {"entropy": draw.random() < 0.4, "lead": (draw.choice((5, 13)), draw.choice((1, 3)))}
+
+
 def _divergence(draw):
     op = draw.choice(("kl_div", "jsd", "tvd"))
     options = {"reduction": draw.choice(("batchmean", "sum", "mean", "none"))}
@@ -232,6 +244,8 @@ DRAWERS = {
     "embedding": _embedding,
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _head,
+    "linear_log_prob": _log_prob,
+    "linear_loss": _row_loss,
     "divergence": _divergence,
     "preference": _preference,
     "policy": _policy,

@@ -19,6 +19,8 @@ def _cases():
     """The smallest case with gradients of every op."""
     for module in modules().values():
         cases = [case for case in select(module.CASES, "small") if "grad" in case.tags]
+        if not cases:  # linear_loss: it refuses the transforms
+            continue
         yield pytest.param(module, cases[0], id=module.NAME)
         if len(cases) > 1:
             yield pytest.param(module, cases[1], id=f"{module.NAME}-{cases[1].name}")

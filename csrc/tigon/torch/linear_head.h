@@ -14,7 +14,9 @@ enum Need : int64_t {
   need_bias = 4,
   need_lora_a = 8,
   need_lora_b = 16,
-  may_round = 32
+  may_round = 32,
+  need_unit = 64,       // of per-row losses: their forward may leave dhidden for an upstream gradient of 1
+  into_main_grad = 128  // weight's gradient is added to what its owner keeps
 };
 
 struct HeadGradients {

@@ -35,10 +35,14 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
     require_dtype(kOp, "scale", a.scale.dtype, DType::f32);
   }
   if (a.dlogits.data != nullptr) {
-    require_matrix(kOp, "dlogits", a.dlogits, rows, cols, a.logits.dtype);
-    TIGON_CHECK(kOp, a.dlogits.data != a.logits.data || a.dlogits.stride == a.logits.stride,
+    bool narrow = a.logits.dtype == DType::f32 && is_kernel_float(a.dlogits.dtype);
+    require_matrix(kOp, "dlogits", a.dlogits, rows, cols, narrow ? a.dlogits.dtype : a.logits.dtype);
+    bool in_place = a.dlogits.data == a.logits.data;
+    TIGON_CHECK(kOp, !in_place || a.dlogits.stride == a.logits.stride,
                 "dlogits in place must have logits' row stride ", a.logits.stride, ", got ",
                 a.dlogits.stride);
+    TIGON_CHECK(kOp, !in_place || a.dlogits.dtype == a.logits.dtype, "dlogits in place must be ",
+                name_of(a.logits.dtype), ", got ", name_of(a.dlogits.dtype));
     TIGON_CHECK(kOp, rows <= 1 || a.dlogits.stride >= cols,
                 "dlogits must have rows that do not overlap (stride >= ", cols, "), got stride ",
                 a.dlogits.stride);

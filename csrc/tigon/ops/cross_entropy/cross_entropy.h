@@ -13,8 +13,8 @@
 // Shapes      logits, dlogits [rows, V], any row stride; target, loss, lse, target_logit, log_prob, entropy,
 //             predicted, entropy_scale [rows];
 //             bias, class_weight [V]; scale [1] or [rows], read on the device
-// Dtypes      logits f32 | bf16 | f16, dlogits the same; bias f32 or logits' dtype; target, predicted i64; the rest f32;
-//             accumulation f32
+// Dtypes      logits f32 | bf16 | f16; dlogits the same, or bf16 | f16 for f32 logits; bias f32 or logits' dtype; target,
+//             predicted i64; the rest f32; accumulation f32
 // Rounding    dlogits once, on store; everything before it in fp32
 // Saved       for scalar losses dlogits, formed in the forward pass; for per-row losses logits, target, class_weight
 // Ignored     rows with target == ignore_index: loss, target_logit, log_prob 0, a row of zeros in dlogits whatever scale is
@@ -24,7 +24,7 @@
 // Labels      outside [0, V) and not ignore_index: on the CPU tigon::Error before anything is written; on CUDA a NaN loss,
 //             a NaN gradient and NaN target_logit and log_prob in that row, never a read out of bounds (no host
 //             synchronisation)
-// Aliasing    dlogits may be the very memory of logits (in place), no other overlap
+// Aliasing    dlogits of logits' dtype may be the very memory of logits (in place), no other overlap
 // Determinism bitwise: fixed trees inside a row, rows independent. On CUDA for rows at the same position in their 16 bytes
 //             and the same kind of call: which thread adds what follows from the alignment, and with or without dlogits a
 //             row's lse may differ in its last bits

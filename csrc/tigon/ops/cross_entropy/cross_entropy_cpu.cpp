@@ -27,8 +27,8 @@ struct CrossEntropyRowResults {
 };
 struct CrossEntropyTable {
   // target -1: ignored; dlogits nullptr: not wanted
-  void (*row[3])(const CrossEntropyCall& c, const void* logits, void* dlogits, int64_t target, float scale,
-                 float entropy_scale, CrossEntropyRowResults* out);
+  void (*row[3][3])(const CrossEntropyCall& c, const void* logits, void* dlogits, int64_t target, float scale,
+                    float entropy_scale, CrossEntropyRowResults* out);
   void (*rescale[3])(void* grad, float factor, int64_t n);
 };
 
@@ -96,7 +96,8 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
       .entropy = a.entropy || a.entropy_scale,
       .predicted = bool(a.predicted),
   };
-  auto run = TIGON_SELECT(cross_entropy_table).row[int(a.logits.dtype)];
+  auto run = TIGON_SELECT(cross_entropy_table)
+                 .row[int(a.logits.dtype)][int(a.dlogits.data ? a.dlogits.dtype : a.logits.dtype)];
   int64_t group = std::max<int64_t>(1, kElementsPerTask / cols);
   parallel(ctx, (rows + group - 1) / group, [&](int64_t task) {
     for (int64_t r = task * group, end = std::min(rows, r + group); r < end; ++r) {

@@ -23,8 +23,6 @@
 namespace tigon::cuda {
 namespace {
 
-#include "tigon/ops/cross_entropy/cross_entropy_math.inc"
-
 constexpr const char* kOp = "cross_entropy";
 constexpr int kThreads = 512, kLoopThreads = 1024, kMaxCluster = 8;
 constexpr unsigned kAllLanes = 0xffffffffu;
@@ -56,17 +54,6 @@ __device__ __forceinline__ Sums combine(Sums a, Sums b) {
   if constexpr (General)
     a.smoothing_sum += b.smoothing_sum, a.weight += b.weight, a.entropy_sum += b.entropy_sum;
   return a;
-}
-
-// z of the logit in column c, and dz/du if asked.
-template <class T>
-__device__ __forceinline__ float z_of(const Params<T>& p, float x, int c, float* slope = nullptr) {
-  if (p.bias != nullptr)
-    x += p.bias_is_f32 ? static_cast<const float*>(p.bias)[c] : widen(static_cast<const T*>(p.bias)[c]);
-  x *= p.logit_scale;
-  if (p.softcap == 0.0f) return x;
-  if (slope != nullptr) *slope = softcap_slope(x, p.softcap);
-  return softcap_bend(x, p.softcap) * p.top;
 }
 
 template <bool General, class T>
@@ -141,9 +128,9 @@ struct RowGradient {
 };
 
 // Second pass over a vector: stores its gradient, by elements where the offsets differ.
-template <bool General, class T>
+template <bool General, class T, class D>
 __device__ __forceinline__ void write_gradient(const Params<T>& p, const AlignedRow<const T>& row,
-                                               const AlignedRow<T>& out, int k, const uint4& words,
+                                               const AlignedRow<D>& out, int k, const uint4& words,
                                                const RowGradient& g) {
   constexpr int N = AlignedRow<T>::N;
   float z[N], slopes[N];
@@ -151,7 +138,7 @@ __device__ __forceinline__ void write_gradient(const Params<T>& p, const Aligned
   for (int j = 0; j < N; ++j) slopes[j] = 1.0f;
   z_of_vec<General>(p, row, k, words, z, slopes);
   int first = row.column(k), at = g.target - first;
-  Vec<T, N> r;
+  Vec<D, N> r;
 #pragma unroll
   for (int j = 0; j < N; ++j) {
     float e = exp2_approx((z[j] - g.m) * kLog2e), v, target_push = 0.0f;
@@ -175,12 +162,13 @@ __device__ __forceinline__ void write_gradient(const Params<T>& p, const Aligned
         v += slopes[j] * e * fma(g.entropy_slope, fmaxf(z[j] - g.m, -200.0f), g.entropy_bias);
     r.set(j, v);
   }
-  if (row.is_full(k) && row.lead == out.lead) {
-    store(out.base + int64_t(k) * N, r);
+  D* to = out.base + int64_t(out.lead) + first;
+  if (row.is_full(k) && reinterpret_cast<uintptr_t>(to) % sizeof(r) == 0) {
+    store(to, r);
   } else {
 #pragma unroll
     for (int j = 0; j < N; ++j)
-      if (row.has(first + j)) out.base[int64_t(out.lead) + first + j] = r.v[j];
+      if (row.has(first + j)) to[j] = r.v[j];
   }
 }
 
@@ -356,7 +344,7 @@ __device__ __forceinline__ RowGradient finish(const Params<T>& p, int64_t row, c
 }
 
 // A cluster per row. Every thread works on the vectors that it copied itself.
-template <bool General, class T>
+template <bool General, class T, class D>
 __global__ __launch_bounds__(kThreads,
                              General ? 2 : 3) void smem_kernel(const __grid_constant__ Params<T> p) {
   constexpr int N = AlignedRow<T>::N, kCopyGroups = 4;
@@ -370,14 +358,15 @@ __global__ __launch_bounds__(kThreads,
   for (int64_t r = blockIdx.x / blocks; r < p.rows; r += step) {
     const T* x = p.logits + r * p.stride;
     AlignedRow<const T> row(x, p.cols);
-    AlignedRow<T> out(p.dlogits + r * p.dlogits_stride, p.cols);
+    AlignedRow<D> out(static_cast<D*>(p.dlogits) + r * p.dlogits_stride, p.cols);
     int first = int(rank) * p.slice, count = min(p.slice, row.vecs - first);
     int steps = count > 0 ? (count + int(blockDim.x) - 1) / int(blockDim.x) : 0;
-    int out_end = rank + 1 == blocks ? out.vecs : min(first + p.slice, out.vecs);
+    const int per_block = (out.vecs + int(blocks) - 1) / int(blocks), out_first = int(rank) * per_block,
+              out_end = min(out_first + per_block, out.vecs);
     bool writes = rank == 0 && threadIdx.x == 0;
     int64_t y = p.target[r];
     if (y == p.ignore_index && !(p.lse || (General && (p.entropy || p.predicted)))) {
-      if (p.dlogits) clear(out, first, out_end);
+      if (p.dlogits) clear(out, out_first, out_end);
       if (writes && p.loss) p.loss[r] = 0.0f;
       if (writes && p.target_logit) p.target_logit[r] = 0.0f;
       if (writes && p.log_prob) p.log_prob[r] = 0.0f;
@@ -424,7 +413,7 @@ __global__ __launch_bounds__(kThreads,
     RowGradient gradient = finish<General>(p, r, label, a, writes);
     if (p.dlogits != nullptr) {
       if (label.ignored) {
-        clear(out, first, out_end);
+        clear(out, out_first, out_end);
       } else {
         for (int k = threadIdx.x; k < count; k += blockDim.x)
           write_gradient<General>(p, row, out, first + k, slice[k], gradient);
@@ -436,14 +425,14 @@ __global__ __launch_bounds__(kThreads,
 }
 
 // A CTA per row. The second pass runs backwards: the end of the row is still in L2.
-template <bool General, class T>
+template <bool General, class T, class D>
 __global__ __launch_bounds__(kLoopThreads, 1) void looped_kernel(const __grid_constant__ Params<T> p) {
   constexpr int kVecsPerThread = General ? 2 : 4, kStep = kVecsPerThread * kLoopThreads;
   __shared__ ReduceStorage<kLoopThreads> storage;
   for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
     const T* x = p.logits + r * p.stride;
     AlignedRow<const T> row(x, p.cols);
-    AlignedRow<T> out(p.dlogits + r * p.dlogits_stride, p.cols);
+    AlignedRow<D> out(static_cast<D*>(p.dlogits) + r * p.dlogits_stride, p.cols);
     bool writes = threadIdx.x == 0;
     Label label = label_of<General>(p, r, x);
     bool wanted = !label.ignored || p.lse || (General && (p.entropy || p.predicted));
@@ -491,11 +480,11 @@ __global__ __launch_bounds__(kLoopThreads, 1) void looped_kernel(const __grid_co
 }
 
 // Raises the limit of dynamic shared memory.
-template <bool General, class T>
+template <bool General, class T, class D>
 void allow_shared(int bytes) {
   static OncePerDevice prepared;
   prepared.run(kOp, [&] {
-    auto kernel = &smem_kernel<General, T>;
+    auto kernel = &smem_kernel<General, T, D>;
     TIGON_CUDA_CHECK(kOp, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
     TIGON_CUDA_CHECK(kOp, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                                cudaSharedmemCarveoutMaxShared));
@@ -503,12 +492,12 @@ void allow_shared(int bytes) {
 }
 
 // Returns false when no such cluster fits on the device.
-template <bool General, class T>
+template <bool General, class D, class T>
 bool launch_smem(Context& ctx, Params<T> p, int64_t vecs, int cluster, int max_shared) {
   p.slice = int(ceil_div(vecs, cluster));
   constexpr int kVecsPerThreadTarget = 8;
   int threads = int(std::clamp<int64_t>(ceil_div(p.slice, kVecsPerThreadTarget * 32) * 32, 32, kThreads));
-  allow_shared<General, T>(max_shared);
+  allow_shared<General, T, D>(max_shared);
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim = {unsigned(cluster), 1, 1};
@@ -519,7 +508,7 @@ bool launch_smem(Context& ctx, Params<T> p, int64_t vecs, int cluster, int max_s
   config.stream = static_cast<cudaStream_t>(ctx.stream());
   config.attrs = &attribute;
   config.numAttrs = cluster > 1 ? 1 : 0;
-  cudaError_t status = cudaLaunchKernelEx(&config, &smem_kernel<General, T>, p);
+  cudaError_t status = cudaLaunchKernelEx(&config, &smem_kernel<General, T, D>, p);
   if (status != cudaSuccess && cluster > 1) {
     cudaGetLastError();
     return false;
@@ -528,7 +517,7 @@ bool launch_smem(Context& ctx, Params<T> p, int64_t vecs, int cluster, int max_s
   return true;
 }
 
-template <bool General, class T>
+template <bool General, class D, class T>
 void run_rows(Context& ctx, const Params<T>& p, bool aligned) {
   constexpr int N = AlignedRow<T>::N;
   const DeviceFacts& facts = device_facts();
@@ -543,9 +532,9 @@ void run_rows(Context& ctx, const Params<T>& p, bool aligned) {
   if (facts.capability >= 90)
     while (cluster < kMaxCluster && slice(cluster) > third_of_sm) cluster *= 2;
   if (slice(cluster) <= max_shared_per_block &&
-      launch_smem<General>(ctx, p, vecs, cluster, max_shared_per_block))
+      launch_smem<General, D>(ctx, p, vecs, cluster, max_shared_per_block))
     return;
-  launch(kOp, ctx, looped_kernel<General, T>,
+  launch(kOp, ctx, looped_kernel<General, T, D>,
          {.blocks = std::min<int64_t>(p.rows, INT32_MAX), .threads = kLoopThreads}, p);
 }
 
@@ -561,7 +550,7 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
   dispatch_float(kOp, "logits", a.logits.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     Params<T> p = {.logits = a.logits.row<T>(0),
-                   .dlogits = a.dlogits.row<T>(0),
+                   .dlogits = a.dlogits.data,
                    .target = a.target.as<int64_t>(),
                    .bias = a.bias.data,
                    .class_weight = a.class_weight.as<float>(),
@@ -588,8 +577,16 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
                    .label_smoothing = a.label_smoothing,
                    .z_loss = a.z_loss};
     bool aligned = is_vectorizable(a.logits.data, a.logits.stride, a.logits.cols, sizeof(T));
-    if (!general && cross_entropy_plain(ctx, p)) return;
-    dispatch_bool(general, [&](auto g) { run_rows<decltype(g)::value>(ctx, p, aligned); });
+    auto run = [&]<class D>(D*) {
+      if (!general && cross_entropy_plain<T, D>(ctx, p)) return;
+      dispatch_bool(general, [&](auto g) { run_rows<decltype(g)::value, D>(ctx, p, aligned); });
+    };
+    DType out = a.dlogits.data != nullptr ? a.dlogits.dtype : a.logits.dtype;
+    if constexpr (sizeof(T) == 4) {
+      if (out == DType::bf16) return run(static_cast<__nv_bfloat16*>(nullptr));
+      if (out == DType::f16) return run(static_cast<__half*>(nullptr));
+    }
+    run(static_cast<T*>(nullptr));
   });
 }
 

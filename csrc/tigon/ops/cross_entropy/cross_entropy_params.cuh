@@ -1,6 +1,7 @@
 // The arguments of the CUDA kernels for cross_entropy's rows.
 #pragma once
 
+#include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/vec.cuh"
 #include "tigon/ops/cross_entropy/cross_entropy.h"
 
@@ -9,8 +10,8 @@ namespace tigon::cuda {
 template <class T>
 struct CrossEntropyParams {
   const T* logits;
-  // May be null, or equal to logits.
-  T* dlogits;
+  // May be null, or equal to logits. Of a type D of the kernel's own: T, or 16 bits where T is float.
+  void* dlogits;
   const int64_t* target;
   // These four may be null.
   const void* bias;
@@ -33,9 +34,27 @@ struct CrossEntropyParams {
   float label_smoothing, z_loss;
 };
 
+namespace {
+
+#include "tigon/ops/cross_entropy/cross_entropy_math.inc"
+
+// z of the logit in column c, and dz/du if asked.
+template <class T>
+__device__ __forceinline__ float z_of(const CrossEntropyParams<T>& p, float x, int c,
+                                      float* slope = nullptr) {
+  if (p.bias != nullptr)
+    x += p.bias_is_f32 ? static_cast<const float*>(p.bias)[c] : widen(static_cast<const T*>(p.bias)[c]);
+  x *= p.logit_scale;
+  if (p.softcap == 0.0f) return x;
+  if (slope != nullptr) *slope = softcap_slope(x, p.softcap);
+  return softcap_bend(x, p.softcap) * p.top;
+}
+
+}  // namespace
+
 // Rows whose z is the logit itself, without smoothing, entropy and argmax. Returns false when no
 // variant fits; nothing has been launched then.
-template <class T>
+template <class T, class D>
 bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& p);
 
 }  // namespace tigon::cuda

@@ -169,6 +169,23 @@ __device__ __forceinline__ uint32_t narrow_two(float a, float b) {
   }
 }
 
+// Stores the gradient of a vector of f32 logits in 16 bits, aligned or not.
+template <class D>
+__device__ __forceinline__ void store_narrow(D* to, const uint4& words, const Gradient& g) {
+  float v[4];
+  unpack<float>(words, v);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) v[j] = g.of(v[j]);
+  uint2 r = make_uint2(narrow_two<D>(v[0], v[1]), narrow_two<D>(v[2], v[3]));
+  if (reinterpret_cast<uintptr_t>(to) % 8 == 0) {
+    *reinterpret_cast<uint2*>(to) = r;
+  } else {
+    auto* elements = reinterpret_cast<uint16_t*>(to);
+    elements[0] = uint16_t(r.x), elements[1] = uint16_t(r.x >> 16);
+    elements[2] = uint16_t(r.y), elements[3] = uint16_t(r.y >> 16);
+  }
+}
+
 // The gradient of a vector without the label's column.
 template <class T>
 __device__ __forceinline__ uint4 gradient_of(const uint4& words, const Gradient& g) {
@@ -227,7 +244,7 @@ constexpr int vecs_in_registers(bool smem) { return smem ? kVecsPerThread - 1 : 
 // logit, and continues when all have contributed. A CTA exits when it has received all
 // contributions, so nothing is written to a CTA that has exited. All CTAs of a cluster find the
 // same label, so all of them reach the cluster's barriers or none does.
-template <class T, int Threads, bool kSmem, bool kCluster>
+template <class T, class D, int Threads, bool kSmem, bool kCluster>
 __global__ __launch_bounds__(
     most_threads(Threads),
     kThreadsPerSm / most_threads(Threads)) void register_kernel(const __grid_constant__ Params<T> p,
@@ -240,7 +257,7 @@ __global__ __launch_bounds__(
   const int64_t r = first_row + blockIdx.x / blocks;
   // The CTA's columns of the row: [first, first + n).
   const int first = kCluster ? int(rank) * p.slice : 0, n = kCluster ? min(p.slice, p.cols - first) : p.cols;
-  T* out = p.dlogits + r * p.dlogits_stride + first;
+  D* out = static_cast<D*>(p.dlogits) + r * p.dlogits_stride + first;
   const int label = label_of(p, p.target[r]);
   if (label == kSkipped) {
     if (p.dlogits != nullptr) clear(out, n);
@@ -302,15 +319,21 @@ __global__ __launch_bounds__(
   const Gradient g = finish(p, r, label, a, z, scale, tid == 0 && rank == 0);
   if (p.dlogits == nullptr) return;
   if (label == kIgnored) return clear(out, n);
-  if (c >= 0) out[c] = narrow<T>(g.of(edge));
-  T* to = out + peeled.head + N * tid;
-  const bool aligned = reinterpret_cast<uintptr_t>(to) % 16 == 0;
+  if (c >= 0) out[c] = narrow<D>(g.of(edge));
+  D* to = out + peeled.head + N * tid;
+  [[maybe_unused]] const bool aligned = reinterpret_cast<uintptr_t>(to) % 16 == 0;
+  auto put = [&](int k, const uint4& words) {
+    if constexpr (std::is_same_v<T, D>)
+      store_words(to + k * threads * N, gradient_of<T>(words, g), aligned);
+    else
+      store_narrow(to + k * threads * N, words, g);
+  };
 #pragma unroll
   for (int k = 0; k < kVecs; ++k)
-    if (has(k)) store_words(to + k * threads * N, gradient_of<T>(q[k], g), aligned);
-  for_smem_tiles([&](int k) { store_words(to + k * threads * N, gradient_of<T>(smem_vec(k), g), aligned); });
+    if (has(k)) put(k, q[k]);
+  for_smem_tiles([&](int k) { put(k, smem_vec(k)); });
   // The thread that has stored the label's neighbours stores the label's column.
-  if (edge_is_label || own.tile >= 0) out[label_column] = narrow<T>(g.of_label(z));
+  if (edge_is_label || own.tile >= 0) out[label_column] = narrow<D>(g.of_label(z));
 }
 
 template <class T>
@@ -379,11 +402,11 @@ void launch_rows(Context& ctx, Kernel kernel, LaunchConfig grid, const Params<T>
 
 // A CTA of `Threads` threads per row; 0: of as many as the row needs. Returns false when the row
 // does not fit or a tenth of the threads would be idle.
-template <class T, int Threads>
+template <class T, class D, int Threads>
 bool launch_registers(Context& ctx, const Params<T>& p) {
   static OncePerDevice prepared;
   constexpr int kMost = most_threads(Threads);
-  auto kernel = &register_kernel<T, Threads, false, false>;
+  auto kernel = &register_kernel<T, D, Threads, false, false>;
   const int64_t needed = ceil_div(ceil_div(p.cols, AlignedRow<T>::N), kVecsPerThread * 32) * 32;
   if (needed > kMost || 10 * needed < 9 * Threads) return false;
   prepared.run(kOp, [&] { prefer_l1(kernel, kThreadsPerSm / kMost, int(sizeof(ReduceStorage<Sums<T>>))); });
@@ -394,11 +417,11 @@ bool launch_registers(Context& ctx, const Params<T>& p) {
 // A CTA, or a cluster of `blocks` CTAs, of `Threads` threads each per row, with vectors in shared
 // memory. Returns false when a part of the row is too short, or an SM does not hold enough CTAs
 // with that much shared memory.
-template <class T, int Threads, bool kCluster>
+template <class T, class D, int Threads, bool kCluster>
 bool launch_smem(Context& ctx, Params<T> p, int blocks = 1) {
   static OccupancyCache occupancy;
   constexpr int N = AlignedRow<T>::N, kVecs = vecs_in_registers(true), kPerSm = kThreadsPerSm / Threads;
-  auto kernel = &register_kernel<T, Threads, true, kCluster>;
+  auto kernel = &register_kernel<T, D, Threads, true, kCluster>;
   // A multiple of 128 bytes: all parts of a row start at the same offset within 16 bytes.
   p.slice = kCluster ? int(ceil_div(ceil_div(p.cols, blocks), 64) * 64) : p.cols;
   // The last part is the shortest; N - 1 columns may precede its first full vector.
@@ -415,11 +438,11 @@ bool launch_smem(Context& ctx, Params<T> p, int blocks = 1) {
 }
 
 // The fewest CTAs whose parts have at most 17 tiles.
-template <class T>
+template <class T, class D>
 bool launch_cluster(Context& ctx, const Params<T>& p) {
   constexpr int kThreads = kThreadsPerSm / 2, kMostTiles = 17, kMostBlocks = 8;
   const int64_t blocks = ceil_div(p.cols, kMostTiles * kThreads * AlignedRow<T>::N);
-  return blocks <= kMostBlocks && launch_smem<T, kThreads, true>(ctx, p, int(blocks));
+  return blocks <= kMostBlocks && launch_smem<T, D, kThreads, true>(ctx, p, int(blocks));
 }
 
 template <class T>
@@ -432,7 +455,7 @@ void launch_sweep(Context& ctx, const Params<T>& p) {
 
 }  // namespace
 
-template <class T>
+template <class T, class D>
 bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& p) {
   if (p.rows == 0) return true;
   const int64_t vecs = ceil_div(p.cols, 16 / int64_t(sizeof(T)));
@@ -441,13 +464,17 @@ bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& p) {
     launch_sweep(ctx, p);
     return true;
   }
-  return launch_registers<T, 128>(ctx, p) || launch_registers<T, 256>(ctx, p) ||
-         launch_registers<T, 512>(ctx, p) || launch_registers<T, 0>(ctx, p) ||
-         launch_smem<T, 512, false>(ctx, p) || launch_cluster(ctx, p) || launch_smem<T, 1024, false>(ctx, p);
+  return launch_registers<T, D, 128>(ctx, p) || launch_registers<T, D, 256>(ctx, p) ||
+         launch_registers<T, D, 512>(ctx, p) || launch_registers<T, D, 0>(ctx, p) ||
+         launch_smem<T, D, 512, false>(ctx, p) || launch_cluster<T, D>(ctx, p) ||
+         launch_smem<T, D, 1024, false>(ctx, p);
 }
 
-template bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<float>& p);
-template bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<__nv_bfloat16>& p);
-template bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<__half>& p);
+template bool cross_entropy_plain<float, float>(Context&, const CrossEntropyParams<float>&);
+template bool cross_entropy_plain<float, __nv_bfloat16>(Context&, const CrossEntropyParams<float>&);
+template bool cross_entropy_plain<float, __half>(Context&, const CrossEntropyParams<float>&);
+template bool cross_entropy_plain<__nv_bfloat16, __nv_bfloat16>(Context&,
+                                                                const CrossEntropyParams<__nv_bfloat16>&);
+template bool cross_entropy_plain<__half, __half>(Context&, const CrossEntropyParams<__half>&);
 
 }  // namespace tigon::cuda

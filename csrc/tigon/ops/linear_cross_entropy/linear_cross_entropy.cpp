@@ -23,6 +23,7 @@ LinearHead head_of(const LinearCrossEntropy& a) {
           .lora_a = a.lora_a,
           .lora_b = a.lora_b,
           .lora_scale = a.lora_scale,
+          .wide_logits = a.wide_logits,
           .dhidden = a.dhidden,
           .dweight = a.dweight,
           .add_dweight = a.add_dweight,
@@ -63,10 +64,12 @@ void check_call(const LinearCrossEntropy& a, const LinearHead& head) {
               "upstream must be given for the gradients of per-row losses");
 }
 
-void check_kept(const LinearCrossEntropy& a, int64_t count) {
-  require_matrix(kOp, "kept", a.kept, std::max(a.kept.rows, count), a.weight.rows, a.hidden.dtype);
-  TIGON_CHECK(kOp, !a.lora_a.data && !a.entropy_upstream,
-              "kept gradients must be without lora and entropies");
+void check_between(const LinearCrossEntropy& a) {
+  if (a.unit.data) require_matrix(kOp, "unit", a.unit, a.hidden.rows, a.hidden.cols, a.hidden.dtype);
+  if (a.kept.data) require_matrix(kOp, "kept", a.kept, a.kept.rows, a.weight.rows, a.hidden.dtype);
+  bool any = a.unit.data || a.kept.data;
+  TIGON_CHECK(kOp, !any || (a.reduction == Reduction::none && !a.entropy_upstream),
+              "unit and kept must be of per-row losses, without gradients of entropies");
 }
 
 Vector factors(Context& ctx, const LinearCrossEntropy& a, const LinearHeadRows& rows,
@@ -138,26 +141,6 @@ CrossEntropyRows row_pass(const LinearCrossEntropy& a, const Matrix& logits) {
           .z_loss = a.z_loss};
 }
 
-void run_chunk(Context& ctx, const LinearCrossEntropy& a, const LinearHead& head, const LinearHeadRows& rows,
-               const Values& v, LinearHeadChunk c) {
-  auto part = [&](const Vector& of) { return linear_head_part(of, c.begin, c.count); };
-  linear_head_logits(ctx, head, c);
-  CrossEntropyRows pass = row_pass(a, c.logits);
-  pass.target = part(rows.labels);
-  pass.loss = part(v.loss);
-  pass.lse = part(v.lse);
-  pass.log_prob = part(v.log_prob);
-  pass.entropy = part(v.entropy);
-  pass.predicted = part(v.predicted);
-  if (head.wants_gradients() || a.kept.data) {
-    pass.dlogits = c.logits;
-    pass.scale = part(v.factor);
-    pass.entropy_scale = part(v.entropy_factor);
-  }
-  cross_entropy_rows(ctx, pass);
-  linear_head_gradients(ctx, head, c, {.first = c.begin == 0});
-}
-
 Matrix rows_from(const Matrix& m, int64_t first, int64_t count) {
   Matrix part = m;
   part.rows = count;
@@ -165,17 +148,67 @@ Matrix rows_from(const Matrix& m, int64_t first, int64_t count) {
   return part;
 }
 
+// Logits of a chunk and what the row pass makes of them: the results in `v`, and dlogits where they are wanted.
+void pass_rows(Context& ctx, const LinearCrossEntropy& a, const LinearHead& head, const LinearHeadRows& rows,
+               const Values& v, LinearHeadChunk& c, bool gradients) {
+  linear_head_parts(ctx, head, c, [&](const LinearHeadPart& p) {
+    auto part = [&](const Vector& of) { return linear_head_part(of, p.begin, p.count); };
+    CrossEntropyRows pass = row_pass(a, p.logits);
+    pass.target = part(rows.labels);
+    pass.loss = part(v.loss);
+    pass.lse = part(v.lse);
+    pass.log_prob = part(v.log_prob);
+    pass.entropy = part(v.entropy);
+    pass.predicted = part(v.predicted);
+    if (gradients) {
+      pass.dlogits = p.to;
+      pass.scale = part(v.factor);
+      pass.entropy_scale = part(v.entropy_factor);
+    }
+    cross_entropy_rows(ctx, pass);
+  });
+}
+
+// Chunks of a call: those whose logits' gradients are kept come first.
+struct Chunks {
+  int64_t kept = 0, kept_limit = 1, limit = 1, most = 0, number = 0;
+
+  Chunks(Context& ctx, const LinearCrossEntropy& a, const LinearHead& head, int64_t rows, int64_t kept_limit)
+      : kept(a.kept.data ? std::min(a.kept.rows, rows) : 0),
+        kept_limit(kept_limit),
+        limit(linear_head_limit(ctx, head, rows, a.chunk_rows)),
+        most(std::max(std::min(kept, kept_limit), std::min(rows - kept, limit))),
+        number((kept + kept_limit - 1) / kept_limit + (rows - kept + limit - 1) / limit) {}
+
+  int64_t count_at(int64_t begin, int64_t rows) const {
+    return begin < kept ? std::min(kept_limit, kept - begin) : std::min(limit, rows - begin);
+  }
+};
+// A forward has the chunks of one without gradients, kept rows or not: then its results have the same bits.
+Chunks forward_chunks(Context& ctx, const LinearCrossEntropy& a, const LinearHead& head, int64_t rows) {
+  return Chunks(ctx, a, head, rows, linear_head_limit(ctx, head, rows, a.chunk_rows));
+}
+// A backward needs no more memory for all kept rows than for some.
+Chunks backward_chunks(Context& ctx, const LinearCrossEntropy& a, const LinearHead& head, int64_t rows) {
+  return Chunks(ctx, a, head, rows,
+                a.chunk_rows > 0 ? a.chunk_rows : std::max<int64_t>(std::min(a.kept.rows, rows), 1));
+}
+
+LinearHeadRows rows_of(Context& ctx, const LinearCrossEntropy& a, const LinearHead& head) {
+  return linear_head_rows(ctx, head,
+                          {.target = a.target, .ignore_index = a.ignore_index, .valid_rows = a.valid_rows});
+}
+
 }  // namespace
 
 void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& a) {
   LinearHead head = checked(a);
   check_call(a, head);
-  LinearHeadRows rows = linear_head_rows(
-      ctx, head, {.target = a.target, .ignore_index = a.ignore_index, .valid_rows = a.valid_rows});
-  if (a.kept.data) check_kept(a, rows.count);
-  int64_t chunk = a.kept.data && a.chunk_rows == 0 ? std::max<int64_t>(rows.count, 1)
-                                                   : linear_head_limit(ctx, head, rows.count, a.chunk_rows);
-  linear_head_check_chunks(head, (rows.count + chunk - 1) / chunk);
+  check_between(a);
+  LinearHeadRows rows = rows_of(ctx, a, head);
+  if (a.unit.data) head.dhidden = a.unit;
+  Chunks chunks = forward_chunks(ctx, a, head, rows.count);
+  linear_head_check_chunks(head, chunks.number);
   if (a.reduction != Reduction::none)
     cross_entropy_scale(ctx, {.target = a.target,
                               .class_weight = a.class_weight,
@@ -186,41 +219,77 @@ void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& a) {
                               .has_host_denominator = a.has_host_denominator,
                               .scale = a.scale});
   linear_head_clear(ctx, head, rows);
-  Values values = make_values(ctx, a, rows, head.wants_gradients());
-  if (rows.count > 0) {
-    LinearHeadWorkspace workspace =
-        linear_head_workspace(ctx, head, rows, {.chunk = chunk, .logits = !a.kept.data});
-    for (int64_t begin = 0; begin < rows.count; begin += chunk) {
-      LinearHeadChunk c =
-          linear_head_chunk(head, rows, workspace, begin, std::min(chunk, rows.count - begin));
-      if (a.kept.data) c.logits = rows_from(a.kept, begin, c.count);
-      run_chunk(ctx, a, head, rows, values, c);
-    }
+  Values values = make_values(ctx, a, rows, head.wants_gradients() && !a.unit.data);
+  bool no_dlogits = a.wide_logits && a.hidden.dtype != DType::f32 && !head.wants_gradients();
+  LinearHeadWorkspace workspace = linear_head_workspace(
+      ctx, head, rows,
+      {.chunk = chunks.most, .logits = chunks.kept < rows.count && !no_dlogits, .logits_rows = chunks.limit});
+  for (int64_t begin = 0; begin < rows.count;) {
+    LinearHeadChunk c = linear_head_chunk(head, rows, workspace, begin, chunks.count_at(begin, rows.count));
+    bool keep = begin < chunks.kept;
+    if (keep) c.logits = rows_from(a.kept, begin, c.count);
+    pass_rows(ctx, a, head, rows, values, c, head.wants_gradients() || keep);
+    linear_head_gradients(ctx, head, c, {.first = begin == 0});
+    begin += c.count;
   }
   write_results(ctx, a, rows, values);
   if (a.reduction != Reduction::none)
     cross_entropy_total(ctx, {.loss = a.loss, .scale = a.scale, .total = a.total});
 }
 
-void linear_cross_entropy_kept_gradient(Context& ctx, const LinearCrossEntropy& a) {
+void linear_cross_entropy_rows_gradient(Context& ctx, const LinearCrossEntropy& a) {
   LinearHead head = checked(a);
   require_vector(kOp, "upstream", a.upstream, a.hidden.rows, DType::f32);
-  LinearHeadRows rows = linear_head_rows(
-      ctx, head, {.target = a.target, .ignore_index = a.ignore_index, .valid_rows = a.valid_rows});
-  check_kept(a, rows.count);
+  check_between(a);
+  LinearHeadRows rows = rows_of(ctx, a, head);
+  if (a.unit.data) head.dhidden = {};  // the rest of the gradients
+  Chunks chunks = backward_chunks(ctx, a, head, head.wants_gradients() ? rows.count : 0);
+  linear_head_check_chunks(head, chunks.number);
+  bool reads_weight = chunks.number > 0 && (head.dhidden.data || chunks.kept < rows.count);
+  TIGON_CHECK(kOp, a.weight.data || !reads_weight,
+              "weight must be given where logits are computed again, got its shape");
+  if (a.unit.data && a.dhidden.data) {
+    LinearHeadRows all = {.count = a.hidden.rows};
+    Vector factor = factors(ctx, a, all, a.token_weight, a.upstream, {});
+    linear_head_move(ctx, {.from = a.unit, .to = a.dhidden, .factor = factor});
+  }
   linear_head_clear(ctx, head, rows);
-  if (rows.count == 0) return;
-  LinearHeadWorkspace workspace =
-      linear_head_workspace(ctx, head, rows, {.chunk = rows.count, .logits = false, .factored = true});
-  LinearHeadChunk c = linear_head_chunk(head, rows, workspace, 0, rows.count);
-  c.logits = rows_from(a.kept, 0, rows.count);
-  linear_head_gradients(ctx, head, c, {.factor = factors(ctx, a, rows, a.token_weight, a.upstream, {})});
+  if (!head.wants_gradients()) return;
+  LinearCrossEntropy silent = a;  // no result but gradients
+  silent.loss = silent.log_prob = silent.lse = silent.entropy = silent.predicted = silent.z_term = {};
+  Values values = make_values(ctx, silent, rows, true);
+  if (chunks.kept > 0 && values.factor.data == a.upstream.data)  // 0 on ignored rows, whatever is upstream
+    values.factor = factors(ctx, a, rows, {}, a.upstream, {});
+  LinearHeadWorkspace workspace = linear_head_workspace(ctx, head, rows,
+                                                        {.chunk = chunks.most,
+                                                         .logits = chunks.kept < rows.count,
+                                                         .logits_rows = chunks.limit,
+                                                         .factored = chunks.kept > 0});
+  for (int64_t begin = 0; begin < rows.count;) {
+    LinearHeadChunk c = linear_head_chunk(head, rows, workspace, begin, chunks.count_at(begin, rows.count));
+    LinearHeadPass pass = {.first = begin == 0};
+    if (begin < chunks.kept) {
+      c.logits = rows_from(a.kept, begin, c.count);
+      pass.factor = linear_head_part(values.factor, begin, c.count);
+    } else {
+      pass_rows(ctx, silent, head, rows, values, c, true);
+    }
+    linear_head_gradients(ctx, head, c, pass);
+    begin += c.count;
+  }
 }
+
+namespace {
+void require_workspace(const LinearCrossEntropy& a, const Matrix& logits) {
+  require_matrix(kOp, "workspace", logits, a.hidden.rows, a.weight.rows,
+                 a.wide_logits ? DType::f32 : a.hidden.dtype);
+}
+}  // namespace
 
 void linear_cross_entropy_chunk_logits(Context& ctx, const LinearCrossEntropy& a, Matrix logits) {
   LinearHead head = checked(a);
   if (a.hidden.rows == 0) return;
-  require_matrix(kOp, "workspace", logits, a.hidden.rows, a.weight.rows, a.hidden.dtype);
+  require_workspace(a, logits);
   TIGON_CHECK(kOp, !a.lora_a.data, "lora must not be given here");
   LinearHeadRows all = {.count = a.hidden.rows, .labels = a.target};
   LinearHeadChunk c = linear_head_chunk(head, all, {}, 0, all.count);
@@ -244,13 +313,15 @@ void linear_cross_entropy_chunk_gradient(Context& ctx, const LinearCrossEntropy&
   require_vector(kOp, "upstream", a.upstream, a.hidden.rows, DType::f32);
   LinearHeadRows all = {.count = a.hidden.rows, .labels = a.target};
   if (all.count == 0) return first ? linear_head_clear(ctx, head, all) : void();
-  require_matrix(kOp, "workspace", logits, a.hidden.rows, a.weight.rows, a.hidden.dtype);
+  require_workspace(a, logits);
+  head.wide_logits = false;  // they are there
+  bool apart = logits.dtype != a.hidden.dtype;
   LinearHeadWorkspace workspace =
-      linear_head_workspace(ctx, head, all, {.chunk = all.count, .logits = false});
+      linear_head_workspace(ctx, head, all, {.chunk = all.count, .logits = apart});
   LinearHeadChunk c = linear_head_chunk(head, all, workspace, 0, all.count);
-  c.logits = logits;
+  if (!apart) c.logits = logits;
   CrossEntropyRows pass = row_pass(a, logits);
-  pass.dlogits = logits;
+  pass.dlogits = c.logits;
   pass.scale = a.upstream;
   pass.entropy_scale = a.entropy_upstream;
   cross_entropy_rows(ctx, pass);

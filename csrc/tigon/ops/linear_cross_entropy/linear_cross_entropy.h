@@ -14,12 +14,14 @@
 // Dtypes      hidden, weight, lora_a, lora_b f32 | bf16 | f16, the same; target, predicted i64; dhidden of hidden's dtype;
 //             dbias, dlora_a, dlora_b f32; dweight f32, or hidden's where one chunk takes all rows; losses, scale and the other
 //             results of rows f32; products accumulate in f32
-// Rounding    logits and dlogits of a chunk are rounded to hidden's dtype (with lora the logits twice, u and t once); dweight
+// Rounding    logits and dlogits of a chunk are rounded to hidden's dtype (with lora the logits twice, u and t once), with
+//             wide_logits dlogits alone; dweight
 //             is summed over chunks in f32 and rounded once, when finish() casts it; a single chunk's is rounded by its product,
 //             and again by finish() where the upstream gradient is not a power of two. The number of chunks does not show
 //             beyond the order of f32 additions and that.
 //             (In PyTorch on the CPU, bf16 products reach the f32 sum after one rounding per chunk: aten's product is bf16.)
-// Saved       dhidden, dweight, dbias for finish(); nothing of the size of the logits
+// Saved       scalar losses: dhidden, dweight, dbias for finish(); nothing of the size of the logits. Per-row losses: where the
+//             caller has the memory, unit and kept
 // Scaling     f32 and bf16: dlogits carry `scale` (1/count, 1/denominator). f16: they do not, small quotients would leave its
 //             range; linear_head_finish multiplies by scale then.
 // Masked rows target == ignore_index. Every result of such a row is 0 (predicted: -1), its dhidden is a row of zeros.
@@ -59,8 +61,9 @@ struct LinearCrossEntropy {
   float logit_scale = 1.0f;
   float temperature = 1.0f;  // z = softcap * tanh(logit_scale * logit / softcap) / temperature
   float z_loss = 0.0f;
-  int64_t chunk_rows = 0;   // 0: linear_head_chunk_rows
-  int64_t valid_rows = -1;  // how many labels are not ignore_index; -1: not known
+  bool wide_logits = false;  // logits in f32 from 16-bit operands
+  int64_t chunk_rows = 0;    // 0: linear_head_chunk_rows
+  int64_t valid_rows = -1;   // how many labels are not ignore_index; -1: not known
   Vector
       upstream;  // f32 [rows]: gradient of each row's loss, instead of scale (the backward of Reduction::none)
   Vector entropy_upstream;  // f32 [rows]: gradient of each row's entropy besides; empty: none
@@ -76,19 +79,26 @@ struct LinearCrossEntropy {
   Vector lse;        // out: f32 [rows]; empty: not wanted
   Vector entropy;    // out: f32 [rows]; empty: not wanted
   Vector predicted;  // out: i64 [rows], first argmax; empty: not wanted
-  Matrix
-      kept;  // dlogits of the rows worked on, without upstream and token_weight [>= their number, V]; empty: none
-  Matrix dhidden;            // empty: not wanted
-  Matrix dweight;            // [V, H] f32, or hidden's dtype with one chunk; empty: not wanted
+  // Per-row losses (Reduction::none), between forward and backward. dlogits of a row is its upstream gradient times what the
+  // row alone gives, so that the forward can form the second factor, without upstream and token_weight, and what follows.
+  Matrix unit;     // [rows, H] dhidden for an upstream gradient of 1; empty: not formed, or not there
+  Matrix kept;     // [any number, V] dlogits of the first rows worked on; empty: none
+  Matrix dhidden;  // empty: not wanted
+  Matrix dweight;  // [V, H] f32, or hidden's dtype with one chunk; empty: not wanted
   bool add_dweight = false;  // dweight is added to what is there (a gradient kept in f32 by its owner)
   Vector dbias;              // f32 [V]; empty: not wanted
   Matrix dlora_a, dlora_b;   // f32; empty: not wanted
 };
 TIGON_API void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& a);
 
-// The gradients of per-row losses from `kept`, which a call with the same target and valid_rows wrote: two products. kept is
-// only read. Not with lora.
-TIGON_API void linear_cross_entropy_kept_gradient(Context& ctx, const LinearCrossEntropy& a);
+// The gradients of per-row losses. With factor c = upstream * token_weight of each row:
+//   unit given   dhidden = diag(c) unit, no product; dhidden may be unit's own memory
+//   rows kept    dweight, dbias, dlora from kept and diag(c) hidden, without logits; kept is only read
+//   other rows   logits are computed again, and c is folded into their gradients
+// A call that gave `unit` and `kept` had the same target, valid_rows and options. With all rows kept, or with a unit and nothing
+// else wanted, the values of weight and bias are not read. An entropy_upstream needs all rows computed again: neither may be
+// given.
+TIGON_API void linear_cross_entropy_rows_gradient(Context& ctx, const LinearCrossEntropy& a);
 
 // One chunk in two halves, for a caller who decides on the upstream gradient in between. The arguments are those of one
 // chunk: `a.hidden`, `a.target`, results and upstream of its rows; a.upstream is required by the second half.

@@ -1,5 +1,6 @@
 #include "tigon/ops/linear_cross_entropy/linear_cross_entropy_torch.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "tigon/torch/linear_head.h"
@@ -33,6 +34,7 @@ LinearCrossEntropy arguments(Operands& t, const Formula& f, const Rows& rows) {
           .logit_scale = float(f.logit_scale),
           .temperature = float(f.temperature),
           .z_loss = float(f.z_loss),
+          .wide_logits = f.wide_logits,
           .chunk_rows = rows.chunk_rows,
           .valid_rows = rows.valid_rows,
           .lora_a = rows_of_optional("lora A", t.lora_a),
@@ -70,15 +72,53 @@ RowResults make_row_results(LinearCrossEntropy& a, const Tensor& hidden, int64_t
   return r;
 }
 
-using FiveGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-using ForwardResult = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+}  // namespace
 
-// `given`: the matrix that the gradients of the logits are written to, or nothing.
-template <class... Kept>
-ForwardResult forward(Kept... given, Operands operands, OptionalTensor denominator,
-                      std::optional<double> host_denominator, Formula formula, int64_t reduction, Rows rows,
-                      int64_t outputs, int64_t needs) {
-  OptionalTensor kept(std::move(given)...);
+Between make_between(LinearCrossEntropy& a, const Tensor& hidden, int64_t needs, int64_t keep_rows) {
+  constexpr int64_t kAll = need_hidden | need_weight | need_bias | need_lora_a | need_lora_b;
+  DType dtype = a.hidden.dtype;
+  int64_t stride = (a.weight.rows + 63) / 64 * 64, rows = a.valid_rows >= 0 ? a.valid_rows : a.hidden.rows;
+  bool alone = (needs & kAll) == need_hidden;
+  if (alone) {
+    keep_rows = 0;
+  } else if (keep_rows < 0) {
+    int64_t whole = a.chunk_rows > 0 ? a.chunk_rows
+                                     : linear_head_whole_rows({.device = device_of(kOp, hidden),
+                                                               .dtype = dtype,
+                                                               .hidden = a.hidden.cols,
+                                                               .vocab = a.weight.rows,
+                                                               .dweight = (needs & need_weight) != 0,
+                                                               .add_dweight = (needs & into_main_grad) != 0});
+    keep_rows = rows <= whole ? rows : 0;
+  } else {
+    int64_t chunk = a.chunk_rows > 0 ? a.chunk_rows
+                                     : linear_head_chunk_rows({.device = device_of(kOp, hidden),
+                                                               .dtype = dtype,
+                                                               .rows = rows,
+                                                               .hidden = a.hidden.cols,
+                                                               .vocab = a.weight.rows});
+    keep_rows = rows <= keep_rows ? rows : keep_rows / chunk * chunk;
+  }
+  bool unit = needs & need_unit && (keep_rows > 0 || alone), kept = keep_rows > 0;
+  Between b = {.unit = unit ? make_like(hidden, dtype) : nothing(hidden, dtype),
+               .kept = kept ? make(hidden, {keep_rows, stride}, dtype) : nothing(hidden, dtype)};
+  if (unit) a.unit = rows_of(kOp, "unit", b.unit);
+  if (kept) {
+    a.kept = rows_of(kOp, "kept", b.kept);
+    a.kept.cols = a.weight.rows;
+  }
+  return b;
+}
+
+namespace {
+
+using FiveGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+using ForwardResult =
+    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+ForwardResult forward(Operands operands, OptionalTensor denominator, std::optional<double> host_denominator,
+                      Formula formula, int64_t reduction, Rows rows, int64_t outputs, int64_t needs,
+                      int64_t keep_rows) {
   const Tensor& hidden = operands.hidden;
   LinearCrossEntropy a = arguments(operands, formula, rows);
   if (denominator) {
@@ -99,54 +139,76 @@ ForwardResult forward(Kept... given, Operands operands, OptionalTensor denominat
   }
   RowResults results = make_row_results(a, hidden, outputs);
   // Of per-row losses the gradients are made in rows_backward: they need the upstream ones.
-  a.kept = rows_of_optional("kept", kept);
-  HeadGradients g = make_gradients(kOp, a, hidden, scalar ? needs : 0, a.kept.data != nullptr);
+  HeadGradients g = make_gradients(kOp, a, hidden, scalar ? needs : 0);
+  Between between = make_between(a, hidden, scalar ? 0 : needs, scalar ? 0 : keep_rows);
   auto ctx = make_context(hidden);
   linear_cross_entropy(*ctx, a);
-  return {scalar ? total : losses, scale, g.hidden, g.weight, g.bias, g.lora_a, g.lora_b, results.numbers,
-          results.predicted};
+  return {scalar ? total : losses,
+          scale,
+          scalar ? g.hidden : between.unit,
+          g.weight,
+          g.bias,
+          g.lora_a,
+          g.lora_b,
+          results.numbers,
+          results.predicted,
+          between.kept};
 }
 
-// Gradients of per-row losses from the kept gradients of their logits.
-std::tuple<Tensor, Tensor, Tensor> kept_backward(Tensor upstream, Tensor kept, Tensor hidden, Tensor weight,
-                                                 Tensor target, OptionalTensor token_weight,
-                                                 int64_t ignore_index, int64_t valid_rows, int64_t needs) {
-  Operands operands = {.hidden = hidden, .weight = weight, .target = target, .token_weight = token_weight};
-  LinearCrossEntropy a = arguments(operands, {.ignore_index = ignore_index}, {.valid_rows = valid_rows});
-  a.reduction = Reduction::none;
-  a.upstream = vector_of(kOp, "upstream gradient", upstream);
-  a.kept = rows_of(kOp, "kept", kept);
-  HeadGradients g = make_gradients(kOp, a, hidden, needs, true);
-  auto ctx = make_context(hidden);
-  linear_cross_entropy_kept_gradient(*ctx, a);
-  return {g.hidden, g.weight, g.bias};
-}
+// What the gradients of per-row losses are made from. `weight` is [V, 0] where its values are not needed.
+struct Upstream {
+  Tensor losses;
+  OptionalTensor entropies, main_grad, unit, kept;
+};
 
-// Gradients of per-row losses (and entropies): the logits are computed again, with each row's upstream gradients folded in.
-// `given`: what weight's gradient is added to instead of being returned, or nothing.
-template <class... MainGrad>
-FiveGradients rows_backward(Tensor upstream, OptionalTensor entropy_upstream, MainGrad... given,
-                            Operands operands, Formula formula, Rows rows, int64_t needs) {
-  OptionalTensor main_grad(std::move(given)...);
+// `finished`: unit becomes dhidden in its own memory, and no other is returned.
+FiveGradients rows_gradient(Upstream from, Operands operands, Formula formula, Rows rows, int64_t needs,
+                            bool finished) {
   const Tensor& hidden = operands.hidden;
+  bool shape_only = operands.weight.numel() == 0;
+  int64_t vocab = operands.weight.size(0);
+  if (shape_only) operands.weight = nothing(hidden, dtype_of(kOp, "hidden", hidden));
   LinearCrossEntropy a = arguments(operands, formula, rows);
+  if (shape_only)
+    a.weight = {.dtype = a.hidden.dtype, .rows = vocab, .cols = a.hidden.cols, .stride = a.hidden.cols};
   a.reduction = Reduction::none;
-  a.upstream = vector_of(kOp, "upstream gradient", upstream);
-  a.entropy_upstream = vector_of(kOp, "upstream gradient of the entropy", entropy_upstream);
-  Tensor losses = make(hidden, {a.hidden.rows}, DType::f32);
-  a.loss = vector_of(kOp, "loss", losses);
-  HeadGradients g = make_gradients(kOp, a, hidden, main_grad ? needs & ~need_weight : needs);
-  if (main_grad) {
-    check_same_device(kOp, "main_grad", *main_grad, hidden);
-    const void* memory = main_grad->data_ptr();
-    a.dweight = rows_of(kOp, "main_grad", *main_grad);
-    TIGON_CHECK(kOp, main_grad->data_ptr() == memory,
+  a.upstream = vector_of(kOp, "upstream gradient", from.losses);
+  a.entropy_upstream = vector_of(kOp, "upstream gradient of the entropy", from.entropies);
+  a.unit = rows_of_optional("unit", from.unit);
+  a.kept = rows_of_optional("kept", from.kept);
+  a.kept.cols = vocab;
+  int64_t returned = needs;
+  if (from.main_grad) returned &= ~need_weight;
+  if (finished && from.unit) returned &= ~need_hidden;
+  bool whole = a.kept.data && a.kept.rows >= (a.valid_rows >= 0 ? a.valid_rows : a.hidden.rows);
+  if (a.kept.data && !whole) returned &= ~may_round;  // several chunks
+  HeadGradients g = make_gradients(kOp, a, hidden, returned, whole && a.chunk_rows == 0);
+  if (finished && from.unit && needs & need_hidden) a.dhidden = a.unit;
+  if (from.main_grad) {
+    check_same_device(kOp, "main_grad", *from.main_grad, hidden);
+    const void* memory = from.main_grad->data_ptr();
+    a.dweight = rows_of(kOp, "main_grad", *from.main_grad);
+    TIGON_CHECK(kOp, from.main_grad->data_ptr() == memory,
                 "main_grad must have evenly spaced rows, got other strides");
     a.add_dweight = true;
   }
   auto ctx = make_context(hidden);
-  linear_cross_entropy(*ctx, a);
+  linear_cross_entropy_rows_gradient(*ctx, a);
   return {g.hidden, g.weight, g.bias, g.lora_a, g.lora_b};
+}
+
+FiveGradients rows_backward(Tensor upstream, OptionalTensor entropy_upstream, OptionalTensor unit,
+                            OptionalTensor kept, Operands operands, Formula formula, Rows rows,
+                            int64_t needs) {
+  return rows_gradient({upstream, entropy_upstream, {}, unit, kept}, operands, formula, rows, needs, false);
+}
+
+FiveGradients rows_backward_in_place(Tensor upstream, OptionalTensor entropy_upstream,
+                                     OptionalTensor main_grad, OptionalTensor unit, OptionalTensor kept,
+                                     Operands operands, Formula formula, Rows rows, int64_t needs,
+                                     bool finish) {
+  return rows_gradient({upstream, entropy_upstream, main_grad, unit, kept}, operands, formula, rows, needs,
+                       finish);
 }
 
 // The gradients of a scalar loss times the upstream one, in the parameters' dtypes. `in_place`: where a gradient has its
@@ -192,15 +254,10 @@ TIGON_TORCH_SCHEMAS(m) {
   const std::string five = "(Tensor, Tensor, Tensor, Tensor, Tensor)";
   const std::string forward_inputs =
       operands + "Tensor? denominator, float? host_denominator, " + formula + "int reduction, " + rows +
-      "int outputs, int needs) -> (Tensor loss, Tensor scale,"
+      "int outputs, int needs, int keep_rows) -> (Tensor loss, Tensor scale,"
       " Tensor dhidden, Tensor dweight, Tensor dbias, Tensor dlora_a, Tensor dlora_b, Tensor rows,"
-      " Tensor predicted)";
+      " Tensor predicted, Tensor kept)";
   define_forward(m, "linear_cross_entropy", "(" + forward_inputs);
-  define(m, "linear_cross_entropy_keep(Tensor(a!)? kept, " + forward_inputs);
-  define(m,
-         "linear_cross_entropy_kept_bwd(Tensor upstream, Tensor kept, Tensor hidden, Tensor weight,"
-         " Tensor target, Tensor? token_weight, int ignore_index, int valid_rows, int needs)"
-         " -> (Tensor, Tensor, Tensor)");
   define(m,
          "linear_cross_entropy_bwd(Tensor dloss, Tensor scale, Tensor dhidden, Tensor dweight, Tensor dbias,"
          " Tensor dlora_a, Tensor dlora_b, ScalarType weight_dtype, ScalarType bias_dtype) -> " +
@@ -209,21 +266,21 @@ TIGON_TORCH_SCHEMAS(m) {
          "linear_cross_entropy_bwd_(Tensor dloss, Tensor scale, Tensor(a!) dhidden, Tensor(b!) dweight,"
          " Tensor(c!) dbias, Tensor(d!) dlora_a, Tensor(e!) dlora_b, ScalarType weight_dtype,"
          " ScalarType bias_dtype) -> (Tensor(a!), Tensor(b!), Tensor(c!), Tensor(d!), Tensor(e!))");
-  const std::string backward_inputs = operands + formula + rows + "int needs) -> " + five;
-  define(m, "linear_cross_entropy_rows_bwd(Tensor upstream, Tensor? entropy_upstream, " + backward_inputs);
+  const std::string backward_inputs = "Tensor? kept, " + operands + formula + rows + "int needs";
+  define(m, "linear_cross_entropy_rows_bwd(Tensor upstream, Tensor? entropy_upstream, Tensor? unit, " +
+                backward_inputs + ") -> " + five);
   define(m,
-         "linear_cross_entropy_add_bwd(Tensor upstream, Tensor? entropy_upstream, Tensor(a!)? main_grad, " +
-             backward_inputs);
+         "linear_cross_entropy_rows_bwd_(Tensor upstream, Tensor? entropy_upstream, Tensor(a!)? main_grad,"
+         " Tensor(b!)? unit, " +
+             backward_inputs + ", bool finish) -> " + five);
   define_forward(m, "linear_cross_entropy_columns", "(Tensor x, int columns) -> Tensor");
 }
 TIGON_TORCH_KERNELS(m) {
-  implement_forward(m, "linear_cross_entropy", boxed<&forward<>>);
-  m.impl("linear_cross_entropy_keep", boxed<&forward<OptionalTensor>>);
-  m.impl("linear_cross_entropy_kept_bwd", TORCH_BOX(&kept_backward));
+  implement_forward(m, "linear_cross_entropy", boxed<&forward>);
   m.impl("linear_cross_entropy_bwd", TORCH_BOX(&finish_all<false>));
   m.impl("linear_cross_entropy_bwd_", TORCH_BOX(&finish_all<true>));
-  m.impl("linear_cross_entropy_rows_bwd", boxed<&rows_backward<>>);
-  m.impl("linear_cross_entropy_add_bwd", boxed<&rows_backward<OptionalTensor>>);
+  m.impl("linear_cross_entropy_rows_bwd", boxed<&rows_backward>);
+  m.impl("linear_cross_entropy_rows_bwd_", boxed<&rows_backward_in_place>);
   implement_forward(m, "linear_cross_entropy_columns", TORCH_BOX(&columns));
 }
 

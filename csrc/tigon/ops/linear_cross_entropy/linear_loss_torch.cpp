@@ -17,16 +17,35 @@ Statistics make_statistics(LinearCrossEntropy& a, const Tensor& hidden, bool ent
   return r;
 }
 
-std::tuple<Tensor, Tensor> log_prob(Head head, Rows rows, bool entropy) {
+struct Lora {
+  OptionalTensor a, b;
+  double scale = 1.0;
+
+  static constexpr const char* kSchema = "Tensor? lora_a, Tensor? lora_b, float lora_scale, ";
+  static Lora take(Stack& s) {
+    return {s.take<OptionalTensor>(), s.take<OptionalTensor>(), s.take<double>()};
+  }
+};
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> log_prob(Head head, Lora lora, Rows rows, bool entropy,
+                                                    int64_t needs, int64_t keep_rows) {
   const Tensor& hidden = head.operands.hidden;
+  head.operands.lora_a = std::move(lora.a), head.operands.lora_b = std::move(lora.b);
+  head.formula.lora_scale = lora.scale;
   LinearCrossEntropy a = arguments(head.operands, head.formula, rows);
   a.reduction = Reduction::none;
   Tensor losses = make(hidden, {a.hidden.rows}, DType::f32);
   a.loss = vector_of(kOp, "loss", losses);
   Statistics r = make_statistics(a, hidden, entropy);
+  Between between = make_between(a, hidden, needs, keep_rows);
   auto ctx = make_context(hidden);
   linear_cross_entropy(*ctx, a);
-  return {r.log_prob, r.entropy};
+  return {r.log_prob, r.entropy, between.unit, between.kept};
+}
+
+std::tuple<Tensor, Tensor> log_prob_infer(Head head, Lora lora, Rows rows, bool entropy, int64_t, int64_t) {
+  auto results = log_prob(std::move(head), std::move(lora), rows, entropy, 0, 0);
+  return {std::get<0>(results), std::get<1>(results)};
 }
 
 // The two halves of a chunk; `logits` [rows, V] is the caller's memory, `dhidden`, `dweight`, `dbias` too.
@@ -71,8 +90,11 @@ std::tuple<Tensor, Tensor, Tensor> compact(Tensor target, int64_t ignore_index, 
 
 TIGON_TORCH_SCHEMAS(m) {
   const std::string head = Head::kSchema, rows = Rows::kSchema;
+  const std::string inputs =
+      "(" + head + Lora::kSchema + rows + "bool entropy, int needs, int keep_rows) -> ";
   define_forward(m, "linear_log_prob",
-                 "(" + head + rows + "bool entropy) -> (Tensor log_prob, Tensor entropy)");
+                 inputs + "(Tensor log_prob, Tensor entropy, Tensor unit, Tensor kept)");
+  define(m, "linear_log_prob_infer" + inputs + "(Tensor log_prob, Tensor entropy)");
   define(m, "linear_loss_logits(Tensor(a!) logits, " + head + "bool entropy) -> (Tensor, Tensor)");
   define(m,
          "linear_loss_gradient(Tensor(a!) logits, Tensor(b!)? dhidden, Tensor(c!)? dweight,"
@@ -82,6 +104,7 @@ TIGON_TORCH_SCHEMAS(m) {
 }
 TIGON_TORCH_KERNELS(m) {
   implement_forward(m, "linear_log_prob", boxed<&log_prob>);
+  m.impl("linear_log_prob_infer", boxed<&log_prob_infer>);
   m.impl("linear_loss_logits", boxed<&chunk_logits>);
   m.impl("linear_loss_gradient", boxed<&chunk_gradient>);
   m.impl("linear_loss_rows", TORCH_BOX(&compact));

@@ -199,13 +199,23 @@ std::vector<LinearHeadSpan> linear_head_plan(const LinearHead& a, const std::vec
   return spans;
 }
 
+int64_t linear_head_wide_rows(Device device, int64_t vocab) {
+  return most_rows({.device = device, .dtype = DType::f32, .vocab = vocab});
+}
+
 LinearHeadWorkspace linear_head_workspace(Context& ctx, const LinearHead& a, const LinearHeadRows& rows,
                                           const LinearHeadMemory& m) {
   DType dtype = a.hidden.dtype;
   int64_t v = a.weight.rows, h = a.hidden.cols, r = a.lora_a.rows, lora_ld = (r + 7) / 8 * 8;
   LinearHeadWorkspace w;
-  if (m.logits) w.logits = new_matrix(ctx, m.chunk, v, logit_stride(v), dtype);
-  bool scales = m.factored && (a.dweight.data || a.dlora_a.data);
+  if (m.logits)
+    w.logits = new_matrix(ctx, m.logits_rows > 0 ? m.logits_rows : m.chunk, v, logit_stride(v), dtype);
+  bool wide = a.wide_logits && dtype != DType::f32;
+  if (wide) {
+    int64_t rows_of_part = std::min(m.chunk, linear_head_wide_rows(ctx.device(), v));
+    w.wide = new_matrix(ctx, rows_of_part, v, logit_stride(v), DType::f32);
+  }
+  bool scales = m.factored && (a.dweight.data || a.dlora_a.data || a.dlora_b.data);
   if (rows.listed || scales) w.hidden = new_matrix(ctx, m.chunk, h, h, dtype);
   if (rows.listed && a.dhidden.data) w.dhidden = new_matrix(ctx, m.chunk, h, h, dtype);
   if (a.lora_a.data)
@@ -225,6 +235,7 @@ LinearHeadChunk linear_head_chunk(const LinearHead& a, const LinearHeadRows& row
   return {.begin = begin,
           .count = count,
           .logits = rows_from(w.logits, 0, count),
+          .wide = w.wide,
           .index = rows.listed ? linear_head_part(rows.index, begin, count) : Vector{},
           .hidden = rows.listed ? rows_from(w.hidden, 0, count) : rows_from(a.hidden, begin, count),
           .dhidden = !a.dhidden.data ? none
@@ -268,6 +279,7 @@ void linear_head_logits(Context& ctx, const LinearHead& a, LinearHeadChunk& c) {
   if (lora) {
     multiply(ctx, {.a = c.hidden, .b = a.lora_a, .c = c.lora_u, .trans_b = true, .alpha = a.lora_scale});
     multiply(ctx, {.a = c.lora_u, .b = a.lora_b, .c = c.logits, .trans_b = true, .unrounded = true});
+    c.has_u = true;
   }
   multiply(ctx, {.a = c.hidden,
                  .b = a.weight,
@@ -285,7 +297,7 @@ void linear_head_gradients(Context& ctx, const LinearHead& a, LinearHeadChunk& c
   bool low = a.lora_a.data && (a.dhidden.data || a.dlora_a.data);
   float beta = pass.first ? 0.0f : 1.0f;
   Matrix hidden = c.hidden;
-  if (a.dweight.data || a.dlora_a.data) {
+  if (a.dweight.data || a.dlora_a.data || (a.dlora_b.data && !c.has_u)) {
     if (factor) hidden = c.scaled;
     if (factor || !c.gathered) take_rows(ctx, a, c, hidden, factor);
     c.gathered = c.gathered && !(factor && hidden.data == c.hidden.data);
@@ -307,7 +319,10 @@ void linear_head_gradients(Context& ctx, const LinearHead& a, LinearHeadChunk& c
                    .beta = beta});
   }
   if (a.dlora_b.data) {
-    if (factor) linear_head_move(ctx, {.from = c.lora_u, .to = c.lora_u, .factor = factor});
+    if (!c.has_u)
+      multiply(ctx, {.a = hidden, .b = a.lora_a, .c = c.lora_u, .trans_b = true, .alpha = a.lora_scale});
+    else if (factor)
+      linear_head_move(ctx, {.from = c.lora_u, .to = c.lora_u, .factor = factor});
     multiply(ctx, {.a = dlogits, .b = c.lora_u, .c = a.dlora_b, .trans_a = true, .beta = beta});
   }
   if (a.dlora_a.data)

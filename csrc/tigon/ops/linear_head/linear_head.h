@@ -4,8 +4,8 @@
 // A driver checks its operands (linear_head_check), asks which rows count (linear_head_rows) and how many a chunk takes
 // (linear_head_limit, or linear_head_plan where groups of rows must share a chunk), takes the memory of one chunk
 // (linear_head_workspace), and for each chunk (linear_head_chunk):
-//   linear_head_logits      chunk.logits = hidden . weight^T
-//   its own row pass        reads the logits and leaves their gradients in the same memory
+//   linear_head_parts       logits = hidden . weight^T, then
+//   its own row pass        reads the logits and leaves their gradients where the part says
 //   linear_head_gradients   the products of the gradients that are wanted
 // At the end linear_head_results writes what the pass found for the listed rows to all rows.
 //
@@ -18,7 +18,7 @@
 //             lora_b, dlora_b [V, r]; target, position [rows]; index, labels, factor [count]
 // Dtypes      hidden, weight, lora_a, lora_b f32 | bf16 | f16, the same; bias f32 or hidden's; dhidden hidden's; dweight f32,
 //             or hidden's where one chunk takes all rows; dbias, dlora_a, dlora_b f32; products accumulate in f32
-// Rounding    logits to hidden's dtype (with lora twice, u and t once); dhidden once, and again where c is given, as are
+// Rounding    logits to hidden's dtype (with lora twice, u and t once), or with wide_logits not at all; dhidden once, and again where c is given, as are
 //             c hidden and c; dweight once by its product, summed over chunks in f32
 //             (In PyTorch on the CPU, bf16 products reach the f32 sum after one rounding per chunk: aten's product is bf16.)
 // Saved       nothing
@@ -31,6 +31,7 @@
 //             [0, V) and a valid_rows that is not the count: tigon::Error under the driver's name, before anything is written
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <vector>
 
@@ -45,6 +46,7 @@ struct LinearHead {
   Vector bias;            // not added here: the row pass adds it in f32
   Matrix lora_a, lora_b;  // empty: none
   float lora_scale = 1.0f;
+  bool wide_logits = false;  // logits in f32 from 16-bit operands: not even the product is rounded
   Matrix dhidden;
   Matrix dweight;
   bool add_dweight = false;  // dweight is added to what is there (a gradient kept in f32 by its owner)
@@ -114,17 +116,20 @@ constexpr DType linear_head_dweight(DType hidden, bool one_chunk) {
   return one_chunk && linear_head_scales_early(hidden) ? hidden : DType::f32;
 }
 
-// Memory of one chunk, used by all.
+// Memory of one chunk, used by all. Logits in f32 are there for a part of a chunk at a time (linear_head_parts), which keeps
+// them to the size of a small chunk's; what the row pass leaves for the products lies in `logits`.
 struct LinearHeadWorkspace {
-  Matrix logits;           // [chunk, V]
+  Matrix logits;           // [chunk, V], hidden's dtype
+  Matrix wide;             // [part of a chunk, V] f32; empty: logits are in hidden's dtype
   Matrix hidden, dhidden;  // rows gathered or scaled; empty: the caller's own are used
   Matrix lora_u, lora_t;
   Vector ones, column;
 };
 struct LinearHeadMemory {
-  int64_t chunk = 0;      // most rows of a chunk
-  bool logits = true;     // false: the driver sets each chunk's logits to memory of its own
-  bool factored = false;  // linear_head_gradients will be given factors
+  int64_t chunk = 0;        // most rows of a chunk
+  bool logits = true;       // false: the driver sets each chunk's logits to memory of its own
+  int64_t logits_rows = 0;  // most rows of a chunk without memory of its own; 0: chunk
+  bool factored = false;    // linear_head_gradients will be given factors
 };
 TIGON_API LinearHeadWorkspace linear_head_workspace(Context& ctx, const LinearHead& a,
                                                     const LinearHeadRows& rows,
@@ -135,12 +140,14 @@ TIGON_API LinearHeadWorkspace linear_head_workspace(Context& ctx, const LinearHe
 // such as logits' gradients of an earlier call.
 struct LinearHeadChunk {
   int64_t begin = 0, count = 0;
-  Matrix logits;           // [count, V]
+  Matrix logits;           // [count, V], hidden's dtype: logits (unless wide), then their gradients
+  Matrix wide;             // [a part, V] f32
   Vector index;            // empty: rows begin, begin + 1, ...
   Matrix hidden, dhidden;  // operands of the products: gathered where the rows are listed
   bool gathered = true;    // hidden holds the rows already
   Matrix scaled;           // memory for factor * hidden
   Matrix lora_u, lora_t;
+  bool has_u = false;   // lora_u holds u, which linear_head_logits makes; else linear_head_gradients makes it
   Vector ones, column;  // column: memory for the factor in hidden's dtype
 };
 TIGON_API LinearHeadChunk linear_head_chunk(const LinearHead& a, const LinearHeadRows& rows,
@@ -148,7 +155,30 @@ TIGON_API LinearHeadChunk linear_head_chunk(const LinearHead& a, const LinearHea
                                             int64_t count);
 // Rows [first, first + count) of a chunk, whose logits may then be made by themselves.
 TIGON_API LinearHeadChunk linear_head_slice(const LinearHeadChunk& chunk, int64_t first, int64_t count);
+// chunk.logits = the logits, in the dtype of that memory.
 TIGON_API void linear_head_logits(Context& ctx, const LinearHead& a, LinearHeadChunk& chunk);
+
+// The logits of a part of a chunk, and where their gradients belong: the same memory unless logits are wide. `to` is empty
+// where the chunk has no logits.
+struct LinearHeadPart {
+  int64_t begin = 0, count = 0;  // rows of the list
+  Matrix logits, to;
+};
+// Calls fn(part) for each part of a chunk, whose logits are made just before: one part, or with wide logits several.
+template <class Fn>
+void linear_head_parts(Context& ctx, const LinearHead& a, LinearHeadChunk& chunk, const Fn& fn) {
+  int64_t most = chunk.wide.data ? chunk.wide.rows : chunk.count;
+  for (int64_t first = 0; first < chunk.count; first += most) {
+    LinearHeadChunk part = linear_head_slice(chunk, first, std::min(most, chunk.count - first));
+    Matrix to = part.logits;
+    if (chunk.wide.data) part.logits = chunk.wide, part.logits.rows = part.count;
+    linear_head_logits(ctx, a, part);
+    fn(LinearHeadPart{part.begin, part.count, part.logits, to});
+  }
+  chunk.gathered = true, chunk.has_u = a.lora_a.data != nullptr;
+}
+// Most rows of a part with wide logits.
+TIGON_API int64_t linear_head_wide_rows(Device device, int64_t vocab);
 
 // The products of dlogits, which are only read. `first`: what is summed over chunks is written, not added to; nothing is
 // zero-filled. With listed rows dhidden's other rows are the driver's (linear_head_clear).

@@ -10,10 +10,9 @@ import torch
 
 from tigon._load import native
 from tigon._op import Op, direct_apply, graph_is_kept, refuse_second
-from tigon.ops.loss_head import operators
-from tigon.ops.loss_head.memory import padded
+from tigon.ops.loss_head import between, operators
 from tigon.ops.loss_head.operands import MAY_ROUND, NEEDS
-from tigon.ops.loss_head.operators import OP, Call, call_of, flat, rows_computed
+from tigon.ops.loss_head.operators import OP, Call, call_of, flat
 
 _RESULTS = 7  # loss, scale and the gradients of NEEDS come first among an operator's outputs
 
@@ -21,19 +20,21 @@ _RESULTS = 7  # loss, scale and the gradients of NEEDS come first among an opera
 class HeadLoss:
     """``tigon::<name>`` as a differentiable loss of a head.
 
-    Its first results are the loss, the reduction's factor and the gradients of NEEDS; a call of it has
-    operands (hidden, weight, target and bias among them, by name), options, ``needs`` and ``scalar``.
+    Its first results are the loss, the reduction's factor and the gradients of NEEDS; a call has operands
+    (hidden, weight, target and bias among them, by name), options, ``needs`` and ``scalar``.
 
     Args:
         name: of the operator, and in messages.
         call_of, flat: a call from the operator's arguments, and back.
         fake: the operator's fake kernel.
-        rows_backward: ``(upstream of the rows' losses, operands, options, needs)``: the gradients of NEEDS,
-            by computing the logits again.
+        rows_backward: ``(upstream of the rows' losses, saved, options, needs)``: the gradients of NEEDS, by
+            computing the logits again where they were not kept.
+        saved: ``(call, output)``: the tensors that losses of rows save; the operands alone unless given.
     """
 
-    def __init__(self, name, *, call_of, flat, fake, rows_backward):
+    def __init__(self, name, *, call_of, flat, fake, rows_backward, saved=lambda call, output: call.operands):
         self.name, self.call_of, self.flat, self.rows_backward = name, call_of, flat, rows_backward
+        self.saved = saved
         self.inputs = [argument.name for argument in native(name)._schema.arguments]
         self.op = Op(name, fake=fake, setup_context=self._setup_context, backward=self._backward,
                      transformed=(self._setup_transformed, self._backward_transformed))  # fmt: skip
@@ -70,7 +71,7 @@ class HeadLoss:
         call = self.call_of(inputs)
         self._setup(ctx, call, output)
         ctx.needs = call.needs
-        ctx.save_for_backward(*(output[1:_RESULTS] if call.scalar else call.operands))
+        ctx.save_for_backward(*(output[1:_RESULTS] if call.scalar else self.saved(call, output)))
 
     def _backward(self, ctx, dloss, *_):
         if dloss is None:
@@ -98,16 +99,16 @@ class HeadLoss:
         call = self.call_of(inputs)
         self._setup(ctx, call, output)
         ctx.target_shape = call.operands.target.shape
-        ctx.save_for_backward(output[1], *call.operands)
+        ctx.save_for_backward(output[1], *self.saved(call, output))
 
     def _backward_transformed(self, ctx, dloss, *_):
         if dloss is None:
             return self._by_input((), 0, ())
-        scale, *operands = ctx.saved_tensors
+        scale, *saved = ctx.saved_tensors
         wanted = dict(zip(self.inputs, ctx.needs_input_grad, strict=True))
         needs = sum(bit for name, bit in NEEDS.items() if wanted[name])
         upstream = _of_rows(dloss, scale, ctx.target_shape, ctx.scalar)
-        gradients = self.rows_backward(upstream, operands, ctx.options, needs)
+        gradients = self.rows_backward(upstream, saved, ctx.options, needs)
         return self._by_input(gradients, needs, ctx.dtypes)
 
 
@@ -116,10 +117,16 @@ def _of_rows(dloss, scale, shape, scalar):
     return (dloss * scale).expand(shape) if scalar else dloss
 
 
+def _saved(call, output):
+    """What losses of rows save."""
+    _, _, unit, *_, kept = output
+    return between.saved(call, unit, kept, False)
+
+
 _head = HeadLoss(
-    OP, call_of=call_of, flat=flat, fake=operators.fake,
-    rows_backward=lambda upstream, operands, options, needs: operators.rows_backward(
-        upstream, None, *operands, *options, needs
+    OP, call_of=call_of, flat=flat, fake=operators.fake, saved=_saved,
+    rows_backward=lambda upstream, saved, options, needs: between.gradients(
+        saved, upstream, None, options, needs
     ),
 )  # fmt: skip
 
@@ -145,42 +152,36 @@ class Scalar:
 
 
 class Rows:
-    """Losses of rows: the backward computes the logits again."""
+    """Losses of rows: the backward starts from what was saved."""
 
     def __init__(self, head):
         self.head = head
 
     def forward(self, ctx, call):
         self.options = call.options
-        ctx.save_for_backward(*call.operands)
-        return self.head.op.forward(*self.head.flat(call))
+        output = self.head.op.forward(*self.head.flat(call))
+        ctx.save_for_backward(*self.head.saved(call, output))
+        return output
 
     def backward(self, ctx, dloss):
         return self.head.rows_backward(dloss, ctx.saved_tensors, self.options, ctx.needs)
 
 
-class _Kept:
-    """Losses of rows; the gradients of the logits stay until the upstream ones arrive."""
+class _HeadRows(Rows):
+    """The same; an eager backward may use up what was kept, and add weight's gradient to its owner's."""
 
-    head = _head
-
-    def forward(self, ctx, call):
-        hidden, weight, target, _, _, token_weight, *_ = call.operands
-        self.ignore_index, self.valid_rows = call.options.ignore_index, call.options.valid_rows
-        vocab = weight.shape[0]
-        kept = hidden.new_empty(rows_computed(target, self.valid_rows), padded(vocab))[:, :vocab]
-        ctx.save_for_backward(kept, hidden, weight, target, token_weight)
-        return operators.keep(kept, *flat(call))
+    def __init__(self, main_grad):
+        super().__init__(_head)
+        self.main_grad = main_grad
 
     def backward(self, ctx, dloss):
-        gradients = operators.kept_backward(
-            dloss, *ctx.saved_tensors, self.ignore_index, self.valid_rows, ctx.needs
+        return between.gradients(
+            ctx.saved_tensors, dloss, None, self.options, ctx.needs, eager=True, main_grad=self.main_grad
         )
-        return *gradients, None, None
 
 
 class _MainGrad:
-    """The loss alone; the backward adds weight's gradient to the tensor that its owner keeps."""
+    """A scalar loss alone; the backward adds weight's gradient to the tensor that its owner keeps."""
 
     head = _head
 
@@ -188,19 +189,17 @@ class _MainGrad:
         self.main_grad = main_grad
 
     def forward(self, ctx, call):
-        self.scalar, self.options = call.scalar, call.options
+        self.options = call.options
         output = _head.op.forward(*flat(call._replace(needs=0)))
-        _, scale, *_ = output
-        ctx.save_for_backward(scale, *call.operands)
+        ctx.save_for_backward(output[1], *call.operands)
         return output
 
     def backward(self, ctx, dloss):
         scale, *operands = ctx.saved_tensors
-        upstream = _of_rows(dloss, scale, operands[2].shape, self.scalar)
-        dhidden, _, *others = operators.add_backward(
-            upstream, None, self.main_grad, *operands, *self.options, ctx.needs
+        upstream = _of_rows(dloss, scale, operands[2].shape, True)
+        return between.gradients(
+            (None, None, *operands), upstream, None, self.options, ctx.needs, main_grad=self.main_grad
         )
-        return dhidden, None, *others
 
 
 class _Eager(torch.autograd.Function):
@@ -238,22 +237,15 @@ def run(call: Call, parameters, main_grad, keep_mb):
         main_grad: weight's gradient is added to it; ``None``: it is returned.
         keep_mb: as in :func:`tigon.linear_cross_entropy`.
     """
-    return _head.run(call, parameters, lambda: _way(call, main_grad, keep_mb))
+    if not call.scalar:
+        needs, keep_rows = between.keep(call.operands, call.needs, keep_mb, main_grad)
+        call = call._replace(needs=needs, keep_rows=keep_rows)
+    loss, numbers, predicted, _ = _head.run(call, parameters, lambda: _way(call, main_grad))
+    return loss, numbers, predicted
 
 
-def _way(call, main_grad, keep_mb):
+def _way(call, main_grad):
     """How the gradients of an eager call are made."""
-    if main_grad is not None:
-        return _MainGrad(main_grad)
-    if call.scalar:
-        return Scalar(_head)
-    if keep_mb > 0.0 and call.operands.lora_a is None and _fits(call, keep_mb):
-        return _Kept()
-    return Rows(_head)
-
-
-def _fits(call, keep_mb):
-    """Whether the logits' gradients are to be kept."""
-    hidden, weight, target, *_ = call.operands
-    rows = rows_computed(target, call.options.valid_rows)
-    return rows * padded(weight.shape[0]) * hidden.element_size() <= keep_mb * 2**20
+    if not call.scalar:
+        return _HeadRows(main_grad)
+    return Scalar(_head) if main_grad is None else _MainGrad(main_grad)

@@ -15,7 +15,7 @@ from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops.arguments import check_float, check_numbers
 from tigon.ops.loss_head.autograd import run
-from tigon.ops.loss_head.memory import check_cap, chunk_that_fits
+from tigon.ops.loss_head.memory import check_cap, check_keep, chunk_that_fits
 from tigon.ops.loss_head.operands import (
     MAY_ROUND,
     REDUCTIONS,
@@ -30,6 +30,7 @@ from tigon.ops.loss_head.operands import (
     plain_weight,
     prepare,
     whole_vectors,
+    wide_logits,
 )
 from tigon.ops.loss_head.operators import NUMBERS, PREDICTED, Call
 from tigon.ops.loss_head.reference import reference, result_type
@@ -52,8 +53,8 @@ def _check(
         fits = token_weight.shape == target.shape
         check(_OP, fits, "token_weight must be {}, got {}", target.shape, token_weight.shape)
     check(_OP, reduction in REDUCTIONS, "reduction must be one of {}, got {!r}", (*REDUCTIONS,), reduction)
-    check_numbers(_OP, label_smoothing=label_smoothing, z_loss=z_loss, keep_mb=keep_mb)
-    check(_OP, keep_mb >= 0, "keep_mb must be >= 0, got {}", keep_mb)
+    check_numbers(_OP, label_smoothing=label_smoothing, z_loss=z_loss)
+    check_keep(_OP, keep_mb)
     check_cap(_OP, max_workspace_mb)
     check(_OP, 0.0 <= label_smoothing <= 1.0, "label_smoothing must be in [0, 1], got {}", label_smoothing)
     if outputs is not None:
@@ -86,7 +87,8 @@ def linear_cross_entropy(
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
     max_workspace_mb: float | None = None,
-    keep_mb: float = 0.0,
+    keep_mb: float | None = None,
+    logit_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | NamedTuple:
     """Cross-entropy of ``hidden @ weight.T + bias`` against ``target`` without the logits ever existing.
 
@@ -118,7 +120,7 @@ def linear_cross_entropy(
             still over the rows
             that count: ``sum(token_weight * loss) / count``.
         reduction: ``"mean"`` (over rows that count, weighted by class), ``"sum"`` or ``"none"`` (``[...]``
-            losses; the backward computes the logits again).
+            losses; what they cost: :func:`tigon.linear_log_prob`).
         denominator: number or tensor of one element: the loss is ``sum / denominator`` instead of
             ``reduction``; a tensor on the device is read there, without synchronisation (gradient
             accumulation, ``num_items_in_batch``).
@@ -134,9 +136,10 @@ def linear_cross_entropy(
         chunk_rows: rows per chunk; ``None`` chooses (see docs/loss-head.md).
         max_workspace_mb: upper bound of the memory besides inputs, results and gradients, in MiB; chunks
             shrink to fit it.
-        keep_mb: with ``"none"``, keep the gradients of the logits from forward to backward if they take no
-            more than this many MiB (rows that count times V): three matrix products instead of four. Under
-            ``torch.compile`` they are computed again.
+        keep_mb: with ``"none"``: see :func:`tigon.linear_log_prob`.
+        logit_dtype: ``torch.float32``: the logits of 16-bit operands are not rounded to 16 bits; the product
+            runs on the same tensor cores and writes float32, of 1024 rows or so at a time (512 MiB more at
+            most, or 1024 rows). Gradients of the logits have hidden's dtype. ``None``: hidden's dtype.
 
     Returns:
         float32 scalar, or ``[...]`` for ``"none"``; with ``outputs`` a named tuple. The loss is
@@ -165,6 +168,7 @@ def linear_cross_entropy(
     )  # fmt: skip
     _cross_entropy.check_denominator(_OP, denominator)
     hidden = autocast(hidden)
+    wide = wide_logits(_OP, logit_dtype, hidden)
     if not has_kernel(_OP, hidden):
         check_plain(_OP, weight, target, ignore_index, shift, valid_rows)
         return reference(
@@ -172,6 +176,7 @@ def linear_cross_entropy(
             class_weight=class_weight, label_smoothing=label_smoothing, softcap=softcap,
             logit_scale=logit_scale, temperature=temperature, z_loss=z_loss, token_weight=token_weight,
             reduction=reduction, denominator=denominator, shift=shift, outputs=outputs, lora=lora,
+            logit_dtype=logit_dtype,
         )  # fmt: skip
     main_grad = main_grad_of(_OP, weight) if torch.is_grad_enabled() and weight.requires_grad else None
     if main_grad is None:  # main_grad has weight's own columns
@@ -183,7 +188,7 @@ def linear_cross_entropy(
         token_weight = token_weight.detach().float().reshape(-1)
     operands, known_rows, needs = prepare(
         _OP, hidden, weight, target, bias, ignore_index, shift, valid_rows, class_weight, token_weight,
-        lora_a, lora_b,
+        lora_a, lora_b, wide,
     )  # fmt: skip
     if max_workspace_mb is not None:
         chunk_rows = chunk_that_fits(
@@ -195,9 +200,10 @@ def linear_cross_entropy(
             0 if lora_a is None else lora_a.shape[0],
             needs & WEIGHT != 0,
             main_grad is not None,
+            wide,
         )
     options = Options(
-        ignore_index, label_smoothing, softcap or 0.0, logit_scale, temperature, z_loss, lora_scale,
+        ignore_index, label_smoothing, softcap or 0.0, logit_scale, temperature, z_loss, lora_scale, wide,
         chunk_rows or 0, known_rows,
     )  # fmt: skip
     denominator, host_denominator = _cross_entropy.split_denominator(denominator, hidden.device)

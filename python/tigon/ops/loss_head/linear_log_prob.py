@@ -5,34 +5,42 @@ Contract: ``csrc/tigon/ops/linear_cross_entropy/linear_cross_entropy.h``.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from tigon._op import Op, has_kernel
+from tigon.ops.loss_head import between
+from tigon.ops.loss_head.memory import check_keep
 from tigon.ops.loss_head.operands import (
-    BIAS,
-    HIDDEN,
     MAY_ROUND,
-    WEIGHT,
+    NEEDS,
     Operands,
     Options,
     autocast,
     check_head,
+    check_lora,
     check_plain,
+    lora_operands,
+    main_grad_of,
+    plain_weight,
     prepare,
     shifted,
     whole_vectors,
+    wide_logits,
 )
-from tigon.ops.loss_head.operators import rows_backward
+from tigon.ops.loss_head.operators import between_fake
 from tigon.ops.loss_head.reference import plain_logits
 
 _OP = "linear_log_prob"
 
 
 def reference(hidden, weight, target, *, bias=None, temperature=1.0, softcap=None, logit_scale=1.0,
-              ignore_index=-100, entropy=False, **ignored):  # fmt: skip
+              ignore_index=-100, entropy=False, lora=None, logit_dtype=None,
+              **ignored):  # fmt: skip
     """The same formula in plain PyTorch operations: materialises the logits (any float dtype, any device)."""
     del ignored
-    z = plain_logits(hidden, weight, bias, softcap, logit_scale, temperature)
+    z = plain_logits(hidden, weight, bias, softcap, logit_scale, temperature, lora, logit_dtype)
     log_p = torch.log_softmax(z, -1)
     counts = target != ignore_index
     picked = log_p.gather(-1, torch.where(counts, target, 0).long().unsqueeze(-1)).squeeze(-1)
@@ -43,9 +51,46 @@ def reference(hidden, weight, target, *, bias=None, temperature=1.0, softcap=Non
     return picked, torch.where(counts, -terms.sum(-1), 0.0)
 
 
-def fake(hidden, weight, target, *options):
+class _Arguments(NamedTuple):
+    """The arguments of ``tigon::linear_log_prob``, in the order of its schema."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    target: torch.Tensor
+    bias: torch.Tensor | None
+    ignore_index: int
+    softcap: float
+    logit_scale: float
+    temperature: float
+    wide_logits: bool
+    lora_a: torch.Tensor | None
+    lora_b: torch.Tensor | None
+    lora_scale: float
+    chunk_rows: int
+    valid_rows: int
+    entropy: bool
+    needs: int
+    keep_rows: int
+
+    @property
+    def operands(self) -> Operands:
+        """The tensors."""
+        return Operands(
+            self.hidden, self.weight, self.target, self.bias, lora_a=self.lora_a, lora_b=self.lora_b
+        )
+
+    @property
+    def options(self) -> Options:
+        """The numbers."""
+        return Options(
+            self.ignore_index, softcap=self.softcap, logit_scale=self.logit_scale,
+            temperature=self.temperature, lora_scale=self.lora_scale, wide_logits=self.wide_logits,
+            chunk_rows=self.chunk_rows, valid_rows=self.valid_rows,
+        )  # fmt: skip
+
+
+def statistics_fake(hidden, target, entropy):
     """Shapes of the log-probabilities and entropies."""
-    *_, entropy = options
     rows = target.shape
     return (
         hidden.new_empty(rows, dtype=torch.float32),
@@ -53,39 +98,50 @@ def fake(hidden, weight, target, *options):
     )
 
 
+def _fake(*arguments):
+    a = _Arguments(*arguments)
+    return (
+        *statistics_fake(a.hidden, a.target, a.entropy),
+        *between_fake(a.operands, a.options, a.needs, a.keep_rows),
+    )
+
+
 def _setup_context(ctx, inputs, output):
-    (hidden, weight, target, bias, ignore_index, softcap, logit_scale, temperature, chunk_rows, valid_rows,
-     entropy) = inputs  # fmt: skip
-    ctx.save_for_backward(hidden, weight, target, bias)
-    ctx.options = Options(
-        ignore_index, softcap=softcap, logit_scale=logit_scale, temperature=temperature,
-        chunk_rows=chunk_rows, valid_rows=valid_rows,
-    )  # fmt: skip
-    ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
-    if not entropy:
-        _, entropies = output
-        ctx.mark_non_differentiable(entropies)
+    a = _Arguments(*inputs)
+    _, entropies, unit, kept = output
+    ctx.save_for_backward(*between.saved(a, unit, kept, a.entropy))
+    ctx.options = a.options
+    ctx.main_grad = None
+    ctx.dtypes = {
+        name: None if t is None else t.dtype for name, t in zip(a._fields, a, strict=True) if name in NEEDS
+    }
+    if not a.entropy:
+        ctx.mark_non_differentiable(entropies, unit, kept)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, dlog_prob, dentropy):
-    of_hidden, of_weight, _, of_bias, *others = ctx.needs_input_grad
-    nothing = (None,) * len(others)
+def _backward(ctx, dlog_prob, dentropy, *_):
+    wanted = _Arguments(*ctx.needs_input_grad)
     if dlog_prob is None and dentropy is None:
-        return None, None, None, None, *nothing
+        return (None,) * len(wanted)
     upstream = torch.zeros_like(dentropy) if dlog_prob is None else -dlog_prob  # the loss is -log_prob
-    needs = HIDDEN * of_hidden + WEIGHT * of_weight + BIAS * of_bias
+    needs = sum(bit for name, bit in NEEDS.items() if getattr(wanted, name))
     if not torch.compiler.is_compiling():
         needs |= MAY_ROUND
-    gradients = rows_backward(upstream, dentropy, *Operands(*ctx.saved_tensors), *ctx.options, needs)
-    dhidden, dweight, dbias = (
-        g.to(dtype) if needed else None
-        for g, dtype, needed in zip(gradients, ctx.dtypes, (of_hidden, of_weight, of_bias), strict=False)
+    eager = isinstance(ctx, _op.node)
+    main_grad = ctx.main_grad if eager else None
+    gradients = between.gradients(
+        ctx.saved_tensors, upstream, dentropy, ctx.options, needs, eager=eager, main_grad=main_grad
     )
-    return dhidden, dweight, None, dbias, *nothing
+    found = {
+        name: g if g is None else g.to(ctx.dtypes[name])
+        for (name, bit), g in zip(NEEDS.items(), gradients, strict=True)
+        if needs & bit
+    }
+    return tuple(found.get(name) for name in _Arguments._fields)
 
 
-_op = Op(_OP, fake=fake, setup_context=_setup_context, backward=_backward)
+_op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward, results=2)
 
 
 def linear_log_prob(
@@ -101,18 +157,31 @@ def linear_log_prob(
     entropy: bool = False,
     shift: bool = False,
     valid_rows: int | None = None,
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
+    keep_mb: float | None = None,
+    logit_dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``log softmax(z)[target]`` per token, ``z`` as in :func:`tigon.linear_cross_entropy`, without the
-    logits ever existing.
+    logits of more than a chunk of rows ever existing.
 
-    The backward computes the logits again, chunk by chunk, with the upstream gradients of both results folded
-    in: four matrix products in all; without gradients one.
+    Matrix products, forward and backward together: 1 without gradients; 2 where hidden alone needs one (a
+    frozen head): its gradient for an upstream of 1 is formed in the forward, ``N * H`` elements, and its rows
+    are scaled in the backward; 3 where the gradients of all logits are kept; 4 where they are computed again;
+    ``4 - f`` where a share f of the rows is kept. A gradient of the entropies needs all logits again,
+    whatever was kept.
 
     Args:
         hidden, weight, target, bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows,
-            chunk_rows: as in :func:`tigon.linear_cross_entropy`.
+            lora, chunk_rows, logit_dtype: as in :func:`tigon.linear_cross_entropy`, ``main_grad`` of weight
+            included.
         entropy: also return the entropy of each distribution, ``lse - sum_c p_c z_c``, differentiable too.
+        keep_mb: how many MiB the gradients of the logits may take between forward and backward (rows that are
+            computed, times V rounded up to 64, times the size of hidden's dtype). ``None``: those of all rows
+            are kept where one chunk takes all rows (:func:`tigon.linear_log_prob_memory` says when), since
+            the backward would need that memory anyway; else none. A number: as many whole chunks as fit. 0:
+            nothing is kept, hidden's gradient for a frozen head neither. Where all rows are kept, or the head
+            is frozen, and no entropies were asked for, weight is not saved for the backward.
 
     Returns:
         float32 ``[...]``, or a pair of them. 0 on ignored rows, with zero gradients.
@@ -124,17 +193,35 @@ def linear_log_prob(
     check_head(
         _OP, hidden, weight, target, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows
     )
+    check_lora(_OP, lora, hidden, weight)
+    check_keep(_OP, keep_mb)
     hidden = autocast(hidden)
+    wide = wide_logits(_OP, logit_dtype, hidden)
     if not has_kernel(_OP, hidden):
         check_plain(_OP, weight, target, ignore_index, shift, valid_rows)
         target = shifted(target, ignore_index) if shift else target
-        return reference(hidden, weight, target, bias=bias, temperature=temperature, softcap=softcap,
-                         logit_scale=logit_scale, ignore_index=ignore_index, entropy=entropy)  # fmt: skip
-    hidden, weight, _ = whole_vectors(hidden, weight)
-    operands, known_rows, _ = prepare(_OP, hidden, weight, target, bias, ignore_index, shift, valid_rows)
-    result, entropies = _op(
-        operands.hidden, operands.weight, operands.target, operands.bias, ignore_index, softcap or 0.0,
-        logit_scale, temperature, chunk_rows or 0, known_rows, entropy,
+        return reference(hidden, plain_weight(_OP, weight), target, bias=bias, temperature=temperature,
+                         softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index,
+                         entropy=entropy, lora=lora, logit_dtype=logit_dtype)  # fmt: skip
+    main_grad = main_grad_of(_OP, weight) if torch.is_grad_enabled() and weight.requires_grad else None
+    if main_grad is None:  # main_grad has weight's own columns
+        hidden, weight, lora = whole_vectors(hidden, weight, lora)
+    lora_a, lora_b, lora_scale = lora_operands(hidden, lora)
+    operands, known_rows, needs = prepare(
+        _OP, hidden, weight, target, bias, ignore_index, shift, valid_rows, lora_a=lora_a, lora_b=lora_b,
+        wide=wide,
     )  # fmt: skip
+    options = Options(
+        ignore_index, softcap=softcap or 0.0, logit_scale=logit_scale, temperature=temperature,
+        lora_scale=lora_scale, wide_logits=wide, chunk_rows=chunk_rows or 0, valid_rows=known_rows,
+    )  # fmt: skip
+    needs, keep_rows = between.keep(operands, needs, keep_mb, main_grad)
+    result, entropies = _op(*_Arguments(
+        operands.hidden, operands.weight, operands.target, operands.bias, ignore_index, options.softcap,
+        logit_scale, temperature, wide, lora_a, lora_b, lora_scale, options.chunk_rows, known_rows, entropy,
+        needs, keep_rows,
+    ))  # fmt: skip
+    if main_grad is not None and isinstance(result.grad_fn, _op.node):  # eager: grad_fn is what backward sees
+        result.grad_fn.main_grad = main_grad
     result = result.view(target.shape)
     return (result, entropies.view(target.shape)) if entropy else result

@@ -20,6 +20,7 @@ from tigon.ops.loss_head.operands import (
     check_plain,
     prepare,
     whole_vectors,
+    wide_logits,
 )
 from tigon.ops.loss_head.streaming import OP as _OP
 from tigon.ops.loss_head.streaming import Call, Function, losses
@@ -56,6 +57,7 @@ def linear_loss(
     denominator: float | torch.Tensor | None = None,
     valid_rows: int | None = None,
     chunk_rows: int | None = None,
+    logit_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """A loss of your own on per-token log-probabilities, three matrix products and no logits.
 
@@ -65,15 +67,15 @@ def linear_loss(
     additions.
 
     Args:
-        hidden, weight, target, bias, temperature, softcap, logit_scale, ignore_index, valid_rows, chunk_rows:
-            as in :func:`tigon.linear_cross_entropy`.
+        hidden, weight, target, bias, temperature, softcap, logit_scale, ignore_index, valid_rows, chunk_rows,
+            logit_dtype: as in :func:`tigon.linear_cross_entropy`.
         fn: called with float32 vectors of one chunk. Rows with an ignored label may be among them; what it
             returns there is dropped. Tensors that need a gradient must come in through `tensors`.
         *tensors: per-token tensors ``[..., ...]`` (the leading shape of target), handed to fn row by row;
             differentiable.
         entropy: fn takes the entropies as its second argument.
-        reduction: ``"mean"`` (over rows that count), ``"sum"``, or ``"none"``: ``[...]`` losses, for which
-            the backward computes the logits again (four products).
+        reduction: ``"mean"`` (over rows that count), ``"sum"``, or ``"none"``: ``[...]`` losses, by way
+            of :func:`tigon.linear_log_prob` and at its cost.
         denominator: number or tensor of one element: ``sum / denominator`` instead of ``reduction``.
 
     Returns:
@@ -95,6 +97,7 @@ def linear_loss(
         check(_OP, t.device == hidden.device, "tensors must be on {}, got {}", hidden.device, t.device)
     tensors = [t.reshape(target.numel(), *t.shape[target.dim() :]) for t in tensors]
     hidden = autocast(hidden)
+    wide = wide_logits(_OP, logit_dtype, hidden)
     kernel = has_kernel(_OP, hidden)
     if not kernel:
         check_plain(_OP, weight, target, ignore_index, False, valid_rows)
@@ -102,6 +105,7 @@ def linear_loss(
         log_prob = _log_prob.linear_log_prob if kernel else _log_prob.reference
         options = {"bias": bias, "temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
         options |= {"ignore_index": ignore_index, "valid_rows": valid_rows, "chunk_rows": chunk_rows}
+        options |= {"logit_dtype": logit_dtype}
         return _composed(
             hidden, weight, target, fn, tensors, entropy, reduction, denominator, log_prob, options
         )
@@ -112,7 +116,9 @@ def linear_loss(
     if forward_ad._current_level >= 0:
         refuse_tangents(_OP, (hidden, weight, bias, *tensors))
     hidden, weight, _ = whole_vectors(hidden, weight)
-    operands, known_rows, needs = prepare(_OP, hidden, weight, target, bias, ignore_index, False, valid_rows)
+    operands, known_rows, needs = prepare(
+        _OP, hidden, weight, target, bias, ignore_index, False, valid_rows, wide=wide
+    )
     device, number = _cross_entropy.split_denominator(denominator, hidden.device)
     if device is not None:
         place = device.device
@@ -123,7 +129,7 @@ def linear_loss(
     grad = torch.is_grad_enabled()
     options = Options(
         ignore_index, softcap=softcap or 0.0, logit_scale=logit_scale, temperature=temperature,
-        chunk_rows=chunk_rows or 0, valid_rows=known_rows,
+        wide_logits=wide, chunk_rows=chunk_rows or 0, valid_rows=known_rows,
     )  # fmt: skip
     wrt = tuple(grad and t.requires_grad for t in tensors)
     call = Call(fn, options, entropy, divisor, needs, wrt, grad)

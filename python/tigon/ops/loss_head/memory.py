@@ -16,6 +16,7 @@ from tigon.ops.loss_head.operands import REDUCTIONS
 _OP = "linear_cross_entropy_memory"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MIB = 1 << 20
+AUTOMATIC = -1  # of `keep_rows`: all rows where one chunk takes all, else none
 _GEMM_WORKSPACE = 32 * _MIB  # of cuBLASLt, on CUDA, where one of its kernels asks for it
 
 
@@ -48,9 +49,9 @@ def default_chunk(device, dtype, rows, hidden_size, vocab, *, dweight, add_dweig
     return _native_chunk(device == "cuda", dtype.itemsize, rows, hidden_size, vocab, dweight, add_dweight)
 
 
-def whole_rows(device, dtype, hidden_size, vocab) -> int:
-    """Most rows that one chunk takes whole, with weight's gradient: ``linear_head_whole_rows``."""
-    return _native_chunk(device == "cuda", dtype.itemsize, -1, hidden_size, vocab, True, False)
+def whole_rows(device, dtype, hidden_size, vocab, dweight=True, add_dweight=False) -> int:
+    """Most rows that one chunk takes whole: ``linear_head_whole_rows``."""
+    return _native_chunk(device == "cuda", dtype.itemsize, -1, hidden_size, vocab, dweight, add_dweight)
 
 
 class _Sizes(NamedTuple):
@@ -64,6 +65,7 @@ class _Sizes(NamedTuple):
     lora_rank: int
     dweight: bool = False
     add_dweight: bool = False
+    wide: bool = False  # logits in float32
 
     @property
     def size(self) -> int:
@@ -71,8 +73,16 @@ class _Sizes(NamedTuple):
 
     def per_row(self, listed: bool) -> int:
         """Bytes of a row of a chunk: its logits, its gathered copies, its low-rank products."""
+        return self.logits_row() + self.beside_row(2 * listed)
+
+    def beside_row(self, copies: int) -> int:
+        """Bytes of a row of a chunk beside its logits: copies of it, its low-rank products."""
+        return self.size * (copies * self.hidden_size + 2 * _ceil(self.lora_rank, 8) * 8)
+
+    def logits_row(self) -> int:
+        """Bytes of a row's logits, and of what their product takes."""
         logits = padded(self.vocab)
-        words = self.size * (logits + 2 * self.hidden_size * listed + 2 * _ceil(self.lora_rank, 8) * 8)
+        words = self.size * logits
         if self.device == "cpu":  # the framework's products: a copy of the logits, in float32 for float16
             words += {torch.float32: 4, torch.bfloat16: 0, torch.float16: 8}[self.dtype] * logits
         return words
@@ -82,7 +92,32 @@ class _Sizes(NamedTuple):
         product = _GEMM_WORKSPACE
         if self.device == "cpu":
             product = (8 if self.dtype == torch.float16 else self.size) * self.vocab * self.hidden_size
-        return 64 * self.rows + product
+        return 64 * self.rows + product + self.wide_rows() * 4 * padded(self.vocab)
+
+    def wide_rows(self) -> int:
+        """Rows of a part with logits in float32."""
+        if not self.wide:
+            return 0
+        most = default_chunk(self.device, torch.float32, 2**62, self.hidden_size, self.vocab, dweight=False)
+        return min(self.rows, most)
+
+    @property
+    def scaled_late(self) -> bool:
+        """Whether a scalar loss writes every gradient twice."""
+        return self.dtype == torch.float16
+
+    def gradients(self, rounded, weight_dtype, train_hidden, train_bias) -> tuple[int, int, int, int]:
+        """Bytes of hidden's gradient, of the others as they are formed, of all results, of their copies."""
+        head = self.vocab * self.hidden_size * (self.dweight and not self.add_dweight)
+        bias, lora = self.vocab * train_bias, self.lora_rank * (self.hidden_size + self.vocab)
+        dhidden = self.rows * self.hidden_size * self.size * train_hidden
+        formed = (self.size if rounded else 4) * head + 4 * (bias + lora)
+        of_weight = weight_dtype.itemsize * (head + bias)
+        results = dhidden + of_weight + lora * self.size + 4 * self.rows
+        late = self.scaled_late
+        copied = late * dhidden
+        copied += of_weight if late or (weight_dtype != torch.float32 and not rounded) else 0
+        return dhidden, formed, results, copied
 
     def chunk_within(self, max_workspace_mb: float) -> int:
         """Rows that fit; 0: none."""
@@ -98,11 +133,11 @@ class _Sizes(NamedTuple):
         return chunk if max_workspace_mb is None else min(chunk, max(self.chunk_within(max_workspace_mb), 1))
 
 
-def chunk_that_fits(op, max_workspace_mb, hidden, vocab, chunk_rows, lora_rank, dweight, add_dweight):
+def chunk_that_fits(op, max_workspace_mb, hidden, vocab, chunk_rows, lora_rank, dweight, add_dweight, wide):
     """Rows per chunk within the cap (and no more than asked for)."""
     rows, size = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
     sizes = _Sizes(
-        hidden.device.type, hidden.dtype, rows, size, vocab, lora_rank, dweight, dweight and add_dweight
+        hidden.device.type, hidden.dtype, rows, size, vocab, lora_rank, dweight, dweight and add_dweight, wide
     )
     least = _ceil(sizes.fixed() + sizes.per_row(True), _MIB)
     fits = sizes.chunk_within(max_workspace_mb) > 0
@@ -116,6 +151,13 @@ def check_cap(op, max_workspace_mb) -> None:
         check_numbers(op, max_workspace_mb=max_workspace_mb)
         finite = math.isfinite(max_workspace_mb)
         check(op, finite, "max_workspace_mb must be finite (or None), got {}", max_workspace_mb)
+
+
+def check_keep(op, keep_mb) -> None:
+    """A number of MiB that the gradients of the logits may take, or none."""
+    if keep_mb is not None:
+        check_numbers(op, keep_mb=keep_mb)
+        check(op, keep_mb >= 0, "keep_mb must be >= 0 (or None), got {}", keep_mb)
 
 
 def _check_sizes(rows, hidden_size, vocab, lora_rank, valid_rows, chunk_rows, dtype, weight_dtype):
@@ -149,6 +191,8 @@ def linear_cross_entropy_memory(
     reduction: str = "mean",
     chunk_rows: int | None = None,
     max_workspace_mb: float | None = None,
+    keep_mb: float | None = None,
+    logit_dtype: torch.dtype | None = None,
 ) -> HeadMemory:
     """Bytes that :func:`tigon.linear_cross_entropy` and its backward take besides their inputs.
 
@@ -160,7 +204,8 @@ def linear_cross_entropy_memory(
     that it has at a time, whatever the options, and what it keeps is among them.
 
     Args: the sizes and options of the call; ``train_*``: which operands need a gradient; ``main_grad``: the
-        weight's is added to its ``main_grad``.
+        weight's is added to its ``main_grad``. With ``"none"``, ``gradients`` is what is kept from forward to
+        backward (:func:`tigon.linear_log_prob_memory`).
 
     Raises:
         tigon.Error: a size or an option that :func:`tigon.linear_cross_entropy` would not take.
@@ -168,32 +213,121 @@ def linear_cross_entropy_memory(
     _check_sizes(rows, hidden_size, vocab, lora_rank, valid_rows, chunk_rows, dtype, weight_dtype)
     check(_OP, reduction in REDUCTIONS, "reduction must be one of {}, got {!r}", (*REDUCTIONS,), reduction)
     check_cap(_OP, max_workspace_mb)
+    check_keep(_OP, keep_mb)
     if dtype == torch.float64:
         logits = rows * vocab * dtype.itemsize
         trained = rows * hidden_size * train_hidden + vocab * (hidden_size * train_weight + train_bias)
         results = dtype.itemsize * (trained + lora_rank * (hidden_size + vocab) + rows)
         return HeadMemory(rows, 3 * logits, 0, results, max(3 * logits, logits + results))
     summed = train_weight and main_grad
-    sizes = _Sizes(device, dtype, rows, hidden_size, vocab, lora_rank, train_weight, summed)
+    wide = logit_dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16)
+    sizes = _Sizes(device, dtype, rows, hidden_size, vocab, lora_rank, train_weight, summed, wide)
     weight_dtype = weight_dtype or dtype
     worked = rows if valid_rows is None else valid_rows
     chunk = sizes.chunk(worked, chunk_rows, max_workspace_mb)
+    if reduction == "none":
+        if max_workspace_mb is not None:
+            chunk_rows = chunk
+        return _of_rows(sizes, worked, weight_dtype, train_hidden, train_bias, chunk_rows, keep_mb)
     workspace = chunk * sizes.per_row(worked < rows) + sizes.fixed()
     if weight_dtype != dtype:
         workspace += vocab * hidden_size * sizes.size  # the weight in hidden's dtype
-    f16 = dtype == torch.float16  # scaled late: every gradient is written twice
-    rounded = worked <= chunk and weight_dtype == dtype and not f16
-    head = vocab * hidden_size * (train_weight and not main_grad)
-    bias, lora = vocab * train_bias, lora_rank * (hidden_size + vocab)
-    dhidden = rows * hidden_size * sizes.size * train_hidden
-    gradients = dhidden + (sizes.size if rounded else 4) * head + 4 * (bias + lora)
-    of_weight = weight_dtype.itemsize * (head + bias)
-    results = dhidden + of_weight + lora * sizes.size + 4 * rows
-    copied = f16 * dhidden
-    copied += of_weight if f16 or (weight_dtype != torch.float32 and not rounded) else 0
-    if main_grad or reduction == "none":  # made in the backward, with the logits computed again
-        return HeadMemory(chunk, workspace, 0, results, gradients + max(workspace, copied))
+    rounded = worked <= chunk and weight_dtype == dtype and not sizes.scaled_late
+    dhidden, others, results, copied = sizes.gradients(rounded, weight_dtype, train_hidden, train_bias)
+    if main_grad:  # made in the backward, with the logits computed again
+        return HeadMemory(chunk, workspace, 0, results, dhidden + others + max(workspace, copied))
+    gradients = dhidden + others
     return HeadMemory(chunk, workspace, gradients, results, gradients + max(workspace, copied))
+
+
+def rows_kept(keep_rows, rows, device, dtype, hidden_size, vocab, chunk_rows, *, dweight, add_dweight):
+    """How many rows' logits' gradients stay: all or none (AUTOMATIC), or whole chunks of as many as may.
+
+    `rows` may be symbolic: it is compared, and fixed only where a part of the rows is kept.
+    """
+    if keep_rows == AUTOMATIC:
+        whole = chunk_rows or whole_rows(device, dtype, hidden_size, vocab, dweight, add_dweight)
+        return rows if rows <= whole else 0
+    if keep_rows == 0 or rows <= keep_rows:
+        return rows if keep_rows else 0
+    chunk = chunk_rows or default_chunk(device, dtype, rows, hidden_size, vocab, dweight=False)
+    return keep_rows // chunk * chunk
+
+
+def rows_within(keep_mb, vocab, itemsize) -> int:
+    """``keep_mb`` as a number of rows, or AUTOMATIC."""
+    if keep_mb is None:
+        return AUTOMATIC
+    return int(min(keep_mb, 2.0**40) * _MIB) // (padded(vocab) * itemsize)
+
+
+def _of_rows(s: _Sizes, worked, weight_dtype, train_hidden, train_bias, chunk_rows, keep_mb):
+    """Losses of rows: what is kept, and the larger of the forward and the backward."""
+    listed, others = worked < s.rows, s.dweight or train_bias or s.lora_rank > 0
+    kept = rows_kept(
+        rows_within(keep_mb, s.vocab, s.size), worked, s.device, s.dtype, s.hidden_size, s.vocab, chunk_rows,
+        dweight=s.dweight, add_dweight=s.add_dweight,
+    ) if others else 0  # fmt: skip
+    unit = train_hidden and keep_mb != 0 and (kept > 0 or not others)
+    forward, backward = (
+        sizes.chunk(worked, chunk_rows, None) for sizes in (s._replace(dweight=False, add_dweight=False), s)
+    )
+    if worked == kept:
+        backward = 0
+    copy = s.vocab * s.hidden_size * s.size * (weight_dtype != s.dtype)  # the weight in hidden's dtype
+    fixed = s.fixed() + copy
+    of_kept = kept if chunk_rows is None else min(kept, chunk_rows)  # rows of a chunk of the backward
+    logits = s.logits_row() - s.size * padded(s.vocab) * (
+        worked == kept
+    )  # their product's own memory at least
+    first = forward * (logits + s.beside_row(listed * (1 + unit))) + fixed
+    copies = max(listed, kept > 0) + (listed and train_hidden and not unit)
+    second = backward * s.logits_row() + max(of_kept, backward) * s.beside_row(copies) + fixed
+    rounded = weight_dtype == s.dtype and not s.scaled_late and max(kept, backward) >= worked
+    dhidden, formed, results, copied = s.gradients(rounded, weight_dtype, train_hidden, train_bias)
+    if unit and not others:
+        second = 0
+    between = kept * padded(s.vocab) * s.size + unit * dhidden
+    formed += dhidden * (not unit)
+    peak = max(first, formed + max(second, copied)) + between
+    return HeadMemory(backward or kept or forward, max(first, second), between, results, peak)
+
+
+def linear_log_prob_memory(
+    rows: int,
+    hidden_size: int,
+    vocab: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    device: str = "cuda",
+    weight_dtype: torch.dtype | None = None,
+    train_hidden: bool = True,
+    train_weight: bool = True,
+    train_bias: bool = False,
+    main_grad: bool = False,
+    lora_rank: int = 0,
+    valid_rows: int | None = None,
+    chunk_rows: int | None = None,
+    keep_mb: float | None = None,
+    logit_dtype: torch.dtype | None = None,
+) -> HeadMemory:
+    """Bytes that :func:`tigon.linear_log_prob` and its backward take besides their inputs.
+
+    ``gradients`` is what stays from forward to backward: ``rows * H * size`` for hidden's gradient where it
+    is formed in the forward, and ``rows * V * size`` (V rounded up to 64) for the gradients of the logits of
+    the rows that are kept. The weight's gradient is formed in the backward: ``V * H * size`` of one chunk,
+    ``4 V H`` of several. The rest is as in :func:`tigon.linear_cross_entropy_memory`. A gradient of the
+    entropies takes what ``keep_mb=0`` takes, besides what is kept.
+
+    Raises:
+        tigon.Error: a size or an option that :func:`tigon.linear_log_prob` would not take.
+    """
+    return linear_cross_entropy_memory(
+        rows, hidden_size, vocab, dtype, device=device, weight_dtype=weight_dtype, train_hidden=train_hidden,
+        train_weight=train_weight, train_bias=train_bias, main_grad=main_grad, lora_rank=lora_rank,
+        valid_rows=valid_rows, reduction="none", chunk_rows=chunk_rows, keep_mb=keep_mb,
+        logit_dtype=logit_dtype,
+    )  # fmt: skip
 
 
 _MOST_GROUP_LOGITS = 1 << 30  # bytes: linear_head_group_limit of the C++ side

@@ -22,9 +22,10 @@ from tigon.ops.arguments import (
 from tigon.ops.loss_head.labels import check_count, known_rows
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-# Bits of `needs`, as in linear_cross_entropy_torch.cpp: gradients needed, and whether weight's may be
-# formed in hidden's dtype.
-HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B, MAY_ROUND = 1, 2, 4, 8, 16, 32
+# Bits of `needs`, as in linear_cross_entropy_torch.cpp: gradients needed, whether weight's may be formed in
+# hidden's dtype, whether the forward of per-row losses may form hidden's for an upstream gradient of 1, and
+# whether weight's is added to what its owner keeps.
+HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B, MAY_ROUND, UNIT, MAIN_GRAD = 1, 2, 4, 8, 16, 32, 64, 128
 NEEDS = {"hidden": HIDDEN, "weight": WEIGHT, "bias": BIAS, "lora_a": LORA_A, "lora_b": LORA_B}
 
 
@@ -51,6 +52,7 @@ class Options(NamedTuple):
     temperature: float = 1.0
     z_loss: float = 0.0
     lora_scale: float = 1.0
+    wide_logits: bool = False  # float32 from 16-bit operands
     chunk_rows: int = 0  # 0: chosen by the native side
     valid_rows: int = -1  # -1: not known
 
@@ -111,6 +113,13 @@ def check_head(
     if chunk_rows is not None:
         check_integers(op, chunk_rows=chunk_rows)
         check(op, chunk_rows >= 1, "chunk_rows must be >= 1 (or None), got {}", chunk_rows)
+
+
+def wide_logits(op, logit_dtype, hidden) -> bool:
+    """Whether logits are to be float32 where hidden is not."""
+    fits = logit_dtype in (None, torch.float32, hidden.dtype)
+    check(op, fits, "logit_dtype must be float32 or hidden's {} (or None), got {}", hidden.dtype, logit_dtype)
+    return logit_dtype == torch.float32 and hidden.dtype in (torch.bfloat16, torch.float16)
 
 
 def check_lora(op, lora, hidden, weight):
@@ -178,7 +187,7 @@ def whole_vectors(hidden, weight, lora=None):
 
 def prepare(
     op, hidden, weight, target, bias, ignore_index, shift, valid_rows,
-    class_weight=None, token_weight=None, lora_a=None, lora_b=None,
+    class_weight=None, token_weight=None, lora_a=None, lora_b=None, wide=False,
 ):  # fmt: skip
     """Operands of a native call, the number of rows that count (-1: not known), and the gradients needed."""
     valid = known_rows(op, target, ignore_index, shift, valid_rows, hidden.device)
@@ -186,7 +195,7 @@ def prepare(
         target = target.to(hidden.device, non_blocking=True)
     if weight.dtype != hidden.dtype:
         weight = weight.to(hidden.dtype)
-    if bias is not None and bias.dtype not in (hidden.dtype, torch.float32):
+    if bias is not None and bias.dtype not in ((torch.float32,) if wide else (hidden.dtype, torch.float32)):
         bias = bias.float()
     if target.dtype != torch.int64:
         target = target.long()

@@ -30,13 +30,14 @@ def reference(
     shift=False,
     outputs=None,
     lora=None,
+    logit_dtype=None,
     **ignored,
 ):
     """The same formula in plain PyTorch operations: materialises the logits (any float dtype, any device)."""
     del ignored  # what only concerns speed and memory
     if shift:
         target = shifted(target, ignore_index)
-    z = plain_logits(hidden, weight, bias, softcap, logit_scale, temperature, lora)
+    z = plain_logits(hidden, weight, bias, softcap, logit_scale, temperature, lora, logit_dtype)
     options = {
         "weight": class_weight,
         "ignore_index": ignore_index,
@@ -52,9 +53,14 @@ def reference(
     )
 
 
-def plain_logits(hidden, weight, bias, softcap, logit_scale, temperature, lora=None):
+def plain_logits(hidden, weight, bias, softcap, logit_scale, temperature, lora=None, logit_dtype=None):
     """``z`` in plain PyTorch, float32 or wider."""
-    logits = F.linear(hidden, weight.to(hidden.dtype))
+    weight = weight.to(hidden.dtype)
+    if logit_dtype is not None:  # of operands in hidden's dtype
+        dtype = torch.promote_types(hidden.dtype, logit_dtype)
+        lora = lora and (*(t.to(hidden.dtype) for t in lora[:2]), lora[2])
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    logits = F.linear(hidden, weight)
     if lora is not None:
         a, b = (t.to(hidden.dtype) for t in lora[:2])
         logits = logits + lora[2] * F.linear(F.linear(hidden, a), b)

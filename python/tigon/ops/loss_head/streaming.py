@@ -10,7 +10,7 @@ import torch
 from tigon._op import once, raw
 from tigon.error import check
 from tigon.ops.loss_head.labels import check_count
-from tigon.ops.loss_head.linear_log_prob import fake as log_prob_fake
+from tigon.ops.loss_head.linear_log_prob import statistics_fake
 from tigon.ops.loss_head.memory import default_chunk, padded
 from tigon.ops.loss_head.operands import BIAS, HIDDEN, WEIGHT, Options
 from tigon.ops.loss_head.operators import finish
@@ -22,7 +22,12 @@ def _fake_rows(target, ignore_index, count):
     return target.new_empty(count), target.new_empty(count), target.new_empty((), dtype=torch.float32)
 
 
-_logits = raw("linear_loss_logits", lambda logits, *arguments: log_prob_fake(*arguments))
+def _fake_logits(logits, hidden, weight, target, *options):
+    *_, entropy = options
+    return statistics_fake(hidden, target, entropy)
+
+
+_logits = raw("linear_loss_logits", _fake_logits)
 _gradient = raw("linear_loss_gradient", lambda *_: None)
 _rows = raw("linear_loss_rows", _fake_rows)
 
@@ -77,7 +82,10 @@ class _Stream:
         rows, (vocab, size) = target.shape[0], weight.shape
         options = call.options
         self.ignore_index = options.ignore_index
-        self.of_logits = (options.ignore_index, options.softcap, options.logit_scale, options.temperature)
+        self.of_logits = (
+            options.ignore_index, options.softcap, options.logit_scale, options.temperature,
+            options.wide_logits,
+        )  # fmt: skip
         valid = options.valid_rows
         if target.device.type == "cpu":
             valid = check_count(OP, target, self.ignore_index, valid)
@@ -89,7 +97,8 @@ class _Stream:
             hidden.device.type, hidden.dtype, self.count, size, vocab, dweight=call.needs & WEIGHT != 0
         )
         self.chunk = min(chunk, max(self.count, 1))
-        self.space = hidden.new_empty(self.chunk, padded(vocab))[:, :vocab]
+        dtype = torch.float32 if options.wide_logits else hidden.dtype
+        self.space = hidden.new_empty(self.chunk, padded(vocab), dtype=dtype)[:, :vocab]
         make = torch.zeros if self.index is not None or self.count == 0 else torch.empty
         f32 = {"dtype": torch.float32, "device": hidden.device}
         needs = call.needs

@@ -1,0 +1,264 @@
+"""Cases of linear_log_prob: log-probabilities and entropies of labels under a linear head, without logits."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from .case import Case, Inputs, Maker, bench_case, itemsize, lay_out, params, test_case, upcast
+from .linear_cross_entropy import LORA_SCALE, bare_products
+
+NAME = "linear_log_prob"
+LOSS = True  # gradients may be made in the forward
+
+DEFAULTS = {
+    "lead": (13,),  # leading shape of hidden and target
+    "H": 32,
+    "V": 67,
+    "bias": False,
+    "layout": "contiguous",  # of hidden
+    "weight_layout": "contiguous",
+    "masked": 0.0,
+    "known": False,  # the number of rows that count is said
+    "softcap": None,
+    "logit_scale": 1.0,
+    "temperature": 1.0,
+    "entropy": False,
+    "lora": 0,  # rank
+    "shift": False,
+    "chunk_rows": None,
+    "keep_mb": None,
+    "logit_dtype": None,
+    "scale": 2.0,  # spread of the logits
+    "grads": (0, 1),
+}
+SIZES = (
+    (8192, 4096, 128256, {}),
+    (4096, 2048, 151936, {}),
+    (16384, 2048, 151936, {}),
+    (8192, 3584, 152064, {}),
+    (4096, 2304, 256000, {"softcap": 30.0}),
+)
+WAYS = {  # what is kept, and what needs a gradient
+    "": {},
+    "_kept": {"keep_mb": 1e6},
+    "_frozen": {"grads": (0,)},
+    "_again": {"keep_mb": 0},
+    "_frozen_again": {"grads": (0,), "keep_mb": 0},
+    "_fp32": {"logit_dtype": torch.float32},
+}
+
+CASES = [
+    test_case("13x32x67"),
+    test_case("odd_7x33x51", lead=(7,), H=33, V=51, masked=0.3),
+    test_case("one_row", lead=(1,), V=1000),
+    test_case("one_class", V=1),
+    test_case("empty", lead=(0,)),
+    test_case("rank3", lead=(2, 9), masked=0.2),
+    test_case("rows", lead=(2, 9), layout="rows"),
+    test_case("transposed", layout="transposed", weight_layout="transposed"),
+    test_case("misaligned", H=64, layout="offset1", weight_layout="offset1"),
+    test_case("all_masked", masked=1.0, bias=True),
+    test_case("hidden_only", small=True, grads=(0,), masked=0.2),
+    test_case("weight_only", grads=(1,), masked=0.2),
+    test_case("no_grad", grads=(), grad=False),
+    test_case("bias", small=True, bias=True, masked=0.2),
+    test_case("entropy", small=True, entropy=True, masked=0.2),
+    test_case("entropy_frozen", entropy=True, masked=0.2, grads=(0,), softcap=3.0),
+    test_case("temperature", temperature=0.6, softcap=3.0, logit_scale=0.5, masked=0.2),
+    test_case("shift", lead=(3, 8), shift=True, masked=0.2),
+    test_case("lora", lora=4, masked=0.2, grads=(0,)),
+    test_case("lora_again", lora=4, masked=0.2, keep_mb=0, chunk_rows=4),
+    test_case("again", lead=(37,), masked=0.3, keep_mb=0),
+    test_case("part", small=True, lead=(37,), masked=0.3, keep_mb=3e-3, chunk_rows=2, bias=True),
+    test_case("part_chunks", lead=(37,), masked=0.3, keep_mb=3e-3, chunk_rows=4),
+    test_case("chunks", lead=(37,), masked=0.3, chunk_rows=8),
+    test_case("known", lead=(37,), masked=0.6, known=True, bias=True),
+    test_case("known_frozen", lead=(37,), masked=0.6, known=True, grads=(0,), layout="rows"),
+    test_case("known_again", lead=(37,), masked=0.6, known=True, chunk_rows=4, keep_mb=0),
+    test_case("fp32_logits", small=True, masked=0.2, logit_dtype=torch.float32),
+    test_case("fp32_logits_again", lead=(37,), masked=0.2, logit_dtype=torch.float32, keep_mb=0, entropy=True,
+              chunk_rows=8, bias=True),
+    test_case("wide_vocab", lead=(6,), H=16, V=32001),
+    *(
+        bench_case(f"{rows}x{h}x{v}{name}", lead=(rows,), H=h, V=v, **options | way)
+        for rows, h, v, options in SIZES
+        for name, way in WAYS.items()
+    ),
+    *(
+        bench_case(f"8192x4096x128256_{name}", lead=(8192,), H=4096, V=128256, **options)
+        for name, options in {
+            "masked80": {"masked": 0.8, "known": True},
+            "entropy": {"entropy": True},
+            "lora16": {"lora": 16, "grads": (0,)},
+        }.items()
+    ),
+    bench_case("2048x512x32000", "bench_cpu", lead=(2048,), H=512, V=32000),
+    bench_case("1024x2048x128256", "bench_cpu", lead=(1024,), H=2048, V=128256),
+    bench_case("256x128x1024", "smoke", lead=(256,), H=128, V=1024),
+]  # fmt: skip
+
+
+def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
+    """Draw the inputs of a case; the logits have the spread `scale`, the upstream gradients differ."""
+    p = params(case, DEFAULTS)
+    draw = Maker(case, device, dtype, seed)
+    lead, size, vocab, rank = p["lead"], p["H"], p["V"], p["lora"]
+    hidden = draw.randn(*lead, size, layout=p["layout"])
+    weight = lay_out(draw.randn(vocab, size, scale=p["scale"] / math.sqrt(size)), p["weight_layout"])
+    bias = draw.randn(vocab) if p["bias"] else None
+    target = draw.labels(vocab, *lead, masked=p["masked"], ignore_index=-100)
+    wide = torch.promote_types(dtype, torch.float32)
+    grads = tuple(draw.randn(*lead, dtype=wide) for _ in range(1 + p["entropy"]))
+    names = (
+        "softcap",
+        "logit_scale",
+        "temperature",
+        "entropy",
+        "shift",
+        "chunk_rows",
+        "keep_mb",
+        "logit_dtype",
+    )
+    lora = {"lora_a": None, "lora_b": None}
+    if rank:
+        lora = {"lora_a": draw.randn(rank, size, scale=size**-0.5), "lora_b": draw.randn(vocab, rank)}
+    counted = target[..., 1:] if p["shift"] else target
+    return Inputs(
+        args=(hidden, weight, target),
+        kwargs={
+            "bias": bias,
+            "valid_rows": int((counted != -100).sum()) if p["known"] else None,
+            **lora,
+            **{name: p[name] for name in names},
+        },
+        grads=p["grads"],
+        grad_outputs=grads,
+        grad_kwargs=(("bias",) if p["bias"] else ()) + (("lora_a", "lora_b") if rank else ()),
+    )
+
+
+def tigon_fn(hidden, weight, target, *, lora_a, lora_b, **options):
+    """Tigon's own."""
+    import tigon
+
+    if lora_a is not None:
+        options["lora"] = (lora_a, lora_b, LORA_SCALE)
+    return tigon.linear_log_prob(hidden, weight, target, **options)
+
+
+def eager_fn(hidden, weight, target, *, bias, lora_a, lora_b, softcap, logit_scale, temperature, entropy,
+             shift, logit_dtype, **_):  # fmt: skip
+    """Logits in the model's dtype, upcast, log_softmax and gather; also the oracle, on fp64 copies."""
+    if shift:
+        target = F.pad(target[..., 1:], (0, 1), value=-100)
+    widen = (lambda t: t if t is None else upcast(t)) if logit_dtype is not None else (lambda t: t)
+    logits = F.linear(widen(hidden), widen(weight), widen(bias))
+    if lora_a is not None:
+        logits = logits + LORA_SCALE * F.linear(F.linear(hidden, lora_a), lora_b)
+    z = upcast(logits) * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    log_p = torch.log_softmax(z / temperature, -1)
+    counts = target != -100
+    picked = log_p.gather(-1, torch.where(counts, target, 0).unsqueeze(-1)).squeeze(-1)
+    picked = torch.where(counts, picked, 0.0)
+    if not entropy:
+        return picked
+    return picked, torch.where(counts, -(log_p.exp() * log_p).sum(-1), 0.0)
+
+
+oracle_fn = eager_fn
+
+
+def _sizes(case: Case) -> tuple[int, int, int]:
+    p = params(case, DEFAULTS)
+    return math.prod(p["lead"]), p["H"], p["V"]
+
+
+def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
+    """Read hidden and weight."""
+    rows, hidden, vocab = _sizes(case)
+    return (rows + vocab) * hidden * itemsize(dtype)
+
+
+def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
+    """Read both again, write both gradients."""
+    return 2 * bytes_fwd(case, dtype)
+
+
+def flops_fwd(case: Case) -> int:
+    """One product."""
+    return 2 * math.prod(_sizes(case))
+
+
+def flops_bwd(case: Case) -> int:
+    """One product for each gradient; recomputing the logits is a choice, not counted."""
+    return len(params(case, DEFAULTS)["grads"]) * flops_fwd(case)
+
+
+def gemms(inputs: Inputs, step: bool) -> list:
+    """The bare products on the same operands: of logits, of gradients, and of logits computed again."""
+    import tigon
+
+    hidden, weight, target = inputs.args
+    rows, size = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
+    keep_mb, known = inputs.kwargs["keep_mb"], inputs.kwargs["valid_rows"]
+    worked = rows if known is None else known
+    frozen = inputs.grads == (0,) and not inputs.grad_kwargs
+    between = tigon.linear_log_prob_memory(
+        rows, size, weight.shape[0], hidden.dtype, device=hidden.device.type, valid_rows=known,
+        keep_mb=keep_mb, train_weight=1 in inputs.grads,
+        lora_rank=0 if inputs.kwargs["lora_a"] is None else 1,
+    ).gradients  # fmt: skip
+    again = keep_mb == 0 if frozen else between < worked * weight.shape[0] * hidden.element_size()
+    return bare_products(hidden, weight, target, inputs, step, again)
+
+
+def _plain(kwargs) -> bool:
+    """No option that this benchmark's peers lack."""
+    return not kwargs["shift"] and kwargs["lora_a"] is None and kwargs["logit_dtype"] is None
+
+
+def _trl(case, inputs):
+    from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE, _ChunkedLogProbFunction
+
+    kwargs = inputs.kwargs
+    if not _plain(kwargs) or kwargs["valid_rows"] is not None or "masked" in case.params:
+        return None
+    outputs = ("entropy",) if kwargs["entropy"] else ()
+
+    def fn(hidden, weight, target, *, bias, softcap, logit_scale, temperature, entropy, **_):
+        log_prob, entropies, *_ = _ChunkedLogProbFunction.apply(
+            hidden, weight, bias, target, temperature, _CHUNKED_LOGPROB_CHUNK_SIZE, softcap, logit_scale,
+            outputs,
+        )  # fmt: skip
+        return (log_prob, entropies) if entropy else log_prob
+
+    return fn
+
+
+def _cce(filter_eps):
+    def factory(case, inputs):
+        from cut_cross_entropy import linear_cross_entropy
+
+        kwargs = inputs.kwargs
+        changed = kwargs["temperature"] != 1.0 or kwargs["logit_scale"] != 1.0 or kwargs["entropy"]
+        if not _plain(kwargs) or changed or kwargs["bias"] is not None:
+            return None
+
+        def fn(hidden, weight, target, *, softcap, **_):
+            return -linear_cross_entropy(hidden, weight, target, -100, softcap, "none", filter_eps=filter_eps)
+
+        return fn
+
+    return factory
+
+
+PEERS = {
+    "trl": _trl,
+    "cce": _cce("high"),
+    "cce_exact": _cce(None),
+}  # Liger has no differentiable log-probability
