@@ -72,7 +72,8 @@ def test_200_steps_against_float64(dtype, flags, device):
 def test_one_step_is_pytorchs(dtype, flags, device):
     """From the same state within one rounding of each of PyTorch's fused step, moments too.
 
-    What is rounded are the two terms of a sum, whose difference may be small: a tensor's largest value measures it.
+    What is rounded are the two terms of a sum, whose difference may be small: the largest value of a
+    tensor measures it.
     """
     ours, theirs = (LISTS[1].make(dtype, device) for _ in range(2))
     a, b = AdamW(ours, **flags), torch.optim.AdamW(theirs, **flags, fused=True)

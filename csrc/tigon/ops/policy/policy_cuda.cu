@@ -37,8 +37,8 @@ __device__ __forceinline__ void each_token(const PolicyPointers& p, const Policy
       const PolicyOperands x = policy_load(p, answer, row, place);
       fn(row, place,
          policy_token<K, double>(p.numbers, a, p.level == PolicyLevel::token, p.ref != nullptr,
-                                p.entropy != nullptr,
-                                {x.log_prob, x.advantage, x.importance, x.old, x.ref, x.entropy}));
+                                 p.entropy != nullptr,
+                                 {x.log_prob, x.advantage, x.importance, x.old, x.ref, x.entropy}));
     } else {
       other(row, place, true);
     }
