@@ -133,7 +133,9 @@ class _Sizes(NamedTuple):
         return chunk if max_workspace_mb is None else min(chunk, max(self.chunk_within(max_workspace_mb), 1))
 
 
-def chunk_that_fits(op, max_workspace_mb, hidden, vocab, chunk_rows, lora_rank, dweight, add_dweight, wide):
+def chunk_that_fits(
+    op, max_workspace_mb, hidden, vocab, chunk_rows, lora_rank, dweight, add_dweight, wide=False
+):
     """Rows per chunk within the cap (and no more than asked for)."""
     rows, size = hidden.numel() // hidden.shape[-1], hidden.shape[-1]
     sizes = _Sizes(
