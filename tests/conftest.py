@@ -9,12 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 TESTS = Path(__file__).resolve().parent
 # Commands that the tests start import the package from where the tests do (pyproject.toml, pythonpath).
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, (str(TESTS.parent / "python"), os.environ.get("PYTHONPATH")))
 )
+
+# A change is judged by the same draws every time; elsewhere every run draws others.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 

@@ -145,6 +145,23 @@ def raw(name: str, fake: Callable[..., Any], op: str | None = None) -> Callable[
     return call
 
 
+def formed_times(op: str) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """``gradient formed in the forward * upstream``, as a product that refuses to be differentiated."""
+
+    def product(gradient, upstream):
+        return gradient * upstream
+
+    transformed = transformable(
+        op, f"{op}_product", product, lambda ctx, inputs, output: None, lambda ctx, *_: refuse_second(op)
+    )
+
+    def call(gradient, upstream):
+        apart = _is_transformed() and not _is_compiling()
+        return (transformed if apart else product)(gradient, upstream)
+
+    return call
+
+
 def register_fake(op: str, name: str, fake: Callable[..., Any]) -> None:
     """Shapes for fake tensors and for ``meta``; a mixture of ``meta`` and real tensors is refused."""
     names = [argument.name for argument in native(name)._schema.arguments]

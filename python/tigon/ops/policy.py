@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from tigon._op import Op, has_kernel
+from tigon._op import Op, formed_times, has_kernel
 from tigon.error import check, refuse
 from tigon.ops.arguments import check_float, check_numbers, check_positive, kind_of
 from tigon.ops.cross_entropy import check_denominator, divide, split_denominator
@@ -199,13 +199,16 @@ def _setup_context(ctx, inputs, output):
     ctx.inputs, ctx.has_entropy = len(inputs), entropy is not None
 
 
+_times = formed_times("policy")
+
+
 def _backward(ctx, dloss, *_):
     nothing = [None] * ctx.inputs
     if dloss is None:
         return tuple(nothing)
     dlog_prob, dentropy = ctx.saved_tensors
-    nothing[0] = dlog_prob * dloss
-    nothing[6] = dentropy * dloss if ctx.has_entropy else None
+    nothing[0] = _times(dlog_prob, dloss)
+    nothing[6] = _times(dentropy, dloss) if ctx.has_entropy else None
     return tuple(nothing)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tigon._op import Op, has_kernel
+from tigon._op import Op, formed_times, has_kernel
 from tigon.error import check, refuse
 from tigon.ops.arguments import check_float, check_numbers, check_positive, kind_of
 from tigon.ops.cross_entropy import check_denominator, divide, split_denominator
@@ -291,9 +291,12 @@ def _setup_context(ctx, inputs, output):
     ctx.inputs = len(inputs)
 
 
+_times = formed_times("preference")
+
+
 def _backward(ctx, dloss, *_):
     (dlog_prob,) = ctx.saved_tensors
-    return None if dloss is None else dlog_prob * dloss, *(None,) * (ctx.inputs - 1)
+    return None if dloss is None else _times(dlog_prob, dloss), *(None,) * (ctx.inputs - 1)
 
 
 _op = Op("preference", fake=_fake, setup_context=_setup_context, backward=_backward, results=5)
