@@ -76,9 +76,13 @@ class Runner:
         return value if isinstance(value, tuple) else (value,)
 
     def _gradients(self, outputs: tuple, i: int, retain: bool) -> tuple:
-        upstream = self.upstream
-        if upstream is not None:
-            upstream = [g.to(out.dtype) for g, out in zip(upstream, outputs, strict=True)]
+        given = self.upstream or [None] * len(outputs)
+        pairs = [
+            (out, g if g is None else g.to(out.dtype))
+            for out, g in zip(outputs, given, strict=True)
+            if out.requires_grad  # beside a loss there may be metrics
+        ]
+        outputs, upstream = zip(*pairs, strict=True)
         return torch.autograd.grad(outputs, self.leaves[i], upstream, retain_graph=retain)
 
     def forward(self, i: int) -> tuple:
