@@ -163,3 +163,19 @@ def test_refusals(device):
         FN(hidden, weight, target, temperature=0)
     with pytest.raises(tigon.Error, match=r"\[linear_log_prob\] target must be \[12\], got \[11\]"):
         FN(hidden, weight, target[:-1])
+
+
+@pytest.mark.parametrize(
+    "scale, temperature, dtype",
+    [(1e30, 1.0, torch.float32), (1.0, 1e-3, torch.float32), (1e-39, 1.0, torch.bfloat16),
+     (1e-7, 1.0, torch.float16)],
+)  # fmt: skip
+def test_extreme_operands(scale, temperature, dtype, device):
+    """Huge logits, a temperature near 0, denormal hidden states: finite, and no probability above 1."""
+    hidden, weight, target = head_inputs(12, 16, 29, device=device)
+    hidden = (hidden.detach() * scale).to(dtype).requires_grad_()
+    weight = weight.detach().to(dtype).requires_grad_()
+    result = FN(hidden, weight, target, temperature=temperature)
+    result.sum().backward()
+    assert result.isfinite().all() and (result <= 0).all()
+    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()

@@ -422,26 +422,7 @@ class LigerFusedLinearGRPOLoss(Loss):
         vespo_k_neg=3.0,
         vespo_lambda_neg=2.0,
     ):
-        super().__init__(
-            beta=beta,
-            compiled=compiled,
-            use_ref_model=use_ref_model,
-            chunk_size=chunk_size,
-            epsilon_low=epsilon_low,
-            epsilon_high=epsilon_high,
-            loss_type=loss_type,
-            max_completion_length=max_completion_length,
-            importance_sampling_level=importance_sampling_level,
-            sapo_temperature_pos=sapo_temperature_pos,
-            sapo_temperature_neg=sapo_temperature_neg,
-            temperature=temperature,
-            delta=delta,
-            use_bias_correction_kl=use_bias_correction_kl,
-            vespo_k_pos=vespo_k_pos,
-            vespo_lambda_pos=vespo_lambda_pos,
-            vespo_k_neg=vespo_k_neg,
-            vespo_lambda_neg=vespo_lambda_neg,
-        )
+        super().__init__(locals())
 
     def forward(
         self,

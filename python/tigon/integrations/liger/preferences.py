@@ -307,11 +307,11 @@ LigerFusedLinearKTOFunction = function_class("LigerFusedLinearKTOFunction", lige
 class Loss(torch.nn.Module):
     """A loss whose options are its attributes."""
 
-    def __init__(self, **options):
+    def __init__(self, options):
         super().__init__()
-        self._options = tuple(options)
-        for name, value in options.items():
-            setattr(self, name, value)
+        self._options = tuple(name for name in options if name not in ("self", "__class__"))
+        for name in self._options:
+            setattr(self, name, options[name])
 
     def options(self) -> dict:
         """The options as they are now."""
@@ -335,19 +335,7 @@ class LigerFusedLinearDPOLoss(Loss):
         label_smoothing=0.0,
         discopop_tau=0.05,
     ):
-        super().__init__(
-            ignore_index=ignore_index,
-            beta=beta,
-            alpha=alpha,
-            compute_nll_loss=compute_nll_loss,
-            compiled=compiled,
-            use_ref_model=use_ref_model,
-            average_log_prob=average_log_prob,
-            chunk_size=chunk_size,
-            loss_type=loss_type,
-            label_smoothing=label_smoothing,
-            discopop_tau=discopop_tau,
-        )
+        super().__init__(locals())
         _dpo_options(loss_type, label_smoothing)
 
     def forward(self, lin_weight, _input, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None):
@@ -371,16 +359,7 @@ class LigerFusedLinearCPOLoss(Loss):
         average_log_prob=False,
         chunk_size=1,
     ):
-        super().__init__(
-            ignore_index=ignore_index,
-            beta=beta,
-            alpha=alpha,
-            label_smoothing=label_smoothing,
-            compute_nll_loss=compute_nll_loss,
-            compiled=compiled,
-            average_log_prob=average_log_prob,
-            chunk_size=chunk_size,
-        )
+        super().__init__(locals())
 
     def forward(self, lin_weight, _input, target, bias=None):
         """(loss, results)."""
@@ -401,16 +380,7 @@ class LigerFusedLinearSimPOLoss(Loss):
         gamma=0.5,
         chunk_size=1,
     ):
-        super().__init__(
-            ignore_index=ignore_index,
-            beta=beta,
-            alpha=alpha,
-            label_smoothing=label_smoothing,
-            compute_nll_loss=compute_nll_loss,
-            compiled=compiled,
-            gamma=gamma,
-            chunk_size=chunk_size,
-        )
+        super().__init__(locals())
 
     def forward(self, lin_weight, _input, target, bias=None):
         """(loss, results)."""
@@ -421,13 +391,7 @@ class LigerFusedLinearORPOLoss(Loss):
     """:func:`liger_fused_linear_orpo` as a module."""
 
     def __init__(self, ignore_index=-100, beta=0.1, compute_nll_loss=True, compiled=True, chunk_size=1):
-        super().__init__(
-            ignore_index=ignore_index,
-            beta=beta,
-            compute_nll_loss=compute_nll_loss,
-            compiled=compiled,
-            chunk_size=chunk_size,
-        )
+        super().__init__(locals())
 
     def forward(self, lin_weight, _input, target, bias=None, nll_target=None):
         """(loss, results)."""
@@ -448,14 +412,7 @@ class LigerFusedLinearKTOLoss(Loss):
         average_log_prob=False,
         chunk_size=1,
     ):
-        super().__init__(
-            ignore_index=ignore_index,
-            beta=beta,
-            compiled=compiled,
-            use_ref_model=use_ref_model,
-            average_log_prob=average_log_prob,
-            chunk_size=chunk_size,
-        )
+        super().__init__(locals())
 
     def forward(
         self,
