@@ -11,6 +11,23 @@ void check_result(const char* name, const Vector& v, int64_t rows, DType dtype) 
   if (v) require_vector(kOp, name, v, rows, dtype);
 }
 
+// The part of a row that the logits are, and what its gradient needs of the rest.
+void check_shard(const CrossEntropyRows& a) {
+  int64_t rows = a.logits.rows;
+  check_result("row_max", a.row_max, rows, DType::f32);
+  check_result("log_sum", a.log_sum, rows, DType::f32);
+  check_result("smoothing", a.smoothing, rows, DType::f32);
+  if (a.classes == 0) return;
+  TIGON_CHECK(kOp, a.first_class >= 0 && a.first_class + a.logits.cols <= a.classes,
+              "first_class must leave room for ", a.logits.cols, " of ", a.classes, " classes, got ",
+              a.first_class);
+  if (a.dlogits.data == nullptr) return;
+  require_vector(kOp, "log_share", a.log_share, rows, DType::f32);
+  if (a.entropy_scale) require_vector(kOp, "all_entropy", a.all_entropy, rows, DType::f32);
+  if (a.class_weight && a.label_smoothing > 0.0f)
+    require_vector(kOp, "weight_sum", a.weight_sum, 1, DType::f32);
+}
+
 void check_one(const char* name, const Vector& v) {
   TIGON_CHECK(kOp, bool(v), name, " must be given, got none");
   require_vector(kOp, name, v, 1, DType::f32);
@@ -28,7 +45,9 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
     TIGON_CHECK(kOp, a.bias.dtype == a.logits.dtype || a.bias.dtype == DType::f32, "bias must be ",
                 name_of(a.logits.dtype), " or float32, got ", name_of(a.bias.dtype));
   }
-  if (a.class_weight) require_vector(kOp, "class weight", a.class_weight, cols, DType::f32);
+  if (a.class_weight)
+    require_vector(kOp, "class weight", a.class_weight, a.classes > 0 ? a.classes : cols, DType::f32);
+  check_shard(a);
   if (a.scale) {
     TIGON_CHECK(kOp, a.scale.size == 1 || a.scale.size == rows, "scale must be [1] or [", rows, "], got [",
                 a.scale.size, "]");

@@ -17,11 +17,17 @@
 //             predicted i64; the rest f32; accumulation f32
 // Rounding    dlogits once, on store; everything before it in fp32
 // Saved       for scalar losses dlogits, formed in the forward pass; for per-row losses logits, target, class_weight
+// Shard       With `classes` the logits are classes [first_class, first_class + V) of so many, and the rest of the row is somewhere
+//             else. target, class_weight and eps / V are those of all classes; lse, entropy, predicted and the sums of the row
+//             are of these columns (predicted counts from the first). A label that is elsewhere has target_logit and loss 0 and
+//             log_prob -inf. Where the whole row's lse is lse - log_share and its entropy all_entropy (cross_entropy_combine),
+//             p = e^(z - lse + log_share), and dlogits are the columns of the whole row's gradient.
 // Ignored     rows with target == ignore_index: loss, target_logit, log_prob 0, a row of zeros in dlogits whatever scale is
 //             (inf and NaN included); lse, entropy and predicted are those of the row
 // NaN, inf    a row with NaN or +inf, or nothing but -inf, has a NaN loss and a NaN gradient; classes at -inf have p = 0.
 //             `predicted` is the first NaN if there is one, as in torch.argmax
-// Labels      outside [0, V) and not ignore_index: on the CPU tigon::Error before anything is written; on CUDA a NaN loss,
+// Labels      outside [0, V) and not ignore_index: on the CPU tigon::Error before anything is written; on CUDA, and in a shard
+//             (outside [0, classes)), a NaN loss,
 //             a NaN gradient and NaN target_logit and log_prob in that row, never a read out of bounds (no host
 //             synchronisation)
 // Aliasing    dlogits of logits' dtype may be the very memory of logits (in place), no other overlap
@@ -52,6 +58,16 @@ struct CrossEntropyRows {
       log_prob;  // f32 [rows], z at the target - lse (more exact than the difference of the two), 0 on ignored rows
   Vector entropy;    // f32 [rows], lse - sum_c p_c z_c
   Vector predicted;  // i64 [rows], first argmax
+  // Of a shard; 0 on ignored rows that nothing else asks for.
+  Vector row_max;    // f32 [rows], max_c z_c
+  Vector log_sum;    // f32 [rows], lse - row_max
+  Vector smoothing;  // f32 [rows], sum_c w_c (lse - z_c); needs label_smoothing
+  int64_t first_class = 0;
+  int64_t classes = 0;  // 0: the logits are all there are, and the next three are not looked at
+  Vector log_share;     // f32 [rows], lse of these columns - lse of all, <= 0; needed for dlogits
+  Vector all_entropy;   // f32 [rows], of all columns; needed for dlogits with entropy_scale
+  Vector
+      weight_sum;  // f32 [1], of class_weight [classes]; needed for dlogits with both it and label_smoothing
   int64_t ignore_index = -100;
   float logit_scale = 1.0f;
   float softcap = 0.0f;  // 0: none

@@ -10,25 +10,35 @@ namespace {
 // What the rows of one call share.
 struct CrossEntropyCall {
   int64_t cols, stride;
+  int64_t classes;  // of the whole row
   const void* bias;
   bool bias_is_f32;
-  const float* class_weight;
-  double weight_sum;  // of class_weight, or cols
+  const float* class_weight;  // of the first column
+  double weight_sum;          // of the columns' class_weight, or cols
+  double all_weights;         // of all classes'
   float logit_scale, softcap, top,
       gain;  // z = top * tanh(logit_scale * x / softcap) or logit_scale * x; dz/dx = gain * slope
   float label_smoothing, z_loss;
   bool statistics;  // of ignored rows too: lse, entropy or predicted is wanted
   bool plain;       // z is the logit
+  bool shard;       // of a row with more columns elsewhere
   bool entropy, predicted;
+};
+struct CrossEntropyRowInputs {
+  bool counts;    // not ignored
+  int64_t label;  // column; in a shard maybe one of another's
+  float scale, entropy_scale;
+  float log_share, all_entropy;  // of a shard; 0 without
 };
 struct CrossEntropyRowResults {
   float loss, lse, target_logit, log_prob, entropy;
   int64_t predicted;
+  float row_max, log_sum, smoothing;
 };
 struct CrossEntropyTable {
-  // target -1: ignored; dlogits nullptr: not wanted
-  void (*row[3][3])(const CrossEntropyCall& c, const void* logits, void* dlogits, int64_t target, float scale,
-                    float entropy_scale, CrossEntropyRowResults* out);
+  // dlogits nullptr: not wanted
+  void (*row[3][3])(const CrossEntropyCall& c, const void* logits, void* dlogits,
+                    const CrossEntropyRowInputs& in, CrossEntropyRowResults* out);
   void (*rescale[3])(void* grad, float factor, int64_t n);
 };
 
@@ -70,21 +80,28 @@ double value_of(const Vector& v) {
 void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
   int64_t rows = a.logits.rows, cols = a.logits.cols;
   const int64_t* target = a.target.as<int64_t>();
-  for (int64_t r = 0; r < rows; ++r)
+  for (int64_t r = 0; r < rows && a.classes == 0; ++r)
     TIGON_CHECK(kOp, target[r] == a.ignore_index || (target[r] >= 0 && target[r] < cols),
                 "target must be in [0, ", cols, ") or ", a.ignore_index, " (ignored), got ", target[r],
                 " in row ", r);
 
+  const bool shard = a.classes > 0;
   const float* class_weight = a.class_weight.as<float>();
+  if (class_weight != nullptr && shard) class_weight += a.first_class;
+  double weight_sum =
+      class_weight ? ordered_sum(cols, [&](int64_t i) { return class_weight[i]; }) : double(cols);
   float gain = a.logit_scale / a.temperature, inner = a.softcap > 0.0f ? a.logit_scale : gain;
   CrossEntropyCall call = {
       .cols = cols,
       .stride = a.logits.stride,
+      .classes = shard ? a.classes : cols,
       .bias = a.bias.data,
       .bias_is_f32 = a.bias.dtype == DType::f32,
       .class_weight = class_weight,
-      .weight_sum =
-          class_weight ? ordered_sum(cols, [&](int64_t i) { return class_weight[i]; }) : double(cols),
+      .weight_sum = weight_sum,
+      .all_weights = !shard         ? weight_sum
+                     : a.weight_sum ? double(*a.weight_sum.as<float>())
+                                    : double(a.classes),
       .logit_scale = inner,
       .softcap = a.softcap,
       .top = a.softcap / a.temperature,
@@ -93,6 +110,7 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
       .z_loss = a.z_loss,
       .statistics = a.lse || a.entropy || a.predicted,
       .plain = !a.bias && inner == 1.0f && a.softcap == 0.0f,
+      .shard = shard,
       .entropy = a.entropy || a.entropy_scale,
       .predicted = bool(a.predicted),
   };
@@ -102,16 +120,28 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
   parallel(ctx, (rows + group - 1) / group, [&](int64_t task) {
     for (int64_t r = task * group, end = std::min(rows, r + group); r < end; ++r) {
       CrossEntropyRowResults out = {};
-      float scale = a.scale ? a.scale.as<float>()[a.scale.size == 1 ? 0 : r] : 1.0f;
-      run(call, row_at(a.logits, r), a.dlogits.data ? row_at(a.dlogits, r) : nullptr,
-          target[r] == a.ignore_index ? -1 : target[r], scale,
-          a.entropy_scale ? a.entropy_scale.as<float>()[r] : 0.0f, &out);
+      int64_t y = target[r];
+      CrossEntropyRowInputs in = {
+          .counts = y != a.ignore_index,
+          .label = y - a.first_class,
+          .scale = a.scale ? a.scale.as<float>()[a.scale.size == 1 ? 0 : r] : 1.0f,
+          .entropy_scale = a.entropy_scale ? a.entropy_scale.as<float>()[r] : 0.0f,
+          .log_share = a.log_share ? a.log_share.as<float>()[r] : 0.0f,
+          .all_entropy = a.all_entropy ? a.all_entropy.as<float>()[r] : 0.0f,
+      };
+      const bool bad = shard && in.counts && (y < 0 || y >= a.classes);
+      if (bad) in.label = -a.first_class, in.scale = NAN;  // class 0 stands in
+      run(call, row_at(a.logits, r), a.dlogits.data ? row_at(a.dlogits, r) : nullptr, in, &out);
+      if (bad) out.loss = out.target_logit = out.log_prob = NAN;
       if (a.loss) a.loss.as<float>()[r] = out.loss;
       if (a.lse) a.lse.as<float>()[r] = out.lse;
       if (a.target_logit) a.target_logit.as<float>()[r] = out.target_logit;
       if (a.log_prob) a.log_prob.as<float>()[r] = out.log_prob;
       if (a.entropy) a.entropy.as<float>()[r] = out.entropy;
       if (a.predicted) a.predicted.as<int64_t>()[r] = out.predicted;
+      if (a.row_max) a.row_max.as<float>()[r] = out.row_max;
+      if (a.log_sum) a.log_sum.as<float>()[r] = out.log_sum;
+      if (a.smoothing) a.smoothing.as<float>()[r] = out.smoothing;
     }
   });
 }

@@ -18,7 +18,7 @@
 #include "tigon/base/cuda/ptx.cuh"
 #include "tigon/base/dispatch.h"
 #include "tigon/ops/cross_entropy/cross_entropy.h"
-#include "tigon/ops/cross_entropy/cross_entropy_params.cuh"
+#include "tigon/ops/cross_entropy/cross_entropy_vectors.cuh"
 
 namespace tigon::cuda {
 namespace {
@@ -26,165 +26,6 @@ namespace {
 constexpr const char* kOp = "cross_entropy";
 constexpr int kThreads = 512, kLoopThreads = 1024, kMaxCluster = 8;
 constexpr unsigned kAllLanes = 0xffffffffu;
-
-template <class T>
-using Params = CrossEntropyParams<T>;
-
-// Statistics of a part of a row: maximum; sum of e^(z - m) without the label's column, which is
-// added at the end so that p - 1 and log p are accurate where the label has nearly all probability;
-// with General also sums of w (reference - z), w, and e^(z - m) (z - m) without the label's column.
-struct Sums {
-  float m, s, smoothing_sum, weight, entropy_sum;
-};
-__device__ __forceinline__ Sums identity() { return {-INFINITY, 0.0f, 0.0f, 0.0f, 0.0f}; }
-
-template <bool General>
-__device__ __forceinline__ void rescale(Sums& a, float m) {  // m > a.m
-  float d = a.m - m, f = exp2_approx(d * kLog2e);
-  if constexpr (General) a.entropy_sum = f * fma(fmaxf(d, -1e30f), a.s, a.entropy_sum);
-  a.s *= f;
-  a.m = m;
-}
-template <bool General>
-__device__ __forceinline__ Sums combine(Sums a, Sums b) {
-  float m = fmaxf(a.m, b.m);
-  if (a.m != m) rescale<General>(a, m);
-  if (b.m != m) rescale<General>(b, m);
-  a.s += b.s;
-  if constexpr (General)
-    a.smoothing_sum += b.smoothing_sum, a.weight += b.weight, a.entropy_sum += b.entropy_sum;
-  return a;
-}
-
-template <bool General, class T>
-__device__ __forceinline__ void z_of_vec(const Params<T>& p, const AlignedRow<const T>& row, int k,
-                                         const uint4& words, float (&z)[AlignedRow<T>::N],
-                                         float* slopes = nullptr) {
-  constexpr int N = AlignedRow<T>::N;
-  unpack<T>(words, z);
-  if constexpr (General) {
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      int c = row.column(k) + j;
-      z[j] = row.has(c) ? z_of(p, z[j], c, slopes ? slopes + j : nullptr) : -INFINITY;
-    }
-  }
-}
-
-__device__ __forceinline__ float weight_at(const float* class_weight, int c) {
-  return class_weight != nullptr ? __ldg(class_weight + c) : 1.0f;
-}
-
-// First pass over a vector. `target`: the label's column, or -1; `reference`: of smoothing_sum.
-template <bool General, class T>
-__device__ __forceinline__ void accumulate(const Params<T>& p, const AlignedRow<const T>& row, int k,
-                                           const uint4& words, int target, float reference, Sums& a) {
-  constexpr int N = AlignedRow<T>::N;
-  float z[N], e[N];
-  z_of_vec<General>(p, row, k, words, z);
-  float top = z[0];
-#pragma unroll
-  for (int j = 1; j < N; ++j) top = fmaxf(top, z[j]);
-  if (top > a.m) rescale<General>(a, top);
-  float m = a.m == -INFINITY ? 0.0f : a.m;  // -inf alone adds nothing; NaN propagates
-#pragma unroll
-  for (int j = 0; j < N; ++j) e[j] = exp2_approx((z[j] - m) * kLog2e);
-  if (int at = target - row.column(k); unsigned(at) < unsigned(N) && target >= 0) {
-#pragma unroll
-    for (int j = 0; j < N; ++j)
-      if (at == j) e[j] = 0.0f;
-  }
-  if constexpr (General) {
-    if (p.entropy != nullptr || p.entropy_scale != nullptr)
-#pragma unroll
-      for (int j = 0; j < N; ++j) a.entropy_sum = fma(e[j], fmaxf(z[j] - m, -1e30f), a.entropy_sum);
-    if (p.label_smoothing > 0.0f) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        int c = row.column(k) + j;
-        if (!row.has(c)) continue;
-        float w = weight_at(p.class_weight, c);
-        a.smoothing_sum = fma(w, reference - z[j], a.smoothing_sum);
-        a.weight += w;
-      }
-    }
-  }
-#pragma unroll
-  for (int step = N / 2; step > 0; step /= 2)
-#pragma unroll
-    for (int j = 0; j < step; ++j) e[j] += e[j + step];
-  a.s += e[0];
-}
-
-// What the second pass needs: the gradient is
-//   factor * slope * (e * share - smoothing_push * w)                   in other columns,
-//   factor * slope * (e * rest_share - others * target_share - smoothing_push * w)  in the label's,
-//   plus slope * e * (entropy_slope * (z - m) + entropy_bias) for the entropy.
-struct RowGradient {
-  float m, share, smoothing_push, factor;
-  float others, target_share, rest_share;
-  float entropy_slope, entropy_bias;
-  int target;  // column, or -1
-};
-
-// Second pass over a vector: stores its gradient, by elements where the offsets differ.
-template <bool General, class T, class D>
-__device__ __forceinline__ void write_gradient(const Params<T>& p, const AlignedRow<const T>& row,
-                                               const AlignedRow<D>& out, int k, const uint4& words,
-                                               const RowGradient& g) {
-  constexpr int N = AlignedRow<T>::N;
-  float z[N], slopes[N];
-#pragma unroll
-  for (int j = 0; j < N; ++j) slopes[j] = 1.0f;
-  z_of_vec<General>(p, row, k, words, z, slopes);
-  int first = row.column(k), at = g.target - first;
-  Vec<D, N> r;
-#pragma unroll
-  for (int j = 0; j < N; ++j) {
-    float e = exp2_approx((z[j] - g.m) * kLog2e), v, target_push = 0.0f;
-    if constexpr (General) {
-      float smoothing_push = g.smoothing_push;
-      if (smoothing_push != 0.0f && p.class_weight != nullptr)
-        smoothing_push *= row.has(first + j) ? __ldg(p.class_weight + first + j) : 0.0f;
-      v = cross_entropy_dz(e, g.share, smoothing_push);
-      target_push = smoothing_push;
-    } else {
-      v = e * (g.share * g.factor);
-    }
-    if (at == j)
-      // p - 1 is minus the share of the other columns; it is rounded to storage once.
-      v = fma(-g.others, g.target_share, cross_entropy_dz(e, g.rest_share, target_push)) *
-          (g.factor * slopes[j]);
-    else if constexpr (General)
-      v *= g.factor * slopes[j];
-    if constexpr (General)  // below -200 e is 0: classes at -inf add nothing
-      if (p.entropy_scale != nullptr)
-        v += slopes[j] * e * fma(g.entropy_slope, fmaxf(z[j] - g.m, -200.0f), g.entropy_bias);
-    r.set(j, v);
-  }
-  D* to = out.base + int64_t(out.lead) + first;
-  if (row.is_full(k) && reinterpret_cast<uintptr_t>(to) % sizeof(r) == 0) {
-    store(to, r);
-  } else {
-#pragma unroll
-    for (int j = 0; j < N; ++j)
-      if (row.has(first + j)) to[j] = r.v[j];
-  }
-}
-
-// Writes zeros to vectors [first, end) of a row.
-template <class T>
-__device__ __forceinline__ void clear(const AlignedRow<T>& out, int first, int end) {
-  constexpr int N = AlignedRow<T>::N;
-  for (int k = first + threadIdx.x; k < end; k += blockDim.x) {
-    if (out.is_full(k)) {
-      *reinterpret_cast<uint4*>(out.base + int64_t(k) * N) = make_uint4(0, 0, 0, 0);
-    } else {
-      for (int j = 0; j < N; ++j)
-        if (out.has(out.column(k) + j)) out.base[int64_t(k) * N + j] = narrow<T>(0.0f);
-    }
-  }
-}
 
 template <int Threads>
 struct ReduceStorage {
@@ -283,8 +124,8 @@ __device__ __forceinline__ Sums initial_sums(float label_z, bool has_label) {
 
 // The label of a row, and what follows from it before the logits are read.
 struct Label {
-  bool ignored, bad;
-  int column;  // -1 when ignored or bad
+  bool ignored, bad, elsewhere;
+  int column;  // -1 when ignored, bad or elsewhere
   float z, weight, reference;
 };
 template <bool General, class T>
@@ -292,13 +133,17 @@ __device__ __forceinline__ Label label_of(const Params<T>& p, int64_t row, const
   Label l;
   int64_t y = p.target[row];
   l.ignored = y == p.ignore_index;
-  l.bad = !l.ignored && (y < 0 || y >= p.cols);
-  l.column = l.ignored || l.bad ? -1 : int(y);
+  l.elsewhere = !l.ignored && is_elsewhere(p, y);
+  y -= p.first_class;
+  l.bad = !l.ignored && !l.elsewhere && (y < 0 || y >= p.cols);
+  l.column = l.ignored || l.elsewhere || l.bad ? -1 : int(y);
   l.z = l.weight = l.reference = 0.0f;
   if (l.column >= 0) {
     l.z = widen(x[l.column]);
     if constexpr (General) l.z = z_of(p, l.z, l.column);
     l.weight = weight_at(p.class_weight, l.column);
+  } else if (l.elsewhere) {
+    l.weight = p.class_weight != nullptr ? p.class_weight[y] : 1.0f;
   }
   if constexpr (General) {
     if (p.label_smoothing > 0.0f) l.reference = z_of(p, widen(x[0]), 0);
@@ -316,20 +161,28 @@ __device__ __forceinline__ RowGradient finish(const Params<T>& p, int64_t row, c
   float log_s = is_max ? log1pf(a.s) : logf(s), lse = a.m + log_s;
   float entropy_sum = General && has ? fma(own, fmaxf(l.z - a.m, -1e30f), a.entropy_sum) : a.entropy_sum;
   float keep = General ? 1.0f - p.label_smoothing : 1.0f;
-  float share = General ? p.label_smoothing / float(p.cols) : 0.0f;
+  float share = General ? p.label_smoothing / float(p.classes) : 0.0f;
   if (writes) {
     float loss = keep * l.weight * ((a.m - l.z) + log_s);
     if (General && p.label_smoothing > 0.0f)
       loss += share * (a.weight * ((a.m - l.reference) + log_s) + a.smoothing_sum);
     if (p.z_loss != 0.0f) loss += p.z_loss * lse * lse;
-    if (p.loss) p.loss[row] = l.ignored ? 0.0f : l.bad ? NAN : loss;
+    if (p.loss) p.loss[row] = l.ignored || l.elsewhere ? 0.0f : l.bad ? NAN : loss;
     if (p.target_logit) p.target_logit[row] = l.bad ? NAN : l.z;
-    if (p.log_prob) p.log_prob[row] = l.ignored ? 0.0f : l.bad ? NAN : (l.z - a.m) - log_s;
+    if (p.log_prob)
+      p.log_prob[row] = l.ignored ? 0.0f : l.bad ? NAN : l.elsewhere ? -INFINITY : (l.z - a.m) - log_s;
     if (p.lse) p.lse[row] = lse;
     if (General && p.entropy) p.entropy[row] = log_s - entropy_sum / s;
+    if (p.row_max) p.row_max[row] = a.m;
+    if (p.log_sum) p.log_sum[row] = log_s;
+    if (General && p.smoothing) p.smoothing[row] = a.weight * ((a.m - l.reference) + log_s) + a.smoothing_sum;
   }
-  float rest = General ? share * (p.class_weight != nullptr ? a.weight : float(p.cols)) : 0.0f;
-  if (p.z_loss != 0.0f) rest += 2.0f * p.z_loss * lse;
+  const float log_share = p.log_share != nullptr ? p.log_share[row] : 0.0f;
+  float all_weights = p.class_weight == nullptr ? float(p.classes)
+                      : p.weight_sum != nullptr ? *p.weight_sum
+                                                : a.weight;
+  float rest = General ? share * all_weights : 0.0f;
+  if (p.z_loss != 0.0f) rest += 2.0f * p.z_loss * (lse - log_share);
   float pull = keep * l.weight + rest;
   float scale = p.scale != nullptr ? p.scale[row * p.scale_step] : 1.0f;
   RowGradient g;
@@ -339,6 +192,17 @@ __device__ __forceinline__ RowGradient finish(const Params<T>& p, int64_t row, c
   if (General && p.entropy_scale != nullptr) {
     g.entropy_slope = -p.entropy_scale[row] * p.gain / s;
     g.entropy_bias = -g.entropy_slope * (entropy_sum / s);
+  }
+  if (p.log_share != nullptr) {  // p = e / s * part
+    const float part = expf(log_share);
+    g.share *= part, g.rest_share *= part;
+    g.others = a.s * part - s * expm1f(log_share);  // s (1 - p) of the label
+    if (General && p.entropy_scale != nullptr) {
+      g.entropy_slope *= part;
+      g.entropy_bias = g.entropy_slope * (p.all_entropy[row] - log_s + log_share);
+    }
+    if (log_share == -INFINITY)  // every class here is at -inf: p = 0
+      g.m = 0.0f, g.share = g.rest_share = g.target_share = g.entropy_slope = g.entropy_bias = 0.0f;
   }
   return g;
 }
@@ -370,6 +234,9 @@ __global__ __launch_bounds__(kThreads,
       if (writes && p.loss) p.loss[r] = 0.0f;
       if (writes && p.target_logit) p.target_logit[r] = 0.0f;
       if (writes && p.log_prob) p.log_prob[r] = 0.0f;
+      if (writes && p.row_max) p.row_max[r] = 0.0f;
+      if (writes && p.log_sum) p.log_sum[r] = 0.0f;
+      if (writes && p.smoothing) p.smoothing[r] = 0.0f;
       continue;
     }
 #pragma unroll
@@ -553,7 +420,7 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
                    .dlogits = a.dlogits.data,
                    .target = a.target.as<int64_t>(),
                    .bias = a.bias.data,
-                   .class_weight = a.class_weight.as<float>(),
+                   .class_weight = a.class_weight ? a.class_weight.as<float>() + a.first_class : nullptr,
                    .scale = a.scale.as<float>(),
                    .entropy_scale = a.entropy_scale.as<float>(),
                    .loss = a.loss.as<float>(),
@@ -562,6 +429,14 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
                    .log_prob = a.log_prob.as<float>(),
                    .entropy = a.entropy.as<float>(),
                    .predicted = a.predicted.as<int64_t>(),
+                   .row_max = a.row_max.as<float>(),
+                   .log_sum = a.log_sum.as<float>(),
+                   .smoothing = a.smoothing.as<float>(),
+                   .log_share = a.classes > 0 ? a.log_share.as<float>() : nullptr,
+                   .all_entropy = a.all_entropy.as<float>(),
+                   .weight_sum = a.classes > 0 ? a.weight_sum.as<float>() : nullptr,
+                   .first_class = a.first_class,
+                   .classes = a.classes > 0 ? a.classes : a.logits.cols,
                    .rows = a.logits.rows,
                    .stride = a.logits.stride,
                    .dlogits_stride = a.dlogits.stride,

@@ -25,6 +25,15 @@ struct CrossEntropyParams {
   float* log_prob;
   float* entropy;
   int64_t* predicted;
+  float* row_max;
+  float* log_sum;
+  float* smoothing;
+  // Of a shard: the logits are columns [first_class, first_class + cols) of `classes`. May be null; class_weight begins at
+  // the first column.
+  const float* log_share;
+  const float* all_entropy;
+  const float* weight_sum;
+  int64_t first_class, classes;
   int64_t rows, stride, dlogits_stride, scale_step, ignore_index;
   // `slice`: vectors of a row per CTA (columns in rows without options).
   int cols, slice;
@@ -37,6 +46,12 @@ struct CrossEntropyParams {
 namespace {
 
 #include "tigon/ops/cross_entropy/cross_entropy_math.inc"
+
+// A label of another shard: no column of this row.
+template <class T>
+__device__ __forceinline__ bool is_elsewhere(const CrossEntropyParams<T>& p, int64_t y) {
+  return y >= 0 && y < p.classes && (y < p.first_class || y >= p.first_class + p.cols);
+}
 
 // z of the logit in column c, and dz/du if asked.
 template <class T>

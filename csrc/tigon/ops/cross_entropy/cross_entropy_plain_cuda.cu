@@ -41,11 +41,13 @@ template <class T>
 using Params = CrossEntropyParams<T>;
 
 // The label of a row is its column or one of: the row is not read and gets zeros; it is read for
-// its lse; it is out of range.
-enum : int { kSkipped = -1, kIgnored = -2, kOutOfRange = -3 };
+// its lse; it is out of range; it is a column of another shard.
+enum : int { kSkipped = -1, kIgnored = -2, kOutOfRange = -3, kElsewhere = -4 };
 template <class T>
 __device__ __forceinline__ int label_of(const Params<T>& p, int64_t y) {
   if (y == p.ignore_index) return p.lse != nullptr ? kIgnored : kSkipped;
+  if (is_elsewhere(p, y)) return kElsewhere;
+  y -= p.first_class;
   return y < 0 || y >= p.cols ? kOutOfRange : int(y);
 }
 
@@ -132,23 +134,34 @@ __device__ __forceinline__ Gradient finish(const Params<T>& p, int64_t row, int 
   Gradient g{a.m, 0.0f, a.s, 1.0f, 0.0f, 0.0f};
   const float s = label >= 0 ? a.s + exp_of(z, a.m) : a.s;
   if (p.class_weight != nullptr && label >= 0) g.weight = __ldg(p.class_weight + label);
+  if (p.class_weight != nullptr && label == kElsewhere)
+    g.weight = __ldg(p.class_weight + (p.target[row] - p.first_class));
+  const float log_share = p.log_share != nullptr ? p.log_share[row] : 0.0f;
   if (writes || p.z_loss != 0.0f) {
     float log_s = logf(s), lse = a.m + log_s;
-    if (p.z_loss != 0.0f) g.z_loss_slope = 2.0f * p.z_loss * lse;
+    if (p.z_loss != 0.0f) g.z_loss_slope = 2.0f * p.z_loss * (lse - log_share);
     if (writes) {
       const bool leads = label >= 0 && z == a.m && fabsf(z) < INFINITY;
       const float neg_log_prob = leads ? log1pf(a.s) : (a.m - z) + log_s;  // -log p
       float loss = g.weight * neg_log_prob;
       if (p.z_loss != 0.0f) loss += p.z_loss * lse * lse;
-      bool ignored = label == kIgnored, bad = label == kOutOfRange;
-      if (p.loss) p.loss[row] = ignored ? 0.0f : bad ? NAN : loss;
-      if (p.target_logit) p.target_logit[row] = ignored ? 0.0f : bad ? NAN : z;
-      if (p.log_prob) p.log_prob[row] = ignored ? 0.0f : bad ? NAN : -neg_log_prob;
+      bool ignored = label == kIgnored, bad = label == kOutOfRange, elsewhere = label == kElsewhere;
+      if (p.loss) p.loss[row] = ignored || elsewhere ? 0.0f : bad ? NAN : loss;
+      if (p.target_logit) p.target_logit[row] = ignored || elsewhere ? 0.0f : bad ? NAN : z;
+      if (p.log_prob) p.log_prob[row] = ignored ? 0.0f : bad ? NAN : elsewhere ? -INFINITY : -neg_log_prob;
       if (p.lse) p.lse[row] = lse;
+      if (p.row_max) p.row_max[row] = a.m;
+      if (p.log_sum) p.log_sum[row] = leads ? log1pf(a.s) : log_s;
     }
   }
   g.share = (label == kOutOfRange ? NAN : scale) / s;
   g.each = (g.weight + g.z_loss_slope) * g.share;
+  if (p.log_share != nullptr) {  // p = e / s * part
+    const float part = expf(log_share);
+    g.each *= part, g.z_loss_slope *= part;
+    g.others = a.s * part - s * expm1f(log_share);                          // s (1 - p) of the label
+    if (log_share == -INFINITY) g.m = 0.0f, g.each = 0.0f, g.share = 0.0f;  // every class here is at -inf
+  }
   return g;
 }
 template <class T>
@@ -156,6 +169,8 @@ __device__ __forceinline__ void finish_skipped(const Params<T>& p, int64_t row) 
   if (p.loss) p.loss[row] = 0.0f;
   if (p.target_logit) p.target_logit[row] = 0.0f;
   if (p.log_prob) p.log_prob[row] = 0.0f;
+  if (p.row_max) p.row_max[row] = 0.0f;
+  if (p.log_sum) p.log_sum[row] = 0.0f;
 }
 
 template <class T>

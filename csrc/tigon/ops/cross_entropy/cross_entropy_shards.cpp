@@ -1,0 +1,41 @@
+#include "tigon/ops/cross_entropy/cross_entropy_shards.h"
+
+#include "tigon/base/require.h"
+
+namespace tigon {
+namespace {
+constexpr const char* kOp = "cross_entropy_combine";
+}  // namespace
+
+void cross_entropy_combine(Context& ctx, const CrossEntropyCombine& a) {
+  const int64_t rows = a.target.size;
+  TIGON_CHECK(kOp, a.shards >= 1 && a.shard >= 0 && a.shard < a.shards, "shard must be in [0, ", a.shards,
+              "), got ", a.shard);
+  require_matrix(kOp, "parts", a.parts, a.shards * a.kinds.count(), rows, DType::f32);
+  require_vector(kOp, "target", a.target, rows, DType::i64);
+  if (a.class_weight) require_vector(kOp, "class weight", a.class_weight, a.classes, DType::f32);
+  if (a.token_weight) require_vector(kOp, "token weight", a.token_weight, rows, DType::f32);
+  const bool smooth = a.label_smoothing > 0.0f;
+  TIGON_CHECK(kOp, !smooth || !(a.loss) || a.kinds.smoothing,
+              "parts must hold smoothing for label_smoothing");
+  if (smooth && a.loss) require_vector(kOp, "shard weight", a.shard_weight, a.shards, DType::f32);
+  TIGON_CHECK(kOp, !a.entropy || a.kinds.entropy, "parts must hold entropy for entropy");
+  TIGON_CHECK(kOp, !a.predicted || a.kinds.predicted, "parts must hold predicted for predicted");
+  for (const Vector* v : {&a.loss, &a.z_term, &a.log_prob, &a.lse, &a.entropy, &a.log_share})
+    if (*v) require_vector(kOp, "results", *v, rows, DType::f32);
+  if (a.predicted) require_vector(kOp, "predicted", a.predicted, rows, DType::i64);
+  if (rows == 0) return;
+  on_device(
+      kOp, ctx, [&] { cpu::cross_entropy_combine(ctx, a); },
+      TIGON_ON_CUDA(cuda::cross_entropy_combine(ctx, a)));
+}
+
+void cross_entropy_empty_part(Context& ctx, const CrossEntropyEmptyPart& a) {
+  require_dtype(kOp, "part", a.part.dtype, DType::f32);
+  if (a.part.rows == 0 || a.part.cols == 0) return;
+  on_device(
+      kOp, ctx, [&] { cpu::cross_entropy_empty_part(ctx, a); },
+      TIGON_ON_CUDA(cuda::cross_entropy_empty_part(ctx, a)));
+}
+
+}  // namespace tigon

@@ -1,0 +1,67 @@
+// Rows whose logits are sharded over the classes: the loss of a row from statistics of its shards. Each shard's are one call
+// of cross_entropy_rows; every process that has all shards' computes the same bits. The statistics of online softmax:
+// Milakov and Gimelshein 2018 (arXiv:1805.02867).
+//
+// Formula     of shard s: m_s = row_max, l_s = log_sum, t_s = log_prob of the label (-inf where it is not its), h_s = entropy,
+//             g_s = smoothing = sum of w (lse_s - z), W_s = sum of w
+//             lse = log sum_s e^(m_s + l_s),  a_s = m_s + l_s - lse
+//             log_prob = t_s + a_s of the label's shard,  entropy = sum_s e^a_s (h_s - a_s)
+//             loss = token_weight * ( - (1 - eps) w_y log_prob + eps/V sum_s (g_s - W_s a_s) + z_loss lse^2 )
+//             log_share = a_s of the shard that is here, which cross_entropy_rows needs for the gradient
+// Shapes      parts [shards * kinds, rows] in the order of `kinds`; target, token_weight, results [rows]; class_weight [classes];
+//             shard_weight [shards]
+// Dtypes      target, predicted i64; the rest f32; computed in double
+// Rounding    results once
+// Saved       nothing
+// Aliasing    none
+// Determinism shards in order: the same bits wherever the parts are the same
+// Traffic     parts once, a few words a row
+// Refused     sizes or dtypes that do not fit, smoothing without its parts
+// A row with NaN in any shard, or nothing but -inf in all, is NaN. A label outside [0, classes) has NaN loss and log_prob; an
+// ignored one 0 in all results (predicted: -1). `predicted` is the first argmax of all classes, or the first NaN.
+#pragma once
+
+#include "tigon/base/context.h"
+
+namespace tigon {
+
+struct CrossEntropyKinds {
+  bool entropy = false, smoothing = false, predicted = false;
+  // Places of a shard's rows of parts: 0 row_max, 1 log_sum, 2 log_prob, then these; predicted as a number of f32.
+  constexpr int entropy_at() const { return 3; }
+  constexpr int smoothing_at() const { return 3 + entropy; }
+  constexpr int predicted_at() const { return 3 + entropy + smoothing; }
+  constexpr int count() const { return 3 + entropy + smoothing + predicted; }
+};
+
+struct CrossEntropyCombine {
+  Matrix parts;
+  CrossEntropyKinds kinds;
+  int64_t shards = 1, shard = 0;  // `shard` is the one that is here
+  Vector target;
+  Vector class_weight;  // of all classes; empty: none
+  Vector shard_weight;  // W_s; needed with label_smoothing
+  Vector token_weight;  // empty: none
+  int64_t classes = 0, ignore_index = -100;
+  float label_smoothing = 0.0f, z_loss = 0.0f;
+  // Results; empty: not wanted.
+  Vector loss, z_term, log_prob, lse, entropy, predicted, log_share;
+};
+TIGON_API void cross_entropy_combine(Context& ctx, const CrossEntropyCombine& a);
+
+// The part of a shard without a class: -inf, which has no share of any row. part [kinds, rows] f32.
+struct CrossEntropyEmptyPart {
+  Matrix part;
+};
+TIGON_API void cross_entropy_empty_part(Context& ctx, const CrossEntropyEmptyPart& a);
+
+namespace cpu {
+void cross_entropy_combine(Context& ctx, const CrossEntropyCombine& a);
+void cross_entropy_empty_part(Context& ctx, const CrossEntropyEmptyPart& a);
+}  // namespace cpu
+namespace cuda {
+void cross_entropy_combine(Context& ctx, const CrossEntropyCombine& a);
+void cross_entropy_empty_part(Context& ctx, const CrossEntropyEmptyPart& a);
+}  // namespace cuda
+
+}  // namespace tigon
