@@ -1,0 +1,275 @@
+#include "tigon/ops/linear_cross_entropy/linear_cross_entropy_sharded.h"
+
+#include <algorithm>
+
+#include "tigon/base/require.h"
+#include "tigon/ops/cross_entropy/cross_entropy.h"
+#include "tigon/ops/cross_entropy/cross_entropy_shards.h"
+
+namespace tigon {
+namespace {
+
+constexpr const char* kOp = "linear_cross_entropy_sharded";
+
+Matrix rows_from(const Matrix& m, int64_t first, int64_t count) {
+  Matrix part = m;
+  part.rows = count;
+  if (m.data) part.data = static_cast<char*>(m.data) + first * m.stride * int64_t(size_of(m.dtype));
+  return part;
+}
+
+Matrix columns_from(const Matrix& m, int64_t first, int64_t count) {
+  Matrix part = m;
+  part.cols = count;
+  part.data = static_cast<char*>(m.data) + first * int64_t(size_of(m.dtype));
+  return part;
+}
+
+// A call, with what is the same in all chunks.
+struct Sharded {
+  Context& ctx;
+  Communicator& ranks;
+  const LinearCrossEntropySharded& call;
+  const LinearCrossEntropy& a;
+  int64_t shares, rows;  // rows of a share
+  CrossEntropyKinds kinds;
+  LinearHead head;
+  Matrix part, parts;  // statistics of a chunk: of this rank, of all
+  Vector log_share, factor, predicted;
+  Matrix hidden, dhidden;  // of a chunk's rows of all ranks; empty: the caller's own
+
+  bool empty() const { return a.weight.rows == 0; }
+
+  // Rows of share s of a chunk, in a vector of all rows, and in one of the chunk's.
+  Vector of_all(const Vector& v, int64_t s, int64_t begin, int64_t count) const {
+    return linear_head_part(v, s * rows + begin, count);
+  }
+
+  CrossEntropyRows pass(int64_t s, int64_t begin, int64_t count, const Matrix& logits) const {
+    return {.logits = rows_from(logits, s * count, count),
+            .target = of_all(a.target, s, begin, count),
+            .bias = a.bias,
+            .class_weight = a.class_weight,
+            .first_class = call.first_class,
+            .classes = call.classes,
+            .weight_sum = call.weight_sum,
+            .ignore_index = a.ignore_index,
+            .logit_scale = a.logit_scale,
+            .softcap = a.softcap,
+            .temperature = a.temperature,
+            .label_smoothing = a.label_smoothing,
+            .z_loss = a.z_loss};
+  }
+
+  Vector row_of(const Matrix& m, int64_t row, int64_t first, int64_t count) const {
+    return {.data = m.row<float>(row) + first, .size = count};
+  }
+
+  void statistics(int64_t begin, int64_t count, const Matrix& logits) {
+    if (empty()) return cross_entropy_empty_part(ctx, {.part = part});
+    for (int64_t s = 0; s < shares; ++s) {
+      CrossEntropyRows p = pass(s, begin, count, logits);
+      p.row_max = row_of(part, 0, s * count, count);
+      p.log_sum = row_of(part, 1, s * count, count);
+      p.log_prob = row_of(part, 2, s * count, count);
+      if (kinds.entropy) p.entropy = row_of(part, kinds.entropy_at(), s * count, count);
+      if (kinds.smoothing) p.smoothing = row_of(part, kinds.smoothing_at(), s * count, count);
+      cross_entropy_rows(ctx, p);
+    }
+  }
+
+  void combine(int64_t begin, int64_t count) {
+    for (int64_t s = 0; s < shares; ++s)
+      cross_entropy_combine(ctx, {.parts = columns_from(parts, s * count, count),
+                                  .kinds = kinds,
+                                  .shards = ranks.size(),
+                                  .shard = ranks.rank(),
+                                  .target = of_all(a.target, s, begin, count),
+                                  .class_weight = a.class_weight,
+                                  .shard_weight = call.shard_weight,
+                                  .token_weight = of_all(a.token_weight, s, begin, count),
+                                  .classes = call.classes,
+                                  .ignore_index = a.ignore_index,
+                                  .label_smoothing = a.label_smoothing,
+                                  .z_loss = a.z_loss,
+                                  .loss = of_all(a.loss, s, begin, count),
+                                  .z_term = of_all(a.z_term, s, begin, count),
+                                  .log_prob = of_all(a.log_prob, s, begin, count),
+                                  .lse = of_all(a.lse, s, begin, count),
+                                  .entropy = of_all(a.entropy, s, begin, count),
+                                  .log_share = linear_head_part(log_share, s * count, count)});
+  }
+
+  // Logits become their gradients.
+  void differentiate(int64_t begin, int64_t count, const Matrix& logits) {
+    if (empty()) return;
+    const bool late =
+        a.upstream || a.reduction == Reduction::none || !linear_head_scales_early(a.hidden.dtype);
+    for (int64_t s = 0; s < shares; ++s) {
+      CrossEntropyRows p = pass(s, begin, count, logits);
+      p.dlogits = p.logits;
+      p.log_share = linear_head_part(log_share, s * count, count);
+      p.scale = linear_head_part(factor, s * count, count);
+      linear_head_factors(ctx, {.target = p.target,
+                                .ignore_index = a.ignore_index,
+                                .token_weight = of_all(a.token_weight, s, begin, count),
+                                .upstream = of_all(a.upstream, s, begin, count),
+                                .scale = late ? Vector{} : a.scale,
+                                .out = p.scale});
+      cross_entropy_rows(ctx, p);
+    }
+  }
+
+  // hidden's gradient of the chunk, and its sum over the ranks.
+  void reduce_hidden(int64_t begin, int64_t count, LinearHeadChunk c) {
+    LinearHead only = head;
+    only.dweight = {}, only.dbias = {};
+    Matrix own = rows_from(a.dhidden, begin, count);
+    c.dhidden = shares > 1 ? rows_from(dhidden, 0, shares * count) : own;
+    const int64_t n = count * a.hidden.cols;
+    if (empty())
+      linear_head_clear(ctx, {.op = kOp, .dweight = c.dhidden}, {.count = 0});
+    else
+      linear_head_gradients(ctx, only, c, {.first = true});
+    if (shares > 1)
+      ranks.reduce_scatter(c.dhidden.data, own.data, n, own.dtype, ctx.stream());
+    else
+      ranks.all_reduce(own.data, n, own.dtype, ctx.stream());
+  }
+};
+
+LinearHead checked(const LinearCrossEntropySharded& call, int64_t shares) {
+  const LinearCrossEntropy& a = call.head;
+  LinearHead head = {.op = kOp,
+                     .hidden = a.hidden,
+                     .weight = a.weight,
+                     .bias = a.bias,
+                     .dhidden = a.dhidden,
+                     .dweight = a.dweight,
+                     .add_dweight = a.add_dweight,
+                     .dbias = a.dbias};
+  const int64_t all = a.hidden.rows * shares;
+  if (a.weight.rows > 0) linear_head_check(head);
+  TIGON_CHECK(kOp, !a.lora_a.data && !a.lora_b.data, "lora must not be given");
+  TIGON_CHECK(kOp, !a.wide_logits, "wide_logits must be false");
+  TIGON_CHECK(kOp, !a.unit.data && !a.kept.data && !a.entropy_upstream && !a.predicted,
+              "unit, kept, entropy_upstream and predicted must not be given");
+  TIGON_CHECK(kOp, a.valid_rows < 0, "valid_rows must be -1, got ", a.valid_rows);
+  TIGON_CHECK(kOp, a.temperature > 0.0f, "temperature must be > 0, got ", a.temperature);
+  TIGON_CHECK(kOp, call.first_class >= 0 && call.first_class + a.weight.rows <= call.classes,
+              "first_class must leave room for ", a.weight.rows, " of ", call.classes, " classes, got ",
+              call.first_class);
+  TIGON_CHECK(kOp, a.hidden.stride == a.hidden.cols || (shares == 1 && !a.dhidden.data) || a.hidden.rows <= 1,
+              "hidden must have adjacent rows, got stride ", a.hidden.stride);
+  TIGON_CHECK(kOp, !a.dhidden.data || a.dhidden.stride == a.dhidden.cols,
+              "dhidden must have adjacent rows, got stride ", a.dhidden.stride);
+  require_vector(kOp, "target", a.target, all, DType::i64);
+  require_vector(kOp, "loss", a.loss, all, DType::f32);
+  for (const Vector* v : {&a.token_weight, &a.upstream, &a.z_term, &a.log_prob, &a.lse, &a.entropy})
+    if (*v) require_vector(kOp, "rows", *v, all, DType::f32);
+  TIGON_CHECK(kOp, a.label_smoothing >= 0.0f && a.label_smoothing <= 1.0f,
+              "label_smoothing must be in [0, 1], got ", a.label_smoothing);
+  if (a.label_smoothing > 0.0f)
+    require_vector(kOp, "shard_weight", call.shard_weight, call.shard_weight.size, DType::f32);
+  if (a.reduction == Reduction::none) {
+    TIGON_CHECK(kOp, !head.wants_gradients() || a.upstream,
+                "upstream must be given for the gradients of per-row losses");
+  } else {
+    require_vector(kOp, "total", a.total, 1, DType::f32);
+    require_vector(kOp, "scale", a.scale, 1, DType::f32);
+  }
+  return head;
+}
+
+}  // namespace
+
+void linear_cross_entropy_sharded(Context& ctx, Communicator& ranks, const LinearCrossEntropySharded& call) {
+  const LinearCrossEntropy& a = call.head;
+  const int64_t shares = call.sequence_parallel ? ranks.size() : 1, h = a.hidden.cols;
+  LinearHead head = checked(call, shares);
+  if (a.label_smoothing > 0.0f)
+    require_vector(kOp, "shard_weight", call.shard_weight, ranks.size(), DType::f32);
+  const bool gradients = head.wants_gradients() || a.dhidden.data;
+  if (a.reduction != Reduction::none)
+    cross_entropy_scale(ctx, {.target = a.target,
+                              .class_weight = a.class_weight,
+                              .ignore_index = a.ignore_index,
+                              .mean = a.reduction == Reduction::mean,
+                              .denominator = a.denominator,
+                              .host_denominator = a.host_denominator,
+                              .has_host_denominator = a.has_host_denominator,
+                              .scale = a.scale});
+  // The same chunks on every rank: from the mean number of columns, whatever this rank has.
+  const int64_t mean_columns = std::max<int64_t>((call.classes + ranks.size() - 1) / ranks.size(), 1);
+  const int64_t whole = linear_head_chunk_rows({.device = ctx.device(),
+                                                .dtype = a.hidden.dtype,
+                                                .rows = a.hidden.rows * shares,
+                                                .hidden = h,
+                                                .vocab = mean_columns,
+                                                .dweight = a.dweight.data != nullptr,
+                                                .add_dweight = a.add_dweight});
+  TIGON_CHECK(kOp, a.chunk_rows >= 0, "chunk_rows must be >= 0, got ", a.chunk_rows);
+  const int64_t wanted = std::max<int64_t>((a.chunk_rows > 0 ? a.chunk_rows : whole) / shares, 1);
+  const int64_t limit = std::min(wanted, std::max<int64_t>(a.hidden.rows, 1)), most = limit * shares;
+  if (a.weight.rows > 0) linear_head_check_chunks(head, (a.hidden.rows + limit - 1) / limit);
+
+  Sharded run = {.ctx = ctx,
+                 .ranks = ranks,
+                 .call = call,
+                 .a = a,
+                 .shares = shares,
+                 .rows = a.hidden.rows,
+                 .kinds = {.entropy = bool(a.entropy), .smoothing = a.label_smoothing > 0.0f},
+                 .head = head};
+  const int64_t kinds = run.kinds.count(), size = ranks.size();
+  float* own = ctx.scratch_of<float>(kinds * most);
+  float* gathered = ctx.scratch_of<float>(size * kinds * most);
+  run.log_share = linear_head_vector(ctx, most);
+  run.factor = linear_head_vector(ctx, most);
+  LinearHeadRows all = {.count = most};
+  LinearHead worked = head;
+  if (shares > 1) {
+    void* memory = ctx.scratch(size_of(a.hidden.dtype) * size_t(most * h));
+    run.hidden = {.data = memory, .dtype = a.hidden.dtype, .rows = most, .cols = h, .stride = h};
+    worked.hidden = run.hidden;
+    if (a.dhidden.data) {
+      run.dhidden = run.hidden;
+      run.dhidden.data = ctx.scratch(size_of(a.hidden.dtype) * size_t(most * h));
+      worked.dhidden = run.dhidden;
+    }
+  }
+  run.head = worked;
+  LinearHeadWorkspace workspace;
+  if (!run.empty()) workspace = linear_head_workspace(ctx, worked, all, {.chunk = most});
+  LinearHead params = worked;
+  params.dhidden = {};
+
+  for (int64_t begin = 0; begin < a.hidden.rows; begin += limit) {
+    const int64_t count = std::min(limit, a.hidden.rows - begin), chunk = count * shares;
+    Matrix hidden = rows_from(a.hidden, begin, count);
+    if (shares > 1) {
+      ranks.all_gather(hidden.data, run.hidden.data, size_of(hidden.dtype) * size_t(count * h), ctx.stream());
+      hidden = rows_from(run.hidden, 0, chunk);
+    }
+    run.part = {.data = own, .rows = kinds, .cols = chunk, .stride = chunk};
+    run.parts = {.data = gathered, .rows = size * kinds, .cols = chunk, .stride = chunk};
+    LinearHeadChunk c = {.count = chunk, .hidden = hidden};
+    if (!run.empty()) {
+      c = linear_head_chunk(worked, all, workspace, 0, chunk);
+      c.hidden = hidden;
+      linear_head_logits(ctx, worked, c);
+    }
+    run.statistics(begin, count, c.logits);
+    ranks.all_gather(own, gathered, sizeof(float) * size_t(kinds * chunk), ctx.stream());
+    run.combine(begin, count);
+    if (!gradients) continue;
+    run.differentiate(begin, count, c.logits);
+    if (a.dhidden.data) run.reduce_hidden(begin, count, c);
+    if (!run.empty()) linear_head_gradients(ctx, params, c, {.first = begin == 0});
+  }
+  if (a.hidden.rows == 0 && !run.empty()) linear_head_clear(ctx, head, {.count = 0});
+  if (a.reduction != Reduction::none)
+    cross_entropy_total(ctx, {.loss = a.loss, .scale = a.scale, .total = a.total});
+}
+
+}  // namespace tigon
