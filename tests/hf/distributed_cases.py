@@ -11,8 +11,7 @@ import os
 import sys
 from unittest import mock
 
-import megatron_cases  # noqa: F401  its cases
-import optimizer_cases  # noqa: F401  its cases are registered
+import other_cases  # noqa: F401  registered here too
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

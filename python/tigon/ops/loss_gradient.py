@@ -15,7 +15,7 @@ from tigon.error import refuse
 
 NONE = 0  # the reduction that is none, in the schemas
 
-_rescale = raw("cross_entropy_rescale", lambda grad, factor: None)
+rescale = raw("cross_entropy_rescale", lambda grad, factor: None)
 
 
 class RowLoss:
@@ -124,7 +124,7 @@ class _Eager(torch.autograd.Function):
             (dx,) = ctx.saved_tensors
             if graph_is_kept():
                 dx = dx.clone()
-            _rescale(dx, dloss)
+            rescale(dx, dloss)
         else:
             dx = ctx.loss.backward(dloss, *ctx.saved_tensors, *ctx.options)
         return None, None, dx, *(None,) * (ctx.inputs - 1)

@@ -1,0 +1,6 @@
+"""Losses of logits that are sharded over the vocabulary of a process group. See ``docs/distributed.md``."""
+
+from tigon.parallel.cross_entropy import cross_entropy
+from tigon.parallel.head import linear_cross_entropy, linear_log_prob
+
+__all__ = ["cross_entropy", "linear_cross_entropy", "linear_log_prob"]

@@ -1,0 +1,176 @@
+"""Cross-entropy of given logits that are sharded over the vocabulary."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tigon._op import graph_is_kept, has_kernel, once
+from tigon.error import check
+from tigon.ops.arguments import check_float, check_integers, check_numbers, check_positive
+from tigon.ops.cross_entropy import check_denominator, check_target
+from tigon.ops.loss_gradient import rescale
+from tigon.parallel.rows import NUMBERS, Formula, Rows, make_rows, scale_of, total
+from tigon.parallel.shards import Facts, Shards, Work, agree, code, target_code
+
+OP = "parallel.cross_entropy"
+REDUCTIONS = ("none", "mean", "sum")
+
+
+def check_layout(op, vocab, first_class) -> None:
+    """What a process says of its classes."""
+    for name, value in (("vocab", vocab), ("first_class", first_class)):
+        if value is not None:
+            check_integers(op, **{name: value})
+            check(
+                op, value >= (name == "vocab"), "{} must be >= {}, got {}", name, int(name == "vocab"), value
+            )
+
+
+def check_loss(op, ignore_index, label_smoothing, z_loss, softcap, reduction, denominator) -> None:
+    """The options of every loss here."""
+    check_integers(op, ignore_index=ignore_index)
+    check_numbers(op, label_smoothing=label_smoothing, z_loss=z_loss)
+    check(op, 0.0 <= label_smoothing <= 1.0, "label_smoothing must be in [0, 1], got {}", label_smoothing)
+    check_positive(op, "softcap", softcap, or_none=True)
+    check(op, reduction in REDUCTIONS, "reduction must be one of {}, got {!r}", REDUCTIONS, reduction)
+    check_denominator(op, denominator)
+
+
+def check_eager(op) -> None:
+    """Collectives inside a call are for eager mode."""
+    transformed = torch._C._are_functorch_transforms_active()
+    check(op, not transformed, "the transforms of torch.func are not supported")
+
+
+def take_class_weight(op, shards: Shards, class_weight, device):
+    """Checked class weights of all classes, float32."""
+    if class_weight is None:
+        return None
+    fits = class_weight.shape == (shards.vocab,)
+    check(
+        op, fits, "class weights must be those of all classes [{}], got {}", shards.vocab, class_weight.shape
+    )
+    return class_weight.detach().to(device, torch.float32)
+
+
+class Call(NamedTuple):
+    rows: Rows
+    target: torch.Tensor  # int64 [rows]
+    scale: torch.Tensor | None  # None: a loss for each row
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, call: Call, logits):
+        rows, target = call.rows, call.target
+        real = logits[:, : rows.shards.real]
+        numbers, _ = rows.losses(rows.statistics(real, target), target, None, Work(rows.shards))
+        losses, log_share = numbers[0], numbers[NUMBERS.index("log_share")]
+        ctx.call = call
+        if call.scale is None:
+            ctx.save_for_backward(logits, log_share)
+            return losses
+        if ctx.needs_input_grad[1]:
+            ctx.save_for_backward(_gradient(rows, logits, target, log_share, call.scale))
+        return total(losses, call.scale)
+
+    @staticmethod
+    @once(OP)
+    def backward(ctx, dloss):
+        if ctx.call.scale is None:
+            logits, log_share = ctx.saved_tensors
+            return None, _gradient(ctx.call.rows, logits, ctx.call.target, log_share, dloss.contiguous())
+        (formed,) = ctx.saved_tensors
+        if graph_is_kept():
+            formed = formed.clone()
+        rescale(formed, dloss)
+        return None, formed
+
+
+def _gradient(rows: Rows, logits, target, log_share, scale):
+    """dlogits, zero in columns of padding."""
+    real = rows.shards.real
+    dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    dlogits[:, real:] = 0.0
+    if real > 0 and dlogits.shape[0] > 0:
+        rows.gradient(logits[:, :real], dlogits[:, :real], target, log_share, scale)
+    return dlogits
+
+
+@torch._disable_dynamo  # collectives and their order are the caller's: nothing to trace
+def cross_entropy(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    group: torch.distributed.ProcessGroup,
+    *,
+    vocab: int | None = None,
+    first_class: int | None = None,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    denominator: float | torch.Tensor | None = None,
+) -> torch.Tensor:
+    """:func:`tigon.cross_entropy` of logits whose last dimension is sharded over a process group.
+
+    Every process calls it with its columns and the same labels, and gets the same loss, bit by bit. One
+    all-gather of 12 bytes a row and process (16 with label smoothing); the backward needs none: each process
+    gets its columns of the gradient.
+
+    Args:
+        logits: ``[..., columns]`` float32, bfloat16 or float16: this process's classes. Processes may have
+            different numbers of columns, and none.
+        target: ``[...]`` class indices of the whole vocabulary, the same in all processes.
+        group: the processes that share the vocabulary.
+        vocab: classes of all processes together; ``None``: all columns. Columns past it are padding: they
+            take no part, whatever they hold, and their gradient is 0.
+        first_class: the class of this process's first column; ``None``: processes hold classes in the order
+            of their ranks.
+        weight: ``[vocab]``, of all classes, the same in all processes.
+        ignore_index, label_smoothing, softcap, z_loss, reduction, denominator: as in
+            :func:`tigon.cross_entropy`; smoothing and means are over all classes and all rows.
+
+    Returns:
+        float32 scalar, or ``[...]`` for ``"none"``. Each process must use it alike: the gradient of its
+        columns is that of its own loss.
+
+    Raises:
+        tigon.Error: in every process, when one refuses its arguments or the processes make different calls
+            (on CUDA this is looked at in the first call of each kind, which synchronises). A label outside
+            ``[0, vocab)`` makes its row's loss and gradient NaN in all of them.
+    """
+    check_eager(OP)
+
+    def describe():
+        check_float(OP, "logits", logits)
+        check(OP, logits.dim() >= 1, "logits must have at least one dimension, got 0")
+        check(OP, has_kernel(OP, logits), "logits must be float32, bfloat16 or float16, got {}", logits.dtype)
+        check_target(OP, "target", target, logits.shape[:-1])
+        check_layout(OP, vocab, first_class)
+        check_loss(OP, ignore_index, label_smoothing, z_loss, softcap, reduction, denominator)
+        if weight is not None:
+            check_float(OP, "weight", weight)
+        formula = Formula(ignore_index, label_smoothing, softcap or 0.0, z_loss=z_loss)
+        number = None if isinstance(denominator, torch.Tensor) else denominator
+        return Facts(
+            rows=target.numel(), dtype=code(logits.dtype),
+            needs=int(logits.requires_grad and torch.is_grad_enabled()),
+            options=code((formula, reduction, number, weight is None)), target=target_code(target),
+            refused=0, columns=logits.shape[-1], first_class=-1 if first_class is None else first_class,
+            vocab=-1 if vocab is None else vocab,
+        ), formula  # fmt: skip
+
+    device = logits.device if isinstance(logits, torch.Tensor) else torch.device("cpu")
+    shards, formula = agree(OP, group, device, describe)
+    class_weight = take_class_weight(OP, shards, weight, device)
+    rows = make_rows(shards, formula, None, class_weight, device)
+    labels = target.to(device, torch.int64, non_blocking=True).reshape(-1)
+    if denominator is not None:
+        reduction = "sum"
+    scale = None if reduction == "none" else scale_of(rows, labels, reduction, denominator)
+    loss = _Function.apply(Call(rows, labels, scale), logits.reshape(labels.shape[0], logits.shape[-1]))
+    return loss.view(target.shape) if reduction == "none" else loss

@@ -1,0 +1,5 @@
+"""The cases of two processes that have files of their own: importing them registers them."""
+
+import megatron_cases  # noqa: F401
+import optimizer_cases  # noqa: F401
+import parallel_cases  # noqa: F401

@@ -1,0 +1,454 @@
+"""Cases of tigon.parallel, registered for `distributed_cases.py`: logits sharded over two processes.
+
+The oracle is the unsharded formula in float64. The plain formulation is PyTorch's own in the same precision,
+its head in the same shards, whose gradients of the hidden states it adds as autograd does.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+from two_processes import case, rank, refused
+
+import tigon
+from tigon import parallel
+
+S, B, H, V = 12, 3, 32, 251  # 36 rows; 126 and 125 classes
+LAYOUTS = {  # classes of the two processes: (first, columns, padding)
+    "uneven": ((0, 126, 0), (126, 125, 0)),
+    "padded": ((0, 128, 0), (128, 123, 5)),
+    "empty": ((0, 251, 0), (251, 0, 7)),
+    "none": ((0, 0, 0), (0, 251, 0)),
+    "turned": ((200, 51, 3), (0, 200, 0)),
+}
+# A row of the first process's labels alone, ignored ones, labels of both.
+OPTIONS = {
+    "plain": {},
+    "none": {"reduction": "none"},
+    "sum": {"reduction": "sum", "token_weight": True, "logit_scale": 0.5},
+    "denominator": {"denominator": 17.0, "z_loss": 0.01, "bias": True},
+    "smoothing": {"label_smoothing": 0.2, "class_weight": True},
+    "smooth rows": {"label_smoothing": 0.1, "reduction": "none", "token_weight": True, "softcap": 4.0},
+    "all": {
+        "label_smoothing": 0.1, "class_weight": True, "softcap": 6.0, "logit_scale": 1.3, "temperature": 0.7,
+        "z_loss": 0.02, "bias": True, "token_weight": True, "reduction": "none",
+    },
+}  # fmt: skip
+
+
+def group():
+    return dist.group.WORLD
+
+
+def problem(dtype, seed=0):
+    """Hidden states [S, B, H], weight [V, H], bias [V], labels [S, B], and per-row numbers."""
+    g = torch.Generator().manual_seed(seed)
+    draw = functools.partial(torch.randn, generator=g)
+    target = torch.randint(0, V, (S, B), generator=g)
+    target[0] = torch.randint(0, 50, (B,), generator=g)
+    target[1, 0] = target[5] = -100
+    return {
+        "hidden": draw(S, B, H).to(dtype), "weight": (draw(V, H) / H**0.5).to(dtype),
+        "bias": draw(V).to(dtype),
+        "target": target, "class_weight": torch.rand(V, generator=g) + 0.5,
+        "token_weight": torch.rand(S, B, generator=g), "upstream": draw(S, B), "of_entropy": draw(S, B),
+    }  # fmt: skip
+
+
+def mine(tensor, layout):
+    """This process's classes, with NaN where padding is."""
+    first, columns, padding = LAYOUTS[layout][rank()]
+    return torch.cat(
+        [tensor[first : first + columns], tensor.new_full((padding, *tensor.shape[1:]), torch.nan)]
+    )
+
+
+def share(tensor):
+    return tensor.chunk(2)[rank()]
+
+
+def formula(p, options, entropy=False):
+    """The unsharded loss of the plain formulation, or (log_prob, entropy)."""
+    o = {k: v for k, v in options.items() if v is not True}
+    hidden, weight = p["hidden"], p["weight"]
+    logits = torch.cat([hidden @ part.T for part in weight.split([126, 125])], -1)
+    if options.get("bias"):
+        logits = logits + p["bias"]
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    z = z * o.get("logit_scale", 1.0)
+    if o.get("softcap"):
+        z = o["softcap"] * torch.tanh(z / o["softcap"])
+    z = z / o.get("temperature", 1.0)
+    counts = p["target"] != -100
+    if entropy:
+        log_p = z.log_softmax(-1)
+        log_prob = log_p.gather(-1, torch.where(counts, p["target"], 0)[..., None])[..., 0]
+        return torch.where(counts, log_prob, 0.0), torch.where(counts, -(log_p.exp() * log_p).sum(-1), 0.0)
+    weights = p["class_weight"].to(z.dtype) if options.get("class_weight") else None
+    rows = F.cross_entropy(
+        z.flatten(0, 1), p["target"].flatten(), weight=weights, reduction="none",
+        label_smoothing=o.get("label_smoothing", 0.0),
+    ).view(S, B)  # fmt: skip
+    if o.get("z_loss"):
+        rows = rows + torch.where(counts, o["z_loss"] * z.logsumexp(-1).square(), 0.0)
+    if options.get("token_weight"):
+        rows = rows * p["token_weight"].to(z.dtype)
+    if o.get("denominator"):
+        return rows.sum() / o["denominator"]
+    if o.get("reduction") == "none":
+        return rows
+    if o.get("reduction") == "sum":
+        return rows.sum()
+    return rows.sum() / (counts.sum() if weights is None else weights[p["target"]][counts].sum())
+
+
+LEAVES = ("hidden", "weight", "bias")
+
+
+def plain(p, dtype, function):
+    """Results of the plain formulation and its gradients, computed in dtype (None: as given)."""
+    p = {k: v.to(dtype) if dtype and v.is_floating_point() else v for k, v in p.items()}
+    for name in LEAVES:
+        p[name] = p[name].detach().clone().requires_grad_()
+    results = function(p)
+    backward(results, p)
+    return [r.detach() for r in results], [p[name].grad for name in LEAVES]
+
+
+def backward(results, p):
+    loss, *others = results
+    total = (loss * p["upstream"].to(loss.dtype)).sum() if loss.dim() else loss
+    for other in others:
+        total = total + (other * p["of_entropy"].to(other.dtype)).sum()
+    total.backward()
+
+
+def held(name, got, eager, exact):
+    """At most twice the plain formulation's error, and a floor; the rule of tests/ops/checks.py."""
+    assert got.shape == eager.shape and got.dtype == eager.dtype, (name, got.shape, eager.shape, got.dtype)
+    ours, theirs = (got.double() - exact), (eager.double() - exact)
+    ulp = torch.finfo(got.dtype).eps * (1 + 3 / max(got.numel(), 1) ** 0.5)
+    for norm, of in (("max", lambda x: x.abs().max()), ("rms", lambda x: x.square().mean().sqrt())):
+        if got.numel():
+            bound = 2 * of(theirs) + ulp * of(exact)
+            assert of(ours) <= bound, f"{name}: {norm} error {of(ours):.3e} over {bound:.3e}"
+
+
+def everywhere(tensor):
+    """The bits that every process has."""
+    bits = tensor.detach().contiguous().view(torch.int32)
+    found = [torch.empty_like(bits) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, bits)
+    assert all(torch.equal(found[0], other) for other in found), tensor
+    return tensor.detach()
+
+
+def operands(p, options, layout, sp):
+    """Leaves of this process and the keyword arguments of a sharded call."""
+    hidden = (share(p["hidden"]) if sp else p["hidden"]).clone().requires_grad_()
+    weight = mine(p["weight"], layout).requires_grad_()
+    bias = mine(p["bias"], layout).requires_grad_() if options.get("bias") else None
+    kwargs = options | {"bias": bias, "vocab": V, "sequence_parallel": sp}
+    kwargs |= {name: p[name] for name in ("class_weight", "token_weight") if options.get(name)}
+    if layout in ("turned", "none"):
+        kwargs["first_class"] = LAYOUTS[layout][rank()][0]
+    return hidden, weight, bias, kwargs
+
+
+def sharded(p, options, layout, sp, function, **more):
+    """Results and gradients of this process."""
+    hidden, weight, bias, kwargs = operands(p, options, layout, sp)
+    results = function(hidden, weight, p["target"], group(), **(kwargs | more))
+    results = results if isinstance(results, tuple) else (results,)
+    backward(results, p)
+    return [everywhere(r) for r in results], [hidden.grad, weight.grad, None if bias is None else bias.grad]
+
+
+def compare(p, options, layout, sp, call, unsharded, **more):
+    results, gradients = sharded(p, options, layout, sp, call, **more)
+    eager, of_eager = plain(p, None, unsharded)
+    exact, of_exact = plain(p, torch.float64, unsharded)
+    for i, (got, e, x) in enumerate(zip(results, eager, exact, strict=True)):
+        held(f"result {i}", got, e.float(), x)
+    again, gradients_again = sharded(p, options, layout, sp, call, **more)
+    for a, b in zip([*results, *gradients], [*again, *gradients_again], strict=True):
+        assert a is b is None or torch.equal(a, b), "two runs differ"
+    _, columns, _ = LAYOUTS[layout][rank()]
+    for name, got, e, x in zip(LEAVES, gradients, of_eager, of_exact, strict=True):
+        if got is None:
+            continue
+        if name == "hidden":
+            e, x = (share(e), share(x)) if sp else (e, x)
+        else:
+            assert not got[columns:].any(), f"{name}: the gradient of padding is not 0"
+            e, x, got = (mine(t, layout)[:columns] for t in (e, x, mine_back(got, layout)))
+        held(f"d({name})", got, e, x)
+
+
+def mine_back(got, layout):
+    """A shard's gradient at its place among all classes."""
+    first, columns, _ = LAYOUTS[layout][rank()]
+    whole = got.new_zeros(V, *got.shape[1:])
+    whole[first : first + columns] = got[:columns]
+    return whole
+
+
+@case(**{name.replace(" ", "_"): (name,) for name in OPTIONS})
+def parallel_head(name):
+    options = OPTIONS[name]
+    for dtype, sp, chunk in itertools.product((torch.float32, torch.bfloat16), (False, True), (None, 8)):
+        compare(
+            problem(dtype), options, "uneven", sp, parallel.linear_cross_entropy,
+            lambda p: [formula(p, options)], chunk_rows=chunk,
+        )  # fmt: skip
+
+
+@case(**{name: (name,) for name in LAYOUTS})
+def parallel_layout(layout):
+    for name, sp in (("all", True), ("smoothing", False), ("plain", False)):
+        options = OPTIONS[name]
+        compare(
+            problem(torch.float32, 1), options, layout, sp, parallel.linear_cross_entropy,
+            lambda p, options=options: [formula(p, options)], chunk_rows=10,
+        )  # fmt: skip
+
+
+@case(recomputed=(0.0,), kept=(1.0,))
+def parallel_kept(keep_mb):
+    options = {"reduction": "none", "bias": True, "softcap": 5.0}
+    for dtype, sp in itertools.product((torch.float32, torch.bfloat16), (False, True)):
+        compare(
+            problem(dtype, 2), options, "uneven", sp, parallel.linear_cross_entropy,
+            lambda p: [formula(p, options)], chunk_rows=10, keep_mb=keep_mb,
+        )  # fmt: skip
+
+
+@case
+def parallel_wide_logits():
+    """Logits of 16-bit operands in float32: the loss of the exact products."""
+    p = problem(torch.bfloat16, 3)
+    exact, _ = plain(p, torch.float64, lambda p: [formula(p, {"reduction": "none"})])
+    for sp, keep_mb in itertools.product((False, True), (0.0, 1.0)):
+        (got,), gradients = sharded(
+            p, {"reduction": "none"}, "padded", sp, parallel.linear_cross_entropy,
+            chunk_rows=10, keep_mb=keep_mb, logit_dtype=torch.float32,
+        )  # fmt: skip
+        assert (got - exact[0]).abs().max() < 1e-5
+        assert all(g is None or torch.isfinite(g).all() for g in gradients)
+
+
+@case
+def parallel_log_prob():
+    options = {"softcap": 7.0, "logit_scale": 1.2, "temperature": 0.8, "bias": True}
+    for dtype, sp, chunk in itertools.product((torch.float32, torch.bfloat16), (False, True), (None, 10)):
+        compare(
+            problem(dtype, 4), options, "padded", sp, parallel.linear_log_prob,
+            lambda p: formula(p, options, entropy=True), entropy=True, chunk_rows=chunk,
+        )  # fmt: skip
+        compare(
+            problem(dtype, 5), {}, "uneven", sp, parallel.linear_log_prob,
+            lambda p: formula(p, {}, entropy=True)[:1], chunk_rows=chunk,
+        )  # fmt: skip
+
+
+@case
+def parallel_confident():
+    """Where the label has nearly all probability, its gradient p - 1 is no difference of ones."""
+    p = problem(torch.float32, 6)
+    p["weight"] *= 40
+    p["target"] = (p["hidden"] @ p["weight"].T).argmax(-1)
+    exact, of_exact = plain(p, torch.float64, lambda p: [formula(p, {"reduction": "none"})])
+    (loss,), (dhidden, *_) = sharded(p, {"reduction": "none"}, "uneven", False, parallel.linear_cross_entropy)
+    whole = p["hidden"].clone().requires_grad_()
+    unsharded = tigon.linear_cross_entropy(whole, p["weight"], p["target"], reduction="none")
+    (unsharded * p["upstream"]).sum().backward()
+    for got, one, x in ((loss, unsharded, exact[0]), (dhidden, whole.grad, of_exact[0])):
+        ours, theirs = ((t.double() - x).abs().max() for t in (got, one))
+        assert ours <= 2 * theirs + 1e-12, (ours, theirs)
+
+
+@case
+def parallel_outputs():
+    """What comes beside the loss is what the unsharded head gives."""
+    p = problem(torch.float32, 7)
+    names = ("loss", "z_loss", "log_prob", "lse", "entropy", "predicted", "correct")
+    options = {"softcap": 5.0, "z_loss": 0.1, "reduction": "none", "outputs": names}
+    want = tigon.linear_cross_entropy(p["hidden"], p["weight"], p["target"], **options)
+    for layout, sp in itertools.product(LAYOUTS, (False, True)):
+        hidden, weight, _, kwargs = operands(p, options, layout, sp)
+        got = parallel.linear_cross_entropy(hidden, weight, p["target"], group(), **kwargs, chunk_rows=10)
+        assert got._fields == names
+        for name, a, b in zip(names, got, want, strict=True):
+            assert a.shape == b.shape and a.dtype == b.dtype, name
+            if a.is_floating_point():
+                assert (a - b).abs().max() <= 2e-6 * b.abs().max(), name
+            else:
+                assert torch.equal(a, b), name
+
+
+@case
+def parallel_given_logits():
+    options = {"class_weight": True, "label_smoothing": 0.1, "softcap": 9.0, "z_loss": 0.01}
+    for dtype, layout, reduction in itertools.product(
+        (torch.float32, torch.bfloat16), LAYOUTS, ("none", "mean", "sum")
+    ):
+        p = problem(dtype, 8)
+        logits = (p["hidden"] @ p["weight"].T).detach()
+        p["hidden"], p["weight"] = logits, torch.eye(V, dtype=dtype)
+        chosen = options if layout != "uneven" else {}
+        chosen = chosen | {"reduction": reduction}
+        eager, of_eager = plain(p, None, lambda p, o=chosen: [formula(p, o)])
+        exact, of_exact = plain(p, torch.float64, lambda p, o=chosen: [formula(p, o)])
+        own = mine(logits.movedim(-1, 0), layout).movedim(0, -1).clone().requires_grad_()
+        kwargs = {k: v for k, v in chosen.items() if k != "class_weight"}
+        kwargs["weight"] = p["class_weight"] if "class_weight" in chosen else None
+        first, columns, _ = LAYOUTS[layout][rank()]
+        loss = parallel.cross_entropy(own, p["target"], group(), vocab=V, first_class=first, **kwargs)
+        backward((loss,), p)
+        held("loss", everywhere(loss), eager[0].float(), exact[0])
+        assert not own.grad[..., columns:].any()
+        places = slice(first, first + columns)
+        held("dlogits", own.grad[..., :columns], of_eager[0][..., places], of_exact[0][..., places])
+
+
+def loss_of(p, **more):
+    """A call on this process's half of the classes."""
+    weight = mine(p["weight"], "uneven").requires_grad_()
+    hidden = p["hidden"].clone().requires_grad_()
+    loss = parallel.linear_cross_entropy(hidden, weight, p["target"], group(), reduction="none", **more)
+    return loss, hidden, weight
+
+
+@case
+def parallel_broken_rows():
+    """Labels of no class, NaN and infinities: the same rows in every process, the others right."""
+    p = problem(torch.float32, 9)
+    want, *_ = loss_of(p)
+    for bad in (V, -1, 1 << 40, -(1 << 40)):
+        p = problem(torch.float32, 9)
+        p["target"][3, 1] = bad
+        loss, hidden, weight = loss_of(p)
+        loss.sum().backward()
+        broken = torch.zeros(S, B, dtype=torch.bool)
+        broken[3, 1] = True
+        assert torch.equal(everywhere(loss).isnan(), broken)
+        assert torch.equal(loss[~broken], want[~broken])
+        assert torch.equal(hidden.grad.isnan().all(-1), broken) and weight.grad.isnan().all()
+    for value in (torch.nan, torch.inf):  # in the classes of the first process, of a label of the second
+        p = problem(torch.float32, 9)
+        p["target"][3, 1], p["hidden"][3, 1] = 200, 0.0
+        p["hidden"][3, 1, 0] = 1.0
+        p["weight"][7, 0] = value
+        loss, hidden, _ = loss_of(p)
+        loss.sum().backward()
+        assert everywhere(loss)[3, 1].isnan() and hidden.grad[3, 1].isnan().all()
+    for half in (slice(0, 126), slice(126, V)):  # no class above -inf in a process
+        p = problem(torch.float32, 9)
+        p["target"][3, 1] = 100 if half.start else 200
+        p["bias"][half] = -torch.inf
+        exact, of_exact = plain(p, torch.float64, lambda p: [formula(p, {"reduction": "none", "bias": True})])
+        (loss,), (dhidden, *_) = sharded(
+            p, {"reduction": "none", "bias": True}, "uneven", False, parallel.linear_cross_entropy
+        )
+        there = torch.isfinite(exact[0])
+        assert there[3, 1] and torch.equal(loss.isinf(), exact[0].isinf())
+        assert (loss - exact[0])[there].abs().max() < 1e-5
+        assert (dhidden - of_exact[0])[there].abs().max() < 1e-5
+
+
+@case
+def parallel_nothing_counts():
+    for reduction, want in (("mean", torch.nan), ("sum", 0.0), ("none", 0.0)):
+        p = problem(torch.float32, 10)
+        p["target"][:] = -100
+        p["hidden"][0] = torch.nan
+        (loss,), gradients = sharded(
+            p, {"reduction": reduction}, "uneven", reduction == "sum", parallel.linear_cross_entropy
+        )
+        assert torch.equal(loss.nan_to_num(7.0), torch.full_like(loss, want).nan_to_num(7.0))
+        if reduction != "none":  # NaN hidden states times 0 are NaN in the weight's product
+            assert not gradients[0].any()
+    hidden = torch.empty(0, H, requires_grad=True)
+    weight = torch.randn(5, H, requires_grad=True)
+    loss = parallel.linear_cross_entropy(
+        hidden, weight, torch.empty(0, dtype=torch.long), group(), reduction="sum"
+    )
+    loss.backward()
+    assert loss == 0 and not weight.grad.any()
+
+
+@case
+def parallel_autograd():
+    """The graph kept, recomputed under checkpointing, in parts; second derivatives refused."""
+    p = problem(torch.float32, 11)
+    loss, hidden, weight = loss_of(p)
+    first = torch.autograd.grad(loss, (hidden, weight), p["upstream"], retain_graph=True)
+    again = torch.autograd.grad(loss, (hidden, weight), p["upstream"])
+    assert all(map(torch.equal, first, again))
+    scalar = parallel.linear_cross_entropy(hidden, weight, p["target"], group())
+    kept = torch.autograd.grad(scalar, (hidden, weight), retain_graph=True)
+    twice = torch.autograd.grad(2 * scalar, (hidden, weight))
+    assert all(torch.equal(2 * a, b) for a, b in zip(kept, twice, strict=True))
+    call = functools.partial(parallel.linear_cross_entropy, reduction="none")
+    loss = checkpoint(call, hidden, weight, p["target"], group(), use_reentrant=False)
+    assert all(map(torch.equal, first, torch.autograd.grad(loss, (hidden, weight), p["upstream"])))
+    loss = call(hidden.detach(), weight, p["target"], group())
+    (only,) = torch.autograd.grad(loss, (weight,), p["upstream"])
+    assert torch.equal(only, first[1])
+    loss = call(hidden, weight.detach(), p["target"], group())
+    (only,) = torch.autograd.grad(loss, (hidden,), p["upstream"])
+    assert torch.equal(only, first[0])
+    with torch.no_grad():
+        assert torch.equal(call(hidden, weight, p["target"], group()), loss)
+    loss = call(hidden, weight, p["target"], group())
+    refused(lambda: torch.autograd.grad(loss.sum(), hidden, create_graph=True), "second derivatives")
+
+
+@case
+def parallel_refusals():
+    """What one process gets wrong is an error in both, at once."""
+    p = problem(torch.float32, 12)
+    weight, first = mine(p["weight"], "uneven"), rank() == 0
+    call = functools.partial(parallel.linear_cross_entropy, p["hidden"], weight, p["target"], group())
+    refused(
+        lambda: call(label_smoothing=2.0 if first else 0.0), *(["label_smoothing"] if first else ["refused"])
+    )
+    refused(lambda: call(temperature="x" if first else 1.0))
+    refused(lambda: call(temperature=1.0 if first else 2.0), "options must be the same")
+    refused(lambda: call(reduction="sum" if first else "none"), "options must be the same")
+    refused(lambda: call(vocab=V if first else V - 1), "vocab must be the same")
+    refused(lambda: call(vocab=V + 1), "shards must hold all 252 classes")
+    refused(lambda: call(first_class=0), "every class once")
+    refused(lambda: call(first_class=0 if first else None), "first_class")
+    refused(lambda: call(lora=(1, 2, 3)), "lora is not supported")
+    refused(lambda: call(valid_rows=3), "valid_rows is not supported")
+    refused(lambda: call(class_weight=torch.ones(126)), "[251]")
+    rows = slice(0, S if first else S - 1)
+    part = functools.partial(parallel.linear_cross_entropy, group=group())
+    refused(lambda: part(p["hidden"][rows], weight, p["target"][rows]), "number of rows must be the same")
+    dtype = torch.float32 if first else torch.bfloat16
+    refused(lambda: part(p["hidden"].to(dtype), weight, p["target"]), "dtype must be the same")
+    refused(
+        lambda: part(p["hidden"], weight, p["target"] + rank() * (p["target"] == 3)),
+        "target must be the same",
+    )
+    refused(lambda: part(p["hidden"], weight, p["target"], sequence_parallel=True), "target must be [24, 3]")
+    hidden = p["hidden"].clone().requires_grad_(first)
+    refused(lambda: part(hidden, weight, p["target"]), "require grad must be the same")
+    refused(
+        lambda: parallel.linear_cross_entropy(p["hidden"], weight, p["target"], None),
+        "group must be a ProcessGroup",
+    )
+    refused(lambda: part(p["hidden"].double(), weight.double(), p["target"]), "float32, bfloat16 or float16")
+    weight.tigon_main_grad = True
+    refused(lambda: part(p["hidden"], weight, p["target"]), "tigon_main_grad is not supported")
+    logits = p["hidden"] @ mine(p["weight"], "uneven").T
+    refused(
+        lambda: parallel.cross_entropy(logits, p["target"][rows], group()),
+        *([] if first else ["target must be"]),
+    )
