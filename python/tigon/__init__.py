@@ -5,6 +5,7 @@ into a Hugging Face model. Everything refused raises :class:`tigon.Error` before
 """
 
 import functools
+import importlib
 
 from tigon import nn, optim
 from tigon.environment import env
@@ -94,7 +95,9 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """What needs transformers, imported when first used: the ops alone need it not."""
+    """What needs transformers or torch.distributed, imported when first used: the ops alone need it not."""
+    if name == "parallel":
+        return importlib.import_module("tigon.parallel")
     if name in ("apply", "undo"):
         from tigon.integrations import transformers
     elif name in ("AutoTigonForCausalLM", "TigonTrainerCallback"):

@@ -6,6 +6,7 @@ import sys
 
 import torch
 
+from tigon import parallel
 from tigon.error import check
 from tigon.ops.cross_entropy import cross_entropy
 
@@ -16,16 +17,17 @@ def fused_vocab_parallel_cross_entropy(
     """Megatron's ``fused_vocab_parallel_cross_entropy``: per-token losses.
 
     Args:
-        vocab_parallel_logits: ``[s, b, V]`` float32, bfloat16 or float16, never written.
+        vocab_parallel_logits: ``[s, b, V / processes]`` float32, bfloat16 or float16, never written.
         target: ``[s, b]`` integer labels; one of -100 has loss 0 and gradient 0 (Megatron's: ``lse``).
-        tp_group: the tensor-parallel group, of one process; ``None``: Megatron's own.
+        tp_group: the tensor-parallel group; ``None``: Megatron's own. Of more than one process:
+            :func:`tigon.parallel.cross_entropy`.
 
     Returns:
         ``[s, b]`` float32. The gradient has the logits' dtype (Megatron's is bfloat16 always); no softmax is
         kept.
 
     Raises:
-        tigon.Error: the group has more than one process, or what :func:`tigon.cross_entropy` refuses.
+        tigon.Error: what :func:`tigon.cross_entropy` and :func:`tigon.parallel.cross_entropy` refuse.
     """
     return vocab_parallel_cross_entropy(vocab_parallel_logits, target, 0.0, tp_group)
 
@@ -37,19 +39,28 @@ def vocab_parallel_cross_entropy(
 
     Args:
         label_smoothing: in [0, 1), in Megatron's sense: the label keeps ``1 - s`` of the probability and all
-            *other* classes share ``s`` (PyTorch's smoothing is ``s * V / (V - 1)`` then).
+            *other* classes share ``s`` (PyTorch's smoothing is ``s * V / (V - 1)`` then). V is the whole
+            vocabulary; Megatron's own takes that of the process, whose losses then differ.
 
     Other arguments, result and errors: as :func:`fused_vocab_parallel_cross_entropy`.
     """
     op = "vocab_parallel_cross_entropy"
     size = group_size(tp_group)
-    # The place of the sharded loss.
-    check(op, size == 1, "tp_group must have one process (logits of the whole vocabulary), got {}", size)
     inside = isinstance(label_smoothing, int | float) and 0.0 <= label_smoothing < 1.0
     check(op, inside, "label_smoothing must be in [0, 1), got {}", label_smoothing)
-    vocab = vocab_parallel_logits.shape[-1]
+    vocab = vocab_parallel_logits.shape[-1] * size
     smoothing = label_smoothing * vocab / (vocab - 1) if label_smoothing else 0.0
-    return cross_entropy(vocab_parallel_logits, target, label_smoothing=smoothing, reduction="none")
+    options = {"label_smoothing": smoothing, "reduction": "none"}
+    if size > 1:
+        return parallel.cross_entropy(vocab_parallel_logits, target, tensor_group(tp_group), **options)
+    return cross_entropy(vocab_parallel_logits, target, **options)
+
+
+def tensor_group(group):
+    """The group itself, or Megatron's own for ``None``."""
+    if group is not None:
+        return group
+    return sys.modules["megatron.core.parallel_state"].get_tensor_model_parallel_group()
 
 
 def group_size(group) -> int:

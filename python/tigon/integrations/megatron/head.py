@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from tigon import parallel
 from tigon.integrations.megatron.classes import is_one_of
-from tigon.integrations.megatron.cross_entropy import group_size
+from tigon.integrations.megatron.cross_entropy import group_size, tensor_group
 from tigon.integrations.transformers.forward import autocast_dtype, blocked, plain
 from tigon.integrations.transformers.lazy_logits import LazyLogits, LossRequest
 from tigon.integrations.transformers.report import HeadCalls
@@ -45,7 +47,7 @@ class OwedHead(nn.Module):
 def output_forward(layer, spec, input_, weight=None, runtime_gather_output=None):
     """Forward of a patched output layer: lazy logits and the bias that was to be added by the caller."""
     used = layer.weight if weight is None else weight
-    reason = _why_computed(layer, input_, used)
+    reason = _why_computed(layer, input_, used, runtime_gather_output)
     if reason is not None:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             spec.calls.computed += 1
@@ -53,11 +55,45 @@ def output_forward(layer, spec, input_, weight=None, runtime_gather_output=None)
         return type(layer).forward(layer, input_, weight, runtime_gather_output)
     spec.calls.lazy += 1
     head = OwedHead(layer, used, runtime_gather_output, spec)
-    logits = LazyLogits(head, input_, used.shape[0], input_.dtype, spec.calls)
+    shares = group_size(layer.tp_group) if getattr(layer, "sequence_parallel", False) else 1
+    kind = LazyLogits if shares == 1 else _GatheredLogits
+    logits = kind(head, input_, used.shape[0], input_.dtype, spec.calls)
+    if shares > 1:
+        logits._shares = shares
     return logits, layer.bias if layer.skip_bias_add else None
 
 
-def _why_computed(layer, hidden, weight) -> str | None:
+class _GatheredLogits(LazyLogits):
+    """Logits of the rows of all processes, owed from this process's share of the hidden states."""
+
+    _shares = 1
+
+    @property
+    def shape(self):
+        """Shape of the logits."""
+        share, *others = self._hidden.shape[:-1]
+        return torch.Size((self._shares * share, *others, self._columns))
+
+    def _with(self, **changes):
+        twin = super()._with(**changes)
+        twin._shares = self._shares
+        return twin
+
+    # Rows of the share are not those of the logits.
+
+    def view(self, *shape):
+        """As Tensor.view."""
+        return self.materialise().view(*shape)
+
+    def flatten(self, start_dim=0, end_dim=-1):
+        """As Tensor.flatten."""
+        return self.materialise().flatten(start_dim, end_dim)
+
+    def __getitem__(self, key):
+        return self.materialise()[key]
+
+
+def _why_computed(layer, hidden, weight, gather) -> str | None:
     """Why logits are computed at once where they could be owed, or None."""
     if torch.compiler.is_compiling():
         return "torch.compile traces the output layer"
@@ -71,6 +107,8 @@ def _why_computed(layer, hidden, weight) -> str | None:
         return "autocast"
     if hidden.dtype != weight.dtype:
         return "hidden states and the head's weight differ in dtype"
+    if group_size(layer.tp_group) > 1 and (layer.gather_output if gather is None else gather):
+        return "logits are gathered from all processes"
     if layer._forward_hooks:
         return "a forward hook of the output layer expects logits"
     return None
@@ -89,20 +127,23 @@ def language_model_loss(model, spec, labels, logits):
 
 
 def _loss(layer, spec, hidden, weight, request):
-    """Per-token losses of ``hidden @ weight.T`` with a tensor-parallel group of one.
-
-    The place of the sharded head: where `plan_head` leaves a group of several today.
-    """
+    """Per-token losses of ``hidden @ weight.T``, whose classes a tensor-parallel group may share."""
     bias = None if layer.skip_bias_add else layer.bias
     options = request.options
     if spec.keep_mb:
         options = options | {"keep_mb": spec.keep_mb}
+    sharded = group_size(layer.tp_group) > 1
     if _adds_to_main_grad(layer, weight):
         into = weight.main_grad
-        if into.dtype == torch.float32 and not spec.keep_mb:
+        if into.dtype == torch.float32 and not spec.keep_mb and not sharded:
             hidden, weight = _Announce.apply(hidden, weight), _proxy(weight, into)
         else:
             weight = _AddToMainGrad.apply(weight)
+    if sharded:
+        return parallel.linear_cross_entropy(
+            hidden, weight, request.target, tensor_group(layer.tp_group), bias=bias,
+            sequence_parallel=bool(layer.sequence_parallel), **options,
+        )  # fmt: skip
     return linear_cross_entropy(hidden, weight, request.target, bias=bias, **options)
 
 
@@ -165,8 +206,12 @@ def plan_head(model: nn.Module) -> str | None:
     if not is_one_of(layer, LAYER):
         return f"the output layer is {type(layer).__name__}, not ColumnParallelLinear"
     size = group_size(layer.tp_group)
-    if size > 1:
-        return f"tensor parallel over {size} processes: its logits are sharded"
+    if size > 1 and not isinstance(tensor_group(layer.tp_group), dist.ProcessGroup):
+        return f"tensor parallel over {size} processes, which are no torch.distributed group"
+    if size > 1 and (
+        getattr(layer, "disable_grad_reduce", False) or getattr(layer, "explicit_expert_comm", False)
+    ):
+        return "the gradient of its input is reduced elsewhere"
     if getattr(model.config, "defer_embedding_wgrad_compute", False):
         return "defer_embedding_wgrad_compute puts the weight's gradient off"
     if getattr(layer, "gtp_remat_size", 1) > 1:

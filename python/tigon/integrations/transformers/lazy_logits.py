@@ -114,7 +114,7 @@ class LazyLogits:
     # --- what stays lazy -------------------------------------------------------------------
 
     def _with(self, hidden=None, link=None, dtype=None, limit=None, detach=False):
-        twin = LazyLogits.__new__(LazyLogits)
+        twin = object.__new__(type(self))
         twin._head = self._head
         twin._hidden = self._hidden if hidden is None else hidden
         twin._columns = self._columns if limit is None else limit
