@@ -1,0 +1,143 @@
+"""The rows of tigon.parallel, all shards in one process: statistics, combined losses and gradients on every device."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+import torch.nn.functional as F
+from checks import check_close, same_bits
+
+from conftest import poisoned
+from tigon.parallel.rows import NUMBERS, Formula, make_rows
+from tigon.parallel.shards import Shards
+
+ROWS = 13
+COLUMNS = {  # of every shard
+    "small": (40, 0, 17), "vectors": (1024, 1024), "odd": (4001, 4099), "long": (40000, 36001),
+    "longest": (600011, 9),
+}  # fmt: skip
+OPTIONS = {
+    "plain": {},
+    "rows": {"z_loss": 0.02, "class_weight": True},
+    "general": {"label_smoothing": 0.1, "softcap": 6.0, "logit_scale": 1.2, "temperature": 0.8, "bias": True},
+    "all": {"label_smoothing": 0.2, "z_loss": 0.01, "class_weight": True, "bias": True, "entropy": True},
+}
+
+
+class Gathered:
+    """What every process has after the exchange."""
+
+    def __init__(self, parts):
+        self.parts = torch.cat(parts)
+
+    def gather(self, _):
+        return self.parts
+
+
+def problem(columns, dtype, device):
+    g = torch.Generator().manual_seed(3)
+    vocab = sum(columns)
+    target = torch.randint(0, vocab, (ROWS,), generator=g)
+    target[2], target[5] = -100, vocab - 1
+    logits = 3 * torch.randn(ROWS, vocab, generator=g)
+    logits[7, target[7]] = 30.0  # a confident row
+    p = {
+        "logits": logits.to(dtype), "bias": torch.randn(vocab, generator=g), "target": target,
+        "class_weight": torch.rand(vocab, generator=g) + 0.5, "upstream": torch.randn(ROWS, generator=g),
+        "of_entropy": torch.randn(ROWS, generator=g),
+    }  # fmt: skip
+    return {name: t.to(device) for name, t in p.items()}
+
+
+def plain(p, options, dtype):
+    """Losses, log-probabilities, lse, entropies, and the gradient of the logits."""
+    logits = p["logits"].detach().to(dtype or p["logits"].dtype).requires_grad_()
+    z = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if options.get("bias"):
+        z = z + p["bias"].to(z.dtype)
+    z = z * options.get("logit_scale", 1.0)
+    if "softcap" in options:
+        z = options["softcap"] * torch.tanh(z / options["softcap"])
+    z = z / options.get("temperature", 1.0)
+    weight = p["class_weight"].to(z.dtype) if options.get("class_weight") else None
+    smoothing = options.get("label_smoothing", 0.0)
+    rows = F.cross_entropy(z, p["target"], weight=weight, label_smoothing=smoothing, reduction="none")
+    counts = p["target"] != -100
+    lse = z.logsumexp(-1)
+    rows = rows + torch.where(counts, options.get("z_loss", 0.0) * lse.square(), 0.0)
+    log_p = z.log_softmax(-1)
+    entropy = torch.where(counts, -(log_p.exp() * log_p).sum(-1), 0.0)
+    total = (rows * p["upstream"].to(z.dtype)).sum()
+    if options.get("entropy"):
+        total = total + (entropy * p["of_entropy"].to(z.dtype)).sum()
+    (gradient,) = torch.autograd.grad(total, logits)
+    picked = log_p.gather(-1, torch.where(counts, p["target"], 0)[:, None])[:, 0]
+    numbers = [rows, torch.where(counts, picked, 0.0), torch.where(counts, lse, 0.0), entropy]
+    return [t.detach() for t in numbers], gradient, z.detach().argmax(-1)
+
+
+def sharded(p, options, columns):
+    """Every shard's numbers, predicted classes and gradient, of logits that begin anywhere."""
+    vocab, device = sum(columns), p["logits"].device
+    firsts = tuple(accumulate((0, *columns[:-1])))
+    numbers_of = {k: v for k, v in options.items() if k in Formula._fields}
+    weight = p["class_weight"] if options.get("class_weight") else None
+    calls, parts, pieces = [], [], []
+    for rank, (first, n) in enumerate(zip(firsts, columns, strict=True)):
+        shards = Shards(None, rank, firsts, tuple(columns), max(columns), vocab)
+        bias = p["bias"][first : first + n] if options.get("bias") else None
+        calls.append(
+            make_rows(shards, Formula(**numbers_of), bias, weight, device, entropy=True, predicted=True)
+        )
+        pieces.append(p["logits"][:, first : first + n])
+        parts.append(calls[-1].statistics(pieces[-1], p["target"]))
+    results = []
+    for rows, part, logits in zip(calls, parts, pieces, strict=True):
+        numbers, predicted = rows.losses(part, p["target"], None, Gathered(parts))
+        dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        if logits.shape[1]:
+            of_entropy = (p["of_entropy"], numbers[4]) if options.get("entropy") else (None, None)
+            rows.gradient(logits, dlogits, p["target"], numbers[NUMBERS.index("log_share")], p["upstream"],
+                          *of_entropy)  # fmt: skip
+        results.append((numbers, predicted, dlogits))
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_shards_of_rows(device, columns, options, dtype):
+    if columns in ("long", "longest") and device == "cpu" and dtype != torch.bfloat16:
+        pytest.skip("long rows on the CPU: one dtype")
+    columns, options = COLUMNS[columns], OPTIONS[options]
+    p = problem(columns, dtype, device)
+    with poisoned():
+        got = sharded(p, options, columns)
+    for one, other in zip(got, sharded(p, options, columns), strict=True):
+        assert all(map(same_bits, one, other)), "two runs differ"
+    eager, of_eager, predicted = plain(p, options, None)
+    exact, of_exact, _ = plain(p, options, torch.float64)
+    counts = p["target"] != -100
+    for numbers, classes, _ in got:
+        assert all(same_bits(a, b) for a, b in zip(numbers[:5], got[0][0][:5], strict=True))
+        assert torch.equal(classes, torch.where(counts, predicted, -1))
+        for name, at, e, x in zip(
+            ("loss", "log_prob", "lse", "entropy"), (0, 2, 3, 4), eager, exact, strict=True
+        ):
+            check_close(name, numbers[at], e.float(), x)
+    check_close("dlogits", torch.cat([g for *_, g in got], 1), of_eager, of_exact)
+
+
+def test_labels_of_no_class(device):
+    columns = (40, 17)
+    p = problem(columns, torch.float32, device)
+    p["target"][4], p["target"][6] = 57, -1
+    broken = torch.zeros(ROWS, dtype=torch.bool, device=device)
+    broken[4] = broken[6] = True
+    for options in OPTIONS.values():
+        for numbers, _, gradient in sharded(p, options, columns):
+            assert torch.equal(numbers[0].isnan(), broken) and torch.equal(numbers[2].isnan(), broken)
+            assert torch.equal(gradient.isnan().all(1), broken)
+            assert torch.equal(gradient.isnan().any(1), broken)
