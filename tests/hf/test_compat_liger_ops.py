@@ -462,7 +462,7 @@ def test_embedding_and_tiled_functions():
     "name, advice",
     [("LigerMLP", "GatedMLP"), ("rms_norm_backward", "autograd function"),
      ("LigerSparsemax", "plain PyTorch"),
-     ("LigerMegatronRMSNorm", r"tigon\.rms_norm"), ("lce_forward", r"tigon\.apply"),
+     ("apply_liger_kernel_to_megatron", r"tigon\.megatron\.apply"), ("lce_forward", r"tigon\.apply"),
      ("MAX_FUSED_SIZE", "public function")],
 )  # fmt: skip
 def test_what_is_missing_says_what_to_use(name, advice):

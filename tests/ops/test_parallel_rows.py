@@ -1,4 +1,4 @@
-"""The rows of tigon.parallel, all shards in one process: statistics, combined losses and gradients on every device."""
+"""The rows of tigon.parallel, all shards in one process: losses and gradients on every device."""
 
 from __future__ import annotations
 

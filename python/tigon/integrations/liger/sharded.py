@@ -1,0 +1,133 @@
+"""``liger_kernel``'s losses of a sharded vocabulary, and its names for Megatron."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+
+import tigon
+from tigon import parallel
+from tigon.error import check
+from tigon.integrations.liger.missing import function_class
+from tigon.integrations.megatron.activation import bias_swiglu_impl
+from tigon.integrations.megatron.norm import RMSNorm
+
+FORMULAS, MODES = ("pytorch", "megatron"), ("global", "partition")
+
+
+def validate_formula_and_mode(label_smoothing_formula: str, label_smoothing_mode: str) -> None:
+    """Refuse what is none of the formulas and modes of label smoothing."""
+    for name, value, known in (
+        ("label_smoothing_formula", label_smoothing_formula, FORMULAS),
+        ("label_smoothing_mode", label_smoothing_mode, MODES),
+    ):
+        check("compat.liger", value in known, "{} must be one of {}, got {!r}", name, known, value)
+
+
+def _vocab_parallel(
+    logits, target, tp_group=None, ignore_index=-100, label_smoothing=0.0,
+    label_smoothing_formula="pytorch", label_smoothing_mode="global",
+):  # fmt: skip
+    validate_formula_and_mode(label_smoothing_formula, label_smoothing_mode)
+    size = 1 if tp_group is None else dist.get_world_size(tp_group)
+    smooth = label_smoothing > 0.0 and size > 1
+    told = "'global' with label smoothing over several processes (else each has another loss)"
+    fits = not smooth or label_smoothing_mode == "global"
+    check("compat.liger", fits, "label_smoothing_mode must be {}, got {!r}", told, label_smoothing_mode)
+    if label_smoothing_formula == "megatron" and label_smoothing:
+        vocab = logits.shape[-1] * size
+        label_smoothing = label_smoothing * vocab / (vocab - 1)
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "none"}
+    if size == 1:
+        return tigon.cross_entropy(logits, target, **options)
+    return parallel.cross_entropy(logits, target, tp_group, **options)
+
+
+LigerVocabParallelCEFunction = function_class(
+    "LigerVocabParallelCEFunction", _vocab_parallel, "Per-token losses of sharded logits."
+)
+
+
+class LigerVocabParallelCrossEntropy(nn.Module):
+    """Per-token losses of logits ``[s, b, V / processes]``."""
+
+    def __init__(
+        self, ignore_index=-100, label_smoothing=0.0, reduction="none", label_smoothing_formula="pytorch",
+        label_smoothing_mode="global",
+    ):  # fmt: skip
+        super().__init__()
+        check("compat.liger", reduction == "none", "reduction must be 'none', got {!r}", reduction)
+        inside = 0.0 <= label_smoothing < 1.0
+        check("compat.liger", inside, "label_smoothing must be in [0, 1), got {}", label_smoothing)
+        validate_formula_and_mode(label_smoothing_formula, label_smoothing_mode)
+        self.ignore_index, self.label_smoothing, self.reduction = ignore_index, label_smoothing, reduction
+        self.label_smoothing_formula, self.label_smoothing_mode = (
+            label_smoothing_formula,
+            label_smoothing_mode,
+        )
+
+    def forward(self, vocab_parallel_logits, target, tp_group=None):
+        """``[s, b]`` float32 for labels of the whole vocabulary."""
+        return _vocab_parallel(
+            vocab_parallel_logits, target, tp_group, self.ignore_index, self.label_smoothing,
+            self.label_smoothing_formula, self.label_smoothing_mode,
+        )  # fmt: skip
+
+
+class LigerMegatronCrossEntropy(LigerVocabParallelCrossEntropy):
+    """The same in Megatron's sense of smoothing."""
+
+    def __init__(
+        self, ignore_index=-100, label_smoothing=0.0, reduction="none", label_smoothing_formula="megatron",
+        label_smoothing_mode="partition",
+    ):  # fmt: skip
+        super().__init__(
+            ignore_index, label_smoothing, reduction, label_smoothing_formula, label_smoothing_mode
+        )
+
+
+def liger_fused_linear_scaled_cross_entropy_tp(
+    _input, weight, target, tp_group=None, temperature=1.0, ignore_index=-100, tiles_per_reduce=1,
+    return_entropy=False,
+):  # fmt: skip
+    """Per-token losses of a head sharded over ``tp_group`` (``None``: all processes), and the entropies."""
+    del tiles_per_reduce  # how the exchange is cut, there
+    group = dist.group.WORLD if tp_group is None else tp_group
+    options = {"temperature": temperature, "ignore_index": ignore_index}
+    if not return_entropy:
+        return -parallel.linear_log_prob(_input, weight, target, group, **options)
+    log_prob, entropy = parallel.linear_log_prob(_input, weight, target, group, entropy=True, **options)
+    return -log_prob, entropy
+
+
+LigerFusedLinearScaledCrossEntropyTPFunction = function_class(
+    "LigerFusedLinearScaledCrossEntropyTPFunction",
+    liger_fused_linear_scaled_cross_entropy_tp,
+    "Per-token loss of a sharded head under a temperature, and the entropy where asked for.",
+)
+
+
+class LigerMegatronRMSNorm(RMSNorm):
+    """Megatron's norm slot: RMSNorm."""
+
+    def __init__(
+        self, config, hidden_size, eps=1e-5, persist_layer_norm=False, zero_centered_gamma=False,
+        normalization="RMSNorm",
+    ):  # fmt: skip
+        asked = getattr(config, "normalization", normalization)
+        check("compat.liger", asked == "RMSNorm", "normalization must be 'RMSNorm', got {!r}", asked)
+        super().__init__(config, hidden_size, eps)
+
+
+class LigerMegatronSwiGLU(nn.Module):
+    """Megatron's ``bias_swiglu_impl`` as a module; FP8 and offloading go to Megatron's own function."""
+
+    def __init__(self, fallback_impl=None, in_place=False):
+        super().__init__()
+        self.fallback_impl, self.in_place = fallback_impl, in_place
+
+    def forward(self, input, bias=None, fp8_input_store=False, cpu_offload_input=False, clamp_value=None):
+        """``[..., 2 F] -> [..., F]``."""
+        if (fp8_input_store or cpu_offload_input) and self.fallback_impl is not None:
+            return self.fallback_impl(input, bias, fp8_input_store, cpu_offload_input)
+        return bias_swiglu_impl(input, bias, fp8_input_store, cpu_offload_input, clamp_value)
