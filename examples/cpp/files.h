@@ -1,4 +1,4 @@
-// Files of train_llama.cpp: token ids (.npy), configurations and checkpoints of Hugging Face (config.json, .safetensors).
+// Files of train_llama: token ids (.npy), configurations and checkpoints of Hugging Face (config.json, .safetensors).
 #pragma once
 
 #include <algorithm>
