@@ -108,15 +108,19 @@ class Batches {
     std::vector<int64_t> rows(tokens_.size() / size_t(o_.seq));
     std::iota(rows.begin(), rows.end(), 0);
     uint64_t base = mix(mix(uint64_t(o_.seed)) + epoch_++);
-    std::stable_sort(rows.begin(), rows.end(),
-                     [&](int64_t a, int64_t b) { return mix(base + uint64_t(a)) < mix(base + uint64_t(b)); });
-    queue_.insert(queue_.end(), rows.begin(), rows.end());
-  }
+    auto before = [&](int64_t a, int64_t b) {
+      return std::pair(mix(base + uint64_t(a)), a) < std::pair(mix(base + uint64_t(b)), b);
+    };
+    std::sort(rows.begin(), rows.end(), before);
+  });
+  queue_.insert(queue_.end(), rows.begin(), rows.end());
+}
 
-  std::vector<int32_t> tokens_;
-  std::vector<int64_t> queue_;
-  uint64_t epoch_ = 0;
-  Options o_;
+std::vector<int32_t>
+    tokens_;
+std::vector<int64_t> queue_;
+uint64_t epoch_ = 0;
+Options o_;
 };
 
 // Position t predicts token t + 1; the last one of a sequence predicts nothing.
