@@ -112,15 +112,13 @@ class Batches {
       return std::pair(mix(base + uint64_t(a)), a) < std::pair(mix(base + uint64_t(b)), b);
     };
     std::sort(rows.begin(), rows.end(), before);
-  });
-  queue_.insert(queue_.end(), rows.begin(), rows.end());
-}
+    queue_.insert(queue_.end(), rows.begin(), rows.end());
+  }
 
-std::vector<int32_t>
-    tokens_;
-std::vector<int64_t> queue_;
-uint64_t epoch_ = 0;
-Options o_;
+  std::vector<int32_t> tokens_;
+  std::vector<int64_t> queue_;
+  uint64_t epoch_ = 0;
+  Options o_;
 };
 
 // Position t predicts token t + 1; the last one of a sequence predicts nothing.
