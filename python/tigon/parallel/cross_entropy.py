@@ -159,7 +159,7 @@ def cross_entropy(
         return Facts(
             rows=target.numel(), dtype=code(logits.dtype),
             needs=int(logits.requires_grad and torch.is_grad_enabled()),
-            options=code((formula, reduction, number, weight is None)), target=target_code(target),
+            options=code((formula, reduction, number, weight is None)), target=target_code(target, logits.device),
             refused=0, columns=logits.shape[-1], first_class=-1 if first_class is None else first_class,
             vocab=-1 if vocab is None else vocab,
         ), formula  # fmt: skip

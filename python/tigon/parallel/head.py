@@ -95,7 +95,7 @@ def _describe(op, head: _Head, formula: Formula, options: tuple, unsupported: di
     alike = (formula, options, head.sequence_parallel, head.shift, head.chunk_rows, head.keep_mb, wide)
     facts = Facts(
         rows=target.numel(), size=hidden.shape[-1], dtype=code(hidden.dtype), needs=needs,
-        options=code((*alike, bias is None)), target=target_code(target), columns=columns,
+        options=code((*alike, bias is None)), target=target_code(target, hidden.device), columns=columns,
         first_class=-1 if head.first_class is None else head.first_class,
         vocab=-1 if head.vocab is None else head.vocab,
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ class Shards:
     def weights(self, class_weight: torch.Tensor | None, device) -> torch.Tensor:
         """Sum of each shard's class weights, float32 ``[size]``."""
         if class_weight is None:
-            return torch.tensor(self.reals, dtype=torch.float32).to(device, non_blocking=True)
+            return _counts(self.reals, device)
         parts = [class_weight[a : a + n] for a, n in zip(self.firsts, self.reals, strict=True)]
         return torch.stack([part.double().sum() for part in parts]).float()
 
@@ -79,9 +80,16 @@ def code(value: object) -> int:
     return zlib.crc32(repr(value).encode())
 
 
-def target_code(target: torch.Tensor) -> int:
-    """A number for labels on the CPU; those of a device are not looked at."""
-    return zlib.crc32(target.contiguous().numpy().tobytes()) if target.device.type == "cpu" else 0
+def target_code(target: torch.Tensor, device) -> int:
+    """A number for the labels of a call on the CPU; on a device calls are compared without them."""
+    on_cpu = device.type == target.device.type == "cpu"
+    return zlib.crc32(target.contiguous().numpy().tobytes()) if on_cpu else 0
+
+
+@functools.cache
+def _counts(columns: tuple[int, ...], device) -> torch.Tensor:
+    """On the device once: a copy from the host would wait, and fail under capture."""
+    return torch.tensor(columns, dtype=torch.float32, device=device)
 
 
 _agreed: dict[tuple, Shards] = {}
