@@ -243,6 +243,33 @@ def parallel_wide_logits():
 
 
 @case
+def parallel_dtypes():
+    """float16, a weight of another dtype, autocast, a denominator on the device, labels of another dtype."""
+    for name in ("plain", "all", "none"):
+        options = OPTIONS[name]
+        for sp in (False, True):
+            compare(
+                problem(torch.float16, 15), options, "uneven", sp, parallel.linear_cross_entropy,
+                lambda p, options=options: [formula(p, options)], chunk_rows=10,
+            )  # fmt: skip
+    p = problem(torch.float32, 15)
+    whole = [p["hidden"].clone().requires_grad_(), p["weight"].clone().requires_grad_()]
+    part = [p["hidden"].clone().requires_grad_(), mine(p["weight"], "uneven").requires_grad_()]
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            want = tigon.linear_cross_entropy(*whole, p["target"], denominator=torch.tensor(9.0))
+            loss = parallel.linear_cross_entropy(
+                *part, p["target"].int(), group(), denominator=torch.tensor([9], dtype=torch.int32)
+            )
+        torch.testing.assert_close(loss, want, rtol=1e-5, atol=1e-5)
+        gradients = torch.autograd.grad(loss, part)
+        dhidden, dweight = torch.autograd.grad(want, whole)
+        for got, one in zip(gradients, (dhidden, mine(dweight, "uneven")), strict=True):
+            assert got.dtype == torch.float32
+            torch.testing.assert_close(got, one, rtol=0.02, atol=0.004 * float(one.abs().max()))
+
+
+@case
 def parallel_log_prob():
     options = {"softcap": 7.0, "logit_scale": 1.2, "temperature": 0.8, "bias": True}
     for dtype, sp, chunk in itertools.product((torch.float32, torch.bfloat16), (False, True), (None, 10)):
@@ -428,6 +455,7 @@ def parallel_refusals():
     refused(lambda: call(lora=(1, 2, 3)), "lora is not supported")
     refused(lambda: call(valid_rows=3), "valid_rows is not supported")
     refused(lambda: call(class_weight=torch.ones(126)), "[251]")
+    refused(lambda: call(class_weight=torch.ones(V if first else 126)), "options must be the same")
     rows = slice(0, S if first else S - 1)
     part = functools.partial(parallel.linear_cross_entropy, group=group())
     refused(lambda: part(p["hidden"][rows], weight, p["target"][rows]), "number of rows must be the same")

@@ -44,6 +44,11 @@ def check_eager(op) -> None:
     check(op, not transformed, "the transforms of torch.func are not supported")
 
 
+def shape_of(tensor) -> tuple[int, ...] | None:
+    """The sizes of an option that may be absent: processes must agree on them."""
+    return None if tensor is None else tuple(getattr(tensor, "shape", ()))
+
+
 def take_class_weight(op, shards: Shards, class_weight, device):
     """Checked class weights of all classes, float32."""
     if class_weight is None:
@@ -159,9 +164,9 @@ def cross_entropy(
         return Facts(
             rows=target.numel(), dtype=code(logits.dtype),
             needs=int(logits.requires_grad and torch.is_grad_enabled()),
-            options=code((formula, reduction, number, weight is None)), target=target_code(target, logits.device),
-            refused=0, columns=logits.shape[-1], first_class=-1 if first_class is None else first_class,
-            vocab=-1 if vocab is None else vocab,
+            options=code((formula, reduction, number, shape_of(weight))),
+            target=target_code(target, logits.device), refused=0, columns=logits.shape[-1],
+            first_class=-1 if first_class is None else first_class, vocab=-1 if vocab is None else vocab,
         ), formula  # fmt: skip
 
     device = logits.device if isinstance(logits, torch.Tensor) else torch.device("cpu")

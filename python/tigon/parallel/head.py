@@ -22,7 +22,7 @@ from tigon.ops.loss_head.operands import (
     wide_logits,
 )
 from tigon.ops.loss_head.reference import result_type
-from tigon.parallel.cross_entropy import check_eager, check_layout, check_loss, take_class_weight
+from tigon.parallel.cross_entropy import check_eager, check_layout, check_loss, shape_of, take_class_weight
 from tigon.parallel.rows import NUMBERS, Formula, make_rows, scale_of
 from tigon.parallel.shards import Facts, agree, code, target_code
 from tigon.parallel.stream import Call, Function, plan
@@ -239,7 +239,7 @@ def linear_cross_entropy(
         _Head(hidden, weight, target, group, vocab, first_class, sequence_parallel, bias, shift, chunk_rows,
               keep_mb, logit_dtype),
         Formula(ignore_index, label_smoothing, softcap or 0.0, logit_scale, temperature, z_loss),
-        (reduction, number, outputs, class_weight is None, token_weight is None),
+        (reduction, number, outputs, shape_of(class_weight), token_weight is None),
         {"lora": lora, "valid_rows": valid_rows, "max_workspace_mb": max_workspace_mb},
         class_weight=class_weight, token_weight=token_weight, reduction=reduction, denominator=denominator,
         statistics=statistics, check_more=check_more,
