@@ -243,6 +243,31 @@ def parallel_wide_logits():
 
 
 @case
+def parallel_partial_hidden_gradient():
+    """Its sum over the processes is what is otherwise given."""
+    p = problem(torch.float32, 16)
+    for reduction in ("none", "mean"):
+        gradients = []
+        for partial in (False, True):
+            hidden, weight, _, kwargs = operands(p, {"reduction": reduction}, "uneven", False)
+            loss = parallel.linear_cross_entropy(
+                hidden, weight, p["target"], group(), **kwargs, partial_hidden_grad=partial
+            )
+            backward((loss,), p)
+            if partial:
+                dist.all_reduce(hidden.grad)
+            gradients.append((hidden.grad, weight.grad))
+        assert all(map(torch.equal, *gradients))
+    refused(
+        lambda: parallel.linear_cross_entropy(
+            share(p["hidden"]), mine(p["weight"], "uneven"), p["target"], group(), sequence_parallel=True,
+            partial_hidden_grad=True,
+        ),
+        "partial_hidden_grad must be False",
+    )  # fmt: skip
+
+
+@case
 def parallel_dtypes():
     """float16, a weight of another dtype, autocast, a denominator on the device, labels of another dtype."""
     for name in ("plain", "all", "none"):
@@ -514,3 +539,24 @@ def parallel_liger_names():
     alone = smoothed(logits, labels)
     whole = tigon.cross_entropy(logits, labels, label_smoothing=0.1 * 22 / 21, reduction="none")
     assert torch.equal(alone, whole)
+
+
+@case
+def parallel_verl_head():
+    """verl's function over a group: its results, and hidden's gradient in parts that sum up."""
+    from tigon.integrations.verl import LogProbHead
+
+    p = problem(torch.float32, 17)
+    target = p["target"].clamp(min=0).flatten()
+    hidden = p["hidden"].flatten(0, 1).clone().requires_grad_()
+    weight = mine(p["weight"], "uneven").requires_grad_()
+    whole = [hidden.detach().clone().requires_grad_(), p["weight"].clone().requires_grad_()]
+    results = LogProbHead(None)(hidden, weight, target, 0.9, "none", group())
+    wanted = tigon.linear_log_prob(*whole, target, temperature=0.9, entropy=True)
+    for got, want in zip(results, wanted, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    sum(r.sum() for r in results).backward()
+    sum(r.sum() for r in wanted).backward()
+    dist.all_reduce(hidden.grad)  # what verl's gather of the shares does
+    torch.testing.assert_close(hidden.grad, whole[0].grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(weight.grad, mine(whole[1].grad, "uneven"), rtol=1e-4, atol=1e-4)

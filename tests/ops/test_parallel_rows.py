@@ -130,6 +130,23 @@ def test_shards_of_rows(device, columns, options, dtype):
     check_close("dlogits", torch.cat([g for *_, g in got], 1), of_eager, of_exact)
 
 
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_shard_at_minus_infinity(device, options):
+    """It has no share of the row; a label in it has an infinite loss and the gradient of p = 0."""
+    columns, left = (40, 17), ("label_smoothing", "z_loss", "entropy", "softcap")
+    options = {k: v for k, v in OPTIONS[options].items() if k not in left}
+    p = problem(columns, torch.float32, device)
+    p["logits"][:, :40] = -torch.inf
+    p["target"][:] = torch.arange(ROWS) % 17 + 40
+    p["target"][3] = 5
+    got = sharded(p, options, columns)
+    exact, of_exact, _ = plain(p, options, torch.float64)
+    for numbers, *_ in got:
+        torch.testing.assert_close(numbers[0].double(), exact[0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(numbers[2].double(), exact[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.cat([g for *_, g in got], 1).double(), of_exact, rtol=1e-5, atol=1e-6)
+
+
 def test_labels_of_no_class(device):
     columns = (40, 17)
     p = problem(columns, torch.float32, device)

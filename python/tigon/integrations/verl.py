@@ -3,9 +3,10 @@
 verl takes per-token log-probabilities and entropies from two functions of its own: with
 ``use_fused_kernels`` and the Triton backend from ``verl.utils.kernel.linear_cross_entropy``, with the torch
 backend from ``verl.utils.experimental.torch_functional.FusedLinearForPPO``. After :func:`install` both are
-:func:`tigon.linear_log_prob`. A head that is sharded over a tensor-parallel group of more than one rank, and
-reductions other than ``"none"``, stay verl's. Call it in every worker before the model is built (verl imports
-the function when a forward runs; modules that imported it earlier are given the new one too).
+:func:`tigon.linear_log_prob`; where the head is sharded over a tensor-parallel group of more than one rank,
+the first is :func:`tigon.parallel.linear_log_prob`, which leaves hidden's gradient as verl does, a part of
+the sum. Reductions other than ``"none"`` stay verl's. Call it in every worker before the model is built (verl
+imports the function when a forward runs; modules that imported it earlier are given the new one too).
 """
 
 from __future__ import annotations
@@ -35,10 +36,17 @@ class LogProbHead:
         """(log-probabilities, entropies), float32, one for each label in order."""
         sharded = dist_process_group is not None and dist_process_group.size() > 1
         plain = type(weight) in (torch.Tensor, torch.nn.Parameter)
-        if sharded or not plain or reduction.lower() != "none":
+        if not plain or reduction.lower() != "none":
             return self.original(hidden, weight, labels, temperature, reduction, dist_process_group)
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        return tigon.linear_log_prob(rows, weight, labels.reshape(-1), temperature=temperature, entropy=True)
+        operands = (hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1))
+        options = {"temperature": temperature, "entropy": True}
+        if sharded:
+            from tigon import parallel
+
+            return parallel.linear_log_prob(
+                *operands, dist_process_group, **options, partial_hidden_grad=True
+            )
+        return tigon.linear_log_prob(*operands, **options)
 
 
 def _ppo_forward(self, hidden_states, vocab_weights, input_ids, temperature=1.0):

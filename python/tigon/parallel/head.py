@@ -46,6 +46,7 @@ class _Head(NamedTuple):
     chunk_rows: int | None
     keep_mb: float | None
     logit_dtype: torch.dtype | None
+    partial_hidden_grad: bool
 
 
 def _describe(op, head: _Head, formula: Formula, options: tuple, unsupported: dict):
@@ -92,7 +93,10 @@ def _describe(op, head: _Head, formula: Formula, options: tuple, unsupported: di
     if torch.is_grad_enabled():
         needs = HIDDEN * hidden.requires_grad + WEIGHT * weight.requires_grad
         needs += BIAS * (bias is not None and bias.requires_grad)
-    alike = (formula, options, head.sequence_parallel, head.shift, head.chunk_rows, head.keep_mb, wide)
+    both = head.sequence_parallel and head.partial_hidden_grad
+    check(op, not both, "partial_hidden_grad must be False with sequence_parallel, which sums it, got True")
+    alike = (formula, options, head.sequence_parallel, head.partial_hidden_grad, head.shift, head.chunk_rows,
+             head.keep_mb, wide)  # fmt: skip
     facts = Facts(
         rows=target.numel(), size=hidden.shape[-1], dtype=code(hidden.dtype), needs=needs,
         options=code((*alike, bias is None)), target=target_code(target, hidden.device), columns=columns,
@@ -139,7 +143,7 @@ def _run(
         token_weight = token_weight.detach().to(device, torch.float32).reshape(target.shape)
     call = Call(
         rows, target, token_weight, scale, NUMBERS.index(result), entropy, needs, max(chunk // shares, 1),
-        keep, wide,
+        keep, wide, head.partial_hidden_grad,
     )  # fmt: skip
     loss, entropies, numbers, predicted = Function.apply(call, hidden, weight, bias)
     return loss, entropies, dict(zip(NUMBERS, numbers, strict=True)), predicted, labels
@@ -171,6 +175,7 @@ def linear_cross_entropy(
     chunk_rows: int | None = None,
     keep_mb: float | None = None,
     logit_dtype: torch.dtype | None = None,
+    partial_hidden_grad: bool = False,
     lora: None = None,
     valid_rows: None = None,
     max_workspace_mb: None = None,
@@ -198,6 +203,8 @@ def linear_cross_entropy(
         chunk_rows: rows per chunk, those of all processes together with ``sequence_parallel``.
         keep_mb: with ``"none"``, the memory of this process's gradients of logits between forward and
             backward; ``None``: kept where one chunk takes all rows. All rows are kept or none.
+        partial_hidden_grad: hidden's gradient is this process's part and not the sum: for hidden states whose
+            own backward sums over the processes, as that of a gather of shares does.
         lora, valid_rows, max_workspace_mb: not supported here, must be ``None``. Ignored rows are computed.
         ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, token_weight, reduction,
             denominator, shift, outputs, logit_dtype: as in :func:`tigon.linear_cross_entropy`; smoothing,
@@ -237,7 +244,7 @@ def linear_cross_entropy(
     loss, _, numbers, predicted, labels = _run(
         LOSS,
         _Head(hidden, weight, target, group, vocab, first_class, sequence_parallel, bias, shift, chunk_rows,
-              keep_mb, logit_dtype),
+              keep_mb, logit_dtype, partial_hidden_grad),
         Formula(ignore_index, label_smoothing, softcap or 0.0, logit_scale, temperature, z_loss),
         (reduction, number, outputs, shape_of(class_weight), token_weight is None),
         {"lora": lora, "valid_rows": valid_rows, "max_workspace_mb": max_workspace_mb},
@@ -272,6 +279,7 @@ def linear_log_prob(
     chunk_rows: int | None = None,
     keep_mb: float | None = None,
     logit_dtype: torch.dtype | None = None,
+    partial_hidden_grad: bool = False,
     lora: None = None,
     valid_rows: None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -287,7 +295,7 @@ def linear_log_prob(
     loss, entropies, *_ = _run(
         LOG_PROB,
         _Head(hidden, weight, target, group, vocab, first_class, sequence_parallel, bias, shift, chunk_rows,
-              keep_mb, logit_dtype),
+              keep_mb, logit_dtype, partial_hidden_grad),
         Formula(ignore_index, softcap=softcap or 0.0, logit_scale=logit_scale, temperature=temperature),
         (entropy,),
         {"lora": lora, "valid_rows": valid_rows},

@@ -39,6 +39,7 @@ class Call(NamedTuple):
     chunk: int  # rows of a share
     keep: bool  # the gradients of the logits, for the backward
     wide: bool
+    partial: bool  # hidden's gradient is this process's part
 
 
 def plan(device, dtype, rows, size, widest, dweight, chunk_rows, keep_mb, entropy):
@@ -213,6 +214,8 @@ class Gradients:
             _gradients(dlogits, like, stream.weight, whole, None, None, factor, True)
         else:
             whole.zero_()
+        if stream.call.partial:
+            return
         if stream.shares == 1:
             stream.work.start_all_reduce(whole)
         else:

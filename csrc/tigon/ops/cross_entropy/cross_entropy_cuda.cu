@@ -174,7 +174,7 @@ __device__ __forceinline__ RowGradient finish(const Params<T>& p, int64_t row, c
     if (p.lse) p.lse[row] = lse;
     if (General && p.entropy) p.entropy[row] = log_s - entropy_sum / s;
     if (p.row_max) p.row_max[row] = a.m;
-    if (p.log_sum) p.log_sum[row] = log_s;
+    if (p.log_sum) p.log_sum[row] = a.m == -INFINITY && a.s == 0.0f ? -INFINITY : log_s;
     if (General && p.smoothing) p.smoothing[row] = a.weight * ((a.m - l.reference) + log_s) + a.smoothing_sum;
   }
   const float log_share = p.log_share != nullptr ? p.log_share[row] : 0.0f;
@@ -201,8 +201,10 @@ __device__ __forceinline__ RowGradient finish(const Params<T>& p, int64_t row, c
       g.entropy_slope *= part;
       g.entropy_bias = g.entropy_slope * (p.all_entropy[row] - log_s + log_share);
     }
-    if (log_share == -INFINITY)  // every class here is at -inf: p = 0
-      g.m = 0.0f, g.share = g.rest_share = g.target_share = g.entropy_slope = g.entropy_bias = 0.0f;
+    if (log_share == -INFINITY) {  // every class here is at -inf: p = 0
+      g.m = 0.0f, g.share = g.rest_share = g.entropy_slope = g.entropy_bias = 0.0f;
+      g.others = 1.0f, g.target_share = keep * l.weight;
+    }
   }
   return g;
 }

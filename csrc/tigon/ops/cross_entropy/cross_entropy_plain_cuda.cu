@@ -151,7 +151,8 @@ __device__ __forceinline__ Gradient finish(const Params<T>& p, int64_t row, int 
       if (p.log_prob) p.log_prob[row] = ignored ? 0.0f : bad ? NAN : elsewhere ? -INFINITY : -neg_log_prob;
       if (p.lse) p.lse[row] = lse;
       if (p.row_max) p.row_max[row] = a.m;
-      if (p.log_sum) p.log_sum[row] = leads ? log1pf(a.s) : log_s;
+      if (p.log_sum)
+        p.log_sum[row] = leads ? log1pf(a.s) : a.m == -INFINITY && a.s == 0.0f ? -INFINITY : log_s;
     }
   }
   g.share = (label == kOutOfRange ? NAN : scale) / s;
@@ -159,8 +160,11 @@ __device__ __forceinline__ Gradient finish(const Params<T>& p, int64_t row, int 
   if (p.log_share != nullptr) {  // p = e / s * part
     const float part = expf(log_share);
     g.each *= part, g.z_loss_slope *= part;
-    g.others = a.s * part - s * expm1f(log_share);                          // s (1 - p) of the label
-    if (log_share == -INFINITY) g.m = 0.0f, g.each = 0.0f, g.share = 0.0f;  // every class here is at -inf
+    g.others = a.s * part - s * expm1f(log_share);  // s (1 - p) of the label
+    if (log_share == -INFINITY) {                   // every class here is at -inf: p = 0
+      g.m = g.z_loss_slope = 0.0f, g.others = 1.0f;
+      g.share = label == kOutOfRange ? NAN : scale, g.each = 0.0f * g.share;
+    }
   }
   return g;
 }

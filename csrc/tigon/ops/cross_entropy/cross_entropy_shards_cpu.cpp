@@ -7,7 +7,6 @@
 namespace tigon::cpu {
 namespace {
 
-using std::exp, std::log;
 #define TIGON_ROW inline
 #include "tigon/ops/cross_entropy/cross_entropy_shards.inc"
 #undef TIGON_ROW

@@ -1,4 +1,6 @@
 // CUDA backend of cross_entropy_combine: a thread per row.
+#include <cmath>
+
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/ops/cross_entropy/cross_entropy_shards.h"
 
