@@ -290,7 +290,7 @@ def _explained(op: str, overload, args: tuple, exc: RuntimeError) -> RuntimeErro
     for argument, a in zip(overload._schema.arguments, args, strict=False):
         name = argument.name
         if isinstance(a, torch.Tensor):
-            kind = _foreign(name, a)
+            kind = foreign(name, a)
             if kind is not None:
                 return Error(f"[{op}] {name} must be a plain dense tensor, got {kind}")
         elif wrong and wrong[2] == name:
@@ -298,7 +298,7 @@ def _explained(op: str, overload, args: tuple, exc: RuntimeError) -> RuntimeErro
     return None
 
 
-def _foreign(name: str, a: torch.Tensor) -> str | None:
+def foreign(name: str, a: torch.Tensor) -> str | None:
     """What keeps a tensor from the kernels, if anything."""
     if any(base.__name__ == "DTensor" for base in type(a).__mro__):
         return f"a DTensor (use {name}.to_local() or {name}.full_tensor())"

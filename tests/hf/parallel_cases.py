@@ -12,6 +12,8 @@ import itertools
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 from two_processes import case, rank, refused
 
@@ -459,6 +461,17 @@ def parallel_autograd():
         assert torch.equal(call(hidden, weight, p["target"], group()), loss)
     loss = call(hidden, weight, p["target"], group())
     refused(lambda: torch.autograd.grad(loss.sum(), hidden, create_graph=True), "second derivatives")
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(p["hidden"], p["hidden"])
+        refused(lambda: call(dual, weight, p["target"], group()), "forward-mode")
+    refused(
+        lambda: torch.func.vmap(lambda x: call(x, weight, p["target"], group()))(hidden[None]), "torch.func"
+    )
+    place = dist.device_mesh.init_device_mesh("cpu", (2,))
+    head = DTensor.from_local(weight.detach(), place, [Shard(0)])
+    refused(
+        lambda: call(hidden, head, p["target"], group()), "weight must be a plain dense tensor, got a DTensor"
+    )
 
 
 @case

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
-from tigon._op import graph_is_kept, has_kernel, once
+from tigon._op import foreign, graph_is_kept, has_kernel, once, refuse_tangents
 from tigon.error import check
 from tigon.ops.arguments import check_float, check_integers, check_numbers, check_positive
 from tigon.ops.cross_entropy import check_denominator, check_target
@@ -38,10 +39,16 @@ def check_loss(op, ignore_index, label_smoothing, z_loss, softcap, reduction, de
     check_denominator(op, denominator)
 
 
-def check_eager(op) -> None:
-    """Collectives inside a call are for eager mode."""
+def check_eager(op, **tensors) -> None:
+    """Collectives inside a call are for eager mode, and plain tensors."""
     transformed = torch._C._are_functorch_transforms_active()
     check(op, not transformed, "the transforms of torch.func are not supported")
+    given = {name: t for name, t in tensors.items() if isinstance(t, torch.Tensor)}
+    if forward_ad._current_level >= 0:
+        refuse_tangents(op, tuple(given.values()))
+    for name, t in given.items():
+        kind = foreign(name, t)
+        check(op, kind is None, "{} must be a plain dense tensor, got {}", name, kind)
 
 
 def shape_of(tensor) -> tuple[int, ...] | None:
@@ -148,9 +155,9 @@ def cross_entropy(
             (on CUDA this is looked at in the first call of each kind, which synchronises). A label outside
             ``[0, vocab)`` makes its row's loss and gradient NaN in all of them.
     """
-    check_eager(OP)
 
     def describe():
+        check_eager(OP, logits=logits, target=target, weight=weight)
         check_float(OP, "logits", logits)
         check(OP, logits.dim() >= 1, "logits must have at least one dimension, got 0")
         check(OP, has_kernel(OP, logits), "logits must be float32, bfloat16 or float16, got {}", logits.dtype)

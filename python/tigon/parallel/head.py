@@ -111,9 +111,9 @@ def _run(
     reduction="none", denominator=None, result="loss", entropy=False, statistics=(), check_more=None,
 ):  # fmt: skip
     """The call: ``(loss, entropies, NUMBERS by name, predicted, labels)``, the last four flat."""
-    check_eager(op)
 
     def describe():
+        check_eager(op, hidden=head.hidden, weight=head.weight, target=head.target, bias=head.bias)
         if check_more is not None:
             check_more()
         return _describe(op, head, formula, options, unsupported)
