@@ -374,7 +374,8 @@ def loss_of(p, **more):
     """A call on this process's half of the classes."""
     weight = mine(p["weight"], "uneven").requires_grad_()
     hidden = p["hidden"].clone().requires_grad_()
-    loss = parallel.linear_cross_entropy(hidden, weight, p["target"], group(), reduction="none", **more)
+    more = {"reduction": "none"} | more
+    loss = parallel.linear_cross_entropy(hidden, weight, p["target"], group(), **more)
     return loss, hidden, weight
 
 
@@ -413,6 +414,31 @@ def parallel_broken_rows():
         assert there[3, 1] and torch.equal(loss.isinf(), exact[0].isinf())
         assert (loss - exact[0])[there].abs().max() < 1e-5
         assert (dhidden - of_exact[0])[there].abs().max() < 1e-5
+
+
+@case
+def parallel_ignored_rows():
+    """They are not computed: what their hidden states are does not matter, nor how many there are."""
+    for options in (
+        {"reduction": "none"},
+        {"outputs": ("loss", "lse", "predicted")},
+        {"label_smoothing": 0.1},
+    ):
+        found = []
+        for value in (0.0, torch.nan):
+            p = problem(torch.float32, 18)
+            p["target"][2:8] = -100
+            p["hidden"][p["target"] == -100] = value
+            count = int((p["target"] != -100).sum())
+            loss, hidden, weight = loss_of(p, **({"reduction": "mean"} | options), valid_rows=count)
+            outputs = loss[1:] if isinstance(loss, tuple) else ()
+            loss = loss[0] if isinstance(loss, tuple) else loss
+            loss.sum().backward()
+            ignored = p["target"] == -100
+            assert not hidden.grad[ignored].any() and not (loss.dim() and loss[ignored].any())
+            assert all((o[ignored] == (-1 if o.dtype == torch.int64 else 0)).all() for o in outputs)
+            found.append([loss, hidden.grad, weight.grad, *outputs])
+        assert all(map(torch.equal, *found))
 
 
 @case
@@ -491,7 +517,7 @@ def parallel_refusals():
     refused(lambda: call(first_class=0), "every class once")
     refused(lambda: call(first_class=0 if first else None), "first_class")
     refused(lambda: call(lora=(1, 2, 3)), "lora is not supported")
-    refused(lambda: call(valid_rows=3), "valid_rows is not supported")
+    refused(lambda: call(valid_rows=3), "valid_rows must be the number of labels that count, 32, got 3")
     refused(lambda: call(class_weight=torch.ones(126)), "[251]")
     refused(lambda: call(class_weight=torch.ones(V if first else 126)), "options must be the same")
     rows = slice(0, S if first else S - 1)

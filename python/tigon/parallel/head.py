@@ -22,6 +22,7 @@ from tigon.ops.loss_head.operands import (
     wide_logits,
 )
 from tigon.ops.loss_head.reference import result_type
+from tigon.parallel.counting import count, counting
 from tigon.parallel.cross_entropy import check_eager, check_layout, check_loss, shape_of, take_class_weight
 from tigon.parallel.rows import NUMBERS, Formula, make_rows, scale_of
 from tigon.parallel.shards import Facts, agree, code, target_code
@@ -47,10 +48,11 @@ class _Head(NamedTuple):
     keep_mb: float | None
     logit_dtype: torch.dtype | None
     partial_hidden_grad: bool
+    valid_rows: int | None
 
 
 def _describe(op, head: _Head, formula: Formula, options: tuple, unsupported: dict):
-    """Checks, :class:`Facts` and ``(hidden, weight, bias, gradients needed, wide logits)``."""
+    """Checks, :class:`Facts` and ``(hidden, weight, bias, gradients needed, wide logits, rows that count)``."""
     hidden, weight, target, bias = head.hidden, head.weight, head.target, head.bias
     for name, value in unsupported.items():
         check(op, value is None, "{} is not supported for a sharded head (must be None)", name)
@@ -89,6 +91,7 @@ def _describe(op, head: _Head, formula: Formula, options: tuple, unsupported: di
     weight, bias = head.weight, head.bias
     if columns:
         hidden, weight, _ = whole_vectors(hidden, weight)
+    known = count(op, target, formula.ignore_index, head.shift, head.valid_rows)
     needs = 0
     if torch.is_grad_enabled():
         needs = HIDDEN * hidden.requires_grad + WEIGHT * weight.requires_grad
@@ -96,14 +99,14 @@ def _describe(op, head: _Head, formula: Formula, options: tuple, unsupported: di
     both = head.sequence_parallel and head.partial_hidden_grad
     check(op, not both, "partial_hidden_grad must be False with sequence_parallel, which sums it, got True")
     alike = (formula, options, head.sequence_parallel, head.partial_hidden_grad, head.shift, head.chunk_rows,
-             head.keep_mb, wide)  # fmt: skip
+             head.keep_mb, wide, known)  # fmt: skip
     facts = Facts(
         rows=target.numel(), size=hidden.shape[-1], dtype=code(hidden.dtype), needs=needs,
         options=code((*alike, bias is None)), target=target_code(target, hidden.device), columns=columns,
         first_class=-1 if head.first_class is None else head.first_class,
         vocab=-1 if head.vocab is None else head.vocab,
     )  # fmt: skip
-    return facts, (hidden, weight, bias, needs, wide)
+    return facts, (hidden, weight, bias, needs, wide, known)
 
 
 def _run(
@@ -119,7 +122,7 @@ def _run(
         return _describe(op, head, formula, options, unsupported)
 
     device = head.hidden.device if isinstance(head.hidden, torch.Tensor) else torch.device("cpu")
-    shards, (hidden, weight, bias, needs, wide) = agree(op, head.group, device, describe)
+    shards, (hidden, weight, bias, needs, wide, known) = agree(op, head.group, device, describe)
     class_weight = take_class_weight(op, shards, class_weight, device)
     labels = head.target.to(device, torch.int64, non_blocking=True)
     labels = shifted(labels, formula.ignore_index) if head.shift else labels
@@ -134,19 +137,27 @@ def _run(
     shares = shards.size if head.sequence_parallel else 1
     size = hidden.shape[-1]
     hidden = hidden.reshape(labels.shape[0] // shares, size)
+    # The rows of a share are gathered as they are.
+    listed = counting(labels, formula.ignore_index, known if shares == 1 else -1)
+    hidden = listed.take(hidden)
     chunk, keep = plan(
-        device, hidden.dtype, labels.shape[0], size, shards.widest, needs & WEIGHT != 0, head.chunk_rows,
+        device, hidden.dtype, listed.labels.shape[0], size, shards.widest, needs & WEIGHT != 0, head.chunk_rows,
         head.keep_mb, entropy,
     )  # fmt: skip
-    target = labels.view(shares, hidden.shape[0])
+    target = listed.labels.view(shares, hidden.shape[0])
     if token_weight is not None:
-        token_weight = token_weight.detach().to(device, torch.float32).reshape(target.shape)
+        token_weight = listed.take(token_weight.detach().to(device, torch.float32).reshape(-1)).view(
+            target.shape
+        )
     call = Call(
         rows, target, token_weight, scale, NUMBERS.index(result), entropy, needs, max(chunk // shares, 1),
         keep, wide, head.partial_hidden_grad,
     )  # fmt: skip
     loss, entropies, numbers, predicted = Function.apply(call, hidden, weight, bias)
-    return loss, entropies, dict(zip(NUMBERS, numbers, strict=True)), predicted, labels
+    if loss.dim() == 0 and listed.fault is not None:
+        loss = loss + listed.fault
+    of_rows = {name: listed.give(n) for name, n in zip(NUMBERS, numbers, strict=True)}
+    return listed.give(loss), listed.give(entropies), of_rows, listed.give(predicted, -1), labels
 
 
 @torch._disable_dynamo  # collectives and their order are the caller's: nothing to trace
@@ -176,8 +187,8 @@ def linear_cross_entropy(
     keep_mb: float | None = None,
     logit_dtype: torch.dtype | None = None,
     partial_hidden_grad: bool = False,
+    valid_rows: int | None = None,
     lora: None = None,
-    valid_rows: None = None,
     max_workspace_mb: None = None,
 ) -> torch.Tensor | NamedTuple:
     """:func:`tigon.linear_cross_entropy` with a weight whose rows are sharded over a process group.
@@ -205,7 +216,11 @@ def linear_cross_entropy(
             backward; ``None``: kept where one chunk takes all rows. All rows are kept or none.
         partial_hidden_grad: hidden's gradient is this process's part and not the sum: for hidden states whose
             own backward sums over the processes, as that of a gather of shares does.
-        lora, valid_rows, max_workspace_mb: not supported here, must be ``None``. Ignored rows are computed.
+        valid_rows: how many labels (after ``shift``) are not ``ignore_index``: ignored rows then cost nothing
+            but a copy of the others' hidden states, unless ``sequence_parallel`` is given, where all are
+            computed. Labels on the CPU are counted here. A wrong number makes the loss NaN on CUDA and is an
+            error on the CPU.
+        lora, max_workspace_mb: not supported here, must be ``None``.
         ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, token_weight, reduction,
             denominator, shift, outputs, logit_dtype: as in :func:`tigon.linear_cross_entropy`; smoothing,
             means and outputs are over all classes and all rows.
@@ -244,10 +259,10 @@ def linear_cross_entropy(
     loss, _, numbers, predicted, labels = _run(
         LOSS,
         _Head(hidden, weight, target, group, vocab, first_class, sequence_parallel, bias, shift, chunk_rows,
-              keep_mb, logit_dtype, partial_hidden_grad),
+              keep_mb, logit_dtype, partial_hidden_grad, valid_rows),
         Formula(ignore_index, label_smoothing, softcap or 0.0, logit_scale, temperature, z_loss),
         (reduction, number, outputs, shape_of(class_weight), token_weight is None),
-        {"lora": lora, "valid_rows": valid_rows, "max_workspace_mb": max_workspace_mb},
+        {"lora": lora, "max_workspace_mb": max_workspace_mb},
         class_weight=class_weight, token_weight=token_weight, reduction=reduction, denominator=denominator,
         statistics=statistics, check_more=check_more,
     )  # fmt: skip
@@ -280,8 +295,8 @@ def linear_log_prob(
     keep_mb: float | None = None,
     logit_dtype: torch.dtype | None = None,
     partial_hidden_grad: bool = False,
+    valid_rows: int | None = None,
     lora: None = None,
-    valid_rows: None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`tigon.linear_log_prob` with a weight whose rows are sharded over a process group.
 
@@ -295,10 +310,10 @@ def linear_log_prob(
     loss, entropies, *_ = _run(
         LOG_PROB,
         _Head(hidden, weight, target, group, vocab, first_class, sequence_parallel, bias, shift, chunk_rows,
-              keep_mb, logit_dtype, partial_hidden_grad),
+              keep_mb, logit_dtype, partial_hidden_grad, valid_rows),
         Formula(ignore_index, softcap=softcap or 0.0, logit_scale=logit_scale, temperature=temperature),
         (entropy,),
-        {"lora": lora, "valid_rows": valid_rows},
+        {"lora": lora},
         result="log_prob", entropy=entropy,
     )  # fmt: skip
     log_prob = loss.view(target.shape)

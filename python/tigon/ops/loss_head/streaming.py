@@ -29,7 +29,7 @@ def _fake_logits(logits, hidden, weight, target, *options):
 
 _logits = raw("linear_loss_logits", _fake_logits)
 _gradient = raw("linear_loss_gradient", lambda *_: None)
-_rows = raw("linear_loss_rows", _fake_rows)
+list_rows = raw("linear_loss_rows", _fake_rows)
 
 
 class Call(NamedTuple):
@@ -91,7 +91,7 @@ class _Stream:
             valid = check_count(OP, target, self.ignore_index, valid)
         self.index, self.labels, self.fault = None, target, None
         if 0 <= valid < rows:
-            self.index, self.labels, self.fault = _rows(target, self.ignore_index, valid)
+            self.index, self.labels, self.fault = list_rows(target, self.ignore_index, valid)
         self.count = self.labels.shape[0]
         chunk = options.chunk_rows or default_chunk(
             hidden.device.type, hidden.dtype, self.count, size, vocab, dweight=call.needs & WEIGHT != 0
