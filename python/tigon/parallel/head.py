@@ -52,7 +52,7 @@ class _Head(NamedTuple):
 
 
 def _describe(op, head: _Head, formula: Formula, options: tuple, unsupported: dict):
-    """Checks, :class:`Facts` and ``(hidden, weight, bias, gradients needed, wide logits, rows that count)``."""
+    """Checks; :class:`Facts`, and hidden, weight, bias, gradients needed, wide logits, rows that count."""
     hidden, weight, target, bias = head.hidden, head.weight, head.target, head.bias
     for name, value in unsupported.items():
         check(op, value is None, "{} is not supported for a sharded head (must be None)", name)
@@ -141,14 +141,13 @@ def _run(
     listed = counting(labels, formula.ignore_index, known if shares == 1 else -1)
     hidden = listed.take(hidden)
     chunk, keep = plan(
-        device, hidden.dtype, listed.labels.shape[0], size, shards.widest, needs & WEIGHT != 0, head.chunk_rows,
-        head.keep_mb, entropy,
+        device, hidden.dtype, listed.labels.shape[0], size, shards.widest, needs & WEIGHT != 0,
+        head.chunk_rows, head.keep_mb, entropy,
     )  # fmt: skip
     target = listed.labels.view(shares, hidden.shape[0])
     if token_weight is not None:
-        token_weight = listed.take(token_weight.detach().to(device, torch.float32).reshape(-1)).view(
-            target.shape
-        )
+        token_weight = token_weight.detach().to(device, torch.float32).reshape(-1)
+        token_weight = listed.take(token_weight).view(target.shape)
     call = Call(
         rows, target, token_weight, scale, NUMBERS.index(result), entropy, needs, max(chunk // shares, 1),
         keep, wide, head.partial_hidden_grad,
