@@ -84,7 +84,7 @@ def norm_cases() -> list[Case]:
         # Rows too long for a block, more of them than there are clusters of blocks.
         test_case("many_long", shape=(141, 18432)),
         test_case("many_long_odd", shape=(141, 20001)),
-        # Clusters whose number does not divide the rows of an alignment; more rows than blocks, a block a row.
+        # Clusters that do not divide the rows of an alignment; more rows than blocks, a block a row.
         test_case("shared_odd", shape=(23, 70001)),
         test_case("long_odd", shape=(140, 13001)),
         test_case("long_apart", shape=(140, 13001), layout="offset1"),
