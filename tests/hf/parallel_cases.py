@@ -28,7 +28,6 @@ LAYOUTS = {  # classes of the two processes: (first, columns, padding)
     "none": ((0, 0, 0), (0, 251, 0)),
     "turned": ((200, 51, 3), (0, 200, 0)),
 }
-# A row of the first process's labels alone, ignored ones, labels of both.
 OPTIONS = {
     "plain": {},
     "none": {"reduction": "none"},
