@@ -15,7 +15,7 @@ import pytest
 from two_processes import CASES, NEEDS
 
 RANKS = 2
-SECONDS = 120
+SECONDS = 180
 
 
 @pytest.fixture(scope="module")
