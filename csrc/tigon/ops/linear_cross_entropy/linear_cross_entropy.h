@@ -41,8 +41,6 @@
 
 namespace tigon {
 
-enum class Reduction : int { none = 0, mean = 1, sum = 2 };
-
 struct LinearCrossEntropy {
   Matrix hidden;
   Matrix weight;

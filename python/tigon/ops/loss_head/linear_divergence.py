@@ -146,7 +146,7 @@ def _kernel_dtype(x):
 
 
 def _run(
-    op, kind, hidden, weight, teacher, labels, *, beta=0.5, soft, hard, temperature, softcap, logit_scale,
+    op, kind, beta, hidden, weight, teacher, labels, soft, hard, temperature, softcap, logit_scale,
     teacher_softcap, teacher_logit_scale, bias, lora, token_weight, reduction, denominator, ignore_index,
     shift, valid_rows, chunk_rows, outputs,
 ):  # fmt: skip
@@ -307,16 +307,12 @@ def linear_kl_div(
 
     Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network" (arXiv:1503.02531).
     """
-    options = {
-        "soft": soft, "hard": hard, "temperature": temperature, "softcap": softcap,
-        "logit_scale": logit_scale, "teacher_softcap": teacher_softcap,
-        "teacher_logit_scale": teacher_logit_scale, "bias": bias, "lora": lora,
-        "token_weight": token_weight, "reduction": reduction, "denominator": denominator,
-        "ignore_index": ignore_index, "shift": shift, "valid_rows": valid_rows, "chunk_rows": chunk_rows,
-        "outputs": outputs,
-    }  # fmt: skip
     kind = "reverse_kl" if reverse else "forward_kl"
-    return _run("linear_kl_div", kind, hidden, weight, teacher, labels, **options)
+    return _run(
+        "linear_kl_div", kind, 0.5, hidden, weight, teacher, labels, soft, hard, temperature, softcap, logit_scale,
+        teacher_softcap, teacher_logit_scale, bias, lora, token_weight, reduction, denominator, ignore_index, shift,
+        valid_rows, chunk_rows, outputs,
+    )  # fmt: skip
 
 
 def linear_jsd(
@@ -356,16 +352,12 @@ def linear_jsd(
     """
     check_numbers("linear_jsd", beta=beta)
     check("linear_jsd", 0.0 <= beta <= 1.0, "beta must be in [0, 1], got {}", beta)
-    options = {
-        "soft": soft, "hard": hard, "temperature": temperature, "softcap": softcap,
-        "logit_scale": logit_scale, "teacher_softcap": teacher_softcap,
-        "teacher_logit_scale": teacher_logit_scale, "bias": bias, "lora": lora,
-        "token_weight": token_weight, "reduction": reduction, "denominator": denominator,
-        "ignore_index": ignore_index, "shift": shift, "valid_rows": valid_rows, "chunk_rows": chunk_rows,
-        "outputs": outputs,
-    }  # fmt: skip
     kind = "forward_kl" if beta == 0.0 else "reverse_kl" if beta == 1.0 else "jsd"
-    return _run("linear_jsd", kind, hidden, weight, teacher, labels, beta=beta, **options)
+    return _run(
+        "linear_jsd", kind, beta, hidden, weight, teacher, labels, soft, hard, temperature, softcap, logit_scale,
+        teacher_softcap, teacher_logit_scale, bias, lora, token_weight, reduction, denominator, ignore_index, shift,
+        valid_rows, chunk_rows, outputs,
+    )  # fmt: skip
 
 
 def linear_tvd(
@@ -397,12 +389,8 @@ def linear_tvd(
 
     Args, returns, raises: as :func:`tigon.linear_kl_div`.
     """
-    options = {
-        "soft": soft, "hard": hard, "temperature": temperature, "softcap": softcap,
-        "logit_scale": logit_scale, "teacher_softcap": teacher_softcap,
-        "teacher_logit_scale": teacher_logit_scale, "bias": bias, "lora": lora,
-        "token_weight": token_weight, "reduction": reduction, "denominator": denominator,
-        "ignore_index": ignore_index, "shift": shift, "valid_rows": valid_rows, "chunk_rows": chunk_rows,
-        "outputs": outputs,
-    }  # fmt: skip
-    return _run("linear_tvd", "tvd", hidden, weight, teacher, labels, **options)
+    return _run(
+        "linear_tvd", "tvd", 0.5, hidden, weight, teacher, labels, soft, hard, temperature, softcap, logit_scale,
+        teacher_softcap, teacher_logit_scale, bias, lora, token_weight, reduction, denominator, ignore_index, shift,
+        valid_rows, chunk_rows, outputs,
+    )  # fmt: skip
