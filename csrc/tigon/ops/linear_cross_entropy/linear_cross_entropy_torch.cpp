@@ -9,6 +9,9 @@ namespace tigon::torch_shim {
 
 constexpr const char* kOp = kLossHead;
 
+Vector flat(const char* op, const char* name, const Tensor& t) {
+  return {.data = data_of(op, name, t), .dtype = dtype_of(op, name, t), .size = t.numel()};
+}
 Matrix rows_of_optional(const char* name, OptionalTensor& t) { return t ? rows_of(kOp, name, *t) : Matrix{}; }
 
 LinearCrossEntropy arguments(Operands& t, const Formula& f, const Rows& rows) {
@@ -22,9 +25,12 @@ LinearCrossEntropy arguments(Operands& t, const Formula& f, const Rows& rows) {
   check("token_weight", t.token_weight);
   check("lora A", t.lora_a);
   check("lora B", t.lora_b);
+  bool several = t.target.dim() == 2;  // labels of a row
+  if (several) t.target = to_contiguous(kOp, "target", t.target);
+  Vector labels = several ? flat(kOp, "target", t.target) : Vector{};
   return {.hidden = rows_of(kOp, "hidden", t.hidden),
           .weight = rows_of(kOp, "weight", t.weight),
-          .target = vector_of(kOp, "target", t.target),
+          .target = several ? Vector{} : vector_of(kOp, "target", t.target),
           .bias = vector_of(kOp, "bias", t.bias),
           .class_weight = vector_of(kOp, "class_weight", t.class_weight),
           .token_weight = vector_of(kOp, "token_weight", t.token_weight),
@@ -39,7 +45,9 @@ LinearCrossEntropy arguments(Operands& t, const Formula& f, const Rows& rows) {
           .valid_rows = rows.valid_rows,
           .lora_a = rows_of_optional("lora A", t.lora_a),
           .lora_b = rows_of_optional("lora B", t.lora_b),
-          .lora_scale = float(f.lora_scale)};
+          .lora_scale = float(f.lora_scale),
+          .labels = labels,
+          .label_count = several ? t.target.size(1) : 0};
 }
 
 namespace {
@@ -143,7 +151,9 @@ FiveGradients rows_gradient(Upstream from, Operands operands, Formula formula, R
   if (shape_only)
     a.weight = {.dtype = a.hidden.dtype, .rows = vocab, .cols = a.hidden.cols, .stride = a.hidden.cols};
   a.reduction = Reduction::none;
-  a.upstream = vector_of(kOp, "upstream gradient", from.losses);
+  if (a.labels) from.losses = to_contiguous(kOp, "upstream gradient", from.losses);
+  (a.labels ? a.label_upstream : a.upstream) = a.labels ? flat(kOp, "upstream gradient", from.losses)
+                                                        : vector_of(kOp, "upstream gradient", from.losses);
   a.entropy_upstream = vector_of(kOp, "upstream gradient of the entropy", from.entropies);
   a.unit = rows_of_optional("unit", from.unit);
   a.kept = rows_of_optional("kept", from.kept);

@@ -309,9 +309,9 @@ def linear_kl_div(
     """
     kind = "reverse_kl" if reverse else "forward_kl"
     return _run(
-        "linear_kl_div", kind, 0.5, hidden, weight, teacher, labels, soft, hard, temperature, softcap, logit_scale,
-        teacher_softcap, teacher_logit_scale, bias, lora, token_weight, reduction, denominator, ignore_index, shift,
-        valid_rows, chunk_rows, outputs,
+        "linear_kl_div", kind, 0.5, hidden, weight, teacher, labels, soft, hard, temperature, softcap,
+        logit_scale, teacher_softcap, teacher_logit_scale, bias, lora, token_weight, reduction, denominator,
+        ignore_index, shift, valid_rows, chunk_rows, outputs,
     )  # fmt: skip
 
 
@@ -354,9 +354,9 @@ def linear_jsd(
     check("linear_jsd", 0.0 <= beta <= 1.0, "beta must be in [0, 1], got {}", beta)
     kind = "forward_kl" if beta == 0.0 else "reverse_kl" if beta == 1.0 else "jsd"
     return _run(
-        "linear_jsd", kind, beta, hidden, weight, teacher, labels, soft, hard, temperature, softcap, logit_scale,
-        teacher_softcap, teacher_logit_scale, bias, lora, token_weight, reduction, denominator, ignore_index, shift,
-        valid_rows, chunk_rows, outputs,
+        "linear_jsd", kind, beta, hidden, weight, teacher, labels, soft, hard, temperature, softcap,
+        logit_scale, teacher_softcap, teacher_logit_scale, bias, lora, token_weight, reduction, denominator,
+        ignore_index, shift, valid_rows, chunk_rows, outputs,
     )  # fmt: skip
 
 
@@ -390,7 +390,7 @@ def linear_tvd(
     Args, returns, raises: as :func:`tigon.linear_kl_div`.
     """
     return _run(
-        "linear_tvd", "tvd", 0.5, hidden, weight, teacher, labels, soft, hard, temperature, softcap, logit_scale,
-        teacher_softcap, teacher_logit_scale, bias, lora, token_weight, reduction, denominator, ignore_index, shift,
-        valid_rows, chunk_rows, outputs,
+        "linear_tvd", "tvd", 0.5, hidden, weight, teacher, labels, soft, hard, temperature, softcap,
+        logit_scale, teacher_softcap, teacher_logit_scale, bias, lora, token_weight, reduction, denominator,
+        ignore_index, shift, valid_rows, chunk_rows, outputs,
     )  # fmt: skip

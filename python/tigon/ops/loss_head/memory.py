@@ -312,6 +312,7 @@ def linear_log_prob_memory(
     chunk_rows: int | None = None,
     keep_mb: float | None = None,
     logit_dtype: torch.dtype | None = None,
+    labels: int = 1,
 ) -> HeadMemory:
     """Bytes that :func:`tigon.linear_log_prob` and its backward take besides their inputs.
 
@@ -319,17 +320,26 @@ def linear_log_prob_memory(
     is formed in the forward, and ``rows * V * size`` (V rounded up to 64) for the gradients of the logits of
     the rows that are kept. The weight's gradient is formed in the backward: ``V * H * size`` of one chunk,
     ``4 V H`` of several. The rest is as in :func:`tigon.linear_cross_entropy_memory`. A gradient of the
-    entropies takes what ``keep_mb=0`` takes, besides what is kept.
+    entropies takes what ``keep_mb=0`` takes, besides what is kept. With K ``labels`` of a row nothing
+    is kept, and a row has ``4 K`` bytes of results and as many while a pass runs.
 
     Raises:
         tigon.Error: a size or an option that :func:`tigon.linear_log_prob` would not take.
     """
-    return linear_cross_entropy_memory(
+    check_integers(_OP, labels=labels)
+    check(_OP, labels >= 1, "labels must be >= 1, got {}", labels)
+    found = linear_cross_entropy_memory(
         rows, hidden_size, vocab, dtype, device=device, weight_dtype=weight_dtype, train_hidden=train_hidden,
         train_weight=train_weight, train_bias=train_bias, main_grad=main_grad, lora_rank=lora_rank,
-        valid_rows=valid_rows, reduction="none", chunk_rows=chunk_rows, keep_mb=keep_mb,
+        valid_rows=valid_rows, reduction="none", chunk_rows=chunk_rows, keep_mb=0 if labels > 1 else keep_mb,
         logit_dtype=logit_dtype,
     )  # fmt: skip
+    if labels == 1 or dtype == torch.float64:
+        return found
+    more = 4 * rows * labels  # scores; and the results
+    return found._replace(
+        workspace=found.workspace + more, results=found.results + more, peak=found.peak + 2 * more
+    )
 
 
 _MOST_GROUP_LOGITS = 1 << 30  # bytes: linear_head_group_limit of the C++ side
