@@ -17,6 +17,7 @@ _OP = "linear_cross_entropy_memory"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MIB = 1 << 20
 AUTOMATIC = -1  # of `keep_rows`: all rows where one chunk takes all, else none
+MOST_GROUP_LOGITS = 1 << 30  # bytes of a group's logits: linear_head_group_limit of the C++ side
 _GEMM_WORKSPACE = 32 * _MIB  # of cuBLASLt, on CUDA, where one of its kernels asks for it
 
 
@@ -342,9 +343,6 @@ def linear_log_prob_memory(
     )
 
 
-_MOST_GROUP_LOGITS = 1 << 30  # bytes: linear_head_group_limit of the C++ side
-
-
 def linear_preference_memory(
     answers: int,
     tokens: int,
@@ -385,7 +383,7 @@ def linear_preference_memory(
     copies = 1 if train_weight else 0  # of hidden, times the factors
     if group and several:
         bound = chunk_rows is not None or options.get("max_workspace_mb") is not None
-        most = chunk if bound else max(chunk, _MOST_GROUP_LOGITS // (padded(vocab) * dtype.itemsize))
+        most = chunk if bound else max(chunk, MOST_GROUP_LOGITS // (padded(vocab) * dtype.itemsize))
         if together <= most:
             chunk = max(chunk, together) // max(together, 1) * max(together, 1)
             copies = 2 if group == 2 else copies  # pairs are gathered, and their gradients scattered
