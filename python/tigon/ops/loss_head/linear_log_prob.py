@@ -189,7 +189,8 @@ def linear_log_prob(
 
     Labels ``[..., K]`` give the log-probabilities of K classes for each row (what a loss against the K most
     likely classes of a teacher takes): ``K`` words a row more, no logits kept, so 4 products with gradients
-    (3 with a frozen head). The same label may stand more than once. A row counts where one of its labels does.
+    (3 with a frozen head). The same label may stand more than once. A row counts where one of its labels
+    does.
 
     Args:
         target: int labels ``[...]``, or ``[..., K]`` of any ``K >= 1``; ``ignore_index`` does not count.
@@ -198,11 +199,12 @@ def linear_log_prob(
             included.
         entropy: also return the entropy of each distribution, ``lse - sum_c p_c z_c``, differentiable too.
         keep_mb: (one label a row) how many MiB the gradients of the logits may take between forward and
-            backward (rows that are computed, times V rounded up to 64, times the size of hidden's dtype). ``None``: those of all rows
-            are kept where one chunk takes all rows (:func:`tigon.linear_log_prob_memory` says when), since
-            the backward would need that memory anyway; else none. A number: as many whole chunks as fit. 0:
-            nothing is kept, hidden's gradient for a frozen head neither. Where all rows are kept, or the head
-            is frozen, and no entropies were asked for, weight is not saved for the backward.
+            backward (rows that are computed, times V rounded up to 64, times the size of hidden's dtype).
+            ``None``: those of all rows are kept where one chunk takes all rows
+            (:func:`tigon.linear_log_prob_memory` says when), since the backward would need that memory
+            anyway; else none. A number: as many whole chunks as fit. 0: nothing is kept, hidden's gradient
+            for a frozen head neither. Where all rows are kept, or the head is frozen, and no entropies were
+            asked for, weight is not saved for the backward.
 
     Returns:
         float32 of target's shape; with ``entropy`` a pair, of it and ``[...]``. 0 of ignored labels and rows,

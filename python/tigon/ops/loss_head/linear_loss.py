@@ -100,7 +100,8 @@ def linear_loss(
             CUDA after ``tigon.count_labels(target, per_sequence=True)``.
 
     Returns:
-        float32 scalar, or for ``"none"`` ``[...]`` losses of rows or ``[groups]``. Not traced by torch.compile: the call breaks the graph.
+        float32 scalar, or for ``"none"`` ``[...]`` losses of rows or ``[groups]``. Not traced by
+        torch.compile: the call breaks the graph.
 
     Raises:
         tigon.Error: shapes, dtypes or options do not fit, or fn returns something else than one loss per row

@@ -377,6 +377,7 @@ def linear_preference_memory(
         check(_OP, size >= 0, "{} must be >= 0, got {}", name, size)
     check(_OP, group in (0, 1, 2), "group must be 0, 1 or 2, got {}", group)
     rows, together = answers * tokens, group * tokens
+    to_main_grad = options.pop("main_grad", False) and train_weight  # formed as without, and added
     given = {"device": device, "train_weight": train_weight, **options}
     whole = linear_cross_entropy_memory(rows, hidden_size, vocab, dtype, chunk_rows=chunk_rows, **given)
     chunk, several = whole.chunk_rows, whole.chunk_rows < rows
@@ -391,6 +392,9 @@ def linear_preference_memory(
             copies = 0  # forth and back: the factors are in the logits' gradients
     found = linear_cross_entropy_memory(rows, hidden_size, vocab, dtype, chunk_rows=max(chunk, 1), **given)
     extra = copies * chunk * hidden_size * dtype.itemsize + 40 * rows
+    if to_main_grad:
+        size = (options.get("weight_dtype") or dtype).itemsize
+        found = found._replace(results=found.results - vocab * hidden_size * size)
     if dtype == torch.float64:
         return found
     return found._replace(workspace=found.workspace + extra, peak=found.peak + extra)

@@ -147,7 +147,7 @@ class _Stream:
         return (loss if self.fault is None else loss + self.fault).float()
 
     def _seen(self, span, statistics):
-        """Statistics of rows as fn takes them, tensors of a chunk, and which rows count (None: all, or groups)."""
+        """What fn takes of a chunk: statistics and tensors; which rows count (None: all, or groups)."""
         begin, end, first, last = span
         groups, part = self.call.groups, slice(begin, end)
         if groups is None:
