@@ -7,6 +7,7 @@ as TRL does.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 
@@ -65,7 +66,7 @@ def _formula(
 
 
 def _policy(
-    log_prob,
+    of_formula,
     advantages,
     mask,
     old,
@@ -83,7 +84,10 @@ def _policy(
     max_completion_length,
     num_items,
 ):
-    """(loss, [mean divergence where beta is not 0, share of clipped tokens])."""
+    """(loss, [mean divergence where beta is not 0, share of clipped tokens]).
+
+    ``of_formula``: a result of tigon's policy losses from the operands and options of the formula.
+    """
     if loss_type not in _LOSSES:
         raise ValueError(f"Unknown loss type: {loss_type}")
     if level not in ("token", "sequence"):
@@ -105,16 +109,14 @@ def _policy(
         denominator = answers * max_completion_length
     elif loss_type != "bnpo":
         denominator = share_of_tokens(mask, num_items)
-    if beta != 0.0 and ref is None:
-        ref = log_prob.detach()
+    factor = 0.0 if ref is None else beta
     operands, options = _formula(
-        mask, advantages, old, ref, importance, loss_type, level, beta, clip, delta, tau, gamma, corrected
+        mask, advantages, old, ref, importance, loss_type, level, factor, clip, delta, tau, gamma, corrected
     )
-    result = tigon.policy_loss(
-        log_prob, mask=mask, normalise=normalise, denominator=denominator, **operands, **options
-    )
+    result = of_formula(**operands, **options, normalise=normalise, denominator=denominator)
     tokens = mask.sum().clamp(min=1.0)
-    metrics = [result.kl.sum() / tokens] if beta != 0.0 else []
+    divergence = result.loss.new_zeros(()) if ref is None else result.kl.sum() / tokens  # 0 from itself
+    metrics = [divergence] if beta != 0.0 else []
     return result.loss, (*metrics, (result.clipped != 0).sum() / tokens)
 
 
@@ -175,14 +177,15 @@ def liger_fused_linear_grpo(
         )
     mask = attention_mask != 0
     target = selected_token_ids.masked_fill(~mask, -100)
-    log_prob = head_log_prob(_input, weight, target, bias, -100, temperature)
     if not use_ref_model:
         ref_per_token_logps = None
     elif ref_per_token_logps is None:
         with torch.no_grad():
             ref_per_token_logps = head_log_prob(ref_input, ref_weight, target, ref_bias, -100, temperature)
+    hidden = _input.reshape(*target.shape, _input.shape[-1])
+    head = {"bias": bias, "temperature": temperature}
     return _policy(
-        log_prob,
+        functools.partial(tigon.linear_policy, hidden, weight, target, **head),
         advantages,
         mask,
         old_per_token_logps,
@@ -356,7 +359,7 @@ def triton_grpo_loss(
         )
     longest = log_prob.shape[1] if max_completion_length is None else max_completion_length
     return _policy(
-        log_prob,
+        functools.partial(tigon.policy_loss, log_prob, mask=mask != 0),
         advantages,
         mask != 0,
         old_logp,
