@@ -20,6 +20,7 @@ DEFAULTS = {
     "bias": False,
     "layout": "contiguous",  # of hidden
     "weight_layout": "contiguous",
+    "labels": 0,  # of a row; 0: one, and no dimension of its own
     "masked": 0.0,
     "known": False,  # the number of rows that count is said
     "softcap": None,
@@ -82,6 +83,18 @@ CASES = [
     test_case("fp32_logits_again", lead=(37,), masked=0.2, logit_dtype=torch.float32, keep_mb=0, entropy=True,
               chunk_rows=8, bias=True),
     test_case("wide_vocab", lead=(6,), H=16, V=32001),
+    test_case("labels", small=True, labels=5, masked=0.3),
+    test_case("labels_one", labels=1, masked=0.3, grads=(0,)),
+    test_case("labels_rank3", lead=(2, 9), labels=7, masked=0.2, entropy=True, softcap=3.0, temperature=0.7,
+              layout="rows"),
+    test_case("labels_shift", lead=(3, 8), labels=3, shift=True, masked=0.3),
+    test_case("labels_chunks", lead=(37,), labels=4, masked=0.6, chunk_rows=8, bias=True, lora=4),
+    test_case("labels_known", lead=(37,), labels=2, masked=0.7, known=True, chunk_rows=4, entropy=True),
+    test_case("labels_all", lead=(5,), V=9, labels=30, logit_scale=0.5),
+    test_case("labels_wide", lead=(37,), labels=6, masked=0.2, logit_dtype=torch.float32, chunk_rows=8),
+    test_case("labels_masked", labels=3, masked=1.0, bias=True, entropy=True),
+    test_case("labels_no_grad", labels=3, masked=0.2, grads=(), grad=False),
+    test_case("labels_empty", lead=(0,), labels=3),
     *(
         bench_case(f"{rows}x{h}x{v}{name}", lead=(rows,), H=h, V=v, **options | way)
         for rows, h, v, options in SIZES
@@ -93,6 +106,7 @@ CASES = [
             "masked80": {"masked": 0.8, "known": True},
             "entropy": {"entropy": True},
             "lora16": {"lora": 16, "grads": (0,)},
+            "labels64": {"labels": 64},
         }.items()
     ),
     bench_case("2048x512x32000", "bench_cpu", lead=(2048,), H=512, V=32000),
@@ -109,9 +123,10 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     hidden = draw.randn(*lead, size, layout=p["layout"])
     weight = lay_out(draw.randn(vocab, size, scale=p["scale"] / math.sqrt(size)), p["weight_layout"])
     bias = draw.randn(vocab) if p["bias"] else None
-    target = draw.labels(vocab, *lead, masked=p["masked"], ignore_index=-100)
+    each = (*lead, p["labels"]) if p["labels"] else lead
+    target = draw.labels(vocab, *each, masked=p["masked"], ignore_index=-100)
     wide = torch.promote_types(dtype, torch.float32)
-    grads = tuple(draw.randn(*lead, dtype=wide) for _ in range(1 + p["entropy"]))
+    grads = (draw.randn(*each, dtype=wide), *(draw.randn(*lead, dtype=wide) for _ in range(p["entropy"])))
     names = (
         "softcap",
         "logit_scale",
@@ -125,12 +140,13 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     lora = {"lora_a": None, "lora_b": None}
     if rank:
         lora = {"lora_a": draw.randn(rank, size, scale=size**-0.5), "lora_b": draw.randn(vocab, rank)}
-    counted = target[..., 1:] if p["shift"] else target
+    counted = (target != -100).any(-1) if p["labels"] else target != -100
+    counted = counted[..., 1:] if p["shift"] else counted
     return Inputs(
         args=(hidden, weight, target),
         kwargs={
             "bias": bias,
-            "valid_rows": int((counted != -100).sum()) if p["known"] else None,
+            "valid_rows": int(counted.sum()) if p["known"] else None,
             **lora,
             **{name: p[name] for name in names},
         },
@@ -152,8 +168,10 @@ def tigon_fn(hidden, weight, target, *, lora_a, lora_b, **options):
 def eager_fn(hidden, weight, target, *, bias, lora_a, lora_b, softcap, logit_scale, temperature, entropy,
              shift, logit_dtype, **_):  # fmt: skip
     """Logits in the model's dtype, upcast, log_softmax and gather; also the oracle, on fp64 copies."""
+    several = target.dim() == hidden.dim()
     if shift:
-        target = F.pad(target[..., 1:], (0, 1), value=-100)
+        rows = target if several else target.unsqueeze(-1)
+        target = F.pad(rows[..., 1:, :], (0, 0, 0, 1), value=-100).view(target.shape)
     widen = (lambda t: t if t is None else upcast(t)) if logit_dtype is not None else (lambda t: t)
     logits = F.linear(widen(hidden), widen(weight), widen(bias))
     if lora_a is not None:
@@ -162,12 +180,13 @@ def eager_fn(hidden, weight, target, *, bias, lora_a, lora_b, softcap, logit_sca
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
     log_p = torch.log_softmax(z / temperature, -1)
-    counts = target != -100
-    picked = log_p.gather(-1, torch.where(counts, target, 0).unsqueeze(-1)).squeeze(-1)
-    picked = torch.where(counts, picked, 0.0)
+    labels = target if several else target.unsqueeze(-1)
+    counts = labels != -100
+    picked = log_p.gather(-1, torch.where(counts, labels, 0))
+    picked = torch.where(counts, picked, 0.0).view(target.shape)
     if not entropy:
         return picked
-    return picked, torch.where(counts, -(log_p.exp() * log_p).sum(-1), 0.0)
+    return picked, torch.where(counts.any(-1), -(log_p.exp() * log_p).sum(-1), 0.0)
 
 
 oracle_fn = eager_fn

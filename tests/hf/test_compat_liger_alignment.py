@@ -112,6 +112,24 @@ def test_grpo_of_hidden_states_and_of_logits_agree(loss_type, device):
     torch.testing.assert_close(clipped.sum() / mask.sum(), metrics[-1], rtol=1e-5, atol=1e-6)
 
 
+def test_vespo_has_the_ratio_of_an_answer_once(device):
+    """An importance ratio [B, 1] is a factor of the answer's weight, not of each of its tokens'."""
+    x, weight, bias, *_, target = drawn(device)
+    mask, ids = (target != -100).long(), target.clamp(min=0)
+    advantages, ratio = (
+        torch.linspace(-1, 1, 2 * P, device=device),
+        torch.linspace(0.5, 1.6, 2 * P, device=device),
+    )
+    log_prob = sums(x, weight, bias, ids)[1].detach()
+    old = log_prob + 0.1
+    loss, _ = get("LigerFusedLinearGRPOLoss")(loss_type="vespo", beta=0.0, use_ref_model=False)(
+        x, weight, ids, mask, advantages, bias, None, old, vllm_is_ratio=ratio.unsqueeze(1)
+    )
+    phi = policies.get_gamma_weights(advantages, log_prob - old, mask, ratio.unsqueeze(1))
+    wanted = (-phi * advantages.unsqueeze(1) * log_prob * mask).sum() / mask.sum()
+    torch.testing.assert_close(loss, wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_a_subclass_brings_its_formula(device):
     """The base classes differentiate what a subclass returns."""
 

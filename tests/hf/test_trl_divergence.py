@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 
@@ -127,3 +129,49 @@ def test_another_signature_is_refused(monkeypatch):
     with pytest.raises(tigon.Error, match="trl must be one whose fused head takes"):
         hook.install()
     assert distillation_trainer.ChunkedDivergenceFunction is ORIGINAL
+
+
+def _partitioned(weight):
+    """A parameter as ZeRO-3 marks one, gathered now."""
+    weight = torch.nn.Parameter(weight.detach().clone())
+    weight.ds_id, weight.ds_numel = 0, weight.numel()
+    return weight
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_head_that_is_freed_after_the_forward(weighted, installed):
+    """ZeRO-3 gathers a head for the forward and frees it; the backward needs it no more."""
+    student, teacher = _heads(torch.float32, bias=False)
+    head, of_teacher = _partitioned(student[1]), _partitioned(teacher[1])
+    calls = installed.calls
+    divergence, _ = installed.apply(student[0], head, None, teacher[0], of_teacher, None, 0.5)
+    assert installed.calls == calls + 1
+    factors = torch.linspace(0.5, 1.5, len(divergence)) if weighted else torch.ones(len(divergence))
+    for weight in (head, of_teacher):
+        weight.data = torch.empty(0)
+    got = torch.autograd.grad((divergence * factors).sum(), (student[0], head))
+    wanted, _ = ORIGINAL.apply(*student, *teacher, 0.5)
+    _close(got, torch.autograd.grad((wanted * factors).sum(), student[:2]), torch.float32)
+
+
+def test_log_probabilities_of_a_head_that_is_freed(installed, monkeypatch):
+    from trl.trainer import utils
+
+    (hidden, weight, _), _ = _heads(torch.float32, bias=False)
+    labels = torch.randint(0, weight.shape[0], hidden.shape[:1])
+    function = getattr(utils, hook.NAME)
+    for outputs in ((), ("entropy",), ("is_top1",)):
+        head, calls = _partitioned(weight), function.calls
+        log_prob, entropy, *_ = function.apply(hidden, head, None, labels, 0.8, 32, None, 1.0, outputs)
+        assert function.calls == calls + 1
+        head.data = torch.empty(0)
+        both = outputs == ("entropy",)
+        got = torch.autograd.grad(log_prob.sum() + (entropy.sum() if both else 0), (hidden, head))
+        wanted = tigon.linear_log_prob(hidden, weight, labels, temperature=0.8, entropy=True)
+        total = wanted[0].sum() + (wanted[1].sum() if both else 0)
+        _close(got, torch.autograd.grad(total, (hidden, weight)), torch.float32)
+    head = _partitioned(weight)
+    head.data, calls = torch.empty(0), function.calls
+    monkeypatch.setattr(function, "original", types.SimpleNamespace(apply=lambda *_: "TRL's"))
+    assert function.apply(hidden, head, None, labels, 1.0, 32, None, 1.0, ()) == "TRL's"
+    assert function.calls == calls

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from heads import run
+from heads import compare, head_inputs, run
 from torch.profiler import ProfilerActivity, profile
 
 import tigon
@@ -246,3 +246,95 @@ def test_predicted_memory_on_the_cpu(options, dtype):
         if not any(p.start_ns() <= event.start_ns() <= p.end_ns() for p in products):
             peak = max(peak, before, now)
     assert 0.45 * predicted.peak <= peak <= 1.1 * predicted.peak
+
+
+def _of_candidates(name, options):
+    """The same from logits in plain PyTorch: K candidates and the rest of the mass."""
+
+    def call(hidden, weight, log_prob, *, indices, labels, hard=0.0, temperature=1.0):
+        z = torch.nn.functional.linear(hidden, weight)
+        z = z if z.dtype == torch.float64 else z.float()
+        counts = labels != -100
+        inside = log_prob > -1e4
+        of_student = torch.log_softmax(z / temperature, -1).gather(-1, indices)
+        both = []
+        for t in (of_student, log_prob.to(of_student)):
+            t = torch.where(inside, t, -1e4)
+            both.append(torch.cat((t, torch.log(-torch.expm1(t.logsumexp(-1, keepdim=True)))), -1))
+        s, t = both
+        if name == "tvd":
+            rows = (t.exp() - s.exp()).abs().sum(-1) / 2
+        else:
+            beta = options.get("beta", 1.0 if options.get("reverse") else 0.0)
+            if beta in (0.0, 1.0):
+                a, b = (t, s) if beta == 0.0 else (s, t)
+                rows = (a.exp() * (a - b)).sum(-1)
+            else:
+                m = torch.log(beta * t.exp() + (1 - beta) * s.exp())
+                m = torch.where(inside_all(inside), m, 0.0)
+                rows = (beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)).sum(-1)
+        nll = -torch.log_softmax(z, -1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return torch.where(counts, rows + hard * nll, 0.0).sum() / counts.sum()
+
+    return call
+
+
+def inside_all(inside):
+    return torch.cat((inside, torch.ones_like(inside[..., :1])), -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("kl_div", {}),
+        ("kl_div", {"reverse": True}),
+        ("jsd", {"beta": 0.3}),
+        ("jsd", {"beta": 1.0}),
+        ("tvd", {}),
+    ],
+)
+def test_candidates_of_a_teacher(name, options, dtype, device):
+    torch.manual_seed(2)
+    hidden, weight, labels = head_inputs(11, h=16, v=60, dtype=dtype, device=device, scale=2.0)
+    teacher = torch.log_softmax(torch.randn(11, 60, device=device) * 2, -1)
+    log_prob, indices = teacher.topk(7)
+    log_prob[3, 5:] = -torch.inf
+    fn = getattr(tigon, f"linear_{name}")
+
+    def ours(hidden, weight, log_prob, *, indices, labels, **more):
+        return fn(hidden, weight, (indices, log_prob), labels, **options, **more)
+
+    compare(ours, _of_candidates(name, options), (hidden, weight, log_prob),
+            {"indices": indices, "labels": labels, "hard": 0.3, "temperature": 1.4},
+            noise=8 * torch.finfo(dtype).eps)  # fmt: skip
+
+
+def test_candidates_as_in_trl(device):
+    """TRL's own divergence of a support with a tail."""
+    loss_utils = pytest.importorskip("trl.experimental.sdft.loss_utils")
+    server = pytest.importorskip("trl.experimental.iw_opd.iw_opd_trainer")
+    hidden, weight, _ = head_inputs(9, h=16, v=60, device=device, scale=2.0)
+    log_prob, indices = torch.log_softmax(torch.randn(9, 60, device=device) * 2, -1).topk(5)
+    student = torch.log_softmax(hidden @ weight.T, -1).gather(-1, indices)
+    s, t = (loss_utils.add_tail_bucket(x) for x in (student, log_prob))
+    for beta in (0.0, 0.5, 1.0):
+        theirs = server._jsd_divergence(s, t, beta).sum(-1)
+        ours = tigon.linear_jsd(hidden, weight, (indices, log_prob), beta=beta, reduction="none")
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_refusals_of_candidates(device):
+    hidden, weight, labels = head_inputs(6, h=16, v=40, device=device)
+    log_prob, indices = torch.log_softmax(torch.randn(6, 40, device=device), -1).topk(3)
+    for teacher, options, message in (
+        ((indices[:5], log_prob), {}, "teacher indices must be"),
+        ((indices, log_prob[:, :2]), {}, "teacher log_prob must be"),
+        ((indices, log_prob), {"teacher_softcap": 3.0}, "teacher_softcap and teacher_logit_scale"),
+    ):
+        with pytest.raises(tigon.Error, match=message):
+            tigon.linear_kl_div(hidden, weight, teacher, labels, **options)
+    named = tigon.linear_kl_div(
+        hidden, weight, (indices, log_prob), labels, outputs=("loss", "soft", "entropy")
+    )
+    assert named.soft.shape == named.entropy.shape == labels.shape

@@ -179,3 +179,69 @@ def test_extreme_operands(scale, temperature, dtype, device):
     result.sum().backward()
     assert result.isfinite().all() and (result <= 0).all()
     assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
+
+
+def test_labels_of_a_row(device):
+    """Each of K labels has the log-probability that it has alone; the same label twice adds its gradients."""
+    hidden, weight, _ = head_inputs(9, h=16, v=40, device=device)
+    labels = torch.randint(0, 40, (9, 4), device=device)
+    labels[:, 3] = labels[:, 0]
+    labels[2, 1], labels[4] = -100, -100
+    got = FN(hidden, weight, labels)
+    for k in range(4):
+        torch.testing.assert_close(got[:, k], FN(hidden, weight, labels[:, k]), rtol=1e-6, atol=1e-6)
+    assert same_bits(got[:, 0], got[:, 3])
+    grads = torch.autograd.grad(got[:, [0, 3]].sum(), (hidden, weight))
+    single = torch.autograd.grad(2 * FN(hidden, weight, labels[:, 0]).sum(), (hidden, weight))
+    for a, b in zip(grads, single, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    for count in (None, 8):
+        again = FN(hidden, weight, labels, valid_rows=count)
+        assert same_bits(again, got)
+
+
+def test_labels_of_confident_rows_are_exact(device):
+    """A label of probability near 1 keeps its gradient, though its neighbours stand beside it."""
+    gaps = torch.tensor([0.0, 8.0, 14.0, 30.0], device=device)
+    weight = torch.cat((gaps.new_full((1,), 60.0), 60.0 - gaps[1:])).unsqueeze(1).requires_grad_()
+    hidden = torch.ones(3, 1, device=device, requires_grad=True)
+    labels = torch.tensor([[0, 1, 2], [0, 3, 3], [1, 2, 3]], device=device)
+    grad = torch.tensor([[1.0, 0.5, -0.5], [1.0, 0.0, 0.0], [0.3, 0.2, 0.1]], device=device)
+    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    got = FN(hidden, weight, labels)
+    torch.testing.assert_close(got.double(), reference(*wide, labels), rtol=1e-6, atol=0)
+    (mine,) = torch.autograd.grad(got, weight, grad)
+    (exact,) = torch.autograd.grad(reference(*wide, labels), wide[1], grad.double())
+    torch.testing.assert_close(mine.double(), exact, rtol=1e-5, atol=0)
+
+
+def test_bad_labels_of_a_row(device):
+    hidden, weight, _ = head_inputs(6, h=16, v=40, device=device)
+    labels = torch.randint(0, 40, (6, 3), device=device)
+    labels[2, 1] = 40
+    if device == "cpu":
+        with pytest.raises(
+            tigon.Error, match=r"target must be in \[0, 40\) or -100 \(ignored\), got 40 in row 2"
+        ):
+            FN(hidden, weight, labels)
+        with pytest.raises(tigon.Error, match="valid_rows must be the number of labels"):
+            FN(hidden, weight, labels.clamp(max=39), valid_rows=5)
+    else:
+        got = FN(hidden, weight, labels)
+        (dh,) = torch.autograd.grad(got.sum(), hidden)
+        for t in (got, dh):
+            assert t[2].isnan().all() and t[[0, 1, 3, 4, 5]].isfinite().all()
+        assert FN(hidden, weight, labels.clamp(max=39), valid_rows=5).isnan().all()
+    for wrong in (labels[:5], labels[:, :0], labels.unsqueeze(0)):
+        with pytest.raises(tigon.Error, match="target must be"):
+            FN(hidden, weight, wrong)
+
+
+def test_labels_of_a_row_into_main_grad(device):
+    hidden, weight, _ = head_inputs(6, h=16, v=40, device=device)
+    labels = torch.randint(0, 40, (6, 3), device=device)
+    (wanted,) = torch.autograd.grad(FN(hidden, weight, labels).sum(), weight)
+    weight.main_grad, weight.tigon_main_grad = torch.ones_like(weight), True
+    FN(hidden, weight, labels).sum().backward()
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad - 1, wanted, rtol=1e-5, atol=1e-5)

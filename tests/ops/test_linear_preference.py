@@ -363,3 +363,20 @@ def test_nll_target_that_differs(batch, device):
             tigon.linear_preference(hidden, weight, target, nll=1.0, nll_target=other)
     else:
         assert tigon.linear_preference(hidden, weight, target, nll=1.0, nll_target=other).loss.isnan()
+
+
+@pytest.mark.parametrize("name", ["preference", "kto", "policy"])
+def test_main_grad(name, device):
+    torch.manual_seed(0)
+    hidden = torch.randn(4, 5, 16, device=device)
+    weight = torch.randn(40, 16, device=device, requires_grad=True)
+    target = torch.randint(0, 40, (4, 5), device=device)
+    more = {"preference": (), "kto": (target[:, 0] > 20,), "policy": (torch.randn(4, device=device),)}[name]
+    fn = getattr(tigon, f"linear_{name}")
+    (wanted,) = torch.autograd.grad(fn(hidden, weight, target, *more).loss, weight)
+    weight.main_grad, weight.tigon_main_grad = torch.ones_like(weight), True
+    fn(hidden, weight, target, *more).loss.backward()
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad - 1, wanted, rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        fn(hidden, weight, target, *more)

@@ -4,8 +4,8 @@ TRL's SFT, DPO, KTO, GRPO and RLOO trainers (1.15 and 1.16) take the per-token l
 function of their own, its distillation trainer the divergence of two heads from another. After
 :func:`install` the first is :func:`tigon.linear_cross_entropy` or :func:`tigon.linear_log_prob`, the second
 :func:`tigon.linear_jsd`; what those do not give (the collision entropy, mean logits under a softcap,
-ZeRO-3's partitioned heads) stays TRL's, call by call. The rest of a model (norms, MLPs, rotary functions)
-comes with :class:`tigon.TigonTrainerCallback` or ``use_liger_kernel``.
+DTensors, heads that ZeRO-3 has not gathered) stays TRL's, call by call. The rest of a model (norms, MLPs,
+rotary functions) comes with :class:`tigon.TigonTrainerCallback` or ``use_liger_kernel``.
 """
 
 from __future__ import annotations
@@ -37,10 +37,18 @@ PLACES = {
 }
 
 
-def _plain(*weights):
-    """Whether the heads are whole tensors here: neither DTensors nor ZeRO-3's partitioned ones."""
+def _whole(*weights):
+    """The heads as whole tensors; None where one is a DTensor, or a partition of ZeRO-3's.
+
+    ZeRO-3 frees what it gathered when the forward ends, by giving the parameter other data. A view keeps the
+    gathered values while the backward needs them.
+    """
     kinds = (torch.Tensor, torch.nn.Parameter)
-    return all(w is None or (type(w) in kinds and not hasattr(w, "ds_id")) for w in weights)
+    if not all(w is None or type(w) in kinds for w in weights):
+        return None
+    if any(hasattr(w, "ds_id") and w.numel() != w.ds_numel for w in weights):
+        return None
+    return [w.view_as(w) if hasattr(w, "ds_id") else w for w in weights]
 
 
 class LogProbHead:
@@ -54,11 +62,13 @@ class LogProbHead:
               outputs=("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")):  # fmt: skip
         """(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1), None for what was not asked for."""
         ours = "log_sum_sq_probs" not in outputs and not (softcap and "mean_logits" in outputs)
-        if not ours or not _plain(weight):
+        heads = _whole(weight, bias) if ours else None
+        if heads is None:
             return self.original.apply(
                 hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs
             )
         self.calls += 1
+        weight, bias = heads
         head = {"bias": bias, "temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
         entropy = top = None
         if "is_top1" in outputs:  # SFT, DPO: the entropy is a metric
@@ -83,12 +93,14 @@ class DivergenceHead:
     def apply(self, hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, beta, temperature=1.0,
               logit_scale=1.0, softcap=None, teacher_logit_scale=1.0, teacher_softcap=None):  # fmt: skip
         """(divergence, entropy of the student) of rows; the gradient of the divergence is the student's."""
-        if not _plain(weight, bias, teacher_weight, teacher_bias):
+        heads = _whole(weight, bias, teacher_weight, teacher_bias)
+        if heads is None:
             return self.original.apply(
                 hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, beta, temperature,
                 logit_scale, softcap, teacher_logit_scale, teacher_softcap,
             )  # fmt: skip
         self.calls += 1
+        weight, bias, teacher_weight, teacher_bias = heads
         hidden, teacher_hidden = autocast(hidden), autocast(teacher_hidden)
         teacher = (teacher_hidden, teacher_weight, *(() if teacher_bias is None else (teacher_bias,)))
         options = {

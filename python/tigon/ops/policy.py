@@ -132,17 +132,14 @@ def _clipped(f, ratio, advantage):
     return above.float() * (f.kind == KINDS["cispo"])
 
 
-def reference(
-    log_prob, advantage, mask, old, ref, importance, entropy, denominator, entropy_denominator, f: Formula
-):
-    """The same formulas in plain PyTorch operations (any float dtype, any device)."""
+def token_losses(log_prob, advantage, counts, old, ref, importance, f: Formula):
+    """Of each token [B, T], in plain PyTorch operations: its loss, the ratio, the estimate of the divergence
+    (None without ref) and where the ratio is clipped; 0 where it does not count."""
     wide = torch.promote_types(log_prob.dtype, torch.float32)
-    counts = torch.ones_like(log_prob, dtype=torch.bool) if mask is None else mask != 0
-    log_prob, advantage, old, ref, importance, entropy = (
+    log_prob, advantage, old, ref, importance = (
         None if t is None else (t.unsqueeze(-1) if t.dim() == 1 else torch.where(counts, t, 0.0)).to(wide)
-        for t in (log_prob, advantage, old, ref, importance, entropy)
+        for t in (log_prob, advantage, old, ref, importance)
     )
-    length = counts.sum(-1, keepdim=True).clamp(min=1)
     log_ratio = log_prob - (log_prob.detach() if old is None else old)
     log_weight = log_ratio.detach().clamp(-20, 20).sum(-1, keepdim=True)
     if importance is not None:
@@ -153,6 +150,7 @@ def reference(
     log_weight = log_weight.clamp(math.log(1e-8), 20)
     if f.level != LEVELS["token"]:
         log_ratio = log_ratio.sum(-1, keepdim=True)
+        length = counts.sum(-1, keepdim=True).clamp(min=1)
         log_ratio = log_ratio / length if f.level == LEVELS["sequence"] else log_ratio
     ratio = log_ratio.exp()
     loss = _surrogate(f, ratio, log_prob, advantage, log_weight)
@@ -163,20 +161,29 @@ def reference(
         estimate = _k(f.estimator, ref - log_prob)
         if f.kl != 0:
             loss = loss + f.kl * (ratio * estimate if f.kl_corrected else estimate)
-        estimate = torch.where(counts, estimate, 0.0).detach()
-    loss = torch.where(counts, loss, 0.0)
+    results = (loss, ratio, estimate, _clipped(f, ratio, advantage).to(wide))
+    return tuple(None if t is None else torch.where(counts, t, 0.0) for t in results)
+
+
+def reference(
+    log_prob, advantage, mask, old, ref, importance, entropy, denominator, entropy_denominator, f: Formula
+):
+    """The same formulas in plain PyTorch operations (any float dtype, any device)."""
+    counts = torch.ones_like(log_prob, dtype=torch.bool) if mask is None else mask != 0
+    loss, _, estimate, clipped = token_losses(log_prob, advantage, counts, old, ref, importance, f)
+    length = counts.sum(-1, keepdim=True).clamp(min=1)
     by_answer = f.normalise == NORMALISE["sequence"]
     own = {NORMALISE["token"]: counts.sum().clamp(min=1)}.get(f.normalise, max(counts.shape[0], 1))
     denominator = own if denominator is None else denominator
     total = divide((loss / length if by_answer else loss).sum(), denominator)
     if entropy is not None and f.entropy != 0:
+        entropy = torch.where(counts, entropy, 0.0).to(loss.dtype)
         if entropy_denominator is None:
             bonus = divide((entropy / length if by_answer else entropy).sum(), denominator)
         else:
             bonus = divide(entropy.sum(), entropy_denominator)
         total = total - f.entropy * bonus
-    clipped = torch.where(counts, _clipped(f, ratio, advantage).expand(counts.shape), 0.0)
-    return PolicyResult(total, estimate, clipped.to(wide))
+    return PolicyResult(total, None if estimate is None else estimate.detach(), clipped)
 
 
 # The operator.

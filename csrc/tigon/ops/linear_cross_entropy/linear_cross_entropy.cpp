@@ -4,6 +4,7 @@
 
 #include "tigon/base/require.h"
 #include "tigon/ops/cross_entropy/cross_entropy.h"
+#include "tigon/ops/cross_entropy/cross_entropy_labels.h"
 
 namespace tigon {
 namespace {
@@ -85,10 +86,35 @@ Vector factors(Context& ctx, const LinearCrossEntropy& a, const LinearHeadRows& 
   return out;
 }
 
+// A call with several labels a row as one with one: any that counts, and the sum of their upstream gradients.
+LinearCrossEntropy of_one_label(Context& ctx, const LinearCrossEntropy& a) {
+  if (!a.labels) return a;
+  int64_t rows = a.hidden.rows, size = rows * a.label_count;
+  TIGON_CHECK(kOp, a.label_count >= 1, "target must have at least one label a row, got ", a.label_count);
+  require_vector(kOp, "target", a.labels, size, DType::i64);
+  if (a.label_upstream) require_vector(kOp, "upstream", a.label_upstream, size, DType::f32);
+  check_result("label_log_prob", a.label_log_prob, size, DType::f32);
+  bool plain = a.reduction == Reduction::none && !a.class_weight && !a.token_weight && !a.log_prob &&
+               !a.unit.data && !a.kept.data && a.label_smoothing == 0.0f && a.z_loss == 0.0f;
+  TIGON_CHECK(kOp, plain, "several labels a row must have log-probabilities alone");
+  LinearCrossEntropy one = a;
+  one.target = linear_head_vector(ctx, rows, DType::i64);
+  if (a.label_upstream) one.upstream = linear_head_vector(ctx, rows);
+  cross_entropy_label_targets(ctx, {.labels = a.labels,
+                                    .count = a.label_count,
+                                    .ignore_index = a.ignore_index,
+                                    .classes = a.weight.rows,
+                                    .upstream = a.label_upstream,
+                                    .target = one.target,
+                                    .factor = one.upstream});
+  return one;
+}
+
 // What the row pass reads and writes for the rows worked on.
 struct Values {
   Vector factor, entropy_factor;
   Vector loss, lse, log_prob, entropy, predicted;
+  CrossEntropyLabels labels;  // count 0: one label a row
 };
 
 Values make_values(Context& ctx, const LinearCrossEntropy& a, const LinearHeadRows& rows, bool gradients) {
@@ -99,6 +125,27 @@ Values make_values(Context& ctx, const LinearCrossEntropy& a, const LinearHeadRo
     if (a.log_prob) v.log_prob = linear_head_vector(ctx, rows.count);
     if (a.entropy) v.entropy = linear_head_vector(ctx, rows.count);
     if (a.predicted) v.predicted = linear_head_vector(ctx, rows.count, DType::i64);
+  }
+  if (a.labels) {
+    v.log_prob = linear_head_vector(ctx, rows.count);
+    if (a.entropy_upstream && !v.entropy) v.entropy = linear_head_vector(ctx, rows.count);
+    v.labels = {.labels = a.labels,
+                .count = a.label_count,
+                .ignore_index = a.ignore_index,
+                .classes = a.weight.rows,
+                .upstream = a.label_upstream,
+                .target = a.target,
+                .chosen = rows.labels,
+                .scores = linear_head_vector(ctx, rows.count * a.label_count),
+                .top = linear_head_vector(ctx, rows.count),
+                .bias = a.bias,
+                .logit_scale = a.logit_scale,
+                .softcap = a.softcap,
+                .temperature = a.temperature,
+                .log_prob = v.log_prob,
+                .position = rows.position,
+                .fault = rows.fault,
+                .out = a.label_log_prob};
   }
   if (a.z_term || (rows.listed && a.lse))
     v.lse = rows.listed || !a.lse ? linear_head_vector(ctx, rows.count) : a.lse;
@@ -111,6 +158,19 @@ Values make_values(Context& ctx, const LinearCrossEntropy& a, const LinearHeadRo
   if (a.entropy_upstream)
     v.entropy_factor = rows.listed ? factors(ctx, a, rows, {}, a.entropy_upstream, {}) : a.entropy_upstream;
   return v;
+}
+
+// The labels of a part of the rows worked on.
+CrossEntropyLabels labels_of_part(const Values& v, const LinearHeadRows& rows, const LinearHeadPart& p) {
+  CrossEntropyLabels l = v.labels;
+  auto part = [&](const Vector& of) { return linear_head_part(of, p.begin, p.count); };
+  l.begin = p.begin;
+  l.index = rows.listed ? part(rows.index) : Vector{};
+  l.chosen = part(l.chosen), l.top = part(l.top), l.log_prob = part(l.log_prob);
+  l.scores = linear_head_part(l.scores, p.begin * l.count, p.count * l.count);
+  l.entropy = part(v.entropy), l.entropy_scale = part(v.entropy_factor);
+  l.logits = p.logits, l.dlogits = p.to;
+  return l;
 }
 
 // From the rows worked on to all rows, with zeros where the label is ignored.
@@ -165,7 +225,11 @@ void pass_rows(Context& ctx, const LinearCrossEntropy& a, const LinearHead& head
       pass.scale = part(v.factor);
       pass.entropy_scale = part(v.entropy_factor);
     }
+    if (v.labels.count == 0) return cross_entropy_rows(ctx, pass);
+    CrossEntropyLabels labels = labels_of_part(v, rows, p);
+    cross_entropy_label_scores(ctx, labels);
     cross_entropy_rows(ctx, pass);
+    if (gradients) cross_entropy_label_gradient(ctx, labels);
   });
 }
 
@@ -201,7 +265,8 @@ LinearHeadRows rows_of(Context& ctx, const LinearCrossEntropy& a, const LinearHe
 
 }  // namespace
 
-void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& a) {
+void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& given) {
+  const LinearCrossEntropy a = of_one_label(ctx, given);
   LinearHead head = checked(a);
   check_call(a, head);
   check_between(a);
@@ -233,11 +298,13 @@ void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& a) {
     begin += c.count;
   }
   write_results(ctx, a, rows, values);
+  if (a.label_log_prob) cross_entropy_label_results(ctx, values.labels);
   if (a.reduction != Reduction::none)
     cross_entropy_total(ctx, {.loss = a.loss, .scale = a.scale, .total = a.total});
 }
 
-void linear_cross_entropy_rows_gradient(Context& ctx, const LinearCrossEntropy& a) {
+void linear_cross_entropy_rows_gradient(Context& ctx, const LinearCrossEntropy& given) {
+  const LinearCrossEntropy a = of_one_label(ctx, given);
   LinearHead head = checked(a);
   require_vector(kOp, "upstream", a.upstream, a.hidden.rows, DType::f32);
   check_between(a);

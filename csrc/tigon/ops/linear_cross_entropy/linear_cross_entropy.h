@@ -41,8 +41,6 @@
 
 namespace tigon {
 
-enum class Reduction : int { none = 0, mean = 1, sum = 2 };
-
 struct LinearCrossEntropy {
   Matrix hidden;
   Matrix weight;
@@ -70,6 +68,13 @@ struct LinearCrossEntropy {
 
   Matrix lora_a, lora_b;  // empty: none
   float lora_scale = 1.0f;
+
+  // Several labels a row (tigon/ops/cross_entropy/cross_entropy_labels.h), of per-row losses: target and upstream are made from them,
+  // and log_prob must be empty. A row counts where one of its labels does. unit and kept must be empty.
+  Vector labels;  // i64 [rows * label_count]; empty: one label, target
+  int64_t label_count = 0;
+  Vector label_upstream;  // f32 [rows * label_count]: minus the gradient of each log-probability
+  Vector label_log_prob;  // out: f32 [rows * label_count]; empty: not wanted
 
   Vector loss;       // f32 [rows], always
   Vector total;      // out: f32 [1], mean and sum

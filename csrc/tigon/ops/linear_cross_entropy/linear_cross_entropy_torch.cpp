@@ -9,6 +9,9 @@ namespace tigon::torch_shim {
 
 constexpr const char* kOp = kLossHead;
 
+Vector flat(const char* op, const char* name, const Tensor& t) {
+  return {.data = data_of(op, name, t), .dtype = dtype_of(op, name, t), .size = t.numel()};
+}
 Matrix rows_of_optional(const char* name, OptionalTensor& t) { return t ? rows_of(kOp, name, *t) : Matrix{}; }
 
 LinearCrossEntropy arguments(Operands& t, const Formula& f, const Rows& rows) {
@@ -22,9 +25,12 @@ LinearCrossEntropy arguments(Operands& t, const Formula& f, const Rows& rows) {
   check("token_weight", t.token_weight);
   check("lora A", t.lora_a);
   check("lora B", t.lora_b);
+  bool several = t.target.dim() == 2;  // labels of a row
+  if (several) t.target = to_contiguous(kOp, "target", t.target);
+  Vector labels = several ? flat(kOp, "target", t.target) : Vector{};
   return {.hidden = rows_of(kOp, "hidden", t.hidden),
           .weight = rows_of(kOp, "weight", t.weight),
-          .target = vector_of(kOp, "target", t.target),
+          .target = several ? Vector{} : vector_of(kOp, "target", t.target),
           .bias = vector_of(kOp, "bias", t.bias),
           .class_weight = vector_of(kOp, "class_weight", t.class_weight),
           .token_weight = vector_of(kOp, "token_weight", t.token_weight),
@@ -39,7 +45,9 @@ LinearCrossEntropy arguments(Operands& t, const Formula& f, const Rows& rows) {
           .valid_rows = rows.valid_rows,
           .lora_a = rows_of_optional("lora A", t.lora_a),
           .lora_b = rows_of_optional("lora B", t.lora_b),
-          .lora_scale = float(f.lora_scale)};
+          .lora_scale = float(f.lora_scale),
+          .labels = labels,
+          .label_count = several ? t.target.size(1) : 0};
 }
 
 namespace {
@@ -52,22 +60,15 @@ struct RowResults {
   Tensor numbers, predicted;
 };
 RowResults make_row_results(LinearCrossEntropy& a, const Tensor& hidden, int64_t outputs) {
-  int64_t n = a.hidden.rows, wanted = 0;
-  for (int64_t bit = out_z_loss; bit < out_predicted; bit *= 2) wanted += (outputs & bit) != 0;
+  RowNumbers numbers(kOp, hidden, a.hidden.rows, outputs, out_predicted - 1);
+  a.z_term = numbers.take(out_z_loss);
+  a.log_prob = numbers.take(out_log_prob);
+  a.lse = numbers.take(out_lse);
+  a.entropy = numbers.take(out_entropy);
   bool classes = outputs & out_predicted;
-  RowResults r{.numbers = wanted ? make(hidden, {wanted, n}, DType::f32) : nothing(hidden, DType::f32),
-               .predicted = classes ? make(hidden, {n}, DType::i64) : nothing(hidden, DType::i64)};
-  char* next = static_cast<char*>(data_of(kOp, "outputs", r.numbers));
-  auto take = [&](Output bit) -> Vector {
-    if (!(outputs & bit)) return {};
-    Vector v{.data = next, .dtype = DType::f32, .size = n};
-    next += n * int64_t(sizeof(float));
-    return v;
-  };
-  a.z_term = take(out_z_loss);
-  a.log_prob = take(out_log_prob);
-  a.lse = take(out_lse);
-  a.entropy = take(out_entropy);
+  RowResults r{
+      .numbers = numbers.numbers,
+      .predicted = classes ? make(hidden, {a.hidden.rows}, DType::i64) : nothing(hidden, DType::i64)};
   if (classes) a.predicted = vector_of(kOp, "predicted", r.predicted);
   return r;
 }
@@ -116,42 +117,20 @@ using FiveGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 using ForwardResult =
     std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-ForwardResult forward(Operands operands, OptionalTensor denominator, std::optional<double> host_denominator,
-                      Formula formula, int64_t reduction, Rows rows, int64_t outputs, int64_t needs,
-                      int64_t keep_rows) {
+ForwardResult forward(Operands operands, LossReduction by, Formula formula, int64_t reduction, Rows rows,
+                      int64_t outputs, int64_t needs, int64_t keep_rows) {
   const Tensor& hidden = operands.hidden;
   LinearCrossEntropy a = arguments(operands, formula, rows);
-  if (denominator) {
-    check_same_device(kOp, "denominator", *denominator, hidden);
-    a.denominator = scalar_of(kOp, "denominator", *denominator);
-  }
-  a.has_host_denominator = host_denominator.has_value();
-  a.host_denominator = host_denominator.value_or(0.0);
-  a.reduction = Reduction(reduction);
-  bool scalar = a.reduction != Reduction::none;
-  Tensor losses = make(hidden, {a.hidden.rows}, DType::f32);
-  Tensor total = scalar ? make(hidden, {}, DType::f32) : nothing(hidden, DType::f32);
-  Tensor scale = scalar ? make(hidden, {}, DType::f32) : nothing(hidden, DType::f32);
-  a.loss = vector_of(kOp, "loss", losses);
-  if (scalar) {
-    a.total = scalar_of(kOp, "total", total);
-    a.scale = scalar_of(kOp, "scale", scale);
-  }
+  LossTensors t = make_losses(kOp, a, hidden, by, reduction);
   RowResults results = make_row_results(a, hidden, outputs);
   // Of per-row losses the gradients are made in rows_backward: they need the upstream ones.
-  HeadGradients g = make_gradients(kOp, a, hidden, scalar ? needs : 0);
-  Between between = make_between(a, hidden, scalar ? 0 : needs, scalar ? 0 : keep_rows);
+  HeadGradients g = make_gradients(kOp, a, hidden, t.scalar ? needs : 0);
+  Between between = make_between(a, hidden, t.scalar ? 0 : needs, t.scalar ? 0 : keep_rows);
   auto ctx = make_context(hidden);
   linear_cross_entropy(*ctx, a);
-  return {scalar ? total : losses,
-          scale,
-          scalar ? g.hidden : between.unit,
-          g.weight,
-          g.bias,
-          g.lora_a,
-          g.lora_b,
-          results.numbers,
-          results.predicted,
+  return {t.loss(),    t.scale,         t.scalar ? g.hidden : between.unit,
+          g.weight,    g.bias,          g.lora_a,
+          g.lora_b,    results.numbers, results.predicted,
           between.kept};
 }
 
@@ -172,7 +151,9 @@ FiveGradients rows_gradient(Upstream from, Operands operands, Formula formula, R
   if (shape_only)
     a.weight = {.dtype = a.hidden.dtype, .rows = vocab, .cols = a.hidden.cols, .stride = a.hidden.cols};
   a.reduction = Reduction::none;
-  a.upstream = vector_of(kOp, "upstream gradient", from.losses);
+  if (a.labels) from.losses = to_contiguous(kOp, "upstream gradient", from.losses);
+  (a.labels ? a.label_upstream : a.upstream) = a.labels ? flat(kOp, "upstream gradient", from.losses)
+                                                        : vector_of(kOp, "upstream gradient", from.losses);
   a.entropy_upstream = vector_of(kOp, "upstream gradient of the entropy", from.entropies);
   a.unit = rows_of_optional("unit", from.unit);
   a.kept = rows_of_optional("kept", from.kept);
@@ -182,7 +163,9 @@ FiveGradients rows_gradient(Upstream from, Operands operands, Formula formula, R
   if (finished && from.unit) returned &= ~need_hidden;
   bool whole = a.kept.data && a.kept.rows >= (a.valid_rows >= 0 ? a.valid_rows : a.hidden.rows);
   if (a.kept.data && !whole) returned &= ~may_round;  // several chunks
-  HeadGradients g = make_gradients(kOp, a, hidden, returned, whole && a.chunk_rows == 0);
+  HeadGradients g = make_gradients(
+      kOp, a, hidden, returned,
+      (whole && a.chunk_rows == 0) || one_chunk(a, a.chunk_rows, a.valid_rows, device_of(kOp, hidden)));
   if (finished && from.unit && needs & need_hidden) a.dhidden = a.unit;
   if (from.main_grad) {
     check_same_device(kOp, "main_grad", *from.main_grad, hidden);
@@ -253,7 +236,7 @@ TIGON_TORCH_SCHEMAS(m) {
   const std::string operands = Operands::kSchema, formula = Formula::kSchema, rows = Rows::kSchema;
   const std::string five = "(Tensor, Tensor, Tensor, Tensor, Tensor)";
   const std::string forward_inputs =
-      operands + "Tensor? denominator, float? host_denominator, " + formula + "int reduction, " + rows +
+      operands + LossReduction::kSchema + formula + "int reduction, " + rows +
       "int outputs, int needs, int keep_rows) -> (Tensor loss, Tensor scale,"
       " Tensor dhidden, Tensor dweight, Tensor dbias, Tensor dlora_a, Tensor dlora_b, Tensor rows,"
       " Tensor predicted, Tensor kept)";

@@ -67,6 +67,8 @@ struct Rows {
   static Rows take(Stack& s) { return {s.take<int64_t>(), s.take<int64_t>()}; }
 };
 
+// The elements of a contiguous tensor.
+Vector flat(const char* op, const char* name, const Tensor& t);
 Matrix rows_of_optional(const char* name, OptionalTensor& t);
 // Operands on one device, as views of the core.
 LinearCrossEntropy arguments(Operands& t, const Formula& f, const Rows& rows = {});

@@ -10,9 +10,14 @@ struct Statistics {
   Tensor log_prob, entropy;
 };
 Statistics make_statistics(LinearCrossEntropy& a, const Tensor& hidden, bool entropy) {
-  Statistics r{.log_prob = make(hidden, {a.hidden.rows}, DType::f32),
+  int64_t rows = a.hidden.rows;
+  Statistics r{.log_prob = a.labels ? make(hidden, {rows, a.label_count}, DType::f32)
+                                    : make(hidden, {rows}, DType::f32),
                .entropy = entropy ? make(hidden, {a.hidden.rows}, DType::f32) : nothing(hidden, DType::f32)};
-  a.log_prob = vector_of(kOp, "log_prob", r.log_prob);
+  if (a.labels)
+    a.label_log_prob = flat(kOp, "log_prob", r.log_prob);
+  else
+    a.log_prob = vector_of(kOp, "log_prob", r.log_prob);
   if (entropy) a.entropy = vector_of(kOp, "entropy", r.entropy);
   return r;
 }

@@ -84,7 +84,7 @@ void check_call(const LinearDivergence& a, const LinearHead& head) {
   check("hard", a.hard);
   check("entropy", a.entropy);
   require_vector(kOp, "loss", a.loss, rows, DType::f32);
-  bool scalar = a.reduction != DivergenceReduction::none;
+  bool scalar = a.reduction != Reduction::none;
   if (scalar) {
     require_vector(kOp, "total", a.total, 1, DType::f32);
     require_vector(kOp, "scale", a.scale, 1, DType::f32);
@@ -219,10 +219,10 @@ void linear_divergence(Context& ctx, const LinearDivergence& a) {
   int64_t chunk = linear_head_limit(ctx, pair.whole, rows.count, a.chunk_rows);
   if (!gradients) chunk = std::min(chunk, few);
   linear_head_check_chunks(pair.student, (rows.count + chunk - 1) / chunk);
-  if (a.reduction != DivergenceReduction::none)
+  if (a.reduction != Reduction::none)
     cross_entropy_scale(ctx, {.target = a.target,
                               .ignore_index = a.ignore_index,
-                              .mean = a.reduction == DivergenceReduction::mean,
+                              .mean = a.reduction == Reduction::mean,
                               .denominator = a.denominator,
                               .host_denominator = a.host_denominator,
                               .has_host_denominator = a.has_host_denominator,
@@ -256,7 +256,7 @@ void linear_divergence(Context& ctx, const LinearDivergence& a) {
     }
   }
   write_results(ctx, a, rows, values);
-  if (a.reduction != DivergenceReduction::none)
+  if (a.reduction != Reduction::none)
     cross_entropy_total(ctx, {.loss = a.loss, .scale = a.scale, .total = a.total});
 }
 

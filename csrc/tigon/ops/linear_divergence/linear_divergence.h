@@ -30,8 +30,6 @@
 
 namespace tigon {
 
-enum class DivergenceReduction : int { none = 0, mean = 1, sum = 2 };
-
 struct LinearDivergence {
   Matrix hidden, weight;
   Vector target;
@@ -45,7 +43,7 @@ struct LinearDivergence {
   Vector denominator;   // [1] on the device; empty: none
   double host_denominator = 0.0;
   bool has_host_denominator = false;
-  DivergenceReduction reduction = DivergenceReduction::mean;
+  Reduction reduction = Reduction::mean;
 
   DivergenceKind kind = DivergenceKind::forward_kl;
   float beta = 0.5f, factor = 1.0f;  // of divergence_beta

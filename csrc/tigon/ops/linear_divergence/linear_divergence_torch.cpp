@@ -90,48 +90,23 @@ LinearDivergence arguments(Operands& t, const Formula& f) {
 
 // Results of rows beside the loss: a row of one matrix for each that is wanted, in the order of the bits.
 Tensor make_row_results(LinearDivergence& a, const Tensor& hidden, int64_t outputs) {
-  int64_t n = a.hidden.rows, wanted = 0;
-  for (int64_t bit = out_soft; bit <= out_entropy; bit *= 2) wanted += (outputs & bit) != 0;
-  Tensor numbers = wanted ? make(hidden, {wanted, n}, DType::f32) : nothing(hidden, DType::f32);
-  char* next = static_cast<char*>(data_of(kOp, "outputs", numbers));
-  auto take = [&](Output bit) -> Vector {
-    if (!(outputs & bit)) return {};
-    Vector v{.data = next, .dtype = DType::f32, .size = n};
-    next += n * int64_t(sizeof(float));
-    return v;
-  };
-  a.soft = take(out_soft);
-  a.hard = take(out_hard);
-  a.entropy = take(out_entropy);
-  return numbers;
+  RowNumbers numbers(kOp, hidden, a.hidden.rows, outputs, out_soft | out_hard | out_entropy);
+  a.soft = numbers.take(out_soft);
+  a.hard = numbers.take(out_hard);
+  a.entropy = numbers.take(out_entropy);
+  return numbers.numbers;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
-    Operands operands, Formula formula, OptionalTensor denominator, std::optional<double> host_denominator,
-    int64_t reduction, int64_t outputs, int64_t needs) {
+    Operands operands, Formula formula, LossReduction by, int64_t reduction, int64_t outputs, int64_t needs) {
   const Tensor& hidden = operands.hidden;
   LinearDivergence a = arguments(operands, formula);
-  if (denominator) {
-    check_same_device(kOp, "denominator", *denominator, hidden);
-    a.denominator = scalar_of(kOp, "denominator", *denominator);
-  }
-  a.has_host_denominator = host_denominator.has_value();
-  a.host_denominator = host_denominator.value_or(0.0);
-  a.reduction = DivergenceReduction(reduction);
-  bool scalar = a.reduction != DivergenceReduction::none;
-  Tensor losses = make(hidden, {a.hidden.rows}, DType::f32);
-  Tensor total = scalar ? make(hidden, {}, DType::f32) : nothing(hidden, DType::f32);
-  Tensor scale = scalar ? make(hidden, {}, DType::f32) : nothing(hidden, DType::f32);
-  a.loss = vector_of(kOp, "loss", losses);
-  if (scalar) {
-    a.total = scalar_of(kOp, "total", total);
-    a.scale = scalar_of(kOp, "scale", scale);
-  }
+  LossTensors t = make_losses(kOp, a, hidden, by, reduction);
   Tensor results = make_row_results(a, hidden, outputs);
-  HeadGradients g = make_gradients(kOp, a, hidden, scalar ? needs : 0);
+  HeadGradients g = make_gradients(kOp, a, hidden, t.scalar ? needs : 0);
   auto ctx = make_context(hidden);
   linear_divergence(*ctx, a);
-  return {scalar ? total : losses, scale, g.hidden, g.weight, g.bias, g.lora_a, g.lora_b, results};
+  return {t.loss(), t.scale, g.hidden, g.weight, g.bias, g.lora_a, g.lora_b, results};
 }
 
 // Gradients of per-row losses: the logits are computed again, with each row's upstream gradient folded in.
@@ -139,7 +114,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rows_backward(Tensor upstream
                                                                  Formula formula, int64_t needs) {
   const Tensor& hidden = operands.hidden;
   LinearDivergence a = arguments(operands, formula);
-  a.reduction = DivergenceReduction::none;
+  a.reduction = Reduction::none;
   a.upstream = vector_of(kOp, "upstream gradient", upstream);
   Tensor losses = make(hidden, {a.hidden.rows}, DType::f32);
   a.loss = vector_of(kOp, "loss", losses);
@@ -154,8 +129,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> rows_backward(Tensor upstream
 TIGON_TORCH_SCHEMAS(m) {
   const std::string inputs = std::string(Operands::kSchema) + Formula::kSchema;
   define_forward(m, "linear_divergence",
-                 "(" + inputs +
-                     "Tensor? denominator, float? host_denominator, int reduction, int outputs, int needs) ->"
+                 "(" + inputs + LossReduction::kSchema +
+                     "int reduction, int outputs, int needs) ->"
                      " (Tensor loss, Tensor scale, Tensor dhidden, Tensor dweight, Tensor dbias,"
                      " Tensor dlora_a, Tensor dlora_b, Tensor rows)");
   define(m, "linear_divergence_rows_bwd(Tensor upstream, " + inputs +

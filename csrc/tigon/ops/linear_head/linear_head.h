@@ -39,6 +39,9 @@
 
 namespace tigon {
 
+// How the losses of rows become one.
+enum class Reduction : int { none = 0, mean = 1, sum = 2 };
+
 // Operands, and the gradients that are wanted (empty: not).
 struct LinearHead {
   const char* op = "linear_head";  // named in errors

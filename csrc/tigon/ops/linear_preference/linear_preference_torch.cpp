@@ -18,41 +18,20 @@ LinearHead head_of(const char* op, TokenLossOperands& t, const TokenLossOptions&
   return head;
 }
 
-TokenLossGradients make_gradients(const char* op, LinearHead& head, const Tensor& hidden,
-                                  const TokenLossOptions& o) {
-  enum Need : int64_t {
-    of_hidden = 1,
-    of_weight = 2,
-    of_bias = 4,
-    of_lora_a = 8,
-    of_lora_b = 16,
-    may_round = 32
-  };
-  int64_t v = head.weight.rows, h = head.weight.cols, r = head.lora_a.rows;
-  int64_t rows = o.valid_rows >= 0 ? o.valid_rows : head.hidden.rows;
-  int64_t whole = o.chunk_rows > 0 ? o.chunk_rows
-                                   : linear_head_chunk_rows({.device = device_of(op, hidden),
-                                                             .dtype = head.hidden.dtype,
-                                                             .rows = rows,
-                                                             .hidden = h,
-                                                             .vocab = v,
-                                                             .dweight = true});
-  bool rounded = o.needs & of_weight && o.needs & may_round && rows <= whole;
-  auto result = [&](Need need, std::initializer_list<int64_t> sizes, DType dtype = DType::f32) {
-    return o.needs & need ? make(hidden, sizes, dtype) : nothing(hidden, DType::f32);
-  };
-  DType dtype = head.hidden.dtype;
-  TokenLossGradients g = {.hidden = o.needs & of_hidden ? make_like(hidden, dtype) : nothing(hidden, dtype),
-                          .weight = result(of_weight, {v, h}, linear_head_dweight(dtype, rounded)),
-                          .bias = result(of_bias, {v}),
-                          .lora_a = result(of_lora_a, {r, h}),
-                          .lora_b = result(of_lora_b, {v, r})};
-  if (o.needs & of_hidden) head.dhidden = rows_of(op, "dhidden", g.hidden);
-  if (o.needs & of_weight) head.dweight = rows_of(op, "dweight", g.weight);
-  if (o.needs & of_bias) head.dbias = vector_of(op, "dbias", g.bias);
-  if (o.needs & of_lora_a) head.dlora_a = rows_of(op, "gradient of lora A", g.lora_a);
-  if (o.needs & of_lora_b) head.dlora_b = rows_of(op, "gradient of lora B", g.lora_b);
-  return g;
+HeadGradients make_gradients(const char* op, LinearHead& head, const Tensor& hidden,
+                             const TokenLossOptions& o) {
+  return make_gradients(op, head, hidden, o.needs,
+                        one_chunk(head, o.chunk_rows, o.valid_rows, device_of(op, hidden)));
+}
+
+void define_token_loss(Library& m, const std::string& op, const std::string& inputs,
+                       const std::string& visible) {
+  const std::string arguments = TokenLossOperands::kSchema + inputs + TokenLossOptions::kSchema;
+  define_forward(m, op,
+                 arguments + " -> (" + visible +
+                     ", Tensor scale, Tensor dhidden, Tensor dweight, Tensor dbias, Tensor dlora_a,"
+                     " Tensor dlora_b)");
+  define(m, op + "_infer" + arguments + " -> (" + visible + ")");
 }
 
 namespace {
@@ -86,12 +65,7 @@ struct Formula {
   }
 };
 
-struct Results {
-  Tensor loss, sums, rewards, nll, margin, scale;
-  TokenLossGradients gradients;
-};
-
-Results run(TokenLossOperands& t, Inputs& in, const Formula& f, const TokenLossOptions& o) {
+TokenLossResults run(TokenLossOperands& t, Inputs& in, const Formula& f, const TokenLossOptions& o) {
   const Tensor& hidden = t.hidden;
   for (auto [name, x] : {std::pair{"ref", &in.ref_hidden},
                          {"ref", &in.ref_weight},
@@ -110,13 +84,9 @@ Results run(TokenLossOperands& t, Inputs& in, const Formula& f, const TokenLossO
   auto if_pairs = [&](std::initializer_list<int64_t> sizes) {
     return lone ? nothing(hidden, DType::f32) : f32(sizes);
   };
-  Results r = {.loss = f32({}),
-               .sums = f32({answers}),
-               .rewards = f32({answers}),
-               .nll = if_pairs({}),
-               .margin = if_pairs({pairs}),
-               .scale = f32({}),
-               .gradients = make_gradients(kOp, a.head, hidden, o)};
+  Tensor total = f32({}), sums = f32({answers}), rewards = f32({answers}), nll = if_pairs({}),
+         margin = if_pairs({pairs}), scale = f32({});
+  HeadGradients gradients = make_gradients(kOp, a.head, hidden, o);
   if (in.ref_hidden) {
     a.ref = {.op = kOp,
              .hidden = rows_of(kOp, "ref", *in.ref_hidden),
@@ -134,47 +104,26 @@ Results run(TokenLossOperands& t, Inputs& in, const Formula& f, const TokenLossO
   loss.ref = vector_of(kOp, "ref", in.ref);
   loss.desirable = vector_of(kOp, "desirable", in.desirable);
   if (in.kl) loss.kl = scalar_of(kOp, "kl", *in.kl);
-  loss.sums = vector_of(kOp, "sums", r.sums);
-  loss.rewards = vector_of(kOp, "rewards", r.rewards);
-  if (!lone) loss.margin = vector_of(kOp, "margin", r.margin);
+  loss.sums = vector_of(kOp, "sums", sums);
+  loss.rewards = vector_of(kOp, "rewards", rewards);
+  if (!lone) loss.margin = vector_of(kOp, "margin", margin);
   a.totals = {.host_denominator = in.host_denominator.value_or(0.0),
               .has_host_denominator = in.host_denominator.has_value(),
-              .scale = scalar_of(kOp, "scale", r.scale),
-              .loss = scalar_of(kOp, "loss", r.loss)};
+              .scale = scalar_of(kOp, "scale", scale),
+              .loss = scalar_of(kOp, "loss", total)};
   if (in.denominator) a.totals.denominator = scalar_of(kOp, "denominator", *in.denominator);
-  if (!lone) a.totals.nll = scalar_of(kOp, "nll", r.nll);
+  if (!lone) a.totals.nll = scalar_of(kOp, "nll", nll);
   auto ctx = make_context(hidden);
   linear_preference(*ctx, a);
-  return r;
-}
-
-using Forward =
-    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-Forward forward(TokenLossOperands t, Inputs in, Formula f, TokenLossOptions o) {
-  Results r = run(t, in, f, o);
-  const TokenLossGradients& g = r.gradients;
-  return {r.loss,   r.sums,   r.rewards, r.nll,    r.margin, r.scale,
-          g.hidden, g.weight, g.bias,    g.lora_a, g.lora_b};
-}
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> infer(TokenLossOperands t, Inputs in, Formula f,
-                                                         TokenLossOptions o) {
-  o.needs = 0;
-  Results r = run(t, in, f, o);
-  return {r.loss, r.sums, r.rewards, r.nll, r.margin};
+  return {{total, sums, rewards, nll, margin}, scale, gradients};
 }
 
 }  // namespace
 
 TIGON_TORCH_SCHEMAS(m) {
-  const std::string inputs = std::string(TokenLossOperands::kSchema) + Inputs::kSchema + Formula::kSchema +
-                             TokenLossOptions::kSchema;
-  const std::string results = "Tensor loss, Tensor sums, Tensor rewards, Tensor nll, Tensor margin";
-  define_forward(m, "linear_preference", inputs + " -> (" + results + ", " + kGradientResults + ")");
-  define(m, "linear_preference_infer" + inputs + " -> (" + results + ")");
+  define_token_loss(m, kOp, std::string(Inputs::kSchema) + Formula::kSchema,
+                    "Tensor loss, Tensor sums, Tensor rewards, Tensor nll, Tensor margin");
 }
-TIGON_TORCH_KERNELS(m) {
-  implement_forward(m, "linear_preference", boxed<&forward>);
-  m.impl("linear_preference_infer", boxed<&infer>);
-}
+TIGON_TORCH_KERNELS(m) { implement_token_loss<&run, Inputs, Formula>(m, kOp); }
 
 }  // namespace tigon::torch_shim

@@ -1,8 +1,7 @@
 // What the adaptors of linear_preference and linear_policy share: operands and options of the head, gradients, divisors.
 #pragma once
 
-#include "tigon/ops/linear_head/linear_head.h"
-#include "tigon/torch/shim.h"
+#include "tigon/torch/linear_head.h"
 
 namespace tigon::torch_shim {
 
@@ -35,14 +34,39 @@ struct TokenLossOptions {
 
 LinearHead head_of(const char* op, TokenLossOperands& t, const TokenLossOptions& o);
 
-// Gradients that are wanted, as `needs` says (its bits are those of python/tigon/ops/loss_head/operands.py).
-struct TokenLossGradients {
-  Tensor hidden, weight, bias, lora_a, lora_b;
-};
-TokenLossGradients make_gradients(const char* op, LinearHead& head, const Tensor& hidden,
-                                  const TokenLossOptions& o);
+// The gradients that `needs` asks for.
+HeadGradients make_gradients(const char* op, LinearHead& head, const Tensor& hidden,
+                             const TokenLossOptions& o);
 
-constexpr const char* kGradientResults =
-    "Tensor scale, Tensor dhidden, Tensor dweight, Tensor dbias, Tensor dlora_a, Tensor dlora_b";
+// What either operator gives: what callers see, the loss first; then the reduction's factor and the gradients.
+struct TokenLossResults {
+  using Visible = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+  Visible visible;
+  Tensor scale;
+  HeadGradients gradients;
+};
+
+// The operators of a loss: with gradients, and <op>_infer without. `inputs` are the schema of Inputs and Formula.
+void define_token_loss(Library& m, const std::string& op, const std::string& inputs,
+                       const std::string& visible);
+
+// TokenLossResults run(TokenLossOperands&, Inputs&, const Formula&, const TokenLossOptions&)
+template <auto* run, class Inputs, class Formula>
+auto token_loss_forward(TokenLossOperands t, Inputs in, Formula f, TokenLossOptions o) {
+  TokenLossResults r = run(t, in, f, o);
+  const HeadGradients& g = r.gradients;
+  return std::tuple_cat(std::move(r.visible),
+                        std::tuple(r.scale, g.hidden, g.weight, g.bias, g.lora_a, g.lora_b));
+}
+template <auto* run, class Inputs, class Formula>
+TokenLossResults::Visible token_loss_infer(TokenLossOperands t, Inputs in, Formula f, TokenLossOptions o) {
+  o.needs = 0;
+  return run(t, in, f, o).visible;
+}
+template <auto* run, class Inputs, class Formula>
+void implement_token_loss(Library& m, const std::string& op) {
+  implement_forward(m, op, boxed<&token_loss_forward<run, Inputs, Formula>>);
+  m.impl((op + "_infer").c_str(), boxed<&token_loss_infer<run, Inputs, Formula>>);
+}
 
 }  // namespace tigon::torch_shim

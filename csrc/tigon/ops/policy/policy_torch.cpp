@@ -1,57 +1,31 @@
-#include "tigon/ops/policy/policy.h"
-#include "tigon/torch/shim.h"
+#include "tigon/torch/policy.h"
 
 namespace tigon::torch_shim {
 namespace {
 
 constexpr const char* kOp = "policy";
-enum Normalise : int64_t { by_token = 0, by_answer = 1, by_length = 2 };
 
 // Tensors are replaced by copies where a view does not fit, so they must outlive the call.
 struct Inputs {
   Tensor log_prob, advantage;
-  OptionalTensor target, old, ref, importance, entropy, denominator, entropy_denominator;
-  std::optional<double> host_denominator, host_entropy_denominator;
+  OptionalTensor target, old, ref, importance, entropy;
+  PolicyDivisors divisors;
 
   static constexpr const char* kSchema =
       "(Tensor log_prob, Tensor advantage, Tensor? target, Tensor? old, Tensor? ref, Tensor? importance,"
-      " Tensor? entropy, Tensor? denominator, Tensor? entropy_denominator, float? host_denominator,"
-      " float? host_entropy_denominator, ";
+      " Tensor? entropy, ";
   static Inputs take(Stack& s) {
-    return {s.take<Tensor>(),
-            s.take<Tensor>(),
-            s.take<OptionalTensor>(),
-            s.take<OptionalTensor>(),
-            s.take<OptionalTensor>(),
-            s.take<OptionalTensor>(),
-            s.take<OptionalTensor>(),
-            s.take<OptionalTensor>(),
-            s.take<OptionalTensor>(),
-            s.take<std::optional<double>>(),
-            s.take<std::optional<double>>()};
+    return {s.take<Tensor>(),         s.take<Tensor>(),         s.take<OptionalTensor>(),
+            s.take<OptionalTensor>(), s.take<OptionalTensor>(), s.take<OptionalTensor>(),
+            s.take<OptionalTensor>(), s.take<PolicyDivisors>()};
   }
 };
 
 struct Formula {
-  PolicyFormula formula;
-  int64_t normalise, ignore_index;
+  PolicyOptions numbers;
+  int64_t ignore_index;
 
-  static constexpr const char* kSchema =
-      "int kind, int level, int normalise, float low, float high, float delta, float tau_positive,"
-      " float tau_negative, float k_positive, float lambda_positive, float k_negative, float lambda_negative,"
-      " int estimator, float kl, bool kl_corrected, float entropy_factor, int ignore_index)";
-  static Formula take(Stack& s) {
-    Formula f;
-    PolicyFormula& p = f.formula;
-    p.kind = PolicyKind(s.take<int64_t>()), p.level = PolicyLevel(s.take<int64_t>());
-    f.normalise = s.take<int64_t>(), p.by_answer = f.normalise == Normalise::by_answer;
-    for (double* number : {&p.low, &p.high, &p.delta, &p.tau_positive, &p.tau_negative, &p.k_positive,
-                           &p.lambda_positive, &p.k_negative, &p.lambda_negative})
-      *number = s.take<double>();
-    p.estimator = PolicyKl(s.take<int64_t>()), p.kl = s.take<double>(), p.kl_corrected = s.take<bool>();
-    p.entropy_factor = s.take<double>(), f.ignore_index = s.take<int64_t>();
-    return f;
-  }
+  static Formula take(Stack& s) { return {s.take<PolicyOptions>(), s.take<int64_t>()}; }
 };
 
 struct Results {
@@ -65,9 +39,7 @@ Results run(Inputs& in, const Formula& f, bool need_gradient) {
                          {"old", &in.old},
                          {"ref", &in.ref},
                          {"importance", &in.importance},
-                         {"entropy", &in.entropy},
-                         {"denominator", &in.denominator},
-                         {"entropy_denominator", &in.entropy_denominator}})
+                         {"entropy", &in.entropy}})
     if (*t) check_same_device(kOp, name, **t, like);
   TIGON_CHECK(kOp, like.dim() == 2, "log_prob must be [answers, tokens], got ", like.dim(), " dimensions");
   int64_t answers = like.size(0), tokens = like.size(1);
@@ -85,7 +57,7 @@ Results run(Inputs& in, const Formula& f, bool need_gradient) {
   };
   auto flat_or_none = [&](const char* name, OptionalTensor& t) { return t ? flat(name, *t) : Vector{}; };
   auto ctx = make_context(like);
-  Policy a = {.formula = f.formula, .answers = answers, .tokens = tokens, .count = answers};
+  Policy a = {.formula = f.numbers.formula, .answers = answers, .tokens = tokens, .count = answers};
   a.log_prob = flat("log_prob", in.log_prob);
   a.entropy = flat_or_none("entropy", in.entropy);
   a.target = flat_or_none("target", in.target);
@@ -98,16 +70,9 @@ Results run(Inputs& in, const Formula& f, bool need_gradient) {
   if (in.ref) a.kl = flat("kl", r.kl);
   if (need_gradient) a.dlog_prob = flat("dlog_prob", r.dlog_prob);
   if (need_gradient && in.entropy) a.dentropy = flat("dentropy", r.dentropy);
-  auto divisor = [&](const OptionalTensor& device, std::optional<double> number) {
-    PolicyTotals::Divisor d = {.number = number.value_or(0.0), .has_number = number.has_value()};
-    if (device) d.device = scalar_of(kOp, "denominator", *device);
-    return d;
-  };
-  PolicyTotals totals = {.denominator = divisor(in.denominator, in.host_denominator),
-                         .count_tokens = f.normalise == Normalise::by_token,
-                         .entropy_denominator = divisor(in.entropy_denominator, in.host_entropy_denominator),
-                         .scale = {.data = ctx->scratch_of<float>(1), .dtype = DType::f32, .size = 1},
-                         .loss = scalar_of(kOp, "loss", r.loss)};
+  Vector scale = {.data = ctx->scratch_of<float>(1), .dtype = DType::f32, .size = 1};
+  PolicyTotals totals =
+      in.divisors.totals(kOp, f.numbers.normalise, like, scale, scalar_of(kOp, "loss", r.loss));
   policy_begin(*ctx, a, totals);
   policy(*ctx, a);
   policy_end(*ctx, a, totals);
@@ -126,7 +91,8 @@ std::tuple<Tensor, Tensor, Tensor> infer(Inputs in, Formula f) {
 }  // namespace
 
 TIGON_TORCH_SCHEMAS(m) {
-  const std::string inputs = std::string(Inputs::kSchema) + Formula::kSchema;
+  const std::string inputs =
+      std::string(Inputs::kSchema) + PolicyDivisors::kSchema + PolicyOptions::kSchema + "int ignore_index)";
   define_forward(m, "policy",
                  inputs + " -> (Tensor loss, Tensor kl, Tensor clipped, Tensor dlog_prob, Tensor dentropy)");
   define(m, "policy_infer" + inputs + " -> (Tensor loss, Tensor kl, Tensor clipped)");

@@ -7,6 +7,7 @@ as TRL does.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 
@@ -16,8 +17,13 @@ import torch.distributed as dist
 import tigon
 from tigon.integrations.liger.missing import function_class
 from tigon.integrations.liger.preferences import Loss, head_log_prob
+from tigon.ops.policy import formula, token_losses
 
 _KINDS = {"cispo": "cispo", "sapo": "sapo", "vespo": "vespo"}
+_DEFAULTS = {
+    "op": "triton_grpo_loss", "delta": None, "tau": (1.0, 1.05), "gamma": (2.0, 3.0, 3.0, 2.0),
+    "kl_estimator": "k3", "entropy": 0.0, "normalise": "token",
+}  # fmt: skip
 _LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
 
@@ -35,8 +41,32 @@ def share_of_tokens(attention_mask, num_items_in_batch=None):
     return (items.to(attention_mask.device).float() / processes).clamp(min=1.0)
 
 
+def _formula(
+    mask, advantages, old, ref, importance, loss_type, level, beta, clip, delta, tau, gamma, corrected
+):  # fmt: skip
+    """Operands and options of tigon.policy_loss."""
+    kind = _KINDS.get(loss_type, "clip")
+    if importance is not None:
+        importance = importance.detach().float()
+        if importance.dim() == 2 and importance.shape[1] == 1:
+            importance = importance[:, 0]
+        if kind == "vespo" and importance.dim() == 1:  # a factor of the answer's ratio, once
+            share = 1 / mask.sum(-1, keepdim=True).clamp(min=1)
+            importance = importance.unsqueeze(-1).pow(share).expand(mask.shape)
+        importance = importance.contiguous()
+    operands = {
+        "advantage": advantages.float(),
+        "old": None if old is None else old.detach().float(),
+        "ref": None if ref is None else ref.detach().float(),
+        "importance": importance,
+    }
+    options = {"kind": kind, "level": level, "clip": clip, "kl": beta, "kl_corrected": corrected}
+    options |= {"clip": {"delta": delta}, "sapo": {"tau": tau}, "vespo": {"gamma": gamma}}.get(kind, {})
+    return operands, options
+
+
 def _policy(
-    log_prob,
+    of_formula,
     advantages,
     mask,
     old,
@@ -54,7 +84,10 @@ def _policy(
     max_completion_length,
     num_items,
 ):
-    """(loss, [mean divergence where beta is not 0, share of clipped tokens])."""
+    """(loss, [mean divergence where beta is not 0, share of clipped tokens]).
+
+    ``of_formula``: a result of tigon's policy losses from the operands and options of the formula.
+    """
     if loss_type not in _LOSSES:
         raise ValueError(f"Unknown loss type: {loss_type}")
     if level not in ("token", "sequence"):
@@ -66,8 +99,8 @@ def _policy(
         raise ValueError(f"Sequence-level importance sampling is not supported for loss_type='{loss_type}'.")
     if kind == "sapo" and min(tau) <= 0:
         raise ValueError("sapo_temperature must be > 0.")
-    answers = mask.shape[0]
     normalise, denominator = "token", None
+    answers = mask.shape[0]
     if loss_type in ("grpo", "sapo"):
         normalise = "sequence"
     elif loss_type == "luspo":
@@ -76,30 +109,14 @@ def _policy(
         denominator = answers * max_completion_length
     elif loss_type != "bnpo":
         denominator = share_of_tokens(mask, num_items)
-    if importance is not None and importance.dim() == 2 and importance.shape[1] == 1:
-        importance = importance[:, 0]
-    if beta != 0.0 and ref is None:
-        ref = log_prob.detach()
-    shape = {"sapo": {"tau": tau}, "vespo": {"gamma": gamma}}.get(kind, {})
-    result = tigon.policy_loss(
-        log_prob,
-        advantages.to(log_prob.dtype),
-        mask,
-        kind=kind,
-        level=level,
-        old=None if old is None else old.detach().float(),
-        ref=None if ref is None else ref.detach().float(),
-        importance=None if importance is None else importance.detach().float().contiguous(),
-        clip=clip,
-        delta=delta if kind == "clip" else None,
-        **shape,
-        kl=beta,
-        kl_corrected=corrected,
-        normalise=normalise,
-        denominator=denominator,
+    factor = 0.0 if ref is None else beta
+    operands, options = _formula(
+        mask, advantages, old, ref, importance, loss_type, level, factor, clip, delta, tau, gamma, corrected
     )
+    result = of_formula(**operands, **options, normalise=normalise, denominator=denominator)
     tokens = mask.sum().clamp(min=1.0)
-    metrics = [result.kl.sum() / tokens] if beta != 0.0 else []
+    divergence = result.loss.new_zeros(()) if ref is None else result.kl.sum() / tokens  # 0 from itself
+    metrics = [divergence] if beta != 0.0 else []
     return result.loss, (*metrics, (result.clipped != 0).sum() / tokens)
 
 
@@ -160,14 +177,15 @@ def liger_fused_linear_grpo(
         )
     mask = attention_mask != 0
     target = selected_token_ids.masked_fill(~mask, -100)
-    log_prob = head_log_prob(_input, weight, target, bias, -100, temperature)
     if not use_ref_model:
         ref_per_token_logps = None
     elif ref_per_token_logps is None:
         with torch.no_grad():
             ref_per_token_logps = head_log_prob(ref_input, ref_weight, target, ref_bias, -100, temperature)
+    hidden = _input.reshape(*target.shape, _input.shape[-1])
+    head = {"bias": bias, "temperature": temperature}
     return _policy(
-        log_prob,
+        functools.partial(tigon.linear_policy, hidden, weight, target, **head),
         advantages,
         mask,
         old_per_token_logps,
@@ -250,54 +268,6 @@ def fused_selective_log_softmax(logits, input_ids, temperature=0.9, mask=None):
     return _selected(logits, input_ids, temperature, mask)
 
 
-def _token_losses(
-    log_prob,
-    advantages,
-    mask,
-    old,
-    ref,
-    *,
-    loss_type,
-    level,
-    beta,
-    clip,
-    delta,
-    importance,
-    tau,
-    gamma,
-    corrected,
-):
-    """``[B, T]``: the loss, the divergence (None for beta 0), whether the ratio was clipped."""
-    advantages = advantages.unsqueeze(-1)
-    log_ratio = log_prob - (log_prob.detach() if old is None else old)
-    weight = log_ratio
-    if level == "sequence":
-        weight = (log_ratio * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True).clamp(min=1.0)
-    ratio = weight.exp()
-    clipped_ratio, below, above = clip_coef_fn(ratio, *clip, loss_type)
-    if loss_type == "cispo":
-        loss = -clipped_ratio * advantages * log_prob
-    elif loss_type == "sapo":
-        loss = -torch.where(advantages > 0, *(sapo_loss_fn(ratio, t) for t in tau)) * advantages
-    elif loss_type == "vespo":
-        shared = importance.unsqueeze(-1) if importance is not None and importance.dim() == 1 else importance
-        phi = get_gamma_weights(advantages[:, 0], log_ratio, mask, shared, *gamma)
-        loss = -phi * advantages * log_prob
-    else:
-        free = ratio if delta is None else ratio.clamp(max=delta)
-        loss = -torch.min(free * advantages, clipped_ratio * advantages)
-    if importance is not None and loss_type != "vespo":
-        loss = loss * (importance.unsqueeze(-1) if importance.dim() == 1 else importance)
-    divergence = None
-    if beta != 0.0:
-        divergence = k3_loss_fn(ref, log_prob)
-        divergence = divergence * ratio if corrected else divergence
-        loss = loss + beta * divergence
-    clipped = (below & (advantages < 0)) | (above & (advantages > 0))
-    kept = (t if t is None else t.expand_as(log_prob) * mask for t in (loss, divergence, clipped.float()))
-    return tuple(kept)
-
-
 def _reduce_grpo_loss(
     per_token_loss, completion_mask, loss_type, max_completion_length, num_items_in_batch=None
 ):
@@ -371,22 +341,32 @@ def triton_grpo_loss(
         "beta": beta,
         "clip": (eps_low, eps_high),
         "delta": delta,
-        "importance": vllm_is_ratio,
         "tau": (sapo_temperature_pos, sapo_temperature_neg),
         "gamma": (vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
         "corrected": use_bias_correction_kl,
     }
     if not reduce:
-        return _token_losses(log_prob, advantages, mask, old_logp, ref_logp, **shared)
+        operands, options = _formula(mask, advantages, old_logp, ref_logp, importance=vllm_is_ratio, **shared)
+        numbers = formula(**_DEFAULTS | options)
+        losses, ratio, divergence, clipped = token_losses(
+            log_prob, operands["advantage"], mask != 0, *list(operands.values())[1:], numbers
+        )
+        divergence = divergence if beta != 0.0 else None
+        return (
+            losses,
+            divergence * ratio if beta != 0.0 and use_bias_correction_kl else divergence,
+            clipped.abs(),
+        )
     longest = log_prob.shape[1] if max_completion_length is None else max_completion_length
     return _policy(
-        log_prob,
+        functools.partial(tigon.policy_loss, log_prob, mask=mask != 0),
         advantages,
         mask != 0,
         old_logp,
         ref_logp,
         max_completion_length=longest,
         num_items=num_items_in_batch,
+        importance=vllm_is_ratio,
         **shared,
     )
 

@@ -1,8 +1,8 @@
 """``liger_kernel.chunked_loss``: losses of pairs and of single answers from a head, without its logits.
 
-The log-probabilities come from :func:`tigon.linear_log_prob`, the losses from :func:`tigon.preference_loss`
-and :func:`tigon.kto_loss`; arguments, tuples, normalisation and errors are those of ``liger_kernel`` 0.8.5.
-``compiled`` and ``chunk_size`` choose nothing. A ``kl`` for each answer is taken as such.
+The losses are those of :func:`tigon.linear_preference` and :func:`tigon.linear_kto`; arguments, tuples,
+normalisation and errors are those of ``liger_kernel`` 0.8.5. ``compiled`` and ``chunk_size`` choose nothing.
+A ``kl`` for each answer is taken as such.
 """
 
 from __future__ import annotations
@@ -54,18 +54,19 @@ def _pairs(
     """(loss, the seven results that all losses of pairs share)."""
     half = target.shape[0] // 2
     hidden = hidden.reshape(*target.shape, hidden.shape[-1])
-    log_prob = head_log_prob(hidden, weight, target, bias, ignore_index)
-    sums = None if ref is None else _reference(*ref[:2], target, ref[2], ignore_index)
-    result = tigon.preference_loss(
-        log_prob, target != ignore_index, kind=kind, beta=beta, average=average, ref=sums, nll=0.0, **options
-    )
-    mean = result.nll.new_zeros(())
-    if nll:
-        labels, tokens = target[:half], log_prob[:half]
-        if nll_target is not None:
-            labels = nll_target[:half]
-            tokens = head_log_prob(hidden[:half], weight, labels, bias, ignore_index)
+    # Its labels may be others than target's.
+    apart = nll and (nll_target is not None or alpha < 0)
+    result = tigon.linear_preference(
+        hidden, weight, target, bias=bias, ignore_index=ignore_index, kind=kind, beta=beta, average=average,
+        ref=None if ref is None else (ref[0].reshape(*target.shape, ref[0].shape[-1]), *ref[1:]),
+        nll=alpha if nll and not apart else 0.0, **options,
+    )  # fmt: skip
+    loss, mean = result.loss, result.nll if nll else torch.zeros_like(result.nll)
+    if apart:
+        labels = (target if nll_target is None else nll_target)[:half]
+        tokens = head_log_prob(hidden[:half], weight, labels, bias, ignore_index)
         mean = -tokens.sum() / (labels != ignore_index).sum()
+        loss = loss + alpha * mean
     logits = logit_sums(hidden, weight, bias) / (half * target.shape[1] * weight.shape[0])
     shared = (
         *result.log_prob.split(half),
@@ -73,7 +74,7 @@ def _pairs(
         mean.detach(),
         *result.rewards.split(half),
     )
-    return result.loss + alpha * mean if nll else result.loss, shared
+    return loss, shared
 
 
 def _with_reference(given, ref_input, ref_weight, ref_bias):
@@ -267,20 +268,22 @@ def liger_fused_linear_kto(
     """Kahneman-Tversky optimisation: the sums of log-probabilities, logits and rewards by preference."""
     hidden = _input.reshape(*target.shape, _input.shape[-1])
     desirable = preference_labels.bool()
-    log_prob = head_log_prob(hidden, weight, target, bias, ignore_index)
-    ref = _reference(ref_input, ref_weight, target, ref_bias, ignore_index) if use_ref_model else None
-    counts = target != ignore_index
-    point, shifted = 0.0, ref  # one reference point for all, or one for each answer: part of its reference
-    if isinstance(kl, torch.Tensor) and kl.numel() > 1:
-        length = counts.sum(-1) if average_log_prob else 1
-        shifted = kl.reshape(-1).float() * length + (0.0 if ref is None else ref)
+    ref = _with_reference(use_ref_model, ref_input, ref_weight, ref_bias)
+    if ref is not None:
+        ref = (ref_input.reshape(*target.shape, ref_input.shape[-1]), *ref[1:])
+    point, many = 0.0, isinstance(kl, torch.Tensor) and kl.numel() > 1
+    if many:  # a reference point for each answer: part of its reference
+        length = (target != ignore_index).sum(-1) if average_log_prob else 1
+        sums = 0.0 if ref is None else _reference(ref_input, ref_weight, target, ref_bias, ignore_index)
+        ref = kl.detach().reshape(-1).float() * length + sums
     elif kl is not None:
         point = kl.detach() if isinstance(kl, torch.Tensor) else float(kl)
-    result = tigon.kto_loss(
-        log_prob, desirable, counts, beta=beta, kl=point, ref=shifted, average=average_log_prob
-    )
+    result = tigon.linear_kto(
+        hidden, weight, target, desirable, bias=bias, ignore_index=ignore_index, beta=beta, kl=point, ref=ref,
+        average=average_log_prob,
+    )  # fmt: skip
     rewards = result.rewards
-    if shifted is not ref:
+    if many:
         rewards = rewards + beta * kl.reshape(-1)
     logits = logit_sums(hidden, weight, bias)
     sums = [

@@ -13,11 +13,14 @@ _counts: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _streams: dict[int, torch.cuda.Stream] = {}
 
 
-def _count(target, ignore_index, shift):
-    return (target[..., 1:] if shift else target).ne(ignore_index).sum()
+def _count(target, ignore_index, shift, per_sequence=False):
+    counts = (target[..., 1:] if shift else target).ne(ignore_index)
+    return counts.sum(-1).reshape(-1) if per_sequence else counts.sum()
 
 
-def count_labels(target: torch.Tensor, ignore_index: int = -100, *, shift: bool = False) -> None:
+def count_labels(
+    target: torch.Tensor, ignore_index: int = -100, *, shift: bool = False, per_sequence: bool = False
+) -> None:
     """Start counting the labels of a CUDA tensor, so that a later loss leaves ignored rows out.
 
     Call it as soon as the labels are on the device, before the model's forward pass: a side stream counts and
@@ -31,6 +34,11 @@ def count_labels(target: torch.Tensor, ignore_index: int = -100, *, shift: bool 
         target: integer labels.
         ignore_index: label that does not count.
         shift: as in the call to come: without the first label of every sequence.
+        per_sequence: count each sequence ``target[i, :]``; the sum serves as above, and
+            :func:`tigon.linear_loss` with ``group`` leaves out the rows of each that do not count.
+
+    Raises:
+        tigon.Error: target is no integer tensor, or has no sequence dimension where one is needed.
     """
     check(
         "count_labels",
@@ -43,6 +51,12 @@ def count_labels(target: torch.Tensor, ignore_index: int = -100, *, shift: bool 
         not shift or target.dim() >= 1,
         "target must have a sequence dimension with shift=True, got none",
     )
+    check(
+        "count_labels",
+        not per_sequence or target.dim() >= 2,
+        "target must be [..., T] with per_sequence=True, got {}",
+        target.shape,
+    )
     if target.device.type != "cuda" or target.is_inference() or torch.cuda.is_current_stream_capturing():
         return  # an inference tensor does not tell whether it was modified
     current = torch.cuda.current_stream(target.device)
@@ -51,27 +65,42 @@ def count_labels(target: torch.Tensor, ignore_index: int = -100, *, shift: bool 
         side = _streams.setdefault(target.device.index, torch.cuda.Stream(target.device))
     side.wait_stream(current)
     with torch.cuda.stream(side):
-        pinned = torch.empty((), dtype=torch.int64, pin_memory=True)
-        pinned.copy_(_count(target.detach(), ignore_index, shift), non_blocking=True)
+        count = _count(target.detach(), ignore_index, shift, per_sequence)
+        pinned = torch.empty(count.shape, dtype=torch.int64, pin_memory=True)
+        pinned.copy_(count, non_blocking=True)
         event = torch.cuda.Event()
         event.record(side)
     target.record_stream(side)
     _counts.setdefault(target, {})[ignore_index, shift] = (target._version, event, pinned)
 
 
-def counted(target, ignore_index, shift):
-    """The number that :func:`count_labels` has found for this tensor, or -1."""
+def _arrived(target, ignore_index, shift):
+    """What :func:`count_labels` has found for this tensor, or None."""
     if torch.compiler.is_compiling():  # before the table is looked at: older compilers cannot trace it
-        return -1
+        return None
     if not _counts or torch.cuda.is_current_stream_capturing():
-        return -1
+        return None
     known = _counts.get(target)
     if known is None and target._base is not None and target._base.numel() == target.numel() and not shift:
         known = _counts.get(target._base)
     version, event, pinned = (known or {}).get((ignore_index, shift), (None, None, None))
     if event is None or version != target._version or not event.query():
-        return -1
-    return int(pinned)
+        return None
+    return pinned
+
+
+def counted(target, ignore_index, shift):
+    """The number that :func:`count_labels` has found for this tensor, or -1."""
+    found = _arrived(target, ignore_index, shift)
+    return -1 if found is None else int(found.sum())
+
+
+def sequence_counts(target, ignore_index) -> list[int] | None:
+    """How many labels of each sequence [B, T] count, where the host knows."""
+    if target.device.type == "cpu":
+        return _count(target, ignore_index, False, per_sequence=True).tolist()
+    found = _arrived(target, ignore_index, False)
+    return found.tolist() if found is not None and found.shape == target.shape[:1] else None
 
 
 def check_count(op, target, ignore_index, valid_rows) -> int:

@@ -32,6 +32,7 @@ from tigon.ops.loss_head.operands import (
     whole_vectors,
 )
 from tigon.ops.loss_head.reference import plain_logits, result_type
+from tigon.ops.loss_head.top_k import check_top_k, is_top_k, top_k_loss
 
 _KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2, "tvd": 3}
 _REDUCTIONS = {"none": "none", "sum": "sum", "batchmean": "mean", "mean": "mean"}
@@ -146,7 +147,7 @@ def _kernel_dtype(x):
 
 
 def _run(
-    op, kind, hidden, weight, teacher, labels, *, beta=0.5, soft, hard, temperature, softcap, logit_scale,
+    op, kind, beta, hidden, weight, teacher, labels, soft, hard, temperature, softcap, logit_scale,
     teacher_softcap, teacher_logit_scale, bias, lora, token_weight, reduction, denominator, ignore_index,
     shift, valid_rows, chunk_rows, outputs,
 ):  # fmt: skip
@@ -177,6 +178,19 @@ def _run(
         fits = token_weight.shape == labels.shape
         check(op, fits, "token_weight must be {}, got {}", labels.shape, token_weight.shape)
     check_lora(op, lora, hidden, weight)
+    if is_top_k(teacher):
+        check_top_k(op, teacher, hidden)
+        plain_side = teacher_softcap is None and teacher_logit_scale == 1.0
+        check(
+            op, plain_side, "teacher_softcap and teacher_logit_scale must not be given with log-probabilities"
+        )
+        options = {"bias": bias, "temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
+        options |= {"lora": lora, "chunk_rows": chunk_rows}
+        loss, results = top_k_loss(
+            op, kind, beta, autocast(hidden), weight, teacher, labels, soft, hard, token_weight, reduction,
+            denominator, ignore_index, shift, outputs, options,
+        )  # fmt: skip
+        return _named(loss, results, outputs)
     states, teacher_weight, teacher_bias = _check_teacher(op, teacher, hidden)
     hidden, states = autocast(hidden), states if teacher_weight is None else autocast(states)
     weight = plain_weight(op, weight)
@@ -276,7 +290,11 @@ def linear_kl_div(
         teacher: ``(hidden, weight)`` or ``(hidden, weight, bias)`` of the teacher, ``[..., H_t]``, ``[V_t,
             H_t]``, ``[V_t]``, of a dtype of its own; or its logits ``[..., V_t]``. Never gets a gradient.
             Where ``V_t`` is not ``V`` (padding) the first ``min(V, V_t)`` classes take part: the others are
-            outside both softmaxes and have gradient 0.
+            outside both softmaxes and have gradient 0. Or ``(indices, log_prob)``, integers and floats
+            ``[..., K]``: the log-probabilities (at `temperature`) of K different classes, such as the
+            teacher's most likely; the mass of all other classes is one class more on either side (at least
+            1e-7), and an entry of ``-inf`` is no candidate. Four products and none of a teacher's, by
+            :func:`tigon.linear_log_prob`, at its memory; the labels' cross-entropy is a call of its own.
         labels: ``[...]`` int64 class indices or ``ignore_index``, ``None``: every row counts.
         reverse: ``KL(student || teacher)`` instead.
         soft, hard: >= 0, weights of the divergence and of the labels' cross-entropy.
@@ -307,16 +325,12 @@ def linear_kl_div(
 
     Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network" (arXiv:1503.02531).
     """
-    options = {
-        "soft": soft, "hard": hard, "temperature": temperature, "softcap": softcap,
-        "logit_scale": logit_scale, "teacher_softcap": teacher_softcap,
-        "teacher_logit_scale": teacher_logit_scale, "bias": bias, "lora": lora,
-        "token_weight": token_weight, "reduction": reduction, "denominator": denominator,
-        "ignore_index": ignore_index, "shift": shift, "valid_rows": valid_rows, "chunk_rows": chunk_rows,
-        "outputs": outputs,
-    }  # fmt: skip
     kind = "reverse_kl" if reverse else "forward_kl"
-    return _run("linear_kl_div", kind, hidden, weight, teacher, labels, **options)
+    return _run(
+        "linear_kl_div", kind, 0.5, hidden, weight, teacher, labels, soft, hard, temperature, softcap,
+        logit_scale, teacher_softcap, teacher_logit_scale, bias, lora, token_weight, reduction, denominator,
+        ignore_index, shift, valid_rows, chunk_rows, outputs,
+    )  # fmt: skip
 
 
 def linear_jsd(
@@ -356,16 +370,12 @@ def linear_jsd(
     """
     check_numbers("linear_jsd", beta=beta)
     check("linear_jsd", 0.0 <= beta <= 1.0, "beta must be in [0, 1], got {}", beta)
-    options = {
-        "soft": soft, "hard": hard, "temperature": temperature, "softcap": softcap,
-        "logit_scale": logit_scale, "teacher_softcap": teacher_softcap,
-        "teacher_logit_scale": teacher_logit_scale, "bias": bias, "lora": lora,
-        "token_weight": token_weight, "reduction": reduction, "denominator": denominator,
-        "ignore_index": ignore_index, "shift": shift, "valid_rows": valid_rows, "chunk_rows": chunk_rows,
-        "outputs": outputs,
-    }  # fmt: skip
     kind = "forward_kl" if beta == 0.0 else "reverse_kl" if beta == 1.0 else "jsd"
-    return _run("linear_jsd", kind, hidden, weight, teacher, labels, beta=beta, **options)
+    return _run(
+        "linear_jsd", kind, beta, hidden, weight, teacher, labels, soft, hard, temperature, softcap,
+        logit_scale, teacher_softcap, teacher_logit_scale, bias, lora, token_weight, reduction, denominator,
+        ignore_index, shift, valid_rows, chunk_rows, outputs,
+    )  # fmt: skip
 
 
 def linear_tvd(
@@ -397,12 +407,8 @@ def linear_tvd(
 
     Args, returns, raises: as :func:`tigon.linear_kl_div`.
     """
-    options = {
-        "soft": soft, "hard": hard, "temperature": temperature, "softcap": softcap,
-        "logit_scale": logit_scale, "teacher_softcap": teacher_softcap,
-        "teacher_logit_scale": teacher_logit_scale, "bias": bias, "lora": lora,
-        "token_weight": token_weight, "reduction": reduction, "denominator": denominator,
-        "ignore_index": ignore_index, "shift": shift, "valid_rows": valid_rows, "chunk_rows": chunk_rows,
-        "outputs": outputs,
-    }  # fmt: skip
-    return _run("linear_tvd", "tvd", hidden, weight, teacher, labels, **options)
+    return _run(
+        "linear_tvd", "tvd", 0.5, hidden, weight, teacher, labels, soft, hard, temperature, softcap,
+        logit_scale, teacher_softcap, teacher_logit_scale, bias, lora, token_weight, reduction, denominator,
+        ignore_index, shift, valid_rows, chunk_rows, outputs,
+    )  # fmt: skip

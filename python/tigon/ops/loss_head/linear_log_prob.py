@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from tigon._op import Op, has_kernel
+from tigon.error import check
 from tigon.ops.loss_head import between
 from tigon.ops.loss_head.memory import check_keep
 from tigon.ops.loss_head.operands import (
@@ -42,13 +44,24 @@ def reference(hidden, weight, target, *, bias=None, temperature=1.0, softcap=Non
     del ignored
     z = plain_logits(hidden, weight, bias, softcap, logit_scale, temperature, lora, logit_dtype)
     log_p = torch.log_softmax(z, -1)
-    counts = target != ignore_index
-    picked = log_p.gather(-1, torch.where(counts, target, 0).long().unsqueeze(-1)).squeeze(-1)
-    picked = torch.where(counts, picked, 0.0)
+    labels = target if several(hidden, target) else target.unsqueeze(-1)
+    counts = labels != ignore_index
+    picked = torch.where(counts, log_p.gather(-1, torch.where(counts, labels, 0).long()), 0.0)
+    picked = picked.view(target.shape)
     if not entropy:
         return picked
     terms = torch.where(log_p == -torch.inf, 0.0, log_p.exp() * log_p)
-    return picked, torch.where(counts, -terms.sum(-1), 0.0)
+    return picked, torch.where(counts.any(-1), -terms.sum(-1), 0.0)
+
+
+def several(hidden, target) -> bool:
+    """Whether target has K labels for each row."""
+    return isinstance(target, torch.Tensor) and target.dim() == hidden.dim()
+
+
+def _of_rows(target, ignore_index):
+    """For labels [..., K] 0 where one of them counts, else -1: [...]."""
+    return (target != ignore_index).any(-1).long() - 1
 
 
 class _Arguments(NamedTuple):
@@ -91,10 +104,9 @@ class _Arguments(NamedTuple):
 
 def statistics_fake(hidden, target, entropy):
     """Shapes of the log-probabilities and entropies."""
-    rows = target.shape
     return (
-        hidden.new_empty(rows, dtype=torch.float32),
-        hidden.new_empty(rows if entropy else (0,), dtype=torch.float32),
+        hidden.new_empty(target.shape, dtype=torch.float32),
+        hidden.new_empty(target.shape[:1] if entropy else (0,), dtype=torch.float32),
     )
 
 
@@ -124,7 +136,11 @@ def _backward(ctx, dlog_prob, dentropy, *_):
     wanted = _Arguments(*ctx.needs_input_grad)
     if dlog_prob is None and dentropy is None:
         return (None,) * len(wanted)
-    upstream = torch.zeros_like(dentropy) if dlog_prob is None else -dlog_prob  # the loss is -log_prob
+    if dlog_prob is None:
+        _, _, _, _, target, *_ = ctx.saved_tensors
+        upstream = dentropy.new_zeros(target.shape)
+    else:
+        upstream = -dlog_prob  # the loss is -log_prob
     needs = sum(bit for name, bit in NEEDS.items() if getattr(wanted, name))
     if not torch.compiler.is_compiling():
         needs |= MAY_ROUND
@@ -171,35 +187,53 @@ def linear_log_prob(
     ``4 - f`` where a share f of the rows is kept. A gradient of the entropies needs all logits again,
     whatever was kept.
 
+    Labels ``[..., K]`` give the log-probabilities of K classes for each row (what a loss against the K most
+    likely classes of a teacher takes): ``K`` words a row more, no logits kept, so 4 products with gradients
+    (3 with a frozen head). The same label may stand more than once. A row counts where one of its labels
+    does.
+
     Args:
-        hidden, weight, target, bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows,
+        target: int labels ``[...]``, or ``[..., K]`` of any ``K >= 1``; ``ignore_index`` does not count.
+        hidden, weight, bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows,
             lora, chunk_rows, logit_dtype: as in :func:`tigon.linear_cross_entropy`, ``main_grad`` of weight
             included.
         entropy: also return the entropy of each distribution, ``lse - sum_c p_c z_c``, differentiable too.
-        keep_mb: how many MiB the gradients of the logits may take between forward and backward (rows that are
-            computed, times V rounded up to 64, times the size of hidden's dtype). ``None``: those of all rows
-            are kept where one chunk takes all rows (:func:`tigon.linear_log_prob_memory` says when), since
-            the backward would need that memory anyway; else none. A number: as many whole chunks as fit. 0:
-            nothing is kept, hidden's gradient for a frozen head neither. Where all rows are kept, or the head
-            is frozen, and no entropies were asked for, weight is not saved for the backward.
+        keep_mb: (one label a row) how many MiB the gradients of the logits may take between forward and
+            backward (rows that are computed, times V rounded up to 64, times the size of hidden's dtype).
+            ``None``: those of all rows are kept where one chunk takes all rows
+            (:func:`tigon.linear_log_prob_memory` says when), since the backward would need that memory
+            anyway; else none. A number: as many whole chunks as fit. 0: nothing is kept, hidden's gradient
+            for a frozen head neither. Where all rows are kept, or the head is frozen, and no entropies were
+            asked for, weight is not saved for the backward.
 
     Returns:
-        float32 ``[...]``, or a pair of them. 0 on ignored rows, with zero gradients.
+        float32 of target's shape; with ``entropy`` a pair, of it and ``[...]``. 0 of ignored labels and rows,
+        with zero gradients.
 
     Raises:
         tigon.Error: as :func:`tigon.linear_cross_entropy`; on CUDA a label outside ``[0, V)`` makes that row
         NaN.
     """
+    many = several(hidden, target)
+    if many:
+        fits = target.shape[:-1] == hidden.shape[:-1] and target.shape[-1] >= 1
+        check(_OP, fits, "target must be {} (and then K >= 1), got {}", hidden.shape[:-1], target.shape)
     check_head(
-        _OP, hidden, weight, target, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows
-    )
+        _OP, hidden, weight, target[..., 0] if many else target, bias, shift, ignore_index, softcap,
+        logit_scale, temperature, chunk_rows,
+    )  # fmt: skip
     check_lora(_OP, lora, hidden, weight)
     check_keep(_OP, keep_mb)
     hidden = autocast(hidden)
     wide = wide_logits(_OP, logit_dtype, hidden)
-    if not has_kernel(_OP, hidden):
-        check_plain(_OP, weight, target, ignore_index, shift, valid_rows)
-        target = shifted(target, ignore_index) if shift else target
+    kernel = has_kernel(_OP, hidden)
+    if many and shift:
+        target = F.pad(target[..., 1:, :], (0, 0, 0, 1), value=ignore_index)
+    if not kernel:
+        check_plain(_OP, weight, target, ignore_index, shift and not many, None if many else valid_rows)
+        if many:
+            check_plain(_OP, weight, _of_rows(target, ignore_index), -1, False, valid_rows)
+        target = shifted(target, ignore_index) if shift and not many else target
         return reference(hidden, plain_weight(_OP, weight), target, bias=bias, temperature=temperature,
                          softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index,
                          entropy=entropy, lora=lora, logit_dtype=logit_dtype)  # fmt: skip
@@ -207,15 +241,21 @@ def linear_log_prob(
     if main_grad is None:  # main_grad has weight's own columns
         hidden, weight, lora = whole_vectors(hidden, weight, lora)
     lora_a, lora_b, lora_scale = lora_operands(hidden, lora)
+    rows = target
+    if many:  # the number of rows that count is found where it costs no wait
+        target = target.to(hidden.device, non_blocking=True).long()
+        rows = target[..., 0] if rows.is_cuda else _of_rows(rows, ignore_index)
     operands, known_rows, needs = prepare(
-        _OP, hidden, weight, target, bias, ignore_index, shift, valid_rows, lora_a=lora_a, lora_b=lora_b,
-        wide=wide,
+        _OP, hidden, weight, rows, bias, -1 if many else ignore_index, shift and not many, valid_rows,
+        lora_a=lora_a, lora_b=lora_b, wide=wide,
     )  # fmt: skip
+    if many:
+        operands = operands._replace(target=target.reshape(-1, target.shape[-1]))
     options = Options(
         ignore_index, softcap=softcap or 0.0, logit_scale=logit_scale, temperature=temperature,
         lora_scale=lora_scale, wide_logits=wide, chunk_rows=chunk_rows or 0, valid_rows=known_rows,
     )  # fmt: skip
-    needs, keep_rows = between.keep(operands, needs, keep_mb, main_grad)
+    needs, keep_rows = between.keep(operands, needs, 0 if many else keep_mb, main_grad)
     result, entropies = _op(*_Arguments(
         operands.hidden, operands.weight, operands.target, operands.bias, ignore_index, options.softcap,
         logit_scale, temperature, wide, lora_a, lora_b, lora_scale, options.chunk_rows, known_rows, entropy,
@@ -224,4 +264,4 @@ def linear_log_prob(
     if main_grad is not None and isinstance(result.grad_fn, _op.node):  # eager: grad_fn is what backward sees
         result.grad_fn.main_grad = main_grad
     result = result.view(target.shape)
-    return (result, entropies.view(target.shape)) if entropy else result
+    return (result, entropies.view(hidden.shape[:-1])) if entropy else result

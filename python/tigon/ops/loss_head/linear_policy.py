@@ -14,7 +14,7 @@ from tigon.error import check
 from tigon.ops import policy as _policy
 from tigon.ops.arguments import kind_of
 from tigon.ops.cross_entropy import check_denominator, split_denominator
-from tigon.ops.loss_head.operands import autocast, check_plain, shifted
+from tigon.ops.loss_head.operands import autocast, check_plain, plain_weight, shifted
 from tigon.ops.loss_head.token_loss import (
     Head,
     check_operands,
@@ -125,7 +125,7 @@ def linear_policy(
     advantage, old, ref, importance = (
         None if t is None else t.detach() for t in (advantage, old, ref, importance)
     )
-    hidden = autocast(hidden)
+    hidden, weight = autocast(hidden), plain_weight(op, weight)
     if not has_kernel(op, hidden) or plain(hidden):
         if hidden.dtype == torch.float64:
             check_plain(op, weight, target, ignore_index, shift, valid_rows)

@@ -12,7 +12,7 @@ from tigon.error import check
 from tigon.ops import preference as _preference
 from tigon.ops.arguments import check_indices
 from tigon.ops.cross_entropy import check_denominator, split_denominator
-from tigon.ops.loss_head.operands import autocast, check_plain, shifted
+from tigon.ops.loss_head.operands import autocast, check_plain, plain_weight, shifted
 from tigon.ops.loss_head.token_loss import (
     Head,
     check_operands,
@@ -58,7 +58,7 @@ def _merged(op, target, nll_target, ignore_index):
 def _run(op, hidden, weight, target, head: Head, ref, nll_target, desirable, kl, denominator, formula):
     """Kernel or reference, on checked arguments."""
     check_denominator(op, denominator)
-    hidden = autocast(hidden)
+    hidden, weight = autocast(hidden), plain_weight(op, weight)
     shift, ignore_index = head.shift, head.ignore_index
     native = has_kernel(op, hidden)
     if not native:
@@ -152,7 +152,8 @@ def linear_preference(
         :class:`tigon.ops.preference.PreferenceResult`: ``(loss, log_prob [2P], rewards [2P], nll, margin
         [P])``; the loss is differentiable in hidden, weight, bias, A and B, each only where needed; the rest
         is detached, of the same pass. Traced by torch.compile as one operator. Bitwise deterministic as
-        :func:`tigon.linear_cross_entropy`. ``main_grad`` is not looked at.
+        :func:`tigon.linear_cross_entropy`. With ``weight.tigon_main_grad`` the weight's gradient is
+        formed as without, and added to ``weight.main_grad``.
 
     Raises:
         tigon.Error: as the two functions named, and a ref of other rows or classes.

@@ -17,6 +17,7 @@ _OP = "linear_cross_entropy_memory"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _MIB = 1 << 20
 AUTOMATIC = -1  # of `keep_rows`: all rows where one chunk takes all, else none
+MOST_GROUP_LOGITS = 1 << 30  # bytes of a group's logits: linear_head_group_limit of the C++ side
 _GEMM_WORKSPACE = 32 * _MIB  # of cuBLASLt, on CUDA, where one of its kernels asks for it
 
 
@@ -312,6 +313,7 @@ def linear_log_prob_memory(
     chunk_rows: int | None = None,
     keep_mb: float | None = None,
     logit_dtype: torch.dtype | None = None,
+    labels: int = 1,
 ) -> HeadMemory:
     """Bytes that :func:`tigon.linear_log_prob` and its backward take besides their inputs.
 
@@ -319,20 +321,26 @@ def linear_log_prob_memory(
     is formed in the forward, and ``rows * V * size`` (V rounded up to 64) for the gradients of the logits of
     the rows that are kept. The weight's gradient is formed in the backward: ``V * H * size`` of one chunk,
     ``4 V H`` of several. The rest is as in :func:`tigon.linear_cross_entropy_memory`. A gradient of the
-    entropies takes what ``keep_mb=0`` takes, besides what is kept.
+    entropies takes what ``keep_mb=0`` takes, besides what is kept. With K ``labels`` of a row nothing
+    is kept, and a row has ``4 K`` bytes of results and as many while a pass runs.
 
     Raises:
         tigon.Error: a size or an option that :func:`tigon.linear_log_prob` would not take.
     """
-    return linear_cross_entropy_memory(
+    check_integers(_OP, labels=labels)
+    check(_OP, labels >= 1, "labels must be >= 1, got {}", labels)
+    found = linear_cross_entropy_memory(
         rows, hidden_size, vocab, dtype, device=device, weight_dtype=weight_dtype, train_hidden=train_hidden,
         train_weight=train_weight, train_bias=train_bias, main_grad=main_grad, lora_rank=lora_rank,
-        valid_rows=valid_rows, reduction="none", chunk_rows=chunk_rows, keep_mb=keep_mb,
+        valid_rows=valid_rows, reduction="none", chunk_rows=chunk_rows, keep_mb=0 if labels > 1 else keep_mb,
         logit_dtype=logit_dtype,
     )  # fmt: skip
-
-
-_MOST_GROUP_LOGITS = 1 << 30  # bytes: linear_head_group_limit of the C++ side
+    if labels == 1 or dtype == torch.float64:
+        return found
+    more = 4 * rows * labels  # scores; and the results
+    return found._replace(
+        workspace=found.workspace + more, results=found.results + more, peak=found.peak + 2 * more
+    )
 
 
 def linear_preference_memory(
@@ -369,13 +377,14 @@ def linear_preference_memory(
         check(_OP, size >= 0, "{} must be >= 0, got {}", name, size)
     check(_OP, group in (0, 1, 2), "group must be 0, 1 or 2, got {}", group)
     rows, together = answers * tokens, group * tokens
+    to_main_grad = options.pop("main_grad", False) and train_weight  # formed as without, and added
     given = {"device": device, "train_weight": train_weight, **options}
     whole = linear_cross_entropy_memory(rows, hidden_size, vocab, dtype, chunk_rows=chunk_rows, **given)
     chunk, several = whole.chunk_rows, whole.chunk_rows < rows
     copies = 1 if train_weight else 0  # of hidden, times the factors
     if group and several:
         bound = chunk_rows is not None or options.get("max_workspace_mb") is not None
-        most = chunk if bound else max(chunk, _MOST_GROUP_LOGITS // (padded(vocab) * dtype.itemsize))
+        most = chunk if bound else max(chunk, MOST_GROUP_LOGITS // (padded(vocab) * dtype.itemsize))
         if together <= most:
             chunk = max(chunk, together) // max(together, 1) * max(together, 1)
             copies = 2 if group == 2 else copies  # pairs are gathered, and their gradients scattered
@@ -383,6 +392,9 @@ def linear_preference_memory(
             copies = 0  # forth and back: the factors are in the logits' gradients
     found = linear_cross_entropy_memory(rows, hidden_size, vocab, dtype, chunk_rows=max(chunk, 1), **given)
     extra = copies * chunk * hidden_size * dtype.itemsize + 40 * rows
+    if to_main_grad:
+        size = (options.get("weight_dtype") or dtype).itemsize
+        found = found._replace(results=found.results - vocab * hidden_size * size)
     if dtype == torch.float64:
         return found
     return found._replace(workspace=found.workspace + extra, peak=found.peak + extra)

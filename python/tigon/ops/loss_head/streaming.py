@@ -9,6 +9,7 @@ import torch
 
 from tigon._op import once, raw
 from tigon.error import check
+from tigon.ops.loss_head.groups import Groups, Span
 from tigon.ops.loss_head.labels import check_count
 from tigon.ops.loss_head.linear_log_prob import statistics_fake
 from tigon.ops.loss_head.memory import default_chunk, padded
@@ -42,15 +43,17 @@ class Call(NamedTuple):
     needs: int
     wrt: tuple[bool, ...]  # which per-token tensors need a gradient
     grad: bool  # gradients are recorded where the call is made
+    groups: Groups | None = None  # fn sees whole groups, else rows
 
 
-def losses(fn, statistics, tensors, counts):
-    """fn on rows: its losses, 0 where the label is ignored."""
+def losses(fn, statistics, tensors, counts, groups=None):
+    """fn on rows: its losses, 0 where the label is ignored; or on so many groups."""
     values = fn(*statistics, *tensors)
     log_prob, *_ = statistics
-    fits = isinstance(values, torch.Tensor) and values.shape == log_prob.shape
+    what, shape = ("row", log_prob.shape) if groups is None else ("group", (groups,))
+    fits = isinstance(values, torch.Tensor) and values.shape == shape
     given = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
-    check(OP, fits, "fn must return one loss per row, a tensor {}, got {}", log_prob.shape, given)
+    check(OP, fits, "fn must return one loss per " + what + ", a tensor {}, got {}", list(shape), given)
     return values if counts is None else torch.where(counts, values, 0.0)
 
 
@@ -89,16 +92,27 @@ class _Stream:
         valid = options.valid_rows
         if target.device.type == "cpu":
             valid = check_count(OP, target, self.ignore_index, valid)
-        self.index, self.labels, self.fault = None, target, None
+        groups = call.groups
+        if groups is not None:
+            valid = sum(groups.sizes)
+        order = None if groups is None else groups.order(target.device)
+        self.index, self.labels, self.fault = order, target if order is None else target[order], None
+        self.place = None  # of the rows of the list in the order of the groups
         if 0 <= valid < rows:
-            self.index, self.labels, self.fault = list_rows(target, self.ignore_index, valid)
+            self.place, self.labels, self.fault = list_rows(self.labels, self.ignore_index, valid)
+            self.index = self.place if order is None else order[self.place]
         self.count = self.labels.shape[0]
         chunk = options.chunk_rows or default_chunk(
             hidden.device.type, hidden.dtype, self.count, size, vocab, dweight=call.needs & WEIGHT != 0
         )
-        self.chunk = min(chunk, max(self.count, 1))
+        chunk = min(chunk, max(self.count, 1))
+        if groups is None:
+            self.spans = [Span(b, min(b + chunk, self.count), 0, 0) for b in range(0, self.count, chunk)]
+        else:
+            self.spans = groups.spans(chunk)
+        longest = max((span.end - span.begin for span in self.spans), default=1)
         dtype = torch.float32 if options.wide_logits else hidden.dtype
-        self.space = hidden.new_empty(self.chunk, padded(vocab), dtype=dtype)[:, :vocab]
+        self.space = hidden.new_empty(longest, padded(vocab), dtype=dtype)[:, :vocab]
         make = torch.zeros if self.index is not None or self.count == 0 else torch.empty
         f32 = {"dtype": torch.float32, "device": hidden.device}
         needs = call.needs
@@ -127,39 +141,53 @@ class _Stream:
         """The loss."""
         early = self.hidden.dtype != torch.float16
         scale = self.scale.float()
-        for begin in range(0, self.count, self.chunk):
-            self._chunk(begin, min(begin + self.chunk, self.count), scale if early else None)
+        for span in self.spans:
+            self._chunk(span, scale if early else None)
         loss = self.total * self.scale
         return (loss if self.fault is None else loss + self.fault).float()
 
-    def _chunk(self, begin, end, scale):
-        call, part = self.call, slice(begin, end)
+    def _seen(self, span, statistics):
+        """What fn takes of a chunk: statistics and tensors; which rows count (None: all, or groups)."""
+        begin, end, first, last = span
+        groups, part = self.call.groups, slice(begin, end)
+        if groups is None:
+            rows = part if self.index is None else self.index[part]
+            counts = self.labels[part] != self.ignore_index if self.index is None else None
+            return statistics, [t[rows] for t in self.tensors], counts
+        slots, count = None, last - first
+        if self.place is not None:  # a wrong list has places anywhere, and NaN for its losses
+            slots = (self.place[part] - first * groups.rows).clamp(0, max(count * groups.rows - 1, 0))
+        seen = [groups.seen(t, slots, count) for t in statistics]
+        return seen, [groups.part(t, first, last) for t in self.tensors], None
+
+    def _chunk(self, span, scale):
+        call, part = self.call, slice(span.begin, span.end)
         rows = part if self.index is None else self.index[part]
-        hidden, labels, logits = self.hidden[rows], self.labels[part], self.space[: end - begin]
+        hidden, labels, logits = self.hidden[rows], self.labels[part], self.space[: span.end - span.begin]
         log_prob, entropy = _logits(
             logits, hidden, self.weight, labels, self.bias, *self.of_logits, call.entropy
         )
         wanted = call.needs != 0 or any(call.wrt)
-        counts = labels != self.ignore_index if self.index is None else None
         with torch.set_grad_enabled(call.grad):
             log_prob.requires_grad_(call.needs != 0)
             if call.entropy:
                 entropy.requires_grad_(call.needs != 0)
-            tensors = [
-                t[rows].detach().requires_grad_(need and wanted)
-                for t, need in zip(self.tensors, call.wrt, strict=True)
-            ]
             statistics = (log_prob, entropy) if call.entropy else (log_prob,)
-            values = losses(call.fn, statistics, tensors, counts)
+            seen, parts, counts = self._seen(span, statistics)
+            tensors = [
+                t.detach().requires_grad_(need and wanted) for t, need in zip(parts, call.wrt, strict=True)
+            ]
+            number = None if call.groups is None else span.last - span.first
+            values = losses(call.fn, seen, tensors, counts, number)
             total = values.sum()
         self.total += values.detach().double().sum()
         leaves = [t for t in (log_prob, entropy, *tensors) if t.requires_grad]
-        if begin == 0 and call.grad:
+        if span is self.spans[0] and call.grad:
             _check_closed(total, leaves)
         if wanted:
-            self._differentiate(begin, rows, hidden, labels, logits, total, leaves, tensors, scale)
+            self._differentiate(span, rows, hidden, labels, logits, total, leaves, tensors, scale)
 
-    def _differentiate(self, begin, rows, hidden, labels, logits, total, leaves, tensors, scale):
+    def _differentiate(self, span, rows, hidden, labels, logits, total, leaves, tensors, scale):
         call = self.call
         gradients = iter(torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else ())
         if call.needs:
@@ -175,13 +203,15 @@ class _Stream:
             if self.dhidden is not None:
                 dhidden = self.dhidden[rows] if self.index is None else torch.empty_like(hidden)
             _gradient(logits, dhidden, self.dweight, self.dbias, upstream, of_entropy, hidden, self.weight,
-                      labels, self.bias, *self.of_logits, begin == 0)  # fmt: skip
+                      labels, self.bias, *self.of_logits, span.begin == 0)  # fmt: skip
             if dhidden is not None and self.index is not None:
                 self.dhidden[rows] = dhidden
         for kept, t in zip(self.dtensors, tensors, strict=True):
             gradient = next(gradients, None) if t.requires_grad else None
-            if gradient is not None:
+            if gradient is not None and call.groups is None:
                 kept[rows] = gradient
+            elif gradient is not None:
+                call.groups.part(kept, span.first, span.last).copy_(gradient)
 
 
 class Function(torch.autograd.Function):

@@ -1,0 +1,92 @@
+"""Divergences from the K most likely classes of a teacher: what a server of teachers sends.
+
+A distribution becomes K + 1 numbers: those of the candidates, and the mass of all other classes. The
+student's come from :func:`tigon.linear_log_prob` of labels ``[..., K]``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tigon.error import check
+from tigon.ops import cross_entropy as _cross_entropy
+from tigon.ops import divergence as _divergence
+from tigon.ops.arguments import check_float, check_indices
+from tigon.ops.loss_head.linear_log_prob import linear_log_prob
+from tigon.ops.loss_head.operands import shifted
+
+_LEAST_TAIL = 1e-7  # of the mass beside the candidates: 1 - their sum is not known better in float32
+_NEVER = -1e4  # log-probability of what is no candidate
+
+
+def is_top_k(teacher) -> bool:
+    """Whether a teacher is (indices, log-probabilities)."""
+    pair = isinstance(teacher, (tuple, list)) and len(teacher) == 2 and isinstance(teacher[0], torch.Tensor)
+    return pair and not teacher[0].is_floating_point()
+
+
+def check_top_k(op, teacher, hidden) -> None:
+    """Indices and log-probabilities [..., K] on hidden's device."""
+    indices, log_prob = teacher
+    check_indices(op, "teacher indices", indices)
+    check_float(op, "teacher log_prob", log_prob)
+    lead = hidden.shape[:-1]
+    fits = indices.dim() == hidden.dim() and indices.shape[:-1] == lead and indices.shape[-1] >= 1
+    check(op, fits, "teacher indices must be {} and then K >= 1, got {}", lead, indices.shape)
+    check(op, log_prob.shape == indices.shape, "teacher log_prob must be {}, got {}", indices.shape,
+          log_prob.shape)  # fmt: skip
+    for t in teacher:
+        check(op, t.device == hidden.device, "teacher must be on {}, got {}", hidden.device, t.device)
+
+
+def with_tail(log_prob):
+    """Log-probabilities of K candidates, and of all others together."""
+    mass = log_prob.logsumexp(-1, keepdim=True).clamp(max=-_LEAST_TAIL)
+    return torch.cat((log_prob, mass.expm1().neg().log()), -1)
+
+
+def _rows(kind, beta, student, teacher, labels, ignore_index):
+    options = {"reduction": "none", "ignore_index": ignore_index}
+    if kind in ("forward_kl", "reverse_kl"):
+        return _divergence.kl_div(student, teacher, labels, reverse=kind == "reverse_kl", **options)
+    if kind == "jsd":
+        return _divergence.jsd(student, teacher, labels, beta=beta, **options)
+    return _divergence.tvd(student, teacher, labels, **options)
+
+
+def top_k_loss(
+    op, kind, beta, hidden, weight, teacher, labels, soft, hard, token_weight, reduction, denominator,
+    ignore_index, shift, outputs, head,
+):  # fmt: skip
+    """The loss and the results of rows, on checked arguments; `head`: options of linear_log_prob."""
+    indices, of_teacher = (t.detach() for t in teacher)
+    labels = shifted(labels, ignore_index) if shift else labels
+    counts = labels != ignore_index
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    if hidden.dtype != wide:
+        head = head | {"logit_dtype": wide}
+    candidate = (of_teacher > _NEVER) & counts.unsqueeze(-1)
+    targets = torch.where(candidate, indices.long(), ignore_index)
+    entropy = "entropy" in outputs
+    log_prob = linear_log_prob(hidden, weight, targets, ignore_index=ignore_index, entropy=entropy, **head)
+    log_prob, entropies = log_prob if entropy else (log_prob, None)
+    student, teacher = (with_tail(torch.where(candidate, t.to(wide), _NEVER)) for t in (log_prob, of_teacher))
+    of_soft = _rows(kind, beta, student, teacher, labels, ignore_index)
+    results = {"soft": of_soft.detach()}
+    rows = soft * of_soft
+    if hard != 0.0 or "hard" in outputs:
+        beside = head | {"temperature": 1.0}
+        of_hard = -linear_log_prob(hidden, weight, labels, ignore_index=ignore_index, **beside)
+        results["hard"] = of_hard.detach()
+        rows = rows + hard * of_hard if hard != 0.0 else rows
+    rows = rows if token_weight is None else rows * token_weight.detach()
+    if entropy:
+        results["entropy"] = torch.where(counts, entropies.detach(), 0.0)
+    if denominator is not None:
+        loss = _cross_entropy.divide(rows.sum(), denominator)
+    elif reduction == "none":
+        loss = rows
+    else:
+        number = {"sum": 1, "batchmean": counts.sum(), "mean": counts.sum() * student.shape[-1]}[reduction]
+        loss = rows.sum() / number
+    return loss, results

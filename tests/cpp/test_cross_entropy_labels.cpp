@@ -1,0 +1,104 @@
+// Several labels a row on the streaming head, in the core: log-probabilities against double, gradients against their slopes, refusals.
+#include <cmath>
+
+#include "table.h"
+#include "tigon/ops/linear_cross_entropy/linear_cross_entropy.h"
+
+namespace tigon::test {
+namespace {
+
+constexpr int64_t kRows = 7, kHidden = 5, kVocab = 9, kLabels = 4;
+
+struct Run {
+  Table hidden{DType::f32, kRows, kHidden}, weight{DType::f32, kVocab, kHidden},
+      labels{Table::column(DType::i64, kRows * kLabels)},
+      upstream{Table::column(DType::f32, kRows * kLabels)},
+      log_prob{Table::column(DType::f32, kRows * kLabels)}, loss{Table::column(DType::f32, kRows)},
+      dhidden{DType::f32, kRows, kHidden}, dweight{DType::f32, kVocab, kHidden};
+
+  Run() {
+    hidden.normal(1), weight.normal(2), upstream.normal(3);
+    labels.fill([](int64_t, int64_t i) {
+      int64_t row = i / kLabels, k = i % kLabels;
+      return row == 2 || i % 5 == 3 ? -100 : k == 2 ? row * 4 % kVocab : (row * 4 + k) % kVocab;
+    });
+  }
+  LinearCrossEntropy call(int64_t chunk) {
+    LinearCrossEntropy a;
+    a.hidden = hidden.matrix(), a.weight = weight.matrix();
+    a.reduction = Reduction::none, a.chunk_rows = chunk;
+    a.softcap = 4.0f, a.logit_scale = 0.8f, a.temperature = 0.7f;
+    a.labels = labels.vector(), a.label_count = kLabels;
+    a.loss = loss.vector();
+    return a;
+  }
+  double z(int64_t row, int64_t c) const {
+    double sum = 0.0;
+    for (int64_t h = 0; h < kHidden; ++h) sum += hidden(row, h) * weight(c, h);
+    return 4.0 * std::tanh(0.8 * sum / 4.0) / 0.7;
+  }
+  double expected(int64_t i) const {
+    if (labels(i) == -100.0) return 0.0;
+    int64_t row = i / kLabels;
+    double sum = 0.0;
+    for (int64_t c = 0; c < kVocab; ++c) sum += std::exp(z(row, c));
+    return z(row, int64_t(labels(i))) - std::log(sum);
+  }
+  double total() const {
+    double sum = 0.0;
+    for (int64_t i = 0; i < kRows * kLabels; ++i) sum -= upstream(i) * expected(i);
+    return sum;
+  }
+};
+
+TEST_CASE("log-probabilities and gradients of several labels a row") {
+  auto ctx = make_cpu_context(2);
+  for (int64_t chunk : {0, 1, 3}) {
+    INFO("chunk of " << chunk);
+    Run run;
+    LinearCrossEntropy a = run.call(chunk);
+    a.label_log_prob = run.log_prob.vector();
+    linear_cross_entropy(*ctx, a);
+    CHECK(run.log_prob.guards_intact());
+    for (int64_t i = 0; i < kRows * kLabels; ++i)
+      CHECK(run.log_prob(i) == doctest::Approx(run.expected(i)).epsilon(2e-6));
+
+    LinearCrossEntropy b = run.call(chunk);
+    b.label_upstream = run.upstream.vector();
+    b.dhidden = run.dhidden.matrix(), b.dweight = run.dweight.matrix();
+    linear_cross_entropy_rows_gradient(*ctx, b);
+    for (auto [values, slopes] : {std::pair{&run.hidden, &run.dhidden}, {&run.weight, &run.dweight}})
+      for (int64_t r = 0; r < values->rows(); ++r)
+        for (int64_t c = 0; c < kHidden; ++c) {
+          double at = (*values)(r, c), totals[2];
+          for (int up : {0, 1}) {
+            values->set(r, c, at + (up ? 0.01 : -0.01));
+            totals[up] = run.total();
+          }
+          values->set(r, c, at);
+          CHECK((*slopes)(r, c) ==
+                doctest::Approx((totals[1] - totals[0]) / 0.02).epsilon(0.01).scale(0.02));
+        }
+  }
+}
+
+TEST_CASE("labels of a row are refused before anything is written") {
+  auto ctx = make_cpu_context(1);
+  auto refused = [&](const char* message, auto&& change) {
+    Run run;
+    Table before = run.log_prob;
+    LinearCrossEntropy a = run.call(0);
+    a.label_log_prob = run.log_prob.vector();
+    change(run, a);
+    CHECK_THROWS_WITH_AS(linear_cross_entropy(*ctx, a), doctest::Contains(message), Error);
+    CHECK(run.log_prob == before);
+  };
+  refused("target must be in [0, 9) or -100 (ignored), got 9 in row 1",
+          [](Run& run, LinearCrossEntropy&) { run.labels.set(0, 5, 9.0); });
+  refused("valid_rows must be", [](Run&, LinearCrossEntropy& a) { a.valid_rows = 5; });
+  refused("several labels a row", [](Run&, LinearCrossEntropy& a) { a.label_smoothing = 0.1f; });
+  refused("target must have at least one label", [](Run&, LinearCrossEntropy& a) { a.label_count = 0; });
+}
+
+}  // namespace
+}  // namespace tigon::test
