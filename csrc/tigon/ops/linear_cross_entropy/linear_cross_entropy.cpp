@@ -85,6 +85,13 @@ Vector factors(Context& ctx, const LinearCrossEntropy& a, const LinearHeadRows& 
   return out;
 }
 
+// The same call with the labels of its rows.
+LinearCrossEntropy with_labels(Context& ctx, const LinearCrossEntropy& a) {
+  LinearCrossEntropy b = a;
+  b.target = linear_head_labels(ctx, kOp, a.target, a.ignore_index, a.shift);
+  return b;
+}
+
 // What the row pass reads and writes for the rows worked on.
 struct Values {
   Vector factor, entropy_factor;
@@ -201,7 +208,8 @@ LinearHeadRows rows_of(Context& ctx, const LinearCrossEntropy& a, const LinearHe
 
 }  // namespace
 
-void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& a) {
+void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& call) {
+  LinearCrossEntropy a = with_labels(ctx, call);
   LinearHead head = checked(a);
   check_call(a, head);
   check_between(a);
@@ -237,7 +245,8 @@ void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& a) {
     cross_entropy_total(ctx, {.loss = a.loss, .scale = a.scale, .total = a.total});
 }
 
-void linear_cross_entropy_rows_gradient(Context& ctx, const LinearCrossEntropy& a) {
+void linear_cross_entropy_rows_gradient(Context& ctx, const LinearCrossEntropy& call) {
+  LinearCrossEntropy a = with_labels(ctx, call);
   LinearHead head = checked(a);
   require_vector(kOp, "upstream", a.upstream, a.hidden.rows, DType::f32);
   check_between(a);

@@ -155,7 +155,8 @@ def linear_log_prob(
     logit_scale: float = 1.0,
     ignore_index: int = -100,
     entropy: bool = False,
-    shift: bool = False,
+    shift: int | bool = False,
+    position_ids: torch.Tensor | None = None,
     valid_rows: int | None = None,
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
@@ -172,9 +173,9 @@ def linear_log_prob(
     whatever was kept.
 
     Args:
-        hidden, weight, target, bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows,
-            lora, chunk_rows, logit_dtype: as in :func:`tigon.linear_cross_entropy`, ``main_grad`` of weight
-            included.
+        hidden, weight, target, bias, temperature, softcap, logit_scale, ignore_index, shift,
+            position_ids, valid_rows, lora, chunk_rows, logit_dtype: as in
+            :func:`tigon.linear_cross_entropy`, ``main_grad`` of weight included.
         entropy: also return the entropy of each distribution, ``lse - sum_c p_c z_c``, differentiable too.
         keep_mb: how many MiB the gradients of the logits may take between forward and backward (rows that are
             computed, times V rounded up to 64, times the size of hidden's dtype). ``None``: those of all rows
@@ -191,15 +192,16 @@ def linear_log_prob(
         NaN.
     """
     check_head(
-        _OP, hidden, weight, target, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows
-    )
+        _OP, hidden, weight, target, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows,
+        position_ids,
+    )  # fmt: skip
     check_lora(_OP, lora, hidden, weight)
     check_keep(_OP, keep_mb)
     hidden = autocast(hidden)
     wide = wide_logits(_OP, logit_dtype, hidden)
     if not has_kernel(_OP, hidden):
-        check_plain(_OP, weight, target, ignore_index, shift, valid_rows)
-        target = shifted(target, ignore_index) if shift else target
+        check_plain(_OP, weight, target, ignore_index, shift, valid_rows, position_ids)
+        target = shifted(target, ignore_index, shift, position_ids)
         return reference(hidden, plain_weight(_OP, weight), target, bias=bias, temperature=temperature,
                          softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index,
                          entropy=entropy, lora=lora, logit_dtype=logit_dtype)  # fmt: skip
@@ -209,7 +211,7 @@ def linear_log_prob(
     lora_a, lora_b, lora_scale = lora_operands(hidden, lora)
     operands, known_rows, needs = prepare(
         _OP, hidden, weight, target, bias, ignore_index, shift, valid_rows, lora_a=lora_a, lora_b=lora_b,
-        wide=wide,
+        wide=wide, position_ids=position_ids,
     )  # fmt: skip
     options = Options(
         ignore_index, softcap=softcap or 0.0, logit_scale=logit_scale, temperature=temperature,
