@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from checks import same_bits
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 
 import tigon
@@ -292,6 +294,47 @@ def test_medusa_stages():
     out = heads(hidden, labels, head=head, scale=0.2)
     torch.testing.assert_close(out.loss, want)
     assert out.losses.shape == out.accuracies.shape == (3,)
+
+
+class Model(nn.Module):
+    """A trunk, its head and Medusa's."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.head = nn.Embedding(V, H), nn.Linear(H, V, bias=False)
+        self.heads = tigon.nn.MedusaHeads(H, V, 2).copy_head(self.head.weight)
+
+    def forward(self, ids):
+        return self.heads(self.trunk(ids), ids, head=self.head, scale=0.2).loss
+
+
+def _one_of_two(rank, store, wrap, ids):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(store, 2))
+    try:
+        stock, model = Model(), Model()
+        ((stock(ids[0]) + stock(ids[1])) / 2).backward()
+        if wrap == "ddp":
+            wrapped = nn.parallel.DistributedDataParallel(model)
+        else:
+            on = dist.device_mesh.init_device_mesh("cpu", (2,))
+            for part in [model.heads] * (wrap == "fsdp of heads"):
+                fully_shard(part, mesh=on)
+            wrapped = fully_shard(model, mesh=on)
+        wrapped(ids[rank]).backward()
+        for got, want in zip(model.parameters(), stock.parameters(), strict=True):
+            grad = got.grad.full_tensor() if hasattr(got.grad, "full_tensor") else got.grad
+            torch.testing.assert_close(grad, want.grad)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp", "fsdp of heads"])
+def test_two_processes(wrap, tmp_path):
+    """Gradients of all heads are reduced, whatever holds MedusaHeads."""
+    ids = torch.randint(0, V, (2, 2, T))
+    torch.multiprocessing.spawn(_one_of_two, (str(tmp_path / "store"), wrap, ids), 2)
 
 
 # --- refusals ----------------------------------------------------------------------------------
