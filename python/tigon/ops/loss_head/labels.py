@@ -113,8 +113,9 @@ def counted(target, ignore_index, shift, position_ids=None):
     known = _counts.get(target)
     if known is None and target._base is not None and target._base.numel() == target.numel() and not shift:
         known = _counts.get(target._base)
-    key = _key(ignore_index, shift, position_ids)
-    version, event, pinned = (known or {}).get(key, (None, None, None))
+    if known is None or (position_ids is not None and position_ids.is_inference()):
+        return -1
+    version, event, pinned = known.get(_key(ignore_index, shift, position_ids), (None, None, None))
     if event is None or version != target._version or not event.query():
         return -1
     return int(pinned)

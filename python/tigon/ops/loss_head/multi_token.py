@@ -181,7 +181,8 @@ class _Gradients:
             gradient = torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(gradient)
         elif at in self.memory or not gradient.is_contiguous():  # what is scaled in place has its own memory
             gradient = gradient.clone(memory_format=torch.contiguous_format)
-        self.memory.add(at)
+        else:
+            self.memory.add(at)
         self.of[key] = gradient
 
 
