@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,8 +18,7 @@ def bench(monkeypatch):
     spec = importlib.util.spec_from_file_location("bench_medusa", BENCH / "medusa.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    yield module
-    sys.modules.pop("e2e", None)
+    return module
 
 
 TINY = ("hidden_size=32,intermediate_size=48,num_attention_heads=4,num_key_value_heads=2,vocab_size=97,"
@@ -42,6 +40,7 @@ def test_providers_agree(bench, words, stage):
     assert len(tigon["losses"]) == bench.WARMUP + 2 and tigon["tokens_per_s"] > 0
 
 
+@pytest.mark.slow
 def test_a_run(bench, words, capsys):
     command = [*words, "--stages", "1", "--providers", "liger,tigon"]
     assert bench.main(command) == 0
