@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import distillation
 import dpo
 import grpo
 import lora
+import medusa
 import sft_data
 import sft_trainer
 import sft_trl
@@ -145,6 +147,41 @@ def test_packing_keeps_samples_apart(patched):
         tigon.apply(model)
     close(model(**{name: torch.tensor([value]) for name, value in row.items()}).loss.detach(), wanted)
     tigon.undo(model)
+
+
+def test_medusa(options, capsys):
+    """Both stages learn, Tigon's curves are stock's, and decoding with heads changes no token."""
+    deeper = TINY.replace("layers=1", "layers=2")
+    options = [*options, "--model-config", deeper, "--steps", "8", "--lr", "1e-2", "--decode", "12"]
+    assert medusa.main(options) == 0
+    got = json.loads((Path(options[options.index("--out") + 1]) / "medusa/medusa.json").read_text())
+    for runs in got["stages"].values():
+        ours, stock = runs["tigon"], runs["stock"]
+        assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-4)
+        assert ours["heads"] == pytest.approx(stock["heads"], rel=1e-4)
+        assert ours["after"] < ours["before"]
+    assert 1.0 <= got["accepted"] <= 4.0
+    assert ", the text that the model writes by itself" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_decoding_with_right_guesses(heads):
+    """A model that counts and heads that know it: as many tokens a pass as there are heads, and one."""
+
+    class Counting(torch.nn.Module):
+        def model(self, input_ids):
+            return SimpleNamespace(last_hidden_state=torch.nn.functional.one_hot(input_ids, 40).float())
+
+        def lm_head(self, hidden):
+            return hidden.roll(1, -1)
+
+    knowing = [lambda hidden, k=k: hidden.roll(2 + k, -1) for k in range(heads)]
+    text, accepted = medusa.decode(Counting(), knowing, torch.tensor([[3, 4]]), 9)
+    assert text == list(range(5, 14))
+    passes = 1 + -(-8 // (heads + 1))
+    assert accepted == (1 + (passes - 1) * (heads + 1)) / passes
+    wrong = [lambda hidden: hidden]
+    assert medusa.decode(Counting(), wrong, torch.tensor([[3, 4]]), 9) == (text, 1.0)
 
 
 @pytest.mark.parametrize("example", [dpo, grpo, distillation])

@@ -33,6 +33,7 @@ from tigon.ops.loss_head.memory import (
     linear_log_prob_memory,
     linear_preference_memory,
 )
+from tigon.ops.loss_head.multi_token import multi_token_loss
 from tigon.ops.policy import policy_loss
 from tigon.ops.preference import kto_loss, preference_loss
 from tigon.ops.qk_norm_rope import qk_norm_rope
@@ -76,6 +77,7 @@ __all__ = [
     "linear_preference",
     "linear_preference_memory",
     "linear_tvd",
+    "multi_token_loss",
     "nn",
     "optim",
     "policy_loss",

@@ -267,6 +267,7 @@ HELPERS = {
     "linear_log_prob_memory",
     "linear_loss",
     "linear_preference_memory",
+    "multi_token_loss",
 }  # exported beside the ops
 
 

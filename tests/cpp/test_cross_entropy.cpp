@@ -402,6 +402,36 @@ TEST_CASE("gradients of per-row losses do not depend on what was kept") {
       }
 }
 
+TEST_CASE("linear_cross_entropy takes labels in advance") {
+  auto ctx = make_cpu_context(1);
+  Table position_ids(DType::i64, 1, 11);
+  position_ids.fill([](int64_t, int64_t r) { return double(r < 4 ? r : r - 4); });
+  for (int64_t shift : {0, 1, 2, 6, 7, 30}) {
+    INFO("shift " << shift);
+    Head by_hand(DType::bf16), given = by_hand;
+    by_hand.target.fill([&](int64_t, int64_t r) {
+      int64_t from = r + shift;
+      return from < (r < 4 ? 4 : 11) ? given.target(from) : -100.0;
+    });
+    LinearCrossEntropy a = given.args(3), b = by_hand.args(3);
+    a.shift = {.shift = shift, .position_ids = position_ids.vector()};
+    a.reduction = b.reduction = Reduction::sum;
+    linear_cross_entropy(*ctx, a);
+    linear_cross_entropy(*ctx, b);
+    CHECK(given.loss == by_hand.loss);
+    CHECK(given.total == by_hand.total);
+    CHECK(given.dhidden == by_hand.dhidden);
+    CHECK(given.dweight == by_hand.dweight);
+    Table upstream = Table(DType::f32, 1, 11).normal(5);
+    a.reduction = b.reduction = Reduction::none;
+    a.upstream = b.upstream = upstream.vector();
+    linear_cross_entropy_rows_gradient(*ctx, a);
+    linear_cross_entropy_rows_gradient(*ctx, b);
+    CHECK(given.dhidden == by_hand.dhidden);
+    CHECK(given.dweight == by_hand.dweight);
+  }
+}
+
 TEST_CASE("linear_cross_entropy refuses by name") {
   Head head(DType::f32);
   Head untouched = head;
@@ -418,6 +448,8 @@ TEST_CASE("linear_cross_entropy refuses by name") {
   refused([](LinearCrossEntropy& a) { a.target.size = 10; }, "target must be [11], got [10]");
   refused([](LinearCrossEntropy& a) { a.bias.size = 49; }, "bias must be [50], got [49]");
   refused([](LinearCrossEntropy& a) { a.chunk_rows = -1; }, "chunk_rows must be >= 1");
+  refused([](LinearCrossEntropy& a) { a.shift.shift = -2; },
+          "[linear_cross_entropy] shift must be >= 0, got -2");
   refused([](LinearCrossEntropy& a) { a.dweight.dtype = DType::bf16; },
           "dweight must be float32, got bfloat16");
   CHECK(head.loss == untouched.loss);

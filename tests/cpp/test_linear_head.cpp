@@ -1,4 +1,6 @@
 // The engine of the linear_* ops: chunk plans, the list of rows, products with factors against double, refusals.
+#include <limits>
+
 #include "table.h"
 #include "tigon/ops/linear_head/linear_head.h"
 
@@ -150,6 +152,36 @@ TEST_CASE("gradients with factors against double") {
           check("dweight", p.dweight, dw);
           check("dbias", p.dbias, db);
         }
+}
+
+TEST_CASE("labels in advance stay in their sequence") {
+  auto ctx = make_cpu_context(1);
+  constexpr int64_t kRows = 12;
+  Table target(DType::i64, 1, kRows), position_ids(DType::i64, 1, kRows);
+  target.fill([](int64_t, int64_t r) { return double(100 + r); });
+  position_ids.fill([](int64_t, int64_t r) { return double(r < 5 ? r : r < 6 ? 0 : r - 6); });  // 5, 1 and 6
+  auto labels = [&](const LinearHeadShift& by) {
+    Vector out = linear_head_labels(*ctx, "driver", target.vector(), -7, by);
+    return Rows(out.as<int64_t>(), out.as<int64_t>() + out.size);
+  };
+  CHECK(linear_head_labels(*ctx, "driver", target.vector(), -7, {}).data == target.vector().data);
+  CHECK(labels({.shift = 1}) == Rows{101, 102, 103, 104, 105, 106, 107, 108, 109, 110, 111, -7});
+  CHECK(labels({.shift = 2, .length = 4}) == Rows{102, 103, -7, -7, 106, 107, -7, -7, 110, 111, -7, -7});
+  for (int64_t past : {int64_t(4), int64_t(5), std::numeric_limits<int64_t>::max()})
+    CHECK(labels({.shift = past, .length = 4}) == Rows(kRows, -7));
+  Vector packed = position_ids.vector();
+  CHECK(labels({.shift = 1, .position_ids = packed}) ==
+        Rows{101, 102, 103, 104, -7, -7, 107, 108, 109, 110, 111, -7});
+  CHECK(labels({.shift = 3, .position_ids = packed}) ==
+        Rows{103, 104, -7, -7, -7, -7, 109, 110, 111, -7, -7, -7});
+  CHECK(labels({.shift = 3, .length = 6, .position_ids = packed}) ==
+        Rows{103, 104, -7, -7, -7, -7, 109, 110, 111, -7, -7, -7});
+  CHECK_THROWS_WITH_AS(labels({.shift = -1}), "[driver] shift must be >= 0, got -1", Error);
+  CHECK_THROWS_WITH_AS(labels({.shift = 1, .length = 5}), "[driver] length must divide 12 rows, got 5",
+                       Error);
+  packed.size = 11;
+  CHECK_THROWS_WITH_AS(labels({.shift = 1, .position_ids = packed}),
+                       "[driver] position_ids must be [12], got [11]", Error);
 }
 
 TEST_CASE("results of the list reach all rows") {

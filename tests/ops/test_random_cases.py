@@ -192,6 +192,18 @@ def _token_head(draw):
     return found | {"softcap": draw.choice((None, 5.0)), "grads": draw.choice(((0, 1), (0,), (1,)))}
 
 
+def _several_heads(draw):
+    heads = draw.choice("wr") + "".join(draw.choice("wrt") for _ in range(draw.randrange(3)))
+    k, tokens = len(heads), draw.choice((1, 5, 23))
+    found = {"lead": (draw.choice((1, 3)), tokens), "H": draw.choice((8, 17)), "V": draw.choice((16, 67))}
+    found |= {"heads": heads, "shifts": tuple(draw.randrange(6) for _ in range(k))}
+    found |= {"coefficients": tuple(draw.choice((1.0, 0.8, -0.5, 3.0)) for _ in range(k))}
+    found |= {"packed": draw.choice(((), (tokens,), (1,) * tokens)), "masked": draw.choice((0.0, 0.3))}
+    found |= {"reduction": "sum", "chunk_rows": draw.choice((None, 1, 7)), "lora": draw.random() < 0.3}
+    found |= {"softcap": draw.choice((None, 5.0)), "token_weight": draw.random() < 0.3}
+    return found | {"trunk": draw.random() < 0.7, "upstream": draw.choice((1.0, 0.7))}
+
+
 def _linear_preference(draw):
     found = _token_head(draw) | {
         "kind": draw.choice(("sigmoid", "hinge", "simpo", "bco_pair", "orpo", "kto"))
@@ -252,6 +264,7 @@ DRAWERS = {
     "linear_preference": _linear_preference,
     "linear_policy": _linear_policy,
     "linear_divergence": _two_heads,
+    "multi_token_loss": _several_heads,
 }
 
 

@@ -11,6 +11,7 @@ from tigon.nn.layer_norm import LayerNorm
 from tigon.nn.linear_cross_entropy import LinearCrossEntropyLoss
 from tigon.nn.linear_divergence import LinearJSDLoss, LinearKLDivLoss, LinearTVDLoss
 from tigon.nn.linear_preference import LinearKTOLoss, LinearPolicyLoss, LinearPreferenceLoss
+from tigon.nn.medusa import MedusaHeads
 from tigon.nn.rms_norm import RMSNorm
 from tigon.nn.rope import QKNormRotaryEmbedding, RotaryEmbedding
 from tigon.nn.silu import SiLU
@@ -31,6 +32,7 @@ __all__ = [
     "LinearPolicyLoss",
     "LinearPreferenceLoss",
     "LinearTVDLoss",
+    "MedusaHeads",
     "QKNormRotaryEmbedding",
     "RMSNorm",
     "ReGLU",

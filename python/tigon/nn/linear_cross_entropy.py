@@ -28,7 +28,7 @@ class LinearCrossEntropyLoss(nn.Module):
         temperature: float = 1.0,
         z_loss: float = 0.0,
         reduction: str = "mean",
-        shift: bool = False,
+        shift: int | bool = False,
         chunk_rows: int | None = None,
         max_workspace_mb: float | None = None,
         outputs: tuple[str, ...] | None = None,
@@ -58,8 +58,10 @@ class LinearCrossEntropyLoss(nn.Module):
         denominator: float | torch.Tensor | None = None,
         token_weight: torch.Tensor | None = None,
         valid_rows: int | None = None,
+        position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         per_call = {"denominator": denominator, "token_weight": token_weight, "valid_rows": valid_rows}
+        per_call["position_ids"] = position_ids
         return linear_cross_entropy(
             hidden, weight, target, bias=bias, class_weight=self.class_weight, **per_call, **self.options
         )

@@ -26,7 +26,7 @@ class _LinearDivergenceLoss(nn.Module):
         teacher_logit_scale: float = 1.0,
         reduction: str = "batchmean",
         ignore_index: int = -100,
-        shift: bool = False,
+        shift: int | bool = False,
         chunk_rows: int | None = None,
         outputs: tuple[str, ...] = ("loss",),
     ) -> None:
@@ -57,8 +57,10 @@ class _LinearDivergenceLoss(nn.Module):
         denominator: float | torch.Tensor | None = None,
         token_weight: torch.Tensor | None = None,
         valid_rows: int | None = None,
+        position_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         per_call = {"denominator": denominator, "token_weight": token_weight, "valid_rows": valid_rows}
+        per_call["position_ids"] = position_ids
         return self.function(hidden, weight, teacher, labels, bias=bias, **per_call, **self.options)
 
     def extra_repr(self) -> str:

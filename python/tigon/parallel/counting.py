@@ -22,7 +22,7 @@ def count(op: str, target: torch.Tensor, ignore_index: int, shift: bool, valid_r
     given = -1 if valid_rows is None else valid_rows
     if target.device.type != "cpu":
         return given
-    return check_count(op, shifted(target, ignore_index) if shift else target, ignore_index, given)
+    return check_count(op, shifted(target, ignore_index, shift), ignore_index, given)
 
 
 class Counting(NamedTuple):

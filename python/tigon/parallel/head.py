@@ -125,7 +125,7 @@ def _run(
     shards, (hidden, weight, bias, needs, wide, known) = agree(op, head.group, device, describe)
     class_weight = take_class_weight(op, shards, class_weight, device)
     labels = head.target.to(device, torch.int64, non_blocking=True)
-    labels = shifted(labels, formula.ignore_index) if head.shift else labels
+    labels = shifted(labels, formula.ignore_index, head.shift)
     labels = labels.reshape(-1)
     rows = make_rows(
         shards, formula, None, class_weight, device,

@@ -95,8 +95,8 @@ LinearCrossEntropy of_one_label(Context& ctx, const LinearCrossEntropy& a) {
   if (a.label_upstream) require_vector(kOp, "upstream", a.label_upstream, size, DType::f32);
   check_result("label_log_prob", a.label_log_prob, size, DType::f32);
   bool plain = a.reduction == Reduction::none && !a.class_weight && !a.token_weight && !a.log_prob &&
-               !a.unit.data && !a.kept.data && a.label_smoothing == 0.0f && a.z_loss == 0.0f;
-  TIGON_CHECK(kOp, plain, "several labels a row must have log-probabilities alone");
+               !a.unit.data && !a.kept.data && a.label_smoothing == 0.0f && a.z_loss == 0.0f && a.shift.shift == 0;
+  TIGON_CHECK(kOp, plain, "several labels a row must have log-probabilities alone, and no shift");
   LinearCrossEntropy one = a;
   one.target = linear_head_vector(ctx, rows, DType::i64);
   if (a.label_upstream) one.upstream = linear_head_vector(ctx, rows);
@@ -108,6 +108,13 @@ LinearCrossEntropy of_one_label(Context& ctx, const LinearCrossEntropy& a) {
                                     .target = one.target,
                                     .factor = one.upstream});
   return one;
+}
+
+// The same call with the labels of its rows.
+LinearCrossEntropy with_labels(Context& ctx, const LinearCrossEntropy& a) {
+  LinearCrossEntropy b = a;
+  b.target = linear_head_labels(ctx, kOp, a.target, a.ignore_index, a.shift);
+  return b;
 }
 
 // What the row pass reads and writes for the rows worked on.
@@ -265,8 +272,8 @@ LinearHeadRows rows_of(Context& ctx, const LinearCrossEntropy& a, const LinearHe
 
 }  // namespace
 
-void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& given) {
-  const LinearCrossEntropy a = of_one_label(ctx, given);
+void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& call) {
+  const LinearCrossEntropy a = with_labels(ctx, of_one_label(ctx, call));
   LinearHead head = checked(a);
   check_call(a, head);
   check_between(a);
@@ -303,8 +310,8 @@ void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& given) {
     cross_entropy_total(ctx, {.loss = a.loss, .scale = a.scale, .total = a.total});
 }
 
-void linear_cross_entropy_rows_gradient(Context& ctx, const LinearCrossEntropy& given) {
-  const LinearCrossEntropy a = of_one_label(ctx, given);
+void linear_cross_entropy_rows_gradient(Context& ctx, const LinearCrossEntropy& call) {
+  const LinearCrossEntropy a = with_labels(ctx, of_one_label(ctx, call));
   LinearHead head = checked(a);
   require_vector(kOp, "upstream", a.upstream, a.hidden.rows, DType::f32);
   check_between(a);

@@ -8,6 +8,7 @@
 //             dhidden += t . lora_a,  dlora_a = t^T . hidden,  dlora_b = dlogits^T . u
 //             For a scalar loss dlogits exists while the chunk does (Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary
 //             Language Models", section 4, discusses the recomputing alternative): three matrix products in all.
+//             The label of a row is target's, or with a shift that of the row so far ahead in the same sequence
 // Shapes      hidden, dhidden [rows, H], any row stride; weight [V, H], any row stride; dweight [V, H]; target, loss [rows];
 //             bias, dbias, class_weight [V]; scale [1]; upstream, entropy_upstream, token_weight [rows];
 //             lora_a, dlora_a [r, H]; lora_b, dlora_b [V, r]
@@ -54,6 +55,7 @@ struct LinearCrossEntropy {
   bool has_host_denominator = false;
   Reduction reduction = Reduction::mean;
   int64_t ignore_index = -100;
+  LinearHeadShift shift;  // position t against the label of t + k
   float label_smoothing = 0.0f;
   float softcap = 0.0f;  // 0: none
   float logit_scale = 1.0f;

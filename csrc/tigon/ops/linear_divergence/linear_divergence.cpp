@@ -209,7 +209,9 @@ int64_t linear_divergence_logit_rows(int64_t vocab, int sides) {
   return std::max(kLeast, kBytes / (4 * sides * std::max<int64_t>(vocab, 1)) / 128 * 128);
 }
 
-void linear_divergence(Context& ctx, const LinearDivergence& a) {
+void linear_divergence(Context& ctx, const LinearDivergence& call) {
+  LinearDivergence a = call;
+  a.target = linear_head_labels(ctx, kOp, call.target, call.ignore_index, call.shift);
   Pair pair = pair_of(a);
   check_call(a, pair.student);
   LinearHeadRows rows = linear_head_rows(

@@ -52,6 +52,7 @@ struct LinearDivergence {
   float softcap = 0.0f, logit_scale = 1.0f;
   float teacher_softcap = 0.0f, teacher_logit_scale = 1.0f;
   int64_t ignore_index = -100;
+  LinearHeadShift shift;    // position t against the label of t + k
   int64_t chunk_rows = 0;   // 0: linear_head_limit
   int64_t valid_rows = -1;  // how many labels are not ignore_index; -1: not known
   Vector upstream;          // f32 [rows]: gradient of each row's loss, instead of scale

@@ -120,6 +120,21 @@ void linear_head_check(const LinearHead& a) {
   if (a.dlora_b.data) require_matrix(a.op, "dlora_b", a.dlora_b, v, a.lora_a.rows, DType::f32);
 }
 
+Vector linear_head_labels(Context& ctx, const char* op, const Vector& target, int64_t ignore_index,
+                          const LinearHeadShift& by) {
+  int64_t rows = target.size, length = by.length == 0 ? rows : by.length;
+  TIGON_CHECK(op, by.shift >= 0, "shift must be >= 0, got ", by.shift);
+  if (by.shift == 0 || rows == 0) return target;
+  require_dtype(op, "target", target.dtype, DType::i64);
+  TIGON_CHECK(op, length > 0 && rows % length == 0, "length must divide ", rows, " rows, got ", by.length);
+  if (by.position_ids) require_vector(op, "position_ids", by.position_ids, rows, DType::i64);
+  Vector out = linear_head_vector(ctx, rows, DType::i64);
+  LinearHeadShift known = {.shift = by.shift, .length = length, .position_ids = by.position_ids};
+  TIGON_BACKEND(
+      linear_head_shift(ctx, {.target = target, .ignore_index = ignore_index, .by = known, .out = out}));
+  return out;
+}
+
 LinearHeadRows linear_head_rows(Context& ctx, const LinearHead& a, const LinearHeadLabels& labels) {
   int64_t all = a.hidden.rows;
   require_vector(a.op, "target", labels.target, all, DType::i64);

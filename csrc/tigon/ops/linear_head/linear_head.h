@@ -81,6 +81,18 @@ struct LinearHeadLabels {
 };
 TIGON_API LinearHeadRows linear_head_rows(Context& ctx, const LinearHead& a, const LinearHeadLabels& labels);
 
+// Labels of positions in advance: the label of row r is that of row r + shift where both are in one sequence, else
+// ignore_index. Rows are sequences of `length` behind one another; where several are packed into one row their position_ids
+// restart, and a label counts where position_ids[r + shift] == position_ids[r] + shift.
+struct LinearHeadShift {
+  int64_t shift = 0;         // 0: labels as they are
+  int64_t length = 0;        // 0: all rows are one sequence
+  Vector position_ids = {};  // i64 [rows]; empty: each sequence by itself
+};
+// The labels of a driver's call: target itself, or with a shift a vector in the context's memory.
+TIGON_API Vector linear_head_labels(Context& ctx, const char* op, const Vector& target, int64_t ignore_index,
+                                    const LinearHeadShift& by);
+
 // Rows of a chunk, from what the call will allocate.
 //   CPU   1024, and a quarter more rather than a second chunk.
 //   CUDA  As many as the logits of 512 MiB have, at least 1024: enough for the products' speed. Where weight has a gradient,
@@ -208,6 +220,14 @@ struct LinearHeadFinish {
 };
 TIGON_API void linear_head_finish(Context& ctx, const LinearHeadFinish& a);
 
+// What linear_head_labels calls; by.length divides the rows.
+struct LinearHeadShifted {
+  Vector target;  // i64 [rows]
+  int64_t ignore_index = -100;
+  LinearHeadShift by;
+  Vector out;  // i64 [rows]
+};
+
 // The list of rows that count, from one pass over the labels: what linear_head_rows calls.
 struct LinearHeadCompact {
   Vector target;  // i64 [rows]
@@ -268,6 +288,7 @@ TIGON_API void linear_head_columns(Context& ctx, const LinearHeadColumns& a);
   void linear_head_finish(Context& ctx, const LinearHeadFinish& a);   \
   void linear_head_ones(Context& ctx, Vector out);                    \
   void linear_head_zero(Context& ctx, const Matrix& out);             \
+  void linear_head_shift(Context& ctx, const LinearHeadShifted& a);   \
   void linear_head_compact(Context& ctx, const LinearHeadCompact& a); \
   void linear_head_factors(Context& ctx, const LinearHeadFactors& a); \
   void linear_head_results(Context& ctx, const LinearHeadResults& a); \

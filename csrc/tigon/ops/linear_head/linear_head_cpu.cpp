@@ -66,6 +66,14 @@ void linear_head_compact(Context&, const LinearHeadCompact& a) {
   for (int64_t i = count; i < wanted; ++i) index[i] = 0;
 }
 
+void linear_head_shift(Context&, const LinearHeadShifted& a) {
+  const int64_t *target = a.target.as<int64_t>(), *position_ids = a.by.position_ids.as<int64_t>();
+  for (int64_t r = 0; r < a.out.size; ++r) {
+    int64_t from = linear_head_label_row(r, a.by.shift, a.by.length, position_ids);
+    a.out.as<int64_t>()[r] = from < 0 ? a.ignore_index : target[from];
+  }
+}
+
 void linear_head_factors(Context&, const LinearHeadFactors& a) {
   const int64_t* index = a.index.as<int64_t>();
   const int64_t* target = a.target.as<int64_t>();

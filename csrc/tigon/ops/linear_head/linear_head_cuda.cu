@@ -88,6 +88,14 @@ __global__ __launch_bounds__(kCompactThreads) void compact_kernel(const CompactP
     p.index[i] = 0, p.labels[i] = wrong;
 }
 
+__global__ void shift_kernel(const int64_t* target, const int64_t* position_ids, int64_t shift,
+                             int64_t length, int64_t ignore_index, int64_t* out, int64_t n) {
+  int64_t r = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (r >= n) return;
+  int64_t from = linear_head_label_row(r, shift, length, position_ids);
+  out[r] = from < 0 ? ignore_index : target[from];
+}
+
 __global__ void factors_kernel(const int64_t* target, int64_t ignore_index, const int64_t* index,
                                const float* token_weight, const float* upstream, const float* scale,
                                float* out, int64_t n) {
@@ -198,6 +206,12 @@ void linear_head_compact(Context& ctx, const LinearHeadCompact& a) {
       a.target.as<int64_t>(), a.index.as<int64_t>(), a.labels.as<int64_t>(), a.position.as<int64_t>(),
       a.fault.as<float>(),    a.target.size,         a.index.size,           a.ignore_index};
   launch(kOp, ctx, compact_kernel, {.blocks = 1, .threads = kCompactThreads}, p);
+}
+
+void linear_head_shift(Context& ctx, const LinearHeadShifted& a) {
+  launch(kOp, ctx, shift_kernel, {.blocks = ceil_div(a.out.size, kThreads), .threads = kThreads},
+         a.target.as<int64_t>(), a.by.position_ids.as<int64_t>(), a.by.shift, a.by.length, a.ignore_index,
+         a.out.as<int64_t>(), a.out.size);
 }
 
 void linear_head_factors(Context& ctx, const LinearHeadFactors& a) {

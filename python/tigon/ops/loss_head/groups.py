@@ -25,7 +25,7 @@ class Span(NamedTuple):
 class Groups:
     """Answers ``[B, T]`` as groups in order: each alone, or answer g with answer B/2 + g."""
 
-    def __init__(self, op, kind, target, ignore_index):
+    def __init__(self, op, kind, target, ignore_index, shift=False, position_ids=None):
         check(op, kind in KINDS, "group must be one of {} (or None), got {!r}", KINDS, kind)
         check(op, target.dim() == 2, "target must be [B, T] with group, got {}", target.shape)
         answers, self.tokens = target.shape
@@ -33,7 +33,7 @@ class Groups:
         even = answers % self.sides == 0
         check(op, even, "target must have chosen and rejected answers with group='pair', got {}", answers)
         self.number, self.rows = answers // self.sides, self.sides * self.tokens
-        counts = sequence_counts(target, ignore_index)  # None: not known here
+        counts = sequence_counts(target, ignore_index, shift, position_ids)  # None: not known here
         if counts is None:
             self.sizes = [self.rows] * self.number
         else:

@@ -3,23 +3,69 @@
 from __future__ import annotations
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
+import torch.nn.functional as F
+from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
-from tigon.error import check
-from tigon.ops.arguments import check_integers, kind_of
+from tigon.error import check, refuse
+from tigon.ops.arguments import check_indices, check_integers, kind_of
 
-# target -> {(ignore_index, shift): (version of target, event, pinned count)}
+# target -> {(ignore_index, shift[, position_ids, their version]): (version of target, event, pinned count)}
 _counts: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _streams: dict[int, torch.cuda.Stream] = {}
 
 
-def _count(target, ignore_index, shift, per_sequence=False):
-    counts = (target[..., 1:] if shift else target).ne(ignore_index)
+def check_shift(op, shift, position_ids, target) -> None:
+    """How far labels are away, and where the sequences of a packed row begin."""
+    if not isinstance(shift, bool):
+        check_integers(op, shift=shift)
+        check(op, shift >= 0, "shift must be >= 0, got {}", shift)
+    if shift and target.dim() < 1:
+        refuse(op, "target must have a sequence dimension with shift=True, got none")
+    if position_ids is None:
+        return
+    check_indices(op, "position_ids", position_ids)
+    check(op, target.dim() >= 1, "position_ids must be None without a sequence dimension, got {}",
+          position_ids.shape)  # fmt: skip
+    given, length = tuple(position_ids.shape), target.shape[-1]
+    fits = given in (tuple(target.shape), (length,), (1, length))
+    check(op, fits, "position_ids must be {} or [{}], got {}", target.shape, length, position_ids.shape)
+    same = position_ids.device == target.device
+    check(op, same, "position_ids must be on {}, got {}", target.device, position_ids.device)
+
+
+def shifted(target, ignore_index, shift=True, position_ids=None):
+    """Label of position t becomes that of t + shift; where the sequence has ended there is none."""
+    k = min(int(shift), target.shape[-1]) if shift else 0
+    if k == 0:
+        return torch.full_like(target, ignore_index) if shift else target
+    moved = F.pad(target[..., k:], (0, k), value=ignore_index)
+    if position_ids is None:
+        return moved
+    same = F.pad(position_ids[..., k:], (0, k)) == position_ids + k  # positions restart between sequences
+    return torch.where(same, moved, ignore_index)
+
+
+def _count(target, ignore_index, shift, position_ids=None, per_sequence=False):
+    if position_ids is not None:
+        target = shifted(target, ignore_index, shift, position_ids)
+    elif shift:
+        target = target[..., int(shift) :]
+    counts = target.ne(ignore_index)
     return counts.sum(-1).reshape(-1) if per_sequence else counts.sum()
 
 
+def _key(ignore_index, shift, position_ids):
+    which = () if position_ids is None else (WeakIdRef(position_ids), position_ids._version)
+    return ignore_index, int(shift), *which
+
+
 def count_labels(
-    target: torch.Tensor, ignore_index: int = -100, *, shift: bool = False, per_sequence: bool = False
+    target: torch.Tensor,
+    ignore_index: int = -100,
+    *,
+    shift: int | bool = False,
+    position_ids: torch.Tensor | None = None,
+    per_sequence: bool = False,
 ) -> None:
     """Start counting the labels of a CUDA tensor, so that a later loss leaves ignored rows out.
 
@@ -33,12 +79,14 @@ def count_labels(
     Args:
         target: integer labels.
         ignore_index: label that does not count.
-        shift: as in the call to come: without the first label of every sequence.
+        shift, position_ids: as in the call to come: without the first `shift` labels of every sequence. Once
+            for each shift, where several heads read the same labels.
         per_sequence: count each sequence ``target[i, :]``; the sum serves as above, and
             :func:`tigon.linear_loss` with ``group`` leaves out the rows of each that do not count.
 
     Raises:
-        tigon.Error: target is no integer tensor, or has no sequence dimension where one is needed.
+        tigon.Error: target is no integer tensor, or has no sequence dimension where one is needed; shift or
+            position_ids do not fit.
     """
     check(
         "count_labels",
@@ -46,18 +94,15 @@ def count_labels(
         "target must be an integer tensor, got {}",
         kind_of(target),
     )
-    check(
-        "count_labels",
-        not shift or target.dim() >= 1,
-        "target must have a sequence dimension with shift=True, got none",
-    )
+    check_shift("count_labels", shift, position_ids, target)
     check(
         "count_labels",
         not per_sequence or target.dim() >= 2,
         "target must be [..., T] with per_sequence=True, got {}",
         target.shape,
     )
-    if target.device.type != "cuda" or target.is_inference() or torch.cuda.is_current_stream_capturing():
+    inference = target.is_inference() or (position_ids is not None and position_ids.is_inference())
+    if target.device.type != "cuda" or inference or torch.cuda.is_current_stream_capturing():
         return  # an inference tensor does not tell whether it was modified
     current = torch.cuda.current_stream(target.device)
     side = _streams.get(target.device.index)
@@ -65,16 +110,18 @@ def count_labels(
         side = _streams.setdefault(target.device.index, torch.cuda.Stream(target.device))
     side.wait_stream(current)
     with torch.cuda.stream(side):
-        count = _count(target.detach(), ignore_index, shift, per_sequence)
+        count = _count(target.detach(), ignore_index, shift, position_ids, per_sequence)
         pinned = torch.empty(count.shape, dtype=torch.int64, pin_memory=True)
         pinned.copy_(count, non_blocking=True)
         event = torch.cuda.Event()
         event.record(side)
     target.record_stream(side)
-    _counts.setdefault(target, {})[ignore_index, shift] = (target._version, event, pinned)
+    if position_ids is not None:
+        position_ids.record_stream(side)
+    _counts.setdefault(target, {})[_key(ignore_index, shift, position_ids)] = (target._version, event, pinned)
 
 
-def _arrived(target, ignore_index, shift):
+def _arrived(target, ignore_index, shift, position_ids):
     """What :func:`count_labels` has found for this tensor, or None."""
     if torch.compiler.is_compiling():  # before the table is looked at: older compilers cannot trace it
         return None
@@ -83,23 +130,25 @@ def _arrived(target, ignore_index, shift):
     known = _counts.get(target)
     if known is None and target._base is not None and target._base.numel() == target.numel() and not shift:
         known = _counts.get(target._base)
-    version, event, pinned = (known or {}).get((ignore_index, shift), (None, None, None))
+    if known is None or (position_ids is not None and position_ids.is_inference()):
+        return None
+    version, event, pinned = known.get(_key(ignore_index, shift, position_ids), (None, None, None))
     if event is None or version != target._version or not event.query():
         return None
     return pinned
 
 
-def counted(target, ignore_index, shift):
+def counted(target, ignore_index, shift, position_ids=None):
     """The number that :func:`count_labels` has found for this tensor, or -1."""
-    found = _arrived(target, ignore_index, shift)
+    found = _arrived(target, ignore_index, shift, position_ids)
     return -1 if found is None else int(found.sum())
 
 
-def sequence_counts(target, ignore_index) -> list[int] | None:
+def sequence_counts(target, ignore_index, shift=False, position_ids=None) -> list[int] | None:
     """How many labels of each sequence [B, T] count, where the host knows."""
     if target.device.type == "cpu":
-        return _count(target, ignore_index, False, per_sequence=True).tolist()
-    found = _arrived(target, ignore_index, False)
+        return _count(target, ignore_index, shift, position_ids, per_sequence=True).tolist()
+    found = _arrived(target, ignore_index, shift, position_ids)
     return found.tolist() if found is not None and found.shape == target.shape[:1] else None
 
 
@@ -111,13 +160,13 @@ def check_count(op, target, ignore_index, valid_rows) -> int:
     return count
 
 
-def known_rows(op, target, ignore_index, shift, valid_rows, device):
+def known_rows(op, target, ignore_index, shift, valid_rows, device, position_ids=None):
     """`valid_rows` for the native call: the caller's, else what :func:`count_labels` has found, else -1."""
     if valid_rows is None:
         if target.device.type != "cpu":
-            return counted(target, ignore_index, shift)
+            return counted(target, ignore_index, shift, position_ids)
         here = device.type == "cpu" or torch.compiler.is_compiling()  # on the CPU the native call counts
-        return -1 if here else int(_count(target, ignore_index, shift))
+        return -1 if here else int(_count(target, ignore_index, shift, position_ids))
     check_integers(op, valid_rows=valid_rows)
     fits = 0 <= valid_rows <= target.numel()
     check(op, fits, "valid_rows must be in [0, {}] (or None), got {}", target.numel(), valid_rows)

@@ -81,7 +81,8 @@ def linear_cross_entropy(
     token_weight: torch.Tensor | None = None,
     reduction: str = "mean",
     denominator: float | torch.Tensor | None = None,
-    shift: bool = False,
+    shift: int | bool = False,
+    position_ids: torch.Tensor | None = None,
     valid_rows: int | None = None,
     outputs: tuple[str, ...] | None = None,
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
@@ -124,7 +125,13 @@ def linear_cross_entropy(
         denominator: number or tensor of one element: the loss is ``sum / denominator`` instead of
             ``reduction``; a tensor on the device is read there, without synchronisation (gradient
             accumulation, ``num_items_in_batch``).
-        shift: pair position t with the label of t + 1 along target's last dimension (no copy of hidden).
+        shift: k >= 0, ``True`` is 1: position t against the label of t + k along target's last dimension,
+            none for the last k (no copy of hidden). What is given per token belongs to the position t.
+        position_ids: integers ``[...]`` (target's shape) or ``[T]``, on target's device: each token's place
+            in its own sequence, as Hugging Face models take them. Where several sequences are packed into one
+            row they restart, and with `shift` the last k positions of each have no label. From boundaries:
+            ``torch.arange(T) - torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=T)``.
+            ``None``: a row is one sequence.
         valid_rows: how many labels (after ``shift``) are not ``ignore_index``. Where it is known, ignored
             rows cost nothing. ``None``: known for labels on the CPU, and after :func:`tigon.count_labels`;
             else all rows are computed. A wrong number makes the loss NaN on CUDA and is an error on the CPU.
@@ -156,8 +163,9 @@ def linear_cross_entropy(
     the problem; z-loss: Chowdhery et al. 2022, "PaLM", section 5; LoRA: Hu et al. 2021 (arXiv:2106.09685).
     """
     check_head(
-        _OP, hidden, weight, target, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows
-    )
+        _OP, hidden, weight, target, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows,
+        position_ids,
+    )  # fmt: skip
     if outputs is not None:
         named = isinstance(outputs, Sequence) and not isinstance(outputs, str)
         check(_OP, named, "outputs must be a tuple of names (or None), got {!r}", outputs)
@@ -170,13 +178,13 @@ def linear_cross_entropy(
     hidden = autocast(hidden)
     wide = wide_logits(_OP, logit_dtype, hidden)
     if not has_kernel(_OP, hidden):
-        check_plain(_OP, weight, target, ignore_index, shift, valid_rows)
+        check_plain(_OP, weight, target, ignore_index, shift, valid_rows, position_ids)
         return reference(
             hidden, plain_weight(_OP, weight), target, bias=bias, ignore_index=ignore_index,
             class_weight=class_weight, label_smoothing=label_smoothing, softcap=softcap,
             logit_scale=logit_scale, temperature=temperature, z_loss=z_loss, token_weight=token_weight,
-            reduction=reduction, denominator=denominator, shift=shift, outputs=outputs, lora=lora,
-            logit_dtype=logit_dtype,
+            reduction=reduction, denominator=denominator, shift=shift, position_ids=position_ids,
+            outputs=outputs, lora=lora, logit_dtype=logit_dtype,
         )  # fmt: skip
     main_grad = main_grad_of(_OP, weight) if torch.is_grad_enabled() and weight.requires_grad else None
     if main_grad is None:  # main_grad has weight's own columns
@@ -188,7 +196,7 @@ def linear_cross_entropy(
         token_weight = token_weight.detach().float().reshape(-1)
     operands, known_rows, needs = prepare(
         _OP, hidden, weight, target, bias, ignore_index, shift, valid_rows, class_weight, token_weight,
-        lora_a, lora_b, wide,
+        lora_a, lora_b, wide, position_ids,
     )  # fmt: skip
     if max_workspace_mb is not None:
         chunk_rows = chunk_that_fits(

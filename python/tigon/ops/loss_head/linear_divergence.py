@@ -61,6 +61,7 @@ def reference(
     denominator=None,
     ignore_index=-100,
     shift=False,
+    position_ids=None,
     outputs=("loss",),
     **ignored,
 ):
@@ -69,7 +70,7 @@ def reference(
     if labels is None:
         labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
         ignore_index = -100
-    labels = shifted(labels, ignore_index) if shift else labels
+    labels = shifted(labels, ignore_index, shift, position_ids)
     given = isinstance(teacher, torch.Tensor)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     classes = min(weight.shape[0], teacher.shape[-1] if given else teacher[1].shape[0])
@@ -149,7 +150,7 @@ def _kernel_dtype(x):
 def _run(
     op, kind, beta, hidden, weight, teacher, labels, soft, hard, temperature, softcap, logit_scale,
     teacher_softcap, teacher_logit_scale, bias, lora, token_weight, reduction, denominator, ignore_index,
-    shift, valid_rows, chunk_rows, outputs,
+    shift, position_ids, valid_rows, chunk_rows, outputs,
 ):  # fmt: skip
     """Check, choose between kernel and reference, run."""
     check_float(op, "hidden", hidden)
@@ -168,8 +169,9 @@ def _run(
     if not has_labels:
         labels, ignore_index = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device), -100
     check_head(
-        op, hidden, weight, labels, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows
-    )
+        op, hidden, weight, labels, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows,
+        position_ids,
+    )  # fmt: skip
     check_positive(op, "teacher_softcap", teacher_softcap, or_none=True)
     check(op, reduction in _REDUCTIONS, "reduction must be one of {}, got {!r}", (*_REDUCTIONS,), reduction)
     _cross_entropy.check_denominator(op, denominator)
@@ -188,7 +190,7 @@ def _run(
         options |= {"lora": lora, "chunk_rows": chunk_rows}
         loss, results = top_k_loss(
             op, kind, beta, autocast(hidden), weight, teacher, labels, soft, hard, token_weight, reduction,
-            denominator, ignore_index, shift, outputs, options,
+            denominator, ignore_index, shift, position_ids, outputs, options,
         )  # fmt: skip
         return _named(loss, results, outputs)
     states, teacher_weight, teacher_bias = _check_teacher(op, teacher, hidden)
@@ -199,13 +201,13 @@ def _run(
         classes = min(
             weight.shape[0], states.shape[-1] if teacher_weight is None else teacher_weight.shape[0]
         )
-        check_plain(op, weight[:classes], labels, ignore_index, shift, valid_rows)
+        check_plain(op, weight[:classes], labels, ignore_index, shift, valid_rows, position_ids)
         return reference(
             hidden, weight, given, labels, kind=kind, beta=beta, soft=soft, hard=hard,
             temperature=temperature, softcap=softcap, logit_scale=logit_scale,
             teacher_softcap=teacher_softcap, teacher_logit_scale=teacher_logit_scale, bias=bias, lora=lora,
             token_weight=token_weight, reduction=reduction, denominator=denominator,
-            ignore_index=ignore_index, shift=shift, outputs=outputs,
+            ignore_index=ignore_index, shift=shift, position_ids=position_ids, outputs=outputs,
         )  # fmt: skip
     lead, states = labels.shape, _kernel_dtype(states)
     if teacher_weight is not None:
@@ -218,7 +220,7 @@ def _run(
     known, valid, needs = prepare(
         op, hidden, weight, labels, wide_bias, ignore_index, shift, valid_rows,
         token_weight=None if token_weight is None else token_weight.detach().float().reshape(-1),
-        lora_a=lora_a, lora_b=lora_b,
+        lora_a=lora_a, lora_b=lora_b, position_ids=position_ids,
     )  # fmt: skip
     operands = Operands(
         known.hidden, known.weight, known.target, states, teacher_weight, teacher_bias, known.bias,
@@ -269,7 +271,8 @@ def linear_kl_div(
     reduction: str = "batchmean",
     denominator: float | torch.Tensor | None = None,
     ignore_index: int = -100,
-    shift: bool = False,
+    shift: int | bool = False,
+    position_ids: torch.Tensor | None = None,
     valid_rows: int | None = None,
     chunk_rows: int | None = None,
     outputs: tuple[str, ...] = ("loss",),
@@ -308,8 +311,8 @@ def linear_kl_div(
         reduction: ``"batchmean"`` (over the rows that count), ``"mean"`` (over their elements, as torch has
             it), ``"sum"``, or ``"none"``: ``[...]`` losses, whose backward computes the logits again.
         denominator: number or tensor of one element: the loss is ``sum / denominator`` instead.
-        ignore_index, shift, valid_rows, chunk_rows: as in :func:`tigon.linear_cross_entropy`; they concern
-            the labels.
+        ignore_index, shift, position_ids, valid_rows, chunk_rows: as in :func:`tigon.linear_cross_entropy`;
+            they concern the labels.
         outputs: ``("loss",)`` for the loss alone; with any of ``"soft"``, ``"hard"`` (a row's terms, without
             their weights) and ``"entropy"`` (of the student at `temperature`) a named tuple: float32
             ``[...]``, detached, 0 on ignored rows.
@@ -329,7 +332,7 @@ def linear_kl_div(
     return _run(
         "linear_kl_div", kind, 0.5, hidden, weight, teacher, labels, soft, hard, temperature, softcap,
         logit_scale, teacher_softcap, teacher_logit_scale, bias, lora, token_weight, reduction, denominator,
-        ignore_index, shift, valid_rows, chunk_rows, outputs,
+        ignore_index, shift, position_ids, valid_rows, chunk_rows, outputs,
     )  # fmt: skip
 
 
@@ -353,7 +356,8 @@ def linear_jsd(
     reduction: str = "batchmean",
     denominator: float | torch.Tensor | None = None,
     ignore_index: int = -100,
-    shift: bool = False,
+    shift: int | bool = False,
+    position_ids: torch.Tensor | None = None,
     valid_rows: int | None = None,
     chunk_rows: int | None = None,
     outputs: tuple[str, ...] = ("loss",),
@@ -374,7 +378,7 @@ def linear_jsd(
     return _run(
         "linear_jsd", kind, beta, hidden, weight, teacher, labels, soft, hard, temperature, softcap,
         logit_scale, teacher_softcap, teacher_logit_scale, bias, lora, token_weight, reduction, denominator,
-        ignore_index, shift, valid_rows, chunk_rows, outputs,
+        ignore_index, shift, position_ids, valid_rows, chunk_rows, outputs,
     )  # fmt: skip
 
 
@@ -397,7 +401,8 @@ def linear_tvd(
     reduction: str = "batchmean",
     denominator: float | torch.Tensor | None = None,
     ignore_index: int = -100,
-    shift: bool = False,
+    shift: int | bool = False,
+    position_ids: torch.Tensor | None = None,
     valid_rows: int | None = None,
     chunk_rows: int | None = None,
     outputs: tuple[str, ...] = ("loss",),
@@ -410,5 +415,5 @@ def linear_tvd(
     return _run(
         "linear_tvd", "tvd", 0.5, hidden, weight, teacher, labels, soft, hard, temperature, softcap,
         logit_scale, teacher_softcap, teacher_logit_scale, bias, lora, token_weight, reduction, denominator,
-        ignore_index, shift, valid_rows, chunk_rows, outputs,
+        ignore_index, shift, position_ids, valid_rows, chunk_rows, outputs,
     )  # fmt: skip

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from tigon._op import Op, has_kernel
 from tigon.error import check
@@ -171,7 +170,8 @@ def linear_log_prob(
     logit_scale: float = 1.0,
     ignore_index: int = -100,
     entropy: bool = False,
-    shift: bool = False,
+    shift: int | bool = False,
+    position_ids: torch.Tensor | None = None,
     valid_rows: int | None = None,
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
@@ -194,9 +194,9 @@ def linear_log_prob(
 
     Args:
         target: int labels ``[...]``, or ``[..., K]`` of any ``K >= 1``; ``ignore_index`` does not count.
-        hidden, weight, bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows,
-            lora, chunk_rows, logit_dtype: as in :func:`tigon.linear_cross_entropy`, ``main_grad`` of weight
-            included.
+        hidden, weight, bias, temperature, softcap, logit_scale, ignore_index, shift, position_ids,
+            valid_rows, lora, chunk_rows, logit_dtype: as in :func:`tigon.linear_cross_entropy`,
+            ``main_grad`` of weight included.
         entropy: also return the entropy of each distribution, ``lse - sum_c p_c z_c``, differentiable too.
         keep_mb: (one label a row) how many MiB the gradients of the logits may take between forward and
             backward (rows that are computed, times V rounded up to 64, times the size of hidden's dtype).
@@ -220,20 +220,22 @@ def linear_log_prob(
         check(_OP, fits, "target must be {} (and then K >= 1), got {}", hidden.shape[:-1], target.shape)
     check_head(
         _OP, hidden, weight, target[..., 0] if many else target, bias, shift, ignore_index, softcap,
-        logit_scale, temperature, chunk_rows,
+        logit_scale, temperature, chunk_rows, position_ids,
     )  # fmt: skip
     check_lora(_OP, lora, hidden, weight)
     check_keep(_OP, keep_mb)
     hidden = autocast(hidden)
     wide = wide_logits(_OP, logit_dtype, hidden)
     kernel = has_kernel(_OP, hidden)
-    if many and shift:
-        target = F.pad(target[..., 1:, :], (0, 0, 0, 1), value=ignore_index)
+    if many:
+        if shift:
+            target = shifted(target.movedim(-1, 0), ignore_index, shift, position_ids).movedim(0, -1)
+        shift, position_ids = False, None
     if not kernel:
-        check_plain(_OP, weight, target, ignore_index, shift and not many, None if many else valid_rows)
+        check_plain(_OP, weight, target, ignore_index, shift, None if many else valid_rows, position_ids)
         if many:
             check_plain(_OP, weight, _of_rows(target, ignore_index), -1, False, valid_rows)
-        target = shifted(target, ignore_index) if shift and not many else target
+        target = shifted(target, ignore_index, shift, position_ids)
         return reference(hidden, plain_weight(_OP, weight), target, bias=bias, temperature=temperature,
                          softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index,
                          entropy=entropy, lora=lora, logit_dtype=logit_dtype)  # fmt: skip
@@ -246,8 +248,8 @@ def linear_log_prob(
         target = target.to(hidden.device, non_blocking=True).long()
         rows = target[..., 0] if rows.is_cuda else _of_rows(rows, ignore_index)
     operands, known_rows, needs = prepare(
-        _OP, hidden, weight, rows, bias, -1 if many else ignore_index, shift and not many, valid_rows,
-        lora_a=lora_a, lora_b=lora_b, wide=wide,
+        _OP, hidden, weight, rows, bias, -1 if many else ignore_index, shift, valid_rows, lora_a=lora_a,
+        lora_b=lora_b, wide=wide, position_ids=position_ids,
     )  # fmt: skip
     if many:
         operands = operands._replace(target=target.reshape(-1, target.shape[-1]))

@@ -20,6 +20,7 @@ from tigon.ops.loss_head.operands import (
     check_head,
     check_plain,
     prepare,
+    shifted,
     whole_vectors,
     wide_logits,
 )
@@ -63,6 +64,8 @@ def linear_loss(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     ignore_index: int = -100,
+    shift: int | bool = False,
+    position_ids: torch.Tensor | None = None,
     reduction: str = "mean",
     denominator: float | torch.Tensor | None = None,
     valid_rows: int | None = None,
@@ -78,8 +81,8 @@ def linear_loss(
     additions.
 
     Args:
-        hidden, weight, target, bias, temperature, softcap, logit_scale, ignore_index, valid_rows, chunk_rows,
-            logit_dtype: as in :func:`tigon.linear_cross_entropy`.
+        hidden, weight, target, bias, temperature, softcap, logit_scale, ignore_index, shift,
+            position_ids, valid_rows, chunk_rows, logit_dtype: as in :func:`tigon.linear_cross_entropy`.
         fn: called with float32 vectors of one chunk. Rows with an ignored label may be among them; what it
             returns there is dropped. Tensors that need a gradient must come in through `tensors`.
         *tensors: per-token tensors ``[..., ...]`` (the leading shape of target), handed to fn row by row;
@@ -108,12 +111,13 @@ def linear_loss(
         or group.
     """
     check_head(
-        _OP, hidden, weight, target, bias, False, ignore_index, softcap, logit_scale, temperature, chunk_rows
-    )
+        _OP, hidden, weight, target, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows,
+        position_ids,
+    )  # fmt: skip
     check(_OP, callable(fn), "fn must be callable, got {}", kind_of(fn))
     _cross_entropy.check_denominator(_OP, denominator)
     check(_OP, reduction in REDUCTIONS, "reduction must be one of {}, got {!r}", (*REDUCTIONS,), reduction)
-    groups = None if group is None else Groups(_OP, group, target, ignore_index)
+    groups = None if group is None else Groups(_OP, group, target, ignore_index, shift, position_ids)
     for t in tensors:
         check(_OP, isinstance(t, torch.Tensor), "tensors must be tensors, got {}", kind_of(t))
         fits = t.shape[: target.dim()] == target.shape or (groups is not None and t.shape == target.shape[:1])
@@ -127,7 +131,7 @@ def linear_loss(
     wide = wide_logits(_OP, logit_dtype, hidden)
     kernel = has_kernel(_OP, hidden)
     if not kernel:
-        check_plain(_OP, weight, target, ignore_index, False, valid_rows)
+        check_plain(_OP, weight, target, ignore_index, shift, valid_rows, position_ids)
     apart = groups is not None and not groups.fit(
         _OP, hidden.device.type, hidden.dtype, *weight.shape[::-1],
         torch.is_grad_enabled() and weight.requires_grad, chunk_rows,
@@ -137,6 +141,7 @@ def linear_loss(
         options = {"bias": bias, "temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
         options |= {"ignore_index": ignore_index, "valid_rows": valid_rows, "chunk_rows": chunk_rows}
         options |= {"logit_dtype": logit_dtype}
+        target = shifted(target, ignore_index, shift, position_ids)
         return _composed(
             hidden, weight, target, fn, tensors, entropy, reduction, denominator, log_prob, options, groups
         )
@@ -148,8 +153,9 @@ def linear_loss(
         refuse_tangents(_OP, (hidden, weight, bias, *tensors))
     hidden, weight, _ = whole_vectors(hidden, weight)
     operands, known_rows, needs = prepare(
-        _OP, hidden, weight, target, bias, ignore_index, False, valid_rows, wide=wide
-    )
+        _OP, hidden, weight, target, bias, ignore_index, shift, valid_rows, wide=wide,
+        position_ids=position_ids,
+    )  # fmt: skip
     device, number = _cross_entropy.split_denominator(denominator, hidden.device)
     if device is not None:
         place = device.device

@@ -77,7 +77,7 @@ def linear_policy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     ignore_index: int = -100,
-    shift: bool = False,
+    shift: int | bool = False,
     valid_rows: int | None = None,
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
@@ -129,7 +129,7 @@ def linear_policy(
     if not has_kernel(op, hidden) or plain(hidden):
         if hidden.dtype == torch.float64:
             check_plain(op, weight, target, ignore_index, shift, valid_rows)
-        labels = (shifted(target, ignore_index) if shift else target).long()
+        labels = shifted(target, ignore_index, shift).long()
         log_prob, entropies = log_probs(op, hidden, weight, labels, head, entropy=True)
         options = (log_prob, advantage, labels != ignore_index, old, ref, importance, entropies, denominator,
                    entropy_denominator, f)  # fmt: skip

@@ -65,10 +65,10 @@ def _run(op, hidden, weight, target, head: Head, ref, nll_target, desirable, kl,
         check_plain(op, weight, target, ignore_index, shift, head.valid_rows)
     labels = None
     if nll_target is not None or not native or plain(hidden):
-        target = (shifted(target, ignore_index) if shift else target).long()
+        target = shifted(target, ignore_index, shift).long()
         shift = False
     if nll_target is not None:
-        nll_target = (shifted(nll_target, ignore_index) if head.shift else nll_target).long()
+        nll_target = shifted(nll_target, ignore_index, head.shift).long()
         labels = _merged(op, target, nll_target, ignore_index)
     ref_head = ref if isinstance(ref, (tuple, list)) else None
     like = hidden if native else hidden.double()
@@ -119,7 +119,7 @@ def linear_preference(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     ignore_index: int = -100,
-    shift: bool = False,
+    shift: int | bool = False,
     valid_rows: int | None = None,
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,
@@ -194,7 +194,7 @@ def linear_kto(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     ignore_index: int = -100,
-    shift: bool = False,
+    shift: int | bool = False,
     valid_rows: int | None = None,
     lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     chunk_rows: int | None = None,

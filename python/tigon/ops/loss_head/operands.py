@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from tigon._op import Op
 from tigon.error import check, refuse
@@ -19,7 +18,7 @@ from tigon.ops.arguments import (
     check_range,
     kind_of,
 )
-from tigon.ops.loss_head.labels import check_count, known_rows
+from tigon.ops.loss_head.labels import check_count, check_shift, known_rows, shifted
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 # Bits of `needs`, as in linear_cross_entropy_torch.cpp: gradients needed, whether weight's may be formed in
@@ -57,11 +56,6 @@ class Options(NamedTuple):
     valid_rows: int = -1  # -1: not known
 
 
-def shifted(target, ignore_index):
-    """Label of position t becomes that of t + 1; the last position has none."""
-    return F.pad(target[..., 1:], (0, 1), value=ignore_index)
-
-
 def main_grad_of(op, weight):
     """The fp32 tensor that weight's gradient is to be added to, where its owner asked for that."""
     if not getattr(weight, "tigon_main_grad", False):
@@ -80,8 +74,9 @@ def main_grad_of(op, weight):
 
 
 def check_head(
-    op, hidden, weight, target, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows
-):
+    op, hidden, weight, target, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows,
+    position_ids=None,
+):  # fmt: skip
     """What every function on a head asks of its operands."""
     check_float(op, "hidden", hidden)
     check_float(op, "weight", weight)
@@ -104,8 +99,7 @@ def check_head(
         refuse(op, "target must be {}, got {}", rows, target.shape)
     if bias is not None and bias.shape != sizes[:1]:
         refuse(op, "bias must be {}, got {}", sizes[:1], bias.shape)
-    if shift and not rows:
-        refuse(op, "target must have a sequence dimension with shift=True, got none")
+    check_shift(op, shift, position_ids, target)
     check_integers(op, ignore_index=ignore_index)
     check_positive(op, "softcap", softcap, or_none=True)
     check_numbers(op, logit_scale=logit_scale)
@@ -187,20 +181,21 @@ def whole_vectors(hidden, weight, lora=None):
 
 def prepare(
     op, hidden, weight, target, bias, ignore_index, shift, valid_rows,
-    class_weight=None, token_weight=None, lora_a=None, lora_b=None, wide=False,
+    class_weight=None, token_weight=None, lora_a=None, lora_b=None, wide=False, position_ids=None,
 ):  # fmt: skip
     """Operands of a native call, the number of rows that count (-1: not known), and the gradients needed."""
-    valid = known_rows(op, target, ignore_index, shift, valid_rows, hidden.device)
+    valid = known_rows(op, target, ignore_index, shift, valid_rows, hidden.device, position_ids)
     if hidden.is_cuda and target.device.type == "cpu":
         target = target.to(hidden.device, non_blocking=True)
+        if position_ids is not None:
+            position_ids = position_ids.to(hidden.device, non_blocking=True)
     if weight.dtype != hidden.dtype:
         weight = weight.to(hidden.dtype)
     if bias is not None and bias.dtype not in ((torch.float32,) if wide else (hidden.dtype, torch.float32)):
         bias = bias.float()
     if target.dtype != torch.int64:
         target = target.long()
-    if shift:
-        target = shifted(target, ignore_index)
+    target = shifted(target, ignore_index, shift, position_ids)
     needs = 0
     if torch.is_grad_enabled():
         needs = HIDDEN * hidden.requires_grad + WEIGHT * weight.requires_grad
@@ -226,10 +221,9 @@ class _ToMainGrad(torch.autograd.Function):
         return None, None
 
 
-def check_plain(op, weight, target, ignore_index, shift, valid_rows) -> None:
+def check_plain(op, weight, target, ignore_index, shift, valid_rows, position_ids=None) -> None:
     """What the native calls check of labels, for the references."""
-    if shift:
-        target = shifted(target, ignore_index)
+    target = shifted(target, ignore_index, shift, position_ids)
     check_range(op, "target", target, weight.shape[0], ignore_index)
     valid = known_rows(op, target, ignore_index, False, valid_rows, target.device)
     if target.device.type == "cpu" and valid >= 0 and not torch.compiler.is_compiling():

@@ -28,6 +28,7 @@ def reference(
     reduction="mean",
     denominator=None,
     shift=False,
+    position_ids=None,
     outputs=None,
     lora=None,
     logit_dtype=None,
@@ -35,8 +36,7 @@ def reference(
 ):
     """The same formula in plain PyTorch operations: materialises the logits (any float dtype, any device)."""
     del ignored  # what only concerns speed and memory
-    if shift:
-        target = shifted(target, ignore_index)
+    target = shifted(target, ignore_index, shift, position_ids)
     z = plain_logits(hidden, weight, bias, softcap, logit_scale, temperature, lora, logit_dtype)
     options = {
         "weight": class_weight,

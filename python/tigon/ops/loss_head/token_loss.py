@@ -35,7 +35,7 @@ class Head(NamedTuple):
     softcap: float | None = None
     logit_scale: float = 1.0
     ignore_index: int = -100
-    shift: bool = False
+    shift: int | bool = False
     valid_rows: int | None = None
     lora: tuple | None = None
     chunk_rows: int | None = None

@@ -56,11 +56,11 @@ def _rows(kind, beta, student, teacher, labels, ignore_index):
 
 def top_k_loss(
     op, kind, beta, hidden, weight, teacher, labels, soft, hard, token_weight, reduction, denominator,
-    ignore_index, shift, outputs, head,
+    ignore_index, shift, position_ids, outputs, head,
 ):  # fmt: skip
     """The loss and the results of rows, on checked arguments; `head`: options of linear_log_prob."""
     indices, of_teacher = (t.detach() for t in teacher)
-    labels = shifted(labels, ignore_index) if shift else labels
+    labels = shifted(labels, ignore_index, shift, position_ids)
     counts = labels != ignore_index
     wide = torch.promote_types(hidden.dtype, torch.float32)
     if hidden.dtype != wide:

@@ -1,0 +1,242 @@
+"""Training steps with Medusa's heads over sequence lengths: stock, Liger's losses, Tigon.
+
+    python bench/medusa.py                                 Llama 3 8B, 3 and 5 heads, both stages, 141 GB
+    python bench/medusa.py --layers 8 --lengths 1024,4096  fewer layers and lengths, for a smaller card
+    python bench/medusa.py --table out/medusa.jsonl        the table of an earlier run
+
+Random weights of the published configuration, gradient checkpointing, fused AdamW; stage 1 trains the heads
+on a frozen model, stage 2 both (with the loss of the model's own head). Every provider has Medusa's heads
+with their residual blocks: stock takes PyTorch's cross-entropy of every head's logits; liger calls
+LigerFusedLinearCrossEntropyLoss once for each head, as the example of liger-kernel 0.8.5 does, but on the
+head's own hidden states (that example leaves the blocks out there); tigon makes one call of
+`tigon.nn.MedusaHeads`. Every case runs in a process of its own on the same data; its record (or its error)
+is appended to --out when it ends. Peak memory is that of torch's allocator, model and optimizer included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import e2e
+
+PROVIDERS = ("stock", "liger", "tigon")
+WARMUP = 2
+SCALE, DECAY = 0.2, 0.8
+KEY = ("model", "layers", "heads", "stage", "seq", "batch", "dtype", "device", "provider", "changes")
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", default="llama3-8b", choices=tuple(e2e.MODELS))
+    add("--layers", type=int, help="fewer layers than published")
+    add("--set", default="", metavar="K=V,...", help="other changes of the configuration")
+    add("--heads", default="3,5")
+    add("--stages", default="1,2")
+    add("--lengths", default="1024,2048,4096,8192,16384,32768", help="tokens of a row")
+    add("--batch", type=int, default=1, help="rows")
+    add("--providers", default=",".join(PROVIDERS))
+    add("--steps", type=int, default=5, help=f"measured steps, after {WARMUP} to warm up")
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    add("--device", default="cuda")
+    add("--case-timeout", type=float, default=600.0, metavar="SECONDS")
+    add("--out", type=Path, default=Path("out/medusa.jsonl"))
+    add("--table", type=Path, help="only print the table of this file")
+    args = parser.parse_args(arguments)
+    unknown = set(args.providers.split(",")) - set(PROVIDERS)
+    if unknown:
+        raise SystemExit(f"--providers: {', '.join(sorted(unknown))} is not of {', '.join(PROVIDERS)}")
+    return args
+
+
+def cases(args: argparse.Namespace) -> list[dict]:
+    """Every case, providers of one setting one after the other."""
+    changes = {name: json.loads(value) for name, _, value in
+               (pair.partition("=") for pair in filter(None, args.set.split(",")))}  # fmt: skip
+    shared = {name: getattr(args, name) for name in ("model", "layers", "batch", "dtype", "device", "steps")}
+    return [
+        {**shared, "changes": changes, "stage": stage, "heads": heads, "seq": seq, "provider": provider}
+        for stage in map(int, args.stages.split(","))
+        for heads in map(int, args.heads.split(","))
+        for seq in map(int, args.lengths.split(","))
+        for provider in args.providers.split(",")
+    ]
+
+
+def head_by_head(cross_entropy):
+    """The loss of all heads, each from `cross_entropy(hidden states, weight, labels)`."""
+
+    def loss_of(model, heads, hidden, labels, joint):
+        made = [([], model.lm_head.weight)] if joint else []
+        made += [(list(head)[:-1], head[-1].weight) for head in heads]
+        total, first, scale = 0.0, 0 if joint else 1, SCALE if joint else 1.0
+        for i, (blocks, weight) in enumerate(made, start=first):
+            states = hidden[:, : -(i + 1)]
+            for block in blocks:
+                states = block(states)
+            loss = cross_entropy(states.flatten(0, 1), weight, labels[:, i + 1 :].flatten())
+            total = total + loss * (scale * DECAY**i if i else 1.0)
+        return total
+
+    return loss_of
+
+
+def loss_of_provider(provider: str):
+    """``(model, heads, hidden, labels, joint) -> loss``."""
+    if provider == "tigon":
+
+        def loss_of(model, heads, hidden, labels, joint):
+            of_model = {"head": model.lm_head, "scale": SCALE} if joint else {}
+            return heads(hidden, labels, decay=DECAY, **of_model).loss
+
+        return loss_of
+    if provider == "liger":
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        fused = LigerFusedLinearCrossEntropyLoss()
+        return head_by_head(lambda states, weight, labels: fused(weight, states, labels))
+    import torch.nn.functional as F
+
+    return head_by_head(lambda states, weight, labels: F.cross_entropy((states @ weight.t()).float(), labels))
+
+
+def run_case(case: dict) -> dict:
+    """Steps of training; times, losses, memory."""
+    import torch
+
+    import tigon
+
+    cuda, joint = case["device"].startswith("cuda"), case["stage"] == 2
+    model = e2e.build({**case, "checkpointing": joint})
+    e2e.patch(model, case["provider"])
+    model.requires_grad_(joint)
+    vocab, size = model.lm_head.weight.shape
+    to = {"device": case["device"], "dtype": model.dtype}
+    heads = tigon.nn.MedusaHeads(size, vocab, case["heads"], 1, **to).copy_head(model.lm_head.weight)
+    loss_of = loss_of_provider(case["provider"])
+    trained = [p for module in (model, heads) for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+    generator = torch.Generator().manual_seed(1)
+    seconds, losses = [], []
+    for step in range(WARMUP + case["steps"]):
+        shape = case["batch"], case["seq"]
+        ids = torch.randint(0, vocab, shape, generator=generator).to(case["device"])
+        if cuda:
+            if step == WARMUP:
+                torch.cuda.reset_peak_memory_stats()
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        with torch.set_grad_enabled(joint):
+            hidden = model.model(input_ids=ids).last_hidden_state
+        loss = loss_of(model, heads, hidden, ids, joint)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())  # waits for the device
+        del hidden, loss
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    rates = [case["batch"] * case["seq"] / t for t in seconds[WARMUP:]]
+    return {
+        "tokens_per_s": statistics.mean(rates),
+        "tokens_per_s_std": statistics.stdev(rates) if len(rates) > 1 else 0.0,
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if cuda else 0.0,
+        "losses": losses,
+        **e2e.versions(case),
+    }
+
+
+def worker(case: dict) -> dict:
+    """The record of a case; an error becomes one."""
+    try:
+        return run_case(case)
+    except Exception as error:
+        kind, text = type(error).__name__, str(error).strip().splitlines() or [""]
+        return {"error": f"{kind}: {text[0]}", "out_of_memory": kind == "OutOfMemoryError"}
+
+
+def measure(case: dict, timeout: float) -> dict:
+    """The record of a case from a process of its own."""
+    command = [sys.executable, __file__, "--worker", json.dumps(case)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+        result = json.loads((done.stdout.splitlines() or [""])[-1])
+    except subprocess.TimeoutExpired:
+        result = {"error": f"more than {timeout:.0f} s"}
+    except json.JSONDecodeError:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        result = {"error": f"exit code {done.returncode}: {last}"}
+    return {**case, **result}
+
+
+def key(record: dict) -> str:
+    """What makes two records the same case."""
+    return json.dumps([record[name] for name in KEY])
+
+
+def read(path: Path) -> list[dict]:
+    """Records of a file; of a case that was run twice the last one."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return list({key(record): record for record in map(json.loads, filter(str.strip, lines))}.values())
+
+
+def _cell(record: dict | None) -> str:
+    if record is None:
+        return "-"
+    if "error" in record:
+        return "out of memory" if record.get("out_of_memory") else record["error"][:60].replace("|", "/")
+    return f"{record['tokens_per_s']:,.0f} tokens/s, {record['peak_gb']:.1f} GB"
+
+
+def table(records: list[dict]) -> str:
+    """Markdown: one row a setting, one column a provider."""
+    rows: dict[tuple, dict] = {}
+    for r in records:
+        layers = f", {r['layers']} layers" if r["layers"] else ""
+        changed = "".join(f", {name}={value}" for name, value in r["changes"].items())
+        setting = f"{r['model']}{layers}{changed}, {r['dtype']}, stage {r['stage']}, {r['heads']} heads"
+        rows.setdefault((setting, f"{r['batch']} x {r['seq']}"), {})[r["provider"]] = r
+    providers = [name for name in PROVIDERS if any(name in row for row in rows.values())]
+    lines = [
+        "| model | batch x tokens | " + " | ".join(providers) + " |",
+        "|---" * (2 + len(providers)) + "|",
+    ]
+    for names, row in rows.items():
+        lines.append("| " + " | ".join([*names, *(_cell(row.get(name)) for name in providers)]) + " |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Every case that --out does not hold, then the table."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["--worker"]:
+        print(json.dumps(worker(json.loads(words[1]))))
+        return 0
+    args = parse(words)
+    if args.table:
+        print(table(read(args.table)))
+        return 0
+    from tqdm import tqdm
+
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    done = {key(r) for r in read(args.out) if "error" not in r or r.get("out_of_memory")}
+    for case in tqdm([case for case in cases(args) if key(case) not in done], unit="case", disable=None):
+        record = measure(case, args.case_timeout)
+        with args.out.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    print(table(read(args.out)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

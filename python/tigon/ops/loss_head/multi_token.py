@@ -1,0 +1,371 @@
+"""Several heads over one trunk, each against labels of its own distance (multi-token prediction).
+
+Composed of :func:`tigon.linear_cross_entropy`, head by head, each in the memory that the last one gave back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+
+from tigon._op import graph_is_kept, has_kernel, once, refuse_tangents, transformable
+from tigon.error import check
+from tigon.ops.arguments import check_float, check_indices, kind_of
+from tigon.ops.loss_head import operators
+from tigon.ops.loss_head.labels import check_shift
+from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
+
+_OP = "multi_token_loss"
+_REDUCTIONS = ("mean", "sum")
+_WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+
+class MultiTokenLoss(NamedTuple):
+    """What :func:`tigon.multi_token_loss` returns."""
+
+    loss: torch.Tensor  # float32 scalar, differentiable
+    losses: torch.Tensor  # [k] float32, of each head, without its coefficient; detached
+    accuracies: torch.Tensor  # [k] float32, share of the rows that count whose label is the first argmax
+
+
+class _Head(NamedTuple):
+    """One head: its layers, its last product, and what its loss is taken with."""
+
+    layers: tuple[Callable[[torch.Tensor], torch.Tensor], ...]
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    coefficient: float
+    options: dict[str, Any]  # of linear_cross_entropy
+
+    def parameters(self) -> list[torch.Tensor]:
+        """What of it can need a gradient, without the product's own operands."""
+        return [p for layer in self.layers if hasattr(layer, "parameters") for p in layer.parameters()]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What of it needs a gradient."""
+        given = [*self.parameters(), self.weight, self.bias, *(self.options["lora"] or ())[:2]]
+        return [t for t in given if t is not None and t.requires_grad]
+
+
+def _parts(i, head):
+    """Layers, weight and bias of a head in any of its forms."""
+    if isinstance(head, torch.Tensor):
+        return (), head, None
+    if isinstance(head, nn.Linear):
+        return (), head.weight, head.bias
+    if isinstance(head, nn.Sequential) and len(head) and isinstance(head[-1], nn.Linear):
+        return tuple(head)[:-1], head[-1].weight, head[-1].bias
+    pair = isinstance(head, (tuple, list)) and len(head) in (2, 3)
+    pair = pair and (head[0] is None or callable(head[0]))
+    forms = "tensors (weights), Linears, Sequentials that end in one or (module, weight[, bias])"
+    check(_OP, pair, "heads must be " + forms + ", got {} at {}", kind_of(head), i)
+    module, weight, bias = (*head, None)[:3]
+    return () if module is None else (module,), weight, bias
+
+
+def _of_each(name, values, k, default):
+    """One value for each head."""
+    if values is None:
+        return default
+    listed = isinstance(values, (Sequence, torch.Size)) and not isinstance(values, str)
+    check(_OP, listed, name + " must be a sequence of {} (or None), got {}", k, kind_of(values))
+    check(_OP, len(values) == k, name + " must be one for each of {} heads, got {}", k, len(values))
+    return list(values)
+
+
+def _apply_layers(i, head, x):
+    """The hidden states of a head."""
+    h = x
+    for layer in head.layers:
+        h = layer(h)
+    check(_OP, isinstance(h, torch.Tensor), "heads[{}] must return a tensor, got {}", i, kind_of(h))
+    wanted = (*x.shape[:-1], head.weight.shape[-1])
+    check(_OP, tuple(h.shape) == wanted, "heads[{}] must return {} to fit its weight {}, got {}", i, wanted,
+          head.weight.shape, h.shape)  # fmt: skip
+    return h
+
+
+def _loss_of(h, labels, head):
+    """Loss and accuracy of one head."""
+    out = linear_cross_entropy(
+        h, head.weight, labels, bias=head.bias, outputs=("loss", "predicted", "correct"), **head.options
+    )
+    counted = (out.predicted >= 0).sum()
+    return out.loss, out.correct.sum() / counted
+
+
+def _sum(heads, losses):
+    """The losses with their coefficients; a head of coefficient 0 takes no part, whatever its loss is."""
+    parts = [loss * head.coefficient for head, loss in zip(heads, losses, strict=True) if head.coefficient]
+    return sum(parts[1:], parts[0]) if parts else losses[0].detach() * 0.0
+
+
+class _Fork(torch.autograd.Function):
+    """hidden for each head: gradients are summed in the heads' order, in float32 where they have 16 bits."""
+
+    @staticmethod
+    def forward(x, k):
+        return tuple(x.view_as(x) for _ in range(k))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, first, *others):
+        total = first.float()
+        for gradient in others:
+            total = total + gradient
+        return total.to(first.dtype), None
+
+
+_transformed_fork = transformable(_OP, "fork", _Fork.forward, _Fork.setup_context, _Fork.backward)
+
+
+def _composed(hidden, heads, labels):
+    """Head by head, differentiated by autograd: what each head saves lives until the backward."""
+    active = sum(head.coefficient != 0 for head in heads)
+    plain = hidden.dtype == torch.float64 or not torch.is_grad_enabled()
+    forked = active > 1 and hidden.requires_grad and not plain
+    fork = _Fork.apply if torch.compiler.is_compiling() else _transformed_fork
+    inputs = iter(fork(hidden, active) if forked else (hidden,) * active)
+    losses, accuracies = [], []
+    for i, head in enumerate(heads):
+        if head.coefficient:
+            loss, accuracy = _loss_of(_apply_layers(i, head, next(inputs)), labels, head)
+        else:
+            with torch.no_grad():
+                loss, accuracy = _loss_of(_apply_layers(i, head, hidden), labels, head)
+        losses.append(loss)
+        accuracies.append(accuracy)
+    return _sum(heads, losses), torch.stack([loss.detach() for loss in losses]), torch.stack(accuracies)
+
+
+def _refuse_others(i, h, known):
+    """Tensors in a head's graph that would lose their gradient."""
+    seen, nodes = set(), [h.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        check(_OP, leaf is None or id(leaf) in known,
+              "heads[{}] must use no tensor that needs a gradient but its input and its module's parameters, "
+              "got one of {}", i, getattr(leaf, "shape", None))  # fmt: skip
+        nodes.extend(next_node for next_node, _ in node.next_functions)
+
+
+class _Gradients:
+    """The gradients of all heads so far: of a tensor that several use a sum in float32."""
+
+    def __init__(self, uses: list[list[int]]) -> None:
+        self.uses = Counter(key for of_head in uses for key in of_head)
+        self.of: dict[int, torch.Tensor] = {}
+        self.memory: set[int] = set()
+
+    def add(self, key: int, tensor: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        if gradient is None:
+            return
+        if key in self.of:
+            self.of[key].add_(gradient)
+            return
+        at = gradient.untyped_storage().data_ptr()
+        if self.uses[key] > 1:
+            dtype = _WIDE.get(tensor.dtype, tensor.dtype)
+            gradient = torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(gradient)
+        elif at in self.memory or not gradient.is_contiguous():  # what is scaled in place has its own memory
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+        else:
+            self.memory.add(at)
+        self.of[key] = gradient
+
+
+class _InTurn(torch.autograd.Function):
+    """The gradients of each head are formed in the forward, so that one head's memory serves all."""
+
+    @staticmethod
+    def forward(ctx, heads, labels, hidden, *tensors):
+        active = [head for head in heads if head.coefficient]
+        uses = [[id(hidden), *{id(t) for t in head.tensors()}] for head in active]
+        total, losses, accuracies = _Gradients(uses), [], []
+        for i, head in enumerate(heads):
+            with torch.set_grad_enabled(head.coefficient != 0):
+                x = hidden.detach().requires_grad_(hidden.requires_grad)
+                h = _apply_layers(i, head, x)
+                if h.grad_fn is not None:
+                    _refuse_others(i, h, {id(x), *(id(p) for p in head.parameters())})
+                loss, accuracy = _loss_of(h, labels, head)
+            losses.append(loss.detach())
+            accuracies.append(accuracy)
+            if not loss.requires_grad:
+                continue
+            keys = {id(t): t for t in head.tensors()}
+            if x.requires_grad:
+                keys[id(hidden)] = x
+            upstream = torch.full_like(loss, head.coefficient)
+            del h
+            found = torch.autograd.grad(loss, list(keys.values()), upstream, allow_unused=True)
+            for (key, tensor), gradient in zip(keys.items(), found, strict=True):
+                total.add(key, tensor, gradient)
+            del found, gradient
+        ctx.dtypes = [t.dtype for t in (hidden, *tensors)]
+        ctx.save_for_backward(*(total.of.get(id(t)) for t in (hidden, *tensors)))
+        results = _sum(heads, losses), torch.stack(losses), torch.stack(accuracies)
+        ctx.mark_non_differentiable(*results[1:])
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    @once(_OP)
+    def backward(ctx, dloss, *_):
+        if dloss is None:
+            return (None,) * (2 + len(ctx.dtypes))
+        kept = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return None, None, *(_finished(dloss, gradient, dtype) for gradient, dtype in kept)
+
+
+def _finished(dloss, gradient, dtype):
+    """``gradient * dloss`` rounded once; in its own memory where that may be, which costs nothing for 1."""
+    if gradient is None:
+        return None
+    if gradient.dim() == 0 or gradient.dtype not in (torch.float32, torch.bfloat16):
+        return (gradient * dloss).to(dtype)
+    finish = operators.finish if graph_is_kept() else operators.finish_in_place
+    empty = [gradient.new_empty(0, dtype=torch.float32) for _ in range(4)]
+    return finish(dloss, torch.ones_like(dloss), empty[0], gradient, *empty[1:], dtype, torch.float32)[1]
+
+
+def _in_turn(hidden, heads, labels):
+    tensors = {id(t): t for head in heads if head.coefficient for t in head.tensors()}
+    return _InTurn.apply(heads, labels, hidden, *tensors.values())
+
+
+def _composes(hidden, heads) -> bool:
+    """Whether autograd differentiates the whole: where gradients cannot be formed, or not exactly, before the
+    upstream one is known."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or hidden.is_meta:
+        return True
+    active = [head for head in heads if head.coefficient]
+    trained = hidden.requires_grad or any(head.tensors() for head in active)
+    if not active or not trained or not torch.is_grad_enabled():
+        return True
+    autocast = torch.is_autocast_enabled(hidden.device.type)
+    dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
+    owned = any(getattr(head.weight, "tigon_main_grad", False) for head in active)
+    return owned or torch.float16 in (hidden.dtype, dtype) or not has_kernel(_OP, hidden)
+
+
+def multi_token_loss(
+    hidden: torch.Tensor,
+    heads: Sequence[Any],
+    labels: torch.Tensor,
+    *,
+    coefficients: Sequence[float] | None = None,
+    shifts: Sequence[int] | None = None,
+    position_ids: torch.Tensor | None = None,
+    lora: Sequence[tuple[torch.Tensor, torch.Tensor, float] | None] | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    temperature: float = 1.0,
+    z_loss: float = 0.0,
+    token_weight: torch.Tensor | None = None,
+    reduction: str = "mean",
+    denominator: float | torch.Tensor | Sequence[float | torch.Tensor] | None = None,
+    valid_rows: Sequence[int | None] | None = None,
+    chunk_rows: int | None = None,
+    max_workspace_mb: float | None = None,
+    logit_dtype: torch.dtype | None = None,
+) -> MultiTokenLoss:
+    """``sum_i coefficient_i * cross_entropy(heads_i(hidden)[t], labels[t + shift_i])``, without logits.
+
+    The heads run one after another through :func:`tigon.linear_cross_entropy`, and in eager mode each head's
+    gradients are formed before the next head begins: besides gradients the call takes the memory of one head,
+    its layers' activations included. The gradient of `hidden` is summed over the heads in float32 and rounded
+    once; so is that of a tensor that several heads share. Matrix products with a vocabulary: 3 for each head,
+    2 where neither `hidden` nor a layer of the head needs a gradient, 1 without gradients.
+
+    Args:
+        hidden: ``[..., T, H]``, what all heads start from (float32, bfloat16, float16; float64 runs the eager
+            reference).
+        heads: one for each loss, any of: a weight ``[V, H]``; a ``torch.nn.Linear``; a
+            ``torch.nn.Sequential`` that ends in one (a head of Medusa's); ``(module, weight)`` or ``(module,
+            weight, bias)``, whose module makes ``[..., T, H_i]`` of `hidden` for a weight ``[V, H_i]``
+            (``None``: hidden itself). Vocabularies may differ. Modules must not use tensors that need a
+            gradient and are not their parameters, and are called in the forward alone: wrap what holds them,
+            not them, in FSDP. Heads may share weights and modules.
+        labels: ``[..., T]`` int64 class indices, or ``ignore_index``.
+        coefficients: a number for each head; ``None``: 1. With 0 a head is evaluated and gets no gradient.
+        shifts: for each head how far ahead its label is, >= 0; ``None``: 1, 2, 3, ...
+        position_ids: where sequences are packed, as in :func:`tigon.linear_cross_entropy`.
+        lora: for each head ``None`` or ``(A [r, H_i], B [V, r], scale)``.
+        token_weight, ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, chunk_rows,
+            max_workspace_mb, logit_dtype: as in :func:`tigon.linear_cross_entropy`, the same for all heads.
+        reduction: ``"mean"`` (each head's over its own rows that count) or ``"sum"``.
+        denominator: a number or tensor of one element for all heads, or a sequence of one for each: ``sum /
+            denominator`` instead of ``reduction``.
+        valid_rows: for each head how many labels count; see :func:`tigon.count_labels`, called once for each
+            shift.
+
+    Returns:
+        ``(loss, losses, accuracies)``: the float32 scalar, and detached ``[k]`` vectors of each head's loss
+        (without its coefficient) and of the share of its counted rows whose label is the first argmax (NaN
+        where none counts). The loss is differentiable in hidden, weights, biases, A, B and the modules'
+        parameters, each only where needed. One head with coefficient 1 gives the bits of
+        :func:`tigon.linear_cross_entropy`. Under torch.compile and torch.func, with float16 (whose gradients
+        need the loss scale before they are rounded) and where a weight has ``tigon_main_grad``, autograd
+        differentiates the whole: the same formula, what each head saves kept until the backward, and the
+        gradients of tensors that heads share summed in their dtype.
+
+    Raises:
+        tigon.Error: numbers of heads, coefficients and shifts that differ, a head whose result does not fit
+            its weight, and what :func:`tigon.linear_cross_entropy` refuses.
+
+    Source: Cai et al. 2024, "Medusa" (arXiv:2401.10774), equations 1 and 2; Gloeckle et al. 2024, "Better &
+    Faster Large Language Models via Multi-token Prediction" (arXiv:2404.19737).
+    """
+    check_float(_OP, "hidden", hidden)
+    check(_OP, hidden.dim() >= 2, "hidden must be [..., T, H], got {}", hidden.shape)
+    listed = isinstance(heads, (Sequence, nn.ModuleList)) and not isinstance(heads, nn.Sequential)
+    check(_OP, listed and len(heads) > 0, "heads must be a sequence of at least one head, got {}",
+          0 if listed else kind_of(heads))  # fmt: skip
+    check_indices(_OP, "labels", labels)
+    check(
+        _OP, labels.shape == hidden.shape[:-1], "labels must be {}, got {}", hidden.shape[:-1], labels.shape
+    )
+    check(_OP, reduction in _REDUCTIONS, "reduction must be one of {}, got {!r}", _REDUCTIONS, reduction)
+    k = len(heads)
+    coefficients = _of_each("coefficients", coefficients, k, [1.0] * k)
+    shifts = _of_each("shifts", shifts, k, range(1, k + 1))
+    lora = _of_each("lora", lora, k, [None] * k)
+    valid_rows = _of_each("valid_rows", valid_rows, k, [None] * k)
+    several = isinstance(denominator, (tuple, list))
+    denominators = _of_each("denominator", denominator, k, None) if several else [denominator] * k
+    shared = {
+        "position_ids": position_ids, "ignore_index": ignore_index, "label_smoothing": label_smoothing,
+        "softcap": softcap, "logit_scale": logit_scale, "temperature": temperature, "z_loss": z_loss,
+        "token_weight": token_weight, "reduction": reduction, "chunk_rows": chunk_rows,
+        "max_workspace_mb": max_workspace_mb, "logit_dtype": logit_dtype,
+    }  # fmt: skip
+    made = []
+    for i, head in enumerate(heads):
+        number = isinstance(coefficients[i], (float, int)) and not isinstance(coefficients[i], bool)
+        check(_OP, number, "coefficients[{}] must be a number, got {}", i, kind_of(coefficients[i]))
+        check_shift(_OP, shifts[i], position_ids, labels)
+        layers, weight, bias = _parts(i, head)
+        check_float(_OP, f"heads[{i}]'s weight", weight)
+        check(_OP, weight.dim() == 2, "heads[{}]'s weight must be [V, H], got {}", i, weight.shape)
+        of_head = {"shift": shifts[i], "lora": lora[i], "valid_rows": valid_rows[i]}
+        options = {**shared, **of_head, "denominator": denominators[i]}
+        made.append(_Head(layers, weight, bias, float(coefficients[i]), options))
+    if forward_ad._current_level >= 0 and hidden.dtype != torch.float64:
+        refuse_tangents(_OP, (hidden, *(t for head in made for t in (head.weight, head.bias))))
+    run = _composed if _composes(hidden, made) else _in_turn
+    return MultiTokenLoss(*run(hidden, made, labels))
