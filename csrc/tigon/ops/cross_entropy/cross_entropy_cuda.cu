@@ -124,25 +124,25 @@ __device__ __forceinline__ Sums initial_sums(float label_z, bool has_label) {
 
 // The label of a row, and what follows from it before the logits are read.
 struct Label {
-  bool ignored, bad, elsewhere;
-  int column;  // -1 when ignored, bad or elsewhere
+  bool ignored, bad;
+  int column;  // -1 when ignored, bad or of another shard
   float z, weight, reference;
+  __device__ __forceinline__ bool is_elsewhere() const { return column < 0 && !ignored && !bad; }
 };
 template <bool General, class T>
 __device__ __forceinline__ Label label_of(const Params<T>& p, int64_t row, const T* x) {
   Label l;
   int64_t y = p.target[row];
   l.ignored = y == p.ignore_index;
-  l.elsewhere = !l.ignored && is_elsewhere(p, y);
+  l.bad = !l.ignored && (y < 0 || y >= p.classes);
   y -= p.first_class;
-  l.bad = !l.ignored && !l.elsewhere && (y < 0 || y >= p.cols);
-  l.column = l.ignored || l.elsewhere || l.bad ? -1 : int(y);
+  l.column = l.ignored || l.bad || y < 0 || y >= p.cols ? -1 : int(y);
   l.z = l.weight = l.reference = 0.0f;
   if (l.column >= 0) {
     l.z = widen(x[l.column]);
     if constexpr (General) l.z = z_of(p, l.z, l.column);
     l.weight = weight_at(p.class_weight, l.column);
-  } else if (l.elsewhere) {
+  } else if (l.is_elsewhere()) {
     l.weight = p.class_weight != nullptr ? p.class_weight[y] : 1.0f;
   }
   if constexpr (General) {
@@ -167,10 +167,10 @@ __device__ __forceinline__ RowGradient finish(const Params<T>& p, int64_t row, c
     if (General && p.label_smoothing > 0.0f)
       loss += share * (a.weight * ((a.m - l.reference) + log_s) + a.smoothing_sum);
     if (p.z_loss != 0.0f) loss += p.z_loss * lse * lse;
-    if (p.loss) p.loss[row] = l.ignored || l.elsewhere ? 0.0f : l.bad ? NAN : loss;
+    if (p.loss) p.loss[row] = l.ignored || l.is_elsewhere() ? 0.0f : l.bad ? NAN : loss;
     if (p.target_logit) p.target_logit[row] = l.bad ? NAN : l.z;
     if (p.log_prob)
-      p.log_prob[row] = l.ignored ? 0.0f : l.bad ? NAN : l.elsewhere ? -INFINITY : (l.z - a.m) - log_s;
+      p.log_prob[row] = l.ignored ? 0.0f : l.bad ? NAN : l.is_elsewhere() ? -INFINITY : (l.z - a.m) - log_s;
     if (p.lse) p.lse[row] = lse;
     if (General && p.entropy) p.entropy[row] = log_s - entropy_sum / s;
     if (p.row_max) p.row_max[row] = a.m;
