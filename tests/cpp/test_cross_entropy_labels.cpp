@@ -11,9 +11,8 @@ constexpr int64_t kRows = 7, kHidden = 5, kVocab = 9, kLabels = 4;
 
 struct Run {
   Table hidden{DType::f32, kRows, kHidden}, weight{DType::f32, kVocab, kHidden},
-      labels{Table::column(DType::i64, kRows * kLabels)},
-      upstream{Table::column(DType::f32, kRows * kLabels)},
-      log_prob{Table::column(DType::f32, kRows * kLabels)}, loss{Table::column(DType::f32, kRows)},
+      labels{Table::column(DType::i64, kRows* kLabels)}, upstream{Table::column(DType::f32, kRows* kLabels)},
+      log_prob{Table::column(DType::f32, kRows* kLabels)}, loss{Table::column(DType::f32, kRows)},
       dhidden{DType::f32, kRows, kHidden}, dweight{DType::f32, kVocab, kHidden};
 
   Run() {
@@ -76,8 +75,7 @@ TEST_CASE("log-probabilities and gradients of several labels a row") {
             totals[up] = run.total();
           }
           values->set(r, c, at);
-          CHECK((*slopes)(r, c) ==
-                doctest::Approx((totals[1] - totals[0]) / 0.02).epsilon(0.01).scale(0.02));
+          CHECK((*slopes)(r, c) == doctest::Approx((totals[1] - totals[0]) / 0.02).epsilon(0.01).scale(0.02));
         }
   }
 }

@@ -30,7 +30,7 @@ MEMORY = [
     {}, {"max_workspace_mb": None}, {"valid_rows": 3000}, {"main_grad": True}, ROWS,
     {**ROWS, "keep_mb": 0}, {**ROWS, "keep_mb": 1e4}, {**ROWS, "keep_mb": 12}, {**ROWS, "valid_rows": 3000},
     {**ROWS, "valid_rows": 3000, "keep_mb": 1e4}, {**ROWS, "train_weight": False},
-    {**ROWS, "main_grad": True, "keep_mb": 1e4},
+    {**ROWS, "main_grad": True, "keep_mb": 1e4}, {"labels": 64}, {"labels": 64, "train_weight": False},
 ]  # fmt: skip
 
 
@@ -43,14 +43,19 @@ def _memory_case(rows, h, v, device, dtype, cap, options):
     if "valid_rows" in options:
         options["valid_rows"] = rows * 3 // 8
         target[options["valid_rows"] :] = -100
-    predicted = tigon.linear_cross_entropy_memory(rows, h, v, dtype, device=device, **options)
+    labels = options.get("labels")
+    memory = tigon.linear_log_prob_memory if labels else tigon.linear_cross_entropy_memory
+    predicted = memory(rows, h, v, dtype, device=device, **options)
+    if options.pop("labels", None):
+        target = torch.randint(0, v, (rows, labels), device=device)
+    loss = tigon.linear_log_prob if labels else LOSS
     weight.requires_grad_(options.pop("train_weight", True))
     if options.pop("main_grad", False):
         weight.main_grad, weight.tigon_main_grad = torch.zeros(v, h, device=device), True
 
     def step():
         hidden.grad = weight.grad = None
-        LOSS(hidden, weight, target, **options).sum().backward()
+        loss(hidden, weight, target, **options).sum().backward()
 
     return step, (hidden, weight), predicted
 

@@ -324,6 +324,18 @@ def test_candidates_as_in_trl(device):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_candidates_compiled(device):
+    hidden, weight, labels = head_inputs(9, h=16, v=60, device=device)
+    log_prob, indices = torch.log_softmax(torch.randn(9, 60, device=device), -1).topk(5)
+
+    def loss(hidden, weight):
+        return tigon.linear_jsd(hidden, weight, (indices, log_prob), labels, hard=0.2, temperature=1.3)
+
+    traced = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for a, b in zip(run(loss, (hidden, weight), {}), run(traced, (hidden, weight), {}), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_refusals_of_candidates(device):
     hidden, weight, labels = head_inputs(6, h=16, v=40, device=device)
     log_prob, indices = torch.log_softmax(torch.randn(6, 40, device=device), -1).topk(3)
