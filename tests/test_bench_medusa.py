@@ -8,18 +8,11 @@ from pathlib import Path
 
 import pytest
 
-BENCH = Path(__file__).resolve().parents[1] / "bench"
 pytest.importorskip("transformers")
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-    spec = importlib.util.spec_from_file_location("bench_medusa", BENCH / "medusa.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
+SCRIPT = Path(__file__).resolve().parents[1] / "bench" / "medusa.py"
+spec = importlib.util.spec_from_file_location("bench_medusa", SCRIPT)  # beside examples/medusa.py
+bench = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(bench)
 
 TINY = ("hidden_size=32,intermediate_size=48,num_attention_heads=4,num_key_value_heads=2,vocab_size=97,"
         "head_dim=8")  # fmt: skip
@@ -32,7 +25,7 @@ def words(tmp_path):
 
 
 @pytest.mark.parametrize("stage", ["1", "2"])
-def test_providers_agree(bench, words, stage):
+def test_providers_agree(words, stage):
     """Tigon's losses are stock's."""
     args = bench.parse([*words, "--stages", stage, "--providers", "stock,tigon"])
     stock, tigon = (bench.run_case(case) for case in bench.cases(args))
@@ -41,7 +34,7 @@ def test_providers_agree(bench, words, stage):
 
 
 @pytest.mark.slow
-def test_a_run(bench, words, capsys):
+def test_a_run(words, capsys):
     command = [*words, "--stages", "1", "--providers", "liger,tigon"]
     assert bench.main(command) == 0
     path = Path(words[-1])

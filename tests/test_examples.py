@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +20,16 @@ import distillation
 import dpo
 import grpo
 import lora
-import medusa
 import sft_data
 import sft_trainer
 import sft_trl
 from tiny import close, make
+
+spec = importlib.util.spec_from_file_location(
+    "examples_medusa", EXAMPLES / "medusa.py"
+)  # beside bench/medusa.py
+medusa = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(medusa)
 
 TINY = ("hidden_size=64,intermediate_size=96,num_attention_heads=2,num_key_value_heads=1,vocab_size=400,"
         "num_hidden_layers=1")  # fmt: skip
