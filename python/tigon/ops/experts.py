@@ -82,7 +82,7 @@ _zero_rest = native("experts_zero_rest")
 _product_cpu, _over_rows_cpu = native("experts_product"), native("experts_product_over_rows")
 
 
-def _grouped(offsets, *operands) -> bool:
+def grouped_fits(offsets, *operands) -> bool:
     """Whether ``grouped_mm`` takes these: bfloat16, rows and addresses of whole 16-byte vectors."""
     return offsets.numel() <= 1024 and all(
         t.dtype == torch.bfloat16 and t.shape[-1] % 8 == 0 and t.is_contiguous() and t.data_ptr() % 16 == 0
@@ -90,14 +90,18 @@ def _grouped(offsets, *operands) -> bool:
     )
 
 
-def product(rows, stack, offsets, transposed):
-    """Rows of expert e times its matrix: ``[in, out]`` if `transposed`, else ``[out, in]``."""
-    if rows.is_cpu:
-        return _product_cpu(rows, stack, offsets, transposed)
-    rows, stack = rows.contiguous(), stack.contiguous()
-    matrices = stack if transposed else stack.transpose(1, 2)
-    if _grouped(offsets, rows, stack):
-        return F.grouped_mm(rows, matrices, offs=offsets[1:])
+def grouped_product(rows, matrices, offsets):
+    """``rows_e matrices_e`` of every expert e in one launch."""
+    return F.grouped_mm(rows, matrices, offs=offsets[1:])
+
+
+def grouped_over_rows(a, b, offsets):
+    """``a_e^T b_e`` of every expert e in one launch."""
+    return F.grouped_mm(a.t(), b, offs=offsets[1:])
+
+
+def each_product(rows, matrices, offsets):
+    """The same as :func:`grouped_product`, one by one; waits for the device."""
     out = rows.new_empty(rows.shape[0], matrices.shape[2])
     ends = offsets.tolist()
     for e, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
@@ -105,18 +109,31 @@ def product(rows, stack, offsets, transposed):
     return out
 
 
-def product_over_rows(a, b, offsets):
-    """``a_e^T b_e`` of the rows of every expert e; zeros where it has none."""
-    if a.is_cpu:
-        return _over_rows_cpu(a, b, offsets)
-    a, b = a.contiguous(), b.contiguous()
-    if _grouped(offsets, a, b):
-        return F.grouped_mm(a.t(), b, offs=offsets[1:])
+def each_over_rows(a, b, offsets):
+    """The same as :func:`grouped_over_rows`, one by one; waits for the device."""
     ends = offsets.tolist()
     out = a.new_empty(len(ends) - 1, a.shape[1], b.shape[1])
     for e, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
         torch.mm(a[begin:end].t(), b[begin:end], out=out[e])
     return out
+
+
+def product(rows, stack, offsets, transposed):
+    """Rows of expert e times its matrix: ``[in, out]`` if `transposed`, else ``[out, in]``."""
+    if rows.is_cpu:
+        return _product_cpu(rows, stack, offsets, transposed)
+    rows, stack = rows.contiguous(), stack.contiguous()
+    how = grouped_product if grouped_fits(offsets, rows, stack) else each_product
+    return how(rows, stack if transposed else stack.transpose(1, 2), offsets)
+
+
+def product_over_rows(a, b, offsets):
+    """``a_e^T b_e`` of the rows of every expert e; zeros where it has none."""
+    if a.is_cpu:
+        return _over_rows_cpu(a, b, offsets)
+    a, b = a.contiguous(), b.contiguous()
+    how = grouped_over_rows if grouped_fits(offsets, a, b) else each_over_rows
+    return how(a, b, offsets)
 
 
 def _forward(
