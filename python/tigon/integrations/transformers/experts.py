@@ -203,6 +203,8 @@ def _plan_layer(module) -> tuple | None:
         return None  # expert parallelism calls the class's own forward inside
     if GATE in module.__dict__ or getattr(module, "has_post_expert_norm", False):
         return None
+    if implementation(module) == "eager" and "float" in inspect.unwrap(type(module).forward).__code__.co_names:
+        return None  # its loop multiplies in float32
     before = "grouped_mm" if implementation(module) == IMPLEMENTATION else implementation(module)
     common = {"transposed": module.is_transposed, "bias": module.has_bias, "before": before}
     if not module.has_gate:
