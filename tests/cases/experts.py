@@ -95,7 +95,9 @@ def _routing(p, maker: Maker) -> torch.Tensor:
     tokens, experts, choices = p["tokens"], p["experts"], p["choices"]
     if p["routing"] in ("one", "twice"):
         ids = maker.integers(0, experts, tokens, choices)
-        return ids[:, :1].expand(-1, choices).contiguous() if p["routing"] == "twice" else ids * 0 + experts - 1
+        return (
+            ids[:, :1].expand(-1, choices).contiguous() if p["routing"] == "twice" else ids * 0 + experts - 1
+        )
     if p["routing"] == "none":
         return maker.integers(experts, experts + 3, tokens, choices)
     scores = maker.randn(tokens, experts, dtype=torch.float32)
@@ -127,7 +129,9 @@ def make(case: Case, device, dtype, seed: int) -> Inputs:
         weights = maker.randn(*ids.shape, dtype=torch.float32).sigmoid().to(of)
     kwargs = {n: p[n] for n in ("activation", "gated", "interleaved", "transposed", "limit")}
     names = ("gate_up_bias", "down_bias") if p["bias"] else ()
-    kwargs |= {n: maker.randn(experts, size, scale=0.5) for n, size in zip(names, (wide, hidden), strict=False)}
+    kwargs |= {
+        n: maker.randn(experts, size, scale=0.5) for n, size in zip(names, (wide, hidden), strict=False)
+    }
     if p["sorted"]:
         counts = torch.bincount(ids[ids < experts], minlength=experts)
         ids, weights = counts.cumsum(0).int(), None if weights is None else weights.reshape(-1)
@@ -144,7 +148,8 @@ def tigon_fn(x, gate_up, down, ids, weights, **options) -> torch.Tensor:
     """Tigon's op: offsets have one dimension."""
     import tigon
 
-    return (tigon.grouped_mlp if ids.dim() == 1 else tigon.experts)(x, gate_up, down, ids, weights, **options)
+    in_order = getattr(ids, "ndim", 2) == 1
+    return (tigon.grouped_mlp if in_order else tigon.experts)(x, gate_up, down, ids, weights, **options)
 
 
 def _unit(z, activation, gated, interleaved, alpha, limit):
@@ -193,9 +198,7 @@ def eager_fn(
     for e in range(experts):
         if slots[e].numel() == 0:
             continue
-        y = _of_expert(
-            rows[tokens[e]], e, gate_up, down, gate_up_bias, down_bias, transposed, unit
-        )
+        y = _of_expert(rows[tokens[e]], e, gate_up, down, gate_up_bias, down_bias, transposed, unit)
         if weights is not None:
             y = y * weights.reshape(-1)[slots[e], None]
         out = out.index_copy(0, slots[e], y.to(out.dtype))

@@ -1,4 +1,4 @@
-"""Layers of experts of transformers on tigon.experts: every form against the eager loop of its class in fp64."""
+"""Layers of experts of transformers on tigon.experts: each form against the loop of its class in fp64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CLASSES = {
     "aria": "AriaExperts",
     "nemotron_h": "NemotronHExperts",
 }
-T, H, I, E, K = 19, 32, 24, 5, 2  # noqa: E741
+T, H, I, E, K = 19, 32, 24, 5, 2
 
 
 class Config:
@@ -90,7 +90,12 @@ def exact_step(model, x, ids, weights):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("family", "implementation"),
-    [(f, i) for f in CLASSES for i in ("grouped_mm", "eager") if (f, i) != ("openai_privacy_filter", "eager")],
+    [
+        (f, i)
+        for f in CLASSES
+        for i in ("grouped_mm", "eager")
+        if (f, i) != ("openai_privacy_filter", "eager")
+    ],
 )
 def test_layers(family, implementation, dtype, away):
     stock = experts_of(family, implementation).to(dtype)
@@ -101,7 +106,11 @@ def test_layers(family, implementation, dtype, away):
     assert patched[0].config._experts_implementation == "tigon"
     inputs = routed(dtype, away)
     x, ids, weights = inputs
-    known = x, ids.clamp(max=E - 1), weights  # some loops know no other ids: weights of zero leave their gradient alone
+    known = (
+        x,
+        ids.clamp(max=E - 1),
+        weights,
+    )  # some loops know no other ids: weights of zero leave their gradient alone
     exact, wanted = exact_step(stock, *known), step(stock, *known)
     for found in (exact, wanted):
         found[2] = found[2].masked_fill(ids == E, 0.0)
@@ -124,7 +133,7 @@ def test_chosen_by_name(family):
 
 
 def test_another_implementation_keeps_its_products():
-    """Only the default and the loop of the class are replaced: what somebody asked for stays, its gate is ours."""
+    """The default and the loop of the class are replaced; what somebody asked for stays, its gate is ours."""
     model = experts_of("mixtral", "batched_mm")
     (entry,) = apply(model).replaced
     assert entry.by.startswith("tigon.swiglu")

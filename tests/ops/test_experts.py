@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checks import bits, check_close
 from torch.utils.checkpoint import checkpoint
 
 import tigon
-from checks import bits, check_close
 from tigon.ops import experts as ops
 
-T, H, I, E, K = 23, 32, 24, 6, 3  # noqa: E741
+T, H, I, E, K = 23, 32, 24, 6, 3
 
 
 def drawn(*shape, seed=0, dtype=torch.float32, device="cpu"):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device, dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
+        device, dtype
+    )
 
 
 def layer(dtype=torch.float32, device="cpu", bias=True):
@@ -245,14 +247,30 @@ BAD = {
     "weights": ((X, GATE_UP, DOWN, IDS, WEIGHTS[:, 1:]), {}, r"weights must be \[23, 3\], got \[23, 2\]"),
     "weights, int": ((X, GATE_UP, DOWN, IDS, IDS), {}, "weights must be a float tensor"),
     "x": ((X[:, 1:], GATE_UP, DOWN, IDS, WEIGHTS), {}, r"x must be \[..., 32\]"),
-    "dtype": ((X, GATE_UP.half(), DOWN, IDS, WEIGHTS), {}, "gate_up must be torch.float32, got torch.float16"),
-    "gate_up, two dimensions": ((X, GATE_UP[0], DOWN, IDS, WEIGHTS), {}, "gate_up must have three dimensions"),
+    "dtype": (
+        (X, GATE_UP.half(), DOWN, IDS, WEIGHTS),
+        {},
+        "gate_up must be torch.float32, got torch.float16",
+    ),
+    "gate_up, two dimensions": (
+        (X, GATE_UP[0], DOWN, IDS, WEIGHTS),
+        {},
+        "gate_up must have three dimensions",
+    ),
     "gate_up, odd": ((X, GATE_UP[:, 1:], DOWN, IDS, WEIGHTS), {}, "even number of columns"),
-    "down": ((X, GATE_UP, DOWN[:, :, 1:], IDS, WEIGHTS), {}, r"down must be \[6, 32, 24\], got \[6, 32, 23\]"),
+    "down": (
+        (X, GATE_UP, DOWN[:, :, 1:], IDS, WEIGHTS),
+        {},
+        r"down must be \[6, 32, 24\], got \[6, 32, 23\]",
+    ),
     "transposed": ((X, GATE_UP, DOWN, IDS, WEIGHTS), {"transposed": True}, "x must be"),
     "activation": ((X, GATE_UP, DOWN, IDS, WEIGHTS), {"activation": "tanh"}, "activation must be one of"),
     "limit": ((X, GATE_UP, DOWN, IDS, WEIGHTS), {"limit": 0.0}, "limit must be > 0"),
-    "no gate": ((X, GATE_UP, DOWN, IDS, WEIGHTS), {"activation": "swiglu_oai", "gated": False}, "gated must be"),
+    "no gate": (
+        (X, GATE_UP, DOWN, IDS, WEIGHTS),
+        {"activation": "swiglu_oai", "gated": False},
+        "gated must be",
+    ),
     "bias": ((X, GATE_UP, DOWN, IDS, WEIGHTS), {"down_bias": X}, r"down_bias must be \[6, 32\]"),
     "no experts": ((X, GATE_UP[:0], DOWN[:0], IDS, WEIGHTS), {}, "at least one expert"),
     "offsets, float": ((X, GATE_UP, DOWN, ENDS.float()), {}, "offsets must be an int64 or int32"),

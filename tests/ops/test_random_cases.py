@@ -232,7 +232,11 @@ def _two_heads(draw):
 
 def _experts(draw):
     number = draw.choice((1, 2, 5, 17))
-    found = {"tokens": draw.choice((0, 1, 7, 40)), "experts": number, "choices": draw.randint(1, min(number, 6))}
+    found = {
+        "tokens": draw.choice((0, 1, 7, 40)),
+        "experts": number,
+        "choices": draw.randint(1, min(number, 6)),
+    }
     found |= {"hidden": draw.choice((8, 17, 64)), "inner": draw.choice((8, 13, 72))}
     found |= {"routing": draw.choice(("balanced", "zipf", "rest", "one", "twice"))}
     found |= {n: draw.random() < 0.5 for n in ("transposed", "interleaved", "bias")}

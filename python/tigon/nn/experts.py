@@ -39,8 +39,14 @@ class Experts(nn.Module):
         dtype=None,
     ) -> None:
         super().__init__()
-        check("nn.Experts", activation in KINDS, "activation must be one of {}, got {!r}", (*KINDS,), activation)
-        self.num_experts, self.hidden_size, self.intermediate_size = num_experts, hidden_size, intermediate_size
+        check(
+            "nn.Experts", activation in KINDS, "activation must be one of {}, got {!r}", (*KINDS,), activation
+        )
+        self.num_experts, self.hidden_size, self.intermediate_size = (
+            num_experts,
+            hidden_size,
+            intermediate_size,
+        )
         self.activation, self.gated, self.interleaved = activation, gated, interleaved
         self.transposed, self.alpha, self.limit = transposed, alpha, limit
         wide = 2 * intermediate_size if gated else intermediate_size
@@ -65,7 +71,10 @@ class Experts(nn.Module):
                 nn.init.zeros_(getattr(self, f"{name}_bias"))
 
     def forward(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor | None = None
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return experts(
             hidden_states, getattr(self, self._first), self.down_proj, top_k_index, top_k_weights,

@@ -43,8 +43,8 @@ def _unit(z, activation, interleaved, gated, alpha, limit):
 
 
 def reference(
-    x, gate_up, down, ids, weights=None, *, activation="silu", interleaved=False, gated=True, transposed=False,
-    gate_up_bias=None, down_bias=None, alpha=ALPHA, limit=LIMIT,
+    x, gate_up, down, ids, weights=None, *, activation="silu", interleaved=False, gated=True,
+    transposed=False, gate_up_bias=None, down_bias=None, alpha=ALPHA, limit=LIMIT,
 ):  # fmt: skip
     """The same formulas in plain PyTorch operations (any float dtype, any device)."""
     if not transposed:
@@ -137,7 +137,8 @@ def product_over_rows(a, b, offsets):
 
 
 def _forward(
-    x, gate_up, down, ids, weights, gate_up_bias, down_bias, is_sorted, kind, columns, transposed, alpha, limit
+    x, gate_up, down, ids, weights, gate_up_bias, down_bias, is_sorted, kind, columns, transposed, alpha,
+    limit,
 ):  # fmt: skip
     """y, and what the backward needs: rows of gate_up, order, place, offsets."""
     ints = {"dtype": torch.int32, "device": x.device}
@@ -164,14 +165,17 @@ def _forward(
 
 
 def _backward_of(
-    dy, x, gate_up, down, weights, gate_up_bias, down_bias, z, order, place, offsets, is_sorted, kind, columns,
-    transposed, alpha, limit, need_x, need_gate_up, need_down, need_weights, need_gate_up_bias, need_down_bias,
+    dy, x, gate_up, down, weights, gate_up_bias, down_bias, z, order, place, offsets, is_sorted, kind,
+    columns, transposed, alpha, limit, need_x, need_gate_up, need_down, need_weights, need_gate_up_bias,
+    need_down_bias,
 ):  # fmt: skip
     """Gradients of x, gate_up, down, weights and the biases; 0 elements where one is not needed."""
     operands = (x, gate_up, down, weights, gate_up_bias, down_bias)
     needs = (need_x, need_gate_up, need_down, need_weights, need_gate_up_bias, need_down_bias)
     if z.shape[0] == 0:
-        return tuple(torch.zeros_like(t) if n else x.new_empty(0) for t, n in zip(operands, needs, strict=True))
+        return tuple(
+            torch.zeros_like(t) if n else x.new_empty(0) for t, n in zip(operands, needs, strict=True)
+        )
     dx = dgate_up = ddown = dgate_up_bias = ddown_bias = None
     slots, places = (None, None) if is_sorted else (order, place)
     g = dy.contiguous() if is_sorted else _gather(dy, order, offsets)
@@ -234,9 +238,10 @@ for _name in ("experts", "experts_fwd"):
 _define("experts_infer", f"({_OPERANDS}) -> Tensor", lambda *inputs: _forward(*inputs)[0])
 _define(
     "experts_bwd",
-    "(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor? weights, Tensor? gate_up_bias, Tensor? down_bias, "
-    f"{_SAVED}, bool is_sorted, int kind, int columns, bool transposed, float alpha, float limit, bool need_x, "
-    "bool need_gate_up, bool need_down, bool need_weights, bool need_gate_up_bias, bool need_down_bias) -> "
+    "(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor? weights, Tensor? gate_up_bias, "
+    f"Tensor? down_bias, {_SAVED}, bool is_sorted, int kind, int columns, bool transposed, float alpha, "
+    "float limit, bool need_x, bool need_gate_up, bool need_down, bool need_weights, bool need_gate_up_bias, "
+    "bool need_down_bias) -> "
     "(Tensor dx, Tensor dgate_up, Tensor ddown, Tensor dweights, Tensor dgate_up_bias, Tensor ddown_bias)",
     _backward_of,
 )
@@ -267,7 +272,7 @@ _bwd = raw("experts_bwd", _fake_bwd)
 
 
 def _setup_context(ctx, inputs, output):
-    x, gate_up, down, ids, weights, gate_up_bias, down_bias, *ctx.options = inputs
+    x, gate_up, down, _, weights, gate_up_bias, down_bias, *ctx.options = inputs
     ctx.save_for_backward(x, gate_up, down, weights, gate_up_bias, down_bias, *output[1:])
     ctx.set_materialize_grads(False)
 
@@ -369,8 +374,8 @@ def experts(
         Differentiable in x, weights and all parameters; deterministic bit for bit, no float atomics. What
         needs no gradient costs no product; an expert without tokens gets exact zeros.
 
-        Products are ``torch.nn.functional.grouped_mm`` for bfloat16 on CUDA (no synchronisation, CUDA graphs),
-        otherwise one per expert, for which CUDA synchronises.
+        Products are ``torch.nn.functional.grouped_mm`` for bfloat16 on CUDA (no synchronisation, CUDA
+        graphs), otherwise one per expert, for which CUDA synchronises.
 
     Raises:
         tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a negative id, which on
@@ -428,8 +433,8 @@ def grouped_mlp(
         ``[S, H]``: ``row_weights * expert(rows)``.
 
     Raises:
-        tigon.Error: as :func:`tigon.experts`; on the CPU also offsets that decrease or run past the rows, which
-            on CUDA are undefined behaviour.
+        tigon.Error: as :func:`tigon.experts`; on the CPU also offsets that decrease or run past the rows,
+            which on CUDA are undefined behaviour.
     """
     op = "grouped_mlp"
     _check(op, rows, gate_up, down, activation, gated, interleaved, transposed,

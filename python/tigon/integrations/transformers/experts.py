@@ -1,10 +1,10 @@
 """Experts of MoE models -> tigon.experts, or the gate between their products -> tigon.swiglu and relatives.
 
-transformers runs experts through a registry (`experts_implementation`: grouped_mm, batched_mm, and what others
-register). `tigon` is one of them: it runs a whole layer whose gate is recognised, under expert parallelism too
-(ids that are not here cost nothing). Where another implementation was asked for, or a layer is not of the
-registry, the module's `_apply_gate` between the products is what is replaced, on the instance. Routing and the
-auxiliary losses of the router are transformers'.
+transformers runs experts through a registry (`experts_implementation`: grouped_mm, batched_mm, and what
+others register). `tigon` is one of them: it runs a whole layer whose gate is recognised, under expert
+parallelism too (ids that are not here cost nothing). Where another implementation was asked for, or a layer
+is not of the registry, the module's `_apply_gate` between the products is what is replaced, on the instance.
+Routing and the auxiliary losses of the router are transformers'.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ import torch
 from torch import nn
 
 from tigon.integrations.transformers.canonical import Unrecognised, canonical_forward, canonical_method
-from tigon.integrations.transformers.forward import autocast_dtype, bind, blocked, bound, foreign, plain, stock
+from tigon.integrations.transformers.forward import (
+    autocast_dtype,
+    bind,
+    blocked,
+    bound,
+    foreign,
+    plain,
+    stock,
+)
 from tigon.integrations.transformers.mlp import FUSED, clamped_product, known_activation, product
 from tigon.integrations.transformers.patterns.modules import BATCHED_EXPERTS, EXPERT_GATES, match
 from tigon.ops.experts import KINDS, experts
@@ -75,7 +83,9 @@ def registered_forward(module: nn.Module, hidden_states, top_k_index, top_k_weig
     run = getattr(module, LAYER, None)
     if run is None and not torch.compiler.is_compiling():  # chosen by name, without tigon.apply
         verdict = _plan_layer(module)
-        function, spec = (layer_forward, verdict[3]) if isinstance(verdict, tuple) else (stock_layer, "grouped_mm")
+        function, spec = (
+            (layer_forward, verdict[3]) if isinstance(verdict, tuple) else (stock_layer, "grouped_mm")
+        )
         bind(function, module, spec, LAYER)
         run = getattr(module, LAYER)
     if run is None:
@@ -203,7 +213,10 @@ def _plan_layer(module) -> tuple | None:
         return None  # expert parallelism calls the class's own forward inside
     if GATE in module.__dict__ or getattr(module, "has_post_expert_norm", False):
         return None
-    if implementation(module) == "eager" and "float" in inspect.unwrap(type(module).forward).__code__.co_names:
+    if (
+        implementation(module) == "eager"
+        and "float" in inspect.unwrap(type(module).forward).__code__.co_names
+    ):
         return None  # its loop multiplies in float32
     before = "grouped_mm" if implementation(module) == IMPLEMENTATION else implementation(module)
     common = {"transposed": module.is_transposed, "bias": module.has_bias, "before": before}
@@ -234,7 +247,7 @@ def _plan_layer(module) -> tuple | None:
 
 
 def switch(model: nn.Module, previous: dict[str, str | None]) -> None:
-    """Have the registry ask for `tigon` where a layer of `model` runs by it; `previous`: what was there, by path."""
+    """Have the registry ask for `tigon` where a layer of `model` runs by it; `previous` by path."""
     modules = [(path, m) for path, m in model.named_modules() if of_registry(m)]
     for path, module in modules:
         before = getattr(module.config, "_experts_implementation_internal", None)
