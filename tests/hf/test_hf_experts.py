@@ -106,11 +106,8 @@ def test_layers(family, implementation, dtype, away):
     assert patched[0].config._experts_implementation == "tigon"
     inputs = routed(dtype, away)
     x, ids, weights = inputs
-    known = (
-        x,
-        ids.clamp(max=E - 1),
-        weights,
-    )  # some loops know no other ids: weights of zero leave their gradient alone
+    # Some loops know no other ids: weights of zero leave every gradient but their own as it is.
+    known = x, ids.clamp(max=E - 1), weights
     exact, wanted = exact_step(stock, *known), step(stock, *known)
     for found in (exact, wanted):
         found[2] = found[2].masked_fill(ids == E, 0.0)

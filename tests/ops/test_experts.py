@@ -196,6 +196,7 @@ def test_grouped_product_is_for_whole_vectors():
     offsets = torch.zeros(4, dtype=torch.int32)
     fits = torch.zeros(8, 16, dtype=torch.bfloat16)
     assert ops.grouped_fits(offsets, fits)
+    assert not ops.grouped_fits(offsets, fits.new_zeros(2, 12, 16))
     for other in (fits[:, :12].contiguous(), fits[:, 8:], fits.float(), fits.flatten()[1:9].view(1, 8)):
         assert not ops.grouped_fits(offsets, other)
     assert not ops.grouped_fits(torch.zeros(1026, dtype=torch.int32), fits)

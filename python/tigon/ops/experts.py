@@ -83,9 +83,12 @@ _product_cpu, _over_rows_cpu = native("experts_product"), native("experts_produc
 
 
 def grouped_fits(offsets, *operands) -> bool:
-    """Whether ``grouped_mm`` takes these: bfloat16, rows and addresses of whole 16-byte vectors."""
+    """Whether ``grouped_mm`` takes these: bfloat16, rows, columns and addresses of whole 16-byte vectors."""
     return offsets.numel() <= 1024 and all(
-        t.dtype == torch.bfloat16 and t.shape[-1] % 8 == 0 and t.is_contiguous() and t.data_ptr() % 16 == 0
+        t.dtype == torch.bfloat16
+        and all(n % 8 == 0 for n in t.shape[1:])
+        and t.is_contiguous()
+        and t.data_ptr() % 16 == 0
         for t in operands
     )
 
