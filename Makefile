@@ -10,10 +10,11 @@ CPP_FILES = $(shell git ls-files --cached --others --exclude-standard \
 # One process a core, four at most: each takes a GB. Tests of several threads ask for them themselves.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 
-.PHONY: help train test build format lint bench results clean
+.PHONY: help train train-cpp test build format lint bench results clean
 
 help:
 	@echo 'make train   train a small Llama on real text, stock and with Tigon, side by side   (ARGS="--steps 50")'
+	@echo 'make train-cpp  the same in C++ alone, without PyTorch: tokens are bytes   (ARGS="--data FILES --steps 50")'
 	@echo 'make test    C++ tests and Python tests             (ARGS=--all for every case, ARGS="-k rms_norm")'
 	@echo 'make build   .venv and the native library: .venv/bin/python -c "import tigon"'
 	@echo 'make bench   time the ops against their peers                                       (ARGS="--ops rms_norm")'
@@ -24,6 +25,13 @@ help:
 train:
 	@tools/bootstrap.sh train
 	.venv/bin/python examples/train.py $(ARGS)
+
+# The text is Python's own sources unless ARGS names some.
+CPP_DATA = $(if $(filter --data --tokens,$(ARGS)),,--data $(shell .venv/bin/python -c \
+  'import glob, sysconfig; print(*sorted(glob.glob(sysconfig.get_paths()["stdlib"] + "/*.py")))'))
+train-cpp:
+	@tools/bootstrap.sh cpp
+	@build/example/train_llama $(CPP_DATA) $(ARGS)
 
 build:
 	@tools/bootstrap.sh train

@@ -3,14 +3,15 @@
     python bench/e2e.py --suite six                       six models, 16 x 512 tokens, one GPU of 141 GB
     python bench/e2e.py --suite paper --budget 25         five models over batch sizes, at most 25 minutes
     python bench/e2e.py --models llama3-8b --layers 8     a quarter of the layers, for a smaller card
+    python bench/e2e.py --optimizer tigon --clip 1        the whole step: tigon.optim.AdamW beside fused AdamW
     python bench/e2e.py --table out/e2e.jsonl             the table of an earlier run
 
-Random weights from the published configurations, bfloat16, fused AdamW, sdpa attention, one optimizer step
-per measured step. Every case runs in a process of its own on the same data; its record (or its error) is
-appended to --out when it ends, so a run that is cut off has lost one case, and the same command goes on where
-it ended. While a case runs, the processes of the next ones import their libraries and wait, without touching
-the card. Throughput is the mean over the steps with its standard deviation, padding counted; peak memory is
-that of torch's allocator, model and optimizer included.
+Random weights from the published configurations, bfloat16, fused AdamW (``--optimizer``: Tigon's own under
+Tigon), sdpa attention, one optimizer step per measured step. Every case runs in a process of its own on the
+same data; its record (or its error) is appended to --out when it ends, so a run that is cut off has lost one
+case, and the same command goes on where it ended. While a case runs, the processes of the next ones import
+their libraries and wait, without touching the card. Throughput is the mean over the steps with its standard
+deviation, padding counted; peak memory is that of torch's allocator, model and optimizer included.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ SUITES = {
 PROVIDERS = ("stock", "tigon", "liger")
 WARMUP = 3
 AHEAD = 2  # processes that get ready while a case runs
-SETTING = ("seq", "layers", "steps", "masked", "padding", "checkpointing", "compile", "dtype", "device")
+OPTIMIZERS = ("torch", "tigon", "backward")
+SETTING = ("seq", "layers", "steps", "masked", "padding", "checkpointing", "compile", "optimizer", "clip",
+           "dtype", "device")  # fmt: skip
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -88,6 +91,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--checkpointing", action="store_true", help="gradient checkpointing")
     add("--compile", nargs="?", const="model", choices=("model", "layers"), default="",
         help="torch.compile of the model, patched or not, or of its layers one by one")  # fmt: skip
+    add("--optimizer", default="torch", choices=OPTIMIZERS,
+        help="under Tigon: torch's fused AdamW, tigon.optim.AdamW, or its step in the backward")  # fmt: skip
+    add("--clip", type=float, default=0.0, metavar="NORM", help="clip the gradients' norm (0: do not)")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     add("--device", default="cuda")
     add(
@@ -112,6 +118,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             raise SystemExit(f"--{name}: {', '.join(sorted(unknown))} is not of {', '.join(known)}")
     if not 0 <= args.padding <= 0.5:
         raise SystemExit(f"--padding must be from 0 to 0.5, got {args.padding}")
+    if args.clip and args.optimizer == "backward":
+        raise SystemExit("--clip: a step in the backward does not know the norm of all gradients")
     return args
 
 
@@ -191,6 +199,30 @@ def compiled(model, what: str):
     return model
 
 
+def make_step(model, case: dict):
+    """The optimizer's step, clipping included; it frees the gradients."""
+    import torch
+
+    own = case["provider"] == "tigon" and case["optimizer"] != "torch"
+    clip = case["clip"]
+    if own:
+        import tigon
+
+        optimizer = tigon.optim.AdamW(model.parameters(), lr=1e-5, max_grad_norm=clip or None)
+        if case["optimizer"] == "backward":
+            tigon.optim.step_in_backward(optimizer)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def step() -> None:
+        if clip and not own:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
 def run_case(case: dict) -> dict:
     """Steps of training; times, losses, memory."""
     import torch
@@ -199,7 +231,7 @@ def run_case(case: dict) -> dict:
     model = build(case)
     report = patch(model, case["provider"])
     model = compiled(model, case["compile"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    update = make_step(model, case)
     generator = torch.Generator().manual_seed(1)
     vocabulary = model.config.vocab_size
     seconds, losses, peak = [], [], 0
@@ -212,8 +244,7 @@ def run_case(case: dict) -> dict:
         start = time.perf_counter()
         loss = model(**data).loss
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        update()
         losses.append(loss.item())  # waits for the forward pass
         if cuda:
             torch.cuda.synchronize()
@@ -339,7 +370,8 @@ def read(path: Path) -> list[dict]:
         return []
     records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     for record in records:  # as older files have them
-        record.setdefault("padding", 0.0)
+        for name, value in (("padding", 0.0), ("optimizer", "torch"), ("clip", 0.0)):
+            record.setdefault(name, value)
         record["compile"] = {True: "model", False: ""}.get(record["compile"], record["compile"])
     return list({key(record): record for record in records}.values())
 
@@ -372,6 +404,9 @@ def setting(record: dict) -> str:
     parts = [record["model"], layers and f"{layers} layers", masked and f"{masked:.0%} masked",
              padding and f"{padding:.0%} padding", record["checkpointing"] and "checkpointing",
              record["compile"] and f"compiled {record['compile']}",
+             record["optimizer"] == "tigon" and "Tigon's AdamW",
+             record["optimizer"] == "backward" and "Tigon's step in the backward",
+             record["clip"] and f"clipped at {record['clip']:g}",
              record["dtype"] == "float32" and "float32",
              *(f"{name}={value}" for name, value in record["changes"].items())]  # fmt: skip
     return ", ".join(filter(None, parts))

@@ -7,7 +7,8 @@ Four parts, each the time of its work and nothing else:
 * products: forward, gradient of the input and of the weight of every linear layer and of the head, bare, on
   operands that lie ready;
 * attention: scaled dot products, forward and backward, as the step calls them;
-* optimizer: one step of fused AdamW on parameters of the model's shapes;
+* optimizer: the bytes of AdamW (parameters and both moments read and written, gradients read, once more with
+  clipping) at the rate of a copy;
 * the rest: the least bytes that norms, residual additions, rotary embedding, gated units, the loss's row pass
   and the embedding read and write, at the rate of a large copy. Sums of gradients where paths meet, copies of
   layouts and casts are not in it: products could take them along.
@@ -74,13 +75,9 @@ def attention_ms(config, case: dict, dtype: torch.dtype, device: torch.device) -
     return config.num_hidden_layers * milliseconds(call, device)
 
 
-def optimizer_ms(model, dtype: torch.dtype, device: torch.device) -> float:
-    """One step on parameters of the model's shapes."""
-    parameters = [torch.zeros(p.shape, dtype=dtype, device=device) for p in model.parameters()]
-    for p in parameters:
-        p.grad = torch.zeros_like(p)
-    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
-    return milliseconds(lambda _: optimizer.step(), device)
+def optimizer_bytes(model, clip: float, itemsize: int) -> int:
+    """What a step of AdamW moves, all in the model's dtype."""
+    return sum(p.numel() for p in model.parameters()) * itemsize * (8 if clip else 7)
 
 
 def sizes(config) -> dict[str, int]:
@@ -113,13 +110,16 @@ def floor(case: dict) -> dict:
     model = e2e.build({**case, "device": "meta"})
     config, tokens = model.config, case["batch"] * case["seq"]
     moved = rest_bytes(config, tokens, dtype.itemsize)
+    updated = optimizer_bytes(model, case["clip"], dtype.itemsize)
+    bytes_per_ms = 1e6 * timing.copy_gbps(device)
     parts = {
         "products": products_ms(model, tokens, dtype, device),
         "attention": attention_ms(config, case, dtype, device),
-        "optimizer": optimizer_ms(model, dtype, device),
-        "rest": moved / timing.copy_gbps(device) / 1e6,
+        "optimizer": updated / bytes_per_ms,
+        "rest": moved / bytes_per_ms,
     }
-    return {**case, "parts_ms": parts, "floor_ms": sum(parts.values()), "rest_bytes": moved}
+    bytes_moved = {"rest_bytes": moved, "optimizer_bytes": updated}
+    return {**case, "parts_ms": parts, "floor_ms": sum(parts.values()), **bytes_moved}
 
 
 def table(records: list[dict], steps: dict[tuple, float]) -> str:

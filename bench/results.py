@@ -168,7 +168,9 @@ def _e2e_command(run: Run) -> list[list[str]]:
     settings: dict[tuple, list[dict]] = {}
     for r in run.records:
         given = {
-            name: r[name] for name in ("seq", "layers", "steps", "compile", "padding", "masked") if r[name]
+            name: r[name]
+            for name in ("seq", "layers", "steps", "compile", "padding", "masked", "optimizer", "clip")
+            if r[name] not in (0, None, "", "torch")
         }
         settings.setdefault(tuple(given.items()), []).append(r)
     commands = []

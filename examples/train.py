@@ -3,6 +3,7 @@
     python examples/train.py                          a small model on the CPU, 1B on a GPU
     python examples/train.py --data notes/*.txt       your own text
     python examples/train.py --model path/to/model    fine-tune a checkpoint (or a config.json)
+    python examples/train.py --tokens out/cpp/tokens.npy --model out/cpp/checkpoint     after `make train-cpp`
 
 Every provider trains in a process of its own, from the same seed, on the same batches:
 stock (transformers as it is), tigon (after `tigon.apply(model)`), liger (liger-kernel, if
@@ -75,6 +76,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--data", nargs="+", metavar="FILES", help="text files or folders (Python's own sources)")
+    add("--tokens", type=Path, metavar="NPY", help="token ids, int32 [tokens], instead of text")
     add("--model", metavar="DIR_OR_CONFIG", help="a checkpoint to fine-tune, or a config.json")
     add("--model-config", metavar="K=V,...", default="", help="overrides of the configuration")
     add("--steps", type=int)
@@ -121,7 +123,7 @@ def read_model(model: str | None, default: dict) -> tuple[dict, str, Path | None
 
 def make_plan(args: argparse.Namespace) -> dict:
     """Everything a worker needs to know."""
-    from train_data import prepare
+    from train_data import given_tokens, prepare
 
     device = pick_device(args.device)
     default = DEFAULTS["cuda" if device.startswith("cuda") else "cpu"]
@@ -149,7 +151,10 @@ def make_plan(args: argparse.Namespace) -> dict:
     config["max_position_embeddings"] = max(plan["seq"], config.get("max_position_embeddings") or 0)
     plan["config"] = config
     vocab = config.get("vocab_size", 32000)
-    data = prepare(args.data, args.out / "cache", min(32000, vocab), tokenizer)
+    if args.tokens:
+        data = given_tokens(args.tokens)
+    else:
+        data = prepare(args.data, args.out / "cache", min(32000, vocab), tokenizer)
     if data["largest_token"] >= vocab:
         raise SystemExit(f"token {data['largest_token']} is outside the model's {vocab} entries")
     if data["end"] is not None and not checkpoint:

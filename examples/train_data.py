@@ -134,18 +134,45 @@ def prepare(names: list[str] | None, cache: Path, vocab: int, given: Path | None
     return info | {name: str(path) for name, path in paths.items()}
 
 
+def given_tokens(file: Path) -> dict:
+    """Token ids that somebody has, int32 in a .npy file, in place of prepare's; `train_llama` writes such."""
+    import numpy as np
+
+    if not file.is_file():
+        raise SystemExit(f"--tokens {file}: no such file")
+    tokens = np.load(file, allow_pickle=False)
+    if tokens.ndim != 1 or tokens.dtype != np.int32 or not tokens.size or tokens.min() < 0:
+        raise SystemExit(f"--tokens {file}: must hold token ids, int32 [tokens]")
+    largest = int(tokens.max())
+    return {
+        "files": 1, "bytes": file.stat().st_size, "tokens": int(tokens.size), "vocab": largest + 1,
+        "largest_token": largest, "end": None, "tokens_file": str(file), "tokenizer_file": None,
+    }  # fmt: skip
+
+
+def mix(x):
+    """splitmix64 of uint64 (Steele, Lea & Flood 2014); examples/cpp/train_llama.cpp has it too."""
+    import numpy as np
+
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
 def batches(tokens_file: str, batch: int, seq: int, steps: int, seed: int):
     """`steps` arrays of [batch, seq] token ids, the same ones for the same arguments."""
     import numpy as np
 
     tokens = np.load(tokens_file)
     if tokens.size < batch * seq:  # a short text is read again and again
-        tokens = np.tile(tokens, -(-batch * seq // tokens.size))
+        tokens = np.resize(tokens, batch * seq)
     rows = tokens[: tokens.size // seq * seq].reshape(-1, seq)
-    order = np.random.default_rng(seed)
-    queue = np.empty(0, dtype=np.int64)
+    queue, epoch = np.empty(0, dtype=np.int64), 0
     for _ in range(steps):
-        while queue.size < batch:
-            queue = np.concatenate((queue, order.permutation(len(rows))))
+        while queue.size < batch:  # all rows once more, in the order of a hash of seed, epoch and row
+            base = mix(mix(np.array([seed], np.uint64)) + np.uint64(epoch))
+            order = np.argsort(mix(base + np.arange(len(rows), dtype=np.uint64)), kind="stable")
+            queue, epoch = np.concatenate((queue, order)), epoch + 1
         yield rows[queue[:batch]].astype(np.int64)
         queue = queue[batch:]

@@ -39,6 +39,32 @@ def test_models_build_and_agree(words, monkeypatch):
         assert any("loss" in line and "->" in line for line in tigon["report"])
 
 
+@pytest.mark.parametrize(
+    "optimizer, clip", [("tigon", "1"), ("tigon", "0"), ("backward", "0"), ("torch", "1")]
+)
+def test_optimizers_agree(words, optimizer, clip):
+    """Stock with fused AdamW beside Tigon with its own: one trajectory, and settings that the table names."""
+    options = [
+        "--models",
+        "llama3-8b",
+        "--providers",
+        "stock,tigon",
+        "--optimizer",
+        optimizer,
+        "--clip",
+        clip,
+    ]
+    stock, tigon = (case | e2e.run_case(case) for case in e2e.cases(e2e.parse([*words, *options])))
+    assert tigon["losses"] == pytest.approx(stock["losses"], rel=1e-5)
+    assert ("clipped at 1" in e2e.setting(tigon)) == (clip == "1")
+    assert ("Tigon's" in e2e.setting(tigon)) == (optimizer != "torch")
+
+
+def test_clipping_needs_all_gradients(words):
+    with pytest.raises(SystemExit, match="--clip"):
+        e2e.parse([*words, "--optimizer", "backward", "--clip", "1"])
+
+
 @pytest.mark.slow
 def test_a_run(words, capsys):
     """Processes of their own; a provider that fails leaves a record and the others go on."""

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Makes .venv, installs pinned dependencies, builds. Usage: tools/bootstrap.sh train|dev
+# Makes .venv, installs pinned dependencies, builds. Usage: tools/bootstrap.sh train|cpp|dev
 #   train: what examples/train.py needs      dev: that, and the tests, their tools and the C++ tests
+#   cpp: the C++ library, installed in build/prefix, and examples/cpp built with it in build/example
 # Quick when nothing changed: every step leaves a stamp that names what it was made from.
 # Environment: PYTHON (interpreter), JOBS (parallel compilers), TIGON_WERROR=ON|OFF (warnings are errors),
 #   TIGON_CUDA=ON|OFF (unset: whether there is an NVIDIA GPU), TIGON_CUDA_ARCHS (e.g. 80-real; unset: what that GPU is)
 set -euo pipefail
 
-mode=${1:?usage: tools/bootstrap.sh train|dev}
+mode=${1:?usage: tools/bootstrap.sh train|cpp|dev}
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
 PATH=${PATH//"$root/.venv/bin:"/}  # an activated .venv is not the user's Python
@@ -34,6 +35,9 @@ system_tools() {
     # doctest: one header, no library, in Debian and Ubuntu as doctest-dev; PyPI has no maintained package of it or Catch2.
     need doctest-dev sh -c 'echo "#include <doctest/doctest.h>" | "${CXX:-c++}" -std=c++20 -fsyntax-only -x c++ -'
     need make sh -c 'command -v make'
+  fi
+  if [[ $mode != train ]]; then  # examples/cpp reads and writes JSON: one header library of Debian and Ubuntu
+    need nlohmann-json3-dev sh -c 'echo "#include <nlohmann/json.hpp>" | "${CXX:-c++}" -std=c++20 -E -x c++ - >/dev/null'
   fi
   [[ ${#missing[@]} == 0 ]] && return
   if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
@@ -138,6 +142,7 @@ build() {
   if [[ $mode == dev ]]; then
     options+=(-DTIGON_TESTS=ON) targets=(all) key+=" with tests"  # a build with tests serves `make train` too
   fi
+  [[ $mode != cpp ]] || targets=(tigon)
   # A build made for another Python or with other options is configured again; objects are kept where they still fit.
   if [[ ! -f build/build.ninja || ! -f build/.stamp || $(<build/.stamp) != "$key"* ]]; then
     mkdir -p build
@@ -147,6 +152,15 @@ build() {
     if [[ -n $why ]]; then say "$why"; else sed -n 's/^-- Tigon: /[tigon] building for /p' "$log"; fi
   fi
   (cd build && NINJA_STATUS='[%f/%t] ' "$root/.venv/bin/ninja" -j "${JOBS:-$(nproc)}" "${targets[@]}")
+  [[ $mode != cpp ]] || cpp_examples
+}
+
+cpp_examples() {
+  local log=build/example.log
+  .venv/bin/cmake --install build --component cpp --prefix build/prefix >"$log"
+  .venv/bin/cmake -G Ninja -S examples/cpp -B build/example -DCMAKE_PREFIX_PATH="$root/build/prefix" \
+    -DCMAKE_MAKE_PROGRAM="$root/.venv/bin/ninja" >>"$log" 2>&1 || { cat "$log" >&2; fail "configuring examples/cpp failed"; }
+  (cd build/example && NINJA_STATUS='[%f/%t] ' "$root/.venv/bin/ninja")
 }
 
 [[ ${BASH_SOURCE[0]} == "$0" ]] || return 0  # read by tests/test_build.py

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from . import rms_norm
-from .case import Case, Inputs, Maker, memory_bound, norm_bench_cases, params, test_case
+from .case import Case, Inputs, Maker, memory_bound, norm_bench_cases, norm_cases, params, test_case
 
 NAME = "add_rms_norm"
 
@@ -24,42 +24,23 @@ DEFAULTS = {
 }
 
 CASES = [
-    test_case("4x64"),
-    test_case("odd_3x7", small=True, shape=(3, 7)),
-    test_case("one_row", shape=(1, 1000)),
+    *norm_cases(),
     test_case("one_column", shape=(5, 1), eps=0.5),
-    test_case("vector", shape=(96,)),
-    test_case("empty", shape=(0, 64)),
-    test_case("rank4_odd", shape=(2, 3, 5, 33)),
     test_case("tall", shape=(531, 64)),
     test_case("65x384", shape=(65, 384)),
     test_case("5x2048", shape=(5, 2048)),
-    test_case("5x4097", shape=(5, 4097)),
     test_case("3x8192", shape=(3, 8192)),
     test_case("3x16384", shape=(3, 16384)),
     test_case("2x20480", shape=(2, 20480)),
-    test_case("wide", shape=(2, 70001)),
-    # Rows too long for a block, more of them than there are clusters of blocks.
-    test_case("many_long", shape=(141, 18432)),
-    test_case("many_long_odd", shape=(141, 20001)),
-    # Clusters whose number is no multiple of the rows that lie alike; a block a row, more rows than blocks.
-    test_case("shared_odd", shape=(23, 70001)),
-    test_case("long_odd", shape=(140, 13001)),
-    test_case("long_apart", shape=(140, 13001), layout="offset1"),
-    test_case("wide_misaligned", shape=(3, 70000), layout="offset1"),
     test_case("rows", shape=(9, 130), layout="rows", residual_layout="rows", grad_layout="rows"),
     test_case("columns", shape=(9, 130), layout="columns", residual_layout="transposed"),
-    test_case("misaligned", shape=(7, 256), layout="offset1", grad_layout="offset1"),
     test_case("misaligned_residual", shape=(7, 256), residual_layout="offset1"),
-    test_case("grad_expanded", shape=(7, 256), grad_layout="expanded"),
     test_case("gemma_offset", small=True, shape=(9, 257), rounding="gemma", offset=1.0),
     test_case("none_offset", shape=(9, 257), rounding="none", offset=0.5),
     test_case("weightless", small=True, shape=(9, 257), weight=False),
     test_case("frozen_weight", shape=(9, 257), grads=(0, 1)),
     test_case("frozen_input", shape=(9, 257), grads=(1, 2)),
     test_case("only_weight", shape=(9, 257), grads=(2,)),
-    test_case("nan_row", shape=(5, 130), fill="nan"),
-    test_case("inf_row", shape=(5, 130), fill="inf", grad=False),
     *norm_bench_cases(),
 ]
 

@@ -70,6 +70,32 @@ def bench_case(name: str, *tags: str, **params) -> Case:
     return Case(name, params, frozenset(tags or ("bench",)))
 
 
+def norm_cases() -> list[Case]:
+    """Rows of every length and layout: what any norm must get right. A module adds its own options."""
+    return [
+        test_case("4x64"),
+        test_case("odd_3x7", small=True, shape=(3, 7)),
+        test_case("one_row", shape=(1, 1000)),
+        test_case("vector", shape=(96,)),
+        test_case("empty", shape=(0, 64)),
+        test_case("rank4_odd", shape=(2, 3, 5, 33)),
+        test_case("5x4097", shape=(5, 4097)),
+        test_case("wide", shape=(2, 70001)),
+        # Rows too long for a block, more of them than there are clusters of blocks.
+        test_case("many_long", shape=(141, 18432)),
+        test_case("many_long_odd", shape=(141, 20001)),
+        # Clusters that do not divide the rows of an alignment; more rows than blocks, a block a row.
+        test_case("shared_odd", shape=(23, 70001)),
+        test_case("long_odd", shape=(140, 13001)),
+        test_case("long_apart", shape=(140, 13001), layout="offset1"),
+        test_case("wide_misaligned", shape=(3, 70000), layout="offset1"),
+        test_case("misaligned", shape=(7, 256), layout="offset1", grad_layout="offset1"),
+        test_case("grad_expanded", shape=(7, 256), grad_layout="expanded"),
+        test_case("nan_row", shape=(5, 130), fill="nan"),
+        test_case("inf_row", shape=(5, 130), fill="inf", grad=False),
+    ]
+
+
 def norm_bench_cases(**params) -> list[Case]:
     """Row ops by row length: powers of two and what lies between, odd ones, heads, what a CPU does too."""
     columns = (1024, 2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384, 24576, 32768)

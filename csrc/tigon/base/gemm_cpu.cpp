@@ -6,39 +6,56 @@
 #include "tigon/base/dispatch.h"
 
 namespace tigon::cpu {
+inline constexpr int64_t kStripRows = 12, kStripCols = 16;
+}
+#define TIGON_KERNELS "tigon/base/gemm_cpu.inc"
+#include "tigon/base/simd/foreach_isa.h"
+
+namespace tigon::cpu {
 namespace {
 
-constexpr int64_t kRows = 64, kCols = 256,
-                  kDepth = 256;  // one tile: 64 KiB of C, 64 KiB of A, 256 KiB of B, all fp32
+// One tile: 192 KiB of C, 192 KiB of A, 256 KiB of B, all fp32, in strips of rows of A and of columns of B.
+constexpr int64_t kRows = 16 * kStripRows, kCols = 16 * kStripCols, kDepth = 256;
+constexpr int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// tile[r][c] = op(M)[r0 + r][c0 + c] as fp32
-template <class T>
-void pack(const T* m, int64_t ld, bool transposed, int64_t r0, int64_t rows, int64_t c0, int64_t cols,
-          float* tile) {
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < cols; ++c)
-      tile[r * cols + c] = to_float(transposed ? m[(c0 + c) * ld + r0 + r] : m[(r0 + r) * ld + c0 + c]);
+// strips[i / width][k][i % width] = m(i, k) as fp32, 0 past `count`. m(i, k) lies at i * step_i + k * step_k.
+template <int64_t kWidth, class T>
+void pack(const T* m, int64_t step_i, int64_t step_k, int64_t count, int64_t depth, float* strips) {
+  for (int64_t first = 0; first < count; first += kWidth, strips += kWidth * depth) {
+    const T* from = m + first * step_i;
+    int64_t here = std::min(kWidth, count - first);
+    if (here < kWidth) std::fill_n(strips, kWidth * depth, 0.0f);
+    if (step_i == 1) {
+      for (int64_t k = 0; k < depth; ++k)
+        for (int64_t i = 0; i < here; ++i) strips[k * kWidth + i] = to_float(from[k * step_k + i]);
+    } else {
+      for (int64_t i = 0; i < here; ++i)
+        for (int64_t k = 0; k < depth; ++k) strips[k * kWidth + i] = to_float(from[i * step_i + k * step_k]);
+    }
+  }
 }
 
 template <class T, class C>
 void tile_product(const Gemm& g, int64_t i0, int64_t rows, int64_t j0, int64_t cols) {
-  std::vector<float> acc(size_t(rows * cols), 0.0f), a(size_t(rows * kDepth)), b(size_t(kDepth * cols));
+  int64_t strip_rows = up(rows, kStripRows), stride = up(cols, kStripCols);
+  int64_t most = std::min(kDepth, g.k);
+  std::vector<float> acc(size_t(strip_rows * stride), 0.0f), a(size_t(strip_rows * most)),
+      b(size_t(stride * most));
+  auto strip = TIGON_SELECT(kGemmStrip);
   for (int64_t k0 = 0; k0 < g.k; k0 += kDepth) {
     int64_t depth = std::min(kDepth, g.k - k0);
-    pack(static_cast<const T*>(g.a), g.lda, g.trans_a, i0, rows, k0, depth, a.data());
-    pack(static_cast<const T*>(g.b), g.ldb, g.trans_b, k0, depth, j0, cols, b.data());
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t k = 0; k < depth; ++k) {
-        float x = a[size_t(r * depth + k)];
-        const float* row = &b[size_t(k * cols)];
-        float* out = &acc[size_t(r * cols)];
-        for (int64_t c = 0; c < cols; ++c) out[c] += x * row[c];
-      }
+    int64_t a_i = g.trans_a ? 1 : g.lda, a_k = g.trans_a ? g.lda : 1;
+    int64_t b_j = g.trans_b ? g.ldb : 1, b_k = g.trans_b ? 1 : g.ldb;
+    pack<kStripRows>(static_cast<const T*>(g.a) + i0 * a_i + k0 * a_k, a_i, a_k, rows, depth, a.data());
+    pack<kStripCols>(static_cast<const T*>(g.b) + j0 * b_j + k0 * b_k, b_j, b_k, cols, depth, b.data());
+    for (int64_t j = 0; j < stride; j += kStripCols)
+      for (int64_t i = 0; i < strip_rows; i += kStripRows)
+        strip(&a[size_t(i * depth)], &b[size_t(j * depth)], depth, &acc[size_t(i * stride + j)], stride);
   }
   for (int64_t r = 0; r < rows; ++r) {
     C* out = static_cast<C*>(g.c) + (i0 + r) * g.ldc + j0;
     for (int64_t c = 0; c < cols; ++c) {
-      float v = g.alpha * acc[size_t(r * cols + c)];
+      float v = g.alpha * acc[size_t(r * stride + c)];
       out[c] = from_float<C>(g.beta == 0.0f ? v : v + to_float(out[c]));
     }
   }

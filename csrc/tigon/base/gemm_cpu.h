@@ -1,5 +1,6 @@
-// The built-in CPU matrix product: right for every layout and dtype, cache blocked, no more. Frameworks bring a better one
-// through Context::gemm; this one serves C++ programs that have none.
+// The built-in CPU matrix product: right for every layout and dtype, in blocks of caches and registers, no more. Frameworks
+// bring a better one through Context::gemm; this one serves C++ programs that have none. The same bits for every instruction
+// set: without FMA instructions (x86 before AVX2) each multiplication and addition is a call of the C library.
 #pragma once
 
 #include "tigon/base/context.h"
