@@ -164,10 +164,16 @@ def test_products_of_the_backward(monkeypatch, wanted, products, over_rows):
     assert [calls.count(n) for n in ("product", "product_over_rows")] == [products, over_rows]
 
 
+@pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_every_way_to_multiply(monkeypatch, transposed):
+def test_every_way_to_multiply(monkeypatch, transposed, odd):
     """grouped_mm and the loop that CUDA takes, on the CPU: as near to fp64 as the native product."""
     leaves = layer(torch.bfloat16)
+    if odd:  # no whole vectors: H 29, I 23
+        cuts = {"x": leaves["x"][:, :29], "gate_up": leaves["gate_up"][:, 2:, :29]}
+        cuts |= {"down": leaves["down"][:, :29, :23], "gate_up_bias": leaves["gate_up_bias"][:, 2:]}
+        leaves |= {n: t.contiguous() for n, t in cuts.items()}
+        leaves["down_bias"] = leaves["down_bias"][:, :29].contiguous()
     if transposed:
         leaves |= {n: leaves[n].transpose(1, 2).contiguous() for n in ("gate_up", "down")}
     ids = chosen()
@@ -179,27 +185,26 @@ def test_every_way_to_multiply(monkeypatch, transposed):
     exact = step({n: t.double() for n, t in leaves.items()}, ids, run)
     native = step(leaves, ids, run)
     for ways in (("grouped_product", "grouped_over_rows"), ("each_product", "each_over_rows")):
-        one, two = (getattr(ops, name) for name in ways)
-
-        def product(rows, stack, offsets, transposed, one=one):
-            assert ops.grouped_fits(offsets, rows, stack)
-            return one(rows, stack if transposed else stack.transpose(1, 2), offsets)
-
-        monkeypatch.setattr(ops, "product", product)
-        monkeypatch.setattr(ops, "product_over_rows", two)
-        got = step(leaves, ids, run)
+        with monkeypatch.context() as patch:
+            for name, way in zip(("product", "product_over_rows"), ways, strict=True):
+                patch.setattr(ops, name, getattr(ops, way))
+            got = step(leaves, ids, run)
         for name, value in got.items():
             check_close(name, value, native[name], exact[name].double())
+            assert value.is_contiguous(), name
 
 
-def test_grouped_product_is_for_whole_vectors():
-    offsets = torch.zeros(4, dtype=torch.int32)
-    fits = torch.zeros(8, 16, dtype=torch.bfloat16)
-    assert ops.grouped_fits(offsets, fits)
-    assert not ops.grouped_fits(offsets, fits.new_zeros(2, 12, 16))
-    for other in (fits[:, :12].contiguous(), fits[:, 8:], fits.float(), fits.flatten()[1:9].view(1, 8)):
-        assert not ops.grouped_fits(offsets, other)
-    assert not ops.grouped_fits(torch.zeros(1026, dtype=torch.int32), fits)
+def test_where_grouped_mm_has_a_kernel():
+    offsets, rows = torch.zeros(1024, dtype=torch.int32), torch.zeros(8, 16, dtype=torch.bfloat16)
+    assert ops.grouped_fits(offsets, rows)
+    assert not ops.grouped_fits(offsets, rows.half())
+    assert not ops.grouped_fits(torch.zeros(1025, dtype=torch.int32), rows)
+    for t in (rows[:, 3:], rows.flatten()[1:17].view(2, 8), rows.new_ones(2, 12, 5)):
+        whole = ops._whole(t)
+        assert (
+            whole.data_ptr() % 16 == 0 and whole.is_contiguous() and all(n % 8 == 0 for n in whole.shape[1:])
+        )
+        assert torch.equal(whole[tuple(map(slice, t.shape))], t) and whole.sum() == t.sum()
 
 
 def test_second_derivatives_are_refused():

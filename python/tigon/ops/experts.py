@@ -82,29 +82,34 @@ _zero_rest = native("experts_zero_rest")
 _product_cpu, _over_rows_cpu = native("experts_product"), native("experts_product_over_rows")
 
 
-def grouped_fits(offsets, *operands) -> bool:
-    """Whether ``grouped_mm`` takes these: bfloat16, rows, columns and addresses of whole 16-byte vectors."""
-    return offsets.numel() <= 1024 and all(
-        t.dtype == torch.bfloat16
-        and all(n % 8 == 0 for n in t.shape[1:])
-        and t.is_contiguous()
-        and t.data_ptr() % 16 == 0
-        for t in operands
-    )
+def grouped_fits(offsets, rows) -> bool:
+    """Whether ``grouped_mm`` has a kernel for these."""
+    return rows.dtype == torch.bfloat16 and offsets.numel() <= 1024
 
 
-def grouped_product(rows, matrices, offsets):
-    """``rows_e matrices_e`` of every expert e in one launch."""
-    return F.grouped_mm(rows, matrices, offs=offsets[1:])
+def _whole(t):
+    """t with zeros up to whole 16-byte vectors in every dimension but the first, at an aligned address."""
+    zeros = [n for size in reversed(t.shape[1:]) for n in (0, -size % 8)]
+    t = F.pad(t, zeros) if any(zeros) else t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
+
+
+def grouped_product(rows, stack, offsets, transposed):
+    """:func:`product` in one launch."""
+    columns, stack = stack.shape[2 if transposed else 1], _whole(stack)
+    matrices = stack if transposed else stack.transpose(1, 2)
+    return F.grouped_mm(_whole(rows), matrices, offs=offsets[1:])[:, :columns].contiguous()
 
 
 def grouped_over_rows(a, b, offsets):
-    """``a_e^T b_e`` of every expert e in one launch."""
-    return F.grouped_mm(a.t(), b, offs=offsets[1:])
+    """:func:`product_over_rows` in one launch."""
+    out = F.grouped_mm(_whole(a).t(), _whole(b), offs=offsets[1:])
+    return out[:, : a.shape[1], : b.shape[1]].contiguous()
 
 
-def each_product(rows, matrices, offsets):
-    """The same as :func:`grouped_product`, one by one; waits for the device."""
+def each_product(rows, stack, offsets, transposed):
+    """:func:`product` expert by expert; waits for the device."""
+    matrices = stack if transposed else stack.transpose(1, 2)
     out = rows.new_empty(rows.shape[0], matrices.shape[2])
     ends = offsets.tolist()
     for e, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
@@ -113,7 +118,7 @@ def each_product(rows, matrices, offsets):
 
 
 def each_over_rows(a, b, offsets):
-    """The same as :func:`grouped_over_rows`, one by one; waits for the device."""
+    """:func:`product_over_rows` expert by expert; waits for the device."""
     ends = offsets.tolist()
     out = a.new_empty(len(ends) - 1, a.shape[1], b.shape[1])
     for e, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
@@ -125,18 +130,16 @@ def product(rows, stack, offsets, transposed):
     """Rows of expert e times its matrix: ``[in, out]`` if `transposed`, else ``[out, in]``."""
     if rows.is_cpu:
         return _product_cpu(rows, stack, offsets, transposed)
-    rows, stack = rows.contiguous(), stack.contiguous()
-    how = grouped_product if grouped_fits(offsets, rows, stack) else each_product
-    return how(rows, stack if transposed else stack.transpose(1, 2), offsets)
+    return (grouped_product if grouped_fits(offsets, rows) else each_product)(
+        rows, stack, offsets, transposed
+    )
 
 
 def product_over_rows(a, b, offsets):
     """``a_e^T b_e`` of the rows of every expert e; zeros where it has none."""
     if a.is_cpu:
         return _over_rows_cpu(a, b, offsets)
-    a, b = a.contiguous(), b.contiguous()
-    how = grouped_over_rows if grouped_fits(offsets, a, b) else each_over_rows
-    return how(a, b, offsets)
+    return (grouped_over_rows if grouped_fits(offsets, a) else each_over_rows)(a, b, offsets)
 
 
 def _forward(
