@@ -15,6 +15,7 @@ from tigon.ops.cross_entropy import cross_entropy
 from tigon.ops.divergence import jsd, kl_div, tvd
 from tigon.ops.dyt import dyt
 from tigon.ops.embedding import embedding
+from tigon.ops.experts import experts, grouped_mlp
 from tigon.ops.gated_rms_norm import gated_rms_norm
 from tigon.ops.glu import geglu, reglu, swiglu, swiglu_oai
 from tigon.ops.grad_norm import clip_grad_norm_
@@ -57,9 +58,11 @@ __all__ = [
     "dyt",
     "embedding",
     "env",
+    "experts",
     "gated_rms_norm",
     "geglu",
     "group_norm",
+    "grouped_mlp",
     "jsd",
     "kl_div",
     "kto_loss",

@@ -135,6 +135,27 @@ def _plain_swiglu_oai(x):
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
+def _experts():
+    gate_up, down = _rows(3, 2 * COLUMNS, COLUMNS) / 8, _rows(3, COLUMNS, COLUMNS) / 8
+    return _rows(), gate_up, down, torch.randint(0, 4, (ROWS, 2)), _rows(ROWS, 2)
+
+
+def _sorted_experts():
+    x, gate_up, down, _, weights = _experts()
+    return x, gate_up, down, torch.tensor([1, 1, ROWS - 1], dtype=torch.int32), weights[:, 0]
+
+
+def _plain_experts(x, gate_up, down, ids, weights):
+    """Every token through every expert, weighted with what its choices say."""
+    if ids.dim() == 1:
+        rows = torch.arange(len(x), device=x.device)
+        ids, weights = torch.searchsorted(ids, rows, right=True)[:, None], weights[:, None]
+    gate, up = torch.einsum("th,eih->tei", x, gate_up).chunk(2, dim=-1)
+    y = torch.einsum("tei,ehi->teh", F.silu(gate) * up, down)
+    chosen = F.one_hot(ids, len(gate_up) + 1)[..., :-1].to(weights.dtype)
+    return torch.einsum("teh,te->th", y, torch.einsum("tke,tk->te", chosen, weights))
+
+
 def _distributions():
     return 2 * _rows(ROWS, VOCABULARY), 2 * _rows(ROWS, VOCABULARY)
 
@@ -241,6 +262,8 @@ PROBES = (
     Probe("geglu", _gated, lambda gate, up: F.gelu(gate, approximate="tanh") * up, {"approximate": "tanh"}),
     Probe("reglu", _gated, lambda gate, up: F.relu(gate) * up),
     Probe("swiglu_oai", lambda: (_rows(),), _plain_swiglu_oai),
+    Probe("experts", _experts, _plain_experts),
+    Probe("grouped_mlp", _sorted_experts, _plain_experts),
     Probe("rope", _rope, _plain_rope, fixed=(2, 3)),
     Probe("qk_norm_rope", _qk_norm_rope, _plain_qk_norm_rope, fixed=(4, 5)),
     Probe("kl_div", _distributions, _plain_kl_div, fixed=(1,)),

@@ -15,6 +15,7 @@ import other_cases  # noqa: F401  registered here too
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers_cases  # noqa: F401  its cases
 from tiny import VOCABULARY, close, make, step
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
@@ -31,7 +32,6 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 from two_processes import (
-    FOLDER,
     case,
     check_gradients,
     data,
@@ -342,52 +342,6 @@ def accelerate_fsdp2(family):
             del os.environ[name]
     two_steps(model, losses, want)
     fused(report, 2)
-
-
-def load(folder, config, **options):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(
-        folder, distributed_config=config, dtype=torch.float32, attn_implementation="eager", **options
-    ).train()
-
-
-def saved(folder, family, **changes):
-    path = folder / "_".join([family, *map(str, changes.values())])
-    if rank() == 0 and not path.exists():
-        make(family, **changes).save_pretrained(path)
-    dist.barrier()
-    return path
-
-
-@case(untied=("llama",), tied=("llama_bias_tied",))
-def transformers_fsdp2(family):
-    from transformers.distributed import DistributedConfig
-
-    losses, want = wanted(make(family))
-    model = load(saved(FOLDER[0], family), DistributedConfig(fsdp_size=2))
-    report = apply(model)
-    two_steps(model, losses, want)
-    fused(report, 2)
-
-
-@case(untied=("llama",), tied=("llama_bias_tied",))
-def transformers_tensor_parallel(family):
-    """Norms, MLPs and rope are Tigon's; the sharded head is left, and the report says so."""
-    from transformers.distributed import DistributedConfig
-
-    even = {"vocab_size": VOCABULARY + 1}  # some versions of transformers shard no odd vocabulary
-    loss, want = step(make(family, **even), data(0))
-    model = load(saved(FOLDER[0], family, **even), DistributedConfig(tp_size=2, tp_plan="auto"))
-    report = apply(model)
-    assert (report.count("norm"), report.count("mlp"), report.count("loss")) == (5, 2, 0), str(report)
-    assert "tensor parallel" in next(entry.reason for entry in report.left if entry.slot == "loss")
-    got = model(**data(0)).loss
-    got.backward()
-    close(full(got.detach()), loss)
-    for name, parameter in model.named_parameters():
-        if parameter.grad is not None:
-            close(full(parameter.grad), want[name], ulps=512)
 
 
 # --- FSDP1, ZeRO -----------------------------------------------------------------------------

@@ -60,7 +60,7 @@ BAD = {
         lambda g, u: _raw("glu_fwd", g[:, :5], None, *PLAIN),
         r"\[swiglu\] gate must have an even number of columns without up, got 5",
     ),
-    "kind, raw": (lambda g, u: _raw("glu_fwd", g, u, 5, *PLAIN[1:]), r"kind must be one of 0 to 4, got 5"),
+    "kind, raw": (lambda g, u: _raw("glu_fwd", g, u, 6, *PLAIN[1:]), r"kind must be one of 0 to 5, got 6"),
     "up of interleaved, raw": (
         lambda g, u: _raw("glu_fwd", g, u, 4, *PLAIN[1:]),
         r"\[swiglu_oai\] up must be None",

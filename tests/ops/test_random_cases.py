@@ -242,6 +242,23 @@ def _two_heads(draw):
     return found | {"layout": draw.choice(("contiguous", "offset1", "rows", "columns"))}
 
 
+def _experts(draw):
+    number = draw.choice((1, 2, 5, 17))
+    found = {
+        "tokens": draw.choice((0, 1, 7, 40)),
+        "experts": number,
+        "choices": draw.randint(1, min(number, 6)),
+    }
+    found |= {"hidden": draw.choice((8, 17, 64)), "inner": draw.choice((8, 13, 72))}
+    found |= {"routing": draw.choice(("balanced", "zipf", "rest", "one", "twice"))}
+    found |= {n: draw.random() < 0.5 for n in ("transposed", "interleaved", "bias")}
+    found |= {"activation": draw.choice(("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "swiglu_oai"))}
+    if found["activation"] != "swiglu_oai" and draw.random() < 0.3:
+        found |= {"gated": False, "interleaved": False}
+    found["weights"] = draw.choice(("float32", "storage", None))
+    return found | {"layout": draw.choice(LAYOUTS[:4]), "grad_layout": draw.choice(LAYOUTS[:4])}
+
+
 # Other ops have the parameters that _one_tensor draws.
 DRAWERS = {
     "rms_norm": _rms_norm,
@@ -254,6 +271,7 @@ DRAWERS = {
     "rope": _heads,
     "qk_norm_rope": _qk_norm_rope,
     "embedding": _embedding,
+    "experts": _experts,
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _head,
     "linear_log_prob": _log_prob,

@@ -4,6 +4,7 @@ from tigon.nn.add_rms_norm import AddRMSNorm
 from tigon.nn.cross_entropy import CrossEntropyLoss
 from tigon.nn.dyt import DyT
 from tigon.nn.embedding import Embedding
+from tigon.nn.experts import Experts
 from tigon.nn.gated_rms_norm import GatedRMSNorm
 from tigon.nn.glu import GeGLU, ReGLU, SwiGLU, SwiGLUOAI
 from tigon.nn.group_norm import GroupNorm
@@ -21,6 +22,7 @@ __all__ = [
     "CrossEntropyLoss",
     "DyT",
     "Embedding",
+    "Experts",
     "GatedRMSNorm",
     "GeGLU",
     "GroupNorm",

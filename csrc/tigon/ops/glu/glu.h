@@ -6,12 +6,14 @@
 //             geglu       act(x) = x * Phi(x), Phi the normal distribution (Hendrycks & Gimpel 2016, arXiv:1606.08415)
 //             geglu_tanh  act(x) = x * s(2 u), u = sqrt(2 / pi) * (x + 0.044715 x^3): 0.5 x (1 + tanh u), ibid.
 //             reglu       act(x) = max(x, 0)
+//             relu_squared  act(x) = max(x, 0)^2
 //             swiglu_oai  y = (clamp(up, -limit, limit) + 1) * g * s(alpha * g),  g = min(gate, limit)
 // Gradients   dup = dy * act(gate);  dgate = dy * up * act'(gate), with the multipliers where the formula has them
 //             swiglu      act'(x) = s * (1 + x * (1 - s))
 //             geglu       act'(x) = Phi(x) + x * Phi'(x)
 //             geglu_tanh  act'(x) = s + x * s * (1 - s) * 2 u',  u' = sqrt(2 / pi) * (1 + 3 * 0.044715 x^2)
 //             reglu       dgate = dy * up where gate > 0, else 0 whatever dy * up is
+//             relu_squared  act'(x) = 2 max(x, 0)
 //             swiglu_oai  dgate = dy * (u + 1) * s * (1 + alpha * g * (1 - s)) where gate <= limit, else 0;
 //                         dup = dy * g * s where -limit <= up <= limit, else 0 (as clamp has it: 0 for NaN too)
 // Shapes      all [rows, cols], any row stride (gate and up may be the halves of one [rows, 2 * cols] tensor). swiglu_oai:
@@ -28,23 +30,9 @@
 #pragma once
 
 #include "tigon/base/context.h"
+#include "tigon/base/gated_unit.h"
 
 namespace tigon {
-
-enum class GluKind : int8_t { swiglu, geglu, geglu_tanh, reglu, swiglu_oai };
-inline constexpr int kGluKinds = 5;
-constexpr const char* name_of(GluKind kind) {
-  constexpr const char* kNames[] = {"swiglu", "geglu", "geglu", "reglu", "swiglu_oai"};
-  return kNames[int(kind)];
-}
-
-struct GluOptions {
-  GluKind kind = GluKind::swiglu;
-  float gate_multiplier = 1.0f;  // swiglu
-  float down_multiplier = 1.0f;  // swiglu
-  float alpha = 1.702f;          // swiglu_oai
-  float limit = 7.0f;            // swiglu_oai, > 0
-};
 
 struct GluFwd {
   Matrix gate;

@@ -72,9 +72,9 @@ constexpr Launch launch_of = {&forward<K>, &backward<K>};
 
 // By kind. The variants of each (flat or by rows, 16-byte vectors or single elements) are those of
 // all pointwise ops: tigon/base/cuda/elementwise.cuh.
-constexpr Launch kLaunches[kGluKinds] = {launch_of<GluKind::swiglu>, launch_of<GluKind::geglu>,
+constexpr Launch kLaunches[kGluKinds] = {launch_of<GluKind::swiglu>,     launch_of<GluKind::geglu>,
                                          launch_of<GluKind::geglu_tanh>, launch_of<GluKind::reglu>,
-                                         launch_of<GluKind::swiglu_oai>};
+                                         launch_of<GluKind::swiglu_oai>, launch_of<GluKind::relu_squared>};
 
 }  // namespace
 

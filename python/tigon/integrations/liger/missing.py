@@ -7,7 +7,7 @@ import re
 import tigon
 from tigon.error import Error
 
-_EXPERTS = "tigon.apply(model): transformers' experts keep their products, the gate is Tigon's"
+_EXPERTS = "tigon.experts, or tigon.grouped_mlp of rows that expert parallelism has sorted"
 _NO_OP = "plain PyTorch: Tigon has no op for it"
 # What to use instead, by the part of a name that says what it is; the first that fits is taken.
 _INSTEAD = (

@@ -323,15 +323,8 @@ class LigerExperts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        """Tokens ``[T, H]``, the experts of each and their weights ``[T, K]``; one expert after the other."""
-        result = torch.zeros_like(hidden_states)
-        for expert in top_k_index.unique().tolist():
-            token, place = torch.where(top_k_index == expert)
-            product = nn.functional.linear(hidden_states[token], self.gate_up_proj[expert])
-            y = nn.functional.linear(tigon.swiglu(product), self.down_proj[expert])
-            y = y * top_k_weights[token, place, None]
-            result = result.index_add(0, token, y.to(result.dtype))
-        return result
+        """Tokens ``[..., H]``, the experts of each and their weights ``[..., K]``."""
+        return tigon.experts(hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights)
 
 
 class _TanhGelu:
@@ -430,6 +423,11 @@ LigerRMSNormFunction = function_class(
         X, W, eps, offset, casting_mode
     ),
     "RMSNorm.",
+)
+LigerFusedMoEFunction = function_class(
+    "LigerFusedMoEFunction",
+    tigon.experts,
+    "``apply(x, gate_up, down, top_k_index, top_k_weights)``, see :func:`tigon.experts`.",
 )
 LigerSiLUMulFunction = function_class(
     "LigerSiLUMulFunction",

@@ -1,9 +1,10 @@
-"""Experts of MoE models: the gate between their two grouped products -> tigon.swiglu and relatives.
+"""Experts of MoE models -> tigon.experts, or the gate between their products -> tigon.swiglu and relatives.
 
-transformers runs experts through a registry (`experts_implementation`: grouped_mm, batched_mm, and
-what others register). Each implementation sorts tokens, multiplies, and calls the module's
-`_apply_gate` in between; that is the one thing replaced, on the instance. Routing, expert
-parallelism, biases and the auxiliary losses of the router are whatever the implementation does.
+transformers runs experts through a registry (`experts_implementation`: grouped_mm, batched_mm, and what
+others register). `tigon` is one of them: it runs a whole layer whose gate is recognised, under expert
+parallelism too (ids that are not here cost nothing). Where another implementation was asked for, or a layer
+is not of the registry, the module's `_apply_gate` between the products is what is replaced, on the instance.
+Routing and the auxiliary losses of the router are transformers'.
 """
 
 from __future__ import annotations
@@ -15,13 +16,45 @@ import torch
 from torch import nn
 
 from tigon.integrations.transformers.canonical import Unrecognised, canonical_forward, canonical_method
-from tigon.integrations.transformers.forward import blocked, bound, plain, stock
+from tigon.integrations.transformers.forward import (
+    autocast_dtype,
+    bind,
+    blocked,
+    bound,
+    foreign,
+    plain,
+    stock,
+)
 from tigon.integrations.transformers.mlp import FUSED, clamped_product, known_activation, product
 from tigon.integrations.transformers.patterns.modules import BATCHED_EXPERTS, EXPERT_GATES, match
+from tigon.ops.experts import KINDS, experts
 from tigon.ops.glu import swiglu, swiglu_oai
 from tigon.ops.relu_squared import relu_squared
 
+try:
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+except ImportError:  # a transformers without the registry
+    ALL_EXPERTS_FUNCTIONS = {}
+
 GATE = "_apply_gate"
+LAYER = "_tigon_experts"  # where an instance carries what runs it under this implementation:
+IMPLEMENTATION = "tigon"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """A whole layer of experts: its activation, how its parameters lie, and what ran it before."""
+
+    activation: str
+    first: str  # attribute of the first matrices
+    gated: bool
+    interleaved: bool
+    transposed: bool
+    bias: bool
+    before: str
+    alpha: str | None = None
+    limit: str | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +76,65 @@ class BatchedSpec:
     gate_up: str
     down: str
     size: str
+
+
+def registered_forward(module: nn.Module, hidden_states, top_k_index, top_k_weights):
+    """The implementation `tigon` of transformers' registry."""
+    run = getattr(module, LAYER, None)
+    if run is None and not torch.compiler.is_compiling():  # chosen by name, without tigon.apply
+        verdict = _plan_layer(module)
+        function, spec = (
+            (layer_forward, verdict[3]) if isinstance(verdict, tuple) else (stock_layer, "grouped_mm")
+        )
+        bind(function, module, spec, LAYER)
+        run = getattr(module, LAYER)
+    if run is None:
+        return stock_layer(module, "grouped_mm", hidden_states, top_k_index, top_k_weights)
+    return run(hidden_states, top_k_index, top_k_weights)
+
+
+if ALL_EXPERTS_FUNCTIONS:
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, registered_forward)
+
+
+def stock_layer(module: nn.Module, before: str, *args):
+    """A layer as another implementation runs it."""
+    if before == "eager":
+        return inspect.unwrap(type(module).forward)(module, *args)
+    return ALL_EXPERTS_FUNCTIONS[before](module, *args)
+
+
+def layer_forward(module: nn.Module, spec: LayerSpec, hidden, ids, weights):
+    """Forward of a recognised layer; tensors that have no kernel go the way they went before."""
+    first, down = getattr(module, spec.first), module.down_proj
+    biases = (None, None)
+    if spec.bias:
+        biases = getattr(module, f"{spec.first}_bias"), module.down_proj_bias
+    tensors = (hidden, ids, weights, first, down, *(b for b in biases if b is not None))
+    if not (plain(*tensors) and _fit(*tensors)):
+        return stock_layer(module, spec.before, hidden, ids, weights)
+    numbers = {}
+    if spec.alpha is not None:
+        numbers = {"alpha": getattr(module, spec.alpha), "limit": getattr(module, spec.limit)}
+    y = experts(
+        hidden.to(first.dtype), first, down, ids, weights, activation=spec.activation, gated=spec.gated,
+        interleaved=spec.interleaved, transposed=spec.transposed, gate_up_bias=biases[0], down_bias=biases[1],
+        **numbers,
+    )  # fmt: skip
+    return y.to(hidden.dtype)
+
+
+def _fit(hidden, ids, weights, first, *rest) -> bool:
+    """Whether the op takes these tensors: one dtype of parameters, which autocast does not want otherwise."""
+    cast = autocast_dtype(hidden.device.type)
+    return (
+        first.dtype in _DTYPES
+        and weights.dtype in _DTYPES
+        and all(p.dtype == first.dtype and p.device == hidden.device for p in (first, *rest))
+        and cast in (None, first.dtype)
+        and hidden.ndim == ids.ndim == 2
+        and weights.shape == ids.shape
+    )
 
 
 def gate_forward(module: nn.Module, spec: GateSpec, gate_up):
@@ -80,7 +172,8 @@ def squared_forward(module: nn.Module, spec: None, x):
 def plan_experts(module: nn.Module) -> tuple | str | None:
     """(function, module and name it is bound to, spec, what it is), or why experts are left, or None."""
     if hasattr(module, GATE) and (hasattr(module, "has_gate") or _calls_gate(module)):
-        return _plan_gate(module)
+        layer = _plan_layer(module)
+        return layer if isinstance(layer, tuple) else _plan_gate(module)
     stacked = [name for name, p in module.named_parameters(recurse=False) if p.ndim == 3]
     if not any(name.startswith("gate_up") for name in stacked) and not (
         len(stacked) > 1 and _activates(module)
@@ -100,6 +193,78 @@ def plan_experts(module: nn.Module) -> tuple | str | None:
         return reason
     label = f"{FUSED[activation][0]} ({found.structure.name})"
     return batched_forward, module, "forward", BatchedSpec(activation, **roles), label
+
+
+def of_registry(module: nn.Module) -> bool:
+    """Whether transformers' registry decides how these experts run."""
+    return bool(ALL_EXPERTS_FUNCTIONS) and hasattr(module, "is_transposed") and hasattr(module, "config")
+
+
+def implementation(module: nn.Module) -> str:
+    """What runs the experts of this configuration."""
+    return getattr(module.config, "_experts_implementation", None) or "grouped_mm"
+
+
+def _plan_layer(module) -> tuple | None:
+    """The whole layer, where the registry would run it by its default or by the loop of the class."""
+    if not of_registry(module) or implementation(module) not in ("eager", "grouped_mm", IMPLEMENTATION):
+        return None
+    if foreign(module) and not getattr(module, "_is_expert_parallel", False):
+        return None  # expert parallelism calls the class's own forward inside
+    if GATE in module.__dict__ or getattr(module, "has_post_expert_norm", False):
+        return None
+    if (
+        implementation(module) == "eager"
+        and "float" in inspect.unwrap(type(module).forward).__code__.co_names
+    ):
+        return None  # its loop multiplies in float32
+    before = "grouped_mm" if implementation(module) == IMPLEMENTATION else implementation(module)
+    common = {"transposed": module.is_transposed, "bias": module.has_bias, "before": before}
+    if not module.has_gate:
+        known = known_activation(module.act_fn)
+        if known not in KINDS:
+            return None
+        spec = LayerSpec(known, "up_proj", False, False, **common)
+        return layer_forward, module, LAYER, spec, "tigon.experts (no gate)"
+    try:
+        found = match(canonical_method(type(module), GATE), EXPERT_GATES)
+    except Unrecognised:
+        return None
+    if found is None:
+        return None
+    fields = {**found.structure.options, **found.roles}
+    if "alpha" in fields:
+        numbers = {name: fields[name] for name in ("alpha", "limit")}
+        spec = LayerSpec("swiglu_oai", "gate_up_proj", True, "halves" not in fields, **common, **numbers)
+        return layer_forward, module, LAYER, spec, f"tigon.experts ({found.structure.name})"
+    if "limit" in fields:  # a clamp without gpt-oss' form
+        return None
+    known = known_activation(getattr(module, fields["act"])) if "act" in fields else fields.get("activation")
+    if known not in KINDS:
+        return None
+    spec = LayerSpec(known, "gate_up_proj", True, False, **common)
+    return layer_forward, module, LAYER, spec, f"tigon.experts ({found.structure.name})"
+
+
+def switch(model: nn.Module, previous: dict[str, str | None]) -> None:
+    """Have the registry ask for `tigon` where a layer of `model` runs by it; `previous` by path."""
+    modules = [(path, m) for path, m in model.named_modules() if of_registry(m)]
+    for path, module in modules:
+        before = getattr(module.config, "_experts_implementation_internal", None)
+        if bound(module, LAYER) is not None and before != IMPLEMENTATION:
+            previous[path] = before
+            module.config._experts_implementation_internal = IMPLEMENTATION
+            for _, other in modules:  # of one configuration, not recognised
+                if other.config is module.config and bound(other, LAYER) is None:
+                    bind(stock_layer, other, before or "grouped_mm", LAYER)
+
+
+def switch_back(model: nn.Module, previous: dict[str, str | None]) -> None:
+    """Undo `switch`, unless somebody has chosen another implementation since."""
+    for path, before in previous.items():
+        config = model.get_submodule(path).config
+        if config._experts_implementation_internal == IMPLEMENTATION:
+            config._experts_implementation_internal = before
 
 
 def _activates(module) -> bool:

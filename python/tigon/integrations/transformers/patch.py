@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from tigon.error import Error
-from tigon.integrations.transformers.experts import plan_experts
+from tigon.integrations.transformers.experts import plan_experts, switch, switch_back
 from tigon.integrations.transformers.forward import bind, bound, unbind
 from tigon.integrations.transformers.head import (
     HEAD,
@@ -40,18 +40,25 @@ class State:
     rotary: dict[Key, str] = field(default_factory=dict)
     losses: dict[str, object] = field(default_factory=dict)  # module path -> what was there
     ledger: Ledger = field(default_factory=Ledger)
+    experts: dict[str, str | None] = field(default_factory=dict)  # path -> implementation before
 
     def __deepcopy__(self, memo):
         report = Report(self.report.model, list(self.report.entries), self.report.head_calls)
-        return _restore(report, dict(self.rotary), dict(self.losses), self.ledger)
+        return _restore(report, dict(self.rotary), dict(self.losses), self.ledger, dict(self.experts))
 
     def __reduce__(self):
-        return _restore, (self.report, dict(self.rotary), dict(self.losses), self.ledger)
+        return _restore, (
+            self.report,
+            dict(self.rotary),
+            dict(self.losses),
+            self.ledger,
+            dict(self.experts),
+        )
 
 
-def _restore(report, rotary, losses, ledger):
+def _restore(report, rotary, losses, ledger, experts):
     """A copied or unpickled model owns its own share of the rotary functions."""
-    state = State(report, rotary, losses, ledger)
+    state = State(report, rotary, losses, ledger, experts)
     for key, label in rotary.items():
         __import__(key[0])
         if plan_rotary(key, vars(sys.modules[key[0]]).get(key[1])) == (label,):
@@ -124,6 +131,7 @@ class _Plan:
             if isinstance(spec, MlpSpec):
                 spec = replace(spec, ledger=state.ledger)
             bind(function, module, spec, name)
+        switch(self.model, state.experts)
         for key, label in self.rotary.items():
             rebind(key, state, label)
             state.rotary[key] = label
@@ -145,7 +153,7 @@ class _Plan:
 def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
           experts: bool = True, qkv: bool = True, lazy_logits: bool = False,
           strict: bool = False) -> Report:  # fmt: skip
-    """Replace the norms, MLPs, rotary functions, loss head and experts' gates of a model by Tigon's.
+    """Replace the norms, MLPs, rotary functions, loss head and experts of a model by Tigon's.
 
     Where q, k and v are slices of one projection they become parts of one split.
 
@@ -219,6 +227,7 @@ def undo(model: nn.Module) -> None:
     state = root.__dict__.pop(STATE, None)
     if state is None:
         return
+    switch_back(root, state.experts)
     for path, previous in state.losses.items():
         owner = root.get_submodule(path)
         if owner.__dict__.get("_loss_function") is not causal_lm_loss:

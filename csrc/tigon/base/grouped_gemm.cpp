@@ -1,0 +1,48 @@
+#include "tigon/base/grouped_gemm.h"
+
+#include <cstring>
+
+#include "tigon/base/elementwise.h"
+#include "tigon/base/error.h"
+
+namespace tigon {
+namespace {
+
+// So many rows of m from `first` on.
+Matrix rows_from(const Matrix& m, int64_t first, int64_t rows) {
+  Matrix part = m;
+  part.data = cpu::element_at(m, first, 0), part.rows = rows;
+  return part;
+}
+
+}  // namespace
+
+void grouped_gemm(Context& ctx, const GroupedGemm& g) {
+  TIGON_CHECK("grouped_gemm", ctx.device() == Device::cpu, "there is no grouped product on ",
+              name_of(ctx.device()));
+  for (int64_t i = 0; i < g.groups; ++i) {
+    int64_t first = g.offsets[i], rows = g.offsets[i + 1] - first, of_b = g.b.rows / g.groups;
+    Matrix a = rows_from(g.a, first, rows);
+    Matrix b = g.over_rows ? rows_from(g.b, first, rows) : rows_from(g.b, i * of_b, of_b);
+    Matrix c = g.over_rows ? rows_from(g.c, i * g.a.cols, g.a.cols) : rows_from(g.c, first, rows);
+    if (g.over_rows && rows == 0)
+      for (int64_t r = 0; r < c.rows; ++r)
+        std::memset(cpu::element_at(c, r, 0), 0, size_t(c.cols) * size_of(c.dtype));
+    if (rows == 0) continue;
+    ctx.gemm({.m = c.rows,
+              .n = c.cols,
+              .k = g.over_rows ? rows : a.cols,
+              .a = a.data,
+              .lda = a.stride,
+              .trans_a = g.over_rows,
+              .b = b.data,
+              .ldb = b.stride,
+              .trans_b = g.trans_b,
+              .c = c.data,
+              .ldc = c.stride,
+              .ab_dtype = a.dtype,
+              .c_dtype = c.dtype});
+  }
+}
+
+}  // namespace tigon

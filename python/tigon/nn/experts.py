@@ -1,0 +1,88 @@
+"""Experts as a module."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tigon.error import check
+from tigon.ops.experts import ALPHA, KINDS, LIMIT, experts
+
+
+class Experts(nn.Module):
+    """:func:`tigon.experts` with learned matrices, under the parameter names of transformers.
+
+    Args:
+        num_experts: E.
+        hidden_size: H.
+        intermediate_size: I.
+        activation, gated, interleaved, transposed, alpha, limit: as in :func:`tigon.experts`.
+        bias: whether there are ``gate_up_proj_bias`` ``[E, 2 I]`` and ``down_proj_bias`` ``[E, H]``.
+
+    Shape: ``hidden_states [..., H], top_k_index [..., K], top_k_weights [..., K] -> [..., H]``.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: str = "silu",
+        *,
+        gated: bool = True,
+        interleaved: bool = False,
+        transposed: bool = False,
+        bias: bool = False,
+        alpha: float = ALPHA,
+        limit: float = LIMIT,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__()
+        check(
+            "nn.Experts", activation in KINDS, "activation must be one of {}, got {!r}", (*KINDS,), activation
+        )
+        self.num_experts, self.hidden_size, self.intermediate_size = (
+            num_experts,
+            hidden_size,
+            intermediate_size,
+        )
+        self.activation, self.gated, self.interleaved = activation, gated, interleaved
+        self.transposed, self.alpha, self.limit = transposed, alpha, limit
+        wide = 2 * intermediate_size if gated else intermediate_size
+        first, second = (wide, hidden_size), (hidden_size, intermediate_size)
+        if transposed:
+            first, second = first[::-1], second[::-1]
+        where = {"device": device, "dtype": dtype}
+        self._first = "gate_up_proj" if gated else "up_proj"
+        self.register_parameter(self._first, nn.Parameter(torch.empty(num_experts, *first, **where)))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, *second, **where))
+        for name, size in ((self._first, wide), ("down_proj", hidden_size)):
+            biases = nn.Parameter(torch.empty(num_experts, size, **where)) if bias else None
+            self.register_parameter(f"{name}_bias", biases)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Matrices uniform as those of :class:`torch.nn.Linear`, biases zero."""
+        sizes = {self._first: self.hidden_size, "down_proj": self.intermediate_size}
+        for name, inner in sizes.items():
+            nn.init.uniform_(getattr(self, name), -(inner**-0.5), inner**-0.5)
+            if getattr(self, f"{name}_bias") is not None:
+                nn.init.zeros_(getattr(self, f"{name}_bias"))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        top_k_index: torch.Tensor,
+        top_k_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return experts(
+            hidden_states, getattr(self, self._first), self.down_proj, top_k_index, top_k_weights,
+            activation=self.activation, gated=self.gated, interleaved=self.interleaved,
+            transposed=self.transposed, gate_up_bias=getattr(self, f"{self._first}_bias"),
+            down_bias=self.down_proj_bias, alpha=self.alpha, limit=self.limit,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        sizes = f"{self.num_experts}, {self.hidden_size}, {self.intermediate_size}, {self.activation!r}"
+        return sizes + ("" if self.gated else ", gated=False")

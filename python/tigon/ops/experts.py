@@ -1,0 +1,472 @@
+"""Experts of a mixture. Contract of the pieces: ``csrc/tigon/ops/experts/experts.h``.
+
+The operators of a whole layer are defined here: routing, gather, gate and combine are native; the products
+between them are ``torch.nn.functional.grouped_mm`` on CUDA and one product per expert elsewhere.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tigon._load import native
+from tigon._op import Op, has_kernel, raw
+from tigon.error import check, refuse
+from tigon.ops.arguments import check_float, check_indices, check_numbers, check_positive
+
+_OP = "experts"
+ALPHA, LIMIT = 1.702, 7.0
+# Activation of the gate -> kind of the native gated unit.
+KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "swiglu_oai": 4, "relu_squared": 5}
+_HALVES, _INTERLEAVED, _SINGLE = range(3)
+
+
+def _unit(z, activation, interleaved, gated, alpha, limit):
+    """The gated unit of the columns of z."""
+    if not gated:
+        gate, up = z, None
+    elif interleaved:
+        gate, up = z[..., ::2], z[..., 1::2]
+    else:
+        gate, up = z.chunk(2, dim=-1)
+    if activation == "swiglu_oai":
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
+        return gate * torch.sigmoid(alpha * gate) * up
+    act = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "relu": F.relu,
+        "relu_squared": lambda x: F.relu(x).square(),
+    }[activation](gate)
+    return act if up is None else act * up
+
+
+def reference(
+    x, gate_up, down, ids, weights=None, *, activation="silu", interleaved=False, gated=True,
+    transposed=False, gate_up_bias=None, down_bias=None, alpha=ALPHA, limit=LIMIT,
+):  # fmt: skip
+    """The same formulas in plain PyTorch operations (any float dtype, any device)."""
+    if not transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    y = x.new_zeros(x.shape, dtype=x.dtype if x.dtype == torch.float64 else torch.float32)
+    for j in range(ids.shape[-1]):
+        here = ids[..., j] < gate_up.shape[0]
+        e = ids[..., j].clamp(max=gate_up.shape[0] - 1)
+        z = torch.einsum("...h,...hi->...i", x, gate_up[e])
+        z = z if gate_up_bias is None else z + gate_up_bias[e]
+        act = _unit(z, activation, interleaved, gated, alpha, limit)
+        out = torch.einsum("...i,...ih->...h", act, down[e])
+        out = out if down_bias is None else out + down_bias[e]
+        out = out if weights is None else out * weights[..., j, None]
+        y = y + torch.where(here[..., None], out, 0)
+    return y.to(x.dtype)
+
+
+def _reference_of_rows(rows, offsets, gate_up, down, row_weights=None, **options):
+    """:func:`reference` of sorted rows."""
+    positions = torch.arange(rows.shape[0], device=rows.device)
+    ids = torch.searchsorted(offsets.long(), positions, right=True)
+    weights = None if row_weights is None else row_weights[:, None]
+    return reference(rows, gate_up, down, ids[:, None], weights, **options)
+
+
+# The pieces. They are called inside the operators of the layer alone, which no tracer looks into.
+_route, _gather, _gate = native("experts_route"), native("experts_gather"), native("experts_gate")
+_gate_bwd, _combine, _sum = (
+    native("experts_gate_bwd"),
+    native("experts_combine"),
+    native("experts_sum"),
+)
+_zero_rest = native("experts_zero_rest")
+_product_cpu, _over_rows_cpu = native("experts_product"), native("experts_product_over_rows")
+
+
+def grouped_fits(offsets, rows) -> bool:
+    """Whether ``grouped_mm`` has a kernel for these."""
+    return rows.dtype == torch.bfloat16 and offsets.numel() <= 1024
+
+
+def _whole(t):
+    """t with zeros up to whole 16-byte vectors in every dimension but the first, at an aligned address."""
+    zeros = [n for size in reversed(t.shape[1:]) for n in (0, -size % 8)]
+    t = F.pad(t, zeros) if any(zeros) else t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
+
+
+def grouped_product(rows, stack, offsets, transposed):
+    """:func:`product` in one launch."""
+    columns, stack = stack.shape[2 if transposed else 1], _whole(stack)
+    matrices = stack if transposed else stack.transpose(1, 2)
+    return F.grouped_mm(_whole(rows), matrices, offs=offsets[1:])[:, :columns].contiguous()
+
+
+def grouped_over_rows(a, b, offsets):
+    """:func:`product_over_rows` in one launch."""
+    out = F.grouped_mm(_whole(a).t(), _whole(b), offs=offsets[1:])
+    return out[:, : a.shape[1], : b.shape[1]].contiguous()
+
+
+def each_product(rows, stack, offsets, transposed):
+    """:func:`product` expert by expert; waits for the device."""
+    matrices = stack if transposed else stack.transpose(1, 2)
+    out = rows.new_empty(rows.shape[0], matrices.shape[2])
+    ends = offsets.tolist()
+    for e, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
+        torch.mm(rows[begin:end], matrices[e], out=out[begin:end])
+    return out
+
+
+def each_over_rows(a, b, offsets):
+    """:func:`product_over_rows` expert by expert; waits for the device."""
+    ends = offsets.tolist()
+    out = a.new_empty(len(ends) - 1, a.shape[1], b.shape[1])
+    for e, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
+        torch.mm(a[begin:end].t(), b[begin:end], out=out[e])
+    return out
+
+
+def product(rows, stack, offsets, transposed):
+    """Rows of expert e times its matrix: ``[in, out]`` if `transposed`, else ``[out, in]``."""
+    if rows.is_cpu:
+        return _product_cpu(rows, stack, offsets, transposed)
+    return (grouped_product if grouped_fits(offsets, rows) else each_product)(
+        rows, stack, offsets, transposed
+    )
+
+
+def product_over_rows(a, b, offsets):
+    """``a_e^T b_e`` of the rows of every expert e; zeros where it has none."""
+    if a.is_cpu:
+        return _over_rows_cpu(a, b, offsets)
+    return (grouped_over_rows if grouped_fits(offsets, a) else each_over_rows)(a, b, offsets)
+
+
+def _forward(
+    x, gate_up, down, ids, weights, gate_up_bias, down_bias, is_sorted, kind, columns, transposed, alpha,
+    limit,
+):  # fmt: skip
+    """y, and what the backward needs: rows of gate_up, order, place, offsets."""
+    ints = {"dtype": torch.int32, "device": x.device}
+    order = place = torch.empty(0, **ints)
+    slots = x.shape[0] if is_sorted else ids.numel()
+    if slots == 0:
+        z = x.new_empty(0, _wide(gate_up, transposed))
+        offsets = torch.zeros(gate_up.shape[0] + 1, **ints)
+        return torch.zeros_like(x), z, order, order.clone(), offsets
+    if is_sorted:
+        rows, place, offsets = x.contiguous(), order.clone(), F.pad(ids.to(torch.int32), (1, 0))
+    else:
+        order, place, offsets = _route(ids, gate_up.shape[0])
+        rows = _gather(x, order, offsets)
+    z = product(rows, gate_up, offsets, transposed)
+    del rows
+    act = _gate(z, gate_up_bias, offsets, kind, columns, alpha, limit)
+    y = product(act, down, offsets, transposed)
+    if is_sorted and weights is None and down_bias is None:
+        _zero_rest(y, offsets)
+    else:
+        y = _combine(y, None if is_sorted else place, offsets, weights, down_bias, x.shape[0])
+    return y, z, order, place, offsets
+
+
+def _backward_of(
+    dy, x, gate_up, down, weights, gate_up_bias, down_bias, z, order, place, offsets, is_sorted, kind,
+    columns, transposed, alpha, limit, need_x, need_gate_up, need_down, need_weights, need_gate_up_bias,
+    need_down_bias,
+):  # fmt: skip
+    """Gradients of x, gate_up, down, weights and the biases; 0 elements where one is not needed."""
+    operands = (x, gate_up, down, weights, gate_up_bias, down_bias)
+    needs = (need_x, need_gate_up, need_down, need_weights, need_gate_up_bias, need_down_bias)
+    if z.shape[0] == 0:
+        return tuple(
+            torch.zeros_like(t) if n else x.new_empty(0) for t, n in zip(operands, needs, strict=True)
+        )
+    dx = dgate_up = ddown = dgate_up_bias = ddown_bias = None
+    slots, places = (None, None) if is_sorted else (order, place)
+    g = dy.contiguous() if is_sorted else _gather(dy, order, offsets)
+    need_dz = need_x or need_gate_up or need_gate_up_bias
+    # The activation alone needs no gradient; the kernel then multiplies with what is there.
+    dact = (
+        product(g, down, offsets, not transposed)
+        if need_dz or need_weights
+        else z[:, : down.shape[1 if transposed else 2]]
+    )
+    dz, act, dweights = _gate_bwd(
+        dact, z, gate_up_bias, weights, slots, offsets, g, down_bias, kind, columns, alpha, limit,
+        need_dz, need_down, need_weights,
+    )  # fmt: skip
+    del dact
+    if need_down:
+        pair = (act, g) if transposed else (g, act)
+        ddown = product_over_rows(*pair, offsets)
+    del act
+    if need_down_bias:
+        ddown_bias = _sum(g, weights, slots, offsets)
+    del g
+    if need_gate_up:
+        rows = x.contiguous() if is_sorted else _gather(x, order, offsets)
+        pair = (rows, dz) if transposed else (dz, rows)
+        dgate_up = product_over_rows(*pair, offsets)
+        del rows
+    if need_gate_up_bias:
+        dgate_up_bias = _sum(dz, None, None, offsets)
+    if need_x:
+        dx = product(dz, gate_up, offsets, not transposed)
+        if is_sorted:
+            _zero_rest(dx, offsets)
+        else:
+            dx = _combine(dx, places, offsets, None, None, x.shape[0])
+    found = (dx, dgate_up, ddown, dweights if need_weights else None, dgate_up_bias, ddown_bias)
+    return tuple(x.new_empty(0) if t is None else t for t in found)
+
+
+def _wide(gate_up, transposed):
+    return gate_up.shape[2 if transposed else 1]
+
+
+_OPERANDS = (
+    "Tensor x, Tensor gate_up, Tensor down, Tensor ids, Tensor? weights, Tensor? gate_up_bias, "
+    "Tensor? down_bias, bool is_sorted, int kind, int columns, bool transposed, float alpha, float limit"
+)
+_SAVED = "Tensor gate_up_rows, Tensor order, Tensor place, Tensor offsets"
+_library = torch.library.Library("tigon", "FRAGMENT")
+
+
+def _define(name: str, signature: str, function) -> None:
+    _library.define(name + signature)
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, function, key)
+
+
+for _name in ("experts", "experts_fwd"):
+    _define(_name, f"({_OPERANDS}) -> (Tensor y, {_SAVED})", _forward)
+_define("experts_infer", f"({_OPERANDS}) -> Tensor", lambda *inputs: _forward(*inputs)[0])
+_define(
+    "experts_bwd",
+    "(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor? weights, Tensor? gate_up_bias, "
+    f"Tensor? down_bias, {_SAVED}, bool is_sorted, int kind, int columns, bool transposed, float alpha, "
+    "float limit, bool need_x, bool need_gate_up, bool need_down, bool need_weights, bool need_gate_up_bias, "
+    "bool need_down_bias) -> "
+    "(Tensor dx, Tensor dgate_up, Tensor ddown, Tensor dweights, Tensor dgate_up_bias, Tensor ddown_bias)",
+    _backward_of,
+)
+
+
+def _fake(x, gate_up, down, ids, weights, gate_up_bias, down_bias, is_sorted, kind, columns, transposed, *_):
+    ints = {"dtype": torch.int32}
+    slots = x.shape[0] if is_sorted else ids.shape[0] * ids.shape[1]
+    sorts = 0 if is_sorted else slots
+    return (
+        x.new_empty(x.shape),
+        x.new_empty(slots, _wide(gate_up, transposed)),
+        x.new_empty(sorts, **ints),
+        x.new_empty(sorts, **ints),
+        x.new_empty(gate_up.shape[0] + 1, **ints),
+    )
+
+
+def _fake_bwd(dy, x, gate_up, down, weights, gate_up_bias, down_bias, *rest):
+    operands = (x, gate_up, down, weights, gate_up_bias, down_bias)
+    return tuple(
+        torch.empty_like(t, memory_format=torch.contiguous_format) if need else x.new_empty(0)
+        for t, need in zip(operands, rest[-6:], strict=True)
+    )
+
+
+_bwd = raw("experts_bwd", _fake_bwd)
+
+
+def _setup_context(ctx, inputs, output):
+    x, gate_up, down, _, weights, gate_up_bias, down_bias, *ctx.options = inputs
+    ctx.save_for_backward(x, gate_up, down, weights, gate_up_bias, down_bias, *output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dy, *_):
+    if dy is None:
+        return (None,) * 13
+    needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4, 5, 6)]
+    found = _bwd(dy, *ctx.saved_tensors, *ctx.options, *needs)
+    dx, dgate_up, ddown, *of_rest = (g if need else None for g, need in zip(found, needs, strict=True))
+    return dx, dgate_up, ddown, None, *of_rest, *(None,) * 6
+
+
+_op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward, results=1)
+
+
+def _check(op, x, gate_up, down, activation, gated, interleaved, transposed, biases, alpha, limit) -> None:
+    """The operands that both functions share."""
+    check(op, activation in KINDS, "activation must be one of {}, got {!r}", (*KINDS,), activation)
+    check(op, gated or activation != "swiglu_oai", "gated must be True for swiglu_oai, got {}", gated)
+    check(op, gated or not interleaved, "interleaved must be False without gate, got {}", interleaved)
+    check_numbers(op, alpha=alpha)
+    check_positive(op, "limit", limit)
+    for name, t in (("x", x), ("gate_up", gate_up), ("down", down)):
+        check_float(op, name, t)
+    for name, t in (("gate_up", gate_up), ("down", down)):
+        check(op, t.dim() == 3, name + " must have three dimensions, got {}", t.dim())
+    hidden, wide = (gate_up.shape[i] for i in ((1, 2) if transposed else (2, 1)))
+    experts, parts = gate_up.shape[0], 2 if gated else 1
+    check(op, experts >= 1, "gate_up must have at least one expert, got {}", experts)
+    check(op, x.dim() >= 1 and x.shape[-1] == hidden, "x must be [..., {}], got {}", hidden, tuple(x.shape))
+    check(op, wide % parts == 0, "gate_up must have an even number of columns per expert, got {}", wide)
+    inner = wide // parts
+    expected = (experts, inner, hidden) if transposed else (experts, hidden, inner)
+    check(op, down.shape == expected, "down must be {}, got {}", expected, tuple(down.shape))
+    named = {"gate_up": gate_up, "down": down}
+    for name, size in (("gate_up_bias", wide), ("down_bias", hidden)):
+        if biases[name] is None:
+            continue
+        check_float(op, name, biases[name])
+        shape = tuple(biases[name].shape)
+        check(op, shape == (experts, size), name + " must be {}, got {}", (experts, size), shape)
+        named[name] = biases[name]
+    for name, t in named.items():
+        check(op, t.dtype == x.dtype, name + " must be {}, got {}", x.dtype, t.dtype)
+        check(op, t.device == x.device, name + " must be on {}, got {}", x.device, t.device)
+
+
+def _check_weights(op, name, weights, shape, x) -> None:
+    if weights is None:
+        return
+    check_float(op, name, weights)
+    check(op, weights.shape == shape, name + " must be {}, got {}", tuple(shape), tuple(weights.shape))
+    check(op, weights.device == x.device, name + " must be on {}, got {}", x.device, weights.device)
+
+
+def _columns(gated, interleaved):
+    return _SINGLE if not gated else _INTERLEAVED if interleaved else _HALVES
+
+
+def experts(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    *,
+    activation: str = "silu",
+    gated: bool = True,
+    interleaved: bool = False,
+    transposed: bool = False,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    alpha: float = ALPHA,
+    limit: float = LIMIT,
+) -> torch.Tensor:
+    """A layer of experts: ``y_t = sum over j of weights[t, j] * expert_{ids[t, j]}(x_t)``.
+
+    An expert is ``down(unit(gate_up(x)))``, the unit ``act(gate) * up``. Saved for the backward are x, the
+    rows of gate_up and indices, nothing else of the size of the chosen rows.
+
+    Args:
+        x: ``[..., H]`` float32, bfloat16 or float16. float64 runs the eager reference.
+        gate_up: ``[E, 2 I, H]``, gate then up; `transposed`: ``[E, H, 2 I]``. x's dtype, as all parameters.
+        down: ``[E, H, I]``; `transposed`: ``[E, I, H]``.
+        ids: ``[..., K]`` int64 or int32, the experts of a token; one may occur twice. An id ``>= E`` is not
+            here (expert parallelism): its slot costs nothing and adds nothing, its weight gets gradient 0.
+        weights: ``[..., K]`` in any of the three dtypes, or ``None``: 1.
+        activation: ``"silu"``, ``"gelu"`` (exact), ``"gelu_tanh"``, ``"relu"``, ``"relu_squared"``, or
+            ``"swiglu_oai"``: gpt-oss' ``(clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)``,
+            ``g = min(gate, limit)``.
+        gated: ``False``: the activation alone, gate_up of I columns.
+        interleaved: gate and up alternate by column.
+        gate_up_bias, down_bias: ``[E, 2 I]`` in gate_up's order, ``[E, H]``.
+        alpha, limit: of ``"swiglu_oai"``.
+
+    Returns:
+        ``[..., H]`` in x's dtype, the K rows of a token added in float32 in their order and rounded once.
+        Differentiable in x, weights and all parameters; deterministic bit for bit, no float atomics. What
+        needs no gradient costs no product; an expert without tokens gets exact zeros.
+
+        Products are ``torch.nn.functional.grouped_mm`` for bfloat16 on CUDA (no synchronisation, CUDA
+        graphs), otherwise one per expert, for which CUDA synchronises.
+
+    Raises:
+        tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a negative id, which on
+            CUDA is not here.
+
+    Source: Shazeer et al. 2017, arXiv:1701.06538; gradients without the experts' outputs: Guo et al. 2025,
+    arXiv:2512.14080.
+    """
+    _check(_OP, x, gate_up, down, activation, gated, interleaved, transposed,
+           {"gate_up_bias": gate_up_bias, "down_bias": down_bias}, alpha, limit)  # fmt: skip
+    check_indices(_OP, "ids", ids)
+    fits = ids.dim() == x.dim() and ids.shape[:-1] == x.shape[:-1] and x.dim() >= 2
+    check(_OP, fits, "ids must be {}, got {}", (*x.shape[:-1], "K"), tuple(ids.shape))
+    check(_OP, ids.device == x.device, "ids must be on {}, got {}", x.device, ids.device)
+    _check_weights(_OP, "weights", weights, ids.shape, x)
+    if not has_kernel(_OP, x, weights):
+        return reference(
+            x, gate_up, down, ids, weights, activation=activation, interleaved=interleaved, gated=gated,
+            transposed=transposed, gate_up_bias=gate_up_bias, down_bias=down_bias, alpha=alpha, limit=limit,
+        )  # fmt: skip
+    y = _op(
+        x.reshape(-1, x.shape[-1]), gate_up, down, ids.reshape(-1, ids.shape[-1]),
+        None if weights is None else weights.reshape(-1), gate_up_bias, down_bias, False, KINDS[activation],
+        _columns(gated, interleaved), transposed, alpha, limit,
+    )  # fmt: skip
+    return y.reshape(x.shape)
+
+
+def grouped_mlp(
+    rows: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    offsets: torch.Tensor,
+    row_weights: torch.Tensor | None = None,
+    *,
+    activation: str = "silu",
+    gated: bool = True,
+    interleaved: bool = False,
+    transposed: bool = False,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    alpha: float = ALPHA,
+    limit: float = LIMIT,
+) -> torch.Tensor:
+    """Experts of rows that are sorted by expert already, as expert parallelism hands them over.
+
+    Args:
+        rows: ``[S, H]``.
+        offsets: ``[E]`` int32 or int64 on the device: where each expert's rows end, as ``grouped_mm`` takes
+            them. Rows from ``offsets[-1]`` on are not read; their results and gradients are zeros.
+        row_weights: ``[S]`` in any of the three dtypes, or ``None``: 1.
+        gate_up, down, activation, ...: as in :func:`tigon.experts`.
+
+    Returns:
+        ``[S, H]``: ``row_weights * expert(rows)``.
+
+    Raises:
+        tigon.Error: as :func:`tigon.experts`; on the CPU also offsets that decrease or run past the rows,
+            which on CUDA are undefined behaviour.
+    """
+    op = "grouped_mlp"
+    _check(op, rows, gate_up, down, activation, gated, interleaved, transposed,
+           {"gate_up_bias": gate_up_bias, "down_bias": down_bias}, alpha, limit)  # fmt: skip
+    check(op, rows.dim() == 2, "rows must have two dimensions, got {}", rows.dim())
+    check_indices(op, "offsets", offsets)
+    shape = tuple(offsets.shape)
+    check(op, shape == (gate_up.shape[0],), "offsets must be {}, got {}", (gate_up.shape[0],), shape)
+    check(op, offsets.device == rows.device, "offsets must be on {}, got {}", rows.device, offsets.device)
+    _check_weights(op, "row_weights", row_weights, rows.shape[:1], rows)
+    _check_offsets(op, offsets, rows.shape[0])
+    options = {"activation": activation, "interleaved": interleaved, "gated": gated, "transposed": transposed}
+    options |= {"gate_up_bias": gate_up_bias, "down_bias": down_bias, "alpha": alpha, "limit": limit}
+    if not has_kernel(op, rows, row_weights):
+        return _reference_of_rows(rows, offsets, gate_up, down, row_weights, **options)
+    return _op(
+        rows, gate_up, down, offsets, row_weights, gate_up_bias, down_bias, True, KINDS[activation],
+        _columns(gated, interleaved), transposed, alpha, limit,
+    )  # fmt: skip
+
+
+def _check_offsets(op, offsets, rows) -> None:
+    """Of the CPU alone: elsewhere it would wait."""
+    fake = torch.compiler.is_compiling() or isinstance(offsets, torch._subclasses.FakeTensor)
+    if fake or offsets.device.type != "cpu":
+        return
+    ends = offsets.tolist()
+    if any(b < a for a, b in zip([0, *ends], [*ends, rows], strict=True)):
+        refuse(op, "offsets must not decrease and lie in [0, {}], got {}", rows, ends)

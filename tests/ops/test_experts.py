@@ -1,0 +1,296 @@
+"""tigon.experts beyond the cases: what changes no bit, what is never read, which products run, bad calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checks import bits, check_close
+from torch.utils.checkpoint import checkpoint
+
+import tigon
+from tigon.ops import experts as ops
+
+T, H, I, E, K = 23, 32, 24, 6, 3
+
+
+def drawn(*shape, seed=0, dtype=torch.float32, device="cpu"):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(
+        device, dtype
+    )
+
+
+def layer(dtype=torch.float32, device="cpu", bias=True):
+    """Arguments by name; leaves that require a gradient."""
+    found = {
+        "x": drawn(T, H, seed=1, dtype=dtype, device=device),
+        "gate_up": drawn(E, 2 * I, H, seed=2, dtype=dtype, device=device) * H**-0.5,
+        "down": drawn(E, H, I, seed=3, dtype=dtype, device=device) * I**-0.5,
+        "weights": drawn(T, K, seed=4, device=device).sigmoid(),
+    }
+    if bias:
+        found["gate_up_bias"] = drawn(E, 2 * I, seed=5, dtype=dtype, device=device)
+        found["down_bias"] = drawn(E, H, seed=6, dtype=dtype, device=device)
+    return {name: t.detach().requires_grad_() for name, t in found.items()}
+
+
+def chosen(device="cpu"):
+    return drawn(T, E, seed=7).topk(K, dim=-1).indices.to(device)
+
+
+def step(leaves, ids, run=tigon.experts, dy=None):
+    """y and every gradient by name."""
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in leaves.items()}
+    rest = dict(leaves)
+    y = run(rest.pop("x"), rest.pop("gate_up"), rest.pop("down"), ids, rest.pop("weights"), **rest)
+    dy = drawn(*y.shape, seed=8, dtype=y.dtype, device=y.device) if dy is None else dy
+    grads = torch.autograd.grad(y, list(leaves.values()), dy)
+    return {"y": y.detach()} | dict(zip(leaves, grads, strict=True))
+
+
+def assert_same(got, wanted):
+    assert got.keys() == wanted.keys()
+    for name in wanted:
+        assert torch.equal(bits(got[name]), bits(wanted[name])), name
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16, torch.float16], ids=str)
+def dtype(request):
+    return request.param
+
+
+def test_permuted_experts_change_no_bit(dtype, device):
+    leaves, ids = layer(dtype, device), chosen(device)
+    order = torch.tensor([3, 1, 5, 0, 4, 2], device=device)
+    permuted = {n: t[order] if t.shape[0] == E else t for n, t in leaves.items()}
+    wanted, got = step(leaves, ids), step(permuted, order.argsort()[ids])
+    assert_same(got, {n: t[order] if t.shape[0] == E else t for n, t in wanted.items()})
+
+
+def test_permuted_tokens_permute_rows(dtype, device):
+    leaves, ids = layer(dtype, device), chosen(device)
+    order = drawn(T, seed=9).argsort().to(device)
+    permuted = leaves | {n: leaves[n][order] for n in ("x", "weights")}
+    dy = drawn(T, H, seed=8, dtype=dtype, device=device)
+    wanted, got = step(leaves, ids, dy=dy), step(permuted, ids[order], dy=dy[order])
+    for name in ("y", "x", "weights"):
+        assert torch.equal(bits(got[name]), bits(wanted[name][order])), name
+
+
+def test_what_is_not_here_changes_no_bit(dtype, device):
+    """Slots of other ranks, of any id past the last and with weights of NaN."""
+    leaves, ids = layer(dtype, device), chosen(device)
+    away = torch.full((T, 2), E, device=device)
+    away[::2, 1] = E + 40
+    more = leaves | {"weights": torch.cat((away * float("nan"), leaves["weights"]), 1)}
+    wanted, got = step(leaves, ids), step(more, torch.cat((away, ids), 1))
+    assert not got["weights"][:, :2].any()
+    got["weights"] = got["weights"][:, 2:]
+    assert_same(got, wanted)
+
+
+def test_rows_past_the_last_offset_are_not_read(dtype, device):
+    leaves = layer(dtype, device)
+    leaves["weights"] = leaves["weights"][:, 0]
+    ends = torch.tensor([4, 4, 9, 9, 12, 15], device=device)
+
+    def poisoned(t):
+        t = t.detach().clone()
+        t[15:] = float("nan")
+        return t
+
+    dy = drawn(T, H, seed=8, dtype=dtype, device=device)
+    wanted = step(leaves, ends, tigon.grouped_mlp, dy)
+    spoiled = leaves | {n: poisoned(leaves[n]) for n in ("x", "weights")}
+    got = step(spoiled, ends, tigon.grouped_mlp, poisoned(dy))
+    assert_same(got, wanted)
+    for name in ("y", "x", "weights"):
+        assert not got[name][15:].any()
+    for name in ("gate_up", "down", "gate_up_bias", "down_bias"):
+        assert not got[name][1].any() and not got[name][3].any(), name
+
+
+def test_sorted_rows_are_the_layer(dtype, device):
+    """What a caller that sorts itself gets."""
+    leaves, ids = layer(dtype, device), chosen(device)
+    flat, order = ids.reshape(-1).sort(stable=True)
+    ends = torch.bincount(flat, minlength=E).cumsum(0)
+    rest = {n: leaves[n] for n in ("gate_up_bias", "down_bias")}
+    y = tigon.grouped_mlp(leaves["x"][order // K], leaves["gate_up"], leaves["down"], ends, **rest)
+    rows = torch.empty_like(y)
+    rows[order] = y
+    wanted = (rows.view(T, K, H).float() * leaves["weights"][..., None]).sum(1).to(dtype)
+    args = [leaves[n] for n in ("x", "gate_up", "down")]
+    got = tigon.experts(*args, ids, leaves["weights"], **rest)
+    torch.testing.assert_close(got, wanted, rtol=4 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+
+
+def test_checkpointed_twice(dtype, device):
+    leaves, ids = layer(dtype, device), chosen(device)
+
+    def again(*args, **options):
+        return checkpoint(tigon.experts, *args, use_reentrant=False, **options)
+
+    wanted = step(leaves, ids)
+    for _ in range(2):
+        assert_same(step(leaves, ids, again), wanted)
+
+
+def test_saved_for_the_backward():
+    """x, the rows of gate_up and indices: nothing else of the size of the chosen rows."""
+    leaves, ids = layer(torch.bfloat16), chosen()
+    y = tigon.experts(*(leaves[n] for n in ("x", "gate_up", "down")), ids, leaves["weights"])
+    parameters = {t.data_ptr() for t in leaves.values()}
+    node = y.grad_fn
+    while not hasattr(node, "saved_tensors"):
+        node = node.next_functions[0][0]
+    saved = [t for t in node.saved_tensors if t is not None and t.data_ptr() not in parameters]
+    assert sum(t.nbytes for t in saved) == T * K * 2 * I * 2 + 2 * T * K * 4 + (E + 1) * 4
+
+
+@pytest.mark.parametrize(
+    ("wanted", "products", "over_rows"),
+    [(("x", "weights"), 2, 0), (("x",), 2, 0), (("weights",), 1, 0), (("gate_up",), 1, 1), (("down",), 0, 1)],
+)
+def test_products_of_the_backward(monkeypatch, wanted, products, over_rows):
+    """What is frozen costs no product."""
+    leaves, calls = layer(), []
+    for name in ("product", "product_over_rows"):
+        function = getattr(ops, name)
+        monkeypatch.setattr(ops, name, lambda *a, n=name, f=function: (calls.append(n), f(*a))[1])
+    leaves = {n: t.detach().requires_grad_(n in wanted) for n, t in leaves.items()}
+    y = tigon.experts(*(leaves[n] for n in ("x", "gate_up", "down")), chosen(), leaves["weights"])
+    calls.clear()
+    torch.autograd.grad(y.sum(), [leaves[n] for n in wanted])
+    assert [calls.count(n) for n in ("product", "product_over_rows")] == [products, over_rows]
+
+
+@pytest.mark.parametrize("odd", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_every_way_to_multiply(monkeypatch, transposed, odd):
+    """grouped_mm and the loop that CUDA takes, on the CPU: as near to fp64 as the native product."""
+    leaves = layer(torch.bfloat16)
+    if odd:  # no whole vectors: H 29, I 23
+        cuts = {"x": leaves["x"][:, :29], "gate_up": leaves["gate_up"][:, 2:, :29]}
+        cuts |= {"down": leaves["down"][:, :29, :23], "gate_up_bias": leaves["gate_up_bias"][:, 2:]}
+        leaves |= {n: t.contiguous() for n, t in cuts.items()}
+        leaves["down_bias"] = leaves["down_bias"][:, :29].contiguous()
+    if transposed:
+        leaves |= {n: leaves[n].transpose(1, 2).contiguous() for n in ("gate_up", "down")}
+    ids = chosen()
+    ids[:, 1] = E  # some rows are written by no product
+
+    def run(*args, **options):
+        return tigon.experts(*args, transposed=transposed, **options)
+
+    exact = step({n: t.double() for n, t in leaves.items()}, ids, run)
+    native = step(leaves, ids, run)
+    for ways in (("grouped_product", "grouped_over_rows"), ("each_product", "each_over_rows")):
+        with monkeypatch.context() as patch:
+            for name, way in zip(("product", "product_over_rows"), ways, strict=True):
+                patch.setattr(ops, name, getattr(ops, way))
+            got = step(leaves, ids, run)
+        for name, value in got.items():
+            check_close(name, value, native[name], exact[name].double())
+            assert value.is_contiguous(), name
+
+
+def test_where_grouped_mm_has_a_kernel():
+    offsets, rows = torch.zeros(1024, dtype=torch.int32), torch.zeros(8, 16, dtype=torch.bfloat16)
+    assert ops.grouped_fits(offsets, rows)
+    assert not ops.grouped_fits(offsets, rows.half())
+    assert not ops.grouped_fits(torch.zeros(1025, dtype=torch.int32), rows)
+    for t in (rows[:, 3:], rows.flatten()[1:17].view(2, 8), rows.new_ones(2, 12, 5)):
+        whole = ops._whole(t)
+        assert (
+            whole.data_ptr() % 16 == 0 and whole.is_contiguous() and all(n % 8 == 0 for n in whole.shape[1:])
+        )
+        assert torch.equal(whole[tuple(map(slice, t.shape))], t) and whole.sum() == t.sum()
+
+
+def test_second_derivatives_are_refused():
+    leaves = layer()
+    y = tigon.experts(*(leaves[n] for n in ("x", "gate_up", "down")), chosen(), leaves["weights"])
+    with pytest.raises(tigon.Error, match="second derivatives"):
+        torch.autograd.grad(y.sum(), leaves["x"], create_graph=True)
+
+
+def test_compiled_step(dtype):
+    leaves, ids = layer(dtype), chosen()
+    torch._dynamo.reset()
+    compiled = torch.compile(tigon.experts, fullgraph=True, backend="aot_eager")
+    assert_same(step(leaves, ids, compiled), step(leaves, ids))
+
+
+def test_module():
+    module = tigon.nn.Experts(E, H, I, "swiglu_oai", interleaved=True, transposed=True, bias=True)
+    shapes = {name: tuple(p.shape) for name, p in module.named_parameters()}
+    assert shapes == {
+        "gate_up_proj": (E, H, 2 * I), "down_proj": (E, I, H), "gate_up_proj_bias": (E, 2 * I),
+        "down_proj_bias": (E, H),
+    }  # fmt: skip
+    leaves, ids = layer(), chosen()
+    wanted = tigon.experts(
+        leaves["x"], module.gate_up_proj, module.down_proj, ids, leaves["weights"], activation="swiglu_oai",
+        interleaved=True, transposed=True, gate_up_bias=module.gate_up_proj_bias,
+        down_bias=module.down_proj_bias,
+    )  # fmt: skip
+    assert torch.equal(module(leaves["x"], ids, leaves["weights"]), wanted)
+    plain = tigon.nn.Experts(E, H, I, "relu_squared", gated=False)
+    assert [n for n, _ in plain.named_parameters()] == ["up_proj", "down_proj"]
+    assert plain(leaves["x"], ids, leaves["weights"]).shape == (T, H)
+    with pytest.raises(tigon.Error, match="activation must be one of"):
+        tigon.nn.Experts(E, H, I, "tanh")
+
+
+X, GATE_UP, DOWN = torch.zeros(T, H), torch.zeros(E, 2 * I, H), torch.zeros(E, H, I)
+IDS, WEIGHTS = torch.zeros(T, K, dtype=torch.long), torch.zeros(T, K)
+ENDS = torch.full((E,), T)
+BAD = {
+    "ids, float": ((X, GATE_UP, DOWN, IDS.float(), WEIGHTS), {}, "ids must be an int64 or int32 tensor"),
+    "ids, negative": ((X, GATE_UP, DOWN, IDS - 1, WEIGHTS), {}, "ids must be >= 0, got -1"),
+    "ids, tokens": ((X, GATE_UP, DOWN, IDS[1:], WEIGHTS), {}, "ids must be"),
+    "ids, dimensions": ((X, GATE_UP, DOWN, IDS[:, 0], WEIGHTS), {}, "ids must be"),
+    "weights": ((X, GATE_UP, DOWN, IDS, WEIGHTS[:, 1:]), {}, r"weights must be \[23, 3\], got \[23, 2\]"),
+    "weights, int": ((X, GATE_UP, DOWN, IDS, IDS), {}, "weights must be a float tensor"),
+    "x": ((X[:, 1:], GATE_UP, DOWN, IDS, WEIGHTS), {}, r"x must be \[..., 32\]"),
+    "dtype": (
+        (X, GATE_UP.half(), DOWN, IDS, WEIGHTS),
+        {},
+        "gate_up must be torch.float32, got torch.float16",
+    ),
+    "gate_up, two dimensions": (
+        (X, GATE_UP[0], DOWN, IDS, WEIGHTS),
+        {},
+        "gate_up must have three dimensions",
+    ),
+    "gate_up, odd": ((X, GATE_UP[:, 1:], DOWN, IDS, WEIGHTS), {}, "even number of columns"),
+    "down": (
+        (X, GATE_UP, DOWN[:, :, 1:], IDS, WEIGHTS),
+        {},
+        r"down must be \[6, 32, 24\], got \[6, 32, 23\]",
+    ),
+    "transposed": ((X, GATE_UP, DOWN, IDS, WEIGHTS), {"transposed": True}, "x must be"),
+    "activation": ((X, GATE_UP, DOWN, IDS, WEIGHTS), {"activation": "tanh"}, "activation must be one of"),
+    "limit": ((X, GATE_UP, DOWN, IDS, WEIGHTS), {"limit": 0.0}, "limit must be > 0"),
+    "no gate": (
+        (X, GATE_UP, DOWN, IDS, WEIGHTS),
+        {"activation": "swiglu_oai", "gated": False},
+        "gated must be",
+    ),
+    "bias": ((X, GATE_UP, DOWN, IDS, WEIGHTS), {"down_bias": X}, r"down_bias must be \[6, 32\]"),
+    "no experts": ((X, GATE_UP[:0], DOWN[:0], IDS, WEIGHTS), {}, "at least one expert"),
+    "offsets, float": ((X, GATE_UP, DOWN, ENDS.float()), {}, "offsets must be an int64 or int32"),
+    "offsets, size": ((X, GATE_UP, DOWN, ENDS[1:]), {}, r"offsets must be \[6\], got \[5\]"),
+    "offsets, decreasing": ((X, GATE_UP, DOWN, torch.arange(E).flip(0)), {}, "offsets must not decrease"),
+    "offsets, past the rows": ((X, GATE_UP, DOWN, ENDS + 1), {}, "offsets must not decrease and lie in"),
+    "offsets, negative": ((X, GATE_UP, DOWN, ENDS - 100), {}, "offsets must not decrease and lie in"),
+    "row_weights": ((X, GATE_UP, DOWN, ENDS, WEIGHTS), {}, r"row_weights must be \[23\]"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_calls(name):
+    args, options, message = BAD[name]
+    sorted_rows = name.startswith(("offsets", "row_weights"))
+    with pytest.raises(tigon.Error, match=message):
+        (tigon.grouped_mlp if sorted_rows else tigon.experts)(*args, **options)
