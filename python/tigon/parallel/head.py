@@ -43,7 +43,7 @@ class _Head(NamedTuple):
     first_class: int | None
     sequence_parallel: bool
     bias: torch.Tensor | None
-    shift: bool
+    shift: int | bool
     chunk_rows: int | None
     keep_mb: float | None
     logit_dtype: torch.dtype | None
@@ -180,7 +180,7 @@ def linear_cross_entropy(
     token_weight: torch.Tensor | None = None,
     reduction: str = "mean",
     denominator: float | torch.Tensor | None = None,
-    shift: bool = False,
+    shift: int | bool = False,
     outputs: tuple[str, ...] | None = None,
     chunk_rows: int | None = None,
     keep_mb: float | None = None,
@@ -289,7 +289,7 @@ def linear_log_prob(
     logit_scale: float = 1.0,
     ignore_index: int = -100,
     entropy: bool = False,
-    shift: bool = False,
+    shift: int | bool = False,
     chunk_rows: int | None = None,
     keep_mb: float | None = None,
     logit_dtype: torch.dtype | None = None,

@@ -95,7 +95,8 @@ LinearCrossEntropy of_one_label(Context& ctx, const LinearCrossEntropy& a) {
   if (a.label_upstream) require_vector(kOp, "upstream", a.label_upstream, size, DType::f32);
   check_result("label_log_prob", a.label_log_prob, size, DType::f32);
   bool plain = a.reduction == Reduction::none && !a.class_weight && !a.token_weight && !a.log_prob &&
-               !a.unit.data && !a.kept.data && a.label_smoothing == 0.0f && a.z_loss == 0.0f && a.shift.shift == 0;
+               !a.unit.data && !a.kept.data && a.label_smoothing == 0.0f && a.z_loss == 0.0f &&
+               a.shift.shift == 0;
   TIGON_CHECK(kOp, plain, "several labels a row must have log-probabilities alone, and no shift");
   LinearCrossEntropy one = a;
   one.target = linear_head_vector(ctx, rows, DType::i64);
