@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch.autograd import forward_ad
 
+from tigon._dtensor import Layout, call_local, is_dtensor, of_dtensors
 from tigon._load import native
 from tigon.error import Error, refuse
 
@@ -29,6 +30,7 @@ from tigon.error import Error, refuse
 _is_compiling = torch.compiler.is_compiling
 _is_transformed = torch._C._are_functorch_transforms_active
 _is_grad_enabled = torch.is_grad_enabled
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 # Whether the running backward pass keeps its graph (``retain_graph``); where PyTorch cannot tell, yes.
 graph_is_kept: Callable[[], bool] = getattr(
@@ -205,6 +207,7 @@ class Op:
         results: how many outputs callers see, ``None``: all. Those after them are for the backward alone, and
             ``tigon::<name>_infer`` does without them.
         transformed: another ``(setup_context, backward)`` for the transforms of ``torch.func``.
+        layout: which arguments are rows, and which are vectors by column: DTensors then stay local.
     """
 
     def __init__(
@@ -216,9 +219,12 @@ class Op:
         backward: Callable[..., Any],
         results: int | None = None,
         transformed: tuple[Callable[..., None], Callable[..., Any]] | None = None,
+        layout: Layout | None = None,
     ) -> None:
         self.name = name
         self.registered = native(name)
+        self.layout = layout
+        self.names = [argument.name for argument in self.registered._schema.arguments]
         self.visible = visible = _first(results)
         for suffix in ("", "_fwd"):
             register_fake(name, name + suffix, fake)
@@ -255,6 +261,8 @@ class Op:
         self.node = self.function._backward_cls  # type of its results' grad_fn
 
     def __call__(self, *args):
+        if type(args[0]) not in _PLAIN and of_dtensors(self.layout, args):
+            return call_local(self.name, self, self.layout, self.names, args)
         if _is_compiling():
             return self.visible(self.registered(*args))
         if _is_transformed():
@@ -300,7 +308,7 @@ def _explained(op: str, overload, args: tuple, exc: RuntimeError) -> RuntimeErro
 
 def foreign(name: str, a: torch.Tensor) -> str | None:
     """What keeps a tensor from the kernels, if anything."""
-    if any(base.__name__ == "DTensor" for base in type(a).__mro__):
+    if is_dtensor(a):
         return f"a DTensor (use {name}.to_local() or {name}.full_tensor())"
     if a.is_nested:
         return "a nested tensor"
@@ -322,6 +330,8 @@ def has_kernel(op: str, *tensors: torch.Tensor | None) -> bool:
         if t is None:
             continue
         if t.dtype not in _KERNEL_DTYPES:
+            if is_dtensor(t):  # PyTorch's operations might gather it
+                refuse(op, "DTensors must be float32, bfloat16 or float16, got {}", t.dtype)
             return _report_fallback(op, str(t.dtype))
         if not (t.is_cuda or t.is_cpu or t.is_meta):
             return _report_fallback(op, f"device {t.device.type}")

@@ -1,5 +1,6 @@
 """The cases of two processes that have files of their own: importing them registers them."""
 
+import dtensor_cases  # noqa: F401
 import megatron_cases  # noqa: F401
 import optimizer_cases  # noqa: F401
 import parallel_cases  # noqa: F401

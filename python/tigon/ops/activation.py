@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from tigon._dtensor import Layout
 from tigon._op import Op, has_kernel, raw
 from tigon.ops.arguments import check_float
 
@@ -29,7 +30,13 @@ def activation(name: str, reference: Callable) -> Callable[[torch.Tensor], torch
         (x,) = ctx.saved_tensors
         return bwd(dy, x)
 
-    op = Op(name, fake=_fake, setup_context=_setup_context, backward=backward)
+    op = Op(
+        name,
+        fake=_fake,
+        setup_context=_setup_context,
+        backward=backward,
+        layout=Layout(rows=1, elementwise=True),
+    )
 
     def call(x):
         check_float(name, "x", x)

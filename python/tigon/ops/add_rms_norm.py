@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tigon._dtensor import Layout
 from tigon._op import Op, has_kernel, once, raw
 from tigon.error import refuse
 from tigon.ops import rms_norm as norm
@@ -58,7 +59,14 @@ def _backward(ctx, dy, dh, _=None):
     return first, second, dweight, None, None, None
 
 
-_op = Op("add_rms_norm", fake=_fake, setup_context=_setup_context, backward=_backward, results=2)
+_op = Op(
+    "add_rms_norm",
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+    results=2,
+    layout=Layout(rows=2, columns=1),
+)
 
 
 class _InPlace(torch.autograd.Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tigon._dtensor import of_vocabulary
 from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops.arguments import (
@@ -103,6 +104,7 @@ def check_target(op, name, target, shape):
 _loss = RowLoss(_OP, reduction=5)
 
 
+@of_vocabulary("cross_entropy")
 def cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,

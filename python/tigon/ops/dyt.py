@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tigon._dtensor import Layout
 from tigon._op import Op, has_kernel, raw
 from tigon.error import check
 from tigon.ops.arguments import check_float
@@ -44,7 +45,9 @@ def _backward(ctx, dy):
     return tuple(g if wanted else None for g, wanted in zip(gradients, need, strict=True))
 
 
-_op = Op("dyt", fake=_fake, setup_context=_setup_context, backward=_backward)
+_op = Op(
+    "dyt", fake=_fake, setup_context=_setup_context, backward=_backward, layout=Layout(rows=1, columns=3)
+)
 
 
 def dyt(

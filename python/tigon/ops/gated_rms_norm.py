@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tigon._dtensor import Layout
 from tigon._op import Op, has_kernel, raw
 from tigon.error import check
 from tigon.ops import rms_norm as norm
@@ -75,7 +76,14 @@ def _backward(ctx, dy, _=None):
     return *(g if wanted else None for g, wanted in zip(gradients, need, strict=True)), *(None,) * 6
 
 
-_op = Op("gated_rms_norm", fake=_fake, setup_context=_setup_context, backward=_backward, results=1)
+_op = Op(
+    "gated_rms_norm",
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+    results=1,
+    layout=Layout(rows=2, columns=1),
+)
 
 
 def gated_rms_norm(

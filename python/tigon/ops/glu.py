@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tigon._dtensor import Layout
 from tigon._op import Op, has_kernel, raw
 from tigon.error import check, refuse
 from tigon.ops.arguments import check_float, check_numbers
@@ -63,7 +64,13 @@ def _backward(ctx, dy):
     return dgate, dup, None, None, None, None, None
 
 
-_op = Op("glu", fake=_fake, setup_context=_setup_context, backward=_backward)
+_op = Op(
+    "glu",
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+    layout=Layout(rows=2, elementwise=True),
+)
 
 
 def _glu(op, kind, gate, up, gate_multiplier=1.0, down_multiplier=1.0, alpha=_ALPHA, limit=_LIMIT):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 
 import torch
 
+from tigon._dtensor import is_dtensor
 from tigon._op import has_kernel, raw
 from tigon.error import check, refuse
 
@@ -18,18 +18,6 @@ def _fake(grads, max_norm, grad_scale):
 
 # (grads, max_norm, grad_scale) -> sum of squares float64, norm and factor float32.
 _grad_norm = raw("grad_norm", _fake, op="grad_norm")
-
-
-@functools.cache
-def _dtensor() -> type:
-    from torch.distributed.tensor import DTensor
-
-    return DTensor
-
-
-def is_dtensor(t: torch.Tensor) -> bool:
-    """Whether t is sharded or replicated over a device mesh."""
-    return type(t) not in (torch.Tensor, torch.nn.Parameter) and isinstance(t, _dtensor())
 
 
 def local(t: torch.Tensor) -> torch.Tensor:

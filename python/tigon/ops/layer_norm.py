@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from tigon._dtensor import Layout
 from tigon._op import Op, has_kernel, raw
 from tigon.ops.columns import check_sizes, check_types, columns_for
 
@@ -43,7 +44,14 @@ def _backward(ctx, dy, _=None):
     return *(g if wanted else None for g, wanted in zip(gradients, need, strict=True)), None
 
 
-_op = Op("layer_norm", fake=_fake, setup_context=_setup_context, backward=_backward, results=1)
+_op = Op(
+    "layer_norm",
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+    results=1,
+    layout=Layout(rows=1, columns=2),
+)
 
 
 def layer_norm(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tigon._dtensor import Layout
 from tigon._op import Op, has_kernel, raw
 from tigon.error import refuse
 from tigon.ops.arguments import check_numbers
@@ -73,7 +74,14 @@ def _backward(ctx, dy, _=None):
     return dx if need_dx else None, dweight if need_dweight else None, None, None, None
 
 
-_op = Op("rms_norm", fake=_fake, setup_context=_setup_context, backward=_backward, results=1)
+_op = Op(
+    "rms_norm",
+    fake=_fake,
+    setup_context=_setup_context,
+    backward=_backward,
+    results=1,
+    layout=Layout(rows=1, columns=1),
+)
 
 
 def rms_norm(

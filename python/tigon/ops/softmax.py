@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tigon._dtensor import Layout
 from tigon._op import Op, has_kernel, raw
 from tigon.ops.arguments import check_float
 
@@ -36,7 +37,7 @@ def _backward(ctx, dy):
     return _bwd(dy, y)
 
 
-_op = Op("softmax", fake=_fake, setup_context=_setup_context, backward=_backward)
+_op = Op("softmax", fake=_fake, setup_context=_setup_context, backward=_backward, layout=Layout(rows=1))
 
 
 def softmax(x: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from tigon._dtensor import of_vocabulary
 from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
@@ -65,6 +66,7 @@ def _check(
     check_lora(_OP, lora, hidden, weight)
 
 
+@of_vocabulary("linear_cross_entropy")
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,

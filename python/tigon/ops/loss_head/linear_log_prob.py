@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from tigon._dtensor import of_vocabulary
 from tigon._op import Op, has_kernel
 from tigon.error import check
 from tigon.ops.loss_head import between
@@ -55,7 +56,7 @@ def reference(hidden, weight, target, *, bias=None, temperature=1.0, softcap=Non
 
 def several(hidden, target) -> bool:
     """Whether target has K labels for each row."""
-    return isinstance(target, torch.Tensor) and target.dim() == hidden.dim()
+    return all(map(torch.is_tensor, (hidden, target))) and target.dim() == hidden.dim()
 
 
 def _of_rows(target, ignore_index):
@@ -159,6 +160,7 @@ def _backward(ctx, dlog_prob, dentropy, *_):
 _op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward, results=2)
 
 
+@of_vocabulary("linear_log_prob")
 def linear_log_prob(
     hidden: torch.Tensor,
     weight: torch.Tensor,

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
+from tigon._dtensor import is_dtensor
 from tigon._op import graph_is_kept, has_kernel, once, refuse_tangents, transformable
 from tigon.error import check
 from tigon.ops.arguments import check_float, check_indices, kind_of
@@ -362,6 +363,11 @@ def multi_token_loss(
         layers, weight, bias = _parts(i, head)
         check_float(_OP, f"heads[{i}]'s weight", weight)
         check(_OP, weight.dim() == 2, "heads[{}]'s weight must be [V, H], got {}", i, weight.shape)
+        for name, t in (("weight", weight), ("bias", bias)):
+            check(
+                _OP, not is_dtensor(t), "{} must be a plain dense tensor, got a DTensor (use {}.to_local())",
+                name, name,
+            )  # fmt: skip
         of_head = {"shift": shifts[i], "lora": lora[i], "valid_rows": valid_rows[i]}
         options = {**shared, **of_head, "denominator": denominators[i]}
         made.append(_Head(layers, weight, bias, float(coefficients[i]), options))

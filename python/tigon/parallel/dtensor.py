@@ -1,0 +1,98 @@
+"""Losses whose weight or logits are a DTensor: local where replicated, else over the mesh's group."""
+
+from __future__ import annotations
+
+import inspect
+from typing import NamedTuple
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from tigon import parallel
+from tigon._dtensor import is_dtensor
+from tigon.error import check
+
+
+class _Place(NamedTuple):
+    """Where the vocabulary is."""
+
+    name: str  # of the argument that holds it
+    like: torch.Tensor
+    dim: int | None  # of the mesh, which shards it; None: every process has all of it
+
+    def placements(self, of_shard) -> tuple:
+        """``of_shard`` in the mesh dimension of the vocabulary, replicated in others."""
+        return tuple(of_shard if i == self.dim else Replicate() for i in range(self.like.device_mesh.ndim))
+
+
+def _place(op: str, name: str, t: torch.Tensor) -> _Place:
+    """The mesh dimension that shards the vocabulary, or an error: nothing is gathered here."""
+    wanted = Shard(t.dim() - 1 if name == "logits" else 0)
+    dims = [i for i, p in enumerate(t.placements) if not p.is_replicate()]
+    fits = all(type(t.placements[i]) is Shard and t.placements[i].dim % t.dim() == wanted.dim for i in dims)
+    check(
+        op, fits and len(dims) <= 1, "{} must be replicated, or {} in one mesh dimension, got {}",
+        name, wanted, t.placements,
+    )  # fmt: skip
+    check(op, not getattr(t, "tigon_main_grad", False), "{}.tigon_main_grad is not for DTensors", name)
+    return _Place(name, t, dims[0] if dims else None)
+
+
+def _check_placed(op: str, name: str, t: torch.Tensor, place: _Place, *allowed: tuple) -> tuple:
+    """The placements of ``t``, which must be some of the allowed ones."""
+    check(op, t.device_mesh == place.like.device_mesh, "{} must be on the mesh of {}", name, place.name)
+    has = tuple(Shard(p.dim % t.dim()) if type(p) is Shard else p for p in t.placements)
+    check(
+        op, has in allowed, "{} must be placed as {}, got {} (redistribute it: nothing is gathered here)",
+        name, " or ".join(str(list(placements)) for placements in allowed), has,
+    )  # fmt: skip
+    return has
+
+
+def loss(op: str, function, args: tuple, options: dict):
+    """``function(*args, **options)`` with a DTensor among its tensors.
+
+    The result is plain, and the same in all processes of the group. The gradient of a sharded vocabulary is
+    sharded like it; that of a replicated one is this process's, as it is of a plain weight. Hidden states
+    that are replicated get a partial gradient, which their own operations reduce; plain ones the sum.
+    """
+    signature = inspect.signature(function)
+    given = signature.bind(*args, **options).arguments
+    name = "logits" if "logits" in signature.parameters else "weight"
+    if not is_dtensor(given[name]):  # its own words: plain tensors only
+        return function(*args, **options)
+    place = _place(op, name, given[name])
+    replicated, extra = place.placements(Replicate()), {}
+    for key, t in given.items():
+        if not is_dtensor(t):
+            fits = key != "bias" or t is None or place.dim is None
+            check(op, fits, "bias must be a DTensor placed as weight, got a plain tensor")
+            continue
+        if key == name or key == "bias":
+            placements = (
+                t.placements if key == name else _check_placed(op, key, t, place, place.like.placements)
+            )
+            given[key] = t.to_local(grad_placements=placements)
+        elif key == "hidden" and place.dim is not None:
+            shares = place.placements(Shard(0))
+            if _check_placed(op, key, t, place, replicated, shares) == shares:
+                given[key], extra["sequence_parallel"] = t.to_local(grad_placements=shares), True
+            else:
+                given[key] = t.to_local(grad_placements=place.placements(Partial()))
+                extra["partial_hidden_grad"] = True
+        else:
+            _check_placed(op, key, t, place, replicated)
+            given[key] = t.to_local(grad_placements=replicated)
+    if place.dim is None:
+        return function(**given)
+    sharded = getattr(parallel, op)
+    known = inspect.signature(sharded).parameters
+    given.pop("inplace", None)  # a permission
+    for key in [key for key in given if key not in known]:
+        check(op, given.pop(key) is None, "{} is not supported with a sharded {}", key, name)
+    mesh, columns = place.like.device_mesh, place.like.shape[-1 if name == "logits" else 0]
+    share = -(-columns // mesh.size(place.dim))  # as torch.chunk
+    return sharded(
+        **given, **extra, group=mesh.get_group(place.dim), vocab=columns,
+        first_class=min(share * mesh.get_local_rank(place.dim), columns),
+    )  # fmt: skip
