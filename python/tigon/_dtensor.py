@@ -92,6 +92,23 @@ def call_local(op: str, function: Callable[..., Any], layout: Layout, names: lis
     return back(results) if isinstance(results, torch.Tensor) else tuple(map(back, results))
 
 
+def sharded_loss(op: str, function: Callable[..., Any], args: tuple, options: dict, vocab: int | None = None):
+    """:func:`tigon.parallel.dtensor.loss`, loaded where it is needed."""
+    from tigon.parallel.dtensor import loss
+
+    return loss(op, function, args, options, vocab)
+
+
+def rows_stay_local(x: torch.Tensor, *vectors: torch.Tensor | None) -> bool:
+    """Whether a norm of DTensors stays local: rows of a kernel's dtype are sharded, vectors replicated."""
+    if not (is_dtensor(x) and all(v is None or is_dtensor(v) for v in vectors)):
+        return False
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return False
+    names = ["x", *("vector" for _ in vectors)]
+    return fault(Layout(1, len(vectors)), names, (x, *vectors)) is None
+
+
 def of_vocabulary(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Of a public loss: calls with a DTensor go through :mod:`tigon.parallel.dtensor`."""
 
@@ -100,9 +117,7 @@ def of_vocabulary(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
         def call(*args, **options):
             for a in (*args, *options.values()):
                 if is_dtensor(a):
-                    from tigon.parallel.dtensor import loss
-
-                    return loss(op, function, args, options)
+                    return sharded_loss(op, function, args, options)
             return function(*args, **options)
 
         return call

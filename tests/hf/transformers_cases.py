@@ -6,10 +6,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from tiny import VOCABULARY, close, make, step
 from two_processes import FOLDER, case, data, full, fused, rank, two_steps, wanted
 
-from tigon.integrations.transformers import apply, experts
+from tigon.integrations.transformers import apply, experts, undo
+from tigon.parallel import dtensor
 
 
 def load(folder, config, **options):
@@ -41,17 +43,37 @@ def transformers_fsdp2(family):
 
 @case(untied=("llama",), tied=("llama_bias_tied",))
 def transformers_tensor_parallel(family):
-    """Norms, MLPs and rope are Tigon's; the sharded head is left, and the report says so."""
+    """Norms, MLPs and rope are Tigon's, and the sharded head, whose loss is that of tigon.parallel."""
     from transformers.distributed import DistributedConfig
 
     even = {"vocab_size": VOCABULARY + 1}  # some versions of transformers shard no odd vocabulary
     loss, want = step(make(family, **even), data(0))
     model = load(saved(FOLDER[0], family, **even), DistributedConfig(tp_size=2, tp_plan="auto"))
     report = apply(model)
-    assert (report.count("norm"), report.count("mlp"), report.count("loss")) == (5, 2, 0), str(report)
-    assert "tensor parallel" in next(entry.reason for entry in report.left if entry.slot == "loss")
-    got = model(**data(0)).loss
+    assert (report.count("norm"), report.count("mlp"), report.count("loss")) == (5, 2, 1), str(report)
+    with mock.patch.object(dtensor, "loss", wraps=dtensor.loss) as head:
+        got = model(**data(0)).loss
+    assert head.call_count == 1
     got.backward()
+    check_tensor_parallel(model, got, loss, want)
+    fused(report, 1)
+    logits = model(**data(0)).logits[..., :60].flatten(0, 1)  # classes of one process and some of the other's
+    target = torch.arange(logits.shape[0]) * 2
+    some = F.cross_entropy(logits, target)
+    assert report.head_calls.fused == 3  # the model had its own loss
+    touched = logits.exp().log()  # stock's product, gathered
+    assert report.head_calls.materialised == 1
+    assert type(touched) is torch.Tensor
+    close(some.detach(), F.cross_entropy(touched, target).detach(), ulps=64)
+    model.zero_grad()
+    undo(model)
+    got = model(**data(0)).loss
+    assert report.head_calls.lazy == 2
+    got.backward()
+    check_tensor_parallel(model, got, loss, want)
+
+
+def check_tensor_parallel(model, got, loss, want):
     close(full(got.detach()), loss)
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:

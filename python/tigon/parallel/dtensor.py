@@ -49,12 +49,13 @@ def _check_placed(op: str, name: str, t: torch.Tensor, place: _Place, *allowed: 
     return has
 
 
-def loss(op: str, function, args: tuple, options: dict):
+def loss(op: str, function, args: tuple, options: dict, vocab: int | None = None):
     """``function(*args, **options)`` with a DTensor among its tensors.
 
     The result is plain, and the same in all processes of the group. The gradient of a sharded vocabulary is
     sharded like it; that of a replicated one is this process's, as it is of a plain weight. Hidden states
-    that are replicated get a partial gradient, which their own operations reduce; plain ones the sum.
+    that are replicated get a partial gradient, which their own operations reduce; plain ones the sum. Rows of
+    a sharded weight past ``vocab`` are padding.
     """
     signature = inspect.signature(function)
     given = signature.bind(*args, **options).arguments
@@ -93,6 +94,6 @@ def loss(op: str, function, args: tuple, options: dict):
     mesh, columns = place.like.device_mesh, place.like.shape[-1 if name == "logits" else 0]
     share = -(-columns // mesh.size(place.dim))  # as torch.chunk
     return sharded(
-        **given, **extra, group=mesh.get_group(place.dim), vocab=columns,
+        **given, **extra, group=mesh.get_group(place.dim), vocab=columns if vocab is None else vocab,
         first_class=min(share * mesh.get_local_rank(place.dim), columns),
     )  # fmt: skip

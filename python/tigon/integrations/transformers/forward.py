@@ -45,14 +45,26 @@ def _ours(method) -> Forward | None:
     return owner if isinstance(owner, Forward) else None
 
 
+def bind_above(function, module: nn.Module, spec) -> None:
+    """As `bind`; a forward that transformers' tensor parallelism gave the instance becomes `stock`."""
+    if foreign(module):
+        module.__dict__[BELOW] = module.__dict__[_place(module, "forward")]
+    bind(function, module, spec)
+
+
 def unbind(module: nn.Module) -> None:
-    """Give the instance its class's methods back."""
+    """Give the instance the methods back that it had."""
+    below = module.__dict__.pop(BELOW, None)
     for name in [name for name, value in vars(module).items() if _ours(value)]:
         if name == HOOKED:
             module.__dict__[name] = types.MethodType(type(module).forward, module)
         else:
             del module.__dict__[name]
+    if below is not None:
+        module.__dict__[_place(module, "forward")] = below
 
+
+BELOW = "_tigon_below"  # where a module keeps the forward that was the instance's own
 
 # Where accelerate keeps the forward of a module that it moves tensors for (device_map, offloading).
 HOOKED = "_old_forward"
@@ -63,8 +75,9 @@ def _place(module: nn.Module, name: str) -> str:
 
 
 def stock(module: nn.Module, *args):
-    """The forward that the class defines."""
-    return type(module).forward(module, *args)
+    """The forward of the class, or the one that transformers' tensor parallelism gave the instance."""
+    below = module.__dict__.get(BELOW)
+    return type(module).forward(module, *args) if below is None else below(*args)
 
 
 def plain(*tensors) -> bool:
@@ -87,6 +100,20 @@ def foreign(module: nn.Module) -> bool:
     method = isinstance(forward, types.MethodType)
     own = method and forward.__func__ is type(module).forward and forward.__self__ is module
     return forward is not None and not own and not _ours(forward)
+
+
+def tensor_parallel(module: nn.Module) -> bool:
+    """Whether a Linear has the forward of transformers' column-wise plan, with logits for all processes."""
+    forward = module.__dict__.get(BELOW) or module.__dict__.get(_place(module, "forward"))
+    if getattr(forward, "__module__", None) != "transformers.distributed.tensor_parallel":
+        return False
+    styles = [cell.cell_contents for cell in getattr(forward, "__closure__", None) or ()]
+    return any(
+        type(style).__name__ == "ColwiseParallel"
+        and style.output_layouts.is_replicate()
+        and style.use_local_output
+        for style in styles
+    )
 
 
 def blocked(module: nn.Module) -> str | None:

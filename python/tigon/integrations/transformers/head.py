@@ -12,13 +12,28 @@ from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
+from tigon._dtensor import sharded_loss
 from tigon.error import check
-from tigon.integrations.transformers.forward import autocast_dtype, bind, blocked, bound, plain, stock, unbind
+from tigon.integrations.transformers.forward import (
+    autocast_dtype,
+    bind_above,
+    blocked,
+    bound,
+    plain,
+    stock,
+    tensor_parallel,
+    unbind,
+)
 from tigon.integrations.transformers.head_operands import head_operands, is_linear, is_lora
 from tigon.integrations.transformers.lazy_logits import LazyLogits, LogitsRequest, LossRequest
 from tigon.integrations.transformers.recompute import Ledger
 from tigon.integrations.transformers.report import HeadCalls
-from tigon.integrations.transformers.sharding import gathered_once, present, refuse_main_grad
+from tigon.integrations.transformers.sharding import (
+    gathered_once,
+    present,
+    refuse_main_grad,
+    vocabulary_sharded,
+)
 from tigon.ops.loss_head.labels import count_labels
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 
@@ -90,7 +105,10 @@ def _why_computed(module, spec, asked, hidden) -> str | None:
         return "the head was called outside of its model's forward"
     if not (asked.labels or spec.always):
         return NO_LABELS
-    if not plain(hidden, module.weight):
+    if vocabulary_sharded(module):
+        if not plain(hidden) or torch.compiler.is_compiling():
+            return "the hidden states are sharded, or torch.compile traces the tensor-parallel head"
+    elif not plain(hidden, module.weight):
         return (
             f"{type(hidden).__name__} times {type(module.weight).__name__} is not a product of plain tensors"
         )
@@ -128,17 +146,22 @@ def _foreign(hook) -> bool:
 def _loss(module, spec, hidden, request):
     weight, bias, lora = head_operands(module)
     columns, dtype = request.columns, request.dtype
-    if columns is not None:
+    sharded = not plain(weight)
+    if columns is not None and not sharded:
         weight, bias = weight[:columns], None if bias is None else bias[:columns]
         lora = None if lora is None else (lora[0], lora[1][:columns], lora[2])
     if dtype is not None:
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     target = request.target  # on the CPU: counted there, then moved
     target = target if target.device.type == "cpu" else target.to(hidden.device)
-    spec.ledger.note(hidden, weight)
+    spec.ledger.note(hidden, weight.to_local() if sharded else weight)
     device = hidden.device.type
     off = nullcontext() if autocast_dtype(device) is None else torch.autocast(device, enabled=False)
     with off:  # the casts are made; autocast must not add its own
+        if sharded:
+            options = {"bias": bias, **request.options}
+            args = hidden, weight, target
+            return sharded_loss("linear_cross_entropy", linear_cross_entropy, args, options, vocab=columns)
         return linear_cross_entropy(hidden, weight, target, bias=bias, lora=lora, **request.options)
 
 
@@ -224,7 +247,7 @@ def bind_head(linears: list[nn.Module], spec: HeadSpec) -> None:
         if is_lora(linear):
             unbind(linear.base_layer)  # patched before there was an adapter around it
         if bound(linear) is None:
-            bind(head_forward, linear, spec)
+            bind_above(head_forward, linear, spec)
 
 
 def _behind(head: nn.Module) -> list[nn.Module]:
@@ -277,4 +300,4 @@ def _unfit(head: nn.Module) -> str | None:
     shape = tuple(getattr(head.weight, "ds_shape", head.weight.shape))  # ZeRO-3 keeps it there
     if not head.weight.is_floating_point() or len(shape) != 2:
         return f"the head's weight is {head.weight.dtype} of {shape}: quantised or flattened"
-    return blocked(head)
+    return None if tensor_parallel(head) else blocked(head)

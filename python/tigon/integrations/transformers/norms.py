@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from tigon._dtensor import rows_stay_local
 from tigon.integrations.transformers.canonical import NoSource, Unrecognised, canonical_forward
 from tigon.integrations.transformers.forward import blocked, plain, stock
 from tigon.integrations.transformers.patterns.modules import (
@@ -49,6 +50,10 @@ def norm_forward(module: nn.Module, spec: NormSpec, *args):
     return _FORWARDS[spec.op](module, spec, *args)
 
 
+def _plain(*parts) -> bool:
+    return all(part is None or plain(part) for part in parts)
+
+
 def _rms(module, spec, x):
     weight = None if spec.weight is None else getattr(module, spec.weight)
     rounding = spec.rounding
@@ -56,7 +61,7 @@ def _rms(module, spec, x):
         rounding = "llama" if weight.dtype == x.dtype else "none"
         if rounding == "none" and weight.dtype != torch.float32:
             return stock(module, x)
-    if not plain(x) or not (weight is None or plain(weight)):
+    if not (_plain(x, weight) or (spec.group_size is None and rows_stay_local(x, weight))):
         return stock(module, x)
     if spec.shift:
         weight = weight + spec.shift
@@ -71,7 +76,7 @@ def _rms(module, spec, x):
 def _layer(module, spec, x):
     weight = None if spec.weight is None else getattr(module, spec.weight)
     bias = None if spec.bias is None else getattr(module, spec.bias)
-    if not all(part is None or plain(part) for part in (x, weight, bias)):
+    if not (_plain(x, weight, bias) or (not spec.channels_first and rows_stay_local(x, weight, bias))):
         return stock(module, x)
     eps = getattr(module, spec.eps) if isinstance(spec.eps, str) else spec.eps
     if spec.shift:
@@ -97,7 +102,7 @@ def _gated(module, spec, x, gate=None):
 
 def _group(module, spec, x, *unused):
     weight, bias = getattr(module, spec.weight), getattr(module, spec.bias)
-    if not all(part is None or plain(part) for part in (x, weight, bias)):
+    if not _plain(x, weight, bias):
         return stock(module, x, *unused)
     return group_norm(_wide(x, spec), getattr(module, spec.groups), weight, bias, getattr(module, spec.eps))
 

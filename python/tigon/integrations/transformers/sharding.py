@@ -6,18 +6,31 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tigon._dtensor import is_dtensor
 from tigon.error import check
-from tigon.integrations.transformers.forward import plain
+from tigon.integrations.transformers.forward import plain, tensor_parallel
 
 
 def present(head: nn.Module) -> bool:
     """Whether the weights of a head are whole and in memory: not sharded, not freed."""
+    if vocabulary_sharded(head):
+        return head.weight.to_local().untyped_storage().size() > 0
     weights = [head.weight, *head.parameters()]
     if not plain(*weights) or head.weight.ndim != 2:  # FSDP1 leaves a part of one dimension
         return False
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return True  # such tensors have no storage that could be asked
     return all(weight.untyped_storage().size() > 0 for weight in weights)
+
+
+def vocabulary_sharded(head: nn.Module) -> bool:
+    """Whether processes of a tensor-parallel group hold rows of the weight, and nothing else shards it."""
+    weight, bias = head.weight, getattr(head, "bias", None)
+    if plain(weight) or not is_dtensor(weight) or not tensor_parallel(head):
+        return False
+    (first, *others) = weight.placements
+    fits = not others and first.is_shard(0)
+    return fits and (bias is None or (is_dtensor(bias) and bias.placements == weight.placements))
 
 
 def gathered_once(head: nn.Module) -> str | None:
