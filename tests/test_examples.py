@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -100,6 +103,33 @@ def test_continue_training(options):
     assert continue_training.main(options) == 0
     got = result(options, "continued")
     assert got["losses"] == pytest.approx(got["wanted"], rel=1e-5) and len(got["losses"]) == 4
+
+
+@pytest.mark.parametrize(
+    "example, words, package",
+    [
+        ("fsdp2", [], "transformers"),
+        ("fsdp2", ["--tensor", "2"], "transformers"),
+        ("megatron_gpt", [], "megatron"),
+        ("megatron_gpt", ["--sequence-parallel"], "megatron"),
+    ],
+)
+@pytest.mark.xdist_group("two processes")
+def test_two_processes(example, words, package, options):
+    """Both curves by torchrun over gloo: Tigon's is stock's."""
+    pytest.importorskip(package)
+    sizes = TINY.replace("key_value_heads=1", "key_value_heads=2") + ",ffn_hidden_size=96"
+    sizes = sizes if example == "megatron_gpt" else sizes.rpartition(",")[0]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               EXAMPLES / f"{example}.py", *options, "--model-config", sizes, *words]  # fmt: skip
+    python_path = os.pathsep.join([str(EXAMPLES.parent / "python"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
+    (path,) = Path(options[options.index("--out") + 1]).glob(f"{example}*/losses.json")
+    got = json.loads(path.read_text())
+    assert len(got["losses"]) == 4 and got["losses"][-1] < got["losses"][0]
+    assert got["tigon"]["losses"] == pytest.approx(got["stock"]["losses"], rel=2e-5)
 
 
 # --- data ------------------------------------------------------------------------------------

@@ -1,0 +1,122 @@
+"""A GPT of Megatron-Core under tensor parallelism: Megatron's own parts, then `tigon.megatron.apply`.
+
+    torchrun --standalone --nproc-per-node 2 examples/megatron_gpt.py
+    torchrun --standalone --nproc-per-node 2 examples/megatron_gpt.py --sequence-parallel
+
+On GPUs where there are enough of them (NCCL, bfloat16), else on the CPU (gloo). Both runs begin from the same
+weights and see the same batches; the text and its tokenizer are those of the other examples. Sequence
+parallelism takes Tigon's norms in the specs in both runs: Megatron's local ones refuse it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+
+import many_processes
+from sft_data import arguments, load_tokenizer, overrides, packed_dataset
+
+SMALL = {"num_layers": 2, "hidden_size": 256, "ffn_hidden_size": 512, "num_attention_heads": 4}
+
+
+@contextlib.contextmanager
+def groups(device: str, ranks: int):
+    """Megatron's groups; where there is no GPU, its questions for one are answered with the CPU."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed, random
+
+    if device == "cpu":
+        torch.cuda.current_device = lambda: "cpu"
+        random.CudaRNGStatesTracker.fork = lambda self, *a, **k: contextlib.nullcontext()
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+    if device == "cuda":
+        model_parallel_cuda_manual_seed(0)
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def build(args, vocab: int, ranks: int, device: str):
+    """The model, the same in both runs; SwiGLU, RMSNorm, rotary embedding."""
+    import torch
+    import torch.nn.functional as F
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    import tigon.megatron
+
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    sizes = {name: value for name, value in overrides(args).items() if name in SMALL}
+    config = TransformerConfig(
+        **{**SMALL, **sizes}, tensor_model_parallel_size=ranks, sequence_parallel=args.sequence_parallel,
+        use_cpu_initialization=True, normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu,
+        add_bias_linear=False, bias_activation_fusion=True, hidden_dropout=0.0, attention_dropout=0.0,
+        params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16,
+        gradient_accumulation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
+        # Megatron's fused form rounds the gradient of the logits to bfloat16, whatever they are.
+        cross_entropy_loss_fusion=dtype == torch.bfloat16, cross_entropy_fusion_impl="native",
+    )  # fmt: skip
+    if args.sequence_parallel:
+        spec = tigon.megatron.gpt_block_spec(config)
+    else:
+        spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    return GPTModel(config, spec, vocab, args.seq, position_embedding_type="rope",
+                    share_embeddings_and_output_weights=False).to(device)  # fmt: skip
+
+
+def run(args, train, vocab: int, ranks: int, device: str, tigon: bool) -> dict:
+    """A curve."""
+    import torch
+    import torch.distributed as dist
+
+    import tigon.megatron as tigon_megatron
+
+    model = build(args, vocab, ranks, device)
+    if tigon:
+        report = tigon_megatron.apply(model)
+        if many_processes.first():
+            print(report)
+    adam = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    positions = torch.arange(args.seq, device=device).expand(args.batch, -1)
+    mask = torch.ones(1, 1, args.seq, args.seq, dtype=torch.bool, device=device).triu(1)
+    partial = [p for p in model.parameters() if getattr(p, "sequence_parallel", False)]
+
+    def step(i: int) -> float:
+        rows = [row["input_ids"] for row in train[i * args.batch : (i + 1) * args.batch]]
+        ids = torch.tensor(rows, device=device)
+        losses = model(ids, positions, mask, labels=ids.roll(-1, 1))[:, :-1]  # the last has no next token
+        loss = losses.mean()
+        loss.backward()
+        for p in partial:  # as Megatron's finalize_model_grads
+            dist.all_reduce(p.grad)
+        adam.step()
+        adam.zero_grad()
+        return float(loss.detach())
+
+    return many_processes.train(step, args.steps, device, "Tigon" if tigon else "stock")
+
+
+def main(words: list[str] | None = None) -> int:
+    """Both curves."""
+    parser = arguments(__doc__, steps=8, seq=128)
+    parser.add_argument("--sequence-parallel", action="store_true")
+    args = parser.parse_args(words)
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")  # Megatron's, of what is not installed
+    device = many_processes.start()
+    ranks = dist.get_world_size()
+    tokenizer, _ = many_processes.in_turn(lambda: load_tokenizer(args))
+    train, _ = packed_dataset(args, tokenizer)
+    vocab = -(-len(tokenizer) // ranks) * ranks  # Megatron counts its padding as classes
+    with groups(device, ranks):
+        curves = [run(args, train, vocab, ranks, device, tigon) for tigon in (False, True)]
+    return many_processes.compare(args, "megatron_gpt", *curves)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
