@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import SequenceParallel, parallelize_modu
 from two_processes import case, full, mesh, refused
 
 import tigon
+from tigon import parallel
 
 HERE, ALL, ROWS = [Shard(0)], [Replicate()], [Shard(1)]
 near = functools.partial(torch.testing.assert_close, rtol=2e-5, atol=2e-5)
@@ -235,3 +236,43 @@ def dtensor_norm_module():
     assert torch.equal(got.full_tensor(), want)
     got.square().sum().backward()
     near(norm.weight.grad.full_tensor(), grad)
+
+
+@case(shards=(False,), dtensor=(True,))
+def losses_of_sharded_log_prob(of_dtensor):
+    """Policy gradients and preferences on a sharded head (docs/distributed.md): those of the whole one."""
+    p = problem(torch.float32, 35)
+    tokens = (
+        p["target"].T.clamp(min=0)[:2].contiguous()
+    )  # [2, S]: an answer that was chosen, one that was not
+    hidden = p["hidden"].transpose(0, 1)[:2].contiguous()
+    mask, ref = p["target"].T[:2] >= 0, torch.tensor([-40.0, -50.0])
+    advantage = torch.tensor([0.7, -0.4])
+
+    def losses(call, hidden, weight):
+        old = call(hidden, weight, tokens).detach() + 0.1 * p["upstream"].T[:2]
+        log_prob, entropies = call(hidden, weight, tokens, temperature=0.8, entropy=True)
+        options = {"old": old, "entropies": entropies, "entropy": 0.01}
+        policy = tigon.policy_loss(log_prob, advantage, mask, **options).loss
+        preference = tigon.preference_loss(call(hidden, weight, tokens), mask, ref=ref).loss
+        return policy, preference
+
+    leaves = [hidden.clone().requires_grad_(), p["weight"].clone().requires_grad_()]
+    want = losses(tigon.linear_log_prob, *leaves)
+    sum(want).backward()
+    if of_dtensor:
+        call, weight = tigon.linear_log_prob, place(p["weight"], HERE)
+    else:
+        call = parallel_log_prob
+        weight = p["weight"].split([126, 125])[dist.get_rank()].clone().requires_grad_()
+    own = hidden.clone().requires_grad_()
+    got = losses(call, own, weight)
+    sum(got).backward()
+    near(torch.stack(got), torch.stack(want))
+    near(own.grad, leaves[0].grad)
+    grad = weight.grad.to_local() if of_dtensor else weight.grad
+    near(grad, leaves[1].grad.split([126, 125])[dist.get_rank()])
+
+
+def parallel_log_prob(hidden, weight, tokens, **options):
+    return parallel.linear_log_prob(hidden, weight, tokens, dist.group.WORLD, **options)
