@@ -32,6 +32,7 @@ target_link_libraries(tigon_objects PUBLIC Threads::Threads ${CMAKE_DL_LIBS})
 if(TIGON_WITH_CUDA)
   target_link_libraries(tigon_objects PUBLIC CUDA::cudart_static)
 endif()
+target_link_options(tigon_objects PUBLIC $<$<CONFIG:Release>:-Wl,--strip-all>)  # what is exported stays
 if(TIGON_SANITIZE)
   target_compile_options(tigon_objects PUBLIC $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=address,undefined -g>)
   target_link_options(tigon_objects PUBLIC -fsanitize=address,undefined)

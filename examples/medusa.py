@@ -79,7 +79,7 @@ def train(model, heads, rows, held, args, name, joint):
         optimizer.step()
         optimizer.zero_grad()
         curve.append(float(loss.detach()))
-        last = [float(one) for one in losses]
+        last = [one.item() for one in losses]
         seconds.append(time.perf_counter() - begin)
         bar.set_postfix_str(f"loss {curve[-1]:.4f}", refresh=False)
         del loss, losses, hidden

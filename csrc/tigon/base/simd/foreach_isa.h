@@ -7,6 +7,8 @@
 #error "define TIGON_KERNELS before including foreach_isa.h"
 #endif
 
+#undef TIGON_LANE_CALL
+#define TIGON_LANE_CALL [[maybe_unused, gnu::noinline]] static
 namespace tigon::cpu::scalar {
 namespace {
 #include "tigon/base/simd/lanes_scalar.inc"
@@ -16,6 +18,8 @@ namespace {
 #include TIGON_KERNELS
 }  // namespace
 }  // namespace tigon::cpu::scalar
+#undef TIGON_LANE_CALL
+#define TIGON_LANE_CALL TIGON_LANE
 
 #if defined(TIGON_X86)
 #if defined(__clang__)

@@ -50,6 +50,8 @@ const Table& select_isa(const Table& scalar, const Table& avx2, const Table& avx
 #include <cstring>
 
 #define TIGON_LANE [[gnu::always_inline]] static inline
+// A longer one, which the scalar set calls: inlined wherever it is used, that set would be most of the library.
+#define TIGON_LANE_CALL TIGON_LANE
 // The same word in shared <op>_math.inc formulas: a lane function here, a __device__ function in CUDA.
 #define TIGON_FN [[gnu::always_inline]] inline
 // At the end of an <op>_cpu.cpp: the table of the running machine.

@@ -9,15 +9,21 @@
 namespace tigon::cpu {
 namespace {
 
-struct GateKernels {
-  void (*forward)(const void* gate_up, const void* bias, void* act, int64_t n, const ExpertsGate& gate);
-  float (*backward)(const void* dact, const void* gate_up, const void* bias, float weight, void* dgate_up,
-                    void* act, int64_t n, const ExpertsGate& gate);
+// A row of the gate is worked on in blocks of fp32: what depends on dtype and layout reads and writes them, what depends on
+// the activation computes in between.
+constexpr int64_t kGateBlock = 512;
+struct GateBlock {
+  alignas(64) float d[kGateBlock], gate[kGateBlock], up[kGateBlock], act[kGateBlock];
 };
-struct GateKernelsOf {
-  GateKernels at[3];  // [dtype]
+struct UnitKernels {
+  void (*forward)(GateBlock& block, int64_t count, const GluOptions& o);
+  float (*backward)(GateBlock& block, float weight, int64_t count, const GluOptions& o);
 };
 struct RowKernels {
+  void (*gate)(const UnitKernels& unit, const void* gate_up, const void* bias, void* act, int64_t n,
+               const ExpertsGate& gate);
+  float (*gate_bwd)(const UnitKernels& unit, const void* dact, const void* gate_up, const void* bias,
+                    float weight, void* dgate_up, void* act, int64_t n, const ExpertsGate& gate);
   float (*dot)(const void* a, const void* b, int64_t n);
   void (*combine)(const void* const* rows, const void* const* biases, const float* weights, int64_t count,
                   void* y, int64_t n);
@@ -25,7 +31,7 @@ struct RowKernels {
   void (*store)(const float* sum, void* out, int64_t n);
 };
 struct ExpertsTable {
-  GateKernelsOf gate[kGluKinds];
+  UnitKernels unit[kGluKinds];
   RowKernels rows[3];  // [dtype]
 };
 
@@ -42,8 +48,8 @@ constexpr int64_t kElementsPerTask = 16384;
 constexpr int64_t kColumns = 1024,
                   kPart = 64;  // of a task; rows that are added to one sum before it joins its expert's
 
-const GateKernels& gate_kernels(const ExpertsGate& gate, DType t) {
-  return TIGON_SELECT(experts_table).gate[int(gate.unit.kind)].at[int(t)];
+const UnitKernels& unit_kernels(const ExpertsGate& gate) {
+  return TIGON_SELECT(experts_table).unit[int(gate.unit.kind)];
 }
 const RowKernels& row_kernels(DType t) { return TIGON_SELECT(experts_table).rows[int(t)]; }
 
@@ -114,26 +120,27 @@ void experts_gather(Context& ctx, const ExpertsGather& a) {
 }
 
 void experts_gate_fwd(Context& ctx, const ExpertsGateFwd& a) {
-  const GateKernels& k = gate_kernels(a.gate, a.act.dtype);
+  const UnitKernels& unit = unit_kernels(a.gate);
+  const RowKernels& k = row_kernels(a.act.dtype);
   for_each_row(ctx, rows_here(a.offsets), a.act.cols, [&](int64_t p) {
-    k.forward(element_at(a.gate_up, p, 0), bias_of(a.bias, a.offsets, p), element_at(a.act, p, 0), a.act.cols,
-              a.gate);
+    k.gate(unit, element_at(a.gate_up, p, 0), bias_of(a.bias, a.offsets, p), element_at(a.act, p, 0),
+           a.act.cols, a.gate);
   });
 }
 
 void experts_gate_bwd(Context& ctx, const ExpertsGateBwd& a) {
-  const GateKernels& k = gate_kernels(a.gate, a.dact.dtype);
-  auto dot = row_kernels(a.dact.dtype).dot;
+  const UnitKernels& unit = unit_kernels(a.gate);
+  const RowKernels& k = row_kernels(a.dact.dtype);
   int64_t here = rows_here(a.offsets);
   for_each_row(ctx, a.dact.rows, a.dact.cols, [&](int64_t p) {
     int64_t slot = slot_of(a.order, p);
     float dw = 0.0f;
     if (p < here) {
-      dw = k.backward(element_at(a.dact, p, 0), element_at(a.gate_up, p, 0), bias_of(a.bias, a.offsets, p),
-                      value_at(a.weights, slot), element_at(a.dgate_up, p, 0), element_at(a.act, p, 0),
-                      a.dact.cols, a.gate);
+      dw = k.gate_bwd(unit, element_at(a.dact, p, 0), element_at(a.gate_up, p, 0),
+                      bias_of(a.bias, a.offsets, p), value_at(a.weights, slot), element_at(a.dgate_up, p, 0),
+                      element_at(a.act, p, 0), a.dact.cols, a.gate);
       if (a.dweights && a.down_bias.data != nullptr)
-        dw += dot(element_at(a.g, p, 0), bias_of(a.down_bias, a.offsets, p), a.g.cols);
+        dw += k.dot(element_at(a.g, p, 0), bias_of(a.down_bias, a.offsets, p), a.g.cols);
     }
     if (a.dweights) set_value(a.dweights, slot, dw);
   });

@@ -56,7 +56,8 @@ def reference(hidden, weight, target, *, bias=None, temperature=1.0, softcap=Non
 
 def several(hidden, target) -> bool:
     """Whether target has K labels for each row."""
-    return all(map(torch.is_tensor, (hidden, target))) and target.dim() == hidden.dim()
+    tensors = isinstance(hidden, torch.Tensor) and isinstance(target, torch.Tensor)
+    return tensors and target.dim() == hidden.dim()
 
 
 def _of_rows(target, ignore_index):
