@@ -10,10 +10,12 @@ import torch
 
 from tigon.error import refuse
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 def is_dtensor(t: object) -> bool:
     """Whether t is sharded or replicated over a device mesh."""
-    if not isinstance(t, torch.Tensor) or type(t) in (torch.Tensor, torch.nn.Parameter):
+    if type(t) in _PLAIN or not isinstance(t, torch.Tensor):
         return False
     from torch.distributed.tensor import DTensor  # loaded where it is needed: it takes its time
 
@@ -109,15 +111,15 @@ def rows_stay_local(x: torch.Tensor, *vectors: torch.Tensor | None) -> bool:
     return fault(Layout(1, len(vectors)), names, (x, *vectors)) is None
 
 
-def of_vocabulary(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Of a public loss: calls with a DTensor go through :mod:`tigon.parallel.dtensor`."""
+def of_vocabulary(op: str, at: int, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Of a public loss: :mod:`tigon.parallel.dtensor` runs where argument ``at``, ``name``, is a DTensor."""
 
     def wrap(function):
         @functools.wraps(function)
         def call(*args, **options):
-            for a in (*args, *options.values()):
-                if is_dtensor(a):
-                    return sharded_loss(op, function, args, options)
+            t = args[at] if len(args) > at else options.get(name)
+            if type(t) not in _PLAIN and is_dtensor(t):
+                return sharded_loss(op, function, args, options)
             return function(*args, **options)
 
         return call

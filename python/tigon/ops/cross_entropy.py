@@ -104,7 +104,7 @@ def check_target(op, name, target, shape):
 _loss = RowLoss(_OP, reduction=5)
 
 
-@of_vocabulary("cross_entropy")
+@of_vocabulary("cross_entropy", 0, "logits")
 def cross_entropy(
     logits: torch.Tensor,
     target: torch.Tensor,

@@ -50,7 +50,7 @@ def _check_placed(op: str, name: str, t: torch.Tensor, place: _Place, *allowed: 
 
 
 def loss(op: str, function, args: tuple, options: dict, vocab: int | None = None):
-    """``function(*args, **options)`` with a DTensor among its tensors.
+    """``function(*args, **options)`` of a weight, or of logits, that are a DTensor.
 
     The result is plain, and the same in all processes of the group. The gradient of a sharded vocabulary is
     sharded like it; that of a replicated one is this process's, as it is of a plain weight. Hidden states
@@ -60,8 +60,6 @@ def loss(op: str, function, args: tuple, options: dict, vocab: int | None = None
     signature = inspect.signature(function)
     given = signature.bind(*args, **options).arguments
     name = "logits" if "logits" in signature.parameters else "weight"
-    if not is_dtensor(given[name]):  # its own words: plain tensors only
-        return function(*args, **options)
     place = _place(op, name, given[name])
     replicated, extra = place.placements(Replicate()), {}
     for key, t in given.items():

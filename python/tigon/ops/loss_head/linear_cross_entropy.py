@@ -66,7 +66,7 @@ def _check(
     check_lora(_OP, lora, hidden, weight)
 
 
-@of_vocabulary("linear_cross_entropy")
+@of_vocabulary("linear_cross_entropy", 1, "weight")
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,

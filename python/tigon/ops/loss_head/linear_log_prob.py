@@ -161,7 +161,7 @@ def _backward(ctx, dlog_prob, dentropy, *_):
 _op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward, results=2)
 
 
-@of_vocabulary("linear_log_prob")
+@of_vocabulary("linear_log_prob", 1, "weight")
 def linear_log_prob(
     hidden: torch.Tensor,
     weight: torch.Tensor,
