@@ -20,6 +20,7 @@ from tigon.ops.gated_rms_norm import gated_rms_norm
 from tigon.ops.glu import geglu, reglu, swiglu, swiglu_oai
 from tigon.ops.grad_norm import clip_grad_norm_
 from tigon.ops.group_norm import group_norm
+from tigon.ops.hyper_connection import hyper_connection_post, hyper_connection_pre
 from tigon.ops.layer_norm import layer_norm
 from tigon.ops.loss_head.divergence_memory import linear_divergence_memory
 from tigon.ops.loss_head.labels import count_labels
@@ -63,6 +64,8 @@ __all__ = [
     "geglu",
     "group_norm",
     "grouped_mlp",
+    "hyper_connection_post",
+    "hyper_connection_pre",
     "jsd",
     "kl_div",
     "kto_loss",

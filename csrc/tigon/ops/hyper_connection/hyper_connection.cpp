@@ -1,0 +1,221 @@
+#include "tigon/ops/hyper_connection/hyper_connection.h"
+
+#include <algorithm>
+
+#include "tigon/base/require.h"
+
+namespace tigon {
+namespace {
+
+// Elements of x that are in fp32 at a time.
+constexpr int64_t kChunk = int64_t(1) << 23;
+
+int64_t chunk_rows(const Matrix& x) { return std::clamp<int64_t>(kChunk / x.cols, 1, std::max<int64_t>(x.rows, 1)); }
+
+Matrix rows_from(const Matrix& m, int64_t first, int64_t rows) {
+  if (m.data == nullptr) return {};
+  Matrix part = m;
+  part.data = static_cast<char*>(m.data) + first * m.stride * int64_t(size_of(m.dtype));
+  part.rows = rows;
+  return part;
+}
+
+Matrix dense(float* data, int64_t rows, int64_t cols) {
+  return {.data = data, .dtype = DType::f32, .rows = rows, .cols = cols, .stride = cols};
+}
+
+void require_streams(const char* op, const char* name, int64_t streams) {
+  TIGON_CHECK(op, streams >= 1 && streams <= kMaxStreams, name, " must be in [1, ", kMaxStreams, "], got ", streams);
+}
+
+// x: [tokens, streams * columns]; the columns of a stream.
+int64_t require_x(const char* op, const Matrix& x, int64_t streams) {
+  require_streams(op, "streams", streams);
+  require_float(op, "x", x.dtype);
+  TIGON_CHECK(op, x.cols >= streams && x.cols % streams == 0, "x must have columns in ", streams,
+              " streams, got ", x.cols);
+  return x.cols / streams;
+}
+
+void require_given(const char* op, const char* name, const Matrix& m, int64_t rows, int64_t cols, DType dtype) {
+  if (m.data != nullptr) require_matrix(op, name, m, rows, cols, dtype);
+}
+
+// The checks that both directions make; how many parts the weight has: pre, post, res.
+int parts_of(const char* op, const Matrix& x, const Matrix& weight, const Vector& base, const Vector& scale,
+             const Matrix& product, const Vector& rstd, const HyperConnection& how) {
+  require_x(op, x, how.streams);
+  const int64_t n = how.streams, m = weight.rows;
+  TIGON_CHECK(op, m == n || m == 2 * n || m == 2 * n + n * n, "weight must have ", n, ", ", 2 * n, " or ",
+              2 * n + n * n, " rows, got ", m);
+  require_matrix(op, "weight", weight, m, x.cols, DType::f32);
+  const int parts = m == n ? 1 : m == 2 * n ? 2 : 3;
+  require_vector(op, "base", base, m, DType::f32);
+  require_vector(op, "scale", scale, parts, DType::f32);
+  require_matrix(op, "product", product, x.rows, m, DType::f32);
+  require_vector(op, "rstd", rstd, x.rows, DType::f32);
+  TIGON_CHECK(op, how.norm_eps >= 0.0f, "norm_eps must be >= 0, got ", how.norm_eps);
+  TIGON_CHECK(op, how.sinkhorn_eps >= 0.0f, "sinkhorn_eps must be >= 0, got ", how.sinkhorn_eps);
+  TIGON_CHECK(op, how.iterations >= 1, "iterations must be >= 1, got ", how.iterations);
+  return parts;
+}
+
+void require_mix(const char* op, const Matrix& x, const Matrix& f, const Matrix& mix, const Matrix& post,
+                 const Matrix& y, const char* y_name, int64_t streams, int64_t outs) {
+  const int64_t columns = require_x(op, x, streams);
+  require_streams(op, "outs", outs);
+  TIGON_CHECK(op, mix.data != nullptr || outs == streams, "outs must be ", streams, " without a mix, got ",
+              outs);
+  TIGON_CHECK(op, (f.data == nullptr) == (post.data == nullptr), "f and post must be given together");
+  require_given(op, "f", f, x.rows, columns, x.dtype);
+  require_given(op, "mix", mix, x.rows, outs * streams, DType::f32);
+  require_given(op, "post", post, x.rows, outs, DType::f32);
+  require_matrix(op, y_name, y, x.rows, outs * columns, x.dtype);
+}
+
+// fn(first, rows, x of these rows in fp32) for every chunk of tokens.
+template <class Fn>
+void for_chunks(const char* op, Context& ctx, const Matrix& x, float* rstd, float eps, const Fn& fn) {
+  const int64_t chunk = chunk_rows(x);
+  const bool copies = x.dtype != DType::f32;
+  float* wide = copies ? ctx.scratch_of<float>(chunk * x.cols) : nullptr;
+  for (int64_t first = 0; first < x.rows; first += chunk) {
+    const int64_t rows = std::min(chunk, x.rows - first);
+    const Matrix part = rows_from(x, first, rows);
+    if (copies || rstd != nullptr) {
+      const HyperConnectionWiden a = {part, wide, rstd ? rstd + first : nullptr, eps};
+      on_device(op, ctx, [&] { cpu::widen(ctx, a); }, TIGON_ON_CUDA(cuda::widen(ctx, a)));
+    }
+    fn(first, rows, copies ? dense(wide, rows, x.cols) : part);
+  }
+}
+
+void mix_fwd(const char* op, Context& ctx, const HyperConnectionMixFwd& a) {
+  on_device(
+      op, ctx, [&] { cpu::hyper_connection_mix_fwd(ctx, a); },
+      TIGON_ON_CUDA(cuda::hyper_connection_mix_fwd(ctx, a)));
+}
+void mix_bwd(const char* op, Context& ctx, const HyperConnectionMixBwd& a) {
+  on_device(
+      op, ctx, [&] { cpu::hyper_connection_mix_bwd(ctx, a); },
+      TIGON_ON_CUDA(cuda::hyper_connection_mix_bwd(ctx, a)));
+}
+
+}  // namespace
+
+void hyper_connection_fwd(Context& ctx, const HyperConnectionFwd& a) {
+  const char* op = "hyper_connection";
+  const int parts = parts_of(op, a.x, a.weight, a.base, a.scale, a.product, a.rstd, a.how);
+  const int64_t n = a.how.streams, tokens = a.x.rows, m = a.weight.rows;
+  require_given(op, "y", a.y, tokens, a.x.cols / n, a.x.dtype);
+  require_matrix(op, "pre", a.pre, tokens, n, DType::f32);
+  if (parts > 1) require_matrix(op, "post", a.post, tokens, n, DType::f32);
+  if (parts > 2) require_matrix(op, "res", a.res, tokens, n * n, DType::f32);
+  if (tokens == 0) return;
+  for_chunks(op, ctx, a.x, a.rstd.as<float>(), a.how.norm_eps,
+             [&](int64_t first, int64_t rows, const Matrix& wide) {
+               ctx.gemm({.m = rows,
+                         .n = m,
+                         .k = a.x.cols,
+                         .a = wide.data,
+                         .lda = wide.stride,
+                         .b = a.weight.data,
+                         .ldb = a.weight.stride,
+                         .trans_b = true,
+                         .c = a.product.row<float>(first),
+                         .ldc = a.product.stride});
+             });
+  on_device(op, ctx, [&] { cpu::coefficients(ctx, a); }, TIGON_ON_CUDA(cuda::coefficients(ctx, a)));
+  if (a.y.data != nullptr) mix_fwd(op, ctx, {.x = a.x, .mix = a.pre, .y = a.y, .streams = n, .outs = 1});
+}
+
+void hyper_connection_bwd(Context& ctx, const HyperConnectionBwd& a) {
+  const char* op = "hyper_connection_bwd";
+  const int parts = parts_of(op, a.x, a.weight, a.base, a.scale, a.product, a.rstd, a.how);
+  const int64_t n = a.how.streams, tokens = a.x.rows, m = a.weight.rows, cols = a.x.cols;
+  require_given(op, "dy", a.dy, tokens, cols / n, a.x.dtype);
+  require_given(op, "dpre", a.dpre, tokens, n, DType::f32);
+  if (parts > 1) require_given(op, "dpost", a.dpost, tokens, n, DType::f32);
+  if (parts > 2) require_given(op, "dres", a.dres, tokens, n * n, DType::f32);
+  require_result(op, "dx", a.dx, a.x);
+  require_result(op, "dweight", a.dweight, a.weight);
+  if (a.dbase) require_vector(op, "dbase", a.dbase, m, DType::f32);
+  if (a.dscale) require_vector(op, "dscale", a.dscale, parts, DType::f32);
+
+  float* dots = nullptr;
+  if (a.dy.data != nullptr && tokens > 0) {
+    dots = ctx.scratch_of<float>(tokens * n);
+    mix_bwd(op, ctx,
+            {.dy = a.dy, .x = a.x, .mix = dense(dots, tokens, n), .dmix = dense(dots, tokens, n), .streams = n, .outs = 1});
+  }
+  const HyperConnectionGradients g = {.call = &a,
+                                      .dots = dots,
+                                      .dproduct = ctx.scratch_of<float>(tokens * m),
+                                      .pre = ctx.scratch_of<float>(tokens * n),
+                                      .x_scale = ctx.scratch_of<float>(tokens)};
+  on_device(
+      op, ctx, [&] { cpu::coefficient_gradients(ctx, g); }, TIGON_ON_CUDA(cuda::coefficient_gradients(ctx, g)));
+  if (tokens == 0) {
+    if (a.dweight.data != nullptr)
+      on_device(op, ctx, [&] { cpu::set_zero(ctx, a.dweight); }, TIGON_ON_CUDA(cuda::set_zero(ctx, a.dweight)));
+    return;
+  }
+  if (a.dweight.data != nullptr)
+    for_chunks(op, ctx, a.x, nullptr, 0.0f, [&](int64_t first, int64_t rows, const Matrix& wide) {
+      ctx.gemm({.m = m,
+                .n = cols,
+                .k = rows,
+                .a = g.dproduct + first * m,
+                .lda = m,
+                .trans_a = true,
+                .b = wide.data,
+                .ldb = wide.stride,
+                .c = a.dweight.data,
+                .ldc = a.dweight.stride,
+                .beta = first > 0 ? 1.0f : 0.0f});
+    });
+  if (a.dx.data == nullptr) return;
+  const int64_t chunk = chunk_rows(a.x);
+  float* addend = ctx.scratch_of<float>(chunk * cols);
+  for (int64_t first = 0; first < tokens; first += chunk) {
+    const int64_t rows = std::min(chunk, tokens - first);
+    ctx.gemm({.m = rows,
+              .n = cols,
+              .k = m,
+              .a = g.dproduct + first * m,
+              .lda = m,
+              .b = a.weight.data,
+              .ldb = a.weight.stride,
+              .c = addend,
+              .ldc = cols});
+    mix_bwd(op, ctx,
+            {.dy = rows_from(a.dy, first, rows),
+             .x = rows_from(a.x, first, rows),
+             .mix = dense(g.pre + first * n, rows, n),
+             .dx = rows_from(a.dx, first, rows),
+             .streams = n,
+             .outs = a.dy.data != nullptr ? 1 : 0,
+             .x_scale = {.data = g.x_scale + first, .dtype = DType::f32, .size = rows},
+             .addend = dense(addend, rows, cols)});
+  }
+}
+
+void hyper_connection_mix_fwd(Context& ctx, const HyperConnectionMixFwd& a) {
+  const char* op = "hyper_connection_mix";
+  require_mix(op, a.x, a.f, a.mix, a.post, a.y, "y", a.streams, a.outs);
+  if (a.x.rows != 0) mix_fwd(op, ctx, a);
+}
+
+void hyper_connection_mix_bwd(Context& ctx, const HyperConnectionMixBwd& a) {
+  const char* op = "hyper_connection_mix_bwd";
+  require_mix(op, a.x, a.f, a.mix, a.post, a.dy, "dy", a.streams, a.outs);
+  require_result(op, "dx", a.dx, a.x);
+  require_result(op, "df", a.df, a.f);
+  require_result(op, "dmix", a.dmix, a.mix);
+  require_result(op, "dpost", a.dpost, a.post);
+  if (a.x_scale) require_vector(op, "x_scale", a.x_scale, a.x.rows, DType::f32);
+  require_given(op, "addend", a.addend, a.x.rows, a.x.cols, DType::f32);
+  if (a.x.rows != 0) mix_bwd(op, ctx, a);
+}
+
+}  // namespace tigon

@@ -1,0 +1,118 @@
+// Manifold-constrained hyper-connections (Xie et al. 2025, "mHC", arXiv:2512.24880, eq. 7 to 9), with n streams of C columns.
+//
+// Formula     r = 1 / sqrt(mean(x^2) + norm_eps) over the n * C columns of a token,  m = (x weight^T) * r,
+//             l = scale_g * m + base (g: pre, post or res),  pre = sigmoid(l) + pre_eps,
+//             post = post_scale * sigmoid(l) + post_eps,  res = Sinkhorn(l): softmax of the rows + sinkhorn_eps, columns divided
+//             by (their sum + sinkhorn_eps), then rows and columns in turn, `iterations` - 1 times;  y = sum_i pre_i x_i.
+//             Mix: y_o = sum_i mix_oi x_i + post_o f  (mix absent: the identity; f and post absent: 0)
+// Gradients   of x, weight, base and scale from those of y, pre, post and res; of the mix: dx_i = sum_o mix_oi dy_o,
+//             df = sum_o post_o dy_o, dmix_oi = sum over columns of dy_o x_i, dpost_o = sum over columns of dy_o f
+// Shapes      x, dx [tokens, n * C], any row stride; weight [M, n * C], M = n (pre alone), 2n (pre, post) or 2n + n^2 (all);
+//             base [M]; scale [1, 2 or 3]; y [tokens, C]; pre, post [tokens, n]; res [tokens, n * n], row by row.
+//             Mix: f [tokens, C]; y [tokens, outs * C]; mix [tokens, outs * n] (o, i), transposed: (i, o); post [tokens, outs]
+// Dtypes      x, y, f f32 | bf16 | f16, the same; everything else f32
+// Rounding    y, dx, df once, on store; products with the weight are taken in fp32
+// Saved       x, weight, base, scale, and per token the M products before r, and r; the Sinkhorn iteration is repeated
+// Aliasing    none
+// Determinism bitwise: fixed order over columns and tokens
+// Traffic     x, in chunks of 32 MiB as fp32: forward 2 reads + the fp32 chunk; backward 3 reads + 1 write + 2 fp32 chunks.
+//             Mix: forward 1 read of x and f + 1 write; backward 1 read of dy, x, f + 1 write of dx, df
+// Refused     n or outs not in 1..8, columns that n does not divide, another M, iterations < 1, eps < 0, sizes or dtypes that do
+//             not fit: tigon::Error before anything is written
+#pragma once
+
+#include "tigon/base/context.h"
+
+namespace tigon {
+
+constexpr int kMaxStreams = 8;
+
+struct HyperConnection {
+  int64_t streams = 4;
+  float norm_eps = 1e-6f;
+  float pre_eps = 0.0f;
+  float post_scale = 2.0f, post_eps = 0.0f;
+  int64_t iterations = 20;
+  float sinkhorn_eps = 1e-6f;
+};
+
+struct HyperConnectionFwd {
+  Matrix x;
+  Matrix weight;
+  Vector base, scale;
+  Matrix y;               // no data: not wanted
+  Matrix pre, post, res;  // post and res: no data where the weight has no rows of theirs
+  Matrix product;         // [tokens, M], saved
+  Vector rstd;            // [tokens], saved
+  HyperConnection how;
+};
+
+struct HyperConnectionBwd {
+  Matrix dy, dpre, dpost, dres;  // no data: 0
+  Matrix x;
+  Matrix weight;
+  Vector base, scale;
+  Matrix product;
+  Vector rstd;
+  Matrix dx, dweight;    // no data: not wanted
+  Vector dbase, dscale;  // empty: not wanted
+  HyperConnection how;
+};
+
+struct HyperConnectionMixFwd {
+  Matrix x;
+  Matrix f, mix, post;  // no data: absent
+  Matrix y;
+  int64_t streams = 4, outs = 4;
+  bool transposed = false;
+};
+
+struct HyperConnectionMixBwd {
+  Matrix dy;
+  Matrix x;
+  Matrix f, mix, post;          // no data: absent
+  Matrix dx, df, dmix, dpost;  // no data: not wanted
+  int64_t streams = 4, outs = 4;
+  bool transposed = false;
+  // dx has these added: x_scale * x, [tokens], and an addend [tokens, n * C] in f32. Empty: nothing.
+  Vector x_scale = {};
+  Matrix addend = {};
+};
+
+TIGON_API void hyper_connection_fwd(Context& ctx, const HyperConnectionFwd& a);
+TIGON_API void hyper_connection_bwd(Context& ctx, const HyperConnectionBwd& a);
+TIGON_API void hyper_connection_mix_fwd(Context& ctx, const HyperConnectionMixFwd& a);
+TIGON_API void hyper_connection_mix_bwd(Context& ctx, const HyperConnectionMixBwd& a);
+
+// The parts of both operators that a backend has.
+struct HyperConnectionWiden {
+  Matrix x;
+  float* wide;  // dense copy in f32; null: not wanted
+  float* rstd;  // null: not wanted
+  float eps;
+};
+struct HyperConnectionGradients {
+  const HyperConnectionBwd* call;
+  const float* dots;  // [tokens, n], the gradient of pre through y; null: 0
+  float* dproduct;    // [tokens, M]
+  float* pre;         // [tokens, n]
+  float* x_scale;     // [tokens]
+};
+namespace cpu {
+void widen(Context& ctx, const HyperConnectionWiden& a);
+void coefficients(Context& ctx, const HyperConnectionFwd& a);
+void coefficient_gradients(Context& ctx, const HyperConnectionGradients& a);
+void set_zero(Context& ctx, const Matrix& dense);
+void hyper_connection_mix_fwd(Context& ctx, const HyperConnectionMixFwd& a);
+void hyper_connection_mix_bwd(Context& ctx, const HyperConnectionMixBwd& a);
+}  // namespace cpu
+namespace cuda {
+void widen(Context& ctx, const HyperConnectionWiden& a);
+void coefficients(Context& ctx, const HyperConnectionFwd& a);
+void coefficient_gradients(Context& ctx, const HyperConnectionGradients& a);
+void set_zero(Context& ctx, const Matrix& dense);
+void hyper_connection_mix_fwd(Context& ctx, const HyperConnectionMixFwd& a);
+void hyper_connection_mix_bwd(Context& ctx, const HyperConnectionMixBwd& a);
+}  // namespace cuda
+
+}  // namespace tigon

@@ -1,0 +1,185 @@
+#include <vector>
+
+#include "tigon/ops/hyper_connection/hyper_connection.h"
+#include "tigon/torch/shim.h"
+
+namespace tigon::torch_shim {
+namespace {
+
+constexpr const char* kOp = "hyper_connection";
+constexpr const char* kMix = "hyper_connection_mix";
+
+// The options of the schema, in its order.
+struct Options {
+  HyperConnection how;
+  static Options take(Stack& s) {
+    Options o;
+    o.how.streams = s.take<int64_t>();
+    o.how.norm_eps = float(s.take<double>());
+    o.how.pre_eps = float(s.take<double>());
+    o.how.post_scale = float(s.take<double>());
+    o.how.post_eps = float(s.take<double>());
+    o.how.iterations = s.take<int64_t>();
+    o.how.sinkhorn_eps = float(s.take<double>());
+    return o;
+  }
+};
+
+// Contiguous, x's sizes but for the last.
+Tensor make_rows(const Tensor& x, int64_t cols, DType dtype) {
+  std::vector<int64_t> sizes;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) sizes.push_back(x.size(d));
+  sizes.push_back(cols);
+  return empty(x, sizes.data(), int64_t(sizes.size()), dtype);
+}
+
+Matrix optional_rows(const char* op, const char* name, OptionalTensor& t, const Tensor& like) {
+  if (!t) return {};
+  check_same_device(op, name, *t, like);
+  return rows_of(op, name, *t);
+}
+Matrix wanted(const char* op, const char* name, Tensor& t, bool want) {
+  return want ? rows_of(op, name, t) : Matrix{};
+}
+
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(Tensor x, Tensor weight, Tensor base, Tensor scale,
+                                                                   Options options, bool collapse) {
+  check_same_device(kOp, "weight", weight, x);
+  check_same_device(kOp, "base", base, x);
+  check_same_device(kOp, "scale", scale, x);
+  const int64_t n = options.how.streams;
+  TIGON_CHECK(kOp, n >= 1 && n <= kMaxStreams, "streams must be in [1, ", kMaxStreams, "], got ", n);
+  const Matrix rows = rows_of(kOp, "x", x), w = rows_of(kOp, "weight", weight);
+  const bool has_post = w.rows > n, has_res = w.rows > 2 * n;
+  Tensor y = collapse ? make_rows(x, rows.cols / n, rows.dtype) : nothing(x, rows.dtype);
+  Tensor pre = make_rows(x, n, DType::f32);
+  Tensor post = has_post ? make_rows(x, n, DType::f32) : nothing(x, DType::f32);
+  Tensor res = has_res ? make_rows(x, n * n, DType::f32) : nothing(x, DType::f32);
+  Tensor product = make(x, {rows.rows, w.rows}, DType::f32), rstd = make(x, {rows.rows}, DType::f32);
+  auto ctx = make_context(x);
+  hyper_connection_fwd(*ctx, {.x = rows,
+                              .weight = w,
+                              .base = vector_of(kOp, "base", base),
+                              .scale = vector_of(kOp, "scale", scale),
+                              .y = wanted(kOp, "y", y, collapse),
+                              .pre = rows_of(kOp, "pre", pre),
+                              .post = wanted(kOp, "post", post, has_post),
+                              .res = wanted(kOp, "res", res, has_res),
+                              .product = rows_of(kOp, "product", product),
+                              .rstd = vector_of(kOp, "rstd", rstd),
+                              .how = options.how});
+  return {y, pre, post, res, product, rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> infer(Tensor x, Tensor weight, Tensor base, Tensor scale, Options options,
+                                                 bool collapse) {
+  auto all = forward(x, weight, base, scale, options, collapse);
+  return {std::get<0>(all), std::get<1>(all), std::get<2>(all), std::get<3>(all)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward(OptionalTensor dy, OptionalTensor dpre, OptionalTensor dpost,
+                                                    OptionalTensor dres, Tensor x, Tensor weight, Tensor base,
+                                                    Tensor scale, Tensor product, Tensor rstd, Options options,
+                                                    bool need_dx, bool need_dweight, bool need_dbase,
+                                                    bool need_dscale) {
+  const Matrix rows = rows_of(kOp, "x", x), w = rows_of(kOp, "weight", weight);
+  Tensor dx = need_dx ? make_like(x, rows.dtype) : nothing(x, rows.dtype);
+  Tensor dweight = need_dweight ? make_like(weight, DType::f32) : nothing(x, DType::f32);
+  Tensor dbase = need_dbase ? make_like(base, DType::f32) : nothing(x, DType::f32);
+  Tensor dscale = need_dscale ? make_like(scale, DType::f32) : nothing(x, DType::f32);
+  auto ctx = make_context(x);
+  hyper_connection_bwd(*ctx, {.dy = optional_rows(kOp, "dy", dy, x),
+                              .dpre = optional_rows(kOp, "dpre", dpre, x),
+                              .dpost = optional_rows(kOp, "dpost", dpost, x),
+                              .dres = optional_rows(kOp, "dres", dres, x),
+                              .x = rows,
+                              .weight = w,
+                              .base = vector_of(kOp, "base", base),
+                              .scale = vector_of(kOp, "scale", scale),
+                              .product = rows_of(kOp, "product", product),
+                              .rstd = vector_of(kOp, "rstd", rstd),
+                              .dx = wanted(kOp, "dx", dx, need_dx),
+                              .dweight = wanted(kOp, "dweight", dweight, need_dweight),
+                              .dbase = need_dbase ? vector_of(kOp, "dbase", dbase) : Vector{},
+                              .dscale = need_dscale ? vector_of(kOp, "dscale", dscale) : Vector{},
+                              .how = options.how});
+  return {dx, dweight, dbase, dscale};
+}
+
+Tensor mix_forward(Tensor x, OptionalTensor f, OptionalTensor mix, OptionalTensor post, int64_t streams,
+                   int64_t outs, bool transposed) {
+  const Matrix rows = rows_of(kMix, "x", x);
+  TIGON_CHECK(kMix, streams >= 1 && streams <= kMaxStreams, "streams must be in [1, ", kMaxStreams, "], got ",
+              streams);
+  Tensor y = make_rows(x, rows.cols / streams * outs, rows.dtype);
+  auto ctx = make_context(x);
+  hyper_connection_mix_fwd(*ctx, {.x = rows,
+                                  .f = optional_rows(kMix, "f", f, x),
+                                  .mix = optional_rows(kMix, "mix", mix, x),
+                                  .post = optional_rows(kMix, "post", post, x),
+                                  .y = rows_of(kMix, "y", y),
+                                  .streams = streams,
+                                  .outs = outs,
+                                  .transposed = transposed});
+  return y;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> mix_backward(Tensor dy, Tensor x, OptionalTensor f, OptionalTensor mix,
+                                                        OptionalTensor post, int64_t streams, int64_t outs,
+                                                        bool transposed, bool need_dx, bool need_df,
+                                                        bool need_dmix, bool need_dpost) {
+  check_same_device(kMix, "dy", dy, x);
+  const Matrix rows = rows_of(kMix, "x", x);
+  Tensor dx = need_dx ? make_like(x, rows.dtype) : nothing(x, rows.dtype);
+  Tensor df = need_df ? make_like(*f, rows.dtype) : nothing(x, rows.dtype);
+  Tensor dmix = need_dmix ? make_like(*mix, DType::f32) : nothing(x, DType::f32);
+  Tensor dpost = need_dpost ? make_like(*post, DType::f32) : nothing(x, DType::f32);
+  auto ctx = make_context(x);
+  hyper_connection_mix_bwd(*ctx, {.dy = rows_of(kMix, "dy", dy),
+                                  .x = rows,
+                                  .f = optional_rows(kMix, "f", f, x),
+                                  .mix = optional_rows(kMix, "mix", mix, x),
+                                  .post = optional_rows(kMix, "post", post, x),
+                                  .dx = wanted(kMix, "dx", dx, need_dx),
+                                  .df = wanted(kMix, "df", df, need_df),
+                                  .dmix = wanted(kMix, "dmix", dmix, need_dmix),
+                                  .dpost = wanted(kMix, "dpost", dpost, need_dpost),
+                                  .streams = streams,
+                                  .outs = outs,
+                                  .transposed = transposed});
+  return {dx, df, dmix, dpost};
+}
+
+}  // namespace
+
+TIGON_TORCH_SCHEMAS(m) {
+  const std::string options =
+      "int streams, float norm_eps, float pre_eps, float post_scale, float post_eps, int iterations, float "
+      "sinkhorn_eps";
+  const std::string inputs = "(Tensor x, Tensor weight, Tensor base, Tensor scale, " + options + ", bool collapse)";
+  const std::string results = "Tensor y, Tensor pre, Tensor post, Tensor res";
+  define_forward(m, kOp, inputs + " -> (" + results + ", Tensor product, Tensor rstd)");
+  define(m, "hyper_connection_infer" + inputs + " -> (" + results + ")");
+  define(m,
+         "hyper_connection_bwd(Tensor? dy, Tensor? dpre, Tensor? dpost, Tensor? dres, Tensor x, Tensor weight, "
+         "Tensor base, Tensor scale, Tensor product, Tensor rstd, " +
+             options +
+             ", bool need_dx, bool need_dweight, bool need_dbase, bool need_dscale) -> (Tensor dx, Tensor dweight, "
+             "Tensor dbase, Tensor dscale)");
+  const std::string mixed =
+      "Tensor x, Tensor? f, Tensor? mix, Tensor? post, int streams, int outs, bool transposed";
+  define_forward(m, kMix, "(" + mixed + ") -> Tensor");
+  define(m, "hyper_connection_mix_bwd(Tensor dy, " + mixed +
+                ", bool need_dx, bool need_df, bool need_dmix, bool need_dpost) -> (Tensor dx, Tensor df, Tensor "
+                "dmix, Tensor dpost)");
+}
+TIGON_TORCH_KERNELS(m) {
+  implement_forward(m, kOp, &boxed<&forward>);
+  m.impl("hyper_connection_infer", &boxed<&infer>);
+  m.impl("hyper_connection_bwd", &boxed<&backward>);
+  implement_forward(m, kMix, TORCH_BOX(&mix_forward));
+  m.impl("hyper_connection_mix_bwd", TORCH_BOX(&mix_backward));
+}
+
+}  // namespace tigon::torch_shim

@@ -1,0 +1,275 @@
+"""Manifold-constrained hyper-connections. Contract: ``csrc/tigon/ops/hyper_connection/hyper_connection.h``."""
+
+from __future__ import annotations
+
+import torch
+
+from tigon._op import Op, has_kernel, raw
+from tigon.error import check
+from tigon.ops.arguments import check_float, check_integers, check_numbers
+
+PRE, POST = "hyper_connection_pre", "hyper_connection_post"
+MAX_STREAMS = 8
+
+
+def reference_pre(
+    x,
+    weight,
+    base,
+    scale,
+    *,
+    norm_eps=1e-6,
+    pre_eps=0.0,
+    post_scale=2.0,
+    post_eps=0.0,
+    iterations=20,
+    sinkhorn_eps=1e-6,
+    collapse=True,
+):
+    """The same formula in plain PyTorch operations (any float dtype, any device)."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    n, flat = x.shape[-2], x.flatten(-2).to(wide)
+    r = torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
+    sizes = (n, n, n * n)[: scale.numel()]
+    parts = ((flat @ weight.to(wide).mT) * r).split(sizes, -1)
+    logits = [
+        m * s + b for m, s, b in zip(parts, scale.to(wide).unbind(), base.to(wide).split(sizes), strict=True)
+    ]
+    pre = torch.sigmoid(logits[0]) + pre_eps
+    y = (pre.unsqueeze(-1) * x.to(wide)).sum(-2).to(x.dtype) if collapse else None
+    post = post_scale * torch.sigmoid(logits[1]) + post_eps if len(sizes) > 1 else None
+    res = None
+    if len(sizes) > 2:
+        res = torch.softmax(logits[2].unflatten(-1, (n, n)), -1) + sinkhorn_eps
+        res = res / (res.sum(-2, keepdim=True) + sinkhorn_eps)
+        for _ in range(iterations - 1):
+            res = res / (res.sum(-1, keepdim=True) + sinkhorn_eps)
+            res = res / (res.sum(-2, keepdim=True) + sinkhorn_eps)
+    return y, pre, post, res
+
+
+def reference_post(x, f=None, post=None, res=None, *, transposed=False):
+    """The same formula in plain PyTorch operations (any float dtype, any device)."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = x.to(wide)
+    if res is not None:
+        y = (res.mT if transposed else res).to(wide) @ y
+    if f is not None:
+        y = y + post.to(wide).unsqueeze(-1) * f.to(wide).unsqueeze(-2)
+    return y.to(x.dtype)
+
+
+def _fake(x, weight, base, scale, streams, *options):
+    n, parts = streams, scale.shape[0]
+    f32 = {"dtype": torch.float32}
+    lead, tokens = x.shape[:-1], x[..., 0].numel()
+    y = x.new_empty((*lead, x.shape[-1] // n) if options[-1] else (0,))
+    post = x.new_empty((*lead, n) if parts > 1 else (0,), **f32)
+    res = x.new_empty((*lead, n * n) if parts > 2 else (0,), **f32)
+    saved = x.new_empty((tokens, weight.shape[0]), **f32), x.new_empty(tokens, **f32)
+    return y, x.new_empty((*lead, n), **f32), post, res, *saved
+
+
+def _fake_bwd(dy, dpre, dpost, dres, x, weight, base, scale, product, rstd, *options):
+    inputs = (x, weight, base, scale)
+    return tuple(
+        a.new_empty(a.shape if need else (0,)) for a, need in zip(inputs, options[-4:], strict=True)
+    )
+
+
+_bwd = raw("hyper_connection_bwd", _fake_bwd)
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:4], *output[4:])
+    ctx.how = inputs[4:11]
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dy, dpre, dpost, dres, *_):
+    need, given = ctx.needs_input_grad[:4], (dy, dpre, dpost, dres)
+    if all(g is None for g in given):
+        return (None,) * 12
+    given = tuple(g if g is None or g.numel() else None for g in given)
+    gradients = _bwd(*given, *ctx.saved_tensors, *ctx.how, *need)
+    return *(g if wanted else None for g, wanted in zip(gradients, need, strict=True)), *(None,) * 8
+
+
+_op = Op("hyper_connection", fake=_fake, setup_context=_setup_context, backward=_backward, results=4)
+
+
+def _fake_mix(x, f, mix, post, streams, outs, transposed):
+    return x.new_empty((*x.shape[:-1], x.shape[-1] // streams * outs))
+
+
+def _fake_mix_bwd(dy, x, f, mix, post, streams, outs, transposed, *need):
+    return tuple(a.new_empty(a.shape) if n else x.new_empty(0) for a, n in zip((x, f, mix, post), need, strict=True))
+
+
+_mix_bwd = raw("hyper_connection_mix_bwd", _fake_mix_bwd)
+
+
+def _setup_mix(ctx, inputs, output):
+    ctx.save_for_backward(*inputs[:4])
+    ctx.how = inputs[4:]
+    ctx.set_materialize_grads(False)
+
+
+def _backward_mix(ctx, dy):
+    if dy is None:
+        return (None,) * 7
+    need = ctx.needs_input_grad[:4]
+    gradients = _mix_bwd(dy, *ctx.saved_tensors, *ctx.how, *need)
+    return *(g if wanted else None for g, wanted in zip(gradients, need, strict=True)), None, None, None
+
+
+_mix = Op("hyper_connection_mix", fake=_fake_mix, setup_context=_setup_mix, backward=_backward_mix)
+
+
+def _check_streams(op: str, x) -> None:
+    check_float(op, "x", x)
+    check(op, x.dim() >= 2 and x.shape[-1] > 0, "x must be [..., n, C] with C >= 1, got {}", x.shape)
+    n = x.shape[-2]
+    check(op, 1 <= n <= MAX_STREAMS, "x must have 1 to 8 streams, got {}", n)
+
+
+def hyper_connection_pre(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    norm_eps: float = 1e-6,
+    pre_eps: float = 0.0,
+    post_scale: float = 2.0,
+    post_eps: float = 0.0,
+    iterations: int = 20,
+    sinkhorn_eps: float = 1e-6,
+    collapse: bool = True,
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Coefficients of manifold-constrained hyper-connections (mHC), and the input of a layer that they make.
+
+    With ``m = (x.flatten(-2) @ weight.T) * rsqrt(mean(x^2) + norm_eps)`` and ``l = scale * m + base``, part by
+    part: ``pre = sigmoid(l) + pre_eps``, ``post = post_scale * sigmoid(l) + post_eps``, ``res`` = Sinkhorn of l
+    (softmax of the rows + sinkhorn_eps; columns divided by their sum + sinkhorn_eps; ``iterations - 1`` times
+    rows, then columns) and ``y = sum_i pre_i x_i``. :func:`hyper_connection_post` takes the layer's result back.
+
+    Args:
+        x: ``[..., n, C]``, n streams (1 to 8), float32, bfloat16 or float16. float64 runs the eager reference.
+        weight: ``[M, n * C]``, M = n (pre alone), 2n (pre and post) or 2n + n^2 (pre, post, then res row by
+            row); any float dtype: products are taken in float32.
+        base: ``[M]``, any float dtype.
+        scale: one number for each part that there is: ``[1]``, ``[2]`` or ``[3]``, any float dtype.
+        norm_eps: added to the mean square, >= 0.
+        pre_eps: added to pre.
+        post_scale: factor of post.
+        post_eps: added to post.
+        iterations: of the Sinkhorn iteration, >= 1.
+        sinkhorn_eps: >= 0.
+        collapse: ``False``: the coefficients alone, without y.
+
+    Returns:
+        ``(y, pre, post, res)``: y ``[..., C]`` in x's dtype, pre and post ``[..., n]``, res ``[..., n, n]``, all
+        three in float32; ``None`` for what is not there. Differentiable in x, weight, base and scale; bitwise
+        deterministic.
+
+    Raises:
+        tigon.Error: shape, dtype, device or an option does not fit.
+
+    Source: Xie et al. 2025, "mHC: Manifold-Constrained Hyper-Connections", arXiv:2512.24880; Hugging Face
+    DeepSeek-V4.
+    """
+    _check_streams(PRE, x)
+    for name, a in (("weight", weight), ("base", base), ("scale", scale)):
+        check_float(PRE, name, a)
+        check(PRE, a.device == x.device, name + " must be on {}, got {}", x.device, a.device)
+    check_numbers(PRE, norm_eps=norm_eps, pre_eps=pre_eps, post_scale=post_scale, post_eps=post_eps)
+    check_numbers(PRE, sinkhorn_eps=sinkhorn_eps)
+    check_integers(PRE, iterations=iterations)
+    n, columns = x.shape[-2], x.shape[-2] * x.shape[-1]
+    sizes = (n, 2 * n, 2 * n + n * n)
+    fits = weight.dim() == 2 and weight.shape[0] in sizes and weight.shape[1] == columns
+    check(PRE, fits, "weight must be [M, {}] with M one of {}, got {}", columns, sizes, weight.shape)
+    rows = weight.shape[0]
+    check(PRE, base.shape == (rows,), "base must be [{}], got {}", rows, base.shape)
+    parts = sizes.index(rows) + 1
+    check(PRE, scale.shape == (parts,), "scale must be [{}], got {}", parts, scale.shape)
+    check(PRE, norm_eps >= 0, "norm_eps must be >= 0, got {}", norm_eps)
+    check(PRE, sinkhorn_eps >= 0, "sinkhorn_eps must be >= 0, got {}", sinkhorn_eps)
+    check(PRE, iterations >= 1, "iterations must be >= 1, got {}", iterations)
+    if not has_kernel(PRE, x) or torch.float64 in (weight.dtype, base.dtype, scale.dtype):
+        return reference_pre(
+            x,
+            weight,
+            base,
+            scale,
+            norm_eps=norm_eps,
+            pre_eps=pre_eps,
+            post_scale=post_scale,
+            post_eps=post_eps,
+            iterations=iterations,
+            sinkhorn_eps=sinkhorn_eps,
+            collapse=collapse,
+        )
+    how = (n, norm_eps, pre_eps, post_scale, post_eps, iterations, sinkhorn_eps, collapse)
+    y, pre, post, res = _op(x.flatten(-2), weight.float(), base.float(), scale.float(), *how)
+    return (
+        y if collapse else None,
+        pre,
+        post if parts > 1 else None,
+        res.unflatten(-1, (n, n)) if parts > 2 else None,
+    )
+
+
+def hyper_connection_post(
+    x: torch.Tensor,
+    f: torch.Tensor | None = None,
+    post: torch.Tensor | None = None,
+    res: torch.Tensor | None = None,
+    *,
+    transposed: bool = False,
+) -> torch.Tensor:
+    """Streams mixed, and a layer's result added to each: ``y_o = sum_i res_oi x_i + post_o f``, rounded once.
+
+    Args:
+        x: ``[..., n, C]``, n streams (1 to 8), float32, bfloat16 or float16. float64 runs the eager reference.
+        f: ``[..., C]``, x's dtype: the layer's result; ``None``: 0.
+        post: ``[..., outs]``, any float dtype; given where f is.
+        res: ``[..., outs, n]``, outs from 1 to 8, any float dtype; ``None``: the identity.
+        transposed: res is ``[..., n, outs]``: ``y_o = sum_i res_io x_i + post_o f``, as DeepSeek-V4 has it.
+
+    Returns:
+        ``[..., outs, C]``, contiguous, in x's dtype. Differentiable in every tensor; accumulation in float32;
+        bitwise deterministic.
+
+    Raises:
+        tigon.Error: shape, dtype, device or an option does not fit.
+
+    Source: Xie et al. 2025, "mHC: Manifold-Constrained Hyper-Connections", arXiv:2512.24880, eq. 3.
+    """
+    op = POST
+    _check_streams(op, x)
+    n, lead = x.shape[-2], x.shape[:-2]
+    outs = n
+    for name, a in (("f", f), ("post", post), ("res", res)):
+        if a is not None:
+            check_float(op, name, a)
+            check(op, a.device == x.device, name + " must be on {}, got {}", x.device, a.device)
+    if res is not None:
+        shape = res.mT.shape if transposed and res.dim() > 1 else res.shape
+        fits = res.dim() == x.dim() and shape[:-2] == lead and shape[-1] == n and 1 <= shape[-2] <= MAX_STREAMS
+        wanted = "[..., {}, outs]" if transposed else "[..., outs, {}]"
+        check(op, fits, f"res must be {wanted} with outs from 1 to 8 and the tokens of x, got {{}}", n, res.shape)
+        outs = shape[-2]
+    check(op, (f is None) == (post is None), "f and post must be given together, got {}, {}", f, post)
+    if f is not None:
+        of_f, of_post = (*lead, x.shape[-1]), (*lead, outs)
+        check(op, f.shape == of_f, "f must be {}, got {}", list(of_f), f.shape)
+        check(op, post.shape == of_post, "post must be {}, got {}", list(of_post), post.shape)
+        check(op, f.dtype == x.dtype, "f must be {}, got {}", x.dtype, f.dtype)
+    wide = any(a is not None and a.dtype == torch.float64 for a in (post, res))
+    if wide or not has_kernel(op, x):
+        return reference_post(x, f, post, res, transposed=transposed)
+    mix = None if res is None else res.flatten(-2).float()
+    y = _mix(x.flatten(-2), f, mix, None if post is None else post.float(), n, outs, bool(transposed))
+    return y.unflatten(-1, (outs, x.shape[-1]))
