@@ -259,6 +259,19 @@ def _experts(draw):
     return found | {"layout": draw.choice(LAYOUTS[:4]), "grad_layout": draw.choice(LAYOUTS[:4])}
 
 
+def _hyper_connection(draw):
+    lead = tuple(draw.choice((0, 1, 3, 17)) for _ in range(draw.choice((1, 2))))
+    # A stream of a few columns may cancel: then little is left of its coefficients' gradients.
+    found = {"shape": (*lead, draw.choice((1, 2, 3, 4, 4, 5, 8)), draw.choice((8, 17, 64, 130)))}
+    found["layout"] = draw.choice(LAYOUTS[:3])
+    if draw.random() < 0.5:
+        found |= {"op": "post", "transposed": draw.random() < 0.5, "f": draw.random() < 0.8}
+        outs = draw.choice((None, 1, 4, 7))
+        return found | {"outs": outs, "res": outs is not None or draw.random() < 0.7}
+    found |= {"parts": draw.choice((1, 2, 3, 3)), "iterations": draw.choice((1, 2, 20))}
+    return found | {"parameters": draw.choice(("float32", None)), "collapse": draw.random() < 0.8}
+
+
 # Other ops have the parameters that _one_tensor draws.
 DRAWERS = {
     "rms_norm": _rms_norm,
@@ -272,6 +285,7 @@ DRAWERS = {
     "qk_norm_rope": _qk_norm_rope,
     "embedding": _embedding,
     "experts": _experts,
+    "hyper_connection": _hyper_connection,
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _head,
     "linear_log_prob": _log_prob,

@@ -1,0 +1,375 @@
+// CUDA backend of hyper-connections. The products with the weight are Context::gemm's.
+//
+// widen          a CTA per token: x to fp32 (where it is not) and the root mean square.
+// coefficients   a thread per token: its numbers stay in registers with 4 streams, through all Sinkhorn steps; the backward
+//                repeats them and keeps the divisors, [step * n, token], in scratch memory.
+// mix            a thread per vector of columns: it reads that vector of every stream and writes it of every result.
+// mix_bwd        a CTA per token, which loops over columns; the products dy_o x_i are summed in registers, then over the CTA.
+//
+// Mixes come in two forms: up to 4 streams in 16-byte vectors, and up to 8 by single elements, which takes any alignment.
+#include "tigon/base/cuda/launch.cuh"
+#include "tigon/base/cuda/math.cuh"
+#include "tigon/base/cuda/reduce.cuh"
+#include "tigon/base/cuda/row_shapes.cuh"
+#include "tigon/base/cuda/vec.cuh"
+#include "tigon/base/dispatch.h"
+#include "tigon/ops/hyper_connection/hyper_connection.h"
+
+namespace tigon::cuda {
+namespace {
+
+#include "tigon/ops/hyper_connection/hyper_connection_math.inc"
+
+constexpr const char* kOp = "hyper_connection";
+constexpr int kThreads = 256, kTokenThreads = 64, kFew = 4;
+
+// fn<T>() for the dtype of x.
+template <class Fn>
+void by_type(const Matrix& x, const Fn& fn) {
+  dispatch_float(kOp, "x", x.dtype, [&](auto type) {
+    fn.template operator()<typename DeviceType<typename decltype(type)::type>::type>();
+  });
+}
+
+// Whether every stream of every row of m, `columns` each, consists of aligned vectors of N elements.
+template <int N>
+bool vectors(const Matrix& m, int64_t columns) {
+  if (m.data == nullptr) return true;
+  return reinterpret_cast<uintptr_t>(m.data) % std::min<size_t>(16, N * size_of(m.dtype)) == 0 && m.stride % N == 0 &&
+         columns % N == 0;
+}
+
+// ---------------------------------------------------------------- widen
+
+template <class X, int N>
+__global__ __launch_bounds__(kThreads) void widen_kernel(const X* x, int64_t stride, int64_t cols, float* wide,
+                                                         float* rstd, float eps) {
+  __shared__ __align__(16) float slots[32];
+  const int64_t row = blockIdx.x;
+  float square = 0.0f;
+  for (int64_t c = int64_t(threadIdx.x) * N; c < cols; c += kThreads * N) {
+    const Vec<X, N> in = load_stream<X, N>(x + row * stride + c);
+    Vec<float, N> out;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      out.v[j] = in[j];
+      square = fma(in[j], in[j], square);
+    }
+    if (wide != nullptr) store(wide + row * cols + c, out);
+  }
+  if (rstd == nullptr) return;
+  square = reduce_row<Sum, kThreads>(square, slots);
+  if (threadIdx.x == 0) rstd[row] = 1.0f / sqrtf(square / float(cols) + eps);
+}
+
+// ---------------------------------------------------------------- coefficients
+
+struct Rows {
+  float* data;
+  int64_t stride;
+  __device__ __forceinline__ float take(int64_t row, int j) const {
+    return data == nullptr ? 0.0f : data[row * stride + j];
+  }
+  __device__ __forceinline__ void put(int64_t row, int j, float v) const { data[row * stride + j] = v; }
+};
+Rows rows_of(const Matrix& m) { return {static_cast<float*>(m.data), m.stride}; }
+
+struct Tokens {
+  HyperConnection how;
+  int64_t tokens;
+  int parts, rows;
+  float columns;
+  const float *r, *b, *s;
+  Rows products;
+  Rows pres, posts, ress;
+  // Backward.
+  Rows dots, dpres, dposts, dress, dproducts;
+  float *x_scales, *divisors, *sums;
+};
+
+// One token, as hyper_connection_math.inc asks for it.
+struct Token {
+  const Tokens& t;
+  int64_t row;
+  TIGON_FN float rstd() const { return t.r[row]; }
+  TIGON_FN float product(int j) const { return t.products.take(row, j); }
+  TIGON_FN float base(int j) const { return __ldg(t.b + j); }
+  TIGON_FN float scale(int g) const { return __ldg(t.s + g); }
+  TIGON_FN void pre(int i, float v) const { t.pres.put(row, i, v); }
+  TIGON_FN void post(int i, float v) const { t.posts.put(row, i, v); }
+  TIGON_FN void res(int i, float v) const { t.ress.put(row, i, v); }
+  TIGON_FN float dpre(int i) const { return t.dots.take(row, i) + t.dpres.take(row, i); }
+  TIGON_FN float dpost(int i) const { return t.dposts.take(row, i); }
+  TIGON_FN float dres(int i) const { return t.dress.take(row, i); }
+  TIGON_FN void dproduct(int j, float v) const { t.dproducts.put(row, j, v); }
+  TIGON_FN void dbase(int j, float v) const { t.sums[row * (t.rows + t.parts) + j] = v; }
+  TIGON_FN void dscale(int g, float v) const { t.sums[row * (t.rows + t.parts) + t.rows + g] = v; }
+  TIGON_FN void x_scale(float v) const { t.x_scales[row] = v; }
+  TIGON_FN void keep(int64_t i, float v) const { t.divisors[i * t.tokens + row] = v; }
+  TIGON_FN float kept(int64_t i) const { return t.divisors[i * t.tokens + row]; }
+};
+
+template <int N, bool Backward>
+__global__ __launch_bounds__(kTokenThreads) void coefficients_kernel(const __grid_constant__ Tokens t) {
+  Token token{t, int64_t(blockIdx.x) * kTokenThreads + threadIdx.x};
+  if (token.row >= t.tokens) return;
+  if constexpr (Backward)
+    hc_backward<N, float>(t.parts, t.how, t.columns, token);
+  else
+    hc_forward<N, float>(t.parts, t.how, token);
+}
+
+template <bool Backward>
+void launch_coefficients(Context& ctx, const Tokens& t) {
+  launch(kOp, ctx, t.how.streams == kFew ? coefficients_kernel<kFew, Backward> : coefficients_kernel<0, Backward>,
+         {.blocks = ceil_div(t.tokens, kTokenThreads), .threads = kTokenThreads}, t);
+}
+
+// ---------------------------------------------------------------- mixes
+
+// mix(o, i) is at o * by_out + i * by_in of a token's row; null: the identity.
+struct MixAt {
+  const float* data;
+  int64_t stride;
+  int by_out, by_in;
+  __device__ __forceinline__ float operator()(int64_t row, int o, int i) const {
+    return data == nullptr ? float(o == i) : __ldg(data + row * stride + o * by_out + i * by_in);
+  }
+};
+template <class Args>
+MixAt mix_at(const Args& a, const Matrix& m) {
+  const int n = int(a.streams), outs = int(a.outs);
+  return {static_cast<const float*>(m.data), m.stride, a.transposed ? 1 : n, a.transposed ? outs : 1};
+}
+
+template <class X>
+struct Mix {
+  const X *x, *f, *dy;
+  X *y, *dx, *df;
+  int64_t x_stride, f_stride, dy_stride, y_stride, dx_stride, df_stride;
+  MixAt mix, dmix;  // the data of dmix is written
+  const float* post;
+  float* dpost;
+  int64_t post_stride, dpost_stride;
+  const float *x_scale, *addend;
+  int64_t addend_stride;
+  int64_t tokens, columns;
+  int streams, outs;
+};
+
+template <class X, int Most, int N>
+__global__ __launch_bounds__(kThreads) void mix_kernel(const __grid_constant__ Mix<X> p) {
+  const int64_t vecs = p.columns / N, at = int64_t(blockIdx.x) * kThreads + threadIdx.x;
+  if (at >= p.tokens * vecs) return;
+  const int64_t row = at / vecs, c = (at - row * vecs) * N;
+  Vec<X, N> x[Most], f;
+#pragma unroll
+  for (int i = 0; i < Most; ++i)
+    if (i < p.streams) x[i] = load_stream<X, N>(p.x + row * p.x_stride + i * p.columns + c);
+  if (p.f != nullptr) f = load_stream<X, N>(p.f + row * p.f_stride + c);
+#pragma unroll
+  for (int o = 0; o < Most; ++o) {
+    if (o >= p.outs) break;
+    float sum[N];
+    const float post = p.f == nullptr ? 0.0f : __ldg(p.post + row * p.post_stride + o);
+#pragma unroll
+    for (int j = 0; j < N; ++j) sum[j] = p.f == nullptr ? 0.0f : post * f[j];
+#pragma unroll
+    for (int i = 0; i < Most; ++i) {
+      if (i >= p.streams) break;
+      const float mix = p.mix(row, o, i);
+#pragma unroll
+      for (int j = 0; j < N; ++j) sum[j] = fma(mix, x[i][j], sum[j]);
+    }
+    Vec<X, N> out;
+    out.set(sum);
+    store(p.y + row * p.y_stride + o * p.columns + c, out);
+  }
+}
+
+template <class X, int Most, int N>
+__global__ __launch_bounds__(kThreads) void mix_backward_kernel(const __grid_constant__ Mix<X> p) {
+  constexpr int kSums = Most * (Most + 1);
+  __shared__ __align__(16) float slots[32 * kSums];
+  __shared__ float mix[Most][Most], post[Most];
+  const int64_t row = blockIdx.x;
+  const int tid = int(threadIdx.x);
+  // What there is not counts as 0.
+  if (tid < Most * Most) {
+    const int o = tid / Most, i = tid % Most;
+    mix[o][i] = p.dx != nullptr && o < p.outs && i < p.streams ? p.mix(row, o, i) : 0.0f;
+  }
+  if (tid < Most) post[tid] = p.f != nullptr && tid < p.outs ? p.post[row * p.post_stride + tid] : 0.0f;
+  __syncthreads();
+  const float x_scale = p.x_scale != nullptr ? p.x_scale[row] : 0.0f;
+  float sums[kSums] = {};  // [o][i], then those of post
+  for (int64_t c = int64_t(tid) * N; c < p.columns; c += kThreads * N) {
+    Vec<X, N> dy[Most];
+#pragma unroll
+    for (int o = 0; o < Most; ++o)
+      if (o < p.outs) dy[o] = load_stream<X, N>(p.dy + row * p.dy_stride + o * p.columns + c);
+#pragma unroll
+    for (int i = 0; i < Most; ++i) {
+      if (i >= p.streams) break;
+      const Vec<X, N> x = load_stream<X, N>(p.x + row * p.x_stride + i * p.columns + c);
+      float d[N] = {};
+      if (p.addend != nullptr) {
+        const Vec<float, N> more = load_stream<float, N>(p.addend + row * p.addend_stride + i * p.columns + c);
+#pragma unroll
+        for (int j = 0; j < N; ++j) d[j] = fma(x_scale, x[j], more[j]);
+      }
+#pragma unroll
+      for (int o = 0; o < Most; ++o) {
+        if (o >= p.outs) break;
+#pragma unroll
+        for (int j = 0; j < N; ++j) {
+          sums[o * Most + i] = fma(dy[o][j], x[j], sums[o * Most + i]);
+          d[j] = fma(mix[o][i], dy[o][j], d[j]);
+        }
+      }
+      if (p.dx == nullptr) continue;
+      Vec<X, N> out;
+      out.set(d);
+      store(p.dx + row * p.dx_stride + i * p.columns + c, out);
+    }
+    if (p.f == nullptr) continue;
+    const Vec<X, N> f = load_stream<X, N>(p.f + row * p.f_stride + c);
+    float d[N] = {};
+#pragma unroll
+    for (int o = 0; o < Most; ++o) {
+      if (o >= p.outs) break;
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        sums[Most * Most + o] = fma(dy[o][j], f[j], sums[Most * Most + o]);
+        d[j] = fma(post[o], dy[o][j], d[j]);
+      }
+    }
+    if (p.df == nullptr) continue;
+    Vec<X, N> out;
+    out.set(d);
+    store(p.df + row * p.df_stride + c, out);
+  }
+  if (p.dmix.data == nullptr && p.dpost == nullptr) return;
+  reduce_row<Sum, kThreads>(sums, slots);
+  if (tid != 0) return;
+  float* const dmix = const_cast<float*>(p.dmix.data);
+#pragma unroll
+  for (int o = 0; o < Most; ++o) {
+    if (o >= p.outs) break;
+    if (p.dpost != nullptr) p.dpost[row * p.dpost_stride + o] = sums[Most * Most + o];
+    if (dmix == nullptr) continue;
+#pragma unroll
+    for (int i = 0; i < Most; ++i)
+      if (i < p.streams)
+        dmix[row * p.dmix.stride + o * p.dmix.by_out + i * p.dmix.by_in] = sums[o * Most + i];
+  }
+}
+
+// fn<X, Most, N>(): the form of a mix whose matrices these are.
+template <class Args, class Fn>
+void by_form(const Args& a, std::initializer_list<const Matrix*> others, const Fn& fn) {
+  const int64_t columns = a.x.cols / a.streams;
+  by_type(a.x, [&]<class X>() {
+    constexpr int kVec = 16 / int(sizeof(X));
+    bool wide = a.streams <= kFew && a.outs <= kFew && vectors<kVec>(a.x, columns);
+    for (const Matrix* m : others) wide = wide && vectors<kVec>(*m, columns);
+    wide ? fn.template operator()<X, kFew, kVec>() : fn.template operator()<X, kMaxStreams, 1>();
+  });
+}
+
+}  // namespace
+
+void widen(Context& ctx, const HyperConnectionWiden& a) {
+  by_type(a.x, [&]<class X>() {
+    constexpr int kVec = 16 / int(sizeof(X));
+    const bool wide = is_vectorizable(a.x.data, a.x.stride, a.x.cols, sizeof(X));
+    launch(kOp, ctx, wide ? widen_kernel<X, kVec> : widen_kernel<X, 1>, {.blocks = a.x.rows, .threads = kThreads},
+           a.x.row<X>(0), a.x.stride, a.x.cols, a.wide, a.rstd, a.eps);
+  });
+}
+
+void coefficients(Context& ctx, const HyperConnectionFwd& a) {
+  launch_coefficients<false>(ctx, {.how = a.how,
+                                   .tokens = a.x.rows,
+                                   .parts = int(a.scale.size),
+                                   .rows = int(a.weight.rows),
+                                   .columns = float(a.x.cols),
+                                   .r = a.rstd.as<float>(),
+                                   .b = a.base.as<float>(),
+                                   .s = a.scale.as<float>(),
+                                   .products = rows_of(a.product),
+                                   .pres = rows_of(a.pre),
+                                   .posts = rows_of(a.post),
+                                   .ress = rows_of(a.res)});
+}
+
+void coefficient_gradients(Context& ctx, const HyperConnectionGradients& g) {
+  const HyperConnectionBwd& a = *g.call;
+  const int64_t tokens = a.x.rows, n = a.how.streams, m = a.weight.rows, parts = a.scale.size;
+  float* sums = ctx.scratch_of<float>(tokens * (m + parts));
+  float* divisors = parts > 2 ? ctx.scratch_of<float>((2 * a.how.iterations - 1) * n * tokens) : nullptr;
+  launch_coefficients<true>(ctx, {.how = a.how,
+                                  .tokens = tokens,
+                                  .parts = int(parts),
+                                  .rows = int(m),
+                                  .columns = float(a.x.cols),
+                                  .r = a.rstd.as<float>(),
+                                  .b = a.base.as<float>(),
+                                  .s = a.scale.as<float>(),
+                                  .products = rows_of(a.product),
+                                  .pres = {g.pre, n},
+                                  .dots = {const_cast<float*>(g.dots), n},
+                                  .dpres = rows_of(a.dpre),
+                                  .dposts = rows_of(a.dpost),
+                                  .dress = rows_of(a.dres),
+                                  .dproducts = {g.dproduct, m},
+                                  .x_scales = g.x_scale,
+                                  .divisors = divisors,
+                                  .sums = sums});
+  // The sizes stand for the columns of a gradient that is not wanted too.
+  sum_partials(kOp, ctx, sums, tokens,
+               {{.data = a.dbase.data, .dtype = DType::f32, .size = m},
+                {.data = a.dscale.data, .dtype = DType::f32, .size = parts}});
+}
+
+void set_zero(Context& ctx, const Matrix& m) {
+  TIGON_CUDA_CHECK(kOp, cudaMemset2DAsync(m.data, size_t(m.stride) * sizeof(float), 0, size_t(m.cols) * sizeof(float),
+                                          size_t(m.rows), static_cast<cudaStream_t>(ctx.stream())));
+}
+
+void hyper_connection_mix_fwd(Context& ctx, const HyperConnectionMixFwd& a) {
+  by_form(a, {&a.f, &a.y}, [&]<class X, int Most, int N>() {
+    const int64_t columns = a.x.cols / a.streams;
+    Mix<X> p = {};
+    p.x = a.x.row<X>(0), p.x_stride = a.x.stride;
+    p.f = a.f.row<X>(0), p.f_stride = a.f.stride;
+    p.y = a.y.row<X>(0), p.y_stride = a.y.stride;
+    p.mix = mix_at(a, a.mix);
+    p.post = a.post.row<float>(0), p.post_stride = a.post.stride;
+    p.tokens = a.x.rows, p.columns = columns;
+    p.streams = int(a.streams), p.outs = int(a.outs);
+    launch(kOp, ctx, mix_kernel<X, Most, N>, {.blocks = ceil_div(p.tokens * (columns / N), kThreads), .threads = kThreads},
+           p);
+  });
+}
+
+void hyper_connection_mix_bwd(Context& ctx, const HyperConnectionMixBwd& a) {
+  by_form(a, {&a.dy, &a.f, &a.dx, &a.df, &a.addend}, [&]<class X, int Most, int N>() {
+    Mix<X> p = {};
+    p.x = a.x.row<X>(0), p.x_stride = a.x.stride;
+    p.f = a.f.row<X>(0), p.f_stride = a.f.stride;
+    p.dy = a.dy.row<X>(0), p.dy_stride = a.dy.stride;
+    p.dx = a.dx.row<X>(0), p.dx_stride = a.dx.stride;
+    p.df = a.df.row<X>(0), p.df_stride = a.df.stride;
+    p.mix = mix_at(a, a.mix), p.dmix = mix_at(a, a.dmix);
+    p.post = a.post.row<float>(0), p.post_stride = a.post.stride;
+    p.dpost = a.dpost.row<float>(0), p.dpost_stride = a.dpost.stride;
+    p.x_scale = a.x_scale.as<float>();
+    p.addend = a.addend.row<float>(0), p.addend_stride = a.addend.stride;
+    p.tokens = a.x.rows, p.columns = a.x.cols / a.streams;
+    p.streams = int(a.streams), p.outs = int(a.outs);
+    launch(kOp, ctx, mix_backward_kernel<X, Most, N>, {.blocks = p.tokens, .threads = kThreads}, p);
+  });
+}
+
+}  // namespace tigon::cuda
