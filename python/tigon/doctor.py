@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 import tigon
 from tigon.environment import env
+from tigon.ops import hyper_connection
 
 # An op may be off by this many times its plain formulation's own error against float64, plus a few units in
 # the last place (the tests are stricter and larger; this finds a broken build, not a lost bit).
@@ -156,6 +157,14 @@ def _plain_experts(x, gate_up, down, ids, weights):
     return torch.einsum("teh,te->th", y, torch.einsum("tke,tk->te", chosen, weights))
 
 
+def _streams():
+    return _rows(ROWS, 4, COLUMNS), _rows(24, 4 * COLUMNS) / 16, _rows(24), _rows(3)
+
+
+def _after_layer():
+    return _rows(ROWS, 4, COLUMNS), _rows(), _rows(ROWS, 4), _rows(ROWS, 4, 4)
+
+
 def _distributions():
     return 2 * _rows(ROWS, VOCABULARY), 2 * _rows(ROWS, VOCABULARY)
 
@@ -264,6 +273,8 @@ PROBES = (
     Probe("swiglu_oai", lambda: (_rows(),), _plain_swiglu_oai),
     Probe("experts", _experts, _plain_experts),
     Probe("grouped_mlp", _sorted_experts, _plain_experts),
+    Probe("hyper_connection_pre", _streams, hyper_connection.reference_pre),
+    Probe("hyper_connection_post", _after_layer, hyper_connection.reference_post),
     Probe("rope", _rope, _plain_rope, fixed=(2, 3)),
     Probe("qk_norm_rope", _qk_norm_rope, _plain_qk_norm_rope, fixed=(4, 5)),
     Probe("kl_div", _distributions, _plain_kl_div, fixed=(1,)),

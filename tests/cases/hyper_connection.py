@@ -174,7 +174,11 @@ def oracle_fn(*args, op, **options):
 
 
 def _oracle_post(x, f, post, res, *, transposed):
-    y = x if res is None else torch.einsum("...io,...ic->...oc" if transposed else "...oi,...ic->...oc", res, x)
+    y = (
+        x
+        if res is None
+        else torch.einsum("...io,...ic->...oc" if transposed else "...oi,...ic->...oc", res, x)
+    )
     return y if f is None else y + torch.einsum("...o,...c->...oc", post, f)
 
 

@@ -35,7 +35,9 @@ struct Run {
         n(n),
         cols(cols),
         parts(parts),
-        m(parts == 1 ? n : parts == 2 ? 2 * n : 2 * n + n * n),
+        m(parts == 1   ? n
+          : parts == 2 ? 2 * n
+                       : 2 * n + n * n),
         how{.streams = n, .pre_eps = 1e-3f, .post_eps = 1e-3f, .iterations = 5},
         x(dtype, tokens, n * cols, 3),
         weight(DType::f32, m, n * cols, 1),
@@ -123,7 +125,8 @@ struct Run {
 TEST_CASE("values are the oracle's") {
   auto ctx = make_cpu_context(2);
   for (DType dtype : kFloats)
-    for (auto [n, cols, parts] : {std::array<int64_t, 3>{4, 33, 3}, {1, 5, 3}, {8, 16, 3}, {3, 7, 2}, {4, 20, 1}}) {
+    for (auto [n, cols, parts] :
+         {std::array<int64_t, 3>{4, 33, 3}, {1, 5, 3}, {8, 16, 3}, {3, 7, 2}, {4, 20, 1}}) {
       INFO(text(dtype) << " n " << n << " C " << cols << " parts " << parts);
       Run run(dtype, 19, n, cols, parts);
       hyper_connection_fwd(*ctx, run.forward());
@@ -245,7 +248,8 @@ TEST_CASE("mixes and their gradients") {
             "dx", r.dx,
             [&](int64_t t, int64_t c) {
               double sum = 0;
-              for (int64_t o = 0; o < outs; ++o) sum += r.mix(t, r.at(o, c / cols)) * r.dy(t, o * cols + c % cols);
+              for (int64_t o = 0; o < outs; ++o)
+                sum += r.mix(t, r.at(o, c / cols)) * r.dy(t, o * cols + c % cols);
               return sum;
             },
             bound);
@@ -270,8 +274,7 @@ TEST_CASE("mixes and their gradients") {
               return dot(t, o, r.x, i * cols);
             },
             fine);
-        check_close(
-            "dpost", r.dpost, [&](int64_t t, int64_t o) { return dot(t, o, r.f, 0); }, fine);
+        check_close("dpost", r.dpost, [&](int64_t t, int64_t o) { return dot(t, o, r.f, 0); }, fine);
       }
 }
 
@@ -303,8 +306,8 @@ TEST_CASE("the same bits everywhere") {
       MixRun mix(dtype, 4, 4, 37, true);
       hyper_connection_mix_fwd(ctx, mix.forward());
       hyper_connection_mix_bwd(ctx, mix.backward());
-      return std::vector<Table>{run.y,      run.pre,   run.post, run.res, run.dx,   run.dweight, run.dbase,
-                                run.dscale, mix.y, mix.dx,   mix.df,  mix.dmix, mix.dpost};
+      return std::vector<Table>{run.y,      run.pre, run.post, run.res, run.dx,   run.dweight, run.dbase,
+                                run.dscale, mix.y,   mix.dx,   mix.df,  mix.dmix, mix.dpost};
     });
 }
 
@@ -317,7 +320,8 @@ TEST_CASE("refused calls name argument, expected and given, and write nothing") 
     change(a);
     CHECK_THROWS_WITH_AS(hyper_connection_fwd(*ctx, a), text, Error);
   };
-  refused([](HyperConnectionFwd& a) { a.how.streams = 9; }, "[hyper_connection] streams must be in [1, 8], got 9");
+  refused([](HyperConnectionFwd& a) { a.how.streams = 9; },
+          "[hyper_connection] streams must be in [1, 8], got 9");
   refused([](HyperConnectionFwd& a) { a.how.streams = 5; },
           "[hyper_connection] x must have columns in 5 streams, got 32");
   refused([](HyperConnectionFwd& a) { a.weight.rows = 23; },
@@ -325,8 +329,10 @@ TEST_CASE("refused calls name argument, expected and given, and write nothing") 
   refused([](HyperConnectionFwd& a) { a.scale.size = 2; }, "[hyper_connection] scale must be [3], got [2]");
   refused([](HyperConnectionFwd& a) { a.base.dtype = DType::bf16; },
           "[hyper_connection] base must be float32, got bfloat16");
-  refused([](HyperConnectionFwd& a) { a.res.cols = 4; }, "[hyper_connection] res must be [3, 16], got [3, 4]");
-  refused([](HyperConnectionFwd& a) { a.how.iterations = 0; }, "[hyper_connection] iterations must be >= 1, got 0");
+  refused([](HyperConnectionFwd& a) { a.res.cols = 4; },
+          "[hyper_connection] res must be [3, 16], got [3, 4]");
+  refused([](HyperConnectionFwd& a) { a.how.iterations = 0; },
+          "[hyper_connection] iterations must be >= 1, got 0");
   CHECK(run.y == untouched.y);
   CHECK(run.pre == untouched.pre);
   MixRun mix(DType::f32, 4, 4, 8, false);

@@ -72,9 +72,7 @@ def _fake(x, weight, base, scale, streams, *options):
 
 def _fake_bwd(dy, dpre, dpost, dres, x, weight, base, scale, product, rstd, *options):
     inputs = (x, weight, base, scale)
-    return tuple(
-        a.new_empty(a.shape if need else (0,)) for a, need in zip(inputs, options[-4:], strict=True)
-    )
+    return tuple(a.new_empty(a.shape if need else (0,)) for a, need in zip(inputs, options[-4:], strict=True))
 
 
 _bwd = raw("hyper_connection_bwd", _fake_bwd)
@@ -103,7 +101,9 @@ def _fake_mix(x, f, mix, post, streams, outs, transposed):
 
 
 def _fake_mix_bwd(dy, x, f, mix, post, streams, outs, transposed, *need):
-    return tuple(a.new_empty(a.shape) if n else x.new_empty(0) for a, n in zip((x, f, mix, post), need, strict=True))
+    return tuple(
+        a.new_empty(a.shape) if n else x.new_empty(0) for a, n in zip((x, f, mix, post), need, strict=True)
+    )
 
 
 _mix_bwd = raw("hyper_connection_mix_bwd", _fake_mix_bwd)
@@ -257,9 +257,17 @@ def hyper_connection_post(
             check(op, a.device == x.device, name + " must be on {}, got {}", x.device, a.device)
     if res is not None:
         shape = res.mT.shape if transposed and res.dim() > 1 else res.shape
-        fits = res.dim() == x.dim() and shape[:-2] == lead and shape[-1] == n and 1 <= shape[-2] <= MAX_STREAMS
+        fits = (
+            res.dim() == x.dim() and shape[:-2] == lead and shape[-1] == n and 1 <= shape[-2] <= MAX_STREAMS
+        )
         wanted = "[..., {}, outs]" if transposed else "[..., outs, {}]"
-        check(op, fits, f"res must be {wanted} with outs from 1 to 8 and the tokens of x, got {{}}", n, res.shape)
+        check(
+            op,
+            fits,
+            f"res must be {wanted} with outs from 1 to 8 and the tokens of x, got {{}}",
+            n,
+            res.shape,
+        )
         outs = shape[-2]
     check(op, (f is None) == (post is None), "f and post must be given together, got {}, {}", f, post)
     if f is not None:

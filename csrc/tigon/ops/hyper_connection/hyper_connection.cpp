@@ -10,7 +10,9 @@ namespace {
 // Elements of x that are in fp32 at a time.
 constexpr int64_t kChunk = int64_t(1) << 23;
 
-int64_t chunk_rows(const Matrix& x) { return std::clamp<int64_t>(kChunk / x.cols, 1, std::max<int64_t>(x.rows, 1)); }
+int64_t chunk_rows(const Matrix& x) {
+  return std::clamp<int64_t>(kChunk / x.cols, 1, std::max<int64_t>(x.rows, 1));
+}
 
 Matrix rows_from(const Matrix& m, int64_t first, int64_t rows) {
   if (m.data == nullptr) return {};
@@ -25,7 +27,8 @@ Matrix dense(float* data, int64_t rows, int64_t cols) {
 }
 
 void require_streams(const char* op, const char* name, int64_t streams) {
-  TIGON_CHECK(op, streams >= 1 && streams <= kMaxStreams, name, " must be in [1, ", kMaxStreams, "], got ", streams);
+  TIGON_CHECK(op, streams >= 1 && streams <= kMaxStreams, name, " must be in [1, ", kMaxStreams, "], got ",
+              streams);
 }
 
 // x: [tokens, streams * columns]; the columns of a stream.
@@ -37,7 +40,8 @@ int64_t require_x(const char* op, const Matrix& x, int64_t streams) {
   return x.cols / streams;
 }
 
-void require_given(const char* op, const char* name, const Matrix& m, int64_t rows, int64_t cols, DType dtype) {
+void require_given(const char* op, const char* name, const Matrix& m, int64_t rows, int64_t cols,
+                   DType dtype) {
   if (m.data != nullptr) require_matrix(op, name, m, rows, cols, dtype);
 }
 
@@ -146,7 +150,12 @@ void hyper_connection_bwd(Context& ctx, const HyperConnectionBwd& a) {
   if (a.dy.data != nullptr && tokens > 0) {
     dots = ctx.scratch_of<float>(tokens * n);
     mix_bwd(op, ctx,
-            {.dy = a.dy, .x = a.x, .mix = dense(dots, tokens, n), .dmix = dense(dots, tokens, n), .streams = n, .outs = 1});
+            {.dy = a.dy,
+             .x = a.x,
+             .mix = dense(dots, tokens, n),
+             .dmix = dense(dots, tokens, n),
+             .streams = n,
+             .outs = 1});
   }
   const HyperConnectionGradients g = {.call = &a,
                                       .dots = dots,
@@ -154,10 +163,12 @@ void hyper_connection_bwd(Context& ctx, const HyperConnectionBwd& a) {
                                       .pre = ctx.scratch_of<float>(tokens * n),
                                       .x_scale = ctx.scratch_of<float>(tokens)};
   on_device(
-      op, ctx, [&] { cpu::coefficient_gradients(ctx, g); }, TIGON_ON_CUDA(cuda::coefficient_gradients(ctx, g)));
+      op, ctx, [&] { cpu::coefficient_gradients(ctx, g); },
+      TIGON_ON_CUDA(cuda::coefficient_gradients(ctx, g)));
   if (tokens == 0) {
     if (a.dweight.data != nullptr)
-      on_device(op, ctx, [&] { cpu::set_zero(ctx, a.dweight); }, TIGON_ON_CUDA(cuda::set_zero(ctx, a.dweight)));
+      on_device(
+          op, ctx, [&] { cpu::set_zero(ctx, a.dweight); }, TIGON_ON_CUDA(cuda::set_zero(ctx, a.dweight)));
     return;
   }
   if (a.dweight.data != nullptr)

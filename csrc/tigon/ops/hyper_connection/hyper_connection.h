@@ -70,7 +70,7 @@ struct HyperConnectionMixFwd {
 struct HyperConnectionMixBwd {
   Matrix dy;
   Matrix x;
-  Matrix f, mix, post;          // no data: absent
+  Matrix f, mix, post;         // no data: absent
   Matrix dx, df, dmix, dpost;  // no data: not wanted
   int64_t streams = 4, outs = 4;
   bool transposed = false;

@@ -52,8 +52,9 @@ struct HyperConnectionTable {
 namespace tigon::cpu {
 namespace {
 
-constexpr int64_t kTokens = 16;       // that the lanes of a vector hold
-constexpr int64_t kMaxPartials = 64;  // of sums over tokens: fixed by shape, so results do not depend on threads
+constexpr int64_t kTokens = 16;  // that the lanes of a vector hold
+constexpr int64_t kMaxPartials =
+    64;  // of sums over tokens: fixed by shape, so results do not depend on threads
 
 const HyperConnectionTable& table() { return TIGON_SELECT(hyper_connection_table); }
 

@@ -35,15 +35,15 @@ void by_type(const Matrix& x, const Fn& fn) {
 template <int N>
 bool vectors(const Matrix& m, int64_t columns) {
   if (m.data == nullptr) return true;
-  return reinterpret_cast<uintptr_t>(m.data) % std::min<size_t>(16, N * size_of(m.dtype)) == 0 && m.stride % N == 0 &&
-         columns % N == 0;
+  return reinterpret_cast<uintptr_t>(m.data) % std::min<size_t>(16, N * size_of(m.dtype)) == 0 &&
+         m.stride % N == 0 && columns % N == 0;
 }
 
 // ---------------------------------------------------------------- widen
 
 template <class X, int N>
-__global__ __launch_bounds__(kThreads) void widen_kernel(const X* x, int64_t stride, int64_t cols, float* wide,
-                                                         float* rstd, float eps) {
+__global__ __launch_bounds__(kThreads) void widen_kernel(const X* x, int64_t stride, int64_t cols,
+                                                         float* wide, float* rstd, float eps) {
   __shared__ __align__(16) float slots[32];
   const int64_t row = blockIdx.x;
   float square = 0.0f;
@@ -121,7 +121,8 @@ __global__ __launch_bounds__(kTokenThreads) void coefficients_kernel(const __gri
 
 template <bool Backward>
 void launch_coefficients(Context& ctx, const Tokens& t) {
-  launch(kOp, ctx, t.how.streams == kFew ? coefficients_kernel<kFew, Backward> : coefficients_kernel<0, Backward>,
+  launch(kOp, ctx,
+         t.how.streams == kFew ? coefficients_kernel<kFew, Backward> : coefficients_kernel<0, Backward>,
          {.blocks = ceil_div(t.tokens, kTokenThreads), .threads = kTokenThreads}, t);
 }
 
@@ -214,7 +215,8 @@ __global__ __launch_bounds__(kThreads) void mix_backward_kernel(const __grid_con
       const Vec<X, N> x = load_stream<X, N>(p.x + row * p.x_stride + i * p.columns + c);
       float d[N] = {};
       if (p.addend != nullptr) {
-        const Vec<float, N> more = load_stream<float, N>(p.addend + row * p.addend_stride + i * p.columns + c);
+        const Vec<float, N> more =
+            load_stream<float, N>(p.addend + row * p.addend_stride + i * p.columns + c);
 #pragma unroll
         for (int j = 0; j < N; ++j) d[j] = fma(x_scale, x[j], more[j]);
       }
@@ -283,8 +285,9 @@ void widen(Context& ctx, const HyperConnectionWiden& a) {
   by_type(a.x, [&]<class X>() {
     constexpr int kVec = 16 / int(sizeof(X));
     const bool wide = is_vectorizable(a.x.data, a.x.stride, a.x.cols, sizeof(X));
-    launch(kOp, ctx, wide ? widen_kernel<X, kVec> : widen_kernel<X, 1>, {.blocks = a.x.rows, .threads = kThreads},
-           a.x.row<X>(0), a.x.stride, a.x.cols, a.wide, a.rstd, a.eps);
+    launch(kOp, ctx, wide ? widen_kernel<X, kVec> : widen_kernel<X, 1>,
+           {.blocks = a.x.rows, .threads = kThreads}, a.x.row<X>(0), a.x.stride, a.x.cols, a.wide, a.rstd,
+           a.eps);
   });
 }
 
@@ -333,8 +336,9 @@ void coefficient_gradients(Context& ctx, const HyperConnectionGradients& g) {
 }
 
 void set_zero(Context& ctx, const Matrix& m) {
-  TIGON_CUDA_CHECK(kOp, cudaMemset2DAsync(m.data, size_t(m.stride) * sizeof(float), 0, size_t(m.cols) * sizeof(float),
-                                          size_t(m.rows), static_cast<cudaStream_t>(ctx.stream())));
+  TIGON_CUDA_CHECK(
+      kOp, cudaMemset2DAsync(m.data, size_t(m.stride) * sizeof(float), 0, size_t(m.cols) * sizeof(float),
+                             size_t(m.rows), static_cast<cudaStream_t>(ctx.stream())));
 }
 
 void hyper_connection_mix_fwd(Context& ctx, const HyperConnectionMixFwd& a) {
@@ -348,8 +352,8 @@ void hyper_connection_mix_fwd(Context& ctx, const HyperConnectionMixFwd& a) {
     p.post = a.post.row<float>(0), p.post_stride = a.post.stride;
     p.tokens = a.x.rows, p.columns = columns;
     p.streams = int(a.streams), p.outs = int(a.outs);
-    launch(kOp, ctx, mix_kernel<X, Most, N>, {.blocks = ceil_div(p.tokens * (columns / N), kThreads), .threads = kThreads},
-           p);
+    launch(kOp, ctx, mix_kernel<X, Most, N>,
+           {.blocks = ceil_div(p.tokens * (columns / N), kThreads), .threads = kThreads}, p);
   });
 }
 

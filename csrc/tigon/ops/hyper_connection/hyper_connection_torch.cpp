@@ -42,9 +42,9 @@ Matrix wanted(const char* op, const char* name, Tensor& t, bool want) {
   return want ? rows_of(op, name, t) : Matrix{};
 }
 
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(Tensor x, Tensor weight, Tensor base, Tensor scale,
-                                                                   Options options, bool collapse) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(Tensor x, Tensor weight, Tensor base,
+                                                                   Tensor scale, Options options,
+                                                                   bool collapse) {
   check_same_device(kOp, "weight", weight, x);
   check_same_device(kOp, "base", base, x);
   check_same_device(kOp, "scale", scale, x);
@@ -72,17 +72,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(Tensor x, Ten
   return {y, pre, post, res, product, rstd};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> infer(Tensor x, Tensor weight, Tensor base, Tensor scale, Options options,
-                                                 bool collapse) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> infer(Tensor x, Tensor weight, Tensor base, Tensor scale,
+                                                 Options options, bool collapse) {
   auto all = forward(x, weight, base, scale, options, collapse);
   return {std::get<0>(all), std::get<1>(all), std::get<2>(all), std::get<3>(all)};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(OptionalTensor dy, OptionalTensor dpre, OptionalTensor dpost,
-                                                    OptionalTensor dres, Tensor x, Tensor weight, Tensor base,
-                                                    Tensor scale, Tensor product, Tensor rstd, Options options,
-                                                    bool need_dx, bool need_dweight, bool need_dbase,
-                                                    bool need_dscale) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward(OptionalTensor dy, OptionalTensor dpre,
+                                                    OptionalTensor dpost, OptionalTensor dres, Tensor x,
+                                                    Tensor weight, Tensor base, Tensor scale, Tensor product,
+                                                    Tensor rstd, Options options, bool need_dx,
+                                                    bool need_dweight, bool need_dbase, bool need_dscale) {
   const Matrix rows = rows_of(kOp, "x", x), w = rows_of(kOp, "weight", weight);
   Tensor dx = need_dx ? make_like(x, rows.dtype) : nothing(x, rows.dtype);
   Tensor dweight = need_dweight ? make_like(weight, DType::f32) : nothing(x, DType::f32);
@@ -125,10 +125,11 @@ Tensor mix_forward(Tensor x, OptionalTensor f, OptionalTensor mix, OptionalTenso
   return y;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> mix_backward(Tensor dy, Tensor x, OptionalTensor f, OptionalTensor mix,
-                                                        OptionalTensor post, int64_t streams, int64_t outs,
-                                                        bool transposed, bool need_dx, bool need_df,
-                                                        bool need_dmix, bool need_dpost) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> mix_backward(Tensor dy, Tensor x, OptionalTensor f,
+                                                        OptionalTensor mix, OptionalTensor post,
+                                                        int64_t streams, int64_t outs, bool transposed,
+                                                        bool need_dx, bool need_df, bool need_dmix,
+                                                        bool need_dpost) {
   check_same_device(kMix, "dy", dy, x);
   const Matrix rows = rows_of(kMix, "x", x);
   Tensor dx = need_dx ? make_like(x, rows.dtype) : nothing(x, rows.dtype);
@@ -157,22 +158,27 @@ TIGON_TORCH_SCHEMAS(m) {
   const std::string options =
       "int streams, float norm_eps, float pre_eps, float post_scale, float post_eps, int iterations, float "
       "sinkhorn_eps";
-  const std::string inputs = "(Tensor x, Tensor weight, Tensor base, Tensor scale, " + options + ", bool collapse)";
+  const std::string inputs =
+      "(Tensor x, Tensor weight, Tensor base, Tensor scale, " + options + ", bool collapse)";
   const std::string results = "Tensor y, Tensor pre, Tensor post, Tensor res";
   define_forward(m, kOp, inputs + " -> (" + results + ", Tensor product, Tensor rstd)");
   define(m, "hyper_connection_infer" + inputs + " -> (" + results + ")");
-  define(m,
-         "hyper_connection_bwd(Tensor? dy, Tensor? dpre, Tensor? dpost, Tensor? dres, Tensor x, Tensor weight, "
-         "Tensor base, Tensor scale, Tensor product, Tensor rstd, " +
-             options +
-             ", bool need_dx, bool need_dweight, bool need_dbase, bool need_dscale) -> (Tensor dx, Tensor dweight, "
-             "Tensor dbase, Tensor dscale)");
+  define(
+      m,
+      "hyper_connection_bwd(Tensor? dy, Tensor? dpre, Tensor? dpost, Tensor? dres, Tensor x, Tensor weight, "
+      "Tensor base, Tensor scale, Tensor product, Tensor rstd, " +
+          options +
+          ", bool need_dx, bool need_dweight, bool need_dbase, bool need_dscale) -> (Tensor dx, Tensor "
+          "dweight, "
+          "Tensor dbase, Tensor dscale)");
   const std::string mixed =
       "Tensor x, Tensor? f, Tensor? mix, Tensor? post, int streams, int outs, bool transposed";
   define_forward(m, kMix, "(" + mixed + ") -> Tensor");
-  define(m, "hyper_connection_mix_bwd(Tensor dy, " + mixed +
-                ", bool need_dx, bool need_df, bool need_dmix, bool need_dpost) -> (Tensor dx, Tensor df, Tensor "
-                "dmix, Tensor dpost)");
+  define(
+      m,
+      "hyper_connection_mix_bwd(Tensor dy, " + mixed +
+          ", bool need_dx, bool need_df, bool need_dmix, bool need_dpost) -> (Tensor dx, Tensor df, Tensor "
+          "dmix, Tensor dpost)");
 }
 TIGON_TORCH_KERNELS(m) {
   implement_forward(m, kOp, &boxed<&forward>);

@@ -10,7 +10,8 @@ from importlib import resources
 VERSION = "0.8.5"  # of the interface
 PACKAGE = "liger_kernel"
 _BEHIND = (
-    "backends", "bases", "chunked_loss", "cosine", "divergences", "distillation", "functional", "modules",
+    "backends", "bases", "chunked_loss", "cosine", "divergences", "distillation", "functional",
+    "hyper_connections", "modules",
     "outputs", "patching", "policies", "preferences", "sharded", "utils", "dispatched",
 )  # fmt: skip
 _APART = {"chunked_loss"}  # packages whose names mean something else outside of them

@@ -1,0 +1,141 @@
+"""Hyper-connections: refused calls, the forms of transformers' models, what is absent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from native import bits_under
+
+import tigon
+from tigon.ops.hyper_connection import reference_post, reference_pre
+
+X, WEIGHT, BASE, SCALE = torch.randn(3, 4, 8), torch.randn(24, 32), torch.randn(24), torch.ones(3)
+F, POST, RES = torch.randn(3, 8), torch.rand(3, 4), torch.rand(3, 4, 4)
+
+
+def _pre(x=X, weight=WEIGHT, base=BASE, scale=SCALE, **options):
+    return lambda: tigon.hyper_connection_pre(x, weight, base, scale, **options)
+
+
+def _post(x=X, f=F, post=POST, res=RES, **options):
+    return lambda: tigon.hyper_connection_post(x, f, post, res, **options)
+
+
+CALLS = {
+    "x": (_pre(x=[1.0]), "x must be a float tensor, got list"),
+    "rank": (_pre(x=X[0, 0]), r"x must be \[..., n, C\] with C >= 1, got"),
+    "no columns": (_pre(x=X[..., :0]), r"x must be \[..., n, C\] with C >= 1, got"),
+    "streams": (_pre(x=torch.randn(3, 9, 8)), "x must have 1 to 8 streams, got 9"),
+    "weight": (_pre(weight=None), "weight must be a float tensor, got NoneType"),
+    "weight columns": (
+        _pre(weight=WEIGHT[:, 1:]),
+        r"weight must be \[M, 32\] with M one of \[4, 8, 24\], got",
+    ),
+    "weight rows": (_pre(weight=WEIGHT[1:]), r"weight must be \[M, 32\] with M one of \[4, 8, 24\], got"),
+    "base": (_pre(base=BASE[1:]), r"base must be \[24\], got"),
+    "scale": (_pre(scale=SCALE[1:]), r"scale must be \[3\], got"),
+    "scale number": (_pre(scale=1.0), "scale must be a float tensor, got float"),
+    "iterations": (_pre(iterations=0), "iterations must be >= 1, got 0"),
+    "iterations float": (_pre(iterations=2.0), "iterations must be an int, got float"),
+    "norm_eps": (_pre(norm_eps=-1.0), "norm_eps must be >= 0, got -1.0"),
+    "sinkhorn_eps": (_pre(sinkhorn_eps=None), "sinkhorn_eps must be a number, got NoneType"),
+    "device": (_pre(weight=WEIGHT.to("meta")), "weight must be on cpu, got meta"),
+    "f": (_post(f=F[:, 1:]), r"f must be \[3, 8\], got"),
+    "f dtype": (_post(f=F.half()), "f must be torch.float32, got torch.float16"),
+    "f alone": (_post(post=None), "f and post must be given together"),
+    "post": (_post(post=POST[1:]), r"post must be \[3, 4\], got"),
+    "res": (
+        _post(res=RES[..., 1:]),
+        r"res must be \[..., outs, 4\] with outs from 1 to 8 and the tokens of x",
+    ),
+    "res transposed": (_post(res=RES[:, 1:], transposed=True), r"res must be \[..., 4, outs\] with"),
+    "res tokens": (_post(res=RES[1:]), r"res must be \[..., outs, 4\] with outs"),
+    "res rank": (_post(res=RES[0, 0]), r"res must be \[..., outs, 4\] with outs"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_refused(name, dtype):
+    call, text = CALLS[name]
+    if dtype == torch.float64 and not name.startswith(("f dtype", "device")):
+        call = _in_double(call)
+    with pytest.raises(tigon.Error, match=rf"\[hyper_connection_(pre|post)\] {text}"):
+        call()
+
+
+def _in_double(call):
+    """The same call, whose x is float64: the reference's route."""
+    cells = {n: c.cell_contents for n, c in zip(call.__code__.co_freevars, call.__closure__, strict=True)}
+    cells = {n: a.double() if isinstance(a, torch.Tensor) else a for n, a in cells.items()}
+    options = cells.pop("options")
+    return (_pre if "weight" in cells else _post)(**cells, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_absent(dtype):
+    x = X.to(dtype)
+    y, pre, post, res = tigon.hyper_connection_pre(x, WEIGHT, BASE, SCALE)
+    assert (y.shape, pre.shape, post.shape, res.shape) == ((3, 8), (3, 4), (3, 4), (3, 4, 4))
+    assert (y.dtype, pre.dtype, post.dtype, res.dtype) == (dtype, *(torch.float32,) * 3)
+    alone = tigon.hyper_connection_pre(x, WEIGHT, BASE, SCALE, collapse=False)
+    assert alone[0] is None
+    assert all(torch.equal(a, b) for a, b in zip(alone[1:], (pre, post, res), strict=True))
+    two = tigon.hyper_connection_pre(x, WEIGHT[:8], BASE[:8], SCALE[:2])
+    assert two[3] is None and two[2].shape == (3, 4)
+    assert tigon.hyper_connection_pre(x, WEIGHT[:4], BASE[:4], SCALE[:1])[2:] == (None, None)
+    assert torch.equal(tigon.hyper_connection_post(x), x)
+
+
+def test_doubly_stochastic():
+    res = tigon.hyper_connection_pre(X, WEIGHT / 20, BASE, SCALE)[3]
+    torch.testing.assert_close(res.sum(-1), torch.ones(3, 4), atol=1e-3, rtol=0)
+    torch.testing.assert_close(res.sum(-2), torch.ones(3, 4), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("wanted", range(4))
+def test_gradient_of_one_result(wanted):
+    """Upstream gradients that are not there count as zero."""
+    leaves = [a.clone().requires_grad_() for a in (X, WEIGHT, BASE, SCALE)]
+    doubles = [a.detach().double().requires_grad_() for a in leaves]
+    got = torch.autograd.grad(tigon.hyper_connection_pre(*leaves)[wanted].square().sum(), leaves)
+    want = torch.autograd.grad(reference_pre(*doubles)[wanted].square().sum(), doubles)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=2e-5, atol=2e-5)
+
+
+def test_float64_parameters_beside_float32():
+    """Computed in float64 throughout."""
+    got = tigon.hyper_connection_pre(X, WEIGHT.double(), BASE, SCALE)
+    want = reference_pre(X, WEIGHT.double(), BASE, SCALE)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert torch.equal(
+        tigon.hyper_connection_post(X, F, POST.double(), RES), reference_post(X, F, POST.double(), RES)
+    )
+
+
+def test_compiled():
+    """Both functions, fullgraph, forward and backward, the same bits."""
+
+    def layer(x, weight, base, scale):
+        y, _, post, res = tigon.hyper_connection_pre(x, weight, base, scale)
+        return tigon.hyper_connection_post(x, torch.tanh(y), post, res, transposed=True)
+
+    leaves = [a.clone().requires_grad_() for a in (X, WEIGHT, BASE, SCALE)]
+    want = layer(*leaves)
+    got = torch.compile(layer, fullgraph=True, backend="aot_eager")(*leaves)
+    assert torch.equal(got, want)
+    for a, b in zip(*(torch.autograd.grad(y.sum(), leaves) for y in (got, want)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_same_bits_for_every_instruction_set():
+    script = """
+import tigon
+x = torch.randn(37, 4, 45, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+f, post, res = x[:, 0].detach() * 0.5, x[..., 0].detach().float(), x[..., :4].detach().float()
+y = tigon.hyper_connection_post(x, f, post, res)
+y.float().square().sum().backward()
+emit(y, x.grad)
+"""
+    assert len(bits_under(script)) == 1
