@@ -1,4 +1,4 @@
-"""Cases of hyper_connection: the coefficients and the input of a layer (pre), and the streams after it (post)."""
+"""Cases of hyper_connection: coefficients and the input of a layer (pre), the streams after it (post)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manifold-constrained hyper-connections. Contract: ``csrc/tigon/ops/hyper_connection/hyper_connection.h``."""
+"""Manifold-constrained hyper-connections. Contract: ``tigon/ops/hyper_connection/hyper_connection.h``."""
 
 from __future__ import annotations
 
@@ -149,13 +149,15 @@ def hyper_connection_pre(
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """Coefficients of manifold-constrained hyper-connections (mHC), and the input of a layer that they make.
 
-    With ``m = (x.flatten(-2) @ weight.T) * rsqrt(mean(x^2) + norm_eps)`` and ``l = scale * m + base``, part by
-    part: ``pre = sigmoid(l) + pre_eps``, ``post = post_scale * sigmoid(l) + post_eps``, ``res`` = Sinkhorn of l
-    (softmax of the rows + sinkhorn_eps; columns divided by their sum + sinkhorn_eps; ``iterations - 1`` times
-    rows, then columns) and ``y = sum_i pre_i x_i``. :func:`hyper_connection_post` takes the layer's result back.
+    With ``m = (x.flatten(-2) @ weight.T) * rsqrt(mean(x^2) + norm_eps)`` and ``l = scale * m + base``, part
+    by part: ``pre = sigmoid(l) + pre_eps``, ``post = post_scale * sigmoid(l) + post_eps``, ``res`` = Sinkhorn
+    of l (softmax of the rows + sinkhorn_eps; columns divided by their sum + sinkhorn_eps;
+    ``iterations - 1`` times rows, then columns) and ``y = sum_i pre_i x_i``.
+    :func:`hyper_connection_post` takes the layer's result back.
 
     Args:
-        x: ``[..., n, C]``, n streams (1 to 8), float32, bfloat16 or float16. float64 runs the eager reference.
+        x: ``[..., n, C]``, n streams (1 to 8), float32, bfloat16 or float16. float64 runs the eager
+            reference.
         weight: ``[M, n * C]``, M = n (pre alone), 2n (pre and post) or 2n + n^2 (pre, post, then res row by
             row); any float dtype: products are taken in float32.
         base: ``[M]``, any float dtype.
@@ -169,9 +171,9 @@ def hyper_connection_pre(
         collapse: ``False``: the coefficients alone, without y.
 
     Returns:
-        ``(y, pre, post, res)``: y ``[..., C]`` in x's dtype, pre and post ``[..., n]``, res ``[..., n, n]``, all
-        three in float32; ``None`` for what is not there. Differentiable in x, weight, base and scale; bitwise
-        deterministic.
+        ``(y, pre, post, res)``: y ``[..., C]`` in x's dtype, pre and post ``[..., n]``, res ``[..., n, n]``,
+        all three in float32; ``None`` for what is not there. Differentiable in x, weight, base and scale;
+        bitwise deterministic.
 
     Raises:
         tigon.Error: shape, dtype, device or an option does not fit.
@@ -232,7 +234,8 @@ def hyper_connection_post(
     """Streams mixed, and a layer's result added to each: ``y_o = sum_i res_oi x_i + post_o f``, rounded once.
 
     Args:
-        x: ``[..., n, C]``, n streams (1 to 8), float32, bfloat16 or float16. float64 runs the eager reference.
+        x: ``[..., n, C]``, n streams (1 to 8), float32, bfloat16 or float16. float64 runs the eager
+            reference.
         f: ``[..., C]``, x's dtype: the layer's result; ``None``: 0.
         post: ``[..., outs]``, any float dtype; given where f is.
         res: ``[..., outs, n]``, outs from 1 to 8, any float dtype; ``None``: the identity.

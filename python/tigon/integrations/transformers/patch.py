@@ -21,6 +21,7 @@ from tigon.integrations.transformers.head import (
     detach,
     plan_head,
 )
+from tigon.integrations.transformers.hyper_connections import hyper_forward, plan_hyper
 from tigon.integrations.transformers.mlp import MlpSpec, mlp_forward, plan_mlp
 from tigon.integrations.transformers.norms import norm_forward, plan_norm
 from tigon.integrations.transformers.qkv_split import plan_slices, split_forward
@@ -151,7 +152,7 @@ class _Plan:
 
 
 def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
-          experts: bool = True, qkv: bool = True, lazy_logits: bool = False,
+          experts: bool = True, qkv: bool = True, hyper: bool = True, lazy_logits: bool = False,
           strict: bool = False) -> Report:  # fmt: skip
     """Replace the norms, MLPs, rotary functions, loss head and experts of a model by Tigon's.
 
@@ -160,7 +161,7 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
     Args:
         model: a Hugging Face model, or any module built from such parts; PEFT, DDP and
             `torch.compile` wrappers are looked through. Modified in place.
-        norm, mlp, rope, loss, experts, qkv: which slots to look at.
+        norm, mlp, rope, loss, experts, qkv, hyper: which slots to look at; hyper: hyper-connections.
         lazy_logits: owe logits to training forwards without labels too, for a loss that you (or Trainer's
             ``compute_loss_func``) compute from ``output.logits``. Stays until `undo`.
         strict: raise instead of leaving anything of these slots stock.
@@ -188,12 +189,22 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
         plan.experts()
     if qkv:
         plan.modules("qkv", plan_slices, split_forward)
+    if hyper:
+        plan.modules("hyper", plan_hyper, hyper_forward)
     if rope:
         plan.rope()
     if loss:
         plan.loss()
     _check(plan, report, strict)
-    slots = {"norm": norm, "mlp": mlp, "experts": experts, "qkv": qkv, "rope": rope, "loss": loss}
+    slots = {
+        "norm": norm,
+        "mlp": mlp,
+        "experts": experts,
+        "qkv": qkv,
+        "hyper": hyper,
+        "rope": rope,
+        "loss": loss,
+    }
     kept = [entry for entry in report.entries if not slots[entry.slot]]
     report.entries[:] = kept + plan.entries
     if state is None:
