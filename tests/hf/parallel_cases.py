@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
-from two_processes import case, rank, refused
+from two_processes import case, device_type, mesh, rank, refused
 
 import tigon
 from tigon import parallel
@@ -48,7 +48,12 @@ def group():
 
 def problem(dtype, seed=0):
     """Hidden states [S, B, H], weight [V, H], bias [V], labels [S, B], and per-row numbers."""
-    g = torch.Generator().manual_seed(seed)
+    with torch.device("cpu"):  # the same numbers on every device
+        tensors = drawn_on_cpu(dtype, torch.Generator().manual_seed(seed))
+    return {name: tensor.to(torch.get_default_device()) for name, tensor in tensors.items()}
+
+
+def drawn_on_cpu(dtype, g):
     draw = functools.partial(torch.randn, generator=g)
     target = torch.randint(0, V, (S, B), generator=g)
     target[0] = torch.randint(0, 50, (B,), generator=g)
@@ -282,7 +287,7 @@ def parallel_dtypes():
     whole = [p["hidden"].clone().requires_grad_(), p["weight"].clone().requires_grad_()]
     part = [p["hidden"].clone().requires_grad_(), mine(p["weight"], "uneven").requires_grad_()]
     for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", dtype):
+        with torch.autocast(device_type(), dtype):
             want = tigon.linear_cross_entropy(*whole, p["target"], denominator=torch.tensor(9.0))
             loss = parallel.linear_cross_entropy(
                 *part, p["target"].int(), group(), denominator=torch.tensor([9], dtype=torch.int32)
@@ -492,8 +497,7 @@ def parallel_autograd():
     refused(
         lambda: torch.func.vmap(lambda x: call(x, weight, p["target"], group()))(hidden[None]), "torch.func"
     )
-    place = dist.device_mesh.init_device_mesh("cpu", (2,))
-    head = DTensor.from_local(weight.detach(), place, [Shard(0)])
+    head = DTensor.from_local(weight.detach(), mesh(), [Shard(0)])
     refused(
         lambda: call(hidden, head, p["target"], group()), "weight must be a plain dense tensor, got a DTensor"
     )
@@ -563,7 +567,7 @@ def parallel_liger_names():
     torch.testing.assert_close(entropy, want, rtol=1e-5, atol=1e-5)
     (nll + entropy).sum().backward()
     assert hidden.grad is not None and weight.grad is not None
-    logits = torch.randn(4, 2, 22, generator=torch.Generator().manual_seed(1))
+    logits = problem(torch.float32, 1)["hidden"][:4, :2, :22].contiguous()
     labels = torch.arange(8).view(4, 2)
     own = logits.chunk(2, -1)[rank()]
     for smoothing in (0.0, 0.1):
