@@ -1,4 +1,4 @@
-"""The norms, softmax, sparsemax and dyt beyond the cases: refusals, gradients on demand, in place, determinism."""
+"""The norms, softmax and dyt beyond the cases: refusals, gradients on demand, in place, determinism."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from tigon.ops.poly_norm import poly_norm
 
 
 class PolyNorm(nn.Module):
-    """:func:`tigon.poly_norm` with a learned weight ``[3]``, at first 1/3 each, and a bias ``[1]``, at first 1.
+    """:func:`tigon.poly_norm` with a learned weight ``[3]``, at first 1/3 each, and bias ``[1]``, at first 1.
 
     Args:
         eps: added to the mean squares.

@@ -59,22 +59,23 @@ _op = Op(
 
 
 def poly_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """PolyNorm, an activation: powers of x, each normalised over the last dimension, in the place of SwiGLU's.
+    """PolyNorm, an activation: weighted powers of x, each normalised over the last dimension.
 
-    ``weight[0] * n(x^3) + weight[1] * n(x^2) + weight[2] * n(x) + bias``, ``n(u) = u * rsqrt(mean(u^2) + eps)``
+    ``weight[0] * n(x^3) + weight[1] * n(x^2) + weight[2] * n(x) + bias`` with
+    ``n(u) = u * rsqrt(mean(u^2) + eps)``
 
     Args:
         x: ``[..., C]`` float32, bfloat16 or float16, any leading strides (rows dense, or copied once).
             float64 runs the eager reference.
         weight: ``[3]``, of x^3, x^2 and x.
-        bias: ``[1]``. Both are of x's dtype or float32; of different dtypes, or of another one, both are taken
-            as float32.
+        bias: ``[1]``. Both are of x's dtype or float32; of different dtypes, or of another one, both are
+            taken as float32.
         eps: added to the mean squares, >= 0.
 
     Returns:
         ``[..., C]`` in x's dtype, contiguous, rounded once. Differentiable in x, weight and bias (x and three
-        float32 a row are kept); powers, sums and gradients in float32, where those of entries beyond 2.6e6
-        overflow and leave their row without its cubes; bitwise deterministic.
+        float32 a row are kept); powers, sums and gradients in float32: a row whose sum of x^6 overflows
+        (entries of 6e5 in 4096 columns) is left without its cubes; bitwise deterministic.
 
     Raises:
         tigon.Error: shape, dtype, device or eps does not fit.

@@ -176,9 +176,9 @@ void run_row_op(const char* name, Context& ctx, const Op& op) {
   if (const ClusterShape c =
           largest_cluster<kLongest>(name, occupancy, clustered, vecs, 192, [](int) { return size_t(0); });
       c.blocks > 0)
-    return launch(
-        name, ctx, clustered,
-        {.blocks = rows.rows * c.blocks, .threads = c.threads, .pdl = true, .cluster = c.blocks}, op);
+    return launch(name, ctx, clustered,
+                  {.blocks = rows.rows * c.blocks, .threads = c.threads, .pdl = true, .cluster = c.blocks},
+                  op);
   static OccupancyCache looped_occupancy;
   const auto looped = kernel<Op, ConfigType<kLongest>, true, true>;
   const int blocks = looped_occupancy.max_active(name, looped, 8, kLongest.max_threads) > 0 ? 8 : 1;

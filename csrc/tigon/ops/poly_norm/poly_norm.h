@@ -6,7 +6,7 @@
 //             dweight[3 - k] = sum of dy * h_k over everything;  dbias = sum of dy over everything
 // Shapes      x, y, dy, dx [rows, cols], any row stride; weight, dweight [3]; bias, dbias [1]; rstd [rows * 3]: of x, x^2, x^3
 // Dtypes      x, y f32 | bf16 | f16; weight and bias of one dtype, x's or f32, their gradients too; rstd f32; accumulation f32:
-//             where x^6 overflows (|x| > 2.6e6) its rstd is 0, and h_3 with it
+//             where the sum of x^6 over a row overflows (entries of 6e5 in 4096 columns) rstd of x^3 is 0, and h_3 with it
 // Rounding    once, on store
 // Saved       x, weight, rstd (12 bytes a row)
 // Aliasing    y may be x, dx may be dy or x (same address and stride); no other overlap

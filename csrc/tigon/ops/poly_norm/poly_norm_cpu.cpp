@@ -42,9 +42,8 @@ namespace {
 constexpr int64_t kMinRows = 16, kMaxPartials = 64;  // fixed by shape, so results do not depend on threads
 
 float number(const Vector& v, int64_t i) {
-  return dispatch_float("poly_norm", "weight", v.dtype, [&](auto t) {
-    return to_float(v.as<typename decltype(t)::type>()[i]);
-  });
+  return dispatch_float("poly_norm", "weight", v.dtype,
+                        [&](auto t) { return to_float(v.as<typename decltype(t)::type>()[i]); });
 }
 
 }  // namespace

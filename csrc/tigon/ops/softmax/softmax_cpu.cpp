@@ -23,7 +23,7 @@ namespace tigon::cpu {
 void softmax_fwd(Context& ctx, const SoftmaxFwd& a) {
   const SoftmaxKernels& k = TIGON_SELECT(softmax_table).at[int(a.x.dtype)];
   for_each_row(ctx, a.x.rows,
-           [&](int64_t r) { k.forward(element_at(a.x, r, 0), element_at(a.y, r, 0), a.x.cols); });
+               [&](int64_t r) { k.forward(element_at(a.x, r, 0), element_at(a.y, r, 0), a.x.cols); });
 }
 
 void softmax_bwd(Context& ctx, const SoftmaxBwd& a) {

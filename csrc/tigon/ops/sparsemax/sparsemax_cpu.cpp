@@ -23,7 +23,7 @@ namespace tigon::cpu {
 void sparsemax_fwd(Context& ctx, const SparsemaxFwd& a) {
   const SparsemaxKernels& k = TIGON_SELECT(sparsemax_table).at[int(a.x.dtype)];
   for_each_row(ctx, a.x.rows,
-           [&](int64_t r) { k.forward(element_at(a.x, r, 0), element_at(a.y, r, 0), a.x.cols); });
+               [&](int64_t r) { k.forward(element_at(a.x, r, 0), element_at(a.y, r, 0), a.x.cols); });
 }
 
 void sparsemax_bwd(Context& ctx, const SparsemaxBwd& a) {
