@@ -155,8 +155,8 @@ def big_sparsemax(rows=BIG // 4099 + 3, columns=4099, device="cuda"):
     _rows_op(tigon.sparsemax, [_randn(rows, columns, device=device)])
 
 
-def big_poly_norm(rows=BIG // 4099 + 3, columns=4099, device="cuda"):
-    """The same, beside partial sums of the rows."""
+def big_poly_norm(rows=BIG // 4104 + 3, columns=4104, device="cuda"):
+    """x, y and their gradients of more than 2^31 elements, beside partial sums of the rows."""
     weight, bias = _randn(3, device=device), _randn(1, device=device)
     _rows_op(lambda x: tigon.poly_norm(x, weight, bias), [_randn(rows, columns, device=device)])
 
