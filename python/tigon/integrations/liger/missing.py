@@ -26,7 +26,7 @@ _INSTEAD = (
     ("(?i)neighborhood", "torch.nn.attention.flex_attention with a mask of neighbours"),
     ("(?i)modulated", "tigon.rms_norm, and the modulation of its result"),
     ("mhc_(mm|split|pre|post|sinkhorn)", "tigon.hyper_connection_pre and tigon.hyper_connection_post"),
-    ("(?i)attn_?res|multi_?token_?attention|poly_?norm|sparsemax", _NO_OP),
+    ("(?i)attn_?res|multi_?token_?attention", _NO_OP),
     ("matmul|pack_weights|autotune", f"torch.matmul, and {_NO_OP}"),
     ("assert_op|test_shapes|pytorch_reference|requires_cuda|sum_based|tolerances",
      "torch.testing.assert_close: Liger's test helpers are not part of the interface"),

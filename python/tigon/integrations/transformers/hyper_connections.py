@@ -1,4 +1,4 @@
-"""Hyper-connections -> tigon.hyper_connection_pre: coefficients, and the input of a layer from several streams.
+"""Hyper-connections -> tigon.hyper_connection_pre: coefficients and the input of a layer, from streams.
 
 Their source has a loop, which no canonical expression has. A module that holds the parameters of a form below
 is the form if a copy on the CPU with a few columns, random parameters and large eps computes its numbers.
