@@ -139,3 +139,19 @@ y.float().square().sum().backward()
 emit(y, x.grad)
 """
     assert len(bits_under(script)) == 1
+
+
+def test_module():
+    """Both functions around a layer; the state is parameters alone."""
+    module, layer = tigon.nn.HyperConnections(8, iterations=5), torch.nn.Linear(8, 8)
+    assert {n: p.shape for n, p in module.state_dict().items()} == {
+        "weight": (24, 32),
+        "base": (24,),
+        "scale": (3,),
+    }
+    y, _, post, res = reference_pre(X, module.weight, module.base, module.scale, iterations=5)
+    got = module(X, layer)
+    torch.testing.assert_close(got, reference_post(X, layer(y), post, res))
+    got.sum().backward()
+    assert all(p.grad is not None for p in (*module.parameters(), *layer.parameters()))
+    assert "iterations=5" in repr(module)

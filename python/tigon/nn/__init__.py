@@ -8,6 +8,7 @@ from tigon.nn.experts import Experts
 from tigon.nn.gated_rms_norm import GatedRMSNorm
 from tigon.nn.glu import GeGLU, ReGLU, SwiGLU, SwiGLUOAI
 from tigon.nn.group_norm import GroupNorm
+from tigon.nn.hyper_connections import HyperConnections
 from tigon.nn.layer_norm import LayerNorm
 from tigon.nn.linear_cross_entropy import LinearCrossEntropyLoss
 from tigon.nn.linear_divergence import LinearJSDLoss, LinearKLDivLoss, LinearTVDLoss
@@ -28,6 +29,7 @@ __all__ = [
     "GatedRMSNorm",
     "GeGLU",
     "GroupNorm",
+    "HyperConnections",
     "LayerNorm",
     "LinearCrossEntropyLoss",
     "LinearJSDLoss",

@@ -162,7 +162,8 @@ template <class X, int Most, int N>
 __global__ __launch_bounds__(kThreads) void mix_kernel(const __grid_constant__ Mix<X> p) {
   const int64_t vecs = p.columns / N, at = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (at >= p.tokens * vecs) return;
-  const int64_t row = at / vecs, c = (at - row * vecs) * N;
+  const int64_t row = at <= INT32_MAX ? int64_t(uint32_t(at) / uint32_t(vecs)) : at / vecs;
+  const int64_t c = (at - row * vecs) * N;
   Vec<X, N> x[Most], f;
 #pragma unroll
   for (int i = 0; i < Most; ++i)

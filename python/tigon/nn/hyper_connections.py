@@ -1,0 +1,65 @@
+"""The module of :func:`tigon.hyper_connection_pre` and :func:`tigon.hyper_connection_post`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from tigon.ops.hyper_connection import hyper_connection_post, hyper_connection_pre
+
+
+class HyperConnections(nn.Module):
+    """Manifold-constrained hyper-connections around a layer ``[..., C] -> [..., C]``.
+
+    Args:
+        hidden_size: C.
+        streams: n, 1 to 8.
+        norm_eps, pre_eps, post_scale, iterations, sinkhorn_eps: as :func:`tigon.hyper_connection_pre`.
+
+    Parameters, in float32 unless told otherwise: weight ``[2n + n^2, n * C]`` (normal, deviation 0.02), base
+    ``[2n + n^2]`` (0) and scale ``[3]`` (0.01, as in the paper).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        streams: int = 4,
+        *,
+        norm_eps: float = 1e-6,
+        pre_eps: float = 0.0,
+        post_scale: float = 2.0,
+        iterations: int = 20,
+        sinkhorn_eps: float = 1e-6,
+        device=None,
+        dtype=torch.float32,
+    ) -> None:
+        super().__init__()
+        rows, factory = streams * (streams + 2), {"device": device, "dtype": dtype}
+        self.options = {
+            "norm_eps": norm_eps,
+            "pre_eps": pre_eps,
+            "post_scale": post_scale,
+            "iterations": iterations,
+            "sinkhorn_eps": sinkhorn_eps,
+        }
+        self.weight = nn.Parameter(torch.empty(rows, streams * hidden_size, **factory))
+        self.base = nn.Parameter(torch.empty(rows, **factory))
+        self.scale = nn.Parameter(torch.empty(3, **factory))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight anew; base and scale as at the beginning."""
+        nn.init.normal_(self.weight, std=0.02)
+        nn.init.zeros_(self.base)
+        nn.init.constant_(self.scale, 0.01)
+
+    def forward(self, x: torch.Tensor, layer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """``[..., n, C] -> [..., n, C]``: the streams after `layer`."""
+        y, _, post, res = hyper_connection_pre(x, self.weight, self.base, self.scale, **self.options)
+        return hyper_connection_post(x, layer(y), post, res)
+
+    def extra_repr(self) -> str:
+        """Sizes and options."""
+        return ", ".join((str(tuple(self.weight.shape)), *(f"{k}={v}" for k, v in self.options.items())))
