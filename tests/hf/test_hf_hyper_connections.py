@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from transformers.models.hy_v4 import modeling_hy_v4 as hunyuan
 from tigon.integrations.transformers import apply, undo
 from tigon.integrations.transformers.forward import bound
 
+table = importlib.import_module("models_table")
 CLASSES = {
     "deepseek": deepseek.DeepseekV4HyperConnection,
     "deepseek head": deepseek.DeepseekV4HyperHead,
@@ -60,7 +62,7 @@ def run(model, dtype, seed=0):
     return [*(r.detach() for r in results), x.grad, *(p.grad for p in model.parameters())]
 
 
-def in_double(module):
+def in_double(module, step=runs):
     """The class's formula in fp64: ``float()`` keeps fp64."""
 
     def wide(x):
@@ -68,7 +70,7 @@ def in_double(module):
 
     kept, torch.Tensor.float = torch.Tensor.float, wide
     try:
-        return runs(module.double(), torch.float64)
+        return step(module.double(), torch.float64)
     finally:
         torch.Tensor.float = kept
 
@@ -129,3 +131,81 @@ def test_float64_stays_stock():
     apply(patched, norm=False)
     for a, b in zip(run(patched, torch.float64), run(stock, torch.float64), strict=True):
         assert torch.equal(a, b)
+
+
+class Layer(nn.Module):
+    """The streams after a layer, as DeepSeek-V4 and GLM-5 write them, and as Hunyuan V4 does."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.inner, self.kind = nn.Linear(24, 24), kind
+
+    def forward(self, x, post, comb):
+        dtype = x.dtype
+        out = self.inner(x[..., 0, :])
+        if self.kind == "mixed":
+            return post.to(dtype).unsqueeze(-1) * out.unsqueeze(-2) + torch.matmul(
+                comb.to(dtype).transpose(-1, -2), x
+            )
+        return (post.float().unsqueeze(-1) * out.float().unsqueeze(-2) + x.float()).to(dtype)
+
+
+def _step_of_layer(layer, dtype, seed=0):
+    layer.zero_grad(set_to_none=True)
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((2, 7, 4, 24), (2, 7, 4), (2, 7, 4, 4))
+    x, post, comb = (torch.randn(*s, generator=generator, dtype=torch.float64) for s in shapes)
+    narrow = torch.float64 if dtype == torch.float64 else torch.float32
+    leaves = [x.to(dtype), post.to(narrow), comb.to(narrow)][: 3 if layer.kind == "mixed" else 2]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    y = layer(*leaves, *([] if layer.kind == "mixed" else [comb]))
+    y.backward(torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype))
+    return [y.detach(), *(leaf.grad for leaf in leaves), *(p.grad for p in layer.parameters())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["mixed", "kept"])
+def test_streams_after_a_layer(kind, dtype):
+    torch.manual_seed(0)
+    stock = Layer(kind).to(dtype)
+    patched = copy.deepcopy(stock)
+    report = apply(patched)
+    assert [e.by for e in report.replaced] == ["tigon.hyper_connection_post (2 places)"], str(report)
+    twin = copy.deepcopy(patched)
+    exact = in_double(copy.deepcopy(stock), _step_of_layer)
+    for got in (_step_of_layer(patched, dtype), _step_of_layer(twin, dtype)):
+        for a, b, c in zip(got, _step_of_layer(stock, dtype), exact, strict=True):
+            assert (a.shape, a.dtype) == (b.shape, b.dtype)
+            assert_as_good(a, b, c, torch.finfo(a.dtype).eps)
+    undo(patched)
+    for a, b in zip(_step_of_layer(patched, dtype), _step_of_layer(stock, dtype), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", ["mixed", "kept"])
+def test_streams_that_no_kernel_takes(kind):
+    """float64: stock's expression to the same bits."""
+    stock = Layer(kind).double()
+    patched = copy.deepcopy(stock)
+    apply(patched)
+    for a, b in zip(*(_step_of_layer(m, torch.float64) for m in (patched, stock)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v4", "glm5_next", "hy_v4"])
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_step_of_a_model(family, checkpoints):
+    """Every hyper-connection and both places of each layer; loss and gradients are stock's within rounding."""
+    torch.manual_seed(0)
+    name = [cls for kind, cls in table.models() if kind == family][-1]
+    model = table.build(family, name, tiny=True).train()
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert table.compare(model) == table.EQUAL
+    report = apply(model)
+    layers = [e for e in report.replaced if e.by == "tigon.hyper_connection_post (2 places)"]
+    assert len(layers) == 3
+    assert not [e for e in report.left if e.slot == "hyper"]
+    assert report.count("hyper") == 3 * len(layers) + (
+        family != "glm5_next"
+    )  # which has a mean before its head

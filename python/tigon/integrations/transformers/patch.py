@@ -28,6 +28,7 @@ from tigon.integrations.transformers.qkv_split import plan_slices, split_forward
 from tigon.integrations.transformers.recompute import Ledger
 from tigon.integrations.transformers.report import Entry, Report
 from tigon.integrations.transformers.rope import Key, find_rotary, plan_rotary, rebind, release
+from tigon.integrations.transformers.streams import plan_streams, streams_forward
 
 STATE = "_tigon_state"
 ABSENT = "absent"  # the model had no loss function of its own
@@ -191,6 +192,7 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
         plan.modules("qkv", plan_slices, split_forward)
     if hyper:
         plan.modules("hyper", plan_hyper, hyper_forward)
+        plan.modules("hyper", plan_streams, streams_forward)
     if rope:
         plan.rope()
     if loss:

@@ -55,13 +55,8 @@ def plan_slices(module: nn.Module) -> tuple[SplitSpec, str] | str | None:
 @functools.cache
 def rewrite(forward) -> tuple[str, types.FunctionType] | None:
     """The attribute whose result is cut up, and the forward that splits it; None where there is none."""
-    try:
-        node = function_node(forward)
-    except Unrecognised:
-        return None
-    if forward.__closure__ or hasattr(forward, "__wrapped__") or node.decorator_list:
-        return None
-    if any(map(_private, ast.walk(node))):
+    node = rewritable(forward)
+    if node is None:
         return None
     source = None
     for first in range(len(node.body)):
@@ -72,13 +67,29 @@ def rewrite(forward) -> tuple[str, types.FunctionType] | None:
             break
     if source is None:
         return None
+    return source, recompiled(forward, node, forward.__globals__)
+
+
+def rewritable(forward) -> ast.FunctionDef | None:
+    """The source of a forward whose statements may be replaced."""
+    try:
+        node = function_node(forward)
+    except Unrecognised:
+        return None
+    if forward.__closure__ or hasattr(forward, "__wrapped__") or node.decorator_list:
+        return None
+    return None if any(map(_private, ast.walk(node))) else node
+
+
+def recompiled(forward, node: ast.FunctionDef, names: dict) -> types.FunctionType:
+    """A function like `forward` with this source, in a namespace."""
     tree = ast.Module([node], type_ignores=[])
     ast.increment_lineno(tree, forward.__code__.co_firstlineno - 1)
     code = compile(ast.fix_missing_locations(tree), forward.__code__.co_filename, "exec", dont_inherit=True)
     code = next(c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == node.name)
-    made = types.FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__)
+    made = types.FunctionType(code, names, forward.__name__, forward.__defaults__)
     made.__kwdefaults__, made.__qualname__ = forward.__kwdefaults__, forward.__qualname__
-    return source, made
+    return made
 
 
 def _private(node: ast.AST) -> bool:
