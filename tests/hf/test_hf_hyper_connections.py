@@ -195,7 +195,7 @@ def test_streams_that_no_kernel_takes(kind):
 @pytest.mark.parametrize("family", ["deepseek_v4", "glm5_next", "hy_v4"])
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_a_step_of_a_model(family, checkpoints):
-    """Every hyper-connection and both places of each layer; loss and gradients are stock's within rounding."""
+    """Every hyper-connection and both places of each layer; loss and gradients are stock within rounding."""
     torch.manual_seed(0)
     name = [cls for kind, cls in table.models() if kind == family][-1]
     model = table.build(family, name, tiny=True).train()
