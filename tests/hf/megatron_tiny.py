@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 
@@ -16,11 +17,15 @@ VOCAB, ROWS, BATCH = 96, 16, 2
 
 @contextlib.contextmanager
 def megatron(tensor_parallel=1):
-    """Megatron's groups on the CPU; it asks for a CUDA device and its random states, and gets the CPU's."""
+    """Megatron's groups on the CPU; it asks for a CUDA device and its random states, and gets the CPU's.
+
+    Its functions under torch.compile run eagerly: the compiler would ask for properties of that device.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+    eager = torch._dynamo.config.patch(disable=True)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), eager:
         warnings.simplefilter("ignore")
         patch.setattr(torch.cuda, "current_device", lambda: "cpu")
         forks = random.CudaRNGStatesTracker

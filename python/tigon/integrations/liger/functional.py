@@ -6,7 +6,6 @@ weight gradients are summed in float32 whatever ``accum_dtype`` says, and nothin
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 
 import tigon
 from tigon.error import check
+from tigon.integrations.liger.names import public
 
 
 @dataclass
@@ -314,9 +314,6 @@ def LigerForCausalLMLoss(hidden_states, lm_head_weight, labels, hidden_size, num
 
 
 def _current_loss():
-    """The loss head by its public path: frameworks exchange that attribute, and expect it to count."""
-    try:
-        public = importlib.import_module("liger_kernel.transformers.functional")
-    except ImportError:
-        return liger_fused_linear_cross_entropy
-    return public.liger_fused_linear_cross_entropy
+    """The loss head by its public path: frameworks exchange that attribute."""
+    name = "liger_fused_linear_cross_entropy"
+    return public("transformers.functional", name, liger_fused_linear_cross_entropy)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 import tigon
@@ -11,6 +12,7 @@ from tigon.error import check
 from tigon.integrations.liger import functional as F
 from tigon.integrations.liger.missing import function_class
 from tigon.integrations.transformers.modules import FusedGatedMLP, GatedMLP, activation_of
+from tigon.ops.experts import _route
 
 
 def _initial(init_fn: str, *shape: int) -> nn.Parameter:
@@ -247,6 +249,9 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
         return self.down_proj(y) * self.down_multiplier
 
 
+LigerMLP, LigerFalconH1MLP = LigerSwiGLUMLP, LigerFalconH1SwiGLUMLP  # one kernel there
+
+
 class LigerPhi3SwiGLUMLP(FusedGatedMLP):
     """The gated MLP of Phi-3: gate and up in one projection."""
 
@@ -325,6 +330,25 @@ class LigerExperts(nn.Module):
     def forward(self, hidden_states, top_k_index, top_k_weights):
         """Tokens ``[..., H]``, the experts of each and their weights ``[..., K]``."""
         return tigon.experts(hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights)
+
+
+BLOCK_M_TOKEN = 64
+
+
+def compute_routing_metadata(topk_indices, E, block_m_token=BLOCK_M_TOKEN):
+    """Where the slots of the experts ``[T, K]`` chosen of ``E`` go, by the routing of :func:`tigon.experts`.
+
+    Returns int32 vectors: rows of an expert; where each begins (``[E + 1]``); of every sorted row the token
+    and the slot ``t * K + j``; of every slot the row; of every tile of ``block_m_token`` rows of one expert the
+    first row and the expert. Their number is read on the host.
+    """
+    order, place, offsets = _route(topk_indices, E)
+    counts = offsets.diff()
+    tiles = (counts + block_m_token - 1) // block_m_token
+    expert = torch.repeat_interleave(tiles)
+    before = torch.arange(len(expert), device=expert.device) - (tiles.cumsum(0) - tiles)[expert]
+    first = offsets[expert] + before * block_m_token
+    return counts, offsets, order // topk_indices.shape[1], order, place, first.int(), expert.int()
 
 
 class _TanhGelu:
@@ -428,6 +452,14 @@ LigerFusedMoEFunction = function_class(
     "LigerFusedMoEFunction",
     tigon.experts,
     "``apply(x, gate_up, down, top_k_index, top_k_weights)``, see :func:`tigon.experts`.",
+)
+LigerMLPFunction = function_class(
+    "LigerMLPFunction",
+    lambda input, gate_weight, up_weight, down_weight, gate_multiplier=1.0, down_multiplier=1.0: (
+        linear(silu_mul(linear(input, gate_weight), linear(input, up_weight), gate_multiplier), down_weight)
+        * down_multiplier
+    ),
+    "silu(gate_multiplier * x gate^T) * (x up^T), times down^T and down_multiplier.",
 )
 LigerSiLUMulFunction = function_class(
     "LigerSiLUMulFunction",
