@@ -119,7 +119,7 @@ def test_models(megatron, fused):
 
 @pytest.mark.filterwarnings("ignore")
 def test_nothing_is_replaced_where_a_name_is_not_there(megatron, monkeypatch):
-    tiny, places = megatron
+    _, places = megatron
     before = [getattr(*place) for place in places]
     owner, name = places[-1]
     monkeypatch.delattr(owner, name)

@@ -1,7 +1,7 @@
-"""``apply_liger_kernel_to_megatron``: functions and norm slots of Megatron-Core replaced for the whole process.
+"""``apply_liger_kernel_to_megatron``: functions and norm slots of Megatron-Core, replaced for the process.
 
-It replaces the globals that Liger's replaces, by what Liger's classes are here. :func:`tigon.megatron.apply` does
-more (rotary embedding, the loss head), to the model it is given alone. This module has no ``undo``, as there.
+It replaces the globals that Liger's replaces, by what Liger's classes are here; there is no way back, as there.
+:func:`tigon.megatron.apply` does more (rotary embedding, the loss head), to the model it is given alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def apply_liger_kernel_to_megatron(
     Args:
         rms_norm: the RMSNorm of ``LocalSpecProvider.layer_norm`` and of ``transformer_block.LayerNormImpl``,
             unless the latter is Transformer Engine's or Apex's.
-        cross_entropy: both ``vocab_parallel_cross_entropy``, fused and not, also where they are bound already.
+        cross_entropy: both ``vocab_parallel_cross_entropy``, fused and not, also where already bound.
         swiglu: ``fused_bias_swiglu.SwiGLUFunction``: MLPs and shared experts without bias. With FP8 or
             offloaded inputs Megatron's own runs.
 
@@ -80,8 +80,8 @@ def _find(path: str, name: str, switch: str) -> tuple[ModuleType, str]:
         ) from error
     if not hasattr(module, name):
         raise ImportError(
-            f"[compat.liger] {asked} looks for megatron.core.{path}.{name}, which is not there: the symbol path "
-            f"may have changed in this version of Megatron-Core"
+            f"[compat.liger] {asked} looks for megatron.core.{path}.{name}, which is not there: the symbol "
+            f"path may have changed in this version of Megatron-Core"
         )
     return module, name
 

@@ -339,8 +339,8 @@ def compute_routing_metadata(topk_indices, E, block_m_token=BLOCK_M_TOKEN):
     """Where the slots of the experts ``[T, K]`` chosen of ``E`` go, by the routing of :func:`tigon.experts`.
 
     Returns int32 vectors: rows of an expert; where each begins (``[E + 1]``); of every sorted row the token
-    and the slot ``t * K + j``; of every slot the row; of every tile of ``block_m_token`` rows of one expert the
-    first row and the expert. Their number is read on the host.
+    and the slot ``t * K + j``; of every slot the row; of every tile of ``block_m_token`` rows of one expert
+    the first row and the expert. Their number is read on the host.
     """
     order, place, offsets = _route(topk_indices, E)
     counts = offsets.diff()
