@@ -22,6 +22,7 @@ CLASSES = {
     "openai_privacy_filter": "OpenAIPrivacyFilterExperts",
     "deepseek_v2": "DeepseekV2Experts",
     "deepseek_v3": "DeepseekV3Experts",
+    "deepseek_v4": "DeepseekV4Experts",
     "glm4_moe": "Glm4MoeExperts",
     "olmoe": "OlmoeExperts",
     "aria": "AriaExperts",
@@ -180,10 +181,9 @@ def test_classes_outside_the_registry_stay(family):
         apply(nn.Sequential(getattr(module, CLASSES[family])(Config("grouped_mm"))))
 
 
-def test_clamped_layers_keep_their_products():
-    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
-
-    model = nn.Sequential(DeepseekV4Experts(Config("grouped_mm")))
+def test_layers_clamped_behind_the_activation_keep_their_products():
+    modeling = pytest.importorskip("transformers.models.step3p7.modeling_step3p7")
+    model = nn.Sequential(modeling.Step3p7Experts(Config("grouped_mm"), 1.5))
     (entry,) = apply(model).replaced
     assert entry.by.startswith("tigon.swiglu")
 

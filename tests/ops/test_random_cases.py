@@ -252,8 +252,10 @@ def _experts(draw):
     found |= {"hidden": draw.choice((8, 17, 64)), "inner": draw.choice((8, 13, 72))}
     found |= {"routing": draw.choice(("balanced", "zipf", "rest", "one", "twice"))}
     found |= {n: draw.random() < 0.5 for n in ("transposed", "interleaved", "bias")}
-    found |= {"activation": draw.choice(("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "swiglu_oai"))}
-    if found["activation"] != "swiglu_oai" and draw.random() < 0.3:
+    clamped = ("swiglu_oai", "swiglu_clamped")
+    plain = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
+    found |= {"activation": draw.choice((*plain, *clamped))}
+    if found["activation"] not in clamped and draw.random() < 0.3:
         found |= {"gated": False, "interleaved": False}
     found["weights"] = draw.choice(("float32", "storage", None))
     return found | {"layout": draw.choice(LAYOUTS[:4]), "grad_layout": draw.choice(LAYOUTS[:4])}
