@@ -37,6 +37,38 @@ def megatron(tensor_parallel=1):
             parallel_state.destroy_model_parallel()
 
 
+def places_of_liger():
+    """(owner, name) of what apply_liger_kernel_to_megatron replaces in this version."""
+    from megatron.core import tensor_parallel
+    from megatron.core.fusions import fused_bias_swiglu, fused_cross_entropy
+    from megatron.core.models import backends
+    from megatron.core.models.common.language_module import language_module
+    from megatron.core.tensor_parallel import cross_entropy
+    from megatron.core.transformer import transformer_block
+
+    places = [
+        (fused_cross_entropy, "fused_vocab_parallel_cross_entropy"),
+        (language_module, "fused_vocab_parallel_cross_entropy"),
+        (cross_entropy, "vocab_parallel_cross_entropy"),
+        (tensor_parallel, "vocab_parallel_cross_entropy"),
+        (backends.LocalSpecProvider, "layer_norm"),
+        (transformer_block, "LayerNormImpl"),
+        (fused_bias_swiglu, "SwiGLUFunction"),
+    ]
+    return [(owner, name) for owner, name in places if hasattr(owner, name)]
+
+
+@contextlib.contextmanager
+def kept(places):
+    """What these places hold is there again afterwards."""
+    before = [getattr(*place) for place in places]
+    try:
+        yield
+    finally:
+        for (owner, name), value in zip(places, before, strict=True):
+            setattr(owner, name, value)
+
+
 def fitting(function, values):
     """The values that this version's function knows."""
     names = inspect.signature(function).parameters

@@ -62,32 +62,14 @@ def megatron():
     """Its groups, and its functions as they were, afterwards."""
     pytest.importorskip("megatron.core")
     import megatron_tiny
-    from megatron.core import tensor_parallel
-    from megatron.core.fusions import fused_bias_swiglu, fused_cross_entropy
-    from megatron.core.models import backends
-    from megatron.core.models.common.language_module import language_module
-    from megatron.core.tensor_parallel import cross_entropy
-    from megatron.core.transformer import transformer_block
 
-    places = [
-        (fused_cross_entropy, "fused_vocab_parallel_cross_entropy"),
-        (language_module, "fused_vocab_parallel_cross_entropy"),
-        (cross_entropy, "vocab_parallel_cross_entropy"),
-        (tensor_parallel, "vocab_parallel_cross_entropy"),
-        (backends.LocalSpecProvider, "layer_norm"),
-        (transformer_block, "LayerNormImpl"),
-        (fused_bias_swiglu, "SwiGLUFunction"),
-    ]
-    places = [(owner, name) for owner, name in places if hasattr(owner, name)]
-    before = [getattr(*place) for place in places]
+    places = megatron_tiny.places_of_liger()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with megatron_tiny.megatron():
+        with megatron_tiny.megatron(), megatron_tiny.kept(places):
             yield megatron_tiny, places
     finally:
         dist.destroy_process_group()
-        for (owner, name), value in zip(places, before, strict=True):
-            setattr(owner, name, value)
 
 
 @pytest.mark.filterwarnings("ignore")
