@@ -1,13 +1,14 @@
-// CUDA backend of cross_entropy for rows without options: z is the logit itself; class weights and
-// z-loss apply to whole rows.
+// CUDA backend of cross_entropy for rows without options: z is the logit times a positive number;
+// class weights and z-loss apply to whole rows; entropies without a gradient; whether the label is
+// the first argmax.
 //
 // Bytes per element (b = element size): 2b with the gradient, b without.
 // Instructions per element: about 11 with the gradient, two of them ex2; the memory-bound budget is
 // 28.
 //
 // Variants, the first that fits runs; columns of 16 bits on an H100 or H200, of 32 bits half as many
-//   sweep      No gradient, more than 16384 columns: one pass of online softmax, four loads in
-//              flight per thread.
+//   sweep      No gradient, and more than 16384 columns or entropies: one pass of online softmax,
+//              four loads in flight per thread.
 //   registers  A CTA of up to 512 threads holds a row in registers, 8 vectors per thread (up to
 //              32768 columns), or 7 and the others in shared memory (up to 86016, where two CTAs
 //              fit an SM), with all loads in flight together and one barrier per row. It takes one
@@ -45,7 +46,7 @@ using Params = CrossEntropyParams<T>;
 enum : int { kSkipped = -1, kIgnored = -2, kOutOfRange = -3, kElsewhere = -4 };
 template <class T>
 __device__ __forceinline__ int label_of(const Params<T>& p, int64_t y) {
-  if (y == p.ignore_index) return p.lse != nullptr ? kIgnored : kSkipped;
+  if (y == p.ignore_index) return p.lse != nullptr || p.entropy != nullptr ? kIgnored : kSkipped;
   if (is_elsewhere(p, y)) return kElsewhere;
   y -= p.first_class;
   return y < 0 || y >= p.cols ? kOutOfRange : int(y);
@@ -71,6 +72,10 @@ __device__ __forceinline__ float max_of(const uint4 (&q)[K]) {
 }
 
 __device__ __forceinline__ float exp_of(float z, float m) { return exp2_approx((z - m) * kLog2e); }
+// Of a logit x: its z is x * scale, rounded nowhere.
+__device__ __forceinline__ float exp_of(float x, float scale, float m) {
+  return exp2_approx(fma(x, scale, -m) * kLog2e);
+}
 
 // A vector with -inf in one element.
 template <class T>
@@ -87,23 +92,28 @@ __device__ __forceinline__ uint4 mask_element(const uint4& q, int element) {
 // The position of a column, if this thread holds it: the tile, of every `threads`-th vector, or -1;
 // the element within the vector.
 struct ElementCoord {
-  int tile, element;
+  int tile, element, vecs_before;  // of the row's vectors
   template <class T>
   __device__ __forceinline__ ElementCoord(const PeeledRow<T>& peeled, int column, int threads) {
     const int at = column - peeled.head, vec = at / PeeledRow<T>::N;
     element = at % PeeledRow<T>::N;
     tile = at >= 0 && vec < peeled.vecs && vec % threads == int(threadIdx.x) ? vec / threads : -1;
+    vecs_before = at >= 0 ? vec : 0;
   }
 };
 
-// The sum of e^(z - m) of a vector.
+// The sum of e^(z - m) of a vector; to `heat`, if there, it adds the sum of e^(z - m) (z - m).
 template <class T>
-__device__ __forceinline__ float sum_of(const uint4& words, float m) {
+__device__ __forceinline__ float sum_of(const uint4& words, float scale, float m, float* heat = nullptr) {
   constexpr int N = AlignedRow<T>::N;
   float e[N];
   unpack<T>(words, e);
 #pragma unroll
-  for (int j = 0; j < N; ++j) e[j] = exp_of(e[j], m);
+  for (int j = 0; j < N; ++j) {
+    const float d = fma(e[j], scale, -m);
+    e[j] = exp2_approx(d * kLog2e);
+    if (heat != nullptr) *heat = fma(e[j], fmaxf(d, -1e30f), *heat);  // a class at -inf adds nothing
+  }
 #pragma unroll
   for (int step = N / 2; step > 0; step /= 2)
 #pragma unroll
@@ -115,12 +125,33 @@ __device__ __forceinline__ float sum_of(const uint4& words, float m) {
 // so that p - 1 and log p are accurate where the label has nearly all probability.
 template <class T>
 using Sums = OnlineSoftmax<T>;
+// And the sum of e^(z - m) (z - m).
+struct alignas(16) EntropySums {
+  float m, s, heat, unused;
+  __device__ static EntropySums identity() { return {-INFINITY, 0.0f, 0.0f, 0.0f}; }
+  __device__ __forceinline__ void rescale(float top) {  // top > m
+    const float d = m - top, f = exp2_approx(d * kLog2e);
+    heat = f * fma(fmaxf(d, -1e30f), s, heat);
+    s *= f, m = top;
+  }
+  template <int Width>
+  __device__ __forceinline__ void all_reduce_lanes() {
+#pragma unroll
+    for (int step = Width / 2; step > 0; step >>= 1) {
+      EntropySums b = {__shfl_xor_sync(~0u, m, step), __shfl_xor_sync(~0u, s, step),
+                       __shfl_xor_sync(~0u, heat, step), 0.0f};
+      if (b.m > m) rescale(b.m);
+      if (m > b.m) b.rescale(m);
+      s += b.s, heat += b.heat;
+    }
+  }
+};
 
 // The gradient of a row: e * each; in the label's column (z_loss_slope * e - weight * others) *
 // share.
 struct Gradient {
-  float m, each, others, weight, z_loss_slope, share;
-  __device__ __forceinline__ float of(float z) const { return exp_of(z, m) * each; }
+  float m, each, others, weight, z_loss_slope, share, logit_scale;
+  __device__ __forceinline__ float of(float x) const { return exp_of(x, logit_scale, m) * each; }
   __device__ __forceinline__ float of_label(float z) const {
     return fma(z_loss_slope, exp_of(z, m), -weight * others) * share;
   }
@@ -130,9 +161,10 @@ struct Gradient {
 // thread.
 template <class T>
 __device__ __forceinline__ Gradient finish(const Params<T>& p, int64_t row, int label, Sums<T> a, float z,
-                                           float scale, bool writes) {
-  Gradient g{a.m, 0.0f, a.s, 1.0f, 0.0f, 0.0f};
-  const float s = label >= 0 ? a.s + exp_of(z, a.m) : a.s;
+                                           float scale, bool writes, float heat = 0.0f) {
+  Gradient g{a.m, 0.0f, a.s, 1.0f, 0.0f, 0.0f, p.logit_scale};
+  const float own = label >= 0 ? exp_of(z, a.m) : 0.0f, s = label >= 0 ? a.s + own : a.s;
+  scale *= p.gain;
   if (p.class_weight != nullptr && label >= 0) g.weight = __ldg(p.class_weight + label);
   if (p.class_weight != nullptr && label == kElsewhere)
     g.weight = __ldg(p.class_weight + (p.target[row] - p.first_class));
@@ -150,6 +182,10 @@ __device__ __forceinline__ Gradient finish(const Params<T>& p, int64_t row, int 
       if (p.target_logit) p.target_logit[row] = ignored || elsewhere ? 0.0f : bad ? NAN : z;
       if (p.log_prob) p.log_prob[row] = ignored ? 0.0f : bad ? NAN : elsewhere ? -INFINITY : -neg_log_prob;
       if (p.lse) p.lse[row] = lse;
+      if (p.entropy) {
+        if (label >= 0) heat = fma(own, fmaxf(z - a.m, -1e30f), heat);
+        p.entropy[row] = log_s - heat / s;
+      }
       if (p.row_max) p.row_max[row] = a.m;
       if (p.log_sum)
         p.log_sum[row] = leads ? log1pf(a.s) : a.m == -INFINITY && a.s == 0.0f ? -INFINITY : log_s;
@@ -168,6 +204,39 @@ __device__ __forceinline__ Gradient finish(const Params<T>& p, int64_t row, int 
   }
   return g;
 }
+// The largest element of a vector before element `end`.
+template <class T>
+__device__ __forceinline__ float max_before(const uint4& words, int end) {
+  constexpr int N = AlignedRow<T>::N;
+  float x[N], top = -INFINITY;
+  unpack<T>(words, x);
+#pragma unroll
+  for (int j = 0; j < N; ++j) top = j < end ? fmaxf(top, x[j]) : top;
+  return top;
+}
+
+// Shared memory of write_predicted().
+template <bool kCluster>
+struct TieStorage {
+  __device__ __forceinline__ void init() {}
+};
+template <>
+struct TieStorage<true> : ReduceStorage<SumArray<1>> {};
+
+// One thread writes the label, where it is the first argmax, or another class. `earlier()`: the largest z
+// before the label's that this thread has. All threads of the row call it, with the same label, z and a.
+template <bool kCluster, class T, class Earlier>
+__device__ __forceinline__ void write_predicted(const Params<T>& p, int64_t row, int label, Sums<T> a, float z,
+                                                TieStorage<kCluster>& storage, bool writes, Earlier earlier) {
+  bool is_first = label >= 0 && z == a.m && a.s == a.s;
+  if (is_first) {
+    if constexpr (kCluster)
+      is_first = all_reduce_row<0, true>(SumArray<1>{{earlier() == z ? 1.0f : 0.0f}}, storage, 0).s[0] == 0.0f;
+    else
+      is_first = !__syncthreads_or(earlier() == z);
+  }
+  if (writes) p.predicted[row] = label == kIgnored ? -1 : is_first ? label : label == 0;
+}
 template <class T>
 __device__ __forceinline__ void finish_skipped(const Params<T>& p, int64_t row) {
   if (p.loss) p.loss[row] = 0.0f;
@@ -175,6 +244,7 @@ __device__ __forceinline__ void finish_skipped(const Params<T>& p, int64_t row) 
   if (p.log_prob) p.log_prob[row] = 0.0f;
   if (p.row_max) p.row_max[row] = 0.0f;
   if (p.log_sum) p.log_sum[row] = 0.0f;
+  if (p.predicted) p.predicted[row] = -1;
 }
 
 template <class T>
@@ -271,6 +341,7 @@ __global__ __launch_bounds__(
   constexpr int N = AlignedRow<T>::N, kVecs = vecs_in_registers(kSmem);
   extern __shared__ uint4 smem_vecs[];
   __shared__ ReduceStorage<Sums<T>> storage;
+  __shared__ TieStorage<kCluster> ties;
   const int tid = int(threadIdx.x), threads = Threads ? Threads : int(blockDim.x);
   const unsigned blocks = kCluster ? cluster_size() : 1, rank = kCluster ? cluster_rank() : 0;
   const int64_t r = first_row + blockIdx.x / blocks;
@@ -284,7 +355,7 @@ __global__ __launch_bounds__(
     return;
   }
   if constexpr (kCluster) {
-    storage.init();
+    storage.init(), ties.init();
     cluster_arrive();
   }
   const PeeledRow<const T> peeled(p.logits + r * p.stride + first, n);
@@ -309,10 +380,11 @@ __global__ __launch_bounds__(
   const int label_column = label - first;
   const ElementCoord own(peeled, label_column, threads);
   const bool edge_is_label = c >= 0 && c == label_column;
-  const float z = label >= 0 ? widen(peeled.x[label_column]) : -INFINITY;
+  const float logit_scale = p.logit_scale;
+  const float z = label >= 0 ? widen(peeled.x[label_column]) * logit_scale : -INFINITY;
   float edge = c >= 0 ? widen(peeled.x[c]) : -INFINITY;
   // z is part of the maximum, so it has been read before any thread may overwrite it.
-  float m = fmaxf(fmaxf(edge, z), max_of<T>(q));
+  float m = fmaxf(fmaxf(edge, max_of<T>(q)) * logit_scale, z);
   if (edge_is_label) edge = -INFINITY;
 #pragma unroll
   for (int k = 0; k < kVecs; ++k)
@@ -324,11 +396,11 @@ __global__ __launch_bounds__(
     if (k == own.tile) smem_vec(k) = mask_element<T>(smem_vec(k), own.element);
     top = max_words<T>(top, max_words<T>(smem_vec(k)));
   });
-  if constexpr (kSmem) m = fmaxf(m, max_of_word<T>(top));
-  float s = exp_of(edge, finite_max(m));
+  if constexpr (kSmem) m = fmaxf(m, max_of_word<T>(top) * logit_scale);
+  float s = exp_of(edge, logit_scale, finite_max(m));
 #pragma unroll
-  for (int k = 0; k < kVecs; ++k) s += sum_of<T>(q[k], finite_max(m));
-  for_smem_tiles([&](int k) { s += sum_of<T>(smem_vec(k), finite_max(m)); });
+  for (int k = 0; k < kVecs; ++k) s += sum_of<T>(q[k], logit_scale, finite_max(m));
+  for_smem_tiles([&](int k) { s += sum_of<T>(smem_vec(k), logit_scale, finite_max(m)); });
   if constexpr (kCluster) {
     // All CTAs have started. The loop above leaves a warp diverged.
     __syncwarp();
@@ -336,6 +408,18 @@ __global__ __launch_bounds__(
   }
   const Sums<T> a = all_reduce_row<0, kCluster>(Sums<T>{m, s}, storage, 0);
   const Gradient g = finish(p, r, label, a, z, scale, tid == 0 && rank == 0);
+  if (p.predicted != nullptr)
+    write_predicted<kCluster>(p, r, label, a, z, ties, tid == 0 && rank == 0, [&] {
+      float top = c < label_column ? edge : -INFINITY;
+      auto look = [&](int k, const uint4& words) {
+        if (k * threads + tid < own.vecs_before) top = fmaxf(top, max_of_word<T>(max_words<T>(words)));
+        if (k == own.tile) top = fmaxf(top, max_before<T>(words, own.element));
+      };
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k) look(k, q[k]);
+      for_smem_tiles([&](int k) { look(k, smem_vec(k)); });
+      return top * logit_scale;
+    });
   if (p.dlogits == nullptr) return;
   if (label == kIgnored) return clear(out, n);
   if (c >= 0) out[c] = narrow<D>(g.of(edge));
@@ -355,11 +439,15 @@ __global__ __launch_bounds__(
   if (edge_is_label || own.tile >= 0) out[label_column] = narrow<D>(g.of_label(z));
 }
 
-template <class T>
+// kMore: entropies, or whether the label is the first argmax.
+template <class T, bool kMore>
 __global__ __launch_bounds__(kSweepThreads,
                              kSweepBlocks) void sweep_kernel(const __grid_constant__ Params<T> p) {
-  __shared__ ReduceStorage<Sums<T>> storage;
+  using Statistics = std::conditional_t<kMore, EntropySums, Sums<T>>;
+  __shared__ ReduceStorage<Statistics> storage;
+  TieStorage<false> ties;
   const int tid = int(threadIdx.x);
+  const float logit_scale = p.logit_scale;
   int phase = 0;
   for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
     const int label = label_of(p, p.target[r]);
@@ -368,13 +456,16 @@ __global__ __launch_bounds__(kSweepThreads,
       continue;
     }
     const PeeledRow<const T> peeled(p.logits + r * p.stride, p.cols);
-    const float z = label >= 0 ? widen(peeled.x[label]) : -INFINITY;
+    const float z = label >= 0 ? widen(peeled.x[label]) * logit_scale : -INFINITY;
     const int c = peeled.edge_column(p.cols);
     const ElementCoord own(peeled, label, kSweepThreads);
     float edge = c >= 0 ? widen(peeled.x[c]) : -INFINITY;
-    float m = fmaxf(edge, z);
+    Statistics a = Statistics::identity();
+    a.m = fmaxf(edge * logit_scale, z);
     if (c >= 0 && c == label) edge = -INFINITY;
-    float s = exp_of(edge, finite_max(m));
+    float earlier = c < label ? edge : -INFINITY;
+    a.s = exp_of(edge, logit_scale, finite_max(a.m));
+    if constexpr (kMore) a.heat = a.s * fmaxf(fma(edge, logit_scale, -finite_max(a.m)), -1e30f);
     for (int base = 0; base < peeled.vecs; base += kSweepThreads * kSweepVecs) {
       uint4 q[kSweepVecs];
 #pragma unroll
@@ -385,17 +476,40 @@ __global__ __launch_bounds__(kSweepThreads,
 #pragma unroll
       for (int k = 0; k < kSweepVecs; ++k)
         if (base / kSweepThreads + k == own.tile) q[k] = mask_element<T>(q[k], own.element);
-      float top = max_of<T>(q);
-      if (top > m) {
-        s *= exp_of(m, top);
-        m = top;
-      }
-      const float from = finite_max(m);
+      if (kMore && base <= own.vecs_before)
 #pragma unroll
-      for (int k = 0; k < kSweepVecs; ++k) s += sum_of<T>(q[k], from);
+        for (int k = 0; k < kSweepVecs; ++k) {
+          const int i = base + k * kSweepThreads + tid;
+          const float top = i < own.vecs_before     ? max_of_word<T>(max_words<T>(q[k]))
+                            : i == own.vecs_before ? max_before<T>(q[k], own.element)
+                                                   : -INFINITY;
+          earlier = fmaxf(earlier, top);
+        }
+      const float top = max_of<T>(q) * logit_scale;
+      if (top > a.m) {
+        if constexpr (kMore)
+          a.rescale(top);
+        else
+          a.s *= exp_of(a.m, top), a.m = top;
+      }
+      const float from = finite_max(a.m);
+#pragma unroll
+      for (int k = 0; k < kSweepVecs; ++k) {
+        if constexpr (kMore)
+          a.s += sum_of<T>(q[k], logit_scale, from, &a.heat);
+        else
+          a.s += sum_of<T>(q[k], logit_scale, from);
+      }
     }
-    const Sums<T> a = all_reduce_row<0, false>(Sums<T>{m, s}, storage, phase++);
-    if (tid == 0) finish(p, r, label, a, z, 1.0f, true);
+    a = all_reduce_row<0, false>(a, storage, phase++);
+    if (kMore && p.predicted != nullptr)
+      write_predicted<false>(p, r, label, Sums<T>{a.m, a.s}, z, ties, tid == 0,
+                             [&] { return earlier * logit_scale; });
+    if (tid != 0) continue;
+    if constexpr (kMore)
+      finish(p, r, label, Sums<T>{a.m, a.s}, z, 1.0f, true, a.heat);
+    else
+      finish(p, r, label, a, z, 1.0f, true);
   }
 }
 
@@ -464,12 +578,13 @@ bool launch_cluster(Context& ctx, const Params<T>& p) {
   return blocks <= kMostBlocks && launch_smem<T, D, kThreads, true>(ctx, p, int(blocks));
 }
 
-template <class T>
+template <class T, bool kMore>
 void launch_sweep(Context& ctx, const Params<T>& p) {
   static OncePerDevice prepared;
-  prepared.run(kOp, [] { prefer_l1(&sweep_kernel<T>, kSweepBlocks, int(sizeof(ReduceStorage<Sums<T>>))); });
+  auto kernel = &sweep_kernel<T, kMore>;
+  prepared.run(kOp, [&] { prefer_l1(kernel, kSweepBlocks, int(sizeof(ReduceStorage<EntropySums>))); });
   int64_t blocks = std::min<int64_t>(p.rows, int64_t(device_facts().sms) * kSweepBlocks);
-  launch(kOp, ctx, sweep_kernel<T>, {.blocks = blocks, .threads = kSweepThreads}, p);
+  launch(kOp, ctx, kernel, {.blocks = blocks, .threads = kSweepThreads}, p);
 }
 
 }  // namespace
@@ -479,8 +594,9 @@ bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& p) {
   if (p.rows == 0) return true;
   const int64_t vecs = ceil_div(p.cols, 16 / int64_t(sizeof(T)));
   auto fits = [&](int threads) { return vecs <= int64_t(kVecsPerThread) * threads; };
-  if (p.dlogits == nullptr && !fits(256)) {
-    launch_sweep(ctx, p);
+  if (p.dlogits == nullptr && (p.entropy != nullptr || !fits(256))) {
+    const bool more = p.entropy != nullptr || p.predicted != nullptr;
+    more ? launch_sweep<T, true>(ctx, p) : launch_sweep<T, false>(ctx, p);
     return true;
   }
   return launch_registers<T, D, 128>(ctx, p) || launch_registers<T, D, 256>(ctx, p) ||
