@@ -477,7 +477,7 @@ def test_mlp_function():
 def test_routing_metadata(tokens, block):
     ids = torch.randint(0, 5, (tokens, 3), generator=torch.Generator().manual_seed(1))
     ids[ids == 3] = 2  # nobody asks expert 3
-    found = LM.compute_routing_metadata(ids.int(), 5, block)
+    found = LM.compute_routing_metadata(ids.int().t().contiguous().t(), 5, block)
     counts, begins, token, slot, row, first, expert = found
     assert all(t.dtype == torch.int32 for t in found)
     flat = ids.flatten()

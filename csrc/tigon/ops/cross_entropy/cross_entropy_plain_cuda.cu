@@ -226,12 +226,14 @@ struct TieStorage<true> : ReduceStorage<SumArray<1>> {};
 // One thread writes the label, where it is the first argmax, or another class. `earlier()`: the largest z
 // before the label's that this thread has. All threads of the row call it, with the same label, z and a.
 template <bool kCluster, class T, class Earlier>
-__device__ __forceinline__ void write_predicted(const Params<T>& p, int64_t row, int label, Sums<T> a, float z,
-                                                TieStorage<kCluster>& storage, bool writes, Earlier earlier) {
+__device__ __forceinline__ void write_predicted(const Params<T>& p, int64_t row, int label, Sums<T> a,
+                                                float z, TieStorage<kCluster>& storage, bool writes,
+                                                Earlier earlier) {
   bool is_first = label >= 0 && z == a.m && a.s == a.s;
   if (is_first) {
     if constexpr (kCluster)
-      is_first = all_reduce_row<0, true>(SumArray<1>{{earlier() == z ? 1.0f : 0.0f}}, storage, 0).s[0] == 0.0f;
+      is_first =
+          all_reduce_row<0, true>(SumArray<1>{{earlier() == z ? 1.0f : 0.0f}}, storage, 0).s[0] == 0.0f;
     else
       is_first = !__syncthreads_or(earlier() == z);
   }
@@ -480,7 +482,7 @@ __global__ __launch_bounds__(kSweepThreads,
 #pragma unroll
         for (int k = 0; k < kSweepVecs; ++k) {
           const int i = base + k * kSweepThreads + tid;
-          const float top = i < own.vecs_before     ? max_of_word<T>(max_words<T>(q[k]))
+          const float top = i < own.vecs_before    ? max_of_word<T>(max_words<T>(q[k]))
                             : i == own.vecs_before ? max_before<T>(q[k], own.element)
                                                    : -INFINITY;
           earlier = fmaxf(earlier, top);

@@ -342,7 +342,7 @@ def compute_routing_metadata(topk_indices, E, block_m_token=BLOCK_M_TOKEN):
     and the slot ``t * K + j``; of every slot the row; of every tile of ``block_m_token`` rows of one expert
     the first row and the expert. Their number is read on the host.
     """
-    order, place, offsets = _route(topk_indices, E)
+    order, place, offsets = _route(topk_indices.contiguous(), E)
     counts = offsets.diff()
     tiles = (counts + block_m_token - 1) // block_m_token
     expert = torch.repeat_interleave(tiles)

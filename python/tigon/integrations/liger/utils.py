@@ -126,16 +126,19 @@ def ensure_contiguous(fn):
     return wrapper
 
 
+def amp_custom_fwd(forward):
+    """Decorator of an autograd function's forward under autocast, for :func:`infer_device`'s type."""
+    return torch.amp.custom_fwd(forward, device_type=infer_device())
+
+
+def amp_custom_bwd(backward):
+    """The same of its backward."""
+    return torch.amp.custom_bwd(backward, device_type=infer_device())
+
+
 def get_amp_custom_fwd_bwd():
-    """The decorators of autograd functions under autocast, for :func:`infer_device`'s type."""
-    device = infer_device()
-    return tuple(
-        functools.partial(decorator, device_type=device)
-        for decorator in (torch.amp.custom_fwd, torch.amp.custom_bwd)
-    )
-
-
-amp_custom_fwd, amp_custom_bwd = get_amp_custom_fwd_bwd()
+    """Both decorators."""
+    return amp_custom_fwd, amp_custom_bwd
 
 
 def device_context(device):
