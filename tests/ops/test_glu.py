@@ -324,6 +324,7 @@ def test_modules(device):
     nn = tigon.nn
     for module, want in (
         (nn.SwiGLU(), tigon.swiglu(gate, up)),
+        (nn.SwiGLU(limit=0.5), tigon.swiglu(gate, up, limit=0.5)),
         (nn.SwiGLU(0.75, -1.25), OF_TWO["multipliers"](gate, up)),
         (nn.GeGLU(), tigon.geglu(gate, up)),
         (nn.GeGLU("none"), OF_TWO["geglu_none"](gate, up)),
