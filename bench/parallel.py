@@ -99,9 +99,8 @@ def head(name: str, alone, write) -> None:
     target = torch.randint(0, vocab, (tokens,), device="cuda")
 
     def step(group=dist.group.WORLD, **options):
-        loss = parallel.linear_cross_entropy(
-            x, w, target % len(w) if group is alone else target, group, **options
-        )
+        labels, classes = (target % len(w), len(w)) if group is alone else (target, vocab)
+        loss = parallel.linear_cross_entropy(x, w, labels, group, vocab=classes, **options)
         loss.backward()
         x.grad = w.grad = None
 
@@ -155,7 +154,9 @@ def given_logits(rows: int, columns: int, write) -> None:
 
     with megatron(ranks) as group:
         providers = {
-            "tigon": lambda: backward(parallel.cross_entropy(logits, target, dist.group.WORLD)),
+            "tigon": lambda: backward(
+                parallel.cross_entropy(logits, target, dist.group.WORLD, vocab=columns * ranks)
+            ),
             "torch": torch_parallel,
         }
         if group is not None:

@@ -151,6 +151,8 @@ ROW_OPS = {
     "gated_rms_norm": (tigon.gated_rms_norm, 2, (C,)),
     "dyt": (tigon.dyt, 1, (1,), (C,), (C,)),
     "softmax": (tigon.softmax, 1),
+    "sparsemax": (tigon.sparsemax, 1),
+    "poly_norm": (tigon.poly_norm, 1, (3,), (1,)),
     "swiglu": (tigon.swiglu, 2),
     "packed swiglu": (tigon.swiglu, 1),
     "geglu": (tigon.geglu, 2),

@@ -13,9 +13,11 @@ from tigon.nn.linear_cross_entropy import LinearCrossEntropyLoss
 from tigon.nn.linear_divergence import LinearJSDLoss, LinearKLDivLoss, LinearTVDLoss
 from tigon.nn.linear_preference import LinearKTOLoss, LinearPolicyLoss, LinearPreferenceLoss
 from tigon.nn.medusa import MedusaHeads
+from tigon.nn.poly_norm import PolyNorm
 from tigon.nn.rms_norm import RMSNorm
 from tigon.nn.rope import QKNormRotaryEmbedding, RotaryEmbedding
 from tigon.nn.silu import SiLU
+from tigon.nn.sparsemax import Sparsemax
 
 __all__ = [
     "AddRMSNorm",
@@ -35,11 +37,13 @@ __all__ = [
     "LinearPreferenceLoss",
     "LinearTVDLoss",
     "MedusaHeads",
+    "PolyNorm",
     "QKNormRotaryEmbedding",
     "RMSNorm",
     "ReGLU",
     "RotaryEmbedding",
     "SiLU",
+    "Sparsemax",
     "SwiGLU",
     "SwiGLUOAI",
 ]

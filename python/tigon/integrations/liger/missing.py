@@ -20,7 +20,7 @@ _INSTEAD = (
     ("FusedMoe|moe_fused", _EXPERTS),
     ("(?i)neighborhood", "torch.nn.attention.flex_attention with a mask of neighbours"),
     ("(?i)modulated", "tigon.rms_norm, and the modulation of its result"),
-    ("(?i)mhc|attn_?res|multi_?token_?attention|poly_?norm|sparsemax", _NO_OP),
+    ("(?i)mhc|attn_?res|multi_?token_?attention", _NO_OP),
     ("matmul|pack_weights|autotune", f"torch.matmul, and {_NO_OP}"),
     ("assert_op|test_shapes|pytorch_reference|requires_cuda|sum_based|tolerances",
      "torch.testing.assert_close: Liger's test helpers are not part of the interface"),
