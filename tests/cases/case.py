@@ -13,8 +13,8 @@ A case module (`rms_norm.py` beside this file is the model) defines
   lazily, an ImportError means "not installed", None means "does not support this case".
 
 Tags: `test` correctness, `grad` its gradients too, `small` tests that repeat or trace the op too,
-`summed_otherwise` results without gradients may differ in the last place, `bench` a GPU benchmark,
-`bench_cpu` a CPU one, `smoke` a benchmark of milliseconds, `large` needs much memory.
+`bench` a GPU benchmark, `bench_cpu` a CPU one, `smoke` a benchmark of milliseconds, `large` needs
+much memory.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Inputs:
     grad_kwargs: tuple[str, ...] = ()
 
 
-def test_case(name: str, *tags: str, grad: bool = True, small: bool = False, **params) -> Case:
+def test_case(name: str, *, grad: bool = True, small: bool = False, **params) -> Case:
     """A correctness case, with gradients unless told otherwise."""
-    tags = {"test", *tags} | ({"grad"} if grad else set()) | ({"small"} if small else set())
+    tags = {"test"} | ({"grad"} if grad else set()) | ({"small"} if small else set())
     return Case(name, params, frozenset(tags))
 
 

@@ -82,7 +82,7 @@ CASES = [
     test_case("fp32_logits", small=True, masked=0.2, logit_dtype=torch.float32),
     test_case("fp32_logits_again", lead=(37,), masked=0.2, logit_dtype=torch.float32, keep_mb=0, entropy=True,
               chunk_rows=8, bias=True),
-    test_case("wide_vocab", "summed_otherwise", lead=(6,), H=16, V=32001),
+    test_case("wide_vocab", lead=(6,), H=16, V=32001),
     test_case("labels", small=True, labels=5, masked=0.3),
     test_case("labels_one", labels=1, masked=0.3, grads=(0,)),
     test_case("labels_rank3", lead=(2, 9), labels=7, masked=0.2, entropy=True, softcap=3.0, temperature=0.7,

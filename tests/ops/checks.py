@@ -194,6 +194,8 @@ def check_case(
         plain = run(fn, inputs, grad=False)
         for name, value in plain.tensors.items():
             alike = same_bits(value, got.tensors[name])
-            if "summed_otherwise" in case.tags:  # in another order, by kernels for calls without gradients
-                alike = torch.allclose(value, got.tensors[name], rtol=4 * torch.finfo(value.dtype).eps)
+            if device != "cpu" and value.is_floating_point():
+                # Calls without gradients have kernels of their own, which may sum in another order.
+                tolerance = 4 * torch.finfo(value.dtype).eps
+                alike = alike or torch.allclose(value, got.tensors[name], tolerance, equal_nan=True)
             assert alike, f"{name}: differs without gradients"

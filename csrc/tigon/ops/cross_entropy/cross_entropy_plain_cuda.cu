@@ -1,13 +1,13 @@
 // CUDA backend of cross_entropy for rows without options: z is the logit times a positive number;
-// class weights and z-loss apply to whole rows; entropies without a gradient; whether the label is
-// the first argmax.
+// class weights and z-loss apply to whole rows; entropies, which take a sweep of their own where there
+// is a gradient; whether the label is the first argmax.
 //
 // Bytes per element (b = element size): 2b with the gradient, b without.
 // Instructions per element: about 11 with the gradient, two of them ex2; the memory-bound budget is
 // 28.
 //
 // Variants, the first that fits runs; columns of 16 bits on an H100 or H200, of 32 bits half as many
-//   sweep      No gradient, and more than 16384 columns or entropies: one pass of online softmax,
+//   sweep      Entropies, or no gradient and more than 16384 columns: one pass of online softmax,
 //              four loads in flight per thread.
 //   registers  A CTA of up to 512 threads holds a row in registers, 8 vectors per thread (up to
 //              32768 columns), or 7 and the others in shared memory (up to 86016, where two CTAs
@@ -305,14 +305,18 @@ void launch_sweep(Context& ctx, const Params<T>& p) {
 }  // namespace
 
 template <class T, class D>
-bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& p) {
-  if (p.rows == 0) return true;
+bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& all) {
+  if (all.rows == 0) return true;
+  CrossEntropyParams<T> p = all;
   const int64_t vecs = ceil_div(p.cols, 16 / int64_t(sizeof(T)));
   auto fits = [&](int threads) { return vecs <= int64_t(kVecsPerThread) * threads; };
-  if (p.dlogits == nullptr && (p.entropy != nullptr || !fits(256))) {
+  if (p.entropy != nullptr || (p.dlogits == nullptr && !fits(256))) {
     const bool more = p.entropy != nullptr || p.predicted != nullptr;
     more ? launch_sweep<T, true>(ctx, p) : launch_sweep<T, false>(ctx, p);
-    return true;
+    if (p.dlogits == nullptr) return true;
+    // All results are written: what is left is the gradient.
+    p.loss = p.lse = p.target_logit = p.log_prob = p.entropy = p.row_max = p.log_sum = nullptr;
+    p.predicted = nullptr;
   }
   return launch_registers<T, D, 128>(ctx, p) || launch_registers<T, D, 256>(ctx, p) ||
          launch_registers<T, D, 512>(ctx, p) || launch_registers<T, D, 0>(ctx, p) ||
