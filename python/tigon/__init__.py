@@ -35,6 +35,7 @@ from tigon.ops.loss_head.memory import (
     linear_preference_memory,
 )
 from tigon.ops.loss_head.multi_token import multi_token_loss
+from tigon.ops.modulated_rms_norm import modulated_rms_norm
 from tigon.ops.policy import policy_loss
 from tigon.ops.preference import kto_loss, preference_loss
 from tigon.ops.qk_norm_rope import qk_norm_rope
@@ -80,6 +81,7 @@ __all__ = [
     "linear_preference",
     "linear_preference_memory",
     "linear_tvd",
+    "modulated_rms_norm",
     "multi_token_loss",
     "nn",
     "optim",

@@ -198,6 +198,9 @@ constexpr RowConfigs backward_register_configs(const NormTraits& t) {
   if (t.inputs == 2)
     return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), warps(32, 4, 4, 4), cta(4, 2, 512),
                       cta(2, 4, 512));
+  // Two sums by column for each group of rows.
+  if (t.columns == 2 && !t.subtracts_mean)
+    return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), cta(2, 2, 320, 2), cta(2, 4, 512));
   if (t.subtracts_mean)
     return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), warps(32, 4, 8, 1, 2), cta(2, 2, 128, 4),
                       cta(2, 2, 320, 2), ahead.up_to(896), cta(2, 2, 512), cta(2, 4, 512).up_to(1152), ahead,

@@ -185,6 +185,12 @@ def liger_fused_add_rms_norm(X, R, W, eps, offset: float = 0.0, casting_mode: st
     return tigon.add_rms_norm(X, R, W, eps, offset=offset, rounding=casting_mode)
 
 
+def liger_modulated_rms_norm(X, W, scale, shift=None, eps: float = 1e-6, offset: float = 0.0,
+                             casting_mode: str = "llama", in_place: bool = True):  # fmt: skip
+    """``norm(X) * (1 + scale) + shift``, by :func:`tigon.modulated_rms_norm`."""
+    return tigon.modulated_rms_norm(X, W, scale, shift, eps, offset=offset, rounding=casting_mode)
+
+
 def liger_dyt(x, alpha, gamma, beta):
     """``gamma * tanh(alpha * x) + beta``, by :func:`tigon.dyt`."""
     return tigon.dyt(x, alpha, gamma, beta)
