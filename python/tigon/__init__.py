@@ -11,6 +11,7 @@ from tigon import nn, optim
 from tigon.environment import env
 from tigon.error import Error
 from tigon.ops.add_rms_norm import add_rms_norm
+from tigon.ops.attention_residual import attention_residual
 from tigon.ops.cross_entropy import cross_entropy
 from tigon.ops.divergence import jsd, kl_div, tvd
 from tigon.ops.dyt import dyt
@@ -53,6 +54,7 @@ __all__ = [
     "TigonTrainerCallback",
     "add_rms_norm",
     "apply",
+    "attention_residual",
     "clip_grad_norm_",
     "count_labels",
     "cross_entropy",

@@ -206,6 +206,21 @@ def test_modulated_rms_norm(mode, offset, affine):
     close(module(x, scale), function(x, module.weight, scale, None, *options))
 
 
+def test_attn_res():
+    """More blocks than 32, as a tensor and as a list."""
+    values, query, norm = drawn(40, 2, 3, 8), 0.3 * drawn(8, seed=1), drawn(8, seed=2)
+
+    def formula(v, q, w):
+        h = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + 1e-6) * w
+        return torch.einsum("nbt,nbtd->btd", (h @ q).softmax(0), v)
+
+    wanted = with_gradients(formula, values, query, norm)
+    function, apply = get("liger_attn_res"), get("LigerAttnResFunction").apply
+    assert_same(with_gradients(function, values, query, norm), wanted, 256.0)
+    assert_same(with_gradients(lambda v, q, w: apply(v, q, w, 1e-6), values, query, norm), wanted, 256.0)
+    close(function(list(values), query, norm), wanted[0])
+
+
 @pytest.mark.parametrize("unsqueeze_dim", [1, 2])
 def test_multimodal_rotary(unsqueeze_dim):
     """Pairs of time, height and width from their own tables, in that order."""

@@ -191,6 +191,11 @@ def liger_modulated_rms_norm(X, W, scale, shift=None, eps: float = 1e-6, offset:
     return tigon.modulated_rms_norm(X, W, scale, shift, eps, offset=offset, rounding=casting_mode)
 
 
+def liger_attn_res(V, w_query, w_norm, eps: float = 1e-6):
+    """Attention over N blocks' outputs, a tensor or a list, by :func:`tigon.attention_residual`."""
+    return tigon.attention_residual(V, w_query, w_norm, eps)
+
+
 def liger_dyt(x, alpha, gamma, beta):
     """``gamma * tanh(alpha * x) + beta``, by :func:`tigon.dyt`."""
     return tigon.dyt(x, alpha, gamma, beta)

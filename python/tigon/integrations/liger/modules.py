@@ -472,6 +472,11 @@ LigerModulatedRMSNormFunction = function_class(
     ),
     "RMSNorm, scale and shift.",
 )
+LigerAttnResFunction = function_class(
+    "LigerAttnResFunction",
+    lambda V_stacked, w_query, w_norm, eps: F.liger_attn_res(V_stacked, w_query, w_norm, eps),
+    "Attention over blocks' outputs.",
+)
 LigerGroupNormFunction = function_class("LigerGroupNormFunction", F.liger_group_norm, "GroupNorm.")
 LigerDyTFunction = function_class("LigerDyTFunction", F.liger_dyt, "Dynamic Tanh.")
 LigerQwen2VLMRopeFunction = function_class(
