@@ -5,6 +5,10 @@
 
 namespace tigon::test {
 namespace oracle {
+template <class X>
+double round_to(double x) {
+  return x;
+}
 #include "tigon/base/norm_math.inc"
 #include "tigon/ops/modulated_rms_norm/modulated_rms_norm_math.inc"
 }  // namespace oracle
@@ -202,6 +206,22 @@ TEST_CASE("the formula's gradients are its slopes: modulated_rms_norm") {
     }
     check(o.dweight(c), o.w[size_t(c)]);
   }
+}
+
+TEST_CASE("the formula for a row of scale each is the general one") {
+  const Case k{3, 3, 5, DType::f32, DType::f32, true, Rounding::none, 1.0f};
+  const Oracle o = Run(k).oracle_of(k);
+  const oracle::ModulatedRmsNormRowsBackward<double, double> rows{{.offset = k.offset}};
+  for (int64_t r = 0; r < k.rows; ++r)
+    for (int64_t c = 0; c < k.cols; ++c) {
+      const double in[2] = {o.x[o.at(r, c)], o.scale[o.at(r, c)]}, dy = o.dy[o.at(r, c)];
+      double out[2];
+      rows.results(o.dx(r, c), dy, o.h(r, c), o.shifted(c), in, out);
+      CHECK(out[0] == o.dx(r, c));
+      CHECK(out[1] == doctest::Approx(o.dscale(r, c)));
+      CHECK(rows.upstream(dy, in) * o.shifted(c) == doctest::Approx(dy * o.weight(r, c)));
+      CHECK(rows.value(in) == in[0]);
+    }
 }
 
 TEST_CASE("modulated_rms_norm: the same bits for every instruction set and any number of threads") {

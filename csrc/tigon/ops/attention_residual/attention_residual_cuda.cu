@@ -240,8 +240,12 @@ template <class T, int N, bool kBackward>
 Partials run(Context& ctx, Problem<T> p, bool wants_sums) {
   constexpr int kSums = kBackward ? 3 : 2;
   const int64_t vecs = p.cols / N, limit = device_facts().shared_per_block;
-  const int threads = int(std::clamp<int64_t>(ceil_div(vecs, 64) * 32, 32, kMaxThreads));
-  int64_t shared = p.count * (int64_t(sizeof(float)) * kSums * (threads / 32) + int64_t(sizeof(Factors)));
+  const auto of_values = [&](int threads) {
+    return p.count * (int64_t(sizeof(float)) * kSums * (threads / 32) + int64_t(sizeof(Factors)));
+  };
+  int threads = int(std::clamp<int64_t>(ceil_div(vecs, 64) * 32, 32, kMaxThreads));
+  while (threads > 32 && of_values(threads) > limit) threads -= 32;
+  int64_t shared = of_values(threads);
   const int64_t cache = (p.count + kBackward) * vecs * 16, sums = p.cols * int64_t(sizeof(float));
   p.cached = sizeof(T) * N == 16 && shared + cache <= limit;
   if (p.cached) shared += cache;

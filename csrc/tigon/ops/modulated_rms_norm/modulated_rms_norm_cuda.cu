@@ -5,6 +5,7 @@
 // backward is that of an RMSNorm whose weight, (offset + weight) * (1 + scale), and sums by column
 // belong to a group of rows: those that share a row of scale. Persistent CTAs process the rows of one
 // group each, and fixed partial sums follow. The gradients come from these sums, [groups, cols].
+// Where each row has a row of scale of x's type, scale is an input beside x, and dscale a result.
 //
 // Bytes per element (b = element size): forward 2b, backward 3b, and per element of scale 2b
 // forward; backward 4 written and read for the folded weight, 8 written and read for the sums, and
@@ -83,6 +84,31 @@ void set_zero(Context& ctx, const Matrix& m) {
                                           size_t(m.rows), static_cast<cudaStream_t>(ctx.stream())));
 }
 
+// A row of scale for each row of x, in x's type.
+template <class X>
+void rows_backward(Context& ctx, const ModulatedRmsNormBwd& a) {
+  if (a.dshift.data)  // first: dx may take dy's place
+    TIGON_CUDA_CHECK(kOp, cudaMemcpy2DAsync(a.dshift.data, sizeof(X) * size_t(a.dshift.stride), a.dy.data,
+                                            sizeof(X) * size_t(a.dy.stride), sizeof(X) * size_t(a.x.cols),
+                                            size_t(a.x.rows), cudaMemcpyDeviceToDevice,
+                                            static_cast<cudaStream_t>(ctx.stream())));
+  if (!a.dx.data && !a.dscale.data && !a.dweight) return;
+  norm_backward(kOp, ctx,
+                NormBackward<ModulatedRmsNormRowsBackward<float, X>, X, X>{
+                    .f = {{.offset = a.weight ? a.offset : 0.0f, .round_h = a.rounding == Rounding::llama}},
+                    .dy = a.dy.row<X>(0),
+                    .in = {a.x.row<X>(0), a.scale.row<X>(0)},
+                    .out = {a.dx.row<X>(0), a.dscale.row<X>(0)},
+                    .dy_stride = a.dy.stride,
+                    .in_stride = {a.x.stride, a.scale.stride},
+                    .out_stride = {a.dx.stride, a.dscale.stride},
+                    .weight = a.weight.as<X>(),
+                    .rstd = a.rstd.as<float>(),
+                    .rows = a.x.rows,
+                    .cols = a.x.cols},
+                {a.dweight});
+}
+
 template <class X, class W>
 void backward(Context& ctx, const ModulatedRmsNormBwd& a) {
   const int64_t groups = a.scale.rows, cols = a.x.cols, tiles = ceil_div(cols, kThreads);
@@ -90,6 +116,8 @@ void backward(Context& ctx, const ModulatedRmsNormBwd& a) {
     set_zero(ctx, a.dscale), set_zero(ctx, a.dshift);
     return set_zero(ctx, {a.dweight.data, a.dweight.dtype, 1, cols, cols});
   }
+  if constexpr (std::is_same_v<X, W>)
+    if (groups == a.x.rows) return rows_backward<X>(ctx, a);
   TIGON_CHECK(kOp, groups <= INT32_MAX, "scale must have less than 2^31 rows, got ", groups);
   const Modulation<W> m{a.weight.as<W>(), a.scale.row<W>(0), a.scale.stride, groups, cols, a.offset};
   float* folded = ctx.scratch_of<float>(groups * cols);
