@@ -190,7 +190,7 @@ void norm_backward(const char* op, Context& ctx, NormBackward<B, W, Y> p,
                           [&]<RowConfig kConfig>() { run_ctas.template operator()<kAlignment, kConfig>(); });
   };
   if (plan.kernel == NormKernel::cluster) {
-    if constexpr (kTraits.same_types && !kRowGroups<B>) {
+    if constexpr (kTraits.same_types && !kTraits.by_row) {
       constexpr RowConfig kConfig = backward_cluster_configs(kTraits).at[0];
       auto* kernel = &backward_persistent_kernel<B, W, Y, kVecSize, ConfigType<kConfig>, kSame, true>;
       const auto shared = [&](int threads) {
@@ -207,14 +207,14 @@ void norm_backward(const char* op, Context& ctx, NormBackward<B, W, Y> p,
   } else if (plan.kernel != NormKernel::looped) {
     if (plan.alignment == kVectorized) {
       with_alignment.template operator()<kVectorized, backward_register_configs(kTraits)>();
-    } else if constexpr (!kRowGroups<B>) {
+    } else if constexpr (!kTraits.by_row) {
       if (plan.alignment == kMixed)
         with_alignment.template operator()<kMixed, backward_persistent_configs(kTraits, kMixed)>();
       else if constexpr (kTraits.same_types)
         with_alignment.template operator()<kSame, backward_persistent_configs(kTraits, kSame)>();
     }
   }
-  // Also where no cluster fits on this device, and groups of rows that are not vectorized.
+  // Also where no cluster fits on this device.
   if (parts == 0) parts = run_looped_backward<kVecSize>(op, ctx, p, wants_sums);
   if (wants_sums) sum_partials(op, ctx, p.partials, parts, outs);
 }

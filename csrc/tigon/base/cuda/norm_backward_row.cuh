@@ -45,8 +45,6 @@ constexpr int backward_blocks(const RowConfig& c) {
                                                                             : c.min_blocks_per_sm;
 }
 
-template <class B>
-constexpr bool kRowGroups = requires { typename B::RowGroups; };
 // Row `row` of a group in memory: its row, its first column, and where its statistics are.
 template <class B, class W, class Y>
 __device__ __forceinline__ int64_t row_of_group(const NormBackward<B, W, Y>& p, int64_t group, int64_t row) {

@@ -163,7 +163,6 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
            {.blocks = p.rows * p.groups, .threads = kLoopThreads, .pdl = true}, p);
   };
   auto run_persistent = [&]<RowAlignment kAlignment, RowConfig kConfig>() {
-    // Persistent kernels keep parameters from row to row.
     if constexpr (kRowParams<F>) {
       run_looped();
     } else {
@@ -194,7 +193,7 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
       return with_config<forward_persistent_configs(kTraits, kMixed)>(
           plan.config, [&]<RowConfig kConfig>() { run_persistent.template operator()<kMixed, kConfig>(); });
     case NormKernel::cluster:
-      if constexpr (kTraits.same_types && !kRowParams<F>) {
+      if constexpr (kTraits.same_types && !kTraits.by_row) {
         constexpr RowConfig kConfig = forward_cluster_configs(kTraits).at[0];
         const auto kernel = forward_cluster_kernel<F, W, Y, ConfigType<kConfig>>;
         const auto shared = [&](int threads) { return size_t(forward_shared(kTraits, kConfig, threads)); };

@@ -11,6 +11,7 @@
 
 #include "tigon/base/cuda/aligned_row.cuh"
 #include "tigon/base/cuda/math.cuh"
+#include "tigon/base/cuda/norm_plan.h"
 #include "tigon/base/cuda/row_reduce.cuh"
 #include "tigon/base/cuda/row_view.cuh"
 #include "tigon/base/norm_scalars.h"
@@ -75,8 +76,6 @@ template <class F, class W, class Y>
 constexpr bool kSameType = std::is_same_v<W, typename F::Element> && std::is_same_v<Y, typename F::Element>;
 template <class F>
 constexpr bool kPerChannel = requires { typename F::PerChannel; };
-template <class F>
-constexpr bool kRowParams = requires(const F& f) { f.param_offset(0, int64_t(0)); };
 
 // Element j of several vectors.
 template <class T, int N, int K>
