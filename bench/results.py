@@ -36,7 +36,7 @@ NAMED_CASES = 8  # a command names its cases up to this many
 GROUPS = {  # the page of an op; an op that is not here has a page of its own
     "loss_head": ("linear_cross_entropy", "linear_log_prob", "linear_loss", "multi_token_loss"),
     "losses": ("cross_entropy", "divergence"),
-    "norms": ("rms_norm", "add_rms_norm", "layer_norm", "gated_rms_norm", "group_norm"),
+    "norms": ("rms_norm", "add_rms_norm", "layer_norm", "gated_rms_norm", "group_norm", "poly_norm"),
     "elementwise": ("glu", "relu_squared", "dyt"),
     "rope": ("rope", "qk_norm_rope"),
 }

@@ -26,6 +26,8 @@ LARGE = {
     "rms_norm": [{"shape": shape} for shape in ((3, 16384), (2, 40001), (70, 128))],
     "layer_norm": [{"shape": shape} for shape in ((3, 16384), (2, 40001))],
     "softmax": [{"shape": shape} for shape in ((3, 16384), (2, 40001))],
+    "sparsemax": [{"shape": shape} for shape in ((3, 16384), (2, 40001), (2, 600001))],
+    "poly_norm": [{"shape": shape} for shape in ((3, 16384), (2, 40001), (2, 600001), (2500, 130))],
     "cross_entropy": [{"N": 3, "V": cols} for cols in (32000, 50304, 128256, 200001)],
     "divergence": [
         {"shape": shape, "op": op} for shape in ((2, 32000), (2, 128256)) for op in ("kl_div", "jsd", "tvd")

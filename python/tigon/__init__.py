@@ -38,6 +38,7 @@ from tigon.ops.loss_head.memory import (
 from tigon.ops.loss_head.multi_token import multi_token_loss
 from tigon.ops.modulated_rms_norm import modulated_rms_norm
 from tigon.ops.policy import policy_loss
+from tigon.ops.poly_norm import poly_norm
 from tigon.ops.preference import kto_loss, preference_loss
 from tigon.ops.qk_norm_rope import qk_norm_rope
 from tigon.ops.relu_squared import relu_squared
@@ -45,6 +46,7 @@ from tigon.ops.rms_norm import rms_norm
 from tigon.ops.rope import rope
 from tigon.ops.silu import silu
 from tigon.ops.softmax import softmax
+from tigon.ops.sparsemax import sparsemax
 
 __version__ = "0.1.0"
 
@@ -88,6 +90,7 @@ __all__ = [
     "nn",
     "optim",
     "policy_loss",
+    "poly_norm",
     "preference_loss",
     "qk_norm_rope",
     "reglu",
@@ -96,6 +99,7 @@ __all__ = [
     "rope",
     "silu",
     "softmax",
+    "sparsemax",
     "swiglu",
     "swiglu_oai",
     "tvd",

@@ -126,6 +126,11 @@ def _plain_add_rms_norm(x, residual, weight):
     return _plain_rms_norm(total, weight), total
 
 
+def _plain_poly_norm(x, w, b):
+    powers = (x**3, x**2, x)
+    return sum(w[i] * p / (p.square().mean(-1, keepdim=True) + 1e-6).sqrt() for i, p in enumerate(powers)) + b
+
+
 def _plain_gated(x, gate, weight):
     return (_wide(_plain_rms_norm(x, weight)) * F.silu(_wide(gate))).to(x.dtype)
 
@@ -273,6 +278,7 @@ PROBES = (
     Probe("group_norm", lambda: (_rows(4, 8, 12), 2, _rows(8), _rows(8)), F.group_norm),
     Probe("dyt", lambda: (_rows(), torch.tensor([0.7]), _rows(COLUMNS), _rows(COLUMNS)),
           lambda x, alpha, w, b: w * torch.tanh(alpha * x) + b),
+    Probe("poly_norm", lambda: (_rows(), _rows(3), _rows(1)), _plain_poly_norm),
     Probe("embedding", lambda: (torch.randint(0, 9, (ROWS,)), _rows(9, COLUMNS)), F.embedding),
     Probe("swiglu", _gated, lambda gate, up: F.silu(gate) * up),
     Probe("geglu", _gated, lambda gate, up: F.gelu(gate, approximate="tanh") * up, {"approximate": "tanh"}),

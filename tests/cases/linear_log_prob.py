@@ -233,7 +233,8 @@ def gemms(inputs: Inputs, step: bool) -> list:
         lora_rank=0 if inputs.kwargs["lora_a"] is None else 1,
     ).gradients  # fmt: skip
     again = keep_mb == 0 if frozen else between < worked * weight.shape[0] * hidden.element_size()
-    return bare_products(hidden, weight, target, inputs, step, again)
+    one = target[..., 0] if target.dim() == hidden.dim() else target
+    return bare_products(hidden, weight, one, inputs, step, again)
 
 
 def _plain(kwargs) -> bool:

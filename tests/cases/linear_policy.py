@@ -93,12 +93,6 @@ CASES += [
 ]  # fmt: skip
 
 
-def independent(case: Case) -> float:
-    """An answer's rows share the error of one factor, an exponential: a few answers carry the norms."""
-    p = params(case, DEFAULTS)
-    return math.inf if p["options"].get("level", "token") == "token" else p["answers"] / 8
-
-
 def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     """Draw the inputs of a case."""
     p = params(case, DEFAULTS)

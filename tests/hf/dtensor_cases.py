@@ -12,7 +12,7 @@ import torch.distributed as dist
 from parallel_cases import problem
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
-from two_processes import case, full, mesh, refused
+from two_processes import case, device_type, full, mesh, refused
 
 import tigon
 from tigon import parallel
@@ -37,7 +37,7 @@ def whole(results):
 
 def grid():
     """A mesh of one row: data parallel over one process, tensor parallel over two."""
-    return dist.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    return mesh(1, 2, mesh_dim_names=("data", "tensor"))
 
 
 HEADS = {
@@ -86,7 +86,7 @@ def dtensor_head_of_two_meshes():
     weight = place(p["weight"], [Replicate(), Shard(0)], grid())
     near(tigon.linear_cross_entropy(p["hidden"], weight, p["target"]), want)
     near(tigon.linear_cross_entropy(p["hidden"], weight=weight, target=p["target"]), want)
-    turned = dist.device_mesh.DeviceMesh("cpu", [1, 0])
+    turned = dist.device_mesh.DeviceMesh(device_type(), torch.tensor([1, 0], device="cpu"))
     weight = DTensor.from_local(
         p["weight"].split([126, 125])[turned.get_local_rank()], turned, HERE, shape=p["weight"].shape,
         stride=p["weight"].stride(),
@@ -151,6 +151,8 @@ ROW_OPS = {
     "gated_rms_norm": (tigon.gated_rms_norm, 2, (C,)),
     "dyt": (tigon.dyt, 1, (1,), (C,), (C,)),
     "softmax": (tigon.softmax, 1),
+    "sparsemax": (tigon.sparsemax, 1),
+    "poly_norm": (tigon.poly_norm, 1, (3,), (1,)),
     "swiglu": (tigon.swiglu, 2),
     "packed swiglu": (tigon.swiglu, 1),
     "geglu": (tigon.geglu, 2),
@@ -162,7 +164,8 @@ ELEMENTWISE = ("swiglu", "geglu", "relu_squared")
 def drawn(rows, sizes):
     g = torch.Generator().manual_seed(5)
     shapes = [(3, 7, C)] * rows + list(sizes)
-    return [torch.randn(shape, generator=g).requires_grad_() for shape in shapes]
+    numbers = (torch.randn(shape, generator=g, device="cpu") for shape in shapes)
+    return [x.to(torch.get_default_device()).requires_grad_() for x in numbers]
 
 
 @case(**{name: (name,) for name in ROW_OPS})

@@ -4,3 +4,4 @@ import dtensor_cases  # noqa: F401
 import megatron_cases  # noqa: F401
 import optimizer_cases  # noqa: F401
 import parallel_cases  # noqa: F401
+import parallel_name_cases  # noqa: F401

@@ -100,7 +100,7 @@ def test_every_name_imports_and_says_what_is_missing(facade):
         with pytest.raises(tigon.Error, match=name):
             placeholder[(1,)]
         type("Sub", (placeholder,), {})  # callers subclass at import
-    assert {"LigerSparsemax", "LigerMLP"} <= set(absent)
+    assert {"LigerMultiTokenAttention", "LigerMLP"} <= set(absent)
     with pytest.raises(tigon.Error, match="GatedMLP"):
         names.resolve("LigerMLP")(beta=0.1)
 

@@ -283,6 +283,39 @@ def test_functional_module():
         liger.uninstall()
 
 
+@pytest.mark.parametrize("dim", [-1, 0, 1])
+def test_sparsemax(dim):
+    """Over any dimension, the function, the class and its autograd function alike."""
+    from tigon.ops.sparsemax import reference
+
+    x, grad = drawn(4, 7, 5), drawn(4, 7, 5, seed=1)
+    wanted = with_gradients(lambda x: grad * reference(x.movedim(dim, -1)).movedim(-1, dim), x)
+    for call in (
+        lambda x: get("liger_sparsemax")(x, dim=dim),
+        lambda x: get("LigerSparsemaxFunction").apply(x, dim),
+        get("LigerSparsemax")(dim),
+    ):
+        assert_same(with_gradients(lambda x, call=call: grad * call(x), x), wanted)
+    assert "dim=0" in repr(get("LigerSparsemax")(0))
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_poly_norm(shape):
+    """A bias of no dimension, as the class has it, or of one; nothing is written in place."""
+    from tigon.ops.poly_norm import reference
+
+    x, weight, bias = drawn(4, 7, 16), drawn(3, seed=1), drawn(1, seed=2).reshape(shape)
+    wanted = with_gradients(lambda x, w, b: reference(x, w, b.reshape(1), 1e-5), x, weight, bias)
+    for function in (get("liger_poly_norm"), get("LigerPolyNormFunction").apply):
+        for in_place in (False, True):
+            args = (x, weight, bias)
+            got = with_gradients(lambda *args, f=function, i=in_place: f(*args, 1e-5, i), *args)
+            assert_same(got, wanted)
+    module = get("LigerPolyNorm")(eps=1e-5)
+    assert module.bias.shape == () and "eps=1e-05" in repr(module)
+    close(module(x), reference(x, torch.full((3,), 1 / 3), torch.ones(1), 1e-5))
+
+
 def test_gated_products():
     x, up = drawn(4, 8), drawn(4, 8, seed=1)
     wanted = with_gradients(lambda a, b: 3 * F.silu(0.5 * a) * b, x, up)
@@ -506,7 +539,7 @@ def test_embedding_and_tiled_functions():
 @pytest.mark.parametrize(
     "name, advice",
     [("LigerMLP", "GatedMLP"), ("rms_norm_backward", "autograd function"),
-     ("LigerSparsemax", "plain PyTorch"),
+     ("LigerMultiTokenAttention", "plain PyTorch"),
      ("apply_liger_kernel_to_megatron", r"tigon\.megatron\.apply"), ("lce_forward", r"tigon\.apply"),
      ("MAX_FUSED_SIZE", "public function")],
 )  # fmt: skip

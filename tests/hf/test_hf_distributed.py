@@ -1,4 +1,4 @@
-"""Two processes over gloo, started once: the cases are in distributed_cases.py."""
+"""Two processes over gloo, and over NCCL where two GPUs are there: the cases are in distributed_cases.py."""
 
 from __future__ import annotations
 
@@ -12,22 +12,35 @@ from pathlib import Path
 
 import distributed_cases
 import pytest
+import torch
 from two_processes import CASES, NEEDS
 
 RANKS = 2
 SECONDS = 180
+ON_GPUS = ("ddp", "fsdp2", "parallel_", "dtensor_", "losses_of_sharded")  # the others build on the CPU
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     """What went wrong in each case, by rank; a case that is not there was not reached."""
-    folder = tmp_path_factory.mktemp("ranks")
+    names = [name for name in CASES if not missing(name)]
+    return run(tmp_path_factory.mktemp("ranks"), names, {"CUDA_VISIBLE_DEVICES": ""})
+
+
+@pytest.fixture(scope="module")
+def outcomes_on_gpus(tmp_path_factory):
+    """The same over NCCL."""
+    names = [name for name in CASES if name.startswith(ON_GPUS)]
+    return run(tmp_path_factory.mktemp("gpus"), names, {})
+
+
+def run(folder, names, variables):
+    """Start the processes, and read what each has written."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    names = [name for name in CASES if not missing(name)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    environment["CUDA_VISIBLE_DEVICES"] = ""  # gloo on the CPU, whatever GPUs are there
+    environment |= variables
     command = [sys.executable, distributed_cases.__file__, str(folder), *names]
     logs = [folder / f"rank{rank}.log" for rank in range(RANKS)]
     ranks = []
@@ -69,6 +82,17 @@ def missing(name):
 def test_two_processes(name, request):
     if missing(name):
         pytest.skip(f"needs {missing(name)}")
-    said = request.getfixturevalue("outcomes")
+    check(request.getfixturevalue("outcomes"), name)
+
+
+@pytest.mark.xdist_group("two processes")
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(ON_GPUS)])
+def test_two_gpus(name, request):
+    if torch.cuda.device_count() < RANKS:
+        pytest.skip("needs two GPUs")
+    check(request.getfixturevalue("outcomes_on_gpus"), name)
+
+
+def check(said, name):
     assert name in said, f"not reached; the processes said:\n{said[0]}\n{said[1]}"
     assert said[name] == [None] * RANKS, "\n".join(error or "right" for error in said[name])

@@ -16,6 +16,7 @@ from torch import nn
 import tigon
 import tigon.megatron as tm
 from cases.case import Inputs
+from tigon.integrations.megatron.norm import plan_norm
 from tigon.integrations.megatron.rope import thd_positions
 from tigon.integrations.transformers.lazy_logits import LazyLogits
 
@@ -568,3 +569,14 @@ def test_public_path():
     assert "TigonSpecProvider" in tm.__all__
     with pytest.raises(AttributeError):
         tm.nothing  # noqa: B018
+
+
+def test_torch_norm_with_float32_weight():
+    """Megatron keeps them in a bfloat16 model: the result has the dtype of x, as stock's."""
+    norm = nn.RMSNorm(16, eps=1e-6)
+    nn.init.normal_(norm.weight, 1.0, 0.1)
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    function, _ = plan_norm(norm)
+    got, want = function(norm, None, x), norm(x)
+    assert got.dtype == want.dtype == torch.bfloat16
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=0)

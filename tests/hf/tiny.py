@@ -45,7 +45,7 @@ def config(family: str = "llama", **changes):
     return getattr(transformers, f"{prefix}Config")(**{**SHARED, **own, **changes})
 
 
-def make(family: str = "llama", *, device="cpu", dtype=torch.float32, seed=0, **changes):
+def make(family: str = "llama", *, device=None, dtype=torch.float32, seed=0, **changes):
     """A tiny random model in training mode; its norms are no identities."""
     torch.manual_seed(seed)
     prefix = FAMILIES[family][0]
@@ -54,14 +54,14 @@ def make(family: str = "llama", *, device="cpu", dtype=torch.float32, seed=0, **
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.to(device=device, dtype=dtype).train()
+    return model.to(device=device or torch.get_default_device(), dtype=dtype).train()
 
 
 def batch(device="cpu", rows=2, tokens=11, seed=1, masked=0.25):
     """Token ids and labels, some of them masked."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCABULARY, (rows, tokens), generator=generator)
-    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < masked, -100)
+    ids = torch.randint(3, VOCABULARY, (rows, tokens), generator=generator, device="cpu")
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator, device="cpu") < masked, -100)
     return {"input_ids": ids.to(device), "labels": labels.to(device)}
 
 

@@ -38,12 +38,17 @@ def rank():
     return dist.get_rank()
 
 
-def mesh():
-    return dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+def device_type():
+    """Where this run's tensors are: "cpu" (gloo) or "cuda" (NCCL)."""
+    return torch.get_default_device().type
+
+
+def mesh(*shape, **options):
+    return dist.device_mesh.init_device_mesh(device_type(), shape or (dist.get_world_size(),), **options)
 
 
 def data(of=None):
-    return batch(seed=10 + (rank() if of is None else of))
+    return batch(torch.get_default_device(), seed=10 + (rank() if of is None else of))
 
 
 def wanted(model, times=1.0):
@@ -112,10 +117,18 @@ def refused(call, *words):
 
 
 def main(folder, names):
-    """Run the cases; each rank writes what went wrong, or nothing, as soon as it knows."""
+    """Run the cases over NCCL where every process has a GPU, else over gloo.
+
+    Each rank writes what went wrong, or nothing, as soon as it knows.
+    """
     FOLDER.append(Path(folder))
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+    device, backend = torch.device("cpu"), "gloo"
+    if torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"]):
+        device, backend = torch.device("cuda", int(os.environ["LOCAL_RANK"])), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+        torch.set_default_device(device)
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=20))
     with open(FOLDER[0] / f"rank{rank()}.jsonl", "w", buffering=1) as outcomes:
         for name in names or CASES:
             dist.barrier()

@@ -10,9 +10,9 @@ last place of the output's dtype: one ulp at the largest value for the maximum n
 the root mean square for that one (a correctly rounded result is off by up to half an ulp
 everywhere). The smaller a tensor, the more its error is a single draw: n numbers widen the floor
 by 1 + 3/sqrt(n), four ulp for a lone loss. A lone bf16 loss over rounded logits is a draw of a far
-larger error, so a tensor of fewer than 16 numbers that breaks the bound is drawn 32 times, and the
-root mean square over all draws is held to it: chance averages out, a bias does not. For fp64 the
-oracle has the precision of what it judges, hence 64 ulp.
+larger error, and the largest of many errors is a single draw too: a tensor that breaks the bound is
+drawn 32 times, and the root mean square over all draws is held to it. Chance averages out, a bias or a
+wrong element does not. For fp64 the oracle has the precision of what it judges, hence 64 ulp.
 
 Besides: the same shapes and dtypes, NaN and infinities at the same places as in the oracle, inputs
 untouched, the same bits in a second run, and every output element written (the first run works on
@@ -31,7 +31,6 @@ from cases.case import Case, Inputs
 from conftest import poisoned
 
 FACTOR = 2.0
-FEW = 16  # numbers, below which one draw says little
 DRAWS = 32
 
 
@@ -146,7 +145,7 @@ def _tensors(inputs: Inputs) -> list[torch.Tensor]:
 
 
 def _broken_often(name, module, case, device, dtype, fn) -> str:
-    """The rule for a few numbers, over many draws."""
+    """The rule over many draws together: of one, chance may decide."""
     draws = []
     for seed in range(1, DRAWS + 1):
         inputs = module.make(case, device, dtype, seed)
@@ -156,12 +155,6 @@ def _broken_often(name, module, case, device, dtype, fn) -> str:
         draws.append(_finite(*three, exact))
     joined = [torch.cat(parts) for parts in zip(*draws, strict=True)]
     return _broken(*joined, three[0].dtype, norms=("rms",))
-
-
-def independent(module: types.ModuleType, case: Case) -> float:
-    """How many errors a result of the case has that do not depend on each other, where the module says so."""
-    count = getattr(module, "independent", None)
-    return math.inf if count is None else count(case)
 
 
 def check_case(
@@ -194,10 +187,15 @@ def check_case(
         three = (value, eager.tensors[name], exact.tensors[name])
         _check_form(name, *three)
         broken = _broken(*_finite(*three), value.dtype)
-        if broken and min(value.numel(), independent(module, case)) < FEW:
+        if broken:
             broken = _broken_often(name, module, case, device, dtype, fn)
         assert not broken, f"{name}: {broken}"
     if grad:
         plain = run(fn, inputs, grad=False)
         for name, value in plain.tensors.items():
-            assert same_bits(value, got.tensors[name]), f"{name}: differs without gradients"
+            alike = same_bits(value, got.tensors[name])
+            if device != "cpu" and value.is_floating_point():
+                # Calls without gradients have kernels of their own, which may sum in another order.
+                tolerance = 4 * torch.finfo(value.dtype).eps
+                alike = alike or torch.allclose(value, got.tensors[name], tolerance, equal_nan=True)
+            assert alike, f"{name}: differs without gradients"

@@ -150,6 +150,17 @@ def big_softmax(rows=BIG // 4099 + 3, columns=4099, device="cuda"):
     _rows_op(tigon.softmax, [_randn(rows, columns, device=device)])
 
 
+def big_sparsemax(rows=BIG // 4099 + 3, columns=4099, device="cuda"):
+    """The same."""
+    _rows_op(tigon.sparsemax, [_randn(rows, columns, device=device)])
+
+
+def big_poly_norm(rows=BIG // 4104 + 3, columns=4104, device="cuda"):
+    """x, y and their gradients of more than 2^31 elements, beside partial sums of the rows."""
+    weight, bias = _randn(3, device=device), _randn(1, device=device)
+    _rows_op(lambda x: tigon.poly_norm(x, weight, bias), [_randn(rows, columns, device=device)])
+
+
 def big_swiglu(rows=BIG // 16384 + 3, columns=16384, device="cuda"):
     """Five tensors of more than 2^31 elements."""
     _rows_op(tigon.swiglu, [_randn(rows, columns, device=device) for _ in range(2)])
@@ -241,6 +252,8 @@ def big_head_logits(rows=BIG // 131080 + 3, hidden=64, vocab=131080, device="cud
         (big_rms_norm, 25),
         (big_layer_norm, 25),
         (big_softmax, 25),
+        (big_sparsemax, 25),
+        (big_poly_norm, 25),
         (big_swiglu, 40),
         (big_rope, 30),
         (big_cross_entropy, 20),

@@ -64,8 +64,11 @@ def test_one_head_with_a_block_is_the_plain_one(dtype, device):
     want = composed(hidden, heads, labels, [1.0], [3])
     got = tigon.multi_token_loss(hidden, heads, labels, shifts=[3])
     assert same_bits(got.loss, want)
-    pairs = zip(gradients(got.loss, hidden, heads), gradients(want, hidden, heads), strict=True)
-    assert all(same_bits(a, b) for a, b in pairs)
+    for a, b in zip(gradients(got.loss, hidden, heads), gradients(want, hidden, heads), strict=True):
+        if device == "cpu" or dtype != torch.float32:
+            assert same_bits(a, b)
+        else:  # cuBLAS chooses among its float32 kernels by more than sizes
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6 * b.abs().max().item())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

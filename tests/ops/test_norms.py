@@ -17,15 +17,18 @@ ARGUMENTS = {
     "layer_norm": (("x", "weight", "bias"), (1e-5,)),
     "add_rms_norm": (("x", "residual", "weight"), (1e-6, 0.0, 0)),
     "gated_rms_norm": (("x", "gate", "weight"), (1e-6, 20, False, 0, 0.0, 0)),
+    "poly_norm": (("x", "weight", "bias"), (1e-6,)),
     "softmax": (("x",), ()),
+    "sparsemax": (("x",), ()),
     "dyt": (("x", "alpha", "weight", "bias"), ()),
 }
 ROWS = ("x", "residual", "gate")
+SIZES = {"dyt": {"alpha": 1}, "poly_norm": {"weight": 3, "bias": 1}}  # where it is not one number a column
 
 
 def _draw(op, device, dtype=torch.float32, rows=6, columns=40):
     def one(name):
-        shape = (rows, columns) if name in ROWS else (1,) if name == "alpha" else (columns,)
+        shape = (rows, columns) if name in ROWS else (SIZES.get(op, {}).get(name, columns),)
         return torch.randn(shape).to(device, dtype)
 
     return [one(name) for name in ARGUMENTS[op][0]]
@@ -88,6 +91,19 @@ BAD = {
     "group groups": (lambda x, w: tigon.group_norm(x, 3, w), r"groups must divide 8, got 3"),
     "group weight": (lambda x, w: tigon.group_norm(x, 4, w[:2]), r"weight must be \[8\], got \[2\]"),
     "group rank": (lambda x, w: tigon.group_norm(w, 4), r"x must have at least two dimensions, got 1"),
+    "poly weight": (lambda x, w: tigon.poly_norm(x, w, w[:1]), r"weight must be \[3\], got \[8\]"),
+    "poly bias": (lambda x, w: tigon.poly_norm(x, w[:3], w[:2]), r"bias must be \[1\], got \[2\]"),
+    "poly no bias": (lambda x, w: tigon.poly_norm(x, w[:3], None), r"bias must be a float tensor, got None"),
+    "poly eps": (lambda x, w: tigon.poly_norm(x, w[:3], w[:1], -1.0), r"eps must be >= 0, got -1"),
+    "poly columns": (
+        lambda x, w: tigon.poly_norm(x[:, :0], w[:3], w[:1]),
+        r"x must have at least one column, got 0",
+    ),
+    "poly float64": (
+        lambda x, w: tigon.poly_norm(x.double(), w[:2], w[:1]),
+        r"weight must be \[3\], got \[2\]",
+    ),
+    "sparsemax dtype": (lambda x, w: tigon.sparsemax(x.long()), r"x must be a float tensor, got torch.int64"),
     "softmax dtype": (lambda x, w: tigon.softmax(x.long()), r"x must be a float tensor, got torch.int64"),
     "dyt alpha": (lambda x, w: tigon.dyt(x, w), r"alpha must have one element, got 8"),
     "dyt bias": (lambda x, w: tigon.dyt(x, w[:1], w, w[:3]), r"bias must be \[8\], got \[3\]"),
@@ -129,7 +145,7 @@ def test_opcheck(op, device):
 
 
 @pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("op", [op for op in ARGUMENTS if op != "softmax"])
+@pytest.mark.parametrize("op", [op for op in ARGUMENTS if len(ARGUMENTS[op][0]) > 1])
 def test_dtypes_of_parameters(op, parameters, device):
     """Results and gradients in the dtypes of the reference and of their arguments."""
     fn, names = getattr(tigon, op), ARGUMENTS[op][0]
@@ -245,6 +261,10 @@ def test_modules(device):
     assert same_bits(group(x), tigon.group_norm(x, 6, group.weight, group.bias)) and "6, 24" in repr(group)
     dyt = tigon.nn.DyT(24, device=device)
     assert same_bits(dyt(x), tigon.dyt(x, dyt.alpha, dyt.weight, dyt.bias)) and "0.5" in repr(dyt)
+    poly = tigon.nn.PolyNorm(1e-5, device=device)
+    assert same_bits(poly(x), tigon.poly_norm(x, poly.weight, poly.bias, 1e-5)) and "1e-05" in repr(poly)
+    assert poly.bias.tolist() == [1.0] and poly.weight.tolist() == torch.full((3,), 1 / 3).tolist()
+    assert same_bits(tigon.nn.Sparsemax()(x), tigon.sparsemax(x))
 
 
 ROW_OPS = {
@@ -253,6 +273,8 @@ ROW_OPS = {
     "add_rms_norm": lambda x, other, w: tigon.add_rms_norm(x, other, w)[0],
     "gated_rms_norm": lambda x, other, w: tigon.gated_rms_norm(x, other, w),
     "softmax": lambda x, other, w: tigon.softmax(x),
+    "sparsemax": lambda x, other, w: tigon.sparsemax(x),
+    "poly_norm": lambda x, other, w: tigon.poly_norm(x, w[:3], w[:1]),
 }
 
 
@@ -276,6 +298,31 @@ def test_rows_do_not_depend_on_their_number(op, columns, device):
                 assert same_bits(part, full[:rows]), (dtype, rows)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sparsemax_is_a_distribution(dtype, device):
+    """Entries of at least 0 that sum to 1, most of them exactly 0; one of float16 is never rounded away."""
+    for scale in (1e-5, 1e-3, 1.0, 30.0):
+        x = (scale * torch.randn(9, 5000)).to(device, dtype)
+        y = tigon.sparsemax(x).double()
+        exact = tigon.sparsemax(x.double())
+        assert ((y > 0) == (exact > 0)).all(), scale
+        total = y.sum(-1)
+        torch.testing.assert_close(total, torch.ones_like(total), rtol=4 * torch.finfo(dtype).eps, atol=1e-3)
+    assert (y > 0).sum(-1).max() < 10
+
+
+def test_poly_norm_adds_many_rows(device):
+    """More rows than partial sums are added at once."""
+    rows = 2**16 + 1
+    x, dy = torch.randn(2, rows, 3, device=device)
+    leaves = [torch.full((n,), 0.5, device=device, requires_grad=True) for n in (3, 1)]
+    tigon.poly_norm(x, *leaves).backward(dy)
+    exact = [v.detach().double().requires_grad_() for v in leaves]
+    tigon.poly_norm(x.double(), *exact).backward(dy.double())
+    for got, want in zip(leaves, exact, strict=True):
+        torch.testing.assert_close(got.grad.double(), want.grad, rtol=1e-5, atol=1e-3)
+
+
 SCRIPT = """
 import torch, tigon
 torch.manual_seed(0)
@@ -283,13 +330,15 @@ for dtype in (torch.float32, torch.bfloat16):
     for shape in ((70, 333), (3, 4099), (3, 16)):
         x, z, dy = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(3))
         w, b = (torch.randn(shape[-1]).to(dtype).requires_grad_() for _ in range(2))
-        a = torch.full((1,), 0.5).to(dtype).requires_grad_()
+        a, p = (torch.full((n,), 0.5).to(dtype).requires_grad_() for n in (1, 3))
         for fn, args in (
             (tigon.layer_norm, (x, w, b)),
             (tigon.add_rms_norm, (x, z, w)),
             (tigon.gated_rms_norm, (x, z, w)),
             (lambda *t: tigon.gated_rms_norm(*t, norm_before_gate=False), (x, z, w)),
             (tigon.softmax, (x,)),
+            (tigon.sparsemax, (x,)),
+            (tigon.poly_norm, (x, p, a)),
             (lambda x, w, b: tigon.group_norm(x[..., None], 1, w, b)[..., 0], (x, w, b)),
             (tigon.dyt, (x, a, w, b)),
         ):

@@ -84,6 +84,12 @@ def _dyt(draw):
     )
 
 
+def _poly_norm(draw):
+    found = _rows(draw, "layout", scale=draw.choice((0.5, 2.0)), mean=draw.choice((0.0, 1.0)))
+    # Of few columns and a small eps, dx is a difference of nearly equal numbers.
+    return found | {"eps": 0.5 if found["shape"][-1] < 8 else draw.choice((1e-6, 0.1))}
+
+
 def _glu(draw):
     kind = draw.choice(("swiglu", "geglu", "reglu", "swiglu_oai"))
     found = _rows(draw, "layout", "up_layout", kind=kind, scale=draw.choice((0.5, 2.0, 20.0)))
@@ -283,6 +289,7 @@ DRAWERS = {
     "layer_norm": lambda draw: _norm(draw, bias=draw.random() < 0.7),
     "group_norm": _group_norm,
     "dyt": _dyt,
+    "poly_norm": _poly_norm,
     "glu": _glu,
     "rope": _heads,
     "qk_norm_rope": _qk_norm_rope,

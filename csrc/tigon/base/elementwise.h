@@ -40,4 +40,13 @@ void for_each_block(Context& ctx, int64_t rows, int64_t cols, bool dense, const 
   });
 }
 
+// fn(row) for every row, some to a task.
+template <class Fn>
+void for_each_row(Context& ctx, int64_t rows, const Fn& fn) {
+  constexpr int64_t kRowsPerTask = 16;
+  parallel(ctx, (rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
+    for (int64_t r = task * kRowsPerTask, end = std::min(rows, r + kRowsPerTask); r < end; ++r) fn(r);
+  });
+}
+
 }  // namespace tigon::cpu

@@ -43,8 +43,9 @@ class LogProbHead:
         if sharded:
             from tigon import parallel
 
+            vocab = weight.shape[0] * dist_process_group.size()  # equal shards, as verl has them
             return parallel.linear_log_prob(
-                *operands, dist_process_group, **options, partial_hidden_grad=True
+                *operands, dist_process_group, **options, vocab=vocab, partial_hidden_grad=True
             )
         return tigon.linear_log_prob(*operands, **options)
 

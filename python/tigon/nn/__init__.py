@@ -14,9 +14,11 @@ from tigon.nn.linear_divergence import LinearJSDLoss, LinearKLDivLoss, LinearTVD
 from tigon.nn.linear_preference import LinearKTOLoss, LinearPolicyLoss, LinearPreferenceLoss
 from tigon.nn.medusa import MedusaHeads
 from tigon.nn.modulated_rms_norm import ModulatedRMSNorm
+from tigon.nn.poly_norm import PolyNorm
 from tigon.nn.rms_norm import RMSNorm
 from tigon.nn.rope import QKNormRotaryEmbedding, RotaryEmbedding
 from tigon.nn.silu import SiLU
+from tigon.nn.sparsemax import Sparsemax
 
 __all__ = [
     "AddRMSNorm",
@@ -37,11 +39,13 @@ __all__ = [
     "LinearTVDLoss",
     "MedusaHeads",
     "ModulatedRMSNorm",
+    "PolyNorm",
     "QKNormRotaryEmbedding",
     "RMSNorm",
     "ReGLU",
     "RotaryEmbedding",
     "SiLU",
+    "Sparsemax",
     "SwiGLU",
     "SwiGLUOAI",
 ]

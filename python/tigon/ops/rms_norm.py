@@ -103,8 +103,8 @@ def rms_norm(
         eps: added to the mean square, >= 0.
         offset: added to the weight (Gemma: 1); without a weight it has no effect.
         rounding: ``"llama"`` rounds the normalised x to its dtype before the weight, result in
-            ``promote(x, weight)``; ``"gemma"`` rounds once, result in x's dtype; ``"none"`` rounds once,
-            result in ``promote(x, weight)``, as :func:`torch.nn.functional.rms_norm`.
+            ``promote(x, weight)``; ``"gemma"`` rounds once, result in x's dtype, as
+            :func:`torch.nn.functional.rms_norm`; ``"none"`` rounds once, result in ``promote(x, weight)``.
 
     Returns:
         ``[..., C]``, contiguous. Differentiable in x and weight; accumulation in float32; bitwise

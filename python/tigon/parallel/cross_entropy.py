@@ -138,8 +138,9 @@ def cross_entropy(
             different numbers of columns, and none.
         target: ``[...]`` class indices of the whole vocabulary, the same in all processes.
         group: the processes that share the vocabulary.
-        vocab: classes of all processes together; ``None``: all columns. Columns past it are padding: they
-            take no part, whatever they hold, and their gradient is 0.
+        vocab: classes of all processes together; ``None``: all columns, which the processes ask each other in
+            every call (on CUDA the host waits for it: give it in training). Columns past it are padding: they
+            take no part, whatever they hold, and their gradient is 0. A group shards a vocabulary in one way.
         first_class: the class of this process's first column; ``None``: processes hold classes in the order
             of their ranks.
         weight: ``[vocab]``, of all classes, the same in all processes.

@@ -100,7 +100,8 @@ def agree(op: str, group: object, device, describe: Callable[[], tuple[Facts, ob
 
     ``describe`` checks this process's arguments. What it refuses is told to the others before it is raised,
     so that none of them waits. On the CPU the processes compare every call; on CUDA, where reading what the
-    others said synchronises, the first call of each kind.
+    others said synchronises, the first call of each kind. Without the number of all classes another process
+    alone may have other columns than before, so then they compare every call.
 
     Raises:
         tigon.Error: the group is none of this process, another process refused its arguments, or the
@@ -115,7 +116,8 @@ def agree(op: str, group: object, device, describe: Callable[[], tuple[Facts, ob
     except Exception as error:  # whatever it is, nobody waits for this process
         refusal = error
     key = (id(group), group.group_name, size, rank, facts)
-    if device.type == "cuda" and refusal is None and key in _agreed:
+    lasting = device.type == "cuda" and (facts.vocab >= 0 or size == 1)
+    if lasting and refusal is None and key in _agreed:
         return _agreed[key], result
     said = _exchange(group, size, device, facts)
     if refusal is not None:
@@ -129,7 +131,7 @@ def agree(op: str, group: object, device, describe: Callable[[], tuple[Facts, ob
                 words, mine, theirs, other,
             )  # fmt: skip
     shards = _shards(op, group, rank, said)
-    if device.type == "cuda":
+    if lasting:
         _agreed[key] = shards
     return shards, result
 

@@ -8,6 +8,7 @@
 
 #include <numeric>
 
+#include "tigon/base/cuda/row_config.h"
 #include "tigon/base/cuda/vec.cuh"
 #include "tigon/base/tensor.h"
 
@@ -87,6 +88,12 @@ bool same_row_offsets(const Matrix& a, const Matrix& b) {
 template <class T>
 int64_t row_offset_period(int64_t stride) {
   return 16 / std::gcd(int64_t(16), stride * int64_t(sizeof(T)));
+}
+// The number of vectors that a row of any offset touches at most.
+template <class T>
+int64_t max_vecs_of_row(const T* row, int64_t stride, int64_t cols) {
+  constexpr int N = 16 / sizeof(T);
+  return is_vectorizable(row, stride, cols, sizeof(T)) ? cols / N : ceil_div(cols + N - 1, N);
 }
 // One past the last element of the rows.
 template <class T>

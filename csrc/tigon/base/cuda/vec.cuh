@@ -111,6 +111,10 @@ __device__ __forceinline__ Vec<T, N> hide_from_compiler(Vec<T, N> x, uint32_t op
   return x;
 }
 
+__device__ __forceinline__ uint4 hide_from_compiler(const uint4& w, uint32_t opaque_zero) {
+  return make_uint4(w.x ^ opaque_zero, w.y ^ opaque_zero, w.z ^ opaque_zero, w.w ^ opaque_zero);
+}
+
 template <int Bytes>
 struct Word;
 template <>

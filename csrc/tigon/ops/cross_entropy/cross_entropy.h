@@ -25,7 +25,7 @@
 // Ignored     rows with target == ignore_index: loss, target_logit, log_prob 0, a row of zeros in dlogits whatever scale is
 //             (inf and NaN included); lse, entropy and predicted are those of the row
 // NaN, inf    a row with NaN or +inf, or nothing but -inf, has a NaN loss and a NaN gradient; classes at -inf have p = 0.
-//             `predicted` is the first NaN if there is one, as in torch.argmax
+//             `predicted` is the first NaN if there is one, as in torch.argmax; with only_label such a row may have any
 // Labels      outside [0, V) and not ignore_index: on the CPU tigon::Error before anything is written; on CUDA, and in a shard
 //             (outside [0, classes)), a NaN loss,
 //             a NaN gradient and NaN target_logit and log_prob in that row, never a read out of bounds (no host
@@ -58,6 +58,7 @@ struct CrossEntropyRows {
       log_prob;  // f32 [rows], z at the target - lse (more exact than the difference of the two), 0 on ignored rows
   Vector entropy;    // f32 [rows], lse - sum_c p_c z_c
   Vector predicted;  // i64 [rows], first argmax
+  bool only_label = false;  // predicted need only tell whether it is the label: elsewhere it is -1 or another class
   // Of a shard; 0 on ignored rows that nothing else asks for.
   Vector row_max;    // f32 [rows], max_c z_c
   Vector log_sum;    // f32 [rows], lse - row_max

@@ -414,8 +414,9 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
   TIGON_CHECK(kOp, a.logits.cols <= kMostColumns, "logits must have at most ", kMostColumns,
               " columns on CUDA, got ", a.logits.cols);
   float gain = a.logit_scale / a.temperature, inner = a.softcap > 0.0f ? a.logit_scale : gain;
-  bool general = a.bias || inner != 1.0f || a.softcap != 0.0f || a.label_smoothing != 0.0f || a.entropy ||
-                 a.entropy_scale || a.predicted;
+  const bool with_options = a.bias || a.softcap != 0.0f || a.label_smoothing != 0.0f || a.entropy_scale ||
+                           (a.predicted && !a.only_label) || !(inner > 0.0f);
+  const bool general = with_options || inner != 1.0f || a.entropy || a.predicted;
   dispatch_float(kOp, "logits", a.logits.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     Params<T> p = {.logits = a.logits.row<T>(0),
@@ -455,7 +456,7 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
                    .z_loss = a.z_loss};
     bool aligned = is_vectorizable(a.logits.data, a.logits.stride, a.logits.cols, sizeof(T));
     auto run = [&]<class D>(D*) {
-      if (!general && cross_entropy_plain<T, D>(ctx, p)) return;
+      if (!with_options && cross_entropy_plain<T, D>(ctx, p)) return;
       dispatch_bool(general, [&](auto g) { run_rows<decltype(g)::value, D>(ctx, p, aligned); });
     };
     DType out = a.dlogits.data != nullptr ? a.dlogits.dtype : a.logits.dtype;

@@ -67,8 +67,9 @@ __device__ __forceinline__ float z_of(const CrossEntropyParams<T>& p, float x, i
 
 }  // namespace
 
-// Rows whose z is the logit itself, without smoothing, entropy and argmax. Returns false when no
-// variant fits; nothing has been launched then.
+// Rows whose z is the logit times a positive number, without smoothing and the entropy's gradient;
+// predicted as with only_label. Returns false when no variant fits; nothing has been
+// launched then.
 template <class T, class D>
 bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& p);
 

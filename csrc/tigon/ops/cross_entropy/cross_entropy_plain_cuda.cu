@@ -1,13 +1,14 @@
-// CUDA backend of cross_entropy for rows without options: z is the logit itself; class weights and
-// z-loss apply to whole rows.
+// CUDA backend of cross_entropy for rows without options: z is the logit times a positive number;
+// class weights and z-loss apply to whole rows; entropies, which take a sweep of their own where there
+// is a gradient; whether the label is the first argmax.
 //
 // Bytes per element (b = element size): 2b with the gradient, b without.
 // Instructions per element: about 11 with the gradient, two of them ex2; the memory-bound budget is
 // 28.
 //
 // Variants, the first that fits runs; columns of 16 bits on an H100 or H200, of 32 bits half as many
-//   sweep      No gradient, more than 16384 columns: one pass of online softmax, four loads in
-//              flight per thread.
+//   sweep      Entropies, or no gradient and more than 16384 columns: one pass of online softmax,
+//              four loads in flight per thread.
 //   registers  A CTA of up to 512 threads holds a row in registers, 8 vectors per thread (up to
 //              32768 columns), or 7 and the others in shared memory (up to 86016, where two CTAs
 //              fit an SM), with all loads in flight together and one barrier per row. It takes one
@@ -22,12 +23,8 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "tigon/base/cuda/aligned_row.cuh"
 #include "tigon/base/cuda/launch.cuh"
-#include "tigon/base/cuda/math.cuh"
-#include "tigon/base/cuda/ptx.cuh"
-#include "tigon/base/cuda/row_reduce.cuh"
-#include "tigon/ops/cross_entropy/cross_entropy_params.cuh"
+#include "tigon/ops/cross_entropy/cross_entropy_plain_rows.cuh"
 
 namespace tigon::cuda {
 namespace {
@@ -36,218 +33,6 @@ constexpr const char* kOp = "cross_entropy";
 // Vectors of a thread in registers; threads per SM.
 constexpr int kVecsPerThread = 8, kThreadsPerSm = 1024;
 constexpr int kSweepThreads = 512, kSweepVecs = 4, kSweepBlocks = 3;
-
-template <class T>
-using Params = CrossEntropyParams<T>;
-
-// The label of a row is its column or one of: the row is not read and gets zeros; it is read for
-// its lse; it is out of range; it is a column of another shard.
-enum : int { kSkipped = -1, kIgnored = -2, kOutOfRange = -3, kElsewhere = -4 };
-template <class T>
-__device__ __forceinline__ int label_of(const Params<T>& p, int64_t y) {
-  if (y == p.ignore_index) return p.lse != nullptr ? kIgnored : kSkipped;
-  if (is_elsewhere(p, y)) return kElsewhere;
-  y -= p.first_class;
-  return y < 0 || y >= p.cols ? kOutOfRange : int(y);
-}
-
-// Loads 16 bytes, or -inf in every column. InOrder: loads stay in program order, which takes
-// registers; else the compiler schedules them.
-template <class T, bool InOrder>
-__device__ __forceinline__ uint4 load_or_minus_inf(bool valid, const T* from) {
-  constexpr uint32_t none = kMinusInf<T>;
-  if constexpr (InOrder)
-    return load_predicated(valid, static_cast<const void*>(from), none);
-  else
-    return valid ? *reinterpret_cast<const uint4*>(from) : make_uint4(none, none, none, none);
-}
-
-template <class T, int K>
-__device__ __forceinline__ float max_of(const uint4 (&q)[K]) {
-  uint32_t t = max_words<T>(q[0]);
-#pragma unroll
-  for (int k = 1; k < K; ++k) t = max_words<T>(t, max_words<T>(q[k]));
-  return max_of_word<T>(t);
-}
-
-__device__ __forceinline__ float exp_of(float z, float m) { return exp2_approx((z - m) * kLog2e); }
-
-// A vector with -inf in one element.
-template <class T>
-__device__ __forceinline__ uint4 mask_element(const uint4& q, int element) {
-  const int word = element * int(sizeof(T)) / 4;
-  // Selects bytes of the word (0 to 3) or of -inf (4 to 7).
-  const uint32_t bytes = sizeof(T) == 4 ? 0x7654u : element % 2 == 0 ? 0x3254u : 0x5410u, none = kMinusInf<T>;
-  return make_uint4(__byte_perm(q.x, none, word == 0 ? bytes : 0x3210u),
-                    __byte_perm(q.y, none, word == 1 ? bytes : 0x3210u),
-                    __byte_perm(q.z, none, word == 2 ? bytes : 0x3210u),
-                    __byte_perm(q.w, none, word == 3 ? bytes : 0x3210u));
-}
-
-// The position of a column, if this thread holds it: the tile, of every `threads`-th vector, or -1;
-// the element within the vector.
-struct ElementCoord {
-  int tile, element;
-  template <class T>
-  __device__ __forceinline__ ElementCoord(const PeeledRow<T>& peeled, int column, int threads) {
-    const int at = column - peeled.head, vec = at / PeeledRow<T>::N;
-    element = at % PeeledRow<T>::N;
-    tile = at >= 0 && vec < peeled.vecs && vec % threads == int(threadIdx.x) ? vec / threads : -1;
-  }
-};
-
-// The sum of e^(z - m) of a vector.
-template <class T>
-__device__ __forceinline__ float sum_of(const uint4& words, float m) {
-  constexpr int N = AlignedRow<T>::N;
-  float e[N];
-  unpack<T>(words, e);
-#pragma unroll
-  for (int j = 0; j < N; ++j) e[j] = exp_of(e[j], m);
-#pragma unroll
-  for (int step = N / 2; step > 0; step /= 2)
-#pragma unroll
-    for (int j = 0; j < step; ++j) e[j] += e[j + step];
-  return e[0];
-}
-
-// Statistics of a part of a row. The sum leaves out the label's column, which is added at the end
-// so that p - 1 and log p are accurate where the label has nearly all probability.
-template <class T>
-using Sums = OnlineSoftmax<T>;
-
-// The gradient of a row: e * each; in the label's column (z_loss_slope * e - weight * others) *
-// share.
-struct Gradient {
-  float m, each, others, weight, z_loss_slope, share;
-  __device__ __forceinline__ float of(float z) const { return exp_of(z, m) * each; }
-  __device__ __forceinline__ float of_label(float z) const {
-    return fma(z_loss_slope, exp_of(z, m), -weight * others) * share;
-  }
-};
-
-// Writes the results of a row (one thread) and returns its gradient. `z`: the label's, in every
-// thread.
-template <class T>
-__device__ __forceinline__ Gradient finish(const Params<T>& p, int64_t row, int label, Sums<T> a, float z,
-                                           float scale, bool writes) {
-  Gradient g{a.m, 0.0f, a.s, 1.0f, 0.0f, 0.0f};
-  const float s = label >= 0 ? a.s + exp_of(z, a.m) : a.s;
-  if (p.class_weight != nullptr && label >= 0) g.weight = __ldg(p.class_weight + label);
-  if (p.class_weight != nullptr && label == kElsewhere)
-    g.weight = __ldg(p.class_weight + (p.target[row] - p.first_class));
-  const float log_share = p.log_share != nullptr ? p.log_share[row] : 0.0f;
-  if (writes || p.z_loss != 0.0f) {
-    float log_s = logf(s), lse = a.m + log_s;
-    if (p.z_loss != 0.0f) g.z_loss_slope = 2.0f * p.z_loss * (lse - log_share);
-    if (writes) {
-      const bool leads = label >= 0 && z == a.m && fabsf(z) < INFINITY;
-      const float neg_log_prob = leads ? log1pf(a.s) : (a.m - z) + log_s;  // -log p
-      float loss = g.weight * neg_log_prob;
-      if (p.z_loss != 0.0f) loss += p.z_loss * lse * lse;
-      bool ignored = label == kIgnored, bad = label == kOutOfRange, elsewhere = label == kElsewhere;
-      if (p.loss) p.loss[row] = ignored || elsewhere ? 0.0f : bad ? NAN : loss;
-      if (p.target_logit) p.target_logit[row] = ignored || elsewhere ? 0.0f : bad ? NAN : z;
-      if (p.log_prob) p.log_prob[row] = ignored ? 0.0f : bad ? NAN : elsewhere ? -INFINITY : -neg_log_prob;
-      if (p.lse) p.lse[row] = lse;
-      if (p.row_max) p.row_max[row] = a.m;
-      if (p.log_sum)
-        p.log_sum[row] = leads ? log1pf(a.s) : a.m == -INFINITY && a.s == 0.0f ? -INFINITY : log_s;
-    }
-  }
-  g.share = (label == kOutOfRange ? NAN : scale) / s;
-  g.each = (g.weight + g.z_loss_slope) * g.share;
-  if (p.log_share != nullptr) {  // p = e / s * part
-    const float part = expf(log_share);
-    g.each *= part, g.z_loss_slope *= part;
-    g.others = a.s * part - s * expm1f(log_share);  // s (1 - p) of the label
-    if (log_share == -INFINITY) {                   // every class here is at -inf: p = 0
-      g.m = g.z_loss_slope = 0.0f, g.others = 1.0f;
-      g.share = label == kOutOfRange ? NAN : scale, g.each = 0.0f * g.share;
-    }
-  }
-  return g;
-}
-template <class T>
-__device__ __forceinline__ void finish_skipped(const Params<T>& p, int64_t row) {
-  if (p.loss) p.loss[row] = 0.0f;
-  if (p.target_logit) p.target_logit[row] = 0.0f;
-  if (p.log_prob) p.log_prob[row] = 0.0f;
-  if (p.row_max) p.row_max[row] = 0.0f;
-  if (p.log_sum) p.log_sum[row] = 0.0f;
-}
-
-template <class T>
-__device__ __forceinline__ uint32_t narrow_two(float a, float b) {
-  if constexpr (std::is_same_v<T, __half>) {
-    __half2 r = __floats2half2_rn(a, b);
-    return reinterpret_cast<const uint32_t&>(r);
-  } else {
-    __nv_bfloat162 r = __floats2bfloat162_rn(a, b);
-    return reinterpret_cast<const uint32_t&>(r);
-  }
-}
-
-// Stores the gradient of a vector of f32 logits in 16 bits, aligned or not.
-template <class D>
-__device__ __forceinline__ void store_narrow(D* to, const uint4& words, const Gradient& g) {
-  float v[4];
-  unpack<float>(words, v);
-#pragma unroll
-  for (int j = 0; j < 4; ++j) v[j] = g.of(v[j]);
-  uint2 r = make_uint2(narrow_two<D>(v[0], v[1]), narrow_two<D>(v[2], v[3]));
-  if (reinterpret_cast<uintptr_t>(to) % 8 == 0) {
-    *reinterpret_cast<uint2*>(to) = r;
-  } else {
-    auto* elements = reinterpret_cast<uint16_t*>(to);
-    elements[0] = uint16_t(r.x), elements[1] = uint16_t(r.x >> 16);
-    elements[2] = uint16_t(r.y), elements[3] = uint16_t(r.y >> 16);
-  }
-}
-
-// The gradient of a vector without the label's column.
-template <class T>
-__device__ __forceinline__ uint4 gradient_of(const uint4& words, const Gradient& g) {
-  constexpr int N = AlignedRow<T>::N;
-  float v[N];
-  unpack<T>(words, v);
-#pragma unroll
-  for (int j = 0; j < N; ++j) v[j] = g.of(v[j]);
-  if constexpr (sizeof(T) == 4)
-    return make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
-                      __float_as_uint(v[3]));
-  else
-    return make_uint4(narrow_two<T>(v[0], v[1]), narrow_two<T>(v[2], v[3]), narrow_two<T>(v[4], v[5]),
-                      narrow_two<T>(v[6], v[7]));
-}
-
-// Stores 16 bytes, aligned or not.
-template <class T>
-__device__ __forceinline__ void store_words(T* to, const uint4& words, bool aligned) {
-  if (aligned) {
-    store_v4(to, reinterpret_cast<const Vec<T, AlignedRow<T>::N>&>(words));
-  } else {
-    const uint32_t w[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (sizeof(T) == 4) {
-        reinterpret_cast<uint32_t*>(to)[i] = w[i];
-      } else {
-        reinterpret_cast<uint16_t*>(to)[2 * i] = uint16_t(w[i]);
-        reinterpret_cast<uint16_t*>(to)[2 * i + 1] = uint16_t(w[i] >> 16);
-      }
-    }
-  }
-}
-
-template <class T>
-__device__ __forceinline__ void clear(T* x, int n) {
-  PeeledRow<T> peeled(x, n);
-  for (int k = int(threadIdx.x); k < peeled.vecs; k += int(blockDim.x))
-    *reinterpret_cast<uint4*>(peeled.vec(k)) = make_uint4(0, 0, 0, 0);
-  int c = peeled.edge_column(n);
-  if (c >= 0) x[c] = narrow<T>(0.0f);
-}
 
 // Threads of a register_kernel CTA; 0 if they are known only at run time, which takes more
 // registers.
@@ -271,6 +56,7 @@ __global__ __launch_bounds__(
   constexpr int N = AlignedRow<T>::N, kVecs = vecs_in_registers(kSmem);
   extern __shared__ uint4 smem_vecs[];
   __shared__ ReduceStorage<Sums<T>> storage;
+  __shared__ TieStorage<kCluster> ties;
   const int tid = int(threadIdx.x), threads = Threads ? Threads : int(blockDim.x);
   const unsigned blocks = kCluster ? cluster_size() : 1, rank = kCluster ? cluster_rank() : 0;
   const int64_t r = first_row + blockIdx.x / blocks;
@@ -284,7 +70,7 @@ __global__ __launch_bounds__(
     return;
   }
   if constexpr (kCluster) {
-    storage.init();
+    storage.init(), ties.init();
     cluster_arrive();
   }
   const PeeledRow<const T> peeled(p.logits + r * p.stride + first, n);
@@ -309,10 +95,11 @@ __global__ __launch_bounds__(
   const int label_column = label - first;
   const ElementCoord own(peeled, label_column, threads);
   const bool edge_is_label = c >= 0 && c == label_column;
-  const float z = label >= 0 ? widen(peeled.x[label_column]) : -INFINITY;
+  const float logit_scale = p.logit_scale;
+  const float z = label >= 0 ? widen(peeled.x[label_column]) * logit_scale : -INFINITY;
   float edge = c >= 0 ? widen(peeled.x[c]) : -INFINITY;
   // z is part of the maximum, so it has been read before any thread may overwrite it.
-  float m = fmaxf(fmaxf(edge, z), max_of<T>(q));
+  float m = fmaxf(fmaxf(edge, max_of<T>(q)) * logit_scale, z);
   if (edge_is_label) edge = -INFINITY;
 #pragma unroll
   for (int k = 0; k < kVecs; ++k)
@@ -324,11 +111,11 @@ __global__ __launch_bounds__(
     if (k == own.tile) smem_vec(k) = mask_element<T>(smem_vec(k), own.element);
     top = max_words<T>(top, max_words<T>(smem_vec(k)));
   });
-  if constexpr (kSmem) m = fmaxf(m, max_of_word<T>(top));
-  float s = exp_of(edge, finite_max(m));
+  if constexpr (kSmem) m = fmaxf(m, max_of_word<T>(top) * logit_scale);
+  float s = exp_of(edge, logit_scale, finite_max(m));
 #pragma unroll
-  for (int k = 0; k < kVecs; ++k) s += sum_of<T>(q[k], finite_max(m));
-  for_smem_tiles([&](int k) { s += sum_of<T>(smem_vec(k), finite_max(m)); });
+  for (int k = 0; k < kVecs; ++k) s += sum_of<T>(q[k], logit_scale, finite_max(m));
+  for_smem_tiles([&](int k) { s += sum_of<T>(smem_vec(k), logit_scale, finite_max(m)); });
   if constexpr (kCluster) {
     // All CTAs have started. The loop above leaves a warp diverged.
     __syncwarp();
@@ -336,6 +123,18 @@ __global__ __launch_bounds__(
   }
   const Sums<T> a = all_reduce_row<0, kCluster>(Sums<T>{m, s}, storage, 0);
   const Gradient g = finish(p, r, label, a, z, scale, tid == 0 && rank == 0);
+  if (p.predicted != nullptr)
+    write_predicted<kCluster>(p, r, label, a, z, ties, tid == 0 && rank == 0, [&] {
+      float top = c < label_column ? edge : -INFINITY;
+      auto look = [&](int k, const uint4& words) {
+        if (k * threads + tid < own.vecs_before) top = fmaxf(top, max_of_word<T>(max_words<T>(words)));
+        if (k == own.tile) top = fmaxf(top, max_before<T>(words, own.element));
+      };
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k) look(k, q[k]);
+      for_smem_tiles([&](int k) { look(k, smem_vec(k)); });
+      return top * logit_scale;
+    });
   if (p.dlogits == nullptr) return;
   if (label == kIgnored) return clear(out, n);
   if (c >= 0) out[c] = narrow<D>(g.of(edge));
@@ -355,11 +154,15 @@ __global__ __launch_bounds__(
   if (edge_is_label || own.tile >= 0) out[label_column] = narrow<D>(g.of_label(z));
 }
 
-template <class T>
+// kMore: entropies, or whether the label is the first argmax.
+template <class T, bool kMore>
 __global__ __launch_bounds__(kSweepThreads,
                              kSweepBlocks) void sweep_kernel(const __grid_constant__ Params<T> p) {
-  __shared__ ReduceStorage<Sums<T>> storage;
+  using Statistics = std::conditional_t<kMore, EntropySums, Sums<T>>;
+  __shared__ ReduceStorage<Statistics> storage;
+  TieStorage<false> ties;
   const int tid = int(threadIdx.x);
+  const float logit_scale = p.logit_scale;
   int phase = 0;
   for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
     const int label = label_of(p, p.target[r]);
@@ -368,13 +171,16 @@ __global__ __launch_bounds__(kSweepThreads,
       continue;
     }
     const PeeledRow<const T> peeled(p.logits + r * p.stride, p.cols);
-    const float z = label >= 0 ? widen(peeled.x[label]) : -INFINITY;
+    const float z = label >= 0 ? widen(peeled.x[label]) * logit_scale : -INFINITY;
     const int c = peeled.edge_column(p.cols);
     const ElementCoord own(peeled, label, kSweepThreads);
     float edge = c >= 0 ? widen(peeled.x[c]) : -INFINITY;
-    float m = fmaxf(edge, z);
+    Statistics a = Statistics::identity();
+    a.m = fmaxf(edge * logit_scale, z);
     if (c >= 0 && c == label) edge = -INFINITY;
-    float s = exp_of(edge, finite_max(m));
+    float earlier = c < label ? edge : -INFINITY;
+    a.s = exp_of(edge, logit_scale, finite_max(a.m));
+    if constexpr (kMore) a.heat = a.s * fmaxf(fma(edge, logit_scale, -finite_max(a.m)), -1e30f);
     for (int base = 0; base < peeled.vecs; base += kSweepThreads * kSweepVecs) {
       uint4 q[kSweepVecs];
 #pragma unroll
@@ -385,17 +191,40 @@ __global__ __launch_bounds__(kSweepThreads,
 #pragma unroll
       for (int k = 0; k < kSweepVecs; ++k)
         if (base / kSweepThreads + k == own.tile) q[k] = mask_element<T>(q[k], own.element);
-      float top = max_of<T>(q);
-      if (top > m) {
-        s *= exp_of(m, top);
-        m = top;
-      }
-      const float from = finite_max(m);
+      if (kMore && base <= own.vecs_before)
 #pragma unroll
-      for (int k = 0; k < kSweepVecs; ++k) s += sum_of<T>(q[k], from);
+        for (int k = 0; k < kSweepVecs; ++k) {
+          const int i = base + k * kSweepThreads + tid;
+          const float top = i < own.vecs_before     ? max_of_word<T>(max_words<T>(q[k]))
+                            : i == own.vecs_before ? max_before<T>(q[k], own.element)
+                                                   : -INFINITY;
+          earlier = fmaxf(earlier, top);
+        }
+      const float top = max_of<T>(q) * logit_scale;
+      if (top > a.m) {
+        if constexpr (kMore)
+          a.rescale(top);
+        else
+          a.s *= exp_of(a.m, top), a.m = top;
+      }
+      const float from = finite_max(a.m);
+#pragma unroll
+      for (int k = 0; k < kSweepVecs; ++k) {
+        if constexpr (kMore)
+          a.s += sum_of<T>(q[k], logit_scale, from, &a.heat);
+        else
+          a.s += sum_of<T>(q[k], logit_scale, from);
+      }
     }
-    const Sums<T> a = all_reduce_row<0, false>(Sums<T>{m, s}, storage, phase++);
-    if (tid == 0) finish(p, r, label, a, z, 1.0f, true);
+    a = all_reduce_row<0, false>(a, storage, phase++);
+    if (kMore && p.predicted != nullptr)
+      write_predicted<false>(p, r, label, Sums<T>{a.m, a.s}, z, ties, tid == 0,
+                             [&] { return earlier * logit_scale; });
+    if (tid != 0) continue;
+    if constexpr (kMore)
+      finish(p, r, label, Sums<T>{a.m, a.s}, z, 1.0f, true, a.heat);
+    else
+      finish(p, r, label, a, z, 1.0f, true);
   }
 }
 
@@ -464,24 +293,30 @@ bool launch_cluster(Context& ctx, const Params<T>& p) {
   return blocks <= kMostBlocks && launch_smem<T, D, kThreads, true>(ctx, p, int(blocks));
 }
 
-template <class T>
+template <class T, bool kMore>
 void launch_sweep(Context& ctx, const Params<T>& p) {
   static OncePerDevice prepared;
-  prepared.run(kOp, [] { prefer_l1(&sweep_kernel<T>, kSweepBlocks, int(sizeof(ReduceStorage<Sums<T>>))); });
+  auto kernel = &sweep_kernel<T, kMore>;
+  prepared.run(kOp, [&] { prefer_l1(kernel, kSweepBlocks, int(sizeof(ReduceStorage<EntropySums>))); });
   int64_t blocks = std::min<int64_t>(p.rows, int64_t(device_facts().sms) * kSweepBlocks);
-  launch(kOp, ctx, sweep_kernel<T>, {.blocks = blocks, .threads = kSweepThreads}, p);
+  launch(kOp, ctx, kernel, {.blocks = blocks, .threads = kSweepThreads}, p);
 }
 
 }  // namespace
 
 template <class T, class D>
-bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& p) {
-  if (p.rows == 0) return true;
+bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& all) {
+  if (all.rows == 0) return true;
+  CrossEntropyParams<T> p = all;
   const int64_t vecs = ceil_div(p.cols, 16 / int64_t(sizeof(T)));
   auto fits = [&](int threads) { return vecs <= int64_t(kVecsPerThread) * threads; };
-  if (p.dlogits == nullptr && !fits(256)) {
-    launch_sweep(ctx, p);
-    return true;
+  if (p.entropy != nullptr || (p.dlogits == nullptr && !fits(256))) {
+    const bool more = p.entropy != nullptr || p.predicted != nullptr;
+    more ? launch_sweep<T, true>(ctx, p) : launch_sweep<T, false>(ctx, p);
+    if (p.dlogits == nullptr) return true;
+    // All results are written: what is left is the gradient.
+    p.loss = p.lse = p.target_logit = p.log_prob = p.entropy = p.row_max = p.log_sum = nullptr;
+    p.predicted = nullptr;
   }
   return launch_registers<T, D, 128>(ctx, p) || launch_registers<T, D, 256>(ctx, p) ||
          launch_registers<T, D, 512>(ctx, p) || launch_registers<T, D, 0>(ctx, p) ||

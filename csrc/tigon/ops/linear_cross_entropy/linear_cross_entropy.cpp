@@ -228,6 +228,7 @@ void pass_rows(Context& ctx, const LinearCrossEntropy& a, const LinearHead& head
     pass.log_prob = part(v.log_prob);
     pass.entropy = part(v.entropy);
     pass.predicted = part(v.predicted);
+    pass.only_label = a.only_label;
     if (gradients) {
       pass.dlogits = p.to;
       pass.scale = part(v.factor);

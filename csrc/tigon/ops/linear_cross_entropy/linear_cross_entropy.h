@@ -86,6 +86,7 @@ struct LinearCrossEntropy {
   Vector lse;        // out: f32 [rows]; empty: not wanted
   Vector entropy;    // out: f32 [rows]; empty: not wanted
   Vector predicted;  // out: i64 [rows], first argmax; empty: not wanted
+  bool only_label = false;  // of predicted: as in cross_entropy.h
   // Per-row losses (Reduction::none), between forward and backward. dlogits of a row is its upstream gradient times what the
   // row alone gives, so that the forward can form the second factor, without upstream and token_weight, and what follows.
   Matrix unit;     // [rows, H] dhidden for an upstream gradient of 1; empty: not formed, or not there

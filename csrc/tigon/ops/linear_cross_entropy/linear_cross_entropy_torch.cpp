@@ -53,7 +53,14 @@ LinearCrossEntropy arguments(Operands& t, const Formula& f, const Rows& rows) {
 namespace {
 
 // Bits of `outputs`, as in python/tigon/ops/loss_head.
-enum Output : int64_t { out_z_loss = 1, out_log_prob = 2, out_lse = 4, out_entropy = 8, out_predicted = 16 };
+enum Output : int64_t {
+  out_z_loss = 1,
+  out_log_prob = 2,
+  out_lse = 4,
+  out_entropy = 8,
+  out_predicted = 16,
+  out_only_label = 32
+};
 
 // Results of rows beside the loss: one f32 matrix, a row for each that is wanted, in the order of the bits.
 struct RowResults {
@@ -70,6 +77,7 @@ RowResults make_row_results(LinearCrossEntropy& a, const Tensor& hidden, int64_t
       .numbers = numbers.numbers,
       .predicted = classes ? make(hidden, {a.hidden.rows}, DType::i64) : nothing(hidden, DType::i64)};
   if (classes) a.predicted = vector_of(kOp, "predicted", r.predicted);
+  a.only_label = outputs & out_only_label;
   return r;
 }
 

@@ -5,8 +5,8 @@
 // Shapes      x, y, dy, dx [rows, cols], any row stride; weight, dweight [cols]; rstd [rows]
 // Dtypes      x f32 | bf16 | f16; weight of x's dtype or f32; rstd f32; dweight of weight's dtype; accumulation f32
 // Rounding    llama: h is rounded to x's dtype before the weight, y in promote(x, weight)   (Hugging Face Llama, Qwen, ...)
-//             gemma: one rounding at the end, y in x's dtype                                (Gemma with offset 1, OLMo 2)
-//             none:  one rounding at the end, y in promote(x, weight)                       (torch.nn.functional.rms_norm)
+//             gemma: one rounding at the end, y in x's dtype                                (torch.nn.functional.rms_norm, Gemma with offset 1, OLMo 2)
+//             none:  one rounding at the end, y in promote(x, weight)                       (a weight wider than x)
 //             The backward uses h with the same rounding in dweight, and rounds dx once.
 // Saved       x, weight, rstd (4 bytes a row)
 // Aliasing    y may not overlap x; dx may be dy (same shape and strides) but no other input

@@ -19,29 +19,16 @@ struct SoftmaxTable {
 #include "tigon/base/simd/foreach_isa.h"
 
 namespace tigon::cpu {
-namespace {
-
-constexpr int64_t kRowsPerTask = 16;
-
-// fn(row) for every row, some at a time.
-template <class Fn>
-void each_row(Context& ctx, int64_t rows, const Fn& fn) {
-  parallel(ctx, (rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
-    for (int64_t r = task * kRowsPerTask, end = std::min(rows, r + kRowsPerTask); r < end; ++r) fn(r);
-  });
-}
-
-}  // namespace
 
 void softmax_fwd(Context& ctx, const SoftmaxFwd& a) {
   const SoftmaxKernels& k = TIGON_SELECT(softmax_table).at[int(a.x.dtype)];
-  each_row(ctx, a.x.rows,
-           [&](int64_t r) { k.forward(element_at(a.x, r, 0), element_at(a.y, r, 0), a.x.cols); });
+  for_each_row(ctx, a.x.rows,
+               [&](int64_t r) { k.forward(element_at(a.x, r, 0), element_at(a.y, r, 0), a.x.cols); });
 }
 
 void softmax_bwd(Context& ctx, const SoftmaxBwd& a) {
   const SoftmaxKernels& k = TIGON_SELECT(softmax_table).at[int(a.y.dtype)];
-  each_row(ctx, a.y.rows, [&](int64_t r) {
+  for_each_row(ctx, a.y.rows, [&](int64_t r) {
     k.backward(element_at(a.dy, r, 0), element_at(a.y, r, 0), element_at(a.dx, r, 0), a.y.cols);
   });
 }

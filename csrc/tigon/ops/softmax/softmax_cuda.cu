@@ -108,11 +108,6 @@ struct BackwardRow {
   }
 };
 
-// The same words, but the compiler cannot tell (vec.cuh).
-__device__ __forceinline__ uint4 hide_from_compiler(const uint4& w, uint32_t opaque_zero) {
-  return make_uint4(w.x ^ opaque_zero, w.y ^ opaque_zero, w.z ^ opaque_zero, w.w ^ opaque_zero);
-}
-
 template <class T, int K>
 __device__ __forceinline__ float max_of(const uint4 (&q)[K]) {
   uint32_t top = max_words<T>(q[0]);
@@ -340,12 +335,6 @@ constexpr RowConfigs backward_configs(RowAlignment alignment) {
   return RowConfigs(lanes(8, 2), lanes(16, 2), lanes(32, 2), lanes(32, 4), cta(2, 512), cta(4, 1024));
 }
 
-// The number of vectors that a row of any offset touches at most.
-template <class T>
-int64_t max_vecs_of_row(const T* row, int64_t stride, int64_t cols) {
-  constexpr int N = 16 / sizeof(T);
-  return is_vectorizable(row, stride, cols, sizeof(T)) ? cols / N : ceil_div(cols + N - 1, N);
-}
 template <class T>
 const T* end_of(const Matrix& m) {
   return end_of_rows(m.row<const T>(0), m.stride, m.rows, m.cols);

@@ -206,6 +206,16 @@ def liger_softmax(x):
     return tigon.softmax(x)
 
 
+def liger_sparsemax(input, dim: int = -1):
+    """By :func:`tigon.sparsemax`, over any dimension."""
+    return tigon.sparsemax(input.movedim(dim, -1)).movedim(-1, dim)
+
+
+def liger_poly_norm(X, W, B, eps=1e-6, in_place=True):
+    """By :func:`tigon.poly_norm`; ``B`` is one element of any number of dimensions."""
+    return tigon.poly_norm(X, W, B.reshape(1), eps)
+
+
 def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
     """Rotary embedding of q and k, by :func:`tigon.rope`; never in place.
 

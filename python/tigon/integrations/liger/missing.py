@@ -24,7 +24,7 @@ _INSTEAD = (
     ("LigerMLP|gemm_swiglu|swiglu_backward_d", "tigon.transformers.GatedMLP"),
     ("FusedMo[eE]|fused_moe|moe_fused|compute_routing_metadata", _EXPERTS),
     ("(?i)neighborhood", "torch.nn.attention.flex_attention with a mask of neighbours"),
-    ("(?i)mhc|multi_?token_?attention|poly_?norm|sparsemax", _NO_OP),
+    ("(?i)mhc|multi_?token_?attention", _NO_OP),
     ("matmul|pack_weights|autotune", f"torch.matmul, and {_NO_OP}"),
     ("assert_op|test_shapes|pytorch_reference|requires_cuda|sum_based|tolerances",
      "torch.testing.assert_close: Liger's test helpers are not part of the interface"),

@@ -213,6 +213,41 @@ class LigerSoftmax(nn.Module):
         return F.liger_softmax(x)
 
 
+class LigerSparsemax(nn.Module):
+    """Sparsemax over one dimension."""
+
+    def __init__(self, dim: int = -1):
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x):
+        """The same shape, sums of 1 along ``dim``."""
+        return F.liger_sparsemax(x, self.dim)
+
+    def extra_repr(self) -> str:
+        """The dimension, for ``print(model)``."""
+        return f"dim={self.dim}"
+
+
+class LigerPolyNorm(nn.Module):
+    """``w[0] n(x^3) + w[1] n(x^2) + w[2] n(x) + b``; the bias has no dimension."""
+
+    def __init__(self, eps=1e-6, in_place=True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), 1.0 / 3.0))
+        self.bias = nn.Parameter(torch.tensor(1.0))
+        self.variance_epsilon, self.in_place = eps, in_place
+
+    def forward(self, hidden_states):
+        """``[..., H]``, each power normalised over the last dimension."""
+        return F.liger_poly_norm(hidden_states, self.weight, self.bias, self.variance_epsilon, self.in_place)
+
+    def extra_repr(self) -> str:
+        """The attributes, for ``print(model)``."""
+        size = tuple(self.weight.shape)
+        return f"weight_shape={size}, eps={self.variance_epsilon}, in_place={self.in_place}"
+
+
 class LigerReLUSquared(nn.Module):
     """``relu(x)^2``."""
 
@@ -489,6 +524,8 @@ LigerLlama4RopeFunction = function_class(
 )
 LigerLayerNormFunction = function_class("LigerLayerNormFunction", F.liger_layer_norm, "LayerNorm.")
 LigerSoftmaxFunction = function_class("LigerSoftmaxFunction", F.liger_softmax, "Softmax.")
+LigerSparsemaxFunction = function_class("LigerSparsemaxFunction", F.liger_sparsemax, "Sparsemax.")
+LigerPolyNormFunction = function_class("LigerPolyNormFunction", F.liger_poly_norm, "PolyNorm.")
 LigerRopeFunction = function_class("LigerRopeFunction", F.liger_rope, "Rotary embedding of q and k.")
 LigerCrossEntropyFunction = function_class(
     "LigerCrossEntropyFunction", F.cross_entropy_parts, "Cross-entropy: always a 4-tuple."

@@ -40,7 +40,7 @@ def _vocab_parallel(
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "none"}
     if size == 1:
         return tigon.cross_entropy(logits, target, **options)
-    return parallel.cross_entropy(logits, target, tp_group, **options)
+    return parallel.cross_entropy(logits, target, tp_group, vocab=logits.shape[-1] * size, **options)
 
 
 LigerVocabParallelCEFunction = function_class(
@@ -93,7 +93,8 @@ def liger_fused_linear_scaled_cross_entropy_tp(
     """Per-token losses of a head sharded over ``tp_group`` (``None``: all processes), and the entropies."""
     del tiles_per_reduce  # how the exchange is cut, there
     group = dist.group.WORLD if tp_group is None else tp_group
-    options = {"temperature": temperature, "ignore_index": ignore_index}
+    vocab = weight.shape[0] * dist.get_world_size(group)
+    options = {"temperature": temperature, "ignore_index": ignore_index, "vocab": vocab}
     if not return_entropy:
         return -parallel.linear_log_prob(_input, weight, target, group, **options)
     log_prob, entropy = parallel.linear_log_prob(_input, weight, target, group, entropy=True, **options)

@@ -52,7 +52,8 @@ def vocab_parallel_cross_entropy(
     smoothing = label_smoothing * vocab / (vocab - 1) if label_smoothing else 0.0
     options = {"label_smoothing": smoothing, "reduction": "none"}
     if size > 1:
-        return parallel.cross_entropy(vocab_parallel_logits, target, tensor_group(tp_group), **options)
+        group = tensor_group(tp_group)
+        return parallel.cross_entropy(vocab_parallel_logits, target, group, vocab=vocab, **options)
     return cross_entropy(vocab_parallel_logits, target, **options)
 
 

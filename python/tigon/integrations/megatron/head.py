@@ -142,6 +142,7 @@ def _loss(layer, spec, hidden, weight, request):
     if sharded:
         return parallel.linear_cross_entropy(
             hidden, weight, request.target, tensor_group(layer.tp_group), bias=bias,
+            vocab=weight.shape[0] * group_size(layer.tp_group),
             sequence_parallel=bool(layer.sequence_parallel), **options,
         )  # fmt: skip
     return linear_cross_entropy(hidden, weight, request.target, bias=bias, **options)

@@ -165,7 +165,7 @@ def _torch_rms(module, spec, x):
     if not plain(x, *module.parameters()):
         return stock(module, x)
     eps = torch.finfo(x.dtype).eps if module.eps is None else module.eps
-    return _rms.rms_norm(x, module.weight, eps, rounding="none")
+    return _rms.rms_norm(x, module.weight, eps, rounding="gemma")
 
 
 def _layer(module, spec, x):

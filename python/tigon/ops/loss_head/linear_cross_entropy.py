@@ -33,7 +33,7 @@ from tigon.ops.loss_head.operands import (
     whole_vectors,
     wide_logits,
 )
-from tigon.ops.loss_head.operators import NUMBERS, PREDICTED, Call
+from tigon.ops.loss_head.operators import NUMBERS, ONLY_LABEL, PREDICTED, Call
 from tigon.ops.loss_head.reference import reference, result_type
 
 _OP = "linear_cross_entropy"
@@ -235,7 +235,9 @@ def _bits(outputs):
     if outputs is None:
         return 0
     bits = sum(bit for name, bit in NUMBERS.items() if name in outputs)
-    return bits + (PREDICTED if "predicted" in outputs or "correct" in outputs else 0)
+    if "predicted" in outputs:
+        return bits + PREDICTED
+    return bits + (PREDICTED + ONLY_LABEL if "correct" in outputs else 0)
 
 
 def _named(loss, numbers, predicted, target, shape, ignore_index, outputs):

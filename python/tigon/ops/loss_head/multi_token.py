@@ -18,7 +18,7 @@ from tigon._op import graph_is_kept, has_kernel, once, refuse_tangents, transfor
 from tigon.error import check
 from tigon.ops.arguments import check_float, check_indices, kind_of
 from tigon.ops.loss_head import operators
-from tigon.ops.loss_head.labels import check_shift
+from tigon.ops.loss_head.labels import check_shift, shifted
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 
 _OP = "multi_token_loss"
@@ -93,11 +93,10 @@ def _apply_layers(i, head, x):
 
 def _loss_of(h, labels, head):
     """Loss and accuracy of one head."""
-    out = linear_cross_entropy(
-        h, head.weight, labels, bias=head.bias, outputs=("loss", "predicted", "correct"), **head.options
-    )
-    counted = (out.predicted >= 0).sum()
-    return out.loss, out.correct.sum() / counted
+    options = head.options
+    out = linear_cross_entropy(h, head.weight, labels, bias=head.bias, outputs=("loss", "correct"), **options)
+    of_rows = shifted(labels, options["ignore_index"], options["shift"], options["position_ids"])
+    return out.loss, out.correct.sum() / of_rows.ne(options["ignore_index"]).sum()
 
 
 def _sum(heads, losses):

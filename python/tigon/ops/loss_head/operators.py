@@ -28,6 +28,7 @@ from tigon.ops.loss_head.operands import (
 OP = "linear_cross_entropy"
 NUMBERS = {"z_loss": 1, "log_prob": 2, "lse": 4, "entropy": 8}  # bits of `outputs`
 PREDICTED = 16
+ONLY_LABEL = 32  # the classes predicted need only tell which labels are
 
 
 class Call(NamedTuple):
@@ -38,7 +39,7 @@ class Call(NamedTuple):
     reduction: int  # of REDUCTIONS
     denominator: torch.Tensor | None  # one element on hidden's device
     host_denominator: float | None
-    outputs: int  # bits of NUMBERS, PREDICTED
+    outputs: int  # bits of NUMBERS, PREDICTED, ONLY_LABEL
     needs: int  # bits of NEEDS, MAY_ROUND, UNIT, MAIN_GRAD
     keep_rows: int = 0  # losses of rows: most rows whose logits' gradients stay, or AUTOMATIC
 

@@ -1,0 +1,211 @@
+"""The sharded losses of `tigon.parallel` on the GPUs of a host, beside one GPU's products by their number.
+
+    torchrun --standalone --nproc-per-node 2 bench/parallel.py
+
+`limit`: the three bare products of the whole head on one GPU, divided by the processes; for given logits a
+copy of 6 bytes an element. `alone`: the same call on this process's shard in a group of itself; the rest is
+communication. Peers for given logits: PyTorch's `loss_parallel`, and Megatron-Core's where it is installed.
+Times are medians over calls, of the slowest process; peaks are beyond the inputs. Writes JSON lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT / "python")]  # tigon, unless it is installed
+
+import timing
+from run import commit, device_name
+
+from tigon import parallel
+
+CALLS, WARMUP = 20, 4  # the same number in every process: each call is a collective
+HEADS = {  # tokens x hidden x vocabulary, options
+    "8192x4096x128256": (8192, 4096, 128256, {}),
+    "8192x4096x128256_sequence_parallel": (8192, 4096, 128256, {"sequence_parallel": True}),
+    "8192x4096x128257": (8192, 4096, 128257, {}),
+    "8192x2048x151936": (8192, 2048, 151936, {}),
+    "32768x4096x128256": (32768, 4096, 128256, {}),
+}
+
+
+def time_ms(call) -> float:
+    """The median over calls, of the slowest process."""
+    for _ in range(WARMUP):
+        call()
+    times = []
+    for _ in range(CALLS // 5):
+        dist.barrier()
+        torch.cuda._sleep(int(timing.CLOCK * 0.01))
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(6)]
+        marks[0].record()
+        for mark in marks[1:]:
+            call()
+            mark.record()
+        torch.cuda.synchronize()
+        times += [a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)]
+    slowest = torch.tensor(statistics.median(times), device="cuda")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return slowest.item()
+
+
+def peak_mb(call) -> float:
+    """MiB beyond what was there."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def products(tokens: int, hidden: int, vocab: int) -> float:
+    """Milliseconds of the three products of a whole head on this GPU, V rounded up to 64."""
+    vocab = -(-vocab // 64) * 64
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    w = torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16) / hidden**0.5
+    total, rows = 0.0, min(tokens, 8192)
+    logits = torch.randn(rows, vocab, device="cuda", dtype=torch.bfloat16)
+    for call in (
+        lambda: torch.mm(x[:rows], w.T, out=logits), lambda: logits @ w, lambda: logits.T @ x[:rows],
+    ):  # fmt: skip
+        total += time_ms(call) * tokens / rows
+    return total
+
+
+def head(name: str, alone, write) -> None:
+    """A step of the sharded head."""
+    tokens, hidden, vocab, options = HEADS[name]
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    limit = products(tokens, hidden, vocab) / ranks
+    torch.cuda.empty_cache()
+    shares = [len(part) for part in torch.arange(vocab).chunk(ranks)]
+    sequence_parallel = options.get("sequence_parallel", False)
+    rows = tokens // ranks if sequence_parallel else tokens
+    x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = (torch.randn(shares[rank], hidden, device="cuda") / hidden**0.5).bfloat16().requires_grad_()
+    torch.manual_seed(0)
+    target = torch.randint(0, vocab, (tokens,), device="cuda")
+
+    def step(group=dist.group.WORLD, **options):
+        labels, classes = (target % len(w), len(w)) if group is alone else (target, vocab)
+        loss = parallel.linear_cross_entropy(x, w, labels, group, vocab=classes, **options)
+        loss.backward()
+        x.grad = w.grad = None
+
+    record = {"op": "parallel_head", "case": name, "limit_ms": limit, "ms": time_ms(lambda: step(**options))}
+    record["peak_mb"] = peak_mb(lambda: step(**options))
+    if not sequence_parallel:
+        record["alone_ms"] = time_ms(lambda: step(alone))
+    write(record)
+
+
+@contextlib.contextmanager
+def megatron(ranks: int):
+    """Megatron's groups, or nothing."""
+    try:
+        from megatron.core import parallel_state
+    except ImportError:
+        yield None
+        return
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+    yield parallel_state.get_tensor_model_parallel_group()
+    parallel_state.destroy_model_parallel()
+
+
+def given_logits(rows: int, columns: int, write) -> None:
+    """The loss of logits that are there, and their gradient."""
+    ranks = dist.get_world_size()
+    logits = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    torch.manual_seed(0)
+    target = torch.randint(0, columns * ranks, (rows,), device="cuda")
+    rate = timing.copy_gbps(torch.device("cuda"))
+
+    def backward(loss):
+        loss.backward()
+        logits.grad = None
+
+    def torch_parallel():
+        from torch.distributed.tensor import DTensor, Shard
+        from torch.distributed.tensor.parallel import loss_parallel
+
+        place = dist.device_mesh.init_device_mesh("cuda", (ranks,))
+        whole = DTensor.from_local(logits, place, [Shard(1)])
+        with loss_parallel():
+            backward(F.cross_entropy(whole, target))
+
+    def of_megatron(module: str, function: str, group):
+        import importlib
+
+        call = getattr(importlib.import_module(f"megatron.core.{module}"), function)
+        arguments = (logits.view(rows, 1, columns), target.view(rows, 1))
+        return lambda: backward(call(*arguments, *([group] if "fused" in module else [])).mean())
+
+    with megatron(ranks) as group:
+        providers = {
+            "tigon": lambda: backward(
+                parallel.cross_entropy(logits, target, dist.group.WORLD, vocab=columns * ranks)
+            ),
+            "torch": torch_parallel,
+        }
+        if group is not None:
+            providers["megatron"] = of_megatron(
+                "tensor_parallel.cross_entropy", "vocab_parallel_cross_entropy", group
+            )
+            providers["megatron_fused"] = of_megatron(
+                "fusions.fused_cross_entropy", "fused_vocab_parallel_cross_entropy", group
+            )
+        for provider, call in providers.items():
+            record = {"op": "parallel_cross_entropy", "case": f"{rows}x{columns}", "provider": provider}
+            record["limit_ms"] = 6 * rows * columns / rate / 1e6
+            try:
+                record |= {"ms": time_ms(call), "peak_mb": peak_mb(call)}
+            except Exception as error:
+                record["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            write(record)
+
+
+def main() -> int:
+    """Every case, into one file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", default=",".join(HEADS))
+    parser.add_argument("--out", type=Path, default=Path("out/parallel.jsonl"))
+    args = parser.parse_args()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
+    common = {"gpu": device_name(device), "gpus": dist.get_world_size(), "torch": torch.__version__,
+              "commit": commit(), "dtype": "bf16", "pass": "step"}  # fmt: skip
+
+    def write(record: dict) -> None:
+        if dist.get_rank() == 0:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            with args.out.open("a") as file:
+                file.write(json.dumps(common | {"provider": "tigon"} | record) + "\n")
+            shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in record.items()}
+            print(shown, flush=True)
+
+    for name in args.cases.split(","):
+        head(name, groups[dist.get_rank()], write)
+        torch.cuda.empty_cache()
+    given_logits(8192, 32064, write)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+// One kernel for ops that read a row, reduce it some times, and write a row of the same length. A row stays in the registers of
+// some lanes, a warp, a CTA or a cluster of CTAs; longer rows are read again, out of L2, in every pass.
+//
+// The op gives a functor, which every thread of a row calls once:
+//   struct Op {
+//     using Element = T;                    storage type of all rows
+//     static constexpr int kIn;             rows read
+//     static constexpr bool kFill[kIn];     -inf rather than 0 beside the ends of a row
+//     using Payload;                        what is reduced (row_reduce.cuh): 8 or 16 bytes
+//     RowsOf<T, kIn> rows;
+//     template <class Row> __device__ void operator()(Row& row) const;
+//   };
+// and the functor has
+//   row.for_each_vec(fn)     fn(x) for the vectors of this thread, x[kIn][N] in fp32
+//   row.all_reduce(payload)  over the threads of the row; as often by every thread of a CTA or cluster, and of a warp
+//   row.write(fn)            the same as for_each_vec, and out = fn(x, j) for element j of the vector
+//   row.index, row.leads()   the row, and whether this thread is the one that writes what there is once a row
+// Results may overwrite an input of the same address and stride: a thread reads and writes the same vectors.
+#pragma once
+
+#include "tigon/base/cuda/aligned_row.cuh"
+#include "tigon/base/cuda/row_reduce.cuh"
+#include "tigon/base/cuda/row_shapes.cuh"
+
+namespace tigon::cuda {
+
+template <class T, int K>
+struct RowsOf {
+  const T *in[K], *end[K];
+  int64_t in_stride[K];
+  // Null: nothing is written.
+  T* out;
+  int64_t out_stride, rows;
+  int cols;
+  // For hide_from_compiler().
+  uint32_t opaque_zero;
+};
+
+// The rows of matrices of one size; the vectors are those of `out`, or of the first input where there is no result.
+template <class T, int K>
+RowsOf<T, K> rows_of(const Matrix (&in)[K], const Matrix& out) {
+  RowsOf<T, K> r{};
+  for (int k = 0; k < K; ++k) {
+    r.in[k] = in[k].template row<const T>(0), r.in_stride[k] = in[k].stride;
+    r.end[k] = end_of_rows(r.in[k], in[k].stride, in[k].rows, in[k].cols);
+  }
+  r.out = out.row<T>(0), r.out_stride = out.stride;
+  r.rows = in[0].rows, r.cols = int(in[0].cols);
+  return r;
+}
+
+namespace row_detail {
+
+template <class Op, class Reducer, int VecsPerThread, bool kLooped>
+struct Row {
+  using T = typename Op::Element;
+  using Payload = typename Op::Payload;
+  static constexpr int N = AlignedRow<T>::N, kIn = Op::kIn;
+  const RowsOf<T, kIn>& rows;
+  Reducer& reducer;
+  int64_t index;
+  bool live;
+  AlignedRow<T> like;
+  Array<AlignedRowLoader<T, true>, kIn> in;
+  uint4 q[kIn][VecsPerThread];
+
+  __device__ __forceinline__ Row(const Op& op, Reducer& reducer)
+      : Row(op, reducer, reducer.first_row(), std::make_index_sequence<kIn>{}) {}
+
+  __device__ __forceinline__ bool leads() const { return live && reducer.thread + reducer.rank == 0; }
+  __device__ __forceinline__ Payload all_reduce(const Payload& v) {
+    int64_t unused = 0;
+    return reducer.all_reduce(v, -1, unused);
+  }
+  template <class Fn>
+  __device__ __forceinline__ void for_each_vec(Fn&& fn) {
+    each([&](int, const float (&x)[kIn][N]) { fn(x); });
+  }
+  template <class Fn>
+  __device__ __forceinline__ void write(Fn&& fn) {
+    if (rows.out == nullptr) return;
+    each([&](int k, const float (&x)[kIn][N]) {
+      if (!live || k >= like.vecs) return;
+      float out[N];
+#pragma unroll
+      for (int j = 0; j < N; ++j) out[j] = fn(x, j);
+      store_vec(like, k, out);
+    });
+  }
+  // Requests this thread's vectors, the first of them `first` vectors into the row.
+  __device__ __forceinline__ void request(int first) {
+#pragma unroll
+    for (int i = 0; i < VecsPerThread; ++i)
+#pragma unroll
+      for (int k = 0; k < kIn; ++k) q[k][i] = in.data[k].load(first + reducer.vec_index(i));
+  }
+  __device__ __forceinline__ void trim(int first) {
+#pragma unroll
+    for (int k = 0; k < kIn; ++k)
+      in.data[k].trim(like, q[k], [&](int i) { return first + reducer.vec_index(i); });
+  }
+
+ private:
+  template <size_t... K>
+  __device__ __forceinline__ Row(const Op& op, Reducer& reducer, int64_t r, std::index_sequence<K...>)
+      : rows(op.rows),
+        reducer(reducer),
+        index(r),
+        live(r < op.rows.rows),
+        like(op.rows.out ? op.rows.out + (live ? r : 0) * op.rows.out_stride
+                         : const_cast<T*>(op.rows.in[0]) + (live ? r : 0) * op.rows.in_stride[0],
+             op.rows.cols),
+        in{{AlignedRowLoader<T, true>(like, op.rows.in[K] + (live ? r : 0) * op.rows.in_stride[K],
+                                      op.rows.end[K], Op::kFill[K] ? kMinusInf<T> : 0u, live)...}} {}
+
+  template <class Fn>
+  __device__ __forceinline__ void each(Fn&& fn) {
+    const int step = kLooped ? reducer.threads * reducer.blocks * VecsPerThread : like.vecs;
+#pragma unroll 1
+    for (int first = 0; first < (kLooped ? like.vecs : 1); first += step) {
+      if (kLooped) request(first), trim(first);
+#pragma unroll
+      for (int i = 0; i < VecsPerThread; ++i) {
+        float x[kIn][N];
+#pragma unroll
+        for (int k = 0; k < kIn; ++k)
+          unpack<T>(sizeof(T) == 2 && !kLooped ? hide_from_compiler(q[k][i], rows.opaque_zero) : q[k][i],
+                    x[k]);
+        fn(first + reducer.vec_index(i), x);
+      }
+    }
+  }
+};
+
+template <class Op, class Config, bool kCluster, bool kLooped>
+__global__ __launch_bounds__(Config::value.max_threads,
+                             Config::value.min_blocks_per_sm) void kernel(const __grid_constant__ Op op) {
+  constexpr RowConfig kConfig = Config::value;
+  using Reducer = RowReducer<kConfig, kCluster, false, typename Op::Payload>;
+  __shared__ ReduceStorage<typename Op::Payload> storage;
+  Reducer reducer(storage);
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  Row<Op, Reducer, kConfig.vecs_per_thread, kLooped> row(op, reducer);
+  if constexpr (!kLooped) row.request(0);
+  reducer.wait_for_cluster();
+  if constexpr (!kLooped) row.trim(0);
+  op(row);
+  if constexpr (kCluster) cluster_arrive();
+  reducer.wait_for_cluster();
+}
+
+// Few configurations: rows of any alignment take the same ones.
+constexpr RowConfig kLongest = {.vecs_per_thread = 4, .max_threads = 1024};
+constexpr RowConfigs kConfigs(several_rows({.threads_per_row = 8, .vecs_per_thread = 2}),
+                              several_rows({.threads_per_row = 32, .vecs_per_thread = 4}), kLongest);
+
+}  // namespace row_detail
+
+template <class Op>
+void run_row_op(const char* name, Context& ctx, const Op& op) {
+  using namespace row_detail;
+  const auto& rows = op.rows;
+  const int64_t vecs = rows.out ? max_vecs_of_row(rows.out, rows.out_stride, rows.cols)
+                                : max_vecs_of_row(rows.in[0], rows.in_stride[0], rows.cols);
+  if (const int config = select_config(kConfigs, vecs); config >= 0)
+    return with_config<kConfigs>(config, [&]<RowConfig kConfig>() {
+      launch(name, ctx, kernel<Op, ConfigType<kConfig>, false, false>,
+             {.blocks = ceil_div(rows.rows, kConfig.rows_per_block),
+              .threads = kConfig.block_threads(vecs),
+              .pdl = true},
+             op);
+    });
+  static OccupancyCache occupancy;
+  const auto clustered = kernel<Op, ConfigType<kLongest>, true, false>;
+  if (const ClusterShape c =
+          largest_cluster<kLongest>(name, occupancy, clustered, vecs, 192, [](int) { return size_t(0); });
+      c.blocks > 0)
+    return launch(name, ctx, clustered,
+                  {.blocks = rows.rows * c.blocks, .threads = c.threads, .pdl = true, .cluster = c.blocks},
+                  op);
+  static OccupancyCache looped_occupancy;
+  const auto looped = kernel<Op, ConfigType<kLongest>, true, true>;
+  const int blocks = looped_occupancy.max_active(name, looped, 8, kLongest.max_threads) > 0 ? 8 : 1;
+  launch(name, ctx, looped,
+         {.blocks = rows.rows * blocks, .threads = kLongest.max_threads, .pdl = true, .cluster = blocks}, op);
+}
+
+}  // namespace tigon::cuda

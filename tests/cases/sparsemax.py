@@ -1,0 +1,142 @@
+"""Cases of sparsemax over the last dimension."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .case import Case, Inputs, Maker, bench_case, liger, memory_bound, norm_bench_cases, params, test_case
+
+NAME = "sparsemax"
+
+DEFAULTS = {
+    "shape": (4, 64),
+    "layout": "contiguous",
+    "grad_layout": "contiguous",
+    "scale": 2.0,
+    "mean": 0.0,
+    "fill": None,
+}
+
+CASES = [
+    test_case("4x64", small=True),
+    test_case("odd_3x7", small=True, shape=(3, 7)),
+    test_case("one_row", shape=(1, 1000)),
+    test_case("one_column", shape=(5, 1)),
+    test_case("scalar", shape=()),
+    test_case("vector", shape=(97,)),
+    test_case("empty", shape=(0, 64)),
+    test_case("empty_columns", shape=(3, 0)),
+    test_case("rank4", shape=(2, 3, 5, 33)),
+    test_case("tall", shape=(331, 64)),
+    test_case("33x384", shape=(33, 384)),
+    test_case("5x4097", shape=(5, 4097)),
+    test_case("3x16384", shape=(3, 16384)),
+    test_case("2x30001", shape=(2, 30001)),
+    test_case("cluster", shape=(3, 70001)),
+    test_case("cluster_in_turns", shape=(70, 33001)),
+    test_case("longest", shape=(1, 270001)),
+    test_case("swept", shape=(1, 1100001)),
+    # Many entries in the support, and many steps of tau.
+    test_case("wide_support", shape=(7, 257), scale=1e-3),
+    test_case("wide_support_long", shape=(3, 70001), scale=1e-5),
+    test_case("wide_support_swept", shape=(1, 1100001), scale=1e-7),
+    test_case("half_support", shape=(9, 1000), scale=0.05),
+    test_case("least_of_float16", shape=(3, 40001), scale=2e-5),
+    test_case("many_steps", shape=(3, 30000), scale=0.01),
+    test_case("equal", shape=(5, 130), fill="equal"),
+    test_case("ties", shape=(5, 130), fill="ties"),
+    test_case("rows", shape=(9, 130), layout="rows", grad_layout="rows"),
+    test_case("columns", shape=(9, 130), layout="columns", grad_layout="columns"),
+    test_case("transposed", shape=(9, 130), layout="transposed", grad_layout="transposed"),
+    test_case("misaligned", shape=(7, 256), layout="offset1", grad_layout="offset1"),
+    test_case("misaligned_x", shape=(7, 257), layout="offset1"),
+    test_case("misaligned_grad", shape=(7, 256), grad_layout="offset1"),
+    test_case("misaligned_odd", shape=(5, 4097), layout="offset1", grad_layout="rows"),
+    test_case("misaligned_grad_odd", shape=(3, 12289), layout="rows", grad_layout="offset1"),
+    test_case("misaligned_cluster", shape=(2, 70003), layout="offset1", grad_layout="rows"),
+    test_case("misaligned_swept", shape=(1, 1100003), layout="offset1", grad_layout="offset1"),
+    test_case("grad_expanded", shape=(7, 256), grad_layout="expanded"),
+    test_case("sharp", shape=(7, 256), scale=40.0),
+    test_case("far_from_zero", shape=(7, 256), mean=1000.0),
+    test_case("masked", shape=(5, 130), fill="masked"),
+    test_case("masked_long", shape=(2, 270001), fill="masked"),
+    test_case("masked_swept", shape=(2, 1100003), fill="masked"),
+    test_case("nothing_left", shape=(5, 130), fill="-inf"),
+    test_case("nothing_left_long", shape=(3, 70001), fill="-inf"),
+    test_case("nan_row", shape=(5, 130), fill="nan"),
+    test_case("nan_row_long", shape=(3, 70001), fill="nan"),
+    test_case("inf_row", shape=(5, 130), fill="inf"),
+    *norm_bench_cases(),
+    bench_case("16384x4096_wide_support", shape=(16384, 4096), scale=1e-3),
+]
+
+
+def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
+    """Draw the inputs of a case."""
+    p = params(case, DEFAULTS)
+    draw = Maker(case, device, dtype, seed)
+    shape = p["shape"]
+    x = draw.randn(*shape, layout=p["layout"], scale=p["scale"], mean=p["mean"])
+    if p["fill"] == "masked":  # a causal mask's triangle
+        x.masked_fill_(torch.ones_like(x, dtype=torch.bool).triu(x.shape[-1] - 20), -math.inf)
+        x[-1, :100] = -math.inf
+    elif p["fill"] == "-inf":
+        x[1].fill_(-math.inf)
+    elif p["fill"] == "equal":
+        x.fill_(1.5)
+    elif p["fill"] == "ties":  # entries that equal tau: outside of the support
+        x.copy_((2 * x).round() / 2)
+    elif p["fill"] is not None:
+        x[1, 3] = float(p["fill"])
+    return Inputs(args=(x,), grads=(0,), grad_outputs=(draw.randn(*shape, layout=p["grad_layout"]),))
+
+
+def tigon_fn(x):
+    """Tigon's own."""
+    import tigon
+
+    return tigon.sparsemax(x)
+
+
+def eager_fn(x):
+    """By sorting, as the paper has it (algorithm 1)."""
+    from tigon.ops.sparsemax import reference
+
+    return reference(x)
+
+
+def oracle_fn(x):
+    """For fp64: tau by bisection, then from the entries above it. NaN counts as above."""
+    if x.numel() == 0:
+        return x * 1.0
+    if x.dim() == 0:
+        return oracle_fn(x.reshape(1)).reshape(())
+    z = x - x.detach().amax(-1, keepdim=True)
+
+    def tau_of(low):
+        inside = ~(z <= low)
+        return (torch.where(inside, z, 0.0).sum(-1, keepdim=True) - 1) / inside.sum(-1, keepdim=True)
+
+    with torch.no_grad():
+        low, high = torch.full_like(z[..., :1], -1.0), torch.zeros_like(z[..., :1])
+        for _ in range(100):
+            middle = (low + high) / 2
+            more = (z - middle).clamp_min(0).sum(-1, keepdim=True) > 1
+            low, high = torch.where(more, middle, low), torch.where(more, high, middle)
+        tau = tau_of(low)  # at entries that equal tau the bisection may end on either side of it
+    y = torch.relu(z - tau_of(tau))
+    return y + 0 * y * y  # a row of NaN has a gradient of NaN
+
+
+# x to y; y and dy to dx
+bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(2, 3)
+
+
+def _liger(case, inputs):
+    apply = liger("sparsemax", "LigerSparsemaxFunction")(case, inputs)
+    return lambda x: apply(x, -1)
+
+
+PEERS = {"liger": _liger}
