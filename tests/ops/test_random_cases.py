@@ -54,6 +54,20 @@ def _gated(draw):
     return found | {"group_size": draw.choice((None, *sizes))}
 
 
+def _modulated(draw):
+    found = _rms_norm(draw) | {"shift": draw.random() < 0.7, "wide": draw.random() < 0.3}
+    lead = found["shape"][:-1]
+    found["modulation"] = lead[: draw.randint(0, len(lead))]
+    found["modulation_layout"] = draw.choice(LAYOUTS[:4])
+    return found
+
+
+def _attention_residual(draw):
+    shape = (draw.choice((1, 2, 3, 9, 40)), *_shape(draw, (1, 2, 3)))
+    found = {"shape": shape, "wide": draw.random() < 0.3, "eps": 0.5 if shape[-1] < 8 else 1e-6}
+    return found | {"layout": _layout(draw, shape), "grad_layout": _layout(draw, shape[1:])}
+
+
 def _group_norm(draw):
     groups, wide = draw.choice((1, 2, 3, 4)), draw.choice((1, 2, 5))
     shape = (draw.choice((0, 1, 2, 5)), groups * wide, *_shape(draw, (1, 2, 3)))
@@ -272,6 +286,8 @@ DRAWERS = {
     "rms_norm": _rms_norm,
     "add_rms_norm": lambda draw: _rms_norm(draw) | {"residual_layout": "offset1"},
     "gated_rms_norm": _gated,
+    "attention_residual": _attention_residual,
+    "modulated_rms_norm": _modulated,
     "layer_norm": lambda draw: _norm(draw, bias=draw.random() < 0.7),
     "group_norm": _group_norm,
     "dyt": _dyt,

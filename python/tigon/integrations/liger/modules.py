@@ -124,6 +124,23 @@ class LigerFusedAddRMSNorm(LigerRMSNorm):
         )
 
 
+class LigerModulatedRMSNorm(LigerRMSNorm):
+    """RMSNorm, scale and shift; these come with each call."""
+
+    def __init__(self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=True,
+                 elementwise_affine=True):  # fmt: skip
+        super().__init__(
+            hidden_size, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=elementwise_affine
+        )
+        self.elementwise_affine = elementwise_affine
+
+    def forward(self, hidden_states, scale, shift=None):
+        """``[..., hidden_size]``; scale and shift a row for as many rows of it each."""
+        return F.liger_modulated_rms_norm(
+            hidden_states, self.weight, scale, shift, self.variance_epsilon, self.offset, self.casting_mode
+        )
+
+
 class LigerGroupNorm(nn.Module):
     """GroupNorm; without ``bias`` the bias is zero and stays a parameter, as there."""
 
@@ -514,6 +531,18 @@ LigerFusedAddRMSNormFunction = function_class(
         X, R, W, eps, offset, casting_mode
     ),
     "(normalised sum, sum).",
+)
+LigerModulatedRMSNormFunction = function_class(
+    "LigerModulatedRMSNormFunction",
+    lambda X, W, scale, shift, eps, offset=0.0, casting_mode="llama", in_place=True: (
+        F.liger_modulated_rms_norm(X, W, scale, shift, eps, offset, casting_mode)
+    ),
+    "RMSNorm, scale and shift.",
+)
+LigerAttnResFunction = function_class(
+    "LigerAttnResFunction",
+    lambda V_stacked, w_query, w_norm, eps: F.liger_attn_res(V_stacked, w_query, w_norm, eps),
+    "Attention over blocks' outputs.",
 )
 LigerGroupNormFunction = function_class("LigerGroupNormFunction", F.liger_group_norm, "GroupNorm.")
 LigerDyTFunction = function_class("LigerDyTFunction", F.liger_dyt, "Dynamic Tanh.")
