@@ -58,7 +58,8 @@ struct CrossEntropyRows {
       log_prob;  // f32 [rows], z at the target - lse (more exact than the difference of the two), 0 on ignored rows
   Vector entropy;    // f32 [rows], lse - sum_c p_c z_c
   Vector predicted;  // i64 [rows], first argmax
-  bool only_label = false;  // predicted need only tell whether it is the label: elsewhere it is -1 or another class
+  bool only_label =
+      false;  // predicted need only tell whether it is the label: elsewhere it is -1 or another class
   // Of a shard; 0 on ignored rows that nothing else asks for.
   Vector row_max;    // f32 [rows], max_c z_c
   Vector log_sum;    // f32 [rows], lse - row_max

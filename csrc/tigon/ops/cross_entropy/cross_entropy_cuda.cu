@@ -415,7 +415,7 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
               " columns on CUDA, got ", a.logits.cols);
   float gain = a.logit_scale / a.temperature, inner = a.softcap > 0.0f ? a.logit_scale : gain;
   const bool with_options = a.bias || a.softcap != 0.0f || a.label_smoothing != 0.0f || a.entropy_scale ||
-                           (a.predicted && !a.only_label) || !(inner > 0.0f);
+                            (a.predicted && !a.only_label) || !(inner > 0.0f);
   const bool general = with_options || inner != 1.0f || a.entropy || a.predicted;
   dispatch_float(kOp, "logits", a.logits.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;

@@ -195,7 +195,7 @@ __global__ __launch_bounds__(kSweepThreads,
 #pragma unroll
         for (int k = 0; k < kSweepVecs; ++k) {
           const int i = base + k * kSweepThreads + tid;
-          const float top = i < own.vecs_before     ? max_of_word<T>(max_words<T>(q[k]))
+          const float top = i < own.vecs_before    ? max_of_word<T>(max_words<T>(q[k]))
                             : i == own.vecs_before ? max_before<T>(q[k], own.element)
                                                    : -INFINITY;
           earlier = fmaxf(earlier, top);

@@ -200,12 +200,14 @@ struct TieStorage<true> : ReduceStorage<SumArray<1>> {};
 // One thread writes the label, where it is the first argmax, or another class. `earlier()`: the largest z
 // before the label's that this thread has. All threads of the row call it, with the same label, z and a.
 template <bool kCluster, class T, class Earlier>
-__device__ __forceinline__ void write_predicted(const Params<T>& p, int64_t row, int label, Sums<T> a, float z,
-                                                TieStorage<kCluster>& storage, bool writes, Earlier earlier) {
+__device__ __forceinline__ void write_predicted(const Params<T>& p, int64_t row, int label, Sums<T> a,
+                                                float z, TieStorage<kCluster>& storage, bool writes,
+                                                Earlier earlier) {
   bool is_first = label >= 0 && z == a.m && a.s == a.s;
   if (is_first) {
     if constexpr (kCluster)
-      is_first = all_reduce_row<0, true>(SumArray<1>{{earlier() == z ? 1.0f : 0.0f}}, storage, 0).s[0] == 0.0f;
+      is_first =
+          all_reduce_row<0, true>(SumArray<1>{{earlier() == z ? 1.0f : 0.0f}}, storage, 0).s[0] == 0.0f;
     else
       is_first = !__syncthreads_or(earlier() == z);
   }

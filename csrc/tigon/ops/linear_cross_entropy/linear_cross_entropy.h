@@ -78,14 +78,14 @@ struct LinearCrossEntropy {
   Vector label_upstream;  // f32 [rows * label_count]: minus the gradient of each log-probability
   Vector label_log_prob;  // out: f32 [rows * label_count]; empty: not wanted
 
-  Vector loss;       // f32 [rows], always
-  Vector total;      // out: f32 [1], mean and sum
-  Vector scale;      // out: f32 [1], mean and sum
-  Vector z_term;     // out: f32 [rows], token_weight * z_loss * lse^2; empty: not wanted
-  Vector log_prob;   // out: f32 [rows], z_y - lse; empty: not wanted
-  Vector lse;        // out: f32 [rows]; empty: not wanted
-  Vector entropy;    // out: f32 [rows]; empty: not wanted
-  Vector predicted;  // out: i64 [rows], first argmax; empty: not wanted
+  Vector loss;              // f32 [rows], always
+  Vector total;             // out: f32 [1], mean and sum
+  Vector scale;             // out: f32 [1], mean and sum
+  Vector z_term;            // out: f32 [rows], token_weight * z_loss * lse^2; empty: not wanted
+  Vector log_prob;          // out: f32 [rows], z_y - lse; empty: not wanted
+  Vector lse;               // out: f32 [rows]; empty: not wanted
+  Vector entropy;           // out: f32 [rows]; empty: not wanted
+  Vector predicted;         // out: i64 [rows], first argmax; empty: not wanted
   bool only_label = false;  // of predicted: as in cross_entropy.h
   // Per-row losses (Reduction::none), between forward and backward. dlogits of a row is its upstream gradient times what the
   // row alone gives, so that the forward can form the second factor, without upstream and token_weight, and what follows.
