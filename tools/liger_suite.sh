@@ -4,7 +4,7 @@
 # Environment: PYTHON (.venv's, else python3), JOBS (workers, with pytest-xdist), MAX_ELEMENTS (tests of larger tensors are
 # left out; 2^22 without a GPU), ARGS (more pytest arguments), LIGER_SUITE_JSON (file of outcomes by test).
 # The tests are fetched once from PyPI into build/liger_suite; a machine without network needs that folder and nothing else.
-# Exits non-zero when a test fails that tests/liger_suite/expected.json does not list, or when a listed one passes.
+# Exits non-zero when a test fails or is refused that tests/liger_suite/expected.json does not list, or when a listed one passes.
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/.." && pwd)

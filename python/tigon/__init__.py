@@ -11,6 +11,7 @@ from tigon import nn, optim
 from tigon.environment import env
 from tigon.error import Error
 from tigon.ops.add_rms_norm import add_rms_norm
+from tigon.ops.attention_residual import attention_residual
 from tigon.ops.cross_entropy import cross_entropy
 from tigon.ops.divergence import jsd, kl_div, tvd
 from tigon.ops.dyt import dyt
@@ -36,6 +37,7 @@ from tigon.ops.loss_head.memory import (
     linear_preference_memory,
 )
 from tigon.ops.loss_head.multi_token import multi_token_loss
+from tigon.ops.modulated_rms_norm import modulated_rms_norm
 from tigon.ops.policy import policy_loss
 from tigon.ops.poly_norm import poly_norm
 from tigon.ops.preference import kto_loss, preference_loss
@@ -55,6 +57,7 @@ __all__ = [
     "TigonTrainerCallback",
     "add_rms_norm",
     "apply",
+    "attention_residual",
     "clip_grad_norm_",
     "count_labels",
     "cross_entropy",
@@ -85,6 +88,7 @@ __all__ = [
     "linear_preference",
     "linear_preference_memory",
     "linear_tvd",
+    "modulated_rms_norm",
     "multi_token_loss",
     "nn",
     "optim",

@@ -188,6 +188,19 @@ def _plain_jsd(student, teacher):
     return ((p.exp() * (p - m)).sum() + (q.exp() * (q - m)).sum()) / 2 / ROWS
 
 
+def _plain_modulated(x, weight, scale, shift):
+    return (_wide(_plain_rms_norm(x, weight)) * (1 + _wide(scale)) + _wide(shift)).to(x.dtype)
+
+
+def _earlier_values():
+    return _rows(3, ROWS, COLUMNS), 0.2 * _rows(COLUMNS), 1 + 0.1 * _rows(COLUMNS)
+
+
+def _plain_attention_residual(values, query, norm_weight):
+    scores = _wide(_plain_rms_norm(values, norm_weight)) @ _wide(query)
+    return (scores.softmax(0)[..., None] * _wide(values)).sum(0).to(values.dtype)
+
+
 def _two_heads():
     return 3 * _rows(), _rows(VOCABULARY, COLUMNS), 3 * _rows(ROWS, VOCABULARY)
 
@@ -268,6 +281,9 @@ PROBES = (
     Probe("layer_norm", _affine, lambda x, w, b: F.layer_norm(x, (COLUMNS,), w, b)),
     Probe("add_rms_norm", lambda: (_rows(), *_normed()), _plain_add_rms_norm),
     Probe("gated_rms_norm", lambda: (_rows(), *_normed()), _plain_gated),
+    Probe("modulated_rms_norm", lambda: (*_normed(), 0.1 * _rows(COLUMNS), 0.1 * _rows(COLUMNS)),
+          _plain_modulated),
+    Probe("attention_residual", _earlier_values, _plain_attention_residual),
     Probe("group_norm", lambda: (_rows(4, 8, 12), 2, _rows(8), _rows(8)), F.group_norm),
     Probe("dyt", lambda: (_rows(), torch.tensor([0.7]), _rows(COLUMNS), _rows(COLUMNS)),
           lambda x, alpha, w, b: w * torch.tanh(alpha * x) + b),
@@ -388,7 +404,9 @@ def _run(function, probe, drawn) -> list[torch.Tensor]:
     results = function(*arguments)
     results = [y for y in (results if isinstance(results, tuple) else (results,)) if y is not None]
     leaves = [x for x in arguments if torch.is_tensor(x) and x.requires_grad]
-    slopes = [torch.linspace(-1, 1, y.numel(), device=y.device, dtype=y.dtype).view(y.shape) for y in results]
+    slopes = [
+        torch.linspace(-0.5, 1, y.numel(), device=y.device, dtype=y.dtype).view(y.shape) for y in results
+    ]
     if results[0].dim() == 0:
         slopes = [torch.ones_like(y) for y in results]
     pairs = [(y, slope) for y, slope in zip(results, slopes, strict=True) if y.requires_grad]

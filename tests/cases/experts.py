@@ -20,7 +20,7 @@ DEFAULTS = {
     "interleaved": False,
     "transposed": False,
     "bias": False,
-    "limit": 1.5,  # of swiglu_oai: inputs on both sides
+    "limit": 1.5,  # of the clamped units: inputs on both sides
     "weights": "float32",  # dtype of the routing weights, "storage", or None
     "routing": "balanced",  # "one": all tokens to one expert; "twice"; "rest": some ids not here; "zipf"
     "layout": "contiguous",  # of x
@@ -73,6 +73,9 @@ CASES = [
     test_case("oai", small=True, **OAI),
     test_case("oai_zipf", tokens=70, experts=16, choices=3, routing="zipf", **OAI),
     test_case("oai_halves", activation="swiglu_oai", bias=True),
+    test_case("clamped", small=True, activation="swiglu_clamped"),
+    test_case("clamped_bias", activation="swiglu_clamped", bias=True, interleaved=True, routing="rest"),
+    test_case("clamped_sorted", activation="swiglu_clamped", sorted=True, choices=1, transposed=True),
     *(test_case(a, activation=a) for a in ("gelu", "gelu_tanh", "relu", "relu_squared")),
     *(test_case(f"{a}_alone", activation=a, gated=False) for a in ("silu", "gelu", "gelu_tanh", "relu")),
     test_case("relu_squared_alone", activation="relu_squared", gated=False, bias=True, transposed=True),
@@ -159,8 +162,10 @@ def _unit(z, activation, gated, interleaved, alpha, limit):
         gate, up = z[:, ::2], z[:, 1::2]
     else:
         gate, up = z.chunk(2, dim=-1)
-    if activation == "swiglu_oai":
+    if activation in ("swiglu_oai", "swiglu_clamped"):
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        if activation == "swiglu_clamped":
+            return F.silu(gate) * up
         return (up + 1) * (gate * torch.sigmoid(gate * alpha))
     if activation == "relu_squared":
         return F.relu(gate).square() * up

@@ -46,8 +46,10 @@ def _of_every_kind(kind: str, *, finite: bool = True, **options) -> list[Case]:
         test_case(f"{name}_inf_up", shape=(5, 130), fill_up="-inf", grad=False, **own),
         test_case(f"{name}_zeros", shape=(5, 130), fill="zero", **own),
     ]
-    if kind == "swiglu_oai":
-        cases += [test_case(f"{name}_at_limits", shape=(5, 33), fill="7", fill_up="-7", **own)]
+    if kind == "swiglu_oai" or "limit" in options:
+        at = str(options.get("limit", 7))
+        cases += [test_case(f"{name}_at_limits", shape=(5, 33), fill=at, fill_up=f"-{at}", **own)]
+        cases += [test_case(f"{name}_up_only", shape=(7, 33), grads=(1,), **own)] * ("limit" in options)
     return cases
 
 
@@ -95,6 +97,8 @@ CASES = [
     *_of_every_kind("geglu", approximate="none"),
     *_of_every_kind("reglu"),
     *_of_every_kind("swiglu_oai"),
+    *_of_every_kind("swiglu", limit=1.5),
+    test_case("limit_halves", shape=(7, 256), layout="halves", options={"limit": 1.5}),
     test_case("swiglu_oai_wide", shape=(2, 20008), kind="swiglu_oai"),
     test_case("swiglu_oai_vector", shape=(97,), kind="swiglu_oai"),
     test_case("swiglu_oai_strided", shape=(9, 128), layout="rows", kind="swiglu_oai"),
@@ -153,16 +157,18 @@ def _apart(gate, up, kind):
     return gate.chunk(2, dim=-1) if up is None else (gate, up)
 
 
-def _clamped(gate, up, alpha=1.702, limit=7.0):
+def _clamped(gate, up, alpha=1.702, limit=7.0, kind="swiglu_oai"):
     gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
+    if kind == "swiglu":
+        return F.silu(gate) * up
     return (up + 1) * (gate * torch.sigmoid(gate * alpha))
 
 
 def eager_fn(gate, up=None, *, kind="swiglu", gate_multiplier=1.0, down_multiplier=1.0, **options):
     """As the models of Hugging Face have it between their products."""
     gate, up = _apart(gate, up, kind)
-    if kind == "swiglu_oai":
-        return _clamped(gate, up, **options)
+    if kind == "swiglu_oai" or "limit" in options:
+        return _clamped(gate, up, **options, kind=kind)
     if kind == "geglu":
         return F.gelu(gate, **{"approximate": "tanh", **options}) * up
     if kind == "reglu":
@@ -177,8 +183,8 @@ def oracle_fn(
 ):
     """The formulas, for fp64."""
     gate, up = _apart(gate, up, kind)
-    if kind == "swiglu_oai":
-        return _clamped(gate, up, **options)
+    if kind == "swiglu_oai" or "limit" in options:
+        return _clamped(gate, up, **options, kind=kind)
     if kind == "reglu":
         return F.relu(gate) * up  # whose gradient at NaN is the upstream one
     if kind == "geglu" and approximate == "none":

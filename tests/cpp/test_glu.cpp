@@ -29,6 +29,7 @@ double exact_y(double gate, double up, const GluOptions& o) {
     case GluKind::geglu_tanh: return oracle::glu_y<GluKind::geglu_tanh>(gate, up, o);
     case GluKind::reglu: return oracle::glu_y<GluKind::reglu>(gate, up, o);
     case GluKind::relu_squared: return oracle::glu_y<GluKind::relu_squared>(gate, up, o);
+    case GluKind::swiglu_clamped: return oracle::glu_y<GluKind::swiglu_clamped>(gate, up, o);
     default: return oracle::glu_y<GluKind::swiglu_oai>(gate, up, o);
   }
 }
@@ -39,6 +40,7 @@ Gradients exact_gradients(double dy, double gate, double up, const GluOptions& o
     case GluKind::geglu_tanh: return gradients<GluKind::geglu_tanh>(dy, gate, up, o);
     case GluKind::reglu: return gradients<GluKind::reglu>(dy, gate, up, o);
     case GluKind::relu_squared: return gradients<GluKind::relu_squared>(dy, gate, up, o);
+    case GluKind::swiglu_clamped: return gradients<GluKind::swiglu_clamped>(dy, gate, up, o);
     default: return gradients<GluKind::swiglu_oai>(dy, gate, up, o);
   }
 }
@@ -50,6 +52,7 @@ const GluOptions kOptions[] = {{.kind = GluKind::swiglu},
                                {.kind = GluKind::geglu_tanh},
                                {.kind = GluKind::reglu},
                                {.kind = GluKind::relu_squared},
+                               {.kind = GluKind::swiglu_clamped, .limit = 1.25f},
                                {.kind = GluKind::swiglu_oai},
                                {.kind = GluKind::swiglu_oai, .alpha = 0.5f, .limit = 1.25f}};
 bool interleaved(const GluOptions& o) { return o.kind == GluKind::swiglu_oai; }
@@ -154,7 +157,7 @@ TEST_CASE("the formulas' gradients are their slopes") {
 
 TEST_CASE("far out: no NaN where the limit exists") {
   for (const GluOptions& o : kOptions) {
-    if (interleaved(o) || o.gate_multiplier != 1.0f || o.kind == GluKind::relu_squared) continue;
+    if (is_clamped(o.kind) || o.gate_multiplier != 1.0f || o.kind == GluKind::relu_squared) continue;
     INFO(int(o.kind));
     Run run(o, DType::f32, 1, 6);
     double gates[6] = {-200.0, 200.0, INFINITY, NAN, -1e30, 1e30};
@@ -209,7 +212,7 @@ TEST_CASE("only what is asked for, and refusals write nothing") {
   f = run.forward(), f.y = half.y.matrix();
   CHECK_THROWS_WITH_AS(glu_fwd(*ctx, f), "[swiglu] y must be float32, got bfloat16", Error);
   f = run.forward(), f.options.kind = GluKind(9);
-  CHECK_THROWS_WITH_AS(glu_fwd(*ctx, f), "[glu] kind must be one of 0 to 5, got 9", Error);
+  CHECK_THROWS_WITH_AS(glu_fwd(*ctx, f), "[glu] kind must be one of 0 to 6, got 9", Error);
   b = run.backward(), b.dup.rows = 5;
   CHECK_THROWS_WITH_AS(glu_bwd(*ctx, b), "[swiglu_bwd] dup must be [4, 8], got [5, 8]", Error);
   f = wide.forward(), f.y.cols = 7;

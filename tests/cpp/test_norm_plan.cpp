@@ -7,6 +7,7 @@
 #include "table.h"
 #include "tigon/base/cuda/norm_plan.h"
 #include "tigon/ops/gated_rms_norm/gated_rms_norm_scalars.h"
+#include "tigon/ops/modulated_rms_norm/modulated_rms_norm_scalars.h"
 
 namespace tigon::test {
 namespace oracle {
@@ -15,6 +16,7 @@ namespace oracle {
 #include "tigon/ops/gated_rms_norm/gated_rms_norm_math.inc"
 #include "tigon/ops/group_norm/group_norm_math.inc"
 #include "tigon/ops/layer_norm/layer_norm_math.inc"
+#include "tigon/ops/modulated_rms_norm/modulated_rms_norm_math.inc"
 #include "tigon/ops/rms_norm/rms_norm_math.inc"
 }  // namespace oracle
 
@@ -44,6 +46,10 @@ std::vector<Traits> all_traits() {
       {"gated_rms_norm", true, forward_traits<GatedRmsNormForward<double, X, true>, W, X>()},
       {"gated_rms_norm", false, backward_traits<GatedRmsNormBackward<double, X, true>, W, X>()},
       {"group_norm", true, forward_traits<GroupNormRow<double, X>, W, X>()},
+      {"modulated_rms_norm", true, forward_traits<ModulatedRmsNormForward<double, X>, W, X>()},
+      {"modulated_rms_norm", false, backward_traits<ModulatedRmsNormBackward<double, X>, float, X>()},
+      {"modulated_rms_norm, a scale each", false,
+       backward_traits<ModulatedRmsNormRowsBackward<double, X>, X, X>()},
   };
 }
 

@@ -34,6 +34,22 @@ def megatron_tensor_parallel(options):
         assert torch.equal(tiny.step(model)[0], want[0])
 
 
+@case(needs=PACKAGE, fused=(True,), plain=(False,))
+def megatron_by_ligers_names(fused):
+    """apply_liger_kernel_to_megatron: losses of a sharded vocabulary, also where Megatron names no group."""
+    import megatron_tiny as tiny
+
+    from tigon.integrations.liger import names
+
+    with tiny.megatron(tensor_parallel=2), tiny.kept(tiny.places_of_liger()):
+        want = tiny.step(tiny.gpt())
+        names.resolve("apply_liger_kernel_to_megatron")(rms_norm=True, cross_entropy=True, swiglu=True)
+        model = tiny.gpt(cross_entropy_loss_fusion=fused)
+        norms = {type(m).__name__ for m in model.modules() if "Norm" in type(m).__name__}
+        assert norms == {"LigerMegatronRMSNorm"}, norms
+        tiny.same(tiny.step(model), want)
+
+
 @case(needs=PACKAGE)
 def megatron_sequence_parallel():
     """Norms in the specs' slots: Megatron's own refuse sequence parallelism."""

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import torch.nn.functional as F
 
@@ -16,11 +17,15 @@ VOCAB, ROWS, BATCH = 96, 16, 2
 
 @contextlib.contextmanager
 def megatron(tensor_parallel=1):
-    """Megatron's groups on the CPU; it asks for a CUDA device and its random states, and gets the CPU's."""
+    """Megatron's groups on the CPU; it asks for a CUDA device and its random states, and gets the CPU's.
+
+    Its functions under torch.compile run eagerly: the compiler would ask for properties of that device.
+    """
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+    eager = torch._dynamo.config.patch(disable=True)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), eager:
         warnings.simplefilter("ignore")
         patch.setattr(torch.cuda, "current_device", lambda: "cpu")
         forks = random.CudaRNGStatesTracker
@@ -30,6 +35,38 @@ def megatron(tensor_parallel=1):
             yield
         finally:
             parallel_state.destroy_model_parallel()
+
+
+def places_of_liger():
+    """(owner, name) of what apply_liger_kernel_to_megatron replaces in this version."""
+    from megatron.core import tensor_parallel
+    from megatron.core.fusions import fused_bias_swiglu, fused_cross_entropy
+    from megatron.core.models import backends
+    from megatron.core.models.common.language_module import language_module
+    from megatron.core.tensor_parallel import cross_entropy
+    from megatron.core.transformer import transformer_block
+
+    places = [
+        (fused_cross_entropy, "fused_vocab_parallel_cross_entropy"),
+        (language_module, "fused_vocab_parallel_cross_entropy"),
+        (cross_entropy, "vocab_parallel_cross_entropy"),
+        (tensor_parallel, "vocab_parallel_cross_entropy"),
+        (backends.LocalSpecProvider, "layer_norm"),
+        (transformer_block, "LayerNormImpl"),
+        (fused_bias_swiglu, "SwiGLUFunction"),
+    ]
+    return [(owner, name) for owner, name in places if hasattr(owner, name)]
+
+
+@contextlib.contextmanager
+def kept(places):
+    """What these places hold is there again afterwards."""
+    before = [getattr(*place) for place in places]
+    try:
+        yield
+    finally:
+        for (owner, name), value in zip(places, before, strict=True):
+            setattr(owner, name, value)
 
 
 def fitting(function, values):

@@ -77,7 +77,8 @@ def model():
 
 def trained(net, optimizer, steps, first=0):
     for i in range(first, first + steps):
-        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(100 * i + rank()))
+        draw = torch.Generator().manual_seed(100 * i + rank())
+        x = torch.randn(6, 8, generator=draw, device="cpu").to(torch.get_default_device())
         net(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -556,7 +556,8 @@ def parallel_refusals():
     refused(lambda: call(first_class=0), "every class once")
     refused(lambda: call(first_class=0 if first else None), "first_class")
     refused(lambda: call(lora=(1, 2, 3)), "lora is not supported")
-    refused(lambda: call(valid_rows=3), "valid_rows must be the number of labels that count, 32, got 3")
+    if device_type() == "cpu":  # elsewhere nobody waits for the count
+        refused(lambda: call(valid_rows=3), "valid_rows must be the number of labels that count, 32, got 3")
     refused(lambda: call(class_weight=torch.ones(126)), "[251]")
     refused(lambda: call(class_weight=torch.ones(V if first else 126)), "options must be the same")
     rows = slice(0, S if first else S - 1)

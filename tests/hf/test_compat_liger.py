@@ -100,9 +100,9 @@ def test_every_name_imports_and_says_what_is_missing(facade):
         with pytest.raises(tigon.Error, match=name):
             placeholder[(1,)]
         type("Sub", (placeholder,), {})  # callers subclass at import
-    assert {"LigerMultiTokenAttention", "LigerMLP"} <= set(absent)
-    with pytest.raises(tigon.Error, match="GatedMLP"):
-        names.resolve("LigerMLP")(beta=0.1)
+    assert {"LigerMultiTokenAttention", "rope_forward"} <= set(absent)
+    with pytest.raises(tigon.Error, match="flex_attention"):
+        names.resolve("LigerFusedNeighborhoodAttention")(beta=0.1)
 
 
 def test_unknown_names_are_no_attributes(facade):
@@ -343,6 +343,7 @@ def test_norm_classes_equal_the_models_own():
 @pytest.mark.parametrize(
     "ours, theirs, family",
     [("LigerSwiGLUMLP", "llama.modeling_llama.LlamaMLP", "llama"),
+     ("LigerMLP", "llama.modeling_llama.LlamaMLP", "llama"),
      ("LigerPhi3SwiGLUMLP", "phi3.modeling_phi3.Phi3MLP", "phi3")],
 )  # fmt: skip
 def test_mlp_classes_load_the_models_weights(ours, theirs, family):

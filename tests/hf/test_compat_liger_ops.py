@@ -238,39 +238,6 @@ def test_functional_module():
         liger.uninstall()
 
 
-@pytest.mark.parametrize("dim", [-1, 0, 1])
-def test_sparsemax(dim):
-    """Over any dimension, the function, the class and its autograd function alike."""
-    from tigon.ops.sparsemax import reference
-
-    x, grad = drawn(4, 7, 5), drawn(4, 7, 5, seed=1)
-    wanted = with_gradients(lambda x: grad * reference(x.movedim(dim, -1)).movedim(-1, dim), x)
-    for call in (
-        lambda x: get("liger_sparsemax")(x, dim=dim),
-        lambda x: get("LigerSparsemaxFunction").apply(x, dim),
-        get("LigerSparsemax")(dim),
-    ):
-        assert_same(with_gradients(lambda x, call=call: grad * call(x), x), wanted)
-    assert "dim=0" in repr(get("LigerSparsemax")(0))
-
-
-@pytest.mark.parametrize("shape", [(), (1,)])
-def test_poly_norm(shape):
-    """A bias of no dimension, as the class has it, or of one; nothing is written in place."""
-    from tigon.ops.poly_norm import reference
-
-    x, weight, bias = drawn(4, 7, 16), drawn(3, seed=1), drawn(1, seed=2).reshape(shape)
-    wanted = with_gradients(lambda x, w, b: reference(x, w, b.reshape(1), 1e-5), x, weight, bias)
-    for function in (get("liger_poly_norm"), get("LigerPolyNormFunction").apply):
-        for in_place in (False, True):
-            args = (x, weight, bias)
-            got = with_gradients(lambda *args, f=function, i=in_place: f(*args, 1e-5, i), *args)
-            assert_same(got, wanted)
-    module = get("LigerPolyNorm")(eps=1e-5)
-    assert module.bias.shape == () and "eps=1e-05" in repr(module)
-    close(module(x), reference(x, torch.full((3,), 1 / 3), torch.ones(1), 1e-5))
-
-
 def test_gated_products():
     x, up = drawn(4, 8), drawn(4, 8, seed=1)
     wanted = with_gradients(lambda a, b: 3 * F.silu(0.5 * a) * b, x, up)
@@ -312,6 +279,8 @@ def test_experts():
         results[-1] += [p.grad for p in module.parameters()]
     assert_same(results[0], results[2], ulps=1024)
     assert results[0][-1][3].abs().max() == 0
+    batches = (x.view(1, 7, 32), chosen.view(1, 7, 2), weights.view(1, 7, 2))
+    assert torch.equal(mine(*batches)[0], mine(x, chosen, weights))
     with pytest.raises(tigon.Error, match="hidden_act"):
         LM.LigerExperts(config("mixtral", hidden_act="gelu"))
 
@@ -435,8 +404,8 @@ def test_dispatcher():
     finally:
         liger.uninstall()
         backends = importlib.import_module("tigon.integrations.liger.backends")
-        for key in [key for key in backends._registry if key[0] == "nothing"]:
-            del backends._registry[key]
+        for key in [key for key in backends._REGISTRY if key[0] == "nothing"]:
+            del backends._REGISTRY[key]
 
 
 @pytest.mark.parametrize("labels", [None, LABELS])
@@ -491,12 +460,70 @@ def test_embedding_and_tiled_functions():
     assert torch.equal(get("LigerTiledMLPFunction").apply(lambda m, x: x * m, 2, x, 3, None), x * 2)
 
 
+def test_mlp_function():
+    """Both multipliers, against the formula."""
+    x, (gate, up, down) = drawn(2, 3, 8), (drawn(12, 8, seed=1), drawn(12, 8, seed=2), drawn(8, 12, seed=3))
+
+    def formula(x, gate, up, down):
+        return F.linear(F.silu(1.5 * F.linear(x, gate)) * F.linear(x, up), down) * 0.25
+
+    function = get("LigerMLPFunction").apply
+    got = with_gradients(lambda *inputs: function(*inputs, 1.5, 0.25), x, gate, up, down)
+    assert_same(got, with_gradients(formula, *(t.double() for t in (x, gate, up, down))), ulps=512)
+    assert get("LigerFalconH1MLP") is LM.LigerFalconH1SwiGLUMLP
+
+
+@pytest.mark.parametrize("tokens, block", [(0, 4), (1, 4), (37, 4), (37, 64)])
+def test_routing_metadata(tokens, block):
+    ids = torch.randint(0, 5, (tokens, 3), generator=torch.Generator().manual_seed(1))
+    ids[ids == 3] = 2  # nobody asks expert 3
+    found = LM.compute_routing_metadata(ids.int().t().contiguous().t(), 5, block)
+    counts, begins, token, slot, row, first, expert = found
+    assert all(t.dtype == torch.int32 for t in found)
+    flat = ids.flatten()
+    assert torch.equal(counts.long(), flat.bincount(minlength=5)) and torch.equal(begins.diff(), counts)
+    assert torch.equal(slot.long(), flat.argsort(stable=True)) and torch.equal(token, slot // 3)
+    assert torch.equal(row.long()[slot.long()], torch.arange(flat.numel()))
+    tiles = [(e, begin) for e in range(5) for begin in range(begins[e], begins[e + 1], block)]
+    assert [*zip(expert.tolist(), first.tolist(), strict=True)] == tiles
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logits_over_a_temperature_are_not_rounded(dtype):
+    logits, ids = drawn(2, 6, 33).to(dtype).requires_grad_(), torch.arange(10).view(2, 5)
+    got = get("fused_selective_log_softmax")(logits, ids, 0.7)
+    wanted = (logits[:, :-1].double() / 0.7).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
+    close(got, wanted.float())
+    before = logits.detach().clone()
+    losses, _, _ = get("triton_grpo_loss")(logits, None, None, ids, torch.ones(2), temperature=0.7, beta=0.0)
+    losses.sum().backward()
+    probabilities = (before[:, :-1].double() / 0.7).softmax(-1)
+    gradient = (probabilities - F.one_hot(ids, 33)) / 0.7
+    torch.testing.assert_close(
+        logits.grad[:, :-1].double(), gradient, rtol=2 * torch.finfo(dtype).eps, atol=1e-6
+    )
+    assert torch.equal(logits, before)
+
+
+def test_small_functions():
+    """Architectures by name, the runtime that is not there, rotary functions of a modelling module."""
+    assert get("infer_device_arch")() == "cpu" or torch.cuda.is_available()
+    with pytest.warns(UserWarning, match="no runtime"):
+        assert get("configure")(moe=get("MoEConfig")(1, 2, 3, 4, 5, 6)) is False
+    module = SimpleNamespace()
+    get("apply_liger_llama4_rope_full")(module)
+    assert module.apply_rotary_emb is get("liger_llama4_text_rotary_pos_emb")
+    assert module.vision_apply_rotary_emb is get("liger_llama4_vision_rotary_pos_emb")
+    with get("device_context")("cpu"):
+        assert get("amp_custom_fwd")(lambda ctx, x: x)(SimpleNamespace(), 1) == 1
+
+
 @pytest.mark.parametrize(
     "name, advice",
-    [("LigerMLP", "GatedMLP"), ("rms_norm_backward", "autograd function"),
-     ("LigerMultiTokenAttention", "plain PyTorch"),
-     ("apply_liger_kernel_to_megatron", r"tigon\.megatron\.apply"), ("lce_forward", r"tigon\.apply"),
-     ("MAX_FUSED_SIZE", "public function")],
+    [("gemm_swiglu", "GatedMLP"), ("rms_norm_backward", "autograd function"),
+     ("LigerMultiTokenAttention", "plain PyTorch"), ("LigerExpertParallelFusedMoe", "grouped_mlp"),
+     ("LigerFusedNeighborhoodAttention", "flex_attention"), ("unpack_weights", "matmul"),
+     ("lce_forward", r"tigon\.apply"), ("MAX_FUSED_SIZE", "public function")],
 )  # fmt: skip
 def test_what_is_missing_says_what_to_use(name, advice):
     with pytest.raises(tigon.Error, match=rf"{name} is not there.*{advice}|{name} is {advice}"):

@@ -372,3 +372,20 @@ def test_labels_on_the_device_are_counted_before_the_layers_run(monkeypatch):
     hook(model.train(), (), {"labels": batch()["labels"]})
     hook(model, (), {})
     assert seen == [((labels, -100), {"shift": True}), ((labels, 7), {"shift": False})]
+
+
+@pytest.mark.parametrize("optimizer", [tigon.optim.AdamW, torch.optim.AdamW])
+def test_another_default_device(optimizer):
+    """Two steps of training where `torch.set_default_device` names a device without values."""
+    runs = []
+    for default in ("cpu", "meta"):
+        model, inputs = make(), batch()
+        with torch.device(default):
+            apply(model)
+            adam = optimizer(model.parameters(), lr=1e-2)
+            losses = []
+            for _ in range(2):
+                losses.append(step(model, inputs)[0])
+                adam.step()
+        runs.append(torch.stack(losses))
+    assert torch.equal(*runs)

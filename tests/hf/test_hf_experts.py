@@ -22,6 +22,7 @@ CLASSES = {
     "openai_privacy_filter": "OpenAIPrivacyFilterExperts",
     "deepseek_v2": "DeepseekV2Experts",
     "deepseek_v3": "DeepseekV3Experts",
+    "deepseek_v4": "DeepseekV4Experts",
     "glm4_moe": "Glm4MoeExperts",
     "olmoe": "OlmoeExperts",
     "aria": "AriaExperts",
@@ -53,6 +54,12 @@ def experts_of(family, implementation="grouped_mm"):
     for p in experts.parameters():
         nn.init.normal_(p, std=0.3)
     return nn.Sequential(experts)
+
+
+def routes_itself(family) -> bool:
+    """Whether its forward takes the router's logits, so that it is not of the registry: Aria's in 5.17."""
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    return "router_logits" in inspect.signature(getattr(module, CLASSES[family]).forward).parameters
 
 
 def routed(dtype, away=0):
@@ -94,7 +101,7 @@ def exact_step(model, x, ids, weights):
         (f, i)
         for f in CLASSES
         for i in ("grouped_mm", "eager")
-        if (f, i) != ("openai_privacy_filter", "eager")
+        if (f, i) != ("openai_privacy_filter", "eager") and not routes_itself(f)
     ],
 )
 def test_layers(family, implementation, dtype, away):
@@ -142,10 +149,41 @@ def test_a_loop_in_float32_stays():
     assert entry.by.startswith("tigon.swiglu")
 
 
-def test_clamped_layers_keep_their_products():
-    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
+class RoutesItself(nn.Module):
+    """Experts that take the router's logits, as Aria's do in transformers 5.17."""
 
-    model = nn.Sequential(DeepseekV4Experts(Config("grouped_mm")))
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(E, H, 2 * I))
+        self.down_proj = nn.Parameter(torch.randn(E, I, H))
+        self.act_fn = nn.SiLU()
+
+    def forward(self, hidden_states, router_logits):
+        weights, ids = router_logits.topk(K)
+        gate, up = torch.einsum("th,tkhi->tki", hidden_states, self.gate_up_proj[ids]).chunk(2, -1)
+        y = torch.einsum("tki,tkih->tkh", self.act_fn(gate) * up, self.down_proj[ids])
+        return (y * weights.softmax(-1)[..., None]).sum(1)
+
+
+def test_experts_that_route_themselves_stay():
+    model = nn.ModuleList([RoutesItself(), nn.RMSNorm(H, 1e-6)])
+    x, logits = torch.randn(T, H), torch.randn(T, E)
+    wanted = model[0](x, logits)
+    report = apply(model)
+    assert [entry.slot for entry in report.replaced] == ["norm"], str(report)
+    assert torch.equal(model[0](x, logits), wanted)
+
+
+@pytest.mark.parametrize("family", [f for f in CLASSES if routes_itself(f)])
+def test_classes_outside_the_registry_stay(family):
+    module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    with pytest.raises(tigon.Error, match="must hold"):
+        apply(nn.Sequential(getattr(module, CLASSES[family])(Config("grouped_mm"))))
+
+
+def test_layers_clamped_behind_the_activation_keep_their_products():
+    modeling = pytest.importorskip("transformers.models.step3p7.modeling_step3p7")
+    model = nn.Sequential(modeling.Step3p7Experts(Config("grouped_mm"), 1.5))
     (entry,) = apply(model).replaced
     assert entry.by.startswith("tigon.swiglu")
 

@@ -47,6 +47,8 @@ CALLS = {
     "offset": (lambda: tigon.rms_norm(X, W, offset="a"), "offset must be a number, got str"),
     "rounding": (lambda: tigon.rms_norm(X, W, rounding=["llama"]), "rounding must be one of"),
     "residual": (lambda: tigon.add_rms_norm(X, None), "residual must be a float tensor, got NoneType"),
+    "modulated scale": (lambda: tigon.modulated_rms_norm(X, W, 2.0), "scale must be a float tensor, got f"),
+    "query": (lambda: tigon.attention_residual(X, None, W), "query must be a float tensor, got NoneType"),
     "gate": (lambda: tigon.gated_rms_norm(X, 2.0), "gate must be a float tensor, got float"),
     "group_size": (
         lambda: tigon.gated_rms_norm(X, X, group_size=4.0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from checks import run, same_bits
 
 import tigon
 from cases import modules
@@ -241,3 +242,14 @@ def test_empty_losses_by_row_have_gradients(device):
                 weight.grad = None
                 (loss(hidden, weight, target) * ones).sum().backward()
                 assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize(("module", "case"), list(_cases()))
+def test_another_default_device(module, case, device):
+    """Memory that a call takes for itself is where it says, whatever `torch.set_default_device` says."""
+    inputs = module.make(case, device, torch.float32, 0)
+    want = run(module.tigon_fn, inputs)
+    with torch.device("meta"):
+        got = run(module.tigon_fn, inputs)
+    for name, value in want.tensors.items():
+        assert same_bits(got.tensors[name], value), name

@@ -277,6 +277,11 @@ BAD = {
         {"activation": "swiglu_oai", "gated": False},
         "gated must be",
     ),
+    "clamped, no gate": (
+        (X, GATE_UP, DOWN, IDS, WEIGHTS),
+        {"activation": "swiglu_clamped", "gated": False},
+        "gated must be True for swiglu_clamped",
+    ),
     "bias": ((X, GATE_UP, DOWN, IDS, WEIGHTS), {"down_bias": X}, r"down_bias must be \[6, 32\]"),
     "no experts": ((X, GATE_UP[:0], DOWN[:0], IDS, WEIGHTS), {}, "at least one expert"),
     "offsets, float": ((X, GATE_UP, DOWN, ENDS.float()), {}, "offsets must be an int64 or int32"),

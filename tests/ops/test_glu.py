@@ -40,6 +40,14 @@ BAD = {
         r"\[geglu\] approximate must be 'tanh'",
     ),
     "limit": (lambda g, u: tigon.swiglu_oai(g, limit=-1.0), r"\[swiglu_oai\] limit must be > 0, got -1.0"),
+    "limit of swiglu": (
+        lambda g, u: tigon.swiglu(g, u, limit=0.0),
+        r"\[swiglu\] limit must be > 0 and finite, got 0",
+    ),
+    "limit and multiplier": (
+        lambda g, u: tigon.swiglu(g, u, gate_multiplier=2.0, limit=1.0),
+        r"\[swiglu\] limit must be None with multipliers",
+    ),
     "odd interleaved": (
         lambda g, u: tigon.swiglu_oai(g[:, 1:]),
         r"gate_up must have an even number .* got 7",
@@ -60,7 +68,7 @@ BAD = {
         lambda g, u: _raw("glu_fwd", g[:, :5], None, *PLAIN),
         r"\[swiglu\] gate must have an even number of columns without up, got 5",
     ),
-    "kind, raw": (lambda g, u: _raw("glu_fwd", g, u, 6, *PLAIN[1:]), r"kind must be one of 0 to 5, got 6"),
+    "kind, raw": (lambda g, u: _raw("glu_fwd", g, u, 7, *PLAIN[1:]), r"kind must be one of 0 to 6, got 7"),
     "up of interleaved, raw": (
         lambda g, u: _raw("glu_fwd", g, u, 4, *PLAIN[1:]),
         r"\[swiglu_oai\] up must be None",
@@ -316,6 +324,7 @@ def test_modules(device):
     nn = tigon.nn
     for module, want in (
         (nn.SwiGLU(), tigon.swiglu(gate, up)),
+        (nn.SwiGLU(limit=0.5), tigon.swiglu(gate, up, limit=0.5)),
         (nn.SwiGLU(0.75, -1.25), OF_TWO["multipliers"](gate, up)),
         (nn.GeGLU(), tigon.geglu(gate, up)),
         (nn.GeGLU("none"), OF_TWO["geglu_none"](gate, up)),

@@ -54,6 +54,20 @@ def _gated(draw):
     return found | {"group_size": draw.choice((None, *sizes))}
 
 
+def _modulated(draw):
+    found = _rms_norm(draw) | {"shift": draw.random() < 0.7, "wide": draw.random() < 0.3}
+    lead = found["shape"][:-1]
+    found["modulation"] = lead[: draw.randint(0, len(lead))]
+    found["modulation_layout"] = draw.choice(LAYOUTS[:4])
+    return found
+
+
+def _attention_residual(draw):
+    shape = (draw.choice((1, 2, 3, 9, 40)), *_shape(draw, (1, 2, 3)))
+    found = {"shape": shape, "wide": draw.random() < 0.3, "eps": 0.5 if shape[-1] < 8 else 1e-6}
+    return found | {"layout": _layout(draw, shape), "grad_layout": _layout(draw, shape[1:])}
+
+
 def _group_norm(draw):
     groups, wide = draw.choice((1, 2, 3, 4)), draw.choice((1, 2, 5))
     shape = (draw.choice((0, 1, 2, 5)), groups * wide, *_shape(draw, (1, 2, 3)))
@@ -258,8 +272,10 @@ def _experts(draw):
     found |= {"hidden": draw.choice((8, 17, 64)), "inner": draw.choice((8, 13, 72))}
     found |= {"routing": draw.choice(("balanced", "zipf", "rest", "one", "twice"))}
     found |= {n: draw.random() < 0.5 for n in ("transposed", "interleaved", "bias")}
-    found |= {"activation": draw.choice(("silu", "gelu", "gelu_tanh", "relu", "relu_squared", "swiglu_oai"))}
-    if found["activation"] != "swiglu_oai" and draw.random() < 0.3:
+    clamped = ("swiglu_oai", "swiglu_clamped")
+    plain = ("silu", "gelu", "gelu_tanh", "relu", "relu_squared")
+    found |= {"activation": draw.choice((*plain, *clamped))}
+    if found["activation"] not in clamped and draw.random() < 0.3:
         found |= {"gated": False, "interleaved": False}
     found["weights"] = draw.choice(("float32", "storage", None))
     return found | {"layout": draw.choice(LAYOUTS[:4]), "grad_layout": draw.choice(LAYOUTS[:4])}
@@ -283,6 +299,8 @@ DRAWERS = {
     "rms_norm": _rms_norm,
     "add_rms_norm": lambda draw: _rms_norm(draw) | {"residual_layout": "offset1"},
     "gated_rms_norm": _gated,
+    "attention_residual": _attention_residual,
+    "modulated_rms_norm": _modulated,
     "layer_norm": lambda draw: _norm(draw, bias=draw.random() < 0.7),
     "group_norm": _group_norm,
     "dyt": _dyt,

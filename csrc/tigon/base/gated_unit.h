@@ -5,10 +5,11 @@
 
 namespace tigon {
 
-enum class GluKind : int8_t { swiglu, geglu, geglu_tanh, reglu, swiglu_oai, relu_squared };
-inline constexpr int kGluKinds = 6;
+enum class GluKind : int8_t { swiglu, geglu, geglu_tanh, reglu, swiglu_oai, relu_squared, swiglu_clamped };
+inline constexpr int kGluKinds = 7;
 constexpr const char* name_of(GluKind kind) {
-  constexpr const char* kNames[] = {"swiglu", "geglu", "geglu", "reglu", "swiglu_oai", "relu_squared"};
+  constexpr const char* kNames[] = {"swiglu",     "geglu",        "geglu", "reglu",
+                                    "swiglu_oai", "relu_squared", "swiglu"};
   return kNames[int(kind)];
 }
 
@@ -17,7 +18,12 @@ struct GluOptions {
   float gate_multiplier = 1.0f;  // swiglu
   float down_multiplier = 1.0f;  // swiglu
   float alpha = 1.702f;          // swiglu_oai
-  float limit = 7.0f;            // swiglu_oai, > 0
+  float limit = 7.0f;            // of the clamped kinds, > 0
 };
+
+// The kinds that clamp their inputs.
+constexpr bool is_clamped(GluKind kind) {
+  return kind == GluKind::swiglu_oai || kind == GluKind::swiglu_clamped;
+}
 
 }  // namespace tigon

@@ -9,7 +9,7 @@
 
 namespace tigon::cpu {
 
-constexpr int kNormMost = 2;  // rows read beside dy, parameters, results of rows, sums by column
+constexpr int kNormMost = 3;  // rows read beside dy, parameters, results of rows, sums by column
 
 // y = result((value - mean) * rstd). A row may consist of `sections` that are normalised one by one, parameters run over all.
 struct NormForward {

@@ -14,6 +14,7 @@ from tigon.nn.linear_cross_entropy import LinearCrossEntropyLoss
 from tigon.nn.linear_divergence import LinearJSDLoss, LinearKLDivLoss, LinearTVDLoss
 from tigon.nn.linear_preference import LinearKTOLoss, LinearPolicyLoss, LinearPreferenceLoss
 from tigon.nn.medusa import MedusaHeads
+from tigon.nn.modulated_rms_norm import ModulatedRMSNorm
 from tigon.nn.poly_norm import PolyNorm
 from tigon.nn.rms_norm import RMSNorm
 from tigon.nn.rope import QKNormRotaryEmbedding, RotaryEmbedding
@@ -39,6 +40,7 @@ __all__ = [
     "LinearPreferenceLoss",
     "LinearTVDLoss",
     "MedusaHeads",
+    "ModulatedRMSNorm",
     "PolyNorm",
     "QKNormRotaryEmbedding",
     "RMSNorm",

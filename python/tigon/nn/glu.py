@@ -11,17 +11,22 @@ from tigon.ops import glu
 class SwiGLU(nn.Module):
     """``silu(gate) * up``, see :func:`tigon.swiglu`; ``up=None`` where gate holds both."""
 
-    def __init__(self, gate_multiplier: float = 1.0, down_multiplier: float = 1.0) -> None:
+    def __init__(
+        self, gate_multiplier: float = 1.0, down_multiplier: float = 1.0, limit: float | None = None
+    ) -> None:
         super().__init__()
         self.gate_multiplier, self.down_multiplier = gate_multiplier, down_multiplier
+        self.limit = limit
 
     def forward(self, gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
         return glu.swiglu(
-            gate, up, gate_multiplier=self.gate_multiplier, down_multiplier=self.down_multiplier
-        )
+            gate, up, gate_multiplier=self.gate_multiplier, down_multiplier=self.down_multiplier,
+            limit=self.limit,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
-        return f"gate_multiplier={self.gate_multiplier}, down_multiplier={self.down_multiplier}"
+        numbers = f"gate_multiplier={self.gate_multiplier}, down_multiplier={self.down_multiplier}"
+        return numbers if self.limit is None else f"{numbers}, limit={self.limit}"
 
 
 class GeGLU(nn.Module):

@@ -17,7 +17,9 @@ from tigon.ops.arguments import check_float, check_indices, check_numbers, check
 _OP = "experts"
 ALPHA, LIMIT = 1.702, 7.0
 # Activation of the gate -> kind of the native gated unit.
-KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "swiglu_oai": 4, "relu_squared": 5}
+KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "swiglu_oai": 4, "relu_squared": 5,
+         "swiglu_clamped": 6}  # fmt: skip
+_CLAMPED = ("swiglu_oai", "swiglu_clamped")
 _HALVES, _INTERLEAVED, _SINGLE = range(3)
 
 
@@ -29,9 +31,11 @@ def _unit(z, activation, interleaved, gated, alpha, limit):
         gate, up = z[..., ::2], z[..., 1::2]
     else:
         gate, up = z.chunk(2, dim=-1)
-    if activation == "swiglu_oai":
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit) + 1
-        return gate * torch.sigmoid(alpha * gate) * up
+    if activation in _CLAMPED:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        if activation == "swiglu_clamped":
+            return F.silu(gate) * up
+        return gate * torch.sigmoid(alpha * gate) * (up + 1)
     act = {
         "silu": F.silu,
         "gelu": F.gelu,
@@ -298,7 +302,7 @@ _op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward, resu
 def _check(op, x, gate_up, down, activation, gated, interleaved, transposed, biases, alpha, limit) -> None:
     """The operands that both functions share."""
     check(op, activation in KINDS, "activation must be one of {}, got {!r}", (*KINDS,), activation)
-    check(op, gated or activation != "swiglu_oai", "gated must be True for swiglu_oai, got {}", gated)
+    check(op, gated or activation not in _CLAMPED, "gated must be True for {}, got {}", activation, gated)
     check(op, gated or not interleaved, "interleaved must be False without gate, got {}", interleaved)
     check_numbers(op, alpha=alpha)
     check_positive(op, "limit", limit)
@@ -369,11 +373,12 @@ def experts(
         weights: ``[..., K]`` in any of the three dtypes, or ``None``: 1.
         activation: ``"silu"``, ``"gelu"`` (exact), ``"gelu_tanh"``, ``"relu"``, ``"relu_squared"``, or
             ``"swiglu_oai"``: gpt-oss' ``(clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)``,
-            ``g = min(gate, limit)``.
+            ``g = min(gate, limit)``, or ``"swiglu_clamped"``: DeepSeek-V4's
+            ``clamp(up, -limit, limit) * silu(g)``.
         gated: ``False``: the activation alone, gate_up of I columns.
         interleaved: gate and up alternate by column.
         gate_up_bias, down_bias: ``[E, 2 I]`` in gate_up's order, ``[E, H]``.
-        alpha, limit: of ``"swiglu_oai"``.
+        alpha, limit: of ``"swiglu_oai"``; limit also of ``"swiglu_clamped"``.
 
     Returns:
         ``[..., H]`` in x's dtype, the K rows of a token added in float32 in their order and rounded once.

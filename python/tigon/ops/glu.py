@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from tigon._dtensor import Layout
 from tigon._op import Op, has_kernel, raw
 from tigon.error import check, refuse
-from tigon.ops.arguments import check_float, check_numbers
+from tigon.ops.arguments import check_float, check_numbers, check_positive
 
-_KINDS = {"swiglu": 0, "geglu": 1, "geglu_tanh": 2, "reglu": 3, "swiglu_oai": 4}
+_KINDS = {"swiglu": 0, "geglu": 1, "geglu_tanh": 2, "reglu": 3, "swiglu_oai": 4, "swiglu_clamped": 6}
 _ALPHA, _LIMIT = 1.702, 7.0
 
 
@@ -28,6 +28,8 @@ def reference(
     if kind == "swiglu_oai":
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         return ((up + 1) * (gate * torch.sigmoid(alpha * gate))).to(dtype)
+    if kind == "swiglu_clamped":
+        return (F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)).to(dtype)
     if kind == "swiglu":
         return (F.silu(gate_multiplier * gate) * up * down_multiplier).to(dtype)
     if kind == "reglu":
@@ -115,6 +117,7 @@ def swiglu(
     *,
     gate_multiplier: float = 1.0,
     down_multiplier: float = 1.0,
+    limit: float | None = None,
 ) -> torch.Tensor:
     """Gated activation ``silu(gate) * up`` with ``silu(x) = x / (1 + e^-x)``.
 
@@ -125,6 +128,8 @@ def swiglu(
         up: shape, dtype and device of gate; ``None`` when ``gate`` is ``[..., 2F]`` and holds both, gate
             first. The gradient is then one tensor too.
         gate_multiplier, down_multiplier: factors of gate and of the result (Falcon-H1).
+        limit: gate is clamped to at most limit and up to ``[-limit, limit]``, with no gradient beyond
+            (DeepSeek-V4). Not together with the multipliers.
 
     Returns:
         ``[..., F]`` in the inputs' dtype, contiguous. Differentiable in both; arithmetic in float32, rounded
@@ -138,7 +143,12 @@ def swiglu(
     """
     if not (isinstance(gate_multiplier, float) and isinstance(down_multiplier, float)):
         check_numbers("swiglu", gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
-    return _glu("swiglu", "swiglu", gate, up, gate_multiplier, down_multiplier)
+    if limit is None:
+        return _glu("swiglu", "swiglu", gate, up, gate_multiplier, down_multiplier)
+    check_positive("swiglu", "limit", limit)
+    alone = gate_multiplier == down_multiplier == 1
+    check("swiglu", alone, "limit must be None with multipliers, got {}", limit)
+    return _glu("swiglu", "swiglu_clamped", gate, up, limit=limit)
 
 
 def geglu(gate: torch.Tensor, up: torch.Tensor | None = None, *, approximate: str = "tanh") -> torch.Tensor:

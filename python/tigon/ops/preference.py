@@ -211,8 +211,8 @@ def _of_x(kind, x, eps, tau):
     if kind == _ROBUST:
         return ((1 - eps) * wins - eps * loses) / (1 - 2 * eps)
     if kind == _EXO:
-        log_eps = torch.tensor(eps, dtype=x.dtype).log().item()
-        log_rest = torch.tensor(-eps, dtype=x.dtype).log1p().item()
+        log_eps = torch.tensor(eps, dtype=x.dtype, device="cpu").log().item()
+        log_rest = torch.tensor(-eps, dtype=x.dtype, device="cpu").log1p().item()
         return x.sigmoid() * (-wins - log_rest) + (-x).sigmoid() * (-loses - log_eps)
     if kind == _DISCOPOP:
         return wins * (-x / tau).sigmoid() + (F.logsigmoid(x / tau) - x).exp()

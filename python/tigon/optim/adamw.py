@@ -274,7 +274,7 @@ class AdamW(torch.optim.Optimizer):
         if "exp_avg_sq" not in state:
             for name, dtype in zip(("exp_avg", "exp_avg_sq"), self._moment_dtypes(p), strict=True):
                 state[name] = _zeros(p, dtype)
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
         if group["amsgrad"] and "max_exp_avg_sq" not in state:
             state["max_exp_avg_sq"] = _zeros(p, state["exp_avg_sq"].dtype)
         key = _EXTRAS.get(self.rounding, ("",))[0]

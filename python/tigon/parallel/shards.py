@@ -140,7 +140,7 @@ def _exchange(group, size, device, facts: Facts) -> list[Facts]:
     """The facts of every process."""
     if size == 1:
         return [facts]
-    mine = torch.tensor(facts, dtype=torch.int64).to(device)
+    mine = torch.tensor(facts, dtype=torch.int64, device="cpu").to(device)
     all_ = mine.new_empty(size * len(facts))
     _all_gather(all_, mine, group=group)
     return [Facts(*row) for row in all_.view(size, len(facts)).tolist()]

@@ -145,10 +145,12 @@ void norm_backward(const char* op, Context& ctx, NormBackward<B, W, Y> p,
   }
   // The first output gives vectors their offset, or the first input where it is not wanted.
   NormOperand inputs[B::kIn + 1] = {{p.dy, p.dy_stride, kTraits.y_bytes}}, outputs[B::kOut + 1];
-  p.dy_end = end_of_rows(p.dy, p.dy_stride, p.rows, p.groups * p.cols);
+  const int64_t all_rows = kRowGroups<B> ? p.groups * p.rows : p.rows,
+                all_cols = kRowGroups<B> ? p.cols : p.groups * p.cols;
+  p.dy_end = end_of_rows(p.dy, p.dy_stride, all_rows, all_cols);
   for (int k = 0; k < B::kIn; ++k) {
     inputs[k + 1] = {p.in[k], p.in_stride[k], kTraits.x_bytes};
-    if (p.in[k]) p.end[k] = end_of_rows(p.in[k], p.in_stride[k], p.rows, p.groups * p.cols);
+    if (p.in[k]) p.end[k] = end_of_rows(p.in[k], p.in_stride[k], all_rows, all_cols);
   }
   for (int k = 0; k < B::kOut; ++k) outputs[k + 1] = {p.out[k], p.out_stride[k], kTraits.x_bytes};
   outputs[0] = p.out[0] ? outputs[1] : inputs[1];
@@ -188,7 +190,7 @@ void norm_backward(const char* op, Context& ctx, NormBackward<B, W, Y> p,
                           [&]<RowConfig kConfig>() { run_ctas.template operator()<kAlignment, kConfig>(); });
   };
   if (plan.kernel == NormKernel::cluster) {
-    if constexpr (kTraits.same_types) {
+    if constexpr (kTraits.same_types && !kTraits.by_row) {
       constexpr RowConfig kConfig = backward_cluster_configs(kTraits).at[0];
       auto* kernel = &backward_persistent_kernel<B, W, Y, kVecSize, ConfigType<kConfig>, kSame, true>;
       const auto shared = [&](int threads) {
@@ -203,12 +205,14 @@ void norm_backward(const char* op, Context& ctx, NormBackward<B, W, Y> p,
             {.threads = c.threads, .shared = shared(c.threads), .cluster = c.blocks});
     }
   } else if (plan.kernel != NormKernel::looped) {
-    if (plan.alignment == kVectorized)
+    if (plan.alignment == kVectorized) {
       with_alignment.template operator()<kVectorized, backward_register_configs(kTraits)>();
-    else if (plan.alignment == kMixed)
-      with_alignment.template operator()<kMixed, backward_persistent_configs(kTraits, kMixed)>();
-    else if constexpr (kTraits.same_types)
-      with_alignment.template operator()<kSame, backward_persistent_configs(kTraits, kSame)>();
+    } else if constexpr (!kTraits.by_row) {
+      if (plan.alignment == kMixed)
+        with_alignment.template operator()<kMixed, backward_persistent_configs(kTraits, kMixed)>();
+      else if constexpr (kTraits.same_types)
+        with_alignment.template operator()<kSame, backward_persistent_configs(kTraits, kSame)>();
+    }
   }
   // Also where no cluster fits on this device.
   if (parts == 0) parts = run_looped_backward<kVecSize>(op, ctx, p, wants_sums);

@@ -34,11 +34,12 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void backward_looped_ker
   constexpr int kMeans = B::kSubtractMean ? 2 : 1;
   __shared__ __align__(16) float slots[kMeans * 32];
   const BlockCoord coord(p.groups, 1);
-  const int64_t row = coord.first, col_offset = int64_t(coord.group) * p.cols;
-  const float rstd = p.rstd[row * p.groups + coord.group];
-  const float mean = B::kSubtractMean ? p.mean[row * p.groups + coord.group] : 0.0f;
+  const int64_t row = row_of_group(p, coord.group, coord.first), column = column_of_group(p, coord.group),
+                param_offset = int64_t(coord.group) * p.cols;
+  const float rstd = p.rstd[statistics_of_group(p, coord.group, coord.first)];
+  const float mean = B::kSubtractMean ? p.mean[statistics_of_group(p, coord.group, coord.first)] : 0.0f;
   const float offset = p.weight ? p.f.offset : 0.0f;
-  auto out_row = [&](int k) { return p.out[k] + row * p.out_stride[k] + col_offset; };
+  auto out_row = [&](int k) { return p.out[k] + row * p.out_stride[k] + column; };
   const RowView<RowAlignment::mixed_offset, N, int64_t> view(out_row(0), p.cols);
   const bool weight_can_overread = coord.group + 1 < p.groups && p.cols >= 16;
   // Calls fn(element, inputs, dy, h, weight, g) for each element, then done(column).
@@ -46,8 +47,8 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void backward_looped_ker
     for (int64_t c = int64_t(threadIdx.x) * N + view.head; view.has(c); c += int64_t(kLoopThreads) * N) {
       Vec<X, N> in[B::kIn];
       Vec<Y, N> dy;
-      load_rows(p, view, row, col_offset, c, in, dy);
-      const W* vector = p.weight ? p.weight + col_offset : nullptr;
+      load_rows(p, view, row, column, c, in, dy);
+      const W* vector = p.weight ? p.weight + param_offset : nullptr;
       auto weight = view.load_vector(vector, c, weight_can_overread);
       view.finish_vector(vector, c, weight_can_overread, weight);
       if (!vector) weight = fill_vec<W, N>(1.0f);
@@ -99,7 +100,7 @@ __global__ __launch_bounds__(kColumnThreads,
   using X = typename B::Element;
   const int64_t part = int64_t(blockIdx.x) / (tiles * p.groups),
                 group = int64_t(blockIdx.x) / tiles % p.groups;
-  const int64_t col_offset = group * p.cols, pitch = p.cols * p.groups;
+  const int64_t col_offset = group * p.cols, pitch = p.cols * p.groups, column = column_of_group(p, group);
   griddepcontrol_launch_dependents();
   // Vectors are counted from the first column, whatever the row's offset.
   const X* boundary = nullptr;
@@ -112,9 +113,9 @@ __global__ __launch_bounds__(kColumnThreads,
   for (int64_t row = part * chunk; row < end; ++row) {
     Vec<X, N> in[B::kIn];
     Vec<Y, N> dy;
-    load_rows(p, view, row, col_offset, c, in, dy);
-    const float rstd = p.rstd[row * p.groups + group];
-    const float mean = B::kSubtractMean ? p.mean[row * p.groups + group] : 0.0f;
+    load_rows(p, view, row_of_group(p, group, row), column, c, in, dy);
+    const float rstd = p.rstd[statistics_of_group(p, group, row)];
+    const float mean = B::kSubtractMean ? p.mean[statistics_of_group(p, group, row)] : 0.0f;
     float h[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) {

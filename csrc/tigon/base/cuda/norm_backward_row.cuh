@@ -45,6 +45,30 @@ constexpr int backward_blocks(const RowConfig& c) {
                                                                             : c.min_blocks_per_sm;
 }
 
+// Row `row` of a group in memory: its row, its first column, and where its statistics are.
+template <class B, class W, class Y>
+__device__ __forceinline__ int64_t row_of_group(const NormBackward<B, W, Y>& p, int64_t group, int64_t row) {
+  if constexpr (kRowGroups<B>)
+    return group * p.rows + row;
+  else
+    return row;
+}
+template <class B, class W, class Y>
+__device__ __forceinline__ int64_t column_of_group(const NormBackward<B, W, Y>& p, int64_t group) {
+  if constexpr (kRowGroups<B>)
+    return 0;
+  else
+    return group * p.cols;
+}
+template <class B, class W, class Y>
+__device__ __forceinline__ int64_t statistics_of_group(const NormBackward<B, W, Y>& p, int64_t group,
+                                                       int64_t row) {
+  if constexpr (kRowGroups<B>)
+    return group * p.rows + row;
+  else
+    return row * p.groups + group;
+}
+
 // The weight has no offset.
 template <class B>
 constexpr bool kPlainWeight = std::is_base_of_v<NoNormScalars, B>;
@@ -68,12 +92,20 @@ struct BackwardRow {
 
   __device__ __forceinline__ BackwardRow(const NormBackward<B, W, Y>& p, int group, int head)
       : p(p), group(group), begin(int64_t(group) * int(p.cols) + head), inv_cols(1.0f / float(int(p.cols))) {}
-  __device__ __forceinline__ const X* in(int k, int64_t row) const {
-    return p.in[k] + row * p.in_stride[k] + begin;
+  // The first vector of a row. Groups of rows are vectorized.
+  template <class T>
+  __device__ __forceinline__ T* vectors(T* data, int64_t stride, int64_t row) const {
+    if constexpr (kRowGroups<B>)
+      return data + row_of_group(p, group, row) * stride;
+    else
+      return data + row * stride + begin;
   }
-  __device__ __forceinline__ const Y* dy(int64_t row) const { return p.dy + row * p.dy_stride + begin; }
+  __device__ __forceinline__ const X* in(int k, int64_t row) const {
+    return vectors(p.in[k], p.in_stride[k], row);
+  }
+  __device__ __forceinline__ const Y* dy(int64_t row) const { return vectors(p.dy, p.dy_stride, row); }
   __device__ __forceinline__ X* out(int k, int64_t row) const {
-    return p.out[k] + row * p.out_stride[k] + begin;
+    return vectors(p.out[k], p.out_stride[k], row);
   }
   __device__ __forceinline__ bool has(int k) const { return k == 0 || p.in[k]; }
   __device__ __forceinline__ bool wants_rows() const {
@@ -85,8 +117,8 @@ struct BackwardRow {
   // Zero at `end` and beyond.
   __device__ __forceinline__ Statistics statistics(int64_t row, int64_t end) const {
     Statistics s;
-    s.rstd = row < end ? p.rstd[row * p.groups + group] : 0.0f;
-    if constexpr (B::kSubtractMean) s.mean = row < end ? p.mean[row * p.groups + group] : 0.0f;
+    s.rstd = row < end ? p.rstd[statistics_of_group(p, group, row)] : 0.0f;
+    if constexpr (B::kSubtractMean) s.mean = row < end ? p.mean[statistics_of_group(p, group, row)] : 0.0f;
     return s;
   }
   __device__ __forceinline__ void load(bool in_bounds, int64_t row, int64_t end, int column, Inputs& x,

@@ -140,9 +140,11 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
     p.end[k] = end_of_rows(p.in[k], p.in_stride[k], p.rows, p.groups * p.cols);
   }
   // Parameters of channels are read one by one; whole vectors of a row have one.
-  for (int k = 0; k < F::kParams; ++k)
+  for (int k = 0; k < F::kParams; ++k) {
     params[k] = kPerChannel<F> ? NormOperand{nullptr, p.cols_per_param, kTraits.weight_bytes}
                                : NormOperand{p.param[k], 0, kTraits.weight_bytes};
+    if constexpr (kRowParams<F>) params[k].stride = p.f.param_stride[k];
+  }
   const NormOperand residual{p.residual_out, p.residual_out_stride, kTraits.x_bytes},
       y{p.y, p.y_stride, kTraits.y_bytes}, outputs[] = {F::kWritesResidual ? residual : y, y};
   const NormProblem problem =
@@ -161,17 +163,21 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
            {.blocks = p.rows * p.groups, .threads = kLoopThreads, .pdl = true}, p);
   };
   auto run_persistent = [&]<RowAlignment kAlignment, RowConfig kConfig>() {
-    const auto kernel = forward_persistent_kernel<F, W, Y, ConfigType<kConfig>, kAlignment>;
-    static OccupancyCache occupancy;
-    p.row_schedule = persistent_schedule<kConfig>(op, occupancy, kernel, plan.threads, size_t(plan.shared),
-                                                  p.rows, p.groups, problem.period);
-    if (p.row_schedule.workers == 0) return run_looped();
-    launch(op, ctx, kernel,
-           {.blocks = int64_t(p.row_schedule.workers) * p.groups,
-            .threads = plan.threads,
-            .shared = size_t(plan.shared),
-            .pdl = true},
-           p);
+    if constexpr (kRowParams<F>) {
+      run_looped();
+    } else {
+      const auto kernel = forward_persistent_kernel<F, W, Y, ConfigType<kConfig>, kAlignment>;
+      static OccupancyCache occupancy;
+      p.row_schedule = persistent_schedule<kConfig>(op, occupancy, kernel, plan.threads, size_t(plan.shared),
+                                                    p.rows, p.groups, problem.period);
+      if (p.row_schedule.workers == 0) return run_looped();
+      launch(op, ctx, kernel,
+             {.blocks = int64_t(p.row_schedule.workers) * p.groups,
+              .threads = plan.threads,
+              .shared = size_t(plan.shared),
+              .pdl = true},
+             p);
+    }
   };
   switch (plan.kernel) {
     case NormKernel::registers:
@@ -187,7 +193,7 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
       return with_config<forward_persistent_configs(kTraits, kMixed)>(
           plan.config, [&]<RowConfig kConfig>() { run_persistent.template operator()<kMixed, kConfig>(); });
     case NormKernel::cluster:
-      if constexpr (kTraits.same_types) {
+      if constexpr (kTraits.same_types && !kTraits.by_row) {
         constexpr RowConfig kConfig = forward_cluster_configs(kTraits).at[0];
         const auto kernel = forward_cluster_kernel<F, W, Y, ConfigType<kConfig>>;
         const auto shared = [&](int threads) { return size_t(forward_shared(kTraits, kConfig, threads)); };

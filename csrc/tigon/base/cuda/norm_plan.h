@@ -14,11 +14,19 @@
 
 namespace tigon::cuda {
 
+// Of a formula (norm_math.inc): parameters that differ by row; groups of rows.
+template <class F>
+constexpr bool kRowParams = requires(const F& f) { f.param_offset(0, int64_t(0)); };
+template <class F>
+constexpr bool kRowGroups = requires { typename F::RowGroups; };
+
 // What a plan depends on of a formula and its types.
 struct NormTraits {
   // Rows read and written; parameters, or sums by column.
   int inputs, outputs, columns;
   bool subtracts_mean, writes_residual, same_types;
+  // kRowParams or kRowGroups: the kernels that keep parameters or column sums of rows of any offset do not take them.
+  bool by_row;
   int x_bytes, weight_bytes, y_bytes;
 
   constexpr int vec_size() const { return 16 / x_bytes; }
@@ -33,6 +41,7 @@ constexpr NormTraits forward_traits() {
           .subtracts_mean = F::kSubtractMean,
           .writes_residual = F::kWritesResidual,
           .same_types = std::is_same_v<W, X> && std::is_same_v<Y, X>,
+          .by_row = kRowParams<F>,
           .x_bytes = int(sizeof(X)),
           .weight_bytes = int(sizeof(W)),
           .y_bytes = int(sizeof(Y))};
@@ -46,6 +55,7 @@ constexpr NormTraits backward_traits() {
           .subtracts_mean = B::kSubtractMean,
           .writes_residual = false,
           .same_types = std::is_same_v<W, X> && std::is_same_v<Y, X>,
+          .by_row = kRowGroups<B>,
           .x_bytes = int(sizeof(X)),
           .weight_bytes = int(sizeof(W)),
           .y_bytes = int(sizeof(Y))};
@@ -198,6 +208,9 @@ constexpr RowConfigs backward_register_configs(const NormTraits& t) {
   if (t.inputs == 2)
     return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), warps(32, 4, 4, 4), cta(4, 2, 512),
                       cta(2, 4, 512));
+  // Two sums by column for each group of rows.
+  if (t.columns == 2 && !t.subtracts_mean)
+    return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), cta(2, 2, 320, 2), cta(2, 4, 512));
   if (t.subtracts_mean)
     return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), warps(32, 4, 8, 1, 2), cta(2, 2, 128, 4),
                       cta(2, 2, 320, 2), ahead.up_to(896), cta(2, 2, 512), cta(2, 4, 512).up_to(1152), ahead,
@@ -290,6 +303,7 @@ constexpr NormPlan plan_forward(const NormTraits& t, const NormProblem& p, const
                   none);
     return plan;
   }
+  if (t.by_row) return plan;
   if (p.alignment <= RowAlignment::same_offset && t.same_types) {
     const RowAlignment same = RowAlignment::same_offset;
     if (select_plan(plan, NormKernel::persistent, same, forward_persistent_configs(t, same), vecs, limits,
@@ -320,6 +334,7 @@ constexpr NormPlan plan_backward(const NormTraits& t, const NormProblem& p, cons
     if (plan.rows.lookahead > 0) plan.kernel = NormKernel::persistent;
     return plan;
   }
+  if (t.by_row) return plan;
   if (p.alignment <= RowAlignment::same_offset && t.same_types) {
     const RowAlignment same = RowAlignment::same_offset;
     if (select_plan(plan, NormKernel::persistent, same, backward_persistent_configs(t, same), vecs, limits,

@@ -11,6 +11,7 @@
 
 #include "tigon/base/cuda/aligned_row.cuh"
 #include "tigon/base/cuda/math.cuh"
+#include "tigon/base/cuda/norm_plan.h"
 #include "tigon/base/cuda/row_reduce.cuh"
 #include "tigon/base/cuda/row_view.cuh"
 #include "tigon/base/norm_scalars.h"
@@ -137,6 +138,13 @@ struct ForwardRow {
     return p.residual_out + row * p.residual_out_stride + col_offset;
   }
   __device__ __forceinline__ const X* in(int k) const { return p.in[k] + row * p.in_stride[k] + col_offset; }
+  // Where a parameter begins for this row. Rows past the end take row 0's.
+  __device__ __forceinline__ int64_t param_offset(int k) const {
+    if constexpr (kRowParams<F>)
+      return p.f.param_offset(k, live ? row : 0);
+    else
+      return col_offset;
+  }
   __device__ __forceinline__ bool input_can_overread(int k) const {
     return can_overread(row, p.rows, p.in_stride[k]);
   }
@@ -154,7 +162,7 @@ struct ForwardRow {
     for (int k = 0; k < F::kParams; ++k) {
       const W* param = p.param[k];
       if constexpr (!kPerChannel<F>) {
-        vecs[k] = view.load_vector(param ? param + col_offset : nullptr, c, params_can_overread);
+        vecs[k] = view.load_vector(param ? param + param_offset(k) : nullptr, c, params_can_overread);
       } else if constexpr (!view.kVectorized) {
 #pragma unroll
         for (int j = 0; j < N; ++j)
@@ -169,7 +177,7 @@ struct ForwardRow {
 #pragma unroll
     for (int k = 0; k < F::kParams; ++k) {
       if constexpr (!kPerChannel<F>)
-        if (p.param[k]) view.finish_vector(p.param[k] + col_offset, c, params_can_overread, vecs[k]);
+        if (p.param[k]) view.finish_vector(p.param[k] + param_offset(k), c, params_can_overread, vecs[k]);
       // By words: a selection between elements would unpack them.
       const Vec<W, N> default_value = fill_vec<W, N>(p.default_value[k]);
 #pragma unroll

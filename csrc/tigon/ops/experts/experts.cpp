@@ -46,10 +46,10 @@ int64_t width(const ExpertsGate& gate) { return gate.columns == GateColumns::sin
 void require_gate(const char* op, const ExpertsGate& gate) {
   int kind = int(gate.unit.kind);
   TIGON_CHECK(op, kind >= 0 && kind < kGluKinds, "kind must be one of 0 to ", kGluKinds - 1, ", got ", kind);
-  bool clamped = gate.unit.kind == GluKind::swiglu_oai;
+  bool clamped = is_clamped(gate.unit.kind);
   TIGON_CHECK(op, !clamped || gate.unit.limit > 0.0f, "limit must be > 0, got ", gate.unit.limit);
   TIGON_CHECK(op, !clamped || gate.columns != GateColumns::single,
-              "swiglu_oai must have gate and up, got one");
+              "a clamped unit must have gate and up, got one");
 }
 
 }  // namespace

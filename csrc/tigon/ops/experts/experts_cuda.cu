@@ -374,9 +374,10 @@ struct Launch {
 };
 template <GluKind K>
 constexpr Launch launch_of = {&gate_fwd<K>, &gate_bwd<K>};
-constexpr Launch kLaunches[kGluKinds] = {launch_of<GluKind::swiglu>,     launch_of<GluKind::geglu>,
-                                         launch_of<GluKind::geglu_tanh>, launch_of<GluKind::reglu>,
-                                         launch_of<GluKind::swiglu_oai>, launch_of<GluKind::relu_squared>};
+constexpr Launch kLaunches[kGluKinds] = {launch_of<GluKind::swiglu>,        launch_of<GluKind::geglu>,
+                                         launch_of<GluKind::geglu_tanh>,    launch_of<GluKind::reglu>,
+                                         launch_of<GluKind::swiglu_oai>,    launch_of<GluKind::relu_squared>,
+                                         launch_of<GluKind::swiglu_clamped>};
 
 // ---------------------------------------------------------------- combine
 

@@ -12,8 +12,7 @@ std::string checked_name(const GluOptions& o, const char* direction) {
   TIGON_CHECK("glu", int(o.kind) >= 0 && int(o.kind) < kGluKinds, "kind must be one of 0 to ", kGluKinds - 1,
               ", got ", int(o.kind));
   std::string op = std::string(name_of(o.kind)) + direction;
-  if (o.kind == GluKind::swiglu_oai)
-    TIGON_CHECK(op.c_str(), o.limit > 0.0f, "limit must be > 0, got ", o.limit);
+  if (is_clamped(o.kind)) TIGON_CHECK(op.c_str(), o.limit > 0.0f, "limit must be > 0, got ", o.limit);
   return op;
 }
 

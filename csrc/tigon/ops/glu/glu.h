@@ -1,5 +1,5 @@
 // Gated linear units (Shazeer 2020, "GLU Variants Improve Transformer", section 2, without the projections): SwiGLU, GeGLU,
-// ReGLU, and the clamped SwiGLU of OpenAI's gpt-oss.
+// ReGLU, and the clamped SwiGLUs of OpenAI's gpt-oss and of DeepSeek-V4.
 //
 // Formula     y = down_multiplier * act(gate_multiplier * gate) * up  (the multipliers: Falcon-H1; swiglu alone)
 //             swiglu      act(x) = x * s(x),  s(x) = 1 / (1 + e^-x)
@@ -8,6 +8,7 @@
 //             reglu       act(x) = max(x, 0)
 //             relu_squared  act(x) = max(x, 0)^2
 //             swiglu_oai  y = (clamp(up, -limit, limit) + 1) * g * s(alpha * g),  g = min(gate, limit)
+//             swiglu_clamped  y = clamp(up, -limit, limit) * g * s(g),  g = min(gate, limit)
 // Gradients   dup = dy * act(gate);  dgate = dy * up * act'(gate), with the multipliers where the formula has them
 //             swiglu      act'(x) = s * (1 + x * (1 - s))
 //             geglu       act'(x) = Phi(x) + x * Phi'(x)
@@ -16,6 +17,7 @@
 //             relu_squared  act'(x) = 2 max(x, 0)
 //             swiglu_oai  dgate = dy * (u + 1) * s * (1 + alpha * g * (1 - s)) where gate <= limit, else 0;
 //                         dup = dy * g * s where -limit <= up <= limit, else 0 (as clamp has it: 0 for NaN too)
+//             swiglu_clamped  the same with u in the place of u + 1 and alpha = 1
 // Shapes      all [rows, cols], any row stride (gate and up may be the halves of one [rows, 2 * cols] tensor). swiglu_oai:
 //             gate and up interleaved by columns in one [rows, 2 * cols] matrix `gate` (even, odd), `up` absent; its
 //             gradient the same in `dgate`
@@ -25,7 +27,7 @@
 // Aliasing    y (but not of an interleaved input), dgate and dup may be any of the inputs (same address and stride) but
 //             overlap none in part
 // Determinism bitwise: every element by itself
-// Traffic     forward 2 reads + 1 write; backward 3 reads + 2 writes (dgate alone: 3 + 1; dup alone: 2 + 1)
+// Traffic     forward 2 reads + 1 write; backward 3 reads + 2 writes (dgate alone: 3 + 1; dup alone: 2 + 1, 3 + 1 clamped)
 // Refused     sizes, dtypes or a limit that do not fit: tigon::Error before anything is written
 #pragma once
 

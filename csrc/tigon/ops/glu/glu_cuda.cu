@@ -57,8 +57,8 @@ void backward(Context& ctx, const GluBwd& a) {
   if constexpr (K == GluKind::swiglu_oai) {
     pointwise(name_of(K), ctx, Pointwise<InterleavedBackward<K>>{{a.options}, {a.dy, a.gate}, {a.dgate}});
   } else {
-    // dup alone does not depend on up.
-    const Matrix& up = a.dgate.data != nullptr ? a.up : a.gate;
+    // dup alone does not depend on up, unless it is clamped.
+    const Matrix& up = a.dgate.data != nullptr || is_clamped(K) ? a.up : a.gate;
     pointwise(name_of(K), ctx, Pointwise<Backward<K>>{{a.options}, {a.dy, a.gate, up}, {a.dgate, a.dup}});
   }
 }
@@ -72,9 +72,10 @@ constexpr Launch launch_of = {&forward<K>, &backward<K>};
 
 // By kind. The variants of each (flat or by rows, 16-byte vectors or single elements) are those of
 // all pointwise ops: tigon/base/cuda/elementwise.cuh.
-constexpr Launch kLaunches[kGluKinds] = {launch_of<GluKind::swiglu>,     launch_of<GluKind::geglu>,
-                                         launch_of<GluKind::geglu_tanh>, launch_of<GluKind::reglu>,
-                                         launch_of<GluKind::swiglu_oai>, launch_of<GluKind::relu_squared>};
+constexpr Launch kLaunches[kGluKinds] = {launch_of<GluKind::swiglu>,        launch_of<GluKind::geglu>,
+                                         launch_of<GluKind::geglu_tanh>,    launch_of<GluKind::reglu>,
+                                         launch_of<GluKind::swiglu_oai>,    launch_of<GluKind::relu_squared>,
+                                         launch_of<GluKind::swiglu_clamped>};
 
 }  // namespace
 

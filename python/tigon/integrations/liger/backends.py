@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tigon.integrations.liger import divergences, modules
+from tigon.integrations.liger import distillation, divergences, modules
 
 logger = logging.getLogger("tigon")
 
@@ -41,6 +41,10 @@ NoBackendAvailableError = NoImplAvailableError
 LigerBackendFallbackWarning = LigerImplFallbackWarning
 
 
+def _sm(cc: tuple[int, int]) -> str:
+    return "sm_{}{}".format(*cc)
+
+
 @dataclass(frozen=True)
 class Capability:
     """What an implementation needs: compute capability, modules, a GPU, a condition of its own."""
@@ -60,8 +64,10 @@ class Capability:
             if not torch.cuda.is_available():
                 return "CUDA device not available"
             cc = torch.cuda.get_device_capability(device)
-            if cc < (self.min_cc or cc) or cc > (self.max_cc or cc):
-                return f"compute capability {cc} is not in [{self.min_cc}, {self.max_cc}]"
+            if cc < (self.min_cc or cc):
+                return f"{_sm(cc)} is below {_sm(self.min_cc)}"
+            if cc > (self.max_cc or cc):
+                return f"{_sm(cc)} is above {_sm(self.max_cc)}"
         return None if self.predicate is None or self.predicate() else "custom predicate returned False"
 
     def is_satisfied(self, device=None) -> bool:
@@ -127,6 +133,7 @@ _CLASSES = {
     "rope": modules.LigerRopeFunction,
     "cross_entropy": modules.LigerCrossEntropyFunction,
     "fused_linear_cross_entropy": modules.LigerFusedLinearCrossEntropyFunction,
+    "fused_linear_jsd": distillation.LigerFusedLinearJSDFunction,
     "jsd": divergences.LigerJSDFunction,
     "kl_div": divergences.LigerKLDivLossFunction,
 }
@@ -146,8 +153,8 @@ def _tigon(name: str, function) -> OpImpl:
     )  # fmt: skip
 
 
-_registry = {(name, OURS): _tigon(name, owner.apply) for name, owner in _CLASSES.items()}
-_registry |= {(name, OURS): _tigon(name, function) for name, function in _PRIMITIVES.items()}
+_REGISTRY = {(name, OURS): _tigon(name, owner.apply) for name, owner in _CLASSES.items()}
+_REGISTRY |= {(name, OURS): _tigon(name, function) for name, function in _PRIMITIVES.items()}
 _chosen: str | None = None
 
 
@@ -160,7 +167,7 @@ def register_impl(op_name, *, impl_name=None, capability=None, modes=(), default
 
     def decorate(value):
         form = "autograd_function" if isinstance(value, type) else "forward"
-        _registry[op_name, name] = OpImpl(
+        _REGISTRY[op_name, name] = OpImpl(
             op_name, name, capability or PYTORCH_FALLBACK, modes=tuple(modes), default_mode=default_mode,
             preference_rank=preference_rank, tolerances=tolerances or {}, notes=notes, **{form: value},
         )  # fmt: skip
@@ -186,18 +193,18 @@ def get_impl() -> str | None:
 
 def list_registered(op_name: str) -> tuple[OpImpl, ...]:
     """All implementations of an op, by rank."""
-    found = [value for (op, _), value in _registry.items() if op == op_name]
+    found = [value for (op, _), value in _REGISTRY.items() if op == op_name]
     return tuple(sorted(found, key=lambda value: (value.preference_rank, value.impl_name)))
 
 
 def get_registered(op_name: str, backend: str) -> OpImpl | None:
     """One implementation of an op, or None."""
-    return _registry.get((op_name, _full(backend)))
+    return _REGISTRY.get((op_name, _full(backend)))
 
 
 def all_registered_ops() -> tuple[str, ...]:
     """The ops that have an implementation."""
-    return tuple(sorted({op for op, _ in _registry}))
+    return tuple(sorted({op for op, _ in _REGISTRY}))
 
 
 def all_impls(op_name: str) -> list[str]:

@@ -6,7 +6,6 @@ weight gradients are summed in float32 whatever ``accum_dtype`` says, and nothin
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 
 import tigon
 from tigon.error import check
+from tigon.integrations.liger.names import public
 
 
 @dataclass
@@ -185,6 +185,17 @@ def liger_fused_add_rms_norm(X, R, W, eps, offset: float = 0.0, casting_mode: st
     return tigon.add_rms_norm(X, R, W, eps, offset=offset, rounding=casting_mode)
 
 
+def liger_modulated_rms_norm(X, W, scale, shift=None, eps: float = 1e-6, offset: float = 0.0,
+                             casting_mode: str = "llama", in_place: bool = True):  # fmt: skip
+    """``norm(X) * (1 + scale) + shift``, by :func:`tigon.modulated_rms_norm`."""
+    return tigon.modulated_rms_norm(X, W, scale, shift, eps, offset=offset, rounding=casting_mode)
+
+
+def liger_attn_res(V, w_query, w_norm, eps: float = 1e-6):
+    """Attention over N blocks' outputs, a tensor or a list, by :func:`tigon.attention_residual`."""
+    return tigon.attention_residual(V, w_query, w_norm, eps)
+
+
 def liger_dyt(x, alpha, gamma, beta):
     """``gamma * tanh(alpha * x) + beta``, by :func:`tigon.dyt`."""
     return tigon.dyt(x, alpha, gamma, beta)
@@ -324,9 +335,6 @@ def LigerForCausalLMLoss(hidden_states, lm_head_weight, labels, hidden_size, num
 
 
 def _current_loss():
-    """The loss head by its public path: frameworks exchange that attribute, and expect it to count."""
-    try:
-        public = importlib.import_module("liger_kernel.transformers.functional")
-    except ImportError:
-        return liger_fused_linear_cross_entropy
-    return public.liger_fused_linear_cross_entropy
+    """The loss head by its public path: frameworks exchange that attribute."""
+    name = "liger_fused_linear_cross_entropy"
+    return public("transformers.functional", name, liger_fused_linear_cross_entropy)

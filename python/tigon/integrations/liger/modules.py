@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 import tigon
@@ -11,6 +12,7 @@ from tigon.error import check
 from tigon.integrations.liger import functional as F
 from tigon.integrations.liger.missing import function_class
 from tigon.integrations.transformers.modules import FusedGatedMLP, GatedMLP, activation_of
+from tigon.ops.experts import _route
 
 
 def _initial(init_fn: str, *shape: int) -> nn.Parameter:
@@ -119,6 +121,23 @@ class LigerFusedAddRMSNorm(LigerRMSNorm):
         """``[..., hidden_size]`` twice."""
         return F.liger_fused_add_rms_norm(
             hidden_states, residual, self.weight, self.variance_epsilon, self.offset, self.casting_mode
+        )
+
+
+class LigerModulatedRMSNorm(LigerRMSNorm):
+    """RMSNorm, scale and shift; these come with each call."""
+
+    def __init__(self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=True,
+                 elementwise_affine=True):  # fmt: skip
+        super().__init__(
+            hidden_size, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=elementwise_affine
+        )
+        self.elementwise_affine = elementwise_affine
+
+    def forward(self, hidden_states, scale, shift=None):
+        """``[..., hidden_size]``; scale and shift a row for as many rows of it each."""
+        return F.liger_modulated_rms_norm(
+            hidden_states, self.weight, scale, shift, self.variance_epsilon, self.offset, self.casting_mode
         )
 
 
@@ -282,6 +301,9 @@ class LigerFalconH1SwiGLUMLP(LigerSwiGLUMLP):
         return self.down_proj(y) * self.down_multiplier
 
 
+LigerMLP, LigerFalconH1MLP = LigerSwiGLUMLP, LigerFalconH1SwiGLUMLP  # one kernel there
+
+
 class LigerPhi3SwiGLUMLP(FusedGatedMLP):
     """The gated MLP of Phi-3: gate and up in one projection."""
 
@@ -360,6 +382,25 @@ class LigerExperts(nn.Module):
     def forward(self, hidden_states, top_k_index, top_k_weights):
         """Tokens ``[..., H]``, the experts of each and their weights ``[..., K]``."""
         return tigon.experts(hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights)
+
+
+BLOCK_M_TOKEN = 64
+
+
+def compute_routing_metadata(topk_indices, E, block_m_token=BLOCK_M_TOKEN):
+    """Where the slots of the experts ``[T, K]`` chosen of ``E`` go, by the routing of :func:`tigon.experts`.
+
+    Returns int32 vectors: rows of an expert; where each begins (``[E + 1]``); of every sorted row the token
+    and the slot ``t * K + j``; of every slot the row; of every tile of ``block_m_token`` rows of one expert
+    the first row and the expert. Their number is read on the host.
+    """
+    order, place, offsets = _route(topk_indices.contiguous(), E)
+    counts = offsets.diff()
+    tiles = (counts + block_m_token - 1) // block_m_token
+    expert = torch.repeat_interleave(tiles)
+    before = torch.arange(len(expert), device=expert.device) - (tiles.cumsum(0) - tiles)[expert]
+    first = offsets[expert] + before * block_m_token
+    return counts, offsets, order // topk_indices.shape[1], order, place, first.int(), expert.int()
 
 
 class _TanhGelu:
@@ -464,6 +505,14 @@ LigerFusedMoEFunction = function_class(
     tigon.experts,
     "``apply(x, gate_up, down, top_k_index, top_k_weights)``, see :func:`tigon.experts`.",
 )
+LigerMLPFunction = function_class(
+    "LigerMLPFunction",
+    lambda input, gate_weight, up_weight, down_weight, gate_multiplier=1.0, down_multiplier=1.0: (
+        linear(silu_mul(linear(input, gate_weight), linear(input, up_weight), gate_multiplier), down_weight)
+        * down_multiplier
+    ),
+    "silu(gate_multiplier * x gate^T) * (x up^T), times down^T and down_multiplier.",
+)
 LigerSiLUMulFunction = function_class(
     "LigerSiLUMulFunction",
     lambda a, b, gate_multiplier=1.0, down_multiplier=1.0: silu_mul(a, b, gate_multiplier, down_multiplier),
@@ -482,6 +531,18 @@ LigerFusedAddRMSNormFunction = function_class(
         X, R, W, eps, offset, casting_mode
     ),
     "(normalised sum, sum).",
+)
+LigerModulatedRMSNormFunction = function_class(
+    "LigerModulatedRMSNormFunction",
+    lambda X, W, scale, shift, eps, offset=0.0, casting_mode="llama", in_place=True: (
+        F.liger_modulated_rms_norm(X, W, scale, shift, eps, offset, casting_mode)
+    ),
+    "RMSNorm, scale and shift.",
+)
+LigerAttnResFunction = function_class(
+    "LigerAttnResFunction",
+    lambda V_stacked, w_query, w_norm, eps: F.liger_attn_res(V_stacked, w_query, w_norm, eps),
+    "Attention over blocks' outputs.",
 )
 LigerGroupNormFunction = function_class("LigerGroupNormFunction", F.liger_group_norm, "GroupNorm.")
 LigerDyTFunction = function_class("LigerDyTFunction", F.liger_dyt, "Dynamic Tanh.")

@@ -10,9 +10,9 @@ from importlib import resources
 VERSION = "0.8.5"  # of the interface
 PACKAGE = "liger_kernel"
 _BEHIND = (
-    "backends", "bases", "chunked_loss", "cosine", "divergences", "distillation", "functional",
-    "hyper_connections", "modules",
-    "outputs", "patching", "policies", "preferences", "sharded", "utils", "dispatched",
+    "backends", "bases", "chunked_loss", "cosine", "divergences", "distillation", "functional", "modules",
+    "hyper_connections", "outputs", "patching", "policies", "preferences", "sharded", "megatron", "utils",
+    "dispatched",
 )  # fmt: skip
 _APART = {"chunked_loss"}  # packages whose names mean something else outside of them
 
@@ -49,6 +49,15 @@ def resolve(name: str, below: str = "") -> object:
             return vars(own)[name]
     found = getattr(_places()[name], name) if name in _places() else None
     return missing(name) if found is None else found
+
+
+def public(below: str, name: str, default: object) -> object:
+    """What stands at a public path now: callers exchange attributes there, and expect it to count."""
+    try:
+        module = importlib.import_module(f"{PACKAGE}.{below}")
+    except ImportError:
+        return default
+    return getattr(module, name)
 
 
 def implemented() -> dict[str, bool]:

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 import tigon
 from tigon.error import Error, check
-from tigon.integrations.liger import counts
+from tigon.integrations.liger import counts, functional
 from tigon.integrations.transformers.modules import AutoTigonForCausalLM, split_options
 
 log = logging.getLogger("tigon")
@@ -292,3 +292,9 @@ def _patch_swiglu_module(module, liger_module=None) -> None:
 
 _patch_geglu_module = _patch_swiglu_module
 _patch_layer_norm_module = _patch_rms_norm_module
+
+
+def apply_liger_llama4_rope_full(modeling_module) -> None:
+    """Tigon's rotary functions in the place of this modelling module's."""
+    modeling_module.apply_rotary_emb = functional.liger_llama4_text_rotary_pos_emb
+    modeling_module.vision_apply_rotary_emb = functional.liger_llama4_vision_rotary_pos_emb

@@ -254,12 +254,18 @@ def get_gamma_weights(
 
 
 def _selected(logits, ids, temperature, mask):
-    """``[B, L]`` log-probabilities, 0 where the mask is, of logits ``[B, L + 1, V]``."""
+    """``[B, L]`` log-probabilities, 0 where the mask is, of logits ``[B, L + 1, V]``.
+
+    Logits over a temperature exist in float32, for they are not rounded to their dtype.
+    """
     rows = logits[:, :-1]
+    if temperature != 1:
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        rows = rows.to(wide, copy=True).div_(temperature)
     target = ids[:, -rows.shape[1] :] if rows.shape[1] else ids[:, :0]
     if mask is not None:
         target = target.masked_fill(mask[:, mask.shape[1] - rows.shape[1] :] == 0, -100)
-    return -tigon.cross_entropy(rows if temperature == 1 else rows / temperature, target, reduction="none")
+    return -tigon.cross_entropy(rows, target, reduction="none")
 
 
 @torch.no_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch.distributed as dist
 from torch import nn
 
@@ -12,6 +14,7 @@ from tigon.integrations.liger.missing import function_class
 from tigon.integrations.megatron.activation import bias_swiglu_impl
 from tigon.integrations.megatron.norm import RMSNorm
 
+log = logging.getLogger("liger_kernel.megatron.swiglu")
 FORMULAS, MODES = ("pytorch", "megatron"), ("global", "partition")
 
 
@@ -66,8 +69,16 @@ class LigerVocabParallelCrossEntropy(nn.Module):
             label_smoothing_mode,
         )
 
+    def extra_repr(self) -> str:
+        """The options, for ``print(model)``."""
+        names = ("ignore_index", "label_smoothing", "reduction", "label_smoothing_formula",
+                 "label_smoothing_mode")  # fmt: skip
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
     def forward(self, vocab_parallel_logits, target, tp_group=None):
         """``[s, b]`` float32 for labels of the whole vocabulary."""
+        dims = vocab_parallel_logits.dim()
+        check("compat.liger", dims == 3, "vocab_parallel_logits must be 3-D ([s, b, V]), got {}-D", dims)
         return _vocab_parallel(
             vocab_parallel_logits, target, tp_group, self.ignore_index, self.label_smoothing,
             self.label_smoothing_formula, self.label_smoothing_mode,
@@ -118,17 +129,38 @@ class LigerMegatronRMSNorm(RMSNorm):
         asked = getattr(config, "normalization", normalization)
         check("compat.liger", asked == "RMSNorm", "normalization must be 'RMSNorm', got {!r}", asked)
         super().__init__(config, hidden_size, eps)
+        self.zero_centered_gamma, self._offset = self.offset == 1, self.offset
+
+
+def unsupported(bias, fp8_input_store, cpu_offload_input) -> str | None:
+    """What Liger's SwiGLU leaves to Megatron's function, or None."""
+    if bias is not None:
+        return "it adds a bias"
+    if fp8_input_store:
+        return "its input is kept in FP8"
+    return "its input is offloaded to the CPU" if cpu_offload_input else None
 
 
 class LigerMegatronSwiGLU(nn.Module):
-    """Megatron's ``bias_swiglu_impl`` as a module; FP8 and offloading go to Megatron's own function."""
+    """Megatron's ``bias_swiglu_impl`` as a module: ``silu(gate) * up`` of ``[..., 2 F]``.
+
+    With ``fallback_impl`` a bias, FP8 and offloaded inputs go there, as there. Without, a bias is added here
+    and the others go to Megatron's own function. ``in_place`` is accepted and has no effect.
+    """
 
     def __init__(self, fallback_impl=None, in_place=False):
         super().__init__()
         self.fallback_impl, self.in_place = fallback_impl, in_place
+        self._told = set()
 
-    def forward(self, input, bias=None, fp8_input_store=False, cpu_offload_input=False, clamp_value=None):
-        """``[..., 2 F] -> [..., F]``."""
-        if (fp8_input_store or cpu_offload_input) and self.fallback_impl is not None:
-            return self.fallback_impl(input, bias, fp8_input_store, cpu_offload_input)
-        return bias_swiglu_impl(input, bias, fp8_input_store, cpu_offload_input, clamp_value)
+    def forward(self, input, bias=None, fp8_input_store=False, cpu_offload_input=False):
+        """``[..., 2 F] -> [..., F]``, of two or three dimensions."""
+        dims = input.dim()
+        check("compat.liger", dims in (2, 3), "input must be 2D or 3D, got {}D", dims)
+        reason = unsupported(bias, fp8_input_store, cpu_offload_input)
+        if reason is None or self.fallback_impl is None:
+            return bias_swiglu_impl(input, bias, fp8_input_store, cpu_offload_input)
+        if reason not in self._told:
+            self._told.add(reason)
+            log.info("[compat.liger] LigerMegatronSwiGLU is falling back to fallback_impl: %s", reason)
+        return self.fallback_impl(input, bias, fp8_input_store, cpu_offload_input)

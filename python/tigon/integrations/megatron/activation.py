@@ -68,11 +68,8 @@ def bias_geglu_impl(input, bias):
 
 
 def _clamped_swiglu(x, limit):
-    if limit is None:
-        return swiglu(x)
-    check("bias_swiglu", limit > 0, "clamp_value must be > 0, got {}", limit)
-    gate, up = x.chunk(2, dim=-1)
-    return swiglu(gate.clamp(max=limit), up.clamp(-limit, limit))
+    check("bias_swiglu", limit is None or limit > 0, "clamp_value must be > 0, got {}", limit)
+    return swiglu(x, limit=limit)
 
 
 # Named, so that a model that holds them can be pickled.

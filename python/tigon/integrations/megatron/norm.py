@@ -24,6 +24,11 @@ def centered(weight: torch.Tensor) -> torch.Tensor:
     return 1.0 + weight.to(torch.promote_types(weight.dtype, torch.float32))
 
 
+def _dtype(config) -> torch.dtype | None:
+    """Of parameters; None is PyTorch's default, for configs that do not say it."""
+    return getattr(config, "params_dtype", None)
+
+
 def _mark(module, config) -> None:
     """Gradients of these parameters are partial sums under sequence parallelism; Megatron adds them up."""
     module.config, module.sequence_parallel = config, config.sequence_parallel
@@ -49,7 +54,7 @@ class RMSNorm(tigon_nn.RMSNorm):
     def __init__(self, config, hidden_size: int, eps: float = 1e-5, returns_residual: bool = False,
                  persist_layer_norm=False, zero_centered_gamma=False, normalization="RMSNorm"):  # fmt: skip
         offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
-        super().__init__(hidden_size, eps, offset=offset, rounding="gemma", dtype=config.params_dtype)
+        super().__init__(hidden_size, eps, offset=offset, rounding="gemma", dtype=_dtype(config))
         self.returns_residual = returns_residual
         _mark(self, config)
 
@@ -70,7 +75,7 @@ class LayerNorm(tigon_nn.LayerNorm):
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5,
                  persist_layer_norm=False, zero_centered_gamma=False, normalization="LayerNorm"):  # fmt: skip
-        super().__init__(hidden_size, eps, dtype=config.params_dtype)
+        super().__init__(hidden_size, eps, dtype=_dtype(config))
         self.zero_centered_gamma = config.layernorm_zero_centered_gamma
         self.reset_parameters()
         _mark(self, config)

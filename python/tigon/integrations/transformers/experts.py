@@ -10,6 +10,7 @@ Routing and the auxiliary losses of the router are transformers'.
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import dataclass
 
 import torch
@@ -113,9 +114,8 @@ def layer_forward(module: nn.Module, spec: LayerSpec, hidden, ids, weights):
     tensors = (hidden, ids, weights, first, down, *(b for b in biases if b is not None))
     if not (plain(*tensors) and _fit(*tensors)):
         return stock_layer(module, spec.before, hidden, ids, weights)
-    numbers = {}
-    if spec.alpha is not None:
-        numbers = {"alpha": getattr(module, spec.alpha), "limit": getattr(module, spec.limit)}
+    numbers = {"alpha": spec.alpha, "limit": spec.limit}
+    numbers = {name: getattr(module, of) for name, of in numbers.items() if of is not None}
     y = experts(
         hidden.to(first.dtype), first, down, ids, weights, activation=spec.activation, gated=spec.gated,
         interleaved=spec.interleaved, transposed=spec.transposed, gate_up_bias=biases[0], down_bias=biases[1],
@@ -142,8 +142,7 @@ def gate_forward(module: nn.Module, spec: GateSpec, gate_up):
     if not plain(gate_up):
         return getattr(type(module), GATE)(module, gate_up)
     if spec.activation is not None and spec.limit is not None:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return clamped_product(spec.activation, gate, up, getattr(module, spec.limit), spec.clamp_after)
+        return clamped_product(spec.activation, gate_up, None, getattr(module, spec.limit), spec.clamp_after)
     if spec.activation is not None:
         return product(spec.activation, gate_up, None)
     alpha, limit = getattr(module, spec.alpha), getattr(module, spec.limit)
@@ -237,12 +236,14 @@ def _plan_layer(module) -> tuple | None:
         numbers = {name: fields[name] for name in ("alpha", "limit")}
         spec = LayerSpec("swiglu_oai", "gate_up_proj", True, "halves" not in fields, **common, **numbers)
         return layer_forward, module, LAYER, spec, f"tigon.experts ({found.structure.name})"
-    if "limit" in fields:  # a clamp without gpt-oss' form
-        return None
     known = known_activation(getattr(module, fields["act"])) if "act" in fields else fields.get("activation")
+    limit = fields.get("limit")
+    if limit is not None:
+        before = "clamp_after" not in fields and 0 < getattr(module, limit) < math.inf
+        known = "swiglu_clamped" if known == "silu" and before else None
     if known not in KINDS:
         return None
-    spec = LayerSpec(known, "gate_up_proj", True, False, **common)
+    spec = LayerSpec(known, "gate_up_proj", True, False, **common, limit=limit)
     return layer_forward, module, LAYER, spec, f"tigon.experts ({found.structure.name})"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -97,7 +98,15 @@ def _with_multipliers(module, spec, gate, up, down):
 
 
 def clamped_product(activation, gate, up, limit, after):
-    """act(gate) * up with the gate clamped above, before or after act, and up on both sides."""
+    """act(gate) * up with the gate clamped above, before or after act, and up on both sides.
+
+    Without `up`, gate holds both as halves.
+    """
+    fits = plain(gate) if up is None else plain(gate, up) and gate.dtype == up.dtype
+    if fits and activation == "silu" and not after and 0 < limit < math.inf:
+        return swiglu(gate, up, limit=limit)
+    if up is None:
+        gate, up = gate.chunk(2, dim=-1)
     up = up.clamp(min=-limit, max=limit)
     if after:
         return ACTIVATIONS[activation](gate).clamp(max=limit) * up

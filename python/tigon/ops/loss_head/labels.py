@@ -111,7 +111,7 @@ def count_labels(
     side.wait_stream(current)
     with torch.cuda.stream(side):
         count = _count(target.detach(), ignore_index, shift, position_ids, per_sequence)
-        pinned = torch.empty(count.shape, dtype=torch.int64, pin_memory=True)
+        pinned = torch.empty(count.shape, dtype=torch.int64, device="cpu", pin_memory=True)
         pinned.copy_(count, non_blocking=True)
         event = torch.cuda.Event()
         event.record(side)

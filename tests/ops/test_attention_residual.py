@@ -1,0 +1,165 @@
+"""attention_residual beyond the cases: refusals, lists of values, dtypes, what it is for one value."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from checks import same_bits
+from native import bits_under
+
+import tigon
+
+
+def _draw(device, dtype=torch.float32, count=3):
+    values = torch.randn(count, 2, 5, 40).to(device, dtype)
+    query, weight = torch.randn(2, 40).to(device, dtype)
+    return values, query * 0.2, weight
+
+
+BAD = {
+    "kind": (
+        lambda v, q, w: tigon.attention_residual(None, q, w),
+        r"a float tensor, or a list of them, got None",
+    ),
+    "no values": (lambda v, q, w: tigon.attention_residual([], q, w), r"or a list of them, got list"),
+    "integers": (lambda v, q, w: tigon.attention_residual(v.long(), q, w), r"values must be a float tensor"),
+    "list kind": (lambda v, q, w: tigon.attention_residual([v, 1], q, w), r"or a list of them, got list"),
+    "list shape": (
+        lambda v, q, w: tigon.attention_residual([v[0], v[0, :1]], q, w),
+        r"values must have one shape, \[2, 8\], got \[1, 8\]",
+    ),
+    "list dtype": (
+        lambda v, q, w: tigon.attention_residual([v[0], v[0].half()], q, w),
+        r"must have one dtype",
+    ),
+    "vector": (lambda v, q, w: tigon.attention_residual(q, q, w), r"at least two dimensions, got 1"),
+    "none": (lambda v, q, w: tigon.attention_residual(v[:0], q, w), r"values must be 1 to 1024, got 0"),
+    "too many": (
+        lambda v, q, w: tigon.attention_residual(v[:1].expand(1025, 2, 8), q, w),
+        r"values must be 1 to 1024, got 1025",
+    ),
+    "query": (lambda v, q, w: tigon.attention_residual(v, q[:4], w), r"query must be \[8\], got \[4\]"),
+    "no query": (lambda v, q, w: tigon.attention_residual(v, None, w), r"query must be a float tensor"),
+    "weight": (
+        lambda v, q, w: tigon.attention_residual(v, q, w[:4]),
+        r"norm_weight must be \[8\], got \[4\]",
+    ),
+    "no weight": (
+        lambda v, q, w: tigon.attention_residual(v, q, None),
+        r"norm_weight must be a float tensor",
+    ),
+    "eps": (lambda v, q, w: tigon.attention_residual(v, q, w, -1.0), r"eps must be >= 0, got -1"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", BAD)
+def test_refusals(name, dtype, device):
+    call, message = BAD[name]
+    v, q, w = (torch.randn(n, device=device, dtype=dtype) for n in ((3, 2, 8), (8,), (8,)))
+    with pytest.raises(tigon.Error, match=r"\[attention_residual\].*" + message):
+        call(v, q, w)
+
+
+def test_a_list_of_values(device):
+    """The bits and the gradients of their stack."""
+    values, query, weight = _draw(device, torch.bfloat16)
+    dy = torch.randn(2, 5, 40, device=device).bfloat16()
+    stack = values.clone().requires_grad_()
+    want = tigon.attention_residual(stack, query, weight)
+    (dvalues,) = torch.autograd.grad(want, stack, dy)
+    parts = [v.clone().requires_grad_() for v in values]
+    for given in (parts, tuple(parts)):
+        got = tigon.attention_residual(given, query, weight)
+        assert same_bits(got.detach(), want.detach())
+        assert all(map(same_bits, torch.autograd.grad(got, parts, dy), dvalues))
+
+
+def test_one_value_is_itself(device):
+    values, query, weight = (v.requires_grad_() for v in _draw(device, torch.bfloat16, 1))
+    y = tigon.attention_residual(values, query, weight)
+    assert same_bits(y.detach(), values[0].detach())
+    dy = torch.randn_like(y)
+    dvalues, dquery, dweight = torch.autograd.grad(y, (values, query, weight), dy)
+    assert same_bits(dvalues[0], dy) and not dquery.any() and not dweight.any()
+
+
+def test_equal_values_share_the_weight(device):
+    values, query, weight = _draw(device)
+    y = tigon.attention_residual(values[:1].expand(4, 2, 5, 40), query, weight)
+    torch.testing.assert_close(y, values[0], atol=1e-6, rtol=1e-6)
+
+
+def test_scores_that_exp_does_not_hold(device):
+    """Scores of hundreds: the largest takes it all, and nothing overflows."""
+    values, query, weight = _draw(device)
+    leaves = [v.requires_grad_() for v in (values, 1e3 * query, weight)]
+    y = tigon.attention_residual(*leaves)
+    want = tigon.attention_residual(*(v.detach().double() for v in leaves))
+    torch.testing.assert_close(y.detach().double(), want, atol=1e-3, rtol=1e-3)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(y.sum(), leaves))
+
+
+@pytest.mark.parametrize("given", list(itertools.product([torch.bfloat16, torch.float32], repeat=2)))
+def test_dtypes(given, device):
+    values, query, weight = _draw(device)
+    leaves = [values.bfloat16(), query.to(given[0]), weight.to(given[1])]
+    leaves = [v.requires_grad_() for v in leaves]
+    y = tigon.attention_residual(*leaves)
+    assert y.dtype == torch.bfloat16
+    want = tigon.attention_residual(leaves[0].detach(), *(v.detach().float() for v in leaves[1:]))
+    assert same_bits(y.detach(), want)
+    for leaf, grad in zip(leaves, torch.autograd.grad(y, leaves, torch.ones_like(y)), strict=True):
+        assert grad.dtype == leaf.dtype and grad.shape == leaf.shape
+
+
+def test_only_the_gradients_that_are_asked_for(device):
+    values, dy = _draw(device), torch.randn(2, 5, 40, device=device)
+    leaves = [v.clone().requires_grad_() for v in values]
+    y = tigon.attention_residual(*leaves)
+    full = torch.autograd.grad(y, leaves, dy)
+    for needs in itertools.product([False, True], repeat=3):
+        leaves = [v.clone().requires_grad_(need) for v, need in zip(values, needs, strict=True)]
+        got = tigon.attention_residual(*leaves)
+        assert got.requires_grad == any(needs) and same_bits(got.detach(), y.detach())
+        if any(needs):
+            got.backward(dy)
+        for leaf, need, want in zip(leaves, needs, full, strict=True):
+            assert same_bits(leaf.grad, want if need else None)
+
+
+def test_opcheck(device):
+    values = [v.requires_grad_() for v in _draw(device, torch.bfloat16)]
+    torch.library.opcheck(torch.ops.tigon.attention_residual.default, (*values, 1e-6))
+
+
+@pytest.mark.parametrize("columns", [64, 1000, 4096, 4097])
+def test_rows_do_not_depend_on_their_number(columns, device):
+    values, dy = torch.randn(4, 300, columns, device=device), torch.randn(300, columns, device=device)
+    query, weight = torch.randn(2, columns, device=device)
+
+    def both(rows):
+        v = values[:, :rows].clone().requires_grad_()
+        y = tigon.attention_residual(v, query / columns**0.5, weight)
+        return y.detach(), torch.autograd.grad(y, v, dy[:rows])[0].movedim(0, 1)
+
+    for part, whole in zip(both(7), both(300), strict=True):
+        assert same_bits(part, whole[:7])
+
+
+SCRIPT = """
+import torch, tigon
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.bfloat16):
+    for shape in ((3, 70, 333), (2, 1100, 40), (5, 3, 4099)):
+        v = torch.randn(shape).to(dtype).requires_grad_()
+        q, w = (torch.randn(shape[-1]).to(dtype).mul_(0.2).requires_grad_() for _ in range(2))
+        y = tigon.attention_residual(v, q, w)
+        emit(y, *torch.autograd.grad(y, (v, q, w), torch.randn_like(y)))
+"""
+
+
+def test_same_bits_on_every_instruction_set_and_thread_count():
+    assert len(bits_under(SCRIPT)) == 1

@@ -1,0 +1,172 @@
+"""modulated_rms_norm beyond the cases: refusals, which rows share a modulation, mixed dtypes, its module."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from checks import same_bits
+from native import bits_under
+
+import tigon
+
+
+def _draw(device, dtype=torch.float32, modulation=(2,)):
+    x = torch.randn(2, 6, 40).to(device, dtype)
+    scale, shift = (0.3 * torch.randn(2, *modulation, 40)).to(device, dtype)
+    return x, torch.randn(40).to(device, dtype), scale, shift
+
+
+BAD = {
+    "columns": (lambda x, w, s: tigon.modulated_rms_norm(x, w, s[..., :4]), r"scale must be \[..., 8\], got"),
+    "rows": (lambda x, w, s: tigon.modulated_rms_norm(x, w, s[:1].expand(5, 8)), r"divides 12, got 5"),
+    "no rows": (lambda x, w, s: tigon.modulated_rms_norm(x, w, s[:0]), r"divides 12, got 0"),
+    "shared over samples": (
+        lambda x, w, s: tigon.modulated_rms_norm(x, w, x[:1]),
+        r"scale must have x's leading sizes, then ones, for x \[2, 6, 8\], got \[1, 6, 8\]",
+    ),
+    "shift": (
+        lambda x, w, s: tigon.modulated_rms_norm(x, w, s, w),
+        r"as many rows as scale, \[2, 8\], got \[8\]",
+    ),
+    "shift kind": (lambda x, w, s: tigon.modulated_rms_norm(x, w, s, 1.0), r"shift must be a float tensor"),
+    "scale kind": (lambda x, w, s: tigon.modulated_rms_norm(x, w, None), r"scale must be a float tensor"),
+    "weight": (lambda x, w, s: tigon.modulated_rms_norm(x, w[:4], s), r"weight must be \[8\], got \[4\]"),
+    "eps": (lambda x, w, s: tigon.modulated_rms_norm(x, w, s, eps=-1.0), r"eps must be >= 0, got -1"),
+    "rounding": (lambda x, w, s: tigon.modulated_rms_norm(x, w, s, rounding="b"), r"rounding must be one of"),
+    "no columns": (
+        lambda x, w, s: tigon.modulated_rms_norm(x[..., :0], None, s[..., :0]),
+        r"at least one column",
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", BAD)
+def test_refusals(name, dtype, device):
+    call, message = BAD[name]
+    x, w, s = (torch.randn(n, device=device, dtype=dtype) for n in ((2, 6, 8), (8,), (2, 8)))
+    with pytest.raises(tigon.Error, match=r"\[modulated_rms_norm\].*" + message):
+        call(x, w, s)
+
+
+@pytest.mark.parametrize("modulation", [(1,), (2,), (2, 1), (2, 6), (12,)])
+def test_rows_that_share_a_modulation(modulation, device):
+    """As PyTorch broadcasts it, where it does."""
+    x, w, scale, shift = _draw(device, torch.float64, modulation)
+    shape = (2, 6, 40) if modulation == (12,) else (*(*modulation, 1)[:2], 40)
+    want = tigon.rms_norm(x, w) * (1 + scale.view(shape)) + shift.view(shape)
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
+        got = tigon.modulated_rms_norm(*(v.to(dtype) for v in (x, w, scale, shift)))
+        torch.testing.assert_close(got.double(), want, atol=tolerance, rtol=tolerance)
+
+
+def test_zero_modulation_is_the_norm(device):
+    x, w, scale, _ = _draw(device, torch.bfloat16)
+    got = tigon.modulated_rms_norm(x, w, torch.zeros_like(scale), torch.zeros_like(scale))
+    assert same_bits(got, tigon.rms_norm(x, w))
+
+
+@pytest.mark.parametrize("given", list(itertools.product([torch.bfloat16, torch.float32], repeat=3)))
+def test_dtypes(given, device):
+    """y in x's dtype, gradients in those of their arguments, whatever the mixture."""
+    x, w, scale, shift = _draw(device)
+    leaves = [x.bfloat16(), *(v.to(dtype) for v, dtype in zip((w, scale, shift), given, strict=True))]
+    leaves = [v.requires_grad_() for v in leaves]
+    y = tigon.modulated_rms_norm(*leaves)
+    assert y.dtype == x.bfloat16().dtype
+    want = tigon.modulated_rms_norm(leaves[0].detach(), *(v.detach().float() for v in leaves[1:]))
+    assert same_bits(y.detach(), want)
+    for leaf, grad in zip(leaves, torch.autograd.grad(y, leaves, torch.ones_like(y)), strict=True):
+        assert grad.dtype == leaf.dtype and grad.shape == leaf.shape
+
+
+def test_scale_and_shift_of_other_shapes(device):
+    x, w, scale, shift = _draw(device)
+    leaves = [v.requires_grad_() for v in (scale, shift.view(2, 1, 40).clone())]
+    y = tigon.modulated_rms_norm(x, w, *leaves)
+    for leaf, grad in zip(leaves, torch.autograd.grad(y.sum(), leaves), strict=True):
+        assert grad.shape == leaf.shape
+
+
+def test_chunks_of_a_projection(device):
+    """scale, shift and gate of one projection, as DiT has them: views, with the gradients of copies."""
+    x, w, _, _ = _draw(device)
+    projection = torch.randn(2, 3 * 40, device=device, requires_grad=True)
+    shift, scale, _ = projection.chunk(3, -1)
+    y = tigon.modulated_rms_norm(x, w, scale, shift)
+    copies = scale.detach().clone().requires_grad_(), shift.detach().clone().requires_grad_()
+    want = tigon.modulated_rms_norm(x, w, *copies)
+    assert same_bits(y.detach(), want.detach())
+    dscale, dshift = torch.autograd.grad(want.sum(), copies)
+    (got,) = torch.autograd.grad(y.sum(), projection)
+    assert same_bits(got[:, :40], dshift) and same_bits(got[:, 40:80], dscale)
+
+
+def test_only_the_gradients_that_are_asked_for(device):
+    values, dy = _draw(device), torch.randn(2, 6, 40, device=device)
+    leaves = [v.clone().requires_grad_() for v in values]
+    y = tigon.modulated_rms_norm(*leaves)
+    full = torch.autograd.grad(y, leaves, dy)
+    for needs in itertools.product([False, True], repeat=4):
+        leaves = [v.clone().requires_grad_(need) for v, need in zip(values, needs, strict=True)]
+        got = tigon.modulated_rms_norm(*leaves)
+        assert got.requires_grad == any(needs) and same_bits(got.detach(), y.detach())
+        if any(needs):
+            got.backward(dy)
+        for leaf, need, want in zip(leaves, needs, full, strict=True):
+            assert same_bits(leaf.grad, want if need else None)
+
+
+def test_opcheck(device):
+    values = [v.requires_grad_() for v in _draw(device, torch.bfloat16)]
+    torch.library.opcheck(torch.ops.tigon.modulated_rms_norm.default, (*values, 1e-6, 0.0, 0))
+    bare = [v.detach() for v in values]
+    torch.library.opcheck(torch.ops.tigon.modulated_rms_norm_infer.default, (*bare, 1e-6, 0.0, 0))
+
+
+def test_module(device):
+    x, _, scale, shift = _draw(device)
+    norm = tigon.nn.ModulatedRMSNorm(40, 1e-5, offset=1.0, rounding="gemma", device=device)
+    want = tigon.modulated_rms_norm(x, norm.weight, scale, shift, 1e-5, offset=1.0, rounding="gemma")
+    assert same_bits(norm(x, scale, shift), want) and "gemma" in repr(norm)
+    bare = tigon.nn.ModulatedRMSNorm(40, elementwise_affine=False)
+    assert same_bits(bare.to(device)(x, scale), tigon.modulated_rms_norm(x, None, scale))
+
+
+@pytest.mark.parametrize("columns", [64, 1152, 4096, 4097])
+def test_a_sample_does_not_depend_on_its_batch(columns, device):
+    """To the bit: y, dx and the gradients of scale and shift."""
+    x, dy = torch.randn(2, 5, 33, columns, device=device)
+    scale, shift = torch.randn(2, 5, columns, device=device)
+    w = torch.randn(columns, device=device)
+
+    def both(samples):
+        leaves = [v[:samples].clone().requires_grad_() for v in (x, scale, shift)]
+        y = tigon.modulated_rms_norm(leaves[0], w, *leaves[1:])
+        return y.detach(), *torch.autograd.grad(y, leaves, dy[:samples])
+
+    names = ("y", "dx", "dscale", "dshift")
+    for name, part, whole in zip(names, both(2), both(5), strict=True):
+        if name in ("y", "dx"):  # sums over rows have as many parts as there are workers for a sample
+            assert same_bits(part, whole[:2]), name
+        else:
+            torch.testing.assert_close(part, whole[:2], atol=1e-4, rtol=1e-5)
+
+
+SCRIPT = """
+import torch, tigon
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.bfloat16):
+    for shape, groups in (((70, 333), 2), ((66, 40), 33), ((128, 16), 128), ((6, 4099), 1)):
+        x, dy = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(2))
+        s, b = (torch.randn(groups, shape[-1]).to(dtype).requires_grad_() for _ in range(2))
+        w = torch.randn(shape[-1]).to(dtype).requires_grad_()
+        y = tigon.modulated_rms_norm(x, w, s, b)
+        emit(y, *torch.autograd.grad(y, (x, w, s, b), dy.detach()))
+"""
+
+
+def test_same_bits_on_every_instruction_set_and_thread_count():
+    assert len(bits_under(SCRIPT)) == 1
