@@ -404,9 +404,8 @@ def _run(function, probe, drawn) -> list[torch.Tensor]:
     results = function(*arguments)
     results = [y for y in (results if isinstance(results, tuple) else (results,)) if y is not None]
     leaves = [x for x in arguments if torch.is_tensor(x) and x.requires_grad]
-    slopes = [
-        torch.linspace(-0.5, 1, y.numel(), device=y.device, dtype=y.dtype).view(y.shape) for y in results
-    ]
+    slope = functools.partial(torch.linspace, -0.5, 1.0)  # whose sum is not 0
+    slopes = [slope(y.numel(), device=y.device, dtype=y.dtype).view(y.shape) for y in results]
     if results[0].dim() == 0:
         slopes = [torch.ones_like(y) for y in results]
     pairs = [(y, slope) for y, slope in zip(results, slopes, strict=True) if y.requires_grad]
