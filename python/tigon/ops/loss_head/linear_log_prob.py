@@ -201,6 +201,8 @@ def linear_log_prob(
             valid_rows, lora, chunk_rows, logit_dtype: as in :func:`tigon.linear_cross_entropy`,
             ``main_grad`` of weight included.
         entropy: also return the entropy of each distribution, ``lse - sum_c p_c z_c``, differentiable too.
+            Its gradient computes all rows again, whatever was kept: where a loss uses it, ``keep_mb=0``
+            saves the product and the memory of what is kept.
         keep_mb: (one label a row) how many MiB the gradients of the logits may take between forward and
             backward (rows that are computed, times V rounded up to 64, times the size of hidden's dtype).
             ``None``: those of all rows are kept where one chunk takes all rows
