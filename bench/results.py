@@ -547,7 +547,9 @@ def write(everything: list[Run], pictures: bool) -> None:
     if pictures:
         drawn = {name: draw for of_file in images(everything).values() for name, draw in of_file.items()}
         IMAGES.mkdir(parents=True, exist_ok=True)
-        for stale in {path.name for path in IMAGES.glob("*.png")} - drawn.keys():
+        for stale in {
+            path.name for path in IMAGES.glob("*.png") if not path.name.startswith("paper_")
+        } - drawn.keys():
             (IMAGES / stale).unlink()
         for name, draw in drawn.items():
             draw(IMAGES / name)

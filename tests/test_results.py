@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+import figures as paper
 import results
 
 RECORD = {"op": "new_op", "dtype": "bf16", "gpu": "none", "torch": "2", "commit": "abc1234", "limit_ms": 0.5}
@@ -28,9 +29,14 @@ def test_pages_are_current(data):
     assert committed == results.pages(data)
 
 
+def test_paper_is_current():
+    """docs/paper.md is that of the committed data: else run `make figures`."""
+    assert paper.PAGE.read_text() == paper.page()
+
+
 def test_images_are_shown(data):
     """Every picture that a page shows exists, and docs/img holds no other."""
-    drawn = {name for of_file in results.images(data).values() for name in of_file}
+    drawn = {name for of_file in results.images(data).values() for name in of_file} | paper.pictures().keys()
     texts = [path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))]
     shown = {Path(target).name for text in texts for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)}
     assert {path.name for path in results.IMAGES.iterdir()} == drawn == shown
