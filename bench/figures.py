@@ -69,11 +69,11 @@ def page() -> str:
         "[all results](results/index.md).\n\nThe paper (arXiv:2410.10989) measured A100 GPUs; here one H200 "
         "runs stock transformers, Liger 0.8.5 and\nTigon.",
         "## Figures 4 to 8: whole models over batch sizes",
-        "In brackets throughput and peak memory against stock, where stock runs. Liger's examples of "
-        "fine-tuning state,\nfor four A100 of 80 GB under FSDP with activation checkpointing, batches of 64 and more "
-        "a GPU and sequences\nof 512, the figures in the last column; here one GPU holds model, gradients and "
-        "optimizer,\nwithout FSDP and without checkpointing. So percentages of memory are not comparable: "
-        "the shares of\nparameters and activations differ.",
+        "In brackets throughput and peak memory against stock, where stock runs. The last column is what "
+        "Liger's\nexamples of fine-tuning state, for four A100 of 80 GB under FSDP with activation "
+        "checkpointing, batches of 64\nand more a GPU and sequences of 512. Here one GPU holds model, "
+        "gradients and optimizer, without FSDP and\nwithout checkpointing: percentages of memory are not "
+        "comparable, since the shares of parameters and\nactivations differ.",
     ]
     for name, batches in models().items():
         stated = "{:+d} %, {:+d} %".format(*STATED[name]) if name in STATED else "-"
