@@ -10,7 +10,7 @@ CPP_FILES = $(shell git ls-files --cached --others --exclude-standard \
 # One process a core, four at most: each takes a GB. Tests of several threads ask for them themselves.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 
-.PHONY: help train train-cpp test build format lint bench results clean
+.PHONY: help train train-cpp test build format lint bench results figures clean
 
 help:
 	@echo 'make train   train a small Llama on real text, stock and with Tigon, side by side   (ARGS="--steps 50")'
@@ -19,6 +19,7 @@ help:
 	@echo 'make build   .venv and the native library: .venv/bin/python -c "import tigon"'
 	@echo 'make bench   time the ops against their peers                                       (ARGS="--ops rms_norm")'
 	@echo 'make results write docs/results from the files of bench/results'
+	@echo 'make figures write docs/paper.md, the figures of the paper on Liger, from bench/results'
 	@echo 'make lint    ruff, clang-format check, layout check        make format   rewrite files in the agreed format'
 	@echo 'make clean   remove build products; .venv stays'
 
@@ -47,6 +48,9 @@ bench:
 
 results: .venv/.stamp-dev
 	.venv/bin/python bench/results.py $(ARGS)
+
+figures: .venv/.stamp-dev
+	.venv/bin/python bench/figures.py
 
 lint: .venv/.stamp-dev
 	.venv/bin/ruff check $(PYTHON_FILES)

@@ -5,9 +5,9 @@
     python bench/results.py --no-pictures                    the pages alone
 
 Every file below bench/results is recognised by its records: those of bench/run.py, host.py, e2e.py, floor.py,
-convergence.py or examples/train.py. A page holds a group of ops, with one table for each op and file, since
-runs are not compared with each other. Files in a folder named `older` share a page without pictures.
-Pages and pictures that belong to no file are deleted.
+convergence.py, optimizer.py, parallel.py, medusa.py or examples/train.py. A page holds a group of ops, with
+one table for each op and file, since runs are not compared with each other. Files in a folder named
+`older` share a page without pictures. Pages and pictures that belong to no file are deleted.
 """
 
 from __future__ import annotations
@@ -19,36 +19,52 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import convergence
 import e2e
 import floor
+import medusa
 import plot
+from steps import medusa_section, optimizer_section, parallel_section
+from tables import Comparison, Section, markdown, mib, ms, speed_text
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA, PAGES, IMAGES = ROOT / "bench/results", ROOT / "docs/results", ROOT / "docs/img"
-# A peer is ahead when Tigon's speed is below this fraction of its speed.
-LEVEL = 1 / 1.03
 NAMED_CASES = 8  # a command names its cases up to this many
-GROUPS = {  # the page of an op; an op that is not here has a page of its own
-    "loss_head": ("linear_cross_entropy", "linear_log_prob", "linear_loss", "multi_token_loss"),
+# The page of an op; an op that is not here has a page of its own.
+GROUPS = {
+    "loss_head": ("linear_cross_entropy", "multi_token_loss"),
+    "post_training": (
+        "linear_log_prob",
+        "linear_loss",
+        "linear_preference",
+        "linear_policy",
+        "linear_divergence",
+        "preference",
+        "policy",
+    ),
     "losses": ("cross_entropy", "divergence"),
     "norms": ("rms_norm", "add_rms_norm", "layer_norm", "gated_rms_norm", "group_norm", "poly_norm"),
+    "softmax": ("softmax", "sparsemax"),
     "elementwise": ("glu", "relu_squared", "dyt"),
     "rope": ("rope", "qk_norm_rope"),
 }
 TITLES = {  # in the order of the index
     "models": "Whole models",
     "loss_head": "Loss head",
+    "post_training": "Post-training and per-token losses",
     "losses": "Losses",
     "norms": "Norms",
     "softmax": "Softmax",
     "elementwise": "Elementwise ops",
     "rope": "Rotary embedding",
     "embedding": "Embedding",
+    "experts": "Experts",
+    "optimizer": "Optimizer",
+    "parallel": "Several GPUs",
     "host": "Host time",
     "cpu": "CPU",
     "convergence": "Convergence",
@@ -74,11 +90,12 @@ class Run:
 
     @cached_property
     def kind(self) -> str:
-        """What wrote it: op, host, e2e, floor, train or convergence."""
+        """What wrote it: op, or the name of the program in bench, or train."""
         if self.path.suffix == ".json":
             return "train"
         first = plot.read(self.path)[0]
-        marks = {"case": "op", "op": "host", "parts_ms": "floor", "family": "convergence", "model": "e2e"}
+        marks = {"gpus": "parallel", "copy_ms": "optimizer", "kind": "optimizer", "stage": "medusa"}
+        marks |= {"case": "op", "op": "host", "parts_ms": "floor", "family": "convergence", "model": "e2e"}
         return next(kind for mark, kind in marks.items() if mark in first)
 
     @cached_property
@@ -88,7 +105,11 @@ class Run:
             return [json.loads(self.path.read_text())]
         if self.kind == "op":
             return list({op_key(r): r for r in plot.read(self.path)}.values())
+        if self.kind in KEYS:
+            names = KEYS[self.kind]
+            return list({tuple(map(r.get, names)): r for r in plot.read(self.path)}.values())
         special = {"e2e": e2e.read, "floor": e2e.read, "convergence": convergence.read}
+        special["medusa"] = medusa.read
         return special.get(self.kind, plot.read)(self.path)
 
     @property
@@ -110,7 +131,7 @@ class Run:
         """The page it is shown on, for an op the page of the op."""
         if self.older:
             return "older"
-        if self.kind in ("host", "convergence"):
+        if self.kind in ("host", "convergence", "optimizer", "parallel"):
             return self.kind
         if self.cpu:
             return "cpu"
@@ -133,6 +154,9 @@ class Run:
         """The command lines that measure the same again, as far as the records tell."""
         found = COMMANDS[self.kind](self)
         return [shlex.join(words) for words in (found if isinstance(found[0], list) else [found])]
+
+
+KEYS = {"optimizer": ("parameters", "kind"), "parallel": ("op", "case", "provider", "gpus")}
 
 
 def op_key(record: dict) -> tuple:
@@ -188,6 +212,33 @@ def _train_command(run: Run) -> list[str]:
     return ["make", "train", f"ARGS=--providers {','.join(run.records[0]['runs'])} {' '.join(words)}"]
 
 
+def _optimizer_command(run: Run) -> list[str]:
+    kinds = _values((r for r in run.records if r["kind"] != "agreement"), "kind")
+    return ["python", "bench/optimizer.py", "--device", _device(run), "--kinds", kinds]
+
+
+def _parallel_command(run: Run) -> list[list[str]]:
+    return [
+        ["torchrun", "--nproc-per-node", str(gpus), "bench/parallel.py"]
+        for gpus in dict.fromkeys(r["gpus"] for r in run.records)
+    ]
+
+
+def _medusa_command(run: Run) -> list[list[str]]:
+    commands: list[list[str]] = []
+    for model, layers, batch, steps in dict.fromkeys(
+        tuple(map(r.get, ("model", "layers", "batch", "steps"))) for r in run.records
+    ):
+        mine = [r for r in run.records if (r["model"], r.get("layers"), r["batch"]) == (model, layers, batch)]
+        words = ["python", "bench/medusa.py", "--model", model, "--batch", str(batch), "--steps", str(steps)]
+        words += ["--layers", str(layers)] if layers else []
+        named = {"heads": "heads", "stages": "stage", "lengths": "seq", "providers": "provider"}
+        commands.append(
+            words + [w for flag, name in named.items() for w in (f"--{flag}", _values(mine, name))]
+        )
+    return commands
+
+
 COMMANDS: dict[str, Callable[[Run], list]] = {
     "op": _op_command,
     "host": lambda run: [
@@ -201,52 +252,14 @@ COMMANDS: dict[str, Callable[[Run], list]] = {
     "e2e": _e2e_command,
     "floor": _e2e_command,
     "train": _train_command,
+    "optimizer": _optimizer_command,
+    "parallel": _parallel_command,
+    "medusa": _medusa_command,
     "convergence": lambda run: ["python", "bench/convergence.py", "--device", _device(run)],
 }
 
 
 # --- tables -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Tigon beside its fastest peer in one case: what was measured, both figures, speed of Tigon / peer."""
-
-    what: str
-    ours: str
-    peer: str
-    theirs: str
-    speed: float
-
-    @property
-    def behind(self) -> bool:
-        """Whether the peer is ahead by more than the runs' spread."""
-        return self.speed < LEVEL
-
-
-@dataclass
-class Section:
-    """A part of a page."""
-
-    run: Run
-    heading: str
-    text: str
-    comparisons: list[Comparison] = field(default_factory=list)
-    of_limit: list[float] = field(default_factory=list)
-
-
-def _markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(head)
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _ms(value: float) -> str:
-    return f"{value:.4f}" if value < 0.1 else f"{value:.3f}"
-
-
-def _speed(speed: float) -> str:
-    return f"{speed:.2f}x" + (" behind" if speed < LEVEL else "")
 
 
 def fastest_peer(measured: dict[str, dict]) -> tuple[dict, dict] | None:
@@ -274,25 +287,25 @@ def op_section(run: Run, op: str) -> Section:
     rows = []
     for (case, which), measured in cases.items():
         best = min(r["ms"] for r in measured.values())
-        cells = [case, which, _ms(next(iter(measured.values()))["limit_ms"])]
+        cells = [case, which, ms(next(iter(measured.values()))["limit_ms"])]
         for r in map(measured.get, providers):
-            text = f"{_ms(r['ms'])} ({100 * r['of_limit']:.0f} %)" if r else "-"
+            text = f"{ms(r['ms'])} ({100 * r['of_limit']:.0f} %)" if r else "-"
             cells.append(f"**{text}**" if r and r["ms"] <= best else text)
         pair, speed = fastest_peer(measured), "-"
         if pair:
             ours, peer = pair
             speed = peer["ms"] / ours["ms"]
-            figures = f"{_ms(ours['ms'])} ms", peer["provider"], f"{_ms(peer['ms'])} ms"
+            figures = f"{ms(ours['ms'])} ms", peer["provider"], f"{ms(peer['ms'])} ms"
             section.comparisons.append(Comparison(f"{op} {case}, {which}", *figures, speed))
-            speed = _speed(speed)
+            speed = speed_text(speed)
         if "tigon" in measured:
             section.of_limit.append(measured["tigon"]["of_limit"])
         cells.append(speed)
         if not run.cpu:  # resident memory of a process tells too little of one call
-            cells += [_mib(measured.get("tigon")), _mib(pair and pair[1])]
+            cells += [mib(measured.get("tigon")), mib(pair and pair[1])]
         rows.append(cells)
     memory = [] if run.cpu else ["MiB tigon", "MiB fastest peer"]
-    section.text = _markdown([*head, *memory], rows)
+    section.text = markdown([*head, *memory], rows)
     section.text += failures([r for r in records if "error" in r])
     return section
 
@@ -307,10 +320,6 @@ def failures(records: list[dict]) -> str:
         for same in found.values()
     ]
     return "\n\nNot measured:\n\n" + "\n".join(lines) if lines else ""
-
-
-def _mib(record: dict | None) -> str:
-    return "-" if not record or record.get("peak_mb") is None else f"{record['peak_mb']:.0f}"
 
 
 def e2e_section(run: Run, _: list[Run]) -> Section:
@@ -364,9 +373,7 @@ def train_section(run: Run, _: list[Run]) -> Section:
         "final loss",
         "largest relative difference of a loss",
     )
-    section = Section(
-        run, f"Training run: {run.path.stem}", f"{summary['title']}.\n\n{_markdown(head, rows)}"
-    )
+    section = Section(run, f"Training run: {run.path.stem}", f"{summary['title']}.\n\n{markdown(head, rows)}")
     peers = {name: r for name, r in summary["runs"].items() if name in ("stock", "liger")}
     if peers and (ours := summary["runs"].get("tigon")):
         name, peer = max(peers.items(), key=lambda item: item[1]["tokens_per_s"])
@@ -394,14 +401,14 @@ def host_section(run: Run, _: list[Run]) -> Section:
         cells = [r["op"]]
         for kind in passes:
             ours, theirs = r["tigon"][kind], r["pytorch"][kind]
-            cells.append(f"{ours:.1f}, {theirs:.1f} ({_speed(theirs / ours)})")
+            cells.append(f"{ours:.1f}, {theirs:.1f} ({speed_text(theirs / ours)})")
             figures = f"{ours:.1f} us", "pytorch", f"{theirs:.1f} us"
             section.comparisons.append(Comparison(f"{r['op']}, {kind}", *figures, theirs / ours))
         rows.append(cells)
     if empty:
         rows.append(["an empty autograd.Function", *(f"{empty[kind]:.1f}" for kind in passes)])
     text = "Microseconds of the host for one small call, in brackets the speed of tigon / pytorch.\n\n"
-    section.text = text + _markdown(head, rows)
+    section.text = text + markdown(head, rows)
     return section
 
 
@@ -411,7 +418,12 @@ SECTIONS = {
     "train": train_section,
     "convergence": convergence_section,
     "host": host_section,
+    "optimizer": optimizer_section,
+    "medusa": medusa_section,
 }
+
+
+OF_OPS = {"op": op_section, "parallel": parallel_section}  # a section for each op
 
 
 def sections(everything: list[Run]) -> dict[str, list[Section]]:
@@ -419,11 +431,11 @@ def sections(everything: list[Run]) -> dict[str, list[Section]]:
     order = [op for ops in GROUPS.values() for op in ops]
     found: dict[str, list[Section]] = {}
     for run in everything:
-        if run.kind != "op":
+        if run.kind not in OF_OPS:
             found.setdefault(run.page(), []).append(SECTIONS[run.kind](run, everything))
             continue
         for op in dict.fromkeys(r["op"] for r in run.records):
-            found.setdefault(run.page(op), []).append(op_section(run, op))
+            found.setdefault(run.page(op), []).append(OF_OPS[run.kind](run, op))
     for parts in found.values():
         parts.sort(key=lambda part: order.index(part.heading) if part.heading in order else len(order))
     pages = [*TITLES, *sorted(found.keys() - TITLES.keys())]
@@ -443,7 +455,7 @@ def behind_list(comparisons: list[Comparison]) -> str:
     behind = sorted((c for c in comparisons if c.behind), key=lambda c: c.speed)
     rows = [(c.what, c.ours, f"{c.peer} {c.theirs}", f"{100 / c.speed - 100:.1f} %") for c in behind]
     text = f"## More than 3 % behind a peer: {len(behind)} of {len(comparisons)} cases"
-    return f"{text}\n\n{_markdown(('case', 'tigon', 'fastest peer', 'longer by'), rows)}" if rows else text
+    return f"{text}\n\n{markdown(('case', 'tigon', 'fastest peer', 'longer by'), rows)}" if rows else text
 
 
 def run_list(parts: list[Section]) -> str:
@@ -504,7 +516,7 @@ def index(parts: dict[str, list[Section]]) -> str:
         f"{NOTE}\n[Method](../benchmarks.md), [known gaps](../known-gaps.md).",
         "\n".join(lines),
         "A case is counted once for each pass and dtype; speeds are geometric means.",
-        _markdown(head, rows),
+        markdown(head, rows),
     )
     return "\n\n".join(blocks) + "\n"
 
@@ -535,7 +547,9 @@ def write(everything: list[Run], pictures: bool) -> None:
     if pictures:
         drawn = {name: draw for of_file in images(everything).values() for name, draw in of_file.items()}
         IMAGES.mkdir(parents=True, exist_ok=True)
-        for stale in {path.name for path in IMAGES.glob("*.png")} - drawn.keys():
+        for stale in {
+            path.name for path in IMAGES.glob("*.png") if not path.name.startswith("paper_")
+        } - drawn.keys():
             (IMAGES / stale).unlink()
         for name, draw in drawn.items():
             draw(IMAGES / name)

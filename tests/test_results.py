@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+import figures as paper
 import results
 
 RECORD = {"op": "new_op", "dtype": "bf16", "gpu": "none", "torch": "2", "commit": "abc1234", "limit_ms": 0.5}
@@ -28,9 +29,14 @@ def test_pages_are_current(data):
     assert committed == results.pages(data)
 
 
+def test_paper_is_current():
+    """docs/paper.md is that of the committed data: else run `make figures`."""
+    assert paper.PAGE.read_text() == paper.page()
+
+
 def test_images_are_shown(data):
     """Every picture that a page shows exists, and docs/img holds no other."""
-    drawn = {name for of_file in results.images(data).values() for name in of_file}
+    drawn = {name for of_file in results.images(data).values() for name in of_file} | paper.pictures().keys()
     texts = [path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))]
     shown = {Path(target).name for text in texts for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)}
     assert {path.name for path in results.IMAGES.iterdir()} == drawn == shown
@@ -72,6 +78,46 @@ def test_new_files_are_taken_up(tmp_path):
     assert "![gpu_mine_new_op.png](../img/gpu_mine_new_op.png)" in new
     assert "| new_op, step | 3.0 us | pytorch 2.0 us | 50.0 % |" in pages["host.md"]
     assert "1 of 2" in pages["index.md"] and "1 of 3" in pages["index.md"]
+
+
+def test_records_of_every_program(tmp_path):
+    """Files of optimizer.py, parallel.py and medusa.py, and ops of post-training, are on the pages named."""
+    common = {name: RECORD[name] for name in ("gpu", "torch", "commit")}
+    step = {"parameters": "small", "kind": "bf16", "elements": 10, "tensors": 2, "copy_ms": 1.0,
+            "tigon_ms": 2.0, "of_copy": 0.5, "tigon_host_us": 7.0, "fused_ms": 1.0, "fused_host_us": 9.0,
+            "foreach_error": "out of memory. Tried"}  # fmt: skip
+    head = {"op": "parallel_head", "case": "8x4x2", "provider": "tigon", "gpus": 2, "pass": "step",
+            "ms": 2.0, "limit_ms": 1.0, "alone_ms": 1.5, "peak_mb": 3.0}  # fmt: skip
+    given = head | {"op": "parallel_cross_entropy", "alone_ms": None}
+    medusa = {"model": "llama3-8b", "layers": 2, "changes": {}, "dtype": "bfloat16", "stage": 1, "heads": 3,
+              "batch": 1, "seq": 64, "device": "cuda", "steps": 5, "peak_gb": 1.0}  # fmt: skip
+    op = RECORD | {"case": "c", "pass": "step", "provider": "tigon", "ms": 1.0, "of_limit": 0.5}
+    files = {
+        "optimizer": [common | {"kind": "agreement", "bf16": 1e-4}, common | step],
+        "parallel": [common | head, common | given, common | given | {"provider": "torch", "ms": 1.0},
+                     common | given | {"provider": "megatron", "ms": 9.0},
+                     common | given | {"provider": "other", "ms": 4.0}],
+        "medusa": [common | medusa | {"provider": who, "tokens_per_s": rate}
+                   for who, rate in (("stock", 50.0), ("tigon", 100.0))],
+        "ops": [op | {"op": name} for name in ("linear_policy", "linear_log_prob", "experts", "sparsemax",
+                                               "poly_norm")],
+    }  # fmt: skip
+    failed = {key: value for key, value in (common | given).items() if key != "ms"}
+    files["parallel"].append(failed | {"provider": "broken", "error": "no such group"})
+    for name, records in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
+    pages = results.pages(results.runs(tmp_path))
+    names = "index optimizer parallel models post_training experts softmax norms"
+    assert pages.keys() == {f"{name}.md" for name in names.split()}
+    assert "| small bf16 | 2.000 ms | fused 1.000 ms | 100.0 % |" in pages["optimizer.md"]
+    assert "| 2.000 (50 %) | 1.000 | out of memory | 0.50x behind | 7 | 9 | - |" in pages["optimizer.md"]
+    assert "| 8x4x2 | 2 | tigon | 2.000 (50 %) | 1.000 | 1.500 | 3 |" in pages["parallel.md"]
+    assert "| parallel_cross_entropy 8x4x2 | 2.000 ms | torch 1.000 ms | 100.0 % |" in pages["parallel.md"]
+    assert "| broken | no such group |" in pages["parallel.md"]
+    assert "--nproc-per-node 2 bench/parallel.py" in pages["parallel.md"]
+    assert "100 tokens/s" in pages["models.md"] and "--stages 1 --lengths 64" in pages["models.md"]
+    post = pages["post_training.md"]
+    assert post.index("## linear_log_prob") < post.index("## linear_policy")
 
 
 # Rows of the README's table: op, case and passes (their sum is shown), or model, or training run.

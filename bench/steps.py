@@ -1,0 +1,96 @@
+"""Sections of docs/results for bench/optimizer.py, bench/parallel.py and bench/medusa.py."""
+
+from __future__ import annotations
+
+import medusa
+from tables import Comparison, Section, markdown, mib, ms, speed_text
+
+TORCH = ("fused", "foreach")  # PyTorch's AdamW, in records of bench/optimizer.py
+
+
+def optimizer_section(run, _: list) -> Section:
+    """A row for each set of parameters and kind; AdamW of PyTorch where it has the kind."""
+    section, rows = Section(run, f"AdamW: {run.path.stem}", ""), []
+    agreement = {}
+    for r in run.records:
+        if r["kind"] == "agreement":
+            agreement = {name: r[name] for name in ("bf16", "fp32") if name in r}
+            continue
+        peers = {name: r[f"{name}_ms"] for name in TORCH if f"{name}_ms" in r}
+        speed = "-"
+        if peers:
+            peer = min(peers, key=peers.get)
+            ratio = peers[peer] / r["tigon_ms"]
+            figures = f"{ms(r['tigon_ms'])} ms", peer, f"{ms(peers[peer])} ms"
+            section.comparisons.append(Comparison(f"{r['parameters']} {r['kind']}", *figures, ratio))
+            speed = speed_text(ratio)
+        section.of_limit.append(r["of_copy"])
+        cells = [r["parameters"], r["kind"], f"{r['elements']:,} in {r['tensors']}", ms(r["copy_ms"])]
+        cells.append(f"{ms(r['tigon_ms'])} ({100 * r['of_copy']:.0f} %)")
+        for name in TORCH:
+            error = r.get(f"{name}_error", "-").split(". ")[0]
+            cells.append(ms(peers[name]) if name in peers else error)
+        host = [r.get(f"{name}_host_us") for name in ("tigon", *TORCH)]
+        rows.append([*cells, speed, *("-" if us is None else f"{us:.0f}" for us in host)])
+    head = ("parameters", "kind", "elements, tensors", "copy", "tigon", *TORCH,
+            "speed of tigon / fastest peer", "host us tigon",
+            *(f"host us {name}" for name in TORCH))  # fmt: skip
+    section.text = (
+        "Milliseconds of one step; in brackets percent of a device copy of the same bytes, which is not a "
+        "bound:\nabove 100 % the step moved its bytes faster than the copy. `fused`, `foreach`: "
+        "`torch.optim.AdamW`.\n\n" + markdown(head, rows)
+    )
+    if agreement:
+        found = ", ".join(f"{name} {value:.1e}" for name, value in agreement.items())
+        section.text += f"\n\nLargest difference from PyTorch's steps: {found}."
+    return section
+
+
+def parallel_section(run, op: str) -> Section:
+    """A row for each case and provider of one op over several GPUs."""
+    records = [r for r in run.records if r["op"] == op]
+    cases: dict[str, dict[str, dict]] = {}
+    for r in records:
+        cases.setdefault(r["case"], {})[r["provider"]] = r
+    section, rows = Section(run, op, ""), []
+    for case, measured in cases.items():
+        timed = {name: r for name, r in measured.items() if "ms" in r}
+        for name, r in measured.items():
+            if name not in timed:
+                rows.append([case, str(r["gpus"]), name, r["error"][:120].replace("|", "/"), *["-"] * 3])
+                continue
+            limit, alone = r["limit_ms"], r.get("alone_ms")
+            cells = [ms(limit), f"{ms(r['ms'])} ({100 * limit / r['ms']:.0f} %)"]
+            rows.append([case, str(r["gpus"]), name, *reversed(cells), ms(alone) if alone else "-", mib(r)])
+        if "tigon" in timed:
+            ours = timed.pop("tigon")
+            section.of_limit.append(ours["limit_ms"] / ours["ms"])
+            if timed:
+                peer = min(timed.values(), key=lambda r: r["ms"])
+                figures = f"{ms(ours['ms'])} ms", peer["provider"], f"{ms(peer['ms'])} ms"
+                section.comparisons.append(Comparison(f"{op} {case}", *figures, peer["ms"] / ours["ms"]))
+    head = ("case", "GPUs", "provider", "ms of a step", "limit", "the share alone", "MiB of each GPU")
+    section.text = (
+        "In brackets the percent of the limit: the bare products divided by the GPUs, for given logits "
+        "the bytes of\none process. `the share alone`: one process with its shard as the whole vocabulary, "
+        "without the others.\n\n" + markdown(head, rows)
+    )
+    return section
+
+
+def medusa_section(run, _: list) -> Section:
+    """Tokens a second and peak memory of training Medusa's heads."""
+    section = Section(run, f"Medusa's heads: {run.path.stem}", medusa.table(run.records))
+    settings: dict[str, dict[str, dict]] = {}
+    for r in (r for r in run.records if "error" not in r):
+        settings.setdefault(medusa.key(r | {"provider": None}), {})[r["provider"]] = r
+    for row in settings.values():
+        peers = [r for name, r in row.items() if name != "tigon"]
+        if peers and (ours := row.get("tigon")):
+            peer = max(peers, key=lambda r: r["tokens_per_s"])
+            rates = [f"{r['tokens_per_s']:,.0f} tokens/s" for r in (ours, peer)]
+            what = (f"Medusa, {ours['model']}, stage {ours['stage']}, {ours['heads']} heads, "
+                    f"{ours['batch']} x {ours['seq']}")  # fmt: skip
+            speed = ours["tokens_per_s"] / peer["tokens_per_s"]
+            section.comparisons.append(Comparison(what, rates[0], peer["provider"], rates[1], speed))
+    return section

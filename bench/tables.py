@@ -1,0 +1,59 @@
+"""What the pages of docs/results are made of: sections, comparisons, Markdown and figures as printed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+# A peer is ahead when Tigon's speed is below this fraction of its speed.
+LEVEL = 1 / 1.03
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Tigon beside its fastest peer in one case: what was measured, both figures, speed of Tigon / peer."""
+
+    what: str
+    ours: str
+    peer: str
+    theirs: str
+    speed: float
+
+    @property
+    def behind(self) -> bool:
+        """Whether the peer is ahead by more than the runs' spread."""
+        return self.speed < LEVEL
+
+
+@dataclass
+class Section:
+    """A part of a page; `run` is the file (results.Run) it shows."""
+
+    run: Any
+    heading: str
+    text: str
+    comparisons: list[Comparison] = field(default_factory=list)
+    of_limit: list[float] = field(default_factory=list)
+
+
+def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def ms(value: float) -> str:
+    """Milliseconds."""
+    return f"{value:.4f}" if value < 0.1 else f"{value:.3f}"
+
+
+def speed_text(speed: float) -> str:
+    """A ratio of speeds, marked where Tigon is behind."""
+    return f"{speed:.2f}x" + (" behind" if speed < LEVEL else "")
+
+
+def mib(record: dict | None) -> str:
+    """Peak memory of a record."""
+    return "-" if not record or record.get("peak_mb") is None else f"{record['peak_mb']:.0f}"
