@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import e2e
+import medusa
 import plot
 from tables import markdown
 
@@ -29,15 +30,26 @@ def models() -> dict[str, dict[int, dict[str, dict]]]:
     return {name: dict(sorted(rows.items())) for name, rows in found.items()}
 
 
-def draw_model(name: str, batches: dict[int, dict[str, dict]], path: Path) -> None:
-    """Tokens a second and peak memory over batch sizes; what did not run has no point."""
+def heads() -> dict[str, dict[int, dict[str, dict]]]:
+    """Records of medusa.jsonl by stage and heads, length and provider."""
+    found: dict[str, dict[int, dict[str, dict]]] = {}
+    for r in medusa.read(DATA / "medusa.jsonl"):
+        name = f"medusa_stage{r['stage']}_{r['heads']}heads"
+        found.setdefault(name, {}).setdefault(r["seq"], {})[r["provider"]] = r
+    return {name: dict(sorted(rows.items())) for name, rows in found.items()}
+
+
+def draw_model(
+    name: str, batches: dict[int, dict[str, dict]], path: Path, xlabel: str = "batch, rows"
+) -> None:
+    """Tokens a second and peak memory over batch sizes or lengths; what did not run has no point."""
     figure, grid = plot.new_figure(1, 2, figsize=(8, 3))
     for axis, kind, label in zip(grid[0], ("tokens_per_s", "peak_gb"), ("tokens/s", "peak GB"), strict=True):
         for who in ("stock", "liger", "tigon"):
             points = [(n, row[who][kind]) for n, row in batches.items() if kind in row.get(who, {})]
             if points:
                 axis.plot(*zip(*points, strict=True), marker="o", ms=4, label=who, color=COLOURS[who])
-        axis.set(xlabel="batch, rows", ylabel=label, xticks=list(batches))
+        axis.set(xlabel=xlabel, ylabel=label, xticks=list(batches))
         axis.set_ylim(bottom=0)
     grid[0][0].legend(frameon=False, fontsize=8)
     figure.suptitle(f"{name}, one H200", fontsize=10)
@@ -46,7 +58,12 @@ def draw_model(name: str, batches: dict[int, dict[str, dict]], path: Path) -> No
 
 def pictures() -> dict[str, Callable[[Path], None]]:
     """Names of the pictures, and what draws each."""
-    return {f"paper_{name}.png": partial(draw_model, name, rows) for name, rows in models().items()}
+    drawn = {f"paper_{name}.png": partial(draw_model, name, rows) for name, rows in models().items()}
+    of_heads = {name: rows for name, rows in heads().items() if len(rows) > 1}  # one length is no figure
+    return drawn | {
+        f"paper_{name}.png": partial(draw_model, name, rows, xlabel="tokens a row")
+        for name, rows in of_heads.items()
+    }
 
 
 def _against(record: dict | None, stock: dict | None) -> str:
@@ -88,11 +105,17 @@ def page() -> str:
         blocks += [f"### {name}", markdown(("batch", "stock", "liger", "tigon", "stated for Liger"), rows),
                    f"![paper_{name}.png](img/paper_{name}.png)"]  # fmt: skip
     blocks += [
-        "## Not drawn",
-        "- Figures 2 and 3, kernels over hidden and vocabulary sizes: their data are in the tables of "
-        "[losses](results/losses.md),\n  [norms](results/norms.md), [rotary embedding](results/rope.md) and "
-        "[elementwise ops](results/elementwise.md).\n"
-        "- Figures 9 to 12, Medusa: drawn from no data yet; `bench/medusa.py` measures them.",
+        "## Figures 9 to 12: Medusa's heads over lengths",
+        "Stage 1 trains the heads on a frozen model, stage 2 both. Liger's heads have the residual blocks that "
+        "its example leaves out.\nA figure is drawn where `bench/results/h200/medusa.jsonl` has more than one "
+        "length.",
+        medusa.table(medusa.read(DATA / "medusa.jsonl")),
+        *(f"![{name}](img/{name})" for name in pictures() if name.startswith("paper_medusa")),
+        "## Figures 2 and 3: kernels over hidden and vocabulary sizes",
+        "Not drawn. Their data are in the tables of [losses](results/losses.md), [norms](results/norms.md), "
+        "[rotary embedding](results/rope.md)\nand [elementwise ops](results/elementwise.md): norms over 13 hidden "
+        "sizes beside PyTorch and Liger; cross-entropy over 53\nvocabularies of Tigon alone, of the peers over "
+        "four; gated units over two widths, rotary embedding over four shapes, beside\nLiger.",
     ]
     return "\n\n".join(blocks) + "\n"
 
