@@ -106,16 +106,16 @@ def page() -> str:
                    f"![paper_{name}.png](img/paper_{name}.png)"]  # fmt: skip
     blocks += [
         "## Figures 9 to 12: Medusa's heads over lengths",
-        "Stage 1 trains the heads on a frozen model, stage 2 both. Liger's heads have the residual blocks that "
-        "its example leaves out.\nA figure is drawn where `bench/results/h200/medusa.jsonl` has more than one "
-        "length.",
+        "Stage 1 trains the heads on a frozen model, stage 2 both. Liger's heads have the residual blocks\n"
+        "that its example leaves out. A figure is drawn where `bench/results/h200/medusa.jsonl` has more\n"
+        "than one length.",
         medusa.table(medusa.read(DATA / "medusa.jsonl")),
         *(f"![{name}](img/{name})" for name in pictures() if name.startswith("paper_medusa")),
         "## Figures 2 and 3: kernels over hidden and vocabulary sizes",
-        "Not drawn. Their data are in the tables of [losses](results/losses.md), [norms](results/norms.md), "
-        "[rotary embedding](results/rope.md)\nand [elementwise ops](results/elementwise.md): norms over 13 hidden "
-        "sizes beside PyTorch and Liger; cross-entropy over 53\nvocabularies of Tigon alone, of the peers over "
-        "four; gated units over two widths, rotary embedding over four shapes, beside\nLiger.",
+        "Not drawn. Their data are in the tables of [losses](results/losses.md), [norms](results/norms.md),\n"
+        "[rotary embedding](results/rope.md) and [elementwise ops](results/elementwise.md): norms over 13\n"
+        "hidden sizes beside PyTorch and Liger; cross-entropy over 53 vocabularies of Tigon alone, of the\n"
+        "peers over four; gated units over two widths, rotary embedding over four shapes, beside Liger.",
     ]
     return "\n\n".join(blocks) + "\n"
 
