@@ -565,10 +565,9 @@ def parallel_refusals():
     refused(lambda: part(p["hidden"][rows], weight, p["target"][rows]), "number of rows must be the same")
     dtype = torch.float32 if first else torch.bfloat16
     refused(lambda: part(p["hidden"].to(dtype), weight, p["target"]), "dtype must be the same")
-    refused(
-        lambda: part(p["hidden"], weight, p["target"] + rank() * (p["target"] == 3)),
-        "target must be the same",
-    )
+    if device_type() == "cpu":  # elsewhere nobody reads the labels on the host
+        other = p["target"] + rank() * (p["target"] == 3)
+        refused(lambda: part(p["hidden"], weight, other), "target must be the same")
     refused(lambda: part(p["hidden"], weight, p["target"], sequence_parallel=True), "target must be [24, 3]")
     hidden = p["hidden"].clone().requires_grad_(first)
     refused(lambda: part(hidden, weight, p["target"]), "require grad must be the same")

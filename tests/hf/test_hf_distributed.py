@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 import distributed_cases
 import pytest
 import torch
+from packaging.version import Version
 from two_processes import CASES, NEEDS
 
 RANKS = 2
@@ -72,9 +74,14 @@ def run(folder, names, variables):
 
 
 def missing(name):
-    """The package that a case needs and that is not here, or None."""
-    package = NEEDS.get(name)
-    return package if package is not None and importlib.util.find_spec(package) is None else None
+    """The package, of a version where one is named, that a case needs and that is not here, or None."""
+    if name not in NEEDS:
+        return None
+    package, _, version = NEEDS[name].partition(">=")
+    if importlib.util.find_spec(package) is None:
+        return NEEDS[name]
+    old = version and Version(importlib.metadata.version(package)) < Version(version)
+    return NEEDS[name] if old else None
 
 
 @pytest.mark.xdist_group("two processes")

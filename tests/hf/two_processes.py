@@ -19,7 +19,7 @@ import tigon
 
 CASES = {}
 FOLDER = []  # of this run
-NEEDS = {}  # case -> package
+NEEDS = {}  # case -> package, or package>=version
 
 
 def case(function=None, *, needs=None, **variants):
