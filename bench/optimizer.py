@@ -106,8 +106,7 @@ def native_us(optimizer, device: torch.device) -> float:
     """Microseconds of the native call alone: its lists are there."""
     from tigon.ops.adamw import adamw_
 
-    groups = [(group, group["params"]) for group in optimizer.param_groups]
-    lists, _ = optimizer._collect(groups, None)
+    lists, _ = optimizer._sorted(optimizer._with_gradients(), None)
     with torch.no_grad():
         return sum(
             host_us(lambda t=t: adamw_(t, rounding=optimizer.rounding), device) for t in lists.values()
