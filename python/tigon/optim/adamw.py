@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from typing import Any
 
 import torch
@@ -225,10 +226,15 @@ class AdamW(torch.optim.Optimizer):
 
     def _listed(self, groups, device: torch.device, found_inf) -> TensorList:
         """All tensors in one list. Raises KeyError where a state is not complete."""
-        made, states_by = TensorList(), self.state
-        extra = _EXTRAS.get(self.rounding, ("",))[0]
+        made, extra = TensorList(), _EXTRAS.get(self.rounding, ("",))[0]
+        owners, every = list(self.state), list(self.state.values())
         for group, params, grads in groups:
-            states = [states_by[p] for p in params]
+            # States are mostly in the order of parameters; to look one up takes a call of Tensor.__hash__.
+            at, end = len(made.params), len(made.params) + len(params)
+            if end <= len(owners) and all(map(operator.is_, owners[at:end], params)):
+                states = every[at:end]
+            else:
+                states = [self.state[p] for p in params]
             steps = [state["step"] for state in states]
             if self._counts_on_device(group, device, found_inf) and not all(step.is_cuda for step in steps):
                 raise KeyError("step")
