@@ -13,7 +13,7 @@ from test_optim import draw_gradients
 from torch import nn
 
 import tigon
-from cases.adamw import LISTS
+from cases.adamw import LISTS, Parameters
 from tigon.optim import AdamW
 
 OPTIONS = [
@@ -63,9 +63,12 @@ def step_like_a_new_one(optimizer, options) -> None:
     assert all(same_bits(a.cpu(), b.cpu()) for a, b in zip(mine, others, strict=True))
 
 
-def started(options, device, dtype=torch.bfloat16, skipped=()):
+def started(options, device, params=None, skipped=()):
     """Parameters of an optimizer that has stepped twice; some had no gradient the first time."""
-    params = [*LISTS[0].make(dtype, device), *LISTS[1].make(dtype, device, seed=1)]
+    if params is None:
+        params = [
+            *LISTS[0].make(torch.bfloat16, device), *LISTS[1].make(torch.bfloat16, device, seed=1)
+        ]  # fmt: skip
     optimizer = AdamW(params, **options)
     for i in range(2):
         draw_gradients((params,), i)
@@ -197,8 +200,9 @@ def test_other_changes(change, device):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_states_in_another_order(options, device):
-    """States are in the order of first gradients, not of parameters; two groups."""
-    params, optimizer = started(options, device, skipped=(0, 3))
+    """States are in the order of first gradients, not of parameters, all of one size; two groups."""
+    params = Parameters("one_size", ((5, 8),) * 6).make(torch.bfloat16, device)
+    params, optimizer = started(options, device, params, skipped=(0, 3))
     assert [id(p) for p in optimizer.state][:2] != [id(p) for p in params][:2]
     for i in (2, 3):
         draw_gradients((params,), i)
@@ -207,6 +211,7 @@ def test_states_in_another_order(options, device):
     for i in (4, 5):
         draw_gradients(([p for group in optimizer.param_groups for p in group["params"]],), i)
         step_like_a_new_one(optimizer, options)
+    assert optimizer._alike
 
 
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))],
