@@ -322,7 +322,7 @@ def test_counted_on_the_device_once_capturable():
 
 
 def test_nothing_is_kept_alive(device):
-    """State that is replaced between steps, as when it is moved away, is freed at once, and so are gradients."""
+    """State that is replaced between steps, as when it is moved away, is freed at once; gradients too."""
     params, optimizer = started({}, device)
     watched = [weakref.ref(optimizer.state[p][name]) for p in params for name in ("exp_avg", "exp_avg_sq")]
     watched += [weakref.ref(p.grad) for p in params]

@@ -206,7 +206,8 @@ class AdamW(torch.optim.Optimizer):
         if self._alike:
             try:
                 device = groups[0][1][0].device
-                return self._call(device, self._listed(groups, device, found_inf), clip, scale, found_inf)
+                self._call(device, self._listed(groups, device, found_inf), clip, scale, found_inf)
+                return
             except (KeyError, Error, NotImplementedError):  # no state yet; not alike; not dense
                 self._alike = False
         lists, others = self._sorted(groups, found_inf)
