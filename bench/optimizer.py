@@ -5,10 +5,10 @@
     OMP_NUM_THREADS=1 python bench/optimizer.py --device cpu --host
 
 On a GPU: LLaMA 3 8B's parameters, as many of its layers as fit the memory with the widest state; on the CPU
-25 million parameters. Then 2,000 tensors of 4 to 100,000 elements and 2,000 of 4, whose time on the CPU is the
-host's; --host measures these alone. Every configuration is timed in turn with PyTorch's fused and foreach
-AdamW where they have it, and with a copy of the bytes that it must move (14 an element in bfloat16 with
-bfloat16 moments). Prints a table and writes JSON lines: milliseconds, the share of the copy's rate,
+25 million parameters. Then 2,000 tensors of 4 to 100,000 elements and 2,000 of 4, whose time on the CPU is
+the host's; --host measures these alone. Every configuration is timed in turn with PyTorch's fused and
+foreach AdamW where they have it, and with a copy of the bytes that it must move (14 an element in bfloat16
+with bfloat16 moments). Prints a table and writes JSON lines: milliseconds, the share of the copy's rate,
 microseconds of the host (native: of the native call alone), and the largest difference from PyTorch's fused
 result.
 """
