@@ -5,8 +5,8 @@
     hidden = self.norm(hidden)
 
 One pass in the forward, and one in the backward, where the gradient that the sum has from elsewhere is added.
-The layer's own source is compiled with these statements replaced, in a copy of its module's namespace. What is
-added are variables or, of one, a call (dropout), which stays where it was.
+The layer's own source is compiled with these statements replaced. What is added are variables, or attributes
+of self called on one (dropout), which are called as before.
 """
 
 from __future__ import annotations
@@ -141,8 +141,7 @@ def rewrite(forward, norms: tuple[str, ...] | None = None) -> tuple[dict, types.
                 body[first : place.last] = place.replacement(body)
     if not found:
         return None
-    names = {**inner.__globals__, "_tigon_added_norm": added_norm}
-    made = wrapped_again(forward, recompiled(inner, node, names))
+    made = wrapped_again(forward, recompiled(inner, node, _tigon_added_norm=added_norm))
     return None if made is None else (found, made)
 
 

@@ -84,13 +84,19 @@ def _private(node: ast.AST) -> bool:
     return isinstance(name, str) and name.startswith("__") and not name.endswith("__")
 
 
-def recompiled(forward, node: ast.FunctionDef, names: dict) -> types.FunctionType:
-    """A function like `forward` with this source, in a namespace."""
-    tree = ast.Module([node], type_ignores=[])
+def recompiled(forward, node: ast.FunctionDef, **names) -> types.FunctionType:
+    """A function like `forward` with this source, in its namespace; `names` are what it closes over besides.
+
+    The namespace is no copy: torch.compile looks globals up in the module that their dictionary names.
+    """
+    tree = ast.parse(f"def outer({', '.join(names)}): ...")
+    tree.body[0].body = [node]
     ast.increment_lineno(tree, forward.__code__.co_firstlineno - 1)
     code = compile(ast.fix_missing_locations(tree), forward.__code__.co_filename, "exec", dont_inherit=True)
-    code = next(c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == node.name)
-    made = types.FunctionType(code, names, forward.__name__, forward.__defaults__)
+    for name in ("outer", node.name):
+        code = next(c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == name)
+    cells = tuple(types.CellType(names[name]) for name in code.co_freevars)
+    made = types.FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, cells)
     made.__kwdefaults__, made.__qualname__ = forward.__kwdefaults__, forward.__qualname__
     return made
 

@@ -1,7 +1,6 @@
 """The streams of hyper-connections after attention or MLP -> tigon.hyper_connection_post.
 
-The forward of a decoder layer is compiled with these expressions of its own source replaced, in a copy of its
-module's namespace.
+The forward of a decoder layer is compiled with these expressions of its own source replaced.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def rewrite(forward) -> tuple[int, types.FunctionType] | None:
     if not replace.places:
         return None
     own = {name: function for name, (_, function) in _FORMS.items()}
-    made = wrapped_again(forward, recompiled(inner, node, {**inner.__globals__, **own}))
+    made = wrapped_again(forward, recompiled(inner, node, **own))
     return None if made is None else (replace.places, made)
 
 
