@@ -323,7 +323,7 @@ two-matrix MLPs, attention, scans, convolutions and batch norms stay what they a
 places were replaced, `3 of 12` that some were left. `step`: a tiny random model took one training step on
 text tokens, stock and patched, in fp32; `equal` says that the loss agrees to {TOLERANCE["loss"]:g} and
 all gradients together to {TOLERANCE["gradient"]:g} (relative). Otherwise it says why that could not be tried.
-`residual`: layers that `tigon.apply(model, residual=True)` takes; it is off by default, and no part of the cover.
+`residual`: layers that `tigon.apply(model, residual=True)` takes; off by default, and no part of the cover.
 
 | type | class | cover | {" | ".join((*SLOTS, ASKED_FOR))} | step | left stock, and why |
 |---|---|---|{"---|" * len(SLOTS)}---|---|---|

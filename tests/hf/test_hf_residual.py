@@ -1,4 +1,4 @@
-"""Residual addition and norm in one call: exactly where the source has the form, hooks and outputs as before."""
+"""Residual addition and norm in one call: where the source has the form, hooks and outputs as before."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from test_hf_slices import nodes
 from tiny import FAMILIES, assert_step_as_good, batch, double, make, step
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import tigon
 from tigon.integrations.transformers import apply, residual, undo
@@ -247,6 +248,11 @@ def test_adapters_and_replaced_norms():
     assert calls_of(model, inputs) == 2
     model.model.layers[0].post_attention_layernorm = nn.Identity()
     assert calls_of(model, inputs) == 1
+    model.model.layers[0].post_attention_layernorm = T5LayerNorm(32)
+    wanted = step(model, inputs)
+    assert apply(model, residual=True).count("norm") == 5
+    assert calls_of(model, inputs) == 1, "another arithmetic"
+    torch.testing.assert_close(step(model, inputs)[0], wanted[0])
 
 
 def test_offloaded_norms_are_called():
@@ -314,7 +320,7 @@ class PostNorm(Layer):
     def forward(self, x):
         x = x + x
         x = self.norm(x)
-        return x
+        return x * 2
 
 
 class Between(Layer):

@@ -52,7 +52,11 @@ def added_norm(norm: nn.Module, a: torch.Tensor, b: torch.Tensor) -> tuple[torch
     spec = forward.spec
     weight = None if spec.weight is None else getattr(norm, spec.weight)
     fits = plain(a, b) and a.dtype == b.dtype and a.shape == b.shape and (weight is None or plain(weight))
-    if not fits or (spec.autocast and torch.is_autocast_enabled(a.device.type)):
+    if (
+        not fits
+        or not _arithmetic(spec)
+        or (spec.autocast and a.is_cuda and torch.is_autocast_enabled("cuda"))
+    ):
         return _one_by_one(norm, a, b)
     eps = getattr(norm, spec.eps)
     return add_rms_norm(b, a, weight, eps, offset=spec.offset, rounding=spec.rounding)
@@ -61,6 +65,11 @@ def added_norm(norm: nn.Module, a: torch.Tensor, b: torch.Tensor) -> tuple[torch
 def _one_by_one(norm, a, b):
     total = a + b
     return norm(total), total
+
+
+def _arithmetic(spec: NormSpec) -> bool:
+    """Whether a norm's is that of `add_rms_norm`."""
+    return spec.op == "rms_norm" and spec.rounding != "t5" and not spec.shift and spec.group_size is None
 
 
 def plan_residual(module: nn.Module, specs: dict[int, NormSpec]) -> tuple[Rewritten, str] | str | None:
@@ -95,7 +104,7 @@ def _unfit(name: str, spec: NormSpec | None, added) -> str | None:
     """Why a place stays as it is, or None."""
     if spec is None:
         return f"{name} is no norm that Tigon runs"
-    if spec.op != "rms_norm" or spec.rounding == "t5" or spec.shift or spec.group_size is not None:
+    if not _arithmetic(spec):
         return f"{name} has not the arithmetic of add_rms_norm"
     return f"what is added before {name} comes from a norm (sandwich)" if any(added) else None
 
@@ -127,8 +136,13 @@ class _Place:
 
 @functools.cache
 def rewrite(forward, norms: tuple[str, ...] | None = None) -> tuple[dict, types.FunctionType] | None:
-    """What there is ({norm: attributes whose results are added}), and the forward with `norms` (None: all)
-    of it replaced; None where there is nothing.
+    """What is there ({norm: attributes whose results are added}), and the forward with this replaced.
+
+    Args:
+        norms: only these; None: all.
+
+    Returns:
+        None where nothing is there.
     """
     inner = innermost(forward)
     node = rewritable(inner)
@@ -173,14 +187,12 @@ def _place(body: list[ast.stmt], first: int) -> _Place | None:
     norm = attribute_of_self(function)
     if norm is None or not (_operand(a) and _operand(b)) or not (isinstance(x, ast.Name) and x.id == total):
         return None
+    if alias in (result, total) or (result == total and alias is None):
+        return None
     last = first + (2 if alias is None else 3)
     if result == total:  # the sum goes on under its second name
-        return None if alias in (None, total) else _Place(first, last, norm, (a, b), (result, alias), [])
-    return (
-        None
-        if alias == result
-        else _Place(first, last, norm, (a, b), (result, total), body[first + 1 : last - 1])
-    )
+        return _Place(first, last, norm, (a, b), (result, alias), [])
+    return _Place(first, last, norm, (a, b), (result, total), body[first + 1 : last - 1])
 
 
 def _operand(node: ast.expr) -> bool:

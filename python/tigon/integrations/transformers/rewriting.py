@@ -52,7 +52,7 @@ def innermost(forward):
 
 
 def wrapped_again(forward, made: types.FunctionType) -> types.FunctionType | None:
-    """`made` inside the wrappers of `forward`: transformers wraps forwards of layers that may be checkpointed."""
+    """`made` inside the wrappers of `forward`: layers that may be checkpointed have one of transformers'."""
     if not hasattr(forward, "__wrapped__"):
         return made
     made = wrapped_again(forward.__wrapped__, made)
