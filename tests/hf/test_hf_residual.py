@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import pickle
 from unittest import mock
@@ -76,15 +77,18 @@ def test_step_is_as_good_as_without(family, dtype, device):
     with torch.no_grad():
         ids = {"input_ids": inputs["input_ids"], "output_hidden_states": True}
         one, other = plain.eval()(**ids), fused.eval()(**ids)
-    assert torch.equal(one.logits, other.logits)
-    assert all(map(torch.equal, one.hidden_states, other.hidden_states))
+    on_cpu = one.logits.device.type == "cpu"  # kernels of CUDA may add a row's squares in another order
+    same = functools.partial(torch.testing.assert_close, **({"rtol": 0, "atol": 0} if on_cpu else {}))
+    same(other.logits, one.logits)
+    for a, b in zip(other.hidden_states, one.hidden_states, strict=True):
+        same(a, b)
     plain.train(), fused.train()
     assert nodes(fused(**inputs).loss).count(NODE) == layers
     wanted, got = step(plain, inputs), step(fused, inputs)
     if exact is not None:
         ulp = torch.finfo(dtype).eps
         assert_step_as_good(got, step(stock, inputs), exact, len(report.replaced), ulp=ulp)
-    if dtype == torch.float32 and torch.device(device).type == "cpu":
+    if dtype == torch.float32 and on_cpu:
         equal(got, wanted)
     undo(fused)
     equal(step(fused, inputs), step(stock, inputs))
