@@ -85,7 +85,7 @@ def medusa_section(run, _: list) -> Section:
     for r in (r for r in run.records if "error" not in r):
         settings.setdefault(medusa.key(r | {"provider": None}), {})[r["provider"]] = r
     for row in settings.values():
-        peers = [r for name, r in row.items() if name != "tigon"]
+        peers = [r for name, r in row.items() if not name.startswith("tigon")]
         if peers and (ours := row.get("tigon")):
             peer = max(peers, key=lambda r: r["tokens_per_s"])
             rates = [f"{r['tokens_per_s']:,.0f} tokens/s" for r in (ours, peer)]
