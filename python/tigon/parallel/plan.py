@@ -40,17 +40,18 @@ def divide(rows: int, chunk: int, shares: int, *, exchanges: bool, on_cuda: bool
     """The chunks of ``rows`` of a share, of ``chunk`` rows each.
 
     A chunk of a call that exchanges has two parts: what one waits for is on its way while the other's
-    products run.
+    products run. The second is the smaller: of all exchanges, the reduction of its gradient alone shares the
+    device with the weight's product.
     """
+    least = -(-_LEAST_PART // shares) if on_cuda else 1
     chunks = []
     for begin in range(0, rows, chunk):
         end = min(begin + chunk, rows)
-        half = (end - begin + 1) // 2
-        if on_cuda:
-            half = -(-half // _ALIGNED) * _ALIGNED
-        least = -(-_LEAST_PART // shares) if on_cuda else 1
-        split = exchanges and half < end - begin and half >= least
-        bounds = (begin, begin + half, end) if split else (begin, end)
+        bounds = (begin, end)
+        if exchanges and end - begin >= 2 * least:
+            second = max((end - begin) // 4, least)
+            second -= second % _ALIGNED if second > _ALIGNED else 0
+            bounds = (begin, end - second, end)
         parts = tuple(
             Part(a, b, slice(shares * (a - begin), shares * (b - begin)), b == end)
             for a, b in zip(bounds, bounds[1:], strict=False)
