@@ -123,15 +123,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def changes(words: str) -> dict:
+    """--set as a dictionary."""
+    pairs = (pair.partition("=") for pair in filter(None, words.split(",")))
+    return {name: json.loads(value) for name, _, value in pairs}
+
+
 def cases(args: argparse.Namespace) -> list[dict]:
     """Every case: batch by batch the models, providers of one setting one after the other."""
-    changes = {}
-    for pair in filter(None, args.set.split(",")):
-        name, _, value = pair.partition("=")
-        changes[name] = json.loads(value)
     shared = {name: getattr(args, name) for name in SETTING}
     return [
-        {"model": model, "batch": batch, "provider": provider, "changes": changes, **shared}
+        {"model": model, "batch": batch, "provider": provider, "changes": changes(args.set), **shared}
         for batch in args.batches
         for model in args.models
         for provider in args.providers

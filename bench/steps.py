@@ -1,8 +1,9 @@
-"""Sections of docs/results for bench/optimizer.py, bench/parallel.py and bench/medusa.py."""
+"""Sections of docs/results for bench/optimizer.py, parallel.py, parallel_e2e.py and medusa.py."""
 
 from __future__ import annotations
 
 import medusa
+import parallel_e2e
 from tables import Comparison, Section, markdown, mib, ms, speed_text
 
 TORCH = ("fused", "foreach")  # PyTorch's AdamW, in records of bench/optimizer.py
@@ -75,6 +76,20 @@ def parallel_section(run, op: str) -> Section:
         "the bytes of\none process. `the share alone`: one process with its shard as the whole vocabulary, "
         "without the others.\n\n" + markdown(head, rows)
     )
+    return section
+
+
+def parallel_e2e_section(run, _: list) -> Section:
+    """Tokens a second and peak memory of models on several GPUs."""
+    section = Section(run, f"Training step: {run.path.stem}", parallel_e2e.table(run.records))
+    for row in parallel_e2e.settings([r for r in run.records if "error" not in r]).values():
+        peers = [r for name, r in row.items() if name != "tigon"]
+        if peers and (ours := row.get("tigon")):
+            peer = max(peers, key=lambda r: r["tokens_per_s"])
+            rates = [f"{r['tokens_per_s']:,.0f} tokens/s" for r in (ours, peer)]
+            what = f"{parallel_e2e.setting(ours)}, {ours['gpus']} GPUs, {ours['batch']} x {ours['seq']}"
+            speed = ours["tokens_per_s"] / peer["tokens_per_s"]
+            section.comparisons.append(Comparison(what, rates[0], peer["provider"], rates[1], speed))
     return section
 
 
