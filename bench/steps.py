@@ -58,11 +58,13 @@ def parallel_section(run, op: str) -> Section:
         timed = {name: r for name, r in measured.items() if "ms" in r}
         for name, r in measured.items():
             if name not in timed:
-                rows.append([case, str(r["gpus"]), name, r["error"][:120].replace("|", "/"), *["-"] * 3])
+                rows.append([case, str(r["gpus"]), name, r["error"][:120].replace("|", "/"), *["-"] * 4])
                 continue
             limit, alone = r["limit_ms"], r.get("alone_ms")
             cells = [ms(limit), f"{ms(r['ms'])} ({100 * limit / r['ms']:.0f} %)"]
-            rows.append([case, str(r["gpus"]), name, *reversed(cells), ms(alone) if alone else "-", mib(r)])
+            cells = [*reversed(cells), ms(alone) if alone else "-", mib(r)]
+            cells.append(ms(r["exposed_ms"]) if "exposed_ms" in r else "-")
+            rows.append([case, str(r["gpus"]), name, *cells])
         if "tigon" in timed:
             ours = timed.pop("tigon")
             section.of_limit.append(ours["limit_ms"] / ours["ms"])
@@ -70,11 +72,13 @@ def parallel_section(run, op: str) -> Section:
                 peer = min(timed.values(), key=lambda r: r["ms"])
                 figures = f"{ms(ours['ms'])} ms", peer["provider"], f"{ms(peer['ms'])} ms"
                 section.comparisons.append(Comparison(f"{op} {case}", *figures, peer["ms"] / ours["ms"]))
-    head = ("case", "GPUs", "provider", "ms of a step", "limit", "the share alone", "MiB of each GPU")
+    head = ("case", "GPUs", "provider", "ms of a step", "limit", "the share alone", "MiB of each GPU",
+            "exposed")  # fmt: skip
     section.text = (
         "In brackets the percent of the limit: the bare products divided by the GPUs, for given logits "
         "the bytes of\none process. `the share alone`: one process with its shard as the whole vocabulary, "
-        "without the others.\n\n" + markdown(head, rows)
+        "without the others.\n`exposed`: "
+        "communication beside no other kernel, by the profiler.\n\n" + markdown(head, rows)
     )
     return section
 
