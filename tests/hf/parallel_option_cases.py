@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 from parallel_cases import (
     LAYOUTS,
+    LORA_SCALE,
     OPTIONS,
     RANK,
     H,
@@ -25,6 +26,7 @@ from parallel_cases import (
     operands,
     plain,
     problem,
+    sharded,
 )
 from two_processes import case, device_type, rank, refused
 
@@ -67,14 +69,32 @@ def parallel_lora_log_prob():
 
 
 @case
+def parallel_lora_wide_logits():
+    """Logits in float32, beside one process's."""
+    p = problem(torch.bfloat16, 29)
+    options = {"reduction": "none", "logit_dtype": torch.float32}
+    want = tigon.linear_cross_entropy(
+        p["hidden"], p["weight"], p["target"], lora=(p["lora_a"], p["lora_b"], LORA_SCALE), **options
+    )
+    for sp, keep_mb in itertools.product((False, True), (0.0, 1.0)):
+        (got,), gradients = sharded(
+            p, options | {"lora": True}, "padded", sp, parallel.linear_cross_entropy, chunk_rows=10,
+            keep_mb=keep_mb,
+        )  # fmt: skip
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+        assert all(g is None or torch.isfinite(g).all() for g in gradients)
+
+
+@case
 def parallel_lora_alone():
     """Some of the gradients: the others are not formed, and those that are have the same bits."""
     p = problem(torch.float32, 23)
     for reduction, sp in (("mean", False), ("none", True), ("none", False)):
         want = None
-        for trained in ((0, 1, 2, 3), (2, 3), (2,), (3,), (0, 2)):
-            hidden, weight, _, kwargs = operands(p, {"reduction": reduction, "lora": True}, "uneven", sp)
-            leaves = (hidden, weight, *kwargs["lora"][:2])
+        for trained in ((0, 1, 2, 3, 4), (2, 3), (2,), (3,), (0, 2), (4,), (0, 4)):
+            options = {"reduction": reduction, "lora": True, "bias": True}
+            hidden, weight, bias, kwargs = operands(p, options, "uneven", sp)
+            leaves = (hidden, weight, *kwargs["lora"][:2], bias)
             for i, leaf in enumerate(leaves):
                 leaf.requires_grad_(i in trained)
             loss = parallel.linear_cross_entropy(hidden, weight, p["target"], group(), **kwargs)

@@ -197,7 +197,7 @@ class Stream:
         most = call.chunk * self.shares
         space = None if kept is not None else self.space(most, torch.float32 if wide else None)
         narrow = self.space(most) if kept is None and wide else None
-        for chunk, part, hidden in self.walk(kept is None or call.needs & (WEIGHT | LORA_A | LORA_B) != 0):
+        for chunk, part, hidden in self.walk(kept is None or call.needs & ~HIDDEN != 0):
             own = None if hidden is None else hidden[part.at]
             to = space if narrow is None else narrow
             factor = None
