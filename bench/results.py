@@ -269,7 +269,7 @@ COMMANDS: dict[str, Callable[[Run], list]] = {
         _device(run),
         "--dtype",
         run.records[0]["dtype"],
-    ],
+    ],  # fmt: skip
     "e2e": _e2e_command,
     "floor": _e2e_command,
     "train": _train_command,
