@@ -220,6 +220,10 @@ def _train_command(run: Run) -> list[str]:
     return ["make", "train", f"ARGS=--providers {','.join(run.records[0]['runs'])} {' '.join(words)}"]
 
 
+def _host_command(run: Run) -> list[str]:
+    return ["python", "bench/host.py", "--device", _device(run), "--dtype", run.records[0]["dtype"]]
+
+
 def _optimizer_command(run: Run) -> list[str]:
     kinds = _values((r for r in run.records if r["kind"] != "agreement"), "kind")
     return ["python", "bench/optimizer.py", "--device", _device(run), "--kinds", kinds]
@@ -262,14 +266,7 @@ def _medusa_command(run: Run) -> list[list[str]]:
 
 COMMANDS: dict[str, Callable[[Run], list]] = {
     "op": _op_command,
-    "host": lambda run: [
-        "python",
-        "bench/host.py",
-        "--device",
-        _device(run),
-        "--dtype",
-        run.records[0]["dtype"],
-    ],  # fmt: skip
+    "host": _host_command,
     "e2e": _e2e_command,
     "floor": _e2e_command,
     "train": _train_command,
