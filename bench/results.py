@@ -48,10 +48,19 @@ GROUPS = {
         "policy",
     ),
     "losses": ("cross_entropy", "divergence"),
-    "norms": ("rms_norm", "add_rms_norm", "layer_norm", "gated_rms_norm", "group_norm", "poly_norm"),
+    "norms": (
+        "rms_norm",
+        "add_rms_norm",
+        "layer_norm",
+        "modulated_rms_norm",
+        "gated_rms_norm",
+        "group_norm",
+        "poly_norm",
+    ),
     "softmax": ("softmax", "sparsemax"),
     "elementwise": ("glu", "relu_squared", "dyt"),
     "rope": ("rope", "qk_norm_rope"),
+    "streams": ("attention_residual", "hyper_connection"),
 }
 TITLES = {  # in the order of the index
     "models": "Whole models",
@@ -63,6 +72,7 @@ TITLES = {  # in the order of the index
     "elementwise": "Elementwise ops",
     "rope": "Rotary embedding",
     "embedding": "Embedding",
+    "streams": "Attention residuals and hyper-connections",
     "experts": "Experts",
     "optimizer": "Optimizer",
     "parallel": "Several GPUs",
