@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 
 import torch
 
@@ -46,6 +47,9 @@ class TensorList:
         self.hyperparameters += [float(lr), *betas, group["eps"], group["weight_decay"], *map(float, flags)]
 
 
+_lists = operator.attrgetter(*(field.name for field in dataclasses.fields(TensorList)))
+
+
 def _fake(*args):
     return ()
 
@@ -75,8 +79,7 @@ def adamw_(
         tigon.Error: tensors that do not fit each other; nothing was modified.
     """
     _adamw(
-        *(getattr(tensors, field.name) for field in dataclasses.fields(tensors)),
-        ROUNDINGS.index(rounding), seed, clip, grad_scale, found_inf,
+        *_lists(tensors), ROUNDINGS.index(rounding), seed, clip, grad_scale, found_inf
     )  # fmt: skip
     torch.autograd.graph.increment_version(tensors.params)
 

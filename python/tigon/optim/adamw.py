@@ -228,11 +228,12 @@ class AdamW(torch.optim.Optimizer):
     def _listed(self, groups, device: torch.device, found_inf) -> TensorList:
         """All tensors in one list. Raises KeyError where a state is not complete."""
         made, extra = TensorList(), _EXTRAS.get(self.rounding, ("",))[0]
-        owners, every = list(self.state), list(self.state.values())
+        # States are mostly in the order of parameters; to look one up takes a call of Tensor.__hash__.
+        whole = sum(len(params) for _, params, _ in groups) == len(self.state)
+        owners, every = (list(self.state), list(self.state.values())) if whole else ([], [])
         for group, params, grads in groups:
-            # States are mostly in the order of parameters; to look one up takes a call of Tensor.__hash__.
             at, end = len(made.params), len(made.params) + len(params)
-            if end <= len(owners) and all(map(operator.is_, owners[at:end], params)):
+            if whole and all(map(operator.is_, owners[at:end], params)):
                 states = every[at:end]
             else:
                 states = [self.state[p] for p in params]
