@@ -78,9 +78,7 @@ def adamw_(
     Raises:
         tigon.Error: tensors that do not fit each other; nothing was modified.
     """
-    _adamw(
-        *_lists(tensors), ROUNDINGS.index(rounding), seed, clip, grad_scale, found_inf
-    )  # fmt: skip
+    _adamw(*_lists(tensors), ROUNDINGS.index(rounding), seed, clip, grad_scale, found_inf)
     torch.autograd.graph.increment_version(tensors.params)
 
 
