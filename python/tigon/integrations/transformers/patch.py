@@ -28,6 +28,7 @@ from tigon.integrations.transformers.qkv_split import plan_slices, split_forward
 from tigon.integrations.transformers.recompute import Ledger
 from tigon.integrations.transformers.report import Entry, Report
 from tigon.integrations.transformers.rope import Key, find_rotary, plan_rotary, rebind, release
+from tigon.integrations.transformers.routers import plan_router, router_forward
 from tigon.integrations.transformers.streams import plan_streams, streams_forward
 
 STATE = "_tigon_state"
@@ -153,16 +154,17 @@ class _Plan:
 
 
 def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
-          experts: bool = True, qkv: bool = True, hyper: bool = True, lazy_logits: bool = False,
-          strict: bool = False) -> Report:  # fmt: skip
-    """Replace the norms, MLPs, rotary functions, loss head and experts of a model by Tigon's.
+          experts: bool = True, router: bool = True, qkv: bool = True, hyper: bool = True,
+          lazy_logits: bool = False, strict: bool = False) -> Report:  # fmt: skip
+    """Replace the norms, MLPs, rotary functions, loss head, experts and routers of a model by Tigon's.
 
     Where q, k and v are slices of one projection they become parts of one split.
 
     Args:
         model: a Hugging Face model, or any module built from such parts; PEFT, DDP and
             `torch.compile` wrappers are looked through. Modified in place.
-        norm, mlp, rope, loss, experts, qkv, hyper: which slots to look at; hyper: hyper-connections.
+        norm, mlp, rope, loss, experts, router, qkv, hyper: which slots to look at; router: of experts;
+            hyper: hyper-connections.
         lazy_logits: owe logits to training forwards without labels too, for a loss that you (or Trainer's
             ``compute_loss_func``) compute from ``output.logits``. Stays until `undo`.
         strict: raise instead of leaving anything of these slots stock.
@@ -188,6 +190,8 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
         plan.modules("mlp", plan_mlp, mlp_forward)
     if experts:
         plan.experts()
+    if router:
+        plan.modules("router", plan_router, router_forward)
     if qkv:
         plan.modules("qkv", plan_slices, split_forward)
     if hyper:
@@ -202,6 +206,7 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
         "norm": norm,
         "mlp": mlp,
         "experts": experts,
+        "router": router,
         "qkv": qkv,
         "hyper": hyper,
         "rope": rope,
