@@ -51,6 +51,7 @@ GROUPS = {
     "softmax": ("softmax", "sparsemax"),
     "elementwise": ("glu", "relu_squared", "dyt"),
     "rope": ("rope", "qk_norm_rope"),
+    "experts": ("experts", "route"),
 }
 TITLES = {  # in the order of the index
     "models": "Whole models",

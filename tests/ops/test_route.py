@@ -172,6 +172,25 @@ def test_masked_tokens_do_not_touch_losses(device):
         assert all(map(same_bits, got, results[0]))
 
 
+@pytest.mark.parametrize("lead", [(7,), (2, 3)])
+def test_module(lead, device):
+    """A projection and the op; a model of it and of experts trains."""
+    options = {"score": "sigmoid", "num_groups": 4, "top_groups": 2, "scale": 2.5}
+    router = tigon.nn.Router(16, 12, 3, bias=True, correction=True, wide=True, **options).to(device)
+    assert set(router.state_dict()) == {"weight", "bias", "e_score_correction_bias"}
+    x = torch.randn(*lead, 16, device=device, dtype=torch.bfloat16)
+    weights, ids, aux, _ = router(x, losses=True, token_weights=torch.ones(lead, device=device))
+    logits = torch.nn.functional.linear(x.float(), router.weight, router.bias)
+    wanted = tigon.route(logits, 3, correction_bias=router.e_score_correction_bias, **options)
+    assert all(map(same_bits, (weights, ids), wanted))
+    experts = tigon.nn.Experts(12, 16, 8, device=device)
+    (experts(x.float(), ids, weights).square().mean() + aux).backward()
+    assert router.weight.grad.abs().sum() > 0 and router.bias.grad is not None
+    assert repr(router).startswith("Router(16, 12, 3, score='sigmoid'")
+    with pytest.raises(tigon.Error, match="num_groups must divide 12, got 5"):
+        tigon.nn.Router(16, 12, 3, num_groups=5)
+
+
 def test_compiled():
     """Fullgraph, forward and backward, the same bits; every option."""
 

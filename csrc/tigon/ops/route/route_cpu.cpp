@@ -91,7 +91,8 @@ void choose_experts(const RouteRow& row, const float* bias, int experts, int k, 
     for (int g = 0; g < groups; ++g) of_group[g] = route_group_key(c + g * size, size, how.two());
     choose(of_group, groups, int(how.top_groups), order);
     for (int i = 0; i < how.top_groups; ++i) open[order[i]] = true;
-    for (int e = 0; e < experts; ++e) keys[e] = open[e / size] ? keys[e] : 0u;
+    for (int g = 0; g < groups; ++g)
+      if (!open[g]) std::fill_n(keys + g * size, size, 0u);
   }
   choose(keys, experts, k, order);
 }
