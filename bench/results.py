@@ -197,6 +197,7 @@ def _e2e_command(run: Run) -> list[list[str]]:
             for name in ("seq", "layers", "steps", "compile", "padding", "masked", "optimizer", "clip")
             if r[name] not in (0, None, "", "torch")
         }
+        given |= {"apply": e2e.options(r["apply"])} if r["apply"] else {}
         settings.setdefault(tuple(given.items()), []).append(r)
     commands = []
     for given, records in settings.items():

@@ -13,8 +13,8 @@ A case module (`rms_norm.py` beside this file is the model) defines
   lazily, an ImportError means "not installed", None means "does not support this case".
 
 Tags: `test` correctness, `grad` its gradients too, `small` tests that repeat or trace the op too,
-`bench` a GPU benchmark, `bench_cpu` a CPU one, `smoke` a benchmark of milliseconds, `large` needs
-much memory.
+`bench` a GPU benchmark, `bench_cpu` a CPU one, `smoke` a benchmark of milliseconds, `paper` a point of
+the paper's figures 2 and 3, `large` needs much memory.
 """
 
 from __future__ import annotations
@@ -96,6 +96,10 @@ def norm_cases() -> list[Case]:
     ]
 
 
+# Hidden sizes and lengths of figures 2 and 3 of Liger's paper (arXiv:2410.10989).
+PAPER_HIDDEN = PAPER_LENGTHS = (4096, 8192, 12288, 16384)
+
+
 def norm_bench_cases(**params) -> list[Case]:
     """Row ops by row length: powers of two and what lies between, odd ones, heads, what a CPU does too."""
     columns = (1024, 2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384, 24576, 32768)
@@ -105,6 +109,7 @@ def norm_bench_cases(**params) -> list[Case]:
     shapes += [(262144, 128), (2048, 4096), (256, 4096)]
     cases = [bench_case(f"{r}x{c}", shape=(r, c), **params) for r, c in shapes]
     cases += [bench_case(f"4096x{c}", "bench_cpu", shape=(4096, c), **params) for c in (512, 4096)]
+    cases += [bench_case(f"paper_8192x{c}", "paper", shape=(8192, c), **params) for c in PAPER_HIDDEN]
     return [*cases, bench_case("128x1024", "smoke", shape=(128, 1024), **params)]
 
 

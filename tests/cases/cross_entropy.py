@@ -149,6 +149,7 @@ CASES = [
     bench_case("4096x262144", N=4096, V=262144),
     # 2 GB of logits in bf16.
     *(bench_case(f"vocabulary_{v}", "vocabulary", N=2**30 // v, V=v) for v in VOCABULARIES),
+    *(bench_case(f"paper_8192x{v}", "paper", N=8192, V=v) for v in (40960, 81920, 122880, 163840)),
     bench_case("1024x32000", "bench_cpu", N=1024, V=32000),
     bench_case("256x1024", "smoke", N=256, V=1024),
 ]  # fmt: skip

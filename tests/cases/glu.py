@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, liger, memory_bound, params, test_case
+from .case import PAPER_LENGTHS, Case, Inputs, Maker, bench_case, liger, memory_bound, params, test_case
 
 NAME = "glu"
 
@@ -112,6 +112,11 @@ CASES = [
     bench_case("16384x14336_geglu_none", shape=(16384, 14336), kind="geglu", options={"approximate": "none"}),
     bench_case("16384x14336_reglu", shape=(16384, 14336), kind="reglu"),
     bench_case("65536x2880_swiglu_oai", shape=(65536, 2880), kind="swiglu_oai"),
+    *(
+        bench_case(f"paper_{kind}_4x{t}x11008", "paper", shape=(4 * t, 11008), kind=kind)
+        for kind in ("swiglu", "geglu")
+        for t in PAPER_LENGTHS
+    ),
     bench_case("4096x1536", "bench_cpu", shape=(4096, 1536)),
     bench_case("1024x8192", "bench_cpu", shape=(1024, 8192)),
     bench_case("128x1024", "smoke", shape=(128, 1024)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, lay_out, params, test_case, upcast
+from .case import PAPER_HIDDEN, Case, Inputs, Maker, bench_case, itemsize, lay_out, params, test_case, upcast
 
 NAME = "rope"
 
@@ -253,6 +253,10 @@ CASES = [
     bench_case("B8_T4096_16+8x256", B=8, T=4096, Hq=16, Hk=8, D=256),
     bench_case("B4_T4096_32+8x128", B=4, T=4096, Hq=32, Hk=8, D=128),
     bench_case("B1_T16384_64+8x128", B=1, T=16384, Hq=64, Hk=8, D=128),
+    *(
+        bench_case(f"paper_B4_T2048_H{h}", "paper", B=4, T=2048, Hq=h // 128, Hk=h // 128, D=128)
+        for h in PAPER_HIDDEN
+    ),
     bench_case("B8_T512_8+8x64", "bench_cpu", B=8, T=512, Hq=8, Hk=8, D=64),
     bench_case("B1_T64_4+2x64", "smoke", B=1, T=64, Hq=4, Hk=2, D=64),
 ]
