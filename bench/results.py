@@ -5,9 +5,9 @@
     python bench/results.py --no-pictures                    the pages alone
 
 Every file below bench/results is recognised by its records: those of bench/run.py, host.py, e2e.py, floor.py,
-convergence.py, optimizer.py, parallel.py, medusa.py or examples/train.py. A page holds a group of ops, with
-one table for each op and file, since runs are not compared with each other. Files in a folder named
-`older` share a page without pictures. Pages and pictures that belong to no file are deleted.
+convergence.py, optimizer.py, parallel.py, parallel_e2e.py, medusa.py or examples/train.py. A page holds a
+group of ops, with one table for each op and file, since runs are not compared with each other. Files in a
+folder named `older` share a page without pictures. Pages and pictures that belong to no file are deleted.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ import convergence
 import e2e
 import floor
 import medusa
+import parallel_e2e
 import plot
-from steps import medusa_section, optimizer_section, parallel_section
+from steps import medusa_section, optimizer_section, parallel_e2e_section, parallel_section
 from tables import Comparison, Section, markdown, mib, ms, speed_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,8 +96,15 @@ class Run:
         if self.path.suffix == ".json":
             return "train"
         first = plot.read(self.path)[0]
-        marks = {"gpus": "parallel", "copy_ms": "optimizer", "kind": "optimizer", "stage": "medusa"}
-        marks |= {"case": "op", "op": "host", "parts_ms": "floor", "family": "convergence", "model": "e2e"}
+        marks = {"layout": "parallel_e2e", "gpus": "parallel", "copy_ms": "optimizer", "kind": "optimizer"}
+        marks |= {
+            "stage": "medusa",
+            "case": "op",
+            "op": "host",
+            "parts_ms": "floor",
+            "family": "convergence",
+            "model": "e2e",
+        }
         return next(kind for mark, kind in marks.items() if mark in first)
 
     @cached_property
@@ -110,7 +118,7 @@ class Run:
             names = KEYS[self.kind]
             return list({tuple(map(r.get, names)): r for r in plot.read(self.path)}.values())
         special = {"e2e": e2e.read, "floor": e2e.read, "convergence": convergence.read}
-        special["medusa"] = medusa.read
+        special |= {"medusa": medusa.read, "parallel_e2e": parallel_e2e.read}
         return special.get(self.kind, plot.read)(self.path)
 
     @property
@@ -132,8 +140,8 @@ class Run:
         """The page it is shown on, for an op the page of the op."""
         if self.older:
             return "older"
-        if self.kind in ("host", "convergence", "optimizer", "parallel"):
-            return self.kind
+        if self.kind in ("host", "convergence", "optimizer", "parallel", "parallel_e2e"):
+            return self.kind.removesuffix("_e2e")
         if self.cpu:
             return "cpu"
         return next((page for page, ops in GROUPS.items() if op in ops), op) if op else "models"
@@ -143,7 +151,7 @@ class Run:
         if self.kind == "train":
             devices = {f"{r['device_name']}, torch {r['torch']}" for r in self.records[0]["runs"].values()}
             return "; ".join(sorted(devices))
-        names = ("torch", "transformers", "liger-kernel", "triton", "commit")
+        names = ("torch", "transformers", "megatron-core", "liger-kernel", "triton", "commit")
         found = {
             ", ".join([r["gpu"], *(f"{name} {r[name]}" for name in names if r.get(name))])
             for r in self.records
@@ -214,6 +222,10 @@ def _train_command(run: Run) -> list[str]:
     return ["make", "train", f"ARGS=--providers {','.join(run.records[0]['runs'])} {' '.join(words)}"]
 
 
+def _host_command(run: Run) -> list[str]:
+    return ["python", "bench/host.py", "--device", _device(run), "--dtype", run.records[0]["dtype"]]
+
+
 def _optimizer_command(run: Run) -> list[str]:
     kinds = _values((r for r in run.records if r["kind"] != "agreement"), "kind")
     return ["python", "bench/optimizer.py", "--device", _device(run), "--kinds", kinds]
@@ -224,6 +236,19 @@ def _parallel_command(run: Run) -> list[list[str]]:
         ["torchrun", "--nproc-per-node", str(gpus), "bench/parallel.py"]
         for gpus in dict.fromkeys(r["gpus"] for r in run.records)
     ]
+
+
+def _parallel_e2e_command(run: Run) -> list[list[str]]:
+    commands: dict[tuple, list[dict]] = {}
+    for r in run.records:
+        given = {name: r[name] for name in ("model", "layers", "batch", "seq", "steps")}
+        given["set"] = ",".join(f"{name}={json.dumps(value)}" for name, value in r["changes"].items())
+        commands.setdefault((r["gpus"], *given.items()), []).append(r)
+    return [
+        ["torchrun", "--nproc-per-node", str(gpus), "bench/parallel_e2e.py", "--layouts",
+         _values(records, "layout"), *(w for name, v in given if v for w in (f"--{name}", str(v)))]
+        for (gpus, *given), records in commands.items()
+    ]  # fmt: skip
 
 
 def _medusa_command(run: Run) -> list[list[str]]:
@@ -243,19 +268,13 @@ def _medusa_command(run: Run) -> list[list[str]]:
 
 COMMANDS: dict[str, Callable[[Run], list]] = {
     "op": _op_command,
-    "host": lambda run: [
-        "python",
-        "bench/host.py",
-        "--device",
-        _device(run),
-        "--dtype",
-        run.records[0]["dtype"],
-    ],
+    "host": _host_command,
     "e2e": _e2e_command,
     "floor": _e2e_command,
     "train": _train_command,
     "optimizer": _optimizer_command,
     "parallel": _parallel_command,
+    "parallel_e2e": _parallel_e2e_command,
     "medusa": _medusa_command,
     "convergence": lambda run: ["python", "bench/convergence.py", "--device", _device(run)],
 }
@@ -422,6 +441,7 @@ SECTIONS = {
     "host": host_section,
     "optimizer": optimizer_section,
     "medusa": medusa_section,
+    "parallel_e2e": parallel_e2e_section,
 }
 
 
