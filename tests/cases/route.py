@@ -76,6 +76,10 @@ CASES = [
     test_case("nan_losses", shape=(5, 64), top_k=8, fill="nan", losses=True),
     test_case("nan_unnormalized", shape=(5, 64), top_k=8, fill="nan", normalize=False),
     test_case("nan_groups", shape=(5, 64), top_k=8, fill="nan", groups=(8, 3)),
+    test_case("nan_sigmoid", shape=(5, 64), top_k=8, fill="nan", score="sigmoid"),
+    test_case("nan_bias", shape=(5, 64), top_k=8, fill="nan", bias=True),
+    test_case("nan_v3", shape=(5, 64), top_k=8, fill="nan", groups=(8, 3), **_V3),
+    test_case("nothing_left", shape=(5, 64), top_k=8, fill="nothing"),
     test_case("inf", shape=(5, 64), top_k=8, fill="inf"),
     test_case("closed", shape=(9, 64), top_k=8, fill="-inf", losses=True),
     test_case("closed_sigmoid", shape=(9, 64), top_k=8, fill="-inf", score="sigmoid"),
@@ -143,6 +147,8 @@ def _fill(logits, fill, kwargs):
         logits[1] = math.nan
     elif fill == "-inf":  # experts that no token may choose
         logits[..., 5::7] = -math.inf
+    elif fill == "nothing":
+        logits[1] = -math.inf
     elif fill is not None:
         logits[1, 3] = float(fill)
 

@@ -9,6 +9,8 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+from packaging.version import Version
 from tiny import assert_as_good, batch, close, double, make
 from tiny import step as model_step
 from torch import nn
@@ -16,7 +18,9 @@ from torch.overrides import TorchFunctionMode
 
 import tigon
 from tigon import apply, undo
+from tigon.integrations.transformers.routers import plan_router
 
+OLDER = Version(transformers.__version__) < Version("5.23")
 T, H, E, K = 23, 32, 24, 3
 CLASSES = {
     "mixtral": "MixtralTopKRouter",
@@ -64,6 +68,8 @@ def router_of(family, dtype=torch.float32, **changes):
         pytest.skip(f"this transformers has no {CLASSES[family]}")
     torch.manual_seed(3)
     router = cls(Config(**changes))
+    if OLDER and plan_router(router) is None:
+        pytest.skip(f"{CLASSES[family]} has another form in this transformers")
     for p in (*router.parameters(), *router.buffers()):
         nn.init.normal_(p, std=0.3)
     for p in router.parameters():

@@ -5,7 +5,7 @@
 //             neither a bias nor a sum of two, else p + bias. With groups of E / num_groups adjacent experts, only those of the
 //             top_groups groups whose score is largest: the largest c of the group, or the sum of its two largest. Equal c and equal
 //             scores: the smaller index first; NaN counts as the largest. weights_k = scale * p / S at C's k-th, S = sum of p over C
-//             (+ 1e-20 for sigmoid) with normalize, else 1. Softmax with normalize is the softmax of the chosen logits alone
+//             (+ 1e-20 for sigmoid) with normalize, else 1. Softmax with normalize is the softmax of the chosen logits alone.
 //             q = p, for sigmoid p / (sum of p + 1e-20); v = token_weights; W = sum of v; lse = log sum exp z
 //             aux = E * sum over e of (sum over t of v [e in C_t] / W) * (sum over t of v q_e / W);  z = sum over t of v lse^2 / W
 //             Tokens of weight 0 add nothing, whatever they hold; where W is 0 both losses are 0

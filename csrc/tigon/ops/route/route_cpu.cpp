@@ -14,10 +14,10 @@ struct RouteRow {
   alignas(64) float z[kRouteExperts], e[kRouteExperts], r[kRouteExperts];
   float top, sum, scores;
 };
-// What reaches a row: h and factor from its weights (null: nothing), aux and lse from the losses (0: nothing).
+// What reaches a row: h from its weights (null: nothing), aux and lse from the losses (0: nothing).
 struct RouteGradient {
   const float *h, *q, *balance;
-  float factor, aux, lse;
+  float aux, lse;
 };
 struct RouteKernels {
   void (*load)(const void* logits, RouteRow& row, int64_t n, bool sigmoids, bool normalize);
@@ -178,16 +178,16 @@ void route_bwd(Context& ctx, const RouteBwd& a) {
       const double r = double(row.r[id_at(a.ids, t, i)]);
       by += r, dot += r * double(value_at(a.dweights, t, i));
     }
-    const double divisor = a.how.normalize && given ? by : 1.0, mean = dot / divisor;
-    std::fill_n(h, experts, outside ? float(-mean) : 0.0f);
+    const double divisor = a.how.normalize && given ? by : 1.0, mean = dot / divisor,
+                 factor = double(a.how.scale) / divisor;
+    std::fill_n(h, experts, outside ? float(-mean * factor) : 0.0f);
     for (int64_t i = 0; i < k && given; ++i)
-      h[id_at(a.ids, t, i)] = float(double(value_at(a.dweights, t, i)) - (inside ? mean : 0.0));
+      h[id_at(a.ids, t, i)] = float((double(value_at(a.dweights, t, i)) - (inside ? mean : 0.0)) * factor);
     const float v = token_weight(a.token_weights, t);
     const bool counts = v != 0.0f;
     RouteGradient g = {.h = given ? h : nullptr,
                        .q = q,
                        .balance = a.balance.as<float>(),
-                       .factor = float(double(a.how.scale) / divisor),
                        .aux = counts ? daux * v : 0.0f,
                        .lse = 0.0f};
     if (g.aux != 0.0f) table.distribution(row, q, experts, sigmoids);

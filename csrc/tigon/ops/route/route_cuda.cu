@@ -310,12 +310,12 @@ __global__ __launch_bounds__(kThreads) void backward_kernel(const __grid_constan
     const float by = p.how.normalize ? sum_row(chosen) + (p.how.sigmoids ? kRouteTiny : 0.0f) : 1.0f;
     const float mean = sum_row(product) / by, factor = p.how.scale / by;
     const float inside = p.how.normalize || !p.how.sigmoids ? mean : 0.0f,
-                outside = p.how.normalize || p.how.sigmoids ? 0.0f : mean;
+                outside = p.how.normalize || p.how.sigmoids ? 0.0f : -mean * factor;
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       const int expert = j * 32 + lane;
       const bool taken = expert < p.experts && place[expert] >= 0;
-      d[j] = route_dz(row.r[j], taken ? g[j] - inside : -outside, factor, p.how.sigmoids);
+      d[j] = route_dz(row.r[j], taken ? (g[j] - inside) * factor : outside, p.how.sigmoids);
     }
   }
   const float v = p.token_weights == nullptr ? 1.0f : p.token_weights[t];
