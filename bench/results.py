@@ -18,7 +18,7 @@ import re
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,12 +29,12 @@ import floor
 import medusa
 import parallel_e2e
 import plot
+from commands import COMMANDS, values
 from steps import medusa_section, optimizer_section, parallel_e2e_section, parallel_section
 from tables import Comparison, Section, markdown, mib, ms, speed_text
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA, PAGES, IMAGES = ROOT / "bench/results", ROOT / "docs/results", ROOT / "docs/img"
-NAMED_CASES = 8  # a command names its cases up to this many
 # The page of an op; an op that is not here has a page of its own.
 GROUPS = {
     "loss_head": ("linear_cross_entropy", "multi_token_loss"),
@@ -48,10 +48,19 @@ GROUPS = {
         "policy",
     ),
     "losses": ("cross_entropy", "divergence"),
-    "norms": ("rms_norm", "add_rms_norm", "layer_norm", "gated_rms_norm", "group_norm", "poly_norm"),
+    "norms": (
+        "rms_norm",
+        "add_rms_norm",
+        "layer_norm",
+        "modulated_rms_norm",
+        "gated_rms_norm",
+        "group_norm",
+        "poly_norm",
+    ),
     "softmax": ("softmax", "sparsemax"),
     "elementwise": ("glu", "relu_squared", "dyt"),
     "rope": ("rope", "qk_norm_rope"),
+    "streams": ("attention_residual", "hyper_connection"),
     "experts": ("experts", "route"),
 }
 TITLES = {  # in the order of the index
@@ -64,6 +73,7 @@ TITLES = {  # in the order of the index
     "elementwise": "Elementwise ops",
     "rope": "Rotary embedding",
     "embedding": "Embedding",
+    "streams": "Attention residuals and hyper-connections",
     "experts": "Experts",
     "optimizer": "Optimizer",
     "parallel": "Several GPUs",
@@ -178,108 +188,6 @@ def runs(folder: Path) -> list[Run]:
     return [Run(path) for path in sorted(folder.rglob("*.json*"))]
 
 
-# --- command lines ----------------------------------------------------------------------------
-
-
-def _values(records: Iterable[dict], name: str) -> str:
-    return ",".join(dict.fromkeys(str(r[name]) for r in records if r.get(name) is not None))
-
-
-def _device(run: Run) -> str:
-    return "cpu" if run.cpu else "cuda"
-
-
-def _op_command(run: Run) -> list[str]:
-    words = ["python", "bench/run.py", "--ops", _values(run.records, "op")]
-    words += ["--providers", _values(run.records, "provider"), "--dtypes", _values(run.records, "dtype")]
-    if (cases := _values(run.records, "case")).count(",") < NAMED_CASES:
-        words += ["--cases", cases]
-    return words + (["--device", "cpu"] if run.cpu else [])
-
-
-def _e2e_command(run: Run) -> list[list[str]]:
-    settings: dict[tuple, list[dict]] = {}
-    for r in run.records:
-        given = {
-            name: r[name]
-            for name in ("seq", "layers", "steps", "compile", "padding", "masked", "optimizer", "clip")
-            if r[name] not in (0, None, "", "torch")
-        }
-        given |= {"apply": e2e.options(r["apply"])} if r["apply"] else {}
-        settings.setdefault(tuple(given.items()), []).append(r)
-    commands = []
-    for given, records in settings.items():
-        words = ["python", f"bench/{run.kind}.py"]
-        words += ["--providers", _values(records, "provider")] if run.kind == "e2e" else []
-        words += ["--models", _values(records, "model"), "--batches", _values(records, "batch")]
-        commands.append(words + [word for name, value in given for word in (f"--{name}", str(value))])
-    return commands
-
-
-def _train_command(run: Run) -> list[str]:
-    plan = run.records[0]["plan"]
-    words = [f"--{name} {plan[name]}" for name in ("device", "dtype", "steps", "batch", "seq")]
-    return ["make", "train", f"ARGS=--providers {','.join(run.records[0]['runs'])} {' '.join(words)}"]
-
-
-def _host_command(run: Run) -> list[str]:
-    return ["python", "bench/host.py", "--device", _device(run), "--dtype", run.records[0]["dtype"]]
-
-
-def _optimizer_command(run: Run) -> list[str]:
-    kinds = _values((r for r in run.records if r["kind"] != "agreement"), "kind")
-    return ["python", "bench/optimizer.py", "--device", _device(run), "--kinds", kinds]
-
-
-def _parallel_command(run: Run) -> list[list[str]]:
-    return [
-        ["torchrun", "--nproc-per-node", str(gpus), "bench/parallel.py"]
-        for gpus in dict.fromkeys(r["gpus"] for r in run.records)
-    ]
-
-
-def _parallel_e2e_command(run: Run) -> list[list[str]]:
-    commands: dict[tuple, list[dict]] = {}
-    for r in run.records:
-        given = {name: r[name] for name in ("model", "layers", "batch", "seq", "steps")}
-        given["set"] = ",".join(f"{name}={json.dumps(value)}" for name, value in r["changes"].items())
-        commands.setdefault((r["gpus"], *given.items()), []).append(r)
-    return [
-        ["torchrun", "--nproc-per-node", str(gpus), "bench/parallel_e2e.py", "--layouts",
-         _values(records, "layout"), *(w for name, v in given if v for w in (f"--{name}", str(v)))]
-        for (gpus, *given), records in commands.items()
-    ]  # fmt: skip
-
-
-def _medusa_command(run: Run) -> list[list[str]]:
-    commands: list[list[str]] = []
-    for model, layers, batch, steps in dict.fromkeys(
-        tuple(map(r.get, ("model", "layers", "batch", "steps"))) for r in run.records
-    ):
-        mine = [r for r in run.records if (r["model"], r.get("layers"), r["batch"]) == (model, layers, batch)]
-        words = ["python", "bench/medusa.py", "--model", model, "--batch", str(batch), "--steps", str(steps)]
-        words += ["--layers", str(layers)] if layers else []
-        named = {"heads": "heads", "stages": "stage", "lengths": "seq", "providers": "provider"}
-        commands.append(
-            words + [w for flag, name in named.items() for w in (f"--{flag}", _values(mine, name))]
-        )
-    return commands
-
-
-COMMANDS: dict[str, Callable[[Run], list]] = {
-    "op": _op_command,
-    "host": _host_command,
-    "e2e": _e2e_command,
-    "floor": _e2e_command,
-    "train": _train_command,
-    "optimizer": _optimizer_command,
-    "parallel": _parallel_command,
-    "parallel_e2e": _parallel_e2e_command,
-    "medusa": _medusa_command,
-    "convergence": lambda run: ["python", "bench/convergence.py", "--device", _device(run)],
-}
-
-
 # --- tables -----------------------------------------------------------------------------------
 
 
@@ -337,7 +245,7 @@ def failures(records: list[dict]) -> str:
     for r in records:
         found.setdefault((r["provider"], re.sub(r"\d+", "", r["error"])), []).append(r)
     lines = [
-        f"- {same[0]['provider']}, {_values(same, 'case').replace(',', ', ')}: {same[0]['error'][:120]}"
+        f"- {same[0]['provider']}, {values(same, 'case').replace(',', ', ')}: {same[0]['error'][:120]}"
         for same in found.values()
     ]
     return "\n\nNot measured:\n\n" + "\n".join(lines) if lines else ""
