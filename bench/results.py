@@ -61,6 +61,7 @@ GROUPS = {
     "elementwise": ("glu", "relu_squared", "dyt"),
     "rope": ("rope", "qk_norm_rope"),
     "streams": ("attention_residual", "hyper_connection"),
+    "experts": ("experts", "route"),
 }
 TITLES = {  # in the order of the index
     "models": "Whole models",

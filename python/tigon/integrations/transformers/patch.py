@@ -31,6 +31,7 @@ from tigon.integrations.transformers.report import Entry, Report
 from tigon.integrations.transformers.residual import plan_residual
 from tigon.integrations.transformers.rewriting import rewritten_forward
 from tigon.integrations.transformers.rope import Key, find_rotary, plan_rotary, rebind, release
+from tigon.integrations.transformers.routers import plan_router, router_forward
 from tigon.integrations.transformers.streams import plan_streams
 
 STATE = "_tigon_state"
@@ -160,16 +161,17 @@ class _Plan:
 
 
 def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
-          experts: bool = True, qkv: bool = True, hyper: bool = True, residual: bool = False,
-          lazy_logits: bool = False, strict: bool = False) -> Report:  # fmt: skip
-    """Replace the norms, MLPs, rotary functions, loss head and experts of a model by Tigon's.
+          experts: bool = True, router: bool = True, qkv: bool = True, hyper: bool = True,
+          residual: bool = False, lazy_logits: bool = False, strict: bool = False) -> Report:  # fmt: skip
+    """Replace the norms, MLPs, rotary functions, loss head, experts and routers of a model by Tigon's.
 
     Where q, k and v are slices of one projection they become parts of one split.
 
     Args:
         model: a Hugging Face model, or any module built from such parts; PEFT, DDP and
             `torch.compile` wrappers are looked through. Modified in place.
-        norm, mlp, rope, loss, experts, qkv, hyper: which slots to look at; hyper: hyper-connections.
+        norm, mlp, rope, loss, experts, router, qkv, hyper: which slots to look at; router: of experts;
+            hyper: hyper-connections.
         residual: run a residual addition and the RMSNorm of its sum, inside a decoder layer, in one pass.
         lazy_logits: owe logits to training forwards without labels too, for a loss that you (or Trainer's
             ``compute_loss_func``) compute from ``output.logits``. Stays until `undo`.
@@ -196,6 +198,8 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
         plan.modules("mlp", plan_mlp, mlp_forward)
     if experts:
         plan.experts()
+    if router:
+        plan.modules("router", plan_router, router_forward)
     if qkv:
         plan.modules("qkv", plan_slices, rewritten_forward)
     if hyper:
@@ -212,6 +216,7 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
         "norm": norm,
         "mlp": mlp,
         "experts": experts,
+        "router": router,
         "qkv": qkv,
         "hyper": hyper,
         "residual": residual,
