@@ -4,6 +4,7 @@
     python bench/e2e.py --suite paper --budget 25         five models over batch sizes, at most 25 minutes
     python bench/e2e.py --models llama3-8b --layers 8     a quarter of the layers, for a smaller card
     python bench/e2e.py --optimizer tigon --clip 1        the whole step: tigon.optim.AdamW beside fused AdamW
+    python bench/e2e.py --apply residual=True             options of tigon.apply, recorded with the numbers
     python bench/e2e.py --table out/e2e.jsonl             the table of an earlier run
 
 Random weights from the published configurations, bfloat16, fused AdamW (``--optimizer``: Tigon's own under
@@ -17,6 +18,7 @@ deviation, padding counted; peak memory is that of torch's allocator, model and 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import json
 import math
@@ -85,6 +87,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--seq", type=int, default=512)
     add("--layers", type=int, help="fewer layers than published")
     add("--set", default="", metavar="K=V,...", help="other changes of every configuration")
+    add("--apply", default="", metavar="K=V,...", help="options of tigon.apply, as Python writes them")
     add("--steps", type=int, default=10, help=f"measured steps, after {WARMUP} to warm up")
     add("--masked", type=float, default=0.0, help="fraction of labels that do not count")
     add("--padding", type=float, default=0.0, help="mean fraction of a row that is padding, under a mask")
@@ -125,17 +128,25 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def cases(args: argparse.Namespace) -> list[dict]:
     """Every case: batch by batch the models, providers of one setting one after the other."""
-    changes = {}
-    for pair in filter(None, args.set.split(",")):
-        name, _, value = pair.partition("=")
-        changes[name] = json.loads(value)
+    mappings = {"changes": pairs(args.set, json.loads), "apply": pairs(args.apply, ast.literal_eval)}
     shared = {name: getattr(args, name) for name in SETTING}
     return [
-        {"model": model, "batch": batch, "provider": provider, "changes": changes, **shared}
+        {"model": model, "batch": batch, "provider": provider, **mappings, **shared}
         for batch in args.batches
         for model in args.models
         for provider in args.providers
     ]
+
+
+def pairs(text: str, parse_value) -> dict:
+    """K=V,... as a dictionary."""
+    named = (pair.partition("=") for pair in filter(None, text.split(",")))
+    return {name: parse_value(value) for name, _, value in named}
+
+
+def options(given: dict) -> str:
+    """The same as text, values as Python writes them."""
+    return ",".join(f"{name}={value!r}" for name, value in given.items())
 
 
 # --- one case, in its own process -------------------------------------------------------------
@@ -175,12 +186,12 @@ def inputs(case: dict, vocabulary: int, generator) -> dict:
     return {"input_ids": ids, "labels": labels.masked_fill(~mask, -100), "attention_mask": mask.long()}
 
 
-def patch(model, provider: str) -> str:
-    """Put the provider in; what it reports."""
+def patch(model, provider: str, **options) -> str:
+    """Put the provider in; what it reports. The options are those of tigon.apply."""
     if provider == "tigon":
         import tigon
 
-        return str(tigon.apply(model))
+        return str(tigon.apply(model, **options))
     if provider == "liger":
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
@@ -229,7 +240,7 @@ def run_case(case: dict) -> dict:
 
     cuda = case["device"].startswith("cuda")
     model = build(case)
-    report = patch(model, case["provider"])
+    report = patch(model, case["provider"], **case["apply"])
     model = compiled(model, case["compile"])
     update = make_step(model, case)
     generator = torch.Generator().manual_seed(1)
@@ -361,7 +372,8 @@ _ready: dict[tuple, Worker] = {}
 def key(record: dict) -> tuple:
     """What makes two records the same case."""
     names = ("model", "batch", "provider", *(name for name in SETTING if name != "steps"))
-    return (*(record[name] for name in names), json.dumps(record["changes"], sort_keys=True))
+    mappings = (json.dumps(record[name], sort_keys=True) for name in ("changes", "apply"))
+    return (*(record[name] for name in names), *mappings)
 
 
 def read(path: Path) -> list[dict]:
@@ -370,7 +382,7 @@ def read(path: Path) -> list[dict]:
         return []
     records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     for record in records:  # as older files have them
-        for name, value in (("padding", 0.0), ("optimizer", "torch"), ("clip", 0.0)):
+        for name, value in (("padding", 0.0), ("optimizer", "torch"), ("clip", 0.0), ("apply", {})):
             record.setdefault(name, value)
         record["compile"] = {True: "model", False: ""}.get(record["compile"], record["compile"])
     return list({key(record): record for record in records}.values())
@@ -408,7 +420,8 @@ def setting(record: dict) -> str:
              record["optimizer"] == "backward" and "Tigon's step in the backward",
              record["clip"] and f"clipped at {record['clip']:g}",
              record["dtype"] == "float32" and "float32",
-             *(f"{name}={value}" for name, value in record["changes"].items())]  # fmt: skip
+             *(f"{name}={value}" for name, value in record["changes"].items()),
+             record["apply"] and f"apply {options(record['apply'])}"]  # fmt: skip
     return ", ".join(filter(None, parts))
 
 

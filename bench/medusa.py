@@ -9,8 +9,9 @@ on a frozen model, stage 2 both (with the loss of the model's own head). Every p
 with their residual blocks: stock takes PyTorch's cross-entropy of every head's logits; liger calls
 LigerFusedLinearCrossEntropyLoss once for each head, as the example of liger-kernel 0.8.5 does, but on the
 head's own hidden states (that example leaves the blocks out there); tigon makes one call of
-`tigon.nn.MedusaHeads`. Every case runs in a process of its own on the same data; its record (or its error)
-is appended to --out when it ends. Peak memory is that of torch's allocator, model and optimizer included.
+`tigon.nn.MedusaHeads`, tigon_small with max_workspace_mb=256. Every case runs in a process of its own on the
+same data; its record (or its error) is appended to --out when it ends. Peak memory is that of torch's
+allocator, model and optimizer included.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from pathlib import Path
 
 import e2e
 
-PROVIDERS = ("stock", "liger", "tigon")
+PROVIDERS = ("stock", "liger", "tigon", "tigon_small")
+SMALL_MB = 256  # max_workspace_mb of tigon_small
 WARMUP = 2
 SCALE, DECAY = 0.2, 0.8
 KEY = ("model", "layers", "heads", "stage", "seq", "batch", "dtype", "device", "provider", "changes")
@@ -92,11 +94,12 @@ def head_by_head(cross_entropy):
 
 def loss_of_provider(provider: str):
     """``(model, heads, hidden, labels, joint) -> loss``."""
-    if provider == "tigon":
+    if provider.startswith("tigon"):
+        cap = {"max_workspace_mb": SMALL_MB} if provider == "tigon_small" else {}
 
         def loss_of(model, heads, hidden, labels, joint):
             of_model = {"head": model.lm_head, "scale": SCALE} if joint else {}
-            return heads(hidden, labels, decay=DECAY, **of_model).loss
+            return heads(hidden, labels, decay=DECAY, **of_model, **cap).loss
 
         return loss_of
     if provider == "liger":
@@ -117,7 +120,7 @@ def run_case(case: dict) -> dict:
 
     cuda, joint = case["device"].startswith("cuda"), case["stage"] == 2
     model = e2e.build({**case, "checkpointing": joint})
-    e2e.patch(model, case["provider"])
+    e2e.patch(model, case["provider"].removesuffix("_small"))
     model.requires_grad_(joint)
     vocab, size = model.lm_head.weight.shape
     to = {"device": case["device"], "dtype": model.dtype}

@@ -4,7 +4,8 @@
 
 `limit`: the three bare products of the whole head on one GPU, divided by the processes; for given logits a
 copy of 6 bytes an element. `alone`: the same call on this process's shard in a group of itself; the rest is
-communication. Peers for given logits: PyTorch's `loss_parallel`, and Megatron-Core's where it is installed.
+communication, of which `exposed` is what the profiler sees beside no other kernel. Peers for given logits:
+PyTorch's `loss_parallel`, and Megatron-Core's where it is installed.
 Times are medians over calls, of the slowest process; peaks are beyond the inputs. Writes JSON lines.
 """
 
@@ -70,6 +71,40 @@ def peak_mb(call) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
+def uncovered(intervals: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
+    """How much of the intervals, which do not overlap, no other covers."""
+    merged: list[list[float]] = []
+    for begin, end in sorted(others):
+        if merged and begin <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([begin, end])
+    left = 0.0
+    for begin, end in intervals:
+        left += end - begin
+        left -= sum(max(0.0, min(end, b) - max(begin, a)) for a, b in merged)
+    return left
+
+
+def exposed_ms(call) -> float:
+    """Milliseconds of a call in which this GPU communicates and does nothing else, waiting for others too."""
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        dist.barrier()
+        torch.cuda._sleep(int(timing.CLOCK * 0.01))  # the host is ahead from here on
+        for _ in range(3):
+            call()
+        torch.cuda.synchronize()
+    of_device = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    spans = [(e.name, e.time_range.start, e.time_range.end) for e in of_device if "nccl:" not in e.name]
+    slept = max((end for name, _, end in spans if "spin_kernel" in name), default=0.0)  # in all processes
+    found: dict[bool, list] = {True: [], False: []}
+    for name, begin, end in spans:
+        if begin >= slept:
+            found[name.startswith("nccl")].append((begin, end))
+    return uncovered(found[True], found[False]) / 3e3
+
+
 def products(tokens: int, hidden: int, vocab: int) -> float:
     """Milliseconds of the three products of a whole head on this GPU, V rounded up to 64."""
     vocab = -(-vocab // 64) * 64
@@ -106,6 +141,7 @@ def head(name: str, alone, write) -> None:
 
     record = {"op": "parallel_head", "case": name, "limit_ms": limit, "ms": time_ms(lambda: step(**options))}
     record["peak_mb"] = peak_mb(lambda: step(**options))
+    record["exposed_ms"] = exposed_ms(lambda: step(**options))
     if not sequence_parallel:
         record["alone_ms"] = time_ms(lambda: step(alone))
     write(record)

@@ -5,9 +5,9 @@
     python bench/results.py --no-pictures                    the pages alone
 
 Every file below bench/results is recognised by its records: those of bench/run.py, host.py, e2e.py, floor.py,
-convergence.py, optimizer.py, parallel.py, medusa.py or examples/train.py. A page holds a group of ops, with
-one table for each op and file, since runs are not compared with each other. Files in a folder named
-`older` share a page without pictures. Pages and pictures that belong to no file are deleted.
+convergence.py, optimizer.py, parallel.py, parallel_e2e.py, medusa.py or examples/train.py. A page holds a
+group of ops, with one table for each op and file, since runs are not compared with each other. Files in a
+folder named `older` share a page without pictures. Pages and pictures that belong to no file are deleted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,13 +27,14 @@ import convergence
 import e2e
 import floor
 import medusa
+import parallel_e2e
 import plot
-from steps import medusa_section, optimizer_section, parallel_section
+from commands import COMMANDS, values
+from steps import medusa_section, optimizer_section, parallel_e2e_section, parallel_section
 from tables import Comparison, Section, markdown, mib, ms, speed_text
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA, PAGES, IMAGES = ROOT / "bench/results", ROOT / "docs/results", ROOT / "docs/img"
-NAMED_CASES = 8  # a command names its cases up to this many
 # The page of an op; an op that is not here has a page of its own.
 GROUPS = {
     "loss_head": ("linear_cross_entropy", "multi_token_loss"),
@@ -47,10 +48,20 @@ GROUPS = {
         "policy",
     ),
     "losses": ("cross_entropy", "divergence"),
-    "norms": ("rms_norm", "add_rms_norm", "layer_norm", "gated_rms_norm", "group_norm", "poly_norm"),
+    "norms": (
+        "rms_norm",
+        "add_rms_norm",
+        "layer_norm",
+        "modulated_rms_norm",
+        "gated_rms_norm",
+        "group_norm",
+        "poly_norm",
+    ),
     "softmax": ("softmax", "sparsemax"),
     "elementwise": ("glu", "relu_squared", "dyt"),
     "rope": ("rope", "qk_norm_rope"),
+    "streams": ("attention_residual", "hyper_connection"),
+    "experts": ("experts", "route"),
 }
 TITLES = {  # in the order of the index
     "models": "Whole models",
@@ -62,6 +73,7 @@ TITLES = {  # in the order of the index
     "elementwise": "Elementwise ops",
     "rope": "Rotary embedding",
     "embedding": "Embedding",
+    "streams": "Attention residuals and hyper-connections",
     "experts": "Experts",
     "optimizer": "Optimizer",
     "parallel": "Several GPUs",
@@ -94,8 +106,15 @@ class Run:
         if self.path.suffix == ".json":
             return "train"
         first = plot.read(self.path)[0]
-        marks = {"gpus": "parallel", "copy_ms": "optimizer", "kind": "optimizer", "stage": "medusa"}
-        marks |= {"case": "op", "op": "host", "parts_ms": "floor", "family": "convergence", "model": "e2e"}
+        marks = {"layout": "parallel_e2e", "gpus": "parallel", "copy_ms": "optimizer", "kind": "optimizer"}
+        marks |= {
+            "stage": "medusa",
+            "case": "op",
+            "op": "host",
+            "parts_ms": "floor",
+            "family": "convergence",
+            "model": "e2e",
+        }
         return next(kind for mark, kind in marks.items() if mark in first)
 
     @cached_property
@@ -109,7 +128,7 @@ class Run:
             names = KEYS[self.kind]
             return list({tuple(map(r.get, names)): r for r in plot.read(self.path)}.values())
         special = {"e2e": e2e.read, "floor": e2e.read, "convergence": convergence.read}
-        special["medusa"] = medusa.read
+        special |= {"medusa": medusa.read, "parallel_e2e": parallel_e2e.read}
         return special.get(self.kind, plot.read)(self.path)
 
     @property
@@ -131,8 +150,8 @@ class Run:
         """The page it is shown on, for an op the page of the op."""
         if self.older:
             return "older"
-        if self.kind in ("host", "convergence", "optimizer", "parallel"):
-            return self.kind
+        if self.kind in ("host", "convergence", "optimizer", "parallel", "parallel_e2e"):
+            return self.kind.removesuffix("_e2e")
         if self.cpu:
             return "cpu"
         return next((page for page, ops in GROUPS.items() if op in ops), op) if op else "models"
@@ -142,7 +161,7 @@ class Run:
         if self.kind == "train":
             devices = {f"{r['device_name']}, torch {r['torch']}" for r in self.records[0]["runs"].values()}
             return "; ".join(sorted(devices))
-        names = ("torch", "transformers", "liger-kernel", "triton", "commit")
+        names = ("torch", "transformers", "megatron-core", "liger-kernel", "triton", "commit")
         found = {
             ", ".join([r["gpu"], *(f"{name} {r[name]}" for name in names if r.get(name))])
             for r in self.records
@@ -167,96 +186,6 @@ def op_key(record: dict) -> tuple:
 def runs(folder: Path) -> list[Run]:
     """Every file of results below a folder, by name."""
     return [Run(path) for path in sorted(folder.rglob("*.json*"))]
-
-
-# --- command lines ----------------------------------------------------------------------------
-
-
-def _values(records: Iterable[dict], name: str) -> str:
-    return ",".join(dict.fromkeys(str(r[name]) for r in records if r.get(name) is not None))
-
-
-def _device(run: Run) -> str:
-    return "cpu" if run.cpu else "cuda"
-
-
-def _op_command(run: Run) -> list[str]:
-    words = ["python", "bench/run.py", "--ops", _values(run.records, "op")]
-    words += ["--providers", _values(run.records, "provider"), "--dtypes", _values(run.records, "dtype")]
-    if (cases := _values(run.records, "case")).count(",") < NAMED_CASES:
-        words += ["--cases", cases]
-    return words + (["--device", "cpu"] if run.cpu else [])
-
-
-def _e2e_command(run: Run) -> list[list[str]]:
-    settings: dict[tuple, list[dict]] = {}
-    for r in run.records:
-        given = {
-            name: r[name]
-            for name in ("seq", "layers", "steps", "compile", "padding", "masked", "optimizer", "clip")
-            if r[name] not in (0, None, "", "torch")
-        }
-        settings.setdefault(tuple(given.items()), []).append(r)
-    commands = []
-    for given, records in settings.items():
-        words = ["python", f"bench/{run.kind}.py"]
-        words += ["--providers", _values(records, "provider")] if run.kind == "e2e" else []
-        words += ["--models", _values(records, "model"), "--batches", _values(records, "batch")]
-        commands.append(words + [word for name, value in given for word in (f"--{name}", str(value))])
-    return commands
-
-
-def _train_command(run: Run) -> list[str]:
-    plan = run.records[0]["plan"]
-    words = [f"--{name} {plan[name]}" for name in ("device", "dtype", "steps", "batch", "seq")]
-    return ["make", "train", f"ARGS=--providers {','.join(run.records[0]['runs'])} {' '.join(words)}"]
-
-
-def _optimizer_command(run: Run) -> list[str]:
-    kinds = _values((r for r in run.records if r["kind"] != "agreement"), "kind")
-    return ["python", "bench/optimizer.py", "--device", _device(run), "--kinds", kinds]
-
-
-def _parallel_command(run: Run) -> list[list[str]]:
-    return [
-        ["torchrun", "--nproc-per-node", str(gpus), "bench/parallel.py"]
-        for gpus in dict.fromkeys(r["gpus"] for r in run.records)
-    ]
-
-
-def _medusa_command(run: Run) -> list[list[str]]:
-    commands: list[list[str]] = []
-    for model, layers, batch, steps in dict.fromkeys(
-        tuple(map(r.get, ("model", "layers", "batch", "steps"))) for r in run.records
-    ):
-        mine = [r for r in run.records if (r["model"], r.get("layers"), r["batch"]) == (model, layers, batch)]
-        words = ["python", "bench/medusa.py", "--model", model, "--batch", str(batch), "--steps", str(steps)]
-        words += ["--layers", str(layers)] if layers else []
-        named = {"heads": "heads", "stages": "stage", "lengths": "seq", "providers": "provider"}
-        commands.append(
-            words + [w for flag, name in named.items() for w in (f"--{flag}", _values(mine, name))]
-        )
-    return commands
-
-
-COMMANDS: dict[str, Callable[[Run], list]] = {
-    "op": _op_command,
-    "host": lambda run: [
-        "python",
-        "bench/host.py",
-        "--device",
-        _device(run),
-        "--dtype",
-        run.records[0]["dtype"],
-    ],
-    "e2e": _e2e_command,
-    "floor": _e2e_command,
-    "train": _train_command,
-    "optimizer": _optimizer_command,
-    "parallel": _parallel_command,
-    "medusa": _medusa_command,
-    "convergence": lambda run: ["python", "bench/convergence.py", "--device", _device(run)],
-}
 
 
 # --- tables -----------------------------------------------------------------------------------
@@ -316,7 +245,7 @@ def failures(records: list[dict]) -> str:
     for r in records:
         found.setdefault((r["provider"], re.sub(r"\d+", "", r["error"])), []).append(r)
     lines = [
-        f"- {same[0]['provider']}, {_values(same, 'case').replace(',', ', ')}: {same[0]['error'][:120]}"
+        f"- {same[0]['provider']}, {values(same, 'case').replace(',', ', ')}: {same[0]['error'][:120]}"
         for same in found.values()
     ]
     return "\n\nNot measured:\n\n" + "\n".join(lines) if lines else ""
@@ -420,6 +349,7 @@ SECTIONS = {
     "host": host_section,
     "optimizer": optimizer_section,
     "medusa": medusa_section,
+    "parallel_e2e": parallel_e2e_section,
 }
 
 

@@ -1,8 +1,9 @@
-"""Sections of docs/results for bench/optimizer.py, bench/parallel.py and bench/medusa.py."""
+"""Sections of docs/results for bench/optimizer.py, parallel.py, parallel_e2e.py and medusa.py."""
 
 from __future__ import annotations
 
 import medusa
+import parallel_e2e
 from tables import Comparison, Section, markdown, mib, ms, speed_text
 
 TORCH = ("fused", "foreach")  # PyTorch's AdamW, in records of bench/optimizer.py
@@ -57,11 +58,13 @@ def parallel_section(run, op: str) -> Section:
         timed = {name: r for name, r in measured.items() if "ms" in r}
         for name, r in measured.items():
             if name not in timed:
-                rows.append([case, str(r["gpus"]), name, r["error"][:120].replace("|", "/"), *["-"] * 3])
+                rows.append([case, str(r["gpus"]), name, r["error"][:120].replace("|", "/"), *["-"] * 4])
                 continue
             limit, alone = r["limit_ms"], r.get("alone_ms")
             cells = [ms(limit), f"{ms(r['ms'])} ({100 * limit / r['ms']:.0f} %)"]
-            rows.append([case, str(r["gpus"]), name, *reversed(cells), ms(alone) if alone else "-", mib(r)])
+            cells = [*reversed(cells), ms(alone) if alone else "-", mib(r)]
+            cells.append(ms(r["exposed_ms"]) if "exposed_ms" in r else "-")
+            rows.append([case, str(r["gpus"]), name, *cells])
         if "tigon" in timed:
             ours = timed.pop("tigon")
             section.of_limit.append(ours["limit_ms"] / ours["ms"])
@@ -69,12 +72,28 @@ def parallel_section(run, op: str) -> Section:
                 peer = min(timed.values(), key=lambda r: r["ms"])
                 figures = f"{ms(ours['ms'])} ms", peer["provider"], f"{ms(peer['ms'])} ms"
                 section.comparisons.append(Comparison(f"{op} {case}", *figures, peer["ms"] / ours["ms"]))
-    head = ("case", "GPUs", "provider", "ms of a step", "limit", "the share alone", "MiB of each GPU")
+    head = ("case", "GPUs", "provider", "ms of a step", "limit", "the share alone", "MiB of each GPU",
+            "exposed")  # fmt: skip
     section.text = (
         "In brackets the percent of the limit: the bare products divided by the GPUs, for given logits "
         "the bytes of\none process. `the share alone`: one process with its shard as the whole vocabulary, "
-        "without the others.\n\n" + markdown(head, rows)
+        "without the others.\n`exposed`: "
+        "communication beside no other kernel, by the profiler.\n\n" + markdown(head, rows)
     )
+    return section
+
+
+def parallel_e2e_section(run, _: list) -> Section:
+    """Tokens a second and peak memory of models on several GPUs."""
+    section = Section(run, f"Training step: {run.path.stem}", parallel_e2e.table(run.records))
+    for row in parallel_e2e.settings([r for r in run.records if "error" not in r]).values():
+        peers = [r for name, r in row.items() if name != "tigon"]
+        if peers and (ours := row.get("tigon")):
+            peer = max(peers, key=lambda r: r["tokens_per_s"])
+            rates = [f"{r['tokens_per_s']:,.0f} tokens/s" for r in (ours, peer)]
+            what = f"{parallel_e2e.setting(ours)}, {ours['gpus']} GPUs, {ours['batch']} x {ours['seq']}"
+            speed = ours["tokens_per_s"] / peer["tokens_per_s"]
+            section.comparisons.append(Comparison(what, rates[0], peer["provider"], rates[1], speed))
     return section
 
 
@@ -85,7 +104,7 @@ def medusa_section(run, _: list) -> Section:
     for r in (r for r in run.records if "error" not in r):
         settings.setdefault(medusa.key(r | {"provider": None}), {})[r["provider"]] = r
     for row in settings.values():
-        peers = [r for name, r in row.items() if name != "tigon"]
+        peers = [r for name, r in row.items() if not name.startswith("tigon")]
         if peers and (ours := row.get("tigon")):
             peer = max(peers, key=lambda r: r["tokens_per_s"])
             rates = [f"{r['tokens_per_s']:,.0f} tokens/s" for r in (ours, peer)]

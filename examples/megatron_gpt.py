@@ -38,8 +38,8 @@ def groups(device: str, ranks: int):
         parallel_state.destroy_model_parallel()
 
 
-def build(args, vocab: int, ranks: int, device: str):
-    """The model, the same in both runs; SwiGLU, RMSNorm, rotary embedding."""
+def build(args, vocab: int, ranks: int, device: str, *, on_cpu: bool = True):
+    """The model, the same in both runs, its weights drawn on the CPU; SwiGLU, RMSNorm, rotary embedding."""
     import torch
     import torch.nn.functional as F
     from megatron.core.models.gpt import GPTModel
@@ -53,7 +53,8 @@ def build(args, vocab: int, ranks: int, device: str):
     sizes = {name: value for name, value in overrides(args).items() if name in SMALL}
     config = TransformerConfig(
         **{**SMALL, **sizes}, tensor_model_parallel_size=ranks, sequence_parallel=args.sequence_parallel,
-        use_cpu_initialization=True, normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu,
+        use_cpu_initialization=on_cpu, normalization="RMSNorm", gated_linear_unit=True,
+        activation_func=F.silu,
         add_bias_linear=False, bias_activation_fusion=True, hidden_dropout=0.0, attention_dropout=0.0,
         params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16,
         gradient_accumulation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
@@ -71,7 +72,6 @@ def build(args, vocab: int, ranks: int, device: str):
 def run(args, train, vocab: int, ranks: int, device: str, tigon: bool) -> dict:
     """A curve."""
     import torch
-    import torch.distributed as dist
 
     import tigon.megatron as tigon_megatron
 
@@ -81,13 +81,25 @@ def run(args, train, vocab: int, ranks: int, device: str, tigon: bool) -> dict:
         if many_processes.first():
             print(report)
     adam = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    positions = torch.arange(args.seq, device=device).expand(args.batch, -1)
-    mask = torch.ones(1, 1, args.seq, args.seq, dtype=torch.bool, device=device).triu(1)
+    step = step_of(model, adam, args.batch, args.seq, device)
+
+    def of_rows(i: int) -> float:
+        rows = [row["input_ids"] for row in train[i * args.batch : (i + 1) * args.batch]]
+        return step(torch.tensor(rows, device=device))
+
+    return many_processes.train(of_rows, args.steps, device, "Tigon" if tigon else "stock")
+
+
+def step_of(model, adam, batch: int, seq: int, device: str):
+    """A step on token ids ``[batch, seq]``, which returns the loss."""
+    import torch
+    import torch.distributed as dist
+
+    positions = torch.arange(seq, device=device).expand(batch, -1)
+    mask = torch.ones(1, 1, seq, seq, dtype=torch.bool, device=device).triu(1)
     partial = [p for p in model.parameters() if getattr(p, "sequence_parallel", False)]
 
-    def step(i: int) -> float:
-        rows = [row["input_ids"] for row in train[i * args.batch : (i + 1) * args.batch]]
-        ids = torch.tensor(rows, device=device)
+    def step(ids) -> float:
         losses = model(ids, positions, mask, labels=ids.roll(-1, 1))[:, :-1]  # the last has no next token
         loss = losses.mean()
         loss.backward()
@@ -97,7 +109,7 @@ def run(args, train, vocab: int, ranks: int, device: str, tigon: bool) -> dict:
         adam.zero_grad()
         return float(loss.detach())
 
-    return many_processes.train(step, args.steps, device, "Tigon" if tigon else "stock")
+    return step
 
 
 def main(words: list[str] | None = None) -> int:

@@ -39,6 +39,21 @@ def test_models_build_and_agree(words, monkeypatch):
         assert any("loss" in line and "->" in line for line in tigon["report"])
 
 
+def test_options_of_apply(words):
+    """They reach tigon.apply, are part of the record, and tell its row apart."""
+    words += ["--models", "llama3-8b,phi3-mini", "--providers", "tigon"]
+    losses = []
+    for given in ("", "residual=True"):
+        case, other = e2e.cases(e2e.parse([*words, "--apply", given]))
+        record = json.loads(json.dumps(case | e2e.run_case(case)))
+        assert any("tigon.add_rms_norm" in line for line in record["report"]) == bool(given)
+        assert other["apply"] == record["apply"] == ({"residual": True} if given else {})
+        assert ("apply residual=True" in e2e.setting(record)) == bool(given)
+        losses.append(record["losses"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert e2e.key(record) != e2e.key(record | {"apply": {}})
+
+
 @pytest.mark.parametrize(
     "optimizer, clip", [("tigon", "1"), ("tigon", "0"), ("backward", "0"), ("torch", "1")]
 )

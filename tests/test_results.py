@@ -81,7 +81,7 @@ def test_new_files_are_taken_up(tmp_path):
 
 
 def test_records_of_every_program(tmp_path):
-    """Files of optimizer.py, parallel.py and medusa.py, and ops of post-training, are on the pages named."""
+    """Files of the programs that measure no single op, and ops of post-training, are on the pages named."""
     common = {name: RECORD[name] for name in ("gpu", "torch", "commit")}
     step = {"parameters": "small", "kind": "bf16", "elements": 10, "tensors": 2, "copy_ms": 1.0,
             "tigon_ms": 2.0, "of_copy": 0.5, "tigon_host_us": 7.0, "fused_ms": 1.0, "fused_host_us": 9.0,
@@ -91,6 +91,8 @@ def test_records_of_every_program(tmp_path):
     given = head | {"op": "parallel_cross_entropy", "alone_ms": None}
     medusa = {"model": "llama3-8b", "layers": 2, "changes": {}, "dtype": "bfloat16", "stage": 1, "heads": 3,
               "batch": 1, "seq": 64, "device": "cuda", "steps": 5, "peak_gb": 1.0}  # fmt: skip
+    model = {"layout": "fsdp2", "model": "llama3-8b", "layers": 4, "changes": {"vocab_size": 64}, "batch": 2,
+             "seq": 4096, "steps": 10, "gpus": 2, "ms": 1.0, "peak_gb": 2.0, "losses": [1.0]}  # fmt: skip
     op = RECORD | {"case": "c", "pass": "step", "provider": "tigon", "ms": 1.0, "of_limit": 0.5}
     files = {
         "optimizer": [common | {"kind": "agreement", "bf16": 1e-4}, common | step],
@@ -99,6 +101,8 @@ def test_records_of_every_program(tmp_path):
                      common | given | {"provider": "other", "ms": 4.0}],
         "medusa": [common | medusa | {"provider": who, "tokens_per_s": rate}
                    for who, rate in (("stock", 50.0), ("tigon", 100.0))],
+        "several": [common | model | {"provider": who, "tokens_per_s": rate}
+                    for who, rate in (("stock", 50.0), ("tigon", 100.0))],
         "ops": [op | {"op": name} for name in ("linear_policy", "linear_log_prob", "experts", "sparsemax",
                                                "poly_norm")],
     }  # fmt: skip
@@ -115,6 +119,9 @@ def test_records_of_every_program(tmp_path):
     assert "| parallel_cross_entropy 8x4x2 | 2.000 ms | torch 1.000 ms | 100.0 % |" in pages["parallel.md"]
     assert "| broken | no such group |" in pages["parallel.md"]
     assert "--nproc-per-node 2 bench/parallel.py" in pages["parallel.md"]
+    row = "| fsdp2, llama3-8b, 4 layers, vocab_size=64 | 2 | 2 x 4096 | 50 tokens/s, 2.0 GB | 100 tokens/s, "
+    assert row + "2.0 GB | 2.00x, memory 1.000x, loss within 0.0e+00 |" in pages["parallel.md"]
+    assert "bench/parallel_e2e.py --layouts fsdp2 --model llama3-8b --layers 4" in pages["parallel.md"]
     assert "100 tokens/s" in pages["models.md"] and "--stages 1 --lengths 64" in pages["models.md"]
     post = pages["post_training.md"]
     assert post.index("## linear_log_prob") < post.index("## linear_policy")

@@ -45,6 +45,7 @@ from tigon.ops.qk_norm_rope import qk_norm_rope
 from tigon.ops.relu_squared import relu_squared
 from tigon.ops.rms_norm import rms_norm
 from tigon.ops.rope import rope
+from tigon.ops.route import route
 from tigon.ops.silu import silu
 from tigon.ops.softmax import softmax
 from tigon.ops.sparsemax import sparsemax
@@ -100,6 +101,7 @@ __all__ = [
     "relu_squared",
     "rms_norm",
     "rope",
+    "route",
     "silu",
     "softmax",
     "sparsemax",

@@ -38,6 +38,12 @@ graph_is_kept: Callable[[], bool] = getattr(
 )
 
 
+def may_overwrite_saved(saved: tuple) -> bool:
+    """Whether a backward pass may write over the tensors saved for it: it runs once, untraced."""
+    # PyTorch 2.11 traces a backward without saying so: its tensors are then no plain ones.
+    return not (_is_compiling() or graph_is_kept()) and all(t is None or type(t) in _PLAIN for t in saved)
+
+
 def refuse_second(op: str) -> NoReturn:
     refuse(
         op, "second derivatives are not supported (create_graph=True, hessian, hvp): use float64 tensors, "

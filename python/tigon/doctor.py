@@ -276,6 +276,11 @@ def _plain_linear_policy(hidden, weight, target, advantage):
     return loss, picked.detach(), entropy.detach(), clipped
 
 
+def _plain_route(logits, top_k):
+    weights, ids = torch.softmax(_wide(logits), -1).topk(top_k, dim=-1)
+    return weights / weights.sum(-1, keepdim=True), ids
+
+
 PROBES = (
     Probe("rms_norm", _normed, _plain_rms_norm),
     Probe("layer_norm", _affine, lambda x, w, b: F.layer_norm(x, (COLUMNS,), w, b)),
@@ -295,6 +300,7 @@ PROBES = (
     Probe("swiglu_oai", lambda: (_rows(),), _plain_swiglu_oai),
     Probe("experts", _experts, _plain_experts),
     Probe("grouped_mlp", _sorted_experts, _plain_experts),
+    Probe("route", lambda: (torch.rand(ROWS, COLUMNS).argsort(-1) / 16, 3), _plain_route),  # no ties
     Probe("hyper_connection_pre", _streams, hyper_connection.reference_pre),
     Probe("hyper_connection_post", _after_layer, hyper_connection.reference_post),
     Probe("rope", _rope, _plain_rope, fixed=(2, 3)),

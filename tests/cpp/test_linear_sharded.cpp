@@ -6,11 +6,11 @@ namespace tigon::test {
 namespace {
 
 using Columns = std::vector<int64_t>;
-constexpr int64_t kRows = 24, kSize = 16;
+constexpr int64_t kRows = 24, kSize = 16, kRank = 3;
 
 struct Options {
   float smoothing = 0, softcap = 0, z_loss = 0, logit_scale = 1, temperature = 1;
-  bool weighted = false, biased = false, tokens = false;
+  bool weighted = false, biased = false, tokens = false, low_rank = false;
   Reduction reduction = Reduction::mean;
 };
 
@@ -19,7 +19,7 @@ struct Problem {
   int64_t vocab;
   DType type;
   Options o;
-  Table hidden, weight, bias, class_weight, token_weight, upstream, target;
+  Table hidden, weight, bias, class_weight, token_weight, upstream, target, lora_a, lora_b;
 
   Problem(DType t, int64_t vocab, Options options)
       : vocab(vocab),
@@ -31,7 +31,10 @@ struct Problem {
         class_weight(DType::f32, 1, vocab),
         token_weight(DType::f32, 1, kRows),
         upstream(DType::f32, 1, kRows),
-        target(DType::i64, 1, kRows) {
+        target(DType::i64, 1, kRows),
+        lora_a(t, kRank, kSize),
+        lora_b(t, vocab, kRank) {
+    lora_a.normal(7, 0.4), lora_b.normal(8, 0.4);
     hidden.normal(1), weight.normal(2, 0.4), bias.normal(3), token_weight.normal(5), upstream.normal(6);
     class_weight.fill([](int64_t, int64_t c) { return 0.5 + double(c % 5) / 4; });
     target.fill([&](int64_t, int64_t r) { return r % 7 == 3 ? -100.0 : double(r * 11 % vocab); });
@@ -45,6 +48,8 @@ struct Problem {
                             .temperature = o.temperature,
                             .z_loss = o.z_loss,
                             .chunk_rows = 8};
+    a.lora_scale = 0.5f;
+    if (o.low_rank) a.lora_a = lora_a.matrix(), a.lora_b = lora_b.matrix();
     if (o.weighted) a.class_weight = class_weight.vector();
     if (o.tokens) a.token_weight = token_weight.vector();
     if (o.reduction == Reduction::none) a.upstream = upstream.vector();
@@ -55,7 +60,7 @@ struct Problem {
 
 // Results of one rank, or of a call on all classes.
 struct Results {
-  Table loss, total, scale, z_term, log_prob, lse, entropy, dhidden, dweight, dbias;
+  Table loss, total, scale, z_term, log_prob, lse, entropy, dhidden, dweight, dbias, dlora_a, dlora_b;
 
   Results(DType t, int64_t rows, int64_t columns)
       : loss(DType::f32, 1, kRows),
@@ -67,13 +72,16 @@ struct Results {
         entropy(DType::f32, 1, kRows),
         dhidden(t, rows, kSize),
         dweight(DType::f32, columns, kSize),
-        dbias(DType::f32, 1, columns) {}
+        dbias(DType::f32, 1, columns),
+        dlora_a(DType::f32, kRank, kSize),
+        dlora_b(DType::f32, columns, kRank) {}
 
   void into(LinearCrossEntropy& a) {
     a.loss = loss.vector(), a.z_term = z_term.vector(), a.log_prob = log_prob.vector();
     a.lse = lse.vector(), a.entropy = entropy.vector();
     if (a.reduction != Reduction::none) a.total = total.vector(), a.scale = scale.vector();
     a.dhidden = dhidden.matrix(), a.dweight = dweight.matrix(), a.dbias = dbias.vector();
+    if (a.lora_a.data) a.dlora_a = dlora_a.matrix(), a.dlora_b = dlora_b.matrix();
   }
 };
 
@@ -122,6 +130,7 @@ std::vector<Results> sharded(Problem& p, const Columns& columns, bool shares) {
     call.head.hidden = shares ? rows_of(p.hidden, int64_t(r) * rows, rows) : p.hidden.matrix();
     call.head.weight = rows_of(p.weight, first[r], columns[r]);
     if (p.o.biased) call.head.bias = {.data = p.bias.vector().as<float>() + first[r], .size = columns[r]};
+    if (p.o.low_rank) call.head.lora_b = rows_of(p.lora_b, first[r], columns[r]);
     results[r].into(call.head);
     linear_cross_entropy_sharded(*ctx, ranks_, call);
   });
@@ -159,6 +168,13 @@ void compare(Problem& p, const Columns& columns, bool shares) {
     const double rounding = 4 * unit(p.type) + 8 * unit(DType::f32);
     near("dhidden", g.dhidden, want.dhidden, shares ? int64_t(r) * g.dhidden.rows() : 0, rounding);
     near("dweight", g.dweight, want.dweight, column, rounding);
+    if (p.o.low_rank) {  // t is rounded for each rank's classes
+      near("dlora_a", g.dlora_a, want.dlora_a, 0, rounding);
+      near("dlora_b", g.dlora_b, want.dlora_b, column, rounding);
+      CHECK(g.dlora_a == got[0].dlora_a);
+      CHECK(g.dlora_a == again[r].dlora_a);
+      CHECK(g.dlora_b == again[r].dlora_b);
+    }
     Table dbias(DType::f32, 1, columns[r]);
     dbias.fill([&](int64_t, int64_t c) { return want.dbias(column + c); });
     check_close(
@@ -179,12 +195,14 @@ TEST_CASE("a sharded head is the unsharded one") {
       {.tokens = true, .reduction = Reduction::none},
       {.smoothing = 0.2f, .z_loss = 0.01f},
       {.smoothing = 0.1f, .softcap = 5.0f, .logit_scale = 1.5f, .weighted = true, .biased = true},
+      {.low_rank = true},
       {.smoothing = 0.3f,
        .z_loss = 0.1f,
        .temperature = 0.7f,
        .weighted = true,
        .biased = true,
        .tokens = true,
+       .low_rank = true,
        .reduction = Reduction::none},
   };
   for (DType t : kFloats)

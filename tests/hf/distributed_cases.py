@@ -48,7 +48,7 @@ from two_processes import (
 
 import tigon
 from tigon import _op
-from tigon.integrations.transformers import apply
+from tigon.integrations.transformers import apply, residual
 
 # --- DDP -------------------------------------------------------------------------------------
 
@@ -60,16 +60,21 @@ from tigon.integrations.transformers import apply
     bucket_views=({"gradient_as_bucket_view": True},),
     apply_after_wrapping=({}, True),
 )
-def ddp(options, after=False):
+def ddp(options, after=False, **slots):
     model = make()
     losses, want = wanted(model)
-    report = None if after else apply(model)
+    report = None if after else apply(model, **slots)
     model = DistributedDataParallel(model, **options)
-    report = apply(model) if after else report
+    report = apply(model, **slots) if after else report
     for count in (1, 2):
         close(step(model, data())[0], losses[rank()])
         check_gradients(model, want)
         fused(report, count)
+
+
+@case
+def ddp_residual():
+    ddp({}, residual=True)
 
 
 @case
@@ -175,6 +180,22 @@ def fsdp2_checkpointing(head, reentrant):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     two_steps(shard(model, head, group=head == "own"), losses, want)
     fused(report, 2)
+
+
+@case(layers=({}, 4), norms=({"norms": True}, 0), checkpointed=({"checkpointing": True}, 8))
+def fsdp2_residual(options, calls):
+    """Additions with norms in one call, but where a norm is gathered for itself: it is called as a module."""
+    model = make()
+    losses, want = wanted(model)
+    apply(model, residual=True)
+    if "checkpointing" in options:  # of a class whose forward FSDP2's own class wraps once more
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in model.model.layers if "norms" in options else ():
+        fully_shard(layer.post_attention_layernorm, mesh=mesh())
+    shard(model, "root")
+    with mock.patch.object(residual, "add_rms_norm", wraps=residual.add_rms_norm) as op:
+        two_steps(model, losses, want)
+    assert op.call_count == calls, op.call_count
 
 
 @case(root=("root",), own=("own",), tail=("tail",))

@@ -79,6 +79,32 @@ def dtensor_head(function, options):
 
 
 @case
+def dtensor_lora():
+    """A replicated or plain, B placed as the weight; a cap on the workspace."""
+    p = problem(torch.float32, 35)
+    names = ("hidden", "weight", "lora_a", "lora_b")
+    leaves = {name: p[name].clone().requires_grad_() for name in names}
+    hidden, weight, *low = leaves.values()
+    want = tigon.linear_cross_entropy(hidden, weight, p["target"], lora=(*low, 0.5))
+    want.backward()
+    for of_weight, of_hidden in ((HERE, None), (HERE, ALL), (HERE, HERE), (ALL, None)):
+        for of_a in (None, ALL):
+            places = (of_hidden, of_weight, of_a, of_weight)
+            got = {
+                name: p[name].clone().requires_grad_() if where is None else place(p[name], where)
+                for name, where in zip(names, places, strict=True)
+            }
+            hidden, weight, *low = got.values()
+            loss = tigon.linear_cross_entropy(
+                hidden, weight, p["target"], lora=(*low, 0.5), max_workspace_mb=64
+            )
+            near(loss, want)
+            loss.backward()
+            for name, tensor in got.items():
+                near(full(tensor.grad), leaves[name].grad)
+
+
+@case
 def dtensor_head_of_two_meshes():
     """Data parallel beside tensor parallel, and a mesh whose ranks are turned."""
     p = problem(torch.float32, 32)
@@ -126,7 +152,11 @@ def dtensor_vocabulary_refusals():
     refused(lambda: call(both), "in one mesh dimension")
     refused(lambda: call(weight, bias=p["bias"]), "bias must be a DTensor placed as weight")
     refused(lambda: call(weight, bias=place(p["bias"], ALL)), "bias must be placed as")
-    refused(lambda: call(weight, max_workspace_mb=64), "max_workspace_mb is not supported")
+    a, b = p["lora_a"], p["lora_b"]
+    refused(lambda: call(weight, lora=(a, b, 1.0)), "lora B must be a DTensor placed as weight")
+    refused(lambda: call(weight, lora=(a, place(b, ALL), 1.0)), "lora B must be placed as")
+    refused(lambda: call(weight, lora=(place(a, HERE), place(b, HERE), 1.0)), "lora A must be placed as")
+    refused(lambda: call(weight, lora=a), "lora must be (A, B, scale)")
     refused(lambda: call(weight, position_ids=torch.zeros_like(target)), "position_ids is not supported")
     refused(
         lambda: tigon.linear_cross_entropy(place(hidden, ROWS), weight, target), "hidden must be placed as"

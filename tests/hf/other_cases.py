@@ -5,3 +5,4 @@ import megatron_cases  # noqa: F401
 import optimizer_cases  # noqa: F401
 import parallel_cases  # noqa: F401
 import parallel_name_cases  # noqa: F401
+import parallel_option_cases  # noqa: F401

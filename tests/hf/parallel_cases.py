@@ -21,6 +21,7 @@ import tigon
 from tigon import parallel
 
 S, B, H, V = 12, 3, 32, 251  # 36 rows; 126 and 125 classes
+RANK, LORA_SCALE = 5, 0.7
 LAYOUTS = {  # classes of the two processes: (first, columns, padding)
     "uneven": ((0, 126, 0), (126, 125, 0)),
     "padded": ((0, 128, 0), (128, 123, 5)),
@@ -63,6 +64,7 @@ def drawn_on_cpu(dtype, g):
         "bias": draw(V).to(dtype),
         "target": target, "class_weight": torch.rand(V, generator=g) + 0.5,
         "token_weight": torch.rand(S, B, generator=g), "upstream": draw(S, B), "of_entropy": draw(S, B),
+        "lora_a": (draw(RANK, H) / H**0.5).to(dtype), "lora_b": draw(V, RANK).to(dtype),
     }  # fmt: skip
 
 
@@ -88,6 +90,8 @@ def formula(p, options, entropy=False):
     o = {k: v for k, v in options.items() if v is not True}
     hidden, weight = p["hidden"], p["weight"]
     logits = torch.cat([hidden @ part.T for part in weight.split([126, 125])], -1)
+    if options.get("lora"):
+        logits = logits + LORA_SCALE * (hidden @ p["lora_a"].T @ p["lora_b"].T)
     if options.get("bias"):
         logits = logits + p["bias"]
     z = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -118,7 +122,7 @@ def formula(p, options, entropy=False):
     return rows.sum() / (counts.sum() if weights is None else weights[p["target"]][counts].sum())
 
 
-LEAVES = ("hidden", "weight", "bias")
+LEAVES = ("hidden", "weight", "bias", "lora_a", "lora_b")
 
 
 def plain(p, dtype, function):
@@ -173,6 +177,11 @@ def operands(p, options, layout, sp):
     bias = mine(p["bias"], layout).requires_grad_() if options.get("bias") else None
     kwargs = options | {"bias": bias, "vocab": V, "sequence_parallel": sp}
     kwargs |= {name: p[name] for name in ("class_weight", "token_weight") if options.get(name)}
+    if kwargs.pop("main_grad", False):
+        weight.tigon_main_grad, weight.main_grad = True, torch.zeros_like(weight, dtype=torch.float32)
+    if options.get("lora"):
+        low = (p["lora_a"].clone().requires_grad_(), mine(p["lora_b"], layout).requires_grad_())
+        kwargs["lora"] = (*low, LORA_SCALE)
     if layout in ("turned", "none"):
         kwargs["first_class"] = LAYOUTS[layout][rank()][0]
     return hidden, weight, bias, kwargs
@@ -184,7 +193,12 @@ def sharded(p, options, layout, sp, function, **more):
     results = function(hidden, weight, p["target"], group(), **(kwargs | more))
     results = results if isinstance(results, tuple) else (results,)
     backward(results, p)
-    return [everywhere(r) for r in results], [hidden.grad, weight.grad, None if bias is None else bias.grad]
+    of_lora = (kwargs.get("lora") or (None, None))[:2]
+    gradients = [None if t is None else t.grad for t in (hidden, weight, bias, *of_lora)]
+    if options.get("main_grad"):
+        assert weight.grad is None
+        gradients[1] = weight.main_grad
+    return [everywhere(r) for r in results], gradients
 
 
 DRAWS = 8
@@ -226,10 +240,12 @@ def compared(p, options, layout, sp, call, unsharded, more):
             continue
         if name == "hidden":
             e, x = (share(e), share(x)) if sp else (e, x)
+        elif name == "lora_a":
+            everywhere(got.float())
         else:
             assert not got[columns:].any(), f"{name}: the gradient of padding is not 0"
             e, x, got = (mine(t, layout)[:columns] for t in (e, x, mine_back(got, layout)))
-        yield f"d({name})", got, e, x
+        yield f"d({name})", got, e.to(got.dtype), x  # main_grad is float32
 
 
 def mine_back(got, layout):
@@ -537,63 +553,3 @@ def parallel_autograd():
     refused(
         lambda: call(hidden, head, p["target"], group()), "weight must be a plain dense tensor, got a DTensor"
     )
-
-
-@case
-def parallel_refusals():
-    """What one process gets wrong is an error in both, at once."""
-    p = problem(torch.float32, 12)
-    weight, first = mine(p["weight"], "uneven"), rank() == 0
-    call = functools.partial(parallel.linear_cross_entropy, p["hidden"], weight, p["target"], group())
-    refused(
-        lambda: call(label_smoothing=2.0 if first else 0.0), *(["label_smoothing"] if first else ["refused"])
-    )
-    refused(lambda: call(temperature="x" if first else 1.0))
-    refused(lambda: call(temperature=1.0 if first else 2.0), "options must be the same")
-    refused(lambda: call(reduction="sum" if first else "none"), "options must be the same")
-    refused(lambda: call(vocab=V if first else V - 1), "vocab must be the same")
-    refused(lambda: call(vocab=V + 1), "shards must hold all 252 classes")
-    refused(lambda: call(first_class=0), "every class once")
-    refused(lambda: call(first_class=0 if first else None), "first_class")
-    refused(lambda: call(lora=(1, 2, 3)), "lora is not supported")
-    if device_type() == "cpu":  # elsewhere nobody waits for the count
-        refused(lambda: call(valid_rows=3), "valid_rows must be the number of labels that count, 32, got 3")
-    refused(lambda: call(class_weight=torch.ones(126)), "[251]")
-    refused(lambda: call(class_weight=torch.ones(V if first else 126)), "options must be the same")
-    rows = slice(0, S if first else S - 1)
-    part = functools.partial(parallel.linear_cross_entropy, group=group())
-    refused(lambda: part(p["hidden"][rows], weight, p["target"][rows]), "number of rows must be the same")
-    dtype = torch.float32 if first else torch.bfloat16
-    refused(lambda: part(p["hidden"].to(dtype), weight, p["target"]), "dtype must be the same")
-    if device_type() == "cpu":  # elsewhere nobody reads the labels on the host
-        other = p["target"] + rank() * (p["target"] == 3)
-        refused(lambda: part(p["hidden"], weight, other), "target must be the same")
-    refused(lambda: part(p["hidden"], weight, p["target"], sequence_parallel=True), "target must be [24, 3]")
-    hidden = p["hidden"].clone().requires_grad_(first)
-    refused(lambda: part(hidden, weight, p["target"]), "require grad must be the same")
-    refused(
-        lambda: parallel.linear_cross_entropy(p["hidden"], weight, p["target"], None),
-        "group must be a ProcessGroup",
-    )
-    refused(lambda: part(p["hidden"].double(), weight.double(), p["target"]), "float32, bfloat16 or float16")
-    weight.tigon_main_grad = True
-    refused(lambda: part(p["hidden"], weight, p["target"]), "tigon_main_grad is not supported")
-    logits = p["hidden"] @ mine(p["weight"], "uneven").T
-    refused(
-        lambda: parallel.cross_entropy(logits, p["target"][rows], group()),
-        *([] if first else ["target must be"]),
-    )
-
-
-@case
-def parallel_vocabularies_of_other_sizes():
-    """One process alone has other columns than in the call before."""
-    p = problem(torch.float32, 19)
-    for columns in (126, 125, 126, 120):
-        whole = p["weight"][: columns + 125] if columns != 120 else p["weight"][:240]
-        shard = whole.split([columns, len(whole) - columns])[rank()].clone()
-        target = p["target"].clamp(min=0) % len(whole)
-        want = tigon.linear_cross_entropy(p["hidden"], whole, target)
-        for vocab in (None, len(whole)):
-            got = parallel.linear_cross_entropy(p["hidden"], shard, target, group(), vocab=vocab)
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

@@ -42,15 +42,15 @@ def test_nothing_matches():
 
 def test_every_slot_switched_off():
     with pytest.raises(tigon.Error, match="none found"):
-        apply(make("mixtral"), norm=False, mlp=False, rope=False, loss=False, experts=False)
+        apply(make("mixtral"), norm=False, mlp=False, rope=False, loss=False, experts=False, router=False)
 
 
-@pytest.mark.parametrize("slot", ["norm", "experts", "rope", "loss"])
+@pytest.mark.parametrize("slot", ["norm", "experts", "router", "rope", "loss"])
 def test_one_slot_of_a_mixture_of_experts(slot):
     model = make("mixtral", experts_implementation="grouped_mm")
     inputs = batch()
     wanted = step(model, inputs)
-    off = dict.fromkeys(("norm", "mlp", "rope", "loss", "experts"), False)
+    off = dict.fromkeys(("norm", "mlp", "rope", "loss", "experts", "router"), False)
     report = apply(model, **{**off, slot: True})
     assert {entry.slot for entry in report.entries} == {slot} and report.replaced
     equal(step(model, inputs), wanted)

@@ -183,6 +183,17 @@ def test_streams_after_a_layer(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", ["mixed", "kept"])
+def test_streams_compiled(kind):
+    torch.manual_seed(0)
+    stock = Layer(kind)
+    patched = copy.deepcopy(stock)
+    apply(patched)
+    patched.compile(backend="aot_eager", fullgraph=True)
+    for got, wanted in zip(*(_step_of_layer(m, torch.float32) for m in (patched, stock)), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("kind", ["mixed", "kept"])
 def test_streams_that_no_kernel_takes(kind):
     """float64: stock's expression to the same bits."""
     stock = Layer(kind).double()

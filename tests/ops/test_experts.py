@@ -135,6 +135,25 @@ def test_checkpointed_twice(dtype, device):
         assert_same(step(leaves, ids, again), wanted)
 
 
+def test_twice_through_one_graph(dtype, device):
+    """The backward that ends a graph may write over what was saved, one that keeps it may not."""
+    leaves = layer(dtype, device)
+    rest = {n: t for n, t in leaves.items() if n not in ("x", "gate_up", "down", "weights")}
+    y = tigon.experts(
+        leaves["x"], leaves["gate_up"], leaves["down"], chosen(device), leaves["weights"], **rest
+    )
+    dy = drawn(*y.shape, seed=8, dtype=y.dtype, device=device)
+    node = y.grad_fn if hasattr(y.grad_fn, "saved_tensors") else y.grad_fn.next_functions[0][0]
+    rows = node.saved_tensors[6]
+    before = rows.clone()
+    kept = [torch.autograd.grad(y, list(leaves.values()), dy, retain_graph=True) for _ in range(2)]
+    assert torch.equal(rows, before)
+    last = torch.autograd.grad(y, list(leaves.values()), dy)
+    assert not torch.equal(rows, before)
+    for found in (*kept, last):
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(found, kept[0], strict=True))
+
+
 def test_saved_for_the_backward():
     """x, the rows of gate_up and indices: nothing else of the size of the chosen rows."""
     leaves, ids = layer(torch.bfloat16), chosen()

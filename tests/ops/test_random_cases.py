@@ -294,6 +294,19 @@ def _hyper_connection(draw):
     return found | {"parameters": draw.choice(("float32", None)), "collapse": draw.random() < 0.8}
 
 
+def _route(draw):
+    groups = draw.choice((1, 1, 2, 3, 8))
+    experts = groups * draw.choice((2, 3, 8, 17, 60))
+    top_groups = draw.randint(1, groups)
+    found = {"groups": (groups, top_groups), "group_score": draw.choice(("max", "sum_of_two"))}
+    found |= {"shape": (*(draw.choice((0, 1, 3, 17)) for _ in range(draw.choice((1, 2)))), experts)}
+    found["top_k"] = draw.randint(1, min(12, experts // groups * top_groups))
+    found |= {"score": draw.choice(("softmax", "sigmoid")), "scale": draw.choice((1.0, 2.5))}
+    found |= {name: draw.random() < 0.5 for name in ("normalize", "bias", "wide", "wide_ids", "losses")}
+    found["token_weights"] = draw.choice((None, "mask", "numbers", "none"))
+    return found | {"layout": draw.choice(LAYOUTS[:4]), "grad_layout": draw.choice(LAYOUTS[:4])}
+
+
 # Other ops have the parameters that _one_tensor draws.
 DRAWERS = {
     "rms_norm": _rms_norm,
@@ -311,6 +324,7 @@ DRAWERS = {
     "embedding": _embedding,
     "experts": _experts,
     "hyper_connection": _hyper_connection,
+    "route": _route,
     "cross_entropy": _cross_entropy,
     "linear_cross_entropy": _head,
     "linear_log_prob": _log_prob,

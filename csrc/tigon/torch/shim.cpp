@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <array>
 #include <vector>
 
@@ -55,30 +56,131 @@ DType dtype_of(const char* op, const char* name, ScalarType t) {
 DType dtype_of(const char* op, const char* name, const Tensor& t) {
   return dtype_of(op, name, t.scalar_type());
 }
+DType dtype_of(const char* op, const char* name, AtenTensorHandle t) {
+  int32_t type = 0;
+  check_torch(aoti_torch_get_dtype(t, &type), [] { return "the tensor has no dtype"; });
+  // PyTorch's own conversion makes a call for each dtype that it tries.
+  static const int32_t f32 = aoti_torch_dtype_float32(), bf16 = aoti_torch_dtype_bfloat16();
+  if (type == f32) return DType::f32;
+  if (type == bf16) return DType::bf16;
+  return dtype_of(op, name, torch::stable::detail::to<ScalarType>(torch::stable::detail::from(type)));
+}
 
 Device device_of(const char* op, const Tensor& t) {
   TIGON_CHECK(op, t.is_cuda() || t.is_cpu(), "tensors must be on cpu or cuda, got another device");
   return t.is_cuda() ? Device::cuda : Device::cpu;
 }
 
+static int32_t device_type(AtenTensorHandle t) {
+  int32_t type = 0;
+  check_torch(aoti_torch_get_device_type(t, &type), [] { return "the tensor has no device"; });
+  return type;
+}
+static int32_t device_index(AtenTensorHandle t) {
+  int32_t index = 0;
+  check_torch(aoti_torch_get_device_index(t, &index), [] { return "the tensor has no device"; });
+  return index;
+}
+DeviceId::DeviceId(AtenTensorHandle t) : type(device_type(t)), index(device_index(t)) {}
+bool DeviceId::is_cpu() const {
+  static const int32_t cpu = aoti_torch_device_type_cpu();
+  return type == cpu;
+}
+bool DeviceId::has(AtenTensorHandle t) const {
+  return device_type(t) == type && (is_cpu() || device_index(t) == index);
+}
+
 void check_same_device(const char* op, const char* name, const Tensor& t, const Tensor& like) {
-  bool same = t.is_cuda() == like.is_cuda() && t.get_device_index() == like.get_device_index();
   auto print = [](const Tensor& x) {
     return x.is_cuda() ? "cuda:" + std::to_string(x.get_device_index()) : "cpu";
   };
-  TIGON_CHECK(op, same, name, " must be on ", print(like), ", got ", print(t));
+  TIGON_CHECK(op, DeviceId(like.get()).has(t.get()), name, " must be on ", print(like), ", got ", print(t));
 }
 
 void* data_of(const char* op, const char* name, const Tensor& t) {
+  return data_of(op, name, t.get(), t.numel());
+}
+void* data_of(const char* op, const char* name, AtenTensorHandle t, int64_t numel) {
   static char empty;
-  if (t.numel() == 0) return &empty;
+  if (numel == 0) return &empty;
   int64_t bytes = 0;
-  check_torch(aoti_torch_get_storage_size(t.get(), &bytes), [] { return "the storage has no size"; });
+  check_torch(aoti_torch_get_storage_size(t, &bytes), [] { return "the storage has no size"; });
   TIGON_CHECK(
       op, bytes > 0, name,
       " was freed: its storage is empty (FSDP frees parameters outside of the forward and backward of their "
       "module, a hook or untyped_storage().resize_(0) does too)");
-  return t.data_ptr();
+  void* data = nullptr;
+  check_torch(aoti_torch_get_data_ptr(t, &data), [] { return "the tensor has no data"; });
+  return data;
+}
+
+TensorList TensorList::take(Stack& stack) {
+  const auto list = stack.take<StableListHandle>();
+  auto failed = [] { return "the list cannot be read"; };
+  TensorList taken;
+  try {
+    size_t size = 0;
+    check_torch(torch_list_size(list, &size), failed);
+    taken.handles_.reserve(size);
+    for (size_t i = 0; i < size; ++i) {
+      StableIValue element;
+      check_torch(torch_list_get_item(list, i, &element), failed);
+      taken.handles_.push_back(torch::stable::detail::to<AtenTensorHandle>(element));
+    }
+  } catch (...) {
+    torch_delete_list(list);
+    throw;
+  }
+  check_torch(torch_delete_list(list), failed);
+  return taken;
+}
+TensorList::~TensorList() {
+  for (AtenTensorHandle t : handles_) aoti_torch_delete_tensor_object(t);
+}
+Tensor TensorList::tensor(size_t i) const {
+  AtenTensorHandle copy = nullptr;
+  check_torch(aoti_torch_new_tensor_handle(handles_[i], &copy), [] { return "the tensor has no handle"; });
+  return Tensor(copy);
+}
+
+Shape::Shape(AtenTensorHandle t) {
+  int64_t *size = nullptr, *stride = nullptr;
+  auto failed = [] { return "the tensor has no sizes"; };
+  check_torch(aoti_torch_get_dim(t, &dims), failed);
+  check_torch(aoti_torch_get_sizes(t, &size), failed);
+  check_torch(aoti_torch_get_strides(t, &stride), failed);
+  sizes = size, strides = stride;
+  for (int64_t d = 0; d < dims; ++d) numel *= sizes[d];
+}
+bool Shape::is_contiguous() const {
+  int64_t expected = 1;
+  for (int64_t d = dims; d-- > 0;) {
+    if (sizes[d] == 1) continue;
+    if (strides[d] != expected) return numel == 0;
+    expected *= sizes[d];
+  }
+  return true;
+}
+bool Shape::is_dense() const {
+  if (is_contiguous()) return true;
+  std::vector<std::pair<int64_t, int64_t>> ordered;  // stride, size
+  for (int64_t d = 0; d < dims; ++d)
+    if (sizes[d] > 1) ordered.emplace_back(strides[d], sizes[d]);
+  std::sort(ordered.begin(), ordered.end());
+  int64_t expected = 1;
+  for (auto [stride, size] : ordered) {
+    if (stride != expected) return false;
+    expected *= size;
+  }
+  return true;
+}
+bool Shape::has_sizes_of(const Shape& other) const {
+  return std::equal(sizes, sizes + dims, other.sizes, other.sizes + other.dims);
+}
+bool Shape::has_strides_of(const Shape& other) const {
+  for (int64_t d = 0; d < dims; ++d)
+    if (sizes[d] > 1 && strides[d] != other.strides[d]) return false;
+  return true;
 }
 
 Matrix rows_of(const char* op, const char* name, Tensor& t) {

@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "tigon/base/context.h"
 #include "tigon/base/error.h"
@@ -23,6 +24,7 @@ using OptionalTensor = std::optional<Tensor>;
 using torch::headeronly::ScalarType;
 DType dtype_of(const char* op, const char* name, ScalarType t);
 DType dtype_of(const char* op, const char* name, const Tensor& t);
+DType dtype_of(const char* op, const char* name, AtenTensorHandle t);
 Device device_of(const char* op, const Tensor& t);
 
 // Throws what PyTorch says of a failed call of its C interface, or otherwise() where it is too old to tell.
@@ -39,6 +41,7 @@ void check_same_device(const char* op, const char* name, const Tensor& t, const 
 // Where the elements of `t` are: never null, so that an empty tensor is not taken for one that is absent. Throws where its
 // storage was freed (resized to 0, as FSDP does between uses).
 void* data_of(const char* op, const char* name, const Tensor& t);
+void* data_of(const char* op, const char* name, AtenTensorHandle t, int64_t numel);
 Tensor to_contiguous(const char* op, const char* name, const Tensor& t);
 
 // [..., C] as rows x C without a copy where the leading dimensions collapse to one stride and the last is dense;
@@ -77,6 +80,42 @@ class Stack {
 
  private:
   const StableIValue* next_;
+};
+
+// A list argument of thousands of tensors: handles, where a Tensor each would be an allocation more.
+class TensorList {
+ public:
+  static TensorList take(Stack& stack);
+  TensorList(TensorList&&) noexcept = default;
+  TensorList& operator=(TensorList&&) = delete;
+  ~TensorList();
+  size_t size() const { return handles_.size(); }
+  AtenTensorHandle operator[](size_t i) const { return handles_[i]; }
+  Tensor tensor(size_t i) const;  // that may outlive the list
+
+ private:
+  std::vector<AtenTensorHandle> handles_;
+  TensorList() = default;
+};
+
+// Sizes and strides, borrowed from a tensor.
+struct Shape {
+  int64_t dims, numel = 1;
+  const int64_t *sizes, *strides;
+  explicit Shape(AtenTensorHandle t);
+  bool is_contiguous() const;
+  // Whether the elements fill one stretch of memory, each once, in any order of dimensions.
+  bool is_dense() const;
+  bool has_sizes_of(const Shape& other) const;
+  // Of the same sizes: whether each element is at the same place.
+  bool has_strides_of(const Shape& other) const;
+};
+
+struct DeviceId {
+  int32_t type, index;
+  explicit DeviceId(AtenTensorHandle t);
+  bool is_cpu() const;
+  bool has(AtenTensorHandle t) const;
 };
 
 // TORCH_BOX for kernels whose parameters may be such structs and whose results are a tuple.

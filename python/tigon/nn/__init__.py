@@ -18,6 +18,7 @@ from tigon.nn.modulated_rms_norm import ModulatedRMSNorm
 from tigon.nn.poly_norm import PolyNorm
 from tigon.nn.rms_norm import RMSNorm
 from tigon.nn.rope import QKNormRotaryEmbedding, RotaryEmbedding
+from tigon.nn.router import Router
 from tigon.nn.silu import SiLU
 from tigon.nn.sparsemax import Sparsemax
 
@@ -46,6 +47,7 @@ __all__ = [
     "RMSNorm",
     "ReGLU",
     "RotaryEmbedding",
+    "Router",
     "SiLU",
     "Sparsemax",
     "SwiGLU",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 
 import torch
 
@@ -18,7 +19,8 @@ class TensorList:
 
     ``max_exp_avg_sqs`` has one tensor for each parameter of a group with amsgrad, ``extras`` one for each
     16-bit parameter where the rounding is split (int16) or master (float32); ``steps`` are float32 scalars on
-    the parameters' device or the CPU; ``first`` is where a parameter's stream of random bits begins.
+    the parameters' device or the CPU; ``first`` is where a parameter's stream of random bits begins, for all
+    or, where the rounding draws none, for no parameter.
     """
 
     params: list = dataclasses.field(default_factory=list)
@@ -43,6 +45,9 @@ class TensorList:
         betas = (float(b) for b in group["betas"])
         flags = (group["decoupled_weight_decay"], group["maximize"], group["amsgrad"])
         self.hyperparameters += [float(lr), *betas, group["eps"], group["weight_decay"], *map(float, flags)]
+
+
+_lists = operator.attrgetter(*(field.name for field in dataclasses.fields(TensorList)))
 
 
 def _fake(*args):
@@ -73,10 +78,7 @@ def adamw_(
     Raises:
         tigon.Error: tensors that do not fit each other; nothing was modified.
     """
-    _adamw(
-        *(getattr(tensors, field.name) for field in dataclasses.fields(tensors)),
-        ROUNDINGS.index(rounding), seed, clip, grad_scale, found_inf,
-    )  # fmt: skip
+    _adamw(*_lists(tensors), ROUNDINGS.index(rounding), seed, clip, grad_scale, found_inf)
     torch.autograd.graph.increment_version(tensors.params)
 
 

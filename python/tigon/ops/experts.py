@@ -6,11 +6,13 @@ between them are ``torch.nn.functional.grouped_mm`` on CUDA and one product per 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
 from tigon._load import native
-from tigon._op import Op, has_kernel, raw
+from tigon._op import Op, has_kernel, may_overwrite_saved, raw
 from tigon.error import check, refuse
 from tigon.ops.arguments import check_float, check_indices, check_numbers, check_positive
 
@@ -77,11 +79,8 @@ def _reference_of_rows(rows, offsets, gate_up, down, row_weights=None, **options
 
 # The pieces. They are called inside the operators of the layer alone, which no tracer looks into.
 _route, _gather, _gate = native("experts_route"), native("experts_gather"), native("experts_gate")
-_gate_bwd, _combine, _sum = (
-    native("experts_gate_bwd"),
-    native("experts_combine"),
-    native("experts_sum"),
-)
+_gate_bwd, _gate_bwd_in_place = native("experts_gate_bwd"), native("experts_gate_bwd_in_place")
+_combine, _sum = native("experts_combine"), native("experts_sum")
 _zero_rest = native("experts_zero_rest")
 _product_cpu, _over_rows_cpu = native("experts_product"), native("experts_product_over_rows")
 
@@ -177,9 +176,13 @@ def _forward(
 def _backward_of(
     dy, x, gate_up, down, weights, gate_up_bias, down_bias, z, order, place, offsets, is_sorted, kind,
     columns, transposed, alpha, limit, need_x, need_gate_up, need_down, need_weights, need_gate_up_bias,
-    need_down_bias,
+    need_down_bias, in_place=False,
 ):  # fmt: skip
-    """Gradients of x, gate_up, down, weights and the biases; 0 elements where one is not needed."""
+    """Gradients of x, gate_up, down, weights and the biases; 0 elements where one is not needed.
+
+    Args:
+        in_place: the gradient of z is written over z.
+    """
     operands = (x, gate_up, down, weights, gate_up_bias, down_bias)
     needs = (need_x, need_gate_up, need_down, need_weights, need_gate_up_bias, need_down_bias)
     if z.shape[0] == 0:
@@ -196,10 +199,15 @@ def _backward_of(
         if need_dz or need_weights
         else z[:, : down.shape[1 if transposed else 2]]
     )
-    dz, act, dweights = _gate_bwd(
+    of_gate = (
         dact, z, gate_up_bias, weights, slots, offsets, g, down_bias, kind, columns, alpha, limit,
-        need_dz, need_down, need_weights,
     )  # fmt: skip
+    if in_place and need_dz:
+        dz = z
+        act, dweights = _gate_bwd_in_place(*of_gate, need_down, need_weights)
+    else:
+        dz, act, dweights = _gate_bwd(*of_gate, need_dz, need_down, need_weights)
+    del of_gate
     del dact
     if need_down:
         pair = (act, g) if transposed else (g, act)
@@ -246,15 +254,17 @@ def _define(name: str, signature: str, function) -> None:
 for _name in ("experts", "experts_fwd"):
     _define(_name, f"({_OPERANDS}) -> (Tensor y, {_SAVED})", _forward)
 _define("experts_infer", f"({_OPERANDS}) -> Tensor", lambda *inputs: _forward(*inputs)[0])
-_define(
-    "experts_bwd",
-    "(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor? weights, Tensor? gate_up_bias, "
-    f"Tensor? down_bias, {_SAVED}, bool is_sorted, int kind, int columns, bool transposed, float alpha, "
-    "float limit, bool need_x, bool need_gate_up, bool need_down, bool need_weights, bool need_gate_up_bias, "
-    "bool need_down_bias) -> "
-    "(Tensor dx, Tensor dgate_up, Tensor ddown, Tensor dweights, Tensor dgate_up_bias, Tensor ddown_bias)",
-    _backward_of,
-)
+for _suffix, _written in (("", ""), ("_in_place", "(a!)")):
+    _define(
+        f"experts_bwd{_suffix}",
+        "(Tensor dy, Tensor x, Tensor gate_up, Tensor down, Tensor? weights, Tensor? gate_up_bias, "
+        f"Tensor? down_bias, Tensor{_written} gate_up_rows, Tensor order, Tensor place, Tensor offsets, "
+        "bool is_sorted, int kind, int columns, bool transposed, float alpha, float limit, bool need_x, "
+        "bool need_gate_up, bool need_down, bool need_weights, bool need_gate_up_bias, bool need_down_bias) "
+        "-> (Tensor dx, Tensor dgate_up, Tensor ddown, Tensor dweights, Tensor dgate_up_bias, "
+        "Tensor ddown_bias)",
+        functools.partial(_backward_of, in_place=bool(_written)),
+    )
 
 
 def _fake(x, gate_up, down, ids, weights, gate_up_bias, down_bias, is_sorted, kind, columns, transposed, *_):
@@ -279,6 +289,7 @@ def _fake_bwd(dy, x, gate_up, down, weights, gate_up_bias, down_bias, *rest):
 
 
 _bwd = raw("experts_bwd", _fake_bwd)
+_bwd_in_place = raw("experts_bwd_in_place", _fake_bwd, _OP)
 
 
 def _setup_context(ctx, inputs, output):
@@ -291,7 +302,8 @@ def _backward(ctx, dy, *_):
     if dy is None:
         return (None,) * 13
     needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4, 5, 6)]
-    found = _bwd(dy, *ctx.saved_tensors, *ctx.options, *needs)
+    saved = ctx.saved_tensors
+    found = (_bwd_in_place if may_overwrite_saved(saved) else _bwd)(dy, *saved, *ctx.options, *needs)
     dx, dgate_up, ddown, *of_rest = (g if need else None for g, need in zip(found, needs, strict=True))
     return dx, dgate_up, ddown, None, *of_rest, *(None,) * 6
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 import torch
 
 from tigon._dtensor import is_dtensor
 from tigon._op import has_kernel, raw
-from tigon.error import check, refuse
+from tigon.error import Error, check, refuse
 
 
 def _fake(grads, max_norm, grad_scale):
@@ -54,6 +55,11 @@ def global_norm(
 
     Gradients may lie on several devices and, as DTensors, on several processes, which then all call this.
     """
+    if set(map(type, grads)) == {torch.Tensor}:
+        try:  # the native call looks at each of them
+            return _grad_norm(grads, float(max_norm), grad_scale)[1:]
+        except (Error, NotImplementedError):  # of several devices, without a kernel, or refused below
+            pass
     for g in grads:
         if g.layout != torch.strided or g.is_complex():
             refuse("grad_norm", "gradients must be dense and real, got {} of {}", g.layout, g.dtype)
@@ -115,9 +121,17 @@ def clip_grad_norm_(
     if error_if_nonfinite:
         check("clip_grad_norm_", bool(norm.isfinite()), "the norm of all gradients must be finite, got {}",
               float(norm))  # fmt: skip
+    for device, tensors in _by_kind(grads):
+        torch._foreach_mul_(tensors, factor.to(device))
+    return norm
+
+
+def _by_kind(grads: list[torch.Tensor]) -> list[tuple[torch.device, list[torch.Tensor]]]:
+    """Lists of gradients of one device and dtype each."""
+    facts = (type, operator.attrgetter("dtype"), torch.Tensor.get_device)
+    if type(grads[0]) is torch.Tensor and all(len(set(map(fact, grads))) == 1 for fact in facts):
+        return [(grads[0].device, grads)]
     by_kind: dict[tuple, list] = {}
     for g in grads:
         by_kind.setdefault((g.device, g.dtype), []).append(local(g))
-    for (device, _), tensors in by_kind.items():
-        torch._foreach_mul_(tensors, factor.to(device))
-    return norm
+    return [(device, tensors) for (device, _), tensors in by_kind.items()]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from typing import Any
 
 import torch
 
 from tigon._op import has_kernel
-from tigon.error import check, refuse
+from tigon.error import Error, check, refuse
 from tigon.ops.adamw import ROUNDINGS, TensorList, adamw_, reference_
 from tigon.ops.grad_norm import global_norm, is_dtensor, local
 
 _OP = "AdamW"
 _HALF = (torch.bfloat16, torch.float16)
 _FLOATS = (*_HALF, torch.float32)
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 # What a rounding keeps of a 16-bit parameter besides.
 _EXTRAS = {"split": ("param_low", torch.int16), "master": ("master_param", torch.float32)}
 
@@ -57,6 +59,8 @@ class AdamW(torch.optim.Optimizer):
 
     # GradScaler hands over grad_scale and found_inf and waits for nothing.
     _step_supports_amp_scaling = True
+    # Whether the tensors of the last step made one list, of plain tensors with a kernel. A hint: see _update.
+    _alike = False
 
     def __init__(
         self,
@@ -126,6 +130,7 @@ class AdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state):
         super().__setstate__(state)
+        self._alike = False
         for group in self.param_groups:
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -146,8 +151,8 @@ class AdamW(torch.optim.Optimizer):
         if self.updates_in_backward and scale is not None:
             refuse(_OP, "a GradScaler must not be used with step_in_backward: its verdict on the gradients "
                    "comes when they have been used")  # fmt: skip
-        groups = [(group, group["params"]) for group in self.param_groups]
-        clip = self._factor if self.max_grad_norm is None else self._clip(self.max_grad_norm, scale)
+        groups = self._with_gradients()
+        clip = self._factor if self.max_grad_norm is None else self._clip(groups, self.max_grad_norm, scale)
         self._factor = None
         self._update(groups, clip, scale, found_inf)
         return loss
@@ -164,40 +169,100 @@ class AdamW(torch.optim.Optimizer):
         check(_OP, max_norm >= 0, "max_norm must be >= 0, got {}", max_norm)
         if self.updates_in_backward:
             refuse(_OP, "clip_grad_norm_ must not be called with step_in_backward: gradients are gone")
-        self._factor = self._clip(max_norm)
+        self._factor = self._clip(self._with_gradients(), max_norm)
         return torch.zeros(()) if self._factor is None else self.grad_norm
 
     def has_all_gradients_of(self, parameters) -> bool:
         """Whether `parameters` with a gradient are those of this optimizer."""
-        ours = {p for group in self.param_groups for p in group["params"] if p.grad is not None}
-        return ours == {p for p in parameters if p.grad is not None}
+        ours = {id(p) for _, params, _ in self._with_gradients() for p in params}
+        return ours == {id(p) for p in parameters if p.grad is not None}
 
     @torch.no_grad()
     def update_one(self, group: dict, p: torch.Tensor) -> None:
         """The update of one parameter of a group alone, as :func:`step_in_backward` does it."""
-        self._update([(group, [p])])
+        self._update([(group, [p], [p.grad])])
+
+    def _with_gradients(self) -> list[tuple[dict, list, list]]:
+        """Groups, their parameters that have a gradient, and these gradients."""
+        found = []
+        for group in self.param_groups:
+            params = group["params"]
+            grads = [grad for p in params if (grad := p.grad) is not None]
+            if len(grads) < len(params):
+                params = [p for p in params if p.grad is not None]
+            if grads:
+                found.append((group, params, grads))
+        return found
 
     def _update(self, groups, clip=None, scale=None, found_inf=None) -> None:
-        lists, others = self._collect(groups, found_inf)
+        """The update of groups with their parameters and gradients.
+
+        What was one list of plain tensors in the last step is taken for one again, unseen. The native call
+        looks at each of its tensors, and modifies nothing where one does not fit: then they are sorted, and
+        what is refused is refused in words. Nothing is kept from step to step that a change could make wrong.
+        """
+        if not groups:
+            return
+        if self._alike:
+            try:
+                device = groups[0][1][0].device
+                self._call(device, self._listed(groups, device, found_inf), clip, scale, found_inf)
+                return
+            except (KeyError, Error, NotImplementedError):  # no state yet; not alike; not dense
+                self._alike = False
+        lists, others = self._sorted(groups, found_inf)
         for device, tensors in lists.items():
-            adamw_(
-                tensors, rounding=self.rounding, seed=self.seed, clip=_on(device, clip),
-                grad_scale=_on(device, scale), found_inf=_on(device, found_inf),
-            )  # fmt: skip
+            self._call(device, tensors, clip, scale, found_inf)
         if others and not (found_inf is not None and found_inf.item()):
             for group, p, state in others:
                 self._update_plainly(group, p, state, clip, scale)
+        kinds = {type(t) for _, params, grads in groups for t in itertools.chain(params, grads)}
+        self._alike = len(lists) == 1 and not others and kinds <= _PLAIN
 
-    def _collect(self, groups, found_inf) -> tuple[dict, list]:
-        """Every parameter with a gradient: a list for each device, and what has no kernel."""
+    def _call(self, device: torch.device, tensors: TensorList, clip, scale, found_inf) -> None:
+        adamw_(
+            tensors, rounding=self.rounding, seed=self.seed, clip=_on(device, clip),
+            grad_scale=_on(device, scale), found_inf=_on(device, found_inf),
+        )  # fmt: skip
+
+    def _listed(self, groups, device: torch.device, found_inf) -> TensorList:
+        """All tensors in one list. Raises KeyError where a state is not complete."""
+        made, extra = TensorList(), _EXTRAS.get(self.rounding, ("",))[0]
+        # States are mostly in the order of parameters; to look one up takes a call of Tensor.__hash__.
+        whole = sum(len(params) for _, params, _ in groups) == len(self.state)
+        owners, every = (list(self.state), list(self.state.values())) if whole else ([], [])
+        for group, params, grads in groups:
+            at, end = len(made.params), len(made.params) + len(params)
+            if whole and all(map(operator.is_, owners[at:end], params)):
+                states = every[at:end]
+            else:
+                states = [self.state[p] for p in params]
+            steps = [state["step"] for state in states]
+            if self._counts_on_device(group, device, found_inf) and not all(step.is_cuda for step in steps):
+                raise KeyError("step")
+            made.params += params
+            made.grads += grads
+            made.exp_avgs += [state["exp_avg"] for state in states]
+            made.exp_avg_sqs += [state["exp_avg_sq"] for state in states]
+            made.steps += steps
+            if group["amsgrad"]:
+                made.max_exp_avg_sqs += [state["max_exp_avg_sq"] for state in states]
+            if extra:
+                made.extras += [
+                    state[extra] for p, state in zip(params, states, strict=True) if p.dtype in _HALF
+                ]
+            if self.rounding == "stochastic":
+                made.first += [self._places[p] for p in params]
+            made.add_group(group, len(params), device)
+        return made
+
+    def _sorted(self, groups, found_inf) -> tuple[dict, list]:
+        """A list for each device, and what has no kernel; states are made and completed."""
         lists: dict[torch.device, TensorList] = {}
         others: list[tuple] = []
-        for group, params in groups:
+        for group, params, grads in groups:
             sizes: dict[torch.device, int] = {}
-            for p in params:
-                grad = p.grad
-                if grad is None:
-                    continue
+            for p, grad in zip(params, grads, strict=True):
                 state = self._state_of(group, p, grad, found_inf)
                 if (p.dtype not in _FLOATS or not (p.is_cuda or p.is_cpu)) and not has_kernel(_OP, p):
                     others.append((group, p, state))
@@ -213,7 +278,8 @@ class AdamW(torch.optim.Optimizer):
         return lists, others
 
     def _append(self, tensors: TensorList, group: dict, p, grad, state: dict) -> None:
-        first = self._place_of(p) if self.rounding == "stochastic" else 0
+        if self.rounding == "stochastic":
+            tensors.first.append(self._place_of(p))
         key = _EXTRAS.get(self.rounding, ("",))[0] if p.dtype in _HALF else ""
         if type(p) is not torch.nn.Parameter and is_dtensor(p):
             check(_OP, is_dtensor(grad) and grad.placements == p.placements, "the gradient of a DTensor must "
@@ -230,7 +296,6 @@ class AdamW(torch.optim.Optimizer):
         if key:
             tensors.extras.append(state[key])
         tensors.steps.append(state["step"])
-        tensors.first.append(first)
 
     def _place_of(self, p) -> int:
         """Where a parameter's stream of random bits begins: at the elements of those before it."""
@@ -248,15 +313,14 @@ class AdamW(torch.optim.Optimizer):
             parts[2] = None
         reference_(local(p), local(p.grad), *parts, state["step"], group, clip, scale)
 
-    def _clip(self, max_norm: float, scale: torch.Tensor | None = None) -> torch.Tensor | None:
+    def _clip(self, groups, max_norm: float, scale: torch.Tensor | None = None) -> torch.Tensor | None:
         """The factor of all gradients."""
-        grads = []
-        for p in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
-            if getattr(p, "_fsdp_flattened", False) or hasattr(p, "_is_flat_param"):
-                refuse(_OP, "max_grad_norm must be None under FSDP1, whose shards do not tell of each other: "
-                       "call model.clip_grad_norm_")  # fmt: skip
-            if p.grad is not None:
-                grads.append(p.grad)
+        if torch.distributed.is_available() and torch.distributed.is_initialized():  # so there may be FSDP1
+            for p in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
+                if getattr(p, "_fsdp_flattened", False) or hasattr(p, "_is_flat_param"):
+                    refuse(_OP, "max_grad_norm must be None under FSDP1, whose shards do not tell of each "
+                           "other: call model.clip_grad_norm_")  # fmt: skip
+        grads = [grad for _, _, grads in groups for grad in grads]
         if not grads:
             return None
         self.grad_norm, factor = global_norm(grads, max_norm, _on(grads[0].device, scale))
@@ -280,10 +344,14 @@ class AdamW(torch.optim.Optimizer):
         key = _EXTRAS.get(self.rounding, ("",))[0]
         if key and key not in state and p.dtype in _HALF:
             state[key] = _zeros(p, torch.int16) if key == "param_low" else p.detach().float()
-        # Where the device decides whether a step is done, or a graph replays it, the device counts.
-        if (group["capturable"] or (found_inf is not None and p.is_cuda)) and not state["step"].is_cuda:
+        if self._counts_on_device(group, p.device, found_inf) and not state["step"].is_cuda:
             state["step"] = state["step"].to(p.device)
         return state
+
+    @staticmethod
+    def _counts_on_device(group: dict, device: torch.device, found_inf) -> bool:
+        """Where a GPU decides whether a step is done, or a graph replays it, the GPU counts."""
+        return device.type == "cuda" and (group["capturable"] or found_inf is not None)
 
     def _moment_dtypes(self, p) -> tuple[torch.dtype, torch.dtype]:
         if p.dtype not in _FLOATS:

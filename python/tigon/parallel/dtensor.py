@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,6 +50,26 @@ def _check_placed(op: str, name: str, t: torch.Tensor, place: _Place, *allowed: 
     return has
 
 
+def _lora(op: str, lora: tuple, place: _Place) -> tuple:
+    """``(A, B, scale)`` of this process: A is replicated, or plain; B is placed as the weight."""
+    if not (isinstance(lora, Sequence) and len(lora) == 3):
+        return lora  # the function says what is wrong with it
+    a, b, scale = lora
+    if is_dtensor(a):
+        replicated = place.placements(Replicate())
+        _check_placed(op, "lora A", a, place, replicated)
+        a = a.to_local(grad_placements=replicated)  # summed over the group already
+    check(
+        op,
+        is_dtensor(b) or place.dim is None,
+        "lora B must be a DTensor placed as weight, got another tensor",
+    )
+    if is_dtensor(b):
+        _check_placed(op, "lora B", b, place, place.like.placements)
+        b = b.to_local(grad_placements=b.placements)
+    return a, b, scale
+
+
 def loss(op: str, function, args: tuple, options: dict, vocab: int | None = None):
     """``function(*args, **options)`` of a weight, or of logits, that are a DTensor.
 
@@ -63,6 +84,9 @@ def loss(op: str, function, args: tuple, options: dict, vocab: int | None = None
     place = _place(op, name, given[name])
     replicated, extra = place.placements(Replicate()), {}
     for key, t in given.items():
+        if key == "lora" and t is not None:
+            given[key] = _lora(op, t, place)
+            continue
         if not is_dtensor(t):
             fits = key != "bias" or t is None or place.dim is None
             check(op, fits, "bias must be a DTensor placed as weight, got a plain tensor")

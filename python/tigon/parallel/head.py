@@ -10,13 +10,17 @@ import torch
 from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops.arguments import check_float, check_indices
-from tigon.ops.loss_head.memory import check_keep
+from tigon.ops.loss_head.memory import check_cap, check_keep
 from tigon.ops.loss_head.operands import (
     BIAS,
     HIDDEN,
+    LORA_A,
+    LORA_B,
     WEIGHT,
     autocast,
     check_head,
+    check_lora,
+    main_grad_of,
     shifted,
     whole_vectors,
     wide_logits,
@@ -24,9 +28,10 @@ from tigon.ops.loss_head.operands import (
 from tigon.ops.loss_head.reference import result_type
 from tigon.parallel.counting import count, counting
 from tigon.parallel.cross_entropy import check_eager, check_layout, check_loss, shape_of, take_class_weight
-from tigon.parallel.rows import NUMBERS, Formula, make_rows, scale_of
+from tigon.parallel.plan import Sizes, choose
+from tigon.parallel.rows import NUMBERS, Formula, make_rows, scale_of, total
 from tigon.parallel.shards import Facts, agree, code, target_code
-from tigon.parallel.stream import Call, Function, plan
+from tigon.parallel.stream import Call, Function, Parameters
 
 LOSS, LOG_PROB = "parallel.linear_cross_entropy", "parallel.linear_log_prob"
 OUTPUTS = ("loss", "z_loss", "log_prob", "lse", "entropy", "predicted", "correct")
@@ -49,18 +54,29 @@ class _Head(NamedTuple):
     logit_dtype: torch.dtype | None
     partial_hidden_grad: bool
     valid_rows: int | None
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None
+    max_workspace_mb: float | None = None
 
 
-def _describe(op, head: _Head, formula: Formula, options: tuple, unsupported: dict):
-    """Checks; :class:`Facts`, and hidden, weight, bias, gradients needed, wide logits, rows that count."""
+class _Operands(NamedTuple):
+    """What a call works with."""
+
+    hidden: torch.Tensor
+    parameters: Parameters
+    lora_scale: float
+    needs: int
+    wide: bool
+    known: int  # rows that count, -1: not known
+    main_grad: torch.Tensor | None
+
+
+def _describe(op, head: _Head, formula: Formula, options: tuple) -> tuple[Facts, _Operands]:
+    """Checks; what the processes compare, and the operands."""
     hidden, weight, target, bias = head.hidden, head.weight, head.target, head.bias
-    for name, value in unsupported.items():
-        check(op, value is None, "{} is not supported for a sharded head (must be None)", name)
     check_float(op, "hidden", hidden)
     check_float(op, "weight", weight)
     check_indices(op, "target", target)
     check(op, hidden.dim() >= 1 and weight.dim() == 2, "weight must be [columns, H], got {}", weight.shape)
-    check(op, not getattr(weight, "tigon_main_grad", False), "weight.tigon_main_grad is not supported here")
     labels = target
     if head.sequence_parallel:
         size = torch.distributed.get_world_size(head.group)
@@ -83,46 +99,57 @@ def _describe(op, head: _Head, formula: Formula, options: tuple, unsupported: di
         op, hidden, weight, labels, bias, head.shift, formula.ignore_index, cap, formula.logit_scale,
         formula.temperature, head.chunk_rows,
     )  # fmt: skip
+    weight, bias, lora = head.weight, head.bias, head.lora
+    check_lora(op, lora, hidden, weight)
     check_layout(op, head.vocab, head.first_class)
     check_keep(op, head.keep_mb)
+    check_cap(op, head.max_workspace_mb)
     hidden = autocast(hidden)
     check(op, has_kernel(op, hidden), "hidden must be float32, bfloat16 or float16, got {}", hidden.dtype)
     wide = wide_logits(op, head.logit_dtype, hidden)
-    weight, bias = head.weight, head.bias
-    if columns:
-        hidden, weight, _ = whole_vectors(hidden, weight)
+    main_grad = main_grad_of(op, weight) if torch.is_grad_enabled() and weight.requires_grad else None
+    if main_grad is not None:  # it has weight's own columns
+        check(op, main_grad.is_contiguous(), "weight.main_grad must be contiguous, got other strides")
+    else:
+        hidden, weight, lora = whole_vectors(hidden, weight, lora)
+    lora_a, lora_b, lora_scale = lora or (None, None, 1.0)
+    parameters = Parameters(weight, bias, lora_a, lora_b)
     known = count(op, target, formula.ignore_index, head.shift, head.valid_rows)
     needs = 0
     if torch.is_grad_enabled():
-        needs = HIDDEN * hidden.requires_grad + WEIGHT * weight.requires_grad
-        needs += BIAS * (bias is not None and bias.requires_grad)
+        wanted = zip((HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B), (hidden, *parameters), strict=True)
+        needs = sum(bit for bit, t in wanted if t is not None and t.requires_grad)
     both = head.sequence_parallel and head.partial_hidden_grad
     check(op, not both, "partial_hidden_grad must be False with sequence_parallel, which sums it, got True")
+    of_lora = None if lora is None else (lora_a.shape[0], float(lora_scale))
     alike = (formula, options, head.sequence_parallel, head.partial_hidden_grad, head.shift, head.chunk_rows,
-             head.keep_mb, wide, known)  # fmt: skip
+             head.keep_mb, wide, known, head.max_workspace_mb, of_lora, main_grad is not None)  # fmt: skip
     facts = Facts(
         rows=target.numel(), size=hidden.shape[-1], dtype=code(hidden.dtype), needs=needs,
         options=code((*alike, bias is None)), target=target_code(target, hidden.device), columns=columns,
         first_class=-1 if head.first_class is None else head.first_class,
         vocab=-1 if head.vocab is None else head.vocab,
     )  # fmt: skip
-    return facts, (hidden, weight, bias, needs, wide, known)
+    return facts, _Operands(hidden, parameters, float(lora_scale), needs, wide, known, main_grad)
 
 
 def _run(
-    op, head: _Head, formula: Formula, options, unsupported, *, class_weight=None, token_weight=None,
+    op, head: _Head, formula: Formula, options, *, class_weight=None, token_weight=None,
     reduction="none", denominator=None, result="loss", entropy=False, statistics=(), check_more=None,
 ):  # fmt: skip
     """The call: ``(loss, entropies, NUMBERS by name, predicted, labels)``, the last four flat."""
 
     def describe():
-        check_eager(op, hidden=head.hidden, weight=head.weight, target=head.target, bias=head.bias)
+        low = head.lora if isinstance(head.lora, Sequence) else ()
+        check_eager(op, hidden=head.hidden, weight=head.weight, target=head.target, bias=head.bias,
+                    **{f"lora {name}": t for name, t in zip("AB", low, strict=False)})  # fmt: skip
         if check_more is not None:
             check_more()
-        return _describe(op, head, formula, options, unsupported)
+        return _describe(op, head, formula, options)
 
     device = head.hidden.device if isinstance(head.hidden, torch.Tensor) else torch.device("cpu")
-    shards, (hidden, weight, bias, needs, wide, known) = agree(op, head.group, device, describe)
+    shards, operands = agree(op, head.group, device, describe)
+    hidden, parameters, lora_scale, needs, wide, known, main_grad = operands
     class_weight = take_class_weight(op, shards, class_weight, device)
     labels = head.target.to(device, torch.int64, non_blocking=True)
     labels = shifted(labels, formula.ignore_index, head.shift)
@@ -140,19 +167,26 @@ def _run(
     # The rows of a share are gathered as they are.
     listed = counting(labels, formula.ignore_index, known if shares == 1 else -1)
     hidden = listed.take(hidden)
-    chunk, keep = plan(
+    sizes = Sizes(
         device, hidden.dtype, listed.labels.shape[0], size, shards.widest, needs & WEIGHT != 0,
-        head.chunk_rows, head.keep_mb, entropy,
+        main_grad is not None, 0 if head.lora is None else parameters.lora_a.shape[0],
+        wide and hidden.dtype != torch.float32, shares, 4 * rows.count * (1 + shards.size),
+        listed.index is not None,
     )  # fmt: skip
+    chunk, keep = choose(op, sizes, head.chunk_rows, head.max_workspace_mb, head.keep_mb, entropy)
     target = listed.labels.view(shares, hidden.shape[0])
     if token_weight is not None:
         token_weight = token_weight.detach().to(device, torch.float32).reshape(-1)
         token_weight = listed.take(token_weight).view(target.shape)
+    # What is added to main_grad has its upstream gradient: the losses of the rows are added up here.
+    formed = None if main_grad is not None else scale
     call = Call(
-        rows, target, token_weight, scale, NUMBERS.index(result), entropy, needs, max(chunk // shares, 1),
-        keep, wide, head.partial_hidden_grad,
+        rows, target, token_weight, formed, NUMBERS.index(result), entropy, needs, max(chunk // shares, 1),
+        keep, wide, head.partial_hidden_grad, lora_scale, main_grad,
     )  # fmt: skip
-    loss, entropies, numbers, predicted = Function.apply(call, hidden, weight, bias)
+    loss, entropies, numbers, predicted = Function.apply(call, hidden, *parameters)
+    if scale is not None and main_grad is not None:
+        loss = total(loss, scale)
     if loss.dim() == 0 and listed.fault is not None:
         loss = loss + listed.fault
     of_rows = {name: listed.give(n) for name, n in zip(NUMBERS, numbers, strict=True)}
@@ -187,8 +221,8 @@ def linear_cross_entropy(
     logit_dtype: torch.dtype | None = None,
     partial_hidden_grad: bool = False,
     valid_rows: int | None = None,
-    lora: None = None,
-    max_workspace_mb: None = None,
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    max_workspace_mb: float | None = None,
 ) -> torch.Tensor | NamedTuple:
     """:func:`tigon.linear_cross_entropy` with a weight whose rows are sharded over a process group.
 
@@ -201,7 +235,8 @@ def linear_cross_entropy(
             over them (all-reduce). With ``sequence_parallel`` this process's share of the first dimension:
             it is gathered chunk by chunk, and its gradient comes by reduce-scatter.
         weight: ``[columns, H]``: this process's classes. Processes may have different numbers of them, and
-            none. Its gradient stays here.
+            none. Its gradient stays here: with ``tigon_main_grad = True`` it is added to ``main_grad``
+            (float32, this process's classes, contiguous) in the backward, in all processes or in none.
         target: ``[...]`` class indices of the whole vocabulary, of all processes' rows, the same in all.
         group: the processes that share the vocabulary.
         vocab: classes of all processes together; ``None``: all columns, which the processes ask each other in
@@ -220,7 +255,11 @@ def linear_cross_entropy(
             but a copy of the others' hidden states, unless ``sequence_parallel`` is given, where all are
             computed. Labels on the CPU are counted here. A wrong number makes the loss NaN on CUDA and is an
             error on the CPU.
-        lora, max_workspace_mb: not supported here, must be ``None``.
+        lora: ``(A [r, H], B [columns, r], scale)``: B is sharded as weight and its gradient stays here; A is
+            the same in all processes, and its gradient, a sum over all classes, is summed over them
+            (all-reduce in float32, with ``partial_hidden_grad`` too).
+        max_workspace_mb: upper bound of each process's memory besides inputs, results and gradients, in MiB,
+            the same in all: chunks shrink to fit the widest shard.
         ignore_index, label_smoothing, softcap, logit_scale, temperature, z_loss, token_weight, reduction,
             denominator, shift, outputs, logit_dtype: as in :func:`tigon.linear_cross_entropy`; smoothing,
             means and outputs are over all classes and all rows.
@@ -259,10 +298,9 @@ def linear_cross_entropy(
     loss, _, numbers, predicted, labels = _run(
         LOSS,
         _Head(hidden, weight, target, group, vocab, first_class, sequence_parallel, bias, shift, chunk_rows,
-              keep_mb, logit_dtype, partial_hidden_grad, valid_rows),
+              keep_mb, logit_dtype, partial_hidden_grad, valid_rows, lora, max_workspace_mb),
         Formula(ignore_index, label_smoothing, softcap or 0.0, logit_scale, temperature, z_loss),
         (reduction, number, outputs, shape_of(class_weight), token_weight is None),
-        {"lora": lora, "max_workspace_mb": max_workspace_mb},
         class_weight=class_weight, token_weight=token_weight, reduction=reduction, denominator=denominator,
         statistics=statistics, check_more=check_more,
     )  # fmt: skip
@@ -296,7 +334,7 @@ def linear_log_prob(
     logit_dtype: torch.dtype | None = None,
     partial_hidden_grad: bool = False,
     valid_rows: int | None = None,
-    lora: None = None,
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """:func:`tigon.linear_log_prob` with a weight whose rows are sharded over a process group.
 
@@ -310,10 +348,9 @@ def linear_log_prob(
     loss, entropies, *_ = _run(
         LOG_PROB,
         _Head(hidden, weight, target, group, vocab, first_class, sequence_parallel, bias, shift, chunk_rows,
-              keep_mb, logit_dtype, partial_hidden_grad, valid_rows),
+              keep_mb, logit_dtype, partial_hidden_grad, valid_rows, lora),
         Formula(ignore_index, softcap=softcap or 0.0, logit_scale=logit_scale, temperature=temperature),
         (entropy,),
-        {"lora": lora},
         result="log_prob", entropy=entropy,
     )  # fmt: skip
     log_prob = loss.view(target.shape)

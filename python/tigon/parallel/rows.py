@@ -51,6 +51,11 @@ class Rows(NamedTuple):
     shard_weight: torch.Tensor | None = None  # float32 [shards], for smoothing
     kinds: int = 0
 
+    @property
+    def count(self) -> int:
+        """Statistics of a row."""
+        return 3 + self.kinds.bit_count()
+
     def _shard(self, logits, target):
         f, s = self.formula, self.shards
         return (
@@ -60,8 +65,7 @@ class Rows(NamedTuple):
 
     def statistics(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """This shard's part ``[kinds, rows]``; a shard without a class has none of the probability."""
-        count = 3 + self.kinds.bit_count()
-        parts = torch.empty(count, target.shape[0], dtype=torch.float32, device=target.device)
+        parts = torch.empty(self.count, target.shape[0], dtype=torch.float32, device=target.device)
         if self.shards.real == 0:
             return parts.fill_(-torch.inf)
         predicted = _statistics(*self._shard(logits, target), parts, self.kinds)
@@ -70,9 +74,16 @@ class Rows(NamedTuple):
         return parts
 
     def losses(self, parts, target, token_weight, work: Work) -> tuple[torch.Tensor, torch.Tensor]:
-        """NUMBERS ``[6, rows]`` (entropy only where its statistics are there) and the predicted classes."""
+        """:meth:`combined` of this shard's part, once all others are here."""
+        whole = work.gather(parts) if target.shape[0] else parts.repeat(self.shards.size, 1)
+        return self.combined(whole, target, token_weight)
+
+    def combined(self, whole, target, token_weight) -> tuple[torch.Tensor, torch.Tensor]:
+        """NUMBERS ``[6, rows]`` (entropy only where its statistics are there) and the predicted classes.
+
+        ``whole``: the parts of all shards, in their order.
+        """
         f, s = self.formula, self.shards
-        whole = work.gather(parts) if target.shape[0] else parts.repeat(s.size, 1)
         return _combine(
             whole, target, self.class_weight, self.shard_weight, token_weight, s.size, s.rank,
             self.kinds, s.vocab, f.ignore_index, f.label_smoothing, f.z_loss,

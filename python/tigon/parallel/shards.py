@@ -184,11 +184,13 @@ class Work:
         _all_gather(whole, part.contiguous(), group=self.shards.group)
         return whole
 
-    def start_gather(self, part: torch.Tensor):
-        """A function that waits for :meth:`gather`'s result."""
+    def start_gather(self, part: torch.Tensor, whole: torch.Tensor | None = None):
+        """A function that waits for :meth:`gather`'s result, in ``whole`` where that is given."""
         if self.shards.size == 1:
             return lambda: part
-        whole, part = part.new_empty(self.shards.size * part.shape[0], *part.shape[1:]), part.contiguous()
+        if whole is None:
+            whole = part.new_empty(self.shards.size * part.shape[0], *part.shape[1:])
+        part = part.contiguous()
         work = _all_gather(whole, part, group=self.shards.group, async_op=True)
 
         def wait():
@@ -210,8 +212,8 @@ class Work:
         work = _reduce_scatter(part, whole, group=self.shards.group, async_op=True)
         self._start(work, whole, part)
 
-    def wait(self) -> None:
-        """Let what follows on this stream see every result."""
-        for work, _ in self.pending:
+    def wait(self, but: int = 0) -> None:
+        """Let what follows on this stream see every result but the last ones."""
+        while len(self.pending) > but:
+            work, _ = self.pending.pop(0)
             work.wait()
-        self.pending.clear()

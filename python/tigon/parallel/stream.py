@@ -1,9 +1,15 @@
 """The passes of a sharded head over its chunks of rows, and its autograd function.
 
-A chunk is rows ``[begin, end)`` of this process's hidden states: with sequence parallelism those of every
-process together, so that a gather brings a chunk's hidden states and a reduce-scatter takes its gradients
-back. What is under way while products run: the gather of the next chunk's hidden states, and the reduction
-of hidden's gradient behind the weight's.
+A chunk is rows of this process's hidden states: with sequence parallelism those of every process together, so
+that a gather brings a chunk's hidden states and a reduce-scatter takes its gradients back. It has two parts
+(``plan.divide``), and each exchange of one runs behind products of the other, or of the whole chunk:
+
+    logits 0, statistics 0, [gather 0 behind logits 1], statistics 1,
+    [gather 1 behind dlogits 0, dhidden 0], [reduction 0 behind dlogits 1, dhidden 1],
+    [reduction 1 behind dweight, one product of the chunk].
+
+The hidden states of a part are gathered a part ahead. Without gradients to form, statistics are gathered
+behind the next part's logits, of the next chunk too.
 """
 
 from __future__ import annotations
@@ -13,14 +19,14 @@ from typing import NamedTuple
 import torch
 
 from tigon._op import graph_is_kept, once, raw
-from tigon.ops.loss_head.memory import default_chunk, padded
-from tigon.ops.loss_head.operands import BIAS, HIDDEN, WEIGHT
+from tigon.ops.loss_head.memory import padded
+from tigon.ops.loss_head.operands import BIAS, HIDDEN, LORA_A, LORA_B, WEIGHT
 from tigon.ops.loss_head.operators import finish, finish_in_place
+from tigon.parallel.plan import Chunk, Part, divide
 from tigon.parallel.rows import NUMBERS, Rows, total
 from tigon.parallel.shards import Work
 
 OP = "parallel.linear_cross_entropy"
-_MIB = 1 << 20
 
 _logits = raw("linear_product_logits", lambda *_: None, "linear_cross_entropy")
 _gradients = raw("linear_product_gradients", lambda *_: None, "linear_cross_entropy")
@@ -40,110 +46,142 @@ class Call(NamedTuple):
     keep: bool  # the gradients of the logits, for the backward
     wide: bool
     partial: bool  # hidden's gradient is this process's part
+    lora_scale: float
+    main_grad: torch.Tensor | None  # weight's gradient is added to it; only for losses of rows
 
 
-def plan(device, dtype, rows, size, widest, dweight, chunk_rows, keep_mb, entropy):
-    """Rows of a chunk and whether the logits' gradients are kept: alike in all processes."""
-    widest = max(widest, 1)
-    chunk = chunk_rows or default_chunk(device.type, dtype, rows, size, widest, dweight=dweight)
-    chunk = max(min(chunk, rows), 1)
-    if entropy:  # a gradient of the entropies is no multiple of what would be kept
-        return chunk, False
-    if keep_mb is None:
-        return chunk, chunk >= rows
-    return chunk, rows * padded(widest) * dtype.itemsize <= keep_mb * _MIB
+class Parameters(NamedTuple):
+    """The tensors of a call that can need a gradient besides hidden, as the caller gave them."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    lora_a: torch.Tensor | None
+    lora_b: torch.Tensor | None
 
 
 class Stream:
     """The operands of a pass, of one dtype."""
 
-    def __init__(self, call: Call, hidden, weight, bias) -> None:
+    def __init__(self, call: Call, hidden, parameters: Parameters) -> None:
+        weight, bias, lora_a, lora_b = parameters
         self.call, self.hidden = call, hidden
         self.shards, self.width = call.rows.shards, weight.shape[0]
-        self.weight = weight.detach().to(hidden.dtype)[: self.shards.real]
-        self.rows = call.rows._replace(bias=_float_bias(bias, hidden.dtype, call.wide, self.shards.real))
+        real, dtype = self.shards.real, hidden.dtype
+        self.weight = weight.detach().to(dtype)[:real]
+        self.lora = (None, None, 1.0)
+        if lora_a is not None:
+            self.lora = (lora_a.detach().to(dtype), lora_b.detach().to(dtype)[:real], call.lora_scale)
+        self.rows = call.rows._replace(bias=_float_bias(bias, dtype, call.wide, real))
         self.shares = call.target.shape[0]
         self.work = Work(self.shards)
-        self.bounds = [
-            (a, min(a + call.chunk, hidden.shape[0])) for a in range(0, hidden.shape[0], call.chunk)
-        ]
+        self.chunks = divide(
+            hidden.shape[0], call.chunk, self.shares, exchanges=self.shards.size > 1, on_cuda=hidden.is_cuda
+        )
         # Rounded once either way: by its product, or from float32 to weight's dtype.
-        narrow = len(self.bounds) == 1 and weight.dtype == hidden.dtype == torch.bfloat16
-        self.dweight = hidden.dtype if narrow else torch.float32
+        narrow = len(self.chunks) == 1 and weight.dtype == dtype == torch.bfloat16
+        self.dweight = dtype if narrow else torch.float32
 
     def space(self, rows: int, dtype=None) -> torch.Tensor:
         """Memory for logits of this shard's classes."""
         real = self.shards.real
         return self.hidden.new_empty(rows, padded(real), dtype=dtype or self.hidden.dtype)[:, :real]
 
-    def part(self, of: torch.Tensor | None, begin: int, end: int) -> torch.Tensor | None:
-        """Rows of a chunk, of all shares."""
-        return None if of is None else of.view(self.shares, -1)[:, begin:end].reshape(-1)
+    def of(self, values: torch.Tensor | None, place: Chunk | Part) -> torch.Tensor | None:
+        """Values of the rows of a chunk or a part, of all shares."""
+        if values is None:
+            return None
+        values = values.view(self.shares, -1)
+        parts = getattr(place, "parts", (place,)) if self.shares > 1 else (place,)
+        of_parts = [values[:, p.begin : p.end].reshape(-1) for p in parts]
+        return of_parts[0] if len(of_parts) == 1 else torch.cat(of_parts)
 
-    def chunks(self, gathers: bool = True):
-        """``(begin, end, hidden states of the chunk)``; None where they are not wanted."""
+    def walk(self, gathers: bool = True):
+        """``(chunk, part, hidden states of the chunk)``: those of the part are there; None: none wanted."""
+        parts = [(chunk, part) for chunk in self.chunks for part in chunk.parts]
         if not gathers or self.shares == 1:
-            for begin, end in self.bounds:
-                yield begin, end, self.hidden[begin:end]
+            for chunk, part in parts:
+                own = self.hidden[chunk.begin : chunk.end]
+                yield chunk, part, own if self.shares == 1 else None
             return
-        waits = [None] * len(self.bounds)
-        for i in range(len(self.bounds)):
-            for k in (i, i + 1):  # the next chunk's gather runs behind this chunk's products
-                if k < len(self.bounds) and waits[k] is None:
-                    waits[k] = self.work.start_gather(self.hidden[slice(*self.bounds[k])])
-            yield *self.bounds[i], waits[i]()
-            waits[i] = True
+        waits, memory = [], {}
+        for i, (chunk, part) in enumerate(parts):
+            for ahead, of in parts[len(waits) : i + 2]:
+                if ahead.begin not in memory:
+                    rows = self.shares * (ahead.end - ahead.begin)
+                    memory[ahead.begin] = self.hidden.new_empty(rows, self.hidden.shape[1])
+                to = memory[ahead.begin][of.at]
+                waits.append(self.work.start_gather(self.hidden[of.begin : of.end], to))
+            waits[i]()
+            waits[i] = None
+            yield chunk, part, memory[chunk.begin]
+            if part.last:
+                del memory[chunk.begin]
 
-    def logits(self, hidden, space) -> torch.Tensor:
-        """The chunk's logits of this shard."""
-        logits = space[: hidden.shape[0]]
+    def logits(self, hidden, logits) -> torch.Tensor:
+        """The part's logits of this shard."""
         if self.shards.real:
-            _logits(logits, hidden, self.weight)
+            _logits(logits, hidden, self.weight, *self.lora)
         return logits
 
     def forward(self):
         """Losses of the rows and the other NUMBERS, predicted classes, kept gradients of the logits."""
         call, rows = self.call, self.rows
-        count, width = call.target.numel(), self.call.chunk * self.shares
+        count, most = call.target.numel(), call.chunk * self.shares
         numbers = self.hidden.new_empty(len(NUMBERS), *call.target.shape, dtype=torch.float32)
         predicted = torch.empty_like(call.target)
         keep = call.keep and call.scale is None and call.needs != 0
         wide = call.wide and self.hidden.dtype != torch.float32
         kept = self.space(count) if keep else None
-        space = None if keep and not wide else self.space(width, torch.float32 if wide else None)
-        narrow = self.space(width) if wide and call.scale is not None and call.needs else None
+        space = None if keep and not wide else self.space(most, torch.float32 if wide else None)
+        narrow = self.space(most) if wide and call.scale is not None and call.needs else None
         gradients = Gradients(self) if call.scale is not None and call.needs else None
-        row = 0
-        for begin, end, hidden in self.chunks():
-            target = self.part(call.target, begin, end)
-            here = None if kept is None else kept[row : row + target.shape[0]]
-            logits = self.logits(hidden, here if space is None else space)
-            token_weight = self.part(call.token_weight, begin, end)
-            found, classes = rows.losses(rows.statistics(logits, target), target, token_weight, self.work)
-            numbers[:, :, begin:end] = found.view(len(NUMBERS), self.shares, -1)
+
+        def losses(part, target, gathered):
+            """What the statistics of all shards say of a part; each row's logarithm for its gradient."""
+            found, classes = rows.combined(gathered(), target, self.of(call.token_weight, part))
+            numbers[:, :, part.begin : part.end] = found.view(len(NUMBERS), self.shares, -1)
             if classes.numel():
-                predicted[:, begin:end] = classes.view(self.shares, -1)
-            log_share = found[NUMBERS.index("log_share")]
+                predicted[:, part.begin : part.end] = classes.view(self.shares, -1)
+            return found[NUMBERS.index("log_share")]
+
+        owed = []  # parts whose statistics are on their way
+        for chunk, part, hidden in self.walk():
+            target = self.of(call.target, part)
+            here = None if kept is None else kept[chunk.at]
+            whole = here if space is None else space
+            logits = self.logits(hidden[part.at], whole[part.at])
+            owed.append((part, target, self.work.start_gather(rows.statistics(logits, target))))
+            if gradients is None and here is None:
+                if len(owed) > 1:
+                    losses(*owed.pop(0))
+                continue
+            if not part.last:
+                continue
+            to = here if here is not None else whole if narrow is None else narrow
+            for of, target, gathered in owed:
+                log_share = losses(of, target, gathered)
+                factor = None if gradients is None else self.factor(of)
+                self.differentiate(whole[of.at], to[of.at], target, log_share, factor)
+                if gradients is not None:
+                    gradients.hidden(of, hidden[of.at], to[of.at])
+            owed.clear()
             if gradients is not None:
-                to = logits if narrow is None else narrow[: target.shape[0]]
-                self.differentiate(logits, to, target, log_share, self.factor(begin, end))
-                gradients.add(begin, end, hidden, to)
-            elif here is not None:
-                self.differentiate(logits, here, target, log_share, None)
-            row += target.shape[0]
+                gradients.others(chunk, hidden, to[: hidden.shape[0]])
+        for of in owed:
+            losses(*of)
         self.work.wait()
         return numbers.flatten(1), predicted.flatten(), kept, gradients
 
-    def factor(self, begin: int, end: int) -> torch.Tensor | None:
+    def factor(self, part: Part) -> torch.Tensor | None:
         """Of the rows of a scalar loss's gradient; in float16 without scale, which would leave the range."""
         early = None if self.hidden.dtype == torch.float16 else self.call.scale
-        token_weight = self.part(self.call.token_weight, begin, end)
+        token_weight = self.of(self.call.token_weight, part)
         if token_weight is None:
             return early
         return token_weight if early is None else token_weight * early
 
     def differentiate(self, logits, to, target, log_share, scale, entropy_scale=None, entropy=None) -> None:
-        """dlogits of a chunk from its logits."""
+        """dlogits of a part from its logits."""
         if self.shards.real:
             self.rows.gradient(logits, to, target, log_share, scale, entropy_scale, entropy)
 
@@ -156,23 +194,25 @@ class Stream:
         upstream = torch.where(ignored, 0.0, upstream).contiguous()
         gradients = Gradients(self)
         wide = call.wide and self.hidden.dtype != torch.float32
-        width = call.chunk * self.shares
-        space = None if kept is not None else self.space(width, torch.float32 if wide else None)
-        narrow = self.space(width) if kept is None and wide else None
-        row = 0
-        for begin, end, hidden in self.chunks(gathers=kept is None or call.needs & WEIGHT != 0):
-            target, factor = self.part(call.target, begin, end), self.part(upstream, begin, end)
+        most = call.chunk * self.shares
+        space = None if kept is not None else self.space(most, torch.float32 if wide else None)
+        narrow = self.space(most) if kept is None and wide else None
+        for chunk, part, hidden in self.walk(kept is None or call.needs & ~HIDDEN != 0):
+            own = None if hidden is None else hidden[part.at]
+            to = space if narrow is None else narrow
+            factor = None
             if kept is not None:
-                gradients.add(begin, end, hidden, kept[row : row + target.shape[0]], factor)
+                to, factor = kept[chunk.at], self.of(upstream, part)
             else:
-                logits = self.logits(hidden, space)
-                to = logits if narrow is None else narrow[: target.shape[0]]
+                logits = self.logits(own, space[part.at])
                 self.differentiate(
-                    logits, to, target, self.part(log_share, begin, end), factor,
-                    self.part(entropy_upstream, begin, end), self.part(entropy, begin, end),
+                    logits, to[part.at], self.of(call.target, part), self.of(log_share, part),
+                    self.of(upstream, part), self.of(entropy_upstream, part), self.of(entropy, part),
                 )  # fmt: skip
-                gradients.add(begin, end, hidden, to)
-            row += target.shape[0]
+            gradients.hidden(part, own, to[part.at], factor)
+            if part.last:
+                rows = self.shares * (chunk.end - chunk.begin)
+                gradients.others(chunk, hidden, to[:rows], None if kept is None else self.of(upstream, chunk))
         self.work.wait()
         return gradients
 
@@ -182,44 +222,71 @@ class Gradients:
 
     def __init__(self, stream: Stream) -> None:
         needs, hidden = stream.call.needs, stream.hidden
-        self.stream, self.real, self.first = stream, stream.shards.real, True
+        self.stream, self.real = stream, stream.shards.real
+        self.first_part = self.first = True
         # Columns of padding get zeros; the others what the first chunk writes.
-        written = self.real if stream.bounds else 0
+        written = self.real if stream.chunks else 0
         self.dhidden = torch.empty_like(hidden) if needs & HIDDEN else None
-        self.dweight = self.dbias = None
+        self.dweight = self.dbias = self.dlora_a = self.dlora_b = None
         if needs & WEIGHT:
-            self.dweight = hidden.new_empty(stream.width, hidden.shape[1], dtype=stream.dweight)
-            self.dweight[written:] = 0.0
+            self.dweight = stream.call.main_grad
+            if self.dweight is None:
+                self.dweight = hidden.new_empty(stream.width, hidden.shape[1], dtype=stream.dweight)
+                self.dweight[written:] = 0.0
         if needs & BIAS:
             self.dbias = hidden.new_empty(stream.width, dtype=torch.float32)
             self.dbias[written:] = 0.0
+        if needs & LORA_A:
+            self.dlora_a = torch.empty_like(stream.lora[0], dtype=torch.float32)
+            if written == 0:
+                self.dlora_a.zero_()
+        if needs & LORA_B:
+            self.dlora_b = hidden.new_empty(stream.width, stream.lora[1].shape[1], dtype=torch.float32)
+            self.dlora_b[written:] = 0.0
 
-    def add(self, begin, end, hidden, dlogits, factor=None) -> None:
-        """A chunk's products; hidden's comes first, and its reduction runs behind the others."""
-        stream, needs = self.stream, self.stream.call.needs
-        if needs & HIDDEN:
-            self._hidden(begin, end, hidden, dlogits, factor)
-        if self.real and needs & (WEIGHT | BIAS):
-            dweight = None if self.dweight is None else self.dweight[: self.real]
-            dbias = None if self.dbias is None else self.dbias[: self.real]
-            _gradients(dlogits, hidden, stream.weight, None, dweight, dbias, factor, self.first)
-        self.first = False
-
-    def _hidden(self, begin, end, hidden, dlogits, factor) -> None:
-        stream = self.stream
-        own = self.dhidden[begin:end]
-        whole = own if stream.shares == 1 else own.new_empty(stream.shares * (end - begin), own.shape[1])
+    def hidden(self, part: Part, hidden, dlogits, factor=None) -> None:
+        """A part's products for hidden and A; the reduction of hidden's is under way on return."""
+        stream, own, whole = self.stream, None, None
+        if self.dhidden is None and self.dlora_a is None:
+            return
+        if self.dhidden is not None:
+            own = whole = self.dhidden[part.begin : part.end]
+            if stream.shares > 1:
+                stream.work.wait(but=1)  # of the parts before: their memory is free
+                whole = own.new_empty(stream.shares * (part.end - part.begin), own.shape[1])
         if self.real:
-            like = hidden if hidden.shape[0] == whole.shape[0] else whole  # only its shape is looked at
-            _gradients(dlogits, like, stream.weight, whole, None, None, factor, True)
-        else:
+            like = whole if hidden is None else hidden  # only its shape is looked at then
+            _gradients(dlogits, like, stream.weight, whole, None, None, factor, self.first_part, False,
+                       *stream.lora, self.dlora_a, None)  # fmt: skip
+        elif whole is not None:
             whole.zero_()
-        if stream.call.partial:
+        self.first_part = False
+        if own is None or stream.call.partial:
             return
         if stream.shares == 1:
             stream.work.start_all_reduce(whole)
         else:
             stream.work.start_reduce_scatter(whole, own)
+
+    def others(self, chunk: Chunk, hidden, dlogits, factor=None) -> None:
+        """A chunk's products for the parameters of this shard."""
+        stream = self.stream
+        if chunk.last and self.dlora_a is not None:
+            stream.work.start_all_reduce(self.dlora_a)  # a sum over all classes, as hidden's gradient is
+        dweight, dbias, dlora_b = (
+            None if g is None else g[: self.real] for g in (self.dweight, self.dbias, self.dlora_b)
+        )
+        if self.real and any(g is not None for g in (dweight, dbias, dlora_b)):
+            _gradients(dlogits, hidden, stream.weight, None, dweight, dbias, factor, self.first,
+                       stream.call.main_grad is not None, *stream.lora, None, dlora_b)  # fmt: skip
+        self.first = False
+
+    def formed(self) -> tuple:
+        """In the order of the parameters, hidden's first."""
+        return self.dhidden, self.dweight, self.dbias, self.dlora_a, self.dlora_b
+
+
+_BITS = (HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B)
 
 
 def _float_bias(bias, dtype, wide, real):
@@ -234,25 +301,25 @@ class Function(torch.autograd.Function):
     """``(loss or the losses of rows, entropies, other NUMBERS, predicted)``."""
 
     @staticmethod
-    def forward(ctx, call: Call, hidden, weight, bias):
-        stream = Stream(call, hidden.detach(), weight, bias)
+    def forward(ctx, call: Call, hidden, *parameters):
+        stream = Stream(call, hidden.detach(), Parameters(*parameters))
         numbers, predicted, kept, gradients = stream.forward()
         ctx.call = call
-        ctx.dtypes = (weight.dtype, weight.dtype if bias is None else bias.dtype)
+        ctx.dtypes = tuple(parameters[0].dtype if p is None else p.dtype for p in parameters)
         entropy = numbers[NUMBERS.index("entropy")].clone() if call.entropy else numbers.new_empty(0)
         ctx.mark_non_differentiable(numbers, predicted)
         if call.scale is not None:
             ctx.mark_non_differentiable(entropy)
             if gradients is not None:
                 none = hidden.new_empty(0)
-                formed = (gradients.dhidden, gradients.dweight, gradients.dbias)
-                ctx.save_for_backward(call.scale.reshape(()), *(none if g is None else g for g in formed))
+                formed = (none if g is None else g for g in gradients.formed())
+                ctx.save_for_backward(call.scale.reshape(()), *formed)
             return total(numbers[0], call.scale), entropy, numbers, predicted
         ctx.set_materialize_grads(False)
         if not call.entropy:
             ctx.mark_non_differentiable(entropy)
         log_share = numbers[NUMBERS.index("log_share")].clone()
-        ctx.save_for_backward(hidden, weight, bias, log_share, entropy, kept)
+        ctx.save_for_backward(hidden, *parameters, log_share, entropy, kept)
         return numbers[call.result].clone(), entropy, numbers, predicted
 
     @staticmethod
@@ -262,34 +329,29 @@ class Function(torch.autograd.Function):
         if call.scale is not None:
             found = _finished(ctx, dloss)
         elif dloss is None and dentropy is None:
-            return None, None, None, None
+            return (None,) * (1 + len(_BITS))
         else:
             found = _of_rows(ctx, dloss, dentropy)
-        wanted = zip((HIDDEN, WEIGHT, BIAS), found, strict=True)
-        return None, *(g if call.needs & bit else None for bit, g in wanted)
+        needs = call.needs if call.main_grad is None else call.needs & ~WEIGHT
+        dhidden, *others = (g if needs & bit else None for bit, g in zip(_BITS, found, strict=True))
+        typed = (None if g is None else g.to(of) for g, of in zip(others, ctx.dtypes, strict=True))
+        return None, dhidden, *typed
 
 
 def _finished(ctx, dloss):
     """The gradients formed in the forward, times the upstream gradient."""
-    scale, dhidden, dweight, dbias = ctx.saved_tensors
-    none = dhidden.new_empty(0)
     run = finish if graph_is_kept() else finish_in_place
-    return run(dloss, scale, dhidden, dweight, dbias, none, none, *ctx.dtypes)[:3]
+    scale, *formed = ctx.saved_tensors
+    return run(dloss, scale, *formed, *ctx.dtypes[:2])
 
 
 def _of_rows(ctx, dloss, dentropy):
     call = ctx.call
-    hidden, weight, bias, log_share, entropy, kept = ctx.saved_tensors
+    hidden, *parameters, log_share, entropy, kept = ctx.saved_tensors
     upstream = torch.zeros_like(log_share) if dloss is None else dloss
     if NUMBERS[call.result] == "log_prob":
         upstream = -upstream  # the row pass knows the loss, -log_prob
-    stream = Stream(call, hidden, weight, bias)
+    stream = Stream(call, hidden, Parameters(*parameters))
     if dentropy is not None:
         dentropy = dentropy.contiguous()
-    gradients = stream.backward(log_share, entropy if call.entropy else None, kept, upstream, dentropy)
-    of_weight, of_bias = ctx.dtypes
-    return (
-        gradients.dhidden,
-        None if gradients.dweight is None else gradients.dweight.to(of_weight),
-        None if gradients.dbias is None else gradients.dbias.to(of_bias),
-    )
+    return stream.backward(log_share, entropy if call.entropy else None, kept, upstream, dentropy).formed()

@@ -339,10 +339,10 @@ TableConstants* prepare(Context& ctx, const Adamw& a) {
   return constants;
 }
 
-// Whether vectors of n elements begin at aligned addresses.
+// Whether vectors of n elements, a power of two, begin at aligned addresses.
 bool is_aligned(const Entry& e, size_t n, AdamwRounding rounding) {
   auto begins = [n](const void* p, DType t) {
-    return reinterpret_cast<uintptr_t>(p) % (n * size_of(t)) == 0;
+    return (reinterpret_cast<uintptr_t>(p) & (n * size_of(t) - 1)) == 0;
   };
   const DType extra = rounding == AdamwRounding::split ? DType::i16 : DType::f32;
   return begins(e.param, e.param_type) && begins(e.grad, e.grad_type) && begins(e.exp_avg, e.avg_type) &&

@@ -8,17 +8,23 @@ namespace {
 
 constexpr const char* kOp = "grad_norm";
 
-std::tuple<Tensor, Tensor, Tensor> norm(std::vector<Tensor> grads, double max_norm,
-                                        OptionalTensor grad_scale) {
-  TIGON_CHECK(kOp, !grads.empty(), "grads must have at least one tensor, got none");
-  const Tensor like = grads[0];
-  std::vector<Vector> vectors;
-  vectors.reserve(grads.size());
-  for (Tensor& g : grads) {
-    check_same_device(kOp, "grads", g, like);
-    if (!g.is_contiguous()) g = to_contiguous(kOp, "grads", g);
-    vectors.push_back(
-        {.data = data_of(kOp, "grads", g), .dtype = dtype_of(kOp, "grads", g), .size = g.numel()});
+std::tuple<Tensor, Tensor, Tensor> norm(TensorList grads, double max_norm, OptionalTensor grad_scale) {
+  TIGON_CHECK(kOp, grads.size() > 0, "grads must have at least one tensor, got none");
+  const Tensor like = grads.tensor(0);
+  const DeviceId device(like.get());
+  std::vector<Tensor> copies;
+  std::vector<Vector> vectors(grads.size());
+  for (size_t i = 0; i < grads.size(); ++i) {
+    AtenTensorHandle g = grads[i];
+    if (!device.has(g)) check_same_device(kOp, "grads", grads.tensor(i), like);
+    const Shape shape(g);
+    if (!shape.is_contiguous()) {
+      copies.push_back(to_contiguous(kOp, "grads", grads.tensor(i)));
+      g = copies.back().get();
+    }
+    vectors[i] = {.data = data_of(kOp, "grads", g, shape.numel),
+                  .dtype = dtype_of(kOp, "grads", g),
+                  .size = shape.numel};
   }
   Vector scale;
   if (grad_scale.has_value()) {

@@ -10,6 +10,7 @@
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/reduce.cuh"
+#include "tigon/base/cuda/values.cuh"
 #include "tigon/base/cuda/vec.cuh"
 #include "tigon/base/dispatch.h"
 #include "tigon/ops/experts/experts.h"
@@ -22,25 +23,6 @@ namespace {
 constexpr const char* kOp = "experts";
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-// A vector whose element type is known at run time only: one value per row.
-struct Values {
-  void* data;
-  DType dtype;
-  __device__ __forceinline__ float operator[](int64_t i) const {
-    if (data == nullptr) return 1.0f;
-    if (dtype == DType::f32) return static_cast<const float*>(data)[i];
-    if (dtype == DType::bf16) return widen(static_cast<const __nv_bfloat16*>(data)[i]);
-    return widen(static_cast<const __half*>(data)[i]);
-  }
-  __device__ __forceinline__ void set(int64_t i, float x) const {
-    if (dtype == DType::f32)
-      static_cast<float*>(data)[i] = x;
-    else if (dtype == DType::bf16)
-      static_cast<__nv_bfloat16*>(data)[i] = narrow<__nv_bfloat16>(x);
-    else
-      static_cast<__half*>(data)[i] = narrow<__half>(x);
-  }
-};
 Values values_of(const Vector& v) { return {v.data, v.dtype}; }
 
 // Where the experts' rows begin; `experts` + 1 numbers.

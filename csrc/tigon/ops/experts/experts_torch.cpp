@@ -70,32 +70,55 @@ Tensor gate(Tensor gate_up, OptionalTensor bias, Tensor offsets, int64_t kind, i
   return act;
 }
 
+// dgate_up: where it is given, the result; else a new one.
+std::tuple<Tensor, Tensor, Tensor> gate_bwd_into(Tensor* dgate_up, Tensor dact, Tensor gate_up,
+                                                 OptionalTensor bias, OptionalTensor weights,
+                                                 OptionalTensor order, Tensor offsets, OptionalTensor g,
+                                                 OptionalTensor down_bias, const ExpertsGate& gate,
+                                                 bool need_dgate_up, bool need_act, bool need_dweights) {
+  check_same_device(kOp, "gate_up", gate_up, dact);
+  Matrix d = torch_shim::rows_of(kOp, "dact", dact), z = torch_shim::rows_of(kOp, "gate_up", gate_up);
+  Vector w = vector_of(kOp, "weights", weights), slots = vector_of(kOp, "order", order);
+  Tensor dz = dgate_up != nullptr ? *dgate_up
+              : need_dgate_up     ? make(dact, {z.rows, z.cols}, z.dtype)
+                                  : nothing(dact, z.dtype);
+  Tensor act = need_act ? make(dact, {d.rows, d.cols}, d.dtype) : nothing(dact, d.dtype);
+  Tensor dweights = need_dweights ? make(dact, {d.rows}, w.dtype) : nothing(dact, d.dtype);
+  auto ctx = make_context(dact);
+  experts_gate_bwd(*ctx, {.dact = d,
+                          .gate_up = z,
+                          .bias = rows_of("gate_up_bias", bias),
+                          .weights = w,
+                          .order = slots,
+                          .offsets = vector_of(kOp, "offsets", offsets),
+                          .g = rows_of("g", g),
+                          .down_bias = rows_of("down_bias", down_bias),
+                          .dgate_up = need_dgate_up ? torch_shim::rows_of(kOp, "dgate_up", dz) : Matrix{},
+                          .act = need_act ? torch_shim::rows_of(kOp, "act", act) : Matrix{},
+                          .dweights = need_dweights ? vector_of(kOp, "dweights", dweights) : Vector{},
+                          .gate = gate});
+  return {dz, act, dweights};
+}
+
 std::tuple<Tensor, Tensor, Tensor> gate_bwd(Tensor dact, Tensor gate_up, OptionalTensor bias,
                                             OptionalTensor weights, OptionalTensor order, Tensor offsets,
                                             OptionalTensor g, OptionalTensor down_bias, int64_t kind,
                                             int64_t columns, double alpha, double limit, bool need_dgate_up,
                                             bool need_act, bool need_dweights) {
-  check_same_device(kOp, "gate_up", gate_up, dact);
-  Matrix d = torch_shim::rows_of(kOp, "dact", dact), z = torch_shim::rows_of(kOp, "gate_up", gate_up);
-  Vector w = vector_of(kOp, "weights", weights), slots = vector_of(kOp, "order", order);
-  Tensor dgate_up = need_dgate_up ? make(dact, {z.rows, z.cols}, z.dtype) : nothing(dact, z.dtype);
-  Tensor act = need_act ? make(dact, {d.rows, d.cols}, d.dtype) : nothing(dact, d.dtype);
-  Tensor dweights = need_dweights ? make(dact, {d.rows}, w.dtype) : nothing(dact, d.dtype);
-  auto ctx = make_context(dact);
-  experts_gate_bwd(*ctx,
-                   {.dact = d,
-                    .gate_up = z,
-                    .bias = rows_of("gate_up_bias", bias),
-                    .weights = w,
-                    .order = slots,
-                    .offsets = vector_of(kOp, "offsets", offsets),
-                    .g = rows_of("g", g),
-                    .down_bias = rows_of("down_bias", down_bias),
-                    .dgate_up = need_dgate_up ? torch_shim::rows_of(kOp, "dgate_up", dgate_up) : Matrix{},
-                    .act = need_act ? torch_shim::rows_of(kOp, "act", act) : Matrix{},
-                    .dweights = need_dweights ? vector_of(kOp, "dweights", dweights) : Vector{},
-                    .gate = gate_of(kind, columns, alpha, limit)});
-  return {dgate_up, act, dweights};
+  return gate_bwd_into(nullptr, dact, gate_up, bias, weights, order, offsets, g, down_bias,
+                       gate_of(kind, columns, alpha, limit), need_dgate_up, need_act, need_dweights);
+}
+
+// dgate_up is written over gate_up.
+std::tuple<Tensor, Tensor> gate_bwd_in_place(Tensor dact, Tensor gate_up, OptionalTensor bias,
+                                             OptionalTensor weights, OptionalTensor order, Tensor offsets,
+                                             OptionalTensor g, OptionalTensor down_bias, int64_t kind,
+                                             int64_t columns, double alpha, double limit, bool need_act,
+                                             bool need_dweights) {
+  auto [dz, act, dweights] =
+      gate_bwd_into(&gate_up, dact, gate_up, bias, weights, order, offsets, g, down_bias,
+                    gate_of(kind, columns, alpha, limit), true, need_act, need_dweights);
+  return {act, dweights};
 }
 
 Tensor combine(Tensor rows, OptionalTensor place, Tensor offsets, OptionalTensor weights, OptionalTensor bias,
@@ -180,6 +203,10 @@ TIGON_TORCH_SCHEMAS(m) {
           ", bool need_dgate_up, bool need_act, bool need_dweights) -> (Tensor dgate_up, Tensor act, Tensor "
           "dweights)");
   define(m,
+         "experts_gate_bwd_in_place(Tensor dact, Tensor(a!) gate_up, Tensor? bias, Tensor? weights, Tensor? "
+         "order, Tensor offsets, Tensor? g, Tensor? down_bias, " +
+             gate + ", bool need_act, bool need_dweights) -> (Tensor act, Tensor dweights)");
+  define(m,
          "experts_combine(Tensor rows, Tensor? place, Tensor offsets, Tensor? weights, Tensor? bias, int "
          "tokens) -> Tensor");
   define(m, "experts_zero_rest(Tensor(a!) rows, Tensor offsets) -> ()");
@@ -192,6 +219,7 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("experts_gather", TORCH_BOX(&gather));
   m.impl("experts_gate", TORCH_BOX(&gate));
   m.impl("experts_gate_bwd", TORCH_BOX(&gate_bwd));
+  m.impl("experts_gate_bwd_in_place", TORCH_BOX(&gate_bwd_in_place));
   m.impl("experts_combine", TORCH_BOX(&combine));
   m.impl("experts_zero_rest", TORCH_BOX(&zero_rest));
   m.impl("experts_sum", TORCH_BOX(&sum));

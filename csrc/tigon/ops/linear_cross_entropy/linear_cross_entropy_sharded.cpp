@@ -120,17 +120,18 @@ struct Sharded {
     }
   }
 
-  // hidden's gradient of the chunk, and its sum over the ranks.
-  void reduce_hidden(int64_t begin, int64_t count, LinearHeadChunk c) {
+  // The chunk's gradient of hidden, with its sum over the ranks, and of A.
+  void replicated(int64_t begin, int64_t count, LinearHeadChunk c) {
     LinearHead only = head;
-    only.dweight = {}, only.dbias = {};
+    only.dweight = {}, only.dbias = {}, only.dlora_b = {};
     Matrix own = rows_from(a.dhidden, begin, count);
     c.dhidden = shares > 1 ? rows_from(dhidden, 0, shares * count) : own;
     const int64_t n = count * a.hidden.cols;
     if (empty())
       linear_head_clear(ctx, {.op = kOp, .dweight = c.dhidden}, {.count = 0});
     else
-      linear_head_gradients(ctx, only, c, {.first = true});
+      linear_head_gradients(ctx, only, c, {.first = begin == 0});
+    if (!a.dhidden.data) return;
     if (shares > 1)
       ranks.reduce_scatter(c.dhidden.data, own.data, n, own.dtype, ctx.stream());
     else
@@ -144,13 +145,22 @@ LinearHead checked(const LinearCrossEntropySharded& call, int64_t shares) {
                      .hidden = a.hidden,
                      .weight = a.weight,
                      .bias = a.bias,
+                     .lora_a = a.lora_a,
+                     .lora_b = a.lora_b,
+                     .lora_scale = a.lora_scale,
                      .dhidden = a.dhidden,
                      .dweight = a.dweight,
                      .add_dweight = a.add_dweight,
-                     .dbias = a.dbias};
+                     .dbias = a.dbias,
+                     .dlora_a = a.dlora_a,
+                     .dlora_b = a.dlora_b};
   const int64_t all = a.hidden.rows * shares;
   if (a.weight.rows > 0) linear_head_check(head);
-  TIGON_CHECK(kOp, !a.lora_a.data && !a.lora_b.data, "lora must not be given");
+  if (a.dlora_a.data) {
+    require_matrix(kOp, "dlora_a", a.dlora_a, a.lora_a.rows, a.hidden.cols, DType::f32);
+    TIGON_CHECK(kOp, a.dlora_a.stride == a.dlora_a.cols, "dlora_a must have adjacent rows, got stride ",
+                a.dlora_a.stride);
+  }
   TIGON_CHECK(kOp, !a.wide_logits, "wide_logits must be false");
   TIGON_CHECK(kOp, !a.unit.data && !a.kept.data && !a.entropy_upstream && !a.predicted,
               "unit, kept, entropy_upstream and predicted must not be given");
@@ -242,7 +252,7 @@ void linear_cross_entropy_sharded(Context& ctx, Communicator& ranks, const Linea
   LinearHeadWorkspace workspace;
   if (!run.empty()) workspace = linear_head_workspace(ctx, worked, all, {.chunk = most});
   LinearHead params = worked;
-  params.dhidden = {};
+  params.dhidden = {}, params.dlora_a = {};
 
   for (int64_t begin = 0; begin < a.hidden.rows; begin += limit) {
     const int64_t count = std::min(limit, a.hidden.rows - begin), chunk = count * shares;
@@ -264,10 +274,14 @@ void linear_cross_entropy_sharded(Context& ctx, Communicator& ranks, const Linea
     run.combine(begin, count);
     if (!gradients) continue;
     run.differentiate(begin, count, c.logits);
-    if (a.dhidden.data) run.reduce_hidden(begin, count, c);
+    if (a.dhidden.data || a.dlora_a.data) run.replicated(begin, count, c);
     if (!run.empty()) linear_head_gradients(ctx, params, c, {.first = begin == 0});
   }
   if (a.hidden.rows == 0 && !run.empty()) linear_head_clear(ctx, head, {.count = 0});
+  if (a.dlora_a.data) {  // a sum over the classes of all ranks
+    if (run.empty()) linear_head_clear(ctx, {.op = kOp, .dlora_a = a.dlora_a}, {.count = 0});
+    ranks.all_reduce(a.dlora_a.data, a.dlora_a.rows * h, DType::f32, ctx.stream());
+  }
   if (a.reduction != Reduction::none)
     cross_entropy_total(ctx, {.loss = a.loss, .scale = a.scale, .total = a.total});
 }

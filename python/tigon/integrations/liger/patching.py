@@ -1,8 +1,9 @@
 """``apply_liger_kernel_to_*`` and their relatives: that interface, :func:`tigon.apply` behind it.
 
 Their switches choose slots: ``rms_norm`` and ``layer_norm`` the norms, ``swiglu``, ``geglu`` and
-``relu_squared`` the MLPs, ``rope`` the rotary function, ``fused_linear_cross_entropy`` the loss head,
-``cross_entropy`` the loss of logits that exist. An unset one (``None``) is off.
+``relu_squared`` the MLPs, experts and routers, ``rope`` the rotary function,
+``fused_linear_cross_entropy`` the loss head, ``cross_entropy`` the loss of logits that exist. An unset one
+(``None``) is off.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ def _slots(options: dict) -> tuple[dict, bool]:
         "norm": bool(on & {"rms_norm", "layer_norm"}),
         "mlp": mlp,
         "experts": mlp,
+        "router": mlp,
         "rope": "rope" in on,
         "loss": "fused_linear_cross_entropy" in on,
     }

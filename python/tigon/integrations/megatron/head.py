@@ -135,7 +135,7 @@ def _loss(layer, spec, hidden, weight, request):
     sharded = group_size(layer.tp_group) > 1
     if _adds_to_main_grad(layer, weight):
         into = weight.main_grad
-        if into.dtype == torch.float32 and not spec.keep_mb and not sharded:
+        if into.dtype == torch.float32 and (sharded or not spec.keep_mb):
             hidden, weight = _Announce.apply(hidden, weight), _proxy(weight, into)
         else:
             weight = _AddToMainGrad.apply(weight)

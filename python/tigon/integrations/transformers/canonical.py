@@ -9,6 +9,7 @@ and attributes, helpers, `pow(2)` or `square()`, `.float()` or `.to(torch.float3
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import inspect
 import re
@@ -55,6 +56,18 @@ FUNCTIONS |= {
     torch.view_as_real: "view_as_real",
 }
 METHODS |= {"flatten", "reshape", "repeat_interleave", "unbind", "view"}
+# Of routers.
+FUNCTIONS |= {
+    torch.topk: "topk",
+    torch.softmax: "softmax",
+    torch.gather: "gather",
+    torch.zeros_like: "zeros_like",
+    F.linear: "linear",
+    F.sigmoid: "sigmoid",
+    F.softmax: "softmax",
+    float: "number",
+}
+METHODS |= {"topk", "softmax", "gather", "sum", "max", "masked_fill", "expand", "bool"}
 # Names under which the arguments of these functions may be given.
 KEYWORDS = {"dim": 1, "keepdim": 2, "dtype": 1, "exponent": 1, "chunks": 1, "other": 1}
 # Functions whose arguments after the first may be left out, in order.
@@ -172,6 +185,12 @@ class _Evaluator:
                     env = self.assign(target, self.expression(value, env), env)
                 case ast.AnnAssign(target=target, value=value) if value is not None:
                     env = self.assign(target, self.expression(value, env), env)
+                case ast.Expr(
+                    value=ast.Call(
+                        func=ast.Attribute(value=ast.Name(id=name), attr="scatter_"), args=arguments
+                    )
+                ) if env.get(name, ("",))[0] == "zeros_like" and not statement.value.keywords:
+                    env = {**env, name: ("scatter", env[name], *(self.expression(a, env) for a in arguments))}
                 case ast.AugAssign(target=ast.Name(id=name), op=op, value=value):
                     new = self.binary(op, env.get(name), self.expression(value, env))
                     env = {**env, name: new}
@@ -218,6 +237,8 @@ class _Evaluator:
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 value = self.expression(operand, env)
                 return _const(-value[1]) if value[0] == "const" else ("neg", value)
+            case ast.UnaryOp(op=ast.Invert(), operand=operand):
+                return ("invert", self.expression(operand, env))
             case ast.Tuple(elts=elements) | ast.List(elts=elements):
                 return ("tuple", *(self.expression(element, env) for element in elements))
             case ast.Subscript(value=value, slice=index):
@@ -239,8 +260,12 @@ class _Evaluator:
             return env[name]
         if name in self.globals:
             return ("object", self.globals[name])
-        if name == "isinstance":
-            return ("object", isinstance)
+        if name in ("isinstance", "float"):
+            return ("object", getattr(builtins, name))
+        if (
+            name in self.function.__code__.co_varnames
+        ):  # not assigned on this path, which fails if it is taken
+            return ("unbound",)
         raise Unrecognised(f"name `{name}`")
 
     def attribute(self, base, attr):
@@ -250,6 +275,8 @@ class _Evaluator:
             return ("object", getattr(base[1], attr))
         if attr == "dtype":
             return base[2] if base[0] == "cast" else ("dtype", base)
+        if attr in ("values", "indices") and base[0] in ("topk", "max"):
+            return _part(base, ("values", "indices").index(attr))
         if attr in ("shape", "device") or (attr == "weight" and base[0] == "attr"):
             return (attr, base)
         raise Unrecognised(f"attribute `{attr}`")
@@ -354,6 +381,13 @@ def _positional(name, arguments, keywords):
         places = {"chunks": 1, "repeats": 1, "dim": 2}
     elif name == "flatten":
         places = {"start_dim": 1}
+    elif name == "topk":  # in which order is its caller's matter
+        places = {"k": 1, "dim": 2}
+        keywords = {word: value for word, value in keywords.items() if word != "sorted"}
+    elif name == "softmax":
+        places = {"dim": 1, "dtype": 2}
+    elif name == "gather":
+        places = {"dim": 1, "index": 2}
     elif name in ("silu", "relu"):
         places = {}
         if keywords.get("inplace") in (_const(False), None):
@@ -393,7 +427,7 @@ def _index(base, index):
     if index[0] == "const" and isinstance(index[1], float):
         if base[0] == "shape":
             return ("size", base[1], index)
-        if base[0] in ("tuple", "chunk") and index[1] >= 0:
+        if base[0] in ("tuple", "chunk", "topk") and index[1] >= 0:
             return _part(base, int(index[1]))
     match base, index:
         case ("shape", tensor), ("slice", ("const", None), ("const", float(n))) if n < 0:
@@ -428,6 +462,10 @@ def _build(name, arguments):
             return (name, *sorted((left, right), key=_order))
         case "mean", [value, ("const", -1.0), ("const", True)]:
             return ("mean", value)
+        case "softmax", [value, dim, dtype]:
+            return ("softmax", _cast(value, dtype), dim)
+        case "number", [("const", str(text))]:
+            return _const(float(text))
         case "contiguous", [value]:
             return value
     if name in ("to", "type", "mean", "float"):

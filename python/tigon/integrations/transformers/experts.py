@@ -4,7 +4,7 @@ transformers runs experts through a registry (`experts_implementation`: grouped_
 others register). `tigon` is one of them: it runs a whole layer whose gate is recognised, under expert
 parallelism too (ids that are not here cost nothing). Where another implementation was asked for, or a layer
 is not of the registry, the module's `_apply_gate` between the products is what is replaced, on the instance.
-Routing and the auxiliary losses of the router are transformers'.
+Routers are replaced in `routers.py`; the auxiliary losses that models make of their logits are transformers'.
 """
 
 from __future__ import annotations

@@ -80,9 +80,13 @@ def stock(module: nn.Module, *args):
     return type(module).forward(module, *args) if below is None else below(*args)
 
 
+# Tracing, the type of a buffer made by nn.Buffer is that.
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
 def plain(*tensors) -> bool:
     """Whether all are ordinary tensors: kernels take no DTensor, quantised or other subclass."""
-    return all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in tensors)
+    return all(type(tensor) in _PLAIN for tensor in tensors)
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:

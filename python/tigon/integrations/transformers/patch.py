@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass, field, replace
 
@@ -24,11 +25,14 @@ from tigon.integrations.transformers.head import (
 from tigon.integrations.transformers.hyper_connections import hyper_forward, plan_hyper
 from tigon.integrations.transformers.mlp import MlpSpec, mlp_forward, plan_mlp
 from tigon.integrations.transformers.norms import norm_forward, plan_norm
-from tigon.integrations.transformers.qkv_split import plan_slices, split_forward
+from tigon.integrations.transformers.qkv_split import plan_slices
 from tigon.integrations.transformers.recompute import Ledger
 from tigon.integrations.transformers.report import Entry, Report
+from tigon.integrations.transformers.residual import plan_residual
+from tigon.integrations.transformers.rewriting import rewritten_forward
 from tigon.integrations.transformers.rope import Key, find_rotary, plan_rotary, rebind, release
-from tigon.integrations.transformers.streams import plan_streams, streams_forward
+from tigon.integrations.transformers.routers import plan_router, router_forward
+from tigon.integrations.transformers.streams import plan_streams
 
 STATE = "_tigon_state"
 ABSENT = "absent"  # the model had no loss function of its own
@@ -101,6 +105,10 @@ class _Plan:
         by = None if left else verdict[-1]
         self.entries.append(Entry(slot, path, kind, by, verdict if left else None))
 
+    def residual(self):
+        specs = {id(module): spec for function, module, spec, _ in self.binds if function is norm_forward}
+        self.modules("residual", functools.partial(plan_residual, specs=specs), rewritten_forward)
+
     def rope(self):
         for key, function in sorted(find_rotary(self.model).items(), key=lambda item: item[0]):
             verdict = plan_rotary(key, function)
@@ -153,16 +161,18 @@ class _Plan:
 
 
 def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
-          experts: bool = True, qkv: bool = True, hyper: bool = True, lazy_logits: bool = False,
-          strict: bool = False) -> Report:  # fmt: skip
-    """Replace the norms, MLPs, rotary functions, loss head and experts of a model by Tigon's.
+          experts: bool = True, router: bool = True, qkv: bool = True, hyper: bool = True,
+          residual: bool = False, lazy_logits: bool = False, strict: bool = False) -> Report:  # fmt: skip
+    """Replace the norms, MLPs, rotary functions, loss head, experts and routers of a model by Tigon's.
 
     Where q, k and v are slices of one projection they become parts of one split.
 
     Args:
         model: a Hugging Face model, or any module built from such parts; PEFT, DDP and
             `torch.compile` wrappers are looked through. Modified in place.
-        norm, mlp, rope, loss, experts, qkv, hyper: which slots to look at; hyper: hyper-connections.
+        norm, mlp, rope, loss, experts, router, qkv, hyper: which slots to look at; router: of experts;
+            hyper: hyper-connections.
+        residual: run a residual addition and the RMSNorm of its sum, inside a decoder layer, in one pass.
         lazy_logits: owe logits to training forwards without labels too, for a loss that you (or Trainer's
             ``compute_loss_func``) compute from ``output.logits``. Stays until `undo`.
         strict: raise instead of leaving anything of these slots stock.
@@ -188,11 +198,15 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
         plan.modules("mlp", plan_mlp, mlp_forward)
     if experts:
         plan.experts()
+    if router:
+        plan.modules("router", plan_router, router_forward)
     if qkv:
-        plan.modules("qkv", plan_slices, split_forward)
+        plan.modules("qkv", plan_slices, rewritten_forward)
     if hyper:
         plan.modules("hyper", plan_hyper, hyper_forward)
-        plan.modules("hyper", plan_streams, streams_forward)
+        plan.modules("hyper", plan_streams, rewritten_forward)
+    if residual:
+        plan.residual()
     if rope:
         plan.rope()
     if loss:
@@ -202,8 +216,10 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
         "norm": norm,
         "mlp": mlp,
         "experts": experts,
+        "router": router,
         "qkv": qkv,
         "hyper": hyper,
+        "residual": residual,
         "rope": rope,
         "loss": loss,
     }

@@ -8,7 +8,7 @@
 The values are the same views. In the backward a slice fills a gradient of all of qkv with zeros and copies
 its part in, and autograd adds those up: 33 times a part's bytes for three of them, where split writes them
 side by side in 6 (Phi-3 mini, 16 x 512 tokens, H200: 344 -> 333 ms a step). The forward's own source is
-compiled with these statements replaced, in its module's namespace.
+compiled with these statements replaced.
 """
 
 from __future__ import annotations
@@ -19,37 +19,24 @@ import types
 
 from torch import nn
 
-from tigon.integrations.transformers.canonical import Unrecognised, function_node
 from tigon.integrations.transformers.forward import blocked
+from tigon.integrations.transformers.rewriting import (
+    Rewritten,
+    producer,
+    recompiled,
+    rewritable,
+    statement_at,
+)
 
 BOUND = (ast.Name, ast.Attribute, ast.Constant, ast.BinOp, ast.Add, ast.Mult, ast.Load)
 
 
-class SplitSpec:
-    """The rewritten forward of a class; copies and pickles make it again."""
-
-    def __init__(self, cls: type, source: str, rewritten):
-        self.cls, self.source, self.rewritten = cls, source, rewritten
-
-    def __reduce__(self):
-        return _again, (self.cls,)
-
-
-def _again(cls: type) -> SplitSpec:
-    return SplitSpec(cls, *rewrite(cls.forward))
-
-
-def split_forward(module: nn.Module, spec: SplitSpec, *args, **kwargs):
-    """The class's forward, its slices replaced."""
-    return spec.rewritten(module, *args, **kwargs)
-
-
-def plan_slices(module: nn.Module) -> tuple[SplitSpec, str] | str | None:
+def plan_slices(module: nn.Module) -> tuple[Rewritten, str] | str | None:
     """(spec, what it is), why slices stay, or None where a forward has none of them."""
     found = rewrite(type(module).forward)
     if found is None or not isinstance(getattr(module, found[0], None), nn.Module):
         return None
-    return blocked(module) or (SplitSpec(type(module), *found), f"torch.split (parts of {found[0]})")
+    return blocked(module) or (Rewritten(rewrite, type(module)), f"torch.split (parts of {found[0]})")
 
 
 @functools.cache
@@ -61,41 +48,13 @@ def rewrite(forward) -> tuple[str, types.FunctionType] | None:
     source = None
     for first in range(len(node.body)):
         parts = _partition(node.body[first:])
-        if parts and (attribute := _projection(node.body[:first], parts[0].value.value.id)):
+        if parts and (attribute := producer(node.body[:first], parts[0].value.value.id)):
             node.body[first : first + len(parts)] = [_split(parts)]
             source = attribute
             break
     if source is None:
         return None
-    return source, recompiled(forward, node, forward.__globals__)
-
-
-def rewritable(forward) -> ast.FunctionDef | None:
-    """The source of a forward whose statements may be replaced."""
-    try:
-        node = function_node(forward)
-    except Unrecognised:
-        return None
-    if forward.__closure__ or hasattr(forward, "__wrapped__") or node.decorator_list:
-        return None
-    return None if any(map(_private, ast.walk(node))) else node
-
-
-def recompiled(forward, node: ast.FunctionDef, names: dict) -> types.FunctionType:
-    """A function like `forward` with this source, in a namespace."""
-    tree = ast.Module([node], type_ignores=[])
-    ast.increment_lineno(tree, forward.__code__.co_firstlineno - 1)
-    code = compile(ast.fix_missing_locations(tree), forward.__code__.co_filename, "exec", dont_inherit=True)
-    code = next(c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == node.name)
-    made = types.FunctionType(code, names, forward.__name__, forward.__defaults__)
-    made.__kwdefaults__, made.__qualname__ = forward.__kwdefaults__, forward.__qualname__
-    return made
-
-
-def _private(node: ast.AST) -> bool:
-    """A name that the compiler mangles inside its class."""
-    name = getattr(node, "attr", getattr(node, "id", ""))
-    return isinstance(name, str) and name.startswith("__") and not name.endswith("__")
+    return source, recompiled(forward, node)
 
 
 def _partition(body: list[ast.stmt]) -> list[ast.Assign] | None:
@@ -148,19 +107,4 @@ def _split(parts: list[ast.Assign]) -> ast.stmt:
     sizes = [ast.unparse(_size(b.upper, b.lower)) for b in bounds[:-1]]
     sizes.append(f"{whole}.shape[-1] - ({ast.unparse(bounds[-1].lower)})")
     names = ", ".join(part.targets[0].id for part in parts)
-    (statement,) = ast.parse(f"{names} = {whole}.split(({', '.join(sizes)}), -1)").body
-    for child in ast.walk(statement):
-        ast.copy_location(child, parts[0])
-    return statement
-
-
-def _projection(before: list[ast.stmt], name: str) -> str | None:
-    """The attribute of self whose call `name` was last assigned from."""
-    for statement in reversed(before):
-        match statement:
-            case ast.Assign(targets=[ast.Name(id=found)], value=value) if found == name:
-                match value:
-                    case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=attribute)):
-                        return attribute
-                return None
-    return None
+    return statement_at(f"{names} = {whole}.split(({', '.join(sizes)}), -1)", parts[0])

@@ -1,7 +1,6 @@
 """The streams of hyper-connections after attention or MLP -> tigon.hyper_connection_post.
 
-The forward of a decoder layer is compiled with these expressions of its own source replaced, in a copy of its
-module's namespace.
+The forward of a decoder layer is compiled with these expressions of its own source replaced.
 """
 
 from __future__ import annotations
@@ -14,7 +13,13 @@ import torch
 from torch import nn
 
 from tigon.integrations.transformers.forward import blocked, plain
-from tigon.integrations.transformers.qkv_split import recompiled, rewritable
+from tigon.integrations.transformers.rewriting import (
+    Rewritten,
+    innermost,
+    recompiled,
+    rewritable,
+    wrapped_again,
+)
 from tigon.ops.hyper_connection import MAX_STREAMS, hyper_connection_post
 
 
@@ -51,41 +56,19 @@ _FORMS = {
 }
 
 
-class StreamsSpec:
-    """The rewritten forward of a class; copies and pickles make it again."""
-
-    def __init__(self, cls: type, rewritten):
-        self.cls, self.rewritten = cls, rewritten
-
-    def __reduce__(self):
-        return _again, (self.cls,)
-
-
-def _again(cls: type) -> StreamsSpec:
-    return StreamsSpec(cls, rewrite(cls.forward)[1])
-
-
-def streams_forward(module: nn.Module, spec: StreamsSpec, *args, **kwargs):
-    """The class's forward, its expressions replaced."""
-    return spec.rewritten(module, *args, **kwargs)
-
-
-def plan_streams(module: nn.Module) -> tuple[StreamsSpec, str] | str | None:
+def plan_streams(module: nn.Module) -> tuple[Rewritten, str] | str | None:
     """(spec, what it is), why a layer is left, or None where there are no streams."""
     found = rewrite(type(module).forward)
     if found is None:
         return None
-    places, rewritten = found
-    return blocked(module) or (
-        StreamsSpec(type(module), rewritten),
-        f"tigon.hyper_connection_post ({places} places)",
-    )
+    by = f"tigon.hyper_connection_post ({found[0]} places)"
+    return blocked(module) or (Rewritten(rewrite, type(module)), by)
 
 
 @functools.cache
 def rewrite(forward) -> tuple[int, types.FunctionType] | None:
     """How many places were replaced, and the new forward; None where there are none."""
-    inner = getattr(forward, "__wrapped__", forward)
+    inner = innermost(forward)
     names = getattr(getattr(inner, "__code__", None), "co_names", ())
     node = rewritable(inner) if "unsqueeze" in names else None
     if node is None:
@@ -95,22 +78,8 @@ def rewrite(forward) -> tuple[int, types.FunctionType] | None:
     if not replace.places:
         return None
     own = {name: function for name, (_, function) in _FORMS.items()}
-    made = recompiled(inner, node, {**inner.__globals__, **own})
-    made = made if inner is forward else _wrapped_again(forward, made)
+    made = wrapped_again(forward, recompiled(inner, node, **own))
     return None if made is None else (replace.places, made)
-
-
-def _wrapped_again(forward, made: types.FunctionType) -> types.FunctionType | None:
-    """`forward` around another function: transformers wraps forwards of layers that may be checkpointed."""
-    cells = forward.__closure__ or ()
-    mine = [cell for cell in cells if cell.cell_contents is forward.__wrapped__]
-    if len(mine) != 1:
-        return None
-    cells = tuple(types.CellType(made) if cell is mine[0] else cell for cell in cells)
-    code, names = forward.__code__, forward.__globals__
-    wrapper = types.FunctionType(code, names, forward.__name__, forward.__defaults__, cells)
-    wrapper.__kwdefaults__ = forward.__kwdefaults__
-    return functools.wraps(made)(wrapper)
 
 
 class _Replace(ast.NodeTransformer):

@@ -55,6 +55,11 @@ def whole_rows(device, dtype, hidden_size, vocab, dweight=True, add_dweight=Fals
     return _native_chunk(device == "cuda", dtype.itemsize, -1, hidden_size, vocab, dweight, add_dweight)
 
 
+def _rows_that_fit(max_workspace_mb: float, fixed: int, row: int) -> int:
+    fits = max(int(max_workspace_mb * _MIB) - fixed, 0) // row
+    return fits if fits < 256 else fits // 128 * 128
+
+
 class _Sizes(NamedTuple):
     """What the workspace depends on."""
 
@@ -122,8 +127,7 @@ class _Sizes(NamedTuple):
 
     def chunk_within(self, max_workspace_mb: float) -> int:
         """Rows that fit; 0: none."""
-        fits = max(int(max_workspace_mb * _MIB) - self.fixed(), 0) // self.per_row(True)
-        return fits if fits < 256 else fits // 128 * 128
+        return _rows_that_fit(max_workspace_mb, self.fixed(), self.per_row(True))
 
     def chunk(self, worked: int, chunk_rows: int | None, max_workspace_mb: float | None) -> int:
         """Rows per chunk of a call."""
@@ -146,6 +150,22 @@ def chunk_that_fits(
     fits = sizes.chunk_within(max_workspace_mb) > 0
     check(op, fits, "max_workspace_mb must be at least {} for one row, got {}", least, max_workspace_mb)
     return sizes.chunk(rows, chunk_rows, max_workspace_mb)
+
+
+class Beside(NamedTuple):
+    """What a driver with a workspace of its own takes beside logits and their product, in bytes."""
+
+    copies: int  # of a row of a chunk
+    row: int  # more of each row of a chunk
+    fixed: int  # more, whatever the chunk
+
+
+def chunk_beside(max_workspace_mb, device, dtype, rows, size, vocab, lora_rank, beside: Beside, least: int):
+    """Rows of a chunk that fit, and the MiB that `least` rows need."""
+    sizes = _Sizes(device, dtype, rows, size, vocab, lora_rank)
+    fixed = sizes.fixed() + beside.fixed
+    row = sizes.logits_row() + sizes.beside_row(beside.copies) + beside.row
+    return _rows_that_fit(max_workspace_mb, fixed, row), _ceil(fixed + least * row, _MIB)
 
 
 def check_cap(op, max_workspace_mb) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from tigon._op import Op, graph_is_kept
+from tigon._op import Op, may_overwrite_saved
 from tigon.error import check
 from tigon.ops.arguments import check_float, kind_of
 from tigon.ops.loss_head import linear_log_prob as _log_prob
@@ -187,9 +187,7 @@ def _backward(ctx, dloss, *_):
     found = [None] * ctx.inputs
     if dloss is None:
         return tuple(found)
-    # PyTorch 2.11 traces a backward without saying so: its tensors are then no plain ones.
-    traced = torch.compiler.is_compiling() or any(type(t) is not torch.Tensor for t in ctx.saved_tensors)
-    finish = operators.finish if traced or graph_is_kept() else operators.finish_in_place
+    finish = operators.finish_in_place if may_overwrite_saved(ctx.saved_tensors) else operators.finish
     _, of_weight, of_bias, *_ = ctx.dtypes
     gradients = finish(dloss, *ctx.saved_tensors, of_weight, of_bias)
     for (name, bit), g, dtype in zip(NEEDS.items(), gradients, ctx.dtypes, strict=True):

@@ -1,0 +1,114 @@
+"""The command lines that measure the records of a file of results again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import e2e
+
+if TYPE_CHECKING:
+    from results import Run
+
+NAMED_CASES = 8  # a command names its cases up to this many
+
+
+def values(records: Iterable[dict], name: str) -> str:
+    """The values of a field, comma-separated."""
+    return ",".join(dict.fromkeys(str(r[name]) for r in records if r.get(name) is not None))
+
+
+def _device(run: Run) -> str:
+    return "cpu" if run.cpu else "cuda"
+
+
+def _op_command(run: Run) -> list[str]:
+    words = ["python", "bench/run.py", "--ops", values(run.records, "op")]
+    words += ["--providers", values(run.records, "provider"), "--dtypes", values(run.records, "dtype")]
+    if (cases := values(run.records, "case")).count(",") < NAMED_CASES:
+        words += ["--cases", cases]
+    return words + (["--device", "cpu"] if run.cpu else [])
+
+
+def _e2e_command(run: Run) -> list[list[str]]:
+    settings: dict[tuple, list[dict]] = {}
+    for r in run.records:
+        given = {
+            name: r[name]
+            for name in ("seq", "layers", "steps", "compile", "padding", "masked", "optimizer", "clip")
+            if r[name] not in (0, None, "", "torch")
+        }
+        given |= {"apply": e2e.options(r["apply"])} if r["apply"] else {}
+        settings.setdefault(tuple(given.items()), []).append(r)
+    commands = []
+    for given, records in settings.items():
+        words = ["python", f"bench/{run.kind}.py"]
+        words += ["--providers", values(records, "provider")] if run.kind == "e2e" else []
+        words += ["--models", values(records, "model"), "--batches", values(records, "batch")]
+        commands.append(words + [word for name, value in given for word in (f"--{name}", str(value))])
+    return commands
+
+
+def _train_command(run: Run) -> list[str]:
+    plan = run.records[0]["plan"]
+    words = [f"--{name} {plan[name]}" for name in ("device", "dtype", "steps", "batch", "seq")]
+    return ["make", "train", f"ARGS=--providers {','.join(run.records[0]['runs'])} {' '.join(words)}"]
+
+
+def _host_command(run: Run) -> list[str]:
+    return ["python", "bench/host.py", "--device", _device(run), "--dtype", run.records[0]["dtype"]]
+
+
+def _optimizer_command(run: Run) -> list[str]:
+    kinds = values((r for r in run.records if r["kind"] != "agreement"), "kind")
+    return ["python", "bench/optimizer.py", "--device", _device(run), "--kinds", kinds]
+
+
+def _parallel_command(run: Run) -> list[list[str]]:
+    return [
+        ["torchrun", "--nproc-per-node", str(gpus), "bench/parallel.py"]
+        for gpus in dict.fromkeys(r["gpus"] for r in run.records)
+    ]
+
+
+def _parallel_e2e_command(run: Run) -> list[list[str]]:
+    commands: dict[tuple, list[dict]] = {}
+    for r in run.records:
+        given = {name: r[name] for name in ("model", "layers", "batch", "seq", "steps")}
+        given["set"] = ",".join(f"{name}={json.dumps(value)}" for name, value in r["changes"].items())
+        commands.setdefault((r["gpus"], *given.items()), []).append(r)
+    return [
+        ["torchrun", "--nproc-per-node", str(gpus), "bench/parallel_e2e.py", "--layouts",
+         values(records, "layout"), *(w for name, v in given if v for w in (f"--{name}", str(v)))]
+        for (gpus, *given), records in commands.items()
+    ]  # fmt: skip
+
+
+def _medusa_command(run: Run) -> list[list[str]]:
+    commands: list[list[str]] = []
+    for model, layers, batch, steps in dict.fromkeys(
+        tuple(map(r.get, ("model", "layers", "batch", "steps"))) for r in run.records
+    ):
+        mine = [r for r in run.records if (r["model"], r.get("layers"), r["batch"]) == (model, layers, batch)]
+        words = ["python", "bench/medusa.py", "--model", model, "--batch", str(batch), "--steps", str(steps)]
+        words += ["--layers", str(layers)] if layers else []
+        named = {"heads": "heads", "stages": "stage", "lengths": "seq", "providers": "provider"}
+        commands.append(
+            words + [w for flag, name in named.items() for w in (f"--{flag}", values(mine, name))]
+        )
+    return commands
+
+
+COMMANDS: dict[str, Callable[[Run], list]] = {
+    "op": _op_command,
+    "host": _host_command,
+    "e2e": _e2e_command,
+    "floor": _e2e_command,
+    "train": _train_command,
+    "optimizer": _optimizer_command,
+    "parallel": _parallel_command,
+    "parallel_e2e": _parallel_e2e_command,
+    "medusa": _medusa_command,
+    "convergence": lambda run: ["python", "bench/convergence.py", "--device", _device(run)],
+}

@@ -1,0 +1,268 @@
+"""Training steps of models on several GPUs, side by side: as they are, with Tigon, with Liger.
+
+    torchrun --standalone --nproc-per-node 2 bench/parallel_e2e.py
+    torchrun --standalone --nproc-per-node 2 bench/parallel_e2e.py --layouts fsdp2 --layers 2 --batch 1
+    torchrun --standalone --nproc-per-node 2 bench/parallel_e2e.py --layers 1 --seq 64 --set hidden_size=64,\
+intermediate_size=128,num_attention_heads=4,num_key_value_heads=2,vocab_size=512        small, for CPUs
+
+`fsdp2`: a Hugging Face model in float32, sharded as in examples/fsdp2.py over all processes, each with a
+batch of its own, products in bfloat16 on GPUs. `megatron`, `megatron_sp`: a GPT of Megatron-Core with the
+sizes of that model, tensor parallel over all processes, without and with sequence parallelism, as
+examples/megatron_gpt.py builds it (with sequence parallelism Tigon's norms are in stock's run too, since
+Megatron's local ones refuse it). Random weights, the same for every provider, one AdamW step per measured
+step. Throughput is that of all processes together, from the median step of the slowest; peak memory is the
+largest of a GPU, model and optimizer included. Writes a JSON line for each case; a case that --out holds is
+not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.metadata
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "examples"))
+
+import e2e
+from tables import markdown
+
+LAYOUTS = {  # providers of each
+    "fsdp2": ("stock", "tigon", "liger"), "megatron": ("stock", "tigon"), "megatron_sp": ("stock", "tigon"),
+}  # fmt: skip
+OF_MEGATRON = {  # its names of what a model's configuration holds
+    "num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+}  # fmt: skip
+PACKAGES = ("transformers", "megatron-core", "liger-kernel")
+KEY = ("layout", "model", "changes", "layers", "batch", "seq", "gpus", "provider")
+
+
+def parse(words: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--layouts", default=",".join(LAYOUTS), help="comma-separated")
+    add("--providers", default=",".join(e2e.PROVIDERS))
+    add("--model", choices=tuple(e2e.MODELS), default="llama3-8b")
+    add("--layers", type=int, default=4)
+    add("--set", default="", metavar="K=V,...", help="changes of the model's configuration")
+    add("--batch", type=int, default=2, help="rows of a process (fsdp2), or of all")
+    add("--seq", type=int, default=4096)
+    add("--steps", type=int, default=10, help=f"measured steps, after {e2e.WARMUP} to warm up")
+    add("--out", type=Path, default=Path("out/parallel_e2e.jsonl"))
+    return parser.parse_args(words)
+
+
+def cases(args: argparse.Namespace, gpus: int) -> list[dict]:
+    """Every case; the providers of a layout one after the other, stock first."""
+    changes = e2e.pairs(args.set, json.loads)
+    shared = {name: getattr(args, name) for name in ("model", "layers", "batch", "seq", "steps")}
+    return [
+        {"layout": layout, "provider": provider, "changes": changes, "gpus": gpus, **shared}
+        for layout in args.layouts.split(",")
+        for provider in LAYOUTS[layout]
+        if provider in args.providers.split(",") and (provider != "liger" or find_spec("liger_kernel"))
+    ]
+
+
+def of_fsdp2(case: dict, device: str):
+    """A step of a Hugging Face model, what was patched, and the tokens of a step."""
+    import fsdp2
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    ranks, rank = case["gpus"], torch.distributed.get_rank()
+    mesh = init_device_mesh(device, (ranks, 1), mesh_dim_names=("data", "tensor"))
+    model = e2e.build(case | {"device": device, "dtype": "float32", "checkpointing": False})
+    report = e2e.patch(model, case["provider"])
+    options = fsdp2.shard(model, mesh, case["provider"] == "tigon")
+    whole = fully_shard(model, **options)
+    adam = torch.optim.AdamW(whole.parameters(), lr=1e-5, fused=device == "cuda")
+    rows = torch.Generator().manual_seed(1 + rank)
+
+    def step(_: int) -> float:
+        shape = case["batch"], case["seq"]
+        ids = torch.randint(0, model.config.vocab_size, shape, generator=rows).to(device)
+        loss = whole(input_ids=ids, labels=ids).loss
+        loss.backward()
+        adam.step()
+        adam.zero_grad()
+        return float(loss.detach())
+
+    return step, report, ranks * case["batch"] * case["seq"]
+
+
+def of_megatron(case: dict, device: str):
+    """A step of Megatron-Core's GPT, what was patched, and the tokens of a step."""
+    import megatron_gpt
+    import torch
+
+    config = e2e.MODELS[case["model"]] | case["changes"] | {"num_hidden_layers": case["layers"]}
+    sizes = ",".join(f"{theirs}={config[ours]}" for theirs, ours in OF_MEGATRON.items())
+    ranks = case["gpus"]
+    vocab = -(-config["vocab_size"] // ranks) * ranks
+    args = argparse.Namespace(
+        sequence_parallel=case["layout"] == "megatron_sp", model_config=sizes, seq=case["seq"]
+    )
+    model = megatron_gpt.build(args, vocab, ranks, device, on_cpu=device == "cpu")
+    report = ""
+    if case["provider"] == "tigon":
+        import tigon.megatron
+
+        report = str(tigon.megatron.apply(model))
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
+    train, rows = megatron_gpt.step_of(model, adam, case["batch"], case["seq"], device), torch.Generator()
+    rows.manual_seed(1)
+
+    def step(_: int) -> float:
+        ids = torch.randint(0, config["vocab_size"], (case["batch"], case["seq"]), generator=rows)
+        return train(ids.to(device))
+
+    return step, report, case["batch"] * case["seq"]
+
+
+def run_case(case: dict, device: str) -> dict:
+    """Tokens a second, peak memory, losses."""
+    import many_processes
+    import torch
+
+    step, report, tokens = (of_fsdp2 if case["layout"] == "fsdp2" else of_megatron)(case, device)
+    found = many_processes.train(step, e2e.WARMUP + case["steps"], device, case["provider"])
+    slowest = torch.tensor([found["ms"], found["peak_mib"] or 0.0], device=device)
+    torch.distributed.all_reduce(slowest, torch.distributed.ReduceOp.MAX)
+    ms, peak = slowest.tolist()
+    return {"tokens_per_s": 1e3 * tokens / ms, "ms": ms, "peak_gb": peak * 2**20 / 1e9 if peak else None,
+            "losses": found["losses"], "report": report.splitlines()}  # fmt: skip
+
+
+def measure(case: dict, device: str) -> dict:
+    """The record of a case, an error included."""
+    import torch
+
+    start = time.perf_counter()
+    try:
+        if case["layout"] == "fsdp2":
+            result = run_case(case, device)
+        else:
+            import megatron_gpt
+
+            with megatron_gpt.groups(device, case["gpus"]):
+                result = run_case(case, device)
+    except Exception as error:
+        words = (str(error).strip().splitlines() or [""])[0]
+        result = {"error": f"{type(error).__name__}: {words}"[:300]}
+        traceback.print_exc()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return case | result | {"seconds": time.perf_counter() - start}
+
+
+def versions(device: str) -> dict:
+    """What the numbers belong to."""
+    import torch
+    from run import commit, device_name
+
+    found = {"gpu": device_name(torch.device(device)), "torch": torch.__version__, "commit": commit()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def key(record: dict) -> str:
+    """What makes two records the same case."""
+    return json.dumps([record.get(name) for name in KEY], sort_keys=True)
+
+
+def read(path: Path) -> list[dict]:
+    """Records of a file; of a case that was run twice the last one."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return list({key(r): r for r in map(json.loads, filter(str.strip, lines))}.values())
+
+
+def settings(records: list[dict]) -> dict[str, dict[str, dict]]:
+    """Records by provider, of each setting."""
+    found: dict[str, dict[str, dict]] = {}
+    for r in records:
+        found.setdefault(key(r | {"provider": None}), {})[r["provider"]] = r
+    return found
+
+
+def setting(record: dict) -> str:
+    """A case without its provider, in words."""
+    changes = "".join(f", {name}={value}" for name, value in record["changes"].items())
+    return f"{record['layout']}, {record['model']}, {record['layers']} layers{changes}"
+
+
+def table(records: list[dict]) -> str:
+    """Markdown: one row a setting, one column a provider."""
+    providers = [name for name in e2e.PROVIDERS if any(r["provider"] == name for r in records)]
+    rows = []
+    for of in settings(records).values():
+        first, ours = next(iter(of.values())), of.get("tigon")
+        cells = [setting(first), str(first["gpus"]), f"{first['batch']} x {first['seq']}"]
+        for r in map(of.get, providers):
+            if r is None or "error" in r:
+                cells.append("-" if r is None else r["error"][:60].replace("|", "/"))
+                continue
+            peak = "" if r["peak_gb"] is None else f", {r['peak_gb']:.1f} GB"
+            cells.append(f"{r['tokens_per_s']:,.0f} tokens/s{peak}")
+        peer = of.get("stock")
+        if ours is None or peer is None or "error" in ours or "error" in peer:
+            cells.append("-")
+        else:
+            pairs = zip(ours["losses"], peer["losses"], strict=True)
+            apart = max(abs(a - b) / abs(b) for a, b in pairs)
+            speed = ours["tokens_per_s"] / peer["tokens_per_s"]
+            memory = "" if not peer["peak_gb"] else f", memory {ours['peak_gb'] / peer['peak_gb']:.3f}x"
+            cells.append(f"{speed:.2f}x{memory}, loss within {apart:.1e}")
+        rows.append(cells)
+    return markdown(("layout", "GPUs", "batch x tokens", *providers, "Tigon to stock"), rows)
+
+
+def main(words: list[str] | None = None) -> int:
+    """Every case, then the table."""
+    args = parse(words)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "USE_HUB_KERNELS": "0"}
+    import many_processes
+    import torch.distributed as dist
+
+    warnings.simplefilter("ignore")  # Megatron's, of what is not installed
+    device = many_processes.start()
+    common = versions(device)
+    wanted = cases(args, dist.get_world_size())
+    done = {key(r) for r in read(args.out) if "error" not in r}
+    dist.barrier()  # all have read the file before it grows
+    for case in wanted:
+        if key(case) in done:
+            continue
+        record = common | measure(case, device)
+        if many_processes.first():
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            with args.out.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+    if many_processes.first():
+        keys = {key(case) for case in wanted}
+        print(f"\n{table([r for r in read(args.out) if key(r) in keys])}\n")
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

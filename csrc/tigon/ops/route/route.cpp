@@ -1,0 +1,72 @@
+#include "tigon/ops/route/route.h"
+
+#include <cmath>
+
+#include "tigon/base/require.h"
+
+namespace tigon {
+namespace {
+
+void require_options(const char* op, const Matrix& logits, int64_t k, const RouteOptions& how) {
+  require_float(op, "logits", logits.dtype);
+  const int64_t experts = logits.cols, groups = how.num_groups;
+  TIGON_CHECK(op, experts >= 1 && experts <= kRouteExperts, "logits must have 1 to ", kRouteExperts,
+              " columns, got ", experts);
+  TIGON_CHECK(op, k >= 1 && k <= experts, "top_k must be in [1, ", experts, "], got ", k);
+  TIGON_CHECK(op, groups >= 1 && experts % groups == 0, "num_groups must divide ", experts, ", got ", groups);
+  TIGON_CHECK(op, how.top_groups >= 1 && how.top_groups <= groups, "top_groups must be in [1, ", groups,
+              "], got ", how.top_groups);
+  const int64_t there = experts / groups * how.top_groups;
+  TIGON_CHECK(op, k <= there, "top_k must be at most ", there, ", the experts of top_groups groups, got ", k);
+  TIGON_CHECK(op, !how.two() || experts / groups >= 2,
+              "group_score must be max for groups of one expert, got sum_of_two");
+  TIGON_CHECK(op, std::isfinite(how.scale), "scale must be finite, got ", how.scale);
+}
+
+void require_weights(const char* op, const char* name, const Matrix& weights, const Matrix& ids,
+                     DType logits) {
+  TIGON_CHECK(op, weights.dtype == logits || weights.dtype == DType::f32, name, " must be ", name_of(logits),
+              " or float32, got ", name_of(weights.dtype));
+  require_matrix(op, name, weights, ids.rows, ids.cols, weights.dtype);
+}
+
+void require_ids(const char* op, const Matrix& ids, int64_t rows) {
+  TIGON_CHECK(op, ids.dtype == DType::i64 || ids.dtype == DType::i32, "ids must be int64 or int32, got ",
+              name_of(ids.dtype));
+  TIGON_CHECK(op, ids.rows == rows, "ids must have ", rows, " rows, got ", ids.rows);
+}
+
+}  // namespace
+
+void route_fwd(Context& ctx, const RouteFwd& a) {
+  const char* op = "route";
+  require_options(op, a.logits, a.ids.cols, a.how);
+  require_ids(op, a.ids, a.logits.rows);
+  require_weights(op, "weights", a.weights, a.ids, a.logits.dtype);
+  if (a.bias) require_vector(op, "bias", a.bias, a.logits.cols, DType::f32);
+  if (a.token_weights) require_vector(op, "token_weights", a.token_weights, a.logits.rows, DType::f32);
+  if (a.aux || a.z || a.balance) {
+    require_vector(op, "aux", a.aux, 1, DType::f32);
+    require_vector(op, "z", a.z, 1, DType::f32);
+    require_vector(op, "balance", a.balance, a.logits.cols + 1, DType::f32);
+  } else if (a.logits.rows == 0) {
+    return;
+  }
+  on_device(op, ctx, [&] { cpu::route_fwd(ctx, a); }, TIGON_ON_CUDA(cuda::route_fwd(ctx, a)));
+}
+
+void route_bwd(Context& ctx, const RouteBwd& a) {
+  const char* op = "route_bwd";
+  require_options(op, a.logits, a.ids.cols, a.how);
+  require_ids(op, a.ids, a.logits.rows);
+  if (a.dweights.data != nullptr) require_weights(op, "dweights", a.dweights, a.ids, a.logits.dtype);
+  if (a.daux) require_vector(op, "daux", a.daux, 1, DType::f32);
+  if (a.dz) require_vector(op, "dz", a.dz, 1, DType::f32);
+  if (a.token_weights) require_vector(op, "token_weights", a.token_weights, a.logits.rows, DType::f32);
+  if (a.daux || a.dz) require_vector(op, "balance", a.balance, a.logits.cols + 1, DType::f32);
+  require_matrix(op, "dlogits", a.dlogits, a.logits.rows, a.logits.cols, a.logits.dtype);
+  if (a.logits.rows == 0) return;
+  on_device(op, ctx, [&] { cpu::route_bwd(ctx, a); }, TIGON_ON_CUDA(cuda::route_bwd(ctx, a)));
+}
+
+}  // namespace tigon

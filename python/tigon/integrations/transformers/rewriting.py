@@ -1,0 +1,129 @@
+"""Forwards compiled again from their own source, some statements or expressions replaced."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import types
+
+import torch
+from torch import nn
+
+from tigon.integrations.transformers.canonical import Unrecognised, function_node
+
+
+class Rewritten:
+    """The forward of a class as ``rewrite(forward, *options)`` makes it; copies and pickles make it again.
+
+    `rewrite` returns what it found, and the new forward; None where it found nothing.
+    """
+
+    def __init__(self, rewrite, cls: type, *options):
+        self.rewrite, self.options = rewrite, options
+        self.follow(cls)
+
+    def follow(self, cls: type) -> None:
+        """Belong to this class from now on."""
+        _, self.rewritten = self.rewrite(cls.forward, *self.options) or (None, cls.forward)
+        self.cls = cls
+
+    def __reduce__(self):
+        return Rewritten, (self.rewrite, self.cls, *self.options)
+
+
+def rewritten_forward(module: nn.Module, spec: Rewritten, *args, **kwargs):
+    """The class's forward, rewritten.
+
+    FSDP2 gives a module a class of its own, in whose forward transformers wraps the former one again: only
+    the outermost wrapper checkpoints.
+    """
+    if type(module) is not spec.cls:
+        if torch.compiler.is_compiling():  # no source is read while tracing
+            return type(module).forward(module, *args, **kwargs)
+        spec.follow(type(module))
+    return spec.rewritten(module, *args, **kwargs)
+
+
+def innermost(forward):
+    """What the wrappers around a forward call."""
+    while hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    return forward
+
+
+def wrapped_again(forward, made: types.FunctionType) -> types.FunctionType | None:
+    """`made` inside the wrappers of `forward`: layers that may be checkpointed have one of transformers'."""
+    if not hasattr(forward, "__wrapped__"):
+        return made
+    made = wrapped_again(forward.__wrapped__, made)
+    cells = forward.__closure__ or ()
+    mine = [cell for cell in cells if cell.cell_contents is forward.__wrapped__]
+    if made is None or len(mine) != 1:
+        return None
+    cells = tuple(types.CellType(made) if cell is mine[0] else cell for cell in cells)
+    code, names = forward.__code__, forward.__globals__
+    wrapper = types.FunctionType(code, names, forward.__name__, forward.__defaults__, cells)
+    wrapper.__kwdefaults__ = forward.__kwdefaults__
+    return functools.wraps(made)(wrapper)
+
+
+def rewritable(forward) -> ast.FunctionDef | None:
+    """The source of a forward whose statements may be replaced."""
+    try:
+        node = function_node(forward)
+    except Unrecognised:
+        return None
+    if forward.__closure__ or hasattr(forward, "__wrapped__") or node.decorator_list:
+        return None
+    return None if any(map(_private, ast.walk(node))) else node
+
+
+def _private(node: ast.AST) -> bool:
+    """A name that the compiler mangles inside its class."""
+    name = getattr(node, "attr", getattr(node, "id", ""))
+    return isinstance(name, str) and name.startswith("__") and not name.endswith("__")
+
+
+def recompiled(forward, node: ast.FunctionDef, **names) -> types.FunctionType:
+    """A function like `forward` with this source, in its namespace; `names` are what it closes over besides.
+
+    The namespace is no copy: torch.compile looks globals up in the module that their dictionary names.
+    """
+    tree = ast.parse(f"def outer({', '.join(names)}): ...")
+    tree.body[0].body = [node]
+    ast.increment_lineno(tree, forward.__code__.co_firstlineno - 1)
+    code = compile(ast.fix_missing_locations(tree), forward.__code__.co_filename, "exec", dont_inherit=True)
+    for name in ("outer", node.name):
+        code = next(c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == name)
+    cells = tuple(types.CellType(names[name]) for name in code.co_freevars)
+    made = types.FunctionType(code, forward.__globals__, forward.__name__, forward.__defaults__, cells)
+    made.__kwdefaults__, made.__qualname__ = forward.__kwdefaults__, forward.__qualname__
+    return made
+
+
+def statement_at(text: str, where: ast.stmt) -> ast.stmt:
+    """One statement, as if it stood where another one does."""
+    (made,) = ast.parse(text).body
+    for child in ast.walk(made):
+        ast.copy_location(child, where)
+    return made
+
+
+def producer(before: list[ast.stmt], name: str) -> str | None:
+    """The attribute of self whose call `name` was last assigned from, where that is plain to see."""
+    for done in reversed(before):
+        if any(isinstance(part, ast.Name) and part.id == name and isinstance(part.ctx, ast.Store)
+               for part in ast.walk(done)):  # fmt: skip
+            match done:
+                case ast.Assign(targets=[ast.Name()], value=ast.Call(func=function)):
+                    return attribute_of_self(function)
+            return None
+    return None
+
+
+def attribute_of_self(node: ast.expr) -> str | None:
+    """The name of an attribute of self."""
+    match node:
+        case ast.Attribute(value=ast.Name(id="self"), attr=name):
+            return name
+    return None

@@ -1,0 +1,254 @@
+"""The router of a mixture of experts. Contract: ``csrc/tigon/ops/route/route.h``."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from tigon._op import Op, has_kernel, raw
+from tigon.error import check
+from tigon.ops.arguments import check_float, check_integers, check_numbers, kind_of
+
+OP = "route"
+SCORES = ("softmax", "sigmoid")
+GROUP_SCORES = ("max", "sum_of_two")
+MAX_EXPERTS = 1024
+TINY = 1e-20  # added to sums of sigmoids
+
+
+def reference(
+    logits,
+    top_k,
+    *,
+    score="softmax",
+    normalize=True,
+    correction_bias=None,
+    num_groups=1,
+    top_groups=1,
+    group_score="max",
+    scale=1.0,
+    dtype=torch.float32,
+    ids_dtype=torch.int64,
+    losses=False,
+    token_weights=None,
+):
+    """The same formula in plain PyTorch operations (any float dtype, any device)."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    z = logits.to(wide)
+    sigmoids = score == "sigmoid"
+    p = torch.sigmoid(z) if sigmoids else torch.softmax(z, -1)
+    two = num_groups > 1 and group_score == "sum_of_two"
+    ids = _choice(
+        p if two or correction_bias is not None else z, correction_bias, num_groups, top_groups, two
+    )
+    ids = ids[..., :top_k]
+    weights = p.gather(-1, ids)
+    if normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + (TINY if sigmoids else 0.0))
+    results = (weights * scale).to(logits.dtype if dtype is None else wide), ids.to(ids_dtype)
+    if not losses:
+        return results
+    q = p / (p.sum(-1, keepdim=True) + TINY) if sigmoids else p
+    return *results, *_losses(z, q, ids, token_weights)
+
+
+@torch.no_grad()
+def _choice(c, bias, num_groups, top_groups, two):
+    """All experts, best first; those of other groups last."""
+    c = c if bias is None else c + bias
+    order = c.sort(dim=-1, descending=True, stable=True).indices
+    if num_groups == 1:
+        return order
+    best = c.unflatten(-1, (num_groups, -1)).sort(-1, descending=True).values
+    best = best[..., :2].sum(-1) if two else best[..., 0]
+    chosen = best.sort(dim=-1, descending=True, stable=True).indices[..., :top_groups]
+    closed = torch.ones_like(best, dtype=torch.uint8).scatter(-1, chosen, 0)
+    closed = closed.repeat_interleave(c.shape[-1] // num_groups, -1).gather(-1, order)
+    return order.gather(-1, closed.sort(dim=-1, stable=True).indices)
+
+
+def _losses(z, q, ids, token_weights):
+    experts = z.shape[-1]
+    z, q, ids = z.reshape(-1, experts), q.reshape(-1, experts), ids.reshape(-1, ids.shape[-1])
+    v = z.new_ones(len(z)) if token_weights is None else token_weights.reshape(-1).to(z.dtype)
+    counts = v[:, None] != 0
+    inverse = torch.where(v.sum() != 0, 1 / v.sum(), 0.0)
+    chosen = F.one_hot(ids, experts).sum(1).to(z.dtype)
+    fraction = (chosen * v[:, None]).sum(0) * inverse
+    mean = (torch.where(counts, q, 0.0) * v[:, None]).sum(0) * inverse
+    lse = torch.where(counts[:, 0], torch.logsumexp(z, -1), 0.0)
+    return experts * (fraction * mean).sum(), (v * lse.square()).sum() * inverse
+
+
+def _fake(logits, bias, token_weights, top_k, *options):
+    f32_weights, i64_ids, losses = options[-3:]
+    tokens, experts = logits.shape
+    weights = logits.new_empty(tokens, top_k, dtype=torch.float32 if f32_weights else logits.dtype)
+    ids = logits.new_empty(tokens, top_k, dtype=torch.int64 if i64_ids else torch.int32)
+    shapes = ((), (), (experts + 1,)) if losses else ((0,),) * 3
+    return weights, ids, *(logits.new_empty(shape, dtype=torch.float32) for shape in shapes)
+
+
+def _fake_bwd(dweights, daux, dz, logits, *_):
+    return logits.new_empty(logits.shape)
+
+
+_bwd = raw("route_bwd", _fake_bwd)
+
+
+def _setup_context(ctx, inputs, output):
+    _, ids, aux, z, balance = output
+    ctx.save_for_backward(inputs[0], ids, inputs[2], balance)
+    ctx.how, ctx.losses = inputs[4:10], inputs[12]
+    ctx.mark_non_differentiable(ids, balance, *(() if ctx.losses else (aux, z)))
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, dweights, dids, daux, dz, *_):
+    if not ctx.losses:
+        daux = dz = None
+    if dweights is None and daux is None and dz is None:
+        return (None,) * 13
+    return _bwd(dweights, daux, dz, *ctx.saved_tensors, *ctx.how), *(None,) * 12
+
+
+_op = Op(OP, fake=_fake, setup_context=_setup_context, backward=_backward, results=4)
+
+
+def _check(logits, top_k, score, num_groups, top_groups, group_score, scale, dtype, ids_dtype):
+    check_float(OP, "logits", logits)
+    check(OP, logits.dim() >= 1, "logits must have at least one dimension, got {}", logits.dim())
+    experts = logits.shape[-1]
+    known = 1 <= experts <= MAX_EXPERTS
+    check(OP, known, "logits must have 1 to {} columns, got {}", MAX_EXPERTS, experts)
+    check(OP, score in SCORES, "score must be one of {}, got {!r}", SCORES, score)
+    check(
+        OP, group_score in GROUP_SCORES, "group_score must be one of {}, got {!r}", GROUP_SCORES, group_score
+    )
+    check_integers(OP, top_k=top_k, num_groups=num_groups, top_groups=top_groups)
+    check_numbers(OP, scale=scale)
+    check(OP, math.isfinite(scale), "scale must be finite, got {}", scale)
+    divides = num_groups >= 1 and experts % num_groups == 0
+    check(OP, divides, "num_groups must divide {}, got {}", experts, num_groups)
+    size = experts // num_groups
+    among = 1 <= top_groups <= num_groups
+    check(OP, among, "top_groups must be in [1, {}], got {}", num_groups, top_groups)
+    there = size * top_groups
+    text = "top_k must be in [1, {}] ({} groups of {} experts), got {}"
+    check(OP, 1 <= top_k <= there, text, there, top_groups, size, top_k)
+    fits = group_score == "max" or num_groups == 1 or size >= 2
+    check(OP, fits, "group_score must be 'max' for groups of one expert, got {!r}", group_score)
+    floats = (None, torch.float32, logits.dtype)
+    check(OP, dtype in floats, "dtype must be None, torch.float32 or {}, got {}", logits.dtype, dtype)
+    integers = (torch.int64, torch.int32)
+    check(OP, ids_dtype in integers, "ids_dtype must be torch.int64 or torch.int32, got {}", ids_dtype)
+
+
+def _check_tensors(logits, correction_bias, token_weights, losses):
+    experts, lead = logits.shape[-1], logits.shape[:-1]
+    if correction_bias is not None:
+        check_float(OP, "correction_bias", correction_bias)
+        shape = correction_bias.shape
+        check(OP, shape == (experts,), "correction_bias must be [{}], got {}", experts, shape)
+    if token_weights is not None:
+        check(OP, losses, "token_weights must be None without losses, got {}", kind_of(token_weights))
+        tensor = isinstance(token_weights, torch.Tensor)
+        check(OP, tensor, "token_weights must be a tensor, got {}", kind_of(token_weights))
+        shape = token_weights.shape
+        check(OP, shape == lead, "token_weights must be {}, got {}", list(lead), shape)
+    for name, t in (("correction_bias", correction_bias), ("token_weights", token_weights)):
+        if t is not None:
+            check(OP, t.device == logits.device, name + " must be on {}, got {}", logits.device, t.device)
+
+
+def route(
+    logits: torch.Tensor,
+    top_k: int,
+    *,
+    score: str = "softmax",
+    normalize: bool = True,
+    correction_bias: torch.Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    group_score: str = "max",
+    scale: float = 1.0,
+    dtype: torch.dtype | None = torch.float32,
+    ids_dtype: torch.dtype = torch.int64,
+    losses: bool = False,
+    token_weights: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The experts that each token goes to, their weights, and the losses that balance the experts.
+
+    With ``p = softmax(logits)`` or ``sigmoid(logits)``, the choice of a token is the `top_k` experts of
+    largest p, or of largest ``p + correction_bias``; their weights are ``scale * p``, divided by their sum
+    with `normalize`. Softmax, normalized, is the softmax of the chosen logits alone: whether a model takes
+    softmax before or after the choice makes no difference then. Models:
+
+    =============================== =========================================================================
+    model                           options
+    =============================== =========================================================================
+    Mixtral, gpt-oss                (gpt-oss: ``dtype=None``)
+    Qwen3-MoE, OLMoE                ``normalize=config.norm_topk_prob, dtype=None``
+    DeepSeek-V2                     ``normalize=False, num_groups=, top_groups=, scale=``
+    DeepSeek-V3, GLM4-MoE           ``score="sigmoid", correction_bias=, num_groups=, top_groups=,
+                                    group_score="sum_of_two", scale=``
+    Switch, Llama 4 (``top_k=1``)   ``normalize=False`` (Llama 4: ``score="sigmoid"``)
+    =============================== =========================================================================
+
+    Args:
+        logits: ``[..., E]`` float32, bfloat16 or float16, E from 1 to 1024, any leading strides (rows dense,
+            or copied once). float64 runs the eager reference.
+        top_k: K, from 1 to the experts of `top_groups` groups.
+        score: ``"softmax"`` or ``"sigmoid"``.
+        normalize: divide the weights by their sum (``+ 1e-20`` for sigmoid).
+        correction_bias: ``[E]`` float, added to p for the choice alone; a constant.
+        num_groups, top_groups: experts are chosen in the `top_groups` best of `num_groups` groups of
+            adjacent experts.
+        group_score: what makes a group good: ``"max"``, the largest p (+ bias) in it, or ``"sum_of_two"``,
+            the sum of its two largest.
+        scale: factor of the weights.
+        dtype: of the weights: ``torch.float32`` (float64 for float64), or ``None``: that of logits.
+        ids_dtype: ``torch.int64`` or ``torch.int32``.
+        losses: return ``aux`` and ``z`` too.
+        token_weights: ``[...]``, numbers or bool, constant: how much each token counts in the losses, such
+            as an attention mask; a token of weight 0 adds nothing to them. ``None``: 1.
+
+    Returns:
+        ``(weights [..., K], ids [..., K])``, best expert first, contiguous; ids of one token differ. With
+        `losses` also two float32 scalars: ``aux = E * sum_e f_e P_e``, f_e the tokens that chose expert e and
+        P_e the sum of p (sigmoid: of p / its sum over the experts), both over the number of tokens, as
+        transformers' ``load_balancing_loss_func`` has it for one layer (perfect balance: K); and ``z``, the
+        mean over tokens of ``logsumexp(logits)**2``. Neither is multiplied by its coefficient. Where no token
+        counts both are 0. Differentiable in logits; bitwise deterministic, without synchronisation.
+
+        Equal experts: the smaller id first (``torch.topk`` promises no order). Without correction_bias and
+        ``"sum_of_two"`` logits themselves are compared, so that rounding of p makes no ties. NaN counts as
+        the largest; a row that holds a NaN has NaN weights with softmax.
+
+    Raises:
+        tigon.Error: shape, dtype, device or an option does not fit.
+
+    Source: Shazeer et al. 2017, arXiv:1701.06538; Fedus et al. 2021 (Switch), arXiv:2101.03961, eq. 4 to 6;
+    Zoph et al. 2022 (ST-MoE), arXiv:2202.08906, eq. 5; DeepSeek-V2 and V3, arXiv:2405.04434,
+    arXiv:2412.19437, eq. 12 to 18.
+    """
+    _check(logits, top_k, score, num_groups, top_groups, group_score, scale, dtype, ids_dtype)
+    _check_tensors(logits, correction_bias, token_weights, losses)
+    if not has_kernel(OP, logits):
+        return reference(
+            logits, top_k, score=score, normalize=normalize, correction_bias=correction_bias,
+            num_groups=num_groups, top_groups=top_groups, group_score=group_score, scale=scale, dtype=dtype,
+            ids_dtype=ids_dtype, losses=losses, token_weights=token_weights,
+        )  # fmt: skip
+    lead = logits.shape[:-1]
+    bias = None if correction_bias is None else correction_bias.detach().float()
+    v = None if token_weights is None else token_weights.detach().reshape(-1).float()
+    rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
+    how = (score == "sigmoid", bool(normalize), num_groups, top_groups, group_score == "sum_of_two")
+    wide = dtype == torch.float32, ids_dtype == torch.int64
+    weights, ids, aux, z = _op(rows, bias, v, top_k, *how, float(scale), *wide, bool(losses))
+    if logits.dim() != 2:
+        weights, ids = weights.reshape(*lead, top_k), ids.reshape(*lead, top_k)
+    return (weights, ids, aux, z) if losses else (weights, ids)

@@ -1,0 +1,110 @@
+"""How a call of a sharded head is divided: its chunks, their parts, and what is kept of them.
+
+All of it follows from what the processes have agreed on, so that all divide alike and none has to ask.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from tigon.error import check
+from tigon.ops.loss_head.memory import Beside, chunk_beside, default_chunk, padded
+
+_MIB = 1 << 20
+_LEAST_PART = 1024  # rows that keep a product on CUDA at its speed
+_ALIGNED = 128
+
+
+class Part(NamedTuple):
+    """Rows of a chunk between two exchanges."""
+
+    begin: int  # rows [begin, end) of a share
+    end: int
+    at: slice  # its rows of all shares among the chunk's
+    last: bool  # of the chunk
+
+
+class Chunk(NamedTuple):
+    """Rows whose logits exist at a time: those of its parts, one after another, of all shares."""
+
+    begin: int  # rows [begin, end) of a share
+    end: int
+    at: slice  # its rows of all shares among those of the call
+    parts: tuple[Part, ...]
+    last: bool
+
+
+def divide(rows: int, chunk: int, shares: int, *, exchanges: bool, on_cuda: bool) -> list[Chunk]:
+    """The chunks of ``rows`` of a share, of ``chunk`` rows each.
+
+    A chunk of a call that exchanges has two parts: what one waits for is on its way while the other's
+    products run. The second is the smaller: of all exchanges, the reduction of its gradient alone shares the
+    device with the weight's product.
+    """
+    least = -(-_LEAST_PART // shares) if on_cuda else 1
+    chunks = []
+    for begin in range(0, rows, chunk):
+        end = min(begin + chunk, rows)
+        bounds = (begin, end)
+        if exchanges and end - begin >= 2 * least:
+            second = max((end - begin) // 4, least)
+            second -= second % _ALIGNED if second > _ALIGNED else 0
+            bounds = (begin, end - second, end)
+        parts = tuple(
+            Part(a, b, slice(shares * (a - begin), shares * (b - begin)), b == end)
+            for a, b in zip(bounds, bounds[1:], strict=False)
+        )
+        chunks.append(Chunk(begin, end, slice(shares * begin, shares * end), parts, end == rows))
+    return chunks
+
+
+class Sizes(NamedTuple):
+    """What the chunks of a call depend on: alike in all processes."""
+
+    device: torch.device
+    dtype: torch.dtype
+    rows: int  # of all shares, those that are worked on
+    hidden: int
+    widest: int  # columns of the widest shard
+    dweight: bool
+    main_grad: bool  # to which dweight is added
+    lora_rank: int
+    wide: bool
+    shares: int
+    statistics: int  # bytes of a row: this process's and those of all
+    listed: bool  # the rows worked on are copies
+
+
+def choose(
+    op: str,
+    s: Sizes,
+    chunk_rows: int | None,
+    max_workspace_mb: float | None,
+    keep_mb: float | None,
+    entropy: bool,
+):
+    """Rows of a chunk, of all shares, and whether the gradients of all logits are kept for the backward."""
+    widest = max(s.widest, 1)
+    chunk = chunk_rows or default_chunk(
+        s.device.type, s.dtype, s.rows, s.hidden, widest, dweight=s.dweight, add_dweight=s.main_grad
+    )
+    if max_workspace_mb is not None:
+        # With shares: a chunk gathered, the next one, and gradients on their way. Logits of both precisions.
+        beside = Beside(
+            copies=3 * (s.shares > 1), row=s.statistics + 4 * padded(widest) * s.wide,
+            fixed=2 * s.rows * s.hidden * s.dtype.itemsize * s.listed,
+        )  # fmt: skip
+        fits, least = chunk_beside(
+            max_workspace_mb, s.device.type, s.dtype, s.rows, s.hidden, widest, s.lora_rank, beside, s.shares
+        )
+        words = "max_workspace_mb must be at least {} for one row of every share, got {}"
+        check(op, fits >= s.shares or s.rows == 0, words, least, max_workspace_mb)
+        chunk = min(chunk, max(fits, 1))
+    chunk = max(min(chunk, s.rows), 1)
+    if entropy:  # a gradient of the entropies is no multiple of what would be kept
+        return chunk, False
+    if keep_mb is None:
+        return chunk, chunk >= s.rows
+    return chunk, s.rows * padded(widest) * s.dtype.itemsize <= keep_mb * _MIB

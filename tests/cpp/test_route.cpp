@@ -1,0 +1,274 @@
+// The router in the core against double, its gradients against finite differences, ties, groups, refusals, bitwise promises.
+#include "tigon/ops/route/route.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "table.h"
+
+namespace tigon::test {
+namespace oracle {
+#include "tigon/ops/route/route_math.inc"
+}  // namespace oracle
+
+namespace {
+
+struct Run {
+  RouteOptions how;
+  int64_t k;
+  bool losses;
+  Table logits, bias, v, dweights, daux, dz, weights, ids, aux, z, balance, dlogits;
+
+  Run(DType t, int64_t tokens, int64_t experts, int64_t top_k, RouteOptions options, bool with_losses)
+      : how(options),
+        k(top_k),
+        losses(with_losses),
+        logits(t, tokens, experts, 3),
+        bias(DType::f32, 1, experts),
+        v(DType::f32, 1, tokens),
+        dweights(DType::f32, tokens, top_k, 1),
+        daux(DType::f32, 1, 1),
+        dz(DType::f32, 1, 1),
+        weights(DType::f32, tokens, top_k, 2),
+        ids(DType::i64, tokens, top_k, 1),
+        aux(DType::f32, 1, 1),
+        z(DType::f32, 1, 1),
+        balance(DType::f32, 1, experts + 1),
+        dlogits(t, tokens, experts, 1) {
+    logits.normal(1, 2.0), bias.normal(2, 0.2), dweights.normal(3), daux.normal(4), dz.normal(5);
+    v.fill([](int64_t, int64_t c) { return double(c % 3); });
+  }
+  Vector wanted(Table& t) { return losses ? t.vector() : Vector{}; }
+  void forward(Context& ctx) {
+    route_fwd(ctx, {.logits = logits.matrix(),
+                    .bias = bias.vector(),
+                    .token_weights = wanted(v),
+                    .weights = weights.matrix(),
+                    .ids = ids.matrix(),
+                    .aux = wanted(aux),
+                    .z = wanted(z),
+                    .balance = wanted(balance),
+                    .how = how});
+  }
+  void backward(Context& ctx) {
+    route_bwd(ctx, {.logits = logits.matrix(),
+                    .ids = ids.matrix(),
+                    .dweights = dweights.matrix(),
+                    .daux = wanted(daux),
+                    .dz = wanted(dz),
+                    .token_weights = wanted(v),
+                    .balance = wanted(balance),
+                    .dlogits = dlogits.matrix(),
+                    .how = how});
+  }
+};
+
+// The losses and the sum of upstream * weights, for the choice that was made.
+struct Oracle {
+  const Run& run;
+  std::vector<double> logits;
+
+  explicit Oracle(const Run& r) : run(r) {
+    for (int64_t i = 0; i < r.logits.rows() * r.logits.cols(); ++i) logits.push_back(r.logits(i));
+  }
+  int64_t experts() const { return run.logits.cols(); }
+  struct Row {
+    std::vector<double> e, r;
+    double top, sum, scores;
+  };
+  Row row(int64_t t) const {
+    const double* of = &logits[size_t(t * experts())];
+    Row x;
+    x.top = *std::max_element(of, of + experts()), x.sum = 0.0, x.scores = 0.0;
+    for (int64_t e = 0; e < experts(); ++e) x.e.push_back(std::exp(of[e] - x.top)), x.sum += x.e.back();
+    for (int64_t e = 0; e < experts(); ++e) {
+      x.r.push_back(oracle::route_score(of[e], x.e[size_t(e)], x.sum, run.how.sigmoid(), run.how.normalize));
+      x.scores += x.r.back();
+    }
+    return x;
+  }
+  double weight(int64_t t, int64_t i) const {
+    const Row x = row(t);
+    double by = 0.0;
+    for (int64_t j = 0; j < run.k; ++j) by += x.r[size_t(run.ids(t, j))];
+    return oracle::route_weight(x.r[size_t(run.ids(t, i))], run.how.normalize ? by : 1.0,
+                                double(run.how.scale));
+  }
+  void losses(double& aux, double& z) const {
+    std::vector<double> count(size_t(experts()), 0.0), q(count);
+    double all = 0.0, squares = 0.0;
+    for (int64_t t = 0; t < run.logits.rows(); ++t) {
+      const double v = run.v(t);
+      const Row x = row(t);
+      for (int64_t j = 0; j < run.k; ++j) count[size_t(run.ids(t, j))] += v;
+      for (size_t e = 0; e < q.size(); ++e)
+        q[e] += v * (run.how.sigmoid() ? x.r[e] / x.scores : x.e[e] / x.sum);
+      const double lse = x.top + std::log(x.sum);
+      all += v, squares += v * lse * lse;
+    }
+    aux = double(experts()) * std::inner_product(count.begin(), count.end(), q.begin(), 0.0) / all / all;
+    z = squares / all;
+  }
+  double total() const {
+    double sum = 0.0, aux = 0.0, z = 0.0;
+    for (int64_t t = 0; t < run.logits.rows(); ++t)
+      for (int64_t i = 0; i < run.k; ++i) sum += run.dweights(t, i) * weight(t, i);
+    if (run.losses) losses(aux, z), sum += run.daux(0) * aux + run.dz(0) * z;
+    return sum;
+  }
+};
+
+const RouteOptions kForms[] = {
+    {},
+    {.normalize = false, .scale = 3.0f},
+    {.normalize = false, .num_groups = 5, .top_groups = 3},
+    {.score = RouteScore::sigmoid,
+     .num_groups = 5,
+     .top_groups = 2,
+     .group_score = RouteGroupScore::sum_of_two},
+    {.score = RouteScore::sigmoid, .normalize = false, .scale = 0.5f},
+};
+
+TEST_CASE("against double") {
+  auto ctx = make_cpu_context(2);
+  for (DType t : kFloats)
+    for (const RouteOptions& how : kForms)
+      for (bool losses : {false, true}) {
+        INFO(text(t) << ", score " << int(how.score) << ", groups " << how.num_groups);
+        Run run(t, 37, 35, 4, how, losses);
+        run.forward(*ctx);
+        const Oracle o(run);
+        check_close(
+            "weights", run.weights, [&](int64_t r, int64_t c) { return o.weight(r, c); },
+            [&](int64_t r, int64_t c) { return 16 * 0x1p-24 * o.weight(r, c); });
+        CHECK(run.ids.guards_intact());
+        if (!losses) continue;
+        double aux, z;
+        o.losses(aux, z);
+        CHECK(run.aux(0) == doctest::Approx(aux).epsilon(1e-6));
+        CHECK(run.z(0) == doctest::Approx(z).epsilon(1e-6));
+      }
+}
+
+TEST_CASE("gradients are slopes") {
+  auto ctx = make_cpu_context(1);
+  for (const RouteOptions& how : kForms)
+    for (bool losses : {false, true}) {
+      INFO("score " << int(how.score) << ", groups " << how.num_groups);
+      Run run(DType::f32, 5, 15, 3, how, losses);
+      run.forward(*ctx), run.backward(*ctx);
+      Oracle o(run);
+      for (size_t i = 0; i < o.logits.size(); ++i)
+        CHECK(run.dlogits(int64_t(i)) ==
+              doctest::Approx(slope(&o.logits[i], [&] { return o.total(); })).epsilon(1e-5).scale(1.0));
+    }
+}
+
+TEST_CASE("the choice: best first, ties by index, groups") {
+  auto ctx = make_cpu_context(1);
+  Table logits(DType::f32, 3, 8), weights(DType::f32, 3, 3), ids(DType::i64, 3, 3);
+  const double rows[3][8] = {{0.0, 2.0, -0.0, 2.0, 0.0, 1.0, 2.0, 1.0},
+                             {-INFINITY, -INFINITY, -INFINITY, 1.0, -INFINITY, -INFINITY, -INFINITY, 0.0},
+                             {1.0, 5.0, NAN, 2.0, 7.0, NAN, 1.0, 3.0}};
+  logits.fill([&](int64_t r, int64_t c) { return rows[r][c]; });
+  auto chosen = [&](const RouteOptions& how, const double (&want)[3][3]) {
+    route_fwd(*ctx,
+              {.logits = logits.matrix(), .weights = weights.matrix(), .ids = ids.matrix(), .how = how});
+    for (int64_t r = 0; r < 3; ++r)
+      for (int64_t c = 0; c < 3; ++c) CHECK(ids(r, c) == want[r][c]);
+  };
+  chosen({}, {{1, 3, 6}, {3, 7, 0}, {2, 5, 4}});
+  for (int64_t c = 0; c < 3; ++c) CHECK(std::isnan(weights(2, c)));
+  CHECK((weights(1, 0) > weights(1, 1) && weights(1, 2) == 0.0));
+  chosen({.num_groups = 4, .top_groups = 2}, {{1, 3, 0}, {3, 7, 2}, {2, 5, 4}});
+  chosen({.score = RouteScore::sigmoid,
+          .num_groups = 2,
+          .top_groups = 1,
+          .group_score = RouteGroupScore::sum_of_two},
+         {{1, 3, 0}, {3, 0, 1}, {2, 1, 3}});
+}
+
+TEST_CASE("the same bits for every instruction set and any number of threads, in place too") {
+  for (DType t : kFloats)
+    for (const RouteOptions& how : kForms)
+      check_same_everywhere([&](Context& ctx) {
+        Run run(t, 1100, 35, 4, how, true);
+        run.forward(ctx), run.backward(ctx);
+        const Table logits = run.logits, apart = run.dlogits;
+        route_bwd(ctx, {.logits = run.logits.matrix(),
+                        .ids = run.ids.matrix(),
+                        .dweights = run.dweights.matrix(),
+                        .daux = run.daux.vector(),
+                        .dz = run.dz.vector(),
+                        .token_weights = run.v.vector(),
+                        .balance = run.balance.vector(),
+                        .dlogits = run.logits.matrix(),
+                        .how = how});
+        int64_t off = 0;
+        for (int64_t i = 0; i < 1100 * 35; ++i) off += run.logits(i) != apart(i);
+        CHECK(off == 0);
+        return std::vector<Table>{run.weights, run.ids, run.aux, run.z, run.balance, run.dlogits};
+      });
+}
+
+TEST_CASE("no tokens, and none that counts") {
+  auto ctx = make_cpu_context(1);
+  Run none(DType::f32, 0, 7, 2, {}, true);
+  none.forward(*ctx), none.backward(*ctx);
+  CHECK((none.aux(0) == 0.0 && none.z(0) == 0.0 && none.balance(7) == 0.0));
+  Run masked(DType::f32, 4, 7, 2, {}, true);
+  masked.v.fill([](int64_t, int64_t) { return 0.0; });
+  masked.logits.set(1, 2, NAN);
+  masked.forward(*ctx);
+  CHECK((masked.aux(0) == 0.0 && masked.z(0) == 0.0));
+  route_bwd(*ctx, {.logits = masked.logits.matrix(),
+                   .ids = masked.ids.matrix(),
+                   .daux = masked.daux.vector(),
+                   .dz = masked.dz.vector(),
+                   .token_weights = masked.v.vector(),
+                   .balance = masked.balance.vector(),
+                   .dlogits = masked.dlogits.matrix()});
+  for (int64_t i = 0; i < 28; ++i) CHECK(masked.dlogits(i) == 0.0);
+}
+
+TEST_CASE("refused calls name argument, expected and given, and write nothing") {
+  auto ctx = make_cpu_context(1);
+  Run run(DType::f32, 4, 12, 3, {}, false);
+  const Table weights = run.weights, ids = run.ids;
+  auto refused = [&](RouteOptions how, const char* text) {
+    run.how = how;
+    CHECK_THROWS_WITH_AS(run.forward(*ctx), doctest::Contains(text), Error);
+  };
+  refused({.num_groups = 5}, "num_groups must divide 12, got 5");
+  refused({.num_groups = 4, .top_groups = 5}, "top_groups must be in [1, 4], got 5");
+  refused({.num_groups = 12, .top_groups = 2}, "top_k must be at most 2");
+  refused({.num_groups = 12, .top_groups = 4, .group_score = RouteGroupScore::sum_of_two},
+          "group_score must be max for groups of one expert");
+  refused({.scale = INFINITY}, "scale must be finite");
+  Table wide(DType::f32, 2, 1025), most(DType::f64, 4, 12), short_ids(DType::i64, 3, 3);
+  CHECK_THROWS_WITH_AS(
+      route_fwd(*ctx, {.logits = wide.matrix(), .weights = run.weights.matrix(), .ids = run.ids.matrix()}),
+      doctest::Contains("logits must have 1 to 1024 columns, got 1025"), Error);
+  CHECK_THROWS_WITH_AS(
+      route_fwd(*ctx, {.logits = most.matrix(), .weights = run.weights.matrix(), .ids = run.ids.matrix()}),
+      doctest::Contains("logits must be float32, bfloat16 or float16, got float64"), Error);
+  CHECK_THROWS_WITH_AS(
+      route_fwd(*ctx,
+                {.logits = run.logits.matrix(), .weights = run.weights.matrix(), .ids = short_ids.matrix()}),
+      doctest::Contains("ids must have 4 rows, got 3"), Error);
+  CHECK_THROWS_WITH_AS(route_fwd(*ctx, {.logits = run.logits.matrix(),
+                                        .weights = run.weights.matrix(),
+                                        .ids = run.ids.matrix(),
+                                        .aux = run.aux.vector()}),
+                       doctest::Contains("z must be [1], got [0]"), Error);
+  CHECK_THROWS_WITH_AS(route_bwd(*ctx, {.logits = run.logits.matrix(),
+                                        .ids = run.ids.matrix(),
+                                        .daux = run.daux.vector(),
+                                        .dlogits = run.dlogits.matrix()}),
+                       doctest::Contains("balance must be [13], got [0]"), Error);
+  CHECK(run.weights == weights);
+  CHECK(run.ids == ids);
+}
+
+}  // namespace
+}  // namespace tigon::test

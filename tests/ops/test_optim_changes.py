@@ -1,0 +1,369 @@
+"""tigon.optim.AdamW whose tensors change between steps: each time the bits of an optimizer made anew."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import weakref
+
+import pytest
+import torch
+from checks import same_bits
+from test_optim import draw_gradients
+from torch import nn
+
+import tigon
+from cases.adamw import LISTS, Parameters
+from tigon.optim import AdamW
+
+OPTIONS = [
+    {}, {"rounding": "stochastic", "seed": 7}, {"rounding": "split", "moment_dtype": torch.float32},
+    {"rounding": "master", "amsgrad": True}, {"max_grad_norm": 0.5},
+]  # fmt: skip
+
+
+def cloned(params) -> list[nn.Parameter]:
+    """The same parameters and gradients elsewhere."""
+    others = [nn.Parameter(torch.empty_like(p).copy_(p.detach())) for p in params]
+    for p, q in zip(params, others, strict=True):
+        if hasattr(p, "grad_dtype"):
+            p.grad_dtype = q.grad_dtype = None
+        if p.grad is not None:
+            q.grad = torch.empty_strided(p.grad.shape, p.grad.stride(), dtype=p.grad.dtype, device=p.device)
+            q.grad.copy_(p.grad)
+    return others
+
+
+def everything(optimizer) -> list[torch.Tensor]:
+    """Parameters, and state by name."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [optimizer.state[p][name] for p in params if p in optimizer.state
+              for name in sorted(optimizer.state[p])]  # fmt: skip
+    return [p.detach() for p in params] + states
+
+
+def made_anew(optimizer, options) -> AdamW:
+    """Another optimizer of clones with the same state and groups."""
+    groups = [
+        {name: value for name, value in group.items() if name != "params"}
+        | {"params": cloned(group["params"])}
+        for group in optimizer.param_groups
+    ]
+    other = AdamW(groups, **options)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return other
+
+
+def step_like_a_new_one(optimizer, options) -> None:
+    """One step, held to that of an optimizer made anew; steps are counted where they were."""
+    other = made_anew(optimizer, options)
+    optimizer.step(), other.step()
+    mine, others = everything(optimizer), everything(other)
+    assert len(mine) == len(others)
+    assert all(same_bits(a.cpu(), b.cpu()) for a, b in zip(mine, others, strict=True))
+
+
+def started(options, device, params=None, skipped=()):
+    """Parameters of an optimizer that has stepped twice; some had no gradient the first time."""
+    if params is None:
+        params = [
+            *LISTS[0].make(torch.bfloat16, device), *LISTS[1].make(torch.bfloat16, device, seed=1)
+        ]  # fmt: skip
+    optimizer = AdamW(params, **options)
+    for i in range(2):
+        draw_gradients((params,), i)
+        for k in skipped if i == 0 else ():
+            params[k].grad = None
+        optimizer.step()
+    assert optimizer._alike
+    return params, optimizer
+
+
+def swap_data(params, optimizer):
+    params[1].data = params[1].data.clone()
+    params[6].data = params[6].data * 2
+
+
+def skip_some(params, optimizer):
+    params[0].grad = params[5].grad = None
+
+
+def transpose_gradient(params, optimizer):
+    params[3].grad = params[3].grad.t().contiguous().t()
+
+
+def widen_gradient(params, optimizer):
+    if not hasattr(params[3], "grad_dtype"):
+        pytest.skip("this PyTorch ties the gradient's dtype to the parameter's")
+    params[3].grad_dtype = None
+    params[3].grad = params[3].grad.float()
+
+
+def replace_state(params, optimizer):
+    for name in ("exp_avg", "exp_avg_sq", "step"):
+        optimizer.state[params[2]][name] = optimizer.state[params[2]][name] * 3
+
+
+def swap_states(params, optimizer):
+    state = optimizer.state
+    state[params[0]], state[params[1]] = state.pop(params[1]), state.pop(params[0])
+    data = params[0].data, params[1].data
+    for p, other in zip(params, reversed(data), strict=False):
+        p.grad = None
+        p.data = other
+        p.grad = torch.ones_like(p)
+
+
+def forget_state(params, optimizer):
+    del optimizer.state[params[1]]
+
+
+def load_state(params, optimizer):
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state["exp_avg"].mul_(0.5)
+        state["step"] += 4
+    optimizer.load_state_dict(saved)
+
+
+def add_group(params, optimizer):
+    more = LISTS[1].make(params[0].dtype, params[0].device, seed=5)
+    draw_gradients((more,), 9)
+    optimizer.add_param_group({"params": more, "lr": 0.5, "weight_decay": 0.0})
+
+
+def tensor_lr(params, optimizer):
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.125, device=params[0].device)
+
+
+def reorder_parameters(params, optimizer):
+    optimizer.param_groups[0]["params"].reverse()
+
+
+def remove_parameter(params, optimizer):
+    del optimizer.state[optimizer.param_groups[0]["params"].pop(4)]
+
+
+def widen_parameter(params, optimizer):
+    p = params[1]
+    p.grad = None
+    p.data = p.data.double()
+    p.grad = torch.ones_like(p)
+    optimizer.state[p] = {name: t if name == "step" else t.double() for name, t in optimizer.state[p].items()}
+
+
+def restride_parameter(params, optimizer):
+    p = params[3]
+    p.grad = None
+    p.data = p.data.t().contiguous().t()
+    p.grad = torch.ones_like(p)
+    optimizer.state[p] = {
+        name: t if name == "step" else torch.empty_like(p, dtype=t.dtype, requires_grad=False).copy_(t)
+        for name, t in optimizer.state[p].items()
+    }
+
+
+CHANGES = [
+    swap_data, skip_some, transpose_gradient, widen_gradient, replace_state, forget_state, load_state,
+    add_group, tensor_lr, remove_parameter, restride_parameter,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+def test_changes_between_steps(change, options, device):
+    """After a change, with new gradients after it, and once more: what a new optimizer does."""
+    params, optimizer = started(options, device)
+    if change is remove_parameter and options.get("rounding") == "stochastic":
+        pytest.skip("the place of an element among all parameters is another then")
+    draw_gradients((params,), 2)
+    change(params, optimizer)
+    step_like_a_new_one(optimizer, options)
+    for i in (3, 4):
+        draw_gradients(([p for group in optimizer.param_groups for p in group["params"]],), i)
+        step_like_a_new_one(optimizer, options)
+    assert optimizer._alike
+
+
+@pytest.mark.parametrize("change", [reorder_parameters, widen_parameter, swap_states],
+                         ids=lambda f: f.__name__)  # fmt: skip
+def test_other_changes(change, device):
+    """Another order, a parameter without a kernel, states that changed places."""
+    params, optimizer = started({}, device)
+    draw_gradients((params,), 2)
+    change(params, optimizer)
+    for i in (3, 4):
+        step_like_a_new_one(optimizer, {})
+        draw_gradients((params,), i)
+    step_like_a_new_one(optimizer, {})
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_states_in_another_order(options, device):
+    """States are in the order of first gradients, not of parameters, all of one size; two groups."""
+    params = Parameters("one_size", ((5, 8),) * 6).make(torch.bfloat16, device)
+    params, optimizer = started(options, device, params, skipped=(0, 3))
+    assert [id(p) for p in optimizer.state][:2] != [id(p) for p in params][:2]
+    for i in (2, 3):
+        draw_gradients((params,), i)
+        step_like_a_new_one(optimizer, options)
+    optimizer.add_param_group({"params": LISTS[1].make(torch.bfloat16, device, seed=3)})
+    for i in (4, 5):
+        draw_gradients(([p for group in optimizer.param_groups for p in group["params"]],), i)
+        step_like_a_new_one(optimizer, options)
+    assert optimizer._alike
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))],
+                         ids=["deepcopy", "pickle"])  # fmt: skip
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_copies_are_apart(how, options, device):
+    """A copy goes on as the original, neither touches the other, and several optimizers take turns."""
+    params, optimizer = started(options, device)
+    copied = how(optimizer)
+    others = copied.param_groups[0]["params"]
+    for i in (2, 3):
+        draw_gradients((params, others), i)
+        before = [t.clone() for t in everything(copied)]
+        optimizer.step()
+        assert all(same_bits(a, b) for a, b in zip(before, everything(copied), strict=True))
+        copied.step()
+        assert all(same_bits(a, b) for a, b in zip(everything(optimizer), everything(copied), strict=True))
+
+
+def shrink(p, state):
+    state["exp_avg"] = state["exp_avg"].reshape(-1)[:4].clone()
+
+
+def free_moment(p, state):
+    state["exp_avg_sq"].untyped_storage().resize_(0)
+
+
+def free_parameter(p, state):
+    p.untyped_storage().resize_(0)
+
+
+def free_gradient(p, state):
+    p.grad.untyped_storage().resize_(0)
+
+
+def gapped_moment(p, state):
+    state["exp_avg"] = torch.zeros(p.shape[0], 2 * p.shape[1], dtype=p.dtype, device=p.device)[:, ::2]
+
+
+def sparse_gradient(p, state):
+    p.grad = p.grad.to_sparse()
+
+
+def retype_moment(p, state):
+    state["exp_avg"] = state["exp_avg"].double()
+
+
+def resize_parameter(p, state):
+    p.grad = None
+    p.data = p.data[:2].clone()
+    p.grad = torch.ones_like(p)
+
+
+@pytest.mark.parametrize("bad, words", [
+    (shrink, "exp_avg 3 must have the sizes of its param"), (free_moment, "exp_avg_sq was freed"),
+    (free_parameter, "param was freed"), (free_gradient, "grad was freed"),
+    (gapped_moment, "exp_avg 3 must have the strides"), (sparse_gradient, "gradients must be dense"),
+    (retype_moment, "exp_avg must be float32, bfloat16 or"),
+    (resize_parameter, "exp_avg 3 must have the sizes of its param"),
+], ids=lambda x: getattr(x, "__name__", ""))  # fmt: skip
+def test_refused_in_mid_run(bad, words, device):
+    """What became unfit after steps that fitted is refused, nothing is modified, and mended it goes on."""
+    params, optimizer = started({}, device)
+    draw_gradients((params,), 2)
+    kept = {name: t.clone() for name, t in optimizer.state[params[3]].items()}
+    data = params[3].detach().clone()
+    bad(params[3], optimizer.state[params[3]])
+    rest = [(t, t.clone()) for p in params if p is not params[3]
+            for t in (p.detach(), *optimizer.state[p].values())]  # fmt: skip
+    with pytest.raises(tigon.Error, match=words):
+        optimizer.step()
+    assert all(same_bits(t, before) for t, before in rest)
+    params[3].grad = None
+    params[3].data = data
+    optimizer.state[params[3]] = kept
+    draw_gradients((params,), 3)
+    step_like_a_new_one(optimizer, {})
+
+
+def test_a_scaler_comes_and_goes(device):
+    """found_inf and grad_scale set for some steps, as GradScaler does."""
+    params, optimizer = started({}, device)
+    for i, inf in enumerate((0.0, 1.0, 0.0)):
+        draw_gradients((params,), 2 + i)
+        before = [t.clone() for t in everything(optimizer)]
+        other = made_anew(optimizer, {})
+        for o in (optimizer, other):
+            o.grad_scale = torch.tensor(4.0, device=device)
+            o.found_inf = torch.tensor(inf, device=device)
+            o.step()
+            del o.grad_scale, o.found_inf
+        after = everything(optimizer)
+        assert all(same_bits(a.cpu(), b.cpu()) for a, b in zip(after, everything(other), strict=True))
+        assert inf == 0.0 or all(same_bits(a.cpu(), b.cpu()) for a, b in zip(before, after, strict=True))
+    step_like_a_new_one(optimizer, {})
+
+
+@pytest.mark.gpu
+def test_counted_on_the_device_once_capturable():
+    """Steps that the host counted move to the device as soon as the group is capturable."""
+    params, optimizer = started({}, "cuda")
+    assert all(not optimizer.state[p]["step"].is_cuda for p in params)
+    optimizer.param_groups[0]["capturable"] = True
+    draw_gradients((params,), 2)
+    optimizer.step()
+    assert all(optimizer.state[p]["step"].is_cuda for p in params)
+    assert optimizer.state[params[0]]["step"].item() == 3
+
+
+def test_nothing_is_kept_alive(device):
+    """State that is replaced between steps, as when it is moved away, is freed at once; gradients too."""
+    params, optimizer = started({}, device)
+    watched = [weakref.ref(optimizer.state[p][name]) for p in params for name in ("exp_avg", "exp_avg_sq")]
+    watched += [weakref.ref(p.grad) for p in params]
+    for p in params:
+        p.grad = None
+        for name in ("exp_avg", "exp_avg_sq"):
+            optimizer.state[p][name] = optimizer.state[p][name].clone()
+    assert all(ref() is None for ref in watched)
+
+
+# --- the norm ---------------------------------------------------------------------------------
+
+
+def test_norm_of_changing_gradients(device):
+    """Plain gradients, then one of float64, one of another layout, and plain ones again."""
+    params = LISTS[0].make(torch.float32, device)
+    for change in (None, "double", "transposed", None):
+        draw_gradients((params,), 3)
+        if change == "double":
+            params[1].data, params[1].grad = params[1].data.double(), None
+            params[1].grad = torch.ones_like(params[1])
+        if change == "transposed":
+            params[3].grad = params[3].grad.t().contiguous().t()
+        exact = torch.cat([p.grad.double().reshape(-1) for p in params]).norm()
+        before = [p.grad.double().clone() for p in params]
+        norm = tigon.clip_grad_norm_(params, 0.5)
+        assert abs(norm.double() - exact) <= 1e-6 * exact
+        for p, g in zip(params, before, strict=True):
+            torch.testing.assert_close(p.grad.double(), g * (0.5 / (exact + 1e-6)), rtol=1e-6, atol=1e-9)
+        if change == "double":
+            params[1].data, params[1].grad = params[1].data.float(), None
+
+
+@pytest.mark.gpu
+def test_norm_over_devices():
+    """Gradients on the CPU and a GPU."""
+    params = [*LISTS[1].make(torch.float32), *LISTS[0].make(torch.float32, "cuda")]
+    draw_gradients((params,), 1)
+    exact = torch.cat([p.grad.double().cpu().reshape(-1) for p in params]).norm()
+    norm = tigon.clip_grad_norm_(params, 0.5)
+    assert norm.device.type == "cpu"
+    assert abs(norm.double() - exact) <= 1e-6 * exact
+    total = torch.cat([p.grad.double().cpu().reshape(-1) for p in params]).norm()
+    assert abs(total - 0.5) <= 1e-5

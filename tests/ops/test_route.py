@@ -1,0 +1,209 @@
+"""The router of a mixture of experts: refused calls, the routers and losses of transformers, ties, dtypes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checks import same_bits
+
+import tigon
+from tigon.ops.route import reference
+
+X = torch.randn(5, 12)
+BIAS = torch.randn(12)
+
+CALLS = {
+    "logits": (lambda x: tigon.route([1.0], 2), "logits must be a float tensor, got list"),
+    "integers": (lambda x: tigon.route(x.long(), 2), "logits must be a float tensor, got torch.int64"),
+    "rank": (lambda x: tigon.route(x[0, 0], 2), "logits must have at least one dimension, got 0"),
+    "too many": (
+        lambda x: tigon.route(x.new_zeros(2, 1025), 2),
+        "logits must have 1 to 1024 columns, got 1025",
+    ),
+    "none": (lambda x: tigon.route(x[:, :0], 1), "logits must have 1 to 1024 columns, got 0"),
+    "top_k": (lambda x: tigon.route(x, 13), r"top_k must be in \[1, 12\] \(1 groups of 12 experts\), got 13"),
+    "top_k 0": (lambda x: tigon.route(x, 0), r"top_k must be in \[1, 12\]"),
+    "top_k float": (lambda x: tigon.route(x, 2.0), "top_k must be an int, got float"),
+    "score": (lambda x: tigon.route(x, 2, score="relu"), "score must be one of .*, got 'relu'"),
+    "group_score": (
+        lambda x: tigon.route(x, 2, group_score="mean"),
+        "group_score must be one of .*, got 'mean'",
+    ),
+    "num_groups": (lambda x: tigon.route(x, 2, num_groups=5), "num_groups must divide 12, got 5"),
+    "num_groups 0": (lambda x: tigon.route(x, 2, num_groups=0), "num_groups must divide 12, got 0"),
+    "top_groups": (
+        lambda x: tigon.route(x, 2, num_groups=3, top_groups=4),
+        r"top_groups must be in \[1, 3\], got 4",
+    ),
+    "few left": (
+        lambda x: tigon.route(x, 5, num_groups=3, top_groups=1),
+        r"top_k must be in \[1, 4\] \(1 groups of 4 experts\), got 5",
+    ),
+    "groups of one": (
+        lambda x: tigon.route(x, 2, num_groups=12, top_groups=3, group_score="sum_of_two"),
+        "group_score must be 'max' for groups of one expert, got 'sum_of_two'",
+    ),
+    "scale": (lambda x: tigon.route(x, 2, scale=float("nan")), "scale must be finite, got nan"),
+    "scale none": (lambda x: tigon.route(x, 2, scale=None), "scale must be a number, got NoneType"),
+    "dtype": (lambda x: tigon.route(x, 2, dtype=torch.int64), "dtype must be None, torch.float32 or"),
+    "ids_dtype": (
+        lambda x: tigon.route(x, 2, ids_dtype=torch.int16),
+        "ids_dtype must be torch.int64 or torch.int32, got torch.int16",
+    ),
+    "bias": (
+        lambda x: tigon.route(x, 2, correction_bias=BIAS[1:]),
+        r"correction_bias must be \[12\], got \[11\]",
+    ),
+    "bias kind": (
+        lambda x: tigon.route(x, 2, correction_bias=1.0),
+        "correction_bias must be a float tensor, got float",
+    ),
+    "bias device": (
+        lambda x: tigon.route(x, 2, correction_bias=BIAS.to("meta")),
+        "correction_bias must be on cpu, got meta",
+    ),
+    "token_weights": (
+        lambda x: tigon.route(x, 2, losses=True, token_weights=torch.ones(4)),
+        r"token_weights must be \[5\], got \[4\]",
+    ),
+    "token_weights kind": (
+        lambda x: tigon.route(x, 2, losses=True, token_weights=1),
+        "token_weights must be a tensor, got int",
+    ),
+    "token_weights alone": (
+        lambda x: tigon.route(x, 2, token_weights=torch.ones(5)),
+        "token_weights must be None without losses",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_refused(name, dtype):
+    call, text = CALLS[name]
+    with pytest.raises(tigon.Error, match=rf"\[route\] {text}"):
+        call(X.to(dtype))
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_losses_of_transformers(mask, device):
+    """The auxiliary loss is that of transformers for one layer; z is ST-MoE's."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    logits = torch.randn(2 * 30, 16, device=device).requires_grad_()
+    attention = (torch.rand(2, 30, device=device) > 0.3) if mask else None
+    rows = None if attention is None else attention.flatten()
+    *_, aux, z = tigon.route(logits, 4, losses=True, token_weights=rows)
+    want = load_balancing_loss_func((logits,), 16, 4, attention)
+    torch.testing.assert_close(aux, want)
+    lse = torch.logsumexp(logits, -1)
+    want_z = (lse if rows is None else lse[rows]).square().mean()
+    torch.testing.assert_close(z, want_z)
+    for got, wanted in ((aux, want), (z, want_z)):
+        torch.testing.assert_close(
+            *(torch.autograd.grad(loss, logits, retain_graph=True)[0] for loss in (got, wanted))
+        )
+
+
+def test_balanced_loss_is_top_k(device):
+    logits = 20 * torch.eye(8, device=device).roll(1, 1) + 10 * torch.eye(8, device=device)
+    *_, aux, _ = tigon.route(logits, 2, losses=True)
+    torch.testing.assert_close(aux, torch.tensor(2.0, device=device))
+
+
+def test_equal_experts_come_by_id(device):
+    logits = torch.zeros(3, 100, device=device)
+    logits[1, 50:] = 1.0
+    logits[2, ::2] = -0.0
+    _, ids = tigon.route(logits, 5)
+    assert ids.tolist() == [[0, 1, 2, 3, 4], [50, 51, 52, 53, 54], [0, 1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_results(dtype, device):
+    """Dtypes, ids that differ, weights that sum to the scale."""
+    logits = torch.randn(3, 7, 40, device=device, dtype=dtype)
+    weights, ids = tigon.route(logits, 6, scale=2.0)
+    assert (weights.dtype, ids.dtype, weights.shape, ids.shape) == (
+        torch.float32, torch.int64, (3, 7, 6), (3, 7, 6),
+    )  # fmt: skip
+    torch.testing.assert_close(weights.sum(-1), torch.full((3, 7), 2.0, device=device))
+    assert (ids.sort(-1).values.diff(dim=-1) > 0).all()
+    rounded, small = tigon.route(logits, 6, scale=2.0, dtype=None, ids_dtype=torch.int32)
+    assert same_bits(rounded, weights.to(dtype)) and same_bits(small, ids.int())
+    with torch.no_grad():
+        assert all(map(same_bits, tigon.route(logits, 6, scale=2.0), (weights, ids)))
+
+
+@pytest.mark.parametrize("wanted", [(0,), (2,), (3,), (2, 3)])
+def test_gradient_of_some_results(wanted, device):
+    """Upstream gradients that are not there count as zero."""
+    logits = torch.randn(9, 24, device=device).requires_grad_()
+    double = logits.detach().double().requires_grad_()
+    scale = torch.arange(1.0, 4.0, device=device)
+
+    def total(results):
+        return sum((results[i] * (scale if i == 0 else 1)).sum() for i in wanted)
+
+    (got,) = torch.autograd.grad(total(tigon.route(logits, 3, losses=True)), logits)
+    (want,) = torch.autograd.grad(total(reference(double, 3, losses=True)), double)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_correction_bias_gets_no_gradient(device):
+    logits = torch.randn(9, 24, device=device).requires_grad_()
+    bias = torch.randn(24, device=device).requires_grad_()
+    weights, _ = tigon.route(logits, 3, score="sigmoid", correction_bias=bias)
+    weights.square().sum().backward()
+    assert bias.grad is None and logits.grad is not None
+
+
+def test_masked_tokens_do_not_touch_losses(device):
+    """What a token of weight 0 holds changes no bit of the losses and of other tokens' gradients."""
+    logits = torch.randn(40, 16, device=device)
+    mask = torch.rand(40, device=device) > 0.4
+    results = []
+    for other in (0.0, float("nan"), float("inf")):
+        x = torch.where(mask[:, None], logits, other).requires_grad_()
+        *_, aux, z = tigon.route(x, 4, losses=True, token_weights=mask)
+        results.append((aux, z, *torch.autograd.grad(aux + z, x)))
+        assert (results[-1][2][~mask] == 0).all()
+    for got in results[1:]:
+        assert all(map(same_bits, got, results[0]))
+
+
+@pytest.mark.parametrize("lead", [(7,), (2, 3)])
+def test_module(lead, device):
+    """A projection and the op; a model of it and of experts trains."""
+    options = {"score": "sigmoid", "num_groups": 4, "top_groups": 2, "scale": 2.5}
+    router = tigon.nn.Router(16, 12, 3, bias=True, correction=True, wide=True, **options).to(device)
+    assert set(router.state_dict()) == {"weight", "bias", "e_score_correction_bias"}
+    x = torch.randn(*lead, 16, device=device, dtype=torch.bfloat16)
+    weights, ids, aux, _ = router(x, losses=True, token_weights=torch.ones(lead, device=device))
+    logits = torch.nn.functional.linear(x.float(), router.weight, router.bias)
+    wanted = tigon.route(logits, 3, correction_bias=router.e_score_correction_bias, **options)
+    assert all(map(same_bits, (weights, ids), wanted))
+    experts = tigon.nn.Experts(12, 16, 8, device=device)
+    (experts(x.float(), ids, weights).square().mean() + aux).backward()
+    assert router.weight.grad.abs().sum() > 0 and router.bias.grad is not None
+    assert repr(router).startswith("Router(16, 12, 3, score='sigmoid'")
+    with pytest.raises(tigon.Error, match="num_groups must divide 12, got 5"):
+        tigon.nn.Router(16, 12, 3, num_groups=5)
+
+
+def test_compiled():
+    """Fullgraph, forward and backward, the same bits; every option."""
+
+    def step(x, bias, mask):
+        weights, ids, aux, z = tigon.route(
+            x, 3, score="sigmoid", correction_bias=bias, num_groups=4, top_groups=2,
+            group_score="sum_of_two", scale=2.5, dtype=None, losses=True, token_weights=mask,
+        )  # fmt: skip
+        return weights, ids, aux + z
+
+    results = []
+    for fn in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        x = X.bfloat16().requires_grad_()
+        weights, ids, loss = fn(x, BIAS, torch.ones(5, dtype=torch.bool))
+        results.append((weights, ids, loss, *torch.autograd.grad(weights.float().square().sum() + loss, x)))
+    assert all(map(same_bits, *results))

@@ -1,0 +1,48 @@
+"""bench/parallel_e2e.py, small, in two processes over gloo; what bench/parallel.py takes for exposed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[1] / "bench"
+sys.path.append(str(BENCH))
+SMALL = "hidden_size=64,intermediate_size=96,num_attention_heads=4,num_key_value_heads=2,vocab_size=256"
+
+
+@pytest.mark.xdist_group("two processes")
+def test_models_on_two_processes(tmp_path):
+    """Every layout that is installed: the losses of stock and Tigon are one, each case is a record."""
+    pytest.importorskip("transformers")
+    layouts = ["fsdp2", "megatron_sp"] if find_spec("megatron") else ["fsdp2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               BENCH / "parallel_e2e.py", "--layouts", ",".join(layouts), "--providers", "stock,tigon",
+               "--layers", "1", "--seq", "32", "--steps", "1", "--set", SMALL,
+               "--out", tmp_path / "out.jsonl"]  # fmt: skip
+    python_path = os.pathsep.join([str(BENCH.parent / "python"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
+    records = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(r["layout"], r["provider"]) for r in records] == [
+        (layout, provider) for layout in layouts for provider in ("stock", "tigon")
+    ]
+    for stock, tigon in zip(records[::2], records[1::2], strict=True):
+        assert "error" not in tigon and tigon["losses"] == pytest.approx(stock["losses"], rel=2e-5)
+        assert tigon["tokens_per_s"] > 0 and tigon["gpus"] == 2 and any("loss" in r for r in tigon["report"])
+    assert f"| fsdp2, llama3-8b, 1 layers, {SMALL.replace(',', ', ')} | 2 | 2 x 32 |" in ran.stdout
+
+
+def test_uncovered():
+    """Time of communication beside no other kernel."""
+    pytest.importorskip("torch")
+    import parallel
+
+    assert parallel.uncovered([(0, 10), (20, 30)], [(5, 7), (6, 22), (29, 40)]) == 12
+    assert parallel.uncovered([(0, 1)], []) == 1 and parallel.uncovered([], [(0, 1)]) == 0
