@@ -48,6 +48,12 @@ CASES = [
     test_case("wide", shape=(3, 4, 2051)),
     # More than a chunk of fp32 columns.
     test_case("chunks", shape=(70, 4, 32768), parts=2),
+    # Around the tiles of tokens and columns of the CUDA kernels for four streams.
+    test_case("1x4x1024", shape=(1, 4, 1024)),
+    test_case("31x4x136", shape=(31, 4, 136)),
+    test_case("33x4x1024", shape=(33, 4, 1024)),
+    test_case("129x4x40", shape=(129, 4, 40)),
+    test_case("129x4x136", shape=(129, 4, 136)),
     test_case("storage", shape=(33, 4, 40), parameters=None),
     test_case("pre_alone", small=True, shape=(9, 4, 40), parts=1),
     test_case("pre_and_post", shape=(9, 4, 40), parts=2, post_eps=1e-6),

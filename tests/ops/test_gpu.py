@@ -8,7 +8,7 @@ from checks import check_case, run, same_bits
 from heads import compare, head_inputs
 
 import tigon
-from cases import linear_cross_entropy, modules
+from cases import hyper_connection, linear_cross_entropy, modules
 from cases.case import select, test_case
 from tigon.ops.loss_head import linear_log_prob
 
@@ -56,6 +56,12 @@ def test_large_products_at_odd_sizes(name, dtype):
     """The loss head's products in pieces (tigon/base/gemm_pieces.h), under every way to its gradients."""
     options = {"lead": (520,), "H": 1031, "V": 4099, "masked": 0.2} | _CUT[name]
     check_case(linear_cross_entropy, test_case(f"cut_{name}", **options), "cuda", dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_hyper_connection_of_long_rows(dtype):
+    """Several chunks of tokens in each range of them; more Sinkhorn divisors than shared memory holds."""
+    check_case(hyper_connection, test_case("ranges", shape=(300, 4, 8192), iterations=40), "cuda", dtype)
 
 
 @pytest.mark.parametrize("h", [1031, 1032])

@@ -116,19 +116,22 @@ void hyper_connection_fwd(Context& ctx, const HyperConnectionFwd& a) {
   if (parts > 1) require_matrix(op, "post", a.post, tokens, n, DType::f32);
   if (parts > 2) require_matrix(op, "res", a.res, tokens, n * n, DType::f32);
   if (tokens == 0) return;
-  for_chunks(op, ctx, a.x, a.rstd.as<float>(), a.how.norm_eps,
-             [&](int64_t first, int64_t rows, const Matrix& wide) {
-               ctx.gemm({.m = rows,
-                         .n = m,
-                         .k = a.x.cols,
-                         .a = wide.data,
-                         .lda = wide.stride,
-                         .b = a.weight.data,
-                         .ldb = a.weight.stride,
-                         .trans_b = true,
-                         .c = a.product.row<float>(first),
-                         .ldc = a.product.stride});
-             });
+  bool done = false;
+  on_device(op, ctx, [] {}, TIGON_ON_CUDA(done = cuda::products(ctx, a)));
+  if (!done)
+    for_chunks(op, ctx, a.x, a.rstd.as<float>(), a.how.norm_eps,
+               [&](int64_t first, int64_t rows, const Matrix& wide) {
+                 ctx.gemm({.m = rows,
+                           .n = m,
+                           .k = a.x.cols,
+                           .a = wide.data,
+                           .lda = wide.stride,
+                           .b = a.weight.data,
+                           .ldb = a.weight.stride,
+                           .trans_b = true,
+                           .c = a.product.row<float>(first),
+                           .ldc = a.product.stride});
+               });
   on_device(op, ctx, [&] { cpu::coefficients(ctx, a); }, TIGON_ON_CUDA(cuda::coefficients(ctx, a)));
   if (a.y.data != nullptr) mix_fwd(op, ctx, {.x = a.x, .mix = a.pre, .y = a.y, .streams = n, .outs = 1});
 }
@@ -171,6 +174,9 @@ void hyper_connection_bwd(Context& ctx, const HyperConnectionBwd& a) {
           op, ctx, [&] { cpu::set_zero(ctx, a.dweight); }, TIGON_ON_CUDA(cuda::set_zero(ctx, a.dweight)));
     return;
   }
+  bool done = false;
+  on_device(op, ctx, [] {}, TIGON_ON_CUDA(done = cuda::product_gradients(ctx, g)));
+  if (done) return;
   if (a.dweight.data != nullptr)
     for_chunks(op, ctx, a.x, nullptr, 0.0f, [&](int64_t first, int64_t rows, const Matrix& wide) {
       ctx.gemm({.m = m,

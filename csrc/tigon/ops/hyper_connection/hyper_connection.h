@@ -16,6 +16,8 @@
 // Aliasing    none
 // Determinism bitwise: fixed order over columns and tokens
 // Traffic     x, in chunks of 32 MiB as fp32: forward 2 reads + the fp32 chunk; backward 3 reads + 1 write + 2 fp32 chunks.
+//             On CUDA with 4 streams, all parts and aligned rows no chunks: forward 2 reads; backward 2 reads + 1 write, 2 reads
+//             of dy; partial sums forward at most max(tokens, 33792) * (M + 1) floats, backward max(n * C, 202752) * M
 //             Mix: forward 1 read of x and f + 1 write; backward 1 read of dy, x, f + 1 write of dx, df
 // Refused     n or outs not in 1..8, columns that n does not divide, another M, iterations < 1, eps < 0, sizes or dtypes that do
 //             not fit: tigon::Error before anything is written
@@ -107,6 +109,10 @@ void hyper_connection_mix_fwd(Context& ctx, const HyperConnectionMixFwd& a);
 void hyper_connection_mix_bwd(Context& ctx, const HyperConnectionMixBwd& a);
 }  // namespace cpu
 namespace cuda {
+// The products with the weight, by kernels for the usual shape; false where they do not take it, and nothing is written:
+// product and rstd, and dx and dweight, those that are wanted.
+bool products(Context& ctx, const HyperConnectionFwd& a);
+bool product_gradients(Context& ctx, const HyperConnectionGradients& g);
 void widen(Context& ctx, const HyperConnectionWiden& a);
 void coefficients(Context& ctx, const HyperConnectionFwd& a);
 void coefficient_gradients(Context& ctx, const HyperConnectionGradients& a);

@@ -1,8 +1,8 @@
-// CUDA backend of hyper-connections. The products with the weight are Context::gemm's.
+// CUDA backend of hyper-connections. Products with the weight are in hyper_connection_product_cuda.cu, or Context::gemm's.
 //
 // widen          a CTA per token: x to fp32 (where it is not) and the root mean square.
 // coefficients   a thread per token: its numbers stay in registers with 4 streams, through all Sinkhorn steps; the backward
-//                repeats them and keeps the divisors, [step * n, token], in scratch memory.
+//                repeats them and keeps the divisors, [step * n, token], in shared memory, or in scratch where they are many.
 // mix            a thread per vector of columns: it reads that vector of every stream and writes it of every result.
 // mix_bwd        a CTA per token, which loops over columns; the products dy_o x_i are summed in registers, then over the CTA.
 //
@@ -11,33 +11,18 @@
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/reduce.cuh"
 #include "tigon/base/cuda/row_shapes.cuh"
-#include "tigon/base/cuda/vec.cuh"
-#include "tigon/base/dispatch.h"
-#include "tigon/ops/hyper_connection/hyper_connection.h"
+#include "tigon/ops/hyper_connection/hyper_connection_cuda.cuh"
 
 namespace tigon::cuda {
 namespace {
 
 #include "tigon/ops/hyper_connection/hyper_connection_math.inc"
 
-constexpr const char* kOp = "hyper_connection";
-constexpr int kThreads = 256, kTokenThreads = 64, kFew = 4;
+using namespace hyper_connection;
 
-// fn<T>() for the dtype of x.
-template <class Fn>
-void by_type(const Matrix& x, const Fn& fn) {
-  dispatch_float(kOp, "x", x.dtype, [&](auto type) {
-    fn.template operator()<typename DeviceType<typename decltype(type)::type>::type>();
-  });
-}
-
-// Whether every stream of every row of m, `columns` each, consists of aligned vectors of N elements.
-template <int N>
-bool vectors(const Matrix& m, int64_t columns) {
-  if (m.data == nullptr) return true;
-  return reinterpret_cast<uintptr_t>(m.data) % std::min<size_t>(16, N * size_of(m.dtype)) == 0 &&
-         m.stride % N == 0 && columns % N == 0;
-}
+constexpr int kTokenThreads = 64, kFew = 4;
+// Shared memory that every kernel may have.
+constexpr int64_t kMostShared = 48 << 10;
 
 // ---------------------------------------------------------------- widen
 
@@ -84,13 +69,15 @@ struct Tokens {
   Rows pres, posts, ress;
   // Backward.
   Rows dots, dpres, dposts, dress, dproducts;
-  float *x_scales, *divisors, *sums;
+  float *x_scales, *divisors, *sums;  // divisors null: in shared memory
 };
 
 // One token, as hyper_connection_math.inc asks for it.
 struct Token {
   const Tokens& t;
   int64_t row;
+  float* divisors;
+  int64_t divisor_step;
   TIGON_FN float rstd() const { return t.r[row]; }
   TIGON_FN float product(int j) const { return t.products.take(row, j); }
   TIGON_FN float base(int j) const { return __ldg(t.b + j); }
@@ -105,14 +92,18 @@ struct Token {
   TIGON_FN void dbase(int j, float v) const { t.sums[row * (t.rows + t.parts) + j] = v; }
   TIGON_FN void dscale(int g, float v) const { t.sums[row * (t.rows + t.parts) + t.rows + g] = v; }
   TIGON_FN void x_scale(float v) const { t.x_scales[row] = v; }
-  TIGON_FN void keep(int64_t i, float v) const { t.divisors[i * t.tokens + row] = v; }
-  TIGON_FN float kept(int64_t i) const { return t.divisors[i * t.tokens + row]; }
+  TIGON_FN void keep(int64_t i, float v) const { divisors[i * divisor_step] = v; }
+  TIGON_FN float kept(int64_t i) const { return divisors[i * divisor_step]; }
 };
 
 template <int N, bool Backward>
 __global__ __launch_bounds__(kTokenThreads) void coefficients_kernel(const __grid_constant__ Tokens t) {
-  Token token{t, int64_t(blockIdx.x) * kTokenThreads + threadIdx.x};
-  if (token.row >= t.tokens) return;
+  extern __shared__ float divisors[];
+  const int64_t row = int64_t(blockIdx.x) * kTokenThreads + threadIdx.x;
+  if (row >= t.tokens) return;
+  const bool scratch = t.divisors != nullptr;
+  Token token{t, row, scratch ? t.divisors + row : divisors + threadIdx.x,
+              scratch ? t.tokens : kTokenThreads};
   if constexpr (Backward)
     hc_backward<N, float>(t.parts, t.how, t.columns, token);
   else
@@ -120,10 +111,10 @@ __global__ __launch_bounds__(kTokenThreads) void coefficients_kernel(const __gri
 }
 
 template <bool Backward>
-void launch_coefficients(Context& ctx, const Tokens& t) {
+void launch_coefficients(Context& ctx, const Tokens& t, size_t shared = 0) {
   launch(kOp, ctx,
          t.how.streams == kFew ? coefficients_kernel<kFew, Backward> : coefficients_kernel<0, Backward>,
-         {.blocks = ceil_div(t.tokens, kTokenThreads), .threads = kTokenThreads}, t);
+         {.blocks = ceil_div(t.tokens, kTokenThreads), .threads = kTokenThreads, .shared = shared}, t);
 }
 
 // ---------------------------------------------------------------- mixes
@@ -311,25 +302,30 @@ void coefficient_gradients(Context& ctx, const HyperConnectionGradients& g) {
   const HyperConnectionBwd& a = *g.call;
   const int64_t tokens = a.x.rows, n = a.how.streams, m = a.weight.rows, parts = a.scale.size;
   float* sums = ctx.scratch_of<float>(tokens * (m + parts));
-  float* divisors = parts > 2 ? ctx.scratch_of<float>((2 * a.how.iterations - 1) * n * tokens) : nullptr;
-  launch_coefficients<true>(ctx, {.how = a.how,
-                                  .tokens = tokens,
-                                  .parts = int(parts),
-                                  .rows = int(m),
-                                  .columns = float(a.x.cols),
-                                  .r = a.rstd.as<float>(),
-                                  .b = a.base.as<float>(),
-                                  .s = a.scale.as<float>(),
-                                  .products = rows_of(a.product),
-                                  .pres = {g.pre, n},
-                                  .dots = {const_cast<float*>(g.dots), n},
-                                  .dpres = rows_of(a.dpre),
-                                  .dposts = rows_of(a.dpost),
-                                  .dress = rows_of(a.dres),
-                                  .dproducts = {g.dproduct, m},
-                                  .x_scales = g.x_scale,
-                                  .divisors = divisors,
-                                  .sums = sums});
+  const int64_t kept = parts > 2 ? (2 * a.how.iterations - 1) * n : 0;
+  const bool fits = kept <= kMostShared / (kTokenThreads * int64_t(sizeof(float)));
+  float* divisors = fits ? nullptr : ctx.scratch_of<float>(kept * tokens);
+  const size_t shared = fits ? size_t(kept) * kTokenThreads * sizeof(float) : 0;
+  launch_coefficients<true>(ctx,
+                            {.how = a.how,
+                             .tokens = tokens,
+                             .parts = int(parts),
+                             .rows = int(m),
+                             .columns = float(a.x.cols),
+                             .r = a.rstd.as<float>(),
+                             .b = a.base.as<float>(),
+                             .s = a.scale.as<float>(),
+                             .products = rows_of(a.product),
+                             .pres = {g.pre, n},
+                             .dots = {const_cast<float*>(g.dots), n},
+                             .dpres = rows_of(a.dpre),
+                             .dposts = rows_of(a.dpost),
+                             .dress = rows_of(a.dres),
+                             .dproducts = {g.dproduct, m},
+                             .x_scales = g.x_scale,
+                             .divisors = divisors,
+                             .sums = sums},
+                            shared);
   // The sizes stand for the columns of a gradient that is not wanted too.
   sum_partials(kOp, ctx, sums, tokens,
                {{.data = a.dbase.data, .dtype = DType::f32, .size = m},
