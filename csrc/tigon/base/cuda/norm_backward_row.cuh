@@ -242,16 +242,14 @@ struct ColumnWeights {
   Vec<W, N>* first;
   int block;
   float offset;
-  // With lookahead registers are few.
-  int thread = kConfig.lookahead > 0 ? thread_index() : int(threadIdx.x);
 
   __device__ __forceinline__ ColumnWeights(unsigned char* shared, float offset)
       : first(reinterpret_cast<Vec<W, N>*>(shared)),
         block(kConfig.threads_per_row ? kConfig.max_threads : int(blockDim.x)),
         offset(offset) {}
-  __device__ __forceinline__ Vec<W, N>* slot(int i) const { return first + i * block + thread; }
+  __device__ __forceinline__ Vec<W, N>* slot(int i) const { return first + i * block + threadIdx.x; }
   __device__ __forceinline__ uint4* end() const {
-    return reinterpret_cast<uint4*>(slot(kConfig.vecs_per_thread) - thread);
+    return reinterpret_cast<uint4*>(slot(kConfig.vecs_per_thread) - threadIdx.x);
   }
   __device__ __forceinline__ void get(int i, float (&w)[N]) const {
     Vec<W, N> vec = *slot(i);

@@ -30,14 +30,6 @@ __device__ __forceinline__ void st_shared(uint32_t to, const uint4& w) {
                : "memory");
 }
 
-// --- special registers ---------------------------------------------------------------------------
-
-// threadIdx.x in a register: the special register is slow to read, and the compiler would read it wherever it has no register
-// to spare. All lanes of the warp call it.
-__device__ __forceinline__ int thread_index() {
-  return __shfl_sync(~0u, int(threadIdx.x), int(threadIdx.x % 32));
-}
-
 // --- clusters (sm_90) ----------------------------------------------------------------------------
 
 __device__ __forceinline__ unsigned cluster_rank() {
