@@ -4,7 +4,7 @@
     python bench/e2e.py --suite paper --budget 25         five models over batch sizes, at most 25 minutes
     python bench/e2e.py --models llama3-8b --layers 8     a quarter of the layers, for a smaller card
     python bench/e2e.py --optimizer tigon --clip 1        the whole step: tigon.optim.AdamW beside fused AdamW
-    python bench/e2e.py --apply residual=True             options of tigon.apply, recorded with the numbers
+    python bench/e2e.py --apply norm=False                options of tigon.apply, recorded with the numbers
     python bench/e2e.py --table out/e2e.jsonl             the table of an earlier run
 
 Random weights from the published configurations, bfloat16, fused AdamW (``--optimizer``: Tigon's own under

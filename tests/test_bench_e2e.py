@@ -43,12 +43,12 @@ def test_options_of_apply(words):
     """They reach tigon.apply, are part of the record, and tell its row apart."""
     words += ["--models", "llama3-8b,phi3-mini", "--providers", "tigon"]
     losses = []
-    for given in ("", "residual=True"):
+    for given in ("", "norm=False"):
         case, other = e2e.cases(e2e.parse([*words, "--apply", given]))
         record = json.loads(json.dumps(case | e2e.run_case(case)))
-        assert any("tigon.add_rms_norm" in line for line in record["report"]) == bool(given)
-        assert other["apply"] == record["apply"] == ({"residual": True} if given else {})
-        assert ("apply residual=True" in e2e.setting(record)) == bool(given)
+        assert any("tigon.rms_norm" in line for line in record["report"]) != bool(given)
+        assert other["apply"] == record["apply"] == ({"norm": False} if given else {})
+        assert ("apply norm=False" in e2e.setting(record)) == bool(given)
         losses.append(record["losses"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert e2e.key(record) != e2e.key(record | {"apply": {}})

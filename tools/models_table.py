@@ -26,7 +26,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 SLOTS = ("norm", "mlp", "experts", "qkv", "rope", "loss")
-ASKED_FOR = "residual"  # a slot that is off by default: what it would replace, and nothing of what it leaves
 WORKERS = 2
 SECONDS = 60  # of processor time for one class, and ten times that by the clock
 LARGEST = 30_000_000  # weights of a "tiny" model that is still worth a step
@@ -98,13 +97,11 @@ def structure(model) -> dict:
     from tigon.integrations.transformers import apply, undo
 
     try:
-        entries = apply(model, **{ASKED_FOR: True}).entries
+        entries = apply(model).entries
     except tigon.Error as error:
         return {"loss": {"by": {}, "left": {brief(error): 1}}}
     slots: dict = {}
     for entry in entries:
-        if entry.slot == ASKED_FOR and not entry.replaced:
-            continue
         slot = slots.setdefault(entry.slot, {"by": Counter(), "left": Counter()})
         if entry.replaced:
             slot["by"][entry.by] += 1
@@ -276,7 +273,7 @@ def left(row: dict) -> str:
 def line(row: dict) -> str:
     """The row of one class in the table."""
     cells = [row["type"], row["class"], "full" if full(row) else "partly" if row["built"] else "no"]
-    cells += [cell(row, slot) for slot in (*SLOTS, ASKED_FOR)]
+    cells += [cell(row, slot) for slot in SLOTS]
     return "| " + " | ".join([*cells, row["step"].replace("|", "/"), left(row)]) + " |"
 
 
@@ -323,10 +320,9 @@ two-matrix MLPs, attention, scans, convolutions and batch norms stay what they a
 places were replaced, `3 of 12` that some were left. `step`: a tiny random model took one training step on
 text tokens, stock and patched, in fp32; `equal` says that the loss agrees to {TOLERANCE["loss"]:g} and
 all gradients together to {TOLERANCE["gradient"]:g} (relative). Otherwise it says why that could not be tried.
-`residual`: layers that `tigon.apply(model, residual=True)` takes; off by default, and no part of the cover.
 
-| type | class | cover | {" | ".join((*SLOTS, ASKED_FOR))} | step | left stock, and why |
-|---|---|---|{"---|" * len(SLOTS)}---|---|---|
+| type | class | cover | {" | ".join(SLOTS)} | step | left stock, and why |
+|---|---|---|{"---|" * len(SLOTS)}---|---|
 """
     text += "\n".join(map(line, rows)) + "\n"
     if reasons:

@@ -48,7 +48,7 @@ from two_processes import (
 
 import tigon
 from tigon import _op
-from tigon.integrations.transformers import apply, residual
+from tigon.integrations.transformers import apply
 
 # --- DDP -------------------------------------------------------------------------------------
 
@@ -70,11 +70,6 @@ def ddp(options, after=False, **slots):
         close(step(model, data())[0], losses[rank()])
         check_gradients(model, want)
         fused(report, count)
-
-
-@case
-def ddp_residual():
-    ddp({}, residual=True)
 
 
 @case
@@ -180,22 +175,6 @@ def fsdp2_checkpointing(head, reentrant):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     two_steps(shard(model, head, group=head == "own"), losses, want)
     fused(report, 2)
-
-
-@case(layers=({}, 4), norms=({"norms": True}, 0), checkpointed=({"checkpointing": True}, 8))
-def fsdp2_residual(options, calls):
-    """Additions with norms in one call, but where a norm is gathered for itself: it is called as a module."""
-    model = make()
-    losses, want = wanted(model)
-    apply(model, residual=True)
-    if "checkpointing" in options:  # of a class whose forward FSDP2's own class wraps once more
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    for layer in model.model.layers if "norms" in options else ():
-        fully_shard(layer.post_attention_layernorm, mesh=mesh())
-    shard(model, "root")
-    with mock.patch.object(residual, "add_rms_norm", wraps=residual.add_rms_norm) as op:
-        two_steps(model, losses, want)
-    assert op.call_count == calls, op.call_count
 
 
 @case(root=("root",), own=("own",), tail=("tail",))

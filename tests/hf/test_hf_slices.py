@@ -11,7 +11,7 @@ import torch
 from tiny import batch, make, step
 from torch import nn
 
-from tigon.integrations.transformers import apply, undo
+from tigon.integrations.transformers import apply, rewriting, undo
 from tigon.integrations.transformers.qkv_split import plan_slices, rewrite
 
 ONLY = dict.fromkeys(("norm", "mlp", "rope", "loss", "experts"), False)
@@ -189,3 +189,38 @@ def test_a_forward_of_its_own_instance_stays():
     module = Two()
     module.forward = lambda x: x
     assert plan_slices(module).startswith("its forward is bound to the instance")
+
+
+class Adds(nn.Module):
+    def forward(self, x):
+        return x + 1
+
+
+def counted(forward):
+    """A wrapper as transformers puts one around layers that may be checkpointed."""
+
+    @functools.wraps(forward)
+    def wrapper(self, *args):
+        self.calls = getattr(self, "calls", 0) + 1
+        return forward(self, *args)
+
+    return wrapper
+
+
+def adds_two(forward):
+    """A rewrite of `Adds.forward`."""
+    inner = rewriting.innermost(forward)
+    node = rewriting.rewritable(inner)
+    node.body = [rewriting.statement_at("return x + 2", node.body[-1])]
+    made = rewriting.wrapped_again(forward, rewriting.recompiled(inner, node))
+    return None if made is None else ({}, made)
+
+
+def test_rewritten_forwards_follow_their_class():
+    """FSDP2 gives a module a class of its own, around whose forward transformers' wrapper stands again."""
+    module, spec = Adds(), rewriting.Rewritten(adds_two, Adds)
+    assert rewriting.rewritten_forward(module, spec, 1) == 3
+    module.__class__ = type("FSDPAdds", (Adds,), {"forward": counted(Adds.forward)})
+    assert rewriting.rewritten_forward(module, spec, 1) == 3 and module.calls == 1
+    again = pickle.loads(pickle.dumps(rewriting.Rewritten(adds_two, Adds)))
+    assert again.rewritten(module, 1) == 3 and module.calls == 1

@@ -122,7 +122,7 @@ def plan_norm(module: nn.Module) -> tuple | str | None:
         return None
     found = recognise(module)
     if isinstance(found, str):  # the name only decides whether it is worth a line in the report
-        return found if called_norm(module) else None
+        return found if _called_norm(module) else None
     structure = found.structure
     op = "layer_norm" if structure in LAYER_NORMS else "rms_norm"
     op = "gated_rms_norm" if structure in GATED_NORMS else op
@@ -155,7 +155,7 @@ def _unfit(module: nn.Module, roles: dict) -> str | None:
     return None
 
 
-def called_norm(module: nn.Module) -> bool:
+def _called_norm(module: nn.Module) -> bool:
     """Whether a name of its class says norm; batch statistics are another thing."""
     if isinstance(module, nn.modules.batchnorm._NormBase):
         return False

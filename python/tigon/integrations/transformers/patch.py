@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from dataclasses import dataclass, field, replace
 
@@ -28,7 +27,6 @@ from tigon.integrations.transformers.norms import norm_forward, plan_norm
 from tigon.integrations.transformers.qkv_split import plan_slices
 from tigon.integrations.transformers.recompute import Ledger
 from tigon.integrations.transformers.report import Entry, Report
-from tigon.integrations.transformers.residual import plan_residual
 from tigon.integrations.transformers.rewriting import rewritten_forward
 from tigon.integrations.transformers.rope import Key, find_rotary, plan_rotary, rebind, release
 from tigon.integrations.transformers.routers import plan_router, router_forward
@@ -105,10 +103,6 @@ class _Plan:
         by = None if left else verdict[-1]
         self.entries.append(Entry(slot, path, kind, by, verdict if left else None))
 
-    def residual(self):
-        specs = {id(module): spec for function, module, spec, _ in self.binds if function is norm_forward}
-        self.modules("residual", functools.partial(plan_residual, specs=specs), rewritten_forward)
-
     def rope(self):
         for key, function in sorted(find_rotary(self.model).items(), key=lambda item: item[0]):
             verdict = plan_rotary(key, function)
@@ -162,7 +156,7 @@ class _Plan:
 
 def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
           experts: bool = True, router: bool = True, qkv: bool = True, hyper: bool = True,
-          residual: bool = False, lazy_logits: bool = False, strict: bool = False) -> Report:  # fmt: skip
+          lazy_logits: bool = False, strict: bool = False) -> Report:  # fmt: skip
     """Replace the norms, MLPs, rotary functions, loss head, experts and routers of a model by Tigon's.
 
     Where q, k and v are slices of one projection they become parts of one split.
@@ -172,7 +166,6 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
             `torch.compile` wrappers are looked through. Modified in place.
         norm, mlp, rope, loss, experts, router, qkv, hyper: which slots to look at; router: of experts;
             hyper: hyper-connections.
-        residual: run a residual addition and the RMSNorm of its sum, inside a decoder layer, in one pass.
         lazy_logits: owe logits to training forwards without labels too, for a loss that you (or Trainer's
             ``compute_loss_func``) compute from ``output.logits``. Stays until `undo`.
         strict: raise instead of leaving anything of these slots stock.
@@ -205,8 +198,6 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
     if hyper:
         plan.modules("hyper", plan_hyper, hyper_forward)
         plan.modules("hyper", plan_streams, rewritten_forward)
-    if residual:
-        plan.residual()
     if rope:
         plan.rope()
     if loss:
@@ -219,7 +210,6 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
         "router": router,
         "qkv": qkv,
         "hyper": hyper,
-        "residual": residual,
         "rope": rope,
         "loss": loss,
     }
