@@ -6,6 +6,7 @@ import pytest
 import torch
 from checks import same_bits
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 import tigon
 from conftest import poisoned
@@ -380,3 +381,24 @@ def test_main_grad(name, device):
     torch.testing.assert_close(weight.main_grad - 1, wanted, rtol=1e-4, atol=1e-6)
     with torch.no_grad():
         fn(hidden, weight, target, *more)
+
+
+_UNDER_A_CHECKPOINT = {
+    "policy": lambda h, w, t: tigon.linear_policy(h, w, t, torch.tensor([0.5, -1.0], device=h.device))[0],
+    "preference": lambda h, w, t: tigon.linear_preference(h, w, t, kind="simpo")[0],
+    "log_prob": lambda h, w, t: tigon.linear_log_prob(h, w, t).sum(),
+    "entropies": lambda h, w, t: tigon.linear_log_prob(h, w, t, entropy=True)[1].sum(),
+}
+
+
+@pytest.mark.parametrize("name", _UNDER_A_CHECKPOINT)
+def test_under_a_checkpoint(name, device):
+    """A checkpoint hands every saved tensor out once; the gradients are those without it."""
+    draw = torch.Generator().manual_seed(0)
+    shapes = (2, 3, 16), (40, 16)
+    leaves = [torch.randn(s, generator=draw).to(device).requires_grad_() for s in shapes]
+    target = torch.randint(0, 40, (2, 3), generator=draw).to(device)
+    function = _UNDER_A_CHECKPOINT[name]
+    want = torch.autograd.grad(function(*leaves, target), leaves)
+    got = torch.autograd.grad(checkpoint(function, *leaves, target, use_reentrant=False), leaves)
+    assert all(map(same_bits, got, want))

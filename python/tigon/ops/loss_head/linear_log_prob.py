@@ -137,8 +137,9 @@ def _backward(ctx, dlog_prob, dentropy, *_):
     wanted = _Arguments(*ctx.needs_input_grad)
     if dlog_prob is None and dentropy is None:
         return (None,) * len(wanted)
+    saved = ctx.saved_tensors  # once: a checkpoint hands them out once
     if dlog_prob is None:
-        _, _, _, _, target, *_ = ctx.saved_tensors
+        _, _, _, _, target, *_ = saved
         upstream = dentropy.new_zeros(target.shape)
     else:
         upstream = -dlog_prob  # the loss is -log_prob
@@ -148,7 +149,7 @@ def _backward(ctx, dlog_prob, dentropy, *_):
     eager = isinstance(ctx, _op.node)
     main_grad = ctx.main_grad if eager else None
     gradients = between.gradients(
-        ctx.saved_tensors, upstream, dentropy, ctx.options, needs, eager=eager, main_grad=main_grad
+        saved, upstream, dentropy, ctx.options, needs, eager=eager, main_grad=main_grad
     )
     found = {
         name: g if g is None else g.to(ctx.dtypes[name])

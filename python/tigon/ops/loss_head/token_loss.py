@@ -187,9 +187,10 @@ def _backward(ctx, dloss, *_):
     found = [None] * ctx.inputs
     if dloss is None:
         return tuple(found)
-    finish = operators.finish_in_place if may_overwrite_saved(ctx.saved_tensors) else operators.finish
+    saved = ctx.saved_tensors  # once: a checkpoint hands them out once
+    finish = operators.finish_in_place if may_overwrite_saved(saved) else operators.finish
     _, of_weight, of_bias, *_ = ctx.dtypes
-    gradients = finish(dloss, *ctx.saved_tensors, of_weight, of_bias)
+    gradients = finish(dloss, *saved, of_weight, of_bias)
     for (name, bit), g, dtype in zip(NEEDS.items(), gradients, ctx.dtypes, strict=True):
         if ctx.needs & bit:
             found[_PLACES[name]] = g if g.dtype == dtype else g.to(dtype)
