@@ -31,7 +31,7 @@ import parallel_e2e
 import plot
 from commands import COMMANDS, values
 from steps import medusa_section, optimizer_section, parallel_e2e_section, parallel_section
-from tables import Comparison, Section, markdown, mib, ms, speed_text
+from tables import Comparison, Section, by_tokens, markdown, mib, ms, speed_text
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA, PAGES, IMAGES = ROOT / "bench/results", ROOT / "docs/results", ROOT / "docs/img"
@@ -258,13 +258,7 @@ def e2e_section(run: Run, _: list[Run]) -> Section:
     for r in (r for r in run.records if "error" not in r):
         settings.setdefault(e2e.key(r | {"provider": None}), {})[r["provider"]] = r
     for row in settings.values():
-        peers = [r for name, r in row.items() if name != "tigon"]
-        if peers and (ours := row.get("tigon")):
-            peer = max(peers, key=lambda r: r["tokens_per_s"])
-            rates = [f"{r['tokens_per_s']:,.0f} tokens/s" for r in (ours, peer)]
-            what = f"{e2e.setting(ours)}, {ours['batch']} x {ours['seq']}"
-            speed = ours["tokens_per_s"] / peer["tokens_per_s"]
-            section.comparisons.append(Comparison(what, rates[0], peer["provider"], rates[1], speed))
+        section.comparisons += by_tokens(lambda r: f"{e2e.setting(r)}, {r['batch']} x {r['seq']}", row)
     return section
 
 

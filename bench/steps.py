@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import medusa
 import parallel_e2e
-from tables import Comparison, Section, markdown, mib, ms, speed_text
+from tables import Comparison, Section, by_tokens, markdown, mib, ms, speed_text
 
 TORCH = ("fused", "foreach")  # PyTorch's AdamW, in records of bench/optimizer.py
 
@@ -87,13 +87,9 @@ def parallel_e2e_section(run, _: list) -> Section:
     """Tokens a second and peak memory of models on several GPUs."""
     section = Section(run, f"Training step: {run.path.stem}", parallel_e2e.table(run.records))
     for row in parallel_e2e.settings([r for r in run.records if "error" not in r]).values():
-        peers = [r for name, r in row.items() if name != "tigon"]
-        if peers and (ours := row.get("tigon")):
-            peer = max(peers, key=lambda r: r["tokens_per_s"])
-            rates = [f"{r['tokens_per_s']:,.0f} tokens/s" for r in (ours, peer)]
-            what = f"{parallel_e2e.setting(ours)}, {ours['gpus']} GPUs, {ours['batch']} x {ours['seq']}"
-            speed = ours["tokens_per_s"] / peer["tokens_per_s"]
-            section.comparisons.append(Comparison(what, rates[0], peer["provider"], rates[1], speed))
+        section.comparisons += by_tokens(
+            lambda r: f"{parallel_e2e.setting(r)}, {r['gpus']} GPUs, {r['batch']} x {r['seq']}", row
+        )
     return section
 
 
@@ -104,12 +100,10 @@ def medusa_section(run, _: list) -> Section:
     for r in (r for r in run.records if "error" not in r):
         settings.setdefault(medusa.key(r | {"provider": None}), {})[r["provider"]] = r
     for row in settings.values():
-        peers = [r for name, r in row.items() if not name.startswith("tigon")]
-        if peers and (ours := row.get("tigon")):
-            peer = max(peers, key=lambda r: r["tokens_per_s"])
-            rates = [f"{r['tokens_per_s']:,.0f} tokens/s" for r in (ours, peer)]
-            what = (f"Medusa, {ours['model']}, stage {ours['stage']}, {ours['heads']} heads, "
-                    f"{ours['batch']} x {ours['seq']}")  # fmt: skip
-            speed = ours["tokens_per_s"] / peer["tokens_per_s"]
-            section.comparisons.append(Comparison(what, rates[0], peer["provider"], rates[1], speed))
+        section.comparisons += by_tokens(
+            lambda r: (
+                f"Medusa, {r['model']}, stage {r['stage']}, {r['heads']} heads, {r['batch']} x {r['seq']}"
+            ),
+            row,
+        )
     return section

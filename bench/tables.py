@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,18 @@ class Section:
     text: str
     comparisons: list[Comparison] = field(default_factory=list)
     of_limit: list[float] = field(default_factory=list)
+
+
+def by_tokens(what: Callable[[dict], str], row: dict[str, dict]) -> list[Comparison]:
+    """Tigon beside the peer of most tokens a second; `row`: records by provider, `what`: of Tigon's."""
+    peers = [r for name, r in row.items() if not name.startswith("tigon")]
+    ours = row.get("tigon")
+    if not peers or ours is None:
+        return []
+    peer = max(peers, key=lambda r: r["tokens_per_s"])
+    rates = [f"{r['tokens_per_s']:,.0f} tokens/s" for r in (ours, peer)]
+    speed = ours["tokens_per_s"] / peer["tokens_per_s"]
+    return [Comparison(what(ours), rates[0], peer["provider"], rates[1], speed)]
 
 
 def markdown(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -22,6 +22,7 @@ memory filled with NaN).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import types
 
@@ -199,3 +200,18 @@ def check_case(
                 tolerance = 4 * torch.finfo(value.dtype).eps
                 alike = alike or torch.allclose(value, got.tensors[name], tolerance, equal_nan=True)
             assert alike, f"{name}: differs without gradients"
+
+
+def check_needs(op, values: list[torch.Tensor], dy: torch.Tensor) -> None:
+    """Every set of gradients asked for: these, to the bits of all of them, and no others."""
+    leaves = [v.clone().requires_grad_() for v in values]
+    y = op(*leaves)
+    full = torch.autograd.grad(y, leaves, dy)
+    for needs in itertools.product([False, True], repeat=len(values)):
+        leaves = [v.clone().requires_grad_(need) for v, need in zip(values, needs, strict=True)]
+        got = op(*leaves)
+        assert got.requires_grad == any(needs) and same_bits(got.detach(), y.detach())
+        if any(needs):
+            got.backward(dy)
+        for leaf, need, want in zip(leaves, needs, full, strict=True):
+            assert same_bits(leaf.grad, want if need else None)
