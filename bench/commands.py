@@ -11,6 +11,7 @@ import e2e
 if TYPE_CHECKING:
     from results import Run
 
+GIVEN = ("seq", "layers", "steps", "compile", "padding", "masked", "optimizer", "clip", "attention")
 NAMED_CASES = 8  # a command names its cases up to this many
 
 
@@ -34,11 +35,7 @@ def _op_command(run: Run) -> list[str]:
 def _e2e_command(run: Run) -> list[list[str]]:
     settings: dict[tuple, list[dict]] = {}
     for r in run.records:
-        given = {
-            name: r[name]
-            for name in ("seq", "layers", "steps", "compile", "padding", "masked", "optimizer", "clip")
-            if r[name] not in (0, None, "", "torch")
-        }
+        given = {name: r[name] for name in GIVEN if r[name] not in (0, None, "", "torch", "sdpa")}
         given |= {"apply": e2e.options(r["apply"])} if r["apply"] else {}
         settings.setdefault(tuple(given.items()), []).append(r)
     commands = []

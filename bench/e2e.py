@@ -2,13 +2,15 @@
 
     python bench/e2e.py --suite six                       six models, 16 x 512 tokens, one GPU of 141 GB
     python bench/e2e.py --suite paper --budget 25         five models over batch sizes, at most 25 minutes
+    python bench/e2e.py --suite moe --seq 2048            mixtures of experts, 4 layers of each
     python bench/e2e.py --models llama3-8b --layers 8     a quarter of the layers, for a smaller card
     python bench/e2e.py --optimizer tigon --clip 1        the whole step: tigon.optim.AdamW beside fused AdamW
     python bench/e2e.py --apply norm=False                options of tigon.apply, recorded with the numbers
     python bench/e2e.py --table out/e2e.jsonl             the table of an earlier run
 
 Random weights from the published configurations, bfloat16, fused AdamW (``--optimizer``: Tigon's own under
-Tigon), sdpa attention, one optimizer step per measured step. Every case runs in a process of its own on the
+Tigon), sdpa attention (flex_attention where heads have sinks, which sdpa lacks; eager on a CPU), experts by
+transformers' grouped_mm, one optimizer step per measured step. Every case runs in a process of its own on the
 same data; its record (or its error) is appended to --out when it ends, so a run that is cut off has lost one
 case, and the same command goes on where it ended. While a case runs, the processes of the next ones import
 their libraries and wait, without touching the card. Throughput is the mean over the steps with its standard
@@ -61,17 +63,36 @@ MODELS = {
         "head_dim": 64, "tie_word_embeddings": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "sliding_window": 128,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150000.0, "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 4096,
+        },
+    },
 }  # fmt: skip
-SUITES = {
-    "paper": (tuple(MODELS)[:5], (4, 8, 16, 32)),
-    "six": (tuple(MODELS), (16,)),
+MOE = ("qwen3-30b-a3b", "gpt-oss-20b")
+SINKS = ("gpt-oss-20b",)
+DENSE = tuple(name for name in MODELS if name not in MOE)
+SUITES = {  # models, batches, layers (None: as published)
+    "paper": (DENSE[:5], (4, 8, 16, 32), None),
+    "six": (DENSE, (16,), None),
+    "moe": (MOE, (16,), 4),
 }
 PROVIDERS = ("stock", "tigon", "liger")
 WARMUP = 3
 AHEAD = 2  # processes that get ready while a case runs
 OPTIMIZERS = ("torch", "tigon", "backward")
 SETTING = ("seq", "layers", "steps", "masked", "padding", "checkpointing", "compile", "optimizer", "clip",
-           "dtype", "device")  # fmt: skip
+           "dtype", "device", "attention")  # fmt: skip
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -85,7 +106,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--batches", help="batch sizes, comma-separated (the suite's)")
     add("--providers", default=",".join(PROVIDERS))
     add("--seq", type=int, default=512)
-    add("--layers", type=int, help="fewer layers than published")
+    add("--layers", type=int, help="fewer layers than published (the suite's)")
+    add("--attention", choices=("sdpa", "flex_attention", "eager"), help="transformers' (see above)")
     add("--set", default="", metavar="K=V,...", help="other changes of every configuration")
     add("--apply", default="", metavar="K=V,...", help="options of tigon.apply, as Python writes them")
     add("--steps", type=int, default=10, help=f"measured steps, after {WARMUP} to warm up")
@@ -111,7 +133,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--out", type=Path, default=Path("out/e2e.jsonl"))
     add("--table", type=Path, help="only print the table of this file")
     args = parser.parse_args(arguments)
-    models, batches = SUITES[args.suite]
+    models, batches, layers = SUITES[args.suite]
+    args.layers = args.layers or layers
     args.models = args.models.split(",") if args.models else list(models)
     args.batches = [int(b) for b in args.batches.split(",")] if args.batches else list(batches)
     args.providers = args.providers.split(",")
@@ -132,10 +155,18 @@ def cases(args: argparse.Namespace) -> list[dict]:
     shared = {name: getattr(args, name) for name in SETTING}
     return [
         {"model": model, "batch": batch, "provider": provider, **mappings, **shared}
+        | {"attention": args.attention or attention_of(model, args.device)}
         for batch in args.batches
         for model in args.models
         for provider in args.providers
     ]
+
+
+def attention_of(model: str, device: str) -> str:
+    """The implementation of every provider; sdpa has no sinks, nor flex_attention on a CPU."""
+    if model in SINKS:
+        return "flex_attention" if device.startswith("cuda") else "eager"
+    return "sdpa"
 
 
 def pairs(text: str, parse_value) -> dict:
@@ -161,11 +192,15 @@ def build(case: dict):
     if case["layers"]:
         config["num_hidden_layers"] = min(case["layers"], config["num_hidden_layers"])
     config["max_position_embeddings"] = max(case["seq"], 4096)
+    given = {"experts_implementation": "grouped_mm"} if case["model"] in MOE else {}
     config = AutoConfig.for_model(**config, use_cache=False, pad_token_id=None)
     torch.manual_seed(0)
     with torch.device(case["device"]):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, case["dtype"]), attn_implementation="sdpa"
+            config,
+            dtype=getattr(torch, case["dtype"]),
+            attn_implementation=case.get("attention", "sdpa"),
+            **given,
         )
     if case["checkpointing"]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -197,6 +232,15 @@ def patch(model, provider: str, **options) -> str:
 
         _apply_liger_kernel_to_instance(model=model)
     return ""
+
+
+def experts_of(model) -> str | None:
+    """Who computes the experts: transformers' implementation, or the method that a provider bound."""
+    experts = getattr(model.model.layers[0].mlp, "experts", None)
+    if experts is None:
+        return None
+    bound = vars(experts).get("forward")
+    return bound.__qualname__ if bound else model.config._experts_implementation
 
 
 def compiled(model, what: str):
@@ -241,6 +285,7 @@ def run_case(case: dict) -> dict:
     cuda = case["device"].startswith("cuda")
     model = build(case)
     report = patch(model, case["provider"], **case["apply"])
+    experts = experts_of(model)
     model = compiled(model, case["compile"])
     update = make_step(model, case)
     generator = torch.Generator().manual_seed(1)
@@ -272,6 +317,7 @@ def run_case(case: dict) -> dict:
         "losses": losses,
         "parameters": sum(p.numel() for p in model.parameters()),
         "report": report.splitlines(),
+        **({"experts": experts} if experts else {}),
         **versions(case),
     }
 
@@ -382,7 +428,8 @@ def read(path: Path) -> list[dict]:
         return []
     records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     for record in records:  # as older files have them
-        for name, value in (("padding", 0.0), ("optimizer", "torch"), ("clip", 0.0), ("apply", {})):
+        for name, value in (("padding", 0.0), ("optimizer", "torch"), ("clip", 0.0), ("apply", {}),
+                            ("attention", "sdpa")):  # fmt: skip
             record.setdefault(name, value)
         record["compile"] = {True: "model", False: ""}.get(record["compile"], record["compile"])
     return list({key(record): record for record in records}.values())
@@ -416,6 +463,7 @@ def setting(record: dict) -> str:
     parts = [record["model"], layers and f"{layers} layers", masked and f"{masked:.0%} masked",
              padding and f"{padding:.0%} padding", record["checkpointing"] and "checkpointing",
              record["compile"] and f"compiled {record['compile']}",
+             record["attention"] != "sdpa" and record["attention"],
              record["optimizer"] == "tigon" and "Tigon's AdamW",
              record["optimizer"] == "backward" and "Tigon's step in the backward",
              record["clip"] and f"clipped at {record['clip']:g}",

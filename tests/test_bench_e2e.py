@@ -17,6 +17,8 @@ spec.loader.exec_module(e2e)
 
 TINY = ("hidden_size=32,intermediate_size=48,num_attention_heads=4,num_key_value_heads=2,vocab_size=97,"
         "head_dim=8")  # fmt: skip
+EXPERTS = {"qwen3-30b-a3b": ",num_experts=8,num_experts_per_tok=2,moe_intermediate_size=24",
+           "gpt-oss-20b": ",num_local_experts=8,num_experts_per_tok=2"}  # fmt: skip
 
 
 @pytest.fixture
@@ -32,11 +34,29 @@ def records(words):
 def test_models_build_and_agree(words, monkeypatch):
     """Every published configuration, tiny: Tigon's losses are stock's."""
     for model in e2e.MODELS:
-        args = e2e.parse([*words, "--models", model, "--providers", "stock,tigon"])
+        changes = ["--set", TINY + EXPERTS.get(model, "")]
+        args = e2e.parse([*words, *changes, "--models", model, "--providers", "stock,tigon"])
         stock, tigon = (e2e.run_case(case) for case in e2e.cases(args))
+        found = stock.get("experts"), tigon.get("experts")
+        assert found == (("grouped_mm", "tigon") if model in e2e.MOE else (None, None))
         assert tigon["losses"] == pytest.approx(stock["losses"], rel=1e-5), model
         assert tigon["tokens_per_s"] > 0 and len(tigon["step_ms"]) == 2
         assert any("loss" in line and "->" in line for line in tigon["report"])
+
+
+def test_mixtures_of_experts(words, tmp_path):
+    """The suite's layers, attention that has sinks, and records whose table and command name them."""
+    args = e2e.parse(["--suite", "moe", "--seq", "2048"])
+    qwen, gpt = (case for case in e2e.cases(args) if case["provider"] == "stock")
+    assert (qwen["layers"], qwen["batch"], qwen["seq"], qwen["attention"]) == (4, 16, 2048, "sdpa")
+    assert gpt["attention"] == "flex_attention"
+    assert e2e.parse(["--suite", "moe", "--layers", "2"]).layers == 2
+    options = ["--models", "gpt-oss-20b", "--set", TINY + EXPERTS["gpt-oss-20b"], "--providers", "stock"]
+    (case,) = e2e.cases(e2e.parse([*words, *options]))
+    assert case["attention"] == "eager"
+    model = e2e.build(case)
+    assert model.config._attn_implementation == "eager" and e2e.experts_of(model) == "grouped_mm"
+    assert "gpt-oss-20b, 1 layers, eager, float32" in e2e.setting(case)
 
 
 def test_options_of_apply(words):
