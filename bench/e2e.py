@@ -24,14 +24,13 @@ import ast
 import importlib
 import json
 import math
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-import traceback
+from collections.abc import Iterable
 from pathlib import Path
+
+import processes
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "python"))  # tigon, unless it is installed
@@ -89,7 +88,6 @@ SUITES = {  # models, batches, layers (None: as published)
 }
 PROVIDERS = ("stock", "tigon", "liger")
 WARMUP = 3
-AHEAD = 2  # processes that get ready while a case runs
 OPTIMIZERS = ("torch", "tigon", "backward")
 SETTING = ("seq", "layers", "steps", "masked", "padding", "checkpointing", "compile", "optimizer", "clip",
            "dtype", "device", "attention")  # fmt: skip
@@ -338,81 +336,19 @@ def versions(case: dict) -> dict:
     return found | {"gpu": torch.cuda.get_device_name() if cuda else "CPU"}
 
 
-def worker(case_file: str, result_file: str) -> None:
-    """Import what takes long, wait for the word, run the case; an error becomes its record."""
-    case = json.loads(Path(case_file).read_text())
-    try:
-        build({**case, "device": "meta"})
-        if case["provider"] != "stock":
-            package = {"tigon": "tigon", "liger": "liger_kernel.transformers"}[case["provider"]]
-            importlib.import_module(package)
-        if not sys.stdin.readline():
-            return
-        result = run_case(case)
-    except Exception as error:
-        kind = type(error).__name__
-        result = {
-            "error": f"{kind}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
-            "out_of_memory": kind == "OutOfMemoryError",
-            "traceback": traceback.format_exc()[-4000:],
-        }
-    Path(result_file).write_text(json.dumps(result))
+def prepare(case: dict) -> None:
+    """Import what takes long."""
+    build({**case, "device": "meta"})
+    if case["provider"] != "stock":
+        importlib.import_module({"tigon": "tigon", "liger": "liger_kernel.transformers"}[case["provider"]])
 
 
 # --- all cases --------------------------------------------------------------------------------
 
 
-class Worker:
-    """A process that imports what its case needs and waits for the word."""
-
-    def __init__(self, case: dict):
-        env = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "USE_HUB_KERNELS": "0",
-               "PYTORCH_ALLOC_CONF": "expandable_segments:True", **os.environ}  # fmt: skip
-        self.folder = tempfile.TemporaryDirectory()
-        self.case_file, self.result_file = (Path(self.folder.name, name) for name in ("case", "result"))
-        self.case = case
-        self.case_file.write_text(json.dumps(case))
-        command = [sys.executable, __file__, "--worker", str(self.case_file), str(self.result_file)]
-        self.process = subprocess.Popen(
-            command,
-            env=env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(self, timeout: float) -> dict:
-        """The record of the case, whatever happens to its process."""
-        start = time.perf_counter()
-        try:
-            _, errors = self.process.communicate("go\n", timeout)
-            if self.result_file.exists():
-                result = json.loads(self.result_file.read_text())
-            else:
-                last = (errors.strip().splitlines() or ["no output"])[-1]
-                result = {"error": f"exit code {self.process.returncode}: {last}"}
-        except subprocess.TimeoutExpired:
-            result = {"error": f"more than {timeout:.0f} s"}
-        self.close()
-        return {**self.case, **result, "seconds": time.perf_counter() - start}
-
-    def close(self) -> None:
-        """End the process, if it has not ended."""
-        self.process.kill()
-        self.process.communicate()
-        self.folder.cleanup()
-
-
-def measure(case: dict, timeout: float, following: list[dict] = ()) -> dict:
+def measure(case: dict, timeout: float, following: Iterable[dict] = ()) -> dict:
     """The record of one case; the processes of those that follow get ready meanwhile."""
-    for each in (case, *following):
-        if key(each) not in _ready:
-            _ready[key(each)] = Worker(each)
-    return _ready.pop(key(case)).run(timeout)
-
-
-_ready: dict[tuple, Worker] = {}
+    return processes.measure(__file__, key, case, timeout, following)
 
 
 def key(record: dict) -> tuple:
@@ -477,7 +413,7 @@ def _cell(record: dict | None) -> str:
     if record is None:
         return "-"
     if "error" in record:
-        return "out of memory" if record.get("out_of_memory") else record["error"][:60].replace("|", "/")
+        return processes.error_text(record)
     rate, spread = record["tokens_per_s"], record["tokens_per_s_std"]
     return f"{rate:,.0f} ± {spread:,.0f} tokens/s, {record['peak_gb']:.1f} GB"
 
@@ -496,7 +432,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Every case, then the table."""
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["--worker"]:
-        worker(*words[1:3])
+        processes.serve(*words[1:3], prepare, run_case)
         return 0
     args = parse(words)
     if args.table:
@@ -522,14 +458,13 @@ def main(arguments: list[str] | None = None) -> int:
         if case["batch"] >= too_large.get(key({**case, "batch": None}), math.inf):
             record = {**case, "error": "a smaller batch was out of memory", "out_of_memory": True}
         else:
-            following = waiting[number + 1 : number + 1 + AHEAD]
+            following = waiting[number + 1 : number + 1 + processes.AHEAD]
             record = measure(case, min(left, args.case_timeout), following)
         _note(record, too_large)
         with args.out.open("a") as file:
             file.write(json.dumps(record) + "\n")
         bar.write(f"{case['model']:<12} {case['batch']:>3} {case['provider']:<6} {_cell(record)}")
-    while _ready:
-        _ready.popitem()[1].close()
+    processes.close()
     wanted = {key(case) for case in cases(args)}
     records = [record for record in read(args.out) if key(record) in wanted]
     print(f"\n{table(records)}\n")

@@ -19,12 +19,12 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import e2e
+import processes
 
 PROVIDERS = ("stock", "liger", "tigon", "tigon_small")
 SMALL_MB = 256  # max_workspace_mb of tigon_small
@@ -62,8 +62,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def cases(args: argparse.Namespace) -> list[dict]:
     """Every case, providers of one setting one after the other."""
-    changes = {name: json.loads(value) for name, _, value in
-               (pair.partition("=") for pair in filter(None, args.set.split(",")))}  # fmt: skip
+    changes = e2e.pairs(args.set, json.loads)
     shared = {name: getattr(args, name) for name in ("model", "layers", "batch", "dtype", "device", "steps")}
     return [
         {**shared, "changes": changes, "stage": stage, "heads": heads, "seq": seq, "provider": provider}
@@ -159,27 +158,10 @@ def run_case(case: dict) -> dict:
     }
 
 
-def worker(case: dict) -> dict:
-    """The record of a case; an error becomes one."""
-    try:
-        return run_case(case)
-    except Exception as error:
-        kind, text = type(error).__name__, str(error).strip().splitlines() or [""]
-        return {"error": f"{kind}: {text[0]}", "out_of_memory": kind == "OutOfMemoryError"}
-
-
-def measure(case: dict, timeout: float) -> dict:
-    """The record of a case from a process of its own."""
-    command = [sys.executable, __file__, "--worker", json.dumps(case)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
-        result = json.loads((done.stdout.splitlines() or [""])[-1])
-    except subprocess.TimeoutExpired:
-        result = {"error": f"more than {timeout:.0f} s"}
-    except json.JSONDecodeError:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        result = {"error": f"exit code {done.returncode}: {last}"}
-    return {**case, **result}
+def prepare(case: dict) -> None:
+    """Import what takes long."""
+    e2e.build({**case, "device": "meta", "checkpointing": False})
+    loss_of_provider(case["provider"])
 
 
 def key(record: dict) -> str:
@@ -188,16 +170,15 @@ def key(record: dict) -> str:
 
 
 def read(path: Path) -> list[dict]:
-    """Records of a file; of a case that was run twice the last one."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return list({key(record): record for record in map(json.loads, filter(str.strip, lines))}.values())
+    """Records of a file."""
+    return processes.read(path, key)
 
 
 def _cell(record: dict | None) -> str:
     if record is None:
         return "-"
     if "error" in record:
-        return "out of memory" if record.get("out_of_memory") else record["error"][:60].replace("|", "/")
+        return processes.error_text(record)
     return f"{record['tokens_per_s']:,.0f} tokens/s, {record['peak_gb']:.1f} GB"
 
 
@@ -223,20 +204,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Every case that --out does not hold, then the table."""
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["--worker"]:
-        print(json.dumps(worker(json.loads(words[1]))))
+        processes.serve(*words[1:3], prepare, run_case)
         return 0
     args = parse(words)
     if args.table:
         print(table(read(args.table)))
         return 0
-    from tqdm import tqdm
-
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    done = {key(r) for r in read(args.out) if "error" not in r or r.get("out_of_memory")}
-    for case in tqdm([case for case in cases(args) if key(case) not in done], unit="case", disable=None):
-        record = measure(case, args.case_timeout)
-        with args.out.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+    processes.run_all(__file__, key, cases(args), args.out, args.case_timeout)
     print(table(read(args.out)))
     return 0
 

@@ -120,7 +120,7 @@ def test_out_of_memory_ends_the_larger_batches(words, monkeypatch):
     seen = []
 
     def measure(case, timeout, following):
-        assert len(following) <= e2e.AHEAD and case not in following
+        assert len(following) <= e2e.processes.AHEAD and case not in following
         seen.append((case["batch"], case["provider"]))
         failed = {"error": "OutOfMemoryError: ", "out_of_memory": True}
         fine = {"tokens_per_s": 1.0, "tokens_per_s_std": 0.0, "peak_gb": 1.0, "losses": [1.0]}
@@ -147,7 +147,7 @@ def test_a_case_that_hangs_is_a_record(words):
 def test_a_case_ends_with_the_budget(words, capsys):
     assert e2e.main([*words, "--models", "llama3-8b", "--providers", "tigon", "--budget", "0.001"]) == 1
     assert records(words)[0]["error"] == "more than 0 s"
-    assert not e2e._ready
+    assert not e2e.processes.ready
 
 
 def test_padding(words):
