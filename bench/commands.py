@@ -97,6 +97,20 @@ def _medusa_command(run: Run) -> list[list[str]]:
     return commands
 
 
+def _trl_command(run: Run) -> list[list[str]]:
+    settings: dict[tuple, list[dict]] = {}
+    for r in run.records:
+        given = {name: r[name] for name in ("model", "layers", "batch", "seq", "prompt", "steps")}
+        given["set"] = ",".join(f"{name}={json.dumps(value)}" for name, value in r["changes"].items())
+        given |= {} if r["checkpointing"] else {"checkpointing": 0}
+        settings.setdefault(tuple(given.items()), []).append(r)
+    return [
+        ["python", "bench/trl_trainers.py", "--trainers", values(records, "trainer"), "--providers",
+         values(records, "provider"), *(w for name, v in given if v != "" for w in (f"--{name}", str(v)))]
+        for given, records in settings.items()
+    ]  # fmt: skip
+
+
 COMMANDS: dict[str, Callable[[Run], list]] = {
     "op": _op_command,
     "host": _host_command,
@@ -107,5 +121,6 @@ COMMANDS: dict[str, Callable[[Run], list]] = {
     "parallel": _parallel_command,
     "parallel_e2e": _parallel_e2e_command,
     "medusa": _medusa_command,
+    "trl_trainers": _trl_command,
     "convergence": lambda run: ["python", "bench/convergence.py", "--device", _device(run)],
 }

@@ -63,7 +63,7 @@ class Worker:
 
 
 def serve(case_file: str, result_file: str, prepare: Callable, run_case: Callable[[dict], dict]) -> None:
-    """The other side: import what takes long, wait for the word, run the case; an error becomes its record."""
+    """The other side: import what takes long, wait for the word, run the case; an error is a record."""
     case = json.loads(Path(case_file).read_text())
     try:
         prepare(case)

@@ -5,9 +5,10 @@
     python bench/results.py --no-pictures                    the pages alone
 
 Every file below bench/results is recognised by its records: those of bench/run.py, host.py, e2e.py, floor.py,
-convergence.py, optimizer.py, parallel.py, parallel_e2e.py, medusa.py or examples/train.py. A page holds a
-group of ops, with one table for each op and file, since runs are not compared with each other. Files in a
-folder named `older` share a page without pictures. Pages and pictures that belong to no file are deleted.
+convergence.py, optimizer.py, parallel.py, parallel_e2e.py, medusa.py, trl_trainers.py or examples/train.py. A
+page holds a group of ops, with one table for each op and file, since runs are not compared with each other.
+Files in a folder named `older` share a page without pictures. Pages and pictures that belong to no file are
+deleted.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ import floor
 import medusa
 import parallel_e2e
 import plot
+import trl_trainers
 from commands import COMMANDS, values
-from steps import medusa_section, optimizer_section, parallel_e2e_section, parallel_section
+from steps import medusa_section, optimizer_section, parallel_e2e_section, parallel_section, trl_section
 from tables import Comparison, Section, by_tokens, markdown, mib, ms, speed_text
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,6 +110,7 @@ class Run:
         first = plot.read(self.path)[0]
         marks = {"layout": "parallel_e2e", "gpus": "parallel", "copy_ms": "optimizer", "kind": "optimizer"}
         marks |= {
+            "trainer": "trl_trainers",
             "stage": "medusa",
             "case": "op",
             "op": "host",
@@ -129,6 +132,7 @@ class Run:
             return list({tuple(map(r.get, names)): r for r in plot.read(self.path)}.values())
         special = {"e2e": e2e.read, "floor": e2e.read, "convergence": convergence.read}
         special |= {"medusa": medusa.read, "parallel_e2e": parallel_e2e.read}
+        special |= {"trl_trainers": trl_trainers.read}
         return special.get(self.kind, plot.read)(self.path)
 
     @property
@@ -154,6 +158,8 @@ class Run:
             return self.kind.removesuffix("_e2e")
         if self.cpu:
             return "cpu"
+        if self.kind == "trl_trainers":
+            return "post_training"
         return next((page for page, ops in GROUPS.items() if op in ops), op) if op else "models"
 
     def where(self) -> str:
@@ -161,7 +167,7 @@ class Run:
         if self.kind == "train":
             devices = {f"{r['device_name']}, torch {r['torch']}" for r in self.records[0]["runs"].values()}
             return "; ".join(sorted(devices))
-        names = ("torch", "transformers", "megatron-core", "liger-kernel", "triton", "commit")
+        names = ("torch", "transformers", "trl", "megatron-core", "liger-kernel", "triton", "commit")
         found = {
             ", ".join([r["gpu"], *(f"{name} {r[name]}" for name in names if r.get(name))])
             for r in self.records
@@ -344,6 +350,7 @@ SECTIONS = {
     "optimizer": optimizer_section,
     "medusa": medusa_section,
     "parallel_e2e": parallel_e2e_section,
+    "trl_trainers": trl_section,
 }
 
 

@@ -1,9 +1,10 @@
-"""Sections of docs/results for bench/optimizer.py, parallel.py, parallel_e2e.py and medusa.py."""
+"""Sections of docs/results: bench/optimizer.py, parallel.py, parallel_e2e.py, medusa.py, trl_trainers.py."""
 
 from __future__ import annotations
 
 import medusa
 import parallel_e2e
+import trl_trainers
 from tables import Comparison, Section, by_tokens, markdown, mib, ms, speed_text
 
 TORCH = ("fused", "foreach")  # PyTorch's AdamW, in records of bench/optimizer.py
@@ -106,4 +107,12 @@ def medusa_section(run, _: list) -> Section:
             ),
             row,
         )
+    return section
+
+
+def trl_section(run, _: list) -> Section:
+    """Milliseconds and peak memory of steps of TRL's trainers."""
+    section = Section(run, f"Steps of TRL's trainers: {run.path.stem}", trl_trainers.table(run.records))
+    for (what, rows), row in trl_trainers.settings([r for r in run.records if "error" not in r]).items():
+        section.comparisons += by_tokens(lambda _, what=what, rows=rows: f"TRL, {what}, {rows}", row)
     return section

@@ -93,6 +93,9 @@ def test_records_of_every_program(tmp_path):
               "batch": 1, "seq": 64, "device": "cuda", "steps": 5, "peak_gb": 1.0}  # fmt: skip
     model = {"layout": "fsdp2", "model": "llama3-8b", "layers": 4, "changes": {"vocab_size": 64}, "batch": 2,
              "seq": 4096, "steps": 10, "gpus": 2, "ms": 1.0, "peak_gb": 2.0, "losses": [1.0]}  # fmt: skip
+    trainer = {"trainer": "dpo", "model": "llama3.2-1b", "layers": 4, "changes": {}, "batch": 8, "seq": 1024,
+               "prompt": 128, "checkpointing": 0, "dtype": "bfloat16", "device": "cuda", "steps": 2,
+               "peak_gb": 2.0, "losses": [0.7], "gradient_norms": [1.0]}  # fmt: skip
     op = RECORD | {"case": "c", "pass": "step", "provider": "tigon", "ms": 1.0, "of_limit": 0.5}
     files = {
         "optimizer": [common | {"kind": "agreement", "bf16": 1e-4}, common | step],
@@ -103,6 +106,8 @@ def test_records_of_every_program(tmp_path):
                    for who, rate in (("stock", 50.0), ("tigon", 100.0))],
         "several": [common | model | {"provider": who, "tokens_per_s": rate}
                     for who, rate in (("stock", 50.0), ("tigon", 100.0))],
+        "trainers": [common | trainer | {"provider": who, "step_ms": [ms], "tokens_per_s": 8192e3 / ms}
+                     for who, ms in (("trl", 30.0), ("tigon", 20.0))],
         "ops": [op | {"op": name} for name in ("linear_policy", "linear_log_prob", "experts", "sparsemax",
                                                "poly_norm")],
     }  # fmt: skip
@@ -124,6 +129,11 @@ def test_records_of_every_program(tmp_path):
     assert "bench/parallel_e2e.py --layouts fsdp2 --model llama3-8b --layers 4" in pages["parallel.md"]
     assert "100 tokens/s" in pages["models.md"] and "--stages 1 --lengths 64" in pages["models.md"]
     post = pages["post_training.md"]
+    row = (
+        "| dpo, llama3.2-1b, 4 layers, without checkpointing | 8 x 1024 | 30.0 ms, 2.00 GB | 20.0 ms, 2.00 GB"
+    )
+    assert row + " | 1.50x (goal 1.25x), memory 1.000x, gradient norms within 0.0e+00 | - |" in post
+    assert "bench/trl_trainers.py --trainers dpo --providers trl,tigon --model llama3.2-1b --layers 4" in post
     assert post.index("## linear_log_prob") < post.index("## linear_policy")
 
 
