@@ -107,16 +107,20 @@ class Runner:
         return self._gradients(self.outputs(i), i, retain=False)
 
     def everything(self) -> list[torch.Tensor]:
-        """Outputs and gradients, for comparison with another provider."""
+        """Outputs, gradients, and last the metrics beside a loss, for comparison with another provider."""
         outputs = self.outputs(0)
-        kept = [out.detach().clone() for out in outputs]
-        return kept + list(self._gradients(outputs, 0, retain=False))
+        kept = [out.detach().clone() for out in outputs if out.requires_grad]
+        metrics = [out.detach().clone() for out in outputs if not out.requires_grad]
+        return [*kept, *self._gradients(outputs, 0, retain=False), *metrics]
 
 
 def difference(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """The largest ||a - b|| / ||b|| of outputs and gradients; NaN where any is."""
+    """The largest ||a - b|| / ||b|| of outputs and gradients; NaN where any is.
+
+    `ours` may end before the other's metrics.
+    """
     worst = 0.0
-    for a, b in zip(ours, theirs, strict=True):
+    for a, b in zip(ours, theirs[: len(ours)], strict=True):
         total = wrong = 0.0
         rows = max(1, 2**26 // max(1, a[0].numel() if a.dim() else 1))
         blocks = ((x.split(rows) if x.dim() else (x,)) for x in (a, b))

@@ -7,6 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
+from . import liger_losses
 from .case import Case, Inputs, Maker, bench_case, itemsize, lay_out, params, test_case, upcast
 from .cross_entropy import make_denominator
 from .divergence import _kl
@@ -365,4 +366,4 @@ def _trl(case, inputs):
     return fn
 
 
-PEERS = {"trl": _trl}
+PEERS = {"trl": _trl, "liger": liger_losses.divergence, "liger_fused": liger_losses.fused_divergence}

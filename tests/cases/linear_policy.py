@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from . import linear_preference, policy
+from . import liger_losses, linear_preference, policy
 from .case import Case, Inputs, Maker, bench_case, params, test_case
 from .linear_preference import log_probs, shifted
 
@@ -190,4 +190,4 @@ def _as_preference(case: Case) -> Case:
     return Case(case.name, {"answers": DEFAULTS["answers"]} | same, case.tags)
 
 
-PEERS = {}
+PEERS = {"liger": liger_losses.policy}

@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from . import preference
+from . import liger_losses, preference
 from .case import Case, Inputs, Maker, bench_case, itemsize, lay_out, params, test_case, upcast
 
 NAME = "linear_preference"
@@ -44,6 +44,7 @@ def _of(kind: str, **more) -> dict:
     return {"kind": kind, "options": options, "ref": ref} | more
 
 
+OF_BENCH = {"answers": 8, "T": 1024, "H": 4096, "V": 128256, "masked": 0.0, "scale": 0.2}
 CASES = [test_case(f"{kind}_4x7", **_of(kind)) for kind in KINDS]
 CASES += [
     test_case("small", small=True, answers=2, T=5, H=9, V=17, **_of("sigmoid")),
@@ -85,9 +86,12 @@ CASES += [
     test_case("transposed", layout="heads3", **_of("sigmoid")),
     test_case("denominator", **_of("sigmoid", options={"denominator": 9.0})),
     bench_case("1x2x4096x4096x128256", answers=2, T=4096, H=4096, V=128256, masked=0.0, scale=0.2),
-    bench_case("4x2x1024x4096x128256", answers=8, T=1024, H=4096, V=128256, masked=0.0, scale=0.2),
+    bench_case("4x2x1024x4096x128256", **OF_BENCH),
     bench_case("4x2x1024x2048x151936", answers=8, T=1024, H=2048, V=151936, masked=0.0, scale=0.2),
-    bench_case("4x2x1024_frozen", answers=8, T=1024, H=4096, V=128256, masked=0.0, scale=0.2, grads=(0,)),
+    bench_case("4x2x1024_frozen", grads=(0,), **OF_BENCH),
+    *(bench_case(f"4x2x1024_{kind}", **_of(kind, ref=None), **OF_BENCH) for kind in ("cpo", "simpo", "orpo")),
+    bench_case("4x2x1024_reference", ref="head", **OF_BENCH),
+    bench_case("8x1024_kto_reference", **_of("kto", ref="head"), **OF_BENCH),
     bench_case("2x2x128x256x4096", "bench_cpu", answers=4, T=128, H=256, V=4096, masked=0.0),
     bench_case("2x2x16x32x512", "smoke", answers=4, T=16, H=32, V=512, masked=0.0),
 ]
@@ -214,7 +218,8 @@ def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
 def flops_fwd(case: Case) -> int:
     """The products of a step, of rows that count."""
     rows, size, vocab, counted = _sizes(case)
-    return int(2 * rows * size * vocab * counted * (1 + len(case.params.get("grads", (0, 1)))))
+    heads = 1 + (case.params.get("ref") == "head")
+    return int(2 * rows * size * vocab * counted * (heads + len(case.params.get("grads", (0, 1)))))
 
 
 def flops_bwd(case: Case) -> int:
@@ -228,6 +233,9 @@ def gemms(inputs: Inputs, step: bool) -> list:
     hidden, weight, target = (value.detach() for value in inputs.args)
     hidden = hidden.reshape(-1, hidden.shape[-1])
     products = [lambda: hidden @ weight.t()]
+    if "ref_hidden" in inputs.kwargs:
+        of_ref = inputs.kwargs["ref_hidden"].flatten(0, -2), inputs.kwargs["ref_weight"].t()
+        products.append(lambda: of_ref[0] @ of_ref[1])
     if step:
         # The gradient a loss really has: its values, mostly tiny, decide what power they draw.
         grad = torch.softmax(hidden @ weight.t(), dim=-1)
@@ -238,4 +246,4 @@ def gemms(inputs: Inputs, step: bool) -> list:
     return products
 
 
-PEERS = {}
+PEERS = {"liger": liger_losses.preference}
