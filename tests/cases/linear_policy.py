@@ -88,6 +88,8 @@ CASES += [
                options={"level": "sequence", "normalise": "sequence"}),
     bench_case("8x1024_entropy", answers=8, T=1024, H=4096, V=128256, masked=0.0, scale=0.2,
                options={"entropy": 0.01}),
+    bench_case("8x1024_kl", answers=8, T=1024, H=4096, V=128256, masked=0.0, scale=0.2, ref=0.3,
+               options={"kl": 0.04}),
     bench_case("4x128x256x4096", "bench_cpu", answers=4, T=128, H=256, V=4096, masked=0.0),
     bench_case("4x16x32x512", "smoke", answers=4, T=16, H=32, V=512, masked=0.0),
 ]  # fmt: skip
