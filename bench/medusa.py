@@ -10,7 +10,7 @@ with their residual blocks: stock takes PyTorch's cross-entropy of every head's 
 LigerFusedLinearCrossEntropyLoss once for each head, as the example of liger-kernel 0.8.5 does, but on the
 head's own hidden states (that example leaves the blocks out there); tigon makes one call of
 `tigon.nn.MedusaHeads`, tigon_small with max_workspace_mb=256. Tigon sums a weight's gradient over chunks in
-float32; liger does so in the weight's dtype, liger_fp32 in float32. Every case runs in a process of its own on
+float32; liger does so in its dtype, liger_fp32 in float32. Every case runs in a process of its own on
 the same data; its record (or its error) is appended to --out when it ends. Peak memory is that of torch's
 allocator, model and optimizer included.
 """
