@@ -9,8 +9,9 @@ on a frozen model, stage 2 both (with the loss of the model's own head). Every p
 with their residual blocks: stock takes PyTorch's cross-entropy of every head's logits; liger calls
 LigerFusedLinearCrossEntropyLoss once for each head, as the example of liger-kernel 0.8.5 does, but on the
 head's own hidden states (that example leaves the blocks out there); tigon makes one call of
-`tigon.nn.MedusaHeads`, tigon_small with max_workspace_mb=256. Every case runs in a process of its own on the
-same data; its record (or its error) is appended to --out when it ends. Peak memory is that of torch's
+`tigon.nn.MedusaHeads`, tigon_small with max_workspace_mb=256. Tigon sums a weight's gradient over chunks in
+float32; liger does so in its dtype, liger_fp32 in float32. Every case runs in a process of its own on
+the same data; its record (or its error) is appended to --out when it ends. Peak memory is that of torch's
 allocator, model and optimizer included.
 """
 
@@ -26,7 +27,7 @@ from pathlib import Path
 import e2e
 import processes
 
-PROVIDERS = ("stock", "liger", "tigon", "tigon_small")
+PROVIDERS = ("stock", "liger", "liger_fp32", "tigon", "tigon_small")
 SMALL_MB = 256  # max_workspace_mb of tigon_small
 WARMUP = 2
 SCALE, DECAY = 0.2, 0.8
@@ -101,10 +102,13 @@ def loss_of_provider(provider: str):
             return heads(hidden, labels, decay=DECAY, **of_model, **cap).loss
 
         return loss_of
-    if provider == "liger":
+    if provider.startswith("liger"):
+        import torch
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-        fused = LigerFusedLinearCrossEntropyLoss()
+        fused = LigerFusedLinearCrossEntropyLoss(
+            accum_dtype=torch.float32 if provider == "liger_fp32" else None
+        )
         return head_by_head(lambda states, weight, labels: fused(weight, states, labels))
     import torch.nn.functional as F
 
@@ -119,7 +123,7 @@ def run_case(case: dict) -> dict:
 
     cuda, joint = case["device"].startswith("cuda"), case["stage"] == 2
     model = e2e.build({**case, "checkpointing": joint})
-    e2e.patch(model, case["provider"].removesuffix("_small"))
+    e2e.patch(model, case["provider"].split("_")[0])
     model.requires_grad_(joint)
     vocab, size = model.lm_head.weight.shape
     to = {"device": case["device"], "dtype": model.dtype}

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -42,6 +43,35 @@ def may_overwrite_saved(saved: tuple) -> bool:
     """Whether a backward pass may write over the tensors saved for it: it runs once, untraced."""
     # PyTorch 2.11 traces a backward without saying so: its tensors are then no plain ones.
     return not (_is_compiling() or graph_is_kept()) and all(t is None or type(t) in _PLAIN for t in saved)
+
+
+def _references(tensors: tuple) -> int:
+    return max(sys.getrefcount(t) for t in tensors)
+
+
+def _references_of_one_holder() -> int:
+    """What `_references` finds where C++ holds a tensor once and Python by the tuple alone."""
+    holder, saved = torch.empty(0, device="cpu"), (torch.empty(0, device="cpu"),)
+    holder.grad = saved[0]
+    return _references(saved)
+
+
+_ONE_HOLDER = _references_of_one_holder()
+_storage_holders: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def only_graph_holds(saved: tuple) -> bool:
+    """Whether nobody else holds the tensors saved for the running backward pass, or their memory.
+
+    Args:
+        saved: what ``ctx.saved_tensors`` returned, with no other reference to its tensors in the caller.
+    """
+    if _storage_holders is None or _references(saved) > _ONE_HOLDER:
+        return False
+    # The graph and the Python object hold a tensor; the tensor and the Python object below its storage.
+    return all(
+        t._use_count() <= 2 and _storage_holders(t.untyped_storage()._cdata) <= 2 for t in saved
+    )  # fmt: skip
 
 
 def refuse_second(op: str) -> NoReturn:

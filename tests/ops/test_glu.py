@@ -354,3 +354,63 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
 
 def test_same_bits_on_every_instruction_set_and_thread_count():
     assert len(bits_under(SCRIPT)) == 1
+
+
+def _in_place_run(device, hold=lambda gate: None, other=None, retain=False, packed=False):
+    """Whether the backward wrote over gate; the gradients of what made gate and up; what `hold` held."""
+    generator = torch.Generator().manual_seed(0)
+    x, a, b = (
+        torch.randn(n, 40, generator=generator).to(device).requires_grad_()
+        for n in (6, 80 if packed else 40, 40)
+    )
+    gate, up = x @ a.t(), None if packed else x @ b.t()
+    address, seen = gate.data_ptr(), []
+    gate.register_hook(lambda g: seen.append(g.data_ptr()))
+    held = hold(gate)
+    before = None if held is None else held.clone()
+    more = 0.0 if other is None else other(gate)  # its backward comes after that of swiglu
+    y = tigon.swiglu(gate, up).square() + more
+    del gate, up
+    y.sum().backward(retain_graph=retain)
+    assert held is None or same_bits(held, before)
+    return seen == [address], [t.grad for t in (x, a, b) if t.grad is not None]
+
+
+HELD = {
+    "by a name": {"hold": lambda gate: gate},
+    "by a view": {"hold": lambda gate: gate.detach()[1:]},
+    "by another op": {"other": lambda gate: gate.sin()},
+    "by a graph kept for another backward": {"retain": True},
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_take_the_place_of_what_nobody_holds(packed, device):
+    in_place, found = _in_place_run(device, packed=packed)
+    assert in_place
+    apart, expected = _in_place_run(device, packed=packed, retain=True)
+    assert not apart
+    assert all(same_bits(f, e) for f, e in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("case", HELD)
+def test_what_others_hold_is_never_written(case, device):
+    in_place, found = _in_place_run(device, **HELD[case])
+    assert not in_place
+    _, expected = _in_place_run(device, **HELD[case] | {"retain": True})
+    assert all(same_bits(f, e) for f, e in zip(found, expected, strict=True))
+
+
+def test_leaves_and_one_tensor_for_both_are_never_written(device):
+    gate, up = _pair(6, 40, device=device)
+    kept = gate.detach().clone(), up.detach().clone()
+    tigon.swiglu(gate, up).sum().backward()
+    assert same_bits(gate, kept[0]) and same_bits(up, kept[1])
+    both = gate * 1.0
+    y = tigon.swiglu(both, both).sum()
+    del both
+    gate.grad = None
+    y.backward()
+    again = gate.detach().clone().requires_grad_()
+    (torch.nn.functional.silu(again.double()) * again.double()).sum().backward()
+    torch.testing.assert_close(gate.grad, again.grad, rtol=1e-5, atol=1e-6)

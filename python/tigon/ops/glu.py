@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from tigon._dtensor import Layout
-from tigon._op import Op, has_kernel, raw
+from tigon._op import Op, has_kernel, may_overwrite_saved, only_graph_holds, raw
 from tigon.error import check, refuse
 from tigon.ops.arguments import check_float, check_numbers, check_positive
 
@@ -48,6 +48,12 @@ def _fake_bwd(dy, gate, up, kind, gate_multiplier, down_multiplier, alpha, limit
 
 
 _bwd = raw("glu_bwd", _fake_bwd)
+_bwd_in_place = raw("glu_bwd_in_place", lambda *_: None, "glu")
+
+
+def _may_overwrite(saved: tuple) -> bool:
+    """Whether the gradients may take the place of gate and up, which nobody can see then."""
+    return may_overwrite_saved(saved) and only_graph_holds(saved) and all(t.is_contiguous() for t in saved)
 
 
 def _setup_context(ctx, inputs, output):
@@ -59,7 +65,12 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, dy):
     dgate = dup = None
     if dy is not None:
-        gate, up = ctx.saved_tensors
+        saved = tuple(t for t in ctx.saved_tensors if t is not None)
+        in_place = all(ctx.needs_input_grad[: len(saved)]) and _may_overwrite(saved)
+        gate, up = saved if len(saved) == 2 else (*saved, None)
+        if in_place:
+            _bwd_in_place(dy, gate, up, *ctx.options)
+            return gate.detach(), None if up is None else up.detach(), None, None, None, None, None
         need_dgate, need_dup = ctx.needs_input_grad[0], up is not None and ctx.needs_input_grad[1]
         dgate, dup = _bwd(dy, gate, up, *ctx.options, need_dgate, need_dup)
         dgate, dup = dgate if need_dgate else None, dup if need_dup else None
@@ -134,7 +145,8 @@ def swiglu(
     Returns:
         ``[..., F]`` in the inputs' dtype, contiguous. Differentiable in both; arithmetic in float32, rounded
         once (plain ``F.silu(gate) * up`` rounds twice in 16 bits); bitwise deterministic. gate and up are
-        kept for the backward by reference and never written.
+        kept for the backward by reference; a backward that frees its graph writes the gradients into their
+        memory where nothing else holds it, so that no one can see the difference.
 
     Raises:
         tigon.Error: shape, dtype or device does not fit.

@@ -87,17 +87,30 @@ Tensor forward(Tensor gate, OptionalTensor up, int64_t kind, double gate_multipl
   return y;
 }
 
-std::tuple<Tensor, Tensor> backward(Tensor dy, Tensor gate, OptionalTensor up, int64_t kind,
-                                    double gate_multiplier, double down_multiplier, double alpha,
-                                    double limit, bool need_dgate, bool need_dup) {
-  GluOptions o = options(kind, gate_multiplier, down_multiplier, alpha, limit, !up.has_value());
+// dy, gate and up of a backward pass, checked.
+struct GluGradient {
+  const char* op;
+  GluOptions options;
+  Matrix dy;
+  Pair in;
+};
+
+GluGradient gradient_of(Tensor& dy, Tensor& gate, OptionalTensor& up, const GluOptions& o) {
   const char* op = name_of(o.kind);
   Sizes sizes = result_sizes(op, gate, up);
   check_like(op, "dy", dy, gate, sizes);
   if (up) check_like(op, "up", *up, gate, sizes);
-  need_dup = need_dup && up.has_value();
   Matrix d = rows_of(op, "dy", dy);
-  Pair in = inputs(op, o, gate, up), out;
+  return {op, o, d, inputs(op, o, gate, up)};
+}
+
+std::tuple<Tensor, Tensor> backward(Tensor dy, Tensor gate, OptionalTensor up, int64_t kind,
+                                    double gate_multiplier, double down_multiplier, double alpha,
+                                    double limit, bool need_dgate, bool need_dup) {
+  GluOptions o = options(kind, gate_multiplier, down_multiplier, alpha, limit, !up.has_value());
+  auto [op, of, d, in] = gradient_of(dy, gate, up, o);
+  need_dup = need_dup && up.has_value();
+  Pair out;
   Tensor dgate = need_dgate ? make_like(gate, in.gate.dtype) : nothing(gate, in.gate.dtype);
   Tensor dup = need_dup ? make_like(gate, in.gate.dtype) : nothing(gate, in.gate.dtype);
   Matrix first = need_dgate ? rows_of(op, "dgate", dgate) : Matrix{};
@@ -106,6 +119,17 @@ std::tuple<Tensor, Tensor> backward(Tensor dy, Tensor gate, OptionalTensor up, i
   auto ctx = make_context(gate);
   glu_bwd(*ctx, {.dy = d, .gate = in.gate, .up = in.up, .dgate = out.gate, .dup = out.up, .options = o});
   return {dgate, dup};
+}
+
+// The gradients are written over gate and up.
+void backward_in_place(Tensor dy, Tensor gate, OptionalTensor up, int64_t kind, double gate_multiplier,
+                       double down_multiplier, double alpha, double limit) {
+  GluOptions o = options(kind, gate_multiplier, down_multiplier, alpha, limit, !up.has_value());
+  TIGON_CHECK(name_of(o.kind), gate.is_contiguous() && (!up || up->is_contiguous()),
+              "gate and up must be contiguous to be written in place");
+  auto [op, of, d, in] = gradient_of(dy, gate, up, o);
+  auto ctx = make_context(gate);
+  glu_bwd(*ctx, {.dy = d, .gate = in.gate, .up = in.up, .dgate = in.gate, .dup = in.up, .options = o});
 }
 
 }  // namespace
@@ -118,10 +142,15 @@ TIGON_TORCH_SCHEMAS(m) {
   define_forward(m, "glu", "(" + inputs + ") -> Tensor");
   define(m,
          "glu_bwd(Tensor dy, " + inputs + ", bool need_dgate, bool need_dup) -> (Tensor dgate, Tensor dup)");
+  define(
+      m,
+      "glu_bwd_in_place(Tensor dy, Tensor(a!) gate, Tensor(b!)? up, int kind, float gate_multiplier, float "
+      "down_multiplier, float alpha, float limit) -> ()");
 }
 TIGON_TORCH_KERNELS(m) {
   implement_forward(m, "glu", TORCH_BOX(&forward));
   m.impl("glu_bwd", TORCH_BOX(&backward));
+  m.impl("glu_bwd_in_place", TORCH_BOX(&backward_in_place));
 }
 
 }  // namespace tigon::torch_shim
