@@ -191,7 +191,7 @@ def _cell(record: dict | None) -> str:
 def table(records: list[dict]) -> str:
     """Markdown: one row a setting, one column a provider."""
     rows: dict[tuple, dict] = {}
-    for r in records:
+    for r in sorted(records, key=lambda r: (r["model"], r["layers"] or 0, r["stage"], r["heads"], r["seq"])):
         layers = f", {r['layers']} layers" if r["layers"] else ""
         changed = "".join(f", {name}={value}" for name, value in r["changes"].items())
         setting = f"{r['model']}{layers}{changed}, {r['dtype']}, stage {r['stage']}, {r['heads']} heads"
