@@ -182,7 +182,7 @@ def page() -> str:
     blocks += [
         "## Figures 9 to 12: Medusa's heads over lengths",
         "Stage 1 trains the heads on a frozen model, stage 2 both. Liger's heads have the residual blocks\n"
-        "that its example leaves out; liger_fp32 sums the weights' gradients in float32, as Tigon does, liger\n"
+        "that its example leaves out; liger_fp32 sums weight gradients in float32, as Tigon does, liger\n"
         "in bfloat16; tigon_small bounds the workspace by `max_workspace_mb=256`. The paper\n"
         "has no numbers beside its plots: on eight A100 stock ran out of memory at long sequences.",
         medusa.table(medusa.read(DATA / "medusa.jsonl")),
