@@ -30,6 +30,7 @@ from tigon.error import Error, refuse
 # Looked up once: every call asks them.
 _is_compiling = torch.compiler.is_compiling
 _is_transformed = torch._C._are_functorch_transforms_active
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _is_grad_enabled = torch.is_grad_enabled
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -66,7 +67,8 @@ def only_graph_holds(saved: tuple) -> bool:
     Args:
         saved: what ``ctx.saved_tensors`` returned, with no other reference to its tensors in the caller.
     """
-    if _storage_holders is None or _references(saved) > _ONE_HOLDER:
+    # functorch's wrappers have no storage, and tell nothing of the tensor inside.
+    if _storage_holders is None or _references(saved) > _ONE_HOLDER or any(map(_is_wrapped, saved)):
         return False
     # The graph and the Python object hold a tensor; the tensor and the Python object below its storage.
     return all(
