@@ -4,6 +4,7 @@
 
 #include "table.h"
 #include "tigon/ops/adamw/grad_norm.h"
+#include "tigon/ops/adamw/scale.h"
 
 namespace tigon::test {
 namespace oracle {
@@ -310,6 +311,29 @@ TEST_CASE("the norm of gradients") {
     CHECK(factor(0) == doctest::Approx(10.0 / (std::sqrt(exact) + 1e-6)).epsilon(1e-6));
     return std::vector<Table>{total, norm, factor};
   });
+}
+
+TEST_CASE("a list times a factor") {
+  for (float by : {0.37f, 1.0f, 0.0f}) {
+    Table factor = Table::column(DType::f32, 1);
+    factor.fill([&](int64_t, int64_t) { return double(by); });
+    check_same_everywhere([&](Context& any) {
+      std::vector<Table> made;
+      for (DType t : kFloats)
+        for (int64_t n : {int64_t(0), int64_t(1), int64_t(77), int64_t(16384), int64_t(40001)})
+          made.push_back(Table::column(t, n)), made.back().normal(unsigned(n) + unsigned(t), 0.5);
+      std::vector<Table> before = made;
+      std::vector<Vector> views;
+      for (Table& x : made) views.push_back(x.vector());
+      scale(any, {.tensors = views, .factor = factor.vector()});
+      for (size_t i = 0; i < made.size(); ++i) {
+        Table expected = Table::column(made[i].dtype(), views[i].size);
+        expected.fill([&](int64_t, int64_t k) { return double(float(before[i](k)) * by); });
+        CHECK(made[i] == expected);
+      }
+      return made;
+    });
+  }
 }
 
 TEST_CASE("refusals, before anything is written") {

@@ -1,4 +1,4 @@
-"""adamw_ and grad_norm on lists: bits, random bits, refusals. The optimizer itself: test_optim.py."""
+"""adamw_, grad_norm and scale_ on lists: bits, random bits, refusals. The optimizer itself: test_optim.py."""
 
 from __future__ import annotations
 
@@ -283,6 +283,115 @@ def test_long_sums_stay_exact(device):
     assert abs(clip_grad_norm_([p], 1e9).item() - exact) <= 5e-7 * exact
 
 
+# --- scaling ----------------------------------------------------------------------------------
+
+
+def scaled(x: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """The contract of scale: a float32 product, rounded once."""
+    return (x.float() * factor).to(x.dtype)
+
+
+@pytest.mark.parametrize("shapes", LISTS, ids=lambda x: x.name)
+def test_scale(shapes, device):
+    """The bits of a float32 product rounded once, dtypes mixed in one list, with inf and NaN."""
+    xs = [p.detach() for dtype in (torch.float32, *HALF) for p in shapes.make(dtype, device)]
+    xs[0][(0,) * xs[0].dim()], xs[-1][(-1,) * xs[-1].dim()] = math.inf, math.nan
+    for by in (0.3, 0.0, math.nan):
+        factor = torch.tensor(by, device=device)
+        expected = [scaled(x, factor) for x in xs]
+        torch.ops.tigon.scale_(xs, factor)
+        for x, y in zip(xs, expected, strict=True):
+            assert torch.equal(x.isnan(), y.isnan())
+            assert same_bits(x.nan_to_num(7.0), y.nan_to_num(7.0))
+
+
+def test_scale_of_a_factor_of_one_writes_nothing(device):
+    """A signaling NaN, which a product would quiet, keeps its bits."""
+    bits = torch.full((4100,), 0x7F81, dtype=torch.int16, device=device)
+    x = bits.clone().view(torch.bfloat16)
+    torch.ops.tigon.scale_([x[1:], x[:1]], torch.ones((), device=device))
+    assert torch.equal(x.view(torch.int16), bits)
+
+
+def test_scale_writes_no_neighbours(device):
+    """Elements before and after a tensor that begins anywhere."""
+    for dtype in (torch.float32, *HALF):
+        for begin, n in ((1, 1), (3, 2), (1, 8), (7, 9), (5, 16384), (2, 33000)):
+            whole = torch.full((n + 16,), 2.0, dtype=dtype, device=device)
+            torch.ops.tigon.scale_([whole[begin : begin + n]], torch.tensor(0.5, device=device))
+            expected = torch.full_like(whole, 2.0)
+            expected[begin : begin + n] = 1.0
+            assert torch.equal(whole, expected)
+
+
+@pytest.mark.parametrize(
+    "second, factor, words",
+    [
+        (torch.ones(4, 4)[:, :2], torch.tensor(0.5), "must fill their memory"),
+        (torch.ones(3).expand(2, 3), torch.tensor(0.5), "must fill their memory"),
+        (torch.ones(3, dtype=torch.float64), torch.tensor(0.5), "must be float32, bfloat16 or float16"),
+        (torch.ones(3), torch.tensor(0.5).double(), "factor must be float32"),
+        (torch.ones(3), torch.ones(2), "factor must"),
+    ],
+)
+def test_scale_refuses(second, factor, words):
+    """Before anything is written."""
+    first = torch.ones(3)
+    with pytest.raises(RuntimeError, match=words):
+        torch.ops.tigon.scale_([first, second], factor)
+    assert torch.equal(first, torch.ones(3))
+
+
+@pytest.mark.parametrize("case", ["plain", "gaps", "twice", "mixed", "double"])
+def test_clip_grad_norm_scales_every_gradient_once(case, device):
+    """One native call for all kernel dtypes; gradients with gaps, given twice or of float64 by PyTorch."""
+    params = gradients(torch.bfloat16, device)
+    if case == "mixed":
+        params += gradients(torch.float32, device) + gradients(torch.float16, device)
+    if case == "double":
+        params += gradients(torch.float64, device)
+    if case == "gaps":
+        params[0].grad = torch.randn(*params[0].shape, 2, device=device).to(torch.bfloat16)[..., 0]
+    if case == "twice":
+        params.append(params[1])
+    grads = [p.grad for p in params]
+    before, versions = [g.clone() for g in grads], [g._version for g in grads]
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        norm = clip_grad_norm_(params, 0.5)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    if case in ("plain", "mixed"):
+        assert counts.get("tigon::scale_") == 1
+        assert "aten::mul_" not in counts
+        factor = (0.5 / (norm.double() + 1e-6)).float()
+        assert all(
+            torch.allclose(g.float(), scaled(x, factor).float(), rtol=1e-6, atol=0) or g.dtype in HALF
+            for g, x in zip(grads, before, strict=True)
+        )
+    for i, (g, x, version) in enumerate(zip(grads, before, versions, strict=True)):
+        assert g._version > version or not g.numel()
+        times = 2 if case == "twice" and i in (1, len(grads) - 1) else 1
+        expected = x.double() * (0.5 / (norm.double() + 1e-6)) ** times
+        # On CUDA PyTorch rounds the factor to the gradients' dtype too.
+        eps = 2 * times * max(torch.finfo(g.dtype).eps, 2e-7)
+        torch.testing.assert_close(g.double(), expected, rtol=eps, atol=1e-7)
+
+
+def test_clip_grad_norm_compiles():
+    """In one graph, with the same bits."""
+    params = gradients(torch.bfloat16, "cpu")
+    before = [p.grad.clone() for p in params]
+
+    def clip():
+        return clip_grad_norm_(params, 0.5)
+
+    norm, expected = clip(), [p.grad.clone() for p in params]
+    for p, g in zip(params, before, strict=True):
+        p.grad.copy_(g)
+    assert torch.compile(clip, backend="aot_eager", fullgraph=True)() == norm
+    assert all(same_bits(p.grad, x) for p, x in zip(params, expected, strict=True))
+
+
 def test_fake_tensors():
     """Operators of lists know their results' shapes."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -291,3 +400,5 @@ def test_fake_tensors():
         grads = [torch.empty(3, dtype=torch.bfloat16), torch.empty(2)]
         total, norm, factor = torch.ops.tigon.grad_norm(grads, 1.0, None)
         assert (total.dtype, norm.dtype, factor.shape) == (torch.float64, torch.float32, ())
+        assert torch.ops.tigon.scale_(grads, factor) is None
+        assert torch.ops.tigon.adamw_(*([[]] * 11), 0, 0, None, None, None) is None

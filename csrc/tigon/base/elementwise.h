@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <span>
 
 #include "tigon/base/context.h"
 
@@ -25,6 +26,28 @@ inline char* element_at(const Matrix& m, int64_t row, int64_t col) {
 inline char* element_at(const Vector& v, int64_t i) {
   return v ? static_cast<char*>(v.data) + i * int64_t(size_of(v.dtype)) : nullptr;
 }
+
+// Vectors of a list in chunks of at most `length` elements, a task each, in the order of the list.
+class VectorChunks {
+ public:
+  VectorChunks(Context& ctx, std::span<const Vector> list, int64_t length)
+      : list_(list), length_(length), ends_(ctx.scratch_of<int64_t>(int64_t(list.size()))) {
+    for (size_t i = 0; i < list.size(); ++i) ends_[i] = count_ += (list[i].size + length - 1) / length;
+  }
+  int64_t count() const { return count_; }
+  Vector operator[](int64_t task) const {
+    const int64_t i = std::upper_bound(ends_, ends_ + list_.size(), task) - ends_;
+    const Vector& v = list_[size_t(i)];
+    const int64_t begin = (task - (i > 0 ? ends_[i - 1] : 0)) * length_;
+    return {.data = element_at(v, begin), .dtype = v.dtype, .size = std::min(length_, v.size - begin)};
+  }
+
+ private:
+  const std::span<const Vector> list_;
+  const int64_t length_;
+  int64_t* const ends_;  // of each vector's chunks
+  int64_t count_ = 0;
+};
 
 // fn(row, col, n): n adjacent elements from (row, col). With `dense` the matrix counts as one row.
 template <class Fn>

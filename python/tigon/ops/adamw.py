@@ -50,11 +50,7 @@ class TensorList:
 _lists = operator.attrgetter(*(field.name for field in dataclasses.fields(TensorList)))
 
 
-def _fake(*args):
-    return ()
-
-
-_adamw = raw("adamw_", _fake, op="adamw")
+_adamw = raw("adamw_", lambda *args: None, op="adamw")
 
 
 def adamw_(

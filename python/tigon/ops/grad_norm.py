@@ -1,8 +1,10 @@
-"""The norm of all gradients. Contract: ``csrc/tigon/ops/adamw/grad_norm.h``."""
+"""The norm of all gradients, and clipping by it.
+
+Contracts: ``grad_norm.h`` and ``scale.h`` of ``csrc/tigon/ops/adamw``.
+"""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 
 import torch
@@ -19,6 +21,8 @@ def _fake(grads, max_norm, grad_scale):
 
 # (grads, max_norm, grad_scale) -> sum of squares float64, norm and factor float32.
 _grad_norm = raw("grad_norm", _fake, op="grad_norm")
+# (tensors, factor) -> (), in place.
+_scale = raw("scale_", lambda tensors, factor: None, op="scale")
 
 
 def local(t: torch.Tensor) -> torch.Tensor:
@@ -102,6 +106,7 @@ def clip_grad_norm_(
     Returns:
         The norm before: float32, a scalar, on the device of the first gradient. PyTorch's has the gradients'
         dtype: in bfloat16 three digits. Deterministic, read from each gradient once, right to 1e-6 of it.
+        Gradients are multiplied by a float32 factor and rounded once; a factor of 1 writes none.
 
     Raises:
         tigon.Error: gradients that are sparse or complex; with `error_if_nonfinite` a norm that is not
@@ -121,17 +126,30 @@ def clip_grad_norm_(
     if error_if_nonfinite:
         check("clip_grad_norm_", bool(norm.isfinite()), "the norm of all gradients must be finite, got {}",
               float(norm))  # fmt: skip
-    for device, tensors in _by_kind(grads):
-        torch._foreach_mul_(tensors, factor.to(device))
+    _scale_all(grads, factor)
     return norm
 
 
-def _by_kind(grads: list[torch.Tensor]) -> list[tuple[torch.device, list[torch.Tensor]]]:
-    """Lists of gradients of one device and dtype each."""
-    facts = (type, operator.attrgetter("dtype"), torch.Tensor.get_device)
-    if type(grads[0]) is torch.Tensor and all(len(set(map(fact, grads))) == 1 for fact in facts):
-        return [(grads[0].device, grads)]
+def _scale_all(grads: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Every gradient times `factor`, in place, wherever it lies."""
+    if set(map(type, grads)) == {torch.Tensor} and _scales_at_once(grads, factor):
+        return
     by_kind: dict[tuple, list] = {}
     for g in grads:
         by_kind.setdefault((g.device, g.dtype), []).append(local(g))
-    return [(device, tensors) for (device, _), tensors in by_kind.items()]
+    for (device, _), tensors in by_kind.items():
+        there = factor.to(device)
+        if not _scales_at_once(tensors, there):
+            torch._foreach_mul_(tensors, there)
+
+
+def _scales_at_once(grads: list[torch.Tensor], factor: torch.Tensor) -> bool:
+    """Whether one native call scaled them all; otherwise nothing was modified."""
+    if len(set(map(id, grads))) < len(grads):  # a parameter given twice is scaled twice, one after the other
+        return False
+    try:
+        _scale(grads, factor)
+    except (Error, NotImplementedError):  # of several devices, without a kernel, or with gaps
+        return False
+    torch.autograd.graph.increment_version(grads)
+    return True

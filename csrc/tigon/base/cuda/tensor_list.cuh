@@ -5,9 +5,12 @@
 // longer one is written to scratch by small kernels, one for each block of it.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
+#include <span>
 
 #include "tigon/base/cuda/launch.cuh"
+#include "tigon/base/tensor.h"
 
 namespace tigon::cuda {
 
@@ -99,6 +102,54 @@ __device__ __forceinline__ int find_entry(const Entry* entries, int count, int c
     count = min(step, count - passed);
   }
   return low;
+}
+
+// The entry of an op whose lists have one vector a tensor.
+struct VectorEntry {
+  void* data;
+  int64_t size;
+  int32_t first_chunk;
+  DType dtype;
+};
+static_assert(sizeof(VectorEntry) == 24);
+
+// The vector that CTA `blockIdx.x` has: one chunk of at most `length` elements.
+__device__ __forceinline__ Vector vector_chunk(const VectorEntry* entries, int count, int64_t length) {
+  const int chunk = int(blockIdx.x);
+  const VectorEntry e = entries[find_entry(entries, count, chunk)];
+  const int64_t begin = int64_t(chunk - e.first_chunk) * length;
+  return {.data = static_cast<char*>(e.data) + begin * int64_t(size_of(e.dtype)),
+          .dtype = e.dtype,
+          .size = min(length, e.size - begin)};
+}
+
+// How n elements from p, which may begin anywhere, divide into vectors of N and what is before and after them.
+template <int N, class T>
+struct VectorSplit {
+  int head, vecs, tail;
+  __device__ __forceinline__ VectorSplit(const T* p, int n) {
+    const int misaligned = int(reinterpret_cast<uintptr_t>(p) % (N * sizeof(T)) / sizeof(T));
+    head = min((N - misaligned) % N, n), vecs = (n - head) / N, tail = n - head - vecs * N;
+  }
+  // The element before or after the vectors that a thread of the CTA has, or -1. Needs 32 + N threads.
+  __device__ __forceinline__ int edge(int thread) const {
+    if (thread < head) return thread;
+    return thread >= 32 && thread - 32 < tail ? head + vecs * N + thread - 32 : -1;
+  }
+};
+
+// Appends a list of vectors; the number of its chunks.
+inline int64_t append_vectors(const char* op, const char* name, TableWriter& table,
+                              std::span<const Vector> list, int64_t length) {
+  int64_t chunks = 0;
+  for (const Vector& v : list) {
+    table.append(
+        VectorEntry{.data = v.data, .size = v.size, .first_chunk = int32_t(chunks), .dtype = v.dtype});
+    chunks += ceil_div(v.size, length);
+    TIGON_CHECK(op, chunks <= INT32_MAX, name, " must have less than 2^31 chunks of ", length,
+                " elements in all");
+  }
+  return chunks;
 }
 
 }  // namespace tigon::cuda

@@ -1,6 +1,4 @@
 // CUDA backend of the gradient norm: a CTA sums the squares of one chunk of one gradient, one CTA the chunks.
-#include <algorithm>
-
 #include "tigon/base/cuda/tensor_list.cuh"
 #include "tigon/base/cuda/vec.cuh"
 #include "tigon/ops/adamw/grad_norm_finish.h"
@@ -12,14 +10,6 @@ using namespace adamw_detail;
 
 constexpr const char* kOp = "grad_norm";
 constexpr int kThreads = 256, kFinishThreads = 1024, kVecsInFlight = 4;
-
-struct Entry {
-  const void* grad;
-  int64_t size;
-  int32_t first_chunk;
-  DType type;
-};
-static_assert(sizeof(Entry) == 24);
 
 __device__ __forceinline__ double sum_warp(double x) {
 #pragma unroll
@@ -43,14 +33,12 @@ __device__ __forceinline__ double sum_block(double x) {
 template <class T>
 __device__ __forceinline__ double squares(const T* p, int n) {
   constexpr int N = 16 / sizeof(T);
-  const int misaligned = int(reinterpret_cast<uintptr_t>(p) % 16 / sizeof(T));
-  const int head = min((N - misaligned) % N, n), vecs = (n - head) / N, tail = n - head - vecs * N;
   const int thread = int(threadIdx.x);
-  float edge = 0.0f;
-  if (thread < head) edge = widen(p[thread]);
-  if (thread >= 32 && thread - 32 < tail) edge = widen(p[n - tail + thread - 32]);
+  const VectorSplit<N, T> split(p, n);
+  const int vecs = split.vecs, at = split.edge(thread);
+  const float edge = at >= 0 ? widen(p[at]) : 0.0f;
   double total = double(edge * edge);
-  const T* aligned = p + head;
+  const T* aligned = p + split.head;
 #pragma unroll 1
   for (int first = thread; first < vecs; first += kThreads * kVecsInFlight) {
     Vec<T, N> x[kVecsInFlight];
@@ -73,19 +61,17 @@ template <size_t Bytes>
 __global__ void __launch_bounds__(kThreads, 6)
     squares_kernel(const unsigned char* table, int count, double* partials,
                    const __grid_constant__ TableBlock<Bytes> block) {
-  const auto* entries = reinterpret_cast<const Entry*>(table != nullptr ? table : block.bytes);
-  const int chunk = int(blockIdx.x);
-  const Entry e = entries[find_entry(entries, count, chunk)];
-  const int64_t begin = int64_t(chunk - e.first_chunk) * kNormChunk;
-  const int n = int(min(kNormChunk, e.size - begin));
+  const auto* entries = reinterpret_cast<const VectorEntry*>(table != nullptr ? table : block.bytes);
+  const Vector g = vector_chunk(entries, count, kNormChunk);
+  const int n = int(g.size);
   double sum;
-  switch (e.type) {
-    case DType::bf16: sum = squares(static_cast<const __nv_bfloat16*>(e.grad) + begin, n); break;
-    case DType::f16: sum = squares(static_cast<const __half*>(e.grad) + begin, n); break;
-    default: sum = squares(static_cast<const float*>(e.grad) + begin, n);
+  switch (g.dtype) {
+    case DType::bf16: sum = squares(static_cast<const __nv_bfloat16*>(g.data), n); break;
+    case DType::f16: sum = squares(static_cast<const __half*>(g.data), n); break;
+    default: sum = squares(static_cast<const float*>(g.data), n);
   }
   sum = sum_block<kThreads>(sum);
-  if (threadIdx.x == 0) partials[chunk] = sum;
+  if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
 __global__ void __launch_bounds__(kFinishThreads)
@@ -103,13 +89,8 @@ __global__ void __launch_bounds__(kFinishThreads)
 
 void grad_norm(Context& ctx, const GradNorm& a) {
   const size_t n = a.grads.size();
-  TableWriter table(kOp, ctx, n * sizeof(Entry));
-  int64_t chunks = 0;
-  for (const Vector& g : a.grads) {
-    table.append(Entry{.grad = g.data, .size = g.size, .first_chunk = int32_t(chunks), .type = g.dtype});
-    chunks += ceil_div(g.size, kNormChunk);
-    TIGON_CHECK(kOp, chunks <= INT32_MAX, "grads must have fewer than 2^47 elements in all");
-  }
+  TableWriter table(kOp, ctx, n * sizeof(VectorEntry));
+  const int64_t chunks = append_vectors(kOp, "grads", table, a.grads, kNormChunk);
   auto* partials = ctx.scratch_of<double>(chunks);
   table.finish([&](const unsigned char* at, const auto& block) {
     launch(kOp, ctx, squares_kernel<sizeof(block)>, {.blocks = chunks, .threads = kThreads}, at, int(n),

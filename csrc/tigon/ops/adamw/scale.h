@@ -1,0 +1,37 @@
+// Every tensor of a list times one factor, in place: what clip_grad_norm_ does to gradients after grad_norm.
+//
+// Formula     x *= factor
+// Shapes      tensors of any sizes; factor [1]
+// Dtypes      tensors f32 | bf16 | f16, each its own; factor f32
+// Rounding    the product in f32, to nearest even on store; the factor is not rounded to the tensors' dtype
+// Saved       nothing; the tensors are updated in place
+// Aliasing    none among the tensors
+// Determinism bitwise: every element by itself, whatever the list, the device or its instruction set
+// Traffic     every tensor read and written once; a factor of exactly 1 reads and writes none of them
+// Refused     other dtypes, a factor that is not one f32: tigon::Error before anything is written
+//
+// A list is one launch, whatever its sizes, alignments and dtypes; a longer table than fits the parameters of a kernel
+// takes some more, tiny ones, that write it to scratch.
+#pragma once
+
+#include <span>
+
+#include "tigon/base/context.h"
+
+namespace tigon {
+
+struct Scale {
+  std::span<const Vector> tensors;
+  Vector factor;  // f32 [1], where the context's device is
+};
+
+TIGON_API void scale(Context& ctx, const Scale& a);
+
+namespace cpu {
+void scale(Context& ctx, const Scale& a);
+}  // namespace cpu
+namespace cuda {
+void scale(Context& ctx, const Scale& a);
+}  // namespace cuda
+
+}  // namespace tigon

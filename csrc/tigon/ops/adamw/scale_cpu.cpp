@@ -1,0 +1,32 @@
+#include "tigon/ops/adamw/scale.h"
+
+#include "tigon/base/elementwise.h"
+
+namespace tigon::cpu {
+namespace {
+
+struct ScaleTable {
+  void (*at[3])(void* p, int64_t n, float factor);  // [dtype]
+};
+
+}  // namespace
+}  // namespace tigon::cpu
+
+#define TIGON_KERNELS "tigon/ops/adamw/scale_cpu.inc"
+#include "tigon/base/simd/foreach_isa.h"
+
+namespace tigon::cpu {
+
+void scale(Context& ctx, const Scale& a) {
+  constexpr int64_t kChunk = 16384;
+  const float factor = *a.factor.as<float>();
+  if (factor == 1.0f) return;
+  const ScaleTable& table = TIGON_SELECT(scale_table);
+  const VectorChunks chunks(ctx, a.tensors, kChunk);
+  parallel(ctx, chunks.count(), [&](int64_t task) {
+    const Vector x = chunks[task];
+    table.at[int(x.dtype)](x.data, x.size, factor);
+  });
+}
+
+}  // namespace tigon::cpu
