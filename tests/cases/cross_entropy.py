@@ -127,7 +127,7 @@ CASES = [
     test_case("softcap", softcap=5.0, masked=0.2),
     test_case("softcap_saturated", softcap=2.0, scale=20.0),
     *(
-        test_case(f"softcap_{v}", N=5, V=v, softcap=cap, masked=0.2, **options)
+        test_case(f"softcap_{v}", V=v, softcap=cap, masked=0.2, **({"N": 5} | options))
         for v, cap, options in (
             (128, 30.0, {"N": 17}),
             (4096, 30.0, {"layout": "offset1"}),
