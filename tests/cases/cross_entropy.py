@@ -126,6 +126,22 @@ CASES = [
     test_case("smoothing_wide", N=3, V=32001, label_smoothing=0.2),
     test_case("softcap", softcap=5.0, masked=0.2),
     test_case("softcap_saturated", softcap=2.0, scale=20.0),
+    *(
+        test_case(f"softcap_{v}", V=v, softcap=cap, masked=0.2, **({"N": 5} | options))
+        for v, cap, options in (
+            (128, 30.0, {"N": 17}),
+            (4096, 30.0, {"layout": "offset1"}),
+            (16384, 30.0, {"reduction": "none"}),
+            (16391, 5.0, {"layout": "rows", "class_weight": True}),
+            (32768, 30.0, {"z_loss": 1e-3}),
+            (50257, 5.0, {"N": 4, "reduction": "none"}),
+            (100003, 30.0, {"N": 4, "class_weight": True, "z_loss": 1e-3, "reduction": "none"}),
+            (256000, 30.0, {"N": 3, "reduction": "none"}),
+        )
+    ),
+    test_case("softcap_wide_saturated", N=3, V=70001, softcap=2.0, scale=20.0, reduction="none"),
+    test_case("softcap_nan", softcap=5.0, fill="nan", reduction="none"),
+    test_case("softcap_minus_inf", softcap=5.0, fill="-inf", reduction="none"),
     test_case("z_loss", z_loss=1e-2, masked=0.2),
     test_case("z_loss_none", small=True, z_loss=1e-2, reduction="none", masked=0.2),
     test_case("weights", class_weight=True, masked=0.2),
@@ -147,6 +163,8 @@ CASES = [
     bench_case("8192x128256", N=8192, V=128256),
     bench_case("8192x152064", N=8192, V=152064),
     bench_case("4096x262144", N=4096, V=262144),
+    bench_case("4096x256000_softcap", N=4096, V=256000, softcap=30.0),
+    bench_case("8192x128256_softcap", N=8192, V=128256, softcap=30.0),
     # 2 GB of logits in bf16.
     *(bench_case(f"vocabulary_{v}", "vocabulary", N=2**30 // v, V=v) for v in VOCABULARIES),
     *(bench_case(f"paper_8192x{v}", "paper", N=8192, V=v) for v in (40960, 81920, 122880, 163840)),

@@ -105,6 +105,9 @@ CASES = [
         for name, options in {
             "masked80": {"masked": 0.8, "known": True},
             "entropy": {"entropy": True},
+            "entropy_frozen": {"entropy": True, "grads": (0,)},
+            "softcap": {"softcap": 30.0},
+            "softcap_entropy": {"softcap": 30.0, "entropy": True},
             "lora16": {"lora": 16, "grads": (0,)},
             "labels64": {"labels": 64},
         }.items()

@@ -236,12 +236,12 @@ def test_label_out_of_range(label, device):
         assert torch.equal(logits, before)
         assert tigon.cross_entropy(logits, target, ignore_index=label).isfinite()
         return
-    for weight in (None, torch.ones(40, device=device)):
-        loss, grad = _all(tigon.cross_entropy, logits, target, reduction="none", weight=weight)
+    for options in ({}, {"weight": torch.ones(40, device=device)}, {"softcap": 5.0}):
+        loss, grad = _all(tigon.cross_entropy, logits, target, reduction="none", **options)
         assert loss[4].isnan() and grad[4].isnan().all()
         keep = [0, 1, 2, 3, 5]
         assert loss[keep].isfinite().all() and grad[keep].isfinite().all()
-        assert tigon.cross_entropy(logits, target, weight=weight).isnan()
+        assert tigon.cross_entropy(logits, target, **options).isnan()
 
 
 # Refusals, binding, the reference.
@@ -465,6 +465,8 @@ def test_every_row_length(v, dtype):
     for options in (
         {},
         {"weight": weight, "z_loss": 1e-3},
+        {"softcap": 9.0},
+        {"softcap": 4.0, "weight": weight, "z_loss": 1e-3},
         {"label_smoothing": 0.1, "softcap": 9.0},
         {"weight": weight, "z_loss": 1e-3, "label_smoothing": 0.1},
     ):
@@ -523,6 +525,45 @@ def test_more_rows_than_run_at_once(v):
         assert same_bits(grad[i : i + 1].nan_to_num(7), one[1].nan_to_num(7))
     target[20] = 0  # PyTorch, the oracle, aborts on a label out of range
     _hold(torch.cat((logits, logits), 1)[:, 1 : v + 1], target)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "v",
+    [
+        *(1, 7, 33, 255, 2056, 16385, 28160, 28168, 32769, 56320, 56327, 56328, 112640, 112648, 225281),
+        *(256000, 450560, 450561, 901121),
+    ],
+)
+def test_capped_rows(v, dtype):
+    """Logits within the cap, beyond it, both in one vector, -inf; more rows than run at once."""
+    rows = 300 if v < 60000 else 40
+    logits, target = _inputs(rows, v, dtype=dtype, device="cuda")
+    data = logits.detach().clone()
+    data[0] *= 0.1
+    data[1] = (data[1] * 50).clamp(-6e4, 6e4)
+    data[2, v // 2 :] *= 20
+    data[3, ::3] = -float("inf")
+    data[4] = -float("inf")
+    data[5, v // 3] = 6e4
+    target[:6] = torch.tensor([0, v - 1, v // 2, v // 3, v - 1, v // 3])
+    for options in ({"softcap": 6.0}, {"softcap": 30.0, "z_loss": 1e-3}):
+        # One ulp of a saturated logit moves a probability by a quarter of itself at most.
+        got = _hold(data, target, reduction="none", floor=1e-6, **options)
+        again = _all(tigon.cross_entropy, data, target, reduction="none", **options)
+        assert all(same_bits(a, b) for a, b in zip(got, again, strict=True))
+        with torch.no_grad():  # the sweep, where rows are long
+            alone = tigon.cross_entropy(data, target, reduction="none", **options)
+        torch.testing.assert_close(alone, got[0], rtol=3e-6, atol=1e-6)
+        loss = tigon.cross_entropy(given := data.clone().requires_grad_() * 1, target, reduction="none",
+                                   inplace=True, **options)  # fmt: skip
+        assert same_bits(loss, got[0])
+        assert same_bits(torch.autograd.grad(loss.sum(), given)[0], got[1])
+        for i in range(0, rows, 16):  # rows that start as the first does
+            one = _all(tigon.cross_entropy, data[i : i + 1].clone(), target[i : i + 1], reduction="none",
+                       **options)  # fmt: skip
+            assert same_bits(got[0][i : i + 1], one[0]) and same_bits(got[1][i : i + 1], one[1])
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ from heads import compare, head_inputs
 
 import tigon
 from cases import hyper_connection, linear_cross_entropy, modules
+from cases import linear_log_prob as cases_of_log_prob
 from cases.case import select, test_case
 from tigon.ops.loss_head import linear_log_prob
 
@@ -80,6 +81,56 @@ def test_log_prob_of_large_products_at_odd_sizes(h):
 def _tensors(inputs) -> list[torch.Tensor]:
     values = (*inputs.args, *inputs.kwargs.values(), *(inputs.grad_outputs or ()))
     return [value for value in values if torch.is_tensor(value)]
+
+
+# Rows whose z is capped, or whose entropies are wanted beside a gradient or have one.
+_STAGED = {
+    "softcap": {"softcap": 9.0},
+    "softcap_frozen": {"softcap": 9.0, "logit_scale": 1.5, "temperature": 0.7, "grads": (0,)},
+    "entropy": {"entropy": True, "temperature": 0.8},
+    "softcap_entropy": {"softcap": 9.0, "entropy": True},
+    "fp32_logits": {"softcap": 9.0, "logit_dtype": torch.float32, "keep_mb": 0},
+    "entropy_fp32_logits": {"entropy": True, "logit_scale": 1.5, "logit_dtype": torch.float32},
+    "softcap_entropy_fp32_logits": {"softcap": 9.0, "entropy": True, "logit_dtype": torch.float32},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("v", [128, 5003, 16392, 32769, 50257, 100003, 256000, 262147])
+@pytest.mark.parametrize("name", _STAGED)
+def test_capped_rows_and_entropies(name, v, dtype):
+    options = {"lead": (37,), "H": 64, "V": v, "masked": 0.2} | _STAGED[name]
+    check_case(cases_of_log_prob, test_case(f"{name}_{v}", **options), "cuda", dtype)
+
+
+@pytest.mark.parametrize("v", [40, 16392, 50257, 100003, 256000])
+@pytest.mark.parametrize("softcap", [None, 9.0])
+def test_entropies_beside_a_gradient(softcap, v):
+    """Results of the pass that forms the gradient, and of the one without a gradient."""
+    hidden, weight, target = head_inputs(37, 16, v, dtype=torch.bfloat16, device="cuda", masked=0.2)
+    with torch.no_grad():  # logits that no product rounds
+        hidden.copy_(torch.randint(-3, 4, hidden.shape))
+        weight.copy_(torch.randint(-3, 4, weight.shape) / 8)
+    options = {"softcap": softcap, "outputs": ("loss", "entropy", "correct", "lse"), "reduction": "none"}
+    leaf = hidden.detach().clone().requires_grad_()
+    got = tigon.linear_cross_entropy(leaf, weight.detach(), target, **options)
+    with torch.no_grad():
+        alone = tigon.linear_cross_entropy(hidden, weight, target, **options)
+    z = (hidden.detach() @ weight.detach().T).double()
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    log_p = z.log_softmax(-1)
+    counts = target != -100
+    want = {
+        "loss": -log_p.gather(1, target.clamp(min=0)[:, None])[:, 0],
+        "entropy": -(log_p.exp() * log_p).sum(-1),
+        "lse": z.logsumexp(-1),
+    }
+    for result in (got, alone):
+        for name, value in want.items():
+            value = torch.where(counts, value, 0.0)
+            torch.testing.assert_close(getattr(result, name).double(), value, rtol=2e-6, atol=2e-6)
+        assert torch.equal(result.correct, counts & (z.argmax(-1) == target))
+    assert torch.autograd.grad(got.loss.sum(), leaf)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("module, case", _pairs("small"))

@@ -420,9 +420,9 @@ def test_correct_is_the_first_argmax_among_ties(classes, dtype, device):
     target[1::3] = torch.randint(0, classes, (20,), generator=draw).to(device)
     target[7] = -100
     want = (target == first) & (target != -100)
-    for scale, grad in itertools.product((1.0, 0.7), (False, True)):
+    for (scale, cap), grad in itertools.product(((1.0, None), (0.7, None), (1.0, 30.0)), (False, True)):
         leaf = hidden.clone().requires_grad_(grad)
-        options = {"logit_scale": scale, "reduction": "none", "outputs": ("loss", "correct")}
+        options = {"logit_scale": scale, "softcap": cap, "reduction": "none", "outputs": ("loss", "correct")}
         got = tigon.linear_cross_entropy(leaf, weight, target, **options)
         assert torch.equal(got.correct, want)
         if grad:

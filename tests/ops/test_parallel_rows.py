@@ -22,6 +22,9 @@ OPTIONS = {
     "plain": {},
     "rows": {"z_loss": 0.02, "class_weight": True},
     "general": {"label_smoothing": 0.1, "softcap": 6.0, "logit_scale": 1.2, "temperature": 0.8, "bias": True},
+    "capped": {"softcap": 6.0, "logit_scale": 1.2, "temperature": 0.8, "z_loss": 0.02, "class_weight": True},
+    "entropy": {"logit_scale": 1.2, "entropy": True},
+    "capped_entropy": {"softcap": 6.0, "class_weight": True, "entropy": True},
     "all": {"label_smoothing": 0.2, "z_loss": 0.01, "class_weight": True, "bias": True, "entropy": True},
 }
 

@@ -270,8 +270,8 @@ __device__ __forceinline__ void unpack(const uint4& words, float (&x)[AlignedRow
   }
 }
 
-// Elementwise maxima of packed words. A NaN may be lost here; the sums of exponentials propagate
-// it.
+// Elementwise maxima, minima of packed words. A NaN may be lost here; the sums of exponentials
+// propagate it.
 template <class T>
 __device__ __forceinline__ uint32_t max_words(uint32_t a, uint32_t b) {
   if constexpr (sizeof(T) == 4) {
@@ -288,6 +288,23 @@ __device__ __forceinline__ uint32_t max_words(uint32_t a, uint32_t b) {
 template <class T>
 __device__ __forceinline__ uint32_t max_words(const uint4& w) {
   return max_words<T>(max_words<T>(w.x, w.y), max_words<T>(w.z, w.w));
+}
+template <class T>
+__device__ __forceinline__ uint32_t min_words(uint32_t a, uint32_t b) {
+  if constexpr (sizeof(T) == 4) {
+    return __float_as_uint(fminf(__uint_as_float(a), __uint_as_float(b)));
+  } else if constexpr (std::is_same_v<T, __half>) {
+    __half2 r = __hmin2(reinterpret_cast<const __half2&>(a), reinterpret_cast<const __half2&>(b));
+    return reinterpret_cast<const uint32_t&>(r);
+  } else {
+    __nv_bfloat162 r =
+        __hmin2(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b));
+    return reinterpret_cast<const uint32_t&>(r);
+  }
+}
+template <class T>
+__device__ __forceinline__ uint32_t min_words(const uint4& w) {
+  return min_words<T>(min_words<T>(w.x, w.y), min_words<T>(w.z, w.w));
 }
 template <class T>
 __device__ __forceinline__ float max_of_word(uint32_t w) {

@@ -414,9 +414,15 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
   TIGON_CHECK(kOp, a.logits.cols <= kMostColumns, "logits must have at most ", kMostColumns,
               " columns on CUDA, got ", a.logits.cols);
   float gain = a.logit_scale / a.temperature, inner = a.softcap > 0.0f ? a.logit_scale : gain;
-  const bool with_options = a.bias || a.softcap != 0.0f || a.label_smoothing != 0.0f || a.entropy_scale ||
-                            (a.predicted && !a.only_label) || !(inner > 0.0f);
-  const bool general = with_options || inner != 1.0f || a.entropy || a.predicted;
+  // Of z in units of ln 2.
+  const SoftcapConstants cap =
+      a.softcap > 0.0f
+          ? softcap_constants(inner, a.softcap, 1.4426950408889634 * a.softcap / a.temperature)
+          : SoftcapConstants{};
+  const bool plain = !a.bias && a.label_smoothing == 0.0f && (!a.predicted || a.only_label) && inner > 0.0f &&
+                     (a.softcap == 0.0f || softcap_is_in_range(cap));
+  const bool general =
+      !plain || inner != 1.0f || a.softcap != 0.0f || a.entropy || a.entropy_scale || a.predicted;
   dispatch_float(kOp, "logits", a.logits.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     Params<T> p = {.logits = a.logits.row<T>(0),
@@ -453,10 +459,11 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
                    .top = a.softcap / a.temperature,
                    .gain = gain,
                    .label_smoothing = a.label_smoothing,
-                   .z_loss = a.z_loss};
+                   .z_loss = a.z_loss,
+                   .cap = cap};
     bool aligned = is_vectorizable(a.logits.data, a.logits.stride, a.logits.cols, sizeof(T));
     auto run = [&]<class D>(D*) {
-      if (!with_options && cross_entropy_plain<T, D>(ctx, p)) return;
+      if (plain && cross_entropy_plain<T, D>(ctx, p)) return;
       dispatch_bool(general, [&](auto g) { run_rows<decltype(g)::value, D>(ctx, p, aligned); });
     };
     DType out = a.dlogits.data != nullptr ? a.dlogits.dtype : a.logits.dtype;

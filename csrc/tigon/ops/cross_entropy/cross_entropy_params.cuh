@@ -3,6 +3,7 @@
 
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/vec.cuh"
+#include "tigon/base/softcap.h"
 #include "tigon/ops/cross_entropy/cross_entropy.h"
 
 namespace tigon::cuda {
@@ -41,6 +42,8 @@ struct CrossEntropyParams {
   // z = top * tanh(logit_scale * x / softcap), or logit_scale * x; dz/dx = gain * slope.
   float logit_scale, softcap, top, gain;
   float label_smoothing, z_loss;
+  // With a softcap, in units of ln 2.
+  SoftcapConstants cap;
 };
 
 namespace {
@@ -67,10 +70,13 @@ __device__ __forceinline__ float z_of(const CrossEntropyParams<T>& p, float x, i
 
 }  // namespace
 
-// Rows whose z is the logit times a positive number, without smoothing and the entropy's gradient;
-// predicted as with only_label. Returns false when no variant fits; nothing has been
-// launched then.
+// Rows without bias and smoothing, whose z rises with the logit; predicted as with only_label.
+// Returns false when no variant fits; nothing has been launched then.
 template <class T, class D>
 bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& p);
+// Of these, rows with a softcap (kCapped) or whose entropies are wanted beside a gradient or have
+// one of their own. Also false when no variant fits.
+template <class T, class D, bool kCapped>
+bool cross_entropy_staged(Context& ctx, const CrossEntropyParams<T>& p);
 
 }  // namespace tigon::cuda

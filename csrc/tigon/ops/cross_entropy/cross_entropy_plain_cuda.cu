@@ -95,11 +95,11 @@ __global__ __launch_bounds__(
   const int label_column = label - first;
   const ElementCoord own(peeled, label_column, threads);
   const bool edge_is_label = c >= 0 && c == label_column;
-  const float logit_scale = p.logit_scale;
-  const float z = label >= 0 ? widen(peeled.x[label_column]) * logit_scale : -INFINITY;
+  const Linear linear(p);
+  const float z = label >= 0 ? linear.z(widen(peeled.x[label_column])) : -INFINITY;
   float edge = c >= 0 ? widen(peeled.x[c]) : -INFINITY;
   // z is part of the maximum, so it has been read before any thread may overwrite it.
-  float m = fmaxf(fmaxf(edge, max_of<T>(q)) * logit_scale, z);
+  float m = fmaxf(linear.z(fmaxf(edge, max_of<T>(q))), z);
   if (edge_is_label) edge = -INFINITY;
 #pragma unroll
   for (int k = 0; k < kVecs; ++k)
@@ -111,18 +111,18 @@ __global__ __launch_bounds__(
     if (k == own.tile) smem_vec(k) = mask_element<T>(smem_vec(k), own.element);
     top = max_words<T>(top, max_words<T>(smem_vec(k)));
   });
-  if constexpr (kSmem) m = fmaxf(m, max_of_word<T>(top) * logit_scale);
-  float s = exp_of(edge, logit_scale, finite_max(m));
+  if constexpr (kSmem) m = fmaxf(m, linear.z(max_of_word<T>(top)));
+  float s = exp_of(linear, edge, finite_max(m));
 #pragma unroll
-  for (int k = 0; k < kVecs; ++k) s += sum_of<T>(q[k], logit_scale, finite_max(m));
-  for_smem_tiles([&](int k) { s += sum_of<T>(smem_vec(k), logit_scale, finite_max(m)); });
+  for (int k = 0; k < kVecs; ++k) s += sum_of<T>(q[k], linear, finite_max(m));
+  for_smem_tiles([&](int k) { s += sum_of<T>(smem_vec(k), linear, finite_max(m)); });
   if constexpr (kCluster) {
     // All CTAs have started. The loop above leaves a warp diverged.
     __syncwarp();
     cluster_wait();
   }
   const Sums<T> a = all_reduce_row<0, kCluster>(Sums<T>{m, s}, storage, 0);
-  const Gradient g = finish(p, r, label, a, z, scale, tid == 0 && rank == 0);
+  const Gradient g = finish(p, r, label, a, {z, z - a.m}, scale, tid == 0 && rank == 0);
   if (p.predicted != nullptr)
     write_predicted<kCluster>(p, r, label, a, z, ties, tid == 0 && rank == 0, [&] {
       float top = c < label_column ? edge : -INFINITY;
@@ -133,36 +133,35 @@ __global__ __launch_bounds__(
 #pragma unroll
       for (int k = 0; k < kVecs; ++k) look(k, q[k]);
       for_smem_tiles([&](int k) { look(k, smem_vec(k)); });
-      return top * logit_scale;
+      return linear.z(top);
     });
   if (p.dlogits == nullptr) return;
   if (label == kIgnored) return clear(out, n);
-  if (c >= 0) out[c] = narrow<D>(g.of(edge));
+  const LinearGradient gradient{linear, g.m, g.each};
+  if (c >= 0) out[c] = narrow<D>(gradient(edge));
   D* to = out + peeled.head + N * tid;
-  [[maybe_unused]] const bool aligned = reinterpret_cast<uintptr_t>(to) % 16 == 0;
+  const bool aligned = reinterpret_cast<uintptr_t>(to) % 16 == 0;
   auto put = [&](int k, const uint4& words) {
-    if constexpr (std::is_same_v<T, D>)
-      store_words(to + k * threads * N, gradient_of<T>(words, g), aligned);
-    else
-      store_narrow(to + k * threads * N, words, g);
+    store_words<T>(to + k * threads * N, gradient_of<T, D>(words, gradient), aligned);
   };
 #pragma unroll
   for (int k = 0; k < kVecs; ++k)
     if (has(k)) put(k, q[k]);
   for_smem_tiles([&](int k) { put(k, smem_vec(k)); });
   // The thread that has stored the label's neighbours stores the label's column.
-  if (edge_is_label || own.tile >= 0) out[label_column] = narrow<D>(g.of_label(z));
+  if (edge_is_label || own.tile >= 0) out[label_column] = narrow<D>(g.of_label());
 }
 
 // kMore: entropies, or whether the label is the first argmax.
-template <class T, bool kMore>
+template <class T, bool kMore, class Z>
 __global__ __launch_bounds__(kSweepThreads,
                              kSweepBlocks) void sweep_kernel(const __grid_constant__ Params<T> p) {
-  using Statistics = std::conditional_t<kMore, EntropySums, Sums<T>>;
+  static_assert(kMore || !Z::kCapped);
+  using Statistics = std::conditional_t<kMore, EntropySums<Z>, Sums<T>>;
   __shared__ ReduceStorage<Statistics> storage;
   TieStorage<false> ties;
   const int tid = int(threadIdx.x);
-  const float logit_scale = p.logit_scale;
+  const Z of(p);
   int phase = 0;
   for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
     const int label = label_of(p, p.target[r]);
@@ -171,16 +170,20 @@ __global__ __launch_bounds__(kSweepThreads,
       continue;
     }
     const PeeledRow<const T> peeled(p.logits + r * p.stride, p.cols);
-    const float z = label >= 0 ? widen(peeled.x[label]) * logit_scale : -INFINITY;
+    const float y = label >= 0 ? widen(peeled.x[label]) : -INFINITY;
     const int c = peeled.edge_column(p.cols);
     const ElementCoord own(peeled, label, kSweepThreads);
     float edge = c >= 0 ? widen(peeled.x[c]) : -INFINITY;
+    // The logit of the maximum.
+    float x_max = fmaxf(edge, y);
     Statistics a = Statistics::identity();
-    a.m = fmaxf(edge * logit_scale, z);
-    if (c >= 0 && c == label) edge = -INFINITY;
+    a.m = of.z(x_max);
+    const bool counts = c >= 0 && c != label;
+    if (!counts) edge = -INFINITY;
     float earlier = c < label ? edge : -INFINITY;
-    a.s = exp_of(edge, logit_scale, finite_max(a.m));
-    if constexpr (kMore) a.heat = a.s * fmaxf(fma(edge, logit_scale, -finite_max(a.m)), -1e30f);
+    const float below = of.template z_minus<false>(edge, Z::reference(a.m));
+    a.s = counts ? exp_of_distance<Z>(below) : 0.0f;
+    if constexpr (kMore) a.heat = a.s * Z::finite(below);
     for (int base = 0; base < peeled.vecs; base += kSweepThreads * kSweepVecs) {
       uint4 q[kSweepVecs];
 #pragma unroll
@@ -190,7 +193,7 @@ __global__ __launch_bounds__(kSweepThreads,
       }
 #pragma unroll
       for (int k = 0; k < kSweepVecs; ++k)
-        if (base / kSweepThreads + k == own.tile) q[k] = mask_element<T>(q[k], own.element);
+        if (!Z::kCapped && base / kSweepThreads + k == own.tile) q[k] = mask_element<T>(q[k], own.element);
       if (kMore && base <= own.vecs_before)
 #pragma unroll
         for (int k = 0; k < kSweepVecs; ++k) {
@@ -200,31 +203,43 @@ __global__ __launch_bounds__(kSweepThreads,
                                                    : -INFINITY;
           earlier = fmaxf(earlier, top);
         }
-      const float top = max_of<T>(q) * logit_scale;
-      if (top > a.m) {
+      const float top = max_of<T>(q);
+      if (Z::kCapped ? top > x_max : of.z(top) > a.m) {
+        x_max = top;
+        const float m = of.z(top);
         if constexpr (kMore)
-          a.rescale(top);
+          a.rescale(m);
         else
-          a.s *= exp_of(a.m, top), a.m = top;
+          a.s *= exp2_approx((a.m - m) * kLog2e), a.m = m;
       }
-      const float from = finite_max(a.m);
+      const float from = Z::reference(a.m);
 #pragma unroll
       for (int k = 0; k < kSweepVecs; ++k) {
-        if constexpr (kMore)
-          a.s += sum_of<T>(q[k], logit_scale, from, &a.heat);
-        else
-          a.s += sum_of<T>(q[k], logit_scale, from);
+        if constexpr (Z::kCapped) {
+          const int i = base + k * kSweepThreads + tid, tile = base / kSweepThreads + k;
+          if (tile != own.tile && of.template is_near<T>(max_words<T>(q[k]), min_words<T>(q[k])))
+            a.s += sum_of<T>(q[k], of, from, &a.heat);
+          else if (i < peeled.vecs)
+            a.s += sum_of_any<T>(q[k], of, from, tile == own.tile ? own.element : -1, a.heat);
+        } else if constexpr (kMore) {
+          a.s += sum_of<T>(q[k], of, from, &a.heat);
+        } else {
+          a.s += sum_of<T>(q[k], of, from);
+        }
       }
     }
     a = all_reduce_row<0, false>(a, storage, phase++);
+    const float z = label >= 0 ? of.z(y) : -INFINITY;
     if (kMore && p.predicted != nullptr)
       write_predicted<false>(p, r, label, Sums<T>{a.m, a.s}, z, ties, tid == 0,
-                             [&] { return earlier * logit_scale; });
+                             [&] { return label > 0 ? of.z(earlier) : -INFINITY; });
     if (tid != 0) continue;
+    const Sums<T> sums{a.m * Z::kUnit, a.s};
+    const LabelZ of_label{z * Z::kUnit, of.template z_minus<false>(y, a.m) * Z::kUnit};
     if constexpr (kMore)
-      finish(p, r, label, Sums<T>{a.m, a.s}, z, 1.0f, true, a.heat);
+      finish(p, r, label, sums, of_label, 1.0f, true, a.heat * Z::kUnit);
     else
-      finish(p, r, label, a, z, 1.0f, true);
+      finish(p, r, label, sums, of_label, 1.0f, true);
   }
 }
 
@@ -293,11 +308,11 @@ bool launch_cluster(Context& ctx, const Params<T>& p) {
   return blocks <= kMostBlocks && launch_smem<T, D, kThreads, true>(ctx, p, int(blocks));
 }
 
-template <class T, bool kMore>
+template <class T, bool kMore, class Z = Linear>
 void launch_sweep(Context& ctx, const Params<T>& p) {
   static OncePerDevice prepared;
-  auto kernel = &sweep_kernel<T, kMore>;
-  prepared.run(kOp, [&] { prefer_l1(kernel, kSweepBlocks, int(sizeof(ReduceStorage<EntropySums>))); });
+  auto kernel = &sweep_kernel<T, kMore, Z>;
+  prepared.run(kOp, [&] { prefer_l1(kernel, kSweepBlocks, int(sizeof(ReduceStorage<EntropySums<Z>>))); });
   int64_t blocks = std::min<int64_t>(p.rows, int64_t(device_facts().sms) * kSweepBlocks);
   launch(kOp, ctx, kernel, {.blocks = blocks, .threads = kSweepThreads}, p);
 }
@@ -309,8 +324,17 @@ bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& all) {
   if (all.rows == 0) return true;
   CrossEntropyParams<T> p = all;
   const int64_t vecs = ceil_div(p.cols, 16 / int64_t(sizeof(T)));
-  auto fits = [&](int threads) { return vecs <= int64_t(kVecsPerThread) * threads; };
-  if (p.entropy != nullptr || (p.dlogits == nullptr && !fits(256))) {
+  const bool is_short = vecs <= int64_t(kVecsPerThread) * 256;
+  if (p.softcap != 0.0f) {
+    if (p.dlogits != nullptr || is_short) return cross_entropy_staged<T, D, true>(ctx, p);
+    launch_sweep<T, true, Capped>(ctx, p);
+    return true;
+  }
+  if (p.dlogits != nullptr && (p.entropy != nullptr || p.entropy_scale != nullptr)) {
+    if (cross_entropy_staged<T, D, false>(ctx, p)) return true;
+    if (p.entropy_scale != nullptr) return false;
+  }
+  if (p.entropy != nullptr || (p.dlogits == nullptr && !is_short)) {
     const bool more = p.entropy != nullptr || p.predicted != nullptr;
     more ? launch_sweep<T, true>(ctx, p) : launch_sweep<T, false>(ctx, p);
     if (p.dlogits == nullptr) return true;

@@ -1,4 +1,4 @@
-// The pieces of the kernels for cross_entropy's rows without options: loads, statistics, results of a row, gradient.
+// The pieces of the kernels for cross_entropy's rows without bias and smoothing: loads, z, statistics, results of a row, gradient.
 #pragma once
 
 #include <type_traits>
@@ -12,8 +12,79 @@
 namespace tigon::cuda {
 namespace {
 
+#include "tigon/base/softcap_polynomial.inc"
+
 template <class T>
 using Params = CrossEntropyParams<T>;
+
+// How z follows from a logit: z in units of kUnit, e^z as a power of 2. kNear: the logit is of a
+// vector that is_near() holds for.
+struct Linear {
+  static constexpr bool kCapped = false;
+  static constexpr float kUnit = 1.0f, kToLog2 = kLog2e;
+  float scale;
+  template <class T>
+  __device__ __forceinline__ explicit Linear(const Params<T>& p) : scale(p.logit_scale) {}
+  __device__ __forceinline__ float z(float x) const { return x * scale; }
+  // z - m, z rounded nowhere.
+  template <bool kNear>
+  __device__ __forceinline__ float z_minus(float x, float m) const {
+    return fma(x, scale, -m);
+  }
+  // factor * dz/dx, with dz/dx as a multiple of Params::gain.
+  template <bool kNear = false>
+  __device__ __forceinline__ float times_slope(float, float factor) const {
+    return factor;
+  }
+  // Of words that have the elementwise maxima and minima of some vectors.
+  template <class T>
+  __device__ __forceinline__ bool is_near(uint32_t, uint32_t) const {
+    return true;
+  }
+  // What z is subtracted from: a maximum of -inf would give NaN.
+  __device__ __forceinline__ static float reference(float m) { return finite_max(m); }
+  // z - m as a factor of e^(z - m): e is 0 where it is -inf.
+  __device__ __forceinline__ static float finite(float d) { return fmaxf(d, -1e30f); }
+};
+__device__ __forceinline__ __half2 round_down_twice(float x, __half) {
+  return __half2half2(__float2half_rd(x));
+}
+__device__ __forceinline__ __nv_bfloat162 round_down_twice(float x, __nv_bfloat16) {
+  return __bfloat162bfloat162(__float2bfloat16_rd(x));
+}
+struct Capped {
+  static constexpr bool kCapped = true;
+  static constexpr float kUnit = 0.693147181f, kToLog2 = 1.0f;
+  const SoftcapConstants& cap;
+  template <class T>
+  __device__ __forceinline__ explicit Capped(const Params<T>& p) : cap(p.cap) {}
+  __device__ __forceinline__ float z(float x) const { return softcap_z(x, cap); }
+  template <bool kNear>
+  __device__ __forceinline__ float z_minus(float x, float m) const {
+    return softcap_z_minus<kNear>(x, m, cap);
+  }
+  template <bool kNear = false>
+  __device__ __forceinline__ float times_slope(float x, float factor) const {
+    return softcap_times_slope<kNear>(x, factor, cap);
+  }
+  // Whether the polynomial holds for all elements. NaN may count as near: it goes through.
+  template <class T>
+  __device__ __forceinline__ bool is_near(uint32_t top, uint32_t bottom) const {
+    if constexpr (sizeof(T) == 4) {
+      return fmaxf(__uint_as_float(top), -__uint_as_float(bottom)) <= cap.limit;
+    } else {
+      using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+      const Pair most = __hmax2(reinterpret_cast<const Pair&>(top), __hneg2(reinterpret_cast<const Pair&>(bottom)));
+      return __hble2(most, round_down_twice(cap.limit, T{}));
+    }
+  }
+  __device__ __forceinline__ static float reference(float m) { return m; }
+  __device__ __forceinline__ static float finite(float d) { return d; }
+};
+template <class Z>
+__device__ __forceinline__ float exp_of_distance(float d) {
+  return exp2_approx(d * Z::kToLog2);
+}
 
 // The label of a row is its column or one of: the row is not read and gets zeros; it is read for
 // its lse; it is out of range; it is a column of another shard.
@@ -45,10 +116,10 @@ __device__ __forceinline__ float max_of(const uint4 (&q)[K]) {
   return max_of_word<T>(t);
 }
 
-__device__ __forceinline__ float exp_of(float z, float m) { return exp2_approx((z - m) * kLog2e); }
-// Of a logit x: its z is x * scale, rounded nowhere.
-__device__ __forceinline__ float exp_of(float x, float scale, float m) {
-  return exp2_approx(fma(x, scale, -m) * kLog2e);
+// e^(z - m) of a logit.
+template <bool kNear = false, class Z>
+__device__ __forceinline__ float exp_of(const Z& z, float x, float m) {
+  return exp_of_distance<Z>(z.template z_minus<kNear>(x, m));
 }
 
 // A vector with -inf in one element.
@@ -61,6 +132,21 @@ __device__ __forceinline__ uint4 mask_element(const uint4& q, int element) {
                     __byte_perm(q.y, none, word == 1 ? bytes : 0x3210u),
                     __byte_perm(q.z, none, word == 2 ? bytes : 0x3210u),
                     __byte_perm(q.w, none, word == 3 ? bytes : 0x3210u));
+}
+
+// Calls fn(j, x_j, x_(j+1)) for the pairs of elements of a vector, in a loop.
+template <class T, class Fn>
+__device__ __forceinline__ void for_pairs(uint4 words, Fn&& fn) {
+#pragma unroll 1
+  for (int j = 0; j < AlignedRow<T>::N; j += 2) {
+    if constexpr (sizeof(T) == 4) {
+      fn(j, __uint_as_float(words.x), __uint_as_float(words.y));
+      words.x = words.z, words.y = words.w;
+    } else {
+      fn(j, low(words.x, T{}), high(words.x, T{}));
+      words.x = words.y, words.y = words.z, words.z = words.w;
+    }
+  }
 }
 
 // The position of a column, if this thread holds it: the tile, of every `threads`-th vector, or -1;
@@ -76,17 +162,18 @@ struct ElementCoord {
   }
 };
 
-// The sum of e^(z - m) of a vector; to `heat`, if there, it adds the sum of e^(z - m) (z - m).
-template <class T>
-__device__ __forceinline__ float sum_of(const uint4& words, float scale, float m, float* heat = nullptr) {
+// The sum of e^(z - m) of a vector whose logits are near; to `heat`, if there, it adds the sum of
+// e^(z - m) (z - m).
+template <class T, class Z>
+__device__ __forceinline__ float sum_of(const uint4& words, const Z& z, float m, float* heat = nullptr) {
   constexpr int N = AlignedRow<T>::N;
   float e[N];
   unpack<T>(words, e);
 #pragma unroll
   for (int j = 0; j < N; ++j) {
-    const float d = fma(e[j], scale, -m);
-    e[j] = exp2_approx(d * kLog2e);
-    if (heat != nullptr) *heat = fma(e[j], fmaxf(d, -1e30f), *heat);  // a class at -inf adds nothing
+    const float d = z.template z_minus<true>(e[j], m);
+    e[j] = exp_of_distance<Z>(d);
+    if (heat != nullptr) *heat = fma(e[j], Z::finite(d), *heat);
   }
 #pragma unroll
   for (int step = N / 2; step > 0; step /= 2)
@@ -95,16 +182,31 @@ __device__ __forceinline__ float sum_of(const uint4& words, float scale, float m
   return e[0];
 }
 
+// The same of any logits, without element `skipped`, in a loop of few instructions.
+template <class T, class Z>
+__device__ __forceinline__ float sum_of_any(uint4 words, const Z& z, float m, int skipped, float& heat) {
+  float s = 0.0f;
+  for_pairs<T>(words, [&](int j, float a, float b) {
+    const float da = z.template z_minus<false>(a, m), db = z.template z_minus<false>(b, m);
+    const float ea = j == skipped ? 0.0f : exp_of_distance<Z>(da);
+    const float eb = j + 1 == skipped ? 0.0f : exp_of_distance<Z>(db);
+    heat = fma(ea, Z::finite(da), fma(eb, Z::finite(db), heat));
+    s += ea + eb;
+  });
+  return s;
+}
+
 // Statistics of a part of a row. The sum leaves out the label's column, which is added at the end
 // so that p - 1 and log p are accurate where the label has nearly all probability.
 template <class T>
 using Sums = OnlineSoftmax<T>;
-// And the sum of e^(z - m) (z - m).
+// And the sum of e^(z - m) (z - m); both in units of Z.
+template <class Z>
 struct alignas(16) EntropySums {
   float m, s, heat, unused;
   __device__ static EntropySums identity() { return {-INFINITY, 0.0f, 0.0f, 0.0f}; }
   __device__ __forceinline__ void rescale(float top) {  // top > m
-    const float d = m - top, f = exp2_approx(d * kLog2e);
+    const float d = m - top, f = exp_of_distance<Z>(d);
     heat = f * fma(fmaxf(d, -1e30f), s, heat);
     s *= f, m = top;
   }
@@ -121,45 +223,55 @@ struct alignas(16) EntropySums {
   }
 };
 
-// The gradient of a row: e * each; in the label's column (z_loss_slope * e - weight * others) *
-// share.
+// The gradient of a row: e * each; in the label's column (z_loss_slope * own - weight * others) *
+// share, with own its e. With entropies' gradients, besides: e * (tilt * (z - m) + lift).
 struct Gradient {
-  float m, each, others, weight, z_loss_slope, share, logit_scale;
-  __device__ __forceinline__ float of(float x) const { return exp_of(x, logit_scale, m) * each; }
-  __device__ __forceinline__ float of_label(float z) const {
-    return fma(z_loss_slope, exp_of(z, m), -weight * others) * share;
+  float m, each, others, weight, z_loss_slope, share, own, tilt, lift;
+  __device__ __forceinline__ float of_label() const {
+    return fma(z_loss_slope, own, -weight * others) * share;
   }
 };
+// The gradient of logits that are z over a scale, e * each.
+struct LinearGradient {
+  Linear z;
+  float m, each;
+  __device__ __forceinline__ float operator()(float x) const { return exp_of(z, x, m) * each; }
+};
 
-// Writes the results of a row (one thread) and returns its gradient. `z`: the label's, in every
-// thread.
-template <class T>
-__device__ __forceinline__ Gradient finish(const Params<T>& p, int64_t row, int label, Sums<T> a, float z,
+// The z of a row's label, and its difference to the maximum.
+struct LabelZ {
+  float z, below;
+};
+
+// Writes the results of a row (one thread) and returns its gradient. `y`: the label's z, in every
+// thread; `heat`: of the other columns.
+template <bool kEntropy = false, class T>
+__device__ __forceinline__ Gradient finish(const Params<T>& p, int64_t row, int label, Sums<T> a, LabelZ y,
                                            float scale, bool writes, float heat = 0.0f) {
-  Gradient g{a.m, 0.0f, a.s, 1.0f, 0.0f, 0.0f, p.logit_scale};
-  const float own = label >= 0 ? exp_of(z, a.m) : 0.0f, s = label >= 0 ? a.s + own : a.s;
+  const float own = label >= 0 ? exp2_approx(y.below * kLog2e) : 0.0f, s = label >= 0 ? a.s + own : a.s;
+  Gradient g{a.m, 0.0f, a.s, 1.0f, 0.0f, 0.0f, own, 0.0f, 0.0f};
   scale *= p.gain;
   if (p.class_weight != nullptr && label >= 0) g.weight = __ldg(p.class_weight + label);
   if (p.class_weight != nullptr && label == kElsewhere)
     g.weight = __ldg(p.class_weight + (p.target[row] - p.first_class));
   const float log_share = p.log_share != nullptr ? p.log_share[row] : 0.0f;
-  if (writes || p.z_loss != 0.0f) {
-    float log_s = logf(s), lse = a.m + log_s;
+  if ((kEntropy || (writes && p.entropy)) && label >= 0) heat = fma(own, fmaxf(y.below, -1e30f), heat);
+  float log_s = 0.0f;
+  if (writes || p.z_loss != 0.0f || kEntropy) {
+    log_s = logf(s);
+    const float lse = a.m + log_s;
     if (p.z_loss != 0.0f) g.z_loss_slope = 2.0f * p.z_loss * (lse - log_share);
     if (writes) {
-      const bool leads = label >= 0 && z == a.m && fabsf(z) < INFINITY;
-      const float neg_log_prob = leads ? log1pf(a.s) : (a.m - z) + log_s;  // -log p
+      const bool leads = label >= 0 && y.z == a.m && fabsf(y.z) < INFINITY;
+      const float neg_log_prob = leads ? log1pf(a.s) : log_s - y.below;  // -log p
       float loss = g.weight * neg_log_prob;
       if (p.z_loss != 0.0f) loss += p.z_loss * lse * lse;
       bool ignored = label == kIgnored, bad = label == kOutOfRange, elsewhere = label == kElsewhere;
       if (p.loss) p.loss[row] = ignored || elsewhere ? 0.0f : bad ? NAN : loss;
-      if (p.target_logit) p.target_logit[row] = ignored || elsewhere ? 0.0f : bad ? NAN : z;
+      if (p.target_logit) p.target_logit[row] = ignored || elsewhere ? 0.0f : bad ? NAN : y.z;
       if (p.log_prob) p.log_prob[row] = ignored ? 0.0f : bad ? NAN : elsewhere ? -INFINITY : -neg_log_prob;
       if (p.lse) p.lse[row] = lse;
-      if (p.entropy) {
-        if (label >= 0) heat = fma(own, fmaxf(z - a.m, -1e30f), heat);
-        p.entropy[row] = log_s - heat / s;
-      }
+      if (p.entropy) p.entropy[row] = log_s - heat / s;
       if (p.row_max) p.row_max[row] = a.m;
       if (p.log_sum)
         p.log_sum[row] = leads ? log1pf(a.s) : a.m == -INFINITY && a.s == 0.0f ? -INFINITY : log_s;
@@ -167,12 +279,20 @@ __device__ __forceinline__ Gradient finish(const Params<T>& p, int64_t row, int 
   }
   g.share = (label == kOutOfRange ? NAN : scale) / s;
   g.each = (g.weight + g.z_loss_slope) * g.share;
+  if (kEntropy && p.entropy_scale != nullptr) {
+    g.tilt = -p.entropy_scale[row] * p.gain / s;
+    g.lift = -g.tilt * (heat / s);
+  }
   if (p.log_share != nullptr) {  // p = e / s * part
     const float part = expf(log_share);
     g.each *= part, g.z_loss_slope *= part;
     g.others = a.s * part - s * expm1f(log_share);  // s (1 - p) of the label
-    if (log_share == -INFINITY) {                   // every class here is at -inf: p = 0
-      g.m = g.z_loss_slope = 0.0f, g.others = 1.0f;
+    if (kEntropy && p.entropy_scale != nullptr) {
+      g.tilt *= part;
+      g.lift = g.tilt * (p.all_entropy[row] - log_s + log_share);
+    }
+    if (log_share == -INFINITY) {  // every class here is at -inf: p = 0
+      g.m = g.z_loss_slope = g.own = g.tilt = g.lift = 0.0f, g.others = 1.0f;
       g.share = label == kOutOfRange ? NAN : scale, g.each = 0.0f * g.share;
     }
   }
@@ -198,7 +318,8 @@ template <>
 struct TieStorage<true> : ReduceStorage<SumArray<1>> {};
 
 // One thread writes the label, where it is the first argmax, or another class. `earlier()`: the largest z
-// before the label's that this thread has. All threads of the row call it, with the same label, z and a.
+// before the label's that this thread has. All threads of the row call it, with the same label, z and a;
+// z and a.m may be in any unit.
 template <bool kCluster, class T, class Earlier>
 __device__ __forceinline__ void write_predicted(const Params<T>& p, int64_t row, int label, Sums<T> a,
                                                 float z, TieStorage<kCluster>& storage, bool writes,
@@ -234,43 +355,41 @@ __device__ __forceinline__ uint32_t narrow_two(float a, float b) {
   }
 }
 
-// Stores the gradient of a vector of f32 logits in 16 bits, aligned or not.
+// Two results in storage.
 template <class D>
-__device__ __forceinline__ void store_narrow(D* to, const uint4& words, const Gradient& g) {
-  float v[4];
-  unpack<float>(words, v);
-#pragma unroll
-  for (int j = 0; j < 4; ++j) v[j] = g.of(v[j]);
-  uint2 r = make_uint2(narrow_two<D>(v[0], v[1]), narrow_two<D>(v[2], v[3]));
-  if (reinterpret_cast<uintptr_t>(to) % 8 == 0) {
-    *reinterpret_cast<uint2*>(to) = r;
-  } else {
-    auto* elements = reinterpret_cast<uint16_t*>(to);
-    elements[0] = uint16_t(r.x), elements[1] = uint16_t(r.x >> 16);
-    elements[2] = uint16_t(r.y), elements[3] = uint16_t(r.y >> 16);
-  }
+__device__ __forceinline__ void shift_in(uint4& words, float a, float b) {
+  if constexpr (sizeof(D) == 4)
+    words = make_uint4(words.z, words.w, __float_as_uint(a), __float_as_uint(b));
+  else
+    words = make_uint4(words.y, words.z, words.w, narrow_two<D>(a, b));
 }
-
-// The gradient of a vector without the label's column.
-template <class T>
-__device__ __forceinline__ uint4 gradient_of(const uint4& words, const Gradient& g) {
+// The gradient of a vector but for the label's column, which gets what would be another's; results
+// of f32 logits in 16 bits are the last two words.
+template <class T, class D, class Fn>
+__device__ __forceinline__ uint4 gradient_of(const uint4& words, const Fn& of) {
   constexpr int N = AlignedRow<T>::N;
   float v[N];
   unpack<T>(words, v);
+  uint4 r = {};
 #pragma unroll
-  for (int j = 0; j < N; ++j) v[j] = g.of(v[j]);
-  if constexpr (sizeof(T) == 4)
-    return make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
-                      __float_as_uint(v[3]));
-  else
-    return make_uint4(narrow_two<T>(v[0], v[1]), narrow_two<T>(v[2], v[3]), narrow_two<T>(v[4], v[5]),
-                      narrow_two<T>(v[6], v[7]));
+  for (int j = 0; j < N; ++j) v[j] = of(v[j]);
+#pragma unroll
+  for (int j = 0; j < N; j += 2) shift_in<D>(r, v[j], v[j + 1]);
+  return r;
 }
 
-// Stores 16 bytes, aligned or not.
-template <class T>
-__device__ __forceinline__ void store_words(T* to, const uint4& words, bool aligned) {
-  if (aligned) {
+// Stores gradient_of() a vector of T, aligned (to 16 bytes, where D is T) or not.
+template <class T, class D>
+__device__ __forceinline__ void store_words(D* to, const uint4& words, bool aligned) {
+  if constexpr (sizeof(D) < sizeof(T)) {
+    if (reinterpret_cast<uintptr_t>(to) % 8 == 0) {
+      *reinterpret_cast<uint2*>(to) = make_uint2(words.z, words.w);
+    } else {
+      auto* elements = reinterpret_cast<uint16_t*>(to);
+      elements[0] = uint16_t(words.z), elements[1] = uint16_t(words.z >> 16);
+      elements[2] = uint16_t(words.w), elements[3] = uint16_t(words.w >> 16);
+    }
+  } else if (aligned) {
     store_v4(to, reinterpret_cast<const Vec<T, AlignedRow<T>::N>&>(words));
   } else {
     const uint32_t w[4] = {words.x, words.y, words.z, words.w};

@@ -1,0 +1,54 @@
+// Constants of the softcap by a polynomial (softcap_math.inc) for one cap.
+#pragma once
+
+#include <cmath>
+
+namespace tigon {
+
+// Of z = top * tanh(u), u = scale * x / cap.
+struct SoftcapConstants {
+  static constexpr int kTerms = 7;
+  // z = x * (factor[0] + factor[1] x^2 + ...) where |x| <= limit, which is |u| <= 1.
+  float factor[kTerms];
+  float limit;
+  // 2^(double_log2e * |x|) = e^(2 |u|).
+  float double_log2e;
+  float top;
+  // 1 / top^2
+  float inv_top_squared;
+};
+
+// tanh(u) / u = 1 + sum_i kSoftcapTerms[i] u^(2 i) with a relative error of 5.6e-8 for |u| <= 1: minimax, exact at 0.
+constexpr double kSoftcapTerms[SoftcapConstants::kTerms] = {
+    1.0,
+    -0.33332986787405917,
+    0.13326408940340483,
+    -0.053498709886384015,
+    0.020359763344214027,
+    -0.0062593427406951924,
+    0.0010582657698593185};
+
+inline SoftcapConstants softcap_constants(double scale, double cap, double top) {
+  constexpr double kLog2e = 1.4426950408889634;
+  const double r = scale / cap;
+  SoftcapConstants c = {};
+  double power = top * r;
+  for (int i = 0; i < SoftcapConstants::kTerms; ++i, power *= r * r)
+    c.factor[i] = float(kSoftcapTerms[i] * power);
+  c.limit = float(1.0 / r);
+  c.double_log2e = float(2.0 * kLog2e * r);
+  c.top = float(top);
+  c.inv_top_squared = float(1.0 / (top * top));
+  return c;
+}
+
+// Whether floats hold the constants: cap / scale from about 0.002 to 1000.
+inline bool softcap_is_in_range(const SoftcapConstants& c) {
+  constexpr double kLeast = 1e-40, kMost = 1e35;  // the last factor's error is that of a subnormal number
+  for (float f : {c.factor[0], c.factor[SoftcapConstants::kTerms - 1], c.limit, c.double_log2e, c.top,
+                  c.inv_top_squared})
+    if (!(std::abs(double(f)) >= kLeast && std::abs(double(f)) <= kMost)) return false;
+  return true;
+}
+
+}  // namespace tigon

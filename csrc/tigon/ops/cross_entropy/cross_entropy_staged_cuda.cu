@@ -1,0 +1,224 @@
+// CUDA backend of cross_entropy for rows with a softcap, and for entropies beside a gradient or with
+// one of their own: a row waits in shared memory until its sums are known. Neither bias nor smoothing.
+//
+// Bytes per element (b = element size): 2b with the gradient, b without.
+//
+// A CTA, or a cluster of up to 16 (sm_90), copies a row to shared memory, every thread the vectors
+// that it uses, and takes one row: while one CTA of an SM waits for memory, another computes. Two fit
+// an SM. z is found anew for the sum and for the gradient, by the polynomial where all of a vector's
+// logits are near (softcap.h). Other vectors, and that of the label, take a loop over their elements.
+#include <algorithm>
+#include <type_traits>
+
+#include "tigon/base/cuda/launch.cuh"
+#include "tigon/ops/cross_entropy/cross_entropy_plain_rows.cuh"
+
+namespace tigon::cuda {
+namespace {
+
+constexpr const char* kOp = "cross_entropy";
+// Of a CTA; vectors of a thread, until there are that many threads.
+constexpr int kThreads = 512, kVecsPerThread = 8;
+
+// The gradient of logits: slope * e * (each + lift + tilt * (z - m)).
+template <class Z, bool kEntropy>
+struct StagedGradient {
+  Z z;
+  float m, each, tilt;
+  template <bool kNear>
+  __device__ __forceinline__ float of(float x) const {
+    const float d = z.template z_minus<kNear>(x, m), e = exp_of_distance<Z>(d);
+    // Below -1e30 e is 0: classes at -inf add nothing.
+    const float factor = kEntropy ? fma(tilt, Z::finite(d), each) : each;
+    return e * z.template times_slope<kNear>(x, factor);
+  }
+};
+
+template <class T, class D, class Gradient>
+__device__ __forceinline__ uint4 gradient_of_any(const uint4& words, const Gradient& gradient) {
+  uint4 r = {};
+  for_pairs<T>(words, [&](int, float a, float b) {
+    shift_in<D>(r, gradient.template of<false>(a), gradient.template of<false>(b));
+  });
+  return r;
+}
+
+// As in register_kernel, the reduction orders all reads of a row before all writes to it, and all
+// CTAs of a cluster reach its barriers or none does.
+template <class T, class D, class Z>
+__global__ __launch_bounds__(kThreads, 2) void staged_kernel(const __grid_constant__ Params<T> p,
+                                                             int64_t first_row) {
+  constexpr int N = AlignedRow<T>::N;
+  extern __shared__ uint4 vecs[];
+  __shared__ ReduceStorage<EntropySums<Z>> storage;
+  __shared__ TieStorage<true> ties;
+  const int tid = int(threadIdx.x), threads = int(blockDim.x);
+  const unsigned blocks = cluster_size(), rank = cluster_rank();
+  const int64_t r = first_row + blockIdx.x / blocks;
+  // The CTA's columns of the row: [first, first + n).
+  const int first = int(rank) * p.slice, n = min(p.slice, p.cols - first);
+  D* out = static_cast<D*>(p.dlogits) + r * p.dlogits_stride + first;
+  const int label = label_of(p, p.target[r]);
+  const bool writes = tid == 0 && rank == 0;
+  if (label == kSkipped) {
+    if (p.dlogits != nullptr) clear(out, n);
+    if (writes) finish_skipped(p, r);
+    return;
+  }
+  if (blocks > 1) {
+    storage.init(), ties.init();
+    cluster_arrive();
+  }
+  const PeeledRow<const T> peeled(p.logits + r * p.stride + first, n);
+  // Calls fn(i, is_slow) for the thread's vectors.
+  auto for_vecs = [&](uint32_t slow, auto&& fn) {
+#pragma unroll 1
+    for (int i = tid; i < peeled.vecs; i += threads, slow >>= 1) fn(i, (slow & 1) != 0);
+  };
+  for_vecs(0, [&](int i, bool) { cp_async(&vecs[i], peeled.vec(i)); });
+  cp_async_commit_group();
+  // Requested before it is needed.
+  const float scale = p.scale != nullptr ? p.scale[r * p.scale_step] : 1.0f;
+  const int c = peeled.edge_column(n);
+  // The label's column of the part; it is outside of all parts but one, or of all.
+  const int label_column = label - first;
+  const ElementCoord own(peeled, label_column, threads);
+  const bool edge_is_label = c >= 0 && c == label_column;
+  const Z of(p);
+  const float y = label >= 0 ? widen(peeled.x[label_column]) : -INFINITY;
+  const float edge = c >= 0 ? widen(peeled.x[c]) : -INFINITY;
+  uint32_t top = kMinusInf<T>;
+  // Bit k: the thread's vector k takes the loop over elements.
+  uint32_t slow = 0;
+  const int own_vec = own.tile >= 0 ? own.vecs_before : -1;
+  cp_async_wait_group<0>();
+  {
+    uint32_t bit = 1;
+    for_vecs(0, [&](int i, bool) {
+      const uint32_t most = max_words<T>(vecs[i]), least = min_words<T>(vecs[i]);
+      top = max_words<T>(top, most);
+      slow |= of.template is_near<T>(most, least) ? 0 : bit;
+      bit <<= 1;
+    });
+    if (own.tile >= 0) slow |= 1u << own.tile;
+  }
+  // The label's logit is part of the maximum, so it has been read before any thread may overwrite it.
+  EntropySums<Z> a = EntropySums<Z>::identity();
+  a.m = of.z(fmaxf(fmaxf(edge, y), max_of_word<T>(top)));
+  const float from = Z::reference(a.m);
+  if (c >= 0 && !edge_is_label) {
+    const float d = of.template z_minus<false>(edge, from);
+    a.s = exp_of_distance<Z>(d), a.heat = a.s * Z::finite(d);
+  }
+  auto sum = [&]<bool kEntropy>(std::bool_constant<kEntropy>) {
+    for_vecs(slow, [&](int i, bool is_slow) {
+      if (is_slow)
+        a.s += sum_of_any<T>(vecs[i], of, from, i == own_vec ? own.element : -1, a.heat);
+      else
+        a.s += sum_of<T>(vecs[i], of, from, kEntropy ? &a.heat : nullptr);
+    });
+  };
+  if (!Z::kCapped || p.entropy != nullptr || p.entropy_scale != nullptr)
+    sum(std::true_type{});
+  else
+    sum(std::false_type{});
+  // The loop above leaves a warp diverged.
+  __syncwarp();
+  // All CTAs have started.
+  if (blocks > 1) cluster_wait();
+  a = all_reduce_row<0, true>(a, storage, 0);
+  const float z = label >= 0 ? of.z(y) : -INFINITY;
+  const LabelZ of_label{z * Z::kUnit, of.template z_minus<false>(y, a.m) * Z::kUnit};
+  const Gradient g = finish<true>(p, r, label, Sums<T>{a.m * Z::kUnit, a.s}, of_label, scale, writes,
+                                  a.heat * Z::kUnit);
+  if (p.predicted != nullptr)
+    write_predicted<true>(p, r, label, Sums<T>{a.m, a.s}, z, ties, writes, [&] {
+      float earlier = c < label_column ? edge : -INFINITY;
+      for_vecs(0, [&](int i, bool) {
+        if (i < own.vecs_before) earlier = fmaxf(earlier, max_of_word<T>(max_words<T>(vecs[i])));
+        if (i == own.vecs_before) earlier = fmaxf(earlier, max_before<T>(vecs[i], own.element));
+      });
+      __syncwarp();
+      return label > 0 ? of.z(earlier) : -INFINITY;
+    });
+  if (p.dlogits == nullptr) return;
+  if (label == kIgnored) return clear(out, n);
+  D* to = out + peeled.head;
+  const bool aligned = reinterpret_cast<uintptr_t>(to) % 16 == 0;
+  auto write = [&]<bool kEntropy>(std::bool_constant<kEntropy>) {
+    const float m = Z::kCapped ? a.m : g.m;
+    const StagedGradient<Z, kEntropy> gradient{of, m, g.each + g.lift, g.tilt * Z::kUnit};
+    if (c >= 0) out[c] = narrow<D>(gradient.template of<false>(edge));
+    for_vecs(slow, [&](int i, bool is_slow) {
+      uint4 words = vecs[i];
+      if (is_slow)
+        words = gradient_of_any<T, D>(words, gradient);
+      else
+        words = gradient_of<T, D>(words, [&](float x) { return gradient.template of<true>(x); });
+      store_words<T>(to + int64_t(i) * N, words, aligned);
+    });
+  };
+  if (p.entropy_scale != nullptr)
+    write(std::true_type{});
+  else
+    write(std::false_type{});
+  // The thread that has stored the label's neighbours stores the label's column.
+  if (edge_is_label || own.tile >= 0) {
+    const float of_entropy = g.own * fma(g.tilt, fmaxf(of_label.below, -200.0f), g.lift);
+    out[label_column] = narrow<D>(of.times_slope(y, g.of_label() + of_entropy));
+  }
+}
+
+}  // namespace
+
+template <class T, class D, bool kCapped>
+bool cross_entropy_staged(Context& ctx, const CrossEntropyParams<T>& all) {
+  using Z = std::conditional_t<kCapped, Capped, Linear>;
+  static OncePerDevice prepared;
+  static OccupancyCache occupancy;
+  constexpr int N = AlignedRow<T>::N, kMostVecs = 32 * kThreads;
+  // Shared memory per CTA that the system and the kernel's own variables take.
+  constexpr int kSystem = 1024, kStatic = int(sizeof(ReduceStorage<EntropySums<Z>>) + sizeof(TieStorage<true>));
+  auto kernel = &staged_kernel<T, D, Z>;
+  const DeviceFacts& facts = device_facts();
+  const bool clusters = facts.capability >= 90;
+  // Without clusters a row may take all of an SM.
+  const int64_t shared = (facts.shared_per_block + kSystem) / (clusters ? 2 : 1) - kSystem - kStatic - 128;
+  const int64_t most = std::min<int64_t>(shared / 16, kMostVecs) / 64 * 64, row_vecs = all.cols / N;
+  const int blocks = int(std::max<int64_t>(1, ceil_div(row_vecs, most)));
+  if (blocks > (clusters ? kMaxCluster : 1)) return false;
+  Params<T> p = all;
+  // A multiple of 128 bytes: all parts of a row start at the same offset within 16 bytes.
+  p.slice = blocks > 1 ? int(ceil_div(ceil_div(p.cols, blocks), 64) * 64) : p.cols;
+  const int64_t vecs = p.slice / N;
+  if (vecs > most || int64_t(blocks - 1) * p.slice >= p.cols) return false;
+  const int threads =
+      int(std::clamp<int64_t>(ceil_div(vecs, kVecsPerThread * 32) * 32, 32, int64_t(kThreads)));
+  prepared.run(kOp, [&] {
+    TIGON_CUDA_CHECK(kOp, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                               cudaSharedmemCarveoutMaxShared));
+  });
+  const size_t bytes = size_t(std::max<int64_t>(vecs, 1)) * 16;
+  if (occupancy.max_active(kOp, kernel, blocks, threads, bytes) == 0) return false;
+  const int64_t most_rows = INT32_MAX / blocks;
+  for (int64_t first = 0; first < p.rows; first += most_rows)
+    launch(kOp, ctx, kernel,
+           {.blocks = std::min(p.rows - first, most_rows) * blocks,
+            .threads = threads,
+            .shared = bytes,
+            .cluster = blocks},
+           p, first);
+  return true;
+}
+
+#define TIGON_STAGED(T, D)                                                                      \
+  template bool cross_entropy_staged<T, D, false>(Context&, const CrossEntropyParams<T>&); \
+  template bool cross_entropy_staged<T, D, true>(Context&, const CrossEntropyParams<T>&);
+TIGON_STAGED(float, float)
+TIGON_STAGED(float, __nv_bfloat16)
+TIGON_STAGED(float, __half)
+TIGON_STAGED(__nv_bfloat16, __nv_bfloat16)
+TIGON_STAGED(__half, __half)
+#undef TIGON_STAGED
+
+}  // namespace tigon::cuda
