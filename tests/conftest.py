@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import os
 import warnings
 from pathlib import Path
@@ -16,6 +18,13 @@ TESTS = Path(__file__).resolve().parent
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, (str(TESTS.parent / "python"), os.environ.get("PYTHONPATH")))
 )
+
+# glibc returns large blocks to the system and faults in fresh pages, all zeros, for the next ones. Kept, they cost
+# nothing and hold old numbers, so that an element that was not written shows.
+if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+    M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1
+    mallopt(M_MMAP_MAX, 0)
+    mallopt(M_TRIM_THRESHOLD, -1)
 
 # A change is judged by the same draws every time; elsewhere every run draws others.
 settings.register_profile("ci", derandomize=True)
@@ -42,6 +51,12 @@ def pytest_collection_modifyitems(config, items):
         for mark, reason in skips.items():
             if item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish(session):
+    """Tests and their modules live to the end: no garbage collection need walk them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(params=DEVICES)

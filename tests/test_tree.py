@@ -16,6 +16,13 @@ def test_tree():
     assert check_tree(ROOT) == []
 
 
+@pytest.mark.xdist_group("tree")
+def test_groups_are_known_to_xdist(request):
+    """Tests of a group share a process, and what it has set up: versions of pytest and xdist that agree."""
+    if getattr(request.config.option, "loadgroup", False):
+        assert request.node.nodeid.endswith("@tree")
+
+
 @pytest.fixture
 def small_tree(tmp_path):
     """base, torch and one op of the real tree: in order."""

@@ -68,7 +68,8 @@ TEST_CASE("many f32 logits") {
     const SoftcapConstants k = constants(c);
     INFO("scale " << c.scale << " cap " << c.cap << " temperature " << c.temperature);
     Largest l;
-    for (int64_t i = -400000; i <= 400000; ++i) l.look(c, k, float(double(i) * 1.000001e-5 * c.cap / c.scale));
+    for (int64_t i = -400000; i <= 400000; ++i)
+      l.look(c, k, float(double(i) * 1.000001e-5 * c.cap / c.scale));
     l.check();
   }
 }

@@ -11,8 +11,9 @@ the root mean square for that one (a correctly rounded result is off by up to ha
 everywhere). The smaller a tensor, the more its error is a single draw: n numbers widen the floor
 by 1 + 3/sqrt(n), four ulp for a lone loss. A lone bf16 loss over rounded logits is a draw of a far
 larger error, and the largest of many errors is a single draw too: a tensor that breaks the bound is
-drawn 32 times, and the root mean square over all draws is held to it. Chance averages out, a bias or a
-wrong element does not. For fp64 the oracle has the precision of what it judges, hence 64 ulp.
+drawn 32 times (8 times from a million numbers on), and the root mean square over all draws is held
+to it. Chance averages out, a bias or a wrong element does not. For fp64 the oracle has the precision
+of what it judges, hence 64 ulp.
 
 Besides: the same shapes and dtypes, NaN and infinities at the same places as in the oracle, inputs
 untouched, the same bits in a second run, and every output element written (the first run works on
@@ -32,7 +33,8 @@ from cases.case import Case, Inputs
 from conftest import poisoned
 
 FACTOR = 2.0
-DRAWS = 32
+DRAWS, DRAWS_OF_LARGE = 32, 8
+LARGE = 2**20  # numbers of a case's inputs
 
 
 @dataclasses.dataclass
@@ -125,10 +127,23 @@ def _broken(ours, theirs, value, dtype: torch.dtype, norms: tuple[str, ...] = ("
     return ""
 
 
-def check_close(name: str, got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> None:
-    """The rule of this file for one tensor and one draw; `exact` is fp64."""
+def _broken_often(three_of, dtype: torch.dtype, count: int) -> str:
+    """The rule over many draws together: of one, chance may decide."""
+    draws = [_finite(*three_of(seed)) for seed in range(1, count + 1)]
+    return _broken(*(torch.cat(parts) for parts in zip(*draws, strict=True)), dtype, norms=("rms",))
+
+
+def check_close(
+    name: str, got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, three_of=None, draws: int = DRAWS
+) -> None:
+    """The rule of this file for one tensor.
+
+    `exact` is fp64; `three_of(seed)` draws the three again, from other inputs, at most `draws` times.
+    """
     _check_form(name, got, eager, exact)
     broken = _broken(*_finite(got, eager, exact), got.dtype)
+    if broken and three_of is not None:
+        broken = _broken_often(three_of, got.dtype, draws)
     assert not broken, f"{name}: {broken}"
 
 
@@ -143,19 +158,6 @@ def _rms(x: torch.Tensor) -> float:
 def _tensors(inputs: Inputs) -> list[torch.Tensor]:
     values = (*inputs.args, *inputs.kwargs.values(), *(inputs.grad_outputs or ()))
     return [value for value in values if torch.is_tensor(value)]
-
-
-def _broken_often(name, module, case, device, dtype, fn) -> str:
-    """The rule over many draws together: of one, chance may decide."""
-    draws = []
-    for seed in range(1, DRAWS + 1):
-        inputs = module.make(case, device, dtype, seed)
-        grad = "grad" in case.tags
-        three = [run(f, inputs, grad=grad).tensors[name] for f in (fn, module.eager_fn)]
-        exact = run(module.oracle_fn, inputs, grad=grad, dtype=torch.float64).tensors[name]
-        draws.append(_finite(*three, exact))
-    joined = [torch.cat(parts) for parts in zip(*draws, strict=True)]
-    return _broken(*joined, three[0].dtype, norms=("rms",))
 
 
 def check_case(
@@ -180,17 +182,19 @@ def check_case(
     eager = run(module.eager_fn, inputs, grad=grad)
     exact = run(module.oracle_fn, inputs, grad=grad, dtype=torch.float64)
     assert got.tensors.keys() == eager.tensors.keys()
+    draws = DRAWS if sum(map(torch.numel, before)) < LARGE else DRAWS_OF_LARGE
     for name, value in got.tensors.items():
         assert same_bits(value, again.tensors[name]), f"{name}: two runs differ"
         if eager.tensors[name] is None:
             continue
         assert value is not None, f"{name}: no gradient"
-        three = (value, eager.tensors[name], exact.tensors[name])
-        _check_form(name, *three)
-        broken = _broken(*_finite(*three), value.dtype)
-        if broken:
-            broken = _broken_often(name, module, case, device, dtype, fn)
-        assert not broken, f"{name}: {broken}"
+
+        def three_of(seed, name=name):
+            of_seed = module.make(case, device, dtype, seed)
+            two = [run(f, of_seed, grad=grad).tensors[name] for f in (fn, module.eager_fn)]
+            return *two, run(module.oracle_fn, of_seed, grad=grad, dtype=torch.float64).tensors[name]
+
+        check_close(name, value, eager.tensors[name], exact.tensors[name], three_of, draws)
     if grad:
         plain = run(fn, inputs, grad=False)
         for name, value in plain.tensors.items():

@@ -19,14 +19,13 @@ struct SoftcapConstants {
 };
 
 // tanh(u) / u = 1 + sum_i kSoftcapTerms[i] u^(2 i) with a relative error of 5.6e-8 for |u| <= 1: minimax, exact at 0.
-constexpr double kSoftcapTerms[SoftcapConstants::kTerms] = {
-    1.0,
-    -0.33332986787405917,
-    0.13326408940340483,
-    -0.053498709886384015,
-    0.020359763344214027,
-    -0.0062593427406951924,
-    0.0010582657698593185};
+constexpr double kSoftcapTerms[SoftcapConstants::kTerms] = {1.0,
+                                                            -0.33332986787405917,
+                                                            0.13326408940340483,
+                                                            -0.053498709886384015,
+                                                            0.020359763344214027,
+                                                            -0.0062593427406951924,
+                                                            0.0010582657698593185};
 
 inline SoftcapConstants softcap_constants(double scale, double cap, double top) {
   constexpr double kLog2e = 1.4426950408889634;

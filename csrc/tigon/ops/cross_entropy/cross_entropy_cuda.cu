@@ -416,9 +416,8 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
   float gain = a.logit_scale / a.temperature, inner = a.softcap > 0.0f ? a.logit_scale : gain;
   // Of z in units of ln 2.
   const SoftcapConstants cap =
-      a.softcap > 0.0f
-          ? softcap_constants(inner, a.softcap, 1.4426950408889634 * a.softcap / a.temperature)
-          : SoftcapConstants{};
+      a.softcap > 0.0f ? softcap_constants(inner, a.softcap, 1.4426950408889634 * a.softcap / a.temperature)
+                       : SoftcapConstants{};
   const bool plain = !a.bias && a.label_smoothing == 0.0f && (!a.predicted || a.only_label) && inner > 0.0f &&
                      (a.softcap == 0.0f || softcap_is_in_range(cap));
   const bool general =

@@ -74,7 +74,8 @@ struct Capped {
       return fmaxf(__uint_as_float(top), -__uint_as_float(bottom)) <= cap.limit;
     } else {
       using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-      const Pair most = __hmax2(reinterpret_cast<const Pair&>(top), __hneg2(reinterpret_cast<const Pair&>(bottom)));
+      const Pair most =
+          __hmax2(reinterpret_cast<const Pair&>(top), __hneg2(reinterpret_cast<const Pair&>(bottom)));
       return __hble2(most, round_down_twice(cap.limit, T{}));
     }
   }

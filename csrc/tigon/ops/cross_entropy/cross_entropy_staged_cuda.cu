@@ -129,8 +129,8 @@ __global__ __launch_bounds__(kThreads, 2) void staged_kernel(const __grid_consta
   a = all_reduce_row<0, true>(a, storage, 0);
   const float z = label >= 0 ? of.z(y) : -INFINITY;
   const LabelZ of_label{z * Z::kUnit, of.template z_minus<false>(y, a.m) * Z::kUnit};
-  const Gradient g = finish<true>(p, r, label, Sums<T>{a.m * Z::kUnit, a.s}, of_label, scale, writes,
-                                  a.heat * Z::kUnit);
+  const Gradient g =
+      finish<true>(p, r, label, Sums<T>{a.m * Z::kUnit, a.s}, of_label, scale, writes, a.heat * Z::kUnit);
   if (p.predicted != nullptr)
     write_predicted<true>(p, r, label, Sums<T>{a.m, a.s}, z, ties, writes, [&] {
       float earlier = c < label_column ? edge : -INFINITY;
@@ -178,7 +178,8 @@ bool cross_entropy_staged(Context& ctx, const CrossEntropyParams<T>& all) {
   static OccupancyCache occupancy;
   constexpr int N = AlignedRow<T>::N, kMostVecs = 32 * kThreads;
   // Shared memory per CTA that the system and the kernel's own variables take.
-  constexpr int kSystem = 1024, kStatic = int(sizeof(ReduceStorage<EntropySums<Z>>) + sizeof(TieStorage<true>));
+  constexpr int kSystem = 1024,
+                kStatic = int(sizeof(ReduceStorage<EntropySums<Z>>) + sizeof(TieStorage<true>));
   auto kernel = &staged_kernel<T, D, Z>;
   const DeviceFacts& facts = device_facts();
   const bool clusters = facts.capability >= 90;
@@ -211,7 +212,7 @@ bool cross_entropy_staged(Context& ctx, const CrossEntropyParams<T>& all) {
   return true;
 }
 
-#define TIGON_STAGED(T, D)                                                                      \
+#define TIGON_STAGED(T, D)                                                                 \
   template bool cross_entropy_staged<T, D, false>(Context&, const CrossEntropyParams<T>&); \
   template bool cross_entropy_staged<T, D, true>(Context&, const CrossEntropyParams<T>&);
 TIGON_STAGED(float, float)
