@@ -19,8 +19,8 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, (str(TESTS.parent / "python"), os.environ.get("PYTHONPATH")))
 )
 
-# glibc returns large blocks to the system and faults in fresh pages, all zeros, for the next ones. Kept, they cost
-# nothing and hold old numbers, so that an element that was not written shows.
+# glibc returns large blocks to the system and faults in fresh pages, all zeros, for the next ones. Kept, they
+# cost nothing and hold old numbers, so that an element that was not written shows.
 if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
     M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1
     mallopt(M_MMAP_MAX, 0)
