@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "files.h"
+#include "tigon/base/make_context.h"
 #include "tigon/ops/add_rms_norm/add_rms_norm.h"
 #include "tigon/ops/embedding/embedding.h"
 #include "tigon/ops/glu/glu.h"

@@ -5,6 +5,7 @@
 #include <random>
 #include <vector>
 
+#include "tigon/base/make_context.h"
 #include "tigon/ops/linear_cross_entropy/linear_cross_entropy.h"
 #include "tigon/ops/rms_norm/rms_norm.h"
 

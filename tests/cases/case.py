@@ -100,6 +100,12 @@ def norm_cases() -> list[Case]:
 PAPER_HIDDEN = PAPER_LENGTHS = (4096, 8192, 12288, 16384)
 
 
+def turn_cases(**params) -> list[Case]:
+    """More rows than a device holds at a time: of some lanes, a warp, a block, a cluster of blocks."""
+    shapes = [(20000, 64), (6500, 264), (6500, 265), (2200, 1032), (2200, 1033), (70, 33024), (70, 33025)]
+    return [test_case(f"turns_{r}x{c}", shape=(r, c), **params) for r, c in shapes]
+
+
 def norm_bench_cases(**params) -> list[Case]:
     """Row ops by row length: powers of two and what lies between, odd ones, heads, what a CPU does too."""
     columns = (1024, 2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192, 12288, 16384, 24576, 32768)

@@ -14,6 +14,7 @@ from .case import (
     norm_cases,
     params,
     test_case,
+    turn_cases,
 )
 
 NAME = "poly_norm"
@@ -52,6 +53,8 @@ CASES = [
     test_case("large", shape=(9, 257), scale=1e4),
     test_case("far_from_zero", shape=(9, 257), mean=10.0),
     test_case("large_eps", shape=(9, 257), eps=0.5),
+    *turn_cases(),
+    test_case("turns_frozen_parameters", shape=(2200, 1032), grads=(0,)),
     *norm_bench_cases(),
 ]
 

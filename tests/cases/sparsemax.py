@@ -6,7 +6,18 @@ import math
 
 import torch
 
-from .case import Case, Inputs, Maker, bench_case, liger, memory_bound, norm_bench_cases, params, test_case
+from .case import (
+    Case,
+    Inputs,
+    Maker,
+    bench_case,
+    liger,
+    memory_bound,
+    norm_bench_cases,
+    params,
+    test_case,
+    turn_cases,
+)
 
 NAME = "sparsemax"
 
@@ -68,6 +79,23 @@ CASES = [
     test_case("nan_row", shape=(5, 130), fill="nan"),
     test_case("nan_row_long", shape=(3, 70001), fill="nan"),
     test_case("inf_row", shape=(5, 130), fill="inf"),
+    *turn_cases(),
+    # As many entries above max - 1 as a warp keeps, and one more; in all rows of a block; one alone.
+    test_case("candidates_32", shape=(3, 4096), fill=32),
+    test_case("candidates_33", shape=(3, 4096), fill=33),
+    test_case("candidates_32_of_a_warp", shape=(9, 1000), fill=32),
+    test_case("candidates_33_of_a_warp", shape=(9, 1000), fill=33),
+    test_case("candidates_of_all_warps", shape=(5, 32760), scale=0.25),
+    test_case("equal_long", shape=(3, 12288), fill="equal"),
+    test_case("equal_warp", shape=(9, 512), fill="equal"),
+    test_case("one_hot", shape=(5, 5000), fill=1),
+    test_case("few_and_many", shape=(2200, 1032), fill="few_and_many"),
+    test_case("masked_block", shape=(7, 3000), fill="masked"),
+    test_case("nothing_left_block", shape=(7, 3000), fill="-inf"),
+    test_case("nothing_left_warp", shape=(7, 600), fill="-inf"),
+    test_case("nan_row_block", shape=(7, 3000), fill="nan"),
+    test_case("nan_row_warp", shape=(7, 600), fill="nan"),
+    test_case("inf_row_block", shape=(7, 3000), fill="inf"),
     *norm_bench_cases(),
     bench_case("16384x4096_wide_support", shape=(16384, 4096), scale=1e-3),
 ]
@@ -86,6 +114,11 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         x[1].fill_(-math.inf)
     elif p["fill"] == "equal":
         x.fill_(1.5)
+    elif p["fill"] == "few_and_many":  # by turns
+        x[::2] *= 1e-3
+    elif isinstance(p["fill"], int):  # that many in the support
+        x.mul_(0.01).sub_(9.0)
+        x[..., : p["fill"]].add_(9.0)
     elif p["fill"] == "ties":  # entries that equal tau: outside of the support
         x.copy_((2 * x).round() / 2)
     elif p["fill"] is not None:

@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "tigon/base/context.h"
 #include "tigon/base/dispatch.h"
 #include "tigon/base/error.h"
+#include "tigon/base/make_context.h"
 #include "tigon/base/simd/lanes.h"
 
 namespace tigon::test {

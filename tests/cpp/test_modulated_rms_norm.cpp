@@ -215,10 +215,11 @@ TEST_CASE("the formula for a row of scale each is the general one") {
   for (int64_t r = 0; r < k.rows; ++r)
     for (int64_t c = 0; c < k.cols; ++c) {
       const double in[2] = {o.x[o.at(r, c)], o.scale[o.at(r, c)]}, dy = o.dy[o.at(r, c)];
-      double out[2];
+      double out[3];
       rows.results(o.dx(r, c), dy, o.h(r, c), o.shifted(c), in, out);
       CHECK(out[0] == o.dx(r, c));
       CHECK(out[1] == doctest::Approx(o.dscale(r, c)));
+      CHECK(out[2] == o.dshift(r, c));
       CHECK(rows.upstream(dy, in) * o.shifted(c) == doctest::Approx(dy * o.weight(r, c)));
       CHECK(rows.value(in) == in[0]);
     }

@@ -24,6 +24,27 @@ namespace {
 
 using namespace tigon::cuda;
 
+std::string to_string(const NormPlan& plan) {
+  static constexpr const char* kKernels[] = {"registers", "persistent", "shared_params", "cluster", "looped"};
+  static constexpr const char* kAlignments[] = {"vectorized", "same_offset", "mixed_offset", "any"};
+  std::string text = std::string(kKernels[int(plan.kernel)]) + " " + kAlignments[int(plan.alignment)];
+  if (plan.config < 0) return text;
+  const RowConfig& c = plan.rows;
+  auto field = [&](const char* name, int64_t value, int64_t usual) {
+    if (value != usual) text += std::string(" ") + name + "=" + std::to_string(value);
+  };
+  field("threads_per_row", c.threads_per_row, 0);
+  field("vecs_per_thread", c.vecs_per_thread, 0);
+  field("rows_per_block", c.rows_per_block, 1);
+  field("min_blocks_per_sm", c.min_blocks_per_sm, 1);
+  field("stages", c.stages, 0);
+  field("lookahead", c.lookahead, 0);
+  field("lane_split", c.lane_split, 1);
+  field("threads", plan.threads, 0);
+  field("shared", plan.shared, 0);
+  return text;
+}
+
 // An H200.
 constexpr DeviceLimits kDevice{.sms = 132, .shared_per_block = 232448, .clusters = true};
 
@@ -147,6 +168,27 @@ TEST_CASE("the plan of a row does not depend on the number of rows and SMs") {
           CHECK(few.config == many.config);
         else
           CHECK(few.rows.vecs_per_thread * few.rows.lane_split == many.rows.vecs_per_thread);
+      }
+}
+
+TEST_CASE("rows that share parameters of their own take the threads and vectors of those that do not") {
+  using Formula = oracle::ModulatedRmsNormForward<double, bf16>;
+  for (const NormTraits& t : {forward_traits<Formula, bf16, bf16>(), forward_traits<Formula, float, bf16>()})
+    for (int64_t cols = 8; cols < 60000; cols += cols < 1100 ? 8 : 512)
+      for (int params : {1, 3}) {
+        NormProblem problem{.rows = 64, .cols = cols, .params = params};
+        const NormPlan apart = plan_forward(t, problem, kDevice);
+        problem.rows_per_param = kManyRowsPerParam - 1;
+        CHECK(plan_forward(t, problem, kDevice).kernel == NormKernel::registers);
+        problem.rows_per_param = kManyRowsPerParam;
+        const NormPlan shared = plan_forward(t, problem, kDevice);
+        INFO(cols << ": " << to_string(apart) << " | " << to_string(shared));
+        CHECK(shared.kernel ==
+              (cols > 256 && cols <= 12288 ? NormKernel::shared_params : NormKernel::registers));
+        CHECK(shared.rows.vecs_per_thread == apart.rows.vecs_per_thread);
+        CHECK(shared.rows.threads_per_row == apart.rows.threads_per_row);
+        if (apart.rows.threads_per_row == 0) CHECK(shared.threads == apart.threads);
+        CHECK(shared.shared <= kDevice.shared_per_block);
       }
 }
 

@@ -25,7 +25,7 @@ SoftcapConstants constants(const Cap& c) {
 }
 
 struct Largest {
-  double z = 0, near = 0, distance = 0, slope = 0;
+  double z = 0, near = 0, close = 0, distance = 0, slope = 0;
   void look(const Cap& c, const SoftcapConstants& k, float x) {
     const double u = c.scale * double(x) / c.cap, top = kLog2e * c.cap / c.temperature, t = std::tanh(u);
     const double error = std::abs(double(softcap_z(x, k)) - top * t);
@@ -37,13 +37,17 @@ struct Largest {
     if (steep > 1e-10) slope = std::max(slope, std::abs(got / (3.0 * steep) - 1.0));
     // Where a vector's logits are known to be near the same bits come from fewer instructions.
     if (abs(x) > k.limit) return;
-    CHECK(softcap_z<true>(x, k) == softcap_z(x, k));
-    CHECK(softcap_z_minus<true>(x, m, k) == softcap_z_minus(x, m, k));
-    CHECK(softcap_times_slope<true>(x, 3.0f, k) == softcap_times_slope(x, 3.0f, k));
+    CHECK(softcap_z<kNear>(x, k) == softcap_z(x, k));
+    CHECK(softcap_z_minus<kNear>(x, m, k) == softcap_z_minus(x, m, k));
+    CHECK(softcap_times_slope<kNear>(x, 3.0f, k) == softcap_times_slope(x, 3.0f, k));
+    if (abs(x) > k.close_limit || std::abs(u) < 1e-30) return;
+    close = std::max(close, std::abs(double(softcap_z<kClose>(x, k)) / (top * t) - 1.0));
+    close = std::max(close, std::abs(double(softcap_times_slope<kClose>(x, 3.0f, k)) / (3.0 * steep) - 1.0));
   }
   void check() const {
     CHECK(z < 2e-7);
     CHECK(near < 3e-7);
+    CHECK(close < 2.5e-7);
     CHECK(distance < 2.5e-7);
     CHECK(slope < 3e-6);  // the argument of the exponential is rounded
   }
@@ -81,7 +85,7 @@ TEST_CASE("logits without a number") {
   CHECK(softcap_times_slope(INFINITY, 1.0f, k) == 0.0f);
   CHECK(softcap_times_slope(-INFINITY, 1.0f, k) == 0.0f);
   CHECK(std::isnan(softcap_z(NAN, k)));
-  CHECK(std::isnan(softcap_z<true>(NAN, k)));
+  CHECK(std::isnan(softcap_z<kNear>(NAN, k)));
   CHECK(std::isnan(softcap_z_minus(NAN, 1.0f, k)));
 }
 

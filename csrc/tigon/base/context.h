@@ -5,8 +5,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <memory>
-#include <vector>
 
 #include "tigon/base/export.h"
 #include "tigon/base/tensor.h"
@@ -66,11 +64,6 @@ class TIGON_API Context {
   }
 };
 
-// The standalone CPU context: own thread pool (hardware threads unless told), malloc, built-in matrix product.
-TIGON_API std::unique_ptr<Context> make_cpu_context(int threads = 0);
-// The standalone CUDA context on the current device: cudaMallocAsync, cuBLASLt opened at run time.
-// Throws tigon::Error when the library was built without CUDA.
-TIGON_API std::unique_ptr<Context> make_cuda_context(void* stream = nullptr);
 TIGON_API bool built_with_cuda();
 
 // fn(i) for i in [0, tasks) on the context's executor; runs in place when one task is left.

@@ -5,10 +5,11 @@
 #include <cstdlib>
 #include <mutex>
 #include <thread>
+#include <vector>
 
-#include "tigon/base/context.h"
-#include "tigon/base/error.h"
+#include "tigon/base/check.h"
 #include "tigon/base/gemm_cpu.h"
+#include "tigon/base/make_context.h"
 
 namespace tigon {
 namespace {

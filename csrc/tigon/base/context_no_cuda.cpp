@@ -1,11 +1,12 @@
 // Compiled instead of tigon/base/cuda when the library is built without CUDA.
-#include "tigon/base/context.h"
-#include "tigon/base/error.h"
+#include "tigon/base/check.h"
+#include "tigon/base/make_context.h"
 
 namespace tigon {
 
 std::unique_ptr<Context> make_cuda_context(void*) {
-  detail::fail("context", "this build of Tigon has no CUDA backend (rebuild with nvcc and -DTIGON_CUDA=ON)");
+  detail::fail("context",
+               {"this build of Tigon has no CUDA backend (rebuild with nvcc and -DTIGON_CUDA=ON)"});
 }
 bool built_with_cuda() { return false; }
 

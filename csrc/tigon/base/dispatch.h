@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "tigon/base/error.h"
+#include "tigon/base/check.h"
 #include "tigon/base/tensor.h"
 
 namespace tigon {
@@ -20,7 +20,7 @@ decltype(auto) dispatch_float(const char* op, const char* what, DType t, Fn&& fn
     case DType::f32: return fn(Type<float>{});
     case DType::bf16: return fn(Type<bf16>{});
     case DType::f16: return fn(Type<f16>{});
-    default: detail::fail(op, what, " must be float32, bfloat16 or float16, got ", name_of(t));
+    default: detail::fail(op, {what, " must be float32, bfloat16 or float16, got ", name_of(t)});
   }
 }
 

@@ -2,8 +2,8 @@
 
 #include <cstring>
 
+#include "tigon/base/check.h"
 #include "tigon/base/elementwise.h"
-#include "tigon/base/error.h"
 
 namespace tigon {
 namespace {

@@ -3,8 +3,8 @@
 
 #include <initializer_list>
 
+#include "tigon/base/check.h"
 #include "tigon/base/context.h"
-#include "tigon/base/error.h"
 
 namespace tigon {
 

@@ -7,10 +7,11 @@ namespace tigon {
 
 // Of z = top * tanh(u), u = scale * x / cap.
 struct SoftcapConstants {
-  static constexpr int kTerms = 7;
-  // z = x * (factor[0] + factor[1] x^2 + ...) where |x| <= limit, which is |u| <= 1.
-  float factor[kTerms];
-  float limit;
+  static constexpr int kTerms = 7, kCloseTerms = 5;
+  // z = x * (factor[0] + factor[1] x^2 + ...) where |x| <= limit, which is |u| <= 1; and with
+  // close_factor where |x| <= close_limit, which is |u| <= 1/2.
+  float factor[kTerms], close_factor[kCloseTerms];
+  float limit, close_limit;
   // 2^(double_log2e * |x|) = e^(2 |u|).
   float double_log2e;
   float top;
@@ -27,14 +28,20 @@ constexpr double kSoftcapTerms[SoftcapConstants::kTerms] = {1.0,
                                                             -0.0062593427406951924,
                                                             0.0010582657698593185};
 
+// For |u| <= 1/2 with one of 1.5e-8.
+constexpr double kSoftcapCloseTerms[SoftcapConstants::kCloseTerms] = {
+    1.0, -0.33333143896570247, 0.13325878969273948, -0.053045495164719394, 0.017241493351836444};
+
 inline SoftcapConstants softcap_constants(double scale, double cap, double top) {
   constexpr double kLog2e = 1.4426950408889634;
   const double r = scale / cap;
   SoftcapConstants c = {};
   double power = top * r;
-  for (int i = 0; i < SoftcapConstants::kTerms; ++i, power *= r * r)
+  for (int i = 0; i < SoftcapConstants::kTerms; ++i, power *= r * r) {
     c.factor[i] = float(kSoftcapTerms[i] * power);
-  c.limit = float(1.0 / r);
+    if (i < SoftcapConstants::kCloseTerms) c.close_factor[i] = float(kSoftcapCloseTerms[i] * power);
+  }
+  c.limit = float(1.0 / r), c.close_limit = float(0.5 / r);
   c.double_log2e = float(2.0 * kLog2e * r);
   c.top = float(top);
   c.inv_top_squared = float(1.0 / (top * top));

@@ -56,7 +56,8 @@ class TorchCudaContext final : public Context {
 std::unique_ptr<Context> make_cuda_context(const Tensor& t) { return std::make_unique<TorchCudaContext>(t); }
 #else
 std::unique_ptr<Context> make_cuda_context(const Tensor&) {
-  detail::fail("context", "this build of Tigon has no CUDA backend (rebuild with nvcc and -DTIGON_CUDA=ON)");
+  detail::fail("context",
+               {"this build of Tigon has no CUDA backend (rebuild with nvcc and -DTIGON_CUDA=ON)"});
 }
 #endif
 

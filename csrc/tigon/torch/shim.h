@@ -13,8 +13,9 @@
 #include <tuple>
 #include <vector>
 
-#include "tigon/base/context.h"
+#include "tigon/base/check.h"
 #include "tigon/base/error.h"
+#include "tigon/base/make_context.h"
 
 namespace tigon::torch_shim {
 

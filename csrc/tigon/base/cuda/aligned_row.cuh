@@ -6,8 +6,6 @@
 //   PeeledRow         full vectors only, with the elements before and after them handled one by one
 #pragma once
 
-#include <numeric>
-
 #include "tigon/base/cuda/row_config.h"
 #include "tigon/base/cuda/vec.cuh"
 #include "tigon/base/tensor.h"
@@ -84,11 +82,6 @@ template <class T>
 bool same_row_offsets(const Matrix& a, const Matrix& b) {
   return same_row_offsets<T>(a.row<T>(0), a.stride, b.row<T>(0), b.stride, a.rows);
 }
-// The number of rows after which the offset within 16 bytes repeats.
-template <class T>
-int64_t row_offset_period(int64_t stride) {
-  return 16 / std::gcd(int64_t(16), stride * int64_t(sizeof(T)));
-}
 // The number of vectors that a row of any offset touches at most.
 template <class T>
 int64_t max_vecs_of_row(const T* row, int64_t stride, int64_t cols) {
@@ -135,7 +128,7 @@ struct AlignedRowLoader {
   // The word in which vector k begins.
   __device__ __forceinline__ uint4 load(int k) const { return word(k + first); }
   __device__ __forceinline__ uint4 word(int w) const {
-    return load_predicated(unsigned(w) < unsigned(readable_words), row.base + int64_t(w) * N, fill);
+    return ld_global_predicated(unsigned(w) < unsigned(readable_words), row.base + int64_t(w) * N, fill);
   }
   // The last word, read by elements.
   __device__ __forceinline__ uint4 last_word() const {

@@ -2,6 +2,7 @@
 // written.
 #include <algorithm>
 
+#include "tigon/base/cuda/column_sum.cuh"
 #include "tigon/base/cuda/row_shapes.cuh"
 #include "tigon/base/dispatch.h"
 
@@ -40,16 +41,6 @@ struct TotalOf {
   T* out;
 };
 
-// A load that stays where it is issued, without a branch (see load_predicated).
-__device__ __forceinline__ float load_or_zero(bool wanted, const float* p) {
-  float x;
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\nmov.f32 %0, 0f00000000;\n@p ld.global.f32 %0, [%1];\n}"
-      : "=f"(x)
-      : "l"(p), "r"(unsigned(wanted)));
-  return x;
-}
-
 template <class T, int Columns, int Threads>
 __global__ __launch_bounds__(Threads) void sum_partials_kernel(const float* rows, int64_t partials,
                                                                int64_t cols,
@@ -62,25 +53,16 @@ __global__ __launch_bounds__(Threads) void sum_partials_kernel(const float* rows
   const bool totals = total.out != nullptr && blockIdx.x + 1 == gridDim.x;
   const int64_t first = totals ? 0 : int64_t(blockIdx.x) * Columns, column = first + c;
   if (totals) rows = total.parts, partials = total.count, cols = 1;
-  float s = 0.0f;
-  if (column < cols) {
-    const float* from = rows + lane * cols + column;
-    const int64_t step = kLanes * cols;
-#pragma unroll 1
-    for (int left = int((partials - lane + kLanes - 1) / kLanes); left > 0; left -= kLoadsInFlight) {
-      float x[kLoadsInFlight];
-#pragma unroll
-      for (int i = 0; i < kLoadsInFlight; ++i, from += step) x[i] = load_or_zero(i < left, from);
-#pragma unroll
-      for (int i = 0; i < kLoadsInFlight; ++i) s += x[i];
-    }
-  }
-  sums[lane][c] = s;
+  float sum[1] = {};
+  if (column < cols)
+    sum_columns<kLoadsInFlight>(rows + lane * cols + column, 0, kLanes * cols,
+                                int((partials - lane + kLanes - 1) / kLanes), sum);
+  sums[lane][c] = sum[0];
   __syncthreads();
   // A warp finishes a column.
   const int part = threadIdx.x % 32;
   for (int w = threadIdx.x / 32; w < Columns; w += Threads / 32) {
-    s = part < kLanes ? sums[part][w] : 0.0f;
+    float s = part < kLanes ? sums[part][w] : 0.0f;
 #pragma unroll
     for (int i = 32; i < kLanes; i += 32) s += sums[i + part][w];
     s = reduce_lanes<Sum, 32>(s);

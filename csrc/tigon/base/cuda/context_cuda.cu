@@ -1,15 +1,16 @@
-// The standalone CUDA context, and the device facts that all CUDA contexts share.
+// The standalone CUDA context, and what all CUDA contexts share: device facts, launches, occupancy.
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdlib>
 #include <mutex>
 #include <vector>
 
-#include "tigon/base/context.h"
 #include "tigon/base/cuda/gemm_cublaslt.h"
 #include "tigon/base/cuda/launch.cuh"
+#include "tigon/base/make_context.h"
 
 namespace tigon {
 namespace cuda {
@@ -60,6 +61,77 @@ const DeviceFacts& device_facts() {
     facts[size_t(device)] = f;
   });
   return facts[size_t(device)];
+}
+
+void launch_entry(const char* op, Context& ctx, const void* entry, const LaunchConfig& grid, void** params) {
+  if (grid.blocks <= 0) return;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(unsigned(grid.blocks));
+  config.blockDim = dim3(unsigned(grid.threads));
+  config.dynamicSmemBytes = grid.shared;
+  config.stream = static_cast<cudaStream_t>(ctx.stream());
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
+  if (grid.pdl && device_facts().capability >= 90) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (grid.cluster > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs++].val.clusterDim = {unsigned(grid.cluster), 1, 1};
+  }
+  const cudaError_t status = cudaLaunchKernelExC(&config, entry, params);
+  TIGON_CHECK(op, status == cudaSuccess, "kernel launch failed (", grid.blocks, " blocks of ", grid.threads,
+              " threads): ", cudaGetErrorString(status));
+}
+
+namespace {
+
+int query_occupancy(const char* op, const void* entry, int blocks, int threads, size_t shared) {
+  constexpr int kPortableClusterSize = 8;
+  // The limit is raised to everything the kernel's static shared memory leaves.
+  if (shared > 0) {
+    cudaFuncAttributes own;
+    TIGON_CUDA_CHECK(op, cudaFuncGetAttributes(&own, entry));
+    TIGON_CUDA_CHECK(op, cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                              device_facts().shared_per_block - int(own.sharedSizeBytes)));
+  }
+  if (blocks > kPortableClusterSize)
+    TIGON_CUDA_CHECK(op, cudaFuncSetAttribute(entry, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {unsigned(blocks), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(unsigned(blocks));
+  config.blockDim = dim3(unsigned(threads));
+  config.dynamicSmemBytes = shared;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int resident = 0;
+  const cudaError_t status =
+      blocks > 1 ? cudaOccupancyMaxActiveClusters(&resident, entry, &config)
+                 : cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, entry, threads, shared);
+  if (status != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
+  }
+  return blocks == 1 ? resident * device_facts().sms : resident;
+}
+
+}  // namespace
+
+int OccupancyCache::max_active(const char* op, const void* entry, int blocks, int threads, size_t shared) {
+  if ((blocks > 1 && device_facts().capability < 90) || blocks > kMaxCluster) return 0;
+  int device = 0;
+  TIGON_CUDA_CHECK(op, cudaGetDevice(&device));
+  const uint64_t key =
+      ((uint64_t(shared) * kMaxDevices + uint64_t(device)) << 5 | uint64_t(blocks)) << 11 | uint64_t(threads);
+  const std::atomic_ref<uint64_t> cached(cache_[key * 0x9e3779b97f4a7c15u >> (64 - kLog2Entries)]);
+  const uint64_t value = cached.load(std::memory_order_relaxed);
+  if (value >> 16 == key) return int(value & 0xffff);
+  const int resident = std::min(query_occupancy(op, entry, blocks, threads, shared), 0xffff);
+  cached.store(key << 16 | uint64_t(resident), std::memory_order_relaxed);
+  return resident;
 }
 
 namespace {

@@ -5,9 +5,9 @@
 #include <mutex>
 #include <tuple>
 
+#include "tigon/base/check.h"
 #include "tigon/base/cuda/cublaslt_api.h"
 #include "tigon/base/dynlib.h"
-#include "tigon/base/error.h"
 #include "tigon/base/gemm_pieces.h"
 
 namespace tigon::cuda {

@@ -5,13 +5,11 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 
+#include "tigon/base/check.h"
 #include "tigon/base/context.h"
 #include "tigon/base/cuda/ptx.cuh"
 #include "tigon/base/cuda/row_config.h"
-#include "tigon/base/error.h"
 
 #define TIGON_CUDA_CHECK(op, expr)                                                            \
   do {                                                                                        \
@@ -52,27 +50,21 @@ inline int* make_row_counter(const char* op, Context& ctx, int64_t rows, int64_t
   return counter;
 }
 
+// The host's handle of a kernel, whatever its parameters.
+template <class... Params>
+const void* entry_of(void (*kernel)(Params...)) {
+  return reinterpret_cast<const void*>(kernel);
+}
+// `params`: the address of each parameter of the kernel.
+void launch_entry(const char* op, Context& ctx, const void* entry, const LaunchConfig& grid, void** params);
+
 template <class... Params, class... Args>
-void launch(const char* op, Context& ctx, void (*kernel)(Params...), LaunchConfig grid, Args&&... args) {
-  if (grid.blocks <= 0) return;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(unsigned(grid.blocks));
-  config.blockDim = dim3(unsigned(grid.threads));
-  config.dynamicSmemBytes = grid.shared;
-  config.stream = static_cast<cudaStream_t>(ctx.stream());
-  cudaLaunchAttribute attributes[2] = {};
-  config.attrs = attributes;
-  if (grid.pdl && device_facts().capability >= 90) {
-    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-  }
-  if (grid.cluster > 1) {
-    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-    attributes[config.numAttrs++].val.clusterDim = {unsigned(grid.cluster), 1, 1};
-  }
-  cudaError_t status = cudaLaunchKernelEx(&config, kernel, Params(args)...);
-  TIGON_CHECK(op, status == cudaSuccess, "kernel launch failed (", grid.blocks, " blocks of ", grid.threads,
-              " threads): ", cudaGetErrorString(status));
+void launch(const char* op, Context& ctx, void (*kernel)(Params...), const LaunchConfig& grid,
+            const Args&... args) {
+  [&](const Params&... params) {
+    void* addresses[] = {const_cast<void*>(static_cast<const void*>(&params))...};
+    launch_entry(op, ctx, entry_of(kernel), grid, addresses);
+  }(Params(args)...);
 }
 
 // Runs a setup function, such as cudaFuncSetAttribute, once per device. Concurrent first calls may
@@ -83,14 +75,14 @@ class OncePerDevice {
   void run(const char* op, Fn&& fn) {
     int device = 0;
     TIGON_CUDA_CHECK(op, cudaGetDevice(&device));
-    std::atomic<bool>& done = done_[size_t(device)];
-    if (done.load(std::memory_order_acquire)) return;
+    bool& done = done_[size_t(device)];
+    if (__atomic_load_n(&done, __ATOMIC_ACQUIRE)) return;
     fn();
-    done.store(true, std::memory_order_release);
+    __atomic_store_n(&done, true, __ATOMIC_RELEASE);
   }
 
  private:
-  std::array<std::atomic<bool>, kMaxDevices> done_{};
+  bool done_[kMaxDevices] = {};
 };
 
 // The number of clusters (CTAs, for a cluster size of 1) of a kernel that are resident on the
@@ -98,55 +90,16 @@ class OncePerDevice {
 // same entry evict each other.
 class OccupancyCache {
  public:
-  template <class Kernel>
-  int max_active(const char* op, Kernel kernel, int blocks, int threads, size_t shared = 0) {
-    if ((blocks > 1 && device_facts().capability < 90) || blocks > kMaxCluster) return 0;
-    int device = 0;
-    TIGON_CUDA_CHECK(op, cudaGetDevice(&device));
-    const uint64_t key = ((uint64_t(shared) * kMaxDevices + uint64_t(device)) << 5 | uint64_t(blocks)) << 11 |
-                         uint64_t(threads);
-    std::atomic<uint64_t>& entry = cache_[key * 0x9e3779b97f4a7c15u >> (64 - kLog2Entries)];
-    const uint64_t value = entry.load(std::memory_order_relaxed);
-    if (value >> 16 == key) return int(value & 0xffff);
-    const int resident = std::min(query(op, kernel, blocks, threads, shared), 0xffff);
-    entry.store(key << 16 | uint64_t(resident), std::memory_order_relaxed);
-    return resident;
+  int max_active(const char* op, const void* entry, int blocks, int threads, size_t shared = 0);
+  template <class... Params>
+  int max_active(const char* op, void (*kernel)(Params...), int blocks, int threads, size_t shared = 0) {
+    return max_active(op, entry_of(kernel), blocks, threads, shared);
   }
 
  private:
-  static constexpr int kPortableClusterSize = 8, kLog2Entries = 6;
-  std::array<std::atomic<uint64_t>, 1 << kLog2Entries> cache_{};
-
-  template <class Kernel>
-  int query(const char* op, Kernel kernel, int blocks, int threads, size_t shared) {
-    // The limit is raised to everything the kernel's static shared memory leaves.
-    if (shared > 0) {
-      cudaFuncAttributes own;
-      TIGON_CUDA_CHECK(op, cudaFuncGetAttributes(&own, kernel));
-      TIGON_CUDA_CHECK(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                device_facts().shared_per_block - int(own.sharedSizeBytes)));
-    }
-    if (blocks > kPortableClusterSize)
-      TIGON_CUDA_CHECK(op, cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {unsigned(blocks), 1, 1};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(unsigned(blocks));
-    config.blockDim = dim3(unsigned(threads));
-    config.dynamicSmemBytes = shared;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-    int resident = 0;
-    const cudaError_t status =
-        blocks > 1 ? cudaOccupancyMaxActiveClusters(&resident, kernel, &config)
-                   : cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, shared);
-    if (status != cudaSuccess) {
-      cudaGetLastError();
-      return 0;
-    }
-    return blocks == 1 ? resident * device_facts().sms : resident;
-  }
+  static constexpr int kLog2Entries = 6;
+  // Read and written atomically.
+  uint64_t cache_[1 << kLog2Entries] = {};
 };
 
 }  // namespace tigon::cuda

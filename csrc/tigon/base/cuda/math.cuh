@@ -6,6 +6,8 @@
 
 #include <type_traits>
 
+#include "tigon/base/cuda/ptx.cuh"
+
 #define TIGON_FN __device__ __forceinline__
 
 namespace tigon::cuda {
@@ -24,25 +26,17 @@ TIGON_FN bool gt(float a, float b) { return a > b; }
 TIGON_FN bool le(float a, float b) { return a <= b; }
 
 // 2^t by ex2.approx: 2 ulp over the full range; NaN and infinities as in IEEE 754.
-TIGON_FN float exp2_approx(float t) {
-  float r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(t));
-  return r;
-}
+TIGON_FN float exp2_approx(float t) { return ex2_approx_ftz(t); }
 TIGON_FN float exp2_neg(float t) { return exp2_approx(t); }
 // log2(x) by lg2.approx: absolute error 2^-22 near 1, 2 ulp elsewhere; exactly 0 at 1.
-TIGON_FN float log2_approx(float x) {
-  float r;
-  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}
+TIGON_FN float log2_approx(float x) { return lg2_approx_ftz(x); }
 // 2^(x * (slope + slope_low)): < 1 ulp for products from -127 to 127, 0 below; NaN propagates;
 // slope > 0. Cody-Waite reduction, a minimax polynomial on [-1/2, 1/2] (error 2e-9) and a scaling
 // by 2^n, all on the FMA units.
 TIGON_FN float exp2_precise(float x, float slope, float slope_low) {
   // 1.5 * 2^23: adding it rounds to an integer, which is then in the low bits.
   constexpr float kShift = 12582912.0f;
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(x) : "f"(-127.25f / slope));
+  x = max_NaN(x, -127.25f / slope);
   const float shifted = __fmaf_rn(x, slope, kShift), n = shifted - kShift;
   const float f = __fmaf_rn(x, slope_low, __fmaf_rn(x, slope, -n));
   float y = 1.53533547e-4f;
@@ -80,11 +74,7 @@ struct Approx {
 };
 template <class X>
 using ApproxFor = std::conditional_t<sizeof(X) == 2, Approx, float>;
-TIGON_FN float reciprocal_approx(float x) {
-  float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}
+TIGON_FN float reciprocal_approx(float x) { return rcp_approx_ftz(x); }
 TIGON_FN Approx sigmoid(Approx x) { return reciprocal_approx(1.0f + exp2_approx(x.v * -1.44269504f)); }
 TIGON_FN Approx tanh(Approx x) {
   float square = x.v * x.v, near = x.v * fma(square, fma(square, 0.133333333f, -0.333333333f), 1.0f);

@@ -41,11 +41,9 @@ __launch_bounds__(Config::value.max_threads, backward_blocks<B, Y>(Config::value
   auto vec_of = [&](int i) { return RowTile<kConfig, 1>::thread() + row_threads<kConfig>() * i; };
   auto column = [&](int i) { return vec_of(i) * N; };
   const ColumnWeights<B, W, N, kConfig> weights(shared, p.weight ? p.f.offset : 0.0f);
-  load_weights<N, kConfig, RowAlignment::vectorized>(p, weights, rows.begin, column, cols, 0);
-
   Vec<X, N> in[kVecsPerThread][B::kIn];
   Vec<Y, N> dy[kVecsPerThread];
-  const int threads = weights.block / kConfig.rows_per_block,
+  const int threads = weights.slots.pitch / kConfig.rows_per_block,
             row_in_block = kConfig.rows_per_block == 1 ? 0 : threadIdx.x / threads;
   BackwardPipeline<B, W, Y, N, kConfig, false> pipeline(rows, first, step, vec_of(0), threads, cols / N,
                                                         threads, row_in_block, weights.end());
@@ -58,6 +56,8 @@ __launch_bounds__(Config::value.max_threads, backward_blocks<B, Y>(Config::value
     for (int s = 0; s < kConfig.stages - 1; ++s) pipeline.copy(s, first + s * step < p.rows);
     next = rows.statistics(first, p.rows);
   }
+  // After the first copies, which do not wait for them.
+  load_weights<N, kConfig, RowAlignment::vectorized>(p, weights, coord.group, rows.begin, column, cols, 0);
 #pragma unroll 1
   for (int64_t base = coord.first, row = first; base < p.rows; base += step, row += step, ++parity) {
     if constexpr (!kPipelined) {
@@ -125,24 +125,15 @@ int64_t run_looped_backward(const char* op, Context& ctx, NormBackward<B, W, Y>&
 
 }  // namespace norm_detail
 
-// `outs`: the B::kSums gradients by column, of groups * cols elements each; those without data are
-// not wanted.
+// The gradients of rows and, if wanted, p.partials: partial rows of the sums by column, [parts, B::kSums, groups * cols], in
+// scratch memory. Returns their number. There is at least one row.
 template <class B, class W, class Y>
-void norm_backward(const char* op, Context& ctx, NormBackward<B, W, Y> p,
-                   std::initializer_list<Vector> outs) {
+int64_t norm_backward_rows(const char* op, Context& ctx, NormBackward<B, W, Y>& p, bool wants_sums) {
   using namespace norm_detail;
   constexpr NormTraits kTraits = backward_traits<B, W, Y>();
   constexpr int kVecSize = kTraits.vec_size();
   constexpr RowAlignment kVectorized = RowAlignment::vectorized, kSame = RowAlignment::same_offset,
                          kMixed = RowAlignment::mixed_offset;
-  const bool wants_sums = std::any_of(outs.begin(), outs.end(), [](const Vector& v) { return bool(v); });
-  if (p.rows == 0) {
-    for (const Vector& v : outs)
-      if (v)
-        TIGON_CUDA_CHECK(op, cudaMemsetAsync(v.data, 0, size_of(v.dtype) * size_t(v.size),
-                                             static_cast<cudaStream_t>(ctx.stream())));
-    return;
-  }
   // The first output gives vectors their offset, or the first input where it is not wanted.
   NormOperand inputs[B::kIn + 1] = {{p.dy, p.dy_stride, kTraits.y_bytes}}, outputs[B::kOut + 1];
   const int64_t all_rows = kRowGroups<B> ? p.groups * p.rows : p.rows,
@@ -159,63 +150,78 @@ void norm_backward(const char* op, Context& ctx, NormBackward<B, W, Y> p,
       norm_problem(p.rows, p.cols, p.groups, kTraits.x_bytes, inputs, outputs, params);
   const NormPlan plan = plan_backward(kTraits, problem, device_limits());
 
-  // Partial rows; 0 where nothing was launched.
-  int64_t parts = 0;
-  auto run = [&](auto* kernel, const RowSchedule& schedule, LaunchConfig grid) {
-    if (schedule.workers == 0) return;
-    p.row_schedule = schedule;
-    grid.blocks = int64_t(schedule.workers) * p.groups * grid.cluster;
-    if (wants_sums) p.partials = ctx.scratch_of<float>(schedule.workers * B::kSums * p.cols * p.groups);
-    launch(op, ctx, kernel, grid, p);
-    parts = schedule.workers;
-  };
-  auto run_ctas = [&]<RowAlignment kAlignment, RowConfig kConfig>() {
-    auto* kernel = [] {
+  // The kernel of the plan; a schedule without workers: looped.
+  const void* entry = nullptr;
+  OccupancyCache* occupancy = nullptr;
+  LaunchConfig grid{.threads = plan.threads, .shared = size_t(plan.shared)};
+  const auto select_ctas = [&]<RowAlignment kAlignment, RowConfigs kConfigs>() {
+    with_config<kConfigs>(plan.config, [&]<RowConfig kConfig>() {
+      static OccupancyCache cache;
+      occupancy = &cache;
       if constexpr (kAlignment == kVectorized && kConfig.lookahead == 0)
-        return &backward_kernel<B, W, Y, kVecSize, ConfigType<kConfig>>;
+        entry = entry_of(backward_kernel<B, W, Y, kVecSize, ConfigType<kConfig>>);
       else
-        return &backward_persistent_kernel<B, W, Y, kVecSize, ConfigType<kConfig>, kAlignment, false>;
-    }();
-    static OccupancyCache occupancy;
-    const int64_t most = wants_sums && kConfig.rows_per_block == 1
-                             ? enough_blocks(p.rows, p.groups, problem.period)
-                             : INT64_MAX;
-    run(kernel,
-        persistent_schedule<kConfig>(op, occupancy, kernel, plan.threads, size_t(plan.shared), p.rows,
-                                     p.groups, problem.period, most),
-        {.threads = plan.threads, .shared = size_t(plan.shared)});
-  };
-  auto with_alignment = [&]<RowAlignment kAlignment, RowConfigs kConfigs>() {
-    with_config<kConfigs>(plan.config,
-                          [&]<RowConfig kConfig>() { run_ctas.template operator()<kAlignment, kConfig>(); });
+        entry =
+            entry_of(backward_persistent_kernel<B, W, Y, kVecSize, ConfigType<kConfig>, kAlignment, false>);
+    });
   };
   if (plan.kernel == NormKernel::cluster) {
-    if constexpr (kTraits.same_types && !kTraits.by_row) {
+    if constexpr (kTraits.clusters && !kTraits.by_row) {
       constexpr RowConfig kConfig = backward_cluster_configs(kTraits).at[0];
-      auto* kernel = &backward_persistent_kernel<B, W, Y, kVecSize, ConfigType<kConfig>, kSame, true>;
       const auto shared = [&](int threads) {
         return size_t(backward_shared(kTraits, kSame, kConfig, threads, p.cols));
       };
-      static OccupancyCache occupancy;
+      entry = entry_of(backward_persistent_kernel<B, W, Y, kVecSize, ConfigType<kConfig>, kSame, true>);
+      static OccupancyCache cache;
       // The more arithmetic a thread has, the more it needs other CTAs on the SM.
-      const ClusterShape c = max_occupancy_cluster<kConfig>(op, occupancy, kernel, p.cols / kVecSize,
-                                                            B::kSubtractMean ? 96 : 192, shared);
-      if (c.blocks > 0)
-        run(kernel, make_row_schedule(p.rows, c.clusters, problem.period),
-            {.threads = c.threads, .shared = shared(c.threads), .cluster = c.blocks});
+      const ClusterShape c = max_occupancy_cluster(op, cache, entry, kConfig, p.cols / kVecSize,
+                                                   B::kSubtractMean ? 96 : 192, shared);
+      if (c.blocks > 0) {
+        p.row_schedule = make_row_schedule(p.rows, c.clusters, problem.period);
+        grid.threads = c.threads, grid.shared = shared(c.threads), grid.cluster = c.blocks;
+      }
     }
   } else if (plan.kernel != NormKernel::looped) {
     if (plan.alignment == kVectorized) {
-      with_alignment.template operator()<kVectorized, backward_register_configs(kTraits)>();
+      select_ctas.template operator()<kVectorized, backward_register_configs(kTraits)>();
     } else if constexpr (!kTraits.by_row) {
       if (plan.alignment == kMixed)
-        with_alignment.template operator()<kMixed, backward_persistent_configs(kTraits, kMixed)>();
-      else if constexpr (kTraits.same_types)
-        with_alignment.template operator()<kSame, backward_persistent_configs(kTraits, kSame)>();
+        select_ctas.template operator()<kMixed, backward_persistent_configs(kTraits, kMixed)>();
+      else if constexpr (kTraits.same_offset)
+        select_ctas.template operator()<kSame, backward_persistent_configs(kTraits, kSame)>();
     }
+    const int64_t most = wants_sums && plan.rows.rows_per_block == 1
+                             ? enough_blocks(p.rows, p.groups, problem.period)
+                             : INT64_MAX;
+    p.row_schedule = persistent_schedule(op, *occupancy, entry, plan.rows, grid.threads, grid.shared, p.rows,
+                                         p.groups, problem.period, most);
+  }
+  // Partial rows; 0 where nothing was launched.
+  int64_t parts = p.row_schedule.workers;
+  if (parts > 0) {
+    grid.blocks = parts * p.groups * grid.cluster;
+    if (wants_sums) p.partials = ctx.scratch_of<float>(parts * B::kSums * p.cols * p.groups);
+    void* parameters[] = {&p};
+    launch_entry(op, ctx, entry, grid, parameters);
   }
   // Also where no cluster fits on this device.
-  if (parts == 0) parts = run_looped_backward<kVecSize>(op, ctx, p, wants_sums);
+  return parts > 0 ? parts : run_looped_backward<kVecSize>(op, ctx, p, wants_sums);
+}
+
+// `outs`: the B::kSums gradients by column, of groups * cols elements each; those without data are
+// not wanted.
+template <class B, class W, class Y>
+void norm_backward(const char* op, Context& ctx, NormBackward<B, W, Y> p,
+                   std::initializer_list<Vector> outs) {
+  const bool wants_sums = std::any_of(outs.begin(), outs.end(), [](const Vector& v) { return bool(v); });
+  if (p.rows == 0) {
+    for (const Vector& v : outs)
+      if (v)
+        TIGON_CUDA_CHECK(op, cudaMemsetAsync(v.data, 0, size_of(v.dtype) * size_t(v.size),
+                                             static_cast<cudaStream_t>(ctx.stream())));
+    return;
+  }
+  const int64_t parts = norm_backward_rows(op, ctx, p, wants_sums);
   if (wants_sums) sum_partials(op, ctx, p.partials, parts, outs);
 }
 

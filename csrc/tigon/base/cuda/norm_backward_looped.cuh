@@ -48,10 +48,17 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void backward_looped_ker
       Vec<X, N> in[B::kIn];
       Vec<Y, N> dy;
       load_rows(p, view, row, column, c, in, dy);
-      const W* vector = p.weight ? p.weight + param_offset : nullptr;
-      auto weight = view.load_vector(vector, c, weight_can_overread);
-      view.finish_vector(vector, c, weight_can_overread, weight);
-      if (!vector) weight = fill_vec<W, N>(1.0f);
+      Vec<W, N> weight;
+      if constexpr (kMakesWeights<B>) {
+        float made[N];
+        p.f.weights(coord.group, c, made);
+        weight.set(made);
+      } else {
+        const W* vector = p.weight ? p.weight + param_offset : nullptr;
+        weight = view.load_vector(vector, c, weight_can_overread);
+        view.finish_vector(vector, c, weight_can_overread, weight);
+        if (!vector) weight = fill_vec<W, N>(1.0f);
+      }
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         float x[B::kIn], w = offset + weight[j];

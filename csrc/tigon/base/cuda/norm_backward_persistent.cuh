@@ -8,16 +8,26 @@
 namespace tigon::cuda {
 namespace norm_detail {
 
-// Loads the weights of a thread's columns, which begin at column begin + column(i) of all columns.
+// Loads the weights of a thread's columns, which begin at column begin + column(i) of all columns; or forms them, where the
+// formula does (norm_math.inc).
 template <int N, RowConfig kConfig, RowAlignment kAlignment, class B, class W, class Y, class Column>
 __device__ __forceinline__ void load_weights(const NormBackward<B, W, Y>& p,
-                                             const ColumnWeights<B, W, N, kConfig>& weights, int64_t begin,
-                                             Column&& column, int whole, int pitch) {
+                                             const ColumnWeights<B, W, N, kConfig>& weights, int group,
+                                             int64_t begin, Column&& column, int whole, int pitch) {
   auto in_bounds = [&](int i) { return column(i) < whole; };
-  if constexpr (kAlignment != RowAlignment::vectorized && sizeof(W) == sizeof(typename B::Element)) {
-    load_shifted_vecs<kConfig.vecs_per_thread>({p.weight}, {1.0f}, begin + column(0), p.groups * p.cols,
-                                               pitch, in_bounds,
-                                               [&](int i, int, const Vec<W, N>& w) { *weights.slot(i) = w; });
+  if constexpr (kMakesWeights<B>) {
+#pragma unroll
+    for (int i = 0; i < kConfig.vecs_per_thread; ++i) {
+      float w[N] = {};
+      if (in_bounds(i)) p.f.weights(group, column(i), w);
+      Vec<W, N> vec;
+      vec.set(w);
+      weights.slots.set(i, vec);
+    }
+  } else if constexpr (kAlignment != RowAlignment::vectorized && sizeof(W) == sizeof(typename B::Element)) {
+    load_shifted_vecs<kConfig.vecs_per_thread>(
+        {p.weight}, {1.0f}, begin + column(0), p.groups * p.cols, pitch, in_bounds,
+        [&](int i, int, const Vec<W, N>& w) { weights.slots.set(i, w); });
   } else {
 #pragma unroll
     for (int i = 0; i < kConfig.vecs_per_thread; ++i) {
@@ -31,7 +41,7 @@ __device__ __forceinline__ void load_weights(const NormBackward<B, W, Y>& p,
           for (int j = 0; j < N; ++j) w.v[j] = from[j];
         }
       }
-      *weights.slot(i) = w;
+      weights.slots.set(i, w);
     }
   }
 }
@@ -82,7 +92,7 @@ __global__ __launch_bounds__(
   const int whole = kHasEdges ? (cols - head) / N * N : cols;
   const Rows rows(p, coord.group, head);
   const ColumnWeights<B, W, N, kConfig> weights(shared, p.weight ? p.f.offset : 0.0f);
-  load_weights<N, kConfig, kAlignment>(p, weights, rows.begin, column, whole,
+  load_weights<N, kConfig, kAlignment>(p, weights, coord.group, rows.begin, column, whole,
                                        reducer.threads * reducer.blocks * N);
   BackwardEdge<B, Y> edge;
   if constexpr (kHasEdges)

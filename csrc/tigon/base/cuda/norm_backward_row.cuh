@@ -69,6 +69,9 @@ __device__ __forceinline__ int64_t statistics_of_group(const NormBackward<B, W, 
     return row * p.groups + group;
 }
 
+// The formula makes the weights of a group of rows.
+template <class B>
+constexpr bool kMakesWeights = requires(const B& f, float (&w)[1]) { f.weights(0, int64_t(0), w); };
 // The weight has no offset.
 template <class B>
 constexpr bool kPlainWeight = std::is_base_of_v<NoNormScalars, B>;
@@ -236,25 +239,19 @@ struct BackwardRow {
   }
 };
 
-// The weights of a thread's columns in shared memory. Each thread reads only those it wrote itself, so no barrier is needed.
+// The weights of a thread's columns in shared memory.
 template <class B, class W, int N, RowConfig kConfig>
 struct ColumnWeights {
-  Vec<W, N>* first;
-  int block;
+  ThreadSlots<W, N> slots;
   float offset;
 
   __device__ __forceinline__ ColumnWeights(unsigned char* shared, float offset)
-      : first(reinterpret_cast<Vec<W, N>*>(shared)),
-        block(kConfig.threads_per_row ? kConfig.max_threads : int(blockDim.x)),
-        offset(offset) {}
-  __device__ __forceinline__ Vec<W, N>* slot(int i) const { return first + i * block + threadIdx.x; }
-  __device__ __forceinline__ uint4* end() const {
-    return reinterpret_cast<uint4*>(slot(kConfig.vecs_per_thread) - threadIdx.x);
-  }
+      : slots(shared, kConfig.threads_per_row ? kConfig.max_threads : int(blockDim.x)), offset(offset) {}
+  __device__ __forceinline__ uint4* end() const { return slots.end(kConfig.vecs_per_thread); }
   __device__ __forceinline__ void get(int i, float (&w)[N]) const {
-    Vec<W, N> vec = *slot(i);
+    const Vec<W, N> vec = slots.get(i);
 #pragma unroll
-    for (int j = 0; j < N; ++j) w[j] = kPlainWeight<B> ? vec[j] : offset + vec[j];
+    for (int j = 0; j < N; ++j) w[j] = kPlainWeight<B> || kMakesWeights<B> ? vec[j] : offset + vec[j];
   }
 };
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "tigon/base/cuda/norm_forward_cluster.cuh"
+#include "tigon/base/cuda/norm_forward_shared.cuh"
 #include "tigon/base/cuda/norm_plan.h"
 #include "tigon/base/dispatch.h"
 
@@ -147,73 +148,88 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
   }
   const NormOperand residual{p.residual_out, p.residual_out_stride, kTraits.x_bytes},
       y{p.y, p.y_stride, kTraits.y_bytes}, outputs[] = {F::kWritesResidual ? residual : y, y};
-  const NormProblem problem =
-      norm_problem(p.rows, p.cols, p.groups, kTraits.x_bytes, inputs, outputs, params);
+  NormProblem problem = norm_problem(p.rows, p.cols, p.groups, kTraits.x_bytes, inputs, outputs, params);
+  if constexpr (kRowParams<F>) {
+    problem.rows_per_param = p.f.rows_per_param, p.row_groups = int(p.rows / p.f.rows_per_param);
+    problem.params = int(std::count_if(p.param, p.param + F::kParams, [](auto* w) { return w != nullptr; }));
+  }
   const NormPlan plan = plan_forward(kTraits, problem, device_limits());
   const int64_t vecs = std::max<int64_t>(1, p.cols / kTraits.vec_size());
 
-  auto run_registers = [&]<RowConfig kConfig>() {
-    launch(
-        op, ctx, forward_kernel<F, W, Y, kTraits.vec_size(), ConfigType<kConfig>>,
-        {.blocks = ceil_div(p.rows, kConfig.rows_per_block) * p.groups, .threads = plan.threads, .pdl = true},
-        p);
+  // The kernel of the plan; null: looped.
+  const void* entry = nullptr;
+  OccupancyCache* occupancy = nullptr;
+  LaunchConfig grid{.blocks = ceil_div(p.rows, plan.rows.rows_per_block) * p.groups,
+                    .threads = plan.threads,
+                    .shared = size_t(plan.shared),
+                    .pdl = true};
+  const auto registers = [&]<RowConfig kConfig>() {
+    entry = entry_of(forward_kernel<F, W, Y, kTraits.vec_size(), ConfigType<kConfig>>);
   };
-  auto run_looped = [&] {
-    launch(op, ctx, forward_looped_kernel<F, W, Y>,
-           {.blocks = p.rows * p.groups, .threads = kLoopThreads, .pdl = true}, p);
-  };
-  auto run_persistent = [&]<RowAlignment kAlignment, RowConfig kConfig>() {
-    if constexpr (kRowParams<F>) {
-      run_looped();
-    } else {
-      const auto kernel = forward_persistent_kernel<F, W, Y, ConfigType<kConfig>, kAlignment>;
-      static OccupancyCache occupancy;
-      p.row_schedule = persistent_schedule<kConfig>(op, occupancy, kernel, plan.threads, size_t(plan.shared),
-                                                    p.rows, p.groups, problem.period);
-      if (p.row_schedule.workers == 0) return run_looped();
-      launch(op, ctx, kernel,
-             {.blocks = int64_t(p.row_schedule.workers) * p.groups,
-              .threads = plan.threads,
-              .shared = size_t(plan.shared),
-              .pdl = true},
-             p);
-    }
+  const auto persistent = [&]<RowAlignment kAlignment, RowConfigs kConfigs>() {
+    with_config<kConfigs>(plan.config, [&]<RowConfig kConfig>() {
+      static OccupancyCache cache;
+      occupancy = &cache;
+      entry = entry_of(forward_persistent_kernel<F, W, Y, ConfigType<kConfig>, kAlignment>);
+    });
   };
   switch (plan.kernel) {
     case NormKernel::registers:
-      if constexpr (F::kSubtractMean)
-        if (plan.rows.lane_split > 1) return with_config<kForwardSplitConfigs>(plan.config, run_registers);
-      return with_config<forward_register_configs(kTraits)>(plan.config, run_registers);
+      if (plan.rows.lane_split == 1)
+        with_config<forward_register_configs(kTraits)>(plan.config, registers);
+      else if constexpr (F::kSubtractMean)
+        with_config<kForwardSplitConfigs>(plan.config, registers);
+      break;
     case NormKernel::persistent:
-      if constexpr (kTraits.same_types)
-        if (plan.alignment == kSame)
-          return with_config<forward_persistent_configs(kTraits, kSame)>(
-              plan.config,
-              [&]<RowConfig kConfig>() { run_persistent.template operator()<kSame, kConfig>(); });
-      return with_config<forward_persistent_configs(kTraits, kMixed)>(
-          plan.config, [&]<RowConfig kConfig>() { run_persistent.template operator()<kMixed, kConfig>(); });
+      if constexpr (!kTraits.by_row) {
+        if (plan.alignment == kMixed)
+          persistent.template operator()<kMixed, forward_persistent_configs(kTraits, kMixed)>();
+        else if constexpr (kTraits.same_offset)
+          persistent.template operator()<kSame, forward_persistent_configs(kTraits, kSame)>();
+        p.row_schedule = persistent_schedule(op, *occupancy, entry, plan.rows, grid.threads, grid.shared,
+                                             p.rows, p.groups, problem.period);
+        grid.blocks = int64_t(p.row_schedule.workers) * p.groups;
+        // A CTA needs more than the device has.
+        if (grid.blocks == 0) entry = nullptr;
+      }
+      break;
+    case NormKernel::shared_params:
+      if constexpr (kRowParams<F>) {
+        with_config<kForwardSharedConfigs>(plan.config, [&]<RowConfig kConfig>() {
+          static OccupancyCache cache;
+          occupancy = &cache;
+          entry = entry_of(forward_shared_params_kernel<F, W, Y, kTraits.vec_size(), ConfigType<kConfig>>);
+        });
+        p.row_schedule = persistent_schedule(op, *occupancy, entry, plan.rows, grid.threads, grid.shared,
+                                             p.f.rows_per_param, p.row_groups, problem.period);
+        grid.blocks = int64_t(p.row_schedule.workers) * p.row_groups;
+        if (grid.blocks == 0) entry = nullptr;
+      }
+      break;
     case NormKernel::cluster:
-      if constexpr (kTraits.same_types && !kTraits.by_row) {
+      if constexpr (kTraits.clusters && !kTraits.by_row) {
         constexpr RowConfig kConfig = forward_cluster_configs(kTraits).at[0];
-        const auto kernel = forward_cluster_kernel<F, W, Y, ConfigType<kConfig>>;
         const auto shared = [&](int threads) { return size_t(forward_shared(kTraits, kConfig, threads)); };
-        static OccupancyCache occupancy;
-        const ClusterShape c = largest_cluster<kConfig>(op, occupancy, kernel, vecs, 128, shared);
+        const void* clustered = entry_of(forward_cluster_kernel<F, W, Y, ConfigType<kConfig>>);
+        static OccupancyCache cache;
+        const ClusterShape c = largest_cluster(op, cache, clustered, kConfig, vecs, 128, shared);
+        // None: no cluster fits on this device.
         if (c.blocks > 0) {
           p.row_schedule = make_row_schedule(p.rows, c.clusters, problem.period);
-          return launch(op, ctx, kernel,
-                        {.blocks = int64_t(p.row_schedule.workers) * c.blocks,
-                         .threads = c.threads,
-                         .shared = shared(c.threads),
-                         .pdl = true,
-                         .cluster = c.blocks},
-                        p);
+          entry = clustered;
+          grid.blocks = int64_t(p.row_schedule.workers) * c.blocks;
+          grid.threads = c.threads, grid.shared = shared(c.threads), grid.cluster = c.blocks;
         }
       }
-      // No cluster fits on this device.
-      [[fallthrough]];
-    case NormKernel::looped: run_looped();
+      break;
+    case NormKernel::looped: break;
   }
+  if (entry == nullptr) {
+    entry = entry_of(forward_looped_kernel<F, W, Y>);
+    grid = {.blocks = p.rows * p.groups, .threads = kLoopThreads, .pdl = true};
+  }
+  void* parameters[] = {&p};
+  launch_entry(op, ctx, entry, grid, parameters);
 }
 
 }  // namespace tigon::cuda

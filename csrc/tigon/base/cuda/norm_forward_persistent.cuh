@@ -30,9 +30,9 @@ class ShiftedVecs {
   }
   __device__ __forceinline__ void load(int i, bool wanted) {
     const X* word = next_ + i * pitch_;
-    words_[i][0] = load_predicated(wanted, word);
+    words_[i][0] = ld_global_predicated(wanted, word);
     if constexpr (kMixedOffset)
-      words_[i][1] = load_predicated(wanted && off_ != 0 && word + 2 * N <= end_, word + N);
+      words_[i][1] = ld_global_predicated(wanted && off_ != 0 && word + 2 * N <= end_, word + N);
   }
   __device__ __forceinline__ void advance() { next_ += step_; }
   // The vector that was loaded before the last advance().

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <numeric>
 #include <span>
-#include <string>
 #include <type_traits>
 
 #include "tigon/base/cuda/row_config.h"
@@ -24,7 +23,10 @@ constexpr bool kRowGroups = requires { typename F::RowGroups; };
 struct NormTraits {
   // Rows read and written; parameters, or sums by column.
   int inputs, outputs, columns;
-  bool subtracts_mean, writes_residual, same_types;
+  bool subtracts_mean, writes_residual;
+  // Whether there are kernels for rows of one offset, and clusters for longer ones; rows without are rows of mixed offsets. They
+  // need equal types. Gated rows are groups of channels, hardly ever unaligned or long: no clusters, nor a forward of one offset.
+  bool same_offset, clusters;
   // kRowParams or kRowGroups: the kernels that keep parameters or column sums of rows of any offset do not take them.
   bool by_row;
   int x_bytes, weight_bytes, y_bytes;
@@ -35,12 +37,15 @@ struct NormTraits {
 template <class F, class W, class Y>
 constexpr NormTraits forward_traits() {
   using X = typename F::Element;
+  constexpr bool kSame = std::is_same_v<W, X> && std::is_same_v<Y, X>,
+                 kGated = F::kIn == 2 && !F::kWritesResidual;
   return {.inputs = F::kIn,
           .outputs = 1 + F::kWritesResidual,
           .columns = F::kParams,
           .subtracts_mean = F::kSubtractMean,
           .writes_residual = F::kWritesResidual,
-          .same_types = std::is_same_v<W, X> && std::is_same_v<Y, X>,
+          .same_offset = kSame && !kGated,
+          .clusters = kSame && !kGated,
           .by_row = kRowParams<F>,
           .x_bytes = int(sizeof(X)),
           .weight_bytes = int(sizeof(W)),
@@ -49,12 +54,14 @@ constexpr NormTraits forward_traits() {
 template <class B, class W, class Y>
 constexpr NormTraits backward_traits() {
   using X = typename B::Element;
+  constexpr bool kSame = std::is_same_v<W, X> && std::is_same_v<Y, X>;
   return {.inputs = B::kIn,
           .outputs = B::kOut,
           .columns = B::kSums,
           .subtracts_mean = B::kSubtractMean,
           .writes_residual = false,
-          .same_types = std::is_same_v<W, X> && std::is_same_v<Y, X>,
+          .same_offset = kSame,
+          .clusters = kSame && B::kOut == 1,
           .by_row = kRowGroups<B>,
           .x_bytes = int(sizeof(X)),
           .weight_bytes = int(sizeof(W)),
@@ -76,6 +83,9 @@ struct NormProblem {
   RowAlignment alignment = RowAlignment::vectorized;
   // Rows after which the offsets within 16 bytes repeat.
   int64_t period = 1;
+  // kRowParams: the rows that share their parameters, and the parameters that are there.
+  int64_t rows_per_param = 1;
+  int params = 0;
 };
 // What kernels may count on.
 struct DeviceLimits {
@@ -118,6 +128,8 @@ enum class NormKernel {
   registers,
   // Persistent CTAs, for rows of any offset. Backward: also for vectorized rows with lookahead.
   persistent,
+  // Forward: persistent CTAs of vectorized rows that share parameters of their own.
+  shared_params,
   // Persistent clusters: rows with the same offset that are too long for a CTA.
   cluster,
   // A CTA per row that reads it once per pass, from L2 after the first: everything else.
@@ -175,6 +187,14 @@ constexpr RowConfigs forward_persistent_configs(const NormTraits& t, RowAlignmen
   return RowConfigs(several_rows({.threads_per_row = 32, .vecs_per_thread = 4, .min_blocks_per_sm = 5}),
                     RowConfig{.vecs_per_thread = 4, .max_threads = 384, .min_blocks_per_sm = 2});
 }
+// Forward, vectorized rows of groups that share parameters: CTAs of one group keep them in shared memory. Threads and vectors are
+// those of forward_register_configs, so that rows have the same bits. In shorter groups the copies cost more than they save.
+constexpr int64_t kManyRowsPerParam = 8;
+constexpr RowConfigs kForwardSharedConfigs{
+    several_rows({.threads_per_row = 32, .vecs_per_thread = 4, .min_blocks_per_sm = 6}),
+    RowConfig{.vecs_per_thread = 4, .max_threads = 128, .min_blocks_per_sm = 8},
+    RowConfig{.vecs_per_thread = 4, .max_threads = 256, .min_blocks_per_sm = 4},
+    RowConfig{.vecs_per_thread = 4, .max_threads = 384, .min_blocks_per_sm = 2}};
 // Forward, clusters: as many stages as the passes need, and one more.
 constexpr RowConfigs forward_cluster_configs(const NormTraits& t) {
   return RowConfigs(RowConfig{.vecs_per_thread = 4,
@@ -203,6 +223,9 @@ constexpr RowConfigs backward_register_configs(const NormTraits& t) {
                          .stages = stages});
   };
   const RowConfig ahead = cta(3, 4, 512, 1, 1);
+  // Three inputs to three gradients: a thread has one vector of each, so that registers suffice for more warps.
+  if (t.outputs == 3)
+    return RowConfigs(warps(8, 2, 32, 2), warps(32, 2, 8, 2), cta(3, 1, 512, 2), cta(3, 2, 512));
   // Gradients of two inputs: groups are short, so there are few configurations.
   if (t.outputs == 2) return RowConfigs(warps(8, 2, 32, 2), warps(32, 2, 8, 2), cta(3, 2, 512));
   if (t.inputs == 2)
@@ -210,7 +233,7 @@ constexpr RowConfigs backward_register_configs(const NormTraits& t) {
                       cta(2, 4, 512));
   // Two sums by column for each group of rows.
   if (t.columns == 2 && !t.subtracts_mean)
-    return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), cta(2, 2, 320, 2), cta(2, 4, 512));
+    return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), cta(3, 2, 320, 2), cta(2, 4, 512));
   if (t.subtracts_mean)
     return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), warps(32, 4, 8, 1, 2), cta(2, 2, 128, 4),
                       cta(2, 2, 320, 2), ahead.up_to(896), cta(2, 2, 512), cta(2, 4, 512).up_to(1152), ahead,
@@ -301,15 +324,23 @@ constexpr NormPlan plan_forward(const NormTraits& t, const NormProblem& p, const
         p.rows * p.groups * plan.threads / 32 <= int64_t(kFewWarps) * limits.sms)
       select_plan(plan, NormKernel::registers, RowAlignment::vectorized, kForwardSplitConfigs, vecs, limits,
                   none);
+    if (t.by_row && p.rows_per_param >= kManyRowsPerParam && plan.rows.vecs_per_thread == 4 &&
+        plan.rows.threads_per_row % 32 == 0) {
+      NormTraits present = t;
+      present.columns = p.params;
+      select_plan(plan, NormKernel::shared_params, RowAlignment::vectorized, kForwardSharedConfigs, vecs,
+                  limits,
+                  [&](const RowConfig& c, int threads) { return forward_shared(present, c, threads); });
+    }
     return plan;
   }
   if (t.by_row) return plan;
-  if (p.alignment <= RowAlignment::same_offset && t.same_types) {
+  if (p.alignment <= RowAlignment::same_offset && t.same_offset) {
     const RowAlignment same = RowAlignment::same_offset;
     if (select_plan(plan, NormKernel::persistent, same, forward_persistent_configs(t, same), vecs, limits,
                     shared))
       return plan;
-    if (p.groups == 1 && limits.clusters &&
+    if (t.clusters && p.groups == 1 && limits.clusters &&
         select_plan(plan, NormKernel::cluster, same, forward_cluster_configs(t), vecs, limits, none))
       return plan;
   }
@@ -335,12 +366,12 @@ constexpr NormPlan plan_backward(const NormTraits& t, const NormProblem& p, cons
     return plan;
   }
   if (t.by_row) return plan;
-  if (p.alignment <= RowAlignment::same_offset && t.same_types) {
+  if (p.alignment <= RowAlignment::same_offset && t.same_offset) {
     const RowAlignment same = RowAlignment::same_offset;
     if (select_plan(plan, NormKernel::persistent, same, backward_persistent_configs(t, same), vecs, limits,
                     shared_of(same)))
       return plan;
-    if (p.groups == 1 && limits.clusters &&
+    if (t.clusters && p.groups == 1 && limits.clusters &&
         select_plan(plan, NormKernel::cluster, same, backward_cluster_configs(t), vecs, limits,
                     shared_of(same)))
       return plan;
@@ -351,29 +382,6 @@ constexpr NormPlan plan_backward(const NormTraits& t, const NormProblem& p, cons
     select_plan(plan, NormKernel::persistent, mixed, backward_persistent_configs(t, mixed), vecs + 1, limits,
                 shared_of(mixed));
   return plan;
-}
-
-// ---- Text ----
-
-inline std::string to_string(const NormPlan& plan) {
-  static constexpr const char* kKernels[] = {"registers", "persistent", "cluster", "looped"};
-  static constexpr const char* kAlignments[] = {"vectorized", "same_offset", "mixed_offset", "any"};
-  std::string text = std::string(kKernels[int(plan.kernel)]) + " " + kAlignments[int(plan.alignment)];
-  if (plan.config < 0) return text;
-  const RowConfig& c = plan.rows;
-  auto field = [&](const char* name, int64_t value, int64_t usual) {
-    if (value != usual) text += std::string(" ") + name + "=" + std::to_string(value);
-  };
-  field("threads_per_row", c.threads_per_row, 0);
-  field("vecs_per_thread", c.vecs_per_thread, 0);
-  field("rows_per_block", c.rows_per_block, 1);
-  field("min_blocks_per_sm", c.min_blocks_per_sm, 1);
-  field("stages", c.stages, 0);
-  field("lookahead", c.lookahead, 0);
-  field("lane_split", c.lane_split, 1);
-  field("threads", plan.threads, 0);
-  field("shared", plan.shared, 0);
-  return text;
 }
 
 }  // namespace tigon::cuda

@@ -37,6 +37,8 @@ struct NormForward {
   // Of the rows of a group.
   RowSchedule row_schedule;
   float eps;
+  // Groups of adjacent rows that share their parameters, if kRowParams: set by norm_forward.
+  int row_groups = 1;
   // Columns that share a parameter, if F::PerChannel.
   int64_t cols_per_param = 1;
   // 1 / cols, set by norm_forward.
@@ -76,6 +78,34 @@ template <class F, class W, class Y>
 constexpr bool kSameType = std::is_same_v<W, typename F::Element> && std::is_same_v<Y, typename F::Element>;
 template <class F>
 constexpr bool kPerChannel = requires { typename F::PerChannel; };
+
+// Vectors of each thread in shared memory. Each thread reads only those it wrote itself, so no barrier is needed; adjacent
+// threads access adjacent words.
+template <class T, int N>
+struct ThreadSlots {
+  static constexpr int kWords = int(sizeof(T)) * N / 16;
+  // This thread's first word, and the threads.
+  uint4* first;
+  int pitch;
+
+  __device__ __forceinline__ ThreadSlots(void* shared, int threads)
+      : first(static_cast<uint4*>(shared) + threadIdx.x), pitch(threads) {}
+  __device__ __forceinline__ uint4* word(int slot, int j) const {
+    return first + (slot * kWords + j) * pitch;
+  }
+  __device__ __forceinline__ void set(int slot, const Vec<T, N>& vec) const {
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) *word(slot, j) = reinterpret_cast<const uint4*>(&vec)[j];
+  }
+  __device__ __forceinline__ Vec<T, N> get(int slot) const {
+    Vec<T, N> vec;
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) reinterpret_cast<uint4*>(&vec)[j] = *word(slot, j);
+    return vec;
+  }
+  // The first word after `slots` slots of all threads.
+  __device__ __forceinline__ uint4* end(int slots) const { return word(slots, 0) - threadIdx.x; }
+};
 
 // Element j of several vectors.
 template <class T, int N, int K>
@@ -293,7 +323,7 @@ struct ForwardRow {
   // Statistics of a row that its threads hold in registers; the residual is written.
   // all_reduce(sums) combines the threads of the row, `edge` is the element that this thread holds
   // beside its vectors. center[i] is what is subtracted from vector i: the mean, or 0 where the
-  // vector is padding. The asm hides its value, or the compiler would compute the differences a
+  // vector is padding. Its origin is hidden, or the compiler would compute the differences a
   // second time in write().
   template <int VecsPerThread, class ColumnOf, class Merge, class EdgeElement>
   __device__ __forceinline__ void statistics(Inputs (&in)[VecsPerThread], ColumnOf&& column,
@@ -320,7 +350,7 @@ struct ForwardRow {
       center[i] = 0.0f;
       if constexpr (F::kSubtractMean) {
         center[i] = view.has(column(i)) ? mean : 0.0f;
-        asm("" : "+f"(center[i]));
+        keep_in_register(center[i]);
       }
       float of_vec[kStatistics];
       statistics_of(column(i), in[i], center[i], of_vec);

@@ -7,6 +7,96 @@
 
 namespace tigon::cuda {
 
+// --- arithmetic ----------------------------------------------------------------------------------
+
+__device__ __forceinline__ float ex2_approx_ftz(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float lg2_approx_ftz(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float rcp_approx_ftz(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// The larger one, NaN where one is NaN; of pairs of 16-bit numbers too.
+__device__ __forceinline__ float max_NaN(float a, float b) {
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(a) : "f"(b));
+  return a;
+}
+__device__ __forceinline__ uint32_t max_NaN_f16x2(uint32_t a, uint32_t b) {
+  asm("max.NaN.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+  return a;
+}
+__device__ __forceinline__ uint32_t max_NaN_bf16x2(uint32_t a, uint32_t b) {
+  asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+  return a;
+}
+// Hides a value's origin from the compiler, which keeps it in a register instead of computing it again.
+__device__ __forceinline__ void keep_in_register(uint32_t& x) { asm("" : "+r"(x)); }
+__device__ __forceinline__ void keep_in_register(float& x) { asm("" : "+f"(x)); }
+
+// --- global memory -------------------------------------------------------------------------------
+// Predicated, without a branch. As asm, a load stays where it is issued: the compiler sinks an ordinary one to its
+// first use, and a conditional one below the uses of the loads before it.
+
+// Zero where `pred` is false.
+__device__ __forceinline__ float ld_global_f32_predicated(bool pred, const float* from) {
+  float x;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\nmov.f32 %0, 0f00000000;\n@p ld.global.f32 %0, [%1];\n}"
+      : "=f"(x)
+      : "l"(from), "r"(unsigned(pred)));
+  return x;
+}
+// 16 bytes, or four words of `fill`.
+__device__ __forceinline__ uint4 ld_global_predicated(bool pred, const void* from, uint32_t fill = 0) {
+  uint4 w;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
+      "mov.u32 %0, %6;\nmov.u32 %1, %6;\nmov.u32 %2, %6;\nmov.u32 %3, %6;\n"
+      "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+      : "l"(from), "r"(unsigned(pred)), "r"(fill));
+  return w;
+}
+// 16 bytes, or undefined.
+__device__ __forceinline__ uint4 ld_global_predicated_uninit(bool pred, const void* from) {
+  uint4 w;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
+      "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+      : "l"(from), "r"(unsigned(pred)));
+  return w;
+}
+template <class T>
+__device__ __forceinline__ void st_global(T* to, const uint4& w) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w)
+               : "memory");
+}
+__device__ __forceinline__ void st_global_predicated(bool pred, void* to, const uint4& w) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p st.global.v4.u32 [%0], {%1, %2, %3, %4};\n}" ::"l"(to),
+      "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w), "r"(unsigned(pred))
+      : "memory");
+}
+__device__ __forceinline__ void st_global_predicated(bool pred, void* to, uint16_t x) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.global.b16 [%0], %1;\n}" ::"l"(to), "h"(x),
+               "r"(unsigned(pred))
+               : "memory");
+}
+__device__ __forceinline__ void st_global_predicated(bool pred, void* to, float x) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.global.f32 [%0], %1;\n}" ::"l"(to), "f"(x),
+               "r"(unsigned(pred))
+               : "memory");
+}
+
 // --- shared memory -------------------------------------------------------------------------------
 
 // The address of shared memory within its window, as the instructions below take it.
@@ -140,6 +230,31 @@ __device__ __forceinline__ void st_async(T* local, unsigned rank, const T& value
         : "memory");
   }
 #endif
+}
+
+// --- matrices in registers -----------------------------------------------------------------------
+
+// d += a b with a [16, 16] (row, column), b [16, 8] of bf16 pairs: in lane 4 t + q, a holds rows t and t + 8
+// by turns, at columns 2 q and then 2 q + 8, b holds column t at rows 2 q and 2 q + 8, d rows t (2 values) and t + 8
+// at column 2 q.
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint4& a, uint2 b) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
+}
+// The same with 8 columns of a and 8 rows of b.
+__device__ __forceinline__ void mma_m16n8k8(float (&d)[4], uint2 a, uint32_t b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, "
+      "%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a.x), "r"(a.y), "r"(b));
+}
+// The transpose of an 8 x 8 matrix of 16-bit values: lane 4 t + q holds row t at columns 2 q and 2 q + 1.
+__device__ __forceinline__ uint32_t movmatrix_trans(uint32_t rows) {
+  uint32_t columns;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(columns) : "r"(rows));
+  return columns;
 }
 
 // --- cp.async: copies from global to shared memory -----------------------------------------------

@@ -174,7 +174,7 @@ void run_row_op(const char* name, Context& ctx, const Op& op) {
   static OccupancyCache occupancy;
   const auto clustered = kernel<Op, ConfigType<kLongest>, true, false>;
   if (const ClusterShape c =
-          largest_cluster<kLongest>(name, occupancy, clustered, vecs, 192, [](int) { return size_t(0); });
+          largest_cluster(name, occupancy, entry_of(clustered), kLongest, vecs, 192, no_shared);
       c.blocks > 0)
     return launch(name, ctx, clustered,
                   {.blocks = rows.rows * c.blocks, .threads = c.threads, .pdl = true, .cluster = c.blocks},

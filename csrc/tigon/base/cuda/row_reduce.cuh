@@ -226,25 +226,28 @@ struct ClusterShape {
   int64_t clusters = 0;
 };
 
+inline size_t no_shared(int) { return 0; }
+
 // Host: clusters of `blocks` CTAs with at least min_threads threads each for rows of `vecs`
 // vectors, as many as are resident. shared(threads) is the dynamic shared memory of a CTA.
-template <RowConfig kConfig, class Kernel, class Shared>
-ClusterShape fit_cluster(const char* op, OccupancyCache& occupancy, Kernel kernel, int64_t vecs, int blocks,
-                         int min_threads, Shared&& shared) {
-  const int threads = kConfig.block_threads(ceil_div(vecs, blocks));
-  if (threads < min_threads || threads > kConfig.max_threads) return {};
-  const int64_t resident = occupancy.max_active(op, kernel, blocks, threads, shared(threads));
+template <class Shared>
+ClusterShape fit_cluster(const char* op, OccupancyCache& occupancy, const void* entry,
+                         const RowConfig& config, int64_t vecs, int blocks, int min_threads,
+                         Shared&& shared) {
+  const int threads = config.block_threads(ceil_div(vecs, blocks));
+  if (threads < min_threads || threads > config.max_threads) return {};
+  const int64_t resident = occupancy.max_active(op, entry, blocks, threads, shared(threads));
   return resident > 0 ? ClusterShape{blocks, threads, resident} : ClusterShape{};
 }
 
 // Host: the largest cluster whose CTAs have at least min_threads threads. Small CTAs share an SM,
 // so that some warps work while others wait.
-template <RowConfig kConfig, class Kernel, class Shared>
-ClusterShape largest_cluster(const char* op, OccupancyCache& occupancy, Kernel kernel, int64_t vecs,
-                             int min_threads, Shared&& shared) {
+template <class Shared>
+ClusterShape largest_cluster(const char* op, OccupancyCache& occupancy, const void* entry,
+                             const RowConfig& config, int64_t vecs, int min_threads, Shared&& shared) {
   for (int blocks : {16, 8, 4, 2}) {
     const ClusterShape c =
-        fit_cluster<kConfig>(op, occupancy, kernel, vecs, blocks, blocks > 2 ? min_threads : 1, shared);
+        fit_cluster(op, occupancy, entry, config, vecs, blocks, blocks > 2 ? min_threads : 1, shared);
     if (c.blocks > 0) return c;
   }
   return {};
@@ -252,14 +255,14 @@ ClusterShape largest_cluster(const char* op, OccupancyCache& occupancy, Kernel k
 
 // Host: for persistent clusters, the size with most resident threads. The choice depends on the row
 // length alone, never on the number of rows, so that a row's bits do not depend on the batch.
-template <RowConfig kConfig, class Kernel, class Shared>
-ClusterShape max_occupancy_cluster(const char* op, OccupancyCache& occupancy, Kernel kernel, int64_t vecs,
-                                   int min_threads, Shared&& shared) {
+template <class Shared>
+ClusterShape max_occupancy_cluster(const char* op, OccupancyCache& occupancy, const void* entry,
+                                   const RowConfig& config, int64_t vecs, int min_threads, Shared&& shared) {
   ClusterShape best;
   int64_t most_active = 0;
   for (int blocks : {2, 4, 8, 16}) {
     const ClusterShape c =
-        fit_cluster<kConfig>(op, occupancy, kernel, vecs, blocks, best.blocks > 0 ? min_threads : 1, shared);
+        fit_cluster(op, occupancy, entry, config, vecs, blocks, best.blocks > 0 ? min_threads : 1, shared);
     const int64_t active_threads = c.clusters * c.blocks * c.threads;
     if (active_threads > most_active) most_active = active_threads, best = c;
   }

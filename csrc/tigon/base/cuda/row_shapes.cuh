@@ -73,17 +73,16 @@ inline RowSchedule make_row_schedule(int64_t rows, int64_t resident, int64_t per
 // Host: a schedule for persistent CTAs, each of one of `col_groups` groups of columns; no workers
 // where a CTA needs more shared memory than there is. The number of CTAs with several rows is a
 // multiple of the period. `most` bounds the number of CTAs.
-template <RowConfig kConfig, class Kernel>
-RowSchedule persistent_schedule(const char* op, OccupancyCache& occupancy, Kernel* kernel, int threads,
-                                size_t shared, int64_t rows, int col_groups, int64_t period,
-                                int64_t most = INT64_MAX) {
-  int64_t resident = occupancy.max_active(op, kernel, 1, threads, shared);
+inline RowSchedule persistent_schedule(const char* op, OccupancyCache& occupancy, const void* entry,
+                                       const RowConfig& config, int threads, size_t shared, int64_t rows,
+                                       int col_groups, int64_t period, int64_t most = INT64_MAX) {
+  int64_t resident = occupancy.max_active(op, entry, 1, threads, shared);
   if (resident == 0) return {};
   resident = std::min(most, std::max<int64_t>(1, resident / col_groups));
-  if (kConfig.rows_per_block == 1) return make_row_schedule(rows, resident, period);
-  const int64_t groups = ceil_div(rows, kConfig.rows_per_block);
+  if (config.rows_per_block == 1) return make_row_schedule(rows, resident, period);
+  const int64_t groups = ceil_div(rows, config.rows_per_block);
   const int64_t blocks = groups <= resident ? groups : std::max(period, resident / period * period);
-  return {int(blocks), int(blocks) * kConfig.rows_per_block, rows};
+  return {int(blocks), int(blocks) * config.rows_per_block, rows};
 }
 
 // Sums rows[p] over p < partials in fixed order: the last step of a deterministic column reduction.

@@ -10,13 +10,9 @@ namespace tigon::cuda {
 template <class T>
 __device__ __forceinline__ void store_predicated(bool pred, T* p, const T& x) {
   if constexpr (sizeof(T) == 2)
-    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.global.b16 [%0], %1;\n}" ::"l"(p),
-                 "h"(reinterpret_cast<const unsigned short&>(x)), "r"(unsigned(pred))
-                 : "memory");
+    st_global_predicated(pred, p, reinterpret_cast<const unsigned short&>(x));
   else
-    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p st.global.f32 [%0], %1;\n}" ::"l"(p), "f"(x),
-                 "r"(unsigned(pred))
-                 : "memory");
+    st_global_predicated(pred, p, x);
 }
 
 // Whether the 16-byte word that holds the end of row `row` may be read in full: rows of the same
@@ -43,7 +39,7 @@ __device__ __forceinline__ Vec<T, N> load_unaligned(const T* row, Column c, Want
   for (int i = 0; i < kWords + 1; ++i) {
     const Column first = c - off + i * M;
     const bool valid = pred(first) && (i < kWords || off != 0);
-    uint4 word = load_predicated(valid, static_cast<const void*>(row + first));
+    uint4 word = ld_global_predicated(valid, row + first);
     w[4 * i] = word.x, w[4 * i + 1] = word.y, w[4 * i + 2] = word.z, w[4 * i + 3] = word.w;
   }
   shift_words<T>(w, off);

@@ -7,6 +7,7 @@
 
 #include <type_traits>
 
+#include "tigon/base/cuda/ptx.cuh"
 #include "tigon/base/dtype.h"
 
 namespace tigon::cuda {
@@ -156,27 +157,14 @@ __device__ __forceinline__ Vec<T, N> load(const T* p) {
     reinterpret_cast<W*>(&r)[i] = __ldg(reinterpret_cast<const W*>(p) + i);
   return r;
 }
-// Loads 16 bytes of global memory, or fills them with the word `fill` where `pred` is false. The
-// asm keeps the load where it is issued: the compiler sinks an ordinary load to its first use, and
-// a conditional one below the uses of the loads before it.
-__device__ __forceinline__ uint4 load_predicated(bool pred, const void* p, uint32_t fill = 0) {
-  uint4 w;
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
-      "mov.u32 %0, %6;\nmov.u32 %1, %6;\nmov.u32 %2, %6;\nmov.u32 %3, %6;\n"
-      "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-      : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
-      : "l"(p), "r"(unsigned(pred)), "r"(fill));
-  return w;
-}
+// Zeros where `pred` is false.
 template <class T, int N>
 __device__ __forceinline__ Vec<T, N> load_predicated(bool pred, const T* p) {
   Vec<T, N> r{};
   if constexpr (sizeof(T) * N % 16 == 0) {
 #pragma unroll
     for (int i = 0; i < int(sizeof(T)) * N / 16; ++i)
-      reinterpret_cast<uint4*>(&r)[i] =
-          load_predicated(pred, static_cast<const void*>(p + i * 16 / sizeof(T)));
+      reinterpret_cast<uint4*>(&r)[i] = ld_global_predicated(pred, p + i * 16 / sizeof(T));
   } else {
     if (pred) r = load_stream<T, N>(p);
   }
@@ -188,15 +176,8 @@ __device__ __forceinline__ Vec<T, N> load_predicated_uninit(bool pred, const T* 
   static_assert(sizeof(T) * N % 16 == 0);
   Vec<T, N> r;
 #pragma unroll
-  for (int i = 0; i < int(sizeof(T)) * N / 16; ++i) {
-    uint4 w;
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n"
-        "@p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-        : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
-        : "l"(p + i * 16 / sizeof(T)), "r"(unsigned(pred)));
-    reinterpret_cast<uint4*>(&r)[i] = w;
-  }
+  for (int i = 0; i < int(sizeof(T)) * N / 16; ++i)
+    reinterpret_cast<uint4*>(&r)[i] = ld_global_predicated_uninit(pred, p + i * 16 / sizeof(T));
   return r;
 }
 template <class T, int N>
@@ -213,10 +194,7 @@ __device__ __forceinline__ void store_v4(T* p, const Vec<T, N>& r) {
   static_assert(sizeof(T) * N % 16 == 0);
   auto* w = reinterpret_cast<const uint4*>(&r);
 #pragma unroll
-  for (int i = 0; i < int(sizeof(T)) * N / 16; ++i)
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p + i * 16 / sizeof(T)), "r"(w[i].x),
-                 "r"(w[i].y), "r"(w[i].z), "r"(w[i].w)
-                 : "memory");
+  for (int i = 0; i < int(sizeof(T)) * N / 16; ++i) st_global(p + i * 16 / sizeof(T), w[i]);
 }
 
 // The same under a predicate, without a branch.
@@ -225,12 +203,7 @@ __device__ __forceinline__ void store_predicated(bool pred, T* p, const Vec<T, N
   static_assert(sizeof(T) * N % 16 == 0);
   auto* w = reinterpret_cast<const uint4*>(&r);
 #pragma unroll
-  for (int i = 0; i < int(sizeof(T)) * N / 16; ++i)
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\n@p st.global.v4.u32 [%0], {%1, %2, %3, %4};\n}" ::"l"(
-            p + i * 16 / sizeof(T)),
-        "r"(w[i].x), "r"(w[i].y), "r"(w[i].z), "r"(w[i].w), "r"(unsigned(pred))
-        : "memory");
+  for (int i = 0; i < int(sizeof(T)) * N / 16; ++i) st_global_predicated(pred, p + i * 16 / sizeof(T), w[i]);
 }
 
 // Drops the first `bytes` bytes of K words: a multiple of T's size, less than 16. The last words are the padding.

@@ -1,5 +1,7 @@
 #include "tigon/ops/attention_residual/attention_residual.h"
 
+#include <utility>
+
 #include "tigon/base/dispatch.h"
 #include "tigon/base/require.h"
 

@@ -152,6 +152,33 @@ __global__ __launch_bounds__(
   if (edge_is_label || own.tile >= 0) out[label_column] = narrow<D>(g.of_label());
 }
 
+// Adds a thread's vectors of tiles `first_tile` and following, to the sums from `from`.
+template <class T>
+__device__ __forceinline__ void add_capped(uint4 (&q)[kSweepVecs], const Capped& of, float from,
+                                           int first_tile, const ElementCoord& own, int vecs,
+                                           EntropySums<Capped>& a) {
+  uint32_t top = max_words<T>(q[0]), bottom = min_words<T>(q[0]);
+#pragma unroll
+  for (int k = 1; k < kSweepVecs; ++k)
+    top = max_words<T>(top, max_words<T>(q[k])), bottom = min_words<T>(bottom, min_words<T>(q[k]));
+  const bool has_label = own.tile >= first_tile && own.tile < first_tile + kSweepVecs;
+  if (!has_label && of.template reaches<T, kClose>(extent<T>(top, bottom))) {  // absent vectors are not
+#pragma unroll
+    for (int k = 0; k < kSweepVecs; ++k) a.s += sum_of<T, kClose>(q[k], of, from, &a.heat);
+    return;
+  }
+#pragma unroll 1
+  for (int tile = first_tile; tile < first_tile + kSweepVecs; ++tile) {
+    const int skipped = tile == own.tile ? own.element : -1;
+    if (skipped < 0 && of.template reaches<T, kNear>(extent<T>(max_words<T>(q[0]), min_words<T>(q[0]))))
+      a.s += sum_of<T, kNear>(q[0], of, from, &a.heat);
+    else if (tile * kSweepThreads + int(threadIdx.x) < vecs)
+      a.s += sum_of_any<T>(q[0], of, from, skipped, a.heat);
+#pragma unroll
+    for (int k = 1; k < kSweepVecs; ++k) q[k - 1] = q[k];
+  }
+}
+
 // kMore: entropies, or whether the label is the first argmax.
 template <class T, bool kMore, class Z>
 __global__ __launch_bounds__(kSweepThreads,
@@ -181,7 +208,7 @@ __global__ __launch_bounds__(kSweepThreads,
     const bool counts = c >= 0 && c != label;
     if (!counts) edge = -INFINITY;
     float earlier = c < label ? edge : -INFINITY;
-    const float below = of.template z_minus<false>(edge, Z::reference(a.m));
+    const float below = of.template z_minus<kAny>(edge, Z::reference(a.m));
     a.s = counts ? exp_of_distance<Z>(below) : 0.0f;
     if constexpr (kMore) a.heat = a.s * Z::finite(below);
     for (int base = 0; base < peeled.vecs; base += kSweepThreads * kSweepVecs) {
@@ -194,7 +221,7 @@ __global__ __launch_bounds__(kSweepThreads,
 #pragma unroll
       for (int k = 0; k < kSweepVecs; ++k)
         if (!Z::kCapped && base / kSweepThreads + k == own.tile) q[k] = mask_element<T>(q[k], own.element);
-      if (kMore && base <= own.vecs_before)
+      if (kMore && p.predicted != nullptr && base <= own.vecs_before)
 #pragma unroll
         for (int k = 0; k < kSweepVecs; ++k) {
           const int i = base + k * kSweepThreads + tid;
@@ -213,18 +240,15 @@ __global__ __launch_bounds__(kSweepThreads,
           a.s *= exp2_approx((a.m - m) * kLog2e), a.m = m;
       }
       const float from = Z::reference(a.m);
+      if constexpr (Z::kCapped) {
+        add_capped<T>(q, of, from, base / kSweepThreads, own, peeled.vecs, a);
+      } else {
 #pragma unroll
-      for (int k = 0; k < kSweepVecs; ++k) {
-        if constexpr (Z::kCapped) {
-          const int i = base + k * kSweepThreads + tid, tile = base / kSweepThreads + k;
-          if (tile != own.tile && of.template is_near<T>(max_words<T>(q[k]), min_words<T>(q[k])))
+        for (int k = 0; k < kSweepVecs; ++k) {
+          if constexpr (kMore)
             a.s += sum_of<T>(q[k], of, from, &a.heat);
-          else if (i < peeled.vecs)
-            a.s += sum_of_any<T>(q[k], of, from, tile == own.tile ? own.element : -1, a.heat);
-        } else if constexpr (kMore) {
-          a.s += sum_of<T>(q[k], of, from, &a.heat);
-        } else {
-          a.s += sum_of<T>(q[k], of, from);
+          else
+            a.s += sum_of<T>(q[k], of, from);
         }
       }
     }
@@ -235,7 +259,7 @@ __global__ __launch_bounds__(kSweepThreads,
                              [&] { return label > 0 ? of.z(earlier) : -INFINITY; });
     if (tid != 0) continue;
     const Sums<T> sums{a.m * Z::kUnit, a.s};
-    const LabelZ of_label{z * Z::kUnit, of.template z_minus<false>(y, a.m) * Z::kUnit};
+    const LabelZ of_label{z * Z::kUnit, of.template z_minus<kAny>(y, a.m) * Z::kUnit};
     if constexpr (kMore)
       finish(p, r, label, sums, of_label, 1.0f, true, a.heat * Z::kUnit);
     else

@@ -17,8 +17,8 @@ namespace {
 template <class T>
 using Params = CrossEntropyParams<T>;
 
-// How z follows from a logit: z in units of kUnit, e^z as a power of 2. kNear: the logit is of a
-// vector that is_near() holds for.
+// How z follows from a logit: z in units of kUnit, e^z as a power of 2. kReach: what is known of the
+// logit (softcap_polynomial.inc).
 struct Linear {
   static constexpr bool kCapped = false;
   static constexpr float kUnit = 1.0f, kToLog2 = kLog2e;
@@ -27,18 +27,18 @@ struct Linear {
   __device__ __forceinline__ explicit Linear(const Params<T>& p) : scale(p.logit_scale) {}
   __device__ __forceinline__ float z(float x) const { return x * scale; }
   // z - m, z rounded nowhere.
-  template <bool kNear>
+  template <int kReach>
   __device__ __forceinline__ float z_minus(float x, float m) const {
     return fma(x, scale, -m);
   }
   // factor * dz/dx, with dz/dx as a multiple of Params::gain.
-  template <bool kNear = false>
+  template <int kReach>
   __device__ __forceinline__ float times_slope(float, float factor) const {
     return factor;
   }
-  // Of words that have the elementwise maxima and minima of some vectors.
-  template <class T>
-  __device__ __forceinline__ bool is_near(uint32_t, uint32_t) const {
+  // Whether an extent(), of one or more vectors, is within a reach.
+  template <class T, int kReach>
+  __device__ __forceinline__ bool reaches(uint32_t) const {
     return true;
   }
   // What z is subtracted from: a maximum of -inf would give NaN.
@@ -46,12 +46,6 @@ struct Linear {
   // z - m as a factor of e^(z - m): e is 0 where it is -inf.
   __device__ __forceinline__ static float finite(float d) { return fmaxf(d, -1e30f); }
 };
-__device__ __forceinline__ __half2 round_down_twice(float x, __half) {
-  return __half2half2(__float2half_rd(x));
-}
-__device__ __forceinline__ __nv_bfloat162 round_down_twice(float x, __nv_bfloat16) {
-  return __bfloat162bfloat162(__float2bfloat16_rd(x));
-}
 struct Capped {
   static constexpr bool kCapped = true;
   static constexpr float kUnit = 0.693147181f, kToLog2 = 1.0f;
@@ -59,29 +53,41 @@ struct Capped {
   template <class T>
   __device__ __forceinline__ explicit Capped(const Params<T>& p) : cap(p.cap) {}
   __device__ __forceinline__ float z(float x) const { return softcap_z(x, cap); }
-  template <bool kNear>
+  template <int kReach>
   __device__ __forceinline__ float z_minus(float x, float m) const {
-    return softcap_z_minus<kNear>(x, m, cap);
+    return softcap_z_minus<kReach>(x, m, cap);
   }
-  template <bool kNear = false>
+  template <int kReach>
   __device__ __forceinline__ float times_slope(float x, float factor) const {
-    return softcap_times_slope<kNear>(x, factor, cap);
+    return softcap_times_slope<kReach>(x, factor, cap);
   }
-  // Whether the polynomial holds for all elements. NaN may count as near: it goes through.
-  template <class T>
-  __device__ __forceinline__ bool is_near(uint32_t top, uint32_t bottom) const {
-    if constexpr (sizeof(T) == 4) {
-      return fmaxf(__uint_as_float(top), -__uint_as_float(bottom)) <= cap.limit;
-    } else {
-      using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-      const Pair most =
-          __hmax2(reinterpret_cast<const Pair&>(top), __hneg2(reinterpret_cast<const Pair&>(bottom)));
-      return __hble2(most, round_down_twice(cap.limit, T{}));
-    }
+  // NaN may be within reach: the polynomial propagates it.
+  template <class T, int kReach>
+  __device__ __forceinline__ bool reaches(uint32_t extent) const {
+    const float limit = kReach == kClose ? cap.close_limit : cap.limit;
+    if constexpr (sizeof(T) == 4)
+      return __uint_as_float(extent) <= limit;
+    else if constexpr (std::is_same_v<T, __half>)
+      return __hble2(reinterpret_cast<const __half2&>(extent), __half2half2(__float2half_rd(limit)));
+    else
+      return __hble2(reinterpret_cast<const __nv_bfloat162&>(extent),
+                     __bfloat162bfloat162(__float2bfloat16_rd(limit)));
   }
   __device__ __forceinline__ static float reference(float m) { return m; }
   __device__ __forceinline__ static float finite(float d) { return d; }
 };
+// The largest absolute values of elements, from a word of their maxima and one of their minima.
+template <class T>
+__device__ __forceinline__ uint32_t extent(uint32_t top, uint32_t bottom) {
+  if constexpr (sizeof(T) == 4) {
+    return __float_as_uint(fmaxf(__uint_as_float(top), -__uint_as_float(bottom)));
+  } else {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    const Pair r =
+        __hmax2(reinterpret_cast<const Pair&>(top), __hneg2(reinterpret_cast<const Pair&>(bottom)));
+    return reinterpret_cast<const uint32_t&>(r);
+  }
+}
 template <class Z>
 __device__ __forceinline__ float exp_of_distance(float d) {
   return exp2_approx(d * Z::kToLog2);
@@ -104,7 +110,7 @@ template <class T, bool InOrder>
 __device__ __forceinline__ uint4 load_or_minus_inf(bool valid, const T* from) {
   constexpr uint32_t none = kMinusInf<T>;
   if constexpr (InOrder)
-    return load_predicated(valid, static_cast<const void*>(from), none);
+    return ld_global_predicated(valid, from, none);
   else
     return valid ? *reinterpret_cast<const uint4*>(from) : make_uint4(none, none, none, none);
 }
@@ -118,9 +124,9 @@ __device__ __forceinline__ float max_of(const uint4 (&q)[K]) {
 }
 
 // e^(z - m) of a logit.
-template <bool kNear = false, class Z>
+template <class Z>
 __device__ __forceinline__ float exp_of(const Z& z, float x, float m) {
-  return exp_of_distance<Z>(z.template z_minus<kNear>(x, m));
+  return exp_of_distance<Z>(z.template z_minus<kAny>(x, m));
 }
 
 // A vector with -inf in one element.
@@ -163,16 +169,16 @@ struct ElementCoord {
   }
 };
 
-// The sum of e^(z - m) of a vector whose logits are near; to `heat`, if there, it adds the sum of
+// The sum of e^(z - m) of a vector within a reach; to `heat`, if there, it adds the sum of
 // e^(z - m) (z - m).
-template <class T, class Z>
+template <class T, int kReach = kNear, class Z>
 __device__ __forceinline__ float sum_of(const uint4& words, const Z& z, float m, float* heat = nullptr) {
   constexpr int N = AlignedRow<T>::N;
   float e[N];
   unpack<T>(words, e);
 #pragma unroll
   for (int j = 0; j < N; ++j) {
-    const float d = z.template z_minus<true>(e[j], m);
+    const float d = z.template z_minus<kReach>(e[j], m);
     e[j] = exp_of_distance<Z>(d);
     if (heat != nullptr) *heat = fma(e[j], Z::finite(d), *heat);
   }
@@ -188,7 +194,7 @@ template <class T, class Z>
 __device__ __forceinline__ float sum_of_any(uint4 words, const Z& z, float m, int skipped, float& heat) {
   float s = 0.0f;
   for_pairs<T>(words, [&](int j, float a, float b) {
-    const float da = z.template z_minus<false>(a, m), db = z.template z_minus<false>(b, m);
+    const float da = z.template z_minus<kAny>(a, m), db = z.template z_minus<kAny>(b, m);
     const float ea = j == skipped ? 0.0f : exp_of_distance<Z>(da);
     const float eb = j + 1 == skipped ? 0.0f : exp_of_distance<Z>(db);
     heat = fma(ea, Z::finite(da), fma(eb, Z::finite(db), heat));

@@ -20,25 +20,39 @@ constexpr const char* kOp = "cross_entropy";
 // Of a CTA; vectors of a thread, until there are that many threads.
 constexpr int kThreads = 512, kVecsPerThread = 8;
 
-// The gradient of logits: slope * e * (each + lift + tilt * (z - m)).
+// The gradient of logits: slope * e * (each + tilt * (z - m)).
 template <class Z, bool kEntropy>
 struct StagedGradient {
   Z z;
   float m, each, tilt;
-  template <bool kNear>
+  template <int kReach>
   __device__ __forceinline__ float of(float x) const {
-    const float d = z.template z_minus<kNear>(x, m), e = exp_of_distance<Z>(d);
+    const float d = z.template z_minus<kReach>(x, m), e = exp_of_distance<Z>(d);
     // Below -1e30 e is 0: classes at -inf add nothing.
     const float factor = kEntropy ? fma(tilt, Z::finite(d), each) : each;
-    return e * z.template times_slope<kNear>(x, factor);
+    return e * z.template times_slope<kReach>(x, factor);
   }
 };
+
+// The forms of the loops: with the terms of entropies or not; what vectors reach.
+template <bool kEntropy, int kReach>
+struct Form {};
+template <class Z, class Fn>
+__device__ __forceinline__ void with_form(bool entropy, bool close, Fn&& fn) {
+  if constexpr (Z::kCapped) {
+    if (!entropy && close) return fn(Form<false, kClose>{});
+    if (!entropy) return fn(Form<false, kNear>{});
+    fn(Form<true, kNear>{});
+  } else {
+    entropy ? fn(Form<true, kNear>{}) : fn(Form<false, kNear>{});
+  }
+}
 
 template <class T, class D, class Gradient>
 __device__ __forceinline__ uint4 gradient_of_any(const uint4& words, const Gradient& gradient) {
   uint4 r = {};
   for_pairs<T>(words, [&](int, float a, float b) {
-    shift_in<D>(r, gradient.template of<false>(a), gradient.template of<false>(b));
+    shift_in<D>(r, gradient.template of<kAny>(a), gradient.template of<kAny>(b));
   });
   return r;
 }
@@ -92,43 +106,46 @@ __global__ __launch_bounds__(kThreads, 2) void staged_kernel(const __grid_consta
   uint32_t slow = 0;
   const int own_vec = own.tile >= 0 ? own.vecs_before : -1;
   cp_async_wait_group<0>();
+  // Whether all other vectors of the warp are close.
+  bool close;
   {
-    uint32_t bit = 1;
+    uint32_t bit = 1, others = 0;
     for_vecs(0, [&](int i, bool) {
-      const uint32_t most = max_words<T>(vecs[i]), least = min_words<T>(vecs[i]);
+      const uint32_t most = max_words<T>(vecs[i]), absolute = extent<T>(most, min_words<T>(vecs[i]));
+      const bool near = of.template reaches<T, kNear>(absolute);
       top = max_words<T>(top, most);
-      slow |= of.template is_near<T>(most, least) ? 0 : bit;
+      slow |= near ? 0 : bit;
+      others = near ? max_words<T>(others, absolute) : others;
       bit <<= 1;
     });
     if (own.tile >= 0) slow |= 1u << own.tile;
+    close = __all_sync(~0u, of.template reaches<T, kClose>(others));
   }
   // The label's logit is part of the maximum, so it has been read before any thread may overwrite it.
   EntropySums<Z> a = EntropySums<Z>::identity();
   a.m = of.z(fmaxf(fmaxf(edge, y), max_of_word<T>(top)));
   const float from = Z::reference(a.m);
   if (c >= 0 && !edge_is_label) {
-    const float d = of.template z_minus<false>(edge, from);
+    const float d = of.template z_minus<kAny>(edge, from);
     a.s = exp_of_distance<Z>(d), a.heat = a.s * Z::finite(d);
   }
-  auto sum = [&]<bool kEntropy>(std::bool_constant<kEntropy>) {
+  auto sum = [&]<bool kEntropy, int kReach>(Form<kEntropy, kReach>) {
     for_vecs(slow, [&](int i, bool is_slow) {
       if (is_slow)
         a.s += sum_of_any<T>(vecs[i], of, from, i == own_vec ? own.element : -1, a.heat);
       else
-        a.s += sum_of<T>(vecs[i], of, from, kEntropy ? &a.heat : nullptr);
+        a.s += sum_of<T, kReach>(vecs[i], of, from, kEntropy ? &a.heat : nullptr);
     });
   };
-  if (!Z::kCapped || p.entropy != nullptr || p.entropy_scale != nullptr)
-    sum(std::true_type{});
-  else
-    sum(std::false_type{});
+  const bool with_entropy = p.entropy != nullptr || p.entropy_scale != nullptr;
+  with_form<Z>(!Z::kCapped || with_entropy, close, sum);
   // The loop above leaves a warp diverged.
   __syncwarp();
   // All CTAs have started.
   if (blocks > 1) cluster_wait();
   a = all_reduce_row<0, true>(a, storage, 0);
   const float z = label >= 0 ? of.z(y) : -INFINITY;
-  const LabelZ of_label{z * Z::kUnit, of.template z_minus<false>(y, a.m) * Z::kUnit};
+  const LabelZ of_label{z * Z::kUnit, of.template z_minus<kAny>(y, a.m) * Z::kUnit};
   const Gradient g =
       finish<true>(p, r, label, Sums<T>{a.m * Z::kUnit, a.s}, of_label, scale, writes, a.heat * Z::kUnit);
   if (p.predicted != nullptr)
@@ -145,27 +162,24 @@ __global__ __launch_bounds__(kThreads, 2) void staged_kernel(const __grid_consta
   if (label == kIgnored) return clear(out, n);
   D* to = out + peeled.head;
   const bool aligned = reinterpret_cast<uintptr_t>(to) % 16 == 0;
-  auto write = [&]<bool kEntropy>(std::bool_constant<kEntropy>) {
+  auto write = [&]<bool kEntropy, int kReach>(Form<kEntropy, kReach>) {
     const float m = Z::kCapped ? a.m : g.m;
     const StagedGradient<Z, kEntropy> gradient{of, m, g.each + g.lift, g.tilt * Z::kUnit};
-    if (c >= 0) out[c] = narrow<D>(gradient.template of<false>(edge));
+    if (c >= 0) out[c] = narrow<D>(gradient.template of<kAny>(edge));
     for_vecs(slow, [&](int i, bool is_slow) {
       uint4 words = vecs[i];
       if (is_slow)
         words = gradient_of_any<T, D>(words, gradient);
       else
-        words = gradient_of<T, D>(words, [&](float x) { return gradient.template of<true>(x); });
+        words = gradient_of<T, D>(words, [&](float x) { return gradient.template of<kReach>(x); });
       store_words<T>(to + int64_t(i) * N, words, aligned);
     });
   };
-  if (p.entropy_scale != nullptr)
-    write(std::true_type{});
-  else
-    write(std::false_type{});
+  with_form<Z>(p.entropy_scale != nullptr, close, write);
   // The thread that has stored the label's neighbours stores the label's column.
   if (edge_is_label || own.tile >= 0) {
     const float of_entropy = g.own * fma(g.tilt, fmaxf(of_label.below, -200.0f), g.lift);
-    out[label_column] = narrow<D>(of.times_slope(y, g.of_label() + of_entropy));
+    out[label_column] = narrow<D>(of.template times_slope<kAny>(y, g.of_label() + of_entropy));
   }
 }
 

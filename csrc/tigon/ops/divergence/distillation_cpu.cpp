@@ -2,8 +2,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "tigon/base/check.h"
 #include "tigon/base/elementwise.h"
-#include "tigon/base/error.h"
 #include "tigon/ops/divergence/distillation.h"
 
 namespace tigon::cpu {

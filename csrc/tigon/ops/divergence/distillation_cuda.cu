@@ -156,12 +156,12 @@ template <DivergenceKind K, class G, bool kCluster>
 bool launch_registers(Context& ctx, const Params& p, int64_t vecs) {
   static OccupancyCache occupancy;
   auto* kernel = &register_kernel<K, G, kCluster>;
-  auto no_shared = [](int) { return size_t(0); };
   // A CTA of a cluster has some hundred threads, so that a reduction is not most of its work.
   constexpr int kMinThreads = 192;
   const ClusterShape shape =
-      kCluster ? max_occupancy_cluster<kRegisterConfig>(kOp, occupancy, kernel, vecs, kMinThreads, no_shared)
-               : fit_cluster<kRegisterConfig>(kOp, occupancy, kernel, vecs, 1, 1, no_shared);
+      kCluster ? max_occupancy_cluster(kOp, occupancy, entry_of(kernel), kRegisterConfig, vecs, kMinThreads,
+                                       no_shared)
+               : fit_cluster(kOp, occupancy, entry_of(kernel), kRegisterConfig, vecs, 1, 1, no_shared);
   if (shape.blocks == 0) return false;
   launch(kOp, ctx, kernel,
          {.blocks = std::min(p.rows, shape.clusters) * shape.blocks,

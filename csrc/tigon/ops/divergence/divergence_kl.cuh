@@ -129,8 +129,7 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
       return AlignedRow<const T>(p.student + r * p.student_stride + first, n);
     };
     uint32_t own_stage = cast_smem_ptr_to_uint(smem_vecs + tid);
-    // Keeps the address in a register instead of recomputing it at every use.
-    asm("" : "+r"(own_stage));
+    keep_in_register(own_stage);
 
     // The next chunk to copy is chunk ahead_chunk of row r<ahead_row>.
     // End of the row's columns.

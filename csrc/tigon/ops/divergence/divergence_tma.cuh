@@ -179,9 +179,9 @@ template <class T>
 __device__ __forceinline__ uint4 above_minus_inf(uint4 w) {
   auto limit = [](uint32_t& x) {
     if constexpr (std::is_same_v<T, __half>)
-      asm("max.NaN.f16x2 %0, %0, %1;" : "+r"(x) : "r"(0xfbfffbffu));
+      x = max_NaN_f16x2(x, 0xfbfffbffu);
     else
-      asm("max.NaN.bf16x2 %0, %0, %1;" : "+r"(x) : "r"(0xf149f149u));  // -1e30
+      x = max_NaN_bf16x2(x, 0xf149f149u);  // -1e30
   };
   limit(w.x), limit(w.y), limit(w.z), limit(w.w);
   return w;

@@ -1,8 +1,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "tigon/base/check.h"
 #include "tigon/base/elementwise.h"
-#include "tigon/base/error.h"
 #include "tigon/ops/embedding/embedding.h"
 
 namespace tigon::cpu {

@@ -1,9 +1,9 @@
 #include <algorithm>
 #include <cstring>
 
+#include "tigon/base/check.h"
 #include "tigon/base/dispatch.h"
 #include "tigon/base/elementwise.h"
-#include "tigon/base/error.h"
 #include "tigon/ops/experts/experts.h"
 
 namespace tigon::cpu {

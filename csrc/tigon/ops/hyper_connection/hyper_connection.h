@@ -11,13 +11,15 @@
 //             base [M]; scale [1, 2 or 3]; y [tokens, C]; pre, post [tokens, n]; res [tokens, n * n], row by row.
 //             Mix: f [tokens, C]; y [tokens, outs * C]; mix [tokens, outs * n] (o, i), transposed: (i, o); post [tokens, outs]
 // Dtypes      x, y, f f32 | bf16 | f16, the same; everything else f32
-// Rounding    y, dx, df once, on store; products with the weight are taken in fp32
+// Rounding    y, dx, df once, on store; products with the weight are taken in fp32. On CUDA, with x of 16 bits, 4 streams, all
+//             parts and aligned rows, on tensor cores of exact bf16 parts: the result of fp32 products, dx to 2^-16 before rounding
 // Saved       x, weight, base, scale, and per token the M products before r, and r; the Sinkhorn iteration is repeated
 // Aliasing    none
 // Determinism bitwise: fixed order over columns and tokens
 // Traffic     x, in chunks of 32 MiB as fp32: forward 2 reads + the fp32 chunk; backward 3 reads + 1 write + 2 fp32 chunks.
-//             On CUDA with 4 streams, all parts and aligned rows no chunks: forward 2 reads; backward 2 reads + 1 write, 2 reads
-//             of dy; partial sums forward at most max(tokens, 33792) * (M + 1) floats, backward max(n * C, 202752) * M
+//             On tensor cores no chunks: forward 2 reads; backward 2 reads + 1 write, 2 reads of dy; the parts of the weight,
+//             160 bytes a column, and of its gradient's factors, 272 bytes a token; partial sums forward at most
+//             max(tokens, 67584) * (M + 1) floats, backward max(n * C, 101376) * M
 //             Mix: forward 1 read of x and f + 1 write; backward 1 read of dy, x, f + 1 write of dx, df
 // Refused     n or outs not in 1..8, columns that n does not divide, another M, iterations < 1, eps < 0, sizes or dtypes that do
 //             not fit: tigon::Error before anything is written

@@ -1,14 +1,19 @@
-// Products of hyper-connections with the weight, for 4 streams and all parts (24 rows of the weight), on the FMA units.
+// Products of hyper-connections with the weight, for 4 streams and all parts (24 rows of the weight), x of 16 bits, on tensor
+// cores: fp32 factors are sums of three bf16 parts (8 bits each, exact), x of fp16 of two, and products of parts below 2^-24
+// of the whole are left out. Sums leave the tensor cores, which truncate, after at most 32 terms each and are added in fp32.
 //
-// product           a CTA per 64 tokens and range of columns, x read once for the products and the sum of squares. Tiles of x
-//                   (fp32) and of the weight lie in shared memory, double-buffered; a warp takes an eighth of a tile's columns
-//                   for all tokens and rows, a thread 8 tokens times 6 rows. Sums over warps, then over ranges, in fixed order.
-// product_gradient  a CTA per 256 columns and range of tokens. A thread has the weight of its 2 columns and the sums of their
-//                   dweight in registers; dproduct of a token comes from shared memory. Sums over ranges in fixed order.
+// split_weight      the weight's parts, as product_kernel's lanes take them.
+// product           a CTA per 256 tokens and range of columns, a warp per 32 tokens; x goes from global memory to registers,
+//                   read once for the products and the sum of squares, the weight through shared memory. Columns of a step
+//                   are permuted so that a lane's are one vector.
+// pack_dproduct     dproduct's parts, as product_gradient_kernel's lanes take them, and the tokens' other coefficients.
+// product_gradient  a CTA per 128 columns and range of tokens, a warp per 32 columns; the weight and the sums of dweight stay
+//                   in registers. dx takes two parts of each factor: 2^-16, below its rounding.
 //
-// The ranges follow from the sizes alone: two rounds of CTAs on 132 SMs.
+// The ranges follow from the sizes alone. Sums over ranges are in fixed order.
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
+#include "tigon/base/cuda/ptx.cuh"
 #include "tigon/base/cuda/reduce.cuh"
 #include "tigon/base/cuda/row_shapes.cuh"
 #include "tigon/ops/hyper_connection/hyper_connection_cuda.cuh"
@@ -18,161 +23,190 @@ namespace {
 
 using namespace hyper_connection;
 
-constexpr int kStreams = 4, kRows = kStreams * (kStreams + 2);
+constexpr int kStreams = 4, kRows = kStreams * (kStreams + 2), kTiles = kRows / 8;
+constexpr int kParts = 3;
+template <class X>
+constexpr int kInputParts = std::is_same_v<X, __nv_bfloat16> ? 1 : 2;
+
+// The bf16 parts of a and b, in pairs. An infinity is its first part.
+template <int Parts>
+__device__ __forceinline__ void split(float a, float b, uint32_t (&parts)[Parts]) {
+#pragma unroll
+  for (int i = 0; i < Parts; ++i) {
+    parts[i] = __byte_perm(__float_as_uint(a), __float_as_uint(b), 0x7632);
+    const float of_a = __uint_as_float(parts[i] << 16), of_b = __uint_as_float(parts[i] & 0xffff0000u);
+    a = isinf(of_a) ? 0.0f : a - of_a, b = isinf(of_b) ? 0.0f : b - of_b;
+  }
+}
+// A part of two elements of x.
+template <class X>
+__device__ __forceinline__ uint32_t input_part(uint32_t word, int part) {
+  if constexpr (kInputParts<X> == 1) {
+    return word;
+  } else {
+    const float2 both = __half22float2(reinterpret_cast<const __half2&>(word));
+    uint32_t parts[2];
+    split(both.x, both.y, parts);
+    return parts[part];
+  }
+}
+// fn(i, j) for the parts whose products count, the least first.
+template <int A, int B, class Fn>
+__device__ __forceinline__ void for_parts(const Fn& fn) {
+#pragma unroll
+  for (int sum = kParts - 1; sum >= 0; --sum)
+#pragma unroll
+    for (int i = 0; i < A; ++i)
+      if (sum - i >= 0 && sum - i < B) fn(i, sum - i);
+}
+
+// 8 elements of x, the columns of a lane.
+template <class X>
+using Octet = Vec<X, 8>;
+template <class X>
+__device__ __forceinline__ uint32_t word(const Octet<X>& v, int i) {
+  return reinterpret_cast<const uint32_t*>(&v)[i];
+}
 
 // ---------------------------------------------------------------- product
 
-constexpr int kTokens = 64, kWarps = kThreads / 32, kRowVecs = 16;
-constexpr int kPasses = kTokens * kRowVecs / kThreads;
-// A thread's tokens are 8 apart, its rows of the weight 4.
-constexpr int kTokenGroups = 8, kRowGroups = 4;
-constexpr int kThreadTokens = kTokens / kTokenGroups, kThreadRows = kRows / kRowGroups;
-// Tokens of the sums of a row and warp in shared memory: the 4 row groups of a warp lie in different banks.
-constexpr int kSumPitch = kTokens + 8;
-constexpr int64_t kProductCtas = 528, kMostSplits = 32;
+constexpr int kWarps = kThreads / 32, kWarpTokens = 32, kTokens = kWarps * kWarpTokens;
+constexpr int kStageColumns = 64, kStages = 3;
+// Two CTAs on each of 132 SMs.
+constexpr int64_t kProductCtas = 264, kMostSplits = 32;
 
-// A tile has 16 vectors of x per token. Vector v's four columns of quarter h are at kQuarter * h + 4 * v, so that adjacent lanes
-// store adjacent words. The pitch is an odd number of 16-byte words: rows of a column lie in different banks.
-template <class X>
-struct ProductTile {
-  static constexpr int kVec = 16 / int(sizeof(X)), kQuarters = kVec / 4, kQuarter = 4 * kRowVecs;
-  static constexpr int kColumns = kRowVecs * kVec, kPitch = kColumns + 4;
-  static constexpr int kStage = (kTokens + kRows) * kPitch;
-  static constexpr int kFloats = std::max(2 * kStage, kWarps * kRows * kSumPitch);
+// 16 columns of the weight's parts as left factors of 16 rows: rows 0 to 15 of each part; rows 16 to 23 of the second and the
+// third part; rows 16 to 23 of the first part, and zeros. Columns of lane 4 t + q are 8 q + 4 (step % 2) to + 3 of 32.
+struct WeightStep {
+  uint4 low[kParts][32];
+  uint4 high[2][32];
 };
+struct WeightStage {
+  WeightStep steps[kStageColumns / 16];
+};
+
+__global__ __launch_bounds__(kThreads) void split_weight_kernel(const float* weight, int64_t stride, int cols,
+                                                                int steps, WeightStep* out) {
+  const int at = int(blockIdx.x) * kThreads + int(threadIdx.x), lane = at % 32, step = at / 32;
+  if (step >= steps) return;
+  const int column = step / 2 * 32 + lane % 4 * 8 + step % 2 * 4;
+  // Of rows t, t + 8 and t + 16: two columns, and the two behind them.
+  uint32_t first[kTiles][kParts], second[kTiles][kParts];
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    Vec<float, 4> w{};
+    if (column < cols) w = load<float, 4>(weight + (8 * n + lane / 4) * stride + column);
+    split(w.v[0], w.v[1], first[n]);
+    split(w.v[2], w.v[3], second[n]);
+  }
+#pragma unroll
+  for (int part = 0; part < kParts; ++part)
+    out[step].low[part][lane] = make_uint4(first[0][part], first[1][part], second[0][part], second[1][part]);
+  out[step].high[0][lane] = make_uint4(first[2][1], first[2][2], second[2][1], second[2][2]);
+  out[step].high[1][lane] = make_uint4(first[2][0], 0, second[2][0], 0);
+}
 
 template <class X>
 struct Product {
   const X* x;
   int64_t x_stride;
-  const float* weight;
-  int64_t weight_stride;
+  const WeightStage* weight;
   int64_t tokens;
-  int cols, split_cols, splits;  // split_cols: a multiple of a tile's
+  int cols, split_cols, splits;  // split_cols: a multiple of a stage's
   float* partials;               // [splits, kRows products and the sum of squares, tokens]
 };
 
 template <class X>
-__global__ __launch_bounds__(kThreads, 2) void product_kernel(const __grid_constant__ Product<X> p) {
-  using Tile = ProductTile<X>;
-  constexpr int kPitch = Tile::kPitch;
-  extern __shared__ __align__(16) float shared[];
-  const int tid = int(threadIdx.x), lane = tid % 32, warp = tid / 32;
-  const int split = int(blockIdx.x) % p.splits;
-  const int64_t first = int64_t(int(blockIdx.x) / p.splits) * kTokens;
-  const int begin = split * p.split_cols, end = min(p.cols, begin + p.split_cols);
-  const int tokens = int(min(p.tokens - first, int64_t(kTokens)));
+__global__ __launch_bounds__(kThreads, kInputParts<X> == 1
+                                           ? 2
+                                           : 1) void product_kernel(const __grid_constant__ Product<X> p) {
+  constexpr int kGroups = kWarpTokens / 8, kCopies = sizeof(WeightStage) / 16;
+  __shared__ __align__(16) WeightStage weight[kStages];
+  const int tid = int(threadIdx.x), lane = tid % 32, t = lane / 4, q = lane % 4;
+  const int split_index = int(blockIdx.x) % p.splits;
+  const int64_t first = int64_t(int(blockIdx.x) / p.splits) * kTokens + tid / 32 * kWarpTokens;
+  const int begin = split_index * p.split_cols, end = min(p.cols, begin + p.split_cols);
+  const int tokens = int(min(max(p.tokens - first, int64_t(0)), int64_t(kWarpTokens)));
 
-  // The vectors of x that this thread stages: vector `vec` of tokens `row`, row + kPassRows, ...
-  constexpr int kPassRows = kThreads / kRowVecs;
-  const int vec = tid % kRowVecs, row = tid / kRowVecs;
-  const X* x_from = p.x + (first + row) * p.x_stride + begin + vec * Tile::kVec;
-  Vec<X, Tile::kVec> staged[kPasses];
-  float squares[kPasses] = {};
-  auto load_x = [&](int column) {
-    const bool inside = column + vec * Tile::kVec < end;
-#pragma unroll
-    for (int i = 0; i < kPasses; ++i)
-      staged[i] = load_predicated<X, Tile::kVec>(inside && row + i * kPassRows < tokens,
-                                                 x_from + i * kPassRows * p.x_stride);
-    x_from += Tile::kColumns;
-  };
-  auto store_x = [&](float* stage) {
-#pragma unroll
-    for (int i = 0; i < kPasses; ++i)
-#pragma unroll
-      for (int h = 0; h < Tile::kQuarters; ++h) {
-        Vec<float, 4> out;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          out.v[j] = staged[i][4 * h + j];
-          squares[i] = fma(out.v[j], out.v[j], squares[i]);
-        }
-        store(stage + (row + i * kPassRows) * kPitch + h * Tile::kQuarter + vec * 4, out);
-      }
-  };
-  // And of the weight: word `word` of rows `weight_row`, weight_row + kCopyRows, ...
-  constexpr int kWords = Tile::kColumns / 4, kCopyRows = kThreads / kWords;
-  const int word = tid % kWords, weight_row = tid / kWords;
-  const int place =
-      (kTokens + weight_row) * kPitch + word % Tile::kQuarters * Tile::kQuarter + word / Tile::kQuarters * 4;
-  const float* weight_from = p.weight + weight_row * p.weight_stride + begin + word * 4;
-  auto copy_weight = [&](float* stage, int column) {
-    const bool inside = column + word * 4 < end;
-#pragma unroll
-    for (int i = 0; i * kCopyRows < kRows; ++i)
-      if (weight_row + i * kCopyRows < kRows)
-        cp_async(stage + place + i * kCopyRows * kPitch,
-                 inside ? weight_from + i * kCopyRows * p.weight_stride : p.weight, inside ? 16 : 0);
-    weight_from += Tile::kColumns;
+  auto copy_weight = [&](int column, int stage) {
+    if (column < end) {
+      const char* from = reinterpret_cast<const char*>(p.weight + column / kStageColumns);
+      for (int i = tid; i < kCopies; i += kThreads)
+        cp_async(reinterpret_cast<char*>(weight + stage) + 16 * i, from + 16 * i);
+    }
     cp_async_commit_group();
   };
-
-  // Lanes 2i and 2i + 1 read the same words of x, lanes i and i + 2 the same words of the weight: loads of 16 bytes take one
-  // access per half-warp.
-  const int token_group = lane / 2 % kTokenGroups, row_group = lane % 2 + lane / 16 * 2;
-  float sums[kThreadTokens][kThreadRows] = {};
-  auto multiply = [&](const float* stage) {
-    constexpr int kWarpColumns = Tile::kColumns / kWarps;
-    const float* x = stage + token_group * kPitch + warp * kWarpColumns;
-    const float* w = stage + (kTokens + row_group) * kPitch + warp * kWarpColumns;
-    // Unrolled, the conversion of what is staged moves in between, which takes too many registers.
-#pragma unroll 1
-    for (int c = 0; c < kWarpColumns; c += 4) {
-      Vec<float, 4> of_weight[kThreadRows];
+  // The lane's vectors of tokens t, t + 8, ... at a column of 32.
+  const X* const from = p.x + (first + t) * p.x_stride + 8 * q;
+  auto load_x = [&](int column, Octet<X>(&to)[kGroups]) {
 #pragma unroll
-      for (int j = 0; j < kThreadRows; ++j)
-        of_weight[j] = load_stream<float, 4>(w + j * kRowGroups * kPitch + c);
-#pragma unroll
-      for (int i = 0; i < kThreadTokens; ++i) {
-        const Vec<float, 4> of_x = load_stream<float, 4>(x + i * kTokenGroups * kPitch + c);
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-#pragma unroll
-          for (int j = 0; j < kThreadRows; ++j) sums[i][j] = fma(of_x.v[e], of_weight[j].v[e], sums[i][j]);
-      }
-    }
+    for (int g = 0; g < kGroups; ++g)
+      to[g] = load_predicated<X, 8>(column + 8 * q < end && t + 8 * g < tokens,
+                                    from + column + 8 * g * p.x_stride);
   };
 
-  load_x(begin);
-  copy_weight(shared, begin);
-  store_x(shared);
-  cp_async_wait_group<0>();
-  __syncthreads();
+  // In a lane, tokens 2 q and 2 q + 1 of a group: rows t and t + 8, and row t + 16.
+  float low[kGroups][4] = {}, high[kGroups][2] = {}, squares[kGroups] = {};
+  Octet<X> x[kGroups], next[kGroups];
+  copy_weight(begin, 0);
+  copy_weight(begin + kStageColumns, 1);
+  load_x(begin, x);
   int stage = 0;
-  for (int column = begin; column < end; column += Tile::kColumns, stage ^= 1) {
-    const int next = column + Tile::kColumns;
-    float* const other = shared + (stage ^ 1) * Tile::kStage;
-    if (next < end) {
-      load_x(next);
-      copy_weight(other, next);
-    }
-    multiply(shared + stage * Tile::kStage);
-    if (next < end) store_x(other);
-    cp_async_wait_group<0>();
+  for (int column = begin; column < end; column += kStageColumns) {
+    cp_async_wait_group<1>();
     __syncthreads();
+    // Every warp is past the stage before.
+    copy_weight(column + 2 * kStageColumns, stage == 0 ? kStages - 1 : stage - 1);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      load_x(column + 32 * (half + 1), next);
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g)
+#pragma unroll
+        for (int i = 0; i < 8; ++i) squares[g] = fma(x[g][i], x[g][i], squares[g]);
+      float low_half[kGroups][4] = {}, high_half[kGroups][4] = {};
+      // The least products first: what is truncated is small until the last ones are added.
+      for_parts<kInputParts<X>, kParts>([&](int i, int j) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const WeightStep& step = weight[stage].steps[2 * half + h];
+          const uint4 of_low = step.low[j][lane];
+#pragma unroll
+          for (int g = 0; g < kGroups; ++g) {
+            const uint2 b =
+                make_uint2(input_part<X>(word(x[g], 2 * h), i), input_part<X>(word(x[g], 2 * h + 1), i));
+            mma_m16n8k16(low_half[g], of_low, b);
+            if (j < 2) mma_m16n8k16(high_half[g], step.high[1 - j][lane], b);
+          }
+        }
+      });
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) low[g][i] += low_half[g][i];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) high[g][i] += high_half[g][i] + high_half[g][i + 2];
+      }
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) x[g] = next[g];
+    }
+    stage = stage + 1 == kStages ? 0 : stage + 1;
   }
+  cp_async_wait_group<0>();
 
+  float* const partials = p.partials + int64_t(split_index) * (kRows + 1) * p.tokens + first;
 #pragma unroll
-  for (int i = 0; i < kThreadTokens; ++i)
+  for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
-    for (int j = 0; j < kThreadRows; ++j)
-      shared[(warp * kRows + j * kRowGroups + row_group) * kSumPitch + i * kTokenGroups + token_group] =
-          sums[i][j];
-  __syncthreads();
-  float* const partials = p.partials + int64_t(split) * (kRows + 1) * p.tokens + first;
-  for (int at = tid; at < kRows * kTokens; at += kThreads) {
-    const int j = at / kTokens, token = at % kTokens;
-    float sum = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) sum += shared[(w * kRows + j) * kSumPitch + token];
-    if (token < tokens) partials[j * p.tokens + token] = sum;
-  }
-#pragma unroll
-  for (int i = 0; i < kPasses; ++i) {
-    const int token = row + i * kPassRows;
-    const float square = reduce_lanes<Sum, kRowVecs>(squares[i]);
-    if (vec == 0 && token < tokens) partials[kRows * p.tokens + token] = square;
+    for (int i = 0; i < 2; ++i) {
+      const int token = 8 * g + 2 * q + i;
+      if (token >= tokens) continue;
+      partials[t * p.tokens + token] = low[g][i];
+      partials[(t + 8) * p.tokens + token] = low[g][i + 2];
+      partials[(t + 16) * p.tokens + token] = high[g][i];
+    }
+    const float square = reduce_lanes<Sum, 4>(squares[g]);
+    if (q == 0 && t + 8 * g < tokens) partials[kRows * p.tokens + t + 8 * g] = square;
   }
 }
 
@@ -195,15 +229,60 @@ __global__ __launch_bounds__(kThreads) void sum_products_kernel(const float* par
 
 // ---------------------------------------------------------------- gradients
 
-constexpr int kGradientThreads = 128, kThreadColumns = 2,
-              kGradientColumns = kGradientThreads * kThreadColumns;
-// Tokens whose coefficients are in shared memory, and whose x and dy are loaded together: 16 bytes each of a thread.
-constexpr int kChunk = 32;
-template <class X>
-constexpr int kGroup = 16 / int(kThreadColumns * sizeof(X));
-// The coefficients of a token: dproduct, pre, x_scale.
-constexpr int kPreAt = kRows, kScaleAt = kPreAt + kStreams, kCoefficients = 32;
+constexpr int kGradientThreads = 128, kGradientColumns = kGradientThreads, kBlockTokens = 16, kDxParts = 2;
+// Three CTAs on each of 132 SMs, twice.
 constexpr int64_t kGradientCtas = 792;
+
+// The coefficients of 16 tokens.
+struct TokenBlock {
+  // dproduct as the left factor of dx, rows of 16 and of 8.
+  uint2 left[kDxParts][3][32];
+  // And as the right one of dweight.
+  uint2 right[kTiles][kParts][32];
+  struct Token {
+    float pre[kStreams], x_scale, unused[3];
+  } tokens[kBlockTokens];
+};
+
+__global__ __launch_bounds__(kThreads) void pack_dproduct_kernel(const float* dproduct, const float* pre,
+                                                                 const float* x_scale, int64_t tokens,
+                                                                 TokenBlock* out) {
+  const int64_t block = int64_t(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
+  const int64_t first = block * kBlockTokens;
+  if (first >= tokens) return;
+  const int lane = int(threadIdx.x) % 32, t = lane / 4, q = lane % 4;
+  auto value = [&](int token, int row) {
+    return first + token < tokens ? dproduct[(first + token) * kRows + row] : 0.0f;
+  };
+  TokenBlock& to = out[block];
+  auto put_left = [&](int i, int token, int row, int other_token, int other_row) {
+    uint32_t a[kDxParts], b[kDxParts];
+    split(value(token, row), value(token, row + 1), a);
+    split(value(other_token, other_row), value(other_token, other_row + 1), b);
+#pragma unroll
+    for (int part = 0; part < kDxParts; ++part) to.left[part][i][lane] = make_uint2(a[part], b[part]);
+  };
+  put_left(0, t, 2 * q, t + 8, 2 * q);
+  put_left(1, t, 2 * q + 8, t + 8, 2 * q + 8);
+  put_left(2, t, 2 * q + 16, t + 8, 2 * q + 16);
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    uint32_t a[kParts], b[kParts];
+    split(value(2 * q, 8 * n + t), value(2 * q + 1, 8 * n + t), a);
+    split(value(2 * q + 8, 8 * n + t), value(2 * q + 9, 8 * n + t), b);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) to.right[n][part][lane] = make_uint2(a[part], b[part]);
+  }
+  if (lane < kBlockTokens) {
+    TokenBlock::Token of{};
+    if (first + lane < tokens) {
+#pragma unroll
+      for (int i = 0; i < kStreams; ++i) of.pre[i] = pre[(first + lane) * kStreams + i];
+      of.x_scale = x_scale[first + lane];
+    }
+    to.tokens[lane] = of;
+  }
+}
 
 template <class X>
 struct ProductGradient {
@@ -212,178 +291,222 @@ struct ProductGradient {
   int64_t x_stride, dy_stride, dx_stride;
   const float* weight;
   int64_t weight_stride;
-  const float *dproduct, *pre, *x_scale;  // dense
-  float* dweight;                         // [ranges, kRows, cols]
+  const TokenBlock* blocks;
+  float* dweight;  // [ranges, kRows, cols]
   int64_t tokens, cols, columns;
-  int range;  // tokens of a CTA
+  int range;  // token blocks of a CTA
   int tiles;  // CTAs of a range
 };
 
 template <class X, bool kDx, bool kDweight>
 __global__ __launch_bounds__(kGradientThreads,
                              3) void product_gradient_kernel(const __grid_constant__ ProductGradient<X> p) {
-  using Pair = Vec<X, kThreadColumns>;
-  using Raw = typename Word<sizeof(Pair)>::type;
-  constexpr int kTogether = kGroup<X>;
-  __shared__ __align__(16) float coefficients[kChunk][kCoefficients];
-  const int tid = int(threadIdx.x), range = int(blockIdx.x) / p.tiles;
-  const int64_t first = int64_t(range) * p.range;
-  const int tokens = int(min(p.tokens - first, int64_t(p.range)));
-  const int64_t column = int64_t(int(blockIdx.x) % p.tiles) * kGradientColumns + tid * kThreadColumns;
-  const bool active = column < p.cols;
+  constexpr int kCopies = sizeof(TokenBlock) / 16;
+  __shared__ __align__(16) TokenBlock shared[kStages];
+  const int tid = int(threadIdx.x), lane = tid % 32, t = lane / 4, q = lane % 4;
+  const int range = int(blockIdx.x) / p.tiles;
+  const int64_t warp_column = int64_t(int(blockIdx.x) % p.tiles) * kGradientColumns + tid / 32 * 32;
+  const int64_t column = warp_column + 8 * q;
+  const bool active = column < p.cols, has_dy = kDx && p.dy != nullptr;
   const int stream = active ? int(column / p.columns) : 0;
+  const int64_t first_block = int64_t(range) * p.range, first = first_block * kBlockTokens;
+  const int tokens = int(min(p.tokens - first, int64_t(p.range) * kBlockTokens));
 
-  Vec<float, kThreadColumns> weight[kRows];
-  float sums[kRows][kThreadColumns] = {};
+  // Column n of tile i is the warp's column 8 (n / 2) + 2 i + n % 2, so that a lane has a vector.
+  auto tile_column = [&](int i) { return warp_column + t / 2 * 8 + 2 * i + t % 2; };
+  uint32_t weight[4][3][kDxParts];
   if constexpr (kDx) {
 #pragma unroll
-    for (int j = 0; j < kRows; ++j)
-      weight[j] = active ? load<float, kThreadColumns>(p.weight + j * p.weight_stride + column)
-                         : Vec<float, kThreadColumns>{};
-  }
-
-  const bool has_dy = kDx && p.dy != nullptr;
-  const X* x_from = p.x + first * p.x_stride + column;
-  const X* dy_from = has_dy ? p.dy + first * p.dy_stride + (column - stream * p.columns) : nullptr;
-  X* dx_to = kDx ? p.dx + first * p.dx_stride + column : nullptr;
-  // Words, not pairs: a pair of 16-bit values that may be zeros is put together from its halves.
-  Raw x[kTogether], dy[kTogether];
-  // The next tokens'; zeros behind the last one.
-  auto load_group = [&](int token) {
+    for (int i = 0; i < 4; ++i) {
+      const int64_t c = tile_column(i);
 #pragma unroll
-    for (int g = 0; g < kTogether; ++g) {
-      const bool there = active && token + g < tokens;
-      x[g] = there ? *reinterpret_cast<const Raw*>(x_from) : Raw{};
-      x_from += p.x_stride;
-      if constexpr (kDx) {
-        dy[g] = there && has_dy ? *reinterpret_cast<const Raw*>(dy_from) : Raw{};
-        dy_from += p.dy_stride;
+      for (int k = 0; k < 3; ++k) {
+        const float* w = p.weight + (8 * k + 2 * q) * p.weight_stride + c;
+        split(c < p.cols ? w[0] : 0.0f, c < p.cols ? w[p.weight_stride] : 0.0f, weight[i][k]);
       }
     }
+  }
+
+  auto copy_block = [&](int token, int stage) {
+    if (token < tokens) {
+      const char* from = reinterpret_cast<const char*>(p.blocks + first_block + token / kBlockTokens);
+      for (int i = tid; i < kCopies; i += kGradientThreads)
+        cp_async(reinterpret_cast<char*>(shared + stage) + 16 * i, from + 16 * i);
+    }
+    cp_async_commit_group();
   };
-  auto load_coefficients = [&](int token) {
-    const int left = tokens - token;
-    const float* const dproduct = p.dproduct + (first + token) * kRows;
+  const X* const x_from = p.x + (first + t) * p.x_stride + column;
+  const X* const dy_from =
+      has_dy ? p.dy + (first + t) * p.dy_stride + (column - stream * p.columns) : nullptr;
+  X* const dx_to = kDx ? p.dx + (first + t) * p.dx_stride + column : nullptr;
+  Octet<X> x[2], dy[2], next_x[2], next_dy[2];
+  auto load_rows = [&](int token, Octet<X>(&to_x)[2], Octet<X>(&to_dy)[2]) {
 #pragma unroll
-    for (int i = tid; i < kChunk * kRows; i += kGradientThreads)
-      coefficients[i / kRows][i % kRows] = i / kRows < left ? dproduct[i] : 0.0f;
+    for (int g = 0; g < 2; ++g) {
+      const int64_t row = token + 8 * g;
+      const bool there = active && row + t < tokens;
+      to_x[g] = load_predicated<X, 8>(there, x_from + row * p.x_stride);
+      if constexpr (kDx) to_dy[g] = load_predicated<X, 8>(there && has_dy, dy_from + row * p.dy_stride);
+    }
+  };
+
+  float sums[2][kTiles][4] = {};
+  copy_block(0, 0);
+  copy_block(kBlockTokens, 1);
+  load_rows(0, x, dy);
+  int stage = 0;
+  for (int token = 0; token < tokens; token += kBlockTokens) {
+    cp_async_wait_group<1>();
+    __syncthreads();
+    // Every warp is past the stage before.
+    copy_block(token + 2 * kBlockTokens, stage == 0 ? kStages - 1 : stage - 1);
+    load_rows(token + kBlockTokens, next_x, next_dy);
+    const TokenBlock& block = shared[stage];
     if constexpr (kDx) {
-      static_assert(kChunk * kStreams == kGradientThreads);
-      const int row = tid / kStreams, i = tid % kStreams;
-      coefficients[row][kPreAt + i] = row < left ? p.pre[(first + token) * kStreams + tid] : 0.0f;
-      if (tid < kChunk) coefficients[tid][kScaleAt] = tid < left ? p.x_scale[first + token + tid] : 0.0f;
-    }
-  };
-
-  load_group(0);
-  for (int chunk = 0; chunk < tokens; chunk += kChunk) {
-    __syncthreads();
-    load_coefficients(chunk);
-    __syncthreads();
-    const int last = min(tokens, chunk + kChunk);
-    for (int token = chunk; token < last; token += kTogether) {
-      Raw x_now[kTogether], dy_now[kTogether];
+      float d[4][4];
 #pragma unroll
-      for (int g = 0; g < kTogether; ++g) x_now[g] = x[g], dy_now[g] = dy[g];
-      load_group(token + kTogether);
+      for (int g = 0; g < 2; ++g) {
+        const TokenBlock::Token& of = block.tokens[t + 8 * g];
+        const float x_scale = of.x_scale, pre = of.pre[stream];
 #pragma unroll
-      for (int g = 0; g < kTogether; ++g) {
-        const float* of_token = coefficients[token - chunk + g];
-        const Pair x_pair = reinterpret_cast<const Pair&>(x_now[g]);
-        float d[kThreadColumns] = {};
-#pragma unroll
-        for (int j = 0; j < kRows; j += 4) {
-          const Vec<float, 4> dproduct = load_stream<float, 4>(of_token + j);
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-#pragma unroll
-            for (int c = 0; c < kThreadColumns; ++c) {
-              if constexpr (kDx) d[c] = fma(dproduct.v[e], weight[j + e].v[c], d[c]);
-              if constexpr (kDweight) sums[j + e][c] = fma(dproduct.v[e], x_pair[c], sums[j + e][c]);
-            }
+        for (int i = 0; i < 8; ++i) {
+          float v = x_scale * x[g][i];
+          if (has_dy) v = fma(pre, dy[g][i], v);
+          d[i / 2][2 * g + i % 2] = v;
         }
-        if constexpr (!kDx) continue;
-        const Pair dy_pair = reinterpret_cast<const Pair&>(dy_now[g]);
-        const float pre = of_token[kPreAt + stream], x_scale = of_token[kScaleAt];
+      }
+      for_parts<kDxParts, kDxParts>([&](int i, int j) {
+        if (i + j >= kDxParts) return;
+        const uint2 a = block.left[i][0][lane], b = block.left[i][1][lane], c = block.left[i][2][lane];
 #pragma unroll
-        for (int c = 0; c < kThreadColumns; ++c) {
-          d[c] = fma(x_scale, x_pair[c], d[c]);
-          if (has_dy) d[c] = fma(pre, dy_pair[c], d[c]);
+        for (int tile = 0; tile < 4; ++tile) {
+          const auto& w = weight[tile];
+          mma_m16n8k16(d[tile], make_uint4(a.x, a.y, b.x, b.y), make_uint2(w[0][j], w[1][j]));
+          mma_m16n8k8(d[tile], c, w[2][j]);
         }
-        Pair out;
-        out.set(d);
-        if (active && token + g < tokens) store(dx_to, out);
-        dx_to += p.dx_stride;
+      });
+#pragma unroll
+      for (int g = 0; g < 2; ++g) {
+        const int64_t row = token + 8 * g;
+        float values[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) values[i] = d[i / 2][2 * g + i % 2];
+        Octet<X> out;
+        out.set(values);
+        store_predicated(active && row + t < tokens, dx_to + row * p.dx_stride, out);
       }
     }
-  }
-  if constexpr (kDweight) {
-    if (!active) return;
+    if constexpr (kDweight) {
+      uint32_t a[2][4][kInputParts<X>];
 #pragma unroll
-    for (int j = 0; j < kRows; ++j) {
-      Vec<float, kThreadColumns> out;
-      out.set(sums[j]);
-      store(p.dweight + (int64_t(range) * kRows + j) * p.cols + column, out);
+      for (int g = 0; g < 2; ++g)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+          for (int part = 0; part < kInputParts<X>; ++part)
+            a[g][i][part] = movmatrix_trans(input_part<X>(word(x[g], i), part));
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        uint2 b[kParts];
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) b[part] = block.right[n][part][lane];
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          float of_block[4] = {};
+          for_parts<kInputParts<X>, kParts>([&](int i, int j) {
+            mma_m16n8k16(of_block,
+                         make_uint4(a[0][2 * m][i], a[0][2 * m + 1][i], a[1][2 * m][i], a[1][2 * m + 1][i]),
+                         b[j]);
+          });
+#pragma unroll
+          for (int i = 0; i < 4; ++i) sums[m][n][i] += of_block[i];
+        }
+      }
     }
+#pragma unroll
+    for (int g = 0; g < 2; ++g) x[g] = next_x[g], dy[g] = next_dy[g];
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+  }
+  cp_async_wait_group<0>();
+  if constexpr (kDweight) {
+    float* const out = p.dweight + int64_t(range) * kRows * p.cols;
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int64_t c = tile_column(2 * m + i);
+        if (c >= p.cols) continue;
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+          for (int j = 0; j < 2; ++j) out[(8 * n + 2 * q + j) * p.cols + c] = sums[m][n][2 * i + j];
+      }
   }
 }
 
 bool is_usual(const HyperConnection& how, const Matrix& x, const Matrix& weight) {
-  return how.streams == kStreams && weight.rows == kRows && x.cols < INT32_MAX / 2 &&
+  return how.streams == kStreams && weight.rows == kRows && x.cols < INT32_MAX / 2 && x.dtype != DType::f32 &&
          is_vectorizable(x.data, x.stride, x.cols, size_of(x.dtype)) &&
          is_vectorizable(weight.data, weight.stride, weight.cols, sizeof(float));
+}
+
+// fn<T>() for the 16-bit dtype of x.
+template <class Fn>
+void by_half(const Matrix& x, const Fn& fn) {
+  if (x.dtype == DType::bf16)
+    fn.template operator()<__nv_bfloat16>();
+  else
+    fn.template operator()<__half>();
 }
 
 }  // namespace
 
 bool products(Context& ctx, const HyperConnectionFwd& a) {
   if (!is_usual(a.how, a.x, a.weight)) return false;
-  bool fits = false;
-  by_type(a.x, [&]<class X>() {
-    using Tile = ProductTile<X>;
-    constexpr size_t kShared = Tile::kFloats * sizeof(float);
-    static OccupancyCache occupancy;
-    fits = int64_t(kShared) <= device_facts().shared_per_block &&
-           occupancy.max_active(kOp, product_kernel<X>, 1, kThreads, kShared) > 0;
-    if (!fits) return;
-    const int64_t tokens = a.x.rows, cols = a.x.cols;
-    const int64_t token_tiles = ceil_div(tokens, kTokens), tiles = ceil_div(cols, Tile::kColumns);
-    const int64_t most = std::min(tiles, kMostSplits);
-    const int64_t split_tiles = ceil_div(tiles, std::clamp<int64_t>(kProductCtas / token_tiles, 1, most));
-    const int64_t splits = ceil_div(tiles, split_tiles);
-    float* partials = ctx.scratch_of<float>(splits * (kRows + 1) * tokens);
-    launch(kOp, ctx, product_kernel<X>,
-           {.blocks = token_tiles * splits, .threads = kThreads, .shared = kShared},
+  const int64_t tokens = a.x.rows, cols = a.x.cols;
+  const int64_t token_tiles = ceil_div(tokens, kTokens), stages = ceil_div(cols, kStageColumns);
+  const int64_t most = std::min(stages, kMostSplits);
+  const int64_t split_stages = ceil_div(stages, std::clamp<int64_t>(kProductCtas / token_tiles, 1, most));
+  const int64_t splits = ceil_div(stages, split_stages);
+  WeightStage* weight = ctx.scratch_of<WeightStage>(stages);
+  float* partials = ctx.scratch_of<float>(splits * (kRows + 1) * tokens);
+  const int steps = int(stages) * (kStageColumns / 16);
+  launch(kOp, ctx, split_weight_kernel,
+         {.blocks = ceil_div(int64_t(steps) * 32, kThreads), .threads = kThreads}, a.weight.row<float>(0),
+         a.weight.stride, int(cols), steps, weight->steps);
+  by_half(a.x, [&]<class X>() {
+    launch(kOp, ctx, product_kernel<X>, {.blocks = token_tiles * splits, .threads = kThreads},
            Product<X>{.x = a.x.row<X>(0),
                       .x_stride = a.x.stride,
-                      .weight = a.weight.row<float>(0),
-                      .weight_stride = a.weight.stride,
+                      .weight = weight,
                       .tokens = tokens,
                       .cols = int(cols),
-                      .split_cols = int(split_tiles * Tile::kColumns),
+                      .split_cols = int(split_stages * kStageColumns),
                       .splits = int(splits),
                       .partials = partials});
-    launch(kOp, ctx, sum_products_kernel,
-           {.blocks = ceil_div(tokens * (kRows + 1), kThreads), .threads = kThreads}, partials, int(splits),
-           tokens, a.product.row<float>(0), a.product.stride, a.rstd.as<float>(), float(cols),
-           a.how.norm_eps);
   });
-  return fits;
+  launch(kOp, ctx, sum_products_kernel,
+         {.blocks = ceil_div(tokens * (kRows + 1), kThreads), .threads = kThreads}, partials, int(splits),
+         tokens, a.product.row<float>(0), a.product.stride, a.rstd.as<float>(), float(cols), a.how.norm_eps);
+  return true;
 }
 
 bool product_gradients(Context& ctx, const HyperConnectionGradients& g) {
   const HyperConnectionBwd& a = *g.call;
   const int64_t tokens = a.x.rows, cols = a.x.cols, columns = cols / a.how.streams;
   const bool dx = a.dx.data != nullptr, dweight = a.dweight.data != nullptr;
-  const bool pairs = vectors<kThreadColumns>(a.x, columns) && vectors<kThreadColumns>(a.dy, columns) &&
-                     vectors<kThreadColumns>(a.dx, columns);
-  if (!is_usual(a.how, a.x, a.weight) || !pairs || (dweight && a.dweight.stride != cols)) return false;
+  const bool octets = vectors<8>(a.x, columns) && vectors<8>(a.dy, columns) && vectors<8>(a.dx, columns);
+  if (!is_usual(a.how, a.x, a.weight) || !octets || (dweight && a.dweight.stride != cols)) return false;
   if (!dx && !dweight) return true;
-  const int64_t tiles = ceil_div(cols, kGradientColumns), chunks = ceil_div(tokens, kChunk);
-  const int64_t range_chunks = ceil_div(chunks, std::clamp<int64_t>(kGradientCtas / tiles, 1, chunks));
-  const int64_t ranges = ceil_div(chunks, range_chunks);
+  const int64_t tiles = ceil_div(cols, kGradientColumns), blocks = ceil_div(tokens, kBlockTokens);
+  const int64_t range = ceil_div(blocks, std::clamp<int64_t>(kGradientCtas / tiles, 1, blocks));
+  const int64_t ranges = ceil_div(blocks, range);
+  TokenBlock* packed = ctx.scratch_of<TokenBlock>(blocks);
   float* partials = dweight ? ctx.scratch_of<float>(ranges * kRows * cols) : nullptr;
-  by_type(a.x, [&]<class X>() {
+  launch(kOp, ctx, pack_dproduct_kernel, {.blocks = ceil_div(blocks, kThreads / 32), .threads = kThreads},
+         static_cast<const float*>(g.dproduct), static_cast<const float*>(g.pre),
+         static_cast<const float*>(g.x_scale), tokens, packed);
+  by_half(a.x, [&]<class X>() {
     launch(kOp, ctx,
            !dweight ? product_gradient_kernel<X, true, false>
            : dx     ? product_gradient_kernel<X, true, true>
@@ -397,14 +520,12 @@ bool product_gradients(Context& ctx, const HyperConnectionGradients& g) {
                               .dx_stride = a.dx.stride,
                               .weight = a.weight.row<float>(0),
                               .weight_stride = a.weight.stride,
-                              .dproduct = g.dproduct,
-                              .pre = g.pre,
-                              .x_scale = g.x_scale,
+                              .blocks = packed,
                               .dweight = partials,
                               .tokens = tokens,
                               .cols = cols,
                               .columns = columns,
-                              .range = int(range_chunks * kChunk),
+                              .range = int(range),
                               .tiles = int(tiles)});
   });
   if (dweight)

@@ -1,15 +1,16 @@
 // CUDA backend of modulated RMSNorm: the formula, for the kernels of the norm family, and the
 // gradients of scale, shift and weight.
 //
-// The forward reads the row of scale and shift of each row, from L2 where rows share it. The
-// backward is that of an RMSNorm whose weight, (offset + weight) * (1 + scale), and sums by column
-// belong to a group of rows: those that share a row of scale. Persistent CTAs process the rows of one
-// group each, and fixed partial sums follow. The gradients come from these sums, [groups, cols].
-// Where each row has a row of scale of x's type, scale is an input beside x, and dscale a result.
+// The forward reads the row of scale and shift of each row, or keeps it in shared memory over the
+// rows of a CTA that share it. The backward is that of an RMSNorm whose weight, (offset + weight) *
+// (1 + scale), and sums by column belong to a group of rows: those that share a row of scale.
+// Persistent CTAs process the rows of one group each, and form its weight. The gradients come from
+// fixed partial sums. Where each row has a row of scale of x's type, scale is an input beside x, and
+// dscale and dshift are results.
 //
 // Bytes per element (b = element size): forward 2b, backward 3b, and per element of scale 2b
-// forward; backward 4 written and read for the folded weight, 8 written and read for the sums, and
-// the gradients.
+// forward; backward 8 written and read for each CTA of a group, and the gradients.
+#include "tigon/base/cuda/column_sum.cuh"
 #include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/norm_backward.cuh"
 #include "tigon/ops/modulated_rms_norm/modulated_rms_norm.h"
@@ -39,6 +40,19 @@ struct Modulation {
     return widen(scale[group * scale_stride + c]);
   }
 };
+template <class X, class W>
+struct GroupsBackward : ModulatedRmsNormBackward<float, X> {
+  Modulation<W> m;
+
+  template <int N>
+  __device__ __forceinline__ void weights(int64_t group, int64_t c, float (&w)[N]) const {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const bool in_row = c + j >= 0 && c + j < m.cols;
+      w[j] = in_row ? modulated_weight(m.shifted_weight(c + j), m.scale_at(group, c + j)) : 0.0f;
+    }
+  }
+};
 // Null data: not wanted.
 template <class W>
 struct GroupGradients {
@@ -48,33 +62,47 @@ struct GroupGradients {
   float* dweights;
 };
 
-// A thread per element. folded: [groups, cols].
-template <class W>
-__global__ __launch_bounds__(kThreads) void fold_weights_kernel(const Modulation<W> m, float* folded) {
-  const int64_t tiles = ceil_div(m.cols, kThreads), group = blockIdx.x / tiles,
-                c = blockIdx.x % tiles * kThreads + threadIdx.x;
-  if (c < m.cols) folded[group * m.cols + c] = modulated_weight(m.shifted_weight(c), m.scale_at(group, c));
-}
-
-// A thread per column and chunk of groups. u, dy: the sums, [groups, cols].
-template <class W>
-__global__ __launch_bounds__(kThreads) void group_gradients_kernel(const Modulation<W> m, const float* u,
-                                                                   const float* dy, int64_t chunk,
+// A CTA takes some columns of `chunk` groups; `Lanes` threads share a column. partials: [parts, 2, groups, cols], of u and dy.
+template <class W, int Lanes>
+__global__ __launch_bounds__(kThreads) void group_gradients_kernel(const Modulation<W> m,
+                                                                   const float* partials, int64_t parts,
+                                                                   int64_t chunk,
                                                                    const GroupGradients<W> out) {
-  const int64_t tiles = ceil_div(m.cols, kThreads), part = blockIdx.x / tiles,
-                c = blockIdx.x % tiles * kThreads + threadIdx.x;
-  if (c >= m.cols) return;
-  const float weight = m.shifted_weight(c);
+  constexpr int kColumns = kThreads / Lanes, kLoadsInFlight = 8;
+  __shared__ float slots[2][Lanes][kColumns];
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+  const int lane = threadIdx.x / kColumns, column = threadIdx.x % kColumns;
+  const int64_t tiles = ceil_div(m.cols, kColumns), part = blockIdx.x / tiles,
+                c = blockIdx.x % tiles * kColumns + column, pitch = m.groups * m.cols;
+  const bool in_row = c < m.cols;
+  const float weight = in_row ? m.shifted_weight(c) : 0.0f;
   const int64_t end = min((part + 1) * chunk, m.groups);
   float dweight = 0.0f;
-#pragma unroll 4
+#pragma unroll 1
   for (int64_t g = part * chunk; g < end; ++g) {
-    const float of_group = u[g * m.cols + c];
-    dweight = fma(1.0f + m.scale_at(g, c), of_group, dweight);
-    if (out.dscale) out.dscale[g * out.dscale_stride + c] = narrow<W>(weight * of_group);
-    if (out.dshift) out.dshift[g * out.dshift_stride + c] = narrow<W>(dy[g * m.cols + c]);
+    float sums[2] = {};
+    if (in_row)
+      sum_columns<kLoadsInFlight>(partials + lane * 2 * pitch + g * m.cols + c, pitch, Lanes * 2 * pitch,
+                                  int((parts - lane + Lanes - 1) / Lanes), sums);
+    if constexpr (Lanes > 1) {
+      // The first lane may still read those of the group before.
+      __syncthreads();
+#pragma unroll
+      for (int k = 0; k < 2; ++k) slots[k][lane][column] = sums[k];
+      __syncthreads();
+      if (lane > 0) continue;
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+#pragma unroll
+        for (int i = 1; i < Lanes; ++i) sums[k] += slots[k][i][column];
+    }
+    if (!in_row) continue;
+    dweight = fma(1.0f + m.scale_at(g, c), sums[0], dweight);
+    if (out.dscale) out.dscale[g * out.dscale_stride + c] = narrow<W>(weight * sums[0]);
+    if (out.dshift) out.dshift[g * out.dshift_stride + c] = narrow<W>(sums[1]);
   }
-  if (out.dweights) out.dweights[part * m.cols + c] = dweight;
+  if (out.dweights && lane == 0 && in_row) out.dweights[part * m.cols + c] = dweight;
 }
 
 void set_zero(Context& ctx, const Matrix& m) {
@@ -87,21 +115,23 @@ void set_zero(Context& ctx, const Matrix& m) {
 // A row of scale for each row of x, in x's type.
 template <class X>
 void rows_backward(Context& ctx, const ModulatedRmsNormBwd& a) {
-  if (a.dshift.data)  // first: dx may take dy's place
-    TIGON_CUDA_CHECK(kOp, cudaMemcpy2DAsync(a.dshift.data, sizeof(X) * size_t(a.dshift.stride), a.dy.data,
-                                            sizeof(X) * size_t(a.dy.stride), sizeof(X) * size_t(a.x.cols),
-                                            size_t(a.x.rows), cudaMemcpyDeviceToDevice,
-                                            static_cast<cudaStream_t>(ctx.stream())));
-  if (!a.dx.data && !a.dscale.data && !a.dweight) return;
+  if (!a.dx.data && !a.dscale.data && !a.dweight) {
+    if (a.dshift.data)
+      TIGON_CUDA_CHECK(kOp, cudaMemcpy2DAsync(a.dshift.data, sizeof(X) * size_t(a.dshift.stride), a.dy.data,
+                                              sizeof(X) * size_t(a.dy.stride), sizeof(X) * size_t(a.x.cols),
+                                              size_t(a.x.rows), cudaMemcpyDeviceToDevice,
+                                              static_cast<cudaStream_t>(ctx.stream())));
+    return;
+  }
   norm_backward(kOp, ctx,
                 NormBackward<ModulatedRmsNormRowsBackward<float, X>, X, X>{
                     .f = {{.offset = a.weight ? a.offset : 0.0f, .round_h = a.rounding == Rounding::llama}},
                     .dy = a.dy.row<X>(0),
                     .in = {a.x.row<X>(0), a.scale.row<X>(0)},
-                    .out = {a.dx.row<X>(0), a.dscale.row<X>(0)},
+                    .out = {a.dx.row<X>(0), a.dscale.row<X>(0), a.dshift.row<X>(0)},
                     .dy_stride = a.dy.stride,
                     .in_stride = {a.x.stride, a.scale.stride},
-                    .out_stride = {a.dx.stride, a.dscale.stride},
+                    .out_stride = {a.dx.stride, a.dscale.stride, a.dshift.stride},
                     .weight = a.weight.as<X>(),
                     .rstd = a.rstd.as<float>(),
                     .rows = a.x.rows,
@@ -109,9 +139,32 @@ void rows_backward(Context& ctx, const ModulatedRmsNormBwd& a) {
                 {a.dweight});
 }
 
+// The gradients of scale, shift and weight from the partial sums.
+template <class W>
+void group_gradients(Context& ctx, const ModulatedRmsNormBwd& a, const Modulation<W>& m,
+                     const float* partials, int64_t parts) {
+  const int64_t chunk = ceil_div(m.groups, kMaxChunks), chunks = ceil_div(m.groups, chunk);
+  float* dweights = a.dweight ? ctx.scratch_of<float>(chunks * m.cols) : nullptr;
+  const GroupGradients<W> out{a.dscale.row<W>(0), a.dshift.row<W>(0), a.dscale.stride, a.dshift.stride,
+                              dweights};
+  // Many parts take many threads, so that each has few loads.
+  auto run = [&]<int Lanes>() {
+    launch(kOp, ctx, group_gradients_kernel<W, Lanes>,
+           {.blocks = chunks * ceil_div(m.cols, kThreads / Lanes), .threads = kThreads, .pdl = true}, m,
+           partials, parts, chunk, out);
+  };
+  if (parts <= 8)
+    run.template operator()<1>();
+  else if (parts <= 128)
+    run.template operator()<8>();
+  else
+    run.template operator()<32>();
+  if (a.dweight) sum_partials(kOp, ctx, dweights, chunks, {a.dweight});
+}
+
 template <class X, class W>
 void backward(Context& ctx, const ModulatedRmsNormBwd& a) {
-  const int64_t groups = a.scale.rows, cols = a.x.cols, tiles = ceil_div(cols, kThreads);
+  const int64_t groups = a.scale.rows, cols = a.x.cols;
   if (a.x.rows == 0) {
     set_zero(ctx, a.dscale), set_zero(ctx, a.dshift);
     return set_zero(ctx, {a.dweight.data, a.dweight.dtype, 1, cols, cols});
@@ -120,35 +173,20 @@ void backward(Context& ctx, const ModulatedRmsNormBwd& a) {
     if (groups == a.x.rows) return rows_backward<X>(ctx, a);
   TIGON_CHECK(kOp, groups <= INT32_MAX, "scale must have less than 2^31 rows, got ", groups);
   const Modulation<W> m{a.weight.as<W>(), a.scale.row<W>(0), a.scale.stride, groups, cols, a.offset};
-  float* folded = ctx.scratch_of<float>(groups * cols);
-  launch(kOp, ctx, fold_weights_kernel<W>, {.blocks = groups * tiles, .threads = kThreads}, m, folded);
-
-  const bool wants_scale = a.dscale.data || a.dweight, wants_sums = wants_scale || a.dshift.data;
-  float* sums = wants_sums ? ctx.scratch_of<float>(2 * groups * cols) : nullptr;
-  float* dy_sums = a.dshift.data ? sums + groups * cols : nullptr;
-  norm_backward(kOp, ctx,
-                NormBackward<ModulatedRmsNormBackward<float, X>, float, X>{
-                    .f = {{.round_h = a.rounding == Rounding::llama}},
-                    .dy = a.dy.row<X>(0),
-                    .in = {a.x.row<X>(0)},
-                    .out = {a.dx.row<X>(0)},
-                    .dy_stride = a.dy.stride,
-                    .in_stride = {a.x.stride},
-                    .out_stride = {a.dx.stride},
-                    .weight = folded,
-                    .rstd = a.rstd.as<float>(),
-                    .rows = a.x.rows / groups,
-                    .cols = cols,
-                    .groups = int(groups)},
-                {{sums, DType::f32, groups * cols}, {dy_sums, DType::f32, groups * cols}});
-  if (!wants_sums) return;
-  const int64_t chunk = ceil_div(groups, kMaxChunks), chunks = ceil_div(groups, chunk);
-  float* dweights = a.dweight ? ctx.scratch_of<float>(chunks * cols) : nullptr;
-  launch(
-      kOp, ctx, group_gradients_kernel<W>, {.blocks = chunks * tiles, .threads = kThreads}, m,
-      static_cast<const float*>(sums), static_cast<const float*>(dy_sums), chunk,
-      GroupGradients<W>{a.dscale.row<W>(0), a.dshift.row<W>(0), a.dscale.stride, a.dshift.stride, dweights});
-  if (a.dweight) sum_partials(kOp, ctx, dweights, chunks, {a.dweight});
+  const bool wants_sums = a.dscale.data || a.dshift.data || a.dweight;
+  NormBackward<GroupsBackward<X, W>, float, X> p{.f = {{{.round_h = a.rounding == Rounding::llama}}, m},
+                                                 .dy = a.dy.row<X>(0),
+                                                 .in = {a.x.row<X>(0)},
+                                                 .out = {a.dx.row<X>(0)},
+                                                 .dy_stride = a.dy.stride,
+                                                 .in_stride = {a.x.stride},
+                                                 .out_stride = {a.dx.stride},
+                                                 .rstd = a.rstd.as<float>(),
+                                                 .rows = a.x.rows / groups,
+                                                 .cols = cols,
+                                                 .groups = int(groups)};
+  const int64_t parts = norm_backward_rows(kOp, ctx, p, wants_sums);
+  if (wants_sums) group_gradients(ctx, a, m, p.partials, parts);
 }
 
 }  // namespace

@@ -1,5 +1,7 @@
 #include "tigon/ops/rope/qk_norm_rope.h"
 
+#include <tuple>
+
 #include "tigon/base/require.h"
 
 namespace tigon {

@@ -43,7 +43,7 @@ struct Norm {
     Vec<X, 2> one;
     one.set(ones);
     const uint32_t word = reinterpret_cast<const uint32_t&>(one);
-    reinterpret_cast<uint4&>(r) = load_predicated(from != nullptr, from + column, word);
+    reinterpret_cast<uint4&>(r) = ld_global_predicated(from != nullptr, from + column, word);
     return r;
   }
 

@@ -38,11 +38,7 @@ class CpAsyncStages {
     Vec<T, kVecColumns> r;
 #pragma unroll
     for (int w = 0; w < kWordsOf<T>; ++w) {
-      uint4& to = reinterpret_cast<uint4*>(&r)[w];
-      asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
-                   : "r"(word(stage, at + w))
-                   : "memory");
+      reinterpret_cast<uint4*>(&r)[w] = ld_shared(word(stage, at + w));
     }
     return r;
   }
@@ -55,8 +51,7 @@ class CpAsyncStages {
 
   // Zeroes words that are never copied.
   __device__ __forceinline__ void clear() const {
-    for (int w = 0; w < Words * Stages; ++w)
-      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(word(0, w)), "r"(0) : "memory");
+    for (int w = 0; w < Words * Stages; ++w) st_shared(word(0, w), uint4{});
   }
 
  private:

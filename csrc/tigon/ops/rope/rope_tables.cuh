@@ -260,8 +260,10 @@ struct Tables {
       constexpr uint32_t kNaN = 0x7fffffff;
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
-        reinterpret_cast<uint4*>(&cosines[axis])[w] = load_predicated(inside, from + w * (N / kWords), kNaN);
-        reinterpret_cast<uint4*>(&sines[axis])[w] = load_predicated(inside, sine + w * (N / kWords), kNaN);
+        reinterpret_cast<uint4*>(&cosines[axis])[w] =
+            ld_global_predicated(inside, from + w * (N / kWords), kNaN);
+        reinterpret_cast<uint4*>(&sines[axis])[w] =
+            ld_global_predicated(inside, sine + w * (N / kWords), kNaN);
       }
     }
 #pragma unroll

@@ -389,8 +389,7 @@ void run(Context& ctx, typename Kernels::Params p, int64_t vecs) {
   constexpr RowConfig kConfig = Kernels::kClusterConfig;
   static OccupancyCache occupancy;
   const auto kernel = Kernels::template register_kernel<kConfig, true>();
-  if (const ClusterShape c =
-          largest_cluster<kConfig>(kOp, occupancy, kernel, vecs, 192, [](int) { return size_t(0); });
+  if (const ClusterShape c = largest_cluster(kOp, occupancy, entry_of(kernel), kConfig, vecs, 192, no_shared);
       c.blocks > 0) {
     p.counter = make_row_counter(kOp, ctx, p.rows, c.clusters);
     launch(kOp, ctx, kernel,
