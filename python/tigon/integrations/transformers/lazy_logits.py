@@ -131,11 +131,12 @@ class LazyLogits:
     def to(self, *args, **kwargs):
         """As Tensor.to; a change of dtype, or the device it is on, stays lazy."""
         dtype = kwargs.get("dtype", args[0] if args else None)
-        if self._real is None and len(args) + len(kwargs) == 1 and isinstance(dtype, torch.dtype):
+        if self._real is None and len(args) + len(kwargs) == 1 and _is_float(dtype):
             return self if dtype == self._dtype else self._with(link=("to", dtype), dtype=dtype)
         if self._real is None and not torch.compiler.is_compiling() and "copy" not in kwargs:
             device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)
-            if layout is None and (device is None or _same_device(device, self.device)):
+            here = device is None or _same_device(device, self.device)
+            if layout is None and here and (dtype is None or _is_float(dtype)):
                 return self if dtype is None else self.to(dtype)  # accelerate moves all outputs
         return self.materialise().to(*args, **kwargs)
 
@@ -213,15 +214,17 @@ class LazyLogits:
             return self.materialise().div(other, **kwargs)
         return self._scaled("div", other)
 
-    def view(self, *shape):
+    def view(self, *shape, size=None):
         """As Tensor.view; where the last axis stays whole it stays lazy."""
+        shape = shape if size is None else (size,)
         sizes = tuple(shape[0]) if shape and isinstance(shape[0], tuple | list) else shape
         if self._real is None and sizes and sizes[-1] == self._columns:
             return self._with(hidden=self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1]))
         return self.materialise().view(*shape)
 
-    def reshape(self, *shape):
+    def reshape(self, *sizes, shape=None):
         """As Tensor.reshape; where the last axis stays whole it stays lazy."""
+        shape = sizes if shape is None else (shape,)
         return self.view(*shape) if self._real is None else self._real.reshape(*shape)
 
     def flatten(self, start_dim=0, end_dim=-1):
@@ -428,6 +431,10 @@ def _same_device(wanted, device) -> bool:
     return wanted.type == device.type and wanted.index in (None, device.index)
 
 
+def _is_float(dtype) -> bool:
+    return isinstance(dtype, torch.dtype) and dtype.is_floating_point
+
+
 def _is_scalar(value) -> bool:
     if isinstance(value, torch.Tensor):
         return value.ndim == 0 and value.is_floating_point() and not value.requires_grad
@@ -466,10 +473,12 @@ def _fold(chain) -> tuple[float, float | None] | None:
             scalar = scalar.item()
         side = after if seen_tanh else before
         side[0 if link[0] == "mul" else 1] *= scalar
+    if before[1] == 0 or after[1] == 0:
+        return None
     if not seen_tanh:
         return before[0] / before[1], None
     cap = after[0] / after[1]
-    return (before[0] * cap / before[1], cap) if cap > 0 else None
+    return (before[0] * cap / before[1], cap) if 0 < cap < math.inf else None
 
 
 def _split_index(keys, ndim):
