@@ -19,7 +19,7 @@ from tigon.optim import AdamW, step_in_backward
 FLAGS = [
     {}, {"weight_decay": 0.0}, {"weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6}, {"amsgrad": True},
     {"maximize": True}, {"amsgrad": True, "maximize": True, "weight_decay": 0.3}, {"lr": torch.tensor(0.01)},
-    {"lr": 0.0},
+    {"lr": 0.0}, {"betas": (0.0, 0.0)}, {"betas": (0.0, 0.9)}, {"betas": (0.9, 0.2)},
 ]  # fmt: skip
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
