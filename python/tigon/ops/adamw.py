@@ -82,6 +82,8 @@ def reference_(param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, step, group, cl
     """The same formula in plain PyTorch operations, for one tensor: any float dtype, any device."""
     beta1, beta2 = (float(b) for b in group["betas"])
     lr, weight_decay = group["lr"], group["weight_decay"]
+    if isinstance(lr, torch.Tensor):
+        lr = lr.reshape(())
     wide = torch.promote_types(param.dtype, torch.float32)
     step += 1
     t = step.to(torch.float64) if param.device.type != "mps" else step
