@@ -24,10 +24,18 @@ class DyT(nn.Module):
     ):
         super().__init__()
         self.hidden_size, self.init_alpha = hidden_size, init_alpha
-        self.alpha = nn.Parameter(torch.full((1,), init_alpha, device=device, dtype=dtype))
-        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
-        zeros = nn.Parameter(torch.zeros(hidden_size, device=device, dtype=dtype)) if bias else None
-        self.register_parameter("bias", zeros)
+        self.alpha = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        empty = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", empty)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Alpha, weight 1 and bias 0 as at the start."""
+        nn.init.constant_(self.alpha, self.init_alpha)
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return dyt(x, self.alpha, self.weight, self.bias)

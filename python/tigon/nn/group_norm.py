@@ -35,9 +35,16 @@ class GroupNorm(nn.Module):
         check_groups("nn.GroupNorm", "num_groups", num_groups, num_channels)
         check_eps("nn.GroupNorm", eps)
         self.num_groups, self.num_channels, self.eps = num_groups, num_channels, eps
-        for name, fill in (("weight", 1.0), ("bias", 0.0)):
-            value = torch.full((num_channels,), fill, device=device, dtype=dtype)
+        for name in ("weight", "bias"):
+            value = torch.empty(num_channels, device=device, dtype=dtype)
             self.register_parameter(name, nn.Parameter(value) if affine else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weight 1 and bias 0, as at the start."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return group_norm(x, self.num_groups, self.weight, self.bias, self.eps)

@@ -35,14 +35,17 @@ class LayerNorm(nn.Module):
         hidden_size = normalized_size("nn.LayerNorm", hidden_size)
         check_eps("nn.LayerNorm", eps)
         self.hidden_size, self.eps = hidden_size, eps
-        for name, there, fill in (
-            ("weight", elementwise_affine, 1.0),
-            ("bias", elementwise_affine and bias, 0.0),
-        ):
-            value = (
-                nn.Parameter(torch.full((hidden_size,), fill, device=device, dtype=dtype)) if there else None
-            )
+        for name, there in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
+            value = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if there else None
             self.register_parameter(name, value)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weight 1 and bias 0, as at the start."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return layer_norm(x, self.weight, self.bias, self.eps)

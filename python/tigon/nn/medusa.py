@@ -11,14 +11,21 @@ from tigon.ops.arguments import check_integers
 from tigon.ops.loss_head.multi_token import MultiTokenLoss, multi_token_loss
 
 
+class ZeroLinear(nn.Linear):
+    """A Linear that begins at zero."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
 class ResBlock(nn.Module):
     """``x + silu(linear(x))``; linear begins at zero, so that the block begins as the identity."""
 
     def __init__(self, hidden_size: int, device=None, dtype=None) -> None:
         super().__init__()
-        self.linear = nn.Linear(hidden_size, hidden_size, device=device, dtype=dtype)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
+        self.linear = ZeroLinear(hidden_size, hidden_size, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + F.silu(self.linear(x))

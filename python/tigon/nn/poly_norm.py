@@ -22,8 +22,14 @@ class PolyNorm(nn.Module):
         super().__init__()
         check_eps("nn.PolyNorm", eps)
         self.eps = eps
-        self.weight = nn.Parameter(torch.full((3,), 1 / 3, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.ones(1, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(3, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(1, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weight and bias as at the start."""
+        nn.init.constant_(self.weight, 1 / 3)
+        nn.init.ones_(self.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return poly_norm(x, self.weight, self.bias, self.eps)

@@ -38,9 +38,15 @@ class RMSNorm(nn.Module):
         check_eps("nn.RMSNorm", eps)
         self.hidden_size, self.eps, self.offset, self.rounding = hidden_size, eps, offset, rounding
         if elementwise_affine:
-            self.weight = nn.Parameter(torch.full((hidden_size,), 1.0 - offset, device=device, dtype=dtype))
+            self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         else:
             self.register_parameter("weight", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The weight as at the start."""
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps, offset=self.offset, rounding=self.rounding)

@@ -81,8 +81,14 @@ class QKNormRotaryEmbedding(RotaryEmbedding):
         super().__init__(head_dim, base, **options)
         self.eps, self.offset, self.rounding = eps, offset, rounding
         for name in ("q_weight", "k_weight"):
-            weight = torch.full((head_dim,), 1.0 - offset, device=device, dtype=dtype)
+            weight = torch.empty(head_dim, device=device, dtype=dtype)
             self.register_parameter(name, nn.Parameter(weight))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The weights as at the start."""
+        for weight in (self.q_weight, self.k_weight):
+            nn.init.constant_(weight, 1.0 - self.offset)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor | None = None, position_ids=None):
         cos, sin = self.tables(q, position_ids)

@@ -51,11 +51,13 @@ class Router(nn.Module):
         route(probe, top_k, **options)  # options that do not fit are refused now
 
     def reset_parameters(self) -> None:
-        """Weight uniform as that of :class:`torch.nn.Linear`, bias zero."""
+        """Weight uniform as that of :class:`torch.nn.Linear`, bias and correction zero."""
         bound = self.weight.shape[1] ** -0.5
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+        if self.e_score_correction_bias is not None:
+            self.e_score_correction_bias.zero_()
 
     def forward(
         self, hidden_states: torch.Tensor, *, losses: bool = False, token_weights: torch.Tensor | None = None
