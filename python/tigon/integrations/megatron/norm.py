@@ -58,10 +58,6 @@ class RMSNorm(tigon_nn.RMSNorm):
         self.returns_residual = returns_residual
         _mark(self, config)
 
-    def reset_parameters(self) -> None:
-        """The weight as it starts; Megatron calls this where modules are built on ``meta``."""
-        nn.init.constant_(self.weight, 1.0 - self.offset)
-
     def forward(self, x):
         if not self.returns_residual:
             return super().forward(x)
@@ -72,6 +68,7 @@ class LayerNorm(tigon_nn.LayerNorm):
     """LayerNorm with the constructor of Megatron's norm slots. Arguments: as :class:`RMSNorm`."""
 
     returns_residual = False
+    zero_centered_gamma = False
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5,
                  persist_layer_norm=False, zero_centered_gamma=False, normalization="LayerNorm"):  # fmt: skip
@@ -81,9 +78,10 @@ class LayerNorm(tigon_nn.LayerNorm):
         _mark(self, config)
 
     def reset_parameters(self) -> None:
-        """Weight and bias as they start."""
-        nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
-        nn.init.zeros_(self.bias)
+        """Weight and bias as they start; Megatron calls this where modules are built on ``meta``."""
+        super().reset_parameters()
+        if self.zero_centered_gamma:
+            nn.init.zeros_(self.weight)
 
     def forward(self, x):
         weight = centered(self.weight) if self.zero_centered_gamma else self.weight
