@@ -389,3 +389,58 @@ def test_another_default_device(optimizer):
                 adam.step()
         runs.append(torch.stack(losses))
     assert torch.equal(*runs)
+
+
+def _inner(model, kind):
+    return [m for m in model.modules() if type(m).__name__ == kind]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("family, implementation", [
+    ("llama", None), ("mixtral", "eager"), ("mixtral", "grouped_mm"), ("mixtral", "batched_mm"),
+])  # fmt: skip
+def test_hooks_on_the_activation_see_its_calls(family, implementation, when):
+    """Whoever captures or changes the activations of an MLP, before apply or after it."""
+    changes = {"experts_implementation": implementation} if implementation else {}
+    wanted = make(family, **changes)
+    model = make(family, **changes)
+    seen = []
+
+    def watch(model):
+        for act in _inner(model, "SiLUActivation"):
+            act.register_forward_hook(lambda module, args, output: (seen.append(output.shape), 1.5 * output)[1])
+
+    watch(wanted)
+    want = step(wanted, batch())
+    calls, seen[:] = list(seen), []
+    if when == "before":
+        watch(model)
+    apply(model)
+    if when == "after":
+        watch(model)
+    got = step(model, batch())
+    assert calls and seen == calls
+    close(got[0], want[0])
+    for name, grad in want[1].items():
+        close(got[1][name], grad, ulps=512)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_an_activation_replaced_after_apply(family):
+    """The module that is there is what runs, as for weights; a second apply takes it up again."""
+    model, wanted = make(family), make(family)
+    apply(model)
+    for each in (model, wanted):
+        for module in each.modules():
+            if hasattr(module, "act_fn"):
+                module.act_fn = torch.nn.ReLU()
+    want = step(wanted, batch())
+    for _ in range(2):
+        got = step(model, batch())
+        close(got[0], want[0])
+        for name, grad in want[1].items():
+            close(got[1][name], grad, ulps=512)
+        report = apply(model)
+    kind = "mlp" if family == "llama" else "experts"
+    by = {entry.by for entry in report.replaced if entry.slot == kind}
+    assert all("reglu" in one or "experts" in one for one in by) and by

@@ -101,6 +101,31 @@ def test_undone_and_applied_again(name):
     assert all(torch.equal(a, b) for a, b in zip(run(stock, torch.float32), wanted, strict=True))
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_hooks_on_the_norm_see_its_calls(name, when):
+    stock, patched = make(name), make(name)
+    seen = []
+
+    def watch(model):
+        model["hc"].input_norm.register_forward_hook(lambda m, a, y: (seen.append(y.shape), 1.5 * y)[1])
+
+    watch(stock)
+    wanted = run(stock, torch.float32)
+    calls, seen[:] = list(seen), []
+    if when == "before":
+        watch(patched)
+        patched["norm"] = nn.LayerNorm(24)  # something to replace
+    apply(patched)
+    if when == "after":
+        watch(patched)
+    got = run(patched, torch.float32)
+    assert len(calls) == 1 and seen == calls
+    for a, b in zip(got, wanted, strict=False):
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def test_left():
     """Another formula, too many streams, switched off."""
 

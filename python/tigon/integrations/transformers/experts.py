@@ -18,11 +18,13 @@ from torch import nn
 
 from tigon.integrations.transformers.canonical import Unrecognised, canonical_forward, canonical_method
 from tigon.integrations.transformers.forward import (
+    Part,
     autocast_dtype,
     bind,
     blocked,
     bound,
     foreign,
+    has_hooks,
     plain,
     stock,
 )
@@ -56,6 +58,7 @@ class LayerSpec:
     before: str
     alpha: str | None = None
     limit: str | None = None
+    part: Part | None = None  # the activation, where it is an attribute
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class GateSpec:
     limit: str | None = None
     clamp_after: bool = False
     halves: bool = False  # gpt-oss' gate, its columns not by turns
+    part: Part | None = None  # the activation, where it is an attribute
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class BatchedSpec:
     gate_up: str
     down: str
     size: str
+    part: Part
 
 
 def registered_forward(module: nn.Module, hidden_states, top_k_index, top_k_weights):
@@ -112,7 +117,7 @@ def layer_forward(module: nn.Module, spec: LayerSpec, hidden, ids, weights):
     if spec.bias:
         biases = getattr(module, f"{spec.first}_bias"), module.down_proj_bias
     tensors = (hidden, ids, weights, first, down, *(b for b in biases if b is not None))
-    if not (plain(*tensors) and _fit(*tensors)):
+    if not (plain(*tensors) and _fit(*tensors) and _intact(module, spec)):
         return stock_layer(module, spec.before, hidden, ids, weights)
     numbers = {"alpha": spec.alpha, "limit": spec.limit}
     numbers = {name: getattr(module, of) for name, of in numbers.items() if of is not None}
@@ -122,6 +127,11 @@ def layer_forward(module: nn.Module, spec: LayerSpec, hidden, ids, weights):
         **numbers,
     )  # fmt: skip
     return y.to(hidden.dtype)
+
+
+def _intact(module, spec) -> bool:
+    """Whether the activation is what it was when the spec was made, without hooks."""
+    return spec.part is None or spec.part.is_in(module)
 
 
 def _fit(hidden, ids, weights, first, *rest) -> bool:
@@ -139,7 +149,7 @@ def _fit(hidden, ids, weights, first, *rest) -> bool:
 
 def gate_forward(module: nn.Module, spec: GateSpec, gate_up):
     """`_apply_gate` of a recognised experts module."""
-    if not plain(gate_up):
+    if not (plain(gate_up) and _intact(module, spec)):
         return getattr(type(module), GATE)(module, gate_up)
     if spec.activation is not None and spec.limit is not None:
         return clamped_product(spec.activation, gate_up, None, getattr(module, spec.limit), spec.clamp_after)
@@ -156,7 +166,7 @@ def gate_forward(module: nn.Module, spec: GateSpec, gate_up):
 def batched_forward(module: nn.Module, spec: BatchedSpec, hidden):
     """Forward of experts that see every token."""
     gate_up_weight, down_weight = getattr(module, spec.gate_up), getattr(module, spec.down)
-    if not plain(hidden, gate_up_weight, down_weight):
+    if not (plain(hidden, gate_up_weight, down_weight) and _intact(module, spec)):
         return stock(module, hidden)
     size = getattr(module, spec.size)
     gate_up = torch.bmm(hidden.view(gate_up_weight.shape[0], -1, size), gate_up_weight)
@@ -186,12 +196,13 @@ def plan_experts(module: nn.Module) -> tuple | str | None:
     if found is None:
         return f"unrecognised forward: {why}"
     roles = dict(found.roles)
-    activation, reason = _activation(module, roles.pop("act"))
+    act = roles.pop("act")
+    activation, reason = _activation(module, act)
     reason = blocked(module) or reason
     if reason is not None:
         return reason
     label = f"{FUSED[activation][0]} ({found.structure.name})"
-    return batched_forward, module, "forward", BatchedSpec(activation, **roles), label
+    return batched_forward, module, "forward", BatchedSpec(activation, **roles, part=Part.of(module, act)), label
 
 
 def of_registry(module: nn.Module) -> bool:
@@ -223,7 +234,10 @@ def _plan_layer(module) -> tuple | None:
         known = known_activation(module.act_fn)
         if known not in KINDS:
             return None
-        spec = LayerSpec(known, "up_proj", False, False, **common)
+        part = Part.of(module, "act_fn")
+        if not part.is_in(module):
+            return None
+        spec = LayerSpec(known, "up_proj", False, False, **common, part=part)
         return layer_forward, module, LAYER, spec, "tigon.experts (no gate)"
     try:
         found = match(canonical_method(type(module), GATE), EXPERT_GATES)
@@ -241,9 +255,10 @@ def _plan_layer(module) -> tuple | None:
     if limit is not None:
         before = "clamp_after" not in fields and 0 < getattr(module, limit) < math.inf
         known = "swiglu_clamped" if known == "silu" and before else None
-    if known not in KINDS:
+    part = Part.of(module, fields["act"]) if "act" in fields else None
+    if known not in KINDS or not (part is None or part.is_in(module)):
         return None
-    spec = LayerSpec(known, "gate_up_proj", True, False, **common, limit=limit)
+    spec = LayerSpec(known, "gate_up_proj", True, False, **common, limit=limit, part=part)
     return layer_forward, module, LAYER, spec, f"tigon.experts ({found.structure.name})"
 
 
@@ -290,6 +305,7 @@ def _plan_gate(module):
         return reason
     fields = {**found.structure.options, **found.roles}
     if "act" in fields:
+        fields["part"] = Part.of(module, fields["act"])
         fields["activation"], reason = _activation(module, fields.pop("act"))
         if reason is not None:
             return reason
@@ -311,6 +327,8 @@ def _plan_ungated(module):
 
 def _activation(module, name) -> tuple[str | None, str | None]:
     known = known_activation(getattr(module, name))
+    if isinstance(getattr(module, name), nn.Module) and has_hooks(getattr(module, name)):
+        return None, f"hooks on {name} would not run"
     if known in FUSED:
         return known, None
     return None, f"activation {type(getattr(module, name)).__name__} has no fused product"

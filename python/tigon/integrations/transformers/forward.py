@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -93,6 +94,35 @@ def autocast_dtype(device: str) -> torch.dtype | None:
     """What autocast computes in on a kind of device; None where it is off, or has no kernel of Tigon's."""
     on = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if on else None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A child or function whose call is fused away: its attribute's name, and its class or the function."""
+
+    name: str
+    kind: object
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str) -> Part:
+        """The part that a module has there now."""
+        part = getattr(module, name)
+        return cls(name, type(part) if isinstance(part, nn.Module) else part)
+
+    def is_in(self, module: nn.Module) -> bool:
+        """Whether it is what it was, and nobody watches its calls."""
+        part = getattr(module, self.name)
+        if not isinstance(part, nn.Module):
+            return part is self.kind
+        return type(part) is self.kind and not has_hooks(part)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks wait for calls of a module."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks
+        or module._backward_hooks or module._backward_pre_hooks
+    )  # fmt: skip
 
 
 def foreign(module: nn.Module) -> bool:

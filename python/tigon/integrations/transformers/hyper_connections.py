@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from tigon.integrations.transformers.forward import blocked, plain, stock
+from tigon.integrations.transformers.forward import blocked, has_hooks, plain, stock
 from tigon.integrations.transformers.probe import PROBE_EPS, on_cpu
 from tigon.ops.hyper_connection import MAX_STREAMS, hyper_connection_pre
 
@@ -48,7 +48,7 @@ FORMS = (
 def hyper_forward(module: nn.Module, spec: HyperSpec, x: torch.Tensor):
     """Forward of recognised hyper-connections."""
     parameters = [getattr(module, name) for name in spec.parameters()]
-    if not plain(x, *parameters) or x.dtype == torch.float64:
+    if not plain(x, *parameters) or x.dtype == torch.float64 or has_hooks(module.input_norm):
         return stock(module, x)
     eps = getattr(module, spec.eps)
     y, _, post, res = hyper_connection_pre(
@@ -72,7 +72,7 @@ def plan_hyper(module: nn.Module) -> tuple | str | None:
         return None
     if not 1 <= module.hc_mult <= MAX_STREAMS:
         return f"has {module.hc_mult} streams, at most {MAX_STREAMS} are there"
-    reason = blocked(module)
+    reason = blocked(module) or ("hooks on input_norm would not run" if has_hooks(module.input_norm) else None)
     if reason is None and not _equals(module, spec):
         reason = "unrecognised forward: other numbers than those of a known form"
     return reason or (spec, f"tigon.hyper_connection_pre ({spec.name})")

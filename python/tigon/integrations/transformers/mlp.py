@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tigon.integrations.transformers.canonical import NoSource, Unrecognised, canonical_forward, source_tree
-from tigon.integrations.transformers.forward import blocked, plain, stock
+from tigon.integrations.transformers.forward import Part, blocked, has_hooks, plain, stock
 from tigon.integrations.transformers.patterns.modules import ACTIVATIONS, MLPS, match
 from tigon.integrations.transformers.probe import on_cpu
 from tigon.integrations.transformers.recompute import Ledger
@@ -55,6 +55,7 @@ class MlpSpec:
     before: tuple[str, ...] = ()  # modules or methods that x goes through
     middle: str | None = None  # dropout or norm of the product
     dropout: str | None = None  # attribute with the probability for the result
+    part: Part | None = None  # the activation, where it is an attribute
     cast: bool = False  # the product takes the dtype of down's weight (T5 keeps that one in fp32)
     ledger: Ledger = field(default_factory=Ledger, repr=False, compare=False)  # the model's
 
@@ -63,6 +64,8 @@ def mlp_forward(module: nn.Module, spec: MlpSpec, x, layer=None):
     """Forward of a recognised MLP; one of a layer's own weights (Moshi) is left to stock."""
     if layer is not None:
         return stock(module, x, layer)
+    if spec.part is not None and not spec.part.is_in(module):
+        return stock(module, x)
     for name in spec.before:
         x = getattr(module, name)(x)
     down = None if spec.down is None else getattr(module, spec.down)
@@ -143,15 +146,17 @@ def plan_mlp(module: nn.Module) -> tuple[MlpSpec, str] | str | None:
     ungated = not {"gate", "gate_up"} & roles.keys()
     if ungated and known_activation(getattr(module, roles["act"])) != "relu_squared":
         return None  # one pass already, and any three modules in a row have this form
-    activation, reason = _activation(module, roles.pop("act", None))
+    act = roles.pop("act", None)
+    activation, reason = _activation(module, act)
     reason = blocked(module) or reason or _multipliers(module, roles)
     if reason is not None:
         return reason
     op = "tigon.relu_squared" if ungated else FUSED[activation][0]
     before = tuple(roles.pop(f"before{i}") for i in range(3) if f"before{i}" in roles)
     roles.pop("training", None)
+    part = None if act is None else Part.of(module, act)
     return MlpSpec(
-        activation, before=before, **{**found.structure.options, **roles}
+        activation, before=before, part=part, **{**found.structure.options, **roles}
     ), f"{op} ({found.structure.name})"
 
 
@@ -160,7 +165,7 @@ def _activation(module: nn.Module, name: str | None) -> tuple[str | None, str | 
     if name is None:  # written inline as silu
         return "silu", None
     activation = getattr(module, name)
-    if getattr(activation, "_forward_hooks", None) or getattr(activation, "_forward_pre_hooks", None):
+    if isinstance(activation, nn.Module) and has_hooks(activation):
         return None, f"hooks on {name} would not run"
     known = known_activation(activation)
     if known is not None:
@@ -184,7 +189,8 @@ def known_activation(activation) -> str | None:
         x = torch.cat((torch.linspace(-12, 12, 977, dtype=torch.float64), odd))
     try:
         with on_cpu(), torch.no_grad(), torch.random.fork_rng(devices=[]):  # dropout draws
-            got = activation(x.clone())
+            # Not by a call of the module: hooks see no probes.
+            got = (activation.forward if isinstance(activation, nn.Module) else activation)(x.clone())
     except Exception:  # no function of any tensor: pooling, reshaping
         return None
     if not torch.is_tensor(got) or got.shape != x.shape or got.dtype != x.dtype:
