@@ -363,6 +363,17 @@ def test_functional_cross_entropy_is_caught(device, reduction):
     assert report.head_calls.fused == 2 and report.head_calls.materialised == 0
 
 
+def test_cross_entropy_of_bytes(device):
+    """PyTorch takes labels of int64 and uint8."""
+    model = make(device=device)
+    inputs = batch(device, masked=0.0)
+    labels = inputs["labels"].view(-1)
+    report = apply(model, lazy_logits=True)
+    flat = model(**inputs).logits.view(-1, VOCABULARY)
+    close(F.cross_entropy(flat, labels.to(torch.uint8)), F.cross_entropy(flat.materialise(), labels))
+    assert report.head_calls.fused == 2
+
+
 def test_cross_entropy_with_probabilities_computes(device):
     stock = make(device=device)
     inputs = batch(device)
