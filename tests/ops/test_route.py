@@ -207,3 +207,13 @@ def test_compiled():
         weights, ids, loss = fn(x, BIAS, torch.ones(5, dtype=torch.bool))
         results.append((weights, ids, loss, *torch.autograd.grad(weights.float().square().sum() + loss, x)))
     assert all(map(same_bits, *results))
+
+
+def test_compiled_with_dynamic_rows_and_scale():
+    """Under dynamic=True numbers are symbols."""
+    torch._dynamo.reset()
+    compiled = torch.compile(tigon.route, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows, scale in ((5, 1.5), (9, 2.5)):
+        logits = torch.randn(rows, 12)
+        for a, b in zip(compiled(logits, 2, scale=scale), tigon.route(logits, 2, scale=scale), strict=True):
+            assert same_bits(a, b)

@@ -129,7 +129,7 @@ def _check(logits, top_k, score, num_groups, top_groups, group_score, scale, dty
     )
     check_integers(OP, top_k=top_k, num_groups=num_groups, top_groups=top_groups)
     check_numbers(OP, scale=scale)
-    check(OP, math.isfinite(scale), "scale must be finite, got {}", scale)
+    check(OP, -math.inf < scale < math.inf, "scale must be finite, got {}", scale)
     divides = num_groups >= 1 and experts % num_groups == 0
     check(OP, divides, "num_groups must divide {}, got {}", experts, num_groups)
     size = experts // num_groups
