@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 from typing import NamedTuple
 
 import torch
@@ -46,8 +47,14 @@ _native_chunk.argtypes = [ctypes.c_int] * 2 + [ctypes.c_int64] * 3 + [ctypes.c_i
 
 
 def default_chunk(device, dtype, rows, hidden_size, vocab, *, dweight, add_dweight=False) -> int:
-    """Rows per chunk: ``linear_head_chunk_rows`` of the C++ side."""
-    return _native_chunk(device == "cuda", dtype.itemsize, rows, hidden_size, vocab, dweight, add_dweight)
+    """Rows per chunk: ``linear_head_chunk_rows`` of the C++ side; sizes that are symbols become numbers."""
+    sizes = [operator.index(n) for n in (rows, hidden_size, vocab)]
+    return _chunk_of(device == "cuda", dtype.itemsize, *sizes, dweight, add_dweight)
+
+
+@torch.compiler.assume_constant_result  # of numbers: what is traced calls no C function
+def _chunk_of(*arguments) -> int:
+    return _native_chunk(*arguments)
 
 
 def whole_rows(device, dtype, hidden_size, vocab, dweight=True, add_dweight=False) -> int:
@@ -172,7 +179,7 @@ def check_cap(op, max_workspace_mb) -> None:
     """A number of MiB, or none."""
     if max_workspace_mb is not None:
         check_numbers(op, max_workspace_mb=max_workspace_mb)
-        finite = math.isfinite(max_workspace_mb)
+        finite = -math.inf < max_workspace_mb < math.inf
         check(op, finite, "max_workspace_mb must be finite (or None), got {}", max_workspace_mb)
 
 
