@@ -408,7 +408,9 @@ def test_hooks_on_the_activation_see_its_calls(family, implementation, when):
 
     def watch(model):
         for act in _inner(model, "SiLUActivation"):
-            act.register_forward_hook(lambda module, args, output: (seen.append(output.shape), 1.5 * output)[1])
+            act.register_forward_hook(
+                lambda module, args, output: (seen.append(output.shape), 1.5 * output)[1]
+            )
 
     watch(wanted)
     want = step(wanted, batch())

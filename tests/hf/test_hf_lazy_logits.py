@@ -386,7 +386,15 @@ def test_cross_entropy_with_probabilities_computes(device):
 
 @pytest.mark.parametrize(
     "change",
-    ["softcap", "scaled softcap", "prefix", "two tanh", "divided by zero", "cap over zero", "cap of infinity"],
+    [
+        "softcap",
+        "scaled softcap",
+        "prefix",
+        "two tanh",
+        "divided by zero",
+        "cap over zero",
+        "cap of infinity",
+    ],
 )
 def test_chains_before_the_loss(device, change):
     stock = make(device=device)

@@ -291,9 +291,7 @@ def test_compiled_with_dynamic_rows(device):
 def test_compiled_with_a_cap(dynamic, device):
     """The second cap makes a symbol of the number, `dynamic` all numbers and sizes."""
     torch._dynamo.reset()
-    compiled = torch.compile(
-        tigon.linear_cross_entropy, fullgraph=True, backend="aot_eager", dynamic=dynamic
-    )
+    compiled = torch.compile(tigon.linear_cross_entropy, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for rows, cap in ((7, 1.0), (7, 2.0), (9, 2.0)):
         hidden, weight, target = _inputs(rows, device=device)
         wanted = tigon.linear_cross_entropy(hidden, weight, target, max_workspace_mb=cap)

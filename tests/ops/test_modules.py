@@ -65,7 +65,9 @@ def test_reset_after_the_meta_device(name):
 
 
 @every_module
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
+)
 def test_copies(name, how):
     module = MODULES[name](dtype=torch.bfloat16)
     other = how(module)

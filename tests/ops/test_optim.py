@@ -67,19 +67,6 @@ def test_200_steps_against_float64(dtype, flags, device):
         assert mine <= 2 * yours + eps
 
 
-@pytest.mark.parametrize("dtype", (*FLOATS, torch.float64), ids=str)
-def test_learning_rate_of_one_element(dtype, device):
-    """A tensor lr may have a dimension, with parameters of any shape and dtype."""
-    ours, theirs = (LISTS[0].make(dtype, device) for _ in range(2))
-    optimizers = AdamW(ours, lr=torch.tensor([0.1])), AdamW(theirs, lr=0.1)
-    for i in range(2):
-        draw_gradients((ours, theirs), i)
-        for optimizer in optimizers:
-            optimizer.step()
-    for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p, q)
-
-
 @pytest.mark.parametrize("flags", FLAGS[:6], ids=lambda f: "-".join(f) or "plain")
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_one_step_is_pytorchs(dtype, flags, device):

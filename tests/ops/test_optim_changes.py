@@ -367,3 +367,18 @@ def test_norm_over_devices():
     assert abs(norm.double() - exact) <= 1e-6 * exact
     total = torch.cat([p.grad.double().cpu().reshape(-1) for p in params]).norm()
     assert abs(total - 0.5) <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_learning_rate_of_one_element(dtype, device):
+    """A tensor lr may have a dimension, with parameters of any shape and dtype."""
+    results = []
+    for lr in (torch.tensor([0.1]), 0.1):
+        params = [torch.nn.Parameter(torch.ones(s, dtype=dtype, device=device)) for s in ((), (3, 5))]
+        optimizer = AdamW(params, lr=lr)
+        for scale in (1.0, -0.3):
+            for p in params:
+                p.grad = torch.full_like(p, scale)
+            optimizer.step()
+        results.append([p.detach() for p in params])
+    torch.testing.assert_close(*results)

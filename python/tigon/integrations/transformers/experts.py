@@ -202,7 +202,13 @@ def plan_experts(module: nn.Module) -> tuple | str | None:
     if reason is not None:
         return reason
     label = f"{FUSED[activation][0]} ({found.structure.name})"
-    return batched_forward, module, "forward", BatchedSpec(activation, **roles, part=Part.of(module, act)), label
+    return (
+        batched_forward,
+        module,
+        "forward",
+        BatchedSpec(activation, **roles, part=Part.of(module, act)),
+        label,
+    )
 
 
 def of_registry(module: nn.Module) -> bool:

@@ -72,7 +72,9 @@ def plan_hyper(module: nn.Module) -> tuple | str | None:
         return None
     if not 1 <= module.hc_mult <= MAX_STREAMS:
         return f"has {module.hc_mult} streams, at most {MAX_STREAMS} are there"
-    reason = blocked(module) or ("hooks on input_norm would not run" if has_hooks(module.input_norm) else None)
+    reason = blocked(module) or (
+        "hooks on input_norm would not run" if has_hooks(module.input_norm) else None
+    )
     if reason is None and not _equals(module, spec):
         reason = "unrecognised forward: other numbers than those of a known form"
     return reason or (spec, f"tigon.hyper_connection_pre ({spec.name})")
