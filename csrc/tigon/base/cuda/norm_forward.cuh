@@ -177,7 +177,7 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
     case NormKernel::registers:
       if (plan.rows.lane_split == 1)
         with_config<forward_register_configs(kTraits)>(plan.config, registers);
-      else if constexpr (F::kSubtractMean)
+      else if constexpr (F::kSubtractMean && !kTraits.rare)
         with_config<kForwardSplitConfigs>(plan.config, registers);
       break;
     case NormKernel::persistent:
