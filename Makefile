@@ -10,12 +10,13 @@ CPP_FILES = $(shell git ls-files --cached --others --exclude-standard \
 # One process a core, four at most: each takes a GB. Tests of several threads ask for them themselves.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 
-.PHONY: help train train-cpp test build format lint bench results figures clean
+.PHONY: help train train-cpp test emulate build format lint bench results figures clean
 
 help:
 	@echo 'make train   train a small Llama on real text, stock and with Tigon, side by side   (ARGS="--steps 50")'
 	@echo 'make train-cpp  the same in C++ alone, without PyTorch: tokens are bytes   (ARGS="--data FILES --steps 50")'
 	@echo 'make test    C++ tests and Python tests             (ARGS=--all for every case, ARGS="-k rms_norm")'
+	@echo 'make emulate the cases of the ops, the CUDA kernels compiled as C++                (ARGS="-k rms_norm")'
 	@echo 'make build   .venv and the native library: .venv/bin/python -c "import tigon"'
 	@echo 'make bench   time the ops against their peers                                       (ARGS="--ops rms_norm")'
 	@echo 'make results write docs/results from the files of bench/results'
@@ -41,6 +42,15 @@ test:
 	@tools/bootstrap.sh dev
 	.venv/bin/ctest --test-dir build --output-on-failure -j $(WORKERS)
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
+
+# Without a GPU and without nvcc: tests/emulator.
+emulate:
+	@tools/bootstrap.sh dev
+	.venv/bin/cmake -G Ninja -S tests/emulator -B build/emulator -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv/bin/ninja \
+	  -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python
+	.venv/bin/ninja -C build/emulator
+	TIGON_LIBRARY=$(CURDIR)/build/emulator/libtigon_torch.so OMP_NUM_THREADS=1 \
+	  .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/ops/test_cases.py $(ARGS)
 
 bench:
 	@tools/bootstrap.sh train

@@ -8,7 +8,8 @@
 namespace tigon::cuda {
 
 inline float ex2_approx_ftz(float x) { return exp2f(x); }
-inline float lg2_approx_ftz(float x) { return log2f(x); }
+// With the mean error that the instruction has below 1.
+inline float lg2_approx_ftz(float x) { return x < 1.0f ? float(log2(double(x)) + 5.4e-8) : log2f(x); }
 inline float rcp_approx_ftz(float x) { return 1.0f / x; }
 inline float max_NaN(float a, float b) { return a != a || b != b ? CUDART_NAN_F : fmaxf(a, b); }
 template <float (*Widen)(uint16_t), uint16_t (*Narrow)(float)>
