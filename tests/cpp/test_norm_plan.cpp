@@ -117,6 +117,7 @@ std::string all_plans() {
   add("bf16 bf16", all_traits<bf16, bf16, bf16>());
   add("bf16 f32", all_traits<bf16, float, float>());
   add("f32 f32", all_traits<float, float, float>());
+  add("f16 f16", all_traits<f16, f16, f16>());
   return out.str();
 }
 

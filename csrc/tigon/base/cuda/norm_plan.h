@@ -10,8 +10,16 @@
 #include <type_traits>
 
 #include "tigon/base/cuda/row_config.h"
+#include "tigon/base/dtype.h"
 
 namespace tigon::cuda {
+
+// Rows in fp16 (norm_row.cuh has the device's type), or with weights of another type: they are rare, so that fewer configurations
+// serve them. Their lengths take the next longer one; rows of one length cost at most about a third more.
+template <class T>
+inline constexpr bool kIsHalf = std::is_same_v<T, f16>;
+template <class X, class W>
+constexpr bool kRareTypes = kIsHalf<X> || !std::is_same_v<X, W>;
 
 // Of a formula (norm_math.inc): parameters that differ by row; groups of rows.
 template <class F>
@@ -29,6 +37,8 @@ struct NormTraits {
   bool same_offset, clusters;
   // kRowParams or kRowGroups: the kernels that keep parameters or column sums of rows of any offset do not take them.
   bool by_row;
+  // kRareTypes, unless by_row, whose kernels share configurations: fewer configurations, no kernels for rows of mixed offsets.
+  bool rare;
   int x_bytes, weight_bytes, y_bytes;
 
   constexpr int vec_size() const { return 16 / x_bytes; }
@@ -47,6 +57,7 @@ constexpr NormTraits forward_traits() {
           .same_offset = kSame && !kGated,
           .clusters = kSame && !kGated,
           .by_row = kRowParams<F>,
+          .rare = kRareTypes<X, W> && !kRowParams<F>,
           .x_bytes = int(sizeof(X)),
           .weight_bytes = int(sizeof(W)),
           .y_bytes = int(sizeof(Y))};
@@ -63,6 +74,7 @@ constexpr NormTraits backward_traits() {
           .same_offset = kSame,
           .clusters = kSame && B::kOut == 1,
           .by_row = kRowGroups<B>,
+          .rare = kRareTypes<X, W> && !kRowGroups<B>,
           .x_bytes = int(sizeof(X)),
           .weight_bytes = int(sizeof(W)),
           .y_bytes = int(sizeof(Y))};
@@ -155,20 +167,27 @@ constexpr RowConfigs forward_register_configs(const NormTraits& t) {
   const auto cta = [](int vecs, int threads, int min_blocks = 1) {
     return RowConfig{.vecs_per_thread = vecs, .max_threads = threads, .min_blocks_per_sm = min_blocks};
   };
-  if (t.inputs == 1)
+  if (t.inputs == 1) {
+    const RowConfig quarter = several_rows({.threads_per_row = 4,
+                                            .vecs_per_thread = 4,
+                                            .rows_per_block = 16,
+                                            .min_blocks_per_sm = 8}),
+                    warp = several_rows({.threads_per_row = 32,
+                                         .vecs_per_thread = 4,
+                                         .min_blocks_per_sm = t.columns == 1 ? 8 : 5});
+    if (t.rare) return RowConfigs(quarter, warp, cta(4, 384, 3), cta(8, 1024));
     return RowConfigs(
-        several_rows({.threads_per_row = 4, .vecs_per_thread = 2}),
-        several_rows(
-            {.threads_per_row = 4, .vecs_per_thread = 4, .rows_per_block = 16, .min_blocks_per_sm = 8}),
+        several_rows({.threads_per_row = 4, .vecs_per_thread = 2}), quarter,
         several_rows(
             {.threads_per_row = 16, .vecs_per_thread = 2, .rows_per_block = 8, .min_blocks_per_sm = 10}),
-        several_rows(
-            {.threads_per_row = 32, .vecs_per_thread = 4, .min_blocks_per_sm = t.columns == 1 ? 8 : 5}),
-        cta(4, 128, 6), cta(4, 256, 4), cta(4, 384, 3), cta(8, 1024));
+        warp, cta(4, 128, 6), cta(4, 256, 4), cta(4, 384, 3), cta(8, 1024));
+  }
   const RowConfig short_rows[] = {several_rows({.threads_per_row = 4, .vecs_per_thread = 2}),
                                   several_rows({.threads_per_row = 8, .vecs_per_thread = 2}),
                                   several_rows({.threads_per_row = 16, .vecs_per_thread = 2}),
                                   several_rows({.threads_per_row = 32, .vecs_per_thread = 4})};
+  if (t.rare && t.writes_residual) return RowConfigs(short_rows[1], short_rows[3], cta(2, 512), cta(4, 1024));
+  if (t.rare) return RowConfigs(short_rows[1], short_rows[3], cta(4, 1024));
   if (t.writes_residual)
     return RowConfigs(short_rows[0], short_rows[1], short_rows[2], short_rows[3], cta(2, 512), cta(4, 1024));
   return RowConfigs(short_rows[0], short_rows[1], short_rows[2], short_rows[3], cta(4, 1024));
@@ -228,12 +247,17 @@ constexpr RowConfigs backward_register_configs(const NormTraits& t) {
     return RowConfigs(warps(8, 2, 32, 2), warps(32, 2, 8, 2), cta(3, 1, 512, 2), cta(3, 2, 512));
   // Gradients of two inputs: groups are short, so there are few configurations.
   if (t.outputs == 2) return RowConfigs(warps(8, 2, 32, 2), warps(32, 2, 8, 2), cta(3, 2, 512));
+  if (t.inputs == 2 && t.rare)
+    return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), cta(4, 2, 512), cta(2, 4, 512));
   if (t.inputs == 2)
     return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), warps(32, 4, 4, 4), cta(4, 2, 512),
                       cta(2, 4, 512));
   // Two sums by column for each group of rows.
   if (t.columns == 2 && !t.subtracts_mean)
     return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), cta(3, 2, 320, 2), cta(2, 4, 512));
+  if (t.rare)
+    return RowConfigs(warps(8, 2, 32, t.subtracts_mean ? 3 : 4), warps(32, 2, 8, t.subtracts_mean ? 3 : 4),
+                      t.subtracts_mean ? cta(2, 2, 320, 2) : cta(3, 2, 256, 2), ahead, cta(2, 4, 512));
   if (t.subtracts_mean)
     return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), warps(32, 4, 8, 1, 2), cta(2, 2, 128, 4),
                       cta(2, 2, 320, 2), ahead.up_to(896), cta(2, 2, 512), cta(2, 4, 512).up_to(1152), ahead,
@@ -320,7 +344,7 @@ constexpr NormPlan plan_forward(const NormTraits& t, const NormProblem& p, const
   if (p.alignment == RowAlignment::vectorized &&
       select_plan(plan, NormKernel::registers, RowAlignment::vectorized, forward_register_configs(t), vecs,
                   limits, none)) {
-    if (t.subtracts_mean && plan.rows.threads_per_row == 0 && plan.rows.vecs_per_thread == 4 &&
+    if (t.subtracts_mean && !t.rare && plan.rows.threads_per_row == 0 && plan.rows.vecs_per_thread == 4 &&
         p.rows * p.groups * plan.threads / 32 <= int64_t(kFewWarps) * limits.sms)
       select_plan(plan, NormKernel::registers, RowAlignment::vectorized, kForwardSplitConfigs, vecs, limits,
                   none);
@@ -345,7 +369,7 @@ constexpr NormPlan plan_forward(const NormTraits& t, const NormProblem& p, const
       return plan;
   }
   const RowAlignment mixed = RowAlignment::mixed_offset;
-  if (p.alignment <= mixed)
+  if (p.alignment <= mixed && !t.rare)
     select_plan(plan, NormKernel::persistent, mixed, forward_persistent_configs(t, mixed), vecs, limits,
                 shared);
   return plan;
@@ -378,7 +402,7 @@ constexpr NormPlan plan_backward(const NormTraits& t, const NormProblem& p, cons
   }
   const RowAlignment mixed = RowAlignment::mixed_offset;
   // Shifted rows touch one word more.
-  if (p.alignment <= mixed)
+  if (p.alignment <= mixed && !t.rare)
     select_plan(plan, NormKernel::persistent, mixed, backward_persistent_configs(t, mixed), vecs + 1, limits,
                 shared_of(mixed));
   return plan;

@@ -18,6 +18,9 @@
 
 namespace tigon::cuda {
 
+template <>
+inline constexpr bool kIsHalf<__half> = true;
+
 template <class F, class W, class Y>
 struct NormForward {
   using X = typename F::Element;

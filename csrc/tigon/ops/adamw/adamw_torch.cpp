@@ -4,7 +4,7 @@
 #include "tigon/ops/adamw/adamw.h"
 #include "tigon/torch/shim.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::adamw_torch {
 namespace {
 
 constexpr const char* kOp = "adamw";
@@ -196,4 +196,4 @@ TIGON_TORCH_SCHEMAS(m) {
 }
 TIGON_TORCH_KERNELS(m) { m.impl("adamw_", &boxed<&step>); }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::adamw_torch

@@ -3,7 +3,7 @@
 #include "tigon/ops/adamw/grad_norm.h"
 #include "tigon/torch/shim.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::grad_norm_torch {
 namespace {
 
 constexpr const char* kOp = "grad_norm";
@@ -50,4 +50,4 @@ TIGON_TORCH_SCHEMAS(m) {
 }
 TIGON_TORCH_KERNELS(m) { m.impl("grad_norm", &boxed<&norm>); }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::grad_norm_torch

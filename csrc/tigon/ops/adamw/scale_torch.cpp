@@ -3,7 +3,7 @@
 #include "tigon/ops/adamw/scale.h"
 #include "tigon/torch/shim.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::scale_torch {
 namespace {
 
 constexpr const char* kOp = "scale";
@@ -34,4 +34,4 @@ std::tuple<> scale_list(TensorList tensors, Tensor factor) {
 TIGON_TORCH_SCHEMAS(m) { define(m, "scale_(Tensor(a!)[] tensors, Tensor factor) -> ()"); }
 TIGON_TORCH_KERNELS(m) { m.impl("scale_", &boxed<&scale_list>); }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::scale_torch

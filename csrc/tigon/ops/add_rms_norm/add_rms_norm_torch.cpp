@@ -1,7 +1,7 @@
 #include "tigon/ops/add_rms_norm/add_rms_norm.h"
 #include "tigon/torch/shim.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::add_rms_norm_torch {
 namespace {
 
 constexpr const char* kOp = "add_rms_norm";
@@ -95,4 +95,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("add_rms_norm_bwd", TORCH_BOX(&backward));
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::add_rms_norm_torch

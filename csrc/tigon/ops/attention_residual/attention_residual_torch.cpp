@@ -1,7 +1,7 @@
 #include "tigon/ops/attention_residual/attention_residual.h"
 #include "tigon/torch/shim.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::attention_residual_torch {
 namespace {
 
 constexpr const char* kOp = "attention_residual";
@@ -67,4 +67,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("attention_residual_bwd", TORCH_BOX(&backward));
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::attention_residual_torch

@@ -366,10 +366,13 @@ bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& all) {
     p.loss = p.lse = p.target_logit = p.log_prob = p.entropy = p.row_max = p.log_sum = nullptr;
     p.predicted = nullptr;
   }
-  return launch_registers<T, D, 128>(ctx, p) || launch_registers<T, D, 256>(ctx, p) ||
-         launch_registers<T, D, 512>(ctx, p) || launch_registers<T, D, 0>(ctx, p) ||
-         launch_smem<T, D, 512, false>(ctx, p) || launch_cluster<T, D>(ctx, p) ||
-         launch_smem<T, D, 1024, false>(ctx, p);
+  // Gradients in fp16 are rare: one kernel for any number of threads.
+  if constexpr (!std::is_same_v<D, __half>)
+    if (launch_registers<T, D, 128>(ctx, p) || launch_registers<T, D, 256>(ctx, p) ||
+        launch_registers<T, D, 512>(ctx, p))
+      return true;
+  return launch_registers<T, D, 0>(ctx, p) || launch_smem<T, D, 512, false>(ctx, p) ||
+         launch_cluster<T, D>(ctx, p) || launch_smem<T, D, 1024, false>(ctx, p);
 }
 
 template bool cross_entropy_plain<float, float>(Context&, const CrossEntropyParams<float>&);

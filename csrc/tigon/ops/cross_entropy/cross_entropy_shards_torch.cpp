@@ -3,7 +3,7 @@
 #include "tigon/ops/cross_entropy/cross_entropy_shards.h"
 #include "tigon/torch/shim.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::cross_entropy_shards_torch {
 namespace {
 
 constexpr const char* kOp = "cross_entropy";
@@ -136,4 +136,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("cross_entropy_combine", boxed<&combine>);
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::cross_entropy_shards_torch

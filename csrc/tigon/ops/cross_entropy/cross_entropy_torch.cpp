@@ -1,7 +1,7 @@
 #include "tigon/ops/cross_entropy/cross_entropy.h"
 #include "tigon/torch/shim.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::cross_entropy_torch {
 namespace {
 
 constexpr const char* kOp = "cross_entropy";
@@ -128,4 +128,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("cross_entropy_rescale", TORCH_BOX(&rescale));
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::cross_entropy_torch

@@ -2,7 +2,7 @@
 #include "tigon/ops/divergence/divergence.h"
 #include "tigon/torch/shim.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::divergence_torch {
 namespace {
 
 constexpr const char* kOp = "divergence";
@@ -106,4 +106,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("divergence_bwd", TORCH_BOX(&backward));
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::divergence_torch

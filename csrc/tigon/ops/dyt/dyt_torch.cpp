@@ -1,7 +1,7 @@
 #include "tigon/ops/dyt/dyt.h"
 #include "tigon/torch/shim.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::dyt_torch {
 namespace {
 
 constexpr const char* kOp = "dyt";
@@ -56,4 +56,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("dyt_bwd", TORCH_BOX(&backward));
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::dyt_torch

@@ -3,7 +3,7 @@
 #include "tigon/ops/embedding/embedding.h"
 #include "tigon/torch/shim.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::embedding_torch {
 namespace {
 
 constexpr const char* kOp = "embedding";
@@ -59,4 +59,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("embedding_bwd", TORCH_BOX(&backward));
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::embedding_torch

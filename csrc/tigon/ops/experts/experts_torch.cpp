@@ -2,7 +2,7 @@
 #include "tigon/ops/experts/experts.h"
 #include "tigon/torch/shim.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::experts_torch {
 namespace {
 
 constexpr const char* kOp = "experts";
@@ -227,4 +227,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("experts_product_over_rows", TORCH_BOX(&product_over_rows));
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::experts_torch

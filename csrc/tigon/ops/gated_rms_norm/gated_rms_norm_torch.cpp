@@ -1,7 +1,7 @@
 #include "tigon/ops/gated_rms_norm/gated_rms_norm.h"
 #include "tigon/torch/shim.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::gated_rms_norm_torch {
 namespace {
 
 constexpr const char* kOp = "gated_rms_norm";
@@ -91,4 +91,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("gated_rms_norm_bwd", TORCH_BOX(&backward));
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::gated_rms_norm_torch

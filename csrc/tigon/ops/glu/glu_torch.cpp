@@ -4,7 +4,7 @@
 #include "tigon/ops/glu/glu.h"
 #include "tigon/torch/shim.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::glu_torch {
 namespace {
 
 using Sizes = std::vector<int64_t>;
@@ -153,4 +153,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("glu_bwd_in_place", TORCH_BOX(&backward_in_place));
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::glu_torch

@@ -1,7 +1,7 @@
 #include "tigon/ops/group_norm/group_norm.h"
 #include "tigon/torch/shim.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::group_norm_torch {
 namespace {
 
 constexpr const char* kOp = "group_norm";
@@ -77,4 +77,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("group_norm_bwd", TORCH_BOX(&backward));
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::group_norm_torch

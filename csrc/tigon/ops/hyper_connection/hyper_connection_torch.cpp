@@ -3,7 +3,7 @@
 #include "tigon/ops/hyper_connection/hyper_connection.h"
 #include "tigon/torch/shim.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::hyper_connection_torch {
 namespace {
 
 constexpr const char* kOp = "hyper_connection";
@@ -188,4 +188,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("hyper_connection_mix_bwd", TORCH_BOX(&mix_backward));
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::hyper_connection_torch

@@ -1,6 +1,6 @@
 #include "tigon/ops/linear_cross_entropy/linear_cross_entropy_torch.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::linear_loss_torch {
 namespace {
 
 constexpr const char* kOp = kLossHead;
@@ -115,4 +115,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("linear_loss_rows", TORCH_BOX(&compact));
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::linear_loss_torch

@@ -1,7 +1,7 @@
 // Adaptors of the products of a head by themselves, for tigon.parallel: between them other processes are heard.
 #include "tigon/ops/linear_cross_entropy/linear_cross_entropy_torch.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::linear_products_torch {
 namespace {
 
 constexpr const char* kOp = kLossHead;
@@ -75,4 +75,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("linear_product_gradients", boxed<&gradients>);
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::linear_products_torch

@@ -3,7 +3,7 @@
 #include "tigon/torch/linear_head.h"
 #include "tigon/torch/shim.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::linear_divergence_torch {
 namespace {
 
 constexpr const char* kOp = "linear_divergence";
@@ -141,7 +141,7 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("linear_divergence_rows_bwd", boxed<&rows_backward>);
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::linear_divergence_torch
 
 // For Python, through ctypes.
 extern "C" TIGON_API int64_t tigon_linear_divergence_logit_rows(int64_t vocab, int sides) {

@@ -3,7 +3,7 @@
 #include "tigon/ops/linear_preference/linear_preference_torch.h"
 #include "tigon/torch/policy.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::linear_policy_torch {
 namespace {
 
 constexpr const char* kOp = "linear_policy";
@@ -74,4 +74,4 @@ TIGON_TORCH_SCHEMAS(m) {
 }
 TIGON_TORCH_KERNELS(m) { implement_token_loss<&run, Inputs, Formula>(m, kOp); }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::linear_policy_torch

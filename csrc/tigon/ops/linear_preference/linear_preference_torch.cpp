@@ -34,6 +34,9 @@ void define_token_loss(Library& m, const std::string& op, const std::string& inp
   define(m, op + "_infer" + arguments + " -> (" + visible + ")");
 }
 
+}  // namespace tigon::torch_shim
+
+namespace tigon::torch_shim::linear_preference_torch {
 namespace {
 
 constexpr const char* kOp = "linear_preference";
@@ -126,4 +129,4 @@ TIGON_TORCH_SCHEMAS(m) {
 }
 TIGON_TORCH_KERNELS(m) { implement_token_loss<&run, Inputs, Formula>(m, kOp); }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::linear_preference_torch

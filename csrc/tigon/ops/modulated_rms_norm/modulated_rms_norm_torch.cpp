@@ -1,7 +1,7 @@
 #include "tigon/ops/modulated_rms_norm/modulated_rms_norm.h"
 #include "tigon/torch/shim.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::modulated_rms_norm_torch {
 namespace {
 
 constexpr const char* kOp = "modulated_rms_norm";
@@ -82,4 +82,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("modulated_rms_norm_bwd", TORCH_BOX(&backward));
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::modulated_rms_norm_torch

@@ -1,6 +1,6 @@
 #include "tigon/torch/policy.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::policy_torch {
 namespace {
 
 constexpr const char* kOp = "policy";
@@ -102,4 +102,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("policy_infer", boxed<&infer>);
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::policy_torch

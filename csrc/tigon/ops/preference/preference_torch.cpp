@@ -1,7 +1,7 @@
 #include "tigon/ops/preference/preference.h"
 #include "tigon/torch/shim.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::preference_torch {
 namespace {
 
 constexpr const char* kOp = "preference";
@@ -114,4 +114,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("preference_infer", boxed<&infer>);
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::preference_torch

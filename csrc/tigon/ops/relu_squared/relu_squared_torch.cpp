@@ -2,7 +2,7 @@
 
 #include "tigon/torch/activation.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::relu_squared_torch {
 namespace {
 
 Tensor forward(Tensor x) { return activation_forward("relu_squared", relu_squared_fwd, x); }
@@ -16,4 +16,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("relu_squared_bwd", TORCH_BOX(&backward));
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::relu_squared_torch

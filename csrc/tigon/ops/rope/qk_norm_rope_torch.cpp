@@ -2,7 +2,7 @@
 
 #include "tigon/ops/rope/rope_torch.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::qk_norm_rope_torch {
 namespace {
 
 constexpr const char* kOp = "qk_norm_rope";
@@ -92,4 +92,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("qk_norm_rope_bwd", TORCH_BOX(&backward));
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::qk_norm_rope_torch

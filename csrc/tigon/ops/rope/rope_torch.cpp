@@ -1,6 +1,6 @@
 #include "tigon/ops/rope/rope_torch.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::rope_torch {
 namespace {
 
 constexpr const char* kOp = "rope";
@@ -89,4 +89,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("rope_bwd", TORCH_BOX(&backward));
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::rope_torch

@@ -24,6 +24,13 @@ constexpr const char* kOp = "route";
 constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kThreads = 256, kWarps = kThreads / 32, kMostParts = 256, kFinishThreads = 1024;
 
+// N, the places of a lane in a row. Experts past 512 are rare: the loops over them stay loops, in a quarter of the code,
+// since the compiler does not know that a CTA has all its threads.
+template <int N>
+__device__ __forceinline__ int row_places() {
+  return N <= 16 ? N : N * int(blockDim.x / kThreads);
+}
+
 struct Rows {
   Values values;
   int64_t stride;
@@ -68,7 +75,7 @@ template <int N>
 __device__ __forceinline__ float sum_row(const float (&x)[N]) {
   float own[N];
 #pragma unroll
-  for (int j = 0; j < N; ++j) own[j] = x[j];
+  for (int j = 0; j < row_places<N>(); ++j) own[j] = x[j];
   return reduce_lanes<Sum, 32>(reduce_registers<Sum>(own));
 }
 
@@ -82,16 +89,16 @@ struct Row {
     const int lane = int(threadIdx.x) % 32;
     float most[N];
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
+    for (int j = 0; j < row_places<N>(); ++j) {
       z[j] = j * 32 + lane < experts ? logits.at(row, j * 32 + lane) : -INFINITY;
       most[j] = z[j];
     }
     top = reduce_lanes<Max, 32>(reduce_registers<Max>(most));
 #pragma unroll
-    for (int j = 0; j < N; ++j) e[j] = j * 32 + lane < experts ? exp(z[j] - top) : 0.0f;
+    for (int j = 0; j < row_places<N>(); ++j) e[j] = j * 32 + lane < experts ? exp(z[j] - top) : 0.0f;
     sum = sum_row(e);
 #pragma unroll
-    for (int j = 0; j < N; ++j)
+    for (int j = 0; j < row_places<N>(); ++j)
       r[j] = j * 32 + lane < experts ? route_score(z[j], e[j], sum, how.sigmoids, how.normalize) : 0.0f;
     scores = how.sigmoids ? sum_row(r) : sum;
   }
@@ -110,12 +117,12 @@ __device__ __forceinline__ void choose(uint32_t (&keys)[N], int count, const Fn&
     uint32_t best = 0;
     int at = 0;
 #pragma unroll
-    for (int j = 0; j < N; ++j)
+    for (int j = 0; j < row_places<N>(); ++j)
       if (keys[j] > best) best = keys[j], at = j;
     const uint32_t top = __reduce_max_sync(kAllLanes, best);
     const int index = int(__reduce_min_sync(kAllLanes, best == top ? unsigned(at * 32 + lane) : ~0u));
 #pragma unroll
-    for (int j = 0; j < N; ++j)
+    for (int j = 0; j < row_places<N>(); ++j)
       if (index == j * 32 + lane) keys[j] = 0;
     picked(i, index);
   }
@@ -137,12 +144,12 @@ __device__ __forceinline__ void close_groups(const Forward& p, const float (&val
                                              float* c) {
   const int lane = int(threadIdx.x) % 32, size = p.experts / p.how.groups;
 #pragma unroll
-  for (int j = 0; j < N; ++j)
+  for (int j = 0; j < row_places<N>(); ++j)
     if (j * 32 + lane < p.experts) c[j * 32 + lane] = value[j];
   __syncwarp();
   uint32_t of_group[N];
 #pragma unroll
-  for (int j = 0; j < N; ++j) {
+  for (int j = 0; j < row_places<N>(); ++j) {
     const int group = j * 32 + lane;
     of_group[j] = group < p.how.groups ? route_group_key(c + group * size, size, p.how.two) : 0u;
   }
@@ -154,7 +161,7 @@ __device__ __forceinline__ void close_groups(const Forward& p, const float (&val
   });
   __syncwarp();
 #pragma unroll
-  for (int j = 0; j < N; ++j) {
+  for (int j = 0; j < row_places<N>(); ++j) {
     const int expert = j * 32 + lane;
     if (expert < p.experts && c[expert / size] == 0.0f) keys[j] = 0;
   }
@@ -174,7 +181,7 @@ __global__ __launch_bounds__(kThreads) void forward_kernel(const __grid_constant
     int place[N];
     const bool scored = p.bias != nullptr || p.how.two;
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
+    for (int j = 0; j < row_places<N>(); ++j) {
       const int expert = j * 32 + lane;
       const bool here = expert < p.experts;
       value[j] = row.z[j];
@@ -189,7 +196,7 @@ __global__ __launch_bounds__(kThreads) void forward_kernel(const __grid_constant
     int mine = 0;
     choose(keys, p.top_k, [&](int k, int id) {
 #pragma unroll
-      for (int j = 0; j < N; ++j)
+      for (int j = 0; j < row_places<N>(); ++j)
         if (id == j * 32 + lane) place[j] = k;
       if (k % 32 == lane) mine = id;
       if ((k % 32 == 31 || k == p.top_k - 1) && lane <= k % 32) p.ids.set(t, k / 32 * 32 + lane, mine);
@@ -198,17 +205,17 @@ __global__ __launch_bounds__(kThreads) void forward_kernel(const __grid_constant
     if (p.how.normalize) {
       float chosen[N];
 #pragma unroll
-      for (int j = 0; j < N; ++j) chosen[j] = place[j] >= 0 ? row.r[j] : 0.0f;
+      for (int j = 0; j < row_places<N>(); ++j) chosen[j] = place[j] >= 0 ? row.r[j] : 0.0f;
       by = sum_row(chosen) + (p.how.sigmoids ? kRouteTiny : 0.0f);
     }
 #pragma unroll
-    for (int j = 0; j < N; ++j)
+    for (int j = 0; j < row_places<N>(); ++j)
       if (place[j] >= 0) p.weights.set(t, place[j], route_weight(row.r[j], by, p.how.scale));
     if constexpr (kLosses) {
       const float v = p.token_weights == nullptr ? 1.0f : p.token_weights[t];
       if (v == 0.0f) continue;
 #pragma unroll
-      for (int j = 0; j < N; ++j) {
+      for (int j = 0; j < row_places<N>(); ++j) {
         counts[j] += place[j] >= 0 ? v : 0.0f;
         qs[j] = fma(v, row.q(j, p.how.sigmoids), qs[j]);
       }
@@ -224,7 +231,7 @@ __global__ __launch_bounds__(kThreads) void forward_kernel(const __grid_constant
       if (w == warp) {
         auto add = [&](int i, float x) { shared[i] = w == 0 ? x : shared[i] + x; };
 #pragma unroll
-        for (int j = 0; j < N; ++j) {
+        for (int j = 0; j < row_places<N>(); ++j) {
           const int expert = j * 32 + lane;
           if (expert < p.experts) add(expert, counts[j]), add(p.experts + expert, qs[j]);
         }
@@ -301,7 +308,7 @@ __global__ __launch_bounds__(kThreads) void backward_kernel(const __grid_constan
     const float shift = p.how.normalize ? p.dweights.at(t, 0) : 0.0f;
     float g[N], chosen[N], product[N];
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
+    for (int j = 0; j < row_places<N>(); ++j) {
       const int expert = j * 32 + lane, k = expert < p.experts ? place[expert] : -1;
       g[j] = k >= 0 ? p.dweights.at(t, k) - shift : 0.0f;
       chosen[j] = k >= 0 ? row.r[j] : 0.0f;
@@ -312,7 +319,7 @@ __global__ __launch_bounds__(kThreads) void backward_kernel(const __grid_constan
     const float inside = p.how.normalize || !p.how.sigmoids ? mean : 0.0f,
                 outside = p.how.normalize || p.how.sigmoids ? 0.0f : -mean * factor;
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
+    for (int j = 0; j < row_places<N>(); ++j) {
       const int expert = j * 32 + lane;
       const bool taken = expert < p.experts && place[expert] >= 0;
       d[j] = route_dz(row.r[j], taken ? (g[j] - inside) * factor : outside, p.how.sigmoids);
@@ -323,24 +330,24 @@ __global__ __launch_bounds__(kThreads) void backward_kernel(const __grid_constan
   if (aux != 0.0f) {
     float a[N], product[N];
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
+    for (int j = 0; j < row_places<N>(); ++j) {
       const int expert = j * 32 + lane;
       a[j] = expert < p.experts ? p.balance[expert] * aux : 0.0f;
       product[j] = expert < p.experts ? a[j] * row.q(j, p.how.sigmoids) : 0.0f;
     }
     const float dot = sum_row(product);
 #pragma unroll
-    for (int j = 0; j < N; ++j)
+    for (int j = 0; j < row_places<N>(); ++j)
       d[j] += route_dz_aux(row.q(j, p.how.sigmoids), row.r[j], a[j], dot, p.how.sigmoids);
   }
   const float dz = p.dz == nullptr || v == 0.0f ? 0.0f : *p.dz;
   if (dz != 0.0f) {
     const float lse = 2.0f * dz * v * p.balance[p.experts] * row.lse();
 #pragma unroll
-    for (int j = 0; j < N; ++j) d[j] += route_dz_lse(row.e[j], row.sum, lse);
+    for (int j = 0; j < row_places<N>(); ++j) d[j] += route_dz_lse(row.e[j], row.sum, lse);
   }
 #pragma unroll
-  for (int j = 0; j < N; ++j)
+  for (int j = 0; j < row_places<N>(); ++j)
     if (j * 32 + lane < p.experts) p.dlogits.set(t, j * 32 + lane, d[j]);
 }
 

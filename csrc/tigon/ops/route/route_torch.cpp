@@ -1,7 +1,7 @@
 #include "tigon/ops/route/route.h"
 #include "tigon/torch/shim.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::route_torch {
 namespace {
 
 constexpr const char* kOp = "route";
@@ -106,4 +106,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("route_bwd", &boxed<&backward>);
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::route_torch

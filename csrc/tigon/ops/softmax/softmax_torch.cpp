@@ -1,7 +1,7 @@
 #include "tigon/ops/softmax/softmax.h"
 #include "tigon/torch/shim.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::softmax_torch {
 namespace {
 
 constexpr const char* kOp = "softmax";
@@ -36,4 +36,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("softmax_bwd", TORCH_BOX(&backward));
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::softmax_torch
