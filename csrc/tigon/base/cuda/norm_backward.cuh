@@ -185,12 +185,10 @@ int64_t norm_backward_rows(const char* op, Context& ctx, NormBackward<B, W, Y>& 
     if (plan.alignment == kVectorized) {
       select_ctas.template operator()<kVectorized, backward_register_configs(kTraits)>();
     } else if constexpr (!kTraits.by_row) {
-      if constexpr (!kTraits.rare)
-        if (plan.alignment == kMixed)
-          select_ctas.template operator()<kMixed, backward_persistent_configs(kTraits, kMixed)>();
-      if constexpr (kTraits.same_offset)
-        if (plan.alignment == kSame)
-          select_ctas.template operator()<kSame, backward_persistent_configs(kTraits, kSame)>();
+      if (plan.alignment == kMixed)
+        select_ctas.template operator()<kMixed, backward_persistent_configs(kTraits, kMixed)>();
+      else if constexpr (kTraits.same_offset)
+        select_ctas.template operator()<kSame, backward_persistent_configs(kTraits, kSame)>();
     }
     const int64_t most = wants_sums && plan.rows.rows_per_block == 1
                              ? enough_blocks(p.rows, p.groups, problem.period)

@@ -181,13 +181,11 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
         with_config<kForwardSplitConfigs>(plan.config, registers);
       break;
     case NormKernel::persistent:
-      if constexpr (!kTraits.by_row && (kTraits.same_offset || !kTraits.rare)) {
-        if constexpr (!kTraits.rare)
-          if (plan.alignment == kMixed)
-            persistent.template operator()<kMixed, forward_persistent_configs(kTraits, kMixed)>();
-        if constexpr (kTraits.same_offset)
-          if (plan.alignment == kSame)
-            persistent.template operator()<kSame, forward_persistent_configs(kTraits, kSame)>();
+      if constexpr (!kTraits.by_row) {
+        if (plan.alignment == kMixed)
+          persistent.template operator()<kMixed, forward_persistent_configs(kTraits, kMixed)>();
+        else if constexpr (kTraits.same_offset)
+          persistent.template operator()<kSame, forward_persistent_configs(kTraits, kSame)>();
         p.row_schedule = persistent_schedule(op, *occupancy, entry, plan.rows, grid.threads, grid.shared,
                                              p.rows, p.groups, problem.period);
         grid.blocks = int64_t(p.row_schedule.workers) * p.groups;

@@ -37,7 +37,7 @@ struct NormTraits {
   bool same_offset, clusters;
   // kRowParams or kRowGroups: the kernels that keep parameters or column sums of rows of any offset do not take them.
   bool by_row;
-  // kRareTypes, unless by_row, whose kernels share configurations: fewer configurations, no kernels for rows of mixed offsets.
+  // kRareTypes, unless by_row, whose kernels share configurations: fewer configurations.
   bool rare;
   int x_bytes, weight_bytes, y_bytes;
 
@@ -369,7 +369,7 @@ constexpr NormPlan plan_forward(const NormTraits& t, const NormProblem& p, const
       return plan;
   }
   const RowAlignment mixed = RowAlignment::mixed_offset;
-  if (p.alignment <= mixed && !t.rare)
+  if (p.alignment <= mixed)
     select_plan(plan, NormKernel::persistent, mixed, forward_persistent_configs(t, mixed), vecs, limits,
                 shared);
   return plan;
@@ -402,7 +402,7 @@ constexpr NormPlan plan_backward(const NormTraits& t, const NormProblem& p, cons
   }
   const RowAlignment mixed = RowAlignment::mixed_offset;
   // Shifted rows touch one word more.
-  if (p.alignment <= mixed && !t.rare)
+  if (p.alignment <= mixed)
     select_plan(plan, NormKernel::persistent, mixed, backward_persistent_configs(t, mixed), vecs + 1, limits,
                 shared_of(mixed));
   return plan;
