@@ -257,11 +257,11 @@ constexpr RowConfigs backward_register_configs(const NormTraits& t) {
     return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), cta(3, 2, 320, 2), cta(2, 4, 512));
   if (t.rare)
     return RowConfigs(warps(8, 2, 32, t.subtracts_mean ? 3 : 4), warps(32, 2, 8, t.subtracts_mean ? 3 : 4),
-                      t.subtracts_mean ? cta(2, 2, 320, 2) : cta(3, 2, 256, 2), ahead, cta(2, 4, 512));
+                      t.subtracts_mean ? cta(2, 2, 320, 2) : cta(3, 2, 256, 2),
+                      t.subtracts_mean ? cta(2, 2, 512) : ahead, cta(2, 4, 512));
   if (t.subtracts_mean)
     return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), warps(32, 4, 8, 1, 2), cta(2, 2, 128, 4),
-                      cta(2, 2, 320, 2), ahead.up_to(896), cta(2, 2, 512), cta(2, 4, 512).up_to(1152), ahead,
-                      cta(2, 4, 512));
+                      cta(2, 2, 320, 2), cta(2, 2, 512), cta(2, 4, 512));
   return RowConfigs(warps(8, 2, 32, 4), warps(32, 2, 8, 4), cta(2, 1, 256, 4), cta(2, 2, 160, 4),
                     cta(3, 2, 256, 2), cta(4, 4, 160), cta(3, 1, 1024), cta(2, 4, 512).up_to(1152), ahead,
                     cta(2, 4, 512));
