@@ -52,9 +52,12 @@ def default_chunk(device, dtype, rows, hidden_size, vocab, *, dweight, add_dweig
     return _chunk_of(device == "cuda", dtype.itemsize, *sizes, dweight, add_dweight)
 
 
-@torch.compiler.assume_constant_result  # of numbers: what is traced calls no C function
 def _chunk_of(*arguments) -> int:
     return _native_chunk(*arguments)
+
+
+# A constant of a trace, as torch.compiler.assume_constant_result makes it, which imports the compiler.
+_chunk_of._dynamo_marked_constant = True
 
 
 def whole_rows(device, dtype, hidden_size, vocab, dweight=True, add_dweight=False) -> int:
