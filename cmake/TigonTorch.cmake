@@ -22,11 +22,10 @@ endif()
 
 file(GLOB TIGON_TORCH_SOURCES CONFIGURE_DEPENDS csrc/tigon/torch/*.cpp csrc/tigon/ops/*/*_torch.cpp)
 add_library(tigon_torch MODULE ${TIGON_TORCH_SOURCES})
-# Several adaptors are compiled as one file: PyTorch's headers cost more than an adaptor. Each has a namespace of its own; those
-# without are left out.
+# Several adaptors are compiled as one file: PyTorch's headers cost more than an adaptor. Each has a namespace of its own.
 set_target_properties(tigon_torch PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 8)
 set(alone ${TIGON_TORCH_SOURCES})
-list(FILTER alone INCLUDE REGEX "/(torch|layer_norm|poly_norm|sparsemax)/[a-z_]*\\.cpp$")
+list(FILTER alone EXCLUDE REGEX "_torch\\.cpp$")
 set_source_files_properties(${alone} PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 target_link_libraries(tigon_torch PRIVATE tigon_objects ${TIGON_TORCH_DIR}/lib/libtorch_cpu.so)
 target_include_directories(tigon_torch SYSTEM PRIVATE ${torch_include})

@@ -118,7 +118,6 @@ cudaError_t cudaOccupancyMaxActiveClusters(int* n, K, const cudaLaunchConfig_t* 
   return *n = emulated_occupancy(int(c->blockDim.x), c->dynamicSmemBytes, int(c->attrs[0].val.clusterDim.x)),
          cudaSuccess;
 }
-cudaError_t emulated_launch(const cudaLaunchConfig_t& config, const std::function<void()>& kernel);
 namespace emulator {
 // A kernel with its arguments copied, of the addresses of its parameters.
 using Bind = std::function<void()> (*)(const void* entry, void** params);

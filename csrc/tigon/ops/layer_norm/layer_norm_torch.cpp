@@ -1,7 +1,7 @@
 #include "tigon/ops/layer_norm/layer_norm.h"
 #include "tigon/torch/shim.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::layer_norm_torch {
 namespace {
 
 constexpr const char* kOp = "layer_norm";
@@ -70,4 +70,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("layer_norm_bwd", TORCH_BOX(&backward));
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::layer_norm_torch

@@ -1,7 +1,7 @@
 #include "tigon/ops/poly_norm/poly_norm.h"
 #include "tigon/torch/shim.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::poly_norm_torch {
 namespace {
 
 constexpr const char* kOp = "poly_norm";
@@ -62,4 +62,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("poly_norm_bwd", TORCH_BOX(&backward));
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::poly_norm_torch

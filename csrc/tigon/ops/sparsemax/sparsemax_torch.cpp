@@ -1,7 +1,7 @@
 #include "tigon/ops/sparsemax/sparsemax.h"
 #include "tigon/torch/shim.h"
 
-namespace tigon::torch_shim {
+namespace tigon::torch_shim::sparsemax_torch {
 namespace {
 
 constexpr const char* kOp = "sparsemax";
@@ -36,4 +36,4 @@ TIGON_TORCH_KERNELS(m) {
   m.impl("sparsemax_bwd", TORCH_BOX(&backward));
 }
 
-}  // namespace tigon::torch_shim
+}  // namespace tigon::torch_shim::sparsemax_torch
