@@ -24,7 +24,7 @@ __launch_bounds__(Config::value.max_threads, backward_blocks<B, Y>(Config::value
     const __grid_constant__ NormBackward<B, W, Y> p) {
   constexpr RowConfig kConfig = Config::value;
   using X = typename B::Element;
-  using Rows = BackwardRow<B, W, Y, N>;
+  using Rows = BackwardRow<B, W, Y, N, RowAlignment::vectorized>;
   constexpr int kVecsPerThread = kConfig.vecs_per_thread, kMeans = Rows::kMeans;
   constexpr bool kPipelined = kConfig.stages > 0;
   __shared__ __align__(16) float slots[2][kMeans * 32];
@@ -45,8 +45,8 @@ __launch_bounds__(Config::value.max_threads, backward_blocks<B, Y>(Config::value
   Vec<Y, N> dy[kVecsPerThread];
   const int threads = weights.slots.pitch / kConfig.rows_per_block,
             row_in_block = kConfig.rows_per_block == 1 ? 0 : threadIdx.x / threads;
-  BackwardPipeline<B, W, Y, N, kConfig, false> pipeline(rows, first, step, vec_of(0), threads, cols / N,
-                                                        threads, row_in_block, weights.end());
+  BackwardPipeline<B, W, Y, N, kConfig, RowAlignment::vectorized> pipeline(
+      rows, first, step, vec_of(0), threads, cols / N, threads, row_in_block, weights.end());
   const bool wants_rows = rows.wants_rows();
   float sums[B::kSums][kVecsPerThread][N] = {};
   Statistics next;

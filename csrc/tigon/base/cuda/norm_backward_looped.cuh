@@ -14,15 +14,13 @@ __device__ __forceinline__ void load_rows(const NormBackward<B, W, Y>& p, const 
                                           int64_t col_offset, int64_t c,
                                           Vec<typename B::Element, N> (&in)[B::kIn], Vec<Y, N>& dy) {
   auto in_row = [&](int k) { return p.in[k] + row * p.in_stride[k] + col_offset; };
-  auto in_can_overread = [&](int k) { return can_overread(row, p.rows, p.in_stride[k]); };
   const Y* dy_row = p.dy + row * p.dy_stride + col_offset;
-  const bool dy_can_overread = can_overread(row, p.rows, p.dy_stride);
 #pragma unroll
-  for (int k = 0; k < B::kIn; ++k) in[k] = view.load(k == 0 || p.in[k], in_row(k), c, in_can_overread(k));
-  dy = view.load(true, dy_row, c, dy_can_overread);
+  for (int k = 0; k < B::kIn; ++k) in[k] = view.load(k == 0 || p.in[k], in_row(k), c);
+  dy = view.load(true, dy_row, c);
 #pragma unroll
-  for (int k = 0; k < B::kIn; ++k) view.finish(k == 0 || p.in[k], in_row(k), c, in_can_overread(k), in[k]);
-  view.finish(true, dy_row, c, dy_can_overread, dy);
+  for (int k = 0; k < B::kIn; ++k) view.finish(k == 0 || p.in[k], in_row(k), c, in[k]);
+  view.finish(true, dy_row, c, dy);
 }
 
 // Rows that no register shape holds: one kernel for the gradients of rows (two passes), one for the
@@ -41,7 +39,6 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void backward_looped_ker
   const float offset = p.weight ? p.f.offset : 0.0f;
   auto out_row = [&](int k) { return p.out[k] + row * p.out_stride[k] + column; };
   const RowView<RowAlignment::mixed_offset, N, int64_t> view(out_row(0), p.cols);
-  const bool weight_can_overread = coord.group + 1 < p.groups && p.cols >= 16;
   // Calls fn(element, inputs, dy, h, weight, g) for each element, then done(column).
   auto for_each_vec = [&](auto&& fn, auto&& done) {
     for (int64_t c = int64_t(threadIdx.x) * N + view.head; view.has(c); c += int64_t(kLoopThreads) * N) {
@@ -55,8 +52,8 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void backward_looped_ker
         weight.set(made);
       } else {
         const W* vector = p.weight ? p.weight + param_offset : nullptr;
-        weight = view.load_vector(vector, c, weight_can_overread);
-        view.finish_vector(vector, c, weight_can_overread, weight);
+        weight = view.load_vector(vector, c);
+        view.finish(vector != nullptr, vector, c, weight);
         if (!vector) weight = fill_vec<W, N>(1.0f);
       }
 #pragma unroll
@@ -116,7 +113,7 @@ __global__ __launch_bounds__(kColumnThreads,
   if (!view.has(c)) return;
   const int64_t end = min((part + 1) * chunk, p.rows);
   float sums[B::kSums][N] = {};
-#pragma unroll 2
+#pragma unroll 1
   for (int64_t row = part * chunk; row < end; ++row) {
     Vec<X, N> in[B::kIn];
     Vec<Y, N> dy;

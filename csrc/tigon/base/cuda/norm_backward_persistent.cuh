@@ -29,7 +29,7 @@ __device__ __forceinline__ void load_weights(const NormBackward<B, W, Y>& p,
         {p.weight}, {1.0f}, begin + column(0), p.groups * p.cols, pitch, in_bounds,
         [&](int i, int, const Vec<W, N>& w) { weights.slots.set(i, w); });
   } else {
-#pragma unroll
+#pragma unroll(kAlignment == RowAlignment::vectorized ? kConfig.vecs_per_thread : 1)
     for (int i = 0; i < kConfig.vecs_per_thread; ++i) {
       Vec<W, N> w = fill_vec<W, N>(1.0f);
       if (p.weight && in_bounds(i)) {
@@ -70,7 +70,7 @@ __global__ __launch_bounds__(
         Config::value)) void backward_persistent_kernel(const __grid_constant__ NormBackward<B, W, Y> p) {
   constexpr RowConfig kConfig = Config::value;
   using X = typename B::Element;
-  using Rows = BackwardRow<B, W, Y, N>;
+  using Rows = BackwardRow<B, W, Y, N, kAlignment>;
   constexpr int kVecsPerThread = kConfig.vecs_per_thread, kLookahead = kConfig.lookahead,
                 kMeans = Rows::kMeans;
   constexpr bool kHasEdges = kAlignment != RowAlignment::vectorized,
@@ -98,7 +98,7 @@ __global__ __launch_bounds__(
   if constexpr (kHasEdges)
     edge.start(rows, edge_column<N>(reducer, head, whole, cols), cols, weights.offset, head, range.first,
                range.end);
-  BackwardPipeline<B, W, Y, N, kConfig, kMixedOffset> pipeline(
+  BackwardPipeline<B, W, Y, N, kConfig, kAlignment> pipeline(
       rows, range.first, range.step, reducer.vec_index(0), reducer.threads * reducer.blocks, whole / N,
       reducer.threads, row_in_block, weights.end());
 

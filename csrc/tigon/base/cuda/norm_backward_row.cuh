@@ -82,11 +82,14 @@ struct Statistics {
 };
 
 // The operations of both passes over a row, which the kernels have in common.
-template <class B, class W, class Y, int N>
+template <class B, class W, class Y, int N, RowAlignment kAlignment>
 struct BackwardRow {
   using X = typename B::Element;
   using Inputs = Vec<X, N>[B::kIn];
   static constexpr int kMeans = B::kSubtractMean ? 2 : 1, kPair = N % 2 == 0 ? 2 : 1;
+  // A branch on whether h is rounded doubles the code of the first pass: rare rows select each element.
+  static constexpr bool kSelectsRounding =
+      kAlignment != RowAlignment::vectorized || (kRareTypes<X, W> && !kRowGroups<B>);
   const NormBackward<B, W, Y>& p;
   int group;
   // The first column of the group that vectors hold, of all columns.
@@ -165,7 +168,14 @@ struct BackwardRow {
           d[k] = p.f.upstream(dy[j + k], x);
           add_means(h[k], d[k], w[j + k], means);
         }
-        if constexpr (rounded) round_all<X>(h);
+        if constexpr (rounded) {
+          float exact[kPair];
+#pragma unroll
+          for (int k = 0; k < kPair; ++k) exact[k] = h[k];
+          round_all<X>(h);
+#pragma unroll
+          for (int k = 0; k < kPair; ++k) h[k] = kSelectsRounding && !p.f.round_h ? exact[k] : h[k];
+        }
 #pragma unroll
         for (int k = 0; k < kPair; ++k) {
           sums[0][i][j + k] = fma(d[k], h[k], sums[0][i][j + k]);
@@ -173,7 +183,7 @@ struct BackwardRow {
         }
       }
     };
-    p.f.round_h ? add(std::true_type{}) : add(std::false_type{});
+    kSelectsRounding || p.f.round_h ? add(std::true_type{}) : add(std::false_type{});
   }
   // The first pass over a thread's vectors. fetch(i) makes in[i] and dy[i] those of the row.
   template <int K, class Weights, class Fetch>
@@ -256,10 +266,11 @@ struct ColumnWeights {
 };
 
 // The stages of the inputs and dy of the rows of a thread's range.
-template <class B, class W, class Y, int N, RowConfig kConfig, bool kMixedOffset>
+template <class B, class W, class Y, int N, RowConfig kConfig, RowAlignment kAlignment>
 struct BackwardPipeline {
+  static constexpr bool kMixedOffset = kAlignment == RowAlignment::mixed_offset;
   using X = typename B::Element;
-  using Row = BackwardRow<B, W, Y, N>;
+  using Row = BackwardRow<B, W, Y, N, kAlignment>;
   using In = CpAsyncPipeline<X, N, kConfig, kMixedOffset>;
   using Dy = CpAsyncPipeline<Y, N, kConfig, kMixedOffset>;
   Array<In, B::kIn> in;

@@ -76,8 +76,8 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void forward_looped_kern
       Vec<X, N> in[F::kIn] = {};
       if (F::kWritesResidual && !first) {
         const X* residual_out = row.residual_out();
-        in[0] = row.view.load(true, residual_out, c, false);
-        row.view.finish(true, residual_out, c, false, in[0]);
+        in[0] = row.view.load(true, residual_out, c);
+        row.view.finish(true, residual_out, c, in[0]);
       } else {
         row.load(c, in);
         row.finish(c, in);
@@ -183,9 +183,9 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
     case NormKernel::persistent:
       if constexpr (!kTraits.by_row) {
         if (plan.alignment == kMixed)
-          persistent.template operator()<kMixed, forward_persistent_configs(kTraits, kMixed)>();
+          persistent.template operator()<kMixed, forward_persistent_configs(kMixed)>();
         else if constexpr (kTraits.same_offset)
-          persistent.template operator()<kSame, forward_persistent_configs(kTraits, kSame)>();
+          persistent.template operator()<kSame, forward_persistent_configs(kSame)>();
         p.row_schedule = persistent_schedule(op, *occupancy, entry, plan.rows, grid.threads, grid.shared,
                                              p.rows, p.groups, problem.period);
         grid.blocks = int64_t(p.row_schedule.workers) * p.groups;

@@ -21,9 +21,11 @@ inline constexpr bool kIsHalf = std::is_same_v<T, f16>;
 template <class X, class W>
 constexpr bool kRareTypes = kIsHalf<X> || !std::is_same_v<X, W>;
 
-// Of a formula (norm_math.inc): parameters that differ by row; groups of rows.
+// Of a formula (norm_math.inc): parameters that differ by row; parameters by channel; groups of rows.
 template <class F>
 constexpr bool kRowParams = requires(const F& f) { f.param_offset(0, int64_t(0)); };
+template <class F>
+constexpr bool kPerChannel = requires { typename F::PerChannel; };
 template <class F>
 constexpr bool kRowGroups = requires { typename F::RowGroups; };
 
@@ -33,7 +35,8 @@ struct NormTraits {
   int inputs, outputs, columns;
   bool subtracts_mean, writes_residual;
   // Whether there are kernels for rows of one offset, and clusters for longer ones; rows without are rows of mixed offsets. They
-  // need equal types. Gated rows are groups of channels, hardly ever unaligned or long: no clusters, nor a forward of one offset.
+  // need equal types, and not fp16 except where rows are long as a rule (kPerChannel). Gated rows are groups of channels, hardly
+  // ever unaligned or long: no clusters, nor a forward of one offset.
   bool same_offset, clusters;
   // kRowParams or kRowGroups: the kernels that keep parameters or column sums of rows of any offset do not take them.
   bool by_row;
@@ -54,8 +57,8 @@ constexpr NormTraits forward_traits() {
           .columns = F::kParams,
           .subtracts_mean = F::kSubtractMean,
           .writes_residual = F::kWritesResidual,
-          .same_offset = kSame && !kGated,
-          .clusters = kSame && !kGated,
+          .same_offset = kSame && !kGated && (!kIsHalf<X> || kPerChannel<F>),
+          .clusters = kSame && !kGated && (!kIsHalf<X> || kPerChannel<F>),
           .by_row = kRowParams<F>,
           .rare = kRareTypes<X, W> && !kRowParams<F>,
           .x_bytes = int(sizeof(X)),
@@ -71,8 +74,8 @@ constexpr NormTraits backward_traits() {
           .columns = B::kSums,
           .subtracts_mean = B::kSubtractMean,
           .writes_residual = false,
-          .same_offset = kSame,
-          .clusters = kSame && B::kOut == 1,
+          .same_offset = kSame && !kIsHalf<X>,
+          .clusters = kSame && !kIsHalf<X> && B::kOut == 1,
           .by_row = kRowGroups<B>,
           .rare = kRareTypes<X, W> && !kRowGroups<B>,
           .x_bytes = int(sizeof(X)),
@@ -175,7 +178,7 @@ constexpr RowConfigs forward_register_configs(const NormTraits& t) {
                     warp = several_rows({.threads_per_row = 32,
                                          .vecs_per_thread = 4,
                                          .min_blocks_per_sm = t.columns == 1 ? 8 : 5});
-    if (t.rare) return RowConfigs(quarter, warp, cta(4, 384, 3), cta(8, 1024));
+    if (t.rare) return RowConfigs(quarter, warp, cta(8, 1024));
     return RowConfigs(
         several_rows({.threads_per_row = 4, .vecs_per_thread = 2}), quarter,
         several_rows(
@@ -186,7 +189,6 @@ constexpr RowConfigs forward_register_configs(const NormTraits& t) {
                                   several_rows({.threads_per_row = 8, .vecs_per_thread = 2}),
                                   several_rows({.threads_per_row = 16, .vecs_per_thread = 2}),
                                   several_rows({.threads_per_row = 32, .vecs_per_thread = 4})};
-  if (t.rare && t.writes_residual) return RowConfigs(short_rows[1], short_rows[3], cta(2, 512), cta(4, 1024));
   if (t.rare) return RowConfigs(short_rows[1], short_rows[3], cta(4, 1024));
   if (t.writes_residual)
     return RowConfigs(short_rows[0], short_rows[1], short_rows[2], short_rows[3], cta(2, 512), cta(4, 1024));
@@ -199,10 +201,9 @@ constexpr RowConfigs kForwardSplitConfigs{
     RowConfig{.vecs_per_thread = 2, .max_threads = 1024, .lane_split = 2}};
 
 // Forward, rows of other offsets. Shifted inputs take twice the registers.
-constexpr RowConfigs forward_persistent_configs(const NormTraits& t, RowAlignment alignment) {
+constexpr RowConfigs forward_persistent_configs(RowAlignment alignment) {
   if (alignment == RowAlignment::mixed_offset)
-    return RowConfigs(
-        RowConfig{.vecs_per_thread = 4, .max_threads = 512, .min_blocks_per_sm = t.inputs == 1 ? 2 : 1});
+    return RowConfigs(RowConfig{.vecs_per_thread = 2, .max_threads = 1024});
   return RowConfigs(several_rows({.threads_per_row = 32, .vecs_per_thread = 4, .min_blocks_per_sm = 5}),
                     RowConfig{.vecs_per_thread = 4, .max_threads = 384, .min_blocks_per_sm = 2});
 }
@@ -247,18 +248,13 @@ constexpr RowConfigs backward_register_configs(const NormTraits& t) {
     return RowConfigs(warps(8, 2, 32, 2), warps(32, 2, 8, 2), cta(3, 1, 512, 2), cta(3, 2, 512));
   // Gradients of two inputs: groups are short, so there are few configurations.
   if (t.outputs == 2) return RowConfigs(warps(8, 2, 32, 2), warps(32, 2, 8, 2), cta(3, 2, 512));
-  if (t.inputs == 2 && t.rare)
-    return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), cta(4, 2, 512), cta(2, 4, 512));
+  if (t.rare) return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), cta(2, 4, 512));
   if (t.inputs == 2)
     return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), warps(32, 4, 4, 4), cta(4, 2, 512),
                       cta(2, 4, 512));
   // Two sums by column for each group of rows.
   if (t.columns == 2 && !t.subtracts_mean)
     return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), cta(3, 2, 320, 2), cta(2, 4, 512));
-  if (t.rare)
-    return RowConfigs(warps(8, 2, 32, t.subtracts_mean ? 3 : 4), warps(32, 2, 8, t.subtracts_mean ? 3 : 4),
-                      t.subtracts_mean ? cta(2, 2, 320, 2) : cta(3, 2, 256, 2),
-                      t.subtracts_mean ? cta(2, 2, 512) : ahead, cta(2, 4, 512));
   if (t.subtracts_mean)
     return RowConfigs(warps(8, 2, 32, 3), warps(32, 2, 8, 3), warps(32, 4, 8, 1, 2), cta(2, 2, 128, 4),
                       cta(2, 2, 320, 2), cta(2, 2, 512), cta(2, 4, 512));
@@ -268,10 +264,12 @@ constexpr RowConfigs backward_register_configs(const NormTraits& t) {
 }
 // Backward, rows of other offsets.
 constexpr RowConfigs backward_persistent_configs(const NormTraits& t, RowAlignment alignment) {
-  const RowConfig long_rows{.vecs_per_thread = 4,
-                            .max_threads = 512,
-                            .stages = t.inputs == 1 && alignment == RowAlignment::same_offset ? 3 : 2};
-  if (alignment == RowAlignment::mixed_offset) return RowConfigs(long_rows);
+  if (alignment == RowAlignment::mixed_offset)
+    // 1024 threads have too few registers for two sums.
+    return RowConfigs(RowConfig{
+        .vecs_per_thread = t.columns == 2 ? 4 : 2, .max_threads = t.columns == 2 ? 512 : 1024, .stages = 2});
+  const RowConfig long_rows{.vecs_per_thread = 4, .max_threads = 512, .stages = t.inputs == 1 ? 3 : 2};
+  if (t.outputs == 2) return RowConfigs(long_rows);
   return RowConfigs(several_rows({.threads_per_row = 32,
                                   .vecs_per_thread = 4,
                                   .rows_per_block = 4,
@@ -361,7 +359,7 @@ constexpr NormPlan plan_forward(const NormTraits& t, const NormProblem& p, const
   if (t.by_row) return plan;
   if (p.alignment <= RowAlignment::same_offset && t.same_offset) {
     const RowAlignment same = RowAlignment::same_offset;
-    if (select_plan(plan, NormKernel::persistent, same, forward_persistent_configs(t, same), vecs, limits,
+    if (select_plan(plan, NormKernel::persistent, same, forward_persistent_configs(same), vecs, limits,
                     shared))
       return plan;
     if (t.clusters && p.groups == 1 && limits.clusters &&
@@ -370,8 +368,7 @@ constexpr NormPlan plan_forward(const NormTraits& t, const NormProblem& p, const
   }
   const RowAlignment mixed = RowAlignment::mixed_offset;
   if (p.alignment <= mixed)
-    select_plan(plan, NormKernel::persistent, mixed, forward_persistent_configs(t, mixed), vecs, limits,
-                shared);
+    select_plan(plan, NormKernel::persistent, mixed, forward_persistent_configs(mixed), vecs, limits, shared);
   return plan;
 }
 

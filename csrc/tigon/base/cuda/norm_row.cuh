@@ -79,8 +79,6 @@ __device__ __forceinline__ Vec<W, N> fill_vec(float x) {
 
 template <class F, class W, class Y>
 constexpr bool kSameType = std::is_same_v<W, typename F::Element> && std::is_same_v<Y, typename F::Element>;
-template <class F>
-constexpr bool kPerChannel = requires { typename F::PerChannel; };
 
 // Vectors of each thread in shared memory. Each thread reads only those it wrote itself, so no barrier is needed; adjacent
 // threads access adjacent words.
@@ -135,7 +133,7 @@ struct ForwardRow {
   static constexpr int kStatistics = F::kSubtractMean && kCorrectsMean ? 2 : 1;
   const NormForward<F, W, Y>& p;
   int64_t row, col_offset, stat_index;
-  bool live, params_can_overread;
+  bool live;
   Y* y;
   RowView<kAlignment, N, Column> view;
 
@@ -147,7 +145,6 @@ struct ForwardRow {
         col_offset(int64_t(coord.group) * p.cols + skip),
         stat_index(row * p.groups + coord.group),
         live(row < p.rows),
-        params_can_overread(coord.group + 1 < p.groups && p.cols >= 16),
         y(p.y + row * p.y_stride + col_offset),
         view(written(), cols) {}
   __device__ __forceinline__ ForwardRow(const NormForward<F, W, Y>& p, const BlockCoord& coord, int64_t row)
@@ -178,24 +175,21 @@ struct ForwardRow {
     else
       return col_offset;
   }
-  __device__ __forceinline__ bool input_can_overread(int k) const {
-    return can_overread(row, p.rows, p.in_stride[k]);
-  }
 
   __device__ __forceinline__ void load(Column c, Inputs& vecs) const {
 #pragma unroll
-    for (int k = 0; k < F::kIn; ++k) vecs[k] = view.load(live, in(k), c, input_can_overread(k));
+    for (int k = 0; k < F::kIn; ++k) vecs[k] = view.load(live, in(k), c);
   }
   __device__ __forceinline__ void finish(Column c, Inputs& vecs) const {
 #pragma unroll
-    for (int k = 0; k < F::kIn; ++k) view.finish(live, in(k), c, input_can_overread(k), vecs[k]);
+    for (int k = 0; k < F::kIn; ++k) view.finish(live, in(k), c, vecs[k]);
   }
   __device__ __forceinline__ void load_params(Column c, Params& vecs) const {
 #pragma unroll
     for (int k = 0; k < F::kParams; ++k) {
       const W* param = p.param[k];
       if constexpr (!kPerChannel<F>) {
-        vecs[k] = view.load_vector(param ? param + param_offset(k) : nullptr, c, params_can_overread);
+        vecs[k] = view.load_vector(param ? param + param_offset(k) : nullptr, c);
       } else if constexpr (!view.kVectorized) {
 #pragma unroll
         for (int j = 0; j < N; ++j)
@@ -210,7 +204,7 @@ struct ForwardRow {
 #pragma unroll
     for (int k = 0; k < F::kParams; ++k) {
       if constexpr (!kPerChannel<F>)
-        if (p.param[k]) view.finish_vector(p.param[k] + param_offset(k), c, params_can_overread, vecs[k]);
+        if (p.param[k]) view.finish(true, p.param[k] + param_offset(k), c, vecs[k]);
       // By words: a selection between elements would unpack them.
       const Vec<W, N> default_value = fill_vec<W, N>(p.default_value[k]);
 #pragma unroll

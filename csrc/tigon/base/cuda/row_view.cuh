@@ -15,31 +15,23 @@ __device__ __forceinline__ void store_predicated(bool pred, T* p, const T& x) {
     st_global_predicated(pred, p, x);
 }
 
-// Whether the 16-byte word that holds the end of row `row` may be read in full: rows of the same
-// tensor that follow cover the rest of it.
-__device__ __forceinline__ bool can_overread(int64_t row, int64_t rows, int64_t stride) {
-  return (rows - 1 - row) * stride >= 16;
-}
-
 // Drops the first `off` elements (less than 16 bytes) of K words.
 template <class T, int K>
 __device__ __forceinline__ void shift_words(uint32_t (&w)[K], int off) {
   if (const int bytes = off * int(sizeof(T)); bytes != 0) drop_bytes<T>(w, bytes);
 }
 
-// Loads columns [c, c + N) of a row from the aligned words that hold them, with all loads in flight
-// at once and no branch.
-template <int N, class T, class Column, class Wanted>
-__device__ __forceinline__ Vec<T, N> load_unaligned(const T* row, Column c, Wanted&& pred) {
+// Loads N elements from the aligned words that hold them, with all loads in flight at once and no branch. Zeros where `pred` is
+// false.
+template <int N, class T>
+__device__ __forceinline__ Vec<T, N> load_unaligned(bool pred, const T* p) {
   constexpr int M = 16 / int(sizeof(T)), kWords = N / M;
   static_assert(N % M == 0);
-  const int off = int(reinterpret_cast<uintptr_t>(row + c) % 16 / sizeof(T));
+  const int off = int(reinterpret_cast<uintptr_t>(p) % 16 / sizeof(T));
   uint32_t w[4 * (kWords + 1)];
 #pragma unroll
   for (int i = 0; i < kWords + 1; ++i) {
-    const Column first = c - off + i * M;
-    const bool valid = pred(first) && (i < kWords || off != 0);
-    uint4 word = ld_global_predicated(valid, row + first);
+    uint4 word = ld_global_predicated(pred && (i < kWords || off != 0), p - off + i * M);
     w[4 * i] = word.x, w[4 * i + 1] = word.y, w[4 * i + 2] = word.z, w[4 * i + 3] = word.w;
   }
   shift_words<T>(w, off);
@@ -50,8 +42,8 @@ __device__ __forceinline__ Vec<T, N> load_unaligned(const T* row, Column c, Want
 }
 
 // The vectors of one row, and of all rows with the same offset. A load has two steps, so that all
-// loads of a row are in flight before the first result is used: load(), then finish(), which zeroes
-// the elements that are not the row's.
+// loads of a row are in flight before the first result is used: load(), then finish(), which loads the
+// vectors at the row's ends by elements, with zeros for those that are not the row's.
 template <RowAlignment kAlignment, int N, class Column>
 struct RowView {
   static constexpr bool kVectorized = kAlignment == RowAlignment::vectorized;
@@ -70,44 +62,23 @@ struct RowView {
   __device__ __forceinline__ bool in_row(Column c) const { return kVectorized || (c >= 0 && c < cols); }
 
   template <class T>
-  __device__ __forceinline__ Vec<T, N> load(bool pred, const T* row, Column c, bool can_overread) const {
+  __device__ __forceinline__ Vec<T, N> load(bool pred, const T* row, Column c) const {
     if constexpr (kVectorized)
       return load_predicated<T, N>(pred && has(c), row + c);
-    else if (is_interior(c))
-      return load_unaligned<N>(row, c, [&](Column) { return pred; });
     else
-      return load_unaligned<N>(row, c, [&](Column first) {
-        // Only words that hold an element of the row and may be read in full.
-        constexpr int M = 16 / int(sizeof(T));
-        return pred && has(c) && first > -M && first < cols && (can_overread || first + M <= cols);
-      });
+      return load_unaligned<N>(pred && is_interior(c), row + c);
   }
   template <class T>
-  __device__ __forceinline__ void finish(bool pred, const T* row, Column c, bool can_overread,
-                                         Vec<T, N>& vec) const {
-    if constexpr (!kVectorized) {
-      if (is_interior(c)) return;
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        if (!pred || !in_row(c + j))
-          vec.v[j] = narrow<T>(0.0f);
-        else if (!can_overread)
-          vec.v[j] = row[c + j];
-      }
-    }
+  __device__ __forceinline__ void finish(bool pred, const T* row, Column c, Vec<T, N>& vec) const {
+    if constexpr (!kVectorized)
+      if (!is_interior(c)) vec = load_elements<T, N>(row + c, [&](int j) { return pred && in_row(c + j); });
   }
-  // The same for a parameter by column, of which [0, cols) may be followed by other columns.
-  // Without effect in finish_vector() where the row is vectorized.
+  // load() of a parameter by column. The result is undefined past a vectorized row.
   template <class T>
-  __device__ __forceinline__ Vec<T, N> load_vector(const T* vector, Column c, bool can_overread) const {
+  __device__ __forceinline__ Vec<T, N> load_vector(const T* vector, Column c) const {
     if constexpr (kVectorized && sizeof(T) * N % 16 == 0)
       return load_predicated_uninit<T, N>(vector != nullptr && has(c), vector + c);
-    return load(vector != nullptr, vector, c, can_overread);
-  }
-  template <class T>
-  __device__ __forceinline__ void finish_vector(const T* vector, Column c, bool can_overread,
-                                                Vec<T, N>& vec) const {
-    finish(vector != nullptr, vector, c, can_overread, vec);
+    return load(vector != nullptr, vector, c);
   }
   template <class T>
   __device__ __forceinline__ void store(T* row, Column c, const Vec<T, N>& vec) const {

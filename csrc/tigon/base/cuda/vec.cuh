@@ -180,6 +180,25 @@ __device__ __forceinline__ Vec<T, N> load_predicated_uninit(bool pred, const T* 
     reinterpret_cast<uint4*>(&r)[i] = ld_global_predicated_uninit(pred, p + i * 16 / sizeof(T));
   return r;
 }
+// Loads the elements j for which has(j), and `fill` (its bits) for the others, one by one: for the few vectors that cannot be
+// loaded otherwise.
+template <class T, int N, class Has>
+__device__ __forceinline__ Vec<T, N> load_elements(const T* p, Has&& has, uint32_t fill = 0) {
+  constexpr int kWords = int(sizeof(T)) * N / 4;
+  using Bits = typename Word<sizeof(T)>::type;
+  uint32_t w[kWords] = {};
+#pragma unroll 1
+  for (int j = N - 1; j >= 0; --j) {
+    const uint32_t x = has(j) ? reinterpret_cast<const Bits*>(p)[j] : Bits(fill);
+#pragma unroll
+    for (int i = kWords - 1; i > 0; --i) w[i] = sizeof(T) == 4 ? w[i - 1] : w[i] << 16 | w[i - 1] >> 16;
+    w[0] = sizeof(T) == 4 ? x : w[0] << 16 | x;
+  }
+  Vec<T, N> r;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) reinterpret_cast<uint32_t*>(&r)[i] = w[i];
+  return r;
+}
 template <class T, int N>
 __device__ __forceinline__ void store(T* p, const Vec<T, N>& r) {
   constexpr int kBytes = sizeof(T) * N, kWord = kBytes < 16 ? kBytes : 16;
