@@ -18,9 +18,8 @@
 namespace tigon::cuda {
 namespace {
 
-template <bool kCluster>
 struct RowThreads {
-  int blocks = kCluster ? int(cluster_size()) : 1, rank = kCluster ? int(cluster_rank()) : 0;
+  int blocks = int(cluster_size()), rank = int(cluster_rank());
   // The first column of the i-th vector of this thread. The CTAs of a cluster take vectors in turn.
   __device__ __forceinline__ int column(int i) const {
     return (int(threadIdx.x) + int(blockDim.x) * (i * blocks + rank)) * N;
@@ -30,18 +29,17 @@ struct RowThreads {
 // 16 columns in a thread's registers, three values each.
 constexpr RowConfig kRegisterConfig = {.vecs_per_thread = 4, .max_threads = 640};
 
-template <DivergenceKind K, class G, bool kCluster>
+// A CTA without a cluster is one of its own.
+template <DivergenceKind K, class G>
 __global__ __launch_bounds__(kRegisterConfig.max_threads) void register_kernel(
     const __grid_constant__ Params p) {
   constexpr int kVecs = kRegisterConfig.vecs_per_thread;
   __shared__ ReduceStorage<PairPeak<G>> peaks;
   __shared__ ReduceStorage<Totals> sums;
-  if constexpr (kCluster) {
-    peaks.init(), sums.init();
-    cluster_arrive();
-    cluster_wait();
-  }
-  const RowThreads<kCluster> threads;
+  peaks.init(), sums.init();
+  cluster_arrive();
+  cluster_wait();
+  const RowThreads threads;
   const bool first = threadIdx.x == 0 && threads.rank == 0;
   int phase = 0;
   for (int64_t r = blockIdx.x / unsigned(threads.blocks); r < p.rows;
@@ -63,7 +61,7 @@ __global__ __launch_bounds__(kRegisterConfig.max_threads) void register_kernel(
       z_of(p.teacher, threads.column(i), p.cols, t[i]);
       add(peak.s, s[i]), add(peak.t, t[i]);
     }
-    peak = all_reduce_row<0, kCluster>(peak, peaks, phase);
+    peak = all_reduce_row<0, true>(peak, peaks, phase);
     RowFacts row = row_facts(peak);
     find_label(p, r, row);
     Totals totals = {};
@@ -77,7 +75,7 @@ __global__ __launch_bounds__(kRegisterConfig.max_threads) void register_kernel(
         s[i][j] = q * slope, t[i][j] = g * slope, h[i][j] = e * slope;
       }
     }
-    totals = all_reduce_row<0, kCluster>(totals, sums, phase++);
+    totals = all_reduce_row<0, true>(totals, sums, phase++);
     const Gains gains = finish_row<K>(p, r, row, totals, peak.s.s, first);
     if (p.gradient.data == nullptr) continue;
 #pragma unroll
@@ -96,10 +94,8 @@ __global__ __launch_bounds__(kRegisterConfig.max_threads) void register_kernel(
     }
   }
   // A CTA must not exit while others may write to its shared memory.
-  if constexpr (kCluster) {
-    cluster_arrive();
-    cluster_wait();
-  }
+  cluster_arrive();
+  cluster_wait();
 }
 
 template <DivergenceKind K, class G>
@@ -152,14 +148,14 @@ __global__ __launch_bounds__(kLoopThreads) void looped_kernel(const __grid_const
 }
 
 // One cluster (or CTA) per row, as many as are resident. Returns false when none fits.
-template <DivergenceKind K, class G, bool kCluster>
-bool launch_registers(Context& ctx, const Params& p, int64_t vecs) {
+template <DivergenceKind K, class G>
+bool launch_registers(Context& ctx, const Params& p, int64_t vecs, bool clusters) {
   static OccupancyCache occupancy;
-  auto* kernel = &register_kernel<K, G, kCluster>;
+  auto* kernel = &register_kernel<K, G>;
   // A CTA of a cluster has some hundred threads, so that a reduction is not most of its work.
   constexpr int kMinThreads = 192;
   const ClusterShape shape =
-      kCluster ? max_occupancy_cluster(kOp, occupancy, entry_of(kernel), kRegisterConfig, vecs, kMinThreads,
+      clusters ? max_occupancy_cluster(kOp, occupancy, entry_of(kernel), kRegisterConfig, vecs, kMinThreads,
                                        no_shared)
                : fit_cluster(kOp, occupancy, entry_of(kernel), kRegisterConfig, vecs, 1, 1, no_shared);
   if (shape.blocks == 0) return false;
@@ -176,9 +172,8 @@ void launch_rows(Context& ctx, const Params& p) {
   const int64_t vecs = ceil_div(p.cols, N);
   // Up to here one CTA is enough.
   constexpr int64_t kShort = 2048;
-  if (vecs <= kShort && launch_registers<K, G, false>(ctx, p, vecs)) return;
-  if (launch_registers<K, G, true>(ctx, p, vecs)) return;
-  if (launch_registers<K, G, false>(ctx, p, vecs)) return;
+  if (vecs <= kShort && launch_registers<K, G>(ctx, p, vecs, false)) return;
+  if (launch_registers<K, G>(ctx, p, vecs, true) || launch_registers<K, G>(ctx, p, vecs, false)) return;
   launch(kOp, ctx, looped_kernel<K, G>,
          {.blocks = std::min<int64_t>(p.rows, int64_t(device_facts().sms) * 2), .threads = kLoopThreads}, p);
 }

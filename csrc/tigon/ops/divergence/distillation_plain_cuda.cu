@@ -54,18 +54,17 @@ __device__ __forceinline__ void prefetch_slice(const Cells& m, int64_t r, const 
     cp_async_bulk_prefetch_L2(static_cast<const char*>(m.data) + (r * m.stride + slice.begin) * size, bytes);
 }
 
-template <DivergenceKind K, class Config, bool kCluster>
+// A CTA without a cluster is one of its own.
+template <DivergenceKind K, class Config>
 __global__ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks_per_sm) void plain_kernel(
     const __grid_constant__ Params p, int slice_columns) {
   constexpr int kVecs = Config::value.vecs_per_thread, kThreads = Config::value.max_threads;
   __shared__ ReduceStorage<PairPeak<G>> peaks;
   __shared__ ReduceStorage<SumArray<3>> sums;
-  if constexpr (kCluster) {
-    peaks.init(), sums.init();
-    cluster_arrive();
-    cluster_wait();
-  }
-  const int blocks = kCluster ? int(cluster_size()) : 1, rank = kCluster ? int(cluster_rank()) : 0;
+  peaks.init(), sums.init();
+  cluster_arrive();
+  cluster_wait();
+  const int blocks = int(cluster_size()), rank = int(cluster_rank());
   const Slice<kThreads> slice = {min(rank * slice_columns, p.cols), min((rank + 1) * slice_columns, p.cols)};
   const bool first = threadIdx.x == 0 && rank == 0;
   const int64_t step = gridDim.x / unsigned(blocks);
@@ -124,7 +123,7 @@ __global__ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks
             peak.s.s += slice.column(i) + j == label ? 0.0f : exp_minus_max<G>(s[i][j], from_s);
       }
     }
-    peak = all_reduce_row<0, kCluster>(peak, peaks, phase);
+    peak = all_reduce_row<0, true>(peak, peaks, phase);
     const float others = peak.s.s, gap = finite_max(peak.s.m) - label_z;
     if (p.has_hard) peak.s.s += exp(-gap);
     const RowFacts row = row_facts(peak);
@@ -143,7 +142,7 @@ __global__ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks
         totals.s[kHeat] = fma(q, fmaxf(u, -1e4f), totals.s[kHeat]);
         s[i][j] = q;
       }
-    totals = all_reduce_row<0, kCluster>(totals, sums, phase++);
+    totals = all_reduce_row<0, true>(totals, sums, phase++);
     const float terms = totals.s[kTerms];
     // A NaN in the teacher's row is in no g.
     const float sum_g = terms == terms ? totals.s[kG] : terms;
@@ -173,22 +172,20 @@ __global__ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks
     }
   }
   // A CTA must not exit while others may write to its shared memory.
-  if constexpr (kCluster) {
-    cluster_arrive();
-    cluster_wait();
-  }
+  cluster_arrive();
+  cluster_wait();
 }
 
-template <DivergenceKind K, class Config, bool kCluster>
+template <DivergenceKind K, class Config>
 bool launch_plain(Context& ctx, const Params& p) {
   static OccupancyCache occupancy;
-  auto* kernel = &plain_kernel<K, Config, kCluster>;
+  auto* kernel = &plain_kernel<K, Config>;
   const int64_t vecs = ceil_div(p.cols, N);
   int64_t clusters = 0, columns = 0;
   int cluster = 0;
   // The smallest cluster that holds a row: CTAs have most of their threads' columns.
   for (int blocks : {1, 2, 4, 8, 16}) {
-    if (kCluster != (blocks > 1) || clusters > 0) continue;
+    if (clusters > 0) break;
     const int64_t slice = blocks == 1 ? vecs : ceil_div(ceil_div(vecs, blocks), kSliceVecs) * kSliceVecs;
     if (slice > int64_t(Config::value.vecs_per_thread) * Config::value.max_threads) continue;
     clusters = occupancy.max_active(kOp, kernel, blocks, Config::value.max_threads);
@@ -209,8 +206,7 @@ bool launch_kind(Context& ctx, const Params& p) {
   using Half = ConfigType<RowConfig{.vecs_per_thread = 8, .max_threads = 256, .min_blocks_per_sm = 2}>;
   using More = ConfigType<RowConfig{.vecs_per_thread = 10, .max_threads = 256, .min_blocks_per_sm = 2}>;
   using Whole = ConfigType<RowConfig{.vecs_per_thread = 8, .max_threads = 512}>;
-  return launch_plain<K, Half, false>(ctx, p) || launch_plain<K, Half, true>(ctx, p) ||
-         launch_plain<K, More, true>(ctx, p) || launch_plain<K, Whole, true>(ctx, p);
+  return launch_plain<K, Half>(ctx, p) || launch_plain<K, More>(ctx, p) || launch_plain<K, Whole>(ctx, p);
 }
 
 }  // namespace

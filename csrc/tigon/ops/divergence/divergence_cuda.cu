@@ -16,8 +16,8 @@
 //              (divergence_kl.cuh).
 //   tma        jsd and tvd of longer rows in 16 bits (sm_90), with three rows in flight
 //              (divergence_tma.cuh). JSD is bound by its arithmetic.
-//   looped     Still longer rows, and rows of mixed offsets: a CTA per row, three passes; element
-//              by element for mixed offsets.
+//   looped     Still longer rows, and rows of mixed offsets, whose teacher is read by elements: a CTA
+//              per row, three passes.
 #include <algorithm>
 
 #include "tigon/base/cuda/aligned_row.cuh"
@@ -267,23 +267,17 @@ __global__ __launch_bounds__(Shape::threads,
   }
 }
 
-// Reads a row pair in vectors, or in single elements for mixed offsets.
-template <class T, bool Vectorized>
-struct RowPairReader {
-  static constexpr int N = Vectorized ? AlignedRow<T>::N : 1;
-  AlignedRow<const T> x, y;
-  int count;
-  __device__ RowPairReader(const T* student, const T* teacher, int cols)
-      : x(student, cols), y(teacher, cols), count(Vectorized ? x.vecs : cols) {}
-  __device__ void get(int k, float (&v)[N], float (&w)[N]) const {
-    if constexpr (Vectorized) {
-      unpack<T>(load_vec(x, k), v);
-      unpack<T>(load_vec(y, k), w);
-    } else {
-      v[0] = widen(x.base[x.lead + k]), w[0] = widen(y.base[y.lead + k]);
-    }
-  }
-};
+// Reads vector k of a row in the vectors of `like`: by elements where it is partial or not aligned.
+template <class T, int N>
+__device__ __forceinline__ void read_vec(const AlignedRow<const T>& row, const AlignedRow<const T>& like,
+                                         int k, float (&x)[N]) {
+  const int c = like.column(k);
+  const T* from = row.base + (row.lead + c);
+  const Vec<T, N> vec = like.is_full(k) && row.lead == like.lead
+                            ? load_stream<T, N>(from)
+                            : load_elements<T, N>(from, [&](int j) { return like.has(c + j); }, kMinusInf<T>);
+  unpack<T>(reinterpret_cast<const uint4&>(vec), x);
+}
 
 // Adds exponentials to a sum; the reference grows to their maximum.
 template <class T, int N>
@@ -300,10 +294,9 @@ __device__ __forceinline__ void add_exponentials(float& reference, float& sum, c
   for (int j = 0; j < N; ++j) sum += scaling.power(x[j] - finite_max(reference));
 }
 
-template <DivergenceKind K, class T, bool Vectorized>
+template <DivergenceKind K, class T>
 __global__ __launch_bounds__(kLoopThreads) void looped_kernel(const __grid_constant__ Params<T> p) {
-  using Pair = RowPairReader<T, Vectorized>;
-  constexpr int N = Pair::N, kMessages = kLoopThreads / 32;
+  constexpr int N = AlignedRow<T>::N, kMessages = kLoopThreads / 32;
   __shared__ ReduceStorage<T, kMessages> storage;
   const int tid = int(threadIdx.x);
   const Scaling<T> scaling(p);
@@ -316,13 +309,15 @@ __global__ __launch_bounds__(kLoopThreads) void looped_kernel(const __grid_const
       if (tid == 0) p.loss[r] = 0.0f;
       continue;
     }
-    const Pair pair(p.student + r * p.student_stride, p.teacher + r * p.teacher_stride, p.cols);
+    const AlignedRow<const T> x(p.student + r * p.student_stride, p.cols),
+        y(p.teacher + r * p.teacher_stride, p.cols);
     RowPair row;
     float v[N], w[N];
+    auto read = [&](int k) { read_vec(x, x, k, v), read_vec(y, x, k, w); };
     if (!p.log_probs) {
       Sums own = {-INFINITY, 0.0f, -INFINITY, 0.0f};
-      for (int k = tid; k < pair.count; k += kLoopThreads) {
-        pair.get(k, v, w);
+      for (int k = tid; k < x.vecs; k += kLoopThreads) {
+        read(k);
         add_exponentials(own.ref_s, own.sum_s, v, scaling);
         add_exponentials(own.ref_t, own.sum_t, w, scaling);
       }
@@ -330,15 +325,15 @@ __global__ __launch_bounds__(kLoopThreads) void looped_kernel(const __grid_const
       row = all_reduce_sums<DivergenceKind::jsd, false>(storage, phase++, kMessages, own, Totals<T>{},
                                                         scaling, false, [] { return 0; });
     }
-    auto terms = [&](float x, float y, float& q, float& term, float& g) {
-      q = __fmul_rn(scaling.power(x - row.ref_s), row.part_s);
-      const float other = __fmul_rn(scaling.power(y - row.ref_t), row.part_t);
-      const float d = fma((x - row.ref_s) - (y - row.ref_t), p.slope, row.log2_quotient);
+    auto terms = [&](float s, float t, float& q, float& term, float& g) {
+      q = __fmul_rn(scaling.power(s - row.ref_s), row.part_s);
+      const float other = __fmul_rn(scaling.power(t - row.ref_t), row.part_t);
+      const float d = fma((s - row.ref_s) - (t - row.ref_t), p.slope, row.log2_quotient);
       terms_of<K, T>(q, other, d, p.beta, term, g);
     };
     Totals<T> totals = {};
-    for (int k = tid; k < pair.count; k += kLoopThreads) {
-      pair.get(k, v, w);
+    for (int k = tid; k < x.vecs; k += kLoopThreads) {
+      read(k);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         float q, term, g;
@@ -352,20 +347,17 @@ __global__ __launch_bounds__(kLoopThreads) void looped_kernel(const __grid_const
     if (p.dstudent == nullptr) continue;
     const float gain = p.factor * p.inv_temperature * p.scale_of(r) * fast::divergence_unit<K>(p.beta);
     const float sum_g = p.log_probs ? fast::divergence_own_share<K>() : totals.g;
-    const AlignedRow<T> to = aligned_row_like(out, pair.x);
+    const AlignedRow<T> to = aligned_row_like(out, x);
     const bool aligned = reinterpret_cast<uintptr_t>(to.base) % 16 == 0;
-    for (int k = tid; k < pair.count; k += kLoopThreads) {
-      pair.get(k, v, w);
+    for (int k = tid; k < x.vecs; k += kLoopThreads) {
+      read(k);
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         float q, term, g;
         terms(v[j], w[j], q, term, g);
         v[j] = fast::divergence_gradient(g, q, sum_g, gain);
       }
-      if constexpr (Vectorized)
-        store_vec(to, k, v, aligned);
-      else
-        out[k] = narrow<T>(v[0]);
+      store_vec(to, k, v, aligned);
     }
   }
 }
@@ -388,13 +380,16 @@ bool fits(const Params<T>& p, int cluster) {
 // The first variant that holds the rows runs.
 template <DivergenceKind K, class T>
 void launch_rows(Context& ctx, const Params<T>& p, bool same_offset) {
-  constexpr bool kPrecise = sizeof(T) == 4;
+  // fp16 is rare: short rows take the shape of longer ones, the longest of jsd and tvd clusters of 16.
+  constexpr bool kPrecise = sizeof(T) == 4, kIsHalf = std::is_same_v<T, __half>;
   using Short = RegisterShape<64, 16, 2, 8>;
   // Two rows per SM: one computes while the other waits.
   using Half = RegisterShape<256, kPrecise ? 16 : 32, 3, 2>;
   if (same_offset) {
-    if (fits<Short>(p, 1)) return void(launch_registers<K, T, Short, false>(ctx, p, 1));
-    if (fits<Half>(p, 1)) return void(launch_registers<K, T, Half, false>(ctx, p, 1));
+    if constexpr (!kIsHalf)
+      if (fits<Short>(p, 1)) return void(launch_registers<K, T, Short, false>(ctx, p, 1));
+    // In 32 bits the kernel of clusters, where a CTA without one is its own.
+    if (fits<Half>(p, 1)) return void(launch_registers<K, T, Half, kPrecise>(ctx, p, 1));
   }
   if (same_offset && device_facts().capability >= 90) {
     if constexpr (kPrecise) {
@@ -409,18 +404,13 @@ void launch_rows(Context& ctx, const Params<T>& p, bool same_offset) {
     } else {
       for (int cluster : {1, 2, 4, 8, 16}) {
         if (launch_tma<K, T, PairShape<16, 2, 4, 48>>(ctx, p, cluster)) return;
-        // fp16 is rare: these rows take clusters of 16.
-        if constexpr (!std::is_same_v<T, __half>)
+        if constexpr (!kIsHalf)
           if (cluster == 8 && launch_tma<K, T, PairShape<20, 2, 4, 40>>(ctx, p, cluster)) return;
       }
     }
   }
-  LaunchConfig grid = {.blocks = std::min<int64_t>(p.rows, int64_t(device_facts().sms) * 2),
-                       .threads = kLoopThreads};
-  if (same_offset)
-    launch(kOp, ctx, looped_kernel<K, T, true>, grid, p);
-  else
-    launch(kOp, ctx, looped_kernel<K, T, false>, grid, p);
+  launch(kOp, ctx, looped_kernel<K, T>,
+         {.blocks = std::min<int64_t>(p.rows, int64_t(device_facts().sms) * 2), .threads = kLoopThreads}, p);
 }
 
 }  // namespace

@@ -317,7 +317,7 @@ __global__ __launch_bounds__(
 }
 
 // Configurations by row length. Beyond 1024 vectors the exponentials do not fit in registers and are
-// computed twice. Mixed offsets have few configurations.
+// computed twice. Rows that are not vectorized are rare and have few, which fp16 rows, rare too, take.
 constexpr RowConfig lanes(int threads_per_row, int vecs_per_thread) {
   return several_rows({.threads_per_row = threads_per_row, .vecs_per_thread = vecs_per_thread});
 }
@@ -326,12 +326,12 @@ constexpr RowConfig cta(int vecs_per_thread, int max_threads, int min_blocks_per
       .vecs_per_thread = vecs_per_thread, .max_threads = max_threads, .min_blocks_per_sm = min_blocks_per_sm};
 }
 constexpr RowConfigs forward_configs(RowAlignment alignment) {
-  if (alignment == RowAlignment::mixed_offset) return RowConfigs(lanes(32, 4), cta(4, 512, 3), cta(8, 1024));
-  return RowConfigs(lanes(8, 2), lanes(16, 2), lanes(32, 2), lanes(32, 4),
-                    alignment == RowAlignment::vectorized ? cta(2, 512, 2) : cta(4, 256, 4), cta(8, 1024));
+  if (alignment == RowAlignment::mixed_offset)
+    return RowConfigs(lanes(8, 2), lanes(32, 4), cta(4, 512, 3), cta(8, 1024));
+  return RowConfigs(lanes(8, 2), lanes(16, 2), lanes(32, 2), lanes(32, 4), cta(2, 512, 2), cta(8, 1024));
 }
 constexpr RowConfigs backward_configs(RowAlignment alignment) {
-  if (alignment == RowAlignment::mixed_offset) return RowConfigs(lanes(32, 4), cta(4, 1024));
+  if (alignment == RowAlignment::mixed_offset) return RowConfigs(lanes(8, 2), lanes(32, 4), cta(4, 1024));
   return RowConfigs(lanes(8, 2), lanes(16, 2), lanes(32, 2), lanes(32, 4), cta(2, 512), cta(4, 1024));
 }
 
@@ -403,13 +403,16 @@ void run(Context& ctx, typename Kernels::Params p, int64_t vecs) {
          {.blocks = p.rows * blocks, .threads = kLooped.max_threads, .pdl = true, .cluster = blocks}, p);
 }
 
-// Calls fn(alignment). `same_offset`: the inputs have the offsets of the output, row by row.
-template <class Fn>
-void dispatch_row_alignment(const Matrix& written, bool same_offset, Fn&& fn) {
-  if (!same_offset) return fn(std::integral_constant<RowAlignment, RowAlignment::mixed_offset>{});
-  is_vectorizable(written.data, written.stride, written.cols, size_of(written.dtype))
-      ? fn(std::integral_constant<RowAlignment, RowAlignment::vectorized>{})
-      : fn(std::integral_constant<RowAlignment, RowAlignment::same_offset>{});
+// `same_offset`: the inputs have the offsets of the output, row by row. Clusters do not distinguish vectorized rows.
+template <template <class, RowAlignment> class Kernels, class T, class Params>
+void run(Context& ctx, const Params& p, const Matrix& written, bool same_offset) {
+  using Vectorized = Kernels<T, RowAlignment::vectorized>;
+  const bool vectorizable = is_vectorizable(written.data, written.stride, written.cols, sizeof(T));
+  const int64_t vecs = max_vecs_of_row(written.row<T>(0), written.stride, written.cols);
+  if constexpr (!std::is_same_v<T, __half>)
+    if (same_offset && (vectorizable || select_config(Vectorized::kConfigs, vecs) < 0))
+      return run<Vectorized>(ctx, p, vecs);
+  run<Kernels<T, RowAlignment::mixed_offset>>(ctx, p, vecs);
 }
 
 }  // namespace
@@ -419,9 +422,7 @@ void softmax_fwd(Context& ctx, const SoftmaxFwd& a) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     Forward<T> p{a.x.row<T>(0), end_of<T>(a.x), a.y.row<T>(0), a.x.rows,
                  a.x.stride,    a.y.stride,     int(a.x.cols)};
-    const int64_t vecs = max_vecs_of_row(p.y, p.y_stride, p.cols);
-    dispatch_row_alignment(a.y, same_row_offsets<T>(a.x, a.y),
-                           [&](auto alignment) { run<ForwardKernels<T, alignment>>(ctx, p, vecs); });
+    run<ForwardKernels, T>(ctx, p, a.y, same_row_offsets<T>(a.x, a.y));
   });
 }
 
@@ -430,9 +431,7 @@ void softmax_bwd(Context& ctx, const SoftmaxBwd& a) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     Backward<T> p{a.dy.row<T>(0), a.y.row<T>(0), end_of<T>(a.dy), end_of<T>(a.y), a.dx.row<T>(0),
                   a.y.rows,       a.dy.stride,   a.y.stride,      a.dx.stride,    int(a.y.cols)};
-    const int64_t vecs = max_vecs_of_row(p.dx, p.dx_stride, p.cols);
-    dispatch_row_alignment(a.dx, same_row_offsets<T>(a.y, a.dx) && same_row_offsets<T>(a.dy, a.dx),
-                           [&](auto alignment) { run<BackwardKernels<T, alignment>>(ctx, p, vecs); });
+    run<BackwardKernels, T>(ctx, p, a.dx, same_row_offsets<T>(a.y, a.dx) && same_row_offsets<T>(a.dy, a.dx));
   });
 }
 
