@@ -17,8 +17,17 @@ void each_section(int64_t first, int64_t end, int64_t sections, const Fn& fn) {
 
 }  // namespace
 
+const float* NormKernels::in_f32(Context& ctx, const Vector& param) const {
+  if (!param || param.dtype == DType::f32) return param.as<float>();
+  float* wide = ctx.scratch_of<float>(param.size);
+  widen(param.data, wide, param.size);
+  return wide;
+}
+
 void norm_forward(Context& ctx, const NormForward& a, const NormKernels& kernels) {
   int64_t rows = a.y.rows, cols = a.y.cols / a.sections;
+  const float* params[kNormMost];
+  for (int k = 0; k < kNormMost; ++k) params[k] = kernels.in_f32(ctx, a.param[k]);
   parallel(ctx, (rows + kRowsPerTask - 1) / kRowsPerTask, [&](int64_t task) {
     int64_t first = task * kRowsPerTask;
     each_section(first, std::min(rows, first + kRowsPerTask), a.sections, [&](int64_t r, int64_t s) {
@@ -32,7 +41,7 @@ void norm_forward(Context& ctx, const NormForward& a, const NormKernels& kernels
                          .eps = a.eps};
       for (int k = 0; k < kNormMost; ++k) {
         row.in[k] = element_at(a.in[k], r, s * cols);
-        row.param[k] = element_at(a.param[k], s * cols);
+        row.param[k] = params[k] ? params[k] + s * cols : nullptr;
       }
       kernels.forward(row, a.formula);
     });
@@ -43,6 +52,7 @@ void norm_backward(Context& ctx, const NormBackward& a, const NormKernels& kerne
   int64_t rows = a.dy.rows, width = a.dy.cols, cols = width / a.sections;
   int64_t chunk = std::max(kRowsPerTask, (rows + kMaxPartials - 1) / kMaxPartials);
   int64_t chunks = (rows + chunk - 1) / chunk;
+  const float* weight = kernels.in_f32(ctx, a.weight);
   float* partials[kNormMost];
   for (int k = 0; k < kNormMost; ++k)
     partials[k] = a.sums[k] ? ctx.scratch_of<float>(chunks * width) : nullptr;
@@ -51,7 +61,7 @@ void norm_backward(Context& ctx, const NormBackward& a, const NormKernels& kerne
       if (p) std::fill(p + c * width, p + (c + 1) * width, 0.0f);
     each_section(c * chunk, std::min(rows, (c + 1) * chunk), a.sections, [&](int64_t r, int64_t s) {
       NormBackwardRow row{.dy = element_at(a.dy, r, s * cols),
-                          .weight = element_at(a.weight, s * cols),
+                          .weight = weight ? weight + s * cols : nullptr,
                           .rstd = a.rstd.as<float>()[r * a.sections + s],
                           .mean = a.mean ? a.mean.as<float>()[r * a.sections + s] : 0.0f,
                           .cols = cols};

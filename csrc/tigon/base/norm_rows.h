@@ -34,16 +34,18 @@ struct NormBackward {
   int64_t sections = 1;
 };
 
-// One section of one row, as the kernels see it.
+// One section of one row, as the kernels see it. Parameters are fp32.
 struct NormForwardRow {
-  const void *in[kNormMost], *param[kNormMost];
+  const void* in[kNormMost];
+  const float* param[kNormMost];
   void *kept, *y;
   float *rstd, *mean;
   int64_t cols;
   float eps;
 };
 struct NormBackwardRow {
-  const void *dy, *in[kNormMost], *weight;
+  const void *dy, *in[kNormMost];
+  const float* weight;
   void* out[kNormMost];
   float *sums[kNormMost], rstd, mean;
   int64_t cols;
@@ -52,13 +54,16 @@ struct NormBackwardRow {
 struct NormKernels {
   void (*forward)(const NormForwardRow&, const void* formula);
   void (*backward)(const NormBackwardRow&, const void* formula);
+  // Of n elements of x's type, exactly.
+  void (*widen)(const void* from, float* to, int64_t n);
+
+  // A parameter in x's type or fp32, as the kernels read it.
+  const float* in_f32(Context& ctx, const Vector& param) const;
 };
-// [x dtype][weight is f32][y is f32]
+// [x dtype][y is f32]
 struct NormTable {
-  NormKernels at[3][2][2];
-  const NormKernels& select(DType x, const Vector& weight, DType y) const {
-    return at[int(x)][weight && weight.dtype == DType::f32][y == DType::f32];
-  }
+  NormKernels at[3][2];
+  const NormKernels& select(DType x, DType y) const { return at[int(x)][y == DType::f32]; }
 };
 
 void norm_forward(Context& ctx, const NormForward& a, const NormKernels& kernels);

@@ -16,7 +16,7 @@ void add_rms_norm_fwd(Context& ctx, const AddRmsNormFwd& a) {
                 .y = a.y,
                 .rstd = a.rstd,
                 .eps = a.eps},
-               TIGON_SELECT(add_rms_norm_table).select(a.x.dtype, a.weight, a.y.dtype));
+               TIGON_SELECT(add_rms_norm_table).select(a.x.dtype, a.y.dtype));
 }
 
 void add_rms_norm_bwd(Context& ctx, const AddRmsNormBwd& a) {
@@ -29,7 +29,7 @@ void add_rms_norm_bwd(Context& ctx, const AddRmsNormBwd& a) {
                  .rstd = a.rstd,
                  .out = {a.dx},
                  .sums = {a.dweight}},
-                TIGON_SELECT(add_rms_norm_table).select(a.h.dtype, a.weight, a.dy.dtype));
+                TIGON_SELECT(add_rms_norm_table).select(a.h.dtype, a.dy.dtype));
 }
 
 }  // namespace tigon::cpu

@@ -17,8 +17,8 @@ struct GatedTables {
 namespace tigon::cpu {
 namespace {
 
-const NormKernels& kernels_for(const GatedRmsNorm& how, DType x, const Vector& weight, DType y) {
-  return TIGON_SELECT(gated_rms_norm_tables).by_order[how.norm_first].select(x, weight, y);
+const NormKernels& kernels_for(const GatedRmsNorm& how, DType x, DType y) {
+  return TIGON_SELECT(gated_rms_norm_tables).by_order[how.norm_first].select(x, y);
 }
 
 }  // namespace
@@ -33,7 +33,7 @@ void gated_rms_norm_fwd(Context& ctx, const GatedRmsNormFwd& a) {
                 .rstd = a.rstd,
                 .eps = a.eps,
                 .sections = a.x.cols / a.how.group},
-               kernels_for(a.how, a.x.dtype, a.weight, a.y.dtype));
+               kernels_for(a.how, a.x.dtype, a.y.dtype));
 }
 
 void gated_rms_norm_bwd(Context& ctx, const GatedRmsNormBwd& a) {
@@ -47,7 +47,7 @@ void gated_rms_norm_bwd(Context& ctx, const GatedRmsNormBwd& a) {
                  .out = {a.dx, a.dgate},
                  .sums = {a.dweight},
                  .sections = a.x.cols / a.how.group},
-                kernels_for(a.how, a.x.dtype, a.weight, a.dy.dtype));
+                kernels_for(a.how, a.x.dtype, a.dy.dtype));
 }
 
 }  // namespace tigon::cpu

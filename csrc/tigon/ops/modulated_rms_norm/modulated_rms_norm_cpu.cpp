@@ -52,9 +52,7 @@ void backward(Context& ctx, const ModulatedRmsNormBwd& a) {
   const GroupGradients<W> of{a};
   const NormScalars scalars{.round_h = a.rounding == Rounding::llama};
   float* scratch = ctx.scratch_of<float>(tasks * parts * 3 * cols);
-  const Vector folded_weight{scratch, DType::f32, cols};
-  const NormKernels& kernels =
-      TIGON_SELECT(modulated_rms_norm_table).select(a.x.dtype, folded_weight, a.x.dtype);
+  const NormKernels& kernels = TIGON_SELECT(modulated_rms_norm_table).select(a.x.dtype, a.x.dtype);
   float* dweights = a.dweight ? ctx.scratch_of<float>(tasks * cols) : nullptr;
   auto dweight_of = [&](int64_t task) { return dweights ? dweights + task * cols : nullptr; };
   if (dweights) std::fill(dweights, dweights + tasks * cols, 0.0f);
@@ -93,17 +91,30 @@ void backward(Context& ctx, const ModulatedRmsNormBwd& a) {
 void modulated_rms_norm_fwd(Context& ctx, const ModulatedRmsNormFwd& a) {
   const ModulatedScalars scalars{{a.weight ? a.offset : 0.0f, a.rounding == Rounding::llama}};
   const int64_t rows = a.x.rows, rows_per_scale = rows / a.scale.rows;
-  const Vector parameter{a.scale.data, a.scale.dtype, a.x.cols};
-  const NormKernels& kernels = TIGON_SELECT(modulated_rms_norm_table).select(a.x.dtype, parameter, a.x.dtype);
-  parallel(ctx, ceil_div(rows, kRowsPerTask), [&](int64_t task) {
-    for (int64_t r = task * kRowsPerTask; r < std::min(rows, (task + 1) * kRowsPerTask); ++r) {
-      const int64_t group = r / rows_per_scale;
+  const int64_t cols = a.x.cols, tasks = ceil_div(rows, kRowsPerTask);
+  const NormKernels& kernels = TIGON_SELECT(modulated_rms_norm_table).select(a.x.dtype, a.x.dtype);
+  const float* weight = kernels.in_f32(ctx, a.weight);
+  // scale and shift of the group of a task's rows in fp32, where they have another type.
+  float* scratch = a.scale.dtype == DType::f32 ? nullptr : ctx.scratch_of<float>(tasks * 2 * cols);
+  parallel(ctx, tasks, [&](int64_t task) {
+    const float *scale = nullptr, *shift = nullptr;
+    for (int64_t r = task * kRowsPerTask, begin = r; r < std::min(rows, begin + kRowsPerTask); ++r) {
+      if (r == begin || r % rows_per_scale == 0) {
+        auto in_f32 = [&](const Matrix& m, float* wide) -> const float* {
+          if (m.data == nullptr) return nullptr;
+          if (scratch == nullptr) return m.row<const float>(r / rows_per_scale);
+          kernels.widen(element_at(m, r / rows_per_scale, 0), wide, cols);
+          return wide;
+        };
+        scale = in_f32(a.scale, scratch + task * 2 * cols);
+        shift = in_f32(a.shift, scratch + (task * 2 + 1) * cols);
+      }
       float unwanted;
       kernels.forward({.in = {element_at(a.x, r, 0)},
-                       .param = {a.weight.data, element_at(a.scale, group, 0), element_at(a.shift, group, 0)},
+                       .param = {weight, scale, shift},
                        .y = element_at(a.y, r, 0),
                        .rstd = a.rstd ? a.rstd.as<float>() + r : &unwanted,
-                       .cols = a.x.cols,
+                       .cols = cols,
                        .eps = a.eps},
                       &scalars);
     }

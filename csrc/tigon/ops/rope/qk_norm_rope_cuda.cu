@@ -300,7 +300,8 @@ void qk_norm_rope_fwd(Context& ctx, const QkNormRopeFwd& a) {
                      .pdl = true},
                     p, uint64_t(rows));
     }
-    const bool packed = std::is_same_v<X, Y> && Norm(a.norm, x.dtype, x.cols).packed(x.dtype);
+    constexpr bool kPacks = std::is_same_v<X, __nv_bfloat16> && std::is_same_v<X, Y>;
+    const bool packed = kPacks && Norm(a.norm, x.dtype, x.cols).packed();
     // Few heads per unit also where all sequences share a token's row of the tables, which is in
     // cache then.
     const bool tables_in_cache =
@@ -311,7 +312,7 @@ void qk_norm_rope_fwd(Context& ctx, const QkNormRopeFwd& a) {
             : heads_per_unit_of(x, a.rope.q.heads + a.rope.k.heads, lanes_of(x, kColumns),
                                 packed ? kMinBlocks<X, true> : kMinBlocks<X, false>);
     const Forward p = forward_of(a, x, heads_per_unit);
-    if constexpr (std::is_same_v<X, Y> && sizeof(X) == 2)
+    if constexpr (kPacks)
       if (packed)
         return halves ? run_forward<forward_kernel<Pairs::halves, true, X, Y>, X>(ctx, p)
                       : run_forward<forward_kernel<Pairs::neighbours, true, X, Y>, X>(ctx, p);

@@ -29,8 +29,8 @@ struct Norm {
         inv_cols(1.0f / float(cols)) {}
 
   // n = h * weight of two 16-bit numbers: the product rounds once, so 16-bit arithmetic gives the
-  // same bits.
-  bool packed(DType x) const { return is_half(x) && round_h && round_n && !f32_weight && offset == 0.0f; }
+  // same bits. For bf16: fp16 is rare.
+  bool packed() const { return round_h && round_n && !f32_weight && offset == 0.0f; }
 
   __device__ __forceinline__ const void* weight(bool second) const { return second ? k_weight : q_weight; }
 
@@ -81,18 +81,14 @@ struct Norm {
   }
 };
 
-__device__ __forceinline__ __nv_bfloat162 product(__nv_bfloat162 a, __nv_bfloat162 b) {
-  return __hmul2_rn(a, b);
-}
-__device__ __forceinline__ __half2 product(__half2 a, __half2 b) { return __hmul2_rn(a, b); }
-
-template <class X, int N>
-__device__ __forceinline__ Vec<X, N> product(Vec<X, N> a, const Vec<X, N>& b) {
-  using Two = std::conditional_t<std::is_same_v<X, __half>, __half2, __nv_bfloat162>;
+template <int N>
+__device__ __forceinline__ Vec<__nv_bfloat16, N> product(Vec<__nv_bfloat16, N> a,
+                                                         const Vec<__nv_bfloat16, N>& b) {
+  using Two = __nv_bfloat162;
 #pragma unroll
   for (int n = 0; n < N / 2; ++n)
     reinterpret_cast<Two*>(a.v)[n] =
-        product(reinterpret_cast<const Two*>(a.v)[n], reinterpret_cast<const Two*>(b.v)[n]);
+        __hmul2_rn(reinterpret_cast<const Two*>(a.v)[n], reinterpret_cast<const Two*>(b.v)[n]);
   return a;
 }
 
