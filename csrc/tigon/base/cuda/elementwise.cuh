@@ -14,7 +14,8 @@
 // A matrix may hold several values of a point side by side (gate and up interleaved by columns).
 // Such a functor says how many of its values each matrix holds by `static constexpr int
 // in_width(int matrix)` and `out_width`; they are deinterleaved in registers. A functor with long
-// arithmetic defines is_long() as true and gets more vectors per thread.
+// arithmetic defines is_long() as true and gets more vectors per thread. Functors that share single(),
+// a functor of the same inputs and results, share the kernels of single elements, which are rare.
 #pragma once
 
 #include <algorithm>
@@ -232,6 +233,17 @@ void run(const char* op, Context& ctx, const Pointwise<F>& call) {
   });
 }
 
+template <bool Flat, class F>
+void run_single(const char* op, Context& ctx, const Pointwise<F>& call) {
+  if constexpr (requires { call.f.single(); }) {
+    Pointwise<decltype(call.f.single())> single{.f = call.f.single()};
+    std::copy_n(call.in, kIns<F>, single.in), std::copy_n(call.out, kOuts<F>, single.out);
+    run<Flat, false>(op, ctx, single);
+  } else {
+    run<Flat, false>(op, ctx, call);
+  }
+}
+
 template <class F>
 struct Variant {
   const char* name;
@@ -245,8 +257,8 @@ inline constexpr Variant<F> kVariants[] = {
     {"flat, 16-byte packs", [](const Pointwise<F>& c) { return is_flat(c) && starts_aligned(c); },
      &run<true, true, F>},
     {"rows, 16-byte packs", [](const Pointwise<F>& c) { return rows_vectorizable(c); }, &run<false, true, F>},
-    {"flat, single elements", [](const Pointwise<F>& c) { return is_flat(c); }, &run<true, false, F>},
-    {"rows, single elements", [](const Pointwise<F>&) { return true; }, &run<false, false, F>},
+    {"flat, single elements", [](const Pointwise<F>& c) { return is_flat(c); }, &run_single<true, F>},
+    {"rows, single elements", [](const Pointwise<F>&) { return true; }, &run_single<false, F>},
 };
 
 }  // namespace pointwise_detail

@@ -89,7 +89,7 @@ struct BackwardRow {
   static constexpr int kMeans = B::kSubtractMean ? 2 : 1, kPair = N % 2 == 0 ? 2 : 1;
   // A branch on whether h is rounded doubles the code of the first pass: rare rows select each element.
   static constexpr bool kSelectsRounding =
-      kAlignment != RowAlignment::vectorized || (kRareTypes<X, W> && !kRowGroups<B>);
+      kAlignment == RowAlignment::mixed_offset || (kRareTypes<X, W> && !kRowGroups<B>);
   const NormBackward<B, W, Y>& p;
   int group;
   // The first column of the group that vectors hold, of all columns.
@@ -168,13 +168,15 @@ struct BackwardRow {
           d[k] = p.f.upstream(dy[j + k], x);
           add_means(h[k], d[k], w[j + k], means);
         }
-        if constexpr (rounded) {
+        if constexpr (kSelectsRounding) {
           float exact[kPair];
 #pragma unroll
           for (int k = 0; k < kPair; ++k) exact[k] = h[k];
           round_all<X>(h);
 #pragma unroll
-          for (int k = 0; k < kPair; ++k) h[k] = kSelectsRounding && !p.f.round_h ? exact[k] : h[k];
+          for (int k = 0; k < kPair; ++k) h[k] = p.f.round_h ? h[k] : exact[k];
+        } else if constexpr (rounded) {
+          round_all<X>(h);
         }
 #pragma unroll
         for (int k = 0; k < kPair; ++k) {
@@ -183,7 +185,10 @@ struct BackwardRow {
         }
       }
     };
-    kSelectsRounding || p.f.round_h ? add(std::true_type{}) : add(std::false_type{});
+    if constexpr (kSelectsRounding)
+      add(std::true_type{});
+    else
+      p.f.round_h ? add(std::true_type{}) : add(std::false_type{});
   }
   // The first pass over a thread's vectors. fetch(i) makes in[i] and dy[i] those of the row.
   template <int K, class Weights, class Fetch>

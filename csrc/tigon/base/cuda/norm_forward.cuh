@@ -195,7 +195,7 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
       break;
     case NormKernel::shared_params:
       if constexpr (kRowParams<F>) {
-        with_config<kForwardSharedConfigs>(plan.config, [&]<RowConfig kConfig>() {
+        with_config<forward_shared_configs(kTraits)>(plan.config, [&]<RowConfig kConfig>() {
           static OccupancyCache cache;
           occupancy = &cache;
           entry = entry_of(forward_shared_params_kernel<F, W, Y, kTraits.vec_size(), ConfigType<kConfig>>);

@@ -40,7 +40,7 @@ struct NormTraits {
   bool same_offset, clusters;
   // kRowParams or kRowGroups: the kernels that keep parameters or column sums of rows of any offset do not take them.
   bool by_row;
-  // kRareTypes, unless by_row, whose kernels share configurations: fewer configurations.
+  // kRareTypes; where by_row, whose kernels share configurations, fp16 alone, and forward: fewer configurations.
   bool rare;
   int x_bytes, weight_bytes, y_bytes;
 
@@ -60,7 +60,7 @@ constexpr NormTraits forward_traits() {
           .same_offset = kSame && !kGated && (!kIsHalf<X> || kPerChannel<F>),
           .clusters = kSame && !kGated && (!kIsHalf<X> || kPerChannel<F>),
           .by_row = kRowParams<F>,
-          .rare = kRareTypes<X, W> && !kRowParams<F>,
+          .rare = kRowParams<F> ? kIsHalf<X> : kRareTypes<X, W>,
           .x_bytes = int(sizeof(X)),
           .weight_bytes = int(sizeof(W)),
           .y_bytes = int(sizeof(Y))};
@@ -178,6 +178,7 @@ constexpr RowConfigs forward_register_configs(const NormTraits& t) {
                     warp = several_rows({.threads_per_row = 32,
                                          .vecs_per_thread = 4,
                                          .min_blocks_per_sm = t.columns == 1 ? 8 : 5});
+    if (t.rare && t.by_row) return RowConfigs(quarter, warp, cta(4, 384, 3), cta(8, 1024));
     if (t.rare) return RowConfigs(quarter, warp, cta(8, 1024));
     return RowConfigs(
         several_rows({.threads_per_row = 4, .vecs_per_thread = 2}), quarter,
@@ -210,11 +211,13 @@ constexpr RowConfigs forward_persistent_configs(RowAlignment alignment) {
 // Forward, vectorized rows of groups that share parameters: CTAs of one group keep them in shared memory. Threads and vectors are
 // those of forward_register_configs, so that rows have the same bits. In shorter groups the copies cost more than they save.
 constexpr int64_t kManyRowsPerParam = 8;
-constexpr RowConfigs kForwardSharedConfigs{
-    several_rows({.threads_per_row = 32, .vecs_per_thread = 4, .min_blocks_per_sm = 6}),
-    RowConfig{.vecs_per_thread = 4, .max_threads = 128, .min_blocks_per_sm = 8},
-    RowConfig{.vecs_per_thread = 4, .max_threads = 256, .min_blocks_per_sm = 4},
-    RowConfig{.vecs_per_thread = 4, .max_threads = 384, .min_blocks_per_sm = 2}};
+constexpr RowConfigs forward_shared_configs(const NormTraits& t) {
+  const RowConfig warp = several_rows({.threads_per_row = 32, .vecs_per_thread = 4, .min_blocks_per_sm = 6}),
+                  longest{.vecs_per_thread = 4, .max_threads = 384, .min_blocks_per_sm = 2};
+  if (t.rare) return RowConfigs(warp, longest);
+  return RowConfigs(warp, RowConfig{.vecs_per_thread = 4, .max_threads = 128, .min_blocks_per_sm = 8},
+                    RowConfig{.vecs_per_thread = 4, .max_threads = 256, .min_blocks_per_sm = 4}, longest);
+}
 // Forward, clusters: as many stages as the passes need, and one more.
 constexpr RowConfigs forward_cluster_configs(const NormTraits& t) {
   return RowConfigs(RowConfig{.vecs_per_thread = 4,
@@ -350,7 +353,7 @@ constexpr NormPlan plan_forward(const NormTraits& t, const NormProblem& p, const
         plan.rows.threads_per_row % 32 == 0) {
       NormTraits present = t;
       present.columns = p.params;
-      select_plan(plan, NormKernel::shared_params, RowAlignment::vectorized, kForwardSharedConfigs, vecs,
+      select_plan(plan, NormKernel::shared_params, RowAlignment::vectorized, forward_shared_configs(t), vecs,
                   limits,
                   [&](const RowConfig& c, int threads) { return forward_shared(present, c, threads); });
     }

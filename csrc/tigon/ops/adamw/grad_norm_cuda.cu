@@ -1,14 +1,17 @@
-// CUDA backend of the gradient norm: a CTA sums the squares of one chunk of one gradient, one CTA the chunks.
+// CUDA backend of the gradient norm: a CTA sums the squares of one chunk of one gradient, one CTA the chunks. And of scale: a CTA
+// scales one chunk of one tensor of the list.
+#include "tigon/base/cuda/math.cuh"
 #include "tigon/base/cuda/tensor_list.cuh"
 #include "tigon/base/cuda/vec.cuh"
 #include "tigon/ops/adamw/grad_norm_finish.h"
+#include "tigon/ops/adamw/scale.h"
 
 namespace tigon::cuda {
 namespace {
 
 using namespace adamw_detail;
 
-constexpr const char* kOp = "grad_norm";
+constexpr const char *kOp = "grad_norm", *kScale = "scale";
 constexpr int kThreads = 256, kFinishThreads = 1024, kVecsInFlight = 4;
 
 __device__ __forceinline__ double sum_warp(double x) {
@@ -85,6 +88,52 @@ __global__ void __launch_bounds__(kFinishThreads)
   if (threadIdx.x == 0) finish_norm(sum, grad_scale, max_norm, total, norm, factor);
 }
 
+constexpr int64_t kScaleChunk = 16384;
+
+template <class T>
+__device__ __forceinline__ void scale_chunk(T* p, int n, float factor) {
+  constexpr int N = 16 / sizeof(T);
+  const int thread = int(threadIdx.x);
+  const VectorSplit<N, T> split(p, n);
+  if (const int at = split.edge(thread); at >= 0) {
+    Vec<T, 1> edge = load_stream<T, 1>(p + at);
+    edge.set({mul(edge[0], factor)});
+    store(p + at, edge);
+  }
+  T* aligned = p + split.head;
+#pragma unroll 1
+  for (int first = thread; first < split.vecs; first += kThreads * kVecsInFlight) {
+    Vec<T, N> x[kVecsInFlight];
+#pragma unroll
+    for (int h = 0; h < kVecsInFlight; ++h)
+      x[h] = load_predicated<T, N>(first + h * kThreads < split.vecs, aligned + (first + h * kThreads) * N);
+#pragma unroll
+    for (int h = 0; h < kVecsInFlight; ++h) {
+      float y[N];
+#pragma unroll
+      for (int k = 0; k < N; ++k) y[k] = mul(x[h][k], factor);
+      x[h].set(y);
+      store_predicated<T, N>(first + h * kThreads < split.vecs, aligned + (first + h * kThreads) * N, x[h]);
+    }
+  }
+}
+
+template <size_t Bytes>
+__global__ void __launch_bounds__(kThreads, 6)
+    scale_kernel(const unsigned char* table, int count, const float* by,
+                 const __grid_constant__ TableBlock<Bytes> block) {
+  const float factor = *by;
+  if (factor == 1.0f) return;
+  const auto* entries = reinterpret_cast<const VectorEntry*>(table != nullptr ? table : block.bytes);
+  const Vector x = vector_chunk(entries, count, kScaleChunk);
+  const int n = int(x.size);
+  switch (x.dtype) {
+    case DType::bf16: return scale_chunk(static_cast<__nv_bfloat16*>(x.data), n, factor);
+    case DType::f16: return scale_chunk(static_cast<__half*>(x.data), n, factor);
+    default: return scale_chunk(static_cast<float*>(x.data), n, factor);
+  }
+}
+
 }  // namespace
 
 void grad_norm(Context& ctx, const GradNorm& a) {
@@ -99,6 +148,16 @@ void grad_norm(Context& ctx, const GradNorm& a) {
   launch(kOp, ctx, finish_kernel, {.threads = kFinishThreads, .pdl = true}, partials, int(chunks),
          a.grad_scale.as<float>(), a.max_norm, a.total.as<double>(), a.norm.as<float>(),
          a.factor.as<float>());
+}
+
+void scale(Context& ctx, const Scale& a) {
+  const size_t n = a.tensors.size();
+  TableWriter table(kScale, ctx, n * sizeof(VectorEntry));
+  const int64_t chunks = append_vectors(kScale, "tensors", table, a.tensors, kScaleChunk);
+  table.finish([&](const unsigned char* at, const auto& block) {
+    launch(kScale, ctx, scale_kernel<sizeof(block)>, {.blocks = chunks, .threads = kThreads}, at, int(n),
+           a.factor.as<float>(), block);
+  });
 }
 
 }  // namespace tigon::cuda

@@ -400,9 +400,11 @@ void run_rows(Context& ctx, const Params<T>& p, bool aligned) {
   int cluster = 1;
   if (facts.capability >= 90)
     while (cluster < kMaxCluster && slice(cluster) > third_of_sm) cluster *= 2;
-  if (slice(cluster) <= max_shared_per_block &&
-      launch_smem<General, D>(ctx, p, vecs, cluster, max_shared_per_block))
-    return;
+  // Gradients in fp16 are rare: their rows are looped.
+  if constexpr (!std::is_same_v<D, __half>)
+    if (slice(cluster) <= max_shared_per_block &&
+        launch_smem<General, D>(ctx, p, vecs, cluster, max_shared_per_block))
+      return;
   launch(kOp, ctx, looped_kernel<General, T, D>,
          {.blocks = std::min<int64_t>(p.rows, INT32_MAX), .threads = kLoopThreads}, p);
 }

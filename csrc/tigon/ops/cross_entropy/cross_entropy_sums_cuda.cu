@@ -1,14 +1,26 @@
 // CUDA backend of cross_entropy around the rows: the factor of a reduction, the total, the
-// rescaling of a stored gradient. Nothing synchronises with the host.
+// rescaling of a stored gradient; several labels a row, a thread for each row where they are compared, for each
+// label otherwise (threads of the same label write the same value); cross_entropy_combine, a thread per row.
+// Nothing synchronises with the host.
 #include <algorithm>
+#include <cmath>
 
 #include "tigon/base/cuda/aligned_row.cuh"
 #include "tigon/base/cuda/launch.cuh"
+#include "tigon/base/cuda/math.cuh"
+#include "tigon/base/cuda/vec.cuh"
 #include "tigon/base/dispatch.h"
 #include "tigon/ops/cross_entropy/cross_entropy.h"
+#include "tigon/ops/cross_entropy/cross_entropy_labels.h"
+#include "tigon/ops/cross_entropy/cross_entropy_shards.h"
 
 namespace tigon::cuda {
 namespace {
+
+#include "tigon/ops/cross_entropy/cross_entropy_labels.inc"
+#define TIGON_ROW __device__ __forceinline__
+#include "tigon/ops/cross_entropy/cross_entropy_shards.inc"
+#undef TIGON_ROW
 
 constexpr const char* kOp = "cross_entropy";
 
@@ -127,6 +139,51 @@ __global__ __launch_bounds__(kRescaleThreads) void rescale_kernel(T* grad, int64
   }
 }
 
+constexpr int kLabelThreads = 128;
+
+__device__ int64_t thread_of_grid() { return int64_t(blockIdx.x) * kLabelThreads + threadIdx.x; }
+
+__global__ __launch_bounds__(kLabelThreads) void targets_kernel(const __grid_constant__ LabelPointers p) {
+  const int64_t row = thread_of_grid();
+  if (row < p.rows) label_target(p, row);
+}
+
+template <class T>
+__global__ __launch_bounds__(kLabelThreads) void scores_kernel(const __grid_constant__ LabelPointers p,
+                                                               const T* logits, int64_t n) {
+  const int64_t i = thread_of_grid();
+  if (i < n) label_scores(p, logits, i, [](T x) { return widen(x); });
+}
+
+template <class T>
+__global__ __launch_bounds__(kLabelThreads) void gradient_kernel(const __grid_constant__ LabelPointers p,
+                                                                 T* dlogits, int64_t n) {
+  const int64_t i = thread_of_grid() / p.count, k = thread_of_grid() % p.count;
+  if (i < n && label_has_gradient(p, i, k))
+    dlogits[i * p.dlogits_stride + labels_of(p, i)[k]] = narrow<T>(float(label_gradient(p, i, k)));
+}
+
+__global__ __launch_bounds__(kLabelThreads) void results_kernel(const __grid_constant__ LabelPointers p) {
+  const int64_t row = thread_of_grid() / p.count, k = thread_of_grid() % p.count;
+  if (row < p.rows) label_result(p, row, k);
+}
+
+int64_t blocks_of(int64_t threads) { return ceil_div(threads, int64_t(kLabelThreads)); }
+
+constexpr int kCombineThreads = 128;
+
+__global__ __launch_bounds__(kCombineThreads) void combine_kernel(const __grid_constant__ ShardPointers p,
+                                                                  int64_t rows) {
+  const int64_t r = int64_t(blockIdx.x) * kCombineThreads + threadIdx.x;
+  if (r < rows) combine_row(p, r);
+}
+
+__global__ __launch_bounds__(kCombineThreads) void empty_kernel(float* part, int64_t rows, int64_t cols,
+                                                                int64_t stride) {
+  const int64_t i = int64_t(blockIdx.x) * kCombineThreads + threadIdx.x;
+  if (i < rows * cols) part[i / cols * stride + i % cols] = -INFINITY;
+}
+
 }  // namespace
 
 void cross_entropy_scale(Context& ctx, const CrossEntropyScale& a) {
@@ -157,6 +214,45 @@ void cross_entropy_rescale(Context& ctx, const CrossEntropyRescale& a) {
     launch(kOp, ctx, rescale_kernel<T>, {.blocks = blocks, .threads = kRescaleThreads}, a.grad.row<T>(0),
            rows, cols, a.grad.stride, a.factor.as<float>());
   });
+}
+
+void cross_entropy_label_targets(Context& ctx, const CrossEntropyLabels& a) {
+  launch(kOp, ctx, targets_kernel, {.blocks = blocks_of(a.target.size), .threads = kLabelThreads},
+         label_pointers(a));
+}
+
+void cross_entropy_label_scores(Context& ctx, const CrossEntropyLabels& a) {
+  dispatch_float(kOp, "logits", a.logits.dtype, [&](auto t) {
+    using T = typename DeviceType<typename decltype(t)::type>::type;
+    launch(kOp, ctx, scores_kernel<T>, {.blocks = blocks_of(a.chosen.size), .threads = kLabelThreads},
+           label_pointers(a), static_cast<const T*>(a.logits.row<T>(0)), a.chosen.size);
+  });
+}
+
+void cross_entropy_label_gradient(Context& ctx, const CrossEntropyLabels& a) {
+  dispatch_float(kOp, "dlogits", a.dlogits.dtype, [&](auto t) {
+    using T = typename DeviceType<typename decltype(t)::type>::type;
+    launch(kOp, ctx, gradient_kernel<T>,
+           {.blocks = blocks_of(a.chosen.size * a.count), .threads = kLabelThreads}, label_pointers(a),
+           a.dlogits.row<T>(0), a.chosen.size);
+  });
+}
+
+void cross_entropy_label_results(Context& ctx, const CrossEntropyLabels& a) {
+  launch(kOp, ctx, results_kernel, {.blocks = blocks_of(a.labels.size), .threads = kLabelThreads},
+         label_pointers(a));
+}
+
+void cross_entropy_combine(Context& ctx, const CrossEntropyCombine& a) {
+  const int64_t rows = a.target.size;
+  launch("cross_entropy_combine", ctx, combine_kernel,
+         {.blocks = ceil_div(rows, kCombineThreads), .threads = kCombineThreads}, shard_pointers(a), rows);
+}
+
+void cross_entropy_empty_part(Context& ctx, const CrossEntropyEmptyPart& a) {
+  launch("cross_entropy_combine", ctx, empty_kernel,
+         {.blocks = ceil_div(a.part.rows * a.part.cols, kCombineThreads), .threads = kCombineThreads},
+         a.part.row<float>(0), a.part.rows, a.part.cols, a.part.stride);
 }
 
 }  // namespace tigon::cuda

@@ -386,10 +386,11 @@ void launch_rows(Context& ctx, const Params<T>& p, bool same_offset) {
   // Two rows per SM: one computes while the other waits.
   using Half = RegisterShape<256, kPrecise ? 16 : 32, 3, 2>;
   if (same_offset) {
-    if constexpr (!kIsHalf)
+    if constexpr (!kIsHalf) {
       if (fits<Short>(p, 1)) return void(launch_registers<K, T, Short, false>(ctx, p, 1));
-    // In 32 bits the kernel of clusters, where a CTA without one is its own.
-    if (fits<Half>(p, 1)) return void(launch_registers<K, T, Half, kPrecise>(ctx, p, 1));
+      // In 32 bits the kernel of clusters, where a CTA without one is its own.
+      if (fits<Half>(p, 1)) return void(launch_registers<K, T, Half, kPrecise>(ctx, p, 1));
+    }
   }
   if (same_offset && device_facts().capability >= 90) {
     if constexpr (kPrecise) {

@@ -242,6 +242,17 @@ __device__ __forceinline__ void load_biased(const T* row, const T* bias, GateCol
   }
 }
 
+// Calls fn.operator()<kind>(), which is K for vectors: single elements, which are rare, have one kernel for all kinds.
+template <GluKind K, int N, class Fn>
+__device__ __forceinline__ void with_kind_of(const GluOptions& options, Fn&& fn) {
+  if constexpr (N > 1)
+    fn.template operator()<K>();
+  else
+    with_kind(options.kind, fn);
+}
+template <GluKind K, int N>
+constexpr GluKind kKernelKind = N > 1 ? K : GluKind::swiglu;
+
 template <GluKind K, class T, int N>
 __global__ __launch_bounds__(kThreads) void gate_kernel(Rows<const T> gate_up, Rows<const T> bias,
                                                         Offsets offsets, Rows<T> act, int n,
@@ -253,8 +264,10 @@ __global__ __launch_bounds__(kThreads) void gate_kernel(Rows<const T> gate_up, R
   const T* of_expert = bias.data == nullptr ? nullptr : bias[offsets.expert_of(int(row))];
   float g[N], u[N];
   load_biased<T, N>(gate_up[row], of_expert, gate.columns, vec * N, n, g, u);
+  with_kind_of<K, N>(gate.unit, [&]<GluKind kKind>() {
 #pragma unroll
-  for (int k = 0; k < N; ++k) g[k] = glu_y<K>(g[k], u[k], gate.unit);
+    for (int k = 0; k < N; ++k) g[k] = glu_y<kKind>(g[k], u[k], gate.unit);
+  });
   Vec<T, N> out;
   out.set(g);
   store<T, N>(act[row] + vec * N, out);
@@ -291,12 +304,14 @@ __global__ __launch_bounds__(kRowThreads) void gate_bwd_kernel(const __grid_cons
     const Vec<T, N> d = load_stream<T, N>(p.dact[row] + i);
     float g[N], u[N], weighted[N];
     load_biased<T, N>(p.gate_up[row], bias, p.gate.columns, i, p.n, g, u);
+    with_kind_of<K, N>(p.gate.unit, [&]<GluKind kKind>() {
 #pragma unroll
-    for (int k = 0; k < N; ++k) {
-      float dg, du, dw;
-      experts_point<K>(d[k], weight, g[k], u[k], p.gate.unit, weighted[k], dg, du, dw);
-      g[k] = dg, u[k] = du, sum += dw;
-    }
+      for (int k = 0; k < N; ++k) {
+        float dg, du, dw;
+        experts_point<kKind>(d[k], weight, g[k], u[k], p.gate.unit, weighted[k], dg, du, dw);
+        g[k] = dg, u[k] = du, sum += dw;
+      }
+    });
     if (p.act.data != nullptr) {
       Vec<T, N> out;
       out.set(weighted);
@@ -320,7 +335,7 @@ template <GluKind K>
 void gate_fwd(Context& ctx, const ExpertsGateFwd& a) {
   by_type(a.act, {&a.gate_up, &a.bias}, [&]<class T, int N>() {
     const int n = int(a.act.cols);
-    launch(kOp, ctx, gate_kernel<K, T, N>,
+    launch(kOp, ctx, gate_kernel<kKernelKind<K, N>, T, N>,
            {.blocks = ceil_div(a.act.rows * (n / N), kThreads), .threads = kThreads},
            rows_of<const T>(a.gate_up), rows_of<const T>(a.bias), offsets_of(a.offsets), rows_of<T>(a.act), n,
            a.gate);
@@ -332,7 +347,8 @@ void gate_bwd(Context& ctx, const ExpertsGateBwd& a) {
   const bool summed = bool(a.dweights) && a.down_bias.data != nullptr;
   const Matrix g = summed ? a.g : Matrix{}, down_bias = summed ? a.down_bias : Matrix{};
   by_type(a.dact, {&a.gate_up, &a.bias, &a.dgate_up, &a.act, &g, &down_bias}, [&]<class T, int N>() {
-    launch(kOp, ctx, gate_bwd_kernel<K, T, N>, {.blocks = a.dact.rows, .threads = kRowThreads},
+    launch(kOp, ctx, gate_bwd_kernel<kKernelKind<K, N>, T, N>,
+           {.blocks = a.dact.rows, .threads = kRowThreads},
            GateBwd<T>{.dact = rows_of<const T>(a.dact),
                       .gate_up = rows_of<const T>(a.gate_up),
                       .bias = rows_of<const T>(a.bias),

@@ -10,22 +10,38 @@ namespace {
 
 #include "tigon/ops/glu/glu_math.inc"
 
-template <GluKind K>
-struct Forward {
-  // gate, up -> y
+// gate, up -> y; dy, gate, up -> dgate, dup. Of any kind, for single elements.
+struct AnyForward {
   static constexpr int kIn = 2, kOut = 1;
-  static constexpr bool is_long() { return K == GluKind::geglu; }
   GluOptions options;
   __device__ void operator()(const float (&in)[kIn], float (&out)[kOut]) const {
-    out[0] = glu_y<K>(in[0], in[1], options);
+    with_kind(options.kind, [&]<GluKind K>() { out[0] = glu_y<K>(in[0], in[1], options); });
+  }
+};
+struct AnyBackward {
+  static constexpr int kIn = 3, kOut = 2;
+  GluOptions options;
+  __device__ void operator()(const float (&in)[kIn], float (&out)[kOut]) const {
+    with_kind(options.kind,
+              [&]<GluKind K>() { glu_gradients<K>(in[0], in[1], in[2], options, out[0], out[1]); });
   }
 };
 
 template <GluKind K>
+struct Forward {
+  static constexpr int kIn = 2, kOut = 1;
+  static constexpr bool is_long() { return K == GluKind::geglu; }
+  GluOptions options;
+  AnyForward single() const { return {options}; }
+  __device__ void operator()(const float (&in)[kIn], float (&out)[kOut]) const {
+    out[0] = glu_y<K>(in[0], in[1], options);
+  }
+};
+template <GluKind K>
 struct Backward {
-  // dy, gate, up -> dgate, dup
   static constexpr int kIn = 3, kOut = 2;
   GluOptions options;
+  AnyBackward single() const { return {options}; }
   __device__ void operator()(const float (&in)[kIn], float (&out)[kOut]) const {
     glu_gradients<K>(in[0], in[1], in[2], options, out[0], out[1]);
   }
@@ -34,11 +50,13 @@ struct Backward {
 // Gate and up, and their gradients, interleaved in one matrix.
 template <GluKind K>
 struct InterleavedForward : Forward<K> {
+  void single() const = delete;
   static constexpr bool is_long() { return true; }
   static constexpr int in_width(int) { return 2; }
 };
 template <GluKind K>
 struct InterleavedBackward : Backward<K> {
+  void single() const = delete;
   static constexpr bool is_long() { return true; }
   static constexpr int in_width(int i) { return i == 0 ? 1 : 2; }
   static constexpr int out_width(int) { return 2; }
