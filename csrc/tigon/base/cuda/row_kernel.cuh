@@ -99,7 +99,7 @@ struct Row {
   template <class Keep, class Fn>
   __device__ __forceinline__ void for_each_vec_if(Keep&& keep, Fn&& fn) {
     each([&](int i, int) {
-      if (keep(max_of_vec(i))) fn(unpacked(i).x);
+      if (kKeepsAll || keep(max_of_vec(i))) fn(unpacked(i).x);
     });
   }
   template <class Keep, class Fn>
@@ -108,7 +108,7 @@ struct Row {
     each([&](int i, int k) {
       if (!live || k >= like.vecs) return;
       float out[N] = {};
-      if (keep(max_of_vec(i))) {
+      if (kKeepsAll || keep(max_of_vec(i))) {
         const Vecs in = unpacked(i);
 #pragma unroll
         for (int j = 0; j < N; ++j) out[j] = fn(in.x, j);
@@ -142,6 +142,8 @@ struct Row {
         in{{AlignedRowLoader<T, true>(like, op.rows.in[K] + (live ? r : 0) * op.rows.in_stride[K],
                                       op.rows.end[K], Op::kFill[K] ? kMinusInf<T> : 0u, live)...}} {}
 
+  // Two vectors are as quick to compute as to leave out.
+  static constexpr bool kKeepsAll = VecsPerThread <= 2;
   struct Vecs {
     float x[kIn][N];
   };

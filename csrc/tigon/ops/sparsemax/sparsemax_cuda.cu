@@ -14,30 +14,38 @@ namespace {
 
 constexpr const char* kOp = "sparsemax";
 
+// The bits of numbers as integers of the same order, NaN above all; and back.
+__device__ __forceinline__ int in_order(int bits) { return bits ^ (bits >> 31 & 0x7fffffff); }
+struct Min {
+  __device__ static float combine(float a, float b) { return fminf(a, b); }
+};
+// Max or Min; of a warp by one instruction.
+template <class Op, int Width>
+__device__ __forceinline__ float extreme_of_lanes(float x) {
+  if constexpr (Width < 32) return reduce_lanes<Op, Width>(x);
+  const int key = in_order(__float_as_int(x));
+  return __int_as_float(
+      in_order(std::is_same_v<Op, Max> ? __reduce_max_sync(~0u, key) : __reduce_min_sync(~0u, key)));
+}
+
 // The largest entry; of a warp or more, NaN if there is one.
 struct alignas(16) Largest {
   float x, unused[3];
   __device__ static Largest identity() { return {-INFINITY, {}}; }
   template <int Width>
   __device__ __forceinline__ void all_reduce_lanes() {
-    if constexpr (Width < 32)
-      x = reduce_lanes<Max, Width>(x);
-    else
-      x = __int_as_float(in_order(__reduce_max_sync(~0u, in_order(__float_as_int(x)))));
+    x = extreme_of_lanes<Max, Width>(x);
   }
-
- private:
-  // The bits of numbers as integers of the same order, NaN above all; and back.
-  __device__ static int in_order(int bits) { return bits ^ (bits >> 31 & 0x7fffffff); }
 };
-// The sum and the size of a set of entries.
+// The sum, the size and the least of a set of entries; none is above 0.
 struct alignas(16) Entries {
-  float sum, size, unused[2];
+  float sum, size, least, unused;
   __device__ static Entries identity() { return {}; }
   template <int Width>
   __device__ __forceinline__ void all_reduce_lanes() {
     sum = reduce_lanes<Sum, Width>(sum);
     size = Width < 32 ? reduce_lanes<Sum, Width>(size) : float(__reduce_add_sync(~0u, int(size)));
+    least = extreme_of_lanes<Min, Width>(least);
   }
 };
 
@@ -65,15 +73,17 @@ struct Forward {
         float sum = 0.0f, size = 0.0f;
 #pragma unroll
         for (int j = 0; j < N; ++j) {
-          const float z = x[0][j] - top;
-          sum += where_above(z, tau, z);
+          const float z = x[0][j] - top, entry = where_above(z, tau, z);
+          sum += entry;
           size += where_above(z, tau, 1.0f);
+          own.least = fminf(own.least, entry);
         }
         own.sum += sum, own.size += size;
       });
       const Entries all = row.all_reduce(own);
       if (shrinks) tau = (all.sum - 1.0f) / all.size;
-      shrinks = shrinks && all.size < size;
+      // The set is the support where it is above the tau that follows from it, or stays the same.
+      shrinks = shrinks && all.size < size && !(all.least > tau);
       size = all.size;
     } while (__any_sync(0xffffffffu, shrinks));
     row.write_if(has_support,
