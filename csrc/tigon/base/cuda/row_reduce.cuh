@@ -206,15 +206,7 @@ struct alignas(8) OnlineSoftmax {
   __device__ static OnlineSoftmax identity() { return {-INFINITY, 0.0f}; }
   template <int Width>
   __device__ __forceinline__ void all_reduce_lanes() {
-    float top;
-    if constexpr (Width == 32) {
-      // Order-preserving map of floats to integers.
-      int i = __float_as_int(m);
-      i = __reduce_max_sync(0xffffffffu, i ^ (i >> 31 & 0x7fffffff));
-      top = __int_as_float(i ^ (i >> 31 & 0x7fffffff));
-    } else {
-      top = reduce_lanes<Max, Width>(m);
-    }
+    const float top = extreme_of_lanes<Max, Width>(m);
     if (m != top) s *= exp_minus_max<T>(m, top);
     m = top;
     s = reduce_lanes<Sum, Width>(s);

@@ -14,20 +14,6 @@ namespace {
 
 constexpr const char* kOp = "sparsemax";
 
-// The bits of numbers as integers of the same order, NaN above all; and back.
-__device__ __forceinline__ int in_order(int bits) { return bits ^ (bits >> 31 & 0x7fffffff); }
-struct Min {
-  __device__ static float combine(float a, float b) { return fminf(a, b); }
-};
-// Max or Min; of a warp by one instruction.
-template <class Op, int Width>
-__device__ __forceinline__ float extreme_of_lanes(float x) {
-  if constexpr (Width < 32) return reduce_lanes<Op, Width>(x);
-  const int key = in_order(__float_as_int(x));
-  return __int_as_float(
-      in_order(std::is_same_v<Op, Max> ? __reduce_max_sync(~0u, key) : __reduce_min_sync(~0u, key)));
-}
-
 // The largest entry; of a warp or more, NaN if there is one.
 struct alignas(16) Largest {
   float x, unused[3];
