@@ -170,7 +170,7 @@ def _run(
     sizes = Sizes(
         device, hidden.dtype, listed.labels.shape[0], size, shards.widest, needs & WEIGHT != 0,
         main_grad is not None, 0 if head.lora is None else parameters.lora_a.shape[0],
-        wide and hidden.dtype != torch.float32, shares, 4 * rows.count * (1 + shards.size),
+        wide and hidden.dtype != torch.float32, shares, 4 * rows.per_row() * (1 + shards.size),
         listed.index is not None,
     )  # fmt: skip
     chunk, keep = choose(op, sizes, head.chunk_rows, head.max_workspace_mb, head.keep_mb, entropy)

@@ -244,11 +244,13 @@ def _run(
         operands, options, denominator, host_denominator, code, bits, needs | (MAY_ROUND if same_dtype else 0)
     )
     loss, numbers = head.run(
-        call, (hidden, weight, wide_bias, lora_a, lora_b), lambda: (Scalar if call.scalar else Rows)(head)
+        call,
+        (hidden, weight, wide_bias, lora_a, lora_b),
+        lambda: (Scalar if call.is_scalar() else Rows)(head),
     )
     names = [name for name in NUMBERS if name in outputs]
     results = {name: numbers[i].view(lead) for i, name in enumerate(names)}
-    return _named(loss if call.scalar else loss.view(lead), results, outputs)
+    return _named(loss if call.is_scalar() else loss.view(lead), results, outputs)
 
 
 def linear_kl_div(
