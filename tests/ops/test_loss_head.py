@@ -539,3 +539,30 @@ def test_empty_batches_have_zero_gradients(name, dtype, device):
             for leaf, need in zip(leaves, needs, strict=True):
                 assert (leaf.grad is not None) == need
                 assert not need or (leaf.grad.shape == leaf.shape and not leaf.grad.any())
+
+
+OF_LABELS = {
+    **{name: PER_ROW[name] for name in ("linear_cross_entropy", "kept", "linear_log_prob", "linear_loss")},
+    "several": lambda h, w, y, **o: tigon.linear_log_prob(h, w, torch.stack((y, y), -1), **o).sum(-1),
+    "linear_kl_div": lambda h, w, y, **o: tigon.linear_kl_div(h, w, (h @ w.T).detach() + 1, y, hard=0.5, **o),
+    "multi_token": lambda h, w, y, **o: tigon.multi_token_loss(h, [w, w], y, **o).loss,
+    "linear_policy": lambda h, w, y, **o: tigon.linear_policy(h, w, y, h[..., 0], **o).loss,
+    "linear_preference": lambda h, w, y, **o: tigon.linear_preference(
+        h, w, y, nll=1.0, nll_target=y[:1], **o
+    )[0],
+    "linear_kto": lambda h, w, y, **o: tigon.linear_kto(h, w, y, y[:, 0] >= 0, **o)[0],
+}
+
+
+@pytest.mark.parametrize("ignored", [-100, 255])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", OF_LABELS)
+def test_labels_of_bytes(name, dtype, ignored, device):
+    """As int64, also where ignore_index is no byte: 156 is -100 in 8 bits."""
+    hidden, weight = torch.randn(2, 6, 8, device=device), torch.randn(256, 8, device=device)
+    target = torch.tensor([[156, 255, 3, 255, 0, 8], [7, 156, 1, 255, 255, 99]], device=device)
+    options = {"ignore_index": ignored} | ({} if name in ("several", "multi_token") else {"shift": True})
+    leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
+    results = [run(OF_LABELS[name], (*leaves, y), options) for y in (target, target.to(torch.uint8))]
+    for a, b in zip(*results, strict=True):
+        assert same_bits(a, b)

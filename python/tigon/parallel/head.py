@@ -10,6 +10,7 @@ import torch
 from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops.arguments import check_float, check_indices
+from tigon.ops.loss_head.labels import labels_of
 from tigon.ops.loss_head.memory import check_cap, check_keep
 from tigon.ops.loss_head.operands import (
     BIAS,
@@ -72,7 +73,7 @@ class _Operands(NamedTuple):
 
 def _describe(op, head: _Head, formula: Formula, options: tuple) -> tuple[Facts, _Operands]:
     """Checks; what the processes compare, and the operands."""
-    hidden, weight, target, bias = head.hidden, head.weight, head.target, head.bias
+    hidden, weight, target, bias = head.hidden, head.weight, labels_of(head.target), head.bias
     check_float(op, "hidden", hidden)
     check_float(op, "weight", weight)
     check_indices(op, "target", target)

@@ -525,7 +525,7 @@ def _functional_cross_entropy(input, target, weight=None, size_average=None, ign
     usual = isinstance(input, LazyLogits) and size_average is None and reduce is None
     if usual and input.ndim == 2 and not target.is_floating_point():
         loss = input.cross_entropy(
-            target.long() if target.dtype == torch.uint8 else target,
+            target,
             weight=weight,
             ignore_index=ignore_index,
             reduction=reduction,

@@ -14,6 +14,14 @@ _counts: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _streams: dict[int, torch.cuda.Stream] = {}
 
 
+_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64}
+
+
+def labels_of(target: object) -> object:
+    """Labels in an integer dtype that holds any `ignore_index`; what are none, as they are."""
+    return target.long() if isinstance(target, torch.Tensor) and target.dtype in _INTEGERS else target
+
+
 def check_shift(op, shift, position_ids, target) -> None:
     """How far labels are away, and where the sequences of a packed row begin."""
     if not isinstance(shift, bool):

@@ -16,6 +16,7 @@ from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops.arguments import check_float, check_numbers
 from tigon.ops.loss_head.autograd import run
+from tigon.ops.loss_head.labels import labels_of
 from tigon.ops.loss_head.memory import check_cap, check_keep, chunk_that_fits
 from tigon.ops.loss_head.operands import (
     MAY_ROUND,
@@ -108,8 +109,8 @@ def linear_cross_entropy(
             ``tigon_main_grad = True`` its gradient is added to its attribute ``main_grad`` (float32, its
             shape) in the backward pass, upstream gradient and all, and ``weight.grad`` stays ``None``: one
             more matrix product, no float32 gradient besides.
-        target: ``[...]`` int64 class indices, or ``ignore_index``. Labels on the CPU beside CUDA operands are
-            counted here and copied.
+        target: ``[...]`` class indices of any integer dtype, or ``ignore_index``. Labels on the CPU beside
+            CUDA operands are counted here and copied.
         bias: ``[V]`` or ``None``, added in float32. Its gradient is summed in float32, of the logits'
             gradients in hidden's dtype: in bfloat16 good to about three digits.
         class_weight: ``[V]`` or ``None``, weight of each class, as in
@@ -164,6 +165,7 @@ def linear_cross_entropy(
     Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models" (arXiv:2411.09009) for
     the problem; z-loss: Chowdhery et al. 2022, "PaLM", section 5; LoRA: Hu et al. 2021 (arXiv:2106.09685).
     """
+    target = labels_of(target)
     check_head(
         _OP, hidden, weight, target, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows,
         position_ids,

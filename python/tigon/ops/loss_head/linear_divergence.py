@@ -18,6 +18,7 @@ from tigon.ops import divergence as _divergence
 from tigon.ops.arguments import check_float, check_numbers, check_positive, kind_of
 from tigon.ops.loss_head.autograd import Rows, Scalar
 from tigon.ops.loss_head.divergence_operators import NUMBERS, Call, Operands, Options, head
+from tigon.ops.loss_head.labels import labels_of
 from tigon.ops.loss_head.operands import (
     MAY_ROUND,
     REDUCTIONS,
@@ -168,6 +169,7 @@ def _run(
     check(op, has_labels or not shift, "labels must be given with shift=True, got None")
     if not has_labels:
         labels, ignore_index = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device), -100
+    labels = labels_of(labels)
     check_head(
         op, hidden, weight, labels, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows,
         position_ids,

@@ -13,6 +13,7 @@ from tigon._dtensor import of_vocabulary
 from tigon._op import Op, has_kernel
 from tigon.error import check
 from tigon.ops.loss_head import between
+from tigon.ops.loss_head.labels import labels_of
 from tigon.ops.loss_head.memory import check_keep
 from tigon.ops.loss_head.operands import (
     MAY_ROUND,
@@ -215,6 +216,7 @@ def linear_log_prob(
         tigon.Error: as :func:`tigon.linear_cross_entropy`; on CUDA a label outside ``[0, V)`` makes that row
         NaN.
     """
+    target = labels_of(target)
     many = several(hidden, target)
     if many:
         fits = target.shape[:-1] == hidden.shape[:-1] and target.shape[-1] >= 1

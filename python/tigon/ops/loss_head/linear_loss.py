@@ -13,6 +13,7 @@ from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops.arguments import kind_of
 from tigon.ops.loss_head import linear_log_prob as _log_prob
 from tigon.ops.loss_head.groups import Groups
+from tigon.ops.loss_head.labels import labels_of
 from tigon.ops.loss_head.operands import (
     REDUCTIONS,
     Options,
@@ -110,6 +111,7 @@ def linear_loss(
         tigon.Error: shapes, dtypes or options do not fit, or fn returns something else than one loss per row
         or group.
     """
+    target = labels_of(target)
     check_head(
         _OP, hidden, weight, target, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows,
         position_ids,

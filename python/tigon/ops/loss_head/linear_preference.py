@@ -12,6 +12,7 @@ from tigon.error import check
 from tigon.ops import preference as _preference
 from tigon.ops.arguments import check_indices
 from tigon.ops.cross_entropy import check_denominator, split_denominator
+from tigon.ops.loss_head.labels import labels_of
 from tigon.ops.loss_head.operands import autocast, check_plain, plain_weight, shifted
 from tigon.ops.loss_head.token_loss import (
     Head,
@@ -161,6 +162,7 @@ def linear_preference(
     op = "linear_preference"
     head = Head(bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, lora, chunk_rows,
                 max_workspace_mb)  # fmt: skip
+    target = labels_of(target)
     check_operands(op, hidden, weight, target, head)
     answers = target.shape[0]
     _preference.check_pairs(op, "target", answers)
@@ -170,6 +172,7 @@ def linear_preference(
     else:
         _preference.check_ref(op, ref, answers, hidden.device)
     if nll_target is not None:
+        nll_target = labels_of(nll_target)
         check_indices(op, "nll_target", nll_target)
         wanted = (answers // 2, target.shape[1])
         check(op, nll_target.shape == wanted, "nll_target must be {}, got {}", list(wanted), nll_target.shape)
@@ -219,6 +222,7 @@ def linear_kto(
     op = "linear_kto"
     head = Head(bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, lora, chunk_rows,
                 max_workspace_mb)  # fmt: skip
+    target = labels_of(target)
     check_operands(op, hidden, weight, target, head)
     formula = _preference.single_formula(op, kind, beta, average, kl, weights)
     _preference.check_desirable(op, desirable, target.shape[0], hidden.device)

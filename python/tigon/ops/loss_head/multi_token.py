@@ -18,7 +18,7 @@ from tigon._op import graph_is_kept, has_kernel, once, refuse_tangents, transfor
 from tigon.error import check
 from tigon.ops.arguments import check_float, check_indices, kind_of
 from tigon.ops.loss_head import operators
-from tigon.ops.loss_head.labels import check_shift, shifted
+from tigon.ops.loss_head.labels import check_shift, labels_of, shifted
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 
 _OP = "multi_token_loss"
@@ -336,6 +336,7 @@ def multi_token_loss(
     listed = isinstance(heads, (Sequence, nn.ModuleList)) and not isinstance(heads, nn.Sequential)
     check(_OP, listed and len(heads) > 0, "heads must be a sequence of at least one head, got {}",
           0 if listed else kind_of(heads))  # fmt: skip
+    labels = labels_of(labels)
     check_indices(_OP, "labels", labels)
     check(
         _OP, labels.shape == hidden.shape[:-1], "labels must be {}, got {}", hidden.shape[:-1], labels.shape
