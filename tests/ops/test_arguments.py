@@ -134,6 +134,38 @@ CALLS = {
         lambda: tigon.nn.Embedding(5, 3, padding_idx=7),
         r"padding_idx must be in \[-5, 5\)",
     ),
+    **{
+        f"{name} on another device": (call, rf"{name} must be on cpu, got meta")
+        for name, call in {
+            "weight": lambda: tigon.group_norm(X[:0], 2, W.to("meta")),
+            "target": lambda: tigon.linear_log_prob(X, HEAD, LABELS[:, None].to("meta")),
+            "nll_target": lambda: tigon.linear_preference(
+                X[:, None], HEAD, LABELS[:, None], nll=1.0, nll_target=LABELS[:2, None].to("meta")
+            ),
+        }.items()
+    },
+    **{
+        f"{name} of an unhashable kind": (call, f"{name} must be one of .*, got")
+        for name, call in {
+            "reduction": _ce(reduction=["mean"]),
+            "kind": lambda: tigon.kto_loss(X, LABELS > 1, kind={}),
+            "activation": lambda: tigon.nn.Experts(2, 8, 8, activation=[]),
+        }.items()
+    },
+    **{
+        f"float8 {name}": (call, "tensors must be float32, bfloat16, float16 or float64, got torch.float8")
+        for name, call in {
+            "norm": lambda: tigon.rms_norm(X.to(torch.float8_e4m3fn), None),
+            "weight": lambda: tigon.layer_norm(X, W.to(torch.float8_e5m2)),
+            "table": lambda: tigon.embedding(LABELS, X.to(torch.float8_e4m3fn)),
+            "logits": lambda: tigon.cross_entropy(HEAD.to(torch.float8_e4m3fn), torch.arange(11) % 8),
+        }.items()
+    },
+    "bool": (
+        lambda: tigon.linear_log_prob(X, HEAD, LABELS, entropy=X),
+        "entropy must be of type bool, got a",
+    ),
+    "post alone": (lambda: tigon.hyper_connection_post(Q, None, X, None), ".*must be given.* got post alone"),
     "nn.GroupNorm": (lambda: tigon.nn.GroupNorm(3, 8), "num_groups must divide 8, got 3"),
     "nn.RMSNorm": (lambda: tigon.nn.RMSNorm((8, 8)), r"hidden_size must be an int, or .*got \[8, 8\]"),
     "nn.RMSNorm eps": (lambda: tigon.nn.RMSNorm(8, eps=None), "eps must be a number, got NoneType"),

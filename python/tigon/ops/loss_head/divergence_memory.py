@@ -7,7 +7,7 @@ import ctypes
 import torch
 
 from tigon._load import library
-from tigon.error import check
+from tigon.ops.arguments import check_choice
 from tigon.ops.loss_head.memory import HeadMemory, linear_cross_entropy_memory, padded
 
 _OP = "linear_divergence_memory"
@@ -46,7 +46,7 @@ def linear_divergence_memory(
         tigon.Error: a size or an option that the functions would not take.
     """
     known = {"none": "none", "sum": "sum", "batchmean": "mean", "mean": "mean"}
-    check(_OP, reduction in known, "reduction must be one of {}, got {!r}", (*known,), reduction)
+    check_choice(_OP, "reduction", reduction, known)
     student = linear_cross_entropy_memory(
         rows, hidden_size, vocab, dtype, device=device, weight_dtype=weight_dtype, train_hidden=train_hidden,
         train_weight=train_weight, train_bias=train_bias, lora_rank=lora_rank, valid_rows=valid_rows,

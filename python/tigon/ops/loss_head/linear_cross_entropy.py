@@ -14,7 +14,7 @@ from tigon._dtensor import of_vocabulary
 from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
-from tigon.ops.arguments import check_float, check_numbers
+from tigon.ops.arguments import check_choice, check_float, check_numbers
 from tigon.ops.loss_head.autograd import run
 from tigon.ops.loss_head.labels import labels_of
 from tigon.ops.loss_head.memory import check_cap, check_keep, chunk_that_fits
@@ -54,7 +54,7 @@ def _check(
     if token_weight is not None:
         fits = token_weight.shape == target.shape
         check(_OP, fits, "token_weight must be {}, got {}", target.shape, token_weight.shape)
-    check(_OP, reduction in REDUCTIONS, "reduction must be one of {}, got {!r}", (*REDUCTIONS,), reduction)
+    check_choice(_OP, "reduction", reduction, REDUCTIONS)
     check_numbers(_OP, label_smoothing=label_smoothing, z_loss=z_loss)
     check_keep(_OP, keep_mb)
     check_cap(_OP, max_workspace_mb)

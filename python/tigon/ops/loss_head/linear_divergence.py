@@ -15,7 +15,7 @@ from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops import divergence as _divergence
-from tigon.ops.arguments import check_float, check_numbers, check_positive, kind_of
+from tigon.ops.arguments import check_choice, check_float, check_numbers, check_positive, kind_of
 from tigon.ops.loss_head.autograd import Rows, Scalar
 from tigon.ops.loss_head.divergence_operators import NUMBERS, Call, Operands, Options, head
 from tigon.ops.loss_head.labels import labels_of
@@ -175,7 +175,7 @@ def _run(
         position_ids,
     )  # fmt: skip
     check_positive(op, "teacher_softcap", teacher_softcap, or_none=True)
-    check(op, reduction in _REDUCTIONS, "reduction must be one of {}, got {!r}", (*_REDUCTIONS,), reduction)
+    check_choice(op, "reduction", reduction, _REDUCTIONS)
     _cross_entropy.check_denominator(op, denominator)
     if token_weight is not None:
         check_float(op, "token_weight", token_weight)

@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from tigon._op import has_kernel, refuse_tangents
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
-from tigon.ops.arguments import kind_of
+from tigon.ops.arguments import check_choice, kind_of
 from tigon.ops.loss_head import linear_log_prob as _log_prob
 from tigon.ops.loss_head.groups import Groups
 from tigon.ops.loss_head.labels import labels_of
@@ -118,7 +118,7 @@ def linear_loss(
     )  # fmt: skip
     check(_OP, callable(fn), "fn must be callable, got {}", kind_of(fn))
     _cross_entropy.check_denominator(_OP, denominator)
-    check(_OP, reduction in REDUCTIONS, "reduction must be one of {}, got {!r}", (*REDUCTIONS,), reduction)
+    check_choice(_OP, "reduction", reduction, REDUCTIONS)
     groups = None if group is None else Groups(_OP, group, target, ignore_index, shift, position_ids)
     for t in tensors:
         check(_OP, isinstance(t, torch.Tensor), "tensors must be tensors, got {}", kind_of(t))

@@ -10,7 +10,7 @@ import torch
 from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops import preference as _preference
-from tigon.ops.arguments import check_indices
+from tigon.ops.arguments import check_indices, readable
 from tigon.ops.cross_entropy import check_denominator, split_denominator
 from tigon.ops.loss_head.labels import labels_of
 from tigon.ops.loss_head.operands import autocast, check_plain, plain_weight, shifted
@@ -48,7 +48,7 @@ def _merged(op, target, nll_target, ignore_index):
     """One label a row, from those of the pairs and those of the nll term."""
     chosen, rejected = target.chunk(2)
     both = (chosen != ignore_index) & (nll_target != ignore_index) & (chosen != nll_target)
-    if target.device.type == "cpu" and not torch.compiler.is_compiling():
+    if readable(target):
         wrong = both.nonzero()[:1].tolist()
         check(op, not wrong, "nll_target must be target where both count, got another label at {}", wrong)
     bad = -2 if ignore_index == -1 else -1  # a wrong label: NaN where nobody can look
@@ -176,6 +176,8 @@ def linear_preference(
         check_indices(op, "nll_target", nll_target)
         wanted = (answers // 2, target.shape[1])
         check(op, nll_target.shape == wanted, "nll_target must be {}, got {}", list(wanted), nll_target.shape)
+        same = nll_target.device == target.device
+        check(op, same, "nll_target must be on {}, got {}", target.device, nll_target.device)
     return _run(op, hidden, weight, target, head, ref, nll_target, None, None, denominator, formula)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tigon._load import library
 from tigon.error import check
-from tigon.ops.arguments import check_integers, check_numbers
+from tigon.ops.arguments import check_choice, check_integers, check_numbers
 from tigon.ops.loss_head.operands import REDUCTIONS
 
 _OP = "linear_cross_entropy_memory"
@@ -242,7 +242,7 @@ def linear_cross_entropy_memory(
         tigon.Error: a size or an option that :func:`tigon.linear_cross_entropy` would not take.
     """
     _check_sizes(rows, hidden_size, vocab, lora_rank, valid_rows, chunk_rows, dtype, weight_dtype)
-    check(_OP, reduction in REDUCTIONS, "reduction must be one of {}, got {!r}", (*REDUCTIONS,), reduction)
+    check_choice(_OP, "reduction", reduction, REDUCTIONS)
     check_cap(_OP, max_workspace_mb)
     check_keep(_OP, keep_mb)
     if dtype == torch.float64:

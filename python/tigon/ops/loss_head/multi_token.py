@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from tigon._dtensor import is_dtensor
 from tigon._op import graph_is_kept, has_kernel, once, refuse_tangents, transformable
 from tigon.error import check
-from tigon.ops.arguments import check_float, check_indices, kind_of
+from tigon.ops.arguments import check_choice, check_float, check_indices, is_traced, kind_of
 from tigon.ops.loss_head import operators
 from tigon.ops.loss_head.labels import check_shift, labels_of, shifted
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
@@ -249,7 +249,7 @@ def _in_turn(hidden, heads, labels):
 def _composes(hidden, heads) -> bool:
     """Whether autograd differentiates the whole: where gradients cannot be formed, or not exactly, before the
     upstream one is known."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or hidden.is_meta:
+    if is_traced(hidden) or torch._C._are_functorch_transforms_active() or hidden.is_meta:
         return True
     active = [head for head in heads if head.coefficient]
     trained = hidden.requires_grad or any(head.tensors() for head in active)
@@ -341,7 +341,7 @@ def multi_token_loss(
     check(
         _OP, labels.shape == hidden.shape[:-1], "labels must be {}, got {}", hidden.shape[:-1], labels.shape
     )
-    check(_OP, reduction in _REDUCTIONS, "reduction must be one of {}, got {!r}", _REDUCTIONS, reduction)
+    check_choice(_OP, "reduction", reduction, _REDUCTIONS)
     k = len(heads)
     coefficients = _of_each("coefficients", coefficients, k, [1.0] * k)
     shifts = _of_each("shifts", shifts, k, range(1, k + 1))
