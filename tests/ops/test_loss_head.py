@@ -544,6 +544,7 @@ def test_empty_batches_have_zero_gradients(name, dtype, device):
 OF_LABELS = {
     **{name: PER_ROW[name] for name in ("linear_cross_entropy", "kept", "linear_log_prob", "linear_loss")},
     "several": lambda h, w, y, **o: tigon.linear_log_prob(h, w, torch.stack((y, y), -1), **o).sum(-1),
+    "reduced": lambda h, w, y, **o: tigon.linear_loss(h, w, y, torch.neg, reduction="sum", **o),
     "linear_kl_div": lambda h, w, y, **o: tigon.linear_kl_div(h, w, (h @ w.T).detach() + 1, y, hard=0.5, **o),
     "multi_token": lambda h, w, y, **o: tigon.multi_token_loss(h, [w, w], y, **o).loss,
     "linear_policy": lambda h, w, y, **o: tigon.linear_policy(h, w, y, h[..., 0], **o).loss,
@@ -566,3 +567,18 @@ def test_labels_of_bytes(name, dtype, ignored, device):
     results = [run(OF_LABELS[name], (*leaves, y), options) for y in (target, target.to(torch.uint8))]
     for a, b in zip(*results, strict=True):
         assert same_bits(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", [name for name in OF_LABELS if name != "several"])
+def test_main_grad_of_every_function(name, dtype, device):
+    """weight's gradient is added there and nowhere else."""
+    hidden, weight, target = head_inputs((2, 6), 8, 16, dtype=dtype, device=device)
+    call = OF_LABELS[name]
+    call(hidden, weight, target).sum().backward()
+    owned = weight.detach().clone().requires_grad_()
+    owned.tigon_main_grad, owned.main_grad = True, torch.zeros(16, 8, device=device)
+    for _ in range(2):
+        call(hidden, owned, target).sum().backward()
+    assert owned.grad is None
+    torch.testing.assert_close(owned.main_grad, 2 * weight.grad.float(), rtol=2e-2, atol=1e-2)

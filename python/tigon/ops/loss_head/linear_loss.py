@@ -20,6 +20,7 @@ from tigon.ops.loss_head.operands import (
     autocast,
     check_head,
     check_plain,
+    plain_weight,
     prepare,
     shifted,
     whole_vectors,
@@ -143,6 +144,7 @@ def linear_loss(
         options = {"bias": bias, "temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
         options |= {"ignore_index": ignore_index, "valid_rows": valid_rows, "chunk_rows": chunk_rows}
         options |= {"logit_dtype": logit_dtype}
+        weight = weight if kernel else plain_weight(_OP, weight)
         target = shifted(target, ignore_index, shift, position_ids)
         return _composed(
             hidden, weight, target, fn, tensors, entropy, reduction, denominator, log_prob, options, groups
@@ -153,7 +155,7 @@ def linear_loss(
     )
     if forward_ad._current_level >= 0:
         refuse_tangents(_OP, (hidden, weight, bias, *tensors))
-    hidden, weight, _ = whole_vectors(hidden, weight)
+    hidden, weight, _ = whole_vectors(hidden, plain_weight(_OP, weight))
     operands, known_rows, needs = prepare(
         _OP, hidden, weight, target, bias, ignore_index, shift, valid_rows, wide=wide,
         position_ids=position_ids,
