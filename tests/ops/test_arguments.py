@@ -167,6 +167,16 @@ CALLS = {
     ),
     "post alone": (lambda: tigon.hyper_connection_post(Q, None, X, None), ".*must be given.* got post alone"),
     "nn.GroupNorm": (lambda: tigon.nn.GroupNorm(3, 8), "num_groups must divide 8, got 3"),
+    **{
+        f"rotary_dim {size}": (
+            lambda size=size: tigon.nn.RotaryEmbedding(8, rotary_dim=size),
+            rf"rotary_dim must be even and in \[2, 8\], got {size}",
+        )
+        for size in (0, -2, 3, 16)
+    },
+    "odd head": (lambda: tigon.nn.QKNormRotaryEmbedding(7), "rotary_dim must be even .*, got 7"),
+    "base": (lambda: tigon.nn.RotaryEmbedding(8, base="x"), "base must be a number, got str"),
+    "streams": (lambda: tigon.nn.HyperConnections(8, 9), r"streams must be in \[1, 8\], got 9"),
     "nn.RMSNorm": (lambda: tigon.nn.RMSNorm((8, 8)), r"hidden_size must be an int, or .*got \[8, 8\]"),
     "nn.RMSNorm eps": (lambda: tigon.nn.RMSNorm(8, eps=None), "eps must be a number, got NoneType"),
     "nn.LayerNorm": (lambda: tigon.nn.LayerNorm(8.0), "hidden_size must be an int, or .*got 8.0"),
