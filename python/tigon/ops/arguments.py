@@ -40,6 +40,13 @@ def _is_number(value) -> bool:
     return isinstance(value, (float, int, torch.SymFloat, torch.SymInt)) or hasattr(value, "__float__")
 
 
+def check_booleans(op: str, **values: object) -> None:
+    """Each must be True or False."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            refuse(op, name + " must be True or False, got {}", kind_of(value))
+
+
 def check_positive(op: str, name: str, value: object, *, or_none: bool = False) -> None:
     """A finite number above zero."""
     if value is None and or_none:

@@ -12,7 +12,14 @@ import torch.nn.functional as F
 
 from tigon._op import Op, formed_times, has_kernel
 from tigon.error import check, refuse
-from tigon.ops.arguments import check_choice, check_float, check_numbers, check_positive, kind_of
+from tigon.ops.arguments import (
+    check_booleans,
+    check_choice,
+    check_float,
+    check_numbers,
+    check_positive,
+    kind_of,
+)
 from tigon.ops.cross_entropy import check_denominator, divide, split_denominator
 
 
@@ -119,8 +126,7 @@ def single_formula(op, kind, beta, average, kl, weights) -> Formula:
     """The checked options of a loss of single answers."""
     check_choice(op, "kind", kind, SINGLE_KINDS)
     check_positive(op, "beta", beta)
-    if not isinstance(average, bool):
-        refuse(op, "average must be True or False, got {}", kind_of(average))
+    check_booleans(op, average=average)
     two = isinstance(weights, (tuple, list)) and len(weights) == 2
     check(op, two, "weights must be (of desirable, of undesirable answers), got {}", weights)
     check_numbers(op, **{"weights[0]": weights[0], "weights[1]": weights[1]})

@@ -11,7 +11,7 @@ import torch
 
 from tigon._load import library
 from tigon.error import check
-from tigon.ops.arguments import check_choice, check_integers, check_numbers
+from tigon.ops.arguments import check_booleans, check_choice, check_integers, check_numbers
 from tigon.ops.loss_head.operands import REDUCTIONS
 
 _OP = "linear_cross_entropy_memory"
@@ -191,6 +191,16 @@ def check_keep(op, keep_mb) -> None:
         check(op, keep_mb >= 0, "keep_mb must be >= 0 (or None), got {}", keep_mb)
 
 
+def device_type(device: str | torch.device) -> str:
+    """``"cpu"`` or ``"cuda"``."""
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError, ValueError):
+        kind = None
+    check(_OP, kind in ("cpu", "cuda"), "device must be a CPU or CUDA device, got {!r}", device)
+    return kind
+
+
 def _check_sizes(rows, hidden_size, vocab, lora_rank, valid_rows, chunk_rows, dtype, weight_dtype):
     sizes = {"rows": (rows, 0), "hidden_size": (hidden_size, 1), "vocab": (vocab, 1)}
     sizes |= {"lora_rank": (lora_rank, 0)}
@@ -211,7 +221,7 @@ def linear_cross_entropy_memory(
     vocab: int,
     dtype: torch.dtype = torch.bfloat16,
     *,
-    device: str = "cuda",
+    device: str | torch.device = "cuda",
     weight_dtype: torch.dtype | None = None,
     train_hidden: bool = True,
     train_weight: bool = True,
@@ -243,8 +253,12 @@ def linear_cross_entropy_memory(
     """
     _check_sizes(rows, hidden_size, vocab, lora_rank, valid_rows, chunk_rows, dtype, weight_dtype)
     check_choice(_OP, "reduction", reduction, REDUCTIONS)
+    check_booleans(
+        _OP, train_hidden=train_hidden, train_weight=train_weight, train_bias=train_bias, main_grad=main_grad
+    )
     check_cap(_OP, max_workspace_mb)
     check_keep(_OP, keep_mb)
+    device = device_type(device)
     if dtype == torch.float64:
         logits = rows * vocab * dtype.itemsize
         trained = rows * hidden_size * train_hidden + vocab * (hidden_size * train_weight + train_bias)
@@ -330,7 +344,7 @@ def linear_log_prob_memory(
     vocab: int,
     dtype: torch.dtype = torch.bfloat16,
     *,
-    device: str = "cuda",
+    device: str | torch.device = "cuda",
     weight_dtype: torch.dtype | None = None,
     train_hidden: bool = True,
     train_weight: bool = True,
@@ -379,7 +393,7 @@ def linear_preference_memory(
     dtype: torch.dtype = torch.bfloat16,
     *,
     group: int = 2,
-    device: str = "cuda",
+    device: str | torch.device = "cuda",
     train_weight: bool = True,
     chunk_rows: int | None = None,
     **options,
