@@ -29,18 +29,20 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("ignored", [-100, 255])
+@pytest.mark.parametrize("ignored", [-100, 255, 2**32 + 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_labels_of_bytes(name, dtype, ignored, device):
-    """As int64, also where ignore_index is no byte: 156 is -100 in 8 bits."""
+def test_labels_of_other_integers(name, dtype, ignored, device):
+    """As int64, also where ignore_index does not fit: 156 is -100 in 8 bits, 3 is 2^32 + 3 in 32."""
     hidden, weight = torch.randn(2, 6, 8, device=device), torch.randn(256, 8, device=device)
     target = torch.tensor([[156, 255, 3, 255, 0, 8], [7, 156, 1, 255, 255, 99]], device=device)
     options = {"ignore_index": ignored} | ({} if name in ("several", "multi_token") else {"shift": True})
     leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
-    results = [run(FUNCTIONS[name], (*leaves, y), options) for y in (target, target.to(torch.uint8))]
-    for a, b in zip(*results, strict=True):
-        assert same_bits(a, b)
+    results = [
+        run(FUNCTIONS[name], (*leaves, y), options) for y in (target, target.to(torch.uint8), target.int())
+    ]
+    for a, b, c in zip(*results, strict=True):
+        assert same_bits(a, b) and same_bits(a, c)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -95,7 +95,7 @@ def _loss_of(h, labels, head):
     """Loss and accuracy of one head."""
     options = head.options
     out = linear_cross_entropy(h, head.weight, labels, bias=head.bias, outputs=("loss", "correct"), **options)
-    of_rows = shifted(labels, options["ignore_index"], options["shift"], options["position_ids"])
+    of_rows = shifted(labels.long(), options["ignore_index"], options["shift"], options["position_ids"])
     return out.loss, out.correct.sum() / of_rows.ne(options["ignore_index"]).sum()
 
 
