@@ -73,7 +73,8 @@ class _Operands(NamedTuple):
 
 def _describe(op, head: _Head, formula: Formula, options: tuple) -> tuple[Facts, _Operands]:
     """Checks; what the processes compare, and the operands."""
-    hidden, weight, target, bias = head.hidden, head.weight, labels_of(head.target), head.bias
+    hidden, weight, bias = head.hidden, head.weight, head.bias
+    target = labels_of(head.target, formula.ignore_index)
     check_float(op, "hidden", hidden)
     check_float(op, "weight", weight)
     check_indices(op, "target", target)

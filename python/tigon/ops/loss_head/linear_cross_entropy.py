@@ -165,7 +165,7 @@ def linear_cross_entropy(
     Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models" (arXiv:2411.09009) for
     the problem; z-loss: Chowdhery et al. 2022, "PaLM", section 5; LoRA: Hu et al. 2021 (arXiv:2106.09685).
     """
-    target = labels_of(target)
+    target = labels_of(target, ignore_index)
     check_head(
         _OP, hidden, weight, target, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows,
         position_ids,

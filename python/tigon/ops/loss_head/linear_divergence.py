@@ -169,7 +169,7 @@ def _run(
     check(op, has_labels or not shift, "labels must be given with shift=True, got None")
     if not has_labels:
         labels, ignore_index = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device), -100
-    labels = labels_of(labels)
+    labels = labels_of(labels, ignore_index)
     check_head(
         op, hidden, weight, labels, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows,
         position_ids,

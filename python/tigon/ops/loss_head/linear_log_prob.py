@@ -216,7 +216,7 @@ def linear_log_prob(
         tigon.Error: as :func:`tigon.linear_cross_entropy`; on CUDA a label outside ``[0, V)`` makes that row
         NaN.
     """
-    target = labels_of(target)
+    target = labels_of(target, ignore_index)
     many = several(hidden, target)
     if many:
         fits = target.shape[:-1] == hidden.shape[:-1] and target.shape[-1] >= 1

@@ -112,7 +112,7 @@ def linear_loss(
         tigon.Error: shapes, dtypes or options do not fit, or fn returns something else than one loss per row
         or group.
     """
-    target = labels_of(target)
+    target = labels_of(target, ignore_index)
     check_head(
         _OP, hidden, weight, target, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows,
         position_ids,

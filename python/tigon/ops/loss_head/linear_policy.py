@@ -110,7 +110,7 @@ def linear_policy(
     op = "linear_policy"
     head = Head(bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, lora, chunk_rows,
                 max_workspace_mb)  # fmt: skip
-    target = labels_of(target)
+    target = labels_of(target, ignore_index)
     check_operands(op, hidden, weight, target, head)
     f = _policy.formula(
         op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise

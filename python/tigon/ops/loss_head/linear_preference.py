@@ -162,7 +162,7 @@ def linear_preference(
     op = "linear_preference"
     head = Head(bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, lora, chunk_rows,
                 max_workspace_mb)  # fmt: skip
-    target = labels_of(target)
+    target = labels_of(target, ignore_index)
     check_operands(op, hidden, weight, target, head)
     answers = target.shape[0]
     _preference.check_pairs(op, "target", answers)
@@ -172,7 +172,7 @@ def linear_preference(
     else:
         _preference.check_ref(op, ref, answers, hidden.device)
     if nll_target is not None:
-        nll_target = labels_of(nll_target)
+        nll_target = labels_of(nll_target, ignore_index)
         check_indices(op, "nll_target", nll_target)
         wanted = (answers // 2, target.shape[1])
         check(op, nll_target.shape == wanted, "nll_target must be {}, got {}", list(wanted), nll_target.shape)
@@ -224,7 +224,7 @@ def linear_kto(
     op = "linear_kto"
     head = Head(bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, lora, chunk_rows,
                 max_workspace_mb)  # fmt: skip
-    target = labels_of(target)
+    target = labels_of(target, ignore_index)
     check_operands(op, hidden, weight, target, head)
     formula = _preference.single_formula(op, kind, beta, average, kl, weights)
     _preference.check_desirable(op, desirable, target.shape[0], hidden.device)

@@ -95,7 +95,7 @@ def _loss_of(h, labels, head):
     """Loss and accuracy of one head."""
     options = head.options
     out = linear_cross_entropy(h, head.weight, labels, bias=head.bias, outputs=("loss", "correct"), **options)
-    of_rows = shifted(labels.long(), options["ignore_index"], options["shift"], options["position_ids"])
+    of_rows = shifted(labels, options["ignore_index"], options["shift"], options["position_ids"])
     return out.loss, out.correct.sum() / of_rows.ne(options["ignore_index"]).sum()
 
 
@@ -336,7 +336,7 @@ def multi_token_loss(
     listed = isinstance(heads, (Sequence, nn.ModuleList)) and not isinstance(heads, nn.Sequential)
     check(_OP, listed and len(heads) > 0, "heads must be a sequence of at least one head, got {}",
           0 if listed else kind_of(heads))  # fmt: skip
-    labels = labels_of(labels)
+    labels = labels_of(labels, ignore_index)
     check_indices(_OP, "labels", labels)
     check(
         _OP, labels.shape == hidden.shape[:-1], "labels must be {}, got {}", hidden.shape[:-1], labels.shape
