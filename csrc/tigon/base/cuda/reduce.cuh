@@ -21,6 +21,28 @@ __device__ __forceinline__ float reduce_lanes(float x) {
   for (int step = First; step < Width; step <<= 1) x = Op::combine(x, __shfl_xor_sync(0xffffffffu, x, step));
   return x;
 }
+// All-reduces K values (a power of two) over the warp, each by the tree of reduce_lanes(). A lane returns the one value
+// reduced_value<K>(lane).
+template <class Op, int K>
+__device__ __forceinline__ float reduce_values(float (&x)[K]) {
+#pragma unroll
+  for (int step = 1, n = K / 2; n > 0; step <<= 1, n /= 2) {
+    const bool upper = (threadIdx.x & step) != 0;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      const float sent = upper ? x[i] : x[i + n], kept = upper ? x[i + n] : x[i];
+      x[i] = Op::combine(kept, __shfl_xor_sync(0xffffffffu, sent, step));
+    }
+  }
+  return reduce_lanes<Op, 32, K>(x[0]);
+}
+template <int K>
+__device__ __forceinline__ int reduced_value(int lane) {
+  int value = 0;
+#pragma unroll
+  for (int bit = 1; bit < K; bit <<= 1) value = 2 * value + ((lane & bit) != 0);
+  return value;
+}
 // Reduces K values of one thread by a binary tree over neighbours.
 template <class Op, int K>
 __device__ __forceinline__ float reduce_registers(float (&x)[K]) {

@@ -83,6 +83,8 @@ struct alignas(K <= 2 ? 8 : 16) SumArray {
 // The threads that share a row, and their reductions.
 template <RowConfig kConfig, bool kCluster, bool kPersistent, class V, int Phases = 2>
 struct RowReducer {
+  static constexpr int kThreads = kConfig.threads_per_row;
+  static constexpr bool kIsCluster = kCluster;
   using Payload = std::conditional_t<kPersistent, ValueAndRow<V>, V>;
   ReduceStorage<Payload, Phases>& x;
   int blocks = 1, rank = 0, threads, thread, phase = 0;
