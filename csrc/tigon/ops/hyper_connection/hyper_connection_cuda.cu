@@ -124,6 +124,8 @@ struct MixAt {
   const float* data;
   int64_t stride;
   int by_out, by_in;
+  // NaN or infinity in a stream that the identity leaves out changes nothing.
+  __device__ __forceinline__ bool leaves_out(int o, int i) const { return data == nullptr && o != i; }
   __device__ __forceinline__ float operator()(int64_t row, int o, int i) const {
     return data == nullptr ? float(o == i) : __ldg(data + row * stride + o * by_out + i * by_in);
   }
@@ -170,6 +172,7 @@ __global__ __launch_bounds__(kThreads) void mix_kernel(const __grid_constant__ M
 #pragma unroll
     for (int i = 0; i < Most; ++i) {
       if (i >= p.streams) break;
+      if (p.mix.leaves_out(o, i)) continue;
       const float mix = p.mix(row, o, i);
 #pragma unroll
       for (int j = 0; j < N; ++j) sum[j] = fma(mix, x[i][j], sum[j]);
@@ -216,10 +219,10 @@ __global__ __launch_bounds__(kThreads) void mix_backward_kernel(const __grid_con
       for (int o = 0; o < MostOuts; ++o) {
         if (o >= p.outs) break;
 #pragma unroll
-        for (int j = 0; j < N; ++j) {
-          sums[o * Most + i] = fma(dy[o][j], x[j], sums[o * Most + i]);
-          d[j] = fma(mix[o][i], dy[o][j], d[j]);
-        }
+        for (int j = 0; j < N; ++j) sums[o * Most + i] = fma(dy[o][j], x[j], sums[o * Most + i]);
+        if (p.mix.leaves_out(o, i)) continue;
+#pragma unroll
+        for (int j = 0; j < N; ++j) d[j] = fma(mix[o][i], dy[o][j], d[j]);
       }
       if (p.dx == nullptr) continue;
       Vec<X, N> out;
