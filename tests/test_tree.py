@@ -69,6 +69,16 @@ def test_missing_sibling(small_tree, file):
     assert [error.split(":")[0] for error in check_tree(small_tree)] == [file]
 
 
+def test_property_of_a_named_tuple(small_tree):
+    """PyTorch 2.10 traces methods of named tuples, not their properties."""
+    path = small_tree / "python/tigon/ops/rms_norm.py"
+    body = "    pairs: int\n\n    @property\n    def some(self):\n        return self.pairs > 0\n"
+    path.write_text("class Form(NamedTuple):\n" + body)
+    errors = check_tree(small_tree)
+    assert len(errors) == 1
+    assert "rms_norm.py: Form.some is a property of a named tuple" in errors[0]
+
+
 def test_missing_heading(small_tree):
     """A contract that does not say what it saves."""
     header = small_tree / OP / "rms_norm.h"

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""The layout, checked: who may include whom, which files an op has, what contracts say, how long files are.
+"""The layout, checked: who may include whom, which files an op has, what contracts say, how long files are,
+and what torch.compile would not trace.
 
 Includes point down the layers: python -> torch -> op -> backend -> math -> base.
 Run by `make lint` and tests/test_tree.py.
@@ -7,6 +8,7 @@ Run by `make lint` and tests/test_tree.py.
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -110,6 +112,20 @@ def check_op(root: Path, op: str) -> list[str]:
     return errors
 
 
+def check_named_tuples(root: Path, path: Path) -> list[str]:
+    """Properties of named tuples: the compiler of PyTorch 2.10 does not trace them."""
+    classes = (
+        n for n in ast.walk(ast.parse((root / path).read_text("utf-8"))) if isinstance(n, ast.ClassDef)
+    )
+    return [
+        f"{path}: {c.name}.{f.name} is a property of a named tuple: make it a method (torch.compile)"
+        for c in classes
+        if any(isinstance(base, ast.Name) and base.id == "NamedTuple" for base in c.bases)
+        for f in c.body
+        if isinstance(f, ast.FunctionDef) and any(ast.unparse(d) == "property" for d in f.decorator_list)
+    ]
+
+
 def tracked(root: Path) -> list[Path]:
     """Files git knows or would add; every file where there is no git."""
     listing = subprocess.run(
@@ -136,6 +152,8 @@ def check_tree(root: Path) -> list[str]:
                 errors.append(f"{path}: {lines} lines, at most {MAX_LINES}: split it")
         if path.parts[0] == "csrc" and path.suffix in SOURCE:
             errors += check_includes(root, path)
+        if path.parts[:2] == ("python", "tigon") and path.suffix == ".py":
+            errors += check_named_tuples(root, path)
     ops = sorted(folder.name for folder in (root / "csrc/tigon/ops").iterdir() if any(folder.glob("*")))
     return errors + [error for op in ops for error in check_op(root, op)]
 

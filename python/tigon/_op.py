@@ -335,12 +335,13 @@ def _explained(op: str, overload, args: tuple, exc: RuntimeError) -> RuntimeErro
     wrong = _WRONG_TYPE.search(text)
     for argument, a in zip(overload._schema.arguments, args, strict=False):
         name = argument.name
+        if wrong and wrong[2] == name:
+            given = "a tensor" if isinstance(a, torch.Tensor) else repr(a)
+            return Error(f"[{op}] {name} must be of type {wrong[1]}, got {given}")
         if isinstance(a, torch.Tensor):
             kind = foreign(name, a)
             if kind is not None:
                 return Error(f"[{op}] {name} must be a plain dense tensor, got {kind}")
-        elif wrong and wrong[2] == name:
-            return Error(f"[{op}] {name} must be of type {wrong[1]}, got {a!r}")
     return None
 
 
@@ -370,6 +371,8 @@ def has_kernel(op: str, *tensors: torch.Tensor | None) -> bool:
         if t.dtype not in _KERNEL_DTYPES:
             if is_dtensor(t):  # PyTorch's operations might gather it
                 refuse(op, "DTensors must be float32, bfloat16 or float16, got {}", t.dtype)
+            if t.dtype != torch.float64:
+                refuse(op, "tensors must be float32, bfloat16, float16 or float64, got {}", t.dtype)
             return _report_fallback(op, str(t.dtype))
         if not (t.is_cuda or t.is_cpu or t.is_meta):
             return _report_fallback(op, f"device {t.device.type}")

@@ -71,7 +71,7 @@ struct Oracle {
         dy(values(run.dy)) {}
 
   struct Row {
-    double rstd[3], slope[3], mean[3], products[4];
+    double rstd[3], slope[3], mean[3], products[4], p[3], q[3];
   };
   Row row(int64_t r) const {
     Row found{};
@@ -86,6 +86,7 @@ struct Oracle {
       found.products[k] *= found.rstd[k];
       found.mean[k] = found.products[k] / double(cols);
     }
+    oracle::poly_norm_dx_coefficients(found.slope, found.rstd, found.mean, found.p, found.q);
     return found;
   }
   size_t at(int64_t r, int64_t c) const { return size_t(r * cols + c); }
@@ -93,7 +94,7 @@ struct Oracle {
     return oracle::poly_norm_y(x[at(r, c)], of.slope, b[0]);
   }
   double dx(const Row& of, int64_t r, int64_t c) const {
-    return oracle::poly_norm_dx(dy[at(r, c)], x[at(r, c)], of.slope, of.rstd, of.mean);
+    return oracle::poly_norm_dx(dy[at(r, c)], x[at(r, c)], of.p, of.q);
   }
   // dweight, then dbias
   double parameter(int i) const {

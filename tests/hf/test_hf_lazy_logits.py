@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import operator
 import pickle
 import warnings
 
@@ -157,6 +158,55 @@ def test_writing_makes_it_real(pair):
     changed = logits.clone()
     changed[..., 3] = -1.0
     close(F.cross_entropy(flat, target), F.cross_entropy(changed.view(-1, VOCABULARY), target))
+
+
+VIEWS = {
+    "view": lambda x: x.view(-1, VOCABULARY),
+    "rows": lambda x: x[:, :-1],
+    "columns": lambda x: x[..., :50],
+    "detach": lambda x: x.detach(),
+    "all": lambda x: x[...],
+}
+COPIES = {
+    "rows_contiguous": lambda x: x[:, :-1].contiguous(),
+    "rows_reshaped": lambda x: x[:, 1:].reshape(-1, VOCABULARY),
+    "rows_by_index": lambda x: x[:, [0, 2]],
+    "scaled": lambda x: 2 * x,
+    "double": lambda x: x.double(),
+    "computed": lambda x: x.clone(),
+}
+WRITES = {
+    "scale": lambda x: operator.itruediv(x, 2.0),
+    "divide": lambda x: x.div_(2.0),
+    "add": lambda x: operator.iadd(x, 1.0),
+    "power": lambda x: operator.ipow(x, 2.0),
+    "element": lambda x: x.__setitem__(0, 3.0),
+    "function": lambda x: F.relu(x, inplace=True),
+    "out": lambda x: torch.add(torch.ones_like(x), 1.0, out=x),
+    "list": lambda x: torch._foreach_zero_([x]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("of", [*VIEWS, *COPIES])
+@torch.no_grad()
+def test_views_of_what_changes_in_place(pair, of, write):
+    """As stock, or an error where stock's view would have changed: copies stay, the written one is read."""
+    logits, _, _, lazy, _ = pair
+    make_view, logits = (VIEWS | COPIES)[of], logits.detach()
+    for lazy_written, written in ((lambda x, y: x, lambda x, y: x), (lambda x, y: y, lambda x, y: y)):
+        ours, stock = (lazy[...].mul(1.0), logits.clone())
+        our_view, view = make_view(ours), make_view(stock)
+        WRITES[write](lazy_written(ours, our_view))
+        WRITES[write](written(stock, view))
+        close(lazy_written(ours, our_view) + 0, written(stock, view))
+        other = lazy_written(our_view, ours)
+        if of in COPIES:
+            close(other + 0, written(view, stock))
+        else:
+            for read in (lambda x: x + 0, lambda x: 2 * x, lambda x: x[0], lambda x: x.argmax(-1)):
+                with pytest.raises(tigon.Error, match="before a view of them changes in place"):
+                    read(other)
 
 
 def test_touched_without_grad_still_trains(pair):

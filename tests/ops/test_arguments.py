@@ -134,7 +134,49 @@ CALLS = {
         lambda: tigon.nn.Embedding(5, 3, padding_idx=7),
         r"padding_idx must be in \[-5, 5\)",
     ),
+    **{
+        f"{name} on another device": (call, rf"{name} must be on cpu, got meta")
+        for name, call in {
+            "weight": lambda: tigon.group_norm(X[:0], 2, W.to("meta")),
+            "target": lambda: tigon.linear_log_prob(X, HEAD, LABELS[:, None].to("meta")),
+            "nll_target": lambda: tigon.linear_preference(
+                X[:, None], HEAD, LABELS[:, None], nll=1.0, nll_target=LABELS[:2, None].to("meta")
+            ),
+        }.items()
+    },
+    **{
+        f"{name} of an unhashable kind": (call, f"{name} must be one of .*, got")
+        for name, call in {
+            "reduction": _ce(reduction=["mean"]),
+            "kind": lambda: tigon.kto_loss(X, LABELS > 1, kind={}),
+            "activation": lambda: tigon.nn.Experts(2, 8, 8, activation=[]),
+        }.items()
+    },
+    **{
+        f"float8 {name}": (call, "tensors must be float32, bfloat16, float16 or float64, got torch.float8")
+        for name, call in {
+            "norm": lambda: tigon.rms_norm(X.to(torch.float8_e4m3fn), None),
+            "weight": lambda: tigon.layer_norm(X, W.to(torch.float8_e5m2)),
+            "table": lambda: tigon.embedding(LABELS, X.to(torch.float8_e4m3fn)),
+            "logits": lambda: tigon.cross_entropy(HEAD.to(torch.float8_e4m3fn), torch.arange(11) % 8),
+        }.items()
+    },
+    "bool": (
+        lambda: tigon.linear_log_prob(X, HEAD, LABELS, entropy=X),
+        "entropy must be of type bool, got a",
+    ),
+    "post alone": (lambda: tigon.hyper_connection_post(Q, None, X, None), ".*must be given.* got post alone"),
     "nn.GroupNorm": (lambda: tigon.nn.GroupNorm(3, 8), "num_groups must divide 8, got 3"),
+    **{
+        f"rotary_dim {size}": (
+            lambda size=size: tigon.nn.RotaryEmbedding(8, rotary_dim=size),
+            rf"rotary_dim must be even and in \[2, 8\], got {size}",
+        )
+        for size in (0, -2, 3, 16)
+    },
+    "odd head": (lambda: tigon.nn.QKNormRotaryEmbedding(7), "rotary_dim must be even .*, got 7"),
+    "base": (lambda: tigon.nn.RotaryEmbedding(8, base="x"), "base must be a number, got str"),
+    "streams": (lambda: tigon.nn.HyperConnections(8, 9), r"streams must be in \[1, 8\], got 9"),
     "nn.RMSNorm": (lambda: tigon.nn.RMSNorm((8, 8)), r"hidden_size must be an int, or .*got \[8, 8\]"),
     "nn.RMSNorm eps": (lambda: tigon.nn.RMSNorm(8, eps=None), "eps must be a number, got NoneType"),
     "nn.LayerNorm": (lambda: tigon.nn.LayerNorm(8.0), "hidden_size must be an int, or .*got 8.0"),

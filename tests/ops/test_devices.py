@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
 from checks import run, same_bits
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tigon
 from cases import modules
@@ -76,6 +79,26 @@ def test_one_on_meta_is_refused(module, case, grad):
 
         with pytest.raises(tigon.Error, match=r"^\[\w+\] \w+ must be .*(on cpu, got meta|on meta, got cpu)"):
             _call(module, inputs, change)
+
+
+@every_op
+def test_fake_tensors(module, case):
+    """Shapes without data, as compilers and planners ask for them."""
+    inputs = module.make(case, "cpu", torch.float32, 0)
+    real = run(module.tigon_fn, inputs).tensors
+    with FakeTensorMode() as mode:
+        fake = run(module.tigon_fn, dataclasses.replace(
+            inputs, args=tuple(_fake(mode, inputs.args)), grad_outputs=None,
+            kwargs=dict(zip(inputs.kwargs, _fake(mode, inputs.kwargs.values()), strict=True)),
+        )).tensors  # fmt: skip
+    for name, r in real.items():
+        f = fake[name]
+        assert (r is None) == (f is None)
+        assert r is None or (f.shape, f.dtype, f.stride()) == (r.shape, r.dtype, r.stride()), name
+
+
+def _fake(mode, values):
+    return (mode.from_tensor(v) if torch.is_tensor(v) else v for v in values)
 
 
 def test_meta_head_of_the_reference():

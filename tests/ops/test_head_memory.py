@@ -105,6 +105,32 @@ def test_memory_of_sizes_that_no_head_has(sizes, options, message):
         tigon.linear_cross_entropy_memory(*sizes, **options)
 
 
+@pytest.mark.parametrize(
+    "memory, sizes",
+    [
+        (tigon.linear_cross_entropy_memory, (8192, 4096, 128256)),
+        (tigon.linear_log_prob_memory, (8192, 4096, 128256)),
+        (tigon.linear_preference_memory, (4, 2048, 4096, 128256)),
+        (tigon.linear_divergence_memory, (8192, 4096, 128256)),
+    ],
+)
+def test_memory_on_any_name_of_a_device(memory, sizes):
+    for kind in ("cuda", "cpu"):
+        want = memory(*sizes, device=kind)
+        for device in (f"{kind}:0", torch.device(kind), torch.device(kind, 1)):
+            assert memory(*sizes, device=device) == want
+    for device in ("meta", "xyz", None):
+        with pytest.raises(tigon.Error, match="device must be a CPU or CUDA device, got"):
+            memory(*sizes, device=device)
+    with pytest.raises(tigon.Error, match="train_weight must be True or False, got str"):
+        memory(*sizes, train_weight="no")
+
+
+def test_memory_of_a_teacher_of_no_size():
+    with pytest.raises(tigon.Error, match="teacher_hidden_size must be >= 1, got 0"):
+        tigon.linear_divergence_memory(8, 8, 8, teacher_hidden_size=0)
+
+
 def test_memory_of_no_rows():
     for dtype in (torch.bfloat16, torch.float64):
         assert tigon.linear_cross_entropy_memory(0, 10, 10, dtype).results >= 10 * 10 * dtype.itemsize

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import DEVICES
 from native import bits_under
 
 import tigon
@@ -85,6 +86,20 @@ def test_what_is_absent(dtype):
     assert two[3] is None and two[2].shape == (3, 4)
     assert tigon.hyper_connection_pre(x, WEIGHT[:4], BASE[:4], SCALE[:1])[2:] == (None, None)
     assert torch.equal(tigon.hyper_connection_post(x), x)
+
+
+@pytest.mark.parametrize("columns", [8, 5])
+@pytest.mark.parametrize("device", DEVICES)
+def test_streams_apart_without_res(device, columns):
+    """NaN in one stream, or in its gradient, stays there."""
+    x, f, post = torch.randn(3, 4, columns), torch.randn(3, columns), torch.rand(3, 4)
+    x[1, 2] = torch.nan
+    dy = x.clone().to(device)
+    x, f, post = (a.to(device).requires_grad_() for a in (x, f, post))
+    y = tigon.hyper_connection_post(x, f, post)
+    torch.testing.assert_close(y, x + post[..., None] * f[..., None, :], equal_nan=True)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert torch.equal(dx.isnan(), x.isnan())
 
 
 def test_doubly_stochastic():

@@ -90,6 +90,18 @@ def test_scale_and_shift_of_other_shapes(device):
         assert grad.shape == leaf.shape
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("of", range(2))
+def test_no_rows(of, bad, device):
+    """Sums over no rows are 0, whatever weight and scale hold."""
+    x, w, scale, shift = (t[..., :8].clone() for t in _draw(device))
+    (w, scale)[of][..., 3] = bad
+    leaves = [v.requires_grad_() for v in (x[:, :0], w, scale, shift)]
+    y = tigon.modulated_rms_norm(*leaves)
+    for leaf, grad in zip(leaves, torch.autograd.grad(y, leaves, torch.ones_like(y)), strict=True):
+        assert same_bits(grad, torch.zeros_like(leaf))
+
+
 def test_chunks_of_a_projection(device):
     """scale, shift and gate of one projection, as DiT has them: views, with the gradients of copies."""
     x, w, _, _ = _draw(device)

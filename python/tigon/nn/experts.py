@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tigon.error import check
+from tigon.ops.arguments import check_choice
 from tigon.ops.experts import ALPHA, KINDS, LIMIT, experts
 
 
@@ -39,9 +39,7 @@ class Experts(nn.Module):
         dtype=None,
     ) -> None:
         super().__init__()
-        check(
-            "nn.Experts", activation in KINDS, "activation must be one of {}, got {!r}", (*KINDS,), activation
-        )
+        check_choice("nn.Experts", "activation", activation, KINDS)
         self.num_experts, self.hidden_size, self.intermediate_size = (
             num_experts,
             hidden_size,

@@ -7,7 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from tigon.ops.hyper_connection import hyper_connection_post, hyper_connection_pre
+from tigon.error import check
+from tigon.ops.arguments import check_integers
+from tigon.ops.hyper_connection import MAX_STREAMS, hyper_connection_post, hyper_connection_pre
 
 
 class HyperConnections(nn.Module):
@@ -36,6 +38,9 @@ class HyperConnections(nn.Module):
         dtype=torch.float32,
     ) -> None:
         super().__init__()
+        check_integers("nn.HyperConnections", streams=streams)
+        fits = 1 <= streams <= MAX_STREAMS
+        check("nn.HyperConnections", fits, "streams must be in [1, {}], got {}", MAX_STREAMS, streams)
         rows, factory = streams * (streams + 2), {"device": device, "dtype": dtype}
         self.options = {
             "norm_eps": norm_eps,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from tigon.error import check
+from tigon.ops.arguments import check_integers, check_positive
 from tigon.ops.qk_norm_rope import qk_norm_rope
 from tigon.ops.rope import rope
 
@@ -34,7 +36,13 @@ class RotaryEmbedding(nn.Module):
         unsqueeze_dim: int = 1,
     ) -> None:
         super().__init__()
-        self.head_dim, self.base, self.rotary_dim = head_dim, base, rotary_dim or head_dim
+        rotary_dim = head_dim if rotary_dim is None else rotary_dim
+        op = f"nn.{type(self).__name__}"
+        check_integers(op, head_dim=head_dim, rotary_dim=rotary_dim)
+        check_positive(op, "base", base)
+        fits = 2 <= rotary_dim <= head_dim and rotary_dim % 2 == 0
+        check(op, fits, "rotary_dim must be even and in [2, {}], got {}", head_dim, rotary_dim)
+        self.head_dim, self.base, self.rotary_dim = head_dim, base, rotary_dim
         self.options = {"interleaved": interleaved, "tail": tail, "unsqueeze_dim": unsqueeze_dim}
 
     def tables(self, x: torch.Tensor, position_ids: torch.Tensor | None = None):

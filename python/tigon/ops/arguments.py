@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 
@@ -39,6 +40,13 @@ def _is_number(value) -> bool:
     return isinstance(value, (float, int, torch.SymFloat, torch.SymInt)) or hasattr(value, "__float__")
 
 
+def check_booleans(op: str, **values: object) -> None:
+    """Each must be True or False."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            refuse(op, name + " must be True or False, got {}", kind_of(value))
+
+
 def check_positive(op: str, name: str, value: object, *, or_none: bool = False) -> None:
     """A finite number above zero."""
     if value is None and or_none:
@@ -64,10 +72,25 @@ def _is_integer(value) -> bool:
     return isinstance(value, (int, torch.SymInt)) or hasattr(value, "__index__")
 
 
+def readable(t: torch.Tensor) -> bool:
+    """Whether the numbers of a tensor can be looked at without waiting: on the CPU, outside tracing."""
+    return not is_traced(t) and t.device.type == "cpu"
+
+
+def is_traced(t: torch.Tensor) -> bool:
+    """Whether a tensor has no numbers but a compiler's, or those of a planner that asks for shapes."""
+    return torch.compiler.is_compiling() or isinstance(t, torch._subclasses.FakeTensor)
+
+
+def check_choice(op: str, name: str, value: object, choices: Iterable[str]) -> None:
+    """One of the names."""
+    if not isinstance(value, str) or value not in choices:
+        refuse(op, name + " must be one of {}, got {!r}", (*choices,), value)
+
+
 def check_range(op: str, name: str, ids: torch.Tensor, size: int, ignored: int | None = None) -> None:
     """Every id must be in [0, size), or the one that is ignored. Only the CPU is looked at: no waiting."""
-    fake = torch.compiler.is_compiling() or isinstance(ids, torch._subclasses.FakeTensor)
-    if fake or ids.device.type != "cpu":
+    if not readable(ids):
         return
     bad = (ids < 0) | (ids >= size)
     if ignored is not None:

@@ -45,6 +45,8 @@ def check_sizes(
         refuse(op, "x must have at least one dimension, got 0")
     check_eps(op, eps)
     for name, v in vectors.items():
+        if v is not None and v.device != x.device:
+            refuse(op, name + " must be on {}, got {}", x.device, v.device)
         if v is not None and v.shape != x.shape[dim : dim + 1 or None]:
             refuse(op, name + " must be {}, got {}", x.shape[dim : dim + 1 or None], v.shape)
 

@@ -9,6 +9,7 @@ from tigon._dtensor import of_vocabulary
 from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops.arguments import (
+    check_choice,
     check_float,
     check_integers,
     check_numbers,
@@ -166,7 +167,7 @@ def cross_entropy(
     check_denominator(_OP, denominator)
     check_integers(_OP, ignore_index=ignore_index)
     check_numbers(_OP, label_smoothing=label_smoothing, z_loss=z_loss)
-    check(_OP, reduction in _REDUCTIONS, "reduction must be one of {}, got {!r}", (*_REDUCTIONS,), reduction)
+    check_choice(_OP, "reduction", reduction, _REDUCTIONS)
     check(_OP, 0.0 <= label_smoothing <= 1.0, "label_smoothing must be in [0, 1], got {}", label_smoothing)
     check_positive(_OP, "softcap", softcap, or_none=True)
     need_grad = torch.is_grad_enabled() and logits.requires_grad

@@ -6,7 +6,7 @@ import torch
 
 from tigon._op import has_kernel
 from tigon.error import check
-from tigon.ops.arguments import check_float, check_integers, check_numbers, check_positive
+from tigon.ops.arguments import check_choice, check_float, check_integers, check_numbers, check_positive
 from tigon.ops.cross_entropy import check_target
 from tigon.ops.in_place import check_apart
 from tigon.ops.loss_gradient import RowLoss
@@ -76,7 +76,7 @@ def _divergence(
     check_positive(op, "temperature", temperature)
     check_integers(op, ignore_index=ignore_index)
     check(op, not log_probs or temperature == 1, "temperature must be 1 with log_probs, got {}", temperature)
-    check(op, reduction in _REDUCTIONS, "reduction must be one of {}, got {!r}", (*_REDUCTIONS,), reduction)
+    check_choice(op, "reduction", reduction, _REDUCTIONS)
     check(op, not (inplace and need_grad and student.is_leaf),
           "student must not be a leaf that requires grad with inplace=True, got a leaf")  # fmt: skip
     if labels is not None:

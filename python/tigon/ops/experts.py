@@ -14,7 +14,14 @@ import torch.nn.functional as F
 from tigon._load import native
 from tigon._op import Op, has_kernel, may_overwrite_saved, raw
 from tigon.error import check, refuse
-from tigon.ops.arguments import check_float, check_indices, check_numbers, check_positive
+from tigon.ops.arguments import (
+    check_choice,
+    check_float,
+    check_indices,
+    check_numbers,
+    check_positive,
+    readable,
+)
 
 _OP = "experts"
 ALPHA, LIMIT = 1.702, 7.0
@@ -313,7 +320,7 @@ _op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward, resu
 
 def _check(op, x, gate_up, down, activation, gated, interleaved, transposed, biases, alpha, limit) -> None:
     """The operands that both functions share."""
-    check(op, activation in KINDS, "activation must be one of {}, got {!r}", (*KINDS,), activation)
+    check_choice(op, "activation", activation, KINDS)
     check(op, gated or activation not in _CLAMPED, "gated must be True for {}, got {}", activation, gated)
     check(op, gated or not interleaved, "interleaved must be False without gate, got {}", interleaved)
     check_numbers(op, alpha=alpha)
@@ -481,8 +488,7 @@ def grouped_mlp(
 
 def _check_offsets(op, offsets, rows) -> None:
     """Of the CPU alone: elsewhere it would wait."""
-    fake = torch.compiler.is_compiling() or isinstance(offsets, torch._subclasses.FakeTensor)
-    if fake or offsets.device.type != "cpu":
+    if not readable(offsets):
         return
     ends = offsets.tolist()
     if any(b < a for a, b in zip([0, *ends], [*ends, rows], strict=True)):

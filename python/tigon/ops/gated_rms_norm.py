@@ -9,7 +9,7 @@ from tigon._dtensor import Layout
 from tigon._op import Op, has_kernel, raw
 from tigon.error import check
 from tigon.ops import rms_norm as norm
-from tigon.ops.arguments import check_float, check_integers
+from tigon.ops.arguments import check_choice, check_float, check_integers
 from tigon.ops.columns import check_sizes, columns_for
 
 _ACTIVATIONS = {"silu": 0, "sigmoid": 1}
@@ -129,8 +129,7 @@ def gated_rms_norm(
     norm.check_options(op, x, weight, eps, offset, rounding)
     check(op, rounding != "none", "rounding must be 'llama' or 'gemma', got {!r}", rounding)
     check_float(op, "gate", gate)
-    known = isinstance(activation, str) and activation in _ACTIVATIONS
-    check(op, known, "activation must be one of {}, got {!r}", (*_ACTIVATIONS,), activation)
+    check_choice(op, "activation", activation, _ACTIVATIONS)
     check(op, gate.shape == x.shape, "gate must be {}, got {}", x.shape, gate.shape)
     check(op, gate.dtype == x.dtype, "gate must be {}, got {}", x.dtype, gate.dtype)
     if group_size is not None:

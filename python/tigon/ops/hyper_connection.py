@@ -272,7 +272,8 @@ def hyper_connection_post(
             res.shape,
         )
         outs = shape[-2]
-    check(op, (f is None) == (post is None), "f and post must be given together, got {}, {}", f, post)
+    together = (f is None) == (post is None)
+    check(op, together, "f and post must be given together, got {} alone", "post" if f is None else "f")
     if f is not None:
         of_f, of_post = (*lead, x.shape[-1]), (*lead, outs)
         check(op, f.shape == of_f, "f must be {}, got {}", list(of_f), f.shape)

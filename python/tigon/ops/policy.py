@@ -12,7 +12,7 @@ import torch
 
 from tigon._op import Op, formed_times, has_kernel
 from tigon.error import check, refuse
-from tigon.ops.arguments import check_float, check_numbers, check_positive, kind_of
+from tigon.ops.arguments import check_choice, check_float, check_numbers, check_positive, kind_of
 from tigon.ops.cross_entropy import check_denominator, divide, split_denominator
 from tigon.ops.preference import check_mask, native_mask
 
@@ -58,13 +58,7 @@ def formula(
     for name, given, allowed in (("kind", kind, KINDS), ("level", level, LEVELS), ("normalise", normalise,
     NORMALISE),
                                  ("kl_estimator", kl_estimator, ESTIMATORS)):  # fmt: skip
-        check(
-            op,
-            isinstance(given, str) and given in allowed,
-            name + " must be one of {}, got {!r}",
-            (*allowed,),
-            given,
-        )
+        check_choice(op, name, given, allowed)
     low, high = _numbers(op, "clip", clip, 2)
     check(op, low >= 0 and high >= 0, "clip must be two numbers >= 0, got {}", clip)
     check_positive(op, "delta", delta, or_none=True)

@@ -12,7 +12,14 @@ import torch.nn.functional as F
 
 from tigon._op import Op, formed_times, has_kernel
 from tigon.error import check, refuse
-from tigon.ops.arguments import check_float, check_numbers, check_positive, kind_of
+from tigon.ops.arguments import (
+    check_booleans,
+    check_choice,
+    check_float,
+    check_numbers,
+    check_positive,
+    kind_of,
+)
 from tigon.ops.cross_entropy import check_denominator, divide, split_denominator
 
 
@@ -94,13 +101,7 @@ class KTOResult(NamedTuple):
 
 def pair_formula(op, kind, beta, average, label_smoothing, gamma, tau, nll, ref) -> Formula:
     """The checked options of a loss of pairs."""
-    check(
-        op,
-        isinstance(kind, str) and kind in PAIR_KINDS,
-        "kind must be one of {}, got {!r}",
-        (*PAIR_KINDS,),
-        kind,
-    )
+    check_choice(op, "kind", kind, PAIR_KINDS)
     own = PAIR_KINDS[kind]
     check_positive(op, "beta", beta)
     check_positive(op, "tau", tau)
@@ -123,10 +124,9 @@ def pair_formula(op, kind, beta, average, label_smoothing, gamma, tau, nll, ref)
 
 def single_formula(op, kind, beta, average, kl, weights) -> Formula:
     """The checked options of a loss of single answers."""
-    check(op, kind in SINGLE_KINDS, "kind must be one of {}, got {!r}", SINGLE_KINDS, kind)
+    check_choice(op, "kind", kind, SINGLE_KINDS)
     check_positive(op, "beta", beta)
-    if not isinstance(average, bool):
-        refuse(op, "average must be True or False, got {}", kind_of(average))
+    check_booleans(op, average=average)
     two = isinstance(weights, (tuple, list)) and len(weights) == 2
     check(op, two, "weights must be (of desirable, of undesirable answers), got {}", weights)
     check_numbers(op, **{"weights[0]": weights[0], "weights[1]": weights[1]})

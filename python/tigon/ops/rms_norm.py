@@ -6,8 +6,7 @@ import torch
 
 from tigon._dtensor import Layout
 from tigon._op import Op, has_kernel, raw
-from tigon.error import refuse
-from tigon.ops.arguments import check_numbers
+from tigon.ops.arguments import check_choice, check_numbers
 from tigon.ops.columns import check_sizes, check_types, columns_for
 
 ROUNDINGS = {"llama": 0, "gemma": 1, "none": 2}
@@ -34,8 +33,7 @@ def check_options(op, x, weight, eps, offset, rounding):
 
 def check_rounding(op, offset, rounding):
     """What every RMS norm asks of its weight's use."""
-    if not isinstance(rounding, str) or rounding not in ROUNDINGS:
-        refuse(op, "rounding must be one of {}, got {!r}", (*ROUNDINGS,), rounding)
+    check_choice(op, "rounding", rounding, ROUNDINGS)
     if not isinstance(offset, float):
         check_numbers(op, offset=offset)
 

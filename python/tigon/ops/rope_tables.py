@@ -58,8 +58,7 @@ class Form(NamedTuple):
         pairs = 2 if deinterleave else 1 if interleaved else 0
         return cls(head_dim, pairs, shared, tail, keep_dtype, *sections, bool(mrope_interleaved))
 
-    @property
-    def sections(self) -> bool:
+    def has_sections(self) -> bool:
         """Whether this is M-RoPE."""
         return self.time + self.height + self.width > 0
 
@@ -125,7 +124,7 @@ def check_tables(op, q, cos, sin, positions, form) -> None:
     fits = rotated % 2 == 0 and rotated <= q.shape[-1]
     what = "columns" if form.shared else "an even number of columns"
     check(op, fits, "cos must have {}, at most {}, got {}", what, most, columns)
-    axes = (3,) if form.sections else ()
+    axes = (3,) if form.has_sections() else ()
     if positions is None:
         _check_rows(op, "cos", cos.shape, axes, batch, tokens, (columns,), ", R")
         return
@@ -193,7 +192,7 @@ def turns(cos, sin, positions, form, q):
         if positions is not None:
             known = (positions >= 0) & (positions < x.shape[0])
             x = torch.where(known.unsqueeze(-1), x[torch.where(known, positions, 0).long()], torch.nan)
-        if form.sections:
+        if form.has_sections():
             pair = columns if form.shared else columns % (len(columns) // 2) if halves else columns // 2
             axis = _axis_of(pair, form)
             x = torch.where(axis == 0, x[0], torch.where(axis == 1, x[1], x[2]))

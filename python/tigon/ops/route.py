@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from tigon._op import Op, has_kernel, raw
 from tigon.error import check
-from tigon.ops.arguments import check_float, check_integers, check_numbers, kind_of
+from tigon.ops.arguments import check_choice, check_float, check_integers, check_numbers, kind_of
 
 OP = "route"
 SCORES = ("softmax", "sigmoid")
@@ -123,10 +123,8 @@ def _check(logits, top_k, score, num_groups, top_groups, group_score, scale, dty
     experts = logits.shape[-1]
     known = 1 <= experts <= MAX_EXPERTS
     check(OP, known, "logits must have 1 to {} columns, got {}", MAX_EXPERTS, experts)
-    check(OP, score in SCORES, "score must be one of {}, got {!r}", SCORES, score)
-    check(
-        OP, group_score in GROUP_SCORES, "group_score must be one of {}, got {!r}", GROUP_SCORES, group_score
-    )
+    check_choice(OP, "score", score, SCORES)
+    check_choice(OP, "group_score", group_score, GROUP_SCORES)
     check_integers(OP, top_k=top_k, num_groups=num_groups, top_groups=top_groups)
     check_numbers(OP, scale=scale)
     check(OP, -math.inf < scale < math.inf, "scale must be finite, got {}", scale)

@@ -11,6 +11,7 @@ import torch
 from tigon._op import has_kernel
 from tigon.error import Error, check, refuse
 from tigon.ops.adamw import ROUNDINGS, TensorList, adamw_, reference_
+from tigon.ops.arguments import check_choice
 from tigon.ops.grad_norm import global_norm, is_dtensor, local
 
 _OP = "AdamW"
@@ -83,7 +84,7 @@ class AdamW(torch.optim.Optimizer):
         differentiable: bool = False,
     ) -> None:
         pair = moment_dtype if isinstance(moment_dtype, tuple) else (moment_dtype, moment_dtype)
-        check(_OP, rounding in ROUNDINGS, "rounding must be one of {}, got {!r}", ROUNDINGS, rounding)
+        check_choice(_OP, "rounding", rounding, ROUNDINGS)
         known = len(pair) == 2 and all(t in (None, torch.float32, torch.bfloat16) for t in pair)
         check(
             _OP, known, "moment_dtype must be float32, bfloat16, None or a pair of them, got {}", moment_dtype

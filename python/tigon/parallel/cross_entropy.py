@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 from tigon._op import foreign, graph_is_kept, has_kernel, once, refuse_tangents
 from tigon.error import check
-from tigon.ops.arguments import check_float, check_integers, check_numbers, check_positive
+from tigon.ops.arguments import check_choice, check_float, check_integers, check_numbers, check_positive
 from tigon.ops.cross_entropy import check_denominator, check_target
 from tigon.ops.loss_gradient import rescale
 from tigon.parallel.rows import NUMBERS, Formula, Rows, make_rows, scale_of, total
@@ -35,7 +35,7 @@ def check_loss(op, ignore_index, label_smoothing, z_loss, softcap, reduction, de
     check_numbers(op, label_smoothing=label_smoothing, z_loss=z_loss)
     check(op, 0.0 <= label_smoothing <= 1.0, "label_smoothing must be in [0, 1], got {}", label_smoothing)
     check_positive(op, "softcap", softcap, or_none=True)
-    check(op, reduction in REDUCTIONS, "reduction must be one of {}, got {!r}", REDUCTIONS, reduction)
+    check_choice(op, "reduction", reduction, REDUCTIONS)
     check_denominator(op, denominator)
 
 

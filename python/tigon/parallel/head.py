@@ -10,6 +10,7 @@ import torch
 from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops.arguments import check_float, check_indices
+from tigon.ops.loss_head.labels import labels_of
 from tigon.ops.loss_head.memory import check_cap, check_keep
 from tigon.ops.loss_head.operands import (
     BIAS,
@@ -72,7 +73,8 @@ class _Operands(NamedTuple):
 
 def _describe(op, head: _Head, formula: Formula, options: tuple) -> tuple[Facts, _Operands]:
     """Checks; what the processes compare, and the operands."""
-    hidden, weight, target, bias = head.hidden, head.weight, head.target, head.bias
+    hidden, weight, bias = head.hidden, head.weight, head.bias
+    target = labels_of(head.target, formula.ignore_index)
     check_float(op, "hidden", hidden)
     check_float(op, "weight", weight)
     check_indices(op, "target", target)
@@ -170,7 +172,7 @@ def _run(
     sizes = Sizes(
         device, hidden.dtype, listed.labels.shape[0], size, shards.widest, needs & WEIGHT != 0,
         main_grad is not None, 0 if head.lora is None else parameters.lora_a.shape[0],
-        wide and hidden.dtype != torch.float32, shares, 4 * rows.count * (1 + shards.size),
+        wide and hidden.dtype != torch.float32, shares, 4 * rows.per_row() * (1 + shards.size),
         listed.index is not None,
     )  # fmt: skip
     chunk, keep = choose(op, sizes, head.chunk_rows, head.max_workspace_mb, head.keep_mb, entropy)

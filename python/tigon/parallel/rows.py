@@ -51,8 +51,7 @@ class Rows(NamedTuple):
     shard_weight: torch.Tensor | None = None  # float32 [shards], for smoothing
     kinds: int = 0
 
-    @property
-    def count(self) -> int:
+    def per_row(self) -> int:
         """Statistics of a row."""
         return 3 + self.kinds.bit_count()
 
@@ -65,7 +64,7 @@ class Rows(NamedTuple):
 
     def statistics(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """This shard's part ``[kinds, rows]``; a shard without a class has none of the probability."""
-        parts = torch.empty(self.count, target.shape[0], dtype=torch.float32, device=target.device)
+        parts = torch.empty(self.per_row(), target.shape[0], dtype=torch.float32, device=target.device)
         if self.shards.real == 0:
             return parts.fill_(-torch.inf)
         predicted = _statistics(*self._shard(logits, target), parts, self.kinds)

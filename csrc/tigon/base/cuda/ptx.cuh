@@ -268,6 +268,13 @@ __device__ __forceinline__ void cp_async(void* to, const void* from, int bytes =
   cp_async(uint32_t(__cvta_generic_to_shared(to)), from, bytes);
 }
 // 16 bytes, or nothing; without a branch.
+// And the 128-byte line, to L2.
+__device__ __forceinline__ void cp_async_L2_128B(void* to, const void* from, int bytes = 16) {
+  asm volatile(
+      "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(to))),
+      "l"(from), "r"(bytes)
+      : "memory");
+}
 __device__ __forceinline__ void cp_async_predicated(bool pred, uint32_t to, const void* from) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p cp.async.cg.shared.global [%0], [%1], 16;\n}" ::"r"(to),

@@ -2,6 +2,8 @@
 // in every run.
 #pragma once
 
+#include <type_traits>
+
 namespace tigon::cuda {
 
 struct Sum {
@@ -12,6 +14,10 @@ struct Max {
   static constexpr float identity = -INFINITY;
   __device__ static float combine(float a, float b) { return fmaxf(a, b); }
 };
+struct Min {
+  static constexpr float identity = INFINITY;
+  __device__ static float combine(float a, float b) { return fminf(a, b); }
+};
 
 // All-reduce within each group of `Width` adjacent lanes (a power of two <= 32) by butterfly
 // shuffles at distances First, 2 First, ... Width / 2.
@@ -20,6 +26,38 @@ __device__ __forceinline__ float reduce_lanes(float x) {
 #pragma unroll
   for (int step = First; step < Width; step <<= 1) x = Op::combine(x, __shfl_xor_sync(0xffffffffu, x, step));
   return x;
+}
+// The bits of numbers as integers of the same order, NaN above all; and back.
+__device__ __forceinline__ int in_order(int bits) { return bits ^ (bits >> 31 & 0x7fffffff); }
+// All-reduce by Max or Min: over a warp in one instruction, whose maximum is NaN where there is one.
+template <class Op, int Width>
+__device__ __forceinline__ float extreme_of_lanes(float x) {
+  if constexpr (Width < 32) return reduce_lanes<Op, Width>(x);
+  const int key = in_order(__float_as_int(x));
+  return __int_as_float(in_order(std::is_same_v<Op, Max> ? __reduce_max_sync(0xffffffffu, key)
+                                                         : __reduce_min_sync(0xffffffffu, key)));
+}
+// All-reduces K values (a power of two) over the warp, each by the tree of reduce_lanes(). A lane returns the one value
+// reduced_value<K>(lane).
+template <class Op, int K>
+__device__ __forceinline__ float reduce_values(float (&x)[K]) {
+#pragma unroll
+  for (int step = 1, n = K / 2; n > 0; step <<= 1, n /= 2) {
+    const bool upper = (threadIdx.x & step) != 0;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      const float sent = upper ? x[i] : x[i + n], kept = upper ? x[i + n] : x[i];
+      x[i] = Op::combine(kept, __shfl_xor_sync(0xffffffffu, sent, step));
+    }
+  }
+  return reduce_lanes<Op, 32, K>(x[0]);
+}
+template <int K>
+__device__ __forceinline__ int reduced_value(int lane) {
+  int value = 0;
+#pragma unroll
+  for (int bit = 1; bit < K; bit <<= 1) value = 2 * value + ((lane & bit) != 0);
+  return value;
 }
 // Reduces K values of one thread by a binary tree over neighbours.
 template <class Op, int K>

@@ -14,6 +14,9 @@
 //   row.for_each_vec(fn)     fn(x) for the vectors of this thread, x[kIn][N] in fp32
 //   row.all_reduce(payload)  over the threads of the row; as often by every thread of a CTA or cluster, and of a warp
 //   row.write(fn)            the same as for_each_vec, and out = fn(x, j) for element j of the vector
+//   row.max_of_vecs()        the largest element of this thread's vectors of the first row, NaN if there is one; afterwards
+//   row.for_each_vec_if(keep, fn), row.write_if(keep, fn)   leave out, or write zeros for, the vectors whose largest element,
+//                            of the first row, keep(x) does not want
 //   row.index, row.leads()   the row, and whether this thread is the one that writes what there is once a row
 // Results may overwrite an input of the same address and stride: a thread reads and writes the same vectors.
 #pragma once
@@ -63,27 +66,53 @@ struct Row {
   AlignedRow<T> like;
   Array<AlignedRowLoader<T, true>, kIn> in;
   uint4 q[kIn][VecsPerThread];
+  // The largest elements of q[0]. Set by max_of_vecs().
+  float top[VecsPerThread];
 
   __device__ __forceinline__ Row(const Op& op, Reducer& reducer)
       : Row(op, reducer, reducer.first_row(), std::make_index_sequence<kIn>{}) {}
 
   __device__ __forceinline__ bool leads() const { return live && reducer.thread + reducer.rank == 0; }
-  __device__ __forceinline__ Payload all_reduce(const Payload& v) {
-    int64_t unused = 0;
-    return reducer.all_reduce(v, -1, unused);
+  // V: a payload of the size of Payload.
+  template <class V>
+  __device__ __forceinline__ V all_reduce(const V& v) {
+    static_assert(sizeof(ReduceStorage<V>) == sizeof(reducer.x));
+    return all_reduce_row<Reducer::kThreads, Reducer::kIsCluster>(
+        v, reinterpret_cast<ReduceStorage<V>&>(reducer.x), reducer.phase++);
   }
   template <class Fn>
   __device__ __forceinline__ void for_each_vec(Fn&& fn) {
-    each([&](int, const float (&x)[kIn][N]) { fn(x); });
+    each([&](int i, int) { fn(unpacked(i).x); });
   }
   template <class Fn>
   __device__ __forceinline__ void write(Fn&& fn) {
+    write_if([](float) { return true; }, fn);
+  }
+  __device__ __forceinline__ float max_of_vecs() {
+    float most = -INFINITY;
+    each([&](int i, int) {
+      top[i] = max_of_elements(q[0][i]);
+      most = max_NaN(most, top[i]);
+    });
+    return most;
+  }
+  template <class Keep, class Fn>
+  __device__ __forceinline__ void for_each_vec_if(Keep&& keep, Fn&& fn) {
+    each([&](int i, int) {
+      if (kKeepsAll || keep(max_of_vec(i))) fn(unpacked(i).x);
+    });
+  }
+  template <class Keep, class Fn>
+  __device__ __forceinline__ void write_if(Keep&& keep, Fn&& fn) {
     if (rows.out == nullptr) return;
-    each([&](int k, const float (&x)[kIn][N]) {
+    each([&](int i, int k) {
       if (!live || k >= like.vecs) return;
-      float out[N];
+      float out[N] = {};
+      if (kKeepsAll || keep(max_of_vec(i))) {
+        const Vecs in = unpacked(i);
 #pragma unroll
-      for (int j = 0; j < N; ++j) out[j] = fn(x, j);
+        for (int j = 0; j < N; ++j) out[j] = fn(in.x, j);
+      }
       store_vec(like, k, out);
     });
   }
@@ -113,6 +142,36 @@ struct Row {
         in{{AlignedRowLoader<T, true>(like, op.rows.in[K] + (live ? r : 0) * op.rows.in_stride[K],
                                       op.rows.end[K], Op::kFill[K] ? kMinusInf<T> : 0u, live)...}} {}
 
+  // Two vectors are as quick to compute as to leave out.
+  static constexpr bool kKeepsAll = VecsPerThread <= 2;
+  struct Vecs {
+    float x[kIn][N];
+  };
+  __device__ __forceinline__ Vecs unpacked(int i) const {
+    Vecs v;
+#pragma unroll
+    for (int k = 0; k < kIn; ++k)
+      unpack<T>(sizeof(T) == 2 && !kLooped ? hide_from_compiler(q[k][i], rows.opaque_zero) : q[k][i], v.x[k]);
+    return v;
+  }
+  // NaN where one is NaN.
+  __device__ __forceinline__ static float max_of_elements(const uint4& v) {
+    if constexpr (sizeof(T) == 4) {
+      return max_NaN(max_NaN(__uint_as_float(v.x), __uint_as_float(v.y)),
+                     max_NaN(__uint_as_float(v.z), __uint_as_float(v.w)));
+    } else {
+      auto larger = [](uint32_t a, uint32_t b) {
+        return std::is_same_v<T, __half> ? max_NaN_f16x2(a, b) : max_NaN_bf16x2(a, b);
+      };
+      const uint32_t most = larger(larger(v.x, v.y), larger(v.z, v.w));
+      return max_NaN(low(most, T{}), high(most, T{}));
+    }
+  }
+  // A looped row has other vectors in q by now.
+  __device__ __forceinline__ float max_of_vec(int i) const {
+    return kLooped ? max_of_elements(q[0][i]) : top[i];
+  }
+  // Calls fn(i, k) for the vectors q[][i], which are vectors k of the rows.
   template <class Fn>
   __device__ __forceinline__ void each(Fn&& fn) {
     const int step = kLooped ? reducer.threads * reducer.blocks * VecsPerThread : like.vecs;
@@ -120,14 +179,7 @@ struct Row {
     for (int first = 0; first < (kLooped ? like.vecs : 1); first += step) {
       if (kLooped) request(first), trim(first);
 #pragma unroll
-      for (int i = 0; i < VecsPerThread; ++i) {
-        float x[kIn][N];
-#pragma unroll
-        for (int k = 0; k < kIn; ++k)
-          unpack<T>(sizeof(T) == 2 && !kLooped ? hide_from_compiler(q[k][i], rows.opaque_zero) : q[k][i],
-                    x[k]);
-        fn(first + reducer.vec_index(i), x);
-      }
+      for (int i = 0; i < VecsPerThread; ++i) fn(i, first + reducer.vec_index(i));
     }
   }
 };
@@ -150,10 +202,17 @@ __global__ __launch_bounds__(Config::value.max_threads,
   reducer.wait_for_cluster();
 }
 
-// Few configurations: rows of any alignment take the same ones.
+// Few configurations: rows of any alignment take the same ones. Rows of one input have registers for three CTAs of 512 threads
+// on an SM.
 constexpr RowConfig kLongest = {.vecs_per_thread = 4, .max_threads = 1024};
-constexpr RowConfigs kConfigs(several_rows({.threads_per_row = 8, .vecs_per_thread = 2}),
-                              several_rows({.threads_per_row = 32, .vecs_per_thread = 4}), kLongest);
+constexpr RowConfig kShort = several_rows({.threads_per_row = 8, .vecs_per_thread = 2});
+constexpr RowConfig kWarp = several_rows({.threads_per_row = 32, .vecs_per_thread = 4});
+template <int Inputs>
+constexpr RowConfigs kConfigs(kShort, kWarp, kLongest);
+template <>
+constexpr RowConfigs kConfigs<1>(kShort, kWarp,
+                                 RowConfig{.vecs_per_thread = 4, .max_threads = 512, .min_blocks_per_sm = 3},
+                                 kLongest);
 
 }  // namespace row_detail
 
@@ -163,8 +222,9 @@ void run_row_op(const char* name, Context& ctx, const Op& op) {
   const auto& rows = op.rows;
   const int64_t vecs = rows.out ? max_vecs_of_row(rows.out, rows.out_stride, rows.cols)
                                 : max_vecs_of_row(rows.in[0], rows.in_stride[0], rows.cols);
-  if (const int config = select_config(kConfigs, vecs); config >= 0)
-    return with_config<kConfigs>(config, [&]<RowConfig kConfig>() {
+  constexpr const auto& kOwn = kConfigs<Op::kIn>;
+  if (const int config = select_config(kOwn, vecs); config >= 0)
+    return with_config<kOwn>(config, [&]<RowConfig kConfig>() {
       launch(name, ctx, kernel<Op, ConfigType<kConfig>, false, false>,
              {.blocks = ceil_div(rows.rows, kConfig.rows_per_block),
               .threads = kConfig.block_threads(vecs),

@@ -83,6 +83,8 @@ struct alignas(K <= 2 ? 8 : 16) SumArray {
 // The threads that share a row, and their reductions.
 template <RowConfig kConfig, bool kCluster, bool kPersistent, class V, int Phases = 2>
 struct RowReducer {
+  static constexpr int kThreads = kConfig.threads_per_row;
+  static constexpr bool kIsCluster = kCluster;
   using Payload = std::conditional_t<kPersistent, ValueAndRow<V>, V>;
   ReduceStorage<Payload, Phases>& x;
   int blocks = 1, rank = 0, threads, thread, phase = 0;
@@ -204,15 +206,7 @@ struct alignas(8) OnlineSoftmax {
   __device__ static OnlineSoftmax identity() { return {-INFINITY, 0.0f}; }
   template <int Width>
   __device__ __forceinline__ void all_reduce_lanes() {
-    float top;
-    if constexpr (Width == 32) {
-      // Order-preserving map of floats to integers.
-      int i = __float_as_int(m);
-      i = __reduce_max_sync(0xffffffffu, i ^ (i >> 31 & 0x7fffffff));
-      top = __int_as_float(i ^ (i >> 31 & 0x7fffffff));
-    } else {
-      top = reduce_lanes<Max, Width>(m);
-    }
+    const float top = extreme_of_lanes<Max, Width>(m);
     if (m != top) s *= exp_minus_max<T>(m, top);
     m = top;
     s = reduce_lanes<Sum, Width>(s);

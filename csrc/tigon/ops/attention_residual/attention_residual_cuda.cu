@@ -5,7 +5,7 @@
 //
 // One kernel: persistent CTAs of one row at a time. A pass forms the sums of each value, a warp the
 // factors, and a second pass the results. The values of an aligned row are copied to shared memory,
-// all at once, where they fit; else the second pass reads them again, from L2 where they are still
+// all at once, where they fit, and their sums formed as they arrive; else the second pass reads them again, from L2 where they are still
 // there. A thread reads only vectors that it copied itself.
 #include <algorithm>
 
@@ -22,6 +22,8 @@ namespace {
 
 constexpr const char* kOp = "attention_residual";
 constexpr int kMaxThreads = 512, kColumnThreads = 256;
+// Values whose sums a thread forms at a time; waves of copies.
+constexpr int kGroup = 4, kMostWaves = 8;
 
 // Of one value of a row.
 struct Factors {
@@ -105,18 +107,21 @@ __global__ __launch_bounds__(kMaxThreads) void attention_kernel(const __grid_con
   if (u)
     for (int k = threadIdx.x; k < vecs; k += blockDim.x)
       for (int j = 0; j < N; ++j) u[k * N + j] = 0.0f;
+  const int per_wave = (p.count + kMostWaves * kGroup - 1) / (kMostWaves * kGroup) * kGroup,
+            waves = (p.count + per_wave - 1) / per_wave;
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
     const T *values = p.values + row * p.stride, *dy = kBackward ? p.dy + row * p.dy_stride : nullptr;
     if constexpr (kCanCache) {
       if (cached) {
-        for (int n = 0; n < p.count; ++n)
-          for (int k = threadIdx.x; k < vecs; k += blockDim.x)
-            cp_async(cache + n * vecs + k, values + n * pitch + k * N);
         if constexpr (kBackward)
           for (int k = threadIdx.x; k < vecs; k += blockDim.x)
             cp_async(cache + p.count * vecs + k, dy + k * N);
-        cp_async_commit_group();
-        cp_async_wait_group<0>();
+        for (int first = 0; first < p.count; first += per_wave) {
+          for (int n = first; n < min(p.count, first + per_wave); ++n)
+            for (int k = threadIdx.x; k < vecs; k += blockDim.x)
+              cp_async(cache + n * vecs + k, values + n * pitch + k * N);
+          cp_async_commit_group();
+        }
       }
     }
     auto value = [&](int n, int k) {
@@ -125,26 +130,32 @@ __global__ __launch_bounds__(kMaxThreads) void attention_kernel(const __grid_con
     auto upstream = [&](int k) {
       return cached ? cache[p.count * vecs + k] : load<T, N>(dy + int64_t(k) * N);
     };
-    for (int n = 0; n < p.count; ++n) {
-      float s[kSums] = {};
-#pragma unroll 2
+    for (int first = 0; first < p.count; first += kGroup) {
+      if (cached && first % per_wave == 0) cp_async_wait_group(waves - 1 - first / per_wave);
+      const int values_left = p.count - first;
+      float s[kSums][kGroup] = {};
       for (int k = threadIdx.x; k < vecs; k += blockDim.x) {
-        const Vec<T, N> v = value(n, k);
         float key[N];
         load_floats<N>(p.key + k * N, key);
         Vec<T, N> d;
         if constexpr (kBackward) d = upstream(k);
 #pragma unroll
-        for (int j = 0; j < N; ++j) {
-          s[0] = fma(v[j], v[j], s[0]);
-          s[1] = fma(key[j], v[j], s[1]);
-          if constexpr (kBackward) s[2] = fma(d[j], v[j], s[2]);
+        for (int i = 0; i < kGroup; ++i) {
+          if (i >= values_left) break;
+          const Vec<T, N> v = value(first + i, k);
+#pragma unroll
+          for (int j = 0; j < N; ++j) {
+            s[0][i] = fma(v[j], v[j], s[0][i]);
+            s[1][i] = fma(key[j], v[j], s[1][i]);
+            if constexpr (kBackward) s[2][i] = fma(d[j], v[j], s[2][i]);
+          }
         }
       }
+      const int own = reduced_value<kGroup>(lane);
 #pragma unroll
       for (int k = 0; k < kSums; ++k) {
-        s[k] = reduce_lanes<Sum, 32>(s[k]);
-        if (lane == 0) sums[(n * kSums + k) * warps + warp] = s[k];
+        const float sum = reduce_values<Sum>(s[k]);
+        if (lane < kGroup && own < values_left) sums[((first + own) * kSums + k) * warps + warp] = sum;
       }
     }
     __syncthreads();

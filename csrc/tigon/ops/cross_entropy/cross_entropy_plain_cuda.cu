@@ -8,7 +8,7 @@
 //
 // Variants, the first that fits runs; columns of 16 bits on an H100 or H200, of 32 bits half as many
 //   sweep      Entropies, or no gradient and more than 16384 columns: one pass of online softmax,
-//              four loads in flight per thread.
+//              eight loads in flight per thread.
 //   registers  A CTA of up to 512 threads holds a row in registers, 8 vectors per thread (up to
 //              32768 columns), or 7 and the others in shared memory (up to 86016, where two CTAs
 //              fit an SM), with all loads in flight together and one barrier per row. It takes one
@@ -32,7 +32,7 @@ namespace {
 constexpr const char* kOp = "cross_entropy";
 // Vectors of a thread in registers; threads per SM.
 constexpr int kVecsPerThread = 8, kThreadsPerSm = 1024;
-constexpr int kSweepThreads = 512, kSweepVecs = 4, kSweepBlocks = 3;
+constexpr int kSweepThreads = 256, kSweepVecs = 8, kSweepBlocks = 4;
 
 // Threads of a register_kernel CTA; 0 if they are known only at run time, which takes more
 // registers.
@@ -337,8 +337,7 @@ void launch_sweep(Context& ctx, const Params<T>& p) {
   static OncePerDevice prepared;
   auto kernel = &sweep_kernel<T, kMore, Z>;
   prepared.run(kOp, [&] { prefer_l1(kernel, kSweepBlocks, int(sizeof(ReduceStorage<EntropySums<Z>>))); });
-  int64_t blocks = std::min<int64_t>(p.rows, int64_t(device_facts().sms) * kSweepBlocks);
-  launch(kOp, ctx, kernel, {.blocks = blocks, .threads = kSweepThreads}, p);
+  launch(kOp, ctx, kernel, {.blocks = std::min<int64_t>(p.rows, INT32_MAX), .threads = kSweepThreads}, p);
 }
 
 }  // namespace

@@ -4,7 +4,7 @@
 //             l = scale_g * m + base (g: pre, post or res),  pre = sigmoid(l) + pre_eps,
 //             post = post_scale * sigmoid(l) + post_eps,  res = Sinkhorn(l): softmax of the rows + sinkhorn_eps, columns divided
 //             by (their sum + sinkhorn_eps), then rows and columns in turn, `iterations` - 1 times;  y = sum_i pre_i x_i.
-//             Mix: y_o = sum_i mix_oi x_i + post_o f  (mix absent: the identity; f and post absent: 0)
+//             Mix: y_o = sum_i mix_oi x_i + post_o f  (mix absent: y_o = x_o + post_o f; f and post absent: 0)
 // Gradients   of x, weight, base and scale from those of y, pre, post and res; of the mix: dx_i = sum_o mix_oi dy_o,
 //             df = sum_o post_o dy_o, dmix_oi = sum over columns of dy_o x_i, dpost_o = sum over columns of dy_o f
 // Shapes      x, dx [tokens, n * C], any row stride; weight [M, n * C], M = n (pre alone), 2n (pre, post) or 2n + n^2 (all);

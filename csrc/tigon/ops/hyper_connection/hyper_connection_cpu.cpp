@@ -31,6 +31,8 @@ struct MixRow {
   const float* addend = nullptr;
   int64_t cols;
   int streams, outs;
+  // mix is the identity: streams that it leaves out add nothing, be they NaN.
+  bool is_identity = false;
 };
 struct MixKernels {
   float (*widen)(const void*, float*, int64_t);
@@ -161,7 +163,8 @@ void hyper_connection_mix_fwd(Context& ctx, const HyperConnectionMixFwd& a) {
                .y = element_at(a.y, r, 0),
                .cols = a.x.cols / a.streams,
                .streams = c.streams,
-               .outs = c.outs});
+               .outs = c.outs,
+               .is_identity = a.mix.data == nullptr});
   });
 }
 
@@ -184,7 +187,8 @@ void hyper_connection_mix_bwd(Context& ctx, const HyperConnectionMixBwd& a) {
                 .addend = a.addend.data ? a.addend.row<float>(r) : nullptr,
                 .cols = a.x.cols / a.streams,
                 .streams = c.streams,
-                .outs = c.outs});
+                .outs = c.outs,
+                .is_identity = a.mix.data == nullptr});
     if (a.dmix.data) d.put(a.dmix, r);
   });
 }

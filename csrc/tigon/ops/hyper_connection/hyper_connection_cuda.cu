@@ -124,6 +124,8 @@ struct MixAt {
   const float* data;
   int64_t stride;
   int by_out, by_in;
+  // NaN or infinity in a stream that the identity leaves out changes nothing.
+  __device__ __forceinline__ bool leaves_out(int o, int i) const { return data == nullptr && o != i; }
   __device__ __forceinline__ float operator()(int64_t row, int o, int i) const {
     return data == nullptr ? float(o == i) : __ldg(data + row * stride + o * by_out + i * by_in);
   }
@@ -170,6 +172,7 @@ __global__ __launch_bounds__(kThreads) void mix_kernel(const __grid_constant__ M
 #pragma unroll
     for (int i = 0; i < Most; ++i) {
       if (i >= p.streams) break;
+      if (p.mix.leaves_out(o, i)) continue;
       const float mix = p.mix(row, o, i);
 #pragma unroll
       for (int j = 0; j < N; ++j) sum[j] = fma(mix, x[i][j], sum[j]);
@@ -180,26 +183,26 @@ __global__ __launch_bounds__(kThreads) void mix_kernel(const __grid_constant__ M
   }
 }
 
-template <class X, int Most, int N>
+template <class X, int Most, int MostOuts, int N>
 __global__ __launch_bounds__(kThreads) void mix_backward_kernel(const __grid_constant__ Mix<X> p) {
-  constexpr int kSums = Most * (Most + 1);
+  constexpr int kSums = MostOuts * (Most + 1);
   __shared__ __align__(16) float slots[32 * kSums];
-  __shared__ float mix[Most][Most], post[Most];
+  __shared__ float mix[MostOuts][Most], post[MostOuts];
   const int64_t row = blockIdx.x;
   const int tid = int(threadIdx.x);
   // What there is not counts as 0.
-  if (tid < Most * Most) {
+  if (tid < MostOuts * Most) {
     const int o = tid / Most, i = tid % Most;
     mix[o][i] = p.dx != nullptr && o < p.outs && i < p.streams ? p.mix(row, o, i) : 0.0f;
   }
-  if (tid < Most) post[tid] = p.f != nullptr && tid < p.outs ? p.post[row * p.post_stride + tid] : 0.0f;
+  if (tid < MostOuts) post[tid] = p.f != nullptr && tid < p.outs ? p.post[row * p.post_stride + tid] : 0.0f;
   __syncthreads();
   const float x_scale = p.x_scale != nullptr ? p.x_scale[row] : 0.0f;
   float sums[kSums] = {};  // [o][i], then those of post
   for (int64_t c = int64_t(tid) * N; c < p.columns; c += kThreads * N) {
-    Vec<X, N> dy[Most];
+    Vec<X, N> dy[MostOuts];
 #pragma unroll
-    for (int o = 0; o < Most; ++o)
+    for (int o = 0; o < MostOuts; ++o)
       if (o < p.outs) dy[o] = load_stream<X, N>(p.dy + row * p.dy_stride + o * p.columns + c);
 #pragma unroll
     for (int i = 0; i < Most; ++i) {
@@ -213,13 +216,13 @@ __global__ __launch_bounds__(kThreads) void mix_backward_kernel(const __grid_con
         for (int j = 0; j < N; ++j) d[j] = fma(x_scale, x[j], more[j]);
       }
 #pragma unroll
-      for (int o = 0; o < Most; ++o) {
+      for (int o = 0; o < MostOuts; ++o) {
         if (o >= p.outs) break;
 #pragma unroll
-        for (int j = 0; j < N; ++j) {
-          sums[o * Most + i] = fma(dy[o][j], x[j], sums[o * Most + i]);
-          d[j] = fma(mix[o][i], dy[o][j], d[j]);
-        }
+        for (int j = 0; j < N; ++j) sums[o * Most + i] = fma(dy[o][j], x[j], sums[o * Most + i]);
+        if (p.mix.leaves_out(o, i)) continue;
+#pragma unroll
+        for (int j = 0; j < N; ++j) d[j] = fma(mix[o][i], dy[o][j], d[j]);
       }
       if (p.dx == nullptr) continue;
       Vec<X, N> out;
@@ -230,11 +233,11 @@ __global__ __launch_bounds__(kThreads) void mix_backward_kernel(const __grid_con
     const Vec<X, N> f = load_stream<X, N>(p.f + row * p.f_stride + c);
     float d[N] = {};
 #pragma unroll
-    for (int o = 0; o < Most; ++o) {
+    for (int o = 0; o < MostOuts; ++o) {
       if (o >= p.outs) break;
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        sums[Most * Most + o] = fma(dy[o][j], f[j], sums[Most * Most + o]);
+        sums[MostOuts * Most + o] = fma(dy[o][j], f[j], sums[MostOuts * Most + o]);
         d[j] = fma(post[o], dy[o][j], d[j]);
       }
     }
@@ -248,9 +251,9 @@ __global__ __launch_bounds__(kThreads) void mix_backward_kernel(const __grid_con
   if (tid != 0) return;
   float* const dmix = const_cast<float*>(p.dmix.data);
 #pragma unroll
-  for (int o = 0; o < Most; ++o) {
+  for (int o = 0; o < MostOuts; ++o) {
     if (o >= p.outs) break;
-    if (p.dpost != nullptr) p.dpost[row * p.dpost_stride + o] = sums[Most * Most + o];
+    if (p.dpost != nullptr) p.dpost[row * p.dpost_stride + o] = sums[MostOuts * Most + o];
     if (dmix == nullptr) continue;
 #pragma unroll
     for (int i = 0; i < Most; ++i)
@@ -369,7 +372,8 @@ void hyper_connection_mix_bwd(Context& ctx, const HyperConnectionMixBwd& a) {
     p.addend = a.addend.row<float>(0), p.addend_stride = a.addend.stride;
     p.tokens = a.x.rows, p.columns = a.x.cols / a.streams;
     p.streams = int(a.streams), p.outs = int(a.outs);
-    launch(kOp, ctx, mix_backward_kernel<X, Most, N>, {.blocks = p.tokens, .threads = kThreads}, p);
+    launch(kOp, ctx, a.outs == 1 ? mix_backward_kernel<X, Most, 1, N> : mix_backward_kernel<X, Most, Most, N>,
+           {.blocks = p.tokens, .threads = kThreads}, p);
   });
 }
 

@@ -3,12 +3,12 @@
 // of the whole are left out. Sums leave the tensor cores, which truncate, after at most 32 terms each and are added in fp32.
 //
 // split_weight      the weight's parts, as product_kernel's lanes take them.
-// product           a CTA per 256 tokens and range of columns, a warp per 32 tokens; x goes from global memory to registers,
-//                   read once for the products and the sum of squares, the weight through shared memory. Columns of a step
-//                   are permuted so that a lane's are one vector.
+// product           a CTA per 256 tokens and range of columns, a warp per 32 tokens; x, read once for the products and the sum of
+//                   squares, and the weight come through rings in shared memory. Columns of a step are permuted so that a
+//                   lane's are one vector.
 // pack_dproduct     dproduct's parts, as product_gradient_kernel's lanes take them, and the tokens' other coefficients.
 // product_gradient  a CTA per 128 columns and range of tokens, a warp per 32 columns; the weight and the sums of dweight stay
-//                   in registers. dx takes two parts of each factor: 2^-16, below its rounding.
+//                   in registers, x and dy come through a ring in shared memory. dx takes two parts of each factor: 2^-16, below its rounding.
 //
 // The ranges follow from the sizes alone. Sums over ranges are in fixed order.
 #include "tigon/base/cuda/launch.cuh"
@@ -72,6 +72,8 @@ __device__ __forceinline__ uint32_t word(const Octet<X>& v, int i) {
 
 constexpr int kWarps = kThreads / 32, kWarpTokens = 32, kTokens = kWarps * kWarpTokens;
 constexpr int kStageColumns = 64, kStages = 3;
+// Of x, in slots of half a stage's columns.
+constexpr int kSlotColumns = kStageColumns / 2, kSlots = 4;
 // Two CTAs on each of 132 SMs.
 constexpr int64_t kProductCtas = 264, kMostSplits = 32;
 
@@ -83,6 +85,11 @@ struct WeightStep {
 };
 struct WeightStage {
   WeightStep steps[kStageColumns / 16];
+};
+// A thread's vectors of x are its own.
+struct ProductShared {
+  WeightStage weight[kStages];
+  uint4 x[kSlots][kWarpTokens / 8][kThreads];
 };
 
 __global__ __launch_bounds__(kThreads) void split_weight_kernel(const float* weight, int64_t stride, int cols,
@@ -121,45 +128,51 @@ __global__ __launch_bounds__(kThreads, kInputParts<X> == 1
                                            ? 2
                                            : 1) void product_kernel(const __grid_constant__ Product<X> p) {
   constexpr int kGroups = kWarpTokens / 8, kCopies = sizeof(WeightStage) / 16;
-  __shared__ __align__(16) WeightStage weight[kStages];
+  extern __shared__ __align__(16) unsigned char memory[];
+  ProductShared& shared = *reinterpret_cast<ProductShared*>(memory);
   const int tid = int(threadIdx.x), lane = tid % 32, t = lane / 4, q = lane % 4;
   const int split_index = int(blockIdx.x) % p.splits;
   const int64_t first = int64_t(int(blockIdx.x) / p.splits) * kTokens + tid / 32 * kWarpTokens;
   const int begin = split_index * p.split_cols, end = min(p.cols, begin + p.split_cols);
   const int tokens = int(min(max(p.tokens - first, int64_t(0)), int64_t(kWarpTokens)));
 
-  auto copy_weight = [&](int column, int stage) {
-    if (column < end) {
-      const char* from = reinterpret_cast<const char*>(p.weight + column / kStageColumns);
-      for (int i = tid; i < kCopies; i += kThreads)
-        cp_async(reinterpret_cast<char*>(weight + stage) + 16 * i, from + 16 * i);
+  const X* const from = p.x + (first + t) * p.x_stride + begin + 8 * q;
+  // Slot h holds the lane's vectors of tokens t, t + 8, ... at columns 32 h; the weight comes with every second one.
+  auto copy_slot = [&](int h) {
+    const int column = begin + h * kSlotColumns;
+    // Both halves of a stage, though the second may be past the end: zeros.
+    if (begin + h / 2 * kStageColumns < end) {
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g) {
+        const bool there = column + 8 * q < end && t + 8 * g < tokens;
+        cp_async_L2_128B(&shared.x[h % kSlots][g][tid],
+                         there ? from + h * kSlotColumns + 8 * g * p.x_stride : p.x, there ? 16 : 0);
+      }
+      if (h % 2 == 0) {
+        const char* of = reinterpret_cast<const char*>(p.weight + column / kStageColumns);
+        for (int i = tid; i < kCopies; i += kThreads)
+          cp_async(reinterpret_cast<char*>(shared.weight + h / 2 % kStages) + 16 * i, of + 16 * i);
+      }
     }
     cp_async_commit_group();
-  };
-  // The lane's vectors of tokens t, t + 8, ... at a column of 32.
-  const X* const from = p.x + (first + t) * p.x_stride + 8 * q;
-  auto load_x = [&](int column, Octet<X>(&to)[kGroups]) {
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g)
-      to[g] = load_predicated<X, 8>(column + 8 * q < end && t + 8 * g < tokens,
-                                    from + column + 8 * g * p.x_stride);
   };
 
   // In a lane, tokens 2 q and 2 q + 1 of a group: rows t and t + 8, and row t + 16.
   float low[kGroups][4] = {}, high[kGroups][2] = {}, squares[kGroups] = {};
-  Octet<X> x[kGroups], next[kGroups];
-  copy_weight(begin, 0);
-  copy_weight(begin + kStageColumns, 1);
-  load_x(begin, x);
-  int stage = 0;
-  for (int column = begin; column < end; column += kStageColumns) {
-    cp_async_wait_group<1>();
-    __syncthreads();
-    // Every warp is past the stage before.
-    copy_weight(column + 2 * kStageColumns, stage == 0 ? kStages - 1 : stage - 1);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      load_x(column + 32 * (half + 1), next);
+  for (int h = 0; h < kSlots - 1; ++h) copy_slot(h);
+  for (int column = begin, slot = 0; column < end; column += kStageColumns) {
+    const WeightStage& weight = shared.weight[slot / 2 % kStages];
+#pragma unroll
+    for (int half = 0; half < 2; ++half, ++slot) {
+      cp_async_wait_group<kSlots - 2>();
+      // The stage's weight is there for all, and every warp is past the stage before.
+      if (half == 0) __syncthreads();
+      copy_slot(slot + kSlots - 1);
+      Octet<X> x[kGroups];
+#pragma unroll
+      for (int g = 0; g < kGroups; ++g)
+        x[g] = reinterpret_cast<const Octet<X>&>(shared.x[slot % kSlots][g][tid]);
 #pragma unroll
       for (int g = 0; g < kGroups; ++g)
 #pragma unroll
@@ -169,7 +182,7 @@ __global__ __launch_bounds__(kThreads, kInputParts<X> == 1
       for_parts<kInputParts<X>, kParts>([&](int i, int j) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const WeightStep& step = weight[stage].steps[2 * half + h];
+          const WeightStep& step = weight.steps[2 * half + h];
           const uint4 of_low = step.low[j][lane];
 #pragma unroll
           for (int g = 0; g < kGroups; ++g) {
@@ -187,10 +200,7 @@ __global__ __launch_bounds__(kThreads, kInputParts<X> == 1
 #pragma unroll
         for (int i = 0; i < 2; ++i) high[g][i] += high_half[g][i] + high_half[g][i + 2];
       }
-#pragma unroll
-      for (int g = 0; g < kGroups; ++g) x[g] = next[g];
     }
-    stage = stage + 1 == kStages ? 0 : stage + 1;
   }
   cp_async_wait_group<0>();
 
@@ -230,8 +240,8 @@ __global__ __launch_bounds__(kThreads) void sum_products_kernel(const float* par
 // ---------------------------------------------------------------- gradients
 
 constexpr int kGradientThreads = 128, kGradientColumns = kGradientThreads, kBlockTokens = 16, kDxParts = 2;
-// Three CTAs on each of 132 SMs, twice.
-constexpr int64_t kGradientCtas = 792;
+// Four CTAs on each of 132 SMs, twice.
+constexpr int64_t kGradientCtas = 1056;
 
 // The coefficients of 16 tokens.
 struct TokenBlock {
@@ -298,11 +308,17 @@ struct ProductGradient {
   int tiles;  // CTAs of a range
 };
 
+// A thread's vectors of x and dy are its own.
+struct GradientStage {
+  TokenBlock block;
+  uint4 x[2][kGradientThreads], dy[2][kGradientThreads];
+};
+
 template <class X, bool kDx, bool kDweight>
 __global__ __launch_bounds__(kGradientThreads,
-                             3) void product_gradient_kernel(const __grid_constant__ ProductGradient<X> p) {
+                             4) void product_gradient_kernel(const __grid_constant__ ProductGradient<X> p) {
   constexpr int kCopies = sizeof(TokenBlock) / 16;
-  __shared__ __align__(16) TokenBlock shared[kStages];
+  __shared__ __align__(16) GradientStage shared[kStages];
   const int tid = int(threadIdx.x), lane = tid % 32, t = lane / 4, q = lane % 4;
   const int range = int(blockIdx.x) / p.tiles;
   const int64_t warp_column = int64_t(int(blockIdx.x) % p.tiles) * kGradientColumns + tid / 32 * 32;
@@ -327,51 +343,52 @@ __global__ __launch_bounds__(kGradientThreads,
     }
   }
 
-  auto copy_block = [&](int token, int stage) {
-    if (token < tokens) {
-      const char* from = reinterpret_cast<const char*>(p.blocks + first_block + token / kBlockTokens);
-      for (int i = tid; i < kCopies; i += kGradientThreads)
-        cp_async(reinterpret_cast<char*>(shared + stage) + 16 * i, from + 16 * i);
-    }
-    cp_async_commit_group();
-  };
   const X* const x_from = p.x + (first + t) * p.x_stride + column;
   const X* const dy_from =
       has_dy ? p.dy + (first + t) * p.dy_stride + (column - stream * p.columns) : nullptr;
   X* const dx_to = kDx ? p.dx + (first + t) * p.dx_stride + column : nullptr;
-  Octet<X> x[2], dy[2], next_x[2], next_dy[2];
-  auto load_rows = [&](int token, Octet<X>(&to_x)[2], Octet<X>(&to_dy)[2]) {
+  auto copy_stage = [&](int token, int stage) {
+    if (token < tokens) {
+      GradientStage& to = shared[stage];
+      const char* from = reinterpret_cast<const char*>(p.blocks + first_block + token / kBlockTokens);
+      for (int i = tid; i < kCopies; i += kGradientThreads)
+        cp_async(reinterpret_cast<char*>(&to.block) + 16 * i, from + 16 * i);
 #pragma unroll
-    for (int g = 0; g < 2; ++g) {
-      const int64_t row = token + 8 * g;
-      const bool there = active && row + t < tokens;
-      to_x[g] = load_predicated<X, 8>(there, x_from + row * p.x_stride);
-      if constexpr (kDx) to_dy[g] = load_predicated<X, 8>(there && has_dy, dy_from + row * p.dy_stride);
+      for (int g = 0; g < 2; ++g) {
+        const int64_t row = token + 8 * g;
+        const bool there = active && row + t < tokens;
+        cp_async(&to.x[g][tid], there ? x_from + row * p.x_stride : p.x, there ? 16 : 0);
+        if (has_dy) cp_async(&to.dy[g][tid], there ? dy_from + row * p.dy_stride : p.dy, there ? 16 : 0);
+      }
     }
+    cp_async_commit_group();
   };
 
   float sums[2][kTiles][4] = {};
-  copy_block(0, 0);
-  copy_block(kBlockTokens, 1);
-  load_rows(0, x, dy);
+  copy_stage(0, 0);
+  copy_stage(kBlockTokens, 1);
   int stage = 0;
   for (int token = 0; token < tokens; token += kBlockTokens) {
     cp_async_wait_group<1>();
     __syncthreads();
     // Every warp is past the stage before.
-    copy_block(token + 2 * kBlockTokens, stage == 0 ? kStages - 1 : stage - 1);
-    load_rows(token + kBlockTokens, next_x, next_dy);
-    const TokenBlock& block = shared[stage];
+    copy_stage(token + 2 * kBlockTokens, stage == 0 ? kStages - 1 : stage - 1);
+    const TokenBlock& block = shared[stage].block;
+    Octet<X> x[2];
+#pragma unroll
+    for (int g = 0; g < 2; ++g) x[g] = reinterpret_cast<const Octet<X>&>(shared[stage].x[g][tid]);
     if constexpr (kDx) {
       float d[4][4];
 #pragma unroll
       for (int g = 0; g < 2; ++g) {
         const TokenBlock::Token& of = block.tokens[t + 8 * g];
         const float x_scale = of.x_scale, pre = of.pre[stream];
+        Octet<X> dy{};
+        if (has_dy) dy = reinterpret_cast<const Octet<X>&>(shared[stage].dy[g][tid]);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           float v = x_scale * x[g][i];
-          if (has_dy) v = fma(pre, dy[g][i], v);
+          if (has_dy) v = fma(pre, dy[i], v);
           d[i / 2][2 * g + i % 2] = v;
         }
       }
@@ -423,8 +440,6 @@ __global__ __launch_bounds__(kGradientThreads,
         }
       }
     }
-#pragma unroll
-    for (int g = 0; g < 2; ++g) x[g] = next_x[g], dy[g] = next_dy[g];
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
   cp_async_wait_group<0>();
@@ -475,7 +490,14 @@ bool products(Context& ctx, const HyperConnectionFwd& a) {
          {.blocks = ceil_div(int64_t(steps) * 32, kThreads), .threads = kThreads}, a.weight.row<float>(0),
          a.weight.stride, int(cols), steps, weight->steps);
   by_half(a.x, [&]<class X>() {
-    launch(kOp, ctx, product_kernel<X>, {.blocks = token_tiles * splits, .threads = kThreads},
+    static OncePerDevice prepared;
+    prepared.run(kOp, [&] {
+      TIGON_CUDA_CHECK(kOp,
+                       cudaFuncSetAttribute(product_kernel<X>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            int(sizeof(ProductShared))));
+    });
+    launch(kOp, ctx, product_kernel<X>,
+           {.blocks = token_tiles * splits, .threads = kThreads, .shared = sizeof(ProductShared)},
            Product<X>{.x = a.x.row<X>(0),
                       .x_stride = a.x.stride,
                       .weight = weight,

@@ -38,11 +38,21 @@ struct GroupGradients {
   }
 };
 
+// Sums over no rows: 0, whatever they would be multiplied by.
+template <class W>
+void no_rows(const ModulatedRmsNormBwd& a) {
+  for (int64_t group = 0; group < a.scale.rows; ++group)
+    for (const Matrix& m : {a.dscale, a.dshift})
+      if (m.data) std::fill_n(m.row<W>(group), a.x.cols, W{});
+  if (a.dweight) std::fill_n(a.dweight.as<W>(), a.x.cols, W{});
+}
+
 // A task takes some groups, or a part of the rows of one where groups are few; its own rows of scratch hold the folded weight and
 // the two sums. Parts of a group are added in a second step.
 template <class W>
 void backward(Context& ctx, const ModulatedRmsNormBwd& a) {
   const int64_t groups = a.scale.rows, cols = a.x.cols, rows = groups > 0 ? a.x.rows / groups : 0;
+  if (rows == 0) return no_rows<W>(a);
   const int64_t most_parts =
       std::max<int64_t>(1, std::min(kMaxTasks / std::max<int64_t>(1, groups), ceil_div(rows, kRowsPerTask)));
   const int64_t rows_of_part = std::max<int64_t>(1, ceil_div(rows, most_parts));

@@ -2,7 +2,7 @@
 //
 // Bytes per element (b = element size): forward 2b, backward 3b; rows that no cluster of CTAs holds are read again, out of L2, in
 // every step of tau.
-// Instructions per element: about 6 forward, and 3 more a step of tau; 9 backward.
+// Instructions per element: about 6 forward, and up to 6 more a step of tau, which leaves out vectors below it; 9 backward.
 #include "tigon/base/cuda/row_kernel.cuh"
 #include "tigon/base/dispatch.h"
 #include "tigon/ops/sparsemax/sparsemax.h"
@@ -14,14 +14,24 @@ namespace {
 
 constexpr const char* kOp = "sparsemax";
 
-// The largest entry, and the sum and size of a set of entries.
-struct alignas(16) Entries {
-  float top, sum, size, unused;
-  __device__ static Entries identity() { return {-INFINITY, 0.0f, 0.0f, 0.0f}; }
+// The largest entry; of a warp or more, NaN if there is one.
+struct alignas(16) Largest {
+  float x, unused[3];
+  __device__ static Largest identity() { return {-INFINITY, {}}; }
   template <int Width>
   __device__ __forceinline__ void all_reduce_lanes() {
-    top = reduce_lanes<Max, Width>(top);
-    sum = reduce_lanes<Sum, Width>(sum), size = reduce_lanes<Sum, Width>(size);
+    x = extreme_of_lanes<Max, Width>(x);
+  }
+};
+// The sum, the size and the least of a set of entries; none is above 0.
+struct alignas(16) Entries {
+  float sum, size, least, unused;
+  __device__ static Entries identity() { return {}; }
+  template <int Width>
+  __device__ __forceinline__ void all_reduce_lanes() {
+    sum = reduce_lanes<Sum, Width>(sum);
+    size = Width < 32 ? reduce_lanes<Sum, Width>(size) : float(__reduce_add_sync(~0u, int(size)));
+    least = extreme_of_lanes<Min, Width>(least);
   }
 };
 
@@ -37,33 +47,33 @@ struct Forward {
   __device__ __forceinline__ void operator()(Row& row) const {
     constexpr int N = AlignedRow<T>::N;
     constexpr float kLeast = std::is_same_v<T, __half> ? kLeastF16 : 0.0f;
-    Entries own = Entries::identity();
-    row.for_each_vec([&](const float (&x)[1][N]) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) own.top = fmaxf(own.top, x[0][j]);
-    });
-    const float top = row.all_reduce(own).top;
+    const float top = row.all_reduce(Largest{row.max_of_vecs(), {}}).x;
     float tau = -1.0f, size = INFINITY;
     bool shrinks = true;
+    // Whether a vector has an entry above tau, or NaN.
+    auto has_support = [&](float most) { return !(most - top <= tau); };
     // Rows of one warp step together: a row whose support is found finds the same again.
     do {
-      own = Entries::identity();
-      row.for_each_vec([&](const float (&x)[1][N]) {
+      Entries own = Entries::identity();
+      row.for_each_vec_if(has_support, [&](const float (&x)[1][N]) {
         float sum = 0.0f, size = 0.0f;
 #pragma unroll
         for (int j = 0; j < N; ++j) {
-          const float z = x[0][j] - top;
-          sum += where_above(z, tau, z);
+          const float z = x[0][j] - top, entry = where_above(z, tau, z);
+          sum += entry;
           size += where_above(z, tau, 1.0f);
+          own.least = fminf(own.least, entry);
         }
         own.sum += sum, own.size += size;
       });
       const Entries all = row.all_reduce(own);
       if (shrinks) tau = (all.sum - 1.0f) / all.size;
-      shrinks = shrinks && all.size < size;
+      // The set is the support where it is above the tau that follows from it, or stays the same.
+      shrinks = shrinks && all.size < size && !(all.least > tau);
       size = all.size;
     } while (__any_sync(0xffffffffu, shrinks));
-    row.write([&](const float (&x)[1][N], int j) { return sparsemax_y(x[0][j] - top, tau, kLeast); });
+    row.write_if(has_support,
+                 [&](const float (&x)[1][N], int j) { return sparsemax_y(x[0][j] - top, tau, kLeast); });
   }
 };
 

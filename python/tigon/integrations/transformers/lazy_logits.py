@@ -41,6 +41,9 @@ class LazyLogits:
     Known without computing: shape, size, dim, ndim, numel, device, dtype, requires_grad. Stay
     lazy: float/to(dtype), * and / by a number, tanh, contiguous, view and reshape that keep the
     last axis, row indexing, and [..., :n]. Everything else computes the logits, once.
+
+    Each is computed on its own: a view of logits that are then changed in place through another
+    one refuses to be read.
     """
 
     def __init__(self, head, hidden, columns, dtype, calls, autocast=None):
@@ -55,6 +58,9 @@ class LazyLogits:
         self._detached = False
         self._real = None
         self._predicted = None  # first argmax of every row, where a loss was asked for it
+        self._writes = [0]  # changes in place, shared as tensors share memory
+        self._written = 0  # those that it has
+        self._sliced = False  # where rows or columns were left out
         self._seen = ()  # parameters and their versions, to notice an optimizer step in between
         if not torch.compiler.is_compiling():
             self._seen = [(name, p, p._version) for name, p in head.named_parameters()]
@@ -113,7 +119,8 @@ class LazyLogits:
 
     # --- what stays lazy -------------------------------------------------------------------
 
-    def _with(self, hidden=None, link=None, dtype=None, limit=None, detach=False):
+    def _with(self, hidden=None, link=None, dtype=None, limit=None, detach=False, view=False, sliced=False):
+        self._check_views()
         twin = object.__new__(type(self))
         twin._head = self._head
         twin._hidden = self._hidden if hidden is None else hidden
@@ -126,7 +133,24 @@ class LazyLogits:
         twin._detached = self._detached or detach
         twin._real = twin._predicted = None
         twin._seen = self._seen
+        twin._writes = self._writes if view else [0]
+        twin._written = twin._writes[0]
+        twin._sliced = view and (self._sliced or sliced)
         return twin
+
+    def _check_views(self):
+        if self._writes[0] != self._written:
+            raise Error(
+                "[lazy_logits] logits must be read before a view of them changes in place, got one "
+                "changed since (change logits before views are taken, or a copy: logits.clone())"
+            )
+
+    def _write(self):
+        """These change in place: what else shares their memory does not learn the new values."""
+        self._check_views()
+        self._predicted = None
+        self._writes[0] += 1
+        self._written = self._writes[0]
 
     def to(self, *args, **kwargs):
         """As Tensor.to; a change of dtype, or the device it is on, stays lazy."""
@@ -161,8 +185,12 @@ class LazyLogits:
         return self.to(other.dtype) if other.device == self.device else self.to(other)
 
     def contiguous(self, *_, **__):
-        """Owed logits are contiguous."""
-        return self
+        """Owed logits are contiguous; where stock's were not, they are another tensor."""
+        return self if self._dense() else self._with()
+
+    def _dense(self):
+        """Whether stock's logits would be contiguous."""
+        return not self._sliced or (self._limit is None and self._hidden.is_contiguous())
 
     def is_contiguous(self, *_, **__):
         """Owed logits are contiguous."""
@@ -170,11 +198,11 @@ class LazyLogits:
 
     def detach(self):
         """As Tensor.detach; stays lazy."""
-        return self._with(detach=True) if self._real is None else self._real.detach()
+        return self._with(detach=True, view=True) if self._real is None else self.materialise().detach()
 
     def tanh(self):
         """As Tensor.tanh; stays lazy."""
-        return self._with(link=("tanh",)) if self._real is None else self._real.tanh()
+        return self._with(link=("tanh",)) if self._real is None else self.materialise().tanh()
 
     def _scaled(self, name, other):
         if self._real is None and _is_scalar(other):
@@ -202,6 +230,7 @@ class LazyLogits:
         return self._scale_in_place("div", other)
 
     def _scale_in_place(self, name, other):
+        self._write()
         if self._real is None and _is_scalar(other):
             self._chain = (*self._chain, (name, other))
             return self
@@ -219,39 +248,43 @@ class LazyLogits:
         shape = shape if size is None else (size,)
         sizes = tuple(shape[0]) if shape and isinstance(shape[0], tuple | list) else shape
         if self._real is None and sizes and sizes[-1] == self._columns:
-            return self._with(hidden=self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1]))
+            hidden = self._hidden.reshape(*sizes[:-1], self._hidden.shape[-1])
+            return self._with(hidden, view=self._dense())
         return self.materialise().view(*shape)
 
     def reshape(self, *sizes, shape=None):
         """As Tensor.reshape; where the last axis stays whole it stays lazy."""
         shape = sizes if shape is None else (shape,)
-        return self.view(*shape) if self._real is None else self._real.reshape(*shape)
+        return self.view(*shape) if self._real is None else self.materialise().reshape(*shape)
 
     def flatten(self, start_dim=0, end_dim=-1):
         """As Tensor.flatten; over leading axes it stays lazy."""
         if self._real is None and 0 <= start_dim <= end_dim < self.ndim - 1:
-            return self._with(hidden=self._hidden.flatten(start_dim, end_dim))
+            return self._with(self._hidden.flatten(start_dim, end_dim), view=self._dense())
         return self.materialise().flatten(start_dim, end_dim)
 
     def __getitem__(self, key):
         if self._real is not None:
-            return self._real[key]
+            return self.materialise()[key]
         keys = key if isinstance(key, tuple) else (key,)
         rows, last = _split_index(keys, self.ndim)
         if rows is None:
             return self.materialise()[key]
-        picked = self if rows == () else self._with(hidden=self._hidden[(*rows, slice(None))])
+        basic = not any(isinstance(key, torch.Tensor | list) for key in rows)
+        hidden = self._hidden if rows == () else self._hidden[(*rows, slice(None))]
+        picked = self._with(hidden, view=basic, sliced=rows != ())
         if last is None or last == slice(None):
             return picked
         limit = _prefix(last, self._columns)
         if limit is not None:
-            return picked._with(limit=limit)
+            return picked._with(limit=limit, view=True, sliced=True)
         return picked.materialise()[..., last]  # few rows first, then the product
 
     # --- what computes ---------------------------------------------------------------------
 
     def materialise(self) -> torch.Tensor:
         """The logits as a tensor; computed once and kept."""
+        self._check_views()
         if self._real is not None:
             return self._real
         if not torch.compiler.is_compiling():
@@ -318,6 +351,7 @@ class LazyLogits:
 
         With `predict` the same pass finds what a later argmax over the vocabulary is answered with.
         """
+        self._check_views()
         folded = None if self._real is not None or self._detached else _fold(self._chain)
         if folded is None:
             return None
@@ -349,17 +383,21 @@ class LazyLogits:
 
     def argmax(self, dim=None, keepdim=False):
         """As Tensor.argmax; over the vocabulary it is known where a loss was asked for it."""
+        self._check_views()
         if self._predicted is not None and dim in (-1, self.ndim - 1) and not keepdim:
             return self._predicted
         return self.materialise().argmax(dim, keepdim)
 
     def __setitem__(self, key, value):
-        self.materialise()[key] = value
+        self._write()
+        self.materialise()[key] = _real(value)
 
     def __getattr__(self, name):
         # Called for names not found; only what tensors have is worth a product.
         if name.startswith("__") or not hasattr(torch.Tensor, name):
             raise AttributeError(f"LazyLogits has no attribute {name!r}")
+        if name.endswith("_") and name != "requires_grad_":
+            self._write()
         return getattr(self.materialise(), name)
 
     def __repr__(self):
@@ -382,6 +420,8 @@ class LazyLogits:
             return _functional_cross_entropy(*args, **kwargs)
         if args and isinstance(args[0], cls) and func in _LAZY_FUNCTIONS:
             return getattr(args[0], _LAZY_FUNCTIONS[func])(*args[1:], **kwargs)
+        for written in _written_by(func, args, kwargs):
+            written._write()
         return func(*_real_all(args), **{key: _real(value) for key, value in kwargs.items()})
 
 
@@ -396,8 +436,19 @@ _LAZY_FUNCTIONS = {
 }
 
 
-def _forward_to_tensor(name):
+def _written_by(func, args, kwargs) -> list:
+    """The lazy logits that a function changes in place."""
+    into = [kwargs.get("out")]
+    if args and (func.__name__.endswith("_") or kwargs.get("inplace")):
+        into.append(args[0])
+    flat = [t for values in into for t in (values if isinstance(values, tuple | list) else (values,))]
+    return [t for t in flat if isinstance(t, LazyLogits)]
+
+
+def _forward_to_tensor(name, in_place):
     def method(self, *args):
+        if in_place:
+            self._write()
         return getattr(self.materialise(), name)(*_real_all(args))
 
     method.__name__ = name
@@ -406,10 +457,12 @@ def _forward_to_tensor(name):
 
 _TENSOR_OPERATORS = """
     add radd sub rsub rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs
-    invert eq ne lt le gt ge and or xor bool float int contains array iter iadd isub format
+    invert eq ne lt le gt ge and or xor bool float int contains array iter format
 """
-for _name in _TENSOR_OPERATORS.split():
-    setattr(LazyLogits, f"__{_name}__", _forward_to_tensor(f"__{_name}__"))
+_IN_PLACE_OPERATORS = "iadd isub ifloordiv imod ipow"
+for _name in (_TENSOR_OPERATORS + _IN_PLACE_OPERATORS).split():
+    _method = _forward_to_tensor(f"__{_name}__", _name in _IN_PLACE_OPERATORS.split())
+    setattr(LazyLogits, _method.__name__, _method)
 LazyLogits.__hash__ = object.__hash__
 
 
@@ -525,7 +578,7 @@ def _functional_cross_entropy(input, target, weight=None, size_average=None, ign
     usual = isinstance(input, LazyLogits) and size_average is None and reduce is None
     if usual and input.ndim == 2 and not target.is_floating_point():
         loss = input.cross_entropy(
-            target.long() if target.dtype == torch.uint8 else target,
+            target,
             weight=weight,
             ignore_index=ignore_index,
             reduction=reduction,

@@ -37,13 +37,13 @@ class Ledger:
 
     def note(self, hidden: torch.Tensor, weight: torch.Tensor) -> None:
         """The head computes a loss of these operands."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or hidden.device.type not in ("cpu", "cuda"):
             return
         (vocab, size), trained = weight.shape, weight.requires_grad
         needs = linear_cross_entropy_memory(
             hidden.numel() // size, size, vocab, hidden.dtype, device=hidden.device.type,
             weight_dtype=weight.dtype, train_weight=trained, train_hidden=hidden.requires_grad,
-            main_grad=trained and getattr(weight, "tigon_main_grad", False),
+            main_grad=trained and bool(getattr(weight, "tigon_main_grad", False)),
         )  # fmt: skip
         self.taken = max(needs.peak - needs.results, 0)
 

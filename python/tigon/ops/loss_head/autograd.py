@@ -21,7 +21,7 @@ class HeadLoss:
     """``tigon::<name>`` as a differentiable loss of a head.
 
     Its first results are the loss, the reduction's factor and the gradients of NEEDS; a call has operands
-    (hidden, weight, target and bias among them, by name), options, ``needs`` and ``scalar``.
+    (hidden, weight, target and bias among them, by name), options, ``needs`` and ``is_scalar()``.
 
     Args:
         name: of the operator, and in messages.
@@ -63,7 +63,7 @@ class HeadLoss:
         hidden, weight, bias = call.operands.hidden, call.operands.weight, call.operands.bias
         of_bias = weight.dtype if bias is None else bias.dtype
         ctx.dtypes = (hidden.dtype, weight.dtype, of_bias, hidden.dtype, hidden.dtype)
-        ctx.scalar, ctx.options = call.scalar, call.options
+        ctx.scalar, ctx.options = call.is_scalar(), call.options
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
 
@@ -71,7 +71,7 @@ class HeadLoss:
         call = self.call_of(inputs)
         self._setup(ctx, call, output)
         ctx.needs = call.needs
-        ctx.save_for_backward(*(output[1:_RESULTS] if call.scalar else self.saved(call, output)))
+        ctx.save_for_backward(*(output[1:_RESULTS] if call.is_scalar() else self.saved(call, output)))
 
     def _backward(self, ctx, dloss, *_):
         if dloss is None:
@@ -120,7 +120,7 @@ def _of_rows(dloss, scale, shape, scalar):
 def _saved(call, output):
     """What losses of rows save."""
     _, _, unit, *_, kept = output
-    return between.saved(call, unit, kept, False)
+    return between.saved(call.operands, call.options, call.needs, unit, kept, False)
 
 
 _head = HeadLoss(
@@ -237,7 +237,7 @@ def run(call: Call, parameters, main_grad, keep_mb):
         main_grad: weight's gradient is added to it; ``None``: it is returned.
         keep_mb: as in :func:`tigon.linear_cross_entropy`.
     """
-    if not call.scalar:
+    if not call.is_scalar():
         needs, keep_rows = between.keep(call.operands, call.needs, keep_mb, main_grad)
         call = call._replace(needs=needs, keep_rows=keep_rows)
     loss, numbers, predicted, _ = _head.run(call, parameters, lambda: _way(call, main_grad))
@@ -246,6 +246,6 @@ def run(call: Call, parameters, main_grad, keep_mb):
 
 def _way(call, main_grad):
     """How the gradients of an eager call are made."""
-    if not call.scalar:
+    if not call.is_scalar():
         return _HeadRows(main_grad)
     return Scalar(_head) if main_grad is None else _MainGrad(main_grad)

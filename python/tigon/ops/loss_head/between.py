@@ -30,17 +30,16 @@ def keep(operands, needs, keep_mb, main_grad=None) -> tuple[int, int]:
     return needs, rows_within(keep_mb, weight.shape[0], hidden.element_size())
 
 
-def saved(call, unit, kept, recomputed) -> tuple:
+def saved(operands, options, needs, unit, kept, recomputed) -> tuple:
     """The tensors to save; `recomputed`: a gradient of entropies may ask for logits.
 
     Where all rows are kept, or hidden alone needs a gradient, weight is not among them, so that a gathered
     copy of it can be freed.
     """
-    operands = call.operands
     hidden, weight, target = operands.hidden, operands.weight, operands.target
     formed, some = unit.shape == hidden.shape, kept.dim() == 2
-    whole = some and kept.shape[0] >= rows_computed(target, call.options.valid_rows)
-    alone = formed and only_hidden(call.needs)
+    whole = some and kept.shape[0] >= rows_computed(target, options.valid_rows)
+    alone = formed and only_hidden(needs)
     if not recomputed and (alone or whole):
         operands = Operands(
             hidden=unit if alone else hidden, weight=weight.new_empty(weight.shape[0], 0), target=target,

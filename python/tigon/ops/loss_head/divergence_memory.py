@@ -8,7 +8,8 @@ import torch
 
 from tigon._load import library
 from tigon.error import check
-from tigon.ops.loss_head.memory import HeadMemory, linear_cross_entropy_memory, padded
+from tigon.ops.arguments import check_choice, check_integers
+from tigon.ops.loss_head.memory import HeadMemory, device_type, linear_cross_entropy_memory, padded
 
 _OP = "linear_divergence_memory"
 _logit_rows = library.tigon_linear_divergence_logit_rows
@@ -23,7 +24,7 @@ def linear_divergence_memory(
     dtype: torch.dtype = torch.bfloat16,
     *,
     teacher_hidden_size: int | None = None,
-    device: str = "cuda",
+    device: str | torch.device = "cuda",
     weight_dtype: torch.dtype | None = None,
     train_hidden: bool = True,
     train_weight: bool = True,
@@ -46,7 +47,10 @@ def linear_divergence_memory(
         tigon.Error: a size or an option that the functions would not take.
     """
     known = {"none": "none", "sum": "sum", "batchmean": "mean", "mean": "mean"}
-    check(_OP, reduction in known, "reduction must be one of {}, got {!r}", (*known,), reduction)
+    check_choice(_OP, "reduction", reduction, known)
+    if teacher_hidden_size is not None:
+        check_integers(_OP, teacher_hidden_size=teacher_hidden_size)
+        check(_OP, teacher_hidden_size >= 1, "teacher_hidden_size must be >= 1, got {}", teacher_hidden_size)
     student = linear_cross_entropy_memory(
         rows, hidden_size, vocab, dtype, device=device, weight_dtype=weight_dtype, train_hidden=train_hidden,
         train_weight=train_weight, train_bias=train_bias, lora_rank=lora_rank, valid_rows=valid_rows,
@@ -60,7 +64,7 @@ def linear_divergence_memory(
     logits = 4 * few * padded(vocab) * sides
     gathered = few * (padded(vocab) if sides == 1 else teacher_hidden_size) * dtype.itemsize
     more = logits + (gathered if worked < rows else 0)
-    if device == "cpu":  # pieces of the operands in float32, for products that are not rounded
+    if device_type(device) == "cpu":  # pieces of the operands in float32, for products that are not rounded
         more += 4 * (few + 8192) * max(hidden_size, teacher_hidden_size or 0) + 4 * few * min(vocab, 8192)
     if not (train_hidden or train_weight or train_bias or lora_rank):  # no gradient of the logits
         more -= student.chunk_rows * padded(vocab) * dtype.itemsize

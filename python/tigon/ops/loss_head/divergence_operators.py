@@ -61,8 +61,7 @@ class Call(NamedTuple):
     outputs: int  # bits of NUMBERS
     needs: int  # bits of NEEDS, MAY_ROUND
 
-    @property
-    def scalar(self) -> bool:
+    def is_scalar(self) -> bool:
         """Whether the losses of the rows are reduced to one."""
         return self.reduction != REDUCTIONS["none"]
 
@@ -98,9 +97,9 @@ def _fake(*arguments):
     hidden, rows = call.operands.hidden, call.operands.target.shape[0]
     wanted = sum(bool(call.outputs & bit) for bit in NUMBERS.values())
     return (
-        hidden.new_empty(() if call.scalar else (rows,), dtype=torch.float32),
-        hidden.new_empty(() if call.scalar else (0,), dtype=torch.float32),
-        *_empty_gradients(call.operands, call.options, call.needs if call.scalar else 0),
+        hidden.new_empty(() if call.is_scalar() else (rows,), dtype=torch.float32),
+        hidden.new_empty(() if call.is_scalar() else (0,), dtype=torch.float32),
+        *_empty_gradients(call.operands, call.options, call.needs if call.is_scalar() else 0),
         hidden.new_empty((wanted, rows) if wanted else (0,), dtype=torch.float32),
     )
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from tigon.error import check
+from tigon.ops.arguments import check_choice
 from tigon.ops.loss_head.labels import sequence_counts
 from tigon.ops.loss_head.memory import MOST_GROUP_LOGITS, default_chunk, padded
 
@@ -26,7 +27,7 @@ class Groups:
     """Answers ``[B, T]`` as groups in order: each alone, or answer g with answer B/2 + g."""
 
     def __init__(self, op, kind, target, ignore_index, shift=False, position_ids=None):
-        check(op, kind in KINDS, "group must be one of {} (or None), got {!r}", KINDS, kind)
+        check_choice(op, "group", kind, KINDS)
         check(op, target.dim() == 2, "target must be [B, T] with group, got {}", target.shape)
         answers, self.tokens = target.shape
         self.sides = 2 if kind == "pair" else 1

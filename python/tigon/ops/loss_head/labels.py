@@ -14,6 +14,18 @@ _counts: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _streams: dict[int, torch.cuda.Stream] = {}
 
 
+_NARROW = {torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64}
+
+
+def labels_of(target: object, ignore_index: object) -> object:
+    """Labels in an integer dtype that holds `ignore_index`; what are none, as they are."""
+    if not isinstance(target, torch.Tensor) or target.dtype == torch.int64:
+        return target
+    small = not isinstance(ignore_index, int) or -(2**31) <= ignore_index < 2**31
+    narrow = target.dtype in _NARROW or (target.dtype == torch.int32 and not small)
+    return target.long() if narrow else target
+
+
 def check_shift(op, shift, position_ids, target) -> None:
     """How far labels are away, and where the sequences of a packed row begin."""
     if not isinstance(shift, bool):

@@ -14,8 +14,9 @@ from tigon._dtensor import of_vocabulary
 from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
-from tigon.ops.arguments import check_float, check_numbers
+from tigon.ops.arguments import check_choice, check_float, check_numbers
 from tigon.ops.loss_head.autograd import run
+from tigon.ops.loss_head.labels import labels_of
 from tigon.ops.loss_head.memory import check_cap, check_keep, chunk_that_fits
 from tigon.ops.loss_head.operands import (
     MAY_ROUND,
@@ -53,7 +54,7 @@ def _check(
     if token_weight is not None:
         fits = token_weight.shape == target.shape
         check(_OP, fits, "token_weight must be {}, got {}", target.shape, token_weight.shape)
-    check(_OP, reduction in REDUCTIONS, "reduction must be one of {}, got {!r}", (*REDUCTIONS,), reduction)
+    check_choice(_OP, "reduction", reduction, REDUCTIONS)
     check_numbers(_OP, label_smoothing=label_smoothing, z_loss=z_loss)
     check_keep(_OP, keep_mb)
     check_cap(_OP, max_workspace_mb)
@@ -108,8 +109,8 @@ def linear_cross_entropy(
             ``tigon_main_grad = True`` its gradient is added to its attribute ``main_grad`` (float32, its
             shape) in the backward pass, upstream gradient and all, and ``weight.grad`` stays ``None``: one
             more matrix product, no float32 gradient besides.
-        target: ``[...]`` int64 class indices, or ``ignore_index``. Labels on the CPU beside CUDA operands are
-            counted here and copied.
+        target: ``[...]`` class indices of any integer dtype, or ``ignore_index``. Labels on the CPU beside
+            CUDA operands are counted here and copied.
         bias: ``[V]`` or ``None``, added in float32. Its gradient is summed in float32, of the logits'
             gradients in hidden's dtype: in bfloat16 good to about three digits.
         class_weight: ``[V]`` or ``None``, weight of each class, as in
@@ -164,6 +165,7 @@ def linear_cross_entropy(
     Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models" (arXiv:2411.09009) for
     the problem; z-loss: Chowdhery et al. 2022, "PaLM", section 5; LoRA: Hu et al. 2021 (arXiv:2106.09685).
     """
+    target = labels_of(target, ignore_index)
     check_head(
         _OP, hidden, weight, target, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows,
         position_ids,

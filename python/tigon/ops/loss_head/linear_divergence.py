@@ -15,9 +15,10 @@ from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops import divergence as _divergence
-from tigon.ops.arguments import check_float, check_numbers, check_positive, kind_of
+from tigon.ops.arguments import check_choice, check_float, check_numbers, check_positive, kind_of
 from tigon.ops.loss_head.autograd import Rows, Scalar
 from tigon.ops.loss_head.divergence_operators import NUMBERS, Call, Operands, Options, head
+from tigon.ops.loss_head.labels import labels_of
 from tigon.ops.loss_head.operands import (
     MAY_ROUND,
     REDUCTIONS,
@@ -168,12 +169,13 @@ def _run(
     check(op, has_labels or not shift, "labels must be given with shift=True, got None")
     if not has_labels:
         labels, ignore_index = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device), -100
+    labels = labels_of(labels, ignore_index)
     check_head(
         op, hidden, weight, labels, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows,
         position_ids,
     )  # fmt: skip
     check_positive(op, "teacher_softcap", teacher_softcap, or_none=True)
-    check(op, reduction in _REDUCTIONS, "reduction must be one of {}, got {!r}", (*_REDUCTIONS,), reduction)
+    check_choice(op, "reduction", reduction, _REDUCTIONS)
     _cross_entropy.check_denominator(op, denominator)
     if token_weight is not None:
         check_float(op, "token_weight", token_weight)
@@ -244,11 +246,13 @@ def _run(
         operands, options, denominator, host_denominator, code, bits, needs | (MAY_ROUND if same_dtype else 0)
     )
     loss, numbers = head.run(
-        call, (hidden, weight, wide_bias, lora_a, lora_b), lambda: (Scalar if call.scalar else Rows)(head)
+        call,
+        (hidden, weight, wide_bias, lora_a, lora_b),
+        lambda: (Scalar if call.is_scalar() else Rows)(head),
     )
     names = [name for name in NUMBERS if name in outputs]
     results = {name: numbers[i].view(lead) for i, name in enumerate(names)}
-    return _named(loss if call.scalar else loss.view(lead), results, outputs)
+    return _named(loss if call.is_scalar() else loss.view(lead), results, outputs)
 
 
 def linear_kl_div(

@@ -13,6 +13,7 @@ from tigon._dtensor import of_vocabulary
 from tigon._op import Op, has_kernel
 from tigon.error import check
 from tigon.ops.loss_head import between
+from tigon.ops.loss_head.labels import labels_of
 from tigon.ops.loss_head.memory import check_keep
 from tigon.ops.loss_head.operands import (
     MAY_ROUND,
@@ -86,21 +87,16 @@ class _Arguments(NamedTuple):
     needs: int
     keep_rows: int
 
-    @property
-    def operands(self) -> Operands:
-        """The tensors."""
-        return Operands(
-            self.hidden, self.weight, self.target, self.bias, lora_a=self.lora_a, lora_b=self.lora_b
-        )
 
-    @property
-    def options(self) -> Options:
-        """The numbers."""
-        return Options(
-            self.ignore_index, softcap=self.softcap, logit_scale=self.logit_scale,
-            temperature=self.temperature, lora_scale=self.lora_scale, wide_logits=self.wide_logits,
-            chunk_rows=self.chunk_rows, valid_rows=self.valid_rows,
-        )  # fmt: skip
+def _operands(a: _Arguments) -> Operands:
+    return Operands(a.hidden, a.weight, a.target, a.bias, lora_a=a.lora_a, lora_b=a.lora_b)
+
+
+def _options(a: _Arguments) -> Options:
+    return Options(
+        a.ignore_index, softcap=a.softcap, logit_scale=a.logit_scale, temperature=a.temperature,
+        lora_scale=a.lora_scale, wide_logits=a.wide_logits, chunk_rows=a.chunk_rows, valid_rows=a.valid_rows,
+    )  # fmt: skip
 
 
 def statistics_fake(hidden, target, entropy):
@@ -115,15 +111,15 @@ def _fake(*arguments):
     a = _Arguments(*arguments)
     return (
         *statistics_fake(a.hidden, a.target, a.entropy),
-        *between_fake(a.operands, a.options, a.needs, a.keep_rows),
+        *between_fake(_operands(a), _options(a), a.needs, a.keep_rows),
     )
 
 
 def _setup_context(ctx, inputs, output):
     a = _Arguments(*inputs)
     _, entropies, unit, kept = output
-    ctx.save_for_backward(*between.saved(a, unit, kept, a.entropy))
-    ctx.options = a.options
+    ctx.options = _options(a)
+    ctx.save_for_backward(*between.saved(_operands(a), ctx.options, a.needs, unit, kept, a.entropy))
     ctx.main_grad = None
     ctx.dtypes = {
         name: None if t is None else t.dtype for name, t in zip(a._fields, a, strict=True) if name in NEEDS
@@ -220,6 +216,7 @@ def linear_log_prob(
         tigon.Error: as :func:`tigon.linear_cross_entropy`; on CUDA a label outside ``[0, V)`` makes that row
         NaN.
     """
+    target = labels_of(target, ignore_index)
     many = several(hidden, target)
     if many:
         fits = target.shape[:-1] == hidden.shape[:-1] and target.shape[-1] >= 1

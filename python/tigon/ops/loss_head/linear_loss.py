@@ -10,15 +10,17 @@ from torch.autograd import forward_ad
 from tigon._op import has_kernel, refuse_tangents
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
-from tigon.ops.arguments import kind_of
+from tigon.ops.arguments import check_choice, kind_of
 from tigon.ops.loss_head import linear_log_prob as _log_prob
 from tigon.ops.loss_head.groups import Groups
+from tigon.ops.loss_head.labels import labels_of
 from tigon.ops.loss_head.operands import (
     REDUCTIONS,
     Options,
     autocast,
     check_head,
     check_plain,
+    plain_weight,
     prepare,
     shifted,
     whole_vectors,
@@ -110,13 +112,14 @@ def linear_loss(
         tigon.Error: shapes, dtypes or options do not fit, or fn returns something else than one loss per row
         or group.
     """
+    target = labels_of(target, ignore_index)
     check_head(
         _OP, hidden, weight, target, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows,
         position_ids,
     )  # fmt: skip
     check(_OP, callable(fn), "fn must be callable, got {}", kind_of(fn))
     _cross_entropy.check_denominator(_OP, denominator)
-    check(_OP, reduction in REDUCTIONS, "reduction must be one of {}, got {!r}", (*REDUCTIONS,), reduction)
+    check_choice(_OP, "reduction", reduction, REDUCTIONS)
     groups = None if group is None else Groups(_OP, group, target, ignore_index, shift, position_ids)
     for t in tensors:
         check(_OP, isinstance(t, torch.Tensor), "tensors must be tensors, got {}", kind_of(t))
@@ -141,6 +144,7 @@ def linear_loss(
         options = {"bias": bias, "temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
         options |= {"ignore_index": ignore_index, "valid_rows": valid_rows, "chunk_rows": chunk_rows}
         options |= {"logit_dtype": logit_dtype}
+        weight = weight if kernel else plain_weight(_OP, weight)
         target = shifted(target, ignore_index, shift, position_ids)
         return _composed(
             hidden, weight, target, fn, tensors, entropy, reduction, denominator, log_prob, options, groups
@@ -151,7 +155,7 @@ def linear_loss(
     )
     if forward_ad._current_level >= 0:
         refuse_tangents(_OP, (hidden, weight, bias, *tensors))
-    hidden, weight, _ = whole_vectors(hidden, weight)
+    hidden, weight, _ = whole_vectors(hidden, plain_weight(_OP, weight))
     operands, known_rows, needs = prepare(
         _OP, hidden, weight, target, bias, ignore_index, shift, valid_rows, wide=wide,
         position_ids=position_ids,

@@ -14,6 +14,7 @@ from tigon.error import check
 from tigon.ops import policy as _policy
 from tigon.ops.arguments import kind_of
 from tigon.ops.cross_entropy import check_denominator, split_denominator
+from tigon.ops.loss_head.labels import labels_of
 from tigon.ops.loss_head.operands import autocast, check_plain, plain_weight, shifted
 from tigon.ops.loss_head.token_loss import (
     Head,
@@ -109,6 +110,7 @@ def linear_policy(
     op = "linear_policy"
     head = Head(bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, lora, chunk_rows,
                 max_workspace_mb)  # fmt: skip
+    target = labels_of(target, ignore_index)
     check_operands(op, hidden, weight, target, head)
     f = _policy.formula(
         op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise

@@ -10,8 +10,9 @@ import torch
 from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops import preference as _preference
-from tigon.ops.arguments import check_indices
+from tigon.ops.arguments import check_indices, readable
 from tigon.ops.cross_entropy import check_denominator, split_denominator
+from tigon.ops.loss_head.labels import labels_of
 from tigon.ops.loss_head.operands import autocast, check_plain, plain_weight, shifted
 from tigon.ops.loss_head.token_loss import (
     Head,
@@ -47,7 +48,7 @@ def _merged(op, target, nll_target, ignore_index):
     """One label a row, from those of the pairs and those of the nll term."""
     chosen, rejected = target.chunk(2)
     both = (chosen != ignore_index) & (nll_target != ignore_index) & (chosen != nll_target)
-    if target.device.type == "cpu" and not torch.compiler.is_compiling():
+    if readable(target):
         wrong = both.nonzero()[:1].tolist()
         check(op, not wrong, "nll_target must be target where both count, got another label at {}", wrong)
     bad = -2 if ignore_index == -1 else -1  # a wrong label: NaN where nobody can look
@@ -161,6 +162,7 @@ def linear_preference(
     op = "linear_preference"
     head = Head(bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, lora, chunk_rows,
                 max_workspace_mb)  # fmt: skip
+    target = labels_of(target, ignore_index)
     check_operands(op, hidden, weight, target, head)
     answers = target.shape[0]
     _preference.check_pairs(op, "target", answers)
@@ -170,9 +172,12 @@ def linear_preference(
     else:
         _preference.check_ref(op, ref, answers, hidden.device)
     if nll_target is not None:
+        nll_target = labels_of(nll_target, ignore_index)
         check_indices(op, "nll_target", nll_target)
         wanted = (answers // 2, target.shape[1])
         check(op, nll_target.shape == wanted, "nll_target must be {}, got {}", list(wanted), nll_target.shape)
+        same = nll_target.device == target.device
+        check(op, same, "nll_target must be on {}, got {}", target.device, nll_target.device)
     return _run(op, hidden, weight, target, head, ref, nll_target, None, None, denominator, formula)
 
 
@@ -219,6 +224,7 @@ def linear_kto(
     op = "linear_kto"
     head = Head(bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, lora, chunk_rows,
                 max_workspace_mb)  # fmt: skip
+    target = labels_of(target, ignore_index)
     check_operands(op, hidden, weight, target, head)
     formula = _preference.single_formula(op, kind, beta, average, kl, weights)
     _preference.check_desirable(op, desirable, target.shape[0], hidden.device)

@@ -11,7 +11,7 @@ import torch
 
 from tigon._load import library
 from tigon.error import check
-from tigon.ops.arguments import check_integers, check_numbers
+from tigon.ops.arguments import check_booleans, check_choice, check_integers, check_numbers
 from tigon.ops.loss_head.operands import REDUCTIONS
 
 _OP = "linear_cross_entropy_memory"
@@ -83,8 +83,7 @@ class _Sizes(NamedTuple):
     add_dweight: bool = False
     wide: bool = False  # logits in float32
 
-    @property
-    def size(self) -> int:
+    def itemsize(self) -> int:
         return self.dtype.itemsize
 
     def per_row(self, listed: bool) -> int:
@@ -93,12 +92,12 @@ class _Sizes(NamedTuple):
 
     def beside_row(self, copies: int) -> int:
         """Bytes of a row of a chunk beside its logits: copies of it, its low-rank products."""
-        return self.size * (copies * self.hidden_size + 2 * _ceil(self.lora_rank, 8) * 8)
+        return self.itemsize() * (copies * self.hidden_size + 2 * _ceil(self.lora_rank, 8) * 8)
 
     def logits_row(self) -> int:
         """Bytes of a row's logits, and of what their product takes."""
         logits = padded(self.vocab)
-        words = self.size * logits
+        words = self.itemsize() * logits
         if self.device == "cpu":  # the framework's products: a copy of the logits, in float32 for float16
             words += {torch.float32: 4, torch.bfloat16: 0, torch.float16: 8}[self.dtype] * logits
         return words
@@ -107,7 +106,7 @@ class _Sizes(NamedTuple):
         """Bytes of any chunk: index, labels, place, loss, factors of every row; the products' own."""
         product = _GEMM_WORKSPACE
         if self.device == "cpu":
-            product = (8 if self.dtype == torch.float16 else self.size) * self.vocab * self.hidden_size
+            product = (8 if self.dtype == torch.float16 else self.itemsize()) * self.vocab * self.hidden_size
         return 64 * self.rows + product + self.wide_rows() * 4 * padded(self.vocab)
 
     def wide_rows(self) -> int:
@@ -117,7 +116,6 @@ class _Sizes(NamedTuple):
         most = default_chunk(self.device, torch.float32, 2**62, self.hidden_size, self.vocab, dweight=False)
         return min(self.rows, most)
 
-    @property
     def scaled_late(self) -> bool:
         """Whether a scalar loss writes every gradient twice."""
         return self.dtype == torch.float16
@@ -126,11 +124,11 @@ class _Sizes(NamedTuple):
         """Bytes of hidden's gradient, of the others as they are formed, of all results, of their copies."""
         head = self.vocab * self.hidden_size * (self.dweight and not self.add_dweight)
         bias, lora = self.vocab * train_bias, self.lora_rank * (self.hidden_size + self.vocab)
-        dhidden = self.rows * self.hidden_size * self.size * train_hidden
-        formed = (self.size if rounded else 4) * head + 4 * (bias + lora)
+        dhidden = self.rows * self.hidden_size * self.itemsize() * train_hidden
+        formed = (self.itemsize() if rounded else 4) * head + 4 * (bias + lora)
         of_weight = weight_dtype.itemsize * (head + bias)
-        results = dhidden + of_weight + lora * self.size + 4 * self.rows
-        late = self.scaled_late
+        results = dhidden + of_weight + lora * self.itemsize() + 4 * self.rows
+        late = self.scaled_late()
         copied = late * dhidden
         copied += of_weight if late or (weight_dtype != torch.float32 and not rounded) else 0
         return dhidden, formed, results, copied
@@ -193,6 +191,16 @@ def check_keep(op, keep_mb) -> None:
         check(op, keep_mb >= 0, "keep_mb must be >= 0 (or None), got {}", keep_mb)
 
 
+def device_type(device: str | torch.device) -> str:
+    """``"cpu"`` or ``"cuda"``."""
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError, ValueError):
+        kind = None
+    check(_OP, kind in ("cpu", "cuda"), "device must be a CPU or CUDA device, got {!r}", device)
+    return kind
+
+
 def _check_sizes(rows, hidden_size, vocab, lora_rank, valid_rows, chunk_rows, dtype, weight_dtype):
     sizes = {"rows": (rows, 0), "hidden_size": (hidden_size, 1), "vocab": (vocab, 1)}
     sizes |= {"lora_rank": (lora_rank, 0)}
@@ -213,7 +221,7 @@ def linear_cross_entropy_memory(
     vocab: int,
     dtype: torch.dtype = torch.bfloat16,
     *,
-    device: str = "cuda",
+    device: str | torch.device = "cuda",
     weight_dtype: torch.dtype | None = None,
     train_hidden: bool = True,
     train_weight: bool = True,
@@ -244,9 +252,13 @@ def linear_cross_entropy_memory(
         tigon.Error: a size or an option that :func:`tigon.linear_cross_entropy` would not take.
     """
     _check_sizes(rows, hidden_size, vocab, lora_rank, valid_rows, chunk_rows, dtype, weight_dtype)
-    check(_OP, reduction in REDUCTIONS, "reduction must be one of {}, got {!r}", (*REDUCTIONS,), reduction)
+    check_choice(_OP, "reduction", reduction, REDUCTIONS)
+    check_booleans(
+        _OP, train_hidden=train_hidden, train_weight=train_weight, train_bias=train_bias, main_grad=main_grad
+    )
     check_cap(_OP, max_workspace_mb)
     check_keep(_OP, keep_mb)
+    device = device_type(device)
     if dtype == torch.float64:
         logits = rows * vocab * dtype.itemsize
         trained = rows * hidden_size * train_hidden + vocab * (hidden_size * train_weight + train_bias)
@@ -264,8 +276,8 @@ def linear_cross_entropy_memory(
         return _of_rows(sizes, worked, weight_dtype, train_hidden, train_bias, chunk_rows, keep_mb)
     workspace = chunk * sizes.per_row(worked < rows) + sizes.fixed()
     if weight_dtype != dtype:
-        workspace += vocab * hidden_size * sizes.size  # the weight in hidden's dtype
-    rounded = worked <= chunk and weight_dtype == dtype and not sizes.scaled_late
+        workspace += vocab * hidden_size * sizes.itemsize()  # the weight in hidden's dtype
+    rounded = worked <= chunk and weight_dtype == dtype and not sizes.scaled_late()
     dhidden, others, results, copied = sizes.gradients(rounded, weight_dtype, train_hidden, train_bias)
     if main_grad:  # made in the backward, with the logits computed again
         return HeadMemory(chunk, workspace, 0, results, dhidden + others + max(workspace, copied))
@@ -298,8 +310,8 @@ def _of_rows(s: _Sizes, worked, weight_dtype, train_hidden, train_bias, chunk_ro
     """Losses of rows: what is kept, and the larger of the forward and the backward."""
     listed, others = worked < s.rows, s.dweight or train_bias or s.lora_rank > 0
     kept = rows_kept(
-        rows_within(keep_mb, s.vocab, s.size), worked, s.device, s.dtype, s.hidden_size, s.vocab, chunk_rows,
-        dweight=s.dweight, add_dweight=s.add_dweight,
+        rows_within(keep_mb, s.vocab, s.itemsize()), worked, s.device, s.dtype, s.hidden_size, s.vocab,
+        chunk_rows, dweight=s.dweight, add_dweight=s.add_dweight,
     ) if others else 0  # fmt: skip
     unit = train_hidden and keep_mb != 0 and (kept > 0 or not others)
     forward, backward = (
@@ -307,20 +319,20 @@ def _of_rows(s: _Sizes, worked, weight_dtype, train_hidden, train_bias, chunk_ro
     )
     if worked == kept:
         backward = 0
-    copy = s.vocab * s.hidden_size * s.size * (weight_dtype != s.dtype)  # the weight in hidden's dtype
+    copy = s.vocab * s.hidden_size * s.itemsize() * (weight_dtype != s.dtype)  # the weight in hidden's dtype
     fixed = s.fixed() + copy
     of_kept = kept if chunk_rows is None else min(kept, chunk_rows)  # rows of a chunk of the backward
-    logits = s.logits_row() - s.size * padded(s.vocab) * (
+    logits = s.logits_row() - s.itemsize() * padded(s.vocab) * (
         worked == kept
     )  # their product's own memory at least
     first = forward * (logits + s.beside_row(listed * (1 + unit))) + fixed
     copies = max(listed, kept > 0) + (listed and train_hidden and not unit)
     second = backward * s.logits_row() + max(of_kept, backward) * s.beside_row(copies) + fixed
-    rounded = weight_dtype == s.dtype and not s.scaled_late and max(kept, backward) >= worked
+    rounded = weight_dtype == s.dtype and not s.scaled_late() and max(kept, backward) >= worked
     dhidden, formed, results, copied = s.gradients(rounded, weight_dtype, train_hidden, train_bias)
     if unit and not others:
         second = 0
-    between = kept * padded(s.vocab) * s.size + unit * dhidden
+    between = kept * padded(s.vocab) * s.itemsize() + unit * dhidden
     formed += dhidden * (not unit)
     peak = max(first, formed + max(second, copied)) + between
     return HeadMemory(backward or kept or forward, max(first, second), between, results, peak)
@@ -332,7 +344,7 @@ def linear_log_prob_memory(
     vocab: int,
     dtype: torch.dtype = torch.bfloat16,
     *,
-    device: str = "cuda",
+    device: str | torch.device = "cuda",
     weight_dtype: torch.dtype | None = None,
     train_hidden: bool = True,
     train_weight: bool = True,
@@ -381,7 +393,7 @@ def linear_preference_memory(
     dtype: torch.dtype = torch.bfloat16,
     *,
     group: int = 2,
-    device: str = "cuda",
+    device: str | torch.device = "cuda",
     train_weight: bool = True,
     chunk_rows: int | None = None,
     **options,

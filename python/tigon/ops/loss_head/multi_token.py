@@ -16,9 +16,9 @@ from torch.autograd import forward_ad
 from tigon._dtensor import is_dtensor
 from tigon._op import graph_is_kept, has_kernel, once, refuse_tangents, transformable
 from tigon.error import check
-from tigon.ops.arguments import check_float, check_indices, kind_of
+from tigon.ops.arguments import check_choice, check_float, check_indices, is_traced, kind_of
 from tigon.ops.loss_head import operators
-from tigon.ops.loss_head.labels import check_shift, shifted
+from tigon.ops.loss_head.labels import check_shift, labels_of, shifted
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 
 _OP = "multi_token_loss"
@@ -249,7 +249,7 @@ def _in_turn(hidden, heads, labels):
 def _composes(hidden, heads) -> bool:
     """Whether autograd differentiates the whole: where gradients cannot be formed, or not exactly, before the
     upstream one is known."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or hidden.is_meta:
+    if is_traced(hidden) or torch._C._are_functorch_transforms_active() or hidden.is_meta:
         return True
     active = [head for head in heads if head.coefficient]
     trained = hidden.requires_grad or any(head.tensors() for head in active)
@@ -336,11 +336,12 @@ def multi_token_loss(
     listed = isinstance(heads, (Sequence, nn.ModuleList)) and not isinstance(heads, nn.Sequential)
     check(_OP, listed and len(heads) > 0, "heads must be a sequence of at least one head, got {}",
           0 if listed else kind_of(heads))  # fmt: skip
+    labels = labels_of(labels, ignore_index)
     check_indices(_OP, "labels", labels)
     check(
         _OP, labels.shape == hidden.shape[:-1], "labels must be {}, got {}", hidden.shape[:-1], labels.shape
     )
-    check(_OP, reduction in _REDUCTIONS, "reduction must be one of {}, got {!r}", _REDUCTIONS, reduction)
+    check_choice(_OP, "reduction", reduction, _REDUCTIONS)
     k = len(heads)
     coefficients = _of_each("coefficients", coefficients, k, [1.0] * k)
     shifts = _of_each("shifts", shifts, k, range(1, k + 1))

@@ -17,6 +17,7 @@ from tigon.ops.arguments import (
     check_positive,
     check_range,
     kind_of,
+    readable,
 )
 from tigon.ops.loss_head.labels import check_count, check_shift, known_rows, shifted
 
@@ -95,6 +96,8 @@ def check_head(
     if vocab == 0 or size == 0:
         refuse(op, "weight must not be empty, got {}", sizes)
     check_indices(op, "target", target)
+    if target.is_meta != hidden.is_meta:
+        refuse(op, "target must be on {}, got {}", hidden.device, target.device)
     if target.shape != rows:
         refuse(op, "target must be {}, got {}", rows, target.shape)
     if bias is not None and bias.shape != sizes[:1]:
@@ -226,7 +229,7 @@ def check_plain(op, weight, target, ignore_index, shift, valid_rows, position_id
     target = shifted(target, ignore_index, shift, position_ids)
     check_range(op, "target", target, weight.shape[0], ignore_index)
     valid = known_rows(op, target, ignore_index, False, valid_rows, target.device)
-    if target.device.type == "cpu" and valid >= 0 and not torch.compiler.is_compiling():
+    if valid >= 0 and readable(target):
         check_count(op, target, ignore_index, valid)
 
 

@@ -43,8 +43,7 @@ class Call(NamedTuple):
     needs: int  # bits of NEEDS, MAY_ROUND, UNIT, MAIN_GRAD
     keep_rows: int = 0  # losses of rows: most rows whose logits' gradients stay, or AUTOMATIC
 
-    @property
-    def scalar(self) -> bool:
+    def is_scalar(self) -> bool:
         """Whether the losses of the rows are reduced to one."""
         return self.reduction != REDUCTIONS["none"]
 
@@ -139,14 +138,17 @@ def fake(*arguments):
     call = call_of(arguments)
     hidden, rows = call.operands.hidden, call.operands.target.shape[0]
     unit, kept = between_fake(
-        call.operands, call.options, 0 if call.scalar else call.needs, 0 if call.scalar else call.keep_rows
+        call.operands,
+        call.options,
+        0 if call.is_scalar() else call.needs,
+        0 if call.is_scalar() else call.keep_rows,
     )
-    dhidden, *others = empty_gradients(call.operands, call.options, call.needs if call.scalar else 0)
+    dhidden, *others = empty_gradients(call.operands, call.options, call.needs if call.is_scalar() else 0)
     wanted = sum(bool(call.outputs & bit) for bit in NUMBERS.values())
     return (
-        hidden.new_empty(() if call.scalar else (rows,), dtype=torch.float32),
-        hidden.new_empty(() if call.scalar else (0,), dtype=torch.float32),
-        dhidden if call.scalar else unit,
+        hidden.new_empty(() if call.is_scalar() else (rows,), dtype=torch.float32),
+        hidden.new_empty(() if call.is_scalar() else (0,), dtype=torch.float32),
+        dhidden if call.is_scalar() else unit,
         *others,
         hidden.new_empty((wanted, rows) if wanted else (0,), dtype=torch.float32),
         hidden.new_empty((rows,) if call.outputs & PREDICTED else (0,), dtype=torch.int64),

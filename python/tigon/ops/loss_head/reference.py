@@ -112,5 +112,13 @@ def result_type(outputs, name="LinearCrossEntropy"):
     if made is None:
         made = namedtuple(name, outputs)
         if not torch.compiler.is_compiling():
+            made.__reduce__ = lambda self: (
+                _restored,
+                (name, outputs, tuple(self)),
+            )  # no module has the class
             result_types[name, outputs] = made
     return made
+
+
+def _restored(name, outputs, values):
+    return result_type(outputs, name)(*values)

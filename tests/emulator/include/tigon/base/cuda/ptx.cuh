@@ -130,6 +130,7 @@ inline void cp_async(uint32_t to, const void* from, int bytes = 16) {
 inline void cp_async(void* to, const void* from, int bytes = 16) {
   cp_async(cast_smem_ptr_to_uint(to), from, bytes);
 }
+inline void cp_async_L2_128B(void* to, const void* from, int bytes = 16) { cp_async(to, from, bytes); }
 inline void cp_async_predicated(bool pred, uint32_t to, const void* from) {
   if (pred) cp_async(to, from);
 }
