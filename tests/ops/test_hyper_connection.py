@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import DEVICES
 from native import bits_under
 
 import tigon
+from conftest import DEVICES
 from tigon.ops.hyper_connection import reference_post, reference_pre
 
 X, WEIGHT, BASE, SCALE = torch.randn(3, 4, 8), torch.randn(24, 32), torch.randn(24), torch.ones(3)
