@@ -149,10 +149,8 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
   const NormOperand residual{p.residual_out, p.residual_out_stride, kTraits.x_bytes},
       y{p.y, p.y_stride, kTraits.y_bytes}, outputs[] = {F::kWritesResidual ? residual : y, y};
   NormProblem problem = norm_problem(p.rows, p.cols, p.groups, kTraits.x_bytes, inputs, outputs, params);
-  if constexpr (kRowParams<F>) {
+  if constexpr (kRowParams<F>)
     problem.rows_per_param = p.f.rows_per_param, p.row_groups = int(p.rows / p.f.rows_per_param);
-    problem.params = int(std::count_if(p.param, p.param + F::kParams, [](auto* w) { return w != nullptr; }));
-  }
   const NormPlan plan = plan_forward(kTraits, problem, device_limits());
   const int64_t vecs = std::max<int64_t>(1, p.cols / kTraits.vec_size());
 

@@ -1,5 +1,5 @@
 // Forward of the norm family for vectorized rows whose parameters are shared by a group of adjacent rows (kRowParams): persistent
-// CTAs of one group each, which keep its parameters in shared memory. The row operations are in norm_row.cuh.
+// CTAs of one group each, which keep its folded parameters (norm_math.inc) in shared memory. The row operations are in norm_row.cuh.
 #pragma once
 
 #include "tigon/base/cuda/norm_row.cuh"
@@ -7,43 +7,6 @@
 
 namespace tigon::cuda {
 namespace norm_detail {
-
-// Those of a thread's columns, without parameters that are absent.
-template <class F, class W, class Y, int N>
-struct SharedParams {
-  const NormForward<F, W, Y>& p;
-  ThreadSlots<W, N> slots;
-  int present = 0;
-
-  __device__ __forceinline__ SharedParams(const NormForward<F, W, Y>& p, void* shared)
-      : p(p), slots(shared, int(blockDim.x)) {
-#pragma unroll
-    for (int k = 0; k < F::kParams; ++k) present += int(p.param[k] != nullptr);
-  }
-  // Starts the copies of vector i, at column c of the parameters of `group`.
-  __device__ __forceinline__ void copy(int i, int64_t group, int c) const {
-    int slot = i * present;
-#pragma unroll
-    for (int k = 0; k < F::kParams; ++k) {
-      const W* from = p.param[k] + group * p.f.param_stride[k] + c;
-#pragma unroll
-      for (int j = 0; j < slots.kWords; ++j)
-        cp_async_predicated(p.param[k] && c < p.cols, uint32_t(__cvta_generic_to_shared(slots.word(slot, j))),
-                            from + j * (16 / int(sizeof(W))));
-      slot += int(p.param[k] != nullptr);
-    }
-  }
-  __device__ __forceinline__ void get(int i, Vec<W, N> (&w)[F::kParams]) const {
-    int slot = i * present;
-#pragma unroll
-    for (int k = 0; k < F::kParams; ++k) {
-      if (p.param[k])
-        w[k] = slots.get(slot++);
-      else
-        w[k] = fill_vec<W, N>(p.default_value[k]);
-    }
-  }
-};
 
 // The loads of the next row are issued as each vector of this row is stored. Sums are those of forward_kernel.
 template <class F, class W, class Y, int N, class Config>
@@ -70,11 +33,25 @@ __global__ __launch_bounds__(
   Vec<X, N> in[kVecsPerThread][F::kIn];
 #pragma unroll
   for (int i = 0; i < kVecsPerThread; ++i) row.load(Tile::column(i), in[i]);
-  const SharedParams<F, W, Y, N> params(p, shared);
+  using Folded = Vec<float, N>[F::kFolded];
+  const ThreadSlots<float, N> slots_of_params(shared, int(blockDim.x));
 #pragma unroll
-  for (int i = 0; i < kVecsPerThread; ++i) params.copy(i, coord.group, Tile::column(i));
-  cp_async_commit_group();
-  cp_async_wait_group<0>();
+  for (int i = 0; i < kVecsPerThread; ++i) {
+    Vec<W, N> params[F::kParams];
+    row.load_params(Tile::column(i), params);
+    row.finish_params(Tile::column(i), params);
+    Folded folded;
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      float w[F::kParams], of[F::kFolded];
+      element(params, j, w);
+      p.f.fold(w, of);
+#pragma unroll
+      for (int k = 0; k < F::kFolded; ++k) folded[k].v[j] = of[k];
+    }
+#pragma unroll
+    for (int k = 0; k < F::kFolded; ++k) slots_of_params.set(i * F::kFolded + k, folded[k]);
+  }
 #pragma unroll 1
   for (int parity = 0; left > 0; --left, parity ^= 1) {
     float center[kVecsPerThread], mean, rstd;
@@ -89,10 +66,11 @@ __global__ __launch_bounds__(
 #pragma unroll
     for (int i = 0; i < kVecsPerThread; ++i) {
       if (row.view.has(Tile::column(i))) {
-        Vec<W, N> w[F::kParams];
-        params.get(i, w);
+        Folded folded;
+#pragma unroll
+        for (int k = 0; k < F::kFolded; ++k) folded[k] = slots_of_params.get(i * F::kFolded + k);
         current.hide_inputs(in[i]);
-        current.write(Tile::column(i), in[i], w, center[i], rstd);
+        current.write(Tile::column(i), in[i], folded, center[i], rstd);
       }
       row.load(Tile::column(i), in[i]);
     }

@@ -43,6 +43,8 @@ struct NormTraits {
   // kRareTypes; where by_row, whose kernels share configurations, fp16 alone, and forward: fewer configurations.
   bool rare;
   int x_bytes, weight_bytes, y_bytes;
+  // kRowParams: kFolded.
+  int folded = 0;
 
   constexpr int vec_size() const { return 16 / x_bytes; }
 };
@@ -52,6 +54,8 @@ constexpr NormTraits forward_traits() {
   using X = typename F::Element;
   constexpr bool kSame = std::is_same_v<W, X> && std::is_same_v<Y, X>,
                  kGated = F::kIn == 2 && !F::kWritesResidual;
+  int folded = 0;
+  if constexpr (kRowParams<F>) folded = F::kFolded;
   return {.inputs = F::kIn,
           .outputs = 1 + F::kWritesResidual,
           .columns = F::kParams,
@@ -63,7 +67,8 @@ constexpr NormTraits forward_traits() {
           .rare = kRowParams<F> ? kIsHalf<X> : kRareTypes<X, W>,
           .x_bytes = int(sizeof(X)),
           .weight_bytes = int(sizeof(W)),
-          .y_bytes = int(sizeof(Y))};
+          .y_bytes = int(sizeof(Y)),
+          .folded = folded};
 }
 template <class B, class W, class Y>
 constexpr NormTraits backward_traits() {
@@ -98,9 +103,8 @@ struct NormProblem {
   RowAlignment alignment = RowAlignment::vectorized;
   // Rows after which the offsets within 16 bytes repeat.
   int64_t period = 1;
-  // kRowParams: the rows that share their parameters, and the parameters that are there.
+  // kRowParams: the rows that share their parameters.
   int64_t rows_per_param = 1;
-  int params = 0;
 };
 // What kernels may count on.
 struct DeviceLimits {
@@ -351,11 +355,11 @@ constexpr NormPlan plan_forward(const NormTraits& t, const NormProblem& p, const
                   none);
     if (t.by_row && p.rows_per_param >= kManyRowsPerParam && plan.rows.vecs_per_thread == 4 &&
         plan.rows.threads_per_row % 32 == 0) {
-      NormTraits present = t;
-      present.columns = p.params;
+      NormTraits folded = t;
+      folded.columns = t.folded, folded.weight_bytes = int(sizeof(float));
       select_plan(plan, NormKernel::shared_params, RowAlignment::vectorized, forward_shared_configs(t), vecs,
                   limits,
-                  [&](const RowConfig& c, int threads) { return forward_shared(present, c, threads); });
+                  [&](const RowConfig& c, int threads) { return forward_shared(folded, c, threads); });
     }
     return plan;
   }

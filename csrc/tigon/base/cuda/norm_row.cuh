@@ -232,8 +232,10 @@ struct ForwardRow {
       view.store(residual_out(), c, vecs[0]);
     }
   }
-  __device__ __forceinline__ void write(Column c, const Inputs& vecs, const Params& params, float mean,
-                                        float rstd) const {
+  // params: those of the column, or what they fold to.
+  template <class P, int K>
+  __device__ __forceinline__ void write(Column c, const Inputs& vecs, const Vec<P, N> (&params)[K],
+                                        float mean, float rstd) const {
     float h[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) {
@@ -243,7 +245,7 @@ struct ForwardRow {
     if (p.f.round_h) round_all<X>(h);
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      float x[F::kIn], w[F::kParams];
+      float x[F::kIn], w[K];
       element(vecs, j, x);
       element(params, j, w);
       h[j] = p.f.result(h[j], w, x);

@@ -7,6 +7,7 @@
 //     static constexpr int kIn;             rows read
 //     static constexpr bool kFill[kIn];     -inf rather than 0 beside the ends of a row
 //     using Payload;                        what is reduced (row_reduce.cuh): 8 or 16 bytes
+//     using Scratch;                        shared memory of a row, uninitialized: NoScratch, or a plain struct
 //     RowsOf<T, kIn> rows;
 //     template <class Row> __device__ void operator()(Row& row) const;
 //   };
@@ -18,6 +19,7 @@
 //   row.for_each_vec_if(keep, fn), row.write_if(keep, fn)   leave out, or write zeros for, the vectors whose largest element,
 //                            of the first row, keep(x) does not want
 //   row.index, row.leads()   the row, and whether this thread is the one that writes what there is once a row
+//   row.scratch, row.sync()  where a row is within a CTA (Row::kThreads: lanes that share it, 0: the CTA)
 // Results may overwrite an input of the same address and stride: a thread reads and writes the same vectors.
 #pragma once
 
@@ -52,15 +54,19 @@ RowsOf<T, K> rows_of(const Matrix (&in)[K], const Matrix& out) {
   return r;
 }
 
+struct NoScratch {};
+
 namespace row_detail {
 
 template <class Op, class Reducer, int VecsPerThread, bool kLooped>
 struct Row {
   using T = typename Op::Element;
   using Payload = typename Op::Payload;
-  static constexpr int N = AlignedRow<T>::N, kIn = Op::kIn;
+  static constexpr int N = AlignedRow<T>::N, kIn = Op::kIn, kThreads = Reducer::kThreads;
+  static constexpr bool kIsCluster = Reducer::kIsCluster;
   const RowsOf<T, kIn>& rows;
   Reducer& reducer;
+  typename Op::Scratch& scratch;
   int64_t index;
   bool live;
   AlignedRow<T> like;
@@ -69,10 +75,17 @@ struct Row {
   // The largest elements of q[0]. Set by max_of_vecs().
   float top[VecsPerThread];
 
-  __device__ __forceinline__ Row(const Op& op, Reducer& reducer)
-      : Row(op, reducer, reducer.first_row(), std::make_index_sequence<kIn>{}) {}
+  __device__ __forceinline__ Row(const Op& op, Reducer& reducer, typename Op::Scratch& scratch)
+      : Row(op, reducer, scratch, reducer.first_row(), std::make_index_sequence<kIn>{}) {}
 
   __device__ __forceinline__ bool leads() const { return live && reducer.thread + reducer.rank == 0; }
+  __device__ __forceinline__ void sync() const {
+    static_assert(!kIsCluster && (kThreads == 0 || kThreads == 32));
+    if constexpr (kThreads == 0)
+      __syncthreads();
+    else
+      __syncwarp();
+  }
   // V: a payload of the size of Payload.
   template <class V>
   __device__ __forceinline__ V all_reduce(const V& v) {
@@ -109,6 +122,11 @@ struct Row {
       if (!live || k >= like.vecs) return;
       float out[N] = {};
       if (kKeepsAll || keep(max_of_vec(i))) {
+        // Otherwise the compiler computes all vectors ahead of the branches.
+        if (!kKeepsAll) {
+          keep_in_register(q[0][i].x), keep_in_register(q[0][i].y);
+          keep_in_register(q[0][i].z), keep_in_register(q[0][i].w);
+        }
         const Vecs in = unpacked(i);
 #pragma unroll
         for (int j = 0; j < N; ++j) out[j] = fn(in.x, j);
@@ -131,9 +149,11 @@ struct Row {
 
  private:
   template <size_t... K>
-  __device__ __forceinline__ Row(const Op& op, Reducer& reducer, int64_t r, std::index_sequence<K...>)
+  __device__ __forceinline__ Row(const Op& op, Reducer& reducer, typename Op::Scratch& scratch, int64_t r,
+                                 std::index_sequence<K...>)
       : rows(op.rows),
         reducer(reducer),
+        scratch(scratch),
         index(r),
         live(r < op.rows.rows),
         like(op.rows.out ? op.rows.out + (live ? r : 0) * op.rows.out_stride
@@ -190,10 +210,12 @@ __global__ __launch_bounds__(Config::value.max_threads,
   constexpr RowConfig kConfig = Config::value;
   using Reducer = RowReducer<kConfig, kCluster, false, typename Op::Payload>;
   __shared__ ReduceStorage<typename Op::Payload> storage;
+  __shared__ typename Op::Scratch scratch[kConfig.rows_per_block];
   Reducer reducer(storage);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
-  Row<Op, Reducer, kConfig.vecs_per_thread, kLooped> row(op, reducer);
+  Row<Op, Reducer, kConfig.vecs_per_thread, kLooped> row(
+      op, reducer, scratch[kConfig.rows_per_block == 1 ? 0 : threadIdx.x / kConfig.threads_per_row]);
   if constexpr (!kLooped) row.request(0);
   reducer.wait_for_cluster();
   if constexpr (!kLooped) row.trim(0);
@@ -203,7 +225,7 @@ __global__ __launch_bounds__(Config::value.max_threads,
 }
 
 // Few configurations: rows of any alignment take the same ones. Rows of one input have registers for three CTAs of 512 threads
-// on an SM.
+// on an SM, or two where they are longer.
 constexpr RowConfig kLongest = {.vecs_per_thread = 4, .max_threads = 1024};
 constexpr RowConfig kShort = several_rows({.threads_per_row = 8, .vecs_per_thread = 2});
 constexpr RowConfig kWarp = several_rows({.threads_per_row = 32, .vecs_per_thread = 4});
@@ -212,7 +234,7 @@ constexpr RowConfigs kConfigs(kShort, kWarp, kLongest);
 template <>
 constexpr RowConfigs kConfigs<1>(kShort, kWarp,
                                  RowConfig{.vecs_per_thread = 4, .max_threads = 512, .min_blocks_per_sm = 3},
-                                 kLongest);
+                                 RowConfig{.vecs_per_thread = 8, .max_threads = 512, .min_blocks_per_sm = 2});
 
 }  // namespace row_detail
 

@@ -29,6 +29,7 @@ template <class T>
 struct Forward {
   using Element = T;
   using Payload = SumArray<3>;
+  using Scratch = NoScratch;
   static constexpr int kIn = 1;
   static constexpr bool kFill[kIn] = {false};
   RowsOf<T, kIn> rows;
@@ -66,6 +67,7 @@ template <class T>
 struct Backward {
   using Element = T;
   using Payload = SumArray<4>;
+  using Scratch = NoScratch;
   static constexpr int kIn = 2;
   static constexpr bool kFill[kIn] = {false, false};
   // x and dy

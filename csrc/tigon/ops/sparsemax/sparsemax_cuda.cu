@@ -2,7 +2,8 @@
 //
 // Bytes per element (b = element size): forward 2b, backward 3b; rows that no cluster of CTAs holds are read again, out of L2, in
 // every step of tau.
-// Instructions per element: about 6 forward, and up to 6 more a step of tau, which leaves out vectors below it; 9 backward.
+// Instructions per element: about 18 forward, where at most 64 entries are less than 1 below the maximum; otherwise up to 6 more a
+// step of tau, which leaves out vectors below it. 9 backward.
 #include "tigon/base/cuda/row_kernel.cuh"
 #include "tigon/base/dispatch.h"
 #include "tigon/ops/sparsemax/sparsemax.h"
@@ -35,27 +36,96 @@ struct alignas(16) Entries {
   }
 };
 
+// The entries z = x - max above -1, below which tau is not, in any order: those of the support are among them.
+struct Candidates {
+  static constexpr int kMost = 64;
+  int count;
+  float z[kMost];
+};
+// tau of at most 64 candidates: every warp of the row computes it. Sums are of integers, so that the order changes no bit.
+__device__ __forceinline__ float tau_of(const Candidates& c) {
+  // 64 of them, each above -1, fit an int; half a unit is the error of an fp32 number near -1.
+  constexpr float kUnit = 1.0f / (1 << 25);
+  const int lane = int(threadIdx.x) % 32, count = c.count;
+  const float z[2] = {lane < count ? c.z[lane] : -INFINITY, lane + 32 < count ? c.z[lane + 32] : -INFINITY};
+  float tau = -1.0f;
+  for (int size = Candidates::kMost + 1;;) {
+    int own = 0, above = 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      own += z[i] > tau ? __float2int_rn(z[i] * (1.0f / kUnit)) : 0;
+      above += __popc(__ballot_sync(0xffffffffu, z[i] > tau));
+    }
+    if (above >= size) return tau;
+    size = above;
+    tau = (float(__reduce_add_sync(0xffffffffu, own)) * kUnit - 1.0f) / float(size);
+  }
+}
+
 template <class T>
 struct Forward {
   using Element = T;
   using Payload = Entries;
+  using Scratch = Candidates;
   static constexpr int kIn = 1;
   static constexpr bool kFill[kIn] = {true};
+  static constexpr int N = AlignedRow<T>::N;
   RowsOf<T, kIn> rows;
 
   template <class Row>
   __device__ __forceinline__ void operator()(Row& row) const {
-    constexpr int N = AlignedRow<T>::N;
+    constexpr bool kGathers = !Row::kIsCluster && (Row::kThreads == 0 || Row::kThreads == 32);
     constexpr float kLeast = std::is_same_v<T, __half> ? kLeastF16 : 0.0f;
+    if (kGathers && row.reducer.thread == 0) row.scratch.count = 0;
     const float top = row.all_reduce(Largest{row.max_of_vecs(), {}}).x;
-    float tau = -1.0f, size = INFINITY;
+    float tau = -1.0f;
+    if constexpr (kGathers) {
+      if (!(fabsf(top) < INFINITY))
+        tau = CUDART_NAN_F;
+      else if (gather(row, top))
+        tau = tau_of(row.scratch);
+      else
+        shrink(row, top, tau);
+    } else {
+      shrink(row, top, tau);
+    }
+    row.write_if(has_support(top, tau),
+                 [&](const float (&x)[1][N], int j) { return sparsemax_y(x[0][j] - top, tau, kLeast); });
+  }
+
+ private:
+  // Whether a vector with this maximum has an entry above tau, or NaN.
+  __device__ static auto has_support(float top, const float& tau) {
+    return [top, &tau](float most) { return !(most - top <= tau); };
+  }
+  // Returns false if there are more candidates than fit.
+  template <class Row>
+  __device__ __forceinline__ static bool gather(Row& row, float top) {
+    Candidates& c = row.scratch;
+    __syncwarp();
+    const float bound = -1.0f;
+    row.for_each_vec_if(has_support(top, bound), [&](const float (&x)[1][N]) {
+      int above = 0;
+#pragma unroll
+      for (int j = 0; j < N; ++j) above += x[0][j] - top > bound;
+      int slot = atomicAdd(&c.count, above);
+      if (slot + above > Candidates::kMost) return;
+#pragma unroll
+      for (int j = 0; j < N; ++j)
+        if (x[0][j] - top > bound) c.z[slot++] = x[0][j] - top;
+    });
+    row.sync();
+    return c.count <= Candidates::kMost;
+  }
+  // Michelot's steps: from all entries above -1 to the support.
+  template <class Row>
+  __device__ __forceinline__ static void shrink(Row& row, float top, float& tau) {
+    float size = INFINITY;
     bool shrinks = true;
-    // Whether a vector has an entry above tau, or NaN.
-    auto has_support = [&](float most) { return !(most - top <= tau); };
     // Rows of one warp step together: a row whose support is found finds the same again.
     do {
       Entries own = Entries::identity();
-      row.for_each_vec_if(has_support, [&](const float (&x)[1][N]) {
+      row.for_each_vec_if(has_support(top, tau), [&](const float (&x)[1][N]) {
         float sum = 0.0f, size = 0.0f;
 #pragma unroll
         for (int j = 0; j < N; ++j) {
@@ -72,8 +142,6 @@ struct Forward {
       shrinks = shrinks && all.size < size && !(all.least > tau);
       size = all.size;
     } while (__any_sync(0xffffffffu, shrinks));
-    row.write_if(has_support,
-                 [&](const float (&x)[1][N], int j) { return sparsemax_y(x[0][j] - top, tau, kLeast); });
   }
 };
 
@@ -81,6 +149,7 @@ template <class T>
 struct Backward {
   using Element = T;
   using Payload = SumArray<2>;
+  using Scratch = NoScratch;
   static constexpr int kIn = 2;
   static constexpr bool kFill[kIn] = {false, false};
   // y and dy
