@@ -380,7 +380,7 @@ bool fits(const Params<T>& p, int cluster) {
 // The first variant that holds the rows runs.
 template <DivergenceKind K, class T>
 void launch_rows(Context& ctx, const Params<T>& p, bool same_offset) {
-  // fp16 is rare: short rows take the shape of longer ones, the longest of jsd and tvd clusters of 16.
+  // fp16 is rare: short rows take the shape of longer ones.
   constexpr bool kPrecise = sizeof(T) == 4, kIsHalf = std::is_same_v<T, __half>;
   using Short = RegisterShape<64, 16, 2, 8>;
   // Two rows per SM: one computes while the other waits.
@@ -404,9 +404,9 @@ void launch_rows(Context& ctx, const Params<T>& p, bool same_offset) {
         if (launch_kl<K, T, KlShape<23>>(ctx, p, cluster)) return;
     } else {
       for (int cluster : {1, 2, 4, 8, 16}) {
-        if (launch_tma<K, T, PairShape<16, 2, 4, 48>>(ctx, p, cluster)) return;
         if constexpr (!kIsHalf)
-          if (cluster == 8 && launch_tma<K, T, PairShape<20, 2, 4, 40>>(ctx, p, cluster)) return;
+          if (launch_tma<K, T, PairShape<16, 2, 4, 48>>(ctx, p, cluster)) return;
+        if ((kIsHalf || cluster == 8) && launch_tma<K, T, PairShape<20, 2, 4, 40>>(ctx, p, cluster)) return;
       }
     }
   }
