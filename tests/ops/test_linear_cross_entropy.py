@@ -439,3 +439,20 @@ def test_correct_is_the_first_argmax_among_ties(classes, dtype, device):
         assert torch.equal(got.correct, want)
         if grad:
             got.loss.sum().backward()
+
+
+@pytest.mark.parametrize("width", [33, 48, 63])
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_values_beside_a_row_change_nothing(width, contiguous):
+    """Products of bf16 on AMX read past the rows of their first operand: a NaN there belongs to nobody, or to the next row."""
+    memory = torch.full((64, width if contiguous else width + 40), torch.nan, dtype=torch.bfloat16)
+    hidden = memory[:, :width].copy_(torch.randn(64, width))
+    if contiguous:
+        hidden[40] = torch.nan
+    hidden.requires_grad_()
+    weight = (torch.randn(101, width) / 8).bfloat16().requires_grad_()
+    losses = tigon.linear_cross_entropy(hidden, weight, torch.arange(64), reduction="none")
+    (dhidden,) = torch.autograd.grad(losses, hidden, torch.ones(64))
+    own = torch.arange(64) == 40 if contiguous else torch.zeros(64, dtype=torch.bool)
+    assert torch.equal(losses.isnan(), own)
+    assert torch.equal(dhidden.isnan().any(-1), own)

@@ -4,7 +4,11 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <vector>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include "tigon/base/dispatch.h"
 #include "tigon/base/gemm_cpu.h"
@@ -29,6 +33,21 @@ bool prefers_onednn() {
 #if defined(__x86_64__)
   static const bool amd = __builtin_cpu_is("amd");
   return amd && onednn_is_there;
+#else
+  return false;
+#endif
+}
+
+// oneDNN's bf16 products on AMX multiply what follows a row of A, up to a multiple of 32 elements, by zeros: NaN where the next row
+// begins with one, or where memory beside the matrix holds one.
+constexpr int64_t kAmxColumns = 32;
+bool reads_past_rows(const Gemm& g) {
+#if defined(__x86_64__)
+  static const bool amx_bf16 = [] {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d >> 22 & 1) != 0;
+  }();
+  return amx_bf16 && g.ab_dtype == DType::bf16 && !g.trans_a && g.k % kAmxColumns != 0;
 #else
   return false;
 #endif
@@ -98,7 +117,29 @@ class TorchCpuContext final : public Context {
 #endif
   }
 
+  // A with zeros after each row.
+  void* padded_rows(const Gemm& g, int64_t lda) {
+    auto* rows = static_cast<uint16_t*>(scratch(sizeof(uint16_t) * size_t(g.m * lda)));
+    parallel(*this, g.m, [&](int64_t r) {
+      std::memcpy(rows + r * lda, static_cast<const uint16_t*>(g.a) + r * g.lda,
+                  sizeof(uint16_t) * size_t(g.k));
+      std::memset(rows + r * lda + g.k, 0, sizeof(uint16_t) * size_t(lda - g.k));
+    });
+    return rows;
+  }
+
   void mm(const Gemm& g, void* c, int64_t ldc) {
+    if (reads_past_rows(g)) {
+      const size_t first = blocks_.size();
+      Gemm padded = g;
+      padded.lda = (g.k + kAmxColumns - 1) / kAmxColumns * kAmxColumns;
+      padded.a = padded_rows(g, padded.lda);
+      product(padded, c, ldc);
+      return blocks_.resize(first, like_);
+    }
+    product(g, c, ldc);
+  }
+  void product(const Gemm& g, void* c, int64_t ldc) {
     fault_in(c, size_of(g.ab_dtype) * size_t((g.m - 1) * ldc + g.n));
     StableIValue stack[3] = {
         torch::stable::detail::from(view(g.a, g.m, g.k, g.lda, g.trans_a, g.ab_dtype)),
