@@ -85,6 +85,22 @@ __device__ void find_factors(const Problem<T>& p, const float* sums, int warps, 
   }
 }
 
+// y += the sum of alpha * value(n), of some values at a time.
+template <int N, class Value>
+__device__ __forceinline__ void add_values(int count, const Factors* factors, Value&& value, float (&y)[N]) {
+  for (int first = 0; first < count; first += kValuesOfSum) {
+    float some[N] = {};
+#pragma unroll 4
+    for (int n = first; n < min(count, first + kValuesOfSum); ++n) {
+      const auto v = value(n);
+#pragma unroll
+      for (int j = 0; j < N; ++j) some[j] = fma(factors[n].alpha, v[j], some[j]);
+    }
+#pragma unroll
+    for (int j = 0; j < N; ++j) y[j] += some[j];
+  }
+}
+
 template <class T, int N, bool kBackward>
 __global__ __launch_bounds__(kMaxThreads) void attention_kernel(const __grid_constant__ Problem<T> p) {
   constexpr int kSums = kBackward ? 3 : 2;
@@ -165,17 +181,7 @@ __global__ __launch_bounds__(kMaxThreads) void attention_kernel(const __grid_con
       const int c = k * N;
       if constexpr (!kBackward) {
         float y[N] = {};
-        for (int first = 0; first < p.count; first += kValuesOfSum) {
-          float some[N] = {};
-#pragma unroll 4
-          for (int n = first; n < min(p.count, first + kValuesOfSum); ++n) {
-            const Vec<T, N> v = value(n, k);
-#pragma unroll
-            for (int j = 0; j < N; ++j) some[j] = fma(factors[n].alpha, v[j], some[j]);
-          }
-#pragma unroll
-          for (int j = 0; j < N; ++j) y[j] += some[j];
-        }
+        add_values<N>(p.count, factors, [&](int n) { return value(n, k); }, y);
         Vec<T, N> out;
         out.set(y);
         store(p.y + row * p.y_stride + c, out);

@@ -57,6 +57,27 @@ __device__ __forceinline__ uint4 gradient_of_any(const uint4& words, const Gradi
   return r;
 }
 
+// top: words of the largest elements of a thread's vectors. slow: bit k says that its vector k takes the loop over elements, as the
+// one with the label does (own_tile, or -1). close: whether all other vectors of the warp are.
+struct Reach {
+  uint32_t top, slow;
+  bool close;
+};
+template <class T, class Z, class ForVecs>
+__device__ __forceinline__ Reach reach_of(const Z& z, ForVecs&& for_vecs, const uint4* vecs, int own_tile) {
+  uint32_t top = kMinusInf<T>, slow = 0, bit = 1, others = 0;
+  for_vecs(0, [&](int i, bool) {
+    const uint32_t most = max_words<T>(vecs[i]), absolute = extent<T>(most, min_words<T>(vecs[i]));
+    const bool near = z.template reaches<T, kNear>(absolute);
+    top = max_words<T>(top, most);
+    slow |= near ? 0 : bit;
+    others = near ? max_words<T>(others, absolute) : others;
+    bit <<= 1;
+  });
+  if (own_tile >= 0) slow |= 1u << own_tile;
+  return {top, slow, bool(__all_sync(~0u, z.template reaches<T, kClose>(others)))};
+}
+
 // As in register_kernel, the reduction orders all reads of a row before all writes to it, and all
 // CTAs of a cluster reach its barriers or none does.
 template <class T, class D, class Z>
@@ -101,26 +122,9 @@ __global__ __launch_bounds__(kThreads, 2) void staged_kernel(const __grid_consta
   const Z of(p);
   const float y = label >= 0 ? widen(peeled.x[label_column]) : -INFINITY;
   const float edge = c >= 0 ? widen(peeled.x[c]) : -INFINITY;
-  uint32_t top = kMinusInf<T>;
-  // Bit k: the thread's vector k takes the loop over elements.
-  uint32_t slow = 0;
   const int own_vec = own.tile >= 0 ? own.vecs_before : -1;
   cp_async_wait_group<0>();
-  // Whether all other vectors of the warp are close.
-  bool close;
-  {
-    uint32_t bit = 1, others = 0;
-    for_vecs(0, [&](int i, bool) {
-      const uint32_t most = max_words<T>(vecs[i]), absolute = extent<T>(most, min_words<T>(vecs[i]));
-      const bool near = of.template reaches<T, kNear>(absolute);
-      top = max_words<T>(top, most);
-      slow |= near ? 0 : bit;
-      others = near ? max_words<T>(others, absolute) : others;
-      bit <<= 1;
-    });
-    if (own.tile >= 0) slow |= 1u << own.tile;
-    close = __all_sync(~0u, of.template reaches<T, kClose>(others));
-  }
+  const auto [top, slow, close] = reach_of<T>(of, for_vecs, vecs, own.tile);
   // The label's logit is part of the maximum, so it has been read before any thread may overwrite it.
   EntropySums<Z> a = EntropySums<Z>::identity();
   a.m = of.z(fmaxf(fmaxf(edge, y), max_of_word<T>(top)));

@@ -47,6 +47,131 @@ struct RegisterShape {
   static constexpr size_t shared = size_t(columns) * Stages * 2 * sizeof(T);
 };
 
+// What a thread holds of a row: its vectors of student and teacher in shared memory, and their exponentials; later q and g, for
+// reverse_kl at once.
+template <DivergenceKind K, class T, class Shape>
+struct RegisterRow {
+  static constexpr int N = AlignedRow<T>::N, kThreads = Shape::threads, kVecsPerThread = Shape::pairs / N;
+  const Params<T>& p;
+  const Scaling<T>& scaling;
+  // [vector of a thread][student, teacher][thread], from this thread on.
+  uint4* vecs;
+  AlignedRow<const T> x;
+  float s[kVecsPerThread][N], t[kVecsPerThread][N];
+  Sums own = {0.0f, 0.0f, 0.0f, 0.0f};
+  Totals<T> totals = {};
+
+  __device__ __forceinline__ uint4* at(int h, int side) const { return vecs + (h * 2 + side) * kThreads; }
+  // Masks the vectors at the ends of the row; the maxima of the warp.
+  __device__ __forceinline__ void find_references() {
+    uint32_t top_s = kMinusInf<T>, top_t = top_s;
+#pragma unroll
+    for (int h = 0; h < kVecsPerThread; ++h) {
+      const int k = h * kThreads + int(threadIdx.x);
+      uint4 a = ld_shared(at(h, 0)), b = ld_shared(at(h, 1));
+      if (!x.is_full(k)) {
+        *at(h, 0) = a = mask_columns<T>(x, k, a);
+        *at(h, 1) = b = mask_columns<T>(x, k, b);
+      }
+      top_s = max_words<T>(top_s, max_words<T>(a)), top_t = max_words<T>(top_t, max_words<T>(b));
+    }
+    if (p.log_probs) return;
+    own.ref_s = warp_max(max_of_word<T>(top_s));
+    own.ref_t = warp_max(max_of_word<T>(top_t));
+  }
+  // Their sums over the warp, and the terms of a KL.
+  __device__ __forceinline__ void add_exponentials() {
+    const float from_s = finite_max(own.ref_s), from_t = finite_max(own.ref_t);
+#pragma unroll
+    for (int h = 0; h < kVecsPerThread; ++h) {
+      unpack<T>(ld_shared(at(h, 0)), s[h]);
+      unpack<T>(ld_shared(at(h, 1)), t[h]);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const float u = s[h][j] - from_s, v = t[h][j] - from_t;
+        s[h][j] = scaling.power(u), t[h][j] = scaling.power(v);
+        own.sum_s += s[h][j], own.sum_t += t[h][j];
+        if constexpr (kKl<K>) {
+          float term, g;
+          // In logits, not bits.
+          terms_of<K, T>(s[h][j], t[h][j], u - v, p.beta, term, g);
+          totals.terms += term;
+          if constexpr (K == DivergenceKind::reverse_kl) t[h][j] = g;
+        }
+      }
+    }
+    own.sum_s = warp_sum(own.sum_s), own.sum_t = warp_sum(own.sum_t);
+    if constexpr (kKl<K>) totals.terms = warp_sum(totals.terms);
+  }
+  // Totals of the warp, for what is not a KL.
+  __device__ __forceinline__ void add_classes(const RowPair& row, float part_s, float part_t) {
+    // log2 q - log2 p; in 32 bits from the distances to the maxima, so that no large number is
+    // rounded.
+    const float log2_offset = fma(row.ref_t - row.ref_s, p.slope, row.log2_quotient);
+    auto difference = [&](float x, float y) {
+      return sizeof(T) == 4 ? fma((x - row.ref_s) - (y - row.ref_t), p.slope, row.log2_quotient)
+                            : fma(x - y, p.slope, log2_offset);
+    };
+#pragma unroll
+    for (int h = 0; h < kVecsPerThread; ++h) {
+      float v[N], w[N];
+      if constexpr (K == DivergenceKind::jsd) {
+        unpack<T>(ld_shared(at(h, 0)), v);
+        unpack<T>(ld_shared(at(h, 1)), w);
+      }
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const float d = K == DivergenceKind::jsd ? difference(v[j], w[j]) : 0.0f;
+        add_class<K, T>(s[h][j], t[h][j], part_s, part_t, d, p.beta, totals);
+      }
+    }
+    if constexpr (sizeof(T) == 4) {
+      totals.center = totals.weight > 0.0f ? totals.g / totals.weight : 0.0f, totals.g = 0.0f;
+#pragma unroll
+      for (int h = 0; h < kVecsPerThread; ++h)
+#pragma unroll
+        for (int j = 0; j < N; ++j) totals.g = fma(s[h][j], t[h][j] - totals.center, totals.g);
+    } else if constexpr (K == DivergenceKind::jsd) {
+      totals.g *= part_s, totals.terms *= part_t;
+    }
+    all_reduce_lanes(totals);
+  }
+  __device__ __forceinline__ void store_gradient(T* out, const RowPair& row, float part_s, float part_t,
+                                                 float gain, float sum_g, [[maybe_unused]] float center) {
+    const AlignedRow<T> to = aligned_row_like(out, x);
+    const bool aligned = reinterpret_cast<uintptr_t>(to.base) % 16 == 0;
+    // The exponentials of a KL are not divided yet; the terms of reverse_kl are in logits, relative
+    // to the warp's references.
+    float gain_s = gain * part_s, gain_t = gain * part_t;
+    if constexpr (K == DivergenceKind::reverse_kl) {
+      if (p.log_probs) sum_g /= p.slope;
+      sum_g -= shift_of(own, row.ref_s, row.ref_t);
+      gain_s *= p.slope;
+    }
+#pragma unroll
+    for (int h = 0; h < kVecsPerThread; ++h) {
+      const int k = h * kThreads + int(threadIdx.x);
+      if (k >= x.vecs) continue;
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        if constexpr (K == DivergenceKind::forward_kl) {
+          const float q = p.log_probs ? 0.0f : __fmul_rn(s[h][j], gain_s);
+          s[h][j] = q - __fmul_rn(t[h][j], gain_t);
+        } else if constexpr (K == DivergenceKind::reverse_kl ||
+                             (K == DivergenceKind::tvd && sizeof(T) == 2)) {
+          s[h][j] =
+              fast::divergence_gradient(t[h][j], s[h][j], sum_g, K == DivergenceKind::tvd ? gain : gain_s);
+        } else if constexpr (sizeof(T) == 2) {
+          s[h][j] *= fma(t[h][j], gain_s, -sum_g * gain_s);
+        } else {
+          s[h][j] *= ((t[h][j] - center) - sum_g) * gain;
+        }
+      }
+      store_vec(to, k, s[h], aligned);
+    }
+  }
+};
+
 template <DivergenceKind K, class T, class Shape, bool kCluster>
 __global__ __launch_bounds__(Shape::threads,
                              Shape::min_blocks) void register_kernel(const __grid_constant__ Params<T> p) {
@@ -70,14 +195,12 @@ __global__ __launch_bounds__(Shape::threads,
   auto student_of = [&](int64_t r) {
     return AlignedRow<const T>(p.student + r * p.student_stride + first, n);
   };
-  auto at = [&](int stage, int h, int side) {
-    return smem_vecs + ((stage * kVecsPerThread + h) * 2 + side) * kThreads + tid;
-  };
+  auto vecs_of = [&](int stage) { return smem_vecs + stage * kVecsPerThread * 2 * kThreads + tid; };
   auto fetch_row = [&](int64_t r, int stage) {
     const AlignedRow<const T> x = student_of(r);
     const T* from_s = x.base + int64_t(tid) * N;
     const T* from_t = p.teacher + r * p.teacher_stride + first - x.lead + int64_t(tid) * N;
-    const uint32_t to = cast_smem_ptr_to_uint(at(stage, 0, 0));
+    const uint32_t to = cast_smem_ptr_to_uint(vecs_of(stage));
     // Bytes from the thread's first vector on.
     const int left = (n - x.column(tid)) * int(sizeof(T));
 #pragma unroll
@@ -133,55 +256,16 @@ __global__ __launch_bounds__(Shape::threads,
       continue;
     }
     const float scale = p.scale_of(r);
-    const AlignedRow<const T> x = student_of(r);
+    RegisterRow<K, T, Shape> thread{p, scaling, vecs_of(here), student_of(r)};
     cp_async_wait_group<kStages - 1>();
-
-    uint32_t top_s = kMinusInf<T>, top_t = top_s;
-#pragma unroll
-    for (int h = 0; h < kVecsPerThread; ++h) {
-      const int k = h * kThreads + tid;
-      uint4 a = ld_shared(at(here, h, 0)), b = ld_shared(at(here, h, 1));
-      if (!x.is_full(k)) {
-        *at(here, h, 0) = a = mask_columns<T>(x, k, a);
-        *at(here, h, 1) = b = mask_columns<T>(x, k, b);
-      }
-      top_s = max_words<T>(top_s, max_words<T>(a)), top_t = max_words<T>(top_t, max_words<T>(b));
-    }
-    Sums own = {0.0f, 0.0f, 0.0f, 0.0f};
-    if (!p.log_probs) {
-      own.ref_s = warp_max(max_of_word<T>(top_s));
-      own.ref_t = warp_max(max_of_word<T>(top_t));
-    }
-    // The exponentials; later q and g, for reverse_kl at once.
-    float s[kVecsPerThread][N], t[kVecsPerThread][N];
-    Totals<T> totals = {};
-    const float from_s = finite_max(own.ref_s), from_t = finite_max(own.ref_t);
-#pragma unroll
-    for (int h = 0; h < kVecsPerThread; ++h) {
-      unpack<T>(ld_shared(at(here, h, 0)), s[h]);
-      unpack<T>(ld_shared(at(here, h, 1)), t[h]);
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        const float u = s[h][j] - from_s, v = t[h][j] - from_t;
-        s[h][j] = scaling.power(u), t[h][j] = scaling.power(v);
-        own.sum_s += s[h][j], own.sum_t += t[h][j];
-        if constexpr (kKl<K>) {
-          float term, g;
-          // In logits, not bits.
-          terms_of<K, T>(s[h][j], t[h][j], u - v, p.beta, term, g);
-          totals.terms += term;
-          if constexpr (K == DivergenceKind::reverse_kl) t[h][j] = g;
-        }
-      }
-    }
-    own.sum_s = warp_sum(own.sum_s), own.sum_t = warp_sum(own.sum_t);
-    if constexpr (kKl<K>) totals.terms = warp_sum(totals.terms);
-    const RowPair row =
-        all_reduce_sums<K, kCluster>(storage, phase++, messages, own, totals, scaling, p.log_probs,
-                                     [&] { return kCluster ? scanner.next(p, int(step) - 1) : 0; });
+    thread.find_references();
+    thread.add_exponentials();
+    const RowPair row = all_reduce_sums<K, kCluster>(
+        storage, phase++, messages, thread.own, thread.totals, scaling, p.log_probs,
+        [&] { return kCluster ? scanner.next(p, int(step) - 1) : 0; });
     if constexpr (kCluster) next = row.next;
-    const float part_s = scaling.power(own.ref_s - row.ref_s) * row.part_s;
-    const float part_t = scaling.power(own.ref_t - row.ref_t) * row.part_t;
+    const float part_s = scaling.power(thread.own.ref_s - row.ref_s) * row.part_s;
+    const float part_t = scaling.power(thread.own.ref_t - row.ref_t) * row.part_t;
     const float gain = p.factor * p.inv_temperature * scale * fast::divergence_unit<K>(p.beta);
     float loss, sum_g, center = 0.0f;
     if constexpr (kKl<K>) {
@@ -190,74 +274,15 @@ __global__ __launch_bounds__(Shape::threads,
       loss = fast::divergence_loss<K>(mean, 0.0f, p.beta);
       sum_g = row.mean;
     } else {
-      // log2 q - log2 p; in 32 bits from the distances to the maxima, so that no large number is
-      // rounded.
-      const float log2_offset = fma(row.ref_t - row.ref_s, p.slope, row.log2_quotient);
-      auto difference = [&](float x, float y) {
-        return sizeof(T) == 4 ? fma((x - row.ref_s) - (y - row.ref_t), p.slope, row.log2_quotient)
-                              : fma(x - y, p.slope, log2_offset);
-      };
-#pragma unroll
-      for (int h = 0; h < kVecsPerThread; ++h) {
-        float v[N], w[N];
-        if constexpr (K == DivergenceKind::jsd) {
-          unpack<T>(ld_shared(at(here, h, 0)), v);
-          unpack<T>(ld_shared(at(here, h, 1)), w);
-        }
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-          const float d = K == DivergenceKind::jsd ? difference(v[j], w[j]) : 0.0f;
-          add_class<K, T>(s[h][j], t[h][j], part_s, part_t, d, p.beta, totals);
-        }
-      }
-      if constexpr (sizeof(T) == 4) {
-        totals.center = totals.weight > 0.0f ? totals.g / totals.weight : 0.0f, totals.g = 0.0f;
-#pragma unroll
-        for (int h = 0; h < kVecsPerThread; ++h)
-#pragma unroll
-          for (int j = 0; j < N; ++j) totals.g = fma(s[h][j], t[h][j] - totals.center, totals.g);
-      } else if constexpr (K == DivergenceKind::jsd) {
-        totals.g *= part_s, totals.terms *= part_t;
-      }
-      all_reduce_lanes(totals);
-      const Totals<T> all = all_reduce_totals<kCluster>(storage, phase++, messages, totals);
+      thread.add_classes(row, part_s, part_t);
+      const Totals<T> all = all_reduce_totals<kCluster>(storage, phase++, messages, thread.totals);
       loss = fast::divergence_loss<K>(all.terms, sum_of(all), p.beta);
       sum_g = all.g, center = center_of(all);
     }
     if (tid == 0 && rank == 0) p.loss[r] = loss * p.factor;
     if (p.dstudent == nullptr) continue;
-    const AlignedRow<T> to = aligned_row_like(out, x);
-    const bool aligned = reinterpret_cast<uintptr_t>(to.base) % 16 == 0;
     if (p.log_probs) sum_g = fast::divergence_own_share<K>(), center = 0.0f;
-    // The exponentials of a KL are not divided yet; the terms of reverse_kl are in logits, relative
-    // to the warp's references.
-    float gain_s = gain * part_s, gain_t = gain * part_t;
-    if constexpr (K == DivergenceKind::reverse_kl) {
-      if (p.log_probs) sum_g /= p.slope;
-      sum_g -= shift_of(own, row.ref_s, row.ref_t);
-      gain_s *= p.slope;
-    }
-#pragma unroll
-    for (int h = 0; h < kVecsPerThread; ++h) {
-      const int k = h * kThreads + tid;
-      if (k >= x.vecs) continue;
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        if constexpr (K == DivergenceKind::forward_kl) {
-          const float q = p.log_probs ? 0.0f : __fmul_rn(s[h][j], gain_s);
-          s[h][j] = q - __fmul_rn(t[h][j], gain_t);
-        } else if constexpr (K == DivergenceKind::reverse_kl ||
-                             (K == DivergenceKind::tvd && sizeof(T) == 2)) {
-          s[h][j] =
-              fast::divergence_gradient(t[h][j], s[h][j], sum_g, K == DivergenceKind::tvd ? gain : gain_s);
-        } else if constexpr (sizeof(T) == 2) {
-          s[h][j] *= fma(t[h][j], gain_s, -sum_g * gain_s);
-        } else {
-          s[h][j] *= ((t[h][j] - center) - sum_g) * gain;
-        }
-      }
-      store_vec(to, k, s[h], aligned);
-    }
+    thread.store_gradient(out, row, part_s, part_t, gain, sum_g, center);
   }
   cp_async_wait_group<0>();
   // A CTA must not exit while others may write to its shared memory.

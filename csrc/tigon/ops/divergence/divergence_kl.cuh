@@ -95,18 +95,192 @@ struct KlShape {
   static constexpr size_t shared = size_t(stages) * consumers * 32;
 };
 
-// `chunks`: vectors of a consumer per row; `stages`: from chunks + 2 to 3 chunks.
+// A consumer thread. `chunks`: its vectors of a row; `stages`: from chunks + 2 to 3 chunks.
+template <DivergenceKind K, class T, class Shape>
+struct KlConsumer {
+  static_assert(kKl<K> && sizeof(T) == 2);
+  static constexpr int N = AlignedRow<T>::N, kConsumers = Shape::consumers;
+  static constexpr uint32_t kStageBytes = kConsumers * 32;
+  // A sum of exponentials whose reference was far below the maximum.
+  static constexpr float kTooLarge = 1e18f;
+  const Params<T>& p;
+  KlStorage<Shape::warps>& storage;
+  // Columns [first, first + n) are the CTA's.
+  int chunks, stages, first, n;
+  // The rows in work, in turn.
+  int r0, r1, r2, r3;
+  uint32_t own_stage, end_stage;
+  // The first early_chunks chunks of a row are summed before the previous row's reduction is collected.
+  int early_chunks;
+  uint32_t sums_stage = own_stage, last_stage = own_stage;
+  // The next chunk to copy is chunk ahead_chunk of row r<ahead_row>. End of the row's columns.
+  const char *end_s = nullptr, *end_t = nullptr;
+  // `left`: bytes from the consumer's vector on.
+  int left = 0, ahead_row = 0, ahead_chunk = 0, published = 0, collected = 0;
+  Sums own = {};
+  float terms = 0.0f, ref_s = 0.0f, ref_t = 0.0f;
+  Scaling<T> scaling{p};
+
+  __device__ __forceinline__ int vec(int chunk) const { return chunk * kConsumers + int(threadIdx.x); }
+  __device__ __forceinline__ AlignedRow<const T> student_of(int64_t r) const {
+    return AlignedRow<const T>(p.student + r * p.student_stride + first, n);
+  }
+  __device__ __forceinline__ void advance(uint32_t& stage) const {
+    stage += kStageBytes;
+    if (stage == end_stage) stage = own_stage;
+  }
+  __device__ __forceinline__ void fetch_chunk(uint32_t to) {
+    if (ahead_chunk == 0) {
+      const int r = ahead_row == 0 ? r0 : ahead_row == 1 ? r1 : ahead_row == 2 ? r2 : r3;
+      left = 0;
+      if (r < int(p.rows)) {
+        const AlignedRow<const T> x = student_of(r);
+        end_s = reinterpret_cast<const char*>(x.base + x.lead + n);
+        end_t = reinterpret_cast<const char*>(p.teacher + int64_t(r) * p.teacher_stride + first + n);
+        left = (n - x.column(int(threadIdx.x))) * int(sizeof(T));
+      }
+    }
+    if (left >= 16) {
+      cp_async(to, end_s - left);
+      cp_async(to + kConsumers * 16, end_t - left);
+    } else if (left > 0) {
+      cp_async_partial(to, end_s - left, left);
+      cp_async_partial(to + kConsumers * 16, end_t - left, left);
+    }
+    cp_async_commit_group();
+    left -= kConsumers * 16;
+    if (++ahead_chunk == chunks) ahead_chunk = 0, ++ahead_row;
+  }
+  // References: the maxima of `count` chunks from a stage on. One chunk suffices unless the sums
+  // turn out too large.
+  __device__ __forceinline__ void find_references(const AlignedRow<const T>& x, uint32_t stage, int count) {
+    uint32_t top_s = kMinusInf<T>, top_t = top_s;
+    for (int h = 0; h < count; ++h, advance(stage)) {
+      const int k = vec(h);
+      if (k >= x.vecs) continue;
+      uint4 a = ld_shared(stage), b = ld_shared(stage + kConsumers * 16);
+      if (!x.is_full(k)) a = mask_columns<T>(x, k, a), b = mask_columns<T>(x, k, b);
+      top_s = max_words<T>(top_s, max_words<T>(a)), top_t = max_words<T>(top_t, max_words<T>(b));
+    }
+    own = {0.0f, 0.0f, 0.0f, 0.0f}, terms = 0.0f;
+    if (!p.log_probs)
+      own.ref_s = warp_max(max_of_word<T>(top_s)), own.ref_t = warp_max(max_of_word<T>(top_t));
+    ref_s = finite_max(own.ref_s), ref_t = finite_max(own.ref_t);
+  }
+  // kGuardZero: 0 log 0 is 0.
+  template <bool kGuardZero>
+  __device__ __forceinline__ void add_chunks(const AlignedRow<const T>& x, uint32_t& stage, int from,
+                                             int to) {
+#pragma unroll 1
+    for (int h = from; h < to; ++h, advance(stage)) {
+      const int k = vec(h);
+      if (k >= x.vecs) continue;
+      uint4 a = ld_shared(stage), b = ld_shared(stage + kConsumers * 16);
+      if (!x.is_full(k)) {
+        st_shared(stage, a = mask_columns<T>(x, k, a));
+        st_shared(stage + kConsumers * 16, b = mask_columns<T>(x, k, b));
+      }
+      float s[N], t[N];
+      unpack<T>(a, s);
+      unpack<T>(b, t);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const float u = s[j] - ref_s, v = t[j] - ref_t, d = K == DivergenceKind::reverse_kl ? u - v : v - u;
+        const float q = scaling.power(u), other = scaling.power(v);
+        own.sum_s += q, own.sum_t += other;
+        const float weight = K == DivergenceKind::reverse_kl ? q : other;
+        terms = fma(weight, kGuardZero && weight <= 0.0f ? 0.0f : d, terms);
+      }
+    }
+  }
+  __device__ __forceinline__ void begin_sums(int r) {
+    const AlignedRow<const T> x = student_of(r);
+    cp_async_wait_group(stages - chunks - early_chunks);
+    find_references(x, sums_stage, 1);
+    add_chunks<false>(x, sums_stage, 0, early_chunks);
+  }
+  __device__ __forceinline__ void end_sums(int r) {
+    const AlignedRow<const T> x = student_of(r);
+    cp_async_wait_group(stages - chunks);
+    add_chunks<false>(x, sums_stage, early_chunks, chunks);
+    const bool out_of_range = !(own.sum_s < kTooLarge && own.sum_t < kTooLarge && terms == terms) ||
+                              own.ref_s == -INFINITY || own.ref_t == -INFINITY;
+    if (__any_sync(kAllLanes, out_of_range)) {
+      uint32_t stage = sums_stage - uint32_t(chunks) * kStageBytes;
+      if (int(stage - own_stage) < 0) stage += uint32_t(stages) * kStageBytes;
+      find_references(x, stage, chunks);
+      add_chunks<true>(x, stage, 0, chunks);
+    }
+    own.sum_s = warp_sum(own.sum_s), own.sum_t = warp_sum(own.sum_t), terms = warp_sum(terms);
+    if (threadIdx.x % 32 == 0) {
+      storage.sums[published & 1][threadIdx.x / 32] = own;
+      storage.terms[published & 1][threadIdx.x / 32] = terms;
+      mbarrier_arrive(&storage.warp_barrier[published & 1]);
+    }
+    ++published;
+  }
+  // The gradient of row r0; the stages that it leaves are filled again. r3 comes with the row's results.
+  __device__ __forceinline__ void store_gradient() {
+    mbarrier_wait_parity<false>(&storage.result_barrier[collected & 1], collected >> 1 & 1);
+    const float4 a = storage.row[collected & 1][0], b = storage.row[collected & 1][1];
+    ++collected;
+    r3 = __float_as_int(b.z);
+    const AlignedRow<const T> x = student_of(r0);
+    const AlignedRow<T> to = aligned_row_like(p.dstudent + int64_t(r0) * p.dstudent_stride + first, x);
+    const bool aligned = reinterpret_cast<uintptr_t>(to.base) % 16 == 0;
+    const int stored_vecs = p.dstudent != nullptr ? x.vecs : 0;
+    const float gain =
+        p.factor * p.inv_temperature * b.y * (K == DivergenceKind::reverse_kl ? p.inv_temperature : 1.0f);
+    Powers power_s(p.slope, a.x);
+    const Powers power_t(p.slope, a.y);
+    // The quotient of teacher's and student's units: exactly 1 where the rows are equal.
+    const float gain_s = gain * a.z * power_s.rest, ratio = (a.w * power_t.rest) / (a.z * power_s.rest);
+    // No q in the gradient.
+    if (K == DivergenceKind::forward_kl && p.log_probs) power_s.start = INFINITY;
+    const float from = (a.x - a.y) + (p.log_probs ? -1.0f : b.x);
+#pragma unroll 1
+    for (int h = 0; h < chunks; ++h, advance(last_stage)) {
+      const int k = vec(h);
+      const uint4 words = ld_shared(last_stage), others = ld_shared(last_stage + kConsumers * 16);
+      fetch_chunk(last_stage);
+      if (k >= stored_vecs) continue;
+      float s[N], t[N];
+      unpack<T>(words, s);
+      unpack<T>(others, t);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const float q = power_s(s[j]);
+        if constexpr (K == DivergenceKind::forward_kl)
+          s[j] = fma(-power_t(t[j]), ratio, q) * gain_s;
+        else
+          s[j] = q <= 0.0f ? 0.0f : q * gain_s * ((s[j] - t[j]) - from);
+      }
+      store_vec(to, k, s, aligned);
+    }
+  }
+  __device__ __forceinline__ void run() {
+    const int rows = int(p.rows), warp = int(threadIdx.x) / 32;
+    for (uint32_t stage = own_stage; stage != end_stage; stage += kStageBytes) fetch_chunk(stage);
+    zero_ignored_rows(p, int(blockIdx.x) * Shape::warps + warp, int(gridDim.x) * Shape::warps);
+    if (r0 < rows) begin_sums(r0), end_sums(r0);
+    while (r0 < rows) {
+      if (r1 < rows) begin_sums(r1);
+      store_gradient();
+      r0 = r1, r1 = r2, r2 = r3, --ahead_row;
+      if (r0 < rows) end_sums(r0);
+    }
+    cp_async_wait_group<0>();
+  }
+};
+
 template <DivergenceKind K, class T, class Shape>
 __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_constant__ Params<T> p,
                                                                const int chunks, const int stages) {
-  static_assert(kKl<K> && sizeof(T) == 2);
-  constexpr int N = AlignedRow<T>::N, kConsumers = Shape::consumers, kWarps = Shape::warps;
-  // A sum of exponentials whose reference was far below the maximum.
-  constexpr float kTooLarge = 1e18f;
+  constexpr int kWarps = Shape::warps;
   __shared__ KlStorage<kWarps> storage;
   // [stage][student, teacher][consumer]
   extern __shared__ uint4 smem_vecs[];
-  const int tid = int(threadIdx.x), lane = tid % 32, warp = tid / 32;
+  const int tid = int(threadIdx.x);
   const unsigned blocks = cluster_size(), rank = cluster_rank();
   if (tid == 0) {
     for (int i = 0; i < 2; ++i)
@@ -117,174 +291,28 @@ __global__ __launch_bounds__(Shape::threads, 1) void kl_kernel(const __grid_cons
   cluster_arrive();
   cluster_wait();
   MaskedRowScanner<> scanner;
-  int r0 = scanner.next(p, int(blockIdx.x / blocks));
-  const int skip = int(gridDim.x / blocks) - 1;
-  int r1 = scanner.next(p, skip), r2 = scanner.next(p, skip), r3 = int(p.rows);
-  if (warp == kWarps) {
+  const int r0 = scanner.next(p, int(blockIdx.x / blocks)), skip = int(gridDim.x / blocks) - 1;
+  const int r1 = scanner.next(p, skip), r2 = scanner.next(p, skip);
+  if (tid / 32 == kWarps) {
     reduce_rows<K>(p, storage, scanner, r0, r1, r2);
   } else {
-    const int rows = int(p.rows);
-    const int first = min(int(rank) * p.slice, p.cols), n = min(p.slice, p.cols - first);
-    auto student_of = [&](int64_t r) {
-      return AlignedRow<const T>(p.student + r * p.student_stride + first, n);
-    };
+    const int first = min(int(rank) * p.slice, p.cols);
     uint32_t own_stage = cast_smem_ptr_to_uint(smem_vecs + tid);
     keep_in_register(own_stage);
-
-    // The next chunk to copy is chunk ahead_chunk of row r<ahead_row>.
-    // End of the row's columns.
-    const char *end_s = nullptr, *end_t = nullptr;
-    // `left`: bytes from the consumer's vector on.
-    int left = 0, ahead_row = 0, ahead_chunk = 0;
-    auto fetch_chunk = [&](uint32_t to) {
-      if (ahead_chunk == 0) {
-        const int r = ahead_row == 0 ? r0 : ahead_row == 1 ? r1 : ahead_row == 2 ? r2 : r3;
-        left = 0;
-        if (r < rows) {
-          const AlignedRow<const T> x = student_of(r);
-          end_s = reinterpret_cast<const char*>(x.base + x.lead + n);
-          end_t = reinterpret_cast<const char*>(p.teacher + int64_t(r) * p.teacher_stride + first + n);
-          left = (n - x.column(tid)) * int(sizeof(T));
-        }
-      }
-      if (left >= 16) {
-        cp_async(to, end_s - left);
-        cp_async(to + kConsumers * 16, end_t - left);
-      } else if (left > 0) {
-        cp_async_partial(to, end_s - left, left);
-        cp_async_partial(to + kConsumers * 16, end_t - left, left);
-      }
-      cp_async_commit_group();
-      left -= kConsumers * 16;
-      if (++ahead_chunk == chunks) ahead_chunk = 0, ++ahead_row;
-    };
-    constexpr uint32_t kStageBytes = kConsumers * 32;
-    const uint32_t end_stage = own_stage + uint32_t(stages) * kStageBytes;
-    auto advance = [&](uint32_t& stage) {
-      stage += kStageBytes;
-      if (stage == end_stage) stage = own_stage;
-    };
-    for (uint32_t stage = own_stage; stage != end_stage; stage += kStageBytes) fetch_chunk(stage);
-    zero_ignored_rows(p, int(blockIdx.x) * kWarps + warp, int(gridDim.x) * kWarps);
-
-    const Scaling<T> scaling(p);
-    uint32_t sums_stage = own_stage, last_stage = own_stage;
-    int published = 0, collected = 0;
-    Sums own;
-    float terms = 0.0f, ref_s = 0.0f, ref_t = 0.0f;
-    // References: the maxima of `count` chunks from a stage on. One chunk suffices unless the sums
-    // turn out too large.
-    auto find_references = [&](const AlignedRow<const T>& x, uint32_t stage, int count) {
-      uint32_t top_s = kMinusInf<T>, top_t = top_s;
-      for (int h = 0; h < count; ++h, advance(stage)) {
-        const int k = h * kConsumers + tid;
-        if (k >= x.vecs) continue;
-        uint4 a = ld_shared(stage), b = ld_shared(stage + kConsumers * 16);
-        if (!x.is_full(k)) a = mask_columns<T>(x, k, a), b = mask_columns<T>(x, k, b);
-        top_s = max_words<T>(top_s, max_words<T>(a)), top_t = max_words<T>(top_t, max_words<T>(b));
-      }
-      own = {0.0f, 0.0f, 0.0f, 0.0f}, terms = 0.0f;
-      if (!p.log_probs)
-        own.ref_s = warp_max(max_of_word<T>(top_s)), own.ref_t = warp_max(max_of_word<T>(top_t));
-      ref_s = finite_max(own.ref_s), ref_t = finite_max(own.ref_t);
-    };
-    // guard_zero: 0 log 0 is 0.
-    auto add_chunks = [&](auto guard_zero, const AlignedRow<const T>& x, uint32_t& stage, int from, int to) {
-      constexpr bool kGuardZero = decltype(guard_zero)::value;
-#pragma unroll 1
-      for (int h = from; h < to; ++h, advance(stage)) {
-        const int k = h * kConsumers + tid;
-        if (k >= x.vecs) continue;
-        uint4 a = ld_shared(stage), b = ld_shared(stage + kConsumers * 16);
-        if (!x.is_full(k)) {
-          st_shared(stage, a = mask_columns<T>(x, k, a));
-          st_shared(stage + kConsumers * 16, b = mask_columns<T>(x, k, b));
-        }
-        float s[N], t[N];
-        unpack<T>(a, s);
-        unpack<T>(b, t);
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-          const float u = s[j] - ref_s, v = t[j] - ref_t, d = K == DivergenceKind::reverse_kl ? u - v : v - u;
-          const float q = scaling.power(u), other = scaling.power(v);
-          own.sum_s += q, own.sum_t += other;
-          const float weight = K == DivergenceKind::reverse_kl ? q : other;
-          terms = fma(weight, kGuardZero && weight <= 0.0f ? 0.0f : d, terms);
-        }
-      }
-    };
-    // The first early_chunks chunks of a row are summed before the previous row's reduction is
-    // collected.
-    const int early_chunks = max(1, min(chunks, stages - chunks - 1));
-    auto begin_sums = [&](int r) {
-      const AlignedRow<const T> x = student_of(r);
-      cp_async_wait_group(stages - chunks - early_chunks);
-      find_references(x, sums_stage, 1);
-      add_chunks(std::false_type{}, x, sums_stage, 0, early_chunks);
-    };
-    auto end_sums = [&](int r) {
-      const AlignedRow<const T> x = student_of(r);
-      cp_async_wait_group(stages - chunks);
-      add_chunks(std::false_type{}, x, sums_stage, early_chunks, chunks);
-      const bool out_of_range = !(own.sum_s < kTooLarge && own.sum_t < kTooLarge && terms == terms) ||
-                                own.ref_s == -INFINITY || own.ref_t == -INFINITY;
-      if (__any_sync(kAllLanes, out_of_range)) {
-        uint32_t stage = sums_stage - uint32_t(chunks) * kStageBytes;
-        if (int(stage - own_stage) < 0) stage += uint32_t(stages) * kStageBytes;
-        find_references(x, stage, chunks);
-        add_chunks(std::true_type{}, x, stage, 0, chunks);
-      }
-      own.sum_s = warp_sum(own.sum_s), own.sum_t = warp_sum(own.sum_t), terms = warp_sum(terms);
-      if (lane == 0) {
-        storage.sums[published & 1][warp] = own;
-        storage.terms[published & 1][warp] = terms;
-        mbarrier_arrive(&storage.warp_barrier[published & 1]);
-      }
-      ++published;
-    };
-    if (r0 < rows) begin_sums(r0), end_sums(r0);
-    while (r0 < rows) {
-      if (r1 < rows) begin_sums(r1);
-      mbarrier_wait_parity<false>(&storage.result_barrier[collected & 1], collected >> 1 & 1);
-      const float4 a = storage.row[collected & 1][0], b = storage.row[collected & 1][1];
-      ++collected;
-      r3 = __float_as_int(b.z);
-      const AlignedRow<const T> x = student_of(r0);
-      const AlignedRow<T> to = aligned_row_like(p.dstudent + int64_t(r0) * p.dstudent_stride + first, x);
-      const bool aligned = reinterpret_cast<uintptr_t>(to.base) % 16 == 0;
-      const int stored_vecs = p.dstudent != nullptr ? x.vecs : 0;
-      const float gain =
-          p.factor * p.inv_temperature * b.y * (K == DivergenceKind::reverse_kl ? p.inv_temperature : 1.0f);
-      Powers power_s(p.slope, a.x);
-      const Powers power_t(p.slope, a.y);
-      // The quotient of teacher's and student's units: exactly 1 where the rows are equal.
-      const float gain_s = gain * a.z * power_s.rest, ratio = (a.w * power_t.rest) / (a.z * power_s.rest);
-      // No q in the gradient.
-      if (K == DivergenceKind::forward_kl && p.log_probs) power_s.start = INFINITY;
-      const float from = (a.x - a.y) + (p.log_probs ? -1.0f : b.x);
-#pragma unroll 1
-      for (int h = 0; h < chunks; ++h, advance(last_stage)) {
-        const int k = h * kConsumers + tid;
-        const uint4 words = ld_shared(last_stage), others = ld_shared(last_stage + kConsumers * 16);
-        fetch_chunk(last_stage);
-        if (k >= stored_vecs) continue;
-        float s[N], t[N];
-        unpack<T>(words, s);
-        unpack<T>(others, t);
-#pragma unroll
-        for (int j = 0; j < N; ++j) {
-          const float q = power_s(s[j]);
-          if constexpr (K == DivergenceKind::forward_kl)
-            s[j] = fma(-power_t(t[j]), ratio, q) * gain_s;
-          else
-            s[j] = q <= 0.0f ? 0.0f : q * gain_s * ((s[j] - t[j]) - from);
-        }
-        store_vec(to, k, s, aligned);
-      }
-      r0 = r1, r1 = r2, r2 = r3, --ahead_row;
-      if (r0 < rows) end_sums(r0);
-    }
-    cp_async_wait_group<0>();
+    KlConsumer<K, T, Shape>{.p = p,
+                            .storage = storage,
+                            .chunks = chunks,
+                            .stages = stages,
+                            .first = first,
+                            .n = min(p.slice, p.cols - first),
+                            .r0 = r0,
+                            .r1 = r1,
+                            .r2 = r2,
+                            .r3 = int(p.rows),
+                            .own_stage = own_stage,
+                            .end_stage = own_stage + uint32_t(stages) * Shape::consumers * 32,
+                            .early_chunks = max(1, min(chunks, stages - chunks - 1))}
+        .run();
   }
   __syncwarp();
   // A CTA must not exit while others may write to its shared memory.

@@ -314,6 +314,37 @@ struct GradientStage {
   uint4 x[2][kGradientThreads], dy[2][kGradientThreads];
 };
 
+// Adds those of a block of tokens to the sums of the weight's gradient.
+template <class X>
+__device__ __forceinline__ void add_weight_gradient(const Octet<X> (&x)[2], const TokenBlock& block, int lane,
+                                                    float (&sums)[2][kTiles][4]) {
+  uint32_t a[2][4][kInputParts<X>];
+#pragma unroll
+  for (int g = 0; g < 2; ++g)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int part = 0; part < kInputParts<X>; ++part)
+        a[g][i][part] = movmatrix_trans(input_part<X>(word(x[g], i), part));
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    uint2 b[kParts];
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) b[part] = block.right[n][part][lane];
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      float of_block[4] = {};
+      for_parts<kInputParts<X>, kParts>([&](int i, int j) {
+        mma_m16n8k16(of_block,
+                     make_uint4(a[0][2 * m][i], a[0][2 * m + 1][i], a[1][2 * m][i], a[1][2 * m + 1][i]),
+                     b[j]);
+      });
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[m][n][i] += of_block[i];
+    }
+  }
+}
+
 template <class X, bool kDx, bool kDweight>
 __global__ __launch_bounds__(kGradientThreads,
                              4) void product_gradient_kernel(const __grid_constant__ ProductGradient<X> p) {
@@ -413,33 +444,7 @@ __global__ __launch_bounds__(kGradientThreads,
         store_predicated(active && row + t < tokens, dx_to + row * p.dx_stride, out);
       }
     }
-    if constexpr (kDweight) {
-      uint32_t a[2][4][kInputParts<X>];
-#pragma unroll
-      for (int g = 0; g < 2; ++g)
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-#pragma unroll
-          for (int part = 0; part < kInputParts<X>; ++part)
-            a[g][i][part] = movmatrix_trans(input_part<X>(word(x[g], i), part));
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        uint2 b[kParts];
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) b[part] = block.right[n][part][lane];
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          float of_block[4] = {};
-          for_parts<kInputParts<X>, kParts>([&](int i, int j) {
-            mma_m16n8k16(of_block,
-                         make_uint4(a[0][2 * m][i], a[0][2 * m + 1][i], a[1][2 * m][i], a[1][2 * m + 1][i]),
-                         b[j]);
-          });
-#pragma unroll
-          for (int i = 0; i < 4; ++i) sums[m][n][i] += of_block[i];
-        }
-      }
-    }
+    if constexpr (kDweight) add_weight_gradient<X>(x, block, lane, sums);
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
   cp_async_wait_group<0>();
