@@ -444,7 +444,7 @@ def test_correct_is_the_first_argmax_among_ties(classes, dtype, device):
 @pytest.mark.parametrize("width", [33, 48, 63])
 @pytest.mark.parametrize("contiguous", [False, True])
 def test_values_beside_a_row_change_nothing(width, contiguous):
-    """Products of bf16 on AMX read past the rows of their first operand: a NaN there belongs to nobody, or to the next row."""
+    """Products of bf16 on AMX read past the rows of their first operand: into nothing, or the next row."""
     memory = torch.full((64, width if contiguous else width + 40), torch.nan, dtype=torch.bfloat16)
     hidden = memory[:, :width].copy_(torch.randn(64, width))
     if contiguous:
