@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <vector>
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -47,7 +46,7 @@ bool reads_past_rows(const Gemm& g) {
     unsigned a, b, c, d;
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (d >> 22 & 1) != 0;
   }();
-  return amx_bf16 && g.ab_dtype == DType::bf16 && !g.trans_a && g.k % kAmxColumns != 0;
+  return amx_bf16 && g.ab_dtype == DType::bf16 && !g.trans_a && !g.padded_a && g.k % kAmxColumns != 0;
 #else
   return false;
 #endif
@@ -117,27 +116,25 @@ class TorchCpuContext final : public Context {
 #endif
   }
 
-  // A with zeros after each row.
-  void* padded_rows(const Gemm& g, int64_t lda) {
-    auto* rows = static_cast<uint16_t*>(scratch(sizeof(uint16_t) * size_t(g.m * lda)));
-    parallel(*this, g.m, [&](int64_t r) {
-      std::memcpy(rows + r * lda, static_cast<const uint16_t*>(g.a) + r * g.lda,
-                  sizeof(uint16_t) * size_t(g.k));
-      std::memset(rows + r * lda + g.k, 0, sizeof(uint16_t) * size_t(lda - g.k));
-    });
-    return rows;
-  }
-
+  // Rows of A that have no zeros after them are copied to where they have, some at a time.
   void mm(const Gemm& g, void* c, int64_t ldc) {
-    if (reads_past_rows(g)) {
-      const size_t first = blocks_.size();
-      Gemm padded = g;
-      padded.lda = (g.k + kAmxColumns - 1) / kAmxColumns * kAmxColumns;
-      padded.a = padded_rows(g, padded.lda);
-      product(padded, c, ldc);
-      return blocks_.resize(first, like_);
+    if (!reads_past_rows(g)) return product(g, c, ldc);
+    constexpr int64_t kElements = int64_t(1) << 18, kLeastRows = 64;
+    const int64_t lda = (g.k + kAmxColumns - 1) / kAmxColumns * kAmxColumns,
+                  most = std::min(g.m, std::max(kLeastRows, kElements / lda));
+    const size_t first = blocks_.size();
+    auto* rows = scratch_of<uint16_t>(most * lda);
+    Gemm piece = g;
+    piece.a = rows, piece.lda = lda;
+    for (int64_t begin = 0; begin < g.m; begin += most) {
+      piece.m = std::min(most, g.m - begin);
+      parallel(*this, piece.m, [&](int64_t r) {
+        std::copy_n(static_cast<const uint16_t*>(g.a) + (begin + r) * g.lda, g.k, rows + r * lda);
+        std::fill_n(rows + r * lda + g.k, lda - g.k, uint16_t(0));
+      });
+      product(piece, static_cast<char*>(c) + begin * ldc * int64_t(size_of(g.ab_dtype)), ldc);
     }
-    product(g, c, ldc);
+    blocks_.resize(first, like_);
   }
   void product(const Gemm& g, void* c, int64_t ldc) {
     fault_in(c, size_of(g.ab_dtype) * size_t((g.m - 1) * ldc + g.n));

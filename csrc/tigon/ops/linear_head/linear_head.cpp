@@ -57,6 +57,7 @@ struct Product {
   bool trans_a = false, trans_b = false;
   float alpha = 1.0f, beta = 0.0f;
   bool unrounded = false;  // into f32
+  bool padded_a = false;
 };
 void multiply(Context& ctx, const Product& p) {
   ctx.gemm({.m = p.c.rows,
@@ -74,7 +75,8 @@ void multiply(Context& ctx, const Product& p) {
             .c_dtype = p.c.dtype,
             .alpha = p.alpha,
             .beta = p.beta,
-            .unrounded = p.unrounded});
+            .unrounded = p.unrounded,
+            .padded_a = p.padded_a});
 }
 
 // Rows of a chunk where there are several.
@@ -87,6 +89,17 @@ int64_t most_rows(const LinearHeadSizes& s) {
 
 // Elements between rows of logits: whole 128-byte lines, so that an odd vocabulary costs the products nothing.
 int64_t logit_stride(int64_t vocab) { return (vocab + 63) / 64 * 64; }
+
+// Zeros after each row of dlogits, for products on the CPU; whether there is room for them.
+bool pad_rows(Context& ctx, const Matrix& dlogits) {
+  int64_t stride = logit_stride(dlogits.cols);
+  if (ctx.device() != Device::cpu || dlogits.stride != stride) return false;
+  Matrix room = dlogits;
+  room.data = static_cast<char*>(dlogits.data) + dlogits.cols * int64_t(size_of(dlogits.dtype));
+  room.cols = stride - dlogits.cols;
+  fill_zero(ctx, room);
+  return true;
+}
 
 }  // namespace
 
@@ -317,9 +330,13 @@ void linear_head_gradients(Context& ctx, const LinearHead& a, LinearHeadChunk& c
     if (factor || !c.gathered) take_rows(ctx, a, c, hidden, factor);
     c.gathered = c.gathered && !(factor && hidden.data == c.hidden.data);
   }
-  if (low) multiply(ctx, {.a = dlogits, .b = a.lora_b, .c = c.lora_t, .alpha = a.lora_scale});
+  bool padded = (low || a.dhidden.data) && pad_rows(ctx, dlogits);
+  if (low)
+    multiply(ctx, {.a = dlogits, .b = a.lora_b, .c = c.lora_t, .alpha = a.lora_scale, .padded_a = padded});
   if (low && a.dhidden.data) multiply(ctx, {.a = c.lora_t, .b = a.lora_a, .c = c.dhidden});
-  if (a.dhidden.data) multiply(ctx, {.a = dlogits, .b = a.weight, .c = c.dhidden, .beta = low ? 1.0f : 0.0f});
+  if (a.dhidden.data)
+    multiply(ctx,
+             {.a = dlogits, .b = a.weight, .c = c.dhidden, .beta = low ? 1.0f : 0.0f, .padded_a = padded});
   if (a.dweight.data)
     multiply(
         ctx,
