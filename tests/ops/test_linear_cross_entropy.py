@@ -456,3 +456,16 @@ def test_values_beside_a_row_change_nothing(width, contiguous):
     own = torch.arange(64) == 40 if contiguous else torch.zeros(64, dtype=torch.bool)
     assert torch.equal(losses.isnan(), own)
     assert torch.equal(dhidden.isnan().any(-1), own)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_columns_beside_dlogits_stay(dtype, device):
+    """Logits' gradients of a caller are only read, what lies after their rows included."""
+    whole = torch.full((48, 128), 5.0, dtype=dtype, device=device)
+    dlogits = whole[:, :100].copy_(torch.randn(48, 100))
+    hidden, weight = torch.randn(48, 64).to(whole), torch.randn(100, 64).to(whole)
+    before, dhidden = whole.clone(), torch.empty_like(hidden)
+    rest = (None, None, None, True, False, None, None, 1.0, None, None)
+    torch.ops.tigon.linear_product_gradients(dlogits, hidden, weight, dhidden, *rest)
+    assert torch.equal(whole, before)
+    torch.testing.assert_close(dhidden, dlogits @ weight, rtol=2e-2, atol=0.2)

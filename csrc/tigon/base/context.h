@@ -47,7 +47,7 @@ struct Gemm {
   float alpha = 1.0f;
   float beta = 0.0f;
   bool unrounded = false;
-  bool padded_a = false;  // zeros follow each row of A, up to a multiple of 64 elements
+  bool padded_a = false;  // on the CPU: zeros follow each row of A, up to a multiple of 64 elements
 };
 
 class TIGON_API Context {

@@ -301,7 +301,7 @@ void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& call) {
   for (int64_t begin = 0; begin < rows.count;) {
     LinearHeadChunk c = linear_head_chunk(head, rows, workspace, begin, chunks.count_at(begin, rows.count));
     bool keep = begin < chunks.kept;
-    if (keep) c.logits = rows_from(a.kept, begin, c.count);
+    if (keep) c.logits = rows_from(a.kept, begin, c.count), c.padded = false;
     pass_rows(ctx, a, head, rows, values, c, head.wants_gradients() || keep);
     linear_head_gradients(ctx, head, c, {.first = begin == 0});
     begin += c.count;
@@ -345,7 +345,7 @@ void linear_cross_entropy_rows_gradient(Context& ctx, const LinearCrossEntropy& 
     LinearHeadChunk c = linear_head_chunk(head, rows, workspace, begin, chunks.count_at(begin, rows.count));
     LinearHeadPass pass = {.first = begin == 0};
     if (begin < chunks.kept) {
-      c.logits = rows_from(a.kept, begin, c.count);
+      c.logits = rows_from(a.kept, begin, c.count), c.padded = false;
       pass.factor = linear_head_part(values.factor, begin, c.count);
     } else {
       pass_rows(ctx, silent, head, rows, values, c, true);

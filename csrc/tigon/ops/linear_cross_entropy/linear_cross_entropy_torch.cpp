@@ -86,7 +86,8 @@ RowResults make_row_results(LinearCrossEntropy& a, const Tensor& hidden, int64_t
 Between make_between(LinearCrossEntropy& a, const Tensor& hidden, int64_t needs, int64_t keep_rows) {
   constexpr int64_t kAll = need_hidden | need_weight | need_bias | need_lora_a | need_lora_b;
   DType dtype = a.hidden.dtype;
-  int64_t stride = (a.weight.rows + 63) / 64 * 64, rows = a.valid_rows >= 0 ? a.valid_rows : a.hidden.rows;
+  int64_t stride = linear_head_logit_stride(a.weight.rows),
+          rows = a.valid_rows >= 0 ? a.valid_rows : a.hidden.rows;
   bool alone = (needs & kAll) == need_hidden;
   if (alone) {
     keep_rows = 0;

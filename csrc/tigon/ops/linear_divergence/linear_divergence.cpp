@@ -138,7 +138,7 @@ struct Logits {
   LinearHeadWorkspace of_teacher;
 };
 Matrix new_logits(Context& ctx, int64_t rows, int64_t vocab, DType dtype) {
-  int64_t stride = (vocab + 63) / 64 * 64;
+  int64_t stride = linear_head_logit_stride(vocab);
   void* data = ctx.scratch(size_of(dtype) * size_t(rows * stride));
   return {.data = data, .dtype = dtype, .rows = rows, .cols = vocab, .stride = stride};
 }

@@ -87,18 +87,13 @@ int64_t most_rows(const LinearHeadSizes& s) {
   return s.dweight ? std::max(most, s.hidden) : most;
 }
 
-// Elements between rows of logits: whole 128-byte lines, so that an odd vocabulary costs the products nothing.
-int64_t logit_stride(int64_t vocab) { return (vocab + 63) / 64 * 64; }
-
-// Zeros after each row of dlogits, for products on the CPU; whether there is room for them.
-bool pad_rows(Context& ctx, const Matrix& dlogits) {
-  int64_t stride = logit_stride(dlogits.cols);
-  if (ctx.device() != Device::cpu || dlogits.stride != stride) return false;
-  Matrix room = dlogits;
-  room.data = static_cast<char*>(dlogits.data) + dlogits.cols * int64_t(size_of(dlogits.dtype));
-  room.cols = stride - dlogits.cols;
+// Zeros after each row of logits of our own, for the products on the CPU.
+void pad_rows(Context& ctx, const Matrix& logits) {
+  if (ctx.device() != Device::cpu) return;
+  Matrix room = logits;
+  room.data = static_cast<char*>(logits.data) + logits.cols * int64_t(size_of(logits.dtype));
+  room.cols = logits.stride - logits.cols;
   fill_zero(ctx, room);
-  return true;
 }
 
 }  // namespace
@@ -203,7 +198,8 @@ void linear_head_check_chunks(const LinearHead& a, int64_t chunks) {
 
 int64_t linear_head_group_limit(const LinearHead& a, int64_t limit) {
   constexpr int64_t kMostBytes = int64_t(1) << 30;
-  return std::max(limit, kMostBytes / (logit_stride(a.weight.rows) * int64_t(size_of(a.hidden.dtype))));
+  return std::max(limit,
+                  kMostBytes / (linear_head_logit_stride(a.weight.rows) * int64_t(size_of(a.hidden.dtype))));
 }
 
 std::vector<LinearHeadSpan> linear_head_plan(const LinearHead& a, const std::vector<int64_t>& group_rows,
@@ -236,12 +232,15 @@ LinearHeadWorkspace linear_head_workspace(Context& ctx, const LinearHead& a, con
   DType dtype = a.hidden.dtype;
   int64_t v = a.weight.rows, h = a.hidden.cols, r = a.lora_a.rows, lora_ld = (r + 7) / 8 * 8;
   LinearHeadWorkspace w;
-  if (m.logits)
-    w.logits = new_matrix(ctx, m.logits_rows > 0 ? m.logits_rows : m.chunk, v, logit_stride(v), dtype);
+  if (m.logits) {
+    int64_t rows_of_logits = m.logits_rows > 0 ? m.logits_rows : m.chunk;
+    w.logits = new_matrix(ctx, rows_of_logits, v, linear_head_logit_stride(v), dtype);
+    pad_rows(ctx, w.logits);
+  }
   bool wide = a.wide_logits && dtype != DType::f32;
   if (wide) {
     int64_t rows_of_part = std::min(m.chunk, linear_head_wide_rows(ctx.device(), v));
-    w.wide = new_matrix(ctx, rows_of_part, v, logit_stride(v), DType::f32);
+    w.wide = new_matrix(ctx, rows_of_part, v, linear_head_logit_stride(v), DType::f32);
   }
   bool scales = m.factored && (a.dweight.data || a.dlora_a.data || a.dlora_b.data);
   if (rows.listed || scales) w.hidden = new_matrix(ctx, m.chunk, h, h, dtype);
@@ -263,6 +262,7 @@ LinearHeadChunk linear_head_chunk(const LinearHead& a, const LinearHeadRows& row
   return {.begin = begin,
           .count = count,
           .logits = rows_from(w.logits, 0, count),
+          .padded = w.logits.data != nullptr,
           .wide = w.wide,
           .index = rows.listed ? linear_head_part(rows.index, begin, count) : Vector{},
           .hidden = rows.listed ? rows_from(w.hidden, 0, count) : rows_from(a.hidden, begin, count),
@@ -330,13 +330,12 @@ void linear_head_gradients(Context& ctx, const LinearHead& a, LinearHeadChunk& c
     if (factor || !c.gathered) take_rows(ctx, a, c, hidden, factor);
     c.gathered = c.gathered && !(factor && hidden.data == c.hidden.data);
   }
-  bool padded = (low || a.dhidden.data) && pad_rows(ctx, dlogits);
   if (low)
-    multiply(ctx, {.a = dlogits, .b = a.lora_b, .c = c.lora_t, .alpha = a.lora_scale, .padded_a = padded});
+    multiply(ctx, {.a = dlogits, .b = a.lora_b, .c = c.lora_t, .alpha = a.lora_scale, .padded_a = c.padded});
   if (low && a.dhidden.data) multiply(ctx, {.a = c.lora_t, .b = a.lora_a, .c = c.dhidden});
   if (a.dhidden.data)
     multiply(ctx,
-             {.a = dlogits, .b = a.weight, .c = c.dhidden, .beta = low ? 1.0f : 0.0f, .padded_a = padded});
+             {.a = dlogits, .b = a.weight, .c = c.dhidden, .beta = low ? 1.0f : 0.0f, .padded_a = c.padded});
   if (a.dweight.data)
     multiply(
         ctx,

@@ -131,6 +131,9 @@ constexpr DType linear_head_dweight(DType hidden, bool one_chunk) {
   return one_chunk && linear_head_scales_early(hidden) ? hidden : DType::f32;
 }
 
+// Elements between rows of logits: whole 128-byte lines, so that an odd vocabulary costs the products nothing.
+constexpr int64_t linear_head_logit_stride(int64_t vocab) { return (vocab + 63) / 64 * 64; }
+
 // Memory of one chunk, used by all. Logits in f32 are there for a part of a chunk at a time (linear_head_parts), which keeps
 // them to the size of a small chunk's; what the row pass leaves for the products lies in `logits`.
 struct LinearHeadWorkspace {
@@ -152,10 +155,11 @@ TIGON_API LinearHeadWorkspace linear_head_workspace(Context& ctx, const LinearHe
 
 // Views of rows [begin, begin + count) of the list. A driver may put memory of its own in `logits`: before linear_head_logits
 // of hidden's dtype or f32, whose values are not rounded to 16 bits then; before linear_head_gradients of hidden's dtype,
-// such as logits' gradients of an earlier call.
+// such as logits' gradients of an earlier call, and not `padded`.
 struct LinearHeadChunk {
   int64_t begin = 0, count = 0;
   Matrix logits;           // [count, V], hidden's dtype: logits (unless wide), then their gradients
+  bool padded = false;     // on the CPU: zeros follow each of its rows (Gemm::padded_a)
   Matrix wide;             // [a part, V] f32
   Vector index;            // empty: rows begin, begin + 1, ...
   Matrix hidden, dhidden;  // operands of the products: gathered where the rows are listed
