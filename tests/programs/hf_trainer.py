@@ -1,0 +1,45 @@
+"""transformers' Trainer."""
+
+from __future__ import annotations
+
+from program import case, logged, model, token_rows, trainer_options
+
+PROGRAM, DISTRIBUTION = "Trainer (transformers)", "transformers"
+PACKAGES, ALONE = "accelerate==1.15.0", ""
+CASES = []
+
+
+def train(folder, callbacks=None, **changes):
+    from transformers import Trainer, TrainingArguments
+
+    trainer = Trainer(
+        model=model(), args=TrainingArguments(**trainer_options(folder, **changes)), train_dataset=token_rows(),
+        callbacks=callbacks,
+    )  # fmt: skip
+    trainer.train()
+    return logged(trainer.state.log_history)
+
+
+@case(CASES, "flag", "`tigon.compat.liger.install()`, `use_liger_kernel=True`")
+@case(CASES, "flag, checkpointing, accumulation", "the same", arguments=(
+    {"gradient_checkpointing": True, "gradient_accumulation_steps": 2},
+))  # fmt: skip
+def flag(tigon, folder, changes=()):
+    if tigon:
+        import tigon.compat.liger
+
+        tigon.compat.liger.install()
+    return train(folder, use_liger_kernel=tigon, **dict(changes))
+
+
+@case(CASES, "callback", "`callbacks=[tigon.TigonTrainerCallback()]`")
+@case(CASES, "callback, torch_compile", "the same", arguments=(
+    {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+))  # fmt: skip
+def callback(tigon, folder, changes=()):
+    callbacks = []
+    if tigon:
+        import tigon
+
+        callbacks = [tigon.TigonTrainerCallback()]
+    return train(folder, callbacks, **dict(changes))
