@@ -42,11 +42,14 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
 
 
+def blank(match: re.Match) -> str:
+    """As many characters and lines, and nothing on them."""
+    return re.sub(r"[^\n]", " ", match[0])
+
+
 def without_code(text: str) -> str:
-    """The text with blocks of code and comments blanked out, line for line."""
-    for pattern in (FENCE, COMMENT):
-        text = pattern.sub(lambda m: "\n" * m[0].count("\n"), text)
-    return text
+    """The text with blocks of code and comments blanked out."""
+    return COMMENT.sub(blank, FENCE.sub(blank, text))
 
 
 def anchors(text: str) -> set[str]:
@@ -69,7 +72,7 @@ def line_of(text: str, position: int) -> int:
 
 def check_links(page: Path, text: str) -> Iterator[str]:
     """Targets of links: files that exist, anchors that their page has."""
-    for match in LINK.finditer(CODE.sub(lambda m: " " * len(m[0]), without_code(text))):
+    for match in LINK.finditer(CODE.sub(blank, without_code(text))):
         target, _, anchor = match[1].partition("#")
         if re.match(r"[a-z]+:", target):
             continue
@@ -84,7 +87,7 @@ def check_links(page: Path, text: str) -> Iterator[str]:
 def check_paths(page: Path, text: str) -> Iterator[str]:
     """Paths of the repository that the text names, and targets of make."""
     targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    text = COMMENT.sub(lambda m: "\n" * m[0].count("\n"), text)
+    text = COMMENT.sub(blank, text)
     for match in PATH.finditer(text):
         name = re.sub(r"<\w+>", "*", match[0].rstrip(".,"))
         if (braces := re.search(r"\{([^}]*)\}", name)) is not None:
