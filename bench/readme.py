@@ -82,7 +82,9 @@ def draw(path: Path) -> None:
                 value = measured[model][who][field]
                 height = value / measured[model]["stock"][field] if field == "tokens_per_s" else value
                 text = f"{value / 1000:.1f}" if field == "tokens_per_s" else f"{value:.0f}"
-                bar = axis.bar(place + 0.28 * (n - 1), height, 0.26, color=colour, label=who if place == 0 else None)
+                bar = axis.bar(
+                    place + 0.28 * (n - 1), height, 0.26, color=colour, label=who if place == 0 else None
+                )
                 axis.bar_label(bar, [text], fontsize=6)
         axis.set_xticks(range(len(MODELS)), MODELS, fontsize=8)
         axis.set_title(title, fontsize=10)

@@ -19,7 +19,9 @@ FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
 LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]*(?:\([^()]*\))?[^()\s]*)\)")
-PATH = re.compile(r"(?<![\w./-])(?:csrc|python|tests|tools|bench|docs|examples|cmake|compat|\.ci)/[\w./*<>{},-]+")
+PATH = re.compile(
+    r"(?<![\w./-])(?:csrc|python|tests|tools|bench|docs|examples|cmake|compat|\.ci)/[\w./*<>{},-]+"
+)
 TARGET = re.compile(r"\bmake ([a-z][a-z-]*)(?![\w-])(?=[^`\n]*(?:`|\n))")
 # What a reader trips over, and what to write instead.
 PROSE = {
@@ -86,7 +88,9 @@ def check_links(page: Path, text: str) -> Iterator[str]:
 
 def check_paths(page: Path, text: str) -> Iterator[str]:
     """Paths of the repository that the text names, and targets of make."""
-    targets = set(re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    targets = set(
+        re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    )
     text = COMMENT.sub(blank, text)
     for match in PATH.finditer(text):
         name = re.sub(r"<\w+>", "*", match[0].rstrip(".,"))

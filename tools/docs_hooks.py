@@ -63,18 +63,26 @@ def source_page(path: Path) -> str:
 
 def linked(text: str, folder: Path) -> set[Path]:
     """Files and folders outside docs that a text links to."""
-    paths = {(folder / match[1].partition("#")[0]).resolve() for match in LINK.finditer(text) if ":" not in match[1]}
-    return {p for p in paths if p.exists() and p.is_relative_to(ROOT) and p != ROOT and not p.is_relative_to(DOCS)}
+    paths = {
+        (folder / match[1].partition("#")[0]).resolve()
+        for match in LINK.finditer(text)
+        if ":" not in match[1]
+    }
+    return {
+        p for p in paths if p.exists() and p.is_relative_to(ROOT) and p != ROOT and not p.is_relative_to(DOCS)
+    }
 
 
 def contract(header: Path) -> str:
     """The essay of a header, and what it declares for callers."""
     essay, _, rest = header.read_text(encoding="utf-8").partition("#pragma once")
     lines = [re.sub(r"^// ?", "", line) for line in essay.splitlines()]
-    declared = re.sub(r"^#include.*\n|^namespace (?:cpu|cuda) \{.*?^\}.*?\n", "", rest, flags=re.MULTILINE | re.DOTALL)
+    declared = re.sub(
+        r"^#include.*\n|^namespace (?:cpu|cuda) \{.*?^\}.*?\n", "", rest, flags=re.MULTILINE | re.DOTALL
+    )
     name = header.relative_to(ROOT / "csrc").as_posix()
     text = "\n".join(lines).strip()
-    return f"## {header.stem}\n\n`#include \"{name}\"`\n\n```text\n{text}\n```\n\n```cpp\n{declared.strip()}\n```\n"
+    return f'## {header.stem}\n\n`#include "{name}"`\n\n```text\n{text}\n```\n\n```cpp\n{declared.strip()}\n```\n'
 
 
 def contracts() -> str:

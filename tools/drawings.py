@@ -18,12 +18,18 @@ class Drawing:
         self.size = width, height
         self.parts: list[str] = []
 
-    def box(self, x: float, y: float, w: float, h: float, text: str = "", fill: str = "none", size: int = 12) -> None:
+    def box(
+        self, x: float, y: float, w: float, h: float, text: str = "", fill: str = "none", size: int = 12
+    ) -> None:
         """A rectangle with lines of text in its middle."""
-        self.parts.append(f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="3" fill="{fill}" stroke="{INK}"/>')
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="3" fill="{fill}" stroke="{INK}"/>'
+        )
         self.text(x + w / 2, y + h / 2, text, size, "middle", "#fff" if fill in (BLUE, ORANGE) else INK)
 
-    def text(self, x: float, y: float, text: str, size: int = 12, anchor: str = "start", colour: str = INK) -> None:
+    def text(
+        self, x: float, y: float, text: str, size: int = 12, anchor: str = "start", colour: str = INK
+    ) -> None:
         """Lines of text around the height y."""
         lines = text.split("\n") if text else []
         for n, line in enumerate(lines):
@@ -34,7 +40,9 @@ class Drawing:
 
     def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
         """A line with a head at its second end."""
-        self.parts.append(f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}" stroke="{INK}" fill="none" marker-end="url(#head)"/>')
+        self.parts.append(
+            f'<path d="M{x1:g} {y1:g}L{x2:g} {y2:g}" stroke="{INK}" fill="none" marker-end="url(#head)"/>'
+        )
 
     def curve(self, points: Iterable[tuple[float, float]], colour: str) -> None:
         """A polyline."""
@@ -66,12 +74,25 @@ def chunks() -> Drawing:
         d.box(190, 40 + 60 * n, 200, 54, "never in memory together", "#f4f5f7", 11)
     d.text(500, 22, "dX [N, H]", 13, "middle")
     for n in range(4):
-        d.box(460, 40 + 60 * n, 80, 54, "done" if n == 0 else ("3  dl W" if n == 1 else ""), PALE if n < 2 else "none")
+        d.box(
+            460,
+            40 + 60 * n,
+            80,
+            54,
+            "done" if n == 0 else ("3  dl W" if n == 1 else ""),
+            PALE if n < 2 else "none",
+        )
     d.arrow(390, 127, 456, 127)
     d.text(660, 22, "dW [V, H], float32", 13, "middle")
     d.box(600, 40, 120, 234, "4  dW += dl\u1d40 X\nsummed over\nthe chunks", PALE)
     d.arrow(540, 145, 596, 145)
-    d.text(380, 305, "Three matrix products in all. Stock holds the logits of all N rows, and their gradient.", 13, "middle")
+    d.text(
+        380,
+        305,
+        "Three matrix products in all. Stock holds the logits of all N rows, and their gradient.",
+        13,
+        "middle",
+    )
     return d
 
 
@@ -101,17 +122,26 @@ def patching() -> Drawing:
     d = Drawing(760, 240)
     columns = (20, 205, 390, 575)
     texts = (
-        ("source of a forward", "x = x.to(float32)\nv = x.pow(2).mean(-1)\nx = x * rsqrt(v + eps)\nreturn w * x.to(dtype)"),
+        (
+            "source of a forward",
+            "x = x.to(float32)\nv = x.pow(2).mean(-1)\nx = x * rsqrt(v + eps)\nreturn w * x.to(dtype)",
+        ),
         ("canonical expression", "helpers inlined\nspellings unified\noperands sorted\nattributes numbered"),
         ("table of forms", "llama, gemma, T5,\nLayerNorm, gated MLP,\nrotary, routers ..."),
-        ("forward of the instance", "tigon.rms_norm(\n  x, w, eps,\n  rounding=\"llama\")"),
+        ("forward of the instance", 'tigon.rms_norm(\n  x, w, eps,\n  rounding="llama")'),
     )
     for n, (x, (title, text)) in enumerate(zip(columns, texts, strict=True)):
         d.text(x + 80, 30, title, 13, "middle")
         d.box(x, 50, 160, 110, text, PALE if n == 3 else "#f4f5f7", 12)
         if n:
             d.arrow(x - 23, 105, x - 3, 105)
-    d.text(380, 195, "Equal to a form of the table: replaced. Anything else stays stock, and the report says why.", 13, "middle")
+    d.text(
+        380,
+        195,
+        "Equal to a form of the table: replaced. Anything else stays stock, and the report says why.",
+        13,
+        "middle",
+    )
     d.text(380, 217, "Names of models and classes are not used.", 13, "middle")
     return d
 
@@ -122,7 +152,11 @@ def layers() -> Drawing:
     rows = (
         ("python/tigon/integrations", "recognise and replace parts of models", "tigon.apply(model)"),
         ("python/tigon/ops, nn, optim", "arguments, reference, autograd", "tigon.rms_norm(x, w)"),
-        ("csrc/tigon/ops/*/*_torch.cpp", "tensors as views, results allocated", "torch.ops.tigon.rms_norm_fwd"),
+        (
+            "csrc/tigon/ops/*/*_torch.cpp",
+            "tensors as views, results allocated",
+            "torch.ops.tigon.rms_norm_fwd",
+        ),
         ("csrc/tigon/ops/*/*.cpp", "all checks, device dispatch", "tigon::rms_norm_fwd(ctx, args)"),
         ("*_cpu.cpp, *_cuda.cu", "loops, tasks, launches", "cuda::rms_norm_fwd"),
         ("*_math.inc", "the formula, once for all devices", "h * (offset + weight)"),
