@@ -1,4 +1,4 @@
-"""The measured part of README: a table between two marks and a picture, from bench/results. `make results` writes both."""
+"""The measured part of README, a table and a picture, from bench/results: `make results` writes both."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ TITLES = "thousands of tokens/s; height relative to stock", "peak memory, GB"
 COLOURS = {"stock": plot.COLOURS["eager"], "liger": plot.COLOURS["liger"], "tigon": plot.COLOURS["tigon"]}
 # What, page of the results, file, op, case and pass of bench/run.py.
 OPS = (
-    ("Loss head, 8192 x 4096 x 128256", "loss_head", "loss_head", "linear_cross_entropy", "8192x4096x128256", "step"),
+    ("Loss head, 8192 x 4096 x 128256", "loss_head", "loss_head", "linear_cross_entropy",
+     "8192x4096x128256", "step"),
     ("The same with 80 % of the labels masked", "loss_head", "loss_head", "linear_cross_entropy",
      "8192x4096x128256_masked80", "step"),
     ("Cross-entropy of logits, 8192 x 128256", "losses", "losses", "cross_entropy", "8192x128256", "step"),

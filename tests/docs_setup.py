@@ -1,4 +1,4 @@
-"""What the examples of README and docs stand on: a tiny checkpoint under a real name, a tiny batch, heads of a loss."""
+"""What the examples of README and docs stand on: a tiny checkpoint under a real name, a batch, a head."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tiny_model(name: str = "Llama", **changes):
 
 
 def checkpoint(name: str = LLAMA) -> None:
-    """Save a tiny model and its tokenizer below the working directory, where `from_pretrained(name)` finds them."""
+    """Save a tiny model and its tokenizer where `from_pretrained(name)` finds them: in this folder."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 

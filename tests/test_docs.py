@@ -1,7 +1,7 @@
-"""README and docs: links and prose are in order, code runs, names exist, each public name is in the reference.
+"""README and docs: links and prose are in order, code runs, names exist, the reference is complete.
 
-The Python of a page runs from top to bottom in one namespace, in a folder of its own. `<!-- python ... -->` holds
-code that a reader need not see; `<!-- not run: REASON -->` before a block says why it is only compiled.
+The Python of a page runs from top to bottom in one namespace, in a folder of its own. `<!-- python ... -->`
+holds code that a reader need not see; `<!-- not run: REASON -->` before a block says why it is only compiled.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 import check_docs
 import drawings
+
 import tigon
 
 BLOCK = re.compile(

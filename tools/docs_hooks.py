@@ -1,7 +1,7 @@
 """MkDocs' hooks and the docstrings' extension of the site that mkdocs.yml describes.
 
-README, CONTRIBUTING and CHANGELOG become pages; files of the repository that pages link to become pages of source;
-the contracts of the C++ headers are rendered into the C++ reference. Sphinx' roles in docstrings become links.
+README, CONTRIBUTING and CHANGELOG become pages, and so do files of the repository that pages link to. The
+contracts of the C++ headers are rendered into the C++ reference. Sphinx' roles in docstrings become links.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def contract(header: Path) -> str:
     )
     name = header.relative_to(ROOT / "csrc").as_posix()
     text = "\n".join(lines).strip()
-    return f'## {header.stem}\n\n`#include "{name}"`\n\n```text\n{text}\n```\n\n```cpp\n{declared.strip()}\n```\n'
+    declared = f"```cpp\n{declared.strip()}\n```"
+    return f'## {header.stem}\n\n`#include "{name}"`\n\n```text\n{text}\n```\n\n{declared}\n'
 
 
 def contracts() -> str:
@@ -118,7 +119,7 @@ def on_page_markdown(markdown, page, config, files):
 
 
 class Docstrings(griffe.Extension):
-    """Roles become links where the reference has the name; an op made from its reference has that docstring."""
+    """Roles become links where the reference has the name; an op made of its reference has its docstring."""
 
     def __init__(self) -> None:
         self.pages = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))

@@ -34,9 +34,8 @@ class Drawing:
         lines = text.split("\n") if text else []
         for n, line in enumerate(lines):
             at = y + (n - (len(lines) - 1) / 2) * size * 1.3 + size * 0.35
-            self.parts.append(
-                f'<text x="{x:g}" y="{at:g}" font-size="{size}" text-anchor="{anchor}" fill="{colour}">{escape(line)}</text>'
-            )
+            look = f'font-size="{size}" text-anchor="{anchor}" fill="{colour}"'
+            self.parts.append(f'<text x="{x:g}" y="{at:g}" {look}>{escape(line)}</text>')
 
     def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
         """A line with a head at its second end."""
@@ -54,8 +53,9 @@ class Drawing:
         width, height = self.size
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-            f'font-family="system-ui, sans-serif">\n<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" '
-            f'markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0L8 4L0 8z" fill="{INK}"/></marker></defs>\n'
+            f'font-family="system-ui, sans-serif">\n'
+            f'<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" '
+            f'orient="auto"><path d="M0 0L8 4L0 8z" fill="{INK}"/></marker></defs>\n'
             f'<rect width="{width}" height="{height}" fill="#fff"/>\n'
         )
         return head + "\n".join(self.parts) + "\n</svg>\n"
@@ -108,8 +108,8 @@ def step() -> Drawing:
     for x in (330, 470):
         d.parts.append(f'<path d="M{x} 60V290" stroke="{GREY}" stroke-dasharray="4 4"/>')
     d.curve([(60, 230), (330, 150), (360, 80), (385, 65), (430, 65), (470, 138), (700, 215)], GREY)
-    d.curve([(60, 230), (330, 150), (345, 135), (365, 143), (380, 135), (400, 143), (415, 135), (435, 143), (470, 138),
-             (700, 215)], ORANGE)  # fmt: skip
+    d.curve([(60, 230), (330, 150), (345, 135), (365, 143), (380, 135), (400, 143), (415, 135), (435, 143),
+             (470, 138), (700, 215)], ORANGE)  # fmt: skip
     d.text(440, 78, "stock: all logits and their gradients", 12)
     d.text(480, 122, "Tigon: one chunk of logits at a time", 12, "start", ORANGE)
     d.box(62, 230, 638, 58, "parameters and optimizer state", "#f4f5f7")
