@@ -78,7 +78,7 @@ def contract(header: Path) -> str:
     essay, _, rest = header.read_text(encoding="utf-8").partition("#pragma once")
     lines = [re.sub(r"^// ?", "", line) for line in essay.splitlines()]
     declared = re.sub(
-        r"^#include.*\n|^namespace (?:cpu|cuda) \{.*?^\}.*?\n", "", rest, flags=re.MULTILINE | re.DOTALL
+        r"^#include[^\n]*\n|^namespace (?:cpu|cuda) \{.*?^\}[^\n]*\n", "", rest, flags=re.MULTILINE | re.DOTALL
     )
     name = header.relative_to(ROOT / "csrc").as_posix()
     text = "\n".join(lines).strip()
