@@ -77,9 +77,8 @@ def contract(header: Path) -> str:
     """The essay of a header, and what it declares for callers."""
     essay, _, rest = header.read_text(encoding="utf-8").partition("#pragma once")
     lines = [re.sub(r"^// ?", "", line) for line in essay.splitlines()]
-    declared = re.sub(
-        r"^#include[^\n]*\n|^namespace (?:cpu|cuda) \{.*?^\}[^\n]*\n", "", rest, flags=re.MULTILINE | re.DOTALL
-    )
+    internal = r"(?ms)^#include[^\n]*\n|^namespace (?:cpu|cuda) \{.*?^\}[^\n]*\n"
+    declared = re.sub(internal, "", rest)
     name = header.relative_to(ROOT / "csrc").as_posix()
     text = "\n".join(lines).strip()
     declared = f"```cpp\n{declared.strip()}\n```"
