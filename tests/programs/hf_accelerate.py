@@ -11,7 +11,7 @@ CASES = []
 
 
 @case(CASES, "FSDP2", "`tigon.apply(model)` before `prepare`", processes=2)
-@case(CASES, "FSDP2, activation checkpointing", "the same", processes=2, arguments=(True,))
+@case(CASES, "FSDP2, activation checkpointing", "the same", True, processes=2)
 def fsdp2(tigon, folder, checkpointing=False):
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 

@@ -11,14 +11,13 @@ CASES = []
 TARGETS = ["q_proj", "v_proj", "up_proj", "gate_proj"]
 
 
-@case(CASES, "LoRA with dropout", "`tigon.apply(model)`", arguments=({"lora_dropout": 0.1},))
-@case(CASES, "LoRA on every linear layer and the head", "the same", arguments=(
-    {"target_modules": [*TARGETS, "lm_head"]},
-))  # fmt: skip
-@case(CASES, "DoRA", "the same", arguments=({"use_dora": True},))
-@case(CASES, "modules_to_save", "the same", arguments=({"modules_to_save": ["lm_head", "embed_tokens"]},))
+@case(CASES, "LoRA with dropout", "`tigon.apply(model)`", {"lora_dropout": 0.1})
+@case(CASES, "LoRA on every linear layer and the head", "the same", {"target_modules": [*TARGETS, "lm_head"]})
+@case(CASES, "DoRA", "the same", {"use_dora": True})
+@case(CASES, "modules_to_save", "the same", {"modules_to_save": ["lm_head", "embed_tokens"]})
 def lora(tigon, folder, options, plus=False):
     import peft
+    from peft.optimizers import create_loraplus_optimizer
 
     base = model()
     adapted = peft.get_peft_model(
@@ -32,7 +31,7 @@ def lora(tigon, folder, options, plus=False):
     if not plus:
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
     else:
-        optimizer = peft.optimizers.create_loraplus_optimizer(
+        optimizer = create_loraplus_optimizer(
             adapted, optimizer_cls=tigon.optim.AdamW if tigon else torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=4
         )
     torch.manual_seed(3)

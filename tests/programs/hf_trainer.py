@@ -21,9 +21,7 @@ def train(folder, callbacks=None, **changes):
 
 
 @case(CASES, "flag", "`tigon.compat.liger.install()`, `use_liger_kernel=True`")
-@case(CASES, "flag, checkpointing, accumulation", "the same", arguments=(
-    {"gradient_checkpointing": True, "gradient_accumulation_steps": 2},
-))  # fmt: skip
+@case(CASES, "flag, checkpointing, accumulation", "the same", {"gradient_checkpointing": True, "gradient_accumulation_steps": 2})
 def flag(tigon, folder, changes=()):
     if tigon:
         import tigon.compat.liger
@@ -33,9 +31,7 @@ def flag(tigon, folder, changes=()):
 
 
 @case(CASES, "callback", "`callbacks=[tigon.TigonTrainerCallback()]`")
-@case(CASES, "callback, torch_compile", "the same", arguments=(
-    {"torch_compile": True, "torch_compile_backend": "aot_eager"},
-))  # fmt: skip
+@case(CASES, "callback, torch_compile", "the same", {"torch_compile": True, "torch_compile_backend": "aot_eager"})
 def callback(tigon, folder, changes=()):
     callbacks = []
     if tigon:

@@ -9,12 +9,12 @@ PACKAGES, ALONE = "trl==1.16.0 datasets==5.2.0 accelerate==1.15.0 peft==0.21.2",
 CASES = []
 
 
-@case(CASES, "SFT", "callback and `tigon.compat.trl.install()`", arguments=("SFT",))
-@case(CASES, "SFT, LoRA", "the same", arguments=("SFT", True))
-@case(CASES, "DPO", "the same", arguments=("DPO",))
-@case(CASES, "KTO", "the same", arguments=("KTO",))
-@case(CASES, "GRPO", "the same", arguments=("GRPO",))
-@case(CASES, "reward", "`callbacks=[tigon.TigonTrainerCallback()]`", arguments=("Reward",))
+@case(CASES, "SFT", "callback and `tigon.compat.trl.install()`", "SFT")
+@case(CASES, "SFT, LoRA", "the same", "SFT", True)
+@case(CASES, "DPO", "the same", "DPO")
+@case(CASES, "KTO", "the same", "KTO")
+@case(CASES, "GRPO", "the same", "GRPO")
+@case(CASES, "reward", "`callbacks=[tigon.TigonTrainerCallback()]`", "Reward")
 def train(tigon, folder, kind, lora=False):
     import datasets
     import trl

@@ -12,9 +12,7 @@ CHEAP = True
 
 
 @case(CASES, "fit", "`tigon.apply(model)` in the module, `tigon.optim.AdamW`")
-@case(CASES, "fit, bf16-mixed, accumulation, clipping", "the same", arguments=(
-    {"precision": "bf16-mixed", "accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
-))  # fmt: skip
+@case(CASES, "fit, accumulation, clipping", "the same", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5})
 def fit(tigon, folder, options=()):
     import lightning
 

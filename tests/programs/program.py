@@ -21,18 +21,18 @@ class Case:
 
     name: str
     switch: str  # what turns Tigon on, as a user writes it
-    run: Callable  # (tigon: bool, folder) -> losses
+    function: Callable  # (tigon: bool, folder, *arguments) -> losses
+    arguments: tuple = ()
     processes: int = 1
-    not_here: str = ""  # why it cannot run on a machine without a GPU
+    gpu: str = ""  # why it cannot run on a machine without a GPU
 
 
-def case(cases: list, name: str, switch: str, **options):
-    """Register a function `(tigon, folder, *arguments)` as a case; `arguments` binds what comes after those."""
-    arguments = options.pop("arguments", ())
+def case(cases: list, name: str, switch: str, *arguments, **options):
+    """Register a function as a case; of several cases of one function the upper ones come first."""
 
     def register(function):
-        run = function if not arguments else lambda tigon, folder: function(tigon, folder, *arguments)
-        cases.append(Case(name, switch, run, **options))
+        at = next((i for i, c in enumerate(cases) if c.function is function), len(cases))
+        cases.insert(at, Case(name, switch, function, arguments, **options))
         return function
 
     return register

@@ -53,7 +53,7 @@ def environment(name: str, packages: str, alone: str) -> Path:
     (folder / "constraints").write_text(f"torch=={importlib.metadata.version('torch').partition('+')[0]}\n")
     pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "-q"]
     with open(log, "w") as file:
-        for options in (["-c", folder / "constraints", *packages.split()], ["--no-deps", *alone.split()]):
+        for options in (["-c", folder / "constraints", *packages.split()], ["--no-deps", *alone.format(site=site).split()]):
             if packages if "-c" in options else alone:
                 done = subprocess.run([*pip, *options], stdout=file, stderr=file, stdin=subprocess.DEVNULL)
                 if done.returncode:
@@ -132,7 +132,7 @@ def run_program(name: str, only_cases: str | None) -> list[dict]:
     print(f"{module.PROGRAM}", flush=True)
     gpu = Path("/dev/nvidia0").exists()
     try:
-        runs_here = any(gpu or not case.not_here for _, case in wanted)
+        runs_here = any(gpu or not case.gpu for _, case in wanted)
         python = environment(name, module.PACKAGES, module.ALONE) if runs_here else None
         broken = ""
     except (RuntimeError, subprocess.CalledProcessError) as error:
@@ -142,8 +142,8 @@ def run_program(name: str, only_cases: str | None) -> list[dict]:
         entry = {"program": module.PROGRAM, "case": case.name, "switch": case.switch, "processes": case.processes}
         entry |= {"date": str(datetime.date.today()), "device": "GPU" if gpu else "CPU", "error": broken}
         start = time.monotonic()
-        if case.not_here and not gpu:
-            entry["not_run"] = case.not_here
+        if case.gpu and not gpu:
+            entry["not_run"] = case.gpu
         elif not broken:
             folder = BUILD / name / "runs" / case.name.replace(" ", "_").replace("/", "_")
             try:
@@ -170,7 +170,8 @@ def child(program: str, index: int, mode: str, folder: Path) -> None:
     """One process of one run, inside the program's environment."""
     sys.path.insert(0, str(HERE))
     module = importlib.import_module(program)
-    losses = module.CASES[index].run(mode == "tigon", folder)
+    case = module.CASES[index]
+    losses = case.function(mode == "tigon", folder, *case.arguments)
     if int(os.environ.get("RANK", 0)) == 0:
         (folder / "losses.json").write_text(json.dumps(losses))
         names = {"own": module.DISTRIBUTION, "torch": "torch", "transformers": "transformers", "peft": "peft"}

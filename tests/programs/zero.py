@@ -11,10 +11,10 @@ CASES = []
 CHEAP = True
 
 
-@case(CASES, "ZeRO-2", "`tigon.apply(model)` before `initialize`", processes=2, arguments=({"stage": 2},))
-@case(CASES, "ZeRO-3", "the same", processes=2, arguments=({"stage": 3},))
-@case(CASES, "ZeRO-3, checkpointing", "the same", processes=2, arguments=({"stage": 3}, True))
-@case(CASES, "ZeRO-3, hpZ", "the same", processes=2, arguments=({"stage": 3, "zero_hpz_partition_size": 2},))
+@case(CASES, "ZeRO-2", "`tigon.apply(model)` before `initialize`", {"stage": 2}, processes=2)
+@case(CASES, "ZeRO-3", "the same", {"stage": 3}, processes=2)
+@case(CASES, "ZeRO-3, checkpointing", "the same", {"stage": 3}, True, processes=2)
+@case(CASES, "ZeRO-3, hpZ", "the same", {"stage": 3, "zero_hpz_partition_size": 2}, processes=2)
 def zero(tigon, folder, settings, checkpointing=False):
     import deepspeed
 
