@@ -12,14 +12,7 @@ PACKAGES, ALONE = "pytest==9.1.1", "megatron-core==0.16.1"
 CASES = []
 
 
-MOE = {
-    "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_token_dispatcher_type": "allgather",
-    "moe_router_load_balancing_type": "none",
-}  # fmt: skip
-
-
 @case(CASES, "GPTModel", "`tigon.megatron.apply(model)`", {})
-@case(CASES, "GPTModel, experts", "the same", MOE)
 @case(CASES, "GPTModel, tensor parallel", "the same", {}, processes=2)
 def train(tigon, folder, changes):
     import megatron_tiny

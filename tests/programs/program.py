@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.machinery
 import json
 import os
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -126,6 +128,15 @@ def trainer_options(folder: Path, **changes) -> dict:
         "logging_steps": 1, "learning_rate": 1e-2, "report_to": "none", "seed": 1, "use_cpu": not on_gpu(),
         "save_strategy": "no", "disable_tqdm": True, **changes,
     }  # fmt: skip
+
+
+def stand_in(*names: str) -> None:
+    """Empty modules for packages that a program imports and does not use here, and that need CUDA's libraries."""
+    for name in names:
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        module.__path__ = []
+        sys.modules.setdefault(name, module)
 
 
 def on_gpu() -> bool:

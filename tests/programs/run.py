@@ -99,7 +99,7 @@ def run(python: Path, program: str, index: int, processes: int, mode: str, folde
             process.wait()
     if any(codes):
         bad = folder / f"log{next(i for i, code in enumerate(codes) if code)}.txt"
-        said = [line for line in bad.read_text().splitlines() if line.strip()]
+        said = [line for line in bad.read_text().splitlines() if line.strip() and not line.startswith("USDT:")]
         raise RuntimeError(f"{mode}: {said[-1][:300] if said else f'ended with {codes}'} ({bad})")
     calls: dict[str, int] = {}
     for path in folder.glob("calls-*.json"):
