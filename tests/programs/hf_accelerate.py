@@ -12,7 +12,7 @@ CASES = []
 
 @case(CASES, "FSDP2", "`tigon.apply(model)` before `prepare`", processes=2)
 @case(CASES, "FSDP2, activation checkpointing", "the same", True, processes=2)
-def fsdp2(tigon, folder, checkpointing=False):
+def fsdp2(with_tigon, folder, checkpointing=False):
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(
@@ -22,12 +22,12 @@ def fsdp2(tigon, folder, checkpointing=False):
     )  # fmt: skip
     accelerator = Accelerator(cpu=not on_gpu(), fsdp_plugin=plugin)
     made = model()
-    if tigon:
+    if with_tigon:
         import tigon
 
         report = tigon.apply(made)
     made, optimizer = accelerator.prepare(made, torch.optim.AdamW(made.parameters(), lr=1e-2))
     said = loop(made, optimizer, accelerator.backward, processes=2)
-    if tigon:
+    if with_tigon:
         report.check()
     return said

@@ -15,7 +15,7 @@ TARGETS = ["q_proj", "v_proj", "up_proj", "gate_proj"]
 @case(CASES, "LoRA on every linear layer and the head", "the same", {"target_modules": [*TARGETS, "lm_head"]})
 @case(CASES, "DoRA", "the same", {"use_dora": True})
 @case(CASES, "modules_to_save", "the same", {"modules_to_save": ["lm_head", "embed_tokens"]})
-def lora(tigon, folder, options, plus=False):
+def lora(with_tigon, folder, options, plus=False):
     import peft
     from peft.optimizers import create_loraplus_optimizer
 
@@ -23,7 +23,7 @@ def lora(tigon, folder, options, plus=False):
     adapted = peft.get_peft_model(
         base, peft.LoraConfig(**{"r": 4, "init_lora_weights": False, "target_modules": TARGETS, **options})
     ).train()
-    if tigon:
+    if with_tigon:
         import tigon
 
         report = tigon.apply(adapted)
@@ -32,15 +32,15 @@ def lora(tigon, folder, options, plus=False):
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
     else:
         optimizer = create_loraplus_optimizer(
-            adapted, optimizer_cls=tigon.optim.AdamW if tigon else torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=4
+            adapted, optimizer_cls=tigon.optim.AdamW if with_tigon else torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=4
         )
     torch.manual_seed(3)
     said = loop(adapted, optimizer)
-    if tigon:
+    if with_tigon:
         report.check()
     return said
 
 
 @case(CASES, "LoRA+", "`create_loraplus_optimizer(model, tigon.optim.AdamW, ...)` too")
-def lora_plus(tigon, folder):
-    return lora(tigon, folder, {}, plus=True)
+def lora_plus(with_tigon, folder):
+    return lora(with_tigon, folder, {}, plus=True)

@@ -22,19 +22,19 @@ def train(folder, callbacks=None, **changes):
 
 @case(CASES, "flag", "`tigon.compat.liger.install()`, `use_liger_kernel=True`")
 @case(CASES, "flag, checkpointing, accumulation", "the same", {"gradient_checkpointing": True, "gradient_accumulation_steps": 2})
-def flag(tigon, folder, changes=()):
-    if tigon:
+def flag(with_tigon, folder, changes=()):
+    if with_tigon:
         import tigon.compat.liger
 
         tigon.compat.liger.install()
-    return train(folder, use_liger_kernel=tigon, **dict(changes))
+    return train(folder, use_liger_kernel=with_tigon, **dict(changes))
 
 
 @case(CASES, "callback", "`callbacks=[tigon.TigonTrainerCallback()]`")
 @case(CASES, "callback, torch_compile", "the same", {"torch_compile": True, "torch_compile_backend": "aot_eager"})
-def callback(tigon, folder, changes=()):
+def callback(with_tigon, folder, changes=()):
     callbacks = []
-    if tigon:
+    if with_tigon:
         import tigon
 
         callbacks = [tigon.TigonTrainerCallback()]

@@ -15,12 +15,12 @@ CASES = []
 @case(CASES, "KTO", "the same", "KTO")
 @case(CASES, "GRPO", "the same", "GRPO")
 @case(CASES, "reward", "`callbacks=[tigon.TigonTrainerCallback()]`", "Reward")
-def train(tigon, folder, kind, lora=False):
+def train(with_tigon, folder, kind, lora=False):
     import datasets
     import trl
 
     callbacks = []
-    if tigon:
+    if with_tigon:
         import tigon
         import tigon.compat.trl
 

@@ -13,13 +13,13 @@ CHEAP = True
 
 @case(CASES, "fit", "`tigon.apply(model)` in the module, `tigon.optim.AdamW`")
 @case(CASES, "fit, accumulation, clipping", "the same", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5})
-def fit(tigon, folder, options=()):
+def fit(with_tigon, folder, options=()):
     import lightning
 
     losses = []
     inner = model()
     adamw = torch.optim.AdamW
-    if tigon:
+    if with_tigon:
         import tigon
 
         tigon.apply(inner)

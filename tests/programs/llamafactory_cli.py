@@ -22,8 +22,8 @@ LORA = {"finetuning_type": "lora", "lora_rank": 4, "lora_target": "all"}
 @case(CASES, "SFT, packing, checkpointing", "the same", {"stage": "sft", "packing": True}, False)
 @case(CASES, "DPO, LoRA", "the same", {"stage": "dpo", **LORA})
 @case(CASES, "DPO, full", "the same", {"stage": "dpo"})
-def train(tigon, folder, settings, plain=True):
-    if tigon:
+def train(with_tigon, folder, settings, plain=True):
+    if with_tigon:
         import tigon.compat.liger
 
         tigon.compat.liger.install()
@@ -39,7 +39,7 @@ def train(tigon, folder, settings, plain=True):
     (folder / "dataset_info.json").write_text(json.dumps(info))
     run = trainer_options(folder, save_strategy="steps", save_steps=3) | {
         "model_name_or_path": saved_model(folder), "do_train": True, "dataset": "rows", "dataset_dir": str(folder),
-        "template": "default", "cutoff_len": 64, "finetuning_type": "full", "enable_liger_kernel": tigon,
+        "template": "default", "cutoff_len": 64, "finetuning_type": "full", "enable_liger_kernel": with_tigon,
         "overwrite_cache": True, "preprocessing_num_workers": 1, "dataloader_num_workers": 0,
         "disable_gradient_checkpointing": plain, **settings,
     }  # fmt: skip

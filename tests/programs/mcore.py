@@ -14,7 +14,7 @@ CASES = []
 
 @case(CASES, "GPTModel", "`tigon.megatron.apply(model)`", {})
 @case(CASES, "GPTModel, tensor parallel", "the same", {}, processes=2)
-def train(tigon, folder, changes):
+def train(with_tigon, folder, changes):
     import megatron_tiny
 
     one = {} if "RANK" in os.environ else {"store": torch.distributed.HashStore(), "rank": 0, "world_size": 1}
@@ -22,7 +22,7 @@ def train(tigon, folder, changes):
     said = []
     with megatron_tiny.megatron(torch.distributed.get_world_size()):
         made = megatron_tiny.gpt(**changes)
-        if tigon:
+        if with_tigon:
             import tigon.megatron
 
             report = tigon.megatron.apply(made)
@@ -32,6 +32,6 @@ def train(tigon, folder, changes):
             norms = torch.stack([g.norm() for g in gradients.values()])
             said += [float(loss.mean()), float(norms.norm())]
             optimizer.step()
-        if tigon:
+        if with_tigon:
             report.check()
     return said

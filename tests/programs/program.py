@@ -23,7 +23,7 @@ class Case:
 
     name: str
     switch: str  # what turns Tigon on, as a user writes it
-    function: Callable  # (tigon: bool, folder, *arguments) -> losses
+    function: Callable  # (with_tigon: bool, folder, *arguments) -> losses
     arguments: tuple = ()
     processes: int = 1
     gpu: str = ""  # why it cannot run on a machine without a GPU

@@ -15,14 +15,14 @@ CHEAP = True
 @case(CASES, "ZeRO-3", "the same", {"stage": 3}, processes=2)
 @case(CASES, "ZeRO-3, checkpointing", "the same", {"stage": 3}, True, processes=2)
 @case(CASES, "ZeRO-3, hpZ", "the same", {"stage": 3, "zero_hpz_partition_size": 2}, processes=2)
-def zero(tigon, folder, settings, checkpointing=False):
+def zero(with_tigon, folder, settings, checkpointing=False):
     import deepspeed
 
     deepspeed.init_distributed(dist_backend="nccl" if on_gpu() else "gloo", verbose=False)
     made = model()
     if checkpointing:
         made.gradient_checkpointing_enable({"use_reentrant": False})
-    if tigon:
+    if with_tigon:
         import tigon
 
         report = tigon.apply(made)
@@ -38,6 +38,6 @@ def zero(tigon, folder, settings, checkpointing=False):
         engine.backward(loss)
         engine.step()
         said += [float(loss.detach()), float(engine.get_global_grad_norm())]
-    if tigon:
+    if with_tigon:
         report.check()
     return said
