@@ -11,7 +11,7 @@ PROGRAM, DISTRIBUTION = "Axolotl", "axolotl"
 PACKAGES = (
     "accelerate==1.13.0 datasets==4.8.4 peft==0.20.0 transformers==5.16.1 trl==1.9.0 kernels<0.17 addict fire colorama "
     "einops scipy evaluate==0.4.1 numba python-dotenv==1.0.1 fastcore schedulefree==1.4.1 posthog art requests "
-    "sentencepiece mistral-common==1.11.5 nvidia-ml-py langdetect immutabledict trackio==0.19.0 tensorboard zstandard"
+    "sentencepiece mistral-common==1.11.5 nvidia-ml-py langdetect immutabledict trackio==0.19.0 tensorboard zstandard triton==3.7.1"
 )
 ALONE = "axolotl==0.19.0 axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.0.6 optimum==1.16.2 bitsandbytes==0.50.2"
 CASES = []
@@ -25,11 +25,11 @@ ALL = ("rope", "rms_norm", "layer_norm", "glu_activation", *HEAD)
 @case(CASES, "full, packing, checkpointing", "the same", ALL,
       {"sample_packing": True, "pad_to_sequence_len": True, "gradient_checkpointing": True})  # fmt: skip
 @case(CASES, "LoRA", "the same", ALL, LORA)
-@case(CASES, "DPO", "the same", ALL, {"rl": "dpo"})
-@case(CASES, "full, loss of logits", "`liger_cross_entropy`", ("cross_entropy",), {})
+@case(CASES, "DPO", "the same", ALL, {"rl": "dpo"}, head=False)
+@case(CASES, "full, loss of logits", "`liger_cross_entropy`", ("cross_entropy",), {}, head=False)
 @case(CASES, "full, scaled tokens", "`liger_use_token_scaling` (stock: the formula in PyTorch)",
       (*HEAD, "use_token_scaling"), {})  # fmt: skip
-@case(CASES, "full, Qwen3", "`liger_swiglu` (deprecated), `liger_rms_norm`", ("swiglu", "rms_norm"), {}, "qwen3")
+@case(CASES, "full, Qwen3", "`liger_swiglu` (deprecated), `liger_rms_norm`", ("swiglu", "rms_norm"), {}, "qwen3", head=False)
 def train(with_tigon, folder, switches, settings, family="llama"):
     if with_tigon:
         import tigon.compat.liger
@@ -58,10 +58,9 @@ def train(with_tigon, folder, switches, settings, family="llama"):
         "dataset_prepared_path": str(folder / "prepared"), "flash_attention": False, **settings,
     }  # fmt: skip
     (folder / "run.yaml").write_text(json.dumps(config))
-    from axolotl.cli.main import main
+    from axolotl.cli.main import cli
 
-    sys.argv = ["axolotl", "train", "run.yaml", "--launcher", "python"]
-    main(standalone_mode=False)
+    cli(["train", "run.yaml", "--launcher", "python"], standalone_mode=False)
     return state_losses(folder)
 
 

@@ -14,7 +14,7 @@ CASES = []
 @case(CASES, "DPO", "the same", "DPO")
 @case(CASES, "KTO", "the same", "KTO")
 @case(CASES, "GRPO", "the same", "GRPO")
-@case(CASES, "reward", "`callbacks=[tigon.TigonTrainerCallback()]`", "Reward")
+@case(CASES, "reward", "`callbacks=[tigon.TigonTrainerCallback()]`", "Reward", head=False)
 def train(with_tigon, folder, kind, lora=False):
     import datasets
     import trl

@@ -20,8 +20,8 @@ LORA = {"finetuning_type": "lora", "lora_rank": 4, "lora_target": "all"}
 @case(CASES, "SFT, full", "`tigon.compat.liger.install()`, `enable_liger_kernel: true`", {"stage": "sft"})
 @case(CASES, "SFT, LoRA", "the same", {"stage": "sft", **LORA})
 @case(CASES, "SFT, packing, checkpointing", "the same", {"stage": "sft", "packing": True}, False)
-@case(CASES, "DPO, LoRA", "the same", {"stage": "dpo", **LORA})
-@case(CASES, "DPO, full", "the same", {"stage": "dpo"})
+@case(CASES, "DPO, LoRA", "the same", {"stage": "dpo", **LORA}, head=False)
+@case(CASES, "DPO, full", "the same", {"stage": "dpo"}, head=False)
 def train(with_tigon, folder, settings, plain=True):
     if with_tigon:
         import tigon.compat.liger

@@ -26,6 +26,7 @@ class Case:
     function: Callable  # (with_tigon: bool, folder, *arguments) -> losses
     arguments: tuple = ()
     processes: int = 1
+    head: bool = True  # whether the loss comes from the fused head
     gpu: str = ""  # why it cannot run on a machine without a GPU
 
 
@@ -132,10 +133,15 @@ def trainer_options(folder: Path, **changes) -> dict:
 
 def stand_in(*names: str) -> None:
     """Empty modules for packages that a program imports and does not use here, and that need CUDA's libraries."""
+
+    def anything(attribute):
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+
     for name in names:
         module = types.ModuleType(name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-        module.__path__ = []
+        module.__path__, module.__getattr__ = [], anything
         sys.modules.setdefault(name, module)
 
 

@@ -1,6 +1,12 @@
-"""verl's SFT trainer and the log-probabilities of its actor."""
+"""verl's SFT trainer, whose engine computes the log-probabilities of verl's actor too."""
 
 from __future__ import annotations
+
+import json
+import os
+import sys
+
+from program import STEPS, case, on_gpu, pairs, saved_model
 
 PROGRAM, DISTRIBUTION = "verl", "verl"
 PACKAGES = (
@@ -9,3 +15,48 @@ PACKAGES = (
 )
 ALONE = "verl==0.9.1"
 CASES = []
+FUSED = {"model.use_fused_kernels": True, "model.fused_kernel_options.impl_backend": "torch"}
+
+
+@case(CASES, "SFT, FSDP2", "`tigon.compat.liger.install()`, `model.use_liger=True`", {}, processes=2, head=False)
+@case(CASES, "SFT, FSDP2, fused heads", "`tigon.compat.verl.install()` too", FUSED, processes=2)
+def train(with_tigon, folder, settings):
+    if with_tigon:
+        import tigon.compat.liger
+        import tigon.compat.verl
+
+        tigon.compat.liger.install()
+        tigon.compat.verl.install()
+    import pandas
+    import torch
+
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        data = pairs()
+        rows = [
+            [{"role": "user", "content": p}, {"role": "assistant", "content": c}]
+            for p, c in zip(data["prompt"], data["chosen"], strict=True)
+        ]
+        pandas.DataFrame({"messages": rows}).to_parquet(folder / "rows.parquet")
+        saved_model(folder)
+        os.environ["VERL_FILE_LOGGER_PATH"] = str(folder / "log.jsonl")
+    torch.distributed.init_process_group("nccl" if on_gpu() else "gloo")
+    torch.distributed.barrier()
+    options = {
+        "data.train_files": folder / "rows.parquet", "data.train_batch_size": 4, "data.micro_batch_size_per_gpu": 2,
+        "data.use_dynamic_bsz": False, "data.max_length": 128, "data.num_workers": 0, "data.max_token_len_per_gpu": 512,
+        "model.path": folder / "model", "model.use_remove_padding": False, "model.use_liger": with_tigon,
+        "+model.override_config.attn_implementation": "eager", "model.enable_gradient_checkpointing": False,
+        "engine.strategy": "fsdp2", "engine.use_torch_compile": False, "engine.dtype": "float32",
+        "trainer.device": "cuda" if on_gpu() else "cpu", "trainer.logger": "[file]", "trainer.total_training_steps": STEPS,
+        "trainer.n_gpus_per_node": 2, "trainer.default_local_dir": folder / "out", "trainer.resume_mode": "disable",
+        **settings,
+    }  # fmt: skip
+    sys.argv = ["sft_trainer", *(f"{name}={value}" for name, value in options.items())]
+    from verl.trainer.sft_trainer import main
+
+    main()
+    if rank:
+        return []
+    steps = [json.loads(line)["data"] for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [float(step[name]) for step in steps for name in ("train/loss", "train/grad_norm") if name in step]
