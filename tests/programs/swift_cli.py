@@ -19,7 +19,7 @@ CASES = []
 
 @case(CASES, "SFT, full", "`tigon.compat.liger.install()`, `--use_liger_kernel true`", "sft", "full")
 @case(CASES, "SFT, LoRA", "the same", "sft", "lora")
-@case(CASES, "DPO, full", "the same", "rlhf", "full")
+@case(CASES, "DPO, full", "the same", "rlhf", "full", head=False)
 def train(with_tigon, folder, command, tuner):
     if with_tigon:
         import tigon.compat.liger

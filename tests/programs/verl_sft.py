@@ -11,7 +11,7 @@ from program import STEPS, case, on_gpu, pairs, saved_model
 PROGRAM, DISTRIBUTION = "verl", "verl"
 PACKAGES = (
     "transformers==5.10.2 tensordict==0.10.0 accelerate datasets peft hydra-core codetiming dill pandas pyarrow torchdata "
-    "ray pylatexenc tensorboard"
+    "ray pylatexenc tensorboard uvicorn fastapi aiohttp"
 )
 ALONE = "verl==0.9.1"
 CASES = []
