@@ -149,7 +149,7 @@ def run_program(name: str, only_cases: str | None) -> list[dict]:
         if case.gpu and not gpu:
             entry["not_run"] = case.gpu
         elif not broken:
-            folder = BUILD / name / "runs" / case.name.replace(" ", "_").replace("/", "_")
+            folder = BUILD / name / "runs" / re.sub(r"\W+", "-", case.name)
             try:
                 one, other = (
                     run(python, name, index, case.processes, m, folder / m) for m in ("stock", "tigon")

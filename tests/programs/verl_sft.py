@@ -28,24 +28,21 @@ def train(with_tigon, folder, settings):
         tigon.compat.liger.install()
         tigon.compat.verl.install()
     import pandas
-    import torch
 
     rank = int(os.environ["RANK"])
-    if rank == 0:
-        data = pairs()
-        rows = [
-            [{"role": "user", "content": p}, {"role": "assistant", "content": c}]
-            for p, c in zip(data["prompt"], data["chosen"], strict=True)
-        ]
-        pandas.DataFrame({"messages": rows}).to_parquet(folder / "rows.parquet")
-        saved_model(folder)
-        os.environ["VERL_FILE_LOGGER_PATH"] = str(folder / "log.jsonl")
-    torch.distributed.init_process_group("nccl" if on_gpu() else "gloo")
-    torch.distributed.barrier()
+    place = folder / f"rank{rank}"  # each process writes the same files for itself
+    place.mkdir()
+    data = pairs()
+    rows = [
+        [{"role": "user", "content": p}, {"role": "assistant", "content": c}]
+        for p, c in zip(data["prompt"], data["chosen"], strict=True)
+    ]
+    pandas.DataFrame({"messages": rows}).to_parquet(place / "rows.parquet")
+    os.environ["VERL_FILE_LOGGER_PATH"] = str(place / "log.jsonl")
     options = {
-        "data.train_files": folder / "rows.parquet", "data.train_batch_size": 4, "data.micro_batch_size_per_gpu": 2,
+        "data.train_files": place / "rows.parquet", "data.train_batch_size": 4, "data.micro_batch_size_per_gpu": 2,
         "data.use_dynamic_bsz": False, "data.max_length": 128, "data.num_workers": 0, "data.max_token_len_per_gpu": 512,
-        "model.path": folder / "model", "model.use_remove_padding": False, "model.use_liger": with_tigon,
+        "model.path": saved_model(place), "model.use_remove_padding": False, "model.use_liger": with_tigon,
         "+model.override_config.attn_implementation": "eager", "model.enable_gradient_checkpointing": False,
         "engine.strategy": "fsdp2", "engine.use_torch_compile": False, "engine.dtype": "float32",
         "trainer.device": "cuda" if on_gpu() else "cpu", "trainer.logger": "[file]", "trainer.total_training_steps": STEPS,
@@ -54,9 +51,11 @@ def train(with_tigon, folder, settings):
     }  # fmt: skip
     sys.argv = ["sft_trainer", *(f"{name}={value}" for name, value in options.items())]
     from verl.trainer.sft_trainer import main
+    from verl.utils import distributed
+
+    if not on_gpu():  # where it finds no GPU it still asks for NCCL
+        distributed.get_nccl_backend = lambda: "gloo"
 
     main()
-    if rank:
-        return []
-    steps = [json.loads(line)["data"] for line in (folder / "log.jsonl").read_text().splitlines()]
+    steps = [json.loads(line)["data"] for line in (place / "log.jsonl").read_text().splitlines()]
     return [float(step[name]) for step in steps for name in ("train/loss", "train/grad_norm") if name in step]
