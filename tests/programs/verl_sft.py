@@ -28,6 +28,7 @@ def train(with_tigon, folder, settings):
         tigon.compat.liger.install()
         tigon.compat.verl.install()
     import pandas
+    import torch
 
     rank = int(os.environ["RANK"])
     place = folder / f"rank{rank}"  # each process writes the same files for itself
@@ -50,12 +51,46 @@ def train(with_tigon, folder, settings):
         **settings,
     }  # fmt: skip
     sys.argv = ["sft_trainer", *(f"{name}={value}" for name, value in options.items())]
-    from verl.trainer.sft_trainer import main
+    from verl.trainer import sft_trainer
     from verl.utils import distributed
 
-    if not on_gpu():  # where it finds no GPU it still asks for NCCL
-        distributed.get_nccl_backend = lambda: "gloo"
-
-    main()
+    if not on_gpu():
+        cpu_platform()
+        distributed.initialize_global_process_group = torch.distributed.init_process_group
+    sft_trainer.main()
     steps = [json.loads(line)["data"] for line in (place / "log.jsonl").read_text().splitlines()]
     return [float(step[name]) for step in steps for name in ("train/loss", "train/grad_norm") if name in step]
+
+
+def cpu_platform():
+    """verl's description of a device, for one that it does not know."""
+    import torch
+    from verl.plugin.platform.platform_cuda import PlatformCUDA
+    from verl.plugin.platform.platform_manager import set_platform
+
+    class CPU(PlatformCUDA):
+        device_name, device_module = "cpu", torch.cpu
+
+        def is_available(self):
+            return True
+
+        def communication_backend_name(self):
+            return "gloo"
+
+        def current_device(self):
+            return "cpu"
+
+        def device_count(self):
+            return 1
+
+        def set_device(self, index):
+            pass
+
+        synchronize = set_allocator_settings = set_device
+
+        def empty_cache(self):
+            pass
+
+        manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+
+    set_platform(CPU())
