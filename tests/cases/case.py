@@ -227,6 +227,14 @@ def params(case: Case, defaults: dict[str, Any]) -> dict[str, Any]:
     return defaults | case.params
 
 
+def upstream(case: Case, dtype: torch.dtype, device) -> torch.Tensor:
+    """The gradient of a scalar loss: what the case says, else 1 in benchmarks, as `loss.backward()` gives it."""
+    value = case.params.get("upstream") or (0.7 if "test" in case.tags else 1.0)
+    return torch.tensor(value, dtype=torch.promote_types(dtype, torch.float32), device=device)
+
+
+SCALED = {"upstream": 0.125}  # of a loss divided by 8 steps of accumulation
+
 Factory = Callable[[Case, Inputs], Callable | None]
 
 

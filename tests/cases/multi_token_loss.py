@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case, upcast
+from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case, upcast, upstream
 
 NAME = "multi_token_loss"
 LOSS = True
@@ -34,7 +34,7 @@ DEFAULTS = {
     "scale": 2.0,
     "trunk": True,  # hidden has a gradient
     "weights": True,  # heads have gradients
-    "upstream": 1.0,
+    "upstream": None,
 }
 
 
@@ -52,7 +52,6 @@ CASES = [
     test_case("shifts", heads="wrw", shifts=(0, 3, 2), masked=0.2),
     test_case("past_the_end", lead=(3, 4), shifts=(1, 4, 9), reduction="sum"),
     test_case("packed", heads="wrr", packed=(5, 1, 5), masked=0.2),
-    test_case("upstream", heads="wr", upstream=0.7, masked=0.2),
     test_case("zero", heads="wrw", coefficients=(1.0, 0.0, 0.5), masked=0.2),
     test_case("negative", coefficients=(1.0, -0.3, 0.5)),
     test_case("frozen_trunk", heads="wrr", trunk=False, masked=0.2),
@@ -120,12 +119,11 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         kwargs["valid_rows"] = [int((shifted(labels, k, ids) != -100).sum()) for k in kwargs["shifts"]]
     trained = range(2, 2 + len(tensors)) if p["weights"] else ()
     unused = _unused(heads, kwargs["coefficients"])
-    upstream = torch.tensor(p["upstream"], dtype=torch.promote_types(dtype, torch.float32), device=device)
     return Inputs(
         args=(hidden, labels, *tensors),
         kwargs=kwargs,
         grads=(0,) * p["trunk"] + tuple(i for i in trained if i - 2 not in unused),
-        grad_outputs=(upstream,),
+        grad_outputs=(upstream(case, dtype, device),),
         grad_kwargs=tuple(loras),
     )
 
@@ -247,4 +245,29 @@ def gemms(inputs: Inputs, step: bool) -> list:
     return found
 
 
-PEERS = {}
+def _liger(accumulate):
+    def factory(case, inputs):
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+        kwargs = inputs.kwargs
+        if any(kwargs[name] is not None for name in ("denominator", "token_weight")) or inputs.grad_kwargs:
+            return None
+
+        def fn(hidden, labels, *tensors, heads, coefficients, shifts, position_ids, **options):
+            total = 0.0
+            for i, (block, weight) in enumerate(_taken(heads, tensors)):
+                h = hidden if block is None else Block(block)(hidden)
+                target = shifted(labels, shifts[i], position_ids).flatten()
+                loss = LigerFusedLinearCrossEntropyFunction.apply(
+                    h.flatten(0, -2), weight, target, None, None, -100, options["z_loss"],
+                    options["label_smoothing"], options["reduction"], options["softcap"], False, accumulate,
+                )[0]  # fmt: skip
+                total = total + coefficients[i] * loss
+            return total
+
+        return fn
+
+    return factory
+
+
+PEERS = {"liger": _liger(None), "liger_fp32": _liger(torch.float32)}  # its head, once for each
