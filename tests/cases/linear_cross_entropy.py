@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 
@@ -321,20 +322,20 @@ def flops_bwd(case: Case) -> int:
     return 2 * flops_fwd(case)
 
 
-def _rounded_up(matrix: torch.Tensor, *sides: int) -> torch.Tensor:
-    """The matrix with zeros appended to multiples of 64 on the sides named."""
-    missing = [-matrix.shape[side] % 64 if side in sides else 0 for side in (1, 0)]
-    return F.pad(matrix, (0, missing[0], 0, missing[1])) if any(missing) else matrix
+def even_neighbour(inputs: Inputs) -> tuple[Inputs, float] | None:
+    """The case with H and V at the next multiples of 64; the operations of this one as a share of its."""
+    hidden, weight, target = inputs.args
+    missing = [-side % 64 for side in weight.shape]
+    if not any(missing):
+        return None
+    wider = F.pad(hidden, (0, missing[1])), F.pad(weight, (0, missing[1], 0, missing[0])), target
+    return dataclasses.replace(inputs, args=wider), weight.numel() / wider[1].numel()
 
 
 def bare_products(hidden, weight, target, inputs: Inputs, step: bool, again: bool) -> list:
-    """The products on the same operands: logits, for a step those of the gradients, and logits `again`.
-
-    H and V are rounded up to 64, so that a product which is slow at an odd size cannot hide in the limit.
-    """
+    """The products on the same operands: logits, for a step those of the gradients, and logits `again`."""
     hidden, weight, target = (value.detach() for value in (hidden, weight, target))
     hidden, target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
-    hidden, weight = _rounded_up(hidden, 1), _rounded_up(weight, 0, 1)
     if inputs.kwargs["valid_rows"] is not None:
         counts = target != inputs.kwargs.get("ignore_index", -100)
         hidden, target = hidden[counts], target[counts]

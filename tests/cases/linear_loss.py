@@ -8,13 +8,12 @@ import torch
 
 from .case import Case, Inputs, Maker, bench_case, params, test_case
 from .linear_cross_entropy import bare_products
-from .linear_log_prob import SIZES
+from .linear_log_prob import SIZES, trl_log_prob
 from .linear_log_prob import bytes_bwd as bytes_bwd
 from .linear_log_prob import bytes_fwd as bytes_fwd
 from .linear_log_prob import eager_fn as log_prob
 from .linear_log_prob import flops_bwd as flops_bwd
 from .linear_log_prob import flops_fwd as flops_fwd
-from .linear_log_prob import trl_log_prob
 
 NAME = "linear_loss"
 LOSS = True
