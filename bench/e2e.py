@@ -308,7 +308,7 @@ def decoder_layers(model):
 
 
 def loss_of(model, case: dict, data: dict):
-    """The model's own loss, or a contrastive one of last states: row i of each half belongs to the other's."""
+    """The model's own loss, or a contrastive one of last states: row i of each half is a pair."""
     import torch
     import torch.nn.functional as F
 

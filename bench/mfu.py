@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation: a model's operations over what the card is stated to do, and over what a product reached.
+"""Model FLOPs utilisation: a model's operations over what its card and a product on it are able to do.
 
 The operations of a step are six for each token and weight of a product, and those of causal attention. What
 checkpointing repeats is not counted, nor are linear attention's own operations.
