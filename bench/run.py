@@ -126,7 +126,8 @@ class Bench:
         """One line, at once: a crash later loses nothing."""
         self.records.append(record)
         if self.path:
-            append(self.path, [record])
+            with self.path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
 
     def names(self, module) -> list[str]:
         """Providers asked for that can exist for this op."""
@@ -255,12 +256,6 @@ class Bench:
 METHODS = {"fwd": "forward", "bwd": "backward", "step": "step"}
 
 
-def append(path: Path, records: list[dict]) -> None:
-    """Lines of a file of results."""
-    with path.open("a") as file:
-        file.writelines(json.dumps(record) + "\n" for record in records)
-
-
 def wanted_cases(module, args: argparse.Namespace) -> list[Case]:
     """Cases asked for, by tags or names."""
     wanted = set(args.cases.split(","))
@@ -346,35 +341,26 @@ def run_case(case: dict) -> dict:
     return {"records": bench.records}
 
 
+def records_of(result: dict) -> list[dict]:
+    """The records of a case whose process has ended, or why it has none."""
+    failed = {name: result[name] for name in ("op", "case", "dtype")} | {"pass": "all", "provider": "process"}
+    return result.get("records") or [failed | {"error": result.get("error", "nothing was measured")}]
+
+
 def isolated(args: argparse.Namespace) -> list[dict]:
     """Every case that --out does not hold, each in its process, until the time is over."""
-    start, key = time.perf_counter(), itemgetter("op", "case")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    known = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
-    done = {key(r) for r in known} - {key(r) for r in known if r["provider"] == "process"}
-    waiting = []
-    for op in args.ops:
-        for case in wanted_cases(modules()[op], args):
-            words = ["--ops", op, "--cases", case.name, "--device", args.device, "--dtypes",
-                     ",".join(args.dtypes), "--passes", ",".join(args.passes), "--threads", str(args.threads),
-                     "--no-host", "--providers", args.providers]  # fmt: skip
-            waiting += [] if (op, case.name) in done else [{"op": op, "case": case.name, "words": words}]
-    measured = []
-    for number, case in enumerate(waiting):
-        left = 60 * args.budget - (time.perf_counter() - start)
-        if left <= 0:
-            print(f"out of time: {len(waiting) - number} cases not started", flush=True)
-            break
-        following = waiting[number + 1 : number + 1 + processes.AHEAD]
-        result = processes.measure(__file__, key, case, min(left, args.case_timeout), following)
-        failed = {"op": case["op"], "case": case["case"], "dtype": args.dtypes[0], "pass": "all",
-                  "provider": "process", "error": result.get("error")}  # fmt: skip
-        records = result.get("records", [failed])
-        append(args.out, records)
-        measured += [record for record in records if "ms" in record]
-        print(f"{case['op']} {case['case']}: {result['seconds']:.0f} s {result.get('error', '')}", flush=True)
-    processes.close()
-    return measured
+    shared = ["--device", args.device, "--dtypes", ",".join(args.dtypes), "--passes", ",".join(args.passes),
+              "--threads", str(args.threads), "--no-host", "--providers", args.providers]  # fmt: skip
+    cases = [
+        {"op": op, "case": case.name, "dtype": args.dtypes[0],
+         "words": ["--ops", op, "--cases", case.name, *shared]}
+        for op in args.ops
+        for case in wanted_cases(modules()[op], args)
+    ]  # fmt: skip
+    return processes.run_all(
+        __file__, itemgetter("op", "case"), cases, args.out, args.case_timeout, args.budget,
+        lambda record: record["provider"] != "process", records_of,
+    )  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -387,7 +373,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.budget:
         measured = isolated(args)
         for op in dict.fromkeys(record["op"] for record in measured):
-            show([record for record in measured if record["op"] == op])
+            show([record for record in measured if record["op"] == op and "ms" in record])
         return 0
     if args.device == "cpu" and arguments is None:
         keep_freed_memory()
