@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case, upcast, upstream
+from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case, upcast
 
 NAME = "multi_token_loss"
 LOSS = True
@@ -34,7 +34,7 @@ DEFAULTS = {
     "scale": 2.0,
     "trunk": True,  # hidden has a gradient
     "weights": True,  # heads have gradients
-    "upstream": None,
+    "upstream": 1.0,
 }
 
 
@@ -52,6 +52,7 @@ CASES = [
     test_case("shifts", heads="wrw", shifts=(0, 3, 2), masked=0.2),
     test_case("past_the_end", lead=(3, 4), shifts=(1, 4, 9), reduction="sum"),
     test_case("packed", heads="wrr", packed=(5, 1, 5), masked=0.2),
+    test_case("upstream", heads="wr", upstream=0.7, masked=0.2),
     test_case("zero", heads="wrw", coefficients=(1.0, 0.0, 0.5), masked=0.2),
     test_case("negative", coefficients=(1.0, -0.3, 0.5)),
     test_case("frozen_trunk", heads="wrr", trunk=False, masked=0.2),
@@ -119,11 +120,12 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         kwargs["valid_rows"] = [int((shifted(labels, k, ids) != -100).sum()) for k in kwargs["shifts"]]
     trained = range(2, 2 + len(tensors)) if p["weights"] else ()
     unused = _unused(heads, kwargs["coefficients"])
+    upstream = torch.tensor(p["upstream"], dtype=torch.promote_types(dtype, torch.float32), device=device)
     return Inputs(
         args=(hidden, labels, *tensors),
         kwargs=kwargs,
         grads=(0,) * p["trunk"] + tuple(i for i in trained if i - 2 not in unused),
-        grad_outputs=(upstream(case, dtype, device),),
+        grad_outputs=(upstream,),
         grad_kwargs=tuple(loras),
     )
 
