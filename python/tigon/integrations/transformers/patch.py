@@ -19,6 +19,7 @@ from tigon.integrations.transformers.head import (
     bind_head,
     causal_lm_loss,
     detach,
+    output_head,
     plan_head,
 )
 from tigon.integrations.transformers.hyper_connections import hyper_forward, plan_hyper
@@ -114,7 +115,7 @@ class _Plan:
         paths = {id(module): path for path, module in self.model.named_modules()}
         verdicts = {}
         for path, owner in self.model.named_modules():
-            head = owner.get_output_embeddings() if isinstance(owner, PreTrainedModel) else None
+            head = output_head(owner)
             if head is None:
                 continue
             if owner.loss_function in (ForCausalLMLoss, causal_lm_loss):
