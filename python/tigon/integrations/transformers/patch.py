@@ -25,6 +25,7 @@ from tigon.integrations.transformers.head import (
 from tigon.integrations.transformers.hyper_connections import hyper_forward, plan_hyper
 from tigon.integrations.transformers.mlp import MlpSpec, mlp_forward, plan_mlp
 from tigon.integrations.transformers.norms import norm_forward, plan_norm
+from tigon.integrations.transformers.qk_norm import plan_qk_norm
 from tigon.integrations.transformers.qkv_split import plan_slices
 from tigon.integrations.transformers.recompute import Ledger
 from tigon.integrations.transformers.report import Entry, Report
@@ -83,8 +84,9 @@ class _Plan:
         self.heads: list = []  # (model, Linears of its head)
 
     def modules(self, slot, plan, function):
+        taken = {id(module) for _, module, _, name in self.binds if name == "forward"}
         for path, module in self.model.named_modules():
-            verdict = plan(module)
+            verdict = None if id(module) in taken else plan(module)
             if isinstance(verdict, tuple):
                 self.binds.append((function, module, verdict[0], "forward"))
             if verdict is not None:
@@ -156,7 +158,7 @@ class _Plan:
 
 
 def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
-          experts: bool = True, router: bool = True, qkv: bool = True, hyper: bool = True,
+          experts: bool = True, router: bool = True, qkv: bool = True, qk_norm: bool = True, hyper: bool = True,
           lazy_logits: bool = False, strict: bool = False) -> Report:  # fmt: skip
     """Replace the norms, MLPs, rotary functions, loss head, experts and routers of a model by Tigon's.
 
@@ -165,8 +167,9 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
     Args:
         model: a Hugging Face model, or any module built from such parts; PEFT, DDP and
             `torch.compile` wrappers are looked through. Modified in place.
-        norm, mlp, rope, loss, experts, router, qkv, hyper: which slots to look at; router: of experts;
-            hyper: hyper-connections.
+        norm, mlp, rope, loss, experts, router, qkv, qk_norm, hyper: which slots to look at; router: of
+            experts; qk_norm: norms of q and k with the rotary embedding, where norm and rope are looked at
+            too; hyper: hyper-connections.
         lazy_logits: owe logits to training forwards without labels too, for a loss that you (or Trainer's
             ``compute_loss_func``) compute from ``output.logits``. Stays until `undo`.
         strict: raise instead of leaving anything of these slots stock.
@@ -196,6 +199,9 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
         plan.modules("router", plan_router, router_forward)
     if qkv:
         plan.modules("qkv", plan_slices, rewritten_forward)
+    qk_norm = qk_norm and norm and rope
+    if qk_norm:
+        plan.modules("qk_norm", plan_qk_norm, rewritten_forward)
     if hyper:
         plan.modules("hyper", plan_hyper, hyper_forward)
         plan.modules("hyper", plan_streams, rewritten_forward)
@@ -210,6 +216,7 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
         "experts": experts,
         "router": router,
         "qkv": qkv,
+        "qk_norm": qk_norm,
         "hyper": hyper,
         "rope": rope,
         "loss": loss,
