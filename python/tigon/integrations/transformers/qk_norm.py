@@ -168,7 +168,7 @@ def _fuse(body: list[ast.stmt], rotary: set[str]) -> list[tuple[str, tuple[str, 
 def _rotation(statement: ast.stmt, rotary: set[str]) -> list[str] | None:
     """The names of heads that `q, k = rotary(q, k, ...)` or `x = rotary(x, ...)` rotates, or None."""
     match statement:
-        case ast.Assign(targets=[target], value=ast.Call(func=ast.Name(id=name), args=args)) if name in rotary:
+        case ast.Assign(targets=[target], value=ast.Call(func=ast.Name(id=f), args=args)) if f in rotary:
             targets = target.elts if isinstance(target, ast.Tuple) else [target]
             given = args[: len(targets)]
             names = [part.id for part in targets if isinstance(part, ast.Name)]
