@@ -1,4 +1,4 @@
-"""scikit-build-core's hooks, which say what to do where there is no PyTorch to build against, or no compiler."""
+"""scikit-build-core's hooks, which say what to do where there is no compiler or no PyTorch."""
 
 from __future__ import annotations
 
