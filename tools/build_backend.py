@@ -23,6 +23,8 @@ def _has_compiler() -> bool:
 
 def _checked(hook):
     def checked(*args, **kwargs):
+        if sys.platform != "linux":
+            raise SystemExit(f"Tigon runs on Linux only, not on {sys.platform}: a container or WSL 2 will do")
         if not _has_compiler():
             raise SystemExit(NO_COMPILER)
         # -E: pip's isolated build environment hides by PYTHON* variables what is installed.
