@@ -79,7 +79,7 @@ def test_no_torch_is_said_in_the_first_line():
     done = find_torch()
     assert done.returncode == 1 and done.stdout == ""
     first = done.stderr.splitlines()[0]
-    assert "PyTorch >= 2.10" in first and "has none: pip install torch==" in first
+    assert "PyTorch >= 2.10" in first and "here is none: pip install torch==" in first
 
 
 @pytest.mark.parametrize("version, fits", [("2.9.1", False), ("2.10.0", True), ("3.0.0a0+git1", True)])
@@ -92,4 +92,4 @@ def test_torch_is_found_by_its_version(version, fits, tmp_path):
     if fits:
         assert done.returncode == 0 and done.stdout.strip() == str(torch)
     else:
-        assert done.returncode == 1 and f"has {version}: pip install" in done.stderr
+        assert done.returncode == 1 and f"here is {version}: pip install" in done.stderr

@@ -57,7 +57,7 @@ def test_notes():
     (note,) = notes({}, "CUDA 13", ())
     assert "sees no CUDA device" in note and "nvidia-smi" in note
     old = notes({}, "CUDA 13", ("cuda:0 Tesla V100, sm_70, 32 GiB", "cuda:1 A100, sm_80, 80 GiB"))
-    assert old == ["cuda:0 Tesla V100 is older than sm_80: its models stay stock, or on the CPU"]
+    assert old == ["cuda:0 Tesla V100 is older than sm_80: leave its models stock"]
     assert "4.57.0 is outside" in notes({"transformers": "4.57.0"}, "", ())[0]
 
 

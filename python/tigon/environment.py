@@ -113,7 +113,7 @@ def _notes(packages, cuda_build, devices):
         yield f"built with CUDA, and torch sees no CUDA device: it takes {wanted} (see nvidia-smi)"
     for device in devices:
         if int(re.search(r"sm_(\d+)", device)[1]) < OLDEST_GPU:
-            yield f"{device.split(',')[0]} is older than sm_{OLDEST_GPU}: its models stay stock, or on the CPU"
+            yield f"{device.split(',')[0]} is older than sm_{OLDEST_GPU}: leave its models stock"
     if "transformers" in packages:
         note = transformers_note(packages["transformers"])
         if note:

@@ -49,7 +49,7 @@ class State:
     experts: dict[str, str | None] = field(default_factory=dict)  # path -> implementation before
 
     def __deepcopy__(self, memo):
-        report = Report(self.report.model, list(self.report.entries), self.report.head_calls)
+        report = replace(self.report, entries=[*self.report.entries], notes=[*self.report.notes])
         return _restore(report, dict(self.rotary), dict(self.losses), self.ledger, dict(self.experts))
 
     def __reduce__(self):
@@ -184,7 +184,7 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
     Parts are recognised by the structure of their source, not by names; see docs/huggingface.md.
     """
     if not isinstance(model, nn.Module):
-        raise Error(f"[apply] model must be a torch.nn.Module, got {type(model).__name__}")
+        raise Error(f"[apply] model must be a torch.nn.Module, got {_what(model)}")
     root = _root(model)
     state = root.__dict__.get(STATE)
     report = state.report if state else Report(type(root).__name__)
@@ -223,10 +223,31 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
     }
     kept = [entry for entry in report.entries if not slots[entry.slot]]
     report.entries[:] = kept + plan.entries
+    report.notes[:] = _notes(root, report)
     if state is None:
         state = root.__dict__[STATE] = State(report)
     plan.commit(state, lazy_logits)
     return report
+
+
+def _notes(root: nn.Module, report: Report) -> list[str]:
+    """What a person should know before the first step."""
+    notes = []
+    if report.count("loss") and not root.training:
+        notes.append("in evaluation mode the head computes logits as in stock: model.train() before training")
+    if any(entry.slot == "loss" for entry in report.left) and getattr(root, "is_quantized", False):
+        notes.append("the model is quantised: a head left out of it (llm_int8_skip_modules) would be fused")
+    return notes
+
+
+def _what(model) -> str:
+    """What somebody gave in the place of a model, and where the model may be."""
+    if isinstance(model, str):
+        return f"the name {model!r} (load it first: AutoModelForCausalLM.from_pretrained({model!r}))"
+    if isinstance(model, type):
+        return f"the class {model.__name__} (give a model of it)"
+    inside = isinstance(getattr(model, "model", None), nn.Module)
+    return type(model).__name__ + (" (give its .model)" if inside else "")
 
 
 def _check(plan: _Plan, report: Report, strict: bool) -> None:
