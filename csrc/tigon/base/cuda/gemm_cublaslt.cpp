@@ -64,7 +64,7 @@ using Key =
 
 struct Plan {
   Plan() = default;
-  Plan(const Gemm& g, lt::Handle handle);
+  Plan(const Gemm& g, bool split, lt::Handle handle);
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
   ~Plan() {
@@ -124,7 +124,7 @@ int choose(const Gemm& g, const lt::HeuristicResult* results, int found) {
 
 // Row major C = A B is column major C^T = B^T A^T: our B is cuBLASLt's A.
 // Delegating: a constructor that throws from here on is followed by the destructor.
-Plan::Plan(const Gemm& g, lt::Handle handle) : Plan() {
+Plan::Plan(const Gemm& g, bool split, lt::Handle handle) : Plan() {
   const lt::Api& api = lt::api();
   check(api.matmul_desc_create(&desc, lt::kCompute32F, lt::kR32F), "cublasLtMatmulDescCreate");
   int op_a = g.trans_b ? lt::kOpT : lt::kOpN, op_b = g.trans_a ? lt::kOpT : lt::kOpN;
@@ -140,9 +140,8 @@ Plan::Plan(const Gemm& g, lt::Handle handle) : Plan() {
   lt::Preference pref = nullptr;
   check(api.preference_create(&pref), "cublasLtMatmulPreferenceCreate");
   size_t most_workspace = kGemmWorkspace;
-  // Split-K partial sums are never added in 16 bits. Logits have tiles enough without: a row's bits do not depend on how
-  // many rows are beside it.
-  uint32_t reductions = makes_logits(g) ? lt::kReduceNone : lt::kReduceInComputeType;
+  // Split-K partial sums are never added in 16 bits.
+  uint32_t reductions = split ? lt::kReduceInComputeType : lt::kReduceNone;
   uint32_t align_a = alignment(g.b), align_b = alignment(g.a), align_c = alignment(g.c);
   api.preference_set(pref, lt::kPrefMaxWorkspace, &most_workspace, sizeof most_workspace);
   api.preference_set(pref, lt::kPrefReductions, &reductions, sizeof reductions);
@@ -163,8 +162,9 @@ Plan::Plan(const Gemm& g, lt::Handle handle) : Plan() {
   workspace = best.workspace_size;
 }
 
-void run_piece(Context& ctx, const Gemm& g, int device, GemmWorkspace& workspace) {
-  int flags = int(g.trans_a) | int(g.trans_b) << 1 | int(g.beta != 0.0f) << 2;
+// split: whether sums along K may be split.
+void run_piece(Context& ctx, const Gemm& g, bool split, int device, GemmWorkspace& workspace) {
+  int flags = int(g.trans_a) | int(g.trans_b) << 1 | int(g.beta != 0.0f) << 2 | int(split) << 3;
   Key key{g.m,
           g.n,
           g.k,
@@ -179,7 +179,7 @@ void run_piece(Context& ctx, const Gemm& g, int device, GemmWorkspace& workspace
   DeviceProducts& of_device = products_of(device);
   lt::Handle handle = of_device.handle;
   std::shared_ptr<const Plan> plan =
-      of_device.plans.get(key, [&] { return std::make_shared<const Plan>(g, handle); });
+      of_device.plans.get(key, [&] { return std::make_shared<const Plan>(g, split, handle); });
   if (plan->workspace > workspace.size)
     workspace = {.data = ctx.scratch(plan->workspace), .size = plan->workspace};
   check(lt::api().matmul(handle, plan->desc, &g.alpha, g.b, plan->a, g.a, plan->b, &g.beta, g.c, plan->c, g.c,
@@ -192,7 +192,9 @@ void run_piece(Context& ctx, const Gemm& g, int device, GemmWorkspace& workspace
 void cublaslt_gemm(Context& ctx, const Gemm& g, int device, GemmWorkspace& workspace) {
   if (g.m == 0 || g.n == 0) return;
   GemmPieces pieces = gemm_pieces(g);
-  for (int i = 0; i < pieces.count; ++i) run_piece(ctx, pieces.piece[size_t(i)], device, workspace);
+  // Logits have tiles enough: without a split of K a row's bits do not depend on how many rows are beside it.
+  const bool split = !makes_logits(g);
+  for (int i = 0; i < pieces.count; ++i) run_piece(ctx, pieces.piece[size_t(i)], split, device, workspace);
 }
 
 }  // namespace tigon::cuda
