@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
@@ -201,7 +202,7 @@ def before_forward(module: nn.Module, args, kwargs):
     given = {name: value for name, value in given.items() if value is not None}
     labels = any("labels" in name for name in given)
     check("apply", labels or not skip, "labels must be given with skip_logits=True, got {}", sorted(given))
-    head = module.get_output_embeddings()
+    head = output_head(module)
     spec.once = gathered_once(head)
     for linear in _patched(head, spec):
         refuse_main_grad(module, linear)
@@ -226,6 +227,16 @@ def after_forward(module: nn.Module, args, output):
     if asked is not None and asked.drop and isinstance(output, ModelOutput):
         output = type(output)(**{name: value for name, value in output.items() if name != "logits"})
     return output
+
+
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The output head of a model, or of the only model right inside it that has one."""
+    if not isinstance(model, PreTrainedModel):
+        return None
+    head = model.get_output_embeddings()
+    inner = () if head is not None else [output_head(child) for child in model.children()]
+    heads = [found for found in inner if found is not None]
+    return heads[0] if len(heads) == 1 else head
 
 
 def _patched(head: nn.Module, spec: HeadSpec) -> list[nn.Module]:

@@ -19,11 +19,13 @@ from tigon.integrations.transformers.head import (
     bind_head,
     causal_lm_loss,
     detach,
+    output_head,
     plan_head,
 )
 from tigon.integrations.transformers.hyper_connections import hyper_forward, plan_hyper
 from tigon.integrations.transformers.mlp import MlpSpec, mlp_forward, plan_mlp
 from tigon.integrations.transformers.norms import norm_forward, plan_norm
+from tigon.integrations.transformers.qk_norm import plan_qk_norm
 from tigon.integrations.transformers.qkv_split import plan_slices
 from tigon.integrations.transformers.recompute import Ledger
 from tigon.integrations.transformers.report import Entry, Report
@@ -47,7 +49,7 @@ class State:
     experts: dict[str, str | None] = field(default_factory=dict)  # path -> implementation before
 
     def __deepcopy__(self, memo):
-        report = Report(self.report.model, list(self.report.entries), self.report.head_calls)
+        report = replace(self.report, entries=[*self.report.entries], notes=[*self.report.notes])
         return _restore(report, dict(self.rotary), dict(self.losses), self.ledger, dict(self.experts))
 
     def __reduce__(self):
@@ -82,8 +84,9 @@ class _Plan:
         self.heads: list = []  # (model, Linears of its head)
 
     def modules(self, slot, plan, function):
+        taken = {id(module) for _, module, _, name in self.binds if name == "forward"}
         for path, module in self.model.named_modules():
-            verdict = plan(module)
+            verdict = None if id(module) in taken else plan(module)
             if isinstance(verdict, tuple):
                 self.binds.append((function, module, verdict[0], "forward"))
             if verdict is not None:
@@ -114,7 +117,7 @@ class _Plan:
         paths = {id(module): path for path, module in self.model.named_modules()}
         verdicts = {}
         for path, owner in self.model.named_modules():
-            head = owner.get_output_embeddings() if isinstance(owner, PreTrainedModel) else None
+            head = output_head(owner)
             if head is None:
                 continue
             if owner.loss_function in (ForCausalLMLoss, causal_lm_loss):
@@ -155,8 +158,8 @@ class _Plan:
 
 
 def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
-          experts: bool = True, router: bool = True, qkv: bool = True, hyper: bool = True,
-          lazy_logits: bool = False, strict: bool = False) -> Report:  # fmt: skip
+          experts: bool = True, router: bool = True, qkv: bool = True, qk_norm: bool = True,
+          hyper: bool = True, lazy_logits: bool = False, strict: bool = False) -> Report:  # fmt: skip
     """Replace the norms, MLPs, rotary functions, loss head, experts and routers of a model by Tigon's.
 
     Where q, k and v are slices of one projection they become parts of one split.
@@ -164,8 +167,9 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
     Args:
         model: a Hugging Face model, or any module built from such parts; PEFT, DDP and
             `torch.compile` wrappers are looked through. Modified in place.
-        norm, mlp, rope, loss, experts, router, qkv, hyper: which slots to look at; router: of experts;
-            hyper: hyper-connections.
+        norm, mlp, rope, loss, experts, router, qkv, qk_norm, hyper: which slots to look at; router: of
+            experts; qk_norm: norms of q and k with the rotary embedding, where norm and rope are looked at
+            too; hyper: hyper-connections.
         lazy_logits: owe logits to training forwards without labels too, for a loss that you (or Trainer's
             ``compute_loss_func``) compute from ``output.logits``. Stays until `undo`.
         strict: raise instead of leaving anything of these slots stock.
@@ -180,7 +184,7 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
     Parts are recognised by the structure of their source, not by names; see docs/huggingface.md.
     """
     if not isinstance(model, nn.Module):
-        raise Error(f"[apply] model must be a torch.nn.Module, got {type(model).__name__}")
+        raise Error(f"[apply] model must be a torch.nn.Module, got {_what(model)}")
     root = _root(model)
     state = root.__dict__.get(STATE)
     report = state.report if state else Report(type(root).__name__)
@@ -195,6 +199,9 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
         plan.modules("router", plan_router, router_forward)
     if qkv:
         plan.modules("qkv", plan_slices, rewritten_forward)
+    qk_norm = qk_norm and norm and rope
+    if qk_norm:
+        plan.modules("qk_norm", plan_qk_norm, rewritten_forward)
     if hyper:
         plan.modules("hyper", plan_hyper, hyper_forward)
         plan.modules("hyper", plan_streams, rewritten_forward)
@@ -209,16 +216,38 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
         "experts": experts,
         "router": router,
         "qkv": qkv,
+        "qk_norm": qk_norm,
         "hyper": hyper,
         "rope": rope,
         "loss": loss,
     }
     kept = [entry for entry in report.entries if not slots[entry.slot]]
     report.entries[:] = kept + plan.entries
+    report.notes[:] = _notes(root, report)
     if state is None:
         state = root.__dict__[STATE] = State(report)
     plan.commit(state, lazy_logits)
     return report
+
+
+def _notes(root: nn.Module, report: Report) -> list[str]:
+    """What a person should know before the first step."""
+    notes = []
+    if report.count("loss") and not root.training:
+        notes.append("in evaluation mode the head computes logits as in stock: model.train() before training")
+    if any(entry.slot == "loss" for entry in report.left) and getattr(root, "is_quantized", False):
+        notes.append("the model is quantised: a head left out of it (llm_int8_skip_modules) would be fused")
+    return notes
+
+
+def _what(model) -> str:
+    """What somebody gave in the place of a model, and where the model may be."""
+    if isinstance(model, str):
+        return f"the name {model!r} (load it first: AutoModelForCausalLM.from_pretrained({model!r}))"
+    if isinstance(model, type):
+        return f"the class {model.__name__} (give a model of it)"
+    inside = isinstance(getattr(model, "model", None), nn.Module)
+    return type(model).__name__ + (" (give its .model)" if inside else "")
 
 
 def _check(plan: _Plan, report: Report, strict: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import dataclass, field
 
 from tigon.error import Error
@@ -11,7 +12,7 @@ from tigon.error import Error
 class Entry:
     """One place in the model: replaced by something, or left for a reason."""
 
-    slot: str  # "norm", "mlp", "experts", "router", "qkv", "hyper", "rope" or "loss"
+    slot: str  # "norm", "mlp", "experts", "router", "qkv", "qk_norm", "hyper", "rope" or "loss"
     path: str  # name of the module in the model, or module.function of a rotary function
     kind: str  # class or function found there
     by: str | None = None  # what replaced it
@@ -44,6 +45,7 @@ class Report:
     model: str
     entries: list[Entry] = field(default_factory=list)
     head_calls: HeadCalls = field(default_factory=HeadCalls, compare=False)
+    notes: list[str] = field(default_factory=list, compare=False)  # what to know before the first step
 
     @property
     def replaced(self) -> list[Entry]:
@@ -67,20 +69,38 @@ class Report:
         calls = self.head_calls
         if self.count("loss") and not calls.fused and not calls.traced:
             why = f"; logits computed at once: {calls.reason}" if calls.computed else ""
+            if not (calls.computed or calls.lazy):
+                why = "; the head was not called in training with gradients: model.train() first"
             raise Error(
                 "[apply] loss must be computed by the patched head in a training step, got "
                 f"{calls.lazy} lazy logits, {calls.materialised} materialised, 0 fused losses{why}"
             )
 
     def __str__(self) -> str:
-        lines = [f"tigon.apply({self.model})"]
-        for (slot, kind, by, reason), paths in self._groups().items():
-            where = paths[0] if len(paths) == 1 else f"{len(paths)} x"
-            verdict = f"-> {by}" if by else f"left: {reason}"
-            lines.append(f"  {slot:<7} {where} {kind} {verdict}")
-        return "\n".join(lines)
+        lines = [f"  {slot:<7} {what} {verdict}" for slot, what, verdict in self._rows()]
+        notes = [f"  note    {note}" for note in self.notes]
+        return "\n".join([f"tigon.apply({self.model})", *lines, *notes])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for notebooks."""
+        rows = "".join(
+            "<tr>"
+            + "".join(f'<td style="text-align:left">{html.escape(cell)}</td>' for cell in row)
+            + "</tr>"
+            for row in (*self._rows(), *(("note", note, "") for note in self.notes))
+        )
+        return f"<table><caption>tigon.apply({html.escape(self.model)})</caption>{rows}</table>"
+
+    def _rows(self):
+        """(slot, what is there, what became of it), alike places in one row."""
+        for (slot, kind, by, reason), paths in self._groups().items():
+            what = f"{len(paths)} x {kind}"
+            if len(paths) == 1:  # a function's path ends with its name
+                module, _, name = paths[0].rpartition(".")
+                what = f"{module.rpartition('.')[2]}.{name}" if name == kind else f"{paths[0]} {kind}".strip()
+            yield slot, what, f"-> {by}" if by else f"left: {reason}"
 
     def _groups(self) -> dict:
         groups: dict = {}
