@@ -37,6 +37,7 @@ from tigon.ops.loss_head.memory import (
     linear_preference_memory,
 )
 from tigon.ops.loss_head.multi_token import multi_token_loss
+from tigon.ops.lora_linear import lora_linear, lora_linears
 from tigon.ops.modulated_rms_norm import modulated_rms_norm
 from tigon.ops.policy import policy_loss
 from tigon.ops.poly_norm import poly_norm
@@ -89,6 +90,8 @@ __all__ = [
     "linear_preference",
     "linear_preference_memory",
     "linear_tvd",
+    "lora_linear",
+    "lora_linears",
     "modulated_rms_norm",
     "multi_token_loss",
     "nn",

@@ -48,13 +48,17 @@ Matrix scratch(Context& ctx, DType dtype, int64_t rows, int64_t cols) {
 
 void copy(Context& ctx, std::span<const LoraCopy> list) {
   if (list.empty()) return;
-  on_device("lora_linear", ctx, [&] { cpu::lora_copy(ctx, list); }, TIGON_ON_CUDA(cuda::lora_copy(ctx, list)));
+  on_device(
+      "lora_linear", ctx, [&] { cpu::lora_copy(ctx, list); }, TIGON_ON_CUDA(cuda::lora_copy(ctx, list)));
 }
 void drop(Context& ctx, const LoraDropout& a) {
-  on_device("lora_linear", ctx, [&] { cpu::lora_dropout(ctx, a); }, TIGON_ON_CUDA(cuda::lora_dropout(ctx, a)));
+  on_device(
+      "lora_linear", ctx, [&] { cpu::lora_dropout(ctx, a); }, TIGON_ON_CUDA(cuda::lora_dropout(ctx, a)));
 }
 void fill(Context& ctx, const Vector& bias, const Matrix& y) {
-  on_device("lora_linear", ctx, [&] { cpu::lora_bias(ctx, bias, y); }, TIGON_ON_CUDA(cuda::lora_bias(ctx, bias, y)));
+  on_device(
+      "lora_linear", ctx, [&] { cpu::lora_bias(ctx, bias, y); },
+      TIGON_ON_CUDA(cuda::lora_bias(ctx, bias, y)));
 }
 
 int64_t columns_of_all(std::span<const LoraAdapter> adapters) {
@@ -65,8 +69,8 @@ int64_t columns_of_all(std::span<const LoraAdapter> adapters) {
 
 // The adapters in x's dtype, ranks filled up with zeros: A one below the other, so that adapters of one x are one product.
 struct Packed {
-  Matrix a;               // [R, K]
-  std::vector<Matrix> b;  // [N, columns of the adapter]
+  Matrix a;                    // [R, K]
+  std::vector<Matrix> b;       // [N, columns of the adapter]
   std::vector<int64_t> first;  // column of each in t
 
   Packed(Context& ctx, const Matrix& x, std::span<const LoraAdapter> adapters, bool need_a) {
@@ -92,8 +96,8 @@ struct Packed {
 // fn(first adapter, its first column of t, columns, x or d(x)): adapters with dropout one by one, the others as many at once as
 // lie side by side. Those that `skip` are passed over.
 template <class Skip, class Fn>
-void each_run(Context& ctx, const Matrix& x, std::span<const LoraAdapter> adapters, const Vector& seed, bool drops,
-              const Packed& packed, const Skip& skip, const Fn& fn) {
+void each_run(Context& ctx, const Matrix& x, std::span<const LoraAdapter> adapters, const Vector& seed,
+              bool drops, const Packed& packed, const Skip& skip, const Fn& fn) {
   Matrix dropped{};
   for (size_t i = 0; i < adapters.size();) {
     const size_t begin = i;
@@ -105,14 +109,18 @@ void each_run(Context& ctx, const Matrix& x, std::span<const LoraAdapter> adapte
       continue;
     }
     take();
-    if (adapters[begin].dropout > 0.0f) {
+    if (adapters[begin].dropout > 0.0) {
       if (drops) {
         if (dropped.data == nullptr) dropped = scratch(ctx, x.dtype, x.rows, x.cols);
-        drop(ctx, {.from = x, .to = dropped, .p = adapters[begin].dropout, .stream = uint32_t(begin), .seed = seed});
+        drop(ctx, {.from = x,
+                   .to = dropped,
+                   .p = adapters[begin].dropout,
+                   .stream = uint32_t(begin),
+                   .seed = seed});
       }
       fn(begin, first, columns, dropped);
     } else {
-      while (i < adapters.size() && adapters[i].dropout == 0.0f && !skip(adapters[i])) take();
+      while (i < adapters.size() && adapters[i].dropout == 0.0 && !skip(adapters[i])) take();
       fn(begin, first, columns, x);
     }
   }
@@ -136,8 +144,8 @@ void require_call(const char* op, const Matrix& x, std::span<const LoraBase> bas
     TIGON_CHECK(op, l.a.rows >= 1, "a must have at least one row, got ", l.a.rows);
     require_matrix(op, "a", l.a, l.a.rows, x.cols, adapters[0].a.dtype);
     require_matrix(op, "b", l.b, bases[size_t(l.base)].weight.rows, l.a.rows, l.a.dtype);
-    TIGON_CHECK(op, l.dropout >= 0.0f && l.dropout < 1.0f, "dropout must be in [0, 1), got ", l.dropout);
-    drops = drops || l.dropout > 0.0f;
+    TIGON_CHECK(op, l.dropout >= 0.0 && l.dropout < 1.0, "dropout must be in [0, 1), got ", l.dropout);
+    drops = drops || l.dropout > 0.0;
   }
   if (drops) require_vector(op, "seed", seed, 1, DType::i64);
   require_matrix(op, "t", t, x.rows, columns_of_all(adapters), x.dtype);
@@ -151,13 +159,14 @@ void lora_linear_fwd(Context& ctx, const LoraLinearFwd& a) {
   for (const LoraBase& l : a.bases) require_matrix(op, "y", l.y, a.x.rows, l.weight.rows, a.x.dtype);
   if (a.x.rows == 0) return;
   const Packed packed(ctx, a.x, a.adapters, true);
-  each_run(ctx, a.x, a.adapters, a.seed, true, packed, [](const LoraAdapter&) { return false; },
-           [&](size_t, int64_t first, int64_t columns, const Matrix& x) {
-             multiply(ctx, {.a = x,
-                            .b = rows_of(packed.a, first, columns),
-                            .c = columns_of(a.t, first, columns),
-                            .trans_b = true});
-           });
+  each_run(
+      ctx, a.x, a.adapters, a.seed, true, packed, [](const LoraAdapter&) { return false; },
+      [&](size_t, int64_t first, int64_t columns, const Matrix& x) {
+        multiply(ctx, {.a = x,
+                       .b = rows_of(packed.a, first, columns),
+                       .c = columns_of(a.t, first, columns),
+                       .trans_b = true});
+      });
   // The base product last, onto what is there: the adapters' part is written once and read where the product is anyway.
   for (size_t g = 0; g < a.bases.size(); ++g) {
     const LoraBase& l = a.bases[g];
@@ -184,8 +193,7 @@ void lora_linear_bwd(Context& ctx, const LoraLinearBwd& a) {
   require_call(op, a.x, a.bases, a.adapters, a.seed, a.t);
   for (const LoraBase& l : a.bases)
     if (l.y.data != nullptr) require_matrix(op, "dy", l.y, a.x.rows, l.weight.rows, a.x.dtype);
-  const DType gradient =
-      !a.adapters.empty() && a.adapters[0].a.dtype == a.x.dtype ? a.x.dtype : DType::f32;
+  const DType gradient = !a.adapters.empty() && a.adapters[0].a.dtype == a.x.dtype ? a.x.dtype : DType::f32;
   for (const LoraAdapter& l : a.adapters)
     if (l.db.data != nullptr) require_matrix(op, "db", l.db, l.b.rows, l.b.cols, gradient);
   if (a.da.data != nullptr) require_matrix(op, "da", a.da, a.t.cols, a.x.cols, gradient);
@@ -240,15 +248,15 @@ void lora_linear_bwd(Context& ctx, const LoraLinearBwd& a) {
   Matrix undropped{};
   each_run(ctx, a.x, a.adapters, a.seed, false, packed, absent,
            [&](size_t i, int64_t first, int64_t columns, const Matrix&) {
-             const float p = a.adapters[i].dropout;
-             if (p > 0.0f && add && undropped.data == nullptr)
+             const double p = a.adapters[i].dropout;
+             if (p > 0.0 && add && undropped.data == nullptr)
                undropped = scratch(ctx, a.x.dtype, a.x.rows, a.x.cols);
-             const Matrix& to = p > 0.0f && add ? undropped : a.dx;
+             const Matrix& to = p > 0.0 && add ? undropped : a.dx;
              multiply(ctx, {.a = columns_of(dt, first, columns),
                             .b = rows_of(packed.a, first, columns),
                             .c = to,
-                            .add = p == 0.0f && add});
-             if (p > 0.0f)
+                            .add = p == 0.0 && add});
+             if (p > 0.0)
                drop(ctx, {.from = to, .to = a.dx, .p = p, .stream = uint32_t(i), .seed = a.seed, .add = add});
              add = true;
            });

@@ -36,7 +36,7 @@ struct LoraAdapter {
   Matrix a;
   Matrix b;
   float scale = 1.0f;
-  float dropout = 0.0f;
+  double dropout = 0.0;
   Matrix db;  // backward; empty: not wanted
 };
 
@@ -69,7 +69,7 @@ struct LoraCopy {  // to = from in to's dtype, zeros beyond it
 struct LoraDropout {  // to = mask * from / (1 - p), or += that
   Matrix from;
   Matrix to;
-  float p = 0.0f;
+  double p = 0.0;
   uint32_t stream = 0;
   Vector seed;
   bool add = false;

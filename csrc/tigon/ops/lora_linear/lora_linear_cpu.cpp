@@ -22,8 +22,7 @@ void lora_copy(Context& ctx, std::span<const LoraCopy> list) {
       dispatch_float(kOp, "copy", copy.to.dtype, [&](auto to) {
         using T = typename decltype(to)::type;
         for_each_block(ctx, copy.to.rows, copy.to.cols, false, [&](int64_t r, int64_t c, int64_t n) {
-          const int64_t there =
-              r < copy.from.rows ? std::clamp<int64_t>(copy.from.cols - c, 0, n) : 0;
+          const int64_t there = r < copy.from.rows ? std::clamp<int64_t>(copy.from.cols - c, 0, n) : 0;
           const F* in = copy.from.row<F>(r) + c;
           T* out = copy.to.row<T>(r) + c;
           for (int64_t i = 0; i < there; ++i) out[i] = from_float<T>(to_float(in[i]));

@@ -116,7 +116,8 @@ void lora_dropout(Context& ctx, const LoraDropout& a) {
   dispatch_float(kOp, "x", a.from.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     auto whole = [](const Matrix& m) {
-      return reinterpret_cast<uintptr_t>(m.data) % (4 * sizeof(T)) == 0 && m.stride % 4 == 0 && m.cols % 4 == 0;
+      return reinterpret_cast<uintptr_t>(m.data) % (4 * sizeof(T)) == 0 && m.stride % 4 == 0 &&
+             m.cols % 4 == 0;
     };
     dispatch_bool(whole(a.from) && whole(a.to), [&](auto vectorized) {
       const int64_t blocks = ceil_div(a.from.rows * ceil_div(a.from.cols, 4), kThreads);
@@ -132,9 +133,8 @@ void lora_bias(Context& ctx, const Vector& bias, const Matrix& y) {
   const int64_t across = ceil_div(y.cols, kThreads);
   dispatch_float(kOp, "bias", y.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
-    launch(kOp, ctx, bias_kernel<T>,
-           {.blocks = across * ceil_div(y.rows, kBiasRows), .threads = kThreads}, bias.as<const T>(),
-           y.row<T>(0), y.stride, y.rows, y.cols, int(across));
+    launch(kOp, ctx, bias_kernel<T>, {.blocks = across * ceil_div(y.rows, kBiasRows), .threads = kThreads},
+           bias.as<const T>(), y.row<T>(0), y.stride, y.rows, y.cols, int(across));
   });
 }
 

@@ -10,9 +10,15 @@ using Tensors = std::vector<Tensor>;
 using Optionals = std::vector<OptionalTensor>;
 
 Matrix matrix_of(const char* name, Tensor& t, const Tensor& like) {
-  TIGON_CHECK(kOp, t.dim() == 2, name, " must have two dimensions, got ", t.dim());
   check_same_device(kOp, name, t, like);
   return rows_of(kOp, name, t);
+}
+// A result of x's leading dimensions.
+Tensor make_rows(const Tensor& x, int64_t columns, DType dtype) {
+  auto sizes = x.sizes();
+  std::vector<int64_t> shape(sizes.begin(), sizes.end());
+  shape.back() = columns;
+  return empty(x, shape.data(), int64_t(shape.size()), dtype);
 }
 
 // The lists of the schema as the core takes them.
@@ -24,19 +30,18 @@ struct Group {
 
   Group(const Tensor& x, Tensors& weights, Tensors& a, Tensors& b, const std::vector<int64_t>& linears,
         const std::vector<double>& scales, const std::vector<double>& dropouts, OptionalTensor& seed_) {
-    TIGON_CHECK(kOp, x.dim() == 2, "x must have two dimensions, got ", x.dim());
     TIGON_CHECK(kOp,
                 b.size() == a.size() && linears.size() == a.size() && scales.size() == a.size() &&
                     dropouts.size() == a.size(),
-                "a, b, scales and dropouts must be as many, got ", a.size(), ", ", b.size(), ", ", scales.size(), ", ",
-                dropouts.size());
+                "a, b, scales and dropouts must be as many, got ", a.size(), ", ", b.size(), ", ",
+                scales.size(), ", ", dropouts.size());
     for (Tensor& w : weights) bases.push_back({.weight = matrix_of("weight", w, x)});
     for (size_t i = 0; i < a.size(); ++i) {
       adapters.push_back({.base = linears[i],
                           .a = matrix_of("a", a[i], x),
                           .b = matrix_of("b", b[i], x),
                           .scale = float(scales[i]),
-                          .dropout = float(dropouts[i])});
+                          .dropout = dropouts[i]});
       columns += lora_columns(adapters.back().a.rows);
     }
     if (!seed_) return;
@@ -45,21 +50,22 @@ struct Group {
   }
 };
 
-Tensors forward(Tensor x, Tensors weights, Optionals biases, Tensors a, Tensors b, std::vector<int64_t> linears,
-                std::vector<double> scales, std::vector<double> dropouts, OptionalTensor seed) {
+Tensors forward(Tensor x, Tensors weights, Optionals biases, Tensors a, Tensors b,
+                std::vector<int64_t> linears, std::vector<double> scales, std::vector<double> dropouts,
+                OptionalTensor seed) {
   Group group(x, weights, a, b, linears, scales, dropouts, seed);
-  TIGON_CHECK(kOp, biases.size() == weights.size(), "biases must be as many as weights, ", weights.size(), ", got ",
-              biases.size());
+  TIGON_CHECK(kOp, biases.size() == weights.size(), "biases must be as many as weights, ", weights.size(),
+              ", got ", biases.size());
   const Matrix rows = rows_of(kOp, "x", x);
   Tensors results;
   for (size_t g = 0; g < weights.size(); ++g) {
     LoraBase& base = group.bases[g];
     if (biases[g]) check_same_device(kOp, "bias", *biases[g], x);
     base.bias = vector_of(kOp, "bias", biases[g]);
-    results.push_back(make(x, {x.size(0), base.weight.rows}, rows.dtype));
+    results.push_back(make_rows(x, base.weight.rows, rows.dtype));
     base.y = rows_of(kOp, "y", results.back());
   }
-  results.push_back(make(x, {x.size(0), group.columns}, rows.dtype));
+  results.push_back(make(x, {rows.rows, group.columns}, rows.dtype));
   auto ctx = make_context(x);
   lora_linear_fwd(*ctx, {.x = rows,
                          .bases = group.bases,
@@ -78,10 +84,9 @@ Tensors backward(Optionals dy, Tensor x, Tensors weights, Tensors a, Tensors b, 
   const Matrix rows = rows_of(kOp, "x", x);
   for (size_t g = 0; g < dy.size(); ++g)
     if (dy[g]) group.bases[g].y = matrix_of("dy", *dy[g], x);
-  const DType dtype =
-      !a.empty() && group.adapters[0].a.dtype == rows.dtype ? rows.dtype : DType::f32;
-  Tensors results = {need_x ? make(x, {x.size(0), x.size(1)}, rows.dtype) : nothing(x, rows.dtype),
-                     need_a ? make(x, {group.columns, x.size(1)}, dtype) : nothing(x, dtype)};
+  const DType dtype = !a.empty() && group.adapters[0].a.dtype == rows.dtype ? rows.dtype : DType::f32;
+  Tensors results = {need_x ? make_like(x, rows.dtype) : nothing(x, rows.dtype),
+                     need_a ? make(x, {group.columns, rows.cols}, dtype) : nothing(x, dtype)};
   for (LoraAdapter& l : group.adapters) {
     results.push_back(need_b ? make(x, {l.b.rows, l.b.cols}, dtype) : nothing(x, dtype));
     if (need_b) l.db = rows_of(kOp, "db", results.back());
@@ -101,10 +106,11 @@ Tensors backward(Optionals dy, Tensor x, Tensors weights, Tensors a, Tensors b, 
 
 TIGON_TORCH_SCHEMAS(m) {
   const std::string how = "int[] linears, float[] scales, float[] dropouts, Tensor? seed";
-  define_forward(m, "lora_linear",
-                 "(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[] a, Tensor[] b, " + how + ") -> Tensor[]");
-  define(m, "lora_linear_bwd(Tensor?[] dy, Tensor x, Tensor[] weights, Tensor[] a, Tensor[] b, Tensor t, " + how +
-                ", bool need_x, bool need_a, bool need_b) -> Tensor[]");
+  define_forward(
+      m, "lora_linear",
+      "(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[] a, Tensor[] b, " + how + ") -> Tensor[]");
+  define(m, "lora_linear_bwd(Tensor?[] dy, Tensor x, Tensor[] weights, Tensor[] a, Tensor[] b, Tensor t, " +
+                how + ", bool need_x, bool need_a, bool need_b) -> Tensor[]");
 }
 TIGON_TORCH_KERNELS(m) {
   implement_forward(m, "lora_linear", TORCH_BOX(&forward));
