@@ -238,10 +238,14 @@ def adapted(x, bases: Sequence[Base], adapters: Sequence[Adapter], seed=None) ->
     return tuple(ys)
 
 
+def draw_seed(x: torch.Tensor) -> torch.Tensor:
+    """A seed beside x, from PyTorch's generator."""
+    return torch.randint(2**62, (1,), device=x.device)
+
+
 def _seed_of(seed, x) -> torch.Tensor:
-    """A tensor of one int64 beside x; drawn from PyTorch's generator where none is given."""
     if seed is None:
-        return torch.randint(2**62, (1,), device=x.device)
+        return draw_seed(x)
     if isinstance(seed, torch.Tensor):
         check(_OP, seed.dtype == torch.int64 and seed.numel() == 1, "seed must be one int64, got {}",
               kind_of(seed))  # fmt: skip
