@@ -110,7 +110,7 @@ def test_states(device):
             yield names, step(model, inputs)
             model.zero_grad()
         with model.disable_adapter():
-            yield "disabled", step(model, inputs)
+            yield "disabled", (model(**inputs).loss.detach(), {})
         model.merge_adapter()
         yield "merged", (model(**inputs).loss.detach(), {})
         model.unmerge_adapter()
@@ -156,8 +156,6 @@ def test_autocast(cast, device, calls):
     stock, ours = run(False), run(True)
     assert len(calls) == 14
     for name, gradient in wanted[1].items():
-        if ours[1][name] is None:
-            continue
         assert ours[1][name].dtype == stock[1][name].dtype
 
         def error(found, gradient=gradient, name=name):
@@ -199,9 +197,7 @@ def test_checkpointing_with_dropout(reentrant, device):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     torch.manual_seed(1)
     got = step(model, inputs)
-    shared = {name: g for name, g in got[1].items() if wanted[1].get(name) is not None}
-    for name, gradient in shared.items():
-        close(gradient, wanted[1][name], ulps=512)
+    same(got, wanted)
 
 
 def test_hooks_and_other_arguments_go_to_peft(device, calls):

@@ -104,9 +104,10 @@ class _Lists(NamedTuple):
     """A call's lists, and its options: which map each adapter belongs to, scales, dropouts."""
 
     weights: Sequence
-    biases: Sequence
+    biases: Sequence  # of the maps `biased`: autograd takes no lists with gaps
     a: Sequence
     b: Sequence
+    biased: Sequence
     how: tuple
 
 
@@ -115,7 +116,7 @@ def _dense(weight):
 
 
 def _save(ctx, x, seed, lists: _Lists, t):
-    ctx.how = lists.how
+    ctx.biased, ctx.how = lists.biased, lists.how
     ctx.sources = [None if isinstance(w, torch.Tensor) else w for w in lists.weights]
     kept = (w if isinstance(w, torch.Tensor) else None for w in lists.weights)
     ctx.save_for_backward(x, seed, t, *kept, *lists.a, *lists.b)
@@ -129,7 +130,7 @@ def _gradients(ctx, dys, need_x, needs: _Lists):
     weights, a, b = rest[:count], rest[count : count + each], rest[count + each :]
     dys = list(dys[:count])
     if all(dy is None for dy in dys):
-        return None, [None] * count, [None] * count, [None] * each, [None] * each
+        return None, [None] * count, [None] * len(needs.biases), [None] * each, [None] * each
     linears = ctx.how[0]
     dense = [w if make is None else make() for w, make in zip(weights, ctx.sources, strict=True)]
     dx, da, *db = _bwd(dys, x, dense, a, b, t, *ctx.how, seed, need_x, any(needs.a), any(needs.b))
@@ -138,7 +139,8 @@ def _gradients(ctx, dys, need_x, needs: _Lists):
         for dy, need in zip(dys, needs.weights, strict=True)
     ]
     dbiases = [
-        dy.flatten(0, -2).sum(0) if need and dy is not None else None for dy, need in zip(dys, needs.biases, strict=True)
+        dys[at].flatten(0, -2).sum(0) if need and dys[at] is not None else None
+        for at, need in zip(ctx.biased, needs.biases, strict=True)
     ]
     das, first = [], 0
     for at, m, need in zip(linears, a, needs.a, strict=True):
@@ -157,14 +159,15 @@ def _gradients(ctx, dys, need_x, needs: _Lists):
 
 
 def _setup_operator(ctx, inputs, output):
-    x, *lists, linears, scales, dropouts, seed = inputs
+    x, *lists, biased, linears, scales, dropouts, seed = inputs
     ctx.mark_non_differentiable(output[-1])
-    _save(ctx, x, seed, _Lists(*lists, (linears, scales, dropouts)), output[-1])
+    _save(ctx, x, seed, _Lists(*lists, biased, (linears, scales, dropouts)), output[-1])
 
 
 def _backward_operator(ctx, dys):
     need_x, *needs = ctx.needs_input_grad[:5]
-    return *_gradients(ctx, dys, need_x, _Lists(*needs, ())), None, None, None, None
+    of_options = (None if option else [] for option in (ctx.biased, *ctx.how))  # [] counts as a list of tensors
+    return *_gradients(ctx, dys, need_x, _Lists(*needs, (), ())), *of_options, None
 
 
 torch.library.register_autograd(
@@ -177,17 +180,19 @@ torch.library.register_autograd(
 
 class _Shape(NamedTuple):
     count: int  # maps
+    biased: Sequence
     how: tuple
 
     def lists(self, tensors) -> _Lists:
         n, each = self.count, len(self.how[0])
-        ends = (n, 2 * n, 2 * n + each)
-        return _Lists(tensors[:n], tensors[n : 2 * n], tensors[2 * n : ends[2]], tensors[ends[2] :], self.how)
+        m = n + len(self.biased)
+        lists = tensors[:n], tensors[n:m], tensors[m : m + each], tensors[m + each :]
+        return _Lists(*lists, self.biased, self.how)
 
 
 def _forward(shape, x, seed, *tensors):
-    weights, biases, a, b, how = shape.lists(tensors)
-    return tuple(_eager(x, [_dense(w) for w in weights], biases, a, b, *how, seed))
+    weights, biases, a, b, biased, how = shape.lists(tensors)
+    return tuple(_eager(x, [_dense(w) for w in weights], biases, a, b, biased, *how, seed))
 
 
 def _setup_function(ctx, inputs, output):
@@ -223,12 +228,14 @@ _apply = _op.direct_apply(_Function)
 
 def adapted(x, bases: Sequence[Base], adapters: Sequence[Adapter], seed=None) -> tuple[torch.Tensor, ...]:
     """The maps' results. Arguments have been checked; ``seed`` is a tensor where an adapter drops."""
-    weights, biases = [base.weight for base in bases], [base.bias for base in bases]
+    weights = [base.weight for base in bases]
+    biased = [i for i, base in enumerate(bases) if base.bias is not None]
+    biases = [bases[i].bias for i in biased]
     linears, a, b, scales, dropouts = map(list, zip(*adapters, strict=True)) if adapters else ([],) * 5
     if torch.compiler.is_compiling():
-        ys = _registered(x, weights, biases, a, b, linears, scales, dropouts, seed)[:-1]
+        ys = _registered(x, weights, biases, a, b, biased, linears, scales, dropouts, seed)[:-1]
     else:
-        shape, tensors = _Shape(len(bases), (linears, scales, dropouts)), (*weights, *biases, *a, *b)
+        shape, tensors = _Shape(len(bases), biased, (linears, scales, dropouts)), (*weights, *biases, *a, *b)
         if torch._C._are_functorch_transforms_active():
             ys = _transformed(shape, x, seed, *tensors)[:-1]
         elif torch.is_grad_enabled():

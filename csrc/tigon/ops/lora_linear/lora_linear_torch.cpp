@@ -50,18 +50,22 @@ struct Group {
   }
 };
 
-Tensors forward(Tensor x, Tensors weights, Optionals biases, Tensors a, Tensors b,
+Tensors forward(Tensor x, Tensors weights, Tensors biases, Tensors a, Tensors b, std::vector<int64_t> biased,
                 std::vector<int64_t> linears, std::vector<double> scales, std::vector<double> dropouts,
                 OptionalTensor seed) {
   Group group(x, weights, a, b, linears, scales, dropouts, seed);
-  TIGON_CHECK(kOp, biases.size() == weights.size(), "biases must be as many as weights, ", weights.size(),
+  TIGON_CHECK(kOp, biases.size() == biased.size(), "biases must be as many as biased, ", biased.size(),
               ", got ", biases.size());
+  for (size_t i = 0; i < biases.size(); ++i) {
+    TIGON_CHECK(kOp, biased[i] >= 0 && size_t(biased[i]) < weights.size(), "biased must be in [0, ",
+                weights.size(), "), got ", biased[i]);
+    check_same_device(kOp, "bias", biases[i], x);
+    group.bases[size_t(biased[i])].bias = vector_of(kOp, "bias", biases[i]);
+  }
   const Matrix rows = rows_of(kOp, "x", x);
   Tensors results;
   for (size_t g = 0; g < weights.size(); ++g) {
     LoraBase& base = group.bases[g];
-    if (biases[g]) check_same_device(kOp, "bias", *biases[g], x);
-    base.bias = vector_of(kOp, "bias", biases[g]);
     results.push_back(make_rows(x, base.weight.rows, rows.dtype));
     base.y = rows_of(kOp, "y", results.back());
   }
@@ -106,9 +110,9 @@ Tensors backward(Optionals dy, Tensor x, Tensors weights, Tensors a, Tensors b, 
 
 TIGON_TORCH_SCHEMAS(m) {
   const std::string how = "int[] linears, float[] scales, float[] dropouts, Tensor? seed";
-  define_forward(
-      m, "lora_linear",
-      "(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor[] a, Tensor[] b, " + how + ") -> Tensor[]");
+  define_forward(m, "lora_linear",
+                 "(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] a, Tensor[] b, int[] biased, " +
+                     how + ") -> Tensor[]");
   define(m, "lora_linear_bwd(Tensor?[] dy, Tensor x, Tensor[] weights, Tensor[] a, Tensor[] b, Tensor t, " +
                 how + ", bool need_x, bool need_a, bool need_b) -> Tensor[]");
 }
