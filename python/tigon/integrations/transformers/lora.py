@@ -7,10 +7,25 @@ forward as before.
 
 from __future__ import annotations
 
+import ast
+import functools
+import weakref
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 from torch import nn
 
-from tigon.integrations.transformers.forward import autocast_dtype, blocked, foreign, has_hooks, plain, stock
+from tigon.integrations.transformers.canonical import NoSource, source_tree
+from tigon.integrations.transformers.forward import (
+    autocast_dtype,
+    blocked,
+    bound,
+    foreign,
+    has_hooks,
+    plain,
+    stock,
+)
 from tigon.integrations.transformers.head_operands import is_linear
 from tigon.ops.lora_linear import Adapter, Base, adapted, draw_seed
 
@@ -18,8 +33,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PARTS = ("base_layer", "lora_A", "lora_B", "active_adapters", "scaling")
 
 
-def plan_lora(module: nn.Module) -> tuple[None, str] | str | None:
-    """(no options, what it is), why a LoRA layer is left, or None where there is none."""
+def plan_lora(module: nn.Module) -> tuple[LoraSpec, str] | str | None:
+    """(spec, what it is), why a LoRA layer is left, or None where there is none."""
     if not type(module).__module__.startswith("peft.") or not all(hasattr(module, p) for p in _PARTS):
         return None
     name = type(module).__name__
@@ -34,34 +49,152 @@ def plan_lora(module: nn.Module) -> tuple[None, str] | str | None:
     others = variants - {"DoraLinearVariant"}
     if others:
         return f"{', '.join(sorted(others))} changes what the adapter computes"
-    return blocked(module) or (None, "tigon.lora_linear")
+    return blocked(module) or (LoraSpec(), "tigon.lora_linear")
 
 
-def lora_forward(module: nn.Module, spec: None, x, *args, **kwargs):
+class State(NamedTuple):
+    """What a call multiplies with."""
+
+    dtype: torch.dtype
+    base: Base
+    adapters: list[Adapter]
+    magnitude: torch.Tensor | None  # DoRA's lengths of rows
+    sources: list[torch.Tensor | None]  # the layer's own tensors that these were made of
+
+    def drops(self) -> bool:
+        return any(adapter.dropout for adapter in self.adapters)
+
+    def shareable(self) -> bool:
+        """Whether it may be computed with others. Seeds are drawn call by call: a checkpoint repeats them."""
+        return self.magnitude is None and isinstance(self.base.weight, torch.Tensor) and not self.drops()
+
+    def key(self) -> tuple:
+        """What makes two states of a layer equal."""
+        versions = tuple((id(t), None if t is None else t._version) for t in self.sources)
+        return self.dtype, versions, tuple(adapter.scale for adapter in self.adapters)
+
+
+class Siblings:
+    """Layers that a module gives one x, one after the other: the first call computes for all.
+
+    A result is handed out for the same x and the state that it was computed of, otherwise dropped.
+    """
+
+    def __init__(self, parent: nn.Module, names: tuple[str, ...]):
+        self.parent, self.names = parent, names
+        self.forget()
+
+    def forget(self) -> None:
+        self.x, self.version, self.results = None, -1, {}
+
+    def __reduce__(self):
+        return Siblings, (self.parent, self.names)
+
+    def call(self, name: str, x: torch.Tensor, state: State) -> torch.Tensor:
+        """What the layer `name` makes of x."""
+        same = self.x is not None and self.x() is x and self.version == x._version
+        key, y = self.results.pop(name, (None, None)) if same else (None, None)
+        if key is not None and key == state.key():
+            return y
+        self.forget()
+        states = {name: state} | self._others(name, x, state)
+        bases = [other.base for other in states.values()]
+        adapters = [
+            adapter._replace(base=i) for i, other in enumerate(states.values()) for adapter in other.adapters
+        ]
+        y, *ys = adapted(x.to(state.dtype), bases, adapters)
+        self.x, self.version = weakref.ref(x), x._version
+        others = list(states.items())[1:]
+        self.results = {of: (other.key(), z) for (of, other), z in zip(others, ys, strict=True)}
+        return y
+
+    def _others(self, name, x, state) -> dict[str, State]:
+        found = {}
+        for other in self.names:
+            layer = self.parent._modules.get(other)
+            forward = None if other == name or layer is None else bound(layer)
+            if forward is None or forward.spec.siblings is not self:
+                continue
+            there = _state(layer, x)
+            if there is None or not there.shareable() or there.dtype != state.dtype:
+                continue
+            if there.adapters[0].a.dtype == state.adapters[0].a.dtype:
+                found[other] = there
+        return found
+
+
+@dataclass(eq=False)
+class LoraSpec:
+    """A layer's name among its siblings, if it has some."""
+
+    name: str = ""
+    siblings: Siblings | None = None
+
+
+def find_siblings(parent: nn.Module, names: list[str]) -> Siblings | None:
+    """The children of these names that the forward of their parent gives one x, in whatever it does next."""
+    if len(names) < 2:
+        return None
+    shared = _callees(type(parent).forward, frozenset(names))
+    return Siblings(parent, shared) if len(shared) > 1 else None
+
+
+@functools.cache
+def _callees(forward, names: frozenset[str]) -> tuple[str, ...]:
+    """Of these attributes those called with the same variable in one run of statements that leave it alone."""
+    try:
+        tree = source_tree(forward)
+    except NoSource:
+        return ()
+    body = next(n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)).body
+    best: list[str] = []
+    called: dict[str, list[str]] = {}
+    for statement in body:
+        branches = isinstance(statement, ast.If | ast.For | ast.While | ast.Try | ast.With)
+        for node in ast.walk(statement):
+            match node:
+                case ast.Call(
+                    func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[ast.Name(id=x)], keywords=[]
+                ) if name in names and not branches:
+                    called.setdefault(x, []).append(name)
+                    best = max(best, called[x], key=len)
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                called.pop(node.id, None)
+    return tuple(dict.fromkeys(best))
+
+
+def lora_forward(module: nn.Module, spec: LoraSpec, x, *args, **kwargs):
     """Forward of a LoRA layer."""
-    del spec
     state = None if args or kwargs else _state(module, x)
     if state is None:
         return stock(module, x, *args, **kwargs)
-    dtype, base, adapters, magnitude = state
+    if spec.siblings is not None and state.shareable() and _sharing(x):
+        return spec.siblings.call(spec.name, x, state)
+    dtype, base, adapters, magnitude, _ = state
     x = x.to(dtype)
-    drops = any(adapter.dropout for adapter in adapters)
     bias = None if magnitude is None else base.bias
     if magnitude is not None:
         base = base._replace(bias=None)
-    (y,) = adapted(x, [base], adapters, draw_seed(x) if drops else None)
+    (y,) = adapted(x, [base], adapters, draw_seed(x) if state.drops() else None)
     if magnitude is None:
         return y
     y = y * (magnitude / _row_lengths(_dense(base), *adapters))
     return (y if bias is None else y + bias).to(dtype)
 
 
+def _sharing(x) -> bool:
+    """Whether results may be kept for siblings: in eager training."""
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return torch.is_grad_enabled() and not traced and not x.is_inference()
+
+
 def _dense(base: Base) -> torch.Tensor:
     return base.weight if isinstance(base.weight, torch.Tensor) else base.weight()
 
 
-def _state(module, x) -> tuple[torch.dtype, Base, list[Adapter], torch.Tensor | None] | None:
-    """What this call multiplies with, in which dtype, and DoRA's lengths; None: PEFT computes it."""
+def _state(module, x) -> State | None:
+    """What this call multiplies with; None: PEFT computes it."""
     base = module.base_layer
     quantised = _is_4bit(base)
     if module.disable_adapters or module.merged or has_hooks(base) or foreign(base):
@@ -81,7 +214,7 @@ def _state(module, x) -> tuple[torch.dtype, Base, list[Adapter], torch.Tensor | 
             return None  # an error in stock, which shall come
         weight = weight.to(dtype)
     variants = getattr(module, "lora_variant", {})
-    adapters, magnitude = [], None
+    adapters, magnitude, sources = [], None, [base.weight, base.bias]
     for name in active:
         a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
         if not (is_linear(a) and is_linear(b)) or has_hooks(a) or has_hooks(b) or has_hooks(dropout):
@@ -102,11 +235,12 @@ def _state(module, x) -> tuple[torch.dtype, Base, list[Adapter], torch.Tensor | 
             magnitude = module.lora_magnitude_vector[name].weight
             if magnitude.device != x.device or b.bias is not None:
                 return None
+        sources += a.weight, b.weight, b.bias
         if b.bias is not None:
             part = b.bias * scale
             bias = part if bias is None else bias + part
         adapters.append(Adapter(0, a.weight, b.weight, float(scale), float(p)))
-    return dtype, Base(weight, None if bias is None else bias.to(dtype)), adapters, magnitude
+    return State(dtype, Base(weight, None if bias is None else bias.to(dtype)), adapters, magnitude, sources)
 
 
 def _row_lengths(weight, adapter: Adapter) -> torch.Tensor:

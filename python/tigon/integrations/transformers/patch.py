@@ -22,7 +22,7 @@ from tigon.integrations.transformers.head import (
     plan_head,
 )
 from tigon.integrations.transformers.hyper_connections import hyper_forward, plan_hyper
-from tigon.integrations.transformers.lora import lora_forward, plan_lora
+from tigon.integrations.transformers.lora import find_siblings, lora_forward, plan_lora
 from tigon.integrations.transformers.mlp import MlpSpec, mlp_forward, plan_mlp
 from tigon.integrations.transformers.norms import norm_forward, plan_norm
 from tigon.integrations.transformers.qkv_split import plan_slices
@@ -103,7 +103,14 @@ class _Plan:
         """Not of an output head, whose adapter goes into its loss."""
         owners = (m for m in self.model.modules() if isinstance(m, PreTrainedModel))
         heads = {id(owner.get_output_embeddings()) for owner in owners}
+        first = len(self.binds)
         self.modules("lora", lambda m: None if id(m) in heads else plan_lora(m), lora_forward)
+        specs = {id(module): spec for _, module, spec, _ in self.binds[first:]}
+        for parent in self.model.modules():
+            names = {name: specs[id(c)] for name, c in parent.named_children() if id(c) in specs}
+            siblings = find_siblings(parent, [*names])
+            for name in siblings.names if siblings else ():
+                names[name].name, names[name].siblings = name, siblings
 
     def add(self, slot, path, kind, verdict):
         left = isinstance(verdict, str)
