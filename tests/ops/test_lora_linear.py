@@ -76,6 +76,27 @@ def test_checkpointed_dropout(device):
     assert all(torch.equal(g, w) for g, w in zip(got, wanted, strict=True))
 
 
+def test_a_checkpoint_spares_the_last_products(device, monkeypatch):
+    """Run again, the forward ends when x and t are there."""
+    from tigon.ops import lora_linear as op
+
+    given, ran = operands(device), []
+    products = op._products
+
+    def counting(*args, only_t=False):
+        ran.append(only_t)
+        return products(*args, only_t=only_t)
+
+    monkeypatch.setattr(op, "_products", counting)
+    y = checkpoint(lambda *args: tigon.lora_linear(*args), *given.values(), use_reentrant=False)
+    y.sum().backward()
+    assert ran == [True, False, True]
+    wanted = {n: given[n].grad for n in ("x", "a", "b")}
+    given = {n: t.detach().requires_grad_(n != "weight") for n, t in given.items()}
+    tigon.lora_linear(**given).sum().backward()
+    assert all(torch.equal(given[n].grad, g) for n, g in wanted.items())
+
+
 @pytest.mark.parametrize("frozen", ["x", "a", "b"])
 def test_what_is_frozen_gets_none(frozen, device):
     given = operands(device)

@@ -79,9 +79,10 @@ def _columns(rank: int) -> int:
     return (rank + 7) // 8 * 8
 
 
-def _fake(x, weights, biases, a, b, *_):
-    rows, columns = x.shape[:-1].numel(), sum(_columns(t.shape[0]) for t in a)
-    return [*(x.new_empty(*x.shape[:-1], w.shape[0]) for w in weights), x.new_empty(rows, columns)]
+def _fake(x, weights, biases, a, b, biased, linears, scales, dropouts, seed, t, only_t):
+    rows, columns = x.shape[:-1].numel(), sum(_columns(m.shape[0]) for m in a)
+    ys = [] if only_t else [x.new_empty(*x.shape[:-1], w.shape[0]) for w in weights]
+    return [*ys, x.new_empty(rows, columns) if t is None else x.new_empty(0)]
 
 
 def _fake_bwd(dy, x, weights, a, b, t, linears, scales, dropouts, seed, need_x, need_a, need_b):
@@ -111,21 +112,32 @@ class _Lists(NamedTuple):
     how: tuple
 
 
-def _dense(weight):
-    return weight if isinstance(weight, torch.Tensor) else weight()
+def _dense(weights) -> list[torch.Tensor]:
+    return [w if isinstance(w, torch.Tensor) else w() for w in weights]
 
 
-def _save(ctx, x, seed, lists: _Lists, t):
+def _keep(ctx, *tensors):
+    with torch.enable_grad():
+        ctx.kept = _Kept.apply(_ANCHOR, *tensors).grad_fn
+
+
+def _save(ctx, x, seed, lists: _Lists, t, keep=None):
     ctx.biased, ctx.how = lists.biased, lists.how
     ctx.sources = [None if isinstance(w, torch.Tensor) else w for w in lists.weights]
     kept = (w if isinstance(w, torch.Tensor) else None for w in lists.weights)
-    ctx.save_for_backward(x, seed, t, *kept, *lists.a, *lists.b)
+    tensors = (x, seed, t, *kept, *lists.a, *lists.b)
+    if keep is None:
+        ctx.save_for_backward(*tensors)
+    else:
+        keep(ctx, *tensors)
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx, dys, need_x, needs: _Lists):
     """Of x, weights, biases, a and b, ``None`` where none is needed."""
-    x, seed, t, *rest = ctx.saved_tensors
+    x, seed, t, *rest = (getattr(ctx, "kept", None) or ctx).saved_tensors
+    if not _op.graph_is_kept():
+        ctx.kept = None
     count, each = len(needs.weights), len(needs.a)
     weights, a, b = rest[:count], rest[count : count + each], rest[count + each :]
     dys = list(dys[:count])
@@ -159,7 +171,7 @@ def _gradients(ctx, dys, need_x, needs: _Lists):
 
 
 def _setup_operator(ctx, inputs, output):
-    x, *lists, biased, linears, scales, dropouts, seed = inputs
+    x, *lists, biased, linears, scales, dropouts, seed, _, _ = inputs
     ctx.mark_non_differentiable(output[-1])
     _save(ctx, x, seed, _Lists(*lists, biased, (linears, scales, dropouts)), output[-1])
 
@@ -167,7 +179,7 @@ def _setup_operator(ctx, inputs, output):
 def _backward_operator(ctx, dys):
     need_x, *needs = ctx.needs_input_grad[:5]
     of_options = (None if option else [] for option in (ctx.biased, *ctx.how))  # [] counts as a list of tensors
-    return *_gradients(ctx, dys, need_x, _Lists(*needs, (), ())), *of_options, None
+    return *_gradients(ctx, dys, need_x, _Lists(*needs, (), ())), *of_options, None, None, None
 
 
 torch.library.register_autograd(
@@ -191,8 +203,12 @@ class _Shape(NamedTuple):
 
 
 def _forward(shape, x, seed, *tensors):
-    weights, biases, a, b, biased, how = shape.lists(tensors)
-    return tuple(_eager(x, [_dense(w) for w in weights], biases, a, b, biased, *how, seed))
+    lists = shape.lists(tensors)
+    return _products(lists, _dense(lists.weights), x, seed)
+
+
+def _products(lists, weights, x, seed, t=None, only_t=False):
+    return tuple(_eager(x, weights, *lists[1:5], *lists.how, seed, t, only_t))
 
 
 def _setup_function(ctx, inputs, output):
@@ -212,13 +228,32 @@ _eager = _op.caller(_OP, native(f"{_OP}_fwd"))
 _transformed = _op.transformable(_OP, _OP, _forward, _setup_function, _backward_function)
 
 
+class _Kept(torch.autograd.Function):
+    """Keeps tensors at once: those of a function that runs are kept when it ends."""
+
+    @staticmethod
+    def forward(ctx, anchor, *tensors):
+        ctx.save_for_backward(*tensors)
+        return anchor.view_as(anchor)
+
+
+_ANCHOR = torch.zeros(0, device="cpu", requires_grad=True)
+
+
 class _Function(torch.autograd.Function):
     @staticmethod
     def forward(ctx, shape, x, seed, *tensors):
-        output = _forward(shape, x, seed, *tensors)
-        ctx.shape = shape
-        _save(ctx, x, seed, shape.lists(tensors), output[-1])
-        return output[:-1]
+        ctx.shape, ctx.kept = shape, None
+        lists = shape.lists(tensors)
+        weights = _dense(lists.weights)
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+            *ys, t = _products(lists, weights, x, seed)
+            _save(ctx, x, seed, lists, t)
+            return tuple(ys)
+        # A checkpoint runs a layer again until all that was kept is there: the last products are then spared.
+        (t,) = _products(lists, weights, x, seed, only_t=True)
+        _save(ctx, x, seed, lists, t, _keep)
+        return _products(lists, weights, x, seed, t)[:-1]
 
     backward = staticmethod(_op.once(_OP)(_backward_function))
 
@@ -233,7 +268,7 @@ def adapted(x, bases: Sequence[Base], adapters: Sequence[Adapter], seed=None) ->
     biases = [bases[i].bias for i in biased]
     linears, a, b, scales, dropouts = map(list, zip(*adapters, strict=True)) if adapters else ([],) * 5
     if torch.compiler.is_compiling():
-        ys = _registered(x, weights, biases, a, b, biased, linears, scales, dropouts, seed)[:-1]
+        ys = _registered(x, weights, biases, a, b, biased, linears, scales, dropouts, seed, None, False)[:-1]
     else:
         shape, tensors = _Shape(len(bases), biased, (linears, scales, dropouts)), (*weights, *biases, *a, *b)
         if torch._C._are_functorch_transforms_active():

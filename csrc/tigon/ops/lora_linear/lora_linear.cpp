@@ -1,5 +1,6 @@
 #include "tigon/ops/lora_linear/lora_linear.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "tigon/base/require.h"
@@ -73,7 +74,7 @@ struct Packed {
   std::vector<Matrix> b;       // [N, columns of the adapter]
   std::vector<int64_t> first;  // column of each in t
 
-  Packed(Context& ctx, const Matrix& x, std::span<const LoraAdapter> adapters, bool need_a) {
+  Packed(Context& ctx, const Matrix& x, std::span<const LoraAdapter> adapters, bool need_a, bool need_b) {
     std::vector<LoraCopy> copies;
     int64_t columns = 0;
     auto as_is = [&](const Matrix& m, int64_t rank) {
@@ -84,8 +85,8 @@ struct Packed {
     for (const LoraAdapter& l : adapters) {
       const int64_t rank = l.a.rows, wide = lora_columns(rank);
       if (need_a && !one) copies.push_back({l.a, rows_of(a, columns, wide)});
-      b.push_back(as_is(l.b, rank) ? l.b : scratch(ctx, x.dtype, l.b.rows, wide));
-      if (b.back().data != l.b.data) copies.push_back({l.b, b.back()});
+      if (need_b) b.push_back(as_is(l.b, rank) ? l.b : scratch(ctx, x.dtype, l.b.rows, wide));
+      if (need_b && b.back().data != l.b.data) copies.push_back({l.b, b.back()});
       first.push_back(columns);
       columns += wide;
     }
@@ -156,20 +157,24 @@ void require_call(const char* op, const Matrix& x, std::span<const LoraBase> bas
 void lora_linear_fwd(Context& ctx, const LoraLinearFwd& a) {
   const char* op = "lora_linear";
   require_call(op, a.x, a.bases, a.adapters, a.seed, a.t);
-  for (const LoraBase& l : a.bases) require_matrix(op, "y", l.y, a.x.rows, l.weight.rows, a.x.dtype);
+  for (const LoraBase& l : a.bases)
+    require_result(op, "y", l.y, {.dtype = a.x.dtype, .rows = a.x.rows, .cols = l.weight.rows});
   if (a.x.rows == 0) return;
-  const Packed packed(ctx, a.x, a.adapters, true);
-  each_run(
-      ctx, a.x, a.adapters, a.seed, true, packed, [](const LoraAdapter&) { return false; },
-      [&](size_t, int64_t first, int64_t columns, const Matrix& x) {
-        multiply(ctx, {.a = x,
-                       .b = rows_of(packed.a, first, columns),
-                       .c = columns_of(a.t, first, columns),
-                       .trans_b = true});
-      });
+  const bool need_b = std::any_of(a.bases.begin(), a.bases.end(), [](const LoraBase& l) { return l.y.data; });
+  const Packed packed(ctx, a.x, a.adapters, !a.has_t, need_b);
+  if (!a.has_t)
+    each_run(
+        ctx, a.x, a.adapters, a.seed, true, packed, [](const LoraAdapter&) { return false; },
+        [&](size_t, int64_t first, int64_t columns, const Matrix& x) {
+          multiply(ctx, {.a = x,
+                         .b = rows_of(packed.a, first, columns),
+                         .c = columns_of(a.t, first, columns),
+                         .trans_b = true});
+        });
   // The base product last, onto what is there: the adapters' part is written once and read where the product is anyway.
   for (size_t g = 0; g < a.bases.size(); ++g) {
     const LoraBase& l = a.bases[g];
+    if (l.y.data == nullptr) continue;
     bool add = bool(l.bias);
     if (add) fill(ctx, l.bias, l.y);
     for (size_t i = 0; i < a.adapters.size(); ++i) {
@@ -219,15 +224,16 @@ void lora_linear_bwd(Context& ctx, const LoraLinearBwd& a) {
   if (a.x.rows == 0) return;
 
   const bool need_dt = any && (a.dx.data != nullptr || a.da.data != nullptr);
-  const Packed packed(ctx, a.x, a.adapters, a.dx.data != nullptr);
+  const Packed packed(ctx, a.x, a.adapters, a.dx.data != nullptr, need_dt);
   const Matrix dt = need_dt ? scratch(ctx, a.x.dtype, a.x.rows, a.t.cols) : Matrix{};
   for (size_t i = 0; i < a.adapters.size(); ++i) {
     const LoraAdapter& l = a.adapters[i];
     if (absent(l)) continue;
     const Matrix& dy = a.bases[size_t(l.base)].y;
-    const Matrix& b = packed.b[i];
-    if (need_dt)
+    if (need_dt) {
+      const Matrix& b = packed.b[i];
       multiply(ctx, {.a = dy, .b = b, .c = columns_of(dt, packed.first[i], b.cols), .alpha = l.scale});
+    }
     if (l.db.data != nullptr)
       multiply(ctx, {.a = dy,
                      .b = columns_of(a.t, packed.first[i], l.a.rows),

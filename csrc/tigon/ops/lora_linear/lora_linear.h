@@ -28,7 +28,8 @@ constexpr int64_t lora_columns(int64_t r) { return (r + 7) / 8 * 8; }
 struct LoraBase {
   Matrix weight;
   Vector bias;  // empty: none
-  Matrix y;     // forward: the result; backward: dy, or empty where there is no gradient
+  Matrix
+      y;  // forward: the result, or empty where it is not wanted; backward: dy, or empty where there is none
 };
 
 struct LoraAdapter {
@@ -46,6 +47,7 @@ struct LoraLinearFwd {
   std::span<const LoraAdapter> adapters;
   Vector seed;  // one i64 where the context computes; needed by dropout alone
   Matrix t;
+  bool has_t = false;  // t is there already
 };
 
 struct LoraLinearBwd {

@@ -52,7 +52,7 @@ struct Group {
 
 Tensors forward(Tensor x, Tensors weights, Tensors biases, Tensors a, Tensors b, std::vector<int64_t> biased,
                 std::vector<int64_t> linears, std::vector<double> scales, std::vector<double> dropouts,
-                OptionalTensor seed) {
+                OptionalTensor seed, OptionalTensor t, bool only_t) {
   Group group(x, weights, a, b, linears, scales, dropouts, seed);
   TIGON_CHECK(kOp, biases.size() == biased.size(), "biases must be as many as biased, ", biased.size(),
               ", got ", biases.size());
@@ -64,18 +64,19 @@ Tensors forward(Tensor x, Tensors weights, Tensors biases, Tensors a, Tensors b,
   }
   const Matrix rows = rows_of(kOp, "x", x);
   Tensors results;
-  for (size_t g = 0; g < weights.size(); ++g) {
+  for (size_t g = 0; g < weights.size() && !only_t; ++g) {
     LoraBase& base = group.bases[g];
     results.push_back(make_rows(x, base.weight.rows, rows.dtype));
     base.y = rows_of(kOp, "y", results.back());
   }
-  results.push_back(make(x, {rows.rows, group.columns}, rows.dtype));
+  results.push_back(t ? nothing(x, rows.dtype) : make(x, {rows.rows, group.columns}, rows.dtype));
   auto ctx = make_context(x);
   lora_linear_fwd(*ctx, {.x = rows,
                          .bases = group.bases,
                          .adapters = group.adapters,
                          .seed = group.seed,
-                         .t = rows_of(kOp, "t", results.back())});
+                         .t = t ? matrix_of("t", *t, x) : rows_of(kOp, "t", results.back()),
+                         .has_t = t.has_value()});
   return results;
 }
 
@@ -112,7 +113,7 @@ TIGON_TORCH_SCHEMAS(m) {
   const std::string how = "int[] linears, float[] scales, float[] dropouts, Tensor? seed";
   define_forward(m, "lora_linear",
                  "(Tensor x, Tensor[] weights, Tensor[] biases, Tensor[] a, Tensor[] b, int[] biased, " +
-                     how + ") -> Tensor[]");
+                     how + ", Tensor? t, bool only_t) -> Tensor[]");
   define(m, "lora_linear_bwd(Tensor?[] dy, Tensor x, Tensor[] weights, Tensor[] a, Tensor[] b, Tensor t, " +
                 how + ", bool need_x, bool need_a, bool need_b) -> Tensor[]");
 }
