@@ -23,7 +23,6 @@ from tigon.integrations.transformers.forward import (
     bound,
     foreign,
     has_hooks,
-    plain,
     stock,
 )
 from tigon.integrations.transformers.head_operands import is_linear
@@ -62,7 +61,7 @@ class State(NamedTuple):
     sources: list[torch.Tensor | None]  # the layer's own tensors that these were made of
 
     def drops(self) -> bool:
-        return any(adapter.dropout for adapter in self.adapters)
+        return any([adapter.dropout for adapter in self.adapters])
 
     def shareable(self) -> bool:
         """Whether it may be computed with others. Seeds are drawn call by call: a checkpoint repeats them."""
@@ -70,8 +69,8 @@ class State(NamedTuple):
 
     def key(self) -> tuple:
         """What makes two states of a layer equal."""
-        versions = tuple((id(t), None if t is None else t._version) for t in self.sources)
-        return self.dtype, versions, tuple(adapter.scale for adapter in self.adapters)
+        versions = [None if t is None else (id(t), t._version) for t in self.sources]
+        return self.dtype, versions, [adapter.scale for adapter in self.adapters]
 
 
 class Siblings:
@@ -194,53 +193,78 @@ def _dense(base: Base) -> torch.Tensor:
 
 
 def _state(module, x) -> State | None:
-    """What this call multiplies with; None: PEFT computes it."""
-    base = module.base_layer
-    quantised = _is_4bit(base)
-    if module.disable_adapters or module.merged or has_hooks(base) or foreign(base):
+    """What this call multiplies with; None: PEFT computes it.
+
+    Asked for every call: children are looked up where modules keep them, not by attribute.
+    """
+    parts = module._modules
+    base = parts["base_layer"]
+    if module._disable_adapters or module.merged_adapters or has_hooks(base) or foreign(base):
         return None
-    if not (quantised and not torch.compiler.is_compiling()) and not is_linear(base):
+    device = x.device
+    autocast = autocast_dtype(device.type)
+    dtype = autocast or x.dtype
+    if dtype not in _DTYPES or type(x) not in _PLAIN:
         return None
-    active = [name for name in module.active_adapters if name in module.lora_A]
-    autocast = autocast_dtype(x.device.type)
-    dtype, bias = autocast or x.dtype, base.bias
-    if not active or dtype not in _DTYPES or not plain(x, base.weight if not quantised else x):
+    if is_linear(base):
+        weight = base.weight
+        if not _usable(weight, device) or x.shape[-1] != weight.shape[1]:
+            return None
+        if weight.dtype != dtype:
+            if autocast is None:
+                return None  # an error in stock, which shall come
+            weight = weight.to(dtype)
+    elif _is_4bit(base) and not torch.compiler.is_compiling():
+        weight = _quantised(base, dtype)
+    else:
         return None
-    weight = _quantised(base, dtype) if quantised else base.weight
-    if not quantised:
-        if hasattr(weight, "ds_id") or weight.device != x.device or x.shape[-1] != weight.shape[1]:
-            return None  # ZeRO-3 gathers in the parts' hooks
-        if autocast is None and weight.dtype != x.dtype:
-            return None  # an error in stock, which shall come
-        weight = weight.to(dtype)
-    variants = getattr(module, "lora_variant", {})
-    adapters, magnitude, sources = [], None, [base.weight, base.bias]
-    for name in active:
-        a, b, dropout = module.lora_A[name], module.lora_B[name], module.lora_dropout[name]
-        if not (is_linear(a) and is_linear(b)) or has_hooks(a) or has_hooks(b) or has_hooks(dropout):
+    bias, adapters, magnitude, kind = base.bias, [], None, None
+    sources = [base.weight, bias]
+    for name in module.active_adapters:
+        down = parts["lora_A"]._modules.get(name)
+        if down is None:
+            continue
+        up, dropout = parts["lora_B"]._modules[name], parts["lora_dropout"]._modules[name]
+        if not (is_linear(down) and is_linear(up)) or any(map(has_hooks, (down, up, dropout))):
             return None
-        if not plain(a.weight, b.weight) or a.weight.device != x.device or hasattr(a.weight, "ds_id"):
+        a, b, of_b, scale = down.weight, up.weight, up.bias, module.scaling[name]
+        kind = kind or a.dtype
+        if not (_usable(a, device) and _usable(b, device)) or not a.dtype == b.dtype == kind:
             return None
-        if a.weight.dtype not in _DTYPES or b.weight.dtype != a.weight.dtype:
+        if type(dropout) not in (nn.Dropout, nn.Identity) or type(scale) not in (int, float):
             return None
-        if adapters and a.weight.dtype != adapters[0].a.dtype:
+        p = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
+        if p >= 1:
             return None
-        scale = module.scaling[name]
-        p = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-        if type(dropout) not in (nn.Dropout, nn.Identity) or not 0 <= p < 1 or not isinstance(scale, int | float):
-            return None
-        if name in variants:
-            if type(variants[name]).__name__ != "DoraLinearVariant" or len(active) > 1 or p > 0:
-                return None  # several adapters add up in another way, and dropout is of the base product too
-            magnitude = module.lora_magnitude_vector[name].weight
-            if magnitude.device != x.device or b.bias is not None:
-                return None
-        sources += a.weight, b.weight, b.bias
-        if b.bias is not None:
-            part = b.bias * scale
-            bias = part if bias is None else bias + part
-        adapters.append(Adapter(0, a.weight, b.weight, float(scale), float(p)))
-    return State(dtype, Base(weight, None if bias is None else bias.to(dtype)), adapters, magnitude, sources)
+        if name in module.lora_variant:
+            magnitude = _magnitude(module, name, device)
+            if magnitude is None or p > 0 or of_b is not None:
+                return None  # dropout is of the base product too
+        if of_b is not None:
+            bias = of_b * scale if bias is None else bias + of_b * scale
+        sources += a, b, of_b
+        adapters.append(Adapter(0, a, b, float(scale), float(p)))
+    if not adapters or kind not in _DTYPES or (magnitude is not None and len(adapters) > 1):
+        return None  # several of which one is DoRA's add up in another way
+    if bias is not None and bias.dtype != dtype:
+        bias = bias.to(dtype)
+    return State(dtype, Base(weight, bias), adapters, magnitude, sources)
+
+
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+def _usable(weight, device) -> bool:
+    """Whether it is a whole tensor here; ZeRO-3 gathers its own in hooks of the parts."""
+    return type(weight) in _PLAIN and weight.device == device and not hasattr(weight, "ds_id")
+
+
+def _magnitude(module, name, device) -> torch.Tensor | None:
+    """The lengths that DoRA gives to rows, where that is what the adapter does."""
+    if type(module.lora_variant[name]).__name__ != "DoraLinearVariant":
+        return None
+    magnitude = module.lora_magnitude_vector[name].weight
+    return magnitude if _usable(magnitude, device) else None
 
 
 def _row_lengths(weight, adapter: Adapter) -> torch.Tensor:
