@@ -146,6 +146,14 @@ def test_several_adapters_of_a_map_and_one_without(device):
         torch.testing.assert_close(got.double(), exact.detach(), rtol=1e-4, atol=1e-3)
 
 
+def test_no_adapters(device):
+    given = operands(device)
+    (y,) = adapted(given["x"], [Base(given["weight"])], [])
+    y.sum().backward()
+    torch.testing.assert_close(y, F.linear(given["x"], given["weight"]))
+    torch.testing.assert_close(given["x"].grad, given["weight"].sum(0).expand(13, -1))
+
+
 def test_second_derivatives_are_refused(device):
     given = operands(device)
     loss = tigon.lora_linear(**given).square().sum()

@@ -118,7 +118,7 @@ def _dense(weights) -> list[torch.Tensor]:
 
 def _keep(ctx, *tensors):
     with torch.enable_grad():
-        ctx.kept = _Kept.apply(_ANCHOR, *tensors).grad_fn
+        ctx.kept = _Kept.apply(_ANCHOR, *tensors)  # the result, which holds the node
 
 
 def _save(ctx, x, seed, lists: _Lists, t, keep=None):
@@ -135,7 +135,8 @@ def _save(ctx, x, seed, lists: _Lists, t, keep=None):
 
 def _gradients(ctx, dys, need_x, needs: _Lists):
     """Of x, weights, biases, a and b, ``None`` where none is needed."""
-    x, seed, t, *rest = (getattr(ctx, "kept", None) or ctx).saved_tensors
+    kept = getattr(ctx, "kept", None)
+    x, seed, t, *rest = (ctx if kept is None else kept.grad_fn).saved_tensors
     if not _op.graph_is_kept():
         ctx.kept = None
     count, each = len(needs.weights), len(needs.a)

@@ -28,6 +28,13 @@ struct Group {
   int64_t columns = 0;
   Vector seed;
 
+  // Without adapters it has no columns, but as many rows as x.
+  Matrix t_of(Tensor& t, const Matrix& x) const {
+    Matrix m = matrix_of("t", t, t);
+    if (columns == 0) m.rows = x.rows;
+    return m;
+  }
+
   Group(const Tensor& x, Tensors& weights, Tensors& a, Tensors& b, const std::vector<int64_t>& linears,
         const std::vector<double>& scales, const std::vector<double>& dropouts, OptionalTensor& seed_) {
     TIGON_CHECK(kOp,
@@ -75,7 +82,7 @@ Tensors forward(Tensor x, Tensors weights, Tensors biases, Tensors a, Tensors b,
                          .bases = group.bases,
                          .adapters = group.adapters,
                          .seed = group.seed,
-                         .t = t ? matrix_of("t", *t, x) : rows_of(kOp, "t", results.back()),
+                         .t = group.t_of(t ? *t : results.back(), rows),
                          .has_t = t.has_value()});
   return results;
 }
@@ -101,7 +108,7 @@ Tensors backward(Optionals dy, Tensor x, Tensors weights, Tensors a, Tensors b, 
                          .bases = group.bases,
                          .adapters = group.adapters,
                          .seed = group.seed,
-                         .t = matrix_of("t", t, x),
+                         .t = group.t_of(t, rows),
                          .dx = need_x ? rows_of(kOp, "dx", results[0]) : Matrix{},
                          .da = need_a ? rows_of(kOp, "da", results[1]) : Matrix{}});
   return results;
