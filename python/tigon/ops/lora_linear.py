@@ -133,6 +133,10 @@ def _save(ctx, x, seed, lists: _Lists, t, keep=None):
     ctx.set_materialize_grads(False)
 
 
+def _as(parameter, gradient):
+    return gradient if gradient.dtype == parameter.dtype else gradient.to(parameter.dtype)
+
+
 def _gradients(ctx, dys, need_x, needs: _Lists):
     """Of x, weights, biases, a and b, ``None`` where none is needed."""
     kept = getattr(ctx, "kept", None)
@@ -144,27 +148,26 @@ def _gradients(ctx, dys, need_x, needs: _Lists):
     dys = list(dys[:count])
     if all(dy is None for dy in dys):
         return None, [None] * count, [None] * len(needs.biases), [None] * each, [None] * each
-    linears = ctx.how[0]
     dense = [w if make is None else make() for w, make in zip(weights, ctx.sources, strict=True)]
-    dx, da, *db = _bwd(dys, x, dense, a, b, t, *ctx.how, seed, need_x, any(needs.a), any(needs.b))
-    dweights = [
-        dy.flatten(0, -2).t() @ x.flatten(0, -2) if need and dy is not None else None
-        for dy, need in zip(dys, needs.weights, strict=True)
-    ]
-    dbiases = [
-        dys[at].flatten(0, -2).sum(0) if need and dys[at] is not None else None
-        for at, need in zip(ctx.biased, needs.biases, strict=True)
-    ]
-    das, first = [], 0
-    for at, m, need in zip(linears, a, needs.a, strict=True):
-        rank = m.shape[0]
-        there = need and dys[at] is not None
-        das.append(da[first : first + rank].to(m.dtype) if there else None)
-        first += _columns(rank)
-    dbs = [
-        g.to(m.dtype) if need and dys[at] is not None else None
-        for at, g, m, need in zip(linears, db, b, needs.b, strict=True)
-    ]
+    need_a, need_b = True in needs.a, True in needs.b
+    dx, da, *db = _bwd(dys, x, dense, a, b, t, *ctx.how, seed, need_x, need_a, need_b)
+    dweights, dbiases, das, dbs = [None] * count, [None] * len(needs.biases), [None] * each, [None] * each
+    if True in needs.weights:
+        for i, (dy, need) in enumerate(zip(dys, needs.weights, strict=True)):
+            if need and dy is not None:
+                dweights[i] = dy.flatten(0, -2).t() @ x.flatten(0, -2)
+    for i, (at, need) in enumerate(zip(ctx.biased, needs.biases, strict=True)):
+        if need and dys[at] is not None:
+            dbiases[i] = dys[at].flatten(0, -2).sum(0)
+    first = 0
+    for i, at in enumerate(ctx.how[0]):
+        last = first + a[i].shape[0]
+        if dys[at] is not None:
+            if needs.a[i]:
+                das[i] = _as(a[i], da if last - first == da.shape[0] else da[first:last])
+            if needs.b[i]:
+                dbs[i] = _as(b[i], db[i])
+        first += _columns(last - first)
     return dx if need_x else None, dweights, dbiases, das, dbs
 
 
