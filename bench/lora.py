@@ -6,8 +6,8 @@
 
 One linear: gradients of x, A and B, of bf16 adapters; `base` is the product pair of the frozen map.
 Model: Llama of 8B's width with random weights, loss and backward, no optimizer; `frozen` has no adapters and
-a gradient of its embeddings, with `tigon.apply`; `tigon_no_lora` is `tigon.apply(lora=False)`. Each record is a
-line of JSON in --out. Memory is the peak of torch's allocator, weights included.
+a gradient of its embeddings, with `tigon.apply`; `tigon_no_lora` is `tigon.apply(lora=False)`. Each record is
+a line of JSON in --out. Memory is the peak of torch's allocator, weights included.
 """
 
 from __future__ import annotations
@@ -210,7 +210,8 @@ def table(records) -> str:
     """A line for each record, its time beside the frozen base's."""
     lines, floor = [], {}
     for r in records:
-        case = tuple(r.get(k) for k in ("part", "rows", "columns", "outputs", "rank", "tokens", "checkpointing"))
+        names = ("part", "rows", "columns", "outputs", "rank", "tokens", "checkpointing")
+        case = tuple(map(r.get, names))
         if r["provider"] in ("base", "frozen"):
             floor[case] = r
         there = floor.get(case)

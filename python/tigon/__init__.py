@@ -23,6 +23,7 @@ from tigon.ops.grad_norm import clip_grad_norm_
 from tigon.ops.group_norm import group_norm
 from tigon.ops.hyper_connection import hyper_connection_post, hyper_connection_pre
 from tigon.ops.layer_norm import layer_norm
+from tigon.ops.lora_linear import lora_linear, lora_linears
 from tigon.ops.loss_head.divergence_memory import linear_divergence_memory
 from tigon.ops.loss_head.labels import count_labels
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
@@ -37,7 +38,6 @@ from tigon.ops.loss_head.memory import (
     linear_preference_memory,
 )
 from tigon.ops.loss_head.multi_token import multi_token_loss
-from tigon.ops.lora_linear import lora_linear, lora_linears
 from tigon.ops.modulated_rms_norm import modulated_rms_norm
 from tigon.ops.policy import policy_loss
 from tigon.ops.poly_norm import poly_norm

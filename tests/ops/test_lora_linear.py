@@ -137,7 +137,8 @@ def test_several_adapters_of_a_map_and_one_without(device):
     assert len(made) == 2
     x = given["x"].detach().double().requires_grad_()
     factors = dropout_factors((13, 32), 0.3, seed, 1)
-    a, b, c, d = (t.detach().double().requires_grad_() for t in (given["a"], given["b"], more["a"], more["b"]))
+    leaves = (given["a"], given["b"], more["a"], more["b"])
+    a, b, c, d = (t.detach().double().requires_grad_() for t in leaves)
     wanted = x @ given["weight"].double().t() + 2 * x @ a.t() @ b.t() + 0.5 * (x * factors) @ c.t() @ d.t()
     (wanted.square().sum() + (x @ more["weight"].double().t()).square().sum()).backward()
     pairs = ((y, wanted), (given["x"].grad, x.grad), (given["a"].grad, a.grad), (given["b"].grad, b.grad),
@@ -201,7 +202,8 @@ def test_module(device):
     assert layer.weight is linear.weight and layer.bias is linear.bias
     assert [n for n, p in layer.named_parameters() if p.requires_grad] == ["lora_a", "lora_b"]
     x = torch.randn(3, 32, device=device, dtype=torch.bfloat16)
-    assert torch.equal(layer(x), tigon.lora_linear(x, layer.weight, layer.lora_a, layer.lora_b, 2.0, layer.bias))
+    wanted = tigon.lora_linear(x, layer.weight, layer.lora_a, layer.lora_b, 2.0, layer.bias)
+    assert torch.equal(layer(x), wanted)
     torch.nn.init.normal_(layer.lora_b)
     assert not torch.equal(layer(x), layer(x))
     assert torch.equal(layer.eval()(x), layer(x))

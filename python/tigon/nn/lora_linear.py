@@ -20,7 +20,7 @@ class LoRALinear(nn.Module):
         alpha: the adapter is scaled by ``alpha / rank``; ``None``: twice the rank.
         dropout: of the adapter's input, while training.
         bias: whether there is one; it is frozen too.
-        device, dtype: of weight and bias. ``lora_a`` ``[r, K]`` begins uniform, ``lora_b`` ``[N, r]`` as zeros.
+        device, dtype: of weight and bias. ``lora_a`` ``[r, K]`` begins uniform, ``lora_b`` ``[N, r]`` zero.
 
     Shape: ``x [..., K] -> [..., N]``.
     """

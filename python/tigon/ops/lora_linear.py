@@ -182,7 +182,8 @@ def _setup_operator(ctx, inputs, output):
 
 def _backward_operator(ctx, dys):
     need_x, *needs = ctx.needs_input_grad[:5]
-    of_options = (None if option else [] for option in (ctx.biased, *ctx.how))  # [] counts as a list of tensors
+    # PyTorch takes an empty list of numbers for one of tensors.
+    of_options = (None if option else [] for option in (ctx.biased, *ctx.how))
     return *_gradients(ctx, dys, need_x, _Lists(*needs, (), ())), *of_options, None, None, None
 
 

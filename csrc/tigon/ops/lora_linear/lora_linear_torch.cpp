@@ -29,8 +29,8 @@ struct Group {
   Vector seed;
 
   // Without adapters it has no columns, but as many rows as x.
-  Matrix t_of(Tensor& t, const Matrix& x) const {
-    Matrix m = matrix_of("t", t, t);
+  Matrix t_of(Tensor& t, const Tensor& like, const Matrix& x) const {
+    Matrix m = matrix_of("t", t, like);
     if (columns == 0) m.rows = x.rows;
     return m;
   }
@@ -82,7 +82,7 @@ Tensors forward(Tensor x, Tensors weights, Tensors biases, Tensors a, Tensors b,
                          .bases = group.bases,
                          .adapters = group.adapters,
                          .seed = group.seed,
-                         .t = group.t_of(t ? *t : results.back(), rows),
+                         .t = group.t_of(t ? *t : results.back(), x, rows),
                          .has_t = t.has_value()});
   return results;
 }
@@ -108,7 +108,7 @@ Tensors backward(Optionals dy, Tensor x, Tensors weights, Tensors a, Tensors b, 
                          .bases = group.bases,
                          .adapters = group.adapters,
                          .seed = group.seed,
-                         .t = group.t_of(t, rows),
+                         .t = group.t_of(t, x, rows),
                          .dx = need_x ? rows_of(kOp, "dx", results[0]) : Matrix{},
                          .da = need_a ? rows_of(kOp, "da", results[1]) : Matrix{}});
   return results;

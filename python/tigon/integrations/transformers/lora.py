@@ -61,7 +61,7 @@ class State(NamedTuple):
     sources: list[torch.Tensor | None]  # the layer's own tensors that these were made of
 
     def drops(self) -> bool:
-        return any([adapter.dropout for adapter in self.adapters])
+        return any(adapter.dropout for adapter in self.adapters)
 
     def shareable(self) -> bool:
         """Whether it may be computed with others. Seeds are drawn call by call: a checkpoint repeats them."""
@@ -140,7 +140,7 @@ def find_siblings(parent: nn.Module, names: list[str]) -> Siblings | None:
 
 @functools.cache
 def _callees(forward, names: frozenset[str]) -> tuple[str, ...]:
-    """Of these attributes those called with the same variable in one run of statements that leave it alone."""
+    """Of these attributes those called with one variable in a run of statements that leave it alone."""
     try:
         tree = source_tree(forward)
     except NoSource:
@@ -153,7 +153,9 @@ def _callees(forward, names: frozenset[str]) -> tuple[str, ...]:
         for node in ast.walk(statement):
             match node:
                 case ast.Call(
-                    func=ast.Attribute(value=ast.Name(id="self"), attr=name), args=[ast.Name(id=x)], keywords=[]
+                    func=ast.Attribute(value=ast.Name(id="self"), attr=name),
+                    args=[ast.Name(id=x)],
+                    keywords=[],
                 ) if name in names and not branches:
                     called.setdefault(x, []).append(name)
                     best = max(best, called[x], key=len)
