@@ -173,7 +173,8 @@ class _Plan:
 
 def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
           experts: bool = True, router: bool = True, qkv: bool = True, qk_norm: bool = True,
-          hyper: bool = True, lora: bool = True, lazy_logits: bool = False, strict: bool = False) -> Report:  # fmt: skip
+          hyper: bool = True, lora: bool = True, lazy_logits: bool = False,
+          strict: bool = False) -> Report:  # fmt: skip
     """Replace the norms, MLPs, rotary functions, loss head, experts and routers of a model by Tigon's.
 
     Where q, k and v are slices of one projection they become parts of one split.
