@@ -17,14 +17,16 @@ from tigon.error import check
 from tigon.integrations.transformers.forward import (
     autocast_dtype,
     bind_above,
+    bind_model,
     blocked,
     bound,
+    model_forward,
     plain,
     stock,
     tensor_parallel,
     unbind,
 )
-from tigon.integrations.transformers.head_operands import head_operands, is_linear, is_lora
+from tigon.integrations.transformers.head_operands import head_operands, is_linear, is_lora, is_tokens
 from tigon.integrations.transformers.lazy_logits import LazyLogits, LogitsRequest, LossRequest
 from tigon.integrations.transformers.recompute import Ledger
 from tigon.integrations.transformers.report import HeadCalls
@@ -40,8 +42,6 @@ from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 # Hooks of these packages gather weights or move tensors; they do not look at the logits.
 INFRASTRUCTURE = ("torch.distributed", "deepspeed", "accelerate")
 
-
-HEAD = "_tigon_head"  # where a model keeps (the state of its head, its forward's parameters)
 
 NO_LABELS = (
     "the model was called without labels (as Trainer does with label_smoothing_factor or compute_loss_func); "
@@ -114,7 +114,7 @@ def _why_computed(module, spec, asked, hidden) -> str | None:
         )
     if spec.once is not None:
         return spec.once
-    if is_lora(module) and head_operands(module) is None:
+    if _adapted(module) and head_operands(module) is None:
         return "the adapter of the head does more than two products"
     if torch.compiler.is_compiling():
         if not spec.compiled:
@@ -166,66 +166,60 @@ def _loss(module, spec, hidden, request):
 
 
 def attach(owner: nn.Module, spec: HeadSpec) -> None:
-    """Let a model tell its head at every forward what is wanted of the logits."""
-    if HEAD not in owner.__dict__:
-        owner.register_forward_pre_hook(before_forward, with_kwargs=True)
-        owner.register_forward_hook(after_forward, always_call=True)
-    names = tuple(inspect.signature(type(owner).forward).parameters)[1:]
-    owner.__dict__[HEAD] = (spec, names)
+    """Let a model tell its head at every forward what is wanted of the logits.
+
+    By its forward and not by hooks: PEFT before 0.21 calls `model.forward`.
+    """
+    if model_forward(owner) is None:
+        names = tuple(inspect.signature(type(owner).forward).parameters)[1:]
+        bind_model(forward_of_model, owner, (spec, names))
 
 
-def detach(owner: nn.Module) -> None:
-    """Take `attach` back."""
-    if owner.__dict__.pop(HEAD, None) is None:
-        return
-    for hooks, flags, ours in (
-        (owner._forward_pre_hooks, owner._forward_pre_hooks_with_kwargs, before_forward),
-        (owner._forward_hooks, owner._forward_hooks_always_called, after_forward),
-    ):
-        for key in [key for key, hook in hooks.items() if hook is ours]:
-            del hooks[key], flags[key]
-
-
-def before_forward(module: nn.Module, args, kwargs):
-    """Forward pre-hook of a patched model: tells the head whether a loss will take its logits.
+def forward_of_model(module: nn.Module, told: tuple[HeadSpec, tuple[str, ...]], *args, **kwargs):
+    """Forward of a patched model: its head knows whether a loss will take its logits.
 
     It will where labels are given (any argument with "labels" in its name), or where apply was told so. The
-    keyword ``skip_logits`` (Liger's word, which TRL passes) is taken off: True owes logits in evaluation too.
+    keyword ``skip_logits`` (Liger's word, which TRL passes) is taken off: True owes logits in evaluation too,
+    and leaves them out of the output.
+    """
+    spec, names = told
+    if module in spec.forwards:  # inside of itself
+        return stock(module, *args, **kwargs)
+    asked = before_forward(module, spec, {**dict(zip(names, args, strict=False)), **kwargs})
+    kwargs.pop("skip_logits", None)
+    spec.forwards[module] = asked
+    try:
+        output = stock(module, *args, **kwargs)
+    finally:
+        spec.forwards.pop(module, None)
+    if asked.drop and isinstance(output, ModelOutput):
+        output = type(output)(**{name: value for name, value in output.items() if name != "logits"})
+    return output
+
+
+def before_forward(module: nn.Module, spec: HeadSpec, given: dict) -> Asked:
+    """What a model's forward asks of its head, by the arguments that it was given.
+
     Labels on the GPU are counted while the layers run: known to the host by the time of the loss, without
     waiting, so that rows that do not count are left out.
     """
-    spec, names = module.__dict__[HEAD]
-    kwargs = dict(kwargs)
-    skip = kwargs.pop("skip_logits", None)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
     given = {name: value for name, value in given.items() if value is not None}
+    skip = given.pop("skip_logits", None)
     labels = any("labels" in name for name in given)
     check("apply", labels or not skip, "labels must be given with skip_logits=True, got {}", sorted(given))
     head = module.get_output_embeddings()
     spec.once = gathered_once(head)
     for linear in _patched(head, spec):
         refuse_main_grad(module, linear)
-    spec.forwards.pop(module, None)
     running = list(spec.forwards.values())  # of the models that this one is inside of
     around = running[-1] if running else Asked(None, False, False)
-    spec.forwards[module] = Asked(around.skip if skip is None else skip, labels or around.labels, bool(skip))
     spec.ledger.open()
     if not torch.compiler.is_compiling() and (module.training or skip):
         shifted = given.get("shift_labels")
         target = given.get("labels") if shifted is None else shifted
         if isinstance(target, torch.Tensor) and target.is_cuda and target.ndim:
-            count_labels(target, kwargs.get("ignore_index", -100), shift=shifted is None)
-    return args, kwargs
-
-
-def after_forward(module: nn.Module, args, output):
-    """Forward hook of a patched model: logits that were to be skipped are not in its output."""
-    del args
-    spec, _ = module.__dict__[HEAD]
-    asked = spec.forwards.pop(module, None)
-    if asked is not None and asked.drop and isinstance(output, ModelOutput):
-        output = type(output)(**{name: value for name, value in output.items() if name != "logits"})
-    return output
+            count_labels(target, given.get("ignore_index", -100), shift=shifted is None)
+    return Asked(around.skip if skip is None else skip, labels or around.labels, bool(skip))
 
 
 def _patched(head: nn.Module, spec: HeadSpec) -> list[nn.Module]:
@@ -244,7 +238,7 @@ def _patched(head: nn.Module, spec: HeadSpec) -> list[nn.Module]:
 def bind_head(linears: list[nn.Module], spec: HeadSpec) -> None:
     """Patch the modules of an output head that are not."""
     for linear in linears:
-        if is_lora(linear):
+        if _adapted(linear):
             unbind(linear.base_layer)  # patched before there was an adapter around it
         if bound(linear) is None:
             bind_above(head_forward, linear, spec)
@@ -254,7 +248,12 @@ def _behind(head: nn.Module) -> list[nn.Module]:
     """The modules of an output head: itself, or those in PEFT's wrapper."""
     if hasattr(head, "modules_to_save") and hasattr(head, "original_module"):
         return [*head.modules_to_save.values(), head.original_module]
-    return [head]
+    return [getattr(head, "token_adapter", head)]
+
+
+def _adapted(module: nn.Module) -> bool:
+    """Whether it is one of PEFT's layers around a Linear that `head_operands` knows."""
+    return is_lora(module) or is_tokens(module)
 
 
 def _fused(logits, target, **options):
@@ -293,9 +292,9 @@ def plan_head(head: nn.Module) -> list[nn.Linear] | str:
 
 
 def _unfit(head: nn.Module) -> str | None:
-    if hasattr(head, "base_layer") and not is_lora(head):
+    if hasattr(head, "base_layer") and not _adapted(head):
         return f"{type(head).__name__} adds an adapter to the head; its logits must be computed"
-    if not is_linear(head) and not is_lora(head):
+    if not is_linear(head) and not _adapted(head):
         return f"the head is {type(head).__name__}, not nn.Linear"
     shape = tuple(getattr(head.weight, "ds_shape", head.weight.shape))  # ZeRO-3 keeps it there
     if not head.weight.is_floating_point() or len(shape) != 2:
