@@ -11,15 +11,17 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from tigon.error import check
+from tigon.integrations.liger.functional import loss_settings
 from tigon.integrations.liger.outputs import with_counts
 from tigon.integrations.transformers.forward import Forward, bound, model_forward
 from tigon.integrations.transformers.head import forward_of_model, head_forward
 from tigon.integrations.transformers.lazy_logits import LossRequest
 
-_FIELDS = {"return_token_accuracy": "token_accuracy", "return_predicted_tokens": "predicted_tokens"}
+FIELDS = {"return_token_accuracy": "token_accuracy", "return_predicted_tokens": "predicted_tokens"}
 _ASKED = (
     "_tigon_liger_asked"  # on the head's module, during a forward: field -> value, None until it is known
 )
+_SETTINGS = "_tigon_liger_settings"  # on the model: options that its program adds to Liger's loss
 
 
 def attach(model: nn.Module) -> None:
@@ -27,6 +29,7 @@ def attach(model: nn.Module) -> None:
     forward = model_forward(model)
     if forward is not None and _heads(model):
         forward.function = _forward
+        model.__dict__[_SETTINGS] = loss_settings()
 
 
 def _heads(model: nn.Module) -> list[Forward]:
@@ -40,13 +43,15 @@ def _heads(model: nn.Module) -> list[Forward]:
 def _forward(model, told, *args, **kwargs):
     """The patched model's forward, with the keywords and the output."""
     heads = _heads(model)
-    asked = {field: None for name, field in _FIELDS.items() if kwargs.pop(name, None)}
+    asked = {field: None for name, field in FIELDS.items() if kwargs.pop(name, None)}
     labels = any(kwargs.get(name) is not None for name in ("labels", "shift_labels")) or len(args) > 1
     check("compat.liger", labels or not kwargs.get("skip_logits"),
           "labels or shift_labels must be given where skip_logits is True, got {}",
           sorted(kwargs))  # fmt: skip
     if asked and model.training and labels:
         kwargs.setdefault("skip_logits", True)
+    if labels and kwargs.get("skip_logits", model.training):
+        kwargs = {**model.__dict__[_SETTINGS], **kwargs}
     for forward in heads:
         forward.function = _head
         forward.module.__dict__[_ASKED] = asked

@@ -7,13 +7,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.utils import ModelOutput
 
 from tigon._dtensor import sharded_loss
 from tigon.error import check
+from tigon.integrations.transformers.causal_loss import causal_lm_loss, loss_options
 from tigon.integrations.transformers.forward import (
     autocast_dtype,
     bind_above,
@@ -38,6 +37,7 @@ from tigon.integrations.transformers.sharding import (
 )
 from tigon.ops.loss_head.labels import count_labels
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 
 # Hooks of these packages gather weights or move tensors; they do not look at the logits.
 INFRASTRUCTURE = ("torch.distributed", "deepspeed", "accelerate")
@@ -157,12 +157,21 @@ def _loss(module, spec, hidden, request):
     spec.ledger.note(hidden, weight.to_local() if sharded else weight)
     device = hidden.device.type
     off = nullcontext() if autocast_dtype(device) is None else torch.autocast(device, enabled=False)
+    options = {"bias": bias, **request.options}
+    scaling = options.pop("token_scaling")
+    check("apply", not (scaling and sharded), "use_token_scaling must not be given where the head is sharded "
+          "over a vocabulary, got True")  # fmt: skip
     with off:  # the casts are made; autocast must not add its own
         if sharded:
-            options = {"bias": bias, **request.options}
             args = hidden, weight, target
             return sharded_loss("linear_cross_entropy", linear_cross_entropy, args, options, vocab=columns)
-        return linear_cross_entropy(hidden, weight, target, bias=bias, lora=lora, **request.options)
+        options["lora"] = lora
+        if scaling:
+            same = ("bias", "lora", "softcap", "logit_scale", "ignore_index", "shift")
+            with torch.no_grad():
+                told = linear_log_prob(hidden, weight, target, **{name: options[name] for name in same})
+            options["token_weight"] = told.exp()
+        return linear_cross_entropy(hidden, weight, target, **options)
 
 
 def attach(owner: nn.Module, spec: HeadSpec) -> None:
@@ -207,6 +216,9 @@ def before_forward(module: nn.Module, spec: HeadSpec, given: dict) -> Asked:
     skip = given.pop("skip_logits", None)
     labels = any("labels" in name for name in given)
     check("apply", labels or not skip, "labels must be given with skip_logits=True, got {}", sorted(given))
+    named = loss_options(given) and module.loss_function is not causal_lm_loss
+    check("apply", not named, "options of the loss must be given to a model with transformers' causal-LM loss, "
+          "got {} for {}", sorted(given), type(module).__name__)  # fmt: skip
     head = module.get_output_embeddings()
     spec.once = gathered_once(head)
     for linear in _patched(head, spec):
@@ -254,31 +266,6 @@ def _behind(head: nn.Module) -> list[nn.Module]:
 def _adapted(module: nn.Module) -> bool:
     """Whether it is one of PEFT's layers around a Linear that `head_operands` knows."""
     return is_lora(module) or is_tokens(module)
-
-
-def _fused(logits, target, **options):
-    return logits.cross_entropy(target, **options) if isinstance(logits, LazyLogits) else None
-
-
-def causal_lm_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100,
-                   shift_labels=None, **kwargs):  # fmt: skip
-    """transformers' ForCausalLMLoss that computes lazy logits' loss from the hidden states."""
-    if isinstance(logits, LazyLogits) and logits.shape[-1] == vocab_size:
-        options = {"ignore_index": ignore_index, "denominator": num_items_in_batch}
-        if shift_labels is not None:
-            flat = logits.view(-1, vocab_size)
-            loss = _fused(flat, shift_labels.reshape(-1), **options)
-        elif logits.shape[:-1] == labels.shape:
-            loss = _fused(logits, labels, shift=True, **options)  # the tensor that was counted
-        else:
-            target = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-            loss = _fused(logits.view(-1, vocab_size), target.reshape(-1), **options)
-        if loss is not None:
-            return loss
-    if isinstance(logits, LazyLogits):
-        logits = logits.materialise()
-    return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index,
-                           shift_labels, **kwargs)  # fmt: skip
 
 
 def plan_head(head: nn.Module) -> list[nn.Linear] | str:

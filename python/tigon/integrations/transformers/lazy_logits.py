@@ -346,8 +346,11 @@ class LazyLogits:
             )
 
     def cross_entropy(self, target, *, weight=None, ignore_index=-100, reduction="mean",
-                      label_smoothing=0.0, denominator=None, shift=False, predict=False):  # fmt: skip
+                      label_smoothing=0.0, denominator=None, shift=False, predict=False, z_loss=0.0,
+                      token_scaling=False):  # fmt: skip
         """Cross-entropy of these logits without forming them; None when it cannot be done.
+
+        With `token_scaling` each row counts by the probability of its label.
 
         With `predict` the same pass finds what a later argmax over the vocabulary is answered with.
         """
@@ -373,6 +376,8 @@ class LazyLogits:
             shift=shift,
             logit_scale=scale,
             softcap=softcap,
+            z_loss=z_loss,
+            token_scaling=token_scaling,
             outputs=("loss", "predicted") if predict else None,
         )
         result = self._call_head(request)
