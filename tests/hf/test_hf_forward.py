@@ -221,3 +221,66 @@ def test_peft_forms_no_logits():
 
     assert peak("stock") > 700
     assert peak("tigon") < 375
+
+
+# --- what is said --------------------------------------------------------------------------------
+
+
+def said(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and r.name == "tigon"]
+
+
+def by_interface(model):
+    from tigon.integrations.liger import patching
+
+    patching._apply_liger_kernel_to_instance(model)
+
+
+@pytest.mark.parametrize("entrance", [apply, by_interface])
+def test_an_unfused_head_says_so_once(entrance, caplog):
+    """With the reason and what to do, by every entrance."""
+    model, inputs = make(), batch()
+    entrance(model)
+    for _ in range(3):
+        model(inputs["input_ids"]).logits.sum().backward()
+    (text,) = said(caplog)
+    assert "computes all logits in training" in text and "without labels" in text and "lazy_logits" in text
+
+
+def test_a_reader_of_logits_is_named_once(caplog):
+    model, inputs = make(), batch()
+    apply(model)
+    for _ in range(3):
+        assert (model(**inputs).logits + 0).shape == (2, 11, 97)
+    (text,) = said(caplog)
+    assert "test_hf_forward, line" in text and "reads output.logits" in text
+
+
+def test_a_head_that_stays_stock_is_named(caplog):
+    model = make()
+    model.lm_head = nn.Sequential(model.lm_head)
+    for _ in range(2):
+        apply(model)
+    (text,) = said(caplog)
+    assert "lm_head stays stock: the head is Sequential" in text
+
+
+def test_tracing_says_so_too(caplog, monkeypatch):
+    from tigon.integrations.transformers import report
+
+    monkeypatch.setattr(report, "_traced", set())
+    torch._dynamo.reset()
+    model, inputs = make(num_hidden_layers=1), batch()
+    apply(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for _ in range(2):
+        compiled(inputs["input_ids"]).logits.sum().backward()
+    (text,) = said(caplog)
+    assert "without labels" in text
+
+
+def test_a_fused_head_says_nothing(caplog):
+    model, inputs = make(), batch()
+    apply(model)
+    step(model, inputs)
+    assert not said(caplog)

@@ -89,9 +89,7 @@ def head_forward(module: nn.Module, spec: HeadSpec, hidden, request=None):
         return stock(module, hidden)
     reason = _why_computed(module, spec, asked, hidden)
     if reason is not None:
-        if not torch.compiler.is_compiling():
-            spec.calls.computed += 1
-            spec.calls.reason = reason
+        spec.calls.compute(reason)
         return stock(module, hidden)
     autocast = autocast_dtype(hidden.device.type)
     if not torch.compiler.is_compiling():
@@ -102,7 +100,7 @@ def head_forward(module: nn.Module, spec: HeadSpec, hidden, request=None):
 def _why_computed(module, spec, asked, hidden) -> str | None:
     """Why logits are computed at once where they could be owed, or None."""
     if asked is None:
-        return "the head was called outside of its model's forward"
+        return "the head was called outside of its model's forward (call the model, with labels)"
     if not (asked.labels or spec.always):
         return NO_LABELS
     if vocabulary_sharded(module):
@@ -115,19 +113,19 @@ def _why_computed(module, spec, asked, hidden) -> str | None:
     if spec.once is not None:
         return spec.once
     if _adapted(module) and head_operands(module) is None:
-        return "the adapter of the head does more than two products"
+        return "the adapter of the head does more than two products (lora_dropout=0, or no adapter on the head)"
     if torch.compiler.is_compiling():
         if not spec.compiled:
-            return "torch.compile traces a loss function that is not transformers' causal one"
+            return "torch.compile traces a loss function that is not transformers' causal one (compile the layers)"
     elif _in_reentrant_checkpoint():
-        return "a reentrant checkpoint takes tensors only"
+        return "a reentrant checkpoint takes tensors only (use_reentrant=False)"
     if torch.jit.is_tracing():
         return "torch.jit traces tensors only"
     if hidden.dtype != module.weight.dtype and autocast_dtype(hidden.device.type) is None:
         return "hidden states and the head's weight differ in dtype"  # an error in stock, which shall come
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     if module._backward_hooks or module._backward_pre_hooks or any(map(_foreign, hooks)):
-        return "hooks on the head expect one call with logits"
+        return "hooks on the head expect one call with logits (remove them)"
     return None
 
 

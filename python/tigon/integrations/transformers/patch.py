@@ -213,6 +213,9 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
         "loss": loss,
     }
     kept = [entry for entry in report.entries if not slots[entry.slot]]
+    for entry in plan.entries:
+        if entry.slot == "loss" and not entry.replaced:
+            report.head_calls.say(f"{entry.path} stays stock: {entry.reason}")
     report.entries[:] = kept + plan.entries
     if state is None:
         state = root.__dict__[STATE] = State(report)
