@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import tigon
+from tigon._dtensor import is_dtensor
 from tigon.error import check
 from tigon.integrations.liger.names import public
 
@@ -82,6 +83,16 @@ def cross_entropy_parts(input, target, weight=None, ignore_index=-100, lse_squar
     return loss.to(input.dtype), z_loss, accuracy, predicted
 
 
+def whole(weight):
+    """The weight of a head as one tensor: FSDP's shards look like those of a vocabulary, so both are refused."""
+    if not is_dtensor(weight):
+        return weight
+    check("compat.liger", all(p.is_replicate() for p in weight.placements), "weight must be whole (under FSDP "
+          "read it in the forward of the unit that holds it, or keep the head in the root's unit; shards of a "
+          "vocabulary: tigon.linear_log_prob), got a DTensor placed as {}", weight.placements)  # fmt: skip
+    return weight.to_local()
+
+
 def linear_cross_entropy_parts(input, weight, target, bias=None, ce_weight=None, ignore_index=-100,
                                lse_square_scale=0.0, label_smoothing=0.0, reduction="mean", softcap=None,
                                return_z_loss=False, accum_dtype=None, use_token_scaling=False,
@@ -91,7 +102,7 @@ def linear_cross_entropy_parts(input, weight, target, bias=None, ce_weight=None,
     whole = isinstance(chunk_mem_const, int) and not isinstance(chunk_mem_const, bool)
     fits = whole and chunk_mem_const >= 1
     check("compat.liger", fits, "chunk_mem_const must be an int >= 1, got {!r}", chunk_mem_const)
-    scaling = None
+    weight, scaling = whole(weight), None
     if use_token_scaling:
         with torch.no_grad():
             scaling = tigon.linear_log_prob(
