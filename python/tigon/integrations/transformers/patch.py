@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -10,15 +11,13 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from tigon.error import Error
+from tigon.integrations.transformers.causal_loss import causal_lm_loss
 from tigon.integrations.transformers.experts import plan_experts, switch, switch_back
-from tigon.integrations.transformers.forward import bind, bound, unbind
+from tigon.integrations.transformers.forward import bind, bound, model_forward, unbind
 from tigon.integrations.transformers.head import (
-    HEAD,
     HeadSpec,
     attach,
     bind_head,
-    causal_lm_loss,
-    detach,
     output_head,
     plan_head,
 )
@@ -157,9 +156,9 @@ class _Plan:
             rebind(key, state, label)
             state.rotary[key] = label
         for owner, linears in self.heads:
-            known, _ = owner.__dict__.get(HEAD, (None, None))
-            found = (forward.spec for forward in map(bound, linears) if forward is not None)
-            spec = known or next(found, None) or HeadSpec(state.report.head_calls, state.ledger)
+            known = [forward.spec[0] for forward in (model_forward(owner),) if forward is not None]
+            known += [forward.spec for forward in map(bound, linears) if forward is not None]
+            spec = known[0] if known else HeadSpec(state.report.head_calls, state.ledger)
             spec.compiled |= owner.loss_function in (ForCausalLMLoss, causal_lm_loss)
             spec.always |= lazy_logits
             bind_head(linears, spec)
@@ -240,11 +239,15 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
         "loss": loss,
     }
     kept = [entry for entry in report.entries if not slots[entry.slot]]
+    for entry in plan.entries:
+        if entry.slot == "loss" and not entry.replaced:
+            report.head_calls.say(f"{entry.path} stays stock: {entry.reason}")
     report.entries[:] = kept + plan.entries
     report.notes[:] = _notes(root, report)
     if state is None:
         state = root.__dict__[STATE] = State(report)
     plan.commit(state, lazy_logits)
+    _tell_wrappers(model, root)
     return report
 
 
@@ -268,6 +271,15 @@ def _what(model) -> str:
     return type(model).__name__ + (" (give its .model)" if inside else "")
 
 
+def _tell_wrappers(model: nn.Module, root: nn.Module) -> None:
+    """PEFT's adaption prompts keep the model's forward for their own: that of now."""
+    for wrapper in model.modules():
+        kept = wrapper.__dict__.get("forward")
+        of = kept.__self__ if isinstance(kept, types.MethodType) else getattr(kept, "module", None)
+        if of is root is not wrapper and model_forward(root) is not None:
+            wrapper.__dict__["forward"] = root.forward
+
+
 def _check(plan: _Plan, report: Report, strict: bool) -> None:
     left = [entry for entry in plan.entries if not entry.replaced]
     reasons = "; ".join(sorted({f"{entry.kind}: {entry.reason}" for entry in left}))
@@ -289,7 +301,6 @@ def undo(model: nn.Module) -> None:
     root = _root(model)
     for module in root.modules():
         unbind(module)
-        detach(module)
     state = root.__dict__.pop(STATE, None)
     if state is None:
         return

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import html
+import logging
 from dataclasses import dataclass, field
 
+import torch
+
 from tigon.error import Error
+
+log = logging.getLogger("tigon")
+_traced: set[str] = set()  # reasons given while tracing
 
 
 @dataclass(frozen=True)
@@ -33,9 +39,34 @@ class HeadCalls:
     computed: int = 0  # training forwards that computed logits at once
     reason: str | None = None  # why, the last of them
     traced: bool = False  # torch.compile has traced a fused loss; its calls are not counted
+    said: set[str] = field(default_factory=set, repr=False)  # warnings given
+
+    def compute(self, reason: str) -> None:
+        """A training forward computes its logits at once: counted, and said once for each reason."""
+        if torch.compiler.is_compiling():
+            _say_tracing(reason)
+            return
+        self.computed += 1
+        self.reason = reason
+        self.say(reason)
+
+    def say(self, reason: str) -> None:
+        """Warn once that logits are computed."""
+        _say(reason, self.said)
 
     def __int__(self):
         return self.fused
+
+
+def _say(reason: str, said: set[str]) -> None:
+    if reason not in said:
+        said.add(reason)
+        log.warning("[apply] the loss head computes all logits in training: %s", reason)
+
+
+@torch.compiler.assume_constant_result
+def _say_tracing(reason: str) -> None:
+    _say(reason, _traced)
 
 
 @dataclass
