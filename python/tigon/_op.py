@@ -32,12 +32,24 @@ _is_compiling = torch.compiler.is_compiling
 _is_transformed = torch._C._are_functorch_transforms_active
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _is_grad_enabled = torch.is_grad_enabled
+_includes_key = torch._C._dispatch_tls_is_dispatch_key_included
+_VMAP_MODE = torch._C._parse_dispatch_key("VmapMode")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-# Whether the running backward pass keeps its graph (``retain_graph``); where PyTorch cannot tell, yes.
-graph_is_kept: Callable[[], bool] = getattr(
+_keeps_graph: Callable[[], bool] = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
 )
+
+
+def graph_is_kept() -> bool:
+    """Whether what the running backward pass finds must stay as it is: it keeps its graph
+    (``retain_graph``; where PyTorch cannot tell, yes), or runs for a batch of gradients."""
+    return _keeps_graph() or is_batched()
+
+
+def is_batched() -> bool:
+    """Whether a transform, or ``is_grads_batched`` of a backward, calls on several tensors at a time."""
+    return _is_transformed() or _includes_key(_VMAP_MODE)
 
 
 def may_overwrite_saved(saved: tuple) -> bool:
@@ -209,11 +221,13 @@ def register_fake(op: str, name: str, fake: Callable[..., Any]) -> None:
     def checked(*args):
         first = None
         for argument, a in zip(names, args, strict=False):
-            if not isinstance(a, torch.Tensor):
-                continue
-            first = a if first is None else first
-            if a.is_meta != first.is_meta:
-                refuse(op, "{} must be on {}, got {}", argument, first.device, a.device)
+            for i, t in enumerate(a if isinstance(a, (list, tuple)) else (a,)):
+                if not isinstance(t, torch.Tensor):
+                    continue
+                first = t if first is None else first
+                if t.is_meta != first.is_meta:
+                    place = argument if t is a else f"{argument}[{i}]"
+                    refuse(op, "{} must be on {}, got {}", place, first.device, t.device)
         return fake(*args)
 
     torch.library.register_fake(f"tigon::{name}", checked)

@@ -266,3 +266,15 @@ def test_second_derivatives_are_refused(batch):
     assert not grad.requires_grad
     with pytest.raises(tigon.Error, match="second derivatives are not supported"):
         torch.autograd.grad(tigon.preference_loss(x).loss, x, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(0, 5), (0, 0), (4, 0), (0,)])
+def test_an_empty_batch(shape, dtype):
+    """A micro-batch without answers, or with empty ones, has a loss."""
+    x = torch.zeros(shape, dtype=dtype, requires_grad=True)
+    mask = torch.ones(shape[0] // 2, *shape[1:], dtype=torch.bool)
+    out = tigon.preference_loss(x, nll=1.0, nll_mask=mask)
+    assert out.nll == 0 and out.loss.isfinite() and (shape[0] or out.loss == 0)
+    out.loss.backward()
+    assert x.grad.shape == shape

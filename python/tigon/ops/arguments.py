@@ -28,15 +28,17 @@ def check_indices(op: str, name: str, x: object) -> None:
 
 
 def check_numbers(op: str, **values: object) -> None:
-    """Each must be a number."""
+    """Each must be a number; one that the host knows must not be NaN."""
     for name, value in values.items():
         if type(value) is not float and not _is_number(value):
             refuse(op, name + " must be a number, got {}", kind_of(value))
+        if not isinstance(value, torch.Tensor) and value != value:
+            refuse(op, name + " must be a number, got NaN")
 
 
 def _is_number(value) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.numel() == 1
+        return value.numel() == 1 and not value.is_complex()
     return isinstance(value, (float, int, torch.SymFloat, torch.SymInt)) or hasattr(value, "__float__")
 
 

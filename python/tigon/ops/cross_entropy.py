@@ -69,10 +69,10 @@ def check_denominator(op, denominator):
 
 
 def divide(total, denominator):
-    """A sum over its denominator, in plain PyTorch operations."""
+    """A sum over its denominator, in plain PyTorch operations and the sum's dtype."""
     if isinstance(denominator, torch.Tensor):
         denominator = denominator.detach().to(total.device).reshape(())
-    return total / denominator
+    return (total / denominator).to(total.dtype)
 
 
 def split_denominator(denominator, device):

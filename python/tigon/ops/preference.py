@@ -5,6 +5,7 @@ Contract: ``csrc/tigon/ops/preference/preference.h``.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -397,7 +398,7 @@ def preference_loss(
     check_ref(op, ref, answers, log_prob.device)
     check_mask(op, "nll_mask", nll_mask, (answers // 2, *log_prob.shape[1:]), log_prob.device)
     if nll_mask is not None:
-        nll_mask = nll_mask.reshape(answers // 2, -1)
+        nll_mask = nll_mask.reshape(answers // 2, math.prod(log_prob.shape[1:]))
     return run(op, log_prob, mask, nll_mask, constant(ref, log_prob), None, None, denominator, formula)
 
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from tigon._op import foreign, graph_is_kept, has_kernel, once, refuse_tangents
+from tigon._op import foreign, has_kernel, once, refuse_tangents
 from tigon.error import check
 from tigon.ops.arguments import check_choice, check_float, check_integers, check_numbers, check_positive
 from tigon.ops.cross_entropy import check_denominator, check_target
-from tigon.ops.loss_gradient import rescale
+from tigon.ops.loss_gradient import scaled
 from tigon.parallel.rows import NUMBERS, Formula, Rows, make_rows, scale_of, total
 from tigon.parallel.shards import Facts, Shards, Work, agree, code, target_code
 
@@ -94,11 +94,7 @@ class _Function(torch.autograd.Function):
         if ctx.call.scale is None:
             logits, log_share = ctx.saved_tensors
             return None, _gradient(ctx.call.rows, logits, ctx.call.target, log_share, dloss.contiguous())
-        (formed,) = ctx.saved_tensors
-        if graph_is_kept():
-            formed = formed.clone()
-        rescale(formed, dloss)
-        return None, formed
+        return None, scaled(*ctx.saved_tensors, dloss)
 
 
 def _gradient(rows: Rows, logits, target, log_share, scale):
