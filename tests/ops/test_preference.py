@@ -119,6 +119,18 @@ def test_orpo_when_sure(device):
         assert x.grad.tolist() == pytest.approx(slopes, rel=1e-4)
 
 
+@pytest.mark.parametrize("scores", [(0.0, -1.0), (-1.0, 0.0), (0.0, 0.0)])
+def test_orpo_when_certain(scores, device):
+    """Log-probability exactly 0: finite slopes, those of the plain formula."""
+    grads = []
+    for dtype in (torch.float32, torch.float64):
+        x = torch.tensor(scores, dtype=dtype, device=device, requires_grad=True)
+        tigon.preference_loss(x, kind="orpo", beta=0.7, nll=0.0).loss.backward()
+        grads.append(x.grad.double())
+    torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-30)
+    assert grads[0].abs().max() <= 0.7 / (1 - math.exp(-1.0)) + 1e-6
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_empty_answers(kind, batch, device):
     """Finite, without a gradient where there is no token."""

@@ -90,7 +90,7 @@ def test_vmap_of_grad_and_jacrev(module, case):
 @every_op
 @pytest.mark.parametrize("retain_graph", [False, True])
 def test_batched_gradients(module, case, retain_graph):
-    """``is_grads_batched``, as ``jacobian(..., vectorize=True)`` has it: one backward for several upstreams."""
+    """``is_grads_batched``, as ``jacobian(..., vectorize=True)`` has it: one backward for several."""
     total, leaves = _closed(module, case)
     expected = _gradients(total, leaves)
     upstream = torch.tensor([1.0, 2.0], dtype=torch.float64)

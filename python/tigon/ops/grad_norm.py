@@ -123,11 +123,11 @@ def clip_grad_norm_(
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
+    check_numbers("clip_grad_norm_", max_norm=max_norm, norm_type=norm_type)
     if float(norm_type) != 2.0:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     if not grads:
         return torch.tensor(0.0)
-    check_numbers("clip_grad_norm_", max_norm=max_norm)
     check("clip_grad_norm_", max_norm >= 0, "max_norm must be >= 0, got {}", max_norm)
     norm, factor = global_norm(grads, max_norm)
     if error_if_nonfinite:

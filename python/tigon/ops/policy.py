@@ -351,7 +351,7 @@ def policy_loss(
         check(op, entropies.device == device, "entropies must be on {}, got {}", device, entropies.device)
     check(op, entropy == 0 or entropies is not None, "entropies must be given with entropy, got None")
     check_denominator(op, denominator)
-    check_denominator(op, entropy_denominator)
+    check_denominator(op, entropy_denominator, "entropy_denominator")
     advantage, old, ref, importance = (
         None if t is None else t.detach() for t in (advantage, old, ref, importance)
     )

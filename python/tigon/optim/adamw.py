@@ -93,7 +93,7 @@ class AdamW(torch.optim.Optimizer):
             check_numbers(_OP, max_grad_norm=max_grad_norm)
             check(_OP, max_grad_norm > 0, "max_grad_norm must be > 0 or None, got {}", max_grad_norm)
         check_integers(_OP, seed=seed)
-        check(_OP, 0 <= seed, "seed must be in [0, 2^63), got {}", seed)
+        check(_OP, seed >= 0, "seed must be in [0, 2^63), got {}", seed)
         check(_OP, not differentiable, "differentiable must be False: no derivatives run through an update")
         self.rounding, self.moment_dtype, self.seed = rounding, pair, seed
         self.max_grad_norm = max_grad_norm
@@ -210,8 +210,8 @@ class AdamW(torch.optim.Optimizer):
         same = [k and version == g._version for k, (_, version), g in zip(known, marks, grads, strict=True)]
         if not any(same if modified else known):
             return None
-        check(_OP, all(same), "gradients must stay as they are between clip_grad_norm_ and step, which scales "
-              "them: {} of {} were modified or are new (zero_grad() forgets the clipping)",
+        check(_OP, all(same), "gradients must stay as they are between clip_grad_norm_ and step, which "
+              "scales them: {} of {} were modified or are new (zero_grad() forgets the clipping)",
               len(same) - sum(same), len(same))  # fmt: skip
         return self._factor
 

@@ -51,6 +51,14 @@ def check_eager(op, **tensors) -> None:
         check(op, kind is None, "{} must be a plain dense tensor, got {}", name, kind)
 
 
+def number_of(denominator) -> object:
+    """What processes compare of a denominator: its number where the host knows it."""
+    if not isinstance(denominator, torch.Tensor):
+        return denominator
+    known = denominator.is_cpu and denominator.numel() == 1 and not denominator.is_complex()
+    return float(denominator) if known else "on a device"
+
+
 def shape_of(tensor) -> tuple[int, ...] | None:
     """The sizes of an option that may be absent: processes must agree on them."""
     return None if tensor is None else tuple(getattr(tensor, "shape", ()))
@@ -164,11 +172,10 @@ def cross_entropy(
         if weight is not None:
             check_float(OP, "weight", weight)
         formula = Formula(ignore_index, label_smoothing, softcap or 0.0, z_loss=z_loss)
-        number = None if isinstance(denominator, torch.Tensor) else denominator
         return Facts(
             rows=target.numel(), dtype=code(logits.dtype),
             needs=int(logits.requires_grad and torch.is_grad_enabled()),
-            options=code((formula, reduction, number, shape_of(weight))),
+            options=code((formula, reduction, number_of(denominator), shape_of(weight))),
             target=target_code(target, logits.device), refused=0, columns=logits.shape[-1],
             first_class=-1 if first_class is None else first_class, vocab=-1 if vocab is None else vocab,
         ), formula  # fmt: skip

@@ -123,12 +123,12 @@ def linear_policy(
     )
     _policy.check_tokens(op, target.shape, hidden.device, advantage, old, ref, importance, kl)
     check_denominator(op, denominator)
-    check_denominator(op, entropy_denominator)
+    check_denominator(op, entropy_denominator, "entropy_denominator")
     advantage, old, ref, importance = (
         None if t is None else t.detach() for t in (advantage, old, ref, importance)
     )
     hidden, weight = autocast(hidden), plain_weight(op, weight)
-    if not has_kernel(op, hidden) or plain(hidden):
+    if not has_kernel(op, hidden, beside=(bias, *(lora or ())[:2])) or plain(hidden):
         if hidden.dtype == torch.float64:
             check_plain(op, weight, target, ignore_index, shift, valid_rows)
         labels = shifted(target, ignore_index, shift).long()

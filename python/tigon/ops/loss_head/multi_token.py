@@ -21,6 +21,7 @@ from tigon.ops.arguments import check_choice, check_float, check_indices, is_tra
 from tigon.ops.loss_head import operators
 from tigon.ops.loss_head.labels import check_shift, labels_of, shifted
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.loss_head.operands import check_lora
 
 _OP = "multi_token_loss"
 _REDUCTIONS = ("mean", "sum")
@@ -387,6 +388,7 @@ def multi_token_loss(
                 _OP, not is_dtensor(t), "{} must be a plain dense tensor, got a DTensor (use {}.to_local())",
                 name, name,
             )  # fmt: skip
+        check_lora(_OP, lora[i], weight, weight)
         of_head = {"shift": shifts[i], "lora": lora[i], "valid_rows": valid_rows[i]}
         options = {**shared, **of_head, "denominator": denominators[i]}
         made.append(_Head(layers, weight, bias, float(coefficients[i]), options))
