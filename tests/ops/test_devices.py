@@ -281,3 +281,16 @@ def test_another_default_device(module, case, device):
         got = run(module.tigon_fn, inputs)
     for name, value in want.tensors.items():
         assert same_bits(got.tensors[name], value), name
+
+
+@pytest.mark.parametrize("op", ["silu", "rms_norm", "softmax", "swiglu", "sparsemax"])
+def test_many_dimensions(op, device):
+    """As many as PyTorch takes, dense and not."""
+    x = torch.randn(6, 16, device=device)
+    for shape in ((1,) * 7 + (2, 3, 16), (2,) + (1,) * 60 + (3, 16)):
+        a, b = x.clone().requires_grad_(), x.view(shape).transpose(-2, -3).contiguous().transpose(-2, -3)
+        b = b.detach().requires_grad_()
+        ya, yb = getattr(tigon, op)(a), getattr(tigon, op)(b)
+        (da,) = torch.autograd.grad(ya.square().sum(), a)
+        (db,) = torch.autograd.grad(yb.square().sum(), b)
+        assert torch.equal(ya, yb.reshape(ya.shape)) and torch.equal(da, db.reshape(x.shape))

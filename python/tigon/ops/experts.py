@@ -402,7 +402,8 @@ def experts(
     Returns:
         ``[..., H]`` in x's dtype, the K rows of a token added in float32 in their order and rounded once.
         Differentiable in x, weights and all parameters; deterministic bit for bit, no float atomics. What
-        needs no gradient costs no product; an expert without tokens gets exact zeros.
+        needs no gradient costs no product; an expert without tokens gets exact zeros. The gradient of down is
+        a product with the unit's result times its weight, which in float16 must stay below 65504.
 
         Products are ``torch.nn.functional.grouped_mm`` for bfloat16 on CUDA (no synchronisation, CUDA
         graphs), otherwise one per expert, for which CUDA synchronises.

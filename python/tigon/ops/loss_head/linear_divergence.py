@@ -319,7 +319,8 @@ def linear_kl_div(
         softcap, teacher_softcap: > 0 or ``None``.
         logit_scale, teacher_logit_scale: factors of the logits before softcap.
         bias: ``[V]`` of the student or ``None``, added in float32.
-        lora: ``(A [r, H], B [V, r], scale)``: ``weight + scale * B @ A`` as the student's head.
+        lora: ``(A [r, H], B [V, r], scale)``: ``weight + scale * B @ A`` as the student's head; of its two
+            products ``hidden @ A.T`` is rounded to hidden's dtype, as in a module of its own.
         token_weight: ``[...]`` or ``None``: factor of each row's loss and gradient (detached), not of a
             mean's denominator.
         reduction: ``"batchmean"`` (over the rows that count), ``"mean"`` (over their elements, as torch has

@@ -102,7 +102,8 @@ def linear_policy(
         :class:`LinearPolicyResult`: ``(loss, log_prob, entropy, kl, clipped)``, per token ``[B, T]`` and
         detached but for the loss, which is differentiable in hidden, weight, bias, A and B. Entropies are
         free; their gradient (``entropy != 0``) costs one more read of the logits. Traced by torch.compile as
-        one operator.
+        one operator. In float16 the gradients are formed without the denominator, by which the last step
+        divides in float32: advantages of thousands overflow there, whatever the denominator is.
 
     Raises:
         tigon.Error: as the two functions named.
