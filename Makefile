@@ -10,7 +10,7 @@ CPP_FILES = $(shell git ls-files --cached --others --exclude-standard \
 # One process a core, four at most: each takes a GB. Tests of several threads ask for them themselves.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 
-.PHONY: help train train-cpp test emulate build format lint bench results figures clean
+.PHONY: help train train-cpp test emulate build format lint bench results figures docs docs-serve clean
 
 help:
 	@echo 'make train   train a small Llama on real text, stock and with Tigon, side by side   (ARGS="--steps 50")'
@@ -19,9 +19,10 @@ help:
 	@echo 'make emulate the cases of the ops, the CUDA kernels compiled as C++                (ARGS="-k rms_norm")'
 	@echo 'make build   .venv and the native library: .venv/bin/python -c "import tigon"'
 	@echo 'make bench   time the ops against their peers                                       (ARGS="--ops rms_norm")'
-	@echo 'make results write docs/results from the files of bench/results'
+	@echo 'make results write docs/results and the table of README from the files of bench/results'
 	@echo 'make figures write docs/paper.md, the figures of the paper on Liger, from bench/results'
-	@echo 'make lint    ruff, clang-format check, layout check        make format   rewrite files in the agreed format'
+	@echo 'make docs    the site, in build/site                         make docs-serve  the same, shown and rebuilt on changes'
+	@echo 'make lint    ruff, clang-format, layout, documentation       make format   rewrite files in the agreed format'
 	@echo 'make clean   remove build products; .venv stays'
 
 train:
@@ -65,6 +66,8 @@ figures: .venv/.stamp-dev
 lint: .venv/.stamp-dev
 	.venv/bin/ruff check $(PYTHON_FILES)
 	.venv/bin/python tools/check_tree.py
+	.venv/bin/python tools/check_docs.py
+	.venv/bin/codespell
 	@.venv/bin/clang-format --dry-run -Werror $(CPP_FILES)
 	.venv/bin/ruff format --check $(PYTHON_FILES)
 
@@ -74,6 +77,16 @@ format: .venv/.stamp-dev
 
 .venv/.stamp-dev: requirements.txt requirements-dev.txt
 	@tools/bootstrap.sh dev
+
+docs: build/docs-venv/.stamp
+	NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs build -q
+	@echo 'build/site/index.html'
+
+docs-serve: build/docs-venv/.stamp
+	NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs serve
+
+build/docs-venv/.stamp: requirements-docs.txt
+	@tools/bootstrap.sh docs
 
 clean:
 	rm -rf build dist out python/tigon/lib

@@ -159,8 +159,10 @@ def page() -> str:
         markdown(("kernel", "size", "eager", "liger", "tigon", "paper on Liger"), _kernel_rows()),
         "![time](img/paper_kernels_time.png)",
         "![memory](img/paper_kernels_memory.png)",
-        "What differs: the H200 has 4.8 TB/s of memory, the A100 2.0. Of gated units Liger writes both\n"
-        "gradients over the inputs that were saved; Tigon leaves them, since others may use them.",
+        "What differs: the H200 has 4.8 TB/s of memory, the A100 2.0. Liger always writes both gradients of\n"
+        "gated units over the saved inputs. Tigon does so where nothing else holds them; the memory figures\n"
+        "of gated units were recorded before it did. Liger's RoPE works in place, Tigon's is measured here\n"
+        "without `inplace=True`.",
         "## Figures 4 to 8: whole models over batch sizes",
         "In brackets throughput and peak memory against stock, where stock runs. The paper trained on\n"
         "four A100 of 80 GB with sequences of 512. Here one GPU holds model, gradients and optimizer\n"

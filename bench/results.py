@@ -1,4 +1,4 @@
-"""The pages of docs/results and the pictures they show, from the files of bench/results.
+"""The pages of docs/results, the table of README and their pictures, from the files of bench/results.
 
     python bench/results.py                                  docs/results/*.md and docs/img/*.png
     python bench/results.py out/mine.jsonl                   the tables of these files, printed
@@ -30,6 +30,7 @@ import floor
 import medusa
 import parallel_e2e
 import plot
+import readme
 import trl_trainers
 from commands import COMMANDS, values
 from steps import medusa_section, optimizer_section, parallel_e2e_section, parallel_section, trl_section
@@ -478,13 +479,15 @@ def write(everything: list[Run], pictures: bool) -> None:
     if pictures:
         drawn = {name: draw for of_file in images(everything).values() for name, draw in of_file.items()}
         IMAGES.mkdir(parents=True, exist_ok=True)
+        drawn |= readme.PICTURES
         for stale in {
             path.name for path in IMAGES.glob("*.png") if not path.name.startswith("paper_")
         } - drawn.keys():
             (IMAGES / stale).unlink()
         for name, draw in drawn.items():
             draw(IMAGES / name)
-    print(f"{len(texts)} pages in {PAGES.relative_to(ROOT)}")
+    readme.PAGE.write_text(readme.page(readme.PAGE.read_text()))
+    print(f"README's table and {len(texts)} pages in {PAGES.relative_to(ROOT)}")
 
 
 def main(arguments: list[str] | None = None) -> int:

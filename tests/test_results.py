@@ -1,17 +1,16 @@
-"""docs/results is what bench/results.py writes, and the README's figures are in the data."""
+"""docs/results, docs/paper.md and the table of README are what their programs write from the data."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
-import statistics
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 import figures as paper
+import readme
 import results
 
 RECORD = {"op": "new_op", "dtype": "bf16", "gpu": "none", "torch": "2", "commit": "abc1234", "limit_ms": 0.5}
@@ -36,17 +35,18 @@ def test_paper_is_current():
 
 def test_images_are_shown(data):
     """Every picture that a page shows exists, and docs/img holds no other."""
-    drawn = {name for of_file in results.images(data).values() for name in of_file} | paper.pictures().keys()
+    drawn = {name for of_file in results.images(data).values() for name in of_file}
+    drawn |= paper.pictures().keys() | readme.PICTURES.keys()
     texts = [path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))]
     shown = {Path(target).name for text in texts for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)}
+    shown -= {path.name for path in (ROOT / "docs/drawings").iterdir()}
     assert {path.name for path in results.IMAGES.iterdir()} == drawn == shown
 
 
-def test_links_resolve():
-    """Pages and pictures that README and docs link to exist."""
-    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
-        for target in re.findall(r"\]\(([\w./-]+\.(?:md|png))", page.read_text()):
-            assert (page.parent / target).exists(), f"{page}: {target}"
+def test_readme_is_current():
+    """The table of README is that of the committed data: else run `make results`."""
+    text = readme.PAGE.read_text()
+    assert text == readme.page(text)
 
 
 def test_new_files_are_taken_up(tmp_path):
@@ -135,73 +135,3 @@ def test_records_of_every_program(tmp_path):
     assert row + " | 1.50x (goal 1.25x), memory 1.000x, gradient norms within 0.0e+00 | - |" in post
     assert "bench/trl_trainers.py --trainers dpo --providers trl,tigon --model llama3.2-1b --layers 4" in post
     assert post.index("## linear_log_prob") < post.index("## linear_policy")
-
-
-# Rows of the README's table: op, case and passes (their sum is shown), or model, or training run.
-ROWS = {
-    "training a 1.2 B Llama": ("train_llama_1b",),
-    "a step of Llama 3 8B": ("llama3-8b",),
-    "the same of Gemma 7B": ("gemma-7b",),
-    "the same of Phi-3 mini": ("phi3-mini",),
-    "loss head 8192 x 4096 x 128256": ("linear_cross_entropy", "8192x4096x128256", "step"),
-    "the same, 80 % of labels masked": ("linear_cross_entropy", "8192x4096x128256_masked80", "step"),
-    "the same, no gradients": ("linear_cross_entropy", "8192x4096x128256", "fwd"),
-    "cross-entropy 8192 x 128256": ("cross_entropy", "8192x128256", "step"),
-    "KL divergence 8192 x 128256": ("divergence", "kl_8192x128256", "step"),
-    "RMSNorm backward 16384 x 8192": ("rms_norm", "16384x8192", "bwd"),
-    "LayerNorm forward 16384 x 8192": ("layer_norm", "16384x8192", "fwd"),
-    "residual + RMSNorm backward": ("add_rms_norm", "16384x8192", "bwd"),
-    "softmax 16384 x 32768": ("softmax", "16384x32768", "fwd"),
-    "GeGLU 16384 x 14336": ("glu", "16384x14336_geglu_tanh", "fwd", "bwd"),
-    "SwiGLU 16384 x 14336": ("glu", "16384x14336", "fwd", "bwd"),
-}
-
-
-def figures(data, selector) -> dict[str, list[float]]:
-    """What was measured of a row: Tigon's figures, the peers', the limit's."""
-    found = {"tigon": [], "peers": [], "limit": []}
-    ops = [run for run in data if run.kind == "op" and not run.cpu]
-    if len(selector) > 1:
-        op, case, *passes = selector
-        for run in ops:
-            measured = {}
-            for r in run.records:
-                if (r["op"], r["case"]) == (op, case) and r["pass"] in passes and "ms" in r:
-                    measured.setdefault(r["provider"], []).append(r)
-            for name, records in measured.items():
-                which = "tigon" if name.startswith("tigon") else "peers"
-                if which == "peers" or not run.older:
-                    found[which] += [sum(r["ms"] for r in records), *(r["peak_mb"] for r in records)]
-                    found["limit"].append(sum(r["limit_ms"] for r in records))
-        return found
-    name = selector[0]
-    for run in data:
-        if run.path.stem == name:
-            for who, r in run.records[0]["runs"].items():
-                found["tigon" if who == "tigon" else "peers"] += [r["tokens_per_s"], r["peak_bytes"] / 1e9]
-        if run.path.stem == "e2e_six":
-            for r in (r for r in run.records if r["model"] == name):
-                mine = "tigon" if r["provider"] == "tigon" else "peers"
-                found[mine] += [r["tokens_per_s"], r["peak_gb"]]
-                found.setdefault("steps", []).extend([statistics.mean(r["step_ms"])] * (mine == "tigon"))
-        if run.path.stem == "floor":
-            found["floor"] = [r["floor_ms"] for r in run.records if r["model"] == name]
-    if found.get("floor"):
-        found["tigon"].append(100 * found["floor"][0] / found["steps"][0])
-    return found
-
-
-def test_readme_figures_are_in_the_data(data):
-    """Each figure of the README's table is one of its row's, rounded as printed."""
-    text = (ROOT / "README.md").read_text().split("## Measured")[1].split("\n## ")[0]
-    rows = [line.split("|")[1:-1] for line in text.split("![")[0].splitlines() if line.startswith("| ")][1:]
-    assert len(rows) == len(ROWS)
-    for (label, tigon, peers, limit), (start, selector) in itertools.zip_longest(rows, ROWS.items()):
-        assert label.strip().startswith(start)
-        known = figures(data, selector)
-        for cell, which in ((tigon, "tigon"), (peers, "peers"), (limit, "limit")):
-            for figure in re.findall(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?![\d.]*\.\d)", cell):
-                digits = len(figure.partition(".")[2])
-                printed = {f"{value:,.{digits}f}" for value in known[which]}
-                given = f"{float(figure.replace(',', '')):,.{digits}f}"
-                assert given in printed, f"{start}: {figure} is not among {sorted(printed)}"

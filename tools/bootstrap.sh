@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Makes .venv, installs pinned dependencies, builds. Usage: tools/bootstrap.sh train|cpp|dev
+# Makes .venv, installs pinned dependencies, builds. Usage: tools/bootstrap.sh train|cpp|dev|docs
 #   train: what examples/train.py needs      dev: that, and the tests, their tools and the C++ tests
+#   docs: build/docs-venv, for the site
 #   cpp: the C++ library, installed in build/prefix, and examples/cpp built with it in build/example
 # Quick when nothing changed: every step leaves a stamp that names what it was made from.
 # Environment: PYTHON (interpreter), JOBS (parallel compilers), TIGON_WERROR=ON|OFF (warnings are errors),
 #   TIGON_CUDA=ON|OFF (unset: whether there is an NVIDIA GPU), TIGON_CUDA_ARCHS (e.g. 80-real; unset: what that GPU is)
 set -euo pipefail
 
-mode=${1:?usage: tools/bootstrap.sh train|cpp|dev}
+mode=${1:?usage: tools/bootstrap.sh train|cpp|dev|docs}
 root=$(cd "$(dirname "$0")/.." && pwd)
 cd "$root"
 PATH=${PATH//"$root/.venv/bin:"/}  # an activated .venv is not the user's Python
@@ -36,7 +37,7 @@ system_tools() {
     need doctest-dev sh -c 'echo "#include <doctest/doctest.h>" | "${CXX:-c++}" -std=c++20 -fsyntax-only -x c++ -'
     need make sh -c 'command -v make'
   fi
-  if [[ $mode != train ]]; then  # examples/cpp reads and writes JSON: one header library of Debian and Ubuntu
+  if [[ $mode == cpp || $mode == dev ]]; then  # examples/cpp reads and writes JSON: one header library of Debian and Ubuntu
     need nlohmann-json3-dev sh -c 'echo "#include <nlohmann/json.hpp>" | "${CXX:-c++}" -std=c++20 -E -x c++ - >/dev/null'
   fi
   [[ ${#missing[@]} == 0 ]] && return
@@ -113,6 +114,13 @@ python_packages() {
   echo "$key" >".venv/.stamp-$mode"
 }
 
+# The site's packages, apart from .venv: `make docs` needs neither PyTorch nor the library.
+docs_environment() {
+  "$python" -m venv --clear build/docs-venv
+  build/docs-venv/bin/python -m pip --disable-pip-version-check --no-input -qq install -r requirements-docs.txt </dev/null
+  touch build/docs-venv/.stamp
+}
+
 # --- The native library. ------------------------------------------------------------------------------------------------
 # Sets cuda, archs and why: CUDA kernels for the GPU of this machine, none where there is none, unless the environment says more.
 cuda_options() {
@@ -165,6 +173,10 @@ cpp_examples() {
 
 [[ ${BASH_SOURCE[0]} == "$0" ]] || return 0  # read by tests/test_build.py
 system_tools
+if [[ $mode == docs ]]; then
+  docs_environment
+  exit
+fi
 virtual_environment
 python_packages
 build

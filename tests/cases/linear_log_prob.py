@@ -29,6 +29,7 @@ DEFAULTS = {
     "entropy": False,
     "lora": 0,  # rank
     "shift": False,
+    "ignore_index": -100,
     "chunk_rows": None,
     "keep_mb": None,
     "logit_dtype": None,
@@ -93,6 +94,7 @@ CASES = [
     test_case("labels_all", lead=(5,), V=9, labels=30, logit_scale=0.5),
     test_case("labels_wide", lead=(37,), labels=6, masked=0.2, logit_dtype=torch.float32, chunk_rows=8),
     test_case("labels_masked", labels=3, masked=1.0, bias=True, entropy=True),
+    test_case("labels_ignore_a_class", lead=(37,), labels=2, masked=0.7, ignore_index=3, entropy=True, bias=True),
     test_case("labels_no_grad", labels=3, masked=0.2, grads=(), grad=False),
     test_case("labels_empty", lead=(0,), labels=3),
     *(
@@ -127,7 +129,7 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     weight = lay_out(draw.randn(vocab, size, scale=p["scale"] / math.sqrt(size)), p["weight_layout"])
     bias = draw.randn(vocab) if p["bias"] else None
     each = (*lead, p["labels"]) if p["labels"] else lead
-    target = draw.labels(vocab, *each, masked=p["masked"], ignore_index=-100)
+    target = draw.labels(vocab, *each, masked=p["masked"], ignore_index=p["ignore_index"])
     wide = torch.promote_types(dtype, torch.float32)
     grads = (draw.randn(*each, dtype=wide), *(draw.randn(*lead, dtype=wide) for _ in range(p["entropy"])))
     names = (
@@ -136,6 +138,7 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         "temperature",
         "entropy",
         "shift",
+        "ignore_index",
         "chunk_rows",
         "keep_mb",
         "logit_dtype",
@@ -143,7 +146,8 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     lora = {"lora_a": None, "lora_b": None}
     if rank:
         lora = {"lora_a": draw.randn(rank, size, scale=size**-0.5), "lora_b": draw.randn(vocab, rank)}
-    counted = (target != -100).any(-1) if p["labels"] else target != -100
+    counted = target != p["ignore_index"]
+    counted = counted.any(-1) if p["labels"] else counted
     counted = counted[..., 1:] if p["shift"] else counted
     return Inputs(
         args=(hidden, weight, target),
@@ -169,12 +173,12 @@ def tigon_fn(hidden, weight, target, *, lora_a, lora_b, **options):
 
 
 def eager_fn(hidden, weight, target, *, bias, lora_a, lora_b, softcap, logit_scale, temperature, entropy,
-             shift, logit_dtype, **_):  # fmt: skip
+             shift, ignore_index, logit_dtype, **_):  # fmt: skip
     """Logits in the model's dtype, upcast, log_softmax and gather; also the oracle, on fp64 copies."""
     several = target.dim() == hidden.dim()
     if shift:
         rows = target if several else target.unsqueeze(-1)
-        target = F.pad(rows[..., 1:, :], (0, 0, 0, 1), value=-100).view(target.shape)
+        target = F.pad(rows[..., 1:, :], (0, 0, 0, 1), value=ignore_index).view(target.shape)
     widen = (lambda t: t if t is None else upcast(t)) if logit_dtype is not None else (lambda t: t)
     logits = F.linear(widen(hidden), widen(weight), widen(bias))
     if lora_a is not None:
@@ -184,7 +188,7 @@ def eager_fn(hidden, weight, target, *, bias, lora_a, lora_b, softcap, logit_sca
         z = softcap * torch.tanh(z / softcap)
     log_p = torch.log_softmax(z / temperature, -1)
     labels = target if several else target.unsqueeze(-1)
-    counts = labels != -100
+    counts = labels != ignore_index
     picked = log_p.gather(-1, torch.where(counts, labels, 0))
     picked = torch.where(counts, picked, 0.0).view(target.shape)
     if not entropy:

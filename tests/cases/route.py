@@ -83,6 +83,7 @@ CASES = [
     test_case("inf", shape=(5, 64), top_k=8, fill="inf"),
     test_case("closed", shape=(9, 64), top_k=8, fill="-inf", losses=True),
     test_case("closed_sigmoid", shape=(9, 64), top_k=8, fill="-inf", score="sigmoid"),
+    test_case("tiny_sigmoid", shape=(9, 64), top_k=4, fill="tiny", score="sigmoid", losses=True),
     test_case("sharp", shape=(9, 64), top_k=8, spread=60.0),
     test_case("flat", shape=(9, 64), top_k=8, spread=1e-3, normalize=False),
     test_case("rows", shape=(9, 30), top_k=4, layout="rows", grad_layout="rows"),
@@ -149,6 +150,8 @@ def _fill(logits, fill, kwargs):
         logits[..., 5::7] = -math.inf
     elif fill == "nothing":
         logits[1] = -math.inf
+    elif fill == "tiny":  # sigmoids near the number that is added to their sum
+        logits.sub_(46.0)
     elif fill is not None:
         logits[1, 3] = float(fill)
 

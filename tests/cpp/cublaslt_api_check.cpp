@@ -35,6 +35,7 @@ static_assert(int(kTile128x160) == int(CUBLASLT_MATMUL_TILE_128x160) &&
               int(kTile176x128) == int(CUBLASLT_MATMUL_TILE_176x128));
 static_assert(int(kPrefMaxWorkspace) == int(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES));
 static_assert(int(kPrefReductions) == int(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK) &&
+              int(kReduceNone) == int(CUBLASLT_REDUCTION_SCHEME_NONE) &&
               int(kReduceInComputeType) == int(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
 static_assert(int(kPrefAlignA) == int(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES));
 static_assert(int(kPrefAlignB) == int(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES));
@@ -55,6 +56,8 @@ struct SameCall<R (*)(A...), S (*)(B...)>
 static_assert(SameCall<decltype(Api::create), decltype(&cublasLtCreate)>::value);
 static_assert(SameCall<decltype(Api::matmul_desc_create), decltype(&cublasLtMatmulDescCreate)>::value);
 static_assert(SameCall<decltype(Api::matmul_desc_set), decltype(&cublasLtMatmulDescSetAttribute)>::value);
+static_assert(SameCall<decltype(Api::matmul_desc_destroy), decltype(&cublasLtMatmulDescDestroy)>::value);
+static_assert(SameCall<decltype(Api::layout_destroy), decltype(&cublasLtMatrixLayoutDestroy)>::value);
 static_assert(SameCall<decltype(Api::layout_create), decltype(&cublasLtMatrixLayoutCreate)>::value);
 static_assert(SameCall<decltype(Api::preference_create), decltype(&cublasLtMatmulPreferenceCreate)>::value);
 static_assert(

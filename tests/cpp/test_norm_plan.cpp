@@ -26,7 +26,7 @@ using namespace tigon::cuda;
 
 std::string to_string(const NormPlan& plan) {
   static constexpr const char* kKernels[] = {"registers", "persistent", "shared_params", "cluster", "looped"};
-  static constexpr const char* kAlignments[] = {"vectorized", "same_offset", "mixed_offset", "any"};
+  static constexpr const char* kAlignments[] = {"vectorized", "same_offset", "any"};
   std::string text = std::string(kKernels[int(plan.kernel)]) + " " + kAlignments[int(plan.alignment)];
   if (plan.config < 0) return text;
   const RowConfig& c = plan.rows;
@@ -198,7 +198,7 @@ TEST_CASE("alignment and period") {
   CHECK(problem_of(t, 4, 64, 1, 8, 0).alignment == RowAlignment::vectorized);
   CHECK(problem_of(t, 4, 64, 1, 3, 0).alignment == RowAlignment::same_offset);
   CHECK(problem_of(t, 4, 65, 1, 0, 0).alignment == RowAlignment::same_offset);
-  CHECK(problem_of(t, 4, 64, 1, 3, 1).alignment == RowAlignment::mixed_offset);
+  CHECK(problem_of(t, 4, 64, 1, 3, 1).alignment == RowAlignment::any);
   CHECK(problem_of(t, 4, 64, 1, 3, 0).period == 1);
   CHECK(problem_of(t, 4, 65, 1, 0, 0).period == 8);
   CHECK(problem_of(t, 4, 66, 1, 0, 0).period == 4);

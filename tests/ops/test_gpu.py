@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import random
+import resource
+import time
+
 import pytest
 import torch
 from checks import check_case, run, same_bits
@@ -327,3 +332,77 @@ def test_more_than_2_31_elements(test, gigabytes):
         test()
     finally:
         torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("size, vocabulary", [(768, 50257), (2048, 32001), (4096, 128256)])
+def test_a_row_has_the_same_bits_alone_and_beside_others(size, vocabulary):
+    """The products and the pass over the logits of `linear_log_prob`, whatever the number of rows."""
+    hidden, weight, target = head_inputs(2049, size, vocabulary, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        want = tigon.linear_log_prob(hidden, weight, target)
+        differing = {}
+        for rows in (1, 2, 7, 16, 33, 64, 128, 257, 1024, 2048):
+            got = tigon.linear_log_prob(hidden[-rows:], weight, target[-rows:])
+            differing[rows] = int((got != want[-rows:]).sum())
+    assert not any(differing.values()), differing
+
+
+def test_products_of_many_row_counts_keep_no_memory():
+    """The plans of products are bounded: 5,000 steps that each list another number of rows."""
+    hidden, weight, target = head_inputs(5200, 64, 520, dtype=torch.bfloat16, device="cuda", masked=0.0)
+    weight.requires_grad_(False)
+
+    def step(rows):
+        loss = tigon.linear_cross_entropy(hidden[:rows], weight, target[:rows], valid_rows=rows)
+        torch.autograd.grad(loss, hidden)
+
+    def peak_kb():
+        torch.cuda.synchronize()
+        gc.collect()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    for rows in range(1, 601):
+        step(rows)
+    before = peak_kb()
+    for rows in range(200, 5200):
+        step(rows)
+    assert peak_kb() - before < 8 << 10  # 1.6 KB a step
+
+
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_the_same_step_has_the_same_bits_whatever_the_delays(per_sequence):
+    """100 steps of a patched model with masked labels, the host fast or slow, ahead or behind."""
+    from tiny import make
+
+    model = make("llama", device="cuda", dtype=torch.bfloat16, hidden_size=256, vocab_size=5003, head_dim=32,
+                 intermediate_size=512, max_position_embeddings=512, num_attention_heads=8)  # fmt: skip
+    tigon.apply(model)
+    ids = torch.randint(3, 5003, (4, 300), device="cuda")
+    labels = ids.masked_fill(torch.rand(ids.shape, device="cuda") < 0.6, -100)
+    delays = random.Random(0)
+
+    def late(*_):
+        if delays.random() < 0.3:
+            time.sleep(delays.choice([1e-4, 1e-3, 5e-3]))
+
+    for layer in model.modules():
+        layer.register_forward_pre_hook(late)
+    seen = set()
+    for _ in range(100):
+        fresh = labels.clone()  # of every step, as from a loader
+        if per_sequence:
+            tigon.count_labels(fresh, shift=True, per_sequence=True)
+        if delays.random() < 0.5:
+            torch.cuda._sleep(delays.randrange(40_000_000))
+        if delays.random() < 0.3:
+            torch.cuda.synchronize()
+        model.zero_grad(set_to_none=True)
+        loss = model(input_ids=ids, labels=fresh).loss
+        late()
+        loss.backward()
+        sums = [loss.detach()]
+        for p in model.parameters():
+            place = 1 + torch.arange(p.grad.shape[-1], device="cuda")
+            sums.append((p.grad.view(torch.int16) * place).sum())
+        seen.add(tuple(s.item() for s in sums))
+    assert len(seen) == 1

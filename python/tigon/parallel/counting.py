@@ -14,8 +14,7 @@ from tigon.ops.loss_head.streaming import list_rows
 def count(op: str, target: torch.Tensor, ignore_index: int, shift: bool, valid_rows: int | None) -> int:
     """How many labels count, -1 where it is not known: alike in all processes.
 
-    What :func:`tigon.count_labels` has found does not serve here: it may have arrived in one process and not
-    yet in another.
+    What :func:`tigon.count_labels` finds does not serve here: it may have been called in one process alone.
     """
     if valid_rows is not None:
         known_rows(op, target, ignore_index, shift, valid_rows, target.device)

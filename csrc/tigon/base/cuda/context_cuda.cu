@@ -37,12 +37,17 @@ void lower_facts(DeviceFacts& f) {
 
 }  // namespace
 
+int current_device(const char* op) {
+  int device = 0;
+  TIGON_CUDA_CHECK(op, cudaGetDevice(&device));
+  TIGON_CHECK(op, device < kMaxDevices, "device index must be below ", kMaxDevices, ", got ", device);
+  return device;
+}
+
 const DeviceFacts& device_facts() {
   static std::array<DeviceFacts, kMaxDevices> facts;
   static std::array<std::once_flag, kMaxDevices> known;
-  int device = 0;
-  TIGON_CUDA_CHECK("device", cudaGetDevice(&device));
-  TIGON_CHECK("device", device < kMaxDevices, "device index must be below ", kMaxDevices, ", got ", device);
+  const int device = current_device("device");
   std::call_once(known[size_t(device)], [device] {
     DeviceFacts f;
     int major = 0, minor = 0;
@@ -53,9 +58,8 @@ const DeviceFacts& device_facts() {
     f.capability = major * 10 + minor;
     // Kernels of PTX for an older architecture lack what launchers count on from sm_90 on.
     cudaFuncAttributes compiled = {};
-    const cudaError_t status = cudaFuncGetAttributes(&compiled, probe);
-    TIGON_CHECK("device", status == cudaSuccess, "no CUDA kernels for sm_", f.capability,
-                " in this build (TIGON_CUDA_ARCHS): ", cudaGetErrorString(status));
+    TIGON_CUDA_SUCCESS("device", cudaFuncGetAttributes(&compiled, probe), "looking for CUDA kernels for sm_",
+                       f.capability, " in this build (TIGON_CUDA_ARCHS)");
     f.capability = std::min(f.capability, compiled.ptxVersion);
     lower_facts(f);
     facts[size_t(device)] = f;
@@ -65,6 +69,7 @@ const DeviceFacts& device_facts() {
 
 void launch_entry(const char* op, Context& ctx, const void* entry, const LaunchConfig& grid, void** params) {
   if (grid.blocks <= 0) return;
+  TIGON_CHECK(op, grid.blocks <= INT32_MAX, "a launch must have at most 2^31 - 1 blocks, got ", grid.blocks);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(unsigned(grid.blocks));
   config.blockDim = dim3(unsigned(grid.threads));
@@ -80,9 +85,8 @@ void launch_entry(const char* op, Context& ctx, const void* entry, const LaunchC
     attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
     attributes[config.numAttrs++].val.clusterDim = {unsigned(grid.cluster), 1, 1};
   }
-  const cudaError_t status = cudaLaunchKernelExC(&config, entry, params);
-  TIGON_CHECK(op, status == cudaSuccess, "kernel launch failed (", grid.blocks, " blocks of ", grid.threads,
-              " threads): ", cudaGetErrorString(status));
+  TIGON_CUDA_SUCCESS(op, cudaLaunchKernelExC(&config, entry, params), "kernel launch (", grid.blocks,
+                     " blocks of ", grid.threads, " threads)");
 }
 
 namespace {
@@ -122,10 +126,9 @@ int query_occupancy(const char* op, const void* entry, int blocks, int threads, 
 
 int OccupancyCache::max_active(const char* op, const void* entry, int blocks, int threads, size_t shared) {
   if ((blocks > 1 && device_facts().capability < 90) || blocks > kMaxCluster) return 0;
-  int device = 0;
-  TIGON_CUDA_CHECK(op, cudaGetDevice(&device));
+  const uint64_t device = uint64_t(current_device(op));
   const uint64_t key =
-      ((uint64_t(shared) * kMaxDevices + uint64_t(device)) << 5 | uint64_t(blocks)) << 11 | uint64_t(threads);
+      ((uint64_t(shared) * kMaxDevices + device) << 5 | uint64_t(blocks)) << 11 | uint64_t(threads);
   const std::atomic_ref<uint64_t> cached(cache_[key * 0x9e3779b97f4a7c15u >> (64 - kLog2Entries)]);
   const uint64_t value = cached.load(std::memory_order_relaxed);
   if (value >> 16 == key) return int(value & 0xffff);
@@ -151,11 +154,7 @@ class CudaContext final : public Context {
     blocks_.push_back(p);
     return p;
   }
-  void gemm(const Gemm& g) override {
-    int device = 0;
-    TIGON_CUDA_CHECK("gemm", cudaGetDevice(&device));
-    cublaslt_gemm(*this, g, device, gemm_workspace_);
-  }
+  void gemm(const Gemm& g) override { cublaslt_gemm(*this, g, current_device("gemm"), gemm_workspace_); }
 
  private:
   cudaStream_t stream_;

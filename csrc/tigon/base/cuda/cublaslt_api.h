@@ -31,7 +31,7 @@ enum : int { kOpN = 0, kOpT = 1 };                 // cublasOperation_t
 enum : int { kDescTransA = 3, kDescTransB = 4 };   // cublasLtMatmulDescAttributes_t
 enum : int { kAlgoTile = 1 };                      // cublasLtMatmulAlgoConfigAttributes_t
 enum : int { kTile128x160 = 29, kTile168x128 = 197, kTile176x128 = 201 };  // cublasLtMatmulTile_t
-enum : uint32_t { kReduceInComputeType = 2 };                              // cublasLtReductionScheme_t
+enum : uint32_t { kReduceNone = 0, kReduceInComputeType = 2 };             // cublasLtReductionScheme_t
 enum : int {
   kPrefMaxWorkspace = 1,
   kPrefReductions = 3,
@@ -45,7 +45,9 @@ struct Api {
   Status (*create)(Handle*);
   Status (*matmul_desc_create)(MatmulDesc*, int compute, int scale_type);
   Status (*matmul_desc_set)(MatmulDesc, int attribute, const void*, size_t);
+  Status (*matmul_desc_destroy)(MatmulDesc);
   Status (*layout_create)(Layout*, int type, uint64_t rows, uint64_t cols, int64_t ld);
+  Status (*layout_destroy)(Layout);
   Status (*preference_create)(Preference*);
   Status (*preference_set)(Preference, int attribute, const void*, size_t);
   Status (*preference_destroy)(Preference);

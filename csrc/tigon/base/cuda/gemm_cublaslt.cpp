@@ -9,6 +9,7 @@
 #include "tigon/base/cuda/cublaslt_api.h"
 #include "tigon/base/dynlib.h"
 #include "tigon/base/gemm_pieces.h"
+#include "tigon/base/lru_cache.h"
 
 namespace tigon::cuda {
 namespace lt {
@@ -26,7 +27,9 @@ const Api& api() {
     bind(a.create, "cublasLtCreate");
     bind(a.matmul_desc_create, "cublasLtMatmulDescCreate");
     bind(a.matmul_desc_set, "cublasLtMatmulDescSetAttribute");
+    bind(a.matmul_desc_destroy, "cublasLtMatmulDescDestroy");
     bind(a.layout_create, "cublasLtMatrixLayoutCreate");
+    bind(a.layout_destroy, "cublasLtMatrixLayoutDestroy");
     bind(a.preference_create, "cublasLtMatmulPreferenceCreate");
     bind(a.preference_set, "cublasLtMatmulPreferenceSetAttribute");
     bind(a.preference_destroy, "cublasLtMatmulPreferenceDestroy");
@@ -56,29 +59,50 @@ uint32_t alignment(const void* p) {
 }
 
 // Everything the choice of a kernel depends on.
-using Key = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, uint32_t,
-                       uint32_t, uint32_t>;
+using Key =
+    std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, uint32_t, uint32_t, uint32_t>;
 
 struct Plan {
+  Plan() = default;
+  Plan(const Gemm& g, bool split, lt::Handle handle);
+  Plan(const Plan&) = delete;
+  Plan& operator=(const Plan&) = delete;
+  ~Plan() {
+    for (lt::Layout layout : {a, b, c})
+      if (layout != nullptr) lt::api().layout_destroy(layout);
+    if (desc != nullptr) lt::api().matmul_desc_destroy(desc);
+  }
+
   lt::MatmulDesc desc = nullptr;
   lt::Layout a = nullptr, b = nullptr, c = nullptr;
   lt::Algo algo{};
   size_t workspace = 0;
 };
 
-lt::Handle handle_of(int device) {
-  // Callers hold the plan lock.
-  static std::map<int, lt::Handle> handles;
-  lt::Handle& h = handles[device];
-  if (h == nullptr) check(lt::api().create(&h), "cublasLtCreate");
-  return h;
+// What a device's products share. A step has some ten products; a new number of rows changes most of them.
+struct DeviceProducts {
+  DeviceProducts() { check(lt::api().create(&handle), "cublasLtCreate"); }
+
+  lt::Handle handle = nullptr;
+  LruCache<Key, Plan> plans{256};
+};
+
+DeviceProducts& products_of(int device) {
+  static std::mutex mutex;
+  // Never destroyed: at the program's end cuBLASLt may be gone before.
+  static auto& devices = *new std::map<int, DeviceProducts>;
+  std::lock_guard lock(mutex);
+  return devices.try_emplace(device).first->second;
 }
+
+constexpr int64_t kManyClasses = 16384;
+bool makes_logits(const Gemm& g) { return g.trans_b && !g.trans_a && g.n >= kManyClasses; }
 
 // Index of the kernel to use: the heuristic's first, except for two products of a loss head on
 // Hopper, where it ranks a faster tile lower: logits with tiles of 176 or 168 x 128, and fp32
 // weight gradients with tiles of 128 x 160.
 int choose(const Gemm& g, const lt::HeuristicResult* results, int found) {
-  constexpr int64_t kManyClasses = 16384, kManyRows = 256, kManyColumns = 1024;
+  constexpr int64_t kManyRows = 256, kManyColumns = 1024;
   auto place = [&](int wanted) {
     for (int i = 0; i < found; ++i) {
       int tile = 0;
@@ -89,8 +113,7 @@ int choose(const Gemm& g, const lt::HeuristicResult* results, int found) {
     return 0;
   };
   if (g.ab_dtype == DType::f32) return 0;
-  bool logits = g.trans_b && !g.trans_a && g.n >= kManyClasses && g.m >= kManyRows && g.k >= kManyColumns;
-  if (logits) {
+  if (makes_logits(g) && g.m >= kManyRows && g.k >= kManyColumns) {
     int i = place(lt::kTile176x128);
     return i > 0 ? i : place(lt::kTile168x128);
   }
@@ -100,27 +123,27 @@ int choose(const Gemm& g, const lt::HeuristicResult* results, int found) {
 }
 
 // Row major C = A B is column major C^T = B^T A^T: our B is cuBLASLt's A.
-Plan make_plan(const Gemm& g, lt::Handle handle) {
+// Delegating: a constructor that throws from here on is followed by the destructor.
+Plan::Plan(const Gemm& g, bool split, lt::Handle handle) : Plan() {
   const lt::Api& api = lt::api();
-  Plan p;
-  check(api.matmul_desc_create(&p.desc, lt::kCompute32F, lt::kR32F), "cublasLtMatmulDescCreate");
+  check(api.matmul_desc_create(&desc, lt::kCompute32F, lt::kR32F), "cublasLtMatmulDescCreate");
   int op_a = g.trans_b ? lt::kOpT : lt::kOpN, op_b = g.trans_a ? lt::kOpT : lt::kOpN;
-  check(api.matmul_desc_set(p.desc, lt::kDescTransA, &op_a, sizeof op_a), "cublasLtMatmulDescSetAttribute");
-  check(api.matmul_desc_set(p.desc, lt::kDescTransB, &op_b, sizeof op_b), "cublasLtMatmulDescSetAttribute");
+  check(api.matmul_desc_set(desc, lt::kDescTransA, &op_a, sizeof op_a), "cublasLtMatmulDescSetAttribute");
+  check(api.matmul_desc_set(desc, lt::kDescTransB, &op_b, sizeof op_b), "cublasLtMatmulDescSetAttribute");
   auto layout = [&](lt::Layout& l, DType t, int64_t rows, int64_t cols, int64_t ld) {
     check(api.layout_create(&l, data_type(t), uint64_t(cols), uint64_t(rows), ld),
           "cublasLtMatrixLayoutCreate");
   };
-  layout(p.a, g.ab_dtype, g.trans_b ? g.n : g.k, g.trans_b ? g.k : g.n, g.ldb);
-  layout(p.b, g.ab_dtype, g.trans_a ? g.k : g.m, g.trans_a ? g.m : g.k, g.lda);
-  layout(p.c, g.c_dtype, g.m, g.n, g.ldc);
+  layout(a, g.ab_dtype, g.trans_b ? g.n : g.k, g.trans_b ? g.k : g.n, g.ldb);
+  layout(b, g.ab_dtype, g.trans_a ? g.k : g.m, g.trans_a ? g.m : g.k, g.lda);
+  layout(c, g.c_dtype, g.m, g.n, g.ldc);
   lt::Preference pref = nullptr;
   check(api.preference_create(&pref), "cublasLtMatmulPreferenceCreate");
-  size_t workspace = kGemmWorkspace;
+  size_t most_workspace = kGemmWorkspace;
   // Split-K partial sums are never added in 16 bits.
-  uint32_t reductions = lt::kReduceInComputeType;
+  uint32_t reductions = split ? lt::kReduceInComputeType : lt::kReduceNone;
   uint32_t align_a = alignment(g.b), align_b = alignment(g.a), align_c = alignment(g.c);
-  api.preference_set(pref, lt::kPrefMaxWorkspace, &workspace, sizeof workspace);
+  api.preference_set(pref, lt::kPrefMaxWorkspace, &most_workspace, sizeof most_workspace);
   api.preference_set(pref, lt::kPrefReductions, &reductions, sizeof reductions);
   api.preference_set(pref, lt::kPrefAlignA, &align_a, sizeof align_a);
   api.preference_set(pref, lt::kPrefAlignB, &align_b, sizeof align_b);
@@ -129,21 +152,20 @@ Plan make_plan(const Gemm& g, lt::Handle handle) {
   std::array<lt::HeuristicResult, 16> results{};
   int found = 0;
   lt::Status status =
-      api.heuristic(handle, p.desc, p.a, p.b, p.c, p.c, pref, int(results.size()), results.data(), &found);
+      api.heuristic(handle, desc, a, b, c, c, pref, int(results.size()), results.data(), &found);
   api.preference_destroy(pref);
   TIGON_CHECK("gemm", status == 0 && found > 0, "cuBLASLt has no kernel for a ", g.m, " x ", g.n, " x ", g.k,
               " product of ", name_of(g.ab_dtype), " into ", name_of(g.c_dtype), " (cublasStatus_t ", status,
               ")");
   const lt::HeuristicResult& best = results[size_t(choose(g, results.data(), found))];
-  p.algo = best.algo;
-  p.workspace = best.workspace_size;
-  return p;
+  algo = best.algo;
+  workspace = best.workspace_size;
 }
 
-void run_piece(Context& ctx, const Gemm& g, int device, GemmWorkspace& workspace) {
-  int flags = int(g.trans_a) | int(g.trans_b) << 1 | int(g.beta != 0.0f) << 2;
-  Key key{device,
-          g.m,
+// split: whether sums along K may be split.
+void run_piece(Context& ctx, const Gemm& g, bool split, int device, GemmWorkspace& workspace) {
+  int flags = int(g.trans_a) | int(g.trans_b) << 1 | int(g.beta != 0.0f) << 2 | int(split) << 3;
+  Key key{g.m,
           g.n,
           g.k,
           g.lda,
@@ -154,18 +176,10 @@ void run_piece(Context& ctx, const Gemm& g, int device, GemmWorkspace& workspace
           alignment(g.a),
           alignment(g.b),
           alignment(g.c)};
-  static std::mutex mutex;
-  static std::map<Key, Plan> plans;
-  const Plan* plan = nullptr;
-  lt::Handle handle = nullptr;
-  {
-    std::lock_guard lock(mutex);
-    handle = handle_of(device);
-    auto it = plans.find(key);
-    if (it == plans.end()) it = plans.emplace(key, make_plan(g, handle)).first;
-    // Map nodes never move and are never erased.
-    plan = &it->second;
-  }
+  DeviceProducts& of_device = products_of(device);
+  lt::Handle handle = of_device.handle;
+  std::shared_ptr<const Plan> plan =
+      of_device.plans.get(key, [&] { return std::make_shared<const Plan>(g, split, handle); });
   if (plan->workspace > workspace.size)
     workspace = {.data = ctx.scratch(plan->workspace), .size = plan->workspace};
   check(lt::api().matmul(handle, plan->desc, &g.alpha, g.b, plan->a, g.a, plan->b, &g.beta, g.c, plan->c, g.c,
@@ -178,7 +192,9 @@ void run_piece(Context& ctx, const Gemm& g, int device, GemmWorkspace& workspace
 void cublaslt_gemm(Context& ctx, const Gemm& g, int device, GemmWorkspace& workspace) {
   if (g.m == 0 || g.n == 0) return;
   GemmPieces pieces = gemm_pieces(g);
-  for (int i = 0; i < pieces.count; ++i) run_piece(ctx, pieces.piece[size_t(i)], device, workspace);
+  // Logits have tiles enough: without a split of K a row's bits do not depend on how many rows are beside it.
+  const bool split = !makes_logits(g);
+  for (int i = 0; i < pieces.count; ++i) run_piece(ctx, pieces.piece[size_t(i)], split, device, workspace);
 }
 
 }  // namespace tigon::cuda

@@ -11,11 +11,15 @@
 #include "tigon/base/cuda/ptx.cuh"
 #include "tigon/base/cuda/row_config.h"
 
-#define TIGON_CUDA_CHECK(op, expr)                                                            \
-  do {                                                                                        \
-    cudaError_t status_ = (expr);                                                             \
-    TIGON_CHECK(op, status_ == cudaSuccess, #expr, " failed: ", cudaGetErrorString(status_)); \
+// An error is thrown here and is not left as the runtime's last one, which the next check of another library would find.
+#define TIGON_CUDA_SUCCESS(op, expr, ...)                                                           \
+  do {                                                                                              \
+    const cudaError_t status_ = (expr);                                                             \
+    if (status_ != cudaSuccess) [[unlikely]]                                                        \
+      cudaGetLastError();                                                                           \
+    TIGON_CHECK(op, status_ == cudaSuccess, __VA_ARGS__, " failed: ", cudaGetErrorString(status_)); \
   } while (0)
+#define TIGON_CUDA_CHECK(op, expr) TIGON_CUDA_SUCCESS(op, expr, #expr)
 
 namespace tigon::cuda {
 
@@ -27,6 +31,8 @@ struct DeviceFacts {
   int capability = 0;
 };
 constexpr int kMaxDevices = 64;
+// Index of the current device; an error from kMaxDevices on.
+int current_device(const char* op);
 // Facts of the current device, read once per device.
 const DeviceFacts& device_facts();
 
@@ -67,22 +73,20 @@ void launch(const char* op, Context& ctx, void (*kernel)(Params...), const Launc
   }(Params(args)...);
 }
 
-// Runs a setup function, such as cudaFuncSetAttribute, once per device. Concurrent first calls may
-// run it twice, so it must be idempotent.
+// Runs a setup function, such as cudaFuncSetAttribute, once per device, and again where `value` (not 0), which it depends
+// on, is another. Concurrent first calls may run it twice, so it must be idempotent.
 class OncePerDevice {
  public:
   template <class Fn>
-  void run(const char* op, Fn&& fn) {
-    int device = 0;
-    TIGON_CUDA_CHECK(op, cudaGetDevice(&device));
-    bool& done = done_[size_t(device)];
-    if (__atomic_load_n(&done, __ATOMIC_ACQUIRE)) return;
+  void run(const char* op, Fn&& fn, int64_t value = 1) {
+    int64_t& done = done_[size_t(current_device(op))];
+    if (__atomic_load_n(&done, __ATOMIC_ACQUIRE) == value) return;
     fn();
-    __atomic_store_n(&done, true, __ATOMIC_RELEASE);
+    __atomic_store_n(&done, value, __ATOMIC_RELEASE);
   }
 
  private:
-  bool done_[kMaxDevices] = {};
+  int64_t done_[kMaxDevices] = {};
 };
 
 // The number of clusters (CTAs, for a cluster size of 1) of a kernel that are resident on the

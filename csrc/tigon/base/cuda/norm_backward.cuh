@@ -24,7 +24,7 @@ __launch_bounds__(Config::value.max_threads, backward_blocks<B, Y>(Config::value
     const __grid_constant__ NormBackward<B, W, Y> p) {
   constexpr RowConfig kConfig = Config::value;
   using X = typename B::Element;
-  using Rows = BackwardRow<B, W, Y, N, RowAlignment::vectorized>;
+  using Rows = BackwardRow<B, W, Y, N>;
   constexpr int kVecsPerThread = kConfig.vecs_per_thread, kMeans = Rows::kMeans;
   constexpr bool kPipelined = kConfig.stages > 0;
   __shared__ __align__(16) float slots[2][kMeans * 32];
@@ -45,8 +45,8 @@ __launch_bounds__(Config::value.max_threads, backward_blocks<B, Y>(Config::value
   Vec<Y, N> dy[kVecsPerThread];
   const int threads = weights.slots.pitch / kConfig.rows_per_block,
             row_in_block = kConfig.rows_per_block == 1 ? 0 : threadIdx.x / threads;
-  BackwardPipeline<B, W, Y, N, kConfig, RowAlignment::vectorized> pipeline(
-      rows, first, step, vec_of(0), threads, cols / N, threads, row_in_block, weights.end());
+  BackwardPipeline<B, W, Y, N, kConfig> pipeline(rows, first, step, vec_of(0), threads, cols / N, threads,
+                                                 row_in_block, weights.end());
   const bool wants_rows = rows.wants_rows();
   float sums[B::kSums][kVecsPerThread][N] = {};
   Statistics next;
@@ -132,17 +132,10 @@ int64_t norm_backward_rows(const char* op, Context& ctx, NormBackward<B, W, Y>& 
   using namespace norm_detail;
   constexpr NormTraits kTraits = backward_traits<B, W, Y>();
   constexpr int kVecSize = kTraits.vec_size();
-  constexpr RowAlignment kVectorized = RowAlignment::vectorized, kSame = RowAlignment::same_offset,
-                         kMixed = RowAlignment::mixed_offset;
+  constexpr RowAlignment kVectorized = RowAlignment::vectorized, kSame = RowAlignment::same_offset;
   // The first output gives vectors their offset, or the first input where it is not wanted.
   NormOperand inputs[B::kIn + 1] = {{p.dy, p.dy_stride, kTraits.y_bytes}}, outputs[B::kOut + 1];
-  const int64_t all_rows = kRowGroups<B> ? p.groups * p.rows : p.rows,
-                all_cols = kRowGroups<B> ? p.cols : p.groups * p.cols;
-  p.dy_end = end_of_rows(p.dy, p.dy_stride, all_rows, all_cols);
-  for (int k = 0; k < B::kIn; ++k) {
-    inputs[k + 1] = {p.in[k], p.in_stride[k], kTraits.x_bytes};
-    if (p.in[k]) p.end[k] = end_of_rows(p.in[k], p.in_stride[k], all_rows, all_cols);
-  }
+  for (int k = 0; k < B::kIn; ++k) inputs[k + 1] = {p.in[k], p.in_stride[k], kTraits.x_bytes};
   for (int k = 0; k < B::kOut; ++k) outputs[k + 1] = {p.out[k], p.out_stride[k], kTraits.x_bytes};
   outputs[0] = p.out[0] ? outputs[1] : inputs[1];
   const NormOperand params[] = {{p.weight, 0, kTraits.weight_bytes}};
@@ -184,11 +177,8 @@ int64_t norm_backward_rows(const char* op, Context& ctx, NormBackward<B, W, Y>& 
   } else if (plan.kernel != NormKernel::looped) {
     if (plan.alignment == kVectorized) {
       select_ctas.template operator()<kVectorized, backward_register_configs(kTraits)>();
-    } else if constexpr (!kTraits.by_row) {
-      if (plan.alignment == kMixed)
-        select_ctas.template operator()<kMixed, backward_persistent_configs(kTraits, kMixed)>();
-      else if constexpr (kTraits.same_offset)
-        select_ctas.template operator()<kSame, backward_persistent_configs(kTraits, kSame)>();
+    } else if constexpr (kTraits.same_offset && !kTraits.by_row) {
+      select_ctas.template operator()<kSame, backward_persistent_configs(kTraits)>();
     }
     const int64_t most = wants_sums && plan.rows.rows_per_block == 1
                              ? enough_blocks(p.rows, p.groups, problem.period)

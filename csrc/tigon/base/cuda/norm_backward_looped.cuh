@@ -38,7 +38,7 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void backward_looped_ker
   const float mean = B::kSubtractMean ? p.mean[statistics_of_group(p, coord.group, coord.first)] : 0.0f;
   const float offset = p.weight ? p.f.offset : 0.0f;
   auto out_row = [&](int k) { return p.out[k] + row * p.out_stride[k] + column; };
-  const RowView<RowAlignment::mixed_offset, N, int64_t> view(out_row(0), p.cols);
+  const RowView<RowAlignment::any, N, int64_t> view(out_row(0), p.cols);
   // Calls fn(element, inputs, dy, h, weight, g) for each element, then done(column).
   auto for_each_vec = [&](auto&& fn, auto&& done) {
     for (int64_t c = int64_t(threadIdx.x) * N + view.head; view.has(c); c += int64_t(kLoopThreads) * N) {
@@ -108,7 +108,7 @@ __global__ __launch_bounds__(kColumnThreads,
   griddepcontrol_launch_dependents();
   // Vectors are counted from the first column, whatever the row's offset.
   const X* boundary = nullptr;
-  const RowView<RowAlignment::mixed_offset, N, int64_t> view(boundary, p.cols);
+  const RowView<RowAlignment::any, N, int64_t> view(boundary, p.cols);
   const int64_t c = (int64_t(blockIdx.x) % tiles * kColumnThreads + threadIdx.x) * N;
   if (!view.has(c)) return;
   const int64_t end = min((part + 1) * chunk, p.rows);

@@ -70,11 +70,10 @@ __global__ __launch_bounds__(
         Config::value)) void backward_persistent_kernel(const __grid_constant__ NormBackward<B, W, Y> p) {
   constexpr RowConfig kConfig = Config::value;
   using X = typename B::Element;
-  using Rows = BackwardRow<B, W, Y, N, kAlignment>;
+  using Rows = BackwardRow<B, W, Y, N>;
   constexpr int kVecsPerThread = kConfig.vecs_per_thread, kLookahead = kConfig.lookahead,
                 kMeans = Rows::kMeans;
-  constexpr bool kHasEdges = kAlignment != RowAlignment::vectorized,
-                 kMixedOffset = kAlignment == RowAlignment::mixed_offset;
+  constexpr bool kHasEdges = kAlignment != RowAlignment::vectorized;
   static_assert(kConfig.stages > 0);
   __shared__ ReduceStorage<SumArray<kMeans>, kLookahead == 0 ? 2 : 4> storage;
   // Weights and pipeline stages, then the column sums.
@@ -98,9 +97,9 @@ __global__ __launch_bounds__(
   if constexpr (kHasEdges)
     edge.start(rows, edge_column<N>(reducer, head, whole, cols), cols, weights.offset, head, range.first,
                range.end);
-  BackwardPipeline<B, W, Y, N, kConfig, kAlignment> pipeline(
-      rows, range.first, range.step, reducer.vec_index(0), reducer.threads * reducer.blocks, whole / N,
-      reducer.threads, row_in_block, weights.end());
+  BackwardPipeline<B, W, Y, N, kConfig> pipeline(rows, range.first, range.step, reducer.vec_index(0),
+                                                 reducer.threads * reducer.blocks, whole / N, reducer.threads,
+                                                 row_in_block, weights.end());
 
   Vec<X, N> in[kVecsPerThread][B::kIn];
   Vec<Y, N> dy[kVecsPerThread];
@@ -147,17 +146,9 @@ __global__ __launch_bounds__(
     float means[kMeans] = {};
     current = next;
     next = rows.statistics(ahead_row + range.step, range.end);
-    // The stage of the previous iteration is overwritten. With mixed offsets other threads have
-    // read it too, so the copies start after a barrier.
-    auto start_next = [&] {
-      pipeline.copy(write_stage, row + (kConfig.stages - 1) * range.step < range.end);
-    };
-    if constexpr (!kMixedOffset) start_next();
-    cp_async_wait_group<kConfig.stages - (kMixedOffset ? 2 : 1) - kLookahead>();
-    if constexpr (kMixedOffset) {
-      sync_row<kConfig>();
-      start_next();
-    }
+    // The stage of the previous iteration, which no other thread has read, is overwritten.
+    pipeline.copy(write_stage, row + (kConfig.stages - 1) * range.step < range.end);
+    cp_async_wait_group<kConfig.stages - 1 - kLookahead>();
     write_stage = next_stage(write_stage);
     if constexpr (kLookahead == 0) {
       first_pass(row, current, read_stage, means);

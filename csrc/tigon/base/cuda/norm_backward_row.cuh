@@ -29,9 +29,6 @@ struct NormBackward {
   float* partials = nullptr;
   // For hide_from_compiler().
   uint32_t opaque_zero = 0;
-  // End of each tensor's memory, set by norm_backward.
-  const Y* dy_end = nullptr;
-  const X* end[B::kIn] = {};
 };
 
 namespace norm_detail {
@@ -82,14 +79,13 @@ struct Statistics {
 };
 
 // The operations of both passes over a row, which the kernels have in common.
-template <class B, class W, class Y, int N, RowAlignment kAlignment>
+template <class B, class W, class Y, int N>
 struct BackwardRow {
   using X = typename B::Element;
   using Inputs = Vec<X, N>[B::kIn];
   static constexpr int kMeans = B::kSubtractMean ? 2 : 1, kPair = N % 2 == 0 ? 2 : 1;
   // A branch on whether h is rounded doubles the code of the first pass: rare rows select each element.
-  static constexpr bool kSelectsRounding =
-      kAlignment == RowAlignment::mixed_offset || (kRareTypes<X, W> && !kRowGroups<B>);
+  static constexpr bool kSelectsRounding = kRareTypes<X, W> && !kRowGroups<B>;
   const NormBackward<B, W, Y>& p;
   int group;
   // The first column of the group that vectors hold, of all columns.
@@ -271,13 +267,12 @@ struct ColumnWeights {
 };
 
 // The stages of the inputs and dy of the rows of a thread's range.
-template <class B, class W, class Y, int N, RowConfig kConfig, RowAlignment kAlignment>
+template <class B, class W, class Y, int N, RowConfig kConfig>
 struct BackwardPipeline {
-  static constexpr bool kMixedOffset = kAlignment == RowAlignment::mixed_offset;
   using X = typename B::Element;
-  using Row = BackwardRow<B, W, Y, N, kAlignment>;
-  using In = CpAsyncPipeline<X, N, kConfig, kMixedOffset>;
-  using Dy = CpAsyncPipeline<Y, N, kConfig, kMixedOffset>;
+  using Row = BackwardRow<B, W, Y, N>;
+  using In = CpAsyncPipeline<X, N, kConfig>;
+  using Dy = CpAsyncPipeline<Y, N, kConfig>;
   Array<In, B::kIn> in;
   Dy dy;
 
@@ -309,9 +304,8 @@ struct BackwardPipeline {
                                               int64_t step, int first_vec, int vec_stride, int vecs,
                                               int threads, uint4* words)
       : in{{In(row.in(K, first_row), step * row.p.in_stride[K], first_vec, vec_stride, row.has(K) ? vecs : 0,
-               row.p.end[K], words + int(K) * In::words(threads),
-               kConfig.rows_per_block * row_words(threads))...}},
-        dy(row.dy(first_row), step * row.p.dy_stride, first_vec, vec_stride, vecs, row.p.dy_end,
+               words + int(K) * In::words(threads), kConfig.rows_per_block * row_words(threads))...}},
+        dy(row.dy(first_row), step * row.p.dy_stride, first_vec, vec_stride, vecs,
            words + B::kIn * In::words(threads), kConfig.rows_per_block * row_words(threads)) {}
 };
 

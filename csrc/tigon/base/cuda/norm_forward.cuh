@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "tigon/base/cuda/norm_forward_cluster.cuh"
+#include "tigon/base/cuda/norm_forward_persistent.cuh"
 #include "tigon/base/cuda/norm_forward_shared.cuh"
 #include "tigon/base/cuda/norm_plan.h"
 #include "tigon/base/dispatch.h"
@@ -63,7 +63,7 @@ __global__ __launch_bounds__(kLoopThreads, kLoopBlocks) void forward_looped_kern
     const __grid_constant__ NormForward<F, W, Y> p) {
   using X = typename F::Element;
   constexpr int N = AlignedRow<X>::N;
-  using VecRow = ForwardRow<F, W, Y, N, RowAlignment::mixed_offset, int64_t>;
+  using VecRow = ForwardRow<F, W, Y, N, RowAlignment::any, int64_t>;
   __shared__ __align__(16) float slots[2][VecRow::kStatistics * 32];
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
@@ -133,13 +133,9 @@ template <class F, class W, class Y>
 void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
   using namespace norm_detail;
   constexpr NormTraits kTraits = forward_traits<F, W, Y>();
-  constexpr RowAlignment kSame = RowAlignment::same_offset, kMixed = RowAlignment::mixed_offset;
   p.inv_cols = 1.0f / float(p.cols);
   NormOperand inputs[F::kIn], params[F::kParams];
-  for (int k = 0; k < F::kIn; ++k) {
-    inputs[k] = {p.in[k], p.in_stride[k], kTraits.x_bytes};
-    p.end[k] = end_of_rows(p.in[k], p.in_stride[k], p.rows, p.groups * p.cols);
-  }
+  for (int k = 0; k < F::kIn; ++k) inputs[k] = {p.in[k], p.in_stride[k], kTraits.x_bytes};
   // Parameters of channels are read one by one; whole vectors of a row have one.
   for (int k = 0; k < F::kParams; ++k) {
     params[k] = kPerChannel<F> ? NormOperand{nullptr, p.cols_per_param, kTraits.weight_bytes}
@@ -152,7 +148,6 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
   if constexpr (kRowParams<F>)
     problem.rows_per_param = p.f.rows_per_param, p.row_groups = int(p.rows / p.f.rows_per_param);
   const NormPlan plan = plan_forward(kTraits, problem, device_limits());
-  const int64_t vecs = std::max<int64_t>(1, p.cols / kTraits.vec_size());
 
   // The kernel of the plan; null: looped.
   const void* entry = nullptr;
@@ -164,13 +159,6 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
   const auto registers = [&]<RowConfig kConfig>() {
     entry = entry_of(forward_kernel<F, W, Y, kTraits.vec_size(), ConfigType<kConfig>>);
   };
-  const auto persistent = [&]<RowAlignment kAlignment, RowConfigs kConfigs>() {
-    with_config<kConfigs>(plan.config, [&]<RowConfig kConfig>() {
-      static OccupancyCache cache;
-      occupancy = &cache;
-      entry = entry_of(forward_persistent_kernel<F, W, Y, ConfigType<kConfig>, kAlignment>);
-    });
-  };
   switch (plan.kernel) {
     case NormKernel::registers:
       if (plan.rows.lane_split == 1)
@@ -179,11 +167,12 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
         with_config<kForwardSplitConfigs>(plan.config, registers);
       break;
     case NormKernel::persistent:
-      if constexpr (!kTraits.by_row) {
-        if (plan.alignment == kMixed)
-          persistent.template operator()<kMixed, forward_persistent_configs(kMixed)>();
-        else if constexpr (kTraits.same_offset)
-          persistent.template operator()<kSame, forward_persistent_configs(kSame)>();
+      if constexpr (kTraits.same_offset && !kTraits.by_row) {
+        with_config<kForwardPersistentConfigs>(plan.config, [&]<RowConfig kConfig>() {
+          static OccupancyCache cache;
+          occupancy = &cache;
+          entry = entry_of(forward_persistent_kernel<F, W, Y, ConfigType<kConfig>>);
+        });
         p.row_schedule = persistent_schedule(op, *occupancy, entry, plan.rows, grid.threads, grid.shared,
                                              p.rows, p.groups, problem.period);
         grid.blocks = int64_t(p.row_schedule.workers) * p.groups;
@@ -205,21 +194,6 @@ void norm_forward(const char* op, Context& ctx, NormForward<F, W, Y> p) {
       }
       break;
     case NormKernel::cluster:
-      if constexpr (kTraits.clusters && !kTraits.by_row) {
-        constexpr RowConfig kConfig = forward_cluster_configs(kTraits).at[0];
-        const auto shared = [&](int threads) { return size_t(forward_shared(kTraits, kConfig, threads)); };
-        const void* clustered = entry_of(forward_cluster_kernel<F, W, Y, ConfigType<kConfig>>);
-        static OccupancyCache cache;
-        const ClusterShape c = largest_cluster(op, cache, clustered, kConfig, vecs, 128, shared);
-        // None: no cluster fits on this device.
-        if (c.blocks > 0) {
-          p.row_schedule = make_row_schedule(p.rows, c.clusters, problem.period);
-          entry = clustered;
-          grid.blocks = int64_t(p.row_schedule.workers) * c.blocks;
-          grid.threads = c.threads, grid.shared = shared(c.threads), grid.cluster = c.blocks;
-        }
-      }
-      break;
     case NormKernel::looped: break;
   }
   if (entry == nullptr) {

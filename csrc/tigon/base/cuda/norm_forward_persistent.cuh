@@ -10,41 +10,33 @@
 namespace tigon::cuda {
 namespace norm_detail {
 
-// The vectors of an input in the vector numbering of the output. kMixedOffset: the input has
-// another offset, so each vector spans two aligned words.
-template <class X, int VecsPerThread, bool kMixedOffset>
+// Vectors of a parameter in the vector numbering of the output: each spans two aligned words.
+template <class X, int VecsPerThread>
 class ShiftedVecs {
-  static constexpr int N = 16 / int(sizeof(X)), kWords = 1 + kMixedOffset;
-  const X *next_, *end_;
-  int64_t step_;
+  static constexpr int N = 16 / int(sizeof(X));
+  const X *first_, *end_;
   int pitch_, off_;
-  uint4 words_[VecsPerThread][kWords];
+  uint4 words_[VecsPerThread][2];
 
  public:
-  // `first`: this thread's first full vector; `pitch`: elements from one of its vectors to the
-  // next; `step`: from row to row.
-  __device__ __forceinline__ ShiftedVecs(const X* first, const X* end, int64_t step, int pitch)
-      : end_(end), step_(step), pitch_(pitch) {
-    off_ = kMixedOffset ? int(reinterpret_cast<uintptr_t>(first) % 16 / sizeof(X)) : 0;
-    next_ = first - off_;
+  // `first`: this thread's first full vector; `pitch`: elements from one of its vectors to the next.
+  __device__ __forceinline__ ShiftedVecs(const X* first, const X* end, int pitch) : end_(end), pitch_(pitch) {
+    off_ = int(reinterpret_cast<uintptr_t>(first) % 16 / sizeof(X));
+    first_ = first - off_;
   }
   __device__ __forceinline__ void load(int i, bool wanted) {
-    const X* word = next_ + i * pitch_;
+    const X* word = first_ + i * pitch_;
     words_[i][0] = ld_global_predicated(wanted, word);
-    if constexpr (kMixedOffset)
-      words_[i][1] = ld_global_predicated(wanted && off_ != 0 && word + 2 * N <= end_, word + N);
+    words_[i][1] = ld_global_predicated(wanted && off_ != 0 && word + 2 * N <= end_, word + N);
   }
-  __device__ __forceinline__ void advance() { next_ += step_; }
-  // The vector that was loaded before the last advance().
   __device__ __forceinline__ Vec<X, N> vec(int i, bool wanted) const {
-    if constexpr (!kMixedOffset) return reinterpret_cast<const Vec<X, N>&>(words_[i][0]);
     uint32_t w[8];
-    reinterpret_cast<uint4&>(w[0]) = words_[i][0], reinterpret_cast<uint4&>(w[4]) = words_[i][kWords - 1];
+    reinterpret_cast<uint4&>(w[0]) = words_[i][0], reinterpret_cast<uint4&>(w[4]) = words_[i][1];
     shift_words<X>(w, off_);
     Vec<X, N> r;
 #pragma unroll
     for (int j = 0; j < 4; ++j) reinterpret_cast<uint32_t*>(&r)[j] = w[j];
-    const X* word = next_ - step_ + i * pitch_;
+    const X* word = first_ + i * pitch_;
     // The last word of the tensor is read by elements.
     if (wanted && off_ != 0 && word + 2 * N > end_) {
 #pragma unroll
@@ -91,11 +83,11 @@ __device__ __forceinline__ void load_shifted_vecs(const W* const (&vectors)[K],
                                                   Assign&& assign) {
   constexpr int N = 16 / int(sizeof(W)), kBatch = std::min(VecsPerThread, 4 / K);
   static_assert(VecsPerThread % kBatch == 0 && K <= 4);
-  using Words = ShiftedVecs<W, kBatch, true>;
+  using Words = ShiftedVecs<W, kBatch>;
 #pragma unroll(Unrolled ? VecsPerThread : 1)
   for (int first = 0; first < VecsPerThread; first += kBatch) {
     auto words = [&]<size_t... I>(std::index_sequence<I...>) {
-      return Array<Words, K>{{Words(vectors[I] + begin + first * pitch, vectors[I] + size, 0, pitch)...}};
+      return Array<Words, K>{{Words(vectors[I] + begin + first * pitch, vectors[I] + size, pitch)...}};
     }(std::make_index_sequence<K>{});
 #pragma unroll
     for (int k = 0; k < K; ++k)
@@ -135,11 +127,11 @@ __device__ __forceinline__ void load_columns(const NormForward<F, W, Y>& p, int6
   }
 }
 
-// Persistent CTAs for rows of any alignment: full vectors of the output, and the edge elements, at
+// Persistent CTAs for rows that all begin at one offset: full vectors of the output, and the edge elements, at
 // most one per thread. All rows of a worker have the same output offset, so that its shifted
 // parameters stay in shared memory. Loads of the next row are issued as each vector of this row is
 // stored.
-template <class F, class W, class Y, class Config, RowAlignment kAlignment>
+template <class F, class W, class Y, class Config>
 __global__
 __launch_bounds__(Config::value.max_threads, Config::value.min_blocks_per_sm) void forward_persistent_kernel(
     const __grid_constant__ NormForward<F, W, Y> p) {
@@ -150,7 +142,6 @@ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks_per_sm) vo
   using VecRow = ForwardRow<F, W, Y, N, RowAlignment::vectorized, unsigned>;
   using ElementRow = ForwardRow<F, W, Y, 1, RowAlignment::vectorized, int>;
   using Sums = SumArray<VecRow::kStatistics>;
-  using Words = ShiftedVecs<X, kVecsPerThread, kAlignment == RowAlignment::mixed_offset>;
   __shared__ ReduceStorage<Sums> storage;
   extern __shared__ __align__(16) unsigned char shared[];
   RowReducer<kConfig, false, false, Sums> reducer(storage);
@@ -175,15 +166,14 @@ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks_per_sm) vo
   const int64_t begin = edge_row.col_offset + head + column(0);
   load_columns<kVecsPerThread, false>(p, begin, pitch, in_bounds,
                                       [&](int i, int k, const Vec<W, N>& w) { *param_slot(i, k) = w; });
-  auto words_of = [&](int k) {
-    return Words(row.in(k) + column(0), p.end[k], range.step * p.in_stride[k], pitch);
-  };
-  auto words = [&]<size_t... K>(std::index_sequence<K...>) {
-    return Array<Words, F::kIn>{{words_of(int(K))...}};
-  }(std::make_index_sequence<F::kIn>{});
+  const X* next[F::kIn];
+#pragma unroll
+  for (int k = 0; k < F::kIn; ++k) next[k] = row.in(k) + column(0);
+  uint4 words[F::kIn][kVecsPerThread];
   auto load = [&](int i, bool live) {
 #pragma unroll
-    for (int k = 0; k < F::kIn; ++k) words.data[k].load(i, live && in_bounds(i));
+    for (int k = 0; k < F::kIn; ++k)
+      words[k][i] = ld_global_predicated(live && in_bounds(i), next[k] + i * pitch);
   };
   EdgeElement<F, W, Y> edge;
   edge.column = edge_column<N>(reducer, head, whole, cols);
@@ -194,12 +184,12 @@ __launch_bounds__(Config::value.max_threads, Config::value.min_blocks_per_sm) vo
 #pragma unroll 1
   for (; left > 0; --left) {
 #pragma unroll
-    for (int k = 0; k < F::kIn; ++k) words.data[k].advance();
+    for (int k = 0; k < F::kIn; ++k) next[k] += range.step * p.in_stride[k];
     Vec<X, N> in[kVecsPerThread][F::kIn];
 #pragma unroll
     for (int i = 0; i < kVecsPerThread; ++i)
 #pragma unroll
-      for (int k = 0; k < F::kIn; ++k) in[i][k] = words.data[k].vec(i, in_bounds(i));
+      for (int k = 0; k < F::kIn; ++k) in[i][k] = reinterpret_cast<const Vec<X, N>&>(words[k][i]);
     const auto current = row;
     const auto current_edge = edge_row;
     edge.row = &current_edge;

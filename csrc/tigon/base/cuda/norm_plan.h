@@ -34,10 +34,9 @@ struct NormTraits {
   // Rows read and written; parameters, or sums by column.
   int inputs, outputs, columns;
   bool subtracts_mean, writes_residual;
-  // Whether there are kernels for rows of one offset, and clusters for longer ones; rows without are rows of mixed offsets. They
-  // need equal types, and not fp16 except where rows are long as a rule (kPerChannel). Gated rows are groups of channels, hardly
-  // ever unaligned or long: no clusters, nor a forward of one offset.
-  bool same_offset, clusters;
+  // Whether there are kernels for unaligned rows of one offset, and in the backward clusters for longer ones. They need equal types,
+  // and not fp16 except where rows are long as a rule (kPerChannel). Gated rows are groups of channels, hardly ever unaligned.
+  bool same_offset, clusters = false;
   // kRowParams or kRowGroups: the kernels that keep parameters or column sums of rows of any offset do not take them.
   bool by_row;
   // kRareTypes; where by_row, whose kernels share configurations, fp16 alone, and forward: fewer configurations.
@@ -62,7 +61,6 @@ constexpr NormTraits forward_traits() {
           .subtracts_mean = F::kSubtractMean,
           .writes_residual = F::kWritesResidual,
           .same_offset = kSame && !kGated && (!kIsHalf<X> || kPerChannel<F>),
-          .clusters = kSame && !kGated && (!kIsHalf<X> || kPerChannel<F>),
           .by_row = kRowParams<F>,
           .rare = kRowParams<F> ? kIsHalf<X> : kRareTypes<X, W>,
           .x_bytes = int(sizeof(X)),
@@ -137,7 +135,6 @@ inline NormProblem norm_problem(int64_t rows, int64_t cols, int groups, int x_by
     vectorized = vectorized && reinterpret_cast<uintptr_t>(o.data) % 16 == 0 && o.stride % vec_size == 0;
   problem.alignment = vectorized                      ? RowAlignment::vectorized
                       : outputs_match && inputs_match ? RowAlignment::same_offset
-                      : outputs_match                 ? RowAlignment::mixed_offset
                                                       : RowAlignment::any;
   return problem;
 }
@@ -145,11 +142,11 @@ inline NormProblem norm_problem(int64_t rows, int64_t cols, int groups, int x_by
 enum class NormKernel {
   // Forward: a CTA per group of vectorized rows, which stay in registers. Backward: persistent CTAs.
   registers,
-  // Persistent CTAs, for rows of any offset. Backward: also for vectorized rows with lookahead.
+  // Persistent CTAs, for rows of one offset. Backward: also for vectorized rows with lookahead.
   persistent,
   // Forward: persistent CTAs of vectorized rows that share parameters of their own.
   shared_params,
-  // Persistent clusters: rows with the same offset that are too long for a CTA.
+  // Backward: persistent clusters, for rows of one offset that are too long for a CTA.
   cluster,
   // A CTA per row that reads it once per pass, from L2 after the first: everything else.
   looped,
@@ -205,13 +202,10 @@ constexpr int kFewWarps = 16;
 constexpr RowConfigs kForwardSplitConfigs{
     RowConfig{.vecs_per_thread = 2, .max_threads = 1024, .lane_split = 2}};
 
-// Forward, rows of other offsets. Shifted inputs take twice the registers.
-constexpr RowConfigs forward_persistent_configs(RowAlignment alignment) {
-  if (alignment == RowAlignment::mixed_offset)
-    return RowConfigs(RowConfig{.vecs_per_thread = 2, .max_threads = 1024});
-  return RowConfigs(several_rows({.threads_per_row = 32, .vecs_per_thread = 4, .min_blocks_per_sm = 5}),
-                    RowConfig{.vecs_per_thread = 4, .max_threads = 384, .min_blocks_per_sm = 2});
-}
+// Forward, unaligned rows of one offset.
+constexpr RowConfigs kForwardPersistentConfigs{
+    several_rows({.threads_per_row = 32, .vecs_per_thread = 4, .min_blocks_per_sm = 5}),
+    RowConfig{.vecs_per_thread = 4, .max_threads = 384, .min_blocks_per_sm = 2}};
 // Forward, vectorized rows of groups that share parameters: CTAs of one group keep them in shared memory. Threads and vectors are
 // those of forward_register_configs, so that rows have the same bits. In shorter groups the copies cost more than they save.
 constexpr int64_t kManyRowsPerParam = 8;
@@ -221,14 +215,6 @@ constexpr RowConfigs forward_shared_configs(const NormTraits& t) {
   if (t.rare) return RowConfigs(warp, longest);
   return RowConfigs(warp, RowConfig{.vecs_per_thread = 4, .max_threads = 128, .min_blocks_per_sm = 8},
                     RowConfig{.vecs_per_thread = 4, .max_threads = 256, .min_blocks_per_sm = 4}, longest);
-}
-// Forward, clusters: as many stages as the passes need, and one more.
-constexpr RowConfigs forward_cluster_configs(const NormTraits& t) {
-  return RowConfigs(RowConfig{.vecs_per_thread = 4,
-                              .max_threads = 512,
-                              .stages = t.inputs == 2      ? 3
-                                        : t.subtracts_mean ? 5
-                                                           : 4});
 }
 
 // Backward, vectorized rows. Without a pipeline several CTAs per SM overlap their loads; stages need no registers for loads in
@@ -269,12 +255,8 @@ constexpr RowConfigs backward_register_configs(const NormTraits& t) {
                     cta(3, 2, 256, 2), cta(4, 4, 160), cta(3, 1, 1024), cta(2, 4, 512).up_to(1152), ahead,
                     cta(2, 4, 512));
 }
-// Backward, rows of other offsets.
-constexpr RowConfigs backward_persistent_configs(const NormTraits& t, RowAlignment alignment) {
-  if (alignment == RowAlignment::mixed_offset)
-    // 1024 threads have too few registers for two sums.
-    return RowConfigs(RowConfig{
-        .vecs_per_thread = t.columns == 2 ? 4 : 2, .max_threads = t.columns == 2 ? 512 : 1024, .stages = 2});
+// Backward, unaligned rows of one offset.
+constexpr RowConfigs backward_persistent_configs(const NormTraits& t) {
   const RowConfig long_rows{.vecs_per_thread = 4, .max_threads = 512, .stages = t.inputs == 1 ? 3 : 2};
   if (t.outputs == 2) return RowConfigs(long_rows);
   return RowConfigs(several_rows({.threads_per_row = 32,
@@ -298,7 +280,6 @@ constexpr int64_t kReduceBytes = 4 * ((32 + kMaxCluster) * 8 + 8);
 
 // Forward: parameters of persistent CTAs.
 constexpr int64_t forward_shared(const NormTraits& t, const RowConfig& c, int threads) {
-  if (c.stages > 0) return int64_t(threads) * c.vecs_per_thread * c.stages * t.inputs * 16;
   return int64_t(threads) * c.vecs_per_thread * t.columns * t.vec_size() * t.weight_bytes;
 }
 // Rows of column sums in shared memory that a CTA of the backward adds up.
@@ -310,8 +291,7 @@ constexpr int64_t backward_shared(const NormTraits& t, RowAlignment alignment, c
                                   int threads, int64_t cols) {
   const int64_t vec_size = t.vec_size(), held = int64_t(threads) * c.vecs_per_thread;
   // Words of 16 bytes of one row and one stage, for elements of x's size.
-  const int64_t words = int64_t(threads / c.rows_per_block) * c.vecs_per_thread +
-                        (alignment == RowAlignment::mixed_offset ? 1 : 0);
+  const int64_t words = int64_t(threads / c.rows_per_block) * c.vecs_per_thread;
   const int64_t row_words = words * (t.inputs + vec_size * t.y_bytes / 16);
   const int64_t rows =
       held * vec_size * t.weight_bytes + int64_t(c.stages) * c.rows_per_block * row_words * 16;
@@ -364,18 +344,9 @@ constexpr NormPlan plan_forward(const NormTraits& t, const NormProblem& p, const
     return plan;
   }
   if (t.by_row) return plan;
-  if (p.alignment <= RowAlignment::same_offset && t.same_offset) {
-    const RowAlignment same = RowAlignment::same_offset;
-    if (select_plan(plan, NormKernel::persistent, same, forward_persistent_configs(same), vecs, limits,
-                    shared))
-      return plan;
-    if (t.clusters && p.groups == 1 && limits.clusters &&
-        select_plan(plan, NormKernel::cluster, same, forward_cluster_configs(t), vecs, limits, none))
-      return plan;
-  }
-  const RowAlignment mixed = RowAlignment::mixed_offset;
-  if (p.alignment <= mixed)
-    select_plan(plan, NormKernel::persistent, mixed, forward_persistent_configs(mixed), vecs, limits, shared);
+  if (p.alignment <= RowAlignment::same_offset && t.same_offset)
+    select_plan(plan, NormKernel::persistent, RowAlignment::same_offset, kForwardPersistentConfigs, vecs,
+                limits, shared);
   return plan;
 }
 
@@ -396,19 +367,13 @@ constexpr NormPlan plan_backward(const NormTraits& t, const NormProblem& p, cons
   if (t.by_row) return plan;
   if (p.alignment <= RowAlignment::same_offset && t.same_offset) {
     const RowAlignment same = RowAlignment::same_offset;
-    if (select_plan(plan, NormKernel::persistent, same, backward_persistent_configs(t, same), vecs, limits,
+    if (select_plan(plan, NormKernel::persistent, same, backward_persistent_configs(t), vecs, limits,
                     shared_of(same)))
       return plan;
-    if (t.clusters && p.groups == 1 && limits.clusters &&
-        select_plan(plan, NormKernel::cluster, same, backward_cluster_configs(t), vecs, limits,
-                    shared_of(same)))
-      return plan;
+    if (t.clusters && p.groups == 1 && limits.clusters)
+      select_plan(plan, NormKernel::cluster, same, backward_cluster_configs(t), vecs, limits,
+                  shared_of(same));
   }
-  const RowAlignment mixed = RowAlignment::mixed_offset;
-  // Shifted rows touch one word more.
-  if (p.alignment <= mixed)
-    select_plan(plan, NormKernel::persistent, mixed, backward_persistent_configs(t, mixed), vecs + 1, limits,
-                shared_of(mixed));
   return plan;
 }
 

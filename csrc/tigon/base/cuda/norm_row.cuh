@@ -46,8 +46,6 @@ struct NormForward {
   int64_t cols_per_param = 1;
   // 1 / cols, set by norm_forward.
   float inv_cols = 0.0f;
-  // End of each input's memory, set by norm_forward.
-  const X* end[F::kIn] = {};
   // For hide_from_compiler().
   uint32_t opaque_zero = 0;
 };
@@ -76,9 +74,6 @@ __device__ __forceinline__ Vec<W, N> fill_vec(float x) {
   w.set(all);
   return w;
 }
-
-template <class F, class W, class Y>
-constexpr bool kSameType = std::is_same_v<W, typename F::Element> && std::is_same_v<Y, typename F::Element>;
 
 // Vectors of each thread in shared memory. Each thread reads only those it wrote itself, so no barrier is needed; adjacent
 // threads access adjacent words.

@@ -21,9 +21,7 @@ enum class RowAlignment {
   vectorized,
   // Inputs have the same offset within 16 bytes as the outputs, row by row.
   same_offset,
-  // Outputs have the same offset. Vectors are aligned to them, and inputs are loaded as aligned words and shifted.
-  mixed_offset,
-  // Outputs of different offsets.
+  // Anything else: vectors are aligned to the first output, and the others are loaded as aligned words and shifted.
   any,
 };
 

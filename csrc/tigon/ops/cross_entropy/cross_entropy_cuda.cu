@@ -382,7 +382,7 @@ bool launch_smem(Context& ctx, Params<T> p, int64_t vecs, int cluster, int max_s
     cudaGetLastError();
     return false;
   }
-  TIGON_CHECK(kOp, status == cudaSuccess, "kernel launch failed: ", cudaGetErrorString(status));
+  TIGON_CUDA_SUCCESS(kOp, status, "kernel launch");
   return true;
 }
 

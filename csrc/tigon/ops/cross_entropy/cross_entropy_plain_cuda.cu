@@ -306,6 +306,7 @@ bool launch_registers(Context& ctx, const Params<T>& p) {
 // with that much shared memory.
 template <class T, class D, int Threads, bool kCluster>
 bool launch_smem(Context& ctx, Params<T> p, int blocks = 1) {
+  static OncePerDevice prepared;
   static OccupancyCache occupancy;
   constexpr int N = AlignedRow<T>::N, kVecs = vecs_in_registers(true), kPerSm = kThreadsPerSm / Threads;
   auto kernel = &register_kernel<T, D, Threads, true, kCluster>;
@@ -316,7 +317,8 @@ bool launch_smem(Context& ctx, Params<T> p, int blocks = 1) {
   if (shortest - (N - 1) < int64_t(kVecs) * Threads * N) return false;
   const int64_t tiles = ceil_div(p.slice / N, Threads), shared = (tiles - kVecs) * Threads * 16;
   if (shared > device_facts().shared_per_block / kPerSm) return false;
-  prefer_l1(kernel, kPerSm, int(shared + sizeof(ReduceStorage<Sums<T>>)));
+  const int storage = int(shared + sizeof(ReduceStorage<Sums<T>>));
+  prepared.run(kOp, [&] { prefer_l1(kernel, kPerSm, storage); }, storage);
   // Clusters may leave some SMs idle.
   const int64_t clusters = occupancy.max_active(kOp, kernel, blocks, Threads, size_t(shared));
   if (clusters * blocks <= (kPerSm - 1) * device_facts().sms) return false;

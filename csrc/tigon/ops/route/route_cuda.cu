@@ -305,6 +305,7 @@ __global__ __launch_bounds__(kThreads) void backward_kernel(const __grid_constan
     for (int k = lane; k < p.top_k; k += 32) place[p.ids.at(t, k)] = k;
     __syncwarp();
     // Of normalized weights only differences of g count: against that of the best expert, which may have all of the weight.
+    // Those of sigmoids sum to 1 - kRouteTiny / by, so that the shift itself has a share.
     const float shift = p.how.normalize ? p.dweights.at(t, 0) : 0.0f;
     float g[N], chosen[N], product[N];
 #pragma unroll
@@ -314,8 +315,9 @@ __global__ __launch_bounds__(kThreads) void backward_kernel(const __grid_constan
       chosen[j] = k >= 0 ? row.r[j] : 0.0f;
       product[j] = chosen[j] * g[j];
     }
-    const float by = p.how.normalize ? sum_row(chosen) + (p.how.sigmoids ? kRouteTiny : 0.0f) : 1.0f;
-    const float mean = sum_row(product) / by, factor = p.how.scale / by;
+    const float tiny = p.how.sigmoids ? kRouteTiny : 0.0f;
+    const float by = p.how.normalize ? sum_row(chosen) + tiny : 1.0f;
+    const float mean = sum_row(product) / by - shift * (tiny / by), factor = p.how.scale / by;
     const float inside = p.how.normalize || !p.how.sigmoids ? mean : 0.0f,
                 outside = p.how.normalize || p.how.sigmoids ? 0.0f : -mean * factor;
 #pragma unroll

@@ -28,7 +28,7 @@ constexpr const char* kOp = "softmax";
 
 template <class T, RowAlignment kAlignment>
 using Loader =
-    AlignedRowLoader<T, kAlignment == RowAlignment::mixed_offset, kAlignment == RowAlignment::vectorized>;
+    AlignedRowLoader<T, kAlignment == RowAlignment::any, kAlignment == RowAlignment::vectorized>;
 
 template <class T>
 struct Forward {
@@ -200,8 +200,8 @@ __global__ __launch_bounds__(
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
   const int64_t r = reducer.first_row();
-  const auto y = p.template row_of_y<RowAlignment::mixed_offset>(r);
-  const auto x = p.template row_of_x<RowAlignment::mixed_offset>(y, r);
+  const auto y = p.template row_of_y<RowAlignment::any>(r);
+  const auto x = p.template row_of_x<RowAlignment::any>(y, r);
   const int step = reducer.threads * reducer.blocks * kVecsPerThread;
   uint4 q[kVecsPerThread];
   float e[kVecsPerThread][N];
@@ -293,7 +293,7 @@ __global__ __launch_bounds__(
   RowReducer<kConfig, true, false, SumArray<1>> reducer(storage);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
-  const BackwardRow<T, RowAlignment::mixed_offset> row(p, reducer.first_row());
+  const BackwardRow<T, RowAlignment::any> row(p, reducer.first_row());
   const int vecs = row.dx.vecs, step = reducer.threads * reducer.blocks * kVecsPerThread;
   uint4 a[kVecsPerThread], b[kVecsPerThread];
   float s = 0.0f;
@@ -326,12 +326,12 @@ constexpr RowConfig cta(int vecs_per_thread, int max_threads, int min_blocks_per
       .vecs_per_thread = vecs_per_thread, .max_threads = max_threads, .min_blocks_per_sm = min_blocks_per_sm};
 }
 constexpr RowConfigs forward_configs(RowAlignment alignment) {
-  if (alignment == RowAlignment::mixed_offset)
+  if (alignment == RowAlignment::any)
     return RowConfigs(lanes(8, 2), lanes(32, 4), cta(4, 512, 3), cta(8, 1024));
   return RowConfigs(lanes(8, 2), lanes(16, 2), lanes(32, 2), lanes(32, 4), cta(2, 512, 2), cta(8, 1024));
 }
 constexpr RowConfigs backward_configs(RowAlignment alignment) {
-  if (alignment == RowAlignment::mixed_offset) return RowConfigs(lanes(8, 2), lanes(32, 4), cta(4, 1024));
+  if (alignment == RowAlignment::any) return RowConfigs(lanes(8, 2), lanes(32, 4), cta(4, 1024));
   return RowConfigs(lanes(8, 2), lanes(16, 2), lanes(32, 2), lanes(32, 4), cta(2, 512), cta(4, 1024));
 }
 
@@ -412,7 +412,7 @@ void run(Context& ctx, const Params& p, const Matrix& written, bool same_offset)
   if constexpr (!std::is_same_v<T, __half>)
     if (same_offset && (vectorizable || select_config(Vectorized::kConfigs, vecs) < 0))
       return run<Vectorized>(ctx, p, vecs);
-  run<Kernels<T, RowAlignment::mixed_offset>>(ctx, p, vecs);
+  run<Kernels<T, RowAlignment::any>>(ctx, p, vecs);
 }
 
 }  // namespace

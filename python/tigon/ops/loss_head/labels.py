@@ -1,4 +1,4 @@
-"""How many labels count: known to the host without waiting for the device."""
+"""How many labels count: known to the host before the loss, from a count that began before the layers."""
 
 from __future__ import annotations
 
@@ -83,9 +83,10 @@ def count_labels(
 
     Call it as soon as the labels are on the device, before the model's forward pass: a side stream counts and
     copies the number into pinned memory. :func:`tigon.linear_cross_entropy`, :func:`tigon.linear_log_prob`
-    and :func:`tigon.linear_loss` use it when it has arrived by then (they ask, they never wait) and `target`
-    is the same tensor, or a view with all of its elements, unmodified since. The number is remembered as long
-    as the tensor lives.
+    and :func:`tigon.linear_loss` use it where `target` is the same tensor, or a view with all of its
+    elements, unmodified since. A host that is there before the number waits for it, so that the same calls
+    always compute the same rows: at most until the device begins what follows this call, the layers.
+    The number is remembered as long as the tensor lives.
     Nothing to do for CPU labels: they are counted in the call.
 
     Args:
@@ -119,13 +120,14 @@ def count_labels(
     current = torch.cuda.current_stream(target.device)
     side = _streams.get(target.device.index)
     if side is None:
-        side = _streams.setdefault(target.device.index, torch.cuda.Stream(target.device))
+        urgent = torch.cuda.Stream(target.device, priority=-1)  # not behind the layers' kernels
+        side = _streams.setdefault(target.device.index, urgent)
     side.wait_stream(current)
     with torch.cuda.stream(side):
         count = _count(target.detach(), ignore_index, shift, position_ids, per_sequence)
         pinned = torch.empty(count.shape, dtype=torch.int64, device="cpu", pin_memory=True)
         pinned.copy_(count, non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # a host that waits leaves its core to others
         event.record(side)
     target.record_stream(side)
     if position_ids is not None:
@@ -133,8 +135,8 @@ def count_labels(
     _counts.setdefault(target, {})[_key(ignore_index, shift, position_ids)] = (target._version, event, pinned)
 
 
-def _arrived(target, ignore_index, shift, position_ids):
-    """What :func:`count_labels` has found for this tensor, or None."""
+def _found(target, ignore_index, shift, position_ids):
+    """What :func:`count_labels` finds for this tensor, or None: by the calls made, never by the time."""
     if torch.compiler.is_compiling():  # before the table is looked at: older compilers cannot trace it
         return None
     if not _counts or torch.cuda.is_current_stream_capturing():
@@ -145,14 +147,15 @@ def _arrived(target, ignore_index, shift, position_ids):
     if known is None or (position_ids is not None and position_ids.is_inference()):
         return None
     version, event, pinned = known.get(_key(ignore_index, shift, position_ids), (None, None, None))
-    if event is None or version != target._version or not event.query():
+    if event is None or version != target._version:
         return None
+    event.synchronize()
     return pinned
 
 
 def counted(target, ignore_index, shift, position_ids=None):
-    """The number that :func:`count_labels` has found for this tensor, or -1."""
-    found = _arrived(target, ignore_index, shift, position_ids)
+    """The number that :func:`count_labels` finds for this tensor, or -1."""
+    found = _found(target, ignore_index, shift, position_ids)
     return -1 if found is None else int(found.sum())
 
 
@@ -160,7 +163,7 @@ def sequence_counts(target, ignore_index, shift=False, position_ids=None) -> lis
     """How many labels of each sequence [B, T] count, where the host knows."""
     if target.device.type == "cpu":
         return _count(target, ignore_index, shift, position_ids, per_sequence=True).tolist()
-    found = _arrived(target, ignore_index, shift, position_ids)
+    found = _found(target, ignore_index, shift, position_ids)
     return found.tolist() if found is not None and found.shape == target.shape[:1] else None
 
 
@@ -173,7 +176,7 @@ def check_count(op, target, ignore_index, valid_rows) -> int:
 
 
 def known_rows(op, target, ignore_index, shift, valid_rows, device, position_ids=None):
-    """`valid_rows` for the native call: the caller's, else what :func:`count_labels` has found, else -1."""
+    """`valid_rows` for the native call: the caller's, else what :func:`count_labels` finds, else -1."""
     if valid_rows is None:
         if target.device.type != "cpu":
             return counted(target, ignore_index, shift, position_ids)

@@ -1,0 +1,133 @@
+"""README and docs: links and prose are in order, code runs, names exist, the reference is complete.
+
+The Python of a page runs from top to bottom in one namespace, in a folder of its own. `<!-- python ... -->`
+holds code that a reader need not see; `<!-- not run: REASON -->` before a block says why it is only compiled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+import check_docs
+import drawings
+
+import tigon
+
+BLOCK = re.compile(
+    r"^<!-- python\n(?P<hidden>.*?)^-->$"
+    r"|(?:^<!-- not run: (?P<reason>[^\n]+) -->\n+)?^```python[^\n]*\n(?P<shown>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+PAGES = [page for page in check_docs.pages() if page.parent == ROOT or ROOT / "docs" in page.parents]
+NAME = re.compile(r"(?<![\w.:/-])tigon(?:\.[A-Za-z_]\w*)+")
+
+
+def blocks(text: str) -> list[tuple[int, str, str | None]]:
+    """Line, code and reason not to run it, of every block of a page."""
+    found = []
+    for match in BLOCK.finditer(text):
+        group = "hidden" if match["shown"] is None else "shown"
+        found.append((check_docs.line_of(text, match.start(group)), match[group], match["reason"]))
+    return found
+
+
+def name_of(page: Path) -> str:
+    """The page as a test's id."""
+    return str(page.relative_to(ROOT))
+
+
+def test_docs():
+    """Links, anchors, paths, targets of make, prose."""
+    assert check_docs.check_docs() == []
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p.read_text())], ids=name_of)
+def test_code(page, tmp_path, monkeypatch):
+    """The blocks of a page, one after the other."""
+    monkeypatch.chdir(tmp_path)
+    namespace: dict = {"__name__": "docs"}
+    for line, code, reason in blocks(page.read_text()):
+        compiled = compile("\n" * (line - 1) + code, str(page), "exec")
+        if reason is None:
+            exec(compiled, namespace)
+
+
+def exists(name: str) -> bool:
+    """Whether a dotted name of tigon stands for something; true where a package it needs is missing."""
+    module, attributes = name, []
+    while True:
+        try:
+            found = importlib.import_module(module)
+            for attribute in attributes:
+                found = getattr(found, attribute)
+            return True
+        except AttributeError:
+            return False
+        except ModuleNotFoundError as error:
+            if not error.name.startswith("tigon"):
+                return True
+            module, _, last = module.rpartition(".")
+            attributes.insert(0, last)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_names(page):
+    """`tigon.x` in text and code is something."""
+    names = set(NAME.findall(page.read_text())) - {"tigon.my_op"}  # docs/adding-an-op.md
+    assert [name for name in sorted(names) if not exists(name)] == []
+
+
+def test_reference_is_complete():
+    """The reference has each public name of tigon, nn, optim and parallel, once."""
+    public = {f"tigon.{name}" for name in tigon.__all__ if name not in ("nn", "optim")}
+    for module in ("nn", "optim", "parallel"):
+        public |= {f"tigon.{module}.{name}" for name in importlib.import_module(f"tigon.{module}").__all__}
+    documented = re.findall(
+        r"^::: (?:tigon\S+\n(?:    .*\n)*?      heading: )?(tigon\S+)",
+        "\n".join(page.read_text() for page in sorted((ROOT / "docs/reference").glob("*.md"))),
+        re.MULTILINE,
+    )
+    assert sorted(documented) == sorted(set(documented)), "twice"
+    assert public <= set(documented)
+
+
+def test_drawings_are_current():
+    """docs/drawings is what tools/drawings.py draws: else run it."""
+    committed = {path.name: path.read_text(encoding="utf-8") for path in drawings.FOLDER.iterdir()}
+    assert committed == {name: draw().svg() for name, draw in drawings.DRAWINGS.items()}
+
+
+def test_lengths():
+    """The pages that have to be short are."""
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
+    assert len(re.findall(r"[^\s|-]+", (ROOT / "docs/known-gaps.md").read_text())) <= 1200
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("[a](no/such.md)", "no file no/such.md"),
+        ("[a](#nothing)\n# Something", "no heading #nothing"),
+        ("`tools/nothing.py`", "no file tools/nothing.py"),
+        ("`make nothing`", "no target of make: nothing"),
+        ("It saves x alone.", "better only"),
+        ("```sh\n.venv/bin/python bench/nothing.py\n```", "no file bench/nothing.py"),
+    ],
+)
+def test_planted_violation(tmp_path, monkeypatch, text, message):
+    """One page with one violation, and the same page without."""
+    page = tmp_path / "page.md"
+    monkeypatch.setattr(check_docs, "ROOT", tmp_path)
+    monkeypatch.setattr(check_docs, "tracked", lambda root: [Path("page.md")])
+    (tmp_path / "Makefile").write_text("lint:\n")
+    page.write_text("# A page\n\nPlain text, `make lint`, [itself](#a-page).\n")
+    assert check_docs.check_docs() == []
+    page.write_text(text + "\n")
+    errors = check_docs.check_docs()
+    assert len(errors) == 1
+    assert message in errors[0]

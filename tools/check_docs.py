@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+"""The Markdown, checked: links, anchors, paths and make targets exist; sentences read well.
+
+Pages that a program writes are read for links only. Run by `make lint` and tests/test_docs.py.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from check_tree import tracked
+
+ROOT = Path(__file__).resolve().parent.parent
+GENERATED = re.compile(r"^Written by `|^\w+ by `make ", re.MULTILINE)
+FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
+COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+CODE = re.compile(r"`[^`\n]*`")
+LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]*(?:\([^()]*\))?[^()\s]*)\)")
+PATH = re.compile(
+    r"(?<![\w./-])(?:csrc|python|tests|tools|bench|docs|examples|cmake|compat|\.ci)/[\w./*<>{},-]+"
+)
+TARGET = re.compile(r"\bmake ([a-z][a-z-]*)(?![\w-])(?=[^`\n]*(?:`|\n))")
+# What a reader trips over, and what to write instead.
+PROSE = {
+    r"\balone\b": "only, by itself",
+    r"\bwhose\b[^.|]*\bwhose\b": "one idea a sentence",
+    r"\b(?:are|is) not here\b": "outside the local ones",
+    r"\b(?:they are|is) there\b": "exists, works",
+    r"\bbesides? gradients\b": "in addition to the gradients",
+    r"\bMended\b": "Fixed",
+    r"\bforth and back\b": "twice",
+    r";[^;|\n]*;": "sentences, not fragments between semicolons",
+    r"\bthe same;": "a sentence",
+    r"\b(?:simply|obviously|blazing(?:ly)?|leverages?|seamless(?:ly)?)\b": "the fact without the adverb",
+}
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading, as GitHub and the site make it."""
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
+    return re.sub(r"[^\w\- ]", "", text).replace(" ", "-")
+
+
+def blank(match: re.Match) -> str:
+    """As many characters and lines, and nothing on them."""
+    return re.sub(r"[^\n]", " ", match[0])
+
+
+def without_code(text: str) -> str:
+    """The text with blocks of code and comments blanked out."""
+    return COMMENT.sub(blank, FENCE.sub(blank, text))
+
+
+def anchors(text: str) -> set[str]:
+    """Every anchor of a page; of equal headings the later ones are numbered."""
+    found: set[str] = set(re.findall(r'<a (?:id|name)="([^"]+)"', text))
+    for heading in re.findall(r"^#{1,6} +(.+?) *#*$", without_code(text), re.MULTILINE):
+        base = name = slug(heading)
+        number = 0
+        while name in found:
+            number += 1
+            name = f"{base}-{number}"
+        found.add(name)
+    return found
+
+
+def line_of(text: str, position: int) -> int:
+    """The number of the line that holds a position."""
+    return text.count("\n", 0, position) + 1
+
+
+def check_links(page: Path, text: str) -> Iterator[str]:
+    """Targets of links: files that exist, anchors that their page has."""
+    for match in LINK.finditer(CODE.sub(blank, without_code(text))):
+        target, _, anchor = match[1].partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        file = (page.parent / target).resolve() if target else page
+        where = f"{page.relative_to(ROOT)}:{line_of(text, match.start())}"
+        if not file.exists():
+            yield f"{where}: no file {target}"
+        elif anchor and file.suffix == ".md" and anchor not in anchors(file.read_text(encoding="utf-8")):
+            yield f"{where}: no heading #{anchor} in {file.relative_to(ROOT)}"
+
+
+def check_paths(page: Path, text: str) -> Iterator[str]:
+    """Paths of the repository that the text names, and targets of make."""
+    targets = set(
+        re.findall(r"^([a-z][\w-]*):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    text = COMMENT.sub(blank, text)
+    for match in PATH.finditer(text):
+        name = re.sub(r"<\w+>", "*", match[0].rstrip(".,"))
+        if (braces := re.search(r"\{([^}]*)\}", name)) is not None:
+            names = [name.replace(braces[0], part) for part in braces[1].split(",")]
+        else:
+            names = [name]
+        for one in names:
+            if not (any(ROOT.glob(one)) if "*" in one else (ROOT / one).exists()):
+                yield f"{page.relative_to(ROOT)}:{line_of(text, match.start())}: no file {one}"
+    for match in TARGET.finditer(text):
+        code = text[match.start() - 1] in "`\n"
+        if code and match[1] not in targets:
+            yield f"{page.relative_to(ROOT)}:{line_of(text, match.start())}: no target of make: {match[1]}"
+
+
+def check_prose(page: Path, text: str) -> Iterator[str]:
+    """Patterns of `PROSE` outside code."""
+    plain = CODE.sub(lambda m: "x" * len(m[0]), without_code(text))
+    for pattern, instead in PROSE.items():
+        for match in re.finditer(pattern, plain):
+            found = " ".join(text[match.start() : match.end()].split())
+            where = f"{page.relative_to(ROOT)}:{line_of(plain, match.start())}"
+            yield f"{where}: {found!r}: better {instead}"
+
+
+def pages() -> list[Path]:
+    """Every Markdown file that git knows or would add."""
+    return [ROOT / path for path in sorted(tracked(ROOT)) if path.suffix == ".md"]
+
+
+def generated(text: str) -> bool:
+    """Whether a program wrote the page: its second paragraph says so."""
+    return GENERATED.search(text[:400]) is not None
+
+
+def check_docs() -> list[str]:
+    """Every violation, one line each."""
+    errors: list[str] = []
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        errors += check_links(page, text)
+        if not generated(text):
+            errors += check_paths(page, text)
+            if page.name != "CHANGELOG.md":
+                errors += check_prose(page, text)
+    return errors
+
+
+def main() -> int:
+    """Print the violations; 1 when there is one."""
+    errors = check_docs()
+    print(*errors, sep="\n", end="\n" if errors else "")
+    print(f"check_docs: {len(errors)} violations" if errors else "check_docs: the pages are in order")
+    return bool(errors)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""MkDocs' hooks and the docstrings' extension of the site that mkdocs.yml describes.
+
+README, CONTRIBUTING and CHANGELOG become pages, and so do files of the repository that pages link to. The
+contracts of the C++ headers are rendered into the C++ reference. Sphinx' roles in docstrings become links.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from pathlib import Path
+
+import griffe
+from mkdocs.structure.files import File
+
+sys.path.insert(0, str(Path(__file__).parent))
+from check_docs import LINK, ROOT
+
+DOCS = ROOT / "docs"
+MOVED = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+ORIGIN = {uri: name for name, uri in MOVED.items()}
+LANGUAGES = {".py": "python", ".h": "cpp", ".cpp": "cpp", ".cu": "cuda", ".cuh": "cuda", ".json": "json"}
+CONTRACTS = "reference/cpp.md"
+HEADERS = ("base/make_context.h", "base/context.h", "base/tensor.h", "base/communicator.h")
+
+
+def uri_of(path: Path) -> str:
+    """The page of a file or folder of the repository."""
+    name = path.relative_to(ROOT).as_posix()
+    if path.is_relative_to(DOCS):
+        return path.relative_to(DOCS).as_posix()
+    return MOVED.get(name, f"source/{name}.md")
+
+
+def folder_of(uri: str) -> Path:
+    """Where relative links of a page start."""
+    return ROOT if uri in ORIGIN or uri.startswith("source/") else (DOCS / uri).parent
+
+
+def rewritten(text: str, uri: str) -> str:
+    """The text with its links to files of the repository turned into links to their pages."""
+
+    def link(match: re.Match) -> str:
+        target, mark, anchor = match[1].partition("#")
+        path = (folder_of(uri) / target).resolve()
+        if not target or re.match(r"[a-z]+:", target) or not path.exists() or not path.is_relative_to(ROOT):
+            return match[0]
+        new = posixpath.relpath(uri_of(path), posixpath.dirname(uri) or ".")
+        return match[0].replace(f"({match[1]})", f"({new}{mark}{anchor})")
+
+    return LINK.sub(link, text)
+
+
+def source_page(path: Path) -> str:
+    """A file as a block of code; a folder as a list of its files."""
+    name = path.relative_to(ROOT).as_posix()
+    if path.is_dir():
+        files = sorted(p for p in path.rglob("*") if p.suffix in LANGUAGES and "__pycache__" not in p.parts)
+        return f"# {name}\n\n" + "\n".join(f"- [{p.relative_to(path)}]({p.relative_to(ROOT)})" for p in files)
+    return f"# {name}\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text()}\n````\n"
+
+
+def linked(text: str, folder: Path) -> set[Path]:
+    """Files and folders outside docs that a text links to."""
+    paths = {
+        (folder / match[1].partition("#")[0]).resolve()
+        for match in LINK.finditer(text)
+        if ":" not in match[1]
+    }
+    return {
+        p for p in paths if p.exists() and p.is_relative_to(ROOT) and p != ROOT and not p.is_relative_to(DOCS)
+    }
+
+
+def contract(header: Path) -> str:
+    """The essay of a header, and what it declares for callers."""
+    essay, _, rest = header.read_text(encoding="utf-8").partition("#pragma once")
+    lines = [re.sub(r"^// ?", "", line) for line in essay.splitlines()]
+    internal = r"(?ms)^#include[^\n]*\n|^namespace (?:cpu|cuda) \{.*?^\}[^\n]*\n"
+    declared = re.sub(internal, "", rest)
+    name = header.relative_to(ROOT / "csrc").as_posix()
+    text = "\n".join(lines).strip()
+    declared = f"```cpp\n{declared.strip()}\n```"
+    return f'## {header.stem}\n\n`#include "{name}"`\n\n```text\n{text}\n```\n\n{declared}\n'
+
+
+def contracts() -> str:
+    """Every header that a program includes: the base first, then the ops."""
+    ops = [folder / f"{folder.name}.h" for folder in sorted((ROOT / "csrc/tigon/ops").iterdir())]
+    headers = [ROOT / "csrc/tigon" / name for name in HEADERS] + [path for path in ops if path.exists()]
+    return "\n".join(map(contract, headers))
+
+
+def on_files(files, config):
+    """Add the pages that have no file below docs."""
+    pages = {uri: (ROOT / name).read_text(encoding="utf-8") for uri, name in ORIGIN.items()}
+    texts = [(text, ROOT) for text in pages.values()]
+    texts += [(Path(f.abs_src_path).read_text(encoding="utf-8"), DOCS / Path(f.src_uri).parent)
+              for f in files.documentation_pages()]  # fmt: skip
+    found: set[Path] = set().union(*(linked(*pair) for pair in texts))
+    for folder in [path for path in found if path.is_dir()]:
+        found |= linked(source_page(folder), ROOT)
+    for path in found:
+        if path.relative_to(ROOT).as_posix() not in MOVED:
+            pages[uri_of(path)] = source_page(path)
+    for uri, text in pages.items():
+        files.append(File.generated(config, uri, content=text))
+    return files
+
+
+def on_page_markdown(markdown, page, config, files):
+    """Links of the repository become links of the site; the C++ page gets its contracts."""
+    uri = page.file.src_uri
+    if uri.startswith("source/") and "````" in markdown:
+        return markdown
+    return rewritten(markdown, uri) + ("\n" + contracts() if uri == CONTRACTS else "")
+
+
+class Docstrings(griffe.Extension):
+    """Roles become links where the reference has the name; an op made of its reference has its docstring."""
+
+    def __init__(self) -> None:
+        self.pages = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
+        self.anchors = {name: name for name in re.findall(r"^::: (\S+)$", self.pages, re.MULTILINE)}
+        headed = re.findall(r"^::: (\S+)\n    options:\n      heading: (\S+)", self.pages, re.MULTILINE)
+        self.anchors |= {heading: name for name, heading in headed}
+
+    def on_object(self, *, obj: griffe.Object, **_) -> None:
+        """Rewrite the docstring of one object."""
+        if obj.is_attribute and obj.docstring is None and "reference" in obj.parent.members:
+            made_of = obj.parent.members["reference"]
+            if str(obj.value).startswith("activation("):
+                obj.docstring = made_of.docstring
+        if obj.docstring is not None:
+            obj.docstring.value = re.sub(r":\w+:`~?([\w.]+)`", self.link, obj.docstring.value)
+
+    def link(self, match: re.Match) -> str:
+        """A link, or code where the site has no such name."""
+        name = match[1]
+        return f"[`{name}`][{self.anchors[name]}]" if name in self.anchors else f"`{name}`"
