@@ -8,7 +8,7 @@ import torch
 
 from .case import Case, Inputs, Maker, bench_case, params, test_case
 from .linear_cross_entropy import bare_products
-from .linear_log_prob import SIZES
+from .linear_log_prob import SIZES, trl_log_prob
 from .linear_log_prob import bytes_bwd as bytes_bwd
 from .linear_log_prob import bytes_fwd as bytes_fwd
 from .linear_log_prob import eager_fn as log_prob
@@ -120,4 +120,21 @@ def gemms(inputs: Inputs, step: bool) -> list:
     return bare_products(hidden, weight, target, inputs, step, inputs.kwargs["reduction"] == "none")
 
 
-PEERS = {}
+def _trl(case, inputs):
+    """TRL's chunked head and the same objective."""
+    import trl.trainer.utils  # noqa: F401
+
+    kwargs = inputs.kwargs
+    if "masked" in case.params or kwargs["logit_dtype"] is not None or kwargs["reduction"] != "mean":
+        return None
+
+    def fn(hidden, weight, target, advantage, *, bias, softcap, temperature, entropy, **_):
+        found = trl_log_prob(
+            hidden, weight, target, bias=bias, softcap=softcap, temperature=temperature, entropy=entropy
+        )
+        return _objective(found if entropy else (found,), advantage).mean()
+
+    return fn
+
+
+PEERS = {"trl": _trl}
