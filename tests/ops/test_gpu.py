@@ -370,7 +370,7 @@ def test_products_of_many_row_counts_keep_no_memory():
 
 
 def test_the_same_step_has_the_same_bits_whatever_the_delays(monkeypatch):
-    """100 steps of a patched model with masked labels: the host far ahead of the count of labels, or behind it."""
+    """100 steps of a patched model with masked labels: the host ahead of their count, or behind it."""
     from tiny import make
 
     from tigon.integrations.transformers import head
@@ -400,8 +400,8 @@ def test_the_same_step_has_the_same_bits_whatever_the_delays(monkeypatch):
         if delays.random() < 0.5:
             late = delays.choice([1e-4, 1e-3, 5e-3])
         else:
-            late = 0.0
-            side = counts._streams[torch.cuda.current_device()]  # a forward may wait for what its own stream does
+            late = 0.0  # and the count held back: of its own stream alone a forward does not wait
+            side = counts._streams[torch.cuda.current_device()]
             with torch.cuda.stream(delays.choice([side, torch.cuda.current_stream()])):
                 torch.cuda._sleep(delays.randrange(40_000_000))
         assert same(step(), first)
