@@ -218,10 +218,11 @@ void run_piece(Context& ctx, const Gemm& g, bool split, int device, GemmWorkspac
 
 void cublaslt_gemm(Context& ctx, const Gemm& g, int device, GemmWorkspace& workspace) {
   if (g.m == 0 || g.n == 0) return;
-  GemmPieces pieces = gemm_pieces(g);
-  // Logits have tiles enough without a split of K, and small products wait for the weight whatever the kernel.
-  const bool split = !makes_logits(g);
-  for (int i = 0; i < pieces.count; ++i) run_piece(ctx, pieces.piece[size_t(i)], split, device, workspace);
+  // Logits have tiles enough without a split of K, small products wait for the weight whatever the kernel, and an odd
+  // vocabulary is cut for few rows as for many.
+  const bool logits = makes_logits(g);
+  GemmPieces pieces = logits ? gemm_pieces(g, 0) : gemm_pieces(g);
+  for (int i = 0; i < pieces.count; ++i) run_piece(ctx, pieces.piece[size_t(i)], !logits, device, workspace);
 }
 
 }  // namespace tigon::cuda
