@@ -144,7 +144,7 @@ def transformable(op: str, name: str, forward, setup_context, backward) -> Calla
     return function.apply
 
 
-def _caller(op: str, overload) -> Callable[..., Any]:
+def caller(op: str, overload) -> Callable[..., Any]:
     """A native operator in eager mode: refusals arrive as :class:`Error`."""
 
     def call(*args):
@@ -170,7 +170,7 @@ def raw(name: str, fake: Callable[..., Any], op: str | None = None) -> Callable[
     op = op or name.rpartition("_")[0]
     overload = native(name)
     register_fake(op, name, fake)
-    eager = _caller(op, overload)
+    eager = caller(op, overload)
     transformed = transformable(
         op, name, eager, lambda ctx, inputs, output: None, lambda ctx, *gradients: refuse_second(op)
     )
@@ -266,10 +266,10 @@ class Op:
         self.visible = visible = _first(results)
         for suffix in ("", "_fwd"):
             register_fake(name, name + suffix, fake)
-        self.forward = self.infer = forward = _caller(name, native(f"{name}_fwd"))
+        self.forward = self.infer = forward = caller(name, native(f"{name}_fwd"))
         if results is not None:
             register_fake(name, f"{name}_infer", lambda *args: visible(fake(*args)))
-            self.infer = _caller(name, native(f"{name}_infer"))
+            self.infer = caller(name, native(f"{name}_infer"))
 
         def setup_traced(ctx, inputs, output):
             if results is not None:  # the last call counts: setup_context may mark these and others

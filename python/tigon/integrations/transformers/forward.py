@@ -75,10 +75,12 @@ def _place(module: nn.Module, name: str) -> str:
     return HOOKED if name == "forward" and HOOKED in vars(module) and hasattr(module, "_hf_hook") else name
 
 
-def stock(module: nn.Module, *args):
+def stock(module: nn.Module, *args, **kwargs):
     """The forward of the class, or the one that transformers' tensor parallelism gave the instance."""
     below = module.__dict__.get(BELOW)
-    return type(module).forward(module, *args) if below is None else below(*args)
+    if below is None:
+        return type(module).forward(module, *args, **kwargs)
+    return below(*args, **kwargs)
 
 
 # Tracing, the type of a buffer made by nn.Buffer is that.

@@ -23,6 +23,7 @@ from tigon.integrations.transformers.head import (
     plan_head,
 )
 from tigon.integrations.transformers.hyper_connections import hyper_forward, plan_hyper
+from tigon.integrations.transformers.lora import find_siblings, lora_forward, plan_lora
 from tigon.integrations.transformers.mlp import MlpSpec, mlp_forward, plan_mlp
 from tigon.integrations.transformers.norms import norm_forward, plan_norm
 from tigon.integrations.transformers.qk_norm import plan_qk_norm
@@ -101,6 +102,19 @@ class _Plan:
             if verdict is not None:
                 self.add("experts", path, type(module).__name__, verdict)
 
+    def lora(self):
+        """Not of an output head, whose adapter goes into its loss."""
+        owners = (m for m in self.model.modules() if isinstance(m, PreTrainedModel))
+        heads = {id(owner.get_output_embeddings()) for owner in owners}
+        first = len(self.binds)
+        self.modules("lora", lambda m: None if id(m) in heads else plan_lora(m), lora_forward)
+        specs = {id(module): spec for _, module, spec, _ in self.binds[first:]}
+        for parent in self.model.modules():
+            names = {name: specs[id(c)] for name, c in parent.named_children() if id(c) in specs}
+            siblings = find_siblings(parent, [*names])
+            for name in siblings.names if siblings else ():
+                names[name].name, names[name].siblings = name, siblings
+
     def add(self, slot, path, kind, verdict):
         left = isinstance(verdict, str)
         by = None if left else verdict[-1]
@@ -159,7 +173,8 @@ class _Plan:
 
 def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
           experts: bool = True, router: bool = True, qkv: bool = True, qk_norm: bool = True,
-          hyper: bool = True, lazy_logits: bool = False, strict: bool = False) -> Report:  # fmt: skip
+          hyper: bool = True, lora: bool = True, lazy_logits: bool = False,
+          strict: bool = False) -> Report:  # fmt: skip
     """Replace the norms, MLPs, rotary functions, loss head, experts and routers of a model by Tigon's.
 
     Where q, k and v are slices of one projection they become parts of one split.
@@ -167,9 +182,9 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
     Args:
         model: a Hugging Face model, or any module built from such parts; PEFT, DDP and
             `torch.compile` wrappers are looked through. Modified in place.
-        norm, mlp, rope, loss, experts, router, qkv, qk_norm, hyper: which slots to look at; router: of
+        norm, mlp, rope, loss, experts, router, qkv, qk_norm, hyper, lora: which slots to look at; router: of
             experts; qk_norm: norms of q and k with the rotary embedding, where norm and rope are looked at
-            too; hyper: hyper-connections.
+            too; hyper: hyper-connections; lora: adapters of PEFT.
         lazy_logits: owe logits to training forwards without labels too, for a loss that you (or Trainer's
             ``compute_loss_func``) compute from ``output.logits``. Stays until `undo`.
         strict: raise instead of leaving anything of these slots stock.
@@ -205,6 +220,8 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
     if hyper:
         plan.modules("hyper", plan_hyper, hyper_forward)
         plan.modules("hyper", plan_streams, rewritten_forward)
+    if lora:
+        plan.lora()
     if rope:
         plan.rope()
     if loss:
@@ -218,6 +235,7 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
         "qkv": qkv,
         "qk_norm": qk_norm,
         "hyper": hyper,
+        "lora": lora,
         "rope": rope,
         "loss": loss,
     }
