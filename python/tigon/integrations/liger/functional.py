@@ -99,8 +99,8 @@ def linear_cross_entropy_parts(input, weight, target, bias=None, ce_weight=None,
                                return_token_accuracy=False, return_predicted_tokens=False, ce_impl=None,
                                ce_mode=None, chunk_mem_const=1):  # fmt: skip
     """(loss, z_loss, token_accuracy, predicted_tokens), None where not asked for; the loss is float32."""
-    whole = isinstance(chunk_mem_const, int) and not isinstance(chunk_mem_const, bool)
-    fits = whole and chunk_mem_const >= 1
+    integer = isinstance(chunk_mem_const, int) and not isinstance(chunk_mem_const, bool)
+    fits = integer and chunk_mem_const >= 1
     check("compat.liger", fits, "chunk_mem_const must be an int >= 1, got {!r}", chunk_mem_const)
     weight, scaling = whole(weight), None
     if use_token_scaling:
