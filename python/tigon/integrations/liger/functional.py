@@ -84,12 +84,13 @@ def cross_entropy_parts(input, target, weight=None, ignore_index=-100, lse_squar
 
 
 def whole(weight):
-    """The weight of a head as one tensor: FSDP's shards look like those of a vocabulary, so both are refused."""
+    """The weight of a head as one tensor; FSDP's shards look like those of a vocabulary: both are refused."""
     if not is_dtensor(weight):
         return weight
-    check("compat.liger", all(p.is_replicate() for p in weight.placements), "weight must be whole (under FSDP "
-          "read it in the forward of the unit that holds it, or keep the head in the root's unit; shards of a "
-          "vocabulary: tigon.linear_log_prob), got a DTensor placed as {}", weight.placements)  # fmt: skip
+    fits = all(p.is_replicate() for p in weight.placements)
+    check("compat.liger", fits, "weight must be whole (under FSDP read it in the forward of the unit that "
+          "holds it, or keep the head in the root's unit; shards of a vocabulary: tigon.linear_log_prob), "
+          "got a DTensor placed as {}", weight.placements)  # fmt: skip
     return weight.to_local()
 
 
@@ -368,8 +369,8 @@ def loss_settings() -> dict:
         return {}
     with contextlib.suppress(AttributeError, TypeError):  # it reads the operands
         current(noted, None, None)
-    check("compat.liger", noted, "liger_fused_linear_cross_entropy may be wrapped by a function that calls it "
-          "with the operands it was given, got {!r}", current)  # fmt: skip
+    check("compat.liger", noted, "liger_fused_linear_cross_entropy may be wrapped by a function that calls "
+          "it with the operands it was given, got {!r}", current)  # fmt: skip
     defaults = inspect.signature(ours).parameters
     return {name: value for name, value in noted.items() if value is not defaults[name].default
             and name not in ("input", "weight", "target")}  # fmt: skip
