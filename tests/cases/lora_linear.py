@@ -159,4 +159,4 @@ def gemms(inputs: Inputs, step: bool) -> list:
     return calls
 
 
-PEERS = {}  # PEFT's layer is the plain formulation; bench/lora.py has the others
+PEERS = {}  # PEFT's layer is the plain formulation; bench/adapters.py has the others

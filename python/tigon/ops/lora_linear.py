@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 
 from tigon import _op
 from tigon._load import native
@@ -150,7 +152,11 @@ def _gradients(ctx, dys, need_x, needs: _Lists):
         return None, [None] * count, [None] * len(needs.biases), [None] * each, [None] * each
     dense = [w if make is None else make() for w, make in zip(weights, ctx.sources, strict=True)]
     need_a, need_b = True in needs.a, True in needs.b
-    dx, da, *db = _bwd(dys, x, dense, a, b, t, *ctx.how, seed, need_x, need_a, need_b)
+    wanted = need_x, need_a, need_b
+    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+        dx, da, *db = _bwd_of_tensors(_Shape(count, (), ctx.how, wanted), x, seed, t, *dys, *dense, *a, *b)
+    else:
+        dx, da, *db = _bwd(dys, x, dense, a, b, t, *ctx.how, seed, *wanted)
     dweights, dbiases, das, dbs = [None] * count, [None] * len(needs.biases), [None] * each, [None] * each
     if True in needs.weights:
         for i, (dy, need) in enumerate(zip(dys, needs.weights, strict=True)):
@@ -169,6 +175,31 @@ def _gradients(ctx, dys, need_x, needs: _Lists):
                 dbs[i] = _as(b[i], db[i])
         first += _columns(last - first)
     return dx if need_x else None, dweights, dbiases, das, dbs
+
+
+@dataclasses.dataclass(frozen=True)  # no tuple: vmap would look for tensors in it
+class _Shape:
+    count: int  # maps
+    biased: Sequence  # places of the biases
+    how: tuple
+    wanted: tuple = ()  # of a backward: whether gradients of x, a and b are
+
+    def lists(self, tensors) -> _Lists:
+        n, each = self.count, len(self.how[0])
+        m = n + len(self.biased)
+        lists = tensors[:n], tensors[n:m], tensors[m : m + each], tensors[m + each :]
+        return _Lists(*lists, self.biased, self.how)
+
+
+def _backward_products(shape, x, seed, t, *tensors):
+    dys, (weights, _, a, b, *_) = tensors[: shape.count], shape.lists(tensors[shape.count :])
+    return tuple(_eager_bwd(dys, x, weights, a, b, t, *shape.how, seed, *shape.wanted))
+
+
+_eager_bwd = _op.caller(_OP, native(f"{_OP}_bwd"))
+_bwd_of_tensors = _op.transformable(
+    _OP, f"{_OP}_bwd", _backward_products, lambda *_: None, lambda ctx, *_: _op.refuse_second(_OP)
+)
 
 
 # --- as an operator: traced by torch.compile ---------------------------------------------------
@@ -193,18 +224,6 @@ torch.library.register_autograd(
 
 
 # --- as a function of single tensors: eager, and under the transforms of torch.func -----------
-
-
-class _Shape(NamedTuple):
-    count: int  # maps
-    biased: Sequence
-    how: tuple
-
-    def lists(self, tensors) -> _Lists:
-        n, each = self.count, len(self.how[0])
-        m = n + len(self.biased)
-        lists = tensors[:n], tensors[n:m], tensors[m : m + each], tensors[m + each :]
-        return _Lists(*lists, self.biased, self.how)
 
 
 def _forward(shape, x, seed, *tensors):
@@ -272,6 +291,8 @@ def adapted(x, bases: Sequence[Base], adapters: Sequence[Adapter], seed=None) ->
     biased = [i for i, base in enumerate(bases) if base.bias is not None]
     biases = [bases[i].bias for i in biased]
     linears, a, b, scales, dropouts = map(list, zip(*adapters, strict=True)) if adapters else ([],) * 5
+    if forward_ad._current_level >= 0:  # operators do not look into lists
+        _op.refuse_tangents(_OP, (x, *weights, *biases, *a, *b))
     if torch.compiler.is_compiling():
         ys = _registered(x, weights, biases, a, b, biased, linears, scales, dropouts, seed, None, False)[:-1]
     else:
@@ -303,8 +324,15 @@ def _seed_of(seed, x) -> torch.Tensor:
     return torch.full((1,), seed, dtype=torch.int64, device=x.device)
 
 
+def _check_dense(name, t) -> None:
+    kind = None if type(t) in _op._PLAIN else _op.foreign(name, t)
+    if kind is not None:
+        refuse(_OP, name + " must be a plain dense tensor, got {}", kind)
+
+
 def _checked(x, linears, dropout) -> tuple[list[Base], list[Adapter]]:
     check_float(_OP, "x", x)
+    _check_dense("x", x)
     check(_OP, x.dim() >= 1 and x.shape[-1] >= 1, "x must be [..., K], got {}", tuple(x.shape))
     check_numbers(_OP, dropout=dropout)
     check(_OP, 0 <= dropout < 1, "dropout must be in [0, 1), got {}", dropout)
@@ -316,6 +344,7 @@ def _checked(x, linears, dropout) -> tuple[list[Base], list[Adapter]]:
         named = {"weight": weight, "a": a, "b": b} | ({} if bias is None else {"bias": bias})
         for name, t in named.items():
             check_float(_OP, name, t)
+            _check_dense(name, t)
             dims = 1 if name == "bias" else 2
             check(_OP, t.dim() == dims, name + " must have {} dimension(s), got {}", dims, t.dim())
             check(_OP, t.device == x.device, name + " must be on {}, got {}", x.device, t.device)

@@ -1,8 +1,8 @@
 """What LoRA costs beside the frozen model: one linear, and steps of a whole model with PEFT's adapters.
 
-    python bench/lora.py                           both, on a GPU
-    python bench/lora.py --parts linear            one linear map, forward and backward
-    python bench/lora.py --parts model --compile   with PEFT under torch.compile besides
+    python bench/adapters.py                           both, on a GPU
+    python bench/adapters.py --parts linear            one linear map, forward and backward
+    python bench/adapters.py --parts model --compile   with PEFT under torch.compile besides
 
 One linear: gradients of x, A and B, of bf16 adapters; `base` is the product pair of the frozen map.
 Model: Llama of 8B's width with random weights, loss and backward, no optimizer; `frozen` has no adapters and
