@@ -10,13 +10,14 @@ CPP_FILES = $(shell git ls-files --cached --others --exclude-standard \
 # One process a core, four at most: each takes a GB. Tests of several threads ask for them themselves.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 
-.PHONY: help train train-cpp test emulate build format lint bench results figures docs docs-serve clean
+.PHONY: help train train-cpp test emulate programs build format lint bench results figures docs docs-serve clean
 
 help:
 	@echo 'make train   train a small Llama on real text, stock and with Tigon, side by side   (ARGS="--steps 50")'
 	@echo 'make train-cpp  the same in C++ alone, without PyTorch: tokens are bytes   (ARGS="--data FILES --steps 50")'
 	@echo 'make test    C++ tests and Python tests             (ARGS=--all for every case, ARGS="-k rms_norm")'
 	@echo 'make emulate the cases of the ops, the CUDA kernels compiled as C++                (ARGS="-k rms_norm")'
+	@echo 'make programs  other people'\''s programs, stock and with Tigon, each in an environment     (ARGS="--only axolotl")'
 	@echo 'make build   .venv and the native library: .venv/bin/python -c "import tigon"'
 	@echo 'make bench   time the ops against their peers                                       (ARGS="--ops rms_norm")'
 	@echo 'make results write docs/results and the table of README from the files of bench/results'
@@ -52,6 +53,11 @@ emulate:
 	.venv/bin/ninja -C build/emulator
 	TIGON_LIBRARY=$(CURDIR)/build/emulator/libtigon_torch.so OMP_NUM_THREADS=1 \
 	  .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/ops/test_cases.py $(ARGS)
+
+# Tiny models through the programs' own entry points: tests/programs. Writes docs/programs.md.
+programs:
+	@tools/bootstrap.sh dev
+	.venv/bin/python tests/programs/run.py $(ARGS)
 
 bench:
 	@tools/bootstrap.sh train

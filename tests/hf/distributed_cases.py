@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import transformers_cases  # noqa: F401  its cases
 from tiny import VOCABULARY, close, make, step
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
@@ -31,6 +32,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from two_processes import (
     case,
     check_gradients,
@@ -193,6 +195,25 @@ def fsdp2_qk_norm(unit, checkpointed):
     with mock.patch.object(qk_norm, "qk_norm_rope", lambda *args, **kw: calls.append(1) or op(*args, **kw)):
         two_steps(shard(model, "root"), losses, want)
     assert len(calls) == (8 if checkpointed else 4)
+
+
+SAVED = [torch.ops.aten.mm.default]
+
+
+@case(none=({},), full=({0: {}, 1: {}},), every_second=({1: {}},), selective=(
+    {i: {"context_fn": functools.partial(create_selective_checkpoint_contexts, SAVED)} for i in (0, 1)},
+))  # fmt: skip
+def fsdp2_compile(checkpointed):
+    """Layers checkpointed, compiled and sharded, in this order."""
+    model = make(use_cache=False)
+    losses, want = wanted(model)
+    report = apply(model)
+    for i, layer in enumerate(model.model.layers):
+        if i in checkpointed:
+            model.model.layers[i] = checkpoint_wrapper(layer, **checkpointed[i])
+        model.model.layers[i].compile(backend="aot_eager", fullgraph=True)
+    two_steps(shard(model, "tail"), losses, want)
+    fused(report, 2)
 
 
 @case(root=("root",), own=("own",), tail=("tail",))

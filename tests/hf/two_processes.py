@@ -63,7 +63,7 @@ def full(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-WRAPPERS = ("module.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "module.")
 
 
 def check_gradients(model, want, ulps=256):

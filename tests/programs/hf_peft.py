@@ -1,0 +1,49 @@
+"""PEFT's adapters."""
+
+from __future__ import annotations
+
+import torch
+from program import case, loop, model
+
+PROGRAM, DISTRIBUTION = "PEFT", "peft"
+PACKAGES, ALONE = "peft==0.21.2 accelerate==1.15.0", ""
+CASES = []
+TARGETS = ["q_proj", "v_proj", "up_proj", "gate_proj"]
+
+
+@case(CASES, "LoRA with dropout", "`tigon.apply(model)`", {"lora_dropout": 0.1})
+@case(CASES, "LoRA on every linear layer and the head", "the same", {"target_modules": [*TARGETS, "lm_head"]})
+@case(CASES, "DoRA", "the same", {"use_dora": True})
+@case(CASES, "modules_to_save", "the same", {"modules_to_save": ["lm_head", "embed_tokens"]})
+def lora(with_tigon, folder, options, plus=False):
+    import peft
+    from peft.optimizers import create_loraplus_optimizer
+
+    base = model()
+    adapted = peft.get_peft_model(
+        base, peft.LoraConfig(**{"r": 4, "init_lora_weights": False, "target_modules": TARGETS, **options})
+    ).train()
+    if with_tigon:
+        import tigon
+
+        report = tigon.apply(adapted)
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    if not plus:
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    else:
+        optimizer = create_loraplus_optimizer(
+            adapted,
+            optimizer_cls=tigon.optim.AdamW if with_tigon else torch.optim.AdamW,
+            lr=1e-2,
+            loraplus_lr_ratio=4,
+        )
+    torch.manual_seed(3)
+    said = loop(adapted, optimizer)
+    if with_tigon:
+        report.check()
+    return said
+
+
+@case(CASES, "LoRA+", "`create_loraplus_optimizer(model, tigon.optim.AdamW, ...)` too")
+def lora_plus(with_tigon, folder):
+    return lora(with_tigon, folder, {}, plus=True)

@@ -1,0 +1,49 @@
+"""Lightning's Trainer."""
+
+from __future__ import annotations
+
+import torch
+from program import STEPS, case, model, on_gpu, token_rows
+
+PROGRAM, DISTRIBUTION = "Lightning", "lightning"
+PACKAGES, ALONE = "lightning==2.6.6", ""
+CASES = []
+CHEAP = True
+
+
+@case(CASES, "fit", "`tigon.apply(model)` in the module, `tigon.optim.AdamW`")
+@case(
+    CASES, "fit, accumulation, clipping", "the same", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+)
+def fit(with_tigon, folder, options=()):
+    import lightning
+
+    losses = []
+    inner = model()
+    adamw = torch.optim.AdamW
+    if with_tigon:
+        import tigon
+
+        tigon.apply(inner)
+        adamw = tigon.optim.AdamW
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = inner
+
+        def training_step(self, inputs, index):
+            loss = self.model(**inputs).loss
+            losses.append(float(loss.detach()))
+            return loss
+
+        def configure_optimizers(self):
+            return adamw(self.parameters(), lr=1e-2, foreach=None)
+
+    rows = [{name: torch.tensor(row[name]) for name in row} for row in token_rows()]
+    trainer = lightning.Trainer(
+        max_steps=STEPS, accelerator="gpu" if on_gpu() else "cpu", devices=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, default_root_dir=folder, **dict(options),
+    )  # fmt: skip
+    trainer.fit(Module(), torch.utils.data.DataLoader(rows, batch_size=2))
+    return losses

@@ -1,0 +1,98 @@
+"""verl's SFT trainer, whose engine computes the log-probabilities of verl's actor too."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from program import STEPS, case, on_gpu, pairs, saved_model
+
+PROGRAM, DISTRIBUTION = "verl", "verl"
+PACKAGES = (
+    "transformers==5.10.2 tensordict==0.10.0 accelerate datasets peft hydra-core codetiming dill pandas pyarrow torchdata "
+    "ray pylatexenc tensorboard uvicorn fastapi aiohttp"
+)
+ALONE = "verl==0.9.1"
+CASES = []
+FUSED = {"model.use_fused_kernels": True, "model.fused_kernel_options.impl_backend": "torch"}
+
+
+@case(
+    CASES, "SFT, FSDP2", "`tigon.compat.liger.install()`, `model.use_liger=True`", {}, processes=2, head=False
+)
+@case(CASES, "SFT, FSDP2, fused heads", "`tigon.compat.verl.install()` too", FUSED, processes=2)
+def train(with_tigon, folder, settings):
+    if with_tigon:
+        import tigon.compat.liger
+        import tigon.compat.verl
+
+        tigon.compat.liger.install()
+        tigon.compat.verl.install()
+    import pandas
+    import torch
+
+    rank = int(os.environ["RANK"])
+    place = folder / f"rank{rank}"  # each process writes the same files for itself
+    place.mkdir()
+    data = pairs()
+    rows = [
+        [{"role": "user", "content": p}, {"role": "assistant", "content": c}]
+        for p, c in zip(data["prompt"], data["chosen"], strict=True)
+    ]
+    pandas.DataFrame({"messages": rows}).to_parquet(place / "rows.parquet")
+    os.environ["VERL_FILE_LOGGER_PATH"] = str(place / "log.jsonl")
+    options = {
+        "data.train_files": place / "rows.parquet", "data.train_batch_size": 4, "data.micro_batch_size_per_gpu": 2,
+        "data.use_dynamic_bsz": False, "data.max_length": 128, "data.num_workers": 0, "data.max_token_len_per_gpu": 512,
+        "model.path": saved_model(place), "model.use_remove_padding": False, "model.use_liger": with_tigon,
+        "+model.override_config.attn_implementation": "eager", "model.enable_gradient_checkpointing": False,
+        "engine.strategy": "fsdp2", "engine.use_torch_compile": False, "engine.dtype": "float32",
+        "trainer.device": "cuda" if on_gpu() else "cpu", "trainer.logger": "[file]", "trainer.total_training_steps": STEPS,
+        "trainer.n_gpus_per_node": 2, "trainer.default_local_dir": folder / "out", "trainer.resume_mode": "disable",
+        **settings,
+    }  # fmt: skip
+    sys.argv = ["sft_trainer", *(f"{name}={value}" for name, value in options.items())]
+    from verl.trainer import sft_trainer
+    from verl.utils import distributed
+
+    if not on_gpu():
+        cpu_platform()
+        distributed.initialize_global_process_group = torch.distributed.init_process_group
+    sft_trainer.main()
+    steps = [json.loads(line)["data"] for line in (place / "log.jsonl").read_text().splitlines()]
+    return [float(step[name]) for step in steps for name in ("train/loss", "train/grad_norm") if name in step]
+
+
+def cpu_platform():
+    """verl's description of a device, for one that it does not know."""
+    import torch
+    from verl.plugin.platform.platform_cuda import PlatformCUDA
+    from verl.plugin.platform.platform_manager import set_platform
+
+    class CPU(PlatformCUDA):
+        device_name, device_module = "cpu", torch.cpu
+
+        def is_available(self):
+            return True
+
+        def communication_backend_name(self):
+            return "gloo"
+
+        def current_device(self):
+            return "cpu"
+
+        def device_count(self):
+            return 1
+
+        def set_device(self, index):
+            pass
+
+        synchronize = set_allocator_settings = set_device
+
+        def empty_cache(self):
+            pass
+
+        manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+
+    set_platform(CPU())
