@@ -352,8 +352,8 @@ def _explained(op: str, overload, args: tuple, exc: RuntimeError) -> RuntimeErro
         if wrong and wrong[2] == name:
             given = "a tensor" if isinstance(a, torch.Tensor) else repr(a)
             return Error(f"[{op}] {name} must be of type {wrong[1]}, got {given}")
-        if isinstance(a, torch.Tensor):
-            kind = foreign(name, a)
+        for t in a if isinstance(a, (list, tuple)) else (a,):
+            kind = foreign(name, t) if isinstance(t, torch.Tensor) else None
             if kind is not None:
                 return Error(f"[{op}] {name} must be a plain dense tensor, got {kind}")
     return None

@@ -244,7 +244,9 @@ def _number_options():
 @pytest.mark.parametrize("probe, name", list(_number_options()))
 def test_numbers(probe, name):
     """What is no real number is refused, wherever one is an option."""
-    arguments = probe.draw()
+    function = getattr(tigon, probe.op)
+    call = inspect.signature(function).bind(*probe.draw(), **probe.options)
     for value in NO_NUMBERS.values():
         with pytest.raises(tigon.Error, match=rf"^\[\w+\] {name} must "):
-            getattr(tigon, probe.op)(*arguments, **probe.options | {name: value})
+            call.arguments[name] = value
+            function(*call.args, **call.kwargs)
