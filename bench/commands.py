@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 import e2e
+from files import Run
 
-if TYPE_CHECKING:
-    from results import Run
-
-GIVEN = ("seq", "layers", "steps", "compile", "padding", "masked", "optimizer", "clip", "attention")
+GIVEN = ("seq", "layers", "steps", "compile", "padding", "masked", "packed", "optimizer", "clip", "attention")
+FLAGS = ("checkpointing", "autocast", "contrastive")
 NAMED_CASES = 8  # a command names its cases up to this many
 
 
@@ -37,13 +36,17 @@ def _e2e_command(run: Run) -> list[list[str]]:
     for r in run.records:
         given = {name: r[name] for name in GIVEN if r[name] not in (0, None, "", "torch", "sdpa")}
         given |= {"apply": e2e.options(r["apply"])} if r["apply"] else {}
+        given |= {"dtype": r["dtype"]} if r["dtype"] != "bfloat16" else {}
+        given |= {name: None for name in FLAGS if r[name]}
         settings.setdefault(tuple(given.items()), []).append(r)
     commands = []
     for given, records in settings.items():
         words = ["python", f"bench/{run.kind}.py"]
         words += ["--providers", values(records, "provider")] if run.kind == "e2e" else []
         words += ["--models", values(records, "model"), "--batches", values(records, "batch")]
-        commands.append(words + [word for name, value in given for word in (f"--{name}", str(value))])
+        for name, value in given:
+            words += [f"--{name}"] if value is None else [f"--{name}", str(value)]
+        commands.append(words)
     return commands
 
 
@@ -124,3 +127,9 @@ COMMANDS: dict[str, Callable[[Run], list]] = {
     "trl_trainers": _trl_command,
     "convergence": lambda run: ["python", "bench/convergence.py", "--device", _device(run)],
 }
+
+
+def command_lines(run: Run) -> list[str]:
+    """The command lines that measure the same again, as far as the records tell."""
+    found = COMMANDS[run.kind](run)
+    return [shlex.join(words) for words in (found if isinstance(found[0], list) else [found])]

@@ -11,6 +11,8 @@ features of the residual stream permuted in every weight, the rows of every batc
 largest distance of two such runs. The patched model is trained like this too, some times, since one run
 may be odd by luck; it is inside if the median distance of its runs from those of stock is within the band.
 The distance of two runs is the root mean square, over the steps, of the relative difference of their losses.
+In the same way the logits of the first batch after the last step and all weights are compared, by the norm of
+their difference; a family is inside if losses, logits and weights are.
 In 16 bits a patched model rounds less often than stock, so the table also says how far both are from a stock
 run in float32, and --plain-runs trains it on Tigon's formulas in plain PyTorch, too: what these do to the
 curve is the formulas' doing and not the kernels'.
@@ -127,11 +129,12 @@ def build(family: str, args: argparse.Namespace, dtype: str):
     return model.to(args.device, getattr(torch, dtype)).train()
 
 
-def shuffle_features(model, seed: int) -> None:
-    """The same function with the features of the residual stream in another order."""
+def shuffle_features(model, seed: int, back: bool = False) -> None:
+    """The same function with the features of the residual stream in another order; `back`: in the first."""
     import torch
 
     order = torch.randperm(HIDDEN, generator=torch.Generator().manual_seed(seed))
+    order = order.argsort() if back else order
     with torch.no_grad():
         for parameter in model.parameters():
             for axis in [axis for axis, size in enumerate(parameter.shape) if size == HIDDEN]:
@@ -157,6 +160,25 @@ def train(model, data, args: argparse.Namespace, seed: int | None = None) -> lis
     return [float(f"{loss:.8g}") for loss in losses.tolist()]
 
 
+def end(model, ids, seed: int | None) -> dict:
+    """What a run has learnt: logits, and weights with their features in the first order."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits.float().flatten()
+    if seed:
+        shuffle_features(model, seed, back=True)
+    return {
+        "logits": logits,
+        "weights": torch.cat([p.detach().float().flatten() for p in model.parameters()]),
+    }
+
+
+def apart(one, other) -> float:
+    """The norm of the difference of two tensors, relative."""
+    return ((one - other).norm() / other.norm()).item()
+
+
 def distance(one: list[float], other: list[float]) -> float:
     """How far two curves are apart: the root mean square of their relative differences, step by step."""
     return math.sqrt(statistics.mean(gap * gap for gap in gaps(one, other)))
@@ -167,12 +189,22 @@ def gaps(one: list[float], other: list[float]) -> list[float]:
     return [abs(a - b) / abs(b) for a, b in zip(one, other, strict=True)]
 
 
-def verdict(stock: list[list[float]], tigon: list[list[float]]) -> dict:
-    """Band, distance, and whether the patched runs are inside."""
-    band = max(FLOOR, *(distance(a, b) for a, b in itertools.combinations(stock, 2)))
-    from_stock = statistics.median(distance(a, b) for a, b in itertools.product(tigon, stock))
+def bands(stock: list, tigon: list, far=distance, name: str = "") -> dict:
+    """The largest distance of two stock runs, and the median one of a patched run from stock."""
+    band = max(FLOOR, *(far(a, b) for a, b in itertools.combinations(stock, 2)))
+    from_stock = statistics.median(far(a, b) for a, b in itertools.product(tigon, stock))
+    return {f"{name}band": band, f"{name}distance": from_stock}
+
+
+def verdict(stock: list[list[float]], tigon: list[list[float]], ends: dict | None = None) -> dict:
+    """Bands, distances, and whether the patched runs are inside; `ends`: of each provider's runs."""
+    found = bands(stock, tigon)
+    for name in ("logits", "weights") if ends else ():
+        of_each = ([run[name] for run in ends[provider]] for provider in ("stock", "tigon"))
+        found |= bands(*of_each, apart, f"{name}_")
     learned = all(run[-1] < 0.9 * run[0] for run in tigon)
-    return {"band": band, "distance": from_stock, "inside": from_stock <= band and learned}
+    within = all(found[key] <= found[key.replace("distance", "band")] for key in found if "distance" in key)
+    return found | {"inside": within and learned}
 
 
 @contextlib.contextmanager
@@ -219,7 +251,7 @@ def compare(family: str, dtype: str, data, args: argparse.Namespace) -> dict:
 
     start = time.perf_counter()
     model = build(family, args, dtype)
-    curves = {"stock": [], "tigon": [], "plain": []}
+    curves, ends = ({"stock": [], "tigon": [], "plain": []} for _ in range(2))
     for provider, runs in zip(curves, (args.runs, args.patched_runs, args.plain_runs), strict=True):
         for run in range(runs):
             twin = copy.deepcopy(model)
@@ -228,6 +260,7 @@ def compare(family: str, dtype: str, data, args: argparse.Namespace) -> dict:
             report = tigon.apply(twin) if provider != "stock" else None
             with without_kernels() if provider == "plain" else contextlib.nullcontext():
                 curves[provider].append(train(twin, data, args, run or None))
+                ends[provider].append(end(twin, data[0], run or None))
             if report:
                 report.check()
                 count = len(report.replaced), len(report.left)
@@ -237,7 +270,7 @@ def compare(family: str, dtype: str, data, args: argparse.Namespace) -> dict:
     cuda = args.device.startswith("cuda")
     return {
         "family": family, "dtype": dtype, "steps": args.steps, "batch": args.batch, "seq": args.seq,
-        "seed": args.seed, **verdict(curves["stock"], curves["tigon"]), **plain_distances(curves),
+        "seed": args.seed, **verdict(curves["stock"], curves["tigon"], ends), **plain_distances(curves),
         "replaced": count[0], "left": count[1],
         "seconds": round(time.perf_counter() - start, 1),
         "gpu": torch.cuda.get_device_name() if cuda else "CPU", "torch": torch.__version__,
@@ -254,6 +287,10 @@ def table(records: list[dict]) -> str:
         loss = f"{r['tigon'][0][0]:.3f} -> {r['tigon'][0][-1]:.3f}"
         line = f"{r['family']:<12} {r['dtype']:<9} {loss:>15}  {r['band']:8.1e} {r['distance']:8.1e}"
         line += f" {'inside' if r['inside'] else 'OUTSIDE':<7}"
+        if "weights_band" in r:
+            line += "".join(
+                f"  {n} {r[f'{n}_distance']:.1e} of {r[f'{n}_band']:.1e}" for n in ("logits", "weights")
+            )
         if "tigon_from_float32" in r:
             line += f"  {r['stock_from_float32']:19.1e} {r['tigon_from_float32']:6.1e}"
         if "plain_distance" in r:

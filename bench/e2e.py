@@ -3,6 +3,7 @@
     python bench/e2e.py --suite six                       six models, 16 x 512 tokens, one GPU of 141 GB
     python bench/e2e.py --suite paper --budget 25         five models over batch sizes, at most 25 minutes
     python bench/e2e.py --suite moe --seq 2048            mixtures of experts, 4 layers of each
+    python bench/e2e.py --suite people --budget 9         as people train: autocast, long and packed rows, ...
     python bench/e2e.py --models llama3-8b --layers 8     a quarter of the layers, for a smaller card
     python bench/e2e.py --optimizer tigon --clip 1        the whole step: tigon.optim.AdamW beside fused AdamW
     python bench/e2e.py --apply norm=False                options of tigon.apply, recorded with the numbers
@@ -30,6 +31,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import mfu
 import processes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -77,20 +79,52 @@ MODELS = {
             "truncate": False, "original_max_position_embeddings": 4096,
         },
     },
+    "gemma3-4b": {
+        "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34,
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208,
+        "sliding_window": 1024,
+    },
+    "qwen3-vl-2b": {
+        "model_type": "qwen3_vl", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000000.0, "mrope_section": [24, 20, 20],
+                            "mrope_interleaved": True},
+    },
+    "qwen3.5-9b": {
+        "model_type": "qwen3_5_text", "hidden_size": 4096, "intermediate_size": 12288,
+        "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+        "vocab_size": 248320,
+    },
+    "qwen3-0.6b": {
+        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    },
 }  # fmt: skip
 MOE = ("qwen3-30b-a3b", "gpt-oss-20b")
 SINKS = ("gpt-oss-20b",)
-DENSE = tuple(name for name in MODELS if name not in MOE)
-SUITES = {  # models, batches, layers (None: as published)
+DENSE = tuple(MODELS)[:6]
+PEOPLE = (  # as people train; each fits a card of 80 GB
+    {"model": "llama3.2-1b", "batch": 4, "seq": 2048, "dtype": "float32", "autocast": True},
+    {"model": "gemma3-4b", "layers": 12, "batch": 4, "seq": 2048},
+    {"model": "qwen3-vl-2b", "layers": 14, "batch": 4, "seq": 2048},
+    {"model": "llama3-8b", "layers": 8, "batch": 1, "seq": 32768, "checkpointing": True},
+    {"model": "llama3-8b", "layers": 8, "batch": 1, "seq": 8192, "packed": 512},
+    {"model": "qwen3-0.6b", "batch": 128, "seq": 256, "contrastive": True},
+    {"model": "qwen3.5-9b", "layers": 8, "batch": 4, "seq": 2048},
+)
+SUITES = {  # models, batches, layers (None: as published); people: what is None is each case's own
     "paper": (DENSE[:5], (4, 8, 16, 32), None),
     "six": (DENSE, (16,), None),
     "moe": (MOE, (16,), 4),
+    "people": (tuple(dict.fromkeys(case["model"] for case in PEOPLE)), (None,), None),
 }
 PROVIDERS = ("stock", "tigon", "liger")
 WARMUP = 3
 OPTIMIZERS = ("torch", "tigon", "backward")
-SETTING = ("seq", "layers", "steps", "masked", "padding", "checkpointing", "compile", "optimizer", "clip",
-           "dtype", "device", "attention")  # fmt: skip
+SETTING = ("seq", "layers", "steps", "masked", "padding", "packed", "checkpointing", "compile", "optimizer",
+           "clip", "dtype", "autocast", "contrastive", "device", "attention")  # fmt: skip
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -103,7 +137,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--models", help=f"of {', '.join(MODELS)} (the suite's)")
     add("--batches", help="batch sizes, comma-separated (the suite's)")
     add("--providers", default=",".join(PROVIDERS))
-    add("--seq", type=int, default=512)
+    add("--seq", type=int, help="512, or the suite's")
     add("--layers", type=int, help="fewer layers than published (the suite's)")
     add("--attention", choices=("sdpa", "flex_attention", "eager"), help="transformers' (see above)")
     add("--set", default="", metavar="K=V,...", help="other changes of every configuration")
@@ -111,7 +145,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--steps", type=int, default=10, help=f"measured steps, after {WARMUP} to warm up")
     add("--masked", type=float, default=0.0, help="fraction of labels that do not count")
     add("--padding", type=float, default=0.0, help="mean fraction of a row that is padding, under a mask")
+    add("--packed", type=int, default=0, metavar="TOKENS",
+        help="rows packed of sequences of this mean length, told apart by position_ids")  # fmt: skip
     add("--checkpointing", action="store_true", help="gradient checkpointing")
+    add("--autocast", action="store_true", help="bfloat16 by autocast (weights: --dtype)")
+    add("--contrastive", action="store_true", help="a bi-encoder: half of the rows belong to the other half")
     add("--compile", nargs="?", const="model", choices=("model", "layers"), default="",
         help="torch.compile of the model, patched or not, or of its layers one by one")  # fmt: skip
     add("--optimizer", default="torch", choices=OPTIMIZERS,
@@ -133,6 +171,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     models, batches, layers = SUITES[args.suite]
     args.layers = args.layers or layers
+    args.seq = args.seq or (None if args.suite == "people" else 512)
     args.models = args.models.split(",") if args.models else list(models)
     args.batches = [int(b) for b in args.batches.split(",")] if args.batches else list(batches)
     args.providers = args.providers.split(",")
@@ -151,11 +190,15 @@ def cases(args: argparse.Namespace) -> list[dict]:
     """Every case: batch by batch the models, providers of one setting one after the other."""
     mappings = {"changes": pairs(args.set, json.loads), "apply": pairs(args.apply, ast.literal_eval)}
     shared = {name: getattr(args, name) for name in SETTING}
+    rows = [{"model": model, "batch": batch} for batch in args.batches for model in args.models]
+    if args.suite == "people":
+        sizes = {"layers": args.layers, "seq": args.seq, "batch": args.batches[0]}
+        given = {name: value for name, value in sizes.items() if value}
+        rows = [case | given for case in PEOPLE if case["model"] in args.models]
     return [
-        {"model": model, "batch": batch, "provider": provider, **mappings, **shared}
-        | {"attention": args.attention or attention_of(model, args.device)}
-        for batch in args.batches
-        for model in args.models
+        {"provider": provider, **mappings, **shared, **row}
+        | {"attention": args.attention or attention_of(row["model"], args.device)}
+        for row in rows
         for provider in args.providers
     ]
 
@@ -184,17 +227,27 @@ def options(given: dict) -> str:
 def build(case: dict):
     """The model of a case on its device, the same numbers for every provider."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = MODELS[case["model"]] | case["changes"]
     if case["layers"]:
         config["num_hidden_layers"] = min(case["layers"], config["num_hidden_layers"])
     config["max_position_embeddings"] = max(case["seq"], 4096)
     given = {"experts_implementation": "grouped_mm"} if case["model"] in MOE else {}
+    kind = AutoModel if case.get("contrastive") else AutoModelForCausalLM
+    if case["model"] == "qwen3-vl-2b":  # its text, behind the least of a vision tower
+        kind, text = (
+            AutoModelForImageTextToText,
+            {**config, "model_type": "qwen3_vl_text", "use_cache": False},
+        )
+        vision = {"depth": 1, "hidden_size": 64, "num_heads": 2, "intermediate_size": 64,
+                  "out_hidden_size": config["hidden_size"], "deepstack_visual_indexes": [0]}  # fmt: skip
+        config = {"model_type": "qwen3_vl", "text_config": text, "vision_config": vision,
+                  "tie_word_embeddings": True}  # fmt: skip
     config = AutoConfig.for_model(**config, use_cache=False, pad_token_id=None)
     torch.manual_seed(0)
     with torch.device(case["device"]):
-        model = AutoModelForCausalLM.from_config(
+        model = kind.from_config(
             config,
             dtype=getattr(torch, case["dtype"]),
             attn_implementation=case.get("attention", "sdpa"),
@@ -211,7 +264,15 @@ def inputs(case: dict, vocabulary: int, generator) -> dict:
 
     shape = case["batch"], case["seq"]
     ids = torch.randint(0, vocabulary, shape, generator=generator)
+    if case["contrastive"]:
+        return {"input_ids": ids}
     labels = ids.masked_fill(torch.rand(shape, generator=generator) < case["masked"], -100)
+    if case["packed"]:  # a sequence begins at any token, once in so many
+        begins = torch.rand(shape, generator=generator) < 1 / case["packed"]
+        begins[:, 0] = True
+        index = torch.arange(shape[1]).expand(shape)
+        since = torch.where(begins, index, 0).cummax(-1).values
+        return {"input_ids": ids, "labels": labels.masked_fill(begins, -100), "position_ids": index - since}
     if not case["padding"]:
         return {"input_ids": ids, "labels": labels}
     lengths = shape[1] * (1 - 2 * case["padding"] * torch.rand(shape[0], 1, generator=generator))
@@ -234,11 +295,29 @@ def patch(model, provider: str, **options) -> str:
 
 def experts_of(model) -> str | None:
     """Who computes the experts: transformers' implementation, or the method that a provider bound."""
-    experts = getattr(model.model.layers[0].mlp, "experts", None)
+    experts = getattr(decoder_layers(model)[0].mlp, "experts", None)
     if experts is None:
         return None
     bound = vars(experts).get("forward")
     return bound.__qualname__ if bound else model.config._experts_implementation
+
+
+def decoder_layers(model):
+    """The decoder's layers, whatever the model is wrapped in."""
+    return next(module.layers for module in model.modules() if hasattr(module, "layers"))
+
+
+def loss_of(model, case: dict, data: dict):
+    """The model's own loss, or a contrastive one of last states: row i of each half is a pair."""
+    import torch
+    import torch.nn.functional as F
+
+    with torch.autocast(case["device"].partition(":")[0], torch.bfloat16, enabled=case["autocast"]):
+        if not case["contrastive"]:
+            return model(**data).loss
+        queries, documents = F.normalize(model(**data).last_hidden_state[:, -1], dim=-1).chunk(2)
+        scores = (queries @ documents.t()).float() / 0.05
+        return F.cross_entropy(scores, torch.arange(len(scores), device=scores.device))
 
 
 def compiled(model, what: str):
@@ -247,7 +326,7 @@ def compiled(model, what: str):
 
     if what == "model":
         return torch.compile(model)
-    for layer in model.model.layers if what else ():
+    for layer in decoder_layers(model) if what else ():
         layer.compile()
     return model
 
@@ -287,7 +366,7 @@ def run_case(case: dict) -> dict:
     model = compiled(model, case["compile"])
     update = make_step(model, case)
     generator = torch.Generator().manual_seed(1)
-    vocabulary = model.config.vocab_size
+    vocabulary = model.config.get_text_config().vocab_size
     seconds, losses, peak = [], [], 0
     for step in range(WARMUP + case["steps"]):
         data = {name: part.to(case["device"]) for name, part in inputs(case, vocabulary, generator).items()}
@@ -296,7 +375,7 @@ def run_case(case: dict) -> dict:
                 torch.cuda.reset_peak_memory_stats()
             torch.cuda.synchronize()
         start = time.perf_counter()
-        loss = model(**data).loss
+        loss = loss_of(model, case, data)
         loss.backward()
         update()
         losses.append(loss.item())  # waits for the forward pass
@@ -315,6 +394,7 @@ def run_case(case: dict) -> dict:
         "losses": losses,
         "parameters": sum(p.numel() for p in model.parameters()),
         "report": report.splitlines(),
+        **({"product_tflops": mfu.product_tflops()} if cuda else {}),
         **({"experts": experts} if experts else {}),
         **versions(case),
     }
@@ -365,7 +445,8 @@ def read(path: Path) -> list[dict]:
     records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     for record in records:  # as older files have them
         for name, value in (("padding", 0.0), ("optimizer", "torch"), ("clip", 0.0), ("apply", {}),
-                            ("attention", "sdpa")):  # fmt: skip
+                            ("attention", "sdpa"), ("packed", 0), ("autocast", False),
+                            ("contrastive", False)):  # fmt: skip
             record.setdefault(name, value)
         record["compile"] = {True: "model", False: ""}.get(record["compile"], record["compile"])
     return list({key(record): record for record in records}.values())
@@ -398,6 +479,8 @@ def setting(record: dict) -> str:
     layers, masked, padding = record["layers"], record["masked"], record["padding"]
     parts = [record["model"], layers and f"{layers} layers", masked and f"{masked:.0%} masked",
              padding and f"{padding:.0%} padding", record["checkpointing"] and "checkpointing",
+             record["packed"] and f"packed, {record['packed']} tokens a sequence",
+             record["contrastive"] and "bi-encoder", record["autocast"] and "autocast",
              record["compile"] and f"compiled {record['compile']}",
              record["attention"] != "sdpa" and record["attention"],
              record["optimizer"] == "tigon" and "Tigon's AdamW",
@@ -415,7 +498,8 @@ def _cell(record: dict | None) -> str:
     if "error" in record:
         return processes.error_text(record)
     rate, spread = record["tokens_per_s"], record["tokens_per_s_std"]
-    return f"{rate:,.0f} ± {spread:,.0f} tokens/s, {record['peak_gb']:.1f} GB"
+    used = mfu.text(record, MODELS[record["model"]] | record["changes"])
+    return f"{rate:,.0f} ± {spread:,.0f} tokens/s, {record['peak_gb']:.1f} GB{used}"
 
 
 def _ratio(row: dict, other: str) -> str:

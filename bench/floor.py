@@ -140,9 +140,9 @@ def main(arguments: list[str] | None = None) -> int:
     """The floor of every model, then the table."""
     args = e2e.parse(["--out", "out/floor.jsonl", *(sys.argv[1:] if arguments is None else arguments)])
     args.providers = ["tigon"]
-    if mixtures := set(args.models) & set(e2e.MOE):
+    if others := set(args.models) - set(e2e.DENSE):
         raise SystemExit(
-            f"--models: the parts of a floor are those of dense models, got {', '.join(mixtures)}"
+            f"--models: a floor has the parts of {', '.join(e2e.DENSE)}, not of {', '.join(others)}"
         )
     measured = e2e.read(args.table) if args.table else []
     steps = {e2e.key(r): statistics.mean(r["step_ms"]) for r in measured if "step_ms" in r}

@@ -14,58 +14,23 @@ deleted.
 from __future__ import annotations
 
 import argparse
-import json
 import re
-import shlex
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import convergence
 import e2e
 import floor
-import medusa
-import parallel_e2e
 import plot
 import readme
-import trl_trainers
-from commands import COMMANDS, values
+from commands import command_lines, values
+from files import GROUPS, ROOT, Run, runs
 from steps import medusa_section, optimizer_section, parallel_e2e_section, parallel_section, trl_section
 from tables import Comparison, Section, by_tokens, markdown, mib, ms, speed_text
 
-ROOT = Path(__file__).resolve().parents[1]
 DATA, PAGES, IMAGES = ROOT / "bench/results", ROOT / "docs/results", ROOT / "docs/img"
-# The page of an op; an op that is not here has a page of its own.
-GROUPS = {
-    "loss_head": ("linear_cross_entropy", "multi_token_loss"),
-    "post_training": (
-        "linear_log_prob",
-        "linear_loss",
-        "linear_preference",
-        "linear_policy",
-        "linear_divergence",
-        "preference",
-        "policy",
-    ),
-    "losses": ("cross_entropy", "divergence"),
-    "norms": (
-        "rms_norm",
-        "add_rms_norm",
-        "layer_norm",
-        "modulated_rms_norm",
-        "gated_rms_norm",
-        "group_norm",
-        "poly_norm",
-    ),
-    "softmax": ("softmax", "sparsemax"),
-    "elementwise": ("glu", "relu_squared", "dyt"),
-    "rope": ("rope", "qk_norm_rope"),
-    "streams": ("attention_residual", "hyper_connection"),
-    "experts": ("experts", "route"),
-}
 TITLES = {  # in the order of the index
     "models": "Whole models",
     "loss_head": "Loss head",
@@ -94,108 +59,17 @@ LIMIT = (
 MEMORY = "`MiB`: peak memory of one call above what was allocated before."
 
 
-# --- the files --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Run:
-    """One file of results."""
-
-    path: Path
-
-    @cached_property
-    def kind(self) -> str:
-        """What wrote it: op, or the name of the program in bench, or train."""
-        if self.path.suffix == ".json":
-            return "train"
-        first = plot.read(self.path)[0]
-        marks = {"layout": "parallel_e2e", "gpus": "parallel", "copy_ms": "optimizer", "kind": "optimizer"}
-        marks |= {
-            "trainer": "trl_trainers",
-            "stage": "medusa",
-            "case": "op",
-            "op": "host",
-            "parts_ms": "floor",
-            "family": "convergence",
-            "model": "e2e",
-        }
-        return next(kind for mark, kind in marks.items() if mark in first)
-
-    @cached_property
-    def records(self) -> list[dict]:
-        """Its records; of a case that was run twice the last one."""
-        if self.kind == "train":
-            return [json.loads(self.path.read_text())]
-        if self.kind == "op":
-            return list({op_key(r): r for r in plot.read(self.path)}.values())
-        if self.kind in KEYS:
-            names = KEYS[self.kind]
-            return list({tuple(map(r.get, names)): r for r in plot.read(self.path)}.values())
-        special = {"e2e": e2e.read, "floor": e2e.read, "convergence": convergence.read}
-        special |= {"medusa": medusa.read, "parallel_e2e": parallel_e2e.read}
-        special |= {"trl_trainers": trl_trainers.read}
-        return special.get(self.kind, plot.read)(self.path)
-
-    @property
-    def name(self) -> str:
-        """The path below the root."""
-        return str(self.path.relative_to(ROOT)) if self.path.is_relative_to(ROOT) else str(self.path)
-
-    @property
-    def older(self) -> bool:
-        """Whether newer files replaced its figures."""
-        return self.path.parent.name == "older"
-
-    @property
-    def cpu(self) -> bool:
-        """Whether it was measured on a CPU."""
-        return re.search(r"\bCPU\b|\d threads", self.where()) is not None
-
-    def page(self, op: str | None = None) -> str:
-        """The page it is shown on, for an op the page of the op."""
-        if self.older:
-            return "older"
-        if self.kind in ("host", "convergence", "optimizer", "parallel", "parallel_e2e"):
-            return self.kind.removesuffix("_e2e")
-        if self.cpu:
-            return "cpu"
-        if self.kind == "trl_trainers":
-            return "post_training"
-        return next((page for page, ops in GROUPS.items() if op in ops), op) if op else "models"
-
-    def where(self) -> str:
-        """Device, versions and commit."""
-        if self.kind == "train":
-            devices = {f"{r['device_name']}, torch {r['torch']}" for r in self.records[0]["runs"].values()}
-            return "; ".join(sorted(devices))
-        names = ("torch", "transformers", "trl", "megatron-core", "liger-kernel", "triton", "commit")
-        found = {
-            ", ".join([r["gpu"], *(f"{name} {r[name]}" for name in names if r.get(name))])
-            for r in self.records
-            if "gpu" in r
-        }
-        return "; ".join(sorted(found))
-
-    def commands(self) -> list[str]:
-        """The command lines that measure the same again, as far as the records tell."""
-        found = COMMANDS[self.kind](self)
-        return [shlex.join(words) for words in (found if isinstance(found[0], list) else [found])]
-
-
-KEYS = {"optimizer": ("parameters", "kind"), "parallel": ("op", "case", "provider", "gpus")}
-
-
-def op_key(record: dict) -> tuple:
-    """What makes two records of bench/run.py the same measurement."""
-    return tuple(record[name] for name in ("op", "case", "dtype", "pass", "provider"))
-
-
-def runs(folder: Path) -> list[Run]:
-    """Every file of results below a folder, by name."""
-    return [Run(path) for path in sorted(folder.rglob("*.json*"))]
-
+MFU = (
+    "MFU: [the model's operations](../benchmarks.md#whole-models) over "
+    f"{e2e.mfu.PEAK_TFLOPS['H200']:.0f} TFLOP/s, which NVIDIA states of dense bf16;\nin brackets over what a "
+    "product of 8192 x 8192 x 8192 reached in the same process, where it was measured."
+)
 
 # --- tables -----------------------------------------------------------------------------------
+
+
+# Peers that overwrite what they are given without a name that says so.
+OVERWRITES = {("cross_entropy", "liger"), ("rope", "liger")}
 
 
 def fastest_peer(measured: dict[str, dict]) -> tuple[dict, dict] | None:
@@ -204,7 +78,7 @@ def fastest_peer(measured: dict[str, dict]) -> tuple[dict, dict] | None:
     if not peers or "tigon" not in measured:
         return None
     peer = min(peers, key=lambda r: r["ms"])
-    in_place = peer["provider"].endswith("_inplace")
+    in_place = peer["provider"].endswith("_inplace") or (peer["op"], peer["provider"]) in OVERWRITES
     return measured.get("tigon_inplace" if in_place else "tigon", measured["tigon"]), peer
 
 
@@ -217,6 +91,8 @@ def op_section(run: Run, op: str) -> Section:
     cases: dict[tuple, dict[str, dict]] = {}
     for r in (r for r in records if "ms" in r):
         name = f"{r['case']} {r['dtype']}" if several else r["case"]
+        if r.get("upstream", 1.0) not in (1.0, "normal"):
+            name += f", upstream {r['upstream']:g}"
         cases.setdefault((name, r["pass"]), {})[r["provider"]] = r
     section = Section(run, op, "")
     head = ["case", "pass", "limit", *providers, "speed of tigon / fastest peer"]
@@ -236,6 +112,7 @@ def op_section(run: Run, op: str) -> Section:
             speed = speed_text(speed)
         if "tigon" in measured:
             section.of_limit.append(measured["tigon"]["of_limit"])
+            section.alone += pair is None
         cells.append(speed)
         if not run.cpu:  # resident memory of a process tells too little of one call
             cells += [mib(measured.get("tigon")), mib(pair and pair[1])]
@@ -260,7 +137,8 @@ def failures(records: list[dict]) -> str:
 
 def e2e_section(run: Run, _: list[Run]) -> Section:
     """Tokens a second and peak memory of whole models."""
-    section = Section(run, f"Training step: {run.path.stem}", e2e.table(run.records))
+    text = e2e.table(run.records) + ("" if run.cpu else f"\n\n{MFU}")
+    section = Section(run, f"Training step: {run.path.stem}", text)
     settings: dict[tuple, dict[str, dict]] = {}
     for r in (r for r in run.records if "error" not in r):
         settings.setdefault(e2e.key(r | {"provider": None}), {})[r["provider"]] = r
@@ -382,12 +260,22 @@ def title(page: str) -> str:
     return TITLES.get(page) or page.replace("_", " ")
 
 
-def behind_list(comparisons: list[Comparison]) -> str:
-    """The cases in which a peer is ahead by more than 3 %, the worst first."""
+def behind_list(parts: list[Section]) -> str:
+    """The cases in which a peer is ahead by more than 3 %, the worst first; what was compared, what not."""
+    comparisons = [c for part in parts for c in part.comparisons]
     behind = sorted((c for c in comparisons if c.behind), key=lambda c: c.speed)
     rows = [(c.what, c.ours, f"{c.peer} {c.theirs}", f"{100 / c.speed - 100:.1f} %") for c in behind]
-    text = f"## More than 3 % behind a peer: {len(behind)} of {len(comparisons)} cases"
-    return f"{text}\n\n{markdown(('case', 'tigon', 'fastest peer', 'longer by'), rows)}" if rows else text
+    blocks = [f"## More than 3 % behind a peer: {len(behind)} of {len(comparisons)} cases"]
+    for text, count in (("Compared with a peer", lambda part: len(part.comparisons)),
+                        ("Without a peer", lambda part: part.alone)):  # fmt: skip
+        counts = dict.fromkeys((part.heading for part in parts), 0)
+        for part in parts:
+            counts[part.heading] += count(part)
+        if found := [f"{name} {n}" for name, n in counts.items() if n]:
+            blocks.append(f"{text}: {sum(counts.values())} cases ({', '.join(found)}).")
+    if rows:
+        blocks.append(markdown(("case", "tigon", "fastest peer", "longer by"), rows))
+    return "\n\n".join(blocks)
 
 
 def run_list(parts: list[Section]) -> str:
@@ -395,7 +283,7 @@ def run_list(parts: list[Section]) -> str:
     lines = []
     for run in {part.run.path: part.run for part in parts}.values():
         lines.append(f"- `{run.name}`: {run.where()}")
-        lines += [f"  - `{command}`" for command in run.commands()]
+        lines += [f"  - `{command}`" for command in command_lines(run)]
     return "\n".join(lines)
 
 
@@ -403,11 +291,10 @@ def render(page: str, parts: list[Section], shown: dict[Path, list[str]]) -> str
     """The text of one page; `shown` names the pictures of every file."""
     links = "[Method](../benchmarks.md), [known gaps](../known-gaps.md), [all results](index.md)."
     blocks = [f"# {title(page)}", f"{NOTE}\n{links}"]
-    comparisons = [c for part in parts for c in part.comparisons]
     if page == "older":
         blocks.append("Kept for peers that newer runs of the same ops do not have.")
-    elif comparisons:
-        blocks.append(behind_list(comparisons))
+    elif any(part.comparisons or part.alone for part in parts):
+        blocks.append(behind_list(parts))
     blocks.append(f"## Runs\n\n{run_list(parts)}")
     if of_ops := [part for part in parts if part.run.kind == "op"]:
         blocks.append(LIMIT if all(part.run.cpu for part in of_ops) else f"{LIMIT}\n{MEMORY}")
@@ -440,9 +327,10 @@ def index(parts: dict[str, list[Section]]) -> str:
                     str(len(limits) or len(speeds)), mean, f"{100 * min(limits):.0f} %" if limits else "-",
                     f"{statistics.geometric_mean(speeds):.2f}x" if speeds else "-",
                     f"{sum(c.behind for c in part.comparisons)} of {len(speeds)}" if speeds else "-",
+                    str(part.alone),
                 ))  # fmt: skip
     head = ("", "file", "cases", "of the limit, geometric mean", "lowest", "speed of tigon / fastest peer",
-            "more than 3 % behind")  # fmt: skip
+            "more than 3 % behind", "without a peer")  # fmt: skip
     blocks = (
         "# Results",
         f"{NOTE}\n[Method](../benchmarks.md), [known gaps](../known-gaps.md).",

@@ -2,23 +2,29 @@
 
     python bench/run.py --device cpu --providers eager,tigon
     python bench/run.py --ops rms_norm,glu --providers eager,compile,tigon,liger,quack,aten
+    python bench/run.py --cases paper,vocabulary --providers tigon,liger --budget 8
 
-All providers of a case run in this process on the same data, beside the limit of the same run: a
+All providers of a case run in one process on the same data, beside the limit of the same run: a
 large copy for memory-bound ops, the bare products for the loss head. The cases are those of
 tests/cases tagged `bench` (GPU), `bench_cpu` or `smoke`. Prints tables and writes JSON lines.
-docs/benchmarks.md explains the method.
+With --budget every case has a process of its own; its records are appended to --out when it ends, the
+run ends in time, and the same command goes on where it ended. docs/benchmarks.md explains the method.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import json
 import math
 import os
 import re
+import statistics
 import subprocess
 import sys
 import time
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -26,6 +32,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(ROOT / "tests"), str(ROOT / "python")]  # the cases; tigon, unless it is installed
 
+import processes
 import timing
 from providers import Runner, Unavailable, difference, find
 
@@ -52,6 +59,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--passes", default="fwd,bwd,step")
     add("--threads", type=int, default=0, help="CPU threads (torch's choice)")
     add("--out", type=Path, help="JSON lines (bench/results/<device>/<commit>.jsonl)")
+    add("--no-host", action="store_true", help="leave out the host's time")
+    add("--budget", type=float, default=0.0, metavar="MINUTES", help="end after this (see above)")
+    add("--case-timeout", type=float, default=150.0, metavar="SECONDS")
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not cuda:
         raise SystemExit(f"--device cuda: torch {torch.__version__} sees no CUDA device")
@@ -60,6 +70,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         if set(given) - set(known):
             raise SystemExit(f"--{name} {getattr(args, name)}: of {', '.join(known)}")
         setattr(args, name, given)
+    if args.budget and not args.out:
+        raise SystemExit("--budget: --out must name the file that is continued")
     return args
 
 
@@ -87,9 +99,9 @@ def device_name(device: torch.device) -> str:
 
 
 class Bench:
-    """One run: its settings, its limits, the file it writes."""
+    """One run: its settings, its limits, its records and the file it writes, unless another process does."""
 
-    def __init__(self, args: argparse.Namespace):
+    def __init__(self, args: argparse.Namespace, write: bool = True):
         self.args = args
         self.device = torch.device(args.device)
         if args.threads:
@@ -101,17 +113,21 @@ class Bench:
         }
         folder = re.sub(r"[^a-z0-9]+", "-", self.common["gpu"].lower()).strip("-")
         results = ROOT / "bench" / "results"
-        self.path = args.out or results / folder / f"{self.common['commit']}.jsonl"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text("")
+        self.path = (args.out or results / folder / f"{self.common['commit']}.jsonl") if write else None
+        self.records: list[dict] = []
+        if self.path:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text("")
         self.copy = timing.copy_gbps(self.device)
         print(f"{self.common['gpu']}, torch {torch.__version__}, commit {self.common['commit']}; "
               f"copy {self.copy:.0f} GB/s")  # fmt: skip
 
     def write(self, record: dict) -> None:
         """One line, at once: a crash later loses nothing."""
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        self.records.append(record)
+        if self.path:
+            with self.path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
 
     def names(self, module) -> list[str]:
         """Providers asked for that can exist for this op."""
@@ -124,10 +140,7 @@ class Bench:
 
     def cases(self, module) -> list[Case]:
         """Cases asked for, by tags or names."""
-        wanted = set(self.args.cases.split(","))
-        if "bench" in wanted and self.device.type == "cpu":
-            wanted = wanted - {"bench"} | {"bench_cpu"}
-        return [case for case in module.CASES if case.name in wanted or case.tags & wanted]
+        return wanted_cases(module, self.args)
 
     def passes(self, module) -> list[str]:
         """Passes asked for; a loss has no backward of its own."""
@@ -144,9 +157,15 @@ class Bench:
         for name in self.passes(module):
             ms = moved[name] / self.copy / 1e6
             if hasattr(module, "gemms"):
-                ms = sum(self.time_alone(product) for product in module.gemms(inputs, name != "fwd"))
+                ms = self.products_ms(module, inputs, name != "fwd")
+                if even := getattr(module, "even_neighbour", lambda _: None)(inputs):
+                    ms = min(ms, even[1] * self.products_ms(module, even[0], name != "fwd"))
             limits[name] = {"bytes": moved[name], "flops": flops[name], "limit_ms": ms}
         return limits
+
+    def products_ms(self, module, inputs, step: bool) -> float:
+        """Milliseconds of the bare products."""
+        return sum(self.time_alone(product) for product in module.gemms(inputs, step))
 
     def time_alone(self, call) -> float:
         """Milliseconds of a bare call."""
@@ -180,15 +199,15 @@ class Bench:
         print(f"  {record['case']} {record['dtype']} {record['provider']}: {reason}", flush=True)
         self.write({"pass": "all"} | record | {"error": reason})
 
-    def times(self, runners: dict[str, Runner], method: str, base: dict) -> dict[str, float]:
-        """Milliseconds of one pass, by provider."""
+    def times(self, runners: dict[str, Runner], method: str, base: dict) -> dict[str, list[float]]:
+        """Milliseconds of every repeat of one pass, by provider."""
         calls = {name: getattr(runner, method) for name, runner in runners.items()}
         if self.device.type == "cpu":
-            return timing.cpu_ms(calls)
+            return timing.cpu_times(calls)
         times = {}
         for name, call in calls.items():
             try:
-                times[name] = timing.cuda_ms(call)
+                times[name] = timing.cuda_times(call)
             except Exception as error:
                 self.fail(base | {"provider": name}, error)
         return times
@@ -213,20 +232,21 @@ class Bench:
         records = []
         for dtype_name in self.args.dtypes:
             dtype, names = DTYPES[dtype_name], self.names(module)
-            host = self.host(module, names, dtype)
+            host = {} if self.args.no_host else self.host(module, names, dtype)
             for case in self.cases(module):
                 base = {"op": module.NAME, "case": case.name, "dtype": dtype_name} | self.common
                 inputs = module.make(case, self.device, dtype, 0)
+                base["upstream"] = upstream_of(inputs)
                 limits = self.limits(module, case, inputs, dtype)
                 runners = self.open(module, case, inputs, names, base)
                 for kind, limit in limits.items():
                     loss = kind == "fwd" and getattr(module, "LOSS", False)
                     method = "inference" if loss else METHODS[kind]
                     times = self.times(runners, method, base | {"pass": kind})
-                    for name, ms in times.items():
+                    for name, all_ms in times.items():
                         peak = timing.peak_mb(getattr(runners[name], method), self.device)
                         record = base | {"pass": kind, "provider": name}
-                        record |= figures(ms, limit) | {"peak_mb": peak}
+                        record |= figures(all_ms, limit) | {"peak_mb": peak}
                         record["host_us"] = host.get((name, kind))
                         self.write(record)
                         records.append(record)
@@ -236,10 +256,27 @@ class Bench:
 METHODS = {"fwd": "forward", "bwd": "backward", "step": "step"}
 
 
-def figures(ms: float, limit: dict) -> dict:
+def wanted_cases(module, args: argparse.Namespace) -> list[Case]:
+    """Cases asked for, by tags or names."""
+    wanted = set(args.cases.split(","))
+    if "bench" in wanted and args.device == "cpu":
+        wanted = wanted - {"bench"} | {"bench_cpu"}
+    return [case for case in module.CASES if case.name in wanted or case.tags & wanted]
+
+
+def upstream_of(inputs) -> float | str:
+    """The gradient that reaches the first output: a loss's number, or normal numbers."""
+    given = None if inputs.grad_outputs is None else inputs.grad_outputs[0]
+    if given is None:
+        return 1.0
+    return round(given.item(), 6) if given.dim() == 0 else "normal"
+
+
+def figures(all_ms: list[float], limit: dict) -> dict:
     """Times into rates."""
+    ms = statistics.median(all_ms)
     return {
-        "ms": ms,
+        **timing.quantiles(all_ms),
         "bytes": limit["bytes"],
         "gbps": limit["bytes"] / ms / 1e6,
         "tflops": limit["flops"] / ms / 1e9,
@@ -282,9 +319,62 @@ def keep_freed_memory() -> None:
     os.execv(sys.executable, sys.orig_argv)
 
 
+SLOW_IMPORTS = {
+    "liger": "liger_kernel.ops",
+    "trl": "trl.trainer.utils",
+    "compile": "torch._inductor.compile_fx",
+}
+
+
+def prepare(case: dict) -> None:
+    """Import what takes long; the case itself records what is not there."""
+    for name, module in SLOW_IMPORTS.items():
+        if name in case["words"][-1].split(","):
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module)
+
+
+def run_case(case: dict) -> dict:
+    """The records of one case."""
+    bench = Bench(parse(case["words"]), write=False)
+    bench.op(modules()[case["op"]])
+    return {"records": bench.records}
+
+
+def records_of(result: dict) -> list[dict]:
+    """The records of a case whose process has ended, or why it has none."""
+    failed = {name: result[name] for name in ("op", "case", "dtype")} | {"pass": "all", "provider": "process"}
+    return result.get("records") or [failed | {"error": result.get("error", "nothing was measured")}]
+
+
+def isolated(args: argparse.Namespace) -> list[dict]:
+    """Every case that --out does not hold, each in its process, until the time is over."""
+    shared = ["--device", args.device, "--dtypes", ",".join(args.dtypes), "--passes", ",".join(args.passes),
+              "--threads", str(args.threads), "--no-host", "--providers", args.providers]  # fmt: skip
+    cases = [
+        {"op": op, "case": case.name, "dtype": args.dtypes[0],
+         "words": ["--ops", op, "--cases", case.name, *shared]}
+        for op in args.ops
+        for case in wanted_cases(modules()[op], args)
+    ]  # fmt: skip
+    return processes.run_all(
+        __file__, itemgetter("op", "case"), cases, args.out, args.case_timeout, args.budget,
+        lambda record: record["provider"] != "process", records_of,
+    )  # fmt: skip
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure, show, write."""
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["--worker"]:
+        processes.serve(*words[1:3], prepare, run_case)
+        return 0
     args = parse(arguments)
+    if args.budget:
+        measured = isolated(args)
+        for op in dict.fromkeys(record["op"] for record in measured):
+            show([record for record in measured if record["op"] == op and "ms" in record])
+        return 0
     if args.device == "cpu" and arguments is None:
         keep_freed_memory()
     start = time.perf_counter()

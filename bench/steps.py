@@ -26,6 +26,7 @@ def optimizer_section(run, _: list) -> Section:
             figures = f"{ms(r['tigon_ms'])} ms", peer, f"{ms(peers[peer])} ms"
             section.comparisons.append(Comparison(f"{r['parameters']} {r['kind']}", *figures, ratio))
             speed = speed_text(ratio)
+        section.alone += not peers
         section.of_limit.append(r["of_copy"])
         cells = [r["parameters"], r["kind"], f"{r['elements']:,} in {r['tensors']}", ms(r["copy_ms"])]
         cells.append(f"{ms(r['tigon_ms'])} ({100 * r['of_copy']:.0f} %)")
@@ -73,6 +74,7 @@ def parallel_section(run, op: str) -> Section:
                 peer = min(timed.values(), key=lambda r: r["ms"])
                 figures = f"{ms(ours['ms'])} ms", peer["provider"], f"{ms(peer['ms'])} ms"
                 section.comparisons.append(Comparison(f"{op} {case}", *figures, peer["ms"] / ours["ms"]))
+            section.alone += not timed
     head = ("case", "GPUs", "provider", "ms of a step", "limit", "the share alone", "MiB of each GPU",
             "exposed")  # fmt: skip
     section.text = (

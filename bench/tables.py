@@ -35,6 +35,7 @@ class Section:
     text: str
     comparisons: list[Comparison] = field(default_factory=list)
     of_limit: list[float] = field(default_factory=list)
+    alone: int = 0  # cases without a peer
 
 
 def by_tokens(what: Callable[[dict], str], row: dict[str, dict]) -> list[Comparison]:

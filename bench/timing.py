@@ -39,7 +39,18 @@ def _repeats(estimate: float) -> int:
 
 
 def cuda_ms(call: Call) -> float:
-    """Median device time of one call, on a warm card, without the host's launch gaps.
+    """Median device time of one call."""
+    return statistics.median(cuda_times(call))
+
+
+def quantiles(times: list[float]) -> dict[str, float]:
+    """The median and the [0.2, 0.8] quantiles."""
+    low, *_, high = statistics.quantiles(times, n=5, method="inclusive")
+    return {"ms": statistics.median(times), "q20": low, "q80": high}
+
+
+def cuda_times(call: Call) -> list[float]:
+    """Device milliseconds of one call, ten times and more, on a warm card, without the host's launch gaps.
 
     The device is first put to sleep for as long as the host needs to queue a batch of calls, so
     that each call starts when the one before ends; events stand between them. A peer that waits
@@ -66,11 +77,16 @@ def cuda_ms(call: Call) -> float:
             marks[i + 1].record()
         synchronize(device)
         times += [a.elapsed_time(b) for a, b in itertools.pairwise(marks)]
-    return statistics.median(times)
+    return times
 
 
 def cpu_ms(calls: dict[str, Call]) -> dict[str, float]:
-    """Median wall time of each call, the calls taking turns so that all see the same machine."""
+    """Median wall time of each call."""
+    return {name: statistics.median(times) for name, times in cpu_times(calls).items()}
+
+
+def cpu_times(calls: dict[str, Call]) -> dict[str, list[float]]:
+    """Wall milliseconds of each call, the calls taking turns so that all see the same machine."""
     cpu = torch.device("cpu")
     estimates = {}
     for name, call in calls.items():
@@ -81,8 +97,8 @@ def cpu_ms(calls: dict[str, Call]) -> dict[str, float]:
     for i in range(max(rounds.values(), default=0)):
         for name, call in calls.items():
             if i < rounds[name]:
-                times[name].append(_seconds(call, i, cpu))
-    return {name: 1e3 * statistics.median(values) for name, values in times.items()}
+                times[name].append(1e3 * _seconds(call, i, cpu))
+    return times
 
 
 def host_us(call: Call, device: torch.device, calls: int = 200) -> float:

@@ -207,8 +207,8 @@ def losses_of(trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def finish(args, name: str, losses: list[float], **more) -> None:
-    """Write the curve as JSON and, where matplotlib is there, as a picture."""
+def finish(args, name: str, losses: list[float], beside: dict | None = None, **more) -> None:
+    """Write the curve as JSON and, where matplotlib is there, as a picture with the curves `beside` it."""
     folder = args.out / name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "losses.json").write_text(json.dumps({"losses": losses, **more}))
@@ -221,7 +221,10 @@ def finish(args, name: str, losses: list[float], **more) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 3.5))
-    axes.plot(range(1, len(losses) + 1), losses)
+    for label, curve in {"": losses, **(beside or {})}.items():
+        axes.plot(range(1, len(curve) + 1), curve, label=label or name, linestyle="--" if label else "-")
+    if beside:
+        axes.legend()
     axes.set(xlabel="step", ylabel="loss", title=name)
     figure.tight_layout()
     figure.savefig(folder / "losses.png", dpi=120)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 from pathlib import Path
@@ -14,7 +15,7 @@ from cases import modules
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 FIELDS = {
     *("op", "case", "pass", "provider", "dtype", "ms", "bytes", "gbps", "tflops"),
-    *("limit_ms", "of_limit", "peak_mb", "host_us", "gpu", "torch", "commit"),
+    *("limit_ms", "of_limit", "peak_mb", "host_us", "gpu", "torch", "commit", "q20", "q80", "upstream"),
 }
 
 
@@ -55,8 +56,66 @@ def test_every_op_every_field(quick, tmp_path, capsys):
         assert set(record) == FIELDS
         assert record["ms"] > 0 and record["bytes"] > 0 and record["commit"] == "abc1234"
         assert record["of_limit"] == pytest.approx(record["limit_ms"] / record["ms"])
+        assert record["q20"] <= record["ms"] <= record["q80"] and record["upstream"] in (1.0, "normal")
     _load("plot").main([str(path), "--out", str(tmp_path / "img")])
     assert {p.name for p in (tmp_path / "img").iterdir()} == {f"results_r_{n}.png" for n in modules()}
+
+
+def test_upstream_gradients(quick):
+    """Benchmarks of a loss have 1 unless their name says otherwise; the record has what is given."""
+    for module in modules().values():
+        for case in module.CASES:
+            if "test" not in case.tags and getattr(module, "LOSS", False):
+                assert ("scaled" in case.name) == ("upstream" in case.params), case
+    module = modules()["cross_entropy"]
+    named = {case.name: case for case in module.CASES}
+    small = {"N": 3, "V": 7}
+    for name, expected in (("8192x128256_scaled", 0.125), ("vocabulary_32000", 1.0), ("256x1024", 1.0),
+                           ("paper_8192x40960", 1.0), ("1024x32000", 1.0), ("sum", 0.7)):  # fmt: skip
+        case = dataclasses.replace(named[name], params=named[name].params | small)
+        assert quick.upstream_of(module.make(case, "cpu", torch.float32)) == expected, name
+    assert quick.upstream_of(module.make(named["none"], "cpu", torch.float32)) == "normal"
+
+
+def test_quantiles(quick):
+    assert quick.timing.quantiles([float(n) for n in range(11)]) == {"ms": 5.0, "q20": 2.0, "q80": 8.0}
+
+
+def test_limit_of_odd_sizes(quick, monkeypatch, tmp_path):
+    """The products of the sizes themselves, or those of the even neighbour by operations: the less."""
+    module = modules()["linear_cross_entropy"]
+    (case,) = (case for case in module.CASES if case.name == "odd_7x33x51")
+    inputs = module.make(case, "cpu", torch.float32)
+    even, share = module.even_neighbour(inputs)
+    assert [x.shape for x in even.args[:2]] == [(7, 64), (64, 64)] and share == 33 * 51 / 64**2
+    assert torch.equal(even.args[1][:51, :33], inputs.args[1])
+    bench = quick.Bench(quick.parse(["--device", "cpu", "--out", str(tmp_path / "r.jsonl")]))
+    for own, neighbour, least in ((3.0, 5.0, share * 5.0), (1.0, 5.0, 1.0)):
+        times = {True: own, False: neighbour}
+        monkeypatch.setattr(bench, "products_ms", lambda _, given, step, times=times: times[given is inputs])
+        assert bench.limits(module, case, inputs, torch.float32)["step"]["limit_ms"] == least
+    (round_case,) = (case for case in module.CASES if case.name == "256x128x1024")
+    assert module.even_neighbour(module.make(round_case, "cpu", torch.float32)) is None
+
+
+@pytest.mark.slow
+def test_budget(quick, tmp_path, capsys):
+    """Cases in processes of their own; what is measured is not measured again; one that dies is named."""
+    path = tmp_path / "r.jsonl"
+    options = ["--device", "cpu", "--cases", "smoke", "--dtypes", "fp32", "--ops", "silu,glu"]
+    words = [*options, "--out", str(path)]
+    assert quick.main([*words, "--budget", "1e-9"]) == 0
+    assert "2 cases not started" in capsys.readouterr().out and not path.exists()
+    assert quick.main([*words, "--budget", "9", "--case-timeout", "0.01"]) == 0
+    assert [json.loads(line)["provider"] for line in path.read_text().splitlines()] == ["process"] * 2
+    path.unlink()
+    assert quick.main([*words, "--budget", "9"]) == 0
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    expected = {(op, provider) for op in ("silu", "glu") for provider in ("eager", "tigon")}
+    assert {(r["op"], r["provider"]) for r in records} == expected
+    assert all(set(r) == FIELDS and r["host_us"] is None for r in records)
+    assert "silu: milliseconds" in capsys.readouterr().out
+    assert quick.main([*words, "--budget", "9"]) == 0 and len(path.read_text().splitlines()) == len(records)
 
 
 def test_sweeps_are_drawn(tmp_path):
@@ -120,7 +179,9 @@ def test_destructive_peers_harm_nobody(quick):
         assert torch.equal(value, kept)
 
 
-@pytest.mark.parametrize("arguments", [["--ops", "no_op"], ["--dtypes", "fp8"], ["--passes", "x"]])
+@pytest.mark.parametrize(
+    "arguments", [["--ops", "no_op"], ["--dtypes", "fp8"], ["--passes", "x"], ["--budget", "1"]]
+)
 def test_wrong_arguments_are_named(quick, arguments):
     """One line says what is wrong."""
     with pytest.raises(SystemExit, match=arguments[0]):

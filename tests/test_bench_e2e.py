@@ -59,6 +59,67 @@ def test_mixtures_of_experts(words, tmp_path):
     assert "gpt-oss-20b, 1 layers, eager, float32" in e2e.setting(case)
 
 
+SMALL_PEOPLE = {
+    "qwen3-vl-2b": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1],
+                                        "mrope_interleaved": True}},
+    "qwen3.5-9b": {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
+                   "linear_value_head_dim": 8, "head_dim": 16},
+}  # fmt: skip
+
+
+def test_people(words):
+    """Cases with settings of their own, tiny: stock and Tigon agree, and tables name each."""
+    args = e2e.parse(["--suite", "people", *words, "--providers", "stock,tigon", "--seq", "32"])
+    cases = e2e.cases(args)
+    assert len(cases) == 2 * len(e2e.PEOPLE) and {case["seq"] for case in cases} == {32}
+    for stock, own in zip(cases[::2], cases[1::2], strict=True):
+        model = stock["model"]
+        for case in (stock, own):
+            case["changes"] = case["changes"] | SMALL_PEOPLE.get(model, {})
+            case["packed"] = case["packed"] and 8
+        layers = 4 if model == "qwen3.5-9b" else 1  # one of attention
+        first, second = (e2e.run_case(case | {"layers": layers}) for case in (stock, own))
+        tolerance = 2e-2 if stock["autocast"] else 1e-5
+        assert second["losses"] == pytest.approx(first["losses"], rel=tolerance), model
+        assert any("tigon." in line for line in second["report"]), model
+    names = [e2e.setting(case) for case in cases[::2]]
+    assert len(set(names)) == len(names)
+    for word in ("autocast", "checkpointing", "packed, 8 tokens", "bi-encoder"):
+        assert any(word in name for name in names)
+    published = e2e.cases(e2e.parse(["--suite", "people"]))
+    assert [case["seq"] for case in published[::3]] == [case["seq"] for case in e2e.PEOPLE]
+
+
+def test_packed_rows(words):
+    """Positions begin again at every sequence, whose first token is nobody's label."""
+    case = e2e.cases(e2e.parse([*words, "--packed", "4", "--seq", "400"]))[0]
+    data = e2e.inputs(case, 97, torch.Generator().manual_seed(0))
+    ids = data["position_ids"]
+    begins = ids == 0
+    assert begins[:, 0].all() and 0.2 < begins.float().mean() < 0.3
+    assert ((ids[:, 1:] == ids[:, :-1] + 1) | begins[:, 1:]).all()
+    assert torch.equal(data["labels"] == -100, begins)
+
+
+def test_model_flops(words):
+    """Products and causal attention counted by hand; experts that rest, and lookups, are left out."""
+    case = e2e.cases(e2e.parse([*words, "--models", "llama3-8b", "--providers", "tigon"]))[0]
+    config = e2e.MODELS["llama3-8b"] | case["changes"]
+    record, flops = case | e2e.run_case(case), e2e.mfu.step_flops
+    projections, mlp, norms = 2 * 32 * (4 + 2) * 8, 3 * 32 * 48, 3 * 32
+    weights, attention = projections + mlp + norms + 32 * 97, 12 * 4 * 8 * 16 / 2
+    assert flops(record, config) == 2 * 16 * (6 * weights + attention)
+    assert e2e.mfu.text(record, config) == "", "no card"
+    record |= {"gpu": "NVIDIA H200", "step_ms": [1e-3], "product_tflops": 494.5}
+    share = flops(record, config) / 989e12 / 1e-6
+    assert e2e.mfu.text(record, config) == f", MFU {share:.0%} ({2 * share:.0%})"
+    assert flops(record | {"seq": 32}, config) > 2 * flops(record, config)
+    sparse = e2e.MODELS["qwen3-30b-a3b"] | {"num_experts": 8, "num_experts_per_tok": 2}
+    moe = record | {"model": "qwen3-30b-a3b", "layers": 2, "parameters": 10**9}
+    idle = 2 * 6 * 3 * sparse["moe_intermediate_size"] * sparse["hidden_size"]
+    assert flops(moe, sparse | {"num_experts_per_tok": 8}) - flops(moe, sparse) == 2 * 16 * 6 * idle
+
+
 def test_options_of_apply(words):
     """They reach tigon.apply, are part of the record, and tell its row apart."""
     words += ["--models", "llama3-8b,phi3-mini", "--providers", "tigon"]

@@ -31,6 +31,8 @@ def test_two_families(tmp_path, capsys):
         assert (len(r["stock"]), len(r["tigon"]), len(r["tigon"][0])) == (3, 2, 12)
         assert r["band"] < 1e-6 and r["distance"] <= 2 * r["band"] and r["left"] == 0 and r["replaced"] >= 9
         assert r["stock"][0] != r["stock"][1], "the order of the sums changes nothing"
+        for name in ("logits", "weights"):
+            assert 0 < r[f"{name}_band"] < 1e-3 and r[f"{name}_distance"] <= 2 * r[f"{name}_band"]
     assert "of 2 inside" in capsys.readouterr().out
     assert (tmp_path / "c.png").stat().st_size > 10_000
 
@@ -44,6 +46,22 @@ def test_verdict():
         "one odd run of three"
     )
     assert not convergence.verdict([[2.0, 2.0], [2.0, 2.1]], [[2.0, 2.0]])["inside"], "it does not learn"
+
+
+def test_ends_count():
+    """Equal losses do not help where the last weights differ; runs are compared in one order of features."""
+    stock = [[2.0, 1.0], [2.0, 1.1]]
+    runs = [{"logits": torch.ones(3), "weights": torch.tensor([1.0, w])} for w in (1.0, 1.1, 1.5)]
+    assert convergence.verdict(stock, stock[:1], {"stock": runs[:2], "tigon": runs[1:2]})["inside"]
+    assert not convergence.verdict(stock, stock[:1], {"stock": runs[:2], "tigon": runs[2:]})["inside"]
+    args = convergence.parse(SHORT.split())
+    ids = convergence.batches(args)[0]
+    model = convergence.build("llama", args, "float32").eval()
+    first = convergence.end(model, ids, None)
+    convergence.shuffle_features(model, 3)
+    again = convergence.end(model, ids, 3)
+    assert torch.equal(first["weights"], again["weights"])
+    assert convergence.apart(again["logits"], first["logits"]) < 1e-5
 
 
 def test_distance_from_float32():

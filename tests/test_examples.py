@@ -93,7 +93,7 @@ def test_sft_trl(options):
 
 def test_lora(options):
     pytest.importorskip("peft")
-    assert lora.main([*options, "--rank", "2"]) == 0
+    assert lora.main([*options, "--rank", "2", "--compare"]) == 0
     got = result(options, "lora")
     assert got["merged"] == pytest.approx(got["adapted"], rel=1e-4)
     assert got["losses"][-1] < got["losses"][0]

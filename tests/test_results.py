@@ -57,6 +57,8 @@ def test_new_files_are_taken_up(tmp_path):
         | {"case": case, "provider": who, "pass": "fwd", "ms": ms, "of_limit": 0.5 / ms, "peak_mb": 7.0}
         for (case, who), ms in times.items()
     ]
+    alone = RECORD | {"case": "alone", "provider": "tigon", "pass": "fwd", "ms": 1.0, "of_limit": 0.5}
+    records += [alone | {"peak_mb": 1.0, "upstream": 0.125, "q20": 0.9, "q80": 1.1}]
     failed = [
         RECORD | {"case": f"n{n}", "pass": "all", "provider": "peer", "error": f"{n} rows"} for n in (3, 4)
     ]
@@ -70,14 +72,23 @@ def test_new_files_are_taken_up(tmp_path):
     pages = results.pages(results.runs(tmp_path))
     assert pages.keys() == {"index.md", "new_op.md", "host.md"}
     new = pages["new_op.md"]
-    assert "## More than 3 % behind a peer: 1 of 2 cases" in new
+    assert "## More than 3 % behind a peer: 1 of 2 cases\n" in new
+    assert "Compared with a peer: 2 cases (new_op 2).\n\nWithout a peer: 1 cases (new_op 1)." in new
+    assert "| alone, upstream 0.125 | fwd |" in new
     assert "| new_op slow, fwd | 1.200 ms | peer 1.000 ms | 20.0 % |" in new
     assert "| **1.000 (50 %)** | 1.020 (49 %) | 1.02x | 7 | 7 |" in new
     assert "| 1.200 (42 %) | **1.000 (50 %)** | 0.83x behind | 7 | 7 |" in new
     assert "- peer, n3, n4: 3 rows" in new and "none, torch 2, commit abc1234" in new
     assert "![gpu_mine_new_op.png](../img/gpu_mine_new_op.png)" in new
     assert "| new_op, step | 3.0 us | pytorch 2.0 us | 50.0 % |" in pages["host.md"]
-    assert "1 of 2" in pages["index.md"] and "1 of 3" in pages["index.md"]
+    assert "| 1 of 2 | 1 |" in pages["index.md"] and "1 of 3" in pages["index.md"]
+
+
+def test_both_in_place():
+    """A peer that overwrites what it is given is beside Tigon that does, too."""
+    by = {name: {"op": "rope", "provider": name, "ms": 1.0} for name in ("tigon", "tigon_inplace", "liger")}
+    assert results.fastest_peer(by)[0]["provider"] == "tigon_inplace"
+    assert results.fastest_peer({n: r | {"op": "glu"} for n, r in by.items()})[0]["provider"] == "tigon"
 
 
 def test_records_of_every_program(tmp_path):
@@ -112,6 +123,11 @@ def test_records_of_every_program(tmp_path):
                                                "poly_norm")],
     }  # fmt: skip
     failed = {key: value for key, value in (common | given).items() if key != "ms"}
+    files["whole"] = [common | {"model": "llama3-8b", "batch": 1, "provider": who, "changes": {}, "seq": 64,
+                                "layers": 1, "masked": 0, "checkpointing": True, "compile": "", "steps": 2,
+                                "dtype": "float32", "autocast": True, "device": "cuda", "peak_gb": 1.0,
+                                "tokens_per_s": 1.0, "tokens_per_s_std": 0.0, "losses": [1.0]}
+                      for who in ("stock", "tigon")]  # fmt: skip
     files["parallel"].append(failed | {"provider": "broken", "error": "no such group"})
     for name, records in files.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, records)))
@@ -127,6 +143,8 @@ def test_records_of_every_program(tmp_path):
     row = "| fsdp2, llama3-8b, 4 layers, vocab_size=64 | 2 | 2 x 4096 | 50 tokens/s, 2.0 GB | 100 tokens/s, "
     assert row + "2.0 GB | 2.00x, memory 1.000x, loss within 0.0e+00 |" in pages["parallel.md"]
     assert "bench/parallel_e2e.py --layouts fsdp2 --model llama3-8b --layers 4" in pages["parallel.md"]
+    assert "| llama3-8b, 1 layers, checkpointing, autocast, float32 | 1 x 64 |" in pages["models.md"]
+    assert "--dtype float32 --checkpointing --autocast" in pages["models.md"] and "MFU" in pages["models.md"]
     assert "100 tokens/s" in pages["models.md"] and "--stages 1 --lengths 64" in pages["models.md"]
     post = pages["post_training.md"]
     row = (

@@ -7,7 +7,7 @@ into a Hugging Face model. Everything refused raises :class:`tigon.Error` before
 import functools
 import importlib
 
-from tigon import nn, optim
+from tigon import _requirements as _requirements, nn, optim  # isort: skip  the first says what is missing
 from tigon.environment import env
 from tigon.error import Error
 from tigon.ops.add_rms_norm import add_rms_norm
@@ -23,6 +23,7 @@ from tigon.ops.grad_norm import clip_grad_norm_
 from tigon.ops.group_norm import group_norm
 from tigon.ops.hyper_connection import hyper_connection_post, hyper_connection_pre
 from tigon.ops.layer_norm import layer_norm
+from tigon.ops.lora_linear import lora_linear, lora_linears
 from tigon.ops.loss_head.divergence_memory import linear_divergence_memory
 from tigon.ops.loss_head.labels import count_labels
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
@@ -89,6 +90,8 @@ __all__ = [
     "linear_preference",
     "linear_preference_memory",
     "linear_tvd",
+    "lora_linear",
+    "lora_linears",
     "modulated_rms_norm",
     "multi_token_loss",
     "nn",

@@ -141,6 +141,14 @@ def _plain_swiglu_oai(x):
     return (up + 1) * gate * torch.sigmoid(1.702 * gate)
 
 
+def _adapted():
+    return _rows(), _rows(40, COLUMNS) / 10, _rows(4, COLUMNS) / 10, _rows(40, 4), 2.0
+
+
+def _plain_lora(x, weight, a, b, scale=1.0):
+    return x @ weight.T + x @ a.T @ b.T * scale
+
+
 def _experts():
     gate_up, down = _rows(3, 2 * COLUMNS, COLUMNS) / 8, _rows(3, COLUMNS, COLUMNS) / 8
     return _rows(), gate_up, down, torch.randint(0, 4, (ROWS, 2)), _rows(ROWS, 2)
@@ -298,6 +306,7 @@ PROBES = (
     Probe("geglu", _gated, lambda gate, up: F.gelu(gate, approximate="tanh") * up, {"approximate": "tanh"}),
     Probe("reglu", _gated, lambda gate, up: F.relu(gate) * up),
     Probe("swiglu_oai", lambda: (_rows(),), _plain_swiglu_oai),
+    Probe("lora_linear", _adapted, _plain_lora),
     Probe("experts", _experts, _plain_experts),
     Probe("grouped_mlp", _sorted_experts, _plain_experts),
     Probe("route", lambda: (torch.rand(ROWS, COLUMNS).argsort(-1) / 16, 3), _plain_route),  # no ties
@@ -329,6 +338,7 @@ HELPERS = {
     "linear_log_prob_memory",
     "linear_loss",
     "linear_preference_memory",
+    "lora_linears",
     "multi_token_loss",
 }  # exported beside the ops
 

@@ -7,7 +7,8 @@ A case module (`rms_norm.py` beside this file is the model) defines
   mathematics, called with fp64 copies); all three take `*inputs.args, **inputs.kwargs`
 * `bytes_fwd`, `bytes_bwd` (least traffic) and `flops_fwd`, `flops_bwd` (0 where memory bound)
 * where it applies, `bytes_step` (least traffic of forward and backward together, if that is less
-  than their sum), `gemms(inputs, step)` (the bare products that bound a compute-bound op), and
+  than their sum), `gemms(inputs, step)` (the bare products that bound a compute-bound op),
+  `even_neighbour(inputs)` (sizes that the library multiplies faster, and the share of them), and
   `LOSS = True` (the gradient may be made in the forward: no separate time of the backward)
 * `PEERS`: provider name -> factory(case, inputs) -> callable or None; a factory imports its peer
   lazily, an ImportError means "not installed", None means "does not support this case".
@@ -226,6 +227,14 @@ def params(case: Case, defaults: dict[str, Any]) -> dict[str, Any]:
         raise KeyError(f"case {case.name}: unknown parameters {sorted(unknown)}")
     return defaults | case.params
 
+
+def upstream(case: Case, dtype: torch.dtype, device) -> torch.Tensor:
+    """The gradient of a scalar loss: what the case says, else 1 in benchmarks, as in `loss.backward()`."""
+    value = case.params.get("upstream") or (0.7 if "test" in case.tags else 1.0)
+    return torch.tensor(value, dtype=torch.promote_types(dtype, torch.float32), device=device)
+
+
+SCALED = {"upstream": 0.125}  # of a loss divided by 8 steps of accumulation
 
 Factory = Callable[[Case, Inputs], Callable | None]
 

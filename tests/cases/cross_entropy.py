@@ -5,7 +5,18 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case, upcast
+from .case import (
+    SCALED,
+    Case,
+    Inputs,
+    Maker,
+    bench_case,
+    itemsize,
+    params,
+    test_case,
+    upcast,
+    upstream,
+)
 from .losses import eager_loss, oracle_loss
 
 NAME = "cross_entropy"
@@ -26,6 +37,7 @@ DEFAULTS = {
     "scale": 2.0,
     "fill": None,  # "nan", "-inf": one logit of a row that counts
     "grads": (0,),
+    "upstream": None,
 }
 
 # Columns of the heads of the most used model families: as their configurations have them, and with some
@@ -161,6 +173,7 @@ CASES = [
     test_case("minus_inf", fill="-inf", reduction="none"),
     bench_case("8192x32000", N=8192, V=32000),
     bench_case("8192x128256", N=8192, V=128256),
+    bench_case("8192x128256_scaled", N=8192, V=128256, **SCALED),
     bench_case("8192x152064", N=8192, V=152064),
     bench_case("4096x262144", N=4096, V=262144),
     bench_case("4096x256000_softcap", N=4096, V=256000, softcap=30.0),
@@ -195,12 +208,7 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     wide = torch.promote_types(dtype, torch.float32)
     weight = draw.randn(p["V"], dtype=wide).abs() + 0.1 if p["class_weight"] else None
     none = p["reduction"] == "none" and p["denominator"] is None
-    # Benchmarks take the upstream gradient that loss.backward() gives: exactly 1.
-    grad = (
-        draw.randn(p["N"], dtype=wide)
-        if none
-        else torch.tensor(1.0 if "bench" in case.tags else 0.7, dtype=wide, device=device)
-    )
+    grad = draw.randn(p["N"], dtype=wide) if none else upstream(case, dtype, device)
     names = ("ignore_index", "label_smoothing", "softcap", "z_loss", "reduction")
     return Inputs(
         args=(logits, target),

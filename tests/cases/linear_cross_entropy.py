@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 
 import torch
 import torch.nn.functional as F
 
-from .case import Case, Inputs, Maker, bench_case, itemsize, lay_out, params, test_case, upcast
+from .case import (
+    SCALED,
+    Case,
+    Inputs,
+    Maker,
+    bench_case,
+    itemsize,
+    lay_out,
+    params,
+    test_case,
+    upcast,
+    upstream,
+)
 from .cross_entropy import make_denominator
 from .losses import eager_loss, oracle_loss
 
@@ -41,9 +54,8 @@ DEFAULTS = {
     "grads": (0, 1),
     "grad_bias": True,
     "keep_mb": 0.0,
-    "upstream": 0.7,  # gradient of a scalar loss
+    "upstream": None,
 }
-AS_TRAINED = {"upstream": 1.0}  # what loss.backward() gives
 
 CASES = [
     test_case("13x32x67"),
@@ -127,7 +139,7 @@ CASES = [
     test_case("nan_row", fill="nan", reduction="none", grads=(0,)),
     test_case("nan_mean", fill="nan"),
     *(
-        bench_case(f"{rows}x{h}x{v}", lead=(rows,), H=h, V=v, **AS_TRAINED)
+        bench_case(f"{rows}x{h}x{v}", lead=(rows,), H=h, V=v)
         for rows, h, v in (
             (8192, 4096, 32000),
             (8192, 4096, 128256),
@@ -139,19 +151,20 @@ CASES = [
         )
     ),
     *(
-        bench_case(f"8192x4096x128256_{name}", lead=(8192,), H=4096, V=128256, **AS_TRAINED | options)
+        bench_case(f"8192x4096x128256_{name}", lead=(8192,), H=4096, V=128256, **options)
         for name, options in {
             "masked50": {"masked": 0.5, "known": True},
             "masked80": {"masked": 0.8, "known": True},
             "masked95": {"masked": 0.95, "known": True},
             "frozen": {"grads": (0,)},
+            "scaled": SCALED,
             "none": {"reduction": "none"},
             "kept": {"reduction": "none", "keep_mb": 4096.0},
             "lora16": {"lora": 16, "grads": (0,)},
         }.items()
     ),
     *(
-        bench_case(f"{rows}x4096x{v}", "sweep", lead=(rows,), H=4096, V=v, **AS_TRAINED)
+        bench_case(f"{rows}x4096x{v}", "sweep", lead=(rows,), H=4096, V=v)
         for rows, v in (
             *((rows, 128256) for rows in (1024, 2048, 4096, 16384)),
             *((8192, v) for v in (8192, 16384, 65536, 256000)),
@@ -159,7 +172,7 @@ CASES = [
     ),
     # Vocabularies and hidden sizes that are no multiple of 8, each beside a neighbour that is.
     *(
-        bench_case(f"{rows}x{h}x{v}{name}", "odd", lead=(rows,), H=h, V=v, **AS_TRAINED | options)
+        bench_case(f"{rows}x{h}x{v}{name}", "odd", lead=(rows,), H=h, V=v, **options)
         for rows, h, vocabularies, name, options in (
             (8192, 4096, (128257, 128264), "", {}),
             (8192, 4096, (32001, 32064), "", {}),
@@ -177,9 +190,9 @@ CASES = [
         )
         for v in vocabularies
     ),
-    bench_case("2048x512x32001", "bench_cpu", lead=(2048,), H=512, V=32001, **AS_TRAINED),
-    bench_case("2048x512x32000", "bench_cpu", lead=(2048,), H=512, V=32000, **AS_TRAINED),
-    bench_case("1024x2048x128256", "bench_cpu", lead=(1024,), H=2048, V=128256, **AS_TRAINED),
+    bench_case("2048x512x32001", "bench_cpu", lead=(2048,), H=512, V=32001),
+    bench_case("2048x512x32000", "bench_cpu", lead=(2048,), H=512, V=32000),
+    bench_case("1024x2048x128256", "bench_cpu", lead=(1024,), H=2048, V=128256),
     bench_case("256x128x1024", "smoke", lead=(256,), H=128, V=1024),
 ]  # fmt: skip
 
@@ -201,7 +214,7 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     wide = torch.promote_types(dtype, torch.float32)
     class_weight = draw.randn(vocab, dtype=wide).abs() + 0.1 if p["class_weight"] else None
     none = p["reduction"] == "none" and p["denominator"] is None
-    grad = draw.randn(*lead, dtype=wide) if none else torch.tensor(p["upstream"], dtype=wide, device=device)
+    grad = draw.randn(*lead, dtype=wide) if none else upstream(case, dtype, device)
     rank, known = p["lora"], target[..., 1:] if p["shift"] else target
     lora = {"lora_a": None, "lora_b": None}
     if rank:
@@ -309,20 +322,20 @@ def flops_bwd(case: Case) -> int:
     return 2 * flops_fwd(case)
 
 
-def _rounded_up(matrix: torch.Tensor, *sides: int) -> torch.Tensor:
-    """The matrix with zeros appended to multiples of 64 on the sides named."""
-    missing = [-matrix.shape[side] % 64 if side in sides else 0 for side in (1, 0)]
-    return F.pad(matrix, (0, missing[0], 0, missing[1])) if any(missing) else matrix
+def even_neighbour(inputs: Inputs) -> tuple[Inputs, float] | None:
+    """The case with H and V at the next multiples of 64; the operations of this one as a share of its."""
+    hidden, weight, target = inputs.args
+    missing = [-side % 64 for side in weight.shape]
+    if not any(missing):
+        return None
+    wider = F.pad(hidden, (0, missing[1])), F.pad(weight, (0, missing[1], 0, missing[0])), target
+    return dataclasses.replace(inputs, args=wider), weight.numel() / wider[1].numel()
 
 
 def bare_products(hidden, weight, target, inputs: Inputs, step: bool, again: bool) -> list:
-    """The products on the same operands: logits, for a step those of the gradients, and logits `again`.
-
-    H and V are rounded up to 64, so that a product which is slow at an odd size cannot hide in the limit.
-    """
+    """The products on the same operands: logits, for a step those of the gradients, and logits `again`."""
     hidden, weight, target = (value.detach() for value in (hidden, weight, target))
     hidden, target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
-    hidden, weight = _rounded_up(hidden, 1), _rounded_up(weight, 0, 1)
     if inputs.kwargs["valid_rows"] is not None:
         counts = target != inputs.kwargs.get("ignore_index", -100)
         hidden, target = hidden[counts], target[counts]

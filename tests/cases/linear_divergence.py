@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from . import liger_losses
-from .case import Case, Inputs, Maker, bench_case, itemsize, lay_out, params, test_case, upcast
+from .case import Case, Inputs, Maker, bench_case, itemsize, lay_out, params, test_case, upcast, upstream
 from .cross_entropy import make_denominator
 from .divergence import _kl
 
@@ -36,10 +36,9 @@ DEFAULTS = {
     "scale": 2.0,  # spread of the logits
     "fill": None,
     "grads": (0, 1),
-    "upstream": 0.7,
+    "upstream": None,
     "options": {},
 }
-AS_TRAINED = {"upstream": 1.0}
 FORMS = {
     "kl": ("linear_kl_div", {}),
     "reverse": ("linear_kl_div", {"reverse": True}),
@@ -119,13 +118,11 @@ CASES += [
 for _form in ("kl", "jsd", "tvd"):
     _op, _own = FORMS[_form]
     CASES += [
-        bench_case(f"{_form}_{rows}x{h}+{ht}x{v}", lead=(rows,), H=h, Ht=ht, V=v, op=_op, options=_own,
-                   **AS_TRAINED)
+        bench_case(f"{_form}_{rows}x{h}+{ht}x{v}", lead=(rows,), H=h, Ht=ht, V=v, op=_op, options=_own)
         for rows, h, ht, v in ((8192, 2048, 4096, 128256), (4096, 2048, 2048, 151936))
     ]  # fmt: skip
 CASES += [
-    bench_case(f"kl_8192x2048+4096x128256_{name}", lead=(8192,), H=2048, Ht=4096, V=128256,
-               **AS_TRAINED | options)
+    bench_case(f"kl_8192x2048+4096x128256_{name}", lead=(8192,), H=2048, Ht=4096, V=128256, **options)
     for name, options in {
         "hard": {"masked": 0.0, "options": {"hard": 0.5}},
         "masked80": {"masked": 0.8, "known": True},
@@ -135,8 +132,8 @@ CASES += [
     }.items()
 ]  # fmt: skip
 CASES += [
-    bench_case("kl_1024x512+512x32000", "bench_cpu", lead=(1024,), H=512, Ht=512, V=32000, **AS_TRAINED),
-    bench_case("kl_256x128+128x1024", "smoke", lead=(256,), H=128, Ht=128, V=1024, **AS_TRAINED),
+    bench_case("kl_1024x512+512x32000", "bench_cpu", lead=(1024,), H=512, Ht=512, V=32000),
+    bench_case("kl_256x128+128x1024", "smoke", lead=(256,), H=128, Ht=128, V=1024),
 ]
 
 
@@ -167,7 +164,7 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     wide = torch.promote_types(dtype, torch.float32)
     weights = draw.randn(*lead, dtype=wide).abs() if p["token_weight"] else None
     none = options.get("reduction") == "none"
-    grad = draw.randn(*lead, dtype=wide) if none else torch.tensor(p["upstream"], dtype=wide, device=device)
+    grad = draw.randn(*lead, dtype=wide) if none else upstream(case, dtype, device)
     lora = {"lora_a": None, "lora_b": None}
     if p["lora"]:
         lora = {"lora_a": draw.randn(p["lora"], h, scale=h**-0.5), "lora_b": draw.randn(v, p["lora"])}

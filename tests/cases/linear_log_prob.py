@@ -94,7 +94,8 @@ CASES = [
     test_case("labels_all", lead=(5,), V=9, labels=30, logit_scale=0.5),
     test_case("labels_wide", lead=(37,), labels=6, masked=0.2, logit_dtype=torch.float32, chunk_rows=8),
     test_case("labels_masked", labels=3, masked=1.0, bias=True, entropy=True),
-    test_case("labels_ignore_a_class", lead=(37,), labels=2, masked=0.7, ignore_index=3, entropy=True, bias=True),
+    test_case("labels_ignore_a_class", lead=(37,), labels=2, masked=0.7, ignore_index=3, entropy=True,
+              bias=True),
     test_case("labels_no_grad", labels=3, masked=0.2, grads=(), grad=False),
     test_case("labels_empty", lead=(0,), labels=3),
     *(
@@ -249,22 +250,28 @@ def _plain(kwargs) -> bool:
     return not kwargs["shift"] and kwargs["lora_a"] is None and kwargs["logit_dtype"] is None
 
 
-def _trl(case, inputs):
+def trl_log_prob(hidden, weight, target, *, bias=None, softcap=None, logit_scale=1.0, temperature=1.0,
+                 entropy=False):  # fmt: skip
+    """TRL's chunked head: log-probabilities of labels, and entropies."""
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE, _ChunkedLogProbFunction
 
+    outputs = ("entropy",) if entropy else ()
+    log_prob, entropies, *_ = _ChunkedLogProbFunction.apply(
+        hidden.flatten(0, -2), weight, bias, target.flatten(), temperature, _CHUNKED_LOGPROB_CHUNK_SIZE,
+        softcap, logit_scale, outputs,
+    )  # fmt: skip
+    log_prob = log_prob.view(target.shape)
+    return (log_prob, entropies.view(target.shape)) if entropy else log_prob
+
+
+def _trl(case, inputs):
+    import trl.trainer.utils  # noqa: F401
+
     kwargs = inputs.kwargs
-    if not _plain(kwargs) or kwargs["valid_rows"] is not None or "masked" in case.params:
+    if not _plain(kwargs) or "masked" in case.params or inputs.args[2].dim() > 1:
         return None
-    outputs = ("entropy",) if kwargs["entropy"] else ()
-
-    def fn(hidden, weight, target, *, bias, softcap, logit_scale, temperature, entropy, **_):
-        log_prob, entropies, *_ = _ChunkedLogProbFunction.apply(
-            hidden, weight, bias, target, temperature, _CHUNKED_LOGPROB_CHUNK_SIZE, softcap, logit_scale,
-            outputs,
-        )  # fmt: skip
-        return (log_prob, entropies) if entropy else log_prob
-
-    return fn
+    names = ("bias", "softcap", "logit_scale", "temperature", "entropy")
+    return lambda *args, **options: trl_log_prob(*args, **{name: options[name] for name in names})
 
 
 def _cce(filter_eps):

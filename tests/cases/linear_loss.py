@@ -8,7 +8,7 @@ import torch
 
 from .case import Case, Inputs, Maker, bench_case, params, test_case
 from .linear_cross_entropy import bare_products
-from .linear_log_prob import SIZES
+from .linear_log_prob import SIZES, trl_log_prob
 from .linear_log_prob import bytes_bwd as bytes_bwd
 from .linear_log_prob import bytes_fwd as bytes_fwd
 from .linear_log_prob import eager_fn as log_prob
@@ -102,7 +102,7 @@ def eager_fn(hidden, weight, target, advantage, *, entropy, reduction, bias, sof
     """The same from logits in the model's dtype; also the oracle, on fp64 copies."""
     statistics = log_prob(
         hidden, weight, target, bias=bias, lora_a=None, lora_b=None, softcap=softcap, logit_scale=1.0,
-        temperature=temperature, entropy=entropy, shift=False, logit_dtype=logit_dtype,
+        temperature=temperature, entropy=entropy, shift=False, ignore_index=-100, logit_dtype=logit_dtype,
     )  # fmt: skip
     counts = target != -100
     rows = torch.where(counts, _objective(statistics if entropy else (statistics,), advantage), 0.0)
@@ -120,4 +120,21 @@ def gemms(inputs: Inputs, step: bool) -> list:
     return bare_products(hidden, weight, target, inputs, step, inputs.kwargs["reduction"] == "none")
 
 
-PEERS = {}
+def _trl(case, inputs):
+    """TRL's chunked head and the same objective."""
+    import trl.trainer.utils  # noqa: F401
+
+    kwargs = inputs.kwargs
+    if "masked" in case.params or kwargs["logit_dtype"] is not None or kwargs["reduction"] != "mean":
+        return None
+
+    def fn(hidden, weight, target, advantage, *, bias, softcap, temperature, entropy, **_):
+        found = trl_log_prob(
+            hidden, weight, target, bias=bias, softcap=softcap, temperature=temperature, entropy=entropy
+        )
+        return _objective(found if entropy else (found,), advantage).mean()
+
+    return fn
+
+
+PEERS = {"trl": _trl}

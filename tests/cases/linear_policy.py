@@ -8,6 +8,7 @@ import torch
 
 from . import liger_losses, linear_preference, policy
 from .case import Case, Inputs, Maker, bench_case, params, test_case
+from .linear_log_prob import trl_log_prob
 from .linear_preference import log_probs, shifted
 
 NAME = "linear_policy"
@@ -192,4 +193,22 @@ def _as_preference(case: Case) -> Case:
     return Case(case.name, {"answers": DEFAULTS["answers"]} | same, case.tags)
 
 
-PEERS = {"liger": liger_losses.policy}
+def _trl(case, inputs):
+    """TRL's chunked head and its trainer's formula."""
+    import trl.trainer.utils  # noqa: F401
+
+    if inputs.kwargs["shift"] or "lora_a" in inputs.kwargs:
+        return None
+
+    def fn(hidden, weight, target, advantage, *, shift, chunk_rows, **options):
+        names = ("bias", "softcap", "temperature", "logit_scale")
+        form = {name: options.pop(name) for name in names if name in options}
+        entropy = bool(options.get("entropy"))
+        found = trl_log_prob(hidden, weight, target.clamp(min=0), entropy=entropy, **form)
+        log_prob, entropies = found if entropy else (found, None)
+        return policy.eager_fn(log_prob, advantage, mask=target != -100, entropies=entropies, **options)[0]
+
+    return fn
+
+
+PEERS = {"trl": _trl, "liger": liger_losses.policy}

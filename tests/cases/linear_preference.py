@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from . import liger_losses, preference
 from .case import Case, Inputs, Maker, bench_case, itemsize, lay_out, params, test_case, upcast
+from .linear_log_prob import trl_log_prob
 
 NAME = "linear_preference"
 LOSS = True
@@ -170,7 +171,7 @@ def shifted(target):
 def _with(losses, hidden, weight, target, *, ref=None, ref_hidden=None, ref_weight=None, nll_target=None,
 shift=False,
           chunk_rows=None, bias=None, softcap=None, temperature=1.0, logit_scale=1.0, lora_a=None,
-          lora_b=None,
+          lora_b=None, of=log_probs,
           **options):  # fmt: skip
     del chunk_rows
     if shift:
@@ -181,10 +182,11 @@ shift=False,
         pairs = len(target) // 2
         labels = torch.cat((torch.where(nll_target != -100, nll_target, target[:pairs]), target[pairs:]))
         options["nll_mask"] = nll_target != -100
-    log_prob, _ = log_probs(hidden, weight, labels, bias=bias, lora_a=lora_a, lora_b=lora_b, **form)
+    lora = {} if lora_a is None else {"lora_a": lora_a, "lora_b": lora_b}
+    log_prob, _ = of(hidden, weight, labels, bias=bias, **lora, **form)
     mask = target != -100
     if ref_hidden is not None:
-        theirs, _ = log_probs(ref_hidden, ref_weight, labels, **form)
+        theirs, _ = of(ref_hidden, ref_weight, labels, **form)
         ref = theirs.masked_fill(~mask, 0.0).sum(-1)
     return losses(log_prob, mask=mask, ref=ref, **options)
 
@@ -246,4 +248,17 @@ def gemms(inputs: Inputs, step: bool) -> list:
     return products
 
 
-PEERS = {"liger": liger_losses.preference}
+def _trl(case, inputs):
+    """TRL's chunked head and its trainers' formulas."""
+    import trl.trainer.utils  # noqa: F401
+
+    if inputs.kwargs["shift"] or "lora_a" in inputs.kwargs:
+        return None
+
+    def of(hidden, weight, target, **form):
+        return trl_log_prob(hidden, weight, target.clamp(min=0), **form), None
+
+    return lambda *args, **options: _with(preference.eager_fn, *args, of=of, **options)[0]
+
+
+PEERS = {"trl": _trl, "liger": liger_losses.preference}

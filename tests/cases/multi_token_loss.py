@@ -247,4 +247,29 @@ def gemms(inputs: Inputs, step: bool) -> list:
     return found
 
 
-PEERS = {}
+def _liger(accumulate):
+    def factory(case, inputs):
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+        kwargs = inputs.kwargs
+        if any(kwargs[name] is not None for name in ("denominator", "token_weight")) or inputs.grad_kwargs:
+            return None
+
+        def fn(hidden, labels, *tensors, heads, coefficients, shifts, position_ids, **options):
+            total = 0.0
+            for i, (block, weight) in enumerate(_taken(heads, tensors)):
+                h = hidden if block is None else Block(block)(hidden)
+                target = shifted(labels, shifts[i], position_ids).flatten()
+                loss = LigerFusedLinearCrossEntropyFunction.apply(
+                    h.flatten(0, -2), weight, target, None, None, -100, options["z_loss"],
+                    options["label_smoothing"], options["reduction"], options["softcap"], False, accumulate,
+                )[0]  # fmt: skip
+                total = total + coefficients[i] * loss
+            return total
+
+        return fn
+
+    return factory
+
+
+PEERS = {"liger": _liger(None), "liger_fp32": _liger(torch.float32)}  # its head, once for each

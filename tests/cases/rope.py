@@ -516,4 +516,24 @@ def _quack(case, inputs):
     return fn
 
 
-PEERS = {"liger": _liger, "quack": _quack}
+class _Alias(torch.autograd.Function):
+    """The same memory as a tensor of its own: a leaf may not be rotated in place."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.new_empty(0).set_(x.detach())
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx
+
+
+def _inplace(case, inputs):
+    import tigon
+
+    if inputs.kwargs != {"unsqueeze_dim": 1} or inputs.args[1] is None:
+        return None
+    return lambda q, k, cos, sin, **_: tigon.rope(_Alias.apply(q), _Alias.apply(k), cos, sin, inplace=True)
+
+
+PEERS = {"tigon_inplace": _inplace, "liger": _liger, "quack": _quack}

@@ -262,6 +262,15 @@ def _two_heads(draw):
     return found | {"layout": draw.choice(("contiguous", "offset1", "rows", "columns"))}
 
 
+def _lora_linear(draw):
+    found = {"lead": tuple(draw.choice((0, 1, 2, 5, 13)) for _ in range(draw.choice((1, 2))))}
+    found |= {"K": draw.choice((1, 3, 8, 17, 64, 130)), "r": draw.choice((1, 3, 8, 17, 64))}
+    found["N"] = tuple(draw.choice((1, 5, 8, 33, 64)) for _ in range(draw.choice((1, 2, 3))))
+    found |= {"wide": draw.random() < 0.6, "bias": draw.random() < 0.4, "scale": draw.choice((0.3, 2.0))}
+    found |= {"dropout": draw.choice((0.0, 0.0, 0.2)), "layout": draw.choice(LAYOUTS[:4])}
+    return found | {"weight_layout": draw.choice(LAYOUTS[:5]), "grad_layout": draw.choice(LAYOUTS[:4])}
+
+
 def _experts(draw):
     number = draw.choice((1, 2, 5, 17))
     found = {
@@ -323,6 +332,7 @@ DRAWERS = {
     "qk_norm_rope": _qk_norm_rope,
     "embedding": _embedding,
     "experts": _experts,
+    "lora_linear": _lora_linear,
     "hyper_connection": _hyper_connection,
     "route": _route,
     "cross_entropy": _cross_entropy,

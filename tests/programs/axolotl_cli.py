@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 from program import case, pairs, saved_model, state_losses, trainer_options
 
@@ -16,7 +15,9 @@ PACKAGES = (
 ALONE = "axolotl==0.19.0 axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.0.6 optimum==1.16.2 bitsandbytes==0.50.2"
 CASES = []
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
-LORA |= dict.fromkeys(("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"), False)  # CUDA only
+LORA |= dict.fromkeys(
+    ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"), False
+)  # CUDA only
 HEAD = ("fused_linear_cross_entropy",)
 ALL = ("rope", "rms_norm", "layer_norm", "glu_activation", *HEAD)
 
@@ -30,7 +31,15 @@ ALL = ("rope", "rms_norm", "layer_norm", "glu_activation", *HEAD)
 @case(CASES, "full, loss of logits", "`liger_cross_entropy`", ("cross_entropy",), {}, head=False)
 @case(CASES, "full, scaled tokens", "`liger_use_token_scaling` (stock: the formula in PyTorch)",
       (*HEAD, "use_token_scaling"), {})  # fmt: skip
-@case(CASES, "full, Qwen3", "`liger_swiglu` (deprecated), `liger_rms_norm`", ("swiglu", "rms_norm"), {}, "qwen3", head=False)
+@case(
+    CASES,
+    "full, Qwen3",
+    "`liger_swiglu` (deprecated), `liger_rms_norm`",
+    ("swiglu", "rms_norm"),
+    {},
+    "qwen3",
+    head=False,
+)
 def train(with_tigon, folder, switches, settings, family="llama"):
     if with_tigon:
         import tigon.compat.liger
@@ -42,10 +51,16 @@ def train(with_tigon, folder, switches, settings, family="llama"):
         scale_tokens()
     data = pairs()
     if "rl" in settings:
-        rows = [{"system": "", "question": p, "chosen": c, "rejected": r} for p, c, r in zip(*data.values(), strict=True)]
+        rows = [
+            {"system": "", "question": p, "chosen": c, "rejected": r}
+            for p, c, r in zip(*data.values(), strict=True)
+        ]
         kind = "chatml.intel"
     else:
-        rows = [{"instruction": p, "input": "", "output": c} for p, c in zip(data["prompt"], data["chosen"], strict=True)]
+        rows = [
+            {"instruction": p, "input": "", "output": c}
+            for p, c in zip(data["prompt"], data["chosen"], strict=True)
+        ]
         kind = "alpaca"
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     ours = trainer_options(folder, save_strategy="steps", save_steps=3)
@@ -74,6 +89,8 @@ def scale_tokens():
         rows, labels = logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten()
         each = torch.nn.functional.cross_entropy(rows, labels, reduction="none", ignore_index=ignore_index)
         each = each * (-each).exp().detach()
-        return each.sum() / ((labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
+        return each.sum() / (
+            (labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+        )
 
     loss_utils.LOSS_MAPPING["ForCausalLM"] = loss

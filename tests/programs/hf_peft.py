@@ -32,7 +32,10 @@ def lora(with_tigon, folder, options, plus=False):
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
     else:
         optimizer = create_loraplus_optimizer(
-            adapted, optimizer_cls=tigon.optim.AdamW if with_tigon else torch.optim.AdamW, lr=1e-2, loraplus_lr_ratio=4
+            adapted,
+            optimizer_cls=tigon.optim.AdamW if with_tigon else torch.optim.AdamW,
+            lr=1e-2,
+            loraplus_lr_ratio=4,
         )
     torch.manual_seed(3)
     said = loop(adapted, optimizer)

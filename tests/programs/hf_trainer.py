@@ -21,7 +21,12 @@ def train(folder, callbacks=None, **changes):
 
 
 @case(CASES, "flag", "`tigon.compat.liger.install()`, `use_liger_kernel=True`")
-@case(CASES, "flag, checkpointing, accumulation", "the same", {"gradient_checkpointing": True, "gradient_accumulation_steps": 2})
+@case(
+    CASES,
+    "flag, checkpointing, accumulation",
+    "the same",
+    {"gradient_checkpointing": True, "gradient_accumulation_steps": 2},
+)
 def flag(with_tigon, folder, changes=()):
     if with_tigon:
         import tigon.compat.liger
@@ -31,7 +36,12 @@ def flag(with_tigon, folder, changes=()):
 
 
 @case(CASES, "callback", "`callbacks=[tigon.TigonTrainerCallback()]`")
-@case(CASES, "callback, torch_compile", "the same", {"torch_compile": True, "torch_compile_backend": "aot_eager"})
+@case(
+    CASES,
+    "callback, torch_compile",
+    "the same",
+    {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+)
 def callback(with_tigon, folder, changes=()):
     callbacks = []
     if with_tigon:

@@ -27,7 +27,11 @@ def train(with_tigon, folder, kind, lora=False):
         if kind != "Reward":
             tigon.compat.trl.install()
         callbacks = [tigon.TigonTrainerCallback()]
-    data, options, extra = pairs(), {"learning_rate": 1e-3, "bf16": False, "gradient_checkpointing": False}, {}
+    data, options, extra = (
+        pairs(),
+        {"learning_rate": 1e-3, "bf16": False, "gradient_checkpointing": False},
+        {},
+    )
     columns = {
         "SFT": {"prompt": data["prompt"], "completion": data["chosen"]},
         "DPO": data,

@@ -12,7 +12,9 @@ CHEAP = True
 
 
 @case(CASES, "fit", "`tigon.apply(model)` in the module, `tigon.optim.AdamW`")
-@case(CASES, "fit, accumulation, clipping", "the same", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5})
+@case(
+    CASES, "fit, accumulation, clipping", "the same", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+)
 def fit(with_tigon, folder, options=()):
     import lightning
 

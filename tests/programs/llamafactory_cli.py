@@ -29,7 +29,10 @@ def train(with_tigon, folder, settings, plain=True):
         tigon.compat.liger.install()
     stand_in("torchaudio")
     data = pairs()
-    rows = [{"instruction": p, "output": c, "chosen": c, "rejected": r} for p, c, r in zip(*data.values(), strict=True)]
+    rows = [
+        {"instruction": p, "output": c, "chosen": c, "rejected": r}
+        for p, c, r in zip(*data.values(), strict=True)
+    ]
     (folder / "rows.json").write_text(json.dumps(rows))
     columns = {"prompt": "instruction", "response": "output"}
     ranked = settings["stage"] == "dpo"

@@ -17,4 +17,6 @@ MOE = {
     "num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 24, "moe_token_dispatcher_type": "allgather",
     "moe_router_load_balancing_type": "none",
 }  # fmt: skip
-case(CASES, "GPTModel, experts", "the same", MOE)(mcore.train)  # the router of 0.16 asks for Transformer Engine
+case(CASES, "GPTModel, experts", "the same", MOE)(
+    mcore.train
+)  # the router of 0.16 asks for Transformer Engine

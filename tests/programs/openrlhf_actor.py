@@ -14,7 +14,9 @@ ALONE = "openrlhf==0.11.2 optimum deepspeed==0.19.6"
 CASES = []
 
 
-@case(CASES, "Actor, log-probabilities", "`tigon.compat.liger.install()`, `use_liger_kernel=True`", head=False)
+@case(
+    CASES, "Actor, log-probabilities", "`tigon.compat.liger.install()`, `use_liger_kernel=True`", head=False
+)
 def actor(with_tigon, folder):
     if with_tigon:
         import tigon.compat.liger
@@ -28,7 +30,11 @@ def actor(with_tigon, folder):
     for inputs in batches():
         mask = inputs["attention_mask"]
         log_prob, output = made(
-            inputs["input_ids"], action_mask=mask[:, 1:], attention_mask=mask, return_output=True, return_entropy=True
+            inputs["input_ids"],
+            action_mask=mask[:, 1:],
+            attention_mask=mask,
+            return_output=True,
+            return_entropy=True,
         )
         loss = -(log_prob.mean() + 0.1 * output.entropy.mean())
         loss.backward()

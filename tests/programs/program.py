@@ -97,7 +97,8 @@ def token_rows(count=16, length=32) -> list[dict]:
     rows = [ids[i * length : (i + 1) * length] for i in range(count)]
     masked = [-100] * (length // 4)
     return [
-        {"input_ids": row, "labels": masked + row[length // 4 :], "attention_mask": [1] * length} for row in rows
+        {"input_ids": row, "labels": masked + row[length // 4 :], "attention_mask": [1] * length}
+        for row in rows
     ]
 
 

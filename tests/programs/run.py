@@ -54,7 +54,10 @@ def environment(name: str, packages: str, alone: str) -> Path:
     (folder / "constraints").write_text(f"torch=={importlib.metadata.version('torch').partition('+')[0]}\n")
     pip = [python, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "-q"]
     with open(log, "w") as file:
-        for options in (["-c", folder / "constraints", *packages.split()], ["--no-deps", *alone.format(site=site).split()]):
+        for options in (
+            ["-c", folder / "constraints", *packages.split()],
+            ["--no-deps", *alone.format(site=site).split()],
+        ):
             if packages if "-c" in options else alone:
                 done = subprocess.run([*pip, *options], stdout=file, stderr=file, stdin=subprocess.DEVNULL)
                 if done.returncode:
@@ -143,7 +146,12 @@ def run_program(name: str, only_cases: str | None) -> list[dict]:
         broken = str(error)
     results = []
     for index, case in wanted:
-        entry = {"program": module.PROGRAM, "case": case.name, "switch": case.switch, "processes": case.processes}
+        entry = {
+            "program": module.PROGRAM,
+            "case": case.name,
+            "switch": case.switch,
+            "processes": case.processes,
+        }
         entry |= {"date": str(datetime.date.today()), "device": "GPU" if gpu else "CPU", "error": broken}
         start = time.monotonic()
         if case.gpu and not gpu:
@@ -164,7 +172,11 @@ def run_program(name: str, only_cases: str | None) -> list[dict]:
             except RuntimeError as error:
                 entry["error"] = str(error)
         results.append(entry)
-        said = entry.get("not_run") or entry["error"] or "difference {difference:.1e}, {calls} calls".format_map(entry)
+        said = (
+            entry.get("not_run")
+            or entry["error"]
+            or "difference {difference:.1e}, {calls} calls".format_map(entry)
+        )
         state = "not here" if entry.get("not_run") else "FAILED" if entry["error"] else "ok"
         print(f"  {case.name:<34} {state:<8} {time.monotonic() - start:4.0f} s  {said}", flush=True)
     return results
@@ -208,21 +220,31 @@ def table(entries: list[dict]) -> str:
         else:
             outcome = f"{e['difference']:.1e} | {e['calls']} of {e['ops']} operators"
         beside = ", ".join(f"{name} {v}" for name, v in e.get("beside", {}).items())
-        beside += "".join(f", {e['memory_mb'][1]} MB for {e['memory_mb'][0]}" for _ in "." if (e.get("memory_mb") or [None])[0])
+        beside += "".join(
+            f", {e['memory_mb'][1]} MB for {e['memory_mb'][0]}"
+            for _ in "."
+            if (e.get("memory_mb") or [None])[0]
+        )
         program = f"{e['program']} {e.get('version', '')}".strip()
-        lines.append(f"| {program} | {what} | {e['switch']} | {outcome} | {beside} | {e['date']}, {e['device']} |")
+        lines.append(
+            f"| {program} | {what} | {e['switch']} | {outcome} | {beside} | {e['date']}, {e['device']} |"
+        )
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
     """Run what is asked for; 1 when a case failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", metavar="PROGRAM", help=f"of {', '.join(PROGRAMS)}, or a part of a name")
+    parser.add_argument(
+        "--only", nargs="+", metavar="PROGRAM", help=f"of {', '.join(PROGRAMS)}, or a part of a name"
+    )
     parser.add_argument("--cases", metavar="TEXT", help="cases whose names hold this")
     parser.add_argument("--cheap", action="store_true", help="what CI runs")
     args = parser.parse_args()
     sys.path.insert(0, str(HERE))
-    names = [name for name in PROGRAMS if not args.cheap or getattr(importlib.import_module(name), "CHEAP", False)]
+    names = [
+        name for name in PROGRAMS if not args.cheap or getattr(importlib.import_module(name), "CHEAP", False)
+    ]
     if args.only:
         names = [name for name in names if any(part.lower().replace("-", "") in name for part in args.only)]
         if not names:

@@ -18,8 +18,23 @@ CASES = []
 FUSED = {"model.use_fused_kernels": True, "model.fused_kernel_options.impl_backend": "torch"}
 
 
-@case(CASES, "SFT, FSDP2", "`tigon.compat.liger.install()`, `model.use_liger=True`", {}, "llama", processes=2, head=False)
-@case(CASES, "SFT, FSDP2, fused and tied head", "`tigon.compat.verl.install()` too", FUSED, "llama_bias_tied", processes=2)
+@case(
+    CASES,
+    "SFT, FSDP2",
+    "`tigon.compat.liger.install()`, `model.use_liger=True`",
+    {},
+    "llama",
+    processes=2,
+    head=False,
+)
+@case(
+    CASES,
+    "SFT, FSDP2, fused and tied head",
+    "`tigon.compat.verl.install()` too",
+    FUSED,
+    "llama_bias_tied",
+    processes=2,
+)
 def train(with_tigon, folder, settings, family):
     if with_tigon:
         import tigon.compat.liger
@@ -97,7 +112,13 @@ def cpu_platform():
         manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
 
     set_platform(CPU())
-    for name in ("memory_reserved", "memory_allocated", "max_memory_reserved", "max_memory_allocated", "empty_cache"):
+    for name in (
+        "memory_reserved",
+        "memory_allocated",
+        "max_memory_reserved",
+        "max_memory_allocated",
+        "empty_cache",
+    ):
         setattr(torch.cpu, name, lambda *args: 0)
     from verl.workers.engine import EngineRegistry
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead

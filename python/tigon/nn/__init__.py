@@ -13,6 +13,7 @@ from tigon.nn.layer_norm import LayerNorm
 from tigon.nn.linear_cross_entropy import LinearCrossEntropyLoss
 from tigon.nn.linear_divergence import LinearJSDLoss, LinearKLDivLoss, LinearTVDLoss
 from tigon.nn.linear_preference import LinearKTOLoss, LinearPolicyLoss, LinearPreferenceLoss
+from tigon.nn.lora_linear import LoRALinear
 from tigon.nn.medusa import MedusaHeads
 from tigon.nn.modulated_rms_norm import ModulatedRMSNorm
 from tigon.nn.poly_norm import PolyNorm
@@ -40,6 +41,7 @@ __all__ = [
     "LinearPolicyLoss",
     "LinearPreferenceLoss",
     "LinearTVDLoss",
+    "LoRALinear",
     "MedusaHeads",
     "ModulatedRMSNorm",
     "PolyNorm",

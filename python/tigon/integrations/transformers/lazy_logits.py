@@ -7,7 +7,6 @@ It is a plain Python object and not a tensor subclass, so that torch.compile tra
 
 from __future__ import annotations
 
-import logging
 import math
 from contextlib import nullcontext
 
@@ -16,9 +15,8 @@ import torch.nn.functional as F
 
 from tigon.error import Error
 from tigon.integrations.transformers.forward import plain
+from tigon.integrations.transformers.report import reader
 from tigon.integrations.transformers.sharding import in_a_group, present
-
-logger = logging.getLogger("tigon")
 
 
 class LossRequest:
@@ -290,7 +288,7 @@ class LazyLogits:
         if not torch.compiler.is_compiling():
             self._check_fresh()
             if not self._calls.materialised:
-                logger.info("logits are computed because something reads them")
+                self._calls.say(f"{reader()} reads output.logits, one product of the head a step")
             self._calls.materialised += 1
         if torch.is_grad_enabled():
             value = self._compute()
@@ -346,8 +344,11 @@ class LazyLogits:
             )
 
     def cross_entropy(self, target, *, weight=None, ignore_index=-100, reduction="mean",
-                      label_smoothing=0.0, denominator=None, shift=False, predict=False):  # fmt: skip
+                      label_smoothing=0.0, denominator=None, shift=False, predict=False, z_loss=0.0,
+                      token_scaling=False):  # fmt: skip
         """Cross-entropy of these logits without forming them; None when it cannot be done.
+
+        With `token_scaling` each row counts by the probability of its label.
 
         With `predict` the same pass finds what a later argmax over the vocabulary is answered with.
         """
@@ -373,6 +374,8 @@ class LazyLogits:
             shift=shift,
             logit_scale=scale,
             softcap=softcap,
+            z_loss=z_loss,
+            token_scaling=token_scaling,
             outputs=("loss", "predicted") if predict else None,
         )
         result = self._call_head(request)

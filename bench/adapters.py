@@ -1,0 +1,226 @@
+"""What LoRA costs beside the frozen model: one linear, and steps of a whole model with PEFT's adapters.
+
+    python bench/adapters.py                           both, on a GPU
+    python bench/adapters.py --parts linear            one linear map, forward and backward
+    python bench/adapters.py --parts model --compile   with PEFT under torch.compile besides
+
+One linear: gradients of x, A and B, of bf16 adapters; `base` is the product pair of the frozen map.
+Model: Llama of 8B's width with random weights, loss and backward, no optimizer; `frozen` has no adapters and
+a gradient of its embeddings, with `tigon.apply`; `tigon_no_lora` is `tigon.apply(lora=False)`. Each record is
+a line of JSON in --out. Memory is the peak of torch's allocator, weights included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import statistics
+import time
+from pathlib import Path
+
+import timing
+import torch
+import torch.nn.functional as F
+
+LINEARS = (
+    (8192, 4096, 14336, 16),
+    (8192, 4096, 4096, 16),
+    (8192, 14336, 4096, 16),
+    (8192, 4096, 14336, 64),
+    (2048, 4096, 4096, 16),
+)
+STEPS = (  # rows, tokens of each, checkpointing
+    (4, 2048, False),
+    (4, 2048, True),
+    (1, 1024, False),
+)
+MODELS = ("frozen", "tigon", "tigon_no_lora", "peft")
+
+
+def linear_calls(m, k, n, r, device, compiled) -> dict:
+    """Forward and backward by provider."""
+    import peft
+
+    import tigon
+
+    like = {"device": device, "dtype": torch.bfloat16}
+    x = torch.randn(m, k, **like).requires_grad_()
+    dy = torch.randn(m, n, **like)
+    base = torch.nn.Linear(k, n, bias=False, **like).requires_grad_(False)
+    config = peft.LoraConfig(r=r, lora_alpha=2 * r, init_lora_weights=False, target_modules=["0"])
+    model = peft.get_peft_model(torch.nn.Sequential(base), config, autocast_adapter_dtype=False)
+    layer = model.base_model.model[0].to(torch.bfloat16)
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+
+    def pair(function):
+        def call(_):
+            function(x).backward(dy)
+            x.grad = a.grad = b.grad = None
+
+        return call
+
+    calls = {
+        "base": pair(lambda x: F.linear(x, base.weight)),
+        "tigon": pair(lambda x: tigon.lora_linear(x, base.weight, a, b, 2.0)),
+        "peft": pair(layer),
+    }
+    if compiled:
+        calls["peft_compile"] = pair(torch.compile(layer))
+    return calls
+
+
+def wall_ms(call, repeats=20) -> float:
+    """Median time of a call with the host's part."""
+    times = []
+    for i in range(repeats + 3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call(i)
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[3:])
+
+
+def bench_linears(args, record) -> None:
+    """Device time, and wall time of one call that waits."""
+    for m, k, n, r in LINEARS:
+        for name, call in linear_calls(m, k, n, r, args.device, args.compile).items():
+            record(part="linear", rows=m, columns=k, outputs=n, rank=r, provider=name,
+                   ms=timing.cuda_ms(call), wall_ms=wall_ms(call))  # fmt: skip
+        torch.cuda.empty_cache()
+
+
+def make_model(args, provider, cast):
+    """The model of a provider."""
+    import peft
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import tigon
+
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=args.layers,
+        num_attention_heads=32, num_key_value_heads=8, rope_theta=500000.0, max_position_embeddings=8192,
+        attn_implementation="sdpa", use_cache=False,
+    )  # fmt: skip
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(args.device):
+        model = LlamaForCausalLM(config)
+    torch.set_default_dtype(torch.float32)
+    if provider == "frozen":
+        model.requires_grad_(False)
+        model.enable_input_require_grads()
+    else:
+        adapters = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", use_dora=args.dora)
+        model = peft.get_peft_model(model, adapters, autocast_adapter_dtype=cast)
+    if provider == "tigon_no_lora":
+        tigon.apply(model, lora=False)
+    elif not provider.startswith("peft"):
+        tigon.apply(model)
+    return model.train()
+
+
+def bench_models(args, record) -> None:
+    """Steps of every provider."""
+    providers = (*MODELS, "peft_compile") if args.compile else MODELS
+    for provider in providers:
+        if args.providers and provider not in args.providers.split(","):
+            continue
+        model = make_model(args, provider, cast=True)
+        for rows, tokens, checkpointing in STEPS:
+            if provider == "peft_compile" and checkpointing:
+                continue
+            set_checkpointing(model, checkpointing)
+            ids = torch.randint(128256, (rows, tokens), device=args.device)
+            run = torch.compile(model) if provider == "peft_compile" else model
+
+            def step(_, run=run, model=model, ids=ids):
+                with torch.autocast("cuda", dtype=torch.bfloat16):
+                    loss = run(input_ids=ids, labels=ids).loss
+                loss.backward()
+                model.zero_grad(set_to_none=True)
+
+            step(0)
+            torch.cuda.reset_peak_memory_stats()
+            ms = wall_ms(step, args.steps)
+            record(part="model", rows=rows, tokens=tokens, checkpointing=checkpointing, provider=provider,
+                   adapters="fp32 under autocast", layers=args.layers, ms=ms, dora=args.dora,
+                   gb=torch.cuda.max_memory_allocated() / 1e9)  # fmt: skip
+            if args.profile:
+                profile(step, f"{provider} {rows}x{tokens} {checkpointing}", args.profile)
+        del model, run, step
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def set_checkpointing(model, on: bool) -> None:
+    """Of a model, or of the one inside PEFT's."""
+    if on:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.gradient_checkpointing_disable()
+
+
+def profile(step, title: str, path: Path) -> None:
+    """The kernels of a step, by time."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as found:
+        step(0)
+        torch.cuda.synchronize()
+    with path.open("a") as file:
+        print(title, found.key_averages().table(sort_by="cuda_time_total", row_limit=40,
+                                                max_name_column_width=100), file=file)  # fmt: skip
+
+
+def main(words: list[str] | None = None) -> None:
+    """Run the parts and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", default="linear,model")
+    parser.add_argument("--providers", default="", help="of the model")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--dora", action="store_true")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--profile", type=Path, help="where to write the kernels of a step")
+    parser.add_argument("--out", type=Path, default=Path("out/lora.jsonl"))
+    args = parser.parse_args(words)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    records = []
+
+    def record(**values):
+        values = {"bench": "lora", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__} | values
+        records.append(values)
+        with args.out.open("a") as file:
+            print(json.dumps(values), file=file)
+
+    with contextlib.suppress(KeyboardInterrupt):
+        if "linear" in args.parts:
+            bench_linears(args, record)
+        if "model" in args.parts:
+            bench_models(args, record)
+    print(table(records))
+
+
+def table(records) -> str:
+    """A line for each record, its time beside the frozen base's."""
+    lines, floor = [], {}
+    for r in records:
+        names = ("part", "rows", "columns", "outputs", "rank", "tokens", "checkpointing")
+        case = tuple(map(r.get, names))
+        if r["provider"] in ("base", "frozen"):
+            floor[case] = r
+        there = floor.get(case)
+        ratio = f"{r['ms'] / there['ms']:.3f}" if there else "-"
+        rest = f"{r['gb']:.1f} GB" if "gb" in r else f"wall {r['wall_ms']:.3f}"
+        what = " ".join(str(v) for v in case if v is not None)
+        lines.append(f"{what:<40} {r['provider']:<14} {r['ms']:9.3f} ms  {ratio:>6}  {rest}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

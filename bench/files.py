@@ -1,0 +1,139 @@
+"""The files of bench/results: what wrote them, their records, the page that shows them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import convergence
+import e2e
+import medusa
+import parallel_e2e
+import plot
+import trl_trainers
+
+ROOT = Path(__file__).resolve().parents[1]
+# The page of an op; an op that is not here has a page of its own.
+GROUPS = {
+    "loss_head": ("linear_cross_entropy", "multi_token_loss"),
+    "post_training": (
+        "linear_log_prob",
+        "linear_loss",
+        "linear_preference",
+        "linear_policy",
+        "linear_divergence",
+        "preference",
+        "policy",
+    ),
+    "losses": ("cross_entropy", "divergence"),
+    "norms": (
+        "rms_norm",
+        "add_rms_norm",
+        "layer_norm",
+        "modulated_rms_norm",
+        "gated_rms_norm",
+        "group_norm",
+        "poly_norm",
+    ),
+    "softmax": ("softmax", "sparsemax"),
+    "elementwise": ("glu", "relu_squared", "dyt"),
+    "rope": ("rope", "qk_norm_rope"),
+    "streams": ("attention_residual", "hyper_connection"),
+    "experts": ("experts", "route"),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One file of results."""
+
+    path: Path
+
+    @cached_property
+    def kind(self) -> str:
+        """What wrote it: op, or the name of the program in bench, or train."""
+        if self.path.suffix == ".json":
+            return "train"
+        first = plot.read(self.path)[0]
+        marks = {"layout": "parallel_e2e", "gpus": "parallel", "copy_ms": "optimizer", "kind": "optimizer"}
+        marks |= {
+            "trainer": "trl_trainers",
+            "stage": "medusa",
+            "case": "op",
+            "op": "host",
+            "parts_ms": "floor",
+            "family": "convergence",
+            "model": "e2e",
+        }
+        return next(kind for mark, kind in marks.items() if mark in first)
+
+    @cached_property
+    def records(self) -> list[dict]:
+        """Its records; of a case that was run twice the last one."""
+        if self.kind == "train":
+            return [json.loads(self.path.read_text())]
+        if self.kind == "op":
+            return list({op_key(r): r for r in plot.read(self.path)}.values())
+        if self.kind in KEYS:
+            names = KEYS[self.kind]
+            return list({tuple(map(r.get, names)): r for r in plot.read(self.path)}.values())
+        special = {"e2e": e2e.read, "floor": e2e.read, "convergence": convergence.read}
+        special |= {"medusa": medusa.read, "parallel_e2e": parallel_e2e.read}
+        special |= {"trl_trainers": trl_trainers.read}
+        return special.get(self.kind, plot.read)(self.path)
+
+    @property
+    def name(self) -> str:
+        """The path below the root."""
+        return str(self.path.relative_to(ROOT)) if self.path.is_relative_to(ROOT) else str(self.path)
+
+    @property
+    def older(self) -> bool:
+        """Whether newer files replaced its figures."""
+        return self.path.parent.name == "older"
+
+    @property
+    def cpu(self) -> bool:
+        """Whether it was measured on a CPU."""
+        return re.search(r"\bCPU\b|\d threads", self.where()) is not None
+
+    def page(self, op: str | None = None) -> str:
+        """The page it is shown on, for an op the page of the op."""
+        if self.older:
+            return "older"
+        if self.kind in ("host", "convergence", "optimizer", "parallel", "parallel_e2e"):
+            return self.kind.removesuffix("_e2e")
+        if self.cpu:
+            return "cpu"
+        if self.kind == "trl_trainers":
+            return "post_training"
+        return next((page for page, ops in GROUPS.items() if op in ops), op) if op else "models"
+
+    def where(self) -> str:
+        """Device, versions and commit."""
+        if self.kind == "train":
+            devices = {f"{r['device_name']}, torch {r['torch']}" for r in self.records[0]["runs"].values()}
+            return "; ".join(sorted(devices))
+        names = ("torch", "transformers", "trl", "megatron-core", "liger-kernel", "triton", "commit")
+        found = {
+            ", ".join([r["gpu"], *(f"{name} {r[name]}" for name in names if r.get(name))])
+            for r in self.records
+            if "gpu" in r
+        }
+        return "; ".join(sorted(found))
+
+
+KEYS = {"optimizer": ("parameters", "kind"), "parallel": ("op", "case", "provider", "gpus")}
+
+
+def op_key(record: dict) -> tuple:
+    """What makes two records of bench/run.py the same measurement."""
+    return tuple(record[name] for name in ("op", "case", "dtype", "pass", "provider"))
+
+
+def runs(folder: Path) -> list[Run]:
+    """Every file of results below a folder, by name."""
+    return [Run(path) for path in sorted(folder.rglob("*.json*"))]

@@ -1,0 +1,277 @@
+#include "tigon/ops/lora_linear/lora_linear.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "tigon/base/require.h"
+
+namespace tigon {
+namespace {
+
+// C (+)= alpha op(A) op(B), of views.
+struct Product {
+  const Matrix &a, &b, &c;
+  bool trans_a = false, trans_b = false, add = false;
+  float alpha = 1.0f;
+};
+void multiply(Context& ctx, const Product& p) {
+  ctx.gemm({.m = p.c.rows,
+            .n = p.c.cols,
+            .k = p.trans_a ? p.a.rows : p.a.cols,
+            .a = p.a.data,
+            .lda = p.a.stride,
+            .trans_a = p.trans_a,
+            .b = p.b.data,
+            .ldb = p.b.stride,
+            .trans_b = p.trans_b,
+            .c = p.c.data,
+            .ldc = p.c.stride,
+            .ab_dtype = p.a.dtype,
+            .c_dtype = p.c.dtype,
+            .alpha = p.alpha,
+            .beta = p.add ? 1.0f : 0.0f});
+}
+
+Matrix part(const Matrix& m, int64_t row, int64_t rows, int64_t col, int64_t cols) {
+  char* first = static_cast<char*>(m.data) + (row * m.stride + col) * int64_t(size_of(m.dtype));
+  return {.data = first, .dtype = m.dtype, .rows = rows, .cols = cols, .stride = m.stride};
+}
+Matrix rows_of(const Matrix& m, int64_t first, int64_t count) { return part(m, first, count, 0, m.cols); }
+Matrix columns_of(const Matrix& m, int64_t first, int64_t count) { return part(m, 0, m.rows, first, count); }
+
+Matrix scratch(Context& ctx, DType dtype, int64_t rows, int64_t cols) {
+  return {.data = ctx.scratch(size_of(dtype) * size_t(rows * cols)),
+          .dtype = dtype,
+          .rows = rows,
+          .cols = cols,
+          .stride = cols};
+}
+
+void copy(Context& ctx, std::span<const LoraCopy> list) {
+  if (list.empty()) return;
+  on_device(
+      "lora_linear", ctx, [&] { cpu::lora_copy(ctx, list); }, TIGON_ON_CUDA(cuda::lora_copy(ctx, list)));
+}
+void drop(Context& ctx, const LoraDropout& a) {
+  on_device(
+      "lora_linear", ctx, [&] { cpu::lora_dropout(ctx, a); }, TIGON_ON_CUDA(cuda::lora_dropout(ctx, a)));
+}
+void fill(Context& ctx, const Vector& bias, const Matrix& y) {
+  on_device(
+      "lora_linear", ctx, [&] { cpu::lora_bias(ctx, bias, y); },
+      TIGON_ON_CUDA(cuda::lora_bias(ctx, bias, y)));
+}
+
+int64_t columns_of_all(std::span<const LoraAdapter> adapters) {
+  int64_t columns = 0;
+  for (const LoraAdapter& l : adapters) columns += lora_columns(l.a.rows);
+  return columns;
+}
+
+// The adapters in x's dtype, ranks filled up with zeros: A one below the other, so that adapters of one x are one product.
+struct Packed {
+  Matrix a;                    // [R, K]
+  std::vector<Matrix> b;       // [N, columns of the adapter]
+  std::vector<int64_t> first;  // column of each in t
+
+  Packed(Context& ctx, const Matrix& x, std::span<const LoraAdapter> adapters, bool need_a, bool need_b) {
+    std::vector<LoraCopy> copies;
+    int64_t columns = 0;
+    auto as_is = [&](const Matrix& m, int64_t rank) {
+      return m.dtype == x.dtype && lora_columns(rank) == rank;
+    };
+    const bool one = adapters.size() == 1 && as_is(adapters[0].a, adapters[0].a.rows);
+    if (need_a) a = one ? adapters[0].a : scratch(ctx, x.dtype, columns_of_all(adapters), x.cols);
+    for (const LoraAdapter& l : adapters) {
+      const int64_t rank = l.a.rows, wide = lora_columns(rank);
+      if (need_a && !one) copies.push_back({l.a, rows_of(a, columns, wide)});
+      if (need_b) b.push_back(as_is(l.b, rank) ? l.b : scratch(ctx, x.dtype, l.b.rows, wide));
+      if (need_b && b.back().data != l.b.data) copies.push_back({l.b, b.back()});
+      first.push_back(columns);
+      columns += wide;
+    }
+    copy(ctx, copies);
+  }
+};
+
+// fn(first adapter, its first column of t, columns, x or d(x)): adapters with dropout one by one, the others as many at once as
+// lie side by side. Those that `skip` are passed over.
+template <class Skip, class Fn>
+void each_run(Context& ctx, const Matrix& x, std::span<const LoraAdapter> adapters, const Vector& seed,
+              bool drops, const Packed& packed, const Skip& skip, const Fn& fn) {
+  Matrix dropped{};
+  for (size_t i = 0; i < adapters.size();) {
+    const size_t begin = i;
+    const int64_t first = packed.first[i];
+    int64_t columns = 0;
+    auto take = [&] { columns += lora_columns(adapters[i++].a.rows); };
+    if (skip(adapters[begin])) {
+      ++i;
+      continue;
+    }
+    take();
+    if (adapters[begin].dropout > 0.0) {
+      if (drops) {
+        if (dropped.data == nullptr) dropped = scratch(ctx, x.dtype, x.rows, x.cols);
+        drop(ctx, {.from = x,
+                   .to = dropped,
+                   .p = adapters[begin].dropout,
+                   .stream = uint32_t(begin),
+                   .seed = seed});
+      }
+      fn(begin, first, columns, dropped);
+    } else {
+      while (i < adapters.size() && adapters[i].dropout == 0.0 && !skip(adapters[i])) take();
+      fn(begin, first, columns, x);
+    }
+  }
+}
+
+void require_call(const char* op, const Matrix& x, std::span<const LoraBase> bases,
+                  std::span<const LoraAdapter> adapters, const Vector& seed, const Matrix& t) {
+  require_float(op, "x", x.dtype);
+  TIGON_CHECK(op, x.cols >= 1, "x must have at least one column, got ", x.cols);
+  TIGON_CHECK(op, !bases.empty(), "weight must be given, got none");
+  for (const LoraBase& l : bases) {
+    TIGON_CHECK(op, l.weight.rows >= 1, "weight must have at least one row, got ", l.weight.rows);
+    require_matrix(op, "weight", l.weight, l.weight.rows, x.cols, x.dtype);
+    if (l.bias) require_vector(op, "bias", l.bias, l.weight.rows, x.dtype);
+  }
+  bool drops = false;
+  for (const LoraAdapter& l : adapters) {
+    TIGON_CHECK(op, l.base >= 0 && l.base < int64_t(bases.size()), "an adapter's linear must be in [0, ",
+                bases.size(), "), got ", l.base);
+    require_float(op, "a", l.a.dtype);
+    TIGON_CHECK(op, l.a.rows >= 1, "a must have at least one row, got ", l.a.rows);
+    require_matrix(op, "a", l.a, l.a.rows, x.cols, adapters[0].a.dtype);
+    require_matrix(op, "b", l.b, bases[size_t(l.base)].weight.rows, l.a.rows, l.a.dtype);
+    TIGON_CHECK(op, l.dropout >= 0.0 && l.dropout < 1.0, "dropout must be in [0, 1), got ", l.dropout);
+    drops = drops || l.dropout > 0.0;
+  }
+  if (drops) require_vector(op, "seed", seed, 1, DType::i64);
+  require_matrix(op, "t", t, x.rows, columns_of_all(adapters), x.dtype);
+}
+
+}  // namespace
+
+void lora_linear_fwd(Context& ctx, const LoraLinearFwd& a) {
+  const char* op = "lora_linear";
+  require_call(op, a.x, a.bases, a.adapters, a.seed, a.t);
+  for (const LoraBase& l : a.bases)
+    require_result(op, "y", l.y, {.dtype = a.x.dtype, .rows = a.x.rows, .cols = l.weight.rows});
+  if (a.x.rows == 0) return;
+  const bool need_b = std::any_of(a.bases.begin(), a.bases.end(), [](const LoraBase& l) { return l.y.data; });
+  const Packed packed(ctx, a.x, a.adapters, !a.has_t, need_b);
+  if (!a.has_t)
+    each_run(
+        ctx, a.x, a.adapters, a.seed, true, packed, [](const LoraAdapter&) { return false; },
+        [&](size_t, int64_t first, int64_t columns, const Matrix& x) {
+          multiply(ctx, {.a = x,
+                         .b = rows_of(packed.a, first, columns),
+                         .c = columns_of(a.t, first, columns),
+                         .trans_b = true});
+        });
+  // The base product last, onto what is there: the adapters' part is written once and read where the product is anyway.
+  for (size_t g = 0; g < a.bases.size(); ++g) {
+    const LoraBase& l = a.bases[g];
+    if (l.y.data == nullptr) continue;
+    bool add = bool(l.bias);
+    if (add) fill(ctx, l.bias, l.y);
+    for (size_t i = 0; i < a.adapters.size(); ++i) {
+      const LoraAdapter& adapter = a.adapters[i];
+      if (adapter.base != int64_t(g)) continue;
+      const int64_t rank = adapter.a.rows;  // not the zeros after it: a product with infinity is NaN
+      multiply(ctx, {.a = columns_of(a.t, packed.first[i], rank),
+                     .b = columns_of(packed.b[i], 0, rank),
+                     .c = l.y,
+                     .trans_b = true,
+                     .add = add,
+                     .alpha = adapter.scale});
+      add = true;
+    }
+    multiply(ctx, {.a = a.x, .b = l.weight, .c = l.y, .trans_b = true, .add = add});
+  }
+}
+
+void lora_linear_bwd(Context& ctx, const LoraLinearBwd& a) {
+  const char* op = "lora_linear_bwd";
+  require_call(op, a.x, a.bases, a.adapters, a.seed, a.t);
+  for (const LoraBase& l : a.bases)
+    if (l.y.data != nullptr) require_matrix(op, "dy", l.y, a.x.rows, l.weight.rows, a.x.dtype);
+  const DType gradient = !a.adapters.empty() && a.adapters[0].a.dtype == a.x.dtype ? a.x.dtype : DType::f32;
+  for (const LoraAdapter& l : a.adapters)
+    if (l.db.data != nullptr) require_matrix(op, "db", l.db, l.b.rows, l.b.cols, gradient);
+  if (a.da.data != nullptr) require_matrix(op, "da", a.da, a.t.cols, a.x.cols, gradient);
+  if (a.dx.data != nullptr) require_matrix(op, "dx", a.dx, a.x.rows, a.x.cols, a.x.dtype);
+
+  auto absent = [&](const LoraAdapter& l) {
+    return a.x.rows == 0 || a.bases[size_t(l.base)].y.data == nullptr;
+  };
+  std::vector<LoraCopy> zeros;
+  auto zero = [&](const Matrix& m) { zeros.push_back({{.dtype = m.dtype, .cols = 0}, m}); };
+  int64_t column = 0;
+  bool any = false;
+  for (const LoraAdapter& l : a.adapters) {
+    const int64_t wide = lora_columns(l.a.rows);
+    if (absent(l)) {
+      if (l.db.data != nullptr) zero(l.db);
+      if (a.da.data != nullptr) zero(rows_of(a.da, column, wide));
+    }
+    any = any || !absent(l);
+    column += wide;
+  }
+  copy(ctx, zeros);
+  if (a.x.rows == 0) return;
+
+  const bool need_dt = any && (a.dx.data != nullptr || a.da.data != nullptr);
+  const Packed packed(ctx, a.x, a.adapters, a.dx.data != nullptr, need_dt);
+  const Matrix dt = need_dt ? scratch(ctx, a.x.dtype, a.x.rows, a.t.cols) : Matrix{};
+  for (size_t i = 0; i < a.adapters.size(); ++i) {
+    const LoraAdapter& l = a.adapters[i];
+    if (absent(l)) continue;
+    const Matrix& dy = a.bases[size_t(l.base)].y;
+    if (need_dt) {
+      const Matrix& b = packed.b[i];
+      multiply(ctx, {.a = dy, .b = b, .c = columns_of(dt, packed.first[i], b.cols), .alpha = l.scale});
+    }
+    if (l.db.data != nullptr)
+      multiply(ctx, {.a = dy,
+                     .b = columns_of(a.t, packed.first[i], l.a.rows),
+                     .c = l.db,
+                     .trans_a = true,
+                     .alpha = l.scale});
+  }
+  if (a.da.data != nullptr)
+    each_run(ctx, a.x, a.adapters, a.seed, true, packed, absent,
+             [&](size_t, int64_t first, int64_t columns, const Matrix& x) {
+               multiply(ctx, {.a = columns_of(dt, first, columns),
+                              .b = x,
+                              .c = rows_of(a.da, first, columns),
+                              .trans_a = true});
+             });
+  if (a.dx.data == nullptr) return;
+  bool add = false;
+  Matrix undropped{};
+  each_run(ctx, a.x, a.adapters, a.seed, false, packed, absent,
+           [&](size_t i, int64_t first, int64_t columns, const Matrix&) {
+             const double p = a.adapters[i].dropout;
+             if (p > 0.0 && add && undropped.data == nullptr)
+               undropped = scratch(ctx, a.x.dtype, a.x.rows, a.x.cols);
+             const Matrix& to = p > 0.0 && add ? undropped : a.dx;
+             multiply(ctx, {.a = columns_of(dt, first, columns),
+                            .b = rows_of(packed.a, first, columns),
+                            .c = to,
+                            .add = p == 0.0 && add});
+             if (p > 0.0)
+               drop(ctx, {.from = to, .to = a.dx, .p = p, .stream = uint32_t(i), .seed = a.seed, .add = add});
+             add = true;
+           });
+  for (const LoraBase& l : a.bases) {
+    if (l.y.data == nullptr) continue;
+    multiply(ctx, {.a = l.y, .b = l.weight, .c = a.dx, .add = add});
+    add = true;
+  }
+  if (!add) copy(ctx, std::vector<LoraCopy>{{{.dtype = a.dx.dtype}, a.dx}});
+}
+
+}  // namespace tigon

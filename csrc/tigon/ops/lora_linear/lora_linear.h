@@ -1,0 +1,91 @@
+// LoRA (Hu et al. 2021, arXiv:2106.09685, eq. 3): frozen linear maps of one x, each with any number of low-rank adapters.
+//
+// Formula     y = x W^T + bias + sum over the adapters of this W of s t B^T,  t = d(x) A^T
+//             d: dropout, element (row, column) of the i-th adapter kept where a word of Philox is not below p * 2^32, then times
+//             1 / (1 - p); d(x) = x for p = 0. The mask follows from seed, i, row and column alone
+// Gradients   dt = s dy B;  dx = sum over W of dy W + sum over adapters of d'(dt A);  dA = dt^T d(x);  dB = s dy^T t
+// Shapes      x, dx [M, K]; W [N, K]; bias [N]; y, dy [M, N]; A [r, K]; B [N, r]; rows at any stride. t [M, R], R the sum of
+//             lora_columns(r): each adapter's columns begin at a multiple of 8 and end in zeros; dA [R, K] in the same places
+// Dtypes      x f32 | bf16 | f16; W, bias, y, t, dy, dx the same; all A and B one of the three; dA, dB theirs where that is x's, else f32
+// Rounding    A and B to x's dtype; t and dt once; y and dx: what comes before the last product (bias, each adapter), then once
+//             after the last one. An adapter of zeros gives the bits of the base product and its gradient
+// Saved       x, t, seed, and the parameters
+// Aliasing    none
+// Determinism bitwise: products in a fixed order, no float atomics
+// Traffic     beside the base products: x for t and for dA, y and dx written, dy for dt and for dB; with dropout d(x) twice each way
+// Refused     sizes or dtypes that do not fit, an adapter without a linear, dropout outside [0, 1): tigon::Error before anything is written
+#pragma once
+
+#include <span>
+
+#include "tigon/base/context.h"
+
+namespace tigon {
+
+// The columns of t that an adapter of rank r has.
+constexpr int64_t lora_columns(int64_t r) { return (r + 7) / 8 * 8; }
+
+struct LoraBase {
+  Matrix weight;
+  Vector bias;  // empty: none
+  Matrix
+      y;  // forward: the result, or empty where it is not wanted; backward: dy, or empty where there is none
+};
+
+struct LoraAdapter {
+  int64_t base = 0;  // which of the linears it belongs to
+  Matrix a;
+  Matrix b;
+  float scale = 1.0f;
+  double dropout = 0.0;
+  Matrix db;  // backward; empty: not wanted
+};
+
+struct LoraLinearFwd {
+  Matrix x;
+  std::span<const LoraBase> bases;
+  std::span<const LoraAdapter> adapters;
+  Vector seed;  // one i64 where the context computes; needed by dropout alone
+  Matrix t;
+  bool has_t = false;  // t is there already
+};
+
+struct LoraLinearBwd {
+  Matrix x;
+  std::span<const LoraBase> bases;
+  std::span<const LoraAdapter> adapters;
+  Vector seed;
+  Matrix t;
+  Matrix dx;  // empty: not wanted
+  Matrix da;  // empty: not wanted
+};
+
+TIGON_API void lora_linear_fwd(Context& ctx, const LoraLinearFwd& a);
+TIGON_API void lora_linear_bwd(Context& ctx, const LoraLinearBwd& a);
+
+// What the products are made of.
+struct LoraCopy {  // to = from in to's dtype, zeros beyond it
+  Matrix from;
+  Matrix to;
+};
+struct LoraDropout {  // to = mask * from / (1 - p), or += that
+  Matrix from;
+  Matrix to;
+  double p = 0.0;
+  uint32_t stream = 0;
+  Vector seed;
+  bool add = false;
+};
+
+namespace cpu {
+void lora_copy(Context& ctx, std::span<const LoraCopy> list);
+void lora_dropout(Context& ctx, const LoraDropout& a);
+void lora_bias(Context& ctx, const Vector& bias, const Matrix& y);  // each row of y = bias
+}  // namespace cpu
+namespace cuda {
+void lora_copy(Context& ctx, std::span<const LoraCopy> list);
+void lora_dropout(Context& ctx, const LoraDropout& a);
+void lora_bias(Context& ctx, const Vector& bias, const Matrix& y);
+}  // namespace cuda
+
+}  // namespace tigon

@@ -1,0 +1,214 @@
+"""tigon.lora_linear beyond the cases: zeros, masks, frozen parts, bad calls, the module."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import tigon
+from tigon.ops.lora_linear import Adapter, Base, adapted, dropout_factors
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def operands(device, dtype=torch.float32, m=13, k=32, n=24, r=4):
+    return {
+        "x": torch.randn(m, k, device=device, dtype=dtype).requires_grad_(),
+        "weight": torch.randn(n, k, device=device, dtype=dtype),
+        "a": torch.randn(r, k, device=device).requires_grad_(),
+        "b": torch.randn(n, r, device=device).requires_grad_(),
+    }
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_zeros_give_the_bits_of_the_base(dtype, device):
+    given = operands(device, dtype)
+    given["b"] = torch.zeros_like(given["b"])
+    bias, dy = torch.randn(24, device=device, dtype=dtype), torch.randn(13, 24, device=device, dtype=dtype)
+    for of in (None, bias):
+        y = tigon.lora_linear(**given, scale=3.0, bias=of)
+        plain = tigon.lora_linear(**{**given, "a": given["a"] * 0}, scale=3.0, bias=of)
+        assert torch.equal(y, plain)
+        assert of is not None or torch.equal(y, F.linear(given["x"], given["weight"]))
+        (dx,) = torch.autograd.grad(y, given["x"], dy)
+        assert torch.equal(dx, dy @ given["weight"])
+
+
+def test_the_mask_follows_from_seed_row_and_column(device):
+    eye, zero = torch.eye(50, device=device), torch.zeros(50, 50, device=device)
+    x = torch.ones(37, 50, device=device)
+    masks = [tigon.lora_linear(x, zero, eye, eye, dropout=0.3, seed=s) for s in (7, 7, 8)]
+    assert torch.equal(masks[0], masks[1]) and not torch.equal(masks[0], masks[2])
+    wanted = dropout_factors((37, 50), 0.3, torch.tensor(7, device=device), 0)
+    torch.testing.assert_close(masks[0].double(), wanted, rtol=1e-6, atol=0)
+    many = dropout_factors((1000, 1000), 0.3, torch.tensor(1), 0)
+    assert abs((many == 0).double().mean() - 0.3) < 3e-3
+    assert abs((many[:, 0] == 0).double().mean() - 0.3) < 0.06
+    # As large as it may be, and negative
+    for seed in (2**63 - 1, -(2**63)):
+        tigon.lora_linear(x, zero, eye, eye, dropout=0.3, seed=seed)
+
+
+def test_philox_gives_the_words_of_its_authors():
+    """The known answers of Random123: all zeros, all ones."""
+    from tigon.ops.lora_linear import _words
+
+    def words(counter, seed):
+        found = _words([torch.tensor(c) for c in counter], torch.tensor(seed))
+        return [f"{int(w):08x}" for w in found]
+
+    assert words([0] * 4, 0) == ["6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8"]
+    assert words([0xFFFFFFFF] * 4, -1) == ["408f276d", "41c83b0e", "a20bc7c6", "6d5451fd"]
+
+
+def test_checkpointed_dropout(device):
+    given = operands(device)
+
+    def gradients(run):
+        torch.manual_seed(3)
+        y = run(lambda *args: tigon.lora_linear(*args, dropout=0.5), *given.values())
+        return torch.autograd.grad(y.square().sum(), [given[n] for n in ("x", "a", "b")])
+
+    wanted = gradients(lambda f, *args: f(*args))
+    got = gradients(lambda f, *args: checkpoint(f, *args, use_reentrant=False))
+    assert all(torch.equal(g, w) for g, w in zip(got, wanted, strict=True))
+
+
+def test_a_checkpoint_spares_the_last_products(device, monkeypatch):
+    """Run again, the forward ends when x and t are there."""
+    from tigon.ops import lora_linear as op
+
+    given, ran = operands(device), []
+    products = op._products
+
+    def counting(*args, only_t=False):
+        ran.append(only_t)
+        return products(*args, only_t=only_t)
+
+    monkeypatch.setattr(op, "_products", counting)
+    y = checkpoint(lambda *args: tigon.lora_linear(*args), *given.values(), use_reentrant=False)
+    y.sum().backward()
+    assert ran == [True, False, True]
+    wanted = {n: given[n].grad for n in ("x", "a", "b")}
+    given = {n: t.detach().requires_grad_(n != "weight") for n, t in given.items()}
+    tigon.lora_linear(**given).sum().backward()
+    assert all(torch.equal(given[n].grad, g) for n, g in wanted.items())
+
+
+@pytest.mark.parametrize("frozen", ["x", "a", "b"])
+def test_what_is_frozen_gets_none(frozen, device):
+    given = operands(device)
+    tigon.lora_linear(**given).sum().backward()
+    wanted = {n: t.grad for n, t in given.items() if n != "weight"}
+    given = {n: t.detach().requires_grad_(n not in (frozen, "weight")) for n, t in given.items()}
+    tigon.lora_linear(**given).sum().backward()
+    for name, gradient in wanted.items():
+        assert given[name].grad is None if name == frozen else torch.equal(given[name].grad, gradient)
+
+
+def test_a_result_without_a_gradient(device):
+    given = operands(device)
+    other = operands(device)
+    maps = [(given["weight"], given["a"], given["b"]), (other["weight"], other["a"], other["b"])]
+    first, _ = tigon.lora_linears(given["x"], maps)
+    first.sum().backward()
+    assert other["a"].grad is None and other["b"].grad is None
+    wanted = given["x"].grad
+    given["x"].grad = None
+    tigon.lora_linear(**given).sum().backward()
+    torch.testing.assert_close(given["x"].grad, wanted)
+
+
+def test_several_adapters_of_a_map_and_one_without(device):
+    """Two of different ranks and dropouts on one map, none on another, a weight made for each direction."""
+    given, more = operands(device), operands(device, r=11)
+    made = []
+
+    def weight():
+        made.append(1)
+        return given["weight"]
+
+    seed = torch.tensor([3], device=device)
+    adapters = [Adapter(0, given["a"], given["b"], 2.0), Adapter(0, more["a"], more["b"], 0.5, 0.3)]
+    y, z = adapted(given["x"], [Base(weight), Base(more["weight"])], adapters, seed)
+    (y.square().sum() + z.square().sum()).backward()
+    assert len(made) == 2
+    x = given["x"].detach().double().requires_grad_()
+    factors = dropout_factors((13, 32), 0.3, seed, 1)
+    leaves = (given["a"], given["b"], more["a"], more["b"])
+    a, b, c, d = (t.detach().double().requires_grad_() for t in leaves)
+    wanted = x @ given["weight"].double().t() + 2 * x @ a.t() @ b.t() + 0.5 * (x * factors) @ c.t() @ d.t()
+    (wanted.square().sum() + (x @ more["weight"].double().t()).square().sum()).backward()
+    pairs = ((y, wanted), (given["x"].grad, x.grad), (given["a"].grad, a.grad), (given["b"].grad, b.grad),
+             (more["a"].grad, c.grad), (more["b"].grad, d.grad))  # fmt: skip
+    for got, exact in pairs:
+        torch.testing.assert_close(got.double(), exact.detach(), rtol=1e-4, atol=1e-3)
+
+
+def test_no_adapters(device):
+    given = operands(device)
+    (y,) = adapted(given["x"], [Base(given["weight"])], [])
+    y.sum().backward()
+    torch.testing.assert_close(y, F.linear(given["x"], given["weight"]))
+    torch.testing.assert_close(given["x"].grad, given["weight"].sum(0).expand(13, -1))
+
+
+def test_second_derivatives_are_refused(device):
+    given = operands(device)
+    loss = tigon.lora_linear(**given).square().sum()
+    with pytest.raises(tigon.Error, match="second derivatives"):
+        torch.autograd.grad(loss, given["x"], create_graph=True)
+
+
+BAD = {
+    "x": ({"x": torch.zeros(3, 31)}, r"weight must be \[N, 31\]"),
+    "x dtype": ({"x": torch.zeros(3, 32, dtype=torch.int64)}, "x must be a float tensor"),
+    "weight dtype": ({"weight": torch.zeros(24, 32, dtype=torch.bfloat16)}, "weight must be torch.float32"),
+    "ranks": ({"b": torch.zeros(24, 5)}, r"b must be \[24, 4\], got \[24, 5\]"),
+    "a": ({"a": torch.zeros(4, 33)}, r"a must be \[r, 32\]"),
+    "adapters": ({"b": torch.zeros(24, 4, dtype=torch.bfloat16)}, "b must be torch.float32"),
+    "bias": ({"bias": torch.zeros(23)}, r"bias must be \[24\], got \[23\]"),
+    "bias dims": ({"bias": torch.zeros(24, 1)}, "bias must have 1 dimension"),
+    "dropout": ({"dropout": 1.0}, r"dropout must be in \[0, 1\), got 1.0"),
+    "negative": ({"dropout": -0.1}, r"dropout must be in \[0, 1\)"),
+    "scale": ({"scale": "2"}, "scale must be a number"),
+    "seed": ({"dropout": 0.1, "seed": 0.5}, "seed must be an int"),
+    "wide seed": ({"dropout": 0.1, "seed": 2**63}, "seed must have at most 64 bits"),
+    "rank 0": ({"a": torch.zeros(0, 32), "b": torch.zeros(24, 0)}, "a must have at least one row"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_calls(what, device):
+    change, message = BAD[what]
+    given = operands(device) | change
+    given = {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in given.items()}
+    with pytest.raises(tigon.Error, match=message):
+        tigon.lora_linear(**given)
+
+
+def test_no_maps(device):
+    with pytest.raises(tigon.Error, match="at least one"):
+        tigon.lora_linears(torch.zeros(3, 4, device=device), [])
+    with pytest.raises(tigon.Error, match="must be tuples"):
+        tigon.lora_linears(torch.zeros(3, 4, device=device), [torch.zeros(3, 4)])
+
+
+def test_module(device):
+    linear = torch.nn.Linear(32, 24, device=device, dtype=torch.bfloat16)
+    layer = tigon.nn.LoRALinear.from_linear(linear, 4, alpha=8, dropout=0.2)
+    assert layer.weight is linear.weight and layer.bias is linear.bias
+    assert [n for n, p in layer.named_parameters() if p.requires_grad] == ["lora_a", "lora_b"]
+    x = torch.randn(3, 32, device=device, dtype=torch.bfloat16)
+    wanted = tigon.lora_linear(x, layer.weight, layer.lora_a, layer.lora_b, 2.0, layer.bias)
+    assert torch.equal(layer(x), wanted)
+    torch.nn.init.normal_(layer.lora_b)
+    assert not torch.equal(layer(x), layer(x))
+    assert torch.equal(layer.eval()(x), layer(x))
+    merged = layer.merged()
+    assert merged.shape == (24, 32) and not torch.equal(merged, layer.weight)
+    fresh = tigon.nn.LoRALinear(32, 24, 4, device=device)
+    fresh(x.float()).sum().backward()
+    assert fresh.lora_a.grad is not None and fresh.weight.grad is None
