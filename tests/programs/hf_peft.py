@@ -11,8 +11,14 @@ CASES = []
 TARGETS = ["q_proj", "v_proj", "up_proj", "gate_proj"]
 
 
-@case(CASES, "LoRA with dropout", "`tigon.apply(model)`", {"lora_dropout": 0.1})
-@case(CASES, "LoRA on every linear layer and the head", "the same", {"target_modules": [*TARGETS, "lm_head"]})
+@case(CASES, "LoRA", "`tigon.apply(model)`", {})
+@case(
+    CASES,
+    "LoRA with dropout",
+    "`tigon.apply(model, lora=False)`, which leaves PEFT its masks",
+    {"lora_dropout": 0.1},
+)
+@case(CASES, "LoRA on the head too", "`tigon.apply(model)`", {"target_modules": [*TARGETS, "lm_head"]})
 @case(CASES, "DoRA", "the same", {"use_dora": True})
 @case(CASES, "modules_to_save", "the same", {"modules_to_save": ["lm_head", "embed_tokens"]})
 def lora(with_tigon, folder, options, plus=False):
@@ -26,7 +32,7 @@ def lora(with_tigon, folder, options, plus=False):
     if with_tigon:
         import tigon
 
-        report = tigon.apply(adapted)
+        report = tigon.apply(adapted, lora="lora_dropout" not in options)
     trained = [p for p in adapted.parameters() if p.requires_grad]
     if not plus:
         optimizer = torch.optim.AdamW(trained, lr=1e-2)

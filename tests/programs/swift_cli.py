@@ -33,7 +33,7 @@ def train(with_tigon, folder, command, tuner):
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     options = {
         "model": saved_model(folder), "model_type": "llama", "template": "default", "use_hf": "true",
-        "dataset": str(folder / "rows.jsonl"), "split_dataset_ratio": 0, "tuner_type": tuner, "torch_dtype": "float32",
+        "dataset": str(folder / "rows.jsonl"), "split_dataset_ratio": 0, "tuner_type": tuner, "lora_dropout": 0, "torch_dtype": "float32",
         "attn_impl": "eager", "max_length": 96, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 1,
         "max_steps": STEPS, "logging_steps": 1, "learning_rate": 1e-2, "report_to": "none", "use_cpu": "true",
         "save_strategy": "no", "dataset_num_proc": 1, "dataloader_num_workers": 0, "output_dir": str(folder / "out"),
