@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Other people's programs, stock and with Tigon: `make programs`, `make programs ARGS="--only trl lightning"`.
 
-Each program is a file of this folder. It gets a virtual environment of its own under build/programs, with the torch of
-.venv, and its packages from PyPI. Each of its cases runs twice in processes of their own, with the same seeds: losses and
+Each program is a file of this folder. It gets a virtual environment of its own under build/programs, on top of .venv's
+packages, and its own packages from PyPI. Each of its cases runs twice in processes of their own, with the same seeds: losses and
 gradient norms must agree within rounding, and Tigon's native operators must have been called. Results go to record.json,
 and from there to docs/programs.md.
 """
@@ -204,10 +204,10 @@ def table(entries: list[dict]) -> str:
     """docs/programs.md."""
     lines = [
         "# Other programs, run", "",
-        "<!-- Written by make programs. -->", "",
-        "Each line is a run of the program's own entry point on a tiny random model, stock and with Tigon, with the same",
-        "seeds. The difference is the largest relative one of all losses and gradient norms of the run. Native calls are",
-        "the calls of Tigon's operators that PyTorch's profiler counted in all processes of the run.", "",
+        "Written by `make programs`, which runs each program's own entry point on a tiny random model, stock and with Tigon, with",
+        "the same seeds. The difference is the largest relative one of all losses and gradient norms of the run. Native calls are",
+        "the calls of Tigon's operators that PyTorch's profiler counted in all processes of the run. The programs are in",
+        "`tests/programs`, each in an environment of its own on top of `.venv`.", "",
         "| program | what ran | switch | difference | native calls | beside | date |",
         "|---|---|---|---|---|---|---|",
     ]  # fmt: skip
