@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 MISSING = f"""\
-Tigon is built against an installed PyTorch, 2.10 or newer, and {sys.executable} has {{found}}. First do
-    pip install torch==2.13.0        (or any other version from 2.10 on)
-and then the same command again. Where a build does not see what is installed (uv), then
+Tigon is built against PyTorch >= 2.10, and here is {{found}}: pip install torch==2.13.0, then the same again.
+Here: {sys.executable}. Any version from 2.10 on will do. Where a build does not see it (uv), then
     pip install scikit-build-core cmake ninja        and the same command with --no-build-isolation
 A PyTorch that lies elsewhere: TIGON_TORCH_DIR=.../site-packages/torch in the environment."""
 

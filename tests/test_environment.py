@@ -7,12 +7,16 @@ import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
 import tigon
-from tigon import doctor, environment
+from tigon import _requirements, doctor, environment
+from tigon.__main__ import main as command_line
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_env():
@@ -49,9 +53,40 @@ def test_notes():
     """What does not fit together is said."""
     notes = lambda *args: list(environment._notes(*args))  # noqa: E731
     assert notes({}, "", ()) == notes({"transformers": "5.20.1"}, "", ()) == []
-    assert "no CUDA kernels" in notes({}, "", ("cuda:0",))[0]
-    assert "sees no CUDA device" in notes({}, "CUDA 13", ())[0]
+    assert "no CUDA kernels" in notes({}, "", ("cuda:0, sm_90",))[0]
+    (note,) = notes({}, "CUDA 13", ())
+    assert "sees no CUDA device" in note and "nvidia-smi" in note
+    old = notes({}, "CUDA 13", ("cuda:0 Tesla V100, sm_70, 32 GiB", "cuda:1 A100, sm_80, 80 GiB"))
+    assert old == ["cuda:0 Tesla V100 is older than sm_80: leave its models stock"]
     assert "4.57.0 is outside" in notes({"transformers": "4.57.0"}, "", ())[0]
+
+
+@pytest.mark.parametrize("version", [None, "2.9.1+cpu", "2.10.0"])
+def test_what_is_missing_is_said_in_one_line(version, tmp_path):
+    """In an interpreter that has no PyTorch, or one that says it is old."""
+    if version is not None:
+        (tmp_path / "torch.py").write_text(f"__version__ = {version!r}\n")
+    code = f"import sys; sys.path[:0] = [{str(ROOT / 'python')!r}, {str(tmp_path)!r}]; import tigon"
+    command = [sys.executable, "-I", "-S", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1
+    if version is None:
+        assert last.startswith("ModuleNotFoundError: [load] PyTorch must be") and "pip install torch" in last
+    elif version == "2.9.1+cpu":
+        assert last.endswith("torch must be >= 2.10, got 2.9.1+cpu (pip install -U torch)")
+    else:
+        assert "[load]" not in last
+
+
+def test_other_systems_are_refused():
+    with pytest.raises(tigon.Error, match="must be Linux, got darwin"):
+        _requirements.look("darwin")
+
+
+def test_the_command_line_shows_its_help(capsys):
+    assert command_line([]) == 0
+    assert "doctor" in capsys.readouterr().out
 
 
 def test_doctor_finds_everything_in_order(capsys):

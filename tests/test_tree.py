@@ -101,3 +101,10 @@ def test_missing_part_of_an_engine(tmp_path, file):
     shutil.copytree(ROOT / folder, tmp_path / folder)
     (tmp_path / folder / file).unlink()
     assert [error.split(":")[0] for error in check_op(tmp_path, "linear_head")] == [f"{folder}/{file}"]
+
+
+def test_two_modules_that_import_each_other(small_tree):
+    package = small_tree / "python/tigon"
+    (package / "one.py").write_text("from tigon.two import b\n")
+    (package / "two.py").write_text("def b():\n    from tigon import one\n    from tigon.one import a\n")
+    assert check_tree(small_tree) == ["python/tigon/one.py: it and tigon.two import each other"]

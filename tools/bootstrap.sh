@@ -9,7 +9,7 @@
 set -euo pipefail
 
 mode=${1:?usage: tools/bootstrap.sh train|cpp|dev|docs}
-root=$(cd "$(dirname "$0")/.." && pwd)
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 PATH=${PATH//"$root/.venv/bin:"/}  # an activated .venv is not the user's Python
 unset VIRTUAL_ENV PYTHONHOME
@@ -122,23 +122,9 @@ docs_environment() {
 }
 
 # --- The native library. ------------------------------------------------------------------------------------------------
-# Sets cuda, archs and why: CUDA kernels for the GPU of this machine, none where there is none, unless the environment says more.
+# Sets cuda, archs and why.
 cuda_options() {
-  local capability
-  capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d '. ') || true
-  cuda=${TIGON_CUDA:-AUTO} why=
-  case $capability in
-    90 | 100 | 103) archs=${capability}a-real ;;
-    [1-9][0-9]*) archs=$capability-real ;;
-    *)
-      archs=90a-real
-      if [[ $cuda == AUTO ]]; then
-        cuda=OFF
-        why="no NVIDIA GPU: building for the CPU; TIGON_CUDA=ON builds CUDA anyway"
-      fi
-      ;;
-  esac
-  archs=${TIGON_CUDA_ARCHS:-$archs}
+  read -r cuda archs why < <(.venv/bin/cmake -P cmake/find_gpu.cmake)
 }
 
 build() {

@@ -126,6 +126,22 @@ def check_named_tuples(root: Path, path: Path) -> list[str]:
     ]
 
 
+def check_import_circles(root: Path, paths: list[Path]) -> list[str]:
+    """Two modules that import each other, also inside functions."""
+    modules = {".".join(path.with_suffix("").parts[1:]).removesuffix(".__init__"): path for path in paths}
+    imports = {}
+    for name, path in modules.items():
+        nodes = ast.walk(ast.parse((root / path).read_text(encoding="utf-8")))
+        pairs = [(n.module, alias.name) for n in nodes if isinstance(n, ast.ImportFrom) for alias in n.names]
+        imports[name] = {m if f"{m}.{part}" not in modules else f"{m}.{part}" for m, part in pairs}
+    pairs = ((one, two) for one in imports for two in imports if one < two and "tigon" not in (one, two))
+    return [
+        f"{modules[one]}: it and {two} import each other"
+        for one, two in pairs
+        if two in imports[one] and one in imports[two]
+    ]
+
+
 def tracked(root: Path) -> list[Path]:
     """Files git knows or would add; every file where there is no git."""
     listing = subprocess.run(
@@ -154,6 +170,8 @@ def check_tree(root: Path) -> list[str]:
             errors += check_includes(root, path)
         if path.parts[:2] == ("python", "tigon") and path.suffix == ".py":
             errors += check_named_tuples(root, path)
+    package = [p for p in tracked(root) if p.parts[:2] == ("python", "tigon") and p.suffix == ".py"]
+    errors += check_import_circles(root, package)
     ops = sorted(folder.name for folder in (root / "csrc/tigon/ops").iterdir() if any(folder.glob("*")))
     return errors + [error for op in ops for error in check_op(root, op)]
 

@@ -25,7 +25,7 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SLOTS = ("norm", "mlp", "experts", "qkv", "rope", "loss")
+SLOTS = ("norm", "mlp", "experts", "qkv", "qk_norm", "rope", "loss")
 WORKERS = 2
 SECONDS = 60  # of processor time for one class, and ten times that by the clock
 LARGEST = 30_000_000  # weights of a "tiny" model that is still worth a step

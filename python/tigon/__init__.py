@@ -7,7 +7,7 @@ into a Hugging Face model. Everything refused raises :class:`tigon.Error` before
 import functools
 import importlib
 
-from tigon import nn, optim
+from tigon import _requirements as _requirements, nn, optim  # isort: skip  the first says what is missing
 from tigon.environment import env
 from tigon.error import Error
 from tigon.ops.add_rms_norm import add_rms_norm

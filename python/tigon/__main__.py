@@ -9,8 +9,11 @@ import sys
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; its exit code."""
     parser = argparse.ArgumentParser(prog="python -m tigon", description=__doc__)
-    parser.add_argument("command", choices=("env", "doctor"))
+    parser.add_argument("command", nargs="?", choices=("env", "doctor"))
     command = parser.parse_args(arguments).command
+    if command is None:
+        parser.print_help()
+        return 0
     if command == "env":
         from tigon.environment import env
 

@@ -10,8 +10,6 @@ import torch
 
 from tigon.error import Error
 
-MINIMUM_TORCH = (2, 10)
-
 
 def library_path() -> Path:
     """Where the native library is: beside this file, or where TIGON_LIBRARY says."""
@@ -22,12 +20,9 @@ def library_path() -> Path:
 
 
 def _load() -> ctypes.CDLL:
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version < MINIMUM_TORCH:
-        raise Error(f"[load] torch must be >= 2.10, got {torch.__version__}")
     path = library_path()
     if not path.exists():
-        raise Error(f"[load] the native library must be at {path}, found none (build it with `make build`)")
+        raise Error(f"[load] the native library must be at {path}, found none (build: `make build`)")
     torch.ops.load_library(str(path))
     library = ctypes.CDLL(str(path))
     if _has_onednn_linear():

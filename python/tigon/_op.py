@@ -32,12 +32,24 @@ _is_compiling = torch.compiler.is_compiling
 _is_transformed = torch._C._are_functorch_transforms_active
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _is_grad_enabled = torch.is_grad_enabled
+_includes_key = torch._C._dispatch_tls_is_dispatch_key_included
+_VMAP_MODE = torch._C._parse_dispatch_key("VmapMode")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-# Whether the running backward pass keeps its graph (``retain_graph``); where PyTorch cannot tell, yes.
-graph_is_kept: Callable[[], bool] = getattr(
+_keeps_graph: Callable[[], bool] = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
 )
+
+
+def graph_is_kept() -> bool:
+    """Whether what the running backward pass finds must stay as it is: it keeps its graph
+    (``retain_graph``; where PyTorch cannot tell, yes), or runs for a batch of gradients."""
+    return _keeps_graph() or is_batched()
+
+
+def is_batched() -> bool:
+    """Whether a transform, or ``is_grads_batched`` of a backward, calls on several tensors at a time."""
+    return _is_transformed() or _includes_key(_VMAP_MODE)
 
 
 def may_overwrite_saved(saved: tuple) -> bool:
@@ -209,11 +221,13 @@ def register_fake(op: str, name: str, fake: Callable[..., Any]) -> None:
     def checked(*args):
         first = None
         for argument, a in zip(names, args, strict=False):
-            if not isinstance(a, torch.Tensor):
-                continue
-            first = a if first is None else first
-            if a.is_meta != first.is_meta:
-                refuse(op, "{} must be on {}, got {}", argument, first.device, a.device)
+            for i, t in enumerate(a if isinstance(a, (list, tuple)) else (a,)):
+                if not isinstance(t, torch.Tensor):
+                    continue
+                first = t if first is None else first
+                if t.is_meta != first.is_meta:
+                    place = argument if t is a else f"{argument}[{i}]"
+                    refuse(op, "{} must be on {}, got {}", place, first.device, t.device)
         return fake(*args)
 
     torch.library.register_fake(f"tigon::{name}", checked)
@@ -360,10 +374,13 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _fallbacks_reported: set[tuple[str, str]] = set()
 
 
-def has_kernel(op: str, *tensors: torch.Tensor | None) -> bool:
+def has_kernel(op: str, *tensors: torch.Tensor | None, beside: tuple = ()) -> bool:
     """True when every float tensor has a kernel dtype and lives on CPU or CUDA.
 
     Otherwise the caller takes its eager reference; said once per op and reason on the ``tigon`` logger.
+
+    Args:
+        beside: what else the reference computes with: all is on ``meta``, or nothing.
     """
     for t in tensors:
         if t is None:
@@ -373,13 +390,17 @@ def has_kernel(op: str, *tensors: torch.Tensor | None) -> bool:
                 refuse(op, "DTensors must be float32, bfloat16 or float16, got {}", t.dtype)
             if t.dtype != torch.float64:
                 refuse(op, "tensors must be float32, bfloat16, float16 or float64, got {}", t.dtype)
-            return _report_fallback(op, str(t.dtype))
+            return _report_fallback(op, str(t.dtype), *tensors, *beside)
         if not (t.is_cuda or t.is_cpu or t.is_meta):
-            return _report_fallback(op, f"device {t.device.type}")
+            return _report_fallback(op, f"device {t.device.type}", *tensors, *beside)
     return True
 
 
-def _report_fallback(op: str, reason: str) -> bool:
+def _report_fallback(op: str, reason: str, *tensors: torch.Tensor | None) -> bool:
+    given = [t for t in tensors if t is not None]
+    for t in given:
+        if t.is_meta != given[0].is_meta:
+            refuse(op, "tensors must be on {}, got {}", given[0].device, t.device)
     if not torch.compiler.is_compiling() and (op, reason) not in _fallbacks_reported:
         import logging
 

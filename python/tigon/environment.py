@@ -6,6 +6,7 @@ import ctypes
 import importlib.metadata
 import os
 import platform
+import re
 import sys
 from dataclasses import dataclass, field, fields
 
@@ -15,6 +16,7 @@ from tigon._load import library_path
 
 # Packages whose version matters to somebody who reads a report; those that are missing are left out.
 PACKAGES = ("transformers", "tokenizers", "accelerate", "peft", "trl", "kernels", "liger-kernel", "triton")
+OLDEST_GPU = 80
 # Import and test with these; outside the range everything still runs, and a warning says that nobody looked.
 TESTED_TRANSFORMERS = ((5, 17), (5, 23))
 
@@ -107,7 +109,11 @@ def _notes(packages, cuda_build, devices):
     if devices and not cuda_build:
         yield "this build has no CUDA kernels: calls on a GPU are refused (build it with nvcc on the PATH)"
     if cuda_build and not devices:
-        yield "built with CUDA, and torch sees no CUDA device"
+        wanted = f"a driver of CUDA {torch.version.cuda}" if torch.version.cuda else "a torch built for CUDA"
+        yield f"built with CUDA, and torch sees no CUDA device: it takes {wanted} (see nvidia-smi)"
+    for device in devices:
+        if int(re.search(r"sm_(\d+)", device)[1]) < OLDEST_GPU:
+            yield f"{device.split(',')[0]} is older than sm_{OLDEST_GPU}: leave its models stock"
     if "transformers" in packages:
         note = transformers_note(packages["transformers"])
         if note:

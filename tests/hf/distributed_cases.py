@@ -48,7 +48,7 @@ from two_processes import (
 
 import tigon
 from tigon import _op
-from tigon.integrations.transformers import apply
+from tigon.integrations.transformers import apply, qk_norm
 
 # --- DDP -------------------------------------------------------------------------------------
 
@@ -175,6 +175,24 @@ def fsdp2_checkpointing(head, reentrant):
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     two_steps(shard(model, head, group=head == "own"), losses, want)
     fused(report, 2)
+
+
+@case(plain=(False, False), checkpointed=(False, True), attention=(True, False))
+def fsdp2_qk_norm(unit, checkpointed):
+    """Norms of q and k fused with the rotary embedding, the attention in a unit of its own or its layer's."""
+    model = make("qwen3")
+    losses, want = wanted(model)
+    report = apply(model)
+    assert report.count("qk_norm") == 2
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if unit:
+        for layer in model.model.layers:
+            fully_shard(layer.self_attn, mesh=mesh())
+    calls, op = [], qk_norm.qk_norm_rope
+    with mock.patch.object(qk_norm, "qk_norm_rope", lambda *args, **kw: calls.append(1) or op(*args, **kw)):
+        two_steps(shard(model, "root"), losses, want)
+    assert len(calls) == (8 if checkpointed else 4)
 
 
 @case(root=("root",), own=("own",), tail=("tail",))

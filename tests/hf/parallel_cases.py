@@ -516,6 +516,14 @@ def parallel_nothing_counts():
     )
     loss.backward()
     assert loss == 0 and not weight.grad.any()
+    logits, none = torch.empty(2, 0, 5, requires_grad=True), torch.empty(2, 0, dtype=torch.long)
+    for reduction, want in (("mean", torch.nan), ("sum", 0.0)):
+        loss = parallel.cross_entropy(logits, none, group(), reduction=reduction, label_smoothing=0.1)
+        (gradient,) = torch.autograd.grad(loss, logits)
+        assert torch.equal(loss.nan_to_num(7.0), torch.full_like(loss, want).nan_to_num(7.0))
+        assert gradient.shape == logits.shape
+    rows = parallel.cross_entropy(logits, none, group(), reduction="none")
+    assert rows.shape == none.shape and rows.sum().backward() is None
 
 
 @case

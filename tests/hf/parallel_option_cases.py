@@ -250,8 +250,16 @@ def parallel_refusals():
         lambda: call(label_smoothing=2.0 if first else 0.0), *(["label_smoothing"] if first else ["refused"])
     )
     refused(lambda: call(temperature="x" if first else 1.0))
-    refused(lambda: call(temperature=1.0 if first else 2.0), "options must be the same")
+    process = f"got another in process {int(first)}"
+    refused(lambda: call(temperature=1.0 if first else 2.0), "options must be the same", process)
     refused(lambda: call(reduction="sum" if first else "none"), "options must be the same")
+    refused(lambda: call(denominator=torch.tensor(3.0) if first else None), "options must be the same")
+    three = torch.tensor(3.0) if first else 3.0
+    if device_type() == "cpu":
+        assert call(denominator=three).isfinite()
+    else:  # where the host does not know it, a number and a tensor are not alike
+        refused(lambda: call(denominator=three), "options must be the same")
+    refused(lambda: call(denominator=torch.ones(2) if first else 3.0))
     refused(lambda: call(vocab=V if first else V - 1), "vocab must be the same")
     refused(lambda: call(vocab=V + 1), "shards must hold all 252 classes")
     refused(lambda: call(first_class=0), "every class once")

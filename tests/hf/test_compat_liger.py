@@ -7,6 +7,7 @@ import importlib.metadata
 import inspect
 import json
 import pickle
+import shutil
 import subprocess
 import sys
 import types
@@ -519,19 +520,26 @@ def test_distribution_on_disk(tmp_path):
     metadata = "Metadata-Version: 2.1\nName: tigon-liger-compat\nVersion: 0.8.5\n"
     package = ROOT / "compat/liger_kernel"
     assert 'version = "0.8.5"' in (package / "pyproject.toml").read_text()
+    pytest.importorskip("setuptools", reason="needs setuptools to build the package")
+    shutil.copytree(package, tmp_path / "source")
+    build = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
+    subprocess.run(build, cwd=tmp_path / "source", check=True)
     write(tmp_path, {
-        "liger_kernel/__init__.py": (package / "liger_kernel/__init__.py").read_text(),
         "tigon_liger_compat-0.8.5.dist-info/METADATA": metadata,
         "tigon_liger_compat-0.8.5.dist-info/top_level.txt": "liger_kernel\n",
     })  # fmt: skip
     script = f"""
 import sys; sys.path.insert(0, {str(tmp_path)!r})
+import importlib.metadata
+assert importlib.metadata.version("liger-kernel") == importlib.metadata.version("liger_kernel") == "0.8.5"
 from transformers.utils import is_liger_kernel_available
 assert is_liger_kernel_available()
 from liger_kernel.transformers import LigerRMSNorm, _apply_liger_kernel_to_instance
 import liger_kernel, tigon.compat.liger
 assert liger_kernel.__file__.startswith({str(tmp_path)!r}) and liger_kernel.__version__ == "0.8.5"
+assert not tigon.compat.liger.installed()
 tigon.compat.liger.install()  # no error: it is ours
+assert tigon.compat.liger.installed()
 from liger_kernel.transformers.functional import liger_rms_norm
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pickle
 from types import SimpleNamespace
@@ -528,3 +529,22 @@ def test_small_functions():
 def test_what_is_missing_says_what_to_use(name, advice):
     with pytest.raises(tigon.Error, match=rf"{name} is not there.*{advice}|{name} is {advice}"):
         get(name)(SimpleNamespace())
+
+
+def test_a_shard_of_fsdp_is_no_shard_of_a_vocabulary(tmp_path):
+    """verl reads the head's weight outside of its unit: refused; a replicated one is whole."""
+    dist, tensor = torch.distributed, pytest.importorskip("torch.distributed.tensor")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        weight, hidden, labels = drawn(11, 8), drawn(6, 8, seed=1), torch.arange(6)
+        scaled = get("LigerFusedLinearScaledCrossEntropyFunction").apply
+        shard = tensor.distribute_tensor(weight, mesh, [tensor.Shard(0)])
+        copy = tensor.distribute_tensor(weight, mesh, [tensor.Replicate()])
+        for function in (scaled, LM.F.liger_fused_linear_cross_entropy):
+            loss = functools.partial(lambda f, w: f(hidden, w, labels), function)
+            with pytest.raises(tigon.Error, match=r"weight must be whole .*Shard\(dim=0\)"):
+                loss(shard)
+            close(loss(copy), loss(weight))
+    finally:
+        dist.destroy_process_group()

@@ -233,6 +233,39 @@ def test_nothing_recognised_raises():
         apply(make(), norm=False, mlp=False, rope=False, loss=False)
 
 
+class Trainer:
+    def __init__(self, model):
+        self.model = model
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (lambda: "org/model", r"got the name 'org/model' \(load it first: AutoModelForCausalLM"),
+        (lambda: nn.Linear, r"got the class Linear \(give a model of it\)"),
+        (lambda: Trainer(nn.Linear(2, 2)), r"got Trainer \(give its .model\)"),
+        (lambda: None, "got NoneType$"),
+    ],
+)
+def test_what_is_no_model_is_told_what_to_give(given, said):
+    with pytest.raises(tigon.Error, match=said):
+        apply(given())
+
+
+def test_notes_of_a_model_in_evaluation_and_of_a_quantised_one():
+    model = make().eval()
+    report = apply(model)
+    (note,) = report.notes
+    assert "model.train()" in note and note in str(report)
+    step(model, batch())
+    with pytest.raises(tigon.Error, match=r"model.train\(\) first"):
+        report.check()
+    assert apply(model.train()).notes == []
+    model = make(seed=2)
+    model.lm_head, model.is_quantized = QuantisedLinear(32, 97, bias=False), True
+    assert "llm_int8_skip_modules" in apply(model).notes[0]
+
+
 def test_failed_apply_changes_nothing():
     model = make("gemma", hidden_act="mish")
     before = dictionaries(model)
@@ -252,6 +285,14 @@ def test_report_is_readable_and_structured():
         assert part in text
     entry = next(entry for entry in report.left if entry.slot == "mlp")
     assert entry.path == "model.layers.0.mlp" and entry.by is None and not entry.replaced
+
+
+def test_report_in_a_notebook_and_in_a_terminal():
+    report = apply(make())
+    page, text = report._repr_html_(), str(report)
+    assert page.count("<tr>") == text.count("\n") and "<td" in page and "&gt;" in page
+    assert "  rope    modeling_llama.apply_rotary_pos_emb -> tigon.rope (half)" in text
+    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_a_patch_that_patched_nothing_does_not_stay_silent():

@@ -364,13 +364,13 @@ def test_labels_on_the_device_are_counted_before_the_layers_run(monkeypatch):
     monkeypatch.setattr(head, "count_labels", lambda *arguments, **options: seen.append((arguments, options)))
     model = make()
     apply(model)
-    hook = head.before_forward
+    spec, _ = model.forward.spec
     labels = batch()["labels"].as_subclass(OnDevice)
-    hook(model, (), {"labels": labels})
-    hook(model, (), {"labels": labels, "shift_labels": labels, "ignore_index": 7})
-    hook(model.eval(), (), {"labels": labels})
-    hook(model.train(), (), {"labels": batch()["labels"]})
-    hook(model, (), {})
+    head.before_forward(model, spec, {"labels": labels})
+    head.before_forward(model, spec, {"labels": labels, "shift_labels": labels, "ignore_index": 7})
+    head.before_forward(model.eval(), spec, {"labels": labels})
+    head.before_forward(model.train(), spec, {"labels": batch()["labels"]})
+    head.before_forward(model, spec, {})
     assert seen == [((labels, -100), {"shift": True}), ((labels, 7), {"shift": False})]
 
 

@@ -290,3 +290,32 @@ def test_gelu_model_under_compile():
     mlp = model.model.layers[0].mlp
     x = torch.randn(2, 3, 32)
     assert torch.equal(torch.compile(mlp, backend="aot_eager", fullgraph=True)(x), mlp(x))
+
+
+class Dropped(nn.Module):
+    """A projection that draws, as LoRA with dropout does."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(torch.dropout(x, 0.5, train=True))
+
+
+@pytest.mark.parametrize("kind", ["llama", "falcon_h1"])
+def test_projections_are_called_in_stocks_order(kind):
+    """One seed, the same masks: Llama calls gate first, Falcon-H1 up."""
+    if kind == "llama":
+        stock = make().model.layers[0].mlp
+    else:
+        config = transformers.FalconH1Config(hidden_size=32, intermediate_size=48, mlp_multipliers=[0.7, 1.3])
+        stock = FalconH1MLP(config)
+    for name in ("gate_proj", "up_proj"):
+        setattr(stock, name, Dropped(getattr(stock, name)))
+    x = torch.randn(3, 7, 32)
+    torch.manual_seed(1)
+    wanted = stock(x)
+    assert apply(stock).count("mlp") == 1
+    torch.manual_seed(1)
+    close(stock(x), wanted)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -124,6 +126,49 @@ def torch_norm():
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     return WrappedTorchNorm
+
+
+class Grouped(torch.nn.Module):
+    """The grouped product that Transformer Engine has, in its constructor's and call's form."""
+
+    def __init__(self, experts, inputs, outputs, **unused):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(experts, outputs, inputs) / inputs**0.5)
+
+    def forward(self, x, tokens_per_expert):
+        parts = zip(x.split(tokens_per_expert), self.weight, strict=True)
+        return torch.cat([part @ weight.T for part, weight in parts]), None
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_grouped_experts(fused):
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.moe.experts import TEGroupedMLP
+
+    model = gpt()
+    conf = config(moe_ffn_hidden_size=24, num_moe_experts=3, bias_activation_fusion=fused)
+    parts = types.SimpleNamespace(linear_fc1=Grouped, linear_fc2=Grouped, activation_func=None)
+    groups = ProcessGroupCollection.use_mpu_process_groups(["ep", "expt_tp"])
+    model.experts = TEGroupedMLP(3, conf, parts, groups)
+    given = torch.randn(11, 32, requires_grad=True), torch.tensor([5, 0, 6]), torch.rand(11).requires_grad_()
+
+    def run():
+        y, _ = model.experts(*given)
+        wanted = (given[0], given[2], *model.experts.parameters())
+        return y, *torch.autograd.grad(y, wanted, torch.ones_like(y))
+
+    wanted = run()
+    report = tm.apply(model, norm=False, rope=False, loss=False)
+    (entry,) = [entry for entry in report.replaced if entry.path == "experts"]
+    assert entry.by == "tigon.swiglu" and model.experts.activation_func is tigon.swiglu
+    for got, one in zip(run(), wanted, strict=True):
+        torch.testing.assert_close(got, one)
+    tm.undo(model)
+    assert model.experts.config is conf
+    for got, one in zip(run(), wanted, strict=True):
+        assert torch.equal(got, one)
+    model.experts._with_fused_impl = True
+    assert "op_fuser" in tm.apply(model, norm=False, rope=False, loss=False).left[0].reason
 
 
 @newer  # the router of 0.16.1 asks for Transformer Engine

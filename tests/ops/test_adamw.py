@@ -189,6 +189,7 @@ def test_another_seed_or_step_gives_other_bits(device):
     (lambda m: m.extras.pop(), "extras must have one tensor for each param that needs it, got 2"),
     (lambda m: m.hyperparameters.__setitem__(1, 1.0), "betas"),
     (lambda m: m.group_sizes.__setitem__(0, 2), "group_sizes must sum up"),
+    (lambda m: m.exp_avgs.__setitem__(1, m.exp_avgs[1].to("meta")), "exp_avgs[1] must be on"),
 ])  # fmt: skip
 def test_refused_before_anything_is_written(bad, words, device):
     """A list with one thing wrong stays as it is."""
@@ -273,6 +274,27 @@ def test_clip_grad_norm_of_other_kinds(device):
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(tigon.Error, match="must be dense and real"):
         clip_grad_norm_(table.parameters(), 1.0)
+    meta = torch.nn.Parameter(torch.empty(3, device="meta"))
+    meta.grad = torch.empty_like(meta)
+    for mixed in ([*params, meta], [meta, *params]):
+        with pytest.raises(tigon.Error, match="gradients must be on .* as the first, got"):
+            clip_grad_norm_(mixed, 1.0)
+    with pytest.raises(tigon.Error, match="max_norm must be a number, got NaN"):
+        clip_grad_norm_(params, math.nan)
+
+
+def test_clip_grad_norm_in_float64(device):
+    """float64 gradients are clipped by a factor of their own precision, others beside them by a float32."""
+    wide = [torch.nn.Parameter(torch.ones(7, dtype=torch.float64, device=device)) for _ in "12"]
+    narrow = torch.nn.Parameter(torch.ones(5, device=device))
+    for p in (*wide, narrow):
+        p.grad = torch.randn_like(p)
+    expected = [p.grad.double().clone() for p in (*wide, narrow)]
+    norm = torch.cat(expected).norm()
+    assert torch.equal(clip_grad_norm_([*wide, narrow], 0.5), norm.float())
+    for p, g in zip((*wide, narrow), expected, strict=True):
+        tolerance = 1e-15 if p.dtype == torch.float64 else 1e-7
+        torch.testing.assert_close(p.grad.double(), g * (0.5 / (norm + 1e-6)), rtol=tolerance, atol=0)
 
 
 def test_long_sums_stay_exact(device):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
 
 import tigon
+from tigon import doctor
 
 X, W, ALPHA = torch.randn(4, 8), torch.randn(8), torch.tensor([0.5])
 HEAD, LABELS = torch.randn(11, 8), torch.arange(4)
@@ -118,10 +121,10 @@ CALLS = {
         _lce(max_workspace_mb=INF),
         r"max_workspace_mb must be finite .*got inf",
     ),
-    "workspace nan": (_lce(max_workspace_mb=NAN), r"max_workspace_mb must be finite .*got nan"),
+    "workspace nan": (_lce(max_workspace_mb=NAN), "max_workspace_mb must be a number, got NaN"),
     "workspace text": (_lce(max_workspace_mb="aaa"), "max_workspace_mb must be a number, got str"),
     "keep_mb": (_lce(keep_mb=-1.0), r"keep_mb must be >= 0 \(or None\), got -1.0"),
-    "keep_mb nan": (_lce(keep_mb=NAN), r"keep_mb must be >= 0 \(or None\), got nan"),
+    "keep_mb nan": (_lce(keep_mb=NAN), "keep_mb must be a number, got NaN"),
     "outputs": (_lce(outputs="loss"), "outputs must be a tuple of names"),
     "lora of two": (_lce(lora=(A, B)), r"lora must be \(A, B, scale\), got 2"),
     "lora None": (_lce(lora=(None, None, 1.0)), "lora A must be a float tensor, got NoneType"),
@@ -219,3 +222,29 @@ def test_a_tensor_that_fn_reaches_on_its_own():
                 loss(*tensors, **arguments)
     with torch.no_grad():
         assert loss().isfinite()
+
+
+NO_NUMBERS = {"nan": NAN, "complex": 1j, "text": "x", "complex tensor": torch.tensor(1j), "list": [1.0],
+              "two": torch.ones(2), "sparse": torch.ones(1).to_sparse()}  # fmt: skip
+
+
+def _number_options():
+    """Every op with its options whose default is a float, or that may be one."""
+    for probe in doctor.probes():
+        for option in inspect.signature(getattr(tigon, probe.op)).parameters.values():
+            is_float = isinstance(option.default, float) or "float" in str(option.annotation)
+            if (
+                option.default is not inspect.Parameter.empty
+                and is_float
+                and "tuple" not in option.annotation
+            ):
+                yield pytest.param(probe, option.name, id=f"{probe.op} {option.name}")
+
+
+@pytest.mark.parametrize("probe, name", list(_number_options()))
+def test_numbers(probe, name):
+    """What is no real number is refused, wherever one is an option."""
+    arguments = probe.draw()
+    for value in NO_NUMBERS.values():
+        with pytest.raises(tigon.Error, match=rf"^\[\w+\] {name} must "):
+            getattr(tigon, probe.op)(*arguments, **probe.options | {name: value})

@@ -318,3 +318,12 @@ def test_bad_calls(name):
     sorted_rows = name.startswith(("offsets", "row_weights"))
     with pytest.raises(tigon.Error, match=message):
         (tigon.grouped_mlp if sorted_rows else tigon.experts)(*args, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_negative_ids_are_refused(dtype):
+    """-1 is no last expert."""
+    ids = IDS.cpu().clone()
+    ids[2, 1] = -1
+    with pytest.raises(tigon.Error, match=r"^\[experts\] ids must be >= 0, got -1"):
+        tigon.experts(*(t.cpu().to(dtype) for t in (X, GATE_UP, DOWN)), ids)

@@ -310,6 +310,46 @@ def test_candidates_of_a_teacher(name, options, dtype, device):
             noise=8 * torch.finfo(dtype).eps)  # fmt: skip
 
 
+@pytest.mark.parametrize("ignore_index", [0, 5, -1, -(2**63)])
+@pytest.mark.parametrize("name", ["kl_div", "jsd", "tvd"])
+def test_a_candidate_may_be_the_ignored_label(name, ignore_index, device):
+    """It says which rows do not count, and nothing of the teacher's classes."""
+    hidden, weight, labels = head_inputs(11, h=16, v=12, device=device, scale=2.0)
+    labels[labels == ignore_index] = 7
+    teacher = torch.log_softmax(torch.randn(11, 12, device=device), -1)
+    log_prob, indices = teacher.topk(8)
+    log_prob[3], log_prob[4, 2:] = -torch.inf, -torch.inf  # no candidate, two
+    fn = getattr(tigon, f"linear_{name}")
+    options = {"hard": 0.3, "outputs": ("loss", "soft", "hard", "entropy")}
+
+    def ours(ignored):
+        leaves = [t.detach().requires_grad_() for t in (hidden, weight)]
+        where = labels.masked_fill(labels == labels[1], ignored)
+        got = fn(*leaves, (indices, log_prob), where, ignore_index=ignored, **options)
+        return *got, *torch.autograd.grad(got.loss, leaves)
+
+    want = ours(-100)
+    assert want[3][3] > 0 and want[3][1] == 0
+    for a, b in zip(ours(ignore_index), want, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_candidates_of_another_kind(device):
+    """NaN is no missing candidate, and a denominator's dtype is not the loss'."""
+    hidden, weight, labels = head_inputs(5, h=16, v=12, device=device)
+    log_prob, indices = torch.log_softmax(torch.randn(5, 12, device=device), -1).topk(3)
+    seven = torch.tensor(7.0, dtype=torch.float64, device=device)
+    loss = tigon.linear_kl_div(hidden, weight, (indices, log_prob), labels, denominator=seven)
+    assert loss.dtype == torch.float32
+    log_prob[2, 1] = torch.nan
+    rows = tigon.linear_kl_div(hidden, weight, (indices, log_prob), reduction="none")
+    assert rows.isnan().tolist() == [False, False, True, False, False]
+    if device == "cpu":
+        indices[1, 2] = 12
+        with pytest.raises(tigon.Error, match=r"teacher indices must be in \[0, 12\), got 12"):
+            tigon.linear_kl_div(hidden, weight, (indices, log_prob))
+
+
 def test_candidates_as_in_trl(device):
     """TRL's own divergence of a support with a tail."""
     loss_utils = pytest.importorskip("trl.experimental.sdft.loss_utils")

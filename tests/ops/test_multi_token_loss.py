@@ -194,6 +194,55 @@ def test_backward_twice():
         gradients(heads(hidden, labels).loss, hidden, heads, create_graph=True)
 
 
+def test_hooks_of_the_callers_tensors(device):
+    """Each runs once, in the backward; ``retain_grad`` holds the gradient; autograd's own is the measure."""
+    runs = []
+    for loss in (lambda h, n, lo: tigon.multi_token_loss(h, n, lo).loss, None):
+        hidden, heads, labels = draw(device=device)
+        weight = heads[1][-1].weight * 1.0
+        weight.retain_grad()
+        calls = []
+
+        def hook(gradient, calls=calls):
+            calls.append(0)
+            return gradient * 2
+
+        for p in (weight, hidden, *heads.parameters()):
+            p.register_hook(hook)
+        given = [heads[0], (heads[1][:-1], weight)]
+        if loss:
+            total = loss(hidden, given, labels)
+        else:
+            parts = [(heads[0][:-1](hidden), heads[0][-1].weight), (given[1][0](hidden), weight)]
+            total = sum(tigon.linear_cross_entropy(*p, labels, shift=k + 1) for k, p in enumerate(parts))
+        assert not calls
+        total.backward()
+        runs.append([len(calls), weight.grad, hidden.grad, *(p.grad for p in heads.parameters())])
+    (count, *ours), (expected, *theirs) = runs
+    assert count == expected
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_what_holds_parameters_and_is_no_module():
+    """Autograd differentiates the whole."""
+    hidden, heads, labels = draw(heads=1)
+
+    class Block:
+        def parameters(self):
+            return heads[0][0].parameters()
+
+        def __call__(self, x):
+            return heads[0][0](x)
+
+    want = gradients(tigon.multi_token_loss(hidden, heads, labels).loss, hidden, heads)
+    scripted = torch.jit.trace(heads[0][0], hidden)
+    for block in (Block(), scripted):
+        out = tigon.multi_token_loss(hidden, [(block, heads[0][1].weight)], labels)
+        for a, b in zip(gradients(out.loss, hidden, heads), want, strict=True):
+            torch.testing.assert_close(a, b)
+
+
 def test_float64_has_every_derivative():
     hidden, heads, labels = draw(torch.float64, heads=2, rows=(1, 4))
 

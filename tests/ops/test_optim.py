@@ -408,6 +408,8 @@ def test_step_in_backward_refuses(device):
     optimizer.grad_scale = torch.ones((), device=device)
     with pytest.raises(tigon.Error, match="GradScaler must not be used with step_in_backward"):
         optimizer.step()
+    with pytest.raises(tigon.Error, match="optimizer must not step in the backward already"):
+        step_in_backward(optimizer)
     handle.undo()
     optimizer.step()
 
@@ -423,6 +425,9 @@ def test_step_in_backward_refuses(device):
     ({"max_grad_norm": 0.0}, "max_grad_norm must be"),
     ({"differentiable": True}, "differentiable must be False"), ({"seed": -1}, "seed must be"),
     ({"lr": torch.ones(2)}, "lr must be a number or a tensor of one element"),
+    ({"lr": float("nan")}, "lr must be a number, got NaN"), ({"betas": (0.9,)}, "betas must be two numbers"),
+    ({"lr": 1j}, "lr must be a number"), ({"betas": (0.9, 1j)}, r"betas\[1\] must"), ({"eps": None}, "eps"),
+    ({"max_grad_norm": float("nan")}, "max_grad_norm must be a number"), ({"seed": 1.0}, "seed must be an"),
 ], ids=str)  # fmt: skip
 def test_bad_options(options, words):
     """Are refused in words."""

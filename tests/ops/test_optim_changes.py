@@ -333,6 +333,78 @@ def test_nothing_is_kept_alive(device):
     assert all(ref() is None for ref in watched)
 
 
+# --- clipping in the next step --------------------------------------------------------------
+
+
+def clipped(plan, ours, dtype, device):
+    """Parameters after a plan of clippings, steps and new gradients, by Tigon or PyTorch."""
+    p = [nn.Parameter(torch.zeros(n, dtype=dtype, device=device)) for n in (3, 5)]
+    limit = plan[0] if isinstance(plan[0], float) and plan[0] < 0 else None
+    optimizer = AdamW(p, eps=10.0, max_grad_norm=limit and -limit) if ours else torch.optim.AdamW(p, eps=10.0)
+    norms = []
+    for i, what in enumerate(plan):
+        if what == "step":
+            if limit and not ours:
+                nn.utils.clip_grad_norm_(p, -limit)
+            optimizer.step()
+        elif what == "new":
+            for q in p:
+                q.grad = torch.full_like(q, 3.0 + i)
+        elif what == "zero":
+            optimizer.zero_grad(set_to_none=False)
+            for q in p:
+                q.grad += 2.0
+        elif what == "none":
+            nn.Module.zero_grad(nn.ParameterList(p))
+        elif what > 0:
+            norms.append(optimizer.clip_grad_norm_(what) if ours else nn.utils.clip_grad_norm_(p, what))
+    return [*norms, *p]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ("new", 0.5, "step"), ("new", 0.5, "new", "step"), ("new", 0.5, "none", "new", "step"),
+        ("new", 0.5, "zero", "step"), ("new", 0.5, "zero", 1.0, "step"), ("new", 0.5, 100.0, "step"),
+        ("new", 100.0, 0.5, 0.25, "step"), ("new", 0.5, "new", 100.0, "step"),
+        ("new", 0.5, "step", "zero", 0.7, "step"), (-100.0, "new", 0.5, "step"), (-0.2, "new", 0.5, "step"),
+        ("new", 0.5, "none", "step", "new", "step"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_clipping_is_of_the_gradients_that_were_there(plan, dtype, device):
+    """A skipped step, new gradients, a second clipping: as where PyTorch scales gradients at once."""
+    for a, b in zip(clipped(plan, True, dtype, device), clipped(plan, False, dtype, device), strict=True):
+        torch.testing.assert_close(a.to(b.dtype), b, rtol=1e-5, atol=1e-9)
+
+
+def test_a_copy_has_no_hooks():
+    """And takes its own."""
+    optimizer = AdamW([nn.Parameter(torch.ones(3))])
+    tigon.optim.step_in_backward(optimizer)
+    tigon.optim.step_in_backward(copy.deepcopy(optimizer))
+
+
+def test_gradients_change_between_clipping_and_step(device):
+    """What would be scaled is then not what was clipped."""
+    p = [nn.Parameter(torch.ones(n, device=device)) for n in (3, 5)]
+    optimizer = AdamW(p)
+    for change in (lambda: p[0].grad.add_(1.0), lambda: setattr(p[0], "grad", torch.ones_like(p[0]))):
+        for q in p:
+            q.grad = torch.full_like(q, 9.0)
+        optimizer.clip_grad_norm_(0.5)
+        change()
+        before = [q.clone() for q in p]
+        with pytest.raises(
+            tigon.Error, match="gradients must stay as they are .*: 1 of 2 were modified or are new"
+        ):
+            optimizer.step()
+        assert all(same_bits(a, b) for a, b in zip(before, p, strict=True))
+        optimizer.zero_grad()
+        optimizer.step()
+
+
 # --- the norm ---------------------------------------------------------------------------------
 
 

@@ -119,6 +119,18 @@ def test_orpo_when_sure(device):
         assert x.grad.tolist() == pytest.approx(slopes, rel=1e-4)
 
 
+@pytest.mark.parametrize("scores", [(0.0, -1.0), (-1.0, 0.0), (0.0, 0.0)])
+def test_orpo_when_certain(scores, device):
+    """Log-probability exactly 0: finite slopes, those of the plain formula."""
+    grads = []
+    for dtype in (torch.float32, torch.float64):
+        x = torch.tensor(scores, dtype=dtype, device=device, requires_grad=True)
+        tigon.preference_loss(x, kind="orpo", beta=0.7, nll=0.0).loss.backward()
+        grads.append(x.grad.double())
+    torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-30)
+    assert grads[0].abs().max() <= 0.7 / (1 - math.exp(-1.0)) + 1e-6
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_empty_answers(kind, batch, device):
     """Finite, without a gradient where there is no token."""
@@ -266,3 +278,15 @@ def test_second_derivatives_are_refused(batch):
     assert not grad.requires_grad
     with pytest.raises(tigon.Error, match="second derivatives are not supported"):
         torch.autograd.grad(tigon.preference_loss(x).loss, x, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(0, 5), (0, 0), (4, 0), (0,)])
+def test_an_empty_batch(shape, dtype):
+    """A micro-batch without answers, or with empty ones, has a loss."""
+    x = torch.zeros(shape, dtype=dtype, requires_grad=True)
+    mask = torch.ones(shape[0] // 2, *shape[1:], dtype=torch.bool)
+    out = tigon.preference_loss(x, nll=1.0, nll_mask=mask)
+    assert out.nll == 0 and out.loss.isfinite() and (shape[0] or out.loss == 0)
+    out.loss.backward()
+    assert x.grad.shape == shape

@@ -43,7 +43,7 @@ CALLS = {
         lambda x: tigon.route(x, 2, num_groups=12, top_groups=3, group_score="sum_of_two"),
         "group_score must be 'max' for groups of one expert, got 'sum_of_two'",
     ),
-    "scale": (lambda x: tigon.route(x, 2, scale=float("nan")), "scale must be finite, got nan"),
+    "scale": (lambda x: tigon.route(x, 2, scale=float("nan")), "scale must be a number, got NaN"),
     "scale none": (lambda x: tigon.route(x, 2, scale=None), "scale must be a number, got NoneType"),
     "dtype": (lambda x: tigon.route(x, 2, dtype=torch.int64), "dtype must be None, torch.float32 or"),
     "ids_dtype": (
@@ -68,7 +68,7 @@ CALLS = {
     ),
     "token_weights kind": (
         lambda x: tigon.route(x, 2, losses=True, token_weights=1),
-        "token_weights must be a tensor, got int",
+        "token_weights must be a tensor of real numbers, got int",
     ),
     "token_weights alone": (
         lambda x: tigon.route(x, 2, token_weights=torch.ones(5)),

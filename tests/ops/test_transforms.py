@@ -88,6 +88,22 @@ def test_vmap_of_grad_and_jacrev(module, case):
 
 
 @every_op
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_batched_gradients(module, case, retain_graph):
+    """``is_grads_batched``, as ``jacobian(..., vectorize=True)`` has it: one backward for several."""
+    total, leaves = _closed(module, case)
+    expected = _gradients(total, leaves)
+    upstream = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    batched = torch.autograd.grad(
+        total(*leaves), leaves, upstream, is_grads_batched=True, retain_graph=retain_graph
+    )
+    for of_all, e in zip(batched, expected, strict=True):
+        for g, factor in zip(of_all, upstream, strict=True):
+            torch.testing.assert_close(g, factor.to(e.dtype) * e, rtol=1e-5, atol=1e-6)
+
+
+@every_op
 def test_vmap_has_the_bits_of_calls_one_by_one(module, case, recwarn):
     total, leaves = _closed(module, case)
     stacked = [torch.stack([leaf, 2 * leaf]) for leaf in leaves]

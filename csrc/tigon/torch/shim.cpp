@@ -287,8 +287,9 @@ Tensor empty_strided(const Tensor& like, const int64_t* sizes, const int64_t* st
 }
 
 Tensor empty(const Tensor& like, const int64_t* sizes, int64_t dims, DType dtype) {
-  std::array<int64_t, 8> strides;
-  TIGON_CHECK("empty", dims <= int64_t(strides.size()), "tensors must have at most 8 dimensions, got ", dims);
+  std::array<int64_t, 64> strides;  // PyTorch's own operators take no more dimensions
+  TIGON_CHECK("empty", dims <= int64_t(strides.size()), "tensors must have at most ", strides.size(),
+              " dimensions, got ", dims);
   int64_t step = 1;
   for (int64_t d = dims - 1; d >= 0; --d) {
     strides[size_t(d)] = step;

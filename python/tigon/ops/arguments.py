@@ -7,7 +7,10 @@ from collections.abc import Iterable
 
 import torch
 
+from tigon._op import foreign
 from tigon.error import check, refuse
+
+_STRIDED = torch.strided
 
 
 def kind_of(value: object) -> object:
@@ -17,26 +20,41 @@ def kind_of(value: object) -> object:
 
 def check_float(op: str, name: str, x: object) -> None:
     """x must be a tensor of floats."""
-    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+    if not isinstance(x, torch.Tensor) or not x.dtype.is_floating_point:
         refuse(op, name + " must be a float tensor, got {}", kind_of(x))
+    if x.layout is not _STRIDED or x.is_nested:
+        _refuse_layout(op, name, x)
 
 
 def check_indices(op: str, name: str, x: object) -> None:
     """x must be a tensor of int64 or int32."""
     if not isinstance(x, torch.Tensor) or x.dtype not in (torch.int64, torch.int32):
         refuse(op, name + " must be an int64 or int32 tensor, got {}", kind_of(x))
+    check_layout(op, name, x)
+
+
+def check_layout(op: str, name: str, x: torch.Tensor) -> None:
+    """x must be neither sparse nor nested, whose sizes, strides and views fail in PyTorch's words."""
+    if x.layout is not _STRIDED or x.is_nested:
+        _refuse_layout(op, name, x)
+
+
+def _refuse_layout(op: str, name: str, x: torch.Tensor) -> None:
+    refuse(op, name + " must be a plain dense tensor, got {}", foreign(name, x))
 
 
 def check_numbers(op: str, **values: object) -> None:
-    """Each must be a number."""
+    """Each must be a number; one that the host knows must not be NaN."""
     for name, value in values.items():
         if type(value) is not float and not _is_number(value):
             refuse(op, name + " must be a number, got {}", kind_of(value))
+        if not isinstance(value, torch.Tensor) and value != value:
+            refuse(op, name + " must be a number, got NaN")
 
 
 def _is_number(value) -> bool:
     if isinstance(value, torch.Tensor):
-        return value.numel() == 1
+        return value.numel() == 1 and not value.is_complex() and value.layout is _STRIDED
     return isinstance(value, (float, int, torch.SymFloat, torch.SymInt)) or hasattr(value, "__float__")
 
 

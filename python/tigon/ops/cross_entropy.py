@@ -12,6 +12,7 @@ from tigon.ops.arguments import (
     check_choice,
     check_float,
     check_integers,
+    check_layout,
     check_numbers,
     check_positive,
     check_range,
@@ -59,20 +60,21 @@ def reference(
     return rows.sum() / counted.sum()
 
 
-def check_denominator(op, denominator):
+def check_denominator(op, denominator, name="denominator"):
     """A number, or a tensor of one, or none."""
     if isinstance(denominator, torch.Tensor):
-        check(op, denominator.numel() == 1, "denominator must have one element, got {}", denominator.numel())
-        check(op, not denominator.is_complex(), "denominator must be real, got {}", denominator.dtype)
+        check(op, denominator.numel() == 1, name + " must have one element, got {}", denominator.numel())
+        check(op, not denominator.is_complex(), name + " must be real, got {}", denominator.dtype)
+        check_layout(op, name, denominator)
     elif denominator is not None:
-        check_numbers(op, denominator=denominator)
+        check_numbers(op, **{name: denominator})
 
 
 def divide(total, denominator):
-    """A sum over its denominator, in plain PyTorch operations."""
+    """A sum over its denominator, in plain PyTorch operations and the sum's dtype."""
     if isinstance(denominator, torch.Tensor):
         denominator = denominator.detach().to(total.device).reshape(())
-    return total / denominator
+    return (total / denominator).to(total.dtype)
 
 
 def split_denominator(denominator, device):
@@ -99,6 +101,7 @@ def check_target(op, name, target, shape):
         target.is_floating_point() or target.is_complex() or target.dtype == torch.bool
     )
     check(op, integer, "{} must be an integer tensor, got {}", name, kind_of(target))
+    check_layout(op, name, target)
     check(op, target.shape == shape, "{} must be {}, got {}", name, shape, target.shape)
 
 
@@ -193,7 +196,7 @@ def cross_entropy(
             "logits must not be a leaf that requires grad with inplace=True, got a leaf",
         )
     options = (ignore_index, label_smoothing, softcap or 0.0, z_loss)
-    if not has_kernel(_OP, logits):
+    if not has_kernel(_OP, logits, beside=(target, weight)):
         check_range(_OP, "target", target, logits.shape[-1], ignore_index)
         return reference(
             logits, target, weight=weight, ignore_index=ignore_index, label_smoothing=label_smoothing,

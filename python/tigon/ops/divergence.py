@@ -81,7 +81,7 @@ def _divergence(
           "student must not be a leaf that requires grad with inplace=True, got a leaf")  # fmt: skip
     if labels is not None:
         check_target(op, "labels", labels, student.shape[:-1])
-    if not has_kernel(op, student):
+    if not has_kernel(op, student, beside=(teacher, labels)):
         return reference(
             student, teacher, labels, kind=kind, beta=beta, temperature=temperature, log_probs=log_probs,
             ignore_index=ignore_index, reduction=reduction,

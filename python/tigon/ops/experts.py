@@ -64,8 +64,8 @@ def reference(
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
     y = x.new_zeros(x.shape, dtype=x.dtype if x.dtype == torch.float64 else torch.float32)
     for j in range(ids.shape[-1]):
-        here = ids[..., j] < gate_up.shape[0]
-        e = ids[..., j].clamp(max=gate_up.shape[0] - 1)
+        here = (ids[..., j] >= 0) & (ids[..., j] < gate_up.shape[0])
+        e = ids[..., j].clamp(0, gate_up.shape[0] - 1)
         z = torch.einsum("...h,...hi->...i", x, gate_up[e])
         z = z if gate_up_bias is None else z + gate_up_bias[e]
         act = _unit(z, activation, interleaved, gated, alpha, limit)
@@ -402,7 +402,8 @@ def experts(
     Returns:
         ``[..., H]`` in x's dtype, the K rows of a token added in float32 in their order and rounded once.
         Differentiable in x, weights and all parameters; deterministic bit for bit, no float atomics. What
-        needs no gradient costs no product; an expert without tokens gets exact zeros.
+        needs no gradient costs no product; an expert without tokens gets exact zeros. The gradient of down is
+        a product with the unit's result times its weight, which in float16 must stay below 65504.
 
         Products are ``torch.nn.functional.grouped_mm`` for bfloat16 on CUDA (no synchronisation, CUDA
         graphs), otherwise one per expert, for which CUDA synchronises.
@@ -422,6 +423,8 @@ def experts(
     check(_OP, ids.device == x.device, "ids must be on {}, got {}", x.device, ids.device)
     _check_weights(_OP, "weights", weights, ids.shape, x)
     if not has_kernel(_OP, x, weights):
+        negative = ids[ids < 0][:1].tolist() if readable(ids) else []
+        check(_OP, not negative, "ids must be >= 0, got {}", *negative)
         return reference(
             x, gate_up, down, ids, weights, activation=activation, interleaved=interleaved, gated=gated,
             transposed=transposed, gate_up_bias=gate_up_bias, down_bias=down_bias, alpha=alpha, limit=limit,

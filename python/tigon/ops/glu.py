@@ -153,7 +153,10 @@ def swiglu(
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer", section 2.
     """
-    if not (isinstance(gate_multiplier, float) and isinstance(down_multiplier, float)):
+    one = (
+        type(gate_multiplier) is type(down_multiplier) is float and gate_multiplier == down_multiplier == 1.0
+    )
+    if not one:  # the common case, for the host's time
         check_numbers("swiglu", gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
     if limit is None:
         return _glu("swiglu", "swiglu", gate, up, gate_multiplier, down_multiplier)

@@ -12,6 +12,7 @@ import torch
 from tigon._dtensor import is_dtensor
 from tigon._op import has_kernel, raw
 from tigon.error import Error, check, refuse
+from tigon.ops.arguments import check_numbers
 
 
 def _fake(grads, max_norm, grad_scale):
@@ -55,7 +56,8 @@ def _total(grads: list[torch.Tensor]) -> torch.Tensor:
 def global_norm(
     grads: list[torch.Tensor], max_norm: float = float("inf"), grad_scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm, factor that clips it to `max_norm`) as float32 scalars on the first gradient's device.
+    """(norm, factor that clips it to `max_norm`) as scalars on the first gradient's device: float32, the
+    factor float64 where a gradient is.
 
     Gradients may lie on several devices and, as DTensors, on several processes, which then all call this.
     """
@@ -67,6 +69,8 @@ def global_norm(
     for g in grads:
         if g.layout != torch.strided or g.is_complex():
             refuse("grad_norm", "gradients must be dense and real, got {} of {}", g.layout, g.dtype)
+        if g.is_meta != grads[0].is_meta:
+            refuse("grad_norm", "gradients must be on {} as the first, got {}", grads[0].device, g.device)
     parts: dict[tuple, list] = {}
     for g in grads:
         parts.setdefault((g.device, _process_groups(g)), []).append(local(g))
@@ -82,7 +86,8 @@ def global_norm(
     norm = torch.stack(totals).sum().sqrt()
     if grad_scale is not None:
         norm = norm / grad_scale.to(device)
-    return norm.float(), (max_norm / (norm + 1e-6)).clamp(max=1.0).float()
+    wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
+    return norm.float(), (max_norm / (norm + 1e-6)).clamp(max=1.0).to(wide)
 
 
 @torch.no_grad()
@@ -106,7 +111,8 @@ def clip_grad_norm_(
     Returns:
         The norm before: float32, a scalar, on the device of the first gradient. PyTorch's has the gradients'
         dtype: in bfloat16 three digits. Deterministic, read from each gradient once, right to 1e-6 of it.
-        Gradients are multiplied by a float32 factor and rounded once; a factor of 1 writes none.
+        Gradients are multiplied by a float32 factor (float64 ones by a float64) and rounded once; a factor of
+        1 writes none.
 
     Raises:
         tigon.Error: gradients that are sparse or complex; with `error_if_nonfinite` a norm that is not
@@ -117,6 +123,7 @@ def clip_grad_norm_(
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
+    check_numbers("clip_grad_norm_", max_norm=max_norm, norm_type=norm_type)
     if float(norm_type) != 2.0:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     if not grads:
@@ -137,8 +144,8 @@ def _scale_all(grads: list[torch.Tensor], factor: torch.Tensor) -> None:
     by_kind: dict[tuple, list] = {}
     for g in grads:
         by_kind.setdefault((g.device, g.dtype), []).append(local(g))
-    for (device, _), tensors in by_kind.items():
-        there = factor.to(device)
+    for (device, dtype), tensors in by_kind.items():
+        there = factor.to(device, torch.promote_types(dtype, torch.float32))
         if not _scales_at_once(tensors, there):
             torch._foreach_mul_(tensors, there)
 

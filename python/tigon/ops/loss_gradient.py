@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from tigon._op import Op, direct_apply, graph_is_kept, raw, refuse_second, transformable
+from tigon._op import Op, direct_apply, graph_is_kept, is_batched, raw, refuse_second, transformable
 from tigon.error import refuse
 
 NONE = 0  # the reduction that is none, in the schemas
@@ -89,6 +89,17 @@ class RowLoss:
         return self.rescaled(dx, dloss, x), *(None,) * (ctx.inputs - 1)
 
 
+def scaled(formed: torch.Tensor, dloss: torch.Tensor) -> torch.Tensor:
+    """The gradient formed in the forward times the upstream one: in its own memory, or in a copy of it where
+    another backward may follow."""
+    if is_batched():
+        return _product(formed, dloss)
+    if graph_is_kept():
+        formed = formed.clone()
+    rescale(formed, dloss)
+    return formed
+
+
 def _product(dx, dloss):
     """The gradient times the upstream one, in operations that a compiler may fuse; one rounding."""
     return (dx.float() * dloss).to(dx.dtype)
@@ -121,10 +132,7 @@ class _Eager(torch.autograd.Function):
         if torch.is_grad_enabled():
             refuse_second(ctx.loss.name)
         if ctx.scalar:
-            (dx,) = ctx.saved_tensors
-            if graph_is_kept():
-                dx = dx.clone()
-            rescale(dx, dloss)
+            dx = scaled(*ctx.saved_tensors, dloss)
         else:
             dx = ctx.loss.backward(dloss, *ctx.saved_tensors, *ctx.options)
         return None, None, dx, *(None,) * (ctx.inputs - 1)

@@ -288,44 +288,39 @@ def policy_loss(
 
     Args:
         log_prob: ``[B, T]`` log-probabilities of the sampled tokens, of any float dtype; float64 runs the
-        eager
-            reference.
-        advantage: ``[B]`` or ``[B, T]``.
+            eager reference.
+        advantage: ``[B]`` or ``[B, T]``. A constant, as old, ref and importance are: none of them gets a
+            gradient, whatever it requires.
         mask: ``[B, T]`` bool or integer: 0 where a token does not count (whatever is there); ``None``: all
             count.
         kind: see above.
         level: ``"token"``; ``"sequence"``: rho is the exponential of the mean of d over the answer;
-        ``"sum"``:
-            of its sum.
+            ``"sum"``: of its sum.
         old: ``[B, T]`` log-probabilities of the policy that sampled; ``None``: log_prob, detached (ratio 1).
         ref: ``[B, T]`` log-probabilities of the reference.
         entropies: ``[B, T]`` of the distributions, differentiable; for the entropy term.
-        importance: ``[B]`` or ``[B, T]`` factors of the surrogate, not of divergence and entropy:
-        corrections for
-            the rollout engine, and masks (0) of whatever choice; vespo has it in w instead.
+        importance: ``[B]`` or ``[B, T]`` factors of the surrogate, not of divergence and entropy: corrections
+            for the rollout engine, and masks (0) of whatever choice; vespo has it in w instead.
         clip: ``(low, high)``; cispo: high alone.
         delta: > 0, upper bound of the ratio in the branch that is not clipped; ``None``: none.
         tau: sapo, for advantages > 0, and others.
         gamma: vespo: k and lambda of advantages >= 0, then of those < 0.
         kl, kl_estimator, kl_corrected: factor, ``"k1"``, ``"k2"`` or ``"k3"`` (with ``q = ref - log_prob``:
-        ``-q``,
-            ``q**2 / 2``, ``exp(q) - q - 1``), and whether it is multiplied by rho.
+            ``-q``, ``q**2 / 2``, ``exp(q) - q - 1``), and whether it is multiplied by rho.
         entropy: factor of the entropy bonus.
         entropy_denominator: number or tensor: the entropies are summed and divided by it; ``None``: weighted
             like the tokens' losses.
         normalise: ``"token"``: sum over tokens / denominator, by default the tokens that count;
             ``"sequence"``: mean over each answer, their sum / denominator, by default B; ``"length"``: sum
-            over
-            tokens / denominator, by default B.
+            over tokens / denominator, by default B.
         denominator: number or tensor of one element (read on the device), of this process: a loss makes no
             collective.
 
     Returns:
         :class:`PolicyResult`: ``(loss, kl [B, T] or None, clipped [B, T])`` in float32; the loss is
         differentiable in log_prob and entropies, the others are detached, 0 where a token does not count.
-        With
-        nothing that counts the loss is 0. Bitwise deterministic. At ratio 1 the gradient is that of ``-A
-        log_prob``.
+        With nothing that counts the loss is 0. Bitwise deterministic. At ratio 1 the gradient is that of
+        ``-A log_prob``.
 
     Raises:
         tigon.Error: shapes, dtypes, devices or options do not fit.
@@ -351,7 +346,7 @@ def policy_loss(
         check(op, entropies.device == device, "entropies must be on {}, got {}", device, entropies.device)
     check(op, entropy == 0 or entropies is not None, "entropies must be given with entropy, got None")
     check_denominator(op, denominator)
-    check_denominator(op, entropy_denominator)
+    check_denominator(op, entropy_denominator, "entropy_denominator")
     advantage, old, ref, importance = (
         None if t is None else t.detach() for t in (advantage, old, ref, importance)
     )

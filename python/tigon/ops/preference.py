@@ -5,6 +5,7 @@ Contract: ``csrc/tigon/ops/preference/preference.h``.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from tigon.ops.arguments import (
     check_booleans,
     check_choice,
     check_float,
+    check_layout,
     check_numbers,
     check_positive,
     kind_of,
@@ -138,6 +140,7 @@ def single_formula(op, kind, beta, average, kl, weights) -> Formula:
             kl.dtype,
             kl.shape,
         )
+        check_layout(op, "kl", kl)
     else:
         check_numbers(op, kl=kl)
     none = not isinstance(kl, torch.Tensor) and kl == 0
@@ -159,6 +162,7 @@ def check_desirable(op, desirable, answers, device) -> None:
     """A bool for each answer."""
     fits = isinstance(desirable, torch.Tensor) and desirable.dtype == torch.bool
     check(op, fits, "desirable must be a bool tensor, got {}", kind_of(desirable))
+    check_layout(op, "desirable", desirable)
     check(op, desirable.shape == (answers,), "desirable must be {}, got {}", [answers], desirable.shape)
     check(op, desirable.device == device, "desirable must be on {}, got {}", device, desirable.device)
 
@@ -190,6 +194,7 @@ def check_mask(op, name, mask, shape, device):
         return
     fits = isinstance(mask, torch.Tensor) and not mask.is_floating_point() and not mask.is_complex()
     check(op, fits, name + " must be a bool or integer tensor, got {}", kind_of(mask))
+    check_layout(op, name, mask)
     check(op, mask.shape == shape, name + " must be {}, got {}", shape, mask.shape)
     check(op, mask.device == device, name + " must be on {}, got {}", device, mask.device)
 
@@ -397,7 +402,7 @@ def preference_loss(
     check_ref(op, ref, answers, log_prob.device)
     check_mask(op, "nll_mask", nll_mask, (answers // 2, *log_prob.shape[1:]), log_prob.device)
     if nll_mask is not None:
-        nll_mask = nll_mask.reshape(answers // 2, -1)
+        nll_mask = nll_mask.reshape(answers // 2, math.prod(log_prob.shape[1:]))
     return run(op, log_prob, mask, nll_mask, constant(ref, log_prob), None, None, denominator, formula)
 
 

@@ -22,6 +22,8 @@ from tigon.ops.rope_tables import (
     kernel_tables,
 )
 
+MAX_HEAD_DIM = 1024  # of the kernels
+
 
 def reference(q, k, q_weight, k_weight, cos, sin=None, eps=1e-6, *, offset=0.0, rounding="llama", **options):
     """The same formula in plain PyTorch operations (any float dtype, any device)."""
@@ -168,7 +170,7 @@ def qk_norm_rope(
     _check_weights(q, k, q_weight, k_weight)
     differentiable = cos.requires_grad or (sin is not None and sin.requires_grad)
     known = has_kernel(op, q, k, q_weight, k_weight, cos.real if cos.is_complex() else cos, sin)
-    if not known or q.shape[-1] > 1024 or (differentiable and torch.is_grad_enabled()):
+    if not known or q.shape[-1] > MAX_HEAD_DIM or (differentiable and torch.is_grad_enabled()):
         if position_ids is not None:
             check_range(op, "position_ids", position_ids, cos.shape[0])
         return reference(q, k, q_weight, k_weight, cos, sin, eps, offset=offset, rounding=rounding,

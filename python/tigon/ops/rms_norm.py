@@ -34,7 +34,7 @@ def check_options(op, x, weight, eps, offset, rounding):
 def check_rounding(op, offset, rounding):
     """What every RMS norm asks of its weight's use."""
     check_choice(op, "rounding", rounding, ROUNDINGS)
-    if not isinstance(offset, float):
+    if type(offset) is not float or offset != offset:
         check_numbers(op, offset=offset)
 
 

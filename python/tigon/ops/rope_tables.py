@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from tigon.error import check
-from tigon.ops.arguments import check_float, check_indices, check_integers, kind_of
+from tigon.ops.arguments import check_float, check_indices, check_integers, check_layout, kind_of
 
 
 class Form(NamedTuple):
@@ -29,6 +29,7 @@ class Form(NamedTuple):
            tail=False, mrope_section=None, mrope_interleaved=False, keep_dtype=False):  # fmt: skip
         """From the options of the public functions."""
         check(op, isinstance(cos, torch.Tensor), "cos must be a tensor, got {}", kind_of(cos))
+        check_layout(op, "cos", cos)
         check(
             op, interleaved or not deinterleave, "interleaved must be True with deinterleave=True, got False"
         )
@@ -37,6 +38,7 @@ class Form(NamedTuple):
         columns = cos.shape[-1] if cos.dim() else 0
         shared = complex_table
         if rotary_dim is not None:
+            check_integers(op, rotary_dim=rotary_dim)
             fits = rotary_dim == 2 * columns or (rotary_dim == columns and not complex_table)
             check(
                 op,

@@ -9,7 +9,14 @@ import torch.nn.functional as F
 
 from tigon._op import Op, has_kernel, raw
 from tigon.error import check
-from tigon.ops.arguments import check_choice, check_float, check_integers, check_numbers, kind_of
+from tigon.ops.arguments import (
+    check_choice,
+    check_float,
+    check_integers,
+    check_layout,
+    check_numbers,
+    kind_of,
+)
 
 OP = "route"
 SCORES = ("softmax", "sigmoid")
@@ -152,8 +159,9 @@ def _check_tensors(logits, correction_bias, token_weights, losses):
         check(OP, shape == (experts,), "correction_bias must be [{}], got {}", experts, shape)
     if token_weights is not None:
         check(OP, losses, "token_weights must be None without losses, got {}", kind_of(token_weights))
-        tensor = isinstance(token_weights, torch.Tensor)
-        check(OP, tensor, "token_weights must be a tensor, got {}", kind_of(token_weights))
+        real = isinstance(token_weights, torch.Tensor) and not token_weights.is_complex()
+        check(OP, real, "token_weights must be a tensor of real numbers, got {}", kind_of(token_weights))
+        check_layout(OP, "token_weights", token_weights)
         shape = token_weights.shape
         check(OP, shape == lead, "token_weights must be {}, got {}", list(lead), shape)
     for name, t in (("correction_bias", correction_bias), ("token_weights", token_weights)):

@@ -11,7 +11,7 @@ import torch
 from tigon._op import has_kernel
 from tigon.error import Error, check, refuse
 from tigon.ops.adamw import ROUNDINGS, TensorList, adamw_, reference_
-from tigon.ops.arguments import check_choice
+from tigon.ops.arguments import check_choice, check_integers, check_numbers
 from tigon.ops.grad_norm import global_norm, is_dtensor, local
 
 _OP = "AdamW"
@@ -89,9 +89,11 @@ class AdamW(torch.optim.Optimizer):
         check(
             _OP, known, "moment_dtype must be float32, bfloat16, None or a pair of them, got {}", moment_dtype
         )
-        positive = max_grad_norm is None or max_grad_norm > 0
-        check(_OP, positive, "max_grad_norm must be > 0 or None, got {}", max_grad_norm)
-        check(_OP, 0 <= seed < 2**63, "seed must be in [0, 2^63), got {}", seed)
+        if max_grad_norm is not None:
+            check_numbers(_OP, max_grad_norm=max_grad_norm)
+            check(_OP, max_grad_norm > 0, "max_grad_norm must be > 0 or None, got {}", max_grad_norm)
+        check_integers(_OP, seed=seed)
+        check(_OP, seed >= 0, "seed must be in [0, 2^63), got {}", seed)
         check(_OP, not differentiable, "differentiable must be False: no derivatives run through an update")
         self.rounding, self.moment_dtype, self.seed = rounding, pair, seed
         self.max_grad_norm = max_grad_norm
@@ -112,6 +114,9 @@ class AdamW(torch.optim.Optimizer):
         lr, betas, eps, decay = (group[name] for name in ("lr", "betas", "eps", "weight_decay"))
         one = not isinstance(lr, torch.Tensor) or lr.numel() == 1
         check(_OP, one, "lr must be a number or a tensor of one element, got {}", lr)
+        two = isinstance(betas, (tuple, list)) and len(betas) == 2
+        check(_OP, two, "betas must be two numbers, got {}", betas)
+        check_numbers(_OP, lr=lr, **{"betas[0]": betas[0], "betas[1]": betas[1]}, eps=eps, weight_decay=decay)
         on_device = isinstance(lr, torch.Tensor) and lr.device.type != "cpu"
         check(_OP, on_device or float(lr) >= 0, "lr must be >= 0, got {}", lr)
         check(_OP, all(0 <= float(b) < 1 for b in betas), "betas must be in [0, 1), got {}", betas)
@@ -125,9 +130,11 @@ class AdamW(torch.optim.Optimizer):
                 refuse(_OP, "params must be real floats, got {}", p.dtype)
 
     def __getstate__(self):
-        own = ("rounding", "moment_dtype", "seed", "max_grad_norm", "grad_norm", "updates_in_backward",
-               "_places", "_factor")  # fmt: skip
-        return super().__getstate__() | {name: getattr(self, name) for name in own}
+        own = ("rounding", "moment_dtype", "seed", "max_grad_norm", "grad_norm", "_places")
+        # A copy has no gradients that wait, and no hooks.
+        return super().__getstate__() | {name: getattr(self, name) for name in own} | {
+            "_factor": None, "updates_in_backward": False,
+        }  # fmt: skip
 
     def __setstate__(self, state):
         super().__setstate__(state)
@@ -153,25 +160,60 @@ class AdamW(torch.optim.Optimizer):
             refuse(_OP, "a GradScaler must not be used with step_in_backward: its verdict on the gradients "
                    "comes when they have been used")  # fmt: skip
         groups = self._with_gradients()
-        clip = self._factor if self.max_grad_norm is None else self._clip(groups, self.max_grad_norm, scale)
-        self._factor = None
+        clip = self._pending(groups, modified=False)
+        if self.max_grad_norm is not None:
+            clip = self._clip(groups, self.max_grad_norm, scale, clip)
         self._update(groups, clip, scale, found_inf)
+        self._factor = None
         return loss
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip the norm of all gradients to `max_norm` in the next :meth:`step`, which reads them anyway.
 
-        Gradients themselves stay as they are.
+        Gradients themselves stay as they are, and must until then. Those that are new in the step (the one
+        between was skipped) are not clipped; of two calls before a step the second clips what the first left.
 
         Returns:
             The norm before, a float32 scalar on the device; ``optimizer.grad_norm`` too.
+
+        Raises:
+            tigon.Error: some gradients are those of a call before, others new; in the step also where they
+                were modified since this call.
         """
+        check_numbers(_OP, max_norm=max_norm)
         check(_OP, max_norm >= 0, "max_norm must be >= 0, got {}", max_norm)
         if self.updates_in_backward:
             refuse(_OP, "clip_grad_norm_ must not be called with step_in_backward: gradients are gone")
-        self._factor = self._clip(self._with_gradients(), max_norm)
-        return torch.zeros(()) if self._factor is None else self.grad_norm
+        groups = self._with_gradients()
+        factor = self._factor = self._clip(groups, max_norm, before=self._pending(groups, modified=True))
+        for grad in _gradients_of(groups):
+            grad._tigon_clipped = factor, grad._version
+        return torch.zeros(()) if factor is None else self.grad_norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in PyTorch."""
+        self._factor = None
+        super().zero_grad(set_to_none)
+
+    def _pending(self, groups, modified: bool) -> torch.Tensor | None:
+        """The factor that these gradients wait for since :meth:`clip_grad_norm_`; new ones wait for none.
+
+        Args:
+            modified: those that were modified since are new.
+        """
+        if self._factor is None:
+            return None
+        grads = _gradients_of(groups)
+        marks = [getattr(grad, "_tigon_clipped", (None, None)) for grad in grads]
+        known = [factor is self._factor for factor, _ in marks]
+        same = [k and version == g._version for k, (_, version), g in zip(known, marks, grads, strict=True)]
+        if not any(same if modified else known):
+            return None
+        check(_OP, all(same), "gradients must stay as they are between clip_grad_norm_ and step, which "
+              "scales them: {} of {} were modified or are new (zero_grad() forgets the clipping)",
+              len(same) - sum(same), len(same))  # fmt: skip
+        return self._factor
 
     def has_all_gradients_of(self, parameters) -> bool:
         """Whether `parameters` with a gradient are those of this optimizer."""
@@ -314,18 +356,21 @@ class AdamW(torch.optim.Optimizer):
             parts[2] = None
         reference_(local(p), local(p.grad), *parts, state["step"], group, clip, scale)
 
-    def _clip(self, groups, max_norm: float, scale: torch.Tensor | None = None) -> torch.Tensor | None:
-        """The factor of all gradients."""
+    def _clip(self, groups, max_norm: float, scale=None, before=None) -> torch.Tensor | None:
+        """The factor of all gradients, which were multiplied by `scale` and wait for the factor `before`."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():  # so there may be FSDP1
             for p in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
                 if getattr(p, "_fsdp_flattened", False) or hasattr(p, "_is_flat_param"):
                     refuse(_OP, "max_grad_norm must be None under FSDP1, whose shards do not tell of each "
                            "other: call model.clip_grad_norm_")  # fmt: skip
-        grads = [grad for _, _, grads in groups for grad in grads]
+        grads = _gradients_of(groups)
         if not grads:
             return None
-        self.grad_norm, factor = global_norm(grads, max_norm, _on(grads[0].device, scale))
-        return factor
+        scale = _on(grads[0].device, scale)
+        if before is not None:
+            scale = 1 / before if scale is None else scale / before
+        self.grad_norm, factor = global_norm(grads, max_norm, scale)
+        return factor if before is None else factor * before
 
     # --- state
 
@@ -392,6 +437,10 @@ class AdamW(torch.optim.Optimizer):
             elif value.dtype == kept and _EXTRAS.get(self.rounding, ("",))[0] == name:
                 state[name] = _laid_out(p, value, kept)
         return state
+
+
+def _gradients_of(groups) -> list[torch.Tensor]:
+    return [grad for _, _, grads in groups for grad in grads]
 
 
 def _on(device: torch.device, scalar: torch.Tensor | None) -> torch.Tensor | None:

@@ -74,12 +74,17 @@ def step_in_backward(optimizer: AdamW) -> StepInBackward:
         gradients are kept; ``undo()``.
 
     Raises:
-        tigon.Error: another optimizer; ``max_grad_norm``, which needs all gradients before the first update;
-            in the backward, a GradScaler, for the same reason, and parameters of several processes that are
-            no DTensors (DDP adds gradients after this hook).
+        tigon.Error: another optimizer, or one that does so already; ``max_grad_norm``, which needs all
+            gradients before the first update; in the backward, a GradScaler, for the same reason, and
+            parameters of several processes that are no DTensors (DDP adds gradients after this hook).
     """
     check(_OP, isinstance(optimizer, AdamW), "optimizer must be a tigon.optim.AdamW, got {}",
           type(optimizer).__name__)  # fmt: skip
+    check(
+        _OP,
+        not optimizer.updates_in_backward,
+        "optimizer must not step in the backward already: undo() first",
+    )
     _refuse_what_needs_all(optimizer)
     params = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     for p in params:

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from tigon._op import foreign, graph_is_kept, has_kernel, once, refuse_tangents
+from tigon._op import foreign, has_kernel, once, refuse_tangents
 from tigon.error import check
 from tigon.ops.arguments import check_choice, check_float, check_integers, check_numbers, check_positive
 from tigon.ops.cross_entropy import check_denominator, check_target
-from tigon.ops.loss_gradient import rescale
+from tigon.ops.loss_gradient import scaled
 from tigon.parallel.rows import NUMBERS, Formula, Rows, make_rows, scale_of, total
 from tigon.parallel.shards import Facts, Shards, Work, agree, code, target_code
 
@@ -49,6 +49,14 @@ def check_eager(op, **tensors) -> None:
     for name, t in given.items():
         kind = foreign(name, t)
         check(op, kind is None, "{} must be a plain dense tensor, got {}", name, kind)
+
+
+def number_of(denominator) -> object:
+    """What processes compare of a denominator: its number where the host knows it."""
+    if not isinstance(denominator, torch.Tensor):
+        return denominator
+    known = denominator.is_cpu and denominator.numel() == 1 and not denominator.is_complex()
+    return float(denominator) if known else "on a device"
 
 
 def shape_of(tensor) -> tuple[int, ...] | None:
@@ -94,11 +102,7 @@ class _Function(torch.autograd.Function):
         if ctx.call.scale is None:
             logits, log_share = ctx.saved_tensors
             return None, _gradient(ctx.call.rows, logits, ctx.call.target, log_share, dloss.contiguous())
-        (formed,) = ctx.saved_tensors
-        if graph_is_kept():
-            formed = formed.clone()
-        rescale(formed, dloss)
-        return None, formed
+        return None, scaled(*ctx.saved_tensors, dloss)
 
 
 def _gradient(rows: Rows, logits, target, log_share, scale):
@@ -168,11 +172,10 @@ def cross_entropy(
         if weight is not None:
             check_float(OP, "weight", weight)
         formula = Formula(ignore_index, label_smoothing, softcap or 0.0, z_loss=z_loss)
-        number = None if isinstance(denominator, torch.Tensor) else denominator
         return Facts(
             rows=target.numel(), dtype=code(logits.dtype),
             needs=int(logits.requires_grad and torch.is_grad_enabled()),
-            options=code((formula, reduction, number, shape_of(weight))),
+            options=code((formula, reduction, number_of(denominator), shape_of(weight))),
             target=target_code(target, logits.device), refused=0, columns=logits.shape[-1],
             first_class=-1 if first_class is None else first_class, vocab=-1 if vocab is None else vocab,
         ), formula  # fmt: skip

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tigon import parallel
-from tigon._dtensor import is_dtensor
 from tigon.error import check
 
 
@@ -55,16 +54,16 @@ def _lora(op: str, lora: tuple, place: _Place) -> tuple:
     if not (isinstance(lora, Sequence) and len(lora) == 3):
         return lora  # the function says what is wrong with it
     a, b, scale = lora
-    if is_dtensor(a):
+    if isinstance(a, DTensor):
         replicated = place.placements(Replicate())
         _check_placed(op, "lora A", a, place, replicated)
         a = a.to_local(grad_placements=replicated)  # summed over the group already
     check(
         op,
-        is_dtensor(b) or place.dim is None,
+        isinstance(b, DTensor) or place.dim is None,
         "lora B must be a DTensor placed as weight, got another tensor",
     )
-    if is_dtensor(b):
+    if isinstance(b, DTensor):
         _check_placed(op, "lora B", b, place, place.like.placements)
         b = b.to_local(grad_placements=b.placements)
     return a, b, scale
@@ -87,7 +86,7 @@ def loss(op: str, function, args: tuple, options: dict, vocab: int | None = None
         if key == "lora" and t is not None:
             given[key] = _lora(op, t, place)
             continue
-        if not is_dtensor(t):
+        if not isinstance(t, DTensor):
             fits = key != "bias" or t is None or place.dim is None
             check(op, fits, "bias must be a DTensor placed as weight, got a plain tensor")
             continue

@@ -28,7 +28,14 @@ from tigon.ops.loss_head.operands import (
 )
 from tigon.ops.loss_head.reference import result_type
 from tigon.parallel.counting import count, counting
-from tigon.parallel.cross_entropy import check_eager, check_layout, check_loss, shape_of, take_class_weight
+from tigon.parallel.cross_entropy import (
+    check_eager,
+    check_layout,
+    check_loss,
+    number_of,
+    shape_of,
+    take_class_weight,
+)
 from tigon.parallel.plan import Sizes, choose
 from tigon.parallel.rows import NUMBERS, Formula, make_rows, scale_of, total
 from tigon.parallel.shards import Facts, agree, code, target_code
@@ -296,13 +303,12 @@ def linear_cross_entropy(
     statistics = set(outputs or ())
     if "correct" in statistics:
         statistics.add("predicted")
-    number = None if isinstance(denominator, torch.Tensor) else denominator
     loss, _, numbers, predicted, labels = _run(
         LOSS,
         _Head(hidden, weight, target, group, vocab, first_class, sequence_parallel, bias, shift, chunk_rows,
               keep_mb, logit_dtype, partial_hidden_grad, valid_rows, lora, max_workspace_mb),
         Formula(ignore_index, label_smoothing, softcap or 0.0, logit_scale, temperature, z_loss),
-        (reduction, number, outputs, shape_of(class_weight), token_weight is None),
+        (reduction, number_of(denominator), outputs, shape_of(class_weight), token_weight is None),
         class_weight=class_weight, token_weight=token_weight, reduction=reduction, denominator=denominator,
         statistics=statistics, check_more=check_more,
     )  # fmt: skip

@@ -42,6 +42,7 @@ SAME = {
     "options": "the options",
     "target": "target",
 }
+_COUNTS = ("rows", "size")  # the others are checksums and bits, which say nothing to a reader
 
 
 @dataclass(frozen=True)
@@ -126,10 +127,9 @@ def agree(op: str, group: object, device, describe: Callable[[], tuple[Facts, ob
         check(op, not of_other.refused, "process {} of the group has refused its arguments", other)
         for name, words in SAME.items():
             mine, theirs = getattr(facts, name), getattr(of_other, name)
-            check(
-                op, mine == theirs, "{} must be the same in all processes, got {} here and {} in process {}",
-                words, mine, theirs, other,
-            )  # fmt: skip
+            given = f"{mine} here and {theirs}" if name in _COUNTS else "another"
+            check(op, mine == theirs, "{} must be the same in all processes, got {} in process {}", words,
+                  given, other)  # fmt: skip
     shards = _shards(op, group, rank, said)
     if lasting:
         _agreed[key] = shards

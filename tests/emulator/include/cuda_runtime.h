@@ -54,7 +54,12 @@ inline constexpr EmulatedBuiltin<[] { return emulator::cta.blocks; }> gridDim{};
 // --- runtime ---
 
 #define CUDART_VERSION 13000
-enum cudaError_t { cudaSuccess, cudaErrorInvalidValue };
+enum cudaError_t {
+  cudaSuccess,
+  cudaErrorInvalidValue,
+  cudaErrorInsufficientDriver,
+  cudaErrorNoKernelImageForDevice
+};
 using cudaStream_t = struct EmulatedStream*;
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount,

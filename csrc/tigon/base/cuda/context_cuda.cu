@@ -37,6 +37,18 @@ void lower_facts(DeviceFacts& f) {
 
 }  // namespace
 
+const char* error_text(cudaError_t status) {
+  switch (status) {
+    case cudaErrorInsufficientDriver:
+      return "the NVIDIA driver is older than the CUDA toolkit of this build: update the driver, or build "
+             "with its toolkit";
+    case cudaErrorNoKernelImageForDevice:
+      return "this build has no kernels for this GPU: build on its machine, or name it in TIGON_CUDA_ARCHS "
+             "(sm_80 or newer)";
+    default: return cudaGetErrorString(status);
+  }
+}
+
 int current_device(const char* op) {
   int device = 0;
   TIGON_CUDA_CHECK(op, cudaGetDevice(&device));

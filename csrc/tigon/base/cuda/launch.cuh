@@ -12,16 +12,19 @@
 #include "tigon/base/cuda/row_config.h"
 
 // An error is thrown here and is not left as the runtime's last one, which the next check of another library would find.
-#define TIGON_CUDA_SUCCESS(op, expr, ...)                                                           \
-  do {                                                                                              \
-    const cudaError_t status_ = (expr);                                                             \
-    if (status_ != cudaSuccess) [[unlikely]]                                                        \
-      cudaGetLastError();                                                                           \
-    TIGON_CHECK(op, status_ == cudaSuccess, __VA_ARGS__, " failed: ", cudaGetErrorString(status_)); \
+#define TIGON_CUDA_SUCCESS(op, expr, ...)                                                                  \
+  do {                                                                                                     \
+    const cudaError_t status_ = (expr);                                                                    \
+    if (status_ != cudaSuccess) [[unlikely]]                                                               \
+      cudaGetLastError();                                                                                  \
+    TIGON_CHECK(op, status_ == cudaSuccess, __VA_ARGS__, " failed: ", ::tigon::cuda::error_text(status_)); \
   } while (0)
 #define TIGON_CUDA_CHECK(op, expr) TIGON_CUDA_SUCCESS(op, expr, #expr)
 
 namespace tigon::cuda {
+
+// What CUDA says of an error, or what to do about it.
+const char* error_text(cudaError_t status);
 
 struct DeviceFacts {
   int sms = 0;

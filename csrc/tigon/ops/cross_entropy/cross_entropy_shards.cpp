@@ -11,6 +11,7 @@ void cross_entropy_combine(Context& ctx, const CrossEntropyCombine& a) {
   const int64_t rows = a.target.size;
   TIGON_CHECK(kOp, a.shards >= 1 && a.shard >= 0 && a.shard < a.shards, "shard must be in [0, ", a.shards,
               "), got ", a.shard);
+  if (rows == 0) return;  // a matrix without columns does not tell its rows
   require_matrix(kOp, "parts", a.parts, a.shards * a.kinds.count(), rows, DType::f32);
   require_vector(kOp, "target", a.target, rows, DType::i64);
   if (a.class_weight) require_vector(kOp, "class weight", a.class_weight, a.classes, DType::f32);
@@ -24,7 +25,6 @@ void cross_entropy_combine(Context& ctx, const CrossEntropyCombine& a) {
   for (const Vector* v : {&a.loss, &a.z_term, &a.log_prob, &a.lse, &a.entropy, &a.log_share})
     if (*v) require_vector(kOp, "results", *v, rows, DType::f32);
   if (a.predicted) require_vector(kOp, "predicted", a.predicted, rows, DType::i64);
-  if (rows == 0) return;
   on_device(
       kOp, ctx, [&] { cpu::cross_entropy_combine(ctx, a); },
       TIGON_ON_CUDA(cuda::cross_entropy_combine(ctx, a)));

@@ -19,7 +19,8 @@
 //             apo_down     s(beta c) + 1 - s(x)                  (there, eq. 8)
 //             discopop     -log s(x) (1 - m) + e^-x m, m = s(x / tau)   (Lu et al. 2024, arXiv:2406.08414, eq. 5)
 //             orpo         -beta log s(o), o = log odds(e^c) - log odds(e^r)   (Hong et al. 2024, arXiv:2403.07691, eq. 6-7;
-//                          c and r at most -1.2e-38, so that an answer that is certain or empty gives finite numbers)
+//                          log(1 - e^x) is constant past -1.2e-38, so that an answer that is certain or empty gives
+//                          finite numbers and slopes)
 //             kto          w (1 - s(sign beta (score - kl))), sign and w of desirable and undesirable answers;
 //                          with kl = 0 the unpaired form of apo_zero
 //             loss = scale * that + nll * nll_scale * -(sum of log_prob over the chosen answer's nll tokens)

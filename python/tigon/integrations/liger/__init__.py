@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from tigon.error import Error
-from tigon.integrations.liger.finder import DISTRIBUTION, Finder
+from tigon.integrations.liger.finder import DISTRIBUTION, OURS, Finder
 from tigon.integrations.liger.names import PACKAGE, VERSION, implemented
 
 __all__ = ["VERSION", "adopt", "implemented", "install", "installed", "uninstall"]
@@ -24,7 +24,7 @@ __all__ = ["VERSION", "adopt", "implemented", "install", "installed", "uninstall
 
 def installed() -> bool:
     """Whether ``import liger_kernel`` finds Tigon's interface in this process."""
-    return any(isinstance(finder, Finder) for finder in sys.meta_path)
+    return any(isinstance(finder, Finder) and finder.top for finder in sys.meta_path)
 
 
 def install(*, replace: bool = False) -> None:
@@ -61,15 +61,13 @@ def uninstall() -> None:
 
 def adopt(package: str) -> None:
     """For the ``liger_kernel`` package on disk of ``compat/liger_kernel``: fill it with the interface."""
-    try:
-        other = importlib.metadata.distribution(DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
-        other = None
-    if other is not None and not installed():
-        raise ImportError(
-            f"tigon-liger-compat and {DISTRIBUTION} {other.version} are both installed and share one folder: "
-            f"pip uninstall both, then install one of them"
-        )
+    found = importlib.metadata.distributions(name=DISTRIBUTION)
+    for other in () if installed() else found:
+        if other.metadata["Summary"] != OURS:
+            raise ImportError(
+                f"{OURS} and {DISTRIBUTION} {other.version} are both installed and share one folder: "
+                f"pip uninstall both, then install one of them"
+            )
     finder = Finder(top=False)
     if not installed():
         sys.meta_path.insert(0, finder)

@@ -1,6 +1,6 @@
 """What Liger's forwards take and give beside transformers': token accuracy and predicted tokens.
 
-Hooks around a patched model's forward: its keywords ``return_token_accuracy`` and ``return_predicted_tokens``
+Around a patched model's forward: its keywords ``return_token_accuracy`` and ``return_predicted_tokens``
 ask for them, and they come from the pass that computes the loss. Asked for in training, there are no logits
 in the output, as there.
 """
@@ -11,24 +11,25 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from tigon.error import check
+from tigon.integrations.liger.functional import loss_settings
 from tigon.integrations.liger.outputs import with_counts
-from tigon.integrations.transformers.forward import Forward, bound
-from tigon.integrations.transformers.head import head_forward
+from tigon.integrations.transformers.forward import Forward, bound, model_forward
+from tigon.integrations.transformers.head import forward_of_model, head_forward
 from tigon.integrations.transformers.lazy_logits import LossRequest
 
-_FIELDS = {"return_token_accuracy": "token_accuracy", "return_predicted_tokens": "predicted_tokens"}
+FIELDS = {"return_token_accuracy": "token_accuracy", "return_predicted_tokens": "predicted_tokens"}
 _ASKED = (
     "_tigon_liger_asked"  # on the head's module, during a forward: field -> value, None until it is known
 )
-_HOOKED = "_tigon_liger_hooks"
+_SETTINGS = "_tigon_liger_settings"  # on the model: options that its program adds to Liger's loss
 
 
 def attach(model: nn.Module) -> None:
     """Give the patched ``model`` the keywords and the output; again does nothing."""
-    if _heads(model) and _HOOKED not in model.__dict__:
-        model.__dict__[_HOOKED] = True
-        model.register_forward_pre_hook(_before, with_kwargs=True, prepend=True)
-        model.register_forward_hook(_after, always_call=True)
+    forward = model_forward(model)
+    if forward is not None and _heads(model):
+        forward.function = _forward
+        model.__dict__[_SETTINGS] = loss_settings()
 
 
 def _heads(model: nn.Module) -> list[Forward]:
@@ -39,44 +40,38 @@ def _heads(model: nn.Module) -> list[Forward]:
     return [forward for forward in found if forward is not None]
 
 
-def _before(model, args, kwargs):
+def _forward(model, told, *args, **kwargs):
+    """The patched model's forward, with the keywords and the output."""
     heads = _heads(model)
-    if not heads:  # undone
-        return None
-    kwargs = dict(kwargs)
-    asked = {field: None for name, field in _FIELDS.items() if kwargs.pop(name, None)}
+    asked = {field: None for name, field in FIELDS.items() if kwargs.pop(name, None)}
     labels = any(kwargs.get(name) is not None for name in ("labels", "shift_labels")) or len(args) > 1
     check("compat.liger", labels or not kwargs.get("skip_logits"),
           "labels or shift_labels must be given where skip_logits is True, got {}",
           sorted(kwargs))  # fmt: skip
     if asked and model.training and labels:
         kwargs.setdefault("skip_logits", True)
+    if labels and kwargs.get("skip_logits", model.training):
+        kwargs = {**model.__dict__[_SETTINGS], **kwargs}
     for forward in heads:
         forward.function = _head
-        forward.module.__dict__.pop(_ASKED, None)
-        if asked:
-            forward.module.__dict__[_ASKED] = asked
-    return args, kwargs
-
-
-def _after(model, args, output):
-    del args
-    heads, counts = _heads(model), {}
-    for forward in heads:
-        counts |= forward.module.__dict__.pop(_ASKED, {})
-    if not heads or not isinstance(output, ModelOutput):
-        return output
-    output = with_counts(output)
-    for field, value in counts.items():
-        if value is not None:
-            output[field] = value
+        forward.module.__dict__[_ASKED] = asked
+    try:
+        output = forward_of_model(model, told, *args, **kwargs)
+    finally:
+        for forward in heads:
+            del forward.module.__dict__[_ASKED]
+    if isinstance(output, ModelOutput):
+        output = with_counts(output)
+        for field, value in asked.items():
+            if value is not None:
+                output[field] = value
     return output
 
 
 def _head(module, spec, hidden, request=None):
     """The patched head's forward, whose loss gives what was asked for, too."""
     asked = module.__dict__.get(_ASKED)
-    if asked is None or not isinstance(request, LossRequest):
+    if not asked or not isinstance(request, LossRequest):
         return head_forward(module, spec, hidden, request)
     request.options["outputs"] = ("loss", "predicted", "correct")
     result = head_forward(module, spec, hidden, request)

@@ -10,6 +10,7 @@ import re
 from tigon.integrations.liger.names import PACKAGE, VERSION, resolve, table
 
 DISTRIBUTION = "liger-kernel"
+OURS = "tigon-liger-compat"  # the summary of that distribution where compat/liger_kernel is installed
 
 
 class VirtualDistribution(importlib.metadata.Distribution):

@@ -6,6 +6,7 @@ weight gradients are summed in float32 whatever ``accum_dtype`` says, and nothin
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import tigon
+from tigon._dtensor import is_dtensor
 from tigon.error import check
 from tigon.integrations.liger.names import public
 
@@ -81,6 +83,16 @@ def cross_entropy_parts(input, target, weight=None, ignore_index=-100, lse_squar
     return loss.to(input.dtype), z_loss, accuracy, predicted
 
 
+def whole(weight):
+    """The weight of a head as one tensor: FSDP's shards look like those of a vocabulary, so both are refused."""
+    if not is_dtensor(weight):
+        return weight
+    check("compat.liger", all(p.is_replicate() for p in weight.placements), "weight must be whole (under FSDP "
+          "read it in the forward of the unit that holds it, or keep the head in the root's unit; shards of a "
+          "vocabulary: tigon.linear_log_prob), got a DTensor placed as {}", weight.placements)  # fmt: skip
+    return weight.to_local()
+
+
 def linear_cross_entropy_parts(input, weight, target, bias=None, ce_weight=None, ignore_index=-100,
                                lse_square_scale=0.0, label_smoothing=0.0, reduction="mean", softcap=None,
                                return_z_loss=False, accum_dtype=None, use_token_scaling=False,
@@ -90,7 +102,7 @@ def linear_cross_entropy_parts(input, weight, target, bias=None, ce_weight=None,
     whole = isinstance(chunk_mem_const, int) and not isinstance(chunk_mem_const, bool)
     fits = whole and chunk_mem_const >= 1
     check("compat.liger", fits, "chunk_mem_const must be an int >= 1, got {!r}", chunk_mem_const)
-    scaling = None
+    weight, scaling = whole(weight), None
     if use_token_scaling:
         with torch.no_grad():
             scaling = tigon.linear_log_prob(
@@ -140,6 +152,8 @@ def liger_fused_linear_cross_entropy(input, weight, target, bias=None, ce_weight
                                      return_predicted_tokens: bool = False,
                                      chunk_mem_const: int = 1):  # fmt: skip
     """The loss head, by :func:`tigon.linear_cross_entropy`."""
+    if isinstance(input, _Recorder):
+        return input.update(locals())
     return _packed(*linear_cross_entropy_parts(
         input, weight, target, bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction,
         softcap, return_z_loss, accum_dtype, use_token_scaling, return_token_accuracy,
@@ -338,3 +352,24 @@ def _current_loss():
     """The loss head by its public path: frameworks exchange that attribute."""
     name = "liger_fused_linear_cross_entropy"
     return public("transformers.functional", name, liger_fused_linear_cross_entropy)
+
+
+class _Recorder(dict):
+    """In the place of the loss head's first operand: its arguments are noted, nothing is computed."""
+
+
+def loss_settings() -> dict:
+    """The options that a program adds to every loss, by a function that it put around the loss head.
+
+    Axolotl's ``liger_use_token_scaling`` does. Patched models call no such function: they take the options.
+    """
+    ours, current, noted = liger_fused_linear_cross_entropy, _current_loss(), _Recorder()
+    if current is ours:
+        return {}
+    with contextlib.suppress(AttributeError, TypeError):  # it reads the operands
+        current(noted, None, None)
+    check("compat.liger", noted, "liger_fused_linear_cross_entropy may be wrapped by a function that calls it "
+          "with the operands it was given, got {!r}", current)  # fmt: skip
+    defaults = inspect.signature(ours).parameters
+    return {name: value for name, value in noted.items() if value is not defaults[name].default
+            and name not in ("input", "weight", "target")}  # fmt: skip

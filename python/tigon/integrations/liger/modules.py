@@ -590,7 +590,7 @@ LigerFusedLinearScaledCrossEntropyFunction = function_class(
 def _scaled_cross_entropy(hidden, weight, target, temperature, ignore_index, return_entropy, selected):
     name = "LigerFusedLinearScaledCrossEntropyFunction"
     check("compat.liger", selected is None, "selected_token_ids must be None in {}, got a tensor", name)
-    options = {"temperature": temperature, "ignore_index": ignore_index}
+    weight, options = F.whole(weight), {"temperature": temperature, "ignore_index": ignore_index}
     if not return_entropy:
         return -tigon.linear_log_prob(hidden, weight, target, **options)
     log_prob, entropy = tigon.linear_log_prob(hidden, weight, target, entropy=True, **options)

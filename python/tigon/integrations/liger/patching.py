@@ -17,6 +17,7 @@ from transformers import AutoConfig
 import tigon
 from tigon.error import Error, check
 from tigon.integrations.liger import counts, functional
+from tigon.integrations.transformers.causal_loss import loss_of_logits, loss_options
 from tigon.integrations.transformers.modules import AutoTigonForCausalLM, split_options
 
 log = logging.getLogger("tigon")
@@ -175,15 +176,18 @@ def _use_logits_loss(model) -> None:
 
 def logits_causal_lm_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100,
                           shift_labels=None, **kwargs):  # fmt: skip
-    """transformers' ForCausalLMLoss by :func:`tigon.cross_entropy`: no float32 copy of the logits."""
+    """transformers' ForCausalLMLoss by :func:`tigon.cross_entropy`: no float32 copy of the logits.
+
+    Accuracy and predictions are not counted here, as in Liger: the output has no place for them.
+    """
     from torch.nn.functional import pad
 
+    options = loss_options({name: v for name, v in kwargs.items() if name not in counts.FIELDS})
     if shift_labels is None:
         shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    return tigon.cross_entropy(
-        logits.view(-1, vocab_size), shift_labels.reshape(-1).to(logits.device), ignore_index=ignore_index,
-        denominator=num_items_in_batch,
-    )  # fmt: skip
+    return loss_of_logits(
+        logits.view(-1, vocab_size), shift_labels, num_items_in_batch, ignore_index, **options
+    )
 
 
 APPLY = {f"apply_liger_kernel_to_{name}": _make(name, *row) for name, row in _FUNCTIONS.items()}

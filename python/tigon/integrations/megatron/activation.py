@@ -17,6 +17,7 @@ from tigon.ops.relu_squared import relu_squared
 MLP = "megatron.core.transformer.mlp.MLP"
 SHARED_EXPERTS = "megatron.core.transformer.moe.shared_experts.SharedExpertMLP"
 GROUPED_EXPERTS = "megatron.core.transformer.moe.experts."
+GROUPED_MLP = GROUPED_EXPERTS + "TEGroupedMLP"
 
 
 def bias_swiglu_impl(input, bias, fp8_input_store=False, cpu_offload_input=False, clamp_value=None):
@@ -126,10 +127,13 @@ class Activation(nn.Module):
 
 def plan_mlp(module: nn.Module):
     """(function, its name) for an MLP that takes an activation, why it is left, or None: no MLP."""
-    if not derives_from(module, MLP):
+    if is_one_of(module, GROUPED_MLP):
+        if getattr(module, "_with_fused_impl", False):
+            return "Transformer Engine runs products and activation in one (use_transformer_engine_op_fuser)"
+    elif not derives_from(module, MLP):
         grouped = type(module).__module__ + "." == GROUPED_EXPERTS and hasattr(module, "activation_func")
         return "experts in grouped products call their activation themselves" if grouped else None
-    if not is_one_of(module, MLP, SHARED_EXPERTS):
+    elif not is_one_of(module, MLP, SHARED_EXPERTS):
         return "a class of its own, whose forward need not be MLP's"
     if module.config.use_te_activation_func:
         ours = isinstance(module.activation_func, Activation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from dataclasses import dataclass
 
@@ -29,6 +30,32 @@ class Forward:
         return f"<tigon method of {type(self.module).__name__}>"
 
 
+class ModelForward(Forward):
+    """The same of a whole model. Others inspect its forward, wrap it, keep it and bind it anew.
+
+    So this object itself stands in `module.forward`, with the signature of what it replaces, and is kept in
+    the module besides: whatever wraps it, there is one.
+    """
+
+    @property
+    def __signature__(self):
+        return inspect.signature(self._replaced)
+
+    @property
+    def __code__(self):  # torch.export names its place
+        return self._replaced.__code__
+
+    @property
+    def _replaced(self):
+        below = self.module.__dict__.get(BELOW)
+        return types.MethodType(type(self.module).forward, self.module) if below is None else below
+
+    def __call__(self, *args, **kwargs):
+        if args and args[0] is self.module:  # accelerate binds what it takes out of its wrappers
+            args = args[1:]
+        return self.call(*args, **kwargs)
+
+
 def bind(function, module: nn.Module, spec, name: str = "forward") -> None:
     """Make `function` a method of this instance; its class stays as it is."""
     module.__dict__[_place(module, name)] = Forward(function, module, spec).call
@@ -40,6 +67,8 @@ def bound(module: nn.Module, name: str = "forward") -> Forward | None:
 
 
 def _ours(method) -> Forward | None:
+    if isinstance(method, Forward):
+        return method
     if not isinstance(method, types.MethodType):
         return None
     owner = method.__self__  # not by getattr with a default: tracing, torch 2.11 answers with the default
@@ -48,14 +77,32 @@ def _ours(method) -> Forward | None:
 
 def bind_above(function, module: nn.Module, spec) -> None:
     """As `bind`; a forward that transformers' tensor parallelism gave the instance becomes `stock`."""
+    _keep_below(module)
+    bind(function, module, spec)
+
+
+def bind_model(function, module: nn.Module, spec) -> None:
+    """As `bind_above`, of a whole model; `model_forward` finds it."""
+    _keep_below(module)
+    made = ModelForward(function, module, spec)
+    module.__dict__[_place(module, "forward")] = module.__dict__[MODEL] = made
+
+
+def model_forward(module: nn.Module) -> ModelForward | None:
+    """What `bind_model` bound, also where others have wrapped it since."""
+    return module.__dict__.get(MODEL)
+
+
+def _keep_below(module: nn.Module) -> None:
     if foreign(module):
         module.__dict__[BELOW] = module.__dict__[_place(module, "forward")]
-    bind(function, module, spec)
 
 
 def unbind(module: nn.Module) -> None:
     """Give the instance the methods back that it had."""
     below = module.__dict__.pop(BELOW, None)
+    if MODEL in vars(module):
+        vars(module)[MODEL].function = _released  # others may hold it
     for name in [name for name, value in vars(module).items() if _ours(value)]:
         if name == HOOKED:
             module.__dict__[name] = types.MethodType(type(module).forward, module)
@@ -65,6 +112,12 @@ def unbind(module: nn.Module) -> None:
         module.__dict__[_place(module, "forward")] = below
 
 
+def _released(module, spec, *args, **kwargs):
+    del spec
+    return stock(module, *args, **kwargs)
+
+
+MODEL = "_tigon_forward"  # where a model keeps its `ModelForward`
 BELOW = "_tigon_below"  # where a module keeps the forward that was the instance's own
 
 # Where accelerate keeps the forward of a module that it moves tensors for (device_map, offloading).
@@ -78,9 +131,7 @@ def _place(module: nn.Module, name: str) -> str:
 def stock(module: nn.Module, *args, **kwargs):
     """The forward of the class, or the one that transformers' tensor parallelism gave the instance."""
     below = module.__dict__.get(BELOW)
-    if below is None:
-        return type(module).forward(module, *args, **kwargs)
-    return below(*args, **kwargs)
+    return type(module).forward(module, *args, **kwargs) if below is None else below(*args, **kwargs)
 
 
 # Tracing, the type of a buffer made by nn.Buffer is that.

@@ -7,24 +7,26 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from tigon._dtensor import sharded_loss
 from tigon.error import check
+from tigon.integrations.transformers.causal_loss import causal_lm_loss, loss_options
 from tigon.integrations.transformers.forward import (
     autocast_dtype,
     bind_above,
+    bind_model,
     blocked,
     bound,
+    model_forward,
     plain,
     stock,
     tensor_parallel,
     unbind,
 )
-from tigon.integrations.transformers.head_operands import head_operands, is_linear, is_lora
+from tigon.integrations.transformers.head_operands import head_operands, is_linear, is_lora, is_tokens
 from tigon.integrations.transformers.lazy_logits import LazyLogits, LogitsRequest, LossRequest
 from tigon.integrations.transformers.recompute import Ledger
 from tigon.integrations.transformers.report import HeadCalls
@@ -36,12 +38,11 @@ from tigon.integrations.transformers.sharding import (
 )
 from tigon.ops.loss_head.labels import count_labels
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 
 # Hooks of these packages gather weights or move tensors; they do not look at the logits.
 INFRASTRUCTURE = ("torch.distributed", "deepspeed", "accelerate")
 
-
-HEAD = "_tigon_head"  # where a model keeps (the state of its head, its forward's parameters)
 
 NO_LABELS = (
     "the model was called without labels (as Trainer does with label_smoothing_factor or compute_loss_func); "
@@ -89,9 +90,7 @@ def head_forward(module: nn.Module, spec: HeadSpec, hidden, request=None):
         return stock(module, hidden)
     reason = _why_computed(module, spec, asked, hidden)
     if reason is not None:
-        if not torch.compiler.is_compiling():
-            spec.calls.computed += 1
-            spec.calls.reason = reason
+        spec.calls.compute(reason)
         return stock(module, hidden)
     autocast = autocast_dtype(hidden.device.type)
     if not torch.compiler.is_compiling():
@@ -102,7 +101,7 @@ def head_forward(module: nn.Module, spec: HeadSpec, hidden, request=None):
 def _why_computed(module, spec, asked, hidden) -> str | None:
     """Why logits are computed at once where they could be owed, or None."""
     if asked is None:
-        return "the head was called outside of its model's forward"
+        return "the head was called outside of its model's forward (call the model, with labels)"
     if not (asked.labels or spec.always):
         return NO_LABELS
     if vocabulary_sharded(module):
@@ -114,20 +113,20 @@ def _why_computed(module, spec, asked, hidden) -> str | None:
         )
     if spec.once is not None:
         return spec.once
-    if is_lora(module) and head_operands(module) is None:
-        return "the adapter of the head does more than two products"
+    if _adapted(module) and head_operands(module) is None:
+        return "the adapter of the head does more than two products (lora_dropout=0, or no adapter on the head)"
     if torch.compiler.is_compiling():
         if not spec.compiled:
-            return "torch.compile traces a loss function that is not transformers' causal one"
+            return "torch.compile traces a loss function that is not transformers' causal one (compile the layers)"
     elif _in_reentrant_checkpoint():
-        return "a reentrant checkpoint takes tensors only"
+        return "a reentrant checkpoint takes tensors only (use_reentrant=False)"
     if torch.jit.is_tracing():
         return "torch.jit traces tensors only"
     if hidden.dtype != module.weight.dtype and autocast_dtype(hidden.device.type) is None:
         return "hidden states and the head's weight differ in dtype"  # an error in stock, which shall come
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     if module._backward_hooks or module._backward_pre_hooks or any(map(_foreign, hooks)):
-        return "hooks on the head expect one call with logits"
+        return "hooks on the head expect one call with logits (remove them)"
     return None
 
 
@@ -157,75 +156,91 @@ def _loss(module, spec, hidden, request):
     spec.ledger.note(hidden, weight.to_local() if sharded else weight)
     device = hidden.device.type
     off = nullcontext() if autocast_dtype(device) is None else torch.autocast(device, enabled=False)
+    options = {"bias": bias, **request.options}
+    scaling = options.pop("token_scaling")
+    check("apply", not (scaling and sharded), "use_token_scaling must not be given where the head is sharded "
+          "over a vocabulary, got True")  # fmt: skip
     with off:  # the casts are made; autocast must not add its own
         if sharded:
-            options = {"bias": bias, **request.options}
             args = hidden, weight, target
             return sharded_loss("linear_cross_entropy", linear_cross_entropy, args, options, vocab=columns)
-        return linear_cross_entropy(hidden, weight, target, bias=bias, lora=lora, **request.options)
+        options["lora"] = lora
+        if scaling:
+            same = ("bias", "lora", "softcap", "logit_scale", "ignore_index", "shift")
+            with torch.no_grad():
+                told = linear_log_prob(hidden, weight, target, **{name: options[name] for name in same})
+            options["token_weight"] = told.exp()
+        return linear_cross_entropy(hidden, weight, target, **options)
 
 
 def attach(owner: nn.Module, spec: HeadSpec) -> None:
-    """Let a model tell its head at every forward what is wanted of the logits."""
-    if HEAD not in owner.__dict__:
-        owner.register_forward_pre_hook(before_forward, with_kwargs=True)
-        owner.register_forward_hook(after_forward, always_call=True)
-    names = tuple(inspect.signature(type(owner).forward).parameters)[1:]
-    owner.__dict__[HEAD] = (spec, names)
+    """Let a model tell its head at every forward what is wanted of the logits.
+
+    By its forward and not by hooks: PEFT before 0.21 calls `model.forward`.
+    """
+    if model_forward(owner) is None:
+        names = tuple(inspect.signature(type(owner).forward).parameters)[1:]
+        bind_model(forward_of_model, owner, (spec, names))
 
 
-def detach(owner: nn.Module) -> None:
-    """Take `attach` back."""
-    if owner.__dict__.pop(HEAD, None) is None:
-        return
-    for hooks, flags, ours in (
-        (owner._forward_pre_hooks, owner._forward_pre_hooks_with_kwargs, before_forward),
-        (owner._forward_hooks, owner._forward_hooks_always_called, after_forward),
-    ):
-        for key in [key for key, hook in hooks.items() if hook is ours]:
-            del hooks[key], flags[key]
-
-
-def before_forward(module: nn.Module, args, kwargs):
-    """Forward pre-hook of a patched model: tells the head whether a loss will take its logits.
+def forward_of_model(module: nn.Module, told: tuple[HeadSpec, tuple[str, ...]], *args, **kwargs):
+    """Forward of a patched model: its head knows whether a loss will take its logits.
 
     It will where labels are given (any argument with "labels" in its name), or where apply was told so. The
-    keyword ``skip_logits`` (Liger's word, which TRL passes) is taken off: True owes logits in evaluation too.
+    keyword ``skip_logits`` (Liger's word, which TRL passes) is taken off: True owes logits in evaluation too,
+    and leaves them out of the output.
+    """
+    spec, names = told
+    if module in spec.forwards:  # inside of itself
+        return stock(module, *args, **kwargs)
+    asked = before_forward(module, spec, {**dict(zip(names, args, strict=False)), **kwargs})
+    kwargs.pop("skip_logits", None)
+    spec.forwards[module] = asked
+    try:
+        output = stock(module, *args, **kwargs)
+    finally:
+        spec.forwards.pop(module, None)
+    if asked.drop and isinstance(output, ModelOutput):
+        output = type(output)(**{name: value for name, value in output.items() if name != "logits"})
+    return output
+
+
+def before_forward(module: nn.Module, spec: HeadSpec, given: dict) -> Asked:
+    """What a model's forward asks of its head, by the arguments that it was given.
+
     Labels on the GPU are counted while the layers run: known to the host by the time of the loss, without
     waiting, so that rows that do not count are left out.
     """
-    spec, names = module.__dict__[HEAD]
-    kwargs = dict(kwargs)
-    skip = kwargs.pop("skip_logits", None)
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
     given = {name: value for name, value in given.items() if value is not None}
+    skip = given.pop("skip_logits", None)
     labels = any("labels" in name for name in given)
     check("apply", labels or not skip, "labels must be given with skip_logits=True, got {}", sorted(given))
-    head = module.get_output_embeddings()
+    named = loss_options(given) and module.loss_function is not causal_lm_loss
+    check("apply", not named, "options of the loss must be given to a model with transformers' causal-LM loss, "
+          "got {} for {}", sorted(given), type(module).__name__)  # fmt: skip
+    head = output_head(module)
     spec.once = gathered_once(head)
     for linear in _patched(head, spec):
         refuse_main_grad(module, linear)
-    spec.forwards.pop(module, None)
     running = list(spec.forwards.values())  # of the models that this one is inside of
     around = running[-1] if running else Asked(None, False, False)
-    spec.forwards[module] = Asked(around.skip if skip is None else skip, labels or around.labels, bool(skip))
     spec.ledger.open()
     if not torch.compiler.is_compiling() and (module.training or skip):
         shifted = given.get("shift_labels")
         target = given.get("labels") if shifted is None else shifted
         if isinstance(target, torch.Tensor) and target.is_cuda and target.ndim:
-            count_labels(target, kwargs.get("ignore_index", -100), shift=shifted is None)
-    return args, kwargs
+            count_labels(target, given.get("ignore_index", -100), shift=shifted is None)
+    return Asked(around.skip if skip is None else skip, labels or around.labels, bool(skip))
 
 
-def after_forward(module: nn.Module, args, output):
-    """Forward hook of a patched model: logits that were to be skipped are not in its output."""
-    del args
-    spec, _ = module.__dict__[HEAD]
-    asked = spec.forwards.pop(module, None)
-    if asked is not None and asked.drop and isinstance(output, ModelOutput):
-        output = type(output)(**{name: value for name, value in output.items() if name != "logits"})
-    return output
+def output_head(model: nn.Module) -> nn.Module | None:
+    """The output head of a model, or of the only model right inside it that has one."""
+    if not isinstance(model, PreTrainedModel):
+        return None
+    head = model.get_output_embeddings()
+    inner = () if head is not None else [output_head(child) for child in model.children()]
+    heads = [found for found in inner if found is not None]
+    return heads[0] if len(heads) == 1 else head
 
 
 def _patched(head: nn.Module, spec: HeadSpec) -> list[nn.Module]:
@@ -244,7 +259,7 @@ def _patched(head: nn.Module, spec: HeadSpec) -> list[nn.Module]:
 def bind_head(linears: list[nn.Module], spec: HeadSpec) -> None:
     """Patch the modules of an output head that are not."""
     for linear in linears:
-        if is_lora(linear):
+        if _adapted(linear):
             unbind(linear.base_layer)  # patched before there was an adapter around it
         if bound(linear) is None:
             bind_above(head_forward, linear, spec)
@@ -254,32 +269,12 @@ def _behind(head: nn.Module) -> list[nn.Module]:
     """The modules of an output head: itself, or those in PEFT's wrapper."""
     if hasattr(head, "modules_to_save") and hasattr(head, "original_module"):
         return [*head.modules_to_save.values(), head.original_module]
-    return [head]
+    return [getattr(head, "token_adapter", head)]
 
 
-def _fused(logits, target, **options):
-    return logits.cross_entropy(target, **options) if isinstance(logits, LazyLogits) else None
-
-
-def causal_lm_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100,
-                   shift_labels=None, **kwargs):  # fmt: skip
-    """transformers' ForCausalLMLoss that computes lazy logits' loss from the hidden states."""
-    if isinstance(logits, LazyLogits) and logits.shape[-1] == vocab_size:
-        options = {"ignore_index": ignore_index, "denominator": num_items_in_batch}
-        if shift_labels is not None:
-            flat = logits.view(-1, vocab_size)
-            loss = _fused(flat, shift_labels.reshape(-1), **options)
-        elif logits.shape[:-1] == labels.shape:
-            loss = _fused(logits, labels, shift=True, **options)  # the tensor that was counted
-        else:
-            target = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-            loss = _fused(logits.view(-1, vocab_size), target.reshape(-1), **options)
-        if loss is not None:
-            return loss
-    if isinstance(logits, LazyLogits):
-        logits = logits.materialise()
-    return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index,
-                           shift_labels, **kwargs)  # fmt: skip
+def _adapted(module: nn.Module) -> bool:
+    """Whether it is one of PEFT's layers around a Linear that `head_operands` knows."""
+    return is_lora(module) or is_tokens(module)
 
 
 def plan_head(head: nn.Module) -> list[nn.Linear] | str:
@@ -293,9 +288,9 @@ def plan_head(head: nn.Module) -> list[nn.Linear] | str:
 
 
 def _unfit(head: nn.Module) -> str | None:
-    if hasattr(head, "base_layer") and not is_lora(head):
+    if hasattr(head, "base_layer") and not _adapted(head):
         return f"{type(head).__name__} adds an adapter to the head; its logits must be computed"
-    if not is_linear(head) and not is_lora(head):
+    if not is_linear(head) and not _adapted(head):
         return f"the head is {type(head).__name__}, not nn.Linear"
     shape = tuple(getattr(head.weight, "ds_shape", head.weight.shape))  # ZeRO-3 keeps it there
     if not head.weight.is_floating_point() or len(shape) != 2:

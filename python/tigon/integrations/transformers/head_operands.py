@@ -29,8 +29,20 @@ def is_lora(module: nn.Module) -> bool:
     return all(hasattr(module, part) for part in parts) and is_linear(module.base_layer)
 
 
+def is_tokens(module: nn.Module) -> bool:
+    """Whether it is PEFT's layer of trainable rows around a plain Linear without bias (a tied head)."""
+    parts = ("base_layer", "trainable_tokens_delta", "get_merged_weights", "active_adapters")
+    return all(hasattr(module, part) for part in parts) and _has_no_bias(module.base_layer)
+
+
+def _has_no_bias(module: nn.Module) -> bool:
+    return is_linear(module) and module.bias is None
+
+
 def head_operands(module: nn.Module) -> Operands | None:
     """The operands of this call, or None where the head does more than multiply."""
+    if is_tokens(module):
+        return _tokens(module)
     if not is_lora(module):
         return Operands(module.weight, module.bias)
     base = Operands(module.base_layer.weight, module.base_layer.bias)
@@ -48,6 +60,14 @@ def head_operands(module: nn.Module) -> Operands | None:
     if type(variant).__name__ != "DoraLinearVariant":
         return None
     return _dora(base, lora, module.lora_magnitude_vector[adapters[0]].weight)
+
+
+def _tokens(module):
+    """The weight with its trainable rows, which PEFT copies at every call."""
+    if module.disable_adapters:
+        return None if module.merged else Operands(module.base_layer.weight)
+    active = [] if module.merged else module.active_adapters
+    return Operands(module.get_merged_weights(active)) if len(active) < 2 else None
 
 
 def _adapter(module, name):

@@ -7,8 +7,8 @@ It is a plain Python object and not a tensor subclass, so that torch.compile tra
 
 from __future__ import annotations
 
-import logging
 import math
+import sys
 from contextlib import nullcontext
 
 import torch
@@ -17,8 +17,6 @@ import torch.nn.functional as F
 from tigon.error import Error
 from tigon.integrations.transformers.forward import plain
 from tigon.integrations.transformers.sharding import in_a_group, present
-
-logger = logging.getLogger("tigon")
 
 
 class LossRequest:
@@ -290,7 +288,7 @@ class LazyLogits:
         if not torch.compiler.is_compiling():
             self._check_fresh()
             if not self._calls.materialised:
-                logger.info("logits are computed because something reads them")
+                self._calls.say(f"{_reader()} reads output.logits, one product of the head a step")
             self._calls.materialised += 1
         if torch.is_grad_enabled():
             value = self._compute()
@@ -346,8 +344,11 @@ class LazyLogits:
             )
 
     def cross_entropy(self, target, *, weight=None, ignore_index=-100, reduction="mean",
-                      label_smoothing=0.0, denominator=None, shift=False, predict=False):  # fmt: skip
+                      label_smoothing=0.0, denominator=None, shift=False, predict=False, z_loss=0.0,
+                      token_scaling=False):  # fmt: skip
         """Cross-entropy of these logits without forming them; None when it cannot be done.
+
+        With `token_scaling` each row counts by the probability of its label.
 
         With `predict` the same pass finds what a later argmax over the vocabulary is answered with.
         """
@@ -373,6 +374,8 @@ class LazyLogits:
             shift=shift,
             logit_scale=scale,
             softcap=softcap,
+            z_loss=z_loss,
+            token_scaling=token_scaling,
             outputs=("loss", "predicted") if predict else None,
         )
         result = self._call_head(request)
@@ -464,6 +467,14 @@ for _name in (_TENSOR_OPERATORS + _IN_PLACE_OPERATORS).split():
     _method = _forward_to_tensor(f"__{_name}__", _name in _IN_PLACE_OPERATORS.split())
     setattr(LazyLogits, _method.__name__, _method)
 LazyLogits.__hash__ = object.__hash__
+
+
+def _reader() -> str:
+    """Where the innermost call outside of Tigon and PyTorch is."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(("tigon.", "torch.")):
+        frame = frame.f_back
+    return f"{frame.f_globals.get('__name__')}, line {frame.f_lineno},"
 
 
 def _identity(value):

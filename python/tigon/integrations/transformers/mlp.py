@@ -50,6 +50,7 @@ class MlpSpec:
     gate_multiplier: str | None = None
     down_multiplier: str | None = None
     up_first: bool = False  # of gate_up
+    up_called_first: bool = False  # dropout of LoRA draws in the order of the calls
     limit: str | None = None  # gate clamped above, up on both sides
     clamp_after: bool = False  # the activated gate is clamped, not the gate
     before: tuple[str, ...] = ()  # modules or methods that x goes through
@@ -69,10 +70,11 @@ def mlp_forward(module: nn.Module, spec: MlpSpec, x, layer=None):
     for name in spec.before:
         x = getattr(module, name)(x)
     down = None if spec.down is None else getattr(module, spec.down)
-    up = None if spec.up is None else getattr(module, spec.up)(x)
-    if spec.gate is None and spec.gate_up is None:
+    names = (spec.up, spec.gate or spec.gate_up) if spec.up_called_first else (spec.gate or spec.gate_up, spec.up)
+    called = {name: getattr(module, name)(x) for name in names if name is not None}
+    gate, up = called.get(spec.gate or spec.gate_up), called.get(spec.up)
+    if gate is None:
         return down(relu_squared(up) if plain(up) else ACTIVATIONS["relu_squared"](up))
-    gate = getattr(module, spec.gate or spec.gate_up)(x)
     if spec.up_first:
         up, gate = gate.chunk(2, dim=-1)
     if spec.gate_multiplier is not None:
@@ -155,9 +157,18 @@ def plan_mlp(module: nn.Module) -> tuple[MlpSpec, str] | str | None:
     before = tuple(roles.pop(f"before{i}") for i in range(3) if f"before{i}" in roles)
     roles.pop("training", None)
     part = None if act is None else Part.of(module, act)
+    up_first = _called_before(type(module).forward, roles.get("up"), roles.get("gate"))
     return MlpSpec(
-        activation, before=before, part=part, **{**found.structure.options, **roles}
+        activation, before=before, part=part, up_called_first=up_first, **{**found.structure.options, **roles}
     ), f"{op} ({found.structure.name})"
+
+
+@functools.cache
+def _called_before(forward, one: str | None, other: str | None) -> bool:
+    """Whether the source calls the one child before the other: a call is done where its text ends."""
+    calls = (node for node in ast.walk(source_tree(forward)) if isinstance(node, ast.Call))
+    ends = {getattr(node.func, "attr", None): (node.end_lineno, node.end_col_offset) for node in calls}
+    return one in ends and other in ends and ends[one] < ends[other]
 
 
 def _activation(module: nn.Module, name: str | None) -> tuple[str | None, str | None]:

@@ -128,6 +128,8 @@ class TigonTrainerCallback(TrainerCallback):
         trl = sys.modules.get("tigon.integrations.trl")
         if trl is not None and trl.has_run():  # TRL's own head calls Tigon, without the model's
             return
+        if self.report.head_calls.said:  # the head has given the reason
+            return
         try:
             self.report.check()
         except Error as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -10,21 +11,21 @@ from transformers import PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from tigon.error import Error
+from tigon.integrations.transformers.causal_loss import causal_lm_loss
 from tigon.integrations.transformers.experts import plan_experts, switch, switch_back
-from tigon.integrations.transformers.forward import bind, bound, unbind
+from tigon.integrations.transformers.forward import bind, bound, model_forward, unbind
 from tigon.integrations.transformers.head import (
-    HEAD,
     HeadSpec,
     attach,
     bind_head,
-    causal_lm_loss,
-    detach,
+    output_head,
     plan_head,
 )
 from tigon.integrations.transformers.hyper_connections import hyper_forward, plan_hyper
 from tigon.integrations.transformers.lora import find_siblings, lora_forward, plan_lora
 from tigon.integrations.transformers.mlp import MlpSpec, mlp_forward, plan_mlp
 from tigon.integrations.transformers.norms import norm_forward, plan_norm
+from tigon.integrations.transformers.qk_norm import plan_qk_norm
 from tigon.integrations.transformers.qkv_split import plan_slices
 from tigon.integrations.transformers.recompute import Ledger
 from tigon.integrations.transformers.report import Entry, Report
@@ -48,7 +49,7 @@ class State:
     experts: dict[str, str | None] = field(default_factory=dict)  # path -> implementation before
 
     def __deepcopy__(self, memo):
-        report = Report(self.report.model, list(self.report.entries), self.report.head_calls)
+        report = replace(self.report, entries=[*self.report.entries], notes=[*self.report.notes])
         return _restore(report, dict(self.rotary), dict(self.losses), self.ledger, dict(self.experts))
 
     def __reduce__(self):
@@ -83,8 +84,9 @@ class _Plan:
         self.heads: list = []  # (model, Linears of its head)
 
     def modules(self, slot, plan, function):
+        taken = {id(module) for _, module, _, name in self.binds if name == "forward"}
         for path, module in self.model.named_modules():
-            verdict = plan(module)
+            verdict = None if id(module) in taken else plan(module)
             if isinstance(verdict, tuple):
                 self.binds.append((function, module, verdict[0], "forward"))
             if verdict is not None:
@@ -128,7 +130,7 @@ class _Plan:
         paths = {id(module): path for path, module in self.model.named_modules()}
         verdicts = {}
         for path, owner in self.model.named_modules():
-            head = owner.get_output_embeddings() if isinstance(owner, PreTrainedModel) else None
+            head = output_head(owner)
             if head is None:
                 continue
             if owner.loss_function in (ForCausalLMLoss, causal_lm_loss):
@@ -154,9 +156,9 @@ class _Plan:
             rebind(key, state, label)
             state.rotary[key] = label
         for owner, linears in self.heads:
-            known, _ = owner.__dict__.get(HEAD, (None, None))
-            found = (forward.spec for forward in map(bound, linears) if forward is not None)
-            spec = known or next(found, None) or HeadSpec(state.report.head_calls, state.ledger)
+            known = [forward.spec[0] for forward in (model_forward(owner),) if forward is not None]
+            known += [forward.spec for forward in map(bound, linears) if forward is not None]
+            spec = known[0] if known else HeadSpec(state.report.head_calls, state.ledger)
             spec.compiled |= owner.loss_function in (ForCausalLMLoss, causal_lm_loss)
             spec.always |= lazy_logits
             bind_head(linears, spec)
@@ -169,8 +171,9 @@ class _Plan:
 
 
 def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
-          experts: bool = True, router: bool = True, qkv: bool = True, hyper: bool = True,
-          lora: bool = True, lazy_logits: bool = False, strict: bool = False) -> Report:  # fmt: skip
+          experts: bool = True, router: bool = True, qkv: bool = True, qk_norm: bool = True,
+          hyper: bool = True, lora: bool = True, lazy_logits: bool = False,
+          strict: bool = False) -> Report:  # fmt: skip
     """Replace the norms, MLPs, rotary functions, loss head, experts and routers of a model by Tigon's.
 
     Where q, k and v are slices of one projection they become parts of one split.
@@ -178,8 +181,9 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
     Args:
         model: a Hugging Face model, or any module built from such parts; PEFT, DDP and
             `torch.compile` wrappers are looked through. Modified in place.
-        norm, mlp, rope, loss, experts, router, qkv, hyper, lora: which slots to look at; router: of experts;
-            hyper: hyper-connections; lora: adapters of PEFT.
+        norm, mlp, rope, loss, experts, router, qkv, qk_norm, hyper, lora: which slots to look at; router: of
+            experts; qk_norm: norms of q and k with the rotary embedding, where norm and rope are looked at
+            too; hyper: hyper-connections; lora: adapters of PEFT.
         lazy_logits: owe logits to training forwards without labels too, for a loss that you (or Trainer's
             ``compute_loss_func``) compute from ``output.logits``. Stays until `undo`.
         strict: raise instead of leaving anything of these slots stock.
@@ -194,7 +198,7 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
     Parts are recognised by the structure of their source, not by names; see docs/huggingface.md.
     """
     if not isinstance(model, nn.Module):
-        raise Error(f"[apply] model must be a torch.nn.Module, got {type(model).__name__}")
+        raise Error(f"[apply] model must be a torch.nn.Module, got {_what(model)}")
     root = _root(model)
     state = root.__dict__.get(STATE)
     report = state.report if state else Report(type(root).__name__)
@@ -209,6 +213,9 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
         plan.modules("router", plan_router, router_forward)
     if qkv:
         plan.modules("qkv", plan_slices, rewritten_forward)
+    qk_norm = qk_norm and norm and rope
+    if qk_norm:
+        plan.modules("qk_norm", plan_qk_norm, rewritten_forward)
     if hyper:
         plan.modules("hyper", plan_hyper, hyper_forward)
         plan.modules("hyper", plan_streams, rewritten_forward)
@@ -225,17 +232,52 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
         "experts": experts,
         "router": router,
         "qkv": qkv,
+        "qk_norm": qk_norm,
         "hyper": hyper,
         "lora": lora,
         "rope": rope,
         "loss": loss,
     }
     kept = [entry for entry in report.entries if not slots[entry.slot]]
+    for entry in plan.entries:
+        if entry.slot == "loss" and not entry.replaced:
+            report.head_calls.say(f"{entry.path} stays stock: {entry.reason}")
     report.entries[:] = kept + plan.entries
+    report.notes[:] = _notes(root, report)
     if state is None:
         state = root.__dict__[STATE] = State(report)
     plan.commit(state, lazy_logits)
+    _tell_wrappers(model, root)
     return report
+
+
+def _notes(root: nn.Module, report: Report) -> list[str]:
+    """What a person should know before the first step."""
+    notes = []
+    if report.count("loss") and not root.training:
+        notes.append("in evaluation mode the head computes logits as in stock: model.train() before training")
+    if any(entry.slot == "loss" for entry in report.left) and getattr(root, "is_quantized", False):
+        notes.append("the model is quantised: a head left out of it (llm_int8_skip_modules) would be fused")
+    return notes
+
+
+def _what(model) -> str:
+    """What somebody gave in the place of a model, and where the model may be."""
+    if isinstance(model, str):
+        return f"the name {model!r} (load it first: AutoModelForCausalLM.from_pretrained({model!r}))"
+    if isinstance(model, type):
+        return f"the class {model.__name__} (give a model of it)"
+    inside = isinstance(getattr(model, "model", None), nn.Module)
+    return type(model).__name__ + (" (give its .model)" if inside else "")
+
+
+def _tell_wrappers(model: nn.Module, root: nn.Module) -> None:
+    """PEFT's adaption prompts keep the model's forward for their own: that of now."""
+    for wrapper in model.modules():
+        kept = wrapper.__dict__.get("forward")
+        of = kept.__self__ if isinstance(kept, types.MethodType) else getattr(kept, "module", None)
+        if of is root is not wrapper and model_forward(root) is not None:
+            wrapper.__dict__["forward"] = root.forward
 
 
 def _check(plan: _Plan, report: Report, strict: bool) -> None:
@@ -259,7 +301,6 @@ def undo(model: nn.Module) -> None:
     root = _root(model)
     for module in root.modules():
         unbind(module)
-        detach(module)
     state = root.__dict__.pop(STATE, None)
     if state is None:
         return

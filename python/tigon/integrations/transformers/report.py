@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import html
+import logging
 from dataclasses import dataclass, field
 
+import torch
+
 from tigon.error import Error
+
+log = logging.getLogger("tigon")
+_traced: set[str] = set()  # reasons given while tracing
 
 
 @dataclass(frozen=True)
 class Entry:
     """One place in the model: replaced by something, or left for a reason."""
 
-    slot: str  # "norm", "mlp", "experts", "router", "qkv", "hyper", "lora", "rope" or "loss"
+    slot: str  # "norm", "mlp", "experts", "router", "qkv", "qk_norm", "hyper", "lora", "rope" or "loss"
     path: str  # name of the module in the model, or module.function of a rotary function
     kind: str  # class or function found there
     by: str | None = None  # what replaced it
@@ -32,9 +39,34 @@ class HeadCalls:
     computed: int = 0  # training forwards that computed logits at once
     reason: str | None = None  # why, the last of them
     traced: bool = False  # torch.compile has traced a fused loss; its calls are not counted
+    said: set[str] = field(default_factory=set, repr=False)  # warnings given
+
+    def compute(self, reason: str) -> None:
+        """A training forward computes its logits at once: counted, and said once for each reason."""
+        if torch.compiler.is_compiling():
+            _say_tracing(reason)
+            return
+        self.computed += 1
+        self.reason = reason
+        self.say(reason)
+
+    def say(self, reason: str) -> None:
+        """Warn once that logits are computed."""
+        _say(reason, self.said)
 
     def __int__(self):
         return self.fused
+
+
+def _say(reason: str, said: set[str]) -> None:
+    if reason not in said:
+        said.add(reason)
+        log.warning("[apply] the loss head computes all logits in training: %s", reason)
+
+
+@torch.compiler.assume_constant_result
+def _say_tracing(reason: str) -> None:
+    _say(reason, _traced)
 
 
 @dataclass
@@ -44,6 +76,7 @@ class Report:
     model: str
     entries: list[Entry] = field(default_factory=list)
     head_calls: HeadCalls = field(default_factory=HeadCalls, compare=False)
+    notes: list[str] = field(default_factory=list, compare=False)  # what to know before the first step
 
     @property
     def replaced(self) -> list[Entry]:
@@ -67,20 +100,38 @@ class Report:
         calls = self.head_calls
         if self.count("loss") and not calls.fused and not calls.traced:
             why = f"; logits computed at once: {calls.reason}" if calls.computed else ""
+            if not (calls.computed or calls.lazy):
+                why = "; the head was not called in training with gradients: model.train() first"
             raise Error(
                 "[apply] loss must be computed by the patched head in a training step, got "
                 f"{calls.lazy} lazy logits, {calls.materialised} materialised, 0 fused losses{why}"
             )
 
     def __str__(self) -> str:
-        lines = [f"tigon.apply({self.model})"]
-        for (slot, kind, by, reason), paths in self._groups().items():
-            where = paths[0] if len(paths) == 1 else f"{len(paths)} x"
-            verdict = f"-> {by}" if by else f"left: {reason}"
-            lines.append(f"  {slot:<7} {where} {kind} {verdict}")
-        return "\n".join(lines)
+        lines = [f"  {slot:<7} {what} {verdict}" for slot, what, verdict in self._rows()]
+        notes = [f"  note    {note}" for note in self.notes]
+        return "\n".join([f"tigon.apply({self.model})", *lines, *notes])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """The same as a table, for notebooks."""
+        rows = "".join(
+            "<tr>"
+            + "".join(f'<td style="text-align:left">{html.escape(cell)}</td>' for cell in row)
+            + "</tr>"
+            for row in (*self._rows(), *(("note", note, "") for note in self.notes))
+        )
+        return f"<table><caption>tigon.apply({html.escape(self.model)})</caption>{rows}</table>"
+
+    def _rows(self):
+        """(slot, what is there, what became of it), alike places in one row."""
+        for (slot, kind, by, reason), paths in self._groups().items():
+            what = f"{len(paths)} x {kind}"
+            if len(paths) == 1:  # a function's path ends with its name
+                module, _, name = paths[0].rpartition(".")
+                what = f"{module.rpartition('.')[2]}.{name}" if name == kind else f"{paths[0]} {kind}".strip()
+            yield slot, what, f"-> {by}" if by else f"left: {reason}"
 
     def _groups(self) -> dict:
         groups: dict = {}

@@ -41,17 +41,23 @@ def make_rotary(original, options: dict):
     """A rotary function that fuses what `original` does, and leaves odd calls to it."""
     tables, fixed = options["tables"], options["rope"]
 
-    def rotate(q, k, cos, sin, **dims):
-        if tables == "left":
-            half = cos.shape[-1] // 2
-            cos, sin = cos[..., :half], sin[..., :half]
-        if tables != "all":
-            dims["rotary_dim"] = 2 * cos.shape[-1]
-        if options["back"]:
-            sin = -sin
-        return rope(q, k, cos, sin, **dims, **fixed)
+    def with_op(original, op):
+        def rotate(q, k, cos, sin, **dims):
+            if tables == "left":
+                half = cos.shape[-1] // 2
+                cos, sin = cos[..., :half], sin[..., :half]
+            if tables != "all":
+                dims["rotary_dim"] = 2 * cos.shape[-1]
+            if options["back"]:
+                sin = -sin
+            return op(q, k, cos, sin, **dims, **fixed)
 
-    return _REPLACEMENTS[options["call"]](original, rotate)
+        return _REPLACEMENTS[options["call"]](original, rotate)
+
+    rotary = with_op(original, rope)
+    rotary.with_op = with_op  # the same around another op than rope, and another function for odd calls
+    rotary.form = fixed
+    return rotary
 
 
 def _usual(q, k, cos, sin, dims=(4,)) -> bool:
@@ -171,11 +177,12 @@ def find_rotary(model: nn.Module) -> dict[Key, object]:
             for method in vars(base).values():
                 method = inspect.unwrap(method) if callable(method) else method
                 if isinstance(method, types.FunctionType):
-                    found.update(_rotary_names(method))
+                    found.update(rotary_names(method))
     return found
 
 
-def _rotary_names(method) -> dict[Key, object]:
+def rotary_names(method) -> dict[Key, object]:
+    """Globals that look like rotary functions and are named in a function."""
     namespace = method.__globals__
     module_name = namespace.get("__name__", "")
     functions = {name: namespace[name] for name in method.__code__.co_names if name in namespace}
@@ -214,6 +221,16 @@ def plan_rotary(key: Key, function) -> str | tuple[str]:
     if isinstance(found, str):
         return found
     return (f"tigon.rope ({found.structure.name})",)
+
+
+def rotary_form(key: Key) -> dict | None:
+    """What `tigon.rope` is told in the place of a rotary function, rebound or not; None of an unknown one."""
+    entry = _rebound.get(key)
+    function = vars(sys.modules[key[0]])[key[1]]
+    if entry is not None and function is entry.replacement:
+        return function.form
+    found = _recognise(function)
+    return None if isinstance(found, str) else found.structure.options["rope"]
 
 
 def _recognise(function) -> Match | str:

@@ -106,6 +106,10 @@ def plan_router(module: nn.Module) -> tuple | str | None:
     if found is None:
         return None
     spec = RouterSpec(**found.structure.options, **found.roles)
+    if (
+        getattr(module, spec.top_k) is None
+    ):  # a configuration that has not said it, with which no forward runs
+        return None
     reason = blocked(module) or _refused(module, spec)
     if reason is not None:
         return reason

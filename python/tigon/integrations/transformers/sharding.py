@@ -36,7 +36,7 @@ def vocabulary_sharded(head: nn.Module) -> bool:
 def gathered_once(head: nn.Module) -> str | None:
     """Why the weight of a model's output head is there during its first call only, or None."""
     if hasattr(head, "_fsdp_wrapped_module"):
-        return "FSDP1 holds the head as a unit of its own"
+        return "FSDP1 holds the head as a unit of its own (leave it in the root)"
     state = _state(head)
     if state is None or not any(group.post_forward_mesh_info for group in _groups(state)):
         return None

@@ -181,7 +181,7 @@ def linear_cross_entropy(
     _cross_entropy.check_denominator(_OP, denominator)
     hidden = autocast(hidden)
     wide = wide_logits(_OP, logit_dtype, hidden)
-    if not has_kernel(_OP, hidden):
+    if not has_kernel(_OP, hidden, beside=(target, bias, class_weight, token_weight, *(lora or ())[:2])):
         check_plain(_OP, weight, target, ignore_index, shift, valid_rows, position_ids)
         return reference(
             hidden, plain_weight(_OP, weight), target, bias=bias, ignore_index=ignore_index,

@@ -15,7 +15,14 @@ from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops import divergence as _divergence
-from tigon.ops.arguments import check_choice, check_float, check_numbers, check_positive, kind_of
+from tigon.ops.arguments import (
+    check_choice,
+    check_float,
+    check_integers,
+    check_numbers,
+    check_positive,
+    kind_of,
+)
 from tigon.ops.loss_head.autograd import Rows, Scalar
 from tigon.ops.loss_head.divergence_operators import NUMBERS, Call, Operands, Options, head
 from tigon.ops.loss_head.labels import labels_of
@@ -155,6 +162,7 @@ def _run(
 ):  # fmt: skip
     """Check, choose between kernel and reference, run."""
     check_float(op, "hidden", hidden)
+    check_integers(op, ignore_index=ignore_index)
     has_labels = labels is not None
     named = isinstance(outputs, Sequence) and not isinstance(outputs, str)
     fits = named and set(outputs) <= set(OUTPUTS) and len(set(outputs)) == len(outputs)
@@ -198,7 +206,9 @@ def _run(
     states, teacher_weight, teacher_bias = _check_teacher(op, teacher, hidden)
     hidden, states = autocast(hidden), states if teacher_weight is None else autocast(states)
     weight = plain_weight(op, weight)
-    if not has_kernel(op, hidden):
+    if not has_kernel(
+        op, hidden, beside=(states, teacher_weight, labels, bias, token_weight, *(lora or ())[:2])
+    ):
         given = states if teacher_weight is None else (states, teacher_weight, teacher_bias)[: len(teacher)]
         classes = min(
             weight.shape[0], states.shape[-1] if teacher_weight is None else teacher_weight.shape[0]
@@ -309,7 +319,8 @@ def linear_kl_div(
         softcap, teacher_softcap: > 0 or ``None``.
         logit_scale, teacher_logit_scale: factors of the logits before softcap.
         bias: ``[V]`` of the student or ``None``, added in float32.
-        lora: ``(A [r, H], B [V, r], scale)``: ``weight + scale * B @ A`` as the student's head.
+        lora: ``(A [r, H], B [V, r], scale)``: ``weight + scale * B @ A`` as the student's head; of its two
+            products ``hidden @ A.T`` is rounded to hidden's dtype, as in a module of its own.
         token_weight: ``[...]`` or ``None``: factor of each row's loss and gradient (detached), not of a
             mean's denominator.
         reduction: ``"batchmean"`` (over the rows that count), ``"mean"`` (over their elements, as torch has

@@ -12,6 +12,7 @@ import torch
 from tigon._dtensor import of_vocabulary
 from tigon._op import Op, has_kernel
 from tigon.error import check
+from tigon.ops.arguments import check_float, check_indices
 from tigon.ops.loss_head import between
 from tigon.ops.loss_head.labels import labels_of
 from tigon.ops.loss_head.memory import check_keep
@@ -219,6 +220,8 @@ def linear_log_prob(
     target = labels_of(target, ignore_index)
     many = several(hidden, target)
     if many:
+        check_float(_OP, "hidden", hidden)
+        check_indices(_OP, "target", target)
         fits = target.shape[:-1] == hidden.shape[:-1] and target.shape[-1] >= 1
         check(_OP, fits, "target must be {} (and then K >= 1), got {}", hidden.shape[:-1], target.shape)
     check_head(
@@ -229,7 +232,7 @@ def linear_log_prob(
     check_keep(_OP, keep_mb)
     hidden = autocast(hidden)
     wide = wide_logits(_OP, logit_dtype, hidden)
-    kernel = has_kernel(_OP, hidden)
+    kernel = has_kernel(_OP, hidden, beside=(target, bias, *(lora or ())[:2]))
     if many:
         if shift:
             target = shifted(target.movedim(-1, 0), ignore_index, shift, position_ids).movedim(0, -1)

@@ -102,7 +102,8 @@ def linear_policy(
         :class:`LinearPolicyResult`: ``(loss, log_prob, entropy, kl, clipped)``, per token ``[B, T]`` and
         detached but for the loss, which is differentiable in hidden, weight, bias, A and B. Entropies are
         free; their gradient (``entropy != 0``) costs one more read of the logits. Traced by torch.compile as
-        one operator.
+        one operator. In float16 the gradients are formed without the denominator, by which the last step
+        divides in float32: advantages of thousands overflow there, whatever the denominator is.
 
     Raises:
         tigon.Error: as the two functions named.
@@ -123,12 +124,12 @@ def linear_policy(
     )
     _policy.check_tokens(op, target.shape, hidden.device, advantage, old, ref, importance, kl)
     check_denominator(op, denominator)
-    check_denominator(op, entropy_denominator)
+    check_denominator(op, entropy_denominator, "entropy_denominator")
     advantage, old, ref, importance = (
         None if t is None else t.detach() for t in (advantage, old, ref, importance)
     )
     hidden, weight = autocast(hidden), plain_weight(op, weight)
-    if not has_kernel(op, hidden) or plain(hidden):
+    if not has_kernel(op, hidden, beside=(bias, *(lora or ())[:2])) or plain(hidden):
         if hidden.dtype == torch.float64:
             check_plain(op, weight, target, ignore_index, shift, valid_rows)
         labels = shifted(target, ignore_index, shift).long()

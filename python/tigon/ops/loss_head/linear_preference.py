@@ -61,7 +61,7 @@ def _run(op, hidden, weight, target, head: Head, ref, nll_target, desirable, kl,
     check_denominator(op, denominator)
     hidden, weight = autocast(hidden), plain_weight(op, weight)
     shift, ignore_index = head.shift, head.ignore_index
-    native = has_kernel(op, hidden)
+    native = has_kernel(op, hidden, beside=(head.bias, *(head.lora or ())[:2]))
     if not native:
         check_plain(op, weight, target, ignore_index, shift, head.valid_rows)
     labels = None

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.func import functional_call
 
 from tigon._dtensor import is_dtensor
 from tigon._op import graph_is_kept, has_kernel, once, refuse_tangents, transformable
@@ -20,6 +21,7 @@ from tigon.ops.arguments import check_choice, check_float, check_indices, is_tra
 from tigon.ops.loss_head import operators
 from tigon.ops.loss_head.labels import check_shift, labels_of, shifted
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.loss_head.operands import check_lora
 
 _OP = "multi_token_loss"
 _REDUCTIONS = ("mean", "sum")
@@ -79,11 +81,15 @@ def _of_each(name, values, k, default):
     return list(values)
 
 
-def _apply_layers(i, head, x):
-    """The hidden states of a head."""
+def _apply_layers(i, head, x, leaves=None):
+    """The hidden states of a head; of `leaves`, by the id of a parameter, those take its place."""
     h = x
     for layer in head.layers:
-        h = layer(h)
+        if leaves and isinstance(layer, nn.Module):
+            own = {name: leaves[id(p)] for name, p in layer.named_parameters() if id(p) in leaves}
+            h = functional_call(layer, own, (h,))
+        else:
+            h = layer(h)
     check(_OP, isinstance(h, torch.Tensor), "heads[{}] must return a tensor, got {}", i, kind_of(h))
     wanted = (*x.shape[:-1], head.weight.shape[-1])
     check(_OP, tuple(h.shape) == wanted, "heads[{}] must return {} to fit its weight {}, got {}", i, wanted,
@@ -161,6 +167,14 @@ def _refuse_others(i, h, known):
         nodes.extend(next_node for next_node, _ in node.next_functions)
 
 
+def _on_leaves(head, leaves):
+    """The head with leaves for its product's own operands."""
+    weight, bias = (leaves.get(id(t), t) for t in (head.weight, head.bias))
+    lora = head.options["lora"]
+    lora = lora and (*(leaves.get(id(t), t) for t in lora[:2]), lora[2])
+    return head._replace(weight=weight, bias=bias, options=head.options | {"lora": lora})
+
+
 class _Gradients:
     """The gradients of all heads so far: of a tensor that several use a sum in float32."""
 
@@ -187,7 +201,10 @@ class _Gradients:
 
 
 class _InTurn(torch.autograd.Function):
-    """The gradients of each head are formed in the forward, so that one head's memory serves all."""
+    """The gradients of each head are formed in the forward, so that one head's memory serves all.
+
+    They are those of leaves that stand in for the caller's tensors, whose hooks run in the backward.
+    """
 
     @staticmethod
     def forward(ctx, heads, labels, hidden, *tensors):
@@ -197,21 +214,21 @@ class _InTurn(torch.autograd.Function):
         for i, head in enumerate(heads):
             with torch.set_grad_enabled(head.coefficient != 0):
                 x = hidden.detach().requires_grad_(hidden.requires_grad)
-                h = _apply_layers(i, head, x)
+                leaves = {id(t): t.detach().requires_grad_() for t in head.tensors()}
+                h = _apply_layers(i, head, x, leaves)
                 if h.grad_fn is not None:
-                    _refuse_others(i, h, {id(x), *(id(p) for p in head.parameters())})
-                loss, accuracy = _loss_of(h, labels, head)
+                    _refuse_others(i, h, {id(x), *map(id, leaves.values())})
+                loss, accuracy = _loss_of(h, labels, _on_leaves(head, leaves))
             losses.append(loss.detach())
             accuracies.append(accuracy)
             if not loss.requires_grad:
                 continue
-            keys = {id(t): t for t in head.tensors()}
             if x.requires_grad:
-                keys[id(hidden)] = x
+                leaves[id(hidden)] = x
             upstream = torch.full_like(loss, head.coefficient)
             del h
-            found = torch.autograd.grad(loss, list(keys.values()), upstream, allow_unused=True)
-            for (key, tensor), gradient in zip(keys.items(), found, strict=True):
+            found = torch.autograd.grad(loss, list(leaves.values()), upstream, allow_unused=True)
+            for (key, tensor), gradient in zip(leaves.items(), found, strict=True):
                 total.add(key, tensor, gradient)
             del found, gradient
         ctx.dtypes = [t.dtype for t in (hidden, *tensors)]
@@ -258,7 +275,10 @@ def _composes(hidden, heads) -> bool:
     autocast = torch.is_autocast_enabled(hidden.device.type)
     dtype = torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
     owned = any(getattr(head.weight, "tigon_main_grad", False) for head in active)
-    return owned or torch.float16 in (hidden.dtype, dtype) or not has_kernel(_OP, hidden)
+    # What holds parameters and is no module of Python's cannot be called on others.
+    layers = [layer for head in active if head.parameters() for layer in head.layers]
+    closed = any(isinstance(f, torch.jit.ScriptModule) or not isinstance(f, nn.Module) for f in layers)
+    return owned or closed or torch.float16 in (hidden.dtype, dtype) or not has_kernel(_OP, hidden)
 
 
 def multi_token_loss(
@@ -368,6 +388,7 @@ def multi_token_loss(
                 _OP, not is_dtensor(t), "{} must be a plain dense tensor, got a DTensor (use {}.to_local())",
                 name, name,
             )  # fmt: skip
+        check_lora(_OP, lora[i], weight, weight)
         of_head = {"shift": shifts[i], "lora": lora[i], "valid_rows": valid_rows[i]}
         options = {**shared, **of_head, "denominator": denominators[i]}
         made.append(_Head(layers, weight, bias, float(coefficients[i]), options))

@@ -11,12 +11,13 @@ import torch
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops import divergence as _divergence
-from tigon.ops.arguments import check_float, check_indices
+from tigon.ops.arguments import check_float, check_indices, check_range
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 from tigon.ops.loss_head.operands import shifted
 
 _LEAST_TAIL = 1e-7  # of the mass beside the candidates: 1 - their sum is not known better in float32
 _NEVER = -1e4  # log-probability of what is no candidate
+_IGNORED = -(2**63)  # a label that no class has, whatever the caller's is
 
 
 def is_top_k(teacher) -> bool:
@@ -65,10 +66,12 @@ def top_k_loss(
     wide = torch.promote_types(hidden.dtype, torch.float32)
     if hidden.dtype != wide:
         head = head | {"logit_dtype": wide}
-    candidate = (of_teacher > _NEVER) & counts.unsqueeze(-1)
-    targets = torch.where(candidate, indices.long(), ignore_index)
+    candidate = ~(of_teacher <= _NEVER) & counts.unsqueeze(-1)
+    classes = torch.where(candidate, indices.long(), 0)
+    check_range(op, "teacher indices", classes, weight.shape[0])
+    targets = torch.where(counts.unsqueeze(-1), classes, _IGNORED)
     entropy = "entropy" in outputs
-    log_prob = linear_log_prob(hidden, weight, targets, ignore_index=ignore_index, entropy=entropy, **head)
+    log_prob = linear_log_prob(hidden, weight, targets, ignore_index=_IGNORED, entropy=entropy, **head)
     log_prob, entropies = log_prob if entropy else (log_prob, None)
     student, teacher = (with_tail(torch.where(candidate, t.to(wide), _NEVER)) for t in (log_prob, of_teacher))
     of_soft = _rows(kind, beta, student, teacher, labels, ignore_index)

@@ -1,0 +1,286 @@
+"""The forward of a patched model called by itself, kept, wrapped and bound by others."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import io
+import pickle
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from tiny import batch, close, make, step
+from torch import nn
+
+from tigon.integrations.transformers import LazyLogits, apply, undo
+
+
+class Wrapper(nn.Module):
+    """What PEFT's tuners are before 0.21: they call the model's forward, past its hooks."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def get_base_model(self):
+        return self.model
+
+    def forward(self, *args, **kwargs):
+        return self.model.forward(*args, **kwargs)
+
+
+class Keeper(Wrapper):
+    """What PEFT's adaption prompts are: the model's forward is theirs."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.forward = model.forward
+
+
+def copied(model):
+    return copy.deepcopy(model)
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize("how", [lambda model: model, copied, pickled], ids=["itself", "copied", "pickled"])
+@pytest.mark.parametrize("kind", [Wrapper, Keeper])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_forward_called_by_itself(kind, when, how):
+    model, inputs = make(), batch()
+    wanted = step(model, inputs)
+    if when == "before":
+        apply(model)
+    wrapped = kind(model)
+    report = apply(wrapped)
+    wrapped = how(wrapped)
+    got = step(wrapped, inputs)
+    close(got[0], wanted[0])
+    for name, grad in wanted[1].items():
+        close(got[1][f"model.{name}"], grad, ulps=256)
+    if how is not pickled:  # a pickle has a report of its own
+        assert (report.head_calls.fused, report.head_calls.lazy) == (1, 1)
+    assert isinstance(wrapped(**inputs).logits, LazyLogits)
+    assert wrapped(**inputs, skip_logits=True).logits is None
+    undo(wrapped)
+    again = step(wrapped, inputs)
+    assert torch.equal(again[0], wanted[0]) and not isinstance(wrapped(**inputs).logits, LazyLogits)
+
+
+def test_signature_is_stocks():
+    model = make()
+    wanted = inspect.signature(model.forward)
+    apply(model)
+    assert inspect.signature(model.forward) == wanted
+    assert inspect.signature(copied(model).forward) == wanted
+
+
+def test_wrapped_as_accelerate_does():
+    """Autocast around the forward, a second apply, then accelerate's way out of its wrappers."""
+    other = pytest.importorskip("accelerate.utils.other")
+    model, inputs = make(), batch()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        wanted = model(**inputs).loss
+    report = apply(model)
+    model._original_forward = model.forward
+    assert not hasattr(model.forward, "__func__")  # accelerate would bind that to the model
+    model.forward = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
+    torch.testing.assert_close(model(**inputs).loss, wanted, rtol=1e-2, atol=1e-2)
+    assert apply(model) is report and report.head_calls.lazy == 1
+    torch.testing.assert_close(model(**inputs).loss, wanted, rtol=1e-2, atol=1e-2)
+    assert report.head_calls.lazy == report.head_calls.fused == 2
+    stock = make()(**inputs).loss
+    other.extract_model_from_parallel(model, keep_fp32_wrapper=False)
+    close(model(**inputs).loss, stock)
+    assert report.head_calls.fused == 3
+    undo(model)
+    assert torch.equal(model(**inputs).loss, stock) and report.head_calls.lazy == 3
+
+
+def test_a_forward_of_the_instance_stays_below():
+    """TRL and LLaMA-Factory bind forwards that take more keywords: before or after apply."""
+    for when in ("before", "after"):
+        model, inputs, seen = make(), batch(), []
+        stock = model(**inputs).loss
+        report = apply(model) if when == "after" else None
+        inner = model.forward
+
+        def forward(self, *args, more=None, inner=inner, seen=seen, **kwargs):
+            seen.append(more)
+            return inner(*args, **kwargs)
+
+        model.forward = types.MethodType(forward, model)
+        report = report or apply(model)
+        assert "more" in inspect.signature(model.forward).parameters
+        close(model(**inputs, more=3).loss, stock)
+        assert seen == [3] and report.head_calls.fused == 1
+        undo(model)
+        assert torch.equal(model(**inputs).loss, stock) and seen == [3, None]
+
+
+def test_compiled_forward():
+    """`model.forward = torch.compile(model.forward)`, as people write it."""
+    torch._dynamo.reset()
+    model, inputs = make(num_hidden_layers=1), batch()
+    wanted = step(model, inputs)
+    report = apply(model)
+    model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    for call in (model, functools.partial(model.forward)):
+        close(call(**inputs).loss.detach(), wanted[0])
+    assert report.head_calls.traced and not report.head_calls.materialised
+
+
+def test_an_error_in_a_forward_leaves_nothing_behind():
+    model, inputs = make(), batch()
+    report = apply(model)
+    with pytest.raises(ValueError, match="exactly one of input_ids"):
+        model.forward(**{**inputs, "inputs_embeds": torch.zeros(2, 11, 32)})
+    assert not model.forward.spec[0].forwards
+    model.forward(**inputs).loss.backward()
+    assert report.head_calls.fused == 1
+
+
+def test_state_dict_and_buffers_stay_stocks():
+    model = make()
+    wanted = list(model.state_dict())
+    apply(model)
+    assert list(model.state_dict()) == wanted
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    torch.save(model, io.BytesIO())
+
+
+# --- PEFT --------------------------------------------------------------------------------------
+
+KINDS = {
+    "lora": {},
+    "dora": {"use_dora": True},
+    "head": {"modules_to_save": ["lm_head"]},
+    "tokens": {"trainable_token_indices": [3, 5]},
+}
+
+
+def adapted(kind, model):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(3)
+    if kind == "adaption":
+        config = peft.AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=4, adapter_layers=1)
+    else:
+        names = ["q_proj", "v_proj"]
+        config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=names, **KINDS[kind])
+    return peft.get_peft_model(model, config).train()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("kind", [*KINDS, "adaption"])
+def test_peft(kind, when):
+    """Whichever PEFT is installed: the head is fused, with stock's loss and gradients."""
+    options, inputs = {"tie_word_embeddings": kind == "tokens"}, batch()
+    wanted = step(adapted(kind, make(**options)), inputs)
+    model = make(**options)
+    report = apply(model) if when == "before" else None
+    model = adapted(kind, model)
+    report = apply(model) if report is None else report
+    got = step(model, inputs)
+    close(got[0], wanted[0])
+    assert got[1].keys() == wanted[1].keys()
+    for name, grad in wanted[1].items():
+        close(got[1][name], grad, ulps=512)
+    calls = report.head_calls
+    assert (calls.fused, calls.lazy, calls.materialised, calls.computed) == (1, 1, 0, 0)
+
+
+PEAK = """
+import resource, sys, torch, transformers, tigon
+from peft import LoraConfig, get_peft_model
+torch.manual_seed(0)
+config = transformers.LlamaConfig(vocab_size=48000, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+                                  num_attention_heads=4, num_key_value_heads=2)
+model = get_peft_model(transformers.LlamaForCausalLM(config), LoraConfig(target_modules=["q_proj"])).train()
+if sys.argv[1] == "tigon":
+    tigon.apply(model)
+ids = torch.randint(0, 48000, (2, 1024))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model(input_ids=ids, labels=ids).loss.backward()
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
+"""
+
+
+def test_peft_forms_no_logits():
+    """2048 rows of 48000 classes are 375 MiB in float32; stock has several of them."""
+    pytest.importorskip("peft")
+
+    def peak(what):
+        run = subprocess.run([sys.executable, "-c", PEAK, what], check=True, capture_output=True, text=True)
+        return int(run.stdout.split()[-1])
+
+    assert peak("stock") > 700
+    assert peak("tigon") < 375
+
+
+# --- what is said --------------------------------------------------------------------------------
+
+
+def said(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and r.name == "tigon"]
+
+
+def by_interface(model):
+    from tigon.integrations.liger import patching
+
+    patching._apply_liger_kernel_to_instance(model)
+
+
+@pytest.mark.parametrize("entrance", [apply, by_interface])
+def test_an_unfused_head_says_so_once(entrance, caplog):
+    """With the reason and what to do, by every entrance."""
+    model, inputs = make(), batch()
+    entrance(model)
+    for _ in range(3):
+        model(inputs["input_ids"]).logits.sum().backward()
+    (text,) = said(caplog)
+    assert "computes all logits in training" in text and "without labels" in text and "lazy_logits" in text
+
+
+def test_a_reader_of_logits_is_named_once(caplog):
+    model, inputs = make(), batch()
+    apply(model)
+    for _ in range(3):
+        assert (model(**inputs).logits + 0).shape == (2, 11, 97)
+    (text,) = said(caplog)
+    assert "test_hf_forward, line" in text and "reads output.logits" in text
+
+
+def test_a_head_that_stays_stock_is_named(caplog):
+    model = make()
+    model.lm_head = nn.Sequential(model.lm_head)
+    for _ in range(2):
+        apply(model)
+    (text,) = said(caplog)
+    assert "lm_head stays stock: the head is Sequential" in text
+
+
+def test_tracing_says_so_too(caplog, monkeypatch):
+    from tigon.integrations.transformers import report
+
+    monkeypatch.setattr(report, "_traced", set())
+    torch._dynamo.reset()
+    model, inputs = make(num_hidden_layers=1), batch()
+    apply(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for _ in range(2):
+        compiled(inputs["input_ids"]).logits.sum().backward()
+    (text,) = said(caplog)
+    assert "without labels" in text
+
+
+def test_a_fused_head_says_nothing(caplog):
+    model, inputs = make(), batch()
+    apply(model)
+    step(model, inputs)
+    assert not said(caplog)

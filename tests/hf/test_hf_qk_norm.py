@@ -1,0 +1,234 @@
+"""Norms of q and k and the rotary embedding behind them in one pass, wherever stock's statements allow it."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pickle
+
+import peft
+import pytest
+import torch
+import transformers
+from tiny import assert_step_as_good, batch, close, double, make, step
+from tiny_config import tiny_config
+from torch import nn
+
+from tigon.integrations.transformers import apply, qk_norm, undo
+
+table = importlib.import_module("models_table")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often the fused op was called."""
+    made = []
+    op = qk_norm.qk_norm_rope
+    monkeypatch.setattr(qk_norm, "qk_norm_rope", lambda *args, **kw: made.append(1) or op(*args, **kw))
+    return made
+
+
+def tiny(model_type):
+    """A tiny model whose norms are no identities."""
+    name = [name for kind, name in table.models() if kind == model_type][-1]
+    torch.manual_seed(0)
+    if model_type == "glm4_moe":  # its default has none
+        config = tiny_config(transformers.Glm4MoeConfig(use_qk_norm=True))
+        model = transformers.Glm4MoeForCausalLM(config)
+    else:
+        model = table.build(model_type, name, tiny=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.train()
+
+
+# Norm inside the view's statement, behind the transposed view, before it under a condition, with the rotation
+# under a condition, by one tensor at a time, behind a chunk of the projection, late and gemma forms.
+FAMILIES = ("qwen3", "gemma3_text", "glm4_moe", "exaone4", "gemma4_text", "qwen3_5_text", "afmoe", "lfm2",
+            "qwen3_vl", "qwen3_moe", "minimax_m3_vl", "apertus", "hy_v3", "laguna")  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_of_the_family(family, calls):
+    model = tiny(family)
+    wanted = table.step(model)
+    report = apply(model, **dict.fromkeys(("mlp", "experts", "router", "loss"), False))
+    assert report.count("qk_norm") and not [entry for entry in report.left if entry.slot == "qk_norm"]
+    got = table.step(model)
+    assert calls
+    assert abs(got[0] - wanted[0]) <= table.TOLERANCE["loss"] * abs(wanted[0])
+    assert (got[1] - wanted[1]).norm() <= table.TOLERANCE["gradient"] * wanted[1].norm()
+
+
+@pytest.mark.parametrize("family", ["olmo2", "hunyuan_v1_dense", "cohere", "llama", "deepseek_v3"])
+def test_others_stay(family):
+    """Norms over all heads, behind the rotation, of another kind, or none."""
+    assert apply(tiny(family)).count("qk_norm") == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_as_good_as_stock_and_the_bits_of_norm_and_rope(dtype, device, calls):
+    stock = make("qwen3", device=device, dtype=dtype)
+    inputs = batch(device)
+    exact, wanted = step(double(stock), inputs), step(stock, inputs)
+    apart, together = copy.deepcopy(stock), copy.deepcopy(stock)
+    apply(apart, qk_norm=False)
+    report = apply(together)
+    one, got = step(apart, inputs), step(together, inputs)
+    assert len(calls) == 2 == report.count("qk_norm")
+    ulp = 2.0**-23 if dtype == torch.float32 else 2.0**-8
+    assert_step_as_good(got, wanted, exact, len(report.replaced), ulp)
+    if device == "cpu":
+        assert torch.equal(got[0], one[0])
+
+
+def test_slots_decide(device, calls):
+    for off in ("norm", "rope", "qk_norm"):
+        model = make("qwen3", device=device)
+        assert apply(model, **{off: False}).count("qk_norm") == 0
+        step(model, batch(device))
+    assert not calls
+
+
+def test_copies_undo_and_compile(device, calls):
+    model, inputs = make("qwen3", device=device), batch(device)
+    wanted = step(model, inputs)
+    apply(model)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        calls.clear()
+        close(step(twin, inputs)[0], wanted[0])
+        assert len(calls) == 2
+    got = torch.compile(model, backend="aot_eager", fullgraph=True)(**inputs).loss
+    close(got.detach(), wanted[0])
+    undo(model)
+    calls.clear()
+    assert torch.equal(step(model, inputs)[0], wanted[0]) and not calls
+
+
+def test_hooks_of_a_norm_see_what_stock_shows_them(device, calls):
+    model, inputs = make("qwen3", device=device), batch(device)
+    seen = []
+    norm = model.model.layers[0].self_attn.k_norm
+    norm.register_forward_hook(lambda _, args, y: seen.append((args[0].shape, y.detach().clone())))
+    step(model, inputs)
+    apply(model)
+    step(model, inputs)
+    assert seen[0][0] == seen[1][0] and len(calls) == 1
+    close(seen[1][1], seen[0][1])
+
+
+def test_a_norm_that_changed_runs_by_itself(device, calls):
+    """Another class in its place, other numbers for k than for q, a rotary function rebound since."""
+    model, inputs = make("qwen3", device=device), batch(device)
+    apply(model)
+    first, second = (layer.self_attn for layer in model.model.layers)
+    first.q_norm = nn.RMSNorm(8, eps=1e-6, device=device)
+    second.k_norm.variance_epsilon = 0.5
+    stock = copy.deepcopy(model)
+    undo(stock)
+    got, wanted = step(model, inputs), step(stock, inputs)
+    assert not calls
+    close(got[0], wanted[0])
+
+
+def test_checkpointing(device, calls):
+    model, inputs = make("qwen3", device=device), batch(device)
+    wanted = step(model, inputs)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    apply(model)
+    got = step(model, inputs)
+    assert len(calls) == 4
+    close(got[0], wanted[0])
+    for name, grad in wanted[1].items():
+        close(got[1][name], grad)
+
+
+def test_lora_on_the_projections_and_a_norm_to_save(device, calls):
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj"], modules_to_save=["q_norm"])
+    torch.manual_seed(0)
+    model = peft.get_peft_model(make("qwen3", device=device), config).train()
+    inputs = batch(device)
+    wanted = step(model, inputs)
+    apply(model)
+    got = step(model, inputs)
+    assert not calls  # PEFT's wrapper of q_norm is no norm
+    for name, grad in wanted[1].items():
+        close(got[1][name], grad)
+    model = peft.get_peft_model(make("qwen3", device=device), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    apply(model.train())
+    step(model, inputs)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+def test_float32_weights_under_autocast(dtype, device, calls):
+    model, inputs = make("qwen3", device=device), batch(device)
+    apart = copy.deepcopy(model)
+    apply(apart, qk_norm=False)
+    apply(model)
+    with torch.autocast(device, dtype):
+        one, got = apart(**inputs).loss, model(**inputs).loss
+    assert len(calls) == 2
+    torch.testing.assert_close(got, one, rtol=2.0**-7, atol=0)
+
+
+class Attention(nn.Module):
+    """Statements around which a norm may not be moved."""
+
+    def __init__(self):
+        super().__init__()
+        attention = make("qwen3").model.layers[0].self_attn
+        self.q_norm, self.k_norm = attention.q_norm, attention.k_norm
+
+
+namespace = vars(importlib.import_module("transformers.models.qwen3.modeling_qwen3"))
+apply_rotary_pos_emb = namespace["apply_rotary_pos_emb"]
+
+
+class Read(Attention):
+    def forward(self, q, k, cos, sin):
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        v = k + 1
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return q, k, v
+
+
+class Scaled(Attention):
+    def forward(self, q, k, cos, sin):
+        q = self.q_norm(q) * 2
+        k = self.k_norm(k)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return q, k
+
+
+class Crossed(Attention):
+    def forward(self, q, k, cos, sin):
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        k, q = apply_rotary_pos_emb(q, k, cos, sin)
+        return q, k
+
+
+class OtherAxes(Attention):
+    def forward(self, q, k, cos, sin):
+        q = self.q_norm(q).transpose(2, 3)
+        k = self.k_norm(k).transpose(2, 3)
+        q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return q, k
+
+
+class Branched(Attention):
+    def forward(self, q, k, cos, sin):
+        q = self.q_norm(q)
+        k = self.k_norm(k)
+        if q.shape[0] > 1:
+            q, k = apply_rotary_pos_emb(q, k, cos, sin)
+        return q, k
+
+
+@pytest.mark.parametrize("cls", [Read, Scaled, Crossed, OtherAxes, Branched])
+def test_forms_that_stay(cls):
+    assert qk_norm.rewrite(cls.forward) is None

@@ -1,0 +1,71 @@
+"""compat/megatron/tigon.patch, applied to the Megatron-Core that it is for, runs there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PATCH = ROOT / "compat/megatron/tigon.patch"
+VERSION = "0.19.2"
+
+RUN = """
+import pytest, torch, torch.distributed as dist
+import megatron_tiny as tiny
+from megatron_tiny import config, gpt, hybrid, same, step
+import tigon.megatron as tm
+from tigon.integrations.megatron.apply import STATE
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+with tiny.megatron():
+    wanted = step(gpt())
+    model = gpt(use_tigon=True)
+    report = vars(model)[STATE].report
+    same(step(model), wanted)
+    assert report.count("norm") == 5 and report.count("mlp") == 2 and report.count("rope") == 2, report
+    report.check()
+    assert vars(gpt()).get(STATE) is None
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    report = vars(hybrid(WrappedTorchNorm, use_tigon=True))[STATE].report
+    assert report.count("norm") and report.count("loss"), report
+    for other in ({"use_kitchen": True}, {"transformer_impl": "inference_optimized"}):
+        with pytest.raises(ValueError, match="use_tigon"):
+            config(use_tigon=True, **other)
+    calls, own = [], tm.fused_vocab_parallel_cross_entropy
+    tm.fused_vocab_parallel_cross_entropy = lambda *args: calls.append(1) or own(*args)
+    same(step(gpt(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="tigon")), wanted)
+    assert calls
+print("ran")
+"""
+
+
+def _installed() -> str | None:
+    try:
+        return importlib.metadata.version("megatron-core").split("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@pytest.mark.skipif(
+    _installed() != VERSION, reason=f"the patch is of Megatron-Core {VERSION}, not {_installed()}"
+)
+def test_the_patched_package(tmp_path):
+    spec = importlib.util.find_spec("megatron.core")
+    shutil.copytree(Path(spec.origin).parent, tmp_path / "megatron/core")
+    subprocess.run(["patch", "-p1", "--fuzz=0", "-i", PATCH], cwd=tmp_path, check=True)
+    tests = (str(ROOT / path) for path in ("python", "tests", "tests/hf"))
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(tmp_path), *tests, os.environ.get("PYTHONPATH", ""))),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-W", "ignore", "-c", RUN]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.endswith("ran\n"), done.stderr[-3000:]
