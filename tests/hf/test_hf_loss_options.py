@@ -67,7 +67,9 @@ def test_labels_that_are_shifted_already():
     wanted = plain(model, inputs, use_token_scaling=True)
     apply(model)
     shifted = F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
-    close(model(inputs["input_ids"], labels=shifted, shift_labels=shifted, use_token_scaling=True).loss, wanted)
+    close(
+        model(inputs["input_ids"], labels=shifted, shift_labels=shifted, use_token_scaling=True).loss, wanted
+    )
 
 
 @pytest.mark.parametrize("name", ["reduction", "softcap", "final_logit_softcapping", "return_z_loss",

@@ -84,12 +84,13 @@ def cross_entropy_parts(input, target, weight=None, ignore_index=-100, lse_squar
 
 
 def whole(weight):
-    """The weight of a head as one tensor: FSDP's shards look like those of a vocabulary, so both are refused."""
+    """The weight of a head as one tensor; FSDP's shards look like those of a vocabulary: both are refused."""
     if not is_dtensor(weight):
         return weight
-    check("compat.liger", all(p.is_replicate() for p in weight.placements), "weight must be whole (under FSDP "
-          "read it in the forward of the unit that holds it, or keep the head in the root's unit; shards of a "
-          "vocabulary: tigon.linear_log_prob), got a DTensor placed as {}", weight.placements)  # fmt: skip
+    fits = all(p.is_replicate() for p in weight.placements)
+    check("compat.liger", fits, "weight must be whole (under FSDP read it in the forward of the unit that "
+          "holds it, or keep the head in the root's unit; shards of a vocabulary: tigon.linear_log_prob), "
+          "got a DTensor placed as {}", weight.placements)  # fmt: skip
     return weight.to_local()
 
 
@@ -99,8 +100,8 @@ def linear_cross_entropy_parts(input, weight, target, bias=None, ce_weight=None,
                                return_token_accuracy=False, return_predicted_tokens=False, ce_impl=None,
                                ce_mode=None, chunk_mem_const=1):  # fmt: skip
     """(loss, z_loss, token_accuracy, predicted_tokens), None where not asked for; the loss is float32."""
-    whole = isinstance(chunk_mem_const, int) and not isinstance(chunk_mem_const, bool)
-    fits = whole and chunk_mem_const >= 1
+    integer = isinstance(chunk_mem_const, int) and not isinstance(chunk_mem_const, bool)
+    fits = integer and chunk_mem_const >= 1
     check("compat.liger", fits, "chunk_mem_const must be an int >= 1, got {!r}", chunk_mem_const)
     weight, scaling = whole(weight), None
     if use_token_scaling:
@@ -368,8 +369,8 @@ def loss_settings() -> dict:
         return {}
     with contextlib.suppress(AttributeError, TypeError):  # it reads the operands
         current(noted, None, None)
-    check("compat.liger", noted, "liger_fused_linear_cross_entropy may be wrapped by a function that calls it "
-          "with the operands it was given, got {!r}", current)  # fmt: skip
+    check("compat.liger", noted, "liger_fused_linear_cross_entropy may be wrapped by a function that calls "
+          "it with the operands it was given, got {!r}", current)  # fmt: skip
     defaults = inspect.signature(ours).parameters
     return {name: value for name, value in noted.items() if value is not defaults[name].default
             and name not in ("input", "weight", "target")}  # fmt: skip

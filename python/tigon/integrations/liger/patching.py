@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import os
 
 from transformers import AutoConfig
 
@@ -119,6 +120,11 @@ def _slots(options: dict) -> tuple[dict, bool]:
 
 
 def _patch(model, slots: dict, logits_loss: bool) -> None:
+    impl = os.environ.get("LIGER_KERNEL_IMPL")  # Axolotl's liger_kernel_impl
+    if impl:
+        log.warning(
+            "[compat.liger] LIGER_KERNEL_IMPL=%s chooses nothing: each op has one implementation", impl
+        )
     if logits_loss:
         _use_logits_loss(model)
     if any(slots.values()):

@@ -1,4 +1,4 @@
-"""transformers' causal-LM loss, from the hidden states where logits are owed, and the options that it takes."""
+"""transformers' causal-LM loss, from the hidden states where logits are owed, and its options."""
 
 from __future__ import annotations
 

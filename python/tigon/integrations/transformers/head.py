@@ -114,10 +114,10 @@ def _why_computed(module, spec, asked, hidden) -> str | None:
     if spec.once is not None:
         return spec.once
     if _adapted(module) and head_operands(module) is None:
-        return "the adapter of the head does more than two products (lora_dropout=0, or no adapter on the head)"
+        return "the adapter of the head does more than two products (lora_dropout=0, or leave the head out)"
     if torch.compiler.is_compiling():
         if not spec.compiled:
-            return "torch.compile traces a loss function that is not transformers' causal one (compile the layers)"
+            return "torch.compile traces a loss that is not transformers' causal one (compile the layers)"
     elif _in_reentrant_checkpoint():
         return "a reentrant checkpoint takes tensors only (use_reentrant=False)"
     if torch.jit.is_tracing():
@@ -216,8 +216,8 @@ def before_forward(module: nn.Module, spec: HeadSpec, given: dict) -> Asked:
     labels = any("labels" in name for name in given)
     check("apply", labels or not skip, "labels must be given with skip_logits=True, got {}", sorted(given))
     named = loss_options(given) and module.loss_function is not causal_lm_loss
-    check("apply", not named, "options of the loss must be given to a model with transformers' causal-LM loss, "
-          "got {} for {}", sorted(given), type(module).__name__)  # fmt: skip
+    check("apply", not named, "options of the loss must be given to a model with transformers' causal-LM "
+          "loss, got {} for {}", sorted(given), type(module).__name__)  # fmt: skip
     head = output_head(module)
     spec.once = gathered_once(head)
     for linear in _patched(head, spec):

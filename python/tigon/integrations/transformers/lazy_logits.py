@@ -8,7 +8,6 @@ It is a plain Python object and not a tensor subclass, so that torch.compile tra
 from __future__ import annotations
 
 import math
-import sys
 from contextlib import nullcontext
 
 import torch
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 
 from tigon.error import Error
 from tigon.integrations.transformers.forward import plain
+from tigon.integrations.transformers.report import reader
 from tigon.integrations.transformers.sharding import in_a_group, present
 
 
@@ -288,7 +288,7 @@ class LazyLogits:
         if not torch.compiler.is_compiling():
             self._check_fresh()
             if not self._calls.materialised:
-                self._calls.say(f"{_reader()} reads output.logits, one product of the head a step")
+                self._calls.say(f"{reader()} reads output.logits, one product of the head a step")
             self._calls.materialised += 1
         if torch.is_grad_enabled():
             value = self._compute()
@@ -467,14 +467,6 @@ for _name in (_TENSOR_OPERATORS + _IN_PLACE_OPERATORS).split():
     _method = _forward_to_tensor(f"__{_name}__", _name in _IN_PLACE_OPERATORS.split())
     setattr(LazyLogits, _method.__name__, _method)
 LazyLogits.__hash__ = object.__hash__
-
-
-def _reader() -> str:
-    """Where the innermost call outside of Tigon and PyTorch is."""
-    frame = sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith(("tigon.", "torch.")):
-        frame = frame.f_back
-    return f"{frame.f_globals.get('__name__')}, line {frame.f_lineno},"
 
 
 def _identity(value):

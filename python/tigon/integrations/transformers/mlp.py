@@ -70,7 +70,9 @@ def mlp_forward(module: nn.Module, spec: MlpSpec, x, layer=None):
     for name in spec.before:
         x = getattr(module, name)(x)
     down = None if spec.down is None else getattr(module, spec.down)
-    names = (spec.up, spec.gate or spec.gate_up) if spec.up_called_first else (spec.gate or spec.gate_up, spec.up)
+    names = (
+        (spec.up, spec.gate or spec.gate_up) if spec.up_called_first else (spec.gate or spec.gate_up, spec.up)
+    )
     called = {name: getattr(module, name)(x) for name in names if name is not None}
     gate, up = called.get(spec.gate or spec.gate_up), called.get(spec.up)
     if gate is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import logging
+import sys
 from dataclasses import dataclass, field
 
 import torch
@@ -67,6 +68,14 @@ def _say(reason: str, said: set[str]) -> None:
 @torch.compiler.assume_constant_result
 def _say_tracing(reason: str) -> None:
     _say(reason, _traced)
+
+
+def reader() -> str:
+    """Where the innermost call outside of Tigon and PyTorch is."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(("tigon.", "torch.")):
+        frame = frame.f_back
+    return f"{frame.f_globals.get('__name__')}, line {frame.f_lineno},"
 
 
 @dataclass
