@@ -8,13 +8,16 @@ from program import case, pairs, saved_model, state_losses, trainer_options
 
 PROGRAM, DISTRIBUTION = "Axolotl", "axolotl"
 PACKAGES = (
-    "accelerate==1.13.0 datasets==4.8.4 peft==0.20.0 transformers==5.16.1 trl==1.9.0 kernels<0.17 addict fire colorama "
+    "huggingface_hub==1.17.0 accelerate==1.13.0 datasets==4.8.4 peft==0.20.0 transformers==5.16.1 trl==1.9.0 kernels<0.17 addict fire colorama "
     "einops scipy evaluate==0.4.1 numba python-dotenv==1.0.1 fastcore schedulefree==1.4.1 posthog art requests "
     "sentencepiece mistral-common==1.11.5 nvidia-ml-py langdetect immutabledict trackio==0.19.0 tensorboard zstandard triton==3.7.1 wandb"
 )
 ALONE = "axolotl==0.19.0 axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.0.6 optimum==1.16.2 bitsandbytes==0.50.2"
 CASES = []
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_linear": True}
+LORA |= dict.fromkeys(
+    ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel"), False
+)  # CUDA only
 HEAD = ("fused_linear_cross_entropy",)
 ALL = ("rope", "rms_norm", "layer_norm", "glu_activation", *HEAD)
 

@@ -11,7 +11,7 @@ from program import STEPS, case, on_gpu, pairs, saved_model
 PROGRAM, DISTRIBUTION = "verl", "verl"
 PACKAGES = (
     "transformers==5.10.2 tensordict==0.10.0 accelerate datasets peft hydra-core codetiming dill pandas pyarrow torchdata "
-    "ray pylatexenc tensorboard uvicorn fastapi aiohttp"
+    "ray pylatexenc tensorboard uvicorn fastapi aiohttp trl==0.24.0"
 )
 ALONE = "verl==0.9.1"
 CASES = []
@@ -19,10 +19,23 @@ FUSED = {"model.use_fused_kernels": True, "model.fused_kernel_options.impl_backe
 
 
 @case(
-    CASES, "SFT, FSDP2", "`tigon.compat.liger.install()`, `model.use_liger=True`", {}, processes=2, head=False
+    CASES,
+    "SFT, FSDP2",
+    "`tigon.compat.liger.install()`, `model.use_liger=True`",
+    {},
+    "llama",
+    processes=2,
+    head=False,
 )
-@case(CASES, "SFT, FSDP2, fused heads", "`tigon.compat.verl.install()` too", FUSED, processes=2)
-def train(with_tigon, folder, settings):
+@case(
+    CASES,
+    "SFT, FSDP2, fused and tied head",
+    "`tigon.compat.verl.install()` too",
+    FUSED,
+    "llama_bias_tied",
+    processes=2,
+)
+def train(with_tigon, folder, settings, family):
     if with_tigon:
         import tigon.compat.liger
         import tigon.compat.verl
@@ -45,9 +58,10 @@ def train(with_tigon, folder, settings):
     options = {
         "data.train_files": place / "rows.parquet", "data.train_batch_size": 4, "data.micro_batch_size_per_gpu": 2,
         "data.use_dynamic_bsz": False, "data.max_length": 128, "data.num_workers": 0, "data.max_token_len_per_gpu": 512,
-        "model.path": saved_model(place), "model.use_remove_padding": False, "model.use_liger": with_tigon,
+        "model.path": saved_model(place, family), "model.use_remove_padding": False, "model.use_liger": with_tigon,
         "+model.override_config.attn_implementation": "eager", "model.enable_gradient_checkpointing": False,
-        "engine.strategy": "fsdp2", "engine.use_torch_compile": False, "engine.dtype": "float32",
+        "engine.strategy": "fsdp2", "engine.use_torch_compile": False,
+        "+engine.mixed_precision": "{param_dtype:fp32,reduce_dtype:fp32,buffer_dtype:fp32}",
         "trainer.device": "cuda" if on_gpu() else "cpu", "trainer.logger": "[file]", "trainer.total_training_steps": STEPS,
         "trainer.n_gpus_per_node": 2, "trainer.default_local_dir": folder / "out", "trainer.resume_mode": "disable",
         **settings,
@@ -60,6 +74,8 @@ def train(with_tigon, folder, settings):
         cpu_platform()
         distributed.initialize_global_process_group = torch.distributed.init_process_group
     sft_trainer.main()
+    if rank:
+        return []
     steps = [json.loads(line)["data"] for line in (place / "log.jsonl").read_text().splitlines()]
     return [float(step[name]) for step in steps for name in ("train/loss", "train/grad_norm") if name in step]
 
@@ -96,3 +112,15 @@ def cpu_platform():
         manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
 
     set_platform(CPU())
+    for name in (
+        "memory_reserved",
+        "memory_allocated",
+        "max_memory_reserved",
+        "max_memory_allocated",
+        "empty_cache",
+    ):
+        setattr(torch.cpu, name, lambda *args: 0)
+    from verl.workers.engine import EngineRegistry
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+    EngineRegistry.register("language_model", ["fsdp2"], device="cpu")(FSDPEngineWithLMHead)
