@@ -97,7 +97,7 @@ def structure(model) -> dict:
     from tigon.integrations.transformers import apply, undo
 
     try:
-        entries = apply(model).entries
+        entries = apply(model, qk_norm=True).entries
     except tigon.Error as error:
         return {"loss": {"by": {}, "left": {brief(error): 1}}}
     slots: dict = {}
@@ -122,7 +122,7 @@ def compare(model) -> str:
     again = step(model)
     if again[0] != wanted[0] or not torch.equal(again[1], wanted[1]):
         return "stock does not repeat itself"
-    report = apply(model)
+    report = apply(model, qk_norm=True)
     got = step(model)
     undo(model)
     calls = report.head_calls

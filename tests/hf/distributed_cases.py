@@ -184,7 +184,7 @@ def fsdp2_qk_norm(unit, checkpointed):
     """Norms of q and k fused with the rotary embedding, the attention in a unit of its own or its layer's."""
     model = make("qwen3")
     losses, want = wanted(model)
-    report = apply(model)
+    report = apply(model, qk_norm=True)
     assert report.count("qk_norm") == 2
     if checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})

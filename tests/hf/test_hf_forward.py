@@ -219,8 +219,7 @@ def test_peft_forms_no_logits():
         run = subprocess.run([sys.executable, "-c", PEAK, what], check=True, capture_output=True, text=True)
         return int(run.stdout.split()[-1])
 
-    assert peak("stock") > 700
-    assert peak("tigon") < 375
+    assert peak("tigon") < 375 < peak("stock")
 
 
 # --- what is said --------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import pickle
 
@@ -14,7 +15,10 @@ from tiny import assert_step_as_good, batch, close, double, make, step
 from tiny_config import tiny_config
 from torch import nn
 
-from tigon.integrations.transformers import apply, qk_norm, undo
+from tigon.integrations.transformers import apply as tigon_apply
+from tigon.integrations.transformers import qk_norm, undo
+
+apply = functools.partial(tigon_apply, qk_norm=True)
 
 table = importlib.import_module("models_table")
 

@@ -30,6 +30,7 @@ MODULES = {
     "Experts": lambda **to: nn.Experts(3, 8, 16, bias=True, **to),
     "Router": lambda **to: nn.Router(8, 4, 2, bias=True, correction=True, **to),
     "HyperConnections": lambda **to: nn.HyperConnections(8, 2, **to),
+    "LoRALinear": lambda **to: nn.LoRALinear(8, 6, 2, **to),
     "MedusaHeads": lambda **to: nn.MedusaHeads(8, 11, 2, 2, **to),
 }  # fmt: skip
 every_module = pytest.mark.parametrize("name", MODULES)

@@ -91,6 +91,8 @@ def test_vmap_of_grad_and_jacrev(module, case):
 @pytest.mark.parametrize("retain_graph", [False, True])
 def test_batched_gradients(module, case, retain_graph):
     """``is_grads_batched``, as ``jacobian(..., vectorize=True)`` has it: one backward for several."""
+    if module.NAME == "lora_linear":
+        pytest.skip("the operator takes lists of tensors, for which PyTorch's vmap has no fallback")
     total, leaves = _closed(module, case)
     expected = _gradients(total, leaves)
     upstream = torch.tensor([1.0, 2.0], dtype=torch.float64)

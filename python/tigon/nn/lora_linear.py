@@ -59,9 +59,15 @@ class LoRALinear(nn.Module):
         if self.bias is not None:
             self.bias.requires_grad_(False)
         n, k = self.weight.shape
+        self.in_features, self.out_features = k, n
         like = {"device": self.weight.device, "dtype": torch.float32}
         self.lora_a = nn.Parameter(torch.empty(rank, k, **like))
         self.lora_b = nn.Parameter(torch.empty(n, rank, **like))
+        self.reset_lora_parameters()
+
+    def reset_parameters(self) -> None:
+        """All parameters, as `torch.nn.Linear` begins; the adapter adds nothing."""
+        nn.Linear.reset_parameters(self)
         self.reset_lora_parameters()
 
     def reset_lora_parameters(self) -> None:

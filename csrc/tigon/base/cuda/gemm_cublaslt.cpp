@@ -34,7 +34,6 @@ const Api& api() {
     bind(a.preference_set, "cublasLtMatmulPreferenceSetAttribute");
     bind(a.preference_destroy, "cublasLtMatmulPreferenceDestroy");
     bind(a.heuristic, "cublasLtMatmulAlgoGetHeuristic");
-    bind(a.algo_check, "cublasLtMatmulAlgoCheck");
     bind(a.algo_get, "cublasLtMatmulAlgoConfigGetAttribute");
     bind(a.matmul, "cublasLtMatmul");
     return a;
@@ -52,16 +51,12 @@ void check(lt::Status status, const char* call) {
 
 int data_type(DType t) { return t == DType::f32 ? lt::kR32F : t == DType::bf16 ? lt::kR16BF : lt::kR16F; }
 
-// Of an address: `most` bytes, or less.
-uint32_t alignment(const void* p, uint32_t most) {
+uint32_t alignment(const void* p) {
   auto bits = reinterpret_cast<uintptr_t>(p);
-  uint32_t a = most;
+  uint32_t a = 256;
   while (bits % a != 0) a /= 2;
   return a;
 }
-
-// Rows of logits that begin elsewhere take the same kernel.
-uint32_t most_alignment(bool split) { return split ? 256 : 16; }
 
 // Everything the choice of a kernel depends on.
 using Key =
@@ -69,8 +64,7 @@ using Key =
 
 struct Plan {
   Plan() = default;
-  // The kernel is that of `like`, where there is one and it takes these sizes.
-  Plan(const Gemm& g, bool split, lt::Handle handle, const Plan* like = nullptr);
+  Plan(const Gemm& g, bool split, lt::Handle handle);
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
   ~Plan() {
@@ -130,7 +124,7 @@ int choose(const Gemm& g, const lt::HeuristicResult* results, int found) {
 
 // Row major C = A B is column major C^T = B^T A^T: our B is cuBLASLt's A.
 // Delegating: a constructor that throws from here on is followed by the destructor.
-Plan::Plan(const Gemm& g, bool split, lt::Handle handle, const Plan* like) : Plan() {
+Plan::Plan(const Gemm& g, bool split, lt::Handle handle) : Plan() {
   const lt::Api& api = lt::api();
   check(api.matmul_desc_create(&desc, lt::kCompute32F, lt::kR32F), "cublasLtMatmulDescCreate");
   int op_a = g.trans_b ? lt::kOpT : lt::kOpN, op_b = g.trans_a ? lt::kOpT : lt::kOpN;
@@ -143,20 +137,12 @@ Plan::Plan(const Gemm& g, bool split, lt::Handle handle, const Plan* like) : Pla
   layout(a, g.ab_dtype, g.trans_b ? g.n : g.k, g.trans_b ? g.k : g.n, g.ldb);
   layout(b, g.ab_dtype, g.trans_a ? g.k : g.m, g.trans_a ? g.m : g.k, g.lda);
   layout(c, g.c_dtype, g.m, g.n, g.ldc);
-  lt::HeuristicResult same = {};
-  if (like != nullptr && api.algo_check(handle, desc, a, b, c, c, &like->algo, &same) == 0 &&
-      same.workspace_size <= kGemmWorkspace) {
-    algo = like->algo;
-    workspace = same.workspace_size;
-    return;
-  }
   lt::Preference pref = nullptr;
   check(api.preference_create(&pref), "cublasLtMatmulPreferenceCreate");
   size_t most_workspace = kGemmWorkspace;
   // Split-K partial sums are never added in 16 bits.
   uint32_t reductions = split ? lt::kReduceInComputeType : lt::kReduceNone;
-  const uint32_t most = most_alignment(split);
-  uint32_t align_a = alignment(g.b, most), align_b = alignment(g.a, most), align_c = alignment(g.c, most);
+  uint32_t align_a = alignment(g.b), align_b = alignment(g.a), align_c = alignment(g.c);
   api.preference_set(pref, lt::kPrefMaxWorkspace, &most_workspace, sizeof most_workspace);
   api.preference_set(pref, lt::kPrefReductions, &reductions, sizeof reductions);
   api.preference_set(pref, lt::kPrefAlignA, &align_a, sizeof align_a);
@@ -176,37 +162,24 @@ Plan::Plan(const Gemm& g, bool split, lt::Handle handle, const Plan* like) : Pla
   workspace = best.workspace_size;
 }
 
-// split: whether sums along K may be split, and each number of rows may take another kernel. Without, a row has the same bits beside
-// any number of others.
-constexpr int64_t kPlannedRows = 4096;
+// split: whether sums along K may be split.
 void run_piece(Context& ctx, const Gemm& g, bool split, int device, GemmWorkspace& workspace) {
   int flags = int(g.trans_a) | int(g.trans_b) << 1 | int(g.beta != 0.0f) << 2 | int(split) << 3;
-  const uint32_t most = most_alignment(split);
-  auto key = [&](int64_t rows) {
-    return Key{rows,
-               g.n,
-               g.k,
-               g.lda,
-               g.ldb,
-               g.ldc,
-               int(g.ab_dtype) * 16 + int(g.c_dtype),
-               flags,
-               alignment(g.a, most),
-               alignment(g.b, most),
-               alignment(g.c, most)};
-  };
+  Key key{g.m,
+          g.n,
+          g.k,
+          g.lda,
+          g.ldb,
+          g.ldc,
+          int(g.ab_dtype) * 16 + int(g.c_dtype),
+          flags,
+          alignment(g.a),
+          alignment(g.b),
+          alignment(g.c)};
   DeviceProducts& of_device = products_of(device);
   lt::Handle handle = of_device.handle;
-  using Shared = std::shared_ptr<const Plan>;
-  const Shared plan = of_device.plans.get(key(g.m), [&] {
-    if (split || g.m == kPlannedRows) return std::make_shared<const Plan>(g, split, handle);
-    const Shared like = of_device.plans.get(key(kPlannedRows), [&] {
-      Gemm planned = g;
-      planned.m = kPlannedRows;
-      return std::make_shared<const Plan>(planned, split, handle);
-    });
-    return std::make_shared<const Plan>(g, split, handle, like.get());
-  });
+  std::shared_ptr<const Plan> plan =
+      of_device.plans.get(key, [&] { return std::make_shared<const Plan>(g, split, handle); });
   if (plan->workspace > workspace.size)
     workspace = {.data = ctx.scratch(plan->workspace), .size = plan->workspace};
   check(lt::api().matmul(handle, plan->desc, &g.alpha, g.b, plan->a, g.a, plan->b, &g.beta, g.c, plan->c, g.c,
@@ -218,8 +191,8 @@ void run_piece(Context& ctx, const Gemm& g, bool split, int device, GemmWorkspac
 
 void cublaslt_gemm(Context& ctx, const Gemm& g, int device, GemmWorkspace& workspace) {
   if (g.m == 0 || g.n == 0) return;
-  // Logits have tiles enough without a split of K, small products wait for the weight whatever the kernel, and an odd
-  // vocabulary is cut for few rows as for many.
+  // Without a split of K, and with an odd vocabulary cut for few rows as for many, a row of logits has the same bits beside
+  // any number of others.
   const bool logits = makes_logits(g);
   GemmPieces pieces = logits ? gemm_pieces(g, 0) : gemm_pieces(g);
   for (int i = 0; i < pieces.count; ++i) run_piece(ctx, pieces.piece[size_t(i)], !logits, device, workspace);

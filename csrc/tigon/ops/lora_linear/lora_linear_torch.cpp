@@ -9,8 +9,12 @@ constexpr const char* kOp = "lora_linear";
 using Tensors = std::vector<Tensor>;
 using Optionals = std::vector<OptionalTensor>;
 
+// Rows that overlap, as those of an expanded gradient, are copied: products take none.
 Matrix matrix_of(const char* name, Tensor& t, const Tensor& like) {
   check_same_device(kOp, name, t, like);
+  const Matrix m = rows_of(kOp, name, t);
+  if (m.rows <= 1 || m.stride >= m.cols) return m;
+  t = to_contiguous(kOp, name, t);
   return rows_of(kOp, name, t);
 }
 // A result of x's leading dimensions.
@@ -69,7 +73,7 @@ Tensors forward(Tensor x, Tensors weights, Tensors biases, Tensors a, Tensors b,
     check_same_device(kOp, "bias", biases[i], x);
     group.bases[size_t(biased[i])].bias = vector_of(kOp, "bias", biases[i]);
   }
-  const Matrix rows = rows_of(kOp, "x", x);
+  const Matrix rows = matrix_of("x", x, x);
   Tensors results;
   for (size_t g = 0; g < weights.size() && !only_t; ++g) {
     LoraBase& base = group.bases[g];
@@ -93,7 +97,7 @@ Tensors backward(Optionals dy, Tensor x, Tensors weights, Tensors a, Tensors b, 
   Group group(x, weights, a, b, linears, scales, dropouts, seed);
   TIGON_CHECK(kOp, dy.size() == weights.size(), "dy must be as many as weights, ", weights.size(), ", got ",
               dy.size());
-  const Matrix rows = rows_of(kOp, "x", x);
+  const Matrix rows = matrix_of("x", x, x);
   for (size_t g = 0; g < dy.size(); ++g)
     if (dy[g]) group.bases[g].y = matrix_of("dy", *dy[g], x);
   const DType dtype = !a.empty() && group.adapters[0].a.dtype == rows.dtype ? rows.dtype : DType::f32;

@@ -27,8 +27,7 @@ namespace {
 constexpr const char* kOp = "softmax";
 
 template <class T, RowAlignment kAlignment>
-using Loader =
-    AlignedRowLoader<T, kAlignment == RowAlignment::any, kAlignment == RowAlignment::vectorized>;
+using Loader = AlignedRowLoader<T, kAlignment == RowAlignment::any, kAlignment == RowAlignment::vectorized>;
 
 template <class T>
 struct Forward {

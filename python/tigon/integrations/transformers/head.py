@@ -157,7 +157,7 @@ def _loss(module, spec, hidden, request):
     device = hidden.device.type
     off = nullcontext() if autocast_dtype(device) is None else torch.autocast(device, enabled=False)
     options = {"bias": bias, **request.options}
-    scaling = options.pop("token_scaling")
+    scaling = options.pop("token_scaling", False)
     check("apply", not (scaling and sharded), "use_token_scaling must not be given where the head is sharded "
           "over a vocabulary, got True")  # fmt: skip
     with off:  # the casts are made; autocast must not add its own

@@ -375,7 +375,7 @@ class LazyLogits:
             logit_scale=scale,
             softcap=softcap,
             z_loss=z_loss,
-            token_scaling=token_scaling,
+            **({"token_scaling": True} if token_scaling else {}),
             outputs=("loss", "predicted") if predict else None,
         )
         result = self._call_head(request)

@@ -171,7 +171,7 @@ class _Plan:
 
 
 def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool = True, loss: bool = True,
-          experts: bool = True, router: bool = True, qkv: bool = True, qk_norm: bool = True,
+          experts: bool = True, router: bool = True, qkv: bool = True, qk_norm: bool = False,
           hyper: bool = True, lora: bool = True, lazy_logits: bool = False,
           strict: bool = False) -> Report:  # fmt: skip
     """Replace the norms, MLPs, rotary functions, loss head, experts and routers of a model by Tigon's.
