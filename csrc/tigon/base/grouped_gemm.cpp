@@ -6,17 +6,6 @@
 #include "tigon/base/elementwise.h"
 
 namespace tigon {
-namespace {
-
-// So many rows of m from `first` on.
-Matrix rows_from(const Matrix& m, int64_t first, int64_t rows) {
-  Matrix part = m;
-  part.data = cpu::element_at(m, first, 0), part.rows = rows;
-  return part;
-}
-
-}  // namespace
-
 void grouped_gemm(Context& ctx, const GroupedGemm& g) {
   TIGON_CHECK("grouped_gemm", ctx.device() == Device::cpu, "there is no grouped product on ",
               name_of(ctx.device()));

@@ -25,6 +25,14 @@ struct Matrix {
   explicit operator bool() const { return data != nullptr || rows * cols == 0; }
 };
 
+// `count` rows from row `first` on. One that is absent stays so.
+inline Matrix rows_from(const Matrix& m, int64_t first, int64_t count) {
+  Matrix part = m;
+  part.rows = count;
+  if (m.data) part.data = static_cast<char*>(m.data) + first * m.stride * int64_t(size_of(m.dtype));
+  return part;
+}
+
 struct Vector {
   void* data = nullptr;
   DType dtype = DType::f32;

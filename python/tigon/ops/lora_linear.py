@@ -243,6 +243,8 @@ def _setup_function(ctx, inputs, output):
 
 
 def _backward_function(ctx, *dys):
+    if _op.is_batched() and not torch._C._are_functorch_transforms_active():
+        refuse(_OP, "gradients must come one by one (or by torch.func.vmap), got is_grads_batched=True")
     needs = ctx.shape.lists(ctx.needs_input_grad[3:])
     dx, *lists = _gradients(ctx, dys, ctx.needs_input_grad[1], needs)
     return None, dx, None, *(gradient for one in lists for gradient in one)

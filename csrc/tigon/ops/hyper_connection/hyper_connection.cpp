@@ -14,14 +14,6 @@ int64_t chunk_rows(const Matrix& x) {
   return std::clamp<int64_t>(kChunk / x.cols, 1, std::max<int64_t>(x.rows, 1));
 }
 
-Matrix rows_from(const Matrix& m, int64_t first, int64_t rows) {
-  if (m.data == nullptr) return {};
-  Matrix part = m;
-  part.data = static_cast<char*>(m.data) + first * m.stride * int64_t(size_of(m.dtype));
-  part.rows = rows;
-  return part;
-}
-
 Matrix dense(float* data, int64_t rows, int64_t cols) {
   return {.data = data, .dtype = DType::f32, .rows = rows, .cols = cols, .stride = cols};
 }

@@ -209,13 +209,6 @@ CrossEntropyRows row_pass(const LinearCrossEntropy& a, const Matrix& logits) {
           .z_loss = a.z_loss};
 }
 
-Matrix rows_from(const Matrix& m, int64_t first, int64_t count) {
-  Matrix part = m;
-  part.rows = count;
-  part.data = static_cast<char*>(m.data) + first * m.stride * int64_t(size_of(m.dtype));
-  return part;
-}
-
 // Logits of a chunk and what the row pass makes of them: the results in `v`, and dlogits where they are wanted.
 void pass_rows(Context& ctx, const LinearCrossEntropy& a, const LinearHead& head, const LinearHeadRows& rows,
                const Values& v, LinearHeadChunk& c, bool gradients) {

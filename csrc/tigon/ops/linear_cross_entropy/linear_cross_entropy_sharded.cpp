@@ -11,13 +11,6 @@ namespace {
 
 constexpr const char* kOp = "linear_cross_entropy_sharded";
 
-Matrix rows_from(const Matrix& m, int64_t first, int64_t count) {
-  Matrix part = m;
-  part.rows = count;
-  if (m.data) part.data = static_cast<char*>(m.data) + first * m.stride * int64_t(size_of(m.dtype));
-  return part;
-}
-
 Matrix columns_from(const Matrix& m, int64_t first, int64_t count) {
   Matrix part = m;
   part.cols = count;

@@ -18,10 +18,6 @@ Vector first_of(Vector v, int64_t size) {
   v.size = v ? size : v.size;
   return v;
 }
-Matrix rows_from(Matrix m, int64_t first, int64_t count) {
-  m.data = static_cast<char*>(m.data) + first * m.stride * int64_t(size_of(m.dtype)), m.rows = count;
-  return m;
-}
 
 LinearHead head_of(const LinearDivergence& a) {
   return {.op = kOp,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "tigon/base/product.h"
 #include "tigon/base/require.h"
 #include "tigon/ops/cross_entropy/cross_entropy.h"
 
@@ -29,13 +30,6 @@ int64_t known_count(Context& ctx, const LinearHead& a, const LinearHeadLabels& l
   return count;
 }
 
-Matrix rows_from(const Matrix& m, int64_t first, int64_t count) {
-  Matrix part = m;
-  part.rows = count;
-  if (m.data) part.data = static_cast<char*>(m.data) + first * m.stride * int64_t(size_of(m.dtype));
-  return part;
-}
-
 Matrix new_matrix(Context& ctx, int64_t rows, int64_t cols, int64_t stride, DType dtype) {
   void* data = ctx.scratch(size_of(dtype) * size_t(std::max<int64_t>(rows, 1) * stride));
   return {.data = data, .dtype = dtype, .rows = rows, .cols = cols, .stride = stride};
@@ -49,34 +43,6 @@ Matrix as_column(const Vector& v, int64_t count) {
 
 void fill_zero(Context& ctx, const Matrix& m) {
   if (m.data && m.rows * m.cols > 0) TIGON_BACKEND(linear_head_zero(ctx, m));
-}
-
-// c (+)= alpha op(a) op(b); the shape of the product is c's.
-struct Product {
-  Matrix a, b, c;
-  bool trans_a = false, trans_b = false;
-  float alpha = 1.0f, beta = 0.0f;
-  bool unrounded = false;  // into f32
-  bool padded_a = false;
-};
-void multiply(Context& ctx, const Product& p) {
-  ctx.gemm({.m = p.c.rows,
-            .n = p.c.cols,
-            .k = p.trans_a ? p.a.rows : p.a.cols,
-            .a = p.a.data,
-            .lda = p.a.stride,
-            .trans_a = p.trans_a,
-            .b = p.b.data,
-            .ldb = p.b.stride,
-            .trans_b = p.trans_b,
-            .c = p.c.data,
-            .ldc = p.c.stride,
-            .ab_dtype = p.a.dtype,
-            .c_dtype = p.c.dtype,
-            .alpha = p.alpha,
-            .beta = p.beta,
-            .unrounded = p.unrounded,
-            .padded_a = p.padded_a});
 }
 
 // Rows of a chunk where there are several.

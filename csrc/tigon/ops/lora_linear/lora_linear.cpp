@@ -3,41 +3,16 @@
 #include <algorithm>
 #include <vector>
 
+#include "tigon/base/product.h"
 #include "tigon/base/require.h"
 
 namespace tigon {
 namespace {
 
-// C (+)= alpha op(A) op(B), of views.
-struct Product {
-  const Matrix &a, &b, &c;
-  bool trans_a = false, trans_b = false, add = false;
-  float alpha = 1.0f;
-};
-void multiply(Context& ctx, const Product& p) {
-  ctx.gemm({.m = p.c.rows,
-            .n = p.c.cols,
-            .k = p.trans_a ? p.a.rows : p.a.cols,
-            .a = p.a.data,
-            .lda = p.a.stride,
-            .trans_a = p.trans_a,
-            .b = p.b.data,
-            .ldb = p.b.stride,
-            .trans_b = p.trans_b,
-            .c = p.c.data,
-            .ldc = p.c.stride,
-            .ab_dtype = p.a.dtype,
-            .c_dtype = p.c.dtype,
-            .alpha = p.alpha,
-            .beta = p.add ? 1.0f : 0.0f});
+Matrix columns_of(Matrix m, int64_t first, int64_t count) {
+  m.data = static_cast<char*>(m.data) + first * int64_t(size_of(m.dtype)), m.cols = count;
+  return m;
 }
-
-Matrix part(const Matrix& m, int64_t row, int64_t rows, int64_t col, int64_t cols) {
-  char* first = static_cast<char*>(m.data) + (row * m.stride + col) * int64_t(size_of(m.dtype));
-  return {.data = first, .dtype = m.dtype, .rows = rows, .cols = cols, .stride = m.stride};
-}
-Matrix rows_of(const Matrix& m, int64_t first, int64_t count) { return part(m, first, count, 0, m.cols); }
-Matrix columns_of(const Matrix& m, int64_t first, int64_t count) { return part(m, 0, m.rows, first, count); }
 
 Matrix scratch(Context& ctx, DType dtype, int64_t rows, int64_t cols) {
   return {.data = ctx.scratch(size_of(dtype) * size_t(rows * cols)),
@@ -84,7 +59,7 @@ struct Packed {
     if (need_a) a = one ? adapters[0].a : scratch(ctx, x.dtype, columns_of_all(adapters), x.cols);
     for (const LoraAdapter& l : adapters) {
       const int64_t rank = l.a.rows, wide = lora_columns(rank);
-      if (need_a && !one) copies.push_back({l.a, rows_of(a, columns, wide)});
+      if (need_a && !one) copies.push_back({l.a, rows_from(a, columns, wide)});
       if (need_b) b.push_back(as_is(l.b, rank) ? l.b : scratch(ctx, x.dtype, l.b.rows, wide));
       if (need_b && b.back().data != l.b.data) copies.push_back({l.b, b.back()});
       first.push_back(columns);
@@ -167,7 +142,7 @@ void lora_linear_fwd(Context& ctx, const LoraLinearFwd& a) {
         ctx, a.x, a.adapters, a.seed, true, packed, [](const LoraAdapter&) { return false; },
         [&](size_t, int64_t first, int64_t columns, const Matrix& x) {
           multiply(ctx, {.a = x,
-                         .b = rows_of(packed.a, first, columns),
+                         .b = rows_from(packed.a, first, columns),
                          .c = columns_of(a.t, first, columns),
                          .trans_b = true});
         });
@@ -185,11 +160,11 @@ void lora_linear_fwd(Context& ctx, const LoraLinearFwd& a) {
                      .b = columns_of(packed.b[i], 0, rank),
                      .c = l.y,
                      .trans_b = true,
-                     .add = add,
-                     .alpha = adapter.scale});
+                     .alpha = adapter.scale,
+                     .beta = float(add)});
       add = true;
     }
-    multiply(ctx, {.a = a.x, .b = l.weight, .c = l.y, .trans_b = true, .add = add});
+    multiply(ctx, {.a = a.x, .b = l.weight, .c = l.y, .trans_b = true, .beta = float(add)});
   }
 }
 
@@ -215,7 +190,7 @@ void lora_linear_bwd(Context& ctx, const LoraLinearBwd& a) {
     const int64_t wide = lora_columns(l.a.rows);
     if (absent(l)) {
       if (l.db.data != nullptr) zero(l.db);
-      if (a.da.data != nullptr) zero(rows_of(a.da, column, wide));
+      if (a.da.data != nullptr) zero(rows_from(a.da, column, wide));
     }
     any = any || !absent(l);
     column += wide;
@@ -246,7 +221,7 @@ void lora_linear_bwd(Context& ctx, const LoraLinearBwd& a) {
              [&](size_t, int64_t first, int64_t columns, const Matrix& x) {
                multiply(ctx, {.a = columns_of(dt, first, columns),
                               .b = x,
-                              .c = rows_of(a.da, first, columns),
+                              .c = rows_from(a.da, first, columns),
                               .trans_a = true});
              });
   if (a.dx.data == nullptr) return;
@@ -259,16 +234,16 @@ void lora_linear_bwd(Context& ctx, const LoraLinearBwd& a) {
                undropped = scratch(ctx, a.x.dtype, a.x.rows, a.x.cols);
              const Matrix& to = p > 0.0 && add ? undropped : a.dx;
              multiply(ctx, {.a = columns_of(dt, first, columns),
-                            .b = rows_of(packed.a, first, columns),
+                            .b = rows_from(packed.a, first, columns),
                             .c = to,
-                            .add = p == 0.0 && add});
+                            .beta = float(p == 0.0 && add)});
              if (p > 0.0)
                drop(ctx, {.from = to, .to = a.dx, .p = p, .stream = uint32_t(i), .seed = a.seed, .add = add});
              add = true;
            });
   for (const LoraBase& l : a.bases) {
     if (l.y.data == nullptr) continue;
-    multiply(ctx, {.a = l.y, .b = l.weight, .c = a.dx, .add = add});
+    multiply(ctx, {.a = l.y, .b = l.weight, .c = a.dx, .beta = float(add)});
     add = true;
   }
   if (!add) copy(ctx, std::vector<LoraCopy>{{{.dtype = a.dx.dtype}, a.dx}});

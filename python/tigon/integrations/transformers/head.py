@@ -208,8 +208,8 @@ def forward_of_model(module: nn.Module, told: tuple[HeadSpec, tuple[str, ...]], 
 def before_forward(module: nn.Module, spec: HeadSpec, given: dict) -> Asked:
     """What a model's forward asks of its head, by the arguments that it was given.
 
-    Labels on the GPU are counted while the layers run: known to the host by the time of the loss, without
-    waiting, so that rows that do not count are left out.
+    Labels on the GPU are counted before the layers run: the loss waits for their number at most until the
+    device begins the layers, and leaves out the rows that do not count.
     """
     given = {name: value for name, value in given.items() if value is not None}
     skip = given.pop("skip_logits", None)

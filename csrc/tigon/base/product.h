@@ -1,0 +1,36 @@
+// A matrix product of views.
+#pragma once
+
+#include "tigon/base/context.h"
+
+namespace tigon {
+
+// C = alpha op(A) op(B) + beta C; the flags are those of Gemm.
+struct Product {
+  Matrix a, b, c;
+  bool trans_a = false, trans_b = false;
+  float alpha = 1.0f, beta = 0.0f;
+  bool unrounded = false;
+  bool padded_a = false;
+};
+inline void multiply(Context& ctx, const Product& p) {
+  ctx.gemm({.m = p.c.rows,
+            .n = p.c.cols,
+            .k = p.trans_a ? p.a.rows : p.a.cols,
+            .a = p.a.data,
+            .lda = p.a.stride,
+            .trans_a = p.trans_a,
+            .b = p.b.data,
+            .ldb = p.b.stride,
+            .trans_b = p.trans_b,
+            .c = p.c.data,
+            .ldc = p.c.stride,
+            .ab_dtype = p.a.dtype,
+            .c_dtype = p.c.dtype,
+            .alpha = p.alpha,
+            .beta = p.beta,
+            .unrounded = p.unrounded,
+            .padded_a = p.padded_a});
+}
+
+}  // namespace tigon
