@@ -17,8 +17,8 @@ from transformers import AutoConfig
 
 import tigon
 from tigon.error import Error, check
-from tigon.integrations.liger import counts, functional
-from tigon.integrations.transformers.causal_loss import loss_of_logits, loss_options
+from tigon.integrations.liger import forward, functional
+from tigon.integrations.transformers.causal_loss import COUNTS, loss_of_logits, loss_options
 from tigon.integrations.transformers.modules import AutoTigonForCausalLM, split_options
 
 log = logging.getLogger("tigon")
@@ -137,7 +137,7 @@ def _patch(model, slots: dict, logits_loss: bool) -> None:
         for entry in report.replaced:
             if entry.slot == "norm":
                 _take_choices(model.get_submodule(entry.path))
-        counts.attach(model)
+        forward.attach(model)
 
 
 def _take_choices(norm) -> None:
@@ -188,7 +188,7 @@ def logits_causal_lm_loss(logits, labels, vocab_size, num_items_in_batch=None, i
     """
     from torch.nn.functional import pad
 
-    options = loss_options({name: v for name, v in kwargs.items() if name not in counts.FIELDS})
+    options = loss_options({name: v for name, v in kwargs.items() if name not in COUNTS})
     if shift_labels is None:
         shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
     return loss_of_logits(
