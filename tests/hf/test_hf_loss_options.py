@@ -102,6 +102,7 @@ def test_counts_of_the_loss(family, patch, compiled):
     kept = shifted != -100
     patch(model)
     outputs._make.cache_clear()
+    torch._dynamo.reset()
     call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
     got = call(**inputs, return_token_accuracy=True, return_predicted_tokens=True)
     assert got.logits is None

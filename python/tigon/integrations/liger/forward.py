@@ -1,4 +1,4 @@
-"""What Liger's forwards add to those of :func:`tigon.apply`: the loss's settings of a program, and its output."""
+"""What Liger's forwards add to a patched model's: settings of the loss, and the output."""
 
 from __future__ import annotations
 
