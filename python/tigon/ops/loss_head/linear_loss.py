@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 from tigon._op import has_kernel, refuse_tangents
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
-from tigon.ops.arguments import check_choice, kind_of
+from tigon.ops.arguments import check_choice, is_traced, kind_of
 from tigon.ops.loss_head import linear_log_prob as _log_prob
 from tigon.ops.loss_head.groups import Groups
 from tigon.ops.loss_head.labels import labels_of
@@ -139,7 +139,7 @@ def linear_loss(
         _OP, hidden.device.type, hidden.dtype, *weight.shape[::-1],
         torch.is_grad_enabled() and weight.requires_grad, chunk_rows,
     )  # fmt: skip
-    if not kernel or apart or (reduction == "none" and denominator is None):
+    if not kernel or apart or is_traced(hidden) or (reduction == "none" and denominator is None):
         log_prob = _log_prob.linear_log_prob if kernel else _log_prob.reference
         options = {"bias": bias, "temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
         options |= {"ignore_index": ignore_index, "valid_rows": valid_rows, "chunk_rows": chunk_rows}
