@@ -171,7 +171,7 @@ wheels() {
   pip install -r requirements-wheel.txt
   rm -rf "$made" "$folder"/*.whl
   say "building the wheels of $folder"
-  pip wheel --no-deps -w "$made" -C build-dir="build/wheel-${folder#*/}" .
+  pip wheel --no-deps -w "$made" --config-settings build-dir="build/wheel${folder#dist}" .
   pip wheel --no-deps -w "$folder" ./compat/liger_kernel
   PATH=$root/.venv/bin:$PATH .venv/bin/auditwheel repair --plat $manylinux --exclude 'libtorch*' --exclude 'libc10*' \
     -w "$folder" "$made"/tigon-*.whl

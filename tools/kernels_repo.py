@@ -1,4 +1,4 @@
-"""Writes a repository for Hugging Face's package ``kernels`` from wheels, those in dist unless some are named.
+"""Writes a repository for Hugging Face's package ``kernels`` from wheels: those in dist if none are named.
 
 A wheel becomes one variant of PyTorch's stable ABI: the package, and packaging/kernels in front of it.
 """
