@@ -143,9 +143,8 @@ plt.show()
 # %%
 need = tigon.linear_divergence_memory(8192, 4096, 128_256, torch.bfloat16)
 logits = 8192 * 128_256 * 4
-print(
-    f"logits of both sides: {2 * logits / 2**30:.1f} GiB; linear_jsd: {need.peak / 2**30:.1f} GiB, gradients included"
-)
+print(f"logits of both sides: {2 * logits / 2**30:.1f} GiB")
+print(f"linear_jsd, gradients included: {need.peak / 2**30:.1f} GiB")
 
 # %% [markdown]
 # A teacher behind a server may give only its K best tokens: `teacher=(indices, log_prob)`. See [two
