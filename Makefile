@@ -10,7 +10,7 @@ CPP_FILES = $(shell git ls-files --cached --others --exclude-standard \
 # One process a core, four at most: each takes a GB. Tests of several threads ask for them themselves.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 
-.PHONY: help train train-cpp test emulate programs build format lint bench results figures docs docs-serve notebooks clean
+.PHONY: help train train-cpp test emulate programs build wheel kernels-repo format lint bench results figures docs docs-serve notebooks clean
 
 help:
 	@echo 'make train   train a small Llama on real text, stock and with Tigon, side by side   (ARGS="--steps 50")'
@@ -19,6 +19,8 @@ help:
 	@echo 'make emulate the cases of the ops, the CUDA kernels compiled as C++                (ARGS="-k rms_norm")'
 	@echo 'make programs  other people'\''s programs, stock and with Tigon, each in an environment     (ARGS="--only axolotl")'
 	@echo 'make build   .venv and the native library: .venv/bin/python -c "import tigon"'
+	@echo 'make wheel   wheels for others in dist: several GPU architectures, manylinux     (TIGON_CUDA=OFF: in dist/cpu)'
+	@echo 'make kernels-repo  a repository for the package kernels of Hugging Face, from the wheels in dist'
 	@echo 'make bench   time the ops against their peers                                       (ARGS="--ops rms_norm")'
 	@echo 'make results write docs/results and the table of README from the files of bench/results'
 	@echo 'make figures write docs/paper.md, the figures of the paper on Liger, from bench/results'
@@ -40,6 +42,12 @@ train-cpp:
 
 build:
 	@tools/bootstrap.sh train
+
+wheel:
+	@tools/bootstrap.sh wheel
+
+kernels-repo:
+	.venv/bin/python tools/kernels_repo.py $(ARGS)
 
 test:
 	@tools/bootstrap.sh dev
