@@ -116,6 +116,10 @@ class Fields {
     require(!v || parameter, name, " must be absent when ", of, " is, got [", v.size, "]");
     gradient(name, v, parameter.size, parameter.dtype, &parameter);
   }
+  void scalar_gradient(const char* name, Vector& v, const Vector& of) {
+    field(
+        {name, Role::gradient, nullptr, &v, {.cols = 1, .dtype = of.dtype, .sizes_of = &of, .scalar = true}});
+  }
   void gradient(const char* name, Vector& v, int64_t size, DType dtype, const Vector* sizes_of = nullptr) {
     field({name, Role::gradient, nullptr, &v, {.cols = size, .dtype = dtype, .sizes_of = sizes_of}});
   }

@@ -22,7 +22,8 @@ void FieldChecks::field(const Field& f) {
 void FieldChecks::vector(const Field& f) {
   const Vector& v = *f.vector;
   const Expected& e = f.expected;
-  TIGON_CHECK(op_, !e.scalar || v, f.name, " must be a tensor of one element, got none");
+  TIGON_CHECK(op_, !e.scalar || v || f.role == Role::gradient, f.name,
+              " must be a tensor of one element, got none");
   if (!v && f.role != Role::input) return;
   TIGON_CHECK(op_, v.size == e.cols, f.name, " must be [", e.cols, "], got [", v.size, "]");
   if (e.or_f32)
