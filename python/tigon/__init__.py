@@ -38,6 +38,7 @@ from tigon.ops.loss_head.memory import (
     linear_preference_memory,
 )
 from tigon.ops.loss_head.multi_token import multi_token_loss
+from tigon.ops.mish import mish
 from tigon.ops.modulated_rms_norm import modulated_rms_norm
 from tigon.ops.policy import policy_loss
 from tigon.ops.poly_norm import poly_norm
@@ -92,6 +93,7 @@ __all__ = [
     "linear_tvd",
     "lora_linear",
     "lora_linears",
+    "mish",
     "modulated_rms_norm",
     "multi_token_loss",
     "nn",

@@ -96,3 +96,6 @@ void on_device(const char* op, Context& ctx, OnCpu&& on_cpu, OnCuda&& on_cuda) {
 #else
 #define TIGON_ON_CUDA(...) [] {}
 #endif
+// The backend's entry of the same name.
+#define TIGON_RUN(op, ctx, entry, a) \
+  on_device(op, ctx, [&] { cpu::entry(ctx, a); }, TIGON_ON_CUDA(cuda::entry(ctx, a)))

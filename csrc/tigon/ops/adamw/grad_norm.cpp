@@ -12,7 +12,7 @@ void grad_norm(Context& ctx, const GradNorm& a) {
   require_vector(op, "total", a.total, 1, DType::f64);
   require_vector(op, "norm", a.norm, 1, DType::f32);
   require_vector(op, "factor", a.factor, 1, DType::f32);
-  on_device(op, ctx, [&] { cpu::grad_norm(ctx, a); }, TIGON_ON_CUDA(cuda::grad_norm(ctx, a)));
+  TIGON_RUN(op, ctx, grad_norm, a);
 }
 
 }  // namespace tigon

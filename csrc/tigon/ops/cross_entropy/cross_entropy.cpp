@@ -78,8 +78,7 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
   TIGON_CHECK(kOp, a.softcap >= 0.0f, "softcap must be > 0 or none, got ", a.softcap);
   TIGON_CHECK(kOp, a.temperature > 0.0f, "temperature must be > 0, got ", a.temperature);
   if (rows == 0) return;
-  on_device(
-      kOp, ctx, [&] { cpu::cross_entropy_rows(ctx, a); }, TIGON_ON_CUDA(cuda::cross_entropy_rows(ctx, a)));
+  TIGON_RUN(kOp, ctx, cross_entropy_rows, a);
 }
 
 void cross_entropy_scale(Context& ctx, const CrossEntropyScale& a) {
@@ -94,25 +93,21 @@ void cross_entropy_scale(Context& ctx, const CrossEntropyScale& a) {
     require_dtype(kOp, "target", a.target.dtype, mask ? DType::u8 : DType::i64);
     if (a.class_weight) require_dtype(kOp, "class weight", a.class_weight.dtype, DType::f32);
   }
-  on_device(
-      kOp, ctx, [&] { cpu::cross_entropy_scale(ctx, a); }, TIGON_ON_CUDA(cuda::cross_entropy_scale(ctx, a)));
+  TIGON_RUN(kOp, ctx, cross_entropy_scale, a);
 }
 
 void cross_entropy_total(Context& ctx, const CrossEntropyTotal& a) {
   require_dtype(kOp, "loss", a.loss.dtype, DType::f32);
   if (a.scale) check_one("scale", a.scale);
   check_one("total", a.total);
-  on_device(
-      kOp, ctx, [&] { cpu::cross_entropy_total(ctx, a); }, TIGON_ON_CUDA(cuda::cross_entropy_total(ctx, a)));
+  TIGON_RUN(kOp, ctx, cross_entropy_total, a);
 }
 
 void cross_entropy_rescale(Context& ctx, const CrossEntropyRescale& a) {
   require_float(kOp, "grad", a.grad.dtype);
   check_one("factor", a.factor);
   if (a.grad.rows == 0 || a.grad.cols == 0) return;
-  on_device(
-      kOp, ctx, [&] { cpu::cross_entropy_rescale(ctx, a); },
-      TIGON_ON_CUDA(cuda::cross_entropy_rescale(ctx, a)));
+  TIGON_RUN(kOp, ctx, cross_entropy_rescale, a);
 }
 
 }  // namespace tigon

@@ -34,18 +34,14 @@ void cross_entropy_label_targets(Context& ctx, const CrossEntropyLabels& a) {
   check_labels(a);
   if (a.factor) require_f32("factor", a.factor, a.target.size);
   if (a.target.size == 0) return;
-  on_device(
-      kOp, ctx, [&] { cpu::cross_entropy_label_targets(ctx, a); },
-      TIGON_ON_CUDA(cuda::cross_entropy_label_targets(ctx, a)));
+  TIGON_RUN(kOp, ctx, cross_entropy_label_targets, a);
 }
 
 void cross_entropy_label_scores(Context& ctx, const CrossEntropyLabels& a) {
   check_part(a);
   require_matrix(kOp, "logits", a.logits, a.chosen.size, a.classes, a.logits.dtype);
   if (a.chosen.size == 0) return;
-  on_device(
-      kOp, ctx, [&] { cpu::cross_entropy_label_scores(ctx, a); },
-      TIGON_ON_CUDA(cuda::cross_entropy_label_scores(ctx, a)));
+  TIGON_RUN(kOp, ctx, cross_entropy_label_scores, a);
 }
 
 void cross_entropy_label_gradient(Context& ctx, const CrossEntropyLabels& a) {
@@ -58,9 +54,7 @@ void cross_entropy_label_gradient(Context& ctx, const CrossEntropyLabels& a) {
     require_f32("entropy", a.entropy, a.chosen.size);
   }
   if (a.chosen.size == 0) return;
-  on_device(
-      kOp, ctx, [&] { cpu::cross_entropy_label_gradient(ctx, a); },
-      TIGON_ON_CUDA(cuda::cross_entropy_label_gradient(ctx, a)));
+  TIGON_RUN(kOp, ctx, cross_entropy_label_gradient, a);
 }
 
 void cross_entropy_label_results(Context& ctx, const CrossEntropyLabels& a) {
@@ -69,9 +63,7 @@ void cross_entropy_label_results(Context& ctx, const CrossEntropyLabels& a) {
   require_f32("out", a.out, a.labels.size);
   if (a.position) require_vector(kOp, "position", a.position, a.target.size, DType::i64);
   if (a.target.size == 0) return;
-  on_device(
-      kOp, ctx, [&] { cpu::cross_entropy_label_results(ctx, a); },
-      TIGON_ON_CUDA(cuda::cross_entropy_label_results(ctx, a)));
+  TIGON_RUN(kOp, ctx, cross_entropy_label_results, a);
 }
 
 }  // namespace tigon

@@ -25,17 +25,13 @@ void cross_entropy_combine(Context& ctx, const CrossEntropyCombine& a) {
   for (const Vector* v : {&a.loss, &a.z_term, &a.log_prob, &a.lse, &a.entropy, &a.log_share})
     if (*v) require_vector(kOp, "results", *v, rows, DType::f32);
   if (a.predicted) require_vector(kOp, "predicted", a.predicted, rows, DType::i64);
-  on_device(
-      kOp, ctx, [&] { cpu::cross_entropy_combine(ctx, a); },
-      TIGON_ON_CUDA(cuda::cross_entropy_combine(ctx, a)));
+  TIGON_RUN(kOp, ctx, cross_entropy_combine, a);
 }
 
 void cross_entropy_empty_part(Context& ctx, const CrossEntropyEmptyPart& a) {
   require_dtype(kOp, "part", a.part.dtype, DType::f32);
   if (a.part.rows == 0 || a.part.cols == 0) return;
-  on_device(
-      kOp, ctx, [&] { cpu::cross_entropy_empty_part(ctx, a); },
-      TIGON_ON_CUDA(cuda::cross_entropy_empty_part(ctx, a)));
+  TIGON_RUN(kOp, ctx, cross_entropy_empty_part, a);
 }
 
 }  // namespace tigon

@@ -43,8 +43,7 @@ void distillation_rows(Context& ctx, const DistillationRows& a) {
   TIGON_CHECK(kOp, a.kind != DivergenceKind::jsd || (a.beta > 0.0f && a.beta < 1.0f),
               "beta must be in (0, 1), got ", a.beta);
   if (rows == 0) return;
-  on_device(
-      kOp, ctx, [&] { cpu::distillation_rows(ctx, a); }, TIGON_ON_CUDA(cuda::distillation_rows(ctx, a)));
+  TIGON_RUN(kOp, ctx, distillation_rows, a);
 }
 
 }  // namespace tigon

@@ -45,7 +45,7 @@ void divergence_rows(Context& ctx, const DivergenceRows& a) {
   TIGON_CHECK(op, !a.log_probs || a.temperature == 1.0f, "temperature must be 1 with log-probabilities, got ",
               a.temperature);
   if (rows == 0) return;
-  on_device(op, ctx, [&] { cpu::divergence_rows(ctx, a); }, TIGON_ON_CUDA(cuda::divergence_rows(ctx, a)));
+  TIGON_RUN(op, ctx, divergence_rows, a);
 }
 
 }  // namespace tigon

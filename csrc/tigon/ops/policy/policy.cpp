@@ -70,7 +70,7 @@ void policy(Context& ctx, const Policy& a) {
   TIGON_CHECK(kOp, a.entropy || (a.formula.entropy_factor == 0.0 && !a.dentropy),
               "entropy must be given for its term, got none");
   if (a.count == 0 || a.tokens == 0) return;
-  on_device(kOp, ctx, [&] { cpu::policy(ctx, a); }, TIGON_ON_CUDA(cuda::policy(ctx, a)));
+  TIGON_RUN(kOp, ctx, policy, a);
 }
 
 namespace {

@@ -75,7 +75,7 @@ void preference(Context& ctx, const Preference& a) {
   check_optional("ref_log_prob", a.ref_log_prob, a.log_prob.size);
   check_optional("dlog_prob", a.dlog_prob, a.log_prob.size);
   if (a.count == 0) return;
-  on_device(kOp, ctx, [&] { cpu::preference(ctx, a); }, TIGON_ON_CUDA(cuda::preference(ctx, a)));
+  TIGON_RUN(kOp, ctx, preference, a);
 }
 
 void preference_begin(Context& ctx, Preference& a, const PreferenceTotals& totals) {

@@ -55,7 +55,7 @@ void qk_norm_rope_fwd(Context& ctx, const QkNormRopeFwd& a) {
   const char* op = "qk_norm_rope";
   if (a.rope.q.empty() && a.rope.k.empty()) return check_rope_tables(op, a.rope, a.rope.q);
   check(op, ctx, a.rope, a.norm, a.rope.q, a.rope.q_out, a.rope.k, a.rope.k_out);
-  on_device(op, ctx, [&] { cpu::qk_norm_rope_fwd(ctx, a); }, TIGON_ON_CUDA(cuda::qk_norm_rope_fwd(ctx, a)));
+  TIGON_RUN(op, ctx, qk_norm_rope_fwd, a);
 }
 
 void qk_norm_rope_bwd(Context& ctx, const QkNormRopeBwd& a) {
@@ -75,7 +75,7 @@ void qk_norm_rope_bwd(Context& ctx, const QkNormRopeBwd& a) {
   } else if (nothing) {
     return;
   }
-  on_device(op, ctx, [&] { cpu::qk_norm_rope_bwd(ctx, a); }, TIGON_ON_CUDA(cuda::qk_norm_rope_bwd(ctx, a)));
+  TIGON_RUN(op, ctx, qk_norm_rope_bwd, a);
 }
 
 }  // namespace tigon

@@ -52,7 +52,7 @@ void route_fwd(Context& ctx, const RouteFwd& a) {
   } else if (a.logits.rows == 0) {
     return;
   }
-  on_device(op, ctx, [&] { cpu::route_fwd(ctx, a); }, TIGON_ON_CUDA(cuda::route_fwd(ctx, a)));
+  TIGON_RUN(op, ctx, route_fwd, a);
 }
 
 void route_bwd(Context& ctx, const RouteBwd& a) {
@@ -66,7 +66,7 @@ void route_bwd(Context& ctx, const RouteBwd& a) {
   if (a.daux || a.dz) require_vector(op, "balance", a.balance, a.logits.cols + 1, DType::f32);
   require_matrix(op, "dlogits", a.dlogits, a.logits.rows, a.logits.cols, a.logits.dtype);
   if (a.logits.rows == 0) return;
-  on_device(op, ctx, [&] { cpu::route_bwd(ctx, a); }, TIGON_ON_CUDA(cuda::route_bwd(ctx, a)));
+  TIGON_RUN(op, ctx, route_bwd, a);
 }
 
 }  // namespace tigon
