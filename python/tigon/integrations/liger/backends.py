@@ -215,6 +215,6 @@ def dispatch(op_name: str, *args, impl: str | None = None, backend: str | None =
 register_op, resolve_backend = register_impl, resolve_impl
 set_backend, get_backend, available_backends = set_impl, get_impl, available_impls
 for _name, _function in _FUNCTIONS.items():
-    register_impl(
-        _name, impl_name=OURS, preference_rank=50, tolerances=_TOLERANCES.get(_name, _USUAL)
-    )(_function)  # fmt: skip
+    register_impl(_name, impl_name=OURS, preference_rank=50, tolerances=_TOLERANCES.get(_name, _USUAL))(
+        _function
+    )
