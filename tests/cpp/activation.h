@@ -26,22 +26,6 @@ struct ActivationRun {
   void both(Context& ctx, const Activation& a) { a.forward(ctx, forward()), a.backward(ctx, backward()); }
 };
 
-// Within one rounding to the result's type, `work` (relative) for the arithmetic before it, and `cancelled` times dy for a slope
-// that crosses 0.
-inline void check_against_double(const Activation& a, double work, double cancelled) {
-  auto ctx = make_cpu_context(2);
-  for_each_size([&](DType t, int64_t rows, int64_t cols) {
-    ActivationRun run(t, rows, cols);
-    run.both(*ctx, a);
-    auto y = [&](int64_t r, int64_t c) { return a.y(run.x(r, c)); };
-    auto dx = [&](int64_t r, int64_t c) { return a.dx(run.dy(r, c), run.x(r, c)); };
-    auto bound = [&](double v) { return std::abs(v) * (unit(t) * (1 + work) + work) + tiny(t); };
-    check_close("y", run.y, y, [&](int64_t r, int64_t c) { return bound(y(r, c)); });
-    check_close("dx", run.dx, dx,
-                [&](int64_t r, int64_t c) { return bound(dx(r, c)) + cancelled * std::abs(run.dy(r, c)); });
-  });
-}
-
 inline void check_slope(const Activation& a, std::initializer_list<double> points) {
   for (double at : points) {
     double x = at, dx = a.dx(1.7, x);

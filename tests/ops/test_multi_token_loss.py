@@ -319,7 +319,7 @@ def test_medusa_heads_begin_as_the_model():
     ]  # fmt: skip
     logits = heads(hidden)
     assert logits.shape == (3, 2, T, V)
-    assert all(torch.equal(of_head, hidden @ weight.T) for of_head in logits)
+    assert all(torch.equal(head_logits, hidden @ weight.T) for head_logits in logits)
     other = tigon.nn.MedusaHeads(H, V, 3, 2, dtype=torch.bfloat16)
     other.load_state_dict(heads.state_dict())
     assert other[0][-1].weight.dtype == torch.bfloat16
