@@ -18,7 +18,9 @@ MAX_LINES = 600
 HEADINGS = (
     "Formula", "Shapes", "Dtypes", "Rounding", "Saved", "Aliasing", "Determinism", "Traffic", "Refused",
 )  # fmt: skip
-SIBLINGS = ("{op}.h", "{op}_math.inc", "{op}.cpp", "{op}_cpu.cpp", "{op}_cuda.cu", "{op}_torch.cpp")
+SIBLINGS = ("{op}.h", "{op}_math.inc", "{op}_cpu.cpp", "{op}_cuda.cu")
+# Where the contract has no list of fields: entries and adaptor by hand.
+BY_HAND = ("{op}.cpp", "{op}_torch.cpp")
 # What ops share without being one: no adaptor, no Python, no cases. An op whose contract includes such a
 # header drives it, and has kernels only where it needs some of its own.
 ENGINES = {"linear_head"}
@@ -95,7 +97,8 @@ def check_op(root: Path, op: str) -> list[str]:
     header = root / f"csrc/tigon/ops/{op}/{op}.h"
     contract = header.read_text(encoding="utf-8") if header.exists() else ""
     drives = ENGINES & {Path(name).stem for name in INCLUDE.findall(contract)}
-    files = [f"csrc/tigon/ops/{op}/{name}" for name in SIBLINGS if not (drives and name in KERNELS)]
+    siblings = SIBLINGS if "TIGON_API_OP(" in contract else (*SIBLINGS, *BY_HAND)
+    files = [f"csrc/tigon/ops/{op}/{name}" for name in siblings if not (drives and name in KERNELS)]
     wanted = [name for name in files if "_torch" not in name] if op in ENGINES else [*files, *ELSEWHERE]
     errors = [
         f"{name.format(op=op)}: missing (docs/adding-an-op.md)"

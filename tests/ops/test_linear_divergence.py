@@ -350,6 +350,30 @@ def test_candidates_of_another_kind(device):
             tigon.linear_kl_div(hidden, weight, (indices, log_prob))
 
 
+def test_candidates_of_little_mass(device):
+    """What is beside them is nearly 1, whose logarithm keeps its digits."""
+    hidden, weight, _ = head_inputs(50, h=16, v=2000, device=device, scale=0.1)
+    logits = hidden.double() @ weight.double().T
+    log_prob, indices = torch.log_softmax(logits + 0.05 * torch.randn_like(logits), -1).topk(2)
+
+    def rows(dtype):
+        given = hidden.to(dtype), weight.to(dtype), (indices, log_prob.to(dtype))
+        return tigon.linear_kl_div(*given, reduction="none")
+
+    wanted = rows(torch.float64)
+    assert (rows(torch.float32) - wanted).abs().max() < 1e-3 * wanted.mean()
+
+
+def test_candidates_of_more_than_all_mass(device):
+    """A teacher's rounded numbers may sum to more than 1; a divergence is not negative."""
+    hidden, weight, _ = head_inputs(50, h=16, v=12, device=device, scale=2.0)
+    log_prob, indices = torch.log_softmax(hidden @ weight.T, -1).topk(12)
+    log_prob = log_prob * (1 - 0.01 * torch.rand_like(log_prob))
+    for fn in (tigon.linear_kl_div, tigon.linear_jsd, tigon.linear_tvd):
+        rows = fn(hidden, weight, (indices, log_prob), reduction="none")
+        assert ((rows > -1e-6) & (rows < 0.01)).all()
+
+
 def test_candidates_as_in_trl(device):
     """TRL's own divergence of a support with a tail."""
     loss_utils = pytest.importorskip("trl.experimental.sdft.loss_utils")

@@ -1,4 +1,5 @@
 #include "tigon/base/norm_rows.h"
+#include "tigon/base/op.h"
 #include "tigon/ops/add_rms_norm/add_rms_norm.h"
 
 #define TIGON_KERNELS "tigon/ops/add_rms_norm/add_rms_norm_cpu.inc"
@@ -33,3 +34,7 @@ void add_rms_norm_bwd(Context& ctx, const AddRmsNormBwd& a) {
 }
 
 }  // namespace tigon::cpu
+
+namespace tigon {
+TIGON_OP(add_rms_norm, AddRmsNorm)
+}

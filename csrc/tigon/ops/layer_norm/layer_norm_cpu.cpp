@@ -1,4 +1,5 @@
 #include "tigon/base/norm_rows.h"
+#include "tigon/base/op.h"
 #include "tigon/ops/layer_norm/layer_norm.h"
 
 #define TIGON_KERNELS "tigon/ops/layer_norm/layer_norm_cpu.inc"
@@ -34,3 +35,7 @@ void layer_norm_bwd(Context& ctx, const LayerNormBwd& a) {
 }
 
 }  // namespace tigon::cpu
+
+namespace tigon {
+TIGON_OP(layer_norm, LayerNorm)
+}

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include "tigon/base/op.h"
 
 #include "tigon/base/dispatch.h"
 #include "tigon/base/elementwise.h"
@@ -137,3 +138,7 @@ void modulated_rms_norm_bwd(Context& ctx, const ModulatedRmsNormBwd& a) {
 }
 
 }  // namespace tigon::cpu
+
+namespace tigon {
+TIGON_OP(modulated_rms_norm, ModulatedRmsNorm)
+}

@@ -1,3 +1,4 @@
+#include "tigon/base/op.h"
 #include "tigon/ops/relu_squared/relu_squared.h"
 
 #define TIGON_KERNELS "tigon/ops/relu_squared/relu_squared_cpu.inc"
@@ -13,3 +14,7 @@ void relu_squared_bwd(Context& ctx, const ReluSquaredBwd& a) {
 }
 
 }  // namespace tigon::cpu
+
+namespace tigon {
+TIGON_OP(relu_squared, ReluSquared)
+}

@@ -1,4 +1,5 @@
 #include "tigon/base/norm_rows.h"
+#include "tigon/base/op.h"
 #include "tigon/ops/rms_norm/rms_norm.h"
 
 #define TIGON_KERNELS "tigon/ops/rms_norm/rms_norm_cpu.inc"
@@ -27,3 +28,7 @@ void rms_norm_bwd(Context& ctx, const RmsNormBwd& a) {
 }
 
 }  // namespace tigon::cpu
+
+namespace tigon {
+TIGON_OP(rms_norm, RmsNorm)
+}

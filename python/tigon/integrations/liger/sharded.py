@@ -10,7 +10,7 @@ from torch import nn
 import tigon
 from tigon import parallel
 from tigon.error import check
-from tigon.integrations.liger.missing import function_class
+from tigon.integrations.liger.signatures import function_class
 from tigon.integrations.megatron.activation import bias_swiglu_impl
 from tigon.integrations.megatron.norm import RMSNorm
 
@@ -46,9 +46,7 @@ def _vocab_parallel(
     return parallel.cross_entropy(logits, target, tp_group, vocab=logits.shape[-1] * size, **options)
 
 
-LigerVocabParallelCEFunction = function_class(
-    "LigerVocabParallelCEFunction", _vocab_parallel, "Per-token losses of sharded logits."
-)
+LigerVocabParallelCEFunction = function_class("LigerVocabParallelCEFunction", _vocab_parallel)
 
 
 class LigerVocabParallelCrossEntropy(nn.Module):
@@ -113,9 +111,7 @@ def liger_fused_linear_scaled_cross_entropy_tp(
 
 
 LigerFusedLinearScaledCrossEntropyTPFunction = function_class(
-    "LigerFusedLinearScaledCrossEntropyTPFunction",
-    liger_fused_linear_scaled_cross_entropy_tp,
-    "Per-token loss of a sharded head under a temperature, and the entropy where asked for.",
+    "LigerFusedLinearScaledCrossEntropyTPFunction", liger_fused_linear_scaled_cross_entropy_tp
 )
 
 

@@ -17,15 +17,14 @@ OPTIONS = {
     "ce_weight": "weight",
     "use_token_scaling": "token_scaling",
 }
-_COUNTS = "only models that tigon.compat.liger has patched count them"
+# Liger's keywords that ask for what the loss counts on the way -> the field of the output that holds it.
+COUNTS = {"return_token_accuracy": "token_accuracy", "return_predicted_tokens": "predicted_tokens"}
 _SOFTCAP = "the model's own is used"
 REFUSED = {
     "reduction": "the loss is a mean, or divided by num_items_in_batch",
     "softcap": _SOFTCAP,
     "final_logit_softcapping": _SOFTCAP,
     "return_z_loss": "the model's output has no place for it: tigon.linear_cross_entropy returns it",
-    "return_token_accuracy": _COUNTS,
-    "return_predicted_tokens": _COUNTS,
 }
 
 

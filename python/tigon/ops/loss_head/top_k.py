@@ -40,13 +40,20 @@ def check_top_k(op, teacher, hidden) -> None:
 
 
 def with_tail(log_prob):
-    """Log-probabilities of K candidates, and of all others together."""
-    mass = log_prob.logsumexp(-1, keepdim=True).clamp(max=-_LEAST_TAIL)
-    return torch.cat((log_prob, mass.expm1().neg().log()), -1)
+    """Log-probabilities of K candidates, and of all others together, by the formula that keeps its digits.
+
+    Candidates that rounding gave more than all the mass are normalised.
+    """
+    mass = log_prob.logsumexp(-1, keepdim=True)
+    log_prob = log_prob - mass.clamp(min=0)
+    mass = mass.clamp(max=-_LEAST_TAIL)
+    most = mass > -0.6931472  # of the mass is the candidates'
+    tail = torch.where(most, mass.expm1().neg().log(), mass.exp().neg().log1p())
+    return torch.cat((log_prob, tail), -1)
 
 
 def _rows(kind, beta, student, teacher, labels, ignore_index):
-    options = {"reduction": "none", "ignore_index": ignore_index}
+    options = {"reduction": "none", "ignore_index": ignore_index, "log_probs": True}
     if kind in ("forward_kl", "reverse_kl"):
         return _divergence.kl_div(student, teacher, labels, reverse=kind == "reverse_kl", **options)
     if kind == "jsd":
