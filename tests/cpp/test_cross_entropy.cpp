@@ -166,17 +166,15 @@ struct Head {
     target.fill([&](int64_t, int64_t r) { return r % 4 == 1 ? -100.0 : double(r * 13 % vocab); });
   }
   LinearCrossEntropy args(int64_t chunk_rows) {
-    return {.hidden = hidden.matrix(),
-            .weight = weight.matrix(),
-            .target = target.vector(),
-            .bias = bias.vector(),
-            .chunk_rows = chunk_rows,
-            .loss = loss.vector(),
-            .total = total.vector(),
-            .scale = scale.vector(),
-            .dhidden = dhidden.matrix(),
-            .dweight = dweight.matrix(),
-            .dbias = dbias.vector()};
+    return {.head = {.hidden = hidden.matrix(),
+                     .weight = weight.matrix(),
+                     .bias = bias.vector(),
+                     .dhidden = dhidden.matrix(),
+                     .dweight = dweight.matrix(),
+                     .dbias = dbias.vector()},
+            .labels = {.target = target.vector(), .chunk_rows = chunk_rows},
+            .reduction = {.total = total.vector(), .scale = scale.vector()},
+            .results = {.loss = loss.vector()}};
   }
 };
 
@@ -193,9 +191,9 @@ TEST_CASE("linear_cross_entropy gives the same bits everywhere, whichever gradie
     for (int wanted = 0; wanted < 8; ++wanted) {
       Head head(t);
       LinearCrossEntropy a = head.args(4);
-      if (!(wanted & 1)) a.dhidden = {};
-      if (!(wanted & 2)) a.dweight = {};
-      if (!(wanted & 4)) a.dbias = {};
+      if (!(wanted & 1)) a.head.dhidden = {};
+      if (!(wanted & 2)) a.head.dweight = {};
+      if (!(wanted & 4)) a.head.dbias = {};
       linear_cross_entropy(*ctx, a);
       Head fresh(t);
       CHECK(head.total == all[0]);
@@ -218,7 +216,7 @@ TEST_CASE("gradients of per-row losses do not depend on what was kept") {
         upstream.fill([&](int64_t, int64_t r) { return head.target(r) < 0 ? NAN : 0.25 * double(r) - 1; });
         auto arguments = [&](Head& h) {
           LinearCrossEntropy a = h.args(chunk);
-          a.reduction = Reduction::none;
+          a.reduction.kind = Reduction::none;
           return a;
         };
         LinearCrossEntropy a = arguments(direct);
@@ -226,15 +224,15 @@ TEST_CASE("gradients of per-row losses do not depend on what was kept") {
         linear_cross_entropy(*ctx, a);  // with the upstream gradients folded into the logits'
 
         LinearCrossEntropy forward = arguments(head);
-        forward.dhidden = forward.dweight = {}, forward.dbias = {};
-        if (with_unit) forward.unit = unit.matrix();
-        if (kept_rows > 0) forward.kept = kept.matrix();
+        forward.head.dhidden = forward.head.dweight = {}, forward.head.dbias = {};
+        if (with_unit) forward.kept.unit = unit.matrix();
+        if (kept_rows > 0) forward.kept.dlogits = kept.matrix();
         linear_cross_entropy(*ctx, forward);
         CHECK(head.loss == direct.loss);
         LinearCrossEntropy backward = arguments(head);
         backward.upstream = upstream.vector();
-        backward.unit = forward.unit, backward.kept = forward.kept;
-        if (with_unit && kept_rows >= 8) backward.weight.data = nullptr;  // 8 rows count
+        backward.kept = forward.kept;
+        if (with_unit && kept_rows >= 8) backward.head.weight.data = nullptr;  // 8 rows count
         linear_cross_entropy_rows_gradient(*ctx, backward);
         auto close = [](const char* name, const Table& got, const Table& want) {
           check_close(
@@ -245,7 +243,7 @@ TEST_CASE("gradients of per-row losses do not depend on what was kept") {
         close("dweight", head.dweight, direct.dweight);
         close("dbias", head.dbias, direct.dbias);
         if (with_unit && kept_rows < 8) {
-          backward.weight.data = nullptr;
+          backward.head.weight.data = nullptr;
           CHECK_THROWS_WITH_AS(linear_cross_entropy_rows_gradient(*ctx, backward),
                                doctest::Contains("weight must be given"), Error);
         }
@@ -264,8 +262,8 @@ TEST_CASE("linear_cross_entropy takes labels in advance") {
       return from < (r < 4 ? 4 : 11) ? given.target(from) : -100.0;
     });
     LinearCrossEntropy a = given.args(3), b = by_hand.args(3);
-    a.shift = {.shift = shift, .position_ids = position_ids.vector()};
-    a.reduction = b.reduction = Reduction::sum;
+    a.labels.shift = {.shift = shift, .position_ids = position_ids.vector()};
+    a.reduction.kind = b.reduction.kind = Reduction::sum;
     linear_cross_entropy(*ctx, a);
     linear_cross_entropy(*ctx, b);
     CHECK(given.loss == by_hand.loss);
@@ -273,7 +271,7 @@ TEST_CASE("linear_cross_entropy takes labels in advance") {
     CHECK(given.dhidden == by_hand.dhidden);
     CHECK(given.dweight == by_hand.dweight);
     Table upstream = Table(DType::f32, 1, 11).normal(5);
-    a.reduction = b.reduction = Reduction::none;
+    a.reduction.kind = b.reduction.kind = Reduction::none;
     a.upstream = b.upstream = upstream.vector();
     linear_cross_entropy_rows_gradient(*ctx, a);
     linear_cross_entropy_rows_gradient(*ctx, b);
@@ -291,16 +289,16 @@ TEST_CASE("linear_cross_entropy refuses by name") {
     change(a);
     CHECK_THROWS_WITH_AS(linear_cross_entropy(*ctx, a), doctest::Contains(text), Error);
   };
-  refused([](LinearCrossEntropy& a) { a.weight.cols = 23; },
+  refused([](LinearCrossEntropy& a) { a.head.weight.cols = 23; },
           "[linear_cross_entropy] weight must be [50, 24], got [50, 23]");
-  refused([](LinearCrossEntropy& a) { a.weight.dtype = DType::bf16; },
+  refused([](LinearCrossEntropy& a) { a.head.weight.dtype = DType::bf16; },
           "weight must be float32, got bfloat16");
-  refused([](LinearCrossEntropy& a) { a.target.size = 10; }, "target must be [11], got [10]");
-  refused([](LinearCrossEntropy& a) { a.bias.size = 49; }, "bias must be [50], got [49]");
-  refused([](LinearCrossEntropy& a) { a.chunk_rows = -1; }, "chunk_rows must be >= 1");
-  refused([](LinearCrossEntropy& a) { a.shift.shift = -2; },
+  refused([](LinearCrossEntropy& a) { a.labels.target.size = 10; }, "target must be [11], got [10]");
+  refused([](LinearCrossEntropy& a) { a.head.bias.size = 49; }, "bias must be [50], got [49]");
+  refused([](LinearCrossEntropy& a) { a.labels.chunk_rows = -1; }, "chunk_rows must be >= 1");
+  refused([](LinearCrossEntropy& a) { a.labels.shift.shift = -2; },
           "[linear_cross_entropy] shift must be >= 0, got -2");
-  refused([](LinearCrossEntropy& a) { a.dweight.dtype = DType::bf16; },
+  refused([](LinearCrossEntropy& a) { a.head.dweight.dtype = DType::bf16; },
           "dweight must be float32, got bfloat16");
   CHECK(head.loss == untouched.loss);
   CHECK(head.dhidden == untouched.dhidden);

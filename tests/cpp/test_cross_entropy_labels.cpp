@@ -21,13 +21,12 @@ struct Run {
     });
   }
   LinearCrossEntropy call(int64_t chunk) {
-    LinearCrossEntropy a;
-    a.hidden = hidden.matrix(), a.weight = weight.matrix();
-    a.reduction = Reduction::none, a.chunk_rows = chunk;
-    a.softcap = 4.0f, a.logit_scale = 0.8f, a.temperature = 0.7f;
-    a.labels = labels.vector(), a.label_count = kLabels;
-    a.loss = loss.vector();
-    return a;
+    return {.head = {.hidden = hidden.matrix(), .weight = weight.matrix()},
+            .labels = {.chunk_rows = chunk},
+            .formula = {.softcap = 4.0f, .logit_scale = 0.8f, .temperature = 0.7f},
+            .reduction = {.kind = Reduction::none},
+            .several = {.labels = labels.vector(), .count = kLabels},
+            .results = {.loss = loss.vector()}};
   }
 };
 
@@ -38,13 +37,13 @@ TEST_CASE("gradients are slopes") {
     Run run;
     auto loss = [&] {
       LinearCrossEntropy a = run.call(chunk);
-      a.label_log_prob = run.log_prob.vector();
+      a.several.log_prob = run.log_prob.vector();
       linear_cross_entropy(*ctx, a);
       return -dot(run.log_prob, run.upstream);
     };
     LinearCrossEntropy b = run.call(chunk);
-    b.label_upstream = run.upstream.vector();
-    b.dhidden = run.dhidden.matrix(), b.dweight = run.dweight.matrix();
+    b.several.upstream = run.upstream.vector();
+    b.head.dhidden = run.dhidden.matrix(), b.head.dweight = run.dweight.matrix();
     linear_cross_entropy_rows_gradient(*ctx, b);
     check_slopes("dhidden", run.hidden, run.dhidden, loss);
     check_slopes("dweight", run.weight, run.dweight, loss);
@@ -57,16 +56,16 @@ TEST_CASE("labels of a row are refused before anything is written") {
     Run run;
     Table before = run.log_prob;
     LinearCrossEntropy a = run.call(0);
-    a.label_log_prob = run.log_prob.vector();
+    a.several.log_prob = run.log_prob.vector();
     change(run, a);
     CHECK_THROWS_WITH_AS(linear_cross_entropy(*ctx, a), doctest::Contains(message), Error);
     CHECK(run.log_prob == before);
   };
   refused("target must be in [0, 9) or -100 (ignored), got 9 in row 1",
           [](Run& run, LinearCrossEntropy&) { run.labels.set(0, 5, 9.0); });
-  refused("valid_rows must be", [](Run&, LinearCrossEntropy& a) { a.valid_rows = 5; });
+  refused("valid_rows must be", [](Run&, LinearCrossEntropy& a) { a.labels.valid_rows = 5; });
   refused("several labels a row", [](Run&, LinearCrossEntropy& a) { a.label_smoothing = 0.1f; });
-  refused("target must have at least one label", [](Run&, LinearCrossEntropy& a) { a.label_count = 0; });
+  refused("target must have at least one label", [](Run&, LinearCrossEntropy& a) { a.several.count = 0; });
 }
 
 }  // namespace

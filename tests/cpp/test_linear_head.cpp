@@ -92,10 +92,12 @@ TEST_CASE("labels in advance stay in their sequence") {
   target.fill([](int64_t, int64_t r) { return double(100 + r); });
   position_ids.fill([](int64_t, int64_t r) { return double(r < 5 ? r : r < 6 ? 0 : r - 6); });  // 5, 1 and 6
   auto labels = [&](const LinearHeadShift& by) {
-    Vector out = linear_head_labels(*ctx, "driver", target.vector(), -7, by);
+    Vector out =
+        linear_head_labels(*ctx, "driver", {.target = target.vector(), .ignore_index = -7, .shift = by})
+            .target;
     return Rows(out.as<int64_t>(), out.as<int64_t>() + out.size);
   };
-  CHECK(linear_head_labels(*ctx, "driver", target.vector(), -7, {}).data == target.vector().data);
+  CHECK(linear_head_labels(*ctx, "driver", {.target = target.vector()}).target.data == target.vector().data);
   CHECK(labels({.shift = 1}) == Rows{101, 102, 103, 104, 105, 106, 107, 108, 109, 110, 111, -7});
   CHECK(labels({.shift = 2, .length = 4}) == Rows{102, 103, -7, -7, 106, 107, -7, -7, 110, 111, -7, -7});
   for (int64_t past : {int64_t(4), int64_t(5), std::numeric_limits<int64_t>::max()})

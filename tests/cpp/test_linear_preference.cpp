@@ -46,7 +46,7 @@ struct Run {
   }
   LinearPreference preference(PreferenceKind kind, int64_t chunk) {
     bool lone = kind == PreferenceKind::kto;
-    LinearPreference a = {.head = head(), .labels = target.vector(), .chunk_rows = chunk};
+    LinearPreference a = {.head = head(), .labels = {.target = target.vector(), .chunk_rows = chunk}};
     a.ref = {.op = "test", .hidden = ref_hidden.matrix(), .weight = ref_weight.matrix()};
     a.loss.formula.kind = kind;
     a.loss.formula.nll = lone ? 0.0 : 0.3;
@@ -59,7 +59,7 @@ struct Run {
     return a;
   }
   LinearPolicy policy(PolicyLevel level, int64_t chunk) {
-    LinearPolicy a = {.head = head(), .labels = target.vector(), .chunk_rows = chunk};
+    LinearPolicy a = {.head = head(), .labels = {.target = target.vector(), .chunk_rows = chunk}};
     a.loss.formula = {.kind = PolicyKind::sapo, .level = level, .by_answer = true, .entropy_factor = 0.2};
     a.loss.answers = kAnswers, a.loss.tokens = kTokens;
     a.loss.advantage = advantage.vector();
@@ -140,9 +140,9 @@ TEST_CASE("refusals come before anything is written") {
   refused("beta must be > 0", [](LinearPreference& a) { a.loss.formula.beta = -1.0; });
   refused("ref must have 30 rows, got 29", [](LinearPreference& a) { a.ref.hidden.rows = 29; });
   refused("ref must have 11 classes, got 10", [](LinearPreference& a) { a.ref.weight.rows = 10; });
-  refused("temperature must be > 0", [](LinearPreference& a) { a.temperature = 0.0f; });
-  refused("chunk_rows must be >= 1", [](LinearPreference& a) { a.chunk_rows = -1; });
-  refused("valid_rows must be", [](LinearPreference& a) { a.valid_rows = 3; });
+  refused("temperature must be > 0", [](LinearPreference& a) { a.formula.temperature = 0.0f; });
+  refused("chunk_rows must be >= 1", [](LinearPreference& a) { a.labels.chunk_rows = -1; });
+  refused("valid_rows must be", [](LinearPreference& a) { a.labels.valid_rows = 3; });
 }
 
 }  // namespace

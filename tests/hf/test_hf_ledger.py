@@ -14,7 +14,7 @@ import tigon
 from tigon.integrations.transformers import recompute as ledgers
 from tigon.integrations.transformers.forward import bound
 from tigon.ops import glu
-from tigon.ops.loss_head.memory import linear_cross_entropy_memory
+from tigon.ops.loss_head.plan import linear_cross_entropy_memory
 
 LAYERS = 3
 

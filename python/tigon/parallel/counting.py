@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from tigon.ops.loss_head.labels import check_count, known_rows
-from tigon.ops.loss_head.operands import shifted
-from tigon.ops.loss_head.streaming import list_rows
+from tigon.ops.loss_head.labels import check_count, known_rows, shifted
+from tigon.ops.loss_head.linear_loss import list_rows
 
 
 def count(op: str, target: torch.Tensor, ignore_index: int, shift: bool, valid_rows: int | None) -> int:

@@ -10,22 +10,22 @@ import torch
 from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops.arguments import check_float, check_indices
-from tigon.ops.loss_head.labels import labels_of
-from tigon.ops.loss_head.memory import check_cap, check_keep
+from tigon.ops.loss_head.labels import labels_of, shifted
 from tigon.ops.loss_head.operands import (
     BIAS,
     HIDDEN,
     LORA_A,
     LORA_B,
     WEIGHT,
+    Head,
     autocast,
     check_head,
     check_lora,
     main_grad_of,
-    shifted,
     whole_vectors,
     wide_logits,
 )
+from tigon.ops.loss_head.plan import check_keep
 from tigon.ops.loss_head.reference import result_type
 from tigon.parallel.counting import count, counting
 from tigon.parallel.cross_entropy import (
@@ -104,19 +104,18 @@ def _describe(op, head: _Head, formula: Formula, options: tuple) -> tuple[Facts,
     if columns == 0:  # a process without classes
         weight, bias = weight.new_empty(1, weight.shape[1]), None
     cap = formula.softcap if formula.softcap else None
-    check_head(
-        op, hidden, weight, labels, bias, head.shift, formula.ignore_index, cap, formula.logit_scale,
-        formula.temperature, head.chunk_rows,
-    )  # fmt: skip
+    check_head(op, hidden, weight, labels, Head(
+        bias, cap, formula.logit_scale, formula.temperature, ignore_index=formula.ignore_index,
+        shift=head.shift, chunk_rows=head.chunk_rows, max_workspace_mb=head.max_workspace_mb,
+    ))  # fmt: skip
     weight, bias, lora = head.weight, head.bias, head.lora
     check_lora(op, lora, hidden, weight)
     check_layout(op, head.vocab, head.first_class)
     check_keep(op, head.keep_mb)
-    check_cap(op, head.max_workspace_mb)
     hidden = autocast(hidden)
     check(op, has_kernel(op, hidden), "hidden must be float32, bfloat16 or float16, got {}", hidden.dtype)
     wide = wide_logits(op, head.logit_dtype, hidden)
-    main_grad = main_grad_of(op, weight) if torch.is_grad_enabled() and weight.requires_grad else None
+    main_grad = main_grad_of(op, weight)
     if main_grad is not None:  # it has weight's own columns
         check(op, main_grad.is_contiguous(), "weight.main_grad must be contiguous, got other strides")
     else:

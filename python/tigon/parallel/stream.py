@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 
 from tigon._op import graph_is_kept, once, raw
-from tigon.ops.loss_head.memory import padded
+from tigon.ops.loss_head.autograd import finish, finish_in_place
 from tigon.ops.loss_head.operands import BIAS, HIDDEN, LORA_A, LORA_B, WEIGHT
-from tigon.ops.loss_head.operators import finish, finish_in_place
+from tigon.ops.loss_head.plan import padded
 from tigon.parallel.plan import Chunk, Part, divide
 from tigon.parallel.rows import NUMBERS, Rows, total
 from tigon.parallel.shards import Work
