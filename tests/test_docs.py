@@ -116,6 +116,8 @@ def test_lengths():
         ("`tools/nothing.py`", "no file tools/nothing.py"),
         ("`make nothing`", "no target of make: nothing"),
         ("It saves x alone.", "better only"),
+        ("Fast; of one\npass; exact.", "not fragments between semicolons"),
+        (f"| {'word ' * 41}|\n|---|", "a cell of more than 200 characters"),
         ("```sh\n.venv/bin/python bench/nothing.py\n```", "no file bench/nothing.py"),
     ],
 )

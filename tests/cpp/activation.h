@@ -12,8 +12,6 @@ struct Activation {
   void (*backward)(Context&, const ActivationBwd&);
   double (*y)(double x);  // the formula in double
   double (*dx)(double dy, double x);
-  // Bounds relative to the results, and to dy where a slope crosses 0, beside one rounding to the result's type.
-  double work, cancelled;
   std::vector<double> slopes;  // where the formula is differentiated
   struct Point {
     double x, y, dx;
@@ -32,20 +30,6 @@ struct ActivationRun {
   ActivationBwd backward() { return {.dy = dy.matrix(), .x = x.matrix(), .dx = dx.matrix()}; }
   void both(Context& ctx, const Activation& a) { a.forward(ctx, forward()), a.backward(ctx, backward()); }
 };
-
-inline void check_against_double(const Activation& a) {
-  auto ctx = make_cpu_context(2);
-  for_each_size([&](DType t, int64_t rows, int64_t cols) {
-    ActivationRun run(t, rows, cols);
-    run.both(*ctx, a);
-    auto y = [&](int64_t r, int64_t c) { return a.y(run.x(r, c)); };
-    auto dx = [&](int64_t r, int64_t c) { return a.dx(run.dy(r, c), run.x(r, c)); };
-    auto bound = [&](double v) { return std::abs(v) * (unit(t) * (1 + a.work) + a.work) + tiny(t); };
-    check_close("y", run.y, y, [&](int64_t r, int64_t c) { return bound(y(r, c)); });
-    check_close("dx", run.dx, dx,
-                [&](int64_t r, int64_t c) { return bound(dx(r, c)) + a.cancelled * std::abs(run.dy(r, c)); });
-  });
-}
 
 inline void check_slope(const Activation& a) {
   for (double at : a.slopes) {

@@ -147,6 +147,29 @@ inline double slope(double* x, const std::function<double()>& f) {
   return (up - down) / (2 * step);
 }
 
+inline double dot(const Table& a, const Table& b) {
+  double sum = 0;
+  for (int64_t i = 0; i < a.rows() * a.cols(); ++i) sum += a(i) * b(i);
+  return sum;
+}
+// Every element of `gradient` is the slope of loss() at that of `at`: a loss of float32 calls, by central differences.
+template <class Loss>
+void check_slopes(const std::string& name, Table& at, const Table& gradient, const Loss& loss,
+                  double step = 1e-2) {
+  CHECK_MESSAGE(gradient.guards_intact(), name, ": memory outside the gradient was written");
+  for (int64_t r = 0; r < at.rows(); ++r)
+    for (int64_t c = 0; c < at.cols(); ++c) {
+      double kept = at(r, c);
+      at.set(r, c, kept + step);
+      double up = loss(), high = at(r, c);
+      at.set(r, c, kept - step);
+      double slope = (up - loss()) / (high - at(r, c));
+      at.set(r, c, kept);
+      INFO(name << "[" << r << ", " << c << "]");
+      CHECK(gradient(r, c) == doctest::Approx(slope).epsilon(2e-3).scale(1.0));
+    }
+}
+
 struct NamedIsa {
   cpu::Isa isa;
   std::string name;

@@ -1,5 +1,5 @@
-// The ops of one tensor in the core: against the same formula in double, the formula against finite differences, exact values,
-// refusals, bitwise promises.
+// The ops of one tensor in the core: the formulas against finite differences, exact values, refusals, bitwise
+// promises.
 #include "activation.h"
 
 #include "tigon/ops/mish/mish.h"
@@ -17,10 +17,7 @@ namespace {
 
 #define TIGON_ACTIVATION(op) #op, op##_fwd, op##_bwd, oracle::op##_y<double>, oracle::op##_dx<double>
 const Activation kOps[] = {
-    // Sigmoid 2.5 ulp and at most five roundings after it; the slope cancels where it crosses 0, between terms below 1.3.
     {TIGON_ACTIVATION(silu),
-     10 * 0x1p-24,
-     13 * 0x1p-24,
      {-20.0, -1.2785, -0.3, 0.0, 0.7, 5.0},
      {{-0.0, 0.0, 0.5},
       {200.0, 200.0, 1.0},
@@ -30,18 +27,13 @@ const Activation kOps[] = {
       {-INFINITY, NAN, NAN},
       {NAN, NAN, NAN}}},
     {TIGON_ACTIVATION(relu_squared),
-     0,
-     0,
      {-20.0, -0.3, 0.0, 0.7, 5.0},
      {{-0.0, 0.0, 0.0},
       {INFINITY, INFINITY, INFINITY},
       {-INFINITY, 0.0, 0.0},
       {NAN, NAN, NAN},
       {-1.0, 0.0, 0.0}}},
-    // As silu, with an exponential and a reciprocal of its own.
     {TIGON_ACTIVATION(mish),
-     20 * 0x1p-24,
-     26 * 0x1p-24,
      {-20.0, -1.1925, -0.3, 0.0, 0.7, 5.0},
      {{200.0, 200.0, 1.0}, {-INFINITY, NAN, NAN}, {INFINITY, INFINITY, NAN}, {NAN, NAN, NAN}}},
 };
@@ -54,7 +46,6 @@ void for_each_op(const Check& check) {
   }
 }
 
-TEST_CASE("against double") { for_each_op(check_against_double); }
 TEST_CASE("the formula's gradient is its slope") { for_each_op(check_slope); }
 TEST_CASE("far out, zeros, infinities, NaN") { for_each_op(check_points); }
 TEST_CASE("the same bits everywhere, in place too") { for_each_op(check_bits); }

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tiny import batch, close, make, step
 
+from tigon.integrations.liger import patching
 from tigon.integrations.transformers import apply, undo
 from tigon.integrations.transformers import lora as slot
 
@@ -38,9 +39,9 @@ def calls(monkeypatch):
     counted = []
     original = slot.adapted
 
-    def counting(x, bases, adapters, seed=None):
+    def counting(x, bases, adapters, *rest):
         counted.append((len(bases), len(adapters)))
-        return original(x, bases, adapters, seed)
+        return original(x, bases, adapters, *rest)
 
     monkeypatch.setattr(slot, "adapted", counting)
     return counted
@@ -164,6 +165,29 @@ def test_autocast(cast, device, calls):
         assert error(ours) <= 2 * error(stock) + 1e-3 * gradient.norm(), name
 
 
+@pytest.mark.parametrize("family", ["llama", "olmo2"])
+def test_switch_of_the_interface(family, calls):
+    """Programs that take Liger's switches leave PEFT its layers, and with them its masks."""
+    models = [adapted_model(None, family=family, lora_dropout=0.4) for _ in range(2)]
+    patching._apply_liger_kernel_to_instance(models[1], lora=False)
+    results = []
+    for model in models:
+        torch.manual_seed(3)
+        results.append(step(model, batch()))
+    same(results[1], results[0])
+    assert not calls
+    patching._apply_liger_kernel_to_instance(models[1])
+    step(models[1], batch())
+    assert calls
+    assert "token_accuracy" in models[1](**batch(), return_token_accuracy=True)
+
+
+def test_loss_of_logits_inside_of_the_wrapper():
+    model = adapted_model(None)
+    patching._apply_liger_kernel_to_instance(model, cross_entropy=True, fused_linear_cross_entropy=False)
+    assert model.get_base_model().loss_function is patching.logits_causal_lm_loss
+
+
 def test_dropout_has_peft_s_distribution(device):
     """Over many draws the mean is that of evaluation, and the variance PEFT's."""
 
@@ -240,7 +264,7 @@ def test_what_is_left_has_a_reason(device):
     model = peft.get_peft_model(model, config(target_modules=["embed_tokens", "q_proj"]))
     report = apply(model)
     reasons = {entry.reason for entry in report.left if entry.slot == "lora"}
-    assert reasons == {"lora.Embedding is not an adapter of a plain or 4-bit Linear"}
+    assert reasons == {"lora.Embedding is not an adapter of a plain or quantised Linear"}
 
 
 def test_save_and_load(tmp_path, device):

@@ -176,10 +176,10 @@ void run_piece(Context& ctx, const Gemm& g, bool split, int device, GemmWorkspac
           alignment(g.a),
           alignment(g.b),
           alignment(g.c)};
-  DeviceProducts& of_device = products_of(device);
-  lt::Handle handle = of_device.handle;
+  DeviceProducts& products = products_of(device);
+  lt::Handle handle = products.handle;
   std::shared_ptr<const Plan> plan =
-      of_device.plans.get(key, [&] { return std::make_shared<const Plan>(g, split, handle); });
+      products.plans.get(key, [&] { return std::make_shared<const Plan>(g, split, handle); });
   if (plan->workspace > workspace.size)
     workspace = {.data = ctx.scratch(plan->workspace), .size = plan->workspace};
   check(lt::api().matmul(handle, plan->desc, &g.alpha, g.b, plan->a, g.a, plan->b, &g.beta, g.c, plan->c, g.c,

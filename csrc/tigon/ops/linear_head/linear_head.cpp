@@ -94,19 +94,48 @@ void linear_head_check(const LinearHead& a) {
   if (a.dlora_b.data) require_matrix(a.op, "dlora_b", a.dlora_b, v, a.lora_a.rows, DType::f32);
 }
 
-Vector linear_head_labels(Context& ctx, const char* op, const Vector& target, int64_t ignore_index,
-                          const LinearHeadShift& by) {
-  int64_t rows = target.size, length = by.length == 0 ? rows : by.length;
+LinearHeadLabels linear_head_labels(Context& ctx, const char* op, const LinearHeadLabels& given) {
+  LinearHeadLabels labels = given;
+  LinearHeadShift& by = labels.shift;
+  int64_t rows = given.target.size, length = by.length;
+  if (by.length == 0) by.length = rows;
   TIGON_CHECK(op, by.shift >= 0, "shift must be >= 0, got ", by.shift);
-  if (by.shift == 0 || rows == 0) return target;
-  require_dtype(op, "target", target.dtype, DType::i64);
-  TIGON_CHECK(op, length > 0 && rows % length == 0, "length must divide ", rows, " rows, got ", by.length);
+  if (by.shift == 0 || rows == 0) return given;
+  require_dtype(op, "target", given.target.dtype, DType::i64);
+  TIGON_CHECK(op, by.length > 0 && rows % by.length == 0, "length must divide ", rows, " rows, got ", length);
   if (by.position_ids) require_vector(op, "position_ids", by.position_ids, rows, DType::i64);
-  Vector out = linear_head_vector(ctx, rows, DType::i64);
-  LinearHeadShift known = {.shift = by.shift, .length = length, .position_ids = by.position_ids};
-  TIGON_BACKEND(
-      linear_head_shift(ctx, {.target = target, .ignore_index = ignore_index, .by = known, .out = out}));
-  return out;
+  labels.target = linear_head_vector(ctx, rows, DType::i64);
+  TIGON_BACKEND(linear_head_shift(
+      ctx, {.target = given.target, .ignore_index = given.ignore_index, .by = by, .out = labels.target}));
+  return labels;
+}
+
+void linear_head_check(const char* op, const LogitFormula& f) {
+  TIGON_CHECK(op, f.temperature > 0.0f, "temperature must be > 0, got ", f.temperature);
+  TIGON_CHECK(op, f.softcap >= 0.0f, "softcap must be > 0 or none, got ", f.softcap);
+}
+
+void linear_head_check(const char* op, const LossReduction& r) {
+  if (r.kind == Reduction::none) return;
+  require_vector(op, "total", r.total, 1, DType::f32);
+  require_vector(op, "scale", r.scale, 1, DType::f32);
+}
+
+void linear_head_scale(Context& ctx, const LossReduction& r, const LinearHeadLabels& labels,
+                       const Vector& class_weight) {
+  if (r.kind == Reduction::none) return;
+  cross_entropy_scale(ctx, {.target = labels.target,
+                            .class_weight = class_weight,
+                            .ignore_index = labels.ignore_index,
+                            .mean = r.kind == Reduction::mean,
+                            .denominator = r.denominator,
+                            .host_denominator = r.host_denominator,
+                            .has_host_denominator = r.has_host_denominator,
+                            .scale = r.scale});
+}
+
+void linear_head_total(Context& ctx, const LossReduction& r, const Vector& loss) {
+  if (r.kind != Reduction::none) cross_entropy_total(ctx, {.loss = loss, .scale = r.scale, .total = r.total});
 }
 
 LinearHeadRows linear_head_rows(Context& ctx, const LinearHead& a, const LinearHeadLabels& labels) {
@@ -363,6 +392,16 @@ void linear_head_compact(Context& ctx, const LinearHeadCompact& a) {
 void linear_head_factors(Context& ctx, const LinearHeadFactors& a) {
   require_dtype(kOp, "factors", a.out.dtype, DType::f32);
   if (a.out.size > 0) TIGON_BACKEND(linear_head_factors(ctx, a));
+}
+
+Vector linear_head_factor(Context& ctx, const LinearHead& a, const LinearHeadLabels& labels,
+                          const LinearHeadRows& rows, LinearHeadFactors of) {
+  if (of.upstream || !linear_head_scales_early(a.hidden.dtype)) of.scale = {};
+  if (!of.token_weight && !(rows.listed && of.upstream)) return of.upstream ? of.upstream : of.scale;
+  of.target = labels.target, of.ignore_index = labels.ignore_index, of.index = rows.index;
+  of.out = linear_head_vector(ctx, rows.count);
+  linear_head_factors(ctx, of);
+  return of.out;
 }
 
 void linear_head_results(Context& ctx, const LinearHeadResults& a) {

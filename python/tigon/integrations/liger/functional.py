@@ -194,8 +194,9 @@ def liger_group_norm(X, affine_scaling_weight, affine_shifting_bias, num_channel
     return tigon.group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps)
 
 
-def liger_fused_add_rms_norm(X, R, W, eps, offset: float = 0.0, casting_mode: str = "llama",
-                             in_place: bool = True):  # fmt: skip
+def liger_fused_add_rms_norm(
+    X, R, W, eps, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True
+):
     """(normalised ``X + R``, ``X + R``), by :func:`tigon.add_rms_norm`."""
     return tigon.add_rms_norm(X, R, W, eps, offset=offset, rounding=casting_mode)
 
