@@ -1,5 +1,5 @@
-// x * sigmoid(x) in the core against the same formula in double, the formula against finite differences, refusals,
-// bitwise promises.
+// x * sigmoid(x) in the core against the same formula in double, the formula against finite differences,
+// refusals, bitwise promises.
 #include "tigon/ops/silu/silu.h"
 
 #include "activation.h"
