@@ -185,7 +185,7 @@ class Views final : public Fields {
   void make_result(const Field& f, bool wanted) {
     const Expected& e = f.expected;
     const Held* like = held(e.sizes_of);
-    if (!wanted || (f.vector != nullptr && e.sizes_of != nullptr && like == nullptr)) {
+    if (!wanted || (e.sizes_of != nullptr && like == nullptr)) {  // of an input that is absent: none
       const bool of_parameter = f.vector != nullptr && e.sizes_of != nullptr && !e.scalar;
       add(nothing(like_, of_parameter ? dtype_of(op_, "x", like_) : e.dtype));
     } else if (f.matrix != nullptr) {
