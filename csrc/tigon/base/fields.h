@@ -34,8 +34,7 @@ struct Expected {
   const Vector* like = nullptr;  // of its dtype, where it is there
   bool scalar = false;           // a tensor of one element and of any number of dimensions
   int64_t* leading = nullptr;    // takes the tensor's first dimension, which its results do not have
-  const void* of =
-      nullptr;              // the member whose tensor has the sizes of a result; otherwise it is [rows, cols]
+  const void* of = nullptr;      // the member whose tensor has a result's sizes; null: [rows, cols]
   bool other_cols = false;  // of those sizes but for the last
 };
 
