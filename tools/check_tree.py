@@ -98,7 +98,7 @@ def check_op(root: Path, op: str) -> list[str]:
     """Files of one op, and the headings of its contract."""
     header = root / f"csrc/tigon/ops/{op}/{op}.h"
     contract = header.read_text(encoding="utf-8") if header.exists() else ""
-    drives = ENGINES & {Path(name).stem for name in INCLUDE.findall(contract)}
+    drives = ENGINES & {Path(name).parent.name for name in INCLUDE.findall(contract)} - {op}
     cpu = root / f"csrc/tigon/ops/{op}/{op}_cpu.cpp"
     listed = not cpu.exists() or f"TIGON_OP({op}," in cpu.read_text(encoding="utf-8")
     siblings = SIBLINGS if listed else (*SIBLINGS, *BY_HAND)

@@ -31,11 +31,11 @@ struct Expected {
   int64_t rows = 0, cols = 0;
   DType dtype = DType::f32;
   bool or_f32 = false;           // or float32
-  int64_t* leading = nullptr;    // takes the tensor's first dimension, which its results do not have
   const Vector* like = nullptr;  // of its dtype, where it is there
-  const void* sizes_of =
-      nullptr;          // the member whose tensor has the same sizes; otherwise the tensor is [rows, cols]
-  bool scalar = false;  // a tensor of one element and of any number of dimensions
+  bool scalar = false;           // a tensor of one element and of any number of dimensions
+  int64_t* leading = nullptr;    // takes the tensor's first dimension, which its results do not have
+  const void* of = nullptr;      // the member whose tensor has a result's sizes; null: [rows, cols]
+  bool other_cols = false;  // of those sizes but for the last
 };
 
 struct Field {
@@ -119,7 +119,7 @@ class Fields {
   void result(const char* name, Matrix& m, const Matrix& x) { result(name, m, x, x.dtype); }
   // [rows, cols]: of the sizes of x's tensor but for its last dimension, and its first where that is one of several matrices.
   void result(const char* name, Matrix& m, const Matrix& x, int64_t rows, int64_t cols) {
-    Expected e = {.rows = rows, .cols = cols, .dtype = x.dtype, .sizes_of = &x, .other_cols = true};
+    Expected e = {.rows = rows, .cols = cols, .dtype = x.dtype, .of = &x, .other_cols = true};
     field({name, Role::result, &m, nullptr, e});
   }
   // As `result`; <op>_in_place writes it over `input`.
@@ -133,11 +133,10 @@ class Fields {
     gradient(name, v, parameter.size, parameter.dtype, &parameter);
   }
   void scalar_gradient(const char* name, Vector& v, const Vector& of) {
-    field(
-        {name, Role::gradient, nullptr, &v, {.cols = 1, .dtype = of.dtype, .sizes_of = &of, .scalar = true}});
+    field({name, Role::gradient, nullptr, &v, {.cols = 1, .dtype = of.dtype, .scalar = true, .of = &of}});
   }
   void gradient(const char* name, Vector& v, int64_t size, DType dtype, const Vector* sizes_of = nullptr) {
-    field({name, Role::gradient, nullptr, &v, {.cols = size, .dtype = dtype, .sizes_of = sizes_of}});
+    field({name, Role::gradient, nullptr, &v, {.cols = size, .dtype = dtype, .of = sizes_of}});
   }
   // A rule of this op's own.
   template <class... Parts>
@@ -154,7 +153,7 @@ class Fields {
 
  private:
   static Expected sizes_of(const Matrix& x, DType dtype) {
-    return {.rows = x.rows, .cols = x.cols, .dtype = dtype, .sizes_of = &x};
+    return {.rows = x.rows, .cols = x.cols, .dtype = dtype, .of = &x};
   }
   const char* checked_op_;  // null: nothing is checked
 };

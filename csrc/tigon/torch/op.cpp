@@ -141,7 +141,7 @@ class Views final : public Fields {
                     Role::result,
                     &m,
                     nullptr,
-                    {.rows = input.rows, .cols = input.cols, .dtype = input.dtype, .sizes_of = &input}});
+                    {.rows = input.rows, .cols = input.cols, .dtype = input.dtype, .of = &input}});
     TIGON_CHECK(op_, !held(&input)->copied, input_name,
                 " must have dense rows to be written in place, got a layout that needs a copy");
     m = input;
@@ -184,9 +184,9 @@ class Views final : public Fields {
   }
   void make_result(const Field& f, bool wanted) {
     const Expected& e = f.expected;
-    const Held* like = held(e.sizes_of);
-    if (!wanted || (f.vector != nullptr && e.sizes_of != nullptr && like == nullptr)) {
-      const bool of_parameter = f.vector != nullptr && e.sizes_of != nullptr && !e.scalar;
+    const Held* like = held(e.of);
+    if (!wanted || (e.of != nullptr && like == nullptr)) {  // of an input that is absent: none
+      const bool of_parameter = f.vector != nullptr && e.of != nullptr && !e.scalar;
       add(nothing(like_, of_parameter ? dtype_of(op_, "x", like_) : e.dtype));
     } else if (f.matrix != nullptr) {
       Tensor& t = add(like != nullptr ? make_matrix(*like, e) : make(like_, {e.rows, e.cols}, e.dtype));

@@ -15,14 +15,14 @@ void check_labels(const CrossEntropyLabels& a) {
   TIGON_CHECK(kOp, a.count >= 1, "labels must have at least one column, got ", a.count);
   require_dtype(kOp, "labels", a.labels.dtype, DType::i64);
   require_vector(kOp, "target", a.target, a.labels.size / a.count, DType::i64);
-  if (a.upstream) require_f32("upstream", a.upstream, a.labels.size);
+  require_optional(kOp, "upstream", a.upstream, a.labels.size);
 }
 
 void check_part(const CrossEntropyLabels& a) {
   int64_t n = a.chosen.size;
   check_labels(a);
   require_dtype(kOp, "chosen", a.chosen.dtype, DType::i64);
-  if (a.index) require_vector(kOp, "index", a.index, n, DType::i64);
+  require_optional(kOp, "index", a.index, n, DType::i64);
   require_f32("scores", a.scores, n * a.count);
   require_f32("top", a.top, n);
   TIGON_CHECK(kOp, a.temperature > 0.0f, "temperature must be > 0, got ", a.temperature);
@@ -32,7 +32,7 @@ void check_part(const CrossEntropyLabels& a) {
 
 void cross_entropy_label_targets(Context& ctx, const CrossEntropyLabels& a) {
   check_labels(a);
-  if (a.factor) require_f32("factor", a.factor, a.target.size);
+  require_optional(kOp, "factor", a.factor, a.target.size);
   if (a.target.size == 0) return;
   TIGON_RUN(kOp, ctx, cross_entropy_label_targets, a);
 }
@@ -61,7 +61,7 @@ void cross_entropy_label_results(Context& ctx, const CrossEntropyLabels& a) {
   check_part(a);
   require_f32("log_prob", a.log_prob, a.chosen.size);
   require_f32("out", a.out, a.labels.size);
-  if (a.position) require_vector(kOp, "position", a.position, a.target.size, DType::i64);
+  require_optional(kOp, "position", a.position, a.target.size, DType::i64);
   if (a.target.size == 0) return;
   TIGON_RUN(kOp, ctx, cross_entropy_label_results, a);
 }

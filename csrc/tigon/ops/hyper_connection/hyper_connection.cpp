@@ -121,8 +121,8 @@ void hyper_connection_bwd(Context& ctx, const HyperConnectionBwd& a) {
   if (parts > 2) require_given(op, "dres", a.dres, tokens, n * n, DType::f32);
   require_result(op, "dx", a.dx, a.x);
   require_result(op, "dweight", a.dweight, a.weight);
-  if (a.dbase) require_vector(op, "dbase", a.dbase, m, DType::f32);
-  if (a.dscale) require_vector(op, "dscale", a.dscale, parts, DType::f32);
+  require_optional(op, "dbase", a.dbase, m);
+  require_optional(op, "dscale", a.dscale, parts);
 
   float* dots = nullptr;
   if (a.dy.data != nullptr && tokens > 0) {
