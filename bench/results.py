@@ -334,8 +334,8 @@ def index(parts: dict[str, list[Section]]) -> str:
     blocks = (
         "# Results",
         f"{NOTE}\n[Method](../benchmarks.md).",
-        "Where a peer is faster: [known gaps](../known-gaps.md) has the reasons, and every page below begins\n"
-        "with those cases.",
+        "Where a peer is faster: [known gaps](../known-gaps.md) has the reasons, and every page begins with\n"
+        "those cases.",
         "\n".join(lines),
         "A case is counted once for each pass and dtype; speeds are geometric means.",
         markdown(head, rows),

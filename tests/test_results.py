@@ -39,7 +39,9 @@ def test_images_are_shown(data):
     drawn |= paper.pictures().keys() | readme.PICTURES.keys()
     texts = [path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))]
     shown = {Path(target).name for text in texts for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)}
-    shown -= {path.name for folder in ("drawings", "notebooks") for path in (ROOT / "docs" / folder).iterdir()}
+    shown -= {
+        path.name for folder in ("drawings", "notebooks") for path in (ROOT / "docs" / folder).iterdir()
+    }
     assert {path.name for path in results.IMAGES.iterdir()} == drawn == shown
 
 
