@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from tigon._op import has_kernel, once, raw, refuse_tangents
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
-from tigon.ops.arguments import check_choice, kind_of
+from tigon.ops.arguments import check_choice, is_traced, kind_of
 from tigon.ops.loss_head import linear_log_prob as _log_prob
 from tigon.ops.loss_head.autograd import finish
 from tigon.ops.loss_head.labels import check_count, labels_of, sequence_counts, shifted
@@ -431,7 +431,7 @@ def linear_loss(
     wrt = tuple(grad and t.requires_grad for t in tensors)
     loss = Loss(fn, entropy, denominator, wrt, grad, groups)
     apart = groups is not None and not groups.fit(hidden, weight, chunk_rows)
-    if not kernel or apart or (reduction == "none" and denominator is None):
+    if not kernel or apart or is_traced(hidden) or (reduction == "none" and denominator is None):
         log_prob = _log_prob.linear_log_prob if kernel else _log_prob.reference
         weight = weight if kernel else plain_weight(_OP, weight)
         return _composed(hidden, weight, target, loss, tensors, reduction, log_prob, head)
