@@ -24,6 +24,7 @@ MOVED = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGEL
 ORIGIN = {uri: name for name, uri in MOVED.items()}
 LANGUAGES = {".py": "python", ".h": "cpp", ".cpp": "cpp", ".cu": "cuda", ".cuh": "cuda", ".json": "json"}
 NOTEBOOKS = ROOT / "examples/notebooks"
+UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"  # code would hide what explains it
 CONTRACTS = "reference/cpp.md"
 HEADERS = ("base/make_context.h", "base/context.h", "base/tensor.h", "base/communicator.h")
 
@@ -125,7 +126,7 @@ def on_files(files, config):
         found |= linked(source_page(folder), folder.parent)
     for path in found:
         if path.relative_to(ROOT).as_posix() not in MOVED:
-            pages[uri_of(path)] = source_page(path)
+            pages[uri_of(path)] = ("" if path.parent == NOTEBOOKS else UNSEARCHED) + source_page(path)
     for uri, text in pages.items():
         files.append(File.generated(config, uri, content=text))
     return files

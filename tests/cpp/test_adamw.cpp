@@ -1,5 +1,5 @@
-// AdamW in the core: its formula is the paper's, random bits against known answers, bitwise promises, refusals; and the norm of
-// gradients.
+// AdamW in the core: its formula is the paper's, random bits against known answers, bitwise promises,
+// refusals; and the norm of gradients.
 #include "tigon/ops/adamw/adamw.h"
 
 #include "table.h"

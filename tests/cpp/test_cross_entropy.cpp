@@ -1,5 +1,5 @@
-// Cross-entropy rows in the core: gradients are slopes, masked and broken rows, refusals, bitwise promises. The fused loss head:
-// the same bits whichever gradients are wanted, labels in advance, refusals.
+// Cross-entropy rows in the core: gradients are slopes, masked and broken rows, refusals, bitwise promises.
+// The fused loss head: the same bits whichever gradients are wanted, labels in advance, refusals.
 #include "table.h"
 #include "tigon/ops/cross_entropy/cross_entropy.h"
 #include "tigon/ops/linear_cross_entropy/linear_cross_entropy.h"
@@ -145,7 +145,7 @@ TEST_CASE("refused calls name argument, expected and given, and write nothing") 
   CHECK(run.loss == untouched.loss);
 }
 
-// --- linear_cross_entropy: the chunk loop, against the products and rows it is made of. ---------------------------------------
+// --- linear_cross_entropy: the chunk loop -------------------------------------------------------------
 
 struct Head {
   int64_t rows = 11, hidden_size = 24, vocab = 50;

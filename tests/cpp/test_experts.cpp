@@ -1,4 +1,5 @@
-// Experts in the core: gradients are slopes, routing against its definition, results that are absent, bitwise promises, refusals.
+// Experts in the core: gradients are slopes, routing against its definition, results that are absent, bitwise
+// promises, refusals.
 #include "tigon/ops/experts/experts_layer.h"
 
 #include "table.h"

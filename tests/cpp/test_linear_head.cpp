@@ -71,17 +71,16 @@ TEST_CASE("plan refuses what cannot be met") {
 }
 
 TEST_CASE("chunks by sizes alone") {
-  LinearHeadSizes s = {
-      .device = Device::cuda, .rows = 8192, .hidden = 4096, .vocab = 128256, .dweight = true};
+  LinearHeadSizes s = {.cuda = 1, .worked = 8192, .hidden = 4096, .vocab = 128256, .train_weight = 1};
   CHECK(linear_head_whole_rows(s) == 9420);
   CHECK(linear_head_chunk_rows(s) == 8192);
-  s.rows = 16384;
+  s.worked = 16384;
   CHECK(linear_head_chunk_rows(s) == 4096);
-  s.dweight = false;
+  s.train_weight = 0;
   CHECK(linear_head_chunk_rows(s) == 2048);
-  s.device = Device::cpu, s.rows = 1280;
+  s.cuda = 0, s.worked = 1280;
   CHECK(linear_head_chunk_rows(s) == 1280);
-  s.rows = 1281;
+  s.worked = 1281;
   CHECK(linear_head_chunk_rows(s) == 768);
 }
 

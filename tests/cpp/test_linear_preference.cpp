@@ -1,5 +1,5 @@
-// Losses of preferences and policies on the streaming head, in the core: gradients against finite differences, chunks of any size
-// against the whole, refusals before anything is written.
+// Losses of preferences and policies on the streaming head, in the core: gradients against finite
+// differences, chunks of any size against the whole, refusals before anything is written.
 #include "table.h"
 #include "tigon/ops/linear_preference/linear_policy.h"
 #include "tigon/ops/linear_preference/linear_preference.h"

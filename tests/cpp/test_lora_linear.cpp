@@ -6,7 +6,8 @@
 namespace tigon::test {
 namespace {
 
-// Two maps of one x, the first with two adapters. Memory starts as NaN: what is read before it is written shows.
+// Two maps of one x, the first with two adapters. Memory starts as NaN: what is read before it is written
+// shows.
 struct Maps {
   static constexpr int64_t kRows = 9, kIn = 21, kOut[2] = {13, 6}, kRanks[3] = {3, 8, 5}, kOf[3] = {0, 0, 1};
   double dropout;

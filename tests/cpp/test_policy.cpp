@@ -1,5 +1,5 @@
-// Policy losses in the core: slopes of the formulas against finite differences, gradients of a call, parts of answers and lists of
-// rows, refusals, bitwise promises.
+// Policy losses in the core: slopes of the formulas against finite differences, gradients of a call, parts of
+// answers and lists of rows, refusals, bitwise promises.
 #include "table.h"
 #include "tigon/ops/policy/policy.h"
 

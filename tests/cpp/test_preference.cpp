@@ -1,5 +1,5 @@
-// Preference losses in the core: slopes against finite differences of the formula, the call against sums by hand, lists of
-// rows and ranges of groups, refusals, bitwise promises.
+// Preference losses in the core: slopes against finite differences of the formula, the call against sums by
+// hand, lists of rows and ranges of groups, refusals, bitwise promises.
 #include "table.h"
 #include "tigon/ops/preference/preference.h"
 

@@ -1,4 +1,5 @@
-// qk_norm_rope in the core: it is rms_norm and rope in turn, its gradients are slopes, refusals, bitwise promises.
+// qk_norm_rope in the core: it is rms_norm and rope in turn, its gradients are slopes, refusals, bitwise
+// promises.
 #include "table.h"
 #include "tigon/ops/rope/qk_norm_rope.h"
 

@@ -67,7 +67,7 @@ def test_reset_after_the_meta_device(name):
 
 @every_module
 @pytest.mark.parametrize(
-    "how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
+    "copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
 )
 def test_copies(name, copier):
     module = MODULES[name](dtype=torch.bfloat16)

@@ -1,7 +1,7 @@
 // What the adaptors of ops on a linear head share: their first arguments, which gradients a call forms, and their tensors.
 #pragma once
 
-#include "tigon/ops/linear_head/linear_head_plan.h"
+#include "tigon/ops/linear_head/linear_head.h"
 #include "tigon/torch/shim.h"
 
 namespace tigon::torch_shim {
@@ -53,7 +53,7 @@ struct Formula {
 };
 struct Memory {
   int64_t chunk_rows = 0, valid_rows = -1, needs = 0;
-  int64_t keep_rows = 0;  // as in LossHeadSizes
+  int64_t keep_rows = 0;  // as in LinearHeadSizes
 
   static constexpr const char* kSchema = "int chunk_rows, int valid_rows, int needs, int keep_rows";
   static Memory take(Stack& s) {
@@ -107,11 +107,11 @@ constexpr const char* kFiveGradients =
 // Whether one chunk takes all rows of a call that forms dweight.
 inline bool one_chunk(const LinearHead& a, const Memory& m, Device device) {
   if (m.chunk_rows > 0) return m.worked(a.hidden.rows) <= m.chunk_rows;
-  return m.worked(a.hidden.rows) <= linear_head_whole_rows({.device = device,
-                                                            .dtype = a.hidden.dtype,
+  return m.worked(a.hidden.rows) <= linear_head_whole_rows({.cuda = device == Device::cuda,
+                                                            .dtype = int64_t(a.hidden.dtype),
                                                             .hidden = a.hidden.cols,
                                                             .vocab = a.weight.rows,
-                                                            .dweight = true});
+                                                            .train_weight = 1});
 }
 // Allocates the gradients that are needed and puts their views in `a`; `whole`: one chunk takes all rows.
 inline HeadGradients make_gradients(LinearHead& a, const Tensor& hidden, int64_t needs, bool whole) {

@@ -191,8 +191,8 @@ void run_piece(Context& ctx, const Gemm& g, bool split, int device, GemmWorkspac
 
 void cublaslt_gemm(Context& ctx, const Gemm& g, int device, GemmWorkspace& workspace) {
   if (g.m == 0 || g.n == 0) return;
-  // Without a split of K, and with an odd vocabulary cut for few rows as for many, a row of logits has the same bits beside
-  // any number of others.
+  // Without a split of K, and with an odd vocabulary cut for few rows as for many, a row of logits has the
+  // same bits beside any number of others.
   const bool logits = makes_logits(g);
   GemmPieces pieces = logits ? gemm_pieces(g, 0) : gemm_pieces(g);
   for (int i = 0; i < pieces.count; ++i) run_piece(ctx, pieces.piece[size_t(i)], !logits, device, workspace);

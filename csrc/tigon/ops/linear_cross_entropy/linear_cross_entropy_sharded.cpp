@@ -34,13 +34,13 @@ struct Sharded {
   bool empty() const { return head.weight.rows == 0; }
 
   // Rows of share s of a chunk, in a vector of all rows, and in one of the chunk's.
-  Vector of_all(const Vector& v, int64_t s, int64_t begin, int64_t count) const {
+  Vector share_part(const Vector& v, int64_t s, int64_t begin, int64_t count) const {
     return linear_head_part(v, s * rows + begin, count);
   }
 
   CrossEntropyRows pass(int64_t s, int64_t begin, int64_t count, const Matrix& logits) const {
     return {.logits = rows_from(logits, s * count, count),
-            .target = of_all(a.labels.target, s, begin, count),
+            .target = share_part(a.labels.target, s, begin, count),
             .bias = a.head.bias,
             .class_weight = a.class_weight,
             .first_class = call.first_class,
@@ -77,19 +77,19 @@ struct Sharded {
                                   .kinds = kinds,
                                   .shards = ranks.size(),
                                   .shard = ranks.rank(),
-                                  .target = of_all(a.labels.target, s, begin, count),
+                                  .target = share_part(a.labels.target, s, begin, count),
                                   .class_weight = a.class_weight,
                                   .shard_weight = call.shard_weight,
-                                  .token_weight = of_all(a.token_weight, s, begin, count),
+                                  .token_weight = share_part(a.token_weight, s, begin, count),
                                   .classes = call.classes,
                                   .ignore_index = a.labels.ignore_index,
                                   .label_smoothing = a.label_smoothing,
                                   .z_loss = a.z_loss,
-                                  .loss = of_all(a.results.loss, s, begin, count),
-                                  .z_term = of_all(a.results.z_term, s, begin, count),
-                                  .log_prob = of_all(a.results.log_prob, s, begin, count),
-                                  .lse = of_all(a.results.lse, s, begin, count),
-                                  .entropy = of_all(a.results.entropy, s, begin, count),
+                                  .loss = share_part(a.results.loss, s, begin, count),
+                                  .z_term = share_part(a.results.z_term, s, begin, count),
+                                  .log_prob = share_part(a.results.log_prob, s, begin, count),
+                                  .lse = share_part(a.results.lse, s, begin, count),
+                                  .entropy = share_part(a.results.entropy, s, begin, count),
                                   .log_share = linear_head_part(log_share, s * count, count)});
   }
 
@@ -105,8 +105,8 @@ struct Sharded {
       p.scale = linear_head_part(factor, s * count, count);
       linear_head_factors(ctx, {.target = p.target,
                                 .ignore_index = a.labels.ignore_index,
-                                .token_weight = of_all(a.token_weight, s, begin, count),
-                                .upstream = of_all(a.upstream, s, begin, count),
+                                .token_weight = share_part(a.token_weight, s, begin, count),
+                                .upstream = share_part(a.upstream, s, begin, count),
                                 .scale = late ? Vector{} : a.reduction.scale,
                                 .out = p.scale});
       cross_entropy_rows(ctx, p);
@@ -184,13 +184,13 @@ void linear_cross_entropy_sharded(Context& ctx, Communicator& ranks, const Linea
   linear_head_scale(ctx, a.reduction, a.labels, a.class_weight);
   // The same chunks on every rank: from the mean number of columns, whatever this rank has.
   const int64_t mean_columns = std::max<int64_t>((call.classes + ranks.size() - 1) / ranks.size(), 1);
-  const int64_t whole = linear_head_chunk_rows({.device = ctx.device(),
-                                                .dtype = a.head.hidden.dtype,
-                                                .rows = a.head.hidden.rows * shares,
+  const int64_t whole = linear_head_chunk_rows({.cuda = ctx.device() == Device::cuda,
+                                                .dtype = int64_t(a.head.hidden.dtype),
+                                                .worked = a.head.hidden.rows * shares,
                                                 .hidden = h,
                                                 .vocab = mean_columns,
-                                                .dweight = a.head.dweight.data != nullptr,
-                                                .add_dweight = a.head.add_dweight});
+                                                .train_weight = a.head.dweight.data != nullptr,
+                                                .main_grad = a.head.add_dweight});
   TIGON_CHECK(kOp, a.labels.chunk_rows >= 0, "chunk_rows must be >= 0, got ", a.labels.chunk_rows);
   const int64_t wanted =
       std::max<int64_t>((a.labels.chunk_rows > 0 ? a.labels.chunk_rows : whole) / shares, 1);

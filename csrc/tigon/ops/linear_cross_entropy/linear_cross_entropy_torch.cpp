@@ -28,22 +28,22 @@ LinearCrossEntropy arguments(Operands& t, const Formula& f, const Memory& m) {
 KeptTensors make_kept(LinearCrossEntropy& a, const Tensor& hidden, const Memory& m) {
   const LinearHead& head = a.head;
   DType dtype = head.hidden.dtype;
-  LossHeadPlan plan = linear_head_memory({.cuda = device_of(kOp, hidden) == Device::cuda,
-                                          .dtype = int64_t(dtype),
-                                          .weight_dtype = int64_t(dtype),
-                                          .rows = head.hidden.rows,
-                                          .worked = m.worked(head.hidden.rows),
-                                          .hidden = head.hidden.cols,
-                                          .vocab = head.weight.rows,
-                                          .lora_rank = (m.needs & (need_lora_a | need_lora_b)) != 0,
-                                          .train_hidden = (m.needs & need_hidden) != 0,
-                                          .train_weight = (m.needs & need_weight) != 0,
-                                          .train_bias = (m.needs & need_bias) != 0,
-                                          .main_grad = (m.needs & into_main_grad) != 0,
-                                          .chunk_rows = m.chunk_rows,
-                                          .per_row = 1,
-                                          .keep_rows = m.keep_rows,
-                                          .unit = (m.needs & need_unit) != 0});
+  LinearHeadPlan plan = linear_head_memory({.cuda = device_of(kOp, hidden) == Device::cuda,
+                                            .dtype = int64_t(dtype),
+                                            .weight_dtype = int64_t(dtype),
+                                            .rows = head.hidden.rows,
+                                            .worked = m.worked(head.hidden.rows),
+                                            .hidden = head.hidden.cols,
+                                            .vocab = head.weight.rows,
+                                            .lora_rank = (m.needs & (need_lora_a | need_lora_b)) != 0,
+                                            .train_hidden = (m.needs & need_hidden) != 0,
+                                            .train_weight = (m.needs & need_weight) != 0,
+                                            .train_bias = (m.needs & need_bias) != 0,
+                                            .main_grad = (m.needs & into_main_grad) != 0,
+                                            .chunk_rows = m.chunk_rows,
+                                            .per_row = 1,
+                                            .keep_rows = m.keep_rows,
+                                            .unit = (m.needs & need_unit) != 0});
   KeptTensors k = {
       .unit = plan.unit ? make_like(hidden, dtype) : nothing(hidden, dtype),
       .dlogits = plan.kept > 0 ? make(hidden, {plan.kept, linear_head_logit_stride(head.weight.rows)}, dtype)
@@ -234,7 +234,7 @@ TIGON_TORCH_KERNELS(m) {
 }  // namespace tigon::torch_shim
 
 // For Python, through ctypes.
-extern "C" TIGON_API void tigon_linear_head_memory(const tigon::LossHeadSizes* sizes,
-                                                   tigon::LossHeadPlan* plan) {
+extern "C" TIGON_API void tigon_linear_head_memory(const tigon::LinearHeadSizes* sizes,
+                                                   tigon::LinearHeadPlan* plan) {
   *plan = tigon::linear_head_memory(*sizes);
 }

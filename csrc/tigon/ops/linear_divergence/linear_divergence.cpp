@@ -107,7 +107,7 @@ void write_results(Context& ctx, const LinearDivergence& a, const LinearHeadRows
 // Logits of a few rows of both sides.
 struct Logits {
   Matrix student, teacher;
-  LinearHeadWorkspace of_teacher;
+  LinearHeadWorkspace teacher_workspace;
 };
 Matrix new_logits(Context& ctx, int64_t rows, int64_t vocab, DType dtype) {
   int64_t stride = linear_head_logit_stride(vocab);
@@ -119,7 +119,7 @@ Logits make_logits(Context& ctx, const LinearDivergence& a, const Pair& pair, co
   Logits l = {.student = new_logits(ctx, count, pair.vocab, DType::f32)};
   if (!pair.given) {
     l.teacher = new_logits(ctx, count, pair.vocab, DType::f32);
-    l.of_teacher = linear_head_workspace(ctx, pair.teacher, rows, {.chunk = count, .logits = false});
+    l.teacher_workspace = linear_head_workspace(ctx, pair.teacher, rows, {.chunk = count, .logits = false});
   } else if (rows.listed) {
     l.teacher = new_logits(ctx, count, pair.vocab, a.teacher_logits.dtype);
   }
@@ -129,7 +129,7 @@ Logits make_logits(Context& ctx, const LinearDivergence& a, const Pair& pair, co
 Matrix teacher_logits(Context& ctx, const LinearDivergence& a, const Pair& pair, const LinearHeadRows& rows,
                       const Logits& l, int64_t begin, int64_t count) {
   if (!pair.given) {
-    LinearHeadChunk c = linear_head_chunk(pair.teacher, rows, l.of_teacher, begin, count);
+    LinearHeadChunk c = linear_head_chunk(pair.teacher, rows, l.teacher_workspace, begin, count);
     c.logits = first_rows(l.teacher, count);
     linear_head_logits(ctx, pair.teacher, c);
     return c.logits;
@@ -181,8 +181,8 @@ int64_t linear_divergence_logit_rows(int64_t vocab, int sides) {
   return std::max(kLeast, kBytes / (4 * sides * std::max<int64_t>(vocab, 1)) / 128 * 128);
 }
 
-LossHeadPlan linear_divergence_memory(const LossHeadSizes& s, int64_t teacher_hidden) {
-  LossHeadPlan plan = linear_head_memory(s);
+LinearHeadPlan linear_divergence_memory(const LinearHeadSizes& s, int64_t teacher_hidden) {
+  LinearHeadPlan plan = linear_head_memory(s);
   if (DType(s.dtype) == DType::f64) return plan;
   int64_t size = int64_t(size_of(DType(s.dtype))), stride = linear_head_logit_stride(s.vocab);
   int64_t sides = teacher_hidden > 0 ? 2 : 1;

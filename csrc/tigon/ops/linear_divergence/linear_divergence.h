@@ -26,7 +26,7 @@
 #pragma once
 
 #include "tigon/ops/divergence/distillation.h"
-#include "tigon/ops/linear_head/linear_head_plan.h"
+#include "tigon/ops/linear_head/linear_head.h"
 
 namespace tigon {
 
@@ -48,7 +48,7 @@ struct LinearDivergence {
 };
 TIGON_API void linear_divergence(Context& ctx, const LinearDivergence& a);
 // linear_head_memory of the student with what the logits of both sides take; teacher_hidden 0: its logits are given.
-TIGON_API LossHeadPlan linear_divergence_memory(const LossHeadSizes& sizes, int64_t teacher_hidden);
+TIGON_API LinearHeadPlan linear_divergence_memory(const LinearHeadSizes& sizes, int64_t teacher_hidden);
 
 // Rows whose f32 logits, `sides` of them, exist at a time: as many as take 1 GiB, at least 512, in hundreds of 128.
 TIGON_API int64_t linear_divergence_logit_rows(int64_t vocab, int sides);

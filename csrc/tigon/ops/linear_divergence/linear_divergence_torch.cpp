@@ -97,7 +97,8 @@ TIGON_TORCH_KERNELS(m) {
 }  // namespace tigon::torch_shim::linear_divergence_torch
 
 // For Python, through ctypes.
-extern "C" TIGON_API void tigon_linear_divergence_memory(const tigon::LossHeadSizes* sizes,
-                                                         int64_t teacher_hidden, tigon::LossHeadPlan* plan) {
+extern "C" TIGON_API void tigon_linear_divergence_memory(const tigon::LinearHeadSizes* sizes,
+                                                         int64_t teacher_hidden,
+                                                         tigon::LinearHeadPlan* plan) {
   *plan = tigon::linear_divergence_memory(*sizes, teacher_hidden);
 }

@@ -45,14 +45,6 @@ void fill_zero(Context& ctx, const Matrix& m) {
   if (m.data && m.rows * m.cols > 0) TIGON_BACKEND(linear_head_zero(ctx, m));
 }
 
-// Rows of a chunk where there are several.
-int64_t most_rows(const LinearHeadSizes& s) {
-  constexpr int64_t kLeast = 1024, kSmallLogits = int64_t(512) << 20;
-  if (s.device == Device::cpu) return kLeast;
-  int64_t most = std::max(kLeast, kSmallLogits / (std::max<int64_t>(s.vocab, 1) * int64_t(size_of(s.dtype))));
-  return s.dweight ? std::max(most, s.hidden) : most;
-}
-
 // Zeros after each row of logits of our own, for the products on the CPU.
 void pad_rows(Context& ctx, const Matrix& logits) {
   if (ctx.device() != Device::cpu) return;
@@ -160,28 +152,16 @@ LinearHeadRows linear_head_rows(Context& ctx, const LinearHead& a, const LinearH
   return r;
 }
 
-int64_t linear_head_whole_rows(const LinearHeadSizes& s) {
-  bool sums_cost = s.device == Device::cuda && s.dweight && !s.add_dweight && s.dtype != DType::f32;
-  int64_t most = most_rows(s);
-  return std::max(most + most / 4, sums_cost ? s.hidden * 23 / 10 : 0);
-}
-
-int64_t linear_head_chunk_rows(const LinearHeadSizes& s) {
-  if (s.rows <= linear_head_whole_rows(s)) return std::max<int64_t>(s.rows, 1);
-  int64_t most = most_rows(s), chunks = (s.rows + most - 1) / most;
-  return ((s.rows + chunks - 1) / chunks + 127) / 128 * 128;
-}
-
 int64_t linear_head_limit(Context& ctx, const LinearHead& a, int64_t rows, int64_t chunk_rows) {
   TIGON_CHECK(a.op, chunk_rows >= 0, "chunk_rows must be >= 1 (or None), got ", chunk_rows);
   int64_t wanted = chunk_rows > 0 ? chunk_rows
-                                  : linear_head_chunk_rows({.device = ctx.device(),
-                                                            .dtype = a.hidden.dtype,
-                                                            .rows = rows,
+                                  : linear_head_chunk_rows({.cuda = ctx.device() == Device::cuda,
+                                                            .dtype = int64_t(a.hidden.dtype),
+                                                            .worked = rows,
                                                             .hidden = a.hidden.cols,
                                                             .vocab = a.weight.rows,
-                                                            .dweight = a.dweight.data != nullptr,
-                                                            .add_dweight = a.add_dweight});
+                                                            .train_weight = a.dweight.data != nullptr,
+                                                            .main_grad = a.add_dweight});
   return std::min(wanted, std::max<int64_t>(rows, 1));
 }
 
@@ -218,10 +198,6 @@ std::vector<LinearHeadSpan> linear_head_plan(const LinearHead& a, const std::vec
   return spans;
 }
 
-int64_t linear_head_wide_rows(Device device, int64_t vocab) {
-  return most_rows({.device = device, .dtype = DType::f32, .vocab = vocab});
-}
-
 LinearHeadWorkspace linear_head_workspace(Context& ctx, const LinearHead& a, const LinearHeadRows& rows,
                                           const LinearHeadMemory& m) {
   DType dtype = a.hidden.dtype;
@@ -234,7 +210,7 @@ LinearHeadWorkspace linear_head_workspace(Context& ctx, const LinearHead& a, con
   }
   bool wide = a.wide_logits && dtype != DType::f32;
   if (wide) {
-    int64_t rows_of_part = std::min(m.chunk, linear_head_wide_rows(ctx.device(), v));
+    int64_t rows_of_part = std::min(m.chunk, linear_head_wide_rows(ctx.device() == Device::cuda, v));
     w.wide = new_matrix(ctx, rows_of_part, v, linear_head_logit_stride(v), DType::f32);
   }
   bool scales = m.factored && (a.dweight.data || a.dlora_a.data || a.dlora_b.data);

@@ -36,6 +36,7 @@
 #include <vector>
 
 #include "tigon/base/context.h"
+#include "tigon/ops/linear_head/linear_head_plan.h"
 
 namespace tigon {
 
@@ -118,22 +119,6 @@ struct LinearHeadRows {
 };
 TIGON_API LinearHeadRows linear_head_rows(Context& ctx, const LinearHead& a, const LinearHeadLabels& labels);
 
-// Rows of a chunk, from what the call will allocate.
-//   CPU   1024, and a quarter more rather than a second chunk.
-//   CUDA  As many as the logits of 512 MiB have, at least 1024: enough for the products' speed. Where weight has a gradient,
-//         every chunk more reads and writes it once more in f32, so logits may take what that gradient's cast will take anyway
-//         (H rows); and one chunk takes all rows where that needs no more than a tenth above the f32 sum and its cast (2.3 H
-//         rows in 16 bits): no sum, no cast.
-struct LinearHeadSizes {
-  Device device = Device::cpu;
-  DType dtype = DType::bf16;
-  int64_t rows = 0, hidden = 0, vocab = 0;
-  bool dweight = false;      // weight's gradient is formed
-  bool add_dweight = false;  // and added to what its owner keeps
-};
-TIGON_API int64_t linear_head_chunk_rows(const LinearHeadSizes& sizes);
-// Most rows that one chunk takes whole.
-TIGON_API int64_t linear_head_whole_rows(const LinearHeadSizes& sizes);
 // Rows of a chunk of this call: `chunk_rows` where it is not 0, else linear_head_chunk_rows; at most `rows`.
 TIGON_API int64_t linear_head_limit(Context& ctx, const LinearHead& a, int64_t rows, int64_t chunk_rows);
 // Refuses a dweight that cannot take the sum over so many chunks.
@@ -148,16 +133,6 @@ struct LinearHeadSpan {
 TIGON_API int64_t linear_head_group_limit(const LinearHead& a, int64_t limit);  // most rows of a group
 TIGON_API std::vector<LinearHeadSpan> linear_head_plan(const LinearHead& a,
                                                        const std::vector<int64_t>& group_rows, int64_t limit);
-
-// True where dlogits of this dtype may carry a factor like 1/count: in f16 small quotients would leave its range.
-constexpr bool linear_head_scales_early(DType hidden) { return hidden != DType::f16; }
-// The dtype that dweight may be formed in.
-constexpr DType linear_head_dweight(DType hidden, bool one_chunk) {
-  return one_chunk && linear_head_scales_early(hidden) ? hidden : DType::f32;
-}
-
-// Elements between rows of logits: whole 128-byte lines, so that an odd vocabulary costs the products nothing.
-constexpr int64_t linear_head_logit_stride(int64_t vocab) { return (vocab + 63) / 64 * 64; }
 
 // Memory of one chunk, used by all. Logits in f32 are there for a part of a chunk at a time (linear_head_parts), which keeps
 // them to the size of a small chunk's; what the row pass leaves for the products lies in `logits`.
@@ -221,9 +196,6 @@ void linear_head_parts(Context& ctx, const LinearHead& a, LinearHeadChunk& chunk
   }
   chunk.gathered = true, chunk.has_u = a.lora_a.data != nullptr;
 }
-// Most rows of a part with wide logits.
-TIGON_API int64_t linear_head_wide_rows(Device device, int64_t vocab);
-
 // The products of dlogits, which are only read. `first`: what is summed over chunks is written, not added to; nothing is
 // zero-filled. With listed rows dhidden's other rows are the driver's (linear_head_clear).
 struct LinearHeadPass {

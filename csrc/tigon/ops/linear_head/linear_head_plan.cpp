@@ -5,27 +5,30 @@
 namespace tigon {
 namespace {
 
+// Rows of a chunk where there are several.
+int64_t most_rows(const LinearHeadSizes& s) {
+  constexpr int64_t kLeast = 1024, kSmallLogits = int64_t(512) << 20;
+  if (!s.cuda) return kLeast;
+  int64_t most =
+      std::max(kLeast, kSmallLogits / (std::max<int64_t>(s.vocab, 1) * int64_t(size_of(DType(s.dtype)))));
+  return s.train_weight ? std::max(most, s.hidden) : most;
+}
+
 int64_t ceil_to(int64_t n, int64_t of) { return (n + of - 1) / of * of; }
 
 // Bytes of a call, by what they are of.
 struct Bytes {
-  const LossHeadSizes& s;
+  const LinearHeadSizes& s;
   DType dtype = DType(s.dtype), weight_dtype = DType(s.weight_dtype);
   bool f16 = dtype == DType::f16;
   int64_t size = int64_t(size_of(dtype)), weight_size = int64_t(size_of(weight_dtype));
   int64_t logits = linear_head_logit_stride(s.vocab);
 
-  LinearHeadSizes sizes(bool dweight) const {
-    return {.device = s.cuda ? Device::cuda : Device::cpu,
-            .dtype = dtype,
-            .rows = s.worked,
-            .hidden = s.hidden,
-            .vocab = s.vocab,
-            .dweight = dweight && s.train_weight,
-            .add_dweight = s.train_weight && s.main_grad};
-  }
+  // Without weight's gradient the forward of losses of rows.
   int64_t chunk(bool dweight) const {
-    return s.chunk_rows > 0 ? s.chunk_rows : linear_head_chunk_rows(sizes(dweight));
+    LinearHeadSizes sizes = s;
+    sizes.train_weight = dweight && s.train_weight;
+    return s.chunk_rows > 0 ? s.chunk_rows : linear_head_chunk_rows(sizes);
   }
   int64_t worked_at_once(bool dweight) const {
     return std::min(chunk(dweight), std::max<int64_t>(s.worked, 1));
@@ -42,7 +45,7 @@ struct Bytes {
   // Index, labels, place, loss and factors of every row; what the products take; the logits of a wide part.
   int64_t fixed() const {
     int64_t product = s.cuda ? int64_t(32) << 20 : (f16 ? 8 : size) * s.vocab * s.hidden;
-    int64_t wide = ceil_to(linear_head_wide_rows(sizes(false).device, s.vocab), 128);
+    int64_t wide = ceil_to(linear_head_wide_rows(s.cuda, s.vocab), 128);
     return 64 * s.rows + product + (s.wide ? std::min(s.rows, wide) * 4 * logits : 0);
   }
   // The weight in hidden's dtype.
@@ -56,7 +59,7 @@ struct Gradients {
   int64_t dhidden, others, results, copied;
 
   Gradients(const Bytes& b, bool rounded) {
-    const LossHeadSizes& s = b.s;
+    const LinearHeadSizes& s = b.s;
     int64_t head = s.main_grad ? 0 : s.vocab * s.hidden * s.train_weight, bias = s.vocab * s.train_bias;
     int64_t lora = s.lora_rank * (s.hidden + s.vocab), parameters = b.weight_size * (head + bias);
     dhidden = s.rows * s.hidden * b.size * s.train_hidden;
@@ -66,10 +69,10 @@ struct Gradients {
   }
 };
 
-bool trains_others(const LossHeadSizes& s) { return s.train_weight || s.train_bias || s.lora_rank > 0; }
+bool trains_others(const LinearHeadSizes& s) { return s.train_weight || s.train_bias || s.lora_rank > 0; }
 
-void plan_kept(const Bytes& b, LossHeadPlan& p) {
-  const LossHeadSizes& s = b.s;
+void plan_kept(const Bytes& b, LinearHeadPlan& p) {
+  const LinearHeadSizes& s = b.s;
   bool others = trains_others(s);
   if (others && (s.keep_rows < 0 ? s.worked <= p.whole_rows : s.worked <= s.keep_rows))
     p.kept = s.worked;
@@ -79,8 +82,8 @@ void plan_kept(const Bytes& b, LossHeadPlan& p) {
 }
 
 // A scalar loss: the gradients exist when the loss does, or with main_grad in a backward like it.
-void plan_scalar(const Bytes& b, LossHeadPlan& p) {
-  const LossHeadSizes& s = b.s;
+void plan_scalar(const Bytes& b, LinearHeadPlan& p) {
+  const LinearHeadSizes& s = b.s;
   bool listed = s.worked < s.rows;
   p.workspace = p.chunk_rows * (b.logits_row() + b.copies_row(2 * listed)) + b.fixed() + b.weight();
   Gradients g(b, b.rounds(p.chunk_rows));
@@ -90,8 +93,8 @@ void plan_scalar(const Bytes& b, LossHeadPlan& p) {
 }
 
 // Losses of rows: what is kept, and the larger of forward and backward.
-void plan_rows(const Bytes& b, LossHeadPlan& p) {
-  const LossHeadSizes& s = b.s;
+void plan_rows(const Bytes& b, LinearHeadPlan& p) {
+  const LinearHeadSizes& s = b.s;
   bool listed = s.worked < s.rows, whole = s.worked == p.kept;
   int64_t forward = b.worked_at_once(false), backward = whole ? 0 : b.worked_at_once(true);
   int64_t fixed = b.fixed() + b.weight(), kept = s.chunk_rows > 0 ? std::min(p.kept, s.chunk_rows) : p.kept;
@@ -109,7 +112,7 @@ void plan_rows(const Bytes& b, LossHeadPlan& p) {
 }
 
 // The reference: three tensors of the logits' size at a time, whatever the options.
-LossHeadPlan plan_f64(const LossHeadSizes& s) {
+LinearHeadPlan plan_f64(const LinearHeadSizes& s) {
   int64_t logits = 8 * s.rows * s.vocab, trained = s.vocab * (s.hidden * s.train_weight + s.train_bias);
   int64_t results =
       8 * (trained + s.rows * (s.hidden * s.train_hidden + 1) + s.lora_rank * (s.hidden + s.vocab));
@@ -121,14 +124,30 @@ LossHeadPlan plan_f64(const LossHeadSizes& s) {
 
 }  // namespace
 
-LossHeadPlan linear_head_memory(const LossHeadSizes& sizes) {
+int64_t linear_head_whole_rows(const LinearHeadSizes& s) {
+  bool sums_cost = s.cuda && s.train_weight && !s.main_grad && DType(s.dtype) != DType::f32;
+  int64_t most = most_rows(s);
+  return std::max(most + most / 4, sums_cost ? s.hidden * 23 / 10 : 0);
+}
+
+int64_t linear_head_chunk_rows(const LinearHeadSizes& s) {
+  if (s.worked <= linear_head_whole_rows(s)) return std::max<int64_t>(s.worked, 1);
+  int64_t most = most_rows(s), chunks = (s.worked + most - 1) / most;
+  return ((s.worked + chunks - 1) / chunks + 127) / 128 * 128;
+}
+
+int64_t linear_head_wide_rows(bool cuda, int64_t vocab) {
+  return most_rows({.cuda = cuda, .dtype = int64_t(DType::f32), .vocab = vocab});
+}
+
+LinearHeadPlan linear_head_memory(const LinearHeadSizes& sizes) {
   if (DType(sizes.dtype) == DType::f64) return plan_f64(sizes);
-  LossHeadSizes s = sizes;
+  LinearHeadSizes s = sizes;
   const Bytes b{s};
-  LossHeadPlan p = {.chunk_rows = b.worked_at_once(true),
-                    .whole_rows = s.chunk_rows > 0 ? s.chunk_rows : linear_head_whole_rows(b.sizes(true)),
-                    .row = b.logits_row() + b.copies_row(s.copies) + s.row,
-                    .fixed = b.fixed() + s.fixed};
+  LinearHeadPlan p = {.chunk_rows = b.worked_at_once(true),
+                      .whole_rows = s.chunk_rows > 0 ? s.chunk_rows : linear_head_whole_rows(s),
+                      .row = b.logits_row() + b.copies_row(s.copies) + s.row,
+                      .fixed = b.fixed() + s.fixed};
   if (s.cap >= 0) {
     p.fits = std::max<int64_t>(s.cap - p.fixed, 0) / p.row;
     if (p.fits >= 256) p.fits = p.fits / 128 * 128;

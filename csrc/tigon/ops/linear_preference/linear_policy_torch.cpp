@@ -28,12 +28,12 @@ TokenLossResults forward(Operands t, Formula f, Memory memory, int64_t answers, 
   LinearPolicy a = {
       .head = head_of(kOp, t, f), .labels = labels_of(kOp, t, f, memory), .formula = f.logits()};
   int64_t rows = a.head.hidden.rows;
-  auto of_rows = [&](bool wanted) {
+  auto rows_if = [&](bool wanted) {
     return wanted ? make(hidden, {rows}, DType::f32) : nothing(hidden, DType::f32);
   };
   Tensor loss = make(hidden, {}, DType::f32), scale = make(hidden, {}, DType::f32);
-  Tensor log_prob = of_rows(true), entropy = of_rows(wants_entropy), kl = of_rows(in.ref.has_value()),
-         clipped = of_rows(true);
+  Tensor log_prob = rows_if(true), entropy = rows_if(wants_entropy), kl = rows_if(in.ref.has_value()),
+         clipped = rows_if(true);
   HeadGradients g = make_gradients(a.head, hidden, memory);
   auto flat = [&](const char* name, OptionalTensor& x) {
     if (!x) return Vector{};

@@ -7,8 +7,8 @@
 
 namespace tigon {
 
-LossHeadPlan linear_preference_memory(const LossHeadSizes& sizes, int64_t answers, int64_t tokens) {
-  LossHeadSizes s = sizes;
+LinearHeadPlan linear_preference_memory(const LinearHeadSizes& sizes, int64_t answers, int64_t tokens) {
+  LinearHeadSizes s = sizes;
   s.main_grad = 0;  // weight's gradient is formed as without, and added
   int64_t size = int64_t(size_of(DType(s.dtype))), together = std::max<int64_t>(answers * tokens, 1);
   int64_t chunk = linear_head_memory(s).chunk_rows, copies = s.train_weight;  // of hidden, times the factors
@@ -22,7 +22,7 @@ LossHeadPlan linear_preference_memory(const LossHeadSizes& sizes, int64_t answer
     copies = !fits ? 0 : answers == 2 ? 2 : copies;
   }
   s.chunk_rows = std::max<int64_t>(chunk, 1);
-  LossHeadPlan plan = linear_head_memory(s);
+  LinearHeadPlan plan = linear_head_memory(s);
   if (sizes.main_grad && s.train_weight)
     plan.results -= s.vocab * s.hidden * int64_t(size_of(DType(s.weight_dtype)));
   if (DType(s.dtype) == DType::f64) return plan;

@@ -20,7 +20,7 @@
 //             tigon::Error before anything is written
 #pragma once
 
-#include "tigon/ops/linear_head/linear_head_plan.h"
+#include "tigon/ops/linear_head/linear_head.h"
 #include "tigon/ops/preference/preference.h"
 
 namespace tigon {
@@ -35,7 +35,8 @@ struct LinearPreference {
   PreferenceTotals totals;
 };
 // linear_head_memory with groups of `answers` answers of `tokens` tokens (2: pairs; 0: tokens by themselves) that share a chunk.
-TIGON_API LossHeadPlan linear_preference_memory(const LossHeadSizes& sizes, int64_t answers, int64_t tokens);
+TIGON_API LinearHeadPlan linear_preference_memory(const LinearHeadSizes& sizes, int64_t answers,
+                                                  int64_t tokens);
 TIGON_API void linear_preference(Context& ctx, const LinearPreference& a);
 
 }  // namespace tigon

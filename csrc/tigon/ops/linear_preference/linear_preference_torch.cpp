@@ -97,7 +97,7 @@ TIGON_TORCH_KERNELS(m) { implement_forward(m, kOp, boxed<&forward>); }
 }  // namespace tigon::torch_shim::linear_preference_torch
 
 // For Python, through ctypes.
-extern "C" TIGON_API void tigon_linear_preference_memory(const tigon::LossHeadSizes* sizes, int64_t answers,
-                                                         int64_t tokens, tigon::LossHeadPlan* plan) {
+extern "C" TIGON_API void tigon_linear_preference_memory(const tigon::LinearHeadSizes* sizes, int64_t answers,
+                                                         int64_t tokens, tigon::LinearHeadPlan* plan) {
   *plan = tigon::linear_preference_memory(*sizes, answers, tokens);
 }

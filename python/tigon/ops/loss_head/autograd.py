@@ -108,12 +108,12 @@ def _fake_finish(dloss, scale, dhidden, dweight, dbias, dlora_a, dlora_b, weight
     return tuple(g.new_empty(g.shape, dtype=dtype) for g, dtype in zip(formed, dtypes, strict=True))
 
 
-def _fake_rows(upstream, of_entropy, unit, kept, *arguments):
+def _fake_rows(upstream, entropy_upstream, unit, kept, *arguments):
     call = Call.of(arguments)
     return empty_gradients(call, call.memory.needs, kept)
 
 
-def _fake_rows_in_place(upstream, of_entropy, unit, kept, main_grad, *arguments):
+def _fake_rows_in_place(upstream, entropy_upstream, unit, kept, main_grad, *arguments):
     call, finished = Call.of(arguments[:-1]), arguments[-1]
     given = WEIGHT * (main_grad is not None) | HIDDEN * (finished and unit is not None)
     return empty_gradients(call, call.memory.needs & ~given, kept)
@@ -137,7 +137,7 @@ def keep(call: Call, keep_mb, main_grad) -> Call:
     needs |= UNIT * (needs & HIDDEN != 0) | MAIN_GRAD * (main_grad is not None)
     hidden, weight, *_ = call.operands
     most = rows_within(keep_mb, weight.shape[0], hidden.element_size())
-    return call._replace(memory=call.memory._replace(needs=needs, keep_rows=most))
+    return call.with_memory(needs, most)
 
 
 def saved(call: Call, unit, kept, recomputed=False) -> tuple:
@@ -158,34 +158,25 @@ def saved(call: Call, unit, kept, recomputed=False) -> tuple:
     return unit if formed else None, kept if some else None, *operands
 
 
-def rows_gradients(tensors, upstream, call: Call, of_entropy=None, *, eager=False, main_grad=None):
+def rows_gradients(tensors, upstream, call: Call, entropy_upstream=None, *, eager=False, main_grad=None):
     """The gradients from what :func:`saved` gave; that of weight is None where it was added to main_grad.
 
     An eager backward that frees its graph scales the rows of ``unit`` in place.
     """
     unit, kept, *operands = tensors
     needs = call.memory.needs
-    if of_entropy is not None:
+    if entropy_upstream is not None:
         unit = kept = None
     if needs & HIDDEN == 0:
         unit = None
     finished = eager and unit is not None and not graph_is_kept()
     more = (*operands, *call.formula, *call.memory)
     if main_grad is None and not finished:
-        return _rows_backward(upstream, of_entropy, unit, kept, *more)
+        return _rows_backward(upstream, entropy_upstream, unit, kept, *more)
     dhidden, dweight, *others = _rows_backward_in_place(
-        upstream, of_entropy, unit, kept, main_grad, *more, finished
+        upstream, entropy_upstream, unit, kept, main_grad, *more, finished
     )
     return unit if finished else dhidden, None if main_grad is not None else dweight, *others
-
-
-def without_tensors(call: Call, more=()) -> Call:
-    """What a context may hold of a call; `more`: numbers that its backward takes."""
-    return call._replace(operands=None, more=more)
-
-
-def with_needs(call: Call, needs) -> Call:
-    return call._replace(memory=call.memory._replace(needs=needs))
 
 
 def wanted(needs_input_grad) -> int:
@@ -207,7 +198,7 @@ def dtypes_of(hidden, weight, bias) -> tuple:
     return hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype, *(hidden.dtype,) * 2
 
 
-def _of_rows(dloss, scale, shape):
+def _row_upstream(dloss, scale, shape):
     """The upstream gradient of each row's loss."""
     return (dloss * scale).expand(shape)
 
@@ -220,11 +211,10 @@ class HeadLoss:
     Args:
         name: of the operator, and in messages.
         fake: the operator's fake kernel.
-        rows_gradients: ``(saved, upstream of the rows' losses, call, eager=, main_grad=)``: the gradients of
+        rows_gradients: of losses of rows ``(saved, upstream, call, eager=, main_grad=)``: the gradients of
             NEEDS, by computing the logits again where they were not kept.
-        saved: ``(call, output)``: the tensors that losses of rows save, hidden, weight and target last but
-            others after them; the operands unless given.
-        numbers: ``(call)``: what else of ``call.more`` their backward takes.
+        saved: ``(call, output)``: the tensors that it takes; the operands unless given.
+        numbers: ``(call)``: what it takes besides of ``call.more``.
     """
 
     def __init__(self, name, fake, rows_gradients=None, saved=lambda call, output: call.operands,
@@ -244,7 +234,7 @@ class HeadLoss:
         if torch.compiler.is_compiling():
             output = self.op.registered(*call.flat())
         elif torch._C._are_functorch_transforms_active():
-            output = self.op.transformed(*with_needs(call, 0).flat())
+            output = self.op.transformed(*call.with_memory(0, 0).flat())
         elif call.memory.needs & ~MAY_ROUND == 0:
             output = self.op.forward(*call.flat())
         else:
@@ -258,7 +248,7 @@ class HeadLoss:
         call = Call.of(inputs)
         operands = call.operands
         ctx.dtypes = dtypes_of(operands.hidden, operands.weight, operands.bias)
-        ctx.scalar, ctx.call = output[0].dim() == 0, without_tensors(call, self.numbers(call))
+        ctx.scalar, ctx.call = output[0].dim() == 0, call.without_tensors(self.numbers(call))
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*(output[1:RESULTS] if ctx.scalar else self.saved(call, output)))
@@ -286,8 +276,8 @@ class HeadLoss:
             return (None,) * self.arguments
         scale, *tensors = ctx.saved_tensors
         needs = wanted(ctx.needs_input_grad)
-        upstream = _of_rows(dloss, scale, ctx.target_shape) if ctx.scalar else dloss
-        gradients = self.rows_gradients(tensors, upstream, with_needs(ctx.call, needs))
+        upstream = _row_upstream(dloss, scale, ctx.target_shape) if ctx.scalar else dloss
+        gradients = self.rows_gradients(tensors, upstream, ctx.call.with_memory(needs, 0))
         return by_argument(gradients, needs, ctx.dtypes, self.arguments)
 
 
@@ -301,13 +291,13 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(ctx, loss, call, scalar, main_grad, others, hidden, weight, bias, lora_a, lora_b):
         late = scalar and main_grad is not None  # all gradients are formed in the backward, upstream and all
-        output = loss.op.forward(*(with_needs(call, 0) if late else call).flat())
+        output = loss.op.forward(*(call.with_memory(0, 0) if late else call).flat())
         ctx.loss, ctx.main_grad, ctx.scalar = loss, main_grad, scalar
         ctx.needs, ctx.dtypes = call.memory.needs, dtypes_of(hidden, weight, bias)
         if scalar and not late:
             ctx.save_for_backward(*output[1:RESULTS])
         else:
-            ctx.call = without_tensors(call, loss.numbers(call))
+            ctx.call = call.without_tensors(loss.numbers(call))
             tensors = loss.saved(call, output)
             ctx.save_for_backward(*((output[1], *tensors) if late else tensors))
         others += output[RESULTS:]
@@ -323,7 +313,7 @@ class _Eager(torch.autograd.Function):
         else:
             if ctx.scalar:
                 scale, *tensors = tensors
-                dloss = _of_rows(dloss, scale, tensors[4].shape)
+                dloss = _row_upstream(dloss, scale, tensors[4].shape)
             gradients = loss.rows_gradients(tensors, dloss, ctx.call, eager=True, main_grad=ctx.main_grad)
         asked = (
             None if g is None or not needs & bit else g if g.dtype == dtype else g.to(dtype)

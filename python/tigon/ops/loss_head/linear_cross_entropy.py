@@ -183,17 +183,17 @@ def linear_cross_entropy(
             shift=shift, position_ids=position_ids, outputs=outputs, **head.options(),
         )  # fmt: skip
     main_grad = main_grad_of(_OP, weight)
-    call, parameters = prepare(
-        _OP, hidden, weight, target, head, class_weight=class_weight, token_weight=token_weight,
-        main_grad=main_grad, label_smoothing=label_smoothing, z_loss=z_loss,
-    )  # fmt: skip
     denominator, host_denominator = _cross_entropy.split_denominator(denominator, hidden.device)
     if host_denominator is not None or denominator is not None:
         reduction = "sum"
     scalar = reduction != "none"
+    call, parameters = prepare(
+        _OP, hidden, weight, target, head, class_weight=class_weight, token_weight=token_weight,
+        main_grad=main_grad, label_smoothing=label_smoothing, z_loss=z_loss,
+        more=(denominator, host_denominator, REDUCTIONS[reduction], _bits(outputs)),
+    )  # fmt: skip
     if not scalar:
         call = keep(call, keep_mb, main_grad)
-    call = call._replace(more=(denominator, host_denominator, REDUCTIONS[reduction], _bits(outputs)))
     loss, numbers, predicted, _ = _loss.run(call, parameters, main_grad, scalar)
     loss = loss if scalar else loss.view(target.shape)
     if outputs is None:

@@ -162,19 +162,19 @@ def reference(
         None if bias is None else bias.to(wide), logit_scale, softcap,
     )  # fmt: skip
     options = {"kind": kind, "beta": beta, "reduction": "none", "ignore_index": ignore_index}
-    of_soft = _divergence.reference(s / temperature, t, labels, **options)
-    counts, of_hard = labels != ignore_index, None
-    results = {"soft": of_soft.detach()}
+    soft_rows = _divergence.reference(s / temperature, t, labels, **options)
+    counts, hard_rows = labels != ignore_index, None
+    results = {"soft": soft_rows.detach()}
     if hard != 0.0 or "hard" in outputs:
-        of_hard = _cross_entropy.reference(s, labels, ignore_index=ignore_index, reduction="none")
-        results["hard"] = of_hard.detach()
+        hard_rows = _cross_entropy.reference(s, labels, ignore_index=ignore_index, reduction="none")
+        results["hard"] = hard_rows.detach()
     if "entropy" in outputs:
         log_p = torch.log_softmax(s.detach() / temperature, -1)
         entropy = -torch.where(log_p == -torch.inf, 0.0, log_p.exp() * log_p).sum(-1)
         results["entropy"] = torch.where(counts, entropy, 0.0)
     d = Divergence(teacher, kind, beta, soft, hard, token_weight=token_weight, reduction=reduction,
                    denominator=denominator, outputs=outputs)  # fmt: skip
-    return d.results(d.reduce(of_soft, of_hard, counts, classes), results)
+    return d.results(d.reduce(soft_rows, hard_rows, counts, classes), results)
 
 
 def _check_teacher(op, teacher, hidden):
@@ -211,7 +211,9 @@ def _run(op, hidden, weight, labels, head: Head, d: Divergence):
     check_float(op, "hidden", hidden)
     check_integers(op, ignore_index=head.ignore_index)
     has_labels, shift = labels is not None, head.shift
-    d = d._replace(outputs=check_outputs(op, d.outputs, OUTPUTS))
+    outputs = check_outputs(op, d.outputs, OUTPUTS)
+    if outputs is not d.outputs:
+        d = d._replace(outputs=outputs)
     check_numbers(op, soft=d.soft, hard=d.hard, teacher_logit_scale=d.teacher_logit_scale)
     check(op, d.soft >= 0, "soft must be >= 0, got {}", d.soft)
     check(op, d.hard >= 0, "hard must be >= 0, got {}", d.hard)
@@ -248,8 +250,8 @@ def _run(op, hidden, weight, labels, head: Head, d: Divergence):
     if teacher_weight is not None:
         states, teacher_weight, _ = whole_vectors(states, teacher_weight.to(states.dtype))
         teacher_bias = None if teacher_bias is None else teacher_bias.float()
-    head = head._replace(bias=None if head.bias is None else head.bias.float())
-    call, parameters = prepare(op, hidden, weight, labels, head, token_weight=d.token_weight)
+    if head.bias is not None:
+        head = head._replace(bias=head.bias.float())
     denominator, host_denominator = _cross_entropy.split_denominator(d.denominator, hidden.device)
     reduction, soft, hard = d.reduction, d.soft, d.hard
     if host_denominator is not None or denominator is not None:
@@ -258,10 +260,11 @@ def _run(op, hidden, weight, labels, head: Head, d: Divergence):
         soft, hard = soft / classes, hard / classes
     code = REDUCTIONS[_REDUCTIONS[reduction]]
     bits = sum(bit for name, bit in NUMBERS.items() if name in d.outputs)
-    call = call._replace(more=(
+    more = (
         states, teacher_weight, teacher_bias, _KINDS[d.kind], d.beta, soft, hard, d.teacher_softcap or 0.0,
         d.teacher_logit_scale, denominator, host_denominator, code, bits,
-    ))  # fmt: skip
+    )  # fmt: skip
+    call, parameters = prepare(op, hidden, weight, labels, head, token_weight=d.token_weight, more=more)
     loss, numbers = _loss.run(call, parameters, scalar=code != 0)
     names = [name for name in NUMBERS if name in d.outputs]
     results = {name: numbers[i].view(lead) for i, name in enumerate(names)}

@@ -19,8 +19,6 @@ from tigon.ops.loss_head.autograd import (
     rows_gradients,
     saved,
     wanted,
-    with_needs,
-    without_tensors,
 )
 from tigon.ops.loss_head.labels import labels_of
 from tigon.ops.loss_head.operands import (
@@ -65,7 +63,7 @@ def several(hidden, target) -> bool:
     return tensors and target.dim() == hidden.dim()
 
 
-def _of_rows(target, ignore_index):
+def _counting_rows(target, ignore_index):
     """For labels [..., K] 0 where one of them counts, else -1: [...]."""
     return (target != ignore_index).any(-1).long() - 1
 
@@ -87,7 +85,7 @@ def _setup_context(ctx, inputs, output):
     call = Call.of(inputs)
     (entropy,), operands = call.more, call.operands
     _, entropies, unit, kept = output
-    ctx.call, ctx.arguments, ctx.main_grad = without_tensors(call), len(inputs), None
+    ctx.call, ctx.arguments, ctx.main_grad = call.without_tensors(), len(inputs), None
     ctx.save_for_backward(*saved(call, unit, kept, entropy))
     ctx.dtypes = dtypes_of(operands.hidden, operands.weight, operands.bias)
     if not entropy:
@@ -109,7 +107,7 @@ def _backward(ctx, dlog_prob, dentropy, *_):
         needs |= MAY_ROUND
     eager = isinstance(ctx, _op.node)
     gradients = rows_gradients(
-        tensors, upstream, with_needs(ctx.call, needs), dentropy, eager=eager,
+        tensors, upstream, ctx.call.with_memory(needs, 0), dentropy, eager=eager,
         main_grad=ctx.main_grad if eager else None,
     )  # fmt: skip
     return by_argument(gradients, needs, ctx.dtypes, ctx.arguments)
@@ -198,22 +196,22 @@ def linear_log_prob(
         check_plain(_OP, weight.shape[0], target, head._replace(valid_rows=None if many else valid_rows))
         if many:
             rows = head._replace(ignore_index=-1)
-            check_plain(_OP, weight.shape[0], _of_rows(target, ignore_index), rows)
+            check_plain(_OP, weight.shape[0], _counting_rows(target, ignore_index), rows)
         target = shifted(target, ignore_index, head.shift, head.position_ids)
         return reference(hidden, plain_weight(_OP, weight), target, entropy=entropy, **head.options())
     main_grad = main_grad_of(_OP, weight)
     rows = target
     if many:  # the number of rows that count is found where it costs no wait
         target = target.to(hidden.device, non_blocking=True).long()
-        rows = target[..., 0] if rows.is_cuda else _of_rows(rows, ignore_index)
+        rows = target[..., 0] if rows.is_cuda else _counting_rows(rows, ignore_index)
         head = head._replace(ignore_index=-1)
-    call, _ = prepare(_OP, hidden, weight, rows, head, main_grad=main_grad)
+    call, _ = prepare(_OP, hidden, weight, rows, head, main_grad=main_grad, more=(entropy,))
     if many:
         call = call._replace(
             operands=call.operands._replace(target=target.reshape(-1, target.shape[-1])),
             formula=call.formula._replace(ignore_index=ignore_index),
         )
-    call = keep(call, 0 if many else keep_mb, main_grad)._replace(more=(entropy,))
+    call = keep(call, 0 if many else keep_mb, main_grad)
     result, entropies = _op(*call.flat())
     if main_grad is not None and isinstance(result.grad_fn, _op.node):  # eager: grad_fn is what backward sees
         result.grad_fn.main_grad = main_grad

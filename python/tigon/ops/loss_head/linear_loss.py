@@ -239,7 +239,7 @@ class _Stream:
         seen = [groups.seen(t, slots, count) for t in statistics]
         return seen, [groups.part(t, first, last) for t in self.tensors], None
 
-    def _of_chunk(self, hidden, labels):
+    def _arguments(self, hidden, labels):
         """The arguments of a native call on a chunk."""
         _, weight, _, bias, *_ = self.operands
         return (*Operands(hidden, weight, labels, bias), *self.formula)
@@ -248,7 +248,7 @@ class _Stream:
         loss, part = self.loss, slice(span.begin, span.end)
         rows = part if self.index is None else self.index[part]
         hidden, labels, logits = self.hidden[rows], self.labels[part], self.space[: span.end - span.begin]
-        log_prob, entropy = _logits(logits, *self._of_chunk(hidden, labels), loss.entropy)
+        log_prob, entropy = _logits(logits, *self._arguments(hidden, labels), loss.entropy)
         wanted = self.needs != 0 or any(loss.wrt)
         with torch.set_grad_enabled(loss.grad):
             log_prob.requires_grad_(self.needs != 0)
@@ -277,15 +277,15 @@ class _Stream:
             upstream = (
                 torch.zeros_like(leaves[0]) if upstream is None else upstream.neg()
             )  # of the loss -log_prob
-            of_entropy = next(gradients, None) if loss.entropy else None
+            entropy_upstream = next(gradients, None) if loss.entropy else None
             if scale is not None:
                 upstream = upstream * scale
-                of_entropy = None if of_entropy is None else of_entropy * scale
+                entropy_upstream = None if entropy_upstream is None else entropy_upstream * scale
             dhidden = None
             if self.dhidden is not None:
                 dhidden = self.dhidden[rows] if self.index is None else torch.empty_like(hidden)
-            _gradient(logits, dhidden, self.dweight, self.dbias, upstream, of_entropy,
-                      *self._of_chunk(hidden, labels), span.begin == 0)  # fmt: skip
+            _gradient(logits, dhidden, self.dweight, self.dbias, upstream, entropy_upstream,
+                      *self._arguments(hidden, labels), span.begin == 0)  # fmt: skip
             if dhidden is not None and self.index is not None:
                 self.dhidden[rows] = dhidden
         for kept, t in zip(self.dtensors, tensors, strict=True):

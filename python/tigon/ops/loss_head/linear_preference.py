@@ -67,7 +67,7 @@ def _check_ref_head(op, ref, hidden, weight) -> None:
     for t in ref:
         if t is not None:
             check_float(op, "ref", t)
-    states, of_ref, *bias = ref
+    states, ref_weight, *bias = ref
     check(
         op,
         states.shape[:-1] == hidden.shape[:-1],
@@ -76,7 +76,7 @@ def _check_ref_head(op, ref, hidden, weight) -> None:
         states.shape,
     )
     wanted = (weight.shape[0], states.shape[-1])
-    check(op, of_ref.shape == wanted, "ref must have a weight {}, got {}", list(wanted), of_ref.shape)
+    check(op, ref_weight.shape == wanted, "ref must have a weight {}, got {}", list(wanted), ref_weight.shape)
     if bias and bias[0] is not None:
         check(
             op,
@@ -104,8 +104,7 @@ def _ref_operands(ref, like):
 
 
 def _run(loss: HeadLoss, op, hidden, weight, labels, head: Head, more):
-    call, _ = prepare(op, hidden, weight, labels, head)
-    call = call._replace(more=(labels.shape[0], *more))
+    call, _ = prepare(op, hidden, weight, labels, head, more=(labels.shape[0], *more))
     hidden, weight, _, bias, _, _, lora_a, lora_b = call.operands
     return loss.run(call, (hidden, weight, bias, lora_a, lora_b))
 
@@ -179,11 +178,11 @@ def _prefer(op, hidden, weight, target, head: Head, scores: _Scores):
         log_prob = _log_probs(op, hidden, weight, of, head)
         mask = target != ignore_index
         if ref_head is not None:
-            states, of_ref, *bias = ref_head
+            states, ref_weight, *bias = ref_head
             with torch.no_grad():
                 options = head._replace(bias=bias[0] if bias else None, lora=None)
                 sums = torch.where(
-                    mask, _log_probs(op, states.to(hidden), of_ref.to(hidden), of, options), 0.0
+                    mask, _log_probs(op, states.to(hidden), ref_weight.to(hidden), of, options), 0.0
                 ).sum(-1)
         nll_mask = None if nll_target is None else nll_target != ignore_index
         return _preference.run(op, log_prob, mask, nll_mask, sums, desirable, kl, denominator, formula)

@@ -73,7 +73,7 @@ class Call(NamedTuple):
     operands: Operands
     formula: Formula
     memory: Memory
-    more: tuple = ()
+    more: tuple = ()  # what the operator takes after them
 
     @classmethod
     def of(cls, arguments) -> Call:
@@ -85,7 +85,16 @@ class Call(NamedTuple):
     def flat(self) -> tuple:
         """The arguments, in the order of the schema."""
         operands, formula, memory, more = self
-        return (*operands, *formula, *memory, *more)
+        return operands + formula + memory + more
+
+    def with_memory(self, needs: int, keep_rows: int) -> Call:
+        """The call, with other gradients needed and rows kept."""
+        operands, formula, memory, more = self
+        return Call(operands, formula, Memory(memory[0], memory[1], needs, keep_rows), more)
+
+    def without_tensors(self, more: tuple = ()) -> Call:
+        """What a context may hold of it; `more`: numbers that its backward takes."""
+        return Call(None, self[1], self[2], more)
 
     def rows(self) -> int:
         """How many rows have their logits computed."""
@@ -255,7 +264,7 @@ def whole_vectors(hidden, weight, lora=None):
 
 def prepare(
     op, hidden, weight, target, head: Head, *, class_weight=None, token_weight=None, main_grad=None,
-    label_smoothing=0.0, z_loss=0.0,
+    label_smoothing=0.0, z_loss=0.0, more=(),
 ) -> tuple[Call, tuple]:  # fmt: skip
     """A native call on checked arguments, and what its gradients are of: hidden, weight, bias, A and B
     before their conversion; `main_grad`: what weight's is added to."""
@@ -302,7 +311,7 @@ def prepare(
         ignore_index, label_smoothing, head.softcap or 0.0, head.logit_scale, head.temperature, z_loss,
         lora_scale, wide,
     )  # fmt: skip
-    return Call(operands, formula, Memory(chunk_rows, valid, needs)), parameters
+    return Call(operands, formula, Memory(chunk_rows, valid, needs), more), parameters
 
 
 class _ToMainGrad(torch.autograd.Function):

@@ -36,7 +36,7 @@ class HeadMemory(NamedTuple):
 
 
 class HeadPlan(NamedTuple):
-    """``LossHeadPlan``."""
+    """``LinearHeadPlan``."""
 
     chunk_rows: int
     whole_rows: int
@@ -54,7 +54,7 @@ class HeadPlan(NamedTuple):
         return HeadMemory(self.chunk_rows, self.workspace, self.gradients, self.results, self.peak)
 
 
-# LossHeadSizes: names and what they are unless given.
+# LinearHeadSizes: names and what they are unless given.
 _SIZES = {
     "cuda": 0, "dtype": 0, "weight_dtype": 0, "rows": 0, "worked": 0, "hidden": 0, "vocab": 0, "lora_rank": 0,
     "train_hidden": 0, "train_weight": 0, "train_bias": 0, "main_grad": 0, "wide": 0, "chunk_rows": 0,

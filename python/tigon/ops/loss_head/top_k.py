@@ -64,12 +64,12 @@ def _rows(kind, beta, student, teacher, labels, ignore_index):
 def top_k_loss(op, hidden, weight, labels, head, d):
     """The loss and the results of rows, on checked arguments; `head`, `d`: of linear_divergence."""
     ignore_index = head.ignore_index
-    indices, of_teacher = (t.detach() for t in d.teacher)
+    indices, teacher_log_prob = (t.detach() for t in d.teacher)
     labels = shifted(labels, ignore_index, head.shift, head.position_ids)
     counts = labels != ignore_index
     wide = torch.promote_types(hidden.dtype, torch.float32)
     options = head._replace(valid_rows=None, logit_dtype=None if hidden.dtype == wide else wide).options()
-    candidate = ~(of_teacher <= _NEVER) & counts.unsqueeze(-1)
+    candidate = ~(teacher_log_prob <= _NEVER) & counts.unsqueeze(-1)
     classes = torch.where(candidate, indices.long(), 0)
     check_range(op, "teacher indices", classes, weight.shape[0])
     targets = torch.where(counts.unsqueeze(-1), classes, _IGNORED)
@@ -78,12 +78,14 @@ def top_k_loss(op, hidden, weight, labels, head, d):
         hidden, weight, targets, entropy=entropy, **options | {"ignore_index": _IGNORED}
     )
     log_prob, entropies = log_prob if entropy else (log_prob, None)
-    student, teacher = (with_tail(torch.where(candidate, t.to(wide), _NEVER)) for t in (log_prob, of_teacher))
-    of_soft, of_hard = _rows(d.kind, d.beta, student, teacher, labels, ignore_index), None
-    results = {"soft": of_soft.detach()}
+    student, teacher = (
+        with_tail(torch.where(candidate, t.to(wide), _NEVER)) for t in (log_prob, teacher_log_prob)
+    )
+    soft_rows, hard_rows = _rows(d.kind, d.beta, student, teacher, labels, ignore_index), None
+    results = {"soft": soft_rows.detach()}
     if d.hard != 0.0 or "hard" in d.outputs:
-        of_hard = -linear_log_prob(hidden, weight, labels, **options | {"temperature": 1.0})
-        results["hard"] = of_hard.detach()
+        hard_rows = -linear_log_prob(hidden, weight, labels, **options | {"temperature": 1.0})
+        results["hard"] = hard_rows.detach()
     if entropy:
         results["entropy"] = torch.where(counts, entropies.detach(), 0.0)
-    return d.reduce(of_soft, of_hard, counts, student.shape[-1]), results
+    return d.reduce(soft_rows, hard_rows, counts, student.shape[-1]), results
