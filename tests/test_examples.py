@@ -52,8 +52,9 @@ def options(tmp_path, few_threads):
     """Command line of a tiny run on a few functions."""
     functions = [
         f'def f{i}(x):\n    """Add {i} to x, {i % 7} times."""\n    for _ in range({i % 7}):\n'
-        f"        x = x + {i}\n    return x\n" for i in range(60)
-    ]  # fmt: skip
+        f"        x = x + {i}\n    return x\n"
+        for i in range(60)
+    ]
     (tmp_path / "text.py").write_text("\n\n".join(functions))
     words = ["--data", tmp_path / "text.py", "--out", tmp_path / "out", "--device", "cpu", "--steps", 4,
              "--batch", 2, "--seq", 96, "--model-config", TINY, "--lr", 1e-2]  # fmt: skip

@@ -31,7 +31,7 @@ need() {  # need PACKAGE TEST...: remembers the package when the test fails
 
 system_tools() {
   local missing=()
-  need "${CXX:-g++}" sh -c 'command -v "${CXX:-c++}"'
+  need "$([[ ${CXX:-} == g++-* ]] && echo "$CXX" || echo g++)" sh -c 'command -v "${CXX:-c++}"'
   find_python || missing+=(python3)
   local versioned
   versioned=$("${python:-python3}" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])' 2>/dev/null) || versioned=python3-venv

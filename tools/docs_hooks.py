@@ -9,6 +9,7 @@ from __future__ import annotations
 import posixpath
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 import griffe
@@ -23,6 +24,7 @@ MOVED = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGEL
 ORIGIN = {uri: name for name, uri in MOVED.items()}
 LANGUAGES = {".py": "python", ".h": "cpp", ".cpp": "cpp", ".cu": "cuda", ".cuh": "cuda", ".json": "json"}
 NOTEBOOKS = ROOT / "examples/notebooks"
+UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"  # code would hide what explains it
 CONTRACTS = "reference/cpp.md"
 HEADERS = ("base/make_context.h", "base/context.h", "base/tensor.h", "base/communicator.h")
 
@@ -89,16 +91,21 @@ def linked(text: str, folder: Path) -> set[Path]:
     }
 
 
+def narrow(match: re.Match) -> str:
+    """A line of a comment as lines that the site shows without scrolling."""
+    return "\n".join(textwrap.wrap(match[2], 104, initial_indent=match[1], subsequent_indent=match[1]))
+
+
 def contract(header: Path) -> str:
     """The essay of a header, and what it declares for callers."""
     essay, _, rest = header.read_text(encoding="utf-8").partition("#pragma once")
     lines = [re.sub(r"^// ?", "", line) for line in essay.splitlines()]
     internal = r"(?ms)^#include[^\n]*\n|^namespace (?:cpu|cuda) \{.*?^\}[^\n]*\n"
-    declared = re.sub(internal, "", rest)
+    declared = re.sub(r"(?m)^( *// )(.{104,})$", narrow, re.sub(internal, "", rest))
     name = header.relative_to(ROOT / "csrc").as_posix()
     text = "\n".join(lines).strip()
     declared = f"```cpp\n{declared.strip()}\n```"
-    return f'## {header.stem}\n\n`#include "{name}"`\n\n```text\n{text}\n```\n\n{declared}\n'
+    return f'## {header.stem}\n\n`#include "{name}"`\n\n```{{.text .contract}}\n{text}\n```\n\n{declared}\n'
 
 
 def contracts() -> str:
@@ -119,7 +126,7 @@ def on_files(files, config):
         found |= linked(source_page(folder), folder.parent)
     for path in found:
         if path.relative_to(ROOT).as_posix() not in MOVED:
-            pages[uri_of(path)] = source_page(path)
+            pages[uri_of(path)] = ("" if path.parent == NOTEBOOKS else UNSEARCHED) + source_page(path)
     for uri, text in pages.items():
         files.append(File.generated(config, uri, content=text))
     return files

@@ -37,6 +37,7 @@ from tigon.ops.loss_head.plan import (
     linear_log_prob_memory,
     linear_preference_memory,
 )
+from tigon.ops.mish import mish
 from tigon.ops.modulated_rms_norm import modulated_rms_norm
 from tigon.ops.policy import policy_loss
 from tigon.ops.poly_norm import poly_norm
@@ -91,6 +92,7 @@ __all__ = [
     "linear_tvd",
     "lora_linear",
     "lora_linears",
+    "mish",
     "modulated_rms_norm",
     "multi_token_loss",
     "nn",

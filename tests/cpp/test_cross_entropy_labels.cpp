@@ -1,6 +1,4 @@
-// Several labels a row on the streaming head, in the core: log-probabilities against double, gradients against their slopes, refusals.
-#include <cmath>
-
+// Several labels a row on the streaming head, in the core: gradients are slopes, refusals.
 #include "table.h"
 #include "tigon/ops/linear_cross_entropy/linear_cross_entropy.h"
 
@@ -30,52 +28,25 @@ struct Run {
             .several = {.labels = labels.vector(), .count = kLabels},
             .results = {.loss = loss.vector()}};
   }
-  double z(int64_t row, int64_t c) const {
-    double sum = 0.0;
-    for (int64_t h = 0; h < kHidden; ++h) sum += hidden(row, h) * weight(c, h);
-    return 4.0 * std::tanh(0.8 * sum / 4.0) / 0.7;
-  }
-  double expected(int64_t i) const {
-    if (labels(i) == -100.0) return 0.0;
-    int64_t row = i / kLabels;
-    double sum = 0.0;
-    for (int64_t c = 0; c < kVocab; ++c) sum += std::exp(z(row, c));
-    return z(row, int64_t(labels(i))) - std::log(sum);
-  }
-  double total() const {
-    double sum = 0.0;
-    for (int64_t i = 0; i < kRows * kLabels; ++i) sum -= upstream(i) * expected(i);
-    return sum;
-  }
 };
 
-TEST_CASE("log-probabilities and gradients of several labels a row") {
+TEST_CASE("gradients are slopes") {
   auto ctx = make_cpu_context(2);
-  for (int64_t chunk : {0, 1, 3}) {
+  for (int64_t chunk : {0, 3}) {
     INFO("chunk of " << chunk);
     Run run;
-    LinearCrossEntropy a = run.call(chunk);
-    a.several.log_prob = run.log_prob.vector();
-    linear_cross_entropy(*ctx, a);
-    CHECK(run.log_prob.guards_intact());
-    for (int64_t i = 0; i < kRows * kLabels; ++i)
-      CHECK(run.log_prob(i) == doctest::Approx(run.expected(i)).epsilon(2e-6));
-
+    auto loss = [&] {
+      LinearCrossEntropy a = run.call(chunk);
+      a.several.log_prob = run.log_prob.vector();
+      linear_cross_entropy(*ctx, a);
+      return -dot(run.log_prob, run.upstream);
+    };
     LinearCrossEntropy b = run.call(chunk);
     b.several.upstream = run.upstream.vector();
     b.head.dhidden = run.dhidden.matrix(), b.head.dweight = run.dweight.matrix();
     linear_cross_entropy_rows_gradient(*ctx, b);
-    for (auto [values, slopes] : {std::pair{&run.hidden, &run.dhidden}, {&run.weight, &run.dweight}})
-      for (int64_t r = 0; r < values->rows(); ++r)
-        for (int64_t c = 0; c < kHidden; ++c) {
-          double at = (*values)(r, c), totals[2];
-          for (int up : {0, 1}) {
-            values->set(r, c, at + (up ? 0.01 : -0.01));
-            totals[up] = run.total();
-          }
-          values->set(r, c, at);
-          CHECK((*slopes)(r, c) == doctest::Approx((totals[1] - totals[0]) / 0.02).epsilon(0.01).scale(0.02));
-        }
+    check_slopes("dhidden", run.hidden, run.dhidden, loss);
+    check_slopes("dweight", run.weight, run.dweight, loss);
   }
 }
 

@@ -1,5 +1,5 @@
-// Losses of preferences and policies on the streaming head, in the core: gradients against finite differences, chunks of any size
-// against the whole, refusals before anything is written.
+// Losses of preferences and policies on the streaming head, in the core: gradients against finite
+// differences, chunks of any size against the whole, refusals before anything is written.
 #include "table.h"
 #include "tigon/ops/linear_preference/linear_policy.h"
 #include "tigon/ops/linear_preference/linear_preference.h"
@@ -74,25 +74,17 @@ struct Run {
 };
 
 template <class Call>
-void check_slopes(const Call& call) {
+void check_gradients(const Call& call) {
   auto ctx = make_cpu_context(2);
   Run run;
   call(*ctx, run, 0);
-  Table dhidden = run.dhidden, dweight = run.dweight;
-  CHECK(dhidden.guards_intact());
-  CHECK(dweight.guards_intact());
-  for (auto [values, slopes] : {std::pair{&run.hidden, &dhidden}, {&run.weight, &dweight}})
-    for (int64_t r = 0; r < values->rows(); r += 3)
-      for (int64_t c = 0; c < kHidden; c += 2) {
-        double at = (*values)(r, c), losses[2];
-        for (int up : {0, 1}) {
-          values->set(r, c, at + (up ? 0.01 : -0.01));
-          call(*ctx, run, 0);
-          losses[up] = run.loss();
-        }
-        values->set(r, c, at);
-        CHECK((*slopes)(r, c) == doctest::Approx((losses[1] - losses[0]) / 0.02).epsilon(0.02).scale(0.02));
-      }
+  const Table dhidden = run.dhidden, dweight = run.dweight;
+  auto loss = [&] {
+    call(*ctx, run, 0);
+    return run.loss();
+  };
+  check_slopes("dhidden", run.hidden, dhidden, loss);
+  check_slopes("dweight", run.weight, dweight, loss);
 }
 template <class Call>
 void check_chunks(const Call& call) {
@@ -126,7 +118,7 @@ void each_call(const Fn& fn) {
 }
 
 TEST_CASE("gradients are slopes of the loss") {
-  each_call([](const auto& call) { check_slopes(call); });
+  each_call([](const auto& call) { check_gradients(call); });
 }
 
 TEST_CASE("chunks change nothing but the order of additions") {

@@ -1,4 +1,5 @@
-// The sharded head on threads against the unsharded one: uneven and empty shards, options, shares of the rows, bits.
+// The sharded head on threads against the unsharded one: uneven and empty shards, options, shares of the
+// rows, bits.
 #include "thread_communicator.h"
 #include "tigon/ops/linear_cross_entropy/linear_cross_entropy_sharded.h"
 

@@ -214,13 +214,13 @@ def test_late_scaling_keeps_small_gradients_in_float16(device):
 def test_main_grad(fn, dtype, keep_mb, device):
     hidden, weight, target = head_inputs(20, dtype=dtype, device=device)
     (want,) = torch.autograd.grad(fn(hidden, weight, target).sum(), weight)
-    (of_hidden,) = torch.autograd.grad(fn(hidden, weight, target).sum(), hidden)
+    (dhidden,) = torch.autograd.grad(fn(hidden, weight, target).sum(), hidden)
     weight.main_grad = torch.ones(weight.shape, device=device)
     weight.tigon_main_grad = True
     fn(hidden, weight, target, **_keep(keep_mb)).sum().backward()
     assert weight.grad is None
     torch.testing.assert_close(weight.main_grad - 1, want.float(), rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(hidden.grad, of_hidden, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(hidden.grad, dhidden, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("keep_mb", [None, 5 * ROW], ids=str)

@@ -98,13 +98,14 @@ def test_no_label_left():
 # --- gradients ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("upstream", [1.0, 0.25])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_compiled_and_owned_heads_have_the_same_bits(dtype, device):
+def test_compiled_and_owned_heads_have_the_same_bits(dtype, upstream, device):
     """Formed head by head, or by autograd under torch.compile and with main_grad."""
     hidden, heads, labels = draw(dtype, device, heads=3, layers=0)
 
     def loss(hidden, labels):
-        return heads(hidden, labels, head=heads[0][-1].weight).loss
+        return heads(hidden, labels, head=heads[0][-1].weight).loss * upstream
 
     want = gradients(loss(hidden, labels), hidden, heads)
     torch._dynamo.reset()
@@ -318,7 +319,7 @@ def test_medusa_heads_begin_as_the_model():
     ]  # fmt: skip
     logits = heads(hidden)
     assert logits.shape == (3, 2, T, V)
-    assert all(torch.equal(of_head, hidden @ weight.T) for of_head in logits)
+    assert all(torch.equal(head_logits, hidden @ weight.T) for head_logits in logits)
     other = tigon.nn.MedusaHeads(H, V, 3, 2, dtype=torch.bfloat16)
     other.load_state_dict(heads.state_dict())
     assert other[0][-1].weight.dtype == torch.bfloat16

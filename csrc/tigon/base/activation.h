@@ -56,3 +56,8 @@ inline void activation_bwd(Context& ctx, const ActivationTable& table, const Act
 
 }  // namespace cpu
 }  // namespace tigon
+
+// Defines tigon::cpu::<op>_fwd and <op>_bwd by the table of the op's <op>_cpu.cpp.
+#define TIGON_ACTIVATION_CPU(op, table)                                                                     \
+  void cpu::op##_fwd(Context& ctx, const ActivationFwd& a) { activation_fwd(ctx, TIGON_SELECT(table), a); } \
+  void cpu::op##_bwd(Context& ctx, const ActivationBwd& a) { activation_bwd(ctx, TIGON_SELECT(table), a); }

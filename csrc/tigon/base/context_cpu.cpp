@@ -1,4 +1,5 @@
-// The standalone CPU context. Inside PyTorch another Context is used (tigon/torch), with the framework's pool and GEMM.
+// The standalone CPU context. Inside PyTorch another Context is used (tigon/torch), with the framework's pool
+// and GEMM.
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -66,7 +67,8 @@ class ThreadPool final : public Executor {
   int64_t tasks_ = 0;
   void (*fn_)(void*, int64_t) = nullptr;
   void* arg_ = nullptr;
-  // Waited for as atomics: the condition variables of GCC 12 ask for a newer libstdc++ than manylinux_2_34 has.
+  // Waited for as atomics: the condition variables of GCC 12 ask for a newer libstdc++ than manylinux_2_34
+  // has.
   std::atomic<int> pending_ = 0, generation_ = 0;
   bool stop_ = false;
 };

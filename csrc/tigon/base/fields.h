@@ -32,9 +32,10 @@ struct Expected {
   DType dtype = DType::f32;
   bool or_f32 = false;           // or float32
   const Vector* like = nullptr;  // of its dtype, where it is there
-  const void* sizes_of =
-      nullptr;          // the member whose tensor has the same sizes; otherwise the tensor is [rows, cols]
-  bool scalar = false;  // a tensor of one element and of any number of dimensions
+  bool scalar = false;           // a tensor of one element and of any number of dimensions
+  int64_t* leading = nullptr;    // takes the tensor's first dimension, which its results do not have
+  const void* of = nullptr;      // the member whose tensor has a result's sizes; null: [rows, cols]
+  bool other_cols = false;  // of those sizes but for the last
 };
 
 struct Field {
@@ -53,11 +54,21 @@ class Fields {
   void rows(const char* name, Matrix& x, int64_t least_cols = 1) {
     field({name, Role::rows, &x, nullptr, {.cols = least_cols}});
   }
+  // Several matrices of equal sizes in one tensor, along its first dimension.
+  void stacked_rows(const char* name, Matrix& x, int64_t& count) {
+    field({name, Role::rows, &x, nullptr, {.cols = 1, .leading = &count}});
+  }
   // Of the sizes of x.
   void input(const char* name, Matrix& m, const Matrix& x, DType dtype) {
     field({name, Role::input, &m, nullptr, sizes_of(x, dtype)});
   }
   void input(const char* name, Matrix& m, const Matrix& x) { input(name, m, x, x.dtype); }
+  void input(const char* name, Matrix& m, int64_t rows, int64_t cols, DType dtype) {
+    field({name, Role::input, &m, nullptr, {.rows = rows, .cols = cols, .dtype = dtype}});
+  }
+  void optional(const char* name, Matrix& m, int64_t rows, int64_t cols, DType dtype) {
+    field({name, Role::optional, &m, nullptr, {.rows = rows, .cols = cols, .dtype = dtype}});
+  }
   void optional(const char* name, Matrix& m, const Matrix& x) {
     field({name, Role::optional, &m, nullptr, sizes_of(x, x.dtype)});
   }
@@ -106,6 +117,11 @@ class Fields {
     field({name, Role::result, &m, nullptr, sizes_of(x, dtype)});
   }
   void result(const char* name, Matrix& m, const Matrix& x) { result(name, m, x, x.dtype); }
+  // [rows, cols]: of the sizes of x's tensor but for its last dimension, and its first where that is one of several matrices.
+  void result(const char* name, Matrix& m, const Matrix& x, int64_t rows, int64_t cols) {
+    Expected e = {.rows = rows, .cols = cols, .dtype = x.dtype, .of = &x, .other_cols = true};
+    field({name, Role::result, &m, nullptr, e});
+  }
   // As `result`; <op>_in_place writes it over `input`.
   virtual void result_over(const char* name, Matrix& m, const char* input_name, const Matrix& input) = 0;
   void gradient(const char* name, Matrix& m, const Matrix& x) {
@@ -117,11 +133,10 @@ class Fields {
     gradient(name, v, parameter.size, parameter.dtype, &parameter);
   }
   void scalar_gradient(const char* name, Vector& v, const Vector& of) {
-    field(
-        {name, Role::gradient, nullptr, &v, {.cols = 1, .dtype = of.dtype, .sizes_of = &of, .scalar = true}});
+    field({name, Role::gradient, nullptr, &v, {.cols = 1, .dtype = of.dtype, .scalar = true, .of = &of}});
   }
   void gradient(const char* name, Vector& v, int64_t size, DType dtype, const Vector* sizes_of = nullptr) {
-    field({name, Role::gradient, nullptr, &v, {.cols = size, .dtype = dtype, .sizes_of = sizes_of}});
+    field({name, Role::gradient, nullptr, &v, {.cols = size, .dtype = dtype, .of = sizes_of}});
   }
   // A rule of this op's own.
   template <class... Parts>
@@ -138,23 +153,23 @@ class Fields {
 
  private:
   static Expected sizes_of(const Matrix& x, DType dtype) {
-    return {.rows = x.rows, .cols = x.cols, .dtype = dtype, .sizes_of = &x};
+    return {.rows = x.rows, .cols = x.cols, .dtype = dtype, .of = &x};
   }
   const char* checked_op_;  // null: nothing is checked
 };
 
 }  // namespace tigon
 
-// Declares the entries of an op and of its backends: TIGON_API_OP(rms_norm, RmsNorm) declares rms_norm_fwd(Context&, const
-// RmsNormFwd&) and rms_norm_bwd in tigon, tigon::cpu and tigon::cuda.
-#define TIGON_API_OP(op, Args)                               \
-  TIGON_API void op##_fwd(Context& ctx, const Args##Fwd& a); \
-  TIGON_API void op##_bwd(Context& ctx, const Args##Bwd& a); \
-  namespace cpu {                                            \
-  void op##_fwd(Context& ctx, const Args##Fwd& a);           \
-  void op##_bwd(Context& ctx, const Args##Bwd& a);           \
-  }                                                          \
-  namespace cuda {                                           \
-  void op##_fwd(Context& ctx, const Args##Fwd& a);           \
-  void op##_bwd(Context& ctx, const Args##Bwd& a);           \
+// Declares an entry in tigon, and the same of both backends in tigon::cpu and tigon::cuda.
+#define TIGON_API_ENTRY(entry, Args)                 \
+  TIGON_API void entry(Context& ctx, const Args& a); \
+  namespace cpu {                                    \
+  void entry(Context& ctx, const Args& a);           \
+  }                                                  \
+  namespace cuda {                                   \
+  void entry(Context& ctx, const Args& a);           \
   }
+// Both directions of an op: TIGON_API_OP(rms_norm, RmsNorm) declares rms_norm_fwd(Context&, const RmsNormFwd&) and rms_norm_bwd.
+#define TIGON_API_OP(op, Args)         \
+  TIGON_API_ENTRY(op##_fwd, Args##Fwd) \
+  TIGON_API_ENTRY(op##_bwd, Args##Bwd)

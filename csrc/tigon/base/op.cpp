@@ -12,9 +12,7 @@ void FieldChecks::field(const Field& f) {
     require_float(op_, f.name, m.dtype);
     TIGON_CHECK(op_, m.cols >= e.cols, f.name, " must have at least one column, got ", m.cols);
   } else if (given || (f.role != Role::optional && f.role != Role::gradient)) {
-    if (e.or_f32)
-      TIGON_CHECK(op_, m.dtype == e.dtype || m.dtype == DType::f32, f.name, " must be ", name_of(e.dtype),
-                  " or float32, got ", name_of(m.dtype));
+    if (e.or_f32) require_or_f32(op_, f.name, m.dtype, e.dtype);
     require_matrix(op_, f.name, m, e.rows, e.cols, e.or_f32 ? m.dtype : e.dtype);
   }
 }
@@ -27,8 +25,7 @@ void FieldChecks::vector(const Field& f) {
   if (!v && f.role != Role::input) return;
   TIGON_CHECK(op_, v.size == e.cols, f.name, " must be [", e.cols, "], got [", v.size, "]");
   if (e.or_f32)
-    TIGON_CHECK(op_, v.dtype == e.dtype || v.dtype == DType::f32, f.name, " must be ", name_of(e.dtype),
-                " or float32, got ", name_of(v.dtype));
+    require_or_f32(op_, f.name, v.dtype, e.dtype);
   else
     require_dtype(op_, f.name, v.dtype, e.dtype);
   if (e.like != nullptr && *e.like) require_dtype(op_, f.name, v.dtype, e.like->dtype);

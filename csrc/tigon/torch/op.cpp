@@ -65,7 +65,8 @@ constexpr size_t kMostTensors = 10;  // that a call takes, and that it returns
 struct Held {
   const void* member = nullptr;
   OptionalTensor tensor;
-  bool copied = false;  // what was given has no view
+  bool copied = false;   // what was given has no view
+  bool stacked = false;  // several matrices, each along the first dimension
 };
 
 // Takes the arguments off PyTorch's stack: all are owned before anything can throw.
@@ -140,7 +141,7 @@ class Views final : public Fields {
                     Role::result,
                     &m,
                     nullptr,
-                    {.rows = input.rows, .cols = input.cols, .dtype = input.dtype, .sizes_of = &input}});
+                    {.rows = input.rows, .cols = input.cols, .dtype = input.dtype, .of = &input}});
     TIGON_CHECK(op_, !held(&input)->copied, input_name,
                 " must have dense rows to be written in place, got a layout that needs a copy");
     m = input;
@@ -155,6 +156,10 @@ class Views final : public Fields {
     Tensor& t = *held.tensor;
     const AtenTensorHandle given = t.get();
     if (given != like_.get()) check_same_device(op_, f.name, t, like_);
+    if (f.expected.leading != nullptr) {
+      TIGON_CHECK(op_, t.dim() >= 2, f.name, " must have at least two dimensions, got ", t.dim());
+      *f.expected.leading = t.size(0), held.stacked = true;
+    }
     if (f.matrix != nullptr)
       *f.matrix = rows_of(op_, f.name, t);
     else
@@ -169,15 +174,22 @@ class Views final : public Fields {
       if (tensors_[i].member == member && tensors_[i].tensor) return &tensors_[i];
     return nullptr;
   }
+  // Where `like` is stacked, a result of other columns has the sizes of one matrix.
+  static Tensor make_matrix(const Held& like, const Expected& e) {
+    const Tensor& t = *like.tensor;
+    if (!e.other_cols) return make_like(t, e.dtype);
+    std::vector<int64_t> sizes(t.sizes().begin() + like.stacked, t.sizes().end());
+    sizes.back() = e.cols;
+    return empty(t, sizes.data(), int64_t(sizes.size()), e.dtype);
+  }
   void make_result(const Field& f, bool wanted) {
     const Expected& e = f.expected;
-    const Held* like = held(e.sizes_of);
-    if (!wanted || (f.vector != nullptr && e.sizes_of != nullptr && like == nullptr)) {
-      const bool of_parameter = f.vector != nullptr && e.sizes_of != nullptr && !e.scalar;
+    const Held* like = held(e.of);
+    if (!wanted || (e.of != nullptr && like == nullptr)) {  // of an input that is absent: none
+      const bool of_parameter = f.vector != nullptr && e.of != nullptr && !e.scalar;
       add(nothing(like_, of_parameter ? dtype_of(op_, "x", like_) : e.dtype));
     } else if (f.matrix != nullptr) {
-      Tensor& t =
-          add(like != nullptr ? make_like(*like->tensor, e.dtype) : make(like_, {e.rows, e.cols}, e.dtype));
+      Tensor& t = add(like != nullptr ? make_matrix(*like, e) : make(like_, {e.rows, e.cols}, e.dtype));
       *f.matrix = {.data = data_of(op_, f.name, t),
                    .dtype = e.dtype,
                    .rows = e.rows,

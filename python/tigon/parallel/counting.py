@@ -31,9 +31,9 @@ class Counting(NamedTuple):
     index: torch.Tensor | None = None  # row of each; None: all are worked on
     fault: torch.Tensor | None = None  # 0, or NaN where the promised number is wrong
 
-    def take(self, of_rows: torch.Tensor | None) -> torch.Tensor | None:
+    def take(self, x: torch.Tensor | None) -> torch.Tensor | None:
         """The rows worked on of a tensor of all rows."""
-        return of_rows if of_rows is None or self.index is None else of_rows.index_select(0, self.index)
+        return x if x is None or self.index is None else x.index_select(0, self.index)
 
     def give(self, values: torch.Tensor, ignored: int = 0) -> torch.Tensor:
         """Values of all rows from those worked on."""

@@ -129,9 +129,9 @@ def _describe(op, head: _Head, formula: Formula, options: tuple) -> tuple[Facts,
         needs = sum(bit for bit, t in wanted if t is not None and t.requires_grad)
     both = head.sequence_parallel and head.partial_hidden_grad
     check(op, not both, "partial_hidden_grad must be False with sequence_parallel, which sums it, got True")
-    of_lora = None if lora is None else (lora_a.shape[0], float(lora_scale))
+    lora_facts = None if lora is None else (lora_a.shape[0], float(lora_scale))
     alike = (formula, options, head.sequence_parallel, head.partial_hidden_grad, head.shift, head.chunk_rows,
-             head.keep_mb, wide, known, head.max_workspace_mb, of_lora, main_grad is not None)  # fmt: skip
+             head.keep_mb, wide, known, head.max_workspace_mb, lora_facts, main_grad is not None)  # fmt: skip
     facts = Facts(
         rows=target.numel(), size=hidden.shape[-1], dtype=code(hidden.dtype), needs=needs,
         options=code((*alike, bias is None)), target=target_code(target, hidden.device), columns=columns,
@@ -197,8 +197,8 @@ def _run(
         loss = total(loss, scale)
     if loss.dim() == 0 and listed.fault is not None:
         loss = loss + listed.fault
-    of_rows = {name: listed.give(n) for name, n in zip(NUMBERS, numbers, strict=True)}
-    return listed.give(loss), listed.give(entropies), of_rows, listed.give(predicted, -1), labels
+    row_values = {name: listed.give(n) for name, n in zip(NUMBERS, numbers, strict=True)}
+    return listed.give(loss), listed.give(entropies), row_values, listed.give(predicted, -1), labels
 
 
 @torch._disable_dynamo  # collectives and their order are the caller's: nothing to trace

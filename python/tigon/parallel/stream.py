@@ -92,8 +92,8 @@ class Stream:
             return None
         values = values.view(self.shares, -1)
         parts = getattr(place, "parts", (place,)) if self.shares > 1 else (place,)
-        of_parts = [values[:, p.begin : p.end].reshape(-1) for p in parts]
-        return of_parts[0] if len(of_parts) == 1 else torch.cat(of_parts)
+        slices = [values[:, p.begin : p.end].reshape(-1) for p in parts]
+        return slices[0] if len(slices) == 1 else torch.cat(slices)
 
     def walk(self, gathers: bool = True):
         """``(chunk, part, hidden states of the chunk)``: those of the part are there; None: none wanted."""

@@ -2,7 +2,9 @@
 #include "tigon/base/op.h"
 #include "tigon/ops/add_rms_norm/add_rms_norm.h"
 
-#define TIGON_KERNELS "tigon/ops/add_rms_norm/add_rms_norm_cpu.inc"
+#define TIGON_KERNELS "tigon/base/simd/norm_rows.inc"
+#define TIGON_FORMULA "tigon/ops/add_rms_norm/add_rms_norm_math.inc"
+#define TIGON_TABLE const NormTable add_rms_norm_table = norm_table<AddRmsNormForward, AddRmsNormBackward>();
 #include "tigon/base/simd/foreach_isa.h"
 
 namespace tigon::cpu {

@@ -96,8 +96,9 @@ class LigerFusedLinearKLDivLoss(
 
 
 LigerFusedLinearJSDFunction = function_class(
-    "LigerFusedLinearJSDFunction", liger_fused_linear_jsd,
+    "LigerFusedLinearJSDFunction",
+    liger_fused_linear_jsd,
     "student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, jsd_beta=0.5, "
     "ignore_index=-100, temperature=1.0, accum_dtype=None, jsd_impl=None, jsd_mode=None",
-)  # fmt: skip
+)
 LigerFusedLinearKLDivFunction = function_class("LigerFusedLinearKLDivFunction", liger_fused_linear_kl_div)

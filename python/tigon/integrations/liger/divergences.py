@@ -127,9 +127,10 @@ class LigerKLDIVLoss(nn.KLDivLoss):
 
 
 LigerJSDFunction = function_class(
-    "LigerJSDFunction", liger_jsd,
+    "LigerJSDFunction",
+    liger_jsd,
     "_input, target, shift_labels=None, beta=0.5, ignore_index=-100, jsd_impl=None, jsd_mode=None",
-)  # fmt: skip
+)
 LigerKLDivLossFunction = function_class("LigerKLDivLossFunction", kl_div)
 LigerTVDLossFunction = function_class("LigerTVDLossFunction", tvd)
 LigerFusedCETVDFunction = function_class("LigerFusedCETVDFunction", ce_tvd)

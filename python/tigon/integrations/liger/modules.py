@@ -75,8 +75,9 @@ class LigerRMSNormForGemma3(LigerRMSNorm):
 class LigerRMSNormForGemma4(LigerRMSNorm):
     """Gemma 4: the plain weight, or none (``with_scale=False``)."""
 
-    def __init__(self, dim, eps=1e-6, offset=0.0, casting_mode="gemma", init_fn="ones", in_place=False,
-                 with_scale=True):  # fmt: skip
+    def __init__(
+        self, dim, eps=1e-6, offset=0.0, casting_mode="gemma", init_fn="ones", in_place=False, with_scale=True
+    ):
         super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
         self.with_scale = with_scale
 
@@ -113,8 +114,9 @@ class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma2):
 class LigerFusedAddRMSNorm(LigerRMSNorm):
     """Residual addition and RMSNorm: (normalised sum, sum)."""
 
-    def __init__(self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones",
-                 in_place=False):  # fmt: skip
+    def __init__(
+        self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=False
+    ):
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place)
 
     def forward(self, hidden_states, residual):
@@ -163,8 +165,7 @@ class LigerGroupNorm(nn.Module):
 class LigerLayerNorm(nn.Module):
     """LayerNorm; without ``bias`` the bias is zero and stays a parameter, as there."""
 
-    def __init__(self, hidden_size, eps=1e-6, bias=False, init_fn="ones", impl=None, mode=None,
-                 backend=None):  # fmt: skip
+    def __init__(self, hidden_size, eps=1e-6, bias=False, init_fn="ones", impl=None, mode=None, backend=None):
         super().__init__()
         self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
         self.impl, self.mode = backend if impl is None else impl, mode

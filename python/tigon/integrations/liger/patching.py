@@ -185,8 +185,9 @@ def _use_logits_loss(model) -> None:
         log.warning("[compat.liger] %s has a loss of its own: cross_entropy leaves it", type(model).__name__)
 
 
-def logits_causal_lm_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100,
-                          shift_labels=None, **kwargs):  # fmt: skip
+def logits_causal_lm_loss(
+    logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
+):
     """transformers' ForCausalLMLoss by :func:`tigon.cross_entropy`: no float32 copy of the logits.
 
     Accuracy and predictions are not counted here, as in Liger: the output has no place for them.

@@ -286,6 +286,8 @@ def _grpo_of_logits(
         raise ValueError(f"Unknown loss_type '{loss_type}'. Supported types: {list(_LOSSES)}")
     if options["delta"] is not None and loss_type in _KINDS:
         raise ValueError(f"delta (two-sided clipping) is not supported for loss_type='{loss_type}'.")
+    if level == "sequence" and loss_type in _KINDS:
+        raise ValueError(f"Sequence-level importance sampling is not supported for loss_type='{loss_type}'.")
     mask = (torch.ones_like(completion_ids) if completion_mask is None else completion_mask) != 0
     log_prob = _selected(logits, completion_ids, temperature, completion_mask)
     options["clip"] = (eps_low, eps_high)

@@ -146,8 +146,9 @@ liger_fused_linear_dpo = by_name(
 liger_fused_linear_cpo = by_name(
     "liger_fused_linear_cpo(_input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, "
     "label_smoothing=0.0, compute_nll_loss=True, compiled=True, average_log_prob=False, chunk_size=1)",
-    _pairs, kind="cpo",
-)  # fmt: skip
+    _pairs,
+    kind="cpo",
+)
 liger_fused_linear_simpo = by_name(
     "liger_fused_linear_simpo(_input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, "
     "label_smoothing=0.0, compute_nll_loss=False, compiled=True, gamma=0.5, chunk_size=1)",
