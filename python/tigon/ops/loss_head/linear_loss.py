@@ -153,11 +153,8 @@ def _check_closed(values, leaves):
         seen.add(node)
         leaf = getattr(node, "variable", None)
         closed = leaf is None or id(leaf) in allowed
-        check(
-            _OP,
-            closed,
-            "fn must take tensors that need a gradient as arguments of linear_loss, got one from elsewhere",
-        )
+        words = "fn must take tensors that need a gradient as arguments of {}, got one from elsewhere"
+        check(_OP, closed, words, _OP)
         stack.extend(parent for parent, _ in node.next_functions)
 
 
@@ -274,9 +271,8 @@ class _Stream:
         gradients = iter(torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else ())
         if self.needs:
             upstream = next(gradients, None)
-            upstream = (
-                torch.zeros_like(leaves[0]) if upstream is None else upstream.neg()
-            )  # of the loss -log_prob
+            # of the loss -log_prob
+            upstream = torch.zeros_like(leaves[0]) if upstream is None else upstream.neg()
             entropy_upstream = next(gradients, None) if loss.entropy else None
             if scale is not None:
                 upstream = upstream * scale
