@@ -40,7 +40,7 @@ def _runs():
     ]
 
 
-@pytest.mark.parametrize("module, case", _pairs("test"))
+@pytest.mark.parametrize("module, case, device, dtype", _runs())
 def test_case(module, case, device, dtype):
     """Error at most twice the plain formulation's; see checks.py for the rest."""
     check_case(module, case, device, dtype)
