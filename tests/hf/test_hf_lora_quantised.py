@@ -135,7 +135,9 @@ def test_nothing_dequantised_is_kept(kind, device):
     apply(model)
     before = {id(o) for o in gc.get_objects() if isinstance(o, torch.Tensor)}
     loss = model(**batch(device)).loss
-    shapes = {(layer.out_features, layer.in_features) for layer in model.modules() if hasattr(layer, "lora_A")}
+    shapes = {
+        (layer.out_features, layer.in_features) for layer in model.modules() if hasattr(layer, "lora_A")
+    }
     new = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and id(o) not in before]
     assert not [o.shape for o in new if tuple(o.shape) in shapes and o.dtype.is_floating_point]
     loss.backward()
