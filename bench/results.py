@@ -6,7 +6,8 @@
 
 Every file below bench/results is recognised by its records: those of bench/run.py, host.py, e2e.py, floor.py,
 convergence.py, adapters.py, optimizer.py, parallel.py, parallel_e2e.py, medusa.py, trl_trainers.py or
-examples/train.py. A page holds a group of ops, with one table for each op and file, since runs are not compared with each other.
+examples/train.py. A page holds a group of ops, with one table for each op and file, since runs are not
+compared with each other.
 Files in a folder named `older` share a page without pictures. Pages and pictures that belong to no file are
 deleted.
 """

@@ -134,7 +134,7 @@ def adapters_section(run, _: list) -> Section:
     head = ("case", "frozen", "tigon", "fastest of PEFT", "speed", "GB frozen", "GB tigon", "GB PEFT")
     section.text = (
         "Milliseconds of forward and backward, in brackets over those of the frozen base: its two products,\n"
-        "or the model with `tigon.apply` and gradients of activations. The largest come first. GB: peak memory.\n\n"
+        "or the model with `tigon.apply` and gradients of activations. The largest come first.\n\n"
     ) + markdown(head, [cells for _, cells in sorted(lines.values(), reverse=True)])
     return section
 

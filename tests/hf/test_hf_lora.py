@@ -503,8 +503,9 @@ def test_trl_sft(tmp_path, device, calls):
     def train(patched):
         args = trl.SFTConfig(
             output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, report_to=[],
-            lr_scheduler_type="constant", learning_rate=1e-2, logging_steps=1, use_cpu=device == "cpu", bf16=False, seed=3,
-            gradient_checkpointing=True, dataset_kwargs={"skip_prepare_dataset": True}, disable_tqdm=True,
+            lr_scheduler_type="constant", learning_rate=1e-2, logging_steps=1, bf16=False, seed=3,
+            use_cpu=device == "cpu", gradient_checkpointing=True, disable_tqdm=True,
+            dataset_kwargs={"skip_prepare_dataset": True},
         )  # fmt: skip
         trainer = trl.SFTTrainer(
             make(device=device), args, train_dataset=datasets.Dataset.from_list(rows),
