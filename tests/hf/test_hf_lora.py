@@ -426,6 +426,19 @@ def test_dora_beside_a_gated_unit_that_writes_over_its_inputs(device):
     same(step(model, inputs), step(stock, inputs))
 
 
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_a_base_that_is_trained_too(options, device):
+    """Its gradient is PEFT's."""
+    stock = adapted_model(device, **options)
+    for name, parameter in stock.named_parameters():
+        if "base_layer" in name:
+            parameter.requires_grad_(True)
+    model = copy.deepcopy(stock)
+    apply(model)
+    inputs = batch(device, rows=4, tokens=12)
+    same(step(model, inputs), step(stock, inputs), ulps=1024)
+
+
 # --- training --------------------------------------------------------------------------------
 
 
