@@ -389,25 +389,31 @@ def test_x_is_kept_once_for_all_that_share_it(device):
     assert others[0].data_ptr() == x.data_ptr() and others[1].shape == (5, 3 * 8)  # t
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [7, 200])
-def test_dora_s_error(rows, dtype, device):
-    """Few rows: the results are scaled; many: the weight is. Either way at most twice PEFT's error."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cast", [True, False], ids=["fp32", "base's"])
+@pytest.mark.parametrize(("rows", "dora"), [(7, False), (7, True), (200, True)])
+def test_error_of_a_layer(rows, dora, cast, dtype, device):
+    """At most twice PEFT's. DoRA scales the results of few rows; of many, the weight."""
     base = nn.Linear(48, 40, bias=True, device=device, dtype=torch.float64)
-    exact = peft.get_peft_model(nn.Sequential(base), config(target_modules=["0"], use_dora=True),
+    exact = peft.get_peft_model(nn.Sequential(base), config(target_modules=["0"], use_dora=dora),
                                 autocast_adapter_dtype=False).double()  # fmt: skip
-    with torch.no_grad():
-        exact.base_model.model[0].lora_magnitude_vector["default"].weight.mul_(1.3)
+    if dora:
+        exact.base_model.model[0].lora_magnitude_vector["default"].weight.data.mul_(1.3)
     x, dy = (torch.randn(rows, n, device=device, dtype=torch.float64).to(dtype) for n in (48, 40))
 
     def run(model, patched, dtype):
         layer = model.base_model.model[0]
         x_ = x.to(dtype).requires_grad_()
-        y = slot.lora_forward(layer, slot.LoraSpec(), x_) if patched else layer(x_)
+        # Outside of autocast PEFT computes with float32 adapters in float32.
+        with torch.autocast(device, dtype=dtype, enabled=cast and dtype in (torch.bfloat16, torch.float16)):
+            y = slot.lora_forward(layer, slot.LoraSpec(), x_) if patched else layer(x_)
         y.backward(dy.to(y.dtype))
         return {"y": y, "x": x_.grad} | {n: p.grad for n, p in layer.named_parameters() if p.requires_grad}
 
     low = copy.deepcopy(exact).to(dtype)
+    for name, parameter in low.named_parameters():
+        if cast and "lora_" in name:
+            parameter.data = parameter.data.float()
     exact.load_state_dict({name: t.double() for name, t in low.state_dict().items()})
     wanted = run(exact, False, torch.float64)
     stock, ours = run(low, False, dtype), (low.zero_grad(), run(low, True, dtype))[1]
