@@ -306,8 +306,8 @@ def render(page: str, parts: list[Section], shown: dict[Path, list[str]]) -> str
     elif any(part.comparisons or part.alone for part in parts):
         blocks.append(behind_list(parts))
     blocks.append(f"## Runs\n\n{run_list(parts)}")
-    if of_ops := [part for part in parts if part.run.kind == "op"]:
-        blocks.append(LIMIT if all(part.run.cpu for part in of_ops) else f"{LIMIT}\n{MEMORY}")
+    if op_parts := [part for part in parts if part.run.kind == "op"]:
+        blocks.append(LIMIT if all(part.run.cpu for part in op_parts) else f"{LIMIT}\n{MEMORY}")
     for part in parts:
         blocks += [f"## {part.heading}", f"`{part.run.name}`", part.text]
         blocks += [f"![{name}](../img/{name})" for name in _of_section(part, shown)]
@@ -326,8 +326,8 @@ def index(parts: dict[str, list[Section]]) -> str:
     """The pages, and one line for each op and file."""
     lines = [f"- [{title(page)}]({page}.md)" for page in parts]
     rows = []
-    for page, of_page in parts.items():
-        for part in of_page if page != "older" else ():
+    for page, page_parts in parts.items():
+        for part in page_parts if page != "older" else ():
             if part.comparisons or part.of_limit:
                 limits = part.of_limit
                 mean = f"{100 * statistics.geometric_mean(limits):.0f} %" if limits else "-"
@@ -362,7 +362,7 @@ def pages(everything: list[Run]) -> dict[str, str]:
     """Every page by the name of its file."""
     parts = sections(everything)
     shown = {path: list(drawn) for path, drawn in images(everything).items()}
-    texts = {f"{page}.md": render(page, of_page, shown) for page, of_page in parts.items()}
+    texts = {f"{page}.md": render(page, page_parts, shown) for page, page_parts in parts.items()}
     return {"index.md": index(parts), **texts}
 
 
@@ -375,7 +375,9 @@ def write(everything: list[Run], pictures: bool) -> None:
     for name, text in texts.items():
         (PAGES / name).write_text(text)
     if pictures:
-        drawn = {name: draw for of_file in images(everything).values() for name, draw in of_file.items()}
+        drawn = {
+            name: draw for file_images in images(everything).values() for name, draw in file_images.items()
+        }
         IMAGES.mkdir(parents=True, exist_ok=True)
         drawn |= readme.PICTURES
         for stale in {

@@ -133,8 +133,9 @@ def ddp_main_grad():
 
 LAYOUTS = {
     f"{head}-{'reshard' if layers else 'keep'}": (head, layers, when)
-    for head in ("root", "own", "tail") for layers, when in ((True, "before"), (False, "after"))
-}  # fmt: skip
+    for head in ("root", "own", "tail")
+    for layers, when in ((True, "before"), (False, "after"))
+}
 
 
 @case(**LAYOUTS)

@@ -15,6 +15,7 @@ from tiny import batch, close, make, step
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tigon.integrations.liger import patching
 from tigon.integrations.transformers import apply, undo
 from tigon.integrations.transformers import lora as slot
 
@@ -211,6 +212,29 @@ def test_autocast(cast, device, calls):
             return (found[1][name].double() - gradient).norm()
 
         assert error(ours) <= 2 * error(stock) + 1e-3 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2"])
+def test_switch_of_the_interface(family, calls):
+    """Programs that take Liger's switches leave PEFT its layers, and with them its masks."""
+    models = [adapted_model(None, family=family, lora_dropout=0.4) for _ in range(2)]
+    patching._apply_liger_kernel_to_instance(models[1], lora=False)
+    results = []
+    for model in models:
+        torch.manual_seed(3)
+        results.append(step(model, batch()))
+    same(results[1], results[0])
+    assert not calls
+    patching._apply_liger_kernel_to_instance(models[1])
+    step(models[1], batch())
+    assert calls
+    assert "token_accuracy" in models[1](**batch(), return_token_accuracy=True)
+
+
+def test_loss_of_logits_inside_of_the_wrapper():
+    model = adapted_model(None)
+    patching._apply_liger_kernel_to_instance(model, cross_entropy=True, fused_linear_cross_entropy=False)
+    assert model.get_base_model().loss_function is patching.logits_causal_lm_loss
 
 
 def test_dropout_has_peft_s_distribution(device):

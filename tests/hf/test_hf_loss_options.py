@@ -9,7 +9,7 @@ from tiny import VOCABULARY, batch, close, make
 
 import tigon
 from tigon.integrations import liger
-from tigon.integrations.liger import functional, patching
+from tigon.integrations.liger import functional, outputs, patching
 from tigon.integrations.transformers import apply
 
 OPTIONS = [
@@ -72,8 +72,7 @@ def test_labels_that_are_shifted_already():
     )
 
 
-@pytest.mark.parametrize("name", ["reduction", "softcap", "final_logit_softcapping", "return_z_loss",
-                                  "return_token_accuracy", "return_predicted_tokens"])  # fmt: skip
+@pytest.mark.parametrize("name", ["reduction", "softcap", "final_logit_softcapping", "return_z_loss"])
 def test_what_cannot_be_done_is_refused(name):
     model, inputs = make(), batch()
     report = apply(model)
@@ -89,6 +88,30 @@ def test_a_loss_of_its_own_takes_no_options():
     apply(model)
     with pytest.raises(tigon.Error, match="options of the loss must be given to a model with"):
         model(**inputs, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("patch", [apply, patching._apply_liger_kernel_to_instance])
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gemma2"])
+def test_counts_of_the_loss(family, patch, compiled):
+    """TRL's keywords with use_liger_kernel, whoever patched the model; traced whole by torch.compile."""
+    model, inputs = make(family), batch()
+    inputs["labels"][:, :3] = -100
+    stock = model(**inputs)
+    best, shifted = stock.logits.argmax(-1), F.pad(inputs["labels"], (0, 1), value=-100)[:, 1:]
+    kept = shifted != -100
+    patch(model)
+    outputs._make.cache_clear()
+    torch._dynamo.reset()
+    call = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    got = call(**inputs, return_token_accuracy=True, return_predicted_tokens=True)
+    assert got.logits is None
+    assert torch.equal(got.predicted_tokens, torch.where(kept, best, -1).view(-1))
+    close(got.token_accuracy, (best == shifted)[kept].float().mean())
+    close(got.loss, stock.loss)
+    again = call(**inputs)
+    assert "token_accuracy" not in again and again.logits is not None
+    assert model(**inputs, return_token_accuracy=True, skip_logits=False).logits is not None
 
 
 def test_keywords_of_others_pass():

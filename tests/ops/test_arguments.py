@@ -133,6 +133,7 @@ CALLS = {
     "fn": (lambda: tigon.linear_loss(X, HEAD, LABELS, None), "fn must be callable, got NoneType"),
     "tensors": (lambda: tigon.linear_loss(X, HEAD, LABELS, abs, 1.0), "tensors must be tensors, got float"),
     "counted": (lambda: tigon.count_labels([1]), "target must be an integer tensor, got list"),
+    "counted beside": (lambda: tigon.count_labels(LABELS, None), "ignore_index must be an int, got NoneType"),
     "nn.Embedding": (
         lambda: tigon.nn.Embedding(5, 3, padding_idx=7),
         r"padding_idx must be in \[-5, 5\)",

@@ -157,9 +157,10 @@ def test_autocast_and_dtypes(device):
 def test_modules(device):
     hidden, weight, teacher, labels = heads(device=device)
     for form, kind in (
-        ("reverse", tigon.nn.LinearKLDivLoss), ("jsd", tigon.nn.LinearJSDLoss),
+        ("reverse", tigon.nn.LinearKLDivLoss),
+        ("jsd", tigon.nn.LinearJSDLoss),
         ("tvd", tigon.nn.LinearTVDLoss),
-    ):  # fmt: skip
+    ):
         fn, options = FORMS[form]
         module = kind(**options, temperature=1.5, hard=0.5)
         assert "temperature=1.5" in repr(module)
@@ -197,7 +198,7 @@ BAD = {
     "lora": ({"lora": (1, 2)}, "lora must be .A, B, scale., got 2"),
     "valid_rows": ({"valid_rows": 40}, "valid_rows must be in"),
     "chunk_rows": ({"chunk_rows": 0}, "chunk_rows must be >= 1"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("changes, message", BAD.values(), ids=BAD)
@@ -256,9 +257,9 @@ def _of_candidates(name, options):
         z = z if z.dtype == torch.float64 else z.float()
         counts = labels != -100
         inside = log_prob > -1e4
-        of_student = torch.log_softmax(z / temperature, -1).gather(-1, indices)
+        student_log_prob = torch.log_softmax(z / temperature, -1).gather(-1, indices)
         both = []
-        for t in (of_student, log_prob.to(of_student)):
+        for t in (student_log_prob, log_prob.to(student_log_prob)):
             t = torch.where(inside, t, -1e4)
             both.append(torch.cat((t, torch.log(-torch.expm1(t.logsumexp(-1, keepdim=True)))), -1))
         s, t = both
@@ -348,6 +349,30 @@ def test_candidates_of_another_kind(device):
         indices[1, 2] = 12
         with pytest.raises(tigon.Error, match=r"teacher indices must be in \[0, 12\), got 12"):
             tigon.linear_kl_div(hidden, weight, (indices, log_prob))
+
+
+def test_candidates_of_little_mass(device):
+    """What is beside them is nearly 1, whose logarithm keeps its digits."""
+    hidden, weight, _ = head_inputs(50, h=16, v=2000, device=device, scale=0.1)
+    logits = hidden.double() @ weight.double().T
+    log_prob, indices = torch.log_softmax(logits + 0.05 * torch.randn_like(logits), -1).topk(2)
+
+    def rows(dtype):
+        given = hidden.to(dtype), weight.to(dtype), (indices, log_prob.to(dtype))
+        return tigon.linear_kl_div(*given, reduction="none")
+
+    wanted = rows(torch.float64)
+    assert (rows(torch.float32) - wanted).abs().max() < 1e-3 * wanted.mean()
+
+
+def test_candidates_of_more_than_all_mass(device):
+    """A teacher's rounded numbers may sum to more than 1; a divergence is not negative."""
+    hidden, weight, _ = head_inputs(50, h=16, v=12, device=device, scale=2.0)
+    log_prob, indices = torch.log_softmax(hidden @ weight.T, -1).topk(12)
+    log_prob = log_prob * (1 - 0.01 * torch.rand_like(log_prob))
+    for fn in (tigon.linear_kl_div, tigon.linear_jsd, tigon.linear_tvd):
+        rows = fn(hidden, weight, (indices, log_prob), reduction="none")
+        assert ((rows > -1e-6) & (rows < 0.01)).all()
 
 
 def test_candidates_as_in_trl(device):

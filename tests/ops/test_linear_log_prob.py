@@ -136,13 +136,12 @@ def test_autocast(device):
 @pytest.mark.parametrize("entropy", [False, True])
 def test_opcheck(entropy, device):
     hidden, weight, target = head_inputs(6, 8, 64, device=device)  # 64: kept gradients are written whole
-    lora = (None, None, 1.0)
+    none, formula = (None,) * 5, (-100, 0.0, 3.0, 1.0, 0.7, 0.0, 1.0, False)
     for hidden_, weight_, needs in ((hidden, weight, 3), (hidden, weight.detach(), 1)):
-        head = (hidden_, weight_, target, None, -100, 3.0, 1.0, 0.7, False, *lora)
+        head = (hidden_, weight_, target, *none, *formula)
         for chunk_rows, keep_rows in ((4, -1), (0, -1), (0, 2), (0, 0)):
-            torch.library.opcheck(
-                OP, (*head, chunk_rows, -1, entropy, needs | 64 * (keep_rows != 0), keep_rows)
-            )
+            memory = (chunk_rows, -1, needs | 64 * (keep_rows != 0), keep_rows)
+            torch.library.opcheck(OP, (*head, *memory, entropy))
 
 
 def test_compiled(device):
@@ -181,22 +180,25 @@ def test_extreme_operands(scale, temperature, dtype, device):
     assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()
 
 
-def test_labels_of_a_row(device):
+@pytest.mark.parametrize("ignored", [-100, 0, 39])
+def test_labels_of_a_row(ignored, device):
     """Each of K labels has the log-probability that it has alone; the same label twice adds its gradients."""
     hidden, weight, _ = head_inputs(9, h=16, v=40, device=device)
-    labels = torch.randint(0, 40, (9, 4), device=device)
+    labels = torch.randint(1, 39, (9, 4), device=device)
     labels[:, 3] = labels[:, 0]
-    labels[2, 1], labels[4] = -100, -100
-    got = FN(hidden, weight, labels)
+    labels[2, 1], labels[4] = ignored, ignored
+    given = {"ignore_index": ignored}
+    got = FN(hidden, weight, labels, **given)
     for k in range(4):
-        torch.testing.assert_close(got[:, k], FN(hidden, weight, labels[:, k]), rtol=1e-6, atol=1e-6)
+        alone = FN(hidden, weight, labels[:, k], **given)
+        torch.testing.assert_close(got[:, k], alone, rtol=1e-6, atol=1e-6)
     assert same_bits(got[:, 0], got[:, 3])
     grads = torch.autograd.grad(got[:, [0, 3]].sum(), (hidden, weight))
-    single = torch.autograd.grad(2 * FN(hidden, weight, labels[:, 0]).sum(), (hidden, weight))
+    single = torch.autograd.grad(2 * FN(hidden, weight, labels[:, 0], **given).sum(), (hidden, weight))
     for a, b in zip(grads, single, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     for count in (None, 8):
-        again = FN(hidden, weight, labels, valid_rows=count)
+        again = FN(hidden, weight, labels, valid_rows=count, **given)
         assert same_bits(again, got)
 
 

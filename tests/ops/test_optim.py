@@ -306,31 +306,6 @@ def test_clipping_in_the_step(device):
         torch.testing.assert_close(p, r)
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_grad_scaler(clip, device):
-    """Steps with infinite gradients are skipped, others are those on unscaled ones; no step waits."""
-    ours, theirs = (LISTS[0].make(torch.float32, device) for _ in range(2))
-    a, b = AdamW(ours, max_grad_norm=clip), torch.optim.AdamW(theirs)
-    scalers = [torch.amp.GradScaler(device, init_scale=256.0, growth_interval=2) for _ in range(2)]
-    for i in range(6):
-        draw_gradients((ours, theirs), i)
-        for params, optimizer, scaler in zip((ours, theirs), (a, b), scalers, strict=True):
-            scaler.scale(torch.ones((), device=device))
-            for p in params:
-                p.grad.mul_(scaler.get_scale())
-            if i in (2, 4):
-                params[1].grad[3] = math.inf if i == 2 else math.nan
-            if optimizer is b and clip:
-                scaler.unscale_(b)
-                torch.nn.utils.clip_grad_norm_(theirs, clip)
-            scaler.step(optimizer)
-            scaler.update()
-    assert scalers[0].get_scale() == scalers[1].get_scale()
-    for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p, q)
-        assert a.state[p]["step"].item() == 4
-
-
 # --- the step in the backward -----------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import weakref
 
@@ -66,9 +67,7 @@ def step_like_a_new_one(optimizer, options) -> None:
 def started(options, device, params=None, skipped=()):
     """Parameters of an optimizer that has stepped twice; some had no gradient the first time."""
     if params is None:
-        params = [
-            *LISTS[0].make(torch.bfloat16, device), *LISTS[1].make(torch.bfloat16, device, seed=1)
-        ]  # fmt: skip
+        params = [*LISTS[0].make(torch.bfloat16, device), *LISTS[1].make(torch.bfloat16, device, seed=1)]
     optimizer = AdamW(params, **options)
     for i in range(2):
         draw_gradients((params,), i)
@@ -185,8 +184,9 @@ def test_changes_between_steps(change, options, device):
     assert optimizer._alike
 
 
-@pytest.mark.parametrize("change", [reorder_parameters, widen_parameter, swap_states],
-                         ids=lambda f: f.__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "change", [reorder_parameters, widen_parameter, swap_states], ids=lambda f: f.__name__
+)
 def test_other_changes(change, device):
     """Another order, a parameter without a kernel, states that changed places."""
     params, optimizer = started({}, device)
@@ -214,13 +214,14 @@ def test_states_in_another_order(options, device):
     assert optimizer._alike
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))],
-                         ids=["deepcopy", "pickle"])  # fmt: skip
+@pytest.mark.parametrize(
+    "copier", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"]
+)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_copies_are_apart(how, options, device):
+def test_copies_are_apart(copier, options, device):
     """A copy goes on as the original, neither touches the other, and several optimizers take turns."""
     params, optimizer = started(options, device)
-    copied = how(optimizer)
+    copied = copier(optimizer)
     others = copied.param_groups[0]["params"]
     for i in (2, 3):
         draw_gradients((params, others), i)
@@ -454,3 +455,34 @@ def test_learning_rate_of_one_element(dtype, device):
             optimizer.step()
         results.append([p.detach() for p in params])
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_grad_scaler(clip, fused, device):
+    """Steps with infinite gradients are skipped, others are those on unscaled ones; no step waits.
+
+    With fused=False it is the scaler that unscales, and skips, as Lightning's clipping needs it.
+    """
+    ours, theirs = (LISTS[0].make(torch.float32, device) for _ in range(2))
+    a, b = copy.deepcopy(AdamW(ours, max_grad_norm=clip, fused=fused)), torch.optim.AdamW(theirs)
+    ours = a.param_groups[0]["params"]
+    assert a._step_supports_amp_scaling is (fused is None)
+    scalers = [torch.amp.GradScaler(device, init_scale=256.0, growth_interval=2) for _ in range(2)]
+    for i in range(6):
+        draw_gradients((ours, theirs), i)
+        for params, optimizer, scaler in zip((ours, theirs), (a, b), scalers, strict=True):
+            scaler.scale(torch.ones((), device=device))
+            for p in params:
+                p.grad.mul_(scaler.get_scale())
+            if i in (2, 4):
+                params[1].grad[3] = math.inf if i == 2 else math.nan
+            if optimizer is b and clip:
+                scaler.unscale_(b)
+                torch.nn.utils.clip_grad_norm_(theirs, clip)
+            scaler.step(optimizer)
+            scaler.update()
+    assert scalers[0].get_scale() == scalers[1].get_scale()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q)
+        assert a.state[p]["step"].item() == 4

@@ -150,6 +150,19 @@ def test_gradient_of_some_results(wanted, device):
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-6)
 
 
+def test_sigmoids_next_to_nothing(device):
+    """Sums of them are as small as what keeps the division from 0."""
+    logits = torch.tensor([[-46.0, -46.5, -200.0], [-30.0, -44.0, -90.0]], device=device).requires_grad_()
+    double = logits.detach().double().requires_grad_()
+    scale = torch.tensor([1.0, -2.0], device=device)
+    grads = []
+    for x, run in ((logits, tigon.route), (double, reference)):
+        weights, ids = run(x, 2, score="sigmoid")[:2]
+        assert (ids[0] == torch.tensor([0, 1], device=device)).all()
+        grads.append(torch.autograd.grad((weights * scale).sum(), x)[0])
+    torch.testing.assert_close(grads[0].double(), grads[1], rtol=1e-4, atol=1e-6)
+
+
 def test_correction_bias_gets_no_gradient(device):
     logits = torch.randn(9, 24, device=device).requires_grad_()
     bias = torch.randn(24, device=device).requires_grad_()

@@ -15,7 +15,11 @@ CHEAP = True
 @case(
     CASES, "fit, accumulation, clipping", "the same", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
 )
-def fit(with_tigon, folder, options=()):
+@case(
+    CASES, "fit, bf16-mixed, clipping", "`fused=False` for the optimizer too",
+    {"precision": "bf16-mixed", "gradient_clip_val": 0.5}, {"fused": False},
+)  # fmt: skip
+def fit(with_tigon, folder, options=(), changes=()):
     import lightning
 
     losses = []
@@ -38,7 +42,7 @@ def fit(with_tigon, folder, options=()):
             return loss
 
         def configure_optimizers(self):
-            return adamw(self.parameters(), lr=1e-2, foreach=None)
+            return adamw(self.parameters(), lr=1e-2, **dict(changes))
 
     rows = [{name: torch.tensor(row[name]) for name in row} for row in token_rows()]
     trainer = lightning.Trainer(

@@ -1,4 +1,4 @@
-"""verl's SFT trainer, whose engine computes the log-probabilities of verl's actor too."""
+"""verl's SFT trainer, and its engine as verl's actor uses it. PPO itself needs Ray, a server of rollouts and GPUs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,16 @@ FUSED = {"model.use_fused_kernels": True, "model.fused_kernel_options.impl_backe
     "llama_bias_tied",
     processes=2,
 )
-def train(with_tigon, folder, settings, family):
+@case(
+    CASES,
+    "actor's log-probabilities, entropies and PPO loss, FSDP2",
+    "the same",
+    FUSED,
+    "llama_bias_tied",
+    True,
+    processes=2,
+)
+def train(with_tigon, folder, settings, family, actor=False):
     if with_tigon:
         import tigon.compat.liger
         import tigon.compat.verl
@@ -73,11 +82,40 @@ def train(with_tigon, folder, settings, family):
     if not on_gpu():
         cpu_platform()
         distributed.initialize_global_process_group = torch.distributed.init_process_group
+    if actor:
+        steps_of_actor()
     sft_trainer.main()
     if rank:
         return []
     steps = [json.loads(line)["data"] for line in (place / "log.jsonl").read_text().splitlines()]
     return [float(step[name]) for step in steps for name in ("train/loss", "train/grad_norm") if name in step]
+
+
+def steps_of_actor():
+    """The trainer's steps with the actor's loss in the place of its own."""
+    import torch
+    from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn
+    from verl.utils import tensordict_utils
+    from verl.workers.config import ActorConfig
+    from verl.workers.engine_workers import TrainingWorker
+    from verl.workers.utils import losses
+
+    config = ActorConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=2, rollout_n=1)
+    train_batch = TrainingWorker.train_batch
+
+    def loss(config_of_sft, model_output, data, dp_group=None):
+        log_prob, entropy = (model_output[name].values()[None] for name in ("log_probs", "entropy"))
+        mask = torch.roll(data["loss_mask"].values(), -1)[None]
+        advantages = torch.linspace(-1, 1, mask.numel())[None]
+        before = log_prob.detach() + 0.3 * torch.sin(torch.arange(mask.numel()))
+        policy, _ = get_policy_loss_fn("vanilla")(before, log_prob, advantages, mask, config=config)
+        return policy - 0.1 * agg_loss(entropy, mask, "token-mean"), {}
+
+    def with_entropy(self, data):
+        tensordict_utils.assign_non_tensor(data, calculate_entropy=True)
+        return train_batch(self, data)
+
+    losses.sft_loss, TrainingWorker.train_batch = loss, with_entropy
 
 
 def cpu_platform():

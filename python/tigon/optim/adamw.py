@@ -49,7 +49,9 @@ class AdamW(torch.optim.Optimizer):
             parameters, whatever the device.
         capturable: keep steps on the device, so that a CUDA graph can be captured.
         decoupled_weight_decay: see `weight_decay`.
-        foreach, fused, differentiable: taken for compatibility; the first two change nothing.
+        foreach, fused, differentiable: taken for compatibility. fused=False leaves a GradScaler's unscaling
+            to its caller, as in PyTorch: Lightning's mixed precision clips gradients only then. The others
+            change nothing.
 
     Raises:
         tigon.Error: options or parameters that do not fit; sparse or complex gradients; a parameter that was
@@ -58,7 +60,7 @@ class AdamW(torch.optim.Optimizer):
     Source: Loshchilov & Hutter 2019, "Decoupled Weight Decay Regularization", arXiv:1711.05101, algorithm 2.
     """
 
-    # GradScaler hands over grad_scale and found_inf and waits for nothing.
+    # GradScaler hands over grad_scale and found_inf and waits for nothing; not with fused=False.
     _step_supports_amp_scaling = True
     # Whether the tensors of the last step made one list, of plain tensors with a kernel. A hint: see _update.
     _alike = False
@@ -96,6 +98,7 @@ class AdamW(torch.optim.Optimizer):
         check(_OP, seed >= 0, "seed must be in [0, 2^63), got {}", seed)
         check(_OP, not differentiable, "differentiable must be False: no derivatives run through an update")
         self.rounding, self.moment_dtype, self.seed = rounding, pair, seed
+        self._step_supports_amp_scaling = fused is not False
         self.max_grad_norm = max_grad_norm
         self.grad_norm: torch.Tensor | None = None
         self.updates_in_backward = False  # step_in_backward is at work
@@ -130,7 +133,8 @@ class AdamW(torch.optim.Optimizer):
                 refuse(_OP, "params must be real floats, got {}", p.dtype)
 
     def __getstate__(self):
-        own = ("rounding", "moment_dtype", "seed", "max_grad_norm", "grad_norm", "_places")
+        own = ("rounding", "moment_dtype", "seed", "max_grad_norm", "grad_norm", "_places",
+               "_step_supports_amp_scaling")  # fmt: skip
         # A copy has no gradients that wait, and no hooks.
         return super().__getstate__() | {name: getattr(self, name) for name in own} | {
             "_factor": None, "updates_in_backward": False,

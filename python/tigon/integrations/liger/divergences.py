@@ -10,7 +10,7 @@ from torch import nn
 
 import tigon
 from tigon.error import check
-from tigon.integrations.liger.missing import function_class
+from tigon.integrations.liger.signatures import Loss, function_class
 
 _REDUCTIONS = ("none", "sum", "mean", "batchmean")
 
@@ -87,16 +87,31 @@ def ce_tvd(student_logits, teacher_logits, target, ignore_index=-100):
     return loss, distance
 
 
-class LigerJSD(nn.Module):
+class LigerJSD(
+    Loss,
+    target=lambda log_q, log_p, shift_labels, **options: liger_jsd(log_q, log_p, shift_labels, **options),
+    options="beta: float = 0.5, ignore_index: int = -100",
+    operands="log_q, log_p, shift_labels=None",
+):
     """Jensen-Shannon divergence: ``beta`` 0 is ``KL(teacher || student)``, 1 the other way round."""
 
-    def __init__(self, beta: float = 0.5, ignore_index: int = -100):
-        super().__init__()
-        self.beta, self.ignore_index = beta, ignore_index
 
-    def forward(self, log_q, log_p, shift_labels=None):
-        """The student's and the teacher's log-probabilities ``[BT, V]``."""
-        return liger_jsd(log_q, log_p, shift_labels, self.beta, self.ignore_index)
+class LigerTVDLoss(
+    Loss,
+    target=tvd,
+    options="reduction: str = 'batchmean', ignore_index: int = -100",
+    operands="p, q, shift_labels=None",
+):
+    """Total variation distance of probabilities; the gradient is that of ``p``."""
+
+
+class LigerFusedCETVDLoss(
+    Loss,
+    target=ce_tvd,
+    options="ignore_index: int = -100",
+    operands="student_logits, teacher_logits, target",
+):
+    """Cross-entropy and total variation distance, both unreduced."""
 
 
 class LigerKLDIVLoss(nn.KLDivLoss):
@@ -111,40 +126,14 @@ class LigerKLDIVLoss(nn.KLDivLoss):
         return kl_div(y_pred, y_true, self.reduction, self.log_target, self.eps)
 
 
-class LigerTVDLoss(nn.Module):
-    """Total variation distance of probabilities."""
-
-    def __init__(self, reduction: str = "batchmean", ignore_index: int = -100):
-        super().__init__()
-        self.reduction, self.ignore_index = reduction, ignore_index
-
-    def forward(self, p, q, shift_labels=None):
-        """``[BT, V]`` each; the gradient is that of ``p``."""
-        return tvd(p, q, shift_labels, self.reduction, self.ignore_index)
-
-
-class LigerFusedCETVDLoss(nn.Module):
-    """Cross-entropy and total variation distance, both unreduced."""
-
-    def __init__(self, ignore_index: int = -100):
-        super().__init__()
-        self.ignore_index = ignore_index
-
-    def forward(self, student_logits, teacher_logits, target):
-        """``[BT, V]`` twice and ``[BT]``."""
-        return ce_tvd(student_logits, teacher_logits, target, self.ignore_index)
-
-
 LigerJSDFunction = function_class(
     "LigerJSDFunction",
-    lambda _input, target, shift_labels=None, beta=0.5, ignore_index=-100, jsd_impl=None, jsd_mode=None: (
-        liger_jsd(_input, target, shift_labels, beta, ignore_index)
-    ),
-    "Jensen-Shannon divergence.",
+    liger_jsd,
+    "_input, target, shift_labels=None, beta=0.5, ignore_index=-100, jsd_impl=None, jsd_mode=None",
 )
-LigerKLDivLossFunction = function_class("LigerKLDivLossFunction", kl_div, "Kullback-Leibler divergence.")
-LigerTVDLossFunction = function_class("LigerTVDLossFunction", tvd, "Total variation distance.")
-LigerFusedCETVDFunction = function_class("LigerFusedCETVDFunction", ce_tvd, "Cross-entropy and TVD.")
+LigerKLDivLossFunction = function_class("LigerKLDivLossFunction", kl_div)
+LigerTVDLossFunction = function_class("LigerTVDLossFunction", tvd)
+LigerFusedCETVDFunction = function_class("LigerFusedCETVDFunction", ce_tvd)
 
 
 # Primitives of the dispatcher: (losses, gradient of the first argument), without autograd, in plain PyTorch.

@@ -17,6 +17,7 @@ import tigon
 from tigon._dtensor import is_dtensor
 from tigon.error import check
 from tigon.integrations.liger.names import public
+from tigon.integrations.liger.signatures import by_position
 
 
 @dataclass
@@ -162,29 +163,39 @@ def liger_fused_linear_cross_entropy(input, weight, target, bias=None, ce_weight
     ))  # fmt: skip
 
 
-def liger_rms_norm(X, W, eps, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True):
-    """By :func:`tigon.rms_norm`; the casting modes are its roundings."""
-    return tigon.rms_norm(X, W, eps, offset=offset, rounding=casting_mode)
-
-
-def liger_swiglu(a, b):
-    """``silu(a) * b``, by :func:`tigon.swiglu`."""
-    return tigon.swiglu(a, b)
-
-
-def liger_geglu(a, b):
-    """``gelu_tanh(a) * b``, by :func:`tigon.geglu`."""
-    return tigon.geglu(a, b, approximate="tanh")
-
-
-def liger_relu_squared(x):
-    """``relu(x)^2``, by :func:`tigon.relu_squared`."""
-    return tigon.relu_squared(x)
-
-
-def liger_layer_norm(X, W, B, eps):
-    """By :func:`tigon.layer_norm`."""
-    return tigon.layer_norm(X, W, B, eps)
+# The functions of one op: what runs takes the arguments by position.
+_NORM = "offset: float = 0.0, casting_mode: str = 'llama', in_place: bool = True"
+_FUNCTIONS = {
+    "liger_swiglu(a, b)": tigon.swiglu,
+    "liger_geglu(a, b)": lambda a, b: tigon.geglu(a, b, approximate="tanh"),
+    "liger_relu_squared(x)": tigon.relu_squared,
+    "liger_dyt(x, alpha, gamma, beta)": tigon.dyt,
+    "liger_softmax(x)": tigon.softmax,
+    "liger_sparsemax(input, dim: int = -1)": (
+        lambda x, dim: tigon.sparsemax(x.movedim(dim, -1)).movedim(-1, dim)
+    ),
+    "liger_layer_norm(X, W, B, eps)": tigon.layer_norm,
+    "liger_poly_norm(X, W, B, eps=1e-6, in_place=True)": (
+        lambda x, weight, bias, eps: tigon.poly_norm(x, weight, bias.reshape(1), eps)
+    ),
+    "liger_attn_res(V, w_query, w_norm, eps: float = 1e-6)": tigon.attention_residual,
+    f"liger_rms_norm(X, W, eps, {_NORM})": (
+        lambda x, weight, eps, offset, mode: tigon.rms_norm(x, weight, eps, offset=offset, rounding=mode)
+    ),
+    f"liger_fused_add_rms_norm(X, R, W, eps, {_NORM})": (
+        lambda x, residual, weight, eps, offset, mode: tigon.add_rms_norm(
+            x, residual, weight, eps, offset=offset, rounding=mode
+        )
+    ),
+    f"liger_modulated_rms_norm(X, W, scale, shift=None, eps: float = 1e-6, {_NORM})": (
+        lambda x, weight, scale, shift, eps, offset, mode: tigon.modulated_rms_norm(
+            x, weight, scale, shift, eps, offset=offset, rounding=mode
+        )
+    ),
+}
+globals().update(
+    (signature.partition("(")[0], by_position(signature, target)) for signature, target in _FUNCTIONS.items()
+)
 
 
 def liger_group_norm(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
@@ -192,43 +203,6 @@ def liger_group_norm(X, affine_scaling_weight, affine_shifting_bias, num_channel
     fits = X.dim() > 1 and X.shape[1] == num_channels
     check("compat.liger", fits, "num_channels must be {}'s second size, got {}", tuple(X.shape), num_channels)
     return tigon.group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps)
-
-
-def liger_fused_add_rms_norm(X, R, W, eps, offset: float = 0.0, casting_mode: str = "llama",
-                             in_place: bool = True):  # fmt: skip
-    """(normalised ``X + R``, ``X + R``), by :func:`tigon.add_rms_norm`."""
-    return tigon.add_rms_norm(X, R, W, eps, offset=offset, rounding=casting_mode)
-
-
-def liger_modulated_rms_norm(X, W, scale, shift=None, eps: float = 1e-6, offset: float = 0.0,
-                             casting_mode: str = "llama", in_place: bool = True):  # fmt: skip
-    """``norm(X) * (1 + scale) + shift``, by :func:`tigon.modulated_rms_norm`."""
-    return tigon.modulated_rms_norm(X, W, scale, shift, eps, offset=offset, rounding=casting_mode)
-
-
-def liger_attn_res(V, w_query, w_norm, eps: float = 1e-6):
-    """Attention over N blocks' outputs, a tensor or a list, by :func:`tigon.attention_residual`."""
-    return tigon.attention_residual(V, w_query, w_norm, eps)
-
-
-def liger_dyt(x, alpha, gamma, beta):
-    """``gamma * tanh(alpha * x) + beta``, by :func:`tigon.dyt`."""
-    return tigon.dyt(x, alpha, gamma, beta)
-
-
-def liger_softmax(x):
-    """By :func:`tigon.softmax`, over the last dimension."""
-    return tigon.softmax(x)
-
-
-def liger_sparsemax(input, dim: int = -1):
-    """By :func:`tigon.sparsemax`, over any dimension."""
-    return tigon.sparsemax(input.movedim(dim, -1)).movedim(-1, dim)
-
-
-def liger_poly_norm(X, W, B, eps=1e-6, in_place=True):
-    """By :func:`tigon.poly_norm`; ``B`` is one element of any number of dimensions."""
-    return tigon.poly_norm(X, W, B.reshape(1), eps)
 
 
 def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):

@@ -30,8 +30,13 @@ def __dir__():
     return [*globals(), *OUTPUTS]
 
 
-@functools.cache
+@torch.compiler.assume_constant_result  # tracing imports nothing
 def _output_class(name: str) -> type | None:
+    return _make(name)
+
+
+@functools.cache
+def _make(name: str) -> type | None:
     """transformers' output with what the loss head counts on the way; None where it has no such class."""
     base = name[len("Liger") :]
     model = _MODELS.get(base[: -len(_REST)])

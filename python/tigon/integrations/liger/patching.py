@@ -3,7 +3,7 @@
 Their switches choose slots: ``rms_norm`` and ``layer_norm`` the norms, ``swiglu``, ``geglu`` and
 ``relu_squared`` the MLPs, experts and routers, ``rope`` the rotary function,
 ``fused_linear_cross_entropy`` the loss head, ``cross_entropy`` the loss of logits that exist. An unset one
-(``None``) is off.
+(``None``) is off. Slots that Liger does not have are taken by their own names (``lora=False``).
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from transformers import AutoConfig
 
 import tigon
 from tigon.error import Error, check
-from tigon.integrations.liger import counts, functional
-from tigon.integrations.transformers.causal_loss import loss_of_logits, loss_options
+from tigon.integrations.liger import forward, functional
+from tigon.integrations.transformers.causal_loss import COUNTS, loss_of_logits, loss_options
 from tigon.integrations.transformers.modules import AutoTigonForCausalLM, split_options
+from tigon.integrations.transformers.patch import unwrapped
 
 log = logging.getLogger("tigon")
 
 _DEFAULTS = {"rope": True, "cross_entropy": False, "fused_linear_cross_entropy": True, "rms_norm": True,
              "layer_norm": True, "swiglu": True, "geglu": True, "relu_squared": True}  # fmt: skip
+_OWN = ("qkv", "qk_norm", "hyper", "lora")  # slots of tigon.apply that no switch of Liger's stands for
 _LOSS = "cross_entropy fused_linear_cross_entropy"
 _TEXT = f"rope {_LOSS} rms_norm swiglu model"
 _GEMMA = f"rope {_LOSS} rms_norm geglu model"
@@ -79,9 +81,10 @@ def _make(name: str, names: str, defaults: dict, types: tuple[str, ...]):
     signature = _signature(names, defaults)
 
     def apply_function(*args, **kwargs):
+        own = {name: kwargs.pop(name) for name in _OWN if name in kwargs}
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        options = dict(bound.arguments)
+        options = dict(bound.arguments) | own
         options |= options.pop("kwargs", {})
         model = options.pop("model", None)
         slots, logits_loss = _slots(options)
@@ -115,6 +118,7 @@ def _slots(options: dict) -> tuple[dict, bool]:
         "router": mlp,
         "rope": "rope" in on,
         "loss": "fused_linear_cross_entropy" in on,
+        **{name: name in on for name in _OWN if name in options},
     }
     return split_options(wanted)[0], "cross_entropy" in on
 
@@ -125,6 +129,7 @@ def _patch(model, slots: dict, logits_loss: bool) -> None:
         log.warning(
             "[compat.liger] LIGER_KERNEL_IMPL=%s chooses nothing: each op has one implementation", impl
         )
+    model = unwrapped(model)
     if logits_loss:
         _use_logits_loss(model)
     if any(slots.values()):
@@ -137,7 +142,7 @@ def _patch(model, slots: dict, logits_loss: bool) -> None:
         for entry in report.replaced:
             if entry.slot == "norm":
                 _take_choices(model.get_submodule(entry.path))
-        counts.attach(model)
+        forward.attach(model)
 
 
 def _take_choices(norm) -> None:
@@ -180,15 +185,16 @@ def _use_logits_loss(model) -> None:
         log.warning("[compat.liger] %s has a loss of its own: cross_entropy leaves it", type(model).__name__)
 
 
-def logits_causal_lm_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100,
-                          shift_labels=None, **kwargs):  # fmt: skip
+def logits_causal_lm_loss(
+    logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
+):
     """transformers' ForCausalLMLoss by :func:`tigon.cross_entropy`: no float32 copy of the logits.
 
     Accuracy and predictions are not counted here, as in Liger: the output has no place for them.
     """
     from torch.nn.functional import pad
 
-    options = loss_options({name: v for name, v in kwargs.items() if name not in counts.FIELDS})
+    options = loss_options({name: v for name, v in kwargs.items() if name not in COUNTS})
     if shift_labels is None:
         shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
     return loss_of_logits(
@@ -217,7 +223,7 @@ def _chosen(model_type: str, options: dict):
     function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
     if function is None:
         return None
-    known = inspect.signature(function).parameters
+    known = (*inspect.signature(function).parameters, *_OWN)
     return function, {name: value for name, value in options.items() if name in known}
 
 
@@ -235,7 +241,7 @@ def _apply_liger_kernel_to_instance(model, **kwargs) -> None:
     model_type = getattr(getattr(model, "config", None), "model_type", None)
     chosen = _chosen(model_type, kwargs)
     if chosen is None:
-        known = {name: value for name, value in kwargs.items() if name in _DEFAULTS}
+        known = {name: value for name, value in kwargs.items() if name in (*_DEFAULTS, *_OWN)}
         _patch(model, *_slots({**_DEFAULTS, **known}))
         return
     chosen[0](model=model, **chosen[1])
@@ -261,7 +267,7 @@ class AutoLigerKernelForCausalLM(AutoTigonForCausalLM):
 def _loaded(model_type, kwargs, load):
     """The type's function is called first, as there, and what it asks for is done to the loaded model."""
     function = MODEL_TYPE_TO_APPLY_LIGER_FN.get(model_type)
-    known = _DEFAULTS if function is None else inspect.signature(function).parameters
+    known = (*_OWN, *(_DEFAULTS if function is None else inspect.signature(function).parameters))
     options = {name: value for name, value in kwargs.items() if name in known}
     rest = {name: value for name, value in kwargs.items() if name not in known}
     with _one_model() as patches:

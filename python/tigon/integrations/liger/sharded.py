@@ -10,7 +10,7 @@ from torch import nn
 import tigon
 from tigon import parallel
 from tigon.error import check
-from tigon.integrations.liger.missing import function_class
+from tigon.integrations.liger.signatures import Loss, function_class
 from tigon.integrations.megatron.activation import bias_swiglu_impl
 from tigon.integrations.megatron.norm import RMSNorm
 
@@ -46,55 +46,45 @@ def _vocab_parallel(
     return parallel.cross_entropy(logits, target, tp_group, vocab=logits.shape[-1] * size, **options)
 
 
-LigerVocabParallelCEFunction = function_class(
-    "LigerVocabParallelCEFunction", _vocab_parallel, "Per-token losses of sharded logits."
-)
+LigerVocabParallelCEFunction = function_class("LigerVocabParallelCEFunction", _vocab_parallel)
 
 
-class LigerVocabParallelCrossEntropy(nn.Module):
-    """Per-token losses of logits ``[s, b, V / processes]``."""
+def _three_dimensional(vocab_parallel_logits, target, tp_group, **options):
+    dims = vocab_parallel_logits.dim()
+    check("compat.liger", dims == 3, "vocab_parallel_logits must be 3-D ([s, b, V]), got {}-D", dims)
+    del options["reduction"]
+    return _vocab_parallel(vocab_parallel_logits, target, tp_group, **options)
 
-    def __init__(
-        self, ignore_index=-100, label_smoothing=0.0, reduction="none", label_smoothing_formula="pytorch",
-        label_smoothing_mode="global",
-    ):  # fmt: skip
-        super().__init__()
-        check("compat.liger", reduction == "none", "reduction must be 'none', got {!r}", reduction)
-        inside = 0.0 <= label_smoothing < 1.0
-        check("compat.liger", inside, "label_smoothing must be in [0, 1), got {}", label_smoothing)
-        validate_formula_and_mode(label_smoothing_formula, label_smoothing_mode)
-        self.ignore_index, self.label_smoothing, self.reduction = ignore_index, label_smoothing, reduction
-        self.label_smoothing_formula, self.label_smoothing_mode = (
-            label_smoothing_formula,
-            label_smoothing_mode,
-        )
+
+class LigerVocabParallelCrossEntropy(
+    Loss,
+    target=_three_dimensional,
+    options="ignore_index=-100, label_smoothing=0.0, reduction='none', label_smoothing_formula='pytorch', "
+    "label_smoothing_mode='global'",
+    operands="vocab_parallel_logits, target, tp_group=None",
+):
+    """Per-token losses ``[s, b]`` of logits ``[s, b, V / processes]``, for labels of the whole vocabulary."""
+
+    def validate(self):
+        """Other reductions, and what is none of the formulas and modes of label smoothing."""
+        check("compat.liger", self.reduction == "none", "reduction must be 'none', got {!r}", self.reduction)
+        inside = 0.0 <= self.label_smoothing < 1.0
+        check("compat.liger", inside, "label_smoothing must be in [0, 1), got {}", self.label_smoothing)
+        validate_formula_and_mode(self.label_smoothing_formula, self.label_smoothing_mode)
 
     def extra_repr(self) -> str:
         """The options, for ``print(model)``."""
-        names = ("ignore_index", "label_smoothing", "reduction", "label_smoothing_formula",
-                 "label_smoothing_mode")  # fmt: skip
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-
-    def forward(self, vocab_parallel_logits, target, tp_group=None):
-        """``[s, b]`` float32 for labels of the whole vocabulary."""
-        dims = vocab_parallel_logits.dim()
-        check("compat.liger", dims == 3, "vocab_parallel_logits must be 3-D ([s, b, V]), got {}-D", dims)
-        return _vocab_parallel(
-            vocab_parallel_logits, target, tp_group, self.ignore_index, self.label_smoothing,
-            self.label_smoothing_formula, self.label_smoothing_mode,
-        )  # fmt: skip
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self._options)
 
 
-class LigerMegatronCrossEntropy(LigerVocabParallelCrossEntropy):
+class LigerMegatronCrossEntropy(
+    LigerVocabParallelCrossEntropy,
+    target=_three_dimensional,
+    options="ignore_index=-100, label_smoothing=0.0, reduction='none', label_smoothing_formula='megatron', "
+    "label_smoothing_mode='partition'",
+    operands="vocab_parallel_logits, target, tp_group=None",
+):
     """The same in Megatron's sense of smoothing."""
-
-    def __init__(
-        self, ignore_index=-100, label_smoothing=0.0, reduction="none", label_smoothing_formula="megatron",
-        label_smoothing_mode="partition",
-    ):  # fmt: skip
-        super().__init__(
-            ignore_index, label_smoothing, reduction, label_smoothing_formula, label_smoothing_mode
-        )
 
 
 def liger_fused_linear_scaled_cross_entropy_tp(
@@ -113,9 +103,7 @@ def liger_fused_linear_scaled_cross_entropy_tp(
 
 
 LigerFusedLinearScaledCrossEntropyTPFunction = function_class(
-    "LigerFusedLinearScaledCrossEntropyTPFunction",
-    liger_fused_linear_scaled_cross_entropy_tp,
-    "Per-token loss of a sharded head under a temperature, and the entropy where asked for.",
+    "LigerFusedLinearScaledCrossEntropyTPFunction", liger_fused_linear_scaled_cross_entropy_tp
 )
 
 

@@ -13,7 +13,7 @@ from transformers.utils import ModelOutput
 
 from tigon._dtensor import sharded_loss
 from tigon.error import check
-from tigon.integrations.transformers.causal_loss import causal_lm_loss, loss_options
+from tigon.integrations.transformers.causal_loss import COUNTS, causal_lm_loss, loss_options
 from tigon.integrations.transformers.forward import (
     autocast_dtype,
     bind_above,
@@ -61,6 +61,7 @@ class Asked:
     skip: bool | None  # skip_logits, its own or that of the model around it
     labels: bool  # given to it or to the model around it
     drop: bool  # skip_logits=True was its own: no logits in the output
+    counts: dict[str, torch.Tensor | None]  # of COUNTS, its own or of the model around it; None until known
 
 
 @dataclass
@@ -143,6 +144,18 @@ def _foreign(hook) -> bool:
 
 
 def _loss(module, spec, hidden, request):
+    counts = next((asked.counts for asked in reversed(spec.forwards.values())), None)
+    if not counts:
+        return _linear_loss(module, spec, hidden, request)
+    request.options["outputs"] = ("loss", "predicted", "correct")
+    result = _linear_loss(module, spec, hidden, request)
+    accuracy = result.correct.sum() / (result.predicted >= 0).sum()
+    known = {"token_accuracy": accuracy, "predicted_tokens": result.predicted.reshape(-1)}
+    counts.update({field: known[field] for field in counts})
+    return result.loss
+
+
+def _linear_loss(module, spec, hidden, request):
     weight, bias, lora = head_operands(module)
     columns, dtype = request.columns, request.dtype
     sharded = not plain(weight)
@@ -188,12 +201,14 @@ def forward_of_model(module: nn.Module, told: tuple[HeadSpec, tuple[str, ...]], 
 
     It will where labels are given (any argument with "labels" in its name), or where apply was told so. The
     keyword ``skip_logits`` (Liger's word, which TRL passes) is taken off: True owes logits in evaluation too,
-    and leaves them out of the output.
+    and leaves them out of the output. So are those of `COUNTS`: what a fused loss counts becomes a field of
+    the output, which in training has no logits then.
     """
     spec, names = told
     if module in spec.forwards:  # inside of itself
         return stock(module, *args, **kwargs)
-    asked = before_forward(module, spec, {**dict(zip(names, args, strict=False)), **kwargs})
+    counts = {field: None for name, field in COUNTS.items() if kwargs.pop(name, None)}
+    asked = before_forward(module, spec, {**dict(zip(names, args, strict=False)), **kwargs}, counts)
     kwargs.pop("skip_logits", None)
     spec.forwards[module] = asked
     try:
@@ -202,10 +217,14 @@ def forward_of_model(module: nn.Module, told: tuple[HeadSpec, tuple[str, ...]], 
         spec.forwards.pop(module, None)
     if asked.drop and isinstance(output, ModelOutput):
         output = type(output)(**{name: value for name, value in output.items() if name != "logits"})
+    if isinstance(output, ModelOutput):
+        for field, value in counts.items():
+            if value is not None:
+                output[field] = value
     return output
 
 
-def before_forward(module: nn.Module, spec: HeadSpec, given: dict) -> Asked:
+def before_forward(module: nn.Module, spec: HeadSpec, given: dict, counts: dict) -> Asked:
     """What a model's forward asks of its head, by the arguments that it was given.
 
     Labels on the GPU are counted before the layers run: the loss waits for their number at most until the
@@ -214,6 +233,8 @@ def before_forward(module: nn.Module, spec: HeadSpec, given: dict) -> Asked:
     given = {name: value for name, value in given.items() if value is not None}
     skip = given.pop("skip_logits", None)
     labels = any("labels" in name for name in given)
+    if skip is None and counts and labels and module.training:
+        skip = True  # as Liger
     check("apply", labels or not skip, "labels must be given with skip_logits=True, got {}", sorted(given))
     named = loss_options(given) and module.loss_function is not causal_lm_loss
     check("apply", not named, "options of the loss must be given to a model with transformers' causal-LM "
@@ -223,14 +244,15 @@ def before_forward(module: nn.Module, spec: HeadSpec, given: dict) -> Asked:
     for linear in _patched(head, spec):
         refuse_main_grad(module, linear)
     running = list(spec.forwards.values())  # of the models that this one is inside of
-    around = running[-1] if running else Asked(None, False, False)
+    around = running[-1] if running else Asked(None, False, False, {})
     spec.ledger.open()
     if not torch.compiler.is_compiling() and (module.training or skip):
         shifted = given.get("shift_labels")
         target = given.get("labels") if shifted is None else shifted
         if isinstance(target, torch.Tensor) and target.is_cuda and target.ndim:
             count_labels(target, given.get("ignore_index", -100), shift=shifted is None)
-    return Asked(around.skip if skip is None else skip, labels or around.labels, bool(skip))
+    skip_here = around.skip if skip is None else skip
+    return Asked(skip_here, labels or around.labels, bool(skip), counts or around.counts)
 
 
 def output_head(model: nn.Module) -> nn.Module | None:

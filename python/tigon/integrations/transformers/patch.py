@@ -199,7 +199,7 @@ def apply(model: nn.Module, *, norm: bool = True, mlp: bool = True, rope: bool =
     """
     if not isinstance(model, nn.Module):
         raise Error(f"[apply] model must be a torch.nn.Module, got {_what(model)}")
-    root = _root(model)
+    root = unwrapped(model)
     state = root.__dict__.get(STATE)
     report = state.report if state else Report(type(root).__name__)
     plan = _Plan(root)
@@ -298,7 +298,7 @@ def undo(model: nn.Module) -> None:
     A rotary function is shared by all models of its package: it returns to stock when the last
     patched model of the package is undone or dropped.
     """
-    root = _root(model)
+    root = unwrapped(model)
     for module in root.modules():
         unbind(module)
     state = root.__dict__.pop(STATE, None)
@@ -317,7 +317,7 @@ def undo(model: nn.Module) -> None:
         release(key, state)
 
 
-def _root(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside wrappers of PEFT, torch.compile, DDP and FSDP1."""
     while True:
         if isinstance(model, PreTrainedModel):

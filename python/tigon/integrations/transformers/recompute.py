@@ -14,7 +14,7 @@ from torch import nn
 from tigon.integrations.transformers.forward import bound, plain
 from tigon.integrations.transformers.head_operands import is_linear, is_lora
 from tigon.ops import glu
-from tigon.ops.loss_head.memory import linear_cross_entropy_memory
+from tigon.ops.loss_head.plan import linear_cross_entropy_memory
 
 
 class Ledger:

@@ -91,15 +91,16 @@ def count_labels(
 
     Args:
         target: integer labels.
-        ignore_index: label that does not count.
+        ignore_index: label that does not count. A loss with another one does not use the number: it computes
+            all rows.
         shift, position_ids: as in the call to come: without the first `shift` labels of every sequence. Once
             for each shift, where several heads read the same labels.
         per_sequence: count each sequence ``target[i, :]``; the sum serves as above, and
             :func:`tigon.linear_loss` with ``group`` leaves out the rows of each that do not count.
 
     Raises:
-        tigon.Error: target is no integer tensor, or has no sequence dimension where one is needed; shift or
-            position_ids do not fit.
+        tigon.Error: target is no integer tensor, or has no sequence dimension where one is needed;
+            ignore_index is no integer; shift or position_ids do not fit.
     """
     check(
         "count_labels",
@@ -107,6 +108,7 @@ def count_labels(
         "target must be an integer tensor, got {}",
         kind_of(target),
     )
+    check_integers("count_labels", ignore_index=ignore_index)
     check_shift("count_labels", shift, position_ids, target)
     check(
         "count_labels",
