@@ -5,8 +5,9 @@
     python bench/results.py --no-pictures                    the pages alone
 
 Every file below bench/results is recognised by its records: those of bench/run.py, host.py, e2e.py, floor.py,
-convergence.py, optimizer.py, parallel.py, parallel_e2e.py, medusa.py, trl_trainers.py or examples/train.py. A
-page holds a group of ops, with one table for each op and file, since runs are not compared with each other.
+convergence.py, adapters.py, optimizer.py, parallel.py, parallel_e2e.py, medusa.py, trl_trainers.py or
+examples/train.py. A page holds a group of ops, with one table for each op and file, since runs are not
+compared with each other.
 Files in a folder named `older` share a page without pictures. Pages and pictures that belong to no file are
 deleted.
 """
@@ -27,7 +28,14 @@ import plot
 import readme
 from commands import command_lines, values
 from files import GROUPS, ROOT, Run, runs
-from steps import medusa_section, optimizer_section, parallel_e2e_section, parallel_section, trl_section
+from steps import (
+    adapters_section,
+    medusa_section,
+    optimizer_section,
+    parallel_e2e_section,
+    parallel_section,
+    trl_section,
+)
 from tables import Comparison, Section, by_tokens, markdown, mib, ms, speed_text
 
 DATA, PAGES, IMAGES = ROOT / "bench/results", ROOT / "docs/results", ROOT / "docs/img"
@@ -43,6 +51,7 @@ TITLES = {  # in the order of the index
     "embedding": "Embedding",
     "streams": "Attention residuals and hyper-connections",
     "experts": "Experts",
+    "adapters": "LoRA",
     "optimizer": "Optimizer",
     "parallel": "Several GPUs",
     "host": "Host time",
@@ -226,6 +235,7 @@ SECTIONS = {
     "train": train_section,
     "convergence": convergence_section,
     "host": host_section,
+    "adapters": adapters_section,
     "optimizer": optimizer_section,
     "medusa": medusa_section,
     "parallel_e2e": parallel_e2e_section,

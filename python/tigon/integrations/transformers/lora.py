@@ -239,11 +239,11 @@ def _state(module, x) -> State | None:
             if autocast is None:
                 return None  # an error in stock, which shall come
             weight = weight.to(dtype)
-    elif (library := _library(base, weight)) is not None and not torch.compiler.is_compiling():
+    elif not torch.compiler.is_compiling() and (make := _dequantiser(base, weight)) is not None:
         sources = [weight, bias]
-        if library == "bitsandbytes" and autocast is None:
-            dtype = getattr(base, "compute_dtype", None) or dtype
-        weight = _dequantised(base, dtype)
+        if autocast is None:
+            dtype = getattr(base, "compute_dtype", None) or dtype  # of a 4-bit base
+        weight = _dequantised(make, dtype)
     else:
         return None
     if dtype not in _DTYPES or type(x) not in _PLAIN:
@@ -318,7 +318,10 @@ def _dora(x, state: State) -> torch.Tensor:
             return torch.mul(weight, of_rows, out=torch.empty_like(weight))
         return dense().mul_(of_rows)
 
-    if _is_eager() and x.numel() >= x.shape[-1] ** 2:  # fewer weights than results: these are scaled
+    trained = isinstance(weight, torch.Tensor) and weight.requires_grad
+    if (
+        _is_eager() and not trained and x.numel() >= x.shape[-1] ** 2
+    ):  # few weights: scale these
         adapter = adapter._replace(b=(adapter.b * of_rows).to(adapter.b.dtype))
         (y,) = _adapted(x, dtype, [Base(scaled)], [adapter])
         y = _Magnitude.apply(y, magnitude)
@@ -359,20 +362,25 @@ def _is_bitsandbytes(base: nn.Module) -> bool:
     return isinstance(base, nn.Linear) and type(base).__module__.startswith("bitsandbytes.")
 
 
-def _library(base: nn.Module, weight) -> str | None:
-    """The library that dequantises the weight of a Linear, where it is quantised by now."""
+def _dequantiser(base: nn.Module, weight) -> Callable[[], torch.Tensor] | None:
+    """What makes the weight of a Linear from its quantised one; None where it is not quantised by now."""
     if _is_bitsandbytes(base):
-        scales = {"Params4bit": "quant_state", "Int8Params": "SCB"}.get(type(weight).__name__)
-        return "bitsandbytes" if scales and getattr(weight, scales) is not None else None
-    return "torchao" if is_linear(base) and type(weight).__module__.startswith("torchao.") else None
+        from peft.utils.integrations import dequantize_bnb_weight
+
+        state = getattr(base, "state", None)
+        four = type(weight).__name__ == "Params4bit" and weight.quant_state is not None
+        eight = weight.dtype == torch.int8 and not (state is None or weight.SCB is state.SCB is None)
+        return functools.partial(dequantize_bnb_weight, weight, state) if four or eight else None
+    if is_linear(base) and type(weight).__module__.startswith("torchao."):
+        return weight.dequantize
+    return None
 
 
-def _dequantised(base: nn.Module, dtype: torch.dtype):
+def _dequantised(make: Callable[[], torch.Tensor], dtype: torch.dtype):
     """What makes the weight in `dtype`, for one direction at a time."""
-    from peft.utils.integrations import dequantize_module_weight
 
     def dequantise():
         with torch.no_grad():
-            return dequantize_module_weight(base).detach().to(dtype)
+            return make().detach().to(dtype)
 
     return dequantise
