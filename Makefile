@@ -3,14 +3,14 @@
 #   ARGS="--steps 50"        options of train, test, bench   TIGON_CUDA_ARCHS=...  GPU architectures, e.g. 80-real
 #   JOBS=4                   parallel compilers               TIGON_WERROR=ON       warnings are errors: for development
 #   WORKERS=1                parallel tests
-PYTHON_FILES = python tests bench examples tools compat cmake
+PYTHON_FILES = python tests bench examples tools compat cmake packaging
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard \
                 '*.h' '*.cpp' '*.cu' '*.cuh' '*.inc' | while read -r f; do [ -f "$$f" ] && echo "$$f"; done)
 
 # One process a core, four at most: each takes a GB. Tests of several threads ask for them themselves.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 
-.PHONY: help train train-cpp test emulate programs build format lint bench results figures docs docs-serve clean
+.PHONY: help train train-cpp test emulate programs build wheel kernels-repo format lint bench results figures docs docs-serve notebooks clean
 
 help:
 	@echo 'make train   train a small Llama on real text, stock and with Tigon, side by side   (ARGS="--steps 50")'
@@ -19,10 +19,13 @@ help:
 	@echo 'make emulate the cases of the ops, the CUDA kernels compiled as C++                (ARGS="-k rms_norm")'
 	@echo 'make programs  other people'\''s programs, stock and with Tigon, each in an environment     (ARGS="--only axolotl")'
 	@echo 'make build   .venv and the native library: .venv/bin/python -c "import tigon"'
+	@echo 'make wheel   wheels for others in dist: several GPU architectures, manylinux     (TIGON_CUDA=OFF: in dist/cpu)'
+	@echo 'make kernels-repo  a repository for the package kernels of Hugging Face, from the wheels in dist'
 	@echo 'make bench   time the ops against their peers                                       (ARGS="--ops rms_norm")'
 	@echo 'make results write docs/results and the table of README from the files of bench/results'
 	@echo 'make figures write docs/paper.md, the figures of the paper on Liger, from bench/results'
 	@echo 'make docs    the site, in build/site                         make docs-serve  the same, shown and rebuilt on changes'
+	@echo 'make notebooks  examples/notebooks as .ipynb files, in build/notebooks'
 	@echo 'make lint    ruff, clang-format, layout, documentation       make format   rewrite files in the agreed format'
 	@echo 'make clean   remove build products; .venv stays'
 
@@ -39,6 +42,12 @@ train-cpp:
 
 build:
 	@tools/bootstrap.sh train
+
+wheel:
+	@tools/bootstrap.sh wheel
+
+kernels-repo:
+	.venv/bin/python tools/kernels_repo.py $(ARGS)
 
 test:
 	@tools/bootstrap.sh dev
@@ -90,6 +99,11 @@ docs: build/docs-venv/.stamp
 
 docs-serve: build/docs-venv/.stamp
 	NO_MKDOCS_2_WARNING=1 build/docs-venv/bin/mkdocs serve
+
+notebooks: build/docs-venv/.stamp
+	mkdir -p build/notebooks
+	for f in examples/notebooks/*.py; do \
+	  build/docs-venv/bin/jupytext --quiet --to ipynb --output build/notebooks/$$(basename $$f .py).ipynb $$f; done
 
 build/docs-venv/.stamp: requirements-docs.txt
 	@tools/bootstrap.sh docs

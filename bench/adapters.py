@@ -3,8 +3,11 @@
     python bench/adapters.py                           both, on a GPU
     python bench/adapters.py --parts linear            one linear map, forward and backward
     python bench/adapters.py --parts model --compile   with PEFT under torch.compile besides
+    python bench/adapters.py --parts linear --dora     DoRA's beside LoRA's
+    python bench/adapters.py --device cpu --parts linear --dtype float32 --threads 2
 
-One linear: gradients of x, A and B, of bf16 adapters; `base` is the product pair of the frozen map.
+One linear: gradients of x, A and B, adapters in the base's dtype; `base` is the product pair of the frozen
+map.
 Model: Llama of 8B's width with random weights, loss and backward, no optimizer; `frozen` has no adapters and
 a gradient of its embeddings, with `tigon.apply`; `tigon_no_lora` is `tigon.apply(lora=False)`. Each record is
 a line of JSON in --out. Memory is the peak of torch's allocator, weights included.
@@ -36,28 +39,36 @@ STEPS = (  # rows, tokens of each, checkpointing
     (4, 2048, True),
     (1, 1024, False),
 )
+CPU_LINEARS = ((512, 4096, 4096, 16), (512, 4096, 14336, 16), (2048, 1024, 2048, 16), (2048, 1024, 2048, 64))
 MODELS = ("frozen", "tigon", "tigon_no_lora", "peft")
+# What makes two records those of one case.
+CASE = ("part", "rows", "tokens", "columns", "outputs", "rank", "dtype", "checkpointing", "dora", "threads")
+FLOORS = ("base", "frozen")
 
 
-def linear_calls(m, k, n, r, device, compiled) -> dict:
+def linear_calls(m, k, n, r, args) -> dict:
     """Forward and backward by provider."""
     import peft
 
     import tigon
+    from tigon.integrations.transformers.lora import LoraSpec, lora_forward
 
-    like = {"device": device, "dtype": torch.bfloat16}
+    like = {"device": args.device, "dtype": getattr(torch, args.dtype)}
     x = torch.randn(m, k, **like).requires_grad_()
     dy = torch.randn(m, n, **like)
     base = torch.nn.Linear(k, n, bias=False, **like).requires_grad_(False)
-    config = peft.LoraConfig(r=r, lora_alpha=2 * r, init_lora_weights=False, target_modules=["0"])
+    config = peft.LoraConfig(
+        r=r, lora_alpha=2 * r, init_lora_weights=False, target_modules=["0"], use_dora=args.dora
+    )
     model = peft.get_peft_model(torch.nn.Sequential(base), config, autocast_adapter_dtype=False)
-    layer = model.base_model.model[0].to(torch.bfloat16)
+    layer = model.base_model.model[0].to(**like)
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
 
     def pair(function):
         def call(_):
             function(x).backward(dy)
-            x.grad = a.grad = b.grad = None
+            for tensor in (x, *layer.parameters()):
+                tensor.grad = None
 
         return call
 
@@ -66,30 +77,40 @@ def linear_calls(m, k, n, r, device, compiled) -> dict:
         "tigon": pair(lambda x: tigon.lora_linear(x, base.weight, a, b, 2.0)),
         "peft": pair(layer),
     }
-    if compiled:
+    if args.dora:
+        spec = LoraSpec()
+        calls |= {"tigon_lora": calls["tigon"], "tigon": pair(lambda x: lora_forward(layer, spec, x))}
+    if args.compile:
         calls["peft_compile"] = pair(torch.compile(layer))
     return calls
 
 
-def wall_ms(call, repeats=20) -> float:
+def wall_ms(call, device, repeats=20) -> float:
     """Median time of a call with the host's part."""
     times = []
     for i in range(repeats + 3):
-        torch.cuda.synchronize()
+        timing.synchronize(device)
         start = time.perf_counter()
         call(i)
-        torch.cuda.synchronize()
+        timing.synchronize(device)
         times.append(1e3 * (time.perf_counter() - start))
     return statistics.median(times[3:])
 
 
 def bench_linears(args, record) -> None:
-    """Device time, and wall time of one call that waits."""
-    for m, k, n, r in LINEARS:
-        for name, call in linear_calls(m, k, n, r, args.device, args.compile).items():
-            record(part="linear", rows=m, columns=k, outputs=n, rank=r, provider=name,
-                   ms=timing.cuda_ms(call), wall_ms=wall_ms(call))  # fmt: skip
-        torch.cuda.empty_cache()
+    """Device time, and wall time of one call that waits; on a CPU of calls in turn."""
+    device = torch.device(args.device)
+    on_cpu = device.type == "cpu"
+    for m, k, n, r in CPU_LINEARS if on_cpu else LINEARS:
+        case = {"part": "linear", "rows": m, "columns": k, "outputs": n, "rank": r, "dora": args.dora}
+        case |= {"dtype": args.dtype, "threads": torch.get_num_threads() if on_cpu else None}
+        calls = linear_calls(m, k, n, r, args)
+        wall = timing.cpu_ms(calls) if on_cpu else {name: wall_ms(c, device) for name, c in calls.items()}
+        for name, call in calls.items():
+            least = wall[name] if on_cpu else timing.cuda_ms(call)
+            record(**case, provider=name, ms=least, wall_ms=wall[name])
+        if not on_cpu:
+            torch.cuda.empty_cache()
 
 
 def make_model(args, provider, cast):
@@ -132,18 +153,20 @@ def bench_models(args, record) -> None:
             if provider == "peft_compile" and checkpointing:
                 continue
             set_checkpointing(model, checkpointing)
+            leaves = [p for p in model.parameters() if p.requires_grad]
             ids = torch.randint(128256, (rows, tokens), device=args.device)
             run = torch.compile(model) if provider == "peft_compile" else model
 
-            def step(_, run=run, model=model, ids=ids):
+            def step(_, run=run, leaves=leaves, ids=ids):
                 with torch.autocast("cuda", dtype=torch.bfloat16):
                     loss = run(input_ids=ids, labels=ids).loss
                 loss.backward()
-                model.zero_grad(set_to_none=True)
+                for leaf in leaves:  # as an optimizer does, whatever modules there are
+                    leaf.grad = None
 
             step(0)
             torch.cuda.reset_peak_memory_stats()
-            ms = wall_ms(step, args.steps)
+            ms = wall_ms(step, torch.device(args.device), args.steps)
             record(part="model", rows=rows, tokens=tokens, checkpointing=checkpointing, provider=provider,
                    adapters="fp32 under autocast", layers=args.layers, ms=ms, dora=args.dora,
                    gb=torch.cuda.max_memory_allocated() / 1e9)  # fmt: skip
@@ -185,15 +208,21 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--dora", action="store_true")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", default="cuda", help="cpu: of one linear")
+    parser.add_argument("--dtype", default="bfloat16", help="of one linear")
+    parser.add_argument("--threads", type=int, help="of a CPU")
     parser.add_argument("--profile", type=Path, help="where to write the kernels of a step")
     parser.add_argument("--out", type=Path, default=Path("out/lora.jsonl"))
     args = parser.parse_args(words)
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    on_cpu = args.device == "cpu"
+    where = f"CPU, {torch.get_num_threads()} threads" if on_cpu else torch.cuda.get_device_name()
     records = []
 
     def record(**values):
-        values = {"bench": "lora", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__} | values
+        values = {"bench": "lora", "gpu": where, "torch": torch.__version__} | values
         records.append(values)
         with args.out.open("a") as file:
             print(json.dumps(values), file=file)
@@ -206,19 +235,37 @@ def main(words: list[str] | None = None) -> None:
     print(table(records))
 
 
+def cases(records) -> dict[tuple, dict[str, dict]]:
+    """Records by case and provider."""
+    found: dict[tuple, dict[str, dict]] = {}
+    for r in records:
+        found.setdefault(tuple(map(r.get, CASE)), {})[r["provider"]] = r
+    return found
+
+
+def name_of(r: dict) -> str:
+    """A case in words."""
+    if r["part"] == "model":
+        words = [f"model, {r['rows']} x {r['tokens']}", "checkpointing" if r["checkpointing"] else ""]
+    else:
+        words = [f"{r['rows']} x {r['columns']} -> {r['outputs']}, rank {r['rank']}", r.get("dtype", "")]
+    return ", ".join(filter(None, [*words, "DoRA" if r.get("dora") else ""]))
+
+
+def floor_of(row: dict[str, dict]) -> dict | None:
+    """The record of the frozen base, or of the frozen model."""
+    return next((row[name] for name in FLOORS if name in row), None)
+
+
 def table(records) -> str:
     """A line for each record, its time beside the frozen base's."""
-    lines, floor = [], {}
-    for r in records:
-        names = ("part", "rows", "columns", "outputs", "rank", "tokens", "checkpointing")
-        case = tuple(map(r.get, names))
-        if r["provider"] in ("base", "frozen"):
-            floor[case] = r
-        there = floor.get(case)
-        ratio = f"{r['ms'] / there['ms']:.3f}" if there else "-"
-        rest = f"{r['gb']:.1f} GB" if "gb" in r else f"wall {r['wall_ms']:.3f}"
-        what = " ".join(str(v) for v in case if v is not None)
-        lines.append(f"{what:<40} {r['provider']:<14} {r['ms']:9.3f} ms  {ratio:>6}  {rest}")
+    lines = []
+    for row in cases(records).values():
+        floor = floor_of(row)
+        for r in row.values():
+            ratio = f"{r['ms'] / floor['ms']:.3f}" if floor else "-"
+            rest = f"{r['gb']:.1f} GB" if "gb" in r else f"wall {r['wall_ms']:.3f}"
+            lines.append(f"{name_of(r):<48} {r['provider']:<14} {r['ms']:9.3f} ms  {ratio:>6}  {rest}")
     return "\n".join(lines)
 
 

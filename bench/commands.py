@@ -60,6 +60,16 @@ def _host_command(run: Run) -> list[str]:
     return ["python", "bench/host.py", "--device", _device(run), "--dtype", run.records[0]["dtype"]]
 
 
+def _adapters_command(run: Run) -> list[list[str]]:
+    commands = {}
+    for r in run.records:
+        words = ["python", "bench/adapters.py", *(["--dora"] if r.get("dora") else [])]
+        words += ["--device", "cpu", "--threads", str(r["threads"])] if run.cpu else []
+        words += ["--dtype", r["dtype"]] if r.get("dtype", "bfloat16") != "bfloat16" else []
+        commands.setdefault(tuple(words), []).append(r)
+    return [[*words, "--parts", values(records, "part")] for words, records in commands.items()]
+
+
 def _optimizer_command(run: Run) -> list[str]:
     kinds = values((r for r in run.records if r["kind"] != "agreement"), "kind")
     return ["python", "bench/optimizer.py", "--device", _device(run), "--kinds", kinds]
@@ -120,6 +130,7 @@ COMMANDS: dict[str, Callable[[Run], list]] = {
     "e2e": _e2e_command,
     "floor": _e2e_command,
     "train": _train_command,
+    "adapters": _adapters_command,
     "optimizer": _optimizer_command,
     "parallel": _parallel_command,
     "parallel_e2e": _parallel_e2e_command,

@@ -200,8 +200,8 @@ def verdict(stock: list[list[float]], tigon: list[list[float]], ends: dict | Non
     """Bands, distances, and whether the patched runs are inside; `ends`: of each provider's runs."""
     found = bands(stock, tigon)
     for name in ("logits", "weights") if ends else ():
-        of_each = ([run[name] for run in ends[provider]] for provider in ("stock", "tigon"))
-        found |= bands(*of_each, apart, f"{name}_")
+        end_losses = ([run[name] for run in ends[provider]] for provider in ("stock", "tigon"))
+        found |= bands(*end_losses, apart, f"{name}_")
     learned = all(run[-1] < 0.9 * run[0] for run in tigon)
     within = all(found[key] <= found[key.replace("distance", "band")] for key in found if "distance" in key)
     return found | {"inside": within and learned}

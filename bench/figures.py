@@ -106,17 +106,17 @@ def draw_model(
 def pictures() -> dict[str, Callable[[Path], None]]:
     """Names of the pictures, and what draws each."""
     drawn = {f"paper_{name}.png": partial(draw_model, name, rows) for name, rows in models().items()}
-    of_heads = {name: rows for name, rows in heads().items() if len(rows) > 1}  # one length is no figure
-    of_kernels = {
+    head_rows = {name: rows for name, rows in heads().items() if len(rows) > 1}  # one length is no figure
+    kernel_rows = {
         "paper_kernels_time.png": partial(draw_kernels, "ms", "ms"),
         "paper_kernels_memory.png": partial(draw_kernels, "peak_mb", "peak MB"),
     }
     return (
         drawn
-        | of_kernels
+        | kernel_rows
         | {
             f"paper_{name}.png": partial(draw_model, name, rows, xlabel="tokens a row")
-            for name, rows in of_heads.items()
+            for name, rows in head_rows.items()
         }
     )
 

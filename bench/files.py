@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import adapters
 import convergence
 import e2e
 import medusa
@@ -62,6 +63,7 @@ class Run:
         marks |= {
             "trainer": "trl_trainers",
             "stage": "medusa",
+            "part": "adapters",
             "case": "op",
             "op": "host",
             "parts_ms": "floor",
@@ -104,7 +106,7 @@ class Run:
         """The page it is shown on, for an op the page of the op."""
         if self.older:
             return "older"
-        if self.kind in ("host", "convergence", "optimizer", "parallel", "parallel_e2e"):
+        if self.kind in ("adapters", "host", "convergence", "optimizer", "parallel", "parallel_e2e"):
             return self.kind.removesuffix("_e2e")
         if self.cpu:
             return "cpu"
@@ -126,7 +128,11 @@ class Run:
         return "; ".join(sorted(found))
 
 
-KEYS = {"optimizer": ("parameters", "kind"), "parallel": ("op", "case", "provider", "gpus")}
+KEYS = {
+    "adapters": (*adapters.CASE, "provider"),
+    "optimizer": ("parameters", "kind"),
+    "parallel": ("op", "case", "provider", "gpus"),
+}
 
 
 def op_key(record: dict) -> tuple:

@@ -94,14 +94,14 @@ def rest_bytes(config, tokens: int, itemsize: int) -> int:
     """The least bytes that everything but products, attention and optimizer moves, forward and backward."""
     hidden, layers, shape = config.hidden_size, config.num_hidden_layers, sizes(config)
     rotated = (shape["q"] + shape["kv"]) * shape["head"]
-    of_layer = (
+    layer_elements = (
         2 * (4 + 4) * hidden  # residual and norm: two in, two out; backward the same
         + 2 * 2 * rotated  # in and out, forward and backward
         + (3 + 5) * config.intermediate_size  # gate, up, result; their gradients besides
     )
     head = (4 + 4) * hidden + 2 * config.vocab_size  # the last norm; logits in, their gradient out
     embedding = (2 + 1) * hidden * tokens + config.vocab_size * hidden  # rows; the table's gradient
-    return itemsize * (tokens * (layers * of_layer + head) + embedding)
+    return itemsize * (tokens * (layers * layer_elements + head) + embedding)
 
 
 def floor(case: dict) -> dict:

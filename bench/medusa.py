@@ -99,8 +99,8 @@ def loss_of_provider(provider: str):
         cap = {"max_workspace_mb": SMALL_MB} if provider == "tigon_small" else {}
 
         def loss_of(model, heads, hidden, labels, joint):
-            of_model = {"head": model.lm_head, "scale": SCALE} if joint else {}
-            return heads(hidden, labels, decay=DECAY, **of_model, **cap).loss
+            model_operands = {"head": model.lm_head, "scale": SCALE} if joint else {}
+            return heads(hidden, labels, decay=DECAY, **model_operands, **cap).loss
 
         return loss_of
     if provider.startswith("liger"):

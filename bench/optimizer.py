@@ -179,14 +179,14 @@ def measure(name: str, shapes, device: torch.device) -> dict:
         record |= clip_alone(params, device)
     del optimizer, params
     release(device)
-    for how in ("fused", "foreach") if peers else ():
+    for variant in ("fused", "foreach") if peers else ():
         params = parameters(shapes, dtype, device)
-        step = torch_step(params, "max_grad_norm" in options, **{how: True})
+        step = torch_step(params, "max_grad_norm" in options, **{variant: True})
         try:
-            record[f"{how}_ms"] = milliseconds(step, device)
-            record[f"{how}_host_us"] = host_us(step, device)
+            record[f"{variant}_ms"] = milliseconds(step, device)
+            record[f"{variant}_host_us"] = host_us(step, device)
         except torch.OutOfMemoryError as error:
-            record[f"{how}_error"] = str(error).splitlines()[0]
+            record[f"{variant}_error"] = str(error).splitlines()[0]
         del params, step
         release(device)
     return record
@@ -243,9 +243,10 @@ def main(arguments: list[str] | None = None) -> int:
 def show(r: dict) -> None:
     """One line."""
     peers = "".join(
-        f"  {how} {r[f'{how}_ms']:8.2f} ms, host {r[f'{how}_host_us']:6.0f} us"
-        for how in ("fused", "foreach") if f"{how}_ms" in r
-    )  # fmt: skip
+        f"  {variant} {r[f'{variant}_ms']:8.2f} ms, host {r[f'{variant}_host_us']:6.0f} us"
+        for variant in ("fused", "foreach")
+        if f"{variant}_ms" in r
+    )
     clips = "".join(
         f"  {who} clip {r[f'{who}_clip_ms']:.2f} ms ({r[f'{who}_no_clip_ms']:.2f} at factor 1), "
         f"host {r[f'{who}_clip_host_us']:.0f} us" for who in ("tigon", "torch") if f"{who}_clip_ms" in r
@@ -253,8 +254,9 @@ def show(r: dict) -> None:
     print(
         f"{r['parameters']:22} {r['kind']:18} {r['bytes'] / 1e9:7.2f} GB  copy {r['copy_ms']:8.2f} ms  "
         f"tigon {r['tigon_ms']:8.2f} ms ({r['of_copy']:4.0%}), host {r['tigon_host_us']:6.0f} us, native "
-        f"{r['tigon_native_us']:5.0f} us{peers}{clips}", flush=True,
-    )  # fmt: skip
+        f"{r['tigon_native_us']:5.0f} us{peers}{clips}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

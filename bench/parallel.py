@@ -95,8 +95,8 @@ def exposed_ms(call) -> float:
         for _ in range(3):
             call()
         torch.cuda.synchronize()
-    of_device = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    spans = [(e.name, e.time_range.start, e.time_range.end) for e in of_device if "nccl:" not in e.name]
+    device_events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    spans = [(e.name, e.time_range.start, e.time_range.end) for e in device_events if "nccl:" not in e.name]
     slept = max((end for name, _, end in spans if "spin_kernel" in name), default=0.0)  # in all processes
     found: dict[bool, list] = {True: [], False: []}
     for name, begin, end in spans:
@@ -181,7 +181,7 @@ def given_logits(rows: int, columns: int, write) -> None:
         with loss_parallel():
             backward(F.cross_entropy(whole, target))
 
-    def of_megatron(module: str, function: str, group):
+    def megatron_call(module: str, function: str, group):
         import importlib
 
         call = getattr(importlib.import_module(f"megatron.core.{module}"), function)
@@ -196,10 +196,10 @@ def given_logits(rows: int, columns: int, write) -> None:
             "torch": torch_parallel,
         }
         if group is not None:
-            providers["megatron"] = of_megatron(
+            providers["megatron"] = megatron_call(
                 "tensor_parallel.cross_entropy", "vocab_parallel_cross_entropy", group
             )
-            providers["megatron_fused"] = of_megatron(
+            providers["megatron_fused"] = megatron_call(
                 "fusions.fused_cross_entropy", "fused_vocab_parallel_cross_entropy", group
             )
         for provider, call in providers.items():

@@ -76,7 +76,7 @@ def cases(args: argparse.Namespace, gpus: int) -> list[dict]:
     ]
 
 
-def of_fsdp2(case: dict, device: str):
+def make_fsdp2(case: dict, device: str):
     """A step of a Hugging Face model, what was patched, and the tokens of a step."""
     import fsdp2
     import torch
@@ -104,7 +104,7 @@ def of_fsdp2(case: dict, device: str):
     return step, report, ranks * case["batch"] * case["seq"]
 
 
-def of_megatron(case: dict, device: str):
+def make_megatron(case: dict, device: str):
     """A step of Megatron-Core's GPT, what was patched, and the tokens of a step."""
     import megatron_gpt
     import torch
@@ -138,7 +138,7 @@ def run_case(case: dict, device: str) -> dict:
     import many_processes
     import torch
 
-    step, report, tokens = (of_fsdp2 if case["layout"] == "fsdp2" else of_megatron)(case, device)
+    step, report, tokens = (make_fsdp2 if case["layout"] == "fsdp2" else make_megatron)(case, device)
     found = many_processes.train(step, e2e.WARMUP + case["steps"], device, case["provider"])
     slowest = torch.tensor([found["ms"], found["peak_mib"] or 0.0], device=device)
     torch.distributed.all_reduce(slowest, torch.distributed.ReduceOp.MAX)

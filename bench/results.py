@@ -5,8 +5,9 @@
     python bench/results.py --no-pictures                    the pages alone
 
 Every file below bench/results is recognised by its records: those of bench/run.py, host.py, e2e.py, floor.py,
-convergence.py, optimizer.py, parallel.py, parallel_e2e.py, medusa.py, trl_trainers.py or examples/train.py. A
-page holds a group of ops, with one table for each op and file, since runs are not compared with each other.
+convergence.py, adapters.py, optimizer.py, parallel.py, parallel_e2e.py, medusa.py, trl_trainers.py or
+examples/train.py. A page holds a group of ops, with one table for each op and file, since runs are not
+compared with each other.
 Files in a folder named `older` share a page without pictures. Pages and pictures that belong to no file are
 deleted.
 """
@@ -27,7 +28,14 @@ import plot
 import readme
 from commands import command_lines, values
 from files import GROUPS, ROOT, Run, runs
-from steps import medusa_section, optimizer_section, parallel_e2e_section, parallel_section, trl_section
+from steps import (
+    adapters_section,
+    medusa_section,
+    optimizer_section,
+    parallel_e2e_section,
+    parallel_section,
+    trl_section,
+)
 from tables import Comparison, Section, by_tokens, markdown, mib, ms, speed_text
 
 DATA, PAGES, IMAGES = ROOT / "bench/results", ROOT / "docs/results", ROOT / "docs/img"
@@ -43,6 +51,7 @@ TITLES = {  # in the order of the index
     "embedding": "Embedding",
     "streams": "Attention residuals and hyper-connections",
     "experts": "Experts",
+    "adapters": "LoRA",
     "optimizer": "Optimizer",
     "parallel": "Several GPUs",
     "host": "Host time",
@@ -226,6 +235,7 @@ SECTIONS = {
     "train": train_section,
     "convergence": convergence_section,
     "host": host_section,
+    "adapters": adapters_section,
     "optimizer": optimizer_section,
     "medusa": medusa_section,
     "parallel_e2e": parallel_e2e_section,
@@ -296,8 +306,8 @@ def render(page: str, parts: list[Section], shown: dict[Path, list[str]]) -> str
     elif any(part.comparisons or part.alone for part in parts):
         blocks.append(behind_list(parts))
     blocks.append(f"## Runs\n\n{run_list(parts)}")
-    if of_ops := [part for part in parts if part.run.kind == "op"]:
-        blocks.append(LIMIT if all(part.run.cpu for part in of_ops) else f"{LIMIT}\n{MEMORY}")
+    if op_parts := [part for part in parts if part.run.kind == "op"]:
+        blocks.append(LIMIT if all(part.run.cpu for part in op_parts) else f"{LIMIT}\n{MEMORY}")
     for part in parts:
         blocks += [f"## {part.heading}", f"`{part.run.name}`", part.text]
         blocks += [f"![{name}](../img/{name})" for name in _of_section(part, shown)]
@@ -316,8 +326,8 @@ def index(parts: dict[str, list[Section]]) -> str:
     """The pages, and one line for each op and file."""
     lines = [f"- [{title(page)}]({page}.md)" for page in parts]
     rows = []
-    for page, of_page in parts.items():
-        for part in of_page if page != "older" else ():
+    for page, page_parts in parts.items():
+        for part in page_parts if page != "older" else ():
             if part.comparisons or part.of_limit:
                 limits = part.of_limit
                 mean = f"{100 * statistics.geometric_mean(limits):.0f} %" if limits else "-"
@@ -333,7 +343,9 @@ def index(parts: dict[str, list[Section]]) -> str:
             "more than 3 % behind", "without a peer")  # fmt: skip
     blocks = (
         "# Results",
-        f"{NOTE}\n[Method](../benchmarks.md), [known gaps](../known-gaps.md).",
+        f"{NOTE}\n[Method](../benchmarks.md).",
+        "Where a peer is faster: [known gaps](../known-gaps.md) has the reasons, and every page begins with\n"
+        "those cases.",
         "\n".join(lines),
         "A case is counted once for each pass and dtype; speeds are geometric means.",
         markdown(head, rows),
@@ -352,7 +364,7 @@ def pages(everything: list[Run]) -> dict[str, str]:
     """Every page by the name of its file."""
     parts = sections(everything)
     shown = {path: list(drawn) for path, drawn in images(everything).items()}
-    texts = {f"{page}.md": render(page, of_page, shown) for page, of_page in parts.items()}
+    texts = {f"{page}.md": render(page, page_parts, shown) for page, page_parts in parts.items()}
     return {"index.md": index(parts), **texts}
 
 
@@ -365,7 +377,9 @@ def write(everything: list[Run], pictures: bool) -> None:
     for name, text in texts.items():
         (PAGES / name).write_text(text)
     if pictures:
-        drawn = {name: draw for of_file in images(everything).values() for name, draw in of_file.items()}
+        drawn = {
+            name: draw for file_images in images(everything).values() for name, draw in file_images.items()
+        }
         IMAGES.mkdir(parents=True, exist_ok=True)
         drawn |= readme.PICTURES
         for stale in {

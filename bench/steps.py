@@ -1,7 +1,8 @@
-"""Sections of docs/results: bench/optimizer.py, parallel.py, parallel_e2e.py, medusa.py, trl_trainers.py."""
+"""Sections of docs/results: bench/adapters.py, optimizer.py, parallel*.py, medusa.py, trl_trainers.py."""
 
 from __future__ import annotations
 
+import adapters
 import medusa
 import parallel_e2e
 import trl_trainers
@@ -109,6 +110,32 @@ def medusa_section(run, _: list) -> Section:
             ),
             row,
         )
+    return section
+
+
+def adapters_section(run, _: list) -> Section:
+    """LoRA beside the frozen base and PEFT; the largest ratio to the frozen base first."""
+    rows = {adapters.name_of(next(iter(row.values()))): row for row in adapters.cases(run.records).values()}
+    section, lines = Section(run, f"LoRA: {run.path.stem}", ""), {}
+    for name, row in rows.items():
+        floor, ours = adapters.floor_of(row), row.get("tigon")
+        peers = [r for provider, r in row.items() if provider.startswith("peft")]
+        if floor is None or ours is None:
+            continue
+        cells = [name, ms(floor["ms"]), f"{ms(ours['ms'])} ({ours['ms'] / floor['ms']:.2f})", "-", "-"]
+        if peers:
+            peer = min(peers, key=lambda r: r["ms"])
+            speed = peer["ms"] / ours["ms"]
+            cells[3:] = f"{ms(peer['ms'])} ({peer['ms'] / floor['ms']:.2f})", speed_text(speed)
+            figures = f"{ms(ours['ms'])} ms", peer["provider"], f"{ms(peer['ms'])} ms"
+            section.comparisons.append(Comparison(f"LoRA, {name}", *figures, speed))
+        cells += [f"{r['gb']:.1f}" if r and "gb" in r else "-" for r in (floor, ours, row.get("peft"))]
+        lines[name] = ours["ms"] / floor["ms"], cells
+    head = ("case", "frozen", "tigon", "fastest of PEFT", "speed", "GB frozen", "GB tigon", "GB PEFT")
+    section.text = (
+        "Milliseconds of forward and backward, in brackets over those of the frozen base: its two products,\n"
+        "or the model with `tigon.apply` and gradients of activations. The largest come first.\n\n"
+    ) + markdown(head, [cells for _, cells in sorted(lines.values(), reverse=True)])
     return section
 
 

@@ -15,8 +15,9 @@ spec = importlib.util.spec_from_file_location("bench_e2e", SCRIPT)
 e2e = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(e2e)
 
-TINY = ("hidden_size=32,intermediate_size=48,num_attention_heads=4,num_key_value_heads=2,vocab_size=97,"
-        "head_dim=8")  # fmt: skip
+TINY = (
+    "hidden_size=32,intermediate_size=48,num_attention_heads=4,num_key_value_heads=2,vocab_size=97,head_dim=8"
+)
 EXPERTS = {"qwen3-30b-a3b": ",num_experts=8,num_experts_per_tok=2,moe_intermediate_size=24",
            "gpt-oss-20b": ",num_local_experts=8,num_experts_per_tok=2"}  # fmt: skip
 

@@ -14,8 +14,9 @@ spec = importlib.util.spec_from_file_location("bench_medusa", SCRIPT)  # beside 
 bench = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(bench)
 
-TINY = ("hidden_size=32,intermediate_size=48,num_attention_heads=4,num_key_value_heads=2,vocab_size=97,"
-        "head_dim=8")  # fmt: skip
+TINY = (
+    "hidden_size=32,intermediate_size=48,num_attention_heads=4,num_key_value_heads=2,vocab_size=97,head_dim=8"
+)
 
 
 @pytest.fixture

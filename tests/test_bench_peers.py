@@ -49,6 +49,7 @@ def test_same_as_tigon(peer, module, case):
     if peer == "liger" and case.name.endswith("logits") and not torch.cuda.is_available():
         pytest.skip("Liger's KL of given probabilities is a Triton kernel: needs a GPU")
     theirs, ours = (Runner(f, inputs, CPU).everything() for f in (fn, module.tigon_fn))
-    assert len(theirs) == len(inputs.grads) + (2 if inputs.kwargs.get("entropy") and peer == "trl"
-                                               and module.NAME == "linear_log_prob" else 1)  # fmt: skip
+    assert len(theirs) == len(inputs.grads) + (
+        2 if inputs.kwargs.get("entropy") and peer == "trl" and module.NAME == "linear_log_prob" else 1
+    )
     assert difference(theirs, ours) < 1e-5

@@ -11,8 +11,9 @@ pytest.importorskip("trl")
 pytest.importorskip("peft")
 import trl_trainers as bench
 
-TINY = ("hidden_size=32,intermediate_size=48,num_attention_heads=4,num_key_value_heads=2,vocab_size=97,"
-        "head_dim=8")  # fmt: skip
+TINY = (
+    "hidden_size=32,intermediate_size=48,num_attention_heads=4,num_key_value_heads=2,vocab_size=97,head_dim=8"
+)
 
 
 @pytest.fixture

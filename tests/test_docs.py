@@ -83,17 +83,19 @@ def test_names(page):
 
 
 def test_reference_is_complete():
-    """The reference has each public name of tigon, nn, optim and parallel, once."""
+    """The reference has each public name of tigon, nn, optim and parallel, once, and an example that runs."""
     public = {f"tigon.{name}" for name in tigon.__all__ if name not in ("nn", "optim")}
     for module in ("nn", "optim", "parallel"):
         public |= {f"tigon.{module}.{name}" for name in importlib.import_module(f"tigon.{module}").__all__}
+    reference = [page.read_text() for page in sorted((ROOT / "docs/reference").glob("*.md"))]
     documented = re.findall(
-        r"^::: (?:tigon\S+\n(?:    .*\n)*?      heading: )?(tigon\S+)",
-        "\n".join(page.read_text() for page in sorted((ROOT / "docs/reference").glob("*.md"))),
-        re.MULTILINE,
+        r"^::: (?:tigon\S+\n(?:    .*\n)*?      heading: )?(tigon\S+)", "\n".join(reference), re.MULTILINE
     )
     assert sorted(documented) == sorted(set(documented)), "twice"
     assert public <= set(documented)
+    code = "".join(code for page in reference for _, code, reason in blocks(page) if reason is None)
+    shown = {name for name in public if re.search(rf"\b{name.rpartition('.')[2]}\b", code)}
+    assert sorted(public - shown) == [], "without an example"
 
 
 def test_drawings_are_current():
@@ -116,6 +118,8 @@ def test_lengths():
         ("`tools/nothing.py`", "no file tools/nothing.py"),
         ("`make nothing`", "no target of make: nothing"),
         ("It saves x alone.", "better only"),
+        ("Fast; of one\npass; exact.", "not fragments between semicolons"),
+        (f"| {'word ' * 41}|\n|---|", "a cell of more than 200 characters"),
         ("```sh\n.venv/bin/python bench/nothing.py\n```", "no file bench/nothing.py"),
     ],
 )

@@ -98,6 +98,12 @@ def test_doctor_finds_everything_in_order(capsys):
     assert {"rms_norm", "linear_log_prob"} <= set(doctor.ops())
 
 
+def test_doctor_needs_no_transformers():
+    code = "import sys; sys.modules['transformers'] = None; from tigon.doctor import ops; print(len(ops()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == len(doctor.ops())
+
+
 @pytest.mark.parametrize(
     "broken, told",
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -51,8 +52,9 @@ def options(tmp_path, few_threads):
     """Command line of a tiny run on a few functions."""
     functions = [
         f'def f{i}(x):\n    """Add {i} to x, {i % 7} times."""\n    for _ in range({i % 7}):\n'
-        f"        x = x + {i}\n    return x\n" for i in range(60)
-    ]  # fmt: skip
+        f"        x = x + {i}\n    return x\n"
+        for i in range(60)
+    ]
     (tmp_path / "text.py").write_text("\n\n".join(functions))
     words = ["--data", tmp_path / "text.py", "--out", tmp_path / "out", "--device", "cpu", "--steps", 4,
              "--batch", 2, "--seq", 96, "--model-config", TINY, "--lr", 1e-2]  # fmt: skip
@@ -238,3 +240,21 @@ def test_post_training(example, options, caplog):
     assert example.main([*options, "--stock"]) == 0
     stock = result(options, example.__name__)
     assert len(ours["losses"]) == 4 and ours["losses"] == pytest.approx(stock["losses"], rel=2e-4, abs=2e-6)
+
+
+@pytest.mark.parametrize("notebook", sorted(EXAMPLES.glob("notebooks/*.py")), ids=lambda path: path.stem)
+def test_notebook(notebook, tmp_path, few_threads, monkeypatch):
+    """Every cell runs; each notebook comes to what it promises, and draws it."""
+    matplotlib = pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    matplotlib.use("Agg")
+    got = runpy.run_path(str(notebook))
+    assert (tmp_path / f"{notebook.stem}.png").stat().st_size > 5000
+    if notebook.stem == "fine_tune":
+        assert got["right"] > 50 and got["callback"].report.head_calls.fused >= got["STEPS"]
+        assert got["with_tigon"][:5] == pytest.approx(got["without"][:5], rel=1e-3)
+    elif notebook.stem == "distil":
+        assert got["curve"][-1] < min(got["curve"][0], got["plain"][-1])
+    else:
+        assert got["difference"] < 1e-5 and all(curve[-1] > curve[0] for curve in got["curves"].values())

@@ -31,6 +31,7 @@ def small_tree(tmp_path):
     for file in ("python/tigon/ops/rms_norm.py", "tests/cases/rms_norm.py"):
         (tmp_path / file).parent.mkdir(parents=True)
         shutil.copy(ROOT / file, tmp_path / file)
+    (tmp_path / OP / "rms_norm.cpp").touch()  # that an op with entries by hand has
     assert check_tree(tmp_path) == []
     return tmp_path
 

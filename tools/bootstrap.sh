@@ -1,19 +1,23 @@
 #!/usr/bin/env bash
-# Makes .venv, installs pinned dependencies, builds. Usage: tools/bootstrap.sh train|cpp|dev|docs
+# Makes .venv, installs pinned dependencies, builds. Usage: tools/bootstrap.sh train|cpp|dev|docs|wheel
 #   train: what examples/train.py needs      dev: that, and the tests, their tools and the C++ tests
 #   docs: build/docs-venv, for the site
+#   wheel: dist/*.whl, of Tigon and tigon-liger-compat; TIGON_CUDA=OFF: dist/cpu/*.whl
 #   cpp: the C++ library, installed in build/prefix, and examples/cpp built with it in build/example
 # Quick when nothing changed: every step leaves a stamp that names what it was made from.
 # Environment: PYTHON (interpreter), JOBS (parallel compilers), TIGON_WERROR=ON|OFF (warnings are errors),
-#   TIGON_CUDA=ON|OFF (unset: whether there is an NVIDIA GPU), TIGON_CUDA_ARCHS (e.g. 80-real; unset: what that GPU is)
+#   TIGON_CUDA=ON|OFF (unset: whether there is an NVIDIA GPU), TIGON_CUDA_ARCHS (e.g. 80-real; unset: what that GPU is;
+#   a wheel: ON, and release_archs)
 set -euo pipefail
 
-mode=${1:?usage: tools/bootstrap.sh train|cpp|dev|docs}
+mode=${1:?usage: tools/bootstrap.sh train|cpp|dev|docs|wheel}
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
 PATH=${PATH//"$root/.venv/bin:"/}  # an activated .venv is not the user's Python
 unset VIRTUAL_ENV PYTHONHOME
 readonly torch_pin=torch==2.13.0
+# sm_80's code runs on 8.6 and 8.9, sm_100's on 10.3; PTX of compute_100 serves what has no code of its own: 11.0, and later.
+readonly release_archs='80-real;90a-real;100-real;100-virtual;120-real' manylinux=manylinux_2_34_x86_64
 
 say() { printf '[tigon] %s\n' "$*"; }
 fail() { printf '[tigon] %s\n' "$*" >&2; exit 1; }
@@ -27,7 +31,7 @@ need() {  # need PACKAGE TEST...: remembers the package when the test fails
 
 system_tools() {
   local missing=()
-  need g++ sh -c 'command -v "${CXX:-c++}"'
+  need "$([[ ${CXX:-} == g++-* ]] && echo "$CXX" || echo g++)" sh -c 'command -v "${CXX:-c++}"'
   find_python || missing+=(python3)
   local versioned
   versioned=$("${python:-python3}" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])' 2>/dev/null) || versioned=python3-venv
@@ -157,6 +161,23 @@ cpp_examples() {
   (cd build/example && NINJA_STATUS='[%f/%t] ' "$root/.venv/bin/ninja")
 }
 
+# --- Wheels for others. -------------------------------------------------------------------------------------------------
+# Built as pip builds, in an isolated environment; the libraries of PyTorch and CUDA stay the user's own.
+wheels() {
+  local folder=dist made=build/made
+  export TIGON_CUDA=${TIGON_CUDA:-ON} TIGON_CUDA_ARCHS=${TIGON_CUDA_ARCHS:-$release_archs}
+  export CMAKE_BUILD_PARALLEL_LEVEL=${JOBS:-$(nproc)}
+  [[ $TIGON_CUDA != OFF ]] || folder=dist/cpu
+  pip install -r requirements-wheel.txt
+  rm -rf "$made" "$folder"/*.whl
+  say "building the wheels of $folder"
+  pip wheel --no-deps -w "$made" --config-settings build-dir="build/wheel${folder#dist}" .
+  pip wheel --no-deps -w "$folder" ./compat/liger_kernel
+  PATH=$root/.venv/bin:$PATH .venv/bin/auditwheel repair --plat $manylinux --exclude 'libtorch*' --exclude 'libc10*' \
+    -w "$folder" "$made"/tigon-*.whl
+  ls -sh "$folder"/*.whl
+}
+
 [[ ${BASH_SOURCE[0]} == "$0" ]] || return 0  # read by tests/test_build.py
 system_tools
 if [[ $mode == docs ]]; then
@@ -164,5 +185,9 @@ if [[ $mode == docs ]]; then
   exit
 fi
 virtual_environment
+if [[ $mode == wheel ]]; then
+  wheels
+  exit
+fi
 python_packages
 build

@@ -22,6 +22,8 @@ LINK = re.compile(r"!?\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]*(?:\([^()]*\))?[^()\
 PATH = re.compile(
     r"(?<![\w./-])(?:csrc|python|tests|tools|bench|docs|examples|cmake|compat|\.ci)/[\w./*<>{},-]+"
 )
+INDENTED = re.compile(r"^    .*$", re.MULTILINE)
+LONGEST_CELL = 200
 TARGET = re.compile(r"\bmake ([a-z][a-z-]*)(?![\w-])(?=[^`\n]*(?:`|\n))")
 # What a reader trips over, and what to write instead.
 PROSE = {
@@ -32,7 +34,7 @@ PROSE = {
     r"\bbesides? gradients\b": "in addition to the gradients",
     r"\bMended\b": "Fixed",
     r"\bforth and back\b": "twice",
-    r";[^;|\n]*;": "sentences, not fragments between semicolons",
+    r";[^;|.:\n]*(?:\n[^;|.:\n]+)*;": "sentences, not fragments between semicolons",
     r"\bthe same;": "a sentence",
     r"\b(?:simply|obviously|blazing(?:ly)?|leverages?|seamless(?:ly)?)\b": "the fact without the adverb",
 }
@@ -108,8 +110,13 @@ def check_paths(page: Path, text: str) -> Iterator[str]:
 
 
 def check_prose(page: Path, text: str) -> Iterator[str]:
-    """Patterns of `PROSE` outside code."""
-    plain = CODE.sub(lambda m: "x" * len(m[0]), without_code(text))
+    """Patterns of `PROSE` outside code, and cells of tables that should be sentences."""
+    plain = CODE.sub(lambda m: "x" * len(m[0]), INDENTED.sub(blank, without_code(text)))
+    for number, line in enumerate(re.sub(r"\]\([^)\n]*\)", "]", plain).splitlines(), 1):
+        cells = line.strip("|").split("|") if line.startswith("|") else ()
+        if any(len(cell.strip()) > LONGEST_CELL for cell in cells):
+            where = f"{page.relative_to(ROOT)}:{number}"
+            yield f"{where}: a cell of more than {LONGEST_CELL} characters: better sentences"
     for pattern, instead in PROSE.items():
         for match in re.finditer(pattern, plain):
             found = " ".join(text[match.start() : match.end()].split())

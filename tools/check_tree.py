@@ -18,7 +18,9 @@ MAX_LINES = 600
 HEADINGS = (
     "Formula", "Shapes", "Dtypes", "Rounding", "Saved", "Aliasing", "Determinism", "Traffic", "Refused",
 )  # fmt: skip
-SIBLINGS = ("{op}.h", "{op}_math.inc", "{op}.cpp", "{op}_cpu.cpp", "{op}_cuda.cu", "{op}_torch.cpp")
+SIBLINGS = ("{op}.h", "{op}_math.inc", "{op}_cpu.cpp", "{op}_cuda.cu")
+# Where the op has no TIGON_OP, which makes them of its list of fields: entries and adaptor by hand.
+BY_HAND = ("{op}.cpp", "{op}_torch.cpp")
 # What ops share without being one: no adaptor, no Python, no cases. An op whose contract includes such a
 # header drives it, and has kernels only where it needs some of its own.
 ENGINES = {"linear_head"}
@@ -27,7 +29,9 @@ ELSEWHERE = ("python/tigon/ops/**/{op}.py", "tests/cases/{op}.py")  # ops of one
 SOURCE = {".h", ".cuh", ".inc", ".cpp", ".cu"}
 CODE = SOURCE | {".py", ".sh", ".cmake"}
 TORCH_HEADER = re.compile(r"^(torch|ATen|c10|headeronly)/|^Python\.h$|^pybind11/")
-INCLUDE = re.compile(r'^\s*#\s*(?:include\s+|define\s+TIGON_KERNELS\s+)[<"]([^>"]+)[>"]', re.MULTILINE)
+INCLUDE = re.compile(
+    r'^\s*#\s*(?:include\s+|define\s+TIGON_(?:KERNELS|FORMULA)\s+)[<"]([^>"]+)[>"]', re.MULTILINE
+)
 
 
 def role_of(path: Path) -> str:
@@ -94,8 +98,11 @@ def check_op(root: Path, op: str) -> list[str]:
     """Files of one op, and the headings of its contract."""
     header = root / f"csrc/tigon/ops/{op}/{op}.h"
     contract = header.read_text(encoding="utf-8") if header.exists() else ""
-    drives = ENGINES & {Path(name).stem for name in INCLUDE.findall(contract)}
-    files = [f"csrc/tigon/ops/{op}/{name}" for name in SIBLINGS if not (drives and name in KERNELS)]
+    drives = ENGINES & {Path(name).parent.name for name in INCLUDE.findall(contract)} - {op}
+    cpu = root / f"csrc/tigon/ops/{op}/{op}_cpu.cpp"
+    listed = not cpu.exists() or f"TIGON_OP({op}," in cpu.read_text(encoding="utf-8")
+    siblings = SIBLINGS if listed else (*SIBLINGS, *BY_HAND)
+    files = [f"csrc/tigon/ops/{op}/{name}" for name in siblings if not (drives and name in KERNELS)]
     wanted = [name for name in files if "_torch" not in name] if op in ENGINES else [*files, *ELSEWHERE]
     errors = [
         f"{name.format(op=op)}: missing (docs/adding-an-op.md)"

@@ -9,9 +9,11 @@ from __future__ import annotations
 import posixpath
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 import griffe
+import jupytext
 from mkdocs.structure.files import File
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -21,6 +23,8 @@ DOCS = ROOT / "docs"
 MOVED = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 ORIGIN = {uri: name for name, uri in MOVED.items()}
 LANGUAGES = {".py": "python", ".h": "cpp", ".cpp": "cpp", ".cu": "cuda", ".cuh": "cuda", ".json": "json"}
+NOTEBOOKS = ROOT / "examples/notebooks"
+UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"  # code would hide what explains it
 CONTRACTS = "reference/cpp.md"
 HEADERS = ("base/make_context.h", "base/context.h", "base/tensor.h", "base/communicator.h")
 
@@ -35,7 +39,9 @@ def uri_of(path: Path) -> str:
 
 def folder_of(uri: str) -> Path:
     """Where relative links of a page start."""
-    return ROOT if uri in ORIGIN or uri.startswith("source/") else (DOCS / uri).parent
+    if uri in ORIGIN:
+        return ROOT
+    return (ROOT / uri.removeprefix("source/") if uri.startswith("source/") else DOCS / uri).parent
 
 
 def rewritten(text: str, uri: str) -> str:
@@ -52,12 +58,24 @@ def rewritten(text: str, uri: str) -> str:
     return LINK.sub(link, text)
 
 
+def notebook_page(path: Path) -> str:
+    """A notebook: text as it is, code in blocks."""
+    cells = jupytext.reads(path.read_text(encoding="utf-8"), fmt="py:percent").cells
+    return "\n\n".join(
+        c.source if c.cell_type == "markdown" else f"```python\n{c.source.strip()}\n```" for c in cells
+    )
+
+
 def source_page(path: Path) -> str:
     """A file as a block of code; a folder as a list of its files."""
+    if path.parent == NOTEBOOKS:
+        return notebook_page(path)
     name = path.relative_to(ROOT).as_posix()
     if path.is_dir():
         files = sorted(p for p in path.rglob("*") if p.suffix in LANGUAGES and "__pycache__" not in p.parts)
-        return f"# {name}\n\n" + "\n".join(f"- [{p.relative_to(path)}]({p.relative_to(ROOT)})" for p in files)
+        return f"# {name}\n\n" + "\n".join(
+            f"- [{p.relative_to(path)}]({p.relative_to(path.parent)})" for p in files
+        )
     return f"# {name}\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text()}\n````\n"
 
 
@@ -73,16 +91,21 @@ def linked(text: str, folder: Path) -> set[Path]:
     }
 
 
+def narrow(match: re.Match) -> str:
+    """A line of a comment as lines that the site shows without scrolling."""
+    return "\n".join(textwrap.wrap(match[2], 104, initial_indent=match[1], subsequent_indent=match[1]))
+
+
 def contract(header: Path) -> str:
     """The essay of a header, and what it declares for callers."""
     essay, _, rest = header.read_text(encoding="utf-8").partition("#pragma once")
     lines = [re.sub(r"^// ?", "", line) for line in essay.splitlines()]
     internal = r"(?ms)^#include[^\n]*\n|^namespace (?:cpu|cuda) \{.*?^\}[^\n]*\n"
-    declared = re.sub(internal, "", rest)
+    declared = re.sub(r"(?m)^( *// )(.{104,})$", narrow, re.sub(internal, "", rest))
     name = header.relative_to(ROOT / "csrc").as_posix()
     text = "\n".join(lines).strip()
     declared = f"```cpp\n{declared.strip()}\n```"
-    return f'## {header.stem}\n\n`#include "{name}"`\n\n```text\n{text}\n```\n\n{declared}\n'
+    return f'## {header.stem}\n\n`#include "{name}"`\n\n```{{.text .contract}}\n{text}\n```\n\n{declared}\n'
 
 
 def contracts() -> str:
@@ -100,10 +123,10 @@ def on_files(files, config):
               for f in files.documentation_pages()]  # fmt: skip
     found: set[Path] = set().union(*(linked(*pair) for pair in texts))
     for folder in [path for path in found if path.is_dir()]:
-        found |= linked(source_page(folder), ROOT)
+        found |= linked(source_page(folder), folder.parent)
     for path in found:
         if path.relative_to(ROOT).as_posix() not in MOVED:
-            pages[uri_of(path)] = source_page(path)
+            pages[uri_of(path)] = ("" if path.parent == NOTEBOOKS else UNSEARCHED) + source_page(path)
     for uri, text in pages.items():
         files.append(File.generated(config, uri, content=text))
     return files

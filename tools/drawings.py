@@ -153,11 +153,15 @@ def layers() -> Drawing:
         ("python/tigon/integrations", "recognise and replace parts of models", "tigon.apply(model)"),
         ("python/tigon/ops, nn, optim", "arguments, reference, autograd", "tigon.rms_norm(x, w)"),
         (
-            "csrc/tigon/ops/*/*_torch.cpp",
-            "tensors as views, results allocated",
+            "csrc/tigon/torch/op.cpp",
+            "schema, tensors as views, results: by the list of fields",
             "torch.ops.tigon.rms_norm_fwd",
         ),
-        ("csrc/tigon/ops/*/*.cpp", "all checks, device dispatch", "tigon::rms_norm_fwd(ctx, args)"),
+        (
+            "csrc/tigon/ops/*/*.h, base/op.h",
+            "the list of fields: all checks; device",
+            "tigon::rms_norm_fwd(ctx, args)",
+        ),
         ("*_cpu.cpp, *_cuda.cu", "loops, tasks, launches", "cuda::rms_norm_fwd"),
         ("*_math.inc", "the formula, once for all devices", "h * (offset + weight)"),
     )

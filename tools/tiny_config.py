@@ -82,8 +82,9 @@ def _shrink(options: dict, ids) -> dict:
             continue
         if key == "per_layer_config" and value:
             places = {str(place): place for place in value}
-            small[key] = {i: _shrink(value[places[str(old)]], ids)
-                          for i, old in enumerate(layers) if str(old) in places}  # fmt: skip
+            small[key] = {
+                i: _shrink(value[places[str(old)]], ids) for i, old in enumerate(layers) if str(old) in places
+            }
         elif key == "rope_parameters" or key == "rope_scaling":
             small[key] = _rope(value or _plain_rope(options))
         elif isinstance(value, dict):

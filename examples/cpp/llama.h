@@ -353,15 +353,13 @@ class Llama {
     bool wide = dtype_ == DType::f32;
     const Parameter& head = c_.tied ? embedding_ : head_;
     const Matrix& gradient = c_.tied ? dtied_ : head.gradient;
-    tigon::linear_cross_entropy(ctx, {.hidden = normed_,
-                                      .weight = head.value,
-                                      .target = labels_,
-                                      .valid_rows = counted,
-                                      .loss = loss_,
-                                      .total = total_,
-                                      .scale = scale_,
-                                      .dhidden = dnormed_,
-                                      .dweight = wide ? gradient : dhead_});
+    tigon::linear_cross_entropy(ctx, {.head = {.hidden = normed_,
+                                               .weight = head.value,
+                                               .dhidden = dnormed_,
+                                               .dweight = wide ? gradient : dhead_},
+                                      .labels = {.target = labels_, .valid_rows = counted},
+                                      .reduction = {.total = total_, .scale = scale_},
+                                      .results = {.loss = loss_}});
     if (!wide) tigon::linear_head_finish(ctx, {.in = dhead_, .dloss = one_, .out = gradient});
   }
 

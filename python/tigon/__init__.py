@@ -24,20 +24,20 @@ from tigon.ops.group_norm import group_norm
 from tigon.ops.hyper_connection import hyper_connection_post, hyper_connection_pre
 from tigon.ops.layer_norm import layer_norm
 from tigon.ops.lora_linear import lora_linear, lora_linears
-from tigon.ops.loss_head.divergence_memory import linear_divergence_memory
 from tigon.ops.loss_head.labels import count_labels
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.linear_divergence import linear_jsd, linear_kl_div, linear_tvd
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
 from tigon.ops.loss_head.linear_loss import linear_loss
-from tigon.ops.loss_head.linear_policy import linear_policy
-from tigon.ops.loss_head.linear_preference import linear_kto, linear_preference
-from tigon.ops.loss_head.memory import (
+from tigon.ops.loss_head.linear_preference import linear_kto, linear_policy, linear_preference
+from tigon.ops.loss_head.multi_token import multi_token_loss
+from tigon.ops.loss_head.plan import (
     linear_cross_entropy_memory,
+    linear_divergence_memory,
     linear_log_prob_memory,
     linear_preference_memory,
 )
-from tigon.ops.loss_head.multi_token import multi_token_loss
+from tigon.ops.mish import mish
 from tigon.ops.modulated_rms_norm import modulated_rms_norm
 from tigon.ops.policy import policy_loss
 from tigon.ops.poly_norm import poly_norm
@@ -92,6 +92,7 @@ __all__ = [
     "linear_tvd",
     "lora_linear",
     "lora_linears",
+    "mish",
     "modulated_rms_norm",
     "multi_token_loss",
     "nn",

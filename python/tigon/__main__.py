@@ -8,7 +8,11 @@ import sys
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tigon", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m tigon",
+        description="env: print versions, devices and what the library was built with. doctor: run every "
+        "operation, forward and backward, and compare it with its formula. In Python: help(tigon).",
+    )
     parser.add_argument("command", nargs="?", choices=("env", "doctor"))
     command = parser.parse_args(arguments).command
     if command is None:

@@ -345,7 +345,7 @@ HELPERS = {
 
 def ops() -> list[str]:
     """The ops that this version exports."""
-    functions = {name: getattr(tigon, name, None) for name in tigon.__all__ if name not in HELPERS}
+    functions = {name: vars(tigon).get(name) for name in tigon.__all__ if name not in HELPERS}
     return [n for n, f in functions.items() if (getattr(f, "__module__", "") or "").startswith("tigon.ops.")]
 
 

@@ -1,10 +1,10 @@
-"""What the case modules of activations share: parameters, cases, inputs."""
+"""What the case modules of activations share: parameters, cases, inputs, traffic."""
 
 from __future__ import annotations
 
 import torch
 
-from .case import Case, Inputs, Maker, bench_case, params, test_case
+from .case import Case, Inputs, Maker, bench_case, memory_bound, params, test_case
 
 DEFAULTS = {
     "shape": (4, 64),
@@ -15,7 +15,10 @@ DEFAULTS = {
     "fill": None,
 }
 
-ACTIVATION_CASES = [
+bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(2, 3)  # x to y; x and dy to dx
+PEERS = {}
+
+CASES = [
     test_case("4x64"),
     test_case("odd_3x7", small=True, shape=(3, 7)),
     test_case("one_row", shape=(1, 1000)),
@@ -66,3 +69,14 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         x.view(-1, shape[-1])[1, 3] = float(p["fill"])
     grad = draw.randn(*shape, layout=p["grad_layout"])
     return Inputs(args=(x,), grads=(0,), grad_outputs=(grad,))
+
+
+def tigon_fn_of(name: str):
+    """Tigon's own."""
+
+    def tigon_fn(x):
+        import tigon
+
+        return getattr(tigon, name)(x)
+
+    return tigon_fn

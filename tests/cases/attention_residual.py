@@ -102,9 +102,9 @@ def oracle_fn(values, query, norm_weight, *, eps):
     return (alpha[..., None] * values).sum(0)
 
 
-def _bytes(case, dtype, of_values, of_rows):
+def _bytes(case, dtype, value_passes, row_passes):
     count, *row = case.params["shape"]
-    return (of_values * count + of_rows) * math.prod(row) * itemsize(dtype)
+    return (value_passes * count + row_passes) * math.prod(row) * itemsize(dtype)
 
 
 def bytes_fwd(case, dtype):

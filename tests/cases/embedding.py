@@ -44,8 +44,8 @@ CASES = [
 ]
 CASES += [
     *(
-        bench_case(f"{how}_16384x4096", tokens=(16384,), table=(128256, 4096), draw=how)
-        for how in ("uniform", "zipf", "same")
+        bench_case(f"{pattern}_16384x4096", tokens=(16384,), table=(128256, 4096), draw=pattern)
+        for pattern in ("uniform", "zipf", "same")
     ),
     bench_case("zipf_8192x2048", tokens=(8192,), table=(151936, 2048), draw="zipf"),
     bench_case("zipf_16384x2048_small", tokens=(16384,), table=(32000, 2048), draw="zipf"),
@@ -54,14 +54,14 @@ CASES += [
 ]
 
 
-def _ids(draw: Maker, how: str, tokens: tuple, rows: int) -> torch.Tensor:
-    if how == "same":
+def _ids(draw: Maker, pattern: str, tokens: tuple, rows: int) -> torch.Tensor:
+    if pattern == "same":
         return draw.integers(rows // 2, rows // 2 + 1, *tokens)
-    if how == "zipf":  # density 1 / id
+    if pattern == "zipf":  # density 1 / id
         bits = draw.integers(0, 2**30, *tokens).double() / 2**30
         return (torch.exp(bits * math.log(rows + 1)).long() - 1).clamp(0, rows - 1)
     ids = draw.integers(0, rows, *tokens)
-    if how == "half":
+    if pattern == "half":
         ids[..., ::2] = rows // 3
     return ids
 

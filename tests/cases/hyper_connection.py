@@ -97,9 +97,9 @@ CASES = [
 ]
 
 
-def _dtype(name: str | None, of_x: torch.dtype) -> torch.dtype:
+def _dtype(name: str | None, x_dtype: torch.dtype) -> torch.dtype:
     """That of the small tensors: the one named, x's own (None), and float64 beside float64."""
-    return torch.promote_types(getattr(torch, name), of_x) if name else of_x
+    return torch.promote_types(getattr(torch, name), x_dtype) if name else x_dtype
 
 
 def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:

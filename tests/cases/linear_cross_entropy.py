@@ -346,8 +346,8 @@ def bare_products(hidden, weight, target, inputs: Inputs, step: bool, again: boo
         grad[torch.arange(len(grad), device=grad.device), target.view(-1).clamp(min=0)] -= 1
         grad /= len(grad)
         products *= 1 + again
-        of_operands = (lambda: grad @ weight, lambda: grad.t() @ hidden)
-        products += [of_operands[i] for i in inputs.grads]
+        operand_products = (lambda: grad @ weight, lambda: grad.t() @ hidden)
+        products += [operand_products[i] for i in inputs.grads]
     return products
 
 

@@ -120,7 +120,7 @@ for _form in ("kl", "jsd", "tvd"):
     CASES += [
         bench_case(f"{_form}_{rows}x{h}+{ht}x{v}", lead=(rows,), H=h, Ht=ht, V=v, op=_op, options=_own)
         for rows, h, ht, v in ((8192, 2048, 4096, 128256), (4096, 2048, 2048, 151936))
-    ]  # fmt: skip
+    ]
 CASES += [
     bench_case(f"kl_8192x2048+4096x128256_{name}", lead=(8192,), H=2048, Ht=4096, V=128256, **options)
     for name, options in {
@@ -130,7 +130,7 @@ CASES += [
         "logits": {"teacher": "logits"},
         "none": {"options": {"reduction": "none"}},
     }.items()
-]  # fmt: skip
+]
 CASES += [
     bench_case("kl_1024x512+512x32000", "bench_cpu", lead=(1024,), H=512, Ht=512, V=32000),
     bench_case("kl_256x128+128x1024", "smoke", lead=(256,), H=128, Ht=128, V=1024),
@@ -142,7 +142,7 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     p = params(case, DEFAULTS)
     draw = Maker(case, device, dtype, seed)
     lead, h, v, options = p["lead"], p["H"], p["V"], p["options"]
-    ht, vt, of_teacher = p["Ht"], p["Vt"] or v, p["teacher_dtype"] or dtype
+    ht, vt, teacher_type = p["Ht"], p["Vt"] or v, p["teacher_dtype"] or dtype
     hidden = draw.randn(*lead, h, layout=p["layout"])
     weight = lay_out(draw.randn(v, h, scale=p["scale"] / math.sqrt(h)), p["weight_layout"])
     if p["near"] is not None:  # in more digits than bf16 has, where the student's are bf16
@@ -150,14 +150,14 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
         noise = draw.randn(v, h, scale=p["near"] / math.sqrt(h), dtype=wide)
         teacher, teacher_weight = hidden.to(wide), weight.to(wide) + noise
     elif p["teacher"] == "logits":
-        teacher = draw.randn(*lead, vt, layout=p["layout"], scale=p["scale"], dtype=of_teacher)
+        teacher = draw.randn(*lead, vt, layout=p["layout"], scale=p["scale"], dtype=teacher_type)
         teacher_weight = None
     else:
-        teacher = draw.randn(*lead, ht, layout=p["layout"], dtype=of_teacher)
-        teacher_weight = draw.randn(vt, ht, scale=p["scale"] / math.sqrt(ht), dtype=of_teacher)
+        teacher = draw.randn(*lead, ht, layout=p["layout"], dtype=teacher_type)
+        teacher_weight = draw.randn(vt, ht, scale=p["scale"] / math.sqrt(ht), dtype=teacher_type)
     both = teacher_weight is not None
     bias = draw.randn(v) if p["bias"] else None
-    teacher_bias = draw.randn(vt, dtype=of_teacher) if p["bias"] and both else None
+    teacher_bias = draw.randn(vt, dtype=teacher_type) if p["bias"] and both else None
     labels = None if p["masked"] is None else draw.labels(min(v, vt), *lead, masked=p["masked"])
     if p["fill"] is not None:
         hidden.view(-1, h)[1, 3] = float(p["fill"])
@@ -190,9 +190,7 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
 LORA_SCALE = 0.5
 
 
-def tigon_fn(
-    hidden, weight, teacher, teacher_weight, labels, *, op, teacher_bias, lora_a, lora_b, **options
-):  # fmt: skip
+def tigon_fn(hidden, weight, teacher, teacher_weight, labels, *, op, teacher_bias, lora_a, lora_b, **options):
     """Tigon's own."""
     import tigon
 
@@ -246,7 +244,7 @@ def _defined(lq, lp, op, reverse, beta):
 
 
 def _loss(
-    of_rows, hidden, weight, teacher, teacher_weight, labels, *, op, bias, teacher_bias, lora_a, lora_b,
+    row_terms, hidden, weight, teacher, teacher_weight, labels, *, op, bias, teacher_bias, lora_a, lora_b,
     token_weight, denominator, valid_rows, reverse=False, beta=0.5, soft=1.0, hard=0.0, temperature=1.0,
     softcap=None, logit_scale=1.0, teacher_softcap=None, teacher_logit_scale=1.0, reduction="batchmean",
     shift=False, chunk_rows=None, outputs=("loss",),
@@ -267,10 +265,10 @@ def _loss(
     s = _z(logits[..., :classes], bias, logit_scale, softcap)
     lq, lp = F.log_softmax(s / temperature, -1), F.log_softmax(t / temperature, -1)
     counts = labels != -100
-    of_soft = torch.where(counts, of_rows(lq, lp, op, reverse, beta), 0.0)
+    soft_rows = torch.where(counts, row_terms(lq, lp, op, reverse, beta), 0.0)
     flat = F.cross_entropy(s.reshape(-1, classes), labels.reshape(-1), ignore_index=-100, reduction="none")
-    of_hard = flat.view(labels.shape)
-    rows = soft * of_soft + (hard * of_hard if hard else 0.0)
+    hard_rows = flat.view(labels.shape)
+    rows = soft * soft_rows + (hard * hard_rows if hard else 0.0)
     rows = rows if token_weight is None else rows * token_weight
     if denominator is not None:
         loss = rows.sum() / denominator
@@ -279,7 +277,12 @@ def _loss(
     else:
         loss = rows.sum() / {"sum": 1, "batchmean": counts.sum(), "mean": counts.sum() * classes}[reduction]
     entropy = torch.where(counts, -(lq.exp() * lq).sum(-1), 0.0)
-    values = {"loss": loss, "soft": of_soft.detach(), "hard": of_hard.detach(), "entropy": entropy.detach()}
+    values = {
+        "loss": loss,
+        "soft": soft_rows.detach(),
+        "hard": hard_rows.detach(),
+        "entropy": entropy.detach(),
+    }
     return tuple(values[name] for name in outputs) if outputs != ("loss",) else loss
 
 
@@ -340,8 +343,8 @@ def gemms(inputs: Inputs, step: bool) -> list:
         grad /= len(grad)
         if inputs.kwargs.get("reduction") == "none":
             products *= 2
-        of_operands = (lambda: grad @ weight, lambda: grad.t() @ hidden)
-        products += [of_operands[i] for i in inputs.grads]
+        operand_products = (lambda: grad @ weight, lambda: grad.t() @ hidden)
+        products += [operand_products[i] for i in inputs.grads]
     return products
 
 

@@ -235,12 +235,12 @@ def gemms(inputs: Inputs, step: bool) -> list:
     keep_mb, known = inputs.kwargs["keep_mb"], inputs.kwargs["valid_rows"]
     worked = rows if known is None else known
     frozen = inputs.grads == (0,) and not inputs.grad_kwargs
-    between = tigon.linear_log_prob_memory(
+    memory = tigon.linear_log_prob_memory(
         rows, size, weight.shape[0], hidden.dtype, device=hidden.device.type, valid_rows=known,
         keep_mb=keep_mb, train_weight=1 in inputs.grads,
         lora_rank=0 if inputs.kwargs["lora_a"] is None else 1,
     ).gradients  # fmt: skip
-    again = keep_mb == 0 if frozen else between < worked * weight.shape[0] * hidden.element_size()
+    again = keep_mb == 0 if frozen else memory < worked * weight.shape[0] * hidden.element_size()
     one = target[..., 0] if target.dim() == hidden.dim() else target
     return bare_products(hidden, weight, one, inputs, step, again)
 
@@ -250,8 +250,9 @@ def _plain(kwargs) -> bool:
     return not kwargs["shift"] and kwargs["lora_a"] is None and kwargs["logit_dtype"] is None
 
 
-def trl_log_prob(hidden, weight, target, *, bias=None, softcap=None, logit_scale=1.0, temperature=1.0,
-                 entropy=False):  # fmt: skip
+def trl_log_prob(
+    hidden, weight, target, *, bias=None, softcap=None, logit_scale=1.0, temperature=1.0, entropy=False
+):
     """TRL's chunked head: log-probabilities of labels, and entropies."""
     from trl.trainer.utils import _CHUNKED_LOGPROB_CHUNK_SIZE, _ChunkedLogProbFunction
 

@@ -97,8 +97,9 @@ def tigon_fn(hidden, weight, target, advantage, **options):
     return tigon.linear_loss(hidden, weight, target, fn, advantage, **options)
 
 
-def eager_fn(hidden, weight, target, advantage, *, entropy, reduction, bias, softcap, temperature,
-             logit_dtype, **_):  # fmt: skip
+def eager_fn(
+    hidden, weight, target, advantage, *, entropy, reduction, bias, softcap, temperature, logit_dtype, **_
+):
     """The same from logits in the model's dtype; also the oracle, on fp64 copies."""
     statistics = log_prob(
         hidden, weight, target, bias=bias, lora_a=None, lora_b=None, softcap=softcap, logit_scale=1.0,

@@ -236,15 +236,15 @@ def gemms(inputs: Inputs, step: bool) -> list:
     hidden = hidden.reshape(-1, hidden.shape[-1])
     products = [lambda: hidden @ weight.t()]
     if "ref_hidden" in inputs.kwargs:
-        of_ref = inputs.kwargs["ref_hidden"].flatten(0, -2), inputs.kwargs["ref_weight"].t()
-        products.append(lambda: of_ref[0] @ of_ref[1])
+        ref_head = inputs.kwargs["ref_hidden"].flatten(0, -2), inputs.kwargs["ref_weight"].t()
+        products.append(lambda: ref_head[0] @ ref_head[1])
     if step:
         # The gradient a loss really has: its values, mostly tiny, decide what power they draw.
         grad = torch.softmax(hidden @ weight.t(), dim=-1)
         grad[torch.arange(len(grad), device=grad.device), target.reshape(-1).clamp(min=0)] -= 1
         grad /= len(grad)
-        of_operands = (lambda: grad @ weight, lambda: grad.t() @ hidden)
-        products += [of_operands[i] for i in inputs.grads]
+        operand_products = (lambda: grad @ weight, lambda: grad.t() @ hidden)
+        products += [operand_products[i] for i in inputs.grads]
     return products
 
 

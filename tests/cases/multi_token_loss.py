@@ -75,7 +75,7 @@ CASES = [
     *_sizes("3_blocks_stage1", 8192, 4096, 128256, heads="rrr", trunk=False),
     bench_case("1024x512x32000_3", "bench_cpu", lead=(1, 1024), H=512, V=32000),
     bench_case("256x128x1024_3", "smoke", lead=(1, 256), H=128, V=1024),
-]  # fmt: skip
+]
 
 
 class Block:

@@ -87,12 +87,12 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     log_prob = -draw.randn(*shape).abs()
     kwargs = dict(p["options"])
 
-    def beside(spread):
+    def shifted(spread):
         return (log_prob.float() + draw.randn(*shape, scale=spread, dtype=torch.float32)).float()
 
     for name in ("old", "ref"):
         if p[name] is not None:
-            kwargs[name] = beside(p[name])
+            kwargs[name] = shifted(p[name])
     if p["fill"] is not None:
         log_prob[1, 3] = p["fill"]
     advantage = draw.randn(*(shape if p["per_token"] else shape[:1]), dtype=torch.float32)

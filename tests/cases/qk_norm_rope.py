@@ -64,8 +64,9 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     """Draw the inputs of a case: rope's, and two weights."""
     p = params(case, DEFAULTS)
     draw = Maker(case, device, dtype, seed + 1)
-    inner = rope.make(Case(case.name, {k: v for k, v in case.params.items() if k in rope.DEFAULTS}),
-                      device, dtype, seed)  # fmt: skip
+    inner = rope.make(
+        Case(case.name, {k: v for k, v in case.params.items() if k in rope.DEFAULTS}), device, dtype, seed
+    )
     q, k, cos, sin = inner.args
     of = p["weight_dtype"]
     of = torch.promote_types(of, dtype) if of else dtype

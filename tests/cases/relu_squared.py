@@ -5,18 +5,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .activations import ACTIVATION_CASES, make  # noqa: F401
-from .case import liger, memory_bound
+from .activations import *  # noqa: F403
+from .activations import tigon_fn_of
+from .case import liger
 
 NAME = "relu_squared"
-CASES = ACTIVATION_CASES
-
-
-def tigon_fn(x):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.relu_squared(x)
+PEERS = {"liger": liger("relu_squared", "LigerReLUSquaredFunction")}
+tigon_fn = tigon_fn_of(NAME)
 
 
 def eager_fn(x):
@@ -28,7 +23,3 @@ def oracle_fn(x):
     """The formula, for fp64."""
     r = F.relu(x)  # whose gradient keeps NaN, unlike clamp_min's
     return r * r
-
-
-bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(2, 3)  # x to y; x and dy to dx
-PEERS = {"liger": liger("relu_squared", "LigerReLUSquaredFunction")}

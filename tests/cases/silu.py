@@ -1,33 +1,18 @@
-"""Cases of silu: x * sigmoid(x)."""
+"""Cases of silu: x * sigmoid(x). Liger has no SiLU without a product."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
-from .activations import ACTIVATION_CASES, make  # noqa: F401
-from .case import memory_bound
+from .activations import *  # noqa: F403
+from .activations import tigon_fn_of
 
 NAME = "silu"
-CASES = ACTIVATION_CASES
-
-
-def tigon_fn(x):
-    """Tigon's own."""
-    import tigon
-
-    return tigon.silu(x)
-
-
-def eager_fn(x):
-    """PyTorch's own."""
-    return F.silu(x)
+tigon_fn = tigon_fn_of(NAME)
+eager_fn = F.silu  # PyTorch's own
 
 
 def oracle_fn(x):
     """The formula, for fp64."""
     return x * torch.sigmoid(x)
-
-
-bytes_fwd, bytes_bwd, flops_fwd, flops_bwd = memory_bound(2, 3)  # x to y; x and dy to dx
-PEERS = {}  # Liger has no SiLU without a product

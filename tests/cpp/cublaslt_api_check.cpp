@@ -42,7 +42,8 @@ static_assert(int(kPrefAlignB) == int(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES
 static_assert(int(kPrefAlignC) == int(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES));
 static_assert(int(kPrefAlignD) == int(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES));
 
-// Same number of parameters, each passed the same way (pointers and enums by their size) with the same result.
+// Same number of parameters, each passed the same way (pointers and enums by their size) with the same
+// result.
 template <class A, class B>
 constexpr bool passed_alike = sizeof(A) == sizeof(B) && std::is_pointer_v<A> == std::is_pointer_v<B> &&
                               std::is_floating_point_v<A> == std::is_floating_point_v<B>;

@@ -1,4 +1,5 @@
-// What the tests share: tables of numbers with guarded memory, instruction sets, the double-precision oracle's vocabulary.
+// What the tests share: tables of numbers with guarded memory, instruction sets, the double-precision
+// oracle's vocabulary.
 #pragma once
 
 #include <doctest/doctest.h>
@@ -27,8 +28,8 @@ inline double unit(DType t) { return t == DType::f32 ? 0x1p-24 : t == DType::bf1
 // Half the smallest positive number: the largest absolute error of a rounding near zero.
 inline double tiny(DType t) { return t == DType::f16 ? 0x1p-25 : t == DType::bf16 ? 0x1p-134 : 0x1p-150; }
 
-// rows x cols elements, `gap` unused elements after each row. Memory starts as NaN; gaps and the zones before and after are
-// never to be written. Elements are read and written as double.
+// rows x cols elements, `gap` unused elements after each row. Memory starts as NaN; gaps and the zones before
+// and after are never to be written. Elements are read and written as double.
 class Table {
  public:
   Table(DType dtype, int64_t rows, int64_t cols, int64_t gap = 0)
@@ -120,7 +121,8 @@ class Table {
   std::vector<unsigned char> bytes_;
 };
 
-// Every element of `got` within bound(r, c) of expected(r, c), NaN where NaN is expected, nothing written outside.
+// Every element of `got` within bound(r, c) of expected(r, c), NaN where NaN is expected, nothing written
+// outside.
 template <class Expected, class Bound>
 void check_close(const std::string& name, const Table& got, const Expected& expected, const Bound& bound) {
   CHECK_MESSAGE(got.guards_intact(), name, ": memory outside the result was written");
@@ -145,6 +147,30 @@ inline double slope(double* x, const std::function<double()>& f) {
   double down = f();
   *x = saved;
   return (up - down) / (2 * step);
+}
+
+inline double dot(const Table& a, const Table& b) {
+  double sum = 0;
+  for (int64_t i = 0; i < a.rows() * a.cols(); ++i) sum += a(i) * b(i);
+  return sum;
+}
+// Every element of `gradient` is the slope of loss() at that of `at`: a loss of float32 calls, by central
+// differences.
+template <class Loss>
+void check_slopes(const std::string& name, Table& at, const Table& gradient, const Loss& loss,
+                  double step = 1e-2) {
+  CHECK_MESSAGE(gradient.guards_intact(), name, ": memory outside the gradient was written");
+  for (int64_t r = 0; r < at.rows(); ++r)
+    for (int64_t c = 0; c < at.cols(); ++c) {
+      double kept = at(r, c);
+      at.set(r, c, kept + step);
+      double up = loss(), high = at(r, c);
+      at.set(r, c, kept - step);
+      double slope = (up - loss()) / (high - at(r, c));
+      at.set(r, c, kept);
+      INFO(name << "[" << r << ", " << c << "]");
+      CHECK(gradient(r, c) == doctest::Approx(slope).epsilon(2e-3).scale(1.0));
+    }
 }
 
 struct NamedIsa {

@@ -1,4 +1,5 @@
-// The standalone CPU context: every task once, any number of threads, nested and concurrent use; scratch; cuda refusal.
+// The standalone CPU context: every task once, any number of threads, nested and concurrent use; scratch;
+// cuda refusal.
 #include <atomic>
 #include <thread>
 

@@ -54,8 +54,8 @@ void check_product(Context& ctx, Shape s, DType ab, DType c_type, bool trans_a, 
   auto expected = [&](int64_t i, int64_t j) {
     return alpha * sum(i, j, false) + (beta != 0 ? before(i, j) : 0.0);
   };
-  // k rounded products and additions in fp32, then one rounding to the result's type; in pieces the inner elements past
-  // the last whole vector are rounded (with what was there) before.
+  // k rounded products and additions in fp32, then one rounding to the result's type; in pieces the inner
+  // elements past the last whole vector are rounded (with what was there) before.
   auto bound = [&](int64_t i, int64_t j) {
     double early = pieces.count > 1 ? std::abs(alpha) * std::abs(sum(i, j, false, s.k / 8 * 8)) +
                                           (beta != 0 ? std::abs(before(i, j)) : 0.0)

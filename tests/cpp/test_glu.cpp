@@ -1,49 +1,10 @@
-// The gated linear units in the core against the same formulas in double, the formulas against finite differences, refusals,
-// bitwise promises.
+// The gated linear units in the core: gradients are slopes, refusals, bitwise promises.
 #include "tigon/ops/glu/glu.h"
 
 #include "pointwise.h"
 
 namespace tigon::test {
-namespace oracle {
-#include "tigon/ops/glu/glu_math.inc"
-}  // namespace oracle
-
 namespace {
-
-struct Gradients {
-  double dgate, dup;
-};
-template <GluKind K>
-Gradients gradients(double dy, double gate, double up, const GluOptions& o) {
-  Gradients g;
-  oracle::glu_gradients<K>(dy, gate, up, o, g.dgate, g.dup);
-  return g;
-}
-
-// The formula of a kind by number.
-double exact_y(double gate, double up, const GluOptions& o) {
-  switch (o.kind) {
-    case GluKind::swiglu: return oracle::glu_y<GluKind::swiglu>(gate, up, o);
-    case GluKind::geglu: return oracle::glu_y<GluKind::geglu>(gate, up, o);
-    case GluKind::geglu_tanh: return oracle::glu_y<GluKind::geglu_tanh>(gate, up, o);
-    case GluKind::reglu: return oracle::glu_y<GluKind::reglu>(gate, up, o);
-    case GluKind::relu_squared: return oracle::glu_y<GluKind::relu_squared>(gate, up, o);
-    case GluKind::swiglu_clamped: return oracle::glu_y<GluKind::swiglu_clamped>(gate, up, o);
-    default: return oracle::glu_y<GluKind::swiglu_oai>(gate, up, o);
-  }
-}
-Gradients exact_gradients(double dy, double gate, double up, const GluOptions& o) {
-  switch (o.kind) {
-    case GluKind::swiglu: return gradients<GluKind::swiglu>(dy, gate, up, o);
-    case GluKind::geglu: return gradients<GluKind::geglu>(dy, gate, up, o);
-    case GluKind::geglu_tanh: return gradients<GluKind::geglu_tanh>(dy, gate, up, o);
-    case GluKind::reglu: return gradients<GluKind::reglu>(dy, gate, up, o);
-    case GluKind::relu_squared: return gradients<GluKind::relu_squared>(dy, gate, up, o);
-    case GluKind::swiglu_clamped: return gradients<GluKind::swiglu_clamped>(dy, gate, up, o);
-    default: return gradients<GluKind::swiglu_oai>(dy, gate, up, o);
-  }
-}
 
 // One kind with options that are not the default ones.
 const GluOptions kOptions[] = {{.kind = GluKind::swiglu},
@@ -85,92 +46,20 @@ struct Run {
             .dup = wide == 2 ? Matrix{} : dup.matrix(),
             .options = options};
   }
-  // What belongs to point (r, c) of y.
-  double gate_at(int64_t r, int64_t c) const { return gate(r, wide * c); }
-  double up_at(int64_t r, int64_t c) const { return wide == 2 ? gate(r, 2 * c + 1) : up(r, c); }
-  double exact(int64_t r, int64_t c) const { return exact_y(gate_at(r, c), up_at(r, c), options); }
-  Gradients exact_slopes(int64_t r, int64_t c) const {
-    return exact_gradients(dy(r, c), gate_at(r, c), up_at(r, c), options);
-  }
 };
 
-TEST_CASE("against double") {
-  auto ctx = make_cpu_context(2);
-  for (const GluOptions& o : kOptions)
-    for_each_size([&](DType t, int64_t rows, int64_t cols) {
-      INFO(name_of(o.kind) << " " << int(o.kind));
-      Run run(o, t, rows, cols);
-      glu_fwd(*ctx, run.forward());
-      glu_bwd(*ctx, run.backward());
-      // Sigmoid and exponential 2.5 ulp and at most five roundings after them; slopes cancel where they cross 0, between
-      // terms below 1.3. An exponential turns the absolute error of its argument, up to five roundings of constants and
-      // products, into a relative one.
-      auto work = [&](int64_t r, int64_t c) {
-        double x = run.gate_at(r, c), argument = 0.0;
-        if (o.kind == GluKind::geglu) argument = x * x / 2;
-        if (o.kind == GluKind::geglu_tanh) argument = 1.6 * std::abs(x) * (1 + 0.045 * x * x);
-        if (o.kind == GluKind::swiglu_oai) argument = std::abs(o.alpha * x);
-        return (10 + 5 * argument) * 0x1p-24;
-      };
-      auto bound = [&](int64_t r, int64_t c, double v, double cancelled) {
-        return std::abs(v) * (1.001 * unit(t) + work(r, c)) + tiny(t) + 10 * 0x1p-24 * cancelled +
-               0x1p-143;  // subnormal factors
-      };
-      auto dgate = [&](int64_t r, int64_t c) { return run.exact_slopes(r, c).dgate; };
-      auto dup = [&](int64_t r, int64_t c) { return run.exact_slopes(r, c).dup; };
-      auto gate_bound = [&](int64_t r, int64_t c) {
-        double factor = o.kind == GluKind::swiglu_oai ? 1 + std::abs(run.up_at(r, c)) : run.up_at(r, c);
-        return bound(r, c, dgate(r, c), 1.3 * std::abs(run.dy(r, c) * factor));
-      };
-      auto up_bound = [&](int64_t r, int64_t c) { return bound(r, c, dup(r, c), 0); };
-      check_close(
-          "y", run.y, [&](int64_t r, int64_t c) { return run.exact(r, c); },
-          [&](int64_t r, int64_t c) {
-            // up + 1 cancels near up = -1
-            double cancelled = o.kind == GluKind::swiglu_oai ? std::abs(run.gate_at(r, c)) : 0.0;
-            return bound(r, c, run.exact(r, c), cancelled);
-          });
-      if (run.wide == 1) {
-        check_close("dgate", run.dgate, dgate, gate_bound);
-        check_close("dup", run.dup, dup, up_bound);
-      } else {
-        check_close(
-            "dgate_up", run.dgate,
-            [&](int64_t r, int64_t c) { return c % 2 == 0 ? dgate(r, c / 2) : dup(r, c / 2); },
-            [&](int64_t r, int64_t c) { return c % 2 == 0 ? gate_bound(r, c / 2) : up_bound(r, c / 2); });
-      }
-    });
-}
-
-TEST_CASE("the formulas' gradients are their slopes") {
-  for (const GluOptions& o : kOptions)
-    for (double gate : {-20.0, -1.2785, -0.3, 0.7, 5.0})
-      for (double up : {-2.0, 0.5, 9.0}) {
-        INFO(int(o.kind) << " at " << gate << ", " << up);
-        double g = gate, u = up;
-        Gradients d = exact_gradients(1.7, g, u, o);
-        auto loss = [&] { return 1.7 * exact_y(g, u, o); };
-        CHECK(d.dgate == doctest::Approx(slope(&g, loss)).epsilon(1e-6));
-        CHECK(d.dup == doctest::Approx(slope(&u, loss)).epsilon(1e-6));
-      }
-}
-
-TEST_CASE("far out: no NaN where the limit exists") {
+TEST_CASE("gradients are slopes") {
+  auto ctx = make_cpu_context(1);
   for (const GluOptions& o : kOptions) {
-    if (is_clamped(o.kind) || o.gate_multiplier != 1.0f || o.kind == GluKind::relu_squared) continue;
     INFO(int(o.kind));
-    Run run(o, DType::f32, 1, 6);
-    double gates[6] = {-200.0, 200.0, INFINITY, NAN, -1e30, 1e30};
-    run.gate.fill([&](int64_t, int64_t c) { return gates[c]; });
-    run.up.fill([](int64_t, int64_t) { return 1.0; });
-    run.dy.fill([](int64_t, int64_t) { return 1.0; });
-    auto ctx = make_cpu_context(1);
-    glu_fwd(*ctx, run.forward());
+    Run run(o, DType::f32, 3, 5);
+    auto loss = [&] {
+      glu_fwd(*ctx, run.forward());
+      return dot(run.y, run.dy);
+    };
     glu_bwd(*ctx, run.backward());
-    double ys[6] = {0.0, 200.0, INFINITY, NAN, 0.0, float(1e30)};
-    check_exact("y", run.y, [&](int64_t, int64_t c) { return ys[c]; });
-    for (int c : {0, 4}) CHECK(run.dgate(0, c) == 0.0);
-    for (int c : {1, 5}) CHECK(run.dgate(0, c) == 1.0);
+    check_slopes("dgate", run.gate, run.dgate, loss, 1e-3);
+    if (run.wide == 1) check_slopes("dup", run.up, run.dup, loss);
   }
 }
 

@@ -1,4 +1,5 @@
-// The sixteen-lane layer: every instruction set gives the same bits, and the functions are as exact as they claim.
+// The sixteen-lane layer: every instruction set gives the same bits, and the functions are as exact as they
+// claim.
 #include "table.h"
 
 namespace tigon::cpu {

@@ -1,4 +1,4 @@
-// The engine of the linear_* ops: chunk plans, the list of rows, products with factors against double, refusals.
+// The engine of the linear_* ops: chunk plans, the list of rows, results of all rows, refusals.
 #include <limits>
 
 #include "table.h"
@@ -71,87 +71,17 @@ TEST_CASE("plan refuses what cannot be met") {
 }
 
 TEST_CASE("chunks by sizes alone") {
-  LinearHeadSizes s = {
-      .device = Device::cuda, .rows = 8192, .hidden = 4096, .vocab = 128256, .dweight = true};
+  LinearHeadSizes s = {.cuda = 1, .worked = 8192, .hidden = 4096, .vocab = 128256, .train_weight = 1};
   CHECK(linear_head_whole_rows(s) == 9420);
   CHECK(linear_head_chunk_rows(s) == 8192);
-  s.rows = 16384;
+  s.worked = 16384;
   CHECK(linear_head_chunk_rows(s) == 4096);
-  s.dweight = false;
+  s.train_weight = 0;
   CHECK(linear_head_chunk_rows(s) == 2048);
-  s.device = Device::cpu, s.rows = 1280;
+  s.cuda = 0, s.worked = 1280;
   CHECK(linear_head_chunk_rows(s) == 1280);
-  s.rows = 1281;
+  s.worked = 1281;
   CHECK(linear_head_chunk_rows(s) == 768);
-}
-
-// Products of given dlogits over chunks of the listed rows, with and without factors; poisoned rows must not show.
-TEST_CASE("gradients with factors against double") {
-  auto ctx = make_cpu_context(2);
-  for (DType t : kFloats)
-    for (bool listed : {false, true})
-      for (bool factored : {false, true})
-        for (int64_t size : {4, 13}) {
-          INFO(text(t) << (listed ? " listed" : "") << (factored ? " factors" : "") << " chunk " << size);
-          Problem p(t);
-          if (!listed) p.target.fill([&](int64_t, int64_t r) { return double(r % p.vocab); });
-          LinearHead head = p.head();
-          linear_head_check(head);
-          LinearHeadRows rows = linear_head_rows(*ctx, head, {.target = p.target.vector()});
-          REQUIRE(rows.listed == listed);
-          std::vector<int64_t> row;
-          for (int64_t r = 0; r < p.rows; ++r)
-            if (p.counts(r)) row.push_back(r);
-          REQUIRE(rows.count == int64_t(row.size()));
-          LinearHeadWorkspace w =
-              linear_head_workspace(*ctx, head, rows, {.chunk = size, .logits = false, .factored = factored});
-          linear_head_clear(*ctx, head, rows);
-          Matrix dlogits = p.dlogits.matrix();
-          for (int64_t begin = 0; begin < rows.count; begin += size) {
-            LinearHeadChunk c = linear_head_chunk(head, rows, w, begin, std::min(size, rows.count - begin));
-            c.logits = dlogits;
-            c.logits.rows = c.count;
-            c.logits.data = static_cast<char*>(dlogits.data) + begin * dlogits.stride * int64_t(size_of(t));
-            linear_head_gradients(
-                *ctx, head, c,
-                {.first = begin == 0,
-                 .factor = factored ? linear_head_part(p.factor.vector(), begin, c.count) : Vector{}});
-          }
-          auto f = [&](int64_t i) { return factored ? p.factor(i) : 1.0; };
-          int64_t n = rows.count;
-          double u = 4 * unit(t) + 64 * 0x1p-24;
-          auto place = [&](int64_t r) {
-            auto at = std::find(row.begin(), row.end(), r);
-            return at == row.end() ? int64_t(-1) : int64_t(at - row.begin());
-          };
-          auto sum = [&](int64_t terms, bool size_only, auto term) {
-            double s = 0;
-            for (int64_t i = 0; i < terms; ++i) s += size_only ? std::abs(term(i)) : term(i);
-            return s;
-          };
-          auto dh = [&](int64_t r, int64_t h, bool abs) {
-            int64_t i = place(r);
-            return i < 0 ? 0.0
-                         : sum(
-                               p.vocab, abs,
-                               [&](int64_t v) { return f(i) * p.dlogits(i, v) * p.weight(v, h); });
-          };
-          auto dw = [&](int64_t v, int64_t h, bool abs) {
-            return sum(n, abs,
-                       [&](int64_t i) { return f(i) * p.dlogits(i, v) * p.hidden(row[size_t(i)], h); });
-          };
-          auto db = [&](int64_t, int64_t v, bool abs) {
-            return sum(n, abs, [&](int64_t i) { return f(i) * p.dlogits(i, v); });
-          };
-          auto check = [&](const char* name, const Table& got, auto exact) {
-            check_close(
-                name, got, [&](int64_t r, int64_t c) { return exact(r, c, false); },
-                [&](int64_t r, int64_t c) { return u * exact(r, c, true); });
-          };
-          check("dhidden", p.dhidden, dh);
-          check("dweight", p.dweight, dw);
-          check("dbias", p.dbias, db);
-        }
 }
 
 TEST_CASE("labels in advance stay in their sequence") {
@@ -161,10 +91,12 @@ TEST_CASE("labels in advance stay in their sequence") {
   target.fill([](int64_t, int64_t r) { return double(100 + r); });
   position_ids.fill([](int64_t, int64_t r) { return double(r < 5 ? r : r < 6 ? 0 : r - 6); });  // 5, 1 and 6
   auto labels = [&](const LinearHeadShift& by) {
-    Vector out = linear_head_labels(*ctx, "driver", target.vector(), -7, by);
+    Vector out =
+        linear_head_labels(*ctx, "driver", {.target = target.vector(), .ignore_index = -7, .shift = by})
+            .target;
     return Rows(out.as<int64_t>(), out.as<int64_t>() + out.size);
   };
-  CHECK(linear_head_labels(*ctx, "driver", target.vector(), -7, {}).data == target.vector().data);
+  CHECK(linear_head_labels(*ctx, "driver", {.target = target.vector()}).target.data == target.vector().data);
   CHECK(labels({.shift = 1}) == Rows{101, 102, 103, 104, 105, 106, 107, 108, 109, 110, 111, -7});
   CHECK(labels({.shift = 2, .length = 4}) == Rows{102, 103, -7, -7, 106, 107, -7, -7, 110, 111, -7, -7});
   for (int64_t past : {int64_t(4), int64_t(5), std::numeric_limits<int64_t>::max()})

@@ -1,5 +1,5 @@
-// Losses of preferences and policies on the streaming head, in the core: gradients against finite differences, chunks of any size
-// against the whole, refusals before anything is written.
+// Losses of preferences and policies on the streaming head, in the core: gradients against finite
+// differences, chunks of any size against the whole, refusals before anything is written.
 #include "table.h"
 #include "tigon/ops/linear_preference/linear_policy.h"
 #include "tigon/ops/linear_preference/linear_preference.h"
@@ -46,7 +46,7 @@ struct Run {
   }
   LinearPreference preference(PreferenceKind kind, int64_t chunk) {
     bool lone = kind == PreferenceKind::kto;
-    LinearPreference a = {.head = head(), .labels = target.vector(), .chunk_rows = chunk};
+    LinearPreference a = {.head = head(), .labels = {.target = target.vector(), .chunk_rows = chunk}};
     a.ref = {.op = "test", .hidden = ref_hidden.matrix(), .weight = ref_weight.matrix()};
     a.loss.formula.kind = kind;
     a.loss.formula.nll = lone ? 0.0 : 0.3;
@@ -59,7 +59,7 @@ struct Run {
     return a;
   }
   LinearPolicy policy(PolicyLevel level, int64_t chunk) {
-    LinearPolicy a = {.head = head(), .labels = target.vector(), .chunk_rows = chunk};
+    LinearPolicy a = {.head = head(), .labels = {.target = target.vector(), .chunk_rows = chunk}};
     a.loss.formula = {.kind = PolicyKind::sapo, .level = level, .by_answer = true, .entropy_factor = 0.2};
     a.loss.answers = kAnswers, a.loss.tokens = kTokens;
     a.loss.advantage = advantage.vector();
@@ -74,25 +74,17 @@ struct Run {
 };
 
 template <class Call>
-void check_slopes(const Call& call) {
+void check_gradients(const Call& call) {
   auto ctx = make_cpu_context(2);
   Run run;
   call(*ctx, run, 0);
-  Table dhidden = run.dhidden, dweight = run.dweight;
-  CHECK(dhidden.guards_intact());
-  CHECK(dweight.guards_intact());
-  for (auto [values, slopes] : {std::pair{&run.hidden, &dhidden}, {&run.weight, &dweight}})
-    for (int64_t r = 0; r < values->rows(); r += 3)
-      for (int64_t c = 0; c < kHidden; c += 2) {
-        double at = (*values)(r, c), losses[2];
-        for (int up : {0, 1}) {
-          values->set(r, c, at + (up ? 0.01 : -0.01));
-          call(*ctx, run, 0);
-          losses[up] = run.loss();
-        }
-        values->set(r, c, at);
-        CHECK((*slopes)(r, c) == doctest::Approx((losses[1] - losses[0]) / 0.02).epsilon(0.02).scale(0.02));
-      }
+  const Table dhidden = run.dhidden, dweight = run.dweight;
+  auto loss = [&] {
+    call(*ctx, run, 0);
+    return run.loss();
+  };
+  check_slopes("dhidden", run.hidden, dhidden, loss);
+  check_slopes("dweight", run.weight, dweight, loss);
 }
 template <class Call>
 void check_chunks(const Call& call) {
@@ -126,7 +118,7 @@ void each_call(const Fn& fn) {
 }
 
 TEST_CASE("gradients are slopes of the loss") {
-  each_call([](const auto& call) { check_slopes(call); });
+  each_call([](const auto& call) { check_gradients(call); });
 }
 
 TEST_CASE("chunks change nothing but the order of additions") {
@@ -148,9 +140,9 @@ TEST_CASE("refusals come before anything is written") {
   refused("beta must be > 0", [](LinearPreference& a) { a.loss.formula.beta = -1.0; });
   refused("ref must have 30 rows, got 29", [](LinearPreference& a) { a.ref.hidden.rows = 29; });
   refused("ref must have 11 classes, got 10", [](LinearPreference& a) { a.ref.weight.rows = 10; });
-  refused("temperature must be > 0", [](LinearPreference& a) { a.temperature = 0.0f; });
-  refused("chunk_rows must be >= 1", [](LinearPreference& a) { a.chunk_rows = -1; });
-  refused("valid_rows must be", [](LinearPreference& a) { a.valid_rows = 3; });
+  refused("temperature must be > 0", [](LinearPreference& a) { a.formula.temperature = 0.0f; });
+  refused("chunk_rows must be >= 1", [](LinearPreference& a) { a.labels.chunk_rows = -1; });
+  refused("valid_rows must be", [](LinearPreference& a) { a.labels.valid_rows = 3; });
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
-// The sharded head on threads against the unsharded one: uneven and empty shards, options, shares of the rows, bits.
+// The sharded head on threads against the unsharded one: uneven and empty shards, options, shares of the
+// rows, bits.
 #include "thread_communicator.h"
 #include "tigon/ops/linear_cross_entropy/linear_cross_entropy_sharded.h"
 
@@ -41,19 +42,17 @@ struct Problem {
   }
 
   LinearCrossEntropy call() {
-    LinearCrossEntropy a = {.reduction = o.reduction,
-                            .label_smoothing = o.smoothing,
-                            .softcap = o.softcap,
-                            .logit_scale = o.logit_scale,
-                            .temperature = o.temperature,
-                            .z_loss = o.z_loss,
-                            .chunk_rows = 8};
-    a.lora_scale = 0.5f;
-    if (o.low_rank) a.lora_a = lora_a.matrix(), a.lora_b = lora_b.matrix();
+    LinearCrossEntropy a = {
+        .head = {.lora_scale = 0.5f},
+        .labels = {.target = target.vector(), .chunk_rows = 8},
+        .formula = {.softcap = o.softcap, .logit_scale = o.logit_scale, .temperature = o.temperature},
+        .reduction = {.kind = o.reduction},
+        .label_smoothing = o.smoothing,
+        .z_loss = o.z_loss};
+    if (o.low_rank) a.head.lora_a = lora_a.matrix(), a.head.lora_b = lora_b.matrix();
     if (o.weighted) a.class_weight = class_weight.vector();
     if (o.tokens) a.token_weight = token_weight.vector();
     if (o.reduction == Reduction::none) a.upstream = upstream.vector();
-    a.target = target.vector();
     return a;
   }
 };
@@ -77,27 +76,24 @@ struct Results {
         dlora_b(DType::f32, columns, kRank) {}
 
   void into(LinearCrossEntropy& a) {
-    a.loss = loss.vector(), a.z_term = z_term.vector(), a.log_prob = log_prob.vector();
-    a.lse = lse.vector(), a.entropy = entropy.vector();
-    if (a.reduction != Reduction::none) a.total = total.vector(), a.scale = scale.vector();
-    a.dhidden = dhidden.matrix(), a.dweight = dweight.matrix(), a.dbias = dbias.vector();
-    if (a.lora_a.data) a.dlora_a = dlora_a.matrix(), a.dlora_b = dlora_b.matrix();
+    a.results = {.loss = loss.vector(),
+                 .z_term = z_term.vector(),
+                 .log_prob = log_prob.vector(),
+                 .lse = lse.vector(),
+                 .entropy = entropy.vector()};
+    if (a.reduction.kind != Reduction::none)
+      a.reduction.total = total.vector(), a.reduction.scale = scale.vector();
+    a.head.dhidden = dhidden.matrix(), a.head.dweight = dweight.matrix(), a.head.dbias = dbias.vector();
+    if (a.head.lora_a.data) a.head.dlora_a = dlora_a.matrix(), a.head.dlora_b = dlora_b.matrix();
   }
 };
-
-Matrix rows_of(Table& t, int64_t first, int64_t count) {
-  Matrix m = t.matrix();
-  m.data = static_cast<char*>(m.data) + first * m.stride * int64_t(size_of(m.dtype));
-  m.rows = count;
-  return m;
-}
 
 Results unsharded(Problem& p) {
   Results r(p.type, kRows, p.vocab);
   auto ctx = make_cpu_context(1);
   LinearCrossEntropy a = p.call();
-  a.hidden = p.hidden.matrix(), a.weight = p.weight.matrix();
-  if (p.o.biased) a.bias = p.bias.vector();
+  a.head.hidden = p.hidden.matrix(), a.head.weight = p.weight.matrix();
+  if (p.o.biased) a.head.bias = p.bias.vector();
   r.into(a);
   linear_cross_entropy(*ctx, a);
   return r;
@@ -127,10 +123,11 @@ std::vector<Results> sharded(Problem& p, const Columns& columns, bool shares) {
         .sequence_parallel = shares,
         .shard_weight = {.data = weights.data(), .size = int64_t(weights.size())},
         .weight_sum = {.data = &sum, .size = 1}};
-    call.head.hidden = shares ? rows_of(p.hidden, int64_t(r) * rows, rows) : p.hidden.matrix();
-    call.head.weight = rows_of(p.weight, first[r], columns[r]);
-    if (p.o.biased) call.head.bias = {.data = p.bias.vector().as<float>() + first[r], .size = columns[r]};
-    if (p.o.low_rank) call.head.lora_b = rows_of(p.lora_b, first[r], columns[r]);
+    LinearHead& head = call.head.head;
+    head.hidden = shares ? rows_from(p.hidden.matrix(), int64_t(r) * rows, rows) : p.hidden.matrix();
+    head.weight = rows_from(p.weight.matrix(), first[r], columns[r]);
+    if (p.o.biased) head.bias = {.data = p.bias.vector().as<float>() + first[r], .size = columns[r]};
+    if (p.o.low_rank) head.lora_b = rows_from(p.lora_b.matrix(), first[r], columns[r]);
     results[r].into(call.head);
     linear_cross_entropy_sharded(*ctx, ranks_, call);
   });
@@ -241,12 +238,12 @@ TEST_CASE("a sharded head refuses what it does not do") {
   ThreadCommunicator alone(group, 0);
   Results r(DType::f32, kRows, 41);
   LinearCrossEntropySharded call = {.head = p.call(), .classes = 40};
-  call.head.hidden = p.hidden.matrix(), call.head.weight = p.weight.matrix();
+  call.head.head.hidden = p.hidden.matrix(), call.head.head.weight = p.weight.matrix();
   r.into(call.head);
   CHECK_THROWS_WITH_AS(
       linear_cross_entropy_sharded(*ctx, alone, call),
       "[linear_cross_entropy_sharded] first_class must leave room for 41 of 40 classes, got 0", Error);
-  call.classes = 41, call.head.valid_rows = 3;
+  call.classes = 41, call.head.labels.valid_rows = 3;
   CHECK_THROWS_WITH_AS(linear_cross_entropy_sharded(*ctx, alone, call),
                        "[linear_cross_entropy_sharded] valid_rows must be -1, got 3", Error);
 }

@@ -1,5 +1,5 @@
-// The plans of the norm family (tigon/base/cuda/norm_plan.h) for the shapes of norm_plans.txt, which lists them: a change of a
-// table or of the selection shows there. TIGON_WRITE_PLANS=1 writes the file anew.
+// The plans of the norm family (tigon/base/cuda/norm_plan.h) for the shapes of norm_plans.txt, which lists
+// them: a change of a table or of the selection shows there. TIGON_WRITE_PLANS=1 writes the file anew.
 #include <cstdlib>
 #include <fstream>
 #include <sstream>
@@ -74,7 +74,8 @@ std::vector<Traits> all_traits() {
   };
 }
 
-// Contiguous rows in memory that begins `offset` elements after an aligned address, the inputs `shift` elements further.
+// Contiguous rows in memory that begins `offset` elements after an aligned address, the inputs `shift`
+// elements further.
 NormProblem problem_of(const Traits& t, int64_t rows, int64_t cols, int groups, int64_t offset,
                        int64_t shift) {
   auto operand = [&](int bytes, int64_t elements) {

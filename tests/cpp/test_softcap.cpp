@@ -1,4 +1,5 @@
-// The softcap by a polynomial, as the CUDA kernels evaluate it, against the formula in double: every bf16 and f16 number, many f32.
+// The softcap by a polynomial, as the CUDA kernels evaluate it, against the formula in double: every bf16 and
+// f16 number, many f32.
 #include <cmath>
 
 #include "table.h"

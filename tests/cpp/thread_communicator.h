@@ -74,7 +74,8 @@ class ThreadCommunicator final : public Communicator {
   int rank_;
 };
 
-// fn(communicator) on a thread per rank; what one throws is thrown here (the others must not be waiting for it).
+// fn(communicator) on a thread per rank; what one throws is thrown here (the others must not be waiting for
+// it).
 template <class Fn>
 void on_ranks(int ranks, const Fn& fn) {
   ThreadGroup group(ranks);

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import os
 import sys
 from unittest import mock
 
@@ -34,6 +33,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from two_processes import (
+    accelerated,
     case,
     check_gradients,
     data,
@@ -133,8 +133,9 @@ def ddp_main_grad():
 
 LAYOUTS = {
     f"{head}-{'reshard' if layers else 'keep'}": (head, layers, when)
-    for head in ("root", "own", "tail") for layers, when in ((True, "before"), (False, "after"))
-}  # fmt: skip
+    for head in ("root", "own", "tail")
+    for layers, when in ((True, "before"), (False, "after"))
+}
 
 
 @case(**LAYOUTS)
@@ -358,29 +359,10 @@ def fsdp2_lora():
 
 @case(needs="accelerate", untied=("llama",), tied=("llama_bias_tied",))
 def accelerate_fsdp2(family):
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.state import AcceleratorState
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
     model = make(family)
     losses, want = wanted(model)
     report = apply(model)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", ACCELERATE_USE_CPU="true")
-    try:
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True,
-            transformer_cls_names_to_wrap=["LlamaDecoderLayer"], cpu_ram_efficient_loading=False,
-        )  # fmt: skip
-        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
-        accelerator.state.fsdp_plugin = plugin
-        plugin.set_auto_wrap_policy(model)
-        plugin.cpu_ram_efficient_loading = False
-        model = fsdp2_prepare_model(accelerator, model)
-    finally:
-        for name in ("ACCELERATE_USE_FSDP", "FSDP_VERSION", "ACCELERATE_USE_CPU"):
-            del os.environ[name]
-    two_steps(model, losses, want)
+    two_steps(accelerated(model), losses, want)
     fused(report, 2)
 
 

@@ -60,20 +60,22 @@ def dtensor_head(function, options):
     leaves = {name: p[name].clone().requires_grad_() for name in ("hidden", "weight", "bias")}
     want = function(leaves["hidden"], leaves["weight"], p["target"], bias=leaves["bias"], **options)
     scalar(want).backward()
-    for of_weight in (HERE, ALL):
-        for of_hidden in (None, ALL, HERE):
-            if of_weight == ALL and of_hidden == HERE:
+    for weight_place in (HERE, ALL):
+        for hidden_place in (None, ALL, HERE):
+            if weight_place == ALL and hidden_place == HERE:
                 continue
-            weight, bias = place(p["weight"], of_weight), place(p["bias"], of_weight)
+            weight, bias = place(p["weight"], weight_place), place(p["bias"], weight_place)
             hidden = (
-                p["hidden"].clone().requires_grad_() if of_hidden is None else place(p["hidden"], of_hidden)
+                p["hidden"].clone().requires_grad_()
+                if hidden_place is None
+                else place(p["hidden"], hidden_place)
             )
             got = function(hidden, weight, p["target"], bias=bias, **options)
             for a, b in zip(whole(got), whole(want), strict=True):
                 assert type(a) is torch.Tensor
                 near(a, b)
             scalar(got).backward()
-            assert list(weight.grad.placements) == of_weight
+            assert list(weight.grad.placements) == weight_place
             for name, tensor in (("hidden", hidden), ("weight", weight), ("bias", bias)):
                 near(full(tensor.grad), leaves[name].grad)
 
@@ -87,9 +89,9 @@ def dtensor_lora():
     hidden, weight, *low = leaves.values()
     want = tigon.linear_cross_entropy(hidden, weight, p["target"], lora=(*low, 0.5))
     want.backward()
-    for of_weight, of_hidden in ((HERE, None), (HERE, ALL), (HERE, HERE), (ALL, None)):
-        for of_a in (None, ALL):
-            places = (of_hidden, of_weight, of_a, of_weight)
+    for weight_place, hidden_place in ((HERE, None), (HERE, ALL), (HERE, HERE), (ALL, None)):
+        for a_place in (None, ALL):
+            places = (hidden_place, weight_place, a_place, weight_place)
             got = {
                 name: p[name].clone().requires_grad_() if where is None else place(p[name], where)
                 for name, where in zip(names, places, strict=True)
@@ -272,7 +274,7 @@ def dtensor_norm_module():
 
 
 @case(shards=(False,), dtensor=(True,))
-def losses_of_sharded_log_prob(of_dtensor):
+def losses_of_sharded_log_prob(dtensor_weight):
     """Policy gradients and preferences on a sharded head (docs/distributed.md): those of the whole one."""
     p = problem(torch.float32, 35)
     tokens = (
@@ -293,7 +295,7 @@ def losses_of_sharded_log_prob(of_dtensor):
     leaves = [hidden.clone().requires_grad_(), p["weight"].clone().requires_grad_()]
     want = losses(tigon.linear_log_prob, *leaves)
     sum(want).backward()
-    if of_dtensor:
+    if dtensor_weight:
         call, weight = tigon.linear_log_prob, place(p["weight"], HERE)
     else:
         call = parallel_log_prob
@@ -303,7 +305,7 @@ def losses_of_sharded_log_prob(of_dtensor):
     sum(got).backward()
     near(torch.stack(got), torch.stack(want))
     near(own.grad, leaves[0].grad)
-    grad = weight.grad.to_local() if of_dtensor else weight.grad
+    grad = weight.grad.to_local() if dtensor_weight else weight.grad
     near(grad, leaves[1].grad.split([126, 125])[dist.get_rank()])
 
 

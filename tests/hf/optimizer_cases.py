@@ -33,13 +33,14 @@ def adamw_of_shards(rounding):
     plain = [nn.Parameter(p) for p in drawn(0)]
     placements = ([Shard(0)], [Shard(0)], [Shard(0)], [Replicate()])
     sharded = [
-        nn.Parameter(distribute_tensor(p, mesh(), how)) for p, how in zip(drawn(0), placements, strict=True)
+        nn.Parameter(distribute_tensor(p, mesh(), placement))
+        for p, placement in zip(drawn(0), placements, strict=True)
     ]
     options = {"lr": 1e-2, "rounding": rounding, "seed": 5}
     a, b = AdamW(plain, **options), AdamW(sharded, max_grad_norm=1.0, **options)
     for i in range(4):
-        for p, q, g, how in zip(plain, sharded, drawn(i + 1), placements, strict=True):
-            p.grad, q.grad = g, distribute_tensor(g.clone(), mesh(), how)
+        for p, q, g, placement in zip(plain, sharded, drawn(i + 1), placements, strict=True):
+            p.grad, q.grad = g, distribute_tensor(g.clone(), mesh(), placement)
         norm = a.clip_grad_norm_(1.0)
         a.step(), b.step()
         assert abs(norm - b.grad_norm) <= 1e-7 * norm
@@ -57,11 +58,13 @@ def clip_grad_norm_of_shards():
     grads = drawn(3, torch.float32)
     placements = ([Shard(0)], [Replicate()], [Shard(1)], None)
     params = []
-    for g, how in zip(grads, placements, strict=True):
+    for g, placement in zip(grads, placements, strict=True):
         p = nn.Parameter(
-            torch.zeros_like(g) if how is None else distribute_tensor(torch.zeros_like(g), mesh(), how)
+            torch.zeros_like(g)
+            if placement is None
+            else distribute_tensor(torch.zeros_like(g), mesh(), placement)
         )
-        p.grad = g.clone() if how is None else distribute_tensor(g.clone(), mesh(), how)
+        p.grad = g.clone() if placement is None else distribute_tensor(g.clone(), mesh(), placement)
         params.append(p)
     exact = torch.cat([g.double().view(-1) for g in grads]).norm()
     norm = tigon.clip_grad_norm_(params, 0.5)

@@ -1,7 +1,9 @@
 """The cases of two processes that have files of their own: importing them registers them."""
 
 import dtensor_cases  # noqa: F401
+import lora_cases  # noqa: F401
 import megatron_cases  # noqa: F401
+import multi_token_cases  # noqa: F401
 import optimizer_cases  # noqa: F401
 import parallel_cases  # noqa: F401
 import parallel_name_cases  # noqa: F401

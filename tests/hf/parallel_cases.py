@@ -63,7 +63,7 @@ def drawn_on_cpu(dtype, g):
         "hidden": draw(S, B, H).to(dtype), "weight": (draw(V, H) / H**0.5).to(dtype),
         "bias": draw(V).to(dtype),
         "target": target, "class_weight": torch.rand(V, generator=g) + 0.5,
-        "token_weight": torch.rand(S, B, generator=g), "upstream": draw(S, B), "of_entropy": draw(S, B),
+        "token_weight": torch.rand(S, B, generator=g), "upstream": draw(S, B), "entropy_grad": draw(S, B),
         "lora_a": (draw(RANK, H) / H**0.5).to(dtype), "lora_b": draw(V, RANK).to(dtype),
     }  # fmt: skip
 
@@ -139,7 +139,7 @@ def backward(results, p):
     loss, *others = results
     total = (loss * p["upstream"].to(loss.dtype)).sum() if loss.dim() else loss
     for other in others:
-        total = total + (other * p["of_entropy"].to(other.dtype)).sum()
+        total = total + (other * p["entropy_grad"].to(other.dtype)).sum()
     total.backward()
 
 
@@ -193,8 +193,8 @@ def sharded(p, options, layout, sp, function, **more):
     results = function(hidden, weight, p["target"], group(), **(kwargs | more))
     results = results if isinstance(results, tuple) else (results,)
     backward(results, p)
-    of_lora = (kwargs.get("lora") or (None, None))[:2]
-    gradients = [None if t is None else t.grad for t in (hidden, weight, bias, *of_lora)]
+    lora_leaves = (kwargs.get("lora") or (None, None))[:2]
+    gradients = [None if t is None else t.grad for t in (hidden, weight, bias, *lora_leaves)]
     if options.get("main_grad"):
         assert weight.grad is None
         gradients[1] = weight.main_grad
@@ -227,15 +227,15 @@ def compare(draw, options, layout, sp, call, unsharded, **more):
 def compared(p, options, layout, sp, call, unsharded, more):
     """Of one problem: names, ours, the plain formulation's, the exact values."""
     results, gradients = sharded(p, options, layout, sp, call, **more)
-    eager, of_eager = plain(p, None, unsharded)
-    exact, of_exact = plain(p, torch.float64, unsharded)
+    eager, eager_grads = plain(p, None, unsharded)
+    exact, exact_grads = plain(p, torch.float64, unsharded)
     for i, (got, e, x) in enumerate(zip(results, eager, exact, strict=True)):
         yield f"result {i}", got, e.float(), x
     again, gradients_again = sharded(p, options, layout, sp, call, **more)
     for a, b in zip([*results, *gradients], [*again, *gradients_again], strict=True):
         assert a is b is None or torch.equal(a, b), "two runs differ"
     _, columns, _ = LAYOUTS[layout][rank()]
-    for name, got, e, x in zip(LEAVES, gradients, of_eager, of_exact, strict=True):
+    for name, got, e, x in zip(LEAVES, gradients, eager_grads, exact_grads, strict=True):
         if got is None:
             continue
         if name == "hidden":
@@ -372,12 +372,12 @@ def parallel_confident():
     p = problem(torch.float32, 6)
     p["weight"] *= 40
     p["target"] = (p["hidden"] @ p["weight"].T).argmax(-1)
-    exact, of_exact = plain(p, torch.float64, lambda p: [formula(p, {"reduction": "none"})])
+    exact, exact_grads = plain(p, torch.float64, lambda p: [formula(p, {"reduction": "none"})])
     (loss,), (dhidden, *_) = sharded(p, {"reduction": "none"}, "uneven", False, parallel.linear_cross_entropy)
     whole = p["hidden"].clone().requires_grad_()
     unsharded = tigon.linear_cross_entropy(whole, p["weight"], p["target"], reduction="none")
     (unsharded * p["upstream"]).sum().backward()
-    for got, one, x in ((loss, unsharded, exact[0]), (dhidden, whole.grad, of_exact[0])):
+    for got, one, x in ((loss, unsharded, exact[0]), (dhidden, whole.grad, exact_grads[0])):
         ours, theirs = ((t.double() - x).abs().max() for t in (got, one))
         assert ours <= 2 * theirs + 1e-12, (ours, theirs)
 
@@ -412,8 +412,8 @@ def parallel_given_logits():
         p["hidden"], p["weight"] = logits, torch.eye(V, dtype=dtype)
         chosen = options if layout != "uneven" else {}
         chosen = chosen | {"reduction": reduction}
-        eager, of_eager = plain(p, None, lambda p, o=chosen: [formula(p, o)])
-        exact, of_exact = plain(p, torch.float64, lambda p, o=chosen: [formula(p, o)])
+        eager, eager_grads = plain(p, None, lambda p, o=chosen: [formula(p, o)])
+        exact, exact_grads = plain(p, torch.float64, lambda p, o=chosen: [formula(p, o)])
         own = mine(logits.movedim(-1, 0), layout).movedim(0, -1).clone().requires_grad_()
         kwargs = {k: v for k, v in chosen.items() if k != "class_weight"}
         kwargs["weight"] = p["class_weight"] if "class_weight" in chosen else None
@@ -423,7 +423,7 @@ def parallel_given_logits():
         held("loss", (everywhere(loss), eager[0].float(), exact[0]))
         assert not own.grad[..., columns:].any()
         places = slice(first, first + columns)
-        held("dlogits", (own.grad[..., :columns], of_eager[0][..., places], of_exact[0][..., places]))
+        held("dlogits", (own.grad[..., :columns], eager_grads[0][..., places], exact_grads[0][..., places]))
 
 
 def loss_of(p, **more):
@@ -462,14 +462,16 @@ def parallel_broken_rows():
         p = problem(torch.float32, 9)
         p["target"][3, 1] = 100 if half.start else 200
         p["bias"][half] = -torch.inf
-        exact, of_exact = plain(p, torch.float64, lambda p: [formula(p, {"reduction": "none", "bias": True})])
+        exact, exact_grads = plain(
+            p, torch.float64, lambda p: [formula(p, {"reduction": "none", "bias": True})]
+        )
         (loss,), (dhidden, *_) = sharded(
             p, {"reduction": "none", "bias": True}, "uneven", False, parallel.linear_cross_entropy
         )
         there = torch.isfinite(exact[0])
         assert there[3, 1] and torch.equal(loss.isinf(), exact[0].isinf())
         assert (loss - exact[0])[there].abs().max() < 1e-5
-        assert (dhidden - of_exact[0])[there].abs().max() < 1e-5
+        assert (dhidden - exact_grads[0])[there].abs().max() < 1e-5
 
 
 @case

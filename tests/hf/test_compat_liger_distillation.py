@@ -54,7 +54,7 @@ def test_fused_linear_jsd(beta):
         assert_same(module(x, w, y, u, given), wanted, (x, w))
     got = distillation.LigerFusedLinearJSDFunction.apply(
         x, w, y, u, labels, beta, -100, 1.0, None, None, None
-    )  # fmt: skip
+    )
     kept = labels != -100
     assert_same(got, divergence(x @ w.t(), y @ u.t(), beta)[kept].sum() / kept.sum(), (x, w))
 
@@ -85,10 +85,10 @@ def test_chunked_jsd(beta, weights):
     labelled = F.cross_entropy(s, labels, ignore_index=-100)
     options = {"weight_hard_loss": hard, "weight_soft_loss": soft, "beta": beta, "temperature": 0.7}
     module = chunked_loss.LigerFusedLinearJSDLoss(**options, compiled=False, return_soft_hard_loss=True)
-    loss, of_soft, of_hard = module(x, w, y, u, labels, b, c)
+    loss, soft_part, hard_part = module(x, w, y, u, labels, b, c)
     assert_same(loss, hard * labelled + soft * rows, (x, w, b))
-    torch.testing.assert_close(of_soft, rows.detach())
-    torch.testing.assert_close(of_hard, labelled.detach())
+    torch.testing.assert_close(soft_part, rows.detach())
+    torch.testing.assert_close(hard_part, labelled.detach())
     assert torch.equal(chunked_loss.LigerFusedLinearJSDLoss(**options)(x, w, y, u, labels, b, c), loss)
 
 

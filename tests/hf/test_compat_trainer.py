@@ -175,12 +175,13 @@ def test_compute_metrics(tmp_path):
         return {"right": float((prediction.predictions == prediction.label_ids).mean())}
 
     run(
-        tmp_path, callbacks=[tigon.TigonTrainerCallback()],
+        tmp_path,
+        callbacks=[tigon.TigonTrainerCallback()],
         trainer_options={
             "compute_metrics": metrics,
             "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
         },
-    )  # fmt: skip
+    )
     assert seen == [(4, 11)]
 
 

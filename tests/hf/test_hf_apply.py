@@ -323,13 +323,13 @@ def test_modules_that_are_no_transformers_model():
     assert torch.equal(block(x), wanted)
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
-def test_copies_are_patched_and_independent(how):
+@pytest.mark.parametrize("method", ["deepcopy", "pickle"])
+def test_copies_are_patched_and_independent(method):
     model = make()
     apply(model)
     inputs = batch()
     wanted = step(model, inputs)
-    if how == "deepcopy":
+    if method == "deepcopy":
         twin = copy.deepcopy(model)
     else:
         file = io.BytesIO()

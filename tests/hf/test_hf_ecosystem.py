@@ -299,8 +299,9 @@ def test_lora_adapter_switched_off(device):
     stock = make(device=device)
     inputs = batch(device)
     wanted = stock(**inputs).loss.detach()
-    config = peft.LoraConfig(r=2, init_lora_weights=False, modules_to_save=["lm_head"],
-                             target_modules=["q_proj", "gate_proj"])  # fmt: skip
+    config = peft.LoraConfig(
+        r=2, init_lora_weights=False, modules_to_save=["lm_head"], target_modules=["q_proj", "gate_proj"]
+    )
     model = peft.get_peft_model(stock, config).train()
     apply(model)
     assert (model(**inputs).loss - wanted).abs() > 1e-6

@@ -119,9 +119,9 @@ def test_layers(family, implementation, dtype, away):
     for found in (exact, wanted):
         found[2] = found[2].masked_fill(ids == E, 0.0)
     names = ("y", "x", "weights", *(name for name, _ in stock.named_parameters()))
-    for name, got, of_stock, best in zip(names, step(patched, *inputs), wanted, exact, strict=True):
-        assert got.dtype == of_stock.dtype
-        assert_as_good(got, of_stock, best, 2 * torch.finfo(dtype).eps, name)
+    for name, got, stock_value, best in zip(names, step(patched, *inputs), wanted, exact, strict=True):
+        assert got.dtype == stock_value.dtype
+        assert_as_good(got, stock_value, best, 2 * torch.finfo(dtype).eps, name)
     undo(patched)
     assert patched[0].config._experts_implementation == implementation
     assert torch.equal(step(patched, *known)[0], wanted[0])

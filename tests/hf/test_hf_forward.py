@@ -49,22 +49,24 @@ def pickled(model):
     return pickle.loads(pickle.dumps(model))
 
 
-@pytest.mark.parametrize("how", [lambda model: model, copied, pickled], ids=["itself", "copied", "pickled"])
+@pytest.mark.parametrize(
+    "wrapper", [lambda model: model, copied, pickled], ids=["itself", "copied", "pickled"]
+)
 @pytest.mark.parametrize("kind", [Wrapper, Keeper])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_forward_called_by_itself(kind, when, how):
+def test_forward_called_by_itself(kind, when, wrapper):
     model, inputs = make(), batch()
     wanted = step(model, inputs)
     if when == "before":
         apply(model)
     wrapped = kind(model)
     report = apply(wrapped)
-    wrapped = how(wrapped)
+    wrapped = wrapper(wrapped)
     got = step(wrapped, inputs)
     close(got[0], wanted[0])
     for name, grad in wanted[1].items():
         close(got[1][f"model.{name}"], grad, ulps=256)
-    if how is not pickled:  # a pickle has a report of its own
+    if wrapper is not pickled:  # a pickle has a report of its own
         assert (report.head_calls.fused, report.head_calls.lazy) == (1, 1)
     assert isinstance(wrapped(**inputs).logits, LazyLogits)
     assert wrapped(**inputs, skip_logits=True).logits is None

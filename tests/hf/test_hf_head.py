@@ -18,22 +18,20 @@ CALLS = {
     "num_items_int": lambda _: {"num_items_in_batch": 37},
     "num_items_on_cpu": lambda _: {"num_items_in_batch": torch.tensor(37)},
     "shift_labels": lambda device: {"shift_labels": batch(device, seed=5)["labels"]},
-    "logits_to_keep": lambda device: {"logits_to_keep": 4,
-                                      "labels": batch(device)["labels"][:, -4:]},
+    "logits_to_keep": lambda device: {"logits_to_keep": 4, "labels": batch(device)["labels"][:, -4:]},
     "logits_to_keep_positions": lambda device: {
         "logits_to_keep": torch.tensor([1, 3, 4], device=device),
         "labels": batch(device)["labels"][:, [1, 3, 4]],
     },
     "ignore_index": lambda _: {"ignore_index": 5},
     "extra_keywords": lambda _: {"skip_logits": None},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("call", CALLS)
 def test_loss_call(call, device):
     stock = make(device=device)
-    inputs = {**batch(device, masked=0.25 if call != "ignore_index" else 0.0),
-              **CALLS[call](device)}  # fmt: skip
+    inputs = {**batch(device, masked=0.25 if call != "ignore_index" else 0.0), **CALLS[call](device)}
     wanted = step(stock, inputs)
     report = apply(stock)
     got = step(stock, inputs)
@@ -137,8 +135,7 @@ def test_custom_loss_function_is_kept_and_still_caught(device):
     stock = make(device=device)
 
     def loss_function(logits, labels, vocab_size, **_):
-        return 2 * F.cross_entropy(logits[:, :-1].float().reshape(-1, vocab_size),
-                                   labels[:, 1:].reshape(-1))  # fmt: skip
+        return 2 * F.cross_entropy(logits[:, :-1].float().reshape(-1, vocab_size), labels[:, 1:].reshape(-1))
 
     stock.loss_function = loss_function
     inputs = batch(device)
@@ -230,20 +227,20 @@ def test_loss_outside_of_autocast(device):
 
 
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
-@pytest.mark.parametrize("how", ["labels", "shift_labels", "positional"])
-def test_evaluation_without_logits(how, grad, device):
+@pytest.mark.parametrize("form", ["labels", "shift_labels", "positional"])
+def test_evaluation_without_logits(form, grad, device):
     """skip_logits=True in eval mode: the loss of stock, no logits made, none in the output."""
     model = make("gemma2", device=device).eval()
     ids, labels = batch(device).values()
-    inputs = {"labels": labels} if how != "shift_labels" else {"shift_labels": labels}
+    inputs = {"labels": labels} if form != "shift_labels" else {"shift_labels": labels}
     wanted = model(ids, **{"labels": labels, **inputs}).loss
     report = apply(model)
     with torch.set_grad_enabled(grad):
-        if how == "positional":
+        if form == "positional":
             names = [*inspect.signature(model.forward).parameters]
             arguments = [None] * (names.index("labels") - 1)
             output = model(ids, *arguments, labels, skip_logits=True)
-        elif how == "shift_labels":
+        elif form == "shift_labels":
             output = model(ids, labels=labels, **inputs, skip_logits=True)
         else:
             output = model(ids, **inputs, skip_logits=True)

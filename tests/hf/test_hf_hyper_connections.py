@@ -46,7 +46,7 @@ DRAWS = 16  # a scale has three numbers: one draw of them says little
 
 def runs(model, dtype):
     """Results and gradients of several calls, each joined."""
-    return [torch.stack(of_one) for of_one in zip(*(run(model, dtype, i) for i in range(DRAWS)), strict=True)]
+    return [torch.stack(values) for values in zip(*(run(model, dtype, i) for i in range(DRAWS)), strict=True)]
 
 
 def run(model, dtype, seed=0):

@@ -115,8 +115,7 @@ COMPUTES = {
     "view_keyword": lambda x: x.view(size=(-1, 2)),
     "torch_reshape_keyword": lambda x: torch.reshape(x, shape=(-1, 2)),
     "matmul": lambda x: x @ torch.ones(VOCABULARY, 2, device=x.device),
-    "with_tensor": lambda x: x * torch.full_like(x.materialise() if isinstance(x, LazyLogits)
-                                                 else x, 2.0),
+    "with_tensor": lambda x: x * torch.full_like(x.materialise() if isinstance(x, LazyLogits) else x, 2.0),
     "tensor_with": lambda x: torch.ones(x.shape, device=x.device) + x,
     "cat": lambda x: torch.cat([x, x], dim=1),
     "stack": lambda x: torch.stack(list(x)),
@@ -129,7 +128,7 @@ COMPUTES = {
     "transpose": lambda x: x.transpose(1, 2),
     "view_other": lambda x: x.view(-1),
     "where": lambda x: torch.where(x > 0, x, torch.zeros((), device=x.device)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", COMPUTES)
@@ -184,7 +183,7 @@ WRITES = {
     "function": lambda x: F.relu(x, inplace=True),
     "out": lambda x: torch.add(torch.ones_like(x), 1.0, out=x),
     "list": lambda x: torch._foreach_zero_([x]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("write", WRITES)

@@ -14,7 +14,7 @@ import tigon
 from tigon.integrations.transformers import recompute as ledgers
 from tigon.integrations.transformers.forward import bound
 from tigon.ops import glu
-from tigon.ops.loss_head.memory import linear_cross_entropy_memory
+from tigon.ops.loss_head.plan import linear_cross_entropy_memory
 
 LAYERS = 3
 
@@ -81,8 +81,8 @@ def test_as_many_as_are_owed(watch):
     model, inputs = patched(), batch()
     train(model, inputs, watch)
     ledger = ledger_of(model)
-    of_one = inputs["input_ids"].numel() * model.config.intermediate_size * 4
-    for taken, paid in ((0, 0), (1, 1), (of_one, 1), (of_one + 1, 2), (9 * of_one, LAYERS)):
+    layer_bytes = inputs["input_ids"].numel() * model.config.intermediate_size * 4
+    for taken, paid in ((0, 0), (1, 1), (layer_bytes, 1), (layer_bytes + 1, 2), (9 * layer_bytes, LAYERS)):
         ledger.taken = taken
         assert train(model, inputs, watch)[2:] == (paid, paid), taken
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import random
+import weakref
 
 import pytest
 import torch
 from tiny import batch, close, make, step
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tigon.integrations.liger import patching
 from tigon.integrations.transformers import apply, undo
@@ -30,6 +34,27 @@ OPTIONS = {
     "lora_bias": {"lora_bias": True},
     "pattern": {"rank_pattern": {"q_proj": 5}, "alpha_pattern": {"up_proj": 7}},
     "saved": {"modules_to_save": ["lm_head"]},
+    "rank256": {"r": 256, "lora_alpha": 8},
+    "regex": {"target_modules": r".*\.(q|down)_proj"},
+    "exclude": {"exclude_modules": ["k_proj", "down_proj"]},
+    "one_layer": {"layers_to_transform": [1]},
+    "replicated": {"layer_replication": [[0, 2], [1, 2]]},
+    "tokens": {"trainable_token_indices": {"embed_tokens": [3, 5]}},
+    "tying": {"modules_to_save": ["lm_head"], "ensure_weight_tying": True},
+    "gaussian": {"init_lora_weights": "gaussian"},
+    "olora": {"init_lora_weights": "olora"},
+    "pissa": {"init_lora_weights": "pissa"},
+    "pissa_niter": {"init_lora_weights": "pissa_niter_4"},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+    "ephemeral": {"runtime_config": peft.LoraRuntimeConfig(ephemeral_gpu_offload=True)},
+}
+# These change what an adapter computes.
+VARIANTS = {
+    "alora": {"alora_invocation_tokens": [4]},
+    "velora": {"velora_config": {"num_groups": 4}},
+    "kasa": {"kasa_config": {}},
+    "parameters": {"target_modules": [], "target_parameters": ["q_proj.weight"]},
+    "embeddings": {"target_modules": ["embed_tokens"]},
 }
 
 
@@ -39,9 +64,9 @@ def calls(monkeypatch):
     counted = []
     original = slot.adapted
 
-    def counting(x, bases, adapters, seed=None):
+    def counting(x, bases, adapters, *rest):
         counted.append((len(bases), len(adapters)))
-        return original(x, bases, adapters, seed)
+        return original(x, bases, adapters, *rest)
 
     monkeypatch.setattr(slot, "adapted", counting)
     return counted
@@ -65,8 +90,10 @@ def same(got, wanted, ulps=512):
         close(got[1][name], gradient, ulps=ulps)
 
 
-@pytest.mark.parametrize("family", ["llama_bias_tied", "qwen2"])
-@pytest.mark.parametrize("what", OPTIONS)
+@pytest.mark.parametrize(
+    ("family", "what"),
+    [("llama_bias_tied", what) for what in OPTIONS] + [("qwen2", w) for w in OPTIONS if w != "replicated"],
+)
 def test_options(what, family, device, calls):
     stock = adapted_model(device, family=family, **OPTIONS[what])
     model = copy.deepcopy(stock)
@@ -83,12 +110,34 @@ def test_options(what, family, device, calls):
     assert sum(bases for bases, _ in calls) == layers
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("what", VARIANTS)
+def test_variants_are_peft_s(what, device, calls):
+    options = dict(VARIANTS[what])
+    if "velora_config" in options:
+        options["velora_config"] = peft.tuners.lora.config.VeloraConfig(**options["velora_config"])
+    if "kasa_config" in options:
+        options["kasa_config"] = peft.tuners.lora.config.KasaConfig()
+    stock = adapted_model(device, **options)
+    model = copy.deepcopy(stock)
+    inputs = batch(device)
+    report = apply(model)
+    left = [entry for entry in report.entries if entry.slot == "lora"]
+    assert left and not any(entry.replaced for entry in left)
+    torch.manual_seed(2)
+    wanted = step(stock, inputs)
+    torch.manual_seed(2)
+    same(step(model, inputs), wanted)
+    assert not calls
+
+
+@pytest.mark.parametrize("seed", range(12))
 def test_random_combinations(seed, device):
     draw = random.Random(seed)
     options = {}
-    for name in draw.sample(sorted(set(OPTIONS) - {"lora_bias"}), 3):
+    for name in draw.sample(sorted(set(OPTIONS) - {"lora_bias", "exclude"}), 3):
         options |= OPTIONS[name]
+    if options.get("use_dora") or options.get("r") == 1:  # PEFT takes not every beginning with these
+        options.pop("init_lora_weights", None)
     stock = adapted_model(device, **options)
     model = copy.deepcopy(stock)
     apply(model)
@@ -264,7 +313,7 @@ def test_what_is_left_has_a_reason(device):
     model = peft.get_peft_model(model, config(target_modules=["embed_tokens", "q_proj"]))
     report = apply(model)
     reasons = {entry.reason for entry in report.left if entry.slot == "lora"}
-    assert reasons == {"lora.Embedding is not an adapter of a plain or 4-bit Linear"}
+    assert reasons == {"lora.Embedding is not an adapter of a plain or quantised Linear"}
 
 
 def test_save_and_load(tmp_path, device):
@@ -292,8 +341,9 @@ def test_compile_fullgraph(what, device):
         close(got[1]["_orig_mod." + name], gradient, ulps=512)
 
 
-def test_torch_func(device):
-    model = adapted_model(device)
+@pytest.mark.parametrize("what", ["plain", "dora"])
+def test_torch_func(what, device):
+    model = adapted_model(device, **OPTIONS[what])
     inputs = batch(device)
     _, wanted = step(model, inputs)
     apply(model, loss=False)
@@ -317,3 +367,208 @@ def test_same_bits_from_run_to_run(device):
         runs.append(step(model, inputs))
     for first, second in itertools.pairwise(runs):
         same(first, second, ulps=0)
+
+
+# --- what is kept, and DoRA ------------------------------------------------------------------
+
+
+def test_gated_products_and_large_norms_are_not_kept(device, monkeypatch):
+    """They are formed again in the backward, from what their own backwards keep, with the same bits."""
+    model = adapted_model(device, family="llama")
+    model.enable_input_require_grads()  # otherwise the first norm has no backward
+    apply(model)
+    inputs = batch(device)
+    found = {}
+    for large in (1 << 40, 0):
+        monkeypatch.setattr(slot, "_LARGE", large)
+        kept, made = [], slot.adapted
+
+        def watched(x, *rest, made=made, kept=kept):
+            kept.append(weakref.ref(x))
+            return made(x, *rest)
+
+        monkeypatch.setattr(slot, "adapted", watched)
+        loss = model(**inputs).loss
+        alive = [one() is not None for one in kept]
+        assert alive == [bool(large), True, bool(large), False] * 2  # q, k, v; o; gate, up; down
+        loss.backward()
+        found[large] = {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}
+        model.zero_grad()
+        monkeypatch.setattr(slot, "adapted", made)
+    first, second = found.values()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_x_is_kept_once_for_all_that_share_it(device):
+    """Beside it t, and nothing of the size of a result."""
+    model = adapted_model(device, target_modules=["q_proj", "k_proj", "v_proj"])
+    apply(model)
+    attention = model.base_model.model.model.layers[0].self_attn
+    x = torch.randn(5, 32, device=device, requires_grad=True)
+    ys = [layer(x) for layer in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    kept = [t for t in ys[0].grad_fn.saved_tensors if t is not None]
+    mine = {p.data_ptr() for p in model.parameters()}
+    others = [t for t in kept if t.data_ptr() not in mine]
+    assert len({y.grad_fn for y in ys}) == 1 and len(others) == 2
+    assert others[0].data_ptr() == x.data_ptr() and others[1].shape == (5, 3 * 8)  # t
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("cast", [True, False], ids=["fp32", "base's"])
+@pytest.mark.parametrize(("rows", "dora"), [(7, False), (7, True), (200, True)])
+def test_error_of_a_layer(rows, dora, cast, dtype, device):
+    """At most twice PEFT's. DoRA scales the results of few rows; of many, the weight."""
+    base = nn.Linear(48, 40, bias=True, device=device, dtype=torch.float64)
+    exact = peft.get_peft_model(nn.Sequential(base), config(target_modules=["0"], use_dora=dora),
+                                autocast_adapter_dtype=False).double()  # fmt: skip
+    if dora:
+        exact.base_model.model[0].lora_magnitude_vector["default"].weight.data.mul_(1.3)
+    x, dy = (torch.randn(rows, n, device=device, dtype=torch.float64).to(dtype) for n in (48, 40))
+
+    def run(model, patched, dtype):
+        layer = model.base_model.model[0]
+        x_ = x.to(dtype).requires_grad_()
+        # Outside of autocast PEFT computes with float32 adapters in float32.
+        with torch.autocast(device, dtype=dtype, enabled=cast and dtype in (torch.bfloat16, torch.float16)):
+            y = slot.lora_forward(layer, slot.LoraSpec(), x_) if patched else layer(x_)
+        y.backward(dy.to(y.dtype))
+        return {"y": y, "x": x_.grad} | {n: p.grad for n, p in layer.named_parameters() if p.requires_grad}
+
+    low = copy.deepcopy(exact).to(dtype)
+    for name, parameter in low.named_parameters():
+        if cast and "lora_" in name:
+            parameter.data = parameter.data.float()
+    exact.load_state_dict({name: t.double() for name, t in low.state_dict().items()})
+    wanted = run(exact, False, torch.float64)
+    stock, ours = run(low, False, dtype), (low.zero_grad(), run(low, True, dtype))[1]
+    assert ours.keys() == wanted.keys()
+    for name, value in wanted.items():
+        errors = [(found[name].double() - value).norm() for found in (ours, stock)]
+        assert errors[0] <= 2 * errors[1] + 1e-6 * value.norm(), (name, errors)
+
+
+def test_dora_beside_a_gated_unit_that_writes_over_its_inputs(device):
+    """The results that magnitudes need are not written over in the backward."""
+    stock = adapted_model(device, use_dora=True)
+    model = copy.deepcopy(stock)
+    apply(model)
+    inputs = batch(device, rows=4, tokens=12)  # more rows than columns
+    same(step(model, inputs), step(stock, inputs))
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_a_base_that_is_trained_too(options, device):
+    """Its gradient is PEFT's."""
+    stock = adapted_model(device, **options)
+    for name, parameter in stock.named_parameters():
+        if "base_layer" in name:
+            parameter.requires_grad_(True)
+    model = copy.deepcopy(stock)
+    apply(model)
+    inputs = batch(device, rows=4, tokens=12)
+    same(step(model, inputs), step(stock, inputs), ulps=1024)
+
+
+# --- training --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_inside_a_checkpoint(reentrant, device):
+    model = adapted_model(device)
+    apply(model)
+    inputs = batch(device)
+    wanted = step(model, inputs)
+    model.zero_grad()
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    for layer in model.base_model.model.model.layers:
+        layer.mlp.forward = functools.partial(checkpoint, layer.mlp.forward, use_reentrant=reentrant)
+    same(step(model, inputs), wanted)
+
+
+def test_gradients_accumulate_and_graphs_may_be_kept(device):
+    model = adapted_model(device)
+    apply(model)
+    inputs = batch(device)
+    _, once = step(model, inputs)
+    loss = model(**inputs).loss
+    loss.backward(retain_graph=True)
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            close(parameter.grad, 3 * once[name], ulps=64)
+
+
+def test_adapters_that_share_a_parameter(device):
+    """Tied A: its gradient is the sum over the layers that read it."""
+
+    def tied():
+        model = adapted_model(device)
+        attention = model.base_model.model.model.layers[0].self_attn
+        attention.k_proj.lora_A["default"].weight = attention.q_proj.lora_A["default"].weight
+        return model
+
+    model = tied()
+    apply(model)
+    inputs = batch(device)
+    same(step(model, inputs), step(tied(), inputs))
+
+
+def test_merged_and_saved_for_stock_peft(tmp_path, device):
+    """An adapter trained with the slot is merged, saved and loaded by PEFT without it."""
+    model = adapted_model(device)
+    apply(model)
+    inputs = batch(device)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(2):
+        step(model, inputs)
+        optimizer.step()
+    model.save_pretrained(tmp_path / "adapter")
+    wanted = model.eval()(**inputs).loss
+    stock = make("llama_bias_tied", device=device)
+    stock = peft.PeftModel.from_pretrained(stock, tmp_path / "adapter").eval()
+    close(stock(**inputs).loss, wanted, ulps=256)
+    merged = stock.merge_and_unload()
+    close(merged(**inputs).loss, wanted, ulps=512)
+    merged.save_pretrained(tmp_path / "merged")
+    again = type(merged).from_pretrained(tmp_path / "merged").to(device).eval()
+    close(again(**inputs).loss, wanted, ulps=512)
+    ours = model.merge_and_unload()
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), merged.parameters(), strict=True))
+
+
+def test_trl_sft(tmp_path, device, calls):
+    """TRL's SFTTrainer makes the adapters itself; `tigon.apply` comes after it."""
+    trl = pytest.importorskip("trl", reason="needs trl")
+    datasets = pytest.importorskip("datasets", reason="needs datasets")
+    rows = [{"input_ids": batch("cpu", rows=1, seed=i)["input_ids"][0].tolist()} for i in range(8)]
+
+    def train(patched):
+        args = trl.SFTConfig(
+            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=2, report_to=[],
+            lr_scheduler_type="constant", learning_rate=1e-2, logging_steps=1, bf16=False, seed=3,
+            use_cpu=device == "cpu", gradient_checkpointing=True, disable_tqdm=True,
+            dataset_kwargs={"skip_prepare_dataset": True},
+        )  # fmt: skip
+        trainer = trl.SFTTrainer(
+            make(device=device), args, train_dataset=datasets.Dataset.from_list(rows),
+            processing_class=_tokenizer(), peft_config=config(lora_dropout=0.0, init_lora_weights=True),
+        )  # fmt: skip
+        if patched:
+            apply(trainer.model)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    wanted = train(False)
+    assert not calls
+    torch.testing.assert_close(torch.tensor(train(True)), torch.tensor(wanted), rtol=1e-4, atol=1e-4)
+    assert calls
+    assert wanted[-1] != wanted[0]
+
+
+def _tokenizer():
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"w{i}": i for i in range(97)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w3"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0", eos_token="w2")

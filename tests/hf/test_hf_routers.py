@@ -325,9 +325,11 @@ class WorstGroups(Router):
         logits = F.linear(x.float(), self.weight.float())
         scores = logits.sigmoid()
         biased = scores + self.bias
-        of_groups = biased.view(-1, self.groups, self.experts // self.groups).topk(2, dim=-1)[0].sum(dim=-1)
-        best = torch.topk(of_groups, self.best, dim=-1)[1]
-        mask = torch.zeros_like(of_groups)
+        group_scores = (
+            biased.view(-1, self.groups, self.experts // self.groups).topk(2, dim=-1)[0].sum(dim=-1)
+        )
+        best = torch.topk(group_scores, self.best, dim=-1)[1]
+        mask = torch.zeros_like(group_scores)
         mask.scatter_(1, best, 1)
         mask = mask.unsqueeze(-1).expand(-1, self.groups, self.experts // self.groups)
         mask = mask.reshape(-1, self.experts).bool()

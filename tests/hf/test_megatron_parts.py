@@ -256,8 +256,9 @@ def test_norms(name, zero_centered, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_norm_with_residual(dtype, zero_centered):
-    config = settings(fused_residual_rmsnorm=True, params_dtype=dtype,
-                      layernorm_zero_centered_gamma=zero_centered)  # fmt: skip
+    config = settings(
+        fused_residual_rmsnorm=True, params_dtype=dtype, layernorm_zero_centered_gamma=zero_centered
+    )
     norm = tm.NormWithResidual(config=config, hidden_size=16, eps=1e-6)
     assert norm.returns_residual is True
     with torch.no_grad():

@@ -77,8 +77,8 @@ def test_rows_that_will_be_summed(reduce):
 
     class Summed:
         @staticmethod
-        def apply(hidden, weight, bias, *of_teacher):
-            return hook._SummedRows.apply(options, of_teacher[:3], hidden, weight, bias)
+        def apply(hidden, weight, bias, *teacher_part):
+            return hook._SummedRows.apply(options, teacher_part[:3], hidden, weight, bias)
 
     got = _results(Summed, student, teacher, 0.3, 1.5, reduce=reduce)
     _close(got, _results(ORIGINAL, student, teacher, 0.3, 1.5, reduce=reduce), torch.float32)
@@ -142,12 +142,12 @@ def _partitioned(weight):
 def test_a_head_that_is_freed_after_the_forward(weighted, installed):
     """ZeRO-3 gathers a head for the forward and frees it; the backward needs it no more."""
     student, teacher = _heads(torch.float32, bias=False)
-    head, of_teacher = _partitioned(student[1]), _partitioned(teacher[1])
+    head, teacher_part = _partitioned(student[1]), _partitioned(teacher[1])
     calls = installed.calls
-    divergence, _ = installed.apply(student[0], head, None, teacher[0], of_teacher, None, 0.5)
+    divergence, _ = installed.apply(student[0], head, None, teacher[0], teacher_part, None, 0.5)
     assert installed.calls == calls + 1
     factors = torch.linspace(0.5, 1.5, len(divergence)) if weighted else torch.ones(len(divergence))
-    for weight in (head, of_teacher):
+    for weight in (head, teacher_part):
         weight.data = torch.empty(0)
     got = torch.autograd.grad((divergence * factors).sum(), (student[0], head))
     wanted, _ = ORIGINAL.apply(*student, *teacher, 0.5)

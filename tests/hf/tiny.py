@@ -24,8 +24,7 @@ SHARED = {
 HEAD_DIM = {"head_dim": 8}
 FAMILIES = {
     "llama": ("Llama", {}),
-    "llama_bias_tied": ("Llama", {"attention_bias": True, "mlp_bias": True,
-                                  "tie_word_embeddings": True}),
+    "llama_bias_tied": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {}),
     "qwen2": ("Qwen2", {}),
     "qwen3": ("Qwen3", HEAD_DIM),
@@ -34,9 +33,11 @@ FAMILIES = {
     "phi3": ("Phi3", {"partial_rotary_factor": 0.5}),
     "granite": ("Granite", {"logits_scaling": 3.0}),
     "olmo2": ("Olmo2", {}),
-    "mixtral": ("Mixtral", {"num_local_experts": 4, "output_router_logits": True,
-                            "experts_implementation": "eager"}),
-}  # fmt: skip
+    "mixtral": (
+        "Mixtral",
+        {"num_local_experts": 4, "output_router_logits": True, "experts_implementation": "eager"},
+    ),
+}
 
 
 def config(family: str = "llama", **changes):

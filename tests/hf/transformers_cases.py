@@ -81,13 +81,13 @@ def check_tensor_parallel(model, got, loss, want):
 
 
 @case(needs="transformers>=5.19", all_reduce=("all_reduce",), all_to_all=("all_to_all",))
-def expert_parallel(how):
+def expert_parallel(implementation):
     """Each process holds half of the experts; the ids of the other half are not here."""
     from transformers.distributed import DistributedConfig
 
     changes = {"experts_implementation": "grouped_mm", "vocab_size": VOCABULARY + 1}
     loss, want = step(make("mixtral", **changes), data(0))
-    config = DistributedConfig(tp_size=2, ep_size=2, tp_plan="auto", ep_implementation=how)
+    config = DistributedConfig(tp_size=2, ep_size=2, tp_plan="auto", ep_implementation=implementation)
     model = load(saved(FOLDER[0], "mixtral", **changes), config)
     report = apply(model)
     assert report.count("experts") == 2, str(report)

@@ -102,6 +102,29 @@ def two_steps(model, losses, want, ulps=256):
         check_gradients(model, want, ulps)
 
 
+def accelerated(model):
+    """What accelerate's FSDP2 makes of a model: layers in groups."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", ACCELERATE_USE_CPU="true")
+    try:
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True,
+            transformer_cls_names_to_wrap=["LlamaDecoderLayer"], cpu_ram_efficient_loading=False,
+        )  # fmt: skip
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        accelerator.state.fsdp_plugin = plugin
+        plugin.set_auto_wrap_policy(model)
+        plugin.cpu_ram_efficient_loading = False
+        return fsdp2_prepare_model(accelerator, model)
+    finally:
+        for name in ("ACCELERATE_USE_FSDP", "FSDP_VERSION", "ACCELERATE_USE_CPU"):
+            del os.environ[name]
+
+
 def fused(report, count):
     calls = report.head_calls
     assert (calls.fused, calls.materialised, calls.computed) == (count, 0, 0), calls

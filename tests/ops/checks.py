@@ -129,23 +129,28 @@ def _broken(ours, theirs, value, dtype: torch.dtype, norms: tuple[str, ...] = ("
     return ""
 
 
-def _broken_often(three_of, dtype: torch.dtype, count: int) -> str:
+def _broken_often(another_draw, dtype: torch.dtype, count: int) -> str:
     """The rule over many draws together: of one, chance may decide."""
-    draws = [_finite(*three_of(seed)) for seed in range(1, count + 1)]
+    draws = [_finite(*another_draw(seed)) for seed in range(1, count + 1)]
     return _broken(*(torch.cat(parts) for parts in zip(*draws, strict=True)), dtype, norms=("rms",))
 
 
 def check_close(
-    name: str, got: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, three_of=None, draws: int = DRAWS
+    name: str,
+    got: torch.Tensor,
+    eager: torch.Tensor,
+    exact: torch.Tensor,
+    another_draw=None,
+    draws: int = DRAWS,
 ) -> None:
     """The rule of this file for one tensor.
 
-    `exact` is fp64; `three_of(seed)` draws the three again, from other inputs, at most `draws` times.
+    `exact` is fp64; `another_draw(seed)` draws the three again, from other inputs, at most `draws` times.
     """
     _check_form(name, got, eager, exact)
     broken = _broken(*_finite(got, eager, exact), got.dtype)
-    if broken and three_of is not None:
-        broken = _broken_often(three_of, got.dtype, draws)
+    if broken and another_draw is not None:
+        broken = _broken_often(another_draw, got.dtype, draws)
     assert not broken, f"{name}: {broken}"
 
 
@@ -197,12 +202,12 @@ def check_case(
             continue
         assert value is not None, f"{name}: no gradient"
 
-        def three_of(seed, name=name):
-            of_seed = module.make(case, device, dtype, seed)
-            two = [run(f, of_seed, grad=grad).tensors[name] for f in (fn, module.eager_fn)]
-            return *two, run(module.oracle_fn, of_seed, grad=grad, dtype=torch.float64).tensors[name]
+        def another_draw(seed, name=name):
+            seeded = module.make(case, device, dtype, seed)
+            two = [run(f, seeded, grad=grad).tensors[name] for f in (fn, module.eager_fn)]
+            return *two, run(module.oracle_fn, seeded, grad=grad, dtype=torch.float64).tensors[name]
 
-        check_close(name, value, eager.tensors[name], exact.tensors[name], three_of, draws)
+        check_close(name, value, eager.tensors[name], exact.tensors[name], another_draw, draws)
     if grad:
         plain = run(fn, inputs, grad=False)
         for name, value in plain.tensors.items():

@@ -89,11 +89,11 @@ def compare(fn, plain, args, options, noise=0.0, loss_noise=0.0):
         if not error.numel() or error.max() <= share * c.abs().max():
             continue
 
-        def three_of(seed, i=i):
+        def another_draw(seed, i=i):
             torch.manual_seed(seed)
             others, changed = _scaled((args, options))
             b, c = plain_runs(others, {name: changed[name] for name in plain_options})
             a = run(fn, others, changed)[i]
             return a, b[i].to(a.dtype), c[i]
 
-        check_close(f"result {i}", a, b.to(a.dtype), c, three_of)
+        check_close(f"result {i}", a, b.to(a.dtype), c, another_draw)

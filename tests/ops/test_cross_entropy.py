@@ -52,13 +52,13 @@ def _hold(logits, target, upstream=None, floor=0.0, redraw=False, **options):
     three = _three(logits, target, upstream, options)
     for i, (name, a, b, c) in enumerate(zip(("loss", "gradient"), *three, strict=True)):
 
-        def three_of(seed, i=i):
+        def another_draw(seed, i=i):
             torch.manual_seed(seed)
             other = (2.0 * torch.randn_like(logits, dtype=torch.float32)).to(logits.dtype)
             return [values[i] for values in _three(other, target, upstream, options)]
 
         if not (a.double() - c).abs().le(floor).all():  # NaN goes on
-            check_close(name, a, b, c, three_of if redraw else None)
+            check_close(name, a, b, c, another_draw if redraw else None)
     return three[0]
 
 
@@ -299,7 +299,7 @@ BAD = {
         lambda x, y: tigon.cross_entropy((x[:1].clone().requires_grad_() * 1).expand(4, 8), y, inplace=True),
         r"dlogits must have rows that do not overlap",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -568,13 +568,15 @@ def test_capped_rows(v, dtype):
         with torch.no_grad():  # the sweep, where rows are long
             alone = tigon.cross_entropy(data, target, reduction="none", **options)
         torch.testing.assert_close(alone, got[0], rtol=3e-6, atol=1e-6)
-        loss = tigon.cross_entropy(given := data.clone().requires_grad_() * 1, target, reduction="none",
-                                   inplace=True, **options)  # fmt: skip
+        loss = tigon.cross_entropy(
+            given := data.clone().requires_grad_() * 1, target, reduction="none", inplace=True, **options
+        )
         assert same_bits(loss, got[0])
         assert same_bits(torch.autograd.grad(loss.sum(), given)[0], got[1])
         for i in range(0, rows, 16):  # rows that start as the first does
-            one = _all(tigon.cross_entropy, data[i : i + 1].clone(), target[i : i + 1], reduction="none",
-                       **options)  # fmt: skip
+            one = _all(
+                tigon.cross_entropy, data[i : i + 1].clone(), target[i : i + 1], reduction="none", **options
+            )
             assert same_bits(got[0][i : i + 1], one[0]) and same_bits(got[1][i : i + 1], one[1])
 
 

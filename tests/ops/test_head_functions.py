@@ -60,14 +60,14 @@ def test_main_grad_of_every_function(name, dtype, device):
     torch.testing.assert_close(owned.main_grad, 2 * weight.grad.float(), rtol=2e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda result: pickle.loads(pickle.dumps(result))])
-def test_copies_of_results(how):
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda result: pickle.loads(pickle.dumps(result))])
+def test_copies_of_results(copier):
     hidden, weight, target = (t.detach() for t in head_inputs())
     teacher = torch.zeros(12, 40)
     for result in (
         tigon.linear_cross_entropy(hidden, weight, target, outputs=("loss", "entropy")),
         tigon.linear_kl_div(hidden, weight, teacher, target, hard=0.5, outputs=("loss", "soft")),
     ):
-        other = how(result)
+        other = copier(result)
         assert type(other) is type(result) and other._fields == result._fields
         assert all(same_bits(a, b) for a, b in zip(other, result, strict=True))

@@ -16,7 +16,7 @@ import tigon
 from conftest import poisoned
 from tigon.ops.loss_head import operands
 from tigon.ops.loss_head.linear_cross_entropy import reference
-from tigon.ops.loss_head.memory import default_chunk
+from tigon.ops.loss_head.plan import plan
 
 OP = torch.ops.tigon.linear_cross_entropy.default
 
@@ -269,11 +269,12 @@ def test_opcheck(reduction, device):
     hidden, weight, target = _inputs(6, 8, vocab, device=device)
     bias = torch.randn(vocab, device=device, requires_grad=True)
     none = (None, None, None, None)  # class and token weights, LoRA
-    options = (-100, 0.1, 0.0, 1.0, 1.0, 0.0, 1.0, False, reduction, 4, -1, 31, 7, 0)
-    torch.library.opcheck(OP, (hidden, weight, target, bias, *none, None, None, *options))
+    formula, memory = (-100, 0.1, 0.0, 1.0, 1.0, 0.0, 1.0, False), (4, -1, 7, 0)
+    inputs = (hidden, weight, target, bias, *none, *formula, *memory, None, None, reduction, 31)
+    torch.library.opcheck(OP, inputs)
     divisor = torch.tensor(3.0, device=device)
-    options = (-100, 0.0, 2.0, 1.0, 0.5, 0.0, 1.0, False, reduction, 0, -1, 0, 2 | 64, -1)
-    frozen = (hidden.detach(), weight, target, None, *none, divisor, None, *options)
+    formula, memory = (-100, 0.0, 2.0, 1.0, 0.5, 0.0, 1.0, False), (0, -1, 2 | 64, -1)
+    frozen = (hidden.detach(), weight, target, None, *none, *formula, *memory, divisor, None, reduction, 0)
     torch.library.opcheck(OP, frozen)
 
 
@@ -390,16 +391,16 @@ def test_default_chunk():
     bf16 = torch.bfloat16
 
     def cuda(rows, hidden, vocab, dweight=True, dtype=bf16, **more):
-        return default_chunk("cuda", dtype, rows, hidden, vocab, dweight=dweight, **more)
+        return plan("cuda", dtype, rows, hidden, vocab, train_weight=dweight, **more).chunk_rows
 
     assert cuda(8192, 4096, 128256) == 8192  # one chunk: no f32 sum, no cast
     assert cuda(32768, 4096, 128256) == 4096
-    assert cuda(8192, 4096, 128256, add_dweight=True) == 4096
+    assert cuda(8192, 4096, 128256, main_grad=True) == 4096
     assert cuda(8192, 4096, 128256, dweight=False) == 2048  # 512 MiB of logits
     assert cuda(16384, 1024, 32000) == 8192
     assert cuda(8192, 4096, 128256, dtype=torch.float32) == 4096
-    assert default_chunk("cpu", bf16, 0, 64, 100, dweight=True) == 1
-    assert default_chunk("cpu", bf16, 3000, 64, 100, dweight=True) == 1024
+    assert plan("cpu", bf16, 0, 64, 100, train_weight=True).chunk_rows == 1
+    assert plan("cpu", bf16, 3000, 64, 100, train_weight=True).chunk_rows == 1024
 
 
 @pytest.mark.parametrize("columns", [1, 7, 8, 13, 16])

@@ -157,9 +157,10 @@ def test_autocast_and_dtypes(device):
 def test_modules(device):
     hidden, weight, teacher, labels = heads(device=device)
     for form, kind in (
-        ("reverse", tigon.nn.LinearKLDivLoss), ("jsd", tigon.nn.LinearJSDLoss),
+        ("reverse", tigon.nn.LinearKLDivLoss),
+        ("jsd", tigon.nn.LinearJSDLoss),
         ("tvd", tigon.nn.LinearTVDLoss),
-    ):  # fmt: skip
+    ):
         fn, options = FORMS[form]
         module = kind(**options, temperature=1.5, hard=0.5)
         assert "temperature=1.5" in repr(module)
@@ -197,7 +198,7 @@ BAD = {
     "lora": ({"lora": (1, 2)}, "lora must be .A, B, scale., got 2"),
     "valid_rows": ({"valid_rows": 40}, "valid_rows must be in"),
     "chunk_rows": ({"chunk_rows": 0}, "chunk_rows must be >= 1"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("changes, message", BAD.values(), ids=BAD)
@@ -256,9 +257,9 @@ def _of_candidates(name, options):
         z = z if z.dtype == torch.float64 else z.float()
         counts = labels != -100
         inside = log_prob > -1e4
-        of_student = torch.log_softmax(z / temperature, -1).gather(-1, indices)
+        student_log_prob = torch.log_softmax(z / temperature, -1).gather(-1, indices)
         both = []
-        for t in (of_student, log_prob.to(of_student)):
+        for t in (student_log_prob, log_prob.to(student_log_prob)):
             t = torch.where(inside, t, -1e4)
             both.append(torch.cat((t, torch.log(-torch.expm1(t.logsumexp(-1, keepdim=True)))), -1))
         s, t = both

@@ -136,13 +136,12 @@ def test_autocast(device):
 @pytest.mark.parametrize("entropy", [False, True])
 def test_opcheck(entropy, device):
     hidden, weight, target = head_inputs(6, 8, 64, device=device)  # 64: kept gradients are written whole
-    lora = (None, None, 1.0)
+    none, formula = (None,) * 5, (-100, 0.0, 3.0, 1.0, 0.7, 0.0, 1.0, False)
     for hidden_, weight_, needs in ((hidden, weight, 3), (hidden, weight.detach(), 1)):
-        head = (hidden_, weight_, target, None, -100, 3.0, 1.0, 0.7, False, *lora)
+        head = (hidden_, weight_, target, *none, *formula)
         for chunk_rows, keep_rows in ((4, -1), (0, -1), (0, 2), (0, 0)):
-            torch.library.opcheck(
-                OP, (*head, chunk_rows, -1, entropy, needs | 64 * (keep_rows != 0), keep_rows)
-            )
+            memory = (chunk_rows, -1, needs | 64 * (keep_rows != 0), keep_rows)
+            torch.library.opcheck(OP, (*head, *memory, entropy))
 
 
 def test_compiled(device):

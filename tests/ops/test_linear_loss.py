@@ -221,7 +221,7 @@ def dpo_with_entropy(log_prob, entropy, ref):
     return dpo(log_prob, ref) - 0.05 * entropy.sum((0, -1))
 
 
-def of_groups(group, fn, entropy):
+def grouped(group, fn, entropy):
     """The same of plain PyTorch's log-probabilities of all rows."""
 
     def call(hidden, weight, target, *tensors, reduction="mean", denominator=None, **options):
@@ -253,16 +253,16 @@ def test_groups(kind, chunk_rows, dtype, device):
         fn, tensors = dpo_with_entropy if entropy else dpo, (advantage,)
     for options in ({"reduction": "sum"}, {}, {"denominator": 2.5}, {"reduction": "none"}):
         ours = streamed(fn, group=group, entropy=entropy, chunk_rows=chunk_rows)
-        compare(ours, of_groups(group, fn, entropy), (hidden, weight, target, *tensors), options,
+        compare(ours, grouped(group, fn, entropy), (hidden, weight, target, *tensors), options,
                 noise=16 * torch.finfo(dtype).eps)  # fmt: skip
 
 
 def test_groups_of_one_row_are_rows(device):
     hidden, weight, target = head_inputs((11, 1), device=device, masked=0.3)
-    of_rows = run(streamed(nll, reduction="sum"), (hidden, weight, target), {})
+    row_results = run(streamed(nll, reduction="sum"), (hidden, weight, target), {})
     whole = streamed(lambda l: -l[:, 0], group="sequence", reduction="sum")
-    of_groups_ = run(whole, (hidden, weight, target), {})
-    for a, b in zip(of_rows, of_groups_, strict=True):
+    grouped_results = run(whole, (hidden, weight, target), {})
+    for a, b in zip(row_results, grouped_results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
@@ -273,8 +273,9 @@ def test_groups_without_labels(device):
     )
     torch.testing.assert_close(loss, torch.full_like(loss, 2.0).log())
     assert all(torch.count_nonzero(g) == 0 for g in grads)
-    none = tigon.linear_loss(hidden[:0], weight, target[:0], lambda l: -l.sum(-1), group="sequence",
-                             reduction="sum")  # fmt: skip
+    none = tigon.linear_loss(
+        hidden[:0], weight, target[:0], lambda l: -l.sum(-1), group="sequence", reduction="sum"
+    )
     assert none == 0
 
 

@@ -187,11 +187,11 @@ def test_transforms(batch, name):
 def test_reference_head_is_its_sums(batch, device):
     hidden, weight, target = _operands(batch)
     states = torch.randn(2 * PAIRS, TOKENS, 40, device=device)
-    of_ref, bias = 0.3 * torch.randn(VOCAB, 40, device=device), torch.randn(VOCAB, device=device)
-    sums = tigon.linear_log_prob(states, of_ref, target, bias=bias).sum(-1)
+    ref_weight, bias = 0.3 * torch.randn(VOCAB, 40, device=device), torch.randn(VOCAB, device=device)
+    sums = tigon.linear_log_prob(states, ref_weight, target, bias=bias).sum(-1)
     for rows in (None, 8, 30):
         streamed = tigon.linear_preference(
-            hidden, weight, target, ref=(states, of_ref, bias), chunk_rows=rows
+            hidden, weight, target, ref=(states, ref_weight, bias), chunk_rows=rows
         )
         given = tigon.linear_preference(hidden, weight, target, ref=sums, chunk_rows=rows)
         for a, b in zip(streamed, given, strict=True):
@@ -233,8 +233,8 @@ def test_dtypes_of_weight(batch):
     hidden, weight, target = _operands(batch)
     hidden = hidden.detach().bfloat16().requires_grad_()
     result = tigon.linear_preference(hidden, weight, target, ref=batch["ref"])
-    of_hidden, of_weight = torch.autograd.grad(result.loss, (hidden, weight))
-    assert of_hidden.dtype == torch.bfloat16 and of_weight.dtype == torch.float32
+    dhidden, dweight = torch.autograd.grad(result.loss, (hidden, weight))
+    assert dhidden.dtype == torch.bfloat16 and dweight.dtype == torch.float32
     with torch.autocast(hidden.device.type, torch.bfloat16):
         under = tigon.linear_preference(hidden.float(), weight, target, ref=batch["ref"])
     assert torch.equal(under.loss, result.loss)

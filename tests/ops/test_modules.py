@@ -32,7 +32,7 @@ MODULES = {
     "HyperConnections": lambda **to: nn.HyperConnections(8, 2, **to),
     "LoRALinear": lambda **to: nn.LoRALinear(8, 6, 2, **to),
     "MedusaHeads": lambda **to: nn.MedusaHeads(8, 11, 2, 2, **to),
-}  # fmt: skip
+}
 every_module = pytest.mark.parametrize("name", MODULES)
 
 
@@ -67,11 +67,11 @@ def test_reset_after_the_meta_device(name):
 
 @every_module
 @pytest.mark.parametrize(
-    "how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
+    "copier", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"]
 )
-def test_copies(name, how):
+def test_copies(name, copier):
     module = MODULES[name](dtype=torch.bfloat16)
-    other = how(module)
+    other = copier(module)
     assert repr(other) == repr(module)
     for key, value in module.state_dict().items():
         assert torch.equal(other.state_dict()[key], value)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from checks import same_bits
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.profiler import ProfilerActivity, profile
 
 import tigon
@@ -321,7 +319,7 @@ def test_medusa_heads_begin_as_the_model():
     ]  # fmt: skip
     logits = heads(hidden)
     assert logits.shape == (3, 2, T, V)
-    assert all(torch.equal(of_head, hidden @ weight.T) for of_head in logits)
+    assert all(torch.equal(head_logits, hidden @ weight.T) for head_logits in logits)
     other = tigon.nn.MedusaHeads(H, V, 3, 2, dtype=torch.bfloat16)
     other.load_state_dict(heads.state_dict())
     assert other[0][-1].weight.dtype == torch.bfloat16
@@ -347,47 +345,6 @@ def test_medusa_stages():
     out = heads(hidden, labels, head=head, scale=0.2)
     torch.testing.assert_close(out.loss, want)
     assert out.losses.shape == out.accuracies.shape == (3,)
-
-
-class Model(nn.Module):
-    """A trunk, its head and Medusa's."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.trunk, self.head = nn.Embedding(V, H), nn.Linear(H, V, bias=False)
-        self.heads = tigon.nn.MedusaHeads(H, V, 2).copy_head(self.head.weight)
-
-    def forward(self, ids):
-        return self.heads(self.trunk(ids), ids, head=self.head, scale=0.2).loss
-
-
-def _one_of_two(rank, store, ids):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(store, 2))
-    try:
-        on = dist.device_mesh.init_device_mesh("cpu", (2,))
-        for wrap in ("ddp", "fsdp", "fsdp of heads"):
-            stock, model = Model(), Model()
-            ((stock(ids[0]) + stock(ids[1])) / 2).backward()
-            if wrap == "ddp":
-                wrapped = nn.parallel.DistributedDataParallel(model)
-            else:
-                for part in [model.heads] * (wrap == "fsdp of heads"):
-                    fully_shard(part, mesh=on)
-                wrapped = fully_shard(model, mesh=on)
-            wrapped(ids[rank]).backward()
-            for got, want in zip(model.parameters(), stock.parameters(), strict=True):
-                grad = got.grad.full_tensor() if hasattr(got.grad, "full_tensor") else got.grad
-                torch.testing.assert_close(grad, want.grad, msg=lambda said, wrap=wrap: f"{wrap}: {said}")
-    finally:
-        dist.destroy_process_group()
-
-
-def test_two_processes(tmp_path):
-    """Gradients of all heads are reduced, whatever holds MedusaHeads."""
-    ids = torch.randint(0, V, (2, 2, T))
-    torch.multiprocessing.spawn(_one_of_two, (str(tmp_path / "store"), ids), 2)
 
 
 # --- refusals ----------------------------------------------------------------------------------

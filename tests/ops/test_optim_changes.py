@@ -67,9 +67,7 @@ def step_like_a_new_one(optimizer, options) -> None:
 def started(options, device, params=None, skipped=()):
     """Parameters of an optimizer that has stepped twice; some had no gradient the first time."""
     if params is None:
-        params = [
-            *LISTS[0].make(torch.bfloat16, device), *LISTS[1].make(torch.bfloat16, device, seed=1)
-        ]  # fmt: skip
+        params = [*LISTS[0].make(torch.bfloat16, device), *LISTS[1].make(torch.bfloat16, device, seed=1)]
     optimizer = AdamW(params, **options)
     for i in range(2):
         draw_gradients((params,), i)
@@ -186,8 +184,9 @@ def test_changes_between_steps(change, options, device):
     assert optimizer._alike
 
 
-@pytest.mark.parametrize("change", [reorder_parameters, widen_parameter, swap_states],
-                         ids=lambda f: f.__name__)  # fmt: skip
+@pytest.mark.parametrize(
+    "change", [reorder_parameters, widen_parameter, swap_states], ids=lambda f: f.__name__
+)
 def test_other_changes(change, device):
     """Another order, a parameter without a kernel, states that changed places."""
     params, optimizer = started({}, device)
@@ -215,13 +214,14 @@ def test_states_in_another_order(options, device):
     assert optimizer._alike
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))],
-                         ids=["deepcopy", "pickle"])  # fmt: skip
+@pytest.mark.parametrize(
+    "copier", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"]
+)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_copies_are_apart(how, options, device):
+def test_copies_are_apart(copier, options, device):
     """A copy goes on as the original, neither touches the other, and several optimizers take turns."""
     params, optimizer = started(options, device)
-    copied = how(optimizer)
+    copied = copier(optimizer)
     others = copied.param_groups[0]["params"]
     for i in (2, 3):
         draw_gradients((params, others), i)

@@ -49,7 +49,7 @@ def problem(columns, dtype, device):
     p = {
         "logits": logits.to(dtype), "bias": torch.randn(vocab, generator=g), "target": target,
         "class_weight": torch.rand(vocab, generator=g) + 0.5, "upstream": torch.randn(ROWS, generator=g),
-        "of_entropy": torch.randn(ROWS, generator=g),
+        "entropy_grad": torch.randn(ROWS, generator=g),
     }  # fmt: skip
     return {name: t.to(device) for name, t in p.items()}
 
@@ -74,7 +74,7 @@ def plain(p, options, dtype):
     entropy = torch.where(counts, -(log_p.exp() * log_p).sum(-1), 0.0)
     total = (rows * p["upstream"].to(z.dtype)).sum()
     if options.get("entropy"):
-        total = total + (entropy * p["of_entropy"].to(z.dtype)).sum()
+        total = total + (entropy * p["entropy_grad"].to(z.dtype)).sum()
     (gradient,) = torch.autograd.grad(total, logits)
     picked = log_p.gather(-1, torch.where(counts, p["target"], 0)[:, None])[:, 0]
     numbers = [rows, torch.where(counts, picked, 0.0), torch.where(counts, lse, 0.0), entropy]
@@ -101,9 +101,9 @@ def sharded(p, options, columns):
         numbers, predicted = rows.losses(part, p["target"], None, Gathered(parts))
         dlogits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         if logits.shape[1]:
-            of_entropy = (p["of_entropy"], numbers[4]) if options.get("entropy") else (None, None)
+            entropy_grad = (p["entropy_grad"], numbers[4]) if options.get("entropy") else (None, None)
             rows.gradient(logits, dlogits, p["target"], numbers[NUMBERS.index("log_share")], p["upstream"],
-                          *of_entropy)  # fmt: skip
+                          *entropy_grad)  # fmt: skip
         results.append((numbers, predicted, dlogits))
     return results
 
@@ -120,8 +120,8 @@ def test_shards_of_rows(device, columns, options, dtype):
         got = sharded(p, options, columns)
     for one, other in zip(got, sharded(p, options, columns), strict=True):
         assert all(map(same_bits, one, other)), "two runs differ"
-    eager, of_eager, predicted = plain(p, options, None)
-    exact, of_exact, _ = plain(p, options, torch.float64)
+    eager, eager_grads, predicted = plain(p, options, None)
+    exact, exact_grads, _ = plain(p, options, torch.float64)
     counts = p["target"] != -100
     for numbers, classes, _ in got:
         assert all(same_bits(a, b) for a, b in zip(numbers[:5], got[0][0][:5], strict=True))
@@ -130,7 +130,7 @@ def test_shards_of_rows(device, columns, options, dtype):
             ("loss", "log_prob", "lse", "entropy"), (0, 2, 3, 4), eager, exact, strict=True
         ):
             check_close(name, numbers[at], e.float(), x)
-    check_close("dlogits", torch.cat([g for *_, g in got], 1), of_eager, of_exact)
+    check_close("dlogits", torch.cat([g for *_, g in got], 1), eager_grads, exact_grads)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -143,11 +143,11 @@ def test_a_shard_at_minus_infinity(device, options):
     p["target"][:] = torch.arange(ROWS) % 17 + 40
     p["target"][3] = 5
     got = sharded(p, options, columns)
-    exact, of_exact, _ = plain(p, options, torch.float64)
+    exact, exact_grads, _ = plain(p, options, torch.float64)
     for numbers, *_ in got:
         torch.testing.assert_close(numbers[0].double(), exact[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(numbers[2].double(), exact[1], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(torch.cat([g for *_, g in got], 1).double(), of_exact, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.cat([g for *_, g in got], 1).double(), exact_grads, rtol=1e-5, atol=1e-6)
 
 
 def test_labels_of_no_class(device):

@@ -36,21 +36,17 @@ FUNCTIONS = {
         h, w, t, reduction="none", token_weight=_per_token(t), **o
     ),
     "linear_log_prob": lambda h, w, t, **o: tigon.linear_log_prob(h, w, t, entropy=True, **o),
-    "linear_loss": lambda h, w, t, **o: tigon.linear_loss(
-        h, w, t, _weighted, _per_token(t), **o
-    ),
+    "linear_loss": lambda h, w, t, **o: tigon.linear_loss(h, w, t, _weighted, _per_token(t), **o),
     "linear_kl_div": lambda h, w, t, **o: tigon.linear_kl_div(h, w, _teacher(h.device), t, hard=0.5, **o),
     "linear_jsd": lambda h, w, t, **o: tigon.linear_jsd(h, w, _teacher(h.device), t, hard=0.5, **o),
-    "linear_tvd": lambda h, w, t, **o: tigon.linear_tvd(
-        h, w, _teacher(h.device), t, reduction="none", **o
-    ),
+    "linear_tvd": lambda h, w, t, **o: tigon.linear_tvd(h, w, _teacher(h.device), t, reduction="none", **o),
     "LinearCrossEntropyLoss": lambda h, w, t, shift=0, position_ids=None: tigon.nn.LinearCrossEntropyLoss(
         shift=shift, z_loss=0.1
     )(h, w, t, position_ids=position_ids),
     "LinearJSDLoss": lambda h, w, t, shift=0, position_ids=None: tigon.nn.LinearJSDLoss(shift=shift)(
         h, w, _teacher(h.device), t, position_ids=position_ids
     ),
-}  # fmt: skip
+}
 UNPACKED = {
     "linear_preference": lambda h, w, t, **o: tigon.linear_preference(
         h, w, t, ref=torch.zeros(2).to(h), **o
@@ -161,7 +157,8 @@ BAD = {
     "a tensor": ({"shift": torch.tensor(1)}, "shift must be an int, got torch.int64"),
     "too wide": ({"shift": 2**63}, "shift must have at most 64 bits"),
     "float positions": (
-        {"shift": 1, "position_ids": torch.zeros(T)}, "position_ids must be an int64 or int32 tensor"
+        {"shift": 1, "position_ids": torch.zeros(T)},
+        "position_ids must be an int64 or int32 tensor",
     ),
     "positions of another length": (
         {"shift": 1, "position_ids": torch.zeros(T + 1, dtype=torch.int64)},
@@ -175,7 +172,7 @@ BAD = {
         {"shift": 1, "position_ids": torch.zeros(T, dtype=torch.int64, device="meta")},
         "position_ids must be on cpu, got meta",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -101,8 +101,8 @@ def test_batched_gradients(module, case, retain_graph):
             torch.autograd.grad(loss, leaves, upstream, is_grads_batched=True, retain_graph=retain_graph)
         return
     batched = torch.autograd.grad(loss, leaves, upstream, is_grads_batched=True, retain_graph=retain_graph)
-    for of_all, e in zip(batched, expected, strict=True):
-        for g, factor in zip(of_all, upstream, strict=True):
+    for sample_grads, e in zip(batched, expected, strict=True):
+        for g, factor in zip(sample_grads, upstream, strict=True):
             torch.testing.assert_close(g, factor.to(e.dtype) * e, rtol=1e-5, atol=1e-6)
 
 
@@ -133,11 +133,13 @@ FORWARD = {
 
 
 @every_op
-@pytest.mark.parametrize("how", FORWARD)
-def test_forward_mode_is_refused(module, case, how):
+@pytest.mark.parametrize("transform", FORWARD)
+def test_forward_mode_is_refused(module, case, transform):
     total, (x, *rest) = _closed(module, case)
     _refused(
-        "forward-mode AD", module, lambda: FORWARD[how](lambda x: total(x, *rest), x, torch.ones_like(x))
+        "forward-mode AD",
+        module,
+        lambda: FORWARD[transform](lambda x: total(x, *rest), x, torch.ones_like(x)),
     )
 
 
@@ -167,11 +169,11 @@ LINEAR = ("rope", "embedding")  # no second derivative in their inputs
 
 
 @every_op
-@pytest.mark.parametrize("how", SECOND)
-def test_second_derivatives_are_refused(module, case, how):
+@pytest.mark.parametrize("transform", SECOND)
+def test_second_derivatives_are_refused(module, case, transform):
     total, (x, *rest) = _closed(module, case)
-    run = functools.partial(SECOND[how], lambda y: total(y, *rest), x)
-    if how in ("grad of grad", "jacrev of grad") and module.NAME in LINEAR:
+    run = functools.partial(SECOND[transform], lambda y: total(y, *rest), x)
+    if transform in ("grad of grad", "jacrev of grad") and module.NAME in LINEAR:
         assert not run().any()
     else:
         _refused("second derivatives", module, run)

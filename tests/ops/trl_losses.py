@@ -173,6 +173,10 @@ def grpo(
         "advantages": advantage,
         "num_items_in_batch": torch.tensor(items or 1),
     }
-    beside = {"old_per_token_logps": old, "ref_per_token_logps": ref, "importance_sampling_ratio": importance}
-    inputs |= {name: t for name, t in beside.items() if t is not None}
+    optional = {
+        "old_per_token_logps": old,
+        "ref_per_token_logps": ref,
+        "importance_sampling_ratio": importance,
+    }
+    inputs |= {name: t for name, t in optional.items() if t is not None}
     return trainer._compute_loss(trainer.model, inputs), trainer._metrics["train"]

@@ -120,9 +120,10 @@ def run(python: Path, program: str, index: int, processes: int, mode: str, folde
             calls[op] = calls.get(op, 0) + count
     peaks = [json.loads(path.read_text()) for path in folder.glob("memory-*.json")]
     return {
-        "losses": json.loads((folder / "losses.json").read_text()), "calls": calls,
+        "losses": json.loads((folder / "losses.json").read_text()),
+        "calls": calls,
         "memory_mb": round(max(peaks) / 2**20) if peaks else None,
-    }  # fmt: skip
+    }
 
 
 def compare(stock: dict, tigon: dict, head: bool) -> tuple[float, str]:

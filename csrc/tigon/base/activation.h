@@ -1,20 +1,32 @@
 // Ops of one tensor that save it, y = f(x) and dx = dy * f'(x): their arguments, and how the CPU backend walks them.
-// tigon/base/simd/activation.inc makes the table, tigon/base/cuda/activation.cuh launches, tigon/torch/activation.h adapts.
+// tigon/base/simd/activation.inc makes the table, tigon/base/cuda/activation.cuh launches.
 #pragma once
 
 #include "tigon/base/elementwise.h"
+#include "tigon/base/fields.h"
 
 namespace tigon {
 
 struct ActivationFwd {
   Matrix x;
   Matrix y;
+
+  void fields(Fields& f) {
+    f.rows("x", x, 0);
+    f.result("y", y, x);
+  }
 };
 
 struct ActivationBwd {
   Matrix dy;
   Matrix x;
   Matrix dx;
+
+  void fields(Fields& f) {
+    f.input("dy", dy, x);
+    f.rows("x", x, 0);
+    f.result("dx", dx, x);
+  }
 };
 
 namespace cpu {
@@ -44,3 +56,8 @@ inline void activation_bwd(Context& ctx, const ActivationTable& table, const Act
 
 }  // namespace cpu
 }  // namespace tigon
+
+// Defines tigon::cpu::<op>_fwd and <op>_bwd by the table of the op's <op>_cpu.cpp.
+#define TIGON_ACTIVATION_CPU(op, table)                                                                     \
+  void cpu::op##_fwd(Context& ctx, const ActivationFwd& a) { activation_fwd(ctx, TIGON_SELECT(table), a); } \
+  void cpu::op##_bwd(Context& ctx, const ActivationBwd& a) { activation_bwd(ctx, TIGON_SELECT(table), a); }

@@ -1,7 +1,7 @@
-// The standalone CPU context. Inside PyTorch another Context is used (tigon/torch), with the framework's pool and GEMM.
+// The standalone CPU context. Inside PyTorch another Context is used (tigon/torch), with the framework's pool
+// and GEMM.
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <cstdlib>
 #include <mutex>
 #include <thread>
@@ -21,12 +21,8 @@ class ThreadPool final : public Executor {
     for (int w = 1; w < threads; ++w) workers_.emplace_back([this, w] { work(w); });
   }
   ~ThreadPool() override {
-    {
-      std::lock_guard lock(mutex_);
-      stop_ = true;
-      ++generation_;
-    }
-    wake_.notify_all();
+    stop_ = true;
+    wake();
     for (auto& t : workers_) t.join();
   }
   int threads() const override { return int(workers_.size()) + 1; }
@@ -37,16 +33,11 @@ class ThreadPool final : public Executor {
       return;
     }
     std::lock_guard one_caller(callers_);
-    {
-      std::lock_guard lock(mutex_);
-      tasks_ = tasks, fn_ = fn, arg_ = arg;
-      pending_ = int(workers_.size());
-      ++generation_;
-    }
-    wake_.notify_all();
+    tasks_ = tasks, fn_ = fn, arg_ = arg;
+    pending_ = int(workers_.size());
+    wake();
     share(0);
-    std::unique_lock lock(mutex_);
-    done_.wait(lock, [this] { return pending_ == 0; });
+    while (int left = pending_) pending_.wait(left);
   }
 
  private:
@@ -56,30 +47,29 @@ class ThreadPool final : public Executor {
     for (int64_t i = tasks_ * w / n, end = tasks_ * (w + 1) / n; i < end; ++i) fn_(arg_, i);
     inside_ = false;
   }
+  void wake() {
+    ++generation_;
+    generation_.notify_all();
+  }
   void work(int w) {
-    uint64_t seen = 0;
-    for (;;) {
-      {
-        std::unique_lock lock(mutex_);
-        wake_.wait(lock, [&] { return generation_ != seen; });
-        seen = generation_;
-        if (stop_) return;
-      }
+    for (int seen = 0;;) {
+      generation_.wait(seen);
+      seen = generation_;  // the next one: run() waits for every worker
+      if (stop_) return;
       share(w);
-      std::lock_guard lock(mutex_);
-      if (--pending_ == 0) done_.notify_one();
+      if (--pending_ == 0) pending_.notify_one();
     }
   }
 
   static thread_local bool inside_;
   std::vector<std::thread> workers_;
-  std::mutex mutex_, callers_;
-  std::condition_variable wake_, done_;
+  std::mutex callers_;
   int64_t tasks_ = 0;
   void (*fn_)(void*, int64_t) = nullptr;
   void* arg_ = nullptr;
-  int pending_ = 0;
-  uint64_t generation_ = 0;
+  // Waited for as atomics: the condition variables of GCC 12 ask for a newer libstdc++ than manylinux_2_34
+  // has.
+  std::atomic<int> pending_ = 0, generation_ = 0;
   bool stop_ = false;
 };
 thread_local bool ThreadPool::inside_ = false;

@@ -10,9 +10,9 @@ void grouped_gemm(Context& ctx, const GroupedGemm& g) {
   TIGON_CHECK("grouped_gemm", ctx.device() == Device::cpu, "there is no grouped product on ",
               name_of(ctx.device()));
   for (int64_t i = 0; i < g.groups; ++i) {
-    int64_t first = g.offsets[i], rows = g.offsets[i + 1] - first, of_b = g.b.rows / g.groups;
+    int64_t first = g.offsets[i], rows = g.offsets[i + 1] - first, group_rows = g.b.rows / g.groups;
     Matrix a = rows_from(g.a, first, rows);
-    Matrix b = g.over_rows ? rows_from(g.b, first, rows) : rows_from(g.b, i * of_b, of_b);
+    Matrix b = g.over_rows ? rows_from(g.b, first, rows) : rows_from(g.b, i * group_rows, group_rows);
     Matrix c = g.over_rows ? rows_from(g.c, i * g.a.cols, g.a.cols) : rows_from(g.c, first, rows);
     if (g.over_rows && rows == 0)
       for (int64_t r = 0; r < c.rows; ++r)

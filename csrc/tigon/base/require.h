@@ -16,6 +16,12 @@ inline void require_dtype(const char* op, const char* name, DType given, DType e
   TIGON_CHECK(op, given == expected, name, " must be ", name_of(expected), ", got ", name_of(given));
 }
 
+// Of the dtype of what it belongs to, or float32.
+inline void require_or_f32(const char* op, const char* name, DType given, DType expected) {
+  TIGON_CHECK(op, given == expected || given == DType::f32, name, " must be ", name_of(expected),
+              " or float32, got ", name_of(given));
+}
+
 inline void require_matrix(const char* op, const char* name, const Matrix& m, int64_t rows, int64_t cols,
                            DType dtype) {
   TIGON_CHECK(op, m.rows == rows && m.cols == cols, name, " must be [", rows, ", ", cols, "], got [", m.rows,
@@ -28,42 +34,35 @@ inline void require_vector(const char* op, const char* name, const Vector& v, in
   require_dtype(op, name, v.dtype, dtype);
 }
 
-// What the norms ask: rows of floats with at least one column, eps, and a gradient of the weight only where there is one.
-inline void require_rows(const char* op, const char* name, const Matrix& x) {
-  require_float(op, name, x.dtype);
-  TIGON_CHECK(op, x.cols >= 1, name, " must have at least one column, got ", x.cols);
+// Where it is there.
+inline void require_optional(const char* op, const char* name, const Vector& v, int64_t size,
+                             DType dtype = DType::f32) {
+  if (v) require_vector(op, name, v, size, dtype);
 }
+// Labels, or a mask.
+inline void require_labels(const char* op, const char* name, const Vector& v, int64_t size) {
+  require_optional(op, name, v, size, v.dtype == DType::u8 ? DType::u8 : DType::i64);
+}
+// A factor of all rows or of each.
+inline void require_scale(const char* op, const Vector& v, int64_t rows) {
+  if (!v) return;
+  TIGON_CHECK(op, v.size == 1 || v.size == rows, "scale must be [1] or [", rows, "], got [", v.size, "]");
+  require_dtype(op, "scale", v.dtype, DType::f32);
+}
+
 inline void require_eps(const char* op, float eps) {
   TIGON_CHECK(op, eps >= 0.0f, "eps must be >= 0, got ", eps);
-}
-inline void require_dweight(const char* op, const Vector& dweight, const Vector& weight, int64_t size) {
-  if (!dweight) return;
-  TIGON_CHECK(op, bool(weight), "dweight must be absent when weight is, got [", dweight.size, "]");
-  require_vector(op, "dweight", dweight, size, weight.dtype);
 }
 // A result that is wanted.
 inline void require_result(const char* op, const char* name, const Matrix& m, const Matrix& like) {
   if (m.data != nullptr) require_matrix(op, name, m, like.rows, like.cols, like.dtype);
 }
 
-struct NamedVector {
-  const char* name;
-  const Vector& vector;
-};
-// What a forward saves for the backward: all of it, or nothing where none will follow.
-inline void require_statistics(const char* op, std::initializer_list<NamedVector> statistics, int64_t size) {
-  bool wanted = false;
-  for (const NamedVector& s : statistics) wanted = wanted || s.vector.data != nullptr || s.vector.size != 0;
-  if (!wanted) return;
-  for (const NamedVector& s : statistics) require_vector(op, s.name, s.vector, size, DType::f32);
-}
-
 // A vector by column of x, where there is one: x's dtype or float32.
 inline void require_parameter(const char* op, const char* name, const Vector& v, const Matrix& x) {
   if (!v) return;
   TIGON_CHECK(op, v.size == x.cols, name, " must be [", x.cols, "], got [", v.size, "]");
-  TIGON_CHECK(op, v.dtype == x.dtype || v.dtype == DType::f32, name, " must be ", name_of(x.dtype),
-              " or float32, got ", name_of(v.dtype));
+  require_or_f32(op, name, v.dtype, x.dtype);
 }
 // A matrix of a pointwise op under its name; one that may be absent and is has no data.
 struct NamedMatrix {
@@ -96,3 +95,6 @@ void on_device(const char* op, Context& ctx, OnCpu&& on_cpu, OnCuda&& on_cuda) {
 #else
 #define TIGON_ON_CUDA(...) [] {}
 #endif
+// The backend's entry of the same name.
+#define TIGON_RUN(op, ctx, entry, a) \
+  on_device(op, ctx, [&] { cpu::entry(ctx, a); }, TIGON_ON_CUDA(cuda::entry(ctx, a)))

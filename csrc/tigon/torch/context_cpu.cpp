@@ -13,6 +13,11 @@
 #include "tigon/base/gemm_cpu.h"
 #include "tigon/torch/context.h"
 
+// PyTorch's own for compiled graphs: the dispatcher takes no numbers from here. Null where a PyTorch is without it.
+extern "C" [[gnu::weak]] AOTITorchError aoti_torch_cpu_addmm_out(AtenTensorHandle out, AtenTensorHandle self,
+                                                                 AtenTensorHandle mat1, AtenTensorHandle mat2,
+                                                                 double beta, double alpha);
+
 namespace {
 
 std::atomic<bool> onednn_is_there = false;
@@ -74,7 +79,7 @@ class TorchCpuContext final : public Context {
     return reinterpret_cast<void*>((address + 255) / 256 * 256);
   }
 
-  // aten::mm writes its operands' dtype. A wider result is summed here: one rounding per product for bf16. float16 goes
+  // aten::mm and addmm write their operands' dtype. A wider result is summed here: one rounding per product for bf16. float16 goes
   // through float32 (aten's own float16 product is two orders of magnitude slower on machines without fp16 arithmetic), and so
   // do products that are not to be rounded. float32 products of some size are oneDNN's where MKL is slow.
   void gemm(const Gemm& g) override {
@@ -83,10 +88,13 @@ class TorchCpuContext final : public Context {
     if (g.unrounded && is_half(g.ab_dtype) && g.c_dtype == DType::f32) return unrounded_gemm(g);
     if (g.ab_dtype == DType::f16) return widened_gemm(g);
     if (g.ab_dtype == DType::f32 && g.m * g.n * g.k >= kWorthwhile && prefers_onednn()) return onednn(g);
-    if (g.ab_dtype == g.c_dtype && g.beta == 0.0f && g.alpha == 1.0f) return mm(g, g.c, g.ldc);
+    const bool plain = g.beta == 0.0f && g.alpha == 1.0f;
+    if (g.ab_dtype == g.c_dtype && (plain || aoti_torch_cpu_addmm_out != nullptr)) return mm(g, g.c, g.ldc);
     size_t first = blocks_.size();
     void* product = scratch(size_of(g.ab_dtype) * size_t(g.m * g.n));
-    mm(g, product, g.n);
+    Gemm alone = g;
+    alone.alpha = 1.0f, alone.beta = 0.0f;
+    mm(alone, product, g.n);
     add(product, g.ab_dtype, g);
     blocks_.resize(first, like_);
   }
@@ -137,12 +145,17 @@ class TorchCpuContext final : public Context {
     blocks_.resize(first, like_);
   }
   void product(const Gemm& g, void* c, int64_t ldc) {
-    fault_in(c, size_of(g.ab_dtype) * size_t((g.m - 1) * ldc + g.n));
-    StableIValue stack[3] = {
-        torch::stable::detail::from(view(g.a, g.m, g.k, g.lda, g.trans_a, g.ab_dtype)),
-        torch::stable::detail::from(view(g.b, g.k, g.n, g.ldb, g.trans_b, g.ab_dtype)),
-        torch::stable::detail::from(view(c, g.m, g.n, ldc, false, g.ab_dtype)),
-    };
+    if (g.beta == 0.0f) fault_in(c, size_of(g.ab_dtype) * size_t((g.m - 1) * ldc + g.n));
+    const Tensor a = view(g.a, g.m, g.k, g.lda, g.trans_a, g.ab_dtype),
+                 b = view(g.b, g.k, g.n, g.ldb, g.trans_b, g.ab_dtype),
+                 to = view(c, g.m, g.n, ldc, false, g.ab_dtype);
+    if (g.beta != 0.0f || g.alpha != 1.0f) {
+      check_torch(aoti_torch_cpu_addmm_out(to.get(), to.get(), a.get(), b.get(), g.beta, g.alpha),
+                  [] { return "aten::addmm failed"; });
+      return;
+    }
+    StableIValue stack[3] = {torch::stable::detail::from(a), torch::stable::detail::from(b),
+                             torch::stable::detail::from(to)};
     check_torch(torch_call_dispatcher("aten::mm", "out", stack, TORCH_ABI_VERSION),
                 [] { return "aten::mm failed"; });
     torch::stable::detail::to<Tensor>(stack[0]);  // takes and drops the returned handle

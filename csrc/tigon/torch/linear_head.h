@@ -1,4 +1,4 @@
-// What the adaptors of ops on a linear head share: which gradients a call forms, and their tensors.
+// What the adaptors of ops on a linear head share: their first arguments, which gradients a call forms, and their tensors.
 #pragma once
 
 #include "tigon/ops/linear_head/linear_head.h"
@@ -19,27 +19,102 @@ enum Need : int64_t {
   into_main_grad = 128  // weight's gradient is added to what its owner keeps
 };
 
+// The first arguments of every operator on a head. Tensors are replaced by copies where a view does not fit, so they must
+// outlive the call of the core.
+struct Operands {
+  Tensor hidden, weight, target;
+  OptionalTensor bias, class_weight, token_weight, lora_a, lora_b;
+
+  static constexpr const char* kSchema =
+      "Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? class_weight, Tensor? token_weight,"
+      " Tensor? lora_a, Tensor? lora_b, ";
+  static Operands take(Stack& s) {
+    return {s.take<Tensor>(),         s.take<Tensor>(),         s.take<Tensor>(),
+            s.take<OptionalTensor>(), s.take<OptionalTensor>(), s.take<OptionalTensor>(),
+            s.take<OptionalTensor>(), s.take<OptionalTensor>()};
+  }
+};
+struct Formula {
+  int64_t ignore_index = -100;
+  double label_smoothing = 0.0, softcap = 0.0, logit_scale = 1.0, temperature = 1.0, z_loss = 0.0,
+         lora_scale = 1.0;
+  bool wide_logits = false;
+
+  static constexpr const char* kSchema =
+      "int ignore_index, float label_smoothing, float softcap, float logit_scale, float temperature,"
+      " float z_loss, float lora_scale, bool wide_logits, ";
+  static Formula take(Stack& s) {
+    return {s.take<int64_t>(), s.take<double>(), s.take<double>(), s.take<double>(),
+            s.take<double>(),  s.take<double>(), s.take<double>(), s.take<bool>()};
+  }
+  LogitFormula logits() const {
+    return {.softcap = float(softcap), .logit_scale = float(logit_scale), .temperature = float(temperature)};
+  }
+};
+struct Memory {
+  int64_t chunk_rows = 0, valid_rows = -1, needs = 0;
+  int64_t keep_rows = 0;  // as in LinearHeadSizes
+
+  static constexpr const char* kSchema = "int chunk_rows, int valid_rows, int needs, int keep_rows";
+  static Memory take(Stack& s) {
+    return {s.take<int64_t>(), s.take<int64_t>(), s.take<int64_t>(), s.take<int64_t>()};
+  }
+  int64_t worked(int64_t rows) const { return valid_rows >= 0 ? valid_rows : rows; }
+};
+inline std::string head_schema(const std::string& before) {
+  return before + Operands::kSchema + Formula::kSchema + Memory::kSchema;
+}
+
+inline void check_operands(const char* op, const Operands& t) {
+  check_same_device(op, "weight", t.weight, t.hidden);
+  check_same_device(op, "target", t.target, t.hidden);
+  for (auto [name, x] : {std::pair{"bias", &t.bias},
+                         {"class_weight", &t.class_weight},
+                         {"token_weight", &t.token_weight},
+                         {"lora A", &t.lora_a},
+                         {"lora B", &t.lora_b}})
+    if (*x) check_same_device(op, name, **x, t.hidden);
+}
+inline Matrix rows_of(const char* op, const char* name, OptionalTensor& t) {
+  return t ? rows_of(op, name, *t) : Matrix{};
+}
+// Operands as views of the core; of the labels those of one a row.
+inline LinearHead head_of(const char* op, Operands& t, const Formula& f) {
+  check_operands(op, t);
+  return {.op = op,
+          .hidden = rows_of(op, "hidden", t.hidden),
+          .weight = rows_of(op, "weight", t.weight),
+          .bias = vector_of(op, "bias", t.bias),
+          .lora_a = rows_of(op, "lora A", t.lora_a),
+          .lora_b = rows_of(op, "lora B", t.lora_b),
+          .lora_scale = float(f.lora_scale),
+          .wide_logits = f.wide_logits};
+}
+inline LinearHeadLabels labels_of(const char* op, Operands& t, const Formula& f, const Memory& m) {
+  return {.target = vector_of(op, "target", t.target),
+          .ignore_index = f.ignore_index,
+          .valid_rows = m.valid_rows,
+          .chunk_rows = m.chunk_rows};
+}
+
 struct HeadGradients {
   Tensor hidden, weight, bias, lora_a, lora_b;
 };
+using FiveGradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+constexpr const char* kFiveGradients =
+    "Tensor dhidden, Tensor dweight, Tensor dbias, Tensor dlora_a, Tensor dlora_b";
 
-// Whether one chunk takes all rows of a call that forms dweight. Arguments have hidden and weight.
-template <class Arguments>
-bool one_chunk(const Arguments& a, int64_t chunk_rows, int64_t valid_rows, Device device) {
-  int64_t rows = valid_rows >= 0 ? valid_rows : a.hidden.rows;
-  int64_t chunk = chunk_rows > 0 ? chunk_rows
-                                 : linear_head_chunk_rows({.device = device,
-                                                           .dtype = a.hidden.dtype,
-                                                           .rows = rows,
-                                                           .hidden = a.hidden.cols,
-                                                           .vocab = a.weight.rows,
-                                                           .dweight = true});
-  return rows <= chunk;
+// Whether one chunk takes all rows of a call that forms dweight.
+inline bool one_chunk(const LinearHead& a, const Memory& m, Device device) {
+  if (m.chunk_rows > 0) return m.worked(a.hidden.rows) <= m.chunk_rows;
+  return m.worked(a.hidden.rows) <= linear_head_whole_rows({.cuda = device == Device::cuda,
+                                                            .dtype = int64_t(a.hidden.dtype),
+                                                            .hidden = a.hidden.cols,
+                                                            .vocab = a.weight.rows,
+                                                            .train_weight = 1});
 }
-
 // Allocates the gradients that are needed and puts their views in `a`; `whole`: one chunk takes all rows.
-template <class Arguments>
-HeadGradients make_gradients(const char* op, Arguments& a, const Tensor& hidden, int64_t needs, bool whole) {
+inline HeadGradients make_gradients(LinearHead& a, const Tensor& hidden, int64_t needs, bool whole) {
   int64_t v = a.weight.rows, h = a.weight.cols, r = a.lora_a.rows;
   auto result = [&](Need need, std::initializer_list<int64_t> sizes, DType dtype = DType::f32) {
     return needs & need ? make(hidden, sizes, dtype) : nothing(hidden, DType::f32);
@@ -51,56 +126,57 @@ HeadGradients make_gradients(const char* op, Arguments& a, const Tensor& hidden,
       .bias = result(need_bias, {v}),
       .lora_a = result(need_lora_a, {r, h}),
       .lora_b = result(need_lora_b, {v, r})};
-  if (needs & need_hidden) a.dhidden = rows_of(op, "dhidden", g.hidden);
-  if (needs & need_weight) a.dweight = rows_of(op, "dweight", g.weight);
-  if (needs & need_bias) a.dbias = vector_of(op, "dbias", g.bias);
-  if (needs & need_lora_a) a.dlora_a = rows_of(op, "gradient of lora A", g.lora_a);
-  if (needs & need_lora_b) a.dlora_b = rows_of(op, "gradient of lora B", g.lora_b);
+  if (needs & need_hidden) a.dhidden = rows_of(a.op, "dhidden", g.hidden);
+  if (needs & need_weight) a.dweight = rows_of(a.op, "dweight", g.weight);
+  if (needs & need_bias) a.dbias = vector_of(a.op, "dbias", g.bias);
+  if (needs & need_lora_a) a.dlora_a = rows_of(a.op, "gradient of lora A", g.lora_a);
+  if (needs & need_lora_b) a.dlora_b = rows_of(a.op, "gradient of lora B", g.lora_b);
   return g;
 }
-template <class Arguments>
-HeadGradients make_gradients(const char* op, Arguments& a, const Tensor& hidden, int64_t needs) {
-  return make_gradients(op, a, hidden, needs,
-                        one_chunk(a, a.chunk_rows, a.valid_rows, device_of(op, hidden)));
+inline HeadGradients make_gradients(LinearHead& a, const Tensor& hidden, const Memory& m) {
+  return make_gradients(a, hidden, m.needs, one_chunk(a, m, device_of(a.op, hidden)));
 }
 
 // How the losses of the rows become one, and what they are divided by, as arguments of a schema.
-struct LossReduction {
+struct Reduced {
   OptionalTensor denominator;
   std::optional<double> host_denominator;
+  int64_t reduction;
 
-  static constexpr const char* kSchema = "Tensor? denominator, float? host_denominator, ";
-  static LossReduction take(Stack& s) { return {s.take<OptionalTensor>(), s.take<std::optional<double>>()}; }
+  static constexpr const char* kSchema = ", Tensor? denominator, float? host_denominator, int reduction";
+  static Reduced take(Stack& s) {
+    return {s.take<OptionalTensor>(), s.take<std::optional<double>>(), s.take<int64_t>()};
+  }
 };
 
 // The losses of the rows, and of a scalar loss the total and its scale (empty tensors otherwise).
 struct LossTensors {
   Tensor losses, total, scale;
   bool scalar;
+  LossReduction reduction;
   const Tensor& loss() const { return scalar ? total : losses; }
-};
 
-// Allocates them and puts their views, and how they are reduced, in `a`.
-template <class Arguments>
-LossTensors make_losses(const char* op, Arguments& a, const Tensor& hidden, const LossReduction& by,
-                        int64_t reduction) {
-  if (by.denominator) {
+  LossTensors(const char* op, const Tensor& hidden, int64_t rows, const Reduced& by)
+      : losses(make(hidden, {rows}, DType::f32)),
+        total(number(hidden, by)),
+        scale(number(hidden, by)),
+        scalar(Reduction(by.reduction) != Reduction::none),
+        reduction{.kind = Reduction(by.reduction),
+                  .host_denominator = by.host_denominator.value_or(0.0),
+                  .has_host_denominator = by.host_denominator.has_value()} {
+    if (scalar)
+      reduction.total = scalar_of(op, "total", total), reduction.scale = scalar_of(op, "scale", scale);
+    if (!by.denominator) return;
     check_same_device(op, "denominator", *by.denominator, hidden);
-    a.denominator = scalar_of(op, "denominator", *by.denominator);
+    reduction.denominator = scalar_of(op, "denominator", *by.denominator);
   }
-  a.has_host_denominator = by.host_denominator.has_value();
-  a.host_denominator = by.host_denominator.value_or(0.0);
-  a.reduction = Reduction(reduction);
-  bool scalar = a.reduction != Reduction::none;
-  auto number = [&] { return scalar ? make(hidden, {}, DType::f32) : nothing(hidden, DType::f32); };
-  LossTensors t = {.losses = make(hidden, {a.hidden.rows}, DType::f32),
-                   .total = number(),
-                   .scale = number(),
-                   .scalar = scalar};
-  a.loss = vector_of(op, "loss", t.losses);
-  if (scalar) a.total = scalar_of(op, "total", t.total), a.scale = scalar_of(op, "scale", t.scale);
-  return t;
-}
+
+ private:
+  static Tensor number(const Tensor& hidden, const Reduced& by) {
+    bool scalar = Reduction(by.reduction) != Reduction::none;
+    return scalar ? make(hidden, {}, DType::f32) : nothing(hidden, DType::f32);
+  }
+};
 
 // A row of one f32 matrix for each result of rows that `outputs` asks for, in the order of its bits.
 struct RowNumbers {

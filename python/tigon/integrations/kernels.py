@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 
 from torch import nn
-from transformers.utils import import_utils
 
 from tigon.error import check
 from tigon.integrations.transformers.norms import norm_forward, plan_norm
@@ -83,6 +82,8 @@ def install() -> None:
     Raises:
         tigon.Error: the package ``kernels`` is missing, or not of the versions this transformers takes.
     """
+    from transformers.utils import import_utils
+
     low, high = (getattr(import_utils, f"KERNELS_{end}_VERSION", "?") for end in ("MIN", "MAX"))
     check(
         "compat.kernels",

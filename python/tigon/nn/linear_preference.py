@@ -8,8 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from tigon.ops.loss_head.linear_policy import LinearPolicyResult, linear_policy
-from tigon.ops.loss_head.linear_preference import linear_kto, linear_preference
+from tigon.ops.loss_head.linear_preference import (
+    LinearPolicyResult,
+    linear_kto,
+    linear_policy,
+    linear_preference,
+)
 from tigon.ops.preference import KTOResult, PreferenceResult
 
 

@@ -123,11 +123,12 @@ def _keep(ctx, *tensors):
         ctx.kept = _Kept.apply(_ANCHOR, *tensors)  # the result, which holds the node
 
 
-def _save(ctx, x, seed, lists: _Lists, t, keep=None):
-    ctx.biased, ctx.how = lists.biased, lists.how
+def _save(ctx, x, seed, lists: _Lists, t, keep=None, again=None):
+    """`again` makes x once more: it is then not kept."""
+    ctx.biased, ctx.how, ctx.again = lists.biased, lists.how, again
     ctx.sources = [None if isinstance(w, torch.Tensor) else w for w in lists.weights]
-    kept = (w if isinstance(w, torch.Tensor) else None for w in lists.weights)
-    tensors = (x, seed, t, *kept, *lists.a, *lists.b)
+    kept = [w if isinstance(w, torch.Tensor) else None for w in lists.weights]
+    tensors = (x if again is None else None, seed, t, *kept, *lists.a, *lists.b)
     if keep is None:
         ctx.save_for_backward(*tensors)
     else:
@@ -150,13 +151,17 @@ def _gradients(ctx, dys, need_x, needs: _Lists):
     dys = list(dys[:count])
     if all(dy is None for dy in dys):
         return None, [None] * count, [None] * len(needs.biases), [None] * each, [None] * each
+    if x is None:
+        x = ctx.again()
     dense = [w if make is None else make() for w, make in zip(weights, ctx.sources, strict=True)]
     need_a, need_b = True in needs.a, True in needs.b
     wanted = need_x, need_a, need_b
-    if torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling():
+    if _op._is_compiling():
+        dx, da, *db = _bwd(dys, x, dense, a, b, t, *ctx.how, seed, *wanted)
+    elif _op._is_transformed():
         dx, da, *db = _bwd_of_tensors(_Shape(count, (), ctx.how, wanted), x, seed, t, *dys, *dense, *a, *b)
     else:
-        dx, da, *db = _bwd(dys, x, dense, a, b, t, *ctx.how, seed, *wanted)
+        dx, da, *db = _eager_bwd(dys, x, dense, a, b, t, *ctx.how, seed, *wanted)
     dweights, dbiases, das, dbs = [None] * count, [None] * len(needs.biases), [None] * each, [None] * each
     if True in needs.weights:
         for i, (dy, need) in enumerate(zip(dys, needs.weights, strict=True)):
@@ -177,12 +182,13 @@ def _gradients(ctx, dys, need_x, needs: _Lists):
     return dx if need_x else None, dweights, dbiases, das, dbs
 
 
-@dataclasses.dataclass(frozen=True)  # no tuple: vmap would look for tensors in it
+@dataclasses.dataclass(slots=True, eq=False)  # no tuple: vmap would look for tensors in it
 class _Shape:
     count: int  # maps
     biased: Sequence  # places of the biases
     how: tuple
     wanted: tuple = ()  # of a backward: whether gradients of x, a and b are
+    again: Callable[[], torch.Tensor] | None = None  # makes x once more
 
     def lists(self, tensors) -> _Lists:
         n, each = self.count, len(self.how[0])
@@ -243,7 +249,7 @@ def _setup_function(ctx, inputs, output):
 
 
 def _backward_function(ctx, *dys):
-    if _op.is_batched() and not torch._C._are_functorch_transforms_active():
+    if _op.is_batched() and not _op._is_transformed():
         refuse(_OP, "gradients must come one by one (or by torch.func.vmap), got is_grads_batched=True")
     needs = ctx.shape.lists(ctx.needs_input_grad[3:])
     dx, *lists = _gradients(ctx, dys, ctx.needs_input_grad[1], needs)
@@ -274,7 +280,7 @@ class _Function(torch.autograd.Function):
         weights = _dense(lists.weights)
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
             *ys, t = _products(lists, weights, x, seed)
-            _save(ctx, x, seed, lists, t)
+            _save(ctx, x, seed, lists, t, again=shape.again)
             return tuple(ys)
         # A checkpoint runs a layer again until all that was kept is there: the last products are then spared.
         (t,) = _products(lists, weights, x, seed, only_t=True)
@@ -287,21 +293,27 @@ class _Function(torch.autograd.Function):
 _apply = _op.direct_apply(_Function)
 
 
-def adapted(x, bases: Sequence[Base], adapters: Sequence[Adapter], seed=None) -> tuple[torch.Tensor, ...]:
-    """The maps' results. Arguments have been checked; ``seed`` is a tensor where an adapter drops."""
+def adapted(x, bases: Sequence[Base], adapters: Sequence[Adapter], seed=None, again=None):
+    """The maps' results, a tuple. Arguments have been checked.
+
+    Args:
+        seed: a tensor where an adapter drops.
+        again: makes x once more; a backward in eager mode calls it, and x is not kept.
+    """
     weights = [base.weight for base in bases]
     biased = [i for i, base in enumerate(bases) if base.bias is not None]
     biases = [bases[i].bias for i in biased]
     linears, a, b, scales, dropouts = map(list, zip(*adapters, strict=True)) if adapters else ([],) * 5
     if forward_ad._current_level >= 0:  # operators do not look into lists
         _op.refuse_tangents(_OP, (x, *weights, *biases, *a, *b))
-    if torch.compiler.is_compiling():
+    if _op._is_compiling():
         ys = _registered(x, weights, biases, a, b, biased, linears, scales, dropouts, seed, None, False)[:-1]
     else:
-        shape, tensors = _Shape(len(bases), biased, (linears, scales, dropouts)), (*weights, *biases, *a, *b)
-        if torch._C._are_functorch_transforms_active():
+        shape = _Shape(len(bases), biased, (linears, scales, dropouts), again=again)
+        tensors = (*weights, *biases, *a, *b)
+        if _op._is_transformed():
             ys = _transformed(shape, x, seed, *tensors)[:-1]
-        elif torch.is_grad_enabled():
+        elif _op._is_grad_enabled():
             ys = _apply(shape, x, seed, *tensors)
         else:
             ys = _forward(shape, x, seed, *tensors)[:-1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from tigon._dtensor import Layout
@@ -58,7 +60,7 @@ _bwd = raw("rms_norm_bwd", _fake_bwd)
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, _, ctx.offset, ctx.rounding = inputs
+    x, weight, ctx.eps, ctx.offset, ctx.rounding = inputs
     ctx.save_for_backward(x, weight, output[1])
     ctx.set_materialize_grads(False)
 
@@ -80,6 +82,23 @@ _op = Op(
     results=1,
     layout=Layout(rows=1, columns=1),
 )
+
+
+def column_dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Sums of ``a * b`` over all but the last dimension, float32: the weight's gradient where rstd is one."""
+    columns = a.new_ones(a.shape[-1], dtype=torch.float32)
+    rows = a.new_ones(a.numel() // a.shape[-1], dtype=torch.float32)
+    return _bwd(a, b, columns, rows, 0.0, ROUNDINGS["gemma"], False, True)[1]
+
+
+def repeater(result: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    """What makes `result` once more where it comes straight from here, with a copy of the weight."""
+    node = result.grad_fn
+    if type(node) is not _op.node:
+        return None
+    weight = node.saved_tensors[1]  # may be freed by then, as FSDP does
+    options = None if weight is None else weight.detach().clone(), node.eps, node.offset, node.rounding
+    return lambda: _op.infer(node.saved_tensors[0], *options)
 
 
 def rms_norm(

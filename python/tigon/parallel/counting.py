@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from tigon.ops.loss_head.labels import check_count, known_rows
-from tigon.ops.loss_head.operands import shifted
-from tigon.ops.loss_head.streaming import list_rows
+from tigon.ops.loss_head.labels import check_count, known_rows, shifted
+from tigon.ops.loss_head.linear_loss import list_rows
 
 
 def count(op: str, target: torch.Tensor, ignore_index: int, shift: bool, valid_rows: int | None) -> int:
@@ -32,9 +31,9 @@ class Counting(NamedTuple):
     index: torch.Tensor | None = None  # row of each; None: all are worked on
     fault: torch.Tensor | None = None  # 0, or NaN where the promised number is wrong
 
-    def take(self, of_rows: torch.Tensor | None) -> torch.Tensor | None:
+    def take(self, x: torch.Tensor | None) -> torch.Tensor | None:
         """The rows worked on of a tensor of all rows."""
-        return of_rows if of_rows is None or self.index is None else of_rows.index_select(0, self.index)
+        return x if x is None or self.index is None else x.index_select(0, self.index)
 
     def give(self, values: torch.Tensor, ignored: int = 0) -> torch.Tensor:
         """Values of all rows from those worked on."""

@@ -20,9 +20,9 @@ class _Place(NamedTuple):
     like: torch.Tensor
     dim: int | None  # of the mesh, which shards it; None: every process has all of it
 
-    def placements(self, of_shard) -> tuple:
-        """``of_shard`` in the mesh dimension of the vocabulary, replicated in others."""
-        return tuple(of_shard if i == self.dim else Replicate() for i in range(self.like.device_mesh.ndim))
+    def placements(self, placement) -> tuple:
+        """``placement`` in the mesh dimension of the vocabulary, replicated in others."""
+        return tuple(placement if i == self.dim else Replicate() for i in range(self.like.device_mesh.ndim))
 
 
 def _place(op: str, name: str, t: torch.Tensor) -> _Place:

@@ -10,22 +10,22 @@ import torch
 from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops.arguments import check_float, check_indices
-from tigon.ops.loss_head.labels import labels_of
-from tigon.ops.loss_head.memory import check_cap, check_keep
+from tigon.ops.loss_head.labels import labels_of, shifted
 from tigon.ops.loss_head.operands import (
     BIAS,
     HIDDEN,
     LORA_A,
     LORA_B,
     WEIGHT,
+    Head,
     autocast,
     check_head,
     check_lora,
     main_grad_of,
-    shifted,
     whole_vectors,
     wide_logits,
 )
+from tigon.ops.loss_head.plan import check_keep
 from tigon.ops.loss_head.reference import result_type
 from tigon.parallel.counting import count, counting
 from tigon.parallel.cross_entropy import (
@@ -104,19 +104,18 @@ def _describe(op, head: _Head, formula: Formula, options: tuple) -> tuple[Facts,
     if columns == 0:  # a process without classes
         weight, bias = weight.new_empty(1, weight.shape[1]), None
     cap = formula.softcap if formula.softcap else None
-    check_head(
-        op, hidden, weight, labels, bias, head.shift, formula.ignore_index, cap, formula.logit_scale,
-        formula.temperature, head.chunk_rows,
-    )  # fmt: skip
+    check_head(op, hidden, weight, labels, Head(
+        bias, cap, formula.logit_scale, formula.temperature, ignore_index=formula.ignore_index,
+        shift=head.shift, chunk_rows=head.chunk_rows, max_workspace_mb=head.max_workspace_mb,
+    ))  # fmt: skip
     weight, bias, lora = head.weight, head.bias, head.lora
     check_lora(op, lora, hidden, weight)
     check_layout(op, head.vocab, head.first_class)
     check_keep(op, head.keep_mb)
-    check_cap(op, head.max_workspace_mb)
     hidden = autocast(hidden)
     check(op, has_kernel(op, hidden), "hidden must be float32, bfloat16 or float16, got {}", hidden.dtype)
     wide = wide_logits(op, head.logit_dtype, hidden)
-    main_grad = main_grad_of(op, weight) if torch.is_grad_enabled() and weight.requires_grad else None
+    main_grad = main_grad_of(op, weight)
     if main_grad is not None:  # it has weight's own columns
         check(op, main_grad.is_contiguous(), "weight.main_grad must be contiguous, got other strides")
     else:
@@ -130,9 +129,9 @@ def _describe(op, head: _Head, formula: Formula, options: tuple) -> tuple[Facts,
         needs = sum(bit for bit, t in wanted if t is not None and t.requires_grad)
     both = head.sequence_parallel and head.partial_hidden_grad
     check(op, not both, "partial_hidden_grad must be False with sequence_parallel, which sums it, got True")
-    of_lora = None if lora is None else (lora_a.shape[0], float(lora_scale))
+    lora_facts = None if lora is None else (lora_a.shape[0], float(lora_scale))
     alike = (formula, options, head.sequence_parallel, head.partial_hidden_grad, head.shift, head.chunk_rows,
-             head.keep_mb, wide, known, head.max_workspace_mb, of_lora, main_grad is not None)  # fmt: skip
+             head.keep_mb, wide, known, head.max_workspace_mb, lora_facts, main_grad is not None)  # fmt: skip
     facts = Facts(
         rows=target.numel(), size=hidden.shape[-1], dtype=code(hidden.dtype), needs=needs,
         options=code((*alike, bias is None)), target=target_code(target, hidden.device), columns=columns,
@@ -198,8 +197,8 @@ def _run(
         loss = total(loss, scale)
     if loss.dim() == 0 and listed.fault is not None:
         loss = loss + listed.fault
-    of_rows = {name: listed.give(n) for name, n in zip(NUMBERS, numbers, strict=True)}
-    return listed.give(loss), listed.give(entropies), of_rows, listed.give(predicted, -1), labels
+    row_values = {name: listed.give(n) for name, n in zip(NUMBERS, numbers, strict=True)}
+    return listed.give(loss), listed.give(entropies), row_values, listed.give(predicted, -1), labels
 
 
 @torch._disable_dynamo  # collectives and their order are the caller's: nothing to trace

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from tigon.error import check
-from tigon.ops.loss_head.memory import Beside, chunk_beside, default_chunk, padded
+from tigon.ops.loss_head.plan import check_fits, padded, plan
 
 _MIB = 1 << 20
 _LEAST_PART = 1024  # rows that keep a product on CUDA at its speed
@@ -87,21 +86,16 @@ def choose(
 ):
     """Rows of a chunk, of all shares, and whether the gradients of all logits are kept for the backward."""
     widest = max(s.widest, 1)
-    chunk = chunk_rows or default_chunk(
-        s.device.type, s.dtype, s.rows, s.hidden, widest, dweight=s.dweight, add_dweight=s.main_grad
-    )
-    if max_workspace_mb is not None:
-        # With shares: a chunk gathered, the next one, and gradients on their way. Logits of both precisions.
-        beside = Beside(
-            copies=3 * (s.shares > 1), row=s.statistics + 4 * padded(widest) * s.wide,
-            fixed=2 * s.rows * s.hidden * s.dtype.itemsize * s.listed,
-        )  # fmt: skip
-        fits, least = chunk_beside(
-            max_workspace_mb, s.device.type, s.dtype, s.rows, s.hidden, widest, s.lora_rank, beside, s.shares
-        )
-        words = "max_workspace_mb must be at least {} for one row of every share, got {}"
-        check(op, fits >= s.shares or s.rows == 0, words, least, max_workspace_mb)
-        chunk = min(chunk, max(fits, 1))
+    # With shares: a chunk gathered, the next one, and gradients on their way. Logits of both precisions.
+    found = plan(
+        s.device.type, s.dtype, s.rows, s.hidden, widest, lora_rank=s.lora_rank, train_weight=s.dweight,
+        main_grad=s.main_grad, chunk_rows=chunk_rows or 0, max_workspace_mb=max_workspace_mb,
+        copies=3 * (s.shares > 1), row=s.statistics + 4 * padded(widest) * s.wide,
+        fixed=2 * s.rows * s.hidden * s.dtype.itemsize * s.listed,
+    )  # fmt: skip
+    if max_workspace_mb is not None and s.rows > 0:
+        check_fits(op, found, s.shares, "one row of every share", max_workspace_mb)
+    chunk = found.chunk_rows
     chunk = max(min(chunk, s.rows), 1)
     if entropy:  # a gradient of the entropies is no multiple of what would be kept
         return chunk, False

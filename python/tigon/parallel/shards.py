@@ -123,10 +123,10 @@ def agree(op: str, group: object, device, describe: Callable[[], tuple[Facts, ob
     said = _exchange(group, size, device, facts)
     if refusal is not None:
         raise refusal
-    for other, of_other in enumerate(said):
-        check(op, not of_other.refused, "process {} of the group has refused its arguments", other)
+    for other, other_facts in enumerate(said):
+        check(op, not other_facts.refused, "process {} of the group has refused its arguments", other)
         for name, words in SAME.items():
-            mine, theirs = getattr(facts, name), getattr(of_other, name)
+            mine, theirs = getattr(facts, name), getattr(other_facts, name)
             given = f"{mine} here and {theirs}" if name in _COUNTS else "another"
             check(op, mine == theirs, "{} must be the same in all processes, got {} in process {}", words,
                   given, other)  # fmt: skip

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 
 from tigon._op import graph_is_kept, once, raw
-from tigon.ops.loss_head.memory import padded
+from tigon.ops.loss_head.autograd import finish, finish_in_place
 from tigon.ops.loss_head.operands import BIAS, HIDDEN, LORA_A, LORA_B, WEIGHT
-from tigon.ops.loss_head.operators import finish, finish_in_place
+from tigon.ops.loss_head.plan import padded
 from tigon.parallel.plan import Chunk, Part, divide
 from tigon.parallel.rows import NUMBERS, Rows, total
 from tigon.parallel.shards import Work
@@ -92,8 +92,8 @@ class Stream:
             return None
         values = values.view(self.shares, -1)
         parts = getattr(place, "parts", (place,)) if self.shares > 1 else (place,)
-        of_parts = [values[:, p.begin : p.end].reshape(-1) for p in parts]
-        return of_parts[0] if len(of_parts) == 1 else torch.cat(of_parts)
+        slices = [values[:, p.begin : p.end].reshape(-1) for p in parts]
+        return slices[0] if len(slices) == 1 else torch.cat(slices)
 
     def walk(self, gathers: bool = True):
         """``(chunk, part, hidden states of the chunk)``: those of the part are there; None: none wanted."""

@@ -1,6 +1,6 @@
-// CUDA's model of execution on a CPU: kernels compiled as C++ run here, a CTA after the other, a thread of a CTA as a fiber.
-// What a GPU leaves undefined is made visible: copies of cp.async arrive at their wait and leave NaN before it, a barrier
-// that not all threads reach ends the process with a message.
+// CUDA's model of execution on a CPU: kernels compiled as C++ run here, a CTA after the other, a thread of a
+// CTA as a fiber. What a GPU leaves undefined is made visible: copies of cp.async arrive at their wait and
+// leave NaN before it, a barrier that not all threads reach ends the process with a message.
 #pragma once
 
 #include <atomic>
@@ -56,7 +56,8 @@ struct Cta {
 };
 
 extern thread_local Cta cta;
-// Shared memory is thread-local: every CTA of a cluster has a thread of the operating system, in which addresses lie alike.
+// Shared memory is thread-local: every CTA of a cluster has a thread of the operating system, in which
+// addresses lie alike.
 extern thread_local char anchor;
 extern thread_local char dynamic_shared[];
 

@@ -176,10 +176,10 @@ void run_piece(Context& ctx, const Gemm& g, bool split, int device, GemmWorkspac
           alignment(g.a),
           alignment(g.b),
           alignment(g.c)};
-  DeviceProducts& of_device = products_of(device);
-  lt::Handle handle = of_device.handle;
+  DeviceProducts& products = products_of(device);
+  lt::Handle handle = products.handle;
   std::shared_ptr<const Plan> plan =
-      of_device.plans.get(key, [&] { return std::make_shared<const Plan>(g, split, handle); });
+      products.plans.get(key, [&] { return std::make_shared<const Plan>(g, split, handle); });
   if (plan->workspace > workspace.size)
     workspace = {.data = ctx.scratch(plan->workspace), .size = plan->workspace};
   check(lt::api().matmul(handle, plan->desc, &g.alpha, g.b, plan->a, g.a, plan->b, &g.beta, g.c, plan->c, g.c,
@@ -191,8 +191,8 @@ void run_piece(Context& ctx, const Gemm& g, bool split, int device, GemmWorkspac
 
 void cublaslt_gemm(Context& ctx, const Gemm& g, int device, GemmWorkspace& workspace) {
   if (g.m == 0 || g.n == 0) return;
-  // Without a split of K, and with an odd vocabulary cut for few rows as for many, a row of logits has the same bits beside
-  // any number of others.
+  // Without a split of K, and with an odd vocabulary cut for few rows as for many, a row of logits has the
+  // same bits beside any number of others.
   const bool logits = makes_logits(g);
   GemmPieces pieces = logits ? gemm_pieces(g, 0) : gemm_pieces(g);
   for (int i = 0; i < pieces.count; ++i) run_piece(ctx, pieces.piece[size_t(i)], !logits, device, workspace);

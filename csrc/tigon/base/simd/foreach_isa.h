@@ -1,4 +1,6 @@
 // Compiles the file named by TIGON_KERNELS once per instruction set. See lanes.h. No include guard: one use per .cpp.
+// Where those kernels are the base's (activation.inc, norm_rows.inc), TIGON_FORMULA names the op's formula and TIGON_TABLE defines the
+// table that it makes of them.
 // Each part needs the one before it: blank lines keep the formatter from sorting them.
 // Unnamed namespaces: two ops may use one name for their kernels without the linker taking one for both.
 #include "tigon/base/simd/lanes.h"
@@ -63,3 +65,5 @@ namespace {
 #endif
 
 #undef TIGON_KERNELS
+#undef TIGON_FORMULA
+#undef TIGON_TABLE

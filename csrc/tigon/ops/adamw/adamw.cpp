@@ -74,7 +74,7 @@ void adamw(Context& ctx, const Adamw& a) {
   require_scalar("grad_scale", a.grad_scale);
   require_scalar("found_inf", a.found_inf);
   if (a.tensors.empty()) return;
-  on_device(kOp, ctx, [&] { cpu::adamw(ctx, a); }, TIGON_ON_CUDA(cuda::adamw(ctx, a)));
+  TIGON_RUN(kOp, ctx, adamw, a);
 }
 
 }  // namespace tigon

@@ -28,7 +28,7 @@
 
 #include <span>
 
-#include "tigon/base/context.h"
+#include "tigon/base/fields.h"
 
 namespace tigon {
 
@@ -76,13 +76,6 @@ struct Adamw {
   Vector found_inf;   // not 0: nothing is written
 };
 
-TIGON_API void adamw(Context& ctx, const Adamw& a);
-
-namespace cpu {
-void adamw(Context& ctx, const Adamw& a);
-}  // namespace cpu
-namespace cuda {
-void adamw(Context& ctx, const Adamw& a);
-}  // namespace cuda
+TIGON_API_ENTRY(adamw, Adamw)
 
 }  // namespace tigon

@@ -13,7 +13,7 @@
 
 #include <span>
 
-#include "tigon/base/context.h"
+#include "tigon/base/fields.h"
 
 namespace tigon {
 
@@ -26,13 +26,6 @@ struct GradNorm {
   Vector factor;          // f32 [1]: NaN where the norm is
 };
 
-TIGON_API void grad_norm(Context& ctx, const GradNorm& a);
-
-namespace cpu {
-void grad_norm(Context& ctx, const GradNorm& a);
-}  // namespace cpu
-namespace cuda {
-void grad_norm(Context& ctx, const GradNorm& a);
-}  // namespace cuda
+TIGON_API_ENTRY(grad_norm, GradNorm)
 
 }  // namespace tigon

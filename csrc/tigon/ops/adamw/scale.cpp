@@ -8,7 +8,7 @@ void scale(Context& ctx, const Scale& a) {
   const char* op = "scale";
   for (const Vector& x : a.tensors) require_float(op, "tensors", x.dtype);
   require_vector(op, "factor", a.factor, 1, DType::f32);
-  on_device(op, ctx, [&] { cpu::scale(ctx, a); }, TIGON_ON_CUDA(cuda::scale(ctx, a)));
+  TIGON_RUN(op, ctx, scale, a);
 }
 
 }  // namespace tigon

@@ -16,7 +16,7 @@
 
 #include <span>
 
-#include "tigon/base/context.h"
+#include "tigon/base/fields.h"
 
 namespace tigon {
 
@@ -25,13 +25,6 @@ struct Scale {
   Vector factor;  // f32 [1], where the context's device is
 };
 
-TIGON_API void scale(Context& ctx, const Scale& a);
-
-namespace cpu {
-void scale(Context& ctx, const Scale& a);
-}  // namespace cpu
-namespace cuda {
-void scale(Context& ctx, const Scale& a);
-}  // namespace cuda
+TIGON_API_ENTRY(scale, Scale)
 
 }  // namespace tigon

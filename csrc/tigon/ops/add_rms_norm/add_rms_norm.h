@@ -27,6 +27,18 @@ struct AddRmsNormFwd {
   float eps = 1e-6f;
   float offset = 0.0f;
   Rounding rounding = Rounding::llama;
+
+  void fields(Fields& f) {
+    f.rows("x", x);
+    f.input("residual", residual, x);
+    f.parameter("weight", weight, x);
+    f.eps(eps);
+    f.option("offset", offset);
+    f.option("rounding", rounding);
+    f.result("y", y, x, rms_norm_result(x, weight, rounding));
+    f.result_over("h", h, "residual", residual);
+    f.statistics("rstd", {{"rstd", rstd}}, x.rows);
+  }
 };
 
 struct AddRmsNormBwd {
@@ -39,18 +51,20 @@ struct AddRmsNormBwd {
   Vector dweight;  // empty: not wanted
   float offset = 0.0f;
   Rounding rounding = Rounding::llama;
+
+  void fields(Fields& f) {
+    f.input("dy", dy, h, rms_norm_result(h, weight, rounding));
+    f.optional("dh", dh, h);
+    f.rows("h", h);
+    f.parameter("weight", weight, h);
+    f.saved("rstd", {{"rstd", rstd}}, h.rows);
+    f.option("offset", offset);
+    f.option("rounding", rounding);
+    f.gradient("dx", dx, h);
+    f.gradient("dweight", dweight, "weight", weight);
+  }
 };
 
-TIGON_API void add_rms_norm_fwd(Context& ctx, const AddRmsNormFwd& a);
-TIGON_API void add_rms_norm_bwd(Context& ctx, const AddRmsNormBwd& a);
-
-namespace cpu {
-void add_rms_norm_fwd(Context& ctx, const AddRmsNormFwd& a);
-void add_rms_norm_bwd(Context& ctx, const AddRmsNormBwd& a);
-}  // namespace cpu
-namespace cuda {
-void add_rms_norm_fwd(Context& ctx, const AddRmsNormFwd& a);
-void add_rms_norm_bwd(Context& ctx, const AddRmsNormBwd& a);
-}  // namespace cuda
+TIGON_API_OP(add_rms_norm, AddRmsNorm)
 
 }  // namespace tigon

@@ -1,7 +1,10 @@
 #include "tigon/base/norm_rows.h"
+#include "tigon/base/op.h"
 #include "tigon/ops/add_rms_norm/add_rms_norm.h"
 
-#define TIGON_KERNELS "tigon/ops/add_rms_norm/add_rms_norm_cpu.inc"
+#define TIGON_KERNELS "tigon/base/simd/norm_rows.inc"
+#define TIGON_FORMULA "tigon/ops/add_rms_norm/add_rms_norm_math.inc"
+#define TIGON_TABLE const NormTable add_rms_norm_table = norm_table<AddRmsNormForward, AddRmsNormBackward>();
 #include "tigon/base/simd/foreach_isa.h"
 
 namespace tigon::cpu {
@@ -33,3 +36,7 @@ void add_rms_norm_bwd(Context& ctx, const AddRmsNormBwd& a) {
 }
 
 }  // namespace tigon::cpu
+
+namespace tigon {
+TIGON_OP(add_rms_norm, AddRmsNorm)
+}

@@ -19,9 +19,21 @@
 // Refused     cols < 1, count not in [1, 1024], eps < 0, sizes or dtypes that do not fit: tigon::Error before anything is written
 #pragma once
 
-#include "tigon/base/context.h"
+#include "tigon/base/fields.h"
 
 namespace tigon {
+
+inline int64_t rows_of_one(const Matrix& values, int64_t count) {
+  return count > 0 ? values.rows / count : 0;
+}
+inline void require_values(const Fields& f, const Matrix& values, int64_t count, const Vector& query,
+                           const Vector& norm_weight) {
+  f.require(count >= 1 && count <= 1024, "values must be 1 to 1024, got ", count);
+  f.require(count >= 1 && values.rows % count == 0, "values must have a multiple of ", count, " rows, got ",
+            values.rows);
+  f.require(bool(query), "query must be [", values.cols, "], got none");
+  f.require(bool(norm_weight), "norm_weight must be [", values.cols, "], got none");
+}
 
 struct AttentionResidualFwd {
   Matrix values;
@@ -29,6 +41,15 @@ struct AttentionResidualFwd {
   Vector query, norm_weight;
   Matrix y;
   float eps = 1e-6f;
+
+  void fields(Fields& f) {
+    f.stacked_rows("values", values, count);
+    require_values(f, values, count, query, norm_weight);
+    f.coefficients("query", query, values.cols, values.dtype);
+    f.coefficients("norm_weight", norm_weight, values.cols, values.dtype, &query);
+    f.eps(eps);
+    f.result("y", y, values, rows_of_one(values, count), values.cols);
+  }
 };
 
 struct AttentionResidualBwd {
@@ -39,18 +60,20 @@ struct AttentionResidualBwd {
   Matrix dvalues;               // empty: not wanted
   Vector dquery, dnorm_weight;  // empty: not wanted
   float eps = 1e-6f;
+
+  void fields(Fields& f) {
+    f.input("dy", dy, rows_of_one(values, count), values.cols, values.dtype);
+    f.stacked_rows("values", values, count);
+    require_values(f, values, count, query, norm_weight);
+    f.coefficients("query", query, values.cols, values.dtype);
+    f.coefficients("norm_weight", norm_weight, values.cols, values.dtype, &query);
+    f.eps(eps);
+    f.gradient("dvalues", dvalues, values);
+    f.gradient("dquery", dquery, values.cols, query.dtype);
+    f.gradient("dnorm_weight", dnorm_weight, values.cols, norm_weight.dtype);
+  }
 };
 
-TIGON_API void attention_residual_fwd(Context& ctx, const AttentionResidualFwd& a);
-TIGON_API void attention_residual_bwd(Context& ctx, const AttentionResidualBwd& a);
-
-namespace cpu {
-void attention_residual_fwd(Context& ctx, const AttentionResidualFwd& a);
-void attention_residual_bwd(Context& ctx, const AttentionResidualBwd& a);
-}  // namespace cpu
-namespace cuda {
-void attention_residual_fwd(Context& ctx, const AttentionResidualFwd& a);
-void attention_residual_bwd(Context& ctx, const AttentionResidualBwd& a);
-}  // namespace cuda
+TIGON_API_OP(attention_residual, AttentionResidual)
 
 }  // namespace tigon

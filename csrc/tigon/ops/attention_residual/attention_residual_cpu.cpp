@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cmath>
+#include "tigon/base/op.h"
 
 #include "tigon/base/column_sum.h"
 #include "tigon/base/dispatch.h"
@@ -158,3 +159,7 @@ void attention_residual_bwd(Context& ctx, const AttentionResidualBwd& a) {
 }
 
 }  // namespace tigon::cpu
+
+namespace tigon {
+TIGON_OP(attention_residual, AttentionResidual)
+}

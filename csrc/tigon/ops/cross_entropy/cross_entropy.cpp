@@ -7,16 +7,12 @@ namespace {
 
 constexpr const char* kOp = "cross_entropy";
 
-void check_result(const char* name, const Vector& v, int64_t rows, DType dtype) {
-  if (v) require_vector(kOp, name, v, rows, dtype);
-}
-
 // The part of a row that the logits are, and what its gradient needs of the rest.
 void check_shard(const CrossEntropyRows& a) {
   int64_t rows = a.logits.rows;
-  check_result("row_max", a.row_max, rows, DType::f32);
-  check_result("log_sum", a.log_sum, rows, DType::f32);
-  check_result("smoothing", a.smoothing, rows, DType::f32);
+  require_optional(kOp, "row_max", a.row_max, rows);
+  require_optional(kOp, "log_sum", a.log_sum, rows);
+  require_optional(kOp, "smoothing", a.smoothing, rows);
   if (a.classes == 0) return;
   TIGON_CHECK(kOp, a.first_class >= 0 && a.first_class + a.logits.cols <= a.classes,
               "first_class must leave room for ", a.logits.cols, " of ", a.classes, " classes, got ",
@@ -40,19 +36,10 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
   require_float(kOp, "logits", a.logits.dtype);
   TIGON_CHECK(kOp, cols >= 1, "logits must have at least one column, got ", cols);
   require_vector(kOp, "target", a.target, rows, DType::i64);
-  if (a.bias) {
-    TIGON_CHECK(kOp, a.bias.size == cols, "bias must be [", cols, "], got [", a.bias.size, "]");
-    TIGON_CHECK(kOp, a.bias.dtype == a.logits.dtype || a.bias.dtype == DType::f32, "bias must be ",
-                name_of(a.logits.dtype), " or float32, got ", name_of(a.bias.dtype));
-  }
-  if (a.class_weight)
-    require_vector(kOp, "class weight", a.class_weight, a.classes > 0 ? a.classes : cols, DType::f32);
+  require_parameter(kOp, "bias", a.bias, a.logits);
+  require_optional(kOp, "class weight", a.class_weight, a.classes > 0 ? a.classes : cols);
   check_shard(a);
-  if (a.scale) {
-    TIGON_CHECK(kOp, a.scale.size == 1 || a.scale.size == rows, "scale must be [1] or [", rows, "], got [",
-                a.scale.size, "]");
-    require_dtype(kOp, "scale", a.scale.dtype, DType::f32);
-  }
+  require_scale(kOp, a.scale, rows);
   if (a.dlogits.data != nullptr) {
     bool narrow = a.logits.dtype == DType::f32 && is_kernel_float(a.dlogits.dtype);
     require_matrix(kOp, "dlogits", a.dlogits, rows, cols, narrow ? a.dlogits.dtype : a.logits.dtype);
@@ -66,20 +53,19 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
                 "dlogits must have rows that do not overlap (stride >= ", cols, "), got stride ",
                 a.dlogits.stride);
   }
-  check_result("loss", a.loss, rows, DType::f32);
-  check_result("lse", a.lse, rows, DType::f32);
-  check_result("target_logit", a.target_logit, rows, DType::f32);
-  check_result("log_prob", a.log_prob, rows, DType::f32);
-  check_result("entropy", a.entropy, rows, DType::f32);
-  check_result("entropy_scale", a.entropy_scale, rows, DType::f32);
-  check_result("predicted", a.predicted, rows, DType::i64);
+  require_optional(kOp, "loss", a.loss, rows);
+  require_optional(kOp, "lse", a.lse, rows);
+  require_optional(kOp, "target_logit", a.target_logit, rows);
+  require_optional(kOp, "log_prob", a.log_prob, rows);
+  require_optional(kOp, "entropy", a.entropy, rows);
+  require_optional(kOp, "entropy_scale", a.entropy_scale, rows);
+  require_optional(kOp, "predicted", a.predicted, rows, DType::i64);
   TIGON_CHECK(kOp, a.label_smoothing >= 0.0f && a.label_smoothing <= 1.0f,
               "label_smoothing must be in [0, 1], got ", a.label_smoothing);
   TIGON_CHECK(kOp, a.softcap >= 0.0f, "softcap must be > 0 or none, got ", a.softcap);
   TIGON_CHECK(kOp, a.temperature > 0.0f, "temperature must be > 0, got ", a.temperature);
   if (rows == 0) return;
-  on_device(
-      kOp, ctx, [&] { cpu::cross_entropy_rows(ctx, a); }, TIGON_ON_CUDA(cuda::cross_entropy_rows(ctx, a)));
+  TIGON_RUN(kOp, ctx, cross_entropy_rows, a);
 }
 
 void cross_entropy_scale(Context& ctx, const CrossEntropyScale& a) {
@@ -94,25 +80,21 @@ void cross_entropy_scale(Context& ctx, const CrossEntropyScale& a) {
     require_dtype(kOp, "target", a.target.dtype, mask ? DType::u8 : DType::i64);
     if (a.class_weight) require_dtype(kOp, "class weight", a.class_weight.dtype, DType::f32);
   }
-  on_device(
-      kOp, ctx, [&] { cpu::cross_entropy_scale(ctx, a); }, TIGON_ON_CUDA(cuda::cross_entropy_scale(ctx, a)));
+  TIGON_RUN(kOp, ctx, cross_entropy_scale, a);
 }
 
 void cross_entropy_total(Context& ctx, const CrossEntropyTotal& a) {
   require_dtype(kOp, "loss", a.loss.dtype, DType::f32);
   if (a.scale) check_one("scale", a.scale);
   check_one("total", a.total);
-  on_device(
-      kOp, ctx, [&] { cpu::cross_entropy_total(ctx, a); }, TIGON_ON_CUDA(cuda::cross_entropy_total(ctx, a)));
+  TIGON_RUN(kOp, ctx, cross_entropy_total, a);
 }
 
 void cross_entropy_rescale(Context& ctx, const CrossEntropyRescale& a) {
   require_float(kOp, "grad", a.grad.dtype);
   check_one("factor", a.factor);
   if (a.grad.rows == 0 || a.grad.cols == 0) return;
-  on_device(
-      kOp, ctx, [&] { cpu::cross_entropy_rescale(ctx, a); },
-      TIGON_ON_CUDA(cuda::cross_entropy_rescale(ctx, a)));
+  TIGON_RUN(kOp, ctx, cross_entropy_rescale, a);
 }
 
 }  // namespace tigon

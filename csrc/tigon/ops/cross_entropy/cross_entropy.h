@@ -39,7 +39,7 @@
 //             tigon::Error before anything is written
 #pragma once
 
-#include "tigon/base/context.h"
+#include "tigon/base/fields.h"
 
 namespace tigon {
 
@@ -106,22 +106,9 @@ struct CrossEntropyRescale {
   Vector factor;  // f32 [1]
 };
 
-TIGON_API void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a);
-TIGON_API void cross_entropy_scale(Context& ctx, const CrossEntropyScale& a);
-TIGON_API void cross_entropy_total(Context& ctx, const CrossEntropyTotal& a);
-TIGON_API void cross_entropy_rescale(Context& ctx, const CrossEntropyRescale& a);
-
-namespace cpu {
-void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a);
-void cross_entropy_scale(Context& ctx, const CrossEntropyScale& a);
-void cross_entropy_total(Context& ctx, const CrossEntropyTotal& a);
-void cross_entropy_rescale(Context& ctx, const CrossEntropyRescale& a);
-}  // namespace cpu
-namespace cuda {
-void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a);
-void cross_entropy_scale(Context& ctx, const CrossEntropyScale& a);
-void cross_entropy_total(Context& ctx, const CrossEntropyTotal& a);
-void cross_entropy_rescale(Context& ctx, const CrossEntropyRescale& a);
-}  // namespace cuda
+TIGON_API_ENTRY(cross_entropy_rows, CrossEntropyRows)
+TIGON_API_ENTRY(cross_entropy_scale, CrossEntropyScale)
+TIGON_API_ENTRY(cross_entropy_total, CrossEntropyTotal)
+TIGON_API_ENTRY(cross_entropy_rescale, CrossEntropyRescale)
 
 }  // namespace tigon

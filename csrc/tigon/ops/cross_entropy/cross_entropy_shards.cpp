@@ -14,8 +14,8 @@ void cross_entropy_combine(Context& ctx, const CrossEntropyCombine& a) {
   if (rows == 0) return;  // a matrix without columns does not tell its rows
   require_matrix(kOp, "parts", a.parts, a.shards * a.kinds.count(), rows, DType::f32);
   require_vector(kOp, "target", a.target, rows, DType::i64);
-  if (a.class_weight) require_vector(kOp, "class weight", a.class_weight, a.classes, DType::f32);
-  if (a.token_weight) require_vector(kOp, "token weight", a.token_weight, rows, DType::f32);
+  require_optional(kOp, "class weight", a.class_weight, a.classes);
+  require_optional(kOp, "token weight", a.token_weight, rows);
   const bool smooth = a.label_smoothing > 0.0f;
   TIGON_CHECK(kOp, !smooth || !(a.loss) || a.kinds.smoothing,
               "parts must hold smoothing for label_smoothing");
@@ -23,19 +23,15 @@ void cross_entropy_combine(Context& ctx, const CrossEntropyCombine& a) {
   TIGON_CHECK(kOp, !a.entropy || a.kinds.entropy, "parts must hold entropy for entropy");
   TIGON_CHECK(kOp, !a.predicted || a.kinds.predicted, "parts must hold predicted for predicted");
   for (const Vector* v : {&a.loss, &a.z_term, &a.log_prob, &a.lse, &a.entropy, &a.log_share})
-    if (*v) require_vector(kOp, "results", *v, rows, DType::f32);
+    require_optional(kOp, "results", *v, rows);
   if (a.predicted) require_vector(kOp, "predicted", a.predicted, rows, DType::i64);
-  on_device(
-      kOp, ctx, [&] { cpu::cross_entropy_combine(ctx, a); },
-      TIGON_ON_CUDA(cuda::cross_entropy_combine(ctx, a)));
+  TIGON_RUN(kOp, ctx, cross_entropy_combine, a);
 }
 
 void cross_entropy_empty_part(Context& ctx, const CrossEntropyEmptyPart& a) {
   require_dtype(kOp, "part", a.part.dtype, DType::f32);
   if (a.part.rows == 0 || a.part.cols == 0) return;
-  on_device(
-      kOp, ctx, [&] { cpu::cross_entropy_empty_part(ctx, a); },
-      TIGON_ON_CUDA(cuda::cross_entropy_empty_part(ctx, a)));
+  TIGON_RUN(kOp, ctx, cross_entropy_empty_part, a);
 }
 
 }  // namespace tigon

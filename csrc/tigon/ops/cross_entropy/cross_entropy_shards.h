@@ -21,7 +21,7 @@
 // ignored one 0 in all results (predicted: -1). `predicted` is the first argmax of all classes, or the first NaN.
 #pragma once
 
-#include "tigon/base/context.h"
+#include "tigon/base/fields.h"
 
 namespace tigon {
 
@@ -47,21 +47,12 @@ struct CrossEntropyCombine {
   // Results; empty: not wanted.
   Vector loss, z_term, log_prob, lse, entropy, predicted, log_share;
 };
-TIGON_API void cross_entropy_combine(Context& ctx, const CrossEntropyCombine& a);
+TIGON_API_ENTRY(cross_entropy_combine, CrossEntropyCombine)
 
 // The part of a shard without a class: -inf, which has no share of any row. part [kinds, rows] f32.
 struct CrossEntropyEmptyPart {
   Matrix part;
 };
-TIGON_API void cross_entropy_empty_part(Context& ctx, const CrossEntropyEmptyPart& a);
-
-namespace cpu {
-void cross_entropy_combine(Context& ctx, const CrossEntropyCombine& a);
-void cross_entropy_empty_part(Context& ctx, const CrossEntropyEmptyPart& a);
-}  // namespace cpu
-namespace cuda {
-void cross_entropy_combine(Context& ctx, const CrossEntropyCombine& a);
-void cross_entropy_empty_part(Context& ctx, const CrossEntropyEmptyPart& a);
-}  // namespace cuda
+TIGON_API_ENTRY(cross_entropy_empty_part, CrossEntropyEmptyPart)
 
 }  // namespace tigon

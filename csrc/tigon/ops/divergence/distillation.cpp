@@ -23,28 +23,23 @@ void distillation_rows(Context& ctx, const DistillationRows& a) {
   require_matrix(kOp, "teacher", a.teacher, rows, cols, a.teacher.dtype);
   check_side("student's", a.student_side, cols);
   check_side("teacher's", a.teacher_side, cols);
-  if (a.labels) require_vector(kOp, "labels", a.labels, rows, DType::i64);
+  require_optional(kOp, "labels", a.labels, rows, DType::i64);
   TIGON_CHECK(kOp, a.labels || !a.has_hard(), "labels must be given for a hard loss, got none");
-  if (a.scale) {
-    TIGON_CHECK(kOp, a.scale.size == 1 || a.scale.size == rows, "scale must be [1] or [", rows, "], got [",
-                a.scale.size, "]");
-    require_dtype(kOp, "scale", a.scale.dtype, DType::f32);
-  }
+  require_scale(kOp, a.scale, rows);
   if (a.dstudent.data != nullptr) {
     require_float(kOp, "dstudent", a.dstudent.dtype);
     require_matrix(kOp, "dstudent", a.dstudent, rows, cols, a.dstudent.dtype);
   }
   require_vector(kOp, "loss", a.loss, rows, DType::f32);
-  if (a.soft) require_vector(kOp, "soft", a.soft, rows, DType::f32);
-  if (a.hard) require_vector(kOp, "hard", a.hard, rows, DType::f32);
-  if (a.entropy) require_vector(kOp, "entropy", a.entropy, rows, DType::f32);
+  require_optional(kOp, "soft", a.soft, rows);
+  require_optional(kOp, "hard", a.hard, rows);
+  require_optional(kOp, "entropy", a.entropy, rows);
   TIGON_CHECK(kOp, int(a.kind) >= 0 && int(a.kind) < kDivergenceKinds, "kind must be one of 0 to ",
               kDivergenceKinds - 1, ", got ", int(a.kind));
   TIGON_CHECK(kOp, a.kind != DivergenceKind::jsd || (a.beta > 0.0f && a.beta < 1.0f),
               "beta must be in (0, 1), got ", a.beta);
   if (rows == 0) return;
-  on_device(
-      kOp, ctx, [&] { cpu::distillation_rows(ctx, a); }, TIGON_ON_CUDA(cuda::distillation_rows(ctx, a)));
+  TIGON_RUN(kOp, ctx, distillation_rows, a);
 }
 
 }  // namespace tigon

@@ -62,13 +62,6 @@ struct DistillationRows {
   bool has_hard() const { return hard_weight != 0.0f || hard; }
 };
 
-TIGON_API void distillation_rows(Context& ctx, const DistillationRows& a);
-
-namespace cpu {
-void distillation_rows(Context& ctx, const DistillationRows& a);
-}  // namespace cpu
-namespace cuda {
-void distillation_rows(Context& ctx, const DistillationRows& a);
-}  // namespace cuda
+TIGON_API_ENTRY(distillation_rows, DistillationRows)
 
 }  // namespace tigon

@@ -21,12 +21,8 @@ void divergence_rows(Context& ctx, const DivergenceRows& a) {
   require_float(op, "student", a.student.dtype);
   TIGON_CHECK(op, cols >= 1, "student must have at least one column, got ", cols);
   require_matrix(op, "teacher", a.teacher, rows, cols, a.student.dtype);
-  if (a.labels) require_vector(op, "labels", a.labels, rows, DType::i64);
-  if (a.scale) {
-    TIGON_CHECK(op, a.scale.size == 1 || a.scale.size == rows, "scale must be [1] or [", rows, "], got [",
-                a.scale.size, "]");
-    require_dtype(op, "scale", a.scale.dtype, DType::f32);
-  }
+  require_optional(op, "labels", a.labels, rows, DType::i64);
+  require_scale(op, a.scale, rows);
   if (a.dstudent.data != nullptr) {
     require_matrix(op, "dstudent", a.dstudent, rows, cols, a.student.dtype);
     TIGON_CHECK(op, a.dstudent.data != a.student.data || a.dstudent.stride == a.student.stride,
@@ -45,7 +41,7 @@ void divergence_rows(Context& ctx, const DivergenceRows& a) {
   TIGON_CHECK(op, !a.log_probs || a.temperature == 1.0f, "temperature must be 1 with log-probabilities, got ",
               a.temperature);
   if (rows == 0) return;
-  on_device(op, ctx, [&] { cpu::divergence_rows(ctx, a); }, TIGON_ON_CUDA(cuda::divergence_rows(ctx, a)));
+  TIGON_RUN(op, ctx, divergence_rows, a);
 }
 
 }  // namespace tigon

@@ -27,7 +27,7 @@
 //             tigon::Error before anything is written
 #pragma once
 
-#include "tigon/base/context.h"
+#include "tigon/base/fields.h"
 
 namespace tigon {
 
@@ -49,7 +49,7 @@ struct DivergenceRows {
   bool log_probs = false;
 };
 
-TIGON_API void divergence_rows(Context& ctx, const DivergenceRows& a);
+TIGON_API_ENTRY(divergence_rows, DivergenceRows)
 
 // beta in fp32 and the factor that undoes its rounding: near beta = 1 jsd is proportional to 1 - beta.
 struct DivergenceBeta {
@@ -57,12 +57,5 @@ struct DivergenceBeta {
   double factor;
 };
 TIGON_API DivergenceBeta divergence_beta(DivergenceKind kind, double beta);
-
-namespace cpu {
-void divergence_rows(Context& ctx, const DivergenceRows& a);
-}  // namespace cpu
-namespace cuda {
-void divergence_rows(Context& ctx, const DivergenceRows& a);
-}  // namespace cuda
 
 }  // namespace tigon

@@ -13,7 +13,7 @@
 // Refused     cols < 1, sizes or dtypes that do not fit: tigon::Error before anything is written
 #pragma once
 
-#include "tigon/base/context.h"
+#include "tigon/base/fields.h"
 
 namespace tigon {
 
@@ -22,6 +22,14 @@ struct DytFwd {
   Vector alpha;
   Vector weight, bias;  // empty: none
   Matrix y;
+
+  void fields(Fields& f) {
+    f.rows("x", x);
+    f.scalar("alpha", alpha, x.dtype);
+    f.parameter("weight", weight, x, &alpha);
+    f.parameter("bias", bias, x, &alpha);
+    f.result("y", y, x);
+  }
 };
 
 struct DytBwd {
@@ -31,18 +39,19 @@ struct DytBwd {
   Vector weight;
   Matrix dx;                      // empty: not wanted
   Vector dalpha, dweight, dbias;  // empty: not wanted
+
+  void fields(Fields& f) {
+    f.input("dy", dy, x);
+    f.rows("x", x);
+    f.scalar("alpha", alpha, x.dtype);
+    f.parameter("weight", weight, x, &alpha);
+    f.gradient("dx", dx, x);
+    f.scalar_gradient("dalpha", dalpha, alpha);
+    f.gradient("dweight", dweight, x.cols, alpha.dtype);
+    f.gradient("dbias", dbias, x.cols, alpha.dtype);
+  }
 };
 
-TIGON_API void dyt_fwd(Context& ctx, const DytFwd& a);
-TIGON_API void dyt_bwd(Context& ctx, const DytBwd& a);
-
-namespace cpu {
-void dyt_fwd(Context& ctx, const DytFwd& a);
-void dyt_bwd(Context& ctx, const DytBwd& a);
-}  // namespace cpu
-namespace cuda {
-void dyt_fwd(Context& ctx, const DytFwd& a);
-void dyt_bwd(Context& ctx, const DytBwd& a);
-}  // namespace cuda
+TIGON_API_OP(dyt, Dyt)
 
 }  // namespace tigon

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include "tigon/base/op.h"
 
 #include "tigon/base/column_sum.h"
 #include "tigon/base/elementwise.h"
@@ -104,3 +105,7 @@ void dyt_bwd(Context& ctx, const DytBwd& a) {
 }
 
 }  // namespace tigon::cpu
+
+namespace tigon {
+TIGON_OP(dyt, Dyt)
+}

@@ -22,7 +22,7 @@ void embedding_fwd(Context& ctx, const EmbeddingFwd& a) {
   const char* op = "embedding";
   check(op, a.ids, "weight", a.weight, "y", a.y);
   if (a.ids.size == 0 || a.weight.cols == 0) return;
-  on_device(op, ctx, [&] { cpu::embedding_fwd(ctx, a); }, TIGON_ON_CUDA(cuda::embedding_fwd(ctx, a)));
+  TIGON_RUN(op, ctx, embedding_fwd, a);
 }
 
 void embedding_bwd(Context& ctx, const EmbeddingBwd& a) {
@@ -31,7 +31,7 @@ void embedding_bwd(Context& ctx, const EmbeddingBwd& a) {
   TIGON_CHECK(op, a.dweight.rows <= 1 || a.dweight.stride == a.dweight.cols, "dweight must be dense (stride ",
               a.dweight.cols, "), got stride ", a.dweight.stride);
   if (a.dweight.rows == 0 || a.dweight.cols == 0) return;
-  on_device(op, ctx, [&] { cpu::embedding_bwd(ctx, a); }, TIGON_ON_CUDA(cuda::embedding_bwd(ctx, a)));
+  TIGON_RUN(op, ctx, embedding_bwd, a);
 }
 
 }  // namespace tigon

@@ -14,7 +14,7 @@
 //             tigon::Error on the CPU; on CUDA its row of y is NaN and dweight has nothing of it
 #pragma once
 
-#include "tigon/base/context.h"
+#include "tigon/base/fields.h"
 
 namespace tigon {
 
@@ -33,16 +33,6 @@ struct EmbeddingBwd {
   float scale = 1.0f;
 };
 
-TIGON_API void embedding_fwd(Context& ctx, const EmbeddingFwd& a);
-TIGON_API void embedding_bwd(Context& ctx, const EmbeddingBwd& a);
-
-namespace cpu {
-void embedding_fwd(Context& ctx, const EmbeddingFwd& a);
-void embedding_bwd(Context& ctx, const EmbeddingBwd& a);
-}  // namespace cpu
-namespace cuda {
-void embedding_fwd(Context& ctx, const EmbeddingFwd& a);
-void embedding_bwd(Context& ctx, const EmbeddingBwd& a);
-}  // namespace cuda
+TIGON_API_OP(embedding, Embedding)
 
 }  // namespace tigon

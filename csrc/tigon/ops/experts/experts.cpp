@@ -65,7 +65,7 @@ void experts_route(Context& ctx, const ExpertsRoute& a) {
               "), got stride ", a.ids.stride);
   require_vector(op, "order", a.order, slots, DType::i32);
   require_vector(op, "place", a.place, slots, DType::i32);
-  on_device(op, ctx, [&] { cpu::experts_route(ctx, a); }, TIGON_ON_CUDA(cuda::experts_route(ctx, a)));
+  TIGON_RUN(op, ctx, experts_route, a);
 }
 
 void experts_gather(Context& ctx, const ExpertsGather& a) {
@@ -77,7 +77,7 @@ void experts_gather(Context& ctx, const ExpertsGather& a) {
   require_matrix(op, "rows", a.rows, a.rows.rows, a.x.cols, a.x.dtype);
   require_vector(op, "order", a.order, a.rows.rows, DType::i32);
   if (a.rows.rows == 0 || a.rows.cols == 0) return;
-  on_device(op, ctx, [&] { cpu::experts_gather(ctx, a); }, TIGON_ON_CUDA(cuda::experts_gather(ctx, a)));
+  TIGON_RUN(op, ctx, experts_gather, a);
 }
 
 void experts_gate_fwd(Context& ctx, const ExpertsGateFwd& a) {
@@ -89,7 +89,7 @@ void experts_gate_fwd(Context& ctx, const ExpertsGateFwd& a) {
   require_matrix(op, "gate_up", a.gate_up, a.act.rows, width(a.gate) * a.act.cols, a.act.dtype);
   require_bias(op, "bias", a.bias, experts, a.gate_up);
   if (a.act.rows == 0 || a.act.cols == 0) return;
-  on_device(op, ctx, [&] { cpu::experts_gate_fwd(ctx, a); }, TIGON_ON_CUDA(cuda::experts_gate_fwd(ctx, a)));
+  TIGON_RUN(op, ctx, experts_gate_fwd, a);
 }
 
 void experts_gate_bwd(Context& ctx, const ExpertsGateBwd& a) {
@@ -115,7 +115,7 @@ void experts_gate_bwd(Context& ctx, const ExpertsGateBwd& a) {
     }
   }
   if (slots == 0 || (a.dgate_up.data == nullptr && a.act.data == nullptr && !a.dweights)) return;
-  on_device(op, ctx, [&] { cpu::experts_gate_bwd(ctx, a); }, TIGON_ON_CUDA(cuda::experts_gate_bwd(ctx, a)));
+  TIGON_RUN(op, ctx, experts_gate_bwd, a);
 }
 
 void experts_combine(Context& ctx, const ExpertsCombine& a) {
@@ -131,7 +131,7 @@ void experts_combine(Context& ctx, const ExpertsCombine& a) {
   require_weights(op, "weights", a.weights, slots);
   require_bias(op, "bias", a.bias, experts, a.rows);
   if (a.y.rows == 0 || a.y.cols == 0) return;
-  on_device(op, ctx, [&] { cpu::experts_combine(ctx, a); }, TIGON_ON_CUDA(cuda::experts_combine(ctx, a)));
+  TIGON_RUN(op, ctx, experts_combine, a);
 }
 
 void experts_sum(Context& ctx, const ExpertsSum& a) {
@@ -143,7 +143,7 @@ void experts_sum(Context& ctx, const ExpertsSum& a) {
   require_order(op, "order", a.order, a.rows.rows);
   require_matrix(op, "sums", a.sums, experts, a.rows.cols, a.rows.dtype);
   if (a.rows.cols == 0) return;
-  on_device(op, ctx, [&] { cpu::experts_sum(ctx, a); }, TIGON_ON_CUDA(cuda::experts_sum(ctx, a)));
+  TIGON_RUN(op, ctx, experts_sum, a);
 }
 
 }  // namespace tigon

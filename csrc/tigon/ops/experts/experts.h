@@ -29,7 +29,7 @@
 //             written. A negative id: tigon::Error on the CPU; on CUDA it is not here
 #pragma once
 
-#include "tigon/base/context.h"
+#include "tigon/base/fields.h"
 #include "tigon/base/gated_unit.h"
 
 namespace tigon {
@@ -95,28 +95,10 @@ struct ExpertsSum {
   Matrix sums;
 };
 
-TIGON_API void experts_route(Context& ctx, const ExpertsRoute& a);
-TIGON_API void experts_gather(Context& ctx, const ExpertsGather& a);
-TIGON_API void experts_gate_fwd(Context& ctx, const ExpertsGateFwd& a);
-TIGON_API void experts_gate_bwd(Context& ctx, const ExpertsGateBwd& a);
-TIGON_API void experts_combine(Context& ctx, const ExpertsCombine& a);
-TIGON_API void experts_sum(Context& ctx, const ExpertsSum& a);
-
-namespace cpu {
-void experts_route(Context& ctx, const ExpertsRoute& a);
-void experts_gather(Context& ctx, const ExpertsGather& a);
-void experts_gate_fwd(Context& ctx, const ExpertsGateFwd& a);
-void experts_gate_bwd(Context& ctx, const ExpertsGateBwd& a);
-void experts_combine(Context& ctx, const ExpertsCombine& a);
-void experts_sum(Context& ctx, const ExpertsSum& a);
-}  // namespace cpu
-namespace cuda {
-void experts_route(Context& ctx, const ExpertsRoute& a);
-void experts_gather(Context& ctx, const ExpertsGather& a);
-void experts_gate_fwd(Context& ctx, const ExpertsGateFwd& a);
-void experts_gate_bwd(Context& ctx, const ExpertsGateBwd& a);
-void experts_combine(Context& ctx, const ExpertsCombine& a);
-void experts_sum(Context& ctx, const ExpertsSum& a);
-}  // namespace cuda
+TIGON_API_ENTRY(experts_route, ExpertsRoute)
+TIGON_API_ENTRY(experts_gather, ExpertsGather)
+TIGON_API_OP(experts_gate, ExpertsGate)
+TIGON_API_ENTRY(experts_combine, ExpertsCombine)
+TIGON_API_ENTRY(experts_sum, ExpertsSum)
 
 }  // namespace tigon

@@ -31,6 +31,21 @@ struct GatedRmsNorm {  // what forward and backward share
   GateAct act = GateAct::silu;
   float offset = 0.0f;
   Rounding rounding = Rounding::llama;  // llama or gemma
+
+  int64_t groups(const Matrix& x) const { return group > 0 ? x.cols / group : group == 0 ? 1 : 0; }
+  DType result(const Matrix& x, const Vector& weight) const {  // of y
+    return norm_first ? x.dtype : rms_norm_result(x, weight, rounding);
+  }
+  void fields(Fields& f, const Matrix& x) {
+    f.option("group", group);
+    f.option("norm_first", norm_first);
+    f.option("act", act);
+    f.option("offset", offset);
+    f.option("rounding", rounding);
+    if (group == 0) group = x.cols;
+    f.require(group > 0 && x.cols % group == 0, "group_size must divide ", x.cols, ", got ", group);
+    f.require(rounding != Rounding::none, "rounding must be llama or gemma, got none");
+  }
 };
 
 struct GatedRmsNormFwd {
@@ -41,6 +56,16 @@ struct GatedRmsNormFwd {
   Vector rstd;  // empty: not wanted, where no backward follows
   float eps = 1e-6f;
   GatedRmsNorm how;
+
+  void fields(Fields& f) {
+    f.rows("x", x);
+    f.input("gate", gate, x);
+    f.parameter("weight", weight, x);
+    f.eps(eps);
+    how.fields(f, x);
+    f.result("y", y, x, how.result(x, weight));
+    f.statistics("rstd", {{"rstd", rstd}}, x.rows * how.groups(x));
+  }
 };
 
 struct GatedRmsNormBwd {
@@ -52,23 +77,20 @@ struct GatedRmsNormBwd {
   Matrix dx, dgate;  // empty: not wanted
   Vector dweight;    // empty: not wanted
   GatedRmsNorm how;
+
+  void fields(Fields& f) {
+    f.input("dy", dy, x, how.result(x, weight));
+    f.rows("x", x);
+    f.input("gate", gate, x);
+    f.parameter("weight", weight, x);
+    f.saved("rstd", {{"rstd", rstd}}, x.rows * how.groups(x));
+    how.fields(f, x);
+    f.gradient("dx", dx, x);
+    f.gradient("dgate", dgate, x);
+    f.gradient("dweight", dweight, "weight", weight);
+  }
 };
 
-TIGON_API void gated_rms_norm_fwd(Context& ctx, const GatedRmsNormFwd& a);
-TIGON_API void gated_rms_norm_bwd(Context& ctx, const GatedRmsNormBwd& a);
-
-// dtype of y (weight_dtype of an absent weight: x_dtype)
-constexpr DType gated_rms_norm_result(DType x, DType weight, const GatedRmsNorm& how) {
-  return how.norm_first ? x : rms_norm_result(x, weight, how.rounding);
-}
-
-namespace cpu {
-void gated_rms_norm_fwd(Context& ctx, const GatedRmsNormFwd& a);
-void gated_rms_norm_bwd(Context& ctx, const GatedRmsNormBwd& a);
-}  // namespace cpu
-namespace cuda {
-void gated_rms_norm_fwd(Context& ctx, const GatedRmsNormFwd& a);
-void gated_rms_norm_bwd(Context& ctx, const GatedRmsNormBwd& a);
-}  // namespace cuda
+TIGON_API_OP(gated_rms_norm, GatedRmsNorm)
 
 }  // namespace tigon

@@ -1,4 +1,5 @@
 #include "tigon/base/norm_rows.h"
+#include "tigon/base/op.h"
 #include "tigon/ops/gated_rms_norm/gated_rms_norm_scalars.h"
 
 namespace tigon::cpu {
@@ -51,3 +52,7 @@ void gated_rms_norm_bwd(Context& ctx, const GatedRmsNormBwd& a) {
 }
 
 }  // namespace tigon::cpu
+
+namespace tigon {
+TIGON_OP(gated_rms_norm, GatedRmsNorm)
+}

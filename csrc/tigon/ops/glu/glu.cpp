@@ -33,7 +33,7 @@ void glu_fwd(Context& ctx, const GluFwd& a) {
   bool work = a.options.kind == GluKind::swiglu_oai
                   ? require_interleaved(op, {"gate_up", a.gate}, {"y", a.y})
                   : require_pointwise(op, {"gate", a.gate}, {{"up", a.up}, {"y", a.y}});
-  if (work) on_device(op, ctx, [&] { cpu::glu_fwd(ctx, a); }, TIGON_ON_CUDA(cuda::glu_fwd(ctx, a)));
+  if (work) TIGON_RUN(op, ctx, glu_fwd, a);
 }
 
 void glu_bwd(Context& ctx, const GluBwd& a) {
@@ -49,7 +49,7 @@ void glu_bwd(Context& ctx, const GluBwd& a) {
                              {{"up", a.up}, {"dy", a.dy}, {"dgate", a.dgate, true}, {"dup", a.dup, true}});
   }
   bool wanted = a.dgate.data != nullptr || a.dup.data != nullptr;
-  if (work && wanted) on_device(op, ctx, [&] { cpu::glu_bwd(ctx, a); }, TIGON_ON_CUDA(cuda::glu_bwd(ctx, a)));
+  if (work && wanted) TIGON_RUN(op, ctx, glu_bwd, a);
 }
 
 }  // namespace tigon

@@ -31,7 +31,7 @@
 // Refused     sizes, dtypes or a limit that do not fit: tigon::Error before anything is written
 #pragma once
 
-#include "tigon/base/context.h"
+#include "tigon/base/fields.h"
 #include "tigon/base/gated_unit.h"
 
 namespace tigon {
@@ -52,16 +52,6 @@ struct GluBwd {
   GluOptions options;
 };
 
-TIGON_API void glu_fwd(Context& ctx, const GluFwd& a);
-TIGON_API void glu_bwd(Context& ctx, const GluBwd& a);
-
-namespace cpu {
-void glu_fwd(Context& ctx, const GluFwd& a);
-void glu_bwd(Context& ctx, const GluBwd& a);
-}  // namespace cpu
-namespace cuda {
-void glu_fwd(Context& ctx, const GluFwd& a);
-void glu_bwd(Context& ctx, const GluBwd& a);
-}  // namespace cuda
+TIGON_API_OP(glu, Glu)
 
 }  // namespace tigon

@@ -17,9 +17,16 @@
 //             tigon::Error before anything is written
 #pragma once
 
-#include "tigon/base/context.h"
+#include "tigon/base/fields.h"
 
 namespace tigon {
+
+inline void require_groups(const Fields& f, const Matrix& x, int64_t channels, int64_t groups) {
+  f.require(groups >= 1 && channels >= 1 && channels % groups == 0, "groups must divide ", channels,
+            " channels, got ", groups);
+  f.require(x.cols >= 1 && channels >= 1 && x.cols % channels == 0, "x must have rows of a multiple of ",
+            channels, " elements, got ", x.cols);
+}
 
 struct GroupNormFwd {
   Matrix x;
@@ -28,28 +35,48 @@ struct GroupNormFwd {
   Vector mean, rstd;  // empty: not wanted, where no backward follows
   int64_t channels = 1, groups = 1;
   float eps = 1e-5f;
+
+  void fields(Fields& f) {
+    f.rows("x", x, 0);
+    f.parameter("weight", weight, channels, x.dtype);
+    f.parameter("bias", bias, channels, x.dtype, &weight);
+    f.option("channels", channels);
+    f.option("groups", groups);
+    require_groups(f, x, channels, groups);
+    f.eps(eps);
+    f.result("y", y, x);
+    f.statistics("statistics", {{"mean", mean}, {"rstd", rstd}}, x.rows * groups);
+  }
 };
 
 struct GroupNormBwd {
   Matrix dy;
   Matrix x;
   Vector weight;
+  Vector bias;  // its dtype is that of dbias; empty: weight's, and without a weight x's or f32
   Vector mean, rstd;
   Matrix dx;              // empty: not wanted
   Vector dweight, dbias;  // empty: not wanted
   int64_t channels = 1, groups = 1;
+
+  DType bias_dtype() const {
+    return bias ? bias.dtype : weight ? weight.dtype : dbias.dtype == x.dtype ? x.dtype : DType::f32;
+  }
+  void fields(Fields& f) {
+    f.input("dy", dy, x);
+    f.rows("x", x, 0);
+    f.parameter("weight", weight, channels, x.dtype);
+    f.parameter("bias", bias, channels, x.dtype, &weight);
+    f.saved("statistics", {{"mean", mean}, {"rstd", rstd}}, x.rows * groups);
+    f.option("channels", channels);
+    f.option("groups", groups);
+    require_groups(f, x, channels, groups);
+    f.gradient("dx", dx, x);
+    f.gradient("dweight", dweight, "weight", weight);
+    f.gradient("dbias", dbias, channels, bias_dtype(), &bias);
+  }
 };
 
-TIGON_API void group_norm_fwd(Context& ctx, const GroupNormFwd& a);
-TIGON_API void group_norm_bwd(Context& ctx, const GroupNormBwd& a);
-
-namespace cpu {
-void group_norm_fwd(Context& ctx, const GroupNormFwd& a);
-void group_norm_bwd(Context& ctx, const GroupNormBwd& a);
-}  // namespace cpu
-namespace cuda {
-void group_norm_fwd(Context& ctx, const GroupNormFwd& a);
-void group_norm_bwd(Context& ctx, const GroupNormBwd& a);
-}  // namespace cuda
+TIGON_API_OP(group_norm, GroupNorm)
 
 }  // namespace tigon

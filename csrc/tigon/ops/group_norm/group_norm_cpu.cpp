@@ -1,6 +1,7 @@
 #include "tigon/base/column_sum.h"
 #include "tigon/base/elementwise.h"
 #include "tigon/base/norm_scalars.h"
+#include "tigon/base/op.h"
 #include "tigon/ops/group_norm/group_norm.h"
 
 namespace tigon::cpu {
@@ -83,3 +84,7 @@ void group_norm_bwd(Context& ctx, const GroupNormBwd& a) {
 }
 
 }  // namespace tigon::cpu
+
+namespace tigon {
+TIGON_OP(group_norm, GroupNorm)
+}

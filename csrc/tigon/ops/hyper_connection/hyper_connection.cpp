@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "tigon/base/require.h"
+#include "tigon/base/op.h"
 
 namespace tigon {
 namespace {
@@ -56,19 +56,6 @@ int parts_of(const char* op, const Matrix& x, const Matrix& weight, const Vector
   return parts;
 }
 
-void require_mix(const char* op, const Matrix& x, const Matrix& f, const Matrix& mix, const Matrix& post,
-                 const Matrix& y, const char* y_name, int64_t streams, int64_t outs) {
-  const int64_t columns = require_x(op, x, streams);
-  require_streams(op, "outs", outs);
-  TIGON_CHECK(op, mix.data != nullptr || outs == streams, "outs must be ", streams, " without a mix, got ",
-              outs);
-  TIGON_CHECK(op, (f.data == nullptr) == (post.data == nullptr), "f and post must be given together");
-  require_given(op, "f", f, x.rows, columns, x.dtype);
-  require_given(op, "mix", mix, x.rows, outs * streams, DType::f32);
-  require_given(op, "post", post, x.rows, outs, DType::f32);
-  require_matrix(op, y_name, y, x.rows, outs * columns, x.dtype);
-}
-
 // fn(first, rows, x of these rows in fp32) for every chunk of tokens.
 template <class Fn>
 void for_chunks(const char* op, Context& ctx, const Matrix& x, float* rstd, float eps, const Fn& fn) {
@@ -80,21 +67,17 @@ void for_chunks(const char* op, Context& ctx, const Matrix& x, float* rstd, floa
     const Matrix part = rows_from(x, first, rows);
     if (copies || rstd != nullptr) {
       const HyperConnectionWiden a = {part, wide, rstd ? rstd + first : nullptr, eps};
-      on_device(op, ctx, [&] { cpu::widen(ctx, a); }, TIGON_ON_CUDA(cuda::widen(ctx, a)));
+      TIGON_RUN(op, ctx, widen, a);
     }
     fn(first, rows, copies ? dense(wide, rows, x.cols) : part);
   }
 }
 
 void mix_fwd(const char* op, Context& ctx, const HyperConnectionMixFwd& a) {
-  on_device(
-      op, ctx, [&] { cpu::hyper_connection_mix_fwd(ctx, a); },
-      TIGON_ON_CUDA(cuda::hyper_connection_mix_fwd(ctx, a)));
+  TIGON_RUN(op, ctx, hyper_connection_mix_fwd, a);
 }
 void mix_bwd(const char* op, Context& ctx, const HyperConnectionMixBwd& a) {
-  on_device(
-      op, ctx, [&] { cpu::hyper_connection_mix_bwd(ctx, a); },
-      TIGON_ON_CUDA(cuda::hyper_connection_mix_bwd(ctx, a)));
+  TIGON_RUN(op, ctx, hyper_connection_mix_bwd, a);
 }
 
 }  // namespace
@@ -124,7 +107,7 @@ void hyper_connection_fwd(Context& ctx, const HyperConnectionFwd& a) {
                            .c = a.product.row<float>(first),
                            .ldc = a.product.stride});
                });
-  on_device(op, ctx, [&] { cpu::coefficients(ctx, a); }, TIGON_ON_CUDA(cuda::coefficients(ctx, a)));
+  TIGON_RUN(op, ctx, coefficients, a);
   if (a.y.data != nullptr) mix_fwd(op, ctx, {.x = a.x, .mix = a.pre, .y = a.y, .streams = n, .outs = 1});
 }
 
@@ -138,8 +121,8 @@ void hyper_connection_bwd(Context& ctx, const HyperConnectionBwd& a) {
   if (parts > 2) require_given(op, "dres", a.dres, tokens, n * n, DType::f32);
   require_result(op, "dx", a.dx, a.x);
   require_result(op, "dweight", a.dweight, a.weight);
-  if (a.dbase) require_vector(op, "dbase", a.dbase, m, DType::f32);
-  if (a.dscale) require_vector(op, "dscale", a.dscale, parts, DType::f32);
+  require_optional(op, "dbase", a.dbase, m);
+  require_optional(op, "dscale", a.dscale, parts);
 
   float* dots = nullptr;
   if (a.dy.data != nullptr && tokens > 0) {
@@ -157,9 +140,7 @@ void hyper_connection_bwd(Context& ctx, const HyperConnectionBwd& a) {
                                       .dproduct = ctx.scratch_of<float>(tokens * m),
                                       .pre = ctx.scratch_of<float>(tokens * n),
                                       .x_scale = ctx.scratch_of<float>(tokens)};
-  on_device(
-      op, ctx, [&] { cpu::coefficient_gradients(ctx, g); },
-      TIGON_ON_CUDA(cuda::coefficient_gradients(ctx, g)));
+  TIGON_RUN(op, ctx, coefficient_gradients, g);
   if (tokens == 0) {
     if (a.dweight.data != nullptr)
       on_device(
@@ -209,22 +190,6 @@ void hyper_connection_bwd(Context& ctx, const HyperConnectionBwd& a) {
   }
 }
 
-void hyper_connection_mix_fwd(Context& ctx, const HyperConnectionMixFwd& a) {
-  const char* op = "hyper_connection_mix";
-  require_mix(op, a.x, a.f, a.mix, a.post, a.y, "y", a.streams, a.outs);
-  if (a.x.rows != 0) mix_fwd(op, ctx, a);
-}
-
-void hyper_connection_mix_bwd(Context& ctx, const HyperConnectionMixBwd& a) {
-  const char* op = "hyper_connection_mix_bwd";
-  require_mix(op, a.x, a.f, a.mix, a.post, a.dy, "dy", a.streams, a.outs);
-  require_result(op, "dx", a.dx, a.x);
-  require_result(op, "df", a.df, a.f);
-  require_result(op, "dmix", a.dmix, a.mix);
-  require_result(op, "dpost", a.dpost, a.post);
-  if (a.x_scale) require_vector(op, "x_scale", a.x_scale, a.x.rows, DType::f32);
-  require_given(op, "addend", a.addend, a.x.rows, a.x.cols, DType::f32);
-  if (a.x.rows != 0) mix_bwd(op, ctx, a);
-}
+TIGON_OP(hyper_connection_mix, HyperConnectionMix)
 
 }  // namespace tigon

@@ -25,7 +25,7 @@
 //             not fit: tigon::Error before anything is written
 #pragma once
 
-#include "tigon/base/context.h"
+#include "tigon/base/fields.h"
 
 namespace tigon {
 
@@ -63,12 +63,40 @@ struct HyperConnectionBwd {
   HyperConnection how;
 };
 
+template <class Mix>
+void require_mix(const Fields& fields, const Mix& a) {
+  auto require_streams = [&](const char* name, int64_t streams) {
+    fields.require(streams >= 1 && streams <= kMaxStreams, name, " must be in [1, ", kMaxStreams, "], got ",
+                   streams);
+  };
+  require_streams("streams", a.streams);
+  fields.require(a.streams >= 1 && a.x.cols >= a.streams && a.x.cols % a.streams == 0,
+                 "x must have columns in ", a.streams, " streams, got ", a.x.cols);
+  require_streams("outs", a.outs);
+  fields.require(a.mix.data != nullptr || a.outs == a.streams, "outs must be ", a.streams,
+                 " without a mix, got ", a.outs);
+  fields.require((a.f.data == nullptr) == (a.post.data == nullptr), "f and post must be given together");
+}
+
 struct HyperConnectionMixFwd {
   Matrix x;
   Matrix f, mix, post;  // no data: absent
   Matrix y;
   int64_t streams = 4, outs = 4;
   bool transposed = false;
+
+  int64_t columns() const { return streams > 0 ? x.cols / streams : 0; }  // of a stream
+  void fields(Fields& fields) {
+    fields.rows("x", x, 0);
+    require_mix(fields, *this);
+    fields.optional("f", f, x.rows, columns(), x.dtype);
+    fields.optional("mix", mix, x.rows, outs * streams, DType::f32);
+    fields.optional("post", post, x.rows, outs, DType::f32);
+    fields.option("streams", streams);
+    fields.option("outs", outs);
+    fields.option("transposed", transposed);
+    fields.result("y", y, x, x.rows, outs * columns());
+  }
 };
 
 struct HyperConnectionMixBwd {
@@ -81,12 +109,32 @@ struct HyperConnectionMixBwd {
   // dx has these added: x_scale * x, [tokens], and an addend [tokens, n * C] in f32. Empty: nothing.
   Vector x_scale = {};
   Matrix addend = {};
+
+  int64_t columns() const { return streams > 0 ? x.cols / streams : 0; }  // of a stream
+  void fields(Fields& fields) {
+    fields.input("dy", dy, x.rows, outs * columns(), x.dtype);
+    fields.rows("x", x, 0);
+    require_mix(fields, *this);
+    fields.optional("f", f, x.rows, columns(), x.dtype);
+    fields.optional("mix", mix, x.rows, outs * streams, DType::f32);
+    fields.optional("post", post, x.rows, outs, DType::f32);
+    fields.option("streams", streams);
+    fields.option("outs", outs);
+    fields.option("transposed", transposed);
+    fields.gradient("dx", dx, x);
+    fields.gradient("df", df, f);
+    fields.gradient("dmix", dmix, mix);
+    fields.gradient("dpost", dpost, post);
+    fields.require(!x_scale || (x_scale.size == x.rows && x_scale.dtype == DType::f32), "x_scale must be [",
+                   x.rows, "] in float32, got [", x_scale.size, "] in ", name_of(x_scale.dtype));
+    fields.require(addend.data == nullptr || (addend.rows == x.rows && addend.cols == x.cols),
+                   "addend must be [", x.rows, ", ", x.cols, "], got [", addend.rows, ", ", addend.cols, "]");
+  }
 };
 
 TIGON_API void hyper_connection_fwd(Context& ctx, const HyperConnectionFwd& a);
 TIGON_API void hyper_connection_bwd(Context& ctx, const HyperConnectionBwd& a);
-TIGON_API void hyper_connection_mix_fwd(Context& ctx, const HyperConnectionMixFwd& a);
-TIGON_API void hyper_connection_mix_bwd(Context& ctx, const HyperConnectionMixBwd& a);
+TIGON_API_OP(hyper_connection_mix, HyperConnectionMix)
 
 // The parts of both operators that a backend has.
 struct HyperConnectionWiden {
@@ -107,8 +155,6 @@ void widen(Context& ctx, const HyperConnectionWiden& a);
 void coefficients(Context& ctx, const HyperConnectionFwd& a);
 void coefficient_gradients(Context& ctx, const HyperConnectionGradients& a);
 void set_zero(Context& ctx, const Matrix& dense);
-void hyper_connection_mix_fwd(Context& ctx, const HyperConnectionMixFwd& a);
-void hyper_connection_mix_bwd(Context& ctx, const HyperConnectionMixBwd& a);
 }  // namespace cpu
 namespace cuda {
 // The products with the weight, by kernels for the usual shape; false where they do not take it, and nothing is written:
@@ -119,8 +165,6 @@ void widen(Context& ctx, const HyperConnectionWiden& a);
 void coefficients(Context& ctx, const HyperConnectionFwd& a);
 void coefficient_gradients(Context& ctx, const HyperConnectionGradients& a);
 void set_zero(Context& ctx, const Matrix& dense);
-void hyper_connection_mix_fwd(Context& ctx, const HyperConnectionMixFwd& a);
-void hyper_connection_mix_bwd(Context& ctx, const HyperConnectionMixBwd& a);
 }  // namespace cuda
 
 }  // namespace tigon

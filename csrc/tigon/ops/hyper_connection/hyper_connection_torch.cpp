@@ -7,7 +7,6 @@ namespace tigon::torch_shim::hyper_connection_torch {
 namespace {
 
 constexpr const char* kOp = "hyper_connection";
-constexpr const char* kMix = "hyper_connection_mix";
 
 // The options of the schema, in its order.
 struct Options {
@@ -107,51 +106,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(OptionalTensor dy, OptionalT
   return {dx, dweight, dbase, dscale};
 }
 
-Tensor mix_forward(Tensor x, OptionalTensor f, OptionalTensor mix, OptionalTensor post, int64_t streams,
-                   int64_t outs, bool transposed) {
-  const Matrix rows = rows_of(kMix, "x", x);
-  TIGON_CHECK(kMix, streams >= 1 && streams <= kMaxStreams, "streams must be in [1, ", kMaxStreams, "], got ",
-              streams);
-  Tensor y = make_rows(x, rows.cols / streams * outs, rows.dtype);
-  auto ctx = make_context(x);
-  hyper_connection_mix_fwd(*ctx, {.x = rows,
-                                  .f = optional_rows(kMix, "f", f, x),
-                                  .mix = optional_rows(kMix, "mix", mix, x),
-                                  .post = optional_rows(kMix, "post", post, x),
-                                  .y = rows_of(kMix, "y", y),
-                                  .streams = streams,
-                                  .outs = outs,
-                                  .transposed = transposed});
-  return y;
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> mix_backward(Tensor dy, Tensor x, OptionalTensor f,
-                                                        OptionalTensor mix, OptionalTensor post,
-                                                        int64_t streams, int64_t outs, bool transposed,
-                                                        bool need_dx, bool need_df, bool need_dmix,
-                                                        bool need_dpost) {
-  check_same_device(kMix, "dy", dy, x);
-  const Matrix rows = rows_of(kMix, "x", x);
-  Tensor dx = need_dx ? make_like(x, rows.dtype) : nothing(x, rows.dtype);
-  Tensor df = need_df ? make_like(*f, rows.dtype) : nothing(x, rows.dtype);
-  Tensor dmix = need_dmix ? make_like(*mix, DType::f32) : nothing(x, DType::f32);
-  Tensor dpost = need_dpost ? make_like(*post, DType::f32) : nothing(x, DType::f32);
-  auto ctx = make_context(x);
-  hyper_connection_mix_bwd(*ctx, {.dy = rows_of(kMix, "dy", dy),
-                                  .x = rows,
-                                  .f = optional_rows(kMix, "f", f, x),
-                                  .mix = optional_rows(kMix, "mix", mix, x),
-                                  .post = optional_rows(kMix, "post", post, x),
-                                  .dx = wanted(kMix, "dx", dx, need_dx),
-                                  .df = wanted(kMix, "df", df, need_df),
-                                  .dmix = wanted(kMix, "dmix", dmix, need_dmix),
-                                  .dpost = wanted(kMix, "dpost", dpost, need_dpost),
-                                  .streams = streams,
-                                  .outs = outs,
-                                  .transposed = transposed});
-  return {dx, df, dmix, dpost};
-}
-
 }  // namespace
 
 TIGON_TORCH_SCHEMAS(m) {
@@ -171,21 +125,11 @@ TIGON_TORCH_SCHEMAS(m) {
           ", bool need_dx, bool need_dweight, bool need_dbase, bool need_dscale) -> (Tensor dx, Tensor "
           "dweight, "
           "Tensor dbase, Tensor dscale)");
-  const std::string mixed =
-      "Tensor x, Tensor? f, Tensor? mix, Tensor? post, int streams, int outs, bool transposed";
-  define_forward(m, kMix, "(" + mixed + ") -> Tensor");
-  define(
-      m,
-      "hyper_connection_mix_bwd(Tensor dy, " + mixed +
-          ", bool need_dx, bool need_df, bool need_dmix, bool need_dpost) -> (Tensor dx, Tensor df, Tensor "
-          "dmix, Tensor dpost)");
 }
 TIGON_TORCH_KERNELS(m) {
   implement_forward(m, kOp, &boxed<&forward>);
   m.impl("hyper_connection_infer", &boxed<&infer>);
   m.impl("hyper_connection_bwd", &boxed<&backward>);
-  implement_forward(m, kMix, TORCH_BOX(&mix_forward));
-  m.impl("hyper_connection_mix_bwd", TORCH_BOX(&mix_backward));
 }
 
 }  // namespace tigon::torch_shim::hyper_connection_torch

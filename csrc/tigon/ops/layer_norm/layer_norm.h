@@ -16,7 +16,7 @@
 // Refused     cols < 1, eps < 0, sizes or dtypes that do not fit: tigon::Error before anything is written
 #pragma once
 
-#include "tigon/base/context.h"
+#include "tigon/base/fields.h"
 
 namespace tigon {
 
@@ -26,27 +26,41 @@ struct LayerNormFwd {
   Matrix y;
   Vector mean, rstd;  // empty: not wanted, where no backward follows
   float eps = 1e-5f;
+
+  void fields(Fields& f) {
+    f.rows("x", x);
+    f.parameter("weight", weight, x);
+    f.parameter("bias", bias, x, &weight);
+    f.eps(eps);
+    f.result("y", y, x);
+    f.statistics("statistics", {{"mean", mean}, {"rstd", rstd}}, x.rows);
+  }
 };
 
 struct LayerNormBwd {
   Matrix dy;
   Matrix x;
   Vector weight;
+  Vector bias;  // its dtype is that of dbias; empty: weight's, and without a weight x's or f32
   Vector mean, rstd;
   Matrix dx;              // empty: not wanted
   Vector dweight, dbias;  // empty: not wanted
+
+  DType bias_dtype() const {
+    return bias ? bias.dtype : weight ? weight.dtype : dbias.dtype == x.dtype ? x.dtype : DType::f32;
+  }
+  void fields(Fields& f) {
+    f.input("dy", dy, x);
+    f.rows("x", x);
+    f.parameter("weight", weight, x);
+    f.parameter("bias", bias, x, &weight);
+    f.saved("statistics", {{"mean", mean}, {"rstd", rstd}}, x.rows);
+    f.gradient("dx", dx, x);
+    f.gradient("dweight", dweight, "weight", weight);
+    f.gradient("dbias", dbias, x.cols, bias_dtype(), &bias);
+  }
 };
 
-TIGON_API void layer_norm_fwd(Context& ctx, const LayerNormFwd& a);
-TIGON_API void layer_norm_bwd(Context& ctx, const LayerNormBwd& a);
-
-namespace cpu {
-void layer_norm_fwd(Context& ctx, const LayerNormFwd& a);
-void layer_norm_bwd(Context& ctx, const LayerNormBwd& a);
-}  // namespace cpu
-namespace cuda {
-void layer_norm_fwd(Context& ctx, const LayerNormFwd& a);
-void layer_norm_bwd(Context& ctx, const LayerNormBwd& a);
-}  // namespace cuda
+TIGON_API_OP(layer_norm, LayerNorm)
 
 }  // namespace tigon

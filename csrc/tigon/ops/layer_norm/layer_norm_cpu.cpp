@@ -1,7 +1,10 @@
 #include "tigon/base/norm_rows.h"
+#include "tigon/base/op.h"
 #include "tigon/ops/layer_norm/layer_norm.h"
 
-#define TIGON_KERNELS "tigon/ops/layer_norm/layer_norm_cpu.inc"
+#define TIGON_KERNELS "tigon/base/simd/norm_rows.inc"
+#define TIGON_FORMULA "tigon/ops/layer_norm/layer_norm_math.inc"
+#define TIGON_TABLE const NormTable layer_norm_table = norm_table<LayerNormForward, LayerNormBackward>();
 #include "tigon/base/simd/foreach_isa.h"
 
 namespace tigon::cpu {
@@ -34,3 +37,7 @@ void layer_norm_bwd(Context& ctx, const LayerNormBwd& a) {
 }
 
 }  // namespace tigon::cpu
+
+namespace tigon {
+TIGON_OP(layer_norm, LayerNorm)
+}

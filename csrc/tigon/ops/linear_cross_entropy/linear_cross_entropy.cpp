@@ -15,156 +15,115 @@ void check_result(const char* name, const Vector& v, int64_t rows, DType dtype) 
   if (v) require_vector(kOp, name, v, rows, dtype);
 }
 
-// What the engine sees of a call.
-LinearHead head_of(const LinearCrossEntropy& a) {
-  return {.op = kOp,
-          .hidden = a.hidden,
-          .weight = a.weight,
-          .bias = a.bias,
-          .lora_a = a.lora_a,
-          .lora_b = a.lora_b,
-          .lora_scale = a.lora_scale,
-          .wide_logits = a.wide_logits,
-          .dhidden = a.dhidden,
-          .dweight = a.dweight,
-          .add_dweight = a.add_dweight,
-          .dbias = a.dbias,
-          .dlora_a = a.dlora_a,
-          .dlora_b = a.dlora_b};
-}
-
-// Operands and results, in the engine's and the row pass's terms.
-LinearHead checked(const LinearCrossEntropy& a) {
-  LinearHead head = head_of(a);
-  int64_t rows = a.hidden.rows;
-  linear_head_check(head);
-  require_vector(kOp, "target", a.target, rows, DType::i64);
-  check_result("class_weight", a.class_weight, a.weight.rows, DType::f32);
+void check(const LinearCrossEntropy& a) {
+  int64_t rows = a.head.hidden.rows;
+  linear_head_check(a.head);
+  require_vector(kOp, "target", a.labels.target, rows, DType::i64);
+  check_result("class_weight", a.class_weight, a.head.weight.rows, DType::f32);
   check_result("token_weight", a.token_weight, rows, DType::f32);
   check_result("upstream", a.upstream, rows, DType::f32);
   check_result("entropy_upstream", a.entropy_upstream, rows, DType::f32);
-  TIGON_CHECK(kOp, a.temperature > 0.0f, "temperature must be > 0, got ", a.temperature);
-  check_result("loss", a.loss, rows, DType::f32);
-  check_result("z_term", a.z_term, rows, DType::f32);
-  check_result("log_prob", a.log_prob, rows, DType::f32);
-  check_result("lse", a.lse, rows, DType::f32);
-  check_result("entropy", a.entropy, rows, DType::f32);
-  check_result("predicted", a.predicted, rows, DType::i64);
-  return head;
-}
-
-void check_call(const LinearCrossEntropy& a, const LinearHead& head) {
-  require_vector(kOp, "loss", a.loss, a.hidden.rows, DType::f32);
-  bool scalar = a.reduction != Reduction::none;
-  if (scalar) {
-    require_vector(kOp, "total", a.total, 1, DType::f32);
-    require_vector(kOp, "scale", a.scale, 1, DType::f32);
-  }
-  TIGON_CHECK(kOp, a.chunk_rows >= 0, "chunk_rows must be >= 1 (or None), got ", a.chunk_rows);
-  TIGON_CHECK(kOp, !head.wants_gradients() || scalar || a.upstream,
-              "upstream must be given for the gradients of per-row losses");
-}
-
-void check_between(const LinearCrossEntropy& a) {
-  if (a.unit.data) require_matrix(kOp, "unit", a.unit, a.hidden.rows, a.hidden.cols, a.hidden.dtype);
-  if (a.kept.data) require_matrix(kOp, "kept", a.kept, a.kept.rows, a.weight.rows, a.hidden.dtype);
-  bool any = a.unit.data || a.kept.data;
-  TIGON_CHECK(kOp, !any || (a.reduction == Reduction::none && !a.entropy_upstream),
+  linear_head_check(kOp, a.formula);
+  const LinearCrossEntropyResults& r = a.results;
+  check_result("loss", r.loss, rows, DType::f32);
+  check_result("z_term", r.z_term, rows, DType::f32);
+  check_result("log_prob", r.log_prob, rows, DType::f32);
+  check_result("lse", r.lse, rows, DType::f32);
+  check_result("entropy", r.entropy, rows, DType::f32);
+  check_result("predicted", r.predicted, rows, DType::i64);
+  const KeptLogits& k = a.kept;
+  if (k.unit.data) require_matrix(kOp, "unit", k.unit, rows, a.head.hidden.cols, a.head.hidden.dtype);
+  if (k.dlogits.data)
+    require_matrix(kOp, "kept", k.dlogits, k.dlogits.rows, a.head.weight.rows, a.head.hidden.dtype);
+  bool any = k.unit.data || k.dlogits.data;
+  TIGON_CHECK(kOp, !any || (a.reduction.kind == Reduction::none && !a.entropy_upstream),
               "unit and kept must be of per-row losses, without gradients of entropies");
 }
 
 Vector factors(Context& ctx, const LinearCrossEntropy& a, const LinearHeadRows& rows,
-               const Vector& token_weight, const Vector& upstream, const Vector& scale) {
+               const Vector& token_weight, const Vector& upstream) {
   Vector out = linear_head_vector(ctx, rows.count);
-  linear_head_factors(ctx, {.target = a.target,
-                            .ignore_index = a.ignore_index,
+  linear_head_factors(ctx, {.target = a.labels.target,
+                            .ignore_index = a.labels.ignore_index,
                             .index = rows.index,
                             .token_weight = token_weight,
                             .upstream = upstream,
-                            .scale = scale,
                             .out = out});
   return out;
 }
 
-// A call with several labels a row as one with one: any that counts, and the sum of their upstream gradients.
-LinearCrossEntropy of_one_label(Context& ctx, const LinearCrossEntropy& a) {
-  if (!a.labels) return a;
-  int64_t rows = a.hidden.rows, size = rows * a.label_count;
-  TIGON_CHECK(kOp, a.label_count >= 1, "target must have at least one label a row, got ", a.label_count);
-  require_vector(kOp, "target", a.labels, size, DType::i64);
-  if (a.label_upstream) require_vector(kOp, "upstream", a.label_upstream, size, DType::f32);
-  check_result("label_log_prob", a.label_log_prob, size, DType::f32);
-  bool plain = a.reduction == Reduction::none && !a.class_weight && !a.token_weight && !a.log_prob &&
-               !a.unit.data && !a.kept.data && a.label_smoothing == 0.0f && a.z_loss == 0.0f &&
-               a.shift.shift == 0;
-  TIGON_CHECK(kOp, plain, "several labels a row must have log-probabilities alone, and no shift");
-  LinearCrossEntropy one = a;
-  one.target = linear_head_vector(ctx, rows, DType::i64);
-  if (a.label_upstream) one.upstream = linear_head_vector(ctx, rows);
-  cross_entropy_label_targets(ctx, {.labels = a.labels,
-                                    .count = a.label_count,
-                                    .ignore_index = a.ignore_index,
-                                    .classes = a.weight.rows,
-                                    .upstream = a.label_upstream,
-                                    .target = one.target,
-                                    .factor = one.upstream});
-  return one;
-}
-
-// The same call with the labels of its rows.
-LinearCrossEntropy with_labels(Context& ctx, const LinearCrossEntropy& a) {
-  LinearCrossEntropy b = a;
-  b.target = linear_head_labels(ctx, kOp, a.target, a.ignore_index, a.shift);
-  return b;
+// The labels of the rows, one each: of several any that counts, and the sum of their upstream gradients.
+LinearCrossEntropy labelled(Context& ctx, const LinearCrossEntropy& call) {
+  LinearCrossEntropy a = call;
+  a.head.op = kOp;
+  const LinearCrossEntropyLabels& l = a.several;
+  if (l.labels) {
+    int64_t rows = a.head.hidden.rows, size = rows * l.count;
+    TIGON_CHECK(kOp, l.count >= 1, "target must have at least one label a row, got ", l.count);
+    require_vector(kOp, "target", l.labels, size, DType::i64);
+    if (l.upstream) require_vector(kOp, "upstream", l.upstream, size, DType::f32);
+    check_result("label_log_prob", l.log_prob, size, DType::f32);
+    bool plain = a.reduction.kind == Reduction::none && !a.class_weight && !a.token_weight &&
+                 !a.results.log_prob && !a.kept.unit.data && !a.kept.dlogits.data &&
+                 a.label_smoothing == 0.0f && a.z_loss == 0.0f && a.labels.shift.shift == 0;
+    TIGON_CHECK(kOp, plain, "several labels a row must have log-probabilities alone, and no shift");
+    a.labels.target = linear_head_vector(ctx, rows, DType::i64);
+    if (l.upstream) a.upstream = linear_head_vector(ctx, rows);
+    cross_entropy_label_targets(ctx, {.labels = l.labels,
+                                      .count = l.count,
+                                      .ignore_index = a.labels.ignore_index,
+                                      .classes = a.head.weight.rows,
+                                      .upstream = l.upstream,
+                                      .target = a.labels.target,
+                                      .factor = a.upstream});
+  }
+  a.labels = linear_head_labels(ctx, kOp, a.labels);
+  return a;
 }
 
 // What the row pass reads and writes for the rows worked on.
 struct Values {
   Vector factor, entropy_factor;
-  Vector loss, lse, log_prob, entropy, predicted;
+  LinearCrossEntropyResults results;
   CrossEntropyLabels labels;  // count 0: one label a row
 };
 
 Values make_values(Context& ctx, const LinearCrossEntropy& a, const LinearHeadRows& rows, bool gradients) {
-  Values v = {
-      .loss = a.loss, .lse = a.lse, .log_prob = a.log_prob, .entropy = a.entropy, .predicted = a.predicted};
-  if (rows.listed) {
-    v.loss = linear_head_vector(ctx, rows.count);
-    if (a.log_prob) v.log_prob = linear_head_vector(ctx, rows.count);
-    if (a.entropy) v.entropy = linear_head_vector(ctx, rows.count);
-    if (a.predicted) v.predicted = linear_head_vector(ctx, rows.count, DType::i64);
-  }
-  if (a.labels) {
-    v.log_prob = linear_head_vector(ctx, rows.count);
-    if (a.entropy_upstream && !v.entropy) v.entropy = linear_head_vector(ctx, rows.count);
-    v.labels = {.labels = a.labels,
-                .count = a.label_count,
-                .ignore_index = a.ignore_index,
-                .classes = a.weight.rows,
-                .upstream = a.label_upstream,
-                .target = a.target,
+  Values v = {.results = a.results};
+  LinearCrossEntropyResults& r = v.results;
+  r.z_term = {};
+  if (rows.listed)
+    for (Vector* of : {&r.loss, &r.log_prob, &r.entropy, &r.predicted})
+      if (*of || of == &r.loss) *of = linear_head_vector(ctx, rows.count, of->dtype);
+  if (a.several.labels) {
+    r.log_prob = linear_head_vector(ctx, rows.count);
+    if (a.entropy_upstream && !r.entropy) r.entropy = linear_head_vector(ctx, rows.count);
+    v.labels = {.labels = a.several.labels,
+                .count = a.several.count,
+                .ignore_index = a.labels.ignore_index,
+                .classes = a.head.weight.rows,
+                .upstream = a.several.upstream,
+                .target = a.labels.target,
                 .chosen = rows.labels,
-                .scores = linear_head_vector(ctx, rows.count * a.label_count),
+                .scores = linear_head_vector(ctx, rows.count * a.several.count),
                 .top = linear_head_vector(ctx, rows.count),
-                .bias = a.bias,
-                .logit_scale = a.logit_scale,
-                .softcap = a.softcap,
-                .temperature = a.temperature,
-                .log_prob = v.log_prob,
+                .bias = a.head.bias,
+                .logit_scale = a.formula.logit_scale,
+                .softcap = a.formula.softcap,
+                .temperature = a.formula.temperature,
+                .log_prob = r.log_prob,
                 .position = rows.position,
                 .fault = rows.fault,
-                .out = a.label_log_prob};
+                .out = a.several.log_prob};
   }
-  if (a.z_term || (rows.listed && a.lse))
-    v.lse = rows.listed || !a.lse ? linear_head_vector(ctx, rows.count) : a.lse;
+  if (a.results.z_term || (rows.listed && a.results.lse))
+    r.lse = rows.listed || !a.results.lse ? linear_head_vector(ctx, rows.count) : a.results.lse;
   if (!gradients) return v;
-  Vector scale = a.upstream || !linear_head_scales_early(a.hidden.dtype) ? Vector{} : a.scale;
-  bool computed = a.token_weight || (rows.listed && a.upstream);
-  v.factor = computed     ? factors(ctx, a, rows, a.token_weight, a.upstream, scale)
-             : a.upstream ? a.upstream
-                          : scale;
+  v.factor = linear_head_factor(
+      ctx, a.head, a.labels, rows,
+      {.token_weight = a.token_weight, .upstream = a.upstream, .scale = a.reduction.scale});
   if (a.entropy_upstream)
-    v.entropy_factor = rows.listed ? factors(ctx, a, rows, {}, a.entropy_upstream, {}) : a.entropy_upstream;
+    v.entropy_factor = rows.listed ? factors(ctx, a, rows, {}, a.entropy_upstream) : a.entropy_upstream;
   return v;
 }
 
@@ -176,56 +135,62 @@ CrossEntropyLabels labels_of_part(const Values& v, const LinearHeadRows& rows, c
   l.index = rows.listed ? part(rows.index) : Vector{};
   l.chosen = part(l.chosen), l.top = part(l.top), l.log_prob = part(l.log_prob);
   l.scores = linear_head_part(l.scores, p.begin * l.count, p.count * l.count);
-  l.entropy = part(v.entropy), l.entropy_scale = part(v.entropy_factor);
+  l.entropy = part(v.results.entropy), l.entropy_scale = part(v.entropy_factor);
   l.logits = p.logits, l.dlogits = p.to;
   return l;
 }
 
 // From the rows worked on to all rows, with zeros where the label is ignored.
 void write_results(Context& ctx, const LinearCrossEntropy& a, const LinearHeadRows& rows, const Values& v) {
-  bool more = rows.listed || a.token_weight || a.z_term || a.log_prob || a.lse || a.entropy || a.predicted;
+  const LinearCrossEntropyResults &from = v.results, &to = a.results;
+  bool more =
+      rows.listed || a.token_weight || to.z_term || to.log_prob || to.lse || to.entropy || to.predicted;
   if (!more) return;
-  LinearHeadResults results = {
-      .target = a.target, .ignore_index = a.ignore_index, .position = rows.position, .fault = rows.fault};
-  results.add({.from = v.loss, .to = a.loss, .factor = a.token_weight});
-  results.add({.from = v.lse, .to = a.z_term, .factor = a.token_weight, .gain = a.z_loss, .square = true});
-  results.add({.from = v.lse, .to = a.lse});
-  results.add({.from = v.log_prob, .to = a.log_prob});
-  results.add({.from = v.entropy, .to = a.entropy});
-  results.add({.from = v.predicted, .to = a.predicted});
+  LinearHeadResults results = {.target = a.labels.target,
+                               .ignore_index = a.labels.ignore_index,
+                               .position = rows.position,
+                               .fault = rows.fault};
+  results.add({.from = from.loss, .to = to.loss, .factor = a.token_weight});
+  results.add(
+      {.from = from.lse, .to = to.z_term, .factor = a.token_weight, .gain = a.z_loss, .square = true});
+  results.add({.from = from.lse, .to = to.lse});
+  results.add({.from = from.log_prob, .to = to.log_prob});
+  results.add({.from = from.entropy, .to = to.entropy});
+  results.add({.from = from.predicted, .to = to.predicted});
   linear_head_results(ctx, results);
 }
 
-CrossEntropyRows row_pass(const LinearCrossEntropy& a, const Matrix& logits) {
+// The row pass of `count` rows from `begin` on, with the results that `r` asks for.
+CrossEntropyRows row_pass(const LinearCrossEntropy& a, const Matrix& logits, const Vector& labels,
+                          const LinearCrossEntropyResults& r, int64_t begin, int64_t count) {
+  auto part = [&](const Vector& of) { return linear_head_part(of, begin, count); };
   return {.logits = logits,
-          .target = a.target,
-          .bias = a.bias,
+          .target = part(labels),
+          .bias = a.head.bias,
           .class_weight = a.class_weight,
-          .ignore_index = a.ignore_index,
-          .logit_scale = a.logit_scale,
-          .softcap = a.softcap,
-          .temperature = a.temperature,
+          .loss = part(r.loss),
+          .lse = part(r.lse),
+          .log_prob = part(r.log_prob),
+          .entropy = part(r.entropy),
+          .predicted = part(r.predicted),
+          .only_label = r.only_label,
+          .ignore_index = a.labels.ignore_index,
+          .logit_scale = a.formula.logit_scale,
+          .softcap = a.formula.softcap,
+          .temperature = a.formula.temperature,
           .label_smoothing = a.label_smoothing,
           .z_loss = a.z_loss};
 }
 
 // Logits of a chunk and what the row pass makes of them: the results in `v`, and dlogits where they are wanted.
-void pass_rows(Context& ctx, const LinearCrossEntropy& a, const LinearHead& head, const LinearHeadRows& rows,
-               const Values& v, LinearHeadChunk& c, bool gradients) {
-  linear_head_parts(ctx, head, c, [&](const LinearHeadPart& p) {
-    auto part = [&](const Vector& of) { return linear_head_part(of, p.begin, p.count); };
-    CrossEntropyRows pass = row_pass(a, p.logits);
-    pass.target = part(rows.labels);
-    pass.loss = part(v.loss);
-    pass.lse = part(v.lse);
-    pass.log_prob = part(v.log_prob);
-    pass.entropy = part(v.entropy);
-    pass.predicted = part(v.predicted);
-    pass.only_label = a.only_label;
+void pass_rows(Context& ctx, const LinearCrossEntropy& a, const LinearHeadRows& rows, const Values& v,
+               LinearHeadChunk& c, bool gradients) {
+  linear_head_parts(ctx, a.head, c, [&](const LinearHeadPart& p) {
+    CrossEntropyRows pass = row_pass(a, p.logits, rows.labels, v.results, p.begin, p.count);
     if (gradients) {
       pass.dlogits = p.to;
-      pass.scale = part(v.factor);
-      pass.entropy_scale = part(v.entropy_factor);
+      pass.scale = linear_head_part(v.factor, p.begin, p.count);
+      pass.entropy_scale = linear_head_part(v.entropy_factor, p.begin, p.count);
     }
     if (v.labels.count == 0) return cross_entropy_rows(ctx, pass);
     CrossEntropyLabels labels = labels_of_part(v, rows, p);
@@ -239,96 +204,81 @@ void pass_rows(Context& ctx, const LinearCrossEntropy& a, const LinearHead& head
 struct Chunks {
   int64_t kept = 0, kept_limit = 1, limit = 1, most = 0, number = 0;
 
-  Chunks(Context& ctx, const LinearCrossEntropy& a, const LinearHead& head, int64_t rows, int64_t kept_limit)
-      : kept(a.kept.data ? std::min(a.kept.rows, rows) : 0),
-        kept_limit(kept_limit),
-        limit(linear_head_limit(ctx, head, rows, a.chunk_rows)),
-        most(std::max(std::min(kept, kept_limit), std::min(rows - kept, limit))),
-        number((kept + kept_limit - 1) / kept_limit + (rows - kept + limit - 1) / limit) {}
+  // A forward has the chunks of one without gradients, kept rows or not: then its results have the same bits. A backward
+  // needs no more memory for all kept rows than for some.
+  Chunks(Context& ctx, const LinearCrossEntropy& a, int64_t rows, bool forward)
+      : kept(a.kept.dlogits.data ? std::min(a.kept.dlogits.rows, rows) : 0),
+        limit(linear_head_limit(ctx, a.head, rows, a.labels.chunk_rows)) {
+    kept_limit = forward                   ? limit
+                 : a.labels.chunk_rows > 0 ? a.labels.chunk_rows
+                                           : std::max<int64_t>(std::min(a.kept.dlogits.rows, rows), 1);
+    most = std::max(std::min(kept, kept_limit), std::min(rows - kept, limit));
+    number = (kept + kept_limit - 1) / kept_limit + (rows - kept + limit - 1) / limit;
+    linear_head_check_chunks(a.head, number);
+  }
 
   int64_t count_at(int64_t begin, int64_t rows) const {
     return begin < kept ? std::min(kept_limit, kept - begin) : std::min(limit, rows - begin);
   }
 };
-// A forward has the chunks of one without gradients, kept rows or not: then its results have the same bits.
-Chunks forward_chunks(Context& ctx, const LinearCrossEntropy& a, const LinearHead& head, int64_t rows) {
-  return Chunks(ctx, a, head, rows, linear_head_limit(ctx, head, rows, a.chunk_rows));
-}
-// A backward needs no more memory for all kept rows than for some.
-Chunks backward_chunks(Context& ctx, const LinearCrossEntropy& a, const LinearHead& head, int64_t rows) {
-  return Chunks(ctx, a, head, rows,
-                a.chunk_rows > 0 ? a.chunk_rows : std::max<int64_t>(std::min(a.kept.rows, rows), 1));
-}
-
-LinearHeadRows rows_of(Context& ctx, const LinearCrossEntropy& a, const LinearHead& head) {
-  return linear_head_rows(ctx, head,
-                          {.target = a.target, .ignore_index = a.ignore_index, .valid_rows = a.valid_rows});
-}
 
 }  // namespace
 
 void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& call) {
-  const LinearCrossEntropy a = with_labels(ctx, of_one_label(ctx, call));
-  LinearHead head = checked(a);
-  check_call(a, head);
-  check_between(a);
-  LinearHeadRows rows = rows_of(ctx, a, head);
-  if (a.unit.data) head.dhidden = a.unit;
-  Chunks chunks = forward_chunks(ctx, a, head, rows.count);
-  linear_head_check_chunks(head, chunks.number);
-  if (a.reduction != Reduction::none)
-    cross_entropy_scale(ctx, {.target = a.target,
-                              .class_weight = a.class_weight,
-                              .ignore_index = a.ignore_index,
-                              .mean = a.reduction == Reduction::mean,
-                              .denominator = a.denominator,
-                              .host_denominator = a.host_denominator,
-                              .has_host_denominator = a.has_host_denominator,
-                              .scale = a.scale});
+  LinearCrossEntropy a = labelled(ctx, call);
+  check(a);
+  require_vector(kOp, "loss", a.results.loss, a.head.hidden.rows, DType::f32);
+  linear_head_check(kOp, a.reduction);
+  TIGON_CHECK(kOp, a.labels.chunk_rows >= 0, "chunk_rows must be >= 1 (or None), got ", a.labels.chunk_rows);
+  TIGON_CHECK(kOp, !a.head.wants_gradients() || a.reduction.kind != Reduction::none || a.upstream,
+              "upstream must be given for the gradients of per-row losses");
+  LinearHeadRows rows = linear_head_rows(ctx, a.head, a.labels);
+  if (a.kept.unit.data) a.head.dhidden = a.kept.unit;
+  const LinearHead& head = a.head;
+  Chunks chunks(ctx, a, rows.count, true);
+  linear_head_scale(ctx, a.reduction, a.labels, a.class_weight);
   linear_head_clear(ctx, head, rows);
-  Values values = make_values(ctx, a, rows, head.wants_gradients() && !a.unit.data);
-  bool no_dlogits = a.wide_logits && a.hidden.dtype != DType::f32 && !head.wants_gradients();
+  Values values = make_values(ctx, a, rows, head.wants_gradients() && !a.kept.unit.data);
+  bool no_dlogits = head.wide_logits && head.hidden.dtype != DType::f32 && !head.wants_gradients();
   LinearHeadWorkspace workspace = linear_head_workspace(
       ctx, head, rows,
       {.chunk = chunks.most, .logits = chunks.kept < rows.count && !no_dlogits, .logits_rows = chunks.limit});
   for (int64_t begin = 0; begin < rows.count;) {
     LinearHeadChunk c = linear_head_chunk(head, rows, workspace, begin, chunks.count_at(begin, rows.count));
     bool keep = begin < chunks.kept;
-    if (keep) c.logits = rows_from(a.kept, begin, c.count), c.padded = false;
-    pass_rows(ctx, a, head, rows, values, c, head.wants_gradients() || keep);
+    if (keep) c.logits = rows_from(a.kept.dlogits, begin, c.count), c.padded = false;
+    pass_rows(ctx, a, rows, values, c, head.wants_gradients() || keep);
     linear_head_gradients(ctx, head, c, {.first = begin == 0});
     begin += c.count;
   }
   write_results(ctx, a, rows, values);
-  if (a.label_log_prob) cross_entropy_label_results(ctx, values.labels);
-  if (a.reduction != Reduction::none)
-    cross_entropy_total(ctx, {.loss = a.loss, .scale = a.scale, .total = a.total});
+  if (a.several.log_prob) cross_entropy_label_results(ctx, values.labels);
+  linear_head_total(ctx, a.reduction, a.results.loss);
 }
 
 void linear_cross_entropy_rows_gradient(Context& ctx, const LinearCrossEntropy& call) {
-  const LinearCrossEntropy a = with_labels(ctx, of_one_label(ctx, call));
-  LinearHead head = checked(a);
-  require_vector(kOp, "upstream", a.upstream, a.hidden.rows, DType::f32);
-  check_between(a);
-  LinearHeadRows rows = rows_of(ctx, a, head);
-  if (a.unit.data) head.dhidden = {};  // the rest of the gradients
-  Chunks chunks = backward_chunks(ctx, a, head, head.wants_gradients() ? rows.count : 0);
-  linear_head_check_chunks(head, chunks.number);
+  LinearCrossEntropy a = labelled(ctx, call);
+  check(a);
+  LinearHead& head = a.head;
+  require_vector(kOp, "upstream", a.upstream, head.hidden.rows, DType::f32);
+  a.results = {};  // no result but gradients
+  LinearHeadRows rows = linear_head_rows(ctx, head, a.labels);
+  Matrix dhidden = head.dhidden;
+  if (a.kept.unit.data) head.dhidden = {};  // the rest of the gradients
+  Chunks chunks(ctx, a, head.wants_gradients() ? rows.count : 0, false);
   bool reads_weight = chunks.number > 0 && (head.dhidden.data || chunks.kept < rows.count);
-  TIGON_CHECK(kOp, a.weight.data || !reads_weight,
+  TIGON_CHECK(kOp, head.weight.data || !reads_weight,
               "weight must be given where logits are computed again, got its shape");
-  if (a.unit.data && a.dhidden.data) {
-    LinearHeadRows all = {.count = a.hidden.rows};
-    Vector factor = factors(ctx, a, all, a.token_weight, a.upstream, {});
-    linear_head_move(ctx, {.from = a.unit, .to = a.dhidden, .factor = factor});
+  if (a.kept.unit.data && dhidden.data) {
+    LinearHeadRows all = {.count = head.hidden.rows};
+    Vector factor = factors(ctx, a, all, a.token_weight, a.upstream);
+    linear_head_move(ctx, {.from = a.kept.unit, .to = dhidden, .factor = factor});
   }
   linear_head_clear(ctx, head, rows);
   if (!head.wants_gradients()) return;
-  LinearCrossEntropy silent = a;  // no result but gradients
-  silent.loss = silent.log_prob = silent.lse = silent.entropy = silent.predicted = silent.z_term = {};
-  Values values = make_values(ctx, silent, rows, true);
+  Values values = make_values(ctx, a, rows, true);
   if (chunks.kept > 0 && values.factor.data == a.upstream.data)  // 0 on ignored rows, whatever is upstream
-    values.factor = factors(ctx, a, rows, {}, a.upstream, {});
+    values.factor = factors(ctx, a, rows, {}, a.upstream);
   LinearHeadWorkspace workspace = linear_head_workspace(ctx, head, rows,
                                                         {.chunk = chunks.most,
                                                          .logits = chunks.kept < rows.count,
@@ -338,10 +288,10 @@ void linear_cross_entropy_rows_gradient(Context& ctx, const LinearCrossEntropy& 
     LinearHeadChunk c = linear_head_chunk(head, rows, workspace, begin, chunks.count_at(begin, rows.count));
     LinearHeadPass pass = {.first = begin == 0};
     if (begin < chunks.kept) {
-      c.logits = rows_from(a.kept, begin, c.count), c.padded = false;
+      c.logits = rows_from(a.kept.dlogits, begin, c.count), c.padded = false;
       pass.factor = linear_head_part(values.factor, begin, c.count);
     } else {
-      pass_rows(ctx, silent, head, rows, values, c, true);
+      pass_rows(ctx, a, rows, values, c, true);
     }
     linear_head_gradients(ctx, head, c, pass);
     begin += c.count;
@@ -349,47 +299,44 @@ void linear_cross_entropy_rows_gradient(Context& ctx, const LinearCrossEntropy& 
 }
 
 namespace {
-void require_workspace(const LinearCrossEntropy& a, const Matrix& logits) {
-  require_matrix(kOp, "workspace", logits, a.hidden.rows, a.weight.rows,
-                 a.wide_logits ? DType::f32 : a.hidden.dtype);
+// The arguments of one chunk, with its logits in the caller's memory.
+LinearCrossEntropy checked_chunk(const LinearCrossEntropy& call, const Matrix& logits) {
+  LinearCrossEntropy a = call;
+  a.head.op = kOp;
+  check(a);
+  if (a.head.hidden.rows > 0)
+    require_matrix(kOp, "workspace", logits, a.head.hidden.rows, a.head.weight.rows,
+                   a.head.wide_logits ? DType::f32 : a.head.hidden.dtype);
+  return a;
 }
 }  // namespace
 
-void linear_cross_entropy_chunk_logits(Context& ctx, const LinearCrossEntropy& a, Matrix logits) {
-  LinearHead head = checked(a);
-  if (a.hidden.rows == 0) return;
-  require_workspace(a, logits);
-  TIGON_CHECK(kOp, !a.lora_a.data, "lora must not be given here");
-  LinearHeadRows all = {.count = a.hidden.rows, .labels = a.target};
-  LinearHeadChunk c = linear_head_chunk(head, all, {}, 0, all.count);
+void linear_cross_entropy_chunk_logits(Context& ctx, const LinearCrossEntropy& call, Matrix logits) {
+  LinearCrossEntropy a = checked_chunk(call, logits);
+  if (a.head.hidden.rows == 0) return;
+  TIGON_CHECK(kOp, !a.head.lora_a.data, "lora must not be given here");
+  LinearHeadRows all = {.count = a.head.hidden.rows, .labels = a.labels.target};
+  LinearHeadChunk c = linear_head_chunk(a.head, all, {}, 0, all.count);
   c.logits = logits;
-  linear_head_logits(ctx, head, c);
-  Values values = {
-      .loss = a.loss, .lse = a.lse, .log_prob = a.log_prob, .entropy = a.entropy, .predicted = a.predicted};
-  CrossEntropyRows pass = row_pass(a, logits);
-  pass.loss = a.loss;
-  pass.lse = a.lse;
-  pass.log_prob = a.log_prob;
-  pass.entropy = a.entropy;
-  pass.predicted = a.predicted;
-  cross_entropy_rows(ctx, pass);
-  write_results(ctx, a, all, values);
+  linear_head_logits(ctx, a.head, c);
+  cross_entropy_rows(ctx, row_pass(a, logits, all.labels, a.results, 0, all.count));
+  write_results(ctx, a, all, {.results = a.results});
 }
 
-void linear_cross_entropy_chunk_gradient(Context& ctx, const LinearCrossEntropy& a, Matrix logits,
+void linear_cross_entropy_chunk_gradient(Context& ctx, const LinearCrossEntropy& call, Matrix logits,
                                          bool first) {
-  LinearHead head = checked(a);
-  require_vector(kOp, "upstream", a.upstream, a.hidden.rows, DType::f32);
-  LinearHeadRows all = {.count = a.hidden.rows, .labels = a.target};
+  LinearCrossEntropy a = checked_chunk(call, logits);
+  LinearHead& head = a.head;
+  require_vector(kOp, "upstream", a.upstream, head.hidden.rows, DType::f32);
+  LinearHeadRows all = {.count = head.hidden.rows, .labels = a.labels.target};
   if (all.count == 0) return first ? linear_head_clear(ctx, head, all) : void();
-  require_workspace(a, logits);
   head.wide_logits = false;  // they are there
-  bool apart = logits.dtype != a.hidden.dtype;
+  bool apart = logits.dtype != head.hidden.dtype;
   LinearHeadWorkspace workspace =
       linear_head_workspace(ctx, head, all, {.chunk = all.count, .logits = apart});
   LinearHeadChunk c = linear_head_chunk(head, all, workspace, 0, all.count);
   if (!apart) c.logits = logits;
-  CrossEntropyRows pass = row_pass(a, logits);
+  CrossEntropyRows pass = row_pass(a, logits, all.labels, {}, 0, all.count);
   pass.dlogits = c.logits;
   pass.scale = a.upstream;
   pass.entropy_scale = a.entropy_upstream;

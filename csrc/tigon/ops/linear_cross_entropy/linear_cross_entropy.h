@@ -42,74 +42,62 @@
 
 namespace tigon {
 
+// Several labels a row (tigon/ops/cross_entropy/cross_entropy_labels.h), of per-row losses: target and upstream are made from
+// them. A row counts where one of its labels does.
+struct LinearCrossEntropyLabels {
+  Vector labels;  // i64 [rows * count]; empty: one label a row
+  int64_t count = 0;
+  Vector upstream;  // f32 [rows * count]: minus the gradient of each log-probability
+  Vector log_prob;  // out: f32 [rows * count]; empty: not wanted
+};
+
+// Results of rows; empty: not wanted.
+struct LinearCrossEntropyResults {
+  Vector loss;              // f32 [rows], always
+  Vector z_term;            // f32 [rows], token_weight * z_loss * lse^2
+  Vector log_prob;          // f32 [rows], z_y - lse
+  Vector lse, entropy;      // f32 [rows]
+  Vector predicted;         // i64 [rows], first argmax
+  bool only_label = false;  // of predicted: as in cross_entropy.h
+};
+
+// Per-row losses, between forward and backward. dlogits of a row is its upstream gradient times what the row alone gives, so
+// that the forward can form the second factor, without upstream and token_weight, and what follows.
+struct KeptLogits {
+  Matrix unit;     // [rows, H] dhidden for an upstream gradient of 1; empty: not formed, or not there
+  Matrix dlogits;  // [any number, V] of the first rows worked on; empty: none
+};
+
 struct LinearCrossEntropy {
-  Matrix hidden;
-  Matrix weight;
-  Vector target;
-  Vector bias;          // [V] f32 | hidden's dtype; empty: none
+  LinearHead head;  // operands, and the gradients that are wanted
+  LinearHeadLabels labels;
+  LogitFormula formula;
+  LossReduction reduction;
   Vector class_weight;  // [V] f32; empty: none
   Vector
       token_weight;  // [rows] f32, factor of a row's loss and gradient (not of a mean's denominator); empty: none
-  Vector denominator;  // [1] on the device; empty: none
-  double host_denominator = 0.0;
-  bool has_host_denominator = false;
-  Reduction reduction = Reduction::mean;
-  int64_t ignore_index = -100;
-  LinearHeadShift shift;  // position t against the label of t + k
   float label_smoothing = 0.0f;
-  float softcap = 0.0f;  // 0: none
-  float logit_scale = 1.0f;
-  float temperature = 1.0f;  // z = softcap * tanh(logit_scale * logit / softcap) / temperature
   float z_loss = 0.0f;
-  bool wide_logits = false;  // logits in f32 from 16-bit operands
-  int64_t chunk_rows = 0;    // 0: linear_head_chunk_rows
-  int64_t valid_rows = -1;   // how many labels are not ignore_index; -1: not known
   Vector
       upstream;  // f32 [rows]: gradient of each row's loss, instead of scale (the backward of Reduction::none)
-  Vector entropy_upstream;  // f32 [rows]: gradient of each row's entropy besides; empty: none
-
-  Matrix lora_a, lora_b;  // empty: none
-  float lora_scale = 1.0f;
-
-  // Several labels a row (tigon/ops/cross_entropy/cross_entropy_labels.h), of per-row losses: target and upstream are made from them,
-  // and log_prob must be empty. A row counts where one of its labels does. unit and kept must be empty.
-  Vector labels;  // i64 [rows * label_count]; empty: one label, target
-  int64_t label_count = 0;
-  Vector label_upstream;  // f32 [rows * label_count]: minus the gradient of each log-probability
-  Vector label_log_prob;  // out: f32 [rows * label_count]; empty: not wanted
-
-  Vector loss;              // f32 [rows], always
-  Vector total;             // out: f32 [1], mean and sum
-  Vector scale;             // out: f32 [1], mean and sum
-  Vector z_term;            // out: f32 [rows], token_weight * z_loss * lse^2; empty: not wanted
-  Vector log_prob;          // out: f32 [rows], z_y - lse; empty: not wanted
-  Vector lse;               // out: f32 [rows]; empty: not wanted
-  Vector entropy;           // out: f32 [rows]; empty: not wanted
-  Vector predicted;         // out: i64 [rows], first argmax; empty: not wanted
-  bool only_label = false;  // of predicted: as in cross_entropy.h
-  // Per-row losses (Reduction::none), between forward and backward. dlogits of a row is its upstream gradient times what the
-  // row alone gives, so that the forward can form the second factor, without upstream and token_weight, and what follows.
-  Matrix unit;     // [rows, H] dhidden for an upstream gradient of 1; empty: not formed, or not there
-  Matrix kept;     // [any number, V] dlogits of the first rows worked on; empty: none
-  Matrix dhidden;  // empty: not wanted
-  Matrix dweight;  // [V, H] f32, or hidden's dtype with one chunk; empty: not wanted
-  bool add_dweight = false;  // dweight is added to what is there (a gradient kept in f32 by its owner)
-  Vector dbias;              // f32 [V]; empty: not wanted
-  Matrix dlora_a, dlora_b;   // f32; empty: not wanted
+  Vector entropy_upstream;           // f32 [rows]: gradient of each row's entropy besides; empty: none
+  LinearCrossEntropyLabels several;  // log_prob, unit and dlogits must be empty with them
+  LinearCrossEntropyResults results;
+  KeptLogits kept;
 };
 TIGON_API void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& a);
 
 // The gradients of per-row losses. With factor c = upstream * token_weight of each row:
 //   unit given   dhidden = diag(c) unit, no product; dhidden may be unit's own memory
-//   rows kept    dweight, dbias, dlora from kept and diag(c) hidden, without logits; kept is only read
+//   rows kept    dweight, dbias, dlora from kept dlogits and diag(c) hidden, without logits; they are only read
 //   other rows   logits are computed again, and c is folded into their gradients
-// A call that gave `unit` and `kept` had the same target, valid_rows and options. With all rows kept, or with a unit and nothing
+// A call that gave `kept` had the same target, valid_rows and options. With all rows kept, or with a unit and nothing
 // else wanted, the values of weight and bias are not read. An entropy_upstream needs all rows computed again: neither may be
 // given.
 TIGON_API void linear_cross_entropy_rows_gradient(Context& ctx, const LinearCrossEntropy& a);
 
 // One chunk in two halves, for a caller who decides on the upstream gradient in between. The arguments are those of one
-// chunk: `a.hidden`, `a.target`, results and upstream of its rows; a.upstream is required by the second half.
+// chunk: hidden, target, results and upstream of its rows; a.upstream is required by the second half.
 //   logits     the product, and log_prob, entropy, lse, predicted where wanted; valid_rows, reduction are not looked at
 //   gradient   logits become dlogits, then the products; `first`: dweight and its like are written, not added to
 TIGON_API void linear_cross_entropy_chunk_logits(Context& ctx, const LinearCrossEntropy& a, Matrix logits);

@@ -31,25 +31,25 @@ struct Sharded {
   Vector log_share, factor, predicted;
   Matrix hidden, dhidden;  // of a chunk's rows of all ranks; empty: the caller's own
 
-  bool empty() const { return a.weight.rows == 0; }
+  bool empty() const { return head.weight.rows == 0; }
 
   // Rows of share s of a chunk, in a vector of all rows, and in one of the chunk's.
-  Vector of_all(const Vector& v, int64_t s, int64_t begin, int64_t count) const {
+  Vector share_part(const Vector& v, int64_t s, int64_t begin, int64_t count) const {
     return linear_head_part(v, s * rows + begin, count);
   }
 
   CrossEntropyRows pass(int64_t s, int64_t begin, int64_t count, const Matrix& logits) const {
     return {.logits = rows_from(logits, s * count, count),
-            .target = of_all(a.target, s, begin, count),
-            .bias = a.bias,
+            .target = share_part(a.labels.target, s, begin, count),
+            .bias = a.head.bias,
             .class_weight = a.class_weight,
             .first_class = call.first_class,
             .classes = call.classes,
             .weight_sum = call.weight_sum,
-            .ignore_index = a.ignore_index,
-            .logit_scale = a.logit_scale,
-            .softcap = a.softcap,
-            .temperature = a.temperature,
+            .ignore_index = a.labels.ignore_index,
+            .logit_scale = a.formula.logit_scale,
+            .softcap = a.formula.softcap,
+            .temperature = a.formula.temperature,
             .label_smoothing = a.label_smoothing,
             .z_loss = a.z_loss};
   }
@@ -77,19 +77,19 @@ struct Sharded {
                                   .kinds = kinds,
                                   .shards = ranks.size(),
                                   .shard = ranks.rank(),
-                                  .target = of_all(a.target, s, begin, count),
+                                  .target = share_part(a.labels.target, s, begin, count),
                                   .class_weight = a.class_weight,
                                   .shard_weight = call.shard_weight,
-                                  .token_weight = of_all(a.token_weight, s, begin, count),
+                                  .token_weight = share_part(a.token_weight, s, begin, count),
                                   .classes = call.classes,
-                                  .ignore_index = a.ignore_index,
+                                  .ignore_index = a.labels.ignore_index,
                                   .label_smoothing = a.label_smoothing,
                                   .z_loss = a.z_loss,
-                                  .loss = of_all(a.loss, s, begin, count),
-                                  .z_term = of_all(a.z_term, s, begin, count),
-                                  .log_prob = of_all(a.log_prob, s, begin, count),
-                                  .lse = of_all(a.lse, s, begin, count),
-                                  .entropy = of_all(a.entropy, s, begin, count),
+                                  .loss = share_part(a.results.loss, s, begin, count),
+                                  .z_term = share_part(a.results.z_term, s, begin, count),
+                                  .log_prob = share_part(a.results.log_prob, s, begin, count),
+                                  .lse = share_part(a.results.lse, s, begin, count),
+                                  .entropy = share_part(a.results.entropy, s, begin, count),
                                   .log_share = linear_head_part(log_share, s * count, count)});
   }
 
@@ -97,17 +97,17 @@ struct Sharded {
   void differentiate(int64_t begin, int64_t count, const Matrix& logits) {
     if (empty()) return;
     const bool late =
-        a.upstream || a.reduction == Reduction::none || !linear_head_scales_early(a.hidden.dtype);
+        a.upstream || a.reduction.kind == Reduction::none || !linear_head_scales_early(a.head.hidden.dtype);
     for (int64_t s = 0; s < shares; ++s) {
       CrossEntropyRows p = pass(s, begin, count, logits);
       p.dlogits = p.logits;
       p.log_share = linear_head_part(log_share, s * count, count);
       p.scale = linear_head_part(factor, s * count, count);
       linear_head_factors(ctx, {.target = p.target,
-                                .ignore_index = a.ignore_index,
-                                .token_weight = of_all(a.token_weight, s, begin, count),
-                                .upstream = of_all(a.upstream, s, begin, count),
-                                .scale = late ? Vector{} : a.scale,
+                                .ignore_index = a.labels.ignore_index,
+                                .token_weight = share_part(a.token_weight, s, begin, count),
+                                .upstream = share_part(a.upstream, s, begin, count),
+                                .scale = late ? Vector{} : a.reduction.scale,
                                 .out = p.scale});
       cross_entropy_rows(ctx, p);
     }
@@ -117,14 +117,14 @@ struct Sharded {
   void replicated(int64_t begin, int64_t count, LinearHeadChunk c) {
     LinearHead only = head;
     only.dweight = {}, only.dbias = {}, only.dlora_b = {};
-    Matrix own = rows_from(a.dhidden, begin, count);
+    Matrix own = rows_from(a.head.dhidden, begin, count);
     c.dhidden = shares > 1 ? rows_from(dhidden, 0, shares * count) : own;
-    const int64_t n = count * a.hidden.cols;
+    const int64_t n = count * a.head.hidden.cols;
     if (empty())
       linear_head_clear(ctx, {.op = kOp, .dweight = c.dhidden}, {.count = 0});
     else
       linear_head_gradients(ctx, only, c, {.first = begin == 0});
-    if (!a.dhidden.data) return;
+    if (!a.head.dhidden.data) return;
     if (shares > 1)
       ranks.reduce_scatter(c.dhidden.data, own.data, n, own.dtype, ctx.stream());
     else
@@ -134,53 +134,41 @@ struct Sharded {
 
 LinearHead checked(const LinearCrossEntropySharded& call, int64_t shares) {
   const LinearCrossEntropy& a = call.head;
-  LinearHead head = {.op = kOp,
-                     .hidden = a.hidden,
-                     .weight = a.weight,
-                     .bias = a.bias,
-                     .lora_a = a.lora_a,
-                     .lora_b = a.lora_b,
-                     .lora_scale = a.lora_scale,
-                     .dhidden = a.dhidden,
-                     .dweight = a.dweight,
-                     .add_dweight = a.add_dweight,
-                     .dbias = a.dbias,
-                     .dlora_a = a.dlora_a,
-                     .dlora_b = a.dlora_b};
-  const int64_t all = a.hidden.rows * shares;
-  if (a.weight.rows > 0) linear_head_check(head);
-  if (a.dlora_a.data) {
-    require_matrix(kOp, "dlora_a", a.dlora_a, a.lora_a.rows, a.hidden.cols, DType::f32);
-    TIGON_CHECK(kOp, a.dlora_a.stride == a.dlora_a.cols, "dlora_a must have adjacent rows, got stride ",
-                a.dlora_a.stride);
+  LinearHead head = a.head;
+  head.op = kOp;
+  const int64_t all = a.head.hidden.rows * shares;
+  if (a.head.weight.rows > 0) linear_head_check(head);
+  if (a.head.dlora_a.data) {
+    require_matrix(kOp, "dlora_a", a.head.dlora_a, a.head.lora_a.rows, a.head.hidden.cols, DType::f32);
+    TIGON_CHECK(kOp, a.head.dlora_a.stride == a.head.dlora_a.cols,
+                "dlora_a must have adjacent rows, got stride ", a.head.dlora_a.stride);
   }
-  TIGON_CHECK(kOp, !a.wide_logits, "wide_logits must be false");
-  TIGON_CHECK(kOp, !a.unit.data && !a.kept.data && !a.entropy_upstream && !a.predicted,
+  TIGON_CHECK(kOp, !a.head.wide_logits, "wide_logits must be false");
+  TIGON_CHECK(kOp, !a.kept.unit.data && !a.kept.dlogits.data && !a.entropy_upstream && !a.results.predicted,
               "unit, kept, entropy_upstream and predicted must not be given");
-  TIGON_CHECK(kOp, a.valid_rows < 0, "valid_rows must be -1, got ", a.valid_rows);
-  TIGON_CHECK(kOp, a.temperature > 0.0f, "temperature must be > 0, got ", a.temperature);
-  TIGON_CHECK(kOp, call.first_class >= 0 && call.first_class + a.weight.rows <= call.classes,
-              "first_class must leave room for ", a.weight.rows, " of ", call.classes, " classes, got ",
+  TIGON_CHECK(kOp, a.labels.valid_rows < 0, "valid_rows must be -1, got ", a.labels.valid_rows);
+  linear_head_check(kOp, a.formula);
+  linear_head_check(kOp, a.reduction);
+  TIGON_CHECK(kOp, call.first_class >= 0 && call.first_class + a.head.weight.rows <= call.classes,
+              "first_class must leave room for ", a.head.weight.rows, " of ", call.classes, " classes, got ",
               call.first_class);
-  TIGON_CHECK(kOp, a.hidden.stride == a.hidden.cols || (shares == 1 && !a.dhidden.data) || a.hidden.rows <= 1,
-              "hidden must have adjacent rows, got stride ", a.hidden.stride);
-  TIGON_CHECK(kOp, !a.dhidden.data || a.dhidden.stride == a.dhidden.cols,
-              "dhidden must have adjacent rows, got stride ", a.dhidden.stride);
-  require_vector(kOp, "target", a.target, all, DType::i64);
-  require_vector(kOp, "loss", a.loss, all, DType::f32);
-  for (const Vector* v : {&a.token_weight, &a.upstream, &a.z_term, &a.log_prob, &a.lse, &a.entropy})
+  TIGON_CHECK(kOp,
+              a.head.hidden.stride == a.head.hidden.cols || (shares == 1 && !a.head.dhidden.data) ||
+                  a.head.hidden.rows <= 1,
+              "hidden must have adjacent rows, got stride ", a.head.hidden.stride);
+  TIGON_CHECK(kOp, !a.head.dhidden.data || a.head.dhidden.stride == a.head.dhidden.cols,
+              "dhidden must have adjacent rows, got stride ", a.head.dhidden.stride);
+  require_vector(kOp, "target", a.labels.target, all, DType::i64);
+  require_vector(kOp, "loss", a.results.loss, all, DType::f32);
+  for (const Vector* v : {&a.token_weight, &a.upstream, &a.results.z_term, &a.results.log_prob,
+                          &a.results.lse, &a.results.entropy})
     if (*v) require_vector(kOp, "rows", *v, all, DType::f32);
   TIGON_CHECK(kOp, a.label_smoothing >= 0.0f && a.label_smoothing <= 1.0f,
               "label_smoothing must be in [0, 1], got ", a.label_smoothing);
   if (a.label_smoothing > 0.0f)
     require_vector(kOp, "shard_weight", call.shard_weight, call.shard_weight.size, DType::f32);
-  if (a.reduction == Reduction::none) {
-    TIGON_CHECK(kOp, !head.wants_gradients() || a.upstream,
-                "upstream must be given for the gradients of per-row losses");
-  } else {
-    require_vector(kOp, "total", a.total, 1, DType::f32);
-    require_vector(kOp, "scale", a.scale, 1, DType::f32);
-  }
+  TIGON_CHECK(kOp, !head.wants_gradients() || a.reduction.kind != Reduction::none || a.upstream,
+              "upstream must be given for the gradients of per-row losses");
   return head;
 }
 
@@ -188,41 +176,34 @@ LinearHead checked(const LinearCrossEntropySharded& call, int64_t shares) {
 
 void linear_cross_entropy_sharded(Context& ctx, Communicator& ranks, const LinearCrossEntropySharded& call) {
   const LinearCrossEntropy& a = call.head;
-  const int64_t shares = call.sequence_parallel ? ranks.size() : 1, h = a.hidden.cols;
+  const int64_t shares = call.sequence_parallel ? ranks.size() : 1, h = a.head.hidden.cols;
   LinearHead head = checked(call, shares);
   if (a.label_smoothing > 0.0f)
     require_vector(kOp, "shard_weight", call.shard_weight, ranks.size(), DType::f32);
-  const bool gradients = head.wants_gradients() || a.dhidden.data;
-  if (a.reduction != Reduction::none)
-    cross_entropy_scale(ctx, {.target = a.target,
-                              .class_weight = a.class_weight,
-                              .ignore_index = a.ignore_index,
-                              .mean = a.reduction == Reduction::mean,
-                              .denominator = a.denominator,
-                              .host_denominator = a.host_denominator,
-                              .has_host_denominator = a.has_host_denominator,
-                              .scale = a.scale});
+  const bool gradients = head.wants_gradients() || a.head.dhidden.data;
+  linear_head_scale(ctx, a.reduction, a.labels, a.class_weight);
   // The same chunks on every rank: from the mean number of columns, whatever this rank has.
   const int64_t mean_columns = std::max<int64_t>((call.classes + ranks.size() - 1) / ranks.size(), 1);
-  const int64_t whole = linear_head_chunk_rows({.device = ctx.device(),
-                                                .dtype = a.hidden.dtype,
-                                                .rows = a.hidden.rows * shares,
+  const int64_t whole = linear_head_chunk_rows({.cuda = ctx.device() == Device::cuda,
+                                                .dtype = int64_t(a.head.hidden.dtype),
+                                                .worked = a.head.hidden.rows * shares,
                                                 .hidden = h,
                                                 .vocab = mean_columns,
-                                                .dweight = a.dweight.data != nullptr,
-                                                .add_dweight = a.add_dweight});
-  TIGON_CHECK(kOp, a.chunk_rows >= 0, "chunk_rows must be >= 0, got ", a.chunk_rows);
-  const int64_t wanted = std::max<int64_t>((a.chunk_rows > 0 ? a.chunk_rows : whole) / shares, 1);
-  const int64_t limit = std::min(wanted, std::max<int64_t>(a.hidden.rows, 1)), most = limit * shares;
-  if (a.weight.rows > 0) linear_head_check_chunks(head, (a.hidden.rows + limit - 1) / limit);
+                                                .train_weight = a.head.dweight.data != nullptr,
+                                                .main_grad = a.head.add_dweight});
+  TIGON_CHECK(kOp, a.labels.chunk_rows >= 0, "chunk_rows must be >= 0, got ", a.labels.chunk_rows);
+  const int64_t wanted =
+      std::max<int64_t>((a.labels.chunk_rows > 0 ? a.labels.chunk_rows : whole) / shares, 1);
+  const int64_t limit = std::min(wanted, std::max<int64_t>(a.head.hidden.rows, 1)), most = limit * shares;
+  if (a.head.weight.rows > 0) linear_head_check_chunks(head, (a.head.hidden.rows + limit - 1) / limit);
 
   Sharded run = {.ctx = ctx,
                  .ranks = ranks,
                  .call = call,
                  .a = a,
                  .shares = shares,
-                 .rows = a.hidden.rows,
-                 .kinds = {.entropy = bool(a.entropy), .smoothing = a.label_smoothing > 0.0f},
+                 .rows = a.head.hidden.rows,
+                 .kinds = {.entropy = bool(a.results.entropy), .smoothing = a.label_smoothing > 0.0f},
                  .head = head};
   const int64_t kinds = run.kinds.count(), size = ranks.size();
   float* own = ctx.scratch_of<float>(kinds * most);
@@ -232,12 +213,10 @@ void linear_cross_entropy_sharded(Context& ctx, Communicator& ranks, const Linea
   LinearHeadRows all = {.count = most};
   LinearHead worked = head;
   if (shares > 1) {
-    void* memory = ctx.scratch(size_of(a.hidden.dtype) * size_t(most * h));
-    run.hidden = {.data = memory, .dtype = a.hidden.dtype, .rows = most, .cols = h, .stride = h};
+    run.hidden = linear_head_matrix(ctx, most, h, h, a.head.hidden.dtype);
     worked.hidden = run.hidden;
-    if (a.dhidden.data) {
-      run.dhidden = run.hidden;
-      run.dhidden.data = ctx.scratch(size_of(a.hidden.dtype) * size_t(most * h));
+    if (a.head.dhidden.data) {
+      run.dhidden = linear_head_matrix(ctx, most, h, h, a.head.hidden.dtype);
       worked.dhidden = run.dhidden;
     }
   }
@@ -247,9 +226,9 @@ void linear_cross_entropy_sharded(Context& ctx, Communicator& ranks, const Linea
   LinearHead params = worked;
   params.dhidden = {}, params.dlora_a = {};
 
-  for (int64_t begin = 0; begin < a.hidden.rows; begin += limit) {
-    const int64_t count = std::min(limit, a.hidden.rows - begin), chunk = count * shares;
-    Matrix hidden = rows_from(a.hidden, begin, count);
+  for (int64_t begin = 0; begin < a.head.hidden.rows; begin += limit) {
+    const int64_t count = std::min(limit, a.head.hidden.rows - begin), chunk = count * shares;
+    Matrix hidden = rows_from(a.head.hidden, begin, count);
     if (shares > 1) {
       ranks.all_gather(hidden.data, run.hidden.data, size_of(hidden.dtype) * size_t(count * h), ctx.stream());
       hidden = rows_from(run.hidden, 0, chunk);
@@ -267,16 +246,15 @@ void linear_cross_entropy_sharded(Context& ctx, Communicator& ranks, const Linea
     run.combine(begin, count);
     if (!gradients) continue;
     run.differentiate(begin, count, c.logits);
-    if (a.dhidden.data || a.dlora_a.data) run.replicated(begin, count, c);
+    if (a.head.dhidden.data || a.head.dlora_a.data) run.replicated(begin, count, c);
     if (!run.empty()) linear_head_gradients(ctx, params, c, {.first = begin == 0});
   }
-  if (a.hidden.rows == 0 && !run.empty()) linear_head_clear(ctx, head, {.count = 0});
-  if (a.dlora_a.data) {  // a sum over the classes of all ranks
-    if (run.empty()) linear_head_clear(ctx, {.op = kOp, .dlora_a = a.dlora_a}, {.count = 0});
-    ranks.all_reduce(a.dlora_a.data, a.dlora_a.rows * h, DType::f32, ctx.stream());
+  if (a.head.hidden.rows == 0 && !run.empty()) linear_head_clear(ctx, head, {.count = 0});
+  if (a.head.dlora_a.data) {  // a sum over the classes of all ranks
+    if (run.empty()) linear_head_clear(ctx, {.op = kOp, .dlora_a = a.head.dlora_a}, {.count = 0});
+    ranks.all_reduce(a.head.dlora_a.data, a.head.dlora_a.rows * h, DType::f32, ctx.stream());
   }
-  if (a.reduction != Reduction::none)
-    cross_entropy_total(ctx, {.loss = a.loss, .scale = a.scale, .total = a.total});
+  linear_head_total(ctx, a.reduction, a.results.loss);
 }
 
 }  // namespace tigon

@@ -10,53 +10,39 @@ struct Statistics {
   Tensor log_prob, entropy;
 };
 Statistics make_statistics(LinearCrossEntropy& a, const Tensor& hidden, bool entropy) {
-  int64_t rows = a.hidden.rows;
-  Statistics r{.log_prob = a.labels ? make(hidden, {rows, a.label_count}, DType::f32)
-                                    : make(hidden, {rows}, DType::f32),
-               .entropy = entropy ? make(hidden, {a.hidden.rows}, DType::f32) : nothing(hidden, DType::f32)};
-  if (a.labels)
-    a.label_log_prob = flat(kOp, "log_prob", r.log_prob);
-  else
-    a.log_prob = vector_of(kOp, "log_prob", r.log_prob);
-  if (entropy) a.entropy = vector_of(kOp, "entropy", r.entropy);
+  int64_t rows = a.head.hidden.rows;
+  Statistics r{.log_prob = a.several.labels ? make(hidden, {rows, a.several.count}, DType::f32)
+                                            : make(hidden, {rows}, DType::f32),
+               .entropy = entropy ? make(hidden, {rows}, DType::f32) : nothing(hidden, DType::f32)};
+  (a.several.labels ? a.several.log_prob : a.results.log_prob) = flat(kOp, "log_prob", r.log_prob);
+  if (entropy) a.results.entropy = vector_of(kOp, "entropy", r.entropy);
   return r;
 }
 
-struct Lora {
-  OptionalTensor a, b;
-  double scale = 1.0;
-
-  static constexpr const char* kSchema = "Tensor? lora_a, Tensor? lora_b, float lora_scale, ";
-  static Lora take(Stack& s) {
-    return {s.take<OptionalTensor>(), s.take<OptionalTensor>(), s.take<double>()};
-  }
-};
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> log_prob(Head head, Lora lora, Rows rows, bool entropy,
-                                                    int64_t needs, int64_t keep_rows) {
-  const Tensor& hidden = head.operands.hidden;
-  head.operands.lora_a = std::move(lora.a), head.operands.lora_b = std::move(lora.b);
-  head.formula.lora_scale = lora.scale;
-  LinearCrossEntropy a = arguments(head.operands, head.formula, rows);
-  a.reduction = Reduction::none;
-  Tensor losses = make(hidden, {a.hidden.rows}, DType::f32);
-  a.loss = vector_of(kOp, "loss", losses);
+std::tuple<Tensor, Tensor, Tensor, Tensor> log_prob(Operands operands, Formula formula, Memory memory,
+                                                    bool entropy) {
+  const Tensor& hidden = operands.hidden;
+  LinearCrossEntropy a = arguments(operands, formula, memory);
+  a.reduction.kind = Reduction::none;
+  Tensor losses = make(hidden, {a.head.hidden.rows}, DType::f32);
+  a.results.loss = vector_of(kOp, "loss", losses);
   Statistics r = make_statistics(a, hidden, entropy);
-  Between between = make_between(a, hidden, needs, keep_rows);
+  KeptTensors kept = make_kept(a, hidden, memory);
   auto ctx = make_context(hidden);
   linear_cross_entropy(*ctx, a);
-  return {r.log_prob, r.entropy, between.unit, between.kept};
+  return {r.log_prob, r.entropy, kept.unit, kept.dlogits};
 }
 
-std::tuple<Tensor, Tensor> log_prob_infer(Head head, Lora lora, Rows rows, bool entropy, int64_t, int64_t) {
-  auto results = log_prob(std::move(head), std::move(lora), rows, entropy, 0, 0);
+std::tuple<Tensor, Tensor> log_prob_infer(Operands operands, Formula formula, Memory memory, bool entropy) {
+  memory.needs = memory.keep_rows = 0;
+  auto results = log_prob(std::move(operands), formula, memory, entropy);
   return {std::get<0>(results), std::get<1>(results)};
 }
 
 // The two halves of a chunk; `logits` [rows, V] is the caller's memory, `dhidden`, `dweight`, `dbias` too.
-std::tuple<Tensor, Tensor> chunk_logits(Tensor logits, Head head, bool entropy) {
-  const Tensor& hidden = head.operands.hidden;
-  LinearCrossEntropy a = arguments(head.operands, head.formula);
+std::tuple<Tensor, Tensor> chunk_logits(Tensor logits, Operands operands, Formula formula, bool entropy) {
+  const Tensor& hidden = operands.hidden;
+  LinearCrossEntropy a = arguments(operands, formula);
   Statistics r = make_statistics(a, hidden, entropy);
   auto ctx = make_context(hidden);
   linear_cross_entropy_chunk_logits(*ctx, a, rows_of(kOp, "workspace", logits));
@@ -64,15 +50,15 @@ std::tuple<Tensor, Tensor> chunk_logits(Tensor logits, Head head, bool entropy) 
 }
 
 std::tuple<> chunk_gradient(Tensor logits, OptionalTensor dhidden, OptionalTensor dweight,
-                            OptionalTensor dbias, Tensor upstream, OptionalTensor entropy_upstream, Head head,
-                            bool first) {
-  LinearCrossEntropy a = arguments(head.operands, head.formula);
+                            OptionalTensor dbias, Tensor upstream, OptionalTensor entropy_upstream,
+                            Operands operands, Formula formula, bool first) {
+  LinearCrossEntropy a = arguments(operands, formula);
   a.upstream = vector_of(kOp, "upstream gradient", upstream);
   a.entropy_upstream = vector_of(kOp, "upstream gradient of the entropy", entropy_upstream);
-  a.dhidden = rows_of_optional("dhidden", dhidden);
-  a.dweight = rows_of_optional("dweight", dweight);
-  a.dbias = vector_of(kOp, "dbias", dbias);
-  auto ctx = make_context(head.operands.hidden);
+  a.head.dhidden = rows_of(kOp, "dhidden", dhidden);
+  a.head.dweight = rows_of(kOp, "dweight", dweight);
+  a.head.dbias = vector_of(kOp, "dbias", dbias);
+  auto ctx = make_context(operands.hidden);
   linear_cross_entropy_chunk_gradient(*ctx, a, rows_of(kOp, "workspace", logits), first);
   return {};
 }
@@ -94,9 +80,8 @@ std::tuple<Tensor, Tensor, Tensor> compact(Tensor target, int64_t ignore_index, 
 }  // namespace
 
 TIGON_TORCH_SCHEMAS(m) {
-  const std::string head = Head::kSchema, rows = Rows::kSchema;
-  const std::string inputs =
-      "(" + head + Lora::kSchema + rows + "bool entropy, int needs, int keep_rows) -> ";
+  const std::string head = std::string(Operands::kSchema) + Formula::kSchema;
+  const std::string inputs = head_schema("(") + ", bool entropy) -> ";
   define_forward(m, "linear_log_prob",
                  inputs + "(Tensor log_prob, Tensor entropy, Tensor unit, Tensor kept)");
   define(m, "linear_log_prob_infer" + inputs + "(Tensor log_prob, Tensor entropy)");

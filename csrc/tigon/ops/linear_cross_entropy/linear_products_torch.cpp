@@ -13,8 +13,8 @@ LinearHead head_of(Tensor& hidden, Tensor& weight, OptionalTensor& lora_a, Optio
   return {.op = kOp,
           .hidden = rows_of(kOp, "hidden", hidden),
           .weight = rows_of(kOp, "weight", weight),
-          .lora_a = rows_of_optional("lora A", lora_a),
-          .lora_b = rows_of_optional("lora B", lora_b),
+          .lora_a = rows_of(kOp, "lora A", lora_a),
+          .lora_b = rows_of(kOp, "lora B", lora_b),
           .lora_scale = float(lora_scale)};
 }
 
@@ -40,12 +40,12 @@ std::tuple<> gradients(Tensor dlogits, Tensor hidden, Tensor weight, OptionalTen
                        OptionalTensor dlora_a, OptionalTensor dlora_b) {
   check_same_device(kOp, "dlogits", dlogits, hidden);
   LinearHead head = head_of(hidden, weight, lora_a, lora_b, lora_scale);
-  head.dhidden = rows_of_optional("dhidden", dhidden);
-  head.dweight = rows_of_optional("dweight", dweight);
+  head.dhidden = rows_of(kOp, "dhidden", dhidden);
+  head.dweight = rows_of(kOp, "dweight", dweight);
   head.add_dweight = add_dweight;
   head.dbias = vector_of(kOp, "dbias", dbias);
-  head.dlora_a = rows_of_optional("dlora_a", dlora_a);
-  head.dlora_b = rows_of_optional("dlora_b", dlora_b);
+  head.dlora_a = rows_of(kOp, "dlora_a", dlora_a);
+  head.dlora_b = rows_of(kOp, "dlora_b", dlora_b);
   linear_head_check(head);
   linear_head_check_chunks(head, first ? 1 : 2);
   LinearHeadRows all = {.count = head.hidden.rows};

@@ -3,35 +3,15 @@
 #include <algorithm>
 
 #include "tigon/base/require.h"
-#include "tigon/ops/cross_entropy/cross_entropy.h"
 
 namespace tigon {
 namespace {
 
 constexpr const char* kOp = "linear_divergence";
 
-Matrix first_rows(Matrix m, int64_t rows) {
-  m.rows = m.data ? rows : m.rows;
-  return m;
-}
 Vector first_of(Vector v, int64_t size) {
   v.size = v ? size : v.size;
   return v;
-}
-
-LinearHead head_of(const LinearDivergence& a) {
-  return {.op = kOp,
-          .hidden = a.hidden,
-          .weight = a.weight,
-          .bias = a.bias,
-          .lora_a = a.lora_a,
-          .lora_b = a.lora_b,
-          .lora_scale = a.lora_scale,
-          .dhidden = a.dhidden,
-          .dweight = a.dweight,
-          .dbias = a.dbias,
-          .dlora_a = a.dlora_a,
-          .dlora_b = a.dlora_b};
 }
 
 // The two heads over their common classes.
@@ -41,8 +21,9 @@ struct Pair {
   bool given = false;  // the teacher's logits
 };
 Pair pair_of(const LinearDivergence& a) {
-  Pair p = {.whole = head_of(a), .given = a.teacher_logits.data != nullptr};
-  int64_t rows = a.hidden.rows;
+  Pair p = {.whole = a.head, .given = a.teacher_logits.data != nullptr};
+  p.whole.op = kOp;
+  int64_t rows = a.head.hidden.rows;
   linear_head_check(p.whole);
   TIGON_CHECK(kOp, p.given != (a.teacher_weight.data != nullptr),
               "teacher must be hidden states and a weight, or logits, got ", p.given ? "both" : "neither");
@@ -57,20 +38,21 @@ Pair pair_of(const LinearDivergence& a) {
                    a.teacher_hidden.dtype);
     linear_head_check(p.teacher);
   }
-  if (a.bias) require_vector(kOp, "bias", a.bias, a.weight.rows, DType::f32);
+  const Vector& bias = a.head.bias;
+  if (bias) require_vector(kOp, "bias", bias, a.head.weight.rows, DType::f32);
   if (a.teacher_bias) require_vector(kOp, "teacher_bias", a.teacher_bias, teacher_vocab, DType::f32);
-  p.vocab = std::min(a.weight.rows, teacher_vocab);
+  p.vocab = std::min(a.head.weight.rows, teacher_vocab);
   p.student = p.whole;
   for (Matrix* m :
        {&p.student.weight, &p.student.lora_b, &p.student.dweight, &p.student.dlora_b, &p.teacher.weight})
-    *m = first_rows(*m, p.vocab);
-  p.student.bias = first_of(a.bias, p.vocab), p.student.dbias = first_of(a.dbias, p.vocab);
+    *m = rows_from(*m, 0, p.vocab);
+  p.student.bias = first_of(bias, p.vocab), p.student.dbias = first_of(a.head.dbias, p.vocab);
   return p;
 }
 
 void check_call(const LinearDivergence& a, const LinearHead& head) {
-  int64_t rows = a.hidden.rows;
-  require_vector(kOp, "target", a.target, rows, DType::i64);
+  int64_t rows = a.head.hidden.rows;
+  require_vector(kOp, "target", a.labels.target, rows, DType::i64);
   auto check = [&](const char* name, const Vector& v) {
     if (v) require_vector(kOp, name, v, rows, DType::f32);
   };
@@ -80,17 +62,13 @@ void check_call(const LinearDivergence& a, const LinearHead& head) {
   check("hard", a.hard);
   check("entropy", a.entropy);
   require_vector(kOp, "loss", a.loss, rows, DType::f32);
-  bool scalar = a.reduction != Reduction::none;
-  if (scalar) {
-    require_vector(kOp, "total", a.total, 1, DType::f32);
-    require_vector(kOp, "scale", a.scale, 1, DType::f32);
-  }
-  TIGON_CHECK(kOp, a.temperature > 0.0f, "temperature must be > 0, got ", a.temperature);
-  TIGON_CHECK(kOp, a.softcap >= 0.0f, "softcap must be > 0 or none, got ", a.softcap);
-  TIGON_CHECK(kOp, a.teacher_softcap >= 0.0f, "teacher_softcap must be > 0 or none, got ", a.teacher_softcap);
+  linear_head_check(kOp, a.reduction);
+  linear_head_check(kOp, a.formula);
+  TIGON_CHECK(kOp, a.teacher_formula.softcap >= 0.0f, "teacher_softcap must be > 0 or none, got ",
+              a.teacher_formula.softcap);
   TIGON_CHECK(kOp, a.kind != DivergenceKind::jsd || (a.beta > 0.0f && a.beta < 1.0f),
               "beta must be in (0, 1), got ", a.beta);
-  TIGON_CHECK(kOp, !head.wants_gradients() || scalar || a.upstream,
+  TIGON_CHECK(kOp, !head.wants_gradients() || a.reduction.kind != Reduction::none || a.upstream,
               "upstream must be given for the gradients of per-row losses");
 }
 
@@ -103,24 +81,18 @@ Values make_values(Context& ctx, const LinearDivergence& a, const LinearHeadRows
   if (rows.listed)
     for (Vector* of : {&v.loss, &v.soft, &v.hard, &v.entropy})
       if (*of) *of = linear_head_vector(ctx, rows.count);
-  if (!gradients) return v;
-  Vector scale = a.upstream || !linear_head_scales_early(a.hidden.dtype) ? Vector{} : a.scale;
-  v.factor = a.upstream ? a.upstream : scale;
-  if (!a.token_weight && !(rows.listed && a.upstream)) return v;
-  v.factor = linear_head_vector(ctx, rows.count);
-  linear_head_factors(ctx, {.target = a.target,
-                            .ignore_index = a.ignore_index,
-                            .index = rows.index,
-                            .token_weight = a.token_weight,
-                            .upstream = a.upstream,
-                            .scale = scale,
-                            .out = v.factor});
+  if (gradients)
+    v.factor = linear_head_factor(
+        ctx, a.head, a.labels, rows,
+        {.token_weight = a.token_weight, .upstream = a.upstream, .scale = a.reduction.scale});
   return v;
 }
 void write_results(Context& ctx, const LinearDivergence& a, const LinearHeadRows& rows, const Values& v) {
   if (!rows.listed && !a.token_weight) return;
-  LinearHeadResults results = {
-      .target = a.target, .ignore_index = a.ignore_index, .position = rows.position, .fault = rows.fault};
+  LinearHeadResults results = {.target = a.labels.target,
+                               .ignore_index = a.labels.ignore_index,
+                               .position = rows.position,
+                               .fault = rows.fault};
   results.add({.from = v.loss, .to = a.loss, .factor = a.token_weight});
   results.add({.from = v.soft, .to = a.soft});
   results.add({.from = v.hard, .to = a.hard});
@@ -131,21 +103,17 @@ void write_results(Context& ctx, const LinearDivergence& a, const LinearHeadRows
 // Logits of a few rows of both sides.
 struct Logits {
   Matrix student, teacher;
-  LinearHeadWorkspace of_teacher;
+  LinearHeadWorkspace teacher_workspace;
 };
-Matrix new_logits(Context& ctx, int64_t rows, int64_t vocab, DType dtype) {
-  int64_t stride = linear_head_logit_stride(vocab);
-  void* data = ctx.scratch(size_of(dtype) * size_t(rows * stride));
-  return {.data = data, .dtype = dtype, .rows = rows, .cols = vocab, .stride = stride};
-}
 Logits make_logits(Context& ctx, const LinearDivergence& a, const Pair& pair, const LinearHeadRows& rows,
                    int64_t count) {
-  Logits l = {.student = new_logits(ctx, count, pair.vocab, DType::f32)};
+  int64_t stride = linear_head_logit_stride(pair.vocab);
+  Logits l = {.student = linear_head_matrix(ctx, count, pair.vocab, stride, DType::f32)};
   if (!pair.given) {
-    l.teacher = new_logits(ctx, count, pair.vocab, DType::f32);
-    l.of_teacher = linear_head_workspace(ctx, pair.teacher, rows, {.chunk = count, .logits = false});
+    l.teacher = linear_head_matrix(ctx, count, pair.vocab, stride, DType::f32);
+    l.teacher_workspace = linear_head_workspace(ctx, pair.teacher, rows, {.chunk = count, .logits = false});
   } else if (rows.listed) {
-    l.teacher = new_logits(ctx, count, pair.vocab, a.teacher_logits.dtype);
+    l.teacher = linear_head_matrix(ctx, count, pair.vocab, stride, a.teacher_logits.dtype);
   }
   return l;
 }
@@ -153,32 +121,32 @@ Logits make_logits(Context& ctx, const LinearDivergence& a, const Pair& pair, co
 Matrix teacher_logits(Context& ctx, const LinearDivergence& a, const Pair& pair, const LinearHeadRows& rows,
                       const Logits& l, int64_t begin, int64_t count) {
   if (!pair.given) {
-    LinearHeadChunk c = linear_head_chunk(pair.teacher, rows, l.of_teacher, begin, count);
-    c.logits = first_rows(l.teacher, count);
+    LinearHeadChunk c = linear_head_chunk(pair.teacher, rows, l.teacher_workspace, begin, count);
+    c.logits = rows_from(l.teacher, 0, count);
     linear_head_logits(ctx, pair.teacher, c);
     return c.logits;
   }
   Matrix logits = a.teacher_logits;
   logits.cols = pair.vocab;
   if (!rows.listed) return rows_from(logits, begin, count);
-  Matrix gathered = first_rows(l.teacher, count);
+  Matrix gathered = rows_from(l.teacher, 0, count);
   linear_head_move(ctx,
                    {.from = logits, .to = gathered, .index = linear_head_part(rows.index, begin, count)});
   return gathered;
 }
 
 DistillationRows row_pass(const LinearDivergence& a, const Pair& pair) {
-  return {.student_side = {.bias = pair.student.bias,
-                           .logit_scale = a.logit_scale,
-                           .softcap = a.softcap,
-                           .temperature = a.temperature},
-          .teacher_side = {.bias = first_of(a.teacher_bias, pair.vocab),
-                           .logit_scale = a.teacher_logit_scale,
-                           .softcap = a.teacher_softcap,
-                           .temperature = a.temperature},
-          .dstudent = {.dtype = a.hidden.dtype},
+  auto side = [&](const LogitFormula& f, const Vector& bias) -> decltype(DistillationRows::student_side) {
+    return {.bias = bias,
+            .logit_scale = f.logit_scale,
+            .softcap = f.softcap,
+            .temperature = a.formula.temperature};
+  };
+  return {.student_side = side(a.formula, pair.student.bias),
+          .teacher_side = side(a.teacher_formula, first_of(a.teacher_bias, pair.vocab)),
+          .dstudent = {.dtype = a.head.hidden.dtype},
           .kind = a.kind,
-          .ignore_index = a.ignore_index,
+          .ignore_index = a.labels.ignore_index,
           .beta = a.beta,
           .factor = a.factor,
           .soft_weight = a.soft_weight,
@@ -205,26 +173,35 @@ int64_t linear_divergence_logit_rows(int64_t vocab, int sides) {
   return std::max(kLeast, kBytes / (4 * sides * std::max<int64_t>(vocab, 1)) / 128 * 128);
 }
 
+LinearHeadPlan linear_divergence_memory(const LinearHeadSizes& s, int64_t teacher_hidden) {
+  LinearHeadPlan plan = linear_head_memory(s);
+  if (DType(s.dtype) == DType::f64) return plan;
+  int64_t size = int64_t(size_of(DType(s.dtype))), stride = linear_head_logit_stride(s.vocab);
+  int64_t sides = teacher_hidden > 0 ? 2 : 1;
+  int64_t few = std::min(linear_divergence_logit_rows(s.vocab, int(sides)), plan.chunk_rows);
+  int64_t more = 4 * few * stride * sides;
+  if (s.worked < s.rows) more += few * size * (sides == 1 ? stride : teacher_hidden);
+  if (!s.cuda)  // pieces of the operands in f32, for products that are not rounded
+    more +=
+        4 * (few + 8192) * std::max(s.hidden, teacher_hidden) + 4 * few * std::min<int64_t>(s.vocab, 8192);
+  if (!s.train_hidden && !s.train_weight && !s.train_bias && s.lora_rank == 0)  // no gradient of the logits
+    more -= plan.chunk_rows * stride * size;
+  plan.workspace += more, plan.peak += more;
+  return plan;
+}
+
 void linear_divergence(Context& ctx, const LinearDivergence& call) {
   LinearDivergence a = call;
-  a.target = linear_head_labels(ctx, kOp, call.target, call.ignore_index, call.shift);
+  a.labels = linear_head_labels(ctx, kOp, call.labels);
   Pair pair = pair_of(a);
   check_call(a, pair.student);
-  LinearHeadRows rows = linear_head_rows(
-      ctx, pair.student, {.target = a.target, .ignore_index = a.ignore_index, .valid_rows = a.valid_rows});
+  LinearHeadRows rows = linear_head_rows(ctx, pair.student, a.labels);
   bool gradients = pair.student.wants_gradients();
   int64_t few = linear_divergence_logit_rows(pair.vocab, pair.given ? 1 : 2);
-  int64_t chunk = linear_head_limit(ctx, pair.whole, rows.count, a.chunk_rows);
+  int64_t chunk = linear_head_limit(ctx, pair.whole, rows.count, a.labels.chunk_rows);
   if (!gradients) chunk = std::min(chunk, few);
   linear_head_check_chunks(pair.student, (rows.count + chunk - 1) / chunk);
-  if (a.reduction != Reduction::none)
-    cross_entropy_scale(ctx, {.target = a.target,
-                              .ignore_index = a.ignore_index,
-                              .mean = a.reduction == Reduction::mean,
-                              .denominator = a.denominator,
-                              .host_denominator = a.host_denominator,
-                              .has_host_denominator = a.has_host_denominator,
-                              .scale = a.scale});
+  linear_head_scale(ctx, a.reduction, a.labels, {});
   linear_head_clear(ctx, pair.student, rows);
   clear_padding(ctx, pair.whole, pair.vocab);
   Values values = make_values(ctx, a, rows, gradients);
@@ -241,7 +218,7 @@ void linear_divergence(Context& ctx, const LinearDivergence& call) {
         auto of = [&](const Vector& v) { return linear_head_part(v, part.begin, part.count); };
         DistillationRows pass = row_pass(a, pair);
         if (gradients) pass.dstudent = part.logits;
-        part.logits = first_rows(logits.student, part.count);
+        part.logits = rows_from(logits.student, 0, part.count);
         linear_head_logits(ctx, pair.student, part);
         pass.student = part.logits;
         pass.teacher = teacher_logits(ctx, a, pair, rows, logits, part.begin, part.count);
@@ -254,8 +231,7 @@ void linear_divergence(Context& ctx, const LinearDivergence& call) {
     }
   }
   write_results(ctx, a, rows, values);
-  if (a.reduction != Reduction::none)
-    cross_entropy_total(ctx, {.loss = a.loss, .scale = a.scale, .total = a.total});
+  linear_head_total(ctx, a.reduction, a.loss);
 }
 
 }  // namespace tigon

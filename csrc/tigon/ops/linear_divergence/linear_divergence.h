@@ -31,40 +31,24 @@
 namespace tigon {
 
 struct LinearDivergence {
-  Matrix hidden, weight;
-  Vector target;
-  Vector bias;            // empty: none
-  Matrix lora_a, lora_b;  // empty: none
-  float lora_scale = 1.0f;
+  LinearHead head;  // the student's operands, and the gradients that are wanted
+  LinearHeadLabels labels;
+  LogitFormula formula, teacher_formula;  // of one temperature
+  LossReduction reduction;
   Matrix teacher_hidden, teacher_weight;  // empty: teacher_logits is given
   Vector teacher_bias;                    // empty: none
   Matrix teacher_logits;
   Vector token_weight;  // factor of a row's loss and gradient (not of a mean's denominator); empty: none
-  Vector denominator;   // [1] on the device; empty: none
-  double host_denominator = 0.0;
-  bool has_host_denominator = false;
-  Reduction reduction = Reduction::mean;
-
   DivergenceKind kind = DivergenceKind::forward_kl;
   float beta = 0.5f, factor = 1.0f;  // of divergence_beta
   float soft_weight = 1.0f, hard_weight = 0.0f;
-  float temperature = 1.0f;
-  float softcap = 0.0f, logit_scale = 1.0f;
-  float teacher_softcap = 0.0f, teacher_logit_scale = 1.0f;
-  int64_t ignore_index = -100;
-  LinearHeadShift shift;    // position t against the label of t + k
-  int64_t chunk_rows = 0;   // 0: linear_head_limit
-  int64_t valid_rows = -1;  // how many labels are not ignore_index; -1: not known
-  Vector upstream;          // f32 [rows]: gradient of each row's loss, instead of scale
-
+  Vector upstream;             // f32 [rows]: gradient of each row's loss, instead of scale
   Vector loss;                 // always
-  Vector total, scale;         // mean and sum
   Vector soft, hard, entropy;  // empty: not wanted
-  Matrix dhidden, dweight;     // empty: not wanted
-  Vector dbias;
-  Matrix dlora_a, dlora_b;
 };
 TIGON_API void linear_divergence(Context& ctx, const LinearDivergence& a);
+// linear_head_memory of the student with what the logits of both sides take; teacher_hidden 0: its logits are given.
+TIGON_API LinearHeadPlan linear_divergence_memory(const LinearHeadSizes& sizes, int64_t teacher_hidden);
 
 // Rows whose f32 logits, `sides` of them, exist at a time: as many as take 1 GiB, at least 512, in hundreds of 128.
 TIGON_API int64_t linear_divergence_logit_rows(int64_t vocab, int sides);

@@ -30,10 +30,6 @@ int64_t known_count(Context& ctx, const LinearHead& a, const LinearHeadLabels& l
   return count;
 }
 
-Matrix new_matrix(Context& ctx, int64_t rows, int64_t cols, int64_t stride, DType dtype) {
-  void* data = ctx.scratch(size_of(dtype) * size_t(std::max<int64_t>(rows, 1) * stride));
-  return {.data = data, .dtype = dtype, .rows = rows, .cols = cols, .stride = stride};
-}
 Matrix as_row(const Vector& v, int64_t count) {
   return {.data = v.data, .dtype = v.dtype, .rows = 1, .cols = count, .stride = count};
 }
@@ -43,14 +39,6 @@ Matrix as_column(const Vector& v, int64_t count) {
 
 void fill_zero(Context& ctx, const Matrix& m) {
   if (m.data && m.rows * m.cols > 0) TIGON_BACKEND(linear_head_zero(ctx, m));
-}
-
-// Rows of a chunk where there are several.
-int64_t most_rows(const LinearHeadSizes& s) {
-  constexpr int64_t kLeast = 1024, kSmallLogits = int64_t(512) << 20;
-  if (s.device == Device::cpu) return kLeast;
-  int64_t most = std::max(kLeast, kSmallLogits / (std::max<int64_t>(s.vocab, 1) * int64_t(size_of(s.dtype))));
-  return s.dweight ? std::max(most, s.hidden) : most;
 }
 
 // Zeros after each row of logits of our own, for the products on the CPU.
@@ -94,19 +82,48 @@ void linear_head_check(const LinearHead& a) {
   if (a.dlora_b.data) require_matrix(a.op, "dlora_b", a.dlora_b, v, a.lora_a.rows, DType::f32);
 }
 
-Vector linear_head_labels(Context& ctx, const char* op, const Vector& target, int64_t ignore_index,
-                          const LinearHeadShift& by) {
-  int64_t rows = target.size, length = by.length == 0 ? rows : by.length;
+LinearHeadLabels linear_head_labels(Context& ctx, const char* op, const LinearHeadLabels& given) {
+  LinearHeadLabels labels = given;
+  LinearHeadShift& by = labels.shift;
+  int64_t rows = given.target.size, length = by.length;
+  if (by.length == 0) by.length = rows;
   TIGON_CHECK(op, by.shift >= 0, "shift must be >= 0, got ", by.shift);
-  if (by.shift == 0 || rows == 0) return target;
-  require_dtype(op, "target", target.dtype, DType::i64);
-  TIGON_CHECK(op, length > 0 && rows % length == 0, "length must divide ", rows, " rows, got ", by.length);
+  if (by.shift == 0 || rows == 0) return given;
+  require_dtype(op, "target", given.target.dtype, DType::i64);
+  TIGON_CHECK(op, by.length > 0 && rows % by.length == 0, "length must divide ", rows, " rows, got ", length);
   if (by.position_ids) require_vector(op, "position_ids", by.position_ids, rows, DType::i64);
-  Vector out = linear_head_vector(ctx, rows, DType::i64);
-  LinearHeadShift known = {.shift = by.shift, .length = length, .position_ids = by.position_ids};
-  TIGON_BACKEND(
-      linear_head_shift(ctx, {.target = target, .ignore_index = ignore_index, .by = known, .out = out}));
-  return out;
+  labels.target = linear_head_vector(ctx, rows, DType::i64);
+  TIGON_BACKEND(linear_head_shift(
+      ctx, {.target = given.target, .ignore_index = given.ignore_index, .by = by, .out = labels.target}));
+  return labels;
+}
+
+void linear_head_check(const char* op, const LogitFormula& f) {
+  TIGON_CHECK(op, f.temperature > 0.0f, "temperature must be > 0, got ", f.temperature);
+  TIGON_CHECK(op, f.softcap >= 0.0f, "softcap must be > 0 or none, got ", f.softcap);
+}
+
+void linear_head_check(const char* op, const LossReduction& r) {
+  if (r.kind == Reduction::none) return;
+  require_vector(op, "total", r.total, 1, DType::f32);
+  require_vector(op, "scale", r.scale, 1, DType::f32);
+}
+
+void linear_head_scale(Context& ctx, const LossReduction& r, const LinearHeadLabels& labels,
+                       const Vector& class_weight) {
+  if (r.kind == Reduction::none) return;
+  cross_entropy_scale(ctx, {.target = labels.target,
+                            .class_weight = class_weight,
+                            .ignore_index = labels.ignore_index,
+                            .mean = r.kind == Reduction::mean,
+                            .denominator = r.denominator,
+                            .host_denominator = r.host_denominator,
+                            .has_host_denominator = r.has_host_denominator,
+                            .scale = r.scale});
+}
+
+void linear_head_total(Context& ctx, const LossReduction& r, const Vector& loss) {
+  if (r.kind != Reduction::none) cross_entropy_total(ctx, {.loss = loss, .scale = r.scale, .total = r.total});
 }
 
 LinearHeadRows linear_head_rows(Context& ctx, const LinearHead& a, const LinearHeadLabels& labels) {
@@ -131,28 +148,16 @@ LinearHeadRows linear_head_rows(Context& ctx, const LinearHead& a, const LinearH
   return r;
 }
 
-int64_t linear_head_whole_rows(const LinearHeadSizes& s) {
-  bool sums_cost = s.device == Device::cuda && s.dweight && !s.add_dweight && s.dtype != DType::f32;
-  int64_t most = most_rows(s);
-  return std::max(most + most / 4, sums_cost ? s.hidden * 23 / 10 : 0);
-}
-
-int64_t linear_head_chunk_rows(const LinearHeadSizes& s) {
-  if (s.rows <= linear_head_whole_rows(s)) return std::max<int64_t>(s.rows, 1);
-  int64_t most = most_rows(s), chunks = (s.rows + most - 1) / most;
-  return ((s.rows + chunks - 1) / chunks + 127) / 128 * 128;
-}
-
 int64_t linear_head_limit(Context& ctx, const LinearHead& a, int64_t rows, int64_t chunk_rows) {
   TIGON_CHECK(a.op, chunk_rows >= 0, "chunk_rows must be >= 1 (or None), got ", chunk_rows);
   int64_t wanted = chunk_rows > 0 ? chunk_rows
-                                  : linear_head_chunk_rows({.device = ctx.device(),
-                                                            .dtype = a.hidden.dtype,
-                                                            .rows = rows,
+                                  : linear_head_chunk_rows({.cuda = ctx.device() == Device::cuda,
+                                                            .dtype = int64_t(a.hidden.dtype),
+                                                            .worked = rows,
                                                             .hidden = a.hidden.cols,
                                                             .vocab = a.weight.rows,
-                                                            .dweight = a.dweight.data != nullptr,
-                                                            .add_dweight = a.add_dweight});
+                                                            .train_weight = a.dweight.data != nullptr,
+                                                            .main_grad = a.add_dweight});
   return std::min(wanted, std::max<int64_t>(rows, 1));
 }
 
@@ -189,10 +194,6 @@ std::vector<LinearHeadSpan> linear_head_plan(const LinearHead& a, const std::vec
   return spans;
 }
 
-int64_t linear_head_wide_rows(Device device, int64_t vocab) {
-  return most_rows({.device = device, .dtype = DType::f32, .vocab = vocab});
-}
-
 LinearHeadWorkspace linear_head_workspace(Context& ctx, const LinearHead& a, const LinearHeadRows& rows,
                                           const LinearHeadMemory& m) {
   DType dtype = a.hidden.dtype;
@@ -200,20 +201,20 @@ LinearHeadWorkspace linear_head_workspace(Context& ctx, const LinearHead& a, con
   LinearHeadWorkspace w;
   if (m.logits) {
     int64_t rows_of_logits = m.logits_rows > 0 ? m.logits_rows : m.chunk;
-    w.logits = new_matrix(ctx, rows_of_logits, v, linear_head_logit_stride(v), dtype);
+    w.logits = linear_head_matrix(ctx, rows_of_logits, v, linear_head_logit_stride(v), dtype);
     pad_rows(ctx, w.logits);
   }
   bool wide = a.wide_logits && dtype != DType::f32;
   if (wide) {
-    int64_t rows_of_part = std::min(m.chunk, linear_head_wide_rows(ctx.device(), v));
-    w.wide = new_matrix(ctx, rows_of_part, v, linear_head_logit_stride(v), DType::f32);
+    int64_t rows_of_part = std::min(m.chunk, linear_head_wide_rows(ctx.device() == Device::cuda, v));
+    w.wide = linear_head_matrix(ctx, rows_of_part, v, linear_head_logit_stride(v), DType::f32);
   }
   bool scales = m.factored && (a.dweight.data || a.dlora_a.data || a.dlora_b.data);
-  if (rows.listed || scales) w.hidden = new_matrix(ctx, m.chunk, h, h, dtype);
-  if (rows.listed && a.dhidden.data) w.dhidden = new_matrix(ctx, m.chunk, h, h, dtype);
+  if (rows.listed || scales) w.hidden = linear_head_matrix(ctx, m.chunk, h, h, dtype);
+  if (rows.listed && a.dhidden.data) w.dhidden = linear_head_matrix(ctx, m.chunk, h, h, dtype);
   if (a.lora_a.data)
-    w.lora_u = new_matrix(ctx, m.chunk, r, lora_ld, dtype),
-    w.lora_t = new_matrix(ctx, m.chunk, r, lora_ld, dtype);
+    w.lora_u = linear_head_matrix(ctx, m.chunk, r, lora_ld, dtype),
+    w.lora_t = linear_head_matrix(ctx, m.chunk, r, lora_ld, dtype);
   if (a.dbias) {
     w.ones = linear_head_vector(ctx, std::max<int64_t>(m.chunk, 1), dtype);
     TIGON_BACKEND(linear_head_ones(ctx, w.ones));
@@ -347,6 +348,11 @@ Vector linear_head_part(const Vector& v, int64_t begin, int64_t count) {
           .size = count};
 }
 
+Matrix linear_head_matrix(Context& ctx, int64_t rows, int64_t cols, int64_t stride, DType dtype) {
+  void* data = ctx.scratch(size_of(dtype) * size_t(std::max<int64_t>(rows, 1) * stride));
+  return {.data = data, .dtype = dtype, .rows = rows, .cols = cols, .stride = stride};
+}
+
 Vector linear_head_vector(Context& ctx, int64_t n, DType dtype) {
   return {.data = ctx.scratch(size_of(dtype) * size_t(std::max<int64_t>(n, 1))), .dtype = dtype, .size = n};
 }
@@ -363,6 +369,16 @@ void linear_head_compact(Context& ctx, const LinearHeadCompact& a) {
 void linear_head_factors(Context& ctx, const LinearHeadFactors& a) {
   require_dtype(kOp, "factors", a.out.dtype, DType::f32);
   if (a.out.size > 0) TIGON_BACKEND(linear_head_factors(ctx, a));
+}
+
+Vector linear_head_factor(Context& ctx, const LinearHead& a, const LinearHeadLabels& labels,
+                          const LinearHeadRows& rows, LinearHeadFactors of) {
+  if (of.upstream || !linear_head_scales_early(a.hidden.dtype)) of.scale = {};
+  if (!of.token_weight && !(rows.listed && of.upstream)) return of.upstream ? of.upstream : of.scale;
+  of.target = labels.target, of.ignore_index = labels.ignore_index, of.index = rows.index;
+  of.out = linear_head_vector(ctx, rows.count);
+  linear_head_factors(ctx, of);
+  return of.out;
 }
 
 void linear_head_results(Context& ctx, const LinearHeadResults& a) {

@@ -36,6 +36,7 @@
 #include <vector>
 
 #include "tigon/base/context.h"
+#include "tigon/ops/linear_head/linear_head_plan.h"
 
 namespace tigon {
 
@@ -62,6 +63,48 @@ struct LinearHead {
 };
 TIGON_API void linear_head_check(const LinearHead& a);
 
+// Labels of positions in advance: the label of row r is that of row r + shift where both are in one sequence, else
+// ignore_index. Rows are sequences of `length` behind one another; where several are packed into one row their position_ids
+// restart, and a label counts where position_ids[r + shift] == position_ids[r] + shift.
+struct LinearHeadShift {
+  int64_t shift = 0;         // 0: labels as they are
+  int64_t length = 0;        // 0: all rows are one sequence
+  Vector position_ids = {};  // i64 [rows]; empty: each sequence by itself
+};
+
+// Which rows count, and how many of them a chunk takes.
+struct LinearHeadLabels {
+  Vector target;  // i64 [rows]
+  int64_t ignore_index = -100;
+  int64_t valid_rows = -1;  // how many labels are not ignore_index; -1: not known
+  int64_t chunk_rows = 0;   // 0: linear_head_chunk_rows
+  LinearHeadShift shift;    // position t against the label of t + k
+};
+// The labels of a driver's call: those given, or with a shift others in the context's memory.
+TIGON_API LinearHeadLabels linear_head_labels(Context& ctx, const char* op, const LinearHeadLabels& given);
+
+// z = softcap * tanh(logit_scale * logit / softcap) / temperature, or without a softcap logit_scale * logit / temperature.
+struct LogitFormula {
+  float softcap = 0.0f;  // 0: none
+  float logit_scale = 1.0f;
+  float temperature = 1.0f;
+};
+void linear_head_check(const char* op, const LogitFormula& f);
+
+// How the losses of rows become one: their sum times scale = 1 / denominator.
+struct LossReduction {
+  Reduction kind = Reduction::mean;
+  Vector denominator;  // [1] on the device; empty: none
+  double host_denominator = 0.0;
+  bool has_host_denominator = false;
+  Vector total, scale;  // out: f32 [1], mean and sum
+};
+void linear_head_check(const char* op, const LossReduction& r);
+// Before the chunks, and after them.
+void linear_head_scale(Context& ctx, const LossReduction& r, const LinearHeadLabels& labels,
+                       const Vector& class_weight);
+void linear_head_total(Context& ctx, const LossReduction& r, const Vector& loss);
+
 // The rows that a call works on, in order: all of them, or the list of those that count where the host knows their number
 // (on the CPU always, on CUDA where valid_rows says it; the list is made on the device, nothing waits). Where the labels do
 // not hold the promised number, `fault` is NaN and every label is made a wrong one, so that nothing computed from the list
@@ -74,41 +117,8 @@ struct LinearHeadRows {
   Vector position;      // i64 [rows], place of each row in the list, -1: ignored
   Vector fault;         // f32 [1], 0 or NaN
 };
-struct LinearHeadLabels {
-  Vector target;  // i64 [rows]
-  int64_t ignore_index = -100;
-  int64_t valid_rows = -1;  // how many labels are not ignore_index; -1: not known
-};
 TIGON_API LinearHeadRows linear_head_rows(Context& ctx, const LinearHead& a, const LinearHeadLabels& labels);
 
-// Labels of positions in advance: the label of row r is that of row r + shift where both are in one sequence, else
-// ignore_index. Rows are sequences of `length` behind one another; where several are packed into one row their position_ids
-// restart, and a label counts where position_ids[r + shift] == position_ids[r] + shift.
-struct LinearHeadShift {
-  int64_t shift = 0;         // 0: labels as they are
-  int64_t length = 0;        // 0: all rows are one sequence
-  Vector position_ids = {};  // i64 [rows]; empty: each sequence by itself
-};
-// The labels of a driver's call: target itself, or with a shift a vector in the context's memory.
-TIGON_API Vector linear_head_labels(Context& ctx, const char* op, const Vector& target, int64_t ignore_index,
-                                    const LinearHeadShift& by);
-
-// Rows of a chunk, from what the call will allocate.
-//   CPU   1024, and a quarter more rather than a second chunk.
-//   CUDA  As many as the logits of 512 MiB have, at least 1024: enough for the products' speed. Where weight has a gradient,
-//         every chunk more reads and writes it once more in f32, so logits may take what that gradient's cast will take anyway
-//         (H rows); and one chunk takes all rows where that needs no more than a tenth above the f32 sum and its cast (2.3 H
-//         rows in 16 bits): no sum, no cast.
-struct LinearHeadSizes {
-  Device device = Device::cpu;
-  DType dtype = DType::bf16;
-  int64_t rows = 0, hidden = 0, vocab = 0;
-  bool dweight = false;      // weight's gradient is formed
-  bool add_dweight = false;  // and added to what its owner keeps
-};
-TIGON_API int64_t linear_head_chunk_rows(const LinearHeadSizes& sizes);
-// Most rows that one chunk takes whole.
-TIGON_API int64_t linear_head_whole_rows(const LinearHeadSizes& sizes);
 // Rows of a chunk of this call: `chunk_rows` where it is not 0, else linear_head_chunk_rows; at most `rows`.
 TIGON_API int64_t linear_head_limit(Context& ctx, const LinearHead& a, int64_t rows, int64_t chunk_rows);
 // Refuses a dweight that cannot take the sum over so many chunks.
@@ -123,16 +133,6 @@ struct LinearHeadSpan {
 TIGON_API int64_t linear_head_group_limit(const LinearHead& a, int64_t limit);  // most rows of a group
 TIGON_API std::vector<LinearHeadSpan> linear_head_plan(const LinearHead& a,
                                                        const std::vector<int64_t>& group_rows, int64_t limit);
-
-// True where dlogits of this dtype may carry a factor like 1/count: in f16 small quotients would leave its range.
-constexpr bool linear_head_scales_early(DType hidden) { return hidden != DType::f16; }
-// The dtype that dweight may be formed in.
-constexpr DType linear_head_dweight(DType hidden, bool one_chunk) {
-  return one_chunk && linear_head_scales_early(hidden) ? hidden : DType::f32;
-}
-
-// Elements between rows of logits: whole 128-byte lines, so that an odd vocabulary costs the products nothing.
-constexpr int64_t linear_head_logit_stride(int64_t vocab) { return (vocab + 63) / 64 * 64; }
 
 // Memory of one chunk, used by all. Logits in f32 are there for a part of a chunk at a time (linear_head_parts), which keeps
 // them to the size of a small chunk's; what the row pass leaves for the products lies in `logits`.
@@ -196,9 +196,6 @@ void linear_head_parts(Context& ctx, const LinearHead& a, LinearHeadChunk& chunk
   }
   chunk.gathered = true, chunk.has_u = a.lora_a.data != nullptr;
 }
-// Most rows of a part with wide logits.
-TIGON_API int64_t linear_head_wide_rows(Device device, int64_t vocab);
-
 // The products of dlogits, which are only read. `first`: what is summed over chunks is written, not added to; nothing is
 // zero-filled. With listed rows dhidden's other rows are the driver's (linear_head_clear).
 struct LinearHeadPass {
@@ -212,6 +209,8 @@ TIGON_API void linear_head_clear(Context& ctx, const LinearHead& a, const Linear
 
 // Part of a vector by row; [1] stands for all rows.
 TIGON_API Vector linear_head_part(const Vector& v, int64_t begin, int64_t count);
+// New ones in the context's memory.
+TIGON_API Matrix linear_head_matrix(Context& ctx, int64_t rows, int64_t cols, int64_t stride, DType dtype);
 TIGON_API Vector linear_head_vector(Context& ctx, int64_t n, DType dtype = DType::f32);
 
 // out = in * dloss * scale (scale only where dlogits did not carry it: empty otherwise), rounded once. out may be in where scale
@@ -249,6 +248,10 @@ struct LinearHeadFactors {
   Vector out;                            // f32 [count]
 };
 TIGON_API void linear_head_factors(Context& ctx, const LinearHeadFactors& a);
+// The factor of each row's gradient that a row pass takes: upstream, or where gradients may carry it scale, times token_weight;
+// empty: 1. Of `of` the last three are looked at.
+Vector linear_head_factor(Context& ctx, const LinearHead& a, const LinearHeadLabels& labels,
+                          const LinearHeadRows& rows, LinearHeadFactors of);
 
 // Results of all rows from those of the list: to = factor * gain * from, or factor * gain * from * from, of rows that count;
 // 0 of others (i64: -1), and NaN of all where the list has a fault (i64: -1). In place where the list is all rows.

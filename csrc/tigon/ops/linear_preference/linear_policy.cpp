@@ -9,12 +9,7 @@ void linear_policy(Context& ctx, const LinearPolicy& a) {
   bool bonus = a.loss.formula.entropy_factor != 0.0;
   TokenLossHead head = {.head = a.head,
                         .labels = a.labels,
-                        .ignore_index = a.ignore_index,
-                        .valid_rows = a.valid_rows,
-                        .chunk_rows = a.chunk_rows,
-                        .softcap = a.softcap,
-                        .logit_scale = a.logit_scale,
-                        .temperature = a.temperature,
+                        .formula = a.formula,
                         .answers = a.loss.answers,
                         .tokens = a.loss.tokens,
                         .coupled = a.loss.formula.coupled(),
@@ -25,7 +20,7 @@ void linear_policy(Context& ctx, const LinearPolicy& a) {
   require_vector(a.head.op, "log_prob", a.log_prob, rows, DType::f32);
   if (a.entropy) require_vector(a.head.op, "entropy", a.entropy, rows, DType::f32);
   Policy loss = a.loss;
-  loss.target = a.labels, loss.ignore_index = a.ignore_index;
+  loss.target = a.labels.target, loss.ignore_index = a.labels.ignore_index;
   loss.loss = a.log_prob;  // made below: what is checked is that it fits
   policy_check(loss);
   policy_begin(ctx, loss, a.totals);
@@ -39,8 +34,8 @@ void linear_policy(Context& ctx, const LinearPolicy& a) {
     loss.entropy = bonus ? part.entropy : Vector{}, loss.dentropy = part.dentropy;
     policy(ctx, loss);
   });
-  LinearHeadResults results = {.target = a.labels,
-                               .ignore_index = a.ignore_index,
+  LinearHeadResults results = {.target = a.labels.target,
+                               .ignore_index = a.labels.ignore_index,
                                .position = found.rows.position,
                                .fault = found.rows.fault};
   results.add({.from = found.log_prob, .to = a.log_prob});

@@ -16,12 +16,11 @@ namespace tigon {
 
 struct LinearPolicy {
   LinearHead head;
-  Vector labels;  // i64 [rows]
+  LinearHeadLabels labels;
+  LogitFormula formula;
   Policy
       loss;  // formula, answers, tokens, operands and results; its log_prob, entropy, places and gradients are made here
   PolicyTotals totals;
-  int64_t ignore_index = -100, valid_rows = -1, chunk_rows = 0;
-  float softcap = 0.0f, logit_scale = 1.0f, temperature = 1.0f;
   Vector log_prob, entropy;  // out: f32 [rows], 0 where the label is ignored; entropy empty: not wanted
 };
 TIGON_API void linear_policy(Context& ctx, const LinearPolicy& a);

@@ -1,21 +1,42 @@
 #include "tigon/ops/linear_preference/linear_preference.h"
 
+#include <algorithm>
+
 #include "tigon/base/require.h"
 #include "tigon/ops/linear_preference/token_loss.h"
 
 namespace tigon {
+
+LinearHeadPlan linear_preference_memory(const LinearHeadSizes& sizes, int64_t answers, int64_t tokens) {
+  LinearHeadSizes s = sizes;
+  s.main_grad = 0;  // weight's gradient is formed as without, and added
+  int64_t size = int64_t(size_of(DType(s.dtype))), together = std::max<int64_t>(answers * tokens, 1);
+  int64_t chunk = linear_head_memory(s).chunk_rows, copies = s.train_weight;  // of hidden, times the factors
+  if (answers > 0 && chunk < s.rows) {
+    bool bound = s.chunk_rows > 0 || s.cap >= 0;
+    LinearHead head = {.hidden = {.dtype = DType(s.dtype)}, .weight = {.rows = s.vocab}};
+    int64_t most = bound ? chunk : linear_head_group_limit(head, chunk);
+    bool fits = answers * tokens <= most;
+    if (fits) chunk = std::max(chunk, answers * tokens) / together * together;
+    // Pairs are gathered and their gradients scattered; forth and back the logits' gradients have the factors.
+    copies = !fits ? 0 : answers == 2 ? 2 : copies;
+  }
+  s.chunk_rows = std::max<int64_t>(chunk, 1);
+  LinearHeadPlan plan = linear_head_memory(s);
+  if (sizes.main_grad && s.train_weight)
+    plan.results -= s.vocab * s.hidden * int64_t(size_of(DType(s.weight_dtype)));
+  if (DType(s.dtype) == DType::f64) return plan;
+  int64_t more = copies * chunk * s.hidden * size + 40 * s.rows;
+  plan.workspace += more, plan.peak += more;
+  return plan;
+}
 
 void linear_preference(Context& ctx, const LinearPreference& a) {
   bool lone = a.loss.formula.kind == PreferenceKind::kto;
   TokenLossHead head = {.head = a.head,
                         .ref = a.ref,
                         .labels = a.labels,
-                        .ignore_index = a.ignore_index,
-                        .valid_rows = a.valid_rows,
-                        .chunk_rows = a.chunk_rows,
-                        .softcap = a.softcap,
-                        .logit_scale = a.logit_scale,
-                        .temperature = a.temperature,
+                        .formula = a.formula,
                         .answers = (lone ? 1 : 2) * a.loss.pairs,
                         .tokens = a.loss.tokens,
                         .pairs = !lone,

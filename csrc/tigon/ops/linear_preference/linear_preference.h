@@ -27,14 +27,16 @@ namespace tigon {
 
 struct LinearPreference {
   LinearHead head;
-  LinearHead ref;  // hidden, weight and bias of the reference; hidden empty: loss.ref, or none
-  Vector labels;   // i64 [rows]: of every row that counts in loss.target or loss.nll_target
+  LinearHead ref;           // hidden, weight and bias of the reference; hidden empty: loss.ref, or none
+  LinearHeadLabels labels;  // of every row that counts in loss.target or loss.nll_target
+  LogitFormula formula;
   Preference
       loss;  // formula, pairs, tokens, operands and results; its log_prob, places, groups and gradients are made here
   PreferenceTotals totals;
-  int64_t ignore_index = -100, valid_rows = -1, chunk_rows = 0;
-  float softcap = 0.0f, logit_scale = 1.0f, temperature = 1.0f;
 };
+// linear_head_memory with groups of `answers` answers of `tokens` tokens (2: pairs; 0: tokens by themselves) that share a chunk.
+TIGON_API LinearHeadPlan linear_preference_memory(const LinearHeadSizes& sizes, int64_t answers,
+                                                  int64_t tokens);
 TIGON_API void linear_preference(Context& ctx, const LinearPreference& a);
 
 }  // namespace tigon

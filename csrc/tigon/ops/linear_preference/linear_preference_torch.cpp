@@ -2,40 +2,6 @@
 
 #include "tigon/ops/linear_preference/linear_preference.h"
 
-namespace tigon::torch_shim {
-
-LinearHead head_of(const char* op, TokenLossOperands& t, const TokenLossOptions& o) {
-  check_same_device(op, "weight", t.weight, t.hidden);
-  check_same_device(op, "target", t.labels, t.hidden);
-  for (auto [name, x] : {std::pair{"bias", &t.bias}, {"lora A", &t.lora_a}, {"lora B", &t.lora_b}})
-    if (*x) check_same_device(op, name, **x, t.hidden);
-  LinearHead head = {
-      .op = op, .hidden = rows_of(op, "hidden", t.hidden), .weight = rows_of(op, "weight", t.weight)};
-  head.bias = vector_of(op, "bias", t.bias);
-  if (t.lora_a) head.lora_a = rows_of(op, "lora A", *t.lora_a);
-  if (t.lora_b) head.lora_b = rows_of(op, "lora B", *t.lora_b);
-  head.lora_scale = float(o.lora_scale);
-  return head;
-}
-
-HeadGradients make_gradients(const char* op, LinearHead& head, const Tensor& hidden,
-                             const TokenLossOptions& o) {
-  return make_gradients(op, head, hidden, o.needs,
-                        one_chunk(head, o.chunk_rows, o.valid_rows, device_of(op, hidden)));
-}
-
-void define_token_loss(Library& m, const std::string& op, const std::string& inputs,
-                       const std::string& visible) {
-  const std::string arguments = TokenLossOperands::kSchema + inputs + TokenLossOptions::kSchema;
-  define_forward(m, op,
-                 arguments + " -> (" + visible +
-                     ", Tensor scale, Tensor dhidden, Tensor dweight, Tensor dbias, Tensor dlora_a,"
-                     " Tensor dlora_b)");
-  define(m, op + "_infer" + arguments + " -> (" + visible + ")");
-}
-
-}  // namespace tigon::torch_shim
-
 namespace tigon::torch_shim::linear_preference_torch {
 namespace {
 
@@ -56,19 +22,20 @@ struct Inputs {
   }
 };
 
-struct Formula {
+struct PreferenceNumbers {
   PreferenceFormula formula;
 
   static constexpr const char* kSchema =
       "int kind, bool average, float beta, float label_smoothing, float gamma, float tau, float nll,"
-      " float desirable_weight, float undesirable_weight, ";
-  static Formula take(Stack& s) {
+      " float desirable_weight, float undesirable_weight";
+  static PreferenceNumbers take(Stack& s) {
     return {{PreferenceKind(s.take<int64_t>()), s.take<bool>(), s.take<double>(), s.take<double>(),
              s.take<double>(), s.take<double>(), s.take<double>(), s.take<double>(), s.take<double>()}};
   }
 };
 
-TokenLossResults run(TokenLossOperands& t, Inputs& in, const Formula& f, const TokenLossOptions& o) {
+TokenLossResults forward(Operands t, Formula f, Memory memory, int64_t answers, Inputs in,
+                         PreferenceNumbers numbers) {
   const Tensor& hidden = t.hidden;
   for (auto [name, x] : {std::pair{"ref", &in.ref_hidden},
                          {"ref", &in.ref_weight},
@@ -80,29 +47,27 @@ TokenLossResults run(TokenLossOperands& t, Inputs& in, const Formula& f, const T
                          {"kl", &in.kl},
                          {"denominator", &in.denominator}})
     if (*x) check_same_device(kOp, name, **x, hidden);
-  bool lone = f.formula.kind == PreferenceKind::kto;
-  int64_t answers = o.answers, pairs = lone ? answers : answers / 2;
-  LinearPreference a = {.head = head_of(kOp, t, o)};
+  bool lone = numbers.formula.kind == PreferenceKind::kto;
+  int64_t pairs = lone ? answers : answers / 2;
+  LinearPreference a = {
+      .head = head_of(kOp, t, f), .labels = labels_of(kOp, t, f, memory), .formula = f.logits()};
   auto f32 = [&](std::initializer_list<int64_t> sizes) { return make(hidden, sizes, DType::f32); };
   auto if_pairs = [&](std::initializer_list<int64_t> sizes) {
     return lone ? nothing(hidden, DType::f32) : f32(sizes);
   };
   Tensor total = f32({}), sums = f32({answers}), rewards = f32({answers}), nll = if_pairs({}),
          margin = if_pairs({pairs}), scale = f32({});
-  HeadGradients gradients = make_gradients(kOp, a.head, hidden, o);
+  HeadGradients g = make_gradients(a.head, hidden, memory);
   if (in.ref_hidden) {
     a.ref = {.op = kOp,
              .hidden = rows_of(kOp, "ref", *in.ref_hidden),
              .weight = rows_of(kOp, "ref", *in.ref_weight)};
     a.ref.bias = vector_of(kOp, "ref", in.ref_bias);
   }
-  a.labels = vector_of(kOp, "target", t.labels);
-  a.ignore_index = o.ignore_index, a.valid_rows = o.valid_rows, a.chunk_rows = o.chunk_rows;
-  a.softcap = float(o.softcap), a.logit_scale = float(o.logit_scale), a.temperature = float(o.temperature);
   Preference& loss = a.loss;
-  loss.formula = f.formula, loss.pairs = pairs, loss.tokens = o.tokens(a.head.hidden.rows);
-  loss.ignore_index = o.ignore_index;
-  loss.target = in.target ? vector_of(kOp, "target", in.target) : a.labels;
+  loss.formula = numbers.formula, loss.pairs = pairs, loss.tokens = tokens_of(a.head, answers);
+  loss.ignore_index = f.ignore_index;
+  loss.target = in.target ? vector_of(kOp, "target", in.target) : a.labels.target;
   loss.nll_target = vector_of(kOp, "nll_target", in.nll_target);
   loss.ref = vector_of(kOp, "ref", in.ref);
   loss.desirable = vector_of(kOp, "desirable", in.desirable);
@@ -118,15 +83,21 @@ TokenLossResults run(TokenLossOperands& t, Inputs& in, const Formula& f, const T
   if (!lone) a.totals.nll = scalar_of(kOp, "nll", nll);
   auto ctx = make_context(hidden);
   linear_preference(*ctx, a);
-  return {{total, sums, rewards, nll, margin}, scale, gradients};
+  return {total, scale, g.hidden, g.weight, g.bias, g.lora_a, g.lora_b, sums, rewards, nll, margin};
 }
 
 }  // namespace
 
 TIGON_TORCH_SCHEMAS(m) {
-  define_token_loss(m, kOp, std::string(Inputs::kSchema) + Formula::kSchema,
-                    "Tensor loss, Tensor sums, Tensor rewards, Tensor nll, Tensor margin");
+  define_token_loss(m, kOp, std::string(Inputs::kSchema) + PreferenceNumbers::kSchema,
+                    ", Tensor sums, Tensor rewards, Tensor nll, Tensor margin");
 }
-TIGON_TORCH_KERNELS(m) { implement_token_loss<&run, Inputs, Formula>(m, kOp); }
+TIGON_TORCH_KERNELS(m) { implement_forward(m, kOp, boxed<&forward>); }
 
 }  // namespace tigon::torch_shim::linear_preference_torch
+
+// For Python, through ctypes.
+extern "C" TIGON_API void tigon_linear_preference_memory(const tigon::LinearHeadSizes* sizes, int64_t answers,
+                                                         int64_t tokens, tigon::LinearHeadPlan* plan) {
+  *plan = tigon::linear_preference_memory(*sizes, answers, tokens);
+}

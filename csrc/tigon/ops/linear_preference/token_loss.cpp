@@ -22,23 +22,23 @@ std::vector<int64_t> group_rows(Context& ctx, const TokenLossHead& a) {
   std::vector<int64_t> found(size_t(groups), (a.pairs ? 2 : 1) * a.tokens);
   if (ctx.device() != Device::cpu) return found;
   std::fill(found.begin(), found.end(), 0);
-  const int64_t* labels = a.labels.as<int64_t>();
-  for (int64_t r = 0; r < a.labels.size; ++r)
-    found[size_t(r / a.tokens % groups)] += labels[r] != a.ignore_index;
+  const int64_t* labels = a.labels.target.as<int64_t>();
+  for (int64_t r = 0; r < a.labels.target.size; ++r)
+    found[size_t(r / a.tokens % groups)] += labels[r] != a.labels.ignore_index;
   return found;
 }
 
 // The list in which the rows of a pair are adjacent.
 LinearHeadRows pair_rows(Context& ctx, const TokenLossHead& a, const LinearHeadRows& rows) {
   bool compact = ctx.device() == Device::cpu;
-  int64_t count = compact ? rows.count : a.labels.size;
+  int64_t count = compact ? rows.count : a.labels.target.size;
   LinearHeadRows r = {.count = count,
                       .listed = true,
                       .labels = linear_head_vector(ctx, count, DType::i64),
                       .index = linear_head_vector(ctx, count, DType::i64),
-                      .position = linear_head_vector(ctx, a.labels.size, DType::i64)};
-  PairRows list = {.target = a.labels,
-                   .ignore_index = a.ignore_index,
+                      .position = linear_head_vector(ctx, a.labels.target.size, DType::i64)};
+  PairRows list = {.target = a.labels.target,
+                   .ignore_index = a.labels.ignore_index,
                    .pairs = a.answers / 2,
                    .tokens = a.tokens,
                    .compact = compact,
@@ -69,19 +69,19 @@ std::vector<LinearHeadSpan> row_spans(const TokenLossHead& a, const LinearHeadRo
 Plan make_plan(Context& ctx, const TokenLossHead& a) {
   // The bits of a product depend on its rows: the same groups with and without gradients.
   bool grouped = a.coupled;
-  LinearHeadLabels labels = {.target = a.labels, .ignore_index = a.ignore_index, .valid_rows = a.valid_rows};
+  LinearHeadLabels labels = a.labels;
   // Where the list is made on the device, the host does not know how many rows of it a group has: it serves where one chunk takes all.
-  if (grouped && ctx.device() != Device::cpu && a.valid_rows >= 0 &&
-      linear_head_limit(ctx, a.head, a.valid_rows, a.chunk_rows) < a.valid_rows)
+  if (grouped && ctx.device() != Device::cpu && labels.valid_rows >= 0 &&
+      linear_head_limit(ctx, a.head, labels.valid_rows, labels.chunk_rows) < labels.valid_rows)
     labels.valid_rows = -1;
   Plan plan = {.rows = linear_head_rows(ctx, a.head, labels)};
-  int64_t limit = linear_head_limit(ctx, a.head, plan.rows.count, a.chunk_rows);
+  int64_t limit = linear_head_limit(ctx, a.head, plan.rows.count, labels.chunk_rows);
   if (!grouped || plan.rows.count <= limit) {
     plan.spans = row_spans(a, plan.rows, limit);
     return plan;
   }
   std::vector<int64_t> sizes = group_rows(ctx, a);
-  int64_t most = a.chunk_rows > 0 ? limit : linear_head_group_limit(a.head, limit);
+  int64_t most = labels.chunk_rows > 0 ? limit : linear_head_group_limit(a.head, limit);
   plan.whole = *std::max_element(sizes.begin(), sizes.end()) <= most;
   if (plan.whole && a.pairs) plan.rows = pair_rows(ctx, a, plan.rows);
   plan.spans = plan.whole ? linear_head_plan(a.head, sizes, limit) : row_spans(a, plan.rows, limit);
@@ -93,10 +93,10 @@ CrossEntropyRows row_pass(const TokenLossHead& a, const LinearHead& head, const 
   return {.logits = c.logits,
           .target = linear_head_part(rows.labels, c.begin, c.count),
           .bias = head.bias,
-          .ignore_index = a.ignore_index,
-          .logit_scale = a.logit_scale,
-          .softcap = a.softcap,
-          .temperature = a.temperature};
+          .ignore_index = a.labels.ignore_index,
+          .logit_scale = a.formula.logit_scale,
+          .softcap = a.formula.softcap,
+          .temperature = a.formula.temperature};
 }
 
 // Part of a vector by place; unlike linear_head_part of one element too.
@@ -225,8 +225,7 @@ void token_loss_check(const TokenLossHead& a) {
               " rows");
   TIGON_CHECK(op, !a.pairs || a.answers % 2 == 0,
               "target must have an even number of rows (chosen, then rejected), got ", a.answers);
-  TIGON_CHECK(op, a.temperature > 0.0f, "temperature must be > 0, got ", a.temperature);
-  TIGON_CHECK(op, a.softcap >= 0.0f, "softcap must be > 0 or none, got ", a.softcap);
+  linear_head_check(op, a.formula);
   if (a.ref.hidden.data == nullptr) return;
   linear_head_check(a.ref);
   TIGON_CHECK(op, a.ref.hidden.rows == a.head.hidden.rows, "ref must have ", a.head.hidden.rows,

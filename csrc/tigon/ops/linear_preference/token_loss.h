@@ -17,9 +17,8 @@ namespace tigon {
 struct TokenLossHead {
   LinearHead head;
   LinearHead ref;  // a second head of the same labels: op, hidden, weight, bias; hidden empty: none
-  Vector labels;   // i64 [rows]
-  int64_t ignore_index = -100, valid_rows = -1, chunk_rows = 0;
-  float softcap = 0.0f, logit_scale = 1.0f, temperature = 1.0f;
+  LinearHeadLabels labels;
+  LogitFormula formula;
   int64_t answers = 0, tokens = 0;
   bool pairs = false;             // a group is answer g of the first half and answer g of the second
   bool coupled = false;           // rows of a group depend on each other

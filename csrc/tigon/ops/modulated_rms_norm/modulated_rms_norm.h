@@ -26,6 +26,13 @@
 
 namespace tigon {
 
+inline void require_modulation(const Fields& f, const Matrix& x, const Vector& weight, const Matrix& scale) {
+  f.require(scale.rows > 0 ? x.rows % scale.rows == 0 : x.rows == 0,
+            "scale must have a number of rows that divides ", x.rows, ", got ", scale.rows);
+  f.require(!weight || weight.dtype == scale.dtype, "weight must be ", name_of(scale.dtype), ", got ",
+            name_of(weight.dtype));
+}
+
 struct ModulatedRmsNormFwd {
   Matrix x;
   Vector weight;  // empty: none
@@ -36,6 +43,19 @@ struct ModulatedRmsNormFwd {
   float eps = 1e-6f;
   float offset = 0.0f;
   Rounding rounding = Rounding::llama;
+
+  void fields(Fields& f) {
+    f.rows("x", x);
+    f.parameter("weight", weight, x);
+    f.input_rows("scale", scale, scale.rows, x);
+    require_modulation(f, x, weight, scale);
+    f.optional("shift", shift, scale);
+    f.eps(eps);
+    f.option("offset", offset);
+    f.option("rounding", rounding);
+    f.result("y", y, x);
+    f.statistics("rstd", {{"rstd", rstd}}, x.rows);
+  }
 };
 
 struct ModulatedRmsNormBwd {
@@ -50,18 +70,23 @@ struct ModulatedRmsNormBwd {
   Matrix dshift;   // empty: not wanted
   float offset = 0.0f;
   Rounding rounding = Rounding::llama;
+
+  void fields(Fields& f) {
+    f.input("dy", dy, x);
+    f.rows("x", x);
+    f.parameter("weight", weight, x);
+    f.input_rows("scale", scale, scale.rows, x);
+    require_modulation(f, x, weight, scale);
+    f.saved("rstd", {{"rstd", rstd}}, x.rows);
+    f.option("offset", offset);
+    f.option("rounding", rounding);
+    f.gradient("dx", dx, x);
+    f.gradient("dweight", dweight, "weight", weight);
+    f.gradient("dscale", dscale, scale);
+    f.gradient("dshift", dshift, scale);
+  }
 };
 
-TIGON_API void modulated_rms_norm_fwd(Context& ctx, const ModulatedRmsNormFwd& a);
-TIGON_API void modulated_rms_norm_bwd(Context& ctx, const ModulatedRmsNormBwd& a);
-
-namespace cpu {
-void modulated_rms_norm_fwd(Context& ctx, const ModulatedRmsNormFwd& a);
-void modulated_rms_norm_bwd(Context& ctx, const ModulatedRmsNormBwd& a);
-}  // namespace cpu
-namespace cuda {
-void modulated_rms_norm_fwd(Context& ctx, const ModulatedRmsNormFwd& a);
-void modulated_rms_norm_bwd(Context& ctx, const ModulatedRmsNormBwd& a);
-}  // namespace cuda
+TIGON_API_OP(modulated_rms_norm, ModulatedRmsNorm)
 
 }  // namespace tigon

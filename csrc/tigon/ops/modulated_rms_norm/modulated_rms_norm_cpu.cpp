@@ -1,4 +1,5 @@
 #include <algorithm>
+#include "tigon/base/op.h"
 
 #include "tigon/base/dispatch.h"
 #include "tigon/base/elementwise.h"
@@ -6,7 +7,10 @@
 #include "tigon/ops/modulated_rms_norm/modulated_rms_norm.h"
 #include "tigon/ops/modulated_rms_norm/modulated_rms_norm_scalars.h"
 
-#define TIGON_KERNELS "tigon/ops/modulated_rms_norm/modulated_rms_norm_cpu.inc"
+#define TIGON_KERNELS "tigon/base/simd/norm_rows.inc"
+#define TIGON_FORMULA "tigon/ops/modulated_rms_norm/modulated_rms_norm_math.inc"
+#define TIGON_TABLE \
+  const NormTable modulated_rms_norm_table = norm_table<ModulatedRmsNormForward, ModulatedRmsNormBackward>();
 #include "tigon/base/simd/foreach_isa.h"
 
 namespace tigon::cpu {
@@ -137,3 +141,7 @@ void modulated_rms_norm_bwd(Context& ctx, const ModulatedRmsNormBwd& a) {
 }
 
 }  // namespace tigon::cpu
+
+namespace tigon {
+TIGON_OP(modulated_rms_norm, ModulatedRmsNorm)
+}

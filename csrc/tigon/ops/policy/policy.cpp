@@ -19,13 +19,6 @@ void check_formula(const PolicyFormula& f) {
               " and ", f.tau_negative);
 }
 
-// Labels, or a mask.
-void check_labels(const char* name, const Vector& v, int64_t size) {
-  if (v) require_vector(kOp, name, v, size, v.dtype == DType::u8 ? DType::u8 : DType::i64);
-}
-void check_optional(const char* name, const Vector& v, int64_t size, DType dtype = DType::f32) {
-  if (v) require_vector(kOp, name, v, size, dtype);
-}
 // One number a row, or one an answer.
 void check_factor(const char* name, const Vector& v, int64_t rows, int64_t answers) {
   TIGON_CHECK(kOp, v.size == rows || v.size == answers, name, " must be [", rows, "] or [", answers,
@@ -42,16 +35,16 @@ void policy_check(const Policy& a) {
               " and ", a.tokens);
   TIGON_CHECK(kOp, a.first >= 0 && a.count >= 0 && a.first + a.count <= a.answers, "answers must be in [0, ",
               a.answers, "), got ", a.count, " from ", a.first);
-  check_labels("target", a.target, rows);
+  require_labels(kOp, "target", a.target, rows);
   check_factor("advantage", a.advantage, rows, a.answers);
   if (a.importance) check_factor("importance", a.importance, rows, a.answers);
-  check_optional("old", a.old, rows);
-  check_optional("ref", a.ref, rows);
-  check_optional("scale", a.scale, 1);
-  check_optional("entropy_scale", a.entropy_scale, 1);
+  require_optional(kOp, "old", a.old, rows);
+  require_optional(kOp, "ref", a.ref, rows);
+  require_optional(kOp, "scale", a.scale, 1);
+  require_optional(kOp, "entropy_scale", a.entropy_scale, 1);
   require_vector(kOp, "loss", a.loss, rows, DType::f32);
-  check_optional("kl", a.kl, rows);
-  check_optional("clipped", a.clipped, rows);
+  require_optional(kOp, "kl", a.kl, rows);
+  require_optional(kOp, "clipped", a.clipped, rows);
   TIGON_CHECK(kOp, a.ref || (a.formula.kl == 0.0 && !a.kl), "ref must be given with kl, got none");
 }
 
@@ -63,14 +56,14 @@ void policy(Context& ctx, const Policy& a) {
     TIGON_CHECK(kOp,
                 a.base <= a.first * a.tokens && a.base + a.log_prob.size >= (a.first + a.count) * a.tokens,
                 "log_prob must have whole answers at this level, got ", a.log_prob.size, " from ", a.base);
-  check_optional("entropy", a.entropy, a.log_prob.size);
-  check_optional("position", a.position, rows, DType::i64);
-  check_optional("dlog_prob", a.dlog_prob, a.log_prob.size);
-  check_optional("dentropy", a.dentropy, a.log_prob.size);
+  require_optional(kOp, "entropy", a.entropy, a.log_prob.size);
+  require_optional(kOp, "position", a.position, rows, DType::i64);
+  require_optional(kOp, "dlog_prob", a.dlog_prob, a.log_prob.size);
+  require_optional(kOp, "dentropy", a.dentropy, a.log_prob.size);
   TIGON_CHECK(kOp, a.entropy || (a.formula.entropy_factor == 0.0 && !a.dentropy),
               "entropy must be given for its term, got none");
   if (a.count == 0 || a.tokens == 0) return;
-  on_device(kOp, ctx, [&] { cpu::policy(ctx, a); }, TIGON_ON_CUDA(cuda::policy(ctx, a)));
+  TIGON_RUN(kOp, ctx, policy, a);
 }
 
 namespace {

@@ -31,7 +31,7 @@
 //             tigon::Error before anything is written
 #pragma once
 
-#include "tigon/base/context.h"
+#include "tigon/base/fields.h"
 
 namespace tigon {
 
@@ -79,7 +79,7 @@ struct Policy {
       clipped;  // out: f32 [rows], -1 and 1 where the ratio is clipped below and above, else 0; empty: not wanted
 };
 
-TIGON_API void policy(Context& ctx, const Policy& a);
+TIGON_API_ENTRY(policy, Policy)
 // Its refusals, but for those that concern log_prob, entropy and places.
 TIGON_API void policy_check(const Policy& a);
 
@@ -100,12 +100,5 @@ struct PolicyTotals {
 };
 TIGON_API void policy_begin(Context& ctx, Policy& a, const PolicyTotals& totals);
 TIGON_API void policy_end(Context& ctx, const Policy& a, const PolicyTotals& totals);
-
-namespace cpu {
-void policy(Context& ctx, const Policy& a);
-}  // namespace cpu
-namespace cuda {
-void policy(Context& ctx, const Policy& a);
-}  // namespace cuda
 
 }  // namespace tigon

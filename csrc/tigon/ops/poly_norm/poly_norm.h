@@ -15,7 +15,7 @@
 // Refused     cols < 1, eps < 0, sizes or dtypes that do not fit: tigon::Error before anything is written
 #pragma once
 
-#include "tigon/base/context.h"
+#include "tigon/base/fields.h"
 
 namespace tigon {
 
@@ -25,6 +25,15 @@ struct PolyNormFwd {
   Matrix y;
   Vector rstd;  // empty: not wanted, where no backward follows
   float eps = 1e-6f;
+
+  void fields(Fields& f) {
+    f.rows("x", x);
+    f.coefficients("weight", weight, 3, x.dtype);
+    f.coefficients("bias", bias, 1, x.dtype, &weight);
+    f.eps(eps);
+    f.result("y", y, x);
+    f.statistics("rstd", {{"rstd", rstd}}, x.rows * 3);
+  }
 };
 
 struct PolyNormBwd {
@@ -34,18 +43,18 @@ struct PolyNormBwd {
   Vector rstd;
   Matrix dx;              // empty: not wanted
   Vector dweight, dbias;  // empty: not wanted
+
+  void fields(Fields& f) {
+    f.input("dy", dy, x);
+    f.rows("x", x);
+    f.coefficients("weight", weight, 3, x.dtype);
+    f.saved("rstd", {{"rstd", rstd}}, x.rows * 3);
+    f.gradient("dx", dx, x);
+    f.gradient("dweight", dweight, 3, weight.dtype);
+    f.gradient("dbias", dbias, 1, weight.dtype);
+  }
 };
 
-TIGON_API void poly_norm_fwd(Context& ctx, const PolyNormFwd& a);
-TIGON_API void poly_norm_bwd(Context& ctx, const PolyNormBwd& a);
-
-namespace cpu {
-void poly_norm_fwd(Context& ctx, const PolyNormFwd& a);
-void poly_norm_bwd(Context& ctx, const PolyNormBwd& a);
-}  // namespace cpu
-namespace cuda {
-void poly_norm_fwd(Context& ctx, const PolyNormFwd& a);
-void poly_norm_bwd(Context& ctx, const PolyNormBwd& a);
-}  // namespace cuda
+TIGON_API_OP(poly_norm, PolyNorm)
 
 }  // namespace tigon

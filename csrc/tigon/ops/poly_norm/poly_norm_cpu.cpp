@@ -1,4 +1,5 @@
 #include <algorithm>
+#include "tigon/base/op.h"
 
 #include "tigon/base/column_sum.h"
 #include "tigon/base/dispatch.h"
@@ -86,3 +87,7 @@ void poly_norm_bwd(Context& ctx, const PolyNormBwd& a) {
 }
 
 }  // namespace tigon::cpu
+
+namespace tigon {
+TIGON_OP(poly_norm, PolyNorm)
+}

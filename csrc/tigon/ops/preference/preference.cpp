@@ -29,14 +29,6 @@ void check_formula(const PreferenceFormula& f) {
   }
 }
 
-// Labels, or a mask.
-void check_labels(const char* name, const Vector& v, int64_t size) {
-  if (v) require_vector(kOp, name, v, size, v.dtype == DType::u8 ? DType::u8 : DType::i64);
-}
-void check_optional(const char* name, const Vector& v, int64_t size, DType dtype = DType::f32) {
-  if (v) require_vector(kOp, name, v, size, dtype);
-}
-
 }  // namespace
 
 void preference_check(const Preference& a) {
@@ -47,17 +39,17 @@ void preference_check(const Preference& a) {
               a.tokens);
   TIGON_CHECK(kOp, a.first >= 0 && a.count >= 0 && a.first + a.count <= a.pairs, "groups must be in [0, ",
               a.pairs, "), got ", a.count, " from ", a.first);
-  check_labels("target", a.target, rows);
-  check_labels("nll_target", a.nll_target, a.pairs * a.tokens);
-  check_optional("ref", a.ref, answers);
+  require_labels(kOp, "target", a.target, rows);
+  require_labels(kOp, "nll_target", a.nll_target, a.pairs * a.tokens);
+  require_optional(kOp, "ref", a.ref, answers);
   TIGON_CHECK(kOp, !a.ref || a.formula.kind != PreferenceKind::orpo, "ref must be none with orpo, got one");
-  check_optional("kl", a.kl, 1);
-  check_optional("scale", a.scale, 1);
-  check_optional("nll_scale", a.nll_scale, 1);
-  check_optional("nll", a.nll, a.pairs);
-  check_optional("sums", a.sums, answers);
-  check_optional("rewards", a.rewards, answers);
-  check_optional("margin", a.margin, a.pairs);
+  require_optional(kOp, "kl", a.kl, 1);
+  require_optional(kOp, "scale", a.scale, 1);
+  require_optional(kOp, "nll_scale", a.nll_scale, 1);
+  require_optional(kOp, "nll", a.nll, a.pairs);
+  require_optional(kOp, "sums", a.sums, answers);
+  require_optional(kOp, "rewards", a.rewards, answers);
+  require_optional(kOp, "margin", a.margin, a.pairs);
   require_vector(kOp, "loss", a.loss, a.pairs, DType::f32);
   if (lone) require_vector(kOp, "desirable", a.desirable, a.pairs, DType::u8);
   TIGON_CHECK(kOp, !lone || (!a.margin && !a.nll), "margin and nll must not be asked of kto");
@@ -71,11 +63,11 @@ void preference(Context& ctx, const Preference& a) {
   // Of single answers those of the call; a list of pairs is there whenever a call has not all of them.
   int64_t in_order = a.formula.kind == PreferenceKind::kto ? a.count * a.tokens : rows - a.base;
   if (!a.position) require_vector(kOp, "log_prob", a.log_prob, in_order, DType::f32);
-  check_optional("position", a.position, rows, DType::i64);
-  check_optional("ref_log_prob", a.ref_log_prob, a.log_prob.size);
-  check_optional("dlog_prob", a.dlog_prob, a.log_prob.size);
+  require_optional(kOp, "position", a.position, rows, DType::i64);
+  require_optional(kOp, "ref_log_prob", a.ref_log_prob, a.log_prob.size);
+  require_optional(kOp, "dlog_prob", a.dlog_prob, a.log_prob.size);
   if (a.count == 0) return;
-  on_device(kOp, ctx, [&] { cpu::preference(ctx, a); }, TIGON_ON_CUDA(cuda::preference(ctx, a)));
+  TIGON_RUN(kOp, ctx, preference, a);
 }
 
 void preference_begin(Context& ctx, Preference& a, const PreferenceTotals& totals) {

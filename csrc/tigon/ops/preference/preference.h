@@ -40,7 +40,7 @@
 //             tigon::Error before anything is written
 #pragma once
 
-#include "tigon/base/context.h"
+#include "tigon/base/fields.h"
 
 namespace tigon {
 
@@ -99,7 +99,7 @@ struct Preference {
   Vector margin;   // out: f32 [pairs], reward of chosen - of rejected; empty: not wanted
 };
 
-TIGON_API void preference(Context& ctx, const Preference& a);
+TIGON_API_ENTRY(preference, Preference)
 // Its refusals, but for those that concern log_prob and places.
 TIGON_API void preference_check(const Preference& a);
 
@@ -114,12 +114,5 @@ struct PreferenceTotals {
 };
 TIGON_API void preference_begin(Context& ctx, Preference& a, const PreferenceTotals& totals);
 TIGON_API void preference_end(Context& ctx, const Preference& a, const PreferenceTotals& totals);
-
-namespace cpu {
-void preference(Context& ctx, const Preference& a);
-}  // namespace cpu
-namespace cuda {
-void preference(Context& ctx, const Preference& a);
-}  // namespace cuda
 
 }  // namespace tigon

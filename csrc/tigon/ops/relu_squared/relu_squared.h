@@ -20,16 +20,6 @@ namespace tigon {
 using ReluSquaredFwd = ActivationFwd;
 using ReluSquaredBwd = ActivationBwd;
 
-TIGON_API void relu_squared_fwd(Context& ctx, const ReluSquaredFwd& a);
-TIGON_API void relu_squared_bwd(Context& ctx, const ReluSquaredBwd& a);
-
-namespace cpu {
-void relu_squared_fwd(Context& ctx, const ReluSquaredFwd& a);
-void relu_squared_bwd(Context& ctx, const ReluSquaredBwd& a);
-}  // namespace cpu
-namespace cuda {
-void relu_squared_fwd(Context& ctx, const ReluSquaredFwd& a);
-void relu_squared_bwd(Context& ctx, const ReluSquaredBwd& a);
-}  // namespace cuda
+TIGON_API_OP(relu_squared, ReluSquared)
 
 }  // namespace tigon

@@ -1,15 +1,12 @@
+#include "tigon/base/op.h"
 #include "tigon/ops/relu_squared/relu_squared.h"
 
-#define TIGON_KERNELS "tigon/ops/relu_squared/relu_squared_cpu.inc"
+#define TIGON_KERNELS "tigon/base/simd/activation.inc"
+#define TIGON_FORMULA "tigon/ops/relu_squared/relu_squared_math.inc"
+#define TIGON_TABLE const ActivationTable table = activation_table<relu_squared_y<V>, relu_squared_dx<V>>();
 #include "tigon/base/simd/foreach_isa.h"
 
-namespace tigon::cpu {
-
-void relu_squared_fwd(Context& ctx, const ReluSquaredFwd& a) {
-  activation_fwd(ctx, TIGON_SELECT(relu_squared_table), a);
-}
-void relu_squared_bwd(Context& ctx, const ReluSquaredBwd& a) {
-  activation_bwd(ctx, TIGON_SELECT(relu_squared_table), a);
-}
-
-}  // namespace tigon::cpu
+namespace tigon {
+TIGON_ACTIVATION_CPU(relu_squared, table)
+TIGON_OP(relu_squared, Activation)
+}  // namespace tigon

@@ -15,11 +15,19 @@
 // Refused     cols < 1, eps < 0, sizes or dtypes that do not fit: tigon::Error before anything is written
 #pragma once
 
-#include "tigon/base/context.h"
+#include "tigon/base/fields.h"
 
 namespace tigon {
 
 enum class Rounding : int { llama = 0, gemma = 1, none = 2 };
+
+// dtype of y; an absent weight counts for x's
+constexpr DType rms_norm_result(DType x, DType weight, Rounding rounding) {
+  return rounding == Rounding::gemma ? x : promote(x, weight);
+}
+inline DType rms_norm_result(const Matrix& x, const Vector& weight, Rounding rounding) {
+  return rms_norm_result(x.dtype, weight ? weight.dtype : x.dtype, rounding);
+}
 
 struct RmsNormFwd {
   Matrix x;
@@ -29,6 +37,16 @@ struct RmsNormFwd {
   float eps = 1e-6f;
   float offset = 0.0f;
   Rounding rounding = Rounding::llama;
+
+  void fields(Fields& f) {
+    f.rows("x", x);
+    f.parameter("weight", weight, x);
+    f.eps(eps);
+    f.option("offset", offset);
+    f.option("rounding", rounding);
+    f.result("y", y, x, rms_norm_result(x, weight, rounding));
+    f.statistics("rstd", {{"rstd", rstd}}, x.rows);
+  }
 };
 
 struct RmsNormBwd {
@@ -40,23 +58,19 @@ struct RmsNormBwd {
   Vector dweight;  // empty: not wanted
   float offset = 0.0f;
   Rounding rounding = Rounding::llama;
+
+  void fields(Fields& f) {
+    f.input("dy", dy, x, rms_norm_result(x, weight, rounding));
+    f.rows("x", x);
+    f.parameter("weight", weight, x);
+    f.saved("rstd", {{"rstd", rstd}}, x.rows);
+    f.option("offset", offset);
+    f.option("rounding", rounding);
+    f.gradient("dx", dx, x);
+    f.gradient("dweight", dweight, "weight", weight);
+  }
 };
 
-TIGON_API void rms_norm_fwd(Context& ctx, const RmsNormFwd& a);
-TIGON_API void rms_norm_bwd(Context& ctx, const RmsNormBwd& a);
-
-// dtype of y for given inputs (weight_dtype of an absent weight: x_dtype)
-constexpr DType rms_norm_result(DType x, DType weight, Rounding rounding) {
-  return rounding == Rounding::gemma ? x : promote(x, weight);
-}
-
-namespace cpu {
-void rms_norm_fwd(Context& ctx, const RmsNormFwd& a);
-void rms_norm_bwd(Context& ctx, const RmsNormBwd& a);
-}  // namespace cpu
-namespace cuda {
-void rms_norm_fwd(Context& ctx, const RmsNormFwd& a);
-void rms_norm_bwd(Context& ctx, const RmsNormBwd& a);
-}  // namespace cuda
+TIGON_API_OP(rms_norm, RmsNorm)
 
 }  // namespace tigon

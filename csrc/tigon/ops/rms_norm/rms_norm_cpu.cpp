@@ -1,7 +1,10 @@
 #include "tigon/base/norm_rows.h"
+#include "tigon/base/op.h"
 #include "tigon/ops/rms_norm/rms_norm.h"
 
-#define TIGON_KERNELS "tigon/ops/rms_norm/rms_norm_cpu.inc"
+#define TIGON_KERNELS "tigon/base/simd/norm_rows.inc"
+#define TIGON_FORMULA "tigon/ops/rms_norm/rms_norm_math.inc"
+#define TIGON_TABLE const NormTable rms_norm_table = norm_table<RmsNormForward, RmsNormBackward>();
 #include "tigon/base/simd/foreach_isa.h"
 
 namespace tigon::cpu {
@@ -27,3 +30,7 @@ void rms_norm_bwd(Context& ctx, const RmsNormBwd& a) {
 }
 
 }  // namespace tigon::cpu
+
+namespace tigon {
+TIGON_OP(rms_norm, RmsNorm)
+}

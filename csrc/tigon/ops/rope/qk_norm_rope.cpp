@@ -16,9 +16,7 @@ void check_same(const char* op, const char* name, const RopeHeads& y, const Rope
 
 void check_weight(const char* op, const char* name, const Vector& w, const QkNorm& norm, const RopeHeads& x) {
   if (!w) return;
-  TIGON_CHECK(op, w.size == x.cols, name, " must be [", x.cols, "], got [", w.size, "]");
-  TIGON_CHECK(op, w.dtype == x.dtype || w.dtype == DType::f32, name, " must be ", name_of(x.dtype),
-              " or float32, got ", name_of(w.dtype));
+  require_parameter(op, name, w, {.dtype = x.dtype, .cols = x.cols});
   require_dtype(op, name, w.dtype, norm.any_weight().dtype);
 }
 
@@ -28,11 +26,10 @@ void check(const char* op, Context& ctx, const Rope& rope, const QkNorm& norm, c
   const RopeHeads& x = q.empty() ? k : q;
   require_float(op, "q", x.dtype);
   TIGON_CHECK(op, x.cols >= 1 && x.cols <= 1024, "q must have 1 to 1024 columns, got ", x.cols);
-  TIGON_CHECK(op, norm.eps >= 0.0f, "eps must be >= 0, got ", norm.eps);
+  require_eps(op, norm.eps);
   TIGON_CHECK(op, rope.form.in == rope.form.out, "results must have the pairs of q");
   DType table = rope.cos.dtype, wide = promote(norm.result(x.dtype), table);
-  TIGON_CHECK(op, table == x.dtype || table == DType::f32, "cos must be ", name_of(x.dtype),
-              " or float32, got ", name_of(table));
+  require_or_f32(op, "cos", table, x.dtype);
   const RopeHeads& y = q.empty() ? k_y : q_y;
   DType result = y.dtype == x.dtype ? x.dtype : wide;
   for (auto [name, a, b] : {std::tuple{"q", &q, &q_y}, {"k", &k, &k_y}}) {
@@ -55,7 +52,7 @@ void qk_norm_rope_fwd(Context& ctx, const QkNormRopeFwd& a) {
   const char* op = "qk_norm_rope";
   if (a.rope.q.empty() && a.rope.k.empty()) return check_rope_tables(op, a.rope, a.rope.q);
   check(op, ctx, a.rope, a.norm, a.rope.q, a.rope.q_out, a.rope.k, a.rope.k_out);
-  on_device(op, ctx, [&] { cpu::qk_norm_rope_fwd(ctx, a); }, TIGON_ON_CUDA(cuda::qk_norm_rope_fwd(ctx, a)));
+  TIGON_RUN(op, ctx, qk_norm_rope_fwd, a);
 }
 
 void qk_norm_rope_bwd(Context& ctx, const QkNormRopeBwd& a) {
@@ -75,7 +72,7 @@ void qk_norm_rope_bwd(Context& ctx, const QkNormRopeBwd& a) {
   } else if (nothing) {
     return;
   }
-  on_device(op, ctx, [&] { cpu::qk_norm_rope_bwd(ctx, a); }, TIGON_ON_CUDA(cuda::qk_norm_rope_bwd(ctx, a)));
+  TIGON_RUN(op, ctx, qk_norm_rope_bwd, a);
 }
 
 }  // namespace tigon

@@ -44,16 +44,6 @@ struct QkNormRopeBwd {
   Matrix dweight;  // [2, D]; empty: not wanted
 };
 
-TIGON_API void qk_norm_rope_fwd(Context& ctx, const QkNormRopeFwd& a);
-TIGON_API void qk_norm_rope_bwd(Context& ctx, const QkNormRopeBwd& a);
-
-namespace cpu {
-void qk_norm_rope_fwd(Context& ctx, const QkNormRopeFwd& a);
-void qk_norm_rope_bwd(Context& ctx, const QkNormRopeBwd& a);
-}  // namespace cpu
-namespace cuda {
-void qk_norm_rope_fwd(Context& ctx, const QkNormRopeFwd& a);
-void qk_norm_rope_bwd(Context& ctx, const QkNormRopeBwd& a);
-}  // namespace cuda
+TIGON_API_OP(qk_norm_rope, QkNormRope)
 
 }  // namespace tigon

@@ -15,8 +15,7 @@ int64_t position_at(const RopeTable& p, int64_t axis, int64_t b, int64_t t) {
 
 void check_dtypes(const char* op, const char* name, DType narrow, DType wide, DType table) {
   require_float(op, name, narrow);
-  TIGON_CHECK(op, table == narrow || table == DType::f32, "cos must be ", name_of(narrow),
-              " or float32, got ", name_of(table));
+  require_or_f32(op, "cos", table, narrow);
   if (wide != narrow) require_dtype(op, name, wide, promote(narrow, table));
 }
 

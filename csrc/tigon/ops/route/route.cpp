@@ -25,8 +25,7 @@ void require_options(const char* op, const Matrix& logits, int64_t k, const Rout
 
 void require_weights(const char* op, const char* name, const Matrix& weights, const Matrix& ids,
                      DType logits) {
-  TIGON_CHECK(op, weights.dtype == logits || weights.dtype == DType::f32, name, " must be ", name_of(logits),
-              " or float32, got ", name_of(weights.dtype));
+  require_or_f32(op, name, weights.dtype, logits);
   require_matrix(op, name, weights, ids.rows, ids.cols, weights.dtype);
 }
 
@@ -43,8 +42,8 @@ void route_fwd(Context& ctx, const RouteFwd& a) {
   require_options(op, a.logits, a.ids.cols, a.how);
   require_ids(op, a.ids, a.logits.rows);
   require_weights(op, "weights", a.weights, a.ids, a.logits.dtype);
-  if (a.bias) require_vector(op, "bias", a.bias, a.logits.cols, DType::f32);
-  if (a.token_weights) require_vector(op, "token_weights", a.token_weights, a.logits.rows, DType::f32);
+  require_optional(op, "bias", a.bias, a.logits.cols);
+  require_optional(op, "token_weights", a.token_weights, a.logits.rows);
   if (a.aux || a.z || a.balance) {
     require_vector(op, "aux", a.aux, 1, DType::f32);
     require_vector(op, "z", a.z, 1, DType::f32);
@@ -52,7 +51,7 @@ void route_fwd(Context& ctx, const RouteFwd& a) {
   } else if (a.logits.rows == 0) {
     return;
   }
-  on_device(op, ctx, [&] { cpu::route_fwd(ctx, a); }, TIGON_ON_CUDA(cuda::route_fwd(ctx, a)));
+  TIGON_RUN(op, ctx, route_fwd, a);
 }
 
 void route_bwd(Context& ctx, const RouteBwd& a) {
@@ -60,13 +59,13 @@ void route_bwd(Context& ctx, const RouteBwd& a) {
   require_options(op, a.logits, a.ids.cols, a.how);
   require_ids(op, a.ids, a.logits.rows);
   if (a.dweights.data != nullptr) require_weights(op, "dweights", a.dweights, a.ids, a.logits.dtype);
-  if (a.daux) require_vector(op, "daux", a.daux, 1, DType::f32);
-  if (a.dz) require_vector(op, "dz", a.dz, 1, DType::f32);
-  if (a.token_weights) require_vector(op, "token_weights", a.token_weights, a.logits.rows, DType::f32);
+  require_optional(op, "daux", a.daux, 1);
+  require_optional(op, "dz", a.dz, 1);
+  require_optional(op, "token_weights", a.token_weights, a.logits.rows);
   if (a.daux || a.dz) require_vector(op, "balance", a.balance, a.logits.cols + 1, DType::f32);
   require_matrix(op, "dlogits", a.dlogits, a.logits.rows, a.logits.cols, a.logits.dtype);
   if (a.logits.rows == 0) return;
-  on_device(op, ctx, [&] { cpu::route_bwd(ctx, a); }, TIGON_ON_CUDA(cuda::route_bwd(ctx, a)));
+  TIGON_RUN(op, ctx, route_bwd, a);
 }
 
 }  // namespace tigon

@@ -21,7 +21,7 @@
 // Refused     sizes, dtypes or options that do not fit, more than 1024 experts: tigon::Error before anything is written
 #pragma once
 
-#include "tigon/base/context.h"
+#include "tigon/base/fields.h"
 
 namespace tigon {
 
@@ -67,16 +67,6 @@ struct RouteBwd {
   RouteOptions how;
 };
 
-TIGON_API void route_fwd(Context& ctx, const RouteFwd& a);
-TIGON_API void route_bwd(Context& ctx, const RouteBwd& a);
-
-namespace cpu {
-void route_fwd(Context& ctx, const RouteFwd& a);
-void route_bwd(Context& ctx, const RouteBwd& a);
-}  // namespace cpu
-namespace cuda {
-void route_fwd(Context& ctx, const RouteFwd& a);
-void route_bwd(Context& ctx, const RouteBwd& a);
-}  // namespace cuda
+TIGON_API_OP(route, Route)
 
 }  // namespace tigon

@@ -20,16 +20,6 @@ namespace tigon {
 using SiluFwd = ActivationFwd;
 using SiluBwd = ActivationBwd;
 
-TIGON_API void silu_fwd(Context& ctx, const SiluFwd& a);
-TIGON_API void silu_bwd(Context& ctx, const SiluBwd& a);
-
-namespace cpu {
-void silu_fwd(Context& ctx, const SiluFwd& a);
-void silu_bwd(Context& ctx, const SiluBwd& a);
-}  // namespace cpu
-namespace cuda {
-void silu_fwd(Context& ctx, const SiluFwd& a);
-void silu_bwd(Context& ctx, const SiluBwd& a);
-}  // namespace cuda
+TIGON_API_OP(silu, Silu)
 
 }  // namespace tigon

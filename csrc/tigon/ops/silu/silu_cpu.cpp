@@ -1,11 +1,12 @@
+#include "tigon/base/op.h"
 #include "tigon/ops/silu/silu.h"
 
-#define TIGON_KERNELS "tigon/ops/silu/silu_cpu.inc"
+#define TIGON_KERNELS "tigon/base/simd/activation.inc"
+#define TIGON_FORMULA "tigon/ops/silu/silu_math.inc"
+#define TIGON_TABLE const ActivationTable table = activation_table<silu_y<V>, silu_dx<V>>();
 #include "tigon/base/simd/foreach_isa.h"
 
-namespace tigon::cpu {
-
-void silu_fwd(Context& ctx, const SiluFwd& a) { activation_fwd(ctx, TIGON_SELECT(silu_table), a); }
-void silu_bwd(Context& ctx, const SiluBwd& a) { activation_bwd(ctx, TIGON_SELECT(silu_table), a); }
-
-}  // namespace tigon::cpu
+namespace tigon {
+TIGON_ACTIVATION_CPU(silu, table)
+TIGON_OP(silu, Activation)
+}  // namespace tigon

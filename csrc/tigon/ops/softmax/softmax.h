@@ -12,31 +12,32 @@
 // Refused     sizes or dtypes that do not fit: tigon::Error before anything is written
 #pragma once
 
-#include "tigon/base/context.h"
+#include "tigon/base/fields.h"
 
 namespace tigon {
 
 struct SoftmaxFwd {
   Matrix x;
   Matrix y;
+
+  void fields(Fields& f) {
+    f.rows("x", x, 0);
+    f.result("y", y, x);
+  }
 };
 
 struct SoftmaxBwd {
   Matrix dy;
   Matrix y;
   Matrix dx;
+
+  void fields(Fields& f) {
+    f.input("dy", dy, y);
+    f.rows("y", y, 0);
+    f.result("dx", dx, y);
+  }
 };
 
-TIGON_API void softmax_fwd(Context& ctx, const SoftmaxFwd& a);
-TIGON_API void softmax_bwd(Context& ctx, const SoftmaxBwd& a);
-
-namespace cpu {
-void softmax_fwd(Context& ctx, const SoftmaxFwd& a);
-void softmax_bwd(Context& ctx, const SoftmaxBwd& a);
-}  // namespace cpu
-namespace cuda {
-void softmax_fwd(Context& ctx, const SoftmaxFwd& a);
-void softmax_bwd(Context& ctx, const SoftmaxBwd& a);
-}  // namespace cuda
+TIGON_API_OP(softmax, Softmax)
 
 }  // namespace tigon

@@ -1,4 +1,5 @@
 #include "tigon/base/elementwise.h"
+#include "tigon/base/op.h"
 #include "tigon/ops/softmax/softmax.h"
 
 namespace tigon::cpu {
@@ -34,3 +35,7 @@ void softmax_bwd(Context& ctx, const SoftmaxBwd& a) {
 }
 
 }  // namespace tigon::cpu
+
+namespace tigon {
+TIGON_OP(softmax, Softmax)
+}

@@ -17,7 +17,7 @@
 // excess of the sum or |S| halves.
 #pragma once
 
-#include "tigon/base/context.h"
+#include "tigon/base/fields.h"
 
 namespace tigon {
 
@@ -26,24 +26,25 @@ constexpr float kLeastF16 = 0x1p-24f;  // the smallest positive number
 struct SparsemaxFwd {
   Matrix x;
   Matrix y;
+
+  void fields(Fields& f) {
+    f.rows("x", x, 0);
+    f.result("y", y, x);
+  }
 };
 
 struct SparsemaxBwd {
   Matrix dy;
   Matrix y;
   Matrix dx;
+
+  void fields(Fields& f) {
+    f.input("dy", dy, y);
+    f.rows("y", y, 0);
+    f.result("dx", dx, y);
+  }
 };
 
-TIGON_API void sparsemax_fwd(Context& ctx, const SparsemaxFwd& a);
-TIGON_API void sparsemax_bwd(Context& ctx, const SparsemaxBwd& a);
-
-namespace cpu {
-void sparsemax_fwd(Context& ctx, const SparsemaxFwd& a);
-void sparsemax_bwd(Context& ctx, const SparsemaxBwd& a);
-}  // namespace cpu
-namespace cuda {
-void sparsemax_fwd(Context& ctx, const SparsemaxFwd& a);
-void sparsemax_bwd(Context& ctx, const SparsemaxBwd& a);
-}  // namespace cuda
+TIGON_API_OP(sparsemax, Sparsemax)
 
 }  // namespace tigon

@@ -1,4 +1,5 @@
 #include "tigon/base/elementwise.h"
+#include "tigon/base/op.h"
 #include "tigon/ops/sparsemax/sparsemax.h"
 
 namespace tigon::cpu {
@@ -34,3 +35,7 @@ void sparsemax_bwd(Context& ctx, const SparsemaxBwd& a) {
 }
 
 }  // namespace tigon::cpu
+
+namespace tigon {
+TIGON_OP(sparsemax, Sparsemax)
+}

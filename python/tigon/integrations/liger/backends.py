@@ -70,13 +70,6 @@ class Capability:
                 return f"{_sm(cc)} is above {_sm(self.max_cc)}"
         return None if self.predicate is None or self.predicate() else "custom predicate returned False"
 
-    def is_satisfied(self, device=None) -> bool:
-        """Whether it can run on ``device``."""
-        return self.reason_if_unsatisfied(device) is None
-
-
-PYTORCH_FALLBACK = Capability()
-
 
 @dataclass(frozen=True)
 class OpImpl:
@@ -84,28 +77,10 @@ class OpImpl:
 
     op_name: str
     impl_name: str
-    capability: Capability = PYTORCH_FALLBACK
-    forward: Callable[..., Any] | None = None
-    autograd_function: type | None = None
-    modes: tuple[str, ...] = ()
-    default_mode: str | None = None
+    call: Callable[..., Any]
+    capability: Capability = Capability()
     preference_rank: int = 100
     tolerances: Mapping[torch.dtype, Mapping[str, float]] = field(default_factory=dict)
-    notes: str = ""
-
-    @property
-    def backend(self) -> str:
-        """Its name, as it was called before."""
-        return self.impl_name
-
-    def call(self, *args, **kwargs):
-        """Run it; the class form knows no keywords, ``mode`` apart, which it is not given."""
-        if self.autograd_function is None:
-            return self.forward(*args, **kwargs)
-        kwargs.pop("mode", None)
-        if kwargs:
-            raise TypeError(f"{self.op_name} by {self.impl_name} takes no keyword arguments, got {[*kwargs]}")
-        return self.autograd_function.apply(*args)
 
 
 def _bounds(f32, f16=(5e-3, 5e-2), bf16=(2e-2, 1e-1)) -> dict:
@@ -119,42 +94,24 @@ def _bounds(f32, f16=(5e-3, 5e-2), bf16=(2e-2, 1e-1)) -> dict:
 
 
 _USUAL = _bounds((1e-5, 1e-4))
-_TOLERANCES = {
-    "layer_norm": _bounds((5e-4, 1e-3)),
-    "jsd": _bounds((1e-5, 1e-5), (5e-3, 5e-3), (2e-2, 2e-2)),
-}
-_CLASSES = {
-    "rms_norm": modules.LigerRMSNormFunction,
-    "layer_norm": modules.LigerLayerNormFunction,
-    "fused_add_rms_norm": modules.LigerFusedAddRMSNormFunction,
-    "softmax": modules.LigerSoftmaxFunction,
-    "swiglu": modules.LigerSiLUMulFunction,
-    "geglu": modules.LigerGELUMulFunction,
-    "rope": modules.LigerRopeFunction,
-    "cross_entropy": modules.LigerCrossEntropyFunction,
-    "fused_linear_cross_entropy": modules.LigerFusedLinearCrossEntropyFunction,
-    "fused_linear_jsd": distillation.LigerFusedLinearJSDFunction,
-    "jsd": divergences.LigerJSDFunction,
-    "kl_div": divergences.LigerKLDivLossFunction,
-}
-_PRIMITIVES = {
+_TOLERANCES = {"layer_norm": _bounds((5e-4, 1e-3)), "jsd": _bounds((1e-5, 1e-5), (5e-3, 5e-3), (2e-2, 2e-2))}
+_FUNCTIONS = {
+    "rms_norm": modules.LigerRMSNormFunction.apply,
+    "layer_norm": modules.LigerLayerNormFunction.apply,
+    "fused_add_rms_norm": modules.LigerFusedAddRMSNormFunction.apply,
+    "softmax": modules.LigerSoftmaxFunction.apply,
+    "swiglu": modules.LigerSiLUMulFunction.apply,
+    "geglu": modules.LigerGELUMulFunction.apply,
+    "rope": modules.LigerRopeFunction.apply,
+    "cross_entropy": modules.LigerCrossEntropyFunction.apply,
+    "fused_linear_cross_entropy": modules.LigerFusedLinearCrossEntropyFunction.apply,
+    "fused_linear_jsd": distillation.LigerFusedLinearJSDFunction.apply,
+    "jsd": divergences.LigerJSDFunction.apply,
+    "kl_div": divergences.LigerKLDivLossFunction.apply,
     "jsd_loss_and_grad": divergences.jsd_loss_and_grad,
     "kl_loss_and_grad": divergences.kl_loss_and_grad,
 }
-
-
-def _tigon(name: str, function) -> OpImpl:
-    def forward(*args, mode=None, **kwargs):
-        return function(*args, **kwargs)
-
-    return OpImpl(
-        name, OURS, forward=forward, modes=("default",), default_mode="default", preference_rank=50,
-        tolerances=_TOLERANCES.get(name, _USUAL), notes="Tigon's",
-    )  # fmt: skip
-
-
-_REGISTRY = {(name, OURS): _tigon(name, owner.apply) for name, owner in _CLASSES.items()}
-_REGISTRY |= {(name, OURS): _tigon(name, function) for name, function in _PRIMITIVES.items()}
+_REGISTRY: dict[tuple[str, str], OpImpl] = {}
 _chosen: str | None = None
 
 
@@ -166,11 +123,10 @@ def register_impl(op_name, *, impl_name=None, capability=None, modes=(), default
         raise TypeError("register_impl requires impl_name=")
 
     def decorate(value):
-        form = "autograd_function" if isinstance(value, type) else "forward"
+        call = (lambda *args, mode=None: value.apply(*args)) if isinstance(value, type) else value
         _REGISTRY[op_name, name] = OpImpl(
-            op_name, name, capability or PYTORCH_FALLBACK, modes=tuple(modes), default_mode=default_mode,
-            preference_rank=preference_rank, tolerances=tolerances or {}, notes=notes, **{form: value},
-        )  # fmt: skip
+            op_name, name, call, capability or Capability(), preference_rank, tolerances or {}
+        )
         return value
 
     return decorate
@@ -191,10 +147,9 @@ def get_impl() -> str | None:
     return _chosen
 
 
-def list_registered(op_name: str) -> tuple[OpImpl, ...]:
-    """All implementations of an op, by rank."""
+def _registered(op_name: str) -> list[OpImpl]:
     found = [value for (op, _), value in _REGISTRY.items() if op == op_name]
-    return tuple(sorted(found, key=lambda value: (value.preference_rank, value.impl_name)))
+    return sorted(found, key=lambda value: (value.preference_rank, value.impl_name))
 
 
 def get_registered(op_name: str, backend: str) -> OpImpl | None:
@@ -202,28 +157,14 @@ def get_registered(op_name: str, backend: str) -> OpImpl | None:
     return _REGISTRY.get((op_name, _full(backend)))
 
 
-def all_registered_ops() -> tuple[str, ...]:
-    """The ops that have an implementation."""
-    return tuple(sorted({op for op, _ in _REGISTRY}))
-
-
-def all_impls(op_name: str) -> list[str]:
-    """Names of all implementations of an op."""
-    return sorted(value.impl_name for value in list_registered(op_name))
-
-
 def available_impls(op_name: str, device=None) -> list[str]:
     """Names of those that can run on ``device``, best rank first."""
-    return [v.impl_name for v in list_registered(op_name) if v.capability.is_satisfied(device)]
+    usable = (v for v in _registered(op_name) if v.capability.reason_if_unsatisfied(device) is None)
+    return [value.impl_name for value in usable]
 
 
 def clear_available_cache() -> None:
     """Nothing to do: availability is not remembered."""
-
-
-def get_discovery_failures() -> dict:
-    """Empty: no modules are searched for implementations."""
-    return {}
 
 
 def resolve_impl(op_name: str, requested: str | None = None, device=None) -> OpImpl:
@@ -237,7 +178,7 @@ def resolve_impl(op_name: str, requested: str | None = None, device=None) -> OpI
         f"LIGER_KERNEL_{word}{part}" for part in (f"_{op_name.upper()}", "") for word in ("IMPL", "BACKEND")
     ]
     name = _full(requested or next(filter(None, map(os.environ.get, variables)), None) or _chosen)
-    found = list_registered(op_name)
+    found = _registered(op_name)
     if name is not None:
         wanted = get_registered(op_name, name) or (get_registered(op_name, OURS) if name in _NAMES else None)
         names = [value.impl_name for value in found] or "<none>"
@@ -251,20 +192,26 @@ def resolve_impl(op_name: str, requested: str | None = None, device=None) -> OpI
                 f"Implementation '{name}' for op '{op_name}' is not available: {reason}."
             )
         return wanted
-    usable = next((value for value in found if value.capability.is_satisfied(device)), None)
-    if usable is None:
+    usable = available_impls(op_name, device)
+    if not usable:
         raise NoImplAvailableError(
             f"No implementation available for op '{op_name}': it is not there in tigon's interface"
         )
-    return usable
+    return _REGISTRY[op_name, usable[0]]
 
 
 def dispatch(op_name: str, *args, impl: str | None = None, backend: str | None = None, **kwargs):
     """Run an op by the implementation that :func:`resolve_impl` finds for the first CUDA tensor's device."""
     device = next((a.device for a in args if isinstance(a, torch.Tensor) and a.is_cuda), None)
-    return resolve_impl(op_name, impl or backend, device).call(*args, **kwargs)
+    found = resolve_impl(op_name, impl or backend, device)
+    if found.impl_name == OURS:
+        kwargs.pop("mode", None)
+    return found.call(*args, **kwargs)
 
 
 register_op, resolve_backend = register_impl, resolve_impl
-set_backend, get_backend = set_impl, get_impl
-available_backends, all_backends = available_impls, all_impls
+set_backend, get_backend, available_backends = set_impl, get_impl, available_impls
+for _name, _function in _FUNCTIONS.items():
+    register_impl(_name, impl_name=OURS, preference_rank=50, tolerances=_TOLERANCES.get(_name, _USUAL))(
+        _function
+    )

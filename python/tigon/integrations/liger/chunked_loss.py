@@ -8,10 +8,8 @@ student, those that both have are compared (Liger pads the student's logits with
 
 from __future__ import annotations
 
-from torch import nn
-
 import tigon
-from tigon.integrations.liger.missing import function_class
+from tigon.integrations.liger.signatures import Loss, function_class
 
 
 def liger_fused_linear_jsd(student_input, student_weight, teacher_input, teacher_weight, true_labels,
@@ -37,28 +35,30 @@ def liger_fused_linear_jsd(student_input, student_weight, teacher_input, teacher
     return found.loss, found.soft.sum() / count, found.hard.sum() / count
 
 
-LigerFusedLinearJSDFunction = function_class(
-    "LigerFusedLinearJSDFunction", liger_fused_linear_jsd, "Jensen-Shannon distillation of two heads."
+LigerFusedLinearJSDFunction = function_class("LigerFusedLinearJSDFunction", liger_fused_linear_jsd)
+
+
+class ChunkedDistillation(Loss):
+    """What the distillation losses refuse."""
+
+    def validate(self):
+        """A temperature of zero."""
+        assert self.temperature != 0, "Temperature cannot be 0."
+
+
+# Options and operands of the distillation losses.
+OPTIONS = (
+    "weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5, beta: float = 0.5, "
+    "ignore_index: int = -100, temperature: float = 1.0, compiled: bool = True, chunk_size: int = 1024, "
+    "return_soft_hard_loss: bool = False"
+)
+OPERANDS = (
+    "student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias=None, "
+    "teacher_bias=None"
 )
 
 
-class LigerFusedLinearJSDLoss(nn.Module):
+class LigerFusedLinearJSDLoss(
+    ChunkedDistillation, target=liger_fused_linear_jsd, options=OPTIONS, operands=OPERANDS
+):
     """:func:`liger_fused_linear_jsd` with its options fixed."""
-
-    def __init__(self, weight_hard_loss: float = 0.5, weight_soft_loss: float = 0.5, beta: float = 0.5,
-                 ignore_index: int = -100, temperature: float = 1.0, compiled: bool = True,
-                 chunk_size: int = 1024, return_soft_hard_loss: bool = False):  # fmt: skip
-        super().__init__()
-        assert temperature != 0, "Temperature cannot be 0."
-        self.weight_hard_loss, self.weight_soft_loss, self.beta = weight_hard_loss, weight_soft_loss, beta
-        self.ignore_index, self.temperature, self.compiled = ignore_index, temperature, compiled
-        self.chunk_size, self.return_soft_hard_loss = chunk_size, return_soft_hard_loss
-
-    def forward(self, student_input, student_weight, teacher_input, teacher_weight, true_labels,
-                student_bias=None, teacher_bias=None):  # fmt: skip
-        """Hidden states ``[BT, H]`` and weights ``[V, H]`` of both, labels ``[BT]``."""
-        return LigerFusedLinearJSDFunction.apply(
-            student_input, student_weight, teacher_input, teacher_weight, true_labels, student_bias,
-            teacher_bias, self.weight_hard_loss, self.weight_soft_loss, self.beta, self.ignore_index,
-            self.temperature, self.compiled, self.chunk_size, self.return_soft_hard_loss,
-        )  # fmt: skip

@@ -6,9 +6,9 @@ The logits of ``chunk_size`` rows exist at a time, in plain PyTorch.
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import nn
 
 from tigon.integrations.liger.bases import LigerFusedLinearDistillationBase
+from tigon.integrations.liger.chunked_loss import OPERANDS, OPTIONS, ChunkedDistillation
 
 
 class LigerFusedLinearCosineSimilarityFunction(LigerFusedLinearDistillationBase):
@@ -24,42 +24,15 @@ class LigerFusedLinearCosineSimilarityFunction(LigerFusedLinearDistillationBase)
 
     @classmethod
     def forward(
-        cls,
-        ctx,
-        student_input,
-        student_weight,
-        teacher_input,
-        teacher_weight,
-        true_labels,
-        student_bias=None,
-        teacher_bias=None,
-        weight_hard_loss=0.5,
-        weight_soft_loss=0.5,
-        beta=0.5,
-        ignore_index=-100,
-        temperature=1.0,
-        compiled=True,
-        chunk_size=1024,
-        return_soft_hard_loss=False,
-    ):
+        cls, ctx, student_input, student_weight, teacher_input, teacher_weight, true_labels,
+        student_bias=None, teacher_bias=None, weight_hard_loss=0.5, weight_soft_loss=0.5, beta=0.5,
+        ignore_index=-100, temperature=1.0, compiled=True, chunk_size=1024, return_soft_hard_loss=False,
+    ):  # fmt: skip
         return super().forward(
-            cls,
-            ctx,
-            student_input,
-            student_weight,
-            teacher_input,
-            teacher_weight,
-            true_labels,
-            student_bias,
-            teacher_bias,
-            chunk_size=chunk_size,
-            ignore_index=ignore_index,
-            weight_hard_loss=weight_hard_loss,
-            weight_soft_loss=weight_soft_loss,
-            beta=beta,
-            temperature=temperature,
-            return_soft_hard_loss=return_soft_hard_loss,
-        )
+            cls, ctx, student_input, student_weight, teacher_input, teacher_weight, true_labels,
+            student_bias, teacher_bias, chunk_size, ignore_index, weight_hard_loss, weight_soft_loss, beta,
+            temperature=temperature, return_soft_hard_loss=return_soft_hard_loss,
+        )  # fmt: skip
 
     @staticmethod
     def backward(ctx, grad_output, *args):
@@ -69,51 +42,11 @@ class LigerFusedLinearCosineSimilarityFunction(LigerFusedLinearDistillationBase)
 liger_fused_linear_cosine = LigerFusedLinearCosineSimilarityFunction.apply
 
 
-class LigerFusedLinearCosineSimilarityLoss(nn.Module):
+def _cosine(**arguments):
+    return LigerFusedLinearCosineSimilarityFunction.apply(*arguments.values())
+
+
+class LigerFusedLinearCosineSimilarityLoss(
+    ChunkedDistillation, target=_cosine, options=OPTIONS, operands=OPERANDS
+):
     """:class:`LigerFusedLinearCosineSimilarityFunction` with its options fixed."""
-
-    def __init__(
-        self,
-        weight_hard_loss=0.5,
-        weight_soft_loss=0.5,
-        beta=0.5,
-        ignore_index=-100,
-        temperature=1.0,
-        compiled=True,
-        chunk_size=1024,
-        return_soft_hard_loss=False,
-    ):
-        super().__init__()
-        assert temperature != 0, "Temperature cannot be 0."
-        self.options = (
-            weight_hard_loss,
-            weight_soft_loss,
-            beta,
-            ignore_index,
-            temperature,
-            compiled,
-            chunk_size,
-            return_soft_hard_loss,
-        )
-
-    def forward(
-        self,
-        student_input,
-        student_weight,
-        teacher_input,
-        teacher_weight,
-        true_labels,
-        student_bias=None,
-        teacher_bias=None,
-    ):
-        """Hidden states ``[BT, H]`` and weights ``[V, H]`` of both, labels ``[BT]``."""
-        return LigerFusedLinearCosineSimilarityFunction.apply(
-            student_input,
-            student_weight,
-            teacher_input,
-            teacher_weight,
-            true_labels,
-            student_bias,
-            teacher_bias,
-            *self.options,
-        )

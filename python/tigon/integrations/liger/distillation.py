@@ -6,10 +6,9 @@ Both heads' logits are float32, and weight gradients are summed in float32 whate
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 import tigon
-from tigon.integrations.liger.missing import function_class
+from tigon.integrations.liger.signatures import Loss, function_class
 
 
 def _check_labels(labels, rows):
@@ -69,59 +68,37 @@ def liger_fused_linear_kl_div(student_input, student_weight, target, shift_label
     return _or_zero(loss, shift_labels, ignore_index)
 
 
-class LigerFusedLinearJSD(nn.Module):
+class _Distillation(Loss):
+    def validate(self):
+        assert self.temperature != 0, "temperature cannot be 0."
+
+
+class LigerFusedLinearJSD(
+    _Distillation,
+    target=liger_fused_linear_jsd,
+    options="jsd_beta=0.5, ignore_index=-100, temperature=1.0, accum_dtype=None",
+    operands="student_input, student_weight, teacher_input, teacher_weight, shift_labels=None",
+):
     """:func:`liger_fused_linear_jsd` with its options fixed."""
 
-    def __init__(self, jsd_beta=0.5, ignore_index=-100, temperature=1.0, accum_dtype=None):
-        super().__init__()
-        assert temperature != 0, "temperature cannot be 0."
-        self.jsd_beta, self.ignore_index = jsd_beta, ignore_index
-        self.temperature, self.accum_dtype = temperature, accum_dtype
 
-    def forward(self, student_input, student_weight, teacher_input, teacher_weight, shift_labels=None):
-        """Hidden states ``[BT, H]`` and weights ``[V, H]`` of both, labels ``[BT]`` or None."""
-        return liger_fused_linear_jsd(
-            student_input, student_weight, teacher_input, teacher_weight, shift_labels, self.jsd_beta,
-            self.ignore_index, self.temperature,
-        )  # fmt: skip
-
-
-class LigerFusedLinearKLDivLoss(nn.Module):
+class LigerFusedLinearKLDivLoss(
+    _Distillation,
+    target=liger_fused_linear_kl_div,
+    options="reduction='batchmean', ignore_index=-100, temperature=1.0, eps=1e-10, accum_dtype=None",
+    operands="student_input, student_weight, target, shift_labels=None",
+):
     """:func:`liger_fused_linear_kl_div` with its options fixed."""
 
-    def __init__(
-        self, reduction="batchmean", ignore_index=-100, temperature=1.0, eps=1e-10, accum_dtype=None
-    ):
-        super().__init__()
-        assert temperature != 0, "temperature cannot be 0."
-        self.reduction, self.ignore_index, self.temperature = reduction, ignore_index, temperature
-        self.eps, self.accum_dtype = eps, accum_dtype
-
-    def forward(self, student_input, student_weight, target, shift_labels=None):
-        """Hidden states ``[BT, H]``, weight ``[V, H]``, probabilities ``[BT, V]``, labels ``[BT]``."""
-        return liger_fused_linear_kl_div(
-            student_input, student_weight, target, shift_labels, self.reduction, self.ignore_index,
-            self.temperature, self.eps,
-        )  # fmt: skip
-
     def extra_repr(self):
-        return (
-            f"reduction={self.reduction}, ignore_index={self.ignore_index}, "
-            f"temperature={self.temperature}, eps={self.eps}, accum_dtype={self.accum_dtype}"
-        )
+        """The options, for ``print(model)``."""
+        return ", ".join(f"{name}={getattr(self, name)}" for name in self._options)
 
 
 LigerFusedLinearJSDFunction = function_class(
     "LigerFusedLinearJSDFunction",
-    lambda student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, jsd_beta=0.5,
-    ignore_index=-100, temperature=1.0, accum_dtype=None, jsd_impl=None, jsd_mode=None: (
-        liger_fused_linear_jsd(
-            student_input, student_weight, teacher_input, teacher_weight, shift_labels, jsd_beta,
-            ignore_index, temperature,
-        )
-    ),
-    "Jensen-Shannon divergence of two heads.",
-)  # fmt: skip
-LigerFusedLinearKLDivFunction = function_class(
-    "LigerFusedLinearKLDivFunction", liger_fused_linear_kl_div, "KL divergence of a head from probabilities."
+    liger_fused_linear_jsd,
+    "student_input, student_weight, teacher_input, teacher_weight, shift_labels=None, jsd_beta=0.5, "
+    "ignore_index=-100, temperature=1.0, accum_dtype=None, jsd_impl=None, jsd_mode=None",
 )
+LigerFusedLinearKLDivFunction = function_class("LigerFusedLinearKLDivFunction", liger_fused_linear_kl_div)

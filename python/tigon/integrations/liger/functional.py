@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 import tigon
 from tigon._dtensor import is_dtensor
-from tigon.error import check
-from tigon.integrations.liger.names import public
+from tigon.integrations.liger.names import check, public
+from tigon.integrations.liger.signatures import by_position
 
 
 @dataclass
@@ -88,7 +88,7 @@ def whole(weight):
     if not is_dtensor(weight):
         return weight
     fits = all(p.is_replicate() for p in weight.placements)
-    check("compat.liger", fits, "weight must be whole (under FSDP read it in the forward of the unit that "
+    check(fits, "weight must be whole (under FSDP read it in the forward of the unit that "
           "holds it, or keep the head in the root's unit; shards of a vocabulary: tigon.linear_log_prob), "
           "got a DTensor placed as {}", weight.placements)  # fmt: skip
     return weight.to_local()
@@ -102,7 +102,7 @@ def linear_cross_entropy_parts(input, weight, target, bias=None, ce_weight=None,
     """(loss, z_loss, token_accuracy, predicted_tokens), None where not asked for; the loss is float32."""
     integer = isinstance(chunk_mem_const, int) and not isinstance(chunk_mem_const, bool)
     fits = integer and chunk_mem_const >= 1
-    check("compat.liger", fits, "chunk_mem_const must be an int >= 1, got {!r}", chunk_mem_const)
+    check(fits, "chunk_mem_const must be an int >= 1, got {!r}", chunk_mem_const)
     weight, scaling = whole(weight), None
     if use_token_scaling:
         with torch.no_grad():
@@ -110,11 +110,7 @@ def linear_cross_entropy_parts(input, weight, target, bias=None, ce_weight=None,
                 input, weight, target, bias=bias, softcap=softcap, ignore_index=ignore_index
             ).exp()
     ce_weight = _class_weight(ce_weight, target, ignore_index, lse_square_scale, reduction)
-    asked = {
-        "z_loss": return_z_loss,
-        "correct": return_token_accuracy,
-        "predicted": return_predicted_tokens,
-    }
+    asked = {"z_loss": return_z_loss, "correct": return_token_accuracy, "predicted": return_predicted_tokens}
     names = tuple(name for name, wanted in asked.items() if wanted)
     got = tigon.linear_cross_entropy(
         input, weight, target, bias=bias, class_weight=ce_weight, ignore_index=ignore_index,
@@ -162,73 +158,46 @@ def liger_fused_linear_cross_entropy(input, weight, target, bias=None, ce_weight
     ))  # fmt: skip
 
 
-def liger_rms_norm(X, W, eps, offset: float = 0.0, casting_mode: str = "llama", in_place: bool = True):
-    """By :func:`tigon.rms_norm`; the casting modes are its roundings."""
-    return tigon.rms_norm(X, W, eps, offset=offset, rounding=casting_mode)
-
-
-def liger_swiglu(a, b):
-    """``silu(a) * b``, by :func:`tigon.swiglu`."""
-    return tigon.swiglu(a, b)
-
-
-def liger_geglu(a, b):
-    """``gelu_tanh(a) * b``, by :func:`tigon.geglu`."""
-    return tigon.geglu(a, b, approximate="tanh")
-
-
-def liger_relu_squared(x):
-    """``relu(x)^2``, by :func:`tigon.relu_squared`."""
-    return tigon.relu_squared(x)
-
-
-def liger_layer_norm(X, W, B, eps):
-    """By :func:`tigon.layer_norm`."""
-    return tigon.layer_norm(X, W, B, eps)
+# The functions of one op: what runs takes the arguments by position.
+_NORM = "offset: float = 0.0, casting_mode: str = 'llama', in_place: bool = True"
+_FUNCTIONS = {
+    "liger_swiglu(a, b)": tigon.swiglu,
+    "liger_geglu(a, b)": lambda a, b: tigon.geglu(a, b, approximate="tanh"),
+    "liger_relu_squared(x)": tigon.relu_squared,
+    "liger_dyt(x, alpha, gamma, beta)": tigon.dyt,
+    "liger_softmax(x)": tigon.softmax,
+    "liger_sparsemax(input, dim: int = -1)": (
+        lambda x, dim: tigon.sparsemax(x.movedim(dim, -1)).movedim(-1, dim)
+    ),
+    "liger_layer_norm(X, W, B, eps)": tigon.layer_norm,
+    "liger_poly_norm(X, W, B, eps=1e-6, in_place=True)": (
+        lambda x, weight, bias, eps: tigon.poly_norm(x, weight, bias.reshape(1), eps)
+    ),
+    "liger_attn_res(V, w_query, w_norm, eps: float = 1e-6)": tigon.attention_residual,
+    f"liger_rms_norm(X, W, eps, {_NORM})": (
+        lambda x, weight, eps, offset, mode: tigon.rms_norm(x, weight, eps, offset=offset, rounding=mode)
+    ),
+    f"liger_fused_add_rms_norm(X, R, W, eps, {_NORM})": (
+        lambda x, residual, weight, eps, offset, mode: tigon.add_rms_norm(
+            x, residual, weight, eps, offset=offset, rounding=mode
+        )
+    ),
+    f"liger_modulated_rms_norm(X, W, scale, shift=None, eps: float = 1e-6, {_NORM})": (
+        lambda x, weight, scale, shift, eps, offset, mode: tigon.modulated_rms_norm(
+            x, weight, scale, shift, eps, offset=offset, rounding=mode
+        )
+    ),
+}
+globals().update(
+    (signature.partition("(")[0], by_position(signature, target)) for signature, target in _FUNCTIONS.items()
+)
 
 
 def liger_group_norm(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
     """By :func:`tigon.group_norm`, ``X`` ``[N, C, ...]``."""
     fits = X.dim() > 1 and X.shape[1] == num_channels
-    check("compat.liger", fits, "num_channels must be {}'s second size, got {}", tuple(X.shape), num_channels)
+    check(fits, "num_channels must be {}'s second size, got {}", tuple(X.shape), num_channels)
     return tigon.group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps)
-
-
-def liger_fused_add_rms_norm(X, R, W, eps, offset: float = 0.0, casting_mode: str = "llama",
-                             in_place: bool = True):  # fmt: skip
-    """(normalised ``X + R``, ``X + R``), by :func:`tigon.add_rms_norm`."""
-    return tigon.add_rms_norm(X, R, W, eps, offset=offset, rounding=casting_mode)
-
-
-def liger_modulated_rms_norm(X, W, scale, shift=None, eps: float = 1e-6, offset: float = 0.0,
-                             casting_mode: str = "llama", in_place: bool = True):  # fmt: skip
-    """``norm(X) * (1 + scale) + shift``, by :func:`tigon.modulated_rms_norm`."""
-    return tigon.modulated_rms_norm(X, W, scale, shift, eps, offset=offset, rounding=casting_mode)
-
-
-def liger_attn_res(V, w_query, w_norm, eps: float = 1e-6):
-    """Attention over N blocks' outputs, a tensor or a list, by :func:`tigon.attention_residual`."""
-    return tigon.attention_residual(V, w_query, w_norm, eps)
-
-
-def liger_dyt(x, alpha, gamma, beta):
-    """``gamma * tanh(alpha * x) + beta``, by :func:`tigon.dyt`."""
-    return tigon.dyt(x, alpha, gamma, beta)
-
-
-def liger_softmax(x):
-    """By :func:`tigon.softmax`, over the last dimension."""
-    return tigon.softmax(x)
-
-
-def liger_sparsemax(input, dim: int = -1):
-    """By :func:`tigon.sparsemax`, over any dimension."""
-    return tigon.sparsemax(input.movedim(dim, -1)).movedim(-1, dim)
-
-
-def liger_poly_norm(X, W, B, eps=1e-6, in_place=True):
-    """By :func:`tigon.poly_norm`; ``B`` is one element of any number of dimensions."""
-    return tigon.poly_norm(X, W, B.reshape(1), eps)
 
 
 def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
@@ -245,13 +214,7 @@ def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=No
     head, table = q.shape[-1], cos.shape[-1]
     if rotary_dim is not None:
         fits = rotary_dim % 2 == 0 and 0 < rotary_dim <= head and table >= rotary_dim // 2
-        check(
-            "compat.liger",
-            fits,
-            "rotary_dim must be even, at most {} and twice cos's columns, got {}",
-            head,
-            rotary_dim,
-        )
+        check(fits, "rotary_dim must be even, at most {} and twice cos's columns, got {}", head, rotary_dim)
     columns = min(table, head) if rotary_dim is None else rotary_dim
     cos, sin = cos[..., : columns // 2], sin[..., : columns // 2]
     q_out, k_out = tigon.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=columns)
@@ -369,7 +332,7 @@ def loss_settings() -> dict:
         return {}
     with contextlib.suppress(AttributeError, TypeError):  # it reads the operands
         current(noted, None, None)
-    check("compat.liger", noted, "liger_fused_linear_cross_entropy may be wrapped by a function that calls "
+    check(noted, "liger_fused_linear_cross_entropy may be wrapped by a function that calls "
           "it with the operands it was given, got {!r}", current)  # fmt: skip
     defaults = inspect.signature(ours).parameters
     return {name: value for name, value in noted.items() if value is not defaults[name].default

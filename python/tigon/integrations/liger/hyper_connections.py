@@ -6,33 +6,25 @@ import torch
 from torch import nn
 
 import tigon
-from tigon.integrations.liger.missing import function_class
+from tigon.integrations.liger.signatures import by_name, function_class
+
+_OPTIONS = "tmax=20, rms_eps=1e-6, pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0"
+_OPERANDS = "phi, b, alpha_pre, alpha_post, alpha_res"
 
 
 def _coeffs(x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32=False, tmax=20, rms_eps=1e-6,
             pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0):  # fmt: skip
+    """``(h_pre, h_post, h_res)`` of x ``[..., HC, C]`` in float32, by :func:`tigon.hyper_connection_pre`."""
     if x.dtype not in (torch.bfloat16, torch.float16) and not allow_fp32:
         raise AssertionError(f"x must be bfloat16 or float16 (or allow_fp32=True), got {x.dtype}")
     scale = torch.stack([a.reshape(()).float() for a in (alpha_pre, alpha_post, alpha_res)])
     return tigon.hyper_connection_pre(
-        x,
-        phi.t(),
-        b,
-        scale,
-        norm_eps=rms_eps,
-        pre_eps=pre_eps,
-        post_scale=post_mult,
-        iterations=tmax,
-        sinkhorn_eps=sinkhorn_eps,
-        collapse=False,
-    )[1:]
+        x, phi.t(), b, scale, norm_eps=rms_eps, pre_eps=pre_eps, post_scale=post_mult, iterations=tmax,
+        sinkhorn_eps=sinkhorn_eps, collapse=False,
+    )[1:]  # fmt: skip
 
 
-def liger_mhc_coeffs(x, phi, b, alpha_pre, alpha_post, alpha_res, *, allow_fp32=False, tmax=20,
-                     rms_eps=1e-6, pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0):  # fmt: skip
-    """``(h_pre, h_post, h_res)`` of x ``[..., HC, C]`` in float32, by :func:`tigon.hyper_connection_pre`."""
-    return _coeffs(x, phi, b, alpha_pre, alpha_post, alpha_res, allow_fp32, tmax, rms_eps, pre_eps,
-                   sinkhorn_eps, post_mult)  # fmt: skip
+liger_mhc_coeffs = by_name(f"liger_mhc_coeffs(x, {_OPERANDS}, *, allow_fp32=False, {_OPTIONS})", _coeffs)
 
 
 def liger_mhc_pre(x, h_pre):
@@ -52,35 +44,22 @@ def liger_mhc_apply(x, f_out, h_pre, h_post, h_res, *, return_x_in=False):
     return (x_out, x_in) if return_x_in else x_out
 
 
-def liger_mhc_forward(x, layer, phi, b, alpha_pre, alpha_post, alpha_res, *, allow_fp32=False, tmax=20,
-                      rms_eps=1e-6, pre_eps=0.0, sinkhorn_eps=1e-6, post_mult=2.0,
-                      return_coeffs=False):  # fmt: skip
-    """Coefficients, the layer's input, the layer in the dtype of its parameters, the streams after it."""
-    coeffs = liger_mhc_coeffs(
-        x,
-        phi,
-        b,
-        alpha_pre,
-        alpha_post,
-        alpha_res,
-        allow_fp32=allow_fp32,
-        tmax=tmax,
-        rms_eps=rms_eps,
-        pre_eps=pre_eps,
-        sinkhorn_eps=sinkhorn_eps,
-        post_mult=post_mult,
-    )
+def _forward(x, layer, return_coeffs, **options):
+    coeffs = liger_mhc_coeffs(x, **options)
     x_in = liger_mhc_pre(x, coeffs[0])
     first = next(layer.parameters(), x_in) if isinstance(layer, nn.Module) else x_in
     x_out = liger_mhc_post_res(x, layer(x_in.to(first.dtype)), *coeffs[1:])
     return (x_out, coeffs) if return_coeffs else x_out
 
 
-LigerMHCCoeffsFunction = function_class("LigerMHCCoeffsFunction", _coeffs, "Coefficients of x and phi.")
-LigerMHCPreFunction = function_class("LigerMHCPreFunction", liger_mhc_pre, "The layer's input.")
-LigerMHCPostResFunction = function_class(
-    "LigerMHCPostResFunction", liger_mhc_post_res, "The streams after it."
+# Coefficients, the layer's input, the layer in the dtype of its parameters, the streams after it.
+liger_mhc_forward = by_name(
+    f"liger_mhc_forward(x, layer, {_OPERANDS}, *, allow_fp32=False, {_OPTIONS}, return_coeffs=False)",
+    _forward,
 )
+LigerMHCCoeffsFunction = function_class("LigerMHCCoeffsFunction", _coeffs)
+LigerMHCPreFunction = function_class("LigerMHCPreFunction", liger_mhc_pre)
+LigerMHCPostResFunction = function_class("LigerMHCPostResFunction", liger_mhc_post_res)
 
 
 class LigerMHC(nn.Module):
@@ -105,21 +84,8 @@ class LigerMHC(nn.Module):
         """``[..., hc, c]`` to the same."""
         if x.shape[-2:] != (self.hc, self.c):
             raise ValueError(f"x must be [..., {self.hc}, {self.c}], got {list(x.shape)}")
-        return liger_mhc_forward(
-            x,
-            self.layer,
-            self.phi,
-            self.b,
-            self.alpha_pre,
-            self.alpha_post,
-            self.alpha_res,
-            allow_fp32=self.allow_fp32,
-            tmax=self.tmax,
-            rms_eps=self.rms_eps,
-            pre_eps=self.pre_eps,
-            sinkhorn_eps=self.sinkhorn_eps,
-            post_mult=self.post_mult,
-        )
+        names = "phi b alpha_pre alpha_post alpha_res allow_fp32 tmax rms_eps pre_eps sinkhorn_eps post_mult"
+        return liger_mhc_forward(x, self.layer, **{name: getattr(self, name) for name in names.split()})
 
     def extra_repr(self):
         """Sizes and iterations."""

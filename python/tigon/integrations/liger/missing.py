@@ -59,8 +59,3 @@ def missing(name: str) -> type:
 def refusal(name: str) -> str:
     """The sentence for a name without an implementation."""
     return f"[compat.liger] {name} is not there in tigon {tigon.__version__}: {instead_of(name)}"
-
-
-def function_class(name: str, function, doc: str) -> type:
-    """A class whose ``apply`` is ``function``: how the autograd functions of that package are called."""
-    return type(name, (), {"apply": staticmethod(function), "__doc__": doc})

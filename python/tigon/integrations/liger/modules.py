@@ -8,15 +8,15 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 import tigon
-from tigon.error import check
 from tigon.integrations.liger import functional as F
-from tigon.integrations.liger.missing import function_class
+from tigon.integrations.liger.names import check
+from tigon.integrations.liger.signatures import Loss, function_class
 from tigon.integrations.transformers.modules import FusedGatedMLP, GatedMLP, activation_of
 from tigon.ops.experts import _route
 
 
 def _initial(init_fn: str, *shape: int) -> nn.Parameter:
-    check("compat.liger", init_fn in ("ones", "zeros"), "init_fn must be ones or zeros, got {!r}", init_fn)
+    check(init_fn in ("ones", "zeros"), "init_fn must be ones or zeros, got {!r}", init_fn)
     return nn.Parameter(torch.ones(shape) if init_fn == "ones" else torch.zeros(shape))
 
 
@@ -28,7 +28,7 @@ class LigerRMSNorm(nn.Module):
         super().__init__()
         modes = ("llama", "gemma", "none")
         known = casting_mode in modes
-        check("compat.liger", known, "casting_mode must be one of {}, got {!r}", modes, casting_mode)
+        check(known, "casting_mode must be one of {}, got {!r}", modes, casting_mode)
         weight = _initial(init_fn, hidden_size)
         if elementwise_affine:
             self.weight = weight
@@ -75,8 +75,9 @@ class LigerRMSNormForGemma3(LigerRMSNorm):
 class LigerRMSNormForGemma4(LigerRMSNorm):
     """Gemma 4: the plain weight, or none (``with_scale=False``)."""
 
-    def __init__(self, dim, eps=1e-6, offset=0.0, casting_mode="gemma", init_fn="ones", in_place=False,
-                 with_scale=True):  # fmt: skip
+    def __init__(
+        self, dim, eps=1e-6, offset=0.0, casting_mode="gemma", init_fn="ones", in_place=False, with_scale=True
+    ):
         super().__init__(dim, eps, offset, casting_mode, init_fn, in_place, elementwise_affine=with_scale)
         self.with_scale = with_scale
 
@@ -102,7 +103,7 @@ class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
 
     def __init__(self, dim=None, eps=1e-6, offset=0, casting_mode="gemma", init_fn="ones", in_place=False,
                  with_scale=True):  # fmt: skip
-        check("compat.liger", dim is not None or not with_scale, "dim must be given with a scale, got None")
+        check(dim is not None or not with_scale, "dim must be given with a scale, got None")
         super().__init__(dim or 0, eps, offset, casting_mode, init_fn, in_place, with_scale)
 
 
@@ -113,8 +114,9 @@ class LigerRMSNormForMuseGlimmerTextCentered(LigerRMSNormForGemma2):
 class LigerFusedAddRMSNorm(LigerRMSNorm):
     """Residual addition and RMSNorm: (normalised sum, sum)."""
 
-    def __init__(self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones",
-                 in_place=False):  # fmt: skip
+    def __init__(
+        self, hidden_size, eps=1e-6, offset=0.0, casting_mode="llama", init_fn="ones", in_place=False
+    ):
         super().__init__(hidden_size, eps, offset, casting_mode, init_fn, in_place)
 
     def forward(self, hidden_states, residual):
@@ -147,7 +149,7 @@ class LigerGroupNorm(nn.Module):
     def __init__(self, num_channels, num_groups, eps=1e-6, bias=False, init_fn="ones"):
         super().__init__()
         divides = num_groups > 0 and num_channels % num_groups == 0
-        check("compat.liger", divides, "num_groups must divide {}, got {}", num_channels, num_groups)
+        check(divides, "num_groups must divide {}, got {}", num_channels, num_groups)
         self.num_channels, self.num_groups, self.eps = num_channels, num_groups, eps
         self.variance_epsilon = eps
         self.weight = _initial(init_fn, num_channels)
@@ -163,8 +165,7 @@ class LigerGroupNorm(nn.Module):
 class LigerLayerNorm(nn.Module):
     """LayerNorm; without ``bias`` the bias is zero and stays a parameter, as there."""
 
-    def __init__(self, hidden_size, eps=1e-6, bias=False, init_fn="ones", impl=None, mode=None,
-                 backend=None):  # fmt: skip
+    def __init__(self, hidden_size, eps=1e-6, bias=False, init_fn="ones", impl=None, mode=None, backend=None):
         super().__init__()
         self.hidden_size, self.eps, self.variance_epsilon = hidden_size, eps, eps
         self.impl, self.mode = backend if impl is None else impl, mode
@@ -264,12 +265,7 @@ class LigerSwiGLUMLP(GatedMLP):
     def __init__(self, config, intermediate_size=None):
         super().__init__(config, intermediate_size)
         self.config = config
-        check(
-            "compat.liger",
-            self.activation in ("silu", "swish"),
-            "hidden_act must be silu, got {!r}",
-            self.activation,
-        )
+        check(self.activation in ("silu", "swish"), "hidden_act must be silu, got {!r}", self.activation)
 
 
 class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
@@ -374,7 +370,7 @@ class LigerExperts(nn.Module):
         self.intermediate_dim = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
         activation = activation_of(config)
         known = activation in ("silu", "swish")
-        check("compat.liger", known, "hidden_act must be silu, got {!r}", activation)
+        check(known, "hidden_act must be silu, got {!r}", activation)
         packed = (self.num_experts, 2 * self.intermediate_dim, self.hidden_dim)
         self.gate_up_proj = nn.Parameter(torch.empty(packed))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
@@ -430,62 +426,38 @@ class LigerBlockSparseTop2MLP(nn.Module):
         return self.w2(tigon.swiglu(self.w1(x), self.w3(x)))
 
 
-class LigerCrossEntropyLoss(nn.Module):
+class _CrossEntropy(Loss):
+    def validate(self):
+        reduction, smoothing, softcap = self.reduction, self.label_smoothing, self.softcap
+        known = reduction in ("mean", "sum", "none")
+        check(known, "reduction must be mean, sum or none, got {!r}", reduction)
+        fits = 0 <= smoothing <= 1
+        check(fits, "label_smoothing must be in [0, 1], got {}", smoothing)
+        check(softcap is None or softcap > 0, "softcap must be > 0 or None, got {}", softcap)
+
+
+class LigerCrossEntropyLoss(
+    _CrossEntropy,
+    target=F.liger_cross_entropy,
+    options="weight=None, ignore_index: int = -100, lse_square_scale: float = 0.0, "
+    "label_smoothing: float = 0.0, reduction: str = 'mean', softcap: float | None = None, "
+    "return_z_loss: bool = False, return_token_accuracy: bool = False, "
+    "return_predicted_tokens: bool = False",
+    operands="_input, target",
+):
     """Cross-entropy of logits; the class weight is an attribute, not a buffer, as there."""
 
-    def __init__(self, weight=None, ignore_index: int = -100, lse_square_scale: float = 0.0,
-                 label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
-                 return_z_loss: bool = False, return_token_accuracy: bool = False,
-                 return_predicted_tokens: bool = False):  # fmt: skip
-        super().__init__()
-        _check_loss(label_smoothing, reduction, softcap)
-        self.weight, self.ignore_index, self.lse_square_scale = weight, ignore_index, lse_square_scale
-        self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
-        self.return_z_loss, self.return_token_accuracy = return_z_loss, return_token_accuracy
-        self.return_predicted_tokens = return_predicted_tokens
 
-    def forward(self, _input, target):
-        """Logits and labels; the loss, or a ``CrossEntropyOutput`` where more was asked for."""
-        return F.liger_cross_entropy(
-            _input, target, self.weight, ignore_index=self.ignore_index, reduction=self.reduction,
-            label_smoothing=self.label_smoothing, lse_square_scale=self.lse_square_scale,
-            softcap=self.softcap, return_z_loss=self.return_z_loss,
-            return_token_accuracy=self.return_token_accuracy,
-            return_predicted_tokens=self.return_predicted_tokens,
-        )  # fmt: skip
-
-
-class LigerFusedLinearCrossEntropyLoss(nn.Module):
+class LigerFusedLinearCrossEntropyLoss(
+    _CrossEntropy,
+    target=F.liger_fused_linear_cross_entropy,
+    options="ce_weight=None, ignore_index: int = -100, lse_square_scale: float = 0.0, "
+    "label_smoothing: float = 0.0, reduction: str = 'mean', softcap: float | None = None, "
+    "return_z_loss: bool = False, accum_dtype=None, use_token_scaling: bool = False, "
+    "return_token_accuracy: bool = False, return_predicted_tokens: bool = False",
+    operands="lin_weight, _input, target, bias=None",
+):
     """The loss head; called with the weight first."""
-
-    def __init__(self, ce_weight=None, ignore_index: int = -100, lse_square_scale: float = 0.0,
-                 label_smoothing: float = 0.0, reduction: str = "mean", softcap: float | None = None,
-                 return_z_loss: bool = False, accum_dtype=None, use_token_scaling: bool = False,
-                 return_token_accuracy: bool = False,
-                 return_predicted_tokens: bool = False):  # fmt: skip
-        super().__init__()
-        _check_loss(label_smoothing, reduction, softcap)
-        self.ce_weight, self.ignore_index, self.lse_square_scale = ce_weight, ignore_index, lse_square_scale
-        self.label_smoothing, self.reduction, self.softcap = label_smoothing, reduction, softcap
-        self.return_z_loss, self.accum_dtype = return_z_loss, accum_dtype
-        self.use_token_scaling, self.return_token_accuracy = use_token_scaling, return_token_accuracy
-        self.return_predicted_tokens = return_predicted_tokens
-
-    def forward(self, lin_weight, _input, target, bias=None):
-        """The loss, or a ``CrossEntropyOutput`` where more was asked for."""
-        return F.liger_fused_linear_cross_entropy(
-            _input, lin_weight, target, bias, self.ce_weight, self.ignore_index, self.lse_square_scale,
-            self.label_smoothing, self.reduction, self.softcap, self.return_z_loss, self.accum_dtype,
-            self.use_token_scaling, self.return_token_accuracy, self.return_predicted_tokens,
-        )  # fmt: skip
-
-
-def _check_loss(label_smoothing, reduction, softcap):
-    known = reduction in ("mean", "sum", "none")
-    check("compat.liger", known, "reduction must be mean, sum or none, got {!r}", reduction)
-    fits = 0 <= label_smoothing <= 1
-    check("compat.liger", fits, "label_smoothing must be in [0, 1], got {}", label_smoothing)
-    check("compat.liger", softcap is None or softcap > 0, "softcap must be > 0 or None, got {}", softcap)
 
 
 def silu_mul(a, b, gate_multiplier=1.0, down_multiplier=1.0):
@@ -493,105 +465,57 @@ def silu_mul(a, b, gate_multiplier=1.0, down_multiplier=1.0):
     return tigon.swiglu(a, b, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier)
 
 
-LigerRMSNormFunction = function_class(
-    "LigerRMSNormFunction",
-    lambda X, W, eps, offset=0.0, casting_mode="llama", in_place=True, row_mode=None: F.liger_rms_norm(
-        X, W, eps, offset, casting_mode
-    ),
-    "RMSNorm.",
-)
-LigerFusedMoEFunction = function_class(
-    "LigerFusedMoEFunction",
-    tigon.experts,
-    "``apply(x, gate_up, down, top_k_index, top_k_weights)``, see :func:`tigon.experts`.",
-)
-LigerMLPFunction = function_class(
-    "LigerMLPFunction",
-    lambda input, gate_weight, up_weight, down_weight, gate_multiplier=1.0, down_multiplier=1.0: (
-        linear(silu_mul(linear(input, gate_weight), linear(input, up_weight), gate_multiplier), down_weight)
-        * down_multiplier
-    ),
-    "silu(gate_multiplier * x gate^T) * (x up^T), times down^T and down_multiplier.",
-)
-LigerSiLUMulFunction = function_class(
-    "LigerSiLUMulFunction",
-    lambda a, b, gate_multiplier=1.0, down_multiplier=1.0: silu_mul(a, b, gate_multiplier, down_multiplier),
-    "silu(gate_multiplier * a) * b * down_multiplier.",
-)
-LigerGELUMulFunction = function_class("LigerGELUMulFunction", F.liger_geglu, "gelu_tanh(a) * b.")
-LigerReLUSquaredFunction = function_class("LigerReLUSquaredFunction", F.liger_relu_squared, "relu(x)^2.")
-LigerFusedGateUpSiLUMulFunction = function_class(
-    "LigerFusedGateUpSiLUMulFunction",
-    lambda y, in_place=False: tigon.swiglu(y),
-    "silu(gate) * up of one tensor that holds both.",
-)
-LigerFusedAddRMSNormFunction = function_class(
-    "LigerFusedAddRMSNormFunction",
-    lambda X, R, W, eps, offset=0.0, casting_mode="llama", in_place=False: F.liger_fused_add_rms_norm(
-        X, R, W, eps, offset, casting_mode
-    ),
-    "(normalised sum, sum).",
-)
-LigerModulatedRMSNormFunction = function_class(
-    "LigerModulatedRMSNormFunction",
-    lambda X, W, scale, shift, eps, offset=0.0, casting_mode="llama", in_place=True: (
-        F.liger_modulated_rms_norm(X, W, scale, shift, eps, offset, casting_mode)
-    ),
-    "RMSNorm, scale and shift.",
-)
-LigerAttnResFunction = function_class(
-    "LigerAttnResFunction",
-    lambda V_stacked, w_query, w_norm, eps: F.liger_attn_res(V_stacked, w_query, w_norm, eps),
-    "Attention over blocks' outputs.",
-)
-LigerGroupNormFunction = function_class("LigerGroupNormFunction", F.liger_group_norm, "GroupNorm.")
-LigerDyTFunction = function_class("LigerDyTFunction", F.liger_dyt, "Dynamic Tanh.")
-LigerQwen2VLMRopeFunction = function_class(
-    "LigerQwen2VLMRopeFunction", F.liger_multimodal_rotary_pos_emb, "M-RoPE of q and k."
-)
-LigerLlama4RopeFunction = function_class(
-    "LigerLlama4RopeFunction",
-    lambda q, k, freqs_cis, BLOCK_SIZE=None: F.liger_llama4_text_rotary_pos_emb(q, k, freqs_cis),
-    "Rotary embedding by complex numbers.",
-)
-LigerLayerNormFunction = function_class("LigerLayerNormFunction", F.liger_layer_norm, "LayerNorm.")
-LigerSoftmaxFunction = function_class("LigerSoftmaxFunction", F.liger_softmax, "Softmax.")
-LigerSparsemaxFunction = function_class("LigerSparsemaxFunction", F.liger_sparsemax, "Sparsemax.")
-LigerPolyNormFunction = function_class("LigerPolyNormFunction", F.liger_poly_norm, "PolyNorm.")
-LigerRopeFunction = function_class("LigerRopeFunction", F.liger_rope, "Rotary embedding of q and k.")
-LigerCrossEntropyFunction = function_class(
-    "LigerCrossEntropyFunction", F.cross_entropy_parts, "Cross-entropy: always a 4-tuple."
-)
-LigerFusedLinearCrossEntropyFunction = function_class(
-    "LigerFusedLinearCrossEntropyFunction", F.linear_cross_entropy_parts, "Loss head: always a 4-tuple."
-)
+def _mlp(input, gate_weight, up_weight, down_weight, gate_multiplier=1.0, down_multiplier=1.0):
+    """``silu(gate_multiplier * x gate^T) * (x up^T)``, times ``down^T`` and ``down_multiplier``."""
+    product = silu_mul(linear(input, gate_weight), linear(input, up_weight), gate_multiplier)
+    return linear(product, down_weight) * down_multiplier
 
 
-LigerEmbeddingFunction = function_class(
-    "LigerEmbeddingFunction",
-    lambda embeddings, indices: tigon.embedding(indices, embeddings),
-    "Rows of a table by token id.",
-)
-LigerTiledMLPFunction = function_class(
-    "LigerTiledMLPFunction",
-    lambda fn, mlp_module, x, shards, compute_params=None: apply_tiled_mlp(fn, mlp_module, x, shards),
-    "A function of tokens, in shards that the backward computes again.",
-)
-LigerFusedLinearScaledCrossEntropyFunction = function_class(
-    "LigerFusedLinearScaledCrossEntropyFunction",
-    lambda _input, weight, target, temperature=1.0, ignore_index=-100, m_tiles_per_cluster=1,
-    return_entropy=False, selected_token_ids=None: _scaled_cross_entropy(
-        _input, weight, target, temperature, ignore_index, return_entropy, selected_token_ids
-    ),
-    "Per-token loss under a temperature, and the entropy where asked for.",
-)  # fmt: skip
-
-
-def _scaled_cross_entropy(hidden, weight, target, temperature, ignore_index, return_entropy, selected):
-    name = "LigerFusedLinearScaledCrossEntropyFunction"
-    check("compat.liger", selected is None, "selected_token_ids must be None in {}, got a tensor", name)
+def _scaled_cross_entropy(_input, weight, target, temperature=1.0, ignore_index=-100, m_tiles_per_cluster=1,
+                          return_entropy=False, selected_token_ids=None):  # fmt: skip
+    """Per-token loss under a temperature, and the entropy where asked for."""
+    check(selected_token_ids is None, "selected_token_ids must be None in {}, got a tensor",
+          "LigerFusedLinearScaledCrossEntropyFunction")  # fmt: skip
     weight, options = F.whole(weight), {"temperature": temperature, "ignore_index": ignore_index}
     if not return_entropy:
-        return -tigon.linear_log_prob(hidden, weight, target, **options)
-    log_prob, entropy = tigon.linear_log_prob(hidden, weight, target, entropy=True, **options)
+        return -tigon.linear_log_prob(_input, weight, target, **options)
+    log_prob, entropy = tigon.linear_log_prob(_input, weight, target, entropy=True, **options)
     return -log_prob, entropy
+
+
+# The part of a function class's name -> what its ``apply`` runs, and its parameters where there are more.
+_FUNCTIONS = {
+    "AttnRes": (F.liger_attn_res, "V_stacked, w_query, w_norm, eps"),
+    "CrossEntropy": (F.cross_entropy_parts,),
+    "DyT": (F.liger_dyt,),
+    "Embedding": (lambda embeddings, indices: tigon.embedding(indices, embeddings),),
+    "FusedAddRMSNorm": (
+        F.liger_fused_add_rms_norm, "X, R, W, eps, offset=0.0, casting_mode='llama', in_place=False",
+    ),
+    "FusedGateUpSiLUMul": (lambda y, in_place=False: tigon.swiglu(y),),
+    "FusedLinearCrossEntropy": (F.linear_cross_entropy_parts,),
+    "FusedLinearScaledCrossEntropy": (_scaled_cross_entropy,),
+    "FusedMoE": (tigon.experts,),
+    "GELUMul": (F.liger_geglu,),
+    "GroupNorm": (F.liger_group_norm,),
+    "LayerNorm": (F.liger_layer_norm,),
+    "Llama4Rope": (F.liger_llama4_text_rotary_pos_emb, "q, k, freqs_cis, BLOCK_SIZE=None"),
+    "MLP": (_mlp,),
+    "ModulatedRMSNorm": (
+        F.liger_modulated_rms_norm,
+        "X, W, scale, shift, eps, offset=0.0, casting_mode='llama', in_place=True",
+    ),
+    "PolyNorm": (F.liger_poly_norm,),
+    "Qwen2VLMRope": (F.liger_multimodal_rotary_pos_emb,),
+    "RMSNorm": (
+        F.liger_rms_norm, "X, W, eps, offset=0.0, casting_mode='llama', in_place=True, row_mode=None",
+    ),
+    "ReLUSquared": (F.liger_relu_squared,),
+    "Rope": (F.liger_rope,),
+    "SiLUMul": (silu_mul,),
+    "Softmax": (F.liger_softmax,),
+    "Sparsemax": (F.liger_sparsemax,),
+    "TiledMLP": (apply_tiled_mlp, "fn, mlp_module, x, shards, compute_params=None"),
+}  # fmt: skip
+for _name, _row in _FUNCTIONS.items():
+    globals()[f"Liger{_name}Function"] = function_class(f"Liger{_name}Function", *_row)

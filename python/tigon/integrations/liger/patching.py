@@ -16,8 +16,9 @@ import os
 from transformers import AutoConfig
 
 import tigon
-from tigon.error import Error, check
+from tigon.error import Error
 from tigon.integrations.liger import forward, functional
+from tigon.integrations.liger.names import check
 from tigon.integrations.transformers.causal_loss import COUNTS, loss_of_logits, loss_options
 from tigon.integrations.transformers.modules import AutoTigonForCausalLM, split_options
 from tigon.integrations.transformers.patch import unwrapped
@@ -105,11 +106,7 @@ def _slots(options: dict) -> tuple[dict, bool]:
     """(keywords of tigon.apply, whether the loss of existing logits is asked for)."""
     on = {name for name, value in options.items() if value}
     both = {"cross_entropy", "fused_linear_cross_entropy"} <= on
-    check(
-        "compat.liger",
-        not both,
-        "cross_entropy and fused_linear_cross_entropy must not both be True, got both",
-    )
+    check(not both, "cross_entropy and fused_linear_cross_entropy must not both be True, got both")
     mlp = bool(on & {"swiglu", "geglu", "relu_squared"})
     wanted = {
         "norm": bool(on & {"rms_norm", "layer_norm"}),
@@ -185,8 +182,9 @@ def _use_logits_loss(model) -> None:
         log.warning("[compat.liger] %s has a loss of its own: cross_entropy leaves it", type(model).__name__)
 
 
-def logits_causal_lm_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100,
-                          shift_labels=None, **kwargs):  # fmt: skip
+def logits_causal_lm_loss(
+    logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
+):
     """transformers' ForCausalLMLoss by :func:`tigon.cross_entropy`: no float32 copy of the logits.
 
     Accuracy and predictions are not counted here, as in Liger: the output has no place for them.

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import tigon
-from tigon.integrations.liger.missing import function_class
-from tigon.integrations.liger.preferences import Loss, head_log_prob
+from tigon.integrations.liger.preferences import head_log_prob
+from tigon.integrations.liger.signatures import Loss, by_name, function_class
 from tigon.ops.policy import formula, token_losses
 
 _KINDS = {"cispo": "cispo", "sapo": "sapo", "vespo": "vespo"}
@@ -41,11 +41,30 @@ def share_of_tokens(attention_mask, num_items_in_batch=None):
     return (items.to(attention_mask.device).float() / processes).clamp(min=1.0)
 
 
+def _check(
+    *, loss_type, importance_sampling_level, sapo_temperature_pos, sapo_temperature_neg, **options
+) -> None:
+    level = importance_sampling_level
+    if loss_type not in _LOSSES:
+        raise ValueError(f"Unknown loss type: {loss_type}")
+    if level not in ("token", "sequence"):
+        raise ValueError(
+            f"Unknown importance sampling level: {level}. Possible values are 'token' and 'sequence'."
+        )
+    kind = _KINDS.get(loss_type, "clip")
+    if level == "sequence" and kind != "clip":
+        raise ValueError(f"Sequence-level importance sampling is not supported for loss_type='{loss_type}'.")
+    if kind == "sapo" and min(sapo_temperature_pos, sapo_temperature_neg) <= 0:
+        raise ValueError("sapo_temperature must be > 0.")
+
+
 def _formula(
-    mask, advantages, old, ref, importance, loss_type, level, beta, clip, delta, tau, gamma, corrected
+    mask, advantages, old, ref, *, beta, clip, loss_type, importance_sampling_level, sapo_temperature_pos,
+    sapo_temperature_neg, vllm_is_ratio, delta, use_bias_correction_kl, vespo_k_pos, vespo_lambda_pos,
+    vespo_k_neg, vespo_lambda_neg,
 ):  # fmt: skip
     """Operands and options of tigon.policy_loss."""
-    kind = _KINDS.get(loss_type, "clip")
+    kind, importance = _KINDS.get(loss_type, "clip"), vllm_is_ratio
     if importance is not None:
         importance = importance.detach().float()
         if importance.dim() == 2 and importance.shape[1] == 1:
@@ -60,45 +79,27 @@ def _formula(
         "ref": None if ref is None else ref.detach().float(),
         "importance": importance,
     }
-    options = {"kind": kind, "level": level, "clip": clip, "kl": beta, "kl_corrected": corrected}
-    options |= {"clip": {"delta": delta}, "sapo": {"tau": tau}, "vespo": {"gamma": gamma}}.get(kind, {})
+    options = {"kind": kind, "level": importance_sampling_level, "clip": clip, "kl": beta}
+    options["kl_corrected"] = use_bias_correction_kl
+    if kind == "clip":
+        options["delta"] = delta
+    elif kind == "sapo":
+        options["tau"] = (sapo_temperature_pos, sapo_temperature_neg)
+    elif kind == "vespo":
+        options["gamma"] = (vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg)
     return operands, options
 
 
 def _policy(
-    of_formula,
-    advantages,
-    mask,
-    old,
-    ref,
-    *,
-    loss_type,
-    level,
-    beta,
-    clip,
-    delta,
-    importance,
-    tau,
-    gamma,
-    corrected,
-    max_completion_length,
-    num_items,
+    result, mask, advantages, old, ref, *, beta, max_completion_length, num_items_in_batch, **options
 ):
     """(loss, [mean divergence where beta is not 0, share of clipped tokens]).
 
-    ``of_formula``: a result of tigon's policy losses from the operands and options of the formula.
+    ``result``: that of tigon's policy losses from the operands and options of the formula.
     """
-    if loss_type not in _LOSSES:
-        raise ValueError(f"Unknown loss type: {loss_type}")
-    if level not in ("token", "sequence"):
-        raise ValueError(
-            f"Unknown importance sampling level: {level}. Possible values are 'token' and 'sequence'."
-        )
-    kind = _KINDS.get(loss_type, "clip")
-    if level == "sequence" and kind != "clip":
-        raise ValueError(f"Sequence-level importance sampling is not supported for loss_type='{loss_type}'.")
-    if kind == "sapo" and min(tau) <= 0:
-        raise ValueError("sapo_temperature must be > 0.")
+    _check(**options)
+    factor, loss_type = 0.0 if ref is None else beta, options["loss_type"]
+    operands, options = _formula(mask, advantages, old, ref, beta=factor, **options)
     normalise, denominator = "token", None
     answers = mask.shape[0]
     if loss_type in ("grpo", "sapo"):
@@ -108,52 +109,20 @@ def _policy(
     elif loss_type == "dr_grpo":
         denominator = answers * max_completion_length
     elif loss_type != "bnpo":
-        denominator = share_of_tokens(mask, num_items)
-    factor = 0.0 if ref is None else beta
-    operands, options = _formula(
-        mask, advantages, old, ref, importance, loss_type, level, factor, clip, delta, tau, gamma, corrected
-    )
-    result = of_formula(**operands, **options, normalise=normalise, denominator=denominator)
+        denominator = share_of_tokens(mask, num_items_in_batch)
+    found = result(**operands, **options, normalise=normalise, denominator=denominator)
     tokens = mask.sum().clamp(min=1.0)
-    divergence = result.loss.new_zeros(()) if ref is None else result.kl.sum() / tokens  # 0 from itself
+    divergence = found.loss.new_zeros(()) if ref is None else found.kl.sum() / tokens  # 0 from itself
     metrics = [divergence] if beta != 0.0 else []
-    return result.loss, (*metrics, (result.clipped != 0).sum() / tokens)
+    return found.loss, (*metrics, (found.clipped != 0).sum() / tokens)
 
 
-def liger_fused_linear_grpo(
-    _input,
-    weight,
-    selected_token_ids,
-    attention_mask,
-    advantages,
-    bias=None,
-    ref_per_token_logps=None,
-    old_per_token_logps=None,
-    ref_input=None,
-    ref_weight=None,
-    ref_bias=None,
-    beta=0.04,
-    epsilon_low=0.2,
-    epsilon_high=0.2,
-    loss_type="dapo",
-    max_completion_length=None,
-    importance_sampling_level="token",
-    sapo_temperature_pos=1.0,
-    sapo_temperature_neg=1.05,
-    temperature=1.0,
-    compiled=True,
-    use_ref_model=True,
-    chunk_size=1,
-    vllm_is_ratio=None,
-    delta=None,
-    use_bias_correction_kl=False,
-    vespo_k_pos=2.0,
-    vespo_lambda_pos=3.0,
-    vespo_k_neg=3.0,
-    vespo_lambda_neg=2.0,
-    num_items_in_batch=None,
-):
-    """Group relative policy optimisation and its relatives."""
+def _grpo(
+    _input, weight, selected_token_ids, attention_mask, advantages, bias, ref_per_token_logps,
+    old_per_token_logps, ref_input, ref_weight, ref_bias, temperature, use_ref_model, compiled, chunk_size,
+    epsilon_low, epsilon_high, **options,
+):  # fmt: skip
+    vllm_is_ratio = options["vllm_is_ratio"]
     if use_ref_model:
         assert ref_per_token_logps is not None or ref_input is not None, (
             "If use_ref_model is True, ref_per_token_logps or ref_input must be provided"
@@ -161,10 +130,10 @@ def liger_fused_linear_grpo(
         if ref_per_token_logps is not None and ref_input is not None:
             warnings.warn(
                 "Both ref_per_token_logps and ref_input are provided. Using ref_per_token_logps.",
-                stacklevel=2,
+                stacklevel=3,
             )
-    if loss_type == "dr_grpo":
-        assert max_completion_length is not None, (
+    if options["loss_type"] == "dr_grpo":
+        assert options["max_completion_length"] is not None, (
             "max_completion_length must be provided for loss_type 'dr_grpo'"
         )
     if vllm_is_ratio is not None:
@@ -185,23 +154,37 @@ def liger_fused_linear_grpo(
     hidden = _input.reshape(*target.shape, _input.shape[-1])
     head = {"bias": bias, "temperature": temperature}
     return _policy(
-        functools.partial(tigon.linear_policy, hidden, weight, target, **head),
-        advantages,
-        mask,
-        old_per_token_logps,
-        ref_per_token_logps,
-        loss_type=loss_type,
-        level=importance_sampling_level,
-        beta=beta,
-        clip=(epsilon_low, epsilon_high),
-        delta=delta,
-        importance=vllm_is_ratio,
-        tau=(sapo_temperature_pos, sapo_temperature_neg),
-        gamma=(vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
-        corrected=use_bias_correction_kl,
-        max_completion_length=max_completion_length,
-        num_items=num_items_in_batch,
-    )
+        functools.partial(tigon.linear_policy, hidden, weight, target, **head), mask, advantages,
+        old_per_token_logps, ref_per_token_logps, clip=(epsilon_low, epsilon_high), **options,
+    )  # fmt: skip
+
+
+liger_fused_linear_grpo = by_name(
+    "liger_fused_linear_grpo(_input, weight, selected_token_ids, attention_mask, advantages, bias=None, "
+    "ref_per_token_logps=None, old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None, "
+    "beta=0.04, epsilon_low=0.2, epsilon_high=0.2, loss_type='dapo', max_completion_length=None, "
+    "importance_sampling_level='token', sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, "
+    "temperature=1.0, compiled=True, use_ref_model=True, chunk_size=1, vllm_is_ratio=None, delta=None, "
+    "use_bias_correction_kl=False, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, "
+    "vespo_lambda_neg=2.0, num_items_in_batch=None)",
+    _grpo,
+)
+LigerFusedLinearGRPOFunction = function_class("LigerFusedLinearGRPOFunction", liger_fused_linear_grpo)
+
+
+class LigerFusedLinearGRPOLoss(
+    Loss,
+    target=liger_fused_linear_grpo,
+    options="beta=0.04, compiled=True, use_ref_model=True, chunk_size=1, epsilon_low=0.2, epsilon_high=0.2, "
+    "loss_type='dapo', max_completion_length=None, importance_sampling_level='token', "
+    "sapo_temperature_pos=1.0, sapo_temperature_neg=1.05, temperature=1.0, delta=None, "
+    "use_bias_correction_kl=False, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, "
+    "vespo_lambda_neg=2.0",
+    operands="_input, lin_weight, selected_token_ids, attention_mask, advantages, bias=None, "
+    "ref_per_token_logps=None, old_per_token_logps=None, ref_input=None, ref_weight=None, ref_bias=None, "
+    "vllm_is_ratio=None, num_items_in_batch=None",
+):
+    """Group relative policy optimisation and its relatives."""
 
 
 def k3_loss_fn(log_p, log_q):
@@ -229,15 +212,9 @@ def clip_coef_fn(coef, epsilon_low, epsilon_high, loss_type):
 
 @torch.no_grad()
 def get_gamma_weights(
-    advantages,
-    log_ratio_per_token,
-    mask,
-    importance_sampling_ratio=None,
-    k_pos=2.0,
-    lambda_pos=3.0,
-    k_neg=3.0,
-    lambda_neg=2.0,
-):
+    advantages, log_ratio_per_token, mask, importance_sampling_ratio=None, k_pos=2.0, lambda_pos=3.0,
+    k_neg=3.0, lambda_neg=2.0,
+):  # fmt: skip
     """VESPO's factor of each answer, ``[B, 1]``."""
     least = math.log(1e-8)
     log_w = (log_ratio_per_token.clamp(-20, 20) * mask).sum(-1, keepdim=True)
@@ -298,148 +275,44 @@ def _reduce_grpo_loss(
     raise ValueError(f"Unsupported loss_type '{loss_type}' for GRPO loss.")
 
 
-def triton_grpo_loss(
-    logits,
-    old_logp,
-    ref_logp,
-    completion_ids,
-    advantages,
-    completion_mask=None,
-    temperature=0.9,
-    beta=0.04,
-    eps_low=0.2,
-    eps_high=0.4,
-    inplace=True,
-    loss_type="dapo",
-    max_completion_length=None,
-    importance_sampling_level="token",
-    reduce=False,
-    sapo_temperature_pos=1.0,
-    sapo_temperature_neg=1.05,
-    vllm_is_ratio=None,
-    delta=None,
-    use_bias_correction_kl=False,
-    num_items_in_batch=None,
-    vespo_k_pos=2.0,
-    vespo_lambda_pos=3.0,
-    vespo_k_neg=3.0,
-    vespo_lambda_neg=2.0,
-):
-    """Policy losses of given logits ``[B, L + 1, V]``: of each token, or reduced with the metrics.
-
-    The log-probabilities are those of :func:`tigon.cross_entropy`; ``inplace`` is accepted and ignored.
-    """
-    if importance_sampling_level not in ("token", "sequence"):
-        raise AssertionError(
-            f"importance_sampling_level must be 'token' or 'sequence', got {importance_sampling_level}"
-        )
+def _grpo_of_logits(
+    logits, old_logp, ref_logp, completion_ids, advantages, completion_mask, temperature, eps_low, eps_high,
+    inplace, reduce, max_completion_length, num_items_in_batch, **options,
+):  # fmt: skip
+    level, loss_type = options["importance_sampling_level"], options["loss_type"]
+    if level not in ("token", "sequence"):
+        raise AssertionError(f"importance_sampling_level must be 'token' or 'sequence', got {level}")
     if loss_type not in _LOSSES:
         raise ValueError(f"Unknown loss_type '{loss_type}'. Supported types: {list(_LOSSES)}")
-    if delta is not None and loss_type in _KINDS:
+    if options["delta"] is not None and loss_type in _KINDS:
         raise ValueError(f"delta (two-sided clipping) is not supported for loss_type='{loss_type}'.")
-    if importance_sampling_level == "sequence" and loss_type in _KINDS:
+    if level == "sequence" and loss_type in _KINDS:
         raise ValueError(f"Sequence-level importance sampling is not supported for loss_type='{loss_type}'.")
-    mask = torch.ones_like(completion_ids) if completion_mask is None else completion_mask
+    mask = (torch.ones_like(completion_ids) if completion_mask is None else completion_mask) != 0
     log_prob = _selected(logits, completion_ids, temperature, completion_mask)
-    shared = {
-        "loss_type": loss_type,
-        "level": importance_sampling_level,
-        "beta": beta,
-        "clip": (eps_low, eps_high),
-        "delta": delta,
-        "tau": (sapo_temperature_pos, sapo_temperature_neg),
-        "gamma": (vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg),
-        "corrected": use_bias_correction_kl,
-    }
+    options["clip"] = (eps_low, eps_high)
     if not reduce:
-        operands, options = _formula(mask, advantages, old_logp, ref_logp, importance=vllm_is_ratio, **shared)
-        numbers = formula(**_DEFAULTS | options)
-        losses, ratio, divergence, clipped = token_losses(
-            log_prob, operands["advantage"], mask != 0, *list(operands.values())[1:], numbers
-        )
-        divergence = divergence if beta != 0.0 else None
-        return (
-            losses,
-            divergence * ratio if beta != 0.0 and use_bias_correction_kl else divergence,
-            clipped.abs(),
-        )
-    longest = log_prob.shape[1] if max_completion_length is None else max_completion_length
+        beta, corrected = options["beta"], options["use_bias_correction_kl"]
+        operands, formula_options = _formula(mask, advantages, old_logp, ref_logp, **options)
+        numbers = formula(**_DEFAULTS | formula_options)
+        advantage, *others = operands.values()
+        losses, ratio, divergence, clipped = token_losses(log_prob, advantage, mask, *others, numbers)
+        if beta == 0.0:
+            return losses, None, clipped.abs()
+        return losses, divergence * ratio if corrected else divergence, clipped.abs()
     return _policy(
-        functools.partial(tigon.policy_loss, log_prob, mask=mask != 0),
-        advantages,
-        mask != 0,
-        old_logp,
-        ref_logp,
-        max_completion_length=longest,
-        num_items=num_items_in_batch,
-        importance=vllm_is_ratio,
-        **shared,
-    )
+        functools.partial(tigon.policy_loss, log_prob, mask=mask), mask, advantages, old_logp, ref_logp,
+        max_completion_length=log_prob.shape[1] if max_completion_length is None else max_completion_length,
+        num_items_in_batch=num_items_in_batch, **options,
+    )  # fmt: skip
 
 
-# --- The class -------------------------------------------------------------------------------
-
-LigerFusedLinearGRPOFunction = function_class(
-    "LigerFusedLinearGRPOFunction", liger_fused_linear_grpo, "GRPO."
+# Of each token, or reduced with the metrics, from logits [B, L + 1, V]; inplace has no effect.
+triton_grpo_loss = by_name(
+    "triton_grpo_loss(logits, old_logp, ref_logp, completion_ids, advantages, completion_mask=None, "
+    "temperature=0.9, beta=0.04, eps_low=0.2, eps_high=0.4, inplace=True, loss_type='dapo', "
+    "max_completion_length=None, importance_sampling_level='token', reduce=False, sapo_temperature_pos=1.0, "
+    "sapo_temperature_neg=1.05, vllm_is_ratio=None, delta=None, use_bias_correction_kl=False, "
+    "num_items_in_batch=None, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0)",
+    _grpo_of_logits,
 )
-
-
-class LigerFusedLinearGRPOLoss(Loss):
-    """:func:`liger_fused_linear_grpo` as a module."""
-
-    def __init__(
-        self,
-        beta=0.04,
-        compiled=True,
-        use_ref_model=True,
-        chunk_size=1,
-        epsilon_low=0.2,
-        epsilon_high=0.2,
-        loss_type="dapo",
-        max_completion_length=None,
-        importance_sampling_level="token",
-        sapo_temperature_pos=1.0,
-        sapo_temperature_neg=1.05,
-        temperature=1.0,
-        delta=None,
-        use_bias_correction_kl=False,
-        vespo_k_pos=2.0,
-        vespo_lambda_pos=3.0,
-        vespo_k_neg=3.0,
-        vespo_lambda_neg=2.0,
-    ):
-        super().__init__(locals())
-
-    def forward(
-        self,
-        _input,
-        lin_weight,
-        selected_token_ids,
-        attention_mask,
-        advantages,
-        bias=None,
-        ref_per_token_logps=None,
-        old_per_token_logps=None,
-        ref_input=None,
-        ref_weight=None,
-        ref_bias=None,
-        vllm_is_ratio=None,
-        num_items_in_batch=None,
-    ):
-        """(loss, metrics)."""
-        return liger_fused_linear_grpo(
-            _input,
-            lin_weight,
-            selected_token_ids,
-            attention_mask,
-            advantages,
-            bias,
-            ref_per_token_logps,
-            old_per_token_logps,
-            ref_input,
-            ref_weight,
-            ref_bias,
-            vllm_is_ratio=vllm_is_ratio,
-            num_items_in_batch=num_items_in_batch,
-            **self.options(),
-        )

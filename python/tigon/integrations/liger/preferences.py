@@ -10,21 +10,19 @@ from __future__ import annotations
 import torch
 
 import tigon
-from tigon.integrations.liger.missing import function_class
+from tigon.integrations.liger.signatures import Loss, by_name, function_class
 from tigon.ops.preference import log1mexp
+
+_DPO = ("sigmoid", "hinge", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "apo_zero", "apo_down",
+        "discopop")  # fmt: skip
 
 
 def head_log_prob(hidden, weight, target, bias, ignore_index, temperature=1.0):
+    """Log-probabilities of the tokens, in target's shape."""
     hidden = hidden.reshape(*target.shape, hidden.shape[-1])
     return tigon.linear_log_prob(
         hidden, weight, target, bias=bias, ignore_index=ignore_index, temperature=temperature
     )
-
-
-@torch.no_grad()
-def _reference(hidden, weight, target, bias, ignore_index):
-    """The sum over each answer of the reference's log-probabilities."""
-    return head_log_prob(hidden, weight, target, bias, ignore_index).sum(-1)
 
 
 @torch.no_grad()
@@ -35,33 +33,30 @@ def logit_sums(hidden, weight, bias):
     return sums if bias is None else sums + tokens * bias.sum(dtype=torch.float32)
 
 
+def _reference(target, use_ref_model, ref_input, ref_weight, ref_bias):
+    """The reference head as tigon's losses take it, or None."""
+    if not use_ref_model:
+        return None
+    return ref_input.reshape(*target.shape, ref_input.shape[-1]), ref_weight, ref_bias
+
+
 def _pairs(
-    hidden,
-    weight,
-    target,
-    bias,
-    *,
-    kind,
-    beta,
-    alpha=1.0,
-    ignore_index=-100,
-    nll=True,
-    nll_target=None,
-    average=False,
-    ref=None,
-    **options,
-):
+    _input, weight, target, bias=None, *, kind, beta, alpha=1.0, ignore_index=-100, compute_nll_loss=True,
+    nll_target=None, average_log_prob=False, use_ref_model=False, ref_input=None, ref_weight=None,
+    ref_bias=None, label_smoothing=0.0, discopop_tau=0.05, gamma=0.0, compiled=True, chunk_size=1,
+):  # fmt: skip
     """(loss, the seven results that all losses of pairs share)."""
     half = target.shape[0] // 2
-    hidden = hidden.reshape(*target.shape, hidden.shape[-1])
+    hidden = _input.reshape(*target.shape, _input.shape[-1])
     # Its labels may be others than target's.
-    apart = nll and (nll_target is not None or alpha < 0)
+    apart = compute_nll_loss and (nll_target is not None or alpha < 0)
     result = tigon.linear_preference(
-        hidden, weight, target, bias=bias, ignore_index=ignore_index, kind=kind, beta=beta, average=average,
-        ref=None if ref is None else (ref[0].reshape(*target.shape, ref[0].shape[-1]), *ref[1:]),
-        nll=alpha if nll and not apart else 0.0, **options,
+        hidden, weight, target, bias=bias, ignore_index=ignore_index, kind=kind, beta=beta,
+        average=average_log_prob, ref=_reference(target, use_ref_model, ref_input, ref_weight, ref_bias),
+        nll=alpha if compute_nll_loss and not apart else 0.0, label_smoothing=label_smoothing, gamma=gamma,
+        tau=discopop_tau,
     )  # fmt: skip
-    loss, mean = result.loss, result.nll if nll else torch.zeros_like(result.nll)
+    loss, mean = result.loss, result.nll if compute_nll_loss else torch.zeros_like(result.nll)
     if apart:
         labels = (target if nll_target is None else nll_target)[:half]
         tokens = head_log_prob(hidden[:half], weight, labels, bias, ignore_index)
@@ -77,28 +72,7 @@ def _pairs(
     return loss, shared
 
 
-def _with_reference(given, ref_input, ref_weight, ref_bias):
-    return (ref_input, ref_weight, ref_bias) if given else None
-
-
-# --- Pairs -----------------------------------------------------------------------------------
-
-_DPO = (
-    "sigmoid",
-    "hinge",
-    "exo_pair",
-    "nca_pair",
-    "robust",
-    "bco_pair",
-    "sppo_hard",
-    "apo_zero",
-    "apo_down",
-    "discopop",
-)
-
-
-def _dpo_options(loss_type, label_smoothing) -> dict:
-    """What a type takes beside beta."""
+def _check_dpo(loss_type, label_smoothing) -> None:
     if loss_type == "ipo":
         raise NotImplementedError(
             "loss_type='ipo' is not supported here; use tigon.preference_loss(kind='ipo')"
@@ -111,170 +85,38 @@ def _dpo_options(loss_type, label_smoothing) -> dict:
         raise ValueError(
             f"label_smoothing must lie in [0.0, 0.5) for loss_type='robust', got {label_smoothing}"
         )
-    return {"label_smoothing": label_smoothing} if loss_type in ("exo_pair", "robust") else {}
 
 
-def liger_fused_linear_dpo(
-    _input,
-    weight,
-    target,
-    bias=None,
-    ref_input=None,
-    ref_weight=None,
-    ref_bias=None,
-    ignore_index=-100,
-    beta=0.1,
-    compute_nll_loss=False,
-    compiled=True,
-    use_ref_model=True,
-    average_log_prob=False,
-    chunk_size=1,
-    loss_type="sigmoid",
-    label_smoothing=0.0,
-    discopop_tau=0.05,
-    alpha=1.0,
-):
-    """Direct preference optimisation and its relatives, on chosen answers followed by rejected ones."""
-    options = _dpo_options(loss_type, label_smoothing)
+def _dpo(*, loss_type, label_smoothing, discopop_tau, **options):
+    _check_dpo(loss_type, label_smoothing)
     if loss_type == "discopop":
-        options["tau"] = discopop_tau
-    return _pairs(
-        _input,
-        weight,
-        target,
-        bias,
-        kind=loss_type,
-        beta=beta,
-        alpha=alpha,
-        ignore_index=ignore_index,
-        nll=compute_nll_loss,
-        average=average_log_prob,
-        ref=_with_reference(use_ref_model, ref_input, ref_weight, ref_bias),
-        **options,
-    )
+        options["discopop_tau"] = discopop_tau
+    if loss_type in ("exo_pair", "robust"):
+        options["label_smoothing"] = label_smoothing
+    return _pairs(kind=loss_type, **options)
 
 
-def liger_fused_linear_cpo(
-    _input,
-    weight,
-    target,
-    bias=None,
-    ignore_index=-100,
-    beta=0.1,
-    alpha=1.0,
-    label_smoothing=0.0,
-    compute_nll_loss=True,
-    compiled=True,
-    average_log_prob=False,
-    chunk_size=1,
-):
-    """Contrastive preference optimisation."""
-    return _pairs(
-        _input,
-        weight,
-        target,
-        bias,
-        kind="cpo",
-        beta=beta,
-        alpha=alpha,
-        ignore_index=ignore_index,
-        nll=compute_nll_loss,
-        average=average_log_prob,
-        label_smoothing=label_smoothing,
-    )
-
-
-def liger_fused_linear_simpo(
-    _input,
-    weight,
-    target,
-    bias=None,
-    ignore_index=-100,
-    beta=0.1,
-    alpha=1.0,
-    label_smoothing=0.0,
-    compute_nll_loss=False,
-    compiled=True,
-    gamma=0.5,
-    chunk_size=1,
-):
-    """SimPO."""
-    return _pairs(
-        _input,
-        weight,
-        target,
-        bias,
-        kind="simpo",
-        beta=beta,
-        alpha=alpha,
-        ignore_index=ignore_index,
-        nll=compute_nll_loss,
-        average=True,
-        label_smoothing=label_smoothing,
-        gamma=gamma,
-    )
-
-
-def liger_fused_linear_orpo(
-    _input,
-    weight,
-    target,
-    bias=None,
-    ignore_index=-100,
-    beta=0.1,
-    compute_nll_loss=True,
-    nll_target=None,
-    compiled=True,
-    chunk_size=1,
-):
-    """Odds ratio preference optimisation; two results more: the means of log-sigmoid and of the log odds."""
-    loss, shared = _pairs(
-        _input,
-        weight,
-        target,
-        bias,
-        kind="orpo",
-        beta=beta,
-        ignore_index=ignore_index,
-        nll=compute_nll_loss,
-        nll_target=nll_target,
-        average=True,
-    )
+def _orpo(**options):
+    """Two results more: the means of log-sigmoid and of the log odds."""
+    loss, shared = _pairs(kind="orpo", average_log_prob=True, **options)
     chosen, rejected, *_ = shared
     odds = (chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected))
     return loss, (*shared, torch.nn.functional.logsigmoid(odds).mean(), odds.mean())
 
 
-# --- Single answers --------------------------------------------------------------------------
-
-
-def liger_fused_linear_kto(
-    _input,
-    weight,
-    target,
-    preference_labels,
-    bias=None,
-    ref_input=None,
-    ref_weight=None,
-    ref_bias=None,
-    kl=None,
-    ignore_index=-100,
-    beta=0.1,
-    compiled=True,
-    use_ref_model=True,
-    average_log_prob=False,
-    chunk_size=1,
-):
-    """Kahneman-Tversky optimisation: the sums of log-probabilities, logits and rewards by preference."""
+def _kto(
+    _input, weight, target, preference_labels, bias, ref_input, ref_weight, ref_bias, kl, ignore_index, beta,
+    use_ref_model, average_log_prob,
+):  # fmt: skip
+    """(loss, the sums of log-probabilities, logits and rewards by preference)."""
     hidden = _input.reshape(*target.shape, _input.shape[-1])
     desirable = preference_labels.bool()
-    ref = _with_reference(use_ref_model, ref_input, ref_weight, ref_bias)
-    if ref is not None:
-        ref = (ref_input.reshape(*target.shape, ref_input.shape[-1]), *ref[1:])
+    ref = _reference(target, use_ref_model, ref_input, ref_weight, ref_bias)
     point, many = 0.0, isinstance(kl, torch.Tensor) and kl.numel() > 1
     if many:  # a reference point for each answer: part of its reference
         length = (target != ignore_index).sum(-1) if average_log_prob else 1
-        sums = 0.0 if ref is None else _reference(ref_input, ref_weight, target, ref_bias, ignore_index)
+        with torch.no_grad():
+            sums = 0.0 if ref is None else head_log_prob(*ref[:2], target, ref_bias, ignore_index).sum(-1)
         ref = kl.detach().reshape(-1).float() * length + sums
     elif kl is not None:
         point = kl.detach() if isinstance(kl, torch.Tensor) else float(kl)
@@ -294,151 +136,92 @@ def liger_fused_linear_kto(
     return result.loss, tuple(sums)
 
 
-# --- The classes -----------------------------------------------------------------------------
-
-LigerFusedLinearDPOFunction = function_class("LigerFusedLinearDPOFunction", liger_fused_linear_dpo, "DPO.")
-LigerFusedLinearCPOFunction = function_class("LigerFusedLinearCPOFunction", liger_fused_linear_cpo, "CPO.")
-LigerFusedLinearSimPOFunction = function_class(
-    "LigerFusedLinearSimPOFunction", liger_fused_linear_simpo, "SimPO."
+liger_fused_linear_dpo = by_name(
+    "liger_fused_linear_dpo(_input, weight, target, bias=None, ref_input=None, ref_weight=None, "
+    "ref_bias=None, ignore_index=-100, beta=0.1, compute_nll_loss=False, compiled=True, use_ref_model=True, "
+    "average_log_prob=False, chunk_size=1, loss_type='sigmoid', label_smoothing=0.0, discopop_tau=0.05, "
+    "alpha=1.0)",
+    _dpo,
 )
-LigerFusedLinearORPOFunction = function_class(
-    "LigerFusedLinearORPOFunction", liger_fused_linear_orpo, "ORPO."
+liger_fused_linear_cpo = by_name(
+    "liger_fused_linear_cpo(_input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, "
+    "label_smoothing=0.0, compute_nll_loss=True, compiled=True, average_log_prob=False, chunk_size=1)",
+    _pairs,
+    kind="cpo",
 )
-LigerFusedLinearKTOFunction = function_class("LigerFusedLinearKTOFunction", liger_fused_linear_kto, "KTO.")
+liger_fused_linear_simpo = by_name(
+    "liger_fused_linear_simpo(_input, weight, target, bias=None, ignore_index=-100, beta=0.1, alpha=1.0, "
+    "label_smoothing=0.0, compute_nll_loss=False, compiled=True, gamma=0.5, chunk_size=1)",
+    _pairs, kind="simpo", average_log_prob=True,
+)  # fmt: skip
+liger_fused_linear_orpo = by_name(
+    "liger_fused_linear_orpo(_input, weight, target, bias=None, ignore_index=-100, beta=0.1, "
+    "compute_nll_loss=True, nll_target=None, compiled=True, chunk_size=1)",
+    _orpo,
+)
+liger_fused_linear_kto = by_name(
+    "liger_fused_linear_kto(_input, weight, target, preference_labels, bias=None, ref_input=None, "
+    "ref_weight=None, ref_bias=None, kl=None, ignore_index=-100, beta=0.1, compiled=True, "
+    "use_ref_model=True, average_log_prob=False, chunk_size=1)",
+    _kto,
+)
+LigerFusedLinearDPOFunction = function_class("LigerFusedLinearDPOFunction", liger_fused_linear_dpo)
+LigerFusedLinearCPOFunction = function_class("LigerFusedLinearCPOFunction", liger_fused_linear_cpo)
+LigerFusedLinearSimPOFunction = function_class("LigerFusedLinearSimPOFunction", liger_fused_linear_simpo)
+LigerFusedLinearORPOFunction = function_class("LigerFusedLinearORPOFunction", liger_fused_linear_orpo)
+LigerFusedLinearKTOFunction = function_class("LigerFusedLinearKTOFunction", liger_fused_linear_kto)
 
 
-class Loss(torch.nn.Module):
-    """A loss whose options are its attributes."""
+class LigerFusedLinearDPOLoss(
+    Loss,
+    target=liger_fused_linear_dpo,
+    options="ignore_index=-100, beta=0.1, alpha=1.0, compute_nll_loss=False, compiled=True, "
+    "use_ref_model=True, average_log_prob=False, chunk_size=1, loss_type='sigmoid', label_smoothing=0.0, "
+    "discopop_tau=0.05",
+    operands="lin_weight, _input, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None",
+):
+    """Direct preference optimisation and its relatives, on chosen answers followed by rejected ones."""
 
-    def __init__(self, options):
-        super().__init__()
-        self._options = tuple(name for name in options if name not in ("self", "__class__"))
-        for name in self._options:
-            setattr(self, name, options[name])
-
-    def options(self) -> dict:
-        """The options as they are now."""
-        return {name: getattr(self, name) for name in self._options}
-
-
-class LigerFusedLinearDPOLoss(Loss):
-    """:func:`liger_fused_linear_dpo` as a module."""
-
-    def __init__(
-        self,
-        ignore_index=-100,
-        beta=0.1,
-        alpha=1.0,
-        compute_nll_loss=False,
-        compiled=True,
-        use_ref_model=True,
-        average_log_prob=False,
-        chunk_size=1,
-        loss_type="sigmoid",
-        label_smoothing=0.0,
-        discopop_tau=0.05,
-    ):
-        super().__init__(locals())
-        _dpo_options(loss_type, label_smoothing)
-
-    def forward(self, lin_weight, _input, target, bias=None, ref_input=None, ref_weight=None, ref_bias=None):
-        """(loss, results)."""
-        return liger_fused_linear_dpo(
-            _input, lin_weight, target, bias, ref_input, ref_weight, ref_bias, **self.options()
-        )
+    def validate(self):
+        """Types that are not there, and label smoothing that does not fit them."""
+        _check_dpo(self.loss_type, self.label_smoothing)
 
 
-class LigerFusedLinearCPOLoss(Loss):
-    """:func:`liger_fused_linear_cpo` as a module."""
-
-    def __init__(
-        self,
-        ignore_index=-100,
-        beta=0.1,
-        alpha=1.0,
-        label_smoothing=0.0,
-        compute_nll_loss=True,
-        compiled=True,
-        average_log_prob=False,
-        chunk_size=1,
-    ):
-        super().__init__(locals())
-
-    def forward(self, lin_weight, _input, target, bias=None):
-        """(loss, results)."""
-        return liger_fused_linear_cpo(_input, lin_weight, target, bias, **self.options())
+class LigerFusedLinearCPOLoss(
+    Loss,
+    target=liger_fused_linear_cpo,
+    options="ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, compute_nll_loss=True, "
+    "compiled=True, average_log_prob=False, chunk_size=1",
+    operands="lin_weight, _input, target, bias=None",
+):
+    """Contrastive preference optimisation."""
 
 
-class LigerFusedLinearSimPOLoss(Loss):
-    """:func:`liger_fused_linear_simpo` as a module."""
-
-    def __init__(
-        self,
-        ignore_index=-100,
-        beta=0.1,
-        alpha=1.0,
-        label_smoothing=0.0,
-        compute_nll_loss=True,
-        compiled=True,
-        gamma=0.5,
-        chunk_size=1,
-    ):
-        super().__init__(locals())
-
-    def forward(self, lin_weight, _input, target, bias=None):
-        """(loss, results)."""
-        return liger_fused_linear_simpo(_input, lin_weight, target, bias, **self.options())
+class LigerFusedLinearSimPOLoss(
+    Loss,
+    target=liger_fused_linear_simpo,
+    options="ignore_index=-100, beta=0.1, alpha=1.0, label_smoothing=0.0, compute_nll_loss=True, "
+    "compiled=True, gamma=0.5, chunk_size=1",
+    operands="lin_weight, _input, target, bias=None",
+):
+    """Simple preference optimisation."""
 
 
-class LigerFusedLinearORPOLoss(Loss):
-    """:func:`liger_fused_linear_orpo` as a module."""
-
-    def __init__(self, ignore_index=-100, beta=0.1, compute_nll_loss=True, compiled=True, chunk_size=1):
-        super().__init__(locals())
-
-    def forward(self, lin_weight, _input, target, bias=None, nll_target=None):
-        """(loss, results)."""
-        return liger_fused_linear_orpo(
-            _input, lin_weight, target, bias, nll_target=nll_target, **self.options()
-        )
+class LigerFusedLinearORPOLoss(
+    Loss,
+    target=liger_fused_linear_orpo,
+    options="ignore_index=-100, beta=0.1, compute_nll_loss=True, compiled=True, chunk_size=1",
+    operands="lin_weight, _input, target, bias=None, nll_target=None",
+):
+    """Odds ratio preference optimisation."""
 
 
-class LigerFusedLinearKTOLoss(Loss):
-    """:func:`liger_fused_linear_kto` as a module."""
-
-    def __init__(
-        self,
-        ignore_index=-100,
-        beta=0.1,
-        compiled=True,
-        use_ref_model=False,
-        average_log_prob=False,
-        chunk_size=1,
-    ):
-        super().__init__(locals())
-
-    def forward(
-        self,
-        _input,
-        lin_weight,
-        target,
-        bias=None,
-        preference_labels=None,
-        ref_input=None,
-        ref_weight=None,
-        ref_bias=None,
-        kl=None,
-    ):
-        """(loss, sums)."""
-        return liger_fused_linear_kto(
-            _input,
-            lin_weight,
-            target,
-            preference_labels,
-            bias,
-            ref_input,
-            ref_weight,
-            ref_bias,
-            kl,
-            **self.options(),
-        )
+class LigerFusedLinearKTOLoss(
+    Loss,
+    target=liger_fused_linear_kto,
+    options="ignore_index=-100, beta=0.1, compiled=True, use_ref_model=False, average_log_prob=False, "
+    "chunk_size=1",
+    operands="_input, lin_weight, target, bias=None, preference_labels=None, ref_input=None, "
+    "ref_weight=None, ref_bias=None, kl=None",
+):
+    """Kahneman-Tversky optimisation, of single answers with a preference each."""

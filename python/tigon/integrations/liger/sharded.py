@@ -9,8 +9,8 @@ from torch import nn
 
 import tigon
 from tigon import parallel
-from tigon.error import check
-from tigon.integrations.liger.missing import function_class
+from tigon.integrations.liger.names import check
+from tigon.integrations.liger.signatures import Loss, function_class
 from tigon.integrations.megatron.activation import bias_swiglu_impl
 from tigon.integrations.megatron.norm import RMSNorm
 
@@ -24,7 +24,7 @@ def validate_formula_and_mode(label_smoothing_formula: str, label_smoothing_mode
         ("label_smoothing_formula", label_smoothing_formula, FORMULAS),
         ("label_smoothing_mode", label_smoothing_mode, MODES),
     ):
-        check("compat.liger", value in known, "{} must be one of {}, got {!r}", name, known, value)
+        check(value in known, "{} must be one of {}, got {!r}", name, known, value)
 
 
 def _vocab_parallel(
@@ -36,7 +36,7 @@ def _vocab_parallel(
     smooth = label_smoothing > 0.0 and size > 1
     told = "'global' with label smoothing over several processes (else each has another loss)"
     fits = not smooth or label_smoothing_mode == "global"
-    check("compat.liger", fits, "label_smoothing_mode must be {}, got {!r}", told, label_smoothing_mode)
+    check(fits, "label_smoothing_mode must be {}, got {!r}", told, label_smoothing_mode)
     if label_smoothing_formula == "megatron" and label_smoothing:
         vocab = logits.shape[-1] * size
         label_smoothing = label_smoothing * vocab / (vocab - 1)
@@ -46,55 +46,45 @@ def _vocab_parallel(
     return parallel.cross_entropy(logits, target, tp_group, vocab=logits.shape[-1] * size, **options)
 
 
-LigerVocabParallelCEFunction = function_class(
-    "LigerVocabParallelCEFunction", _vocab_parallel, "Per-token losses of sharded logits."
-)
+LigerVocabParallelCEFunction = function_class("LigerVocabParallelCEFunction", _vocab_parallel)
 
 
-class LigerVocabParallelCrossEntropy(nn.Module):
-    """Per-token losses of logits ``[s, b, V / processes]``."""
+def _three_dimensional(vocab_parallel_logits, target, tp_group, **options):
+    dims = vocab_parallel_logits.dim()
+    check(dims == 3, "vocab_parallel_logits must be 3-D ([s, b, V]), got {}-D", dims)
+    del options["reduction"]
+    return _vocab_parallel(vocab_parallel_logits, target, tp_group, **options)
 
-    def __init__(
-        self, ignore_index=-100, label_smoothing=0.0, reduction="none", label_smoothing_formula="pytorch",
-        label_smoothing_mode="global",
-    ):  # fmt: skip
-        super().__init__()
-        check("compat.liger", reduction == "none", "reduction must be 'none', got {!r}", reduction)
-        inside = 0.0 <= label_smoothing < 1.0
-        check("compat.liger", inside, "label_smoothing must be in [0, 1), got {}", label_smoothing)
-        validate_formula_and_mode(label_smoothing_formula, label_smoothing_mode)
-        self.ignore_index, self.label_smoothing, self.reduction = ignore_index, label_smoothing, reduction
-        self.label_smoothing_formula, self.label_smoothing_mode = (
-            label_smoothing_formula,
-            label_smoothing_mode,
-        )
+
+class LigerVocabParallelCrossEntropy(
+    Loss,
+    target=_three_dimensional,
+    options="ignore_index=-100, label_smoothing=0.0, reduction='none', label_smoothing_formula='pytorch', "
+    "label_smoothing_mode='global'",
+    operands="vocab_parallel_logits, target, tp_group=None",
+):
+    """Per-token losses ``[s, b]`` of logits ``[s, b, V / processes]``, for labels of the whole vocabulary."""
+
+    def validate(self):
+        """Other reductions, and what is none of the formulas and modes of label smoothing."""
+        check(self.reduction == "none", "reduction must be 'none', got {!r}", self.reduction)
+        inside = 0.0 <= self.label_smoothing < 1.0
+        check(inside, "label_smoothing must be in [0, 1), got {}", self.label_smoothing)
+        validate_formula_and_mode(self.label_smoothing_formula, self.label_smoothing_mode)
 
     def extra_repr(self) -> str:
         """The options, for ``print(model)``."""
-        names = ("ignore_index", "label_smoothing", "reduction", "label_smoothing_formula",
-                 "label_smoothing_mode")  # fmt: skip
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-
-    def forward(self, vocab_parallel_logits, target, tp_group=None):
-        """``[s, b]`` float32 for labels of the whole vocabulary."""
-        dims = vocab_parallel_logits.dim()
-        check("compat.liger", dims == 3, "vocab_parallel_logits must be 3-D ([s, b, V]), got {}-D", dims)
-        return _vocab_parallel(
-            vocab_parallel_logits, target, tp_group, self.ignore_index, self.label_smoothing,
-            self.label_smoothing_formula, self.label_smoothing_mode,
-        )  # fmt: skip
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in self._options)
 
 
-class LigerMegatronCrossEntropy(LigerVocabParallelCrossEntropy):
+class LigerMegatronCrossEntropy(
+    LigerVocabParallelCrossEntropy,
+    target=_three_dimensional,
+    options="ignore_index=-100, label_smoothing=0.0, reduction='none', label_smoothing_formula='megatron', "
+    "label_smoothing_mode='partition'",
+    operands="vocab_parallel_logits, target, tp_group=None",
+):
     """The same in Megatron's sense of smoothing."""
-
-    def __init__(
-        self, ignore_index=-100, label_smoothing=0.0, reduction="none", label_smoothing_formula="megatron",
-        label_smoothing_mode="partition",
-    ):  # fmt: skip
-        super().__init__(
-            ignore_index, label_smoothing, reduction, label_smoothing_formula, label_smoothing_mode
-        )
 
 
 def liger_fused_linear_scaled_cross_entropy_tp(
@@ -113,9 +103,7 @@ def liger_fused_linear_scaled_cross_entropy_tp(
 
 
 LigerFusedLinearScaledCrossEntropyTPFunction = function_class(
-    "LigerFusedLinearScaledCrossEntropyTPFunction",
-    liger_fused_linear_scaled_cross_entropy_tp,
-    "Per-token loss of a sharded head under a temperature, and the entropy where asked for.",
+    "LigerFusedLinearScaledCrossEntropyTPFunction", liger_fused_linear_scaled_cross_entropy_tp
 )
 
 
@@ -127,7 +115,7 @@ class LigerMegatronRMSNorm(RMSNorm):
         normalization="RMSNorm",
     ):  # fmt: skip
         asked = getattr(config, "normalization", normalization)
-        check("compat.liger", asked == "RMSNorm", "normalization must be 'RMSNorm', got {!r}", asked)
+        check(asked == "RMSNorm", "normalization must be 'RMSNorm', got {!r}", asked)
         super().__init__(config, hidden_size, eps)
         self.zero_centered_gamma, self._offset = self.offset == 1, self.offset
 
@@ -156,7 +144,7 @@ class LigerMegatronSwiGLU(nn.Module):
     def forward(self, input, bias=None, fp8_input_store=False, cpu_offload_input=False):
         """``[..., 2 F] -> [..., F]``, of two or three dimensions."""
         dims = input.dim()
-        check("compat.liger", dims in (2, 3), "input must be 2D or 3D, got {}D", dims)
+        check(dims in (2, 3), "input must be 2D or 3D, got {}D", dims)
         reason = unsupported(bias, fp8_input_store, cpu_offload_input)
         if reason is None or self.fallback_impl is None:
             return bias_swiglu_impl(input, bias, fp8_input_store, cpu_offload_input)

@@ -41,8 +41,9 @@ def loss_options(given: dict) -> dict:
     return {ours: value for ours, value in named if torch.is_tensor(value) or value}
 
 
-def causal_lm_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100,
-                   shift_labels=None, **kwargs):  # fmt: skip
+def causal_lm_loss(
+    logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **kwargs
+):
     """transformers' ForCausalLMLoss that computes lazy logits' loss from the hidden states.
 
     Beside its own arguments it takes `OPTIONS`.
@@ -62,8 +63,9 @@ def causal_lm_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_i
     if isinstance(logits, LazyLogits):
         logits = logits.materialise()
     if not options:
-        return ForCausalLMLoss(logits, labels, vocab_size, num_items_in_batch, ignore_index,
-                               shift_labels, **kwargs)  # fmt: skip
+        return ForCausalLMLoss(
+            logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
+        )
     target = _shifted(labels, ignore_index) if shift_labels is None else shift_labels
     return loss_of_logits(
         logits.float().view(-1, vocab_size), target, num_items_in_batch, ignore_index, **options

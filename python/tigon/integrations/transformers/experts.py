@@ -211,7 +211,7 @@ def plan_experts(module: nn.Module) -> tuple | str | None:
     )
 
 
-def of_registry(module: nn.Module) -> bool:
+def uses_registry(module: nn.Module) -> bool:
     """Whether transformers' registry decides how these experts run."""
     return bool(ALL_EXPERTS_FUNCTIONS) and hasattr(module, "is_transposed") and hasattr(module, "config")
 
@@ -223,7 +223,7 @@ def implementation(module: nn.Module) -> str:
 
 def _plan_layer(module) -> tuple | None:
     """The whole layer, where the registry would run it by its default or by the loop of the class."""
-    if not of_registry(module) or implementation(module) not in ("eager", "grouped_mm", IMPLEMENTATION):
+    if not uses_registry(module) or implementation(module) not in ("eager", "grouped_mm", IMPLEMENTATION):
         return None
     if foreign(module) and not getattr(module, "_is_expert_parallel", False):
         return None  # expert parallelism calls the class's own forward inside
@@ -270,7 +270,7 @@ def _plan_layer(module) -> tuple | None:
 
 def switch(model: nn.Module, previous: dict[str, str | None]) -> None:
     """Have the registry ask for `tigon` where a layer of `model` runs by it; `previous` by path."""
-    modules = [(path, m) for path, m in model.named_modules() if of_registry(m)]
+    modules = [(path, m) for path, m in model.named_modules() if uses_registry(m)]
     for path, module in modules:
         before = getattr(module.config, "_experts_implementation_internal", None)
         if bound(module, LAYER) is not None and before != IMPLEMENTATION:

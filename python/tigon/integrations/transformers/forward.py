@@ -184,9 +184,11 @@ def foreign(module: nn.Module) -> bool:
     transformers' kernels and accelerate rebind the class's own forward to modules they leave alone.
     """
     forward = module.__dict__.get(_place(module, "forward"))
+    if forward is None:
+        return False
     method = isinstance(forward, types.MethodType)
     own = method and forward.__func__ is type(module).forward and forward.__self__ is module
-    return forward is not None and not own and not _ours(forward)
+    return not own and not _ours(forward)
 
 
 def tensor_parallel(module: nn.Module) -> bool:

@@ -20,7 +20,8 @@ class Operands(NamedTuple):
 
 def is_linear(module: nn.Module) -> bool:
     """Whether its class computes what nn.Linear does."""
-    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+    kind = type(module)
+    return kind is nn.Linear or (issubclass(kind, nn.Linear) and kind.forward is nn.Linear.forward)
 
 
 def is_lora(module: nn.Module) -> bool:

@@ -589,5 +589,6 @@ def _functional_cross_entropy(input, target, weight=None, size_average=None, ign
         )
         if loss is not None:
             return loss
-    return F.cross_entropy(_real(input), _real(target), weight, size_average, ignore_index, reduce,
-                           reduction, label_smoothing)  # fmt: skip
+    return F.cross_entropy(
+        _real(input), _real(target), weight, size_average, ignore_index, reduce, reduction, label_smoothing
+    )

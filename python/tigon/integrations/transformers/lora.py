@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,9 +27,11 @@ from tigon.integrations.transformers.forward import (
     stock,
 )
 from tigon.integrations.transformers.head_operands import is_linear
+from tigon.ops import glu, rms_norm
 from tigon.ops.lora_linear import Adapter, Base, adapted, draw_seed
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LAYERS = ("Linear", "Linear4bit", "Linear8bitLt", "TorchaoLoraLinear")
 _PARTS = ("base_layer", "lora_A", "lora_B", "active_adapters", "scaling")
 
 
@@ -37,10 +40,10 @@ def plan_lora(module: nn.Module) -> tuple[LoraSpec, str] | str | None:
     if not type(module).__module__.startswith("peft.") or not all(hasattr(module, p) for p in _PARTS):
         return None
     name = type(module).__name__
-    if name not in ("Linear", "Linear4bit"):
-        return f"lora.{name} is not an adapter of a plain or 4-bit Linear"
+    if name not in _LAYERS:
+        return f"lora.{name} is not an adapter of a plain or quantised Linear"
     base = module.base_layer
-    if not (is_linear(base) or _is_4bit(base)):
+    if not (is_linear(base) or _is_bitsandbytes(base)):
         return f"the base is {type(base).__name__}, not nn.Linear"
     if foreign(base):
         return "the base's forward is bound to the instance (tensor parallel, kernels or another patch)"
@@ -101,7 +104,7 @@ class Siblings:
         adapters = [
             adapter._replace(base=i) for i, other in enumerate(states.values()) for adapter in other.adapters
         ]
-        y, *ys = adapted(x.to(state.dtype), bases, adapters)
+        y, *ys = _adapted(x, state.dtype, bases, adapters)
         self.x, self.version = weakref.ref(x), x._version
         others = list(states.items())[1:]
         self.results = {of: (other.key(), z) for (of, other), z in zip(others, ys, strict=True)}
@@ -172,64 +175,89 @@ def lora_forward(module: nn.Module, spec: LoraSpec, x, *args, **kwargs):
         return stock(module, x, *args, **kwargs)
     if spec.siblings is not None and state.shareable() and _sharing(x):
         return spec.siblings.call(spec.name, x, state)
-    dtype, base, adapters, magnitude, _ = state
-    x = x.to(dtype)
-    bias = None if magnitude is None else base.bias
-    if magnitude is not None:
-        base = base._replace(bias=None)
-    (y,) = adapted(x, [base], adapters, draw_seed(x) if state.drops() else None)
-    if magnitude is None:
-        return y
-    y = y * (magnitude / _row_lengths(_dense(base), *adapters))
-    return (y if bias is None else y + bias).to(dtype)
+    if state.magnitude is not None:
+        y = _dora(x, state)
+    else:
+        seed = draw_seed(x) if state.drops() else None
+        (y,) = _adapted(x, state.dtype, [state.base], state.adapters, seed)
+    # A 4-bit base computes in a dtype of its own.
+    return y if y.dtype == x.dtype or torch.is_autocast_enabled(x.device.type) else y.to(x.dtype)
+
+
+def _adapted(x, dtype, bases, adapters, seed=None):
+    if x.dtype == dtype:
+        return adapted(x, bases, adapters, seed, _repeater(x))
+    return adapted(x.to(dtype), bases, adapters, seed)
+
+
+# What keeping an x of this size costs is more than a small launch.
+_LARGE = 1 << 25
+
+
+def _repeater(x) -> Callable[[], torch.Tensor] | None:
+    """What makes x once more for the backward, which need not keep it then: a gated product, a large norm.
+
+    Both keep what they are made of. Checkpoints and hooks see to what is kept in their own way.
+    """
+    if not _sharing(x) or x.grad_fn is None or torch._C._current_graph_task_id() != -1:
+        return None
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return None
+    if glu.can_repeat(x):
+        return functools.partial(glu.repeat, x.grad_fn)
+    return rms_norm.repeater(x) if x.nbytes >= _LARGE else None
 
 
 def _sharing(x) -> bool:
     """Whether results may be kept for siblings: in eager training."""
-    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    return torch.is_grad_enabled() and not traced and not x.is_inference()
+    return torch.is_grad_enabled() and _is_eager() and not x.is_inference()
 
 
-def _dense(base: Base) -> torch.Tensor:
-    return base.weight if isinstance(base.weight, torch.Tensor) else base.weight()
+def _is_eager() -> bool:
+    return not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
 
 
 def _state(module, x) -> State | None:
     """What this call multiplies with; None: PEFT computes it.
 
-    Asked for every call: children are looked up where modules keep them, not by attribute.
+    Asked for every call: children and parameters are looked up where modules keep them, not by attribute.
     """
     parts = module._modules
     base = parts["base_layer"]
     if module._disable_adapters or module.merged_adapters or has_hooks(base) or foreign(base):
         return None
-    device = x.device
+    device, dtype = x.device, x.dtype
     autocast = autocast_dtype(device.type)
-    dtype = autocast or x.dtype
-    if dtype not in _DTYPES or type(x) not in _PLAIN:
-        return None
-    if is_linear(base):
-        weight = base.weight
+    if autocast is not None:
+        dtype = autocast
+    weight, bias = _own(base, "weight"), _own(base, "bias")
+    if type(weight) in _PLAIN and is_linear(base):
         if not _usable(weight, device) or x.shape[-1] != weight.shape[1]:
             return None
+        sources = [weight, bias]
         if weight.dtype != dtype:
             if autocast is None:
                 return None  # an error in stock, which shall come
             weight = weight.to(dtype)
-    elif _is_4bit(base) and not torch.compiler.is_compiling():
-        weight = _quantised(base, dtype)
+    elif not torch.compiler.is_compiling() and (make := _dequantiser(base, weight)) is not None:
+        sources = [weight, bias]
+        if autocast is None:
+            dtype = getattr(base, "compute_dtype", None) or dtype  # of a 4-bit base
+        weight = _dequantised(make, dtype)
     else:
         return None
-    bias, adapters, magnitude, kind = base.bias, [], None, None
-    sources = [base.weight, bias]
+    if dtype not in _DTYPES or type(x) not in _PLAIN:
+        return None
+    adapters, magnitude, kind = [], None, None
+    downs, ups, dropouts = (parts[part]._modules for part in ("lora_A", "lora_B", "lora_dropout"))
     for name in module.active_adapters:
-        down = parts["lora_A"]._modules.get(name)
+        down = downs.get(name)
         if down is None:
             continue
-        up, dropout = parts["lora_B"]._modules[name], parts["lora_dropout"]._modules[name]
-        if not (is_linear(down) and is_linear(up)) or any(map(has_hooks, (down, up, dropout))):
+        up, dropout, scale = ups[name], dropouts[name], module.scaling[name]
+        if not (is_linear(down) and is_linear(up)) or has_hooks(down) or has_hooks(up) or has_hooks(dropout):
             return None
-        a, b, of_b, scale = down.weight, up.weight, up.bias, module.scaling[name]
+        a, b, of_b = _own(down, "weight"), _own(up, "weight"), _own(up, "bias")
         kind = kind or a.dtype
         if not (_usable(a, device) and _usable(b, device)) or not a.dtype == b.dtype == kind:
             return None
@@ -253,6 +281,12 @@ def _state(module, x) -> State | None:
     return State(dtype, Base(weight, bias), adapters, magnitude, sources)
 
 
+def _own(module, name):
+    """A parameter, found sooner than by attribute."""
+    own = module._parameters
+    return own[name] if name in own else getattr(module, name)
+
+
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
@@ -269,6 +303,49 @@ def _magnitude(module, name, device) -> torch.Tensor | None:
     return magnitude if _usable(magnitude, device) else None
 
 
+def _dora(x, state: State) -> torch.Tensor:
+    """DoRA gives the rows of ``W + scale * B A`` the lengths of `magnitude`; their own are constants."""
+    dtype, (weight, bias), (adapter,), magnitude, _ = state
+    made = [weight if isinstance(weight, torch.Tensor) else weight()]
+    factor = magnitude / _row_lengths(made[0], adapter)
+    of_rows = factor.detach()[:, None]
+
+    def dense():  # the first time what the lengths were made of
+        return made.pop() if made else weight()
+
+    def scaled():
+        if isinstance(weight, torch.Tensor):
+            return torch.mul(weight, of_rows, out=torch.empty_like(weight))
+        return dense().mul_(of_rows)
+
+    trained = isinstance(weight, torch.Tensor) and weight.requires_grad
+    if _is_eager() and not trained and x.numel() >= x.shape[-1] ** 2:  # few weights: scale these
+        adapter = adapter._replace(b=(adapter.b * of_rows).to(adapter.b.dtype))
+        (y,) = _adapted(x, dtype, [Base(scaled)], [adapter])
+        y = _Magnitude.apply(y, magnitude)
+    else:
+        (y,) = _adapted(x, dtype, [Base(weight if isinstance(weight, torch.Tensor) else dense)], [adapter])
+        y = (y * factor).to(dtype)
+    return y if bias is None else y + bias
+
+
+class _Magnitude(torch.autograd.Function):
+    """y as it is; the gradient of magnitudes that its columns are in proportion to."""
+
+    @staticmethod
+    def forward(ctx, y, magnitude):
+        ctx.mark_dirty(y)
+        ctx.save_for_backward(y, magnitude)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        y, magnitude = ctx.saved_tensors
+        if not ctx.needs_input_grad[1]:
+            return dy, None
+        return dy, (rms_norm.column_dot(dy, y) / magnitude).to(magnitude.dtype)
+
+
 def _row_lengths(weight, adapter: Adapter) -> torch.Tensor:
     """Lengths of the rows of ``weight + scale * b @ a``, which is not formed; constants to autograd."""
     with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
@@ -279,17 +356,29 @@ def _row_lengths(weight, adapter: Adapter) -> torch.Tensor:
         return (squares + 2 * adapter.scale * cross + adapter.scale**2 * own).clamp(min=0).sqrt()
 
 
-def _is_4bit(base: nn.Module) -> bool:
-    """Whether it is bitsandbytes' Linear of 4-bit weights."""
-    return type(base).__name__ == "Linear4bit" and type(base).__module__.startswith("bitsandbytes.")
+def _is_bitsandbytes(base: nn.Module) -> bool:
+    return isinstance(base, nn.Linear) and type(base).__module__.startswith("bitsandbytes.")
 
 
-def _quantised(base: nn.Module, dtype: torch.dtype):
+def _dequantiser(base: nn.Module, weight) -> Callable[[], torch.Tensor] | None:
+    """What makes the weight of a Linear from its quantised one; None where it is not quantised by now."""
+    if _is_bitsandbytes(base):
+        from peft.utils.integrations import dequantize_bnb_weight
+
+        state = getattr(base, "state", None)
+        four = type(weight).__name__ == "Params4bit" and weight.quant_state is not None
+        eight = weight.dtype == torch.int8 and not (state is None or weight.SCB is state.SCB is None)
+        return functools.partial(dequantize_bnb_weight, weight, state) if four or eight else None
+    if is_linear(base) and type(weight).__module__.startswith("torchao."):
+        return weight.dequantize
+    return None
+
+
+def _dequantised(make: Callable[[], torch.Tensor], dtype: torch.dtype):
     """What makes the weight in `dtype`, for one direction at a time."""
-    from peft.utils.integrations import dequantize_module_weight
 
     def dequantise():
         with torch.no_grad():
-            return dequantize_module_weight(base).detach().to(dtype)
+            return make().detach().to(dtype)
 
     return dequantise

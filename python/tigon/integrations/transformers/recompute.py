@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tigon.integrations.transformers.forward import plain
+from tigon.integrations.transformers.forward import bound, plain
 from tigon.integrations.transformers.head_operands import is_linear, is_lora
 from tigon.ops import glu
-from tigon.ops.loss_head.memory import linear_cross_entropy_memory
+from tigon.ops.loss_head.plan import linear_cross_entropy_memory
 
 
 class Ledger:
@@ -58,7 +58,7 @@ class Ledger:
 
 def _spares(down: nn.Module, inner: torch.Tensor) -> bool:
     """Whether inner can be formed again, and what else down keeps bears hooks."""
-    if not glu.can_repeat(inner):
+    if not glu.can_repeat(inner) or bound(down) is not None:  # the slot `lora` keeps none anyway
         return False
     if torch._C._autograd._top_saved_tensors_default_hooks(True) or torch._C._current_graph_task_id() != -1:
         return False  # offloading, checkpointing: they see to what is kept

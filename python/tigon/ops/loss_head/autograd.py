@@ -1,7 +1,14 @@
-"""How a loss of the head returns its gradients.
+"""How losses of a head return their gradients, and the native operators that form them.
+
+The gradients of a scalar loss exist when the loss does: the backward scales them (``finish``). Those of
+losses of rows are formed in the backward (``rows_gradients``). The gradient of a row's logits is its upstream
+gradient times what the row alone gives, so the forward can keep the second factor of as many rows as there is
+memory for (``kept``), and with it hidden's gradient for an upstream of 1 (``unit``); the backward scales rows
+and forms the other gradients from what is kept. What is not kept, and everything under a gradient of the
+entropies, is computed again.
 
 Eager calls go through :class:`_Eager`, which takes nothing but the tensors that can need a gradient (host
-cost); under ``torch.compile`` and the transforms of ``torch.func`` run other forms of the same formulas.
+cost); under ``torch.compile`` and the transforms of ``torch.func`` the operator itself is differentiable.
 """
 
 from __future__ import annotations
@@ -9,243 +16,310 @@ from __future__ import annotations
 import torch
 
 from tigon._load import native
-from tigon._op import Op, direct_apply, graph_is_kept, refuse_second
-from tigon.ops.loss_head import between, operators
-from tigon.ops.loss_head.operands import MAY_ROUND, NEEDS
-from tigon.ops.loss_head.operators import OP, Call, call_of, flat
+from tigon._op import Op, direct_apply, graph_is_kept, may_overwrite_saved, raw, refuse_second
+from tigon.ops.loss_head.operands import (
+    BIAS,
+    HIDDEN,
+    LORA_A,
+    LORA_B,
+    MAIN_GRAD,
+    MAY_ROUND,
+    NEEDS,
+    PLACES,
+    UNIT,
+    WEIGHT,
+    Call,
+)
+from tigon.ops.loss_head.plan import AUTOMATIC, padded, plan, rows_within
 
-_RESULTS = 7  # loss, scale and the gradients of NEEDS come first among an operator's outputs
+OP = "linear_cross_entropy"
+RESULTS = 7  # loss, scale and the gradients of NEEDS come first among an operator's outputs
+
+
+def only_hidden(needs):
+    """Whether hidden alone needs a gradient."""
+    return needs & (HIDDEN | WEIGHT | BIAS | LORA_A | LORA_B) == HIDDEN
+
+
+# Shapes for fake tensors. A symbolic size is compared, and fixed only where a part of the rows is kept.
+
+
+def _plan(call: Call, rows, **sizes):
+    hidden, weight, *_ = call.operands
+    return plan(
+        hidden.device.type, hidden.dtype, rows, hidden.shape[-1], weight.shape[0],
+        train_weight=call.memory.needs & WEIGHT != 0, chunk_rows=call.memory.chunk_rows, **sizes,
+    )  # fmt: skip
+
+
+def _dweight_dtype(call: Call, kept):
+    """In which dtype the native side forms weight's gradient."""
+    hidden, needs, rows = call.operands.hidden, call.memory.needs, call.rows()
+    if not (needs & WEIGHT and needs & MAY_ROUND and hidden.dtype == torch.bfloat16):
+        return torch.float32
+    if kept is not None and (kept.shape[0] < rows or not call.memory.chunk_rows):
+        fits = kept.shape[0] >= rows
+    else:
+        fits = rows <= _plan(call, 0).whole_rows
+    return hidden.dtype if fits else torch.float32
+
+
+def empty_gradients(call: Call, needs, kept=None):
+    """The gradients of NEEDS, those that are not needed without elements."""
+    hidden, weight, lora_a = call.operands.hidden, call.operands.weight, call.operands.lora_a
+    rank = 0 if lora_a is None else lora_a.shape[0]
+    vocab, size = weight.shape[0], hidden.shape[-1]
+    shapes = (hidden.shape, (vocab, size), (vocab,), (rank, size), (vocab, rank))
+    dtypes = (hidden.dtype, _dweight_dtype(call, kept), *(torch.float32,) * 3)
+    return tuple(
+        hidden.new_empty(shape if needs & bit else (0,), dtype=dtype)
+        for bit, shape, dtype in zip(NEEDS.values(), shapes, dtypes, strict=True)
+    )
+
+
+def empty_loss(call: Call, scalar):
+    """Loss, scale and gradients."""
+    hidden, f32 = call.operands.hidden, {"dtype": torch.float32}
+    return (
+        hidden.new_empty(() if scalar else (call.operands.target.shape[0],), **f32),
+        hidden.new_empty(() if scalar else (0,), **f32),
+        *empty_gradients(call, call.memory.needs if scalar else 0),
+    )
+
+
+def empty_kept(call: Call):
+    """unit and kept of losses of rows."""
+    hidden, weight, *_ = call.operands
+    needs, rows, most = call.memory.needs, call.rows(), call.memory.keep_rows
+    if only_hidden(needs) or most == 0:
+        kept = 0
+    elif most == AUTOMATIC:
+        kept = rows if rows <= _plan(call, 0, main_grad=needs & MAIN_GRAD != 0).whole_rows else 0
+    else:
+        kept = rows if rows <= most else _plan(call, rows, train_bias=True, keep_rows=most).kept
+    formed = needs & UNIT and needs & HIDDEN and (kept > 0 or only_hidden(needs))
+    shape = (kept, padded(weight.shape[0])) if kept > 0 else (0,)
+    return hidden.new_empty(hidden.shape if formed else (0,)), hidden.new_empty(shape)
+
+
+def _fake_finish(dloss, scale, dhidden, dweight, dbias, dlora_a, dlora_b, weight_dtype, bias_dtype):
+    dtypes = (dhidden.dtype, weight_dtype, bias_dtype, dhidden.dtype, dhidden.dtype)
+    formed = (dhidden, dweight, dbias, dlora_a, dlora_b)
+    return tuple(g.new_empty(g.shape, dtype=dtype) for g, dtype in zip(formed, dtypes, strict=True))
+
+
+def _fake_rows(upstream, entropy_upstream, unit, kept, *arguments):
+    call = Call.of(arguments)
+    return empty_gradients(call, call.memory.needs, kept)
+
+
+def _fake_rows_in_place(upstream, entropy_upstream, unit, kept, main_grad, *arguments):
+    call, finished = Call.of(arguments[:-1]), arguments[-1]
+    given = WEIGHT * (main_grad is not None) | HIDDEN * (finished and unit is not None)
+    return empty_gradients(call, call.memory.needs & ~given, kept)
+
+
+# The schemas stand in csrc/tigon/ops/linear_cross_entropy/linear_cross_entropy_torch.cpp.
+finish = raw("linear_cross_entropy_bwd", _fake_finish)
+finish_in_place = raw("linear_cross_entropy_bwd_", _fake_finish, OP)
+_rows_backward = raw("linear_cross_entropy_rows_bwd", _fake_rows, OP)
+_rows_backward_in_place = raw("linear_cross_entropy_rows_bwd_", _fake_rows_in_place, OP)
+
+
+# Losses of rows.
+
+
+def keep(call: Call, keep_mb, main_grad) -> Call:
+    """The call, and what its forward is to keep."""
+    needs = call.memory.needs
+    if keep_mb == 0 or not needs & ~MAY_ROUND or torch._C._are_functorch_transforms_active():
+        return call
+    needs |= UNIT * (needs & HIDDEN != 0) | MAIN_GRAD * (main_grad is not None)
+    hidden, weight, *_ = call.operands
+    most = rows_within(keep_mb, weight.shape[0], hidden.element_size())
+    return call.with_memory(needs, most)
+
+
+def saved(call: Call, unit, kept, recomputed=False) -> tuple:
+    """The tensors to save; `recomputed`: a gradient of entropies may ask for logits.
+
+    Where all rows are kept, or hidden alone needs a gradient, weight is not among them, so that a gathered
+    copy of it can be freed.
+    """
+    operands = call.operands
+    hidden, weight = operands.hidden, operands.weight
+    formed, some = unit.shape == hidden.shape, kept.dim() == 2
+    alone = formed and only_hidden(call.memory.needs)
+    if not recomputed and (alone or (some and kept.shape[0] >= call.rows())):
+        operands = operands._replace(
+            hidden=unit if alone else hidden, weight=weight.new_empty(weight.shape[0], 0), bias=None,
+            class_weight=None,
+        )  # fmt: skip
+    return unit if formed else None, kept if some else None, *operands
+
+
+def rows_gradients(tensors, upstream, call: Call, entropy_upstream=None, *, eager=False, main_grad=None):
+    """The gradients from what :func:`saved` gave; that of weight is None where it was added to main_grad.
+
+    An eager backward that frees its graph scales the rows of ``unit`` in place.
+    """
+    unit, kept, *operands = tensors
+    needs = call.memory.needs
+    if entropy_upstream is not None:
+        unit = kept = None
+    if needs & HIDDEN == 0:
+        unit = None
+    finished = eager and unit is not None and not graph_is_kept()
+    more = (*operands, *call.formula, *call.memory)
+    if main_grad is None and not finished:
+        return _rows_backward(upstream, entropy_upstream, unit, kept, *more)
+    dhidden, dweight, *others = _rows_backward_in_place(
+        upstream, entropy_upstream, unit, kept, main_grad, *more, finished
+    )
+    return unit if finished else dhidden, None if main_grad is not None else dweight, *others
+
+
+def wanted(needs_input_grad) -> int:
+    """`needs` of a backward that is told of each argument of an operator."""
+    return sum(bit for name, bit in NEEDS.items() if needs_input_grad[PLACES[name]])
+
+
+def by_argument(gradients, needs, dtypes, number) -> tuple:
+    """For each argument of an operator its gradient, rounded, or None."""
+    found = [None] * number
+    for (name, bit), g, dtype in zip(NEEDS.items(), gradients, dtypes, strict=False):
+        if needs & bit and g is not None:
+            found[PLACES[name]] = g.to(dtype)
+    return tuple(found)
+
+
+def dtypes_of(hidden, weight, bias) -> tuple:
+    """Those of the gradients of NEEDS."""
+    return hidden.dtype, weight.dtype, weight.dtype if bias is None else bias.dtype, *(hidden.dtype,) * 2
+
+
+def _row_upstream(dloss, scale, shape):
+    """The upstream gradient of each row's loss."""
+    return (dloss * scale).expand(shape)
 
 
 class HeadLoss:
-    """``tigon::<name>`` as a differentiable loss of a head.
+    """``tigon::<name>`` as a differentiable loss of a head: scalar, or of rows.
 
-    Its first results are the loss, the reduction's factor and the gradients of NEEDS; a call has operands
-    (hidden, weight, target and bias among them, by name), options, ``needs`` and ``is_scalar()``.
+    Its first results are the loss, the reduction's factor and the gradients of NEEDS.
 
     Args:
         name: of the operator, and in messages.
-        call_of, flat: a call from the operator's arguments, and back.
         fake: the operator's fake kernel.
-        rows_backward: ``(upstream of the rows' losses, saved, options, needs)``: the gradients of NEEDS, by
-            computing the logits again where they were not kept.
-        saved: ``(call, output)``: the tensors that losses of rows save; the operands alone unless given.
+        rows_gradients: of losses of rows ``(saved, upstream, call, eager=, main_grad=)``: the gradients of
+            NEEDS, by computing the logits again where they were not kept.
+        saved: ``(call, output)``: the tensors that it takes; the operands unless given.
+        numbers: ``(call)``: what it takes besides of ``call.more``.
     """
 
-    def __init__(self, name, *, call_of, flat, fake, rows_backward, saved=lambda call, output: call.operands):
-        self.name, self.call_of, self.flat, self.rows_backward = name, call_of, flat, rows_backward
-        self.saved = saved
-        self.inputs = [argument.name for argument in native(name)._schema.arguments]
+    def __init__(self, name, fake, rows_gradients=None, saved=lambda call, output: call.operands,
+                 numbers=lambda call: ()):  # fmt: skip
+        self.name, self.rows_gradients, self.saved, self.numbers = name, rows_gradients, saved, numbers
+        self.arguments = len(native(name)._schema.arguments)
         self.op = Op(name, fake=fake, setup_context=self._setup_context, backward=self._backward,
                      transformed=(self._setup_transformed, self._backward_transformed))  # fmt: skip
 
-    def run(self, call, parameters, way) -> tuple:
+    def run(self, call: Call, parameters, main_grad=None, scalar=True) -> tuple:
         """Loss, and the results of rows.
 
         Args:
             parameters: hidden, weight, bias, A, B as the caller gave them, whose gradients are asked for.
-            way: makes how the gradients of an eager call arise.
+            main_grad: weight's gradient is added to it; ``None``: it is returned.
         """
         if torch.compiler.is_compiling():
-            output = self.op.registered(*self.flat(call))
+            output = self.op.registered(*call.flat())
         elif torch._C._are_functorch_transforms_active():
-            output = self.op.transformed(*self.flat(call._replace(needs=0)))
-        elif call.needs & ~MAY_ROUND == 0:
-            output = self.op.forward(*self.flat(call))
+            output = self.op.transformed(*call.with_memory(0, 0).flat())
+        elif call.memory.needs & ~MAY_ROUND == 0:
+            output = self.op.forward(*call.flat())
         else:
-            chosen = way()
-            return _apply(chosen, call, *parameters), *chosen.results
-        return output[0], *output[_RESULTS:]
+            others = []
+            return _apply(self, call, scalar, main_grad, others, *parameters), *others
+        return output[0], *output[RESULTS:]
 
     # The registered operator.
 
-    def _setup(self, ctx, call, output):
-        hidden, weight, bias = call.operands.hidden, call.operands.weight, call.operands.bias
-        of_bias = weight.dtype if bias is None else bias.dtype
-        ctx.dtypes = (hidden.dtype, weight.dtype, of_bias, hidden.dtype, hidden.dtype)
-        ctx.scalar, ctx.options = call.is_scalar(), call.options
+    def _setup_context(self, ctx, inputs, output):
+        call = Call.of(inputs)
+        operands = call.operands
+        ctx.dtypes = dtypes_of(operands.hidden, operands.weight, operands.bias)
+        ctx.scalar, ctx.call = output[0].dim() == 0, call.without_tensors(self.numbers(call))
         ctx.mark_non_differentiable(*output[1:])
         ctx.set_materialize_grads(False)
-
-    def _setup_context(self, ctx, inputs, output):
-        call = self.call_of(inputs)
-        self._setup(ctx, call, output)
-        ctx.needs = call.needs
-        ctx.save_for_backward(*(output[1:_RESULTS] if call.is_scalar() else self.saved(call, output)))
+        ctx.save_for_backward(*(output[1:RESULTS] if ctx.scalar else self.saved(call, output)))
 
     def _backward(self, ctx, dloss, *_):
         if dloss is None:
-            return self._by_input((), 0, ())
+            return (None,) * self.arguments
         if ctx.scalar:
-            _, of_weight, of_bias, *_ = ctx.dtypes
-            gradients = operators.finish(dloss, *ctx.saved_tensors, of_weight, of_bias)
+            gradients = _finished(dloss, ctx.saved_tensors, ctx.dtypes)
         else:
-            gradients = self.rows_backward(dloss, ctx.saved_tensors, ctx.options, ctx.needs)
-        return self._by_input(gradients, ctx.needs, ctx.dtypes)
-
-    def _by_input(self, gradients, needs, dtypes):
-        """For each argument of the operator its gradient, rounded, or None."""
-        found = {
-            name: g.to(dtype)
-            for (name, bit), g, dtype in zip(NEEDS.items(), gradients, dtypes, strict=False)
-            if needs & bit
-        }
-        return tuple(found.get(name) for name in self.inputs)
+            gradients = self.rows_gradients(ctx.saved_tensors, dloss, ctx.call)
+        return by_argument(gradients, ctx.call.memory.needs, ctx.dtypes, self.arguments)
 
     # For the transforms of torch.func: the backward computes the logits again, whatever the reduction. What
     # needs a gradient is known there alone: inside vmap a tensor does not tell.
 
     def _setup_transformed(self, ctx, inputs, output):
-        call = self.call_of(inputs)
-        self._setup(ctx, call, output)
+        self._setup_context(ctx, inputs, output)
+        call = Call.of(inputs)
         ctx.target_shape = call.operands.target.shape
         ctx.save_for_backward(output[1], *self.saved(call, output))
 
     def _backward_transformed(self, ctx, dloss, *_):
         if dloss is None:
-            return self._by_input((), 0, ())
-        scale, *saved = ctx.saved_tensors
-        wanted = dict(zip(self.inputs, ctx.needs_input_grad, strict=True))
-        needs = sum(bit for name, bit in NEEDS.items() if wanted[name])
-        upstream = _of_rows(dloss, scale, ctx.target_shape, ctx.scalar)
-        gradients = self.rows_backward(upstream, saved, ctx.options, needs)
-        return self._by_input(gradients, needs, ctx.dtypes)
+            return (None,) * self.arguments
+        scale, *tensors = ctx.saved_tensors
+        needs = wanted(ctx.needs_input_grad)
+        upstream = _row_upstream(dloss, scale, ctx.target_shape) if ctx.scalar else dloss
+        gradients = self.rows_gradients(tensors, upstream, ctx.call.with_memory(needs, 0))
+        return by_argument(gradients, needs, ctx.dtypes, self.arguments)
 
 
-def _of_rows(dloss, scale, shape, scalar):
-    """The upstream gradient of each row's loss."""
-    return (dloss * scale).expand(shape) if scalar else dloss
-
-
-def _saved(call, output):
-    """What losses of rows save."""
-    _, _, unit, *_, kept = output
-    return between.saved(call.operands, call.options, call.needs, unit, kept, False)
-
-
-_head = HeadLoss(
-    OP, call_of=call_of, flat=flat, fake=operators.fake, saved=_saved,
-    rows_backward=lambda upstream, saved, options, needs: between.gradients(
-        saved, upstream, None, options, needs
-    ),
-)  # fmt: skip
-
-
-# Eager calls: what is done forward and backward. Each saves what its backward unpacks.
-
-
-class Scalar:
-    """A scalar loss: the gradients exist when the loss does."""
-
-    def __init__(self, head):
-        self.head = head
-
-    def forward(self, ctx, call):
-        output = self.head.op.forward(*self.head.flat(call))
-        ctx.save_for_backward(*output[1:_RESULTS])
-        return output
-
-    def backward(self, ctx, dloss):
-        finish = operators.finish if graph_is_kept() else operators.finish_in_place
-        _, of_weight, of_bias, *_ = ctx.dtypes
-        return finish(dloss, *ctx.saved_tensors, of_weight, of_bias)
-
-
-class Rows:
-    """Losses of rows: the backward starts from what was saved."""
-
-    def __init__(self, head):
-        self.head = head
-
-    def forward(self, ctx, call):
-        self.options = call.options
-        output = self.head.op.forward(*self.head.flat(call))
-        ctx.save_for_backward(*self.head.saved(call, output))
-        return output
-
-    def backward(self, ctx, dloss):
-        return self.head.rows_backward(dloss, ctx.saved_tensors, self.options, ctx.needs)
-
-
-class _HeadRows(Rows):
-    """The same; an eager backward may use up what was kept, and add weight's gradient to its owner's."""
-
-    def __init__(self, main_grad):
-        super().__init__(_head)
-        self.main_grad = main_grad
-
-    def backward(self, ctx, dloss):
-        return between.gradients(
-            ctx.saved_tensors, dloss, None, self.options, ctx.needs, eager=True, main_grad=self.main_grad
-        )
-
-
-class _MainGrad:
-    """A scalar loss alone; the backward adds weight's gradient to the tensor that its owner keeps."""
-
-    head = _head
-
-    def __init__(self, main_grad):
-        self.main_grad = main_grad
-
-    def forward(self, ctx, call):
-        self.options = call.options
-        output = _head.op.forward(*flat(call._replace(needs=0)))
-        ctx.save_for_backward(output[1], *call.operands)
-        return output
-
-    def backward(self, ctx, dloss):
-        scale, *operands = ctx.saved_tensors
-        upstream = _of_rows(dloss, scale, operands[2].shape, True)
-        return between.gradients(
-            (None, None, *operands), upstream, None, self.options, ctx.needs, main_grad=self.main_grad
-        )
+def _finished(dloss, tensors, dtypes):
+    """The gradients of a scalar loss; in their own memory where the backward runs once."""
+    chosen = finish_in_place if may_overwrite_saved(tensors) else finish
+    return chosen(dloss, *tensors, dtypes[1], dtypes[2])
 
 
 class _Eager(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, way, call, hidden, weight, bias, lora_a, lora_b):
-        ctx.way, ctx.needs = way, call.needs
-        ctx.dtypes = tuple(
-            hidden.dtype if t is None else t.dtype for t in (hidden, weight, bias, lora_a, lora_b)
-        )
-        loss, *others = way.forward(ctx, call)
-        way.results = others[_RESULTS - 1 :]
-        return loss
+    def forward(ctx, loss, call, scalar, main_grad, others, hidden, weight, bias, lora_a, lora_b):
+        late = scalar and main_grad is not None  # all gradients are formed in the backward, upstream and all
+        output = loss.op.forward(*(call.with_memory(0, 0) if late else call).flat())
+        ctx.loss, ctx.main_grad, ctx.scalar = loss, main_grad, scalar
+        ctx.needs, ctx.dtypes = call.memory.needs, dtypes_of(hidden, weight, bias)
+        if scalar and not late:
+            ctx.save_for_backward(*output[1:RESULTS])
+        else:
+            ctx.call = call.without_tensors(loss.numbers(call))
+            tensors = loss.saved(call, output)
+            ctx.save_for_backward(*((output[1], *tensors) if late else tensors))
+        others += output[RESULTS:]
+        return output[0]
 
     @staticmethod
     def backward(ctx, dloss):
+        loss, needs, tensors = ctx.loss, ctx.needs, ctx.saved_tensors
         if torch.is_grad_enabled():
-            refuse_second(ctx.way.head.name)
-        gradients = ctx.way.backward(ctx, dloss)
-        needs = ctx.needs
-        wanted = (
+            refuse_second(loss.name)
+        if ctx.scalar and ctx.main_grad is None:
+            gradients = _finished(dloss, tensors, ctx.dtypes)
+        else:
+            if ctx.scalar:
+                scale, *tensors = tensors
+                dloss = _row_upstream(dloss, scale, tensors[4].shape)
+            gradients = loss.rows_gradients(tensors, dloss, ctx.call, eager=True, main_grad=ctx.main_grad)
+        asked = (
             None if g is None or not needs & bit else g if g.dtype == dtype else g.to(dtype)
             for g, dtype, bit in zip(gradients, ctx.dtypes, NEEDS.values(), strict=True)
         )
-        return None, None, *wanted
+        return None, None, None, None, None, *asked
 
 
 _apply = direct_apply(_Eager)
-
-
-def run(call: Call, parameters, main_grad, keep_mb):
-    """Loss, numbers of rows, predicted classes.
-
-    Args:
-        parameters: hidden, weight, bias, A, B as the caller gave them, whose gradients are asked for.
-        main_grad: weight's gradient is added to it; ``None``: it is returned.
-        keep_mb: as in :func:`tigon.linear_cross_entropy`.
-    """
-    if not call.is_scalar():
-        needs, keep_rows = between.keep(call.operands, call.needs, keep_mb, main_grad)
-        call = call._replace(needs=needs, keep_rows=keep_rows)
-    loss, numbers, predicted, _ = _head.run(call, parameters, lambda: _way(call, main_grad))
-    return loss, numbers, predicted
-
-
-def _way(call, main_grad):
-    """How the gradients of an eager call are made."""
-    if not call.is_scalar():
-        return _HeadRows(main_grad)
-    return Scalar(_head) if main_grad is None else _MainGrad(main_grad)

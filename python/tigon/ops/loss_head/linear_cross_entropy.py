@@ -15,56 +15,46 @@ from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops.arguments import check_choice, check_float, check_numbers
-from tigon.ops.loss_head.autograd import run
+from tigon.ops.loss_head.autograd import OP as _OP
+from tigon.ops.loss_head.autograd import HeadLoss, empty_kept, empty_loss, keep, rows_gradients, saved
 from tigon.ops.loss_head.labels import labels_of
-from tigon.ops.loss_head.memory import check_cap, check_keep, chunk_that_fits
 from tigon.ops.loss_head.operands import (
-    MAY_ROUND,
-    REDUCTIONS,
-    WEIGHT,
-    Options,
+    Call,
+    Head,
     autocast,
     check_head,
-    check_lora,
+    check_outputs,
     check_plain,
-    lora_operands,
+    check_token_weight,
     main_grad_of,
     plain_weight,
     prepare,
-    whole_vectors,
     wide_logits,
 )
-from tigon.ops.loss_head.operators import NUMBERS, ONLY_LABEL, PREDICTED, Call
+from tigon.ops.loss_head.plan import REDUCTIONS, check_keep
 from tigon.ops.loss_head.reference import reference, result_type
 
-_OP = "linear_cross_entropy"
+NUMBERS = {"z_loss": 1, "log_prob": 2, "lse": 4, "entropy": 8}  # bits of `outputs`
+_PREDICTED = 16
+_ONLY_LABEL = 32  # the classes predicted need only tell which labels are
 OUTPUTS = ("loss", *NUMBERS, "predicted", "correct")
 
 
-def _check(
-    hidden, weight, target, class_weight, token_weight, label_smoothing, z_loss, reduction, outputs, lora,
-    max_workspace_mb, keep_mb,
-):  # fmt: skip
-    for name, t in (("class_weight", class_weight), ("token_weight", token_weight)):
-        if t is not None:
-            check_float(_OP, name, t)
-    if class_weight is not None:
-        fits = class_weight.dim() == 1 and class_weight.shape[0] == weight.shape[0]
-        check(_OP, fits, "class_weight must be {}, got {}", weight.shape[:1], class_weight.shape)
-    if token_weight is not None:
-        fits = token_weight.shape == target.shape
-        check(_OP, fits, "token_weight must be {}, got {}", target.shape, token_weight.shape)
-    check_choice(_OP, "reduction", reduction, REDUCTIONS)
-    check_numbers(_OP, label_smoothing=label_smoothing, z_loss=z_loss)
-    check_keep(_OP, keep_mb)
-    check_cap(_OP, max_workspace_mb)
-    check(_OP, 0.0 <= label_smoothing <= 1.0, "label_smoothing must be in [0, 1], got {}", label_smoothing)
-    if outputs is not None:
-        fits = outputs[:1] == ("loss",) and len(set(outputs)) == len(outputs) and set(outputs) <= set(OUTPUTS)
-        check(
-            _OP, fits, "outputs must be 'loss' and then some of {} (or None), got {!r}", OUTPUTS[1:], outputs
-        )
-    check_lora(_OP, lora, hidden, weight)
+def _fake(*arguments):
+    call = Call.of(arguments)
+    _, _, reduction, outputs = call.more
+    hidden, rows, scalar = call.operands.hidden, call.operands.target.shape[0], reduction != 0
+    wanted = sum(bool(outputs & bit) for bit in NUMBERS.values())
+    loss, scale, dhidden, *others = empty_loss(call, scalar)
+    unit, kept = (dhidden, hidden.new_empty(0)) if scalar else empty_kept(call)
+    return (
+        loss, scale, unit, *others,
+        hidden.new_empty((wanted, rows) if wanted else (0,), dtype=torch.float32),
+        hidden.new_empty((rows,) if outputs & _PREDICTED else (0,), dtype=torch.int64), kept,
+    )  # fmt: skip
+
+
+_loss = HeadLoss(_OP, _fake, rows_gradients, lambda call, output: saved(call, output[2], output[-1]))
 
 
 @of_vocabulary("linear_cross_entropy", 1, "weight")
@@ -166,71 +156,49 @@ def linear_cross_entropy(
     the problem; z-loss: Chowdhery et al. 2022, "PaLM", section 5; LoRA: Hu et al. 2021 (arXiv:2106.09685).
     """
     target = labels_of(target, ignore_index)
-    check_head(
-        _OP, hidden, weight, target, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows,
-        position_ids,
-    )  # fmt: skip
+    head = Head(bias, softcap, logit_scale, temperature, lora, ignore_index, shift, position_ids, valid_rows,
+                chunk_rows, max_workspace_mb, logit_dtype)  # fmt: skip
+    check_head(_OP, hidden, weight, target, head)
     if outputs is not None:
         named = isinstance(outputs, Sequence) and not isinstance(outputs, str)
         check(_OP, named, "outputs must be a tuple of names (or None), got {!r}", outputs)
-        outputs = tuple(outputs)
-    _check(
-        hidden, weight, target, class_weight, token_weight, label_smoothing, z_loss, reduction, outputs, lora,
-        max_workspace_mb, keep_mb,
-    )  # fmt: skip
+        outputs = check_outputs(_OP, outputs, OUTPUTS, " (or None)")
+    if class_weight is not None:
+        check_float(_OP, "class_weight", class_weight)
+        fits = class_weight.dim() == 1 and class_weight.shape[0] == weight.shape[0]
+        check(_OP, fits, "class_weight must be {}, got {}", weight.shape[:1], class_weight.shape)
+    check_token_weight(_OP, token_weight, target)
+    check_choice(_OP, "reduction", reduction, REDUCTIONS)
+    check_numbers(_OP, label_smoothing=label_smoothing, z_loss=z_loss)
+    check(_OP, 0.0 <= label_smoothing <= 1.0, "label_smoothing must be in [0, 1], got {}", label_smoothing)
+    check_keep(_OP, keep_mb)
     _cross_entropy.check_denominator(_OP, denominator)
     hidden = autocast(hidden)
-    wide = wide_logits(_OP, logit_dtype, hidden)
+    wide_logits(_OP, logit_dtype, hidden)
     if not has_kernel(_OP, hidden, beside=(target, bias, class_weight, token_weight, *(lora or ())[:2])):
-        check_plain(_OP, weight, target, ignore_index, shift, valid_rows, position_ids)
+        check_plain(_OP, weight.shape[0], target, head)
         return reference(
-            hidden, plain_weight(_OP, weight), target, bias=bias, ignore_index=ignore_index,
-            class_weight=class_weight, label_smoothing=label_smoothing, softcap=softcap,
-            logit_scale=logit_scale, temperature=temperature, z_loss=z_loss, token_weight=token_weight,
-            reduction=reduction, denominator=denominator, shift=shift, position_ids=position_ids,
-            outputs=outputs, lora=lora, logit_dtype=logit_dtype,
+            hidden, plain_weight(_OP, weight), target, class_weight=class_weight, token_weight=token_weight,
+            label_smoothing=label_smoothing, z_loss=z_loss, reduction=reduction, denominator=denominator,
+            shift=shift, position_ids=position_ids, outputs=outputs, **head.options(),
         )  # fmt: skip
-    main_grad = main_grad_of(_OP, weight) if torch.is_grad_enabled() and weight.requires_grad else None
-    if main_grad is None:  # main_grad has weight's own columns
-        hidden, weight, lora = whole_vectors(hidden, weight, lora)
-    lora_a, lora_b, lora_scale = lora_operands(hidden, lora)
-    if class_weight is not None:
-        class_weight = class_weight.detach().float()
-    if token_weight is not None:
-        token_weight = token_weight.detach().float().reshape(-1)
-    operands, known_rows, needs = prepare(
-        _OP, hidden, weight, target, bias, ignore_index, shift, valid_rows, class_weight, token_weight,
-        lora_a, lora_b, wide, position_ids,
-    )  # fmt: skip
-    if max_workspace_mb is not None:
-        chunk_rows = chunk_that_fits(
-            _OP,
-            max_workspace_mb,
-            hidden,
-            weight.shape[0],
-            chunk_rows,
-            0 if lora_a is None else lora_a.shape[0],
-            needs & WEIGHT != 0,
-            main_grad is not None,
-            wide,
-        )
-    options = Options(
-        ignore_index, label_smoothing, softcap or 0.0, logit_scale, temperature, z_loss, lora_scale, wide,
-        chunk_rows or 0, known_rows,
-    )  # fmt: skip
+    main_grad = main_grad_of(_OP, weight)
     denominator, host_denominator = _cross_entropy.split_denominator(denominator, hidden.device)
     if host_denominator is not None or denominator is not None:
         reduction = "sum"
-    if weight.dtype == hidden.dtype:  # else weight's gradient is rounded once, from float32
-        needs |= MAY_ROUND
-    call = Call(
-        operands, options, REDUCTIONS[reduction], denominator, host_denominator, _bits(outputs), needs
-    )
-    loss, numbers, predicted = run(call, (hidden, weight, bias, lora_a, lora_b), main_grad, keep_mb)
-    loss = loss.view(target.shape) if reduction == "none" else loss
+    scalar = reduction != "none"
+    call, parameters = prepare(
+        _OP, hidden, weight, target, head, class_weight=class_weight, token_weight=token_weight,
+        main_grad=main_grad, label_smoothing=label_smoothing, z_loss=z_loss,
+        more=(denominator, host_denominator, REDUCTIONS[reduction], _bits(outputs)),
+    )  # fmt: skip
+    if not scalar:
+        call = keep(call, keep_mb, main_grad)
+    loss, numbers, predicted, _ = _loss.run(call, parameters, main_grad, scalar)
+    loss = loss if scalar else loss.view(target.shape)
     if outputs is None:
         return loss
-    return _named(loss, numbers, predicted, operands.target, target.shape, ignore_index, outputs)
+    return _named(loss, numbers, predicted, call.operands.target, target.shape, ignore_index, outputs)
 
 
 def _bits(outputs):
@@ -238,8 +206,8 @@ def _bits(outputs):
         return 0
     bits = sum(bit for name, bit in NUMBERS.items() if name in outputs)
     if "predicted" in outputs:
-        return bits + PREDICTED
-    return bits + (PREDICTED + ONLY_LABEL if "correct" in outputs else 0)
+        return bits + _PREDICTED
+    return bits + (_PREDICTED + _ONLY_LABEL if "correct" in outputs else 0)
 
 
 def _named(loss, numbers, predicted, target, shape, ignore_index, outputs):

@@ -6,12 +6,12 @@ Contract: ``csrc/tigon/ops/linear_divergence/linear_divergence.h``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from tigon._op import has_kernel
+from tigon._op import has_kernel, raw
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops import divergence as _divergence
@@ -23,28 +23,92 @@ from tigon.ops.arguments import (
     check_positive,
     kind_of,
 )
-from tigon.ops.loss_head.autograd import Rows, Scalar
-from tigon.ops.loss_head.divergence_operators import NUMBERS, Call, Operands, Options, head
-from tigon.ops.loss_head.labels import labels_of
+from tigon.ops.loss_head import top_k
+from tigon.ops.loss_head.autograd import HeadLoss, empty_gradients, empty_loss
+from tigon.ops.loss_head.labels import labels_of, shifted
 from tigon.ops.loss_head.operands import (
-    MAY_ROUND,
-    REDUCTIONS,
+    Call,
+    Head,
     autocast,
     check_head,
-    check_lora,
+    check_outputs,
     check_plain,
-    lora_operands,
+    check_token_weight,
     plain_weight,
     prepare,
-    shifted,
     whole_vectors,
 )
+from tigon.ops.loss_head.plan import REDUCTIONS
 from tigon.ops.loss_head.reference import plain_logits, result_type
-from tigon.ops.loss_head.top_k import check_top_k, is_top_k, top_k_loss
 
 _KINDS = {"forward_kl": 0, "reverse_kl": 1, "jsd": 2, "tvd": 3}
 _REDUCTIONS = {"none": "none", "sum": "sum", "batchmean": "mean", "mean": "mean"}
+NUMBERS = {"soft": 1, "hard": 2, "entropy": 4}  # bits of `outputs`
 OUTPUTS = ("loss", *NUMBERS)
+_OP = "linear_divergence"
+
+
+class Divergence(NamedTuple):
+    """A divergence from a teacher, as the caller gave it, and what is made of the rows' losses."""
+
+    teacher: Any
+    kind: str
+    beta: float = 0.5
+    soft: float = 1.0
+    hard: float = 0.0
+    teacher_softcap: float | None = None
+    teacher_logit_scale: float = 1.0
+    token_weight: torch.Tensor | None = None
+    reduction: str = "batchmean"
+    denominator: float | torch.Tensor | None = None
+    outputs: tuple[str, ...] = ("loss",)
+
+    def results(self, loss, results):
+        """What the caller gets of the loss and the results of rows by name."""
+        if self.outputs == ("loss",):
+            return loss
+        results["loss"] = loss
+        return result_type(self.outputs, "LinearDivergence")(*(results[name] for name in self.outputs))
+
+    def reduce(self, soft, hard, counts, classes):
+        """The loss of the rows' terms."""
+        rows = self.soft * soft
+        rows = rows + self.hard * hard if self.hard != 0.0 else rows
+        rows = rows if self.token_weight is None else rows * self.token_weight.detach()
+        if self.denominator is not None:
+            return _cross_entropy.divide(rows.sum(), self.denominator)
+        if self.reduction == "none":
+            return rows
+        number = {"sum": 1, "batchmean": counts.sum(), "mean": counts.sum() * classes}[self.reduction]
+        return rows.sum() / number
+
+
+# The operator: after operands, formula and memory come teacher, weight and bias, six numbers, and how the
+# losses of rows become one.
+
+
+def _fake(*arguments):
+    call = Call.of(arguments)
+    reduction, outputs = call.more[-2:]
+    hidden, rows = call.operands.hidden, call.operands.target.shape[0]
+    wanted = sum(bool(outputs & bit) for bit in NUMBERS.values())
+    numbers = hidden.new_empty((wanted, rows) if wanted else (0,), dtype=torch.float32)
+    return *empty_loss(call, reduction != 0), numbers
+
+
+def _fake_rows(upstream, *arguments):
+    call = Call.of(arguments)
+    return empty_gradients(call, call.memory.needs)
+
+
+def _rows_gradients(tensors, upstream, call, **ignored):
+    operands, teacher = tensors[:8], tensors[8:]
+    return _rows_backward(upstream, *operands, *call.formula, *call.memory, *teacher, *call.more)
+
+
+_rows_backward = raw("linear_divergence_rows_bwd", _fake_rows, _OP)
+_loss = HeadLoss(_OP, _fake, _rows_gradients, lambda call, output: (*call.operands, *call.more[:3]),
+                 lambda call: call.more[3:9])  # fmt: skip
 
 
 def reference(
@@ -98,32 +162,19 @@ def reference(
         None if bias is None else bias.to(wide), logit_scale, softcap,
     )  # fmt: skip
     options = {"kind": kind, "beta": beta, "reduction": "none", "ignore_index": ignore_index}
-    of_soft = _divergence.reference(s / temperature, t, labels, **options)
-    rows, counts = soft * of_soft, labels != ignore_index
-    results = {"soft": of_soft.detach()}
+    soft_rows = _divergence.reference(s / temperature, t, labels, **options)
+    counts, hard_rows = labels != ignore_index, None
+    results = {"soft": soft_rows.detach()}
     if hard != 0.0 or "hard" in outputs:
-        of_hard = _cross_entropy.reference(s, labels, ignore_index=ignore_index, reduction="none")
-        results["hard"] = of_hard.detach()
-        rows = rows + hard * of_hard if hard != 0.0 else rows
-    rows = rows if token_weight is None else rows * token_weight.detach()
+        hard_rows = _cross_entropy.reference(s, labels, ignore_index=ignore_index, reduction="none")
+        results["hard"] = hard_rows.detach()
     if "entropy" in outputs:
         log_p = torch.log_softmax(s.detach() / temperature, -1)
         entropy = -torch.where(log_p == -torch.inf, 0.0, log_p.exp() * log_p).sum(-1)
         results["entropy"] = torch.where(counts, entropy, 0.0)
-    if denominator is not None:
-        loss = _cross_entropy.divide(rows.sum(), denominator)
-    elif reduction == "none":
-        loss = rows
-    else:
-        loss = rows.sum() / {"sum": 1, "batchmean": counts.sum(), "mean": counts.sum() * classes}[reduction]
-    return _named(loss, results, outputs)
-
-
-def _named(loss, results, outputs):
-    if outputs == ("loss",):
-        return loss
-    results["loss"] = loss
-    return result_type(outputs, "LinearDivergence")(*(results[name] for name in outputs))
+    d = Divergence(teacher, kind, beta, soft, hard, token_weight=token_weight, reduction=reduction,
+                   denominator=denominator, outputs=outputs)  # fmt: skip
+    return d.results(d.reduce(soft_rows, hard_rows, counts, classes), results)
 
 
 def _check_teacher(op, teacher, hidden):
@@ -155,114 +206,69 @@ def _kernel_dtype(x):
     return x if x.dtype in (torch.float32, torch.bfloat16, torch.float16) else x.float()
 
 
-def _run(
-    op, kind, beta, hidden, weight, teacher, labels, soft, hard, temperature, softcap, logit_scale,
-    teacher_softcap, teacher_logit_scale, bias, lora, token_weight, reduction, denominator, ignore_index,
-    shift, position_ids, valid_rows, chunk_rows, outputs,
-):  # fmt: skip
+def _run(op, hidden, weight, labels, head: Head, d: Divergence):
     """Check, choose between kernel and reference, run."""
     check_float(op, "hidden", hidden)
-    check_integers(op, ignore_index=ignore_index)
-    has_labels = labels is not None
-    named = isinstance(outputs, Sequence) and not isinstance(outputs, str)
-    fits = named and set(outputs) <= set(OUTPUTS) and len(set(outputs)) == len(outputs)
-    check(op, fits and tuple(outputs[:1]) == ("loss",),
-          "outputs must be 'loss' and then some of {}, got {!r}", OUTPUTS[1:], outputs)  # fmt: skip
-    outputs = tuple(outputs)
-    check_numbers(op, soft=soft, hard=hard, teacher_logit_scale=teacher_logit_scale)
-    check(op, soft >= 0, "soft must be >= 0, got {}", soft)
-    check(op, hard >= 0, "hard must be >= 0, got {}", hard)
-    wanted = hard != 0.0 or "hard" in outputs
+    check_integers(op, ignore_index=head.ignore_index)
+    has_labels, shift = labels is not None, head.shift
+    outputs = check_outputs(op, d.outputs, OUTPUTS)
+    if outputs is not d.outputs:
+        d = d._replace(outputs=outputs)
+    check_numbers(op, soft=d.soft, hard=d.hard, teacher_logit_scale=d.teacher_logit_scale)
+    check(op, d.soft >= 0, "soft must be >= 0, got {}", d.soft)
+    check(op, d.hard >= 0, "hard must be >= 0, got {}", d.hard)
+    wanted = d.hard != 0.0 or "hard" in d.outputs
     check(op, has_labels or not wanted, "labels must be given for the hard loss, got None")
     check(op, has_labels or not shift, "labels must be given with shift=True, got None")
     if not has_labels:
-        labels, ignore_index = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device), -100
-    labels = labels_of(labels, ignore_index)
-    check_head(
-        op, hidden, weight, labels, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows,
-        position_ids,
-    )  # fmt: skip
-    check_positive(op, "teacher_softcap", teacher_softcap, or_none=True)
-    check_choice(op, "reduction", reduction, _REDUCTIONS)
-    _cross_entropy.check_denominator(op, denominator)
-    if token_weight is not None:
-        check_float(op, "token_weight", token_weight)
-        fits = token_weight.shape == labels.shape
-        check(op, fits, "token_weight must be {}, got {}", labels.shape, token_weight.shape)
-    check_lora(op, lora, hidden, weight)
-    if is_top_k(teacher):
-        check_top_k(op, teacher, hidden)
-        plain_side = teacher_softcap is None and teacher_logit_scale == 1.0
+        labels = torch.zeros(hidden.shape[:-1], dtype=torch.int64, device=hidden.device)
+        head = head._replace(ignore_index=-100)
+    labels = labels_of(labels, head.ignore_index)
+    check_head(op, hidden, weight, labels, head)
+    check_positive(op, "teacher_softcap", d.teacher_softcap, or_none=True)
+    check_choice(op, "reduction", d.reduction, _REDUCTIONS)
+    _cross_entropy.check_denominator(op, d.denominator)
+    check_token_weight(op, d.token_weight, labels)
+    if top_k.is_top_k(d.teacher):
+        top_k.check_top_k(op, d.teacher, hidden)
+        plain_side = d.teacher_softcap is None and d.teacher_logit_scale == 1.0
         check(
             op, plain_side, "teacher_softcap and teacher_logit_scale must not be given with log-probabilities"
         )
-        options = {"bias": bias, "temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
-        options |= {"lora": lora, "chunk_rows": chunk_rows}
-        loss, results = top_k_loss(
-            op, kind, beta, autocast(hidden), weight, teacher, labels, soft, hard, token_weight, reduction,
-            denominator, ignore_index, shift, position_ids, outputs, options,
-        )  # fmt: skip
-        return _named(loss, results, outputs)
-    states, teacher_weight, teacher_bias = _check_teacher(op, teacher, hidden)
+        return d.results(*top_k.top_k_loss(op, autocast(hidden), weight, labels, head, d))
+    teacher = states, teacher_weight, teacher_bias = _check_teacher(op, d.teacher, hidden)
     hidden, states = autocast(hidden), states if teacher_weight is None else autocast(states)
     weight = plain_weight(op, weight)
-    if not has_kernel(
-        op, hidden, beside=(states, teacher_weight, labels, bias, token_weight, *(lora or ())[:2])
-    ):
-        given = states if teacher_weight is None else (states, teacher_weight, teacher_bias)[: len(teacher)]
-        classes = min(
-            weight.shape[0], states.shape[-1] if teacher_weight is None else teacher_weight.shape[0]
-        )
-        check_plain(op, weight[:classes], labels, ignore_index, shift, valid_rows, position_ids)
-        return reference(
-            hidden, weight, given, labels, kind=kind, beta=beta, soft=soft, hard=hard,
-            temperature=temperature, softcap=softcap, logit_scale=logit_scale,
-            teacher_softcap=teacher_softcap, teacher_logit_scale=teacher_logit_scale, bias=bias, lora=lora,
-            token_weight=token_weight, reduction=reduction, denominator=denominator,
-            ignore_index=ignore_index, shift=shift, position_ids=position_ids, outputs=outputs,
-        )  # fmt: skip
+    classes = min(weight.shape[0], states.shape[-1] if teacher_weight is None else teacher_weight.shape[0])
+    beside = (states, teacher_weight, labels, head.bias, d.token_weight, *(head.lora or ())[:2])
+    if not has_kernel(op, hidden, beside=beside):
+        check_plain(op, classes, labels, head)
+        given = states if teacher_weight is None else (states, *teacher[1 : len(d.teacher)])
+        options = head.options() | d._asdict() | {"shift": shift, "position_ids": head.position_ids}
+        return reference(hidden, weight, labels=labels, **options | {"teacher": given})
     lead, states = labels.shape, _kernel_dtype(states)
     if teacher_weight is not None:
         states, teacher_weight, _ = whole_vectors(states, teacher_weight.to(states.dtype))
         teacher_bias = None if teacher_bias is None else teacher_bias.float()
-    hidden, weight, lora = whole_vectors(hidden, weight, lora)
-    lora_a, lora_b, lora_scale = lora_operands(hidden, lora)
-    wide_bias = None if bias is None else bias.float()
-    same_dtype = weight.dtype == hidden.dtype  # else weight's gradient is rounded once, from float32
-    known, valid, needs = prepare(
-        op, hidden, weight, labels, wide_bias, ignore_index, shift, valid_rows,
-        token_weight=None if token_weight is None else token_weight.detach().float().reshape(-1),
-        lora_a=lora_a, lora_b=lora_b, position_ids=position_ids,
-    )  # fmt: skip
-    operands = Operands(
-        known.hidden, known.weight, known.target, states, teacher_weight, teacher_bias, known.bias,
-        known.token_weight, lora_a, lora_b,
-    )  # fmt: skip
-    denominator, host_denominator = _cross_entropy.split_denominator(denominator, hidden.device)
+    if head.bias is not None:
+        head = head._replace(bias=head.bias.float())
+    denominator, host_denominator = _cross_entropy.split_denominator(d.denominator, hidden.device)
+    reduction, soft, hard = d.reduction, d.soft, d.hard
     if host_denominator is not None or denominator is not None:
         reduction = "sum"
     if reduction == "mean":
-        classes = min(
-            weight.shape[0], states.shape[-1] if teacher_weight is None else teacher_weight.shape[0]
-        )
         soft, hard = soft / classes, hard / classes
-    options = Options(
-        _KINDS[kind], beta, soft, hard, temperature, softcap or 0.0, logit_scale, teacher_softcap or 0.0,
-        teacher_logit_scale, lora_scale, ignore_index, chunk_rows or 0, valid,
-    )  # fmt: skip
     code = REDUCTIONS[_REDUCTIONS[reduction]]
-    bits = sum(bit for name, bit in NUMBERS.items() if name in outputs)
-    call = Call(
-        operands, options, denominator, host_denominator, code, bits, needs | (MAY_ROUND if same_dtype else 0)
-    )
-    loss, numbers = head.run(
-        call,
-        (hidden, weight, wide_bias, lora_a, lora_b),
-        lambda: (Scalar if call.is_scalar() else Rows)(head),
-    )
-    names = [name for name in NUMBERS if name in outputs]
+    bits = sum(bit for name, bit in NUMBERS.items() if name in d.outputs)
+    more = (
+        states, teacher_weight, teacher_bias, _KINDS[d.kind], d.beta, soft, hard, d.teacher_softcap or 0.0,
+        d.teacher_logit_scale, denominator, host_denominator, code, bits,
+    )  # fmt: skip
+    call, parameters = prepare(op, hidden, weight, labels, head, token_weight=d.token_weight, more=more)
+    loss, numbers = _loss.run(call, parameters, scalar=code != 0)
+    names = [name for name in NUMBERS if name in d.outputs]
     results = {name: numbers[i].view(lead) for i, name in enumerate(names)}
-    return _named(loss if call.is_scalar() else loss.view(lead), results, outputs)
+    return d.results(loss if code else loss.view(lead), results)
 
 
 def linear_kl_div(
@@ -344,11 +350,11 @@ def linear_kl_div(
     Source: Hinton et al. 2015, "Distilling the Knowledge in a Neural Network" (arXiv:1503.02531).
     """
     kind = "reverse_kl" if reverse else "forward_kl"
-    return _run(
-        "linear_kl_div", kind, 0.5, hidden, weight, teacher, labels, soft, hard, temperature, softcap,
-        logit_scale, teacher_softcap, teacher_logit_scale, bias, lora, token_weight, reduction, denominator,
-        ignore_index, shift, position_ids, valid_rows, chunk_rows, outputs,
-    )  # fmt: skip
+    head = Head(bias, softcap, logit_scale, temperature, lora, ignore_index, shift, position_ids, valid_rows,
+                chunk_rows)  # fmt: skip
+    loss = Divergence(teacher, kind, 0.5, soft, hard, teacher_softcap, teacher_logit_scale, token_weight,
+                      reduction, denominator, outputs)  # fmt: skip
+    return _run("linear_kl_div", hidden, weight, labels, head, loss)
 
 
 def linear_jsd(
@@ -390,11 +396,11 @@ def linear_jsd(
     check_numbers("linear_jsd", beta=beta)
     check("linear_jsd", 0.0 <= beta <= 1.0, "beta must be in [0, 1], got {}", beta)
     kind = "forward_kl" if beta == 0.0 else "reverse_kl" if beta == 1.0 else "jsd"
-    return _run(
-        "linear_jsd", kind, beta, hidden, weight, teacher, labels, soft, hard, temperature, softcap,
-        logit_scale, teacher_softcap, teacher_logit_scale, bias, lora, token_weight, reduction, denominator,
-        ignore_index, shift, position_ids, valid_rows, chunk_rows, outputs,
-    )  # fmt: skip
+    head = Head(bias, softcap, logit_scale, temperature, lora, ignore_index, shift, position_ids, valid_rows,
+                chunk_rows)  # fmt: skip
+    loss = Divergence(teacher, kind, beta, soft, hard, teacher_softcap, teacher_logit_scale, token_weight,
+                      reduction, denominator, outputs)  # fmt: skip
+    return _run("linear_jsd", hidden, weight, labels, head, loss)
 
 
 def linear_tvd(
@@ -427,8 +433,8 @@ def linear_tvd(
 
     Args, returns, raises: as :func:`tigon.linear_kl_div`.
     """
-    return _run(
-        "linear_tvd", "tvd", 0.5, hidden, weight, teacher, labels, soft, hard, temperature, softcap,
-        logit_scale, teacher_softcap, teacher_logit_scale, bias, lora, token_weight, reduction, denominator,
-        ignore_index, shift, position_ids, valid_rows, chunk_rows, outputs,
-    )  # fmt: skip
+    head = Head(bias, softcap, logit_scale, temperature, lora, ignore_index, shift, position_ids, valid_rows,
+                chunk_rows)  # fmt: skip
+    loss = Divergence(teacher, "tvd", 0.5, soft, hard, teacher_softcap, teacher_logit_scale, token_weight,
+                      reduction, denominator, outputs)  # fmt: skip
+    return _run("linear_tvd", hidden, weight, labels, head, loss)

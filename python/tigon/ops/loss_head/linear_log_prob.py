@@ -5,35 +5,36 @@ Contract: ``csrc/tigon/ops/linear_cross_entropy/linear_cross_entropy.h``.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from tigon._dtensor import of_vocabulary
 from tigon._op import Op, has_kernel
 from tigon.error import check
 from tigon.ops.arguments import check_float, check_indices
-from tigon.ops.loss_head import between
+from tigon.ops.loss_head.autograd import (
+    by_argument,
+    dtypes_of,
+    empty_kept,
+    keep,
+    rows_gradients,
+    saved,
+    wanted,
+)
 from tigon.ops.loss_head.labels import labels_of
-from tigon.ops.loss_head.memory import check_keep
 from tigon.ops.loss_head.operands import (
     MAY_ROUND,
-    NEEDS,
-    Operands,
-    Options,
+    Call,
+    Head,
     autocast,
     check_head,
-    check_lora,
     check_plain,
-    lora_operands,
     main_grad_of,
     plain_weight,
     prepare,
     shifted,
-    whole_vectors,
     wide_logits,
 )
-from tigon.ops.loss_head.operators import between_fake
+from tigon.ops.loss_head.plan import check_keep
 from tigon.ops.loss_head.reference import plain_logits
 
 _OP = "linear_log_prob"
@@ -62,42 +63,9 @@ def several(hidden, target) -> bool:
     return tensors and target.dim() == hidden.dim()
 
 
-def _of_rows(target, ignore_index):
+def _counting_rows(target, ignore_index):
     """For labels [..., K] 0 where one of them counts, else -1: [...]."""
     return (target != ignore_index).any(-1).long() - 1
-
-
-class _Arguments(NamedTuple):
-    """The arguments of ``tigon::linear_log_prob``, in the order of its schema."""
-
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    target: torch.Tensor
-    bias: torch.Tensor | None
-    ignore_index: int
-    softcap: float
-    logit_scale: float
-    temperature: float
-    wide_logits: bool
-    lora_a: torch.Tensor | None
-    lora_b: torch.Tensor | None
-    lora_scale: float
-    chunk_rows: int
-    valid_rows: int
-    entropy: bool
-    needs: int
-    keep_rows: int
-
-
-def _operands(a: _Arguments) -> Operands:
-    return Operands(a.hidden, a.weight, a.target, a.bias, lora_a=a.lora_a, lora_b=a.lora_b)
-
-
-def _options(a: _Arguments) -> Options:
-    return Options(
-        a.ignore_index, softcap=a.softcap, logit_scale=a.logit_scale, temperature=a.temperature,
-        lora_scale=a.lora_scale, wide_logits=a.wide_logits, chunk_rows=a.chunk_rows, valid_rows=a.valid_rows,
-    )  # fmt: skip
 
 
 def statistics_fake(hidden, target, entropy):
@@ -109,51 +77,40 @@ def statistics_fake(hidden, target, entropy):
 
 
 def _fake(*arguments):
-    a = _Arguments(*arguments)
-    return (
-        *statistics_fake(a.hidden, a.target, a.entropy),
-        *between_fake(_operands(a), _options(a), a.needs, a.keep_rows),
-    )
+    call = Call.of(arguments)
+    return *statistics_fake(call.operands.hidden, call.operands.target, *call.more), *empty_kept(call)
 
 
 def _setup_context(ctx, inputs, output):
-    a = _Arguments(*inputs)
+    call = Call.of(inputs)
+    (entropy,), operands = call.more, call.operands
     _, entropies, unit, kept = output
-    ctx.options = _options(a)
-    ctx.save_for_backward(*between.saved(_operands(a), ctx.options, a.needs, unit, kept, a.entropy))
-    ctx.main_grad = None
-    ctx.dtypes = {
-        name: None if t is None else t.dtype for name, t in zip(a._fields, a, strict=True) if name in NEEDS
-    }
-    if not a.entropy:
+    ctx.call, ctx.arguments, ctx.main_grad = call.without_tensors(), len(inputs), None
+    ctx.save_for_backward(*saved(call, unit, kept, entropy))
+    ctx.dtypes = dtypes_of(operands.hidden, operands.weight, operands.bias)
+    if not entropy:
         ctx.mark_non_differentiable(entropies, unit, kept)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dlog_prob, dentropy, *_):
-    wanted = _Arguments(*ctx.needs_input_grad)
     if dlog_prob is None and dentropy is None:
-        return (None,) * len(wanted)
-    saved = ctx.saved_tensors  # once: a checkpoint hands them out once
+        return (None,) * ctx.arguments
+    tensors = ctx.saved_tensors  # once: a checkpoint hands them out once
     if dlog_prob is None:
-        _, _, _, _, target, *_ = saved
+        _, _, _, _, target, *_ = tensors
         upstream = dentropy.new_zeros(target.shape)
     else:
         upstream = -dlog_prob  # the loss is -log_prob
-    needs = sum(bit for name, bit in NEEDS.items() if getattr(wanted, name))
+    needs = wanted(ctx.needs_input_grad)
     if not torch.compiler.is_compiling():
         needs |= MAY_ROUND
     eager = isinstance(ctx, _op.node)
-    main_grad = ctx.main_grad if eager else None
-    gradients = between.gradients(
-        saved, upstream, dentropy, ctx.options, needs, eager=eager, main_grad=main_grad
-    )
-    found = {
-        name: g if g is None else g.to(ctx.dtypes[name])
-        for (name, bit), g in zip(NEEDS.items(), gradients, strict=True)
-        if needs & bit
-    }
-    return tuple(found.get(name) for name in _Arguments._fields)
+    gradients = rows_gradients(
+        tensors, upstream, ctx.call.with_memory(needs, 0), dentropy, eager=eager,
+        main_grad=ctx.main_grad if eager else None,
+    )  # fmt: skip
+    return by_argument(gradients, needs, ctx.dtypes, ctx.arguments)
 
 
 _op = Op(_OP, fake=_fake, setup_context=_setup_context, backward=_backward, results=2)
@@ -224,51 +181,38 @@ def linear_log_prob(
         check_indices(_OP, "target", target)
         fits = target.shape[:-1] == hidden.shape[:-1] and target.shape[-1] >= 1
         check(_OP, fits, "target must be {} (and then K >= 1), got {}", hidden.shape[:-1], target.shape)
-    check_head(
-        _OP, hidden, weight, target[..., 0] if many else target, bias, shift, ignore_index, softcap,
-        logit_scale, temperature, chunk_rows, position_ids,
-    )  # fmt: skip
-    check_lora(_OP, lora, hidden, weight)
+    head = Head(bias, softcap, logit_scale, temperature, lora, ignore_index, shift, position_ids, valid_rows,
+                chunk_rows, None, logit_dtype)  # fmt: skip
+    check_head(_OP, hidden, weight, target[..., 0] if many else target, head)
     check_keep(_OP, keep_mb)
     hidden = autocast(hidden)
-    wide = wide_logits(_OP, logit_dtype, hidden)
+    wide_logits(_OP, logit_dtype, hidden)
     kernel = has_kernel(_OP, hidden, beside=(target, bias, *(lora or ())[:2]))
     if many:
         if shift:
             target = shifted(target.movedim(-1, 0), ignore_index, shift, position_ids).movedim(0, -1)
-        shift, position_ids = False, None
+        head = head._replace(shift=False, position_ids=None)
     if not kernel:
-        check_plain(_OP, weight, target, ignore_index, shift, None if many else valid_rows, position_ids)
+        check_plain(_OP, weight.shape[0], target, head._replace(valid_rows=None if many else valid_rows))
         if many:
-            check_plain(_OP, weight, _of_rows(target, ignore_index), -1, False, valid_rows)
-        target = shifted(target, ignore_index, shift, position_ids)
-        return reference(hidden, plain_weight(_OP, weight), target, bias=bias, temperature=temperature,
-                         softcap=softcap, logit_scale=logit_scale, ignore_index=ignore_index,
-                         entropy=entropy, lora=lora, logit_dtype=logit_dtype)  # fmt: skip
-    main_grad = main_grad_of(_OP, weight) if torch.is_grad_enabled() and weight.requires_grad else None
-    if main_grad is None:  # main_grad has weight's own columns
-        hidden, weight, lora = whole_vectors(hidden, weight, lora)
-    lora_a, lora_b, lora_scale = lora_operands(hidden, lora)
+            rows = head._replace(ignore_index=-1)
+            check_plain(_OP, weight.shape[0], _counting_rows(target, ignore_index), rows)
+        target = shifted(target, ignore_index, head.shift, head.position_ids)
+        return reference(hidden, plain_weight(_OP, weight), target, entropy=entropy, **head.options())
+    main_grad = main_grad_of(_OP, weight)
     rows = target
     if many:  # the number of rows that count is found where it costs no wait
         target = target.to(hidden.device, non_blocking=True).long()
-        rows = target[..., 0] if rows.is_cuda else _of_rows(rows, ignore_index)
-    operands, known_rows, needs = prepare(
-        _OP, hidden, weight, rows, bias, -1 if many else ignore_index, shift, valid_rows, lora_a=lora_a,
-        lora_b=lora_b, wide=wide, position_ids=position_ids,
-    )  # fmt: skip
+        rows = target[..., 0] if rows.is_cuda else _counting_rows(rows, ignore_index)
+        head = head._replace(ignore_index=-1)
+    call, _ = prepare(_OP, hidden, weight, rows, head, main_grad=main_grad, more=(entropy,))
     if many:
-        operands = operands._replace(target=target.reshape(-1, target.shape[-1]))
-    options = Options(
-        ignore_index, softcap=softcap or 0.0, logit_scale=logit_scale, temperature=temperature,
-        lora_scale=lora_scale, wide_logits=wide, chunk_rows=chunk_rows or 0, valid_rows=known_rows,
-    )  # fmt: skip
-    needs, keep_rows = between.keep(operands, needs, 0 if many else keep_mb, main_grad)
-    result, entropies = _op(*_Arguments(
-        operands.hidden, operands.weight, operands.target, operands.bias, ignore_index, options.softcap,
-        logit_scale, temperature, wide, lora_a, lora_b, lora_scale, options.chunk_rows, known_rows, entropy,
-        needs, keep_rows,
-    ))  # fmt: skip
+        call = call._replace(
+            operands=call.operands._replace(target=target.reshape(-1, target.shape[-1])),
+            formula=call.formula._replace(ignore_index=ignore_index),
+        )
+    call = keep(call, 0 if many else keep_mb, main_grad)
+    result, entropies = _op(*call.flat())
     if main_grad is not None and isinstance(result.grad_fn, _op.node):  # eager: grad_fn is what backward sees
         result.grad_fn.main_grad = main_grad
     result = result.view(target.shape)

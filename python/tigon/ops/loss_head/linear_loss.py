@@ -3,49 +3,339 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
-from tigon._op import has_kernel, refuse_tangents
+from tigon._op import has_kernel, once, raw, refuse_tangents
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops.arguments import check_choice, is_traced, kind_of
 from tigon.ops.loss_head import linear_log_prob as _log_prob
-from tigon.ops.loss_head.groups import Groups
-from tigon.ops.loss_head.labels import labels_of
+from tigon.ops.loss_head.autograd import finish
+from tigon.ops.loss_head.labels import check_count, labels_of, sequence_counts, shifted
 from tigon.ops.loss_head.operands import (
-    REDUCTIONS,
-    Options,
+    BIAS,
+    HIDDEN,
+    MAY_ROUND,
+    WEIGHT,
+    Call,
+    Head,
+    Operands,
     autocast,
     check_head,
     check_plain,
     plain_weight,
     prepare,
-    shifted,
-    whole_vectors,
     wide_logits,
 )
-from tigon.ops.loss_head.streaming import OP as _OP
-from tigon.ops.loss_head.streaming import Call, Function, losses
+from tigon.ops.loss_head.plan import MOST_GROUP_LOGITS, REDUCTIONS, padded, plan
+
+_OP = "linear_loss"
+KINDS = ("sequence", "pair")
 
 
-def _composed(
-    hidden, weight, target, fn, tensors, entropy, reduction, denominator, log_prob, options, groups
-):  # fmt: skip
+def _default_chunk(hidden, weight, rows, dweight):
+    return plan(
+        hidden.device.type, hidden.dtype, rows, hidden.shape[-1], weight.shape[0], train_weight=dweight
+    ).chunk_rows
+
+
+class Span(NamedTuple):
+    """A chunk: rows ``[begin, end)`` of the list, groups ``[first, last)``."""
+
+    begin: int
+    end: int
+    first: int
+    last: int
+
+
+class Groups:
+    """Answers ``[B, T]`` as groups in order: each alone, or answer g with answer B/2 + g."""
+
+    def __init__(self, op, kind, target, ignore_index, shift=False, position_ids=None):
+        check_choice(op, "group", kind, KINDS)
+        check(op, target.dim() == 2, "target must be [B, T] with group, got {}", target.shape)
+        answers, self.tokens = target.shape
+        self.sides = 2 if kind == "pair" else 1
+        even = answers % self.sides == 0
+        check(op, even, "target must have chosen and rejected answers with group='pair', got {}", answers)
+        self.number, self.rows = answers // self.sides, self.sides * self.tokens
+        counts = sequence_counts(target, ignore_index, shift, position_ids)  # None: not known here
+        if counts is None:
+            self.sizes = [self.rows] * self.number
+        else:
+            self.sizes = [sum(counts[g :: self.number]) for g in range(self.number)]
+
+    def spans(self, limit) -> list[Span]:
+        """Chunks of whole groups: as many as have no more rows than `limit`, or one."""
+        limit, found, begin, end, first = max(limit, *self.sizes, 1), [], 0, 0, 0
+        for group, size in enumerate(self.sizes):
+            if end + size - begin > limit:
+                found.append(Span(begin, end, first, group))
+                begin, first = end, group
+            end += size
+        return [*found, Span(begin, end, first, self.number)] if self.number else []
+
+    def fit(self, hidden, weight, chunk_rows) -> bool:
+        """Whether the longest group fits a chunk."""
+        longest = max(self.sizes, default=0)
+        if chunk_rows is not None:
+            return longest <= chunk_rows
+        dweight = torch.is_grad_enabled() and weight.requires_grad
+        limit = _default_chunk(hidden, weight, sum(self.sizes), dweight)
+        row = padded(weight.shape[0]) * hidden.element_size()
+        return longest <= max(limit, MOST_GROUP_LOGITS // row)
+
+    def order(self, device):
+        """The rows in the order of groups; None: as they are."""
+        if self.sides == 1:
+            return None
+        rows = torch.arange(self.number * self.rows, device=device)
+        return rows.view(self.sides, self.number, self.tokens).transpose(0, 1).reshape(-1)
+
+    def part(self, t, first, last):
+        """Of a tensor [B, T, ...] or [B]: that of groups [first, last), as fn sees it; a view."""
+        shaped = t.view(self.sides, self.number, *t.shape[1:])[:, first:last]
+        return shaped if self.sides > 1 else shaped[0]
+
+    def seen(self, values, slots, count):
+        """Numbers of rows as fn sees them, 0 where a row was left out: [groups, T] or [2, groups, T]."""
+        if slots is not None:
+            values = values.new_zeros(count * self.rows).scatter(0, slots, values)
+        values = values.view(count, self.sides, self.tokens).transpose(0, 1)
+        return values if self.sides > 1 else values[0]
+
+
+def _fake_rows(target, ignore_index, count):
+    return target.new_empty(count), target.new_empty(count), target.new_empty((), dtype=torch.float32)
+
+
+def _fake_logits(logits, hidden, weight, target, *others):
+    return _log_prob.statistics_fake(hidden, target, others[-1])
+
+
+_logits = raw("linear_loss_logits", _fake_logits)
+_gradient = raw("linear_loss_gradient", lambda *_: None)
+list_rows = raw("linear_loss_rows", _fake_rows)
+
+
+class Loss(NamedTuple):
+    """What is taken of the log-probabilities: a scalar."""
+
+    fn: Callable[..., torch.Tensor]
+    entropy: bool
+    denominator: Any  # 0-dim tensor, number, or "count": the rows that count
+    wrt: tuple[bool, ...]  # which per-token tensors need a gradient
+    grad: bool  # gradients are recorded where the call is made
+    groups: Groups | None = None  # fn sees whole groups, else rows
+
+
+def _losses(fn, statistics, tensors, counts, groups=None):
+    """fn on rows: its losses, 0 where the label is ignored; or on so many groups."""
+    values = fn(*statistics, *tensors)
+    log_prob, *_ = statistics
+    what, shape = ("row", log_prob.shape) if groups is None else ("group", (groups,))
+    fits = isinstance(values, torch.Tensor) and values.shape == shape
+    given = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+    check(_OP, fits, "fn must return one loss per " + what + ", a tensor {}, got {}", list(shape), given)
+    return values if counts is None else torch.where(counts, values, 0.0)
+
+
+def _check_closed(values, leaves):
+    """A tensor that fn reaches on its own would silently get no gradient."""
+    allowed, seen, stack = {id(leaf) for leaf in leaves}, set(), [values.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        closed = leaf is None or id(leaf) in allowed
+        words = "fn must take tensors that need a gradient as arguments of {}, got one from elsewhere"
+        check(_OP, closed, words, _OP)
+        stack.extend(parent for parent, _ in node.next_functions)
+
+
+class _Stream:
+    """One forward pass over the chunks; with gradients where they are wanted."""
+
+    def __init__(self, loss: Loss, call: Call, tensors):
+        self.loss, self.operands, self.formula, self.tensors = loss, call.operands, call.formula, tensors
+        self.needs = call.memory.needs & ~MAY_ROUND
+        hidden, weight, target, *_ = call.operands
+        self.hidden, self.ignore_index = hidden.reshape(-1, hidden.shape[-1]), call.formula.ignore_index
+        rows, (vocab, _) = target.shape[0], weight.shape
+        valid = call.memory.valid_rows
+        if target.device.type == "cpu":
+            valid = check_count(_OP, target, self.ignore_index, valid)
+        groups = loss.groups
+        if groups is not None:
+            valid = sum(groups.sizes)
+        order = None if groups is None else groups.order(target.device)
+        self.index, self.labels, self.fault = order, target if order is None else target[order], None
+        self.place = None  # of the rows of the list in the order of the groups
+        if 0 <= valid < rows:
+            self.place, self.labels, self.fault = list_rows(self.labels, self.ignore_index, valid)
+            self.index = self.place if order is None else order[self.place]
+        self.count = self.labels.shape[0]
+        needs = self.needs
+        chunk = call.memory.chunk_rows or _default_chunk(hidden, weight, self.count, needs & WEIGHT != 0)
+        chunk = min(chunk, max(self.count, 1))
+        if groups is None:
+            self.spans = [Span(b, min(b + chunk, self.count), 0, 0) for b in range(0, self.count, chunk)]
+        else:
+            self.spans = groups.spans(chunk)
+        longest = max((span.end - span.begin for span in self.spans), default=1)
+        dtype = torch.float32 if call.formula.wide_logits else hidden.dtype
+        self.space = hidden.new_empty(longest, padded(vocab), dtype=dtype)[:, :vocab]
+        make = torch.zeros if self.index is not None or self.count == 0 else torch.empty
+        f32 = {"dtype": torch.float32, "device": hidden.device}
+        written = torch.empty if self.count else torch.zeros
+        self.dhidden = (
+            make(self.hidden.shape, dtype=hidden.dtype, device=hidden.device) if needs & HIDDEN else None
+        )
+        self.dweight = written(weight.shape, **f32) if needs & WEIGHT else None
+        self.dbias = written(vocab, **f32) if needs & BIAS else None
+        self.dtensors = [
+            torch.zeros_like(t) if need else None for t, need in zip(tensors, loss.wrt, strict=True)
+        ]
+        self.total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        self.scale = self._scale(target)
+
+    def _scale(self, target):
+        """1 / denominator on the device."""
+        denominator = self.loss.denominator
+        if denominator == "count":
+            denominator = (target != self.ignore_index).sum()
+        if not isinstance(denominator, torch.Tensor):
+            denominator = torch.full((), denominator, dtype=torch.float64, device=target.device)
+        return denominator.reshape(()).double().reciprocal()
+
+    def run(self):
+        """The loss."""
+        early = self.hidden.dtype != torch.float16
+        scale = self.scale.float()
+        for span in self.spans:
+            self._chunk(span, scale if early else None)
+        loss = self.total * self.scale
+        return (loss if self.fault is None else loss + self.fault).float()
+
+    def _seen(self, span, statistics):
+        """What fn takes of a chunk: statistics and tensors; which rows count (None: all, or groups)."""
+        begin, end, first, last = span
+        groups, part = self.loss.groups, slice(begin, end)
+        if groups is None:
+            rows = part if self.index is None else self.index[part]
+            counts = self.labels[part] != self.ignore_index if self.index is None else None
+            return statistics, [t[rows] for t in self.tensors], counts
+        slots, count = None, last - first
+        if self.place is not None:  # a wrong list has places anywhere, and NaN for its losses
+            slots = (self.place[part] - first * groups.rows).clamp(0, max(count * groups.rows - 1, 0))
+        seen = [groups.seen(t, slots, count) for t in statistics]
+        return seen, [groups.part(t, first, last) for t in self.tensors], None
+
+    def _arguments(self, hidden, labels):
+        """The arguments of a native call on a chunk."""
+        _, weight, _, bias, *_ = self.operands
+        return (*Operands(hidden, weight, labels, bias), *self.formula)
+
+    def _chunk(self, span, scale):
+        loss, part = self.loss, slice(span.begin, span.end)
+        rows = part if self.index is None else self.index[part]
+        hidden, labels, logits = self.hidden[rows], self.labels[part], self.space[: span.end - span.begin]
+        log_prob, entropy = _logits(logits, *self._arguments(hidden, labels), loss.entropy)
+        wanted = self.needs != 0 or any(loss.wrt)
+        with torch.set_grad_enabled(loss.grad):
+            log_prob.requires_grad_(self.needs != 0)
+            if loss.entropy:
+                entropy.requires_grad_(self.needs != 0)
+            statistics = (log_prob, entropy) if loss.entropy else (log_prob,)
+            seen, parts, counts = self._seen(span, statistics)
+            tensors = [
+                t.detach().requires_grad_(need and wanted) for t, need in zip(parts, loss.wrt, strict=True)
+            ]
+            number = None if loss.groups is None else span.last - span.first
+            values = _losses(loss.fn, seen, tensors, counts, number)
+            total = values.sum()
+        self.total += values.detach().double().sum()
+        leaves = [t for t in (log_prob, entropy, *tensors) if t.requires_grad]
+        if span is self.spans[0] and loss.grad:
+            _check_closed(total, leaves)
+        if wanted:
+            self._differentiate(span, rows, hidden, labels, logits, total, leaves, tensors, scale)
+
+    def _differentiate(self, span, rows, hidden, labels, logits, total, leaves, tensors, scale):
+        loss = self.loss
+        gradients = iter(torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else ())
+        if self.needs:
+            upstream = next(gradients, None)
+            # of the loss -log_prob
+            upstream = torch.zeros_like(leaves[0]) if upstream is None else upstream.neg()
+            entropy_upstream = next(gradients, None) if loss.entropy else None
+            if scale is not None:
+                upstream = upstream * scale
+                entropy_upstream = None if entropy_upstream is None else entropy_upstream * scale
+            dhidden = None
+            if self.dhidden is not None:
+                dhidden = self.dhidden[rows] if self.index is None else torch.empty_like(hidden)
+            _gradient(logits, dhidden, self.dweight, self.dbias, upstream, entropy_upstream,
+                      *self._arguments(hidden, labels), span.begin == 0)  # fmt: skip
+            if dhidden is not None and self.index is not None:
+                self.dhidden[rows] = dhidden
+        for kept, t in zip(self.dtensors, tensors, strict=True):
+            gradient = next(gradients, None) if t.requires_grad else None
+            if gradient is not None and loss.groups is None:
+                kept[rows] = gradient
+            elif gradient is not None:
+                loss.groups.part(kept, span.first, span.last).copy_(gradient)
+
+
+class _Function(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, fn, call, hidden, weight, bias, *tensors):  # which the call holds too
+        stream = _Stream(fn, call, tensors)
+        loss = stream.run()
+        ctx.shape, ctx.needs = hidden.shape, stream.needs
+        ctx.dtypes = (weight.dtype, weight.dtype if bias is None else bias.dtype)
+        kept = [hidden.new_empty(0) if stream.dhidden is None else stream.dhidden]
+        kept += [
+            hidden.new_empty(0, dtype=torch.float32) if g is None else g
+            for g in (stream.dweight, stream.dbias)
+        ]
+        ctx.save_for_backward(stream.scale.float(), *kept, *stream.dtensors)
+        return loss
+
+    @staticmethod
+    @once(_OP)
+    def backward(ctx, dloss):
+        scale, dhidden, dweight, dbias, *dtensors = ctx.saved_tensors
+        none = dbias.new_empty(0)
+        gradients = finish(dloss, scale, dhidden, dweight, dbias, none, none, *ctx.dtypes)
+        dhidden, dweight, dbias = (
+            g if ctx.needs & bit else None for g, bit in zip(gradients, (HIDDEN, WEIGHT, BIAS), strict=False)
+        )
+        factor = dloss * scale
+        dtensors = (None if g is None else torch.where(g == 0, g, g * factor).to(g.dtype) for g in dtensors)
+        return None, None, None if dhidden is None else dhidden.view(ctx.shape), dweight, dbias, *dtensors
+
+
+def _composed(hidden, weight, target, loss: Loss, tensors, reduction, log_prob, head: Head):
     """Log-probabilities of all rows, then fn: for unreduced losses, whose upstream gradients come later."""
-    ignore_index = options["ignore_index"]
-    statistics = log_prob(hidden, weight, target, entropy=entropy, **options)
-    statistics = [s.reshape(-1) for s in (statistics if entropy else (statistics,))]
+    target = shifted(target, head.ignore_index, head.shift, head.position_ids)
+    statistics = log_prob(hidden, weight, target, entropy=loss.entropy, **head.options())
+    statistics = [s.reshape(-1) for s in (statistics if loss.entropy else (statistics,))]
+    groups = loss.groups
     if groups is None:
-        counts = (target != ignore_index).reshape(-1)
-        values = losses(fn, statistics, tensors, counts)
+        counts = (target != head.ignore_index).reshape(-1)
+        values = _losses(loss.fn, statistics, tensors, counts)
     else:
         seen = [groups.part(s.view(target.shape), 0, groups.number) for s in statistics]
         parts = [groups.part(t, 0, groups.number) for t in tensors]
-        values = losses(fn, seen, parts, None, groups.number)
-    if denominator is not None:
-        return _cross_entropy.divide(values.sum(), denominator)
+        values = _losses(loss.fn, seen, parts, None, groups.number)
+    if loss.denominator is not None:
+        return _cross_entropy.divide(values.sum(), loss.denominator)
     if reduction == "none":
         return values.view(target.shape) if groups is None else values
     if reduction == "sum":
@@ -113,10 +403,9 @@ def linear_loss(
         or group.
     """
     target = labels_of(target, ignore_index)
-    check_head(
-        _OP, hidden, weight, target, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows,
-        position_ids,
-    )  # fmt: skip
+    head = Head(bias, softcap, logit_scale, temperature, None, ignore_index, shift, position_ids, valid_rows,
+                chunk_rows, None, logit_dtype)  # fmt: skip
+    check_head(_OP, hidden, weight, target, head)
     check(_OP, callable(fn), "fn must be callable, got {}", kind_of(fn))
     _cross_entropy.check_denominator(_OP, denominator)
     check_choice(_OP, "reduction", reduction, REDUCTIONS)
@@ -131,35 +420,24 @@ def linear_loss(
     else:
         tensors = [t.contiguous() for t in tensors]
     hidden = autocast(hidden)
-    wide = wide_logits(_OP, logit_dtype, hidden)
-    kernel = has_kernel(_OP, hidden)
+    wide_logits(_OP, logit_dtype, hidden)
+    kernel, grad = has_kernel(_OP, hidden), torch.is_grad_enabled()
     if not kernel:
-        check_plain(_OP, weight, target, ignore_index, shift, valid_rows, position_ids)
-    apart = groups is not None and not groups.fit(
-        _OP, hidden.device.type, hidden.dtype, *weight.shape[::-1],
-        torch.is_grad_enabled() and weight.requires_grad, chunk_rows,
-    )  # fmt: skip
+        check_plain(_OP, weight.shape[0], target, head)
+    wrt = tuple(grad and t.requires_grad for t in tensors)
+    loss = Loss(fn, entropy, denominator, wrt, grad, groups)
+    apart = groups is not None and not groups.fit(hidden, weight, chunk_rows)
     if not kernel or apart or is_traced(hidden) or (reduction == "none" and denominator is None):
         log_prob = _log_prob.linear_log_prob if kernel else _log_prob.reference
-        options = {"bias": bias, "temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
-        options |= {"ignore_index": ignore_index, "valid_rows": valid_rows, "chunk_rows": chunk_rows}
-        options |= {"logit_dtype": logit_dtype}
         weight = weight if kernel else plain_weight(_OP, weight)
-        target = shifted(target, ignore_index, shift, position_ids)
-        return _composed(
-            hidden, weight, target, fn, tensors, entropy, reduction, denominator, log_prob, options, groups
-        )
+        return _composed(hidden, weight, target, loss, tensors, reduction, log_prob, head)
     transformed = torch._C._are_functorch_transforms_active()
     check(
         _OP, not transformed, 'the transforms of torch.func must take reduction="none", got {!r}', reduction
     )
     if forward_ad._current_level >= 0:
         refuse_tangents(_OP, (hidden, weight, bias, *tensors))
-    hidden, weight, _ = whole_vectors(hidden, plain_weight(_OP, weight))
-    operands, known_rows, needs = prepare(
-        _OP, hidden, weight, target, bias, ignore_index, shift, valid_rows, wide=wide,
-        position_ids=position_ids,
-    )  # fmt: skip
+    call, _ = prepare(_OP, hidden, plain_weight(_OP, weight), target, head)
     device, number = _cross_entropy.split_denominator(denominator, hidden.device)
     if device is not None:
         place = device.device
@@ -167,12 +445,5 @@ def linear_loss(
     divisor = device if device is not None else number
     if divisor is None:
         divisor = ("count" if groups is None else groups.number) if reduction == "mean" else 1.0
-    grad = torch.is_grad_enabled()
-    options = Options(
-        ignore_index, softcap=softcap or 0.0, logit_scale=logit_scale, temperature=temperature,
-        wide_logits=wide, chunk_rows=chunk_rows or 0, valid_rows=known_rows,
-    )  # fmt: skip
-    wrt = tuple(grad and t.requires_grad for t in tensors)
-    call = Call(fn, options, entropy, divisor, needs, wrt, grad, groups)
-    hidden, weight, target, bias, *_ = operands
-    return Function.apply(call, hidden, weight, bias, target, *tensors)
+    hidden, weight, _, bias, *_ = call.operands
+    return _Function.apply(loss._replace(denominator=divisor), call, hidden, weight, bias, *tensors)

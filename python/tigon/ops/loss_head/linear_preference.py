@@ -1,47 +1,124 @@
-"""Preference losses of a linear head.
+"""Preference and policy-gradient losses of a linear head: of answers, whose log-probabilities the head makes.
 
-Contract: ``csrc/tigon/ops/linear_preference/linear_preference.h``.
+Contracts: ``csrc/tigon/ops/linear_preference/linear_preference.h`` and ``linear_policy.h``.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 
 from tigon._op import has_kernel
 from tigon.error import check
+from tigon.ops import policy as _policy
 from tigon.ops import preference as _preference
-from tigon.ops.arguments import check_indices, readable
+from tigon.ops.arguments import check_float, check_indices, kind_of, readable
 from tigon.ops.cross_entropy import check_denominator, split_denominator
-from tigon.ops.loss_head.labels import labels_of
-from tigon.ops.loss_head.operands import autocast, check_plain, plain_weight, shifted
-from tigon.ops.loss_head.token_loss import (
+from tigon.ops.loss_head import linear_log_prob as _log_prob
+from tigon.ops.loss_head.autograd import HeadLoss, empty_loss
+from tigon.ops.loss_head.labels import labels_of, shifted
+from tigon.ops.loss_head.operands import (
+    Call,
     Head,
-    check_operands,
-    check_ref_head,
-    fake_gradients,
-    log_probs,
-    native_call,
-    plain,
-    ref_operands,
-    token_loss_op,
+    autocast,
+    check_head,
+    check_plain,
+    plain_weight,
+    prepare,
+    whole_vectors,
 )
+from tigon.ops.loss_head.reference import plain_logits
 from tigon.ops.preference import KTOResult, PreferenceResult
 
 
-def _fake(*arguments):
-    hidden, desirable, answers = arguments[0], arguments[12], arguments[-2]
+def _check(op, hidden, weight, target, head: Head) -> None:
+    """Hidden states [answers, T, H] and labels [answers, T] under a head."""
+    check_head(op, hidden, weight, target, head)
+    check(op, target.dim() == 2, "target must be [answers, T], got {}", target.shape)
+
+
+def _has_kernel(op, hidden, head: Head) -> bool:
+    return has_kernel(op, hidden, beside=(head.bias, *(head.lora or ())[:2]))
+
+
+def _log_probs(op, hidden, weight, labels, head: Head, entropy=False):
+    """Log-probabilities [answers, T] (and entropies) with a graph: in float64 of the logits, else chunked."""
+    if hidden.dtype != torch.float64:
+        check(op, head.lora is None, "lora must be None under the transforms of torch.func, got {}", "one")
+    if hidden.dtype != torch.float64 or head.lora is None:
+        options = head._replace(valid_rows=None, chunk_rows=None).options()
+        kernel = hidden.dtype != torch.float64
+        log_prob = _log_prob.linear_log_prob if kernel else _log_prob.reference
+        return log_prob(hidden, weight, labels, entropy=entropy, **options)
+    z = plain_logits(hidden, weight, head.bias, head.softcap, head.logit_scale, head.temperature, head.lora)
+    log_p = torch.log_softmax(z, -1)
+    counts = labels != head.ignore_index
+    picked = log_p.gather(-1, torch.where(counts, labels, 0).long().unsqueeze(-1)).squeeze(-1)
+    picked = torch.where(counts, picked, 0.0)
+    entropies = torch.where(counts, -(log_p.exp() * log_p).sum(-1), 0.0)
+    return (picked, entropies) if entropy else picked
+
+
+def _check_ref_head(op, ref, hidden, weight) -> None:
+    """A second head: (hidden, weight) or (hidden, weight, bias)."""
+    tensors = all(isinstance(t, torch.Tensor) for t in ref[:2]) and len(ref) in (2, 3)
+    check(op, tensors, "ref must be a float tensor or tensors (hidden, weight[, bias]), got {}", kind_of(ref))
+    for t in ref:
+        if t is not None:
+            check_float(op, "ref", t)
+    states, ref_weight, *bias = ref
+    lead = hidden.shape[:-1]
+    check(op, states.shape[:-1] == lead, "ref must have rows {}, got {}", lead, states.shape)
+    wanted = (weight.shape[0], states.shape[-1])
+    check(op, ref_weight.shape == wanted, "ref must have a weight {}, got {}", list(wanted), ref_weight.shape)
+    if bias and bias[0] is not None:
+        fits = bias[0].shape == wanted[:1]
+        check(op, fits, "ref must have a bias {}, got {}", list(wanted[:1]), bias[0].shape)
+    for t in ref:
+        if t is not None:
+            check(op, t.device == hidden.device, "ref must be on {}, got {}", hidden.device, t.device)
+
+
+def _ref_operands(ref, like):
+    """The reference's operands as constants in the dtype of `like`."""
+    states, weight, *bias = (None if t is None else t.detach() for t in ref)
+    states, weight, _ = whole_vectors(states.to(like.dtype), weight.to(like.dtype))
+    bias = bias[0] if bias else None
+    if bias is not None and bias.dtype not in (like.dtype, torch.float32):
+        bias = bias.float()
+    return states, weight, bias
+
+
+# The operators: results of answers or rows come after the loss, the reduction's factor and the gradients.
+
+
+def _run(loss: HeadLoss, op, hidden, weight, labels, head: Head, more):
+    call, _ = prepare(op, hidden, weight, labels, head, more=(labels.shape[0], *more))
+    hidden, weight, _, bias, _, _, lora_a, lora_b = call.operands
+    return loss.run(call, (hidden, weight, bias, lora_a, lora_b))
+
+
+def _fake_preference(*arguments):
+    call = Call.of(arguments)
+    answers, _, _, _, _, _, _, desirable, *_ = call.more
     pairs, f32 = desirable is None, {"dtype": torch.float32}
+    hidden = call.operands.hidden
     return (
-        hidden.new_empty((), **f32),
-        hidden.new_empty(answers, **f32),
-        hidden.new_empty(answers, **f32),
-        hidden.new_empty(() if pairs else (0,), **f32),
-        hidden.new_empty(answers // 2 if pairs else 0, **f32),
-        *fake_gradients(arguments),
-    )
+        *empty_loss(call, True), hidden.new_empty(answers, **f32), hidden.new_empty(answers, **f32),
+        hidden.new_empty(() if pairs else (0,), **f32), hidden.new_empty(answers // 2 if pairs else 0, **f32),
+    )  # fmt: skip
 
 
-_op = token_loss_op("linear_preference", _fake)
+def _fake_policy(*arguments):
+    call = Call.of(arguments)
+    hidden, target, ref = call.operands.hidden, call.operands.target, call.more[3]
+    rows, kl = (hidden.new_empty(n, dtype=torch.float32) for n in (target.shape, (0,)))
+    return *empty_loss(call, True), rows, rows.clone(), kl if ref is None else rows.clone(), rows.clone()
+
+
+_preference_loss = HeadLoss("linear_preference", _fake_preference)
+_policy_loss = HeadLoss("linear_policy", _fake_policy)
 
 
 def _merged(op, target, nll_target, ignore_index):
@@ -56,45 +133,55 @@ def _merged(op, target, nll_target, ignore_index):
     return torch.cat((torch.where(both, bad, label), rejected))
 
 
-def _run(op, hidden, weight, target, head: Head, ref, nll_target, desirable, kl, denominator, formula):
+class _Scores(NamedTuple):
+    """What preferences are made of besides log-probabilities."""
+
+    ref: torch.Tensor | tuple | None
+    nll_target: torch.Tensor | None
+    desirable: torch.Tensor | None
+    kl: torch.Tensor | None
+    denominator: float | torch.Tensor | None
+    formula: tuple
+
+
+def _prefer(op, hidden, weight, target, head: Head, scores: _Scores):
     """Kernel or reference, on checked arguments."""
+    ref, nll_target, desirable, kl, denominator, formula = scores
     check_denominator(op, denominator)
     hidden, weight = autocast(hidden), plain_weight(op, weight)
-    shift, ignore_index = head.shift, head.ignore_index
-    native = has_kernel(op, hidden, beside=(head.bias, *(head.lora or ())[:2]))
+    ignore_index, shift, native = head.ignore_index, head.shift, _has_kernel(op, hidden, head)
+    plain = not native or torch._C._are_functorch_transforms_active()  # log-probabilities with a graph first
     if not native:
-        check_plain(op, weight, target, ignore_index, shift, head.valid_rows)
+        check_plain(op, weight.shape[0], target, head)
     labels = None
-    if nll_target is not None or not native or plain(hidden):
+    if nll_target is not None or plain:
         target = shifted(target, ignore_index, shift).long()
-        shift = False
+        head = head._replace(shift=False)
     if nll_target is not None:
-        nll_target = shifted(nll_target, ignore_index, head.shift).long()
+        nll_target = shifted(nll_target, ignore_index, shift).long()
         labels = _merged(op, target, nll_target, ignore_index)
     ref_head = ref if isinstance(ref, (tuple, list)) else None
     like = hidden if native else hidden.double()
     sums = None if ref_head is not None else _preference.constant(ref, like)
-    if not native or plain(hidden):
+    if plain:
         of = target if labels is None else labels
-        log_prob = log_probs(op, hidden, weight, of, head)
+        log_prob = _log_probs(op, hidden, weight, of, head)
         mask = target != ignore_index
         if ref_head is not None:
-            states, of_ref, *bias = ref_head
+            states, ref_weight, *bias = ref_head
             with torch.no_grad():
                 options = head._replace(bias=bias[0] if bias else None, lora=None)
-                sums = torch.where(
-                    mask, log_probs(op, states.to(hidden), of_ref.to(hidden), of, options), 0.0
-                ).sum(-1)
+                sums = _log_probs(op, states.to(hidden), ref_weight.to(hidden), of, options)
+                sums = torch.where(mask, sums, 0.0).sum(-1)
         nll_mask = None if nll_target is None else nll_target != ignore_index
         return _preference.run(op, log_prob, mask, nll_mask, sums, desirable, kl, denominator, formula)
-    call = native_call(op, hidden, weight, target if labels is None else labels, shift, head)
-    reference = (None, None, None) if ref_head is None else ref_operands(ref_head, hidden)
+    reference = (None, None, None) if ref_head is None else _ref_operands(ref_head, hidden)
     device, number = split_denominator(denominator, hidden.device)
     flat = [None, None] if labels is None else [t.reshape(-1) for t in (target, nll_target)]
-    results = _op(
-        *call.operands, *reference, *flat, sums, desirable, kl, device, number, *formula, *call.options
+    more = (*reference, *flat, sums, desirable, kl, device, number, *formula)
+    loss, log_prob, rewards, nll, margin = _run(
+        _preference_loss, op, hidden, weight, target if labels is None else labels, head, more
     )
-    loss, log_prob, rewards, nll, margin = results
     if desirable is not None:
         return KTOResult(loss, log_prob, rewards)
     return PreferenceResult(loss, log_prob, rewards, nll, margin)
@@ -160,15 +247,15 @@ def linear_preference(
         tigon.Error: as the two functions named, and a ref of other rows or classes.
     """
     op = "linear_preference"
-    head = Head(bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, lora, chunk_rows,
-                max_workspace_mb)  # fmt: skip
+    head = Head(bias, softcap, logit_scale, temperature, lora, ignore_index, shift, None, valid_rows,
+                chunk_rows, max_workspace_mb)  # fmt: skip
     target = labels_of(target, ignore_index)
-    check_operands(op, hidden, weight, target, head)
+    _check(op, hidden, weight, target, head)
     answers = target.shape[0]
     _preference.check_pairs(op, "target", answers)
     formula = _preference.pair_formula(op, kind, beta, average, label_smoothing, gamma, tau, nll, ref)
     if isinstance(ref, (tuple, list)):
-        check_ref_head(op, ref, hidden, weight)
+        _check_ref_head(op, ref, hidden, weight)
     else:
         _preference.check_ref(op, ref, answers, hidden.device)
     if nll_target is not None:
@@ -178,7 +265,8 @@ def linear_preference(
         check(op, nll_target.shape == wanted, "nll_target must be {}, got {}", list(wanted), nll_target.shape)
         same = nll_target.device == target.device
         check(op, same, "nll_target must be on {}, got {}", target.device, nll_target.device)
-    return _run(op, hidden, weight, target, head, ref, nll_target, None, None, denominator, formula)
+    scores = _Scores(ref, nll_target, None, None, denominator, formula)
+    return _prefer(op, hidden, weight, target, head, scores)
 
 
 def linear_kto(
@@ -222,15 +310,120 @@ def linear_kto(
         tigon.Error: as :func:`linear_preference`.
     """
     op = "linear_kto"
-    head = Head(bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, lora, chunk_rows,
-                max_workspace_mb)  # fmt: skip
+    head = Head(bias, softcap, logit_scale, temperature, lora, ignore_index, shift, None, valid_rows,
+                chunk_rows, max_workspace_mb)  # fmt: skip
     target = labels_of(target, ignore_index)
-    check_operands(op, hidden, weight, target, head)
+    _check(op, hidden, weight, target, head)
     formula = _preference.single_formula(op, kind, beta, average, kl, weights)
     _preference.check_desirable(op, desirable, target.shape[0], hidden.device)
     if isinstance(ref, (tuple, list)):
-        check_ref_head(op, ref, hidden, weight)
+        _check_ref_head(op, ref, hidden, weight)
     else:
         _preference.check_ref(op, ref, target.shape[0], hidden.device)
     point = _preference.kl_tensor(kl, hidden)
-    return _run(op, hidden, weight, target, head, ref, None, desirable, point, denominator, formula)
+    scores = _Scores(ref, None, desirable, point, denominator, formula)
+    return _prefer(op, hidden, weight, target, head, scores)
+
+
+class LinearPolicyResult(NamedTuple):
+    """What :func:`linear_policy` returns; all but the loss is detached."""
+
+    loss: torch.Tensor  # float32 scalar
+    log_prob: torch.Tensor  # [B, T]
+    entropy: torch.Tensor  # [B, T]
+    kl: torch.Tensor | None  # [B, T]: estimate of each token; None without ref
+    clipped: torch.Tensor  # [B, T]: -1 and 1 where the ratio is clipped below and above, else 0
+
+
+def linear_policy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    advantage: torch.Tensor,
+    *,
+    kind: str = "clip",
+    level: str = "token",
+    old: torch.Tensor | None = None,
+    ref: torch.Tensor | None = None,
+    importance: torch.Tensor | None = None,
+    clip: tuple[float, float] = (0.2, 0.2),
+    delta: float | None = None,
+    tau: tuple[float, float] = (1.0, 1.05),
+    gamma: tuple[float, float, float, float] = (2.0, 3.0, 3.0, 2.0),
+    kl: float = 0.0,
+    kl_estimator: str = "k3",
+    kl_corrected: bool = False,
+    entropy: float = 0.0,
+    entropy_denominator: float | torch.Tensor | None = None,
+    normalise: str = "token",
+    denominator: float | torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    shift: int | bool = False,
+    valid_rows: int | None = None,
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    chunk_rows: int | None = None,
+    max_workspace_mb: float | None = None,
+) -> LinearPolicyResult:
+    """:func:`tigon.policy_loss` of the log-probabilities of sampled tokens under a linear head, whose logits
+    never exist as a whole; the gradients are formed in the same pass: three matrix products.
+
+    Args:
+        hidden, weight, target: ``[B, T, H]``, ``[V, H]``, ``[B, T]`` sampled tokens; ``ignore_index`` does
+            not count.
+        advantage, kind, level, old, ref, importance, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected,
+            entropy, entropy_denominator, normalise, denominator: as in :func:`tigon.policy_loss`. With
+            ``shift`` what is per token belongs to the position whose hidden state predicts it.
+        bias, temperature, softcap, logit_scale, ignore_index, shift, valid_rows, lora: as in
+            :func:`tigon.linear_cross_entropy`.
+        chunk_rows, max_workspace_mb: as in :func:`tigon.linear_preference`; where the loss of a token depends
+            on its answer (a level other than ``"token"``, vespo) answers share chunks whole.
+
+    Returns:
+        :class:`LinearPolicyResult`: ``(loss, log_prob, entropy, kl, clipped)``, per token ``[B, T]`` and
+        detached but for the loss, which is differentiable in hidden, weight, bias, A and B. Entropies are
+        free; their gradient (``entropy != 0``) costs one more read of the logits. Traced by torch.compile as
+        one operator. In float16 the gradients are formed without the denominator, by which the last step
+        divides in float32: advantages of thousands overflow there, whatever the denominator is.
+
+    Raises:
+        tigon.Error: as the two functions named.
+    """
+    op = "linear_policy"
+    head = Head(bias, softcap, logit_scale, temperature, lora, ignore_index, shift, None, valid_rows,
+                chunk_rows, max_workspace_mb)  # fmt: skip
+    target = labels_of(target, ignore_index)
+    _check(op, hidden, weight, target, head)
+    f = _policy.formula(
+        op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise
+    )
+    tensor = isinstance(advantage, torch.Tensor)
+    check(op, tensor, "advantage must be a float tensor, got {}", kind_of(advantage))
+    _policy.check_tokens(op, target.shape, hidden.device, advantage, old, ref, importance, kl)
+    check_denominator(op, denominator)
+    check_denominator(op, entropy_denominator, "entropy_denominator")
+    advantage, old, ref, importance = (
+        None if t is None else t.detach() for t in (advantage, old, ref, importance)
+    )
+    hidden, weight = autocast(hidden), plain_weight(op, weight)
+    if not _has_kernel(op, hidden, head) or torch._C._are_functorch_transforms_active():
+        if hidden.dtype == torch.float64:
+            check_plain(op, weight.shape[0], target, head)
+        labels = shifted(target, ignore_index, shift).long()
+        log_prob, entropies = _log_probs(op, hidden, weight, labels, head, entropy=True)
+        options = (log_prob, advantage, labels != ignore_index, old, ref, importance, entropies, denominator,
+                   entropy_denominator, f)  # fmt: skip
+        loss, estimate, clipped = _policy.run(*options)
+        return LinearPolicyResult(loss, log_prob.detach(), entropies.detach(), estimate, clipped)
+    floats = [None if t is None else t.float() for t in (advantage, old, ref, importance)]
+    by, number = split_denominator(denominator, hidden.device)
+    entropy_by, entropy_number = split_denominator(entropy_denominator, hidden.device)
+    more = (*floats, by, entropy_by, number, entropy_number, *f, True)
+    loss, *tokens = _run(_policy_loss, op, hidden, weight, target, head, more)
+    log_prob, entropies, estimate, clipped = tokens
+    estimate = None if ref is None else estimate.view(target.shape)
+    log_prob, entropies, clipped = (t.view(target.shape) for t in (log_prob, entropies, clipped))
+    return LinearPolicyResult(loss, log_prob, entropies, estimate, clipped)

@@ -20,17 +20,20 @@ from tigon.ops.arguments import (
     readable,
 )
 from tigon.ops.loss_head.labels import check_count, check_shift, known_rows, shifted
+from tigon.ops.loss_head.plan import check_cap, chunk_that_fits
 
-REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-# Bits of `needs`, as in linear_cross_entropy_torch.cpp: gradients needed, whether weight's may be formed in
+# Bits of `needs`, as in csrc/tigon/torch/linear_head.h: gradients needed, whether weight's may be formed in
 # hidden's dtype, whether the forward of per-row losses may form hidden's for an upstream gradient of 1, and
 # whether weight's is added to what its owner keeps.
 HIDDEN, WEIGHT, BIAS, LORA_A, LORA_B, MAY_ROUND, UNIT, MAIN_GRAD = 1, 2, 4, 8, 16, 32, 64, 128
 NEEDS = {"hidden": HIDDEN, "weight": WEIGHT, "bias": BIAS, "lora_a": LORA_A, "lora_b": LORA_B}
 
 
+PLACES = {"hidden": 0, "weight": 1, "bias": 3, "lora_a": 6, "lora_b": 7}  # among operands
+
+
 class Operands(NamedTuple):
-    """Tensors of a call as the native operators take them, in the order of their schemas."""
+    """The tensors that every native operator on a head takes first, in the order of the schemas."""
 
     hidden: torch.Tensor  # [..., H]
     weight: torch.Tensor  # [V, H], hidden's dtype
@@ -42,8 +45,8 @@ class Operands(NamedTuple):
     lora_b: torch.Tensor | None = None  # [V, r], hidden's dtype
 
 
-class Options(NamedTuple):
-    """Numbers of a call as the native operators take them, in the order of their schemas."""
+class Formula(NamedTuple):
+    """The numbers that follow them."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -53,34 +56,94 @@ class Options(NamedTuple):
     z_loss: float = 0.0
     lora_scale: float = 1.0
     wide_logits: bool = False  # float32 from 16-bit operands
+
+
+class Memory(NamedTuple):
+    """How a call is divided, and what it forms and keeps."""
+
     chunk_rows: int = 0  # 0: chosen by the native side
     valid_rows: int = -1  # -1: not known
+    needs: int = 0  # bits of NEEDS, MAY_ROUND, UNIT, MAIN_GRAD
+    keep_rows: int = 0  # losses of rows: most rows whose logits' gradients stay, or AUTOMATIC
+
+
+class Call(NamedTuple):
+    """The arguments of a native operator on a head."""
+
+    operands: Operands
+    formula: Formula
+    memory: Memory
+    more: tuple = ()  # what the operator takes after them
+
+    @classmethod
+    def of(cls, arguments) -> Call:
+        """The inverse of :meth:`flat`."""
+        return cls(
+            Operands(*arguments[:8]), Formula(*arguments[8:16]), Memory(*arguments[16:20]), arguments[20:]
+        )
+
+    def flat(self) -> tuple:
+        """The arguments, in the order of the schema."""
+        operands, formula, memory, more = self
+        return operands + formula + memory + more
+
+    def with_memory(self, needs: int, keep_rows: int) -> Call:
+        """The call, with other gradients needed and rows kept."""
+        operands, formula, memory, more = self
+        return Call(operands, formula, Memory(memory[0], memory[1], needs, keep_rows), more)
+
+    def without_tensors(self, more: tuple = ()) -> Call:
+        """What a context may hold of it; `more`: numbers that its backward takes."""
+        return Call(None, self[1], self[2], more)
+
+    def rows(self) -> int:
+        """How many rows have their logits computed."""
+        valid = self.memory.valid_rows
+        return self.operands.target.shape[0] if valid < 0 else valid
+
+
+class Head(NamedTuple):
+    """The options that functions on a head share, as the caller gave them."""
+
+    bias: torch.Tensor | None = None
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    temperature: float = 1.0
+    lora: tuple[torch.Tensor, torch.Tensor, float] | None = None
+    ignore_index: int = -100
+    shift: int | bool = False
+    position_ids: torch.Tensor | None = None
+    valid_rows: int | None = None
+    chunk_rows: int | None = None
+    max_workspace_mb: float | None = None
+    logit_dtype: torch.dtype | None = None
+
+    def options(self) -> dict:
+        """Those of a call of :func:`tigon.linear_log_prob` or its reference on labels in place."""
+        names = ("bias", "softcap", "logit_scale", "temperature", "lora", "ignore_index", "valid_rows",
+                 "chunk_rows", "logit_dtype")  # fmt: skip
+        return {name: getattr(self, name) for name in names}
 
 
 def main_grad_of(op, weight):
     """The fp32 tensor that weight's gradient is to be added to, where its owner asked for that."""
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return None
     if not getattr(weight, "tigon_main_grad", False):
         return None
     main_grad = getattr(weight, "main_grad", None)
     fits = main_grad is not None and main_grad.dtype == torch.float32 and main_grad.shape == weight.shape
     given = "none" if main_grad is None else f"{main_grad.dtype} {list(main_grad.shape)}"
-    check(
-        op,
-        fits,
-        "weight.main_grad must be float32 {} with weight.tigon_main_grad, got {}",
-        weight.shape,
-        given,
-    )
+    words = "weight.main_grad must be float32 {} with weight.tigon_main_grad, got {}"
+    check(op, fits, words, weight.shape, given)
     return main_grad
 
 
-def check_head(
-    op, hidden, weight, target, bias, shift, ignore_index, softcap, logit_scale, temperature, chunk_rows,
-    position_ids=None,
-):  # fmt: skip
+def check_head(op, hidden, weight, target, head: Head):
     """What every function on a head asks of its operands."""
     check_float(op, "hidden", hidden)
     check_float(op, "weight", weight)
+    bias, chunk_rows = head.bias, head.chunk_rows
     if bias is not None:
         check_float(op, "bias", bias)
     if hidden.dim() < 1:
@@ -102,14 +165,16 @@ def check_head(
         refuse(op, "target must be {}, got {}", rows, target.shape)
     if bias is not None and bias.shape != sizes[:1]:
         refuse(op, "bias must be {}, got {}", sizes[:1], bias.shape)
-    check_shift(op, shift, position_ids, target)
-    check_integers(op, ignore_index=ignore_index)
-    check_positive(op, "softcap", softcap, or_none=True)
-    check_numbers(op, logit_scale=logit_scale)
-    check_positive(op, "temperature", temperature)
+    check_shift(op, head.shift, head.position_ids, target)
+    check_integers(op, ignore_index=head.ignore_index)
+    check_positive(op, "softcap", head.softcap, or_none=True)
+    check_numbers(op, logit_scale=head.logit_scale)
+    check_positive(op, "temperature", head.temperature)
     if chunk_rows is not None:
         check_integers(op, chunk_rows=chunk_rows)
         check(op, chunk_rows >= 1, "chunk_rows must be >= 1 (or None), got {}", chunk_rows)
+    check_lora(op, head.lora, hidden, weight)
+    check_cap(op, head.max_workspace_mb)
 
 
 def wide_logits(op, logit_dtype, hidden) -> bool:
@@ -137,12 +202,22 @@ def check_lora(op, lora, hidden, weight):
     check(op, fits, "lora must be (A [r, {}], B [{}, r], scale), got {}", *wanted, given)
 
 
-def lora_operands(hidden, lora):
-    """A and B in hidden's dtype, and scale."""
-    if lora is None:
-        return None, None, 1.0
-    a, b, scale = lora
-    return a.to(hidden.dtype), b.to(hidden.dtype), float(scale)
+def check_token_weight(op, token_weight, target) -> None:
+    if token_weight is not None:
+        check_float(op, "token_weight", token_weight)
+        fits = token_weight.shape == target.shape
+        check(op, fits, "token_weight must be {}, got {}", target.shape, token_weight.shape)
+
+
+def check_outputs(op, outputs, known, or_none="") -> tuple[str, ...]:
+    """The names of results, the loss first."""
+    named = isinstance(outputs, Sequence) and not isinstance(outputs, str)
+    outputs = tuple(outputs) if named else outputs
+    fits = named and set(outputs) <= set(known) and len(set(outputs)) == len(outputs)
+    fits = fits and outputs[:1] == ("loss",)
+    words = "outputs must be 'loss' and then some of {}" + or_none + ", got {!r}"
+    check(op, fits, words, known[1:], outputs)
+    return outputs
 
 
 def autocast(hidden):
@@ -183,31 +258,55 @@ def whole_vectors(hidden, weight, lora=None):
 
 
 def prepare(
-    op, hidden, weight, target, bias, ignore_index, shift, valid_rows,
-    class_weight=None, token_weight=None, lora_a=None, lora_b=None, wide=False, position_ids=None,
-):  # fmt: skip
-    """Operands of a native call, the number of rows that count (-1: not known), and the gradients needed."""
-    valid = known_rows(op, target, ignore_index, shift, valid_rows, hidden.device, position_ids)
+    op, hidden, weight, target, head: Head, *, class_weight=None, token_weight=None, main_grad=None,
+    label_smoothing=0.0, z_loss=0.0, more=(),
+) -> tuple[Call, tuple]:  # fmt: skip
+    """A native call on checked arguments, and what its gradients are of: hidden, weight, bias, A and B
+    before their conversion; `main_grad`: what weight's is added to."""
+    bias, lora, ignore_index, position_ids = head.bias, head.lora, head.ignore_index, head.position_ids
+    wide = head.logit_dtype is not None and wide_logits(op, head.logit_dtype, hidden)
+    if main_grad is None:  # main_grad has weight's own columns
+        hidden, weight, lora = whole_vectors(hidden, weight, lora)
+    a, b, lora_scale = (None, None, 1.0) if lora is None else lora
+    if lora is not None:
+        a, b, lora_scale = a.to(hidden.dtype), b.to(hidden.dtype), float(lora_scale)
+    valid = known_rows(op, target, ignore_index, head.shift, head.valid_rows, hidden.device, position_ids)
     if hidden.is_cuda and target.device.type == "cpu":
         target = target.to(hidden.device, non_blocking=True)
         if position_ids is not None:
             position_ids = position_ids.to(hidden.device, non_blocking=True)
-    if weight.dtype != hidden.dtype:
-        weight = weight.to(hidden.dtype)
-    if bias is not None and bias.dtype not in ((torch.float32,) if wide else (hidden.dtype, torch.float32)):
-        bias = bias.float()
-    if target.dtype != torch.int64:
-        target = target.long()
-    target = shifted(target, ignore_index, shift, position_ids)
-    needs = 0
+    needs, parameters = 0, (hidden, weight, bias, a, b)
     if torch.is_grad_enabled():
         needs = HIDDEN * hidden.requires_grad + WEIGHT * weight.requires_grad
         if bias is not None:
             needs += BIAS * bias.requires_grad
-        if lora_a is not None:
-            needs += LORA_A * lora_a.requires_grad + LORA_B * lora_b.requires_grad
-    operands = Operands(hidden, weight, target.reshape(-1), bias, class_weight, token_weight, lora_a, lora_b)
-    return operands, valid, needs
+        if a is not None:
+            needs += LORA_A * a.requires_grad + LORA_B * b.requires_grad
+    if weight.dtype != hidden.dtype:
+        weight = weight.to(hidden.dtype)
+    else:  # weight's gradient may be rounded by its product
+        needs |= MAY_ROUND
+    if bias is not None and bias.dtype not in ((torch.float32,) if wide else (hidden.dtype, torch.float32)):
+        bias = bias.float()
+    if target.dtype != torch.int64:
+        target = target.long()
+    target = shifted(target, ignore_index, head.shift, position_ids)
+    if class_weight is not None:
+        class_weight = class_weight.detach().float()
+    if token_weight is not None:
+        token_weight = token_weight.detach().float().reshape(-1)
+    chunk_rows = head.chunk_rows or 0
+    if head.max_workspace_mb is not None:
+        chunk_rows = chunk_that_fits(
+            op, hidden, weight, head, 0 if a is None else a.shape[0], needs & WEIGHT != 0,
+            main_grad is not None, wide,
+        )  # fmt: skip
+    operands = Operands(hidden, weight, target.reshape(-1), bias, class_weight, token_weight, a, b)
+    formula = Formula(
+        ignore_index, label_smoothing, head.softcap or 0.0, head.logit_scale, head.temperature, z_loss,
+        lora_scale, wide,
+    )  # fmt: skip
+    return Call(operands, formula, Memory(chunk_rows, valid, needs), more), parameters
 
 
 class _ToMainGrad(torch.autograd.Function):
@@ -224,18 +323,17 @@ class _ToMainGrad(torch.autograd.Function):
         return None, None
 
 
-def check_plain(op, weight, target, ignore_index, shift, valid_rows, position_ids=None) -> None:
+def check_plain(op, classes, target, head: Head) -> None:
     """What the native calls check of labels, for the references."""
-    target = shifted(target, ignore_index, shift, position_ids)
-    check_range(op, "target", target, weight.shape[0], ignore_index)
-    valid = known_rows(op, target, ignore_index, False, valid_rows, target.device)
+    ignore_index = head.ignore_index
+    target = shifted(target, ignore_index, head.shift, head.position_ids)
+    check_range(op, "target", target, classes, ignore_index)
+    valid = known_rows(op, target, ignore_index, False, head.valid_rows, target.device)
     if valid >= 0 and readable(target):
         check_count(op, target, ignore_index, valid)
 
 
 def plain_weight(op, weight):
     """weight for the references; one with a main_grad gives its gradient there."""
-    if not (torch.is_grad_enabled() and weight.requires_grad):
-        return weight
     main_grad = main_grad_of(op, weight)
     return weight if main_grad is None else _ToMainGrad.apply(weight, main_grad)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tigon.ops import cross_entropy as _cross_entropy
-from tigon.ops.loss_head.operands import shifted
+from tigon.ops.loss_head.labels import shifted
 
 
 def reference(

@@ -9,11 +9,10 @@ from __future__ import annotations
 import torch
 
 from tigon.error import check
-from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops import divergence as _divergence
 from tigon.ops.arguments import check_float, check_indices, check_range
+from tigon.ops.loss_head.labels import shifted
 from tigon.ops.loss_head.linear_log_prob import linear_log_prob
-from tigon.ops.loss_head.operands import shifted
 
 _LEAST_TAIL = 1e-7  # of the mass beside the candidates: 1 - their sum is not known better in float32
 _NEVER = -1e4  # log-probability of what is no candidate
@@ -62,41 +61,31 @@ def _rows(kind, beta, student, teacher, labels, ignore_index):
     return _divergence.tvd(student, teacher, labels, **options)
 
 
-def top_k_loss(
-    op, kind, beta, hidden, weight, teacher, labels, soft, hard, token_weight, reduction, denominator,
-    ignore_index, shift, position_ids, outputs, head,
-):  # fmt: skip
-    """The loss and the results of rows, on checked arguments; `head`: options of linear_log_prob."""
-    indices, of_teacher = (t.detach() for t in teacher)
-    labels = shifted(labels, ignore_index, shift, position_ids)
+def top_k_loss(op, hidden, weight, labels, head, d):
+    """The loss and the results of rows, on checked arguments; `head`, `d`: of linear_divergence."""
+    ignore_index = head.ignore_index
+    indices, teacher_log_prob = (t.detach() for t in d.teacher)
+    labels = shifted(labels, ignore_index, head.shift, head.position_ids)
     counts = labels != ignore_index
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    if hidden.dtype != wide:
-        head = head | {"logit_dtype": wide}
-    candidate = ~(of_teacher <= _NEVER) & counts.unsqueeze(-1)
+    options = head._replace(valid_rows=None, logit_dtype=None if hidden.dtype == wide else wide).options()
+    candidate = ~(teacher_log_prob <= _NEVER) & counts.unsqueeze(-1)
     classes = torch.where(candidate, indices.long(), 0)
     check_range(op, "teacher indices", classes, weight.shape[0])
     targets = torch.where(counts.unsqueeze(-1), classes, _IGNORED)
-    entropy = "entropy" in outputs
-    log_prob = linear_log_prob(hidden, weight, targets, ignore_index=_IGNORED, entropy=entropy, **head)
+    entropy = "entropy" in d.outputs
+    log_prob = linear_log_prob(
+        hidden, weight, targets, entropy=entropy, **options | {"ignore_index": _IGNORED}
+    )
     log_prob, entropies = log_prob if entropy else (log_prob, None)
-    student, teacher = (with_tail(torch.where(candidate, t.to(wide), _NEVER)) for t in (log_prob, of_teacher))
-    of_soft = _rows(kind, beta, student, teacher, labels, ignore_index)
-    results = {"soft": of_soft.detach()}
-    rows = soft * of_soft
-    if hard != 0.0 or "hard" in outputs:
-        beside = head | {"temperature": 1.0}
-        of_hard = -linear_log_prob(hidden, weight, labels, ignore_index=ignore_index, **beside)
-        results["hard"] = of_hard.detach()
-        rows = rows + hard * of_hard if hard != 0.0 else rows
-    rows = rows if token_weight is None else rows * token_weight.detach()
+    student, teacher = (
+        with_tail(torch.where(candidate, t.to(wide), _NEVER)) for t in (log_prob, teacher_log_prob)
+    )
+    soft_rows, hard_rows = _rows(d.kind, d.beta, student, teacher, labels, ignore_index), None
+    results = {"soft": soft_rows.detach()}
+    if d.hard != 0.0 or "hard" in d.outputs:
+        hard_rows = -linear_log_prob(hidden, weight, labels, **options | {"temperature": 1.0})
+        results["hard"] = hard_rows.detach()
     if entropy:
         results["entropy"] = torch.where(counts, entropies.detach(), 0.0)
-    if denominator is not None:
-        loss = _cross_entropy.divide(rows.sum(), denominator)
-    elif reduction == "none":
-        loss = rows
-    else:
-        number = {"sum": 1, "batchmean": counts.sum(), "mean": counts.sum() * student.shape[-1]}[reduction]
-        loss = rows.sum() / number
-    return loss, results
+    return d.reduce(soft_rows, hard_rows, counts, student.shape[-1]), results

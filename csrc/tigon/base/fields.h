@@ -1,0 +1,175 @@
+// The arguments of an op, declared once. Args::fields(f) names every member to f, in the order of the PyTorch schema: its role, and
+// the sizes and dtype that it must have. Three readers follow the list: the checks of the entry (base/op.h), the schema, and the
+// adaptor that makes views of tensors and allocates results (both torch/op.cpp).
+#pragma once
+
+#include <initializer_list>
+#include <type_traits>
+
+#include "tigon/base/check.h"
+#include "tigon/base/context.h"
+
+namespace tigon {
+
+enum class Role : int8_t {
+  rows,      // the matrix of floats that the op works on; the other tensors are on its device
+  input,     //
+  optional,  // an input that may be absent
+  saved,     // statistics of the forward, read by the backward
+  statistics,  // for the backward: where none follows they are absent, and <op>_infer is the operator without them
+  result,   //
+  gradient  // a result that may be absent; PyTorch says by need_<name> whether it is wanted
+};
+
+struct Statistic {
+  const char* name;
+  Vector& vector;
+};
+
+// What a field must be. Of a vector, `cols` is its size.
+struct Expected {
+  int64_t rows = 0, cols = 0;
+  DType dtype = DType::f32;
+  bool or_f32 = false;           // or float32
+  const Vector* like = nullptr;  // of its dtype, where it is there
+  bool scalar = false;           // a tensor of one element and of any number of dimensions
+  int64_t* leading = nullptr;    // takes the tensor's first dimension, which its results do not have
+  const void* of = nullptr;      // the member whose tensor has a result's sizes; null: [rows, cols]
+  bool other_cols = false;       // of those sizes but for the last
+};
+
+struct Field {
+  const char* name;
+  Role role;
+  Matrix* matrix;  // or:
+  Vector* vector;
+  Expected expected;
+};
+
+class Fields {
+ public:
+  explicit Fields(const char* checked_op = nullptr) : checked_op_(checked_op) {}
+  virtual ~Fields() = default;
+
+  void rows(const char* name, Matrix& x, int64_t least_cols = 1) {
+    field({name, Role::rows, &x, nullptr, {.cols = least_cols}});
+  }
+  // Several matrices of equal sizes in one tensor, along its first dimension.
+  void stacked_rows(const char* name, Matrix& x, int64_t& count) {
+    field({name, Role::rows, &x, nullptr, {.cols = 1, .leading = &count}});
+  }
+  // Of the sizes of x.
+  void input(const char* name, Matrix& m, const Matrix& x, DType dtype) {
+    field({name, Role::input, &m, nullptr, sizes_of(x, dtype)});
+  }
+  void input(const char* name, Matrix& m, const Matrix& x) { input(name, m, x, x.dtype); }
+  void input(const char* name, Matrix& m, int64_t rows, int64_t cols, DType dtype) {
+    field({name, Role::input, &m, nullptr, {.rows = rows, .cols = cols, .dtype = dtype}});
+  }
+  void optional(const char* name, Matrix& m, int64_t rows, int64_t cols, DType dtype) {
+    field({name, Role::optional, &m, nullptr, {.rows = rows, .cols = cols, .dtype = dtype}});
+  }
+  void optional(const char* name, Matrix& m, const Matrix& x) {
+    field({name, Role::optional, &m, nullptr, sizes_of(x, x.dtype)});
+  }
+  // Of `rows` rows, in x's dtype or float32.
+  void input_rows(const char* name, Matrix& m, int64_t rows, const Matrix& x) {
+    field({name, Role::input, &m, nullptr, {.rows = rows, .cols = x.cols, .dtype = x.dtype, .or_f32 = true}});
+  }
+  // By column of x, in its dtype or float32, in that of `like` where that is there; may be absent.
+  void parameter(const char* name, Vector& v, const Matrix& x, const Vector* like = nullptr) {
+    parameter(name, v, x.cols, x.dtype, like);
+  }
+  void parameter(const char* name, Vector& v, int64_t size, DType dtype, const Vector* like = nullptr) {
+    field({name, Role::optional, nullptr, &v, {.cols = size, .dtype = dtype, .or_f32 = true, .like = like}});
+  }
+  // A parameter that must be there.
+  void coefficients(const char* name, Vector& v, int64_t size, DType dtype, const Vector* like = nullptr) {
+    field({name, Role::input, nullptr, &v, {.cols = size, .dtype = dtype, .or_f32 = true, .like = like}});
+  }
+  void scalar(const char* name, Vector& v, DType dtype) {
+    field({name, Role::input, nullptr, &v, {.cols = 1, .dtype = dtype, .or_f32 = true, .scalar = true}});
+  }
+  // One or several vectors of `size` numbers in float32: rows of one tensor.
+  virtual void statistics(const char* name, std::initializer_list<Statistic> list, int64_t size,
+                          Role role) = 0;
+  void statistics(const char* name, std::initializer_list<Statistic> list, int64_t size) {
+    statistics(name, list, size, Role::statistics);
+  }
+  void saved(const char* name, std::initializer_list<Statistic> list, int64_t size) {
+    statistics(name, list, size, Role::saved);
+  }
+  // A number, flag or choice.
+  template <class T>
+  void option(const char* name, T& value) {
+    if constexpr (std::is_same_v<T, bool>)
+      value = flag(name, value);
+    else if constexpr (std::is_floating_point_v<T>)
+      value = T(number(name, double(value)));
+    else
+      value = T(integer(name, int64_t(value)));
+  }
+  void eps(float& value) {
+    option("eps", value);
+    require(value >= 0.0f, "eps must be >= 0, got ", value);
+  }
+  void result(const char* name, Matrix& m, const Matrix& x, DType dtype) {
+    field({name, Role::result, &m, nullptr, sizes_of(x, dtype)});
+  }
+  void result(const char* name, Matrix& m, const Matrix& x) { result(name, m, x, x.dtype); }
+  // [rows, cols]: of the sizes of x's tensor but for its last dimension, and its first where that is one of several matrices.
+  void result(const char* name, Matrix& m, const Matrix& x, int64_t rows, int64_t cols) {
+    Expected e = {.rows = rows, .cols = cols, .dtype = x.dtype, .of = &x, .other_cols = true};
+    field({name, Role::result, &m, nullptr, e});
+  }
+  // As `result`; <op>_in_place writes it over `input`.
+  virtual void result_over(const char* name, Matrix& m, const char* input_name, const Matrix& input) = 0;
+  void gradient(const char* name, Matrix& m, const Matrix& x) {
+    field({name, Role::gradient, &m, nullptr, sizes_of(x, x.dtype)});
+  }
+  // Of a parameter.
+  void gradient(const char* name, Vector& v, const char* of, const Vector& parameter) {
+    require(!v || parameter, name, " must be absent when ", of, " is, got [", v.size, "]");
+    gradient(name, v, parameter.size, parameter.dtype, &parameter);
+  }
+  void scalar_gradient(const char* name, Vector& v, const Vector& of) {
+    field({name, Role::gradient, nullptr, &v, {.cols = 1, .dtype = of.dtype, .scalar = true, .of = &of}});
+  }
+  void gradient(const char* name, Vector& v, int64_t size, DType dtype, const Vector* sizes_of = nullptr) {
+    field({name, Role::gradient, nullptr, &v, {.cols = size, .dtype = dtype, .of = sizes_of}});
+  }
+  // A rule of this op's own.
+  template <class... Parts>
+  void require(bool holds, const Parts&... parts) const {
+    if (checked_op_ != nullptr && !holds) [[unlikely]]
+      detail::fail(checked_op_, {parts...});
+  }
+
+ protected:
+  virtual void field(const Field& f) = 0;
+  virtual bool flag(const char*, bool value) { return value; }
+  virtual double number(const char*, double value) { return value; }
+  virtual int64_t integer(const char*, int64_t value) { return value; }
+
+ private:
+  static Expected sizes_of(const Matrix& x, DType dtype) {
+    return {.rows = x.rows, .cols = x.cols, .dtype = dtype, .of = &x};
+  }
+  const char* checked_op_;  // null: nothing is checked
+};
+
+}  // namespace tigon
+
+// Declares an entry in tigon, and the same of both backends in tigon::cpu and tigon::cuda.
+#define TIGON_API_ENTRY(entry, Args)                 \
+  TIGON_API void entry(Context& ctx, const Args& a); \
+  namespace cpu {                                    \
+  void entry(Context& ctx, const Args& a);           \
+  }                                                  \
+  namespace cuda {                                   \
+  void entry(Context& ctx, const Args& a);           \
+  }
+// Both directions of an op: TIGON_API_OP(rms_norm, RmsNorm) declares rms_norm_fwd(Context&, const RmsNormFwd&) and rms_norm_bwd.
+#define TIGON_API_OP(op, Args)         \
+  TIGON_API_ENTRY(op##_fwd, Args##Fwd) \
+  TIGON_API_ENTRY(op##_bwd, Args##Bwd)

@@ -1,0 +1,89 @@
+// The entries of an op whose arguments have a list of fields (base/fields.h), and the table from which PyTorch's operators are made.
+#pragma once
+
+#include <new>
+#include <vector>
+
+#include "tigon/base/fields.h"
+#include "tigon/base/require.h"
+
+namespace tigon {
+
+// The standard checks, field by field.
+class FieldChecks final : public Fields {
+ public:
+  explicit FieldChecks(const char* op) : Fields(op), op_(op) {}
+  void statistics(const char* name, std::initializer_list<Statistic> list, int64_t size, Role role) override;
+  void result_over(const char* name, Matrix& m, const char* input_name, const Matrix& input) override;
+  // Whether any result that is wanted has elements.
+  bool work() const { return work_; }
+
+ protected:
+  void field(const Field& f) override;
+
+ private:
+  void vector(const Field& f);
+  const char* op_;
+  bool work_ = false;
+};
+
+// The arguments of an op whose type is not known, and the call.
+class AnyArgs {
+ public:
+  virtual ~AnyArgs() = default;
+  virtual void fields(Fields& f) = 0;
+  virtual void run(Context& ctx) const = 0;
+};
+inline constexpr size_t kArgsBytes = 768;  // at most
+template <class Args, void (*entry)(Context&, const Args&)>
+class ArgsOf final : public AnyArgs {
+ public:
+  void fields(Fields& f) override { args_.fields(f); }
+  void run(Context& ctx) const override { entry(ctx, args_); }
+
+ private:
+  Args args_;
+};
+
+// An op as PyTorch sees it. The table is complete before PyTorch's own registrations run.
+struct Operator {
+  const char* op;  // without _fwd or _bwd
+  bool backward;
+  AnyArgs* (*make)(void* memory);
+};
+std::vector<Operator>& operators();
+
+template <class Args, void (*entry)(Context&, const Args&)>
+struct AddOperator {
+  AddOperator(const char* op, bool backward) {
+    using Any = ArgsOf<Args, entry>;
+    static_assert(sizeof(Any) <= kArgsBytes);
+    operators().push_back({op, backward, [](void* memory) -> AnyArgs* { return new (memory) Any; }});
+  }
+};
+
+// Checks `args`, and runs the backend of the context's device where there is something to do.
+template <class Args, class OnCpu, class OnCuda>
+void run_op(const char* op, Context& ctx, const Args& args, const OnCpu& on_cpu, const OnCuda& on_cuda) {
+  Args a = args;
+  FieldChecks checks(op);
+  a.fields(checks);
+  if (checks.work()) on_device(op, ctx, [&] { on_cpu(ctx, a); }, [&] { on_cuda(ctx, a); });
+}
+
+}  // namespace tigon
+
+#if TIGON_WITH_CUDA
+#define TIGON_CUDA_ENTRY(entry) cuda::entry
+#else
+#define TIGON_CUDA_ENTRY(entry) [](auto&&...) {}
+#endif
+
+// Defines the entry tigon::<entry> with its checks, and its operator of PyTorch.
+#define TIGON_DEFINE_ENTRY(entry, Args, op, name, backward)                                              \
+  void entry(Context& ctx, const Args& a) { run_op(name, ctx, a, cpu::entry, TIGON_CUDA_ENTRY(entry)); } \
+  [[gnu::init_priority(200)]] static const AddOperator<Args, entry> entry##_operator(op, backward);
+// The whole op: TIGON_OP(rms_norm, RmsNorm), in namespace tigon.
+#define TIGON_OP(op, Args)                                 \
+  TIGON_DEFINE_ENTRY(op##_fwd, Args##Fwd, #op, #op, false) \
+  TIGON_DEFINE_ENTRY(op##_bwd, Args##Bwd, #op, #op "_bwd", true)

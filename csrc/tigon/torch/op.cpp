@@ -1,0 +1,276 @@
+// PyTorch's operators of the ops whose arguments have a list of fields (base/fields.h): schemas, and one adaptor for all.
+#include "tigon/base/op.h"
+
+#include <array>
+#include <utility>
+
+#include "tigon/torch/shim.h"
+
+namespace tigon::torch_shim {
+namespace {
+
+enum class Variant : int8_t { forward, infer, in_place, backward };
+
+// The schema of a variant.
+class Schema final : public Fields {
+ public:
+  explicit Schema(Variant variant) : variant_(variant) {}
+  bool has_statistics = false, has_in_place = false;
+
+  std::string text() const {
+    return "(" + inputs_ + ") -> " + (count_ == 1 ? "Tensor" : "(" + results_ + ")");
+  }
+  void statistics(const char* name, std::initializer_list<Statistic>, int64_t, Role role) override {
+    has_statistics = has_statistics || role == Role::statistics;
+    if (role == Role::saved)
+      add(inputs_, "Tensor ", name);
+    else if (variant_ != Variant::infer)
+      result(name);
+  }
+  void result_over(const char* name, Matrix&, const char* input_name, const Matrix&) override {
+    has_in_place = true;
+    if (variant_ != Variant::in_place) return result(name);
+    const std::string input = std::string("Tensor ") + input_name;
+    inputs_.replace(inputs_.find(input), input.size(), std::string("Tensor(a!) ") + input_name);
+  }
+
+ protected:
+  void field(const Field& f) override {
+    if (f.role == Role::gradient) add(inputs_, "bool need_", f.name);  // after all inputs
+    if (f.role == Role::gradient || f.role == Role::result)
+      result(f.name);
+    else
+      add(inputs_, f.role == Role::optional ? "Tensor? " : "Tensor ", f.name);
+  }
+  bool flag(const char* name, bool value) override { return add(inputs_, "bool ", name), value; }
+  double number(const char* name, double value) override { return add(inputs_, "float ", name), value; }
+  int64_t integer(const char* name, int64_t value) override { return add(inputs_, "int ", name), value; }
+
+ private:
+  static void add(std::string& list, const char* type, const char* name) {
+    if (!list.empty()) list += ", ";
+    list += std::string(type) + name;
+  }
+  void result(const char* name) { add(results_, "Tensor ", name), ++count_; }
+  const Variant variant_;
+  std::string inputs_, results_;
+  int count_ = 0;
+};
+
+constexpr size_t kMostTensors = 10;  // that a call takes, and that it returns
+
+// A tensor of the call and the member whose view it is.
+struct Held {
+  const void* member = nullptr;
+  OptionalTensor tensor;
+  bool copied = false;   // what was given has no view
+  bool stacked = false;  // several matrices, each along the first dimension
+};
+
+// Takes the arguments off PyTorch's stack: all are owned before anything can throw.
+class Arguments final : public Fields {
+ public:
+  explicit Arguments(StableIValue* stack) : stack_(stack) {}
+  std::array<Held, kMostTensors> tensors;
+  uint32_t needs = 0;  // a bit for each gradient
+  size_t rows = 0;     // of tensors: the first of all
+
+  void statistics(const char*, std::initializer_list<Statistic> list, int64_t, Role role) override {
+    if (role == Role::saved) tensors.at(count_++) = {&list.begin()->vector, stack_.take<Tensor>()};
+  }
+  void result_over(const char*, Matrix&, const char*, const Matrix&) override {}
+
+ protected:
+  void field(const Field& f) override {
+    const void* member = f.matrix != nullptr ? static_cast<void*>(f.matrix) : f.vector;
+    if (f.role == Role::result) return;
+    if (f.role == Role::gradient) {
+      needs |= uint32_t(stack_.take<bool>()) << gradients_++;
+    } else {
+      if (f.role == Role::rows) rows = count_;
+      Held& held = tensors.at(count_++);
+      held.member = member;
+      if (f.role == Role::optional)
+        held.tensor = stack_.take<OptionalTensor>();
+      else
+        held.tensor = stack_.take<Tensor>();
+    }
+  }
+  bool flag(const char*, bool) override { return stack_.take<bool>(); }
+  double number(const char*, double) override { return stack_.take<double>(); }
+  int64_t integer(const char*, int64_t) override { return stack_.take<int64_t>(); }
+
+ private:
+  Stack stack_;
+  size_t count_ = 0;
+  int gradients_ = 0;
+};
+
+// Makes views of the tensors, and results.
+class Views final : public Fields {
+ public:
+  Views(const char* op, Variant variant, Arguments& arguments)
+      : op_(op),
+        variant_(variant),
+        tensors_(arguments.tensors),
+        needs_(arguments.needs),
+        like_(*arguments.tensors[arguments.rows].tensor) {}
+
+  void put_results(StableIValue* stack) {
+    for (size_t i = 0; i < count_; ++i) stack[i] = torch::stable::detail::from(*results_[i]);
+  }
+
+  void statistics(const char* name, std::initializer_list<Statistic> list, int64_t size, Role role) override {
+    const int64_t rows = int64_t(list.size());
+    if (role == Role::saved) {
+      Tensor& t = *tensors_[next_++].tensor;
+      int64_t row = 0;
+      for (const Statistic& s : list)
+        s.vector = rows == 1 ? vector_of(op_, name, t) : row_of(op_, name, t, row++);
+    } else if (variant_ != Variant::infer) {
+      Tensor& t = add(rows == 1 ? make(like_, {size}, DType::f32) : make(like_, {rows, size}, DType::f32));
+      auto* data = static_cast<float*>(data_of(op_, name, t));
+      for (const Statistic& s : list) s.vector = {.data = data, .size = size}, data += size;
+    }
+  }
+  void result_over(const char* name, Matrix& m, const char* input_name, const Matrix& input) override {
+    if (variant_ != Variant::in_place)
+      return field({name,
+                    Role::result,
+                    &m,
+                    nullptr,
+                    {.rows = input.rows, .cols = input.cols, .dtype = input.dtype, .of = &input}});
+    TIGON_CHECK(op_, !held(&input)->copied, input_name,
+                " must have dense rows to be written in place, got a layout that needs a copy");
+    m = input;
+  }
+
+ protected:
+  void field(const Field& f) override {
+    if (f.role == Role::result) return make_result(f, true);
+    if (f.role == Role::gradient) return make_result(f, (needs_ >> gradients_++) & 1);
+    Held& held = tensors_[next_++];
+    if (!held.tensor) return;
+    Tensor& t = *held.tensor;
+    const AtenTensorHandle given = t.get();
+    if (given != like_.get()) check_same_device(op_, f.name, t, like_);
+    if (f.expected.leading != nullptr) {
+      TIGON_CHECK(op_, t.dim() >= 2, f.name, " must have at least two dimensions, got ", t.dim());
+      *f.expected.leading = t.size(0), held.stacked = true;
+    }
+    if (f.matrix != nullptr)
+      *f.matrix = rows_of(op_, f.name, t);
+    else
+      *f.vector = f.expected.scalar ? scalar_of(op_, f.name, t) : vector_of(op_, f.name, t);
+    held.copied = t.get() != given;
+  }
+
+ private:
+  Tensor& add(Tensor t) { return results_.at(count_++).emplace(std::move(t)); }
+  const Held* held(const void* member) const {
+    for (size_t i = 0; i < next_; ++i)
+      if (tensors_[i].member == member && tensors_[i].tensor) return &tensors_[i];
+    return nullptr;
+  }
+  // Where `like` is stacked, a result of other columns has the sizes of one matrix.
+  static Tensor make_matrix(const Held& like, const Expected& e) {
+    const Tensor& t = *like.tensor;
+    if (!e.other_cols) return make_like(t, e.dtype);
+    std::vector<int64_t> sizes(t.sizes().begin() + like.stacked, t.sizes().end());
+    sizes.back() = e.cols;
+    return empty(t, sizes.data(), int64_t(sizes.size()), e.dtype);
+  }
+  void make_result(const Field& f, bool wanted) {
+    const Expected& e = f.expected;
+    const Held* like = held(e.of);
+    if (!wanted || (e.of != nullptr && like == nullptr)) {  // of an input that is absent: none
+      const bool of_parameter = f.vector != nullptr && e.of != nullptr && !e.scalar;
+      add(nothing(like_, of_parameter ? dtype_of(op_, "x", like_) : e.dtype));
+    } else if (f.matrix != nullptr) {
+      Tensor& t = add(like != nullptr ? make_matrix(*like, e) : make(like_, {e.rows, e.cols}, e.dtype));
+      *f.matrix = {.data = data_of(op_, f.name, t),
+                   .dtype = e.dtype,
+                   .rows = e.rows,
+                   .cols = e.cols,
+                   .stride = e.cols};
+    } else {
+      Tensor& t = add(e.scalar ? make_like(*like->tensor, e.dtype) : make(like_, {e.cols}, e.dtype));
+      *f.vector = {.data = data_of(op_, f.name, t), .dtype = e.dtype, .size = e.cols};
+    }
+  }
+
+  const char* op_;
+  const Variant variant_;
+  std::array<Held, kMostTensors>& tensors_;
+  std::array<OptionalTensor, kMostTensors> results_;
+  const uint32_t needs_;
+  const Tensor& like_;  // the tensor of Role::rows
+  size_t next_ = 0, count_ = 0;
+  int gradients_ = 0;
+};
+
+void call(const Operator& op, Variant variant, StableIValue* stack) {
+  alignas(std::max_align_t) std::byte memory[kArgsBytes];
+  AnyArgs& args = *op.make(memory);
+  Arguments arguments(stack);
+  args.fields(arguments);
+  Views views(op.op, variant, arguments);
+  args.fields(views);
+  auto ctx = make_context(*arguments.tensors[arguments.rows].tensor);
+  args.run(*ctx);
+  views.put_results(stack);
+}
+
+// PyTorch calls a kernel by an address only: one for each place of the table.
+struct Place {
+  Operator op;
+  Variant variant;
+  const char* suffix;
+  std::string schema;
+};
+const std::vector<Place>& places() {
+  static const std::vector<Place> all = [] {
+    std::vector<Place> found;
+    for (const Operator& op : operators()) {
+      alignas(std::max_align_t) std::byte memory[kArgsBytes];
+      AnyArgs& args = *op.make(memory);
+      auto add = [&](Variant variant, const char* suffix) {
+        Schema schema(variant);
+        args.fields(schema);
+        found.push_back({op, variant, suffix, schema.text()});
+        return std::pair(schema.has_statistics, schema.has_in_place);
+      };
+      if (op.backward) {
+        add(Variant::backward, "_bwd");
+        continue;
+      }
+      add(Variant::forward, "");
+      auto [has_statistics, has_in_place] = add(Variant::forward, "_fwd");
+      if (has_statistics) add(Variant::infer, "_infer");
+      if (has_in_place) add(Variant::in_place, "_in_place");
+    }
+    return found;
+  }();
+  return all;
+}
+constexpr size_t kMostPlaces = 160;
+template <size_t i>
+void call_place(StableIValue* stack, uint64_t, uint64_t) {
+  const Place& place = places()[i];
+  call(place.op, place.variant, stack);
+}
+constexpr auto kKernels = []<size_t... i>(std::index_sequence<i...>) {
+  return std::array<Kernel, kMostPlaces>{&call_place<i>...};
+}(std::make_index_sequence<kMostPlaces>());
+
+}  // namespace
+
+TIGON_TORCH_SCHEMAS(m) {
+  for (const Place& place : places()) define(m, place.op.op + (place.suffix + place.schema));
+}
+TIGON_TORCH_KERNELS(m) {
+  for (size_t i = 0; i < places().size(); ++i)
+    m.impl((std::string(places()[i].op.op) + places()[i].suffix).c_str(), kKernels.at(i));
+}
+
+}  // namespace tigon::torch_shim

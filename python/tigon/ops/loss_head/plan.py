@@ -1,0 +1,363 @@
+"""Memory of the loss head: what a call will take, and the chunk that keeps a cap.
+
+The numbers are the native side's: ``csrc/tigon/ops/linear_head/linear_head_plan.h``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import operator
+from typing import NamedTuple
+
+import torch
+
+from tigon._load import library
+from tigon.error import check
+from tigon.ops.arguments import check_booleans, check_choice, check_integers, check_numbers
+
+_OP = "linear_cross_entropy_memory"
+REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
+_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}  # DType
+_MIB = 1 << 20
+_MOST = 1 << 62
+AUTOMATIC = -1  # of `keep_rows`: all rows where one chunk takes all, else none
+MOST_GROUP_LOGITS = 1 << 30  # bytes of a group's logits: linear_head_group_limit of the C++ side
+
+
+class HeadMemory(NamedTuple):
+    """Bytes besides the inputs."""
+
+    chunk_rows: int
+    workspace: int  # while a pass runs: logits of a chunk, gathered rows, words per row
+    gradients: int  # kept from forward to backward
+    results: int  # gradients in their final dtype, loss and outputs: what is left at the end
+    peak: int
+
+
+class HeadPlan(NamedTuple):
+    """``LinearHeadPlan``."""
+
+    chunk_rows: int
+    whole_rows: int
+    kept: int
+    unit: int
+    fits: int
+    row: int
+    fixed: int
+    workspace: int
+    gradients: int
+    results: int
+    peak: int
+
+    def memory(self) -> HeadMemory:
+        return HeadMemory(self.chunk_rows, self.workspace, self.gradients, self.results, self.peak)
+
+
+# LinearHeadSizes: names and what they are unless given.
+_SIZES = {
+    "cuda": 0, "dtype": 0, "weight_dtype": 0, "rows": 0, "worked": 0, "hidden": 0, "vocab": 0, "lora_rank": 0,
+    "train_hidden": 0, "train_weight": 0, "train_bias": 0, "main_grad": 0, "wide": 0, "chunk_rows": 0,
+    "cap": -1, "per_row": 0, "keep_rows": 0, "unit": 0, "copies": 2, "row": 0, "fixed": 0,
+}  # fmt: skip
+_DEFAULTS = tuple(_SIZES.values())
+
+
+def _native_plan(function: str, sizes: tuple, groups: tuple = ()) -> HeadPlan:
+    found = (ctypes.c_int64 * len(HeadPlan._fields))()
+    given = (ctypes.c_int64 * len(sizes))(*sizes)
+    getattr(library, function)(given, *map(ctypes.c_int64, groups), found)
+    return HeadPlan(*found)
+
+
+# A constant of a trace, as torch.compiler.assume_constant_result makes it, which imports the compiler.
+_native_plan._dynamo_marked_constant = True
+
+
+def plan(
+    device, dtype, rows, hidden, vocab, *, weight_dtype=None, max_workspace_mb=None,
+    function="tigon_linear_head_memory", groups=(), **sizes,
+) -> HeadPlan:  # fmt: skip
+    """What the native side decides for a call, from sizes alone; sizes that are symbols become numbers."""
+    sizes |= {"cuda": device == "cuda", "dtype": _CODES[dtype], "weight_dtype": _CODES[weight_dtype or dtype]}
+    sizes |= {"rows": rows, "hidden": hidden, "vocab": vocab}
+    sizes.setdefault("worked", rows)
+    if max_workspace_mb is not None:
+        sizes["cap"] = min(max(int(max_workspace_mb * _MIB), 0), _MOST)
+    numbers = tuple(operator.index(sizes.get(name, value)) for name, value in _SIZES.items())
+    return _native_plan(function, numbers, groups)
+
+
+def padded(vocab: int) -> int:
+    """Elements between the rows of logits: whole 128-byte lines."""
+    return (vocab + 63) // 64 * 64
+
+
+def rows_within(keep_mb, vocab, itemsize) -> int:
+    """``keep_mb`` as a number of rows, or AUTOMATIC."""
+    if keep_mb is None:
+        return AUTOMATIC
+    return int(min(keep_mb, 2.0**40) * _MIB) // (padded(vocab) * itemsize)
+
+
+def chunk_that_fits(op, hidden, weight, head, lora_rank, dweight, main_grad, wide) -> int:
+    """Rows per chunk within the cap (and no more than asked for)."""
+    cap, rows = head.max_workspace_mb, hidden.numel() // hidden.shape[-1]
+    found = plan(
+        hidden.device.type, hidden.dtype, rows, hidden.shape[-1], weight.shape[0], lora_rank=lora_rank,
+        train_weight=dweight, main_grad=main_grad, wide=wide, chunk_rows=head.chunk_rows or 0,
+        max_workspace_mb=cap,
+    )  # fmt: skip
+    check_fits(op, found, 1, "one row", cap)
+    return found.chunk_rows
+
+
+def check_fits(op, found: HeadPlan, rows: int, what: str, cap) -> None:
+    """That a chunk of so many rows is within the cap."""
+    least = -(-(found.fixed + rows * found.row) // _MIB)
+    words = "max_workspace_mb must be at least {} for " + what + ", got {}"
+    check(op, found.fits >= rows, words, least, cap)
+
+
+def check_cap(op, max_workspace_mb) -> None:
+    """A number of MiB, or none."""
+    if max_workspace_mb is not None:
+        check_numbers(op, max_workspace_mb=max_workspace_mb)
+        finite = -math.inf < max_workspace_mb < math.inf
+        check(op, finite, "max_workspace_mb must be finite (or None), got {}", max_workspace_mb)
+
+
+def check_keep(op, keep_mb) -> None:
+    """A number of MiB that the gradients of the logits may take, or none."""
+    if keep_mb is not None:
+        check_numbers(op, keep_mb=keep_mb)
+        check(op, keep_mb >= 0, "keep_mb must be >= 0 (or None), got {}", keep_mb)
+
+
+def _device_type(device: str | torch.device) -> str:
+    """``"cpu"`` or ``"cuda"``."""
+    try:
+        kind = torch.device(device).type
+    except (RuntimeError, TypeError, ValueError):
+        kind = None
+    check(_OP, kind in ("cpu", "cuda"), "device must be a CPU or CUDA device, got {!r}", device)
+    return kind
+
+
+class _Options(NamedTuple):
+    """What the functions below have in common."""
+
+    device: str | torch.device = "cuda"
+    weight_dtype: torch.dtype | None = None
+    train_hidden: bool = True
+    train_weight: bool = True
+    train_bias: bool = False
+    main_grad: bool = False
+    lora_rank: int = 0
+    valid_rows: int | None = None
+    reduction: str = "mean"
+    chunk_rows: int | None = None
+    max_workspace_mb: float | None = None
+    keep_mb: float | None = None
+    logit_dtype: torch.dtype | None = None
+
+
+def _check_sizes(rows, hidden_size, vocab, dtype, o):
+    valid_rows, chunk_rows = o.valid_rows, o.chunk_rows
+    sizes = {"rows": (rows, 0), "hidden_size": (hidden_size, 1), "vocab": (vocab, 1)}
+    sizes |= {"lora_rank": (o.lora_rank, 0)}
+    sizes |= {} if valid_rows is None else {"valid_rows": (valid_rows, 0)}
+    sizes |= {} if chunk_rows is None else {"chunk_rows": (chunk_rows, 1)}
+    check_integers(_OP, **{name: size for name, (size, _) in sizes.items()})
+    for name, (size, least) in sizes.items():
+        check(_OP, size >= least, "{} must be >= {}, got {}", name, least, size)
+    fits = valid_rows is None or valid_rows <= rows
+    check(_OP, fits, "valid_rows must be in [0, {}] (or None), got {}", rows, valid_rows)
+    for name, given in (("dtype", dtype), ("weight_dtype", o.weight_dtype or dtype)):
+        check(_OP, given in tuple(_CODES), "{} must be one of {}, got {}", name, tuple(_CODES), given)
+
+
+def _memory(rows, hidden_size, vocab, dtype, o: _Options, **native) -> HeadMemory:
+    """`native`: the function of the native side and its `groups`."""
+    _check_sizes(rows, hidden_size, vocab, dtype, o)
+    check_choice(_OP, "reduction", o.reduction, REDUCTIONS)
+    check_booleans(
+        _OP, train_hidden=o.train_hidden, train_weight=o.train_weight, train_bias=o.train_bias,
+        main_grad=o.main_grad,
+    )  # fmt: skip
+    check_cap(_OP, o.max_workspace_mb)
+    check_keep(_OP, o.keep_mb)
+    return plan(
+        _device_type(o.device), dtype, rows, hidden_size, vocab, weight_dtype=o.weight_dtype,
+        max_workspace_mb=o.max_workspace_mb, worked=rows if o.valid_rows is None else o.valid_rows,
+        lora_rank=o.lora_rank, train_hidden=o.train_hidden, train_weight=o.train_weight,
+        train_bias=o.train_bias, main_grad=o.main_grad, chunk_rows=o.chunk_rows or 0,
+        wide=o.logit_dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16),
+        per_row=o.reduction == "none", keep_rows=rows_within(o.keep_mb, vocab, dtype.itemsize),
+        unit=o.keep_mb != 0, **native,
+    ).memory()  # fmt: skip
+
+
+def linear_cross_entropy_memory(
+    rows: int,
+    hidden_size: int,
+    vocab: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    device: str | torch.device = "cuda",
+    weight_dtype: torch.dtype | None = None,
+    train_hidden: bool = True,
+    train_weight: bool = True,
+    train_bias: bool = False,
+    main_grad: bool = False,
+    lora_rank: int = 0,
+    valid_rows: int | None = None,
+    reduction: str = "mean",
+    chunk_rows: int | None = None,
+    max_workspace_mb: float | None = None,
+    keep_mb: float | None = None,
+    logit_dtype: torch.dtype | None = None,
+) -> HeadMemory:
+    """Bytes that :func:`tigon.linear_cross_entropy` and its backward take besides their inputs.
+
+    ``workspace = chunk * V * size`` (and gathered rows, words per row, what the products may need); of what
+    is trained, ``gradients = rows * H * size + V * H * size`` with one chunk, with more ``4 V H`` for the
+    weight's; and at the end of the backward those gradients again whose parameter has another dtype. ``peak``
+    is the larger of the two moments. What a product of PyTorch's takes and frees inside itself on the CPU is
+    not counted. In float64 the eager reference runs: ``workspace`` is the three tensors of the logits' size
+    that it has at a time, whatever the options, and what it keeps is among them.
+
+    Args: the sizes and options of the call; ``train_*``: which operands need a gradient; ``main_grad``: the
+        weight's is added to its ``main_grad``. With ``"none"``, ``gradients`` is what is kept from forward to
+        backward (:func:`tigon.linear_log_prob_memory`).
+
+    Raises:
+        tigon.Error: a size or an option that :func:`tigon.linear_cross_entropy` would not take.
+    """
+    options = _Options(device, weight_dtype, train_hidden, train_weight, train_bias, main_grad, lora_rank,
+                       valid_rows, reduction, chunk_rows, max_workspace_mb, keep_mb, logit_dtype)  # fmt: skip
+    return _memory(rows, hidden_size, vocab, dtype, options)
+
+
+def linear_log_prob_memory(
+    rows: int,
+    hidden_size: int,
+    vocab: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    device: str | torch.device = "cuda",
+    weight_dtype: torch.dtype | None = None,
+    train_hidden: bool = True,
+    train_weight: bool = True,
+    train_bias: bool = False,
+    main_grad: bool = False,
+    lora_rank: int = 0,
+    valid_rows: int | None = None,
+    chunk_rows: int | None = None,
+    keep_mb: float | None = None,
+    logit_dtype: torch.dtype | None = None,
+    labels: int = 1,
+) -> HeadMemory:
+    """Bytes that :func:`tigon.linear_log_prob` and its backward take besides their inputs.
+
+    ``gradients`` is what stays from forward to backward: ``rows * H * size`` for hidden's gradient where it
+    is formed in the forward, and ``rows * V * size`` (V rounded up to 64) for the gradients of the logits of
+    the rows that are kept. The weight's gradient is formed in the backward: ``V * H * size`` of one chunk,
+    ``4 V H`` of several. The rest is as in :func:`tigon.linear_cross_entropy_memory`. A gradient of the
+    entropies takes what ``keep_mb=0`` takes, besides what is kept. With K ``labels`` of a row nothing
+    is kept, and a row has ``4 K`` bytes of results and as many while a pass runs.
+
+    Raises:
+        tigon.Error: a size or an option that :func:`tigon.linear_log_prob` would not take.
+    """
+    check_integers(_OP, labels=labels)
+    check(_OP, labels >= 1, "labels must be >= 1, got {}", labels)
+    keep_mb = 0 if labels > 1 else keep_mb
+    options = _Options(device, weight_dtype, train_hidden, train_weight, train_bias, main_grad, lora_rank,
+                       valid_rows, "none", chunk_rows, None, keep_mb, logit_dtype)  # fmt: skip
+    found = _memory(rows, hidden_size, vocab, dtype, options)
+    if labels == 1 or dtype == torch.float64:
+        return found
+    more = 4 * rows * labels  # scores; and the results
+    return found._replace(
+        workspace=found.workspace + more, results=found.results + more, peak=found.peak + 2 * more
+    )
+
+
+def linear_preference_memory(
+    answers: int,
+    tokens: int,
+    hidden_size: int,
+    vocab: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    group: int = 2,
+    device: str | torch.device = "cuda",
+    train_weight: bool = True,
+    chunk_rows: int | None = None,
+    **options,
+) -> HeadMemory:
+    """Bytes that :func:`tigon.linear_preference` and its backward take besides their inputs.
+
+    Every row counts here.
+
+    The same of :func:`tigon.linear_kto` (``group=1``) and :func:`tigon.linear_policy` (``group=1`` where the
+    loss of a token depends on its answer, 0 otherwise). As :func:`linear_cross_entropy_memory`, with chunks
+    that hold groups whole, and a copy of a chunk's hidden states times their factors.
+
+    Args:
+        answers, tokens: leading sizes of target.
+        group: answers that share a chunk: 2 for pairs, 1, or 0 for tokens.
+        device, train_weight, chunk_rows, options: as in :func:`linear_cross_entropy_memory`.
+
+    Raises:
+        tigon.Error: a size or an option that is out of range.
+    """
+    check_integers(_OP, answers=answers, tokens=tokens, group=group)
+    for name, size in (("answers", answers), ("tokens", tokens)):
+        check(_OP, size >= 0, "{} must be >= 0, got {}", name, size)
+    check(_OP, group in (0, 1, 2), "group must be 0, 1 or 2, got {}", group)
+    options = _Options(device=device, train_weight=train_weight, chunk_rows=chunk_rows, **options)
+    native = {"function": "tigon_linear_preference_memory", "groups": (group, tokens)}
+    return _memory(answers * tokens, hidden_size, vocab, dtype, options, **native)
+
+
+def linear_divergence_memory(
+    rows: int,
+    hidden_size: int,
+    vocab: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    teacher_hidden_size: int | None = None,
+    device: str | torch.device = "cuda",
+    weight_dtype: torch.dtype | None = None,
+    train_hidden: bool = True,
+    train_weight: bool = True,
+    train_bias: bool = False,
+    lora_rank: int = 0,
+    valid_rows: int | None = None,
+    reduction: str = "batchmean",
+    chunk_rows: int | None = None,
+) -> HeadMemory:
+    """Bytes that :func:`tigon.linear_kl_div` and its like, with their backward, take besides their inputs.
+
+    What :func:`tigon.linear_cross_entropy_memory` says for the student's head, whose chunk holds the logits'
+    gradient here, and the float32 logits of both sides for some rows: as many as take 1 GiB, at least 512.
+
+    Args:
+        teacher_hidden_size: of the teacher's head; ``None``: its logits are given.
+        Others: as :func:`tigon.linear_cross_entropy_memory`.
+
+    Raises:
+        tigon.Error: a size or an option that the functions would not take.
+    """
+    known = {"none": "none", "sum": "sum", "batchmean": "mean", "mean": "mean"}
+    check_choice("linear_divergence_memory", "reduction", reduction, known)
+    if teacher_hidden_size is not None:
+        check_integers("linear_divergence_memory", teacher_hidden_size=teacher_hidden_size)
+        words = "teacher_hidden_size must be >= 1, got {}"
+        check("linear_divergence_memory", teacher_hidden_size >= 1, words, teacher_hidden_size)
+    options = _Options(device, weight_dtype, train_hidden, train_weight, train_bias, False, lora_rank,
+                       valid_rows, known[reduction], chunk_rows)  # fmt: skip
+    native = {"function": "tigon_linear_divergence_memory", "groups": (teacher_hidden_size or 0,)}
+    return _memory(rows, hidden_size, vocab, dtype, options, **native)

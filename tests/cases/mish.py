@@ -1,0 +1,18 @@
+"""Cases of mish: x * tanh(log(1 + e^x))."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from .activations import *  # noqa: F403
+from .activations import tigon_fn_of
+
+NAME = "mish"
+tigon_fn = tigon_fn_of(NAME)
+eager_fn = F.mish  # PyTorch's own
+
+
+def oracle_fn(x):
+    """The formula, for fp64."""
+    return x * torch.tanh(F.softplus(x, threshold=1000.0))

@@ -1,0 +1,150 @@
+"""Cases of two processes: the slot `lora` under what shards, gathers and reduces."""
+
+from __future__ import annotations
+
+import contextlib
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from tiny import close, make, step
+from torch.nn.parallel import DistributedDataParallel
+from transformers_cases import load, saved
+from two_processes import FOLDER, accelerated, case, data, full, rank, wanted
+
+from tigon.integrations.transformers import apply
+from tigon.integrations.transformers import lora as slot
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LAYERS = 14
+
+
+def adapt(model, **options):
+    import peft
+
+    torch.manual_seed(5)
+    options = {"r": 4, "target_modules": ALL, "init_lora_weights": False} | options
+    return peft.get_peft_model(model, peft.LoraConfig(**options)).train()
+
+
+@contextlib.contextmanager
+def native(layers):
+    """Every LoRA layer inside runs natively in the forwards, so many layers altogether."""
+    ran = []
+
+    def counting(x, bases, *rest):
+        ran.append(len(bases))
+        return original(x, bases, *rest)
+
+    original = slot.adapted
+    # Norms of any size are formed again in the backward, by when their weights are freed.
+    with mock.patch.object(slot, "adapted", counting), mock.patch.object(slot, "_LARGE", 0):
+        yield
+    assert sum(ran) == layers, ran
+
+
+def check(model, want, ulps=512):
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            name = name.removeprefix("module.")
+            close(full(parameter.grad), want[name], ulps=ulps)
+
+
+OPTIONS = {"plain": ({},), "dora": ({"use_dora": True},), "bias": ({"bias": "all"},)}
+
+
+@case(needs="peft", **OPTIONS)
+def lora_ddp(options):
+    model = adapt(make(), **options)
+    losses, want = wanted(model)
+    apply(model)
+    wrapped = DistributedDataParallel(model)
+    with native(2 * LAYERS):
+        for _ in range(2):
+            close(step(wrapped, data())[0], losses[rank()])
+            check(model, want)
+
+
+@case(needs="peft", **OPTIONS, checkpointing=({}, True), reentrant=({}, True, True))
+def lora_accelerate_fsdp2(options, checkpointing=False, reentrant=False):
+    """Adapters, which are float32, in the groups of their layers."""
+    model = adapt(make(), **options)
+    losses, want = wanted(model)
+    apply(model)
+    if checkpointing:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model = accelerated(model)
+    with native(2 * LAYERS * (1 + checkpointing)):
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            loss = model(**data()).loss
+            loss.backward()
+            close(full(loss.detach()), losses[rank()], ulps=256)
+            check(model, want)
+
+
+@case(needs="peft")
+def lora_tensor_parallel():
+    """transformers gives the base a forward of its own; PEFT computes, and the report says why."""
+    from transformers.distributed import DistributedConfig
+
+    model = load(saved(FOLDER[0], "llama"), DistributedConfig(tp_size=2, tp_plan="auto"))
+    model = adapt(model, target_modules=["q_proj", "v_proj"])
+    loss, want = step(model, data(0))
+    report = apply(model, loss=False)
+    left = [entry.reason for entry in report.left if entry.slot == "lora"]
+    assert len(left) == 4 and all("tensor parallel" in reason for reason in left), report
+    got, gradients = step(model, data(0))
+    close(full(got), full(loss))
+    for name, gradient in want.items():
+        close(full(gradients[name]), full(gradient), ulps=512)
+
+
+@case(needs="peft")
+def lora_saved():
+    """Written by FSDP2's full state dict, the adapters are those of one process."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+    model = adapt(make())
+    want = {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
+    apply(model)
+    model = accelerated(model)
+    model(**data()).loss.backward()
+    found = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank() == 0:
+        assert all(torch.equal(found[name], tensor) for name, tensor in want.items())
+    dist.barrier()
+
+
+@case(
+    needs="deepspeed", two=(2, {}), three=(3, {}), three_dora=(3, {"use_dora": True}),
+    three_checkpointing=(3, {}, True),
+)  # fmt: skip
+def lora_zero(stage, options, checkpointing=False):
+    """ZeRO-3 gathers each part in hooks of its own: PEFT computes there."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_grad
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    model = adapt(make(), **options)
+    losses, want = wanted(model)
+    apply(model)
+    if checkpointing:
+        model.enable_input_require_grads()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    settings = {
+        "train_micro_batch_size_per_gpu": 2, "steps_per_print": 10**6, "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, "overlap_comm": False},
+    }  # fmt: skip
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.0)
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+    with native(LAYERS if stage == 2 else 0):
+        loss = engine(**data()).loss
+        engine.backward(loss)
+    close(loss.detach(), losses[rank()], ulps=256)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            close(safe_get_full_grad(parameter), want[name], ulps=512)
+    engine.step()

@@ -1,0 +1,41 @@
+"""Cases of two processes: several heads over one trunk."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from two_processes import case, check_gradients, mesh, rank
+
+import tigon
+
+H, V, T = 16, 40, 12
+
+
+class Model(nn.Module):
+    """A trunk, its head and Medusa's."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk, self.head = nn.Embedding(V, H), nn.Linear(H, V, bias=False)
+        self.heads = tigon.nn.MedusaHeads(H, V, 2).copy_head(self.head.weight)
+
+    def forward(self, ids):
+        return self.heads(self.trunk(ids), ids, head=self.head, scale=0.2).loss
+
+
+@case(ddp=("ddp",), fsdp=("fsdp",), fsdp_of_heads=("fsdp of heads",))
+def medusa(wrap):
+    """Gradients of all heads are reduced, whatever holds MedusaHeads."""
+    stock, model = Model(), Model()
+    ids = torch.randint(0, V, (2, 2, T), generator=torch.Generator(stock.head.weight.device).manual_seed(0))
+    ((stock(ids[0]) + stock(ids[1])) / 2).backward()
+    if wrap == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(model)
+    else:
+        if wrap == "fsdp of heads":
+            fully_shard(model.heads, mesh=mesh())
+        wrapped = fully_shard(model, mesh=mesh())
+    wrapped(ids[rank()]).backward()
+    check_gradients(wrapped, {name: p.grad for name, p in stock.named_parameters()}, ulps=64)

@@ -1,0 +1,163 @@
+"""The slot `lora` around quantised bases: dequantised once a direction, one weight at a time, and exact."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib.util
+import weakref
+
+import pytest
+import torch
+from tiny import batch, close, make, step
+from torch import nn
+
+from tigon.integrations.transformers import apply
+from tigon.integrations.transformers import lora as slot
+
+peft = pytest.importorskip("peft", reason="needs peft")
+
+LAYERS = 14
+OPTIONS = {"plain": {}, "dora": {"use_dora": True}, "dropout": {"lora_dropout": 0.3}}
+
+
+def nf4(linear):
+    bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    made = bnb.nn.Linear4bit(*linear.weight.T.shape, bias=linear.bias is not None, quant_type="nf4",
+                             compute_dtype=linear.weight.dtype)  # fmt: skip
+    made.weight = bnb.nn.Params4bit(linear.weight.detach(), requires_grad=False, quant_type="nf4",
+                                    compress_statistics=True, blocksize=64)  # fmt: skip
+    made.bias = linear.bias
+    return made.to(linear.weight.device)
+
+
+def int8(linear):
+    bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
+    made = bnb.nn.Linear8bitLt(*linear.weight.T.shape, bias=linear.bias is not None, has_fp16_weights=False)
+    made.weight = bnb.nn.Int8Params(linear.weight.detach(), requires_grad=False, has_fp16_weights=False)
+    made.bias = linear.bias
+    return made.to(linear.weight.device)
+
+
+def torchao(linear):
+    quantization = pytest.importorskip("torchao.quantization", reason="needs torchao")
+    quantization.quantize_(linear, quantization.Int8WeightOnlyConfig())
+    return linear
+
+
+KINDS = {"nf4": nf4, "int8": int8, "torchao": torchao}
+
+
+def adapted_model(quantise, device, dtype=torch.float32, **options):
+    """A model of quantised bases with adapters, and the same of plain bases with the dequantised weights."""
+    model = make("llama_bias_tied", device=device, dtype=dtype)
+    plain = copy.deepcopy(model)
+    for path, module in list(plain.named_modules()):
+        if not isinstance(module, nn.Linear) or path == "lm_head":
+            continue
+        quantised = quantise(copy.deepcopy(module))
+        model.set_submodule(path, quantised)
+        module.weight.data.copy_(slot._dequantiser(quantised, quantised.weight)())
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = quantise is nf4, quantise is int8
+    config = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False} | options
+    found = []
+    for one in (model, plain):
+        torch.manual_seed(5)
+        found.append(peft.get_peft_model(one, peft.LoraConfig(**config)).train())
+    adapters = {n: p for n, p in found[0].named_parameters() if "lora_" in n}
+    with torch.no_grad():  # DoRA's magnitudes as well
+        for name, parameter in found[1].named_parameters():
+            if name in adapters:
+                parameter.copy_(adapters[name])
+    return found
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """How many weights were dequantised; two of them at a time fail."""
+    alive, count = [], []
+    original = slot._dequantised
+
+    def watched(*args):
+        make = original(*args)
+
+        def dequantise():
+            assert not [one for one in alive if one() is not None], "another dequantised weight is alive"
+            weight = make()
+            alive[:] = [weakref.ref(weight)]
+            count.append(1)
+            return weight
+
+        return dequantise
+
+    monkeypatch.setattr(slot, "_dequantised", watched)
+    return count
+
+
+@pytest.mark.parametrize("what", OPTIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_with_the_dequantised_weights(kind, what, device, made):
+    model, plain = adapted_model(KINDS[kind], device, **OPTIONS[what])
+    inputs = batch(device)
+    report = apply(model)
+    apply(plain)
+    assert report.count("lora") == LAYERS
+    torch.manual_seed(3)
+    wanted = step(plain, inputs)
+    torch.manual_seed(3)
+    model.zero_grad(set_to_none=True)
+    loss = model(**inputs).loss
+    assert len(made) == LAYERS
+    loss.backward()
+    assert len(made) == 2 * LAYERS
+    close(loss.detach(), wanted[0], ulps=512)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            close(parameter.grad, wanted[1][name], ulps=1024)
+
+
+def test_as_peft_computes_nf4(device):
+    """bitsandbytes dequantises for its own product too: the same numbers."""
+    model, _ = adapted_model(nf4, device)
+    patched = copy.deepcopy(model)
+    apply(patched)
+    inputs = batch(device)
+    got, wanted = step(patched, inputs), step(model, inputs)
+    close(got[0], wanted[0], ulps=512)
+    for name, gradient in wanted[1].items():
+        close(got[1][name], gradient, ulps=1024)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_dequantised_is_kept(kind, device):
+    """Between forward and backward no tensor of the size of a weight is there but the quantised ones."""
+    model, _ = adapted_model(KINDS[kind], device)
+    apply(model)
+    before = {id(o) for o in gc.get_objects() if isinstance(o, torch.Tensor)}
+    loss = model(**batch(device)).loss
+    shapes = {
+        (layer.out_features, layer.in_features) for layer in model.modules() if hasattr(layer, "lora_A")
+    }
+    new = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and id(o) not in before]
+    assert not [o.shape for o in new if tuple(o.shape) in shapes and o.dtype.is_floating_point]
+    loss.backward()
+
+
+def test_a_4_bit_base_computes_in_its_own_dtype(device, made):
+    """float32 activations outside of autocast: products in bfloat16, a result in float32."""
+    model, _ = adapted_model(nf4, device)
+    layer = model.base_model.model.model.layers[0].self_attn.o_proj
+    layer.base_layer.compute_dtype = torch.bfloat16
+    apply(model)
+    x = torch.randn(3, 5, 32, device=device)
+    y = layer(x)
+    assert y.dtype == torch.float32 and len(made) == 1
+    assert torch.equal(y, y.bfloat16().float())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is here")
+def test_without_the_library_nothing_is_asked_of_it(device):
+    """A plain model needs none of them."""
+    model = peft.get_peft_model(make(device=device), peft.LoraConfig(target_modules=["q_proj"]))
+    assert apply(model).count("lora") == 2
+    model(**batch(device)).loss.backward()

@@ -1,0 +1,247 @@
+"""Losses of rows: what they keep from forward to backward, what that costs, what it must not change."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+from checks import same_bits
+from heads import compare, head_inputs, leaves_of, run
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
+
+import tigon
+from tigon.ops.loss_head.linear_cross_entropy import reference as loss_reference
+from tigon.ops.loss_head.linear_log_prob import reference
+
+FN = tigon.linear_log_prob
+LOSS = functools.partial(tigon.linear_cross_entropy, reduction="none")
+LOSS_REFERENCE = functools.partial(loss_reference, reduction="none")
+ROW = 64 * 4 / 2**20  # MiB of the logits of a row in float32, up to 64 classes
+KEEPS = [None, 0, 5 * ROW, 1e6]
+
+
+def _keep(keep_mb):
+    """Options; with 5 * ROW one chunk of four rows is kept, and the others are computed again."""
+    return {"keep_mb": keep_mb, "chunk_rows": 4 if keep_mb == 5 * ROW else None}
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_combinations(data):
+    draw = data.draw
+    torch.manual_seed(draw(st.integers(0, 2**31), label="seed"))
+    rows, h, v = draw(st.integers(1, 40)), draw(st.integers(8, 33)), draw(st.integers(2, 130))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    tensors = head_inputs(rows, h, v, dtype=dtype, masked=draw(st.sampled_from([0.0, 0.3, 1.0])))
+    hidden, weight, target = (
+        t if i == 2 else t.detach().requires_grad_(draw(st.booleans())) for i, t in enumerate(tensors)
+    )
+    options = {
+        "temperature": draw(st.sampled_from([1.0, 0.6])),
+        "softcap": draw(st.sampled_from([None, 5.0])),
+        "chunk_rows": draw(st.sampled_from([None, 1, 7])),
+        "keep_mb": draw(st.sampled_from([None, 0, 1e-3, 4e-3, 1.0])),
+    }
+    if draw(st.booleans(), label="bias"):
+        options["bias"] = torch.randn(v).to(dtype).requires_grad_(draw(st.booleans()))
+    if draw(st.booleans(), label="lora"):
+        a, b = torch.randn(3, h).to(dtype), torch.randn(v, 3).mul(0.2).to(dtype)
+        options["lora"] = (a.requires_grad_(draw(st.booleans())), b.requires_grad_(draw(st.booleans())), 0.5)
+    fn, plain = draw(st.sampled_from([(FN, reference), (LOSS, LOSS_REFERENCE)]))
+    if fn is LOSS:
+        options["label_smoothing"] = draw(st.sampled_from([0.0, 0.1]))
+        if draw(st.booleans(), label="token_weight"):
+            options["token_weight"] = torch.rand(rows)
+    if not leaves_of([hidden, weight, options]):
+        hidden.requires_grad_()
+    compare(fn, plain, (hidden, weight, target), options, noise=16 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("keep_mb", KEEPS, ids=str)
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=5)), ids=str)
+def test_every_combination_of_gradients(needs, keep_mb, device):
+    hidden, weight, target = (t.detach() for t in head_inputs(14, device=device))
+    tensors = (hidden, weight, *(torch.randn(s, device=device) for s in (40, (3, 16), (40, 3))))
+    results = []
+    for fn in (FN, reference):
+        x, w, b, *ab = leaves = [t.clone().requires_grad_(n) for t, n in zip(tensors, needs, strict=True)]
+        log_prob = fn(x, w, target, bias=b, lora=(*ab, 0.5), **_keep(keep_mb))
+        assert log_prob.requires_grad == any(needs)
+        if any(needs):
+            (log_prob * torch.linspace(-1, 2, 14, device=device)).sum().backward()
+        results.append((log_prob.detach(), *(t.grad for t in leaves)))
+    for a, b in zip(*results, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def _products(step, least):
+    """Matrix products of a step with at least so many multiplications."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as prof:
+        step()
+    work = 0.0
+    for event in prof.events():
+        if event.name == "aten::mm":
+            (m, k), (_, n), *_ = event.input_shapes
+            work += m * k * n / least if m * k * n * 16 >= least else 0.0
+    return work
+
+
+@pytest.mark.parametrize(
+    "trained, keep_mb, products",
+    [
+        ("", None, 1), ("x", None, 2), ("x", 0, 3), ("xw", None, 3), ("xw", 0, 4), ("w", None, 2),
+        ("w", 0, 3), ("xw", 10 * ROW, 3.75), ("xab", None, 2), ("xb", None, 2), ("xw", 1e6, 3),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("fn", [FN, LOSS])
+def test_number_of_products(fn, trained, keep_mb, products):
+    """In units of rows * hidden size * vocabulary; the rank of the LoRA is too small to count."""
+    rows, size, vocab = 40, 32, 64
+    hidden, weight, target = (t.detach() for t in head_inputs(rows, size, vocab, masked=0.0))
+    hidden.requires_grad_("x" in trained), weight.requires_grad_("w" in trained)
+    options = {"keep_mb": keep_mb, "chunk_rows": 10 if products == 3.75 else None}
+    if "b" in trained:
+        options["bias" if trained == "xb" else "lora"] = (
+            torch.randn(vocab, requires_grad=True)
+            if trained == "xb"
+            else (torch.randn(1, size, requires_grad=True), torch.randn(vocab, 1, requires_grad=True), 1.0)
+        )
+
+    def step():
+        result = fn(hidden, weight, target, **options)
+        if result.requires_grad:
+            result.sum().backward()
+
+    assert _products(step, rows * size * vocab) == pytest.approx(products, abs=0.15)
+
+
+@pytest.mark.parametrize(
+    "options, saves",
+    [
+        ({}, False), ({"keep_mb": 0}, True), ({"keep_mb": 5 * ROW}, True), ({"keep_mb": 20 * ROW}, False),
+        ({"chunk_rows": 5}, True), ({"chunk_rows": 12}, False), ({"entropy": True}, True),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_when_the_weight_is_saved(options, saves):
+    hidden, weight, target = head_inputs(masked=0.0)
+    for frozen in (False, True):
+        w = weight.detach().requires_grad_(not frozen)
+        found = []
+        with saved_tensors_hooks(lambda t, found=found: found.append(t) or t, lambda t: t):
+            FN(hidden, w, target, **options)
+        kept = any(t.numel() and t.data_ptr() == w.data_ptr() for t in found)
+        whole = frozen and options.get("keep_mb") != 0 and "entropy" not in options
+        assert kept == (saves and not whole)
+
+
+@pytest.mark.parametrize("keep_mb", KEEPS, ids=str)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("fn", [FN, LOSS])
+def test_a_second_backward(fn, frozen, keep_mb, device):
+    hidden, weight, target = head_inputs(30, device=device)
+    weight = weight.detach() if frozen else weight
+    upstream = torch.randn(30, device=device)
+    upstream[target == -100] = float("inf")  # of rows that do not count
+    wrt = (hidden,) if frozen else (hidden, weight)
+    result = fn(hidden, weight, target, **_keep(keep_mb))
+    all_three = [
+        torch.autograd.grad(result, wrt, upstream, retain_graph=retained) for retained in (True, True, False)
+    ]
+    for gradients in zip(*all_three, strict=True):
+        assert all(same_bits(g, gradients[0]) and g.isfinite().all() for g in gradients)
+    doubled = torch.autograd.grad(fn(hidden, weight, target, **_keep(keep_mb)), wrt, 2 * upstream)
+    assert all(same_bits(d, 2 * g) for d, g in zip(doubled, all_three[0], strict=True))
+
+
+@pytest.mark.parametrize("keep_mb", KEEPS, ids=str)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("parts", ["entropy", "both", "apart"])
+def test_a_late_gradient_of_the_entropies(parts, frozen, keep_mb, device):
+    hidden, weight, target = head_inputs(14, device=device)
+    weight = weight.detach() if frozen else weight
+    wrt = (hidden,) if frozen else (hidden, weight)
+    results = []
+    for fn in (FN, reference):
+        log_prob, entropy = fn(hidden, weight, target, entropy=True, **_keep(keep_mb))
+        if parts == "apart":
+            first = torch.autograd.grad(log_prob.sum(), wrt, retain_graph=True)
+            second = torch.autograd.grad(entropy.sum(), wrt)
+            results.append((*first, *second))
+        else:
+            total = entropy.square().sum() + (3 * log_prob.sum() if parts == "both" else 0)
+            results.append(torch.autograd.grad(total, wrt))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("keep_mb", KEEPS, ids=str)
+@pytest.mark.parametrize("trained", ["x", "w", "xw"])
+@pytest.mark.parametrize("rows", [0, 6])
+def test_nothing_to_do(rows, trained, keep_mb, device):
+    hidden, weight, target = head_inputs(rows, device=device, masked=1.0)
+    hidden = hidden.detach().requires_grad_("x" in trained)
+    weight = weight.detach().requires_grad_("w" in trained)
+    for valid_rows in (None, 0):
+        log_prob = FN(hidden, weight, target, **_keep(keep_mb), valid_rows=valid_rows)
+        gradients = torch.autograd.grad(log_prob.sum(), leaves_of((hidden, weight)))
+        assert all(torch.count_nonzero(t) == 0 for t in (log_prob, *gradients))
+
+
+def test_late_scaling_keeps_small_gradients_in_float16(device):
+    """An upstream gradient that would leave float16's range in the gradient of the logits."""
+    hidden, weight, target = head_inputs(16, 8, 400, dtype=torch.float16, device=device, masked=0.0)
+    with torch.no_grad():
+        weight.mul_(30)
+    factor = 2.0**-12
+    (got,) = torch.autograd.grad(
+        FN(hidden, weight.detach(), target), hidden, torch.full((16,), factor).to(device)
+    )
+    (one,) = torch.autograd.grad(FN(hidden, weight.detach(), target), hidden, torch.ones(16).to(device))
+    assert same_bits(got, (one.float() * factor).half())
+
+
+@pytest.mark.parametrize("keep_mb", KEEPS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fn", [FN, LOSS])
+def test_main_grad(fn, dtype, keep_mb, device):
+    hidden, weight, target = head_inputs(20, dtype=dtype, device=device)
+    (want,) = torch.autograd.grad(fn(hidden, weight, target).sum(), weight)
+    (dhidden,) = torch.autograd.grad(fn(hidden, weight, target).sum(), hidden)
+    weight.main_grad = torch.ones(weight.shape, device=device)
+    weight.tigon_main_grad = True
+    fn(hidden, weight, target, **_keep(keep_mb)).sum().backward()
+    assert weight.grad is None
+    torch.testing.assert_close(weight.main_grad - 1, want.float(), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(hidden.grad, dhidden, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("keep_mb", [None, 5 * ROW], ids=str)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fn", [FN, LOSS])
+def test_compiled_is_eager_bit_for_bit(fn, dtype, frozen, keep_mb, device):
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, fullgraph=True, backend="aot_eager", dynamic=True)
+    for rows in (5, 9):
+        hidden, weight, target = head_inputs(rows, dtype=dtype, device=device)
+        args = (hidden, weight.detach() if frozen else weight, target)
+        got, want = (run(f, args, _keep(keep_mb)) for f in (compiled, fn))
+        assert all(same_bits(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_lora_is_refused_where_it_does_not_fit():
+    hidden, weight, target = head_inputs()
+    with pytest.raises(
+        tigon.Error, match=r"\[linear_log_prob\] lora must be \(A \[r, 16\], B \[40, r\], scale\)"
+    ):
+        FN(hidden, weight, target, lora=(torch.randn(2, 15), torch.randn(40, 2), 1.0))
+    with pytest.raises(tigon.Error, match=r"\[linear_log_prob\] keep_mb must be >= 0 \(or None\), got -1"):
+        FN(hidden, weight, target, keep_mb=-1)
