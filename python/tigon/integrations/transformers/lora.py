@@ -319,9 +319,7 @@ def _dora(x, state: State) -> torch.Tensor:
         return dense().mul_(of_rows)
 
     trained = isinstance(weight, torch.Tensor) and weight.requires_grad
-    if (
-        _is_eager() and not trained and x.numel() >= x.shape[-1] ** 2
-    ):  # few weights: scale these
+    if _is_eager() and not trained and x.numel() >= x.shape[-1] ** 2:  # few weights: scale these
         adapter = adapter._replace(b=(adapter.b * of_rows).to(adapter.b.dtype))
         (y,) = _adapted(x, dtype, [Base(scaled)], [adapter])
         y = _Magnitude.apply(y, magnitude)
