@@ -3,7 +3,7 @@
 #   ARGS="--steps 50"        options of train, test, bench   TIGON_CUDA_ARCHS=...  GPU architectures, e.g. 80-real
 #   JOBS=4                   parallel compilers               TIGON_WERROR=ON       warnings are errors: for development
 #   WORKERS=1                parallel tests
-PYTHON_FILES = python tests bench examples tools compat cmake
+PYTHON_FILES = python tests bench examples tools compat cmake packaging
 CPP_FILES = $(shell git ls-files --cached --others --exclude-standard \
                 '*.h' '*.cpp' '*.cu' '*.cuh' '*.inc' | while read -r f; do [ -f "$$f" ] && echo "$$f"; done)
 

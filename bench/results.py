@@ -343,7 +343,9 @@ def index(parts: dict[str, list[Section]]) -> str:
             "more than 3 % behind", "without a peer")  # fmt: skip
     blocks = (
         "# Results",
-        f"{NOTE}\n[Method](../benchmarks.md), [known gaps](../known-gaps.md).",
+        f"{NOTE}\n[Method](../benchmarks.md).",
+        "Where a peer is faster: [known gaps](../known-gaps.md) has the reasons, and every page begins with\n"
+        "those cases.",
         "\n".join(lines),
         "A case is counted once for each pass and dtype; speeds are geometric means.",
         markdown(head, rows),

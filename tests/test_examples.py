@@ -126,7 +126,7 @@ def test_two_processes(example, words, package, options):
                EXAMPLES / f"{example}.py", *options, "--model-config", sizes, *words]  # fmt: skip
     python_path = os.pathsep.join([str(EXAMPLES.parent / "python"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
     (path,) = Path(options[options.index("--out") + 1]).glob(f"{example}*/losses.json")
     got = json.loads(path.read_text())

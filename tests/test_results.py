@@ -37,10 +37,11 @@ def test_images_are_shown(data):
     """Every picture that a page shows exists, and docs/img holds no other."""
     drawn = {name for file_images in results.images(data).values() for name in file_images}
     drawn |= paper.pictures().keys() | readme.PICTURES.keys()
-    drawn |= {f"notebook_{path.stem}.png" for path in (ROOT / "examples/notebooks").glob("*.py")}
     texts = [path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))]
     shown = {Path(target).name for text in texts for target in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)}
-    shown -= {path.name for path in (ROOT / "docs/drawings").iterdir()}
+    shown -= {
+        path.name for folder in ("drawings", "notebooks") for path in (ROOT / "docs" / folder).iterdir()
+    }
     assert {path.name for path in results.IMAGES.iterdir()} == drawn == shown
 
 

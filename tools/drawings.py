@@ -157,7 +157,11 @@ def layers() -> Drawing:
             "schema, tensors as views, results: by the list of fields",
             "torch.ops.tigon.rms_norm_fwd",
         ),
-        ("csrc/tigon/ops/*/*.h, base/op.h", "the list of fields: all checks; device", "tigon::rms_norm_fwd(ctx, args)"),
+        (
+            "csrc/tigon/ops/*/*.h, base/op.h",
+            "the list of fields: all checks; device",
+            "tigon::rms_norm_fwd(ctx, args)",
+        ),
         ("*_cpu.cpp, *_cuda.cu", "loops, tasks, launches", "cuda::rms_norm_fwd"),
         ("*_math.inc", "the formula, once for all devices", "h * (offset + weight)"),
     )

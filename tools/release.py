@@ -60,13 +60,11 @@ def release(root: Path, version: str, dry_run: bool) -> None:
         raise Refused("the work tree has changes that are not committed")
     if git(root, "tag", "--list", f"v{version}"):
         raise Refused(f"there is a tag v{version}")
-    old = {path: path.read_text(encoding="utf-8") for path in new}
     if dry_run:
         for path, text in new.items():
+            old, name = path.read_text(encoding="utf-8"), str(path.relative_to(root))
             sys.stdout.writelines(
-                difflib.unified_diff(
-                    old[path].splitlines(True), text.splitlines(True), str(path.relative_to(root)), n=0
-                )
+                difflib.unified_diff(old.splitlines(True), text.splitlines(True), name, n=0)
             )
         print(*(f"make {step}" for step in STEPS), f"git tag v{version}", sep="\n")
         return
@@ -77,8 +75,7 @@ def release(root: Path, version: str, dry_run: bool) -> None:
             subprocess.run(["make", *step.split()], cwd=root, check=True)
         check_wheels(root, version)
     except BaseException:
-        for path, text in old.items():
-            path.write_text(text, encoding="utf-8")
+        git(root, "checkout", "--", ".")
         raise
     git(root, "commit", "-am", f"Release {version}")
     git(root, "tag", "-a", f"v{version}", "-m", f"Tigon {version}")

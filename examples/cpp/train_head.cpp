@@ -46,14 +46,13 @@ int run() {
     tigon::rms_norm_fwd(
         *ctx, {.x = features.matrix(), .weight = norm.vector(), .y = hidden.matrix(), .rstd = rstd.vector()});
     tigon::linear_cross_entropy(
-        *ctx, {.hidden = hidden.matrix(),
-               .weight = head.matrix(),
-               .target = {.data = labels.data(), .dtype = tigon::DType::i64, .size = kTokens},
-               .loss = loss.vector(),
-               .total = total.vector(),
-               .scale = scale.vector(),
-               .dhidden = dhidden.matrix(),
-               .dweight = dhead.matrix()});
+        *ctx, {.head = {.hidden = hidden.matrix(),
+                        .weight = head.matrix(),
+                        .dhidden = dhidden.matrix(),
+                        .dweight = dhead.matrix()},
+               .labels = {.target = {.data = labels.data(), .dtype = tigon::DType::i64, .size = kTokens}},
+               .reduction = {.total = total.vector(), .scale = scale.vector()},
+               .results = {.loss = loss.vector()}});
     tigon::rms_norm_bwd(*ctx, {.dy = dhidden.matrix(),
                                .x = features.matrix(),
                                .weight = norm.vector(),

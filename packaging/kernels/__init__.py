@@ -4,9 +4,8 @@ import importlib.util
 import sys
 from pathlib import Path
 
-if (
-    importlib.util.find_spec("tigon") is None
-):  # its operators are registered once a process: an installed one serves
+# Operators are registered once in a process: an installed Tigon serves.
+if importlib.util.find_spec("tigon") is None:
     sys.path.append(str(Path(__file__).parent))
 
 from tigon import cross_entropy, linear_cross_entropy, linear_log_prob, rms_norm, rope, swiglu

@@ -12,6 +12,6 @@ def modules() -> dict[str, types.ModuleType]:
     found = {}
     for info in sorted(pkgutil.iter_modules(__path__), key=lambda info: info.name):
         module = importlib.import_module(f"{__name__}.{info.name}")
-        if hasattr(module, "NAME"):
+        if hasattr(module, "NAME") and hasattr(module, "CASES"):
             found[module.NAME] = module
     return found

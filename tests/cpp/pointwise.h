@@ -5,16 +5,6 @@
 
 namespace tigon::test {
 
-// fn(dtype, rows, cols): one element, a tail alone, vectors and a tail, more rows than a task takes.
-template <class Fn>
-void for_each_size(const Fn& fn) {
-  for (DType t : kFloats)
-    for (auto [rows, cols] : {std::pair<int64_t, int64_t>{1, 1}, {3, 7}, {5, 77}, {40, 1000}}) {
-      INFO(rows << " x " << cols << " " << text(t));
-      fn(t, rows, cols);
-    }
-}
-
 // Every element of `got` equals expected(r, c).
 template <class Expected>
 void check_exact(const std::string& name, const Table& got, const Expected& expected) {

@@ -88,13 +88,6 @@ struct Results {
   }
 };
 
-Matrix rows_of(Table& t, int64_t first, int64_t count) {
-  Matrix m = t.matrix();
-  m.data = static_cast<char*>(m.data) + first * m.stride * int64_t(size_of(m.dtype));
-  m.rows = count;
-  return m;
-}
-
 Results unsharded(Problem& p) {
   Results r(p.type, kRows, p.vocab);
   auto ctx = make_cpu_context(1);
@@ -131,10 +124,10 @@ std::vector<Results> sharded(Problem& p, const Columns& columns, bool shares) {
         .shard_weight = {.data = weights.data(), .size = int64_t(weights.size())},
         .weight_sum = {.data = &sum, .size = 1}};
     LinearHead& head = call.head.head;
-    head.hidden = shares ? rows_of(p.hidden, int64_t(r) * rows, rows) : p.hidden.matrix();
-    head.weight = rows_of(p.weight, first[r], columns[r]);
+    head.hidden = shares ? rows_from(p.hidden.matrix(), int64_t(r) * rows, rows) : p.hidden.matrix();
+    head.weight = rows_from(p.weight.matrix(), first[r], columns[r]);
     if (p.o.biased) head.bias = {.data = p.bias.vector().as<float>() + first[r], .size = columns[r]};
-    if (p.o.low_rank) head.lora_b = rows_of(p.lora_b, first[r], columns[r]);
+    if (p.o.low_rank) head.lora_b = rows_from(p.lora_b.matrix(), first[r], columns[r]);
     results[r].into(call.head);
     linear_cross_entropy_sharded(*ctx, ranks_, call);
   });

@@ -147,6 +147,21 @@ def test_what_fn_says_of_ignored_rows_is_dropped(device):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_exported_and_planned(device):
+    """Without numbers to count and to stream: by autograd."""
+    hidden, weight, target = (t.detach() for t in head_inputs(30, device=device))
+
+    class Loss(torch.nn.Module):
+        def forward(self, hidden, weight):
+            return tigon.linear_loss(hidden, weight, target, nll)
+
+    exported = torch.export.export(Loss(), (hidden, weight)).module()
+    torch.testing.assert_close(exported(hidden, weight), Loss()(hidden, weight))
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        loss = Loss()(*(mode.from_tensor(t).requires_grad_() for t in (hidden, weight)))
+        assert loss.requires_grad and loss.shape == ()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_all_rows_masked(dtype, device):
     hidden, weight, target = head_inputs(dtype=dtype, device=device, masked=1.0)

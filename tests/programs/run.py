@@ -30,6 +30,15 @@ ROOT = HERE.parents[1]
 BUILD = ROOT / "build/programs"
 RECORD = HERE / "record.json"
 PROGRAMS = sorted(path.stem for path in HERE.glob("*.py") if path.stem not in ("run", "program"))
+NOT_RUN = (  # what no file of this folder runs, and why
+    ("verl", "PPO, GRPO", "Ray, a server of rollouts (vLLM, SGLang) and GPUs. The actor's steps are run above"),
+    ("OpenRLHF", "`train_sft`, `train_dpo`, PPO", "flash-attn and DeepSpeed's CUDA optimizers; PPO needs Ray and vLLM"),
+    ("TRL", "`vllm_mode` of GRPO and RLOO", "vLLM, which needs a GPU"),
+    ("NeMo", "everything", "Transformer Engine and Apex, which build on CUDA only"),
+    ("torchtune", "everything", "nothing: its losses take their own head, and Tigon refuses it in words"),
+    ("DeepSpeed", "ZeRO++'s qwZ and qgZ, offload to NVMe", "their quantising kernels and aio are built with CUDA"),
+    ("PEFT", "QLoRA in 4 bits", "bitsandbytes with a GPU: its `Linear4bit` quantises there"),
+)  # fmt: skip
 TOLERANCE = 2e-4
 SECONDS = 600  # of one run
 
@@ -230,6 +239,8 @@ def table(entries: list[dict]) -> str:
         lines.append(
             f"| {program} | {what} | {e['switch']} | {outcome} | {beside} | {e['date']}, {e['device']} |"
         )
+    lines += ["", "## Not run on a CPU", "", "| program | what | it needs |", "|---|---|---|"]
+    lines += [f"| {program} | {what} | {why} |" for program, what, why in NOT_RUN]
     return "\n".join(lines) + "\n"
 
 

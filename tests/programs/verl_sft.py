@@ -100,15 +100,15 @@ def steps_of_actor():
     from verl.workers.engine_workers import TrainingWorker
     from verl.workers.utils import losses
 
-    config = ActorConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=2, rollout_n=1)
+    options = ActorConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=2, rollout_n=1)
     train_batch = TrainingWorker.train_batch
 
-    def loss(config_of_sft, model_output, data, dp_group=None):
+    def loss(config, model_output, data, dp_group=None):
         log_prob, entropy = (model_output[name].values()[None] for name in ("log_probs", "entropy"))
         mask = torch.roll(data["loss_mask"].values(), -1)[None]
         advantages = torch.linspace(-1, 1, mask.numel())[None]
         before = log_prob.detach() + 0.3 * torch.sin(torch.arange(mask.numel()))
-        policy, _ = get_policy_loss_fn("vanilla")(before, log_prob, advantages, mask, config=config)
+        policy, _ = get_policy_loss_fn("vanilla")(before, log_prob, advantages, mask, config=options)
         return policy - 0.1 * agg_loss(entropy, mask, "token-mean"), {}
 
     def with_entropy(self, data):

@@ -35,7 +35,7 @@ struct Expected {
   bool scalar = false;           // a tensor of one element and of any number of dimensions
   int64_t* leading = nullptr;    // takes the tensor's first dimension, which its results do not have
   const void* of = nullptr;      // the member whose tensor has a result's sizes; null: [rows, cols]
-  bool other_cols = false;  // of those sizes but for the last
+  bool other_cols = false;       // of those sizes but for the last
 };
 
 struct Field {

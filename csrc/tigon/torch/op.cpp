@@ -18,8 +18,7 @@ class Schema final : public Fields {
   bool has_statistics = false, has_in_place = false;
 
   std::string text() const {
-    const bool one = count_ == 1;
-    return "(" + inputs_ + needs_ + ") -> " + (one ? "Tensor" : "(" + results_ + ")");
+    return "(" + inputs_ + ") -> " + (count_ == 1 ? "Tensor" : "(" + results_ + ")");
   }
   void statistics(const char* name, std::initializer_list<Statistic>, int64_t, Role role) override {
     has_statistics = has_statistics || role == Role::statistics;
@@ -37,8 +36,7 @@ class Schema final : public Fields {
 
  protected:
   void field(const Field& f) override {
-    if (f.role == Role::gradient)
-      add(needs_ += inputs_.empty() || !needs_.empty() ? "" : ", ", "bool need_", f.name);
+    if (f.role == Role::gradient) add(inputs_, "bool need_", f.name);  // after all inputs
     if (f.role == Role::gradient || f.role == Role::result)
       result(f.name);
     else
@@ -50,12 +48,12 @@ class Schema final : public Fields {
 
  private:
   static void add(std::string& list, const char* type, const char* name) {
-    if (!list.empty() && !list.ends_with(", ")) list += ", ";
+    if (!list.empty()) list += ", ";
     list += std::string(type) + name;
   }
   void result(const char* name) { add(results_, "Tensor ", name), ++count_; }
   const Variant variant_;
-  std::string inputs_, needs_, results_;
+  std::string inputs_, results_;
   int count_ = 0;
 };
 
@@ -78,7 +76,7 @@ class Arguments final : public Fields {
   size_t rows = 0;     // of tensors: the first of all
 
   void statistics(const char*, std::initializer_list<Statistic> list, int64_t, Role role) override {
-    if (role == Role::saved) tensors[count_++] = {&list.begin()->vector, stack_.take<Tensor>()};
+    if (role == Role::saved) tensors.at(count_++) = {&list.begin()->vector, stack_.take<Tensor>()};
   }
   void result_over(const char*, Matrix&, const char*, const Matrix&) override {}
 
@@ -90,7 +88,7 @@ class Arguments final : public Fields {
       needs |= uint32_t(stack_.take<bool>()) << gradients_++;
     } else {
       if (f.role == Role::rows) rows = count_;
-      Held& held = tensors[count_++];
+      Held& held = tensors.at(count_++);
       held.member = member;
       if (f.role == Role::optional)
         held.tensor = stack_.take<OptionalTensor>();
@@ -168,7 +166,7 @@ class Views final : public Fields {
   }
 
  private:
-  Tensor& add(Tensor t) { return results_[count_++].emplace(std::move(t)); }
+  Tensor& add(Tensor t) { return results_.at(count_++).emplace(std::move(t)); }
   const Held* held(const void* member) const {
     for (size_t i = 0; i < next_; ++i)
       if (tensors_[i].member == member && tensors_[i].tensor) return &tensors_[i];

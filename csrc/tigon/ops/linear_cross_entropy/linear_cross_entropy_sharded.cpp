@@ -213,12 +213,10 @@ void linear_cross_entropy_sharded(Context& ctx, Communicator& ranks, const Linea
   LinearHeadRows all = {.count = most};
   LinearHead worked = head;
   if (shares > 1) {
-    void* memory = ctx.scratch(size_of(a.head.hidden.dtype) * size_t(most * h));
-    run.hidden = {.data = memory, .dtype = a.head.hidden.dtype, .rows = most, .cols = h, .stride = h};
+    run.hidden = linear_head_matrix(ctx, most, h, h, a.head.hidden.dtype);
     worked.hidden = run.hidden;
     if (a.head.dhidden.data) {
-      run.dhidden = run.hidden;
-      run.dhidden.data = ctx.scratch(size_of(a.head.hidden.dtype) * size_t(most * h));
+      run.dhidden = linear_head_matrix(ctx, most, h, h, a.head.hidden.dtype);
       worked.dhidden = run.dhidden;
     }
   }

@@ -9,10 +9,6 @@ namespace {
 
 constexpr const char* kOp = "linear_divergence";
 
-Matrix first_rows(Matrix m, int64_t rows) {
-  m.rows = m.data ? rows : m.rows;
-  return m;
-}
 Vector first_of(Vector v, int64_t size) {
   v.size = v ? size : v.size;
   return v;
@@ -49,7 +45,7 @@ Pair pair_of(const LinearDivergence& a) {
   p.student = p.whole;
   for (Matrix* m :
        {&p.student.weight, &p.student.lora_b, &p.student.dweight, &p.student.dlora_b, &p.teacher.weight})
-    *m = first_rows(*m, p.vocab);
+    *m = rows_from(*m, 0, p.vocab);
   p.student.bias = first_of(bias, p.vocab), p.student.dbias = first_of(a.head.dbias, p.vocab);
   return p;
 }
@@ -109,19 +105,15 @@ struct Logits {
   Matrix student, teacher;
   LinearHeadWorkspace teacher_workspace;
 };
-Matrix new_logits(Context& ctx, int64_t rows, int64_t vocab, DType dtype) {
-  int64_t stride = linear_head_logit_stride(vocab);
-  void* data = ctx.scratch(size_of(dtype) * size_t(rows * stride));
-  return {.data = data, .dtype = dtype, .rows = rows, .cols = vocab, .stride = stride};
-}
 Logits make_logits(Context& ctx, const LinearDivergence& a, const Pair& pair, const LinearHeadRows& rows,
                    int64_t count) {
-  Logits l = {.student = new_logits(ctx, count, pair.vocab, DType::f32)};
+  int64_t stride = linear_head_logit_stride(pair.vocab);
+  Logits l = {.student = linear_head_matrix(ctx, count, pair.vocab, stride, DType::f32)};
   if (!pair.given) {
-    l.teacher = new_logits(ctx, count, pair.vocab, DType::f32);
+    l.teacher = linear_head_matrix(ctx, count, pair.vocab, stride, DType::f32);
     l.teacher_workspace = linear_head_workspace(ctx, pair.teacher, rows, {.chunk = count, .logits = false});
   } else if (rows.listed) {
-    l.teacher = new_logits(ctx, count, pair.vocab, a.teacher_logits.dtype);
+    l.teacher = linear_head_matrix(ctx, count, pair.vocab, stride, a.teacher_logits.dtype);
   }
   return l;
 }
@@ -130,14 +122,14 @@ Matrix teacher_logits(Context& ctx, const LinearDivergence& a, const Pair& pair,
                       const Logits& l, int64_t begin, int64_t count) {
   if (!pair.given) {
     LinearHeadChunk c = linear_head_chunk(pair.teacher, rows, l.teacher_workspace, begin, count);
-    c.logits = first_rows(l.teacher, count);
+    c.logits = rows_from(l.teacher, 0, count);
     linear_head_logits(ctx, pair.teacher, c);
     return c.logits;
   }
   Matrix logits = a.teacher_logits;
   logits.cols = pair.vocab;
   if (!rows.listed) return rows_from(logits, begin, count);
-  Matrix gathered = first_rows(l.teacher, count);
+  Matrix gathered = rows_from(l.teacher, 0, count);
   linear_head_move(ctx,
                    {.from = logits, .to = gathered, .index = linear_head_part(rows.index, begin, count)});
   return gathered;
@@ -226,7 +218,7 @@ void linear_divergence(Context& ctx, const LinearDivergence& call) {
         auto of = [&](const Vector& v) { return linear_head_part(v, part.begin, part.count); };
         DistillationRows pass = row_pass(a, pair);
         if (gradients) pass.dstudent = part.logits;
-        part.logits = first_rows(logits.student, part.count);
+        part.logits = rows_from(logits.student, 0, part.count);
         linear_head_logits(ctx, pair.student, part);
         pass.student = part.logits;
         pass.teacher = teacher_logits(ctx, a, pair, rows, logits, part.begin, part.count);

@@ -30,10 +30,6 @@ int64_t known_count(Context& ctx, const LinearHead& a, const LinearHeadLabels& l
   return count;
 }
 
-Matrix new_matrix(Context& ctx, int64_t rows, int64_t cols, int64_t stride, DType dtype) {
-  void* data = ctx.scratch(size_of(dtype) * size_t(std::max<int64_t>(rows, 1) * stride));
-  return {.data = data, .dtype = dtype, .rows = rows, .cols = cols, .stride = stride};
-}
 Matrix as_row(const Vector& v, int64_t count) {
   return {.data = v.data, .dtype = v.dtype, .rows = 1, .cols = count, .stride = count};
 }
@@ -205,20 +201,20 @@ LinearHeadWorkspace linear_head_workspace(Context& ctx, const LinearHead& a, con
   LinearHeadWorkspace w;
   if (m.logits) {
     int64_t rows_of_logits = m.logits_rows > 0 ? m.logits_rows : m.chunk;
-    w.logits = new_matrix(ctx, rows_of_logits, v, linear_head_logit_stride(v), dtype);
+    w.logits = linear_head_matrix(ctx, rows_of_logits, v, linear_head_logit_stride(v), dtype);
     pad_rows(ctx, w.logits);
   }
   bool wide = a.wide_logits && dtype != DType::f32;
   if (wide) {
     int64_t rows_of_part = std::min(m.chunk, linear_head_wide_rows(ctx.device() == Device::cuda, v));
-    w.wide = new_matrix(ctx, rows_of_part, v, linear_head_logit_stride(v), DType::f32);
+    w.wide = linear_head_matrix(ctx, rows_of_part, v, linear_head_logit_stride(v), DType::f32);
   }
   bool scales = m.factored && (a.dweight.data || a.dlora_a.data || a.dlora_b.data);
-  if (rows.listed || scales) w.hidden = new_matrix(ctx, m.chunk, h, h, dtype);
-  if (rows.listed && a.dhidden.data) w.dhidden = new_matrix(ctx, m.chunk, h, h, dtype);
+  if (rows.listed || scales) w.hidden = linear_head_matrix(ctx, m.chunk, h, h, dtype);
+  if (rows.listed && a.dhidden.data) w.dhidden = linear_head_matrix(ctx, m.chunk, h, h, dtype);
   if (a.lora_a.data)
-    w.lora_u = new_matrix(ctx, m.chunk, r, lora_ld, dtype),
-    w.lora_t = new_matrix(ctx, m.chunk, r, lora_ld, dtype);
+    w.lora_u = linear_head_matrix(ctx, m.chunk, r, lora_ld, dtype),
+    w.lora_t = linear_head_matrix(ctx, m.chunk, r, lora_ld, dtype);
   if (a.dbias) {
     w.ones = linear_head_vector(ctx, std::max<int64_t>(m.chunk, 1), dtype);
     TIGON_BACKEND(linear_head_ones(ctx, w.ones));
@@ -350,6 +346,11 @@ Vector linear_head_part(const Vector& v, int64_t begin, int64_t count) {
   return {.data = static_cast<char*>(v.data) + begin * int64_t(size_of(v.dtype)),
           .dtype = v.dtype,
           .size = count};
+}
+
+Matrix linear_head_matrix(Context& ctx, int64_t rows, int64_t cols, int64_t stride, DType dtype) {
+  void* data = ctx.scratch(size_of(dtype) * size_t(std::max<int64_t>(rows, 1) * stride));
+  return {.data = data, .dtype = dtype, .rows = rows, .cols = cols, .stride = stride};
 }
 
 Vector linear_head_vector(Context& ctx, int64_t n, DType dtype) {

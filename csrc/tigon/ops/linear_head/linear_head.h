@@ -209,6 +209,8 @@ TIGON_API void linear_head_clear(Context& ctx, const LinearHead& a, const Linear
 
 // Part of a vector by row; [1] stands for all rows.
 TIGON_API Vector linear_head_part(const Vector& v, int64_t begin, int64_t count);
+// New ones in the context's memory.
+TIGON_API Matrix linear_head_matrix(Context& ctx, int64_t rows, int64_t cols, int64_t stride, DType dtype);
 TIGON_API Vector linear_head_vector(Context& ctx, int64_t n, DType dtype = DType::f32);
 
 // out = in * dloss * scale (scale only where dlogits did not carry it: empty otherwise), rounded once. out may be in where scale

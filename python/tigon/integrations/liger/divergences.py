@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tigon
-from tigon.error import check
+from tigon.integrations.liger.names import check
 from tigon.integrations.liger.signatures import Loss, function_class
 
 _REDUCTIONS = ("none", "sum", "mean", "batchmean")
@@ -30,9 +30,7 @@ def kl_div(y_pred, y_true, reduction="batchmean", log_target=False, eps=1e-10):
     Reduced ones run :func:`tigon.kl_div`: a probability of zero adds nothing there whatever ``eps`` is. One
     value for every element (``"none"``) is as large as the logits, so it is plain PyTorch.
     """
-    check(
-        "compat.liger", reduction in _REDUCTIONS, f"reduction must be one of {_REDUCTIONS}, got {reduction!r}"
-    )
+    check(reduction in _REDUCTIONS, f"reduction must be one of {_REDUCTIONS}, got {reduction!r}")
     y_true = y_true.detach().float()
     if reduction != "none":
         teacher = y_true if log_target else torch.where(y_true > 0, y_true.clamp(min=eps), y_true).log()
@@ -54,9 +52,7 @@ def tvd(p, q, shift_labels=None, reduction="batchmean", ignore_index=-100):
     :func:`tigon.tvd` takes logits and is the one to use in new code: with probabilities given there is
     nothing left to fuse but a difference, so this is plain PyTorch.
     """
-    check(
-        "compat.liger", reduction in _REDUCTIONS, f"reduction must be one of {_REDUCTIONS}, got {reduction!r}"
-    )
+    check(reduction in _REDUCTIONS, f"reduction must be one of {_REDUCTIONS}, got {reduction!r}")
     terms = (p.float() - q.detach().float()).abs() / 2
     rows = p.numel() // p.shape[-1]
     if shift_labels is not None:
@@ -75,12 +71,12 @@ def liger_tvd(input, target, shift_labels=None, reduction: str = "mean", ignore_
 def ce_tvd(student_logits, teacher_logits, target, ignore_index=-100):
     """(cross-entropy, total variation distance) of logits, one of each a row, by Tigon's two."""
     shape, other = student_logits.shape, teacher_logits.shape
-    check("compat.liger", shape == other,
+    check(shape == other,
           "student_logits and teacher_logits must have the same shape, got {} and {}",
           shape, other)  # fmt: skip
-    check("compat.liger", len(shape) == 2, "student_logits must be 2D (BT, V), got {}", shape)
+    check(len(shape) == 2, "student_logits must be 2D (BT, V), got {}", shape)
     fits = target.shape == shape[:1]
-    check("compat.liger", fits, "target must have shape {}, got {}", shape[:1], target.shape)
+    check(fits, "target must have shape {}, got {}", shape[:1], target.shape)
     loss = tigon.cross_entropy(student_logits, target, ignore_index=ignore_index, reduction="none")
     teacher = teacher_logits.to(student_logits.dtype).detach()
     distance = tigon.tvd(student_logits, teacher, target, ignore_index=ignore_index, reduction="none")
@@ -106,10 +102,7 @@ class LigerTVDLoss(
 
 
 class LigerFusedCETVDLoss(
-    Loss,
-    target=ce_tvd,
-    options="ignore_index: int = -100",
-    operands="student_logits, teacher_logits, target",
+    Loss, target=ce_tvd, options="ignore_index: int = -100", operands="student_logits, teacher_logits, target"
 ):
     """Cross-entropy and total variation distance, both unreduced."""
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 from transformers.utils import ModelOutput
 
-from tigon.error import check
 from tigon.integrations.liger.functional import loss_settings
+from tigon.integrations.liger.names import check
 from tigon.integrations.liger.outputs import with_counts
 from tigon.integrations.transformers.forward import model_forward
 from tigon.integrations.transformers.head import forward_of_model
@@ -25,7 +25,7 @@ def attach(model: nn.Module) -> None:
 def _forward(model, told, *args, **kwargs):
     """The patched model's forward, with the settings and the output."""
     labels = any(kwargs.get(name) is not None for name in ("labels", "shift_labels")) or len(args) > 1
-    check("compat.liger", labels or not kwargs.get("skip_logits"),
+    check(labels or not kwargs.get("skip_logits"),
           "labels or shift_labels must be given where skip_logits is True, got {}",
           sorted(kwargs))  # fmt: skip
     if labels and kwargs.get("skip_logits", model.training):

@@ -15,8 +15,7 @@ import torch.nn.functional as F
 
 import tigon
 from tigon._dtensor import is_dtensor
-from tigon.error import check
-from tigon.integrations.liger.names import public
+from tigon.integrations.liger.names import check, public
 from tigon.integrations.liger.signatures import by_position
 
 
@@ -89,7 +88,7 @@ def whole(weight):
     if not is_dtensor(weight):
         return weight
     fits = all(p.is_replicate() for p in weight.placements)
-    check("compat.liger", fits, "weight must be whole (under FSDP read it in the forward of the unit that "
+    check(fits, "weight must be whole (under FSDP read it in the forward of the unit that "
           "holds it, or keep the head in the root's unit; shards of a vocabulary: tigon.linear_log_prob), "
           "got a DTensor placed as {}", weight.placements)  # fmt: skip
     return weight.to_local()
@@ -103,7 +102,7 @@ def linear_cross_entropy_parts(input, weight, target, bias=None, ce_weight=None,
     """(loss, z_loss, token_accuracy, predicted_tokens), None where not asked for; the loss is float32."""
     integer = isinstance(chunk_mem_const, int) and not isinstance(chunk_mem_const, bool)
     fits = integer and chunk_mem_const >= 1
-    check("compat.liger", fits, "chunk_mem_const must be an int >= 1, got {!r}", chunk_mem_const)
+    check(fits, "chunk_mem_const must be an int >= 1, got {!r}", chunk_mem_const)
     weight, scaling = whole(weight), None
     if use_token_scaling:
         with torch.no_grad():
@@ -111,11 +110,7 @@ def linear_cross_entropy_parts(input, weight, target, bias=None, ce_weight=None,
                 input, weight, target, bias=bias, softcap=softcap, ignore_index=ignore_index
             ).exp()
     ce_weight = _class_weight(ce_weight, target, ignore_index, lse_square_scale, reduction)
-    asked = {
-        "z_loss": return_z_loss,
-        "correct": return_token_accuracy,
-        "predicted": return_predicted_tokens,
-    }
+    asked = {"z_loss": return_z_loss, "correct": return_token_accuracy, "predicted": return_predicted_tokens}
     names = tuple(name for name, wanted in asked.items() if wanted)
     got = tigon.linear_cross_entropy(
         input, weight, target, bias=bias, class_weight=ce_weight, ignore_index=ignore_index,
@@ -201,7 +196,7 @@ globals().update(
 def liger_group_norm(X, affine_scaling_weight, affine_shifting_bias, num_channels, num_groups, eps):
     """By :func:`tigon.group_norm`, ``X`` ``[N, C, ...]``."""
     fits = X.dim() > 1 and X.shape[1] == num_channels
-    check("compat.liger", fits, "num_channels must be {}'s second size, got {}", tuple(X.shape), num_channels)
+    check(fits, "num_channels must be {}'s second size, got {}", tuple(X.shape), num_channels)
     return tigon.group_norm(X, num_groups, affine_scaling_weight, affine_shifting_bias, eps)
 
 
@@ -219,13 +214,7 @@ def liger_rope(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=No
     head, table = q.shape[-1], cos.shape[-1]
     if rotary_dim is not None:
         fits = rotary_dim % 2 == 0 and 0 < rotary_dim <= head and table >= rotary_dim // 2
-        check(
-            "compat.liger",
-            fits,
-            "rotary_dim must be even, at most {} and twice cos's columns, got {}",
-            head,
-            rotary_dim,
-        )
+        check(fits, "rotary_dim must be even, at most {} and twice cos's columns, got {}", head, rotary_dim)
     columns = min(table, head) if rotary_dim is None else rotary_dim
     cos, sin = cos[..., : columns // 2], sin[..., : columns // 2]
     q_out, k_out = tigon.rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, rotary_dim=columns)
@@ -343,7 +332,7 @@ def loss_settings() -> dict:
         return {}
     with contextlib.suppress(AttributeError, TypeError):  # it reads the operands
         current(noted, None, None)
-    check("compat.liger", noted, "liger_fused_linear_cross_entropy may be wrapped by a function that calls "
+    check(noted, "liger_fused_linear_cross_entropy may be wrapped by a function that calls "
           "it with the operands it was given, got {!r}", current)  # fmt: skip
     defaults = inspect.signature(ours).parameters
     return {name: value for name, value in noted.items() if value is not defaults[name].default

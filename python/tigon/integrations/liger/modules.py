@@ -8,15 +8,15 @@ from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 import tigon
-from tigon.error import check
 from tigon.integrations.liger import functional as F
+from tigon.integrations.liger.names import check
 from tigon.integrations.liger.signatures import Loss, function_class
 from tigon.integrations.transformers.modules import FusedGatedMLP, GatedMLP, activation_of
 from tigon.ops.experts import _route
 
 
 def _initial(init_fn: str, *shape: int) -> nn.Parameter:
-    check("compat.liger", init_fn in ("ones", "zeros"), "init_fn must be ones or zeros, got {!r}", init_fn)
+    check(init_fn in ("ones", "zeros"), "init_fn must be ones or zeros, got {!r}", init_fn)
     return nn.Parameter(torch.ones(shape) if init_fn == "ones" else torch.zeros(shape))
 
 
@@ -28,7 +28,7 @@ class LigerRMSNorm(nn.Module):
         super().__init__()
         modes = ("llama", "gemma", "none")
         known = casting_mode in modes
-        check("compat.liger", known, "casting_mode must be one of {}, got {!r}", modes, casting_mode)
+        check(known, "casting_mode must be one of {}, got {!r}", modes, casting_mode)
         weight = _initial(init_fn, hidden_size)
         if elementwise_affine:
             self.weight = weight
@@ -103,7 +103,7 @@ class LigerRMSNormForMuseGlimmer(LigerRMSNormForGemma4):
 
     def __init__(self, dim=None, eps=1e-6, offset=0, casting_mode="gemma", init_fn="ones", in_place=False,
                  with_scale=True):  # fmt: skip
-        check("compat.liger", dim is not None or not with_scale, "dim must be given with a scale, got None")
+        check(dim is not None or not with_scale, "dim must be given with a scale, got None")
         super().__init__(dim or 0, eps, offset, casting_mode, init_fn, in_place, with_scale)
 
 
@@ -149,7 +149,7 @@ class LigerGroupNorm(nn.Module):
     def __init__(self, num_channels, num_groups, eps=1e-6, bias=False, init_fn="ones"):
         super().__init__()
         divides = num_groups > 0 and num_channels % num_groups == 0
-        check("compat.liger", divides, "num_groups must divide {}, got {}", num_channels, num_groups)
+        check(divides, "num_groups must divide {}, got {}", num_channels, num_groups)
         self.num_channels, self.num_groups, self.eps = num_channels, num_groups, eps
         self.variance_epsilon = eps
         self.weight = _initial(init_fn, num_channels)
@@ -265,12 +265,7 @@ class LigerSwiGLUMLP(GatedMLP):
     def __init__(self, config, intermediate_size=None):
         super().__init__(config, intermediate_size)
         self.config = config
-        check(
-            "compat.liger",
-            self.activation in ("silu", "swish"),
-            "hidden_act must be silu, got {!r}",
-            self.activation,
-        )
+        check(self.activation in ("silu", "swish"), "hidden_act must be silu, got {!r}", self.activation)
 
 
 class LigerQwen3MoeSwiGLUMLP(LigerSwiGLUMLP):
@@ -375,7 +370,7 @@ class LigerExperts(nn.Module):
         self.intermediate_dim = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
         activation = activation_of(config)
         known = activation in ("silu", "swish")
-        check("compat.liger", known, "hidden_act must be silu, got {!r}", activation)
+        check(known, "hidden_act must be silu, got {!r}", activation)
         packed = (self.num_experts, 2 * self.intermediate_dim, self.hidden_dim)
         self.gate_up_proj = nn.Parameter(torch.empty(packed))
         self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
@@ -435,10 +430,10 @@ class _CrossEntropy(Loss):
     def validate(self):
         reduction, smoothing, softcap = self.reduction, self.label_smoothing, self.softcap
         known = reduction in ("mean", "sum", "none")
-        check("compat.liger", known, "reduction must be mean, sum or none, got {!r}", reduction)
+        check(known, "reduction must be mean, sum or none, got {!r}", reduction)
         fits = 0 <= smoothing <= 1
-        check("compat.liger", fits, "label_smoothing must be in [0, 1], got {}", smoothing)
-        check("compat.liger", softcap is None or softcap > 0, "softcap must be > 0 or None, got {}", softcap)
+        check(fits, "label_smoothing must be in [0, 1], got {}", smoothing)
+        check(softcap is None or softcap > 0, "softcap must be > 0 or None, got {}", softcap)
 
 
 class LigerCrossEntropyLoss(
@@ -479,7 +474,7 @@ def _mlp(input, gate_weight, up_weight, down_weight, gate_multiplier=1.0, down_m
 def _scaled_cross_entropy(_input, weight, target, temperature=1.0, ignore_index=-100, m_tiles_per_cluster=1,
                           return_entropy=False, selected_token_ids=None):  # fmt: skip
     """Per-token loss under a temperature, and the entropy where asked for."""
-    check("compat.liger", selected_token_ids is None, "selected_token_ids must be None in {}, got a tensor",
+    check(selected_token_ids is None, "selected_token_ids must be None in {}, got a tensor",
           "LigerFusedLinearScaledCrossEntropyFunction")  # fmt: skip
     weight, options = F.whole(weight), {"temperature": temperature, "ignore_index": ignore_index}
     if not return_entropy:

@@ -7,6 +7,8 @@ import importlib
 import inspect
 from importlib import resources
 
+from tigon import error
+
 VERSION = "0.8.5"  # of the interface
 PACKAGE = "liger_kernel"
 _BEHIND = (
@@ -15,6 +17,8 @@ _BEHIND = (
     "dispatched",
 )  # fmt: skip
 _APART = {"chunked_loss"}  # packages whose names mean something else outside of them
+
+check = functools.partial(error.check, "compat.liger")
 
 
 @functools.cache

@@ -16,8 +16,9 @@ import os
 from transformers import AutoConfig
 
 import tigon
-from tigon.error import Error, check
+from tigon.error import Error
 from tigon.integrations.liger import forward, functional
+from tigon.integrations.liger.names import check
 from tigon.integrations.transformers.causal_loss import COUNTS, loss_of_logits, loss_options
 from tigon.integrations.transformers.modules import AutoTigonForCausalLM, split_options
 from tigon.integrations.transformers.patch import unwrapped
@@ -105,11 +106,7 @@ def _slots(options: dict) -> tuple[dict, bool]:
     """(keywords of tigon.apply, whether the loss of existing logits is asked for)."""
     on = {name for name, value in options.items() if value}
     both = {"cross_entropy", "fused_linear_cross_entropy"} <= on
-    check(
-        "compat.liger",
-        not both,
-        "cross_entropy and fused_linear_cross_entropy must not both be True, got both",
-    )
+    check(not both, "cross_entropy and fused_linear_cross_entropy must not both be True, got both")
     mlp = bool(on & {"swiglu", "geglu", "relu_squared"})
     wanted = {
         "norm": bool(on & {"rms_norm", "layer_norm"}),

@@ -9,7 +9,7 @@ from torch import nn
 
 import tigon
 from tigon import parallel
-from tigon.error import check
+from tigon.integrations.liger.names import check
 from tigon.integrations.liger.signatures import Loss, function_class
 from tigon.integrations.megatron.activation import bias_swiglu_impl
 from tigon.integrations.megatron.norm import RMSNorm
@@ -24,7 +24,7 @@ def validate_formula_and_mode(label_smoothing_formula: str, label_smoothing_mode
         ("label_smoothing_formula", label_smoothing_formula, FORMULAS),
         ("label_smoothing_mode", label_smoothing_mode, MODES),
     ):
-        check("compat.liger", value in known, "{} must be one of {}, got {!r}", name, known, value)
+        check(value in known, "{} must be one of {}, got {!r}", name, known, value)
 
 
 def _vocab_parallel(
@@ -36,7 +36,7 @@ def _vocab_parallel(
     smooth = label_smoothing > 0.0 and size > 1
     told = "'global' with label smoothing over several processes (else each has another loss)"
     fits = not smooth or label_smoothing_mode == "global"
-    check("compat.liger", fits, "label_smoothing_mode must be {}, got {!r}", told, label_smoothing_mode)
+    check(fits, "label_smoothing_mode must be {}, got {!r}", told, label_smoothing_mode)
     if label_smoothing_formula == "megatron" and label_smoothing:
         vocab = logits.shape[-1] * size
         label_smoothing = label_smoothing * vocab / (vocab - 1)
@@ -51,7 +51,7 @@ LigerVocabParallelCEFunction = function_class("LigerVocabParallelCEFunction", _v
 
 def _three_dimensional(vocab_parallel_logits, target, tp_group, **options):
     dims = vocab_parallel_logits.dim()
-    check("compat.liger", dims == 3, "vocab_parallel_logits must be 3-D ([s, b, V]), got {}-D", dims)
+    check(dims == 3, "vocab_parallel_logits must be 3-D ([s, b, V]), got {}-D", dims)
     del options["reduction"]
     return _vocab_parallel(vocab_parallel_logits, target, tp_group, **options)
 
@@ -67,9 +67,9 @@ class LigerVocabParallelCrossEntropy(
 
     def validate(self):
         """Other reductions, and what is none of the formulas and modes of label smoothing."""
-        check("compat.liger", self.reduction == "none", "reduction must be 'none', got {!r}", self.reduction)
+        check(self.reduction == "none", "reduction must be 'none', got {!r}", self.reduction)
         inside = 0.0 <= self.label_smoothing < 1.0
-        check("compat.liger", inside, "label_smoothing must be in [0, 1), got {}", self.label_smoothing)
+        check(inside, "label_smoothing must be in [0, 1), got {}", self.label_smoothing)
         validate_formula_and_mode(self.label_smoothing_formula, self.label_smoothing_mode)
 
     def extra_repr(self) -> str:
@@ -115,7 +115,7 @@ class LigerMegatronRMSNorm(RMSNorm):
         normalization="RMSNorm",
     ):  # fmt: skip
         asked = getattr(config, "normalization", normalization)
-        check("compat.liger", asked == "RMSNorm", "normalization must be 'RMSNorm', got {!r}", asked)
+        check(asked == "RMSNorm", "normalization must be 'RMSNorm', got {!r}", asked)
         super().__init__(config, hidden_size, eps)
         self.zero_centered_gamma, self._offset = self.offset == 1, self.offset
 
@@ -144,7 +144,7 @@ class LigerMegatronSwiGLU(nn.Module):
     def forward(self, input, bias=None, fp8_input_store=False, cpu_offload_input=False):
         """``[..., 2 F] -> [..., F]``, of two or three dimensions."""
         dims = input.dim()
-        check("compat.liger", dims in (2, 3), "input must be 2D or 3D, got {}D", dims)
+        check(dims in (2, 3), "input must be 2D or 3D, got {}D", dims)
         reason = unsupported(bias, fp8_input_store, cpu_offload_input)
         if reason is None or self.fallback_impl is None:
             return bias_swiglu_impl(input, bias, fp8_input_store, cpu_offload_input)

@@ -97,7 +97,7 @@ def empty_kept(call: Call):
         kept = rows if rows <= _plan(call, 0, main_grad=needs & MAIN_GRAD != 0).whole_rows else 0
     else:
         kept = rows if rows <= most else _plan(call, rows, train_bias=True, keep_rows=most).kept
-    formed = needs & UNIT and (kept > 0 or only_hidden(needs))
+    formed = needs & UNIT and needs & HIDDEN and (kept > 0 or only_hidden(needs))
     shape = (kept, padded(weight.shape[0])) if kept > 0 else (0,)
     return hidden.new_empty(hidden.shape if formed else (0,)), hidden.new_empty(shape)
 

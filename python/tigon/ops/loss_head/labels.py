@@ -102,20 +102,12 @@ def count_labels(
         tigon.Error: target is no integer tensor, or has no sequence dimension where one is needed;
             ignore_index is no integer; shift or position_ids do not fit.
     """
-    check(
-        "count_labels",
-        isinstance(target, torch.Tensor) and not target.is_floating_point(),
-        "target must be an integer tensor, got {}",
-        kind_of(target),
-    )
+    integers = isinstance(target, torch.Tensor) and not target.is_floating_point()
+    check("count_labels", integers, "target must be an integer tensor, got {}", kind_of(target))
     check_integers("count_labels", ignore_index=ignore_index)
     check_shift("count_labels", shift, position_ids, target)
-    check(
-        "count_labels",
-        not per_sequence or target.dim() >= 2,
-        "target must be [..., T] with per_sequence=True, got {}",
-        target.shape,
-    )
+    words = "target must be [..., T] with per_sequence=True, got {}"
+    check("count_labels", not per_sequence or target.dim() >= 2, words, target.shape)
     inference = target.is_inference() or (position_ids is not None and position_ids.is_inference())
     if target.device.type != "cuda" or inference or torch.cuda.is_current_stream_capturing():
         return  # an inference tensor does not tell whether it was modified

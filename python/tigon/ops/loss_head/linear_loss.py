@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from tigon._op import has_kernel, once, raw, refuse_tangents
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
-from tigon.ops.arguments import check_choice, kind_of
+from tigon.ops.arguments import check_choice, is_traced, kind_of
 from tigon.ops.loss_head import linear_log_prob as _log_prob
 from tigon.ops.loss_head.autograd import finish
 from tigon.ops.loss_head.labels import check_count, labels_of, sequence_counts, shifted
@@ -153,11 +153,8 @@ def _check_closed(values, leaves):
         seen.add(node)
         leaf = getattr(node, "variable", None)
         closed = leaf is None or id(leaf) in allowed
-        check(
-            _OP,
-            closed,
-            "fn must take tensors that need a gradient as arguments of linear_loss, got one from elsewhere",
-        )
+        words = "fn must take tensors that need a gradient as arguments of {}, got one from elsewhere"
+        check(_OP, closed, words, _OP)
         stack.extend(parent for parent, _ in node.next_functions)
 
 
@@ -274,9 +271,8 @@ class _Stream:
         gradients = iter(torch.autograd.grad(total, leaves, allow_unused=True) if total.requires_grad else ())
         if self.needs:
             upstream = next(gradients, None)
-            upstream = (
-                torch.zeros_like(leaves[0]) if upstream is None else upstream.neg()
-            )  # of the loss -log_prob
+            # of the loss -log_prob
+            upstream = torch.zeros_like(leaves[0]) if upstream is None else upstream.neg()
             entropy_upstream = next(gradients, None) if loss.entropy else None
             if scale is not None:
                 upstream = upstream * scale
@@ -431,7 +427,7 @@ def linear_loss(
     wrt = tuple(grad and t.requires_grad for t in tensors)
     loss = Loss(fn, entropy, denominator, wrt, grad, groups)
     apart = groups is not None and not groups.fit(hidden, weight, chunk_rows)
-    if not kernel or apart or (reduction == "none" and denominator is None):
+    if not kernel or apart or is_traced(hidden) or (reduction == "none" and denominator is None):
         log_prob = _log_prob.linear_log_prob if kernel else _log_prob.reference
         weight = weight if kernel else plain_weight(_OP, weight)
         return _composed(hidden, weight, target, loss, tensors, reduction, log_prob, head)

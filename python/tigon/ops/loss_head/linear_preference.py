@@ -68,23 +68,13 @@ def _check_ref_head(op, ref, hidden, weight) -> None:
         if t is not None:
             check_float(op, "ref", t)
     states, ref_weight, *bias = ref
-    check(
-        op,
-        states.shape[:-1] == hidden.shape[:-1],
-        "ref must have rows {}, got {}",
-        hidden.shape[:-1],
-        states.shape,
-    )
+    lead = hidden.shape[:-1]
+    check(op, states.shape[:-1] == lead, "ref must have rows {}, got {}", lead, states.shape)
     wanted = (weight.shape[0], states.shape[-1])
     check(op, ref_weight.shape == wanted, "ref must have a weight {}, got {}", list(wanted), ref_weight.shape)
     if bias and bias[0] is not None:
-        check(
-            op,
-            bias[0].shape == wanted[:1],
-            "ref must have a bias {}, got {}",
-            list(wanted[:1]),
-            bias[0].shape,
-        )
+        fits = bias[0].shape == wanted[:1]
+        check(op, fits, "ref must have a bias {}, got {}", list(wanted[:1]), bias[0].shape)
     for t in ref:
         if t is not None:
             check(op, t.device == hidden.device, "ref must be on {}, got {}", hidden.device, t.device)
@@ -181,9 +171,8 @@ def _prefer(op, hidden, weight, target, head: Head, scores: _Scores):
             states, ref_weight, *bias = ref_head
             with torch.no_grad():
                 options = head._replace(bias=bias[0] if bias else None, lora=None)
-                sums = torch.where(
-                    mask, _log_probs(op, states.to(hidden), ref_weight.to(hidden), of, options), 0.0
-                ).sum(-1)
+                sums = _log_probs(op, states.to(hidden), ref_weight.to(hidden), of, options)
+                sums = torch.where(mask, sums, 0.0).sum(-1)
         nll_mask = None if nll_target is None else nll_target != ignore_index
         return _preference.run(op, log_prob, mask, nll_mask, sums, desirable, kl, denominator, formula)
     reference = (None, None, None) if ref_head is None else _ref_operands(ref_head, hidden)
@@ -411,12 +400,8 @@ def linear_policy(
     f = _policy.formula(
         op, kind, level, clip, delta, tau, gamma, kl, kl_estimator, kl_corrected, entropy, normalise
     )
-    check(
-        op,
-        isinstance(advantage, torch.Tensor),
-        "advantage must be a float tensor, got {}",
-        kind_of(advantage),
-    )
+    tensor = isinstance(advantage, torch.Tensor)
+    check(op, tensor, "advantage must be a float tensor, got {}", kind_of(advantage))
     _policy.check_tokens(op, target.shape, hidden.device, advantage, old, ref, importance, kl)
     check_denominator(op, denominator)
     check_denominator(op, entropy_denominator, "entropy_denominator")

@@ -134,13 +134,8 @@ def main_grad_of(op, weight):
     main_grad = getattr(weight, "main_grad", None)
     fits = main_grad is not None and main_grad.dtype == torch.float32 and main_grad.shape == weight.shape
     given = "none" if main_grad is None else f"{main_grad.dtype} {list(main_grad.shape)}"
-    check(
-        op,
-        fits,
-        "weight.main_grad must be float32 {} with weight.tigon_main_grad, got {}",
-        weight.shape,
-        given,
-    )
+    words = "weight.main_grad must be float32 {} with weight.tigon_main_grad, got {}"
+    check(op, fits, words, weight.shape, given)
     return main_grad
 
 

@@ -144,9 +144,28 @@ def _device_type(device: str | torch.device) -> str:
     return kind
 
 
-def _check_sizes(rows, hidden_size, vocab, lora_rank, valid_rows, chunk_rows, dtype, weight_dtype):
+class _Options(NamedTuple):
+    """What the functions below have in common."""
+
+    device: str | torch.device = "cuda"
+    weight_dtype: torch.dtype | None = None
+    train_hidden: bool = True
+    train_weight: bool = True
+    train_bias: bool = False
+    main_grad: bool = False
+    lora_rank: int = 0
+    valid_rows: int | None = None
+    reduction: str = "mean"
+    chunk_rows: int | None = None
+    max_workspace_mb: float | None = None
+    keep_mb: float | None = None
+    logit_dtype: torch.dtype | None = None
+
+
+def _check_sizes(rows, hidden_size, vocab, dtype, o):
+    valid_rows, chunk_rows = o.valid_rows, o.chunk_rows
     sizes = {"rows": (rows, 0), "hidden_size": (hidden_size, 1), "vocab": (vocab, 1)}
-    sizes |= {"lora_rank": (lora_rank, 0)}
+    sizes |= {"lora_rank": (o.lora_rank, 0)}
     sizes |= {} if valid_rows is None else {"valid_rows": (valid_rows, 0)}
     sizes |= {} if chunk_rows is None else {"chunk_rows": (chunk_rows, 1)}
     check_integers(_OP, **{name: size for name, (size, _) in sizes.items()})
@@ -154,30 +173,28 @@ def _check_sizes(rows, hidden_size, vocab, lora_rank, valid_rows, chunk_rows, dt
         check(_OP, size >= least, "{} must be >= {}, got {}", name, least, size)
     fits = valid_rows is None or valid_rows <= rows
     check(_OP, fits, "valid_rows must be in [0, {}] (or None), got {}", rows, valid_rows)
-    for name, given in (("dtype", dtype), ("weight_dtype", weight_dtype or dtype)):
+    for name, given in (("dtype", dtype), ("weight_dtype", o.weight_dtype or dtype)):
         check(_OP, given in tuple(_CODES), "{} must be one of {}, got {}", name, tuple(_CODES), given)
 
 
-def _memory(
-    rows, hidden_size, vocab, dtype, *, device="cuda", weight_dtype=None, train_hidden=True,
-    train_weight=True, train_bias=False, main_grad=False, lora_rank=0, valid_rows=None, reduction="mean",
-    chunk_rows=None, max_workspace_mb=None, keep_mb=None, logit_dtype=None, **function,
-) -> HeadMemory:  # fmt: skip
-    """Of checked options; `function`: of the native side, with its `groups`."""
-    _check_sizes(rows, hidden_size, vocab, lora_rank, valid_rows, chunk_rows, dtype, weight_dtype)
-    check_choice(_OP, "reduction", reduction, REDUCTIONS)
+def _memory(rows, hidden_size, vocab, dtype, o: _Options, **native) -> HeadMemory:
+    """`native`: the function of the native side and its `groups`."""
+    _check_sizes(rows, hidden_size, vocab, dtype, o)
+    check_choice(_OP, "reduction", o.reduction, REDUCTIONS)
     check_booleans(
-        _OP, train_hidden=train_hidden, train_weight=train_weight, train_bias=train_bias, main_grad=main_grad
-    )
-    check_cap(_OP, max_workspace_mb)
-    check_keep(_OP, keep_mb)
+        _OP, train_hidden=o.train_hidden, train_weight=o.train_weight, train_bias=o.train_bias,
+        main_grad=o.main_grad,
+    )  # fmt: skip
+    check_cap(_OP, o.max_workspace_mb)
+    check_keep(_OP, o.keep_mb)
     return plan(
-        _device_type(device), dtype, rows, hidden_size, vocab, weight_dtype=weight_dtype,
-        max_workspace_mb=max_workspace_mb, worked=rows if valid_rows is None else valid_rows,
-        lora_rank=lora_rank, train_hidden=train_hidden, train_weight=train_weight, train_bias=train_bias,
-        main_grad=main_grad, wide=logit_dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16),
-        chunk_rows=chunk_rows or 0, per_row=reduction == "none",
-        keep_rows=rows_within(keep_mb, vocab, dtype.itemsize), unit=keep_mb != 0, **function,
+        _device_type(o.device), dtype, rows, hidden_size, vocab, weight_dtype=o.weight_dtype,
+        max_workspace_mb=o.max_workspace_mb, worked=rows if o.valid_rows is None else o.valid_rows,
+        lora_rank=o.lora_rank, train_hidden=o.train_hidden, train_weight=o.train_weight,
+        train_bias=o.train_bias, main_grad=o.main_grad, chunk_rows=o.chunk_rows or 0,
+        wide=o.logit_dtype == torch.float32 and dtype in (torch.bfloat16, torch.float16),
+        per_row=o.reduction == "none", keep_rows=rows_within(o.keep_mb, vocab, dtype.itemsize),
+        unit=o.keep_mb != 0, **native,
     ).memory()  # fmt: skip
 
 
@@ -217,12 +234,9 @@ def linear_cross_entropy_memory(
     Raises:
         tigon.Error: a size or an option that :func:`tigon.linear_cross_entropy` would not take.
     """
-    return _memory(
-        rows, hidden_size, vocab, dtype, device=device, weight_dtype=weight_dtype, train_hidden=train_hidden,
-        train_weight=train_weight, train_bias=train_bias, main_grad=main_grad, lora_rank=lora_rank,
-        valid_rows=valid_rows, reduction=reduction, chunk_rows=chunk_rows, max_workspace_mb=max_workspace_mb,
-        keep_mb=keep_mb, logit_dtype=logit_dtype,
-    )  # fmt: skip
+    options = _Options(device, weight_dtype, train_hidden, train_weight, train_bias, main_grad, lora_rank,
+                       valid_rows, reduction, chunk_rows, max_workspace_mb, keep_mb, logit_dtype)  # fmt: skip
+    return _memory(rows, hidden_size, vocab, dtype, options)
 
 
 def linear_log_prob_memory(
@@ -258,12 +272,10 @@ def linear_log_prob_memory(
     """
     check_integers(_OP, labels=labels)
     check(_OP, labels >= 1, "labels must be >= 1, got {}", labels)
-    found = _memory(
-        rows, hidden_size, vocab, dtype, device=device, weight_dtype=weight_dtype, train_hidden=train_hidden,
-        train_weight=train_weight, train_bias=train_bias, main_grad=main_grad, lora_rank=lora_rank,
-        valid_rows=valid_rows, reduction="none", chunk_rows=chunk_rows, keep_mb=0 if labels > 1 else keep_mb,
-        logit_dtype=logit_dtype,
-    )  # fmt: skip
+    keep_mb = 0 if labels > 1 else keep_mb
+    options = _Options(device, weight_dtype, train_hidden, train_weight, train_bias, main_grad, lora_rank,
+                       valid_rows, "none", chunk_rows, None, keep_mb, logit_dtype)  # fmt: skip
+    found = _memory(rows, hidden_size, vocab, dtype, options)
     if labels == 1 or dtype == torch.float64:
         return found
     more = 4 * rows * labels  # scores; and the results
@@ -305,10 +317,9 @@ def linear_preference_memory(
     for name, size in (("answers", answers), ("tokens", tokens)):
         check(_OP, size >= 0, "{} must be >= 0, got {}", name, size)
     check(_OP, group in (0, 1, 2), "group must be 0, 1 or 2, got {}", group)
-    return _memory(
-        answers * tokens, hidden_size, vocab, dtype, device=device, train_weight=train_weight,
-        chunk_rows=chunk_rows, function="tigon_linear_preference_memory", groups=(group, tokens), **options,
-    )  # fmt: skip
+    options = _Options(device=device, train_weight=train_weight, chunk_rows=chunk_rows, **options)
+    native = {"function": "tigon_linear_preference_memory", "groups": (group, tokens)}
+    return _memory(answers * tokens, hidden_size, vocab, dtype, options, **native)
 
 
 def linear_divergence_memory(
@@ -346,9 +357,7 @@ def linear_divergence_memory(
         check_integers("linear_divergence_memory", teacher_hidden_size=teacher_hidden_size)
         words = "teacher_hidden_size must be >= 1, got {}"
         check("linear_divergence_memory", teacher_hidden_size >= 1, words, teacher_hidden_size)
-    return _memory(
-        rows, hidden_size, vocab, dtype, device=device, weight_dtype=weight_dtype, train_hidden=train_hidden,
-        train_weight=train_weight, train_bias=train_bias, lora_rank=lora_rank, valid_rows=valid_rows,
-        reduction=known[reduction], chunk_rows=chunk_rows, function="tigon_linear_divergence_memory",
-        groups=(teacher_hidden_size or 0,),
-    )  # fmt: skip
+    options = _Options(device, weight_dtype, train_hidden, train_weight, train_bias, False, lora_rank,
+                       valid_rows, known[reduction], chunk_rows)  # fmt: skip
+    native = {"function": "tigon_linear_divergence_memory", "groups": (teacher_hidden_size or 0,)}
+    return _memory(rows, hidden_size, vocab, dtype, options, **native)
