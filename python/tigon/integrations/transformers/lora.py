@@ -240,6 +240,8 @@ def _state(module, x) -> State | None:
                 return None  # an error in stock, which shall come
             weight = weight.to(dtype)
     elif not torch.compiler.is_compiling() and (make := _dequantiser(base, weight)) is not None:
+        if weight.device != device:
+            return None
         sources = [weight, bias]
         if autocast is None:
             dtype = getattr(base, "compute_dtype", None) or dtype  # of a 4-bit base
