@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from tigon.integrations.transformers.canonical import NoSource, source_tree
+from tigon.integrations.transformers.dora import blocks, row_lengths
 from tigon.integrations.transformers.forward import (
     autocast_dtype,
     blocked,
@@ -310,7 +311,7 @@ def _dora(x, state: State) -> torch.Tensor:
     dtype, (weight, bias), (adapter,), magnitude, _ = state
     plain = isinstance(weight, torch.Tensor)
     made = [weight if plain else weight()]
-    factor = magnitude / _row_lengths(made[0], adapter)
+    factor = magnitude / row_lengths(made[0], *adapter[1:4])
     of_rows = factor.detach()[:, None]
 
     def dense():  # the first time what the lengths were made of
@@ -319,7 +320,7 @@ def _dora(x, state: State) -> torch.Tensor:
     def scaled():
         source = weight if plain else dense()
         result = torch.empty_like(source) if plain else source
-        for rows, factors, to in zip(*map(_blocks, (source, of_rows, result)), strict=True):
+        for rows, factors, to in zip(*map(blocks, (source, of_rows, result)), strict=True):
             torch.mul(rows, factors, out=to)
         return result
 
@@ -349,22 +350,6 @@ class _Magnitude(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return dy, None
         return dy, (rms_norm.column_dot(dy, y) / magnitude).to(magnitude.dtype)
-
-
-def _blocks(weight) -> tuple[torch.Tensor, ...]:
-    """Some rows at a time: what PyTorch computes on the CPU in another dtype, it copies first."""
-    return weight.split(64) if weight.is_cpu and not torch.compiler.is_compiling() else (weight,)
-
-
-def _row_lengths(weight, adapter: Adapter) -> torch.Tensor:
-    """Lengths of the rows of ``weight + scale * b @ a``, which is not formed; constants to autograd."""
-    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-        a, b = adapter.a.float(), adapter.b.float()
-        lengths = [torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32) for rows in _blocks(weight)]
-        squares = torch.cat(lengths).square()
-        cross = ((weight @ a.to(weight.dtype).t()).float() * b).sum(1)
-        own = ((b @ (a @ a.t())) * b).sum(1)
-        return (squares + 2 * adapter.scale * cross + adapter.scale**2 * own).clamp(min=0).sqrt()
 
 
 def _is_bitsandbytes(base: nn.Module) -> bool:
