@@ -366,11 +366,11 @@ def test_labels_on_the_device_are_counted_before_the_layers_run(monkeypatch):
     apply(model)
     spec, _ = model.forward.spec
     labels = batch()["labels"].as_subclass(OnDevice)
-    head.before_forward(model, spec, {"labels": labels})
-    head.before_forward(model, spec, {"labels": labels, "shift_labels": labels, "ignore_index": 7})
-    head.before_forward(model.eval(), spec, {"labels": labels})
-    head.before_forward(model.train(), spec, {"labels": batch()["labels"]})
-    head.before_forward(model, spec, {})
+    head.before_forward(model, spec, {"labels": labels}, {})
+    head.before_forward(model, spec, {"labels": labels, "shift_labels": labels, "ignore_index": 7}, {})
+    head.before_forward(model.eval(), spec, {"labels": labels}, {})
+    head.before_forward(model.train(), spec, {"labels": batch()["labels"]}, {})
+    head.before_forward(model, spec, {}, {})
     assert seen == [((labels, -100), {"shift": True}), ((labels, 7), {"shift": False})]
 
 
