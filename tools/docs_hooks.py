@@ -155,7 +155,8 @@ class Docstrings(griffe.Extension):
             made_of = obj.parent.members["reference"]
             if str(obj.value).startswith("activation("):
                 obj.docstring = made_of.docstring
-        if obj.docstring is not None and obj.is_function and obj.returns:  # a colon in the text begins no type
+        if obj.docstring is not None and obj.is_function and obj.returns:
+            # Else a colon in the first line would end a type.
             returned = rf"\1{obj.returns}: "
             obj.docstring.value = re.sub(r"(^Returns:\n\s+)(?=\S)", returned, obj.docstring.value, flags=re.M)
         if obj.docstring is not None:
