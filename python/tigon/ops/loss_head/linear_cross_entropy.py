@@ -148,8 +148,8 @@ def linear_cross_entropy(
         every row ignored: NaN for ``"mean"`` as in PyTorch, 0 otherwise; gradients are zero.
 
     Raises:
-        tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a label outside ``[0,
-        V)``. On CUDA such
+        tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a label outside
+        ``[0, V)``. On CUDA such
             a label makes that row's loss and gradient NaN (no synchronisation to look).
 
     Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models" (arXiv:2411.09009) for
