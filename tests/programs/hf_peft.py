@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from program import case, loop, model
+from program import case, loop, model, saved_model
 
 PROGRAM, DISTRIBUTION = "PEFT", "peft"
-PACKAGES, ALONE = "peft==0.21.2 accelerate==1.15.0", ""
+PACKAGES, ALONE = "peft==0.21.2 accelerate==1.15.0", "bitsandbytes==0.50.2"
 CASES = []
 TARGETS = ["q_proj", "v_proj", "up_proj", "gate_proj"]
 
@@ -21,11 +21,12 @@ TARGETS = ["q_proj", "v_proj", "up_proj", "gate_proj"]
 @case(CASES, "LoRA on the head too", "`tigon.apply(model)`", {"target_modules": [*TARGETS, "lm_head"]})
 @case(CASES, "DoRA", "the same", {"use_dora": True})
 @case(CASES, "modules_to_save", "the same", {"modules_to_save": ["lm_head", "embed_tokens"]})
-def lora(with_tigon, folder, options, plus=False):
+@case(CASES, "QLoRA, 4 bits", "the same", {}, False, True)
+def lora(with_tigon, folder, options, plus=False, quantised=False):
     import peft
     from peft.optimizers import create_loraplus_optimizer
 
-    base = model()
+    base = in_4_bits(folder) if quantised else model()
     adapted = peft.get_peft_model(
         base, peft.LoraConfig(**{"r": 4, "init_lora_weights": False, "target_modules": TARGETS, **options})
     ).train()
@@ -48,6 +49,17 @@ def lora(with_tigon, folder, options, plus=False):
     if with_tigon:
         report.check()
     return said
+
+
+def in_4_bits(folder):
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    wanted = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )  # fmt: skip
+    place = saved_model(folder, hidden_size=64, intermediate_size=128)
+    return AutoModelForCausalLM.from_pretrained(place, quantization_config=wanted, dtype=torch.float32)
 
 
 @case(CASES, "LoRA+", "`create_loraplus_optimizer(model, tigon.optim.AdamW, ...)` too")

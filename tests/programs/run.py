@@ -37,7 +37,6 @@ NOT_RUN = (  # what no file of this folder runs, and why
     ("NeMo", "everything", "Transformer Engine and Apex, which build on CUDA only"),
     ("torchtune", "everything", "nothing: its losses take their own head, and Tigon refuses it in words"),
     ("DeepSpeed", "ZeRO++'s qwZ and qgZ, offload to NVMe", "their quantising kernels and aio are built with CUDA"),
-    ("PEFT", "QLoRA in 4 bits", "bitsandbytes with a GPU: its `Linear4bit` quantises there"),
 )  # fmt: skip
 TOLERANCE = 2e-4
 SECONDS = 600  # of one run
