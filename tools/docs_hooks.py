@@ -92,8 +92,13 @@ def linked(text: str, folder: Path) -> set[Path]:
 
 
 def narrow(match: re.Match) -> str:
-    """A line of a comment as lines that the site shows without scrolling."""
-    return "\n".join(textwrap.wrap(match[2], 104, initial_indent=match[1], subsequent_indent=match[1]))
+    """A comment with lines that the site would scroll, as shorter ones."""
+    lines = match[0].splitlines()
+    if max(map(len, lines)) <= 108:
+        return match[0]
+    start = lines[0][: lines[0].index("//") + 3]
+    text = " ".join(line.strip()[3:] for line in lines)
+    return textwrap.fill(text, 108, initial_indent=start, subsequent_indent=start) + "\n"
 
 
 def contract(header: Path) -> str:
@@ -101,7 +106,7 @@ def contract(header: Path) -> str:
     essay, _, rest = header.read_text(encoding="utf-8").partition("#pragma once")
     lines = [re.sub(r"^// ?", "", line) for line in essay.splitlines()]
     internal = r"(?ms)^#include[^\n]*\n|^namespace (?:cpu|cuda) \{.*?^\}[^\n]*\n"
-    declared = re.sub(r"(?m)^( *// )(.{104,})$", narrow, re.sub(internal, "", rest))
+    declared = re.sub(r"(?m)(?:^ *// \S.*\n)+", narrow, re.sub(internal, "", rest))
     name = header.relative_to(ROOT / "csrc").as_posix()
     text = "\n".join(lines).strip()
     declared = f"```cpp\n{declared.strip()}\n```"
@@ -155,6 +160,10 @@ class Docstrings(griffe.Extension):
             made_of = obj.parent.members["reference"]
             if str(obj.value).startswith("activation("):
                 obj.docstring = made_of.docstring
+        if obj.docstring is not None and obj.is_function and obj.returns:
+            # Else a colon in the first line would end a type.
+            returned = rf"\1{obj.returns}: "
+            obj.docstring.value = re.sub(r"(^Returns:\n\s+)(?=\S)", returned, obj.docstring.value, flags=re.M)
         if obj.docstring is not None:
             obj.docstring.value = re.sub(r":\w+:`~?([\w.]+)`", self.link, obj.docstring.value)
 

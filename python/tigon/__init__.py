@@ -117,7 +117,7 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    """What needs transformers or torch.distributed, imported when first used: the ops alone need it not."""
+    """What needs transformers or torch.distributed, imported when first used: the ops need neither."""
     if name == "parallel":
         return importlib.import_module("tigon.parallel")
     if name in ("apply", "undo"):

@@ -16,7 +16,7 @@ class LayerNorm(nn.Module):
         hidden_size: size C of the last dimension; a sequence of one, as torch has it, will do.
         eps: added to the variance.
         elementwise_affine: ``False`` for neither weight nor bias.
-        bias: ``False`` for a weight alone.
+        bias: ``False``: only a weight.
 
     Shape: ``[..., C] -> [..., C]``.
     """

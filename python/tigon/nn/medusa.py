@@ -98,7 +98,7 @@ class MedusaHeads(nn.ModuleList):
             hidden: ``[..., T, H]``, the last hidden states of the model.
             labels: ``[..., T]`` class indices, not shifted.
             head: the model's own head, whose loss (of the next token, coefficient 1) comes first: joint
-                training (Medusa-2). ``None``: the heads alone (Medusa-1), for which `hidden` is detached by
+                training (Medusa-2). ``None``: only the heads (Medusa-1), for which `hidden` is detached by
                 the caller or comes from a frozen model.
             scale, decay: head i has the coefficient ``scale * decay ** i``, i from 1 as in the paper.
             **options: of :func:`tigon.multi_token_loss`.

@@ -394,7 +394,7 @@ def experts(
             ``"swiglu_oai"``: gpt-oss' ``(clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)``,
             ``g = min(gate, limit)``, or ``"swiglu_clamped"``: DeepSeek-V4's
             ``clamp(up, -limit, limit) * silu(g)``.
-        gated: ``False``: the activation alone, gate_up of I columns.
+        gated: ``False``: only the activation, gate_up of I columns.
         interleaved: gate and up alternate by column.
         gate_up_bias, down_bias: ``[E, 2 I]`` in gate_up's order, ``[E, H]``.
         alpha, limit: of ``"swiglu_oai"``; limit also of ``"swiglu_clamped"``.

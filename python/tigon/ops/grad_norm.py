@@ -106,7 +106,7 @@ def clip_grad_norm_(
         max_norm: of all gradients as one vector.
         norm_type: other than 2 is left to PyTorch.
         error_if_nonfinite: raise where the norm is infinite or NaN. This waits for the device.
-        foreach: for PyTorch's function alone.
+        foreach: only for PyTorch's function.
 
     Returns:
         The norm before: float32, a scalar, on the device of the first gradient. PyTorch's has the gradients'

@@ -158,7 +158,7 @@ def hyper_connection_pre(
     Args:
         x: ``[..., n, C]``, n streams (1 to 8), float32, bfloat16 or float16. float64 runs the eager
             reference.
-        weight: ``[M, n * C]``, M = n (pre alone), 2n (pre and post) or 2n + n^2 (pre, post, then res row by
+        weight: ``[M, n * C]``, M = n (only pre), 2n (pre and post) or 2n + n^2 (pre, post, then res row by
             row); any float dtype: products are taken in float32.
         base: ``[M]``, any float dtype.
         scale: one number for each part that there is: ``[1]``, ``[2]`` or ``[3]``, any float dtype.
@@ -168,7 +168,7 @@ def hyper_connection_pre(
         post_eps: added to post.
         iterations: of the Sinkhorn iteration, >= 1.
         sinkhorn_eps: >= 0.
-        collapse: ``False``: the coefficients alone, without y.
+        collapse: ``False``: only the coefficients, without y.
 
     Returns:
         ``(y, pre, post, res)``: y ``[..., C]`` in x's dtype, pre and post ``[..., n]``, res ``[..., n, n]``,

@@ -435,7 +435,7 @@ def lora_linear(
             Gradients of float32 adapters are float32 sums.
         scale: of the adapter.
         bias: ``[N]`` in x's dtype.
-        dropout: probability, in [0, 1), with which an element of x is dropped for the adapter alone.
+        dropout: probability, in [0, 1), with which an element of x is dropped, for the adapter only.
         seed: of the dropout, an int or an int64 tensor on x's device; ``None``: drawn from PyTorch's
             generator. The mask follows from the seed, row and column, and is made again in the backward.
 

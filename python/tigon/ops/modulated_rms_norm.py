@@ -111,7 +111,7 @@ def modulated_rms_norm(
         eps: added to the mean square, >= 0.
         offset: added to the weight; without a weight it has no effect.
         rounding: ``"llama"`` rounds the normalised x to its dtype before the weight, and the result;
-            ``"gemma"`` and ``"none"`` round the result alone.
+            ``"gemma"`` and ``"none"`` round only the result.
 
     Weight, scale and shift are all of x's dtype or all float32; any other mixture is converted to float32.
 

@@ -301,7 +301,7 @@ def policy_loss(
         entropies: ``[B, T]`` of the distributions, differentiable; for the entropy term.
         importance: ``[B]`` or ``[B, T]`` factors of the surrogate, not of divergence and entropy: corrections
             for the rollout engine, and masks (0) of whatever choice; vespo has it in w instead.
-        clip: ``(low, high)``; cispo: high alone.
+        clip: ``(low, high)``; cispo: only high.
         delta: > 0, upper bound of the ratio in the branch that is not clipped; ``None``: none.
         tau: sapo, for advantages > 0, and others.
         gamma: vespo: k and lambda of advantages >= 0, then of those < 0.

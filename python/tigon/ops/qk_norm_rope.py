@@ -131,7 +131,7 @@ def qk_norm_rope(
 
     Args:
         q: ``[B, Hq, T, D]``, ``[B, T, Hq, D]`` or packed, as :func:`tigon.rope` takes it, D <= 1024.
-        k: as q with its own number of heads; ``None``: q alone, and one result.
+        k: as q with its own number of heads; ``None``: only q, and one result.
         q_weight: ``[D]`` or ``None``; q's dtype or float32 (any other float dtype is converted).
         k_weight: ``[D]`` in q_weight's dtype; there exactly when q_weight is.
         cos: as in :func:`tigon.rope`. When cos or sin requires a gradient, the eager reference runs.
@@ -149,7 +149,7 @@ def qk_norm_rope(
         keep_dtype: results in q's dtype where weights or cos are wider.
 
     Returns:
-        q and k (q alone without k), normalised and rotated: new dense tensors, heads and tokens in the order
+        q and k (only q without k), normalised and rotated: new dense tensors, heads and tokens in the order
         q and k have them in memory. Differentiable in q, k and the weights; nothing is saved but the inputs;
         bitwise deterministic.
 

@@ -169,7 +169,7 @@ def rope(
         q: ``[B, Hq, T, D]`` (``[B, T, Hq, D]`` with ``unsqueeze_dim=2``), or packed ``[T, Hq, D]``
             (``[Hq, T, D]`` with ``unsqueeze_dim=0``); float32, bfloat16 or float16, any strides of B, H and T
             (a strided last dimension is copied once). float64 runs the eager reference.
-        k: as q, with its own number of heads; ``None``: q alone, and one result.
+        k: as q, with its own number of heads; ``None``: only q, and one result.
         cos: ``[B, T, R]``, ``[1, T, R]`` or ``[T, R]`` with even R <= D, q's dtype or float32 (any other
             float dtype is converted): R columns of a head are rotated, each with its own column of cos and
             sin; the others are copied. Or complex ``[B, T, R/2]`` without ``sin`` (Llama 4's ``freqs_cis``):
@@ -192,7 +192,7 @@ def rope(
         inplace: q and k are overwritten and returned, by the rules of PyTorch's in-place operations.
 
     Returns:
-        The rotated q and k (q alone without k) in ``promote(q, cos)``: new dense tensors, heads and tokens in
+        The rotated q and k (only q without k) in ``promote(q, cos)``: new dense tensors, heads and tokens in
         the order q and k have them in memory. Differentiable in q and k; arithmetic in float32, rounded once
         (the plain formulation rounds three times in 16 bits); bitwise deterministic.
 

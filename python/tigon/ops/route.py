@@ -209,7 +209,7 @@ def route(
         top_k: K, from 1 to the experts of `top_groups` groups.
         score: ``"softmax"`` or ``"sigmoid"``.
         normalize: divide the weights by their sum (``+ 1e-20`` for sigmoid).
-        correction_bias: ``[E]`` float, added to p for the choice alone; a constant.
+        correction_bias: ``[E]`` float, added to p only for the choice; a constant.
         num_groups, top_groups: experts are chosen in the `top_groups` best of `num_groups` groups of
             adjacent experts.
         group_score: what makes a group good: ``"max"``, the largest p (+ bias) in it, or ``"sum_of_two"``,

@@ -61,7 +61,7 @@ def sparsemax(x: torch.Tensor) -> torch.Tensor:
             float64 runs the eager reference.
 
     Returns:
-        ``[..., C]`` in x's dtype, contiguous. Differentiable (the result alone is kept for the backward);
+        ``[..., C]`` in x's dtype, contiguous. Differentiable (only the result is kept for the backward);
         arithmetic in float32, rounded once; bitwise deterministic. Entries of ``-inf`` give 0; a row of
         nothing else is NaN, and so is one that holds ``inf`` or NaN, with its gradient.
 

@@ -1,7 +1,7 @@
 """``apply_liger_kernel_to_megatron``: functions and norm slots of Megatron-Core, replaced for the process.
 
 It replaces the globals that Liger's replaces, by what its classes are here. There is no way back, as there.
-:func:`tigon.megatron.apply` does more (rotary embedding, the loss head), to the model it is given alone.
+:func:`tigon.megatron.apply` does more (rotary embedding, the loss head), only to the model that it is given.
 """
 
 from __future__ import annotations

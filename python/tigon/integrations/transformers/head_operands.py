@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from tigon.integrations.transformers.dora import row_lengths
 from tigon.integrations.transformers.forward import plain
 
 
@@ -87,7 +88,5 @@ def _dora(base, lora, magnitude):
     """DoRA scales the rows of W + scale * B A to given lengths, their own taken as constant."""
     a, b, scale = lora
     weight = base.weight
-    with torch.no_grad():
-        lengths = torch.linalg.norm(weight + scale * (b @ a).to(weight.dtype), dim=1)
-    factor = (magnitude / lengths).unsqueeze(-1)
+    factor = (magnitude / row_lengths(weight, a, b, scale)).unsqueeze(-1)
     return Operands((factor * weight).to(weight.dtype), base.bias, (a, factor * b, scale))

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from tigon.integrations.transformers.canonical import NoSource, source_tree
+from tigon.integrations.transformers.dora import blocks, row_lengths
 from tigon.integrations.transformers.forward import (
     autocast_dtype,
     blocked,
@@ -240,6 +241,8 @@ def _state(module, x) -> State | None:
                 return None  # an error in stock, which shall come
             weight = weight.to(dtype)
     elif not torch.compiler.is_compiling() and (make := _dequantiser(base, weight)) is not None:
+        if weight.device != device:
+            return None
         sources = [weight, bias]
         if autocast is None:
             dtype = getattr(base, "compute_dtype", None) or dtype  # of a 4-bit base
@@ -306,25 +309,28 @@ def _magnitude(module, name, device) -> torch.Tensor | None:
 def _dora(x, state: State) -> torch.Tensor:
     """DoRA gives the rows of ``W + scale * B A`` the lengths of `magnitude`; their own are constants."""
     dtype, (weight, bias), (adapter,), magnitude, _ = state
-    made = [weight if isinstance(weight, torch.Tensor) else weight()]
-    factor = magnitude / _row_lengths(made[0], adapter)
+    plain = isinstance(weight, torch.Tensor)
+    made = [weight if plain else weight()]
+    factor = magnitude / row_lengths(made[0], *adapter[1:4])
     of_rows = factor.detach()[:, None]
 
     def dense():  # the first time what the lengths were made of
         return made.pop() if made else weight()
 
     def scaled():
-        if isinstance(weight, torch.Tensor):
-            return torch.mul(weight, of_rows, out=torch.empty_like(weight))
-        return dense().mul_(of_rows)
+        source = weight if plain else dense()
+        result = torch.empty_like(source) if plain else source
+        for rows, factors, to in zip(*map(blocks, (source, of_rows, result)), strict=True):
+            torch.mul(rows, factors, out=to)
+        return result
 
-    trained = isinstance(weight, torch.Tensor) and weight.requires_grad
+    trained = plain and weight.requires_grad
     if _is_eager() and not trained and x.numel() >= x.shape[-1] ** 2:  # few weights: scale these
         adapter = adapter._replace(b=(adapter.b * of_rows).to(adapter.b.dtype))
         (y,) = _adapted(x, dtype, [Base(scaled)], [adapter])
         y = _Magnitude.apply(y, magnitude)
     else:
-        (y,) = _adapted(x, dtype, [Base(weight if isinstance(weight, torch.Tensor) else dense)], [adapter])
+        (y,) = _adapted(x, dtype, [Base(weight if plain else dense)], [adapter])
         y = (y * factor).to(dtype)
     return y if bias is None else y + bias
 
@@ -344,16 +350,6 @@ class _Magnitude(torch.autograd.Function):
         if not ctx.needs_input_grad[1]:
             return dy, None
         return dy, (rms_norm.column_dot(dy, y) / magnitude).to(magnitude.dtype)
-
-
-def _row_lengths(weight, adapter: Adapter) -> torch.Tensor:
-    """Lengths of the rows of ``weight + scale * b @ a``, which is not formed; constants to autograd."""
-    with torch.no_grad(), torch.autocast(weight.device.type, enabled=False):
-        a, b = adapter.a.float(), adapter.b.float()
-        squares = torch.linalg.vector_norm(weight, dim=1, dtype=torch.float32).square()
-        cross = ((weight @ a.to(weight.dtype).t()).float() * b).sum(1)
-        own = ((b @ (a @ a.t())) * b).sum(1)
-        return (squares + 2 * adapter.scale * cross + adapter.scale**2 * own).clamp(min=0).sqrt()
 
 
 def _is_bitsandbytes(base: nn.Module) -> bool:

@@ -128,7 +128,7 @@ def linear_cross_entropy(
         valid_rows: how many labels (after ``shift``) are not ``ignore_index``. Where it is known, ignored
             rows cost nothing. ``None``: known for labels on the CPU, and after :func:`tigon.count_labels`;
             else all rows are computed. A wrong number makes the loss NaN on CUDA and is an error on the CPU.
-        outputs: ``None`` for the loss alone, or ``("loss", ...)`` with any of ``"z_loss"`` (its share of the
+        outputs: ``None`` for only the loss, or ``("loss", ...)`` with any of ``"z_loss"`` (its share of the
             row's loss), ``"log_prob"`` (of the label), ``"lse"``, ``"entropy"``, ``"predicted"`` (first
             argmax) and ``"correct"``: a named tuple, per token ``[...]``, detached, from the same pass. On
             ignored rows 0, -1 and False.
@@ -148,8 +148,8 @@ def linear_cross_entropy(
         every row ignored: NaN for ``"mean"`` as in PyTorch, 0 otherwise; gradients are zero.
 
     Raises:
-        tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a label outside ``[0,
-        V)``. On CUDA such
+        tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also a label outside
+        ``[0, V)``. On CUDA such
             a label makes that row's loss and gradient NaN (no synchronisation to look).
 
     Source: Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models" (arXiv:2411.09009) for

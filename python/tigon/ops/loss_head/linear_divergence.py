@@ -334,7 +334,7 @@ def linear_kl_div(
         denominator: number or tensor of one element: the loss is ``sum / denominator`` instead.
         ignore_index, shift, position_ids, valid_rows, chunk_rows: as in :func:`tigon.linear_cross_entropy`;
             they concern the labels.
-        outputs: ``("loss",)`` for the loss alone; with any of ``"soft"``, ``"hard"`` (a row's terms, without
+        outputs: ``("loss",)`` for only the loss; with any of ``"soft"``, ``"hard"`` (a row's terms, without
             their weights) and ``"entropy"`` (of the student at `temperature`) a named tuple: float32
             ``[...]``, detached, 0 on ignored rows.
 

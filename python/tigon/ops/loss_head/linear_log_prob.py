@@ -139,7 +139,7 @@ def linear_log_prob(
     """``log softmax(z)[target]`` per token, ``z`` as in :func:`tigon.linear_cross_entropy`, without the
     logits of more than a chunk of rows ever existing.
 
-    Matrix products, forward and backward together: 1 without gradients; 2 where hidden alone needs one (a
+    Matrix products, forward and backward together: 1 without gradients; 2 where only hidden needs one (a
     frozen head): its gradient for an upstream of 1 is formed in the forward, ``N * H`` elements, and its rows
     are scaled in the backward; 3 where the gradients of all logits are kept; 4 where they are computed again;
     ``4 - f`` where a share f of the rows is kept. A gradient of the entropies needs all logits again,

@@ -369,7 +369,7 @@ def linear_loss(
 
     ``fn(log_prob, [entropy,] *tensors)`` is called for chunks of rows and returns one loss per row; its
     gradient is taken by autograd while the chunk's logits still exist. It must treat rows one by one (a row's
-    loss depends on that row alone): then the chunking does not change the result beyond the order of
+    loss depends only on that row): then the chunking does not change the result beyond the order of
     additions.
 
     Args:

@@ -319,7 +319,7 @@ def multi_token_loss(
             ``torch.nn.Sequential`` that ends in one (a head of Medusa's); ``(module, weight)`` or ``(module,
             weight, bias)``, whose module makes ``[..., T, H_i]`` of `hidden` for a weight ``[V, H_i]``
             (``None``: hidden itself). Vocabularies may differ. Modules must not use tensors that need a
-            gradient and are not their parameters, and are called in the forward alone: wrap what holds them,
+            gradient and are not their parameters, and are called only in the forward: wrap what holds them,
             not them, in FSDP. Heads may share weights and modules.
         labels: ``[..., T]`` int64 class indices, or ``ignore_index``.
         coefficients: a number for each head; ``None``: 1. With 0 a head is evaluated and gets no gradient.
