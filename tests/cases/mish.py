@@ -15,4 +15,4 @@ eager_fn = F.mish  # PyTorch's own
 
 def oracle_fn(x):
     """The formula, for fp64."""
-    return x * torch.tanh(F.softplus(x, threshold=1000.0))
+    return x * torch.tanh(F.softplus(x))
