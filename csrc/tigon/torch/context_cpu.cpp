@@ -89,7 +89,8 @@ class TorchCpuContext final : public Context {
     if (g.ab_dtype == DType::f16) return widened_gemm(g);
     if (g.ab_dtype == DType::f32 && g.m * g.n * g.k >= kWorthwhile && prefers_onednn()) return onednn(g);
     const bool plain = g.beta == 0.0f && g.alpha == 1.0f;
-    if (g.ab_dtype == g.c_dtype && (plain || aoti_torch_cpu_addmm_out != nullptr)) return mm(g, g.c, g.ldc);
+    const bool adds = is_half(g.ab_dtype) && aoti_torch_cpu_addmm_out != nullptr;  // with one rounding less
+    if (g.ab_dtype == g.c_dtype && (plain || adds)) return mm(g, g.c, g.ldc);
     size_t first = blocks_.size();
     void* product = scratch(size_of(g.ab_dtype) * size_t(g.m * g.n));
     Gemm alone = g;
