@@ -456,6 +456,22 @@ def test_dora_beside_a_gated_unit_that_writes_over_its_inputs(device):
     same(step(model, inputs), step(stock, inputs))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dora_of_magnitude_zero(dtype, device):
+    """Its gradient is PEFT's: one step leads away from 0."""
+    model = peft.get_peft_model(nn.Sequential(nn.Linear(8, 6, dtype=dtype, device=device)),
+                                config(target_modules=["0"], use_dora=True))  # fmt: skip
+    layer = model.base_model.model[0]
+    magnitude = layer.lora_magnitude_vector["default"].weight
+    magnitude.data[2] = 0
+    x, grads = torch.randn(64, 8, device=device, dtype=dtype), []
+    for call in (layer, lambda x: slot.lora_forward(layer, slot.LoraSpec(), x)):
+        magnitude.grad = None
+        call(x).sum().backward()
+        grads.append(magnitude.grad.clone())
+    torch.testing.assert_close(grads[1], grads[0], rtol=2e-2 if dtype == torch.bfloat16 else 1e-4, atol=0.1)
+
+
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}], ids=["lora", "dora"])
 def test_a_base_that_is_trained_too(options, device):
     """Its gradient is PEFT's."""

@@ -311,8 +311,7 @@ def _dora(x, state: State) -> torch.Tensor:
     dtype, (weight, bias), (adapter,), magnitude, _ = state
     plain = isinstance(weight, torch.Tensor)
     made = [weight if plain else weight()]
-    factor = magnitude / row_lengths(made[0], *adapter[1:4])
-    of_rows = factor.detach()[:, None]
+    lengths = row_lengths(made[0], *adapter[1:4])
 
     def dense():  # the first time what the lengths were made of
         return made.pop() if made else weight()
@@ -325,14 +324,24 @@ def _dora(x, state: State) -> torch.Tensor:
         return result
 
     trained = plain and weight.requires_grad
-    if _is_eager() and not trained and x.numel() >= x.shape[-1] ** 2:  # few weights: scale these
+    wide = torch.float16 not in (dtype, adapter.b.dtype)  # holds _TINY
+    if _is_eager() and wide and not trained and x.numel() >= x.shape[-1] ** 2:  # few weights: scale these
+        of_rows = (_nonzero(magnitude.detach()) / lengths)[:, None]
         adapter = adapter._replace(b=(adapter.b * of_rows).to(adapter.b.dtype))
         (y,) = _adapted(x, dtype, [Base(scaled)], [adapter])
         y = _Magnitude.apply(y, magnitude)
     else:
         (y,) = _adapted(x, dtype, [Base(weight if plain else dense)], [adapter])
-        y = (y * factor).to(dtype)
+        y = (y * (magnitude / lengths)).to(dtype)
     return y if bias is None else y + bias
+
+
+_TINY = 2.0**-60
+
+
+def _nonzero(magnitude):
+    """A tiny number in place of 0: columns then tell the gradient of their magnitude."""
+    return torch.where(magnitude == 0, _TINY, magnitude)
 
 
 class _Magnitude(torch.autograd.Function):
@@ -349,7 +358,7 @@ class _Magnitude(torch.autograd.Function):
         y, magnitude = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
             return dy, None
-        return dy, (rms_norm.column_dot(dy, y) / magnitude).to(magnitude.dtype)
+        return dy, (rms_norm.column_dot(dy, y) / _nonzero(magnitude)).to(magnitude.dtype)
 
 
 def _is_bitsandbytes(base: nn.Module) -> bool:
