@@ -435,8 +435,10 @@ def test_unknown_model_type_gets_what_fits(caplog):
     assert model._tigon_state.report.count("loss") == 1
     empty = torch.nn.Sequential(torch.nn.Linear(2, 2))
     empty.config = types.SimpleNamespace(model_type="nothing_here")
-    patching._apply_liger_kernel_to_instance(empty)
-    assert "stays as it is" in caplog.text
+    for nothing in (empty, "no module"):
+        caplog.clear()
+        patching._apply_liger_kernel_to_instance(nothing)
+        assert "stays as it is" in caplog.text
 
 
 def test_class_level_patch(facade, tmp_path):

@@ -320,7 +320,7 @@ def undo(model: nn.Module) -> None:
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside wrappers of PEFT, torch.compile, DDP and FSDP1."""
     while True:
-        if isinstance(model, PreTrainedModel):
+        if isinstance(model, PreTrainedModel) or not isinstance(model, nn.Module):
             return model
         if callable(getattr(model, "get_base_model", None)):
             inner = model.get_base_model()
