@@ -19,7 +19,7 @@ import tigon
 from tigon.error import Error
 from tigon.integrations.liger import forward, functional
 from tigon.integrations.liger.names import check
-from tigon.integrations.transformers.causal_loss import COUNTS, loss_of_logits, loss_options
+from tigon.integrations.transformers.causal_loss import COUNTS, loss_of_logits, loss_options, next_labels
 from tigon.integrations.transformers.modules import AutoTigonForCausalLM, split_options
 from tigon.integrations.transformers.patch import unwrapped
 
@@ -189,11 +189,9 @@ def logits_causal_lm_loss(
 
     Accuracy and predictions are not counted here, as in Liger: the output has no place for them.
     """
-    from torch.nn.functional import pad
-
     options = loss_options({name: v for name, v in kwargs.items() if name not in COUNTS})
     if shift_labels is None:
-        shift_labels = pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        shift_labels = next_labels(labels, ignore_index)
     return loss_of_logits(
         logits.view(-1, vocab_size), shift_labels, num_items_in_batch, ignore_index, **options
     )

@@ -56,7 +56,7 @@ def causal_lm_loss(
         elif logits.shape[:-1] == labels.shape:
             loss = logits.cross_entropy(labels, shift=True, **common)  # the tensor that was counted
         else:
-            target = _shifted(labels, ignore_index)
+            target = next_labels(labels, ignore_index)
             loss = logits.view(-1, vocab_size).cross_entropy(target.reshape(-1), **common)
         if loss is not None:
             return loss
@@ -66,13 +66,14 @@ def causal_lm_loss(
         return ForCausalLMLoss(
             logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs
         )
-    target = _shifted(labels, ignore_index) if shift_labels is None else shift_labels
+    target = next_labels(labels, ignore_index) if shift_labels is None else shift_labels
     return loss_of_logits(
         logits.float().view(-1, vocab_size), target, num_items_in_batch, ignore_index, **options
     )
 
 
-def _shifted(labels, ignore_index):
+def next_labels(labels, ignore_index):
+    """Each position's label: the token behind it, none at the end."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
