@@ -12,6 +12,7 @@ from tigon.environment import env
 from tigon.error import Error
 from tigon.ops.add_rms_norm import add_rms_norm
 from tigon.ops.attention_residual import attention_residual
+from tigon.ops.contrastive import contrastive_loss
 from tigon.ops.cross_entropy import cross_entropy
 from tigon.ops.divergence import jsd, kl_div, tvd
 from tigon.ops.dyt import dyt
@@ -61,6 +62,7 @@ __all__ = [
     "apply",
     "attention_residual",
     "clip_grad_norm_",
+    "contrastive_loss",
     "count_labels",
     "cross_entropy",
     "dyt",

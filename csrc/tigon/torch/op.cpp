@@ -57,7 +57,7 @@ class Schema final : public Fields {
   int count_ = 0;
 };
 
-constexpr size_t kMostTensors = 8;  // that a call takes, and that it returns
+constexpr size_t kMostTensors = 16;  // that a call takes, and that it returns
 
 // A tensor of the call and the member whose view it is.
 struct Held {

@@ -1,0 +1,109 @@
+#include "tigon/ops/contrastive/contrastive.h"
+
+#include <algorithm>
+
+#include "tigon/base/op.h"
+#include "tigon/base/product.h"
+#include "tigon/ops/linear_head/linear_head.h"
+
+namespace tigon {
+namespace {
+
+constexpr const char* kOp = "contrastive";
+
+// pass(chunk of the head, its rows as the kernels read them) for every chunk of queries, whose similarities are there.
+template <class Pass>
+void for_chunks(Context& ctx, const ContrastiveScores& a, const LinearHead& head, const Pass& pass) {
+  const int64_t n = a.q.rows, m = a.d.rows, most = linear_head_limit(ctx, head, n, a.chunk_rows);
+  const LinearHeadRows rows = {.count = n};
+  const LinearHeadWorkspace workspace = linear_head_workspace(ctx, head, rows, {.chunk = most});
+  Matrix guide;
+  if (a.guide_q.data) guide = linear_head_matrix(ctx, most, m, linear_head_logit_stride(m), a.q.dtype);
+  for (int64_t first = 0; first < n; first += most) {
+    const int64_t count = std::min(most, n - first);
+    LinearHeadChunk chunk = linear_head_chunk(head, rows, workspace, first, count);
+    linear_head_logits(ctx, head, chunk);
+    if (guide.data)
+      multiply(ctx, {.a = rows_from(a.guide_q, first, count),
+                     .b = a.guide_d,
+                     .c = rows_from(guide, 0, count),
+                     .trans_b = true,
+                     .unrounded = true});
+    auto from = [&](const Vector& v) { return v ? v.as<float>() + first : nullptr; };
+    ContrastiveChunk part = {.scores = chunk.logits.data,
+                             .guide = guide.data,
+                             .rows = count,
+                             .cols = m,
+                             .stride = chunk.logits.stride,
+                             .scale = a.scale.as<float>(),
+                             .labels = a.labels.data ? a.labels.row<int64_t>(first) : nullptr,
+                             .picks = a.labels.cols,
+                             .label_stride = a.labels.stride,
+                             .q_ids = a.q_ids ? a.q_ids.as<int64_t>() + first : nullptr,
+                             .d_ids = a.d_ids.as<int64_t>(),
+                             .limit = from(a.limit)};
+    pass(chunk, part, from);
+  }
+}
+
+void run(Context& ctx, const ContrastiveFwd& a) {
+  const LinearHead head = {.op = kOp, .hidden = a.q, .weight = a.d};
+  const int64_t n = a.q.rows, m = a.d.rows;
+  auto merge = [&](const ContrastiveMerge& merge) { TIGON_RUN(kOp, ctx, contrastive_merge, merge); };
+  float* col_lse = a.col_lse.as<float>();
+  if (n == 0 && col_lse) return merge({.count = 0, .size = m, .out = col_lse, .fresh = true});
+  const int64_t most = linear_head_limit(ctx, head, n, a.chunk_rows), slabs = contrastive_slabs(m);
+  float* row_parts = a.row_lse ? ctx.scratch_of<float>(slabs * most) : nullptr;
+  float* col_parts = col_lse ? ctx.scratch_of<float>(contrastive_blocks(most) * m) : nullptr;
+  for_chunks(ctx, a, head, [&](LinearHeadChunk& chunk, ContrastiveChunk& part, const auto& from) {
+    part.row_parts = row_parts, part.col_parts = col_parts;
+    if (a.picked) part.picked = a.picked.as<float>() + chunk.begin * part.picks;
+    on_device(
+        kOp, ctx, [&] { cpu::contrastive_statistics(ctx, a.q.dtype, part); },
+        TIGON_ON_CUDA(cuda::contrastive_statistics(ctx, a.q.dtype, part)));
+    if (row_parts)
+      merge({.parts = row_parts, .count = slabs, .size = part.rows, .out = from(a.row_lse), .fresh = true});
+    if (col_parts)
+      merge({.parts = col_parts,
+             .count = contrastive_blocks(part.rows),
+             .size = m,
+             .out = col_lse,
+             .fresh = chunk.begin == 0});
+  });
+}
+
+void run(Context& ctx, const ContrastiveBwd& a) {
+  LinearHead head = {.op = kOp, .hidden = a.q, .weight = a.d, .dhidden = a.dq, .dweight = a.dd};
+  TIGON_CHECK(kOp, bool(a.row_lse) == bool(a.drow) && bool(a.col_lse) == bool(a.dcol),
+              "gradients of statistics must be given with them");
+  const bool sums = linear_head_limit(ctx, head, a.q.rows, a.chunk_rows) < a.q.rows;
+  if (a.dd.data && sums && a.dd.dtype != DType::f32)
+    head.dweight = linear_head_matrix(ctx, a.d.rows, a.d.cols, a.d.cols, DType::f32);
+  linear_head_clear(ctx, head, {.count = a.q.rows});
+  for_chunks(ctx, a, head, [&](LinearHeadChunk& chunk, ContrastiveChunk& part, const auto& from) {
+    part.row_lse = from(a.row_lse), part.drow = from(a.drow);
+    part.col_lse = a.col_lse.as<float>(), part.dcol = a.dcol.as<float>();
+    if (a.dpicked) part.dpicked = a.dpicked.as<float>() + chunk.begin * part.picks;
+    on_device(
+        kOp, ctx, [&] { cpu::contrastive_gradient(ctx, a.q.dtype, part); },
+        TIGON_ON_CUDA(cuda::contrastive_gradient(ctx, a.q.dtype, part)));
+    linear_head_gradients(ctx, head, chunk, {.first = chunk.begin == 0});
+  });
+  if (head.dweight.data == a.dd.data) return;
+  const Vector one = linear_head_vector(ctx, 1);
+  TIGON_RUN(kOp, ctx, linear_head_ones, one);
+  linear_head_finish(ctx, {.in = head.dweight, .dloss = one, .out = a.dd});
+}
+
+}  // namespace
+
+namespace cpu {
+void contrastive_fwd(Context& ctx, const ContrastiveFwd& a) { run(ctx, a); }
+void contrastive_bwd(Context& ctx, const ContrastiveBwd& a) { run(ctx, a); }
+}  // namespace cpu
+namespace cuda {
+void contrastive_fwd(Context& ctx, const ContrastiveFwd& a) { run(ctx, a); }
+void contrastive_bwd(Context& ctx, const ContrastiveBwd& a) { run(ctx, a); }
+}  // namespace cuda
+
+}  // namespace tigon

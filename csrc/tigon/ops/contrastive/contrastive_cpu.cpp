@@ -1,0 +1,115 @@
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "tigon/base/dispatch.h"
+#include "tigon/base/op.h"
+#include "tigon/ops/contrastive/contrastive.h"
+
+namespace tigon::cpu {
+namespace {
+
+struct ContrastiveTable {
+  void (*statistics[3])(const void* scores, int64_t stride, int64_t rows, int64_t cols, float scale,
+                        float* row_part, float* col_part);
+  void (*gradient[3])(void* row, int64_t cols, float scale, float row_lse, float drow, const float* col_lse,
+                      const float* dcol);
+  void (*merge)(const float* parts, int64_t count, int64_t size, int64_t cols, float* out, bool fresh);
+};
+
+}  // namespace
+}  // namespace tigon::cpu
+
+#define TIGON_KERNELS "tigon/ops/contrastive/contrastive_cpu.inc"
+#include "tigon/base/simd/foreach_isa.h"
+
+namespace tigon::cpu {
+namespace {
+#include "tigon/ops/contrastive/contrastive_math.inc"
+
+// A row's score of column j.
+template <class T>
+float z_of(const ContrastiveChunk& a, int64_t row, int64_t j) {
+  return to_float(static_cast<const T*>(a.scores)[row * a.stride + j]) * *a.scale;
+}
+// fn(k, j) for the labels of a row that are columns.
+template <class Fn>
+void for_labels(const ContrastiveChunk& a, int64_t row, const Fn& fn) {
+  for (int64_t k = 0; k < a.picks; ++k) {
+    const int64_t j = a.labels[row * a.label_stride + k];
+    if (j >= 0 && j < a.cols) fn(row * a.picks + k, j);
+  }
+}
+// Scores of pairs that are left out become -inf.
+template <class T>
+void mask_row(const ContrastiveChunk& a, int64_t row) {
+  T* scores = static_cast<T*>(a.scores) + row * a.stride;
+  const T* t = a.guide ? static_cast<const T*>(a.guide) + row * a.stride : scores;
+  for (int64_t j = 0; j < a.cols; ++j)
+    if (contrastive_left_out(a, row, j, to_float(t[j]))) scores[j] = from_float<T>(-INFINITY);
+}
+
+}  // namespace
+
+void contrastive_statistics(Context& ctx, DType dtype, const ContrastiveChunk& a) {
+  const int64_t blocks = contrastive_blocks(a.rows), slabs = contrastive_slabs(a.cols);
+  const auto run = TIGON_SELECT(contrastive_table).statistics[int(dtype)];
+  dispatch_float("contrastive", "q", dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    if (a.masked()) parallel(ctx, a.rows, [&](int64_t r) { mask_row<T>(a, r); });
+    if (a.picked)
+      parallel(ctx, a.rows, [&](int64_t r) {
+        std::fill_n(a.picked + r * a.picks, a.picks, 0.0f);
+        for_labels(a, r, [&](int64_t k, int64_t j) { a.picked[k] = z_of<T>(a, r, j); });
+      });
+    parallel(ctx, blocks * slabs, [&](int64_t task) {
+      const int64_t block = task / slabs, slab = task % slabs;
+      const int64_t row = block * kContrastiveBlock, col = slab * kContrastiveSlab;
+      run(static_cast<const T*>(a.scores) + row * a.stride + col, a.stride,
+          std::min<int64_t>(kContrastiveBlock, a.rows - row),
+          std::min<int64_t>(kContrastiveSlab, a.cols - col), *a.scale,
+          a.row_parts ? a.row_parts + slab * a.rows + row : nullptr,
+          a.col_parts ? a.col_parts + block * a.cols + col : nullptr);
+    });
+  });
+}
+
+void contrastive_merge(Context& ctx, const ContrastiveMerge& a) {
+  constexpr int64_t kCols = 1024;
+  parallel(ctx, (a.size + kCols - 1) / kCols, [&](int64_t task) {
+    const int64_t c = task * kCols;
+    TIGON_SELECT(contrastive_table)
+        .merge(a.parts + c, a.count, a.size, std::min(kCols, a.size - c), a.out + c, a.fresh);
+  });
+}
+
+void contrastive_gradient(Context& ctx, DType dtype, const ContrastiveChunk& a) {
+  const auto run = TIGON_SELECT(contrastive_table).gradient[int(dtype)];
+  dispatch_float("contrastive", "q", dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    parallel(ctx, a.rows, [&](int64_t r) {
+      if (a.masked()) mask_row<T>(a, r);
+      T* scores = static_cast<T*>(a.scores) + r * a.stride;
+      const float row_lse = a.row_lse ? a.row_lse[r] : 0.0f, drow = a.drow ? a.drow[r] : 0.0f;
+      // A label's gradient is a difference, formed before it is rounded.
+      thread_local std::vector<float> label_z;
+      label_z.assign(size_t(a.picks), 0.0f);
+      for_labels(a, r, [&](int64_t k, int64_t j) { label_z[size_t(k - r * a.picks)] = z_of<T>(a, r, j); });
+      run(scores, a.cols, *a.scale, row_lse, drow, a.col_lse, a.dcol);
+      if (a.dpicked == nullptr) return;
+      for_labels(a, r, [&](int64_t k, int64_t j) {
+        const float z = label_z[size_t(k - r * a.picks)];
+        float g = drow * std::exp(z - row_lse);
+        if (a.dcol) g += a.dcol[j] * std::exp(z - a.col_lse[j]);
+        for_labels(a, r, [&](int64_t other, int64_t i) { g += i == j ? a.dpicked[other] : 0.0f; });
+        scores[j] = from_float<T>(*a.scale * g);
+      });
+    });
+  });
+}
+
+}  // namespace tigon::cpu
+
+namespace tigon {
+TIGON_OP(contrastive, Contrastive)
+}

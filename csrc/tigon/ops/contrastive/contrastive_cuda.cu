@@ -1,0 +1,230 @@
+// CUDA backend of contrastive. A warp takes a slab of columns, eight adjacent ones a lane, of a block of rows, eight at a time.
+//
+// statistics: reads the scores once, two exponentials a pair with columns, one without; 4 bytes a row and slab and a column and block.
+// gradient: reads and writes the scores once, as many exponentials.
+#include "tigon/base/cuda/launch.cuh"
+#include "tigon/base/cuda/math.cuh"
+#include "tigon/base/cuda/reduce.cuh"
+#include "tigon/base/cuda/vec.cuh"
+#include "tigon/base/dispatch.h"
+#include "tigon/ops/contrastive/contrastive.h"
+
+namespace tigon::cuda {
+namespace {
+
+#include "tigon/ops/contrastive/contrastive_math.inc"
+
+constexpr const char* kOp = "contrastive";
+constexpr int kThreads = 256, kWarps = kThreads / 32, kVec = 8, kBatch = 8;
+constexpr float kLn2 = 0.693147181f;
+static_assert(kContrastiveSlab == 32 * kVec && kContrastiveBlock % kBatch == 0);
+
+// The log of a sum, from its logarithm to base 2.
+__device__ __forceinline__ float to_ln(float top, float sum) {
+  return (contrastive_reference(top) + log2_approx(sum)) * kLn2;
+}
+
+// CTAs of a block of rows.
+__host__ __device__ constexpr int64_t ctas_of_block(int64_t cols) {
+  return (cols + kWarps * kContrastiveSlab - 1) / (kWarps * kContrastiveSlab);
+}
+// Where a warp works.
+struct Tile {
+  int64_t block, slab, col, first, last;
+  __device__ explicit Tile(const ContrastiveChunk& a) {
+    const unsigned groups = unsigned(ctas_of_block(a.cols));
+    block = blockIdx.x / groups;
+    slab = int64_t(blockIdx.x % groups) * kWarps + threadIdx.x / 32;
+    col = slab * kContrastiveSlab + int64_t(threadIdx.x % 32) * kVec;
+    first = block * kContrastiveBlock, last = min(a.rows, first + kContrastiveBlock);
+  }
+};
+
+// Scores of a row in a lane's columns, to base 2; -inf where there is none, or the pair is left out.
+template <class T, bool kMasked>
+__device__ __forceinline__ void scores_of(const ContrastiveChunk& a, const Vec<T, kVec>& x, float to_log2,
+                                          int64_t row, int64_t col, bool is_row, float (&z)[kVec]) {
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) z[j] = is_row && col + j < a.cols ? x[j] * to_log2 : -INFINITY;
+  if constexpr (kMasked) {
+    if (!is_row || col >= a.cols) return;
+    Vec<T, kVec> t = x;
+    if (a.guide != nullptr) t = load_stream<T, kVec>(static_cast<const T*>(a.guide) + row * a.stride + col);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j)
+      if (col + j < a.cols && contrastive_left_out(a, row, col + j, t[j])) z[j] = -INFINITY;
+  }
+}
+
+template <class T, bool kColumns, bool kMasked>
+__global__ __launch_bounds__(kThreads, 2) void statistics_kernel(const __grid_constant__ ContrastiveChunk a) {
+  const Tile tile(a);
+  if (tile.slab * kContrastiveSlab >= a.cols) return;
+  const int lane = int(threadIdx.x) % 32, own = reduced_value<kBatch>(lane);
+  const float to_log2 = *a.scale * kLog2e;
+  const T* scores = static_cast<const T*>(a.scores) + tile.col;
+  float col_top[kVec], col_sum[kVec];
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) col_top[j] = -INFINITY, col_sum[j] = 0.0f;
+  for (int64_t row = tile.first; row < tile.last; row += kBatch) {
+    Vec<T, kVec> x[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i)
+      x[i] =
+          load_predicated<T, kVec>(row + i < tile.last && tile.col < a.cols, scores + (row + i) * a.stride);
+    float z[kBatch][kVec], sum[kBatch], top = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      scores_of<T, kMasked>(a, x[i], to_log2, row + i, tile.col, row + i < tile.last, z[i]);
+      float row_top = z[i][0];
+#pragma unroll
+      for (int j = 1; j < kVec; ++j) row_top = fmaxf(row_top, z[i][j]);
+      row_top = extreme_of_lanes<Max, 32>(row_top);
+      top = i == own ? row_top : top;
+      const float reference = contrastive_reference(row_top);
+      sum[i] = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) sum[i] += exp2_neg(z[i][j] - reference);
+    }
+    const float row_sum = reduce_values<Sum, kBatch>(sum);
+    if (lane < kBatch && row + own < tile.last && a.row_parts != nullptr)
+      a.row_parts[tile.slab * a.rows + row + own] = to_ln(top, row_sum);
+    if constexpr (kColumns) {
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) {
+        float most = col_top[j];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) most = fmaxf(most, z[i][j]);
+        const float reference = contrastive_reference(most);
+        col_sum[j] *= exp2_neg(col_top[j] - reference);
+        col_top[j] = most;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) col_sum[j] += exp2_neg(z[i][j] - reference);
+      }
+    }
+  }
+  if constexpr (kColumns) {
+    float* parts = a.col_parts + tile.block * a.cols + tile.col;
+#pragma unroll
+    for (int j = 0; j < kVec; ++j)
+      if (tile.col + j < a.cols) parts[j] = to_ln(col_top[j], col_sum[j]);
+  }
+}
+
+template <class T, bool kColumns, bool kMasked>
+__global__ __launch_bounds__(kThreads) void gradient_kernel(const __grid_constant__ ContrastiveChunk a) {
+  constexpr int kRows = 4;
+  const Tile tile(a);
+  if (tile.col >= a.cols) return;
+  const float scale = *a.scale, to_log2 = scale * kLog2e;
+  T* scores = static_cast<T*>(a.scores) + tile.col;
+  float col_lse[kVec], dcol[kVec];
+#pragma unroll
+  for (int j = 0; j < kVec; ++j) {
+    const bool is_col = kColumns && tile.col + j < a.cols;
+    col_lse[j] = is_col ? a.col_lse[tile.col + j] * kLog2e : 0.0f;
+    dcol[j] = is_col ? a.dcol[tile.col + j] : 0.0f;
+  }
+  for (int64_t row = tile.first; row < tile.last; row += kRows) {
+    Vec<T, kVec> x[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+      x[i] = load_predicated<T, kVec>(row + i < tile.last, scores + (row + i) * a.stride);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int64_t r = row + i;
+      if (r >= tile.last) break;
+      const float row_lse = a.row_lse != nullptr ? a.row_lse[r] * kLog2e : 0.0f;
+      const float drow = a.drow != nullptr ? a.drow[r] : 0.0f;
+      float z[kVec], g[kVec];
+      scores_of<T, kMasked>(a, x[i], to_log2, r, tile.col, true, z);
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) {
+        g[j] = contrastive_share(z[j], row_lse, drow);
+        if constexpr (kColumns) g[j] += contrastive_share(z[j], col_lse[j], dcol[j]);
+      }
+      for (int64_t k = 0; k < (a.dpicked != nullptr ? a.picks : 0); ++k) {
+        const int64_t at = a.labels[r * a.label_stride + k] - tile.col;
+        if (at < 0 || at >= kVec) continue;
+        const float dpicked = a.dpicked[r * a.picks + k];
+#pragma unroll
+        for (int j = 0; j < kVec; ++j)
+          if (at == j && tile.col + j < a.cols) g[j] += dpicked;
+      }
+#pragma unroll
+      for (int j = 0; j < kVec; ++j) g[j] *= scale;
+      Vec<T, kVec> y;
+      y.set(g);
+      store_v4(scores + r * a.stride, y);
+    }
+  }
+}
+
+// picked, one thread a label.
+template <class T>
+__global__ void picked_kernel(const __grid_constant__ ContrastiveChunk a) {
+  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= a.rows * a.picks) return;
+  const int64_t row = i / a.picks, j = a.labels[row * a.label_stride + i % a.picks];
+  const bool is_col = j >= 0 && j < a.cols;
+  a.picked[i] = is_col ? widen(static_cast<const T*>(a.scores)[row * a.stride + j]) * *a.scale : 0.0f;
+}
+
+// One thread a number, eight parts at a time.
+__global__ void merge_kernel(const __grid_constant__ ContrastiveMerge a) {
+  const int64_t c = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (c >= a.size) return;
+  float top = a.fresh ? -INFINITY : a.out[c] * kLog2e, sum = a.fresh ? 0.0f : 1.0f;
+  for (int64_t p = 0; p < a.count; p += kBatch) {
+    float z[kBatch], most = top;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i)
+      z[i] = p + i < a.count ? a.parts[(p + i) * a.size + c] * kLog2e : -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) most = fmaxf(most, z[i]);
+    const float reference = contrastive_reference(most);
+    sum *= exp2_neg(top - reference);
+    top = most;
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) sum += exp2_neg(z[i] - reference);
+  }
+  a.out[c] = to_ln(top, sum);
+}
+
+LaunchConfig threads_for(int64_t count) {
+  return {.blocks = (count + kThreads - 1) / kThreads, .threads = kThreads};
+}
+LaunchConfig tiles_of(const ContrastiveChunk& a) {
+  return {.blocks = contrastive_blocks(a.rows) * ctas_of_block(a.cols), .threads = kThreads};
+}
+
+}  // namespace
+
+void contrastive_statistics(Context& ctx, DType dtype, const ContrastiveChunk& a) {
+  dispatch_float(kOp, "q", dtype, [&](auto type) {
+    using T = typename DeviceType<typename decltype(type)::type>::type;
+    if (a.picked != nullptr) launch(kOp, ctx, picked_kernel<T>, threads_for(a.rows * a.picks), a);
+    dispatch_bool(a.col_parts != nullptr, [&](auto columns) {
+      dispatch_bool(a.masked(), [&](auto masked) {
+        launch(kOp, ctx, statistics_kernel<T, columns, masked>, tiles_of(a), a);
+      });
+    });
+  });
+}
+
+void contrastive_merge(Context& ctx, const ContrastiveMerge& a) {
+  launch(kOp, ctx, merge_kernel, threads_for(a.size), a);
+}
+
+void contrastive_gradient(Context& ctx, DType dtype, const ContrastiveChunk& a) {
+  dispatch_float(kOp, "q", dtype, [&](auto type) {
+    using T = typename DeviceType<typename decltype(type)::type>::type;
+    dispatch_bool(a.dcol != nullptr, [&](auto columns) {
+      dispatch_bool(a.masked(), [&](auto masked) {
+        launch(kOp, ctx, gradient_kernel<T, columns, masked>, tiles_of(a), a);
+      });
+    });
+  });
+}
+
+}  // namespace tigon::cuda

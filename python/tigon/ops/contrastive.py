@@ -1,0 +1,341 @@
+"""Contrastive losses of embeddings. Contract: ``csrc/tigon/ops/contrastive/contrastive.h``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tigon._op import Op, has_kernel, raw
+from tigon.error import check
+from tigon.ops.arguments import (
+    check_booleans,
+    check_choice,
+    check_float,
+    check_indices,
+    check_integers,
+    check_numbers,
+    check_positive,
+)
+from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.loss_head.operands import autocast
+from tigon.ops.rms_norm import column_dot, rms_norm
+
+OP = "contrastive_loss"
+IGNORED = -100
+_INPUTS = 10  # of the operator, before what is wanted of it
+
+
+def reference(q, d, scale, labels, q_ids=None, d_ids=None, limit=None, guide_q=None, guide_d=None):
+    """``(row_lse, col_lse, picked)`` in plain PyTorch operations, the similarities formed."""
+    z = q @ d.mT
+    t = z.detach() if guide_q is None else guide_q @ guide_d.mT
+    out = torch.zeros_like(z, dtype=torch.bool)
+    if q_ids is not None:
+        out = q_ids[:, None] == d_ids
+    if limit is not None:
+        out = out | (t > limit[:, None])
+    inside = (labels >= 0) & (labels < d.shape[0])
+    label = torch.where(inside, labels, 0)
+    kept = torch.zeros_like(out, dtype=torch.int8).scatter_add(1, label, inside.to(torch.int8)) > 0
+    picked = torch.where(inside, (scale * z).gather(1, label), 0.0)
+    z = (scale * z).masked_fill(out & ~kept, -torch.inf)
+    return z.logsumexp(1), z.logsumexp(0), picked
+
+
+def _fake(q, d, scale, labels, *options):
+    wanted = zip(options[-3:], (q.shape[0], d.shape[0], 0 if labels is None else labels.numel()), strict=True)
+    return tuple(q.new_empty(size if want else 0, dtype=torch.float32) for want, size in wanted)
+
+
+def _fake_bwd(q, d, *options):
+    return tuple(x.new_empty(x.shape if need else (0,)) for x, need in zip((q, d), options[-2:], strict=True))
+
+
+_bwd = raw("contrastive_bwd", _fake_bwd)
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.chunk_rows, ctx.wants = inputs[_INPUTS - 1], inputs[_INPUTS:]
+    ctx.save_for_backward(*inputs[: _INPUTS - 1], *output[:2])
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, *upstream):
+    upstream = [g if want else None for g, want in zip(upstream, ctx.wants, strict=True)]
+    need_q, need_d, need_scale = ctx.needs_input_grad[:3]
+    given = [g for g in upstream if g is not None]
+    dq = dd = dscale = None
+    if given:
+        *inputs, row_lse, col_lse = ctx.saved_tensors
+        q, d, scale = inputs[:3]
+        unit = None
+        if q.dtype == torch.float16:  # small shares of a mean, or large ones of a scaled loss, leave its range
+            unit = torch.stack([g.abs().amax() for g in given if g.numel()]).amax().clamp_min(1e-30)
+            upstream = [None if g is None else g / unit for g in upstream]
+        drow, dcol, dpicked = upstream
+        dq, dd = _bwd(
+            *inputs, ctx.chunk_rows, None if drow is None else row_lse, drow,
+            None if dcol is None else col_lse, dcol, dpicked, need_q or need_scale, need_d,
+        )  # fmt: skip
+        if need_scale:
+            dscale = column_dot(dq, q).sum().reshape(scale.shape) / scale
+        if unit is not None:
+            dq, dd, dscale = (None if g is None else g * unit.to(g.dtype) for g in (dq, dd, dscale))
+    results = (dq if need_q else None, dd if need_d else None, dscale)
+    return *results, *(None,) * (_INPUTS + len(ctx.wants) - 3)
+
+
+_op = Op("contrastive", fake=_fake, setup_context=_setup_context, backward=_backward)
+
+
+def statistics(
+    q, d, scale, labels=None, *, ids=None, limit=None, guide=None, columns=False, chunk_rows=0
+):  # fmt: skip
+    """``(row_lse [n], col_lse [m] or None, picked [n, K] or None)`` of ``scale * q @ d.T``, differentiable.
+
+    Args:
+        scale: float32 ``[1]``.
+        labels: int64 ``[n, K]``, the columns that are positives; outside ``[0, m)``: none.
+        ids: ``(q_ids, d_ids)`` int64: pairs of equal ids are left out, but for positives.
+        limit: float32 ``[n]``: pairs whose ``q @ d.T``, or that of `guide`, is above are left out.
+    """
+    (q_ids, d_ids), (guide_q, guide_d) = ids or (None, None), guide or (None, None)
+    if not has_kernel(OP, q, d):
+        none = torch.zeros(q.shape[0], 0, dtype=torch.int64, device=q.device)
+        wide = torch.promote_types(q.dtype, scale.dtype)
+        row_lse, col_lse, picked = reference(
+            q, d, scale.to(wide), none if labels is None else labels, q_ids, d_ids, limit, guide_q, guide_d
+        )
+    else:
+        row_lse, col_lse, picked = _op(
+            q, d, scale, labels, q_ids, d_ids, limit, guide_q, guide_d, chunk_rows,
+            True, bool(columns), labels is not None,
+        )  # fmt: skip
+    picked = None if labels is None else picked.view(labels.shape)
+    return row_lse, col_lse if columns else None, picked
+
+
+def normalized(x):
+    """x with rows of length ``sqrt(columns)``: one kernel each way."""
+    return rms_norm(x, eps=1e-24 / x.shape[-1], rounding="none")
+
+
+def limit_of(positive, margin, relative):
+    """What a similarity may be, so that its pair counts: the positive's less the margin."""
+    return positive - (positive.abs() * margin if relative else margin)
+
+
+def _similarity_of_positives(q, d, labels, scale):
+    """The largest of each row's positives, float32; +inf without any."""
+    inside = (labels >= 0) & (labels < d.shape[0])
+    of = torch.stack([
+        (q * d[torch.where(ok, label, 0)]).sum(-1, dtype=scale.dtype)
+        for label, ok in zip(labels.unbind(1), inside.unbind(1), strict=True)
+    ], 1)  # fmt: skip
+    return torch.where(inside.any(1), torch.where(inside, of, -torch.inf).amax(1), torch.inf) * scale
+
+
+def contrastive_loss(
+    q: torch.Tensor,
+    d: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    *,
+    temperature: float | torch.Tensor = 0.05,
+    symmetric: bool = False,
+    normalize: bool = True,
+    weight: torch.Tensor | None = None,
+    ids: tuple[torch.Tensor, torch.Tensor] | None = None,
+    margin: float | None = None,
+    relative_margin: bool = False,
+    guide: tuple[torch.Tensor, torch.Tensor] | None = None,
+    sizes: Sequence[int] | None = None,
+    size_weights: Sequence[float] | None = None,
+    reduction: str = "mean",
+    group: torch.distributed.ProcessGroup | None = None,
+    chunk_rows: int | None = None,
+) -> torch.Tensor:
+    """InfoNCE of queries and documents, without the matrix of their similarities ever existing.
+
+    With ``z = cos(q_i, d_j) / temperature`` a query's loss is the mean over its positives p of ``log(sum_j
+    exp z_ij) - z_ip``; with ``symmetric`` the mean of that and of ``log(sum_i exp z_ip) - z_ip``, the same
+    of the positive document among all queries (CLIP). Similarities live for one chunk of queries.
+
+    Args:
+        q: ``[n, H]`` float32, bfloat16 or float16. float64 runs the eager reference.
+        d: ``[m, H]``, q's dtype: positives, and further documents that are negatives of all queries.
+        labels: ``[n]`` or ``[n, K]`` integers, the documents that are positives of each query, -100: none. A
+            query without positives has no loss, and is a negative of the documents still. ``None``: document
+            i of query i.
+        temperature: > 0; a tensor of one element is differentiable.
+        symmetric: both directions, from one pass over the similarities.
+        normalize: cosines; ``False``: dot products. The norms' gradient is part of the op.
+        weight: ``[n]``, factor of each query's loss (detached). A mean is still over the queries that have
+            positives.
+        ids: ``(q_ids [n], d_ids [m])`` integers: pairs of equal ids that are no positives are left out, as
+            duplicates of a positive.
+        margin: pairs whose similarity is above that of the query's (most similar) positive less the margin
+            are taken for false negatives and left out; they get no gradient. In cosines, or dot products
+            where `normalize` is off.
+        relative_margin: the margin is a fraction of the positive's similarity.
+        guide: ``(q [n, G], d [m, G])``, embeddings of another model whose similarities `margin` (``None``: 0)
+            is applied to (GISTEmbed).
+        sizes: Matryoshka: the loss is the sum over these of that of the first columns, each normalized anew.
+        size_weights: a factor for each of them; ``None``: 1.
+        reduction: ``"mean"`` over queries that have positives, ``"sum"`` or ``"none"`` (``[n]``).
+        group: the processes whose batches are one: every query meets the documents of all. Each calls with
+            its own queries and documents, and `labels` among these; queries are gathered, documents stay.
+            The loss is that of all queries, the same in every process (``"none"``: of its own queries), and so
+            are the gradients: where they are averaged over the processes afterwards, as DDP does, multiply the
+            loss by their number. All have equally many queries.
+        chunk_rows: queries per chunk; ``None`` chooses as :func:`tigon.linear_cross_entropy`.
+
+    Returns:
+        float32, differentiable in q, d and temperature. Forward one matrix product, backward three; of one
+        direction with one positive, without ids, margin, guide and group, three in all. Every query without
+        positives: NaN for ``"mean"``, as in PyTorch. Bitwise deterministic where PyTorch's products are.
+
+    Raises:
+        tigon.Error: shapes, dtypes, devices or options do not fit.
+
+    Source: van den Oord et al. 2018, arXiv:1807.03748, eq. 4; Radford et al. 2021, arXiv:2103.00020, figure
+    3; Khosla et al. 2020, arXiv:2004.11362, eq. 2 (several positives); Solatorio 2024, arXiv:2402.16829
+    (guide); Kusupati et al. 2022, arXiv:2205.13147, eq. 1 (sizes).
+    """
+    check_float(OP, "q", q)
+    check_float(OP, "d", d)
+    check(OP, q.dim() == 2, "q must be [n, H], got {}", q.shape)
+    fits = d.dim() == 2 and d.shape[1] == q.shape[1] and d.shape[0] > 0
+    check(OP, fits, "d must be [m, {}] with m > 0, got {}", q.shape[1], d.shape)
+    check_booleans(OP, symmetric=symmetric, normalize=normalize, relative_margin=relative_margin)
+    check_choice(OP, "reduction", reduction, ("mean", "sum", "none"))
+    if not isinstance(temperature, torch.Tensor):
+        check_positive(OP, "temperature", temperature)
+    check_numbers(OP, temperature=temperature)
+    q, d = autocast(q), autocast(d)
+    check(OP, d.dtype == q.dtype, "d must be {}, got {}", q.dtype, d.dtype)
+    n, m, size = q.shape[0], d.shape[0], q.shape[1]
+    if labels is None:
+        check(OP, m >= n, "d must have at least q's {} rows without labels, got {}", n, m)
+        positives = torch.arange(n, device=q.device)[:, None]
+    else:
+        check_indices(OP, "labels", labels)
+        fits = labels.dim() in (1, 2) and labels.shape[0] == n and labels.numel() >= n
+        check(OP, fits, "labels must be [{}] or [{}, K], got {}", n, n, labels.shape)
+        positives = labels.to(q.device, torch.int64).reshape(n, -1 if n else 1)
+    if weight is not None:
+        check_float(OP, "weight", weight)
+        check(OP, weight.shape == (n,), "weight must be [{}], got {}", n, weight.shape)
+    if ids is not None:
+        check_pair("ids", ids, n, m)
+        for name, x in zip(("q_ids", "d_ids"), ids, strict=True):
+            check_indices(OP, name, x)
+        ids = tuple(x.to(q.device, torch.int64) for x in ids)
+    if guide is not None:
+        check_pair("guide", guide, n, m)
+        guide = tuple(normalized(x.detach().to(q.device, q.dtype)) for x in guide)
+        margin = 0.0 if margin is None else margin
+    if margin is not None:
+        check_numbers(OP, margin=margin)
+    if chunk_rows is not None:
+        check_integers(OP, chunk_rows=chunk_rows)
+        check(OP, chunk_rows >= 1, "chunk_rows must be >= 1 (or None), got {}", chunk_rows)
+    sizes = [size] if sizes is None else list(sizes)
+    size_weights = [1.0] * len(sizes) if size_weights is None else list(size_weights)
+    fits = len(sizes) == len(size_weights) > 0
+    check(OP, fits, "size_weights must have one number for each of {} sizes, got {}", len(sizes), len(size_weights))
+    for s in sizes:
+        check(OP, 1 <= s <= size, "sizes must be in [1, {}], got {}", size, s)
+    how = {"ids": ids, "margin": margin, "relative": relative_margin, "guide": guide, "diagonal": labels is None}
+    losses = [
+        _loss(q[:, :s], d[:, :s], positives, temperature, symmetric, normalize, weight, how, reduction, group,
+              chunk_rows) * w
+        for s, w in zip(sizes, size_weights, strict=True)
+    ]  # fmt: skip
+    return sum(losses[1:], losses[0])
+
+
+def check_pair(name, pair, n, m):
+    """Two tensors, one of the queries and one of the documents."""
+    fits = isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(x, torch.Tensor) for x in pair)
+    check(OP, fits, "{} must be a pair of tensors, got {}", name, type(pair).__name__)
+    fits = pair[0].shape[:1] == (n,) and pair[1].shape[:1] == (m,) and pair[0].shape[1:] == pair[1].shape[1:]
+    check(OP, fits, "{} must be of {} queries and {} documents, got {} and {}", name, n, m, *(x.shape for x in pair))
+
+
+def _loss(q, d, labels, temperature, symmetric, normalize, weight, how, reduction, group, chunk_rows):
+    """The loss of embeddings of one size."""
+    n, columns = q.shape[0], q.shape[1] if normalize else 1  # a normalized row's length, squared
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if normalize:
+        q, d = normalized(q), normalized(d)
+    ids, margin, guide = how["ids"], how["margin"], how["guide"]
+    plain = not symmetric and labels.shape[1] == 1 and ids is None and margin is None and group is None
+    if plain and not isinstance(temperature, torch.Tensor) and n:
+        # Labels that are no document's count as none, as below.
+        target = labels[:, 0]
+        target = torch.where((target >= 0) & (target < d.shape[0]), target, IGNORED)
+        return linear_cross_entropy(
+            q, d, target, logit_scale=1.0 / columns, temperature=float(temperature), token_weight=weight,
+            reduction=reduction, chunk_rows=chunk_rows,
+        )  # fmt: skip
+    if isinstance(temperature, torch.Tensor):
+        scale = 1.0 / (temperature.to(q.device, wide).reshape(1) * columns)
+    else:
+        scale = torch.full((1,), 1.0 / (temperature * columns), dtype=wide, device=q.device)
+    limit = None
+    if margin is not None:
+        with torch.no_grad():
+            of = (q, d, columns) if guide is None else (*guide, guide[0].shape[1])
+            unit = torch.full((), 1.0 / of[2], dtype=wide, device=q.device)
+            limit = limit_of(_similarity_of_positives(*of[:2], labels, unit), margin, how["relative"]) * of[2]
+    whole = _Whole(n, group) if group is not None else _Own()
+    row_lse, col_lse, picked = statistics(
+        whole.rows(q), d, scale, whole.labels(labels), ids=ids and (whole.rows(ids[0]), ids[1]),
+        limit=limit if limit is None else whole.rows(limit),
+        guide=guide and (whole.rows(guide[0]), guide[1]), columns=symmetric, chunk_rows=chunk_rows or 0,
+    )  # fmt: skip
+    picked = whole.own(picked)
+    pairs = whole.own(whole.log_sum(row_lse))[:, None] - picked
+    if symmetric:
+        column = col_lse[:n, None] if how["diagonal"] else col_lse[labels.clamp(0, d.shape[0] - 1)]
+        pairs = (pairs + (column - picked)) / 2
+    if how["diagonal"]:
+        losses, count = pairs[:, 0], torch.full((), float(n), dtype=wide, device=q.device)
+    else:
+        counts = (labels >= 0) & (labels < d.shape[0])
+        positives = counts.sum(1)
+        count = (positives > 0).sum().to(wide)
+        losses = torch.where(counts, pairs, 0.0).sum(1) / positives.clamp_min(1)
+    if weight is not None:
+        losses = losses * weight.detach().to(wide)
+    if reduction == "none":
+        return losses
+    total = whole.sum(losses.sum())
+    return total / whole.sum(count) if reduction == "mean" else total
+
+
+class _Own:
+    """The batch of one process."""
+
+    rows = labels = log_sum = own = sum = staticmethod(lambda x: x)
+
+
+class _Whole:
+    """The batches of a group's processes as one: queries of all, documents of this."""
+
+    def __init__(self, count, group):
+        from tigon.parallel.gather import Gather
+
+        gather = Gather(OP, group)
+        self.rows, self.log_sum, self.sum = gather.rows, gather.log_sum, gather.sum
+        self.count, self.mine = count * gather.size, slice(gather.rank * count, (gather.rank + 1) * count)
+
+    def labels(self, labels):
+        """Those of this process's queries; others have no positives among these documents."""
+        whole = labels.new_full((self.count, labels.shape[1]), IGNORED)
+        whole[self.mine] = labels
+        return whole
+
+    def own(self, x):
+        return x[self.mine]

@@ -1,0 +1,83 @@
+"""Rows of all processes of a group as one batch, with the gradients of one loss that all of them compute."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from tigon.error import check
+from tigon.ops.arguments import kind_of
+from tigon.parallel.shards import _all_gather, _reduce_scatter
+
+
+class Gather:
+    """The collectives of a group. Each process's backward gives its own part of the gradients."""
+
+    def __init__(self, op: str, group: object) -> None:
+        check(op, isinstance(group, dist.ProcessGroup), "group must be a ProcessGroup, got {}", kind_of(group))
+        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        check(op, self.rank >= 0, "group must contain this process, got one that does not")
+
+    @torch._disable_dynamo
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of all processes in their order; the gradients of all come back summed."""
+        return _Rows.apply(x, self)
+
+    @torch._disable_dynamo
+    def log_sum(self, lse: torch.Tensor) -> torch.Tensor:
+        """``log sum exp`` over the processes, element by element."""
+        return _LogSum.apply(lse, self)
+
+    @torch._disable_dynamo
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """Over the processes; each one's backward is of its own summand."""
+        return _Sum.apply(x, self)
+
+    def gathered(self, x: torch.Tensor) -> torch.Tensor:
+        """Every process's x, one after another in the first dimension."""
+        whole = x.new_empty(self.size * x.shape[0], *x.shape[1:])
+        _all_gather(whole, x.contiguous(), group=self.group)
+        return whole
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gather):
+        ctx.gather = gather
+        return gather.gathered(x)
+
+    @staticmethod
+    def backward(ctx, dwhole):
+        gather = ctx.gather
+        part = dwhole.new_empty(dwhole.shape[0] // gather.size, *dwhole.shape[1:])
+        _reduce_scatter(part, dwhole.contiguous(), group=gather.group)
+        return part, None
+
+
+class _LogSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, lse, gather):
+        whole = gather.gathered(lse[None]).logsumexp(0)
+        ctx.gather = gather
+        ctx.save_for_backward(lse, whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx, dwhole):
+        lse, whole = ctx.saved_tensors
+        dwhole = dwhole.clone()  # of the process's own queries
+        dist.all_reduce(dwhole, group=ctx.gather.group)
+        share = torch.where(lse == -torch.inf, 0.0, (lse - whole).exp())
+        return share * dwhole, None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, gather):
+        total = x.clone()
+        dist.all_reduce(total, group=gather.group)
+        return total
+
+    @staticmethod
+    def backward(ctx, dtotal):
+        return dtotal, None
