@@ -40,12 +40,15 @@ def reference(q, d, scale, labels, q_ids=None, d_ids=None, limit=None, guide_q=N
     kept = torch.zeros_like(out, dtype=torch.int8).scatter_add(1, label, inside.to(torch.int8)) > 0
     picked = torch.where(inside, (scale * z).gather(1, label), 0.0)
     z = (scale * z).masked_fill(out & ~kept, -torch.inf)
-    return z.logsumexp(1), z.logsumexp(0), picked
+    return z.logsumexp(1).double(), z.logsumexp(0).double(), picked
 
 
 def _fake(q, d, scale, labels, *options):
     wanted = zip(options[-3:], (q.shape[0], d.shape[0], 0 if labels is None else labels.numel()), strict=True)
-    return tuple(q.new_empty(size if want else 0, dtype=torch.float32) for want, size in wanted)
+    dtypes = (torch.float64, torch.float64, torch.float32)
+    return tuple(
+        q.new_empty(size if want else 0, dtype=dtype) for dtype, (want, size) in zip(dtypes, wanted, strict=True)
+    )
 
 
 def _fake_bwd(q, d, *options):
@@ -62,7 +65,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, *upstream):
-    upstream = [g if want else None for g, want in zip(upstream, ctx.wants, strict=True)]
+    upstream = [g.float() if g is not None and want else None for g, want in zip(upstream, ctx.wants, strict=True)]
     need_q, need_d, need_scale = ctx.needs_input_grad[:3]
     given = [g for g in upstream if g is not None]
     dq = dd = dscale = None
@@ -92,7 +95,8 @@ _op = Op("contrastive", fake=_fake, setup_context=_setup_context, backward=_back
 def statistics(
     q, d, scale, labels=None, *, ids=None, limit=None, guide=None, columns=False, chunk_rows=0
 ):  # fmt: skip
-    """``(row_lse [n], col_lse [m] or None, picked [n, K] or None)`` of ``scale * q @ d.T``, differentiable.
+    """``(row_lse [n], col_lse [m] or None, picked [n, K] or None)`` of ``scale * q @ d.T``, differentiable; the
+    first two in float64.
 
     Args:
         scale: float32 ``[1]``.
@@ -310,9 +314,9 @@ def _loss(q, d, labels, temperature, symmetric, normalize, weight, how, reductio
     if weight is not None:
         losses = losses * weight.detach().to(wide)
     if reduction == "none":
-        return losses
+        return losses.to(wide)
     total = whole.sum(losses.sum())
-    return total / whole.sum(count) if reduction == "mean" else total
+    return (total / whole.sum(count) if reduction == "mean" else total).to(wide)
 
 
 class _Own:

@@ -29,7 +29,8 @@ void for_chunks(Context& ctx, const ContrastiveScores& a, const LinearHead& head
                      .c = rows_from(guide, 0, count),
                      .trans_b = true,
                      .unrounded = true});
-    auto from = [&](const Vector& v) { return v ? v.as<float>() + first : nullptr; };
+    const Vector q_ids = linear_head_part(a.q_ids, first, count),
+                 limit = linear_head_part(a.limit, first, count);
     ContrastiveChunk part = {.scores = chunk.logits.data,
                              .guide = guide.data,
                              .rows = count,
@@ -39,10 +40,10 @@ void for_chunks(Context& ctx, const ContrastiveScores& a, const LinearHead& head
                              .labels = a.labels.data ? a.labels.row<int64_t>(first) : nullptr,
                              .picks = a.labels.cols,
                              .label_stride = a.labels.stride,
-                             .q_ids = a.q_ids ? a.q_ids.as<int64_t>() + first : nullptr,
+                             .q_ids = q_ids.as<int64_t>(),
                              .d_ids = a.d_ids.as<int64_t>(),
-                             .limit = from(a.limit)};
-    pass(chunk, part, from);
+                             .limit = limit.as<float>()};
+    pass(chunk, part);
   }
 }
 
@@ -50,19 +51,23 @@ void run(Context& ctx, const ContrastiveFwd& a) {
   const LinearHead head = {.op = kOp, .hidden = a.q, .weight = a.d};
   const int64_t n = a.q.rows, m = a.d.rows;
   auto merge = [&](const ContrastiveMerge& merge) { TIGON_RUN(kOp, ctx, contrastive_merge, merge); };
-  float* col_lse = a.col_lse.as<float>();
+  double* col_lse = a.col_lse.as<double>();
   if (n == 0 && col_lse) return merge({.count = 0, .size = m, .out = col_lse, .fresh = true});
   const int64_t most = linear_head_limit(ctx, head, n, a.chunk_rows), slabs = contrastive_slabs(m);
-  float* row_parts = a.row_lse ? ctx.scratch_of<float>(slabs * most) : nullptr;
-  float* col_parts = col_lse ? ctx.scratch_of<float>(contrastive_blocks(most) * m) : nullptr;
-  for_chunks(ctx, a, head, [&](LinearHeadChunk& chunk, ContrastiveChunk& part, const auto& from) {
+  float* row_parts = a.row_lse ? ctx.scratch_of<float>(2 * slabs * most) : nullptr;
+  float* col_parts = col_lse ? ctx.scratch_of<float>(2 * contrastive_blocks(most) * m) : nullptr;
+  for_chunks(ctx, a, head, [&](LinearHeadChunk& chunk, ContrastiveChunk& part) {
     part.row_parts = row_parts, part.col_parts = col_parts;
     if (a.picked) part.picked = a.picked.as<float>() + chunk.begin * part.picks;
     on_device(
         kOp, ctx, [&] { cpu::contrastive_statistics(ctx, a.q.dtype, part); },
         TIGON_ON_CUDA(cuda::contrastive_statistics(ctx, a.q.dtype, part)));
     if (row_parts)
-      merge({.parts = row_parts, .count = slabs, .size = part.rows, .out = from(a.row_lse), .fresh = true});
+      merge({.parts = row_parts,
+             .count = slabs,
+             .size = part.rows,
+             .out = a.row_lse.as<double>() + chunk.begin,
+             .fresh = true});
     if (col_parts)
       merge({.parts = col_parts,
              .count = contrastive_blocks(part.rows),
@@ -80,9 +85,10 @@ void run(Context& ctx, const ContrastiveBwd& a) {
   if (a.dd.data && sums && a.dd.dtype != DType::f32)
     head.dweight = linear_head_matrix(ctx, a.d.rows, a.d.cols, a.d.cols, DType::f32);
   linear_head_clear(ctx, head, {.count = a.q.rows});
-  for_chunks(ctx, a, head, [&](LinearHeadChunk& chunk, ContrastiveChunk& part, const auto& from) {
-    part.row_lse = from(a.row_lse), part.drow = from(a.drow);
-    part.col_lse = a.col_lse.as<float>(), part.dcol = a.dcol.as<float>();
+  for_chunks(ctx, a, head, [&](LinearHeadChunk& chunk, ContrastiveChunk& part) {
+    auto from = [&](const Vector& v) { return linear_head_part(v, chunk.begin, chunk.count); };
+    part.row_lse = from(a.row_lse).as<double>(), part.drow = from(a.drow).as<float>();
+    part.col_lse = a.col_lse.as<double>(), part.dcol = a.dcol.as<float>();
     if (a.dpicked) part.dpicked = a.dpicked.as<float>() + chunk.begin * part.picks;
     on_device(
         kOp, ctx, [&] { cpu::contrastive_gradient(ctx, a.q.dtype, part); },

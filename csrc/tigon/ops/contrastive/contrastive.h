@@ -8,7 +8,8 @@
 //             0 of a pair left out;  dq = g . d,  dd = g^T . q;  that of scale is sum over i of dq_i . q_i / scale
 // Shapes      q, dq [n, H]; d, dd [m, H]; guide_q [n, G]; guide_d [m, G]; labels [n, K], none where outside [0, m); picked [n * K];
 //             q_ids, limit, row_lse, drow [n]; d_ids, col_lse, dcol [m]; scale [1]; rows at any stride
-// Dtypes      q, d, dq, dd f32 | bf16 | f16, the guides' that of q; labels, ids i64; the rest f32; products accumulate in f32
+// Dtypes      q, d, dq, dd f32 | bf16 | f16, the guides' that of q; labels, ids i64; row_lse, col_lse f64, so that a small loss is no
+//             difference of rounded numbers; the rest f32; products accumulate in f32
 // Rounding    q . d^T and t to q's dtype, g once to it, dq once; dd once, summed over chunks in f32. A row or column of which all
 //             pairs are left out has -inf; NaN propagates to its row and column
 // Saved       all inputs, row_lse, col_lse
@@ -58,8 +59,8 @@ struct ContrastiveFwd : ContrastiveScores {
 
   void fields(Fields& f) {
     inputs(f);
-    f.gradient("row_lse", row_lse, q.rows, DType::f32);
-    f.gradient("col_lse", col_lse, d.rows, DType::f32);
+    f.gradient("row_lse", row_lse, q.rows, DType::f64);
+    f.gradient("col_lse", col_lse, d.rows, DType::f64);
     f.gradient("picked", picked, q.rows * labels.cols, DType::f32);
   }
 };
@@ -72,9 +73,9 @@ struct ContrastiveBwd : ContrastiveScores {
 
   void fields(Fields& f) {
     inputs(f);
-    f.parameter("row_lse", row_lse, q.rows, DType::f32);
+    f.parameter("row_lse", row_lse, q.rows, DType::f64);
     f.parameter("drow", drow, q.rows, DType::f32);
-    f.parameter("col_lse", col_lse, d.rows, DType::f32);
+    f.parameter("col_lse", col_lse, d.rows, DType::f64);
     f.parameter("dcol", dcol, d.rows, DType::f32);
     f.parameter("dpicked", dpicked, q.rows * labels.cols, DType::f32);
     f.gradient("dq", dq, q);
@@ -100,18 +101,20 @@ struct ContrastiveChunk {
   int64_t picks, label_stride;
   const int64_t *q_ids, *d_ids;
   const float* limit;
-  // Statistics: the log of each sum over a slab [slabs, rows], over a block [blocks, cols]; null: not wanted.
+  // Statistics: the maximum and the sum of exp(z - maximum) over each slab [slabs, 2, rows], each block [blocks, 2, cols]; null: not
+  // wanted.
   float *row_parts, *col_parts, *picked;
   // Gradient
-  const float *row_lse, *drow, *col_lse, *dcol, *dpicked;
+  const double *row_lse, *col_lse;
+  const float *drow, *dcol, *dpicked;
 
   bool masked() const { return q_ids != nullptr || limit != nullptr; }
 };
-// out = log(exp(out) + sum over p of exp(parts[p])), or without out where it is fresh.
+// out = log(exp(out) + what the parts say), or without out where it is fresh.
 struct ContrastiveMerge {
-  const float* parts;
+  const float* parts;  // [count, 2, size]
   int64_t count, size;
-  float* out;
+  double* out;
   bool fresh;
 };
 #define TIGON_CONTRASTIVE_BACKEND                                                    \

@@ -11,10 +11,9 @@ namespace {
 
 struct ContrastiveTable {
   void (*statistics[3])(const void* scores, int64_t stride, int64_t rows, int64_t cols, float scale,
-                        float* row_part, float* col_part);
-  void (*gradient[3])(void* row, int64_t cols, float scale, float row_lse, float drow, const float* col_lse,
+                        float* row_part, int64_t row_stride, float* col_part, int64_t col_stride);
+  void (*gradient[3])(void* row, int64_t cols, float scale, double row_lse, float drow, const float* col_lse,
                       const float* dcol);
-  void (*merge)(const float* parts, int64_t count, int64_t size, int64_t cols, float* out, bool fresh);
 };
 
 }  // namespace
@@ -68,41 +67,57 @@ void contrastive_statistics(Context& ctx, DType dtype, const ContrastiveChunk& a
       run(static_cast<const T*>(a.scores) + row * a.stride + col, a.stride,
           std::min<int64_t>(kContrastiveBlock, a.rows - row),
           std::min<int64_t>(kContrastiveSlab, a.cols - col), *a.scale,
-          a.row_parts ? a.row_parts + slab * a.rows + row : nullptr,
-          a.col_parts ? a.col_parts + block * a.cols + col : nullptr);
+          a.row_parts ? a.row_parts + 2 * slab * a.rows + row : nullptr, a.rows,
+          a.col_parts ? a.col_parts + 2 * block * a.cols + col : nullptr, a.cols);
     });
   });
 }
 
 void contrastive_merge(Context& ctx, const ContrastiveMerge& a) {
-  constexpr int64_t kCols = 1024;
-  parallel(ctx, (a.size + kCols - 1) / kCols, [&](int64_t task) {
-    const int64_t c = task * kCols;
-    TIGON_SELECT(contrastive_table)
-        .merge(a.parts + c, a.count, a.size, std::min(kCols, a.size - c), a.out + c, a.fresh);
+  constexpr int64_t kNumbers = 1024;
+  parallel(ctx, (a.size + kNumbers - 1) / kNumbers, [&](int64_t task) {
+    for (int64_t c = task * kNumbers, end = std::min(a.size, c + kNumbers); c < end; ++c) {
+      const float* tops = a.parts + c;
+      const float* sums = tops + a.size;
+      const double old = a.fresh ? -INFINITY : a.out[c];
+      double top = old;
+      for (int64_t p = 0; p < a.count; ++p) top = std::max(top, double(tops[2 * p * a.size]));
+      const double reference = top > -INFINITY ? top : 0.0;
+      double total = std::exp(old - reference);
+      for (int64_t p = 0; p < a.count; ++p)
+        if (const float sum = sums[2 * p * a.size]; sum != 0.0f)
+          total += sum * std::exp(double(tops[2 * p * a.size]) - reference);
+      a.out[c] = reference + std::log(total);
+    }
   });
 }
 
 void contrastive_gradient(Context& ctx, DType dtype, const ContrastiveChunk& a) {
   const auto run = TIGON_SELECT(contrastive_table).gradient[int(dtype)];
+  float* col_lse = a.dcol ? ctx.scratch_of<float>(2 * a.cols) : nullptr;
+  for (int64_t j = 0; col_lse && j < a.cols; ++j) {
+    const ContrastiveLse lse(a.col_lse[j]);
+    col_lse[j] = lse.high, col_lse[a.cols + j] = lse.low;
+  }
   dispatch_float("contrastive", "q", dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     parallel(ctx, a.rows, [&](int64_t r) {
       if (a.masked()) mask_row<T>(a, r);
       T* scores = static_cast<T*>(a.scores) + r * a.stride;
-      const float row_lse = a.row_lse ? a.row_lse[r] : 0.0f, drow = a.drow ? a.drow[r] : 0.0f;
+      const double row_lse = a.row_lse ? a.row_lse[r] : 0.0;
+      const float drow = a.drow ? a.drow[r] : 0.0f;
       // A label's gradient is a difference, formed before it is rounded.
       thread_local std::vector<float> label_z;
       label_z.assign(size_t(a.picks), 0.0f);
       for_labels(a, r, [&](int64_t k, int64_t j) { label_z[size_t(k - r * a.picks)] = z_of<T>(a, r, j); });
-      run(scores, a.cols, *a.scale, row_lse, drow, a.col_lse, a.dcol);
+      run(scores, a.cols, *a.scale, row_lse, drow, col_lse, a.dcol);
       if (a.dpicked == nullptr) return;
       for_labels(a, r, [&](int64_t k, int64_t j) {
         const float z = label_z[size_t(k - r * a.picks)];
-        float g = drow * std::exp(z - row_lse);
+        double g = drow * std::exp(z - row_lse);
         if (a.dcol) g += a.dcol[j] * std::exp(z - a.col_lse[j]);
         for_labels(a, r, [&](int64_t other, int64_t i) { g += i == j ? a.dpicked[other] : 0.0f; });
-        scores[j] = from_float<T>(*a.scale * g);
+        scores[j] = from_float<T>(float(*a.scale * g));
       });
     });
   });

@@ -16,12 +16,15 @@ namespace {
 
 constexpr const char* kOp = "contrastive";
 constexpr int kThreads = 256, kWarps = kThreads / 32, kVec = 8, kBatch = 8;
-constexpr float kLn2 = 0.693147181f;
 static_assert(kContrastiveSlab == 32 * kVec && kContrastiveBlock % kBatch == 0);
 
-// The log of a sum, from its logarithm to base 2.
-__device__ __forceinline__ float to_ln(float top, float sum) {
-  return (contrastive_reference(top) + log2_approx(sum)) * kLn2;
+// exp of a number that is not above 0: of 16-bit scores by the approximate instruction.
+template <class T>
+__device__ __forceinline__ float exp_neg(float t) {
+  if constexpr (std::is_same_v<T, float>)
+    return exp(t);
+  else
+    return exp2_neg(t * kLog2e);
 }
 
 // CTAs of a block of rows.
@@ -40,12 +43,12 @@ struct Tile {
   }
 };
 
-// Scores of a row in a lane's columns, to base 2; -inf where there is none, or the pair is left out.
+// Scores of a row in a lane's columns; -inf where there is none, or the pair is left out.
 template <class T, bool kMasked>
-__device__ __forceinline__ void scores_of(const ContrastiveChunk& a, const Vec<T, kVec>& x, float to_log2,
+__device__ __forceinline__ void scores_of(const ContrastiveChunk& a, const Vec<T, kVec>& x, float scale,
                                           int64_t row, int64_t col, bool is_row, float (&z)[kVec]) {
 #pragma unroll
-  for (int j = 0; j < kVec; ++j) z[j] = is_row && col + j < a.cols ? x[j] * to_log2 : -INFINITY;
+  for (int j = 0; j < kVec; ++j) z[j] = is_row && col + j < a.cols ? x[j] * scale : -INFINITY;
   if constexpr (kMasked) {
     if (!is_row || col >= a.cols) return;
     Vec<T, kVec> t = x;
@@ -61,7 +64,7 @@ __global__ __launch_bounds__(kThreads, 2) void statistics_kernel(const __grid_co
   const Tile tile(a);
   if (tile.slab * kContrastiveSlab >= a.cols) return;
   const int lane = int(threadIdx.x) % 32, own = reduced_value<kBatch>(lane);
-  const float to_log2 = *a.scale * kLog2e;
+  const float scale = *a.scale;
   const T* scores = static_cast<const T*>(a.scores) + tile.col;
   float col_top[kVec], col_sum[kVec];
 #pragma unroll
@@ -75,7 +78,7 @@ __global__ __launch_bounds__(kThreads, 2) void statistics_kernel(const __grid_co
     float z[kBatch][kVec], sum[kBatch], top = 0.0f;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      scores_of<T, kMasked>(a, x[i], to_log2, row + i, tile.col, row + i < tile.last, z[i]);
+      scores_of<T, kMasked>(a, x[i], scale, row + i, tile.col, row + i < tile.last, z[i]);
       float row_top = z[i][0];
 #pragma unroll
       for (int j = 1; j < kVec; ++j) row_top = fmaxf(row_top, z[i][j]);
@@ -84,11 +87,13 @@ __global__ __launch_bounds__(kThreads, 2) void statistics_kernel(const __grid_co
       const float reference = contrastive_reference(row_top);
       sum[i] = 0.0f;
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) sum[i] += exp2_neg(z[i][j] - reference);
+      for (int j = 0; j < kVec; ++j) sum[i] += exp_neg<T>(z[i][j] - reference);
     }
     const float row_sum = reduce_values<Sum, kBatch>(sum);
-    if (lane < kBatch && row + own < tile.last && a.row_parts != nullptr)
-      a.row_parts[tile.slab * a.rows + row + own] = to_ln(top, row_sum);
+    if (lane < kBatch && row + own < tile.last && a.row_parts != nullptr) {
+      float* part = a.row_parts + 2 * tile.slab * a.rows + row + own;
+      part[0] = top, part[a.rows] = row_sum;
+    }
     if constexpr (kColumns) {
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
@@ -96,18 +101,18 @@ __global__ __launch_bounds__(kThreads, 2) void statistics_kernel(const __grid_co
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) most = fmaxf(most, z[i][j]);
         const float reference = contrastive_reference(most);
-        col_sum[j] *= exp2_neg(col_top[j] - reference);
+        col_sum[j] *= exp_neg<T>(col_top[j] - reference);
         col_top[j] = most;
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) col_sum[j] += exp2_neg(z[i][j] - reference);
+        for (int i = 0; i < kBatch; ++i) col_sum[j] += exp_neg<T>(z[i][j] - reference);
       }
     }
   }
   if constexpr (kColumns) {
-    float* parts = a.col_parts + tile.block * a.cols + tile.col;
+    float* parts = a.col_parts + 2 * tile.block * a.cols + tile.col;
 #pragma unroll
     for (int j = 0; j < kVec; ++j)
-      if (tile.col + j < a.cols) parts[j] = to_ln(col_top[j], col_sum[j]);
+      if (tile.col + j < a.cols) parts[j] = col_top[j], parts[a.cols + j] = col_sum[j];
   }
 }
 
@@ -116,14 +121,14 @@ __global__ __launch_bounds__(kThreads) void gradient_kernel(const __grid_constan
   constexpr int kRows = 4;
   const Tile tile(a);
   if (tile.col >= a.cols) return;
-  const float scale = *a.scale, to_log2 = scale * kLog2e;
+  const float scale = *a.scale;
   T* scores = static_cast<T*>(a.scores) + tile.col;
-  float col_lse[kVec], dcol[kVec];
+  float high[kVec], low[kVec], dcol[kVec];
 #pragma unroll
   for (int j = 0; j < kVec; ++j) {
     const bool is_col = kColumns && tile.col + j < a.cols;
-    col_lse[j] = is_col ? a.col_lse[tile.col + j] * kLog2e : 0.0f;
-    dcol[j] = is_col ? a.dcol[tile.col + j] : 0.0f;
+    const ContrastiveLse lse(is_col ? a.col_lse[tile.col + j] : 0.0);
+    high[j] = lse.high, low[j] = lse.low, dcol[j] = is_col ? a.dcol[tile.col + j] : 0.0f;
   }
   for (int64_t row = tile.first; row < tile.last; row += kRows) {
     Vec<T, kVec> x[kRows];
@@ -134,14 +139,14 @@ __global__ __launch_bounds__(kThreads) void gradient_kernel(const __grid_constan
     for (int i = 0; i < kRows; ++i) {
       const int64_t r = row + i;
       if (r >= tile.last) break;
-      const float row_lse = a.row_lse != nullptr ? a.row_lse[r] * kLog2e : 0.0f;
+      const ContrastiveLse lse(a.row_lse != nullptr ? a.row_lse[r] : 0.0);
       const float drow = a.drow != nullptr ? a.drow[r] : 0.0f;
       float z[kVec], g[kVec];
-      scores_of<T, kMasked>(a, x[i], to_log2, r, tile.col, true, z);
+      scores_of<T, kMasked>(a, x[i], scale, r, tile.col, true, z);
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
-        g[j] = contrastive_share(z[j], row_lse, drow);
-        if constexpr (kColumns) g[j] += contrastive_share(z[j], col_lse[j], dcol[j]);
+        g[j] = contrastive_share(z[j], exp_neg<T>(z[j] - lse.high - lse.low), drow);
+        if constexpr (kColumns) g[j] += contrastive_share(z[j], exp_neg<T>(z[j] - high[j] - low[j]), dcol[j]);
       }
       for (int64_t k = 0; k < (a.dpicked != nullptr ? a.picks : 0); ++k) {
         const int64_t at = a.labels[r * a.label_stride + k] - tile.col;
@@ -174,21 +179,24 @@ __global__ void picked_kernel(const __grid_constant__ ContrastiveChunk a) {
 __global__ void merge_kernel(const __grid_constant__ ContrastiveMerge a) {
   const int64_t c = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
   if (c >= a.size) return;
-  float top = a.fresh ? -INFINITY : a.out[c] * kLog2e, sum = a.fresh ? 0.0f : 1.0f;
+  const ContrastiveLse old(a.fresh ? -INFINITY : a.out[c]);
+  float top = old.high, sum = a.fresh ? 0.0f : exp(old.low);
   for (int64_t p = 0; p < a.count; p += kBatch) {
-    float z[kBatch], most = top;
+    float tops[kBatch], sums[kBatch], most = top;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i)
-      z[i] = p + i < a.count ? a.parts[(p + i) * a.size + c] * kLog2e : -INFINITY;
+    for (int i = 0; i < kBatch; ++i) {
+      const float* part = a.parts + 2 * (p + i) * a.size + c;
+      tops[i] = p + i < a.count ? part[0] : -INFINITY, sums[i] = p + i < a.count ? part[a.size] : 0.0f;
+    }
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) most = fmaxf(most, z[i]);
+    for (int i = 0; i < kBatch; ++i) most = fmaxf(most, tops[i]);
     const float reference = contrastive_reference(most);
-    sum *= exp2_neg(top - reference);
+    sum *= exp(top - reference);
     top = most;
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) sum += exp2_neg(z[i] - reference);
+    for (int i = 0; i < kBatch; ++i) sum += sums[i] * exp(tops[i] - reference);
   }
-  a.out[c] = to_ln(top, sum);
+  a.out[c] = double(contrastive_reference(top)) + double(log(sum));
 }
 
 LaunchConfig threads_for(int64_t count) {

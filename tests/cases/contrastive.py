@@ -1,0 +1,207 @@
+"""Cases of contrastive_loss: embeddings of queries and documents -> loss, without the matrix of similarities."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from .case import Case, Inputs, Maker, bench_case, itemsize, params, test_case, upcast, upstream
+
+NAME = "contrastive"
+LOSS = True
+
+DEFAULTS = {
+    "queries": 37,
+    "documents": 53,
+    "H": 40,
+    "positives": None,  # of a query; None: document i
+    "masked": 0.0,  # share of labels that are none
+    "symmetric": False,
+    "normalize": True,
+    "temperature": 0.1,
+    "learned": False,  # temperature
+    "weight": False,
+    "ids": 0,  # how many there are; 0: none
+    "sizes": None,
+    "reduction": "mean",
+    "chunk_rows": None,
+    "layout": "contiguous",
+    "fill": None,
+    "grads": (0, 1),
+}
+
+
+def _both(name, **options):
+    return test_case(name, symmetric=True, **options)
+
+
+CASES = [
+    test_case("one_sided", small=True),
+    test_case("learned", small=True, learned=True),
+    test_case("hard_negatives", documents=300, chunk_rows=16),
+    test_case("none", reduction="none", weight=True),
+    _both("symmetric", small=True),
+    _both("one_query", queries=1, documents=1),
+    _both("one_column", H=1, normalize=False),
+    _both("chunks", queries=300, documents=517, chunk_rows=130),
+    _both("slabs", queries=140, documents=2311, H=24),
+    _both("positives", small=True, positives=3, masked=0.3, weight=True),
+    _both("ids", small=True, positives=2, ids=9, learned=True),
+    _both("masked_positives", positives=2, masked=1.0, reduction="sum"),
+    _both("sum", reduction="sum", temperature=0.5),
+    _both("rows_reduced_none", reduction="none", positives=2),
+    _both("dots", normalize=False, temperature=9.0),
+    _both("sizes", sizes=(40, 16, 7)),
+    _both("layout", layout="rows"),
+    _both("columns", layout="columns"),
+    _both("only_queries", grads=(0,)),
+    _both("only_documents", grads=(1,)),
+    _both("nan", fill="nan", ids=5),
+    *(
+        bench_case(f"{name}_{n}x{h}", queries=n, documents=n, H=h, symmetric=symmetric, temperature=0.05)
+        for name, symmetric in (("one_sided", False), ("symmetric", True))
+        for n in (8192, 65536)
+        for h in (768, 1024)
+    ),
+    bench_case("symmetric_1024x256", "bench_cpu", queries=1024, documents=1024, H=256, symmetric=True),
+    bench_case("symmetric_256x128", "smoke", queries=256, documents=256, H=128, symmetric=True),
+]
+
+
+def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
+    """Draw the inputs of a case; document i is near query i."""
+    p = params(case, DEFAULTS)
+    draw = Maker(case, device, dtype, seed)
+    n, m, h = p["queries"], p["documents"], p["H"]
+    q = draw.randn(n, h, layout=p["layout"])
+    d = draw.randn(m, h, layout=p["layout"])
+    near = min(n, m)
+    d[:near] += q[:near]
+    if p["fill"] is not None:
+        q[min(2, n - 1), 0] = float(p["fill"])
+    labels = None
+    if p["positives"]:
+        # No document twice in a row.
+        labels = draw.labels(m // p["positives"], n, p["positives"], masked=p["masked"])
+        shift = torch.arange(p["positives"], device=labels.device) * (m // p["positives"])
+        labels = torch.where(labels >= 0, labels + shift, labels)
+    wide = torch.promote_types(dtype, torch.float32)
+    none = p["reduction"] == "none"
+    grad = draw.randn(n, dtype=wide) if none else upstream(case, dtype, device)
+    temperature = torch.tensor([p["temperature"]], dtype=wide, device=device) if p["learned"] else p["temperature"]
+    ids = (draw.integers(0, p["ids"], n), draw.integers(0, p["ids"], m)) if p["ids"] else (None, None)
+    return Inputs(
+        args=(q, d, labels),
+        kwargs={
+            "temperature": temperature,
+            "weight": draw.randn(n, dtype=wide).abs() if p["weight"] else None,
+            "q_ids": ids[0],
+            "d_ids": ids[1],
+            **{name: p[name] for name in ("symmetric", "normalize", "sizes", "reduction", "chunk_rows")},
+        },
+        grads=p["grads"],
+        grad_outputs=(grad,),
+        grad_kwargs=("temperature",) if p["learned"] else (),
+    )
+
+
+def tigon_fn(q, d, labels, *, q_ids, d_ids, **options):
+    """Tigon's own."""
+    import tigon
+
+    return tigon.contrastive_loss(q, d, labels, ids=None if q_ids is None else (q_ids, d_ids), **options)
+
+
+def _plain(q, d, labels, *, temperature, symmetric, normalize, weight, q_ids, d_ids, sizes, reduction, chunk_rows,
+           wide=upcast):  # fmt: skip
+    if sizes is not None:
+        options = dict(temperature=temperature, symmetric=symmetric, normalize=normalize, weight=weight, q_ids=q_ids,
+                       d_ids=d_ids, sizes=None, reduction=reduction, chunk_rows=chunk_rows, wide=wide)  # fmt: skip
+        return sum(_plain(q[:, :s], d[:, :s], labels, **options) for s in sizes)
+    if normalize:
+        q, d = F.normalize(q, dim=-1), F.normalize(d, dim=-1)
+    z = wide(q @ d.T) / temperature
+    if labels is None and q_ids is None and weight is None and reduction != "none":
+        of = torch.arange(len(q), device=q.device)
+        loss = F.cross_entropy(z, of, reduction=reduction)
+        return (loss + F.cross_entropy(z[:, : len(q)].T, of, reduction=reduction)) / 2 if symmetric else loss
+    labels = torch.arange(len(q), device=q.device)[:, None] if labels is None else labels
+    counts, at = labels >= 0, labels.clamp(min=0)
+    picked = z.gather(1, at)
+    if q_ids is not None:
+        positive = torch.zeros(z.shape, device=z.device).scatter_add(1, at, counts.float()) > 0
+        z = z.masked_fill((q_ids[:, None] == d_ids) & ~positive, -torch.inf)
+    pairs = z.logsumexp(1)[:, None] - picked
+    if symmetric:
+        pairs = (pairs + z.logsumexp(0)[at] - picked) / 2
+    rows = torch.where(counts, pairs, 0.0).sum(1) / counts.sum(1).clamp(min=1)
+    if weight is not None:
+        rows = rows * weight
+    if reduction == "none":
+        return rows
+    return rows.sum() / counts.any(1).sum() if reduction == "mean" else rows.sum()
+
+
+def eager_fn(*args, **options):
+    """Similarities in the embeddings' dtype, upcast, torch's cross-entropy where it can be."""
+    return _plain(*args, **options)
+
+
+def oracle_fn(*args, **options):
+    """The formula, for fp64."""
+    return _plain(*args, **options)
+
+
+def _sizes(case: Case) -> tuple[int, int, int]:
+    p = params(case, DEFAULTS)
+    return p["queries"], p["documents"], p["H"]
+
+
+def bytes_fwd(case: Case, dtype: torch.dtype) -> int:
+    """Read both."""
+    n, m, h = _sizes(case)
+    return (n + m) * h * itemsize(dtype)
+
+
+def bytes_bwd(case: Case, dtype: torch.dtype) -> int:
+    """Read both again, write both gradients."""
+    return 2 * bytes_fwd(case, dtype)
+
+
+def flops_fwd(case: Case) -> int:
+    """One product."""
+    n, m, h = _sizes(case)
+    return 2 * n * m * h
+
+
+def flops_bwd(case: Case) -> int:
+    """Two products; the similarities once more are a choice, not counted."""
+    return 2 * flops_fwd(case)
+
+
+def gemms(inputs: Inputs, step: bool) -> list:
+    """The bare products: similarities, for a step both gradients, and the similarities again for both directions."""
+    q, d = (x.detach() for x in inputs.args[:2])
+    products = [lambda: q @ d.t()]
+    if step:
+        grad = torch.softmax(q @ d.t(), dim=-1) / len(q)
+        products *= 1 + inputs.kwargs["symmetric"]
+        products += [lambda: grad @ d, lambda: grad.t() @ q]
+    return products
+
+
+def _two_calls(case, inputs):
+    """Both directions as two calls of one each."""
+    import tigon
+
+    if not inputs.kwargs["symmetric"]:
+        return None
+
+    def fn(q, d, labels, *, temperature, **_):
+        one, other = (tigon.contrastive_loss(*pair, temperature=temperature) for pair in ((q, d), (d, q)))
+        return (one + other) / 2
+
+    return fn
+
+
+PEERS = {"two_calls": _two_calls}
