@@ -11,6 +11,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from tigon._deterministic import is_deterministic
 from tigon._load import native
 from tigon._op import Op, has_kernel, may_overwrite_saved, raw
 from tigon.error import check, refuse
