@@ -42,7 +42,7 @@ class Environment:
     notes: tuple[str, ...] = ()  # what does not fit together
 
     def __str__(self) -> str:
-        return "\n".join(f"{name:<12} {value}" for name, value in self._rows())
+        return "\n".join(f"{name:<13} {value}" for name, value in self._rows())
 
     def _rows(self):
         for entry in fields(self):

@@ -1,6 +1,8 @@
 #include "tigon/base/cuda/gemm_cublaslt.h"
 
+#include <algorithm>
 #include <array>
+#include <bit>
 #include <map>
 #include <mutex>
 #include <set>
@@ -60,8 +62,8 @@ uint32_t alignment(uintptr_t bits, uint32_t most = 256) {
   return a;
 }
 
-// How the kernel of a product is chosen: any, one that does not split sums along K, or such a one that is the same for every
-// number of rows.
+// How the kernel of a product is chosen: any, one that does not split sums along K, or such a one of the algorithm that the
+// weight has for all numbers of rows.
 enum class Choice : int8_t { any, unsplit, of_weight };
 
 // Everything that the choice depends on, and what it is made for.
@@ -206,28 +208,38 @@ Plan::Plan(const Question& q, lt::Handle handle, const Plan* other) : Plan() {
   workspace = best.workspace_size;
 }
 
-// The kernel of a weight's products of all numbers of rows, chosen for rows in whole vectors.
-std::shared_ptr<const Plan> plan_of_weight(DeviceProducts& products, Question q) {
-  constexpr int64_t kRows = 1024, kVector = 8;
-  Gemm& g = q.g;
-  g.m = kRows, g.lda = (g.k + kVector - 1) / kVector * kVector,
-  g.ldc = (g.n + kVector - 1) / kVector * kVector;
-  return products.plans.get(q.key(), [&] {
-    auto plan = std::make_shared<const Plan>(q, products.handle);
-    auto of = [&](int which) { return attribute(plan->algo, which); };
-    TIGON_CHECK(
-        "gemm", of(lt::kAlgoSplitK) <= 1 && of(lt::kAlgoReduction) == 0,
-        "a deterministic product must have a kernel that does not split its sums, and cuBLASLt has none for ",
-        g.n, " x ", g.k, " in ", name_of(g.ab_dtype));
-    std::ostringstream line;
-    line << "[rows, " << g.k << "] x [" << g.k << ", " << g.n << "]" << (g.trans_b ? "^T " : " ")
-         << name_of(g.ab_dtype) << " to " << name_of(g.c_dtype) << ": algorithm " << of(lt::kAlgoId)
-         << ", tile " << of(lt::kAlgoTile) << ", stages " << of(lt::kAlgoStages) << ", cluster "
-         << of(lt::kAlgoCluster);
-    std::lock_guard lock(described().mutex);
-    described().lines.insert(line.str());
-    return plan;
-  });
+// The kernel of a weight's products with so many rows. It adds along K in one order whatever the number of rows: all are of the
+// algorithm that the heuristic has for many rows, and the tile is that for few of 1024 to 8192.
+std::shared_ptr<const Plan> plan_of_weight(DeviceProducts& products, const Question& q) {
+  constexpr int64_t kFewest = 1024, kMost = 8192, kVector = 8;
+  Question of = q;
+  of.choice = Choice::unsplit;
+  of.g.lda = (of.g.k + kVector - 1) / kVector * kVector,
+  of.g.ldc = (of.g.n + kVector - 1) / kVector * kVector;
+  auto at = [&](int64_t rows) {
+    of.g.m = rows;
+    return products.plans.get(of.key(), [&] { return std::make_shared<const Plan>(of, products.handle); });
+  };
+  std::shared_ptr<const Plan> many = at(kMost), plan = many;
+  for (int64_t rows = kFewest; rows < kMost; rows *= 2) {
+    if (rows < q.g.m) continue;
+    plan = at(rows);
+    if (attribute(plan->algo, lt::kAlgoId) == attribute(many->algo, lt::kAlgoId)) break;
+    plan = many;
+  }
+  auto is = [&](int which) { return attribute(plan->algo, which); };
+  TIGON_CHECK(
+      "gemm", is(lt::kAlgoSplitK) <= 1 && is(lt::kAlgoReduction) == 0,
+      "deterministic products must have a kernel that does not split its sums, and cuBLASLt has none for ",
+      q.g.n, " x ", q.g.k, " in ", name_of(q.g.ab_dtype));
+  std::ostringstream line;
+  line << "[" << std::bit_ceil(uint64_t(std::clamp(q.g.m, kFewest, kMost))) << ", " << q.g.k << "] x ["
+       << q.g.k << ", " << q.g.n << "]" << (q.g.trans_b ? "^T " : " ") << name_of(q.g.ab_dtype) << " to "
+       << name_of(q.g.c_dtype) << ": algorithm " << is(lt::kAlgoId) << ", tile " << is(lt::kAlgoTile)
+       << ", stages " << is(lt::kAlgoStages) << ", cluster " << is(lt::kAlgoCluster);
+  std::lock_guard lock(described().mutex);
+  described().lines.insert(line.str());
+  return plan;
 }
 
 void run_piece(Context& ctx, const Gemm& g, Choice choice, int device, GemmWorkspace& workspace) {
