@@ -12,7 +12,7 @@ _set.argtypes = [ctypes.c_int]
 _AS_TORCH = -1
 
 
-class deterministic:  # noqa: N801  used as a function
+class deterministic:
     """Make a row's results the same bits whatever stands beside it, from here on or in a ``with`` block.
 
     ``tigon.deterministic()`` is the switch of the whole process, all threads and CUDA graphs captured from

@@ -216,7 +216,7 @@ def test_heads_of_families(name, dtype, device, deterministic):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_padded_and_packed(dtype, device, deterministic):
-    """Sequences one after another, or beside padding with ignored labels and anything in the hidden states."""
+    """Sequences one after another, or beside padding of ignored labels and any hidden states."""
     hidden, weight, target = head_of("gpt2", dtype, device, masked=0.0)
     lengths, rows = (11, 1, 40, 15), max(11, 40)
     run = log_prob(weight)
@@ -339,11 +339,8 @@ def test_match_of_vllm(name, dtype, options, device):
 def test_match_at_both_ends(name, dtype, device, deterministic):
     """A trainer's batch and a sampler's rows."""
     hidden, weight, target = (t.detach() for t in head_of(name, dtype, device))
-    for options in (
-        {"temperature": 0.7},
-        {"chunk_rows": 8},
-        {"bias": torch.randn(weight.shape[0]).to(weight)},
-    ):
+    bias = torch.randn(weight.shape[0]).to(weight)
+    for options in ({"temperature": 0.7, "chunk_rows": 8}, {"bias": bias}, {"logit_dtype": torch.float32}):
         check(
             lambda h, t, o=options: (tigon.linear_log_prob(h, weight, t, match="vllm", **o),),
             [hidden, target],

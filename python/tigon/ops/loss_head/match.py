@@ -24,9 +24,7 @@ def check_match(op, match, head: Head) -> None:
         return
     check(op, head.lora is None, "lora must be merged into weight with match, got it apart")
     alone = head.softcap is None or head.logit_scale == 1.0
-    check(
-        op, alone, "softcap and logit_scale must not be given both with match: vLLM scales after its softcap"
-    )
+    check(op, alone, "softcap and logit_scale must not be given both with match: vLLM scales afterwards")
 
 
 def vllm_logits(hidden, weight, bias=None, softcap=None, logit_scale=1.0, wide=False):
@@ -56,12 +54,11 @@ def vllm_logits(hidden, weight, bias=None, softcap=None, logit_scale=1.0, wide=F
 def vllm_log_softmax(logits, temperature=1.0):
     """float32 log-probabilities of all classes as vLLM's ``Sampler`` computes them."""
     z = logits.float()
-    if (
-        temperature >= _GREEDY and temperature != 1.0
-    ):  # by a tensor: a number would multiply by its reciprocal
+    if temperature >= _GREEDY and temperature != 1.0:  # a number would multiply by its reciprocal
         z = z / torch.full((1, 1), temperature, dtype=torch.float32, device=z.device)
-    if is_deterministic() and z.is_cuda:  # PyTorch's sum depends on where a row begins within 16 bytes
-        return F.pad(z, (0, -z.shape[-1] % 4), value=-torch.inf).log_softmax(-1)
+    short = -z.shape[-1] % 4
+    if short and z.is_cuda and is_deterministic():  # PyTorch's sum depends on where a row begins
+        z = F.pad(z, (0, short), value=-torch.inf)
     return z.log_softmax(-1)
 
 
