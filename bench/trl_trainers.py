@@ -37,6 +37,7 @@ PROVIDERS = ("trl", "liger", "tigon")
 # Trainer, module, what its configuration gets besides, the speed to reach over TRL's own head.
 TRAINERS = {
     "sft": ("SFT", "trl", {}, 1.25),
+    "sft_lora": ("SFT", "trl", {}, 1.3),
     "dpo": ("DPO", "trl", {}, 1.25),
     "dpo_lora": ("DPO", "trl", {}, 1.4),
     "kto": ("KTO", "trl", {}, 1.25),
