@@ -166,11 +166,11 @@ FORMS = {
     "plain": {}, "frozen": {"frozen": True}, "chunks": {"chunk_rows": 16}, "again": {"keep_mb": 0.0},
     "some": {"keep_mb": 0.01, "chunk_rows": 8}, "entropy": {"entropy": True}, "bias": {"bias": True},
     "capped": {"softcap": 30.0, "temperature": 0.7}, "wide": {"logit_dtype": torch.float32},
-    "lora": {"lora": 3}, "several": {"several": 3},
+    "lora": {"lora": 3}, "several": {"several": 3}, "known": {"known": True},
 }  # fmt: skip
 
 
-def log_prob(weight, *, frozen=False, bias=False, lora=0, several=0, **options):
+def log_prob(weight, *, frozen=False, bias=False, lora=0, several=0, known=False, **options):
     """The function of hidden and labels that a form stands for."""
     vocabulary, size = weight.shape
     if bias:
@@ -184,6 +184,8 @@ def log_prob(weight, *, frozen=False, bias=False, lora=0, several=0, **options):
     def run(hidden, target):
         if several:
             target = torch.stack([target, *((target + i) % vocabulary for i in range(1, several))], -1)
+        if known:
+            options["valid_rows"] = int((target != -100).sum())
         return tigon.linear_log_prob(hidden, weight, target, **options)
 
     return run
@@ -258,6 +260,30 @@ def test_losses_of_a_head(dtype, device, deterministic):
         for options in ({}, {"chunk_rows": 8}):
             for got, of_all in zip(policy(*leaf(at), **options), of_policy, strict=True):
                 assert same_bits(got, of_all[at])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_losses_of_rows(dtype, device, deterministic):
+    """Hidden's gradient of losses of rows: with a token's weight, against a teacher, of a user's own loss."""
+    hidden, weight, target = head_of("gpt2", dtype, device)
+    teacher = torch.randn_like(weight) / 8
+    token_weight = torch.rand(ROWS, device=device)
+
+    def weighted(h, t, w):
+        return tigon.linear_cross_entropy(h, weight, t, reduction="none", token_weight=w, z_loss=1e-3)
+
+    check(weighted, [hidden, target, token_weight])
+    check(
+        lambda h, t: tigon.linear_kl_div(h, weight, (h.detach(), teacher), t, reduction="none"),
+        [hidden, target],
+    )
+
+    def own(h, target):
+        hidden = h.detach().requires_grad_()
+        tigon.linear_loss(hidden, weight, target, lambda lp: -lp * (1 - lp.exp()), reduction="sum").backward()
+        return [hidden.grad]
+
+    check(None, [hidden, target], lambda _, rows: own(*rows))
 
 
 @pytest.mark.parametrize("threads", [1, 2])
