@@ -1,7 +1,7 @@
 """Rows of `tigon.linear_log_prob` by themselves and beside 8193, and what `tigon.deterministic()` costs.
 
-    python bench/same_bits.py bits     rows with other bits than they have beside 8193, by head and mode
-    python bench/same_bits.py time     milliseconds with the mode off and on, alternating
+    python bench/row_bits.py bits     rows with other bits than they have beside 8193, by head and mode
+    python bench/row_bits.py time     milliseconds with the mode off and on, alternating
 
 Both print a table of Markdown. A row counts where its log-probability or its gradient of hidden differs. Both
 modes of a time run in turn on one card, and the median of ten is shown.
