@@ -70,6 +70,7 @@ static_assert(
     SameCall<decltype(Api::preference_set), decltype(&cublasLtMatmulPreferenceSetAttribute)>::value);
 static_assert(SameCall<decltype(Api::preference_destroy), decltype(&cublasLtMatmulPreferenceDestroy)>::value);
 static_assert(SameCall<decltype(Api::heuristic), decltype(&cublasLtMatmulAlgoGetHeuristic)>::value);
+static_assert(SameCall<decltype(Api::algo_check), decltype(&cublasLtMatmulAlgoCheck)>::value);
 static_assert(SameCall<decltype(Api::algo_get), decltype(&cublasLtMatmulAlgoConfigGetAttribute)>::value);
 static_assert(SameCall<decltype(Api::matmul), decltype(&cublasLtMatmul)>::value);
 

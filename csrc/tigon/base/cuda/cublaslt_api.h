@@ -61,6 +61,7 @@ struct Api {
   Status (*preference_destroy)(Preference);
   Status (*heuristic)(Handle, MatmulDesc, Layout, Layout, Layout, Layout, Preference, int, HeuristicResult*,
                       int*);
+  Status (*algo_check)(Handle, MatmulDesc, Layout, Layout, Layout, Layout, const Algo*, HeuristicResult*);
   Status (*algo_get)(const Algo*, int attribute, void*, size_t, size_t* written);
   Status (*matmul)(Handle, MatmulDesc, const void* alpha, const void* a, Layout, const void* b, Layout,
                    const void* beta, const void* c, Layout, void* d, Layout, const Algo*, void* workspace,

@@ -38,6 +38,7 @@ const Api& api() {
     bind(a.preference_set, "cublasLtMatmulPreferenceSetAttribute");
     bind(a.preference_destroy, "cublasLtMatmulPreferenceDestroy");
     bind(a.heuristic, "cublasLtMatmulAlgoGetHeuristic");
+    bind(a.algo_check, "cublasLtMatmulAlgoCheck");
     bind(a.algo_get, "cublasLtMatmulAlgoConfigGetAttribute");
     bind(a.matmul, "cublasLtMatmul");
     return a;
@@ -89,7 +90,7 @@ struct Question {
 
 struct Plan {
   Plan() = default;
-  // With the kernel of another number of rows, where that is given.
+  // With the kernel of another number of rows, where that is given and takes this one.
   Plan(const Question& q, lt::Handle handle, const Plan* other = nullptr);
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
@@ -179,8 +180,9 @@ Plan::Plan(const Question& q, lt::Handle handle, const Plan* other) : Plan() {
   layout(a, g.ab_dtype, g.trans_b ? g.n : g.k, g.trans_b ? g.k : g.n, g.ldb);
   layout(b, g.ab_dtype, g.trans_a ? g.k : g.m, g.trans_a ? g.m : g.k, g.lda);
   layout(c, g.c_dtype, g.m, g.n, g.ldc);
-  if (other != nullptr) {
-    algo = other->algo, workspace = other->workspace;
+  lt::HeuristicResult checked{};
+  if (other != nullptr && api.algo_check(handle, desc, a, b, c, c, &other->algo, &checked) == 0) {
+    algo = other->algo, workspace = checked.workspace_size;
     return;
   }
   lt::Preference pref = nullptr;
