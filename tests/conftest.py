@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import os
 import warnings
 from pathlib import Path
@@ -77,7 +78,8 @@ def poisoned():
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory
-    with warnings.catch_warnings():
+    switch = importlib.import_module("tigon._deterministic")  # PyTorch's switch would turn it on
+    with warnings.catch_warnings(), switch.deterministic(switch.is_deterministic()):
         warnings.simplefilter("ignore")
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = True

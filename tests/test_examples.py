@@ -24,6 +24,7 @@ import distillation
 import dpo
 import grpo
 import lora
+import same_bits
 import sft_data
 import sft_trainer
 import sft_trl
@@ -258,3 +259,10 @@ def test_notebook(notebook, tmp_path, few_threads, monkeypatch):
         assert got["curve"][-1] < min(got["curve"][0], got["plain"][-1])
     else:
         assert got["difference"] < 1e-5 and all(curve[-1] > curve[0] for curve in got["curves"].values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_same_bits(dtype, capsys):
+    """No log-probability of the trainer differs from the sampler's."""
+    assert same_bits.main(["--tokens", "32", "--dtype", dtype]) == 0
+    assert "differ: 0; largest ratio 1.000000000" in capsys.readouterr().out

@@ -27,7 +27,7 @@ LONGEST_CELL = 200
 TARGET = re.compile(r"\bmake ([a-z][a-z-]*)(?![\w-])(?=[^`\n]*(?:`|\n))")
 # What a reader trips over, and what to write instead.
 PROSE = {
-    r"\balone\b": "only, by itself",
+    r"\balone\b(?! or )": "only, by itself",
     r"\bwhose\b[^.|]*\bwhose\b": "one idea a sentence",
     r"\b(?:are|is) not here\b": "outside the local ones",
     r"\b(?:they are|is) there\b": "exists, works",

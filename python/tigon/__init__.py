@@ -8,6 +8,7 @@ import functools
 import importlib
 
 from tigon import _requirements as _requirements, nn, optim  # isort: skip  the first says what is missing
+from tigon._deterministic import deterministic
 from tigon.environment import env
 from tigon.error import Error
 from tigon.ops.add_rms_norm import add_rms_norm
@@ -65,6 +66,7 @@ __all__ = [
     "contrastive_loss",
     "count_labels",
     "cross_entropy",
+    "deterministic",
     "dyt",
     "embedding",
     "env",

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 
+from tigon._deterministic import is_deterministic
 from tigon._load import library_path
 
 # Packages whose version matters to somebody who reads a report; those that are missing are left out.
@@ -33,13 +34,15 @@ class Environment:
     compiler: str
     cpu: str
     cuda_build: str  # toolkit and architectures of the CUDA kernels; "" without
+    deterministic: str  # tigon.deterministic
     devices: tuple[str, ...] = ()
     packages: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str] = field(default_factory=dict)  # TIGON_* that are set
+    products: tuple[str, ...] = ()  # kernels of deterministic products on CUDA that have been found
     notes: tuple[str, ...] = ()  # what does not fit together
 
     def __str__(self) -> str:
-        return "\n".join(f"{name:<12} {value}" for name, value in self._rows())
+        return "\n".join(f"{name:<13} {value}" for name, value in self._rows())
 
     def _rows(self):
         for entry in fields(self):
@@ -72,9 +75,11 @@ def env() -> Environment:
         compiler=library_text("tigon_compiler"),
         cpu=f"{library_text('tigon_isa')} kernels, {torch.get_num_threads()} threads",
         cuda_build=cuda_build,
+        deterministic="on" if is_deterministic() else "off",
         devices=devices,
         packages=packages,
         variables={key: value for key, value in sorted(os.environ.items()) if key.startswith("TIGON_")},
+        products=tuple(library_text("tigon_products").splitlines()),
         notes=tuple(_notes(packages, cuda_build, devices)),
     )
 

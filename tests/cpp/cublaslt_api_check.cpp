@@ -29,7 +29,12 @@ static_assert(int(kCompute32F) == int(CUBLAS_COMPUTE_32F));
 static_assert(int(kOpN) == int(CUBLAS_OP_N) && int(kOpT) == int(CUBLAS_OP_T));
 static_assert(int(kDescTransA) == int(CUBLASLT_MATMUL_DESC_TRANSA) &&
               int(kDescTransB) == int(CUBLASLT_MATMUL_DESC_TRANSB));
-static_assert(int(kAlgoTile) == int(CUBLASLT_ALGO_CONFIG_TILE_ID));
+static_assert(int(kAlgoId) == int(CUBLASLT_ALGO_CONFIG_ID) &&
+              int(kAlgoTile) == int(CUBLASLT_ALGO_CONFIG_TILE_ID) &&
+              int(kAlgoSplitK) == int(CUBLASLT_ALGO_CONFIG_SPLITK_NUM) &&
+              int(kAlgoReduction) == int(CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME) &&
+              int(kAlgoStages) == int(CUBLASLT_ALGO_CONFIG_STAGES_ID) &&
+              int(kAlgoCluster) == int(CUBLASLT_ALGO_CONFIG_CLUSTER_SHAPE_ID));
 static_assert(int(kTile128x160) == int(CUBLASLT_MATMUL_TILE_128x160) &&
               int(kTile168x128) == int(CUBLASLT_MATMUL_TILE_168x128) &&
               int(kTile176x128) == int(CUBLASLT_MATMUL_TILE_176x128));
@@ -65,6 +70,7 @@ static_assert(
     SameCall<decltype(Api::preference_set), decltype(&cublasLtMatmulPreferenceSetAttribute)>::value);
 static_assert(SameCall<decltype(Api::preference_destroy), decltype(&cublasLtMatmulPreferenceDestroy)>::value);
 static_assert(SameCall<decltype(Api::heuristic), decltype(&cublasLtMatmulAlgoGetHeuristic)>::value);
+static_assert(SameCall<decltype(Api::algo_check), decltype(&cublasLtMatmulAlgoCheck)>::value);
 static_assert(SameCall<decltype(Api::algo_get), decltype(&cublasLtMatmulAlgoConfigGetAttribute)>::value);
 static_assert(SameCall<decltype(Api::matmul), decltype(&cublasLtMatmul)>::value);
 

@@ -315,3 +315,4 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* launch, const void* en
 void tigon::cuda::cublaslt_gemm(Context&, const Gemm&, int, GemmWorkspace&) {
   tigon::detail::fail("gemm", {"there is no cuBLASLt here"});
 }
+std::string tigon::cuda::cublaslt_kernels() { return {}; }

@@ -86,6 +86,32 @@ def test_gpt(options, norms):
     assert all(torch.equal(again[1][name], grad) for name, grad in want[1].items())
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_deterministic_mode(tied):
+    """What Megatron's --deterministic-mode sets: the head is fused, steps repeat, rows are independent."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        model = gpt(tied=tied, deterministic_mode=True)  # its rules refuse cross_entropy_loss_fusion
+        want = step(model)
+        report = tm.apply(model)
+        first, second = step(model), step(model)
+        report.check()
+        assert report.head_calls.materialised == 0 and report.count("loss") == 1
+        same(first, want)
+        assert torch.equal(first[0], second[0])
+        assert all(torch.equal(second[1][name], grad) for name, grad in first[1].items())
+        hidden, labels = torch.randn(16, 2, 32), torch.randint(0, tiny.VOCAB, (2, 16))
+
+        def losses(at):
+            logits, _ = model.output_layer(hidden[:, at], weight=head)
+            return model.compute_language_model_loss(labels[at], logits)
+
+        head = model.shared_embedding_or_output_weight() if tied else None
+        assert torch.equal(losses(slice(0, 2))[1:], losses(slice(1, 2)))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @newer
 def test_mtp_acceptance_count_without_logits():
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper

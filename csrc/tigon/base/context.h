@@ -48,10 +48,16 @@ struct Gemm {
   float beta = 0.0f;
   bool unrounded = false;
   bool padded_a = false;  // on the CPU: zeros follow each row of A, up to a multiple of 64 elements
+  bool over_rows =
+      false;  // k counts rows of the call, as wherever trans_a does: a sum over them, no row's own result
 };
 
 class TIGON_API Context {
  public:
+  // A row's results have the same bits whatever other rows the call has: one order of summation for each N, K and types of
+  // a product. Set before a call.
+  bool deterministic = false;
+
   virtual ~Context() = default;
   virtual Device device() const = 0;
   virtual void* stream() const = 0;  // cudaStream_t; nullptr on the CPU

@@ -4,6 +4,7 @@
 #include <new>
 #include <vector>
 
+#include "tigon/base/aligned_rows.h"
 #include "tigon/base/fields.h"
 #include "tigon/base/require.h"
 
@@ -68,7 +69,11 @@ void run_op(const char* op, Context& ctx, const Args& args, const OnCpu& on_cpu,
   Args a = args;
   FieldChecks checks(op);
   a.fields(checks);
-  if (checks.work()) on_device(op, ctx, [&] { on_cpu(ctx, a); }, [&] { on_cuda(ctx, a); });
+  if (!checks.work()) return;
+  AlignedRows rows(ctx);
+  if (ctx.deterministic) a.fields(rows);
+  on_device(op, ctx, [&] { on_cpu(ctx, a); }, [&] { on_cuda(ctx, a); });
+  rows.finish();
 }
 
 }  // namespace tigon

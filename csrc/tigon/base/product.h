@@ -12,6 +12,7 @@ struct Product {
   float alpha = 1.0f, beta = 0.0f;
   bool unrounded = false;
   bool padded_a = false;
+  bool over_rows = false;
 };
 inline void multiply(Context& ctx, const Product& p) {
   ctx.gemm({.m = p.c.rows,
@@ -30,7 +31,8 @@ inline void multiply(Context& ctx, const Product& p) {
             .alpha = p.alpha,
             .beta = p.beta,
             .unrounded = p.unrounded,
-            .padded_a = p.padded_a});
+            .padded_a = p.padded_a,
+            .over_rows = p.over_rows});
 }
 
 }  // namespace tigon

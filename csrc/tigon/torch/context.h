@@ -8,5 +8,6 @@ namespace tigon::torch_shim {
 std::unique_ptr<Context> make_cpu_context(const Tensor& t);
 // Only in builds with CUDA; elsewhere it throws.
 std::unique_ptr<Context> make_cuda_context(const Tensor& t);
+bool deterministic();
 
 }  // namespace tigon::torch_shim

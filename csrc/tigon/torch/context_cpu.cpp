@@ -85,6 +85,7 @@ class TorchCpuContext final : public Context {
   void gemm(const Gemm& g) override {
     constexpr int64_t kWorthwhile = int64_t(1) << 24;
     if (g.m == 0 || g.n == 0) return;
+    if (deterministic) return cpu::builtin_gemm(*this, g);
     if (g.unrounded && is_half(g.ab_dtype) && g.c_dtype == DType::f32) return unrounded_gemm(g);
     if (g.ab_dtype == DType::f16) return widened_gemm(g);
     if (g.ab_dtype == DType::f32 && g.m * g.n * g.k >= kWorthwhile && prefers_onednn()) return onednn(g);

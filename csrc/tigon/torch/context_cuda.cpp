@@ -54,7 +54,9 @@ class TorchCudaContext final : public Context {
 }  // namespace
 
 std::unique_ptr<Context> make_cuda_context(const Tensor& t) { return std::make_unique<TorchCudaContext>(t); }
+std::string products() { return cuda::cublaslt_kernels(); }
 #else
+std::string products() { return {}; }
 std::unique_ptr<Context> make_cuda_context(const Tensor&) {
   detail::fail("context",
                {"this build of Tigon has no CUDA backend (rebuild with nvcc and -DTIGON_CUDA=ON)"});
@@ -62,3 +64,9 @@ std::unique_ptr<Context> make_cuda_context(const Tensor&) {
 #endif
 
 }  // namespace tigon::torch_shim
+
+// For tigon.env(): lines, valid until the thread's next call.
+extern "C" TIGON_API const char* tigon_products() {
+  static thread_local std::string lines;
+  return (lines = tigon::torch_shim::products()).c_str();
+}

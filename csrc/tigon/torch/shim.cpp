@@ -310,7 +310,9 @@ Tensor make_like(const Tensor& like, DType dtype) {
 Tensor nothing(const Tensor& like, DType dtype) { return make(like, {0}, dtype); }
 
 std::unique_ptr<Context> make_context(const Tensor& t) {
-  return t.is_cuda() ? make_cuda_context(t) : make_cpu_context(t);
+  std::unique_ptr<Context> ctx = t.is_cuda() ? make_cuda_context(t) : make_cpu_context(t);
+  ctx->deterministic = deterministic();
+  return ctx;
 }
 
 void define(Library& m, const std::string& schema) { m.def(schema.c_str()); }

@@ -11,6 +11,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
+from tigon._deterministic import is_deterministic
 from tigon._load import native
 from tigon._op import Op, has_kernel, may_overwrite_saved, raw
 from tigon.error import check, refuse
@@ -89,6 +90,7 @@ _route, _gather, _gate = native("experts_route"), native("experts_gather"), nati
 _gate_bwd, _gate_bwd_in_place = native("experts_gate_bwd"), native("experts_gate_bwd_in_place")
 _combine, _sum = native("experts_combine"), native("experts_sum")
 _zero_rest = native("experts_zero_rest")
+_logits, _products = native("linear_product_logits"), native("linear_product_gradients")
 _product_cpu, _over_rows_cpu = native("experts_product"), native("experts_product_over_rows")
 
 
@@ -119,11 +121,16 @@ def grouped_over_rows(a, b, offsets):
 
 def each_product(rows, stack, offsets, transposed):
     """:func:`product` expert by expert; waits for the device."""
-    matrices = stack if transposed else stack.transpose(1, 2)
-    out = rows.new_empty(rows.shape[0], matrices.shape[2])
-    ends = offsets.tolist()
-    for e, (begin, end) in enumerate(zip(ends, ends[1:], strict=False)):
-        torch.mm(rows[begin:end], matrices[e], out=out[begin:end])
+    out = rows.new_empty(rows.shape[0], stack.shape[2 if transposed else 1])
+    ends, alike = offsets.tolist(), is_deterministic()  # PyTorch chooses a kernel by the number of rows
+    for matrix, begin, end in zip(stack, ends, ends[1:], strict=False):
+        part, to = rows[begin:end], out[begin:end]
+        if not alike:
+            torch.mm(part, matrix if transposed else matrix.t(), out=to)
+        elif transposed:
+            _products(part, to, matrix, to, None, None, None, True, False, None, None, 1.0, None, None)
+        else:
+            _logits(to, part, matrix, None, None, 1.0)
     return out
 
 

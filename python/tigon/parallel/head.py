@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from tigon._deterministic import is_deterministic
 from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops.arguments import check_float, check_indices
@@ -134,7 +135,8 @@ def _describe(op, head: _Head, formula: Formula, options: tuple) -> tuple[Facts,
              head.keep_mb, wide, known, head.max_workspace_mb, lora_facts, main_grad is not None)  # fmt: skip
     facts = Facts(
         rows=target.numel(), size=hidden.shape[-1], dtype=code(hidden.dtype), needs=needs,
-        options=code((*alike, bias is None)), target=target_code(target, hidden.device), columns=columns,
+        options=code((*alike, bias is None, is_deterministic())),
+        target=target_code(target, hidden.device), columns=columns,
         first_class=-1 if head.first_class is None else head.first_class,
         vocab=-1 if head.vocab is None else head.vocab,
     )  # fmt: skip

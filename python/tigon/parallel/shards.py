@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from tigon._deterministic import is_deterministic
 from tigon.error import check
 from tigon.ops.arguments import kind_of
 
@@ -167,6 +168,14 @@ def _shards(op, group, rank, said: list[Facts]) -> Shards:
     return Shards(group, rank, tuple(firsts), tuple(reals), max(columns), vocab)
 
 
+def _sum_in_order(parts: torch.Tensor, to: torch.Tensor) -> None:
+    """The sum of every process's part; in a collective its order depends on an element's place."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    to.copy_(total)
+
+
 class Work:
     """Collectives under way, each with the tensors that it reads and writes."""
 
@@ -201,13 +210,22 @@ class Work:
 
     def start_all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum over the processes, in place; ready after :meth:`wait`."""
-        if self.shards.size > 1:
+        if self.shards.size == 1:
+            return
+        if is_deterministic():
+            _sum_in_order(self.gather(tensor[None]), tensor)
+        else:
             self._start(dist.all_reduce(tensor, group=self.shards.group, async_op=True), tensor)
 
     def start_reduce_scatter(self, whole: torch.Tensor, part: torch.Tensor) -> None:
         """``part`` = this process's rows of the sum of ``whole``; ready after :meth:`wait`."""
         if self.shards.size == 1:
             part.copy_(whole)
+            return
+        if is_deterministic():
+            theirs = torch.empty_like(whole)
+            dist.all_to_all_single(theirs, whole, group=self.shards.group)
+            _sum_in_order(theirs.view(self.shards.size, *part.shape), part)
             return
         work = _reduce_scatter(part, whole, group=self.shards.group, async_op=True)
         self._start(work, whole, part)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from tigon._deterministic import is_deterministic
 from tigon._op import graph_is_kept, once, raw
 from tigon.ops.loss_head.autograd import finish, finish_in_place
 from tigon.ops.loss_head.operands import BIAS, HIDDEN, LORA_A, LORA_B, WEIGHT
@@ -197,22 +198,24 @@ class Stream:
         most = call.chunk * self.shares
         space = None if kept is not None else self.space(most, torch.float32 if wide else None)
         narrow = self.space(most) if kept is None and wide else None
+        late = kept is not None or (is_deterministic() and entropy_upstream is None)  # after the products
         for chunk, part, hidden in self.walk(kept is None or call.needs & ~HIDDEN != 0):
             own = None if hidden is None else hidden[part.at]
             to = space if narrow is None else narrow
-            factor = None
+            factor = self.of(upstream, part) if late else None
             if kept is not None:
-                to, factor = kept[chunk.at], self.of(upstream, part)
+                to = kept[chunk.at]
             else:
                 logits = self.logits(own, space[part.at])
                 self.differentiate(
                     logits, to[part.at], self.of(call.target, part), self.of(log_share, part),
-                    self.of(upstream, part), self.of(entropy_upstream, part), self.of(entropy, part),
+                    None if late else self.of(upstream, part), self.of(entropy_upstream, part),
+                    self.of(entropy, part),
                 )  # fmt: skip
             gradients.hidden(part, own, to[part.at], factor)
             if part.last:
                 rows = self.shares * (chunk.end - chunk.begin)
-                gradients.others(chunk, hidden, to[:rows], None if kept is None else self.of(upstream, chunk))
+                gradients.others(chunk, hidden, to[:rows], self.of(upstream, chunk) if late else None)
         self.work.wait()
         return gradients
 

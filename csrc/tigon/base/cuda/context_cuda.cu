@@ -79,6 +79,14 @@ const DeviceFacts& device_facts() {
   return facts[size_t(device)];
 }
 
+void copy_rows(Context& ctx, const Matrix& from, const Matrix& to) {
+  const size_t size = size_of(from.dtype);
+  TIGON_CUDA_CHECK("copy",
+                   cudaMemcpy2DAsync(to.data, size_t(to.stride) * size, from.data, size_t(from.stride) * size,
+                                     size_t(from.cols) * size, size_t(from.rows), cudaMemcpyDeviceToDevice,
+                                     static_cast<cudaStream_t>(ctx.stream())));
+}
+
 void launch_entry(const char* op, Context& ctx, const void* entry, const LaunchConfig& grid, void** params) {
   if (grid.blocks <= 0) return;
   TIGON_CHECK(op, grid.blocks <= INT32_MAX, "a launch must have at most 2^31 - 1 blocks, got ", grid.blocks);

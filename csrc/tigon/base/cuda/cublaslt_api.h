@@ -29,7 +29,15 @@ enum : int { kR32F = 0, kR16F = 2, kR16BF = 14 };  // cudaDataType_t
 enum : int { kCompute32F = 68 };                   // cublasComputeType_t
 enum : int { kOpN = 0, kOpT = 1 };                 // cublasOperation_t
 enum : int { kDescTransA = 3, kDescTransB = 4 };   // cublasLtMatmulDescAttributes_t
-enum : int { kAlgoTile = 1 };                      // cublasLtMatmulAlgoConfigAttributes_t
+// cublasLtMatmulAlgoConfigAttributes_t
+enum : int {
+  kAlgoId = 0,
+  kAlgoTile = 1,
+  kAlgoSplitK = 2,
+  kAlgoReduction = 3,
+  kAlgoStages = 6,
+  kAlgoCluster = 8
+};
 enum : int { kTile128x160 = 29, kTile168x128 = 197, kTile176x128 = 201 };  // cublasLtMatmulTile_t
 enum : uint32_t { kReduceNone = 0, kReduceInComputeType = 2 };             // cublasLtReductionScheme_t
 enum : int {
@@ -53,6 +61,7 @@ struct Api {
   Status (*preference_destroy)(Preference);
   Status (*heuristic)(Handle, MatmulDesc, Layout, Layout, Layout, Layout, Preference, int, HeuristicResult*,
                       int*);
+  Status (*algo_check)(Handle, MatmulDesc, Layout, Layout, Layout, Layout, const Algo*, HeuristicResult*);
   Status (*algo_get)(const Algo*, int attribute, void*, size_t, size_t* written);
   Status (*matmul)(Handle, MatmulDesc, const void* alpha, const void* a, Layout, const void* b, Layout,
                    const void* beta, const void* c, Layout, void* d, Layout, const Algo*, void* workspace,

@@ -1,8 +1,12 @@
 #include "tigon/base/cuda/gemm_cublaslt.h"
 
+#include <algorithm>
 #include <array>
+#include <bit>
 #include <map>
 #include <mutex>
+#include <set>
+#include <sstream>
 #include <tuple>
 
 #include "tigon/base/check.h"
@@ -34,6 +38,7 @@ const Api& api() {
     bind(a.preference_set, "cublasLtMatmulPreferenceSetAttribute");
     bind(a.preference_destroy, "cublasLtMatmulPreferenceDestroy");
     bind(a.heuristic, "cublasLtMatmulAlgoGetHeuristic");
+    bind(a.algo_check, "cublasLtMatmulAlgoCheck");
     bind(a.algo_get, "cublasLtMatmulAlgoConfigGetAttribute");
     bind(a.matmul, "cublasLtMatmul");
     return a;
@@ -51,20 +56,42 @@ void check(lt::Status status, const char* call) {
 
 int data_type(DType t) { return t == DType::f32 ? lt::kR32F : t == DType::bf16 ? lt::kR16BF : lt::kR16F; }
 
-uint32_t alignment(const void* p) {
-  auto bits = reinterpret_cast<uintptr_t>(p);
-  uint32_t a = 256;
+// The largest power of two up to `most` that divides `bits`.
+uint32_t alignment(uintptr_t bits, uint32_t most = 256) {
+  uint32_t a = most;
   while (bits % a != 0) a /= 2;
   return a;
 }
 
-// Everything the choice of a kernel depends on.
-using Key =
-    std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int, int, uint32_t, uint32_t, uint32_t>;
+// How the kernel of a product is chosen: any, one that does not split sums along K, or such a one of the algorithm that the
+// weight has for all numbers of rows.
+enum class Choice : int8_t { any, unsplit, of_weight };
+
+// Everything that the choice depends on, and what it is made for.
+struct Question {
+  Gemm g;
+  Choice choice = Choice::any;
+  std::array<uint32_t, 3> align{};  // of a, b, c
+
+  Question(const Gemm& gemm, Choice how) : g(gemm), choice(how) {
+    auto of = [&](const void* p, int64_t stride, DType t) {
+      auto bits = reinterpret_cast<uintptr_t>(p);
+      return how == Choice::of_weight ? alignment(bits | uintptr_t(stride) * size_of(t), 16)
+                                      : alignment(bits);
+    };
+    align = {of(g.a, g.lda, g.ab_dtype), of(g.b, g.ldb, g.ab_dtype), of(g.c, g.ldc, g.c_dtype)};
+  }
+  auto key() const {
+    int flags = int(g.trans_a) | int(g.trans_b) << 1 | int(g.beta != 0.0f) << 2 | int(choice) << 3;
+    return std::tuple(g.m, g.n, g.k, g.lda, g.ldb, g.ldc, int(g.ab_dtype) * 16 + int(g.c_dtype), flags,
+                      align);
+  }
+};
 
 struct Plan {
   Plan() = default;
-  Plan(const Gemm& g, bool split, lt::Handle handle);
+  // With the kernel of another number of rows, where that is given and takes this one.
+  Plan(const Question& q, lt::Handle handle, const Plan* other = nullptr);
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
   ~Plan() {
@@ -84,8 +111,18 @@ struct DeviceProducts {
   DeviceProducts() { check(lt::api().create(&handle), "cublasLtCreate"); }
 
   lt::Handle handle = nullptr;
-  LruCache<Key, Plan> plans{256};
+  LruCache<decltype(std::declval<Question>().key()), Plan> plans{256};
 };
+
+// What cublaslt_kernels() tells.
+struct Described {
+  std::mutex mutex;
+  std::set<std::string> lines;
+};
+Described& described() {
+  static auto& all = *new Described;
+  return all;
+}
 
 DeviceProducts& products_of(int device) {
   static std::mutex mutex;
@@ -93,6 +130,14 @@ DeviceProducts& products_of(int device) {
   static auto& devices = *new std::map<int, DeviceProducts>;
   std::lock_guard lock(mutex);
   return devices.try_emplace(device).first->second;
+}
+
+int attribute(const lt::Algo& algo, int which) {
+  int value = 0;
+  size_t written = 0;
+  lt::api().algo_get(&algo, which, &value, which == lt::kAlgoCluster ? sizeof(uint16_t) : sizeof value,
+                     &written);
+  return value;
 }
 
 constexpr int64_t kManyClasses = 16384;
@@ -105,10 +150,7 @@ int choose(const Gemm& g, const lt::HeuristicResult* results, int found) {
   constexpr int64_t kManyRows = 256, kManyColumns = 1024;
   auto place = [&](int wanted) {
     for (int i = 0; i < found; ++i) {
-      int tile = 0;
-      size_t written = 0;
-      lt::api().algo_get(&results[i].algo, lt::kAlgoTile, &tile, sizeof tile, &written);
-      if (tile == wanted && results[i].state == 0) return i;
+      if (attribute(results[i].algo, lt::kAlgoTile) == wanted && results[i].state == 0) return i;
     }
     return 0;
   };
@@ -124,8 +166,9 @@ int choose(const Gemm& g, const lt::HeuristicResult* results, int found) {
 
 // Row major C = A B is column major C^T = B^T A^T: our B is cuBLASLt's A.
 // Delegating: a constructor that throws from here on is followed by the destructor.
-Plan::Plan(const Gemm& g, bool split, lt::Handle handle) : Plan() {
+Plan::Plan(const Question& q, lt::Handle handle, const Plan* other) : Plan() {
   const lt::Api& api = lt::api();
+  const Gemm& g = q.g;
   check(api.matmul_desc_create(&desc, lt::kCompute32F, lt::kR32F), "cublasLtMatmulDescCreate");
   int op_a = g.trans_b ? lt::kOpT : lt::kOpN, op_b = g.trans_a ? lt::kOpT : lt::kOpN;
   check(api.matmul_desc_set(desc, lt::kDescTransA, &op_a, sizeof op_a), "cublasLtMatmulDescSetAttribute");
@@ -137,12 +180,17 @@ Plan::Plan(const Gemm& g, bool split, lt::Handle handle) : Plan() {
   layout(a, g.ab_dtype, g.trans_b ? g.n : g.k, g.trans_b ? g.k : g.n, g.ldb);
   layout(b, g.ab_dtype, g.trans_a ? g.k : g.m, g.trans_a ? g.m : g.k, g.lda);
   layout(c, g.c_dtype, g.m, g.n, g.ldc);
+  lt::HeuristicResult checked{};
+  if (other != nullptr && api.algo_check(handle, desc, a, b, c, c, &other->algo, &checked) == 0) {
+    algo = other->algo, workspace = checked.workspace_size;
+    return;
+  }
   lt::Preference pref = nullptr;
   check(api.preference_create(&pref), "cublasLtMatmulPreferenceCreate");
   size_t most_workspace = kGemmWorkspace;
   // Split-K partial sums are never added in 16 bits.
-  uint32_t reductions = split ? lt::kReduceInComputeType : lt::kReduceNone;
-  uint32_t align_a = alignment(g.b), align_b = alignment(g.a), align_c = alignment(g.c);
+  uint32_t reductions = q.choice == Choice::any ? lt::kReduceInComputeType : lt::kReduceNone;
+  const auto& [align_b, align_a, align_c] = q.align;
   api.preference_set(pref, lt::kPrefMaxWorkspace, &most_workspace, sizeof most_workspace);
   api.preference_set(pref, lt::kPrefReductions, &reductions, sizeof reductions);
   api.preference_set(pref, lt::kPrefAlignA, &align_a, sizeof align_a);
@@ -162,24 +210,49 @@ Plan::Plan(const Gemm& g, bool split, lt::Handle handle) : Plan() {
   workspace = best.workspace_size;
 }
 
-// split: whether sums along K may be split.
-void run_piece(Context& ctx, const Gemm& g, bool split, int device, GemmWorkspace& workspace) {
-  int flags = int(g.trans_a) | int(g.trans_b) << 1 | int(g.beta != 0.0f) << 2 | int(split) << 3;
-  Key key{g.m,
-          g.n,
-          g.k,
-          g.lda,
-          g.ldb,
-          g.ldc,
-          int(g.ab_dtype) * 16 + int(g.c_dtype),
-          flags,
-          alignment(g.a),
-          alignment(g.b),
-          alignment(g.c)};
+// The kernel of a weight's products with so many rows. It adds along K in one order whatever the number of rows: all are of the
+// algorithm that the heuristic has for many rows, and the tile is that for few of 1024 to 8192.
+std::shared_ptr<const Plan> plan_of_weight(DeviceProducts& products, const Question& q) {
+  constexpr int64_t kFewest = 1024, kMost = 8192, kVector = 8;
+  Question of = q;
+  of.choice = Choice::unsplit;
+  of.g.lda = (of.g.k + kVector - 1) / kVector * kVector,
+  of.g.ldc = (of.g.n + kVector - 1) / kVector * kVector;
+  auto at = [&](int64_t rows) {
+    of.g.m = rows;
+    return products.plans.get(of.key(), [&] { return std::make_shared<const Plan>(of, products.handle); });
+  };
+  std::shared_ptr<const Plan> many = at(kMost), plan = many;
+  for (int64_t rows = kFewest; rows < kMost; rows *= 2) {
+    if (rows < q.g.m) continue;
+    plan = at(rows);
+    if (attribute(plan->algo, lt::kAlgoId) == attribute(many->algo, lt::kAlgoId)) break;
+    plan = many;
+  }
+  auto is = [&](int which) { return attribute(plan->algo, which); };
+  TIGON_CHECK(
+      "gemm", is(lt::kAlgoSplitK) <= 1 && is(lt::kAlgoReduction) == 0,
+      "deterministic products must have a kernel that does not split its sums, and cuBLASLt has none for ",
+      q.g.n, " x ", q.g.k, " in ", name_of(q.g.ab_dtype));
+  std::ostringstream line;
+  line << "[" << std::bit_ceil(uint64_t(std::clamp(q.g.m, kFewest, kMost))) << ", " << q.g.k << "] x ["
+       << q.g.k << ", " << q.g.n << "]" << (q.g.trans_b ? "^T " : " ") << name_of(q.g.ab_dtype) << " to "
+       << name_of(q.g.c_dtype) << ": algorithm " << is(lt::kAlgoId) << ", tile " << is(lt::kAlgoTile)
+       << ", stages " << is(lt::kAlgoStages) << ", cluster " << is(lt::kAlgoCluster);
+  std::lock_guard lock(described().mutex);
+  described().lines.insert(line.str());
+  return plan;
+}
+
+void run_piece(Context& ctx, const Gemm& g, Choice choice, int device, GemmWorkspace& workspace) {
   DeviceProducts& products = products_of(device);
   lt::Handle handle = products.handle;
-  std::shared_ptr<const Plan> plan =
-      products.plans.get(key, [&] { return std::make_shared<const Plan>(g, split, handle); });
+  const Question q(g, choice);
+  std::shared_ptr<const Plan> plan = products.plans.get(q.key(), [&] {
+    std::shared_ptr<const Plan> of_weight;
+    if (choice == Choice::of_weight) of_weight = plan_of_weight(products, q);
+    return std::make_shared<const Plan>(q, handle, of_weight.get());
+  });
   if (plan->workspace > workspace.size)
     workspace = {.data = ctx.scratch(plan->workspace), .size = plan->workspace};
   check(lt::api().matmul(handle, plan->desc, &g.alpha, g.b, plan->a, g.a, plan->b, &g.beta, g.c, plan->c, g.c,
@@ -192,10 +265,19 @@ void run_piece(Context& ctx, const Gemm& g, bool split, int device, GemmWorkspac
 void cublaslt_gemm(Context& ctx, const Gemm& g, int device, GemmWorkspace& workspace) {
   if (g.m == 0 || g.n == 0) return;
   // Without a split of K, and with an odd vocabulary cut for few rows as for many, a row of logits has the
-  // same bits beside any number of others.
-  const bool logits = makes_logits(g);
-  GemmPieces pieces = logits ? gemm_pieces(g, 0) : gemm_pieces(g);
-  for (int i = 0; i < pieces.count; ++i) run_piece(ctx, pieces.piece[size_t(i)], !logits, device, workspace);
+  // same bits beside any number of others. Of other products that is asked for.
+  const Choice choice = ctx.deterministic && !g.trans_a && !g.over_rows ? Choice::of_weight
+                        : makes_logits(g)                               ? Choice::unsplit
+                                                                        : Choice::any;
+  GemmPieces pieces = choice == Choice::any ? gemm_pieces(g) : gemm_pieces(g, 0);
+  for (int i = 0; i < pieces.count; ++i) run_piece(ctx, pieces.piece[size_t(i)], choice, device, workspace);
+}
+
+std::string cublaslt_kernels() {
+  std::lock_guard lock(described().mutex);
+  std::string all;
+  for (const std::string& line : described().lines) all += line + "\n";
+  return all;
 }
 
 }  // namespace tigon::cuda

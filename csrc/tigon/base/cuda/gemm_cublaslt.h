@@ -2,6 +2,8 @@
 // cached by shape.
 #pragma once
 
+#include <string>
+
 #include "tigon/base/context.h"
 
 namespace tigon::cuda {
@@ -18,5 +20,8 @@ struct GemmWorkspace {
 
 // Runs on the current device and the context's stream, without synchronisation.
 void cublaslt_gemm(Context& ctx, const Gemm& g, int device, GemmWorkspace& workspace);
+
+// The kernels that deterministic contexts have used, a line for each product.
+std::string cublaslt_kernels();
 
 }  // namespace tigon::cuda

@@ -1,5 +1,6 @@
 #include "tigon/ops/cross_entropy/cross_entropy.h"
 
+#include "tigon/base/aligned_rows.h"
 #include "tigon/base/require.h"
 
 namespace tigon {
@@ -65,7 +66,11 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
   TIGON_CHECK(kOp, a.softcap >= 0.0f, "softcap must be > 0 or none, got ", a.softcap);
   TIGON_CHECK(kOp, a.temperature > 0.0f, "temperature must be > 0, got ", a.temperature);
   if (rows == 0) return;
-  TIGON_RUN(kOp, ctx, cross_entropy_rows, a);
+  CrossEntropyRows aligned = a;
+  AlignedRows rows_of(ctx);
+  rows_of.read(aligned.logits), rows_of.write(aligned.dlogits);
+  TIGON_RUN(kOp, ctx, cross_entropy_rows, aligned);
+  rows_of.finish();
 }
 
 void cross_entropy_scale(Context& ctx, const CrossEntropyScale& a) {

@@ -1,5 +1,6 @@
 #include "tigon/ops/divergence/distillation.h"
 
+#include "tigon/base/aligned_rows.h"
 #include "tigon/base/require.h"
 
 namespace tigon {
@@ -39,7 +40,12 @@ void distillation_rows(Context& ctx, const DistillationRows& a) {
   TIGON_CHECK(kOp, a.kind != DivergenceKind::jsd || (a.beta > 0.0f && a.beta < 1.0f),
               "beta must be in (0, 1), got ", a.beta);
   if (rows == 0) return;
-  TIGON_RUN(kOp, ctx, distillation_rows, a);
+  DistillationRows aligned = a;
+  AlignedRows rows_of(ctx);
+  for (Matrix* m : {&aligned.student, &aligned.teacher}) rows_of.read(*m);
+  rows_of.write(aligned.dstudent);
+  TIGON_RUN(kOp, ctx, distillation_rows, aligned);
+  rows_of.finish();
 }
 
 }  // namespace tigon

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "tigon/base/aligned_rows.h"
 #include "tigon/base/require.h"
 
 namespace tigon {
@@ -41,7 +42,12 @@ void divergence_rows(Context& ctx, const DivergenceRows& a) {
   TIGON_CHECK(op, !a.log_probs || a.temperature == 1.0f, "temperature must be 1 with log-probabilities, got ",
               a.temperature);
   if (rows == 0) return;
-  TIGON_RUN(op, ctx, divergence_rows, a);
+  DivergenceRows aligned = a;
+  AlignedRows rows_of(ctx);
+  for (Matrix* m : {&aligned.student, &aligned.teacher}) rows_of.read(*m);
+  rows_of.write(aligned.dstudent);
+  TIGON_RUN(op, ctx, divergence_rows, aligned);
+  rows_of.finish();
 }
 
 }  // namespace tigon

@@ -486,7 +486,8 @@ bool products(Context& ctx, const HyperConnectionFwd& a) {
   const int64_t tokens = a.x.rows, cols = a.x.cols;
   const int64_t token_tiles = ceil_div(tokens, kTokens), stages = ceil_div(cols, kStageColumns);
   const int64_t most = std::min(stages, kMostSplits);
-  const int64_t split_stages = ceil_div(stages, std::clamp<int64_t>(kProductCtas / token_tiles, 1, most));
+  const int64_t wanted = ctx.deterministic ? most : std::clamp<int64_t>(kProductCtas / token_tiles, 1, most);
+  const int64_t split_stages = ceil_div(stages, wanted);
   const int64_t splits = ceil_div(stages, split_stages);
   WeightStage* weight = ctx.scratch_of<WeightStage>(stages);
   float* partials = ctx.scratch_of<float>(splits * (kRows + 1) * tokens);

@@ -277,22 +277,26 @@ void linear_cross_entropy_rows_gradient(Context& ctx, const LinearCrossEntropy& 
   linear_head_clear(ctx, head, rows);
   if (!head.wants_gradients()) return;
   Values values = make_values(ctx, a, rows, true);
-  if (chunks.kept > 0 && values.factor.data == a.upstream.data)  // 0 on ignored rows, whatever is upstream
+  // Which rows are kept depends on their number: those computed again are scaled where kept ones are, after the products.
+  const bool late = ctx.deterministic && !a.entropy_upstream && !a.several.labels;
+  if ((chunks.kept > 0 || late) &&
+      values.factor.data == a.upstream.data)  // 0 on ignored rows, whatever is upstream
     values.factor = factors(ctx, a, rows, {}, a.upstream);
+  const Vector factor = values.factor;
+  if (late) values.factor = {};
   LinearHeadWorkspace workspace = linear_head_workspace(ctx, head, rows,
                                                         {.chunk = chunks.most,
                                                          .logits = chunks.kept < rows.count,
                                                          .logits_rows = chunks.limit,
-                                                         .factored = chunks.kept > 0});
+                                                         .factored = chunks.kept > 0 || late});
   for (int64_t begin = 0; begin < rows.count;) {
     LinearHeadChunk c = linear_head_chunk(head, rows, workspace, begin, chunks.count_at(begin, rows.count));
     LinearHeadPass pass = {.first = begin == 0};
-    if (begin < chunks.kept) {
+    if (begin < chunks.kept)
       c.logits = rows_from(a.kept.dlogits, begin, c.count), c.padded = false;
-      pass.factor = linear_head_part(values.factor, begin, c.count);
-    } else {
+    else
       pass_rows(ctx, a, rows, values, c, true);
-    }
+    if (begin < chunks.kept || late) pass.factor = linear_head_part(factor, begin, c.count);
     linear_head_gradients(ctx, head, c, pass);
     begin += c.count;
   }

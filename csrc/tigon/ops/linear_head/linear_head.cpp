@@ -314,7 +314,8 @@ void linear_head_gradients(Context& ctx, const LinearHead& a, LinearHeadChunk& c
     multiply(ctx, {.a = as_row(factor ? c.column : c.ones, c.count),
                    .b = dlogits,
                    .c = as_row(a.dbias, a.dbias.size),
-                   .beta = beta});
+                   .beta = beta,
+                   .over_rows = true});
   }
   if (a.dlora_b.data) {
     if (!c.has_u)

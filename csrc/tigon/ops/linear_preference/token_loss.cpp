@@ -114,11 +114,12 @@ class Run {
     auto values = [&](bool wanted) { return wanted ? linear_head_vector(ctx, plan_.rows.count) : Vector{}; };
     at_once_ = gradients && plan_.whole;
     unit_ = at_once_ && !a.entropy_gradient;
+    late_ = unit_ || (ctx.deterministic && !a.entropy_gradient);
     for (const LinearHeadSpan& s : plan_.spans) chunk_ = std::max(chunk_, s.count);
     log_prob_ = values(true), entropy_ = values(a.entropy), ref_ = values(a.ref.hidden.data != nullptr);
     dlog_prob_ = values(gradients), dentropy_ = values(gradients && a.entropy_gradient);
     linear_head_clear(ctx, a.head, plan_.rows);
-    workspace_ = linear_head_workspace(ctx, a.head, plan_.rows, {.chunk = chunk_, .factored = unit_});
+    workspace_ = linear_head_workspace(ctx, a.head, plan_.rows, {.chunk = chunk_, .factored = late_});
   }
 
   TokenLossRows run() {
@@ -186,11 +187,11 @@ class Run {
     if (!unit_) {
       CrossEntropyRows pass = row_pass(a_, a_.head, c, plan_.rows);
       pass.dlogits = c.logits;
-      pass.scale = factor;
+      if (!late_) pass.scale = factor;
       pass.entropy_scale = places(dentropy_, c.begin, c.count);
       cross_entropy_rows(ctx_, pass);
     }
-    linear_head_gradients(ctx_, a_.head, c, {.first = first, .factor = unit_ ? factor : Vector{}});
+    linear_head_gradients(ctx_, a_.head, c, {.first = first, .factor = late_ ? factor : Vector{}});
   }
 
   void back(LinearHeadChunk c) {
@@ -210,6 +211,7 @@ class Run {
   const TokenLossFormula& formula_;
   Plan plan_;
   bool at_once_ = false, unit_ = false, first_ = true;
+  bool late_ = false;  // rows are scaled after the products
   int64_t chunk_ = 0;
   Vector log_prob_, entropy_, ref_, dlog_prob_, dentropy_;
   LinearHeadWorkspace workspace_;

@@ -21,6 +21,7 @@ from tigon.ops.loss_head.autograd import (
     wanted,
 )
 from tigon.ops.loss_head.labels import labels_of
+from tigon.ops.loss_head.match import WithValue, check_match, vllm_log_prob
 from tigon.ops.loss_head.operands import (
     MAY_ROUND,
     Call,
@@ -66,6 +67,10 @@ def several(hidden, target) -> bool:
 def _counting_rows(target, ignore_index):
     """For labels [..., K] 0 where one of them counts, else -1: [...]."""
     return (target != ignore_index).any(-1).long() - 1
+
+
+def _differentiable(*tensors):
+    return any(t is not None and t.requires_grad for t in tensors)
 
 
 def statistics_fake(hidden, target, entropy):
@@ -135,6 +140,7 @@ def linear_log_prob(
     chunk_rows: int | None = None,
     keep_mb: float | None = None,
     logit_dtype: torch.dtype | None = None,
+    match: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """``log softmax(z)[target]`` per token, ``z`` as in :func:`tigon.linear_cross_entropy`, without the
     logits of more than a chunk of rows ever existing.
@@ -166,6 +172,12 @@ def linear_log_prob(
             for a frozen head neither. Where all rows are kept, or the head is frozen, and no entropies were
             asked for, weight is not saved for the backward.
 
+        match: ``"vllm"``: the values are those of vLLM's head and sampler bit for bit, given the same
+            product: logits, bias, softcap and scale are rounded to hidden's dtype each, the division by
+            temperature and ``log_softmax`` are float32. The product is PyTorch's own, or in
+            :func:`tigon.deterministic` mode Tigon's. Gradients and entropies are those without ``match``.
+            One product and a few passes over the logits more where they are asked for; all rows are computed.
+
     Returns:
         float32 of target's shape; with ``entropy`` a pair, of it and ``[...]``. 0 of ignored labels and rows,
         with zero gradients.
@@ -185,8 +197,21 @@ def linear_log_prob(
                 chunk_rows, None, logit_dtype)  # fmt: skip
     check_head(_OP, hidden, weight, target[..., 0] if many else target, head)
     check_keep(_OP, keep_mb)
+    check_match(_OP, match, head)
     hidden = autocast(hidden)
-    wide_logits(_OP, logit_dtype, hidden)
+    wide = wide_logits(_OP, logit_dtype, hidden)
+    if match is not None:
+        moved = target.movedim(-1, 0) if many else target
+        moved = shifted(moved, ignore_index, shift, position_ids)
+        value = vllm_log_prob(hidden, weight, moved.movedim(0, -1) if many else moved, head, wide)
+        if not entropy and not (torch.is_grad_enabled() and _differentiable(hidden, weight, bias)):
+            return value
+        result = linear_log_prob(
+            hidden, weight, target, bias=bias, temperature=temperature, softcap=softcap, entropy=entropy,
+            logit_scale=logit_scale, ignore_index=ignore_index, shift=shift, position_ids=position_ids,
+            valid_rows=valid_rows, chunk_rows=chunk_rows, keep_mb=keep_mb, logit_dtype=logit_dtype,
+        )  # fmt: skip
+        return (WithValue.apply(result[0], value), result[1]) if entropy else WithValue.apply(result, value)
     kernel = has_kernel(_OP, hidden, beside=(target, bias, *(lora or ())[:2]))
     if many:
         if shift:

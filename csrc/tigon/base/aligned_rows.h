@@ -1,0 +1,33 @@
+// Rows that begin at 16-byte boundaries. Which elements a CUDA thread adds depends on where a row begins within 16 bytes, so that a
+// deterministic context works on copies of rows that begin elsewhere.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "tigon/base/fields.h"
+
+namespace tigon {
+
+class AlignedRows final : public Fields {
+ public:
+  explicit AlignedRows(Context& ctx) : ctx_(ctx) {}
+  void read(Matrix& m) { align(m, true); }
+  void write(Matrix& m) { align(m, false); }
+  void finish();  // what was written goes where it belongs
+
+  void statistics(const char*, std::initializer_list<Statistic>, int64_t, Role) override {}
+  void result_over(const char*, Matrix& m, const char*, const Matrix&) override { write(m); }
+
+ protected:
+  void field(const Field& f) override {
+    if (f.matrix != nullptr) align(*f.matrix, f.role != Role::result && f.role != Role::gradient);
+  }
+
+ private:
+  void align(Matrix& m, bool read);
+  Context& ctx_;
+  std::vector<std::pair<Matrix, Matrix>> copies_, written_;  // of the call, aligned
+};
+
+}  // namespace tigon

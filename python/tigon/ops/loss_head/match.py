@@ -1,0 +1,94 @@
+"""Log-probabilities with the roundings of a sampler: ``match`` of :func:`tigon.linear_log_prob`."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tigon._deterministic import is_deterministic
+from tigon._op import raw
+from tigon.error import check
+from tigon.ops.loss_head.operands import Head
+from tigon.ops.loss_head.plan import padded
+
+_CHUNK_LOGITS = 1 << 27
+_GREEDY = 1e-5  # a temperature below it leaves the logits as they are
+
+_product = raw("linear_product_logits", lambda *_: None, "linear_cross_entropy")
+
+
+def check_match(op, match, head: Head) -> None:
+    """That `match` is known, and the options are among those of its head."""
+    check(op, match in (None, "vllm"), "match must be 'vllm' (or None), got {!r}", match)
+    if match is None:
+        return
+    check(op, head.lora is None, "lora must be merged into weight with match, got it apart")
+    alone = head.softcap is None or head.logit_scale == 1.0
+    check(op, alone, "softcap and logit_scale must not be given both with match: vLLM scales afterwards")
+
+
+def vllm_logits(hidden, weight, bias=None, softcap=None, logit_scale=1.0, wide=False):
+    """``[rows, V]`` as vLLM's ``LogitsProcessor`` makes them: every step rounded to hidden's dtype.
+
+    Args:
+        wide: float32 logits of 16-bit operands, as with vLLM's ``head_dtype="float32"``.
+    """
+    if is_deterministic():
+        dtype = torch.float32 if wide or bias is not None else hidden.dtype
+        logits = hidden.new_empty(hidden.shape[0], padded(weight.shape[0]), dtype=dtype)[:, : weight.shape[0]]
+        _product(logits, hidden, weight, None, None, 1.0)
+        if bias is not None:
+            logits = logits.add_(bias).to(torch.float32 if wide else hidden.dtype)
+    elif not wide:
+        logits = F.linear(hidden, weight, bias)
+    elif hidden.is_cuda:
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        logits = logits if bias is None else logits + bias.float()
+    else:
+        logits = F.linear(hidden.float(), weight.float(), None if bias is None else bias.float())
+    if softcap is not None:
+        logits = torch.tanh(logits / softcap) * softcap
+    return logits if logit_scale == 1.0 else logits * logit_scale
+
+
+def vllm_log_softmax(logits, temperature=1.0):
+    """float32 log-probabilities of all classes as vLLM's ``Sampler`` computes them."""
+    z = logits.float()
+    if temperature >= _GREEDY and temperature != 1.0:  # a number would multiply by its reciprocal
+        z = z / torch.full((1, 1), temperature, dtype=torch.float32, device=z.device)
+    short = -z.shape[-1] % 4
+    if short and z.is_cuda and is_deterministic():  # PyTorch's sum depends on where a row begins
+        z = F.pad(z, (0, short), value=-torch.inf)
+    return z.log_softmax(-1)
+
+
+def vllm_log_prob(hidden, weight, target, head: Head, wide):
+    """The log-probabilities of labels in place, ``[...]`` or ``[..., K]``; 0 of ignored ones."""
+    with torch.no_grad():
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        labels = target.to(hidden.device).long().reshape(rows.shape[0], -1)
+        counts = labels != head.ignore_index
+        places = torch.where(counts, labels, 0)
+        weight = weight.to(hidden.dtype)
+        bias = None if head.bias is None else head.bias.to(hidden.dtype)
+        size = head.chunk_rows or max(4, _CHUNK_LOGITS // weight.shape[0] // 4 * 4)
+        found = [
+            vllm_log_softmax(
+                vllm_logits(part, weight, bias, head.softcap, head.logit_scale, wide), head.temperature
+            ).gather(-1, at)
+            for part, at in zip(rows.split(size), places.split(size), strict=True)
+        ]
+        found = torch.cat(found) if found else rows.new_empty(labels.shape, dtype=torch.float32)
+        return torch.where(counts, found, 0.0).view(target.shape)
+
+
+class WithValue(torch.autograd.Function):
+    """x's gradient under another value of it."""
+
+    @staticmethod
+    def forward(ctx, x, value):
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx, None
