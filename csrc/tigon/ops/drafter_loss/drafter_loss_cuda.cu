@@ -1,0 +1,230 @@
+// CUDA backend of drafter_loss.
+//
+// Bytes per row (b = element size): teacher b V_t read, 4 V_t / 2 of the map out of L2, b V written; draft rows b V read and written
+// each, and b V read of the teacher's, by neighbours that find it in L2.
+#include "tigon/base/cuda/row_kernel.cuh"
+#include "tigon/base/dispatch.h"
+#include "tigon/ops/drafter_loss/drafter_loss.h"
+
+namespace tigon::cuda {
+namespace {
+
+#include "tigon/ops/drafter_loss/drafter_loss_math.inc"
+
+constexpr const char* kOp = "drafter_loss";
+constexpr int kTeacherThreads = 512, kTeacherRows = 2;
+
+// Statistics of the classes of the softmax, and the argmax.
+template <class T>
+struct alignas(16) Peak {
+  OnlineSoftmax<T> sum;
+  float top;
+  int at;
+  __device__ static Peak identity() { return {OnlineSoftmax<T>::identity(), -INFINITY, INT_MAX}; }
+  template <int Width>
+  __device__ __forceinline__ void all_reduce_lanes() {
+    sum.template all_reduce_lanes<Width>();
+    const float best = extreme_of_lanes<Max, Width>(top);
+    int first = top == best ? at : INT_MAX;
+#pragma unroll
+    for (int step = 1; step < Width; step <<= 1) first = min(first, __shfl_xor_sync(~0u, first, step));
+    top = best, at = first;
+  }
+  // The elements of a vector that `of` keeps.
+  template <int N>
+  __device__ __forceinline__ void add(const float (&x)[N], float most) {
+    if (most > sum.m) {
+      if (sum.s != 0.0f) sum.s *= exp_minus_max<T>(sum.m, most);
+      sum.m = most;
+    }
+    const float from = finite_max(sum.m);
+#pragma unroll
+    for (int j = 0; j < N; ++j) sum.s += exp_minus_max<T>(x[j], from);
+  }
+};
+
+template <class T>
+struct TeacherParams {
+  const T* logits;
+  const int* draft_id;
+  T* columns;
+  float *max, *log_sum;
+  int64_t* label;
+  int64_t stride, columns_stride;
+  int rows, cols, classes;
+  bool first, outside_counts, mask_outside;
+};
+
+// kTeacherRows rows a CTA, which share what is read of the map.
+template <class T>
+__global__ __launch_bounds__(kTeacherThreads) void teacher_kernel(
+    const __grid_constant__ TeacherParams<T> p) {
+  constexpr int N = 16 / sizeof(T);
+  __shared__ ReduceStorage<Peak<T>> storage;
+  const int begin = int(blockIdx.x) * kTeacherRows, rows = min(kTeacherRows, p.rows - begin);
+  if (p.first && p.draft_id != nullptr) {
+    for (int k = 0; k < rows; ++k)
+      for (int c = int(threadIdx.x); c < p.classes; c += kTeacherThreads)
+        p.columns[(begin + k) * p.columns_stride + c] = narrow<T>(-INFINITY);
+    __syncthreads();
+  }
+  Peak<T> peak[kTeacherRows];
+#pragma unroll
+  for (int k = 0; k < kTeacherRows; ++k) peak[k] = Peak<T>::identity();
+#pragma unroll 2
+  for (int c = int(threadIdx.x) * N; c < p.cols; c += kTeacherThreads * N) {
+    int id[N];
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      id[j] = c + j;
+      if (p.draft_id != nullptr) id[j] = c + j < p.cols ? __ldg(p.draft_id + c + j) : -1;
+    }
+#pragma unroll
+    for (int k = 0; k < kTeacherRows; ++k) {
+      if (k >= rows) break;
+      const Vec<T, N> raw = load_stream<T, N>(p.logits + (begin + k) * p.stride + c);
+      float x[N], most = -INFINITY;
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const bool inside = id[j] >= 0, here = c + j < p.cols;
+        x[j] = here ? raw[j] : -INFINITY;
+        if (here && (inside || p.mask_outside) && (x[j] > peak[k].top || peak[k].at == INT_MAX))
+          peak[k].top = x[j], peak[k].at = c + j;
+        if (inside && here && p.draft_id != nullptr)
+          p.columns[(begin + k) * p.columns_stride + id[j]] = raw.v[j];
+        if (!inside && !p.outside_counts) x[j] = -INFINITY;
+        most = fmaxf(most, x[j]);
+      }
+      peak[k].add(x, most);
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kTeacherRows; ++k) {
+    const Peak<T> all = all_reduce_row<0, false>(peak[k], storage, k);
+    if (k >= rows || threadIdx.x != 0) continue;
+    p.max[begin + k] = all.sum.m;
+    p.log_sum[begin + k] = ::logf(all.sum.s);
+    p.label[begin + k] = all.at == INT_MAX ? -1 : p.draft_id != nullptr ? p.draft_id[all.at] : all.at;
+  }
+}
+
+template <class T>
+struct DraftRow {
+  using Element = T;
+  using Payload = Peak<T>;
+  using Scratch = NoScratch;
+  static constexpr int kIn = 2;
+  static constexpr bool kFill[kIn] = {true, true};
+  static constexpr int N = AlignedRow<T>::N;
+  RowsOf<T, kIn> rows;
+  const float *max, *log_sum, *scale;
+  const int64_t *label, *target;
+  float *loss, *overlap, *counted;
+  int64_t ignore_index;
+  unsigned steps;
+  int scale_step;
+  float eta;
+  DrafterKind kind;
+  bool outside_counts, mask_outside;
+
+  // The row of an input that row r reads.
+  template <int K>
+  __device__ __forceinline__ int64_t source(int64_t r) const {
+    return K == 0 ? r : int64_t(unsigned(r) / steps);
+  }
+
+  template <class Row>
+  __device__ __forceinline__ void operator()(Row& row) const {
+    const int64_t r = row.live ? row.index : 0, of = source<1>(r);
+    const int at = int(label[of]);
+    const bool counts = target[r] != ignore_index && !(mask_outside && at < 0);
+    const float label_logit = at < 0 ? -INFINITY : widen(rows.in[0][r * rows.in_stride[0] + at]);
+    Peak<T> own = Peak<T>::identity();
+    row.for_each_vec([&](const float (&x)[2][N]) {
+      float most = x[0][0];
+#pragma unroll
+      for (int j = 1; j < N; ++j) most = fmaxf(most, x[0][j]);
+      own.add(x[0], most);
+    });
+    const OnlineSoftmax<T> all = row.all_reduce(own).sum;
+    const float m_s = finite_max(all.m), m_t = finite_max(max[of]), log_sum_s = ::logf(all.s),
+                log_sum_t = log_sum[of];
+    const float part_s = 1.0f / all.s, part_t = exp(-log_sum_t);
+    const float apart = (log_sum_t - log_sum_s) * kLog2e, low = log_sum_t * kLog2e;
+    const float cross = kind == DrafterKind::ce ? 1.0f : 0.0f;
+    SumArray<4> sums = {};
+    row.for_each_vec([&](const float (&x)[2][N]) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const float u = x[0][j] - m_s, v = x[1][j] - m_t;
+        const float q = exp_minus_max<T>(u, 0.0f) * part_s, p = exp_minus_max<T>(v, 0.0f) * part_t;
+        drafter_terms(q, p, fma(u - v, kLog2e, apart), fma(v, kLog2e, -low), cross, sums.s);
+      }
+    });
+    sums = row.all_reduce(sums);
+    const float overlap_of_row = drafter_overlap(sums.s, outside_counts), lambda = exp(-eta * overlap_of_row);
+    if (row.leads()) {
+      const float hard_loss = (m_s - label_logit) + log_sum_s;
+      loss[r] = counts ? drafter_row_loss(kind, sums.s, overlap_of_row, lambda, hard_loss) : 0.0f;
+      overlap[r] = counts ? overlap_of_row : 0.0f;
+      counted[r] = counts ? 1.0f : 0.0f;
+    }
+    const float gain = scale != nullptr ? scale[r * scale_step] : 1.0f;
+    const DrafterGains g = drafter_gains(kind, sums.s, outside_counts, lambda, gain);
+    row.write([&](const float (&x)[2][N], int j, int c) {
+      const float q = exp_minus_max<T>(x[0][j] - m_s, 0.0f) * part_s;
+      const float p = exp_minus_max<T>(x[1][j] - m_t, 0.0f) * part_t;
+      const float slope = drafter_gradient(q, p, g.of_q, g.of_sign, g.of_p);
+      return counts ? slope - (c == at ? g.of_label : 0.0f) : 0.0f;
+    });
+  }
+};
+
+}  // namespace
+
+void drafter_teacher(Context& ctx, const DrafterTeacher& a) {
+  dispatch_float(kOp, "teacher", a.logits.dtype, [&](auto type) {
+    using T = typename DeviceType<typename decltype(type)::type>::type;
+    launch(kOp, ctx, teacher_kernel<T>,
+           {.blocks = ceil_div(a.logits.rows, kTeacherRows), .threads = kTeacherThreads},
+           TeacherParams<T>{.logits = a.logits.row<const T>(0),
+                            .draft_id = a.draft_id.as<int32_t>(),
+                            .columns = a.columns.row<T>(0),
+                            .max = a.max.as<float>(),
+                            .log_sum = a.log_sum.as<float>(),
+                            .label = a.label.as<int64_t>(),
+                            .stride = a.logits.stride,
+                            .columns_stride = a.columns.stride,
+                            .rows = int(a.logits.rows),
+                            .cols = int(a.logits.cols),
+                            .classes = int(a.columns.cols),
+                            .first = a.first,
+                            .outside_counts = a.outside_counts,
+                            .mask_outside = a.mask_outside});
+  });
+}
+
+void drafter_rows(Context& ctx, const DrafterRows& a) {
+  dispatch_float(kOp, "draft", a.draft.dtype, [&](auto type) {
+    using T = typename DeviceType<typename decltype(type)::type>::type;
+    DraftRow<T> op = {.rows = rows_of<T, 2>({a.draft, a.teacher}, a.gradient ? a.draft : Matrix{}),
+                      .max = a.max.as<float>(),
+                      .log_sum = a.log_sum.as<float>(),
+                      .scale = a.scale.as<float>(),
+                      .label = a.label.as<int64_t>(),
+                      .target = a.target.as<int64_t>(),
+                      .loss = a.loss.as<float>(),
+                      .overlap = a.overlap.as<float>(),
+                      .counted = a.counted.as<float>(),
+                      .ignore_index = a.ignore_index,
+                      .steps = unsigned(a.draft.rows / a.teacher.rows),
+                      .scale_step = a.scale.size == 1 ? 0 : 1,
+                      .eta = a.eta,
+                      .kind = a.kind,
+                      .outside_counts = a.outside_counts,
+                      .mask_outside = a.mask_outside};
+    run_row_op(kOp, ctx, op);
+  });
+}
+
+}  // namespace tigon::cuda
