@@ -64,6 +64,7 @@ __all__ = [
     "clip_grad_norm_",
     "count_labels",
     "cross_entropy",
+    "drafter_loss",
     "dyt",
     "embedding",
     "env",

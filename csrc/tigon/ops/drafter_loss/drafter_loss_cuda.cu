@@ -162,11 +162,11 @@ struct DraftRow {
       }
     });
     sums = row.all_reduce(sums);
-    const float overlap_of_row = drafter_overlap(sums.s, outside_counts), lambda = exp(-eta * overlap_of_row);
+    const float lambda = exp(-eta * sums.s[1]);
     if (row.leads()) {
       const float hard_loss = (m_s - label_logit) + log_sum_s;
-      loss[r] = counts ? drafter_row_loss(kind, sums.s, overlap_of_row, lambda, hard_loss) : 0.0f;
-      overlap[r] = counts ? overlap_of_row : 0.0f;
+      loss[r] = counts ? drafter_row_loss(kind, sums.s, lambda, hard_loss) : 0.0f;
+      overlap[r] = counts ? sums.s[1] : 0.0f;
       counted[r] = counts ? 1.0f : 0.0f;
     }
     const float gain = scale != nullptr ? scale[r * scale_step] : 1.0f;

@@ -56,8 +56,8 @@ class Drafter(NamedTuple):
     draft_ids: torch.Tensor | None
 
 
-# The operator: after operands, formula and memory come the teacher's hidden states, weight, labels and draft ids, four options,
-# and how the losses of rows become one.
+# The operator: after operands, formula and memory come the teacher's hidden states, weight, labels and draft
+# ids, four options, and how the losses of rows become one.
 
 
 def _fake(*arguments):
@@ -83,7 +83,7 @@ _loss = HeadLoss(_OP, _fake, _rows_gradients, lambda call, output: (*call.operan
 
 
 def reference(hidden, weight, teacher, counts, d: Drafter):
-    """Losses, overlaps and counted rows ``[..., S]`` in plain PyTorch operations, of ``hidden [..., S, H]``."""
+    """Losses, overlaps and counted rows ``[..., S]`` of ``hidden [..., S, H]``, in plain PyTorch."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     with torch.no_grad():
         z = F.linear(teacher[0].to(wide), teacher[1].to(wide))
@@ -110,21 +110,20 @@ def reference(hidden, weight, teacher, counts, d: Drafter):
 
 
 def _check_ids(draft_ids, classes, teacher_classes):
-    """The map of draft ids, and its inverse for the kernels."""
     if draft_ids is None:
         words = "weight must have the teacher's {} classes where draft_ids is None, got {}"
-        return check(_OP, classes == teacher_classes, words, teacher_classes, classes)
+        check(_OP, classes == teacher_classes, words, teacher_classes, classes)
+        return
     check_indices(_OP, "draft_ids", draft_ids)
     check(_OP, draft_ids.shape == (classes,), "draft_ids must be [{}], got {}", classes, draft_ids.shape)
     if not readable(draft_ids):
-        return None
+        return
     used = draft_ids[draft_ids >= 0]
     fits = used.numel() == 0 or int(used.max()) < teacher_classes
     words = "draft_ids must be below the teacher's {} classes, got {}"
     check(_OP, fits, words, teacher_classes, draft_ids)
-    check(
-        _OP, used.unique().numel() == used.numel(), "draft_ids must be different classes, got {}", draft_ids
-    )
+    alone = used.unique().numel() == used.numel()
+    check(_OP, alone, "draft_ids must be different classes, got {}", draft_ids)
 
 
 def _inverse(draft_ids, teacher_classes):
@@ -217,19 +216,19 @@ def drafter_loss(
         mask: bool ``[..., T]``, the teacher's positions that count; ``None``: all.
         token_weight: ``[..., T]``, factor of the losses of a teacher's position (detached), not of a mean's
             denominator.
-        shifts: for each step how far it is ahead, >= 0: its state at t is compared with the teacher's at ``t +
-            shift``. ``None``: 0.
+        shifts: for each step how far it is ahead, >= 0: its state at t is compared with the teacher's at
+            ``t + shift``. ``None``: 0.
         step_weights: for each step its factor; ``None``: 1.
         position_ids: ``[..., T]``, positions that restart where sequences are packed, for shifts.
         reduction: ``"mean"`` (the sum over steps of the means over the positions of `mask` that a step
             reaches), ``"sum"``, or ``"none"``: ``[..., T]`` losses, ``[..., T, S]`` of several steps, at the
             teacher's positions; its backward computes the logits again.
         denominator: number or tensor of one element: the loss is ``sum / denominator`` instead.
-        valid_rows: how many positions `mask` has where the caller knows; on CUDA the others then cost nothing.
+        valid_rows: how many positions `mask` has, where the caller knows; on CUDA the others are then free.
         chunk_rows: draft rows whose logits exist at a time; ``None``: chosen.
-        outputs: ``("loss",)``, or ``("loss", "acceptance")`` for a named tuple with float32 ``[S]``, detached:
-            the mean overlap of each step's rows that count, the probability that a drafted token is
-            accepted. NaN where there is none.
+        outputs: ``("loss",)``, or ``("loss", "acceptance")`` for a named tuple with float32 ``[S]``,
+            detached: the mean overlap of each step's rows that count, the probability that a drafted token
+            is accepted. NaN where there is none.
 
     Returns:
         float32 scalar, or losses of rows; with more outputs a named tuple. Differentiable in hidden and
@@ -305,19 +304,21 @@ def drafter_loss(
     reaches = _reaches(lead, shifts, position_ids, device)
     factor = None
     if reaches is not None or token_weight is not None or any(w != 1.0 for w in step_weights):
-        factor = torch.tensor(step_weights, dtype=torch.float32, device=device).expand(*lead, number)
+        wide = torch.promote_types(stacked.dtype, torch.float32)
+        factor = torch.tensor(step_weights, dtype=wide, device=device).expand(*lead, number)
         if reaches is not None:
             if reduction == "mean" and denominator is None:  # each step's own mean
                 counts = base.ne(_IGNORED).unsqueeze(-1)
                 reached = (counts & reaches).flatten(0, -2).sum(0)
-                factor = factor * (counts.sum() / reached.clamp(min=1))
+                factor = factor * counts.sum() / reached.clamp(min=1)
             factor = torch.where(reaches, factor, 0.0)
         if token_weight is not None:
             factor = factor * token_weight.detach().unsqueeze(-1)
     stacked = autocast(stacked)
     if has_kernel(_OP, stacked, beside=(states, teacher_weight, draft_ids, weight, target, token_weight)):
-        losses, overlap, counted = _run(stacked, weight, (states, teacher_weight), base, target, head, factor, d,
-                                        reduction, denominator)  # fmt: skip
+        losses, overlap, counted = _run(
+            stacked, weight, (states, teacher_weight), base, target, head, factor, d, reduction, denominator
+        )
     else:
         rows, overlap, counted = reference(stacked, weight, (states, teacher_weight), target != _IGNORED, d)
         losses = rows if factor is None else rows * factor
@@ -340,8 +341,9 @@ def _run(hidden, weight, teacher, base, target, head, factor, d: Drafter, reduct
     draft_id = None if d.draft_ids is None else _inverse(d.draft_ids, teacher_weight.shape[0])
     divisor, host_divisor = _cross_entropy.split_denominator(denominator, hidden.device)
     code = REDUCTIONS["sum" if denominator is not None else reduction]
+    masks = d.mask_outside and draft_id is not None
     more = (states, teacher_weight, base.reshape(-1), draft_id, _KINDS[d.loss], float(d.eta),
-            d.outside == "count", d.mask_outside and d.draft_ids is not None, divisor, host_divisor, code)  # fmt: skip
+            d.outside == "count", masks, divisor, host_divisor, code)  # fmt: skip
     call, parameters = prepare(_OP, hidden, weight, target, head, token_weight=factor, more=more)
     losses, numbers = _loss.run(call, parameters, scalar=code != 0)
     overlap, counted = numbers.view(2, *target.shape)
