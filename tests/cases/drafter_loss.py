@@ -30,6 +30,7 @@ DEFAULTS = {
 }
 LOSSES = ("ce", "kl", "hard", "tv", "lk")
 COUNT = {"outside": "count", "mask_outside": False}
+SPECULATORS = {"outside": "renormalize", "mask_outside": False}
 
 
 def _of_every_loss(loss: str) -> list[Case]:
@@ -40,7 +41,7 @@ def _of_every_loss(loss: str) -> list[Case]:
         test_case(f"{loss}_same_classes", lead=(13,), H=33, Ht=9, Vt=51, map=None, options=options),
         test_case(f"{loss}_steps", steps=3, masked=0.3, token_weight=True, map="holes", options=everything),
         test_case(f"{loss}_count", steps=2, masked=0.3, options={**options, **COUNT, "chunk_rows": 7}),
-        test_case(f"{loss}_keep", steps=2, map="holes", options={**options, "mask_outside": False}),
+        test_case(f"{loss}_keep", steps=2, map="holes", options={**options, **SPECULATORS}),
         test_case(f"{loss}_none", steps=2, masked=0.3, options={**options, "reduction": "none"}),
         test_case(f"{loss}_long", lead=(3,), H=8, Ht=8, V=9001, Vt=20003, steps=2, options=options),
     ]
@@ -71,7 +72,7 @@ CASES += [
                  steps=steps, options={"loss": loss})
       for loss in ("kl", "lk") for steps in (1, 4)),
     bench_case("kl_8192x4096x32000_truncated_4", lead=(8192,), H=4096, Ht=4096, V=32000, Vt=128256, steps=4,
-               options={"mask_outside": False}),
+               options=SPECULATORS),
     bench_case("kl_512x256x2048+8192", "bench_cpu", lead=(512,), H=256, Ht=256, V=2048, Vt=8192, steps=2),
     bench_case("kl_256x128x512+1024", "smoke", lead=(256,), H=128, Ht=128, V=512, Vt=1024, steps=2),
 ]  # fmt: skip
@@ -119,10 +120,10 @@ def tigon_fn(hidden, weight, teacher, teacher_weight, ids, **options):
     return tigon.drafter_loss(hidden, weight, (teacher, teacher_weight), ids, **options)
 
 
-def _rows(log_q, log_p, label, loss, eta):
+def _rows(log_q, log_p, log_accepted, label, loss, eta):
     """The loss and the overlap of rows."""
-    q, p = log_q.exp(), log_p.exp()
-    overlap = torch.minimum(p, q).sum(-1)
+    p = log_p.exp()
+    overlap = torch.minimum(log_accepted.exp(), log_q.exp()).sum(-1)
     cross = -torch.where(p > 0, p * log_q, 0.0).sum(-1)
     kl = torch.where(p > 0, p * (log_p - log_q), 0.0).sum(-1)
     if loss == "hard":
@@ -133,7 +134,7 @@ def _rows(log_q, log_p, label, loss, eta):
     ], overlap
 
 
-def eager_fn(hidden, weight, teacher, teacher_weight, ids, *, loss="kl", eta=3.0, outside="renormalize",
+def eager_fn(hidden, weight, teacher, teacher_weight, ids, *, loss="kl", eta=3.0, outside="mixed",
              mask_outside=True, mask=None, token_weight=None, shifts=None, step_weights=None,
              position_ids=None, reduction="mean", denominator=None, outputs=("loss",), **others):  # fmt: skip
     """Logits of both heads, upcast, softmax, step by step; also the oracle, on fp64 copies."""
@@ -143,7 +144,8 @@ def eager_fn(hidden, weight, teacher, teacher_weight, ids, *, loss="kl", eta=3.0
     with torch.no_grad():
         z = upcast(F.linear(teacher, teacher_weight))
         kept = z if ids is None else torch.where(ids >= 0, z[..., ids.clamp(min=0)], -torch.inf)
-        log_p = kept - torch.logsumexp(kept if outside == "renormalize" else z, -1, keepdim=True)
+        own, full = (kept - torch.logsumexp(x, -1, keepdim=True) for x in (kept, z))
+        log_p, log_accepted = full if outside == "count" else own, own if outside == "renormalize" else full
         counts = torch.ones(lead, dtype=torch.bool, device=z.device) if mask is None else mask
     label, total, values, accepted = kept.argmax(-1), 0.0, [], []
     inside = kept.amax(-1) == z.amax(-1) if mask_outside else torch.ones_like(counts)
@@ -156,7 +158,7 @@ def eager_fn(hidden, weight, teacher, teacher_weight, ids, *, loss="kl", eta=3.0
             reaches[..., : lead[-1] - keep] = False
             reaches = reaches if position_ids is None else reaches & (position_ids >= shift)
         log_q = torch.log_softmax(upcast(F.linear(states, weight)), -1)
-        rows, overlap = _rows(log_q, log_p, label, loss, eta)
+        rows, overlap = _rows(log_q, log_p, log_accepted, label, loss, eta)
         here = counts & reaches
         rows = factor * torch.where(here & inside, rows, 0.0)
         rows = rows if token_weight is None else rows * token_weight
@@ -175,7 +177,7 @@ oracle_fn = eager_fn
 def _sizes(case: Case):
     p = params(case, DEFAULTS)
     truncated = p["map"] is not None and not p["options"].get("mask_outside", True)
-    truncated = truncated and p["options"].get("outside", "renormalize") == "renormalize"
+    truncated = truncated and p["options"].get("outside") == "renormalize"
     return math.prod(p["lead"]), max(p["steps"], 1), p["H"], p["Ht"], p["V"], p["V"] if truncated else p["Vt"]
 
 
@@ -209,7 +211,7 @@ def gemms(inputs: Inputs, step: bool) -> list:
     hidden, teacher = hidden.detach().reshape(-1, hidden.shape[-1]), teacher.reshape(-1, teacher.shape[-1])
     weight = weight.detach()
     truncated = not inputs.kwargs.get("mask_outside", True) and ids is not None
-    if truncated and inputs.kwargs.get("outside", "renormalize") == "renormalize":
+    if truncated and inputs.kwargs.get("outside") == "renormalize":
         teacher_weight = teacher_weight[: len(ids)]
     products = [lambda: teacher @ teacher_weight.t(), lambda: hidden @ weight.t()]
     if step:

@@ -264,7 +264,10 @@ def _two_heads(draw):
 
 def _drafter(draw):
     options = {"loss": draw.choice(("ce", "kl", "hard", "tv", "lk")), "chunk_rows": draw.choice((None, 1, 7))}
-    options |= {"outside": draw.choice(("renormalize", "count")), "mask_outside": draw.random() < 0.5}
+    options |= {
+        "outside": draw.choice(("renormalize", "mixed", "count")),
+        "mask_outside": draw.random() < 0.5,
+    }
     options |= {"reduction": draw.choice(("mean", "sum", "none"))}
     steps, vocab = draw.choice((0, 1, 3)), draw.choice((16, 67, 130))
     if draw.random() < 0.5:

@@ -41,14 +41,14 @@ struct TeacherPart {
 };
 TeacherPart make_part(Context& ctx, const DrafterLoss& a, const LinearHead& teacher,
                       const LinearHeadRows& rows, int64_t few) {
-  TeacherPart t = {
-      .workspace = linear_head_workspace(ctx, teacher, rows, {.chunk = few}),
-      .pass = {.draft_id = a.draft_id, .outside_counts = a.outside_counts, .mask_outside = a.mask_outside}};
+  TeacherPart t = {.workspace = linear_head_workspace(ctx, teacher, rows, {.chunk = few}),
+                   .pass = {.draft_id = a.draft_id, .mask_outside = a.mask_outside}};
   int64_t v = a.head.weight.rows;
   if (a.draft_id)
     t.pass.columns = linear_head_matrix(ctx, few, v, linear_head_logit_stride(v), teacher.hidden.dtype);
   t.pass.max = linear_head_vector(ctx, few), t.pass.log_sum = linear_head_vector(ctx, few);
   t.pass.label = linear_head_vector(ctx, few, DType::i64);
+  if (a.draft_id && (a.overlap_outside || a.soft_outside)) t.pass.share = linear_head_vector(ctx, few);
   return t;
 }
 void run_part(Context& ctx, const LinearHead& teacher, const LinearHeadRows& rows, TeacherPart& t,
@@ -104,6 +104,7 @@ void drafter_loss(Context& ctx, const DrafterLoss& a) {
                             .teacher = rows_from(a.draft_id ? part.pass.columns : part.pass.logits, 0, n),
                             .max = part.pass.max,
                             .log_sum = part.pass.log_sum,
+                            .share = part.pass.share,
                             .label = part.pass.label,
                             .target = of(rows.labels),
                             .scale = of(factor),
@@ -113,7 +114,8 @@ void drafter_loss(Context& ctx, const DrafterLoss& a) {
                             .ignore_index = a.labels.ignore_index,
                             .kind = a.kind,
                             .eta = a.eta,
-                            .outside_counts = a.outside_counts,
+                            .overlap_outside = a.overlap_outside,
+                            .soft_outside = a.soft_outside,
                             .mask_outside = a.mask_outside,
                             .gradient = gradients};
         TIGON_RUN(kOp, ctx, drafter_rows, pass);

@@ -5,18 +5,18 @@
 // Formula     z = teacher_hidden . teacher_weight^T, of a row, s = hidden . weight^T, of one of its `steps` draft rows (row r of the
 //             teacher has the draft rows r steps ... r steps + steps - 1);  draft_id[c]: the draft's id of the teacher's class c, -1:
 //             it has none; a draft class that no class maps to has p = 0
-//             q = softmax(s);  p = softmax(z), of all classes (outside_counts) or only of those with a draft id;  both over the
-//             draft's classes from here on, P = sum p
+//             q = softmax(s);  p = softmax of z over the classes with a draft id;  P = their share of the softmax over all classes
+//             A = 1, or with `overlap_outside` P;  B = 1, or with `soft_outside` P: what is outside the draft's classes counts
 //             label     the draft's id of the teacher's argmax, of all classes (mask_outside; -1: it has none) or those with one
-//             overlap   sum min(p, q), the probability that a drafted token is accepted (Leviathan et al. 2023,
+//             overlap   sum min(A p, q), the probability that a drafted token is accepted (Leviathan et al. 2023,
 //                       "Fast inference from transformers via speculative decoding", theorem 3.5)
-//             ce        - sum p log q                            hard   - log q[label]
-//             kl        sum p (log p - log q)                    tv     1 - overlap = 1/2 (sum |p - q| + 1 - P)
+//             ce        - sum B p log q                          hard   - log q[label]
+//             kl        sum B p (log B p - log q)                tv     1 - overlap
 //             lk        lambda kl + (1 - lambda) tv, lambda = exp(-eta overlap), a constant of the gradient (Samarin et al. 2026,
 //                       "LK losses: direct acceptance rate optimization for speculative decoding", arXiv:2602.23881)
 //             a row's loss is that times token_weight; 0 log 0 = 0
-// Gradient    ds = P q - p (ce, kl),  q - [c = label] (hard),  q (sign(q - p) - sum q sign(q - p)) / 2 (tv, 0 where p = q), and
-//             lambda and 1 - lambda times those for lk; dhidden, dweight as in linear_head.h. The teacher has no gradient
+// Gradient    ds = B (q - p) (ce, kl),  q - [c = label] (hard),  q (e - sum q e) / 2 with e = sign(q - A p) (tv), and lambda and
+//             1 - lambda times those for lk; dhidden, dweight as in linear_head.h. The teacher has no gradient
 // Shapes      hidden, dhidden [rows steps, H]; weight, dweight [V, H]; teacher_hidden [rows, H_t], teacher_weight [V_t, H_t], any row
 //             stride; draft_id [V_t], empty: V = V_t and the ids are the same; teacher_target [rows]; target, token_weight,
 //             upstream, loss, overlap, counted [rows steps]; scale, total [1]
@@ -52,7 +52,7 @@ struct DrafterLoss {
   Vector loss, overlap, counted;
   DrafterKind kind = DrafterKind::kl;
   float eta = 3.0f;
-  bool outside_counts = false, mask_outside = false;
+  bool overlap_outside = false, soft_outside = false, mask_outside = false;
 };
 TIGON_API void drafter_loss(Context& ctx, const DrafterLoss& a);
 
@@ -62,22 +62,23 @@ struct DrafterTeacher {
   Vector draft_id;    // i32 [V_t]; empty: columns are the logits
   Matrix columns;     // out, with draft_id: [rows, V], logits' dtype
   bool first = true;  // fill classes that no class maps to; later calls on the same memory find them filled
-  bool outside_counts = false, mask_outside = false;
-  Vector max, log_sum;  // out: f32 [rows], log softmax(z) = z - max - log_sum
+  bool mask_outside = false;
+  Vector max, log_sum;  // out: f32 [rows], log p = z - max - log_sum
+  Vector share;         // out: f32 [rows], P; empty: not wanted
   Vector label;         // out: i64 [rows]
 };
 // Losses and, in the place of the logits, gradients of the draft rows of a few rows.
 struct DrafterRows {
-  Matrix draft;    // [rows steps, V], in and out
-  Matrix teacher;  // [rows, V], draft's dtype
-  Vector max, log_sum, label;
-  Vector target;  // i64 [rows steps]
-  Vector scale;   // f32 [1] | [rows steps]: factor of the gradient; empty: 1
+  Matrix draft;                       // [rows steps, V], in and out
+  Matrix teacher;                     // [rows, V], draft's dtype
+  Vector max, log_sum, share, label;  // share empty: 1
+  Vector target;                      // i64 [rows steps]
+  Vector scale;                       // f32 [1] | [rows steps]: factor of the gradient; empty: 1
   Vector loss, overlap, counted;
   int64_t ignore_index = -100;
   DrafterKind kind = DrafterKind::kl;
   float eta = 3.0f;
-  bool outside_counts = false, mask_outside = false, gradient = true;
+  bool overlap_outside = false, soft_outside = false, mask_outside = false, gradient = true;
 };
 
 #define TIGON_DRAFTER_BACKEND                                  \

@@ -48,11 +48,11 @@ struct TeacherParams {
   const T* logits;
   const int* draft_id;
   T* columns;
-  float *max, *log_sum;
+  float *max, *log_sum, *share;
   int64_t* label;
   int64_t stride, columns_stride;
   int rows, cols, classes;
-  bool first, outside_counts, mask_outside;
+  bool first, mask_outside;
 };
 
 // kTeacherRows rows a CTA, which share what is read of the map.
@@ -68,9 +68,9 @@ __global__ __launch_bounds__(kTeacherThreads) void teacher_kernel(
         p.columns[(begin + k) * p.columns_stride + c] = narrow<T>(-INFINITY);
     __syncthreads();
   }
-  Peak<T> peak[kTeacherRows];
+  Peak<T> peak[kTeacherRows], all[kTeacherRows];
 #pragma unroll
-  for (int k = 0; k < kTeacherRows; ++k) peak[k] = Peak<T>::identity();
+  for (int k = 0; k < kTeacherRows; ++k) peak[k] = all[k] = Peak<T>::identity();
 #pragma unroll 2
   for (int c = int(threadIdx.x) * N; c < p.cols; c += kTeacherThreads * N) {
     int id[N];
@@ -83,28 +83,34 @@ __global__ __launch_bounds__(kTeacherThreads) void teacher_kernel(
     for (int k = 0; k < kTeacherRows; ++k) {
       if (k >= rows) break;
       const Vec<T, N> raw = load_stream<T, N>(p.logits + (begin + k) * p.stride + c);
-      float x[N], most = -INFINITY;
+      float x[N], most = -INFINITY, most_of_all = -INFINITY;
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         const bool inside = id[j] >= 0, here = c + j < p.cols;
         x[j] = here ? raw[j] : -INFINITY;
+        most_of_all = fmaxf(most_of_all, x[j]);
         if (here && (inside || p.mask_outside) && (x[j] > peak[k].top || peak[k].at == INT_MAX))
           peak[k].top = x[j], peak[k].at = c + j;
         if (inside && here && p.draft_id != nullptr)
           p.columns[(begin + k) * p.columns_stride + id[j]] = raw.v[j];
-        if (!inside && !p.outside_counts) x[j] = -INFINITY;
-        most = fmaxf(most, x[j]);
+        if (inside) most = fmaxf(most, x[j]);
       }
+      if (p.share != nullptr) all[k].add(x, most_of_all);
+#pragma unroll
+      for (int j = 0; j < N; ++j) x[j] = id[j] >= 0 ? x[j] : -INFINITY;
       peak[k].add(x, most);
     }
   }
 #pragma unroll
   for (int k = 0; k < kTeacherRows; ++k) {
-    const Peak<T> all = all_reduce_row<0, false>(peak[k], storage, k);
+    const Peak<T> of = all_reduce_row<0, false>(peak[k], storage, 2 * k);
+    const OnlineSoftmax<T> whole = all_reduce_row<0, false>(all[k], storage, 2 * k + 1).sum;
     if (k >= rows || threadIdx.x != 0) continue;
-    p.max[begin + k] = all.sum.m;
-    p.log_sum[begin + k] = ::logf(all.sum.s);
-    p.label[begin + k] = all.at == INT_MAX ? -1 : p.draft_id != nullptr ? p.draft_id[all.at] : all.at;
+    const float log_sum = ::logf(of.sum.s);
+    p.max[begin + k] = of.sum.m;
+    p.log_sum[begin + k] = log_sum;
+    if (p.share != nullptr) p.share[begin + k] = exp((of.sum.m - whole.m) + (log_sum - ::logf(whole.s)));
+    p.label[begin + k] = of.at == INT_MAX ? -1 : p.draft_id != nullptr ? p.draft_id[of.at] : of.at;
   }
 }
 
@@ -117,7 +123,7 @@ struct DraftRow {
   static constexpr bool kFill[kIn] = {true, true};
   static constexpr int N = AlignedRow<T>::N;
   RowsOf<T, kIn> rows;
-  const float *max, *log_sum, *scale;
+  const float *max, *log_sum, *share, *scale;
   const int64_t *label, *target;
   float *loss, *overlap, *counted;
   int64_t ignore_index;
@@ -125,7 +131,7 @@ struct DraftRow {
   int scale_step;
   float eta;
   DrafterKind kind;
-  bool outside_counts, mask_outside;
+  bool overlap_outside, soft_outside, mask_outside;
 
   // The row of an input that row r reads.
   template <int K>
@@ -152,29 +158,31 @@ struct DraftRow {
     const float part_s = 1.0f / all.s, part_t = exp(-log_sum_t);
     const float apart = (log_sum_t - log_sum_s) * kLog2e, low = log_sum_t * kLog2e;
     const float cross = kind == DrafterKind::ce ? 1.0f : 0.0f;
-    SumArray<4> sums = {};
+    const float inside = share != nullptr ? share[of] : 1.0f;
+    const float part = overlap_outside ? inside : 1.0f, b = soft_outside ? inside : 1.0f;
+    SumArray<3> sums = {};
     row.for_each_vec([&](const float (&x)[2][N]) {
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         const float u = x[0][j] - m_s, v = x[1][j] - m_t;
         const float q = exp_minus_max<T>(u, 0.0f) * part_s, p = exp_minus_max<T>(v, 0.0f) * part_t;
-        drafter_terms(q, p, fma(u - v, kLog2e, apart), fma(v, kLog2e, -low), cross, sums.s);
+        drafter_terms(q, p, part, fma(u - v, kLog2e, apart), fma(v, kLog2e, -low), cross, sums.s);
       }
     });
     sums = row.all_reduce(sums);
     const float lambda = exp(-eta * sums.s[1]);
     if (row.leads()) {
       const float hard_loss = (m_s - label_logit) + log_sum_s;
-      loss[r] = counts ? drafter_row_loss(kind, sums.s, lambda, hard_loss) : 0.0f;
+      loss[r] = counts ? drafter_row_loss(kind, sums.s, b, ::logf(b), lambda, hard_loss) : 0.0f;
       overlap[r] = counts ? sums.s[1] : 0.0f;
       counted[r] = counts ? 1.0f : 0.0f;
     }
     const float gain = scale != nullptr ? scale[r * scale_step] : 1.0f;
-    const DrafterGains g = drafter_gains(kind, sums.s, outside_counts, lambda, gain);
+    const DrafterGains g = drafter_gains(kind, sums.s, b, lambda, gain);
     row.write([&](const float (&x)[2][N], int j, int c) {
       const float q = exp_minus_max<T>(x[0][j] - m_s, 0.0f) * part_s;
       const float p = exp_minus_max<T>(x[1][j] - m_t, 0.0f) * part_t;
-      const float slope = drafter_gradient(q, p, g.of_q, g.of_sign, g.of_p);
+      const float slope = drafter_gradient(q, p, part, g.of_q, g.of_sign, g.of_p);
       return counts ? slope - (c == at ? g.of_label : 0.0f) : 0.0f;
     });
   }
@@ -192,6 +200,7 @@ void drafter_teacher(Context& ctx, const DrafterTeacher& a) {
                             .columns = a.columns.row<T>(0),
                             .max = a.max.as<float>(),
                             .log_sum = a.log_sum.as<float>(),
+                            .share = a.share.as<float>(),
                             .label = a.label.as<int64_t>(),
                             .stride = a.logits.stride,
                             .columns_stride = a.columns.stride,
@@ -199,7 +208,6 @@ void drafter_teacher(Context& ctx, const DrafterTeacher& a) {
                             .cols = int(a.logits.cols),
                             .classes = int(a.columns.cols),
                             .first = a.first,
-                            .outside_counts = a.outside_counts,
                             .mask_outside = a.mask_outside});
   });
 }
@@ -210,6 +218,7 @@ void drafter_rows(Context& ctx, const DrafterRows& a) {
     DraftRow<T> op = {.rows = rows_of<T, 2>({a.draft, a.teacher}, a.gradient ? a.draft : Matrix{}),
                       .max = a.max.as<float>(),
                       .log_sum = a.log_sum.as<float>(),
+                      .share = a.share.as<float>(),
                       .scale = a.scale.as<float>(),
                       .label = a.label.as<int64_t>(),
                       .target = a.target.as<int64_t>(),
@@ -221,7 +230,8 @@ void drafter_rows(Context& ctx, const DrafterRows& a) {
                       .scale_step = a.scale.size == 1 ? 0 : 1,
                       .eta = a.eta,
                       .kind = a.kind,
-                      .outside_counts = a.outside_counts,
+                      .overlap_outside = a.overlap_outside,
+                      .soft_outside = a.soft_outside,
                       .mask_outside = a.mask_outside};
     run_row_op(kOp, ctx, op);
   });

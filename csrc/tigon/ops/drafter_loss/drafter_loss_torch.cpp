@@ -12,14 +12,15 @@ struct Teacher {
   OptionalTensor draft_id;
   int64_t kind;
   double eta;
-  bool outside_counts, mask_outside;
+  bool overlap_outside, soft_outside, mask_outside;
 
   static constexpr const char* kSchema =
       ", Tensor teacher_hidden, Tensor teacher_weight, Tensor teacher_target, Tensor? draft_id, int kind,"
-      " float eta, bool outside_counts, bool mask_outside";
+      " float eta, bool overlap_outside, bool soft_outside, bool mask_outside";
   static Teacher take(Stack& s) {
-    return {s.take<Tensor>(),  s.take<Tensor>(), s.take<Tensor>(), s.take<OptionalTensor>(),
-            s.take<int64_t>(), s.take<double>(), s.take<bool>(),   s.take<bool>()};
+    return {s.take<Tensor>(),         s.take<Tensor>(),  s.take<Tensor>(),
+            s.take<OptionalTensor>(), s.take<int64_t>(), s.take<double>(),
+            s.take<bool>(),           s.take<bool>(),    s.take<bool>()};
   }
 };
 
@@ -41,7 +42,8 @@ DrafterLoss arguments(Operands& t, const Formula& f, const Memory& m, Teacher& f
                    .token_weight = vector_of(kOp, "token_weight", t.token_weight),
                    .kind = DrafterKind(from.kind),
                    .eta = float(from.eta),
-                   .outside_counts = from.outside_counts,
+                   .overlap_outside = from.overlap_outside,
+                   .soft_outside = from.soft_outside,
                    .mask_outside = from.mask_outside};
   RowNumbers numbers(kOp, t.hidden, a.head.hidden.rows, 3, 3);
   a.overlap = numbers.take(1), a.counted = numbers.take(2);

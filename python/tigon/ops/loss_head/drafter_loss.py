@@ -42,7 +42,11 @@ from tigon.ops.loss_head.reference import result_type
 
 _OP = "drafter_loss"
 _KINDS = {"ce": 0, "kl": 1, "hard": 2, "tv": 3, "lk": 4}
-_OUTSIDE = ("renormalize", "count")
+_OUTSIDE = {
+    "renormalize": (False, False),
+    "mixed": (True, False),
+    "count": (True, True),
+}  # overlap, ce and kl
 _IGNORED = -100
 
 
@@ -57,7 +61,7 @@ class Drafter(NamedTuple):
 
 
 # The operator: after operands, formula and memory come the teacher's hidden states, weight, labels and draft
-# ids, four options, and how the losses of rows become one.
+# ids, five options, and how the losses of rows become one.
 
 
 def _fake(*arguments):
@@ -79,7 +83,7 @@ def _rows_gradients(tensors, upstream, call, **ignored):
 
 _rows_backward = raw("drafter_loss_rows_bwd", _fake_rows, _OP)
 _loss = HeadLoss(_OP, _fake, _rows_gradients, lambda call, output: (*call.operands, *call.more[:4]),
-                 lambda call: call.more[4:8])  # fmt: skip
+                 lambda call: call.more[4:9])  # fmt: skip
 
 
 def reference(hidden, weight, teacher, counts, d: Drafter):
@@ -89,15 +93,15 @@ def reference(hidden, weight, teacher, counts, d: Drafter):
         z = F.linear(teacher[0].to(wide), teacher[1].to(wide))
         ids = torch.arange(z.shape[-1], device=z.device) if d.draft_ids is None else d.draft_ids
         inside = z[..., ids.clamp(min=0)].masked_fill(ids < 0, -torch.inf)
-        lse = torch.logsumexp(z if d.outside == "count" else inside, -1, keepdim=True)
-        log_p = (inside - lse).unsqueeze(-2)
+        log_p, log_all = torch.log_softmax(inside, -1).unsqueeze(-2), torch.logsumexp(z, -1)[..., None, None]
+        of_overlap, soft = (inside.unsqueeze(-2) - log_all if own else log_p for own in _OUTSIDE[d.outside])
         label = inside.argmax(-1)
         if d.mask_outside:
             counts = counts & (inside.amax(-1) == z.amax(-1)).unsqueeze(-1)
-    log_q, p = torch.log_softmax(F.linear(hidden.to(wide), weight.to(wide)), -1), log_p.exp()
-    overlap = torch.minimum(p, log_q.exp()).sum(-1)
+    log_q, p = torch.log_softmax(F.linear(hidden.to(wide), weight.to(wide)), -1), soft.exp()
+    overlap = torch.minimum(of_overlap.exp(), log_q.exp()).sum(-1)
     cross = -torch.where(p > 0, p * log_q, 0.0).sum(-1)
-    kl = cross + torch.where(p > 0, p * log_p, 0.0).sum(-1)
+    kl = cross + torch.where(p > 0, p * soft, 0.0).sum(-1)
     blend = torch.exp(-d.eta * overlap.detach())
     rows = {
         "ce": lambda: cross,
@@ -173,7 +177,7 @@ def drafter_loss(
     *,
     loss: str = "kl",
     eta: float = 3.0,
-    outside: str = "renormalize",
+    outside: str = "mixed",
     mask_outside: bool = True,
     mask: torch.Tensor | None = None,
     token_weight: torch.Tensor | None = None,
@@ -208,8 +212,9 @@ def drafter_loss(
         loss: what is minimised, see above.
         eta: >= 0, of ``"lk"``; 0 is ``"kl"``, a large one ``"tv"``.
         outside: the teacher's probability outside the draft's classes: ``"renormalize"`` leaves it out, p is
-            a softmax of the draft's classes; ``"count"`` keeps the softmax of all classes, so that
-            it counts as never accepted (the sums of ``"ce"`` and ``"kl"`` are then of a part of p).
+            a softmax of the draft's classes; ``"count"`` takes p from the softmax of all classes, so that
+            what is outside is never accepted; ``"mixed"`` does so for the overlap, and renormalizes p for
+            ``"ce"`` and ``"kl"``, as the authors of the LK losses do.
         mask_outside: leave out the rows whose most likely class the draft does not have, as EAGLE-3 does.
             False, with ``"renormalize"``, multiplies only the draft's rows of the teacher's weight; the
             label of ``"hard"`` is then the most likely of them.
@@ -343,7 +348,7 @@ def _run(hidden, weight, teacher, base, target, head, factor, d: Drafter, reduct
     code = REDUCTIONS["sum" if denominator is not None else reduction]
     masks = d.mask_outside and draft_id is not None
     more = (states, teacher_weight, base.reshape(-1), draft_id, _KINDS[d.loss], float(d.eta),
-            d.outside == "count", masks, divisor, host_divisor, code)  # fmt: skip
+            *_OUTSIDE[d.outside], masks, divisor, host_divisor, code)  # fmt: skip
     call, parameters = prepare(_OP, hidden, weight, target, head, token_weight=factor, more=more)
     losses, numbers = _loss.run(call, parameters, scalar=code != 0)
     overlap, counted = numbers.view(2, *target.shape)
