@@ -38,8 +38,10 @@ struct alignas(16) Peak {
       sum.m = most;
     }
     const float from = finite_max(sum.m);
+    float part = 0.0f;
 #pragma unroll
-    for (int j = 0; j < N; ++j) sum.s += exp_minus_max<T>(x[j], from);
+    for (int j = 0; j < N; ++j) part += exp_minus_max<T>(x[j], from);
+    sum.s += part;
   }
 };
 
@@ -162,12 +164,16 @@ struct DraftRow {
     const float part = overlap_outside ? inside : 1.0f, b = soft_outside ? inside : 1.0f;
     SumArray<3> sums = {};
     row.for_each_vec([&](const float (&x)[2][N]) {
+      float of_vec[3] =
+          {};  // one chain of additions through all vectors makes the compiler compute them all first
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         const float u = x[0][j] - m_s, v = x[1][j] - m_t;
         const float q = exp_minus_max<T>(u, 0.0f) * part_s, p = exp_minus_max<T>(v, 0.0f) * part_t;
-        drafter_terms(q, p, part, fma(u - v, kLog2e, apart), fma(v, kLog2e, -low), cross, sums.s);
+        drafter_terms(q, p, part, fma(u - v, kLog2e, apart), fma(v, kLog2e, -low), cross, of_vec);
       }
+#pragma unroll
+      for (int k = 0; k < 3; ++k) sums.s[k] += of_vec[k];
     });
     sums = row.all_reduce(sums);
     const float lambda = exp(-eta * sums.s[1]);
