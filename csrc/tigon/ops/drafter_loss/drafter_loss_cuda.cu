@@ -46,58 +46,57 @@ struct alignas(16) Peak {
 };
 
 template <class T>
-struct TeacherParams {
-  const T* logits;
-  const int* draft_id;
-  T* columns;
-  float *max, *log_sum, *share;
-  int64_t* label;
-  int64_t stride, columns_stride;
-  int rows, cols, classes;
-  bool first, mask_outside;
-};
+__device__ __forceinline__ T* begin_of(const Vector& v) {
+  return static_cast<T*>(v.data);
+}
+template <class T>
+__device__ __forceinline__ T* row_of(const Matrix& m, int64_t r) {
+  return static_cast<T*>(m.data) + r * m.stride;
+}
 
 // kTeacherRows rows a CTA, which share what is read of the map.
 template <class T>
-__global__ __launch_bounds__(kTeacherThreads) void teacher_kernel(
-    const __grid_constant__ TeacherParams<T> p) {
+__global__ __launch_bounds__(kTeacherThreads,
+                             2) void teacher_kernel(const __grid_constant__ DrafterTeacher a) {
   constexpr int N = 16 / sizeof(T);
   __shared__ ReduceStorage<Peak<T>> storage;
-  const int begin = int(blockIdx.x) * kTeacherRows, rows = min(kTeacherRows, p.rows - begin);
-  if (p.first && p.draft_id != nullptr) {
+  const int64_t begin = int64_t(blockIdx.x) * kTeacherRows;
+  const int rows = int(min(int64_t(kTeacherRows), a.logits.rows - begin)), cols = int(a.logits.cols);
+  const int* map = begin_of<const int>(a.draft_id);
+  const bool wants_share = a.share.data != nullptr;
+  if (a.first && map != nullptr) {
     for (int k = 0; k < rows; ++k)
-      for (int c = int(threadIdx.x); c < p.classes; c += kTeacherThreads)
-        p.columns[(begin + k) * p.columns_stride + c] = narrow<T>(-INFINITY);
+      for (int c = int(threadIdx.x); c < a.columns.cols; c += kTeacherThreads)
+        row_of<T>(a.columns, begin + k)[c] = narrow<T>(-INFINITY);
     __syncthreads();
   }
   Peak<T> peak[kTeacherRows], all[kTeacherRows];
 #pragma unroll
   for (int k = 0; k < kTeacherRows; ++k) peak[k] = all[k] = Peak<T>::identity();
 #pragma unroll 2
-  for (int c = int(threadIdx.x) * N; c < p.cols; c += kTeacherThreads * N) {
+  for (int c = int(threadIdx.x) * N; c < cols; c += kTeacherThreads * N) {
     int id[N];
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       id[j] = c + j;
-      if (p.draft_id != nullptr) id[j] = c + j < p.cols ? __ldg(p.draft_id + c + j) : -1;
+      if (map != nullptr) id[j] = c + j < cols ? __ldg(map + c + j) : -1;
     }
 #pragma unroll
     for (int k = 0; k < kTeacherRows; ++k) {
       if (k >= rows) break;
-      const Vec<T, N> raw = load_stream<T, N>(p.logits + (begin + k) * p.stride + c);
+      const Vec<T, N> raw = load_stream<T, N>(row_of<const T>(a.logits, begin + k) + c);
       float x[N], most = -INFINITY, most_of_all = -INFINITY;
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        const bool inside = id[j] >= 0, here = c + j < p.cols;
+        const bool inside = id[j] >= 0, here = c + j < cols;
         x[j] = here ? raw[j] : -INFINITY;
         most_of_all = fmaxf(most_of_all, x[j]);
-        if (here && (inside || p.mask_outside) && (x[j] > peak[k].top || peak[k].at == INT_MAX))
+        if (here && (inside || a.mask_outside) && (x[j] > peak[k].top || peak[k].at == INT_MAX))
           peak[k].top = x[j], peak[k].at = c + j;
-        if (inside && here && p.draft_id != nullptr)
-          p.columns[(begin + k) * p.columns_stride + id[j]] = raw.v[j];
+        if (inside && here && map != nullptr) row_of<T>(a.columns, begin + k)[id[j]] = raw.v[j];
         if (inside) most = fmaxf(most, x[j]);
       }
-      if (p.share != nullptr) all[k].add(x, most_of_all);
+      if (wants_share) all[k].add(x, most_of_all);
 #pragma unroll
       for (int j = 0; j < N; ++j) x[j] = id[j] >= 0 ? x[j] : -INFINITY;
       peak[k].add(x, most);
@@ -109,10 +108,11 @@ __global__ __launch_bounds__(kTeacherThreads) void teacher_kernel(
     const OnlineSoftmax<T> whole = all_reduce_row<0, false>(all[k], storage, 2 * k + 1).sum;
     if (k >= rows || threadIdx.x != 0) continue;
     const float log_sum = ::logf(of.sum.s);
-    p.max[begin + k] = of.sum.m;
-    p.log_sum[begin + k] = log_sum;
-    if (p.share != nullptr) p.share[begin + k] = exp((of.sum.m - whole.m) + (log_sum - ::logf(whole.s)));
-    p.label[begin + k] = of.at == INT_MAX ? -1 : p.draft_id != nullptr ? p.draft_id[of.at] : of.at;
+    begin_of<float>(a.max)[begin + k] = of.sum.m;
+    begin_of<float>(a.log_sum)[begin + k] = log_sum;
+    if (wants_share)
+      begin_of<float>(a.share)[begin + k] = exp((of.sum.m - whole.m) + (log_sum - ::logf(whole.s)));
+    begin_of<int64_t>(a.label)[begin + k] = of.at == INT_MAX ? -1 : map != nullptr ? map[of.at] : of.at;
   }
 }
 
@@ -125,15 +125,8 @@ struct DraftRow {
   static constexpr bool kFill[kIn] = {true, true};
   static constexpr int N = AlignedRow<T>::N;
   RowsOf<T, kIn> rows;
-  const float *max, *log_sum, *share, *scale;
-  const int64_t *label, *target;
-  float *loss, *overlap, *counted;
-  int64_t ignore_index;
+  DrafterRows a;
   unsigned steps;
-  int scale_step;
-  float eta;
-  DrafterKind kind;
-  bool overlap_outside, soft_outside, mask_outside;
 
   // The row of an input that row r reads.
   template <int K>
@@ -144,8 +137,8 @@ struct DraftRow {
   template <class Row>
   __device__ __forceinline__ void operator()(Row& row) const {
     const int64_t r = row.live ? row.index : 0, of = source<1>(r);
-    const int at = int(label[of]);
-    const bool counts = target[r] != ignore_index && !(mask_outside && at < 0);
+    const int at = int(begin_of<const int64_t>(a.label)[of]);
+    const bool counts = begin_of<const int64_t>(a.target)[r] != a.ignore_index && !(a.mask_outside && at < 0);
     const float label_logit = at < 0 ? -INFINITY : widen(rows.in[0][r * rows.in_stride[0] + at]);
     Peak<T> own = Peak<T>::identity();
     row.for_each_vec([&](const float (&x)[2][N]) {
@@ -155,17 +148,17 @@ struct DraftRow {
       own.add(x[0], most);
     });
     const OnlineSoftmax<T> all = row.all_reduce(own).sum;
-    const float m_s = finite_max(all.m), m_t = finite_max(max[of]), log_sum_s = ::logf(all.s),
-                log_sum_t = log_sum[of];
+    const float m_s = finite_max(all.m), m_t = finite_max(begin_of<const float>(a.max)[of]);
+    const float log_sum_s = ::logf(all.s), log_sum_t = begin_of<const float>(a.log_sum)[of];
     const float part_s = 1.0f / all.s, part_t = exp(-log_sum_t);
     const float apart = (log_sum_t - log_sum_s) * kLog2e, low = log_sum_t * kLog2e;
-    const float cross = kind == DrafterKind::ce ? 1.0f : 0.0f;
-    const float inside = share != nullptr ? share[of] : 1.0f;
-    const float part = overlap_outside ? inside : 1.0f, b = soft_outside ? inside : 1.0f;
+    const float cross = a.kind == DrafterKind::ce ? 1.0f : 0.0f;
+    const float share = a.share.data != nullptr ? begin_of<const float>(a.share)[of] : 1.0f;
+    const float part = a.overlap_outside ? share : 1.0f, b = a.soft_outside ? share : 1.0f;
     SumArray<3> sums = {};
     row.for_each_vec([&](const float (&x)[2][N]) {
-      float of_vec[3] =
-          {};  // one chain of additions through all vectors makes the compiler compute them all first
+      // One chain of additions through all vectors makes the compiler compute them all first.
+      float of_vec[3] = {};
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         const float u = x[0][j] - m_s, v = x[1][j] - m_t;
@@ -176,15 +169,17 @@ struct DraftRow {
       for (int k = 0; k < 3; ++k) sums.s[k] += of_vec[k];
     });
     sums = row.all_reduce(sums);
-    const float lambda = exp(-eta * sums.s[1]);
+    const float lambda = exp(-a.eta * sums.s[1]);
     if (row.leads()) {
       const float hard_loss = (m_s - label_logit) + log_sum_s;
-      loss[r] = counts ? drafter_row_loss(kind, sums.s, b, ::logf(b), lambda, hard_loss) : 0.0f;
-      overlap[r] = counts ? sums.s[1] : 0.0f;
-      counted[r] = counts ? 1.0f : 0.0f;
+      begin_of<float>(a.loss)[r] =
+          counts ? drafter_row_loss(a.kind, sums.s, b, ::logf(b), lambda, hard_loss) : 0.0f;
+      begin_of<float>(a.overlap)[r] = counts ? sums.s[1] : 0.0f;
+      begin_of<float>(a.counted)[r] = counts ? 1.0f : 0.0f;
     }
-    const float gain = scale != nullptr ? scale[r * scale_step] : 1.0f;
-    const DrafterGains g = drafter_gains(kind, sums.s, b, lambda, gain);
+    const float gain =
+        a.scale.data != nullptr ? begin_of<const float>(a.scale)[a.scale.size == 1 ? 0 : r] : 1.0f;
+    const DrafterGains g = drafter_gains(a.kind, sums.s, b, lambda, gain);
     row.write([&](const float (&x)[2][N], int j, int c) {
       const float q = exp_minus_max<T>(x[0][j] - m_s, 0.0f) * part_s;
       const float p = exp_minus_max<T>(x[1][j] - m_t, 0.0f) * part_t;
@@ -200,46 +195,15 @@ void drafter_teacher(Context& ctx, const DrafterTeacher& a) {
   dispatch_float(kOp, "teacher", a.logits.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     launch(kOp, ctx, teacher_kernel<T>,
-           {.blocks = ceil_div(a.logits.rows, kTeacherRows), .threads = kTeacherThreads},
-           TeacherParams<T>{.logits = a.logits.row<const T>(0),
-                            .draft_id = a.draft_id.as<int32_t>(),
-                            .columns = a.columns.row<T>(0),
-                            .max = a.max.as<float>(),
-                            .log_sum = a.log_sum.as<float>(),
-                            .share = a.share.as<float>(),
-                            .label = a.label.as<int64_t>(),
-                            .stride = a.logits.stride,
-                            .columns_stride = a.columns.stride,
-                            .rows = int(a.logits.rows),
-                            .cols = int(a.logits.cols),
-                            .classes = int(a.columns.cols),
-                            .first = a.first,
-                            .mask_outside = a.mask_outside});
+           {.blocks = ceil_div(a.logits.rows, kTeacherRows), .threads = kTeacherThreads}, a);
   });
 }
 
 void drafter_rows(Context& ctx, const DrafterRows& a) {
   dispatch_float(kOp, "draft", a.draft.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
-    DraftRow<T> op = {.rows = rows_of<T, 2>({a.draft, a.teacher}, a.gradient ? a.draft : Matrix{}),
-                      .max = a.max.as<float>(),
-                      .log_sum = a.log_sum.as<float>(),
-                      .share = a.share.as<float>(),
-                      .scale = a.scale.as<float>(),
-                      .label = a.label.as<int64_t>(),
-                      .target = a.target.as<int64_t>(),
-                      .loss = a.loss.as<float>(),
-                      .overlap = a.overlap.as<float>(),
-                      .counted = a.counted.as<float>(),
-                      .ignore_index = a.ignore_index,
-                      .steps = unsigned(a.draft.rows / a.teacher.rows),
-                      .scale_step = a.scale.size == 1 ? 0 : 1,
-                      .eta = a.eta,
-                      .kind = a.kind,
-                      .overlap_outside = a.overlap_outside,
-                      .soft_outside = a.soft_outside,
-                      .mask_outside = a.mask_outside};
-    run_row_op(kOp, ctx, op);
+    RowsOf<T, 2> rows = rows_of<T, 2>({a.draft, a.teacher}, a.gradient ? a.draft : Matrix{});
+    run_row_op(kOp, ctx, DraftRow<T>{rows, a, unsigned(a.draft.rows / a.teacher.rows)});
   });
 }
 

@@ -24,61 +24,52 @@ struct Teacher {
   }
 };
 
-struct Results {
-  Tensor losses, numbers;  // overlap and counted, a row each
-};
-DrafterLoss arguments(Operands& t, const Formula& f, const Memory& m, Teacher& from, Results& results) {
+DrafterLoss arguments(Operands& t, const Formula& f, const Memory& m, Teacher& from) {
   for (auto [name, x] : {std::pair{"teacher_hidden", &from.hidden},
                          {"teacher_weight", &from.weight},
                          {"teacher_target", &from.target}})
     check_same_device(kOp, name, *x, t.hidden);
   if (from.draft_id) check_same_device(kOp, "draft_id", *from.draft_id, t.hidden);
-  DrafterLoss a = {.head = head_of(kOp, t, f),
-                   .labels = labels_of(kOp, t, f, m),
-                   .teacher_hidden = rows_of(kOp, "teacher_hidden", from.hidden),
-                   .teacher_weight = rows_of(kOp, "teacher_weight", from.weight),
-                   .teacher_target = vector_of(kOp, "teacher_target", from.target),
-                   .draft_id = vector_of(kOp, "draft_id", from.draft_id),
-                   .token_weight = vector_of(kOp, "token_weight", t.token_weight),
-                   .kind = DrafterKind(from.kind),
-                   .eta = float(from.eta),
-                   .overlap_outside = from.overlap_outside,
-                   .soft_outside = from.soft_outside,
-                   .mask_outside = from.mask_outside};
-  RowNumbers numbers(kOp, t.hidden, a.head.hidden.rows, 3, 3);
-  a.overlap = numbers.take(1), a.counted = numbers.take(2);
-  results.numbers = numbers.numbers;
-  return a;
+  return {.head = head_of(kOp, t, f),
+          .labels = labels_of(kOp, t, f, m),
+          .teacher_hidden = rows_of(kOp, "teacher_hidden", from.hidden),
+          .teacher_weight = rows_of(kOp, "teacher_weight", from.weight),
+          .teacher_target = vector_of(kOp, "teacher_target", from.target),
+          .draft_id = vector_of(kOp, "draft_id", from.draft_id),
+          .token_weight = vector_of(kOp, "token_weight", t.token_weight),
+          .kind = DrafterKind(from.kind),
+          .eta = float(from.eta),
+          .overlap_outside = from.overlap_outside,
+          .soft_outside = from.soft_outside,
+          .mask_outside = from.mask_outside};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(
-    Operands operands, Formula formula, Memory memory, Teacher teacher, Reduced by) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> run(
+    Operands& operands, const Formula& formula, Memory memory, Teacher& teacher, const Reduced& by,
+    OptionalTensor upstream) {
   const Tensor& hidden = operands.hidden;
-  Results results;
-  DrafterLoss a = arguments(operands, formula, memory, teacher, results);
+  DrafterLoss a = arguments(operands, formula, memory, teacher);
   LossTensors t(kOp, hidden, a.head.hidden.rows, by);
   a.reduction = t.reduction, a.loss = vector_of(kOp, "loss", t.losses);
-  if (!t.scalar) memory.needs = 0;
+  a.upstream = vector_of(kOp, "upstream gradient", upstream);
+  RowNumbers numbers(kOp, hidden, a.head.hidden.rows, 3, 3);
+  a.overlap = numbers.take(1), a.counted = numbers.take(2);
+  if (!t.scalar && !upstream) memory.needs = 0;
   HeadGradients g = make_gradients(a.head, hidden, memory);
   auto ctx = make_context(hidden);
   drafter_loss(*ctx, a);
-  return {t.loss(), t.scale, g.hidden, g.weight, g.bias, g.lora_a, g.lora_b, results.numbers};
+  return {t.loss(), t.scale, g.hidden, g.weight, g.bias, g.lora_a, g.lora_b, numbers.numbers};
 }
 
+auto forward(Operands operands, Formula formula, Memory memory, Teacher teacher, Reduced by) {
+  return run(operands, formula, memory, teacher, by, {});
+}
 // Gradients of per-row losses: the logits are computed again, with each row's upstream gradient folded in.
 FiveGradients rows_backward(Tensor upstream, Operands operands, Formula formula, Memory memory,
                             Teacher teacher) {
-  const Tensor& hidden = operands.hidden;
-  Results results;
-  DrafterLoss a = arguments(operands, formula, memory, teacher, results);
-  a.reduction.kind = Reduction::none;
-  a.upstream = vector_of(kOp, "upstream gradient", upstream);
-  results.losses = make(hidden, {a.head.hidden.rows}, DType::f32);
-  a.loss = vector_of(kOp, "loss", results.losses);
-  HeadGradients g = make_gradients(a.head, hidden, memory);
-  auto ctx = make_context(hidden);
-  drafter_loss(*ctx, a);
-  return {g.hidden, g.weight, g.bias, g.lora_a, g.lora_b};
+  auto [loss, scale, dhidden, dweight, dbias, dlora_a, dlora_b, rows] =
+      run(operands, formula, memory, teacher, {.reduction = int64_t(Reduction::none)}, upstream);
+  return {dhidden, dweight, dbias, dlora_a, dlora_b};
 }
 
 }  // namespace
