@@ -15,8 +15,8 @@
 //             lk        lambda kl + (1 - lambda) tv, lambda = exp(-eta overlap), a constant of the gradient (Samarin et al. 2026,
 //                       "LK losses: direct acceptance rate optimization for speculative decoding", arXiv:2602.23881)
 //             a row's loss is that times token_weight; 0 log 0 = 0
-// Gradient    ds = B (q - p) (ce, kl),  q - [c = label] (hard),  q (e - sum q e) / 2 with e = sign(q - A p) (tv), and lambda and
-//             1 - lambda times those for lk; dhidden, dweight as in linear_head.h. The teacher has no gradient
+// Gradient    ds = B (q - p) (ce, kl),  q - [c = label] (hard),  q (sum q u - u) with u = [q < A p], 1/2 where they are equal (tv),
+//             and lambda and 1 - lambda times those for lk; dhidden, dweight as in linear_head.h. The teacher has no gradient
 // Shapes      hidden, dhidden [rows steps, H]; weight, dweight [V, H]; teacher_hidden [rows, H_t], teacher_weight [V_t, H_t], any row
 //             stride; draft_id [V_t], empty: V = V_t and the ids are the same; teacher_target [rows]; target, token_weight,
 //             upstream, loss, overlap, counted [rows steps]; scale, total [1]

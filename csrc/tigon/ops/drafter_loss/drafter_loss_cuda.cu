@@ -183,7 +183,7 @@ struct DraftRow {
     row.write([&](const float (&x)[2][N], int j, int c) {
       const float q = exp_minus_max<T>(x[0][j] - m_s, 0.0f) * part_s;
       const float p = exp_minus_max<T>(x[1][j] - m_t, 0.0f) * part_t;
-      const float slope = drafter_gradient(q, p, part, g.of_q, g.of_sign, g.of_p);
+      const float slope = drafter_gradient(q, p, part, g.of_q, g.of_taken, g.of_p);
       return counts ? slope - (c == at ? g.of_label : 0.0f) : 0.0f;
     });
   }
