@@ -226,7 +226,7 @@ def _drafter():
 
 
 def _plain_drafter(hidden, weight, teacher):
-    logits = (F.linear(_wide(x), _wide(w)) for x, w in ((hidden, weight), teacher))
+    logits = (_wide(F.linear(x, w)) for x, w in ((hidden, weight), teacher))
     student, other = map(_log_softmax, logits)
     return (other.exp() * (other - student)).sum() / ROWS
 

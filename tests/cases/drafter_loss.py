@@ -88,7 +88,7 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     teacher_weight = draw.randn(vt, ht, scale=p["scale"] / math.sqrt(ht))
     order = torch.randperm(vt, generator=torch.Generator().manual_seed(seed)).to(device)
     picks = draw.labels(vt, *lead)
-    teacher = draw.randn(*lead, ht) + (2.0 * teacher_weight[picks]).to(dtype)
+    teacher = draw.randn(*lead, ht) + (3.0 * teacher_weight[picks]).to(dtype)
     ids = None
     if p["map"] is not None:
         ids = order[:v].clone()
