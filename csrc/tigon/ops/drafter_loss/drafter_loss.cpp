@@ -55,7 +55,7 @@ void run_part(Context& ctx, const LinearHead& teacher, const LinearHeadRows& row
               int64_t begin, int64_t count) {
   LinearHeadChunk c = linear_head_chunk(teacher, rows, t.workspace, begin, count);
   linear_head_logits(ctx, teacher, c);
-  t.pass.first = begin == 0, t.pass.logits = c.logits;
+  t.pass.logits = c.logits;
   TIGON_RUN(kOp, ctx, drafter_teacher, t.pass);
 }
 

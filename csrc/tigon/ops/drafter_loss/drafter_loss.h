@@ -7,7 +7,7 @@
 //             it has none; a draft class that no class maps to has p = 0
 //             q = softmax(s);  p = softmax of z over the classes with a draft id;  P = their share of the softmax over all classes
 //             A = 1, or with `overlap_outside` P;  B = 1, or with `soft_outside` P: what is outside the draft's classes counts
-//             label     the draft's id of the teacher's argmax, of all classes (mask_outside; -1: it has none) or those with one
+//             label     the draft's id of the teacher's first argmax (mask_outside; -1: it has none), or the first argmax of p
 //             overlap   sum min(A p, q), the probability that a drafted token is accepted (Leviathan et al. 2023,
 //                       "Fast inference from transformers via speculative decoding", theorem 3.5)
 //             ce        - sum B p log q                          hard   - log q[label]
@@ -15,7 +15,7 @@
 //             lk        lambda kl + (1 - lambda) tv, lambda = exp(-eta overlap), a constant of the gradient (Samarin et al. 2026,
 //                       "LK losses: direct acceptance rate optimization for speculative decoding", arXiv:2602.23881)
 //             a row's loss is that times token_weight; 0 log 0 = 0
-// Gradient    ds = B (q - p) (ce, kl),  q - [c = label] (hard),  q (sum q u - u) with u = [q < A p], 1/2 where they are equal (tv),
+// Gradient    ds = B (q - p) (ce, kl),  q - [c = label] (hard),  q (sum q u - u) with u = [q <= A p] (tv),
 //             and lambda and 1 - lambda times those for lk; dhidden, dweight as in linear_head.h. The teacher has no gradient
 // Shapes      hidden, dhidden [rows steps, H]; weight, dweight [V, H]; teacher_hidden [rows, H_t], teacher_weight [V_t, H_t], any row
 //             stride; draft_id [V_t], empty: V = V_t and the ids are the same; teacher_target [rows]; target, token_weight,
@@ -58,10 +58,9 @@ TIGON_API void drafter_loss(Context& ctx, const DrafterLoss& a);
 
 // What the losses need of a few rows of the teacher, in one pass over its logits.
 struct DrafterTeacher {
-  Matrix logits;      // [rows, V_t]
-  Vector draft_id;    // i32 [V_t]; empty: columns are the logits
-  Matrix columns;     // out, with draft_id: [rows, V], logits' dtype
-  bool first = true;  // fill classes that no class maps to; later calls on the same memory find them filled
+  Matrix logits;    // [rows, V_t]
+  Vector draft_id;  // i32 [V_t]; empty: columns are the logits
+  Matrix columns;   // out, with draft_id: [rows, V], logits' dtype
   bool mask_outside = false;
   Vector max, log_sum;  // out: f32 [rows], log p = z - max - log_sum
   Vector share;         // out: f32 [rows], P; empty: not wanted

@@ -1,6 +1,6 @@
 // CUDA backend of drafter_loss.
 //
-// Bytes per row (b = element size): teacher b V_t read, 4 V_t / 2 of the map out of L2, b V written; draft rows b V read and written
+// Bytes per row (b = element size): teacher b V_t read, 4 V_t of the map out of L2, b V written; draft rows b V read and written
 // each, and b V read of the teacher's, by neighbours that find it in L2.
 #include "tigon/base/cuda/row_kernel.cuh"
 #include "tigon/base/dispatch.h"
@@ -12,7 +12,7 @@ namespace {
 #include "tigon/ops/drafter_loss/drafter_loss_math.inc"
 
 constexpr const char* kOp = "drafter_loss";
-constexpr int kTeacherThreads = 512, kTeacherRows = 2;
+constexpr int kTeacherThreads = 512;
 
 // Statistics of the classes of the softmax, and the argmax.
 template <class T>
@@ -30,18 +30,24 @@ struct alignas(16) Peak {
     for (int step = 1; step < Width; step <<= 1) first = min(first, __shfl_xor_sync(~0u, first, step));
     top = best, at = first;
   }
-  // The elements of a vector that `of` keeps.
-  template <int N>
-  __device__ __forceinline__ void add(const float (&x)[N], float most) {
+  // Elements from column c on.
+  template <bool kArgmax = true, int N>
+  __device__ __forceinline__ void add(const float (&x)[N], int c) {
+    float most = x[0], part = 0.0f;
+#pragma unroll
+    for (int j = 1; j < N; ++j) most = fmaxf(most, x[j]);
     if (most > sum.m) {
       if (sum.s != 0.0f) sum.s *= exp_minus_max<T>(sum.m, most);
       sum.m = most;
     }
     const float from = finite_max(sum.m);
-    float part = 0.0f;
 #pragma unroll
     for (int j = 0; j < N; ++j) part += exp_minus_max<T>(x[j], from);
     sum.s += part;
+    if (!kArgmax || (most <= top && at != INT_MAX)) return;
+    top = most;
+#pragma unroll
+    for (int j = N - 1; j >= 0; --j) at = x[j] == most ? c + j : at;
   }
 };
 
@@ -54,67 +60,86 @@ __device__ __forceinline__ T* row_of(const Matrix& m, int64_t r) {
   return static_cast<T*>(m.data) + r * m.stride;
 }
 
-// kTeacherRows rows a CTA, which share what is read of the map.
-template <class T>
+// Elements [c, c + N) of an aligned row of `cols`; -inf after its end.
+template <class T, int N>
+__device__ __forceinline__ Vec<T, N> vec_of(const T* row, int c, int cols) {
+  Vec<T, N> v = load<T, N>(row + c);
+#pragma unroll
+  for (int j = 0; j < N; ++j)
+    if (c + N > cols && c + j >= cols) v.v[j] = narrow<T>(-INFINITY);
+  return v;
+}
+template <class T, int N>
+__device__ __forceinline__ void unpack(const Vec<T, N>& v, float (&x)[N]) {
+#pragma unroll
+  for (int j = 0; j < N; ++j) x[j] = v[j];
+}
+
+// A row a CTA. kStaged: the draft's columns are put together in shared memory.
+template <class T, bool kStaged>
 __global__ __launch_bounds__(kTeacherThreads,
                              2) void teacher_kernel(const __grid_constant__ DrafterTeacher a) {
-  constexpr int N = 16 / sizeof(T);
+  constexpr int N = 16 / sizeof(T), kStep = kTeacherThreads * N;
+  extern __shared__ uint4 staged[];
   __shared__ ReduceStorage<Peak<T>> storage;
-  const int64_t begin = int64_t(blockIdx.x) * kTeacherRows;
-  const int rows = int(min(int64_t(kTeacherRows), a.logits.rows - begin)), cols = int(a.logits.cols);
+  const int64_t r = blockIdx.x;
+  const int begin = int(threadIdx.x) * N, cols = int(a.logits.cols);
   const int* map = begin_of<const int>(a.draft_id);
-  const bool wants_share = a.share.data != nullptr;
-  if (a.first && map != nullptr) {
-    for (int k = 0; k < rows; ++k)
-      for (int c = int(threadIdx.x); c < a.columns.cols; c += kTeacherThreads)
-        row_of<T>(a.columns, begin + k)[c] = narrow<T>(-INFINITY);
+  const T* logits = row_of<const T>(a.logits, r);
+  const int classes = map != nullptr ? int(a.columns.cols) : cols;
+  T* columns = kStaged ? reinterpret_cast<T*>(staged) : row_of<T>(a.columns, r);
+  Peak<T> all = Peak<T>::identity(), inside = all;
+  float x[N];
+  if (map != nullptr) {
+    Vec<T, N> none;
+#pragma unroll
+    for (int j = 0; j < N; ++j) none.v[j] = narrow<T>(-INFINITY);
+    for (int c = begin; c < classes; c += kStep) store(columns + c, none);
     __syncthreads();
-  }
-  Peak<T> peak[kTeacherRows], all[kTeacherRows];
-#pragma unroll
-  for (int k = 0; k < kTeacherRows; ++k) peak[k] = all[k] = Peak<T>::identity();
 #pragma unroll 2
-  for (int c = int(threadIdx.x) * N; c < cols; c += kTeacherThreads * N) {
-    int id[N];
-#pragma unroll
-    for (int j = 0; j < N; ++j) {
-      id[j] = c + j;
-      if (map != nullptr) id[j] = c + j < cols ? __ldg(map + c + j) : -1;
-    }
-#pragma unroll
-    for (int k = 0; k < kTeacherRows; ++k) {
-      if (k >= rows) break;
-      const Vec<T, N> raw = load_stream<T, N>(row_of<const T>(a.logits, begin + k) + c);
-      float x[N], most = -INFINITY, most_of_all = -INFINITY;
+    for (int c = begin; c < cols; c += kStep) {
+      const Vec<T, N> v = vec_of<T, N>(logits, c, cols);
+      const bool full = c + N <= cols;
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        const bool inside = id[j] >= 0, here = c + j < cols;
-        x[j] = here ? raw[j] : -INFINITY;
-        most_of_all = fmaxf(most_of_all, x[j]);
-        if (here && (inside || a.mask_outside) && (x[j] > peak[k].top || peak[k].at == INT_MAX))
-          peak[k].top = x[j], peak[k].at = c + j;
-        if (inside && here && map != nullptr) row_of<T>(a.columns, begin + k)[id[j]] = raw.v[j];
-        if (inside) most = fmaxf(most, x[j]);
+        const int id = full || c + j < cols ? __ldg(map + c + j) : -1;
+        if (id >= 0) columns[id] = v.v[j];
       }
-      if (wants_share) all[k].add(x, most_of_all);
-#pragma unroll
-      for (int j = 0; j < N; ++j) x[j] = id[j] >= 0 ? x[j] : -INFINITY;
-      peak[k].add(x, most);
+      unpack(v, x);
+      all.add(x, c);
     }
+    __syncthreads();
   }
-#pragma unroll
-  for (int k = 0; k < kTeacherRows; ++k) {
-    const Peak<T> of = all_reduce_row<0, false>(peak[k], storage, 2 * k);
-    const OnlineSoftmax<T> whole = all_reduce_row<0, false>(all[k], storage, 2 * k + 1).sum;
-    if (k >= rows || threadIdx.x != 0) continue;
-    const float log_sum = ::logf(of.sum.s);
-    begin_of<float>(a.max)[begin + k] = of.sum.m;
-    begin_of<float>(a.log_sum)[begin + k] = log_sum;
-    if (wants_share)
-      begin_of<float>(a.share)[begin + k] = exp((of.sum.m - whole.m) + (log_sum - ::logf(whole.s)));
-    begin_of<int64_t>(a.label)[begin + k] = of.at == INT_MAX ? -1 : map != nullptr ? map[of.at] : of.at;
+  for (int c = begin; c < classes; c += kStep) {
+    const Vec<T, N> v = vec_of<T, N>(map != nullptr ? columns : logits, c, classes);
+    if (kStaged) store(row_of<T>(a.columns, r) + c, v);
+    unpack(v, x);
+    inside.add(x, c);
   }
+  all = all_reduce_row<0, false>(all, storage, 0);
+  inside = all_reduce_row<0, false>(inside, storage, 1);
+  if (threadIdx.x != 0) return;
+  const float log_sum = ::logf(inside.sum.s);
+  begin_of<float>(a.max)[r] = inside.sum.m;
+  begin_of<float>(a.log_sum)[r] = log_sum;
+  begin_of<int64_t>(a.label)[r] = a.mask_outside && map != nullptr ? map[min(all.at, cols - 1)]
+                                  : inside.at < classes            ? inside.at
+                                                                   : -1;
+  if (a.share.data != nullptr)
+    begin_of<float>(a.share)[r] = exp((inside.sum.m - all.sum.m) + (log_sum - ::logf(all.sum.s)));
 }
+
+// log2 of a probability, of a logit by its row's maximum and log of its sum; and the probability.
+template <class T>
+struct Softmax {
+  float m, low, part;
+  __device__ Softmax(float max, float log_sum)
+      : m(finite_max(max)), low(log_sum * kLog2e), part(sizeof(T) == 4 ? exp(-log_sum) : 1.0f) {}
+  __device__ __forceinline__ float log2(float x) const { return fma(x - m, kLog2e, -low); }
+  __device__ __forceinline__ float operator()(float x) const {
+    return sizeof(T) == 4 ? exp_minus_max<float>(x, m) * part : exp2_approx(log2(x));
+  }
+};
 
 template <class T>
 struct DraftRow {
@@ -141,18 +166,11 @@ struct DraftRow {
     const bool counts = begin_of<const int64_t>(a.target)[r] != a.ignore_index && !(a.mask_outside && at < 0);
     const float label_logit = at < 0 ? -INFINITY : widen(rows.in[0][r * rows.in_stride[0] + at]);
     Peak<T> own = Peak<T>::identity();
-    row.for_each_vec([&](const float (&x)[2][N]) {
-      float most = x[0][0];
-#pragma unroll
-      for (int j = 1; j < N; ++j) most = fmaxf(most, x[0][j]);
-      own.add(x[0], most);
-    });
+    row.for_each_vec([&](const float (&x)[2][N]) { own.template add<false>(x[0], 0); });
     const OnlineSoftmax<T> all = row.all_reduce(own).sum;
-    const float m_s = finite_max(all.m), m_t = finite_max(begin_of<const float>(a.max)[of]);
     const float log_sum_s = ::logf(all.s), log_sum_t = begin_of<const float>(a.log_sum)[of];
-    const float part_s = 1.0f / all.s, part_t = exp(-log_sum_t);
-    const float apart = (log_sum_t - log_sum_s) * kLog2e, low = log_sum_t * kLog2e;
-    const float cross = a.kind == DrafterKind::ce ? 1.0f : 0.0f;
+    const Softmax<T> draft(all.m, log_sum_s), teacher(begin_of<const float>(a.max)[of], log_sum_t);
+    const float own_logs = a.kind == DrafterKind::ce ? 0.0f : 1.0f;
     const float share = a.share.data != nullptr ? begin_of<const float>(a.share)[of] : 1.0f;
     const float part = a.overlap_outside ? share : 1.0f, b = a.soft_outside ? share : 1.0f;
     SumArray<3> sums = {};
@@ -161,17 +179,17 @@ struct DraftRow {
       float of_vec[3] = {};
 #pragma unroll
       for (int j = 0; j < N; ++j) {
-        const float u = x[0][j] - m_s, v = x[1][j] - m_t;
-        const float q = exp_minus_max<T>(u, 0.0f) * part_s, p = exp_minus_max<T>(v, 0.0f) * part_t;
-        drafter_terms(q, p, part, fma(u - v, kLog2e, apart), fma(v, kLog2e, -low), cross, of_vec);
+        const float s = x[0][j], t = x[1][j];
+        drafter_terms(draft(s), teacher(t), part, draft.log2(s), teacher.log2(t), own_logs, of_vec);
       }
 #pragma unroll
       for (int k = 0; k < 3; ++k) sums.s[k] += of_vec[k];
     });
     sums = row.all_reduce(sums);
+    sums.s[1] += 0.0f * log_sum_t;  // NaN where the teacher is
     const float lambda = exp(-a.eta * sums.s[1]);
     if (row.leads()) {
-      const float hard_loss = (m_s - label_logit) + log_sum_s;
+      const float hard_loss = (all.m - label_logit) + log_sum_s;
       begin_of<float>(a.loss)[r] =
           counts ? drafter_row_loss(a.kind, sums.s, b, ::logf(b), lambda, hard_loss) : 0.0f;
       begin_of<float>(a.overlap)[r] = counts ? sums.s[1] : 0.0f;
@@ -180,12 +198,17 @@ struct DraftRow {
     const float gain =
         a.scale.data != nullptr ? begin_of<const float>(a.scale)[a.scale.size == 1 ? 0 : r] : 1.0f;
     const DrafterGains g = drafter_gains(a.kind, sums.s, b, lambda, gain);
-    row.write([&](const float (&x)[2][N], int j, int c) {
-      const float q = exp_minus_max<T>(x[0][j] - m_s, 0.0f) * part_s;
-      const float p = exp_minus_max<T>(x[1][j] - m_t, 0.0f) * part_t;
-      const float slope = drafter_gradient(q, p, part, g.of_q, g.of_taken, g.of_p);
-      return counts ? slope - (c == at ? g.of_label : 0.0f) : 0.0f;
-    });
+    if (!counts) {
+      row.write([](const float (&)[2][N], int) { return 0.0f; });
+    } else if (a.kind == DrafterKind::hard) {
+      row.write([&](const float (&x)[2][N], int j, int c) {
+        return fma(draft(x[0][j]), g.of_more, c == at ? -g.of_label : 0.0f);
+      });
+    } else {
+      row.write([&](const float (&x)[2][N], int j) {
+        return drafter_gradient(draft(x[0][j]), teacher(x[1][j]), part, g.of_more, g.of_less, g.of_p);
+      });
+    }
   }
 };
 
@@ -194,8 +217,10 @@ struct DraftRow {
 void drafter_teacher(Context& ctx, const DrafterTeacher& a) {
   dispatch_float(kOp, "teacher", a.logits.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
-    launch(kOp, ctx, teacher_kernel<T>,
-           {.blocks = ceil_div(a.logits.rows, kTeacherRows), .threads = kTeacherThreads}, a);
+    const size_t shared = size_t(a.columns.stride) * sizeof(T);
+    const bool staged = a.draft_id && shared + 2048 <= size_t(device_facts().shared_per_block);
+    launch(kOp, ctx, staged ? teacher_kernel<T, true> : teacher_kernel<T, false>,
+           {.blocks = a.logits.rows, .threads = kTeacherThreads, .shared = staged ? shared : 0}, a);
   });
 }
 

@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tigon._op import has_kernel, raw
-from tigon.error import check
+from tigon._dtensor import is_dtensor
+from tigon._op import foreign, has_kernel, raw
+from tigon.error import check, refuse
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops.arguments import (
     check_booleans,
@@ -87,29 +88,33 @@ _loss = HeadLoss(_OP, _fake, _rows_gradients, lambda call, output: (*call.operan
 
 
 def reference(hidden, weight, teacher, counts, d: Drafter):
-    """Losses, overlaps and counted rows ``[..., S]`` of ``hidden [..., S, H]``, in plain PyTorch."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
+    """Losses, overlaps and counted rows of ``hidden [..., (S,) H]``, in plain PyTorch operations."""
+    wide, lead = torch.promote_types(hidden.dtype, torch.float32), teacher[0].dim() - 1
+
+    def of_steps(t):
+        return t.unsqueeze(lead) if hidden.dim() > lead + 1 else t
+
     with torch.no_grad():
         z = F.linear(teacher[0].to(wide), teacher[1].to(wide))
         ids = torch.arange(z.shape[-1], device=z.device) if d.draft_ids is None else d.draft_ids
         inside = z[..., ids.clamp(min=0)].masked_fill(ids < 0, -torch.inf)
-        log_p, log_all = torch.log_softmax(inside, -1).unsqueeze(-2), torch.logsumexp(z, -1)[..., None, None]
-        of_overlap, soft = (inside.unsqueeze(-2) - log_all if own else log_p for own in _OUTSIDE[d.outside])
-        label = inside.argmax(-1)
+        log_p, log_all = torch.log_softmax(inside, -1), torch.logsumexp(z, -1, keepdim=True)
+        of_overlap, soft = (of_steps(inside - log_all if own else log_p) for own in _OUTSIDE[d.outside])
+        label = of_steps(inside.argmax(-1)).expand(hidden.shape[:-1])
         if d.mask_outside:
-            counts = counts & (inside.amax(-1) == z.amax(-1)).unsqueeze(-1)
+            counts = counts & of_steps(inside.amax(-1) == z.amax(-1))
     log_q, p = torch.log_softmax(F.linear(hidden.to(wide), weight.to(wide)), -1), soft.exp()
     overlap = torch.minimum(of_overlap.exp(), log_q.exp()).sum(-1)
     cross = -torch.where(p > 0, p * log_q, 0.0).sum(-1)
     kl = cross + torch.where(p > 0, p * soft, 0.0).sum(-1)
     blend = torch.exp(-d.eta * overlap.detach())
     rows = {
-        "ce": lambda: cross,
-        "kl": lambda: kl,
-        "hard": lambda: -log_q.gather(-1, label[..., None, None].expand(*log_q.shape[:-1], 1)).squeeze(-1),
-        "tv": lambda: 1 - overlap,
-        "lk": lambda: blend * kl + (1 - blend) * (1 - overlap),
-    }[d.loss]()
+        "ce": cross,
+        "kl": kl,
+        "hard": -log_q.gather(-1, label.unsqueeze(-1)).squeeze(-1),
+        "tv": 1 - overlap,
+        "lk": blend * kl + (1 - blend) * (1 - overlap),
+    }[d.loss]
     return torch.where(counts, rows, 0.0), torch.where(counts, overlap.detach(), 0.0), counts.to(wide)
 
 
@@ -120,14 +125,16 @@ def _check_ids(draft_ids, classes, teacher_classes):
         return
     check_indices(_OP, "draft_ids", draft_ids)
     check(_OP, draft_ids.shape == (classes,), "draft_ids must be [{}], got {}", classes, draft_ids.shape)
-    if not readable(draft_ids):
+    if is_dtensor(draft_ids):
+        refuse(_OP, "draft_ids must be a plain dense tensor, got {}", foreign("draft_ids", draft_ids))
+    if not readable(draft_ids) or torch._C._are_functorch_transforms_active():
         return
-    used = draft_ids[draft_ids >= 0]
-    fits = used.numel() == 0 or int(used.max()) < teacher_classes
+    freed = draft_ids.numel() > 0 and draft_ids.untyped_storage().nbytes() == 0
+    check(_OP, not freed, "draft_ids was freed: its storage is empty")
+    used = draft_ids[draft_ids >= 0].tolist()
     words = "draft_ids must be below the teacher's {} classes, got {}"
-    check(_OP, fits, words, teacher_classes, draft_ids)
-    alone = used.unique().numel() == used.numel()
-    check(_OP, alone, "draft_ids must be different classes, got {}", draft_ids)
+    check(_OP, max(used, default=0) < teacher_classes, words, teacher_classes, max(used, default=0))
+    check(_OP, len({*used}) == len(used), "draft_ids must be different classes, got one twice")
 
 
 def _inverse(draft_ids, teacher_classes):
@@ -138,35 +145,10 @@ def _inverse(draft_ids, teacher_classes):
     return table.scatter(0, ids, torch.arange(ids.numel(), device=ids.device, dtype=torch.int32))[:-1]
 
 
-def _in_place(steps, shifts):
-    """``[..., T, S, H]``, the states of each step at the teacher's positions."""
-    if len(steps) == 1 and not shifts[0]:
-        return steps[0].unsqueeze(-2)
-    return torch.stack(
-        [F.pad(h[..., : max(h.shape[-2] - k, 0), :], (0, 0, min(k, h.shape[-2]), 0)) if k else h
-         for h, k in zip(steps, shifts, strict=True)], dim=-2,
-    )  # fmt: skip
-
-
-def _steps_of(hidden, states):
-    """A list of each step's hidden states, or all of them as ``[..., S, H]``."""
-    if isinstance(hidden, torch.Tensor):
-        stacked = hidden.dim() == states.dim() + 1
-        return (list(hidden.unbind(-2)), hidden) if stacked else ([hidden], hidden.unsqueeze(-2))
-    check(_OP, isinstance(hidden, Sequence) and len(hidden) > 0,
-          "hidden must be a tensor, or a tensor for each step, got {}", kind_of(hidden))  # fmt: skip
-    return list(hidden), None
-
-
-def _reaches(lead, shifts, position_ids, device):
-    """``[..., T, S]``: whether a step has a state for the teacher's position; None: all do."""
-    if not any(shifts):
-        return None
-    position = torch.arange(lead[-1], device=device)[:, None]
-    reaches = position >= torch.tensor(shifts, device=device)
-    if position_ids is not None:
-        reaches = reaches & (position_ids.unsqueeze(-1) >= torch.tensor(shifts, device=device))
-    return reaches.expand(*lead, len(shifts))
+def _at(h, shift):
+    """The states of ``shift`` positions before: those that are compared with the teacher's here."""
+    shift = min(shift, h.shape[-2])
+    return F.pad(h[..., : h.shape[-2] - shift, :], (0, 0, shift, 0)) if shift else h
 
 
 def drafter_loss(
@@ -181,8 +163,8 @@ def drafter_loss(
     mask_outside: bool = True,
     mask: torch.Tensor | None = None,
     token_weight: torch.Tensor | None = None,
-    shifts: Sequence[int] | None = None,
-    step_weights: Sequence[float] | None = None,
+    shifts: tuple[int, ...] | None = None,
+    step_weights: tuple[float, ...] | None = None,
     position_ids: torch.Tensor | None = None,
     reduction: str = "mean",
     denominator: float | torch.Tensor | None = None,
@@ -259,18 +241,25 @@ def drafter_loss(
           teacher_weight.shape)  # fmt: skip
     check(_OP, teacher_weight.numel() > 0, "teacher_weight must not be empty, got {}", teacher_weight.shape)
     states, teacher_weight, lead = states.detach(), teacher_weight.detach(), states.shape[:-1]
-    steps, stacked = _steps_of(hidden, states)
+    given = isinstance(hidden, torch.Tensor)
+    steps = [hidden] if given else list(hidden) if isinstance(hidden, Sequence) else []
+    tensors = len(steps) > 0 and all(isinstance(h, torch.Tensor) for h in steps)
+    check(_OP, tensors, "hidden must be a tensor, or a tensor for each step, got {}", kind_of(hidden))
     for h in steps:
         check_float(_OP, "hidden", h)
+    check_float(_OP, "weight", weight)
+    one = given and hidden.dim() == states.dim()
+    if given and hidden.dim() == states.dim() + 1:
+        steps = [hidden.select(-2, i) for i in range(hidden.shape[-2])]
+    for h in steps:
         fits = h.shape[:-1] == lead and h.shape == steps[0].shape and h.dtype == steps[0].dtype
         check(_OP, fits, "hidden must be {} and then H, the same for every step, got {}", lead, h.shape)
-    number, one = len(steps), isinstance(hidden, torch.Tensor) and hidden.dim() == states.dim()
-    shifts = [0] * number if shifts is None else list(shifts)
-    step_weights = [1.0] * number if step_weights is None else list(step_weights)
-    for name, given in (("shifts", shifts), ("step_weights", step_weights)):
-        check(
-            _OP, len(given) == number, name + " must be one for each of {} steps, got {}", number, len(given)
-        )
+    number = len(steps)
+    shifts = (0,) * number if shifts is None else tuple(shifts)
+    step_weights = (1.0,) * number if step_weights is None else tuple(step_weights)
+    for name, values in (("shifts", shifts), ("step_weights", step_weights)):
+        words = name + " must be one for each of {} steps, got {}"
+        check(_OP, len(values) == number, words, number, len(values))
     for k in shifts:
         check_integers(_OP, shifts=k)
         check(_OP, k >= 0, "shifts must be >= 0, got {}", k)
@@ -282,8 +271,12 @@ def drafter_loss(
     check_booleans(_OP, mask_outside=mask_outside)
     _cross_entropy.check_denominator(_OP, denominator)
     outputs = check_outputs(_OP, outputs, ("loss", "acceptance"))
-    if stacked is None or any(shifts):
-        stacked = _in_place(steps, shifts)
+    if one:
+        stacked = _at(hidden, shifts[0])
+    elif given and not any(shifts):
+        stacked = hidden
+    else:
+        stacked = torch.stack([_at(h, k) for h, k in zip(steps, shifts, strict=True)], -2)
     device = stacked.device
     if mask is not None:
         boolean = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
@@ -292,7 +285,7 @@ def drafter_loss(
         check(_OP, mask.device == device, "mask must be on {}, got {}", device, mask.device)
     base = torch.zeros(lead, dtype=torch.int64, device=device)
     base = base if mask is None else base.masked_fill(~mask, _IGNORED)
-    target = base.unsqueeze(-1).expand(*lead, number).contiguous()
+    target = base if one else base.unsqueeze(-1).expand(*lead, number).contiguous()
     check_token_weight(_OP, token_weight, base)
     check_shift(_OP, any(shifts), position_ids, base)
     if valid_rows is not None:
@@ -306,19 +299,21 @@ def drafter_loss(
         held = (draft_ids >= 0) & (draft_ids < len(teacher[1]))
         draft_ids = torch.where(held, torch.arange(len(draft_ids), device=device), -1)
         d = d._replace(draft_ids=draft_ids)
-    reaches = _reaches(lead, shifts, position_ids, device)
-    factor = None
-    if reaches is not None or token_weight is not None or any(w != 1.0 for w in step_weights):
-        wide = torch.promote_types(stacked.dtype, torch.float32)
-        factor = torch.tensor(step_weights, dtype=wide, device=device).expand(*lead, number)
-        if reaches is not None:
-            if reduction == "mean" and denominator is None:  # each step's own mean
-                counts = base.ne(_IGNORED).unsqueeze(-1)
-                reached = (counts & reaches).flatten(0, -2).sum(0)
-                factor = factor * counts.sum() / reached.clamp(min=1)
-            factor = torch.where(reaches, factor, 0.0)
-        if token_weight is not None:
-            factor = factor * token_weight.detach().unsqueeze(-1)
+    factor = reaches = None
+    if any(shifts) or token_weight is not None or any(w != 1.0 for w in step_weights):
+        wide, own = (
+            torch.promote_types(stacked.dtype, torch.float32),
+            reduction == "mean" and denominator is None,
+        )
+        position, counts = torch.arange(lead[-1], device=device), base.ne(_IGNORED)
+        position = (position if position_ids is None else torch.minimum(position, position_ids)).expand(lead)
+        factors, reached = [], [position >= k for k in shifts]
+        for w, k, here in zip(step_weights, shifts, reached, strict=True):
+            f = torch.where(here, torch.full(lead, w, dtype=wide, device=device), 0.0)
+            if k and own:  # each step's own mean
+                f = f * counts.sum() / (counts & here).sum().clamp(min=1)
+            factors.append(f if token_weight is None else f * token_weight.detach())
+        factor, reaches = (x[0] if one else torch.stack(x, -1) for x in (factors, reached))
     stacked = autocast(stacked)
     if has_kernel(_OP, stacked, beside=(states, teacher_weight, draft_ids, weight, target, token_weight)):
         losses, overlap, counted = _run(
@@ -331,12 +326,11 @@ def drafter_loss(
             losses = _cross_entropy.divide(losses.sum(), denominator)
         elif reduction != "none":
             losses = losses.sum() / (base.ne(_IGNORED).sum() if reduction == "mean" else 1)
-    losses = losses.squeeze(-1) if losses.dim() and one else losses
     if outputs == ("loss",):
         return losses
     if reaches is not None:
         overlap, counted = (torch.where(reaches, x, 0.0) for x in (overlap, counted))
-    acceptance = overlap.flatten(0, -2).sum(0) / counted.flatten(0, -2).sum(0)
+    acceptance = overlap.reshape(-1, number).sum(0) / counted.reshape(-1, number).sum(0)
     return result_type(outputs, "DrafterLoss")(losses, acceptance)
 
 
