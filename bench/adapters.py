@@ -4,13 +4,15 @@
     python bench/adapters.py --parts linear            one linear map, forward and backward
     python bench/adapters.py --parts model --compile   with PEFT under torch.compile besides
     python bench/adapters.py --parts linear --dora     DoRA's beside LoRA's
+    python bench/adapters.py --parts model --nf4       QLoRA: weights in bitsandbytes' NF4, quantised twice
     python bench/adapters.py --device cpu --parts linear --dtype float32 --threads 2
 
 One linear: gradients of x, A and B, adapters in the base's dtype; `base` is the product pair of the frozen
 map.
 Model: Llama of 8B's width with random weights, loss and backward, no optimizer; `frozen` has no adapters and
-a gradient of its embeddings, with `tigon.apply`; `tigon_no_lora` is `tigon.apply(lora=False)`. Each record is
-a line of JSON in --out. Memory is the peak of torch's allocator, weights included.
+a gradient of its embeddings, with `tigon.apply`; `tigon_no_lora` is `tigon.apply(lora=False)`; `unsloth` is
+that with the functions of Unsloth's `kernels/fast_lora.py` in attention and MLP, where they can be imported.
+Each record is a line of JSON in --out. Memory is the peak of torch's allocator, weights included.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import gc
 import json
 import statistics
 import time
+import types
 from pathlib import Path
 
 import timing
@@ -40,9 +43,21 @@ STEPS = (  # rows, tokens of each, checkpointing
     (1, 1024, False),
 )
 CPU_LINEARS = ((512, 4096, 4096, 16), (512, 4096, 14336, 16), (2048, 1024, 2048, 16), (2048, 1024, 2048, 64))
-MODELS = ("frozen", "tigon", "tigon_no_lora", "peft")
+MODELS = ("frozen", "tigon", "tigon_no_lora", "unsloth", "peft")
 # What makes two records those of one case.
-CASE = ("part", "rows", "tokens", "columns", "outputs", "rank", "dtype", "checkpointing", "dora", "threads")
+CASE = (
+    "part",
+    "rows",
+    "tokens",
+    "columns",
+    "outputs",
+    "rank",
+    "dtype",
+    "checkpointing",
+    "dora",
+    "nf4",
+    "threads",
+)
 FLOORS = ("base", "frozen")
 
 
@@ -129,17 +144,54 @@ def make_model(args, provider, cast):
     with torch.device(args.device):
         model = LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
+    if args.nf4:
+        quantise(model)
     if provider == "frozen":
         model.requires_grad_(False)
         model.enable_input_require_grads()
     else:
         adapters = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", use_dora=args.dora)
         model = peft.get_peft_model(model, adapters, autocast_adapter_dtype=cast)
-    if provider == "tigon_no_lora":
+    if provider == "unsloth":
+        tigon.apply(model, lora=False, mlp=False, rope=False)
+        use_unsloth(model)
+    elif provider == "tigon_no_lora":
         tigon.apply(model, lora=False)
     elif not provider.startswith("peft"):
         tigon.apply(model)
     return model.train()
+
+
+def quantise(model) -> None:
+    """The linear maps of the layers as QLoRA has them: NF4, its scales quantised too."""
+    import bitsandbytes as bnb
+
+    for path, module in list(model.model.layers.named_modules()):
+        if isinstance(module, torch.nn.Linear):
+            options = {"bias": False, "quant_type": "nf4", "compute_dtype": torch.bfloat16}
+            new = bnb.nn.Linear4bit(module.in_features, module.out_features, **options)
+            new.weight = bnb.nn.Params4bit(module.weight.detach(), requires_grad=False, quant_type="nf4")
+            model.model.layers.set_submodule(path, new.to(module.weight.device))
+    model.is_loaded_in_4bit = True
+
+
+def use_unsloth(model) -> None:
+    """Unsloth's autograd functions in the layers; rotary embedding by Tigon."""
+    from unsloth.kernels.fast_lora import apply_lora_mlp_swiglu, apply_lora_o, apply_lora_qkv
+
+    import tigon
+
+    def attention(self, hidden_states, position_embeddings, **_):
+        rows, tokens, _ = hidden_states.shape
+        heads = (rows, tokens, -1, self.head_dim)
+        q, k, v = (y.view(heads).transpose(1, 2) for y in apply_lora_qkv(self, hidden_states))
+        q, k = tigon.rope(q, k, *position_embeddings)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return apply_lora_o(self, y.transpose(1, 2).reshape(rows, tokens, -1)), None
+
+    for layer in model.base_model.model.model.layers:
+        layer.self_attn.forward = types.MethodType(attention, layer.self_attn)
+        layer.mlp.forward = types.MethodType(apply_lora_mlp_swiglu, layer.mlp)
 
 
 def bench_models(args, record) -> None:
@@ -148,7 +200,11 @@ def bench_models(args, record) -> None:
     for provider in providers:
         if args.providers and provider not in args.providers.split(","):
             continue
-        model = make_model(args, provider, cast=True)
+        try:
+            model = make_model(args, provider, cast=True)
+        except ImportError as error:
+            print(f"{provider} is left out: {error}")
+            continue
         for rows, tokens, checkpointing in STEPS:
             if provider == "peft_compile" and checkpointing:
                 continue
@@ -168,7 +224,7 @@ def bench_models(args, record) -> None:
             torch.cuda.reset_peak_memory_stats()
             ms = wall_ms(step, torch.device(args.device), args.steps)
             record(part="model", rows=rows, tokens=tokens, checkpointing=checkpointing, provider=provider,
-                   adapters="fp32 under autocast", layers=args.layers, ms=ms, dora=args.dora,
+                   adapters="fp32 under autocast", layers=args.layers, ms=ms, dora=args.dora, nf4=args.nf4,
                    gb=torch.cuda.max_memory_allocated() / 1e9)  # fmt: skip
             if args.profile:
                 profile(step, f"{provider} {rows}x{tokens} {checkpointing}", args.profile)
@@ -208,6 +264,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--dora", action="store_true")
+    parser.add_argument("--nf4", action="store_true", help="of the model")
     parser.add_argument("--device", default="cuda", help="cpu: of one linear")
     parser.add_argument("--dtype", default="bfloat16", help="of one linear")
     parser.add_argument("--threads", type=int, help="of a CPU")
@@ -249,7 +306,7 @@ def name_of(r: dict) -> str:
         words = [f"model, {r['rows']} x {r['tokens']}", "checkpointing" if r["checkpointing"] else ""]
     else:
         words = [f"{r['rows']} x {r['columns']} -> {r['outputs']}, rank {r['rank']}", r.get("dtype", "")]
-    return ", ".join(filter(None, [*words, "DoRA" if r.get("dora") else ""]))
+    return ", ".join(filter(None, [*words, "DoRA" if r.get("dora") else "", "NF4" if r.get("nf4") else ""]))
 
 
 def floor_of(row: dict[str, dict]) -> dict | None:

@@ -63,7 +63,7 @@ def _host_command(run: Run) -> list[str]:
 def _adapters_command(run: Run) -> list[list[str]]:
     commands = {}
     for r in run.records:
-        words = ["python", "bench/adapters.py", *(["--dora"] if r.get("dora") else [])]
+        words = ["python", "bench/adapters.py", *(f"--{name}" for name in ("dora", "nf4") if r.get(name))]
         words += ["--device", "cpu", "--threads", str(r["threads"])] if run.cpu else []
         words += ["--dtype", r["dtype"]] if r.get("dtype", "bfloat16") != "bfloat16" else []
         commands.setdefault(tuple(words), []).append(r)

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 
@@ -75,7 +74,6 @@ def serve(case_file: str, result_file: str, prepare: Callable, run_case: Callabl
         result = {
             "error": f"{kind}: {text[0]}",
             "out_of_memory": kind == "OutOfMemoryError",
-            "traceback": traceback.format_exc()[-4000:],
         }
     Path(result_file).write_text(json.dumps(result))
 

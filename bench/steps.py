@@ -114,27 +114,45 @@ def medusa_section(run, _: list) -> Section:
 
 
 def adapters_section(run, _: list) -> Section:
-    """LoRA beside the frozen base and PEFT; the largest ratio to the frozen base first."""
+    """LoRA beside the frozen base, PEFT and Unsloth; the largest ratio to the frozen base first."""
     rows = {adapters.name_of(next(iter(row.values()))): row for row in adapters.cases(run.records).values()}
     section, lines = Section(run, f"LoRA: {run.path.stem}", ""), {}
     for name, row in rows.items():
         floor, ours = adapters.floor_of(row), row.get("tigon")
-        peers = [r for provider, r in row.items() if provider.startswith("peft")]
-        if floor is None or ours is None:
+        if ours is None:
             continue
-        cells = [name, ms(floor["ms"]), f"{ms(ours['ms'])} ({ours['ms'] / floor['ms']:.2f})", "-", "-"]
-        if peers:
+
+        def over(r, floor=floor):
+            return (
+                f"{ms(r['ms'])} ({r['ms'] / floor['ms']:.2f})" if r and floor else ms(r["ms"]) if r else "-"
+            )
+
+        stock, unsloth = row.get("peft"), row.get("unsloth")
+        cells = [name, ms(floor["ms"]) if floor else "-", over(ours), over(stock), over(unsloth), "-"]
+        if peers := [r for r in (stock, unsloth, row.get("peft_compile")) if r]:
             peer = min(peers, key=lambda r: r["ms"])
             speed = peer["ms"] / ours["ms"]
-            cells[3:] = f"{ms(peer['ms'])} ({peer['ms'] / floor['ms']:.2f})", speed_text(speed)
+            cells[-1] = speed_text(speed)
             figures = f"{ms(ours['ms'])} ms", peer["provider"], f"{ms(peer['ms'])} ms"
             section.comparisons.append(Comparison(f"LoRA, {name}", *figures, speed))
-        cells += [f"{r['gb']:.1f}" if r and "gb" in r else "-" for r in (floor, ours, row.get("peft"))]
-        lines[name] = ours["ms"] / floor["ms"], cells
-    head = ("case", "frozen", "tigon", "fastest of PEFT", "speed", "GB frozen", "GB tigon", "GB PEFT")
+        cells += [f"{r['gb']:.1f}" if r and "gb" in r else "-" for r in (floor, ours, stock)]
+        lines[name] = ours["ms"] / floor["ms"] if floor else 0.0, cells
+    head = (
+        "case",
+        "frozen",
+        "tigon",
+        "PEFT",
+        "Unsloth's functions",
+        "speed",
+        "GB frozen",
+        "GB tigon",
+        "GB PEFT",
+    )
     section.text = (
         "Milliseconds of forward and backward, in brackets over those of the frozen base: its two products,\n"
-        "or the model with `tigon.apply` and gradients of activations. The largest come first.\n\n"
+        "or the model with `tigon.apply` and gradients of activations. The largest come first. Speed is\n"
+        "that of Tigon to the fastest of the others. Unsloth's functions run in a model whose other parts\n"
+        "are Tigon's.\n\n"
     ) + markdown(head, [cells for _, cells in sorted(lines.values(), reverse=True)])
     return section
 

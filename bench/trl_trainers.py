@@ -37,6 +37,7 @@ PROVIDERS = ("trl", "liger", "tigon")
 # Trainer, module, what its configuration gets besides, the speed to reach over TRL's own head.
 TRAINERS = {
     "sft": ("SFT", "trl", {}, 1.25),
+    "sft_lora": ("SFT", "trl", {}, 1.3),
     "dpo": ("DPO", "trl", {}, 1.25),
     "dpo_lora": ("DPO", "trl", {}, 1.4),
     "kto": ("KTO", "trl", {}, 1.25),
@@ -339,7 +340,8 @@ def read(path: Path) -> list[dict]:
 
 def setting(record: dict) -> str:
     """The trainer, the model and whatever is not as usual."""
-    parts = [f"{record['trainer']}, {record['model']}", f"{record['layers']} layers",
+    layers = f"{record['layers']} layers" if record["layers"] else "whole"
+    parts = [f"{record['trainer']}, {record['model']}", layers,
              *(f"{name}={value}" for name, value in record["changes"].items()),
              not record["checkpointing"] and "without checkpointing",
              record["dtype"] == "float32" and "float32"]  # fmt: skip

@@ -34,7 +34,7 @@ def nf4(linear):
 def int8(linear):
     bnb = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes")
     made = bnb.nn.Linear8bitLt(*linear.weight.T.shape, bias=linear.bias is not None, has_fp16_weights=False)
-    made.weight = bnb.nn.Int8Params(linear.weight.detach(), requires_grad=False, has_fp16_weights=False)
+    made.weight = bnb.nn.Int8Params(linear.weight.detach().cpu(), requires_grad=False, has_fp16_weights=False)
     made.bias = linear.bias
     return made.to(linear.weight.device)
 

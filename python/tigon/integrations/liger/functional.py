@@ -328,8 +328,8 @@ def loss_settings() -> dict:
     Axolotl's ``liger_use_token_scaling`` does. Patched models call no such function: they take the options.
     """
     ours, current, noted = liger_fused_linear_cross_entropy, _current_loss(), _Recorder()
-    if current is ours:
-        return {}
+    if current is ours or current.__module__ == "liger_kernel.transformers.functional":
+        return {}  # Tigon's, or Liger's where it is installed: nobody wrapped it
     with contextlib.suppress(AttributeError, TypeError):  # it reads the operands
         current(noted, None, None)
     check(noted, "liger_fused_linear_cross_entropy may be wrapped by a function that calls "

@@ -85,7 +85,7 @@ class Call(NamedTuple):
     def flat(self) -> tuple:
         """The arguments, in the order of the schema."""
         operands, formula, memory, more = self
-        return operands + formula + memory + more
+        return (*operands, *formula, *memory, *more)
 
     def with_memory(self, needs: int, keep_rows: int) -> Call:
         """The call, with other gradients needed and rows kept."""
