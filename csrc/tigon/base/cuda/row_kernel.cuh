@@ -10,11 +10,12 @@
 //     using Scratch;                        shared memory of a row, uninitialized: NoScratch, or a plain struct
 //     RowsOf<T, kIn> rows;
 //     template <class Row> __device__ void operator()(Row& row) const;
+//     template <int K> __device__ int64_t source(int64_t r) const;   optional: the row of input K that row r reads
 //   };
 // and the functor has
 //   row.for_each_vec(fn)     fn(x) for the vectors of this thread, x[kIn][N] in fp32
 //   row.all_reduce(payload)  over the threads of the row; as often by every thread of a CTA or cluster, and of a warp
-//   row.write(fn)            the same as for_each_vec, and out = fn(x, j) for element j of the vector
+//   row.write(fn)            the same as for_each_vec, and out = fn(x, j), or fn(x, j, column), for element j of the vector
 //   row.max_of_vecs()        the largest element of this thread's vectors of the first row, NaN if there is one; afterwards
 //   row.for_each_vec_if(keep, fn), row.write_if(keep, fn)   leave out, or write zeros for, the vectors whose largest element,
 //                            of the first row, keep(x) does not want
@@ -129,7 +130,12 @@ struct Row {
         }
         const Vecs in = unpacked(i);
 #pragma unroll
-        for (int j = 0; j < N; ++j) out[j] = fn(in.x, j);
+        for (int j = 0; j < N; ++j) {
+          if constexpr (std::is_invocable_v<Fn, decltype(in.x)&, int, int>)
+            out[j] = fn(in.x, j, like.column(k) + j);
+          else
+            out[j] = fn(in.x, j);
+        }
       }
       store_vec(like, k, out);
     });
@@ -159,8 +165,17 @@ struct Row {
         like(op.rows.out ? op.rows.out + (live ? r : 0) * op.rows.out_stride
                          : const_cast<T*>(op.rows.in[0]) + (live ? r : 0) * op.rows.in_stride[0],
              op.rows.cols),
-        in{{AlignedRowLoader<T, true>(like, op.rows.in[K] + (live ? r : 0) * op.rows.in_stride[K],
+        in{{AlignedRowLoader<T, true>(like,
+                                      op.rows.in[K] + source<K>(op, live ? r : 0) * op.rows.in_stride[K],
                                       op.rows.end[K], Op::kFill[K] ? kMinusInf<T> : 0u, live)...}} {}
+
+  template <int K>
+  __device__ __forceinline__ static int64_t source(const Op& op, int64_t r) {
+    if constexpr (requires { op.template source<K>(r); })
+      return op.template source<K>(r);
+    else
+      return r;
+  }
 
   // Two vectors are as quick to compute as to leave out.
   static constexpr bool kKeepsAll = VecsPerThread <= 2;
