@@ -1,0 +1,416 @@
+// The gate of our own matrix products: exact checks of every layout and tail, then times beside cuBLASLt's in one run.
+//   gate check | gate time [problem...]
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "tigon/base/context.h"
+#include "tigon/base/cuda/cublaslt_api.h"
+#include "tigon/base/cuda/matmul/epilogue_store.cuh"
+#include "tigon/base/cuda/matmul/kernel.cuh"
+#include "tigon/base/cuda/matmul/tensor_map.h"
+
+using namespace tigon;
+using namespace tigon::cuda;
+using matmul::Major;
+
+#define CK(expr)                                                                                  \
+  do {                                                                                            \
+    cudaError_t s_ = (expr);                                                                      \
+    if (s_ != cudaSuccess) printf("FAILED %s: %s\n", #expr, cudaGetErrorString(s_)), fflush(stdout), exit(1); \
+  } while (0)
+
+
+struct Raster {
+  int group;
+  bool along_n;
+};
+static int sms = 0;
+
+// --- launch --------------------------------------------------------------------------------------
+template <class T, Major kA, Major kB, int kClusterM, int kClusterN, int kStages, int kBuffers>
+void run_matmul(const Gemm& g, Raster raster, cudaStream_t stream) {
+  using Loop = matmul::Mainloop<T, kA, kB, kClusterM, kClusterN, kStages>;
+  using Epilogue = matmul::StoreEpilogue<T, Loop::kTileN, kBuffers>;
+  auto ceil_div = [](int64_t a, int64_t b) { return int((a + b - 1) / b); };
+  const auto type =
+      std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  matmul::KernelParams<Loop, Epilogue> p;
+  auto map = [&](const void* data, bool k_major, int64_t mn, int64_t stride, int box) {
+    return matmul::make_tensor_map("matmul", data, type, k_major ? g.k : mn, k_major ? mn : g.k, stride, box);
+  };
+  p.mainloop.a = map(g.a, kA == Major::K, g.m, g.lda, Loop::kBoxA);
+  p.mainloop.b = map(g.b, kB == Major::K, g.n, g.ldb, Loop::kBoxB);
+  p.mainloop.k_blocks = ceil_div(g.k, Loop::kTileK);
+  p.epilogue.d = matmul::make_tensor_map("matmul", g.c, type, g.n, g.m, g.ldc, 64);
+  p.scheduler = {ceil_div(g.m, Loop::kTileM * kClusterM), ceil_div(g.n, Loop::kTileN * kClusterN), raster.group,
+                 raster.along_n};
+  auto* kernel = &matmul::matmul_kernel<Loop, Epilogue>;
+  constexpr size_t smem = sizeof(matmul::SharedStorage<Loop, Epilogue>);
+  static_assert(smem <= 232448);
+  CK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(smem)));
+  cudaLaunchAttribute attr{};
+  attr.id = cudaLaunchAttributeClusterDimension;
+  attr.val.clusterDim = {unsigned(Loop::kCluster), 1, 1};
+  cudaLaunchConfig_t config{};
+  const int clusters = std::min(sms / Loop::kCluster, p.scheduler.tiles_m * p.scheduler.tiles_n);
+  config.gridDim = unsigned(clusters * Loop::kCluster);
+  config.blockDim = matmul::kThreads;
+  config.dynamicSmemBytes = smem;
+  config.stream = stream;
+  config.attrs = &attr;
+  config.numAttrs = 1;
+  CK(cudaLaunchKernelEx(&config, kernel, p));
+}
+
+template <class T, int kClusterM, int kClusterN, int kStages, int kBuffers>
+void run_layout(const Gemm& g, Raster raster, cudaStream_t stream) {
+  auto* run = g.trans_a ? g.trans_b ? &run_matmul<T, Major::MN, Major::K, kClusterM, kClusterN, kStages, kBuffers>
+                                    : &run_matmul<T, Major::MN, Major::MN, kClusterM, kClusterN, kStages, kBuffers>
+              : g.trans_b ? &run_matmul<T, Major::K, Major::K, kClusterM, kClusterN, kStages, kBuffers>
+                          : &run_matmul<T, Major::K, Major::MN, kClusterM, kClusterN, kStages, kBuffers>;
+  run(g, raster, stream);
+}
+struct Variant {
+  const char* name;
+  void (*run)(const Gemm&, Raster, cudaStream_t);
+  Raster raster;
+};
+static const Variant kVariants[] = {
+    {"2x1 s4 g8m", &run_layout<__nv_bfloat16, 2, 1, 4, 2>, {8, false}},
+    {"2x1 s4 g4m", &run_layout<__nv_bfloat16, 2, 1, 4, 2>, {4, false}},
+    {"2x1 s4 g16m", &run_layout<__nv_bfloat16, 2, 1, 4, 2>, {16, false}},
+    {"2x1 s4 g8n", &run_layout<__nv_bfloat16, 2, 1, 4, 2>, {8, true}},
+    {"2x1 s3 b4 g8m", &run_layout<__nv_bfloat16, 2, 1, 3, 4>, {8, false}},
+    {"1x2 s4 g16m", &run_layout<__nv_bfloat16, 1, 2, 4, 2>, {16, false}},
+    {"1x1 s4 g16m", &run_layout<__nv_bfloat16, 1, 1, 4, 2>, {16, false}},
+};
+
+// --- data ----------------------------------------------------------------------------------------
+__device__ uint32_t hash(uint64_t x) {
+  x ^= x >> 33, x *= 0xff51afd7ed558ccdull, x ^= x >> 33, x *= 0xc4ceb9fe1a85ec53ull, x ^= x >> 33;
+  return uint32_t(x);
+}
+// Integers of -2..2, whose sums are exact, or normal numbers.
+template <class T>
+__global__ void fill(T* p, int64_t n, uint64_t seed, bool normal) {
+  for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < n; i += int64_t(gridDim.x) * blockDim.x) {
+    const uint32_t h = hash(seed * 0x9e3779b97f4a7c15ull + i), h2 = hash(h ^ seed << 32 ^ 0x1234567ull + i);
+    float x = float(int(h % 5) - 2);
+    if (normal) x = sqrtf(-2 * logf((h + 0.5f) * 2.3283064e-10f)) * cospif(2 * h2 * 2.3283064e-10f);
+    p[i] = T(x);
+  }
+}
+template <class T>
+struct Error {
+  unsigned long long wrong;
+  int m[8], n[8];
+  float got[8], want[8];
+  float worst;  // relative to the sum of magnitudes
+};
+// step > 1: a sample of the results.
+template <class T>
+__global__ void compare(Gemm g, Error<T>* e, bool exact, int64_t step) {
+  for (int64_t at = (blockIdx.x * int64_t(blockDim.x) + threadIdx.x); at * step < g.m * g.n;
+       at += int64_t(gridDim.x) * blockDim.x) {
+    int64_t i = at * step;
+    if (step > 1) i += hash(at) % step, i = min(i, g.m * g.n - 1);
+    const int64_t m = i / g.n, n = i % g.n;
+    double sum = 0, magnitude = 0;
+    for (int64_t k = 0; k < g.k; ++k) {
+      const float a = float(((const T*)g.a)[g.trans_a ? k * g.lda + m : m * g.lda + k]),
+                  b = float(((const T*)g.b)[g.trans_b ? n * g.ldb + k : k * g.ldb + n]);
+      sum += double(a) * b, magnitude += fabs(double(a) * b);
+    }
+    const float got = float(((const T*)g.c)[m * g.ldc + n]), want = float(T(float(sum)));
+    const double rounding = sizeof(T) == 2 && std::is_same_v<T, __half> ? 0x1p-11 : 0x1p-8;
+    bool bad = exact ? !(got == want) : !(fabs(got - sum) <= fabs(sum) * rounding + magnitude * 3e-7 + 1e-6);
+    if (!exact) atomicMax((int*)&e->worst, __float_as_int(float(fabs(got - sum) / (fabs(sum) * rounding + magnitude * 3e-7 + 1e-6))));
+    if (bad) {
+      const unsigned long long w = atomicAdd(&e->wrong, 1ull);
+      if (w < 8) e->m[w] = int(m), e->n[w] = int(n), e->got[w] = got, e->want[w] = want;
+    }
+  }
+}
+
+static std::string layout_of(const Gemm& g) {
+  return std::string(g.trans_a ? "A:M" : "A:K") + (g.trans_b ? " B:K" : " B:N");
+}
+template <class T>
+bool report(const Gemm& g, const char* what, bool exact, int64_t step = 1) {
+  Error<T>*e, h;
+  CK(cudaMalloc(&e, sizeof *e));
+  CK(cudaMemset(e, 0, sizeof *e));
+  compare<T><<<2048, 256>>>(g, e, exact, step);
+  CK(cudaMemcpy(&h, e, sizeof h, cudaMemcpyDeviceToHost));
+  CK(cudaFree(e));
+  if (h.wrong) {
+    printf("WRONG %s %s m %lld n %lld k %lld: %llu of %lld;", what, layout_of(g).c_str(), (long long)g.m,
+           (long long)g.n, (long long)g.k, h.wrong, (long long)(g.m * g.n / step));
+    for (unsigned i = 0; i < 8 && i < h.wrong; ++i) printf(" (%d,%d) %g/%g", h.m[i], h.n[i], h.got[i], h.want[i]);
+    printf("\n");
+  } else if (!exact) {
+    printf("  error %.3f of the bound: %s\n", h.worst, what);
+  }
+  return h.wrong == 0;
+}
+
+// --- checks --------------------------------------------------------------------------------------
+template <class T>
+struct Buffer {  // rows x ld elements with guards before, behind and between
+  static constexpr int64_t kGuard = 4096;
+  T* all = nullptr;
+  int64_t rows, cols, ld;
+  Buffer(int64_t rows, int64_t cols, int64_t pad) : rows(rows), cols(cols), ld(cols + pad) {
+    CK(cudaMalloc(&all, (rows * ld + 2 * kGuard) * sizeof(T)));
+    CK(cudaMemset(all, 0xff, (rows * ld + 2 * kGuard) * sizeof(T)));  // NaN
+  }
+  ~Buffer() { cudaFree(all); }
+  T* data() const { return all + kGuard; }
+  bool guarded() const {
+    std::vector<uint16_t> h(size_t(rows * ld + 2 * kGuard));
+    CK(cudaMemcpy(h.data(), all, h.size() * 2, cudaMemcpyDeviceToHost));
+    for (int64_t i = 0; i < int64_t(h.size()); ++i) {
+      const int64_t at = i - kGuard;
+      const bool inside = at >= 0 && at < rows * ld && at % ld < cols;
+      if (!inside && h[size_t(i)] != 0xffff) return printf("WRITTEN outside at %lld\n", (long long)at), false;
+    }
+    return true;
+  }
+};
+template <class T>
+__global__ void fill_rows(T* p, int64_t rows, int64_t cols, int64_t ld, const T* from) {
+  for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < rows * cols; i += int64_t(gridDim.x) * blockDim.x)
+    p[i / cols * ld + i % cols] = from[i];
+}
+
+template <class T>
+bool check_one(const char* name, void (*run)(const Gemm&, Raster, cudaStream_t), Raster raster, int64_t m, int64_t n,
+               int64_t k, bool ta, bool tb, bool exact, int64_t pad) {
+  Buffer<T> a(ta ? k : m, ta ? m : k, pad), b(tb ? n : k, tb ? k : n, 2 * pad), c(m, n, pad);
+  for (Buffer<T>* x : {&a, &b}) {
+    T* dense;
+    CK(cudaMalloc(&dense, x->rows * x->cols * sizeof(T)));
+    fill<<<512, 256>>>(dense, x->rows * x->cols, uint64_t(x == &a ? 17 : 99) + uint64_t(m * 3 + k), !exact);
+    fill_rows<<<512, 256>>>(x->data(), x->rows, x->cols, x->ld, dense);
+    CK(cudaDeviceSynchronize());
+    CK(cudaFree(dense));
+  }
+  Gemm g{};
+  g.m = m, g.n = n, g.k = k, g.a = a.data(), g.lda = a.ld, g.trans_a = ta, g.b = b.data(), g.ldb = b.ld, g.trans_b = tb;
+  g.c = c.data(), g.ldc = c.ld;
+  run(g, raster, nullptr);
+  const cudaError_t status = cudaDeviceSynchronize();
+  if (status != cudaSuccess) {
+    printf("CRASH %s %s m %lld n %lld k %lld: %s\n", name, layout_of(g).c_str(), (long long)m, (long long)n, (long long)k,
+           cudaGetErrorString(status));
+    fflush(stdout);
+    exit(1);
+  }
+  return report<T>(g, name, exact) & c.guarded();
+}
+
+int check(const char* only) {
+  int failed = 0, done = 0;
+  uint32_t seed = 12345;
+  auto random = [&](int most) { return 8 + int((seed = seed * 1664525u + 1013904223u) >> 8) % (most / 8) * 8; };
+  for (const Variant& v : kVariants) {
+    if (only && strcmp(only, v.name)) continue;
+    for (int layout = 0; layout < 4; ++layout) {
+      const bool ta = layout & 1, tb = layout < 2;
+      int bad = 0;
+      auto one = [&](int64_t m, int64_t n, int64_t k, bool exact, int64_t pad) {
+        ++done;
+        if (!check_one<__nv_bfloat16>(v.name, v.run, v.raster, m, n, k, ta, tb, exact, pad)) ++bad;
+      };
+      one(128, 256, 64, true, 0);
+      one(256, 512, 64, true, 0);
+      one(128, 256, 256, true, 0);
+      if (bad == 0) {
+        one(256, 512, 640, true, 8);
+        one(8, 8, 8, true, 0);
+        for (int i = 0; i < 5; ++i) one(random(1200), random(1600), random(900), true, 8 * (i % 2));
+        one(8192, 5000, 136, true, 0);
+        one(1000, 1000, 1000, false, 0);
+      }
+      printf("%s %s: %s\n", v.name, layout == 0 ? "KK" : layout == 1 ? "MK" : layout == 2 ? "KN" : "MN", bad ? "FAILED" : "ok");
+      fflush(stdout);
+      failed += bad;
+    }
+  }
+  if (!only)
+    for (int layout = 0; layout < 4; ++layout) {
+      const bool ta = layout & 1, tb = layout < 2;
+      ++done;
+      if (!check_one<__half>("fp16", &run_layout<__half, 2, 1, 4, 2>, {8, false}, 1000, 1000, 1000, ta, tb, false, 0)) ++failed;
+    }
+  printf("CHECK: %d of %d failed\n", failed, done);
+  return failed != 0;
+}
+
+// --- cuBLASLt ------------------------------------------------------------------------------------
+static lt::Api bind_cublas() {
+  void* lib = nullptr;
+  for (const char* name : {getenv("CUBLASLT"), (char*)"libcublasLt.so.13", (char*)"libcublasLt.so.12"})
+    if (!lib && name) lib = dlopen(name, RTLD_NOW);
+  if (!lib) printf("no cuBLASLt: %s\n", dlerror()), exit(2);
+  lt::Api a{};
+  auto bind = [&](auto& fn, const char* name) { fn = reinterpret_cast<std::remove_reference_t<decltype(fn)>>(dlsym(lib, name)); };
+  bind(a.create, "cublasLtCreate");
+  bind(a.matmul_desc_create, "cublasLtMatmulDescCreate");
+  bind(a.matmul_desc_set, "cublasLtMatmulDescSetAttribute");
+  bind(a.layout_create, "cublasLtMatrixLayoutCreate");
+  bind(a.preference_create, "cublasLtMatmulPreferenceCreate");
+  bind(a.preference_set, "cublasLtMatmulPreferenceSetAttribute");
+  bind(a.heuristic, "cublasLtMatmulAlgoGetHeuristic");
+  bind(a.algo_get, "cublasLtMatmulAlgoConfigGetAttribute");
+  bind(a.matmul, "cublasLtMatmul");
+  return a;
+}
+struct Cublas {
+  lt::Api api = bind_cublas();
+  lt::Handle handle{};
+  void* workspace{};
+  static constexpr size_t kWorkspace = 32 << 20;
+  lt::MatmulDesc desc{};
+  lt::Layout a{}, b{}, c{};
+  std::vector<lt::HeuristicResult> algos;
+  Cublas() {
+    if (api.create(&handle)) printf("cublasLtCreate failed\n"), exit(2);
+    CK(cudaMalloc(&workspace, kWorkspace));
+  }
+  void plan(const Gemm& g) {
+    api.matmul_desc_create(&desc, lt::kCompute32F, lt::kR32F);
+    int op_a = g.trans_b ? lt::kOpT : lt::kOpN, op_b = g.trans_a ? lt::kOpT : lt::kOpN;
+    api.matmul_desc_set(desc, lt::kDescTransA, &op_a, sizeof op_a);
+    api.matmul_desc_set(desc, lt::kDescTransB, &op_b, sizeof op_b);
+    api.layout_create(&a, lt::kR16BF, uint64_t(g.trans_b ? g.k : g.n), uint64_t(g.trans_b ? g.n : g.k), g.ldb);
+    api.layout_create(&b, lt::kR16BF, uint64_t(g.trans_a ? g.m : g.k), uint64_t(g.trans_a ? g.k : g.m), g.lda);
+    api.layout_create(&c, lt::kR16BF, uint64_t(g.n), uint64_t(g.m), g.ldc);
+    lt::Preference pref{};
+    api.preference_create(&pref);
+    size_t ws = kWorkspace;
+    api.preference_set(pref, lt::kPrefMaxWorkspace, &ws, sizeof ws);
+    algos.resize(12);
+    int found = 0;
+    int s = api.heuristic(handle, desc, a, b, c, c, pref, int(algos.size()), algos.data(), &found);
+    algos.resize(size_t(found));
+    if (s || !found) printf("cuBLASLt has no kernel\n"), exit(2);
+  }
+  void run(const Gemm& g, size_t algo) {
+    const float one = 1, zero = 0;
+    int s = api.matmul(handle, desc, &one, g.b, a, g.a, b, &zero, g.c, c, g.c, c, &algos[algo].algo, workspace, kWorkspace, nullptr);
+    if (s) printf("cublasLtMatmul failed: %d\n", s), exit(2);
+  }
+};
+
+// --- times ---------------------------------------------------------------------------------------
+struct Problem {
+  const char* name;
+  int64_t m, n, k;
+  bool ta, tb;
+};
+static const Problem kProblems[] = {
+    {"head  fwd", 8192, 128256, 4096, false, true},  {"up    fwd", 8192, 14336, 4096, false, true},
+    {"down  fwd", 8192, 4096, 14336, false, true},   {"8192^3 fwd", 8192, 8192, 8192, false, true},
+    {"head  dX", 8192, 4096, 128256, false, false},  {"up    dX", 8192, 4096, 14336, false, false},
+    {"down  dX", 8192, 14336, 4096, false, false},   {"8192^3 dX", 8192, 8192, 8192, false, false},
+    {"head  dW", 128256, 4096, 8192, true, false},   {"up    dW", 14336, 4096, 8192, true, false},
+    {"down  dW", 4096, 14336, 8192, true, false},    {"8192^3 dW", 8192, 8192, 8192, true, false},
+};
+
+int time_problems(int rounds, double slot_ms, int first, int last, bool normal) {
+  Cublas cublas;
+  __nv_bfloat16 *a, *b, *c;
+  const int64_t most = int64_t(128256) * 8192;
+  for (auto** x : {&a, &b, &c}) CK(cudaMalloc(x, most * 2));
+  fill<<<4096, 256>>>(a, most, 1, normal);
+  fill<<<4096, 256>>>(b, most, 2, normal);
+  cudaEvent_t start, stop;
+  for (auto* x : {&start, &stop}) CK(cudaEventCreate(x));
+  double log_sum[32] = {}, least[32];
+  std::fill(least, least + 32, 9.0);
+  int problems = 0;
+  for (int i = first; i < last; ++i) {
+    const Problem& p = kProblems[i];
+    Gemm g{};
+    g.m = p.m, g.n = p.n, g.k = p.k, g.a = a, g.b = b, g.c = c, g.trans_a = p.ta, g.trans_b = p.tb;
+    g.lda = p.ta ? p.m : p.k, g.ldb = p.tb ? p.k : p.n, g.ldc = p.n;
+    cublas.plan(g);
+    const double flop = 2.0 * double(p.m) * double(p.n) * double(p.k);
+    // A slot has the same duration whatever the shape.
+    const int launches = std::max(1, int(slot_ms * 1e-3 / (flop / 700e12) + 0.5));
+    auto time = [&](const std::function<void()>& fn, int count) {
+      fn();
+      CK(cudaEventRecord(start));
+      for (int j = 0; j < count; ++j) fn();
+      CK(cudaEventRecord(stop));
+      CK(cudaEventSynchronize(stop));
+      float ms;
+      CK(cudaEventElapsedTime(&ms, start, stop));
+      return flop * count / ms * 1e-9;
+    };
+    size_t best = 0;
+    double best_rate = 0;
+    std::string rates;
+    for (int pass = 0; pass < 2; ++pass)
+      for (size_t j = 0; j < cublas.algos.size(); ++j) {
+        const double rate = time([&] { cublas.run(g, j); }, std::max(1, launches / 2));
+        if (pass == 0) continue;
+        int tile = 0;
+        size_t written;
+        cublas.api.algo_get(&cublas.algos[j].algo, lt::kAlgoTile, &tile, sizeof tile, &written);
+        rates += " " + std::to_string(int(rate)) + "(" + std::to_string(tile) + ")";
+        if (rate > best_rate) best = j, best_rate = rate;
+      }
+    std::vector<std::function<void()>> slots{[&] { cublas.run(g, best); }};
+    for (const Variant& v : kVariants) slots.push_back([&] { v.run(g, v.raster, nullptr); });
+    std::vector<std::vector<double>> rate(slots.size());
+    for (int r = 0; r < rounds; ++r)
+      for (size_t j = 0; j < slots.size(); ++j) {
+        const size_t s = (j * 3 + size_t(r)) % slots.size();  // not always behind the same one
+        rate[s].push_back(time(slots[s], launches));
+      }
+    for (size_t s = 1; s < slots.size(); ++s) {
+      CK(cudaMemset(c, 0xff, p.m * p.n * 2));
+      slots[s]();
+      if (s == 1 || s >= 5) report<__nv_bfloat16>(g, "", !normal, std::max<int64_t>(1, p.m * p.n * p.k / 4000000000ll));
+    }
+    printf("%-10s m %lld n %lld k %lld  cublas", p.name, (long long)p.m, (long long)p.n, (long long)p.k);
+    auto median = [](std::vector<double> x) { return std::sort(x.begin(), x.end()), x[x.size() / 2]; };
+    const double base = median(rate[0]);
+    printf(" %.0f (%.0f..%.0f) tiles:%s\n", base, *std::min_element(rate[0].begin(), rate[0].end()),
+           *std::max_element(rate[0].begin(), rate[0].end()), rates.c_str());
+    for (size_t s = 1; s < slots.size(); ++s) {
+      // Ratio within a round, then the median over rounds.
+      std::vector<double> ratios;
+      for (int r = 0; r < rounds; ++r) ratios.push_back(rate[s][size_t(r)] / rate[0][size_t(r)]);
+      const double ratio = median(ratios);
+      log_sum[s] += std::log(ratio), least[s] = std::min(least[s], ratio);
+      printf("   %-14s %.0f  %.3f\n", kVariants[s - 1].name, median(rate[s]), ratio);
+    }
+    ++problems;
+    fflush(stdout);
+  }
+  printf("GEOMEAN and least ratio to cuBLASLt:\n");
+  for (size_t s = 0; s < std::size(kVariants); ++s)
+    printf("   %-14s %.3f  %.3f\n", kVariants[s].name, std::exp(log_sum[s + 1] / problems), least[s + 1]);
+  return 0;
+}
+
+int main(int argc, char** argv) {
+  CK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
+  if (argc > 1 && !strcmp(argv[1], "check")) return check(argc > 2 ? argv[2] : nullptr);
+  auto number = [&](int i, double otherwise) { return argc > i ? atof(argv[i]) : otherwise; };
+  return time_problems(int(number(2, 7)), number(3, 20), int(number(4, 0)), int(number(5, std::size(kProblems))),
+                       number(6, 1) != 0);
+}

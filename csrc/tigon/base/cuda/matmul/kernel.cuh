@@ -1,0 +1,65 @@
+// The persistent kernel of matrix products: a producer warpgroup, two consumer warpgroups, one CTA per SM.
+#pragma once
+
+#include "tigon/base/cuda/matmul/mainloop.cuh"
+#include "tigon/base/cuda/matmul/tile_scheduler.cuh"
+
+namespace tigon::cuda::matmul {
+
+template <class Mainloop, class Epilogue>
+struct KernelParams {
+  typename Mainloop::Params mainloop;
+  typename Epilogue::Params epilogue;
+  TileScheduler::Params scheduler;
+};
+template <class Mainloop, class Epilogue>
+struct SharedStorage {
+  typename Mainloop::Tensors mainloop;
+  typename Epilogue::Tensors epilogue;
+  typename Mainloop::Barriers barriers;
+};
+
+constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
+
+template <class Mainloop, class Epilogue>
+__global__ void __launch_bounds__(kThreads, 1)
+    matmul_kernel(const __grid_constant__ KernelParams<Mainloop, Epilogue> p) {
+  extern __shared__ __align__(1024) uint8_t dynamic_smem[];
+  auto& smem = *reinterpret_cast<SharedStorage<Mainloop, Epilogue>*>(dynamic_smem);
+  const int warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroup, 0);
+  const unsigned rank = Mainloop::kCluster == 1 ? 0 : cluster_rank();
+  if (threadIdx.x == 0) {
+    prefetch_tensormap(&p.mainloop.a);
+    prefetch_tensormap(&p.mainloop.b);
+    smem.barriers.init();
+  }
+  cluster_arrive();
+  cluster_wait();
+
+  typename Mainloop::PipelineState state;
+  TileScheduler scheduler(int(blockIdx.x) / Mainloop::kCluster, int(gridDim.x) / Mainloop::kCluster);
+  TileScheduler::Tile tile{};
+  const int tile_m = int(rank) % Mainloop::kClusterM, tile_n = int(rank) / Mainloop::kClusterM;
+  auto row = [&] { return (tile.m * Mainloop::kClusterM + tile_m) * Mainloop::kTileM; };
+  auto column = [&] { return (tile.n * Mainloop::kClusterN + tile_n) * Mainloop::kTileN; };
+  if (warpgroup == 0) {
+    setmaxnreg_dec<40>();
+    if (threadIdx.x == 0)
+      while (scheduler.next(p.scheduler, tile))
+        Mainloop::load(p.mainloop, smem.mainloop, smem.barriers, state, rank, row(), column());
+  } else {
+    setmaxnreg_inc<232>();
+    float acc[Mainloop::kAccumulators];
+    while (scheduler.next(p.scheduler, tile)) {
+      Mainloop::mma(p.mainloop, smem.mainloop, smem.barriers, state, warpgroup - 1, acc);
+      Epilogue::run(p.epilogue, smem.epilogue, warpgroup - 1, acc, row(), column());
+    }
+    Epilogue::finish();
+  }
+  __syncwarp();
+  // A CTA stays while others of its cluster write to its shared memory.
+  cluster_arrive();
+  cluster_wait();
+}
+
+}  // namespace tigon::cuda::matmul
