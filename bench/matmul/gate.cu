@@ -261,7 +261,7 @@ int check(const char* only) {
 static lt::Api bind_cublas() {
   void* lib = nullptr;
   for (const char* name : {getenv("CUBLASLT"), (char*)"libcublasLt.so.13", (char*)"libcublasLt.so.12"})
-    if (!lib && name) lib = dlopen(name, RTLD_NOW);
+    if (!lib && name && *name) lib = dlopen(name, RTLD_NOW);
   if (!lib) printf("no cuBLASLt: %s\n", dlerror()), exit(2);
   lt::Api a{};
   auto bind = [&](auto& fn, const char* name) { fn = reinterpret_cast<std::remove_reference_t<decltype(fn)>>(dlsym(lib, name)); };

@@ -52,11 +52,12 @@ __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
 
 // --- barriers ------------------------------------------------------------------------------------
 
-// An arrival at the barrier at the same place in the CTA of that rank.
+// An arrival at the barrier at the same place in the CTA of that rank. It publishes no stores of the caller to that CTA: a
+// release at cluster scope would wait for all of them.
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint64_t* barrier, unsigned rank) {
   asm volatile(
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(
           cast_smem_ptr_to_uint(barrier)),
       "r"(rank)
       : "memory");
