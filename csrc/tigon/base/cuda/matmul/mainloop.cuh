@@ -89,10 +89,7 @@ struct Mainloop {
       wgmma_wait_group<1>();
       if (k > 0) release(barriers, released);
     }
-    wgmma_wait_group<0>();
-    // The accumulators are read after the wait.
-#pragma unroll
-    for (float& x : acc) asm volatile("" : "+f"(x)::"memory");
+    wgmma_wait(acc);
     release(barriers, released);
   }
 
@@ -125,7 +122,7 @@ struct Mainloop {
   __device__ static __forceinline__ uint64_t descriptor(const uint8_t* tile) {
     constexpr uint64_t kSwizzle128B = 1, kRows8 = 1024 >> 4, kBlock64 = 64 * kTileK * 2 >> 4;
     return kSwizzle128B << 62 | kRows8 << 32 | (kMajor == Major::K ? 1 : kBlock64) << 16 |
-           cast_smem_ptr_to_uint(tile) >> 4;
+           (cast_smem_ptr_to_uint(tile) & 0x3ffff) >> 4;
   }
   // From 16 of K to the next, in units of 16 bytes.
   template <Major kMajor>

@@ -84,6 +84,13 @@ template <int Pending>
 __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
+// All groups; the compiler reads the accumulators after it.
+template <int kSize>
+__device__ __forceinline__ void wgmma_wait(float (&d)[kSize]) {
+  wgmma_wait_group<0>();
+#pragma unroll
+  for (float& x : d) asm volatile("" : "+f"(x)::"memory");
+}
 
 #define TIGON_ACC8(d, i)                                                                                \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),           \
