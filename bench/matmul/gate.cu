@@ -32,7 +32,7 @@ using matmul::Major;
 
 struct Raster {
   int group;
-  bool along_n;
+  bool along_n, pdl = false;
 };
 static int sms = 0;
 
@@ -58,17 +58,19 @@ void run_matmul(const Gemm& g, Raster raster, cudaStream_t stream) {
   constexpr size_t smem = sizeof(matmul::SharedStorage<Loop, Epilogue>);
   static_assert(smem <= 232448);
   CK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(smem)));
-  cudaLaunchAttribute attr{};
-  attr.id = cudaLaunchAttributeClusterDimension;
-  attr.val.clusterDim = {unsigned(Loop::kCluster), 1, 1};
+  cudaLaunchAttribute attr[2]{};
+  attr[0].id = cudaLaunchAttributeClusterDimension;
+  attr[0].val.clusterDim = {unsigned(Loop::kCluster), 1, 1};
+  attr[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attr[1].val.programmaticStreamSerializationAllowed = raster.pdl;
   cudaLaunchConfig_t config{};
   const int clusters = std::min(sms / Loop::kCluster, p.scheduler.tiles_m * p.scheduler.tiles_n);
   config.gridDim = unsigned(clusters * Loop::kCluster);
   config.blockDim = matmul::kThreads;
   config.dynamicSmemBytes = smem;
   config.stream = stream;
-  config.attrs = &attr;
-  config.numAttrs = 1;
+  config.attrs = attr;
+  config.numAttrs = 2;
   CK(cudaLaunchKernelEx(&config, kernel, p));
 }
 
@@ -87,6 +89,7 @@ struct Variant {
 };
 static const Variant kVariants[] = {
     {"2x1 s4 g8m", &run_layout<__nv_bfloat16, 2, 1, 4, 2>, {8, false}},
+    {"2x1 s4 g8m pdl", &run_layout<__nv_bfloat16, 2, 1, 4, 2>, {8, false, true}},
     {"2x1 s4 g4m", &run_layout<__nv_bfloat16, 2, 1, 4, 2>, {4, false}},
     {"2x1 s4 g16m", &run_layout<__nv_bfloat16, 2, 1, 4, 2>, {16, false}},
     {"2x1 s4 g8n", &run_layout<__nv_bfloat16, 2, 1, 4, 2>, {8, true}},
@@ -383,7 +386,7 @@ int time_problems(int rounds, double slot_ms, int first, int last, bool normal) 
     for (size_t s = 1; s < slots.size(); ++s) {
       CK(cudaMemset(c, 0xff, p.m * p.n * 2));
       slots[s]();
-      if (s == 1 || s >= 5) report<__nv_bfloat16>(g, "", !normal, std::max<int64_t>(1, p.m * p.n * p.k / 4000000000ll));
+      if (s <= 2 || s >= 6) report<__nv_bfloat16>(g, "", !normal, std::max<int64_t>(1, p.m * p.n * p.k / 4000000000ll));
     }
     printf("%-10s m %lld n %lld k %lld  cublas", p.name, (long long)p.m, (long long)p.n, (long long)p.k);
     auto median = [](std::vector<double> x) { return std::sort(x.begin(), x.end()), x[x.size() / 2]; };

@@ -35,6 +35,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   cluster_arrive();
   cluster_wait();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
 
   typename Mainloop::PipelineState state;
   TileScheduler scheduler(int(blockIdx.x) / Mainloop::kCluster, int(gridDim.x) / Mainloop::kCluster);
