@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) uint8_t dynamic_smem[];
   auto& smem = *reinterpret_cast<SharedStorage<Mainloop, Epilogue>*>(dynamic_smem);
   const int warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroup, 0);
-  const unsigned rank = Mainloop::kCluster == 1 ? 0 : cluster_rank();
+  const unsigned rank = cluster_rank();
   if (threadIdx.x == 0) {
     prefetch_tensormap(&p.mainloop.a);
     prefetch_tensormap(&p.mainloop.b);
@@ -39,22 +39,22 @@ __global__ void __launch_bounds__(kThreads, 1)
   griddepcontrol_launch_dependents();
 
   typename Mainloop::PipelineState state;
-  TileScheduler scheduler(int(blockIdx.x) / Mainloop::kCluster, int(gridDim.x) / Mainloop::kCluster);
+  TileScheduler scheduler(int(blockIdx.x) / kCluster, int(gridDim.x) / kCluster);
   TileScheduler::Tile tile{};
-  const int tile_m = int(rank) % Mainloop::kClusterM, tile_n = int(rank) / Mainloop::kClusterM;
-  auto row = [&] { return (tile.m * Mainloop::kClusterM + tile_m) * Mainloop::kTileM; };
-  auto column = [&] { return (tile.n * Mainloop::kClusterN + tile_n) * Mainloop::kTileN; };
+  auto row = [&] { return (tile.m * kCluster + int(rank)) * kTileM; };
   if (warpgroup == 0) {
     setmaxnreg_dec<40>();
     if (threadIdx.x == 0)
       while (scheduler.next(p.scheduler, tile))
-        Mainloop::load(p.mainloop, smem.mainloop, smem.barriers, state, rank, row(), column());
+        Mainloop::load(p.mainloop, smem.mainloop, smem.barriers, state, rank, row(), tile.n * kTileN);
   } else {
     setmaxnreg_inc<232>();
-    float acc[Mainloop::kAccumulators];
+    float acc[kAccumulators];
     while (scheduler.next(p.scheduler, tile)) {
+      const int m = row() + (warpgroup - 1) * 64, n = tile.n * kTileN;
+      Epilogue epilogue(p.epilogue, m, n);
       Mainloop::mma(p.mainloop, smem.mainloop, smem.barriers, state, warpgroup - 1, acc);
-      Epilogue::run(p.epilogue, smem.epilogue, warpgroup - 1, acc, row(), column());
+      epilogue.run(p.epilogue, smem.epilogue, warpgroup - 1, acc);
     }
     Epilogue::finish();
   }

@@ -12,16 +12,15 @@ enum class Major { K, MN };
 constexpr int kWarpgroup = 128, kConsumers = 2;
 
 // A tile of the result is kTileM x kTileN and summed in steps of kTileK, which are the 128 bytes of a swizzled row. The CTAs of
-// a cluster compute kClusterM x kClusterN tiles: each loads its part of what they share and multicasts it.
-template <class T, Major kMajorA, Major kMajorB, int kClusterM_ = 2, int kClusterN_ = 1, int kStages_ = 4>
+// a cluster compute tiles below each other: each loads its part of the columns of B that they share and multicasts it.
+constexpr int kTileM = 128, kTileN = 256, kTileK = 64, kCluster = 2, kStages = 4;
+constexpr int kAccumulators = kTileN / 2;  // of a thread
+
+template <class T, Major kMajorA, Major kMajorB>
 struct Mainloop {
-  using Element = T;
-  static constexpr int kTileM = 128, kTileN = 256, kTileK = 64, kStages = kStages_, kClusterM = kClusterM_,
-                       kClusterN = kClusterN_, kCluster = kClusterM * kClusterN;
-  static constexpr int kAccumulators = kTileN / 2;
-  // Rows (or columns) of the tile that a CTA loads of A and of B, and those of a box.
-  static constexpr int kLoadA = kTileM / kClusterN, kLoadB = kTileN / kClusterM;
-  static constexpr int kBoxA = kMajorA == Major::K ? kLoadA : 64, kBoxB = kMajorB == Major::K ? kLoadB : 64;
+  // Columns of B that a CTA loads, and rows and columns of a box of TMA.
+  static constexpr int kLoadB = kTileN / kCluster;
+  static constexpr int kBoxA = kMajorA == Major::K ? kTileM : 64, kBoxB = kMajorB == Major::K ? kLoadB : 64;
   static constexpr int kBytesA = kTileM * kTileK * 2, kBytesB = kTileN * kTileK * 2;
 
   struct Params {
@@ -51,20 +50,14 @@ struct Mainloop {
   // One thread: the operands of the tile whose first row and column are m and n.
   __device__ static __forceinline__ void load(const Params& p, Tensors& smem, Barriers& barriers,
                                               PipelineState& state, unsigned rank, int m, int n) {
-    const int rank_m = int(rank) % kClusterM, rank_n = int(rank) / kClusterM;
-    // A row of the cluster shares A, a column shares B.
-    uint16_t mask_a = 0, mask_b = 0;
-    for (int i = 0; i < kClusterN; ++i) mask_a |= uint16_t(1 << (rank_m + kClusterM * i));
-    for (int i = 0; i < kClusterM; ++i) mask_b |= uint16_t(1 << (i + kClusterM * rank_n));
+    const int part = int(rank) * kLoadB;
 #pragma unroll 1
     for (int k = 0; k < p.k_blocks; ++k, state.advance()) {
       const int s = state.stage;
-      mbarrier_wait_parity<kCluster != 1>(&barriers.empty[s], state.phase ^ 1);
+      mbarrier_wait_parity(&barriers.empty[s], state.phase ^ 1);
       mbarrier_arrive_expect_tx(&barriers.full[s], kBytesA + kBytesB);
-      load_boxes<kMajorA, kLoadA, kBoxA, kClusterN != 1>(p.a, smem.a[s], &barriers.full[s],
-                                                         m + rank_n * kLoadA, k, rank_n, mask_a);
-      load_boxes<kMajorB, kLoadB, kBoxB, kClusterM != 1>(p.b, smem.b[s], &barriers.full[s],
-                                                         n + rank_m * kLoadB, k, rank_m, mask_b);
+      load_boxes<kMajorA, kTileM, kBoxA, false>(p.a, smem.a[s], &barriers.full[s], m, k);
+      load_boxes<kMajorB, kLoadB, kBoxB, true>(p.b, smem.b[s] + part * kTileK * 2, &barriers.full[s], n + part, k);
     }
   }
 
@@ -95,29 +88,26 @@ struct Mainloop {
 
  private:
   template <Major kMajor, int kRows, int kBox, bool kMulticast>
-  __device__ static __forceinline__ void load_boxes(const CUtensorMap& map, uint8_t* tile, uint64_t* barrier,
-                                                    int row, int k, int part, uint16_t mask) {
-    const uint32_t to = cast_smem_ptr_to_uint(tile) + uint32_t(part * kRows * kTileK * 2);
+  __device__ static __forceinline__ void load_boxes(const CUtensorMap& map, uint8_t* to, uint64_t* barrier,
+                                                    int row, int k) {
 #pragma unroll
-    for (int i = 0; i < kRows / kBox; ++i)
-      cp_async_bulk_tensor_load<kMulticast>(to + uint32_t(i * kBox * kTileK * 2), &map,
-                                            kMajor == Major::K ? k * kTileK : row + i * kBox,
-                                            kMajor == Major::K ? row + i * kBox : k * kTileK, barrier, mask);
+    for (int i = 0; i < kRows; i += kBox)
+      cp_async_bulk_tensor_load<kMulticast>(cast_smem_ptr_to_uint(to + i * kTileK * 2), &map,
+                                            kMajor == Major::K ? k * kTileK : row + i,
+                                            kMajor == Major::K ? row + i : k * kTileK, barrier,
+                                            (1 << kCluster) - 1);
   }
 
-  // All CTAs whose producers write to the stage learn that a warp has read it.
+  // Both CTAs write to the stage: both learn that a warp has read it.
   __device__ static __forceinline__ void release(Barriers& barriers, PipelineState& released) {
-    const unsigned lane = threadIdx.x % 32;
-    if constexpr (kCluster == 1) {
-      if (lane == 0) mbarrier_arrive(&barriers.empty[released.stage]);
-    } else {
-      if (lane < kCluster) mbarrier_arrive_cluster(&barriers.empty[released.stage], lane);
-    }
+    if (const unsigned lane = threadIdx.x % 32; lane < kCluster)
+      mbarrier_arrive_cluster(&barriers.empty[released.stage], lane);
     released.advance();
   }
 
   // wgmma's matrix descriptor of a tile in swizzled rows of 128 bytes, in units of 16 bytes. Eight such rows are 1024 bytes,
-  // which is the stride of M or N for K-major operands, that of K for others; those have M or N in blocks of 64.
+  // which is the stride of M or N for K-major operands, that of K for others; those have M or N in blocks of 64. The address
+  // has 18 bits: above them is the CTA's rank.
   template <Major kMajor>
   __device__ static __forceinline__ uint64_t descriptor(const uint8_t* tile) {
     constexpr uint64_t kSwizzle128B = 1, kRows8 = 1024 >> 4, kBlock64 = 64 * kTileK * 2 >> 4;
