@@ -25,12 +25,12 @@ using namespace tigon;
 using namespace tigon::cuda;
 using matmul::Major;
 
-#define CK(expr)                                                                                  \
-  do {                                                                                            \
-    cudaError_t s_ = (expr);                                                                      \
-    if (s_ != cudaSuccess) printf("FAILED %s: %s\n", #expr, cudaGetErrorString(s_)), fflush(stdout), exit(1); \
+#define CK(expr)                                                                         \
+  do {                                                                                   \
+    cudaError_t s_ = (expr);                                                             \
+    if (s_ != cudaSuccess)                                                               \
+      printf("FAILED %s: %s\n", #expr, cudaGetErrorString(s_)), fflush(stdout), exit(1); \
   } while (0)
-
 
 struct Raster {
   int group;
@@ -44,51 +44,20 @@ struct Statistics {
   const int64_t* target;
   float *target_logit, *row_max, *log_sum, *log_prob;
 };
-template <class T, Major kA, Major kB, class Epilogue>
-void run_kernel(const Gemm& g, Raster raster, cudaStream_t stream, const typename Epilogue::Params& epilogue) {
-  using Loop = matmul::Mainloop<T, kA, kB>;
-  auto ceil_div = [](int64_t a, int64_t b) { return int((a + b - 1) / b); };
-  const auto type =
-      std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  matmul::KernelParams<Loop, Epilogue> p;
-  auto map = [&](const void* data, bool k_major, int64_t mn, int64_t stride, int box) {
-    return matmul::make_tensor_map("matmul", data, type, k_major ? g.k : mn, k_major ? mn : g.k, stride, box);
-  };
-  p.mainloop.a = map(g.a, kA == Major::K, g.m, g.lda, Loop::kBoxA);
-  p.mainloop.b = map(g.b, kB == Major::K, g.n, g.ldb, Loop::kBoxB);
-  p.mainloop.k_blocks = ceil_div(g.k, matmul::kTileK);
-  p.epilogue = epilogue;
-  p.scheduler = {ceil_div(g.m, matmul::kTileM * matmul::kCluster), ceil_div(g.n, matmul::kTileN), raster.group,
-                 raster.along_n};
-  auto* kernel = &matmul::matmul_kernel<Loop, Epilogue>;
-  constexpr size_t smem = sizeof(matmul::SharedStorage<Loop, Epilogue>);
-  static_assert(smem <= 232448);
-  CK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(smem)));
-  cudaLaunchAttribute attr[2]{};
-  attr[0].id = cudaLaunchAttributeClusterDimension;
-  attr[0].val.clusterDim = {unsigned(matmul::kCluster), 1, 1};
-  attr[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attr[1].val.programmaticStreamSerializationAllowed = raster.pdl;
-  cudaLaunchConfig_t config{};
-  const int clusters = std::min(sms / matmul::kCluster, p.scheduler.tiles_m * p.scheduler.tiles_n);
-  config.gridDim = unsigned(clusters * matmul::kCluster);
-  config.blockDim = matmul::kThreads;
-  config.dynamicSmemBytes = smem;
-  config.stream = stream;
-  config.attrs = attr;
-  config.numAttrs = 2;
-  CK(cudaLaunchKernelEx(&config, kernel, p));
+static Context& context() {
+  static std::unique_ptr<Context> ctx = make_cuda_context();
+  return *ctx;
 }
 template <class T, Major kA, Major kB>
-void run_matmul(const Gemm& g, Raster raster, cudaStream_t stream) {
-  const auto type =
-      std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  run_kernel<T, kA, kB, matmul::StoreEpilogue<T>>(
-      g, raster, stream, {matmul::make_tensor_map("matmul", g.c, type, g.n, g.m, g.ldc, 64)});
+void run_matmul(const Gemm& g, Raster raster, cudaStream_t) {
+  using Epilogue = matmul::StoreEpilogue<T>;
+  const auto d = matmul::make_tensor_map("matmul", g.c, matmul::kTensorMapType<T>, g.n, g.m, g.ldc, 64);
+  matmul::Matmul<T, kA, kB, Epilogue>::run("matmul", context(), g, {d}, raster.group, raster.along_n);
 }
 template <class T>
 void run_layout(const Gemm& g, Raster raster, cudaStream_t stream) {
-  auto* run = g.trans_a ? g.trans_b ? &run_matmul<T, Major::MN, Major::K> : &run_matmul<T, Major::MN, Major::MN>
+  auto* run = g.trans_a
+                  ? g.trans_b ? &run_matmul<T, Major::MN, Major::K> : &run_matmul<T, Major::MN, Major::MN>
               : g.trans_b ? &run_matmul<T, Major::K, Major::K>
                           : &run_matmul<T, Major::K, Major::MN>;
   run(g, raster, stream);
@@ -103,9 +72,11 @@ void run_statistics(const Gemm& g, Raster raster, cudaStream_t stream, const Sta
     part.a = static_cast<const __nv_bfloat16*>(g.a) + first * g.lda;
     const matmul::StatisticsEpilogue::Params p{s.parts,     s.target + first, s.target_logit + first,
                                                int(part.m), int(g.n),         scale};
-    run_kernel<__nv_bfloat16, Major::K, Major::K, matmul::StatisticsEpilogue>(part, raster, stream, p);
-    matmul::combine_statistics_kernel<<<unsigned((part.m + 31) / 32), matmul::kCombineWarps * 32, 0, stream>>>(
-        p, s.row_max + first, s.log_sum + first, s.log_prob + first);
+    matmul::Matmul<__nv_bfloat16, Major::K, Major::K, matmul::StatisticsEpilogue>::run(
+        "matmul", context(), part, p, raster.group, raster.along_n);
+    matmul::
+        combine_statistics_kernel<<<unsigned((part.m + 31) / 32), matmul::kCombineWarps * 32, 0, stream>>>(
+            p, s.row_max + first, s.log_sum + first, s.log_prob + first);
   }
 }
 struct Variant {
@@ -113,7 +84,7 @@ struct Variant {
   Raster raster;
 };
 static const Variant kVariants[] = {
-    {"g4m", {4, false}},       {"g4m pdl", {4, false, true}}, {"g8m pdl", {8, false, true}},
+    {"g4m", {4, false}},          {"g4m pdl", {4, false, true}}, {"g8m pdl", {8, false, true}},
     {"g4n pdl", {4, true, true}}, {"g8n pdl", {8, true, true}},  {"g16n pdl", {16, true, true}},
 };
 
@@ -125,7 +96,8 @@ __device__ uint32_t hash(uint64_t x) {
 // Integers of -2..2, whose sums are exact, or normal numbers.
 template <class T>
 __global__ void fill(T* p, int64_t n, uint64_t seed, bool normal) {
-  for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < n; i += int64_t(gridDim.x) * blockDim.x) {
+  for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < n;
+       i += int64_t(gridDim.x) * blockDim.x) {
     const uint32_t h = hash(seed * 0x9e3779b97f4a7c15ull + i), h2 = hash(h ^ seed << 32 ^ 0x1234567ull + i);
     float x = float(int(h % 5) - 2);
     if (normal) x = sqrtf(-2 * logf((h + 0.5f) * 2.3283064e-10f)) * cospif(2 * h2 * 2.3283064e-10f);
@@ -156,7 +128,9 @@ __global__ void compare(Gemm g, Error<T>* e, bool exact, int64_t step) {
     const float got = float(((const T*)g.c)[m * g.ldc + n]), want = float(T(float(sum)));
     const double rounding = sizeof(T) == 2 && std::is_same_v<T, __half> ? 0x1p-11 : 0x1p-8;
     bool bad = exact ? !(got == want) : !(fabs(got - sum) <= fabs(sum) * rounding + magnitude * 6e-7 + 1e-6);
-    if (!exact) atomicMax((int*)&e->worst, __float_as_int(float(fabs(got - sum) / (fabs(sum) * rounding + magnitude * 6e-7 + 1e-6))));
+    if (!exact)
+      atomicMax((int*)&e->worst,
+                __float_as_int(float(fabs(got - sum) / (fabs(sum) * rounding + magnitude * 6e-7 + 1e-6))));
     if (bad) {
       const unsigned long long w = atomicAdd(&e->wrong, 1ull);
       if (w < 8) e->m[w] = int(m), e->n[w] = int(n), e->got[w] = got, e->want[w] = want;
@@ -178,7 +152,8 @@ bool report(const Gemm& g, const char* what, bool exact, int64_t step = 1) {
   if (h.wrong) {
     printf("WRONG %s %s m %lld n %lld k %lld: %llu of %lld;", what, layout_of(g).c_str(), (long long)g.m,
            (long long)g.n, (long long)g.k, h.wrong, (long long)(g.m * g.n / step));
-    for (unsigned i = 0; i < 8 && i < h.wrong; ++i) printf(" (%d,%d) %g/%g", h.m[i], h.n[i], h.got[i], h.want[i]);
+    for (unsigned i = 0; i < 8 && i < h.wrong; ++i)
+      printf(" (%d,%d) %g/%g", h.m[i], h.n[i], h.got[i], h.want[i]);
     printf("\n");
   } else if (!exact) {
     fprintf(stderr, "error %.3f of the bound: %s\n", h.worst, what);
@@ -211,13 +186,14 @@ struct Buffer {  // rows x ld elements with guards before, behind and between
 };
 template <class T>
 __global__ void fill_rows(T* p, int64_t rows, int64_t cols, int64_t ld, const T* from) {
-  for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < rows * cols; i += int64_t(gridDim.x) * blockDim.x)
+  for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < rows * cols;
+       i += int64_t(gridDim.x) * blockDim.x)
     p[i / cols * ld + i % cols] = from[i];
 }
 
 template <class T>
-bool check_one(const char* name, Raster raster, int64_t m, int64_t n,
-               int64_t k, bool ta, bool tb, bool exact, int64_t pad) {
+bool check_one(const char* name, Raster raster, int64_t m, int64_t n, int64_t k, bool ta, bool tb, bool exact,
+               int64_t pad) {
   Buffer<T> a(ta ? k : m, ta ? m : k, pad), b(tb ? n : k, tb ? k : n, 2 * pad), c(m, n, pad);
   for (Buffer<T>* x : {&a, &b}) {
     T* dense;
@@ -228,13 +204,14 @@ bool check_one(const char* name, Raster raster, int64_t m, int64_t n,
     CK(cudaFree(dense));
   }
   Gemm g{};
-  g.m = m, g.n = n, g.k = k, g.a = a.data(), g.lda = a.ld, g.trans_a = ta, g.b = b.data(), g.ldb = b.ld, g.trans_b = tb;
+  g.m = m, g.n = n, g.k = k, g.a = a.data(), g.lda = a.ld, g.trans_a = ta, g.b = b.data(), g.ldb = b.ld,
+  g.trans_b = tb;
   g.c = c.data(), g.ldc = c.ld;
   run_layout<T>(g, raster, nullptr);
   const cudaError_t status = cudaDeviceSynchronize();
   if (status != cudaSuccess) {
-    printf("CRASH %s %s m %lld n %lld k %lld: %s\n", name, layout_of(g).c_str(), (long long)m, (long long)n, (long long)k,
-           cudaGetErrorString(status));
+    printf("CRASH %s %s m %lld n %lld k %lld: %s\n", name, layout_of(g).c_str(), (long long)m, (long long)n,
+           (long long)k, cudaGetErrorString(status));
     fflush(stdout);
     exit(1);
   }
@@ -242,13 +219,15 @@ bool check_one(const char* name, Raster raster, int64_t m, int64_t n,
 }
 
 // One CTA a row, in double.
-__global__ void check_statistics_kernel(Gemm g, Statistics s, float scale, float* worst, unsigned long long* wrong) {
+__global__ void check_statistics_kernel(Gemm g, Statistics s, float scale, float* worst,
+                                        unsigned long long* wrong) {
   __shared__ double most[256], sum[256];
   const int64_t row = blockIdx.x;
   auto z = [&](int64_t c) {
     double d = 0;
     for (int64_t k = 0; k < g.k; ++k)
-      d += double(float(((const __nv_bfloat16*)g.a)[row * g.lda + k])) * float(((const __nv_bfloat16*)g.b)[c * g.ldb + k]);
+      d += double(float(((const __nv_bfloat16*)g.a)[row * g.lda + k])) *
+           float(((const __nv_bfloat16*)g.b)[c * g.ldb + k]);
     return d * scale;
   };
   double m = -INFINITY, t = 0;
@@ -264,8 +243,9 @@ __global__ void check_statistics_kernel(Gemm g, Statistics s, float scale, float
     t = t * exp(m - n) + (most[i] == -INFINITY ? 0 : sum[i] * exp(most[i] - n)), m = n;
   }
   const double lse = m + log(t), log_prob = z(s.target[row]) - lse;
-  const float e = float(fmax(fabs(double(s.row_max[row]) + s.log_sum[row] - lse), fabs(s.log_prob[row] - log_prob)) /
-                        (2e-6 * (1 + fabs(lse) + fabs(log_prob))));
+  const float e =
+      float(fmax(fabs(double(s.row_max[row]) + s.log_sum[row] - lse), fabs(s.log_prob[row] - log_prob)) /
+            (2e-6 * (1 + fabs(lse) + fabs(log_prob))));
   if (!(e <= 1)) atomicAdd(wrong, 1ull);
   atomicMax((int*)worst, __float_as_int(e != e ? 1e30f : e));
 }
@@ -284,7 +264,8 @@ struct StatisticsMemory {
   }
 };
 __global__ void scale_down(__nv_bfloat16* p, int64_t n, float by) {
-  for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < n; i += int64_t(gridDim.x) * blockDim.x)
+  for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < n;
+       i += int64_t(gridDim.x) * blockDim.x)
     p[i] = __nv_bfloat16(float(p[i]) * by);
 }
 bool check_statistics(int64_t m, int64_t n, int64_t k) {
@@ -306,7 +287,8 @@ bool check_statistics(int64_t m, int64_t n, int64_t k) {
   CK(cudaMemcpy(h, worst, 16, cudaMemcpyDeviceToHost));
   unsigned long long wrong;
   memcpy(&wrong, h + 2, 8);
-  printf("statistics m %lld n %lld k %lld: %llu wrong, error %.3f of the bound\n", (long long)m, (long long)n, (long long)k, wrong, h[0]);
+  printf("statistics m %lld n %lld k %lld: %llu wrong, error %.3f of the bound\n", (long long)m, (long long)n,
+         (long long)k, wrong, h[0]);
   cudaFree(a), cudaFree(b);
   return wrong == 0;
 }
@@ -314,7 +296,9 @@ bool check_statistics(int64_t m, int64_t n, int64_t k) {
 int check(const char* only) {
   int failed = 0, done = 0;
   uint32_t seed = 12345;
-  auto random = [&](int most) { return 8 + int((seed = seed * 1664525u + 1013904223u) >> 8) % (most / 8) * 8; };
+  auto random = [&](int most) {
+    return 8 + int((seed = seed * 1664525u + 1013904223u) >> 8) % (most / 8) * 8;
+  };
   for (const Variant& v : kVariants) {
     if (only && strcmp(only, v.name)) continue;
     for (int layout = 0; layout < 4; ++layout) {
@@ -334,7 +318,13 @@ int check(const char* only) {
         one(8192, 5000, 136, true, 0);
         one(1000, 1000, 1000, false, 0);
       }
-      if (bad) printf("%s %s: %s\n", v.name, layout == 0 ? "KK" : layout == 1 ? "MK" : layout == 2 ? "KN" : "MN", bad ? "FAILED" : "ok");
+      if (bad)
+        printf("%s %s: %s\n", v.name,
+               layout == 0   ? "KK"
+               : layout == 1 ? "MK"
+               : layout == 2 ? "KN"
+                             : "MN",
+               bad ? "FAILED" : "ok");
       fflush(stdout);
       failed += bad;
     }
@@ -345,7 +335,8 @@ int check(const char* only) {
       ++done;
       if (!check_one<__half>("fp16", {8, false}, 1000, 1000, 1000, ta, tb, false, 0)) ++failed;
     }
-  for (auto [m, n, k] : {std::array<int64_t, 3>{300, 1000, 512}, {1, 8, 64}, {2000, 5003, 1024}, {513, 50257, 768}})
+  for (auto [m, n, k] :
+       {std::array<int64_t, 3>{300, 1000, 512}, {1, 8, 64}, {2000, 5003, 1024}, {513, 50257, 768}})
     ++done, failed += !check_statistics(m, n, k);
   printf("CHECK: %d of %d failed\n", failed, done);
   return failed != 0;
@@ -358,7 +349,9 @@ static lt::Api bind_cublas() {
     if (!lib && name && *name) lib = dlopen(name, RTLD_NOW);
   if (!lib) printf("no cuBLASLt: %s\n", dlerror()), exit(2);
   lt::Api a{};
-  auto bind = [&](auto& fn, const char* name) { fn = reinterpret_cast<std::remove_reference_t<decltype(fn)>>(dlsym(lib, name)); };
+  auto bind = [&](auto& fn, const char* name) {
+    fn = reinterpret_cast<std::remove_reference_t<decltype(fn)>>(dlsym(lib, name));
+  };
   bind(a.create, "cublasLtCreate");
   bind(a.matmul_desc_create, "cublasLtMatmulDescCreate");
   bind(a.matmul_desc_set, "cublasLtMatmulDescSetAttribute");
@@ -387,8 +380,10 @@ struct Cublas {
     int op_a = g.trans_b ? lt::kOpT : lt::kOpN, op_b = g.trans_a ? lt::kOpT : lt::kOpN;
     api.matmul_desc_set(desc, lt::kDescTransA, &op_a, sizeof op_a);
     api.matmul_desc_set(desc, lt::kDescTransB, &op_b, sizeof op_b);
-    api.layout_create(&a, lt::kR16BF, uint64_t(g.trans_b ? g.k : g.n), uint64_t(g.trans_b ? g.n : g.k), g.ldb);
-    api.layout_create(&b, lt::kR16BF, uint64_t(g.trans_a ? g.m : g.k), uint64_t(g.trans_a ? g.k : g.m), g.lda);
+    api.layout_create(&a, lt::kR16BF, uint64_t(g.trans_b ? g.k : g.n), uint64_t(g.trans_b ? g.n : g.k),
+                      g.ldb);
+    api.layout_create(&b, lt::kR16BF, uint64_t(g.trans_a ? g.m : g.k), uint64_t(g.trans_a ? g.k : g.m),
+                      g.lda);
     api.layout_create(&c, lt::kR16BF, uint64_t(g.n), uint64_t(g.m), g.ldc);
     lt::Preference pref{};
     api.preference_create(&pref);
@@ -402,7 +397,8 @@ struct Cublas {
   }
   void run(const Gemm& g, size_t algo) {
     const float one = 1, zero = 0;
-    int s = api.matmul(handle, desc, &one, g.b, a, g.a, b, &zero, g.c, c, g.c, c, &algos[algo].algo, workspace, kWorkspace, nullptr);
+    int s = api.matmul(handle, desc, &one, g.b, a, g.a, b, &zero, g.c, c, g.c, c, &algos[algo].algo,
+                       workspace, kWorkspace, nullptr);
     if (s) printf("cublasLtMatmul failed: %d\n", s), exit(2);
   }
 };
@@ -469,7 +465,8 @@ int time_problems(int rounds, double slot_ms, int first, int last, bool normal) 
         if (rate > best_rate) best = j, best_rate = rate;
       }
     std::vector<std::function<void()>> slots{[&] { cublas.run(g, best); }};
-    for (const Variant& v : kVariants) slots.push_back([&] { run_layout<__nv_bfloat16>(g, v.raster, nullptr); });
+    for (const Variant& v : kVariants)
+      slots.push_back([&] { run_layout<__nv_bfloat16>(g, v.raster, nullptr); });
     const bool head = p.n > 50000 && p.tb;
     StatisticsMemory memory(head ? p.m : 8, head ? p.n : 8);
     for (Raster r : {Raster{4, false, true}, {8, true, true}})
@@ -483,7 +480,8 @@ int time_problems(int rounds, double slot_ms, int first, int last, bool normal) 
     for (size_t v = 0; v < 2; ++v) {  // cuBLASLt's too, which shows whether the bound is fair
       CK(cudaMemset(c, 0xff, size_t(p.m * g.ldc * 2)));
       slots[v]();
-      report<__nv_bfloat16>(g, v ? "ours" : "cublas", !normal, std::max<int64_t>(1, p.m * p.n * p.k / 4000000000ll));
+      report<__nv_bfloat16>(g, v ? "ours" : "cublas", !normal,
+                            std::max<int64_t>(1, p.m * p.n * p.k / 4000000000ll));
     }
     auto median = [](std::vector<double> x) { return std::sort(x.begin(), x.end()), x[x.size() / 2]; };
     fprintf(stderr, "%s cublas tiles:%s\n", p.name, rates.c_str());
@@ -511,6 +509,6 @@ int main(int argc, char** argv) {
   CK(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
   if (argc > 1 && !strcmp(argv[1], "check")) return check(argc > 2 ? argv[2] : nullptr);
   auto number = [&](int i, double otherwise) { return argc > i ? atof(argv[i]) : otherwise; };
-  return time_problems(int(number(2, 7)), number(3, 20), int(number(4, 0)), int(number(5, std::size(kProblems))),
-                       number(6, 1) != 0);
+  return time_problems(int(number(2, 7)), number(3, 20), int(number(4, 0)),
+                       int(number(5, std::size(kProblems))), number(6, 1) != 0);
 }

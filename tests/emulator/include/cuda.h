@@ -18,12 +18,14 @@ struct alignas(64) CUtensorMap {
   int box[2];
 };
 inline CUresult cuTensorMapEncodeTiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data,
-                                       const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
-                                       const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                                       CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+                                       const cuuint64_t* sizes, const cuuint64_t* strides,
+                                       const cuuint32_t* box, const cuuint32_t*, CUtensorMapInterleave,
+                                       CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
   if (rank != 2 || uintptr_t(data) % 16 || strides[0] % 16 || box[0] != 64 || box[1] > 256)
     return CUDA_ERROR_INVALID_VALUE;
-  *map = {static_cast<uint16_t*>(data), {int64_t(sizes[0]), int64_t(sizes[1])}, int64_t(strides[0] / 2),
+  *map = {static_cast<uint16_t*>(data),
+          {int64_t(sizes[0]), int64_t(sizes[1])},
+          int64_t(strides[0] / 2),
           {int(box[0]), int(box[1])}};
   return CUDA_SUCCESS;
 }

@@ -85,8 +85,11 @@ const uint64_t* exchange(uint32_t mask, uint64_t value);
 void cluster_arrive();
 void cluster_wait();
 
-inline uint32_t shared_address(const void* p) { return uint32_t(static_cast<const char*>(p) - &anchor); }
-inline char* at_shared(uint32_t address) { return &anchor + int32_t(address); }
+// As on a GPU, the rank is above the 24 bits of the place.
+inline uint32_t shared_address(const void* p) {
+  return (uint32_t(static_cast<const char*>(p) - &anchor) & 0xffffff) | uint32_t(cta.rank) << 24;
+}
+inline char* at_shared(uint32_t address) { return &anchor + (int32_t(address << 8) >> 8); }
 inline char* of_rank(void* p, unsigned rank) {
   return cta.cluster->anchors[rank] + (static_cast<char*>(p) - &anchor);
 }

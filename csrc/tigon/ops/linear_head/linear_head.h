@@ -204,6 +204,12 @@ struct LinearHeadPass {
 };
 TIGON_API void linear_head_gradients(Context& ctx, const LinearHead& a, LinearHeadChunk& chunk,
                                      const LinearHeadPass& pass);
+// Losses without gradients, where the device has the product for it (sm_90a, 16-bit rows of whole 16-byte vectors, no bias, lora or
+// softcap): for the rows worked on max z, log of the sum of e^(z - max z) and the label's log-probability, f32 [3, count] as
+// cross_entropy_combine takes them. Logits are neither rounded nor written, and the bits of a row depend on nothing but the
+// row. Returns false, with nothing done, elsewhere.
+bool linear_head_statistics(Context& ctx, const LinearHead& a, const LinearHeadRows& rows,
+                            const LogitFormula& f, const Matrix& parts);
 // Zeros where no product will write: dhidden of listed rows, and every gradient where no row is left.
 TIGON_API void linear_head_clear(Context& ctx, const LinearHead& a, const LinearHeadRows& rows);
 
@@ -306,7 +312,9 @@ TIGON_LINEAR_HEAD_BACKEND
 }
 namespace cuda {
 TIGON_LINEAR_HEAD_BACKEND
-}
+bool linear_head_statistics(Context& ctx, const LinearHead& a, const LinearHeadRows& rows,
+                            const LogitFormula& f, const Matrix& parts);
+}  // namespace cuda
 #undef TIGON_LINEAR_HEAD_BACKEND
 
 }  // namespace tigon

@@ -84,7 +84,8 @@ static __global__ void __launch_bounds__(kCombineWarps * 32)
   const int tiles = (p.cols + kTileN - 1) / kTileN;
   const bool mine = row < p.rows;
   float most = -INFINITY, sum = 0.0f;
-  for (int t = warp; mine && t < tiles; t += kCombineWarps) most = fmaxf(most, p.parts[int64_t(t) * p.rows + row].x);
+  for (int t = warp; mine && t < tiles; t += kCombineWarps)
+    most = fmaxf(most, p.parts[int64_t(t) * p.rows + row].x);
   slots[0][warp][lane] = most;
   __syncthreads();
   for (int w = 0; w < kCombineWarps; ++w) most = fmaxf(most, slots[0][w][lane]);

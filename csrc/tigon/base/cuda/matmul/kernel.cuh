@@ -20,10 +20,18 @@ struct SharedStorage {
 };
 
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
+// wgmma is of sm_90a only. Compiled for anything else the kernel is empty, and its bound tells the host so.
+#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define TIGON_NO_WGMMA
+constexpr int kBound = 32;
+#else
+constexpr int kBound = kThreads;
+#endif
 
 template <class Mainloop, class Epilogue>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kBound, 1)
     matmul_kernel(const __grid_constant__ KernelParams<Mainloop, Epilogue> p) {
+#ifndef TIGON_NO_WGMMA
   extern __shared__ __align__(1024) uint8_t dynamic_smem[];
   auto& smem = *reinterpret_cast<SharedStorage<Mainloop, Epilogue>*>(dynamic_smem);
   const int warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroup, 0);
@@ -62,6 +70,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   // A CTA stays while others of its cluster write to its shared memory.
   cluster_arrive();
   cluster_wait();
+#endif
 }
 
 }  // namespace tigon::cuda::matmul

@@ -57,7 +57,8 @@ struct Mainloop {
       mbarrier_wait_parity(&barriers.empty[s], state.phase ^ 1);
       mbarrier_arrive_expect_tx(&barriers.full[s], kBytesA + kBytesB);
       load_boxes<kMajorA, kTileM, kBoxA, false>(p.a, smem.a[s], &barriers.full[s], m, k);
-      load_boxes<kMajorB, kLoadB, kBoxB, true>(p.b, smem.b[s] + part * kTileK * 2, &barriers.full[s], n + part, k);
+      load_boxes<kMajorB, kLoadB, kBoxB, true>(p.b, smem.b[s] + part * kTileK * 2, &barriers.full[s],
+                                               n + part, k);
     }
   }
 
@@ -92,10 +93,9 @@ struct Mainloop {
                                                     int row, int k) {
 #pragma unroll
     for (int i = 0; i < kRows; i += kBox)
-      cp_async_bulk_tensor_load<kMulticast>(cast_smem_ptr_to_uint(to + i * kTileK * 2), &map,
-                                            kMajor == Major::K ? k * kTileK : row + i,
-                                            kMajor == Major::K ? row + i : k * kTileK, barrier,
-                                            (1 << kCluster) - 1);
+      cp_async_bulk_tensor_load<kMulticast>(
+          cast_smem_ptr_to_uint(to + i * kTileK * 2), &map, kMajor == Major::K ? k * kTileK : row + i,
+          kMajor == Major::K ? row + i : k * kTileK, barrier, (1 << kCluster) - 1);
   }
 
   // Both CTAs write to the stage: both learn that a warp has read it.

@@ -57,8 +57,7 @@ __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
 __device__ __forceinline__ void mbarrier_arrive_cluster(uint64_t* barrier, unsigned rank) {
   asm volatile(
       "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(
-          cast_smem_ptr_to_uint(barrier)),
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(cast_smem_ptr_to_uint(barrier)),
       "r"(rank)
       : "memory");
 }
@@ -92,25 +91,25 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[kSize]) {
   for (float& x : d) asm volatile("" : "+f"(x)::"memory");
 }
 
-#define TIGON_ACC8(d, i)                                                                                \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]),           \
+#define TIGON_ACC8(d, i)                                                                      \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
-#define TIGON_ACC64(d, i)                                                                              \
-  TIGON_ACC8(d, i), TIGON_ACC8(d, i + 8), TIGON_ACC8(d, i + 16), TIGON_ACC8(d, i + 24),                \
+#define TIGON_ACC64(d, i)                                                               \
+  TIGON_ACC8(d, i), TIGON_ACC8(d, i + 8), TIGON_ACC8(d, i + 16), TIGON_ACC8(d, i + 24), \
       TIGON_ACC8(d, i + 32), TIGON_ACC8(d, i + 40), TIGON_ACC8(d, i + 48), TIGON_ACC8(d, i + 56)
-#define TIGON_WGMMA_M64N256K16(type)                                                                       \
-  asm volatile(                                                                                            \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                                                        \
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type                                         \
-      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "  \
-      "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "    \
-      "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "    \
-      "%59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, "    \
-      "%78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, "    \
-      "%97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, "      \
-      "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "        \
-      "%128, %129, p, 1, 1, %131, %132;\n}"                                                                \
-      : TIGON_ACC64(d, 0), TIGON_ACC64(d, 64)                                                              \
+#define TIGON_WGMMA_M64N256K16(type)                                                                      \
+  asm volatile(                                                                                           \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                                                       \
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type                                        \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
+      "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "   \
+      "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "   \
+      "%59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, "   \
+      "%78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, "   \
+      "%97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, "     \
+      "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "       \
+      "%128, %129, p, 1, 1, %131, %132;\n}"                                                               \
+      : TIGON_ACC64(d, 0), TIGON_ACC64(d, 64)                                                             \
       : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTransA)), "n"(int(kTransB)))
 
 // d = a b, or d += a b, with a [64, 16] and b [16, 256] in shared memory, described by matrix descriptors. kTrans: the operand

@@ -19,13 +19,14 @@ inline CUtensorMap make_tensor_map(const char* op, const void* data, CUtensorMap
     cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &fn, 12000, cudaEnableDefault, &found);
     return reinterpret_cast<Encode>(fn);
   }();
-  TIGON_CHECK(op, encode != nullptr, "the CUDA driver must have cuTensorMapEncodeTiled (CUDA 12.0), found none");
+  TIGON_CHECK(op, encode != nullptr,
+              "the CUDA driver must have cuTensorMapEncodeTiled (CUDA 12.0), found none");
   CUtensorMap map;
   const cuuint64_t sizes[2] = {cuuint64_t(inner), cuuint64_t(outer)}, strides[1] = {cuuint64_t(stride) * 2};
   const cuuint32_t boxes[2] = {64, cuuint32_t(box)}, steps[2] = {1, 1};
-  const CUresult status =
-      encode(&map, type, 2, const_cast<void*>(data), sizes, strides, boxes, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status = encode(&map, type, 2, const_cast<void*>(data), sizes, strides, boxes, steps,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   TIGON_CHECK(op, status == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with CUresult ", int(status));
   return map;
 }

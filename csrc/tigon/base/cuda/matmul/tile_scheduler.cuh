@@ -3,6 +3,8 @@
 
 namespace tigon::cuda::matmul {
 
+constexpr int kGroup = 4;
+
 // Clusters take tiles in turn. Those in flight at a time cover a rectangle that is about a square, so that the panels of A and
 // B which they share stay in L2: the order goes across `group` rows of tiles, then to the next column of the group.
 struct TileScheduler {

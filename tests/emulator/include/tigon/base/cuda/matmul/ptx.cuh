@@ -77,7 +77,8 @@ void wgmma_wait(float (&)[kSize]) {
 }
 // Element (mn, k) of the operand of a matrix descriptor.
 inline float described(uint64_t descriptor, bool trans, int mn, int k, float (*widen)(uint16_t)) {
-  const uint32_t start = uint32_t(descriptor & 0x3fff) << 4, leading = uint32_t(descriptor >> 16 & 0x3fff) << 4,
+  const uint32_t start = uint32_t(descriptor & 0x3fff) << 4,
+                 leading = uint32_t(descriptor >> 16 & 0x3fff) << 4,
                  stride = uint32_t(descriptor >> 32 & 0x3fff) << 4;
   const uint32_t at = trans ? mn / 64 * leading + k / 8 * stride + k % 8 * 128 + mn % 64 * 2
                             : mn / 8 * stride + mn % 8 * 128 + k * 2;
@@ -98,7 +99,8 @@ void wgmma_m64n256k16(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) 
         for (int i = 0; i < 2; ++i) {
           float& sum = d[4 * j + 2 * h + i];
           double s = accumulate ? sum : 0;
-          for (int k = 0; k < 16; ++k) s += double(row[k]) * described(b, kTransB, 8 * j + 2 * q + i, k, widen);
+          for (int k = 0; k < 16; ++k)
+            s += double(row[k]) * described(b, kTransB, 8 * j + 2 * q + i, k, widen);
           sum = float(s);
         }
     }
