@@ -2,7 +2,6 @@
 //   gate check | gate time [problem...]
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <dlfcn.h>
 
 #include <algorithm>
 #include <array>
@@ -10,16 +9,14 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <map>
 #include <string>
 #include <vector>
 
-#include "tigon/base/context.h"
 #include "tigon/base/cuda/cublaslt_api.h"
 #include "tigon/base/cuda/matmul/epilogue_statistics.cuh"
 #include "tigon/base/cuda/matmul/epilogue_store.cuh"
-#include "tigon/base/cuda/matmul/kernel.cuh"
-#include "tigon/base/cuda/matmul/tensor_map.h"
+#include "tigon/base/cuda/matmul/launch.cuh"
+#include "tigon/base/make_context.h"
 
 using namespace tigon;
 using namespace tigon::cuda;
@@ -34,7 +31,7 @@ using matmul::Major;
 
 struct Raster {
   int group;
-  bool along_n, pdl = false;
+  bool along_n;
 };
 static int sms = 0;
 
@@ -84,8 +81,7 @@ struct Variant {
   Raster raster;
 };
 static const Variant kVariants[] = {
-    {"g4m", {4, false}},          {"g4m pdl", {4, false, true}}, {"g8m pdl", {8, false, true}},
-    {"g4n pdl", {4, true, true}}, {"g8n pdl", {8, true, true}},  {"g16n pdl", {16, true, true}},
+    {"g4m", {4, false}}, {"g8m", {8, false}}, {"g16m", {16, false}}, {"g4n", {4, true}}, {"g8n", {8, true}}, {"g16n", {16, true}},
 };
 
 // --- data ----------------------------------------------------------------------------------------
@@ -278,7 +274,7 @@ bool check_statistics(int64_t m, int64_t n, int64_t k) {
   StatisticsMemory memory(m, n);
   Gemm g{};
   g.m = m, g.n = n, g.k = k, g.a = a, g.lda = k, g.b = b, g.ldb = k, g.trans_b = true;
-  run_statistics(g, {4, false, true}, nullptr, memory.s, 0.7f);
+  run_statistics(g, {4, false}, nullptr, memory.s, 0.7f);
   float* worst;
   CK(cudaMalloc(&worst, 16));
   CK(cudaMemset(worst, 0, 16));
@@ -343,28 +339,8 @@ int check(const char* only) {
 }
 
 // --- cuBLASLt ------------------------------------------------------------------------------------
-static lt::Api bind_cublas() {
-  void* lib = nullptr;
-  for (const char* name : {getenv("CUBLASLT"), (char*)"libcublasLt.so.13", (char*)"libcublasLt.so.12"})
-    if (!lib && name && *name) lib = dlopen(name, RTLD_NOW);
-  if (!lib) printf("no cuBLASLt: %s\n", dlerror()), exit(2);
-  lt::Api a{};
-  auto bind = [&](auto& fn, const char* name) {
-    fn = reinterpret_cast<std::remove_reference_t<decltype(fn)>>(dlsym(lib, name));
-  };
-  bind(a.create, "cublasLtCreate");
-  bind(a.matmul_desc_create, "cublasLtMatmulDescCreate");
-  bind(a.matmul_desc_set, "cublasLtMatmulDescSetAttribute");
-  bind(a.layout_create, "cublasLtMatrixLayoutCreate");
-  bind(a.preference_create, "cublasLtMatmulPreferenceCreate");
-  bind(a.preference_set, "cublasLtMatmulPreferenceSetAttribute");
-  bind(a.heuristic, "cublasLtMatmulAlgoGetHeuristic");
-  bind(a.algo_get, "cublasLtMatmulAlgoConfigGetAttribute");
-  bind(a.matmul, "cublasLtMatmul");
-  return a;
-}
 struct Cublas {
-  lt::Api api = bind_cublas();
+  const lt::Api& api = lt::api();
   lt::Handle handle{};
   void* workspace{};
   static constexpr size_t kWorkspace = 32 << 20;
@@ -469,7 +445,7 @@ int time_problems(int rounds, double slot_ms, int first, int last, bool normal) 
       slots.push_back([&] { run_layout<__nv_bfloat16>(g, v.raster, nullptr); });
     const bool head = p.n > 50000 && p.tb;
     StatisticsMemory memory(head ? p.m : 8, head ? p.n : 8);
-    for (Raster r : {Raster{4, false, true}, {8, true, true}})
+    for (Raster r : {Raster{4, false}, {8, true}})
       if (head) slots.push_back([&, r] { run_statistics(g, r, nullptr, memory.s, 0.001f); });
     std::vector<std::vector<double>> rate(slots.size());
     for (int r = 0; r < rounds; ++r)

@@ -44,17 +44,17 @@ struct StatisticsEpilogue {
       x = k < 8 ? acc[k] : fmaxf(x, acc[k]);
     }
     const float to_log2 = p.scale * 1.44269504f;
-    float top[2], offset[2];
+    float top[2], zero[2];  // `zero` is what is 1 as an exponential
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float x = fmaxf(fmaxf(most[h][0], most[h][1]), fmaxf(most[h][2], most[h][3]));
       x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
       top[h] = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
-      offset[h] = top[h] == -INFINITY ? 0.0f : -top[h] * to_log2;
+      zero[h] = top[h] == -INFINITY ? 0.0f : top[h];
     }
 #pragma unroll
     for (int k = 0; k < kAccumulators; ++k)
-      sum[k / 2 % 2][k / 4 % 2 * 2 + k % 2] += ex2_approx_ftz(fmaf(acc[k], to_log2, offset[k / 2 % 2]));
+      sum[k / 2 % 2][k / 4 % 2 * 2 + k % 2] += ex2_approx_ftz((acc[k] - zero[k / 2 % 2]) * to_log2);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float s = (sum[h][0] + sum[h][1]) + (sum[h][2] + sum[h][3]);
