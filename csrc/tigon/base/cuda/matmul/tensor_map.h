@@ -16,7 +16,11 @@ inline CUtensorMap make_tensor_map(const char* op, const void* data, CUtensorMap
   static const Encode encode = [] {
     void* fn = nullptr;
     cudaDriverEntryPointQueryResult found{};
+#if CUDART_VERSION >= 12050
     cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &fn, 12000, cudaEnableDefault, &found);
+#else
+    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &fn, cudaEnableDefault, &found);
+#endif
     return reinterpret_cast<Encode>(fn);
   }();
   TIGON_CHECK(op, encode != nullptr,
