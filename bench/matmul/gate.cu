@@ -32,6 +32,7 @@ using matmul::Major;
 struct Raster {
   int group;
   bool along_n;
+  int lead = 0;
 };
 static int sms = 0;
 
@@ -49,7 +50,8 @@ template <class T, Major kA, Major kB>
 void run_matmul(const Gemm& g, Raster raster, cudaStream_t) {
   using Epilogue = matmul::StoreEpilogue<T>;
   const auto d = matmul::make_tensor_map("matmul", g.c, matmul::kTensorMapType<T>, g.n, g.m, g.ldc, 64);
-  matmul::Matmul<T, kA, kB, Epilogue>::run("matmul", context(), g, {d}, raster.group, raster.along_n);
+  matmul::Matmul<T, kA, kB, Epilogue>::run("matmul", context(), g, {d}, raster.group, raster.along_n,
+                                           raster.lead);
 }
 template <class T>
 void run_layout(const Gemm& g, Raster raster, cudaStream_t stream) {
@@ -70,7 +72,7 @@ void run_statistics(const Gemm& g, Raster raster, cudaStream_t stream, const Sta
     const matmul::StatisticsEpilogue::Params p{s.parts,     s.target + first, s.target_logit + first,
                                                int(part.m), int(g.n),         scale};
     matmul::Matmul<__nv_bfloat16, Major::K, Major::K, matmul::StatisticsEpilogue>::run(
-        "matmul", context(), part, p, raster.group, raster.along_n);
+        "matmul", context(), part, p, raster.group, raster.along_n, raster.lead);
     matmul::
         combine_statistics_kernel<<<unsigned((part.m + 31) / 32), matmul::kCombineWarps * 32, 0, stream>>>(
             p, s.row_max + first, s.log_sum + first, s.log_prob + first);
@@ -81,7 +83,8 @@ struct Variant {
   Raster raster;
 };
 static const Variant kVariants[] = {
-    {"g4m", {4, false}}, {"g8m", {8, false}}, {"g16m", {16, false}}, {"g4n", {4, true}}, {"g8n", {8, true}}, {"g16n", {16, true}},
+    {"g16m", {16, false}}, {"g16m L1", {16, false, 1}}, {"g16m L2", {16, false, 2}},
+    {"g16n", {16, true}},  {"g16n L2", {16, true, 2}},
 };
 
 // --- data ----------------------------------------------------------------------------------------
@@ -123,10 +126,10 @@ __global__ void compare(Gemm g, Error<T>* e, bool exact, int64_t step) {
     }
     const float got = float(((const T*)g.c)[m * g.ldc + n]), want = float(T(float(sum)));
     const double rounding = sizeof(T) == 2 && std::is_same_v<T, __half> ? 0x1p-11 : 0x1p-8;
-    bool bad = exact ? !(got == want) : !(fabs(got - sum) <= fabs(sum) * rounding + magnitude * 6e-7 + 1e-6);
+    bool bad = exact ? !(got == want) : !(fabs(got - sum) <= fabs(sum) * rounding + magnitude * 2e-6 + 1e-6);
     if (!exact)
       atomicMax((int*)&e->worst,
-                __float_as_int(float(fabs(got - sum) / (fabs(sum) * rounding + magnitude * 6e-7 + 1e-6))));
+                __float_as_int(float(fabs(got - sum) / (fabs(sum) * rounding + magnitude * 2e-6 + 1e-6))));
     if (bad) {
       const unsigned long long w = atomicAdd(&e->wrong, 1ull);
       if (w < 8) e->m[w] = int(m), e->n[w] = int(n), e->got[w] = got, e->want[w] = want;
@@ -274,7 +277,7 @@ bool check_statistics(int64_t m, int64_t n, int64_t k) {
   StatisticsMemory memory(m, n);
   Gemm g{};
   g.m = m, g.n = n, g.k = k, g.a = a, g.lda = k, g.b = b, g.ldb = k, g.trans_b = true;
-  run_statistics(g, {4, false}, nullptr, memory.s, 0.7f);
+  run_statistics(g, {4, false, 2}, nullptr, memory.s, 0.7f);
   float* worst;
   CK(cudaMalloc(&worst, 16));
   CK(cudaMemset(worst, 0, 16));
@@ -325,12 +328,11 @@ int check(const char* only) {
       failed += bad;
     }
   }
-  if (!only)
-    for (int layout = 0; layout < 4; ++layout) {
-      const bool ta = layout & 1, tb = layout < 2;
-      ++done;
-      if (!check_one<__half>("fp16", {8, false}, 1000, 1000, 1000, ta, tb, false, 0)) ++failed;
-    }
+  for (int layout = 0; layout < 4; ++layout) {
+    const bool ta = layout & 1, tb = layout < 2;
+    ++done;
+    if (!check_one<__half>("fp16", {8, false}, 1000, 1000, 1000, ta, tb, false, 0)) ++failed;
+  }
   for (auto [m, n, k] :
        {std::array<int64_t, 3>{300, 1000, 512}, {1, 8, 64}, {2000, 5003, 1024}, {513, 50257, 768}})
     ++done, failed += !check_statistics(m, n, k);
@@ -392,8 +394,7 @@ static const Problem kProblems[] = {
     {"down  dX", 8192, 14336, 4096, false, false},   {"8192^3 dX", 8192, 8192, 8192, false, false},
     {"head  dW", 128256, 4096, 8192, true, false},   {"up    dW", 14336, 4096, 8192, true, false},
     {"down  dW", 4096, 14336, 8192, true, false},    {"8192^3 dW", 8192, 8192, 8192, true, false},
-    {"head  2048", 8192, 151680, 2048, false, true}, {"head   odd", 8192, 151665, 2048, false, true},
-    {"head gpt2", 8192, 50257, 768, false, true},
+    {"head  2048", 8192, 151680, 2048, false, true}, {"head gpt2", 8192, 50304, 768, false, true},
 };
 
 int time_problems(int rounds, double slot_ms, int first, int last, bool normal) {
@@ -445,7 +446,8 @@ int time_problems(int rounds, double slot_ms, int first, int last, bool normal) 
       slots.push_back([&] { run_layout<__nv_bfloat16>(g, v.raster, nullptr); });
     const bool head = p.n > 50000 && p.tb;
     StatisticsMemory memory(head ? p.m : 8, head ? p.n : 8);
-    for (Raster r : {Raster{4, false}, {8, true}})
+    for (Raster r :
+         {Raster{4, false}, {16, false}, {16, false, 1}, {16, false, 2}, {16, false, 3}, {4, false, 2}})
       if (head) slots.push_back([&, r] { run_statistics(g, r, nullptr, memory.s, 0.001f); });
     std::vector<std::vector<double>> rate(slots.size());
     for (int r = 0; r < rounds; ++r)

@@ -40,7 +40,7 @@ struct Matmul {
   }
 
   static void run(const char* op, Context& ctx, const Gemm& g, const typename Epilogue::Params& epilogue,
-                  int group = kGroup, bool along_n = false) {
+                  int group = kGroup, bool along_n = false, int lead = 2) {
     static OccupancyCache occupancy;
     KernelParams<Loop, Epilogue> p;
     auto map = [&](const void* data, Major major, int64_t mn, int64_t stride, int box) {
@@ -50,6 +50,7 @@ struct Matmul {
     p.mainloop.a = map(g.a, kMajorA, g.m, g.lda, Loop::kBoxA);
     p.mainloop.b = map(g.b, kMajorB, g.n, g.ldb, Loop::kBoxB);
     p.mainloop.k_blocks = int(ceil_div(g.k, int64_t(kTileK)));
+    p.mainloop.lead = lead;
     p.epilogue = epilogue;
     p.scheduler = {.tiles_m = int(ceil_div(g.m, int64_t(kTileM * kCluster))),
                    .tiles_n = int(ceil_div(g.n, int64_t(kTileN))),
