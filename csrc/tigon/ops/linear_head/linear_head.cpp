@@ -333,8 +333,9 @@ void linear_head_gradients(Context& ctx, const LinearHead& a, LinearHeadChunk& c
   }
 }
 
-bool linear_head_statistics(Context& ctx, const LinearHead& a, const LinearHeadRows& rows,
-                            const LogitFormula& f, const Matrix& parts) {
+bool linear_head_statistics(Context& ctx, [[maybe_unused]] const LinearHead& a,
+                            [[maybe_unused]] const LinearHeadRows& rows,
+                            [[maybe_unused]] const LogitFormula& f, [[maybe_unused]] const Matrix& parts) {
   bool done = false;
   on_device(kOp, ctx, [] {}, TIGON_ON_CUDA(done = cuda::linear_head_statistics(ctx, a, rows, f, parts)));
   return done;
