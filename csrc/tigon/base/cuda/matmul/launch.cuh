@@ -39,8 +39,7 @@ struct Matmul {
     return known >= kThreads;
   }
 
-  static void run(const char* op, Context& ctx, const Gemm& g, const typename Epilogue::Params& epilogue,
-                  int group = kGroup, bool along_n = false, int lead = 2) {
+  static void run(const char* op, Context& ctx, const Gemm& g, const typename Epilogue::Params& epilogue) {
     static OccupancyCache occupancy;
     KernelParams<Loop, Epilogue> p;
     auto map = [&](const void* data, Major major, int64_t mn, int64_t stride, int box) {
@@ -50,12 +49,9 @@ struct Matmul {
     p.mainloop.a = map(g.a, kMajorA, g.m, g.lda, Loop::kBoxA);
     p.mainloop.b = map(g.b, kMajorB, g.n, g.ldb, Loop::kBoxB);
     p.mainloop.k_blocks = int(ceil_div(g.k, int64_t(kTileK)));
-    p.mainloop.lead = lead;
     p.epilogue = epilogue;
     p.scheduler = {.tiles_m = int(ceil_div(g.m, int64_t(kTileM * kCluster))),
-                   .tiles_n = int(ceil_div(g.n, int64_t(kTileN))),
-                   .group = group,
-                   .along_n = along_n};
+                   .tiles_n = int(ceil_div(g.n, int64_t(kTileN)))};
     const int clusters = std::min(occupancy.max_active(op, kernel, kCluster, kThreads, kShared),
                                   p.scheduler.tiles_m * p.scheduler.tiles_n);
     TIGON_CHECK(op, clusters > 0, "a cluster of ", kCluster, " CTAs must fit on the device, found none");

@@ -10,8 +10,6 @@ namespace tigon::cuda::matmul {
 enum class Major { K, MN };
 
 constexpr int kWarpgroup = 128, kConsumers = 2;
-// Named barriers: those of the consumers from 1 on, then this.
-constexpr int kLeadBarrier = 1 + kConsumers;
 
 // A tile of the result is kTileM x kTileN and summed in steps of kTileK, which are the 128 bytes of a swizzled row. The CTAs of
 // a cluster compute tiles below each other: each loads its part of the columns of B that they share and multicasts it.
@@ -27,7 +25,7 @@ struct Mainloop {
 
   struct Params {
     CUtensorMap a, b;
-    int k_blocks, lead;
+    int k_blocks;
   };
   struct Tensors {
     alignas(1024) uint8_t a[kStages][kBytesA];
@@ -71,9 +69,6 @@ struct Mainloop {
     const uint64_t a = descriptor<kMajorA>(smem.a[0]) + (64 * kTileK * 2 * consumer >> 4),
                    b = descriptor<kMajorB>(smem.b[0]);
     PipelineState released = state;
-    // The first warpgroup is ahead of the second, which multiplies while the first is in its epilogue, and the other way round.
-    const bool leads = p.lead > 0 && p.k_blocks >= kStages;
-    if (leads && consumer == 1) bar_sync(kLeadBarrier, kConsumers * kWarpgroup);
 #pragma unroll 1
     for (int k = 0; k < p.k_blocks; ++k, state.advance()) {
       mbarrier_wait_parity<false>(&barriers.full[state.stage], state.phase);
@@ -85,7 +80,6 @@ struct Mainloop {
         wgmma_m64n256k16<T, kMajorA == Major::MN, kMajorB == Major::MN>(
             acc, stage_a + i * kStepK<kMajorA>, stage_b + i * kStepK<kMajorB>, k + i != 0);
       wgmma_commit_group();
-      if (leads && consumer == 0 && k == p.lead - 1) bar_arrive(kLeadBarrier, kConsumers * kWarpgroup);
       wgmma_wait_group<1>();
       if (k > 0) release(barriers, released);
     }

@@ -3,15 +3,13 @@
 
 namespace tigon::cuda::matmul {
 
-constexpr int kGroup = 4;
-
-// Clusters take tiles in turn. Those in flight at a time cover a rectangle that is about a square, so that the panels of A and
-// B which they share stay in L2: the order goes across `group` rows of tiles, then to the next column of the group.
+// Clusters take tiles in turn. The order goes across `kGroup` columns of tiles, then to the next row of the group, so that the
+// tiles in flight at a time cover a rectangle, whose panels of A and B stay in L2.
 struct TileScheduler {
+  static constexpr int kGroup = 16;
   // A tile here is that of a whole cluster.
   struct Params {
-    int tiles_m = 0, tiles_n = 0, group = 0;
-    bool along_n = false;  // groups are columns of tiles
+    int tiles_m = 0, tiles_n = 0;
   };
   struct Tile {
     int m, n;
@@ -23,11 +21,9 @@ struct TileScheduler {
 
   __device__ __forceinline__ bool next(const Params& p, Tile& tile) {
     if (at >= p.tiles_m * p.tiles_n) return false;
-    const int major = p.along_n ? p.tiles_n : p.tiles_m, minor = p.along_n ? p.tiles_m : p.tiles_n;
-    const int first = at / (p.group * minor) * p.group, rest = at - first * minor;
-    const int size = min(p.group, major - first);
-    const int i = first + rest % size, j = rest / size;
-    tile = p.along_n ? Tile{j, i} : Tile{i, j};
+    const int first = at / (kGroup * p.tiles_m) * kGroup, rest = at - first * p.tiles_m;
+    const int columns = min(kGroup, p.tiles_n - first);
+    tile = {rest / columns, first + rest % columns};
     at += step;
     return true;
   }
