@@ -16,7 +16,7 @@
 //             dbias, dlora_a, dlora_b f32; dweight f32, or hidden's where one chunk takes all rows; losses, scale and the other
 //             results of rows f32; products accumulate in f32
 // Rounding    logits and dlogits of a chunk are rounded to hidden's dtype (with lora the logits twice, u and t once), with
-//             wide_logits dlogits alone, and where linear_head_statistics serves the call nothing; dweight
+//             wide_logits dlogits alone; dweight
 //             is summed over chunks in f32 and rounded once, when finish() casts it; a single chunk's is rounded by its product,
 //             and again by finish() where the upstream gradient is not a power of two. The number of chunks does not show
 //             beyond the order of f32 additions and that.

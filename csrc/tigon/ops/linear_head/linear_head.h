@@ -18,7 +18,7 @@
 //             lora_b, dlora_b [V, r]; target, position [rows]; index, labels, factor [count]
 // Dtypes      hidden, weight, lora_a, lora_b f32 | bf16 | f16, the same; bias f32 or hidden's; dhidden hidden's; dweight f32,
 //             or hidden's where one chunk takes all rows; dbias, dlora_a, dlora_b f32; products accumulate in f32
-// Rounding    logits to hidden's dtype (with lora twice, u and t once), or with wide_logits or linear_head_statistics not at
+// Rounding    logits to hidden's dtype (with lora twice, u and t once), or with wide_logits not at
 //             all; dhidden once, and again where c is given, as are
 //             c hidden and c; dweight once by its product, summed over chunks in f32
 //             (In PyTorch on the CPU, bf16 products reach the f32 sum after one rounding per chunk: aten's product is bf16.)
@@ -208,8 +208,9 @@ TIGON_API void linear_head_gradients(Context& ctx, const LinearHead& a, LinearHe
                                      const LinearHeadPass& pass);
 // Losses without gradients, where the device has the product for it (sm_90a, 16-bit rows of whole 16-byte vectors, no bias, lora or
 // softcap): for the rows worked on max z, log of the sum of e^(z - max z) and the label's log-probability, f32 [3, count] as
-// cross_entropy_combine takes them. Logits are neither rounded nor written, and the bits of a row depend on nothing but the
-// row. Returns false, with nothing done, elsewhere.
+// cross_entropy_combine takes them. Logits are not written, and the bits of a row depend on nothing but the row; they may
+// differ in the last from those beside gradients, so deterministic contexts do not take it. Returns false, with nothing
+// done, elsewhere.
 bool linear_head_statistics(Context& ctx, const LinearHead& a, const LinearHeadRows& rows,
                             const LogitFormula& f, const Matrix& parts);
 // Zeros where no product will write: dhidden of listed rows, and every gradient where no row is left.

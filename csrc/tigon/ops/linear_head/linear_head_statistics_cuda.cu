@@ -10,13 +10,14 @@ namespace {
 // Of the tiles' statistics, which bounds the rows of a launch.
 constexpr int64_t kMostBytes = int64_t(16) << 20;
 
-template <class T>
-using Product = matmul::Matmul<T, matmul::Major::K, matmul::Major::K, matmul::StatisticsEpilogue>;
+// R: what logits are rounded to.
+template <class T, class R>
+using Product = matmul::Matmul<T, matmul::Major::K, matmul::Major::K, matmul::StatisticsEpilogue<R>>;
 
-template <class T>
+template <class T, class R>
 bool statistics(Context& ctx, const LinearHead& a, const LinearHeadRows& rows, float scale,
                 const Matrix& parts) {
-  if (!Product<T>::is_available(a.op)) return false;
+  if (!Product<T, R>::is_available(a.op)) return false;
   const int64_t v = a.weight.rows, h = a.hidden.cols, tiles = ceil_div(v, int64_t(matmul::kTileN));
   constexpr int64_t kRows = matmul::kTileM * matmul::kCluster;
   const int64_t most =
@@ -29,21 +30,21 @@ bool statistics(Context& ctx, const LinearHead& a, const LinearHeadRows& rows, f
     const LinearHeadChunk c =
         linear_head_chunk(a, rows, workspace, begin, std::min(most, rows.count - begin));
     if (rows.listed) cuda::linear_head_move(ctx, {.from = a.hidden, .to = c.hidden, .index = c.index});
-    const matmul::StatisticsEpilogue::Params p = {.parts = tile_parts,
-                                                  .target = rows.labels.as<int64_t>() + begin,
-                                                  .target_logit = target_logit,
-                                                  .rows = int(c.count),
-                                                  .cols = int(v),
-                                                  .scale = scale};
-    Product<T>::run(a.op, ctx,
-                    {.m = c.count,
-                     .n = v,
-                     .k = h,
-                     .a = c.hidden.data,
-                     .lda = c.hidden.stride,
-                     .b = a.weight.data,
-                     .ldb = a.weight.stride},
-                    p);
+    const matmul::StatisticsParams p = {.parts = tile_parts,
+                                        .target = rows.labels.as<int64_t>() + begin,
+                                        .target_logit = target_logit,
+                                        .rows = int(c.count),
+                                        .cols = int(v),
+                                        .scale = scale};
+    Product<T, R>::run(a.op, ctx,
+                       {.m = c.count,
+                        .n = v,
+                        .k = h,
+                        .a = c.hidden.data,
+                        .lda = c.hidden.stride,
+                        .b = a.weight.data,
+                        .ldb = a.weight.stride},
+                       p);
     launch(a.op, ctx, matmul::combine_statistics_kernel,
            {.blocks = ceil_div(c.count, int64_t(32)), .threads = matmul::kCombineWarps * 32}, p,
            parts.row<float>(0) + begin, parts.row<float>(1) + begin, parts.row<float>(2) + begin);
@@ -59,11 +60,16 @@ bool linear_head_statistics(Context& ctx, const LinearHead& a, const LinearHeadR
   const bool fits = matmul::is_tma_matrix(a.hidden.data, a.hidden.stride) &&
                     matmul::is_tma_matrix(a.weight.data, a.weight.stride) &&
                     a.weight.rows <= INT32_MAX - matmul::kTileN;
-  if (a.hidden.dtype == DType::f32 || !plain || !fits || (rows.listed && a.hidden.cols % 8 != 0))
+  if (ctx.deterministic || a.hidden.dtype == DType::f32 || !plain || !fits ||
+      (rows.listed && a.hidden.cols % 8 != 0))
     return false;
   const float scale = f.logit_scale / f.temperature;
-  return a.hidden.dtype == DType::f16 ? statistics<__half>(ctx, a, rows, scale, parts)
-                                      : statistics<__nv_bfloat16>(ctx, a, rows, scale, parts);
+  const bool wide = a.wide_logits;
+  if (a.hidden.dtype == DType::f16)
+    return wide ? statistics<__half, float>(ctx, a, rows, scale, parts)
+                : statistics<__half, __half>(ctx, a, rows, scale, parts);
+  return wide ? statistics<__nv_bfloat16, float>(ctx, a, rows, scale, parts)
+              : statistics<__nv_bfloat16, __nv_bfloat16>(ctx, a, rows, scale, parts);
 }
 
 }  // namespace tigon::cuda

@@ -5,17 +5,22 @@
 #include <cmath>
 
 #include "tigon/base/cuda/matmul/mainloop.cuh"
+#include "tigon/base/cuda/vec.cuh"
 
 namespace tigon::cuda::matmul {
 
+struct StatisticsParams {
+  float2* parts;          // [tiles of columns, rows]: max z, sum of e^(z - max z)
+  const int64_t* target;  // [rows]
+  float* target_logit;    // [rows]: z of the label, where it is a column
+  int rows, cols;
+  float scale;  // > 0: z = scale * logit
+};
+
+// Logits are rounded to T first, as where they are written; float: not.
+template <class T>
 struct StatisticsEpilogue {
-  struct Params {
-    float2* parts;          // [tiles of columns, rows]: max z, sum of e^(z - max z)
-    const int64_t* target;  // [rows]
-    float* target_logit;    // [rows]: z of the label, where it is a column
-    int rows, cols;
-    float scale;  // > 0: z = scale * logit
-  };
+  using Params = StatisticsParams;
   struct Tensors {};
 
   // This lane's rows, 8 apart, with the columns 8 j + 2 q + i of the tile, and where in it their labels are.
@@ -31,6 +36,8 @@ struct StatisticsEpilogue {
 
   __device__ __forceinline__ void run(const Params& p, Tensors&, int, float (&acc)[kAccumulators]) const {
     const int q = int(threadIdx.x) % 4;
+#pragma unroll
+    for (float& x : acc) x = round_to<T>(x);
     if (n + kTileN > p.cols) {
 #pragma unroll
       for (int k = 0; k < kAccumulators; ++k)
@@ -78,7 +85,7 @@ struct StatisticsEpilogue {
 // sum of e^(z - row_max), log_prob of the label.
 constexpr int kCombineWarps = 16;
 static __global__ void __launch_bounds__(kCombineWarps * 32)
-    combine_statistics_kernel(StatisticsEpilogue::Params p, float* row_max, float* log_sum, float* log_prob) {
+    combine_statistics_kernel(StatisticsParams p, float* row_max, float* log_sum, float* log_prob) {
   __shared__ float slots[2][kCombineWarps][32];
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32, row = int(blockIdx.x) * 32 + lane;
   const int tiles = (p.cols + kTileN - 1) / kTileN;
