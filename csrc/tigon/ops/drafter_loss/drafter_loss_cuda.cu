@@ -166,7 +166,7 @@ struct DraftRow {
     const bool counts = begin_of<const int64_t>(a.target)[r] != a.ignore_index && !(a.mask_outside && at < 0);
     const float label_logit = at < 0 ? -INFINITY : widen(rows.in[0][r * rows.in_stride[0] + at]);
     Peak<T> own = Peak<T>::identity();
-    row.for_each_vec([&](const float (&x)[2][N]) { own.template add<false>(x[0], 0); });
+    row.for_each_vec([&](const float (&x)[2][N], int) { own.template add<false>(x[0], 0); });
     const OnlineSoftmax<T> all = row.all_reduce(own).sum;
     const float log_sum_s = ::logf(all.s), log_sum_t = begin_of<const float>(a.log_sum)[of];
     const Softmax<T> draft(all.m, log_sum_s), teacher(begin_of<const float>(a.max)[of], log_sum_t);
@@ -174,7 +174,7 @@ struct DraftRow {
     const float share = a.share.data != nullptr ? begin_of<const float>(a.share)[of] : 1.0f;
     const float part = a.overlap_outside ? share : 1.0f, b = a.soft_outside ? share : 1.0f;
     SumArray<3> sums = {};
-    row.for_each_vec([&](const float (&x)[2][N]) {
+    row.for_each_vec([&](const float (&x)[2][N], int) {
       // One chain of additions through all vectors makes the compiler compute them all first.
       float of_vec[3] = {};
 #pragma unroll
@@ -199,13 +199,13 @@ struct DraftRow {
         a.scale.data != nullptr ? begin_of<const float>(a.scale)[a.scale.size == 1 ? 0 : r] : 1.0f;
     const DrafterGains g = drafter_gains(a.kind, sums.s, b, lambda, gain);
     if (!counts) {
-      row.write([](const float (&)[2][N], int) { return 0.0f; });
+      row.write([](const float (&)[2][N], int, int) { return 0.0f; });
     } else if (a.kind == DrafterKind::hard) {
-      row.write([&](const float (&x)[2][N], int j, int c) {
+      row.write([&](const float (&x)[2][N], int j, int, int c) {
         return fma(draft(x[0][j]), g.of_more, c == at ? -g.of_label : 0.0f);
       });
     } else {
-      row.write([&](const float (&x)[2][N], int j) {
+      row.write([&](const float (&x)[2][N], int j, int) {
         return drafter_gradient(draft(x[0][j]), teacher(x[1][j]), part, g.of_more, g.of_less, g.of_p);
       });
     }
