@@ -60,6 +60,7 @@ emulate:
 	.venv/bin/cmake -G Ninja -S tests/emulator -B build/emulator -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv/bin/ninja \
 	  -DPython_EXECUTABLE=$(CURDIR)/.venv/bin/python
 	.venv/bin/ninja -C build/emulator
+	build/emulator/matmul
 	TIGON_LIBRARY=$(CURDIR)/build/emulator/libtigon_torch.so OMP_NUM_THREADS=1 \
 	  .venv/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/ops/test_cases.py $(ARGS)
 

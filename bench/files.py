@@ -26,6 +26,7 @@ GROUPS = {
         "linear_preference",
         "linear_policy",
         "linear_divergence",
+        "drafter_loss",
         "preference",
         "policy",
     ),

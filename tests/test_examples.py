@@ -188,6 +188,15 @@ def test_packing_keeps_samples_apart(patched):
     tigon.undo(model)
 
 
+@pytest.mark.parametrize("loss", ["lk", "ce"])
+def test_drafter(loss, monkeypatch, few_threads):
+    """Both drafters are accepted more often at every step than at first."""
+    monkeypatch.setattr(sys, "argv", ["drafter.py", "--loss", loss, "--steps", "20"])
+    for first, last in runpy.run_path(str(EXAMPLES / "drafter.py"))["main"]():
+        assert last[0] < first[0]
+        assert all(b > a for a, b in zip(first[1], last[1], strict=True))
+
+
 def test_medusa(options, capsys):
     """Both stages learn, Tigon's curves are stock's, and decoding with heads changes no token."""
     deeper = TINY.replace("layers=1", "layers=2")

@@ -26,6 +26,7 @@ from tigon.ops.group_norm import group_norm
 from tigon.ops.hyper_connection import hyper_connection_post, hyper_connection_pre
 from tigon.ops.layer_norm import layer_norm
 from tigon.ops.lora_linear import lora_linear, lora_linears
+from tigon.ops.loss_head.drafter_loss import drafter_loss
 from tigon.ops.loss_head.labels import count_labels
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.linear_divergence import linear_jsd, linear_kl_div, linear_tvd
@@ -67,6 +68,7 @@ __all__ = [
     "count_labels",
     "cross_entropy",
     "deterministic",
+    "drafter_loss",
     "dyt",
     "embedding",
     "env",

@@ -221,6 +221,16 @@ def _plain_tvd(student, teacher):
     return (_log_softmax(student).exp() - _log_softmax(teacher).exp()).abs().sum() / 2 / ROWS
 
 
+def _drafter():
+    return 3 * _rows(), _rows(VOCABULARY, COLUMNS), (3 * _rows(), _rows(VOCABULARY, COLUMNS))
+
+
+def _plain_drafter(hidden, weight, teacher):
+    logits = (_wide(F.linear(x, w)) for x, w in ((hidden, weight), teacher))
+    student, other = map(_log_softmax, logits)
+    return (other.exp() * (other - student)).sum() / ROWS
+
+
 def _answers(rows):
     return -_rows(rows, 17).abs(), torch.rand(rows, 17) < 0.8
 
@@ -329,6 +339,7 @@ PROBES = (
     Probe("linear_policy", _policy_of_head, _plain_linear_policy, fixed=(3,)),
     *(Probe(f"linear_{op}", _two_heads, _of_heads(plain), fixed=(2,))
       for op, plain in (("kl_div", _plain_kl_div), ("jsd", _plain_jsd), ("tvd", _plain_tvd))),
+    Probe("drafter_loss", _drafter, _plain_drafter, fixed=(2,)),
 )  # fmt: skip
 HELPERS = {
     "clip_grad_norm_",

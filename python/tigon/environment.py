@@ -65,7 +65,7 @@ def env() -> Environment:
 
     packages = _packages()
     cuda_build = library_text("tigon_cuda_build")
-    devices = tuple(_devices())
+    devices = tuple(_devices(cuda_build))
     return Environment(
         tigon=tigon.__version__,
         python=sys.version.split()[0],
@@ -101,13 +101,16 @@ def _packages() -> dict[str, str]:
     return found
 
 
-def _devices():
+def _devices(cuda_build=""):
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
         memory = torch.cuda.get_device_properties(index).total_memory / 2**30
         lowered = os.environ.get("TIGON_CUDA_CAPABILITY")
         sm = f"sm_{major}{minor}" + (f", kernels as on sm_{lowered}" if lowered else "")
-        yield f"cuda:{index} {torch.cuda.get_device_name(index)}, {sm}, {memory:.0f} GiB"
+        # csrc/tigon/base/cuda/matmul: wgmma is of sm_90a only
+        own = major == 9 and "90a" in cuda_build and int(lowered or 90) >= 90
+        products = ", losses without gradients in the epilogue of the product" if own else ""
+        yield f"cuda:{index} {torch.cuda.get_device_name(index)}, {sm}, {memory:.0f} GiB{products}"
 
 
 def _notes(packages, cuda_build, devices):

@@ -142,6 +142,17 @@ bool sync_threads_or(bool vote) {
   return cta.voted != 0;
 }
 void sync_threads() { sync_threads_or(false); }
+void named_barrier(int id, int threads) {
+  auto& barrier = cta.named[id];
+  const int generation = barrier.generation;
+  ++cta.progress;
+  if (++barrier.arrived == threads) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+  } else {
+    while (barrier.generation == generation) yield();
+  }
+}
 
 const uint64_t* exchange(uint32_t mask, uint64_t value) {
   const int lane = cta.thread->index % kWarp;

@@ -138,6 +138,25 @@ def test_entropies_beside_a_gradient(softcap, v):
     assert torch.autograd.grad(got.loss.sum(), leaf)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("rows, h, v", ((700, 64, 257), (129, 520, 5003), (5000, 128, 50257), (1, 8, 1)))
+def test_statistics_in_the_epilogue_of_the_product(rows, h, v, dtype):
+    """Losses without gradients: those of rounded logits, a row's bits the same in any batch."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs wgmma (sm_90)")
+    hidden, weight, target = (
+        t.detach() for t in head_inputs(rows, h, v, dtype=dtype, device="cuda", masked=0.0)
+    )
+    got = linear_log_prob(hidden, weight, target, shift=False)
+    logits = (hidden.double() @ weight.double().T).to(dtype).double()
+    want = logits.log_softmax(-1).gather(1, target[:, None])[:, 0]
+    torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=2e-2)  # one logit in the other direction
+    first, count = rows // 3, rows // 2
+    for part in (slice(first, first + count), slice(0, 1)):
+        alone = linear_log_prob(hidden[part], weight, target[part], shift=False)
+        assert same_bits(alone, got[part])
+
+
 @pytest.mark.parametrize("module, case", _pairs("small"))
 def test_captured_in_a_graph(module, case):
     """Forward and backward in a CUDA graph; a replay on new data gives the bits of a plain run."""

@@ -262,6 +262,22 @@ def _two_heads(draw):
     return found | {"layout": draw.choice(("contiguous", "offset1", "rows", "columns"))}
 
 
+def _drafter(draw):
+    options = {"loss": draw.choice(("ce", "kl", "hard", "tv", "lk")), "chunk_rows": draw.choice((None, 1, 7))}
+    options |= {
+        "outside": draw.choice(("renormalize", "mixed", "count")),
+        "mask_outside": draw.random() < 0.5,
+    }
+    options |= {"reduction": draw.choice(("mean", "sum", "none"))}
+    steps, vocab = draw.choice((0, 1, 3)), draw.choice((16, 67, 130))
+    if draw.random() < 0.5:
+        options["shifts"] = tuple(draw.choice((0, 1, 4)) for _ in range(max(steps, 1)))
+    found = {"lead": (draw.choice((1, 2, 5)), draw.choice((1, 2, 5, 13))), "steps": steps, "options": options}
+    found |= {"H": draw.choice((8, 17, 32, 65)), "Ht": draw.choice((8, 33)), "V": vocab}
+    found |= {"map": draw.choice((None, "random", "holes")), "masked": draw.choice((None, 0.3))}
+    return found | {"Vt": vocab if found["map"] is None else vocab * 3, "token_weight": draw.random() < 0.3}
+
+
 def _lora_linear(draw):
     found = {"lead": tuple(draw.choice((0, 1, 2, 5, 13)) for _ in range(draw.choice((1, 2))))}
     found |= {"K": draw.choice((1, 3, 8, 17, 64, 130)), "r": draw.choice((1, 3, 8, 17, 64))}
@@ -346,6 +362,7 @@ DRAWERS = {
     "linear_policy": _linear_policy,
     "linear_divergence": _two_heads,
     "multi_token_loss": _several_heads,
+    "drafter_loss": _drafter,
 }
 
 

@@ -30,6 +30,17 @@ struct Copy {
   int bytes, zeros;
 };
 
+// Work that a thread starts, and that happens when its group is waited for.
+struct Deferred {
+  std::vector<std::vector<std::function<void()>>> groups{1};
+  void add(std::function<void()> fn) { groups.back().push_back(std::move(fn)); }
+  void commit() { groups.emplace_back(); }
+  void wait(size_t pending) {
+    for (; groups.size() > pending + 1; groups.erase(groups.begin()))
+      for (auto& fn : groups.front()) fn();
+  }
+};
+
 struct Thread {
   void* stack_pointer = nullptr;
   int index = 0;
@@ -37,6 +48,7 @@ struct Thread {
   std::vector<Copy> copies;
   std::vector<size_t> groups;  // copies of each committed group
   int cluster_generation = 0;
+  Deferred bulk, wgmma;
 };
 
 struct Cluster {
@@ -52,6 +64,9 @@ struct Cta {
   Thread* thread = nullptr;  // which runs
   int arrived = 0, generation = 0, alive = 0, votes = 0, voted = 0;
   uint64_t progress = 0;
+  struct {
+    int arrived, generation;
+  } named[16] = {};
   std::vector<std::vector<Meeting>> warps;
 };
 
@@ -64,13 +79,17 @@ extern thread_local char dynamic_shared[];
 void yield();
 void sync_threads();
 bool sync_threads_or(bool vote);
+void named_barrier(int id, int threads);
 // The values of all lanes of the mask; a lane's own is `value`.
 const uint64_t* exchange(uint32_t mask, uint64_t value);
 void cluster_arrive();
 void cluster_wait();
 
-inline uint32_t shared_address(const void* p) { return uint32_t(static_cast<const char*>(p) - &anchor); }
-inline char* at_shared(uint32_t address) { return &anchor + int32_t(address); }
+// As on a GPU, the rank is above the 24 bits of the place.
+inline uint32_t shared_address(const void* p) {
+  return (uint32_t(static_cast<const char*>(p) - &anchor) & 0xffffff) | uint32_t(cta.rank) << 24;
+}
+inline char* at_shared(uint32_t address) { return &anchor + (int32_t(address << 8) >> 8); }
 inline char* of_rank(void* p, unsigned rank) {
   return cta.cluster->anchors[rank] + (static_cast<char*>(p) - &anchor);
 }

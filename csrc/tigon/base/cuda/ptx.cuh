@@ -185,7 +185,13 @@ template <bool kClusterScope = true>
 __device__ __forceinline__ void mbarrier_wait_parity(const uint64_t* barrier, int parity) {
 #if __CUDA_ARCH__ >= 900
   uint32_t done;
+#ifdef TIGON_MBARRIER_TRAP  // of a debug build: polls after which a wait is a deadlock
+  int polls = 0;
+#endif
   do {
+#ifdef TIGON_MBARRIER_TRAP
+    if (++polls > TIGON_MBARRIER_TRAP) __trap();
+#endif
     if constexpr (kClusterScope)
       asm volatile(
           "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"

@@ -10,11 +10,13 @@
 //     using Scratch;                        shared memory of a row, uninitialized: NoScratch, or a plain struct
 //     RowsOf<T, kIn> rows;
 //     template <class Row> __device__ void operator()(Row& row) const;
-//   };
-// and the functor has
-//   row.for_each_vec(fn)     fn(x) for the vectors of this thread, x[kIn][N] in fp32
+//     template <int K> __device__ int64_t source(int64_t r) const;   optional: the row of input K that row r reads
+//     static constexpr RowConfigs configs(RowAlignment);   optional: tables of its own, of which the last one for `any` is that of
+//   };                                                     clusters, which are persistent: a vector of the next row is requested
+// and the functor has                                      when one is stored. Such an op reduces and writes every row.
+//   row.for_each_vec(fn)     fn(x, i) for the vectors of this thread, x[kIn][N] in fp32, the thread's vector i < Row::kVecs
 //   row.all_reduce(payload)  over the threads of the row; as often by every thread of a CTA or cluster, and of a warp
-//   row.write(fn)            the same as for_each_vec, and out = fn(x, j) for element j of the vector
+//   row.write(fn)            the same as for_each_vec, and out = fn(x, j, i), or fn(x, j, i, column), for element j of the vector
 //   row.max_of_vecs()        the largest element of this thread's vectors of the first row, NaN if there is one; afterwards
 //   row.for_each_vec_if(keep, fn), row.write_if(keep, fn)   leave out, or write zeros for, the vectors whose largest element,
 //                            of the first row, keep(x) does not want
@@ -37,6 +39,8 @@ struct RowsOf {
   T* out;
   int64_t out_stride, rows;
   int cols;
+  // Counts the rows drawn by persistent CTAs; zero at launch. Null: static distribution.
+  int* counter;
   // For hide_from_compiler().
   uint32_t opaque_zero;
 };
@@ -58,25 +62,73 @@ struct NoScratch {};
 
 namespace row_detail {
 
-template <class Op, class Reducer, int VecsPerThread, bool kLooped>
-struct Row {
+// Where row `index` is; one past the end loads nothing.
+template <class Op, RowAlignment kAlignment>
+struct Place {
   using T = typename Op::Element;
-  using Payload = typename Op::Payload;
-  static constexpr int N = AlignedRow<T>::N, kIn = Op::kIn, kThreads = Reducer::kThreads;
-  static constexpr bool kIsCluster = Reducer::kIsCluster;
-  const RowsOf<T, kIn>& rows;
-  Reducer& reducer;
-  typename Op::Scratch& scratch;
+  static constexpr bool kAligned = kAlignment == RowAlignment::vectorized;
   int64_t index;
   bool live;
-  AlignedRow<T> like;
-  Array<AlignedRowLoader<T, true>, kIn> in;
-  uint4 q[kIn][VecsPerThread];
+  AlignedRow<T, kAligned> like;
+  Array<AlignedRowLoader<T, kAlignment == RowAlignment::any, kAligned>, Op::kIn> in;
+
+  __device__ __forceinline__ Place(const Op& op, int64_t r)
+      : Place(op, r, std::make_index_sequence<Op::kIn>{}) {}
+
+ private:
+  template <size_t... K>
+  __device__ __forceinline__ Place(const Op& op, int64_t r, std::index_sequence<K...>)
+      : index(r),
+        live(r < op.rows.rows),
+        like(op.rows.out ? op.rows.out + (live ? r : 0) * op.rows.out_stride
+                         : const_cast<T*>(op.rows.in[0]) + (live ? r : 0) * op.rows.in_stride[0],
+             op.rows.cols),
+        in{{{like, op.rows.in[K] + source<K>(op, live ? r : 0) * op.rows.in_stride[K], op.rows.end[K],
+             Op::kFill[K] ? kMinusInf<T> : 0u, live}...}} {}
+
+  template <int K>
+  __device__ __forceinline__ static int64_t source(const Op& op, int64_t r) {
+    if constexpr (requires { op.template source<K>(r); })
+      return op.template source<K>(r);
+    else
+      return r;
+  }
+};
+
+template <class Op, class Reducer, RowConfig kConfig, bool kLooped, RowAlignment kAlignment>
+struct Row : Place<Op, kAlignment> {
+  using Here = Place<Op, kAlignment>;
+  using T = typename Op::Element;
+  using Payload = typename Op::Payload;
+  using Here::index, Here::live, Here::like, Here::in;
+  static constexpr int N = AlignedRow<T>::N, kIn = Op::kIn, kThreads = Reducer::kThreads,
+                       kVecs = kConfig.vecs_per_thread;
+  // That a CTA holds.
+  static constexpr int64_t kMaxVecs = kConfig.max_vecs();
+  static constexpr bool kIsCluster = Reducer::kIsCluster, kIsLooped = kLooped;
+  static constexpr bool kPersistent = Reducer::kIsPersistent;
+  const Op& op;
+  const RowsOf<T, kIn>& rows = op.rows;
+  Reducer& reducer;
+  typename Op::Scratch& scratch;
+  // Of persistent CTAs: the next row, the one after it, and the row that this thread has drawn.
+  int64_t following = 0, later = 0;
+  int drawn = -1;
+  uint4 q[kIn][kVecs];
   // The largest elements of q[0]. Set by max_of_vecs().
-  float top[VecsPerThread];
+  float top[kVecs];
 
   __device__ __forceinline__ Row(const Op& op, Reducer& reducer, typename Op::Scratch& scratch)
-      : Row(op, reducer, scratch, reducer.first_row(), std::make_index_sequence<kIn>{}) {}
+      : Here(op, reducer.first_row()), op(op), reducer(reducer), scratch(scratch) {
+    later = index + reducer.step();
+  }
+  __device__ __forceinline__ void begin() {
+    if constexpr (kPersistent) {
+      following = later, later += reducer.step();
+      drawn = reducer.draw_row(rows.counter);
+    }
+    if constexpr (!kLooped) trim(0);
+  }
 
   __device__ __forceinline__ bool leads() const { return live && reducer.thread + reducer.rank == 0; }
   __device__ __forceinline__ void sync() const {
@@ -89,17 +141,31 @@ struct Row {
   // V: a payload of the size of Payload.
   template <class V>
   __device__ __forceinline__ V all_reduce(const V& v) {
-    static_assert(sizeof(ReduceStorage<V>) == sizeof(reducer.x));
-    return all_reduce_row<Reducer::kThreads, Reducer::kIsCluster>(
-        v, reinterpret_cast<ReduceStorage<V>&>(reducer.x), reducer.phase++);
+    if constexpr (kPersistent) {
+      return reducer.all_reduce(v, std::exchange(drawn, -1), later);
+    } else {
+      static_assert(sizeof(ReduceStorage<V>) == sizeof(reducer.x));
+      return all_reduce_row<kThreads, kIsCluster>(v, reinterpret_cast<ReduceStorage<V>&>(reducer.x),
+                                                  reducer.phase++);
+    }
   }
   template <class Fn>
   __device__ __forceinline__ void for_each_vec(Fn&& fn) {
-    each([&](int i, int) { fn(unpacked(i).x); });
+    each([&](int i, int) { fn(unpacked(i).x, i); });
   }
   template <class Fn>
   __device__ __forceinline__ void write(Fn&& fn) {
-    write_if([](float) { return true; }, fn);
+    if constexpr (kPersistent) {
+      const Here next(op, following);
+      each([&](int i, int k) {
+        write_vec(i, k, [](float) { return true; }, fn);
+#pragma unroll
+        for (int n = 0; n < kIn; ++n) q[n][i] = next.in.data[n].load(reducer.vec_index(i));
+      });
+      static_cast<Here&>(*this) = next;
+    } else {
+      write_if([](float) { return true; }, fn);
+    }
   }
   __device__ __forceinline__ float max_of_vecs() {
     float most = -INFINITY;
@@ -112,32 +178,18 @@ struct Row {
   template <class Keep, class Fn>
   __device__ __forceinline__ void for_each_vec_if(Keep&& keep, Fn&& fn) {
     each([&](int i, int) {
-      if (kKeepsAll || keep(max_of_vec(i))) fn(unpacked(i).x);
+      if (kKeepsAll || keep(max_of_vec(i))) fn(unpacked(i).x, i);
     });
   }
   template <class Keep, class Fn>
   __device__ __forceinline__ void write_if(Keep&& keep, Fn&& fn) {
     if (rows.out == nullptr) return;
-    each([&](int i, int k) {
-      if (!live || k >= like.vecs) return;
-      float out[N] = {};
-      if (kKeepsAll || keep(max_of_vec(i))) {
-        // Otherwise the compiler computes all vectors ahead of the branches.
-        if (!kKeepsAll) {
-          keep_in_register(q[0][i].x), keep_in_register(q[0][i].y);
-          keep_in_register(q[0][i].z), keep_in_register(q[0][i].w);
-        }
-        const Vecs in = unpacked(i);
-#pragma unroll
-        for (int j = 0; j < N; ++j) out[j] = fn(in.x, j);
-      }
-      store_vec(like, k, out);
-    });
+    each([&](int i, int k) { write_vec(i, k, keep, fn); });
   }
   // Requests this thread's vectors, the first of them `first` vectors into the row.
   __device__ __forceinline__ void request(int first) {
 #pragma unroll
-    for (int i = 0; i < VecsPerThread; ++i)
+    for (int i = 0; i < kVecs; ++i)
 #pragma unroll
       for (int k = 0; k < kIn; ++k) q[k][i] = in.data[k].load(first + reducer.vec_index(i));
   }
@@ -148,22 +200,8 @@ struct Row {
   }
 
  private:
-  template <size_t... K>
-  __device__ __forceinline__ Row(const Op& op, Reducer& reducer, typename Op::Scratch& scratch, int64_t r,
-                                 std::index_sequence<K...>)
-      : rows(op.rows),
-        reducer(reducer),
-        scratch(scratch),
-        index(r),
-        live(r < op.rows.rows),
-        like(op.rows.out ? op.rows.out + (live ? r : 0) * op.rows.out_stride
-                         : const_cast<T*>(op.rows.in[0]) + (live ? r : 0) * op.rows.in_stride[0],
-             op.rows.cols),
-        in{{AlignedRowLoader<T, true>(like, op.rows.in[K] + (live ? r : 0) * op.rows.in_stride[K],
-                                      op.rows.end[K], Op::kFill[K] ? kMinusInf<T> : 0u, live)...}} {}
-
   // Two vectors are as quick to compute as to leave out.
-  static constexpr bool kKeepsAll = VecsPerThread <= 2;
+  static constexpr bool kKeepsAll = kVecs <= 2;
   struct Vecs {
     float x[kIn][N];
   };
@@ -191,35 +229,63 @@ struct Row {
   __device__ __forceinline__ float max_of_vec(int i) const {
     return kLooped ? max_of_elements(q[0][i]) : top[i];
   }
+  template <class Keep, class Fn>
+  __device__ __forceinline__ void write_vec(int i, int k, Keep&& keep, Fn&& fn) {
+    if (!live || k >= like.vecs) return;
+    float out[N] = {};
+    if (kKeepsAll || keep(max_of_vec(i))) {
+      // Otherwise the compiler computes all vectors ahead of the branches.
+      if (!kKeepsAll) {
+        keep_in_register(q[0][i].x), keep_in_register(q[0][i].y);
+        keep_in_register(q[0][i].z), keep_in_register(q[0][i].w);
+      }
+      const Vecs in = unpacked(i);
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        if constexpr (std::is_invocable_v<Fn, decltype(in.x)&, int, int, int>)
+          out[j] = fn(in.x, j, i, like.column(k) + j);
+        else
+          out[j] = fn(in.x, j, i);
+      }
+    }
+    store_vec(like, k, out);
+  }
   // Calls fn(i, k) for the vectors q[][i], which are vectors k of the rows.
   template <class Fn>
   __device__ __forceinline__ void each(Fn&& fn) {
-    const int step = kLooped ? reducer.threads * reducer.blocks * VecsPerThread : like.vecs;
+    const int step = kLooped ? reducer.threads * reducer.blocks * kVecs : like.vecs;
 #pragma unroll 1
     for (int first = 0; first < (kLooped ? like.vecs : 1); first += step) {
       if (kLooped) request(first), trim(first);
 #pragma unroll
-      for (int i = 0; i < VecsPerThread; ++i) fn(i, first + reducer.vec_index(i));
+      for (int i = 0; i < kVecs; ++i) fn(i, first + reducer.vec_index(i));
     }
   }
 };
 
-template <class Op, class Config, bool kCluster, bool kLooped>
+// Whether an op has tables of its own.
+template <class Op>
+concept IsTuned = requires { Op::configs(RowAlignment::any); };
+
+template <class Op, class Config, bool kCluster, bool kLooped, RowAlignment kAlignment>
 __global__ __launch_bounds__(Config::value.max_threads,
                              Config::value.min_blocks_per_sm) void kernel(const __grid_constant__ Op op) {
   constexpr RowConfig kConfig = Config::value;
-  using Reducer = RowReducer<kConfig, kCluster, false, typename Op::Payload>;
-  __shared__ ReduceStorage<typename Op::Payload> storage;
+  constexpr bool kPersistent = IsTuned<Op> && kCluster && !kLooped;
+  using Reducer = RowReducer<kConfig, kCluster, kPersistent, typename Op::Payload>;
+  __shared__ ReduceStorage<typename Reducer::Payload> storage;
   __shared__ typename Op::Scratch scratch[kConfig.rows_per_block];
   Reducer reducer(storage);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
-  Row<Op, Reducer, kConfig.vecs_per_thread, kLooped> row(
+  Row<Op, Reducer, kConfig, kLooped, kAlignment> row(
       op, reducer, scratch[kConfig.rows_per_block == 1 ? 0 : threadIdx.x / kConfig.threads_per_row]);
   if constexpr (!kLooped) row.request(0);
   reducer.wait_for_cluster();
-  if constexpr (!kLooped) row.trim(0);
-  op(row);
+  do {
+    row.begin();
+    op(row);
+  } while (kPersistent && row.live);
   if constexpr (kCluster) cluster_arrive();
   reducer.wait_for_cluster();
 }
@@ -236,36 +302,69 @@ constexpr RowConfigs kConfigs<1>(kShort, kWarp,
                                  RowConfig{.vecs_per_thread = 4, .max_threads = 512, .min_blocks_per_sm = 3},
                                  RowConfig{.vecs_per_thread = 8, .max_threads = 512, .min_blocks_per_sm = 2});
 
-}  // namespace row_detail
-
 template <class Op>
-void run_row_op(const char* name, Context& ctx, const Op& op) {
-  using namespace row_detail;
-  const auto& rows = op.rows;
-  const int64_t vecs = rows.out ? max_vecs_of_row(rows.out, rows.out_stride, rows.cols)
-                                : max_vecs_of_row(rows.in[0], rows.in_stride[0], rows.cols);
-  constexpr const auto& kOwn = kConfigs<Op::kIn>;
+constexpr RowConfigs configs(RowAlignment alignment) {
+  if constexpr (IsTuned<Op>)
+    return Op::configs(alignment);
+  else
+    return kConfigs<Op::kIn>;
+}
+
+template <RowAlignment kAlignment, class Op>
+void run_row_op(const char* name, Context& ctx, Op op, int64_t vecs) {
+  constexpr RowConfigs kOwn = configs<Op>(kAlignment);
   if (const int config = select_config(kOwn, vecs); config >= 0)
     return with_config<kOwn>(config, [&]<RowConfig kConfig>() {
-      launch(name, ctx, kernel<Op, ConfigType<kConfig>, false, false>,
-             {.blocks = ceil_div(rows.rows, kConfig.rows_per_block),
+      launch(name, ctx, kernel<Op, ConfigType<kConfig>, false, false, kAlignment>,
+             {.blocks = ceil_div(op.rows.rows, kConfig.rows_per_block),
               .threads = kConfig.block_threads(vecs),
               .pdl = true},
              op);
     });
+  // Clusters do not distinguish vectorized rows: the work per row is negligible in long rows.
+  constexpr RowAlignment kLong =
+      kAlignment == RowAlignment::vectorized ? RowAlignment::same_offset : kAlignment;
+  constexpr RowConfigs kOfAny = configs<Op>(RowAlignment::any);
+  constexpr RowConfig kCluster = IsTuned<Op> ? kOfAny.at[kOfAny.size - 1] : kLongest;
   static OccupancyCache occupancy;
-  const auto clustered = kernel<Op, ConfigType<kLongest>, true, false>;
+  const auto clustered = kernel<Op, ConfigType<kCluster>, true, false, kLong>;
   if (const ClusterShape c =
-          largest_cluster(name, occupancy, entry_of(clustered), kLongest, vecs, 192, no_shared);
-      c.blocks > 0)
-    return launch(name, ctx, clustered,
-                  {.blocks = rows.rows * c.blocks, .threads = c.threads, .pdl = true, .cluster = c.blocks},
-                  op);
+          largest_cluster(name, occupancy, entry_of(clustered), kCluster, vecs, 192, no_shared);
+      c.blocks > 0) {
+    if (IsTuned<Op>) op.rows.counter = make_row_counter(name, ctx, op.rows.rows, c.clusters);
+    const int64_t clusters = IsTuned<Op> ? std::min(op.rows.rows, c.clusters) : op.rows.rows;
+    return launch(
+        name, ctx, clustered,
+        {.blocks = clusters * c.blocks, .threads = c.threads, .pdl = !IsTuned<Op>, .cluster = c.blocks}, op);
+  }
   static OccupancyCache looped_occupancy;
-  const auto looped = kernel<Op, ConfigType<kLongest>, true, true>;
+  const auto looped = kernel<Op, ConfigType<kLongest>, true, true, RowAlignment::any>;
   const int blocks = looped_occupancy.max_active(name, looped, 8, kLongest.max_threads) > 0 ? 8 : 1;
   launch(name, ctx, looped,
-         {.blocks = rows.rows * blocks, .threads = kLongest.max_threads, .pdl = true, .cluster = blocks}, op);
+         {.blocks = op.rows.rows * blocks, .threads = kLongest.max_threads, .pdl = true, .cluster = blocks},
+         op);
+}
+
+}  // namespace row_detail
+
+template <class Op>
+void run_row_op(const char* name, Context& ctx, const Op& op) {
+  using T = typename Op::Element;
+  const auto& rows = op.rows;
+  const T* like = rows.out ? rows.out : rows.in[0];
+  const int64_t stride = rows.out ? rows.out_stride : rows.in_stride[0];
+  const int64_t vecs = max_vecs_of_row(like, stride, rows.cols);
+  // Rows in fp16, which are rare, take the kernels of any alignment.
+  if constexpr (row_detail::IsTuned<Op> && !std::is_same_v<T, __half>) {
+    constexpr RowAlignment kVectorized = RowAlignment::vectorized;
+    bool same_offset = is_vectorizable(like, stride, rows.cols, sizeof(T)) ||
+                       select_config(Op::configs(kVectorized), vecs) < 0;
+    for (int k = 0; k < Op::kIn; ++k)
+      same_offset =
+          same_offset && same_row_offsets<T>(rows.in[k], rows.in_stride[k], like, stride, rows.rows);
+    if (same_offset) return row_detail::run_row_op<kVectorized>(name, ctx, op, vecs);
+  }
+  row_detail::run_row_op<RowAlignment::any>(name, ctx, op, vecs);
 }
 
 }  // namespace tigon::cuda

@@ -84,7 +84,7 @@ struct alignas(K <= 2 ? 8 : 16) SumArray {
 template <RowConfig kConfig, bool kCluster, bool kPersistent, class V, int Phases = 2>
 struct RowReducer {
   static constexpr int kThreads = kConfig.threads_per_row;
-  static constexpr bool kIsCluster = kCluster;
+  static constexpr bool kIsCluster = kCluster, kIsPersistent = kPersistent;
   using Payload = std::conditional_t<kPersistent, ValueAndRow<V>, V>;
   ReduceStorage<Payload, Phases>& x;
   int blocks = 1, rank = 0, threads, thread, phase = 0;

@@ -5,6 +5,7 @@
 #include "tigon/base/require.h"
 #include "tigon/ops/cross_entropy/cross_entropy.h"
 #include "tigon/ops/cross_entropy/cross_entropy_labels.h"
+#include "tigon/ops/cross_entropy/cross_entropy_shards.h"
 
 namespace tigon {
 namespace {
@@ -200,6 +201,26 @@ void pass_rows(Context& ctx, const LinearCrossEntropy& a, const LinearHeadRows& 
   });
 }
 
+// Losses, log-probabilities and lse of a call that wants nothing else of the logits, without them; false where that cannot be.
+bool pass_statistics(Context& ctx, const LinearCrossEntropy& a, const LinearHeadRows& rows, const Values& v) {
+  const LinearCrossEntropyResults& r = v.results;
+  bool all = a.head.wants_gradients() || a.kept.dlogits.data || a.several.labels || r.entropy ||
+             r.predicted || a.label_smoothing > 0.0f;
+  if (all || rows.count == 0) return false;
+  Matrix parts = linear_head_matrix(ctx, 3, rows.count, rows.count, DType::f32);
+  if (!linear_head_statistics(ctx, a.head, rows, a.formula, parts)) return false;
+  cross_entropy_combine(ctx, {.parts = parts,
+                              .target = rows.labels,
+                              .class_weight = a.class_weight,
+                              .classes = a.head.weight.rows,
+                              .ignore_index = a.labels.ignore_index,
+                              .z_loss = a.z_loss,
+                              .loss = r.loss,
+                              .log_prob = r.log_prob,
+                              .lse = r.lse});
+  return true;
+}
+
 // Chunks of a call: those whose logits' gradients are kept come first.
 struct Chunks {
   int64_t kept = 0, kept_limit = 1, limit = 1, most = 0, number = 0;
@@ -222,6 +243,24 @@ struct Chunks {
   }
 };
 
+// All chunks of a forward: results, and gradients where they are wanted.
+void pass_chunks(Context& ctx, const LinearCrossEntropy& a, const LinearHeadRows& rows, const Values& values,
+                 const Chunks& chunks) {
+  const LinearHead& head = a.head;
+  bool no_dlogits = head.wide_logits && head.hidden.dtype != DType::f32 && !head.wants_gradients();
+  LinearHeadWorkspace workspace = linear_head_workspace(
+      ctx, head, rows,
+      {.chunk = chunks.most, .logits = chunks.kept < rows.count && !no_dlogits, .logits_rows = chunks.limit});
+  for (int64_t begin = 0; begin < rows.count;) {
+    LinearHeadChunk c = linear_head_chunk(head, rows, workspace, begin, chunks.count_at(begin, rows.count));
+    bool keep = begin < chunks.kept;
+    if (keep) c.logits = rows_from(a.kept.dlogits, begin, c.count), c.padded = false;
+    pass_rows(ctx, a, rows, values, c, head.wants_gradients() || keep);
+    linear_head_gradients(ctx, head, c, {.first = begin == 0});
+    begin += c.count;
+  }
+}
+
 }  // namespace
 
 void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& call) {
@@ -239,18 +278,7 @@ void linear_cross_entropy(Context& ctx, const LinearCrossEntropy& call) {
   linear_head_scale(ctx, a.reduction, a.labels, a.class_weight);
   linear_head_clear(ctx, head, rows);
   Values values = make_values(ctx, a, rows, head.wants_gradients() && !a.kept.unit.data);
-  bool no_dlogits = head.wide_logits && head.hidden.dtype != DType::f32 && !head.wants_gradients();
-  LinearHeadWorkspace workspace = linear_head_workspace(
-      ctx, head, rows,
-      {.chunk = chunks.most, .logits = chunks.kept < rows.count && !no_dlogits, .logits_rows = chunks.limit});
-  for (int64_t begin = 0; begin < rows.count;) {
-    LinearHeadChunk c = linear_head_chunk(head, rows, workspace, begin, chunks.count_at(begin, rows.count));
-    bool keep = begin < chunks.kept;
-    if (keep) c.logits = rows_from(a.kept.dlogits, begin, c.count), c.padded = false;
-    pass_rows(ctx, a, rows, values, c, head.wants_gradients() || keep);
-    linear_head_gradients(ctx, head, c, {.first = begin == 0});
-    begin += c.count;
-  }
+  if (!pass_statistics(ctx, a, rows, values)) pass_chunks(ctx, a, rows, values, chunks);
   write_results(ctx, a, rows, values);
   if (a.several.log_prob) cross_entropy_label_results(ctx, values.labels);
   linear_head_total(ctx, a.reduction, a.results.loss);

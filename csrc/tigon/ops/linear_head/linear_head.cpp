@@ -333,6 +333,14 @@ void linear_head_gradients(Context& ctx, const LinearHead& a, LinearHeadChunk& c
   }
 }
 
+bool linear_head_statistics(Context& ctx, [[maybe_unused]] const LinearHead& a,
+                            [[maybe_unused]] const LinearHeadRows& rows,
+                            [[maybe_unused]] const LogitFormula& f, [[maybe_unused]] const Matrix& parts) {
+  bool done = false;
+  on_device(kOp, ctx, [] {}, TIGON_ON_CUDA(done = cuda::linear_head_statistics(ctx, a, rows, f, parts)));
+  return done;
+}
+
 void linear_head_clear(Context& ctx, const LinearHead& a, const LinearHeadRows& rows) {
   if (rows.listed) fill_zero(ctx, a.dhidden);
   if (rows.count > 0) return;

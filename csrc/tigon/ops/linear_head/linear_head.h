@@ -18,14 +18,16 @@
 //             lora_b, dlora_b [V, r]; target, position [rows]; index, labels, factor [count]
 // Dtypes      hidden, weight, lora_a, lora_b f32 | bf16 | f16, the same; bias f32 or hidden's; dhidden hidden's; dweight f32,
 //             or hidden's where one chunk takes all rows; dbias, dlora_a, dlora_b f32; products accumulate in f32
-// Rounding    logits to hidden's dtype (with lora twice, u and t once), or with wide_logits not at all; dhidden once, and again where c is given, as are
+// Rounding    logits to hidden's dtype (with lora twice, u and t once), or with wide_logits not at
+//             all; dhidden once, and again where c is given, as are
 //             c hidden and c; dweight once by its product, summed over chunks in f32
 //             (In PyTorch on the CPU, bf16 products reach the f32 sum after one rounding per chunk: aten's product is bf16.)
 // Saved       nothing
 // Aliasing    none between operands and results
 // Determinism bitwise, run to run: chunks in order, one product at a time
 // Traffic     per chunk: hidden and weight once or twice each, logits written once and read twice; of more than one chunk
-//             dweight read and written in f32 per chunk after the first; listed rows: hidden and dhidden once more each
+//             dweight read and written in f32 per chunk after the first; listed rows: hidden and dhidden once more each;
+//             linear_head_statistics: no logits, 8 bytes for a row and 256 of V
 // Refused     sizes, dtypes or devices that do not fit, H < 1, V < 1, lora with one matrix or gradients without lora; a
 //             dweight that is not f32 where chunks are summed; a group whose logits exceed 1 GiB; on the CPU labels outside
 //             [0, V) and a valid_rows that is not the count: tigon::Error under the driver's name, before anything is written
@@ -204,6 +206,13 @@ struct LinearHeadPass {
 };
 TIGON_API void linear_head_gradients(Context& ctx, const LinearHead& a, LinearHeadChunk& chunk,
                                      const LinearHeadPass& pass);
+// Losses without gradients, where the device has the product for it (sm_90a, 16-bit rows of whole 16-byte vectors, no bias, lora or
+// softcap): for the rows worked on max z, log of the sum of e^(z - max z) and the label's log-probability, f32 [3, count] as
+// cross_entropy_combine takes them. Logits are not written, and the bits of a row depend on nothing but the row; they may
+// differ in the last from those beside gradients, so deterministic contexts do not take it. Returns false, with nothing
+// done, elsewhere.
+bool linear_head_statistics(Context& ctx, const LinearHead& a, const LinearHeadRows& rows,
+                            const LogitFormula& f, const Matrix& parts);
 // Zeros where no product will write: dhidden of listed rows, and every gradient where no row is left.
 TIGON_API void linear_head_clear(Context& ctx, const LinearHead& a, const LinearHeadRows& rows);
 
@@ -306,7 +315,9 @@ TIGON_LINEAR_HEAD_BACKEND
 }
 namespace cuda {
 TIGON_LINEAR_HEAD_BACKEND
-}
+bool linear_head_statistics(Context& ctx, const LinearHead& a, const LinearHeadRows& rows,
+                            const LogitFormula& f, const Matrix& parts);
+}  // namespace cuda
 #undef TIGON_LINEAR_HEAD_BACKEND
 
 }  // namespace tigon

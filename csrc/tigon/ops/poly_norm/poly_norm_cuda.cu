@@ -42,7 +42,7 @@ struct Forward {
   __device__ __forceinline__ void operator()(Row& row) const {
     constexpr int N = AlignedRow<T>::N;
     SumArray<3> own = {};
-    row.for_each_vec([&](const float (&x)[1][N]) {
+    row.for_each_vec([&](const float (&x)[1][N], int) {
       float squares[3] = {};
 #pragma unroll
       for (int j = 0; j < N; ++j) poly_norm_add_squares(x[0][j], squares);
@@ -59,7 +59,7 @@ struct Forward {
       slope[k] = weight.get<T>(2 - k) * scale;
     }
     const float shift = bias.get<T>(0);
-    row.write([&](const float (&x)[1][N], int j) { return poly_norm_y(x[0][j], slope, shift); });
+    row.write([&](const float (&x)[1][N], int j, int) { return poly_norm_y(x[0][j], slope, shift); });
   }
 };
 
@@ -82,7 +82,7 @@ struct Backward {
   __device__ __forceinline__ void operator()(Row& row) const {
     constexpr int N = AlignedRow<T>::N;
     SumArray<4> own = {};
-    row.for_each_vec([&](const float (&x)[2][N]) {
+    row.for_each_vec([&](const float (&x)[2][N], int) {
       float products[4] = {};
 #pragma unroll
       for (int j = 0; j < N; ++j) poly_norm_add_products(x[1][j], x[0][j], products);
@@ -105,7 +105,7 @@ struct Backward {
     }
     float p[3], q[3];
     poly_norm_dx_coefficients(slope, scale, mean, p, q);
-    row.write([&](const float (&x)[2][N], int j) { return poly_norm_dx(x[1][j], x[0][j], p, q); });
+    row.write([&](const float (&x)[2][N], int j, int) { return poly_norm_dx(x[1][j], x[0][j], p, q); });
   }
 };
 

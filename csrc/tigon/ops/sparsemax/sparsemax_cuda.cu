@@ -90,7 +90,7 @@ struct Forward {
       shrink(row, top, tau);
     }
     row.write_if(has_support(top, tau),
-                 [&](const float (&x)[1][N], int j) { return sparsemax_y(x[0][j] - top, tau, kLeast); });
+                 [&](const float (&x)[1][N], int j, int) { return sparsemax_y(x[0][j] - top, tau, kLeast); });
   }
 
  private:
@@ -104,7 +104,7 @@ struct Forward {
     Candidates& c = row.scratch;
     __syncwarp();
     const float bound = -1.0f;
-    row.for_each_vec_if(has_support(top, bound), [&](const float (&x)[1][N]) {
+    row.for_each_vec_if(has_support(top, bound), [&](const float (&x)[1][N], int) {
       int above = 0;
 #pragma unroll
       for (int j = 0; j < N; ++j) above += x[0][j] - top > bound;
@@ -125,7 +125,7 @@ struct Forward {
     // Rows of one warp step together: a row whose support is found finds the same again.
     do {
       Entries own = Entries::identity();
-      row.for_each_vec_if(has_support(top, tau), [&](const float (&x)[1][N]) {
+      row.for_each_vec_if(has_support(top, tau), [&](const float (&x)[1][N], int) {
         float sum = 0.0f, size = 0.0f;
 #pragma unroll
         for (int j = 0; j < N; ++j) {
@@ -159,7 +159,7 @@ struct Backward {
   __device__ __forceinline__ void operator()(Row& row) const {
     constexpr int N = AlignedRow<T>::N;
     SumArray<2> own = {};
-    row.for_each_vec([&](const float (&x)[2][N]) {
+    row.for_each_vec([&](const float (&x)[2][N], int) {
       float sum = 0.0f, size = 0.0f;
 #pragma unroll
       for (int j = 0; j < N; ++j) {
@@ -171,7 +171,7 @@ struct Backward {
     });
     const SumArray<2> all = row.all_reduce(own);
     const float mean = all.s[0] / all.s[1];
-    row.write([&](const float (&x)[2][N], int j) { return sparsemax_dx(x[1][j], x[0][j], mean); });
+    row.write([&](const float (&x)[2][N], int j, int) { return sparsemax_dx(x[1][j], x[0][j], mean); });
   }
 };
 

@@ -1,0 +1,64 @@
+// The epilogue that writes the result: rounded to 16 bits, through shared memory, by TMA.
+#pragma once
+
+#include "tigon/base/cuda/matmul/mainloop.cuh"
+
+namespace tigon::cuda::matmul {
+
+// A warpgroup stores its 64 rows by itself, 64 columns at a time. The stores run on behind the next tile's products.
+template <class T>
+struct StoreEpilogue {
+  static constexpr int kRows = 64, kColumns = 64, kBuffers = 2;
+  struct Params {
+    CUtensorMap d;
+  };
+  struct Tensors {
+    alignas(1024) uint8_t d[kConsumers][kBuffers][kRows * kColumns * 2];
+  };
+
+  // The first row and column of the warpgroup.
+  const int m, n;
+  __device__ StoreEpilogue(const Params&, int m, int n) : m(m), n(n) {}
+
+  __device__ __forceinline__ void run(const Params& p, Tensors& smem, int consumer,
+                                      const float (&acc)[kAccumulators]) const {
+    const int thread = int(threadIdx.x) % kWarpgroup, warp = thread / 32, lane = thread % 32;
+    // The row that this lane gives to stmatrix, in swizzled rows of 128 bytes: two matrices below each other, two to the right.
+    const int row = 16 * warp + lane % 16, right = lane / 16;
+#pragma unroll
+    for (int c = 0; c < kTileN / kColumns; ++c) {
+      const uint32_t buffer = cast_smem_ptr_to_uint(smem.d[consumer][c % kBuffers]);
+      if (thread == 0) cp_async_bulk_wait_group_read<kBuffers - 1>();
+      bar_sync(1 + consumer, kWarpgroup);
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; j += 2) {
+        uint32_t w[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) w[i] = pack(&acc[c * (kColumns / 2) + j * 4 + i * 2]);
+        stmatrix_x4(buffer + uint32_t(row * 128 + (((j + right) ^ row % 8) * 16)), w);
+      }
+      fence_proxy_async();
+      bar_sync(1 + consumer, kWarpgroup);
+      if (thread == 0) {
+        cp_async_bulk_tensor_store(&p.d, buffer, n + c * kColumns, m);
+        cp_async_bulk_commit_group();
+      }
+    }
+  }
+
+  // Before the CTA's shared memory goes.
+  __device__ static __forceinline__ void finish() { cp_async_bulk_wait_group_read<0>(); }
+
+ private:
+  __device__ static __forceinline__ uint32_t pack(const float* x) {
+    if constexpr (std::is_same_v<T, __half>) {
+      const __half2 pair = __floats2half2_rn(x[0], x[1]);
+      return reinterpret_cast<const uint32_t&>(pair);
+    } else {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(x[0], x[1]);
+      return reinterpret_cast<const uint32_t&>(pair);
+    }
+  }
+};
+
+}  // namespace tigon::cuda::matmul

@@ -1,0 +1,76 @@
+// The persistent kernel of matrix products: a producer warpgroup, two consumer warpgroups, one CTA per SM.
+#pragma once
+
+#include "tigon/base/cuda/matmul/mainloop.cuh"
+#include "tigon/base/cuda/matmul/tile_scheduler.cuh"
+
+namespace tigon::cuda::matmul {
+
+template <class Mainloop, class Epilogue>
+struct KernelParams {
+  typename Mainloop::Params mainloop;
+  typename Epilogue::Params epilogue;
+  TileScheduler::Params scheduler;
+};
+template <class Mainloop, class Epilogue>
+struct SharedStorage {
+  typename Mainloop::Tensors mainloop;
+  typename Epilogue::Tensors epilogue;
+  typename Mainloop::Barriers barriers;
+};
+
+constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
+// wgmma is of sm_90a only. Compiled for anything else the kernel is empty, and its bound tells the host so.
+#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define TIGON_NO_WGMMA
+constexpr int kBound = 32;
+#else
+constexpr int kBound = kThreads;
+#endif
+
+template <class Mainloop, class Epilogue>
+__global__ void __launch_bounds__(kBound, 1)
+    matmul_kernel(const __grid_constant__ KernelParams<Mainloop, Epilogue> p) {
+#ifndef TIGON_NO_WGMMA
+  extern __shared__ __align__(1024) uint8_t dynamic_smem[];
+  auto& smem = *reinterpret_cast<SharedStorage<Mainloop, Epilogue>*>(dynamic_smem);
+  const int warpgroup = __shfl_sync(0xffffffffu, int(threadIdx.x) / kWarpgroup, 0);
+  const unsigned rank = cluster_rank();
+  if (threadIdx.x == 0) {
+    prefetch_tensormap(&p.mainloop.a);
+    prefetch_tensormap(&p.mainloop.b);
+    smem.barriers.init();
+  }
+  cluster_arrive();
+  cluster_wait();
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
+
+  typename Mainloop::PipelineState state;
+  TileScheduler scheduler(int(blockIdx.x) / kCluster, int(gridDim.x) / kCluster);
+  TileScheduler::Tile tile{};
+  auto row = [&] { return (tile.m * kCluster + int(rank)) * kTileM; };
+  if (warpgroup == 0) {
+    setmaxnreg_dec<40>();
+    if (threadIdx.x == 0)
+      while (scheduler.next(p.scheduler, tile))
+        Mainloop::load(p.mainloop, smem.mainloop, smem.barriers, state, rank, row(), tile.n * kTileN);
+  } else {
+    setmaxnreg_inc<232>();
+    float acc[kAccumulators];
+    while (scheduler.next(p.scheduler, tile)) {
+      const int m = row() + (warpgroup - 1) * 64, n = tile.n * kTileN;
+      Epilogue epilogue(p.epilogue, m, n);
+      Mainloop::mma(p.mainloop, smem.mainloop, smem.barriers, state, warpgroup - 1, acc);
+      epilogue.run(p.epilogue, smem.epilogue, warpgroup - 1, acc);
+    }
+    Epilogue::finish();
+  }
+  __syncwarp();
+  // A CTA stays while others of its cluster write to its shared memory.
+  cluster_arrive();
+  cluster_wait();
+#endif
+}
+
+}  // namespace tigon::cuda::matmul

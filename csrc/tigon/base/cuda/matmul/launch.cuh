@@ -1,0 +1,68 @@
+// The host's side: tensor maps, and a launch of as many clusters as are resident.
+#pragma once
+
+#include <atomic>
+
+#include "tigon/base/context.h"
+#include "tigon/base/cuda/launch.cuh"
+#include "tigon/base/cuda/matmul/kernel.cuh"
+#include "tigon/base/cuda/matmul/tensor_map.h"
+
+namespace tigon::cuda::matmul {
+
+template <class T>
+constexpr CUtensorMapDataType kTensorMapType =
+    std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+
+// Whether TMA takes a matrix: rows that begin at multiples of 16 bytes.
+inline bool is_tma_matrix(const void* data, int64_t stride) {
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride % 8 == 0;
+}
+
+// Products g.a and g.b [op(A) op(B)] with the layouts of `kMajorA` and `kMajorB`; what becomes of them is the epilogue's.
+template <class T, Major kMajorA, Major kMajorB, class Epilogue>
+struct Matmul {
+  using Loop = Mainloop<T, kMajorA, kMajorB>;
+  static constexpr auto kernel = &matmul_kernel<Loop, Epilogue>;
+  static constexpr size_t kShared = sizeof(SharedStorage<Loop, Epilogue>);
+
+  // Whether this device runs it: a kernel compiled for anything but sm_90a is empty, and says so by its bound.
+  static bool is_available(const char* op) {
+    if (device_facts().capability < 90) return false;
+    static std::atomic<int> bound[kMaxDevices];
+    std::atomic<int>& known = bound[current_device(op)];
+    if (known == 0) {
+      cudaFuncAttributes attributes;
+      TIGON_CUDA_CHECK(op, cudaFuncGetAttributes(&attributes, kernel));
+      known = attributes.maxThreadsPerBlock;
+    }
+    return known >= kThreads;
+  }
+
+  static void run(const char* op, Context& ctx, const Gemm& g, const typename Epilogue::Params& epilogue) {
+    static OccupancyCache occupancy;
+    KernelParams<Loop, Epilogue> p;
+    auto map = [&](const void* data, Major major, int64_t mn, int64_t stride, int box) {
+      return make_tensor_map(op, data, kTensorMapType<T>, major == Major::K ? g.k : mn,
+                             major == Major::K ? mn : g.k, stride, box);
+    };
+    p.mainloop.a = map(g.a, kMajorA, g.m, g.lda, Loop::kBoxA);
+    p.mainloop.b = map(g.b, kMajorB, g.n, g.ldb, Loop::kBoxB);
+    p.mainloop.k_blocks = int(ceil_div(g.k, int64_t(kTileK)));
+    p.epilogue = epilogue;
+    p.scheduler = {.tiles_m = int(ceil_div(g.m, int64_t(kTileM * kCluster))),
+                   .tiles_n = int(ceil_div(g.n, int64_t(kTileN)))};
+    const int clusters = std::min(occupancy.max_active(op, kernel, kCluster, kThreads, kShared),
+                                  p.scheduler.tiles_m * p.scheduler.tiles_n);
+    TIGON_CHECK(op, clusters > 0, "a cluster of ", kCluster, " CTAs must fit on the device, found none");
+    launch(op, ctx, kernel,
+           {.blocks = clusters * kCluster,
+            .threads = kThreads,
+            .shared = kShared,
+            .pdl = true,
+            .cluster = kCluster},
+           p);
+  }
+};
+
+}  // namespace tigon::cuda::matmul

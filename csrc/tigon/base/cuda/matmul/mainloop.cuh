@@ -1,0 +1,122 @@
+// The products of a tile (sm_90a): one thread brings tiles of A and B to shared memory by TMA, two warpgroups multiply them by
+// wgmma. A ring of stages is between them, each with a full and an empty barrier.
+#pragma once
+
+#include "tigon/base/cuda/matmul/ptx.cuh"
+
+namespace tigon::cuda::matmul {
+
+// The contiguous dimension of an operand: K, or M of A and N of B.
+enum class Major { K, MN };
+
+constexpr int kWarpgroup = 128, kConsumers = 2;
+
+// A tile of the result is kTileM x kTileN and summed in steps of kTileK, which are the 128 bytes of a swizzled row. The CTAs of
+// a cluster compute tiles below each other: each loads its part of the columns of B that they share and multicasts it.
+constexpr int kTileM = 128, kTileN = 256, kTileK = 64, kCluster = 2, kStages = 4;
+constexpr int kAccumulators = kTileN / 2;  // of a thread
+
+template <class T, Major kMajorA, Major kMajorB>
+struct Mainloop {
+  // Columns of B that a CTA loads, and rows and columns of a box of TMA.
+  static constexpr int kLoadB = kTileN / kCluster;
+  static constexpr int kBoxA = kMajorA == Major::K ? kTileM : 64, kBoxB = kMajorB == Major::K ? kLoadB : 64;
+  static constexpr int kBytesA = kTileM * kTileK * 2, kBytesB = kTileN * kTileK * 2;
+
+  struct Params {
+    CUtensorMap a, b;
+    int k_blocks;
+  };
+  struct Tensors {
+    alignas(1024) uint8_t a[kStages][kBytesA];
+    alignas(1024) uint8_t b[kStages][kBytesB];
+  };
+  struct Barriers {
+    uint64_t full[kStages], empty[kStages];
+    // One thread calls it before the cluster synchronises.
+    __device__ void init() {
+      for (int i = 0; i < kStages; ++i)
+        mbarrier_init(&full[i]), mbarrier_init(&empty[i], kConsumers * (kWarpgroup / 32) * kCluster);
+    }
+  };
+  // A stage, and the parity with which its full barrier completes next.
+  struct PipelineState {
+    int stage = 0, phase = 0;
+    __device__ __forceinline__ void advance() {
+      if (++stage == kStages) stage = 0, phase ^= 1;
+    }
+  };
+
+  // One thread: the operands of the tile whose first row and column are m and n.
+  __device__ static __forceinline__ void load(const Params& p, Tensors& smem, Barriers& barriers,
+                                              PipelineState& state, unsigned rank, int m, int n) {
+    const int part = int(rank) * kLoadB;
+#pragma unroll 1
+    for (int k = 0; k < p.k_blocks; ++k, state.advance()) {
+      const int s = state.stage;
+      mbarrier_wait_parity(&barriers.empty[s], state.phase ^ 1);
+      mbarrier_arrive_expect_tx(&barriers.full[s], kBytesA + kBytesB);
+      load_boxes<kMajorA, kTileM, kBoxA, false>(p.a, smem.a[s], &barriers.full[s], m, k);
+      load_boxes<kMajorB, kLoadB, kBoxB, true>(p.b, smem.b[s] + part * kTileK * 2, &barriers.full[s],
+                                               n + part, k);
+    }
+  }
+
+  // A consumer warpgroup: rows 64 * consumer and on of the tile. The barriers are those of its next stage.
+  __device__ static __forceinline__ void mma(const Params& p, Tensors& smem, Barriers& barriers,
+                                             PipelineState& state, int consumer,
+                                             float (&acc)[kAccumulators]) {
+    const uint64_t a = descriptor<kMajorA>(smem.a[0]) + (64 * kTileK * 2 * consumer >> 4),
+                   b = descriptor<kMajorB>(smem.b[0]);
+    PipelineState released = state;
+#pragma unroll 1
+    for (int k = 0; k < p.k_blocks; ++k, state.advance()) {
+      mbarrier_wait_parity<false>(&barriers.full[state.stage], state.phase);
+      const uint64_t stage_a = a + uint32_t(state.stage * kBytesA >> 4),
+                     stage_b = b + uint32_t(state.stage * kBytesB >> 4);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kTileK / 16; ++i)
+        wgmma_m64n256k16<T, kMajorA == Major::MN, kMajorB == Major::MN>(
+            acc, stage_a + i * kStepK<kMajorA>, stage_b + i * kStepK<kMajorB>, k + i != 0);
+      wgmma_commit_group();
+      wgmma_wait_group<1>();
+      if (k > 0) release(barriers, released);
+    }
+    wgmma_wait(acc);
+    release(barriers, released);
+  }
+
+ private:
+  template <Major kMajor, int kRows, int kBox, bool kMulticast>
+  __device__ static __forceinline__ void load_boxes(const CUtensorMap& map, uint8_t* to, uint64_t* barrier,
+                                                    int row, int k) {
+#pragma unroll
+    for (int i = 0; i < kRows; i += kBox)
+      cp_async_bulk_tensor_load<kMulticast>(
+          cast_smem_ptr_to_uint(to + i * kTileK * 2), &map, kMajor == Major::K ? k * kTileK : row + i,
+          kMajor == Major::K ? row + i : k * kTileK, barrier, (1 << kCluster) - 1);
+  }
+
+  // Both CTAs write to the stage: both learn that a warp has read it.
+  __device__ static __forceinline__ void release(Barriers& barriers, PipelineState& released) {
+    if (const unsigned lane = threadIdx.x % 32; lane < kCluster)
+      mbarrier_arrive_cluster(&barriers.empty[released.stage], lane);
+    released.advance();
+  }
+
+  // wgmma's matrix descriptor of a tile in swizzled rows of 128 bytes, in units of 16 bytes. Eight such rows are 1024 bytes,
+  // which is the stride of M or N for K-major operands, that of K for others; those have M or N in blocks of 64. The address
+  // has 18 bits: above them is the CTA's rank.
+  template <Major kMajor>
+  __device__ static __forceinline__ uint64_t descriptor(const uint8_t* tile) {
+    constexpr uint64_t kSwizzle128B = 1, kRows8 = 1024 >> 4, kBlock64 = 64 * kTileK * 2 >> 4;
+    return kSwizzle128B << 62 | kRows8 << 32 | (kMajor == Major::K ? 1 : kBlock64) << 16 |
+           (cast_smem_ptr_to_uint(tile) & 0x3ffff) >> 4;
+  }
+  // From 16 of K to the next, in units of 16 bytes.
+  template <Major kMajor>
+  static constexpr uint32_t kStepK = (kMajor == Major::K ? 16 * 2 : 16 * 128) >> 4;
+};
+
+}  // namespace tigon::cuda::matmul

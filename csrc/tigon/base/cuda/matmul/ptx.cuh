@@ -1,0 +1,129 @@
+// PTX of matrix products on sm_90a, under PTX's names: copies by tensor maps, barriers of a cluster, wgmma.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "tigon/base/cuda/ptx.cuh"
+
+namespace tigon::cuda::matmul {
+
+// --- tensor maps: copies of boxes by one thread --------------------------------------------------
+
+__device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+// The box at (inner, outer), zeros outside of the tensor, to the same place in every CTA of `mask`, where it completes on the
+// same barrier.
+template <bool kMulticast>
+__device__ __forceinline__ void cp_async_bulk_tensor_load(uint32_t to, const CUtensorMap* map, int inner,
+                                                          int outer, uint64_t* barrier, uint16_t mask) {
+  if constexpr (kMulticast)
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+        "l"(map), "r"(inner), "r"(outer), "r"(cast_smem_ptr_to_uint(barrier)), "h"(mask)
+        : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        " [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+        "l"(map), "r"(inner), "r"(outer), "r"(cast_smem_ptr_to_uint(barrier))
+        : "memory");
+}
+// The part of the box at (inner, outer) that is inside of the tensor.
+__device__ __forceinline__ void cp_async_bulk_tensor_store(const CUtensorMap* map, uint32_t from, int inner,
+                                                           int outer) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+               "r"(from), "r"(inner), "r"(outer)
+               : "memory");
+}
+__device__ __forceinline__ void cp_async_bulk_commit_group() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Returns when at most the thread's last `Pending` groups still read shared memory.
+template <int Pending>
+__device__ __forceinline__ void cp_async_bulk_wait_group_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
+}
+
+// --- barriers ------------------------------------------------------------------------------------
+
+// An arrival at the barrier at the same place in the CTA of that rank. It publishes no stores of the caller to that CTA: a
+// release at cluster scope would wait for all of them.
+__device__ __forceinline__ void mbarrier_arrive_cluster(uint64_t* barrier, unsigned rank) {
+  asm volatile(
+      "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(cast_smem_ptr_to_uint(barrier)),
+      "r"(rank)
+      : "memory");
+}
+// Barrier `id` (1 to 15) of `threads` threads of the CTA.
+__device__ __forceinline__ void bar_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit values: lane 8 i + r gives the address of row r of matrix i.
+__device__ __forceinline__ void stmatrix_x4(uint32_t to, const uint32_t (&w)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(w[0]),
+               "r"(w[1]), "r"(w[2]), "r"(w[3])
+               : "memory");
+}
+
+// --- wgmma ---------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit_group() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int Pending>
+__device__ __forceinline__ void wgmma_wait_group() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
+// All groups; the compiler reads the accumulators after it.
+template <int kSize>
+__device__ __forceinline__ void wgmma_wait(float (&d)[kSize]) {
+  wgmma_wait_group<0>();
+#pragma unroll
+  for (float& x : d) asm volatile("" : "+f"(x)::"memory");
+}
+
+#define TIGON_ACC8(d, i)                                                                      \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define TIGON_ACC64(d, i)                                                               \
+  TIGON_ACC8(d, i), TIGON_ACC8(d, i + 8), TIGON_ACC8(d, i + 16), TIGON_ACC8(d, i + 24), \
+      TIGON_ACC8(d, i + 32), TIGON_ACC8(d, i + 40), TIGON_ACC8(d, i + 48), TIGON_ACC8(d, i + 56)
+#define TIGON_WGMMA_M64N256K16(type)                                                                      \
+  asm volatile(                                                                                           \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                                                       \
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." type "." type                                        \
+      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, " \
+      "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "   \
+      "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "   \
+      "%59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, "   \
+      "%78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, "   \
+      "%97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, "     \
+      "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "       \
+      "%128, %129, p, 1, 1, %131, %132;\n}"                                                               \
+      : TIGON_ACC64(d, 0), TIGON_ACC64(d, 64)                                                             \
+      : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTransA)), "n"(int(kTransB)))
+
+// d = a b, or d += a b, with a [64, 16] and b [16, 256] in shared memory, described by matrix descriptors. kTrans: the operand
+// is contiguous along M or N. In lane 4 t + q of warp w, d[4 j + 2 h + i] is row 16 w + 8 h + t, column 8 j + 2 q + i.
+template <class T, bool kTransA, bool kTransB>
+__device__ __forceinline__ void wgmma_m64n256k16(float (&d)[128], uint64_t a, uint64_t b, bool accumulate) {
+  if constexpr (std::is_same_v<T, __half>)
+    TIGON_WGMMA_M64N256K16("f16");
+  else
+    TIGON_WGMMA_M64N256K16("bf16");
+}
+
+#undef TIGON_WGMMA_M64N256K16
+#undef TIGON_ACC64
+#undef TIGON_ACC8
+
+}  // namespace tigon::cuda::matmul

@@ -1,0 +1,349 @@
+"""Losses of a drafter of speculative decoding against its teacher's head.
+
+Contract: ``csrc/tigon/ops/drafter_loss/drafter_loss.h``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from tigon._dtensor import is_dtensor
+from tigon._op import foreign, has_kernel, raw
+from tigon.error import check, refuse
+from tigon.ops import cross_entropy as _cross_entropy
+from tigon.ops.arguments import (
+    check_booleans,
+    check_choice,
+    check_float,
+    check_indices,
+    check_integers,
+    check_numbers,
+    kind_of,
+    readable,
+)
+from tigon.ops.loss_head.autograd import HeadLoss, empty_gradients, empty_loss
+from tigon.ops.loss_head.labels import check_shift
+from tigon.ops.loss_head.operands import (
+    Call,
+    Head,
+    autocast,
+    check_head,
+    check_outputs,
+    check_token_weight,
+    plain_weight,
+    prepare,
+    whole_vectors,
+)
+from tigon.ops.loss_head.plan import REDUCTIONS
+from tigon.ops.loss_head.reference import result_type
+
+_OP = "drafter_loss"
+_KINDS = {"ce": 0, "kl": 1, "hard": 2, "tv": 3, "lk": 4}
+_OUTSIDE = {
+    "renormalize": (False, False),
+    "mixed": (True, False),
+    "count": (True, True),
+}  # overlap, ce and kl
+_IGNORED = -100
+
+
+class Drafter(NamedTuple):
+    """The loss and the teacher, as the caller gave them."""
+
+    loss: str
+    eta: float
+    outside: str
+    mask_outside: bool
+    draft_ids: torch.Tensor | None
+
+
+# The operator: after operands, formula and memory come the teacher's hidden states, weight, labels and draft
+# ids, five options, and how the losses of rows become one.
+
+
+def _fake(*arguments):
+    call = Call.of(arguments)
+    rows = call.operands.target.shape[0]
+    numbers = call.operands.hidden.new_empty((2, rows), dtype=torch.float32)
+    return *empty_loss(call, call.more[-1] != 0), numbers
+
+
+def _fake_rows(upstream, *arguments):
+    call = Call.of(arguments)
+    return empty_gradients(call, call.memory.needs)
+
+
+def _rows_gradients(tensors, upstream, call, **ignored):
+    operands, teacher = tensors[:8], tensors[8:]
+    return _rows_backward(upstream, *operands, *call.formula, *call.memory, *teacher, *call.more)
+
+
+_rows_backward = raw("drafter_loss_rows_bwd", _fake_rows, _OP)
+_loss = HeadLoss(_OP, _fake, _rows_gradients, lambda call, output: (*call.operands, *call.more[:4]),
+                 lambda call: call.more[4:9])  # fmt: skip
+
+
+def reference(hidden, weight, teacher, counts, d: Drafter):
+    """Losses, overlaps and counted rows of ``hidden [..., (S,) H]``, in plain PyTorch operations."""
+    wide, lead = torch.promote_types(hidden.dtype, torch.float32), teacher[0].dim() - 1
+
+    def of_steps(t):
+        return t.unsqueeze(lead) if hidden.dim() > lead + 1 else t
+
+    with torch.no_grad():
+        z = F.linear(teacher[0].to(wide), teacher[1].to(wide))
+        ids = torch.arange(z.shape[-1], device=z.device) if d.draft_ids is None else d.draft_ids
+        inside = z[..., ids.clamp(min=0)].masked_fill(ids < 0, -torch.inf)
+        log_p, log_all = torch.log_softmax(inside, -1), torch.logsumexp(z, -1, keepdim=True)
+        of_overlap, soft = (of_steps(inside - log_all if own else log_p) for own in _OUTSIDE[d.outside])
+        label = of_steps(inside.argmax(-1)).expand(hidden.shape[:-1])
+        if d.mask_outside:
+            counts = counts & of_steps(inside.amax(-1) == z.amax(-1))
+    log_q, p = torch.log_softmax(F.linear(hidden.to(wide), weight.to(wide)), -1), soft.exp()
+    overlap = torch.minimum(of_overlap.exp(), log_q.exp()).sum(-1)
+    cross = -torch.where(p > 0, p * log_q, 0.0).sum(-1)
+    kl = cross + torch.where(p > 0, p * soft, 0.0).sum(-1)
+    blend = torch.exp(-d.eta * overlap.detach())
+    rows = {
+        "ce": cross,
+        "kl": kl,
+        "hard": -log_q.gather(-1, label.unsqueeze(-1)).squeeze(-1),
+        "tv": 1 - overlap,
+        "lk": blend * kl + (1 - blend) * (1 - overlap),
+    }[d.loss]
+    return torch.where(counts, rows, 0.0), torch.where(counts, overlap.detach(), 0.0), counts.to(wide)
+
+
+def _check_ids(draft_ids, classes, teacher_classes):
+    if draft_ids is None:
+        words = "weight must have the teacher's {} classes where draft_ids is None, got {}"
+        check(_OP, classes == teacher_classes, words, teacher_classes, classes)
+        return
+    check_indices(_OP, "draft_ids", draft_ids)
+    check(_OP, draft_ids.shape == (classes,), "draft_ids must be [{}], got {}", classes, draft_ids.shape)
+    if is_dtensor(draft_ids):
+        refuse(_OP, "draft_ids must be a plain dense tensor, got {}", foreign("draft_ids", draft_ids))
+    if not readable(draft_ids) or torch._C._are_functorch_transforms_active():
+        return
+    freed = draft_ids.numel() > 0 and draft_ids.untyped_storage().nbytes() == 0
+    check(_OP, not freed, "draft_ids was freed: its storage is empty")
+    used = draft_ids[draft_ids >= 0].tolist()
+    words = "draft_ids must be below the teacher's {} classes, got {}"
+    check(_OP, max(used, default=0) < teacher_classes, words, teacher_classes, max(used, default=0))
+    check(_OP, len({*used}) == len(used), "draft_ids must be different classes, got one twice")
+
+
+def _inverse(draft_ids, teacher_classes):
+    """``[V_t]``: the draft's id of each class of the teacher, -1 where it has none."""
+    ids = draft_ids.long()
+    ids = torch.where((ids >= 0) & (ids < teacher_classes), ids, teacher_classes)
+    table = ids.new_full((teacher_classes + 1,), -1, dtype=torch.int32)
+    return table.scatter(0, ids, torch.arange(ids.numel(), device=ids.device, dtype=torch.int32))[:-1]
+
+
+def _at(h, shift):
+    """The states of ``shift`` positions before: those that are compared with the teacher's here."""
+    shift = min(shift, h.shape[-2])
+    return F.pad(h[..., : h.shape[-2] - shift, :], (0, 0, shift, 0)) if shift else h
+
+
+def drafter_loss(
+    hidden: torch.Tensor | Sequence[torch.Tensor],
+    weight: torch.Tensor,
+    teacher: tuple[torch.Tensor, torch.Tensor],
+    draft_ids: torch.Tensor | None = None,
+    *,
+    loss: str = "kl",
+    eta: float = 3.0,
+    outside: str = "mixed",
+    mask_outside: bool = True,
+    mask: torch.Tensor | None = None,
+    token_weight: torch.Tensor | None = None,
+    shifts: tuple[int, ...] | None = None,
+    step_weights: tuple[float, ...] | None = None,
+    position_ids: torch.Tensor | None = None,
+    reduction: str = "mean",
+    denominator: float | torch.Tensor | None = None,
+    valid_rows: int | None = None,
+    chunk_rows: int | None = None,
+    outputs: tuple[str, ...] = ("loss",),
+) -> torch.Tensor | NamedTuple:
+    """Loss of a draft model's head against its teacher's, for one or several steps, without either's logits.
+
+    With ``p`` the teacher's probabilities of the draft's classes and ``q`` the draft's, a row's loss is
+    ``-sum p log q`` (``"ce"``), ``sum p (log p - log q)`` (``"kl"``), ``-log q[argmax]`` (``"hard"``),
+    ``1 - overlap`` with ``overlap = sum min(p, q)`` (``"tv"``), or ``lambda kl + (1 - lambda) tv`` with
+    ``lambda = exp(-eta overlap)``, which gets no gradient (``"lk"``). The teacher's head is multiplied once
+    for all steps, the draft's three times for each. Both sides' logits are rounded to hidden's dtype. A
+    temperature is a division of both hidden states by it.
+
+    Args:
+        hidden: the draft's hidden states before its head, ``[..., T, H]`` float32, bfloat16 or float16; of
+            several steps (training-time test) a list of them, or ``[..., T, S, H]``, which is not copied.
+            float64 runs the eager reference, which forms the logits.
+        weight: the draft's head ``[V, H]``; another float dtype is converted (its gradient keeps its dtype).
+        teacher: ``(hidden, weight)`` of the teacher, ``[..., T, H_t]`` and ``[V_t, H_t]``; converted to
+            hidden's dtype. Never gets a gradient.
+        draft_ids: int64 ``[V]``, the teacher's class of each of the draft's, all different; -1 is a class
+            that the teacher does not have. ``None``: both have the same classes. (Of a mask ``t2d``:
+            ``t2d.nonzero().flatten()``; of offsets ``d2t``: ``torch.arange(V) + d2t``.)
+        loss: what is minimised, see above.
+        eta: >= 0, of ``"lk"``; 0 is ``"kl"``, a large one ``"tv"``.
+        outside: the teacher's probability outside the draft's classes: ``"renormalize"`` leaves it out, p is
+            a softmax of the draft's classes; ``"count"`` takes p from the softmax of all classes, so that
+            what is outside is never accepted; ``"mixed"`` does so for the overlap, and renormalizes p for
+            ``"ce"`` and ``"kl"``, as the authors of the LK losses do.
+        mask_outside: leave out the rows whose most likely class the draft does not have, as EAGLE-3 does.
+            False, with ``"renormalize"``, multiplies only the draft's rows of the teacher's weight; the
+            label of ``"hard"`` is then the most likely of them.
+        mask: bool ``[..., T]``, the teacher's positions that count; ``None``: all.
+        token_weight: ``[..., T]``, factor of the losses of a teacher's position (detached), not of a mean's
+            denominator.
+        shifts: for each step how far it is ahead, >= 0: its state at t is compared with the teacher's at
+            ``t + shift``. ``None``: 0.
+        step_weights: for each step its factor; ``None``: 1.
+        position_ids: ``[..., T]``, positions that restart where sequences are packed, for shifts.
+        reduction: ``"mean"`` (the sum over steps of the means over the positions of `mask` that a step
+            reaches), ``"sum"``, or ``"none"``: ``[..., T]`` losses, ``[..., T, S]`` of several steps, at the
+            teacher's positions; its backward computes the logits again.
+        denominator: number or tensor of one element: the loss is ``sum / denominator`` instead.
+        valid_rows: how many positions `mask` has, where the caller knows; on CUDA the others are then free.
+        chunk_rows: draft rows whose logits exist at a time; ``None``: chosen.
+        outputs: ``("loss",)``, or ``("loss", "acceptance")`` for a named tuple with float32 ``[S]``,
+            detached: the mean overlap of each step's rows that count, the probability that a drafted token
+            is accepted. NaN where there is none.
+
+    Returns:
+        float32 scalar, or losses of rows; with more outputs a named tuple. Differentiable in hidden and
+        weight; bitwise deterministic. With no row in `mask` a mean is NaN, and gradients are zero.
+
+    Raises:
+        tigon.Error: shapes, dtypes, devices or options do not fit; on the CPU also draft_ids that are not
+            different classes of the teacher's. On CUDA a class that is none of them is one that the teacher
+            does not have.
+
+    Source: Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via
+    Training-Time Test" (arXiv:2503.01840); Samarin et al. 2026, "LK Losses: Direct Acceptance Rate
+    Optimization for Speculative Decoding" (arXiv:2602.23881).
+    """
+    two = isinstance(teacher, Sequence) and len(teacher) == 2
+    check(_OP, two, "teacher must be (hidden, weight), got {}",
+          len(teacher) if isinstance(teacher, Sequence) else kind_of(teacher))  # fmt: skip
+    states, teacher_weight = teacher
+    check_float(_OP, "teacher_hidden", states)
+    check_float(_OP, "teacher_weight", teacher_weight)
+    fits = states.dim() >= 2 and teacher_weight.dim() == 2 and teacher_weight.shape[1:] == states.shape[-1:]
+    check(_OP, fits, "teacher must be [..., T, H_t] and [V_t, H_t], got {} and {}", states.shape,
+          teacher_weight.shape)  # fmt: skip
+    check(_OP, teacher_weight.numel() > 0, "teacher_weight must not be empty, got {}", teacher_weight.shape)
+    states, teacher_weight, lead = states.detach(), teacher_weight.detach(), states.shape[:-1]
+    given = isinstance(hidden, torch.Tensor)
+    steps = [hidden] if given else list(hidden) if isinstance(hidden, Sequence) else []
+    tensors = len(steps) > 0 and all(isinstance(h, torch.Tensor) for h in steps)
+    check(_OP, tensors, "hidden must be a tensor, or a tensor for each step, got {}", kind_of(hidden))
+    for h in steps:
+        check_float(_OP, "hidden", h)
+    check_float(_OP, "weight", weight)
+    one = given and hidden.dim() == states.dim()
+    if given and hidden.dim() == states.dim() + 1:
+        steps = [hidden.select(-2, i) for i in range(hidden.shape[-2])]
+    for h in steps:
+        fits = h.shape[:-1] == lead and h.shape == steps[0].shape and h.dtype == steps[0].dtype
+        check(_OP, fits, "hidden must be {} and then H, the same for every step, got {}", lead, h.shape)
+    number = len(steps)
+    shifts = (0,) * number if shifts is None else tuple(shifts)
+    step_weights = (1.0,) * number if step_weights is None else tuple(step_weights)
+    for name, values in (("shifts", shifts), ("step_weights", step_weights)):
+        words = name + " must be one for each of {} steps, got {}"
+        check(_OP, len(values) == number, words, number, len(values))
+    for k in shifts:
+        check_integers(_OP, shifts=k)
+        check(_OP, k >= 0, "shifts must be >= 0, got {}", k)
+    check_numbers(_OP, eta=eta, **{f"step_weights[{i}]": w for i, w in enumerate(step_weights)})
+    check(_OP, eta >= 0, "eta must be >= 0, got {}", eta)
+    check_choice(_OP, "loss", loss, _KINDS)
+    check_choice(_OP, "outside", outside, _OUTSIDE)
+    check_choice(_OP, "reduction", reduction, REDUCTIONS)
+    check_booleans(_OP, mask_outside=mask_outside)
+    _cross_entropy.check_denominator(_OP, denominator)
+    outputs = check_outputs(_OP, outputs, ("loss", "acceptance"))
+    if one:
+        stacked = _at(hidden, shifts[0])
+    elif given and not any(shifts):
+        stacked = hidden
+    else:
+        stacked = torch.stack([_at(h, k) for h, k in zip(steps, shifts, strict=True)], -2)
+    device = stacked.device
+    if mask is not None:
+        boolean = isinstance(mask, torch.Tensor) and mask.dtype == torch.bool
+        check(_OP, boolean, "mask must be a bool tensor, got {}", kind_of(mask))
+        check(_OP, mask.shape == lead, "mask must be {}, got {}", lead, mask.shape)
+        check(_OP, mask.device == device, "mask must be on {}, got {}", device, mask.device)
+    base = torch.zeros(lead, dtype=torch.int64, device=device)
+    base = base if mask is None else base.masked_fill(~mask, _IGNORED)
+    target = base if one else base.unsqueeze(-1).expand(*lead, number).contiguous()
+    check_token_weight(_OP, token_weight, base)
+    check_shift(_OP, any(shifts), position_ids, base)
+    if valid_rows is not None:
+        check_integers(_OP, valid_rows=valid_rows)
+    head = Head(valid_rows=None if valid_rows is None else valid_rows * number, chunk_rows=chunk_rows)
+    check_head(_OP, stacked, weight, target, head)
+    _check_ids(draft_ids, weight.shape[0], teacher_weight.shape[0])
+    weight, d = plain_weight(_OP, weight), Drafter(loss, eta, outside, mask_outside, draft_ids)
+    if outside == "renormalize" and not mask_outside and draft_ids is not None:  # no other class is asked for
+        teacher_weight = teacher_weight[draft_ids.clamp(0, teacher_weight.shape[0] - 1)]
+        held = (draft_ids >= 0) & (draft_ids < len(teacher[1]))
+        draft_ids = torch.where(held, torch.arange(len(draft_ids), device=device), -1)
+        d = d._replace(draft_ids=draft_ids)
+    factor = reaches = None
+    if any(shifts) or token_weight is not None or any(w != 1.0 for w in step_weights):
+        wide, own = (
+            torch.promote_types(stacked.dtype, torch.float32),
+            reduction == "mean" and denominator is None,
+        )
+        position, counts = torch.arange(lead[-1], device=device), base.ne(_IGNORED)
+        position = (position if position_ids is None else torch.minimum(position, position_ids)).expand(lead)
+        factors, reached = [], [position >= k for k in shifts]
+        for w, k, here in zip(step_weights, shifts, reached, strict=True):
+            f = torch.where(here, torch.full(lead, w, dtype=wide, device=device), 0.0)
+            if k and own:  # each step's own mean
+                f = f * counts.sum() / (counts & here).sum().clamp(min=1)
+            factors.append(f if token_weight is None else f * token_weight.detach())
+        factor, reaches = (x[0] if one else torch.stack(x, -1) for x in (factors, reached))
+    stacked = autocast(stacked)
+    if has_kernel(_OP, stacked, beside=(states, teacher_weight, draft_ids, weight, target, token_weight)):
+        losses, overlap, counted = _run(
+            stacked, weight, (states, teacher_weight), base, target, head, factor, d, reduction, denominator
+        )
+    else:
+        rows, overlap, counted = reference(stacked, weight, (states, teacher_weight), target != _IGNORED, d)
+        losses = rows if factor is None else rows * factor
+        if denominator is not None:
+            losses = _cross_entropy.divide(losses.sum(), denominator)
+        elif reduction != "none":
+            losses = losses.sum() / (base.ne(_IGNORED).sum() if reduction == "mean" else 1)
+    if outputs == ("loss",):
+        return losses
+    if reaches is not None:
+        overlap, counted = (torch.where(reaches, x, 0.0) for x in (overlap, counted))
+    acceptance = overlap.reshape(-1, number).sum(0) / counted.reshape(-1, number).sum(0)
+    return result_type(outputs, "DrafterLoss")(losses, acceptance)
+
+
+def _run(hidden, weight, teacher, base, target, head, factor, d: Drafter, reduction, denominator):
+    """The kernels: the loss, and overlaps and counted rows ``[..., S]``."""
+    states, teacher_weight, _ = whole_vectors(*(t.to(hidden.dtype) for t in teacher))
+    draft_id = None if d.draft_ids is None else _inverse(d.draft_ids, teacher_weight.shape[0])
+    divisor, host_divisor = _cross_entropy.split_denominator(denominator, hidden.device)
+    code = REDUCTIONS["sum" if denominator is not None else reduction]
+    masks = d.mask_outside and draft_id is not None
+    more = (states, teacher_weight, base.reshape(-1), draft_id, _KINDS[d.loss], float(d.eta),
+            *_OUTSIDE[d.outside], masks, divisor, host_divisor, code)  # fmt: skip
+    call, parameters = prepare(_OP, hidden, weight, target, head, token_weight=factor, more=more)
+    losses, numbers = _loss.run(call, parameters, scalar=code != 0)
+    overlap, counted = numbers.view(2, *target.shape)
+    return losses if code else losses.view(target.shape), overlap, counted

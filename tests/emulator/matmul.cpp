@@ -1,0 +1,60 @@
+// The matrix products of base/cuda/matmul in the emulator: every layout, with tails, exact.
+#include <cstdlib>
+#include <vector>
+
+#include "tigon/base/cuda/matmul/epilogue_store.cuh"
+#include "tigon/base/cuda/matmul/launch.cuh"
+#include "tigon/base/make_context.h"
+
+using namespace tigon;
+using namespace tigon::cuda;
+using matmul::Major;
+
+namespace {
+
+// `rows` of `cols` small integers, whose sums are exact, and what must not be read or written between them.
+struct Values {
+  int64_t rows, cols, stride;
+  std::vector<uint16_t> memory;
+  uint16_t* data;
+  Values(int64_t rows, int64_t cols, int64_t pad)
+      : rows(rows), cols(cols), stride(cols + pad), memory(size_t(rows * stride + 8), 0xffff) {
+    data = reinterpret_cast<uint16_t*>((reinterpret_cast<uintptr_t>(memory.data()) + 15) / 16 * 16);
+  }
+  uint16_t& at(int64_t r, int64_t c) { return data[r * stride + c]; }
+};
+
+template <Major kMajorA, Major kMajorB>
+bool is_exact(int64_t m, int64_t n, int64_t k) {
+  using T = __nv_bfloat16;
+  constexpr bool trans_a = kMajorA == Major::MN, trans_b = kMajorB == Major::K;
+  Values a(trans_a ? k : m, trans_a ? m : k, 8), b(trans_b ? n : k, trans_b ? k : n, 16), d(m, n, 8);
+  for (Values* x : {&a, &b})
+    for (int64_t r = 0; r < x->rows; ++r)
+      for (int64_t c = 0; c < x->cols; ++c) x->at(r, c) = narrow_bf16(float(rand() % 5 - 2));
+  const Gemm g = {.m = m, .n = n, .k = k, .a = a.data, .lda = a.stride, .b = b.data, .ldb = b.stride};
+  matmul::Matmul<T, kMajorA, kMajorB, matmul::StoreEpilogue<T>>::run(
+      "matmul", *make_cuda_context(), g,
+      {matmul::make_tensor_map("matmul", d.data, matmul::kTensorMapType<T>, n, m, d.stride, 64)});
+  for (int64_t r = 0; r < m; ++r)
+    for (int64_t c = 0; c < d.stride; ++c) {
+      float sum = 0;
+      for (int64_t i = 0; c < n && i < k; ++i)
+        sum += widen_bf16(trans_a ? a.at(i, r) : a.at(r, i)) * widen_bf16(trans_b ? b.at(c, i) : b.at(i, c));
+      if (d.at(r, c) == (c < n ? narrow_bf16(sum) : 0xffff)) continue;
+      printf("matmul: %ld x %ld x %ld, A %d B %d: (%ld, %ld) is %g, not %g\n", long(m), long(n), long(k),
+             int(kMajorA), int(kMajorB), long(r), long(c), widen_bf16(d.at(r, c)), sum);
+      return false;
+    }
+  return true;
+}
+
+bool are_exact(int64_t m, int64_t n, int64_t k) {
+  return is_exact<Major::K, Major::K>(m, n, k) && is_exact<Major::K, Major::MN>(m, n, k) &&
+         is_exact<Major::MN, Major::K>(m, n, k) && is_exact<Major::MN, Major::MN>(m, n, k);
+}
+
+}  // namespace
+
+// One tile; tails of each size; more tiles and steps than stages.
+int main() { return are_exact(256, 256, 64) && are_exact(328, 520, 200) && are_exact(8, 776, 392) ? 0 : 1; }

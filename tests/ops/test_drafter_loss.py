@@ -1,0 +1,189 @@
+"""drafter_loss: what the case list does not say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tigon
+
+B, T, H, HT, V, VT = 2, 9, 16, 24, 40, 96
+LOSSES = ("ce", "kl", "hard", "tv", "lk")
+OUTPUTS = ("loss", "acceptance")
+
+
+def inputs(steps=1, *, dtype=torch.float32, device="cpu"):
+    """Hidden states of each step, the draft's weight, the teacher, the draft's ids."""
+    hidden = [torch.randn(B, T, H).to(device, dtype).requires_grad_() for _ in range(steps)]
+    weight = torch.randn(V, H).mul(0.5).to(device, dtype).requires_grad_()
+    teacher = (torch.randn(B, T, HT).to(device, dtype), torch.randn(VT, HT).mul(0.5).to(device, dtype))
+    return hidden, weight, teacher, torch.randperm(VT)[:V].to(device)
+
+
+def gradients(loss, hidden, weight):
+    return torch.autograd.grad(loss, (*hidden, weight))
+
+
+def close(got, want):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_steps_are_the_sum_of_single_ones(loss, device):
+    hidden, weight, teacher, ids = inputs(3, device=device)
+    options = {"loss": loss, "outputs": OUTPUTS}
+    weights, shifts, mask = (1.0, 0.8, 0.5), (0, 2, 4), torch.rand(B, T).to(device) < 0.7
+    got = tigon.drafter_loss(
+        hidden, weight, teacher, ids, mask=mask, shifts=shifts, step_weights=weights, chunk_rows=9, **options
+    )
+    loss, acceptance = 0.0, []
+    for h, w, k in zip(hidden, weights, shifts, strict=True):
+        of = (teacher[0][:, k:], teacher[1])
+        one = tigon.drafter_loss(h[:, : T - k], weight, of, ids, mask=mask[:, k:], **options)
+        loss, acceptance = loss + w * one.loss, [*acceptance, one.acceptance]
+    close((got.loss, got.acceptance), (loss, torch.cat(acceptance)))
+    close(gradients(got.loss, hidden, weight), gradients(loss, hidden, weight))
+    stacked = torch.stack(
+        [F.pad(h[:, : T - k], (0, 0, k, 0)) for h, k in zip(hidden, shifts, strict=True)], 2
+    )
+    rows = tigon.drafter_loss(
+        stacked, weight, teacher, ids, mask=mask, loss=options["loss"], reduction="none"
+    )
+    assert rows.shape == (B, T, 3)
+
+
+def test_a_draft_that_is_the_teacher_is_accepted(device):
+    """The same head: every token is accepted, and the losses of two distributions are 0."""
+    states = torch.randn(B, T, H).to(device).requires_grad_()
+    weight = torch.randn(V, H).to(device).requires_grad_()
+    for loss in ("kl", "tv", "lk"):
+        out = tigon.drafter_loss(states, weight, (states, weight), loss=loss, outputs=OUTPUTS)
+        torch.testing.assert_close(out.acceptance, torch.ones_like(out.acceptance), rtol=1e-6, atol=1e-6)
+        assert out.loss.abs() < 1e-6
+        if loss == "kl":  # the others' has a jump there
+            assert all(g.abs().max() < 1e-6 for g in gradients(out.loss, [states], weight))
+
+
+def test_lk_lies_between_kl_and_tv(device):
+    hidden, weight, teacher, ids = inputs(device=device)
+    of = {eta: tigon.drafter_loss(hidden, weight, teacher, ids, loss="lk", eta=eta) for eta in (0.0, 1e4)}
+    for eta, loss in ((0.0, "kl"), (1e4, "tv")):
+        want = tigon.drafter_loss(hidden, weight, teacher, ids, loss=loss)
+        close((of[eta], *gradients(of[eta], hidden, weight)), (want, *gradients(want, hidden, weight)))
+
+
+def test_mass_outside(device):
+    """The overlap that counts it is never larger; kl of a part of p is the rest of the whole one."""
+    hidden, weight, teacher, ids = inputs(device=device)
+    options = {"mask_outside": False, "reduction": "none"}
+    rows = {name: tigon.drafter_loss(hidden, weight, teacher, ids, loss="tv", outside=name, **options)
+            for name in ("renormalize", "mixed", "count")}  # fmt: skip
+    assert (rows["mixed"] >= rows["renormalize"] - 1e-6).all()
+    torch.testing.assert_close(rows["mixed"], rows["count"])
+    p = torch.softmax(teacher[0] @ teacher[1].t(), -1)[..., ids]
+    q = torch.log_softmax(hidden[0] @ weight.t(), -1)
+    got = tigon.drafter_loss(hidden, weight, teacher, ids, loss="kl", outside="count", **options)
+    torch.testing.assert_close(got[..., 0], (p * (p.log() - q)).sum(-1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [{}, {"mask": None}])
+def test_compiled_and_checkpointed_calls_are_the_same(shape, device):
+    hidden, weight, teacher, ids = inputs(2, device=device)
+    mask = torch.rand(B, T).to(device) < 0.6 if not shape else None
+
+    def run(hidden, weight):
+        return tigon.drafter_loss(
+            hidden, weight, teacher, ids, loss="lk", mask=mask, shifts=(0, 1), outputs=OUTPUTS
+        )
+
+    want = run(hidden, weight)
+    want = (*want, *gradients(want.loss, hidden, weight))
+    got = torch.compile(run, fullgraph=True, backend="aot_eager")(hidden, weight)
+    for a, b in zip((*got, *gradients(got.loss, hidden, weight)), want, strict=True):
+        assert torch.equal(a, b)
+    loss = torch.utils.checkpoint.checkpoint(lambda *a: run(*a).loss, hidden, weight, use_reentrant=False)
+    for a, b in zip(gradients(loss, hidden, weight), want[2:], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_dtypes_of_the_parts(device):
+    """Gradients have the dtypes of what they are of; a teacher of another dtype is converted."""
+    hidden, weight, teacher, ids = inputs(device=device)
+    with torch.autocast(device, torch.bfloat16):
+        loss = tigon.drafter_loss(hidden, weight, tuple(t.double() for t in teacher), ids, mask_outside=False)
+    assert [g.dtype for g in gradients(loss, hidden, weight)] == [torch.float32] * 2
+    exact = tigon.drafter_loss(hidden, weight, teacher, ids, mask_outside=False)
+    torch.testing.assert_close(loss, exact, rtol=0.02, atol=0.02)
+
+
+def test_speculators(device):
+    """The losses of speculators, which renormalizes and keeps every position of its mask."""
+    eager = pytest.importorskip("speculators.losses.eager")
+    hidden, weight, teacher, ids = inputs(device=device)
+    mask = torch.rand(B, T).to(device) < 0.7
+    options = {"mask": mask, "outside": "renormalize", "mask_outside": False}
+    names = {"kl": "kl_div_loss", "hard": "ce_loss", "tv": "tv_loss", "lk": "lk_hybrid_loss"}
+    for loss, name in names.items():
+        got = tigon.drafter_loss(hidden, weight, teacher, ids, loss=loss, **options)
+        logits, targets = hidden[0] @ weight.t(), (teacher[0] @ teacher[1].t())[..., ids]
+        want = (getattr(eager, name)(logits, targets) * mask).sum() / mask.sum()
+        close((got, *gradients(got, hidden, weight)), (want, *gradients(want, hidden, weight)))
+
+
+def test_specforge(device):
+    """SpecForge's EAGLE-3: cross-entropy over all positions, and its acceptance rate of a full softmax."""
+    lk, compact = (pytest.importorskip(f"specforge.core.{name}") for name in ("lk_loss", "compact_teacher"))
+    hidden, weight, teacher, _ = inputs(device=device)
+    t2d = torch.zeros(VT, dtype=torch.bool, device=device)
+    t2d[torch.randperm(VT)[:V]] = True
+    mask = torch.rand(B, T).to(device) < 0.7
+    got = tigon.drafter_loss(hidden, weight, teacher, t2d.nonzero().flatten(), loss="ce", mask=mask,
+                             denominator=B * T, outputs=OUTPUTS)  # fmt: skip
+    p, p_full, _, counts = compact.compute_target_from_hidden(*teacher, t2d, mask[..., None].int())
+    logits = hidden[0] @ weight.t()
+    want = -(counts * p * torch.log_softmax(logits, -1)).sum(2).mean()
+    close((got.loss, *gradients(got.loss, hidden, weight)), (want, *gradients(want, hidden, weight)))
+    rate, _ = lk.compute_acceptance_rate(logits=logits, target_probs=p_full, position_mask=counts)
+    close((got.acceptance[0],), (rate.detach(),))
+
+
+HIDDEN, WEIGHT, TEACHER, IDS = inputs()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"teacher": TEACHER[0]}, r"teacher must be \(hidden, weight\)"),
+        ({"teacher": (TEACHER[0][:1], TEACHER[1])}, r"hidden must be \[1, 9\] and then H"),
+        (
+            {"teacher": (TEACHER[0], TEACHER[1][:, :5])},
+            r"teacher must be \[\.\.\., T, H_t\] and \[V_t, H_t\]",
+        ),
+        ({"draft_ids": None}, "weight must have the teacher's 96 classes where draft_ids is None, got 40"),
+        ({"draft_ids": IDS[:7]}, r"draft_ids must be \[40\], got \[7\]"),
+        ({"draft_ids": IDS + VT}, "draft_ids must be below the teacher's 96 classes"),
+        ({"draft_ids": IDS * 0}, "draft_ids must be different classes"),
+        ({"draft_ids": IDS.float()}, "draft_ids must be an int64 or int32 tensor"),
+        ({"hidden": []}, "hidden must be a tensor, or a tensor for each step"),
+        ({"hidden": [HIDDEN[0], HIDDEN[0].double()]}, "hidden must be"),
+        ({"loss": "jsd"}, "loss must be one of"),
+        ({"outside": "keep"}, "outside must be one of"),
+        ({"eta": -1.0}, "eta must be >= 0"),
+        ({"mask": torch.ones(B, T)}, "mask must be a bool tensor"),
+        ({"mask": torch.ones(T, dtype=torch.bool)}, r"mask must be \[2, 9\]"),
+        ({"shifts": [0, 1]}, "shifts must be one for each of 1 steps, got 2"),
+        ({"shifts": [-1]}, "shifts must be >= 0"),
+        ({"step_weights": [1.0, 2.0]}, "step_weights must be one for each of 1 steps"),
+        ({"token_weight": torch.ones(3)}, r"token_weight must be \[2, 9\]"),
+        ({"reduction": "batchmean"}, "reduction must be one of"),
+        ({"outputs": ("acceptance",)}, "outputs must be 'loss' and then"),
+        ({"chunk_rows": 0}, "chunk_rows must be >= 1"),
+        ({"valid_rows": 3}, "valid_rows must be the number of labels"),
+    ],
+)
+def test_bad_calls(changed, message):
+    options = {"hidden": HIDDEN, "weight": WEIGHT, "teacher": TEACHER, "draft_ids": IDS} | changed
+    with pytest.raises(tigon.Error, match=rf"^\[drafter_loss\] {message}"):
+        tigon.drafter_loss(**options)
