@@ -30,7 +30,7 @@ GROUPS = {
         "preference",
         "policy",
     ),
-    "losses": ("cross_entropy", "divergence"),
+    "losses": ("cross_entropy", "divergence", "contrastive"),
     "norms": (
         "rms_norm",
         "add_rms_norm",

@@ -231,6 +231,12 @@ def _plain_drafter(hidden, weight, teacher):
     return (other.exp() * (other - student)).sum() / ROWS
 
 
+def _plain_contrastive(q, d):
+    similarities = _wide(F.normalize(q, dim=-1) @ F.normalize(d, dim=-1).T) / 0.5
+    of = torch.arange(len(q), device=q.device)
+    return (F.cross_entropy(similarities, of) + F.cross_entropy(similarities.T, of)) / 2
+
+
 def _answers(rows):
     return -_rows(rows, 17).abs(), torch.rand(rows, 17) < 0.8
 
@@ -340,6 +346,8 @@ PROBES = (
     *(Probe(f"linear_{op}", _two_heads, _of_heads(plain), fixed=(2,))
       for op, plain in (("kl_div", _plain_kl_div), ("jsd", _plain_jsd), ("tvd", _plain_tvd))),
     Probe("drafter_loss", _drafter, _plain_drafter, fixed=(2,)),
+    Probe("contrastive_loss", lambda: (_rows(), _rows()), _plain_contrastive,
+          {"symmetric": True, "temperature": 0.5}),
 )  # fmt: skip
 HELPERS = {
     "clip_grad_norm_",

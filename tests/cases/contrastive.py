@@ -1,4 +1,4 @@
-"""Cases of contrastive_loss: embeddings of queries and documents -> loss, without the matrix of similarities."""
+"""Cases of contrastive_loss: embeddings of queries and documents -> loss, without their similarities."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
     wide = torch.promote_types(dtype, torch.float32)
     none = p["reduction"] == "none"
     grad = draw.randn(n, dtype=wide) if none else upstream(case, dtype, device)
-    temperature = torch.tensor([p["temperature"]], dtype=wide, device=device) if p["learned"] else p["temperature"]
+    temperature = (
+        torch.tensor([p["temperature"]], dtype=wide, device=device) if p["learned"] else p["temperature"]
+    )
     ids = (draw.integers(0, p["ids"], n), draw.integers(0, p["ids"], m)) if p["ids"] else (None, None)
     return Inputs(
         args=(q, d, labels),
@@ -112,15 +114,14 @@ def tigon_fn(q, d, labels, *, q_ids, d_ids, **options):
     return tigon.contrastive_loss(q, d, labels, ids=None if q_ids is None else (q_ids, d_ids), **options)
 
 
-def _plain(q, d, labels, *, temperature, symmetric, normalize, weight, q_ids, d_ids, sizes, reduction, chunk_rows,
-           wide=upcast):  # fmt: skip
+def _plain(q, d, labels, *, temperature, symmetric, normalize, weight, q_ids, d_ids, sizes, reduction, **_):
     if sizes is not None:
-        options = dict(temperature=temperature, symmetric=symmetric, normalize=normalize, weight=weight, q_ids=q_ids,
-                       d_ids=d_ids, sizes=None, reduction=reduction, chunk_rows=chunk_rows, wide=wide)  # fmt: skip
+        options = {"temperature": temperature, "symmetric": symmetric, "normalize": normalize}
+        options |= {"weight": weight, "q_ids": q_ids, "d_ids": d_ids, "sizes": None, "reduction": reduction}
         return sum(_plain(q[:, :s], d[:, :s], labels, **options) for s in sizes)
     if normalize:
         q, d = F.normalize(q, dim=-1), F.normalize(d, dim=-1)
-    z = wide(q @ d.T) / temperature
+    z = upcast(q @ d.T) / temperature
     if labels is None and q_ids is None and weight is None and reduction != "none":
         of = torch.arange(len(q), device=q.device)
         loss = F.cross_entropy(z, of, reduction=reduction)
@@ -180,7 +181,7 @@ def flops_bwd(case: Case) -> int:
 
 
 def gemms(inputs: Inputs, step: bool) -> list:
-    """The bare products: similarities, for a step both gradients, and the similarities again for both directions."""
+    """The bare products: similarities, a step's gradients, and for both directions the similarities again."""
     q, d = (x.detach() for x in inputs.args[:2])
     products = [lambda: q @ d.t()]
     if step:

@@ -1,5 +1,6 @@
 """The cases of two processes that have files of their own: importing them registers them."""
 
+import contrastive_cases  # noqa: F401
 import dtensor_cases  # noqa: F401
 import lora_cases  # noqa: F401
 import megatron_cases  # noqa: F401

@@ -47,7 +47,8 @@ def _fake(q, d, scale, labels, *options):
     wanted = zip(options[-3:], (q.shape[0], d.shape[0], 0 if labels is None else labels.numel()), strict=True)
     dtypes = (torch.float64, torch.float64, torch.float32)
     return tuple(
-        q.new_empty(size if want else 0, dtype=dtype) for dtype, (want, size) in zip(dtypes, wanted, strict=True)
+        q.new_empty(size if want else 0, dtype=dtype)
+        for dtype, (want, size) in zip(dtypes, wanted, strict=True)
     )
 
 
@@ -65,15 +66,17 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, *upstream):
-    upstream = [g.float() if g is not None and want else None for g, want in zip(upstream, ctx.wants, strict=True)]
+    upstream = [
+        g.float() if g is not None and want else None for g, want in zip(upstream, ctx.wants, strict=True)
+    ]
     need_q, need_d, need_scale = ctx.needs_input_grad[:3]
     given = [g for g in upstream if g is not None]
     dq = dd = dscale = None
     if given:
         *inputs, row_lse, col_lse = ctx.saved_tensors
-        q, d, scale = inputs[:3]
+        q, _, scale = inputs[:3]
         unit = None
-        if q.dtype == torch.float16:  # small shares of a mean, or large ones of a scaled loss, leave its range
+        if q.dtype == torch.float16:  # small shares of a mean, large ones of a scaled loss leave its range
             unit = torch.stack([g.abs().amax() for g in given if g.numel()]).amax().clamp_min(1e-30)
             upstream = [None if g is None else g / unit for g in upstream]
         drow, dcol, dpicked = upstream
@@ -95,8 +98,8 @@ _op = Op("contrastive", fake=_fake, setup_context=_setup_context, backward=_back
 def statistics(
     q, d, scale, labels=None, *, ids=None, limit=None, guide=None, columns=False, chunk_rows=0
 ):  # fmt: skip
-    """``(row_lse [n], col_lse [m] or None, picked [n, K] or None)`` of ``scale * q @ d.T``, differentiable; the
-    first two in float64.
+    """``(row_lse [n], col_lse [m] or None, picked [n, K] or None)`` of ``scale * q @ d.T``, differentiable;
+    the first two in float64.
 
     Args:
         scale: float32 ``[1]``.
@@ -189,9 +192,10 @@ def contrastive_loss(
         reduction: ``"mean"`` over queries that have positives, ``"sum"`` or ``"none"`` (``[n]``).
         group: the processes whose batches are one: every query meets the documents of all. Each calls with
             its own queries and documents, and `labels` among these; queries are gathered, documents stay.
-            The loss is that of all queries, the same in every process (``"none"``: of its own queries), and so
-            are the gradients: where they are averaged over the processes afterwards, as DDP does, multiply the
-            loss by their number. All have equally many queries.
+            The loss is that of all queries, the same in every process (``"none"``: of its own queries), and
+            each process gets the gradients of its own rows. Where gradients of parameters are averaged over
+            the processes afterwards, as DDP does, multiply the loss by their number. All have equally many
+            queries.
         chunk_rows: queries per chunk; ``None`` chooses as :func:`tigon.linear_cross_entropy`.
 
     Returns:
@@ -247,10 +251,22 @@ def contrastive_loss(
     sizes = [size] if sizes is None else list(sizes)
     size_weights = [1.0] * len(sizes) if size_weights is None else list(size_weights)
     fits = len(sizes) == len(size_weights) > 0
-    check(OP, fits, "size_weights must have one number for each of {} sizes, got {}", len(sizes), len(size_weights))
+    check(
+        OP,
+        fits,
+        "size_weights must have one number for each of {} sizes, got {}",
+        len(sizes),
+        len(size_weights),
+    )
     for s in sizes:
         check(OP, 1 <= s <= size, "sizes must be in [1, {}], got {}", size, s)
-    how = {"ids": ids, "margin": margin, "relative": relative_margin, "guide": guide, "diagonal": labels is None}
+    how = {
+        "ids": ids,
+        "margin": margin,
+        "relative": relative_margin,
+        "guide": guide,
+        "diagonal": labels is None,
+    }
     losses = [
         _loss(q[:, :s], d[:, :s], positives, temperature, symmetric, normalize, weight, how, reduction, group,
               chunk_rows) * w
@@ -264,7 +280,15 @@ def check_pair(name, pair, n, m):
     fits = isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(x, torch.Tensor) for x in pair)
     check(OP, fits, "{} must be a pair of tensors, got {}", name, type(pair).__name__)
     fits = pair[0].shape[:1] == (n,) and pair[1].shape[:1] == (m,) and pair[0].shape[1:] == pair[1].shape[1:]
-    check(OP, fits, "{} must be of {} queries and {} documents, got {} and {}", name, n, m, *(x.shape for x in pair))
+    check(
+        OP,
+        fits,
+        "{} must be of {} queries and {} documents, got {} and {}",
+        name,
+        n,
+        m,
+        *(x.shape for x in pair),
+    )
 
 
 def _loss(q, d, labels, temperature, symmetric, normalize, weight, how, reduction, group, chunk_rows):

@@ -14,7 +14,8 @@ class Gather:
     """The collectives of a group. Each process's backward gives its own part of the gradients."""
 
     def __init__(self, op: str, group: object) -> None:
-        check(op, isinstance(group, dist.ProcessGroup), "group must be a ProcessGroup, got {}", kind_of(group))
+        fits = isinstance(group, dist.ProcessGroup)
+        check(op, fits, "group must be a ProcessGroup, got {}", kind_of(group))
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
         check(op, self.rank >= 0, "group must contain this process, got one that does not")
 

@@ -1,0 +1,55 @@
+"""Contrastive losses of two processes' batches as one."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from two_processes import case, device_type, rank
+
+import tigon
+
+
+@case(
+    rows=({"symmetric": True},),
+    learned=({"symmetric": True, "several": True, "temperature": 0.2, "margin": 0.4, "chunk_rows": 5},),
+    one_sided=({"reduction": "none", "ids": True},),
+)
+def contrastive_group(options):
+    """The loss and every gradient are those of one process with both batches."""
+    n, m, size = 19, 31, 24
+    generator = torch.Generator().manual_seed(3)
+    q, d = (torch.randn(2, rows, size, generator=generator).to(device_type()) for rows in (n, m))
+    d[:, :n] += q
+    own = slice(rank(), rank() + 1)
+    options = dict(options)
+    several, ids = options.pop("several", False), options.pop("ids", False)
+    labels = torch.arange(n, device=q.device)
+    if several:
+        labels = torch.stack([labels, (labels + 12).where(labels % 3 > 0, -100)], 1)
+    codes = [torch.arange(2 * rows, device=q.device).view(2, rows) % 13 for rows in (n, m)]
+    temperature = options.pop("temperature", None)
+
+    def step(q, d, labels, codes, group):
+        leaves = [x.flatten(0, 1).clone().requires_grad_() for x in (q, d)]
+        given = dict(options, group=group)
+        if temperature is not None:
+            leaves.append(torch.tensor(temperature, device=q.device, requires_grad=True))
+            given["temperature"] = leaves[2]
+        if ids:
+            given["ids"] = [x.flatten() for x in codes]
+        loss = tigon.contrastive_loss(*leaves[:2], labels, **given)
+        weights = torch.linspace(0.5, 1.5, 2 * n, device=q.device)
+        part = weights.view(2, n)[own].flatten() if group else weights
+        return loss.detach(), torch.autograd.grad((loss * part).sum() if loss.dim() else loss, leaves)
+
+    alike = torch.cat([torch.where(labels >= 0, labels + m * r, labels) for r in range(2)])
+    want, whole = step(q, d, alike, codes, None)
+    got, grads = step(q[own], d[own], labels, [x[own] for x in codes], dist.group.WORLD)
+    part = slice(rank() * n, rank() * n + n) if want.dim() else ()
+    torch.testing.assert_close(got, want[part], rtol=1e-5, atol=1e-5)
+    for found, exact, rows in zip(grads, whole, (n, m, None), strict=False):
+        if rows is None:
+            dist.all_reduce(found)
+        torch.testing.assert_close(
+            found, exact if rows is None else exact[rank() * rows :][:rows], rtol=1e-4, atol=1e-6
+        )

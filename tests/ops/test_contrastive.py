@@ -1,0 +1,218 @@
+"""tigon.contrastive_loss: what the cases of tests/cases/contrastive.py leave out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+import tigon
+
+
+def pair(n=37, m=53, size=24, device="cpu", dtype=torch.float32, seed=0):
+    """Queries and documents of which the first are near the queries."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(n, size, generator=generator)
+    d = torch.randn(m, size, generator=generator)
+    d[:n] += q
+    return tuple(x.to(device, dtype).requires_grad_() for x in (q, d))
+
+
+def step(loss, q, d, *args, **options):
+    """The loss and the gradients of both."""
+    value = loss(q, d, *args, **options)
+    return value.detach(), *torch.autograd.grad(value, (q, d))
+
+
+def plain(q, d, labels=None, *, temperature=0.05, margin=None, relative_margin=False, guide=None, ids=None):
+    """Both directions of the formula of the docstring, whole matrices."""
+    n = len(q)
+    labels = torch.arange(n, device=q.device)[:, None] if labels is None else labels.reshape(n, -1)
+    q, d = F.normalize(q, dim=-1), F.normalize(d, dim=-1)
+    z, counts, at = q @ d.T, labels >= 0, labels.clamp(min=0)
+    positive = torch.zeros_like(z).scatter_add(1, at, counts.to(z)) > 0
+    t = z if guide is None else F.normalize(guide[0], dim=-1) @ F.normalize(guide[1], dim=-1).T
+    out = torch.zeros_like(positive)
+    if margin is not None or guide is not None:
+        best = t.detach().gather(1, at).masked_fill(~counts, -torch.inf).amax(1)
+        best = torch.where(counts.any(1), best, torch.inf)
+        margin = 0.0 if margin is None else margin
+        out |= t > (best * (1 - margin) if relative_margin else best - margin)[:, None]
+    if ids is not None:
+        out |= ids[0][:, None] == ids[1]
+    z = (z / temperature).masked_fill(out & ~positive, -torch.inf)
+    picked = z.gather(1, at)
+    pairs = (z.logsumexp(1)[:, None] + z.logsumexp(0)[at]) / 2 - picked
+    rows = torch.where(counts, pairs, 0.0).sum(1) / counts.sum(1).clamp(min=1)
+    return rows.sum() / counts.any(1).sum()
+
+
+def labels_of(n, m, device, picks=2):
+    """Several positives, of some queries fewer or none."""
+    found = torch.stack([torch.arange(n), torch.arange(n) + m // 2], 1) % m
+    found[::5, 1], found[::7] = -100, -100
+    return found[:, :picks].to(device)
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"margin": 0.2},
+        {"margin": 0.2, "relative_margin": True},
+        {"margin": -0.3, "ids": True},
+        {"guide": True},
+        {"guide": True, "margin": 0.1, "chunk_rows": 7},
+        {"ids": True, "chunk_rows": 1},
+    ],
+    ids=str,
+)
+def test_what_is_left_out(options, several, device):
+    q, d = pair(device=device)
+    options = dict(options)
+    rows = options.pop("chunk_rows", None)
+    if options.pop("ids", None):
+        options["ids"] = tuple(torch.arange(len(x), device=device) % 11 for x in (q, d))
+    if options.pop("guide", None):
+        options["guide"] = tuple(x.detach() for x in pair(size=9, device=device, seed=5))
+    labels = labels_of(len(q), len(d), device) if several else None
+    got = step(tigon.contrastive_loss, q, d, labels, symmetric=True, chunk_rows=rows, **options)
+    if "guide" in options:
+        options["guide"] = tuple(x.double() for x in options["guide"])
+    doubles = [x.detach().double().requires_grad_() for x in (q, d)]
+    want = step(plain, *doubles, labels, **options)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_same_bits_from_run_to_run_and_chunks_agree(dtype, device):
+    q, d = pair(300, 411, 40, device, dtype)
+    options = {"symmetric": True, "margin": 0.5}
+    first = step(tigon.contrastive_loss, q, d, **options)
+    for a, b in zip(step(tigon.contrastive_loss, q, d, **options), first, strict=True):
+        assert torch.equal(a, b)
+    ulp = torch.finfo(dtype).eps
+    for rows in (1, 127, 128, 299, 1000):
+        for a, b in zip(step(tigon.contrastive_loss, q, d, chunk_rows=rows, **options), first, strict=True):
+            # Similarities are as large as 1 / temperature, and so are the roundings of two chunkings.
+            largest = (1.0 if b.dim() == 0 else b.abs().max().item()) / 0.05
+            torch.testing.assert_close(a, b, rtol=4 * ulp, atol=4 * ulp * largest)
+
+
+def test_gradient_of_the_temperature(device):
+    q, d = pair(device=device)
+    temperature = torch.tensor(0.3, device=device, requires_grad=True)
+    tigon.contrastive_loss(q, d, temperature=temperature, symmetric=True).backward()
+    exact = temperature.detach().double().requires_grad_()
+    plain(q.detach().double(), d.detach().double(), temperature=exact).backward()
+    torch.testing.assert_close(temperature.grad.double(), exact.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_no_matrix_of_similarities(symmetric):
+    n = 3000
+    q, d = pair(n, n, 16)
+
+    def call():
+        q.grad = d.grad = None
+        tigon.contrastive_loss(q, d, symmetric=symmetric, chunk_rows=100, margin=0.1).backward()
+
+    call()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        call()
+    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
+    now = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    assert peak < n * n  # a quarter of the matrix
+
+
+@pytest.mark.parametrize("n, m", [(0, 5), (1, 1)])
+def test_few_rows(n, m, device):
+    q, d = pair(n, m, device=device)
+    loss = tigon.contrastive_loss(q, d, symmetric=True, reduction="sum")
+    loss.backward()
+    assert loss == 0 and torch.isfinite(q.grad).all() and torch.isfinite(d.grad).all()
+
+
+def test_all_masked(device):
+    q, d = pair(device=device)
+    labels = torch.full((len(q),), -100, device=device)
+    assert tigon.contrastive_loss(q, d, labels, symmetric=True).isnan()
+    loss = tigon.contrastive_loss(q, d, labels, symmetric=True, reduction="sum")
+    loss.backward()
+    assert loss == 0 and not q.grad.any() and not d.grad.any()
+
+
+def test_strided_rows_are_those_of_copies(device):
+    q, d = pair(size=48, device=device)
+    views = q.detach()[:, 3:43], d.detach()[:, 1:41]
+    got = step(tigon.contrastive_loss, *(x.requires_grad_() for x in views), symmetric=True)
+    copies = (x.detach().clone().requires_grad_() for x in views)
+    for a, b in zip(got, step(tigon.contrastive_loss, *copies, symmetric=True), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_compile(device):
+    q, d = pair(device=device)
+
+    def loss(q, d):
+        return tigon.contrastive_loss(q, d, symmetric=True, margin=0.3, temperature=0.1)
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for a, b in zip(step(compiled, q, d), step(loss, q, d), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_checkpoint_and_autocast(device):
+    q, d = pair(device=device)
+    want = step(tigon.contrastive_loss, q, d, symmetric=True)
+    again = step(
+        lambda q, d: checkpoint(tigon.contrastive_loss, q, d, symmetric=True, use_reentrant=False), q, d
+    )
+    for a, b in zip(again, want, strict=True):
+        assert torch.equal(a, b)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        loss, dq, _ = step(tigon.contrastive_loss, q, d, symmetric=True)
+    assert loss.dtype == dq.dtype == torch.float32
+    torch.testing.assert_close(loss, want[0], rtol=2e-2, atol=2e-2)
+
+
+def call(**changes):
+    """Arguments, changed; labels where given."""
+    q, d = pair()
+    given = {"q": q, "d": d} | changes
+    return tigon.contrastive_loss(**given)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"q": torch.zeros(3)}, r"q must be \[n, H\]"),
+        ({"d": torch.zeros(4, 7)}, r"d must be \[m, 24\] with m > 0"),
+        ({"d": torch.zeros(0, 24)}, r"d must be \[m, 24\] with m > 0"),
+        ({"d": torch.zeros(53, 24, dtype=torch.float16)}, "d must be torch.float32, got torch.float16"),
+        ({"d": torch.zeros(4, 24)}, "at least q's 37 rows without labels, got 4"),
+        ({"labels": torch.zeros(5, dtype=torch.int64)}, r"labels must be \[37\]"),
+        ({"labels": torch.zeros(37)}, "labels"),
+        ({"temperature": 0.0}, "temperature must be > 0"),
+        ({"symmetric": 1}, "symmetric must be True or False"),
+        ({"reduction": "avg"}, "reduction must be one of"),
+        ({"weight": torch.ones(4)}, r"weight must be \[37\]"),
+        ({"ids": torch.zeros(4)}, "ids must be a pair of tensors"),
+        ({"ids": (torch.zeros(4), torch.zeros(4))}, "ids must be of 37 queries and 53 documents"),
+        ({"guide": (torch.zeros(37, 2), torch.zeros(53, 3))}, "guide must be of 37 queries"),
+        ({"margin": "wide"}, "margin must be"),
+        ({"sizes": [25]}, r"sizes must be in \[1, 24\], got 25"),
+        ({"sizes": [8], "size_weights": [1, 2]}, "size_weights must have one number for each of 1 sizes"),
+        ({"chunk_rows": 0}, "chunk_rows must be >= 1"),
+        ({"group": "all"}, "group must be a ProcessGroup"),
+    ],
+)
+def test_bad_calls(changes, message):
+    with pytest.raises(tigon.Error, match=message):
+        call(**changes)
