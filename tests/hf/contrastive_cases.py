@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from two_processes import case, device_type, rank
+from two_processes import case, device_type, rank, refused
 
 import tigon
 
@@ -53,3 +53,14 @@ def contrastive_group(options):
         torch.testing.assert_close(
             found, exact if rows is None else exact[rank() * rows :][:rows], rtol=1e-4, atol=1e-6
         )
+
+
+@case
+def contrastive_group_refuses():
+    """Batches of other sizes and other options: every process says so, none waits."""
+    q, d = (torch.randn(rows + rank(), 8) for rows in (4, 9))
+    refused(
+        lambda: tigon.contrastive_loss(q, d, group=dist.group.WORLD), "the number of rows must be the same"
+    )
+    options = {"symmetric": rank() == 0, "group": dist.group.WORLD}
+    refused(lambda: tigon.contrastive_loss(q[:4], d, **options), "the options must be the same")

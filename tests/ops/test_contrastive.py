@@ -131,12 +131,25 @@ def test_no_matrix_of_similarities(symmetric):
     assert peak < n * n  # a quarter of the matrix
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("n, m", [(0, 5), (1, 1)])
-def test_few_rows(n, m, device):
-    q, d = pair(n, m, device=device)
+def test_few_rows(n, m, dtype, device):
+    q, d = pair(n, m, device=device, dtype=dtype)
     loss = tigon.contrastive_loss(q, d, symmetric=True, reduction="sum")
     loss.backward()
     assert loss == 0 and torch.isfinite(q.grad).all() and torch.isfinite(d.grad).all()
+
+
+def test_a_weighted_mean_is_over_queries_that_have_positives(device):
+    """A temperature of Python and a tensor's take two ways."""
+    q, d = pair(device=device)
+    labels = torch.arange(len(q), device=device).where(torch.arange(len(q), device=device) % 4 > 0, -100)
+    weight = torch.rand(len(q), device=device)
+    rows = tigon.contrastive_loss(q, d, labels, temperature=0.1, weight=weight, reduction="none")
+    want = rows.sum() / (labels >= 0).sum()
+    for temperature in (0.1, torch.tensor(0.1, device=device)):
+        got = tigon.contrastive_loss(q, d, labels, temperature=temperature, weight=weight)
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
 def test_all_masked(device):
@@ -204,7 +217,9 @@ def call(**changes):
         ({"reduction": "avg"}, "reduction must be one of"),
         ({"weight": torch.ones(4)}, r"weight must be \[37\]"),
         ({"ids": torch.zeros(4)}, "ids must be a pair of tensors"),
-        ({"ids": (torch.zeros(4), torch.zeros(4))}, "ids must be of 37 queries and 53 documents"),
+        ({"ids": (torch.zeros(4), torch.zeros(4))}, "q_ids must be an int64 or int32 tensor"),
+        ({"ids": (torch.arange(4), torch.arange(4))}, "ids must be of 37 queries and 53 documents"),
+        ({"sizes": 8}, "sizes must be a tuple of numbers"),
         ({"guide": (torch.zeros(37, 2), torch.zeros(53, 3))}, "guide must be of 37 queries"),
         ({"margin": "wide"}, "margin must be"),
         ({"sizes": [25]}, r"sizes must be in \[1, 24\], got 25"),

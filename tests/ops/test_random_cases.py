@@ -278,6 +278,17 @@ def _drafter(draw):
     return found | {"Vt": vocab if found["map"] is None else vocab * 3, "token_weight": draw.random() < 0.3}
 
 
+def _contrastive(draw):
+    n, size = draw.choice((1, 2, 37, 130)), draw.choice((1, 8, 17, 64))
+    found = {"queries": n, "documents": n + draw.choice((0, 1, 40)) + 2, "H": size}
+    found |= {"positives": draw.choice((None, 1, 3)), "masked": draw.choice((0.0, 0.3))}
+    found |= {name: draw.random() < 0.5 for name in ("symmetric", "normalize", "learned", "weight")}
+    found |= {"temperature": draw.choice((0.1, 1.0)) if found["normalize"] else 9.0}
+    found |= {"ids": draw.choice((0, 5)), "sizes": draw.choice((None, (size, (size + 1) // 2)))}
+    found |= {"reduction": draw.choice(("mean", "sum", "none")), "chunk_rows": draw.choice((None, 1, 7))}
+    return found | {"layout": draw.choice(("contiguous", "offset1", "rows", "columns"))}
+
+
 def _lora_linear(draw):
     found = {"lead": tuple(draw.choice((0, 1, 2, 5, 13)) for _ in range(draw.choice((1, 2))))}
     found |= {"K": draw.choice((1, 3, 8, 17, 64, 130)), "r": draw.choice((1, 3, 8, 17, 64))}
@@ -363,6 +374,7 @@ DRAWERS = {
     "linear_divergence": _two_heads,
     "multi_token_loss": _several_heads,
     "drafter_loss": _drafter,
+    "contrastive": _contrastive,
 }
 
 

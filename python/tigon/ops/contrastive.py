@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tigon._op import Op, has_kernel, raw
+from tigon._op import Op, foreign, has_kernel, raw
 from tigon.error import check
 from tigon.ops.arguments import (
     check_booleans,
@@ -16,6 +16,8 @@ from tigon.ops.arguments import (
     check_integers,
     check_numbers,
     check_positive,
+    is_traced,
+    kind_of,
 )
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.loss_head.operands import autocast
@@ -77,7 +79,8 @@ def _backward(ctx, *upstream):
         q, _, scale = inputs[:3]
         unit = None
         if q.dtype == torch.float16:  # small shares of a mean, large ones of a scaled loss leave its range
-            unit = torch.stack([g.abs().amax() for g in given if g.numel()]).amax().clamp_min(1e-30)
+            most = [g.abs().amax() for g in given if g.numel()]
+            unit = torch.stack(most).amax().clamp_min(1e-30) if most else torch.ones((), device=q.device)
             upstream = [None if g is None else g / unit for g in upstream]
         drow, dcol, dpicked = upstream
         dq, dd = _bwd(
@@ -156,8 +159,8 @@ def contrastive_loss(
     margin: float | None = None,
     relative_margin: bool = False,
     guide: tuple[torch.Tensor, torch.Tensor] | None = None,
-    sizes: Sequence[int] | None = None,
-    size_weights: Sequence[float] | None = None,
+    sizes: tuple[int, ...] | None = None,
+    size_weights: tuple[float, ...] | None = None,
     reduction: str = "mean",
     group: torch.distributed.ProcessGroup | None = None,
     chunk_rows: int | None = None,
@@ -212,14 +215,19 @@ def contrastive_loss(
     """
     check_float(OP, "q", q)
     check_float(OP, "d", d)
+    check_plain(q, q=q, d=d)
     check(OP, q.dim() == 2, "q must be [n, H], got {}", q.shape)
     fits = d.dim() == 2 and d.shape[1] == q.shape[1] and d.shape[0] > 0
     check(OP, fits, "d must be [m, {}] with m > 0, got {}", q.shape[1], d.shape)
     check_booleans(OP, symmetric=symmetric, normalize=normalize, relative_margin=relative_margin)
     check_choice(OP, "reduction", reduction, ("mean", "sum", "none"))
-    if not isinstance(temperature, torch.Tensor):
-        check_positive(OP, "temperature", temperature)
+    fits = isinstance(temperature, torch.Tensor) or hasattr(temperature, "__float__")
+    check(OP, fits, "temperature must be a number or a tensor of one, got {}", kind_of(temperature))
     check_numbers(OP, temperature=temperature)
+    if isinstance(temperature, torch.Tensor):
+        check_plain(q, temperature=temperature)
+    else:
+        check_positive(OP, "temperature", temperature)
     q, d = autocast(q), autocast(d)
     check(OP, d.dtype == q.dtype, "d must be {}, got {}", q.dtype, d.dtype)
     n, m, size = q.shape[0], d.shape[0], q.shape[1]
@@ -228,37 +236,39 @@ def contrastive_loss(
         positives = torch.arange(n, device=q.device)[:, None]
     else:
         check_indices(OP, "labels", labels)
+        check_plain(q, labels=labels)
         fits = labels.dim() in (1, 2) and labels.shape[0] == n and labels.numel() >= n
         check(OP, fits, "labels must be [{}] or [{}, K], got {}", n, n, labels.shape)
-        positives = labels.to(q.device, torch.int64).reshape(n, -1 if n else 1)
+        positives = labels.to(torch.int64).reshape(n, -1 if n else 1)
     if weight is not None:
         check_float(OP, "weight", weight)
+        check_plain(q, weight=weight)
         check(OP, weight.shape == (n,), "weight must be [{}], got {}", n, weight.shape)
     if ids is not None:
-        check_pair("ids", ids, n, m)
-        for name, x in zip(("q_ids", "d_ids"), ids, strict=True):
-            check_indices(OP, name, x)
-        ids = tuple(x.to(q.device, torch.int64) for x in ids)
+        check_pair("ids", ids, q, n, m, check_indices)
+        ids = tuple(x.to(torch.int64) for x in ids)
     if guide is not None:
-        check_pair("guide", guide, n, m)
-        guide = tuple(normalized(x.detach().to(q.device, q.dtype)) for x in guide)
+        check_pair("guide", guide, q, n, m, check_float)
+        guide = tuple(normalized(x.detach().to(q.dtype)) for x in guide)
         margin = 0.0 if margin is None else margin
     if margin is not None:
         check_numbers(OP, margin=margin)
     if chunk_rows is not None:
         check_integers(OP, chunk_rows=chunk_rows)
         check(OP, chunk_rows >= 1, "chunk_rows must be >= 1 (or None), got {}", chunk_rows)
+    for name, given in (("sizes", sizes), ("size_weights", size_weights)):
+        fits = given is None or (isinstance(given, Sequence) and not isinstance(given, str))
+        check(OP, fits, name + " must be a tuple of numbers (or None), got {}", kind_of(given))
     sizes = [size] if sizes is None else list(sizes)
     size_weights = [1.0] * len(sizes) if size_weights is None else list(size_weights)
-    fits = len(sizes) == len(size_weights) > 0
-    check(
-        OP,
-        fits,
+    fits, words = (
+        len(sizes) == len(size_weights) > 0,
         "size_weights must have one number for each of {} sizes, got {}",
-        len(sizes),
-        len(size_weights),
     )
-    for s in sizes:
+    check(OP, fits, words, len(sizes), len(size_weights))
+    for s, w in zip(sizes, size_weights, strict=True):
+        check_integers(OP, sizes=s)
+        check_numbers(OP, size_weights=w)
         check(OP, 1 <= s <= size, "sizes must be in [1, {}], got {}", size, s)
     how = {
         "ids": ids,
@@ -275,20 +285,27 @@ def contrastive_loss(
     return sum(losses[1:], losses[0])
 
 
-def check_pair(name, pair, n, m):
+def check_plain(of, /, **tensors):
+    """Each must be a plain tensor that has its storage, on the device of q, which is `of`."""
+    for name, x in tensors.items():
+        found = foreign(name, x)
+        check(OP, found is None, name + " must be a plain dense tensor, got {}", found)
+        check(OP, x.device == of.device, name + " must be on {}, got {}", of.device, x.device)
+        if x.is_meta or is_traced(x) or x.numel() == 0 or torch._C._are_functorch_transforms_active():
+            continue
+        check(OP, x.untyped_storage().nbytes() > 0, name + " was freed: its storage is empty")
+
+
+def check_pair(name, pair, q, n, m, check_kind):
     """Two tensors, one of the queries and one of the documents."""
-    fits = isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(x, torch.Tensor) for x in pair)
-    check(OP, fits, "{} must be a pair of tensors, got {}", name, type(pair).__name__)
-    fits = pair[0].shape[:1] == (n,) and pair[1].shape[:1] == (m,) and pair[0].shape[1:] == pair[1].shape[1:]
-    check(
-        OP,
-        fits,
-        "{} must be of {} queries and {} documents, got {} and {}",
-        name,
-        n,
-        m,
-        *(x.shape for x in pair),
-    )
+    fits = isinstance(pair, Sequence) and len(pair) == 2
+    check(OP, fits, "{} must be a pair of tensors, got {}", name, kind_of(pair))
+    for part, x in zip("qd", pair, strict=True):
+        check_kind(OP, f"{part}_{name}", x)
+        check_plain(q, **{f"{part}_{name}": x})
+    a, b = (x.shape for x in pair)
+    fits = a[:1] == (n,) and b[:1] == (m,) and a[1:] == b[1:]
+    check(OP, fits, "{} must be of {} queries and {} documents, got {} and {}", name, n, m, a, b)
 
 
 def _loss(q, d, labels, temperature, symmetric, normalize, weight, how, reduction, group, chunk_rows):
@@ -317,7 +334,8 @@ def _loss(q, d, labels, temperature, symmetric, normalize, weight, how, reductio
             of = (q, d, columns) if guide is None else (*guide, guide[0].shape[1])
             unit = torch.full((), 1.0 / of[2], dtype=wide, device=q.device)
             limit = limit_of(_similarity_of_positives(*of[:2], labels, unit), margin, how["relative"]) * of[2]
-    whole = _Whole(n, group) if group is not None else _Own()
+    options = (labels.shape[1], symmetric, normalize, ids is None, margin, guide is None, reduction)
+    whole = _Own() if group is None else _Whole(q, group, options)
     row_lse, col_lse, picked = statistics(
         whole.rows(q), d, scale, whole.labels(labels), ids=ids and (whole.rows(ids[0]), ids[1]),
         limit=limit if limit is None else whole.rows(limit),
@@ -352,10 +370,10 @@ class _Own:
 class _Whole:
     """The batches of a group's processes as one: queries of all, documents of this."""
 
-    def __init__(self, count, group):
+    def __init__(self, q, group, options):
         from tigon.parallel.gather import Gather
 
-        gather = Gather(OP, group)
+        gather, count = Gather(OP, group, q, options), q.shape[0]
         self.rows, self.log_sum, self.sum = gather.rows, gather.log_sum, gather.sum
         self.count, self.mine = count * gather.size, slice(gather.rank * count, (gather.rank + 1) * count)
 

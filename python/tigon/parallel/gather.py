@@ -5,19 +5,25 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from tigon.error import check
-from tigon.ops.arguments import kind_of
-from tigon.parallel.shards import _all_gather, _reduce_scatter
+from tigon.parallel.shards import Facts, _all_gather, _reduce_scatter, agree, code
 
 
 class Gather:
-    """The collectives of a group. Each process's backward gives its own part of the gradients."""
+    """The collectives of a group whose processes have equally many rows x and the same options.
 
-    def __init__(self, op: str, group: object) -> None:
-        fits = isinstance(group, dist.ProcessGroup)
-        check(op, fits, "group must be a ProcessGroup, got {}", kind_of(group))
-        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
-        check(op, self.rank >= 0, "group must contain this process, got one that does not")
+    Each process's backward gives its own part of the gradients.
+    """
+
+    @torch._disable_dynamo
+    def __init__(self, op: str, group: object, x: torch.Tensor, options: object) -> None:
+        def describe():
+            world = dist.get_world_size(group)
+            facts = Facts(rows=x.shape[0], size=x.shape[1], dtype=code(x.dtype), options=code(options),
+                          columns=1, vocab=world)  # fmt: skip
+            return facts, None
+
+        shards, _ = agree(op, group, x.device, describe)
+        self.group, self.size, self.rank = group, shards.size, shards.rank
 
     @torch._disable_dynamo
     def rows(self, x: torch.Tensor) -> torch.Tensor:
