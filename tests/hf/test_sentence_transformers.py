@@ -113,3 +113,9 @@ def test_another_signature_is_refused(monkeypatch):
     )
     with pytest.raises(tigon.Error, match="compute_loss_from_embeddings must take"):
         integration.install()
+
+
+def test_a_version_without_these_losses_is_refused(monkeypatch):
+    monkeypatch.setattr(integration, "LOSSES", "sentence_transformers.nowhere")
+    with pytest.raises(tigon.Error, match=r"must be version 6.2, got No module named .*nowhere"):
+        integration.install()

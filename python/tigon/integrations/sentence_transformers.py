@@ -18,7 +18,7 @@ import logging
 import torch
 
 import tigon
-from tigon.error import check
+from tigon.error import check, refuse
 
 LOSSES = "sentence_transformers.sentence_transformer.losses"
 METHODS = {  # class -> method, its parameters
@@ -89,7 +89,10 @@ _OURS = dict(zip(METHODS, (_compute_loss_from_embeddings, _calculate_loss), stri
 
 
 def _classes() -> dict[str, type]:
-    losses = importlib.import_module(LOSSES)
+    try:
+        losses = importlib.import_module(LOSSES)
+    except ImportError as error:
+        refuse("sentence_transformers", "sentence-transformers must be version 6.2, got {}", error)
     return {name: getattr(losses, name) for name in METHODS}
 
 

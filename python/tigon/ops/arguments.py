@@ -43,6 +43,20 @@ def _refuse_layout(op: str, name: str, x: torch.Tensor) -> None:
     refuse(op, name + " must be a plain dense tensor, got {}", foreign(name, x))
 
 
+def check_dense(op: str, name: str, x: torch.Tensor) -> None:
+    """x must be neither sparse nor nested nor a DTensor."""
+    if foreign(name, x) is not None:
+        _refuse_layout(op, name, x)
+
+
+def check_stored(op: str, name: str, x: torch.Tensor) -> None:
+    """x must have its storage, which FSDP frees between uses. What has no numbers has none to miss."""
+    if x.is_meta or is_traced(x) or torch._C._are_functorch_transforms_active():
+        return
+    if x.numel() > 0 and x.untyped_storage().nbytes() == 0:
+        refuse(op, name + " was freed: its storage is empty")
+
+
 def check_numbers(op: str, **values: object) -> None:
     """Each must be a number; one that the host knows must not be NaN."""
     for name, value in values.items():

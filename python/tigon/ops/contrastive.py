@@ -6,17 +6,18 @@ from collections.abc import Sequence
 
 import torch
 
-from tigon._op import Op, foreign, has_kernel, raw
+from tigon._op import Op, has_kernel, raw
 from tigon.error import check
 from tigon.ops.arguments import (
     check_booleans,
     check_choice,
+    check_dense,
     check_float,
     check_indices,
     check_integers,
     check_numbers,
     check_positive,
-    is_traced,
+    check_stored,
     kind_of,
 )
 from tigon.ops.loss_head.linear_cross_entropy import linear_cross_entropy
@@ -131,11 +132,6 @@ def normalized(x):
     return rms_norm(x, eps=1e-24 / x.shape[-1], rounding="none")
 
 
-def limit_of(positive, margin, relative):
-    """What a similarity may be, so that its pair counts: the positive's less the margin."""
-    return positive - (positive.abs() * margin if relative else margin)
-
-
 def _similarity_of_positives(q, d, labels, scale):
     """The largest of each row's positives, float32; +inf without any."""
     inside = (labels >= 0) & (labels < d.shape[0])
@@ -144,6 +140,14 @@ def _similarity_of_positives(q, d, labels, scale):
         for label, ok in zip(labels.unbind(1), inside.unbind(1), strict=True)
     ], 1)  # fmt: skip
     return torch.where(inside.any(1), torch.where(inside, of, -torch.inf).amax(1), torch.inf) * scale
+
+
+@torch.no_grad()
+def _limit(q, d, length, labels, how):
+    """What ``q @ d.T`` of rows of squared `length` may be, so that a pair counts."""
+    unit = torch.full((), 1.0 / length, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+    positive, margin = _similarity_of_positives(q, d, labels, unit), how["margin"]
+    return (positive - (positive.abs() * margin if how["relative"] else margin)) * length
 
 
 def contrastive_loss(
@@ -215,7 +219,7 @@ def contrastive_loss(
     """
     check_float(OP, "q", q)
     check_float(OP, "d", d)
-    check_plain(q, q=q, d=d)
+    _check_beside(q, q=q, d=d)
     check(OP, q.dim() == 2, "q must be [n, H], got {}", q.shape)
     fits = d.dim() == 2 and d.shape[1] == q.shape[1] and d.shape[0] > 0
     check(OP, fits, "d must be [m, {}] with m > 0, got {}", q.shape[1], d.shape)
@@ -225,7 +229,7 @@ def contrastive_loss(
     check(OP, fits, "temperature must be a number or a tensor of one, got {}", kind_of(temperature))
     check_numbers(OP, temperature=temperature)
     if isinstance(temperature, torch.Tensor):
-        check_plain(q, temperature=temperature)
+        _check_beside(q, temperature=temperature)
     else:
         check_positive(OP, "temperature", temperature)
     q, d = autocast(q), autocast(d)
@@ -236,19 +240,19 @@ def contrastive_loss(
         positives = torch.arange(n, device=q.device)[:, None]
     else:
         check_indices(OP, "labels", labels)
-        check_plain(q, labels=labels)
+        _check_beside(q, labels=labels)
         fits = labels.dim() in (1, 2) and labels.shape[0] == n and labels.numel() >= n
         check(OP, fits, "labels must be [{}] or [{}, K], got {}", n, n, labels.shape)
         positives = labels.to(torch.int64).reshape(n, -1 if n else 1)
     if weight is not None:
         check_float(OP, "weight", weight)
-        check_plain(q, weight=weight)
+        _check_beside(q, weight=weight)
         check(OP, weight.shape == (n,), "weight must be [{}], got {}", n, weight.shape)
     if ids is not None:
-        check_pair("ids", ids, q, n, m, check_indices)
+        _check_pair("ids", ids, q, n, m, check_indices)
         ids = tuple(x.to(torch.int64) for x in ids)
     if guide is not None:
-        check_pair("guide", guide, q, n, m, check_float)
+        _check_pair("guide", guide, q, n, m, check_float)
         guide = tuple(normalized(x.detach().to(q.dtype)) for x in guide)
         margin = 0.0 if margin is None else margin
     if margin is not None:
@@ -261,61 +265,58 @@ def contrastive_loss(
         check(OP, fits, name + " must be a tuple of numbers (or None), got {}", kind_of(given))
     sizes = [size] if sizes is None else list(sizes)
     size_weights = [1.0] * len(sizes) if size_weights is None else list(size_weights)
-    fits, words = (
-        len(sizes) == len(size_weights) > 0,
-        "size_weights must have one number for each of {} sizes, got {}",
-    )
+    fits = len(sizes) == len(size_weights) > 0
+    words = "size_weights must have one number for each of {} sizes, got {}"
     check(OP, fits, words, len(sizes), len(size_weights))
     for s, w in zip(sizes, size_weights, strict=True):
         check_integers(OP, sizes=s)
         check_numbers(OP, size_weights=w)
         check(OP, 1 <= s <= size, "sizes must be in [1, {}], got {}", size, s)
-    how = {
-        "ids": ids,
-        "margin": margin,
-        "relative": relative_margin,
-        "guide": guide,
-        "diagonal": labels is None,
-    }
+    options = (positives.shape[1], symmetric, normalize, ids is None, margin, guide is None, reduction)
+    whole = _Own() if group is None else _Whole(q, group, options)
+    how = {"ids": ids, "margin": margin, "relative": relative_margin, "guide": guide}
+    how["diagonal"] = labels is None
+    if ids is not None:
+        how["ids"] = whole.rows(ids[0]), ids[1]
+    if guide is not None:  # its similarities bound what counts, whatever the size
+        how["limit"] = whole.rows(_limit(*guide, guide[0].shape[1], positives, how))
+        how["guide"] = whole.rows(guide[0]), guide[1]
     losses = [
-        _loss(q[:, :s], d[:, :s], positives, temperature, symmetric, normalize, weight, how, reduction, group,
+        _loss(q[:, :s], d[:, :s], positives, temperature, symmetric, normalize, weight, how, reduction, whole,
               chunk_rows) * w
         for s, w in zip(sizes, size_weights, strict=True)
     ]  # fmt: skip
     return sum(losses[1:], losses[0])
 
 
-def check_plain(of, /, **tensors):
+def _check_beside(of, /, **tensors):
     """Each must be a plain tensor that has its storage, on the device of q, which is `of`."""
     for name, x in tensors.items():
-        found = foreign(name, x)
-        check(OP, found is None, name + " must be a plain dense tensor, got {}", found)
+        check_dense(OP, name, x)
         check(OP, x.device == of.device, name + " must be on {}, got {}", of.device, x.device)
-        if x.is_meta or is_traced(x) or x.numel() == 0 or torch._C._are_functorch_transforms_active():
-            continue
-        check(OP, x.untyped_storage().nbytes() > 0, name + " was freed: its storage is empty")
+        check_stored(OP, name, x)
 
 
-def check_pair(name, pair, q, n, m, check_kind):
+def _check_pair(name, pair, q, n, m, check_kind):
     """Two tensors, one of the queries and one of the documents."""
     fits = isinstance(pair, Sequence) and len(pair) == 2
     check(OP, fits, "{} must be a pair of tensors, got {}", name, kind_of(pair))
     for part, x in zip("qd", pair, strict=True):
         check_kind(OP, f"{part}_{name}", x)
-        check_plain(q, **{f"{part}_{name}": x})
+        _check_beside(q, **{f"{part}_{name}": x})
     a, b = (x.shape for x in pair)
     fits = a[:1] == (n,) and b[:1] == (m,) and a[1:] == b[1:]
     check(OP, fits, "{} must be of {} queries and {} documents, got {} and {}", name, n, m, a, b)
 
 
-def _loss(q, d, labels, temperature, symmetric, normalize, weight, how, reduction, group, chunk_rows):
+def _loss(q, d, labels, temperature, symmetric, normalize, weight, how, reduction, whole, chunk_rows):
     """The loss of embeddings of one size."""
     n, columns = q.shape[0], q.shape[1] if normalize else 1  # a normalized row's length, squared
     wide = torch.promote_types(q.dtype, torch.float32)
     if normalize:
         q, d = normalized(q), normalized(d)
     ids, margin, guide = how["ids"], how["margin"], how["guide"]
-    plain = not symmetric and labels.shape[1] == 1 and ids is None and margin is None and group is None
+    plain = not symmetric and labels.shape[1] == 1 and ids is None and margin is None and type(whole) is _Own
     if plain and not isinstance(temperature, torch.Tensor) and n:
         # Labels that are no document's count as none, as below.
         target = labels[:, 0]
@@ -328,18 +329,12 @@ def _loss(q, d, labels, temperature, symmetric, normalize, weight, how, reductio
         scale = 1.0 / (temperature.to(q.device, wide).reshape(1) * columns)
     else:
         scale = torch.full((1,), 1.0 / (temperature * columns), dtype=wide, device=q.device)
-    limit = None
-    if margin is not None:
-        with torch.no_grad():
-            of = (q, d, columns) if guide is None else (*guide, guide[0].shape[1])
-            unit = torch.full((), 1.0 / of[2], dtype=wide, device=q.device)
-            limit = limit_of(_similarity_of_positives(*of[:2], labels, unit), margin, how["relative"]) * of[2]
-    options = (labels.shape[1], symmetric, normalize, ids is None, margin, guide is None, reduction)
-    whole = _Own() if group is None else _Whole(q, group, options)
+    limit = how.get("limit")
+    if margin is not None and guide is None:
+        limit = whole.rows(_limit(q, d, columns, labels, how))
     row_lse, col_lse, picked = statistics(
-        whole.rows(q), d, scale, whole.labels(labels), ids=ids and (whole.rows(ids[0]), ids[1]),
-        limit=limit if limit is None else whole.rows(limit),
-        guide=guide and (whole.rows(guide[0]), guide[1]), columns=symmetric, chunk_rows=chunk_rows or 0,
+        whole.rows(q), d, scale, whole.labels(labels), ids=ids, limit=limit, guide=guide,
+        columns=symmetric, chunk_rows=chunk_rows or 0,
     )  # fmt: skip
     picked = whole.own(picked)
     pairs = whole.own(whole.log_sum(row_lse))[:, None] - picked

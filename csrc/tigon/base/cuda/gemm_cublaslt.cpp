@@ -68,12 +68,12 @@ uint32_t alignment(uintptr_t bits, uint32_t most = 256) {
 enum class Choice : int8_t { any, unsplit, of_weight };
 
 // Everything that the choice depends on, and what it is made for.
-struct Question {
+struct Problem {
   Gemm g;
   Choice choice = Choice::any;
   std::array<uint32_t, 3> align{};  // of a, b, c
 
-  Question(const Gemm& gemm, Choice how) : g(gemm), choice(how) {
+  Problem(const Gemm& gemm, Choice how) : g(gemm), choice(how) {
     auto of = [&](const void* p, int64_t stride, DType t) {
       auto bits = reinterpret_cast<uintptr_t>(p);
       return how == Choice::of_weight ? alignment(bits | uintptr_t(stride) * size_of(t), 16)
@@ -91,7 +91,7 @@ struct Question {
 struct Plan {
   Plan() = default;
   // With the kernel of another number of rows, where that is given and takes this one.
-  Plan(const Question& q, lt::Handle handle, const Plan* other = nullptr);
+  Plan(const Problem& q, lt::Handle handle, const Plan* other = nullptr);
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
   ~Plan() {
@@ -111,7 +111,7 @@ struct DeviceProducts {
   DeviceProducts() { check(lt::api().create(&handle), "cublasLtCreate"); }
 
   lt::Handle handle = nullptr;
-  LruCache<decltype(std::declval<Question>().key()), Plan> plans{256};
+  LruCache<decltype(std::declval<Problem>().key()), Plan> plans{256};
 };
 
 // What cublaslt_kernels() tells.
@@ -166,7 +166,7 @@ int choose(const Gemm& g, const lt::HeuristicResult* results, int found) {
 
 // Row major C = A B is column major C^T = B^T A^T: our B is cuBLASLt's A.
 // Delegating: a constructor that throws from here on is followed by the destructor.
-Plan::Plan(const Question& q, lt::Handle handle, const Plan* other) : Plan() {
+Plan::Plan(const Problem& q, lt::Handle handle, const Plan* other) : Plan() {
   const lt::Api& api = lt::api();
   const Gemm& g = q.g;
   check(api.matmul_desc_create(&desc, lt::kCompute32F, lt::kR32F), "cublasLtMatmulDescCreate");
@@ -212,9 +212,9 @@ Plan::Plan(const Question& q, lt::Handle handle, const Plan* other) : Plan() {
 
 // The kernel of a weight's products with so many rows. It adds along K in one order whatever the number of rows: all are of the
 // algorithm that the heuristic has for many rows, and the tile is that for few of 1024 to 8192.
-std::shared_ptr<const Plan> plan_of_weight(DeviceProducts& products, const Question& q) {
+std::shared_ptr<const Plan> plan_of_weight(DeviceProducts& products, const Problem& q) {
   constexpr int64_t kFewest = 1024, kMost = 8192, kVector = 8;
-  Question of = q;
+  Problem of = q;
   of.choice = Choice::unsplit;
   of.g.lda = (of.g.k + kVector - 1) / kVector * kVector,
   of.g.ldc = (of.g.n + kVector - 1) / kVector * kVector;
@@ -247,7 +247,7 @@ std::shared_ptr<const Plan> plan_of_weight(DeviceProducts& products, const Quest
 void run_piece(Context& ctx, const Gemm& g, Choice choice, int device, GemmWorkspace& workspace) {
   DeviceProducts& products = products_of(device);
   lt::Handle handle = products.handle;
-  const Question q(g, choice);
+  const Problem q(g, choice);
   std::shared_ptr<const Plan> plan = products.plans.get(q.key(), [&] {
     std::shared_ptr<const Plan> of_weight;
     if (choice == Choice::of_weight) of_weight = plan_of_weight(products, q);

@@ -323,3 +323,25 @@ class _Eager(torch.autograd.Function):
 
 
 _apply = direct_apply(_Eager)
+
+
+def teacher_head_loss(name: str, fake, tensors: int, numbers: int) -> HeadLoss:
+    """The loss of a head against a teacher's, with ``tigon::<name>_rows_bwd`` for losses of rows.
+
+    Args:
+        tensors: how many of ``call.more`` are the teacher's tensors, which come first.
+        numbers: how many numbers follow them that the gradients of rows take too.
+    """
+
+    def fake_rows(upstream, *arguments):
+        call = Call.of(arguments)
+        return empty_gradients(call, call.memory.needs)
+
+    rows_backward = raw(f"{name}_rows_bwd", fake_rows, name)
+
+    def rows_gradients(saved, upstream, call, **ignored):
+        operands, teacher = saved[:8], saved[8:]
+        return rows_backward(upstream, *operands, *call.formula, *call.memory, *teacher, *call.more)
+
+    return HeadLoss(name, fake, rows_gradients, lambda call, output: (*call.operands, *call.more[:tensors]),
+                    lambda call: call.more[tensors : tensors + numbers])  # fmt: skip

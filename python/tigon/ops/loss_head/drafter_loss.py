@@ -11,21 +11,22 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tigon._dtensor import is_dtensor
-from tigon._op import foreign, has_kernel, raw
-from tigon.error import check, refuse
+from tigon._op import has_kernel
+from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops.arguments import (
     check_booleans,
     check_choice,
+    check_dense,
     check_float,
     check_indices,
     check_integers,
     check_numbers,
+    check_stored,
     kind_of,
     readable,
 )
-from tigon.ops.loss_head.autograd import HeadLoss, empty_gradients, empty_loss
+from tigon.ops.loss_head.autograd import empty_loss, teacher_head_loss
 from tigon.ops.loss_head.labels import check_shift
 from tigon.ops.loss_head.operands import (
     Call,
@@ -72,19 +73,7 @@ def _fake(*arguments):
     return *empty_loss(call, call.more[-1] != 0), numbers
 
 
-def _fake_rows(upstream, *arguments):
-    call = Call.of(arguments)
-    return empty_gradients(call, call.memory.needs)
-
-
-def _rows_gradients(tensors, upstream, call, **ignored):
-    operands, teacher = tensors[:8], tensors[8:]
-    return _rows_backward(upstream, *operands, *call.formula, *call.memory, *teacher, *call.more)
-
-
-_rows_backward = raw("drafter_loss_rows_bwd", _fake_rows, _OP)
-_loss = HeadLoss(_OP, _fake, _rows_gradients, lambda call, output: (*call.operands, *call.more[:4]),
-                 lambda call: call.more[4:9])  # fmt: skip
+_loss = teacher_head_loss(_OP, _fake, tensors=4, numbers=5)
 
 
 def reference(hidden, weight, teacher, counts, d: Drafter):
@@ -125,12 +114,10 @@ def _check_ids(draft_ids, classes, teacher_classes):
         return
     check_indices(_OP, "draft_ids", draft_ids)
     check(_OP, draft_ids.shape == (classes,), "draft_ids must be [{}], got {}", classes, draft_ids.shape)
-    if is_dtensor(draft_ids):
-        refuse(_OP, "draft_ids must be a plain dense tensor, got {}", foreign("draft_ids", draft_ids))
+    check_dense(_OP, "draft_ids", draft_ids)
     if not readable(draft_ids) or torch._C._are_functorch_transforms_active():
         return
-    freed = draft_ids.numel() > 0 and draft_ids.untyped_storage().nbytes() == 0
-    check(_OP, not freed, "draft_ids was freed: its storage is empty")
+    check_stored(_OP, "draft_ids", draft_ids)
     used = draft_ids[draft_ids >= 0].tolist()
     words = "draft_ids must be below the teacher's {} classes, got {}"
     check(_OP, max(used, default=0) < teacher_classes, words, teacher_classes, max(used, default=0))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tigon._op import has_kernel, raw
+from tigon._op import has_kernel
 from tigon.error import check
 from tigon.ops import cross_entropy as _cross_entropy
 from tigon.ops import divergence as _divergence
@@ -24,7 +24,7 @@ from tigon.ops.arguments import (
     kind_of,
 )
 from tigon.ops.loss_head import top_k
-from tigon.ops.loss_head.autograd import HeadLoss, empty_gradients, empty_loss
+from tigon.ops.loss_head.autograd import empty_loss, teacher_head_loss
 from tigon.ops.loss_head.labels import labels_of, shifted
 from tigon.ops.loss_head.operands import (
     Call,
@@ -96,19 +96,7 @@ def _fake(*arguments):
     return *empty_loss(call, reduction != 0), numbers
 
 
-def _fake_rows(upstream, *arguments):
-    call = Call.of(arguments)
-    return empty_gradients(call, call.memory.needs)
-
-
-def _rows_gradients(tensors, upstream, call, **ignored):
-    operands, teacher = tensors[:8], tensors[8:]
-    return _rows_backward(upstream, *operands, *call.formula, *call.memory, *teacher, *call.more)
-
-
-_rows_backward = raw("linear_divergence_rows_bwd", _fake_rows, _OP)
-_loss = HeadLoss(_OP, _fake, _rows_gradients, lambda call, output: (*call.operands, *call.more[:3]),
-                 lambda call: call.more[3:9])  # fmt: skip
+_loss = teacher_head_loss(_OP, _fake, tensors=3, numbers=6)
 
 
 def reference(
