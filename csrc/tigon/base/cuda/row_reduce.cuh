@@ -10,7 +10,7 @@
 
 namespace tigon::cuda {
 
-// Shared memory of a reduction. V has 8 or 16 bytes, V::identity(), and all_reduce_lanes<Width>(),
+// Shared memory of a reduction. V has 8 or 16 bytes where there are clusters, V::identity(), and all_reduce_lanes<Width>(),
 // which combines each group of Width adjacent lanes. Storage is multi-buffered by phase, since a
 // warp may be one row ahead of another, and a CTA of another CTA. Four phases are needed where a
 // result is collected one row after it is published.
@@ -42,14 +42,15 @@ __device__ __forceinline__ V all_reduce_row(V v, ReduceStorage<V>& x, int phase)
     v = lane < int(blockDim.x / 32) ? x.warp[parity][lane] : V::identity();
     v.template all_reduce_lanes<kLanes>();
   }
-  if (const int blocks = kCluster ? int(cluster_size()) : 1; blocks > 1) {
-    if (threadIdx.x == 0) mbarrier_arrive_expect_tx(&x.barrier[parity], blocks * int(sizeof(V)));
-    if (int(threadIdx.x) < blocks)
-      st_async(&x.cta[parity][cluster_rank()], threadIdx.x, v, &x.barrier[parity]);
-    mbarrier_wait_parity(&x.barrier[parity], phase >> 1 & 1);
-    v = lane < blocks ? x.cta[parity][lane] : V::identity();
-    v.template all_reduce_lanes<kLanes>();
-  }
+  if constexpr (kCluster)
+    if (const int blocks = int(cluster_size()); blocks > 1) {
+      if (threadIdx.x == 0) mbarrier_arrive_expect_tx(&x.barrier[parity], blocks * int(sizeof(V)));
+      if (int(threadIdx.x) < blocks)
+        st_async(&x.cta[parity][cluster_rank()], threadIdx.x, v, &x.barrier[parity]);
+      mbarrier_wait_parity(&x.barrier[parity], phase >> 1 & 1);
+      v = lane < blocks ? x.cta[parity][lane] : V::identity();
+      v.template all_reduce_lanes<kLanes>();
+    }
   return v;
 }
 

@@ -3,104 +3,203 @@
 // Bytes per element (b = element size): 2b with the gradient, b without.
 // Instructions per element: about 14 with the gradient, two of them ex2, of 31 while memory-bound.
 //
-// Variants, of which the first that fits runs:
+// Variants
 //   plain      Rows without options: cross_entropy_plain_cuda.cu.
-//   smem       A row lies in the shared memory of a CTA or of a cluster of 2, 4 or 8 (sm_90): read
-//              once by cp.async, maximum and sum of exponentials found as it arrives, gradient
-//              formed from shared memory. Slices are small enough for three CTAs per SM.
-//   looped     Longer rows: two passes by one CTA, the second partly out of L2.
+//   looped     All others, and the longest: two passes by one CTA, the second out of L2 where the rows in flight fit there.
 // A row may start at any element; the partial vectors at its ends are moved element by element.
 #include <algorithm>
 
 #include "tigon/base/cuda/aligned_row.cuh"
 #include "tigon/base/cuda/launch.cuh"
 #include "tigon/base/cuda/math.cuh"
-#include "tigon/base/cuda/ptx.cuh"
+#include "tigon/base/cuda/row_reduce.cuh"
 #include "tigon/base/dispatch.h"
 #include "tigon/ops/cross_entropy/cross_entropy.h"
-#include "tigon/ops/cross_entropy/cross_entropy_vectors.cuh"
+#include "tigon/ops/cross_entropy/cross_entropy_params.cuh"
 
 namespace tigon::cuda {
 namespace {
 
 constexpr const char* kOp = "cross_entropy";
-constexpr int kThreads = 512, kLoopThreads = 1024, kMaxCluster = 8;
-constexpr unsigned kAllLanes = 0xffffffffu;
-
-template <int Threads>
-struct ReduceStorage {
-  Sums warp[Threads / 32];
-  unsigned key[Threads / 32];
-  Sums cta[2][kMaxCluster];  // double-buffered: a CTA may be one row ahead
-  float cta_key[2][kMaxCluster];
-};
-
-__device__ __forceinline__ float shuffle(float x, int step) { return __shfl_xor_sync(kAllLanes, x, step); }
+// A thread for eight vectors of the row, at most these.
+constexpr int kMostThreads = 512, kBlocksPerSm = 2;
 template <bool General>
-__device__ __forceinline__ Sums all_reduce_warp(Sums a) {
-#pragma unroll
-  for (int step = 16; step > 0; step >>= 1) {
-    Sums b{shuffle(a.m, step), shuffle(a.s, step), 0.0f, 0.0f, 0.0f};
-    if constexpr (General)
-      b.smoothing_sum = shuffle(a.smoothing_sum, step), b.weight = shuffle(a.weight, step),
-      b.entropy_sum = shuffle(a.entropy_sum, step);
-    a = combine<General>(a, b);
-  }
-  return a;
-}
+constexpr int kVecsPerThread = General ? 2 : 4;
 
-// All-reduces the statistics of a row over the CTA or cluster.
-template <bool General, class ReduceStorage>
-__device__ __forceinline__ Sums all_reduce_row(Sums a, ReduceStorage& x, int parity) {
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  a = all_reduce_warp<General>(a);
-  if (lane == 0) x.warp[warp] = a;
-  __syncthreads();
-  a = all_reduce_warp<General>(lane < warps ? x.warp[lane] : identity());
-  Sums r = identity();  // lane 0's bits for all
-  r.m = __shfl_sync(kAllLanes, a.m, 0), r.s = __shfl_sync(kAllLanes, a.s, 0);
-  if constexpr (General) {
-    r.smoothing_sum = __shfl_sync(kAllLanes, a.smoothing_sum, 0),
-    r.weight = __shfl_sync(kAllLanes, a.weight, 0);
-    r.entropy_sum = __shfl_sync(kAllLanes, a.entropy_sum, 0);
+template <class T>
+using Params = CrossEntropyParams<T>;
+
+// Statistics of a part of a row: maximum; sum of e^(z - m) without the label's column, which is
+// added at the end so that p - 1 and log p are accurate where the label has nearly all probability;
+// with General also sums of w (reference - z), w, and e^(z - m) (z - m) without the label's column.
+template <bool General>
+struct Sums {
+  float m, s, smoothing_sum, weight, entropy_sum;
+  __device__ static Sums identity() { return {-INFINITY, 0.0f, 0.0f, 0.0f, 0.0f}; }
+  __device__ __forceinline__ void rescale(float top) {  // top > m
+    const float d = m - top, f = exp2_approx(d * kLog2e);
+    if constexpr (General) entropy_sum = f * fma(fmaxf(d, -1e30f), s, entropy_sum);
+    s *= f, m = top;
   }
-  unsigned blocks = cluster_size();
-  if (blocks == 1) return r;
-  if (threadIdx.x < blocks) {
-    Sums& slot = x.cta[parity][cluster_rank()];
-    st_shared_cluster(&slot.m, threadIdx.x, r.m), st_shared_cluster(&slot.s, threadIdx.x, r.s);
-    if constexpr (General) {
-      st_shared_cluster(&slot.smoothing_sum, threadIdx.x, r.smoothing_sum),
-          st_shared_cluster(&slot.weight, threadIdx.x, r.weight);
-      st_shared_cluster(&slot.entropy_sum, threadIdx.x, r.entropy_sum);
+  template <int Width>
+  __device__ __forceinline__ void all_reduce_lanes() {
+    static_assert(Width == 32);
+#pragma unroll
+    for (int step = 16; step > 0; step >>= 1) {
+      auto other = [&](float x) { return __shfl_xor_sync(~0u, x, step); };
+      Sums b{other(m), other(s), 0.0f, 0.0f, 0.0f};
+      if constexpr (General)
+        b.smoothing_sum = other(smoothing_sum), b.weight = other(weight), b.entropy_sum = other(entropy_sum);
+      const float top = fmaxf(m, b.m);
+      if (m != top) rescale(top);
+      if (b.m != top) b.rescale(top);
+      s += b.s;
+      if constexpr (General)
+        smoothing_sum += b.smoothing_sum, weight += b.weight, entropy_sum += b.entropy_sum;
     }
   }
-  __syncwarp();
-  cluster_arrive();
-  cluster_wait();
-  r = x.cta[parity][0];
-  for (unsigned i = 1; i < blocks; ++i) r = combine<General>(r, x.cta[parity][i]);
-  return r;
+};
+
+template <bool General, class T>
+__device__ __forceinline__ void z_of_vec(const Params<T>& p, const AlignedRow<const T>& row, int k,
+                                         const uint4& words, float (&z)[AlignedRow<T>::N],
+                                         float* slopes = nullptr) {
+  constexpr int N = AlignedRow<T>::N;
+  unpack<T>(words, z);
+  if constexpr (General) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      int c = row.column(k) + j;
+      z[j] = row.has(c) ? z_of(p, z[j], c, slopes ? slopes + j : nullptr) : -INFINITY;
+    }
+  }
+}
+
+__device__ __forceinline__ float weight_at(const float* class_weight, int c) {
+  return class_weight != nullptr ? __ldg(class_weight + c) : 1.0f;
+}
+
+// First pass over a vector. `target`: the label's column, or -1; `reference`: of smoothing_sum.
+template <bool General, class T>
+__device__ __forceinline__ void accumulate(const Params<T>& p, const AlignedRow<const T>& row, int k,
+                                           const uint4& words, int target, float reference,
+                                           Sums<General>& a) {
+  constexpr int N = AlignedRow<T>::N;
+  float z[N], e[N];
+  z_of_vec<General>(p, row, k, words, z);
+  float top = z[0];
+#pragma unroll
+  for (int j = 1; j < N; ++j) top = fmaxf(top, z[j]);
+  if (top > a.m) a.rescale(top);
+  float m = a.m == -INFINITY ? 0.0f : a.m;  // -inf alone adds nothing; NaN propagates
+#pragma unroll
+  for (int j = 0; j < N; ++j) e[j] = exp2_approx((z[j] - m) * kLog2e);
+  if (int at = target - row.column(k); unsigned(at) < unsigned(N) && target >= 0) {
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+      if (at == j) e[j] = 0.0f;
+  }
+  if constexpr (General) {
+    if (p.entropy != nullptr || p.entropy_scale != nullptr)
+#pragma unroll
+      for (int j = 0; j < N; ++j) a.entropy_sum = fma(e[j], fmaxf(z[j] - m, -1e30f), a.entropy_sum);
+    if (p.label_smoothing > 0.0f) {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        int c = row.column(k) + j;
+        if (!row.has(c)) continue;
+        float w = weight_at(p.class_weight, c);
+        a.smoothing_sum = fma(w, reference - z[j], a.smoothing_sum);
+        a.weight += w;
+      }
+    }
+  }
+#pragma unroll
+  for (int step = N / 2; step > 0; step /= 2)
+#pragma unroll
+    for (int j = 0; j < step; ++j) e[j] += e[j + step];
+  a.s += e[0];
+}
+
+// What the second pass needs: the gradient is
+//   factor * slope * (e * share - smoothing_push * w)                   in other columns,
+//   factor * slope * (e * rest_share - others * target_share - smoothing_push * w)  in the label's,
+//   plus slope * e * (entropy_slope * (z - m) + entropy_bias) for the entropy.
+struct RowGradient {
+  float m, share, smoothing_push, factor;
+  float others, target_share, rest_share;
+  float entropy_slope, entropy_bias;
+  int target;  // column, or -1
+};
+
+// Second pass over a vector: stores its gradient, by elements where the offsets differ.
+template <bool General, class T, class D>
+__device__ __forceinline__ void write_gradient(const Params<T>& p, const AlignedRow<const T>& row,
+                                               const AlignedRow<D>& out, int k, const uint4& words,
+                                               const RowGradient& g) {
+  constexpr int N = AlignedRow<T>::N;
+  float z[N], slopes[N];
+#pragma unroll
+  for (int j = 0; j < N; ++j) slopes[j] = 1.0f;
+  z_of_vec<General>(p, row, k, words, z, slopes);
+  int first = row.column(k), at = g.target - first;
+  Vec<D, N> r;
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    float e = exp2_approx((z[j] - g.m) * kLog2e), v, target_push = 0.0f;
+    if constexpr (General) {
+      float smoothing_push = g.smoothing_push;
+      if (smoothing_push != 0.0f && p.class_weight != nullptr)
+        smoothing_push *= row.has(first + j) ? __ldg(p.class_weight + first + j) : 0.0f;
+      v = cross_entropy_dz(e, g.share, smoothing_push);
+      target_push = smoothing_push;
+    } else {
+      v = e * (g.share * g.factor);
+    }
+    if (at == j)
+      // p - 1 is minus the share of the other columns; it is rounded to storage once.
+      v = fma(-g.others, g.target_share, cross_entropy_dz(e, g.rest_share, target_push)) *
+          (g.factor * slopes[j]);
+    else if constexpr (General)
+      v *= g.factor * slopes[j];
+    if constexpr (General)  // below -200 e is 0: classes at -inf add nothing
+      if (p.entropy_scale != nullptr)
+        v += slopes[j] * e * fma(g.entropy_slope, fmaxf(z[j] - g.m, -200.0f), g.entropy_bias);
+    r.set(j, v);
+  }
+  D* to = out.base + int64_t(out.lead) + first;
+  if (row.is_full(k) && reinterpret_cast<uintptr_t>(to) % sizeof(r) == 0) {
+    store(to, r);
+  } else {
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+      if (row.has(first + j)) to[j] = r.v[j];
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void clear(const AlignedRow<T>& out) {
+  constexpr int N = AlignedRow<T>::N;
+  for (int k = threadIdx.x; k < out.vecs; k += blockDim.x) {
+    if (out.is_full(k)) {
+      *reinterpret_cast<uint4*>(out.base + int64_t(k) * N) = make_uint4(0, 0, 0, 0);
+    } else {
+      for (int j = 0; j < N; ++j)
+        if (out.has(out.column(k) + j)) out.base[int64_t(k) * N + j] = narrow<T>(0.0f);
+    }
+  }
 }
 
 // The row's minimum key: the column of a NaN, or 2^31 + the column of a maximum, or 2^32 - 1.
-template <class ReduceStorage>
-__device__ __forceinline__ unsigned min_key(unsigned key, ReduceStorage& x, int parity) {
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-  key = __reduce_min_sync(kAllLanes, key);
-  if (lane == 0) x.key[warp] = key;
-  __syncthreads();
-  key = __reduce_min_sync(kAllLanes, lane < warps ? x.key[lane] : ~0u);
-  unsigned blocks = cluster_size();
-  if (blocks == 1) return key;
-  if (threadIdx.x < blocks)
-    st_shared_cluster(&x.cta_key[parity][cluster_rank()], threadIdx.x, __uint_as_float(key));
-  __syncwarp();
-  cluster_arrive();
-  cluster_wait();
-  for (unsigned i = 0; i < blocks; ++i) key = min(key, __float_as_uint(x.cta_key[parity][i]));
-  return key;
-}
+struct Key {
+  unsigned value;
+  __device__ static Key identity() { return {~0u}; }
+  template <int Width>
+  __device__ __forceinline__ void all_reduce_lanes() {
+    static_assert(Width == 32);
+    value = __reduce_min_sync(~0u, value);
+  }
+};
 template <class T>
 __device__ __forceinline__ unsigned key_of_vec(const Params<T>& p, const AlignedRow<const T>& row, int k,
                                                const uint4& words, float m, unsigned key) {
@@ -115,11 +214,6 @@ __device__ __forceinline__ unsigned key_of_vec(const Params<T>& p, const Aligned
     if (z[j] == m) key = min(key, c | 0x80000000u);
   }
   return key;
-}
-
-// The label's z is part of the maximum, so it has been read before any CTA may overwrite it.
-__device__ __forceinline__ Sums initial_sums(float label_z, bool has_label) {
-  return {has_label ? fmaxf(-INFINITY, label_z) : -INFINITY, 0.0f, 0.0f, 0.0f, 0.0f};
 }
 
 // The label of a row, and what follows from it before the logits are read.
@@ -154,8 +248,8 @@ __device__ __forceinline__ Label label_of(const Params<T>& p, int64_t row, const
 
 // Writes the results of a row (one thread) and returns what the gradient needs.
 template <bool General, class T>
-__device__ __forceinline__ RowGradient finish(const Params<T>& p, int64_t row, const Label& l, const Sums& a,
-                                              bool writes) {
+__device__ __forceinline__ RowGradient finish(const Params<T>& p, int64_t row, const Label& l,
+                                              const Sums<General>& a, bool writes) {
   bool has = l.column >= 0, is_max = has && l.z == a.m && isfinite(l.z);
   float own = has ? exp2_approx((l.z - a.m) * kLog2e) : 0.0f, s = a.s + own;
   float log_s = is_max ? log1pf(a.s) : logf(s), lse = a.m + log_s;
@@ -209,204 +303,62 @@ __device__ __forceinline__ RowGradient finish(const Params<T>& p, int64_t row, c
   return g;
 }
 
-// A cluster per row. Every thread works on the vectors that it copied itself.
+// A CTA per row. The second pass runs backwards: the row's last tile is still in registers, those before it in L2.
 template <bool General, class T, class D>
-__global__ __launch_bounds__(kThreads,
-                             General ? 2 : 3) void smem_kernel(const __grid_constant__ Params<T> p) {
-  constexpr int N = AlignedRow<T>::N, kCopyGroups = 4;
-  extern __shared__ uint4 slice[];
-  __shared__ ReduceStorage<kThreads> storage;
-  unsigned blocks = cluster_size(), rank = cluster_rank();
-  bool cluster_started = blocks == 1;  // a CTA's shared memory may be written once it has started
-  if (!cluster_started) cluster_arrive();
-  int64_t step = gridDim.x / blocks;
-  int parity = 0;
-  for (int64_t r = blockIdx.x / blocks; r < p.rows; r += step) {
-    const T* x = p.logits + r * p.stride;
-    AlignedRow<const T> row(x, p.cols);
-    AlignedRow<D> out(static_cast<D*>(p.dlogits) + r * p.dlogits_stride, p.cols);
-    int first = int(rank) * p.slice, count = min(p.slice, row.vecs - first);
-    int steps = count > 0 ? (count + int(blockDim.x) - 1) / int(blockDim.x) : 0;
-    const int per_block = (out.vecs + int(blocks) - 1) / int(blocks), out_first = int(rank) * per_block,
-              out_end = min(out_first + per_block, out.vecs);
-    bool writes = rank == 0 && threadIdx.x == 0;
-    int64_t y = p.target[r];
-    if (y == p.ignore_index && !(p.lse || (General && (p.entropy || p.predicted)))) {
-      if (p.dlogits) clear(out, out_first, out_end);
-      if (writes && p.loss) p.loss[r] = 0.0f;
-      if (writes && p.target_logit) p.target_logit[r] = 0.0f;
-      if (writes && p.log_prob) p.log_prob[r] = 0.0f;
-      if (writes && p.row_max) p.row_max[r] = 0.0f;
-      if (writes && p.log_sum) p.log_sum[r] = 0.0f;
-      if (writes && p.smoothing) p.smoothing[r] = 0.0f;
-      continue;
-    }
-#pragma unroll
-    for (int g = 0; g < kCopyGroups; ++g) {
-      for (int i = steps * g / kCopyGroups; i < steps * (g + 1) / kCopyGroups; ++i) {
-        int k = i * int(blockDim.x) + int(threadIdx.x);
-        if (k >= count) break;
-        if (row.is_full(first + k)) {
-          cp_async(slice + k, row.base + int64_t(first + k) * N);
-        } else {
-          slice[k] = load_vec(row, first + k);
-        }
-      }
-      cp_async_commit_group();
-    }
-    Label label = label_of<General>(p, r, x);
-    Sums a = initial_sums(label.z, label.column >= 0);
-#pragma unroll 1
-    for (int g = 0; g < kCopyGroups; ++g) {
-      if (g == 0) cp_async_wait_group<3>();
-      if (g == 1) cp_async_wait_group<2>();
-      if (g == 2) cp_async_wait_group<1>();
-      if (g == 3) cp_async_wait_group<0>();
-      for (int i = steps * g / kCopyGroups; i < steps * (g + 1) / kCopyGroups; ++i) {
-        int k = i * int(blockDim.x) + int(threadIdx.x);
-        if (k < count) accumulate<General>(p, row, first + k, slice[k], label.column, label.reference, a);
-      }
-    }
-    if (!cluster_started) cluster_wait();
-    cluster_started = true;
-    a = all_reduce_row<General>(a, storage, parity);
-    if constexpr (General) {
-      if (p.predicted != nullptr) {
-        unsigned key = ~0u;
-        for (int k = threadIdx.x; k < count; k += blockDim.x)
-          key = key_of_vec(p, row, first + k, slice[k], a.m, key);
-        key = min_key(key, storage, parity);
-        if (writes) p.predicted[r] = key == ~0u ? 0 : int64_t(key & 0x7fffffffu);
-      }
-    }
-    RowGradient gradient = finish<General>(p, r, label, a, writes);
-    if (p.dlogits != nullptr) {
-      if (label.ignored) {
-        clear(out, out_first, out_end);
-      } else {
-        for (int k = threadIdx.x; k < count; k += blockDim.x)
-          write_gradient<General>(p, row, out, first + k, slice[k], gradient);
-      }
-    }
-    __syncthreads();  // the storage is free again
-    parity ^= 1;
-  }
-}
-
-// A CTA per row. The second pass runs backwards: the end of the row is still in L2.
-template <bool General, class T, class D>
-__global__ __launch_bounds__(kLoopThreads, 1) void looped_kernel(const __grid_constant__ Params<T> p) {
-  constexpr int kVecsPerThread = General ? 2 : 4, kStep = kVecsPerThread * kLoopThreads;
-  __shared__ ReduceStorage<kLoopThreads> storage;
-  for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x) {
+__global__ __launch_bounds__(kMostThreads,
+                             kBlocksPerSm) void looped_kernel(const __grid_constant__ Params<T> p) {
+  constexpr int kVecs = kVecsPerThread<General>;
+  __shared__ ReduceStorage<Sums<General>> storage;
+  __shared__ ReduceStorage<Key> keys;
+  const int threads = int(blockDim.x), step = kVecs * threads;
+  int phase = 0;
+  for (int64_t r = blockIdx.x; r < p.rows; r += gridDim.x, ++phase) {
     const T* x = p.logits + r * p.stride;
     AlignedRow<const T> row(x, p.cols);
     AlignedRow<D> out(static_cast<D*>(p.dlogits) + r * p.dlogits_stride, p.cols);
     bool writes = threadIdx.x == 0;
+    auto load_tile = [&](int base, uint4(&loaded)[kVecs]) {
+#pragma unroll
+      for (int h = 0; h < kVecs; ++h) loaded[h] = load_vec(row, base + h * threads + int(threadIdx.x));
+    };
+    uint4 loaded[kVecs];
+    load_tile(0, loaded);
     Label label = label_of<General>(p, r, x);
     bool wanted = !label.ignored || p.lse || (General && (p.entropy || p.predicted));
-    Sums a = initial_sums(label.z, label.column >= 0);
-    auto load_tile = [&](int base, uint4(&loaded)[kVecsPerThread]) {
+    Sums<General> a = Sums<General>::identity();
+    // The label's z is part of the maximum, so it has been read before any thread may overwrite it.
+    if (label.column >= 0) a.m = fmaxf(a.m, label.z);
+    for (int base = 0; wanted && base < row.vecs; base += step) {
+      if (base > 0) load_tile(base, loaded);
 #pragma unroll
-      for (int h = 0; h < kVecsPerThread; ++h)
-        loaded[h] = load_vec(row, base + h * kLoopThreads + int(threadIdx.x));
-    };
-    for (int base = 0; wanted && base < row.vecs; base += kStep) {
-      uint4 loaded[kVecsPerThread];
-      load_tile(base, loaded);
-#pragma unroll
-      for (int h = 0; h < kVecsPerThread; ++h)
-        accumulate<General>(p, row, base + h * kLoopThreads + int(threadIdx.x), loaded[h], label.column,
+      for (int h = 0; h < kVecs; ++h)
+        accumulate<General>(p, row, base + h * threads + int(threadIdx.x), loaded[h], label.column,
                             label.reference, a);
     }
-    a = all_reduce_row<General>(a, storage, 0);
+    a = all_reduce_row<0, false>(a, storage, phase);
     if constexpr (General) {
       if (p.predicted != nullptr) {
         unsigned key = ~0u;
-        for (int k = threadIdx.x; k < row.vecs; k += kLoopThreads)
+        for (int k = threadIdx.x; k < row.vecs; k += threads)
           key = key_of_vec(p, row, k, load_vec(row, k), a.m, key);
-        key = min_key(key, storage, 0);
+        key = all_reduce_row<0, false>(Key{key}, keys, phase).value;
         if (writes) p.predicted[r] = key == ~0u ? 0 : int64_t(key & 0x7fffffffu);
       }
     }
     RowGradient gradient = finish<General>(p, r, label, a, writes);
     if (p.dlogits != nullptr) {
       if (label.ignored) {
-        clear(out, 0, out.vecs);
+        clear(out);
       } else {
-        for (int base = (row.vecs - 1) / kStep * kStep; base >= 0; base -= kStep) {
-          uint4 loaded[kVecsPerThread];
-          load_tile(base, loaded);
+        for (int base = (row.vecs - 1) / step * step; base >= 0; base -= step) {
+          if (base + step < row.vecs) load_tile(base, loaded);
 #pragma unroll
-          for (int h = 0; h < kVecsPerThread; ++h)
-            write_gradient<General>(p, row, out, base + h * kLoopThreads + int(threadIdx.x), loaded[h],
-                                    gradient);
+          for (int h = 0; h < kVecs; ++h)
+            write_gradient<General>(p, row, out, base + h * threads + int(threadIdx.x), loaded[h], gradient);
         }
       }
     }
-    __syncthreads();  // the storage is free again
   }
-}
-
-// Raises the limit of dynamic shared memory.
-template <bool General, class T, class D>
-void allow_shared(int bytes) {
-  static OncePerDevice prepared;
-  prepared.run(kOp, [&] {
-    auto kernel = &smem_kernel<General, T, D>;
-    TIGON_CUDA_CHECK(kOp, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
-    TIGON_CUDA_CHECK(kOp, cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                               cudaSharedmemCarveoutMaxShared));
-  });
-}
-
-// Returns false when no such cluster fits on the device.
-template <bool General, class D, class T>
-bool launch_smem(Context& ctx, Params<T> p, int64_t vecs, int cluster, int max_shared) {
-  p.slice = int(ceil_div(vecs, cluster));
-  constexpr int kVecsPerThreadTarget = 8;
-  int threads = int(std::clamp<int64_t>(ceil_div(p.slice, kVecsPerThreadTarget * 32) * 32, 32, kThreads));
-  allow_shared<General, T, D>(max_shared);
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {unsigned(cluster), 1, 1};
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(unsigned(std::min<int64_t>(p.rows, INT32_MAX / kMaxCluster) * cluster));
-  config.blockDim = dim3(unsigned(threads));
-  config.dynamicSmemBytes = size_t(p.slice) * 16;
-  config.stream = static_cast<cudaStream_t>(ctx.stream());
-  config.attrs = &attribute;
-  config.numAttrs = cluster > 1 ? 1 : 0;
-  cudaError_t status = cudaLaunchKernelEx(&config, &smem_kernel<General, T, D>, p);
-  if (status != cudaSuccess && cluster > 1) {
-    cudaGetLastError();
-    return false;
-  }
-  TIGON_CUDA_SUCCESS(kOp, status, "kernel launch");
-  return true;
-}
-
-template <bool General, class D, class T>
-void run_rows(Context& ctx, const Params<T>& p, bool aligned) {
-  constexpr int N = AlignedRow<T>::N;
-  const DeviceFacts& facts = device_facts();
-  int64_t vecs = aligned ? p.cols / N : (p.cols + N - 2) / N + 1;
-  constexpr int kReservedShared = 1024,
-                kStorageBytes = int(sizeof(ReduceStorage<kThreads>));  // per CTA
-  int max_shared_per_block = facts.shared_per_block - kStorageBytes;
-  int third_of_sm = ((facts.shared_per_block + kReservedShared) / 3 - kReservedShared - kStorageBytes) / 128 *
-                    128;  // three CTAs per SM
-  auto slice = [&](int cluster) { return ceil_div(vecs, cluster) * 16; };
-  int cluster = 1;
-  if (facts.capability >= 90)
-    while (cluster < kMaxCluster && slice(cluster) > third_of_sm) cluster *= 2;
-  // Gradients in fp16 are rare: their rows are looped.
-  if constexpr (!std::is_same_v<D, __half>)
-    if (slice(cluster) <= max_shared_per_block &&
-        launch_smem<General, D>(ctx, p, vecs, cluster, max_shared_per_block))
-      return;
-  launch(kOp, ctx, looped_kernel<General, T, D>,
-         {.blocks = std::min<int64_t>(p.rows, INT32_MAX), .threads = kLoopThreads}, p);
 }
 
 }  // namespace
@@ -462,10 +414,15 @@ void cross_entropy_rows(Context& ctx, const CrossEntropyRows& a) {
                    .label_smoothing = a.label_smoothing,
                    .z_loss = a.z_loss,
                    .cap = cap};
-    bool aligned = is_vectorizable(a.logits.data, a.logits.stride, a.logits.cols, sizeof(T));
     auto run = [&]<class D>(D*) {
       if (plain && cross_entropy_plain<T, D>(ctx, p)) return;
-      dispatch_bool(general, [&](auto g) { run_rows<decltype(g)::value, D>(ctx, p, aligned); });
+      dispatch_bool(general, [&](auto g) {
+        constexpr bool kGeneral = decltype(g)::value;
+        constexpr int kWarpColumns = AlignedRow<T>::N * 8 * 32;
+        const int threads = int(std::min<int64_t>(ceil_div(p.cols, kWarpColumns) * 32, kMostThreads));
+        launch(kOp, ctx, looped_kernel<kGeneral, T, D>,
+               {.blocks = std::min<int64_t>(p.rows, INT32_MAX), .threads = threads}, p);
+      });
     };
     DType out = a.dlogits.data != nullptr ? a.dlogits.dtype : a.logits.dtype;
     if constexpr (sizeof(T) == 4) {

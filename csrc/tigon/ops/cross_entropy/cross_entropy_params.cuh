@@ -36,7 +36,7 @@ struct CrossEntropyParams {
   const float* weight_sum;
   int64_t first_class, classes;
   int64_t rows, stride, dlogits_stride, scale_step, ignore_index;
-  // `slice`: vectors of a row per CTA (columns in rows without options).
+  // `slice`: columns of a CTA.
   int cols, slice;
   bool bias_is_f32;
   // z = top * tanh(logit_scale * x / softcap), or logit_scale * x; dz/dx = gain * slope.
