@@ -19,7 +19,7 @@ if(NOT TIGON_CUDA STREQUAL "OFF")
     set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
     enable_language(CUDA)
     # Of host code alone: nvcc compiles kernels with -O3 anyhow, and the host code of these files selects and launches them.
-    set(CMAKE_CUDA_FLAGS_RELEASE "-O1 -DNDEBUG")
+    set(CMAKE_CUDA_FLAGS_RELEASE "-Xcompiler=-Os -DNDEBUG")
     find_package(CUDAToolkit REQUIRED)
     set(TIGON_WITH_CUDA ON)
   elseif(TIGON_CUDA STREQUAL "ON")

@@ -27,6 +27,10 @@ target_compile_options(tigon_objects PRIVATE
 if(TIGON_WITH_CUDA AND CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.9)
   target_compile_options(tigon_objects PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)
 endif()
+# What checks and drives an op's kernels is compiled for size.
+file(GLOB drivers CONFIGURE_DEPENDS csrc/tigon/ops/*/*.cpp)
+list(FILTER drivers EXCLUDE REGEX "_(cpu|torch)\\.cpp$")
+set_source_files_properties(${drivers} PROPERTIES COMPILE_OPTIONS $<$<CONFIG:Release>:-Os>)
 find_package(Threads REQUIRED)
 target_link_libraries(tigon_objects PUBLIC Threads::Threads ${CMAKE_DL_LIBS})
 if(TIGON_WITH_CUDA)

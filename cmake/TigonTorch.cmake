@@ -29,7 +29,9 @@ target_compile_definitions(tigon_torch PRIVATE TORCH_TARGET_VERSION=0x020a000000
 string(REPLACE ";" " " archs "${TIGON_CUDA_ARCHS}")
 set_source_files_properties(csrc/tigon/torch/build_info.cpp PROPERTIES
   COMPILE_DEFINITIONS "TIGON_CUDA_BUILD=\"CUDA ${CMAKE_CUDA_COMPILER_VERSION} (${archs})\"")
-target_compile_options(tigon_torch PRIVATE ${TIGON_CXX_FLAGS})
+# Adaptors are compiled for size; context_cpu.cpp has loops over elements.
+target_compile_options(tigon_torch PRIVATE ${TIGON_CXX_FLAGS} $<$<CONFIG:Release>:-Os>)
+set_source_files_properties(csrc/tigon/torch/context_cpu.cpp PROPERTIES COMPILE_OPTIONS $<$<CONFIG:Release>:-O3>)
 target_link_options(tigon_torch PRIVATE -Wl,-Bsymbolic -Wl,--as-needed)
 set_target_properties(tigon_torch PROPERTIES
   LINKER_LANGUAGE CXX BUILD_WITH_INSTALL_RPATH ON INSTALL_RPATH "$ORIGIN" BUILD_RPATH_USE_ORIGIN ON)

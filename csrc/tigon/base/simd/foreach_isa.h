@@ -11,6 +11,10 @@
 
 #undef TIGON_LANE_CALL
 #define TIGON_LANE_CALL [[maybe_unused, gnu::noinline]] static
+#if defined(TIGON_X86) && !defined(__clang__)
+#pragma GCC push_options
+#pragma GCC optimize("Os")  // for processors without AVX2
+#endif
 namespace tigon::cpu::scalar {
 namespace {
 #include "tigon/base/simd/lanes_scalar.inc"
@@ -20,6 +24,9 @@ namespace {
 #include TIGON_KERNELS
 }  // namespace
 }  // namespace tigon::cpu::scalar
+#if defined(TIGON_X86) && !defined(__clang__)
+#pragma GCC pop_options
+#endif
 #undef TIGON_LANE_CALL
 #define TIGON_LANE_CALL TIGON_LANE
 
