@@ -24,6 +24,9 @@ target_compile_options(tigon_objects PRIVATE
   $<$<COMPILE_LANGUAGE:CXX>:${TIGON_CXX_FLAGS}>
   $<$<COMPILE_LANGUAGE:CUDA>:-Xcompiler=-Wall,-Wextra,-Wno-missing-field-initializers --expt-relaxed-constexpr>
   $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${TIGON_WERROR}>>:-Werror=all-warnings -Xcompiler=-Werror>)
+if(TIGON_CUDA_ARCHS MATCHES "90a")
+  set_source_files_properties(csrc/tigon/base/cuda/context_cuda.cu PROPERTIES COMPILE_DEFINITIONS TIGON_SM90A)
+endif()
 if(TIGON_WITH_CUDA AND CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 12.9)
   target_compile_options(tigon_objects PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--compress-mode=size>)
 endif()

@@ -65,7 +65,7 @@ def env() -> Environment:
 
     packages = _packages()
     cuda_build = library_text("tigon_cuda_build")
-    devices = tuple(_devices(cuda_build))
+    devices = tuple(_devices())
     return Environment(
         tigon=tigon.__version__,
         python=sys.version.split()[0],
@@ -86,9 +86,13 @@ def env() -> Environment:
 
 def library_text(function: str) -> str:
     """What a ``const char*`` function of the native library returns."""
-    entry = getattr(ctypes.CDLL(str(library_path())), function)
-    entry.restype = ctypes.c_char_p
-    return entry().decode()
+    return _library_function(function, ctypes.c_char_p)().decode()
+
+
+def _library_function(name, result):
+    entry = getattr(ctypes.CDLL(str(library_path())), name)
+    entry.restype = result
+    return entry
 
 
 def _packages() -> dict[str, str]:
@@ -101,14 +105,13 @@ def _packages() -> dict[str, str]:
     return found
 
 
-def _devices(cuda_build=""):
+def _devices():
     for index in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(index)
         memory = torch.cuda.get_device_properties(index).total_memory / 2**30
         lowered = os.environ.get("TIGON_CUDA_CAPABILITY")
         sm = f"sm_{major}{minor}" + (f", kernels as on sm_{lowered}" if lowered else "")
-        # csrc/tigon/base/cuda/matmul: wgmma is of sm_90a only
-        own = major == 9 and "90a" in cuda_build and int(lowered or 90) >= 90
+        own = _library_function("tigon_own_products", ctypes.c_bool)(10 * major + minor)
         products = ", losses without gradients in the epilogue of the product" if own else ""
         yield f"cuda:{index} {torch.cuda.get_device_name(index)}, {sm}, {memory:.0f} GiB{products}"
 

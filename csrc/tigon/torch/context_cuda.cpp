@@ -55,8 +55,10 @@ class TorchCudaContext final : public Context {
 
 std::unique_ptr<Context> make_cuda_context(const Tensor& t) { return std::make_unique<TorchCudaContext>(t); }
 std::string products() { return cuda::cublaslt_kernels(); }
+bool own_products(int capability) { return cuda::has_own_products(capability); }
 #else
 std::string products() { return {}; }
+bool own_products(int) { return false; }
 std::unique_ptr<Context> make_cuda_context(const Tensor&) {
   detail::fail("context",
                {"this build of Tigon has no CUDA backend (rebuild with nvcc and -DTIGON_CUDA=ON)"});
@@ -65,8 +67,11 @@ std::unique_ptr<Context> make_cuda_context(const Tensor&) {
 
 }  // namespace tigon::torch_shim
 
-// For tigon.env(): lines, valid until the thread's next call.
+// For tigon.env(). Lines, valid until the thread's next call.
 extern "C" TIGON_API const char* tigon_products() {
   static thread_local std::string lines;
   return (lines = tigon::torch_shim::products()).c_str();
+}
+extern "C" TIGON_API bool tigon_own_products(int capability) {
+  return tigon::torch_shim::own_products(capability);
 }

@@ -37,6 +37,16 @@ void lower_facts(DeviceFacts& f) {
 
 }  // namespace
 
+bool has_own_products(int capability) {
+#ifdef TIGON_SM90A
+  DeviceFacts f = {.capability = capability};
+  lower_facts(f);
+  return capability / 10 == 9 && f.capability >= 90;
+#else
+  return capability < 0;
+#endif
+}
+
 const char* error_text(cudaError_t status) {
   switch (status) {
     case cudaErrorInsufficientDriver:

@@ -23,5 +23,7 @@ void cublaslt_gemm(Context& ctx, const Gemm& g, int device, GemmWorkspace& works
 
 // The kernels that deterministic contexts have used, a line for each product.
 std::string cublaslt_kernels();
+// Whether matmul/ has kernels of this build for devices of this capability: sm_90a only.
+bool has_own_products(int capability);
 
 }  // namespace tigon::cuda
