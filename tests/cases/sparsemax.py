@@ -2,53 +2,18 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 
 import torch
 
-from .case import (
-    Case,
-    Inputs,
-    Maker,
-    bench_case,
-    liger,
-    memory_bound,
-    norm_bench_cases,
-    params,
-    test_case,
-    turn_cases,
-)
+from . import softmax
+from .case import Case, Inputs, bench_case, liger, memory_bound, test_case, turn_cases
 
 NAME = "sparsemax"
-
-DEFAULTS = {
-    "shape": (4, 64),
-    "layout": "contiguous",
-    "grad_layout": "contiguous",
-    "scale": 2.0,
-    "mean": 0.0,
-    "fill": None,
-}
+DEFAULTS = softmax.DEFAULTS
 
 CASES = [
-    test_case("4x64", small=True),
-    test_case("odd_3x7", small=True, shape=(3, 7)),
-    test_case("one_row", shape=(1, 1000)),
-    test_case("one_column", shape=(5, 1)),
-    test_case("scalar", shape=()),
-    test_case("vector", shape=(97,)),
-    test_case("empty", shape=(0, 64)),
-    test_case("empty_columns", shape=(3, 0)),
-    test_case("rank4", shape=(2, 3, 5, 33)),
-    test_case("tall", shape=(331, 64)),
-    test_case("33x384", shape=(33, 384)),
-    test_case("5x4097", shape=(5, 4097)),
-    test_case("3x16384", shape=(3, 16384)),
-    test_case("2x30001", shape=(2, 30001)),
-    test_case("cluster", shape=(3, 70001)),
-    test_case("cluster_in_turns", shape=(70, 33001)),
-    test_case("longest", shape=(1, 270001)),
-    test_case("swept", shape=(1, 1100001)),
+    *softmax.ROWS,
     # Many entries in the support, and many steps of tau.
     test_case("wide_support", shape=(7, 257), scale=1e-3),
     test_case("wide_support_long", shape=(3, 70001), scale=1e-5),
@@ -58,27 +23,6 @@ CASES = [
     test_case("many_steps", shape=(3, 30000), scale=0.01),
     test_case("equal", shape=(5, 130), fill="equal"),
     test_case("ties", shape=(5, 130), fill="ties"),
-    test_case("rows", shape=(9, 130), layout="rows", grad_layout="rows"),
-    test_case("columns", shape=(9, 130), layout="columns", grad_layout="columns"),
-    test_case("transposed", shape=(9, 130), layout="transposed", grad_layout="transposed"),
-    test_case("misaligned", shape=(7, 256), layout="offset1", grad_layout="offset1"),
-    test_case("misaligned_x", shape=(7, 257), layout="offset1"),
-    test_case("misaligned_grad", shape=(7, 256), grad_layout="offset1"),
-    test_case("misaligned_odd", shape=(5, 4097), layout="offset1", grad_layout="rows"),
-    test_case("misaligned_grad_odd", shape=(3, 12289), layout="rows", grad_layout="offset1"),
-    test_case("misaligned_cluster", shape=(2, 70003), layout="offset1", grad_layout="rows"),
-    test_case("misaligned_swept", shape=(1, 1100003), layout="offset1", grad_layout="offset1"),
-    test_case("grad_expanded", shape=(7, 256), grad_layout="expanded"),
-    test_case("sharp", shape=(7, 256), scale=40.0),
-    test_case("far_from_zero", shape=(7, 256), mean=1000.0),
-    test_case("masked", shape=(5, 130), fill="masked"),
-    test_case("masked_long", shape=(2, 270001), fill="masked"),
-    test_case("masked_swept", shape=(2, 1100003), fill="masked"),
-    test_case("nothing_left", shape=(5, 130), fill="-inf"),
-    test_case("nothing_left_long", shape=(3, 70001), fill="-inf"),
-    test_case("nan_row", shape=(5, 130), fill="nan"),
-    test_case("nan_row_long", shape=(3, 70001), fill="nan"),
-    test_case("inf_row", shape=(5, 130), fill="inf"),
     *turn_cases(),
     # As many entries above max - 1 as a warp keeps, and one more; in all rows of a block; one alone.
     test_case("candidates_32", shape=(3, 4096), fill=32),
@@ -96,34 +40,27 @@ CASES = [
     test_case("nan_row_block", shape=(7, 3000), fill="nan"),
     test_case("nan_row_warp", shape=(7, 600), fill="nan"),
     test_case("inf_row_block", shape=(7, 3000), fill="inf"),
-    *norm_bench_cases(),
     bench_case("16384x4096_wide_support", shape=(16384, 4096), scale=1e-3),
 ]
 
 
 def make(case: Case, device, dtype: torch.dtype, seed: int = 0) -> Inputs:
-    """Draw the inputs of a case."""
-    p = params(case, DEFAULTS)
-    draw = Maker(case, device, dtype, seed)
-    shape = p["shape"]
-    x = draw.randn(*shape, layout=p["layout"], scale=p["scale"], mean=p["mean"])
-    if p["fill"] == "masked":  # a causal mask's triangle
-        x.masked_fill_(torch.ones_like(x, dtype=torch.bool).triu(x.shape[-1] - 20), -math.inf)
-        x[-1, :100] = -math.inf
-    elif p["fill"] == "-inf":
-        x[1].fill_(-math.inf)
-    elif p["fill"] == "equal":
+    """Draw the inputs of a case: those of softmax, with fills of its own."""
+    fill = case.params.get("fill")
+    if not isinstance(fill, int) and fill not in ("equal", "few_and_many", "ties"):
+        return softmax.make(case, device, dtype, seed)
+    inputs = softmax.make(dataclasses.replace(case, params=case.params | {"fill": None}), device, dtype, seed)
+    (x,) = inputs.args
+    if fill == "equal":
         x.fill_(1.5)
-    elif p["fill"] == "few_and_many":  # by turns
+    elif fill == "few_and_many":  # by turns
         x[::2] *= 1e-3
-    elif isinstance(p["fill"], int):  # that many in the support
-        x.mul_(0.01).sub_(9.0)
-        x[..., : p["fill"]].add_(9.0)
-    elif p["fill"] == "ties":  # entries that equal tau: outside of the support
+    elif fill == "ties":  # entries that equal tau: outside of the support
         x.copy_((2 * x).round() / 2)
-    elif p["fill"] is not None:
-        x[1, 3] = float(p["fill"])
-    return Inputs(args=(x,), grads=(0,), grad_outputs=(draw.randn(*shape, layout=p["grad_layout"]),))
+    else:  # that many in the support
+        x.mul_(0.01).sub_(9.0)
+        x[..., :fill].add_(9.0)
+    return inputs
 
 
 def tigon_fn(x):

@@ -1,4 +1,4 @@
-"""Ops of one tensor of any shape that save it for the backward (``csrc/tigon/base/activation.h``)."""
+"""Ops of one tensor of any shape that save it or their result (``csrc/tigon/base/activation.h``)."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ def _fake(x):
     return x.new_empty(x.shape)
 
 
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
-    ctx.set_materialize_grads(False)
+def activation(
+    name: str, reference: Callable, *, saves_result: bool = False, elementwise: bool = True
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The differentiable call of ``tigon::<name>``; `reference` where there is no kernel.
 
+    Args:
+        saves_result: the backward takes the result in place of x (``csrc/tigon/base/distribution.h``).
+        elementwise: every element by itself; else every row.
+    """
+    bwd = raw(f"{name}_bwd", (lambda dy, y: _fake(y)) if saves_result else lambda dy, x: _fake(x))
 
-def activation(name: str, reference: Callable) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The differentiable call of ``tigon::<name>``; `reference` where there is no kernel."""
-    bwd = raw(f"{name}_bwd", lambda dy, x: _fake(x))
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*([output] if saves_result else inputs))
+        ctx.set_materialize_grads(False)
 
     def backward(ctx, dy):
-        if dy is None:
-            return None
-        (x,) = ctx.saved_tensors
-        return bwd(dy, x)
+        return None if dy is None else bwd(dy, *ctx.saved_tensors)
 
     op = Op(
         name,
         fake=_fake,
-        setup_context=_setup_context,
+        setup_context=setup_context,
         backward=backward,
-        layout=Layout(rows=1, elementwise=True),
+        layout=Layout(rows=1, elementwise=elementwise),
     )
 
     def call(x):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tigon._dtensor import Layout
-from tigon._op import Op, has_kernel, raw
-from tigon.ops.arguments import check_float
+from tigon.ops.activation import activation
 
 
 def reference(x):
@@ -14,30 +12,7 @@ def reference(x):
     return torch.softmax(x, -1, torch.promote_types(x.dtype, torch.float32)).to(x.dtype)
 
 
-def _fake(x):
-    return x.new_empty(x.shape)
-
-
-def _fake_bwd(dy, y):
-    return y.new_empty(y.shape)
-
-
-_bwd = raw("softmax_bwd", _fake_bwd)
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(output)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dy):
-    if dy is None:
-        return None
-    (y,) = ctx.saved_tensors
-    return _bwd(dy, y)
-
-
-_op = Op("softmax", fake=_fake, setup_context=_setup_context, backward=_backward, layout=Layout(rows=1))
+_call = activation("softmax", reference, saves_result=True, elementwise=False)
 
 
 def softmax(x: torch.Tensor) -> torch.Tensor:
@@ -59,9 +34,4 @@ def softmax(x: torch.Tensor) -> torch.Tensor:
 
     Source: Bridle 1990, "Probabilistic interpretation of feedforward classification network outputs".
     """
-    check_float("softmax", "x", x)
-    if not has_kernel("softmax", x):
-        return reference(x)
-    if x.dim() == 0:
-        return _op(x.reshape(1)).reshape(())
-    return _op(x)
+    return _call(x)

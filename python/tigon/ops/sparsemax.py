@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tigon._dtensor import Layout
-from tigon._op import Op, has_kernel, raw
-from tigon.ops.arguments import check_float
+from tigon.ops.activation import activation
 
 
 def reference(x):
@@ -25,30 +23,7 @@ def reference(x):
     return (y + 0 * y * y).to(x.dtype)  # a row of NaN has a gradient of NaN
 
 
-def _fake(x):
-    return x.new_empty(x.shape)
-
-
-def _fake_bwd(dy, y):
-    return y.new_empty(y.shape)
-
-
-_bwd = raw("sparsemax_bwd", _fake_bwd)
-
-
-def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(output)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx, dy):
-    if dy is None:
-        return None
-    (y,) = ctx.saved_tensors
-    return _bwd(dy, y)
-
-
-_op = Op("sparsemax", fake=_fake, setup_context=_setup_context, backward=_backward, layout=Layout(rows=1))
+_call = activation("sparsemax", reference, saves_result=True, elementwise=False)
 
 
 def sparsemax(x: torch.Tensor) -> torch.Tensor:
@@ -71,9 +46,4 @@ def sparsemax(x: torch.Tensor) -> torch.Tensor:
     Source: Martins & Astudillo 2016, "From Softmax to Sparsemax: A Sparse Model of Attention and Multi-Label
     Classification", arXiv:1602.02068.
     """
-    check_float("sparsemax", "x", x)
-    if not has_kernel("sparsemax", x):
-        return reference(x)
-    if x.dim() == 0:
-        return _op(x.reshape(1)).reshape(())
-    return _op(x)
+    return _call(x)

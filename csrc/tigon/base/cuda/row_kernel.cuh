@@ -28,6 +28,8 @@
 #include "tigon/base/cuda/aligned_row.cuh"
 #include "tigon/base/cuda/row_reduce.cuh"
 #include "tigon/base/cuda/row_shapes.cuh"
+#include "tigon/base/dispatch.h"
+#include "tigon/base/distribution.h"
 
 namespace tigon::cuda {
 
@@ -365,6 +367,22 @@ void run_row_op(const char* name, Context& ctx, const Op& op) {
     if (same_offset) return row_detail::run_row_op<kVectorized>(name, ctx, op, vecs);
   }
   row_detail::run_row_op<RowAlignment::any>(name, ctx, op, vecs);
+}
+
+// Ops of tigon/base/distribution.h: Forward reads x, Backward y and dy.
+template <template <class> class Forward>
+void distribution_fwd(const char* op, Context& ctx, const DistributionFwd& a) {
+  dispatch_float(op, "x", a.x.dtype, [&](auto type) {
+    using T = typename DeviceType<typename decltype(type)::type>::type;
+    run_row_op(op, ctx, Forward<T>{rows_of<T, 1>({a.x}, a.y)});
+  });
+}
+template <template <class> class Backward>
+void distribution_bwd(const char* op, Context& ctx, const DistributionBwd& a) {
+  dispatch_float(op, "y", a.y.dtype, [&](auto type) {
+    using T = typename DeviceType<typename decltype(type)::type>::type;
+    run_row_op(op, ctx, Backward<T>{rows_of<T, 2>({a.y, a.dy}, a.dx)});
+  });
 }
 
 }  // namespace tigon::cuda

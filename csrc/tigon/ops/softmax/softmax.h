@@ -12,31 +12,12 @@
 // Refused     sizes or dtypes that do not fit: tigon::Error before anything is written
 #pragma once
 
-#include "tigon/base/fields.h"
+#include "tigon/base/distribution.h"
 
 namespace tigon {
 
-struct SoftmaxFwd {
-  Matrix x;
-  Matrix y;
-
-  void fields(Fields& f) {
-    f.rows("x", x, 0);
-    f.result("y", y, x);
-  }
-};
-
-struct SoftmaxBwd {
-  Matrix dy;
-  Matrix y;
-  Matrix dx;
-
-  void fields(Fields& f) {
-    f.input("dy", dy, y);
-    f.rows("y", y, 0);
-    f.result("dx", dx, y);
-  }
-};
+using SoftmaxFwd = DistributionFwd;
+using SoftmaxBwd = DistributionBwd;
 
 TIGON_API_OP(softmax, Softmax)
 

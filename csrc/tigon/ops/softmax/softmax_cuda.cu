@@ -5,7 +5,6 @@
 // Instructions per element: about 9 forward, with one ex2 (two in rows past 1024 vectors), 9 backward; the memory-bound budget is
 // 27 and 41 (bf16).
 #include "tigon/base/cuda/row_kernel.cuh"
-#include "tigon/base/dispatch.h"
 #include "tigon/ops/softmax/softmax.h"
 
 namespace tigon::cuda {
@@ -97,18 +96,7 @@ struct Backward {
 
 }  // namespace
 
-void softmax_fwd(Context& ctx, const SoftmaxFwd& a) {
-  dispatch_float(kOp, "x", a.x.dtype, [&](auto type) {
-    using T = typename DeviceType<typename decltype(type)::type>::type;
-    run_row_op(kOp, ctx, Forward<T>{rows_of<T, 1>({a.x}, a.y)});
-  });
-}
-
-void softmax_bwd(Context& ctx, const SoftmaxBwd& a) {
-  dispatch_float(kOp, "y", a.y.dtype, [&](auto type) {
-    using T = typename DeviceType<typename decltype(type)::type>::type;
-    run_row_op(kOp, ctx, Backward<T>{rows_of<T, 2>({a.y, a.dy}, a.dx)});
-  });
-}
+void softmax_fwd(Context& ctx, const DistributionFwd& a) { distribution_fwd<Forward>(kOp, ctx, a); }
+void softmax_bwd(Context& ctx, const DistributionBwd& a) { distribution_bwd<Backward>(kOp, ctx, a); }
 
 }  // namespace tigon::cuda

@@ -17,33 +17,14 @@
 // excess of the sum or |S| halves.
 #pragma once
 
-#include "tigon/base/fields.h"
+#include "tigon/base/distribution.h"
 
 namespace tigon {
 
 constexpr float kLeastF16 = 0x1p-24f;  // the smallest positive number
 
-struct SparsemaxFwd {
-  Matrix x;
-  Matrix y;
-
-  void fields(Fields& f) {
-    f.rows("x", x, 0);
-    f.result("y", y, x);
-  }
-};
-
-struct SparsemaxBwd {
-  Matrix dy;
-  Matrix y;
-  Matrix dx;
-
-  void fields(Fields& f) {
-    f.input("dy", dy, y);
-    f.rows("y", y, 0);
-    f.result("dx", dx, y);
-  }
-};
+using SparsemaxFwd = DistributionFwd;
+using SparsemaxBwd = DistributionBwd;
 
 TIGON_API_OP(sparsemax, Sparsemax)
 

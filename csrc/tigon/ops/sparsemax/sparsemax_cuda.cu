@@ -5,7 +5,6 @@
 // Instructions per element: about 18 forward, where at most 64 entries are less than 1 below the maximum; otherwise up to 6 more a
 // step of tau, which leaves out vectors below it. 9 backward.
 #include "tigon/base/cuda/row_kernel.cuh"
-#include "tigon/base/dispatch.h"
 #include "tigon/ops/sparsemax/sparsemax.h"
 
 namespace tigon::cuda {
@@ -177,18 +176,7 @@ struct Backward {
 
 }  // namespace
 
-void sparsemax_fwd(Context& ctx, const SparsemaxFwd& a) {
-  dispatch_float(kOp, "x", a.x.dtype, [&](auto type) {
-    using T = typename DeviceType<typename decltype(type)::type>::type;
-    run_row_op(kOp, ctx, Forward<T>{rows_of<T, 1>({a.x}, a.y)});
-  });
-}
-
-void sparsemax_bwd(Context& ctx, const SparsemaxBwd& a) {
-  dispatch_float(kOp, "y", a.y.dtype, [&](auto type) {
-    using T = typename DeviceType<typename decltype(type)::type>::type;
-    run_row_op(kOp, ctx, Backward<T>{rows_of<T, 2>({a.y, a.dy}, a.dx)});
-  });
-}
+void sparsemax_fwd(Context& ctx, const DistributionFwd& a) { distribution_fwd<Forward>(kOp, ctx, a); }
+void sparsemax_bwd(Context& ctx, const DistributionBwd& a) { distribution_bwd<Backward>(kOp, ctx, a); }
 
 }  // namespace tigon::cuda
