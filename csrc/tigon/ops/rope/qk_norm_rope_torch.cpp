@@ -19,21 +19,17 @@ QkNorm norm_of(OptionalTensor& q_weight, OptionalTensor& k_weight, const Tensor&
 }
 
 std::tuple<Tensor, Tensor> forward(Tensor q, OptionalTensor k, OptionalTensor q_weight,
-                                   OptionalTensor k_weight, Tensor cos, OptionalTensor sin,
-                                   OptionalTensor positions, double eps, double offset, int64_t rounding,
-                                   int64_t head_dim, int64_t pairs, bool shared, bool tail, bool keep_dtype,
-                                   int64_t time, int64_t height, int64_t width, bool mixed) {
+                                   OptionalTensor k_weight, RopeTables tables, double eps, double offset,
+                                   int64_t rounding, RopeOptions options) {
   if (k) check_same_device(kOp, "k", *k, q);
-  check_rope_devices(kOp, cos, sin, positions, q);
-  QkNormRopeFwd a{.rope = rope_of(kOp, cos, sin, positions,
-                                  {head_dim, pairs, shared, tail, keep_dtype, time, height, width, mixed}),
+  QkNormRopeFwd a{.rope = rope_of(kOp, tables, options, q),
                   .norm = norm_of(q_weight, k_weight, q, eps, offset, rounding)};
   auto one = [&](const char* name, Tensor& x, RopeHeads& in, RopeHeads& out) {
     bool swapped = heads_swapped(x);
-    in = heads_of(kOp, name, x, head_dim);
+    in = heads_of(kOp, name, x, options.head_dim);
     DType wide = promote(a.norm.result(in.dtype), a.rope.cos.dtype);
-    Tensor y = make_heads(x, keep_dtype ? in.dtype : wide, swapped);
-    out = heads_of(kOp, name, y, head_dim);
+    Tensor y = make_heads(x, options.keep_dtype ? in.dtype : wide, swapped);
+    out = heads_of(kOp, name, y, options.head_dim);
     return y;
   };
   Tensor q_out = one("q", q, a.rope.q, a.rope.q_out);
@@ -46,14 +42,10 @@ std::tuple<Tensor, Tensor> forward(Tensor q, OptionalTensor k, OptionalTensor q_
 // A dy that is absent leaves its tensor out.
 std::tuple<Tensor, Tensor, Tensor> backward(OptionalTensor dq_out, OptionalTensor dk_out, Tensor q,
                                             OptionalTensor k, OptionalTensor q_weight,
-                                            OptionalTensor k_weight, Tensor cos, OptionalTensor sin,
-                                            OptionalTensor positions, double eps, double offset,
-                                            int64_t rounding, int64_t head_dim, int64_t pairs, bool shared,
-                                            bool tail, bool keep_dtype, int64_t time, int64_t height,
-                                            int64_t width, bool mixed, bool need_dweight) {
-  check_rope_devices(kOp, cos, sin, positions, q);
-  QkNormRopeBwd a{.rope = rope_of(kOp, cos, sin, positions,
-                                  {head_dim, pairs, shared, tail, keep_dtype, time, height, width, mixed}),
+                                            OptionalTensor k_weight, RopeTables tables, double eps,
+                                            double offset, int64_t rounding, RopeOptions options,
+                                            bool need_dweight) {
+  QkNormRopeBwd a{.rope = rope_of(kOp, tables, options, q),
                   .norm = norm_of(q_weight, k_weight, q, eps, offset, rounding)};
   DType dtype = dtype_of(kOp, "q", q);
   auto one = [&](const char* name, OptionalTensor& dy, Tensor& x, RopeHeads& upstream, RopeHeads& in,
@@ -61,10 +53,10 @@ std::tuple<Tensor, Tensor, Tensor> backward(OptionalTensor dq_out, OptionalTenso
     if (!dy) return nothing(q, dtype);
     check_same_device(kOp, name, *dy, q);
     bool swapped = heads_swapped(x);
-    in = heads_of(kOp, name, x, head_dim);
-    upstream = heads_of(kOp, name, *dy, head_dim);
+    in = heads_of(kOp, name, x, options.head_dim);
+    upstream = heads_of(kOp, name, *dy, options.head_dim);
     Tensor dx = make_heads(x, dtype, swapped);
-    out = heads_of(kOp, name, dx, head_dim);
+    out = heads_of(kOp, name, dx, options.head_dim);
     return dx;
   };
   Tensor dq = one("dq", dq_out, q, a.rope.q, a.q, a.rope.q_out);
@@ -80,16 +72,16 @@ std::tuple<Tensor, Tensor, Tensor> backward(OptionalTensor dq_out, OptionalTenso
 }  // namespace
 
 TIGON_TORCH_SCHEMAS(m) {
-  const std::string inputs =
-      "Tensor q, Tensor? k, Tensor? q_weight, Tensor? k_weight, Tensor cos, Tensor? sin, Tensor? positions,"
-      " float eps, float offset, int rounding, " TIGON_ROPE_OPTIONS;
+  const std::string inputs = std::string("Tensor q, Tensor? k, Tensor? q_weight, Tensor? k_weight, ") +
+                             RopeTables::kSchema + "float eps, float offset, int rounding, " +
+                             RopeOptions::kSchema;
   define_forward(m, "qk_norm_rope", "(" + inputs + ") -> (Tensor, Tensor)");
   define(m, "qk_norm_rope_bwd(Tensor? dq_out, Tensor? dk_out, " + inputs +
                 ", bool need_dweight) -> (Tensor dq, Tensor dk, Tensor dweight)");
 }
 TIGON_TORCH_KERNELS(m) {
-  implement_forward(m, "qk_norm_rope", TORCH_BOX(&forward));
-  m.impl("qk_norm_rope_bwd", TORCH_BOX(&backward));
+  implement_forward(m, "qk_norm_rope", boxed<&forward>);
+  m.impl("qk_norm_rope_bwd", boxed<&backward>);
 }
 
 }  // namespace tigon::torch_shim::qk_norm_rope_torch

@@ -6,11 +6,15 @@
 
 namespace tigon::torch_shim {
 
-// The trailing options of both schemas, in this order.
-#define TIGON_ROPE_OPTIONS                                                                              \
-  "int head_dim, int pairs, bool shared, bool tail, bool keep_dtype, int time, int height, int width, " \
-  "bool mixed"
+struct RopeTables {
+  Tensor cos;
+  OptionalTensor sin, positions;
 
+  static constexpr const char* kSchema = "Tensor cos, Tensor? sin, Tensor? positions, ";
+  static RopeTables take(Stack& s) {
+    return {s.take<Tensor>(), s.take<OptionalTensor>(), s.take<OptionalTensor>()};
+  }
+};
 struct RopeOptions {
   int64_t head_dim;  // the dimension of q and k that holds the heads
   int64_t pairs;     // 0 halves, 1 neighbours, 2 neighbours in and halves out
@@ -18,6 +22,13 @@ struct RopeOptions {
   int64_t time, height, width;
   bool mixed;
 
+  static constexpr const char* kSchema =
+      "int head_dim, int pairs, bool shared, bool tail, bool keep_dtype, int time, int height, int width,"
+      " bool mixed";
+  static RopeOptions take(Stack& s) {
+    return {s.take<int64_t>(), s.take<int64_t>(), s.take<bool>(),    s.take<bool>(), s.take<bool>(),
+            s.take<int64_t>(), s.take<int64_t>(), s.take<int64_t>(), s.take<bool>()};
+  }
   RopeForm form() const {
     return {.in = pairs == 0 ? RopePairs::halves : RopePairs::neighbours,
             .out = pairs == 1 ? RopePairs::neighbours : RopePairs::halves,
@@ -33,11 +44,8 @@ RopeHeads heads_of(const char* op, const char* name, Tensor& t, int64_t head_dim
 bool heads_swapped(const Tensor& x);
 // Dense, sizes of x; `swapped`: see heads_swapped.
 Tensor make_heads(const Tensor& x, DType dtype, bool swapped);
-// cos, sin, positions and form of a call; tensors are replaced by copies where their rows are not dense. Without sin, cos
-// holds complex numbers as [..., R/2, 2].
-Rope rope_of(const char* op, Tensor& cos, OptionalTensor& sin, OptionalTensor& positions,
-             const RopeOptions& options);
-void check_rope_devices(const char* op, const Tensor& cos, const OptionalTensor& sin,
-                        const OptionalTensor& positions, const Tensor& like);
+// Tables and form of a call whose tensors are on the device of `like`; tables are replaced by copies where their rows are not
+// dense. Without sin, cos holds complex numbers as [..., R/2, 2].
+Rope rope_of(const char* op, RopeTables& tables, const RopeOptions& options, const Tensor& like);
 
 }  // namespace tigon::torch_shim

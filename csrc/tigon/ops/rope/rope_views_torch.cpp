@@ -59,8 +59,11 @@ Tensor make_heads(const Tensor& x, DType dtype, bool swapped) {
   return empty_strided(x, x.sizes().data(), strides + (4 - dims), dims, dtype);
 }
 
-Rope rope_of(const char* op, Tensor& cos, OptionalTensor& sin, OptionalTensor& positions,
-             const RopeOptions& options) {
+Rope rope_of(const char* op, RopeTables& tables, const RopeOptions& options, const Tensor& like) {
+  auto& [cos, sin, positions] = tables;
+  check_same_device(op, "cos", cos, like);
+  if (sin) check_same_device(op, "sin", *sin, like);
+  if (positions) check_same_device(op, "positions", *positions, like);
   Rope a{};
   a.form = options.form();
   TIGON_CHECK(op, 0 <= options.pairs && options.pairs <= 2, "pairs must be 0, 1 or 2, got ", options.pairs);
@@ -84,13 +87,6 @@ Rope rope_of(const char* op, Tensor& cos, OptionalTensor& sin, OptionalTensor& p
   a.sin = a.cos;
   a.sin.data = static_cast<const char*>(a.cos.data) + size_of(a.cos.dtype);
   return a;
-}
-
-void check_rope_devices(const char* op, const Tensor& cos, const OptionalTensor& sin,
-                        const OptionalTensor& positions, const Tensor& like) {
-  check_same_device(op, "cos", cos, like);
-  if (sin) check_same_device(op, "sin", *sin, like);
-  if (positions) check_same_device(op, "positions", *positions, like);
 }
 
 }  // namespace tigon::torch_shim
