@@ -9,7 +9,7 @@ namespace {
 
 struct Run {
   int64_t tokens, n, cols, parts, m;
-  HyperConnection how;
+  HyperConnection options;
   Table x, weight, base, scale, y, pre, post, res, product, rstd;
   Table dy, dpre, dpost, dres, dx, dweight, dbase, dscale;
 
@@ -21,7 +21,7 @@ struct Run {
         m(parts == 1   ? n
           : parts == 2 ? 2 * n
                        : 2 * n + n * n),
-        how{.streams = n, .pre_eps = 1e-3f, .post_eps = 1e-3f, .iterations = 5},
+        options{.streams = n, .pre_eps = 1e-3f, .post_eps = 1e-3f, .iterations = 5},
         x(dtype, tokens, n * cols, 3),
         weight(DType::f32, m, n * cols, 1),
         base(DType::f32, 1, m),
@@ -54,7 +54,7 @@ struct Run {
             .res = parts > 2 ? res.matrix() : Matrix{},
             .product = product.matrix(),
             .rstd = rstd.vector(),
-            .how = how};
+            .options = options};
   }
   HyperConnectionBwd backward() {
     return {.dy = dy.matrix(),
@@ -71,7 +71,7 @@ struct Run {
             .dweight = dweight.matrix(),
             .dbase = dbase.vector(),
             .dscale = dscale.vector(),
-            .how = how};
+            .options = options};
   }
 };
 
@@ -197,9 +197,9 @@ TEST_CASE("refused calls name argument, expected and given, and write nothing") 
     change(a);
     CHECK_THROWS_WITH_AS(hyper_connection_fwd(*ctx, a), text, Error);
   };
-  refused([](HyperConnectionFwd& a) { a.how.streams = 9; },
+  refused([](HyperConnectionFwd& a) { a.options.streams = 9; },
           "[hyper_connection] streams must be in [1, 8], got 9");
-  refused([](HyperConnectionFwd& a) { a.how.streams = 5; },
+  refused([](HyperConnectionFwd& a) { a.options.streams = 5; },
           "[hyper_connection] x must have columns in 5 streams, got 32");
   refused([](HyperConnectionFwd& a) { a.weight.rows = 23; },
           "[hyper_connection] weight must have 4, 8 or 24 rows, got 23");
@@ -208,7 +208,7 @@ TEST_CASE("refused calls name argument, expected and given, and write nothing") 
           "[hyper_connection] base must be float32, got bfloat16");
   refused([](HyperConnectionFwd& a) { a.res.cols = 4; },
           "[hyper_connection] res must be [3, 16], got [3, 4]");
-  refused([](HyperConnectionFwd& a) { a.how.iterations = 0; },
+  refused([](HyperConnectionFwd& a) { a.options.iterations = 0; },
           "[hyper_connection] iterations must be >= 1, got 0");
   CHECK(run.y == untouched.y);
   CHECK(run.pre == untouched.pre);

@@ -7,13 +7,13 @@ namespace tigon::test {
 namespace {
 
 struct Run {
-  RouteOptions how;
+  RouteOptions options;
   int64_t k;
   bool losses;
   Table logits, bias, v, dweights, daux, dz, weights, ids, aux, z, balance, dlogits;
 
   Run(DType t, int64_t tokens, int64_t experts, int64_t top_k, RouteOptions options, bool with_losses)
-      : how(options),
+      : options(options),
         k(top_k),
         losses(with_losses),
         logits(t, tokens, experts, 3),
@@ -41,7 +41,7 @@ struct Run {
                     .aux = wanted(aux),
                     .z = wanted(z),
                     .balance = wanted(balance),
-                    .how = how});
+                    .options = options});
   }
   void backward(Context& ctx) {
     route_bwd(ctx, {.logits = logits.matrix(),
@@ -52,7 +52,7 @@ struct Run {
                     .token_weights = wanted(v),
                     .balance = wanted(balance),
                     .dlogits = dlogits.matrix(),
-                    .how = how});
+                    .options = options});
   }
 };
 
@@ -69,10 +69,10 @@ const RouteOptions kForms[] = {
 
 TEST_CASE("gradients are slopes") {
   auto ctx = make_cpu_context(1);
-  for (const RouteOptions& how : kForms)
+  for (const RouteOptions& options : kForms)
     for (bool losses : {false, true}) {
-      INFO("score " << int(how.score) << ", groups " << how.num_groups);
-      Run run(DType::f32, 5, 15, 3, how, losses);
+      INFO("score " << int(options.score) << ", groups " << options.num_groups);
+      Run run(DType::f32, 5, 15, 3, options, losses);
       run.forward(*ctx), run.backward(*ctx);
       const Table chosen = run.ids;
       auto loss = [&] {
@@ -91,9 +91,10 @@ TEST_CASE("the choice: best first, ties by index, groups") {
                              {-INFINITY, -INFINITY, -INFINITY, 1.0, -INFINITY, -INFINITY, -INFINITY, 0.0},
                              {1.0, 5.0, NAN, 2.0, 7.0, NAN, 1.0, 3.0}};
   logits.fill([&](int64_t r, int64_t c) { return rows[r][c]; });
-  auto chosen = [&](const RouteOptions& how, const double (&want)[3][3]) {
-    route_fwd(*ctx,
-              {.logits = logits.matrix(), .weights = weights.matrix(), .ids = ids.matrix(), .how = how});
+  auto chosen = [&](const RouteOptions& options, const double (&want)[3][3]) {
+    route_fwd(
+        *ctx,
+        {.logits = logits.matrix(), .weights = weights.matrix(), .ids = ids.matrix(), .options = options});
     for (int64_t r = 0; r < 3; ++r)
       for (int64_t c = 0; c < 3; ++c) CHECK(ids(r, c) == want[r][c]);
   };
@@ -110,9 +111,9 @@ TEST_CASE("the choice: best first, ties by index, groups") {
 
 TEST_CASE("the same bits for every instruction set and any number of threads, in place too") {
   for (DType t : kFloats)
-    for (const RouteOptions& how : kForms)
+    for (const RouteOptions& options : kForms)
       check_same_everywhere([&](Context& ctx) {
-        Run run(t, 1100, 35, 4, how, true);
+        Run run(t, 1100, 35, 4, options, true);
         run.forward(ctx), run.backward(ctx);
         const Table logits = run.logits, apart = run.dlogits;
         route_bwd(ctx, {.logits = run.logits.matrix(),
@@ -123,7 +124,7 @@ TEST_CASE("the same bits for every instruction set and any number of threads, in
                         .token_weights = run.v.vector(),
                         .balance = run.balance.vector(),
                         .dlogits = run.logits.matrix(),
-                        .how = how});
+                        .options = options});
         int64_t off = 0;
         for (int64_t i = 0; i < 1100 * 35; ++i) off += run.logits(i) != apart(i);
         CHECK(off == 0);
@@ -155,8 +156,8 @@ TEST_CASE("refused calls name argument, expected and given, and write nothing") 
   auto ctx = make_cpu_context(1);
   Run run(DType::f32, 4, 12, 3, {}, false);
   const Table weights = run.weights, ids = run.ids;
-  auto refused = [&](RouteOptions how, const char* text) {
-    run.how = how;
+  auto refused = [&](RouteOptions options, const char* text) {
+    run.options = options;
     CHECK_THROWS_WITH_AS(run.forward(*ctx), doctest::Contains(text), Error);
   };
   refused({.num_groups = 5}, "num_groups must divide 12, got 5");

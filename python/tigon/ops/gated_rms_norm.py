@@ -63,7 +63,7 @@ _bwd = raw("gated_rms_norm_bwd", _fake_bwd)
 
 
 def _setup_context(ctx, inputs, output):
-    x, gate, weight, _, *ctx.how = inputs
+    x, gate, weight, _, *ctx.options = inputs
     ctx.save_for_backward(x, gate, weight, output[1])
     ctx.set_materialize_grads(False)
 
@@ -72,7 +72,7 @@ def _backward(ctx, dy, _=None):
     if dy is None:
         return (None,) * 9
     need = ctx.needs_input_grad[:3]
-    gradients = _bwd(dy, *ctx.saved_tensors, *ctx.how, *need)
+    gradients = _bwd(dy, *ctx.saved_tensors, *ctx.options, *need)
     return *(g if wanted else None for g, wanted in zip(gradients, need, strict=True)), *(None,) * 6
 
 
@@ -151,5 +151,5 @@ def gated_rms_norm(
             rounding=rounding,
         )
     (weight,) = columns_for(x, weight)
-    how = (group_size or 0, norm_before_gate, _ACTIVATIONS[activation], offset, norm.ROUNDINGS[rounding])
-    return _op(x, gate, weight, eps, *how)
+    options = (group_size or 0, norm_before_gate, _ACTIVATIONS[activation], offset, norm.ROUNDINGS[rounding])
+    return _op(x, gate, weight, eps, *options)

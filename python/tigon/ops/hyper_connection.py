@@ -80,7 +80,7 @@ _bwd = raw("hyper_connection_bwd", _fake_bwd)
 
 def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:4], *output[4:])
-    ctx.how = inputs[4:11]
+    ctx.options = inputs[4:11]
     ctx.set_materialize_grads(False)
 
 
@@ -89,7 +89,7 @@ def _backward(ctx, dy, dpre, dpost, dres, *_):
     if all(g is None for g in given):
         return (None,) * 12
     given = tuple(g if g is None or g.numel() else None for g in given)
-    gradients = _bwd(*given, *ctx.saved_tensors, *ctx.how, *need)
+    gradients = _bwd(*given, *ctx.saved_tensors, *ctx.options, *need)
     return *(g if wanted else None for g, wanted in zip(gradients, need, strict=True)), *(None,) * 8
 
 
@@ -111,7 +111,7 @@ _mix_bwd = raw("hyper_connection_mix_bwd", _fake_mix_bwd)
 
 def _setup_mix(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:4])
-    ctx.how = inputs[4:]
+    ctx.options = inputs[4:]
     ctx.set_materialize_grads(False)
 
 
@@ -119,7 +119,7 @@ def _backward_mix(ctx, dy):
     if dy is None:
         return (None,) * 7
     need = ctx.needs_input_grad[:4]
-    gradients = _mix_bwd(dy, *ctx.saved_tensors, *ctx.how, *need)
+    gradients = _mix_bwd(dy, *ctx.saved_tensors, *ctx.options, *need)
     return *(g if wanted else None for g, wanted in zip(gradients, need, strict=True)), None, None, None
 
 

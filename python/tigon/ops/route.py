@@ -108,7 +108,7 @@ _bwd = raw("route_bwd", _fake_bwd)
 def _setup_context(ctx, inputs, output):
     _, ids, aux, z, balance = output
     ctx.save_for_backward(inputs[0], ids, inputs[2], balance)
-    ctx.how, ctx.losses = inputs[4:10], inputs[12]
+    ctx.options, ctx.losses = inputs[4:10], inputs[12]
     ctx.mark_non_differentiable(ids, balance, *(() if ctx.losses else (aux, z)))
     ctx.set_materialize_grads(False)
 
@@ -118,7 +118,7 @@ def _backward(ctx, dweights, dids, daux, dz, *_):
         daux = dz = None
     if dweights is None and daux is None and dz is None:
         return (None,) * 13
-    return _bwd(dweights, daux, dz, *ctx.saved_tensors, *ctx.how), *(None,) * 12
+    return _bwd(dweights, daux, dz, *ctx.saved_tensors, *ctx.options), *(None,) * 12
 
 
 _op = Op(OP, fake=_fake, setup_context=_setup_context, backward=_backward, results=4)
@@ -252,9 +252,9 @@ def route(
     bias = None if correction_bias is None else correction_bias.detach().float()
     v = None if token_weights is None else token_weights.detach().reshape(-1).float()
     rows = logits if logits.dim() == 2 else logits.reshape(-1, logits.shape[-1])
-    how = (score == "sigmoid", bool(normalize), num_groups, top_groups, group_score == "sum_of_two")
+    options = (score == "sigmoid", bool(normalize), num_groups, top_groups, group_score == "sum_of_two")
     wide = dtype == torch.float32, ids_dtype == torch.int64
-    weights, ids, aux, z = _op(rows, bias, v, top_k, *how, float(scale), *wide, bool(losses))
+    weights, ids, aux, z = _op(rows, bias, v, top_k, *options, float(scale), *wide, bool(losses))
     if logits.dim() != 2:
         weights, ids = weights.reshape(*lead, top_k), ids.reshape(*lead, top_k)
     return (weights, ids, aux, z) if losses else (weights, ids)

@@ -65,7 +65,7 @@ uint32_t alignment(uintptr_t bits, uint32_t most = 256) {
 
 // How the kernel of a product is chosen: any, one that does not split sums along K, or such a one of the algorithm that the
 // weight has for all numbers of rows.
-enum class Choice : int8_t { any, unsplit, of_weight };
+enum class Choice : int8_t { any, unsplit, batch_invariant };
 
 // Everything that the choice depends on, and what it is made for.
 struct Problem {
@@ -73,11 +73,11 @@ struct Problem {
   Choice choice = Choice::any;
   std::array<uint32_t, 3> align{};  // of a, b, c
 
-  Problem(const Gemm& gemm, Choice how) : g(gemm), choice(how) {
+  Problem(const Gemm& gemm, Choice c) : g(gemm), choice(c) {
     auto of = [&](const void* p, int64_t stride, DType t) {
       auto bits = reinterpret_cast<uintptr_t>(p);
-      return how == Choice::of_weight ? alignment(bits | uintptr_t(stride) * size_of(t), 16)
-                                      : alignment(bits);
+      return choice == Choice::batch_invariant ? alignment(bits | uintptr_t(stride) * size_of(t), 16)
+                                               : alignment(bits);
     };
     align = {of(g.a, g.lda, g.ab_dtype), of(g.b, g.ldb, g.ab_dtype), of(g.c, g.ldc, g.c_dtype)};
   }
@@ -212,7 +212,7 @@ Plan::Plan(const Problem& q, lt::Handle handle, const Plan* other) : Plan() {
 
 // The kernel of a weight's products with so many rows. It adds along K in one order whatever the number of rows: all are of the
 // algorithm that the heuristic has for many rows, and the tile is that for few of 1024 to 8192.
-std::shared_ptr<const Plan> plan_of_weight(DeviceProducts& products, const Problem& q) {
+std::shared_ptr<const Plan> weight_plan(DeviceProducts& products, const Problem& q) {
   constexpr int64_t kFewest = 1024, kMost = 8192, kVector = 8;
   Problem of = q;
   of.choice = Choice::unsplit;
@@ -249,9 +249,9 @@ void run_piece(Context& ctx, const Gemm& g, Choice choice, int device, GemmWorks
   lt::Handle handle = products.handle;
   const Problem q(g, choice);
   std::shared_ptr<const Plan> plan = products.plans.get(q.key(), [&] {
-    std::shared_ptr<const Plan> of_weight;
-    if (choice == Choice::of_weight) of_weight = plan_of_weight(products, q);
-    return std::make_shared<const Plan>(q, handle, of_weight.get());
+    std::shared_ptr<const Plan> algorithm;
+    if (choice == Choice::batch_invariant) algorithm = weight_plan(products, q);
+    return std::make_shared<const Plan>(q, handle, algorithm.get());
   });
   if (plan->workspace > workspace.size)
     workspace = {.data = ctx.scratch(plan->workspace), .size = plan->workspace};
@@ -266,7 +266,7 @@ void cublaslt_gemm(Context& ctx, const Gemm& g, int device, GemmWorkspace& works
   if (g.m == 0 || g.n == 0) return;
   // Without a split of K, and with an odd vocabulary cut for few rows as for many, a row of logits has the
   // same bits beside any number of others. Of other products that is asked for.
-  const Choice choice = ctx.deterministic && !g.trans_a && !g.over_rows ? Choice::of_weight
+  const Choice choice = ctx.deterministic && !g.trans_a && !g.over_rows ? Choice::batch_invariant
                         : makes_logits(g)                               ? Choice::unsplit
                                                                         : Choice::any;
   GemmPieces pieces = choice == Choice::any ? gemm_pieces(g) : gemm_pieces(g, 0);

@@ -55,16 +55,16 @@ struct GatedRmsNormFwd {
   Matrix y;
   Vector rstd;  // empty: not wanted, where no backward follows
   float eps = 1e-6f;
-  GatedRmsNorm how;
+  GatedRmsNorm options;
 
   void fields(Fields& f) {
     f.rows("x", x);
     f.input("gate", gate, x);
     f.parameter("weight", weight, x);
     f.eps(eps);
-    how.fields(f, x);
-    f.result("y", y, x, how.result(x, weight));
-    f.statistics("rstd", {{"rstd", rstd}}, x.rows * how.groups(x));
+    options.fields(f, x);
+    f.result("y", y, x, options.result(x, weight));
+    f.statistics("rstd", {{"rstd", rstd}}, x.rows * options.groups(x));
   }
 };
 
@@ -76,15 +76,15 @@ struct GatedRmsNormBwd {
   Vector rstd;
   Matrix dx, dgate;  // empty: not wanted
   Vector dweight;    // empty: not wanted
-  GatedRmsNorm how;
+  GatedRmsNorm options;
 
   void fields(Fields& f) {
-    f.input("dy", dy, x, how.result(x, weight));
+    f.input("dy", dy, x, options.result(x, weight));
     f.rows("x", x);
     f.input("gate", gate, x);
     f.parameter("weight", weight, x);
-    f.saved("rstd", {{"rstd", rstd}}, x.rows * how.groups(x));
-    how.fields(f, x);
+    f.saved("rstd", {{"rstd", rstd}}, x.rows * options.groups(x));
+    options.fields(f, x);
     f.gradient("dx", dx, x);
     f.gradient("dgate", dgate, x);
     f.gradient("dweight", dweight, "weight", weight);

@@ -18,8 +18,8 @@ struct GatedTables {
 namespace tigon::cpu {
 namespace {
 
-const NormKernels& kernels_for(const GatedRmsNorm& how, DType x, DType y) {
-  return TIGON_SELECT(gated_rms_norm_tables).by_order[how.norm_first].select(x, y);
+const NormKernels& kernels_for(const GatedRmsNorm& options, DType x, DType y) {
+  return TIGON_SELECT(gated_rms_norm_tables).by_order[options.norm_first].select(x, y);
 }
 
 }  // namespace
@@ -33,8 +33,8 @@ void gated_rms_norm_fwd(Context& ctx, const GatedRmsNormFwd& a) {
                 .y = a.y,
                 .rstd = a.rstd,
                 .eps = a.eps,
-                .sections = a.x.cols / a.how.group},
-               kernels_for(a.how, a.x.dtype, a.y.dtype));
+                .sections = a.x.cols / a.options.group},
+               kernels_for(a.options, a.x.dtype, a.y.dtype));
 }
 
 void gated_rms_norm_bwd(Context& ctx, const GatedRmsNormBwd& a) {
@@ -47,8 +47,8 @@ void gated_rms_norm_bwd(Context& ctx, const GatedRmsNormBwd& a) {
                  .rstd = a.rstd,
                  .out = {a.dx, a.dgate},
                  .sums = {a.dweight},
-                 .sections = a.x.cols / a.how.group},
-                kernels_for(a.how, a.x.dtype, a.dy.dtype));
+                 .sections = a.x.cols / a.options.group},
+                kernels_for(a.options, a.x.dtype, a.dy.dtype));
 }
 
 }  // namespace tigon::cpu

@@ -17,8 +17,8 @@ constexpr const char* kOp = "gated_rms_norm";
 // fp32 weights ask for fp32 accuracy of the gate: ApproxFor<W> below.
 // Calls fn(order, x type, weight type, y type); with the norm first, y has x's type.
 template <class Fn>
-void with_types(const GatedRmsNorm& how, DType x, const Vector& weight, DType y, Fn&& fn) {
-  if (how.norm_first)
+void with_types(const GatedRmsNorm& options, DType x, const Vector& weight, DType y, Fn&& fn) {
+  if (options.norm_first)
     with_weight_types(kOp, x, weight, [&](auto tx, auto tw) { fn(std::true_type{}, tx, tw, tx); });
   else
     with_result_types(kOp, x, weight, y,
@@ -28,7 +28,7 @@ void with_types(const GatedRmsNorm& how, DType x, const Vector& weight, DType y,
 }  // namespace
 
 void gated_rms_norm_fwd(Context& ctx, const GatedRmsNormFwd& a) {
-  with_types(a.how, a.x.dtype, a.weight, a.y.dtype,
+  with_types(a.options, a.x.dtype, a.weight, a.y.dtype,
              [&]<bool NormFirst, class X, class W, class Y>(std::bool_constant<NormFirst>, Type<X>, Type<W>,
                                                             Type<Y>) {
                norm_forward(kOp, ctx,
@@ -42,14 +42,14 @@ void gated_rms_norm_fwd(Context& ctx, const GatedRmsNormFwd& a) {
                                 .y_stride = a.y.stride,
                                 .rstd = a.rstd.as<float>(),
                                 .rows = a.x.rows,
-                                .cols = a.how.group,
-                                .groups = int(a.x.cols / a.how.group),
+                                .cols = a.options.group,
+                                .groups = int(a.x.cols / a.options.group),
                                 .eps = a.eps});
              });
 }
 
 void gated_rms_norm_bwd(Context& ctx, const GatedRmsNormBwd& a) {
-  with_types(a.how, a.x.dtype, a.weight, a.dy.dtype,
+  with_types(a.options, a.x.dtype, a.weight, a.dy.dtype,
              [&]<bool NormFirst, class X, class W, class Y>(std::bool_constant<NormFirst>, Type<X>, Type<W>,
                                                             Type<Y>) {
                norm_backward(kOp, ctx,
@@ -64,8 +64,8 @@ void gated_rms_norm_bwd(Context& ctx, const GatedRmsNormBwd& a) {
                                  .weight = a.weight.as<W>(),
                                  .rstd = a.rstd.as<float>(),
                                  .rows = a.x.rows,
-                                 .cols = a.how.group,
-                                 .groups = int(a.x.cols / a.how.group)},
+                                 .cols = a.options.group,
+                                 .groups = int(a.x.cols / a.options.group)},
                              {a.dweight});
              });
 }

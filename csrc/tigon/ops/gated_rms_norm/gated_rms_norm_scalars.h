@@ -12,10 +12,10 @@ struct GatedScalars : NormScalars {
 
 template <class Args>
 GatedScalars gated_scalars(const Args& a) {
-  const bool llama = a.how.rounding == Rounding::llama;
-  return {{.offset = a.weight ? a.how.offset : 0.0f, .round_h = llama},
+  const bool llama = a.options.rounding == Rounding::llama;
+  return {{.offset = a.weight ? a.options.offset : 0.0f, .round_h = llama},
           llama && !(a.weight && a.weight.dtype != a.x.dtype),
-          a.how.act == GateAct::silu};
+          a.options.act == GateAct::silu};
 }
 
 }  // namespace tigon

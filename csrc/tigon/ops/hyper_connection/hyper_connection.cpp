@@ -39,9 +39,9 @@ void require_given(const char* op, const char* name, const Matrix& m, int64_t ro
 
 // The checks that both directions make; how many parts the weight has: pre, post, res.
 int parts_of(const char* op, const Matrix& x, const Matrix& weight, const Vector& base, const Vector& scale,
-             const Matrix& product, const Vector& rstd, const HyperConnection& how) {
-  require_x(op, x, how.streams);
-  const int64_t n = how.streams, m = weight.rows;
+             const Matrix& product, const Vector& rstd, const HyperConnection& options) {
+  require_x(op, x, options.streams);
+  const int64_t n = options.streams, m = weight.rows;
   TIGON_CHECK(op, m == n || m == 2 * n || m == 2 * n + n * n, "weight must have ", n, ", ", 2 * n, " or ",
               2 * n + n * n, " rows, got ", m);
   require_matrix(op, "weight", weight, m, x.cols, DType::f32);
@@ -50,9 +50,9 @@ int parts_of(const char* op, const Matrix& x, const Matrix& weight, const Vector
   require_vector(op, "scale", scale, parts, DType::f32);
   require_matrix(op, "product", product, x.rows, m, DType::f32);
   require_vector(op, "rstd", rstd, x.rows, DType::f32);
-  TIGON_CHECK(op, how.norm_eps >= 0.0f, "norm_eps must be >= 0, got ", how.norm_eps);
-  TIGON_CHECK(op, how.sinkhorn_eps >= 0.0f, "sinkhorn_eps must be >= 0, got ", how.sinkhorn_eps);
-  TIGON_CHECK(op, how.iterations >= 1, "iterations must be >= 1, got ", how.iterations);
+  TIGON_CHECK(op, options.norm_eps >= 0.0f, "norm_eps must be >= 0, got ", options.norm_eps);
+  TIGON_CHECK(op, options.sinkhorn_eps >= 0.0f, "sinkhorn_eps must be >= 0, got ", options.sinkhorn_eps);
+  TIGON_CHECK(op, options.iterations >= 1, "iterations must be >= 1, got ", options.iterations);
   return parts;
 }
 
@@ -84,8 +84,8 @@ void mix_bwd(const char* op, Context& ctx, const HyperConnectionMixBwd& a) {
 
 void hyper_connection_fwd(Context& ctx, const HyperConnectionFwd& a) {
   const char* op = "hyper_connection";
-  const int parts = parts_of(op, a.x, a.weight, a.base, a.scale, a.product, a.rstd, a.how);
-  const int64_t n = a.how.streams, tokens = a.x.rows, m = a.weight.rows;
+  const int parts = parts_of(op, a.x, a.weight, a.base, a.scale, a.product, a.rstd, a.options);
+  const int64_t n = a.options.streams, tokens = a.x.rows, m = a.weight.rows;
   require_given(op, "y", a.y, tokens, a.x.cols / n, a.x.dtype);
   require_matrix(op, "pre", a.pre, tokens, n, DType::f32);
   if (parts > 1) require_matrix(op, "post", a.post, tokens, n, DType::f32);
@@ -94,7 +94,7 @@ void hyper_connection_fwd(Context& ctx, const HyperConnectionFwd& a) {
   bool done = false;
   on_device(op, ctx, [] {}, TIGON_ON_CUDA(done = cuda::products(ctx, a)));
   if (!done)
-    for_chunks(op, ctx, a.x, a.rstd.as<float>(), a.how.norm_eps,
+    for_chunks(op, ctx, a.x, a.rstd.as<float>(), a.options.norm_eps,
                [&](int64_t first, int64_t rows, const Matrix& wide) {
                  ctx.gemm({.m = rows,
                            .n = m,
@@ -113,8 +113,8 @@ void hyper_connection_fwd(Context& ctx, const HyperConnectionFwd& a) {
 
 void hyper_connection_bwd(Context& ctx, const HyperConnectionBwd& a) {
   const char* op = "hyper_connection_bwd";
-  const int parts = parts_of(op, a.x, a.weight, a.base, a.scale, a.product, a.rstd, a.how);
-  const int64_t n = a.how.streams, tokens = a.x.rows, m = a.weight.rows, cols = a.x.cols;
+  const int parts = parts_of(op, a.x, a.weight, a.base, a.scale, a.product, a.rstd, a.options);
+  const int64_t n = a.options.streams, tokens = a.x.rows, m = a.weight.rows, cols = a.x.cols;
   require_given(op, "dy", a.dy, tokens, cols / n, a.x.dtype);
   require_given(op, "dpre", a.dpre, tokens, n, DType::f32);
   if (parts > 1) require_given(op, "dpost", a.dpost, tokens, n, DType::f32);

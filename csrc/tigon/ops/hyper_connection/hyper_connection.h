@@ -48,7 +48,7 @@ struct HyperConnectionFwd {
   Matrix pre, post, res;  // post and res: no data where the weight has no rows of theirs
   Matrix product;         // [tokens, M], saved
   Vector rstd;            // [tokens], saved
-  HyperConnection how;
+  HyperConnection options;
 };
 
 struct HyperConnectionBwd {
@@ -60,7 +60,7 @@ struct HyperConnectionBwd {
   Vector rstd;
   Matrix dx, dweight;    // no data: not wanted
   Vector dbase, dscale;  // empty: not wanted
-  HyperConnection how;
+  HyperConnection options;
 };
 
 template <class Mix>

@@ -11,7 +11,7 @@ namespace {
 struct CoefficientTokens {
   int64_t first, count;
   int parts;
-  HyperConnection how;
+  HyperConnection options;
   Matrix rstd, product;
   const float *base, *scale;
   Matrix pre, post, res;
@@ -98,7 +98,7 @@ void coefficients(Context& ctx, const HyperConnectionFwd& a) {
     table().coefficients({.first = first,
                           .count = std::min(kTokens, tokens - first),
                           .parts = parts_of(a.scale),
-                          .how = a.how,
+                          .options = a.options,
                           .rstd = column(a.rstd.as<float>(), tokens, 1),
                           .product = a.product,
                           .base = a.base.as<float>(),
@@ -111,20 +111,20 @@ void coefficients(Context& ctx, const HyperConnectionFwd& a) {
 
 void coefficient_gradients(Context& ctx, const HyperConnectionGradients& g) {
   const HyperConnectionBwd& a = *g.call;
-  const int64_t tokens = a.x.rows, n = a.how.streams, m = a.weight.rows;
+  const int64_t tokens = a.x.rows, n = a.options.streams, m = a.weight.rows;
   const int parts = parts_of(a.scale);
   int64_t chunk = std::max(kTokens, (tokens + kMaxPartials - 1) / kMaxPartials);
   chunk = (chunk + kTokens - 1) / kTokens * kTokens;
   const int64_t chunks = (tokens + chunk - 1) / chunk, sums_cols = m + parts;
   float* sums = ctx.scratch_of<float>(chunks * sums_cols);
-  const int64_t kept = parts > 2 ? (2 * a.how.iterations - 1) * n * kTokens : 0;
+  const int64_t kept = parts > 2 ? (2 * a.options.iterations - 1) * n * kTokens : 0;
   float* divisors = ctx.scratch_of<float>(chunks * kept);
   parallel(ctx, chunks, [&](int64_t c) {
     const int64_t first = c * chunk, last = std::min(tokens, first + chunk);
     table().gradients({.first = first,
                        .count = 0,
                        .parts = parts,
-                       .how = a.how,
+                       .options = a.options,
                        .rstd = column(a.rstd.as<float>(), tokens, 1),
                        .product = a.product,
                        .base = a.base.as<float>(),

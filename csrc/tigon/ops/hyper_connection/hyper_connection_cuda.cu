@@ -60,7 +60,7 @@ struct Rows {
 Rows rows_of(const Matrix& m) { return {static_cast<float*>(m.data), m.stride}; }
 
 struct Tokens {
-  HyperConnection how;
+  HyperConnection options;
   int64_t tokens;
   int parts, rows;
   float columns;
@@ -105,15 +105,15 @@ __global__ __launch_bounds__(kTokenThreads) void coefficients_kernel(const __gri
   Token token{t, row, scratch ? t.divisors + row : divisors + threadIdx.x,
               scratch ? t.tokens : kTokenThreads};
   if constexpr (Backward)
-    hc_backward<N, float>(t.parts, t.how, t.columns, token);
+    hc_backward<N, float>(t.parts, t.options, t.columns, token);
   else
-    hc_forward<N, float>(t.parts, t.how, token);
+    hc_forward<N, float>(t.parts, t.options, token);
 }
 
 template <bool Backward>
 void launch_coefficients(Context& ctx, const Tokens& t, size_t shared = 0) {
   launch(kOp, ctx,
-         t.how.streams == kFew ? coefficients_kernel<kFew, Backward> : coefficients_kernel<0, Backward>,
+         t.options.streams == kFew ? coefficients_kernel<kFew, Backward> : coefficients_kernel<0, Backward>,
          {.blocks = ceil_div(t.tokens, kTokenThreads), .threads = kTokenThreads, .shared = shared}, t);
 }
 
@@ -287,7 +287,7 @@ void widen(Context& ctx, const HyperConnectionWiden& a) {
 }
 
 void coefficients(Context& ctx, const HyperConnectionFwd& a) {
-  launch_coefficients<false>(ctx, {.how = a.how,
+  launch_coefficients<false>(ctx, {.options = a.options,
                                    .tokens = a.x.rows,
                                    .parts = int(a.scale.size),
                                    .rows = int(a.weight.rows),
@@ -303,14 +303,14 @@ void coefficients(Context& ctx, const HyperConnectionFwd& a) {
 
 void coefficient_gradients(Context& ctx, const HyperConnectionGradients& g) {
   const HyperConnectionBwd& a = *g.call;
-  const int64_t tokens = a.x.rows, n = a.how.streams, m = a.weight.rows, parts = a.scale.size;
+  const int64_t tokens = a.x.rows, n = a.options.streams, m = a.weight.rows, parts = a.scale.size;
   float* sums = ctx.scratch_of<float>(tokens * (m + parts));
-  const int64_t kept = parts > 2 ? (2 * a.how.iterations - 1) * n : 0;
+  const int64_t kept = parts > 2 ? (2 * a.options.iterations - 1) * n : 0;
   const bool fits = kept <= kMostShared / (kTokenThreads * int64_t(sizeof(float)));
   float* divisors = fits ? nullptr : ctx.scratch_of<float>(kept * tokens);
   const size_t shared = fits ? size_t(kept) * kTokenThreads * sizeof(float) : 0;
   launch_coefficients<true>(ctx,
-                            {.how = a.how,
+                            {.options = a.options,
                              .tokens = tokens,
                              .parts = int(parts),
                              .rows = int(m),

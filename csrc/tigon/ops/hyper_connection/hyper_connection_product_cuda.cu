@@ -464,9 +464,9 @@ __global__ __launch_bounds__(kGradientThreads,
   }
 }
 
-bool is_usual(const HyperConnection& how, const Matrix& x, const Matrix& weight) {
-  return how.streams == kStreams && weight.rows == kRows && x.cols < INT32_MAX / 2 && x.dtype != DType::f32 &&
-         is_vectorizable(x.data, x.stride, x.cols, size_of(x.dtype)) &&
+bool is_usual(const HyperConnection& options, const Matrix& x, const Matrix& weight) {
+  return options.streams == kStreams && weight.rows == kRows && x.cols < INT32_MAX / 2 &&
+         x.dtype != DType::f32 && is_vectorizable(x.data, x.stride, x.cols, size_of(x.dtype)) &&
          is_vectorizable(weight.data, weight.stride, weight.cols, sizeof(float));
 }
 
@@ -482,7 +482,7 @@ void by_half(const Matrix& x, const Fn& fn) {
 }  // namespace
 
 bool products(Context& ctx, const HyperConnectionFwd& a) {
-  if (!is_usual(a.how, a.x, a.weight)) return false;
+  if (!is_usual(a.options, a.x, a.weight)) return false;
   const int64_t tokens = a.x.rows, cols = a.x.cols;
   const int64_t token_tiles = ceil_div(tokens, kTokens), stages = ceil_div(cols, kStageColumns);
   const int64_t most = std::min(stages, kMostSplits);
@@ -515,16 +515,17 @@ bool products(Context& ctx, const HyperConnectionFwd& a) {
   });
   launch(kOp, ctx, sum_products_kernel,
          {.blocks = ceil_div(tokens * (kRows + 1), kThreads), .threads = kThreads}, partials, int(splits),
-         tokens, a.product.row<float>(0), a.product.stride, a.rstd.as<float>(), float(cols), a.how.norm_eps);
+         tokens, a.product.row<float>(0), a.product.stride, a.rstd.as<float>(), float(cols),
+         a.options.norm_eps);
   return true;
 }
 
 bool product_gradients(Context& ctx, const HyperConnectionGradients& g) {
   const HyperConnectionBwd& a = *g.call;
-  const int64_t tokens = a.x.rows, cols = a.x.cols, columns = cols / a.how.streams;
+  const int64_t tokens = a.x.rows, cols = a.x.cols, columns = cols / a.options.streams;
   const bool dx = a.dx.data != nullptr, dweight = a.dweight.data != nullptr;
   const bool octets = vectors<8>(a.x, columns) && vectors<8>(a.dy, columns) && vectors<8>(a.dx, columns);
-  if (!is_usual(a.how, a.x, a.weight) || !octets || (dweight && a.dweight.stride != cols)) return false;
+  if (!is_usual(a.options, a.x, a.weight) || !octets || (dweight && a.dweight.stride != cols)) return false;
   if (!dx && !dweight) return true;
   const int64_t tiles = ceil_div(cols, kGradientColumns), blocks = ceil_div(tokens, kBlockTokens);
   const int64_t range = ceil_div(blocks, std::clamp<int64_t>(kGradientCtas / tiles, 1, blocks));

@@ -9,17 +9,16 @@ namespace {
 constexpr const char* kOp = "hyper_connection";
 
 // The options of the schema, in its order.
-struct Options {
-  HyperConnection how;
+struct Options : HyperConnection {
   static Options take(Stack& s) {
     Options o;
-    o.how.streams = s.take<int64_t>();
-    o.how.norm_eps = float(s.take<double>());
-    o.how.pre_eps = float(s.take<double>());
-    o.how.post_scale = float(s.take<double>());
-    o.how.post_eps = float(s.take<double>());
-    o.how.iterations = s.take<int64_t>();
-    o.how.sinkhorn_eps = float(s.take<double>());
+    o.streams = s.take<int64_t>();
+    o.norm_eps = float(s.take<double>());
+    o.pre_eps = float(s.take<double>());
+    o.post_scale = float(s.take<double>());
+    o.post_eps = float(s.take<double>());
+    o.iterations = s.take<int64_t>();
+    o.sinkhorn_eps = float(s.take<double>());
     return o;
   }
 };
@@ -47,7 +46,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(Tensor x, Ten
   check_same_device(kOp, "weight", weight, x);
   check_same_device(kOp, "base", base, x);
   check_same_device(kOp, "scale", scale, x);
-  const int64_t n = options.how.streams;
+  const int64_t n = options.streams;
   TIGON_CHECK(kOp, n >= 1 && n <= kMaxStreams, "streams must be in [1, ", kMaxStreams, "], got ", n);
   const Matrix rows = rows_of(kOp, "x", x), w = rows_of(kOp, "weight", weight);
   const bool has_post = w.rows > n, has_res = w.rows > 2 * n;
@@ -67,7 +66,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> forward(Tensor x, Ten
                               .res = wanted(kOp, "res", res, has_res),
                               .product = rows_of(kOp, "product", product),
                               .rstd = vector_of(kOp, "rstd", rstd),
-                              .how = options.how});
+                              .options = options});
   return {y, pre, post, res, product, rstd};
 }
 
@@ -102,7 +101,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(OptionalTensor dy, OptionalT
                               .dweight = wanted(kOp, "dweight", dweight, need_dweight),
                               .dbase = need_dbase ? vector_of(kOp, "dbase", dbase) : Vector{},
                               .dscale = need_dscale ? vector_of(kOp, "dscale", dscale) : Vector{},
-                              .how = options.how});
+                              .options = options});
   return {dx, dweight, dbase, dscale};
 }
 

@@ -52,7 +52,7 @@ struct RouteFwd {
   Vector aux;  // empty, as z and balance are then: not wanted
   Vector z;
   Vector balance;
-  RouteOptions how;
+  RouteOptions options;
 };
 
 struct RouteBwd {
@@ -64,7 +64,7 @@ struct RouteBwd {
   Vector token_weights;
   Vector balance;  // with daux or dz
   Matrix dlogits;
-  RouteOptions how;
+  RouteOptions options;
 };
 
 TIGON_API_OP(route, Route)

@@ -75,22 +75,22 @@ void choose(const uint32_t* keys, int n, int k, int* order) {
 }
 
 // A token's choice, best first.
-void choose_experts(const RouteRow& row, const float* bias, int experts, int k, const RouteOptions& how,
+void choose_experts(const RouteRow& row, const float* bias, int experts, int k, const RouteOptions& options,
                     int* order) {
   float c[kRouteExperts];
   uint32_t keys[kRouteExperts];
-  const float unit = how.sigmoid() || !how.normalize ? 1.0f : row.sum;  // r / unit = p
+  const float unit = options.sigmoid() || !options.normalize ? 1.0f : row.sum;  // r / unit = p
   for (int e = 0; e < experts; ++e) {
-    c[e] = bias != nullptr || how.two() ? row.r[e] / unit + (bias != nullptr ? bias[e] : 0.0f) : row.z[e];
+    c[e] = bias != nullptr || options.two() ? row.r[e] / unit + (bias != nullptr ? bias[e] : 0.0f) : row.z[e];
     keys[e] = route_key(c[e]);
   }
-  if (how.num_groups > 1) {
-    const int groups = int(how.num_groups), size = experts / groups;
+  if (options.num_groups > 1) {
+    const int groups = int(options.num_groups), size = experts / groups;
     uint32_t of_group[kRouteExperts];
     bool open[kRouteExperts] = {};
-    for (int g = 0; g < groups; ++g) of_group[g] = route_group_key(c + g * size, size, how.two());
-    choose(of_group, groups, int(how.top_groups), order);
-    for (int i = 0; i < how.top_groups; ++i) open[order[i]] = true;
+    for (int g = 0; g < groups; ++g) of_group[g] = route_group_key(c + g * size, size, options.two());
+    choose(of_group, groups, int(options.top_groups), order);
+    for (int i = 0; i < options.top_groups; ++i) open[order[i]] = true;
     for (int g = 0; g < groups; ++g)
       if (!open[g]) std::fill_n(keys + g * size, size, 0u);
   }
@@ -127,7 +127,7 @@ void route_fwd(Context& ctx, const RouteFwd& a) {
   const int64_t tokens = a.logits.rows, experts = a.logits.cols, k = a.ids.cols, width = 2 * experts + 2;
   const int64_t share = std::max(kRowsPerTask, (tokens + kMostParts - 1) / kMostParts),
                 parts = (tokens + share - 1) / share;
-  const bool sigmoids = a.how.sigmoid(), losses = bool(a.aux);
+  const bool sigmoids = a.options.sigmoid(), losses = bool(a.aux);
   double* sums = losses ? ctx.scratch_of<double>((parts + 1) * width) : nullptr;
   parallel(ctx, parts, [&](int64_t part) {
     RouteRow row;
@@ -136,14 +136,15 @@ void route_fwd(Context& ctx, const RouteFwd& a) {
     const Sums own = {losses ? sums + part * width : nullptr, experts};
     if (losses) std::fill_n(own.at, width, 0.0);
     for (int64_t t = part * share, end = std::min(tokens, t + share); t < end; ++t) {
-      kernels.load(element_at(a.logits, t, 0), row, experts, sigmoids, a.how.normalize);
-      choose_experts(row, a.bias.as<float>(), int(experts), int(k), a.how, order);
+      kernels.load(element_at(a.logits, t, 0), row, experts, sigmoids, a.options.normalize);
+      choose_experts(row, a.bias.as<float>(), int(experts), int(k), a.options, order);
       double by = sigmoids ? double(kRouteTiny) : 0.0;
       for (int64_t i = 0; i < k; ++i) by += double(row.r[order[i]]);
       for (int64_t i = 0; i < k; ++i) {
         set_id(a.ids, t, i, order[i]);
-        set_value(a.weights, t, i,
-                  scalar::route_weight(row.r[order[i]], a.how.normalize ? float(by) : 1.0f, a.how.scale));
+        set_value(
+            a.weights, t, i,
+            scalar::route_weight(row.r[order[i]], a.options.normalize ? float(by) : 1.0f, a.options.scale));
       }
       const float v = token_weight(a.token_weights, t);
       if (!losses || v == 0.0f) continue;
@@ -166,20 +167,20 @@ void route_bwd(Context& ctx, const RouteBwd& a) {
   const RouteTable& table = TIGON_SELECT(route_table);
   const RouteKernels& kernels = table.at[int(a.logits.dtype)];
   const int64_t experts = a.logits.cols, k = a.ids.cols;
-  const bool sigmoids = a.how.sigmoid(), given = a.dweights.data != nullptr;
-  const bool inside = a.how.normalize || !sigmoids, outside = !a.how.normalize && !sigmoids;
+  const bool sigmoids = a.options.sigmoid(), given = a.dweights.data != nullptr;
+  const bool inside = a.options.normalize || !sigmoids, outside = !a.options.normalize && !sigmoids;
   const float daux = a.daux ? a.daux.as<float>()[0] : 0.0f, dz = a.dz ? a.dz.as<float>()[0] : 0.0f;
   for_each_row(ctx, a.logits.rows, [&](int64_t t) {
     RouteRow row;
     alignas(64) float h[kRouteExperts], q[kRouteExperts];
-    kernels.load(element_at(a.logits, t, 0), row, experts, sigmoids, a.how.normalize);
+    kernels.load(element_at(a.logits, t, 0), row, experts, sigmoids, a.options.normalize);
     double by = sigmoids ? double(kRouteTiny) : 0.0, dot = 0.0;
     for (int64_t i = 0; i < k && given; ++i) {
       const double r = double(row.r[id_at(a.ids, t, i)]);
       by += r, dot += r * double(value_at(a.dweights, t, i));
     }
-    const double divisor = a.how.normalize && given ? by : 1.0, mean = dot / divisor,
-                 factor = double(a.how.scale) / divisor;
+    const double divisor = a.options.normalize && given ? by : 1.0, mean = dot / divisor,
+                 factor = double(a.options.scale) / divisor;
     std::fill_n(h, experts, outside ? float(-mean * factor) : 0.0f);
     for (int64_t i = 0; i < k && given; ++i)
       h[id_at(a.ids, t, i)] = float((double(value_at(a.dweights, t, i)) - (inside ? mean : 0.0)) * factor);

@@ -62,13 +62,13 @@ struct Options {
   int groups, top_groups;
   float scale;
 };
-Options options_of(const RouteOptions& how) {
-  return {.sigmoids = how.sigmoid(),
-          .normalize = how.normalize,
-          .two = how.two(),
-          .groups = int(how.num_groups),
-          .top_groups = int(how.top_groups),
-          .scale = how.scale};
+Options options_of(const RouteOptions& options) {
+  return {.sigmoids = options.sigmoid(),
+          .normalize = options.normalize,
+          .two = options.two(),
+          .groups = int(options.num_groups),
+          .top_groups = int(options.top_groups),
+          .scale = options.scale};
 }
 
 template <int N>
@@ -85,7 +85,7 @@ struct Row {
   float z[N], e[N], r[N];
   float top, sum, scores;
 
-  __device__ __forceinline__ void load(const Rows& logits, int64_t row, int experts, const Options& how) {
+  __device__ __forceinline__ void load(const Rows& logits, int64_t row, int experts, const Options& options) {
     const int lane = int(threadIdx.x) % 32;
     float most[N];
 #pragma unroll
@@ -99,8 +99,9 @@ struct Row {
     sum = sum_row(e);
 #pragma unroll
     for (int j = 0; j < row_places<N>(); ++j)
-      r[j] = j * 32 + lane < experts ? route_score(z[j], e[j], sum, how.sigmoids, how.normalize) : 0.0f;
-    scores = how.sigmoids ? sum_row(r) : sum;
+      r[j] =
+          j * 32 + lane < experts ? route_score(z[j], e[j], sum, options.sigmoids, options.normalize) : 0.0f;
+    scores = options.sigmoids ? sum_row(r) : sum;
   }
   // Of the distribution that aux balances.
   __device__ __forceinline__ float q(int j, bool sigmoids) const {
@@ -135,14 +136,14 @@ struct Forward {
   float* parts;  // of the sums, [CTA][2 experts + 2]; null: none
   int64_t tokens;
   int experts, top_k;
-  Options how;
+  Options options;
 };
 
 // Leaves the keys of the experts of the best groups alone. c is a warp's memory of a float for each expert.
 template <int N>
 __device__ __forceinline__ void close_groups(const Forward& p, const float (&value)[N], uint32_t (&keys)[N],
                                              float* c) {
-  const int lane = int(threadIdx.x) % 32, size = p.experts / p.how.groups;
+  const int lane = int(threadIdx.x) % 32, size = p.experts / p.options.groups;
 #pragma unroll
   for (int j = 0; j < row_places<N>(); ++j)
     if (j * 32 + lane < p.experts) c[j * 32 + lane] = value[j];
@@ -151,12 +152,12 @@ __device__ __forceinline__ void close_groups(const Forward& p, const float (&val
 #pragma unroll
   for (int j = 0; j < row_places<N>(); ++j) {
     const int group = j * 32 + lane;
-    of_group[j] = group < p.how.groups ? route_group_key(c + group * size, size, p.how.two) : 0u;
+    of_group[j] = group < p.options.groups ? route_group_key(c + group * size, size, p.options.two) : 0u;
   }
   __syncwarp();
-  for (int group = lane; group < p.how.groups; group += 32) c[group] = 0.0f;
+  for (int group = lane; group < p.options.groups; group += 32) c[group] = 0.0f;
   __syncwarp();
-  choose(of_group, p.how.top_groups, [&](int, int group) {
+  choose(of_group, p.options.top_groups, [&](int, int group) {
     if (lane == 0) c[group] = 1.0f;
   });
   __syncwarp();
@@ -175,24 +176,24 @@ __global__ __launch_bounds__(kThreads) void forward_kernel(const __grid_constant
   float counts[kLosses ? N : 1] = {}, qs[kLosses ? N : 1] = {}, all = 0.0f, squares = 0.0f;
   for (int64_t t = int64_t(blockIdx.x) * kWarps + warp; t < p.tokens; t += int64_t(gridDim.x) * kWarps) {
     Row<N> row;
-    row.load(p.logits, t, p.experts, p.how);
+    row.load(p.logits, t, p.experts, p.options);
     float value[N];
     uint32_t keys[N];
     int place[N];
-    const bool scored = p.bias != nullptr || p.how.two;
+    const bool scored = p.bias != nullptr || p.options.two;
 #pragma unroll
     for (int j = 0; j < row_places<N>(); ++j) {
       const int expert = j * 32 + lane;
       const bool here = expert < p.experts;
       value[j] = row.z[j];
       if (scored) {
-        value[j] = p.how.sigmoids ? row.r[j] : row.e[j] / row.sum;
+        value[j] = p.options.sigmoids ? row.r[j] : row.e[j] / row.sum;
         if (p.bias != nullptr && here) value[j] += p.bias[expert];
       }
       keys[j] = here ? route_key(value[j]) : 0u;
       place[j] = -1;
     }
-    if (p.how.groups > 1) close_groups(p, value, keys, shared + warp * p.experts);
+    if (p.options.groups > 1) close_groups(p, value, keys, shared + warp * p.experts);
     int mine = 0;
     choose(keys, p.top_k, [&](int k, int id) {
 #pragma unroll
@@ -202,22 +203,22 @@ __global__ __launch_bounds__(kThreads) void forward_kernel(const __grid_constant
       if ((k % 32 == 31 || k == p.top_k - 1) && lane <= k % 32) p.ids.set(t, k / 32 * 32 + lane, mine);
     });
     float by = 1.0f;
-    if (p.how.normalize) {
+    if (p.options.normalize) {
       float chosen[N];
 #pragma unroll
       for (int j = 0; j < row_places<N>(); ++j) chosen[j] = place[j] >= 0 ? row.r[j] : 0.0f;
-      by = sum_row(chosen) + (p.how.sigmoids ? kRouteTiny : 0.0f);
+      by = sum_row(chosen) + (p.options.sigmoids ? kRouteTiny : 0.0f);
     }
 #pragma unroll
     for (int j = 0; j < row_places<N>(); ++j)
-      if (place[j] >= 0) p.weights.set(t, place[j], route_weight(row.r[j], by, p.how.scale));
+      if (place[j] >= 0) p.weights.set(t, place[j], route_weight(row.r[j], by, p.options.scale));
     if constexpr (kLosses) {
       const float v = p.token_weights == nullptr ? 1.0f : p.token_weights[t];
       if (v == 0.0f) continue;
 #pragma unroll
       for (int j = 0; j < row_places<N>(); ++j) {
         counts[j] += place[j] >= 0 ? v : 0.0f;
-        qs[j] = fma(v, row.q(j, p.how.sigmoids), qs[j]);
+        qs[j] = fma(v, row.q(j, p.options.sigmoids), qs[j]);
       }
       const float lse = row.lse();
       all += v, squares = fma(v, lse * lse, squares);
@@ -286,7 +287,7 @@ struct Backward {
   const float *daux, *dz, *token_weights, *balance;
   int64_t tokens;
   int experts, top_k;
-  Options how;
+  Options options;
 };
 
 template <int N>
@@ -297,7 +298,7 @@ __global__ __launch_bounds__(kThreads) void backward_kernel(const __grid_constan
   const int64_t t = int64_t(blockIdx.x) * kWarps + warp;
   if (t >= p.tokens) return;
   Row<N> row;
-  row.load(p.logits, t, p.experts, p.how);
+  row.load(p.logits, t, p.experts, p.options);
   float d[N] = {};
   if (p.given) {
     for (int e = lane; e < p.experts; e += 32) place[e] = -1;
@@ -306,7 +307,7 @@ __global__ __launch_bounds__(kThreads) void backward_kernel(const __grid_constan
     __syncwarp();
     // Of normalized weights only differences of g count: against that of the best expert, which may have all of the weight.
     // Those of sigmoids sum to 1 - kRouteTiny / by, so that the shift itself has a share.
-    const float shift = p.how.normalize ? p.dweights.at(t, 0) : 0.0f;
+    const float shift = p.options.normalize ? p.dweights.at(t, 0) : 0.0f;
     float g[N], chosen[N], product[N];
 #pragma unroll
     for (int j = 0; j < row_places<N>(); ++j) {
@@ -315,16 +316,16 @@ __global__ __launch_bounds__(kThreads) void backward_kernel(const __grid_constan
       chosen[j] = k >= 0 ? row.r[j] : 0.0f;
       product[j] = chosen[j] * g[j];
     }
-    const float tiny = p.how.sigmoids ? kRouteTiny : 0.0f;
-    const float by = p.how.normalize ? sum_row(chosen) + tiny : 1.0f;
-    const float mean = sum_row(product) / by - shift * (tiny / by), factor = p.how.scale / by;
-    const float inside = p.how.normalize || !p.how.sigmoids ? mean : 0.0f,
-                outside = p.how.normalize || p.how.sigmoids ? 0.0f : -mean * factor;
+    const float tiny = p.options.sigmoids ? kRouteTiny : 0.0f;
+    const float by = p.options.normalize ? sum_row(chosen) + tiny : 1.0f;
+    const float mean = sum_row(product) / by - shift * (tiny / by), factor = p.options.scale / by;
+    const float inside = p.options.normalize || !p.options.sigmoids ? mean : 0.0f,
+                outside = p.options.normalize || p.options.sigmoids ? 0.0f : -mean * factor;
 #pragma unroll
     for (int j = 0; j < row_places<N>(); ++j) {
       const int expert = j * 32 + lane;
       const bool taken = expert < p.experts && place[expert] >= 0;
-      d[j] = route_dz(row.r[j], taken ? (g[j] - inside) * factor : outside, p.how.sigmoids);
+      d[j] = route_dz(row.r[j], taken ? (g[j] - inside) * factor : outside, p.options.sigmoids);
     }
   }
   const float v = p.token_weights == nullptr ? 1.0f : p.token_weights[t];
@@ -335,12 +336,12 @@ __global__ __launch_bounds__(kThreads) void backward_kernel(const __grid_constan
     for (int j = 0; j < row_places<N>(); ++j) {
       const int expert = j * 32 + lane;
       a[j] = expert < p.experts ? p.balance[expert] * aux : 0.0f;
-      product[j] = expert < p.experts ? a[j] * row.q(j, p.how.sigmoids) : 0.0f;
+      product[j] = expert < p.experts ? a[j] * row.q(j, p.options.sigmoids) : 0.0f;
     }
     const float dot = sum_row(product);
 #pragma unroll
     for (int j = 0; j < row_places<N>(); ++j)
-      d[j] += route_dz_aux(row.q(j, p.how.sigmoids), row.r[j], a[j], dot, p.how.sigmoids);
+      d[j] += route_dz_aux(row.q(j, p.options.sigmoids), row.r[j], a[j], dot, p.options.sigmoids);
   }
   const float dz = p.dz == nullptr || v == 0.0f ? 0.0f : *p.dz;
   if (dz != 0.0f) {
@@ -381,8 +382,8 @@ void route_fwd(Context& ctx, const RouteFwd& a) {
                      .tokens = a.logits.rows,
                      .experts = experts,
                      .top_k = int(a.ids.cols),
-                     .how = options_of(a.how)};
-  const size_t of_groups = a.how.num_groups > 1 ? size_t(kWarps) * size_t(experts) : 0,
+                     .options = options_of(a.options)};
+  const size_t of_groups = a.options.num_groups > 1 ? size_t(kWarps) * size_t(experts) : 0,
                shared = sizeof(float) * std::max(of_groups, losses ? size_t(width) : 0);
   by_width(experts, [&]<int N>() {
     launch(kOp, ctx, losses ? forward_kernel<N, true> : forward_kernel<N, false>,
@@ -408,7 +409,7 @@ void route_bwd(Context& ctx, const RouteBwd& a) {
                       .tokens = a.logits.rows,
                       .experts = experts,
                       .top_k = int(a.ids.cols),
-                      .how = options_of(a.how)};
+                      .options = options_of(a.options)};
   const size_t shared = given ? sizeof(int) * kWarps * size_t(experts) : 0;
   by_width(experts, [&]<int N>() {
     launch(kOp, ctx, backward_kernel<N>,

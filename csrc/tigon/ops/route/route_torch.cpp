@@ -7,16 +7,15 @@ namespace {
 constexpr const char* kOp = "route";
 
 // The options of the schema, in its order.
-struct Options {
-  RouteOptions how;
+struct Options : RouteOptions {
   static Options take(Stack& s) {
     Options o;
-    o.how.score = s.take<bool>() ? RouteScore::sigmoid : RouteScore::softmax;
-    o.how.normalize = s.take<bool>();
-    o.how.num_groups = s.take<int64_t>();
-    o.how.top_groups = s.take<int64_t>();
-    o.how.group_score = s.take<bool>() ? RouteGroupScore::sum_of_two : RouteGroupScore::max;
-    o.how.scale = float(s.take<double>());
+    o.score = s.take<bool>() ? RouteScore::sigmoid : RouteScore::softmax;
+    o.normalize = s.take<bool>();
+    o.num_groups = s.take<int64_t>();
+    o.top_groups = s.take<int64_t>();
+    o.group_score = s.take<bool>() ? RouteGroupScore::sum_of_two : RouteGroupScore::max;
+    o.scale = float(s.take<double>());
     return o;
   }
 };
@@ -58,7 +57,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> forward(Tensor logits, Option
                    .aux = losses ? scalar_of(kOp, "aux", aux) : Vector{},
                    .z = losses ? scalar_of(kOp, "z", z) : Vector{},
                    .balance = losses ? vector_of(kOp, "balance", balance) : Vector{},
-                   .how = options.how});
+                   .options = options});
   return {weights, ids, aux, z, balance};
 }
 
@@ -82,7 +81,7 @@ std::tuple<Tensor> backward(OptionalTensor dweights, OptionalTensor daux, Option
                    .token_weights = optional_vector("token_weights", token_weights, logits),
                    .balance = vector_of(kOp, "balance", balance),
                    .dlogits = rows_of(kOp, "dlogits", dlogits),
-                   .how = options.how});
+                   .options = options});
   return {dlogits};
 }
 
