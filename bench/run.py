@@ -60,6 +60,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--threads", type=int, default=0, help="CPU threads (torch's choice)")
     add("--out", type=Path, help="JSON lines (bench/results/<device>/<commit>.jsonl)")
     add("--no-host", action="store_true", help="leave out the host's time")
+    add("--seconds", type=float, default=timing.BUDGET, help="of one measurement of 20 repeats and more")
     add("--budget", type=float, default=0.0, metavar="MINUTES", help="start no case after this (see above)")
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not cuda:
@@ -105,6 +106,7 @@ class Bench:
         self.device = torch.device(args.device)
         if args.threads:
             torch.set_num_threads(args.threads)
+        timing.BUDGET = args.seconds
         self.common = {
             "gpu": device_name(self.device),
             "torch": torch.__version__,
