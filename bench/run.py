@@ -122,6 +122,7 @@ class Bench:
             self.done = {op_key(r) for r in plot.read(self.path)} if self.path.exists() else set()
         else:
             self.path.write_text("")
+        gc.freeze()  # modules are not searched for garbage after each case
         self.copy = timing.copy_gbps(self.device)
         print(f"{self.common['gpu']}, torch {torch.__version__}, commit {self.common['commit']}; "
               f"copy {self.copy:.0f} GB/s")  # fmt: skip
