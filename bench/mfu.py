@@ -30,7 +30,7 @@ def llama_parameters(config: dict, layers: int) -> int:
 
 
 def token_flops(record: dict, config: dict) -> float:
-    """The operations of a training step for each token of a record of bench/e2e.py or bench/parallel_e2e.py."""
+    """Operations of a step for each token, of a record of bench/e2e.py or bench/parallel_e2e.py."""
     model, seq = record["model"], record["seq"]
     layers = min(record["layers"] or math.inf, config["num_hidden_layers"])
     weights = record.get("parameters") or llama_parameters(config, layers)
