@@ -170,6 +170,20 @@ def test_failures_are_recorded(quick, tmp_path, monkeypatch):
     assert {r["provider"] for r in records if "ms" in r} == {"eager"}
 
 
+def test_a_lost_device_ends_the_run(quick, tmp_path, monkeypatch):
+    """What follows would be recorded as failed, too."""
+
+    def lost(case, inputs):
+        raise torch.AcceleratorError("an illegal memory access")
+
+    monkeypatch.setattr(modules()["glu"], "PEERS", {"lost": lost})
+    path = tmp_path / "r.jsonl"
+    with pytest.raises(torch.AcceleratorError):
+        quick.main(["--device", "cpu", "--cases", "smoke", "--providers", "lost,eager", "--dtypes", "fp32",
+                    "--no-host", "--ops", "glu", "--out", str(path)])  # fmt: skip
+    assert [json.loads(line)["provider"] for line in path.read_text().splitlines()] == ["lost"]
+
+
 def test_destructive_peers_harm_nobody(quick):
     """Every provider works on its own copies."""
     module = modules()["glu"]
