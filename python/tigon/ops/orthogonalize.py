@@ -23,8 +23,8 @@ def _symmetric(a, b, c=None, *, trans=False, alpha=1.0, beta=0.0, gamma=0.0) -> 
 
 
 def _rounds(steps: int, wide: bool) -> list[int]:
-    """After how many iterations X is formed anew. Errors of small eigenvalues of the Gram matrix grow by twelve
-    in each, which 16 bits bear three times. To form X of a square matrix costs no more than it saves."""
+    """After how many iterations X is formed anew. Each multiplies errors of small eigenvalues by twelve,
+    which 16 bits bear three times. To form X of a square matrix costs no more than it saves."""
     most = 3 if wide else 1
     return [min(most, steps - i) for i in range(0, steps, most)]
 

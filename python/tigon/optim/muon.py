@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -119,20 +119,26 @@ class Muon(torch.optim.Optimizer):
         grads = [local(p.grad) for p in params]
         momenta = [local(self.state[p]["momentum_buffer"]) for p in params]
         torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-        updates = torch._foreach_lerp(grads, momenta, group["momentum"]) if group["nesterov"] else momenta
+        if group["nesterov"]:
+            updates = grads[0].new_empty(len(grads), *grads[0].shape)
+            for grad, momentum, update in zip(grads, momenta, updates, strict=True):
+                torch.lerp(grad, momentum, group["momentum"], out=update)
+        else:
+            updates = torch.stack(momenta)
         updates = whole.orthogonalize(updates, group["ns_coefficients"], group["ns_steps"], group["eps"])
         rows, cols = params[0].shape[-2:]
-        ratio = 1.0
-        if group["adjust_lr_fn"] == "match_rms_adamw":
-            ratio = 0.2 * math.sqrt(max(rows, cols))
-        elif group["adjust_lr_fn"] in (None, "original"):
-            ratio = math.sqrt(max(1.0, rows / cols))
+        matches_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
+        ratio = 0.2 * math.sqrt(max(rows, cols)) if matches_adamw else math.sqrt(max(1.0, rows / cols))
         lr = group["lr"]
         if isinstance(lr, torch.Tensor):
             lr = float(lr) if lr.device.type == "cpu" else lr.reshape(())
-        for p, update in zip(params, updates, strict=True):
+        for p, update in zip(map(local, params), updates, strict=True):
             # Not _foreach_mul_, which rounds the factor to bfloat16 on the CPU.
-            local(p).mul_(1 - lr * group["weight_decay"]).add_(update.mul_(-ratio * lr))
+            p.mul_(1 - lr * group["weight_decay"])
+            if isinstance(lr, torch.Tensor):
+                p.sub_(update * (ratio * lr))
+            else:
+                p.add_(update, alpha=-ratio * lr)
         torch.autograd.graph.increment_version(params)
 
 
@@ -193,6 +199,9 @@ def _batches(group: dict) -> Iterator[tuple[dict, list, _Whole]]:
             continue
         check(_OP, p.grad.layout == torch.strided, "gradients must be dense, got {}", p.grad.layout)
         placed = (p.device_mesh, p.placements) if is_dtensor(p) else None
+        like = placed is None or (is_dtensor(p.grad) and p.grad.placements == p.placements)
+        check(_OP, like, "the gradient of a DTensor must be one with the same placements, got {}",
+              getattr(p.grad, "placements", type(p.grad).__name__))  # fmt: skip
         alike.setdefault((p.shape, p.dtype, p.grad.dtype, p.device, placed), []).append(p)
     homes = itertools.count()
     for params in alike.values():
@@ -226,13 +235,13 @@ class _Whole:
         self.sizes = [max(0, min(part, size - i * part)) for i in range(processes)]
         self.most *= processes
 
-    def orthogonalize(self, updates: list, *options) -> list[torch.Tensor]:
-        """The orthogonalised matrices, or this process' parts of them."""
+    def orthogonalize(self, updates: torch.Tensor, *options) -> Iterable[torch.Tensor]:
+        """The orthogonalised matrices, stacked, or this process' parts of them."""
         if self.group is not None:
             return self._at_home(updates, options)
         if self.placed is not None:
             return [self._everywhere(update, options) for update in updates]
-        return list(orthogonalize(torch.stack(updates), *options))
+        return orthogonalize(updates, *options)
 
     def _everywhere(self, update: torch.Tensor, options) -> torch.Tensor:
         from torch.distributed.tensor import DTensor, Replicate
@@ -243,12 +252,12 @@ class _Whole:
         copies = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
         return copies.redistribute(placements=placements).to_local()
 
-    def _at_home(self, updates: list, options) -> list[torch.Tensor]:
+    def _at_home(self, updates: torch.Tensor, options) -> list[torch.Tensor]:
         homes = [next(self.homes) % len(self.sizes) for _ in updates]
         order = sorted(range(len(updates)), key=homes.__getitem__)  # as they are sent, home by home
         counts = [homes.count(i) for i in range(len(self.sizes))]
         mine = counts[self.rank]
-        parts = self._exchange(torch.stack([updates[i] for i in order]).split(counts), [
+        parts = self._exchange(updates[order].split(counts), [
             (mine, *self.shape[: self.dim], size, *self.shape[self.dim + 1 :]) for size in self.sizes
         ])  # fmt: skip
         x = orthogonalize(torch.cat(parts, dim=self.dim + 1), *options)
