@@ -89,11 +89,12 @@ def test_float64_is_the_formula(device):
 @pytest.mark.parametrize("values", [
     torch.ones_like, lambda i: 1 / i, lambda i: i**-2, lambda i: (-i / 8).exp(), lambda i: (i < 5).float(),
 ], ids=["equal", "inverse", "square", "exponential", "rank4"])  # fmt: skip
-@pytest.mark.parametrize("shape", [(96, 96), (64, 224), (224, 64), (96, 136)], ids=str)
-def test_orthogonality(shape, values, device):
+@pytest.mark.parametrize("dtype", [None, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(96, 96), (24, 72), (256, 456), (456, 256), (96, 136)], ids=str)
+def test_orthogonality(shape, dtype, values, device):
     """Nearer to the iterations in float64 than PyTorch's, and no farther from orthogonal."""
     x = spectrum(*shape, values, device).bfloat16()
-    mine = orthogonalize(x, COEFFICIENTS, STEPS, EPS)
+    mine = orthogonalize(x, COEFFICIENTS, STEPS, EPS, dtype)
     yours = _zeropower_via_newtonschulz(x.clone(), COEFFICIENTS, STEPS, EPS)
     want = exact(x)
     error, theirs = [], []
@@ -101,9 +102,8 @@ def test_orthogonality(shape, values, device):
     for y, errors in ((mine, error), (yours, theirs)):
         y = y.double().T if shape[0] > shape[1] else y.double()
         errors += [(y - want).norm().item(), (y @ y.T - eye).norm().item()]
-    far = (want @ want.T - eye).norm().item()
     assert error[0] <= 0.5 * theirs[0]
-    assert abs(error[1] - far) <= abs(theirs[1] - far) + 1e-3 * far
+    assert error[1] <= 1.005 * theirs[1]  # most of it is the iterations' own
 
 
 @pytest.mark.parametrize("shape", [(40, 40), (16, 72), (72, 16), (33, 50), (50, 33), (1, 8)], ids=str)
