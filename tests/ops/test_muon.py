@@ -103,7 +103,8 @@ def test_orthogonality(shape, dtype, values, device):
         y = y.double().T if shape[0] > shape[1] else y.double()
         errors += [(y - want).norm().item(), (y @ y.T - eye).norm().item()]
     assert error[0] <= 0.5 * theirs[0]
-    assert error[1] <= 1.005 * theirs[1]  # most of it is the iterations' own
+    # Most of it is the iterations' own; PyTorch's is less where rounding errors fill what is singular.
+    assert error[1] <= 1.005 * max(theirs[1], (want @ want.T - eye).norm().item())
 
 
 @pytest.mark.parametrize("shape", [(40, 40), (16, 72), (72, 16), (33, 50), (50, 33), (1, 8)], ids=str)
