@@ -147,13 +147,13 @@ def test_statistics_in_the_epilogue_of_the_product(rows, h, v, dtype):
     hidden, weight, target = (
         t.detach() for t in head_inputs(rows, h, v, dtype=dtype, device="cuda", masked=0.0)
     )
-    got = linear_log_prob(hidden, weight, target, shift=False)
+    got = tigon.linear_log_prob(hidden, weight, target, shift=False)
     logits = (hidden.double() @ weight.double().T).to(dtype).double()
     want = logits.log_softmax(-1).gather(1, target[:, None])[:, 0]
     torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=2e-2)  # one logit in the other direction
     first, count = rows // 3, rows // 2
     for part in (slice(first, first + count), slice(0, 1)):
-        alone = linear_log_prob(hidden[part], weight, target[part], shift=False)
+        alone = tigon.linear_log_prob(hidden[part], weight, target[part], shift=False)
         assert same_bits(alone, got[part])
 
 

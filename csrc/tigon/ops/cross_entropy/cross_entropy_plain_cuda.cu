@@ -350,16 +350,18 @@ bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& all) {
   CrossEntropyParams<T> p = all;
   const int64_t vecs = ceil_div(p.cols, 16 / int64_t(sizeof(T)));
   const bool is_short = vecs <= int64_t(kVecsPerThread) * 256;
+  // A sweep adds in another order than the kernels of gradients do.
+  const bool sweeps = p.dlogits == nullptr && !ctx.deterministic;
   if (p.softcap != 0.0f) {
-    if (p.dlogits != nullptr || is_short) return cross_entropy_staged<T, D, true>(ctx, p);
+    if (!sweeps || is_short) return cross_entropy_staged<T, D, true>(ctx, p);
     launch_sweep<T, true, Capped>(ctx, p);
     return true;
   }
-  if (p.dlogits != nullptr && (p.entropy != nullptr || p.entropy_scale != nullptr)) {
+  if (!sweeps && (p.entropy != nullptr || p.entropy_scale != nullptr)) {
     if (cross_entropy_staged<T, D, false>(ctx, p)) return true;
     if (p.entropy_scale != nullptr) return false;
   }
-  if (p.entropy != nullptr || (p.dlogits == nullptr && !is_short)) {
+  if (p.entropy != nullptr || (sweeps && !is_short)) {
     const bool more = p.entropy != nullptr || p.predicted != nullptr;
     more ? launch_sweep<T, true>(ctx, p) : launch_sweep<T, false>(ctx, p);
     if (p.dlogits == nullptr) return true;
@@ -367,10 +369,11 @@ bool cross_entropy_plain(Context& ctx, const CrossEntropyParams<T>& all) {
     p.loss = p.lse = p.target_logit = p.log_prob = p.entropy = p.row_max = p.log_sum = nullptr;
     p.predicted = nullptr;
   }
-  // Gradients in fp16 are rare: one kernel for any number of threads.
+  // Gradients in fp16 are rare: one kernel for any number of threads, and for all 32-bit logits where bits have to be equal.
   if constexpr (!std::is_same_v<D, __half>)
-    if (launch_registers<T, D, 128>(ctx, p) || launch_registers<T, D, 256>(ctx, p) ||
-        launch_registers<T, D, 512>(ctx, p))
+    if (!(ctx.deterministic && sizeof(T) == 4) &&
+        (launch_registers<T, D, 128>(ctx, p) || launch_registers<T, D, 256>(ctx, p) ||
+         launch_registers<T, D, 512>(ctx, p)))
       return true;
   return launch_registers<T, D, 0>(ctx, p) || launch_smem<T, D, 512, false>(ctx, p) ||
          launch_cluster<T, D>(ctx, p) || launch_smem<T, D, 1024, false>(ctx, p);

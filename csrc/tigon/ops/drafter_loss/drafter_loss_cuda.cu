@@ -60,10 +60,10 @@ __device__ __forceinline__ T* row_of(const Matrix& m, int64_t r) {
   return static_cast<T*>(m.data) + r * m.stride;
 }
 
-// Elements [c, c + N) of an aligned row of `cols`; -inf after its end.
+// Elements [c, c + N) of an aligned row of `cols`, in global or shared memory; -inf after its end.
 template <class T, int N>
 __device__ __forceinline__ Vec<T, N> vec_of(const T* row, int c, int cols) {
-  Vec<T, N> v = load<T, N>(row + c);
+  Vec<T, N> v = load_stream<T, N>(row + c);
 #pragma unroll
   for (int j = 0; j < N; ++j)
     if (c + N > cols && c + j >= cols) v.v[j] = narrow<T>(-INFINITY);
@@ -218,7 +218,9 @@ void drafter_teacher(Context& ctx, const DrafterTeacher& a) {
   dispatch_float(kOp, "teacher", a.logits.dtype, [&](auto type) {
     using T = typename DeviceType<typename decltype(type)::type>::type;
     const size_t shared = size_t(a.columns.stride) * sizeof(T);
-    const bool staged = a.draft_id && shared + 2048 <= size_t(device_facts().shared_per_block);
+    static OccupancyCache occupancy;
+    const bool staged = a.draft_id && shared + 2048 <= size_t(device_facts().shared_per_block) &&
+                        occupancy.max_active(kOp, teacher_kernel<T, true>, 1, kTeacherThreads, shared) > 0;
     launch(kOp, ctx, staged ? teacher_kernel<T, true> : teacher_kernel<T, false>,
            {.blocks = a.logits.rows, .threads = kTeacherThreads, .shared = staged ? shared : 0}, a);
   });

@@ -13,6 +13,13 @@ Vector flat(const char* op, const char* name, const Tensor& t);
 // Operands on one device, as views of the core.
 LinearCrossEntropy arguments(Operands& t, const Formula& f, const Memory& m = {});
 
+// Logits in memory of the caller. One row keeps the stride of its tensor: a product's kernel goes by it.
+inline Matrix logits_of(const char* name, Tensor& t) {
+  Matrix m = rows_of(kLossHead, name, t);
+  if (m.rows == 1 && t.dim() == 2) m.stride = std::max(m.cols, t.stride(0));
+  return m;
+}
+
 // What the forward of per-row losses leaves for their backward; an empty tensor for what it does not.
 struct KeptTensors {
   Tensor unit, dlogits;

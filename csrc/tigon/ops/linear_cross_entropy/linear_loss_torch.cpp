@@ -45,7 +45,7 @@ std::tuple<Tensor, Tensor> chunk_logits(Tensor logits, Operands operands, Formul
   LinearCrossEntropy a = arguments(operands, formula);
   Statistics r = make_statistics(a, hidden, entropy);
   auto ctx = make_context(hidden);
-  linear_cross_entropy_chunk_logits(*ctx, a, rows_of(kOp, "workspace", logits));
+  linear_cross_entropy_chunk_logits(*ctx, a, logits_of("workspace", logits));
   return {r.log_prob, r.entropy};
 }
 
@@ -59,7 +59,7 @@ std::tuple<> chunk_gradient(Tensor logits, OptionalTensor dhidden, OptionalTenso
   a.head.dweight = rows_of(kOp, "dweight", dweight);
   a.head.dbias = vector_of(kOp, "dbias", dbias);
   auto ctx = make_context(operands.hidden);
-  linear_cross_entropy_chunk_gradient(*ctx, a, rows_of(kOp, "workspace", logits), first);
+  linear_cross_entropy_chunk_gradient(*ctx, a, logits_of("workspace", logits), first);
   return {};
 }
 

@@ -28,7 +28,7 @@ std::tuple<> logits(Tensor logits, Tensor hidden, Tensor weight, OptionalTensor 
   LinearHeadWorkspace workspace =
       linear_head_workspace(*ctx, head, all, {.chunk = all.count, .logits = false});
   LinearHeadChunk c = linear_head_chunk(head, all, workspace, 0, all.count);
-  c.logits = rows_of(kOp, "logits", logits);
+  c.logits = logits_of("logits", logits);
   linear_head_logits(*ctx, head, c);
   return {};
 }
@@ -53,7 +53,7 @@ std::tuple<> gradients(Tensor dlogits, Tensor hidden, Tensor weight, OptionalTen
   LinearHeadWorkspace workspace = linear_head_workspace(
       *ctx, head, all, {.chunk = all.count, .logits = false, .factored = factor.has_value()});
   LinearHeadChunk c = linear_head_chunk(head, all, workspace, 0, all.count);
-  c.logits = rows_of(kOp, "dlogits", dlogits);
+  c.logits = logits_of("dlogits", dlogits);
   linear_head_gradients(*ctx, head, c, {.first = first, .factor = vector_of(kOp, "factor", factor)});
   return {};
 }
