@@ -30,7 +30,7 @@ def _rounds(steps: int, n: int, k: int) -> list[int]:
 
 
 @torch.no_grad()
-def orthogonalize(
+def orthogonalize_(
     x: torch.Tensor,
     coefficients: tuple[float, float, float],
     steps: int,
@@ -45,7 +45,7 @@ def orthogonalize(
     All factors stay in their order: what one step rounds must not grow as what it was given does.
 
     Args:
-        x: [..., rows, columns].
+        x: [..., rows, columns]; its memory is used for the result where it may.
         coefficients: a, b, c.
         steps: iterations, at least 1.
         eps: least norm.
@@ -63,7 +63,8 @@ def orthogonalize(
     # Elements of X are about 1 in size and diagonals of R too: fp16 has neither small nor large ones.
     x_scale, r_scale = min(float(n * k) ** 0.5, 2.0**14), min(float(n), 2.0**13)
     norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=wide)
-    x = torch.mul(x, x_scale / norm.clamp_(min=eps), out=torch.empty_like(x, dtype=dtype))
+    out = x.view(dtype) if dtype.itemsize == x.dtype.itemsize else torch.empty_like(x, dtype=dtype)
+    x = torch.mul(x, x_scale / norm.clamp_(min=eps), out=out)
     left = steps
     for count in _rounds(steps, n, k):
         left -= count

@@ -13,12 +13,12 @@ from torch import nn
 from tigon.error import check, refuse
 from tigon.ops.arguments import check_choice, check_integers, check_numbers
 from tigon.ops.grad_norm import is_dtensor, local
-from tigon.ops.orthogonalize import orthogonalize
+from tigon.ops.orthogonalize import orthogonalize_
 from tigon.optim.adamw import AdamW
 
 _OP = "Muon"
 # Elements of the matrices that are orthogonalised together.
-_BATCH = 2**28
+_BATCH = 3 * 2**27
 # Modules whose weights are a model's head.
 _HEADS = ("lm_head", "head", "output", "score", "classifier")
 
@@ -206,8 +206,9 @@ def _batches(group: dict) -> Iterator[tuple[dict, list, _Whole]]:
     homes = itertools.count()
     for params in alike.values():
         whole = _Whole(params[0], homes)
-        for i in range(0, len(params), whole.most):
-            yield group, params[i : i + whole.most], whole
+        size = -(-len(params) // -(-len(params) // whole.most))
+        for i in range(0, len(params), size):
+            yield group, params[i : i + size], whole
 
 
 class _Whole:
@@ -241,14 +242,14 @@ class _Whole:
             return self._at_home(updates, options)
         if self.placed is not None:
             return [self._everywhere(update, options) for update in updates]
-        return orthogonalize(updates, *options)
+        return orthogonalize_(updates, *options)
 
     def _everywhere(self, update: torch.Tensor, options) -> torch.Tensor:
         from torch.distributed.tensor import DTensor, Replicate
 
         mesh, placements, stride = self.placed
         parts = DTensor.from_local(update, mesh, placements, run_check=False, shape=self.shape, stride=stride)
-        whole = orthogonalize(parts.full_tensor(), *options)
+        whole = orthogonalize_(parts.full_tensor(), *options)
         copies = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
         return copies.redistribute(placements=placements).to_local()
 
@@ -260,7 +261,7 @@ class _Whole:
         parts = self._exchange(updates[order].split(counts), [
             (mine, *self.shape[: self.dim], size, *self.shape[self.dim + 1 :]) for size in self.sizes
         ])  # fmt: skip
-        x = orthogonalize(torch.cat(parts, dim=self.dim + 1), *options)
+        x = orthogonalize_(torch.cat(parts, dim=self.dim + 1), *options)
         back = self._exchange(x.split(self.sizes, self.dim + 1), [(n, *updates[0].shape) for n in counts])
         results = dict(zip(order, itertools.chain.from_iterable(back), strict=True))
         return [results[i] for i in range(len(updates))]
