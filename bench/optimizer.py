@@ -208,7 +208,7 @@ def agreement(device: torch.device) -> dict:
 
 
 def muon(device: torch.device, layers: int, smoke: bool) -> None:
-    """Muon's step beside PyTorch's on hidden matrices, and the distance of an update from that of float64, as a
+    """Muon's step beside PyTorch's on hidden matrices, and the distance of an update from float64's, as a
     part of its norm: the largest of all shapes."""
     model = llama(64, 160, 16, layers, 1) if smoke else llama(4096, 14336, 1024, layers, 1)
     shapes = [shape for shape in model[1:-2] if len(shape) == 2]
@@ -220,7 +220,7 @@ def muon(device: torch.device, layers: int, smoke: bool) -> None:
             p, exact = (torch.nn.Parameter(torch.zeros_like(g, dtype=t)) for t in (F32, torch.float64))
             p.grad, exact.grad = g.detach(), g.detach().double()
             optimizer([p]).step(), tigon.optim.Muon([exact]).step()
-            errors.append(float((p - exact).norm() / exact.norm()))
+            errors.append(float((p.data - exact.data).norm() / exact.data.norm()))
         print(f"{layers} layers, {len(shapes)} matrices: {name} {taken:.2f} ms, error {max(errors):.1e}")
 
 
