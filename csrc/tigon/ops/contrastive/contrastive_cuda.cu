@@ -51,11 +51,12 @@ __device__ __forceinline__ void scores_of(const ContrastiveChunk& a, const Vec<T
   for (int j = 0; j < kVec; ++j) z[j] = is_row && col + j < a.cols ? x[j] * scale : -INFINITY;
   if constexpr (kMasked) {
     if (!is_row || col >= a.cols) return;
-    Vec<T, kVec> t = x;
-    if (a.guide != nullptr) t = load_stream<T, kVec>(static_cast<const T*>(a.guide) + row * a.stride + col);
+    Vec<float, kVec> t;
+    if (a.guide != nullptr) t = load_stream<float, kVec>(a.guide + row * a.stride + col);
 #pragma unroll
     for (int j = 0; j < kVec; ++j)
-      if (col + j < a.cols && contrastive_left_out(a, row, col + j, t[j])) z[j] = -INFINITY;
+      if (col + j < a.cols && contrastive_left_out(a, row, col + j, a.guide != nullptr ? t[j] : x[j]))
+        z[j] = -INFINITY;
   }
 }
 
@@ -101,10 +102,11 @@ __global__ __launch_bounds__(kThreads, 2) void statistics_kernel(const __grid_co
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) most = fmaxf(most, z[i][j]);
         const float reference = contrastive_reference(most);
-        col_sum[j] *= exp_neg<T>(col_top[j] - reference);
-        col_top[j] = most;
+        float part = 0.0f;  // of these rows first: one close to 1 keeps what it adds
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) col_sum[j] += exp_neg<T>(z[i][j] - reference);
+        for (int i = 0; i < kBatch; ++i) part += exp_neg<T>(z[i][j] - reference);
+        col_sum[j] = col_sum[j] * exp_neg<T>(col_top[j] - reference) + part;
+        col_top[j] = most;
       }
     }
   }
@@ -120,8 +122,10 @@ template <class T, bool kColumns, bool kMasked>
 __global__ __launch_bounds__(kThreads) void gradient_kernel(const __grid_constant__ ContrastiveChunk a) {
   constexpr int kRows = 4;
   const Tile tile(a);
-  if (tile.col >= a.cols) return;
+  if (tile.slab * kContrastiveSlab >= a.cols) return;
+  const bool is_column = tile.col < a.cols;
   const float scale = *a.scale;
+  float slope = 0.0f;
   T* scores = static_cast<T*>(a.scores) + tile.col;
   float high[kVec], low[kVec], dcol[kVec];
 #pragma unroll
@@ -134,7 +138,7 @@ __global__ __launch_bounds__(kThreads) void gradient_kernel(const __grid_constan
     Vec<T, kVec> x[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
-      x[i] = load_predicated<T, kVec>(row + i < tile.last, scores + (row + i) * a.stride);
+      x[i] = load_predicated<T, kVec>(row + i < tile.last && is_column, scores + (row + i) * a.stride);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const int64_t r = row + i;
@@ -156,13 +160,20 @@ __global__ __launch_bounds__(kThreads) void gradient_kernel(const __grid_constan
         for (int j = 0; j < kVec; ++j)
           if (at == j && tile.col + j < a.cols) g[j] += dpicked;
       }
+      if (a.slope_parts != nullptr) {
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) slope += contrastive_slope(z[j], g[j]);
+      }
 #pragma unroll
       for (int j = 0; j < kVec; ++j) g[j] *= scale;
       Vec<T, kVec> y;
       y.set(g);
-      store_v4(scores + r * a.stride, y);
+      if (is_column) store_v4(scores + r * a.stride, y);
     }
   }
+  if (a.slope_parts == nullptr) return;
+  slope = reduce_lanes<Sum, 32>(slope);
+  if (threadIdx.x % 32 == 0) a.slope_parts[tile.block * contrastive_slabs(a.cols) + tile.slab] = slope;
 }
 
 // picked, one thread a label.
