@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -135,7 +136,7 @@ def normalized(x):
 
 def guides(q, *embeddings):
     """Normalized, in one dtype: theirs, or float32."""
-    dtype = torch.result_type(*embeddings)
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in embeddings))
     dtype = torch.float32 if dtype == torch.float64 != q.dtype else dtype
     return tuple(normalized(x.detach().to(dtype)) for x in embeddings)
 
